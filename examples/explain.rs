@@ -1,13 +1,13 @@
 //! The life of a call, step by step: `cargo run --release --example explain`.
 
-use fmha::{Backend, Dims, FwdProblem, MaskSpec, PlanOptions};
+use fmha::{Backend, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
 
 fn main() -> Result<(), fmha::Error> {
     // What there is to run on, and why the rest is absent.
-    for device in fmha::devices() {
-        match &device.found {
-            Ok(backend) => println!("{}: {}", device.backend, backend.name()),
-            Err(reason) => println!("{}: {reason}", device.backend),
+    for found in fmha::devices() {
+        match &found.device {
+            Ok(device) => println!("{}: {}", found.backend, device.name()),
+            Err(reason) => println!("{}: {reason}", found.backend),
         }
     }
 
@@ -31,13 +31,13 @@ fn main() -> Result<(), fmha::Error> {
     }
 
     // What validates can be planned; the plan explains itself.
-    let backend = fmha::open(&Backend::Auto)?;
-    let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
+    let device = Device::open(Backend::Auto)?;
+    let plan = device.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
     println!("\n{plan}");
 
     // An explicit request is honoured or refused with every reason.
     let wish = PlanOptions { kernel: Some("no-such-kernel".into()), ..PlanOptions::default() };
-    if let Err(error) = backend.plan_fwd(plan.problem(), &wish) {
+    if let Err(error) = device.plan_fwd(plan.problem(), &wish) {
         println!("refused: {error}");
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! Tensors of your own, planned once and run many times: `cargo run --release --example own_tensors`.
 
-use fmha::{DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, PlanOptions, Stream, bf16};
+use fmha::{DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, PlanOptions, bf16};
 
 fn main() -> Result<(), fmha::Error> {
     let dims = Dims {
@@ -15,16 +15,17 @@ fn main() -> Result<(), fmha::Error> {
     let (q, k, v) = (ones(64 * 8 * 64), ones(1024 * 2 * 64), ones(1024 * 2 * 64));
     let mut o = vec![bf16::ZERO; 64 * 8 * 64];
 
-    let backend = fmha::open(&"cpu".parse()?)?; // auto | cpu | cuda | cuda:1 | rocm
+    let device = Device::open("cpu".parse()?)?; // auto | cpu | cuda | cuda:1 | rocm
     let mut problem = FwdProblem::batch(DType::Bf16, dims); // shapes, types, free strides, mask, bias; no pointers
     problem.mask = "b:512,0".parse()?; // a window of 512 keys
     let problem = problem.validate()?; // names the field and the number that is wrong
-    let plan = backend.plan_fwd(&problem, &PlanOptions::default())?; // chooses and compiles, or every refusal
+    let plan = device.plan_fwd(&problem, &PlanOptions::default())?; // chooses and compiles, or every refusal
 
     let (q, k, v) = (DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v)); // or DevSlice::from_raw: a device's
     let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
-    backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?; // checks the pointers, queues, returns
-    backend.memory().synchronize(Stream::DEFAULT)?;
+    let stream = device.default_stream();
+    plan.run(&mut args, &stream)?; // checks the pointers, queues, returns
+    stream.synchronize()?;
 
     // A mean of ones.
     assert!(o.iter().all(|o| o.to_f32() == 1.0));

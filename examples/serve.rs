@@ -8,8 +8,8 @@
 //! the same to the bit.
 
 use fmha::{
-    Append, Backend, BlockTable, CacheArgs, DType, DevSlice, DevSliceMut, Dims, Error, FmhaBackend, FwdArgs,
-    FwdPlan, FwdProblem, KvLayout, MaskSpec, PlanOptions, QLayout, Rotary, RotaryPairs, Stream, Totals,
+    Append, Backend, BlockTable, CacheArgs, DType, DevSlice, DevSliceMut, Device, Dims, Error, FwdArgs,
+    FwdPlan, FwdProblem, KvLayout, MaskSpec, PlanOptions, QLayout, Rotary, RotaryPairs, Totals,
 };
 
 const LAYERS: usize = 2;
@@ -108,7 +108,7 @@ impl Cache {
 }
 
 /// The plan of a call for at most so many requests; what each step brings is in its arguments.
-fn plan(backend: &dyn FmhaBackend, batch: u32) -> Result<FwdPlan, Error> {
+fn plan(backend: &Device, batch: u32) -> Result<FwdPlan, Error> {
     let dims = Dims {
         batch,
         seqlen_q: MAX_LEN,
@@ -140,7 +140,7 @@ impl Model {
     /// The logits after each request's last token; empty where it has no new one.
     fn step(
         &self,
-        (backend, plan): (&dyn FmhaBackend, &FwdPlan),
+        (backend, plan): (&Device, &FwdPlan),
         cache: &mut Cache,
         step: &Step<'_>,
     ) -> Result<Vec<Vec<f32>>, Error> {
@@ -172,7 +172,7 @@ impl Model {
                 sin: Some(DevSlice::host(&self.sin)),
                 tree_mask: None,
             };
-            backend.run_fwd(plan, &mut args, Stream::DEFAULT)?;
+            plan.run(&mut args, &backend.default_stream())?;
             for (x, o) in x.iter_mut().zip(layer.o.times(&o)) {
                 *x += o;
             }
@@ -190,7 +190,7 @@ impl Model {
 }
 
 fn main() -> Result<(), Error> {
-    let backend = fmha::open(&Backend::Cpu)?;
+    let backend = Device::open(Backend::Cpu)?;
     let model = Model::random(7);
     let prefix: Vec<usize> = (0..PAGE as usize).map(|n| n * 5 % VOCABULARY).collect();
     let prompt = |rest: &[usize]| [&prefix[..], rest].concat();
@@ -202,8 +202,8 @@ fn main() -> Result<(), Error> {
         table[request * MAX_PAGES as usize] = 0;
     }
     let mut cache = Cache::new(3 * MAX_PAGES);
-    let serving = plan(&*backend, 3)?;
-    let alone = plan(&*backend, 1)?;
+    let serving = plan(&backend, 3)?;
+    let alone = plan(&backend, 1)?;
     let own_table: Vec<i32> = (0..MAX_PAGES.cast_signed()).collect();
 
     // The first request writes the shared page; the others come a step later, each from the end of the prefix.
@@ -216,11 +216,11 @@ fn main() -> Result<(), Error> {
             false => &[][..],
         };
         let step = Step { tokens: (0..3).map(new).collect(), cached: cached.to_vec(), table: &table };
-        let logits = model.step((&*backend, &serving), &mut cache, &step)?;
+        let logits = model.step((&backend, &serving), &mut cache, &step)?;
         for request in (0..3).filter(|&request| arrived(request)) {
             let again = Step { tokens: vec![&requests[request]], cached: vec![0], table: &own_table };
             let from_nothing =
-                model.step((&*backend, &alone), &mut Cache::new(MAX_PAGES), &again)?.swap_remove(0);
+                model.step((&backend, &alone), &mut Cache::new(MAX_PAGES), &again)?.swap_remove(0);
             let same = logits[request].iter().zip(&from_nothing).all(|(a, b)| a.to_bits() == b.to_bits());
             assert!(same, "step {number}, request {request}: other bits than from nothing");
             assert!(from_nothing.iter().all(|x| x.is_finite()), "a row that nobody wrote was read");

@@ -2,14 +2,12 @@
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use fmha_core::{
-    DType, Dims, DropoutSeed, Error, FmhaBackend, FwdArgs, FwdProblem, MaskSpec, PlanOptions, ProblemError,
-    Result, Stream,
+    DType, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions, ProblemError, Result,
 };
 use half::{bf16, f16};
-use once_cell::sync::OnceCell;
 
 use crate::memory::{Input, Output, zeros};
-use crate::registry::{Backend, Opened, open_explained};
+use crate::registry::{Backend, Device};
 
 /// What to compute. [`Attention::new`] has every option off; set the rest by field.
 ///
@@ -32,7 +30,7 @@ pub struct Attention {
     /// Whether a kernel that is correct but far from fast may serve where no fast one takes the
     /// problem.
     pub allow_fallback: bool,
-    /// Which backend [`attention`] runs on.
+    /// Which backend [`attention`] runs on: its device is opened once and kept.
     pub backend: Backend,
 }
 
@@ -103,20 +101,16 @@ element!(f32 = F32, f16 = F16, bf16 = Bf16);
 /// [`Error::Problem`] when sizes and slices do not fit, with the field and the numbers;
 /// [`Error::NoDevice`] when the chosen backend is absent; what the backend said.
 pub fn attention<T: Element>(q: &[T], k: &[T], v: &[T], options: &Attention) -> Result<AttentionOutput<T>> {
-    static AUTO: OnceCell<Opened> = OnceCell::new();
-    let opened = match &options.backend {
-        Backend::Auto => AUTO.get_or_try_init(|| open_explained(&Backend::Auto))?.clone(),
-        explicit => open_explained(explicit)?,
-    };
-    attention_on(&*opened.backend, q, k, v, options)
+    let device = Device::open(options.backend.clone())?;
+    attention_on(&device, q, k, v, options)
 }
 
-/// As [`attention`], on a backend that is already open; `options.backend` plays no part.
+/// As [`attention`], on a device that is already open; `options.backend` plays no part.
 ///
 /// # Errors
 /// As [`attention`].
 pub fn attention_on<T: Element>(
-    backend: &dyn FmhaBackend,
+    device: &fmha_core::Device,
     q: &[T],
     k: &[T],
     v: &[T],
@@ -141,13 +135,13 @@ pub fn attention_on<T: Element>(
         }
     }
     let plan_options = PlanOptions { allow_fallback: options.allow_fallback, ..PlanOptions::default() };
-    let plan = backend.plan_fwd(&problem, &plan_options)?;
+    let plan = device.plan_fwd(&problem, &plan_options)?;
     let mut result = AttentionOutput {
         o: zeros("o", problem.shape_o().num_elems())?,
         lse: zeros("lse", problem.extents(fmha_core::Totals::NONE).lse_elems)?,
     };
 
-    let memory = backend.memory();
+    let memory = device.memory();
     let (q, k, v) = (Input::new(memory, q)?, Input::new(memory, k)?, Input::new(memory, v)?);
     let mut o = Output::new(memory, &mut result.o)?;
     let mut lse = Output::new(memory, &mut result.lse)?;
@@ -157,8 +151,9 @@ pub fn attention_on<T: Element>(
     args.lse = Some(lse.slice_mut());
     args.score.dropout = options.dropout;
     args.workspace = workspace.as_mut().map(fmha_core::DevBuffer::slice_mut);
-    backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?;
-    memory.synchronize(Stream::DEFAULT)?;
+    let stream = device.default_stream();
+    plan.run(&mut args, &stream)?;
+    stream.synchronize()?;
     o.finish(memory)?;
     lse.finish(memory)?;
     Ok(result)

@@ -14,9 +14,10 @@
 //! ```
 //!
 //! - [`attention`] takes slices of `f32`, `f16` or `bf16` and gives O and LSE: where to start.
-//! - [`open`] gives the [`FmhaBackend`] that a [`Backend`] names; [`devices`] lists what there is, and
-//!   why the rest is absent. With a backend, a [`FwdProblem`] becomes a plan and the plan runs: the
+//! - [`Device::open`] gives the device that a [`Backend`] names; [`devices`] lists what there is, and
+//!   why the rest is absent. On a device a [`FwdProblem`] becomes a plan and the plan runs: the
 //!   life of a call, told in [`core`].
+//! - [`register`] gives a backend of your own, an [`FmhaBackend`], a name.
 //! - Everything of [`core`] is re-exported here, so that a user needs this crate alone.
 //!
 //! The command `fmha`, a crate of its own (`cli/`), is this library's first user.
@@ -30,6 +31,4 @@ pub use fmha_core::*;
 pub use half::{bf16, f16};
 
 pub use attention::{Attention, AttentionOutput, Element, attention, attention_on};
-pub use registry::{
-    Backend, Device, Opened, PassedOver, all, devices, emulated_launches, open, open_explained, pretend,
-};
+pub use registry::{Backend, Device, Found, PassedOver, all, devices, emulated_launches, register};

@@ -1,12 +1,15 @@
-//! Where backends plug in: one arm each.
+//! Where backends plug in: one arm each, or a name that a third party registers.
 
+use std::collections::HashMap;
 use std::fmt;
+use std::ops::Deref;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use fmha_core::{Error, FmhaBackend, ProblemError, Result};
+use fmha_core::{Error, ProblemError, Result};
 
-/// Which backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`.
+/// Which backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`, and the names that were given
+/// to [`register`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Backend {
     /// The best device that is present; the CPU if there is no other.
@@ -28,6 +31,13 @@ pub enum Backend {
         /// Interpret kernels for this architecture (`gfx942`) instead of running them on a device.
         emulate: Option<String>,
     },
+    /// A device of a backend that was [registered](register).
+    Registered {
+        /// Its name.
+        name: String,
+        /// Which of its devices, from 0.
+        ordinal: u32,
+    },
 }
 
 impl Backend {
@@ -48,7 +58,7 @@ impl Backend {
             Self::Rocm { ordinal, .. } => Ok(Self::Rocm { ordinal, emulate }),
             Self::Auto if arch.starts_with("sm_") => Ok(Self::Cuda { ordinal: 0, emulate }),
             Self::Auto if arch.starts_with("gfx") => Ok(Self::Rocm { ordinal: 0, emulate }),
-            Self::Auto | Self::Cpu => Err(Error::NoDevice(format!(
+            Self::Auto | Self::Cpu | Self::Registered { .. } => Err(Error::NoDevice(format!(
                 "backend {self} emulates no `{arch}` (known: cuda with sm_..., rocm with gfx...)"
             ))),
         }
@@ -62,6 +72,7 @@ impl fmt::Display for Backend {
             Self::Cpu => return f.write_str("cpu"),
             Self::Cuda { ordinal, emulate } => ("cuda", ordinal, emulate),
             Self::Rocm { ordinal, emulate } => ("rocm", ordinal, emulate),
+            Self::Registered { name, ordinal } => (&**name, ordinal, &None),
         };
         match emulate {
             Some(arch) => write!(f, "{kind} (emulated {arch})"),
@@ -90,7 +101,18 @@ impl FromStr for Backend {
             "cpu" if text == kind => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda { ordinal, emulate: None }),
             "rocm" => Ok(Self::Rocm { ordinal, emulate: None }),
-            _ => Err(wrong(format!("backend `{text}` is none of auto, cpu, cuda, cuda:N, rocm, rocm:N"))),
+            name if registered().contains_key(name) => {
+                Ok(Self::Registered { name: name.to_owned(), ordinal })
+            }
+            _ => {
+                let mut known = vec!["auto", "cpu", "cuda", "cuda:N", "rocm", "rocm:N"].join(", ");
+                let mut others: Vec<String> = registered().keys().cloned().collect();
+                others.sort();
+                for name in others {
+                    known += &format!(", {name}, {name}:N");
+                }
+                Err(wrong(format!("backend `{text}` is none of {known}")))
+            }
         }
     }
 }
@@ -104,60 +126,169 @@ pub struct PassedOver {
     pub reason: Error,
 }
 
-/// What [`open_explained`] found.
-#[derive(Clone)]
-pub struct Opened {
-    /// The backend.
-    pub backend: Arc<dyn FmhaBackend>,
+/// A device that is open. A copy is cheap and is the same device; what it can do is
+/// [`core::Device`](fmha_core::Device)'s: its memory, its streams, plans.
+///
+/// ```
+/// use fmha::Device;
+///
+/// let device = Device::open("cpu".parse()?)?;
+/// assert!(device.is(&Device::open("cpu".parse()?)?), "it is opened once");
+/// # Ok::<(), fmha::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Device {
+    core: fmha_core::Device,
+    passed_over: Arc<[PassedOver]>,
+}
+
+impl Device {
+    /// The device that `choice` names, opened at the first call and kept for the life of the process, with the kernels
+    /// that it has loaded. An explicit choice is honoured or refused; `auto` takes the best that is present, and
+    /// [`passed_over`](Self::passed_over) says what it tried first.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] with the reason, which is looked for anew at the next call; for `auto`, only when not even
+    /// the CPU can serve.
+    pub fn open(choice: Backend) -> Result<Self> {
+        if let Some(device) = kept().get(&choice) {
+            return Ok(device.clone());
+        }
+        // Nobody is kept waiting by a driver that takes its time, and a backend may open another one.
+        let device = Self::open_anew(&choice)?;
+        Ok(kept().entry(choice).or_insert(device).clone())
+    }
+
+    fn open_anew(choice: &Backend) -> Result<Self> {
+        let mut passed_over = Vec::new();
+        if *choice == Backend::Auto {
+            for backend in [Backend::CUDA, Backend::ROCM] {
+                match Self::open(backend.clone()) {
+                    Ok(device) => return Ok(Self { passed_over: passed_over.into(), ..device }),
+                    Err(reason) => passed_over.push(PassedOver { backend, reason }),
+                }
+            }
+            let cpu = Self::open(Backend::Cpu)?;
+            return Ok(Self { passed_over: passed_over.into(), ..cpu });
+        }
+        let core = match choice {
+            Backend::Auto | Backend::Cpu => cpu()?,
+            Backend::Cuda { ordinal, emulate } => cuda(*ordinal, emulate.as_deref())?,
+            Backend::Rocm { ordinal, emulate } => rocm(*ordinal, emulate.as_deref())?,
+            Backend::Registered { name, ordinal } => {
+                let open = registered().get(name).cloned();
+                let open = open.ok_or_else(|| Error::NoDevice(format!("no backend {name} is registered")))?;
+                open(*ordinal)?
+            }
+        };
+        Ok(core.into())
+    }
+
+    /// No device: plans for `arch` (`sm_90a`, `gfx942`), compiles where there is a compiler, and runs nothing.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] for an architecture that no backend of this build knows.
+    pub fn pretend(arch: &str) -> Result<Self> {
+        match Backend::Auto.emulated(arch) {
+            Ok(Backend::Cuda { .. }) => cuda_pretended(arch).map(Into::into),
+            Ok(Backend::Rocm { .. }) => rocm_pretended(arch).map(Into::into),
+            _ => Err(Error::NoDevice(format!("no backend plans for `{arch}` (known: sm_..., gfx...)"))),
+        }
+    }
+
     /// What `auto` tried before it; empty for an explicit choice.
-    pub passed_over: Vec<PassedOver>,
+    #[must_use]
+    pub fn passed_over(&self) -> &[PassedOver] {
+        &self.passed_over
+    }
+}
+
+impl Deref for Device {
+    type Target = fmha_core::Device;
+
+    fn deref(&self) -> &fmha_core::Device {
+        &self.core
+    }
+}
+
+impl From<fmha_core::Device> for Device {
+    /// A backend that was opened by hand; it is not kept.
+    fn from(core: fmha_core::Device) -> Self {
+        Self { core, passed_over: Arc::new([]) }
+    }
+}
+
+/// The devices that this process has open.
+fn kept() -> MutexGuard<'static, HashMap<Backend, Device>> {
+    static KEPT: LazyLock<Mutex<HashMap<Backend, Device>>> = LazyLock::new(Mutex::default);
+    // A panic elsewhere leaves a map that is sound.
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What third parties have registered, by name.
+fn registered() -> MutexGuard<'static, HashMap<String, Open>> {
+    static REGISTERED: LazyLock<Mutex<HashMap<String, Open>>> = LazyLock::new(Mutex::default);
+    REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Opens a third party's device by its number.
+type Open = Arc<dyn Fn(u32) -> Result<fmha_core::Device> + Send + Sync>;
+
+/// Gives a third party's backend a name: [`Backend`] as text then takes `name` and `name:N`, and [`Device::open`] opens
+/// what
+/// `open` returns for N, once for each.
+///
+/// ```
+/// # fn toy(_: u32) -> fmha::Result<fmha::core::Device> { Err(fmha::Error::NoDevice("a toy".into())) }
+/// fmha::register("toy", |ordinal| toy(ordinal))?;
+/// let choice: fmha::Backend = "toy:1".parse()?;
+/// assert_eq!(choice.to_string(), "toy:1");
+/// # Ok::<(), fmha::Error>(())
+/// ```
+///
+/// # Errors
+/// `name`, if it is taken, empty or has a colon in it.
+pub fn register(
+    name: &str,
+    open: impl Fn(u32) -> Result<fmha_core::Device> + Send + Sync + 'static,
+) -> Result<()> {
+    let wrong = |why: &str| Err(ProblemError::new("name", format!("name `{name}` {why}")).into());
+    if name.is_empty() || name.contains(':') {
+        return wrong("is empty or has a colon: 0 devices could be told by it");
+    }
+    let mut registered = registered();
+    if ["auto", "cpu", "cuda", "rocm"].contains(&name) || registered.contains_key(name) {
+        return wrong("is another backend's: 1 is registered under it");
+    }
+    registered.insert(name.to_owned(), Arc::new(open));
+    Ok(())
 }
 
 /// A device that there is, or that there could be.
-pub struct Device {
+pub struct Found {
     /// What opens it.
     pub backend: Backend,
-    /// The backend on it, or why it is absent.
-    pub found: Result<Arc<dyn FmhaBackend>>,
-}
-
-/// Opens the backend that `choice` names. An explicit choice is honoured or refused; `auto` takes
-/// the best that is present, and [`open_explained`] says what it passed over.
-///
-/// # Errors
-/// [`Error::NoDevice`] with the reason; for `auto`, only when not even the CPU can serve.
-pub fn open(choice: &Backend) -> Result<Arc<dyn FmhaBackend>> {
-    open_explained(choice).map(|opened| opened.backend)
-}
-
-/// As [`open`], and says what `auto` tried first.
-///
-/// # Errors
-/// As [`open`].
-pub fn open_explained(choice: &Backend) -> Result<Opened> {
-    let mut passed_over = Vec::new();
-    if *choice == Backend::Auto {
-        for backend in [Backend::CUDA, Backend::ROCM] {
-            match open_one(&backend) {
-                Ok(backend) => return Ok(Opened { backend, passed_over }),
-                Err(reason) => passed_over.push(PassedOver { backend, reason }),
-            }
-        }
-    }
-    Ok(Opened { backend: open_one(choice)?, passed_over })
+    /// The device, or why it is absent.
+    pub device: Result<Device>,
 }
 
 /// Every device: those present, and one entry with the reason for each kind that is absent.
 #[must_use]
-pub fn devices() -> Vec<Device> {
-    let mut found = vec![Device { backend: Backend::Cpu, found: open_one(&Backend::Cpu) }];
-    for nth in [
-        |ordinal| Backend::Cuda { ordinal, emulate: None },
-        |ordinal| Backend::Rocm { ordinal, emulate: None },
-    ] {
+pub fn devices() -> Vec<Found> {
+    let mut found = vec![Found { backend: Backend::Cpu, device: Device::open(Backend::Cpu) }];
+    let mut kinds: Vec<Box<dyn Fn(u32) -> Backend>> = vec![
+        Box::new(|ordinal| Backend::Cuda { ordinal, emulate: None }),
+        Box::new(|ordinal| Backend::Rocm { ordinal, emulate: None }),
+    ];
+    let mut others: Vec<String> = registered().keys().cloned().collect();
+    others.sort();
+    for name in others {
+        kinds.push(Box::new(move |ordinal| Backend::Registered { name: name.clone(), ordinal }));
+    }
+    for nth in kinds {
         for ordinal in 0.. {
-            let device = Device { backend: nth(ordinal), found: open_one(&nth(ordinal)) };
-            let absent = device.found.is_err();
+            let device = Found { backend: nth(ordinal), device: Device::open(nth(ordinal)) };
+            let absent = device.device.is_err();
             // Beyond the last device there is nothing to report; where there is none at all, the reason.
             if !absent || ordinal == 0 {
                 found.push(device);
@@ -170,74 +301,53 @@ pub fn devices() -> Vec<Device> {
     found
 }
 
-/// Every backend that is present, one for each device.
+/// Every device that is present.
 #[must_use]
-pub fn all() -> Vec<Arc<dyn FmhaBackend>> {
-    devices().into_iter().filter_map(|device| device.found.ok()).collect()
+pub fn all() -> Vec<Device> {
+    devices().into_iter().filter_map(|found| found.device.ok()).collect()
 }
 
-fn open_one(choice: &Backend) -> Result<Arc<dyn FmhaBackend>> {
-    match choice {
-        Backend::Auto | Backend::Cpu => cpu(),
-        Backend::Cuda { ordinal, emulate } => cuda(*ordinal, emulate.as_deref()),
-        Backend::Rocm { ordinal, emulate } => rocm(*ordinal, emulate.as_deref()),
-    }
-}
-
-/// A backend without a device: plans for `arch` (`sm_90a`, `gfx942`), compiles where there is a
-/// compiler, and runs nothing.
-///
-/// # Errors
-/// [`Error::NoDevice`] for an architecture that no backend of this build knows.
-pub fn pretend(arch: &str) -> Result<Arc<dyn FmhaBackend>> {
-    match Backend::Auto.emulated(arch) {
-        Ok(Backend::Cuda { .. }) => cuda_pretended(arch),
-        Ok(Backend::Rocm { .. }) => rocm_pretended(arch),
-        _ => Err(Error::NoDevice(format!("no backend plans for `{arch}` (known: sm_..., gfx...)"))),
-    }
-}
-
-fn cpu() -> Result<Arc<dyn FmhaBackend>> {
-    Ok(Arc::new(fmha_cpu::CpuBackend::new()?))
+fn cpu() -> Result<fmha_core::Device> {
+    Ok(fmha_core::Device::new(fmha_cpu::CpuBackend::new()?))
 }
 
 #[cfg(feature = "cuda")]
-fn cuda(ordinal: u32, emulate: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
-    Ok(Arc::new(fmha_cuda::CudaBackend::open(ordinal as usize, emulate)?))
+fn cuda(ordinal: u32, emulate: Option<&str>) -> Result<fmha_core::Device> {
+    fmha_cuda::open(ordinal as usize, emulate)
 }
 
 #[cfg(feature = "cuda")]
-fn cuda_pretended(arch: &str) -> Result<Arc<dyn FmhaBackend>> {
-    Ok(Arc::new(fmha_cuda::CudaBackend::pretend(arch)?))
+fn cuda_pretended(arch: &str) -> Result<fmha_core::Device> {
+    fmha_cuda::pretend(arch)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda_pretended(_: &str) -> Result<Arc<dyn FmhaBackend>> {
+fn cuda_pretended(_: &str) -> Result<fmha_core::Device> {
     cuda(0, None)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: u32, _: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
+fn cuda(_: u32, _: Option<&str>) -> Result<fmha_core::Device> {
     Err(Error::NoDevice("this build has no cuda backend".into()))
 }
 
 #[cfg(feature = "rocm")]
-fn rocm(ordinal: u32, emulate: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
-    Ok(Arc::new(fmha_rocm::RocmBackend::open(ordinal as usize, emulate)?))
+fn rocm(ordinal: u32, emulate: Option<&str>) -> Result<fmha_core::Device> {
+    fmha_rocm::open(ordinal as usize, emulate)
 }
 
 #[cfg(feature = "rocm")]
-fn rocm_pretended(arch: &str) -> Result<Arc<dyn FmhaBackend>> {
-    Ok(Arc::new(fmha_rocm::RocmBackend::pretend(arch)?))
+fn rocm_pretended(arch: &str) -> Result<fmha_core::Device> {
+    fmha_rocm::pretend(arch)
 }
 
 #[cfg(not(feature = "rocm"))]
-fn rocm_pretended(_: &str) -> Result<Arc<dyn FmhaBackend>> {
+fn rocm_pretended(_: &str) -> Result<fmha_core::Device> {
     rocm(0, None)
 }
 
 #[cfg(not(feature = "rocm"))]
-fn rocm(_: u32, _: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
+fn rocm(_: u32, _: Option<&str>) -> Result<fmha_core::Device> {
     Err(Error::NoDevice("this build has no rocm backend".into()))
 }
 
@@ -273,10 +383,10 @@ mod tests {
     #[test]
     fn an_explicit_choice_is_honoured_or_refused_never_replaced() {
         for choice in [Backend::Cpu, Backend::CUDA, Backend::ROCM] {
-            match open_explained(&choice) {
-                Ok(opened) => {
-                    assert_eq!(opened.backend.kind(), choice.to_string());
-                    assert!(opened.passed_over.is_empty());
+            match Device::open(choice.clone()) {
+                Ok(device) => {
+                    assert_eq!(device.kind(), choice.to_string());
+                    assert!(device.passed_over().is_empty());
                 }
                 Err(Error::NoDevice(reason)) => assert!(reason.contains(&choice.to_string()), "{reason}"),
                 Err(other) => panic!("{other}"),
@@ -285,14 +395,22 @@ mod tests {
     }
 
     #[test]
+    fn a_device_is_opened_once_whoever_asks_for_it() {
+        let (cpu, auto) = (Device::open(Backend::Cpu).unwrap(), Device::open(Backend::Auto).unwrap());
+        assert!(cpu.is(&Device::open(Backend::Cpu).unwrap()));
+        assert!(auto.is(&Device::open(Backend::Auto).unwrap()));
+        assert_eq!(auto.is(&cpu), auto.kind() == "cpu");
+    }
+
+    #[test]
     fn auto_says_what_it_passed_over() {
-        let opened = open_explained(&Backend::Auto).unwrap();
-        let expected = match opened.backend.kind() {
+        let device = Device::open(Backend::Auto).unwrap();
+        let expected = match device.kind() {
             "cuda" => 0,
             "rocm" => 1,
             _ => 2,
         };
-        assert_eq!(opened.passed_over.len(), expected);
+        assert_eq!(device.passed_over().len(), expected);
     }
 
     #[test]

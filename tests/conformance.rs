@@ -1,11 +1,11 @@
 //! The battery on every backend of this machine; those that are not here are reported absent.
 
-use fmha::FmhaBackend;
+use fmha::core::Device;
 use fmha_conformance::law::BIT_FOR_BIT;
 use fmha_conformance::report::{Report, run};
 use fmha_conformance::run::Options;
 
-fn battery(backend: &dyn FmhaBackend) -> Report {
+fn battery(backend: &Device) -> Report {
     let report = run(backend, None, &Options::default(), &|_, _, _| ());
     for case in report.failures() {
         println!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro);
@@ -22,9 +22,9 @@ fn battery(backend: &dyn FmhaBackend) -> Report {
 fn every_backend_that_is_present_keeps_the_contract() {
     let mut failed = 0;
     for device in fmha::devices() {
-        match device.found {
+        match device.device {
             Ok(backend) => {
-                let report = battery(&*backend);
+                let report = battery(&backend);
                 failed += report.summary.failed;
                 if backend.kind() == "cpu" {
                     whole_contract(&report);

@@ -15,8 +15,7 @@ use fmha_conformance::case::{Body, Case, all};
 use fmha_conformance::deal::Deal;
 use fmha_conformance::report::run_cases;
 use fmha_conformance::run::{Options, Outcome};
-use fmha_core::{AnyProblem, FmhaBackend, PlanOptions};
-use fmha_rocm::RocmBackend;
+use fmha_core::{AnyProblem, Device, PlanOptions};
 
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
@@ -36,7 +35,7 @@ const BEYOND_THE_HARDWARE: [(&str, &str, &str); 2] = [
 const SUBNORMAL: &str = "Q or K has a subnormal f16, which this architecture's matrix instructions read as 0";
 
 /// What would be compiled for a case; `None` where it is refused, or merges.
-fn kernel(backend: &RocmBackend, case: &Case) -> Option<String> {
+fn kernel(backend: &Device, case: &Case) -> Option<String> {
     let problem = case.problem()?.clone().validate().ok()?;
     let jobs = backend.precompiler()?.jobs(AnyProblem::Forward(&problem), &PlanOptions::default()).ok()?;
     Some(jobs.first()?.source.entry.clone())
@@ -63,7 +62,7 @@ fn for_the_tile_kernel() -> impl Iterator<Item = Case> {
     })
 }
 
-fn is_dealt_to(arch: usize, backend: &RocmBackend, case: &Case) -> bool {
+fn is_dealt_to(arch: usize, backend: &Device, case: &Case) -> bool {
     if EVERYWHERE.iter().any(|family| case.name.starts_with(family)) {
         return true;
     }
@@ -76,7 +75,7 @@ fn is_dealt_to(arch: usize, backend: &RocmBackend, case: &Case) -> bool {
 #[test]
 fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {
-        let Ok(backend) = RocmBackend::pretend(arch) else { panic!("{arch}") };
+        let Ok(backend) = fmha_rocm::pretend(arch) else { panic!("{arch}") };
         let cases = all();
         let forward = cases.iter().filter(|case| !case.name.starts_with("backward/"));
         let kernels: HashSet<String> = forward.filter_map(|case| kernel(&backend, case)).collect();

@@ -78,9 +78,11 @@ fn no_library_sets_the_environment_or_makes_a_name_of_its_own_in_the_temporary_f
 }
 
 #[test]
-fn core_names_no_vendor_in_its_code() {
+fn core_and_what_gpus_share_name_no_vendor_in_their_code() {
     let vendors = ["cuda", "nvidia", "nvrtc", "hip", "rocm", "amd", "hiprtc", "cubin"];
-    none(&violations(&files("core/src", SOURCE), |name, line| {
+    let shared = [files("core/src", SOURCE), files("backend-gpu/src", SOURCE)].concat();
+    assert!(shared.iter().any(|(name, _)| name.starts_with("backend-gpu")));
+    none(&violations(&shared, |name, line| {
         // The table of environment variables is the one place that knows every backend's.
         name != "core/src/env.rs" && words(code(line)).any(|word| vendors.contains(&word.as_str()))
     }));
@@ -160,9 +162,11 @@ fn the_arrows_between_crates_are_as_drawn() {
         match krate {
             // The emulators stand apart: they know instructions, not attention.
             "fmha-core" | "fmha-emu-cdna" | "fmha-emu-ptx" => &[],
-            "fmha-cpu" | "fmha-kernels-cuda" | "fmha-kernels-hip" | "fmha-conformance" => &["fmha-core"],
-            "fmha-cuda" => &["fmha-core", "fmha-kernels-cuda"],
-            "fmha-rocm" => &["fmha-core", "fmha-kernels-hip"],
+            "fmha-cpu" | "fmha-gpu" | "fmha-kernels-cuda" | "fmha-kernels-hip" | "fmha-conformance" => {
+                &["fmha-core"]
+            }
+            "fmha-cuda" => &["fmha-core", "fmha-gpu", "fmha-kernels-cuda"],
+            "fmha-rocm" => &["fmha-core", "fmha-gpu", "fmha-kernels-hip"],
             "fmha" => &["fmha-core", "fmha-cpu", "fmha-cuda", "fmha-rocm"],
             "fmha-cli" => &["fmha", "fmha-conformance"],
             "fmha-c" => &["fmha"],

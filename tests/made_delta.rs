@@ -6,7 +6,6 @@ use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, PlanOptions};
-use fmha_cuda::CudaBackend;
 
 /// Sequences, query heads, kv heads, queries, keys, head dimension, mask, type. The first 265 kv heads of one key block, or 133
 /// of two, are those of preprocess, with 132 multiprocessors.
@@ -21,7 +20,7 @@ const PROBLEMS: [([u32; 6], &str, DType); 6] = [
 
 #[test]
 fn gradients_are_right_with_delta_made_beside_the_products() {
-    let backend = match CudaBackend::open(0, Some("sm_90a")) {
+    let backend = match fmha_cuda::open(0, Some("sm_90a")) {
         Ok(backend) => backend,
         Err(error) => return println!("absent: {error}"),
     };

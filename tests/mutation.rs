@@ -33,7 +33,7 @@ fn thinned(step: usize) -> Vec<Case> {
 #[test]
 fn a_sound_kernel_passes_in_host_memory_and_in_a_devices() {
     for (space, step) in [(MemorySpace::Host, 3), (MemorySpace::Device, 31)] {
-        let backend = Plain::new(None, space);
+        let backend = Plain::open(None, space);
         let report = run_cases(&backend, &thinned(step), &Options::default(), &|_, _, _| ());
         for case in report.failures() {
             println!("FAILED {}\n  {}", case.name, case.text);
@@ -47,7 +47,7 @@ fn a_sound_kernel_passes_in_host_memory_and_in_a_devices() {
 /// The case that finds `fault` first. Cases are taken in a scattered order, so that near ones, which
 /// find the same things, do not come one after another.
 fn found_by(fault: Fault, cases: &[Case]) -> Option<(usize, &Case, String)> {
-    let backend = Plain::new(Some(fault), MemorySpace::Host);
+    let backend = Plain::open(Some(fault), MemorySpace::Host);
     let mut order: Vec<&Case> = cases.iter().collect();
     order.sort_by_key(|case| case.data().seed);
     order.into_iter().enumerate().find_map(|(tried, case)| match case.run(&backend, &Options::default()) {

@@ -7,9 +7,7 @@ use std::collections::BTreeSet;
 use fmha_conformance::case::Case;
 use fmha_conformance::deal::jobs;
 use fmha_conformance::definition;
-use fmha_core::{FmhaBackend, PlanOptions};
-use fmha_cuda::CudaBackend;
-use fmha_rocm::RocmBackend;
+use fmha_core::{Device, PlanOptions};
 
 /// (axis, level, later axis, level).
 type Pair = [usize; 4];
@@ -21,7 +19,7 @@ fn pairs(levels: &[usize]) -> impl Iterator<Item = Pair> {
 
 /// Pairs of levels that the fast kernels of `backend` meet in no case, though they take them: beside the first level of
 /// every other axis, with some type.
-fn unmet(backend: &dyn FmhaBackend) -> Vec<Pair> {
+fn unmet(backend: &Device) -> Vec<Pair> {
     let options = PlanOptions { allow_fallback: false, ..PlanOptions::default() };
     let takes = |case: &Case| !jobs(case, backend, &options).is_empty();
     let (mut met, mut all) = (BTreeSet::new(), BTreeSet::new());
@@ -41,12 +39,11 @@ fn unmet(backend: &dyn FmhaBackend) -> Vec<Pair> {
 
 #[test]
 fn every_pair_of_levels_that_fast_kernels_take_meets_in_a_case_on_one() {
-    let cuda = ["sm_90a"].map(|arch| Box::new(CudaBackend::pretend(arch).unwrap()) as Box<dyn FmhaBackend>);
-    let rocm = ["gfx90a", "gfx942", "gfx950"]
-        .map(|arch| Box::new(RocmBackend::pretend(arch).unwrap()) as Box<dyn FmhaBackend>);
+    let cuda = ["sm_90a"].map(|arch| fmha_cuda::pretend(arch).unwrap());
+    let rocm = ["gfx90a", "gfx942", "gfx950"].map(|arch| fmha_rocm::pretend(arch).unwrap());
     let mut missing = Vec::new();
     for backend in cuda.into_iter().chain(rocm) {
-        let unmet = unmet(&*backend);
+        let unmet = unmet(&backend);
         if !unmet.is_empty() {
             missing.push(format!("{}: (axis, level, axis, level): {unmet:?}", backend.name()));
         }

@@ -7,8 +7,7 @@ use fmha_conformance::execute::run_fwd;
 use fmha_conformance::run::tile_fields;
 use fmha_conformance::tensor::Operand;
 use fmha_conformance::tensors::HostFwd;
-use fmha_core::{Error, FmhaBackend, PlanOptions};
-use fmha_cuda::CudaBackend;
+use fmha_core::{Device, Error, PlanOptions};
 
 /// A case, and the fields of its tile that all ways have.
 const CASES: [(&str, &str); 7] = [
@@ -30,7 +29,7 @@ fn forward(name: &str) -> Box<Forward> {
 }
 
 /// The bits of every element of O.
-fn output(backend: &dyn FmhaBackend, case: &Forward, tile: &str) -> Result<Vec<u64>, Error> {
+fn output(backend: &Device, case: &Forward, tile: &str) -> Result<Vec<u64>, Error> {
     let options =
         PlanOptions { tile: tile_fields(tile), kernel: Some("sm90".to_owned()), ..PlanOptions::default() };
     let mut host = HostFwd::new(case.problem.clone(), &case.lengths, case.data)?;
@@ -46,7 +45,7 @@ fn output(backend: &dyn FmhaBackend, case: &Forward, tile: &str) -> Result<Vec<u
 
 #[test]
 fn a_v_that_is_prepared_once_has_the_bits_of_one_that_each_tile_prepares() {
-    let backend = match CudaBackend::open(0, Some("sm_90a")) {
+    let backend = match fmha_cuda::open(0, Some("sm_90a")) {
         Ok(backend) => backend,
         Err(error) => return println!("absent: {error}"),
     };

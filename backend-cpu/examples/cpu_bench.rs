@@ -10,8 +10,8 @@ use std::io::{BufRead, Write};
 use std::time::Instant;
 
 use fmha_core::{
-    BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem, MaskSpec,
-    PlanOptions, Stream, Strides,
+    BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, MaskSpec,
+    PlanOptions, Strides,
 };
 use fmha_cpu::CpuBackend;
 
@@ -79,14 +79,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (mut dq, mut dk, mut dv) = (vec![0u8; grad], vec![0u8; grad], vec![0u8; grad]);
     let tensors = 4 * bytes + 4 * lse.len() + 4 * grad;
 
-    let backend = CpuBackend::new()?;
+    let backend = Device::new(CpuBackend::new()?);
     let fwd = problem.clone().validate()?;
     let fwd_plan = backend.plan_fwd(&fwd, &options)?;
     let run_fwd = |o: &mut [u8], lse: &mut [f32]| {
         let mut args =
             FwdArgs::new(DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v), DevSliceMut::host(o));
         args.lse = Some(DevSliceMut::host(lse));
-        backend.run_fwd(&fwd_plan, &mut args, Stream::DEFAULT)
+        fwd_plan.run(&mut args, &backend.default_stream())
     };
     eprintln!("{}", backend.name());
     run_fwd(&mut o, &mut lse)?;
@@ -114,7 +114,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 score: fmha_core::ScoreArgs::default(),
                 workspace: None,
             };
-            backend.run_bwd(&bwd_plan, &mut args, Stream::DEFAULT)?;
+            bwd_plan.run(&mut args, &backend.default_stream())?;
         } else {
             run_fwd(&mut o, &mut lse)?;
         }

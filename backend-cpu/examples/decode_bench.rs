@@ -12,8 +12,8 @@ use std::sync::{Barrier, Mutex};
 use std::time::Instant;
 
 use fmha_core::{
-    BlockTable, DType, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem, KvLayout, PlanOptions,
-    QLayout, Stream,
+    BlockTable, DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, KvLayout, PlanOptions,
+    QLayout,
 };
 use fmha_cpu::CpuBackend;
 
@@ -247,7 +247,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let table: Vec<i32> =
         (0..batch * pages).map(|at| (u64::from(at) * 7919 % u64::from(batch * pages)) as i32).collect();
 
-    let backend = CpuBackend::new()?;
+    let cpu = CpuBackend::new()?;
+    let threads = cpu.threads();
+    let backend = Device::new(cpu);
     let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
     println!("{}, {types}, page_size {page_size}", backend.name());
     let mut best = [[f64::INFINITY; 2]; 3];
@@ -256,7 +258,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         return Err(format!("pages of {page_size} are no whole lines of the cache").into());
     }
     let in_pages = (page_size > 0).then_some(Pages(&table, page_lines));
-    let readers = Readers::new([&k, &v], in_pages, backend.threads());
+    let readers = Readers::new([&k, &v], in_pages, threads);
     let mut measure = || -> Result<(), fmha_core::Error> {
         for _ in 0..turns {
             let mut result = Ok(());
@@ -268,7 +270,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     args.seq.totals.num_pages = Some(batch * pages);
                     args.seq.block_table = Some(block_table);
                 }
-                result = backend.run_fwd(&plan, &mut args, Stream::DEFAULT);
+                result = plan.run(&mut args, &backend.default_stream());
             });
             result?;
             let mut keep = |at: usize, time: (f64, f64)| {
@@ -283,7 +285,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Ok(())
     };
     let result = std::thread::scope(|scope| {
-        for thread in 1..backend.threads() {
+        for thread in 1..threads {
             let readers = &readers;
             scope.spawn(move || readers.serve(thread));
         }
@@ -294,7 +296,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     result?;
     let bytes = 2.0 * cache_bytes as f64;
     for (at, clock) in [(0, "by the clock"), (1, "by this thread's processor time")] {
-        if at == 1 && backend.threads() > 1 {
+        if at == 1 && threads > 1 {
             continue;
         }
         let [ours, plain, by_lines] = best.map(|times| bytes / times[at] / 1e9);

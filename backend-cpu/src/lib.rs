@@ -1,7 +1,7 @@
 //! The CPU backend of `fmha`: the whole contract on any machine, forward, backward and combine.
 //!
 //! ```text
-//! CpuBackend      what a user meets: plans, checks arguments and lengths      lib
+//! CpuBackend      what core meets: plans, and launches checked calls          lib, plan
 //!   Engine        the instruction set chosen at run time                      isa
 //!     Forward     a task is a tile of queries of one head                     forward
 //!     Backward    a task is a kv head, or tiles of it                         backward
@@ -17,18 +17,18 @@
 //! of scores exists beyond a tile a thread.
 //!
 //! ```
-//! use fmha_core::{DType, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem, PlanOptions, Stream};
+//! use fmha_core::{DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, PlanOptions};
 //!
 //! let dims = Dims {
 //!     batch: 1, seqlen_q: 3, seqlen_k: 5, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 4, head_dim_v: 4,
 //! };
 //! let (q, k, v, mut o) = ([0.5f32; 24], [0.1f32; 20], [2.0f32; 20], [0f32; 24]);
-//! let backend = fmha_cpu::CpuBackend::new()?;
+//! let device = Device::new(fmha_cpu::CpuBackend::new()?);
 //! let problem = FwdProblem::batch(DType::F32, dims).validate()?;
-//! let plan = backend.plan_fwd(&problem, &PlanOptions::default())?;
+//! let plan = device.plan_fwd(&problem, &PlanOptions::default())?;
 //! let (q, k, v) = (DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v));
 //! let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
-//! backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?;
+//! plan.run(&mut args, &device.default_stream())?;
 //! // Averages of a constant V are that constant.
 //! assert!(o.iter().all(|&x| (x - 2.0).abs() < 1e-6));
 //! # Ok::<(), fmha_core::Error>(())
@@ -50,18 +50,18 @@ mod tasks;
 mod tensor;
 mod tile;
 
-use fmha_core::args::{check_bwd, check_combine, check_fwd};
+use std::sync::Arc;
+
 use fmha_core::fork::PerProcess;
-use fmha_core::seq::spans;
 use fmha_core::{
-    BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs,
-    FwdPlan, MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
+    DType, DeviceMemory, Error, FmhaBackend, PlanOptions, Planned, Result, Roofline, ValidBwd, ValidCombine,
+    ValidFwd, env,
 };
 
+use isa::Engine;
 pub use isa::Isa;
-use isa::{Engine, Kernels};
 use memory::HostMemory;
-use tasks::Threads;
+use tasks::{Pool, Threads};
 
 /// More are not made, whatever is asked for: idle threads of a pool look for work in each other's queues, and 1024 on
 /// two processors took 4 s to begin and 0.5 s for an empty call; 256 took 20 ms, 16 30 us (2026-11-27).
@@ -78,12 +78,10 @@ pub struct Config {
 
 /// Attention on this machine's processor.
 pub struct CpuBackend {
-    id: BackendId,
     name: String,
     isa: Isa,
     engine: Engine,
-    num_threads: usize,
-    threads: PerProcess<Threads>,
+    threads: Arc<Pool>,
     roofline: PerProcess<roofline::Measured>,
 }
 
@@ -123,12 +121,10 @@ impl CpuBackend {
         let plural = if threads.count() == 1 { "thread" } else { "threads" };
         let name = format!("cpu ({}, {} {plural}, {isa})", roofline::processor(), threads.count());
         Ok(Self {
-            id: BackendId::unique(),
             name,
             isa,
             engine,
-            num_threads: threads.count(),
-            threads: PerProcess::new(threads),
+            threads: Arc::new(Pool::of(threads)),
             roofline: PerProcess::new(roofline::Measured::default()),
         })
     }
@@ -139,28 +135,10 @@ impl CpuBackend {
         self.isa
     }
 
-    /// Runs a forward call that has been checked.
-    fn checked_fwd(
-        &self,
-        plan: &FwdPlan,
-        args: &mut FwdArgs<'_>,
-        run: impl FnOnce(&forward::Forward<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let blocks = self.blocks_of(plan)?;
-        check_fwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
-        let spans = spans(plan.problem(), &args.seq)?;
-        run(&forward::Forward { problem: plan.problem(), args, spans: &spans, blocks })
-    }
-
     /// The number of threads.
     #[must_use]
     pub fn threads(&self) -> usize {
-        self.num_threads
-    }
-
-    /// The threads of this process: a forked child has none until it asks.
-    fn own_threads(&self) -> Result<&Threads> {
-        self.threads.get_or_try(|| Threads::new(self.num_threads))
+        self.threads.count()
     }
 }
 
@@ -168,7 +146,8 @@ fn misset(variable: env::EnvVar, text: String) -> Error {
     Error::System { what: variable.name.to_owned(), text }
 }
 
-impl FmhaBackend for CpuBackend {
+// SAFETY: a plan's tile is one of this processor's, and its kernels keep to the sequences that core has checked.
+unsafe impl FmhaBackend for CpuBackend {
     fn kind(&self) -> &'static str {
         "cpu"
     }
@@ -179,7 +158,7 @@ impl FmhaBackend for CpuBackend {
 
     fn roofline(&self, _dtype: DType) -> Roofline {
         let measured = self.roofline.get(roofline::Measured::default);
-        self.own_threads().map_or_else(|_| Roofline::default(), |threads| measured.get(self.engine, threads))
+        self.threads.get().map_or_else(|_| Roofline::default(), |threads| measured.get(self.engine, threads))
     }
 
     fn kernels(&self) -> Vec<&'static str> {
@@ -190,34 +169,15 @@ impl FmhaBackend for CpuBackend {
         &HostMemory
     }
 
-    fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        plan::forward(self, problem, options)
+    fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {
+        plan::forward(self, self.engine, problem, options)
     }
 
-    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _stream: Stream) -> Result<()> {
-        self.checked_fwd(plan, args, |call| self.engine.forward(call, self.own_threads()?))
+    fn plan_bwd(&self, _: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
+        plan::backward(self, options)
     }
 
-    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
-        plan::backward(self, problem, options)
-    }
-
-    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, _stream: Stream) -> Result<()> {
-        let blocks = self.blocks_of(plan)?;
-        check_bwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
-        let spans = spans(plan.problem().fwd(), &args.seq)?;
-        let call = backward::Backward { problem: plan.problem(), args, spans: &spans, blocks };
-        self.engine.backward(&call, self.own_threads()?)
-    }
-
-    fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
-        plan::combine(self, problem, options)
-    }
-
-    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, _stream: Stream) -> Result<()> {
-        self.blocks_of(plan)?;
-        check_combine(plan.problem(), args, MemorySpace::Host)?;
-        let call = combine::Combine { problem: plan.problem(), args };
-        self.engine.combine(&call, self.own_threads()?)
+    fn plan_combine(&self, _: &ValidCombine, options: &PlanOptions) -> Result<Planned<ValidCombine>> {
+        plan::combine(self, options)
     }
 }

@@ -4,7 +4,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::{Mutex, MutexGuard};
 
 use fmha_core::fork::PerProcess;
-use fmha_core::{DevBuffer, DevSliceMut, DeviceMemory, Error, MemorySpace, ProblemError, Result, Stream};
+use fmha_core::{DevBuffer, DevSliceMut, DeviceMemory, Error, MemorySpace, ProblemError, Result};
 
 /// The processor's own memory.
 #[derive(Debug)]
@@ -39,25 +39,26 @@ impl DeviceMemory for HostMemory {
     }
 
     fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
-        check_fits("to", bytes.len(), to.bytes())?;
+        check_fits("to", bytes.len(), to)?;
         // SAFETY: `to` owns at least this many bytes, and nobody else writes them.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         Ok(())
     }
 
     fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
-        check_fits("from", bytes.len(), from.bytes())?;
+        check_fits("from", bytes.len(), from)?;
         // SAFETY: `from` owns at least this many bytes.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
-
-    fn synchronize(&self, _stream: Stream) -> Result<()> {
-        Ok(())
-    }
 }
 
-fn check_fits(field: &'static str, wanted: usize, has: u64) -> Result<()> {
+fn check_fits(field: &'static str, wanted: usize, buffer: &DevBuffer) -> Result<()> {
+    let has = buffer.bytes();
+    if buffer.space() != MemorySpace::Host {
+        let text = format!("{field} of {has} bytes is a device's memory, and not the host's");
+        return Err(ProblemError::new(field, text).into());
+    }
     if wanted as u64 > has {
         let text = format!("{field} has {has} bytes, fewer than the {wanted} to copy");
         return Err(ProblemError::new(field, text).into());

@@ -1,21 +1,26 @@
 //! Plans: which kernel, how, and what it promises.
 
+use std::sync::Arc;
+
 use fmha_core::backend::unsupported;
 use fmha_core::{
-    Accuracy, BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions, PlanParts, Promises, Refusal, Result,
-    ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Accuracy, Call, Launch, PlanOptions, PlanParts, Planned, Problem, Promises, Refusal, Result, ScoreSums,
+    ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 use crate::CpuBackend;
-use crate::forward::{Blocks, FEW_QUERIES, dots_pairs, fits_tiles};
+use crate::backward::Backward;
+use crate::combine::Combine;
+use crate::forward::{Blocks, FEW_QUERIES, Forward, dots_pairs, fits_tiles};
 use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
+use crate::tasks::Pool;
 
 /// Every kernel.
 pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
 
 /// A row's sums have one order, and the maximum is the row's own. Forward is batch-invariant on request:
-/// otherwise sequences of few queries and of many are taken in two ways. In tiles of bf16 its maximum may lag, unless the
-/// true one is asked for.
+/// otherwise sequences of few queries and of many are taken in two ways. In tiles of bf16 its maximum may lag, unless
+/// the true one is asked for.
 const PROMISES: Promises = Promises {
     deterministic: true,
     batch_invariant: true,
@@ -28,10 +33,15 @@ const PROMISES: Promises = Promises {
 const MAX_BLOCK: usize = 1024;
 
 /// A forward plan.
-pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
+pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
+    backend: &CpuBackend,
+    engine: E,
+    problem: &ValidFwd,
+    options: &PlanOptions,
+) -> Result<Planned<ValidFwd>> {
     // A tree mask is taken in rows.
     let max_may_lag = backend.isa == Isa::Amx && fits_tiles(problem) && !problem.tree_mask;
-    plan(backend, "cpu-fwd", problem.clone(), max_may_lag, options, |blocks| {
+    let planned = plan(backend, "cpu-fwd", max_may_lag, options, |blocks| {
         vec![
             (
                 "block_m",
@@ -52,39 +62,37 @@ pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOp
                 },
             ),
         ]
-    })
+    })?;
+    Ok(ready(backend, engine, planned))
 }
 
 /// A backward plan.
-pub(crate) fn backward(backend: &CpuBackend, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
-    plan(backend, "cpu-bwd", problem.clone(), false, options, |blocks| {
+pub(crate) fn backward(backend: &CpuBackend, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
+    let planned = plan(backend, "cpu-bwd", false, options, |blocks| {
         vec![
             ("block_m", blocks.block_m.to_string()),
             ("block_n", blocks.block_n.to_string()),
             ("task", "a kv head, or a part of one where there are fewer heads than threads".into()),
             ("arithmetic", "f32, f32 sums".into()),
         ]
-    })
+    })?;
+    Ok(ready(backend, backend.engine, planned))
 }
 
 /// A combine plan.
-pub(crate) fn combine(
-    backend: &CpuBackend,
-    problem: &ValidCombine,
-    options: &PlanOptions,
-) -> Result<CombinePlan> {
-    plan(backend, "cpu-combine", problem.clone(), false, options, |_| vec![("task", "64 rows".into())])
+pub(crate) fn combine(backend: &CpuBackend, options: &PlanOptions) -> Result<Planned<ValidCombine>> {
+    let planned = plan(backend, "cpu-combine", false, options, |_| vec![("task", "64 rows".into())])?;
+    Ok(ready(backend, backend.engine, planned))
 }
 
-/// A plan; `max_may_lag`: the running maximum does where the true one is not asked for.
-fn plan<P>(
+/// What a plan says, and its tile; `max_may_lag`: the running maximum does where the true one is not asked for.
+fn plan(
     backend: &CpuBackend,
     kernel: &'static str,
-    problem: P,
     max_may_lag: bool,
     options: &PlanOptions,
     details: impl FnOnce(Blocks) -> Vec<(&'static str, String)>,
-) -> Result<Plan<P>> {
+) -> Result<(PlanParts, Blocks)> {
     let refuse = |reason: String| Err(unsupported("cpu", vec![Refusal::new(kernel, reason)]));
     if let Some(wanted) = options.kernel.as_deref().filter(|&wanted| wanted != kernel) {
         let reason = if KERNELS.contains(&wanted) {
@@ -135,8 +143,6 @@ fn plan<P>(
         return Err(unsupported("cpu", vec![refusal]));
     }
     let parts = PlanParts {
-        problem,
-        backend: backend.name.clone(),
         kernel: kernel.to_owned(),
         details: facts,
         steps: vec![],
@@ -145,12 +151,42 @@ fn plan<P>(
         workspace: Workspace::NONE,
         promises,
     };
-    Ok(parts.seal(&backend.id, blocks))
+    Ok((parts, blocks))
 }
 
-impl CpuBackend {
-    /// The tile of a plan that this backend made: another's may not fit its instruction set.
-    pub(crate) fn blocks_of<P>(&self, plan: &Plan<P>) -> Result<Blocks> {
-        Ok(*plan.handle(&self.id, &self.name)?)
+/// A plan that runs `engine`, for whose tiles it was made.
+fn ready<P: Problem, E>(backend: &CpuBackend, engine: E, (parts, blocks): (PlanParts, Blocks)) -> Planned<P>
+where
+    Ready<E>: Launch<P> + 'static,
+{
+    let launch = Ready { engine, threads: Arc::clone(&backend.threads), blocks };
+    Planned { parts, launch: Box::new(launch) }
+}
+
+/// What a plan runs: kernels, the threads for them, and the tile, which is one that these kernels take.
+struct Ready<E> {
+    engine: E,
+    threads: Arc<Pool>,
+    blocks: Blocks,
+}
+
+impl<E: Kernels + Send + Sync> Launch<ValidFwd> for Ready<E> {
+    unsafe fn launch(&self, call: &Call<'_, ValidFwd>) -> Result<()> {
+        let Call { problem, args, spans, .. } = *call;
+        self.engine.forward(&Forward { problem, args, spans, blocks: self.blocks }, self.threads.get()?)
+    }
+}
+
+impl<E: Kernels + Send + Sync> Launch<ValidBwd> for Ready<E> {
+    unsafe fn launch(&self, call: &Call<'_, ValidBwd>) -> Result<()> {
+        let Call { problem, args, spans, .. } = *call;
+        self.engine.backward(&Backward { problem, args, spans, blocks: self.blocks }, self.threads.get()?)
+    }
+}
+
+impl<E: Kernels + Send + Sync> Launch<ValidCombine> for Ready<E> {
+    unsafe fn launch(&self, call: &Call<'_, ValidCombine>) -> Result<()> {
+        let Call { problem, args, .. } = *call;
+        self.engine.combine(&Combine { problem, args }, self.threads.get()?)
     }
 }

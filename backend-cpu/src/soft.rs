@@ -5,12 +5,12 @@ use fmha_conformance::Regex;
 use fmha_conformance::report::run;
 use fmha_conformance::run::Options;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, FmhaBackend, FwdArgs, FwdPlan,
-    PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
+    DType, Device, DeviceMemory, FmhaBackend, PlanOptions, Planned, Result, Roofline, ValidBwd, ValidCombine,
+    ValidFwd,
 };
 
 use crate::simd::{Simd, SoftDots, SoftTiles};
-use crate::{Config, CpuBackend, Isa};
+use crate::{Config, CpuBackend, Isa, plan};
 
 /// A backend that plans as with an instruction set and runs forward calls with one in software.
 struct Soft<S> {
@@ -25,7 +25,8 @@ impl<S: Simd> Soft<S> {
     }
 }
 
-impl<S: Simd> FmhaBackend for Soft<S> {
+// SAFETY: as the CPU backend itself; the tile is of its kernels, whose instructions `S` has in software.
+unsafe impl<S: Simd + 'static> FmhaBackend for Soft<S> {
     fn kind(&self) -> &'static str {
         self.plans.kind()
     }
@@ -46,34 +47,22 @@ impl<S: Simd> FmhaBackend for Soft<S> {
         self.plans.memory()
     }
 
-    fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        self.plans.plan_fwd(problem, options)
+    fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {
+        plan::forward(&self.plans, self.s, problem, options)
     }
 
-    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _stream: Stream) -> Result<()> {
-        self.plans.checked_fwd(plan, args, |call| call.run(self.s, self.plans.own_threads()?))
-    }
-
-    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
+    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
         self.plans.plan_bwd(problem, options)
     }
 
-    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, stream: Stream) -> Result<()> {
-        self.plans.run_bwd(plan, args, stream)
-    }
-
-    fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
+    fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<Planned<ValidCombine>> {
         self.plans.plan_combine(problem, options)
-    }
-
-    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, stream: Stream) -> Result<()> {
-        self.plans.run_combine(plan, args, stream)
     }
 }
 
 fn keeps_the_contract<S: Simd>(s: S, isa: Isa, families: &str) {
     let filter = Regex::new(&format!("^({families})/.*bf16")).unwrap();
-    let report = run(&Soft::new(s, isa), Some(&filter), &Options::default(), &|_, _, _| ());
+    let report = run(&Device::new(Soft::new(s, isa)), Some(&filter), &Options::default(), &|_, _, _| ());
     for case in report.failures() {
         println!("FAILED {}\n  {}", case.name, case.text);
     }

@@ -3,6 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use fmha_core::fork::PerProcess;
 use fmha_core::{Error, Result};
 
 /// A fixed number of threads, the caller's among them.
@@ -10,6 +11,31 @@ pub(crate) struct Threads {
     /// The others; `None` where there are none.
     pool: Option<rayon_core::ThreadPool>,
     count: usize,
+}
+
+/// A backend's threads, of each process its own: a forked child has none of its parent's, and makes them when it computes.
+pub(crate) struct Pool {
+    count: usize,
+    threads: PerProcess<Threads>,
+}
+
+impl Pool {
+    pub(crate) fn of(threads: Threads) -> Self {
+        Self { count: threads.count(), threads: PerProcess::new(threads) }
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// This process's.
+    ///
+    /// # Errors
+    /// [`Error::System`] where the system refuses a child's threads.
+    #[inline]
+    pub(crate) fn get(&self) -> Result<&Threads> {
+        self.threads.get_or_try(|| Threads::new(self.count))
+    }
 }
 
 impl Threads {

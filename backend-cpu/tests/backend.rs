@@ -2,12 +2,17 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use fmha_core::{
-    Accuracy, BwdProblem, CombineProblem, DType, Dims, Error, FmhaBackend, FwdProblem, PlanOptions, Shape,
+    Accuracy, BwdProblem, CombineProblem, DType, DevBuffer, Device, Dims, Error, FwdProblem, MemorySpace,
+    PlanOptions, Shape,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
 
-fn backend(threads: usize) -> CpuBackend {
+fn with(threads: usize) -> CpuBackend {
     CpuBackend::with(Config { threads: Some(threads), isa: Some(Isa::Portable) }).unwrap()
+}
+
+fn backend(threads: usize) -> Device {
+    Device::new(with(threads))
 }
 
 #[test]
@@ -37,11 +42,11 @@ fn what_another_architecture_has_is_refused_and_what_this_one_lacks_is_not_taken
 
 #[test]
 fn a_backend_names_its_kind_its_kernels_its_threads_and_its_instructions() {
+    assert_eq!([with(1).threads(), with(3).threads()], [1, 3]);
     let (one, three) = (backend(1), backend(3));
-    assert_eq!([one.threads(), three.threads()], [1, 3]);
     assert_eq!(one.kind(), "cpu");
     assert_eq!(one.kernels(), ["cpu-fwd", "cpu-bwd", "cpu-combine"]);
-    let name = |backend: &CpuBackend| backend.name().to_owned();
+    let name = |backend: &Device| backend.name().to_owned();
     assert!(
         name(&one).starts_with("cpu (") && name(&one).ends_with(", 1 thread, portable)"),
         "{}",
@@ -114,11 +119,27 @@ fn more_threads_than_a_processor_can_use_are_not_made_and_nonsense_is_refused() 
     let backend = with(4096).unwrap();
     let most = 8 * std::thread::available_parallelism().map_or(1, usize::from);
     assert_eq!(backend.threads(), most.min(4096));
-    let plan = backend.plan_fwd(&problem().validate().unwrap(), &PlanOptions::default()).unwrap();
-    assert_eq!(detail(plan.details(), "threads"), Some(backend.threads().to_string().as_str()));
+    let threads = backend.threads().to_string();
+    let plan = Device::new(backend).plan_fwd(&problem().validate().unwrap(), &PlanOptions::default()).unwrap();
+    assert_eq!(detail(plan.details(), "threads"), Some(threads.as_str()));
     for threads in [0, 4097, usize::MAX] {
         let text = with(threads).err().unwrap().to_string();
         assert!(text.contains("FMHA_NUM_THREADS") && text.contains(&format!("{threads} threads")), "{text}");
+    }
+}
+
+#[test]
+fn memory_that_is_called_a_devices_is_neither_read_nor_written() {
+    let backend = backend(1);
+    // SAFETY: nobody reads or writes it.
+    let mut foreign =
+        unsafe { DevBuffer::from_raw(MemorySpace::Device, 0x1000 as *mut u8, 8, Box::new(|_| ())) };
+    for (name, error) in [
+        ("to", backend.memory().upload(&[1; 8], &mut foreign)),
+        ("from", backend.memory().download(&foreign, &mut [0; 8])),
+    ] {
+        let text = error.unwrap_err().to_string();
+        assert_eq!(text, format!("{name} of 8 bytes is a device's memory, and not the host's"));
     }
 }
 
@@ -190,7 +211,7 @@ fn a_forward_plan_alone_says_what_is_taken_in_rows_and_is_batch_invariant_on_req
 fn a_plan_whose_running_maximum_may_lag_says_fast_and_is_exact_on_request() {
     let dims = Dims { head_dim_qk: 64, head_dim_v: 32, ..problem().dims };
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
-        let backend = CpuBackend::with(Config { threads: Some(1), isa: Some(isa) }).unwrap();
+        let backend = Device::new(CpuBackend::with(Config { threads: Some(1), isa: Some(isa) }).unwrap());
         for (dtype, batch_invariant) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F16, false)] {
             let fwd = FwdProblem::batch(dtype, dims).validate().unwrap();
             // In tiles of bf16 alone, and sequences that are taken in rows do without them.

@@ -4,14 +4,16 @@
 mod support;
 
 use fmha_core::{
-    Append, Bias, BlockTable, CacheArgs, DType, Descale, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
-    FwdProblem, KvLayout, MaskSpec, PlanOptions, Rotary, RotaryPairs, SeqArgs, Shape, Stream, Strides,
+    Append, Bias, BlockTable, CacheArgs, DType, Descale, DevSlice, DevSliceMut, Device, Dims, FwdArgs,
+    FwdProblem, KvLayout, MaskSpec, PlanOptions, Rotary, RotaryPairs, SeqArgs, Shape, Strides,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
 use support::{Inputs, Tensor, check_fwd, run_fwd};
 
-fn backends() -> impl Iterator<Item = (Isa, CpuBackend)> {
-    let with = |isa, threads| CpuBackend::with(Config { threads: Some(threads), isa: Some(isa) }).unwrap();
+fn backends() -> impl Iterator<Item = (Isa, Device)> {
+    let with = |isa, threads| {
+        Device::new(CpuBackend::with(Config { threads: Some(threads), isa: Some(isa) }).unwrap())
+    };
     let available = Isa::ALL.into_iter().filter(|isa| isa.is_available());
     available.flat_map(move |isa| [1, 5].map(|threads| (isa, with(isa, threads))))
 }
@@ -88,7 +90,7 @@ fn a_head_has_the_same_bits_alone_and_read_together_with_others() {
 }
 
 /// O and LSE of a call on a paged cache, or on one of FP8.
-fn run_on(backend: &CpuBackend, inputs: &Inputs, table: Option<(&[i32], u32)>) -> (Vec<u64>, Vec<f32>) {
+fn run_on(backend: &Device, inputs: &Inputs, table: Option<(&[i32], u32)>) -> (Vec<u64>, Vec<f32>) {
     let problem = &inputs.problem;
     let mut o = Tensor::poisoned(problem.dtype_o, problem.o, problem.shape_o());
     let mut lse =
@@ -101,12 +103,12 @@ fn run_on(backend: &CpuBackend, inputs: &Inputs, table: Option<(&[i32], u32)>) -
         args.seq.totals.num_pages = Some(pages.len() as u32);
         args.seq.block_table = Some(BlockTable { pages: DevSlice::host(pages), max_pages });
     }
-    backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
+    plan.run(&mut args, &backend.default_stream()).unwrap();
     (o.bytes, lse)
 }
 
 /// The same cache in pages, the last ones first.
-fn run_on_pages(backend: &CpuBackend, strided: &Inputs, page_size: u32) -> (Vec<u64>, Vec<f32>) {
+fn run_on_pages(backend: &Device, strided: &Inputs, page_size: u32) -> (Vec<u64>, Vec<f32>) {
     let (dtype, dims) = (strided.problem.stored_k(), strided.problem.dims);
     let max_pages = dims.seqlen_k.div_ceil(page_size);
     let num_pages = 2 * max_pages;
@@ -319,7 +321,7 @@ fn new_rows_are_written_turned_and_queries_are_turned_to_their_positions() {
                 tree_mask: None,
             };
             let plan = backend.plan_fwd(&valid, &PlanOptions::default()).unwrap();
-            backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
+            plan.run(&mut args, &backend.default_stream()).unwrap();
             assert!(o.bytes == wanted.o.bytes && lse == wanted.lse, "{what}");
             assert!(k.bytes == turned.k.bytes && v.bytes == turned.v.bytes, "{what}: the cache");
         }

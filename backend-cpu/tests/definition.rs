@@ -4,17 +4,20 @@
 mod support;
 
 use fmha_core::{
-    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Descale, Dims, ElementwiseBias, FwdProblem, MaskSpec,
-    Strides, VLayout,
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Descale, Device, Dims, ElementwiseBias, FwdProblem,
+    MaskSpec, Strides, VLayout,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
 use support::{Inputs, Lengths, check_fwd, run_bwd};
 
-fn backends() -> Vec<CpuBackend> {
+fn backends() -> Vec<(Isa, Device)> {
     Isa::ALL
         .into_iter()
         .filter(|isa| isa.is_available())
-        .map(|isa| CpuBackend::with(Config { threads: Some(2), isa: Some(isa) }).unwrap())
+        .map(|isa| {
+            let backend = CpuBackend::with(Config { threads: Some(2), isa: Some(isa) }).unwrap();
+            (isa, Device::new(backend))
+        })
         .collect()
 }
 
@@ -122,17 +125,17 @@ fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
 
 #[test]
 fn forward_keeps_the_accuracy_promise() {
-    for backend in backends() {
+    for (isa, backend) in backends() {
         for (name, problem, lengths) in problems() {
             let inputs = Inputs::random(problem, &lengths, 1);
-            check_fwd(&backend, &inputs, &format!("{} {name}", backend.isa()));
+            check_fwd(&backend, &inputs, &format!("{isa} {name}"));
         }
     }
 }
 
 #[test]
 fn backward_keeps_the_accuracy_promise() {
-    for backend in backends() {
+    for (isa, backend) in backends() {
         for (name, problem, lengths) in problems() {
             if problem.dtype_o.is_fp8() {
                 continue;
@@ -144,7 +147,7 @@ fn backward_keeps_the_accuracy_promise() {
             if let Bias::Elementwise(bias) = problem.bias {
                 backward.dbias = Some(BiasGrad { dtype: DType::F32, strides: bias.strides });
             }
-            run_bwd(&backend, &inputs, backward, Some(&format!("{} {name}", backend.isa())));
+            run_bwd(&backend, &inputs, backward, Some(&format!("{isa} {name}")));
         }
     }
 }
@@ -157,7 +160,7 @@ fn small_problems_keep_the_accuracy_promise() {
         mask: mask.parse().unwrap(),
         ..FwdProblem::batch(dtype, dims(1, seqlens.0, seqlens.1, (4, 2), (24, 40)))
     };
-    for backend in backends() {
+    for (isa, backend) in backends() {
         for (name, problem) in [
             ("dropout", FwdProblem { p_drop: 0.3, ..small(DType::F32, (20, 20), "b:5,0") }),
             ("dropout of two tiles", FwdProblem { p_drop: 0.3, ..small(DType::F32, (20, 150), "b") }),
@@ -174,7 +177,7 @@ fn small_problems_keep_the_accuracy_promise() {
             ("few queries dropped", FwdProblem { p_drop: 0.3, ..small(DType::F32, (3, 700), "b") }),
         ] {
             let inputs = Inputs::random(problem.clone(), &[], 3);
-            let what = format!("{} {name}", backend.isa());
+            let what = format!("{isa} {name}");
             check_fwd(&backend, &inputs, &what);
             if problem.dims.seqlen_k < 700 {
                 run_bwd(&backend, &inputs, BwdProblem::new(problem), Some(&what));
@@ -186,7 +189,7 @@ fn small_problems_keep_the_accuracy_promise() {
 /// Of sequences that end amid a tile, and that share a bias.
 #[test]
 fn dbias_of_several_tiles_keeps_the_accuracy_promise() {
-    for backend in backends() {
+    for (isa, backend) in backends() {
         for mask in ["b", "0"] {
             let mut problem = FwdProblem::group(DType::F32, dims(2, 150, 250, (2, 1), (8, 8)));
             problem.mask = mask.parse().unwrap();
@@ -196,7 +199,7 @@ fn dbias_of_several_tiles_keeps_the_accuracy_promise() {
             backward.dbias = Some(BiasGrad { dtype: DType::F32, strides });
             let lengths = [[(150, 150), (250, 250)], [(120, 120), (220, 220)]];
             let inputs = Inputs::random(problem, &lengths, 4);
-            run_bwd(&backend, &inputs, backward, Some(&format!("{} {mask}", backend.isa())));
+            run_bwd(&backend, &inputs, backward, Some(&format!("{isa} {mask}")));
         }
     }
 }

@@ -5,14 +5,14 @@ mod support;
 
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineArgs, CombineProblem, DType, DevSlice, DevSliceMut,
-    Dims, ElementwiseBias, FmhaBackend, FwdProblem, MaskSpec, PartialResult, PlanOptions, Shape, Stream,
-    Strides, Totals, VLayout,
+    Device, Dims, ElementwiseBias, FwdProblem, MaskSpec, PartialResult, PlanOptions, Shape, Strides, Totals,
+    VLayout,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
 use support::{Inputs, Tensor, run_bwd, run_fwd};
 
-fn backend(isa: Isa, threads: usize) -> CpuBackend {
-    CpuBackend::with(Config { threads: Some(threads), isa: Some(isa) }).unwrap()
+fn backend(isa: Isa, threads: usize) -> Device {
+    Device::new(CpuBackend::with(Config { threads: Some(threads), isa: Some(isa) }).unwrap())
 }
 
 fn available() -> impl Iterator<Item = Isa> {
@@ -140,7 +140,7 @@ fn gqa_is_mha_with_repeated_keys() {
 }
 
 /// The rows of O that a value placed at (row, column 0) of one operand reaches.
-fn rows_reached(backend: &CpuBackend, inputs: &Inputs, poison: impl Fn(&mut Inputs)) -> Vec<bool> {
+fn rows_reached(backend: &Device, inputs: &Inputs, poison: impl Fn(&mut Inputs)) -> Vec<bool> {
     let mut poisoned = inputs.clone();
     poison(&mut poisoned);
     let outputs = run_fwd(backend, &poisoned, &PlanOptions::default());
@@ -287,7 +287,7 @@ fn combined_halves_are_the_whole() {
         let mut args =
             CombineArgs { parts: &parts, o: o.slice_mut(), lse: Some(DevSliceMut::host(&mut lse)) };
         let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
-        backend.run_combine(&plan, &mut args, Stream::DEFAULT).unwrap();
+        plan.run(&mut args, &backend.default_stream()).unwrap();
         for (ours, expected) in lse.iter().zip(&expected.lse) {
             assert!((ours - expected).abs() < 2e-6, "{isa} LSE {ours} {expected}");
         }
@@ -319,7 +319,7 @@ fn biased(inputs: &Inputs, value: impl Fn(u32, u32, u32) -> f64) -> Inputs {
     with
 }
 
-fn have_the_same_bits(backend: &CpuBackend, one: &Inputs, other: &Inputs, what: &str) {
+fn have_the_same_bits(backend: &Device, one: &Inputs, other: &Inputs, what: &str) {
     let options = PlanOptions::default();
     let (a, b) = (run_fwd(backend, one, &options), run_fwd(backend, other, &options));
     assert!(a.o.bytes == b.o.bytes && a.lse == b.lse, "{what}: forward");
@@ -470,7 +470,7 @@ fn the_lse_of_parts_is_none_where_one_of_them_has_none() {
     let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
     let (o_slice, lse_slice) = (DevSliceMut::host(&mut o), DevSliceMut::host(&mut lse));
     let mut args = CombineArgs { parts: &parts, o: o_slice, lse: Some(lse_slice) };
-    backend.run_combine(&plan, &mut args, Stream::DEFAULT).unwrap();
+    plan.run(&mut args, &backend.default_stream()).unwrap();
     assert!([0, 1, 3].iter().all(|&row| lse[row].is_nan()) && lse[2] == infinity, "{lse:?}");
     assert!([0, 1, 3].iter().all(|&row| o[2 * row].is_nan()) && o[4] == 0.0, "{o:?}");
 }
@@ -515,11 +515,11 @@ fn wrong_requests_are_refused_by_name_and_number() {
     );
     let mut lse = vec![0f32; 8];
     args.lse = Some(DevSliceMut::host(&mut lse));
-    let text = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+    let text = plan.run(&mut args, &backend.default_stream()).unwrap_err().to_string();
     assert!(text.contains("o has 24 bytes"), "{text}");
     args.o = o.slice_mut();
     args.lse = None;
-    let text = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+    let text = plan.run(&mut args, &backend.default_stream()).unwrap_err().to_string();
     assert!(text.contains("lse is missing"), "{text}");
 
     let mut group = FwdProblem::group(DType::F32, dims(2, 8, 8, (1, 1)));
@@ -532,7 +532,7 @@ fn wrong_requests_are_refused_by_name_and_number() {
         seq: group.seq(),
         ..fmha_core::FwdArgs::new(group.q.slice(), group.k.slice(), group.v.slice(), o.slice_mut())
     };
-    let text = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+    let text = plan.run(&mut args, &backend.default_stream()).unwrap_err().to_string();
     assert!(text.contains("cu_seqlens_q[1] 9"), "{text}");
 }
 
@@ -544,7 +544,7 @@ fn memory_that_the_system_refuses_is_an_error_with_its_size() {
 }
 
 #[test]
-fn a_plan_runs_on_the_backend_that_made_it_alone() {
+fn a_plan_runs_on_the_device_that_made_it_alone() {
     let problem = FwdProblem::batch(
         DType::F32,
         fmha_core::Dims {
@@ -568,9 +568,9 @@ fn a_plan_runs_on_the_backend_that_made_it_alone() {
     // Of another instruction set, where that tile corrupts memory; and of the same configuration.
     let others = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(|isa| backend(isa, 1));
     for other in others {
-        let error = other.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
-        assert!(error.starts_with("plan was made by backend"), "{error}");
+        let error = plan.run(&mut args, &other.default_stream()).unwrap_err().to_string();
+        assert!(error.starts_with("stream is of the device"), "{error}");
     }
-    maker.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
+    plan.run(&mut args, &maker.default_stream()).unwrap();
     assert!(o.iter().all(|&o| o == 0.5));
 }

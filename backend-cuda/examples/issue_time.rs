@@ -4,16 +4,14 @@
 
 use std::time::Instant;
 
-use fmha_core::{DType, DevBuffer, Dims, FmhaBackend, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Queues};
-use fmha_cuda::CudaBackend;
+use fmha_core::{DType, DevBuffer, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions};
 
 const CALLS: usize = 4000;
 /// Calls before the host waits for the device: fewer than a stream queues.
 const BURST: usize = 200;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let backend = CudaBackend::open(0, None)?;
-    let queues: &dyn Queues = backend.queues().ok_or("a device has streams")?;
+    let backend = fmha_cuda::open(0, None)?;
     println!("{}", backend.name());
     let dims = |seqlen, heads, dim| Dims {
         batch: 1,
@@ -35,25 +33,23 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let tensor = || memory.alloc(problem.shape_q().num_elems() * 2);
         let (q, k, v, mut o) = (tensor()?, tensor()?, tensor()?, tensor()?);
         let mut workspace = memory.workspace(plan.workspace())?;
-        let stream = queues.create_stream()?;
+        let stream = backend.stream()?;
         let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
         args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
         let mut seconds = Vec::with_capacity(CALLS);
         for call in 0..CALLS + BURST {
             let start = Instant::now();
-            backend.run_fwd(&plan, &mut args, stream)?;
+            plan.run(&mut args, &stream)?;
             // The first burst warms up.
             if call >= BURST {
                 seconds.push(start.elapsed().as_secs_f64());
             }
             if call % BURST == 0 {
-                memory.synchronize(stream)?;
+                stream.synchronize()?;
             }
         }
-        memory.synchronize(stream)?;
-        let on_device = queues.seconds(stream, &mut || {
-            (0..BURST).try_for_each(|_| backend.run_fwd(&plan, &mut args, stream))
-        })?;
+        stream.synchronize()?;
+        let on_device = stream.seconds(|| (0..BURST).try_for_each(|_| plan.run(&mut args, &stream)))?;
         seconds.sort_unstable_by(f64::total_cmp);
         println!(
             "{name} ({}): issued in {:.2} us in the middle, {:.2} at the least, of {CALLS}; {:.2} us a call in a burst \
@@ -63,7 +59,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             seconds[0] * 1e6,
             on_device * 1e6 / BURST as f64
         );
-        queues.destroy_stream(stream)?;
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use fmha_core::DType;
 use fmha_core::error::{Error, Result};
+use fmha_gpu::Grid;
 
 /// A driver's answer as a [`Result`], with the call's name.
 #[inline]
@@ -44,7 +45,8 @@ macro_rules! call {
     };
 }
 
-pub(crate) mod mapped;
+mod calls;
+mod mapped;
 mod sys;
 #[cfg(test)]
 mod tests;
@@ -52,6 +54,8 @@ mod tests;
 /// One GPU, with its primary context retained.
 #[derive(Debug)]
 pub(crate) struct Device {
+    /// Whether it is the test double's.
+    pub(crate) emulated: bool,
     context: sys::Handle,
     handle: sys::DeviceHandle,
     /// `NVIDIA H200`.
@@ -75,11 +79,11 @@ unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
-/// Opens the driver and device `ordinal`.
+/// Opens the driver, the test double (`emulated`) or the real one, and device `ordinal`.
 ///
 /// # Errors
 /// [`Error::NoDevice`] where there is no driver library or no such device; what the driver said.
-pub(crate) fn open(ordinal: usize) -> Result<Device> {
+pub(crate) fn open(ordinal: usize, emulated: bool) -> Result<Device> {
     sys::load().map_err(|said| Error::NoDevice(format!("no CUDA driver on the loader's path: {said}")))?;
     if let Err(error) = call!(cuInit(0)) {
         return Err(Error::NoDevice(format!("the CUDA driver has no device: {error}")));
@@ -110,7 +114,18 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     let driver_version = parts_of_version(version);
     let mut context = std::ptr::null_mut();
     call!(cuDevicePrimaryCtxRetain(&raw mut context, handle))?;
-    Ok(Device { context, handle, name, capability, num_sms, smem_bytes, memory, clock_khz, driver_version })
+    Ok(Device {
+        emulated,
+        context,
+        handle,
+        name,
+        capability,
+        num_sms,
+        smem_bytes,
+        memory,
+        clock_khz,
+        driver_version,
+    })
 }
 
 /// Of 12080, as the driver counts, 12.8.
@@ -151,63 +166,6 @@ impl Device {
         }
         call!(cuCtxSetCurrent(self.context))?;
         Ok(Entered { callers: Some(current) })
-    }
-
-    pub(crate) fn alloc(&self, bytes: u64) -> Result<u64> {
-        let _entered = self.enter()?;
-        let mut address = 0;
-        call!(cuMemAlloc_v2(&raw mut address, bytes.max(1) as usize))?;
-        Ok(address)
-    }
-
-    /// Gives back what [`alloc`](Self::alloc) gave.
-    pub(crate) fn free(&self, address: u64) -> Result<()> {
-        let _entered = self.enter()?;
-        call!(cuMemFree_v2(address))
-    }
-
-    /// Copies, and waits until the bytes are there. The call alone does not wait: from pageable memory it
-    /// returns once the bytes are staged (CUDA Driver API, "API synchronization behavior"), and streams
-    /// that do not wait for the default one could overtake them.
-    pub(crate) fn upload(&self, from: &[u8], address: u64) -> Result<()> {
-        let _entered = self.enter()?;
-        call!(cuMemcpyHtoD_v2(address, from.as_ptr().cast(), from.len()))?;
-        call!(cuStreamSynchronize(std::ptr::null_mut()))
-    }
-
-    pub(crate) fn download(&self, address: u64, to: &mut [u8]) -> Result<()> {
-        let _entered = self.enter()?;
-        call!(cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), address, to.len()))
-    }
-
-    /// Queues zeros for `bytes` at `address` on `stream`: in its order, and as a node of a captured graph.
-    ///
-    /// # Safety
-    /// `address .. address + bytes` is device memory that is the stream's to write by then.
-    pub(crate) unsafe fn zero(&self, address: u64, bytes: u64, stream: u64) -> Result<()> {
-        if bytes == 0 {
-            return Ok(());
-        }
-        let _entered = self.enter()?;
-        call!(cuMemsetD8Async(address, 0, bytes as usize, stream as sys::Handle))
-    }
-
-    pub(crate) fn synchronize(&self, stream: u64) -> Result<()> {
-        let _entered = self.enter()?;
-        call!(cuStreamSynchronize(stream as sys::Handle))
-    }
-
-    pub(crate) fn create_stream(&self) -> Result<u64> {
-        let _entered = self.enter()?;
-        let mut stream = std::ptr::null_mut();
-        call!(cuStreamCreate(&raw mut stream, sys::STREAM_NON_BLOCKING))?;
-        Ok(stream as u64)
-    }
-
-    /// Ends what [`create_stream`](Self::create_stream) made.
-    pub(crate) fn destroy_stream(&self, stream: u64) -> Result<()> {
-        let _entered = self.enter()?;
-        call!(cuStreamDestroy_v2(stream as sys::Handle))
     }
 
     /// Loads a cubin or PTX, and finds its kernel.
@@ -257,22 +215,6 @@ impl Drop for Kernel {
     }
 }
 
-/// The shape of a launch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Grid {
-    pub(crate) ctas: u32,
-    pub(crate) threads: u32,
-    /// It may start before the grid before it in the stream has ended, and waits for that itself.
-    pub(crate) dependent: bool,
-}
-
-impl Grid {
-    /// One that starts when the grid before it has ended.
-    pub(crate) const fn new(ctas: u32, threads: u32) -> Self {
-        Self { ctas, threads, dependent: false }
-    }
-}
-
 impl Kernel {
     /// Queues the kernel, in the calling thread's context: a run has entered it for all of its launches.
     ///
@@ -287,7 +229,7 @@ impl Kernel {
             rest: [0; 15],
         };
         let config = sys::LaunchConfig {
-            grid: [grid.ctas, 1, 1],
+            grid: [grid.groups, 1, 1],
             block: [grid.threads, 1, 1],
             shared_bytes: self.smem_bytes,
             stream: stream as sys::Handle,
@@ -381,93 +323,5 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
             other => other,
         })?;
         Ok(map)
-    }
-}
-
-/// A moment on a stream.
-pub(crate) struct Event {
-    device: Arc<Device>,
-    event: sys::Handle,
-}
-
-impl Event {
-    pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
-        let _entered = device.enter()?;
-        let mut event = std::ptr::null_mut();
-        call!(cuEventCreate(&raw mut event, sys::EVENT_DEFAULT))?;
-        Ok(Self { device: Arc::clone(device), event })
-    }
-
-    /// Is reached when the stream's work so far is done.
-    pub(crate) fn record(&self, stream: u64) -> Result<()> {
-        let _entered = self.device.enter()?;
-        call!(cuEventRecord(self.event, stream as sys::Handle))
-    }
-
-    /// Waits for both; the device's clock has half a microsecond.
-    pub(crate) fn seconds_since(&self, start: &Event) -> Result<f64> {
-        let _entered = self.device.enter()?;
-        call!(cuEventSynchronize(self.event))?;
-        let mut milliseconds = 0.0f32;
-        call!(cuEventElapsedTime(&raw mut milliseconds, start.event, self.event))?;
-        Ok(f64::from(milliseconds) * 1e-3)
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        // An event that cannot be destroyed went with its context.
-        let _ = self.device.enter().and_then(|_entered| call!(cuEventDestroy_v2(self.event)));
-    }
-}
-
-/// Work captured from a stream.
-pub(crate) struct Graph {
-    device: Arc<Device>,
-    executable: sys::Handle,
-}
-
-// SAFETY: the handle may be used from any thread that has the context, one at a time.
-unsafe impl Send for Graph {}
-
-impl Graph {
-    /// Captures what `queue` puts on `stream`.
-    ///
-    /// # Errors
-    /// What `queue` or the driver said; the capture has ended in either case.
-    pub(crate) fn capture(
-        device: &Arc<Device>,
-        stream: u64,
-        queue: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Self> {
-        let _entered = device.enter()?;
-        let stream = stream as sys::Handle;
-        call!(cuStreamBeginCapture_v2(stream, sys::CAPTURE_MODE_THREAD_LOCAL))?;
-        let queued = queue();
-        let mut graph = std::ptr::null_mut();
-        let ended = call!(cuStreamEndCapture(stream, &raw mut graph));
-        queued.and(ended)?;
-        let mut executable = std::ptr::null_mut();
-        let instantiated = call!(cuGraphInstantiateWithFlags(&raw mut executable, graph, 0));
-        // The executable graph is a copy.
-        call!(cuGraphDestroy(graph))?;
-        instantiated?;
-        Ok(Self { device: Arc::clone(device), executable })
-    }
-
-    /// Queues the captured work.
-    ///
-    /// # Safety
-    /// The device memory that it names is there, and nothing else uses it until the work is done.
-    pub(crate) unsafe fn launch(&self, stream: u64) -> Result<()> {
-        let _entered = self.device.enter()?;
-        call!(cuGraphLaunch(self.executable, stream as sys::Handle))
-    }
-}
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        // A graph that cannot be destroyed went with its context.
-        let _ = self.device.enter().and_then(|_entered| call!(cuGraphExecDestroy(self.executable)));
     }
 }

@@ -327,10 +327,9 @@ impl Nvrtc {
     fn run(&self, job: &KernelJob) -> std::result::Result<CompilerOutput, String> {
         let source = &job.source;
         let text = |text: &str| CString::new(text).map_err(|error| error.to_string());
-        let names =
-            source.headers.iter().map(|h| text(&h.name)).collect::<std::result::Result<Vec<_>, _>>()?;
-        let texts =
-            source.headers.iter().map(|h| text(&h.text)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let headers = source.headers();
+        let names = headers.iter().map(|h| text(&h.name)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let texts = headers.iter().map(|h| text(&h.text)).collect::<std::result::Result<Vec<_>, _>>()?;
         let name_pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
         let text_pointers: Vec<_> = texts.iter().map(|text| text.as_ptr()).collect();
         let mut options = job.flags.iter().map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
@@ -464,7 +463,7 @@ mod tests {
 
     /// A translation unit of its own.
     fn job(entry: &str, image: ImageKind) -> KernelJob {
-        let source = KernelSource { entry: entry.to_owned(), headers: Vec::new() };
+        let source = KernelSource::with(entry.to_owned(), Vec::new());
         KernelJob { kernel: "test", arch: "sm_90a".to_owned(), flags: Vec::new(), source, image }
     }
 

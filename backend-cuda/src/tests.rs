@@ -1,19 +1,24 @@
 //! What a backend keeps of tiles that were measured, and whether it measures.
 
 use fmha_core::tune::{TileClass, Tune as _, TunedTile, TunedTiles};
-use fmha_core::{AnyProblem, BwdProblem, FwdProblem, PlanOptions, Queues as _};
+use fmha_core::{
+    AnyProblem, BwdProblem, CombineProblem, DType, Dims, FmhaBackend as _, FwdProblem, Operation,
+    PlanOptions, Shape,
+};
+use fmha_gpu::{Backend, Tunable as _, tuned_kernels};
 use fmha_kernels_cuda as text;
 
+use crate::backend;
 use crate::kernels::plans::of_lengths;
-use crate::kernels::{TUNED_KERNELS, sm90_bwd};
-use crate::{CudaBackend, CudaMemory};
+use crate::kernels::sm90_bwd::Sm90Bwd;
+use crate::kernels::{Cuda, DeviceFacts};
 
 #[test]
 fn a_tile_is_kept_under_the_kernel_that_is_tuned_on_the_device() {
     let fwd = of_lengths([512, 512], [4, 4], 128, "0").validate().unwrap();
     let bwd = BwdProblem::new(FwdProblem::clone(&fwd)).validate().unwrap();
     let options = PlanOptions::default();
-    let (of_fwd, of_bwd) = (TileClass::of_fwd(&fwd), sm90_bwd::tile_class(&bwd, &options));
+    let (of_fwd, of_bwd) = (TileClass::of_fwd(&fwd), Sm90Bwd::default().class(&bwd, &options));
     for (arch, problem, label, class) in [
         ("sm_90a", AnyProblem::Forward(&fwd), text::sm90::NAME, &of_fwd),
         ("sm_100a", AnyProblem::Forward(&fwd), text::sm100::NAME, &of_fwd),
@@ -22,10 +27,10 @@ fn a_tile_is_kept_under_the_kernel_that_is_tuned_on_the_device() {
         let folder = tempfile::tempdir().unwrap();
         let load = || {
             let folder = Some(folder.path().to_owned());
-            TunedTiles::load_from(folder, "a device", &TUNED_KERNELS, &text::headers())
+            TunedTiles::load_from(folder, "a device", &tuned_kernels::<Cuda>(), &text::headers())
         };
-        let mut backend = CudaBackend::pretend(arch).unwrap();
-        backend.facts.tuned = load();
+        let facts = DeviceFacts { tuned: load(), ..DeviceFacts::stated(arch).unwrap() };
+        let backend = backend("a device".to_owned(), facts, None).unwrap();
         let tile = vec![("block_m".to_owned(), "128".to_owned())];
         let kept = TunedTile { tile, seconds: 1.0, default_seconds: 2.0 };
         let path = backend.keep(problem, &options, kept.clone()).unwrap();
@@ -38,9 +43,80 @@ fn a_tile_is_kept_under_the_kernel_that_is_tuned_on_the_device() {
     }
 }
 
+const DIMS: Dims = Dims {
+    batch: 1,
+    seqlen_q: 512,
+    seqlen_k: 512,
+    num_heads_q: 4,
+    num_heads_kv: 4,
+    head_dim_qk: 128,
+    head_dim_v: 128,
+};
+
+fn pretend(arch: &str) -> Backend<Cuda> {
+    backend(format!("cuda ({arch}, no device)"), DeviceFacts::stated(arch).unwrap(), None).unwrap()
+}
+
 #[test]
-fn all_devices_but_emulated_ones_have_a_clock() {
-    for emulated in [false, true] {
-        assert_eq!(CudaMemory { device: None, emulated }.has_clock(), !emulated);
+fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
+    let fwd = FwdProblem::batch(DType::Bf16, DIMS).validate().unwrap();
+    let bwd = BwdProblem::new(FwdProblem::clone(&fwd)).validate().unwrap();
+    let options = PlanOptions::default();
+    let value = |arch: &str, knob: &str| {
+        let tile = pretend(arch).default_tile(AnyProblem::Forward(&fwd), &options).unwrap();
+        tile.into_iter().find_map(|(name, value)| (name == knob).then_some(value))
+    };
+    // A knob of Hopper's tile, and one of Blackwell's, whose later part alone loads maxima.
+    assert_eq!(value("sm_90a", "ping_pong").as_deref(), Some("1"));
+    assert_eq!(value("sm_100a", "ping_pong"), None);
+    let load_max = ["sm_90a", "sm_100a", "sm_103a"].map(|arch| value(arch, "load_max"));
+    assert_eq!(load_max, [None, Some("0".to_owned()), Some("1".to_owned())]);
+
+    for arch in ["sm_90a", "sm_100a"] {
+        let backend = pretend(arch);
+        let names = |operation| {
+            let knobs = backend.knobs(operation);
+            assert!(knobs.iter().all(|(_, values)| !values.is_empty()));
+            knobs.into_iter().map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        let tile = backend.default_tile(AnyProblem::Forward(&fwd), &options).unwrap();
+        assert_eq!(tile.iter().map(|(name, _)| &**name).collect::<Vec<_>>(), names(Operation::Forward));
+        assert_eq!(names(Operation::Backward).contains(&"edges_apart"), arch == "sm_90a");
+        assert_eq!(names(Operation::Combine), [""; 0]);
     }
+
+    // The kernel's own tile, whatever the options set of it.
+    let hopper = pretend("sm_90a");
+    let set = PlanOptions { tile: vec![("block_m".to_owned(), "240".to_owned())], ..options.clone() };
+    let of = |options| hopper.default_tile(AnyProblem::Backward(&bwd), options).unwrap();
+    assert!(!of(&options).is_empty());
+    assert_eq!(of(&set), of(&options));
+    assert!(hopper.plan_bwd(&bwd, &set).is_err());
+
+    let wide = Dims { head_dim_qk: 512, ..DIMS };
+    let wide = FwdProblem::batch(DType::Bf16, wide).validate().unwrap();
+    for arch in ["sm_90a", "sm_100a"] {
+        assert!(pretend(arch).default_tile(AnyProblem::Forward(&wide), &options).is_err());
+    }
+    assert!(pretend("sm_100a").default_tile(AnyProblem::Backward(&bwd), &options).is_err());
+}
+
+#[test]
+fn what_merges_has_no_tile_and_where_there_is_no_folder_none_is_kept() {
+    let backend = pretend("sm_90a");
+    let combine =
+        CombineProblem::new(2, DType::F32, DType::Bf16, Shape { batch: 1, seq: 8, head: 2, dim: 64 })
+            .validate()
+            .unwrap();
+    let options = PlanOptions::default();
+    let kept = || TunedTile { tile: Vec::new(), seconds: 1.0, default_seconds: 2.0 };
+    let problem = AnyProblem::Combine(&combine);
+    for error in [
+        backend.default_tile(problem, &options).unwrap_err(),
+        backend.keep(problem, &options, kept()).unwrap_err(),
+    ] {
+        assert!(error.to_string().contains("0 of its kernels have a tile to tune"), "{error}");
+    }
+    let fwd = FwdProblem::batch(DType::Bf16, DIMS).validate().unwrap();
+    assert!(backend.keep(AnyProblem::Forward(&fwd), &options, kept()).is_err());
 }

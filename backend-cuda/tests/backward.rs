@@ -5,15 +5,14 @@
 
 use fmha_core::reference::{Backward, Precision, backward, forward};
 use fmha_core::{
-    BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem,
-    PlanOptions, ScoreSums, SeqArgs, SeqSpan, Shape, Stream, Strides, Totals,
+    BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem,
+    PlanOptions, ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals,
 };
-use fmha_cuda::CudaBackend;
 use half::bf16;
 
-fn device() -> Option<CudaBackend> {
+fn device() -> Option<Device> {
     match fmha_cuda::nvrtc::nvrtc() {
-        Ok(_) => Some(CudaBackend::open(0, Some("sm_90a")).unwrap()),
+        Ok(_) => Some(fmha_cuda::open(0, Some("sm_90a")).unwrap()),
         Err(reason) => {
             println!("absent: {reason}");
             None
@@ -155,7 +154,7 @@ impl Host {
     }
 
     /// dQ, dK, dV as a kernel gives them.
-    fn run(&self, backend: &CudaBackend, options: &PlanOptions) -> [Vec<bf16>; 3] {
+    fn run(&self, backend: &Device, options: &PlanOptions) -> [Vec<bf16>; 3] {
         let plan = backend.plan_bwd(&self.problem.clone().validate().unwrap(), options).unwrap();
         let memory = backend.memory();
         let up = |bytes: &[u8]| {
@@ -197,8 +196,8 @@ impl Host {
             score: fmha_core::ScoreArgs::default(),
             workspace: workspace.as_mut().map(DevBuffer::slice_mut),
         };
-        backend.run_bwd(&plan, &mut args, Stream::DEFAULT).unwrap();
-        memory.synchronize(Stream::DEFAULT).unwrap();
+        plan.run(&mut args, &backend.default_stream()).unwrap();
+        backend.synchronize().unwrap();
         let lengths = [self.q.len(), self.k.len(), self.v.len()];
         let mut index = 0;
         grads.map(|buffer| {

@@ -10,17 +10,15 @@ use fmha_conformance::case::{Body, Case, Forward, Plant};
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{
-    DType, DevBuffer, Dims, FmhaBackend, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Stream, Strides, Totals,
-    VLayout,
+    DType, DevBuffer, Device, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Strides, Totals, VLayout,
 };
-use fmha_cuda::CudaBackend;
 use half::bf16;
 
 /// The emulated device, or why there is none.
-fn device() -> Option<&'static CudaBackend> {
-    static DEVICE: OnceLock<Option<CudaBackend>> = OnceLock::new();
+fn device() -> Option<&'static Device> {
+    static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
     let open = || match fmha_cuda::nvrtc::nvrtc() {
-        Ok(_) => Some(CudaBackend::open(0, Some("sm_100a")).unwrap()),
+        Ok(_) => Some(fmha_cuda::open(0, Some("sm_100a")).unwrap()),
         Err(reason) => {
             println!("absent: {reason}");
             None
@@ -182,7 +180,7 @@ fn filled(elems: u64, salt: u64) -> Vec<bf16> {
 
 /// O and LSE of a call.
 fn attend(
-    backend: &CudaBackend,
+    backend: &Device,
     problem: FwdProblem,
     options: &PlanOptions,
     [q, k, v]: [&[bf16]; 3],
@@ -202,8 +200,8 @@ fn attend(
     let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
     args.lse = Some(lse.slice_mut());
     args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
-    backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
-    memory.synchronize(Stream::DEFAULT).unwrap();
+    plan.run(&mut args, &backend.default_stream()).unwrap();
+    backend.synchronize().unwrap();
     let download = |buffer: &DevBuffer| {
         let mut bytes = vec![0; buffer.bytes() as usize];
         memory.download(buffer, &mut bytes).unwrap();

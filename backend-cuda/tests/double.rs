@@ -8,10 +8,9 @@ use std::cell::Cell;
 
 use fmha_core::tune::TunedTile;
 use fmha_core::{
-    Accuracy, AnyProblem, BwdProblem, DType, DevBuffer, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan,
+    Accuracy, AnyProblem, BwdProblem, DType, DevBuffer, DevSliceMut, Device, Dims, FwdArgs, FwdPlan,
     FwdProblem, MaskSpec, PlanOptions, Stream, Totals,
 };
-use fmha_cuda::CudaBackend;
 
 /// Counts what this thread allocates. The double has an allocator of its own.
 struct Counting;
@@ -39,9 +38,9 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// The emulated device, or why there is none.
-fn device() -> Option<CudaBackend> {
+fn device() -> Option<Device> {
     match fmha_cuda::nvrtc::nvrtc() {
-        Ok(_) => Some(CudaBackend::open(0, Some("sm_90a")).unwrap()),
+        Ok(_) => Some(fmha_cuda::open(0, Some("sm_90a")).unwrap()),
         Err(reason) => {
             println!("absent: {reason}");
             None
@@ -62,7 +61,7 @@ struct Call {
 
 impl Call {
     /// Causal f16 attention of more tiles than the device has multiprocessors: some are claimed from a counter.
-    fn new(backend: &CudaBackend) -> Self {
+    fn new(backend: &Device) -> Self {
         let dims = Dims {
             batch: 35,
             seqlen_q: 20,
@@ -98,16 +97,16 @@ impl Call {
         }
     }
 
-    fn run(&mut self, backend: &CudaBackend, stream: Stream) {
+    fn run(&mut self, stream: &Stream) {
         let mut args = FwdArgs::new(self.q.slice(), self.k.slice(), self.v.slice(), self.o.slice_mut());
         args.lse = Some(self.lse.slice_mut());
         args.workspace = self.workspace.as_mut().map(DevBuffer::slice_mut);
-        backend.run_fwd(&self.plan, &mut args, stream).unwrap();
+        self.plan.run(&mut args, stream).unwrap();
     }
 
-    fn output(&self, backend: &CudaBackend) -> Vec<u8> {
+    fn output(&self, backend: &Device) -> Vec<u8> {
         let mut bytes = vec![0; self.o.bytes() as usize];
-        backend.memory().synchronize(Stream::DEFAULT).unwrap();
+        backend.synchronize().unwrap();
         backend.memory().download(&self.o, &mut bytes).unwrap();
         bytes
     }
@@ -117,9 +116,10 @@ impl Call {
 fn a_run_allocates_nothing() {
     let Some(backend) = device() else { return };
     let mut call = Call::new(&backend);
-    call.run(&backend, Stream::DEFAULT);
+    call.run(&backend.default_stream());
+    let stream = backend.default_stream();
     let before = ALLOCATIONS.get();
-    call.run(&backend, Stream::DEFAULT);
+    call.run(&stream);
     assert_eq!(ALLOCATIONS.get() - before, 0);
     let counts = ALLOCATIONS.get();
     drop(std::hint::black_box(vec![0u8; 1]));
@@ -133,12 +133,12 @@ fn a_run_gives_the_same_bits_whatever_its_workspace_holds_before_it() {
     let mut call = Call::new(&backend);
     let bytes = call.plan.workspace().bytes as usize;
     assert!(bytes > 0);
-    call.run(&backend, Stream::DEFAULT);
+    call.run(&backend.default_stream());
     let first = call.output(&backend);
     for dirt in [0x00, 0x01, 0xFF] {
         backend.memory().upload(&vec![dirt; bytes], call.workspace.as_mut().unwrap()).unwrap();
         backend.memory().upload(&vec![0xFF; first.len()], &mut call.o).unwrap();
-        call.run(&backend, Stream::DEFAULT);
+        call.run(&backend.default_stream());
         assert!(call.output(&backend) == first, "a workspace of {dirt:#x} changes the result");
     }
 }
@@ -148,7 +148,7 @@ fn a_run_gives_the_same_bits_whatever_its_workspace_holds_before_it() {
 fn a_plan_reads_each_call_where_it_lies_and_each_operand_by_itself() {
     let Some(backend) = device() else { return };
     let mut call = Call::new(&backend);
-    call.run(&backend, Stream::DEFAULT);
+    call.run(&backend.default_stream());
     let first = call.output(&backend);
     let other = |from: &DevBuffer| {
         let mut bytes = vec![0; from.bytes() as usize];
@@ -163,26 +163,26 @@ fn a_plan_reads_each_call_where_it_lies_and_each_operand_by_itself() {
     for (operand, name) in operands.into_iter().zip(["q", "k", "v"]) {
         let elsewhere = other(operand(&mut call));
         let before = std::mem::replace(operand(&mut call), elsewhere);
-        call.run(&backend, Stream::DEFAULT);
+        call.run(&backend.default_stream());
         assert!(call.output(&backend) != first, "{name} was read where it had been");
         *operand(&mut call) = before;
-        call.run(&backend, Stream::DEFAULT);
+        call.run(&backend.default_stream());
         assert!(call.output(&backend) == first, "{name} is back, and its bits are not");
     }
 }
 
 #[test]
-fn a_plan_runs_on_the_backend_that_made_it_alone() {
+fn a_plan_runs_on_the_device_that_made_it_alone() {
     let Some(maker) = device() else { return };
     let mut call = Call::new(&maker);
     // The same device, the same configuration.
-    let twin = CudaBackend::open(0, Some("sm_90a")).unwrap();
+    let twin = fmha_cuda::open(0, Some("sm_90a")).unwrap();
     let mut args = FwdArgs::new(call.q.slice(), call.k.slice(), call.v.slice(), call.o.slice_mut());
     args.lse = Some(call.lse.slice_mut());
     args.workspace = call.workspace.as_mut().map(DevBuffer::slice_mut);
-    let error = twin.run_fwd(&call.plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
-    assert!(error.starts_with("plan was made by backend"), "{error}");
-    maker.run_fwd(&call.plan, &mut args, Stream::DEFAULT).unwrap();
+    let error = call.plan.run(&mut args, &twin.default_stream()).unwrap_err().to_string();
+    assert!(error.starts_with("stream is of the device"), "{error}");
+    call.plan.run(&mut args, &maker.default_stream()).unwrap();
 }
 
 /// Offsets that decrease, go below 0, and go past the tensors' rows. Each tensor is an allocation of its
@@ -229,8 +229,8 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
                 args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
                 args.seq.totals = Totals::packed(96, 96);
                 (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
-                backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?;
-                memory.synchronize(Stream::DEFAULT)
+                plan.run(&mut args, &backend.default_stream())?;
+                backend.synchronize()
             };
             run(&options).unwrap_or_else(|error| panic!("{kernel} with {offsets:?}: {error}"));
             match run(&PlanOptions { check_lengths: true, ..options }) {
@@ -257,7 +257,7 @@ fn a_workspace_that_is_short_crooked_or_over_an_operand_is_refused() {
         args.lse = Some(call.lse.slice_mut());
         // SAFETY: refused before anything is launched.
         args.workspace = Some(unsafe { DevSliceMut::from_raw(space, first, bytes) });
-        let error = backend.run_fwd(&call.plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+        let error = call.plan.run(&mut args, &backend.default_stream()).unwrap_err().to_string();
         assert!(error.contains("workspace") && error.contains(text), "{error}");
     }
     drop(big.slice_mut());
@@ -266,30 +266,26 @@ fn a_workspace_that_is_short_crooked_or_over_an_operand_is_refused() {
 #[test]
 fn a_run_is_captured_and_replayed() {
     let Some(backend) = device() else { return };
-    let queues = backend.queues().unwrap();
     let mut call = Call::new(&backend);
-    call.run(&backend, Stream::DEFAULT);
+    call.run(&backend.default_stream());
     let expected = call.output(&backend);
     let nothing = vec![0xFF; expected.len()];
     backend.memory().upload(&nothing, &mut call.o).unwrap();
 
-    let stream = queues.create_stream().unwrap();
-    let recording = queues
-        .record(stream, &mut || {
-            call.run(&backend, stream);
-            Ok(())
-        })
-        .unwrap();
+    let stream = backend.stream().unwrap();
+    let queue = || {
+        call.run(&stream);
+        Ok(())
+    };
+    let recording = stream.capture(queue).unwrap();
     assert!(call.output(&backend) == nothing, "it ran while it was captured");
     for _ in 0..2 {
         backend.memory().upload(&nothing, &mut call.o).unwrap();
         // SAFETY: the buffers of `call` live, and nothing else runs.
-        unsafe { recording.replay(stream).unwrap() };
-        backend.memory().synchronize(stream).unwrap();
+        unsafe { recording.replay(&stream).unwrap() };
+        stream.synchronize().unwrap();
         assert!(call.output(&backend) == expected);
     }
-    drop(recording);
-    queues.destroy_stream(stream).unwrap();
 }
 
 #[test]
@@ -323,12 +319,12 @@ fn an_emulated_device_keeps_no_tile_and_its_own_tile_spelt_out_is_its_plan() {
         let tile = TunedTile { tile, seconds: 1.0, default_seconds: 2.0 };
         assert!(tuner.keep(problem, &options, tile).unwrap_err().to_string().contains("emulated"));
     }
-    assert!(!backend.queues().unwrap().has_clock());
+    assert!(!backend.has_clock());
 }
 
 #[test]
 fn a_backend_without_a_device_plans_and_refuses_to_run() {
-    let backend = CudaBackend::pretend("sm_90a").unwrap();
+    let backend = fmha_cuda::pretend("sm_90a").unwrap();
     let dims = Dims {
         batch: 1,
         seqlen_q: 4096,
@@ -345,12 +341,12 @@ fn a_backend_without_a_device_plans_and_refuses_to_run() {
     let registers = plan.explain().resources.and_then(|resources| resources.registers);
     assert_eq!(registers.is_some(), fmha_cuda::nvrtc::nvrtc().is_ok(), "{}", plan.explain().code);
     assert!(backend.memory().alloc(1).unwrap_err().to_string().contains("no device"));
-    assert!(CudaBackend::pretend("sm_12").is_err());
+    assert!(fmha_cuda::pretend("sm_12").is_err());
 }
 
 #[test]
 fn exact_is_planned_without_a_lagging_maximum_and_what_is_not_kept_is_refused() {
-    let backend = CudaBackend::pretend("sm_90a").unwrap();
+    let backend = fmha_cuda::pretend("sm_90a").unwrap();
     let dims = Dims {
         batch: 1,
         seqlen_q: 512,

@@ -5,15 +5,14 @@
 
 use std::ffi::{c_int, c_void};
 
-use fmha_core::{DType, FmhaBackend as _, Stream, Workspace};
-use fmha_cuda::CudaBackend;
+use fmha_core::{DType, Device, Stream, Workspace};
 use libloading::os::unix::{Library, Symbol};
 
 type Status = c_int;
 type Handle = usize;
 
-fn device() -> CudaBackend {
-    CudaBackend::open(0, Some("sm_90a")).unwrap()
+fn device() -> Device {
+    fmha_cuda::open(0, Some("sm_90a")).unwrap()
 }
 
 /// A function of the driver that the backend has opened.
@@ -42,7 +41,7 @@ fn set_current(context: Handle) {
 #[test]
 fn the_threads_context_is_the_callers_again_after_each_call() {
     let backend = device();
-    let (memory, queues) = (backend.memory(), backend.queues().unwrap());
+    let memory = backend.memory();
     // No context at all, and another device's.
     for callers in [0, 0xabc0] {
         set_current(callers);
@@ -55,27 +54,33 @@ fn the_threads_context_is_the_callers_again_after_each_call() {
         still("download");
         drop(memory.workspace(Workspace::zeroed(64)).unwrap());
         still("workspace");
-        let stream = queues.create_stream().unwrap();
-        still("create_stream");
-        memory.synchronize(stream).unwrap();
+        let stream = backend.stream().unwrap();
+        still("stream");
+        stream.synchronize().unwrap();
         still("synchronize");
         let mut inside = usize::MAX;
-        let mut queue = || {
+        let queue = || {
             inside = current();
             Ok(())
         };
-        queues.seconds(stream, &mut queue).unwrap();
+        stream.seconds(queue).unwrap();
         still("seconds");
         assert_eq!(inside, callers, "while the caller's own work is queued");
-        let recording = queues.record(stream, &mut || Ok(())).unwrap();
-        still("record");
+        let recording = stream.capture(|| Ok(())).unwrap();
+        still("capture");
+        let event = backend.event().unwrap();
+        event.record(&stream).unwrap();
+        stream.wait(&event).unwrap();
+        event.synchronize().unwrap();
+        drop(event);
+        still("an event");
         // SAFETY: it names no memory.
-        unsafe { recording.replay(stream).unwrap() };
+        unsafe { recording.replay(&stream).unwrap() };
         still("replay");
         drop(recording);
         still("a dropped recording");
-        queues.destroy_stream(stream).unwrap();
-        still("destroy_stream");
+        drop(stream);
+        still("a dropped stream");
         drop(buffer);
         still("a dropped buffer");
     }
@@ -84,11 +89,11 @@ fn the_threads_context_is_the_callers_again_after_each_call() {
 #[test]
 fn what_is_uploaded_is_there_for_every_stream_when_the_call_returns() {
     let backend = device();
-    let (memory, queues) = (backend.memory(), backend.queues().unwrap());
-    let stream = queues.create_stream().unwrap();
+    let memory = backend.memory();
+    let stream = backend.stream().unwrap();
     let (mut buffer, mut seen) = (memory.alloc(64).unwrap(), [0u8; 64]);
     memory.upload(&[0; 64], &mut buffer).unwrap();
-    memory.synchronize(Stream::DEFAULT).unwrap();
+    backend.synchronize().unwrap();
     memory.upload(&[7; 64], &mut buffer).unwrap();
     type Copy = unsafe extern "C" fn(*mut c_void, u64, usize, Handle) -> Status;
     // SAFETY: the type is cuda.h's; both sides have 64 bytes.
@@ -97,13 +102,12 @@ fn what_is_uploaded_is_there_for_every_stream_when_the_call_returns() {
             seen.as_mut_ptr().cast(),
             buffer.as_ptr() as u64,
             seen.len(),
-            stream.0 as Handle,
+            stream.as_raw() as Handle,
         )
     };
     assert_eq!(status, 0);
-    memory.synchronize(stream).unwrap();
+    stream.synchronize().unwrap();
     assert_eq!(seen, [7; 64]);
-    queues.destroy_stream(stream).unwrap();
 }
 
 #[test]
@@ -111,16 +115,19 @@ fn the_double_says_that_it_is_one_and_gives_back_what_was_made_on_it() {
     let backend = device();
     assert!(backend.name().ends_with("sm_90a, emulated)"), "{}", backend.name());
     assert_eq!(backend.roofline(DType::Bf16).source, "emulated: it has no speed");
-    let real = CudaBackend::open(0, None).err().unwrap().to_string();
+    let real = fmha_cuda::open(0, None).unwrap_err().to_string();
     assert!(real.contains("this process runs on an emulated CUDA device"), "{real}");
-    let (memory, queues) = (backend.memory(), backend.queues().unwrap());
-    assert!(!queues.has_clock() && memory.checks_bounds() && backend.tuner().is_some());
+    let memory = backend.memory();
+    assert!(!backend.has_clock() && memory.checks_bounds() && backend.tuner().is_some());
     assert!(memory.alloc_at_edge(64, true).unwrap().is_none());
 
-    let stream = queues.create_stream().unwrap();
-    memory.synchronize(stream).unwrap();
-    queues.destroy_stream(stream).unwrap();
-    assert!(memory.synchronize(stream).is_err() && queues.destroy_stream(stream).is_err());
+    let stream = backend.stream().unwrap();
+    let handle = stream.as_raw();
+    // SAFETY: live as long as `stream` is; then the double knows it no more.
+    let again = unsafe { Stream::from_raw(&backend, handle) };
+    again.synchronize().unwrap();
+    drop(stream);
+    assert!(again.synchronize().is_err());
 
     let mut buffer = memory.alloc(64).unwrap();
     let texts = [

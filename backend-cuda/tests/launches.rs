@@ -8,20 +8,20 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdArgs, BwdPlan, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut,
-    Dims, ElementwiseBias, FmhaBackend, FwdArgs, FwdProblem, PlanOptions, ScoreArgs, SeqArgs, Shape, Stream,
-    Strides, Totals,
+    Device, Dims, ElementwiseBias, FwdArgs, FwdProblem, PlanOptions, ScoreArgs, SeqArgs, Shape, Strides,
+    Totals,
 };
-use fmha_cuda::{CudaBackend, emulated_launches};
+use fmha_cuda::emulated_launches;
 
 /// The emulated device, one test's at a time: the double tells of all launches.
-fn device() -> Option<(CudaBackend, MutexGuard<'static, ()>)> {
+fn device() -> Option<(Device, MutexGuard<'static, ()>)> {
     static ONE: Mutex<()> = Mutex::new(());
     if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
         println!("absent: {reason}");
         return None;
     }
     let turn = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    Some((CudaBackend::open(0, Some("sm_90a")).unwrap(), turn))
+    Some((fmha_cuda::open(0, Some("sm_90a")).unwrap(), turn))
 }
 
 fn of_lengths([seqlen_q, seqlen_k]: [u32; 2], num_heads_kv: u32, mask: &str) -> FwdProblem {
@@ -47,7 +47,7 @@ struct Room {
 }
 
 impl Room {
-    fn new(backend: &CudaBackend, bytes: u64, off: u64) -> Self {
+    fn new(backend: &Device, bytes: u64, off: u64) -> Self {
         let mut buffer = backend.memory().alloc(bytes + off + 64).unwrap();
         backend.memory().upload(&vec![0; (bytes + off) as usize], &mut buffer).unwrap();
         Self { buffer, off }
@@ -71,7 +71,7 @@ impl Room {
 }
 
 /// Launches of a backward run whose Q lies `off` bytes behind a multiple of 16.
-fn launches_of(backend: &CudaBackend, plan: &BwdPlan, off: u64) -> usize {
+fn launches_of(backend: &Device, plan: &BwdPlan, off: u64) -> usize {
     let problem = plan.problem();
     let fwd = &problem.fwd;
     let room = |elems: u64| Room::new(backend, elems * 4, 0);
@@ -106,8 +106,8 @@ fn launches_of(backend: &CudaBackend, plan: &BwdPlan, off: u64) -> usize {
     };
     args.score.bias = problem.dbias.map(|_| bias.read());
     let _ = emulated_launches();
-    backend.run_bwd(plan, &mut args, Stream::DEFAULT).unwrap();
-    backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    plan.run(&mut args, &backend.default_stream()).unwrap();
+    backend.synchronize().unwrap();
     count()
 }
 
@@ -172,7 +172,7 @@ fn operands_that_lie_where_the_kernel_does_not_take_them_are_the_fallbacks() {
     let mut args = FwdArgs::new(q.read(), k.read(), v.read(), o.written());
     args.lse = Some(lse.written());
     args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
-    backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
-    backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    plan.run(&mut args, &backend.default_stream()).unwrap();
+    backend.synchronize().unwrap();
     assert_eq!(count(), 1);
 }

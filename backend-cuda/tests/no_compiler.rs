@@ -4,8 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use fmha_core::error::Error;
-use fmha_core::{DType, Dims, FmhaBackend as _, FwdProblem, PlanOptions};
-use fmha_cuda::CudaBackend;
+use fmha_core::{DType, Device, Dims, FwdProblem, PlanOptions};
 
 #[test]
 fn a_plan_for_no_device_is_there_without_a_compiler_and_one_for_a_device_is_not() {
@@ -25,13 +24,13 @@ fn a_plan_for_no_device_is_there_without_a_compiler_and_one_for_a_device_is_not(
         head_dim_v: 64,
     };
     let problem = FwdProblem::batch(DType::F16, dims).validate().unwrap();
-    let plan = |backend: &CudaBackend| backend.plan_fwd(&problem, &PlanOptions::default());
+    let plan = |backend: &Device| backend.plan_fwd(&problem, &PlanOptions::default());
 
-    let plans = plan(&CudaBackend::pretend("sm_90a").unwrap()).unwrap();
+    let plans = plan(&fmha_cuda::pretend("sm_90a").unwrap()).unwrap();
     assert!(plans.explain().code.starts_with("none: "), "{}", plans.explain().code);
     assert_eq!((plans.kernel(), plans.explain().resources), ("sm90", None));
     assert_eq!(plans.explain().launch.unwrap().groups, 1);
 
-    let runs = plan(&CudaBackend::open(0, Some("sm_90a")).unwrap()).unwrap_err();
+    let runs = plan(&fmha_cuda::open(0, Some("sm_90a")).unwrap()).unwrap_err();
     assert!(matches!(runs, Error::NoDevice(_)) && runs.to_string().contains("none.so"), "{runs}");
 }

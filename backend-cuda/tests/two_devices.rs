@@ -3,13 +3,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-use fmha_core::{
-    DType, DevBuffer, Dims, FmhaBackend as _, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Stream,
-};
-use fmha_cuda::CudaBackend;
+use fmha_core::{DType, DevBuffer, Device, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Stream};
 
 /// 64 rows of one head on `backend`, of values that depend on `salt`: O, as bytes.
-fn attend(backend: &CudaBackend, stream: Stream, salt: u64) -> Vec<u8> {
+fn attend(backend: &Device, stream: &Stream, salt: u64) -> Vec<u8> {
     let dims = Dims {
         batch: 1,
         seqlen_q: 64,
@@ -33,8 +30,8 @@ fn attend(backend: &CudaBackend, stream: Stream, salt: u64) -> Vec<u8> {
     let mut workspace = memory.workspace(plan.workspace()).unwrap();
     let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
     args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
-    backend.run_fwd(&plan, &mut args, stream).unwrap();
-    memory.synchronize(stream).unwrap();
+    plan.run(&mut args, stream).unwrap();
+    stream.synchronize().unwrap();
     let mut bytes = vec![0; o.bytes() as usize];
     memory.download(&o, &mut bytes).unwrap();
     bytes
@@ -42,7 +39,7 @@ fn attend(backend: &CudaBackend, stream: Stream, salt: u64) -> Vec<u8> {
 
 #[test]
 fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
-    let open = |ordinal| CudaBackend::open(ordinal, Some("sm_90a,sm_90a"));
+    let open = |ordinal| fmha_cuda::open(ordinal, Some("sm_90a,sm_90a"));
     let backends = [0, 1].map(|ordinal| open(ordinal).unwrap());
     assert!(open(2).is_err(), "there are two");
 
@@ -54,7 +51,7 @@ fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
     let mut bytes = [0; 64];
     assert!(backends[0].memory().download(&buffers[1], &mut bytes).is_err());
 
-    let streams = backends.each_ref().map(|backend| backend.queues().unwrap().create_stream().unwrap());
+    let streams = backends.each_ref().map(|backend| backend.stream().unwrap());
     let absent = fmha_cuda::nvrtc::nvrtc().err();
     // In turns, so that each call finds the other's context behind it.
     let mut outputs = Vec::new();
@@ -62,10 +59,10 @@ fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
         for (at, backend) in backends.iter().enumerate() {
             backend.memory().download(&buffers[at], &mut bytes).unwrap();
             assert_eq!(bytes, [at as u8 + 3; 64]);
-            let seconds = backend.queues().unwrap().seconds(streams[at], &mut || Ok(())).unwrap();
+            let seconds = streams[at].seconds(|| Ok(())).unwrap();
             assert!(seconds >= 0.0);
             if absent.is_none() {
-                outputs.push(attend(backend, streams[at], salt));
+                outputs.push(attend(backend, &streams[at], salt));
             }
         }
     }
@@ -75,9 +72,5 @@ fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
             assert_ne!(one, three, "from the operands that it is given");
         }
         (_, absent) => println!("absent: kernels of two devices: {absent:?}"),
-    }
-    for ((backend, stream), buffer) in backends.iter().zip(streams).zip(buffers) {
-        backend.queues().unwrap().destroy_stream(stream).unwrap();
-        drop(buffer);
     }
 }

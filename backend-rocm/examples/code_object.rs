@@ -1,7 +1,6 @@
 //! Writes the code object of one plain call: `code_object ARCH DTYPE HEAD_DIM MASK FILE [name=value ...]`.
 
-use fmha_core::{Dims, FmhaBackend, FwdProblem, PlanOptions};
-use fmha_rocm::RocmBackend;
+use fmha_core::{AnyProblem, Dims, FwdProblem, PlanOptions};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -26,9 +25,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .filter_map(|pair| pair.split_once('='))
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
         .collect();
-    let backend = RocmBackend::pretend(arch)?;
-    let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions { tile, ..PlanOptions::default() })?;
-    print!("{plan}");
-    std::fs::write(file, backend.code_object(&plan).ok_or("no code object")?)?;
+    let backend = fmha_rocm::pretend(arch)?;
+    let (problem, options) = (problem.validate()?, PlanOptions { tile, ..PlanOptions::default() });
+    print!("{}", backend.plan_fwd(&problem, &options)?);
+    let compiler = backend.precompiler().ok_or("no compiler")?;
+    let jobs = compiler.jobs(AnyProblem::Forward(&problem), &options)?;
+    std::fs::write(file, &compiler.precompile(&jobs[0])?.machine)?;
     Ok(())
 }

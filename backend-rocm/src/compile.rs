@@ -139,7 +139,7 @@ fn lay_out(source: &KernelSource) -> Result<TempDir> {
             .map_err(|error| failed(&path, error))
     };
     write("entry.hip", &source.entry)?;
-    for header in &source.headers {
+    for header in source.headers().iter() {
         write(&header.name, &header.text)?;
     }
     Ok(folder)
@@ -180,8 +180,9 @@ fn with_hiprtc(rtc: &Hiprtc, job: &KernelJob) -> Result<Vec<u8>> {
         Err(Error::Driver { call, code: status, text })
     };
     let entry = text(&source.entry)?;
-    let texts = source.headers.iter().map(|h| text(&h.text)).collect::<Result<Vec<_>>>()?;
-    let names = source.headers.iter().map(|h| text(&h.name)).collect::<Result<Vec<_>>>()?;
+    let headers = source.headers();
+    let texts = headers.iter().map(|h| text(&h.text)).collect::<Result<Vec<_>>>()?;
+    let names = headers.iter().map(|h| text(&h.name)).collect::<Result<Vec<_>>>()?;
     let arch = format!("--offload-arch={}", job.arch);
     let options =
         [&arch].into_iter().chain(&job.flags).map(|option| text(option)).collect::<Result<Vec<_>>>()?;

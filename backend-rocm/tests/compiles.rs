@@ -4,10 +4,10 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, Error, FmhaBackend, FwdProblem, PlanOptions,
-    Strides, VLayout,
+    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem, PlanOptions, Strides,
+    VLayout,
 };
-use fmha_rocm::{Arch, Resources, RocmBackend};
+use fmha_rocm::{Arch, Resources};
 
 use support::DIMS;
 
@@ -103,21 +103,23 @@ fn none_spills(compiles: fn(usize, usize) -> bool) {
 /// The problems whose kernels spill registers, and which.
 fn spilled_on(arch: Arch, compiles: &dyn Fn(usize) -> bool) -> Vec<String> {
     let mut spilled = Vec::new();
-    let backend = RocmBackend::pretend(arch.name()).unwrap();
+    let backend = fmha_rocm::pretend(arch.name()).unwrap();
     let (fp8, wide) =
         if arch == Arch::Gfx950 { (DType::E4m3Fn, DType::E5m2) } else { (DType::E4m3Fnuz, DType::E5m2Fnuz) };
     let dealt = problems(fp8, wide).into_iter().enumerate().filter(|(at, _)| compiles(*at));
     for (_, (name, problem)) in dealt {
         let is_fp8 = problem.dtype_qk.is_fp8();
-        let planned = backend.plan_fwd(&problem.validate().unwrap(), &PlanOptions::default());
+        let problem = problem.validate().unwrap();
+        let planned = backend.plan_fwd(&problem, &PlanOptions::default());
         if is_fp8 && arch == Arch::Gfx90a {
             let error = planned.unwrap_err();
             assert!(matches!(error, Error::Unsupported { .. }), "{name}: {error}");
             assert!(error.to_string().contains("dtype_qk"), "{name}: {error}");
             continue;
         }
-        let plan = planned.unwrap_or_else(|error| panic!("{arch:?} {name}: {error}"));
-        let resources = Resources::of(backend.code_object(&plan).unwrap()).unwrap();
+        planned.unwrap_or_else(|error| panic!("{arch:?} {name}: {error}"));
+        let code = support::code_object(&backend, &problem, &PlanOptions::default());
+        let resources = Resources::of(&code).unwrap();
         if resources.vgpr_spills > 0 || resources.sgpr_spills > 0 {
             spilled.push(format!("{arch:?} {name}: {resources:?}"));
         }
@@ -127,7 +129,7 @@ fn spilled_on(arch: Arch, compiles: &dyn Fn(usize) -> bool) -> Vec<String> {
 
 #[test]
 fn what_the_kernel_does_not_take_is_refused_with_field_and_number() {
-    let backend = RocmBackend::pretend("gfx942").unwrap();
+    let backend = fmha_rocm::pretend("gfx942").unwrap();
     let refusal = |problem: FwdProblem, tile: &[(&str, &str)]| {
         let tile = tile.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let options = PlanOptions { tile, ..PlanOptions::default() };

@@ -5,10 +5,9 @@
 
 use fmha_core::reference::{Precision, combine, forward};
 use fmha_core::{
-    CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
-    FwdProblem, MemorySpace, PartialResult, PlanOptions, Shape, Stream, Totals,
+    CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem,
+    MemorySpace, PartialResult, PlanOptions, Shape, Stream, Totals,
 };
-use fmha_rocm::RocmBackend;
 
 mod support;
 
@@ -23,11 +22,11 @@ const DIMS: Dims = Dims {
 };
 
 /// The emulated device, or a word that it is absent.
-fn device(arch: &str) -> Option<RocmBackend> {
+fn device(arch: &str) -> Option<Device> {
     if !support::clang_is_there() {
         return None;
     }
-    match RocmBackend::open(0, Some(arch)) {
+    match fmha_rocm::open(0, Some(arch)) {
         Ok(backend) => Some(backend),
         Err(error) => {
             println!("absent: no emulated {arch}: {error}");
@@ -47,13 +46,13 @@ fn numbers(dtype: DType, elems: usize, seed: u32) -> Vec<u8> {
     bytes
 }
 
-fn upload(backend: &RocmBackend, bytes: &[u8]) -> DevBuffer {
+fn upload(backend: &Device, bytes: &[u8]) -> DevBuffer {
     let mut buffer = backend.memory().alloc(bytes.len() as u64).unwrap();
     backend.memory().upload(bytes, &mut buffer).unwrap();
     buffer
 }
 
-fn download(backend: &RocmBackend, buffer: &DevBuffer) -> Vec<u8> {
+fn download(backend: &Device, buffer: &DevBuffer) -> Vec<u8> {
     let mut bytes = vec![0; buffer.bytes() as usize];
     backend.memory().download(buffer, &mut bytes).unwrap();
     bytes
@@ -97,36 +96,31 @@ fn a_call_a_stream_and_a_graph_give_the_same_bits() {
     let (dev_q, dev_k, dev_v) = (upload(&backend, &q), upload(&backend, &k), upload(&backend, &v));
     let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
     let mut o = backend.memory().alloc(q.len() as u64).unwrap();
-    let run = |o: &mut DevBuffer, stream: Stream| {
-        backend.run_fwd(
-            &plan,
-            &mut FwdArgs::new(dev_q.slice(), dev_k.slice(), dev_v.slice(), o.slice_mut()),
-            stream,
-        )
+    let run = |o: &mut DevBuffer, stream: &Stream| {
+        plan.run(&mut FwdArgs::new(dev_q.slice(), dev_k.slice(), dev_v.slice(), o.slice_mut()), stream)
     };
 
-    run(&mut o, Stream::DEFAULT).unwrap();
-    backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    run(&mut o, &backend.default_stream()).unwrap();
+    backend.synchronize().unwrap();
     let plain = download(&backend, &o);
     agrees(DType::F16, &plain, &reference_o(&problem, &q, &k, &v), 2e-3);
 
-    let stream = backend.create_stream().unwrap();
-    let (start, stop) = (backend.create_event().unwrap(), backend.create_event().unwrap());
+    let stream = backend.stream().unwrap();
+    let (start, stop) = (backend.event().unwrap(), backend.event().unwrap());
     backend.memory().upload(&vec![0; q.len()], &mut o).unwrap();
-    start.record(stream).unwrap();
-    run(&mut o, stream).unwrap();
-    stop.record(stream).unwrap();
-    assert!(stop.milliseconds_since(&start).unwrap() >= 0.0);
+    start.record(&stream).unwrap();
+    run(&mut o, &stream).unwrap();
+    stop.record(&stream).unwrap();
+    assert!(stop.seconds_since(&start).unwrap() >= 0.0);
     assert_eq!(download(&backend, &o), plain);
 
     backend.memory().upload(&vec![0; q.len()], &mut o).unwrap();
-    let graph = backend.capture(stream, || run(&mut o, stream)).unwrap();
+    let graph = stream.capture(|| run(&mut o, &stream)).unwrap();
     assert!(download(&backend, &o).iter().all(|&byte| byte == 0), "a captured call ran");
     // SAFETY: the buffers of the captured call live until the end of this test.
-    unsafe { graph.launch(stream) }.unwrap();
-    backend.memory().synchronize(stream).unwrap();
+    unsafe { graph.replay(&stream) }.unwrap();
+    stream.synchronize().unwrap();
     assert_eq!(download(&backend, &o), plain);
-    backend.destroy_stream(stream).unwrap();
 }
 
 /// Lengths are read where the kernel runs, so a graph follows what stands there when it is launched.
@@ -147,14 +141,14 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     // Sequences of 40 and 8 queries, then of 3 and 45.
     let times = [(lengths([0, 40, 48]), lengths([0, 70, 80])), (lengths([0, 3, 48]), lengths([0, 11, 80]))];
     let (mut cu_q, mut cu_k) = (upload(&backend, &times[0].0), upload(&backend, &times[0].1));
-    let run = |o: &mut DevBuffer, cu_q: &DevBuffer, cu_k: &DevBuffer, stream: Stream| {
+    let run = |o: &mut DevBuffer, cu_q: &DevBuffer, cu_k: &DevBuffer, stream: &Stream| {
         let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
         args.seq.totals = Totals::packed(48, 80);
         (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
-        backend.run_fwd(&plan, &mut args, stream)
+        plan.run(&mut args, stream)
     };
-    let stream = backend.create_stream().unwrap();
-    let graph = backend.capture(stream, || run(&mut o, &cu_q, &cu_k, stream)).unwrap();
+    let stream = backend.stream().unwrap();
+    let graph = stream.capture(|| run(&mut o, &cu_q, &cu_k, &stream)).unwrap();
     let mut results = Vec::new();
     for (q_offsets, k_offsets) in &times {
         backend.memory().upload(q_offsets, &mut cu_q).unwrap();
@@ -164,19 +158,17 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
             backend.memory().upload(&zeros, &mut o).unwrap();
             if replay {
                 // SAFETY: the buffers of the captured call live until the end of this test.
-                unsafe { graph.launch(stream) }.unwrap();
+                unsafe { graph.replay(&stream) }.unwrap();
             } else {
-                run(&mut o, &cu_q, &cu_k, stream).unwrap();
+                run(&mut o, &cu_q, &cu_k, &stream).unwrap();
             }
-            backend.memory().synchronize(stream).unwrap();
+            stream.synchronize().unwrap();
             both.push(download(&backend, &o));
         }
         assert_eq!(both[0], both[1], "the graph and the call differ");
         results.push(both.remove(0));
     }
     assert_ne!(results[0], results[1], "the graph did not see the new lengths");
-    drop(graph);
-    backend.destroy_stream(stream).unwrap();
 }
 
 #[test]
@@ -205,7 +197,7 @@ fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
             let mut out_lse = backend.memory().alloc(120).unwrap();
             let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
             let mut args = CombineArgs { parts: &parts, o: out.slice_mut(), lse: Some(out_lse.slice_mut()) };
-            backend.run_combine(&plan, &mut args, Stream::DEFAULT).unwrap();
+            plan.run(&mut args, &backend.default_stream()).unwrap();
 
             let host: Vec<_> = o
                 .iter()
@@ -234,14 +226,14 @@ fn arguments_that_do_not_fit_are_refused_before_anything_runs() {
     let (small, enough) = (backend.memory().alloc(64).unwrap(), backend.memory().alloc(1 << 14).unwrap());
     let mut o = backend.memory().alloc(1 << 14).unwrap();
     let mut args = FwdArgs::new(enough.slice(), small.slice(), enough.slice(), o.slice_mut());
-    let error = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+    let error = plan.run(&mut args, &backend.default_stream()).unwrap_err().to_string();
     assert!(error.contains("k has 64 bytes"), "{error}");
 }
 
 #[test]
 fn an_emulated_device_has_no_clock() {
     let Some(backend) = device("gfx942") else { return };
-    assert!(!backend.queues().unwrap().has_clock());
+    assert!(!backend.has_clock());
 }
 
 /// Packed sequences of no query, of no key, of both; rows that a mask leaves empty; dropout.
@@ -281,8 +273,8 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
                 args.seq.totals = totals;
                 (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
             }
-            backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
-            backend.memory().synchronize(Stream::DEFAULT).unwrap();
+            plan.run(&mut args, &backend.default_stream()).unwrap();
+            backend.synchronize().unwrap();
             (plan.explain().launch.unwrap(), download(&backend, &o), download(&backend, &lse))
         };
         let (launch, o, lse) = run(&[("block_m", "64"), ("order", "single")]);
@@ -298,8 +290,8 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
 }
 
 #[test]
-fn a_plan_runs_on_the_backend_that_made_it_alone() {
-    let (maker, twin) = (RocmBackend::pretend("gfx942").unwrap(), RocmBackend::pretend("gfx942").unwrap());
+fn a_plan_runs_on_the_device_that_made_it_alone() {
+    let (maker, twin) = (fmha_rocm::pretend("gfx942").unwrap(), fmha_rocm::pretend("gfx942").unwrap());
     let problem = FwdProblem::batch(DType::F16, DIMS).validate().unwrap();
     let plan = maker.plan_fwd(&problem, &PlanOptions::default()).unwrap();
     let mut args = FwdArgs::new(
@@ -308,10 +300,10 @@ fn a_plan_runs_on_the_backend_that_made_it_alone() {
         DevSlice::host::<u8>(&[]),
         DevSliceMut::host::<u8>(&mut []),
     );
-    let error = twin.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
-    assert!(error.starts_with("plan was made by backend"), "{error}");
+    let error = plan.run(&mut args, &twin.default_stream()).unwrap_err().to_string();
+    assert!(error.starts_with("stream is of the device"), "{error}");
     // Its maker goes on to the arguments.
-    let error = maker.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+    let error = plan.run(&mut args, &maker.default_stream()).unwrap_err().to_string();
     assert!(error.starts_with("q is in Host memory"), "{error}");
 }
 
@@ -342,8 +334,8 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
                 args.lse = Some(lse.slice_mut());
                 args.seq.totals = Totals::packed(48, 80);
                 (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
-                backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?;
-                backend.memory().synchronize(Stream::DEFAULT)
+                plan.run(&mut args, &backend.default_stream())?;
+                backend.synchronize()
             };
             run(&options).unwrap_or_else(|error| panic!("{kernel} with {offsets:?}: {error}"));
             match run(&PlanOptions { check_lengths: true, ..options }) {
@@ -375,11 +367,11 @@ fn unaligned_operands_are_served_by_a_kernel_of_the_plan_or_refused_by_name() {
             DevSlice::from_raw(MemorySpace::Device, dev_q.as_ptr().wrapping_add(2), q.len() as u64)
         };
         let mut args = FwdArgs::new(q, dev_k.slice(), dev_v.slice(), o.slice_mut());
-        backend.run_fwd(&plan, &mut args, Stream::DEFAULT)
+        plan.run(&mut args, &backend.default_stream())
     };
     let refused = run(false).unwrap_err().to_string();
     assert!(refused.contains("q starts at 0x") && refused.contains("4 bytes"), "{refused}");
     run(true).unwrap();
-    backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    backend.synchronize().unwrap();
     agrees(DType::F16, &download(&backend, &o), &reference_o(&problem, &q, &k, &v), 2e-3);
 }

@@ -7,15 +7,15 @@ use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
 use fmha_core::emulators::Double;
-use fmha_core::{DevBuffer, Error, FmhaBackend as _, Stream, Workspace};
-use fmha_rocm::{Arch, RocmBackend};
+use fmha_core::{DevBuffer, Device, Error, Stream, Workspace};
+use fmha_rocm::Arch;
 use libloading::{Library, Symbol};
 
 mod support;
 
 /// An emulated device, or a word that it is absent.
-fn device(arch: &str) -> Option<RocmBackend> {
-    RocmBackend::open(0, Some(arch)).map_err(|error| println!("absent: no emulated {arch}: {error}")).ok()
+fn device(arch: &str) -> Option<Device> {
+    fmha_rocm::open(0, Some(arch)).map_err(|error| println!("absent: no emulated {arch}: {error}")).ok()
 }
 
 /// The emulator's library, which the backends have opened from the same place.
@@ -42,13 +42,13 @@ fn set_current(hip: &Library, device: c_int) {
     assert_eq!(unsafe { set(device) }, 0);
 }
 
-fn upload(backend: &RocmBackend, byte: u8) -> DevBuffer {
+fn upload(backend: &Device, byte: u8) -> DevBuffer {
     let mut buffer = backend.memory().alloc(64).unwrap();
     backend.memory().upload(&[byte; 64], &mut buffer).unwrap();
     buffer
 }
 
-fn download(backend: &RocmBackend, buffer: &DevBuffer) -> [u8; 64] {
+fn download(backend: &Device, buffer: &DevBuffer) -> [u8; 64] {
     let mut bytes = [0; 64];
     backend.memory().download(buffer, &mut bytes).unwrap();
     bytes
@@ -59,21 +59,18 @@ fn two_devices_of_one_process_have_memory_streams_and_events_of_their_own() {
     let (Some(one), Some(two)) = (device("gfx942"), device("gfx90a")) else { return };
     let backends = [one, two];
     let buffers = [upload(&backends[0], 3), upload(&backends[1], 9)];
-    let streams = backends.each_ref().map(|backend| backend.create_stream().unwrap());
+    let streams = backends.each_ref().map(|backend| backend.stream().unwrap());
     // In turns, so that each call finds the other's device behind it.
     for _ in 0..2 {
         for (at, backend) in backends.iter().enumerate() {
             assert_eq!(download(backend, &buffers[at]), [[3; 64], [9; 64]][at]);
-            let (start, stop) = (backend.create_event().unwrap(), backend.create_event().unwrap());
-            start.record(streams[at]).unwrap();
-            stop.record(streams[at]).unwrap();
-            assert!(stop.milliseconds_since(&start).unwrap() >= 0.0);
-            backend.memory().synchronize(streams[at]).unwrap();
-            backend.memory().synchronize(Stream::DEFAULT).unwrap();
+            let (start, stop) = (backend.event().unwrap(), backend.event().unwrap());
+            start.record(&streams[at]).unwrap();
+            stop.record(&streams[at]).unwrap();
+            assert!(stop.seconds_since(&start).unwrap() >= 0.0);
+            streams[at].synchronize().unwrap();
+            backend.synchronize().unwrap();
         }
-    }
-    for (backend, stream) in backends.iter().zip(streams) {
-        backend.destroy_stream(stream).unwrap();
     }
 }
 
@@ -91,25 +88,26 @@ fn the_threads_device_is_the_callers_again_after_each_call() {
         still("download");
         drop(backend.memory().workspace(Workspace::zeroed(64)).unwrap());
         still("workspace");
-        let stream = backend.create_stream().unwrap();
-        still("create_stream");
-        let event = backend.create_event().unwrap();
-        event.record(stream).unwrap();
+        let stream = backend.stream().unwrap();
+        still("stream");
+        let event = backend.event().unwrap();
+        event.record(&stream).unwrap();
+        stream.wait(&event).unwrap();
         still("an event's record");
-        event.milliseconds_since(&event).unwrap();
+        event.seconds_since(&event).unwrap();
         still("an event's time");
-        let graph = backend.capture(stream, || Ok(())).unwrap();
+        let graph = stream.capture(|| Ok(())).unwrap();
         still("capture");
         // SAFETY: it names no memory.
-        unsafe { graph.launch(stream).unwrap() };
-        still("a graph's launch");
+        unsafe { graph.replay(&stream).unwrap() };
+        still("replay");
         drop((graph, event));
         still("drops");
-        backend.memory().synchronize(stream).unwrap();
-        backend.memory().synchronize(Stream::DEFAULT).unwrap();
+        stream.synchronize().unwrap();
+        backend.synchronize().unwrap();
         still("synchronize");
-        backend.destroy_stream(stream).unwrap();
-        still("destroy_stream");
+        drop(stream);
+        still("a dropped stream");
         drop(device("gfx90a").unwrap());
         still("open");
     }
@@ -119,7 +117,6 @@ fn the_threads_device_is_the_callers_again_after_each_call() {
 fn each_architecture_has_its_device_which_says_what_it_is() {
     for (arch, units) in [(Arch::Gfx90a, 110), (Arch::Gfx942, 304), (Arch::Gfx950, 256)] {
         let Some(backend) = device(arch.name()) else { return };
-        assert_eq!(backend.arch(), arch);
         let (start, middle) = (format!("rocm:0 (fmha emulator ({0}), {0}:", arch.name()), backend.name());
         assert!(middle.starts_with(&start), "{middle}");
         assert!(middle.contains(&format!(", {units} compute units, HIP ")), "{middle}");
@@ -133,9 +130,7 @@ fn devices_after_the_last_are_refused_with_how_many_there_are() {
         return;
     }
     // Three devices, of which the first one asked for is gfx942 and no second.
-    let Err(Error::NoDevice(text)) = RocmBackend::open(1, Some("gfx942")) else {
-        panic!("there is a second")
-    };
+    let Err(Error::NoDevice(text)) = fmha_rocm::open(1, Some("gfx942")) else { panic!("there is a second") };
     assert_eq!(text, "ordinal 3 is not below HIP's number of devices 3");
 }
 
@@ -143,12 +138,11 @@ fn devices_after_the_last_are_refused_with_how_many_there_are() {
 #[ignore = "a process of the test below, which starts it with three devices, two of them alike"]
 fn a_process_with_two_devices_alike() {
     for ordinal in [0, 1] {
-        let backend = RocmBackend::open(ordinal, Some("gfx942")).unwrap();
-        assert_eq!(backend.arch(), Arch::Gfx942);
+        let backend = fmha_rocm::open(ordinal, Some("gfx942")).unwrap();
         assert!(backend.name().starts_with(&format!("rocm:{ordinal} (")), "{}", backend.name());
         assert_eq!(download(&backend, &upload(&backend, 7)), [7; 64]);
     }
-    assert!(matches!(RocmBackend::open(2, Some("gfx942")), Err(Error::NoDevice(_))));
+    assert!(matches!(fmha_rocm::open(2, Some("gfx942")), Err(Error::NoDevice(_))));
 }
 
 #[test]
@@ -162,18 +156,15 @@ fn devices_are_counted_among_those_of_their_architecture() {
 #[test]
 fn a_stream_that_was_ended_is_refused_and_the_default_one_goes_on() {
     let Some(backend) = device("gfx942") else { return };
-    let queues = backend.queues().unwrap();
-    let streams = [backend.create_stream().unwrap(), queues.create_stream().unwrap()];
+    let streams = [backend.stream().unwrap(), backend.stream().unwrap()];
     for stream in streams {
-        backend.memory().synchronize(stream).unwrap();
-    }
-    backend.destroy_stream(streams[0]).unwrap();
-    queues.destroy_stream(streams[1]).unwrap();
-    for stream in streams {
-        let error = backend.memory().synchronize(stream).unwrap_err().to_string();
+        // SAFETY: live as long as `stream` is; then the double knows it no more.
+        let again = unsafe { Stream::from_raw(&backend, stream.as_raw()) };
+        again.synchronize().unwrap();
+        drop(stream);
+        let error = again.synchronize().unwrap_err().to_string();
         assert!(error.starts_with("hipStreamSynchronize failed with 400"), "{error}");
-        assert!(backend.destroy_stream(stream).is_err());
-        backend.memory().synchronize(Stream::DEFAULT).unwrap();
+        backend.synchronize().unwrap();
     }
 }
 
@@ -183,17 +174,17 @@ fn a_span_lies_between_the_wait_in_it_and_the_time_around_it_and_has_two_ends() 
     const WAIT: Duration = Duration::from_millis(2);
     let Some(backend) = device("gfx942") else { return };
     let around = Instant::now();
-    let mut wait = || {
+    let wait = || {
         std::thread::sleep(WAIT);
         Ok(())
     };
-    let seconds = backend.queues().unwrap().seconds(Stream::DEFAULT, &mut wait).unwrap();
+    let seconds = backend.default_stream().seconds(wait).unwrap();
     // The driver tells milliseconds in an f32.
     let (least, most) = (WAIT.as_secs_f64() * (1.0 - 1e-6), around.elapsed().as_secs_f64() * (1.0 + 1e-6));
     assert!(least <= seconds && seconds <= most, "{seconds} is not from {least} to {most}");
-    let (start, stop) = (backend.create_event().unwrap(), backend.create_event().unwrap());
-    start.record(Stream::DEFAULT).unwrap();
-    let error = stop.milliseconds_since(&start).unwrap_err().to_string();
+    let (start, stop) = (backend.event().unwrap(), backend.event().unwrap());
+    start.record(&backend.default_stream()).unwrap();
+    let error = stop.seconds_since(&start).unwrap_err().to_string();
     assert!(error.starts_with("hipEventElapsedTime failed"), "{error}");
 }
 
@@ -203,20 +194,24 @@ fn copies_that_are_longer_than_their_buffer_are_refused() {
     let memory = backend.memory();
     let mut buffer = upload(&backend, 5);
     let error = memory.upload(&[1; 65], &mut buffer).unwrap_err();
-    assert_eq!(error.to_string(), "to has 64 bytes, but 65 are copied");
+    assert_eq!(error.to_string(), "to has 64 bytes, but 65 are to be copied");
     let error = memory.download(&buffer, &mut [0; 65]).unwrap_err();
-    assert_eq!(error.to_string(), "from has 64 bytes, but 65 are copied");
+    assert_eq!(error.to_string(), "from has 64 bytes, but 65 are to be copied");
     assert_eq!(download(&backend, &buffer), [5; 64]);
 }
 
 #[test]
 fn a_backend_without_a_device_has_neither_memory_nor_queues() {
-    let backend = RocmBackend::pretend("gfx942").unwrap();
+    let backend = fmha_rocm::pretend("gfx942").unwrap();
     let only_plans = "this backend only plans: it has no device";
-    let memory = backend.memory();
-    assert!(memory.alloc(64).unwrap_err().to_string().ends_with(only_plans));
-    assert!(memory.synchronize(Stream::DEFAULT).unwrap_err().to_string().ends_with(only_plans));
-    assert!(backend.create_stream().unwrap_err().to_string().ends_with(only_plans));
-    assert!(backend.destroy_stream(Stream::DEFAULT).unwrap_err().to_string().ends_with(only_plans));
-    assert!(backend.queues().is_none());
+    for error in [
+        backend.memory().alloc(64).map(drop),
+        backend.synchronize(),
+        backend.default_stream().synchronize(),
+        backend.stream().map(drop),
+        backend.event().map(drop),
+    ] {
+        assert!(error.unwrap_err().to_string().ends_with(only_plans));
+    }
+    assert!(!backend.has_streams() && !backend.has_clock());
 }

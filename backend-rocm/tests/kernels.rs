@@ -3,10 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{
-    AnyProblem, Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FmhaBackend, FwdProblem, PlanOptions,
-    Strides, VLayout,
+    AnyProblem, Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, PlanOptions, Strides, VLayout,
 };
-use fmha_rocm::RocmBackend;
 
 use support::DIMS;
 
@@ -18,7 +16,7 @@ fn bf16(dims: Dims) -> FwdProblem {
 
 /// What would be compiled.
 fn kernel(problem: &FwdProblem) -> String {
-    let backend = RocmBackend::pretend("gfx942").unwrap();
+    let backend = fmha_rocm::pretend("gfx942").unwrap();
     let jobs = backend
         .precompiler()
         .unwrap()

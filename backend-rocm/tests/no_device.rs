@@ -1,18 +1,14 @@
 //! Where there is no AMD GPU: what a user is told, by the real library if it is installed.
 
 use fmha_core::Error;
-use fmha_rocm::RocmBackend;
 
 #[test]
 fn without_a_device_the_driver_has_its_say_and_without_a_driver_every_name_tried_is_listed() {
-    let text = match RocmBackend::open(0, None) {
+    let text = match fmha_rocm::open(0, None) {
         Err(Error::NoDevice(text)) => text,
         Err(other) => panic!("{other}"),
         Ok(backend) => {
-            println!(
-                "absent: a machine without a device: this one has {}",
-                fmha_core::FmhaBackend::name(&backend)
-            );
+            println!("absent: a machine without a device: this one has {}", backend.name());
             return;
         }
     };

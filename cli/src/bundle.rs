@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
 use fmha::core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, forward_table};
-use fmha::{AnyProblem, BwdProblem, Error, FmhaBackend, FwdProblem, PlanOptions};
+use fmha::{AnyProblem, BwdProblem, Device, Error, FwdProblem, PlanOptions};
 use rayon::prelude::*;
 
 use crate::Verdict;
@@ -61,10 +61,10 @@ impl BundleArgs {
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
         // Compiling takes minutes: whether its result can be kept is asked first.
         target::check("out", &self.out, &[])?;
-        let backends = self.arch.iter().map(|arch| fmha::pretend(arch)).collect::<Result<Vec<_>, _>>()?;
+        let backends = self.arch.iter().map(|arch| Device::pretend(arch)).collect::<Result<Vec<_>, _>>()?;
         let mut wanted = BTreeMap::new();
         for backend in &backends {
-            self.collect(&**backend, &mut wanted, out)?;
+            self.collect(backend, &mut wanted, out)?;
         }
         if wanted.is_empty() {
             return Err(Failure::wrong(format!(
@@ -90,7 +90,7 @@ impl BundleArgs {
     /// Adds what a backend compiles for the table, each kernel once.
     fn collect<'a>(
         &self,
-        backend: &'a dyn FmhaBackend,
+        backend: &'a Device,
         wanted: &mut BTreeMap<SourceKey, Wanted<'a>>,
         out: &mut dyn Write,
     ) -> Result<(), Failure> {

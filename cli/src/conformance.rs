@@ -77,12 +77,12 @@ impl ConformanceArgs {
         if let Some(path) = &self.junit {
             target::check("junit", path, &[])?;
         }
-        let backend = self.backend.open()?.backend;
+        let backend = self.backend.open()?;
         let mut plan = self.backend.plan_options();
         // Any kernel that is right will do, unless it is one kernel that is asked about.
         plan.allow_fallback |= plan.kernel.is_none();
         let cases = match self.deal {
-            Some(deal) => deal.of(cases, &*backend, &plan),
+            Some(deal) => deal.of(cases, &backend, &plan),
             None => cases,
         };
         if self.list {
@@ -98,7 +98,7 @@ impl ConformanceArgs {
         // A panic of a kernel is a failed case; the report has its message.
         std::panic::set_hook(Box::new(|_| ()));
         let progress = Progress::new("cases");
-        let report = run_cases(&*backend, &cases, &options, &|done, total, _| progress.at(done, total));
+        let report = run_cases(&backend, &cases, &options, &|done, total, _| progress.at(done, total));
         progress.finish();
 
         if let Some(path) = &self.junit {

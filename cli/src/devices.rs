@@ -30,7 +30,7 @@ impl DevicesArgs {
             return Ok(Verdict::Right);
         }
         for device in &devices {
-            match &device.found {
+            match &device.device {
                 Ok(backend) => {
                     writeln!(out, "{:<8} present  {}", device.backend.to_string(), backend.name())?;
                     writeln!(out, "{:<8}          kernels: {}", "", backend.kernels().join(", "))?;
@@ -43,8 +43,8 @@ impl DevicesArgs {
     }
 }
 
-fn as_json(device: &fmha::Device) -> serde_json::Value {
-    match &device.found {
+fn as_json(device: &fmha::Found) -> serde_json::Value {
+    match &device.device {
         Ok(backend) => {
             let roofline = backend.roofline(DType::Bf16);
             json!({

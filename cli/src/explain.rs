@@ -1,12 +1,11 @@
 //! `fmha explain`: the plan, or every refusal.
 
-use std::fmt;
 use std::io::Write;
 
 use clap::Args;
 use fmha::core::plan::Plan;
 use fmha::core::work::Work;
-use fmha::{Error, Explain, Opened, Roofline};
+use fmha::{Device, Error, Explain, Problem, Roofline};
 use serde_json::{Value, json};
 
 use crate::Verdict;
@@ -52,9 +51,9 @@ impl ExplainArgs {
         let setup = self.problem.setup(None)?;
         let opened = match &self.arch {
             None => self.backend.open()?,
-            Some(arch) => Opened { backend: fmha::pretend(arch)?, passed_over: Vec::new() },
+            Some(arch) => Device::pretend(arch)?,
         };
-        let backend = &*opened.backend;
+        let backend = &opened;
         let options = setup.options(&self.backend.plan_options());
         let plan = match &setup.bwd {
             None => {
@@ -82,7 +81,7 @@ impl ExplainArgs {
                     return Ok(Verdict::Right);
                 }
                 writeln!(out, "{:<18} {}", "device", backend.name())?;
-                for passed in &opened.passed_over {
+                for passed in opened.passed_over() {
                     writeln!(out, "{:<18} {}: {}", "passed over", passed.backend, passed.reason)?;
                 }
                 write!(out, "{text}")?;
@@ -128,7 +127,7 @@ impl ExplainArgs {
 }
 
 /// What a time can be modelled from: a slow kernel's has nothing to do with the device's peaks.
-fn modelled<P>(plan: &Plan<P>) -> Option<Explain> {
+fn modelled<P: Problem>(plan: &Plan<P>) -> Option<Explain> {
     (!plan.is_fallback()).then(|| plan.explain().clone())
 }
 
@@ -140,7 +139,7 @@ fn roofline_json(roofline: &Roofline) -> Value {
     })
 }
 
-fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
+fn as_json<P: Problem>(plan: &Plan<P>) -> Value {
     let details: serde_json::Map<String, Value> =
         plan.details().iter().map(|(name, value)| ((*name).to_owned(), value.as_str().into())).collect();
     let refusals: Vec<_> =

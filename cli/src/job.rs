@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use fmha::{BwdPlan, Dims, Extents, FmhaBackend, FwdPlan, PlanOptions, Stream, VLayout, ValidFwd, Workspace};
+use fmha::{BwdPlan, Device, Dims, Extents, FwdPlan, PlanOptions, Stream, VLayout, ValidFwd, Workspace};
 use fmha_conformance::execute::{CallTime, Resident};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Operands, Room};
@@ -58,11 +58,7 @@ const NAN_BYTE: u8 = 0xFF;
 
 impl Call {
     /// Plans it in another way.
-    pub(super) fn replan(
-        &mut self,
-        backend: &dyn FmhaBackend,
-        options: &PlanOptions,
-    ) -> Result<(), fmha::Error> {
+    pub(super) fn replan(&mut self, backend: &Device, options: &PlanOptions) -> Result<(), fmha::Error> {
         match self {
             Self::Forward(host, plan) => **plan = backend.plan_fwd(&host.problem, options)?,
             Self::Backward(host, plan) => **plan = backend.plan_bwd(&host.problem, options)?,
@@ -105,7 +101,7 @@ impl Call {
     }
 
     /// Queues it over operands that were placed, and waits for nothing.
-    pub(super) fn queue(&mut self, resident: &mut Resident<'_>, stream: Stream) -> Result<(), fmha::Error> {
+    pub(super) fn queue(&mut self, resident: &mut Resident<'_>, stream: &Stream) -> Result<(), fmha::Error> {
         match self {
             Self::Forward(host, plan) => resident.queue_fwd(plan, host, stream),
             Self::Backward(host, plan) => resident.queue_bwd(plan, host, stream),
@@ -116,7 +112,7 @@ impl Call {
 impl<'a> Job<'a> {
     /// Plans `setup` on `backend` and puts its tensors there. Outputs are NaN until they are written.
     pub(super) fn new(
-        backend: &'a dyn FmhaBackend,
+        backend: &'a Device,
         setup: &'a Setup,
         options: &PlanOptions,
         source: Source,
@@ -339,8 +335,8 @@ mod tests {
 
     #[test]
     fn results_that_were_forgotten_are_wrong_until_they_are_written_again() {
-        let backend = fmha::open(&"cpu".parse().unwrap()).unwrap();
-        let backend = &*backend;
+        let backend = fmha::Device::open("cpu".parse().unwrap()).unwrap();
+        let backend = &backend;
         let passes = |call: &Call| check(call, Verify::Full, None, &Progress::new("")).unwrap().passed();
         for options in ["--lse", "--backward --sink --dsink --bias e --dbias"] {
             let setup = setup(options);
@@ -356,7 +352,7 @@ mod tests {
             assert!(!passes(&call), "{options}");
             call.replan(backend, &plan_options).unwrap();
             let mut resident = Resident::place(backend, call.operands(), call.workspace()).unwrap();
-            call.queue(&mut resident, Stream::DEFAULT).unwrap();
+            call.queue(&mut resident, &backend.default_stream()).unwrap();
             resident.read_back(call.operands_mut()).unwrap();
             assert!(passes(&call), "{options}");
         }

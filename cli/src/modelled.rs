@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use fmha::{FmhaBackend, FwdPlan, MaskKind, PlanOptions};
+use fmha::{Device, FwdPlan, MaskKind, PlanOptions};
 use fmha_conformance::init::Init;
 use serde_json::Value;
 
@@ -142,7 +142,7 @@ pub(super) fn write(
     out: &mut dyn Write,
     problem: &ProblemArgs,
     setup: &Setup,
-    backend: &dyn FmhaBackend,
+    backend: &Device,
     options: &PlanOptions,
 ) -> Result<(), Failure> {
     if fmha::emulated_launches().is_none() || setup.bwd.is_some() {

@@ -183,8 +183,8 @@ pub(super) struct BackendArgs {
 
 impl BackendArgs {
     /// The backend, and one line for each that `auto` passed over.
-    pub(super) fn open(&self) -> Result<fmha::Opened, Failure> {
-        Ok(fmha::open_explained(&self.choice()?)?)
+    pub(super) fn open(&self) -> Result<fmha::Device, Failure> {
+        Ok(fmha::Device::open(self.choice()?)?)
     }
 
     /// Whether an architecture is to be emulated.

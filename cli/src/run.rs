@@ -96,13 +96,13 @@ impl RunArgs {
             own.fits(&setup)?;
         }
         let opened = self.backend.open()?;
-        let backend = &*opened.backend;
+        let backend = &opened;
 
         let source = Source { own, init: self.init, seed: self.seed };
         let mut job = Job::new(backend, &setup, &self.backend.plan_options(), source)?;
         let exported = self.data.write_inputs(|| job.inputs())?;
         if !self.json {
-            for passed in &opened.passed_over {
+            for passed in opened.passed_over() {
                 writeln!(out, "{:<18} {}", "not here", brief(passed))?;
             }
             if let Some(path) = &exported {

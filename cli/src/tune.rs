@@ -4,7 +4,7 @@ use std::io::Write;
 
 use clap::Args;
 use fmha::core::tune::{Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, clock, search};
-use fmha::{AnyProblem, BwdProblem, FmhaBackend, Operation, PlanOptions, Queues, Stream};
+use fmha::{AnyProblem, BwdProblem, Device, Operation, PlanOptions, Stream};
 use fmha_conformance::execute::Resident;
 use fmha_conformance::init::Init;
 use serde_json::{Value, json};
@@ -68,7 +68,7 @@ impl TuneArgs {
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
         let setup = self.problem.setup(None)?;
         let opened = self.backend.open()?;
-        let backend = &*opened.backend;
+        let backend = &opened;
         let tuner = backend.tuner().ok_or_else(|| {
             Failure::wrong(format!(
                 "{}: 0 of its kernels' tiles are measured here; `fmha explain` prints them, and what \
@@ -85,14 +85,13 @@ impl TuneArgs {
         if self.compile {
             return compile(backend, problem, &options, &own, &knobs, out);
         }
-        let queues = clock(backend)?;
+        let stream = clock(backend)?;
         let mut job =
             Job::new(backend, &setup, &with_tile(&options, &own), Source::made_up(Init::Normal, 0))?;
         // Of a backward call's inputs O and LSE are what a forward call has left on the device.
         job.read_back()?;
         let call = job.into_call();
-        let stream = queues.create_stream()?;
-        let mut tiles = Tiles { backend, queues, stream, options: &options, call };
+        let mut tiles = Tiles { backend, stream: &stream, options: &options, call };
         let mut tried = Vec::new();
         if !self.json {
             writeln!(out, "{:<18} {}", "device", backend.name())?;
@@ -105,7 +104,6 @@ impl TuneArgs {
             tried.push(one.clone());
         });
         drop(tiles);
-        queues.destroy_stream(stream)?;
         let found = found.map_err(Failure::wrong)?;
         let kept = self.keep(tuner, problem, &options, &found);
         if self.json {
@@ -171,7 +169,7 @@ fn with_tile(options: &PlanOptions, tile: &TileOptions) -> PlanOptions {
 
 /// Compiles each tile that is one knob away from `own`, and counts.
 fn compile(
-    backend: &dyn FmhaBackend,
+    backend: &Device,
     problem: AnyProblem<'_>,
     options: &PlanOptions,
     own: &TileOptions,
@@ -200,9 +198,8 @@ fn compile(
 
 /// Tiles of one call on one device, over the same numbers.
 struct Tiles<'a> {
-    backend: &'a dyn FmhaBackend,
-    queues: &'a dyn Queues,
-    stream: Stream,
+    backend: &'a Device,
+    stream: &'a Stream,
     options: &'a PlanOptions,
     call: Call,
 }
@@ -215,13 +212,13 @@ struct Ready<'a> {
 
 impl<'a> Tiles<'a> {
     fn record(&mut self, tile: &TileOptions) -> Result<Ready<'a>, Failure> {
-        let Self { backend, queues, stream, options, ref mut call } = *self;
+        let Self { backend, stream, options, ref mut call } = *self;
         call.replan(backend, &with_tile(options, tile))?;
         // The tile before this one has written the same: what this one leaves out is to be seen.
         call.forget_results();
         let mut resident = Resident::place(backend, call.operands(), call.workspace())?;
-        let burst = Burst::record(queues, stream, &mut || call.queue(&mut resident, stream))?;
-        backend.memory().synchronize(stream)?;
+        let burst = Burst::record(stream, &mut || call.queue(&mut resident, stream))?;
+        stream.synchronize()?;
         resident.read_back(call.operands_mut())?;
         Ok(Ready { burst, _resident: resident })
     }
@@ -247,7 +244,7 @@ impl<'a> Timer for Tiles<'a> {
 
     fn burst(&mut self, ready: &Ready<'a>) -> Result<f64, String> {
         // SAFETY: `ready` owns the memory that its calls were recorded with, and nothing else runs.
-        unsafe { ready.burst.seconds(self.queues, self.stream) }.map_err(|error| error.to_string())
+        unsafe { ready.burst.seconds(self.stream) }.map_err(|error| error.to_string())
     }
 }
 

@@ -4,7 +4,7 @@ use fmha::core::args::check_fwd;
 use fmha::core::seq::spans;
 use fmha::{
     Backend, DType, DevSlice, DevSliceMut, Dims, Error, FwdArgs, FwdProblem, MaskSpec, MemorySpace,
-    PlanOptions, Stream, Workspace,
+    PlanOptions, Workspace,
 };
 
 const DIMS: Dims = Dims {
@@ -41,13 +41,13 @@ fn offsets_that_no_packing_has_are_refused_by_index() {
 
 #[test]
 fn buffers_that_are_short_or_overlap_are_refused_and_nothing_is_written() {
-    let backend = fmha::open(&Backend::Cpu).unwrap();
+    let backend = fmha::Device::open(Backend::Cpu).unwrap();
     let problem = FwdProblem::batch(DType::F32, DIMS).validate().unwrap();
     let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
     let q = vec![1.0f32; 128];
     let mut o = vec![7.0f32; 128];
 
-    let run = |args: &mut FwdArgs<'_>| match backend.run_fwd(&plan, args, Stream::DEFAULT) {
+    let run = |args: &mut FwdArgs<'_>| match plan.run(args, &backend.default_stream()) {
         Err(Error::Problem(error)) => error,
         other => panic!("{other:?}"),
     };

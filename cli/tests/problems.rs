@@ -3,8 +3,7 @@
 
 use fmha::{
     Backend, Bias, BiasBroadcast, DType, Descale, DevSlice, DevSliceMut, Dims, ElementwiseBias, Error,
-    FwdArgs, FwdProblem, KvLayout, MaskSpec, PlanOptions, QLayout, Stream, Strides, Totals, VLayout,
-    ValidFwd,
+    FwdArgs, FwdProblem, KvLayout, MaskSpec, PlanOptions, QLayout, Strides, Totals, VLayout, ValidFwd,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -152,7 +151,7 @@ impl Tensors {
         })
     }
 
-    fn run(&mut self, plan: &fmha::FwdPlan, backend: &dyn fmha::FmhaBackend) -> fmha::Result<()> {
+    fn run(&mut self, plan: &fmha::FwdPlan, backend: &fmha::core::Device) -> fmha::Result<()> {
         let problem = plan.problem();
         let dims = problem.dims;
         let (q, k, v) = (DevSlice::host(&self.q), DevSlice::host(&self.k), DevSlice::host(&self.v));
@@ -171,7 +170,7 @@ impl Tensors {
         }
         let mut workspace = backend.memory().workspace(plan.workspace())?;
         args.workspace = workspace.as_mut().map(fmha::DevBuffer::slice_mut);
-        backend.run_fwd(plan, &mut args, Stream::DEFAULT)
+        plan.run(&mut args, &backend.default_stream())
     }
 }
 
@@ -191,7 +190,7 @@ proptest! {
 
     #[test]
     fn any_problem_is_refused_by_its_number_or_runs(problem in problem()) {
-        let backend = fmha::open(&Backend::Cpu).unwrap();
+        let backend = fmha::Device::open(Backend::Cpu).unwrap();
         let valid = match problem.validate() {
             Ok(valid) => valid,
             Err(error) => return has_a_number(&error),
@@ -203,7 +202,7 @@ proptest! {
             Err(other) => return Err(TestCaseError::fail(other.to_string())),
         };
         if let Some(mut tensors) = Tensors::of(&valid) {
-            let ran = tensors.run(&plan, &*backend);
+            let ran = tensors.run(&plan, &backend);
             // Buffers of bytes need not lie as a type wants them: that too is said.
             let refused = matches!(&ran, Err(Error::Problem(error)) if error.text.contains("align"));
             prop_assert!(ran.is_ok() || refused, "{:?} of {:?}", ran, valid);

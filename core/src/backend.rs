@@ -1,50 +1,56 @@
-//! What a backend is: two traits without generics, so that it can be chosen at run time.
+//! What a backend is: a trait without generics, so that it can be chosen at run time, and a device's memory.
 
-use crate::args::{BwdArgs, CombineArgs, FwdArgs, MemorySpace};
+use crate::args::MemorySpace;
 use crate::bwd::ValidBwd;
 use crate::cache::Precompile;
+use crate::call::Planned;
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::plan::{BwdPlan, CombinePlan, FwdPlan, PlanOptions, Workspace};
+use crate::plan::{PlanOptions, Workspace};
 use crate::problem::ValidFwd;
-use crate::queues::{Queues, Stream};
+use crate::queues::Queues;
 use crate::roofline::Roofline;
 use crate::tune::Tune;
 
-/// A device that can run attention.
+/// What a vendor writes so that its devices run attention; a user has a [`Device`](crate::Device).
 ///
-/// `plan_*` chooses and compiles, and may take seconds the first time; `run_*` checks the pointers
-/// against the plan, queues the work on `stream` and returns. Nothing wrong is launched: an error
-/// leaves every output as it was, except [`Error::Driver`] from the device itself.
+/// A backend plans: it chooses a kernel, or refuses with the number that it does not take, and returns what launches
+/// it. All else is core's. [`Plan::run`](crate::Plan::run) checks the operands and the lengths, returns at once from
+/// calls that write nothing, clears what the workspace wants zero, and only then calls
+/// [`Launch::launch`](crate::Launch::launch).
 ///
-/// A run borrows its arguments, and so its outputs, exclusively: nobody else holds them, nor can two
-/// threads run one set of arguments.
+/// # Safety
+/// What [`plan_fwd`](Self::plan_fwd), [`plan_bwd`](Self::plan_bwd) and [`plan_combine`](Self::plan_combine) return
+/// was made for the problem that they were given. Launched as [`Launch::launch`](crate::Launch::launch) says, it reads
+/// nothing but the operands, whatever numbers are in them, and writes nothing but the outputs and the workspace: each
+/// of these within its extent. [`memory`](Self::memory) and [`queues`](Self::queues) are those of one device.
 ///
-/// ```compile_fail,E0596
+/// So an implementation is a promise, and a safe one there is not:
+///
+/// ```compile_fail,E0200
 /// # use fmha_core::*;
-/// fn run(backend: &dyn FmhaBackend, plan: &FwdPlan, args: &FwdArgs<'_>) -> Result<()> {
-///     backend.run_fwd(plan, args, Stream::DEFAULT)
+/// struct Careless;
+/// impl FmhaBackend for Careless {
+///     fn kind(&self) -> &'static str { "careless" }
+///     fn name(&self) -> &str { "careless" }
+///     fn kernels(&self) -> Vec<&'static str> { Vec::new() }
+///     fn memory(&self) -> &dyn DeviceMemory { unimplemented!() }
+///     fn plan_fwd(&self, _: &ValidFwd, _: &PlanOptions) -> Result<Planned<ValidFwd>> { unimplemented!() }
+///     fn plan_bwd(&self, _: &ValidBwd, _: &PlanOptions) -> Result<Planned<ValidBwd>> { unimplemented!() }
+///     fn plan_combine(&self, _: &ValidCombine, _: &PlanOptions) -> Result<Planned<ValidCombine>> { unimplemented!() }
 /// }
 /// ```
 ///
-/// ```compile_fail,E0502
-/// # use fmha_core::*;
-/// fn run(backend: &dyn FmhaBackend, plan: &FwdPlan, mut args: FwdArgs<'_>) -> Option<u8> {
-///     let o = args.o.as_input();
-///     backend.run_fwd(plan, &mut args, Stream::DEFAULT).ok()?;
-///     o.as_host()?.first().copied()
-/// }
-/// ```
+/// Nor can safe code launch what it has not checked:
 ///
-/// ```
+/// ```compile_fail,E0133
 /// # use fmha_core::*;
-/// fn run(backend: &dyn FmhaBackend, plan: &FwdPlan, mut args: FwdArgs<'_>) -> Option<u8> {
-///     backend.run_fwd(plan, &mut args, Stream::DEFAULT).ok()?;
-///     args.o.as_input().as_host()?.first().copied()
+/// fn launch(planned: &Planned<ValidFwd>, call: &Call<'_, ValidFwd>) -> Result<()> {
+///     planned.launch.launch(call)
 /// }
 /// ```
-pub trait FmhaBackend: Send + Sync {
+pub unsafe trait FmhaBackend: Send + Sync {
     /// The name that selects it: `cpu`.
     fn kind(&self) -> &'static str;
 
@@ -69,7 +75,8 @@ pub trait FmhaBackend: Send + Sync {
         None
     }
 
-    /// Its streams, if it has any.
+    /// Its driver's queues. `None`: it computes in host memory before it returns; or its memory is a device's, and it
+    /// only plans.
     fn queues(&self) -> Option<&dyn Queues> {
         None
     }
@@ -77,41 +84,23 @@ pub trait FmhaBackend: Send + Sync {
     /// Where its memory is.
     fn memory(&self) -> &dyn DeviceMemory;
 
-    /// Chooses a forward kernel.
+    /// Chooses a forward kernel, and loads it where there is a device; may take seconds the first time.
     ///
     /// # Errors
     /// [`Error::Unsupported`] with every refusal, or what the compiler or driver said.
-    fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan>;
-
-    /// Queues a forward kernel.
-    ///
-    /// # Errors
-    /// [`Error::Problem`] for arguments that do not fit the plan, before anything is launched.
-    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()>;
+    fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>>;
 
     /// Chooses a backward kernel.
     ///
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
-    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan>;
-
-    /// Queues a backward kernel.
-    ///
-    /// # Errors
-    /// As [`run_fwd`](Self::run_fwd).
-    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, stream: Stream) -> Result<()>;
+    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>>;
 
     /// Chooses a combine kernel.
     ///
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
-    fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan>;
-
-    /// Queues a combine kernel.
-    ///
-    /// # Errors
-    /// As [`run_fwd`](Self::run_fwd).
-    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, stream: Stream) -> Result<()>;
+    fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<Planned<ValidCombine>>;
 }
 
 /// Memory of a device, for callers who have no tensors of their own.
@@ -153,8 +142,8 @@ pub trait DeviceMemory: Send + Sync {
         false
     }
 
-    /// New memory that ends (`at_end`) or begins beside addresses where every access stops the work: for tests, since it
-    /// may take megabytes. Aligned to 16 bytes, so up to 15 bytes may lie before that end. `None` where the memory
+    /// New memory that ends (`at_end`) or begins beside addresses where every access stops the work: for tests, since
+    /// it may take megabytes. Aligned to 16 bytes, so up to 15 bytes may lie before that end. `None` where the memory
     /// has no such places, or checks bounds anyway.
     ///
     /// # Errors
@@ -162,12 +151,6 @@ pub trait DeviceMemory: Send + Sync {
     fn alloc_at_edge(&self, _bytes: u64, _at_end: bool) -> Result<Option<DevBuffer>> {
         Ok(None)
     }
-
-    /// Waits until all work queued on `stream` is done.
-    ///
-    /// # Errors
-    /// What the driver said, of that work too.
-    fn synchronize(&self, stream: Stream) -> Result<()>;
 }
 
 /// Memory that a [`DeviceMemory`] gave out; goes back when dropped.
@@ -197,6 +180,12 @@ impl DevBuffer {
         free: Box<dyn FnOnce(*mut u8) + Send>,
     ) -> Self {
         Self { space, ptr, bytes, free: Some(free) }
+    }
+
+    /// Whose memory it is.
+    #[must_use]
+    pub fn space(&self) -> MemorySpace {
+        self.space
     }
 
     /// Its size.

@@ -6,13 +6,13 @@
 //!  FwdProblem      shapes, dtypes, strides, mask, bias; no pointers
 //!      │ validate()                     Err(Problem): the caller's, names field and number
 //!  ValidFwd        cannot be made otherwise
-//!      │ backend.plan_fwd()             Err(Unsupported): every kernel's refusal
-//!  FwdPlan         opaque: kernel, tile, steps, workspace, promises
-//!      │ backend.run_fwd(plan, &mut args, stream)      many times
-//!      ├─ check    the plan is this backend's; each slice covers its extent and is aligned; outputs
-//!      │           overlap nothing
+//!      │ device.plan_fwd()              Err(Unsupported): every kernel's refusal
+//!  FwdPlan         opaque: kernel, tile, steps, workspace, promises, device
+//!      │ plan.run(&mut args, &stream)   many times
+//!      ├─ check    the stream is this device's; each slice covers its extent and is aligned; outputs
+//!      │           overlap nothing; lengths, on the host and where they were asked for
 //!      ├─ clear    what the workspace wants zero, on the caller's stream
-//!      └─ launch   each step
+//!      └─ launch   the backend's part: each step
 //!  O, LSE                               Err(Driver): which call, which code
 //! ```
 //!
@@ -20,7 +20,9 @@
 //!   structs with public fields; [`validate`](FwdProblem::validate) turns them into [`ValidFwd`],
 //!   [`ValidBwd`] and [`ValidCombine`], the only forms that a backend takes.
 //! - [`MaskSpec`] is what a user asks for; [`MaskBand`] is the one form that kernels see.
-//! - [`FmhaBackend`] is a device that can run attention: `plan_fwd` chooses, `run_fwd` queues.
+//! - [`Device`] is a device that can run attention: [`plan_fwd`](Device::plan_fwd) chooses,
+//!   [`run`](Plan::run) checks and queues.
+//! - [`FmhaBackend`] is what a vendor writes: it chooses and launches, and leaves the checks to core.
 //! - [`FwdArgs`] has the pointers. [`DevSlice::from_raw`] is where the caller promises that they are
 //!   memory; everything after it is checked.
 //! - [`reference`] computes the same by definition, in f64.
@@ -34,7 +36,9 @@ pub mod bind;
 pub mod bwd;
 pub mod bwd_workspace;
 pub mod cache;
+pub mod call;
 pub mod combine;
+pub mod device;
 pub mod dropout;
 pub mod dtype;
 pub mod emulators;
@@ -57,6 +61,8 @@ pub mod score;
 pub mod seq;
 pub mod source;
 pub mod spec;
+#[cfg(test)]
+mod toy;
 pub mod tree;
 pub mod tune;
 pub mod work;
@@ -68,7 +74,9 @@ pub use args::{
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
 pub use cache::{Bundle, Precompile};
+pub use call::{Call, Launch, Planned, Problem};
 pub use combine::{CombineProblem, ValidCombine};
+pub use device::{Device, Event, Recording, Stream};
 pub use dropout::DropoutSeed;
 pub use dtype::DType;
 pub use error::{Error, ProblemError, Refusal, Result};
@@ -77,11 +85,11 @@ pub use layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 pub use mask::{BlockClass, MaskAlign, MaskBand, MaskBounds, MaskKind, MaskShape, MaskSpec};
 pub use operation::{AnyProblem, Operation};
 pub use plan::{
-    Accuracy, BackendId, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts,
-    Promises, ResourceUsage, ScoreSums, Step, Workspace,
+    Accuracy, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts, Promises,
+    ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{Dims, Extents, FwdProblem, ValidFwd};
-pub use queues::{Queues, Recording, Stream};
+pub use queues::Queues;
 pub use roofline::Roofline;
 pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};
 pub use seq::SeqSpan;

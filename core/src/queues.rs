@@ -1,30 +1,102 @@
-//! What a device with queues of its own offers besides running a plan: streams, its clock, recordings.
+//! What a backend with queues gives core: its driver's streams, events, graphs and copies, by the driver's own handles.
 
 use crate::error::Result;
 
-/// A queue of work on a device: the vendor's own handle. The CPU has one, which is done at return.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Stream(pub u64);
-
-impl Stream {
-    /// The device's default queue.
-    pub const DEFAULT: Self = Self(0);
-}
-
-/// A device's streams. A backend that has none, as the CPU's, computes at once and is timed by the
-/// host's clock.
+/// A device's queues as its driver has them; users have [`Stream`](crate::Stream), [`Event`](crate::Event) and
+/// [`Recording`](crate::Recording), which own what is made here. A backend without any, as the CPU's, computes at once.
+///
+/// In all of it a stream of 0 is the default one, and what is called a live handle is one that the same queues made and
+/// have not destroyed (or, of a stream, one that [`Stream::from_raw`](crate::Stream::from_raw) was promised).
 pub trait Queues: Send + Sync {
-    /// A new queue of work.
+    /// A new queue of work, which does not wait for the default one.
     ///
     /// # Errors
     /// What the driver said.
-    fn create_stream(&self) -> Result<Stream>;
+    fn create_stream(&self) -> Result<u64>;
 
-    /// Ends a queue that [`create_stream`](Self::create_stream) made and whose work is done.
+    /// Ends a queue; its work is done nevertheless.
+    ///
+    /// # Safety
+    /// [`create_stream`](Self::create_stream) made it, and it is not used again.
     ///
     /// # Errors
     /// What the driver said.
-    fn destroy_stream(&self, stream: Stream) -> Result<()>;
+    unsafe fn destroy_stream(&self, stream: u64) -> Result<()>;
+
+    /// Waits until all work queued on `stream` is done.
+    ///
+    /// # Safety
+    /// A live stream.
+    ///
+    /// # Errors
+    /// What the driver said, of that work too.
+    unsafe fn synchronize(&self, stream: u64) -> Result<()>;
+
+    /// Queues zeros: in the order of `stream`, and as a part of what is captured from it.
+    ///
+    /// # Safety
+    /// A live stream; `address .. address + bytes` is device memory that is the stream's to write by then.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn zero(&self, address: *mut u8, bytes: u64, stream: u64) -> Result<()>;
+
+    /// Copies to the host, and waits for that.
+    ///
+    /// # Safety
+    /// `from .. from + to.len()` is device memory that no queued work writes.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()>;
+
+    /// A new event.
+    ///
+    /// # Errors
+    /// What the driver said, or that it has no events.
+    fn create_event(&self) -> Result<u64>;
+
+    /// Ends an event.
+    ///
+    /// # Safety
+    /// [`create_event`](Self::create_event) made it, and it is not used again.
+    unsafe fn destroy_event(&self, event: u64);
+
+    /// The event is reached when the stream's work so far is done.
+    ///
+    /// # Safety
+    /// Both are live.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn record_event(&self, event: u64, stream: u64) -> Result<()>;
+
+    /// What is queued on the stream from here on waits for the event.
+    ///
+    /// # Safety
+    /// Both are live.
+    ///
+    /// # Errors
+    /// What the driver said, or that it cannot.
+    unsafe fn wait_event(&self, stream: u64, event: u64) -> Result<()>;
+
+    /// Waits until the event is reached.
+    ///
+    /// # Safety
+    /// A live event.
+    ///
+    /// # Errors
+    /// What the driver said, of the work before it too.
+    unsafe fn synchronize_event(&self, event: u64) -> Result<()>;
+
+    /// Seconds between two events that are reached.
+    ///
+    /// # Safety
+    /// Both are live.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn seconds_between(&self, start: u64, stop: u64) -> Result<f64>;
 
     /// Whether there is a device whose clock it is: an emulated one has none, and its seconds are the
     /// emulator's.
@@ -32,111 +104,29 @@ pub trait Queues: Send + Sync {
         true
     }
 
-    /// Seconds, by the device's clock, of the work that `queue` puts on `stream`; waits for it.
-    ///
-    /// # Errors
-    /// What `queue` or the driver said.
-    fn seconds(&self, stream: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64>;
-
-    /// Records what `queue` puts on `stream`, which is not the default one, instead of running it.
-    ///
-    /// # Errors
-    /// What `queue` or the driver said.
-    #[doc(alias = "graph")]
-    fn record(&self, stream: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recording>>;
-}
-
-/// Work that was recorded once and can be queued again with one call: a graph.
-pub trait Recording: Send {
-    /// Queues the work on `stream`. Lengths are read anew, in the buffers that the recorded calls
-    /// named.
+    /// Records what `queue` puts on `stream` instead of running it; other threads' calls do not disturb that. The
+    /// recording has ended when this returns, whatever it returns.
     ///
     /// # Safety
-    /// The memory that the recorded calls named is still there, and nothing else uses it until the
-    /// work is done.
+    /// A live stream.
+    ///
+    /// # Errors
+    /// What `queue` or the driver said.
+    unsafe fn capture(&self, stream: u64, queue: &mut dyn FnMut() -> Result<()>) -> Result<u64>;
+
+    /// Queues what was recorded.
+    ///
+    /// # Safety
+    /// Both are live; the memory that the recorded calls named is there, and nothing else uses it until the work is
+    /// done.
     ///
     /// # Errors
     /// What the driver said.
-    unsafe fn replay(&self, stream: Stream) -> Result<()>;
-}
+    unsafe fn replay(&self, graph: u64, stream: u64) -> Result<()>;
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::error::Error;
-    use crate::tune::Burst;
-
-    /// A queue that does all at once and says that it took a second.
-    struct Device;
-
-    /// The same, without a clock.
-    struct Emulated;
-
-    struct Nothing;
-
-    impl Recording for Nothing {
-        unsafe fn replay(&self, _: Stream) -> Result<()> {
-            Ok(())
-        }
-    }
-
-    impl Queues for Device {
-        fn create_stream(&self) -> Result<Stream> {
-            Ok(Stream(1))
-        }
-
-        fn destroy_stream(&self, _: Stream) -> Result<()> {
-            Ok(())
-        }
-
-        fn seconds(&self, _: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
-            queue().map(|()| 1.0)
-        }
-
-        fn record(&self, _: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recording>> {
-            queue()?;
-            Ok(Box::new(Nothing))
-        }
-    }
-
-    impl Queues for Emulated {
-        fn create_stream(&self) -> Result<Stream> {
-            Device.create_stream()
-        }
-
-        fn destroy_stream(&self, stream: Stream) -> Result<()> {
-            Device.destroy_stream(stream)
-        }
-
-        fn has_clock(&self) -> bool {
-            false
-        }
-
-        fn seconds(&self, stream: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
-            Device.seconds(stream, queue)
-        }
-
-        fn record(
-            &self,
-            stream: Stream,
-            queue: &mut dyn FnMut() -> Result<()>,
-        ) -> Result<Box<dyn Recording>> {
-            Device.record(stream, queue)
-        }
-    }
-
-    #[test]
-    fn calls_are_timed_on_a_device_unless_it_says_that_it_has_no_clock() {
-        let record = |queues: &dyn Queues| {
-            let mut calls = 0;
-            let burst = Burst::record(queues, Stream(1), &mut || {
-                calls += 1;
-                Ok(())
-            });
-            (burst.err(), calls)
-        };
-        // One call first, one to be timed, and the fewest that are recorded.
-        assert!(matches!(record(&Device), (None, 6)));
-        assert!(matches!(record(&Emulated), (Some(Error::NoDevice(_)), 0)));
-    }
+    /// Ends a recording.
+    ///
+    /// # Safety
+    /// [`capture`](Self::capture) made it, and it is not used again.
+    unsafe fn destroy_graph(&self, graph: u64);
 }

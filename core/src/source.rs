@@ -5,6 +5,8 @@
 //! compiler by name. Nothing here reads a file at run time.
 
 use std::borrow::Cow;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
 
 use crate::abi::{self, AbiLiteral, AbiStruct};
 use crate::dtype::DType;
@@ -37,34 +39,80 @@ impl Header {
 }
 
 /// What one kernel is compiled from.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+///
+/// The entry spells out all that decides the rest: the kernel, its spec and its tile. So a device that has loaded the
+/// kernel of an entry finds it by that text, and its headers, some 200 KB to render and to hash, are gathered only
+/// where a kernel is looked for in a bundle, on the disk or by the compiler.
+#[derive(Clone)]
 pub struct KernelSource {
     /// The translation unit; defines one `extern "C"` kernel named [`ENTRY`].
     pub entry: String,
     /// Everything it includes, directly or not, and nothing else: these are part of the kernel's key.
-    pub headers: Vec<Header>,
+    headers: OnceLock<Vec<Header>>,
+    /// What the headers are among, while nobody has asked for them.
+    all: Arc<dyn Fn() -> Vec<Header> + Send + Sync>,
 }
 
 impl KernelSource {
-    /// A translation unit with those of `headers` that it reaches by `#include`, in their order. An
-    /// include behind `#if` counts: which branch is taken is the compiler's to know.
+    /// A translation unit with those of `all` that it reaches by `#include`, in their order; `all` are made when
+    /// somebody asks for them. An include behind `#if` counts: which branch is taken is the compiler's to know.
+    ///
+    /// Two sources of one entry must have the same headers.
     #[must_use]
-    pub fn new(entry: String, mut headers: Vec<Header>) -> Self {
-        let mut reached = vec![false; headers.len()];
-        let mut unread = vec![entry.as_str()];
-        while let Some(text) = unread.pop() {
-            for name in includes(text) {
-                if let Some(at) = headers.iter().position(|header| header.name == name)
-                    && !std::mem::replace(&mut reached[at], true)
-                {
-                    unread.push(&headers[at].text);
-                }
+    pub fn new(entry: String, all: impl Fn() -> Vec<Header> + Send + Sync + 'static) -> Self {
+        Self { entry, headers: OnceLock::new(), all: Arc::new(all) }
+    }
+
+    /// A translation unit with these headers, whether it reaches them or not.
+    #[must_use]
+    pub fn with(entry: String, headers: Vec<Header>) -> Self {
+        Self { entry, headers: headers.into(), all: Arc::new(Vec::new) }
+    }
+
+    /// The headers that the entry reaches.
+    #[must_use]
+    pub fn headers(&self) -> &[Header] {
+        self.headers.get_or_init(|| reached(&self.entry, (self.all)()))
+    }
+}
+
+impl Default for KernelSource {
+    fn default() -> Self {
+        Self::with(String::new(), Vec::new())
+    }
+}
+
+impl PartialEq for KernelSource {
+    fn eq(&self, other: &Self) -> bool {
+        self.entry == other.entry && self.headers() == other.headers()
+    }
+}
+
+impl Eq for KernelSource {}
+
+impl fmt::Debug for KernelSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (entry, headers) = (&self.entry, self.headers());
+        f.debug_struct("KernelSource").field("entry", entry).field("headers", &headers).finish()
+    }
+}
+
+/// Those of `headers` that `entry` reaches by `#include`, in their order.
+fn reached(entry: &str, mut headers: Vec<Header>) -> Vec<Header> {
+    let mut reached = vec![false; headers.len()];
+    let mut unread = vec![entry];
+    while let Some(text) = unread.pop() {
+        for name in includes(text) {
+            if let Some(at) = headers.iter().position(|header| header.name == name)
+                && !std::mem::replace(&mut reached[at], true)
+            {
+                unread.push(&headers[at].text);
             }
         }
-        let mut reached = reached.into_iter();
-        headers.retain(|_| reached.next().unwrap_or(false));
-        Self { entry, headers }
     }
+    let mut reached = reached.into_iter();
+    headers.retain(|_| reached.next().unwrap_or(false));
+    headers
 }
 
 /// The names that a text includes.
@@ -218,22 +266,26 @@ mod tests {
 
     #[test]
     fn a_source_has_the_headers_that_its_entry_reaches_and_no_other() {
-        let header = |name, text: &str| Header::rendered(name, text.to_owned());
-        let headers = vec![
-            header("unused.h", "#include <leaf.h>\n"),
-            header("leaf.h", "int leaf;\n#include <top.h>\n"),
-            header("top.h", "  # include \"behind_if.h\" // why\n// #include <unused.h>\n#include <leaf.h>"),
-            header("behind_if.h", "#if 0\n#include <system.h>\n#endif\n"),
-        ];
+        fn header(name: &'static str, text: &str) -> Header {
+            Header::rendered(name, text.to_owned())
+        }
+        let all = || {
+            vec![
+                header("unused.h", "#include <leaf.h>\n"),
+                header("leaf.h", "int leaf;\n#include <top.h>\n"),
+                header(
+                    "top.h",
+                    "  # include \"behind_if.h\" // why\n// #include <unused.h>\n#include <leaf.h>",
+                ),
+                header("behind_if.h", "#if 0\n#include <system.h>\n#endif\n"),
+            ]
+        };
         let names = |source: KernelSource| -> Vec<String> {
-            source.headers.iter().map(|header| header.name.clone().into_owned()).collect()
+            source.headers().iter().map(|header| header.name.clone().into_owned()).collect()
         };
         let entry = "#include <top.h>\n";
-        assert_eq!(
-            names(KernelSource::new(entry.to_owned(), headers.clone())),
-            ["leaf.h", "top.h", "behind_if.h"]
-        );
-        assert!(names(KernelSource::new("includes nothing".to_owned(), headers)).is_empty());
+        assert_eq!(names(KernelSource::new(entry.to_owned(), all)), ["leaf.h", "top.h", "behind_if.h"]);
+        assert!(names(KernelSource::new("includes nothing".to_owned(), all)).is_empty());
     }
 
     #[test]

@@ -39,7 +39,7 @@ fn job() -> KernelJob {
         kernel: "raced",
         arch: "arch".to_owned(),
         flags: Vec::new(),
-        source: KernelSource { entry: "entry".to_owned(), headers },
+        source: KernelSource::with("entry".to_owned(), headers),
         image: ImageKind::Machine,
     }
 }

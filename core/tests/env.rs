@@ -66,7 +66,7 @@ fn job(kernel: &'static str) -> KernelJob {
         kernel,
         arch: "arch".to_owned(),
         flags: Vec::new(),
-        source: KernelSource { entry: "entry".to_owned(), headers: Vec::new() },
+        source: KernelSource::with("entry".to_owned(), Vec::new()),
         image: ImageKind::Machine,
     }
 }

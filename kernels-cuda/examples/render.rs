@@ -71,7 +71,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn write(folder: &Path, source: &KernelSource, meta: &str) -> Result<(), Box<dyn Error>> {
-    for header in &source.headers {
+    for header in source.headers().iter() {
         let path = folder.join(header.name.as_ref());
         std::fs::create_dir_all(path.parent().unwrap_or(folder))?;
         std::fs::write(path, header.text.as_ref())?;

@@ -77,7 +77,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             other => return Err(format!("{name}: kernel {other}").into()),
         };
         let folder = out.join(name);
-        for header in &source.headers {
+        for header in source.headers().iter() {
             let path = folder.join(header.name.as_ref());
             std::fs::create_dir_all(path.parent().unwrap_or(&folder))?;
             std::fs::write(path, header.text.as_ref())?;

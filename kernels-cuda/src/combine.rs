@@ -38,5 +38,5 @@ pub fn merge(spec: &CombineSpec) -> KernelSource {
         params: "const __grid_constant__ CombineParams p",
         call: "combine::merge<kSpec>(p);",
     };
-    crate::source(entry.render(), [])
+    crate::source(entry.render(), || [])
 }

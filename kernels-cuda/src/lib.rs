@@ -125,8 +125,13 @@ fn row_grid(num_rows: u64, num_threads: u32, num_sms: u32) -> u32 {
 }
 
 /// An entry with what it includes of the headers above and of those rendered for it alone.
-fn source(entry: String, rendered: impl IntoIterator<Item = Header>) -> KernelSource {
-    let mut headers = headers();
-    headers.extend(rendered);
-    KernelSource::new(entry, headers)
+fn source<const N: usize>(
+    entry: String,
+    rendered: impl Fn() -> [Header; N] + Send + Sync + 'static,
+) -> KernelSource {
+    KernelSource::new(entry, move || {
+        let mut headers = headers();
+        headers.extend(rendered());
+        headers
+    })
 }

@@ -33,7 +33,7 @@ pub fn fwd(spec: &FwdSpec) -> KernelSource {
         params: "const __grid_constant__ FwdParams p",
         call: "simt::fwd<kSpec>(p);",
     };
-    crate::source(entry.render(), [])
+    crate::source(entry.render(), || [])
 }
 
 /// The first of backward's two kernels: LSE in log2 and delta of each query row, into the workspace. One argument,
@@ -57,5 +57,5 @@ fn backward(spec: &BwdSpec, call: &str) -> KernelSource {
         params: "const __grid_constant__ BwdParams p",
         call,
     };
-    crate::source(entry.render(), [])
+    crate::source(entry.render(), || [])
 }

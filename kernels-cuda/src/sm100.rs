@@ -425,7 +425,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
                  const __grid_constant__ TileSchedule schedule",
         call: &call,
     };
-    crate::source(entry.render(), [schedule::header(), host_header()])
+    crate::source(entry.render(), || [schedule::header(), host_header()])
 }
 
 /// `fmha/sm100_host.h`: what this file shares with the device.

@@ -412,7 +412,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
         },
         call: &smem_assert,
     };
-    crate::source(entry.render(), rendered(spec, tile))
+    let (spec, tile) = (*spec, *tile);
+    crate::source(entry.render(), move || rendered(&spec, &tile))
 }
 
 /// The headers of an entry that are rendered: its products, the schedule, what the host shares.

@@ -774,7 +774,8 @@ fn with_maps(name: &str, smem: &str, smem_bytes: i32, spec: &BwdSpec, tile: &Sm9
                  const __grid_constant__ Sm90BwdSchedule schedule",
         call: &call,
     };
-    crate::source(entry.render(), rendered(spec, tile))
+    let (spec, tile) = (*spec, *tile);
+    crate::source(entry.render(), move || rendered(&spec, &tile))
 }
 
 /// The kernel before the main one: arguments `BwdParams`, `Sm90BwdSchedule`; a CTA to a query block of a query head.
@@ -817,7 +818,8 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
         params: "const __grid_constant__ BwdParams p, const __grid_constant__ Sm90BwdSchedule schedule",
         call: &format!("sm90::bwd::{name}<kSpec, kTile>(p, schedule);"),
     };
-    crate::source(entry.render(), rendered(spec, tile))
+    let (spec, tile) = (*spec, *tile);
+    crate::source(entry.render(), move || rendered(&spec, &tile))
 }
 
 fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {

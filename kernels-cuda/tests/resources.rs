@@ -35,8 +35,9 @@ fn compile(nvrtc: &Library, source: &KernelSource, arch: &str) -> Result<String,
 
     let text = |text: &str| CString::new(text).unwrap();
     let entry = text(&source.entry);
-    let names: Vec<CString> = source.headers.iter().map(|header| text(&header.name)).collect();
-    let texts: Vec<CString> = source.headers.iter().map(|header| text(&header.text)).collect();
+    let headers = source.headers();
+    let names: Vec<CString> = headers.iter().map(|header| text(&header.name)).collect();
+    let texts: Vec<CString> = headers.iter().map(|header| text(&header.text)).collect();
     let arch = format!("--gpu-architecture={arch}");
     let options: Vec<CString> =
         COMPILE_OPTIONS.iter().chain(&[arch.as_str(), "-Xptxas=-v"]).map(|option| text(option)).collect();
@@ -47,7 +48,7 @@ fn compile(nvrtc: &Library, source: &KernelSource, arch: &str) -> Result<String,
         let mut program: Program = std::ptr::null_mut();
         let create = nvrtc.get::<Create>(b"nvrtcCreateProgram").unwrap();
         let (names, texts, options) = (pointers(&names), pointers(&texts), pointers(&options));
-        let count = source.headers.len() as c_int;
+        let count = headers.len() as c_int;
         let created = create(
             &raw mut program,
             entry.as_ptr(),

@@ -1,8 +1,9 @@
 //! `cdna_fwd`: forward on MFMA.
 
 use fmha_core::abi::FwdParams;
-use fmha_core::fields::{FieldValue as _, Fields as _};
+use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
 use fmha_core::source::{Entry, KernelSource};
+use fmha_core::tune::TileOptions;
 use fmha_core::{
     Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, ProblemError, Refusal, Strides,
     VLayout,
@@ -15,6 +16,8 @@ use crate::{CdnaParams, CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, Til
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "cdna_fwd";
+/// What its entry includes.
+pub const HEADER: &str = "fmha/cdna/fwd.h";
 
 /// Rows of a matrix instruction, hence queries of a wave.
 const WAVE_ROWS: i32 = 32;
@@ -289,7 +292,7 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
     let threads = num_threads(tile);
     let waves = waves_per_simd(tile);
     let entry = Entry {
-        include: "fmha/cdna/fwd.h",
+        include: HEADER,
         constants: &[("kSpec", spec), ("kTile", tile)],
         bounds: &format!(
             "__attribute__((amdgpu_flat_work_group_size({threads}, {threads}), amdgpu_waves_per_eu({waves}, {waves})))"
@@ -299,7 +302,7 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
     };
     let text =
         entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
-    KernelSource::new(text, crate::headers())
+    KernelSource::new(text, crate::headers)
 }
 
 impl Cdna {
@@ -359,15 +362,25 @@ impl Cdna {
         }
     }
 
-    /// Tiles, and the workgroups for them where the device holds `places`.
+    /// Tiles: `block_m` queries of a head.
     #[must_use]
-    pub fn tiles_and_workgroups(&self, problem: &FwdProblem, places: u64) -> (u64, u64) {
-        let tiles = num_tiles(problem, &self.tile).unsigned_abs();
-        let workgroups = match self.tile.order {
+    pub fn num_tiles(&self, problem: &FwdProblem) -> u64 {
+        num_tiles(problem, &self.tile).unsigned_abs()
+    }
+
+    /// Workgroups for so many tiles where the device holds `places` of them.
+    #[must_use]
+    pub fn workgroups(&self, tiles: u64, places: u64) -> u64 {
+        match self.tile.order {
             TileOrder::Single => tiles,
             TileOrder::Static => tiles.min(self.workgroups.map_or(places, u64::from)),
-        };
-        (tiles, workgroups)
+        }
+    }
+
+    /// The fields of its tile that a user sets, spelt out.
+    #[must_use]
+    pub fn knobs(&self) -> TileOptions {
+        knob_values(&self.tile)
     }
 
     /// The rows that a plan prints.

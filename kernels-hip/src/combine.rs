@@ -48,5 +48,5 @@ pub fn source(spec: &CombineSpec) -> KernelSource {
         params: "CombineParams p",
         call: "combine<kSpec>(p);",
     };
-    KernelSource::new(entry.render(), crate::headers())
+    KernelSource::new(entry.render(), crate::headers)
 }

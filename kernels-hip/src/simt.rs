@@ -46,5 +46,5 @@ pub fn source(spec: &FwdSpec) -> KernelSource {
         params: "FwdParams p",
         call: "simt::fwd<kSpec>(p);",
     };
-    KernelSource::new(entry.render(), crate::headers())
+    KernelSource::new(entry.render(), crate::headers)
 }

@@ -24,14 +24,8 @@ pub struct SimtBwd {
 /// Whether the kernels compute this problem.
 ///
 /// # Errors
-/// The number that is too large, a tile that it has not, or another kernel that was asked for.
+/// The number that is too large, or a tile that it has not.
 pub fn accept(problem: &BwdProblem, options: &PlanOptions) -> Result<SimtBwd, Refusal> {
-    match options.kernel.as_deref() {
-        Some(NAME) => {}
-        Some(asked) => refuse!(asked, "there is no such backward kernel (known: {NAME})"),
-        None if options.allow_fallback => {}
-        None => refuse!(NAME, "backward: it is the slow fallback, and allow_fallback is false"),
-    }
     if let Some((name, value)) = options.tile.first() {
         refuse!(NAME, "tile {name}={value}: it has no tile to set");
     }
@@ -80,6 +74,6 @@ impl SimtBwd {
             params: "BwdParams p",
             call,
         };
-        KernelSource::new(entry.render(), crate::headers())
+        KernelSource::new(entry.render(), crate::headers)
     }
 }

@@ -3,17 +3,16 @@
 use std::path::Path;
 use std::process::Command;
 
-use fmha_core::Error;
-use fmha_rocm::RocmBackend;
+use fmha_core::{Device, Error};
 
 /// `None`, and a word of it, where there is no clang or no emulator. `what` is to run there.
-pub(crate) fn open(arch: &str, what: &str) -> Option<RocmBackend> {
+pub(crate) fn open(arch: &str, what: &str) -> Option<Device> {
     let clang = std::env::var("FMHA_HIP_CLANG").unwrap_or_else(|_| "clang-22".to_owned());
     if Command::new(Path::new(&clang)).arg("--version").output().is_err() {
         println!("absent: {what} on emulated {arch}: no {clang}");
         return None;
     }
-    match RocmBackend::open(0, Some(arch)) {
+    match fmha_rocm::open(0, Some(arch)) {
         Ok(backend) => Some(backend),
         Err(Error::NoDevice(reason)) => {
             println!("absent: {what} on emulated {arch}: {reason}");

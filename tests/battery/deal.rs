@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use fmha_core::cache::{KernelJob, Precompile};
-use fmha_core::{AnyProblem, FmhaBackend, FwdProblem, PlanOptions};
+use fmha_core::{AnyProblem, Device, FwdProblem, PlanOptions};
 
 use crate::case::{Body, Case};
 
@@ -39,7 +39,7 @@ impl fmt::Display for Deal {
 impl Deal {
     /// The cases whose kernel is this part's; those that have none, by their seeds.
     #[must_use]
-    pub fn of(self, cases: Vec<Case>, backend: &dyn FmhaBackend, options: &PlanOptions) -> Vec<Case> {
+    pub fn of(self, cases: Vec<Case>, backend: &Device, options: &PlanOptions) -> Vec<Case> {
         let mine = |case: &Case| {
             let first = jobs(case, backend, options).into_iter().next();
             let card = first.map_or(case.data().seed, |job| hash(&job.source.entry));
@@ -51,7 +51,7 @@ impl Deal {
 
 /// What planning a case compiles, in the order of its launches; nothing where it is refused or there is no compiler.
 #[must_use]
-pub fn jobs(case: &Case, backend: &dyn FmhaBackend, options: &PlanOptions) -> Vec<KernelJob> {
+pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJob> {
     let Some(compiler) = backend.precompiler() else { return Vec::new() };
     let jobs = match &case.body {
         Body::Forward(forward) => forward_jobs(compiler, &forward.problem, options),

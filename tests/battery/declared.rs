@@ -7,7 +7,7 @@ use crate::law::LawKind;
 
 /// A refusal that a backend declares.
 pub struct Declared {
-    /// [`fmha_core::FmhaBackend::kind`].
+    /// [`fmha_core::Device::kind`].
     pub backend: &'static str,
     /// What it does not take, for the report.
     pub what: &'static str,

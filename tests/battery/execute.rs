@@ -6,9 +6,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use fmha_core::{
-    BwdArgs, BwdPlan, CacheSlice, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory,
-    DropoutSeed, Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Queues, Result, Stream,
-    Totals, Workspace,
+    BwdArgs, BwdPlan, CacheSlice, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, Device,
+    DeviceMemory, DropoutSeed, Error, FwdArgs, FwdPlan, MemorySpace, PartialResult, Result, Stream, Totals,
+    Workspace,
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
@@ -19,7 +19,7 @@ use crate::used::note;
 ///
 /// # Errors
 /// What the backend said.
-pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
+pub fn run_fwd(backend: &Device, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
     note(plan.kernel());
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
@@ -31,7 +31,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) ->
 ///
 /// # Errors
 /// What the backend said.
-pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+pub fn run_bwd(backend: &Device, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
     note(plan.kernel());
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
@@ -43,7 +43,7 @@ pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) ->
 ///
 /// # Errors
 /// What the backend said.
-pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
+pub fn run_combine(backend: &Device, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
     note(plan.kernel());
     let _turn = turn(backend);
     let num_parts = host.problem.num_parts;
@@ -60,9 +60,9 @@ pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut Hos
             o: views.output(Operand::O)?,
             lse: views.outputs.remove(&Operand::Lse),
         };
-        backend.run_combine(plan, &mut args, Stream::DEFAULT)
+        plan.run(&mut args, &backend.default_stream())
     })?;
-    backend.memory().synchronize(Stream::DEFAULT)?;
+    backend.synchronize()?;
     resident.read_back(&mut host.operands)
 }
 
@@ -71,34 +71,23 @@ pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut Hos
 ///
 /// # Errors
 /// What the backend said.
-pub fn replay_fwd(
-    backend: &dyn FmhaBackend,
-    queues: &dyn Queues,
-    plan: &FwdPlan,
-    first: &mut HostFwd,
-    then: &mut HostFwd,
-) -> Result<()> {
+pub fn replay_fwd(backend: &Device, plan: &FwdPlan, first: &mut HostFwd, then: &mut HostFwd) -> Result<()> {
     note(plan.kernel());
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &first.operands, plan.workspace())?;
-    let stream = queues.create_stream()?;
-    let mut replay = || {
-        let (totals, dropout) = (first.totals, first.dropout);
-        let recording = queues
-            .record(stream, &mut || resident.forward(plan, &mut first.operands, (totals, dropout), stream))?;
-        resident.upload(&then.operands)?;
-        // SAFETY: `resident` owns the memory that the call was recorded with, and waits below.
-        unsafe { recording.replay(stream)? };
-        backend.memory().synchronize(stream)?;
-        resident.read_back(&mut then.operands)
-    };
-    let replayed = replay();
-    replayed.and(queues.destroy_stream(stream))
+    let stream = backend.stream()?;
+    let facts = (first.totals, first.dropout);
+    let recording = stream.capture(|| resident.forward(plan, &mut first.operands, facts, &stream))?;
+    resident.upload(&then.operands)?;
+    // SAFETY: `resident` owns the memory that the call was recorded with, and waits below.
+    unsafe { recording.replay(&stream)? };
+    stream.synchronize()?;
+    resident.read_back(&mut then.operands)
 }
 
 /// A device has one call at a time, from the first copy to the last: a fault that it reports is then the
 /// call's own. Plans and checks of other cases go on meanwhile.
-fn turn(backend: &dyn FmhaBackend) -> Option<MutexGuard<'static, ()>> {
+fn turn(backend: &Device) -> Option<MutexGuard<'static, ()>> {
     static DEVICE: Mutex<()> = Mutex::new(());
     let device = backend.memory().space() == MemorySpace::Device;
     device.then(|| DEVICE.lock().unwrap_or_else(PoisonError::into_inner))
@@ -110,7 +99,7 @@ fn turn(backend: &dyn FmhaBackend) -> Option<MutexGuard<'static, ()>> {
 /// Host tensors are used where they lie; a device gets them with their margins, so that what is
 /// written beside them comes back too, unless its memory checks bounds itself.
 pub struct Resident<'a> {
-    backend: &'a dyn FmhaBackend,
+    backend: &'a Device,
     /// Empty where the backend computes in host memory.
     buffers: BTreeMap<Operand, DevBuffer>,
     workspace: Option<DevBuffer>,
@@ -122,7 +111,7 @@ impl<'a> Resident<'a> {
     ///
     /// # Errors
     /// What the backend's memory said.
-    pub fn place(backend: &'a dyn FmhaBackend, operands: &Operands, workspace: Workspace) -> Result<Self> {
+    pub fn place(backend: &'a Device, operands: &Operands, workspace: Workspace) -> Result<Self> {
         let memory = backend.memory();
         let dirty = vec![1; workspace.zeroed_bytes as usize];
         let mut workspace = memory.workspace(workspace)?;
@@ -164,14 +153,15 @@ impl<'a> Resident<'a> {
     pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<CallTime> {
         let (totals, dropout) = (host.totals, host.dropout);
         host.score_sums = plan.promises().score_sums;
-        timed(self.backend, || self.forward(plan, &mut host.operands, (totals, dropout), Stream::DEFAULT))
+        let stream = self.backend.default_stream();
+        timed(&stream, || self.forward(plan, &mut host.operands, (totals, dropout), &stream))
     }
 
     /// Queues a forward call over the operands of `host`, and waits for nothing.
     ///
     /// # Errors
     /// What the backend said.
-    pub fn queue_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd, stream: Stream) -> Result<()> {
+    pub fn queue_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd, stream: &Stream) -> Result<()> {
         let (totals, dropout) = (host.totals, host.dropout);
         host.score_sums = plan.promises().score_sums;
         self.forward(plan, &mut host.operands, (totals, dropout), stream)
@@ -182,8 +172,9 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn run_fwd_of(&mut self, plan: &FwdPlan, host: &mut HostBwd) -> Result<()> {
-        self.forward(plan, &mut host.operands, (host.totals, host.dropout), Stream::DEFAULT)?;
-        self.backend.memory().synchronize(Stream::DEFAULT)
+        let stream = self.backend.default_stream();
+        self.forward(plan, &mut host.operands, (host.totals, host.dropout), &stream)?;
+        stream.synchronize()
     }
 
     fn forward(
@@ -191,9 +182,8 @@ impl<'a> Resident<'a> {
         plan: &FwdPlan,
         operands: &mut Operands,
         (totals, dropout): (Totals, DropoutSeed),
-        stream: Stream,
+        stream: &Stream,
     ) -> Result<()> {
-        let backend = self.backend;
         let scratch = plan.workspace().bytes > 0;
         let appends = plan.problem().append.is_some();
         let facts = (totals, plan.problem().dims.batch);
@@ -223,7 +213,7 @@ impl<'a> Resident<'a> {
                 keep_mask: views.outputs.remove(&Operand::KeepMask),
                 workspace: views.workspace.filter(|_| scratch),
             };
-            backend.run_fwd(plan, &mut args, stream)
+            plan.run(&mut args, stream)
         })
     }
 
@@ -232,15 +222,16 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn run_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<CallTime> {
-        timed(self.backend, || self.queue_bwd(plan, host, Stream::DEFAULT))
+        let stream = self.backend.default_stream();
+        timed(&stream, || self.queue_bwd(plan, host, &stream))
     }
 
     /// Queues a backward call over the operands of `host`, and waits for nothing.
     ///
     /// # Errors
     /// What the backend said.
-    pub fn queue_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd, stream: Stream) -> Result<()> {
-        let (backend, totals, dropout) = (self.backend, host.totals, host.dropout);
+    pub fn queue_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd, stream: &Stream) -> Result<()> {
+        let (totals, dropout) = (host.totals, host.dropout);
         host.score_sums = plan.promises().score_sums;
         let scratch = plan.workspace().bytes > 0;
         let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
@@ -262,7 +253,7 @@ impl<'a> Resident<'a> {
                 score: score_of(dropout, |operand| views.get(operand)),
                 workspace: views.workspace.filter(|_| scratch),
             };
-            backend.run_bwd(plan, &mut args, stream)
+            plan.run(&mut args, stream)
         })
     }
 
@@ -335,15 +326,15 @@ pub struct CallTime {
     pub on_device: bool,
 }
 
-/// Queues work on the default stream and waits for it.
-fn timed(backend: &dyn FmhaBackend, mut queue: impl FnMut() -> Result<()>) -> Result<CallTime> {
-    if let Some(queues) = backend.queues() {
-        let seconds = queues.seconds(Stream::DEFAULT, &mut queue)?;
-        return Ok(CallTime { seconds, on_device: queues.has_clock() });
+/// Queues work on a stream and waits for it.
+fn timed(stream: &Stream, queue: impl FnOnce() -> Result<()>) -> Result<CallTime> {
+    if stream.device().has_streams() {
+        let seconds = stream.seconds(queue)?;
+        return Ok(CallTime { seconds, on_device: stream.device().has_clock() });
     }
     let start = Instant::now();
     queue()?;
-    backend.memory().synchronize(Stream::DEFAULT)?;
+    stream.synchronize()?;
     Ok(CallTime { seconds: start.elapsed().as_secs_f64(), on_device: false })
 }
 

@@ -1,7 +1,7 @@
 //! One battery of attention tests for every backend of `fmha`.
 //!
 //! A [`Case`](case::Case) is data with a name; [`case::all`] has thousands, [`report::run`] runs them
-//! on any [`FmhaBackend`](fmha_core::FmhaBackend) and says what passed, failed, was refused as
+//! on any [`Device`](fmha_core::Device) and says what passed, failed, was refused as
 //! declared, or could not run here. Each is held to the f64 reference of `fmha-core` by one
 //! [`tolerance`], or bit for bit to another call by a [`law`].
 //!

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use fmha_core::FmhaBackend;
+use fmha_core::Device;
 use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
 use regex_lite::Regex;
 use serde::Serialize;
@@ -66,23 +66,13 @@ pub type OnCase<'a> = &'a (dyn Fn(u64, u64, &CaseReport) + Sync);
 /// Runs the cases whose names `filter` finds on all cores: a device has one call at a time, while other
 /// cases are compiled and checked.
 #[must_use]
-pub fn run(
-    backend: &dyn FmhaBackend,
-    filter: Option<&Regex>,
-    options: &Options,
-    on_case: OnCase<'_>,
-) -> Report {
+pub fn run(backend: &Device, filter: Option<&Regex>, options: &Options, on_case: OnCase<'_>) -> Report {
     run_cases(backend, &matching(filter), options, on_case)
 }
 
 /// Runs these cases; see [`run`].
 #[must_use]
-pub fn run_cases(
-    backend: &dyn FmhaBackend,
-    cases: &[Case],
-    options: &Options,
-    on_case: OnCase<'_>,
-) -> Report {
+pub fn run_cases(backend: &Device, cases: &[Case], options: &Options, on_case: OnCase<'_>) -> Report {
     let done = Mutex::new(0);
     let total = cases.len() as u64;
     let one = |(index, case): (usize, &Case)| {

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use fmha_core::tune::TileOptions;
-use fmha_core::{Error, FmhaBackend, MemorySpace, PlanOptions, Result};
+use fmha_core::{Device, Error, MemorySpace, PlanOptions, Result};
 use serde::Serialize;
 
 use crate::case::{Backward, Body, Case, Combine, Forward, Plant};
@@ -63,7 +63,7 @@ pub type Ended = (Outcome, String);
 impl Case {
     /// Runs it. A panic of the backend is a failure of the case.
     #[must_use]
-    pub fn run(&self, backend: &dyn FmhaBackend, options: &Options) -> Ended {
+    pub fn run(&self, backend: &Device, options: &Options) -> Ended {
         if let Some(reason) = self.absent(backend, options) {
             return (Outcome::Absent, reason);
         }
@@ -93,7 +93,7 @@ impl Case {
     }
 
     /// Why this case cannot run here.
-    fn absent(&self, backend: &dyn FmhaBackend, options: &Options) -> Option<String> {
+    fn absent(&self, backend: &Device, options: &Options) -> Option<String> {
         let host = backend.memory().space() == MemorySpace::Host;
         let checked = backend.memory().checks_bounds();
         match self.data().room.placement {
@@ -129,7 +129,7 @@ impl Case {
     }
 }
 
-pub(crate) fn run_forward(case: &Forward, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
+pub(crate) fn run_forward(case: &Forward, backend: &Device, options: &Options) -> Result<Verdict> {
     let plan = backend.plan_fwd(&case.problem.clone().validate()?, &options.plan)?;
     let mut host = HostFwd::new(case.problem.clone(), &case.lengths, case.data)?;
     plant(&mut host, case.plant)?;
@@ -142,7 +142,7 @@ pub(crate) fn run_forward(case: &Forward, backend: &dyn FmhaBackend, options: &O
     Ok(verdict)
 }
 
-fn run_backward(case: &Backward, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
+fn run_backward(case: &Backward, backend: &Device, options: &Options) -> Result<Verdict> {
     let plan = backend.plan_bwd(&case.problem.clone().validate()?, &case.options(&options.plan))?;
     let mut host = HostBwd::new(case.problem.clone(), &case.lengths, case.data)?;
     for &(operand, at, value) in &case.planted {
@@ -155,7 +155,7 @@ fn run_backward(case: &Backward, backend: &dyn FmhaBackend, options: &Options) -
     Ok(verdict)
 }
 
-fn run_merge(case: &Combine, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
+fn run_merge(case: &Combine, backend: &Device, options: &Options) -> Result<Verdict> {
     let plan = backend.plan_combine(&case.problem.clone().validate()?, &options.plan)?;
     let mut host = HostCombine::new(case.problem.clone(), case.data)?;
     run_combine(backend, &plan, &mut host)?;

@@ -11,7 +11,7 @@ use fmha_conformance::case::{Body, all};
 use fmha_conformance::execute::{run_bwd, run_fwd};
 use fmha_conformance::tensors::{Data, HostBwd, HostFwd, Lengths};
 use fmha_core::work::Work;
-use fmha_core::{BwdProblem, DType, Dims, FmhaBackend, FwdProblem, MaskSpec, PlanOptions};
+use fmha_core::{BwdProblem, DType, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
 
 fn square(seqlen: u32, dtype: DType, mask: MaskSpec) -> FwdProblem {
     let dims = Dims {
@@ -29,7 +29,7 @@ fn square(seqlen: u32, dtype: DType, mask: MaskSpec) -> FwdProblem {
 }
 
 /// The time of `iterations` runs of a planned call; planning and filling are not in it.
-fn forward(backend: &dyn FmhaBackend, host: &mut HostFwd, iterations: u64) -> Duration {
+fn forward(backend: &Device, host: &mut HostFwd, iterations: u64) -> Duration {
     let plan = backend.plan_fwd(&host.problem, &PlanOptions::default()).expect("a plan");
     let start = Instant::now();
     for _ in 0..iterations {
@@ -39,7 +39,7 @@ fn forward(backend: &dyn FmhaBackend, host: &mut HostFwd, iterations: u64) -> Du
 }
 
 fn sizes(criterion: &mut Criterion) {
-    let backend = fmha::open(&fmha::Backend::Cpu).expect("the CPU backend");
+    let backend = fmha::Device::open(fmha::Backend::Cpu).expect("the CPU backend");
     for dtype in [DType::F32, DType::Bf16] {
         for (label, mask) in [("full", MaskSpec::NONE), ("causal", MaskSpec::CAUSAL)] {
             for seqlen in [512, 2048] {
@@ -51,7 +51,7 @@ fn sizes(criterion: &mut Criterion) {
                 let mut group = criterion.benchmark_group(format!("forward/{dtype}/{label}"));
                 group.sample_size(10).throughput(Throughput::Elements(work.fwd_flops));
                 group.bench_function(BenchmarkId::from_parameter(seqlen), |bencher| {
-                    bencher.iter_custom(|iterations| forward(&*backend, &mut host, iterations));
+                    bencher.iter_custom(|iterations| forward(&backend, &mut host, iterations));
                 });
                 group.finish();
 
@@ -64,7 +64,7 @@ fn sizes(criterion: &mut Criterion) {
                     bencher.iter_custom(|iterations| {
                         let start = Instant::now();
                         for _ in 0..iterations {
-                            run_bwd(&*backend, &plan, &mut host).expect("a run");
+                            run_bwd(&backend, &plan, &mut host).expect("a run");
                         }
                         start.elapsed()
                     });
@@ -77,12 +77,12 @@ fn sizes(criterion: &mut Criterion) {
 
 /// The battery's own longer cases: off-tile sizes under unlike masks.
 fn battery(criterion: &mut Criterion) {
-    let backend = fmha::open(&fmha::Backend::Cpu).expect("the CPU backend");
+    let backend = fmha::Device::open(fmha::Backend::Cpu).expect("the CPU backend");
     for case in all().into_iter().filter(|case| case.name.starts_with("edges/long/")) {
         let Body::Forward(call) = case.body else { continue };
         let mut host = HostFwd::new(call.problem, &call.lengths, call.data).expect("tensors");
         criterion.bench_function(&case.name, |bencher| {
-            bencher.iter_custom(|iterations| forward(&*backend, &mut host, iterations));
+            bencher.iter_custom(|iterations| forward(&backend, &mut host, iterations));
         });
     }
 }

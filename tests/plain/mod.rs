@@ -6,32 +6,31 @@ mod fault;
 mod forward;
 mod score;
 
-use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
-    Accuracy, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut,
-    DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, Plan, PlanOptions, PlanParts, Promises,
-    Result, ScoreSums, Stream, Strides, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Accuracy, Call, CombineArgs, DType, DevBuffer, DevSlice, DevSliceMut, Device, DeviceMemory, FmhaBackend,
+    Launch, MemorySpace, PlanOptions, PlanParts, Planned, Problem, Promises, Queues, Result, ScoreSums,
+    Strides, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 pub(crate) use fault::Fault;
 
 /// The backend.
 pub(crate) struct Plain {
-    id: BackendId,
     fault: Option<Fault>,
     memory: Memory,
 }
 
 impl Plain {
     /// Sound, or with one fault. In [`MemorySpace::Device`] it pretends that its memory is a device's.
-    pub(crate) fn new(fault: Option<Fault>, space: MemorySpace) -> Self {
-        Self { id: BackendId::unique(), fault, memory: Memory(space) }
+    pub(crate) fn open(fault: Option<Fault>, space: MemorySpace) -> Device {
+        Device::new(Self { fault, memory: Memory(space) })
     }
 
-    fn plan<P>(&self, problem: P) -> Plan<P> {
+    fn plan<P: Problem>(&self) -> Planned<P>
+    where
+        Kernel: Launch<P>,
+    {
         let parts = PlanParts {
-            problem,
-            backend: "plain".into(),
             kernel: "plain".into(),
             details: vec![],
             steps: vec![],
@@ -46,11 +45,12 @@ impl Plain {
                 score_sums: ScoreSums::F32,
             },
         };
-        parts.seal(&self.id, ())
+        Planned { parts, launch: Box::new(Kernel(self.fault)) }
     }
 }
 
-impl FmhaBackend for Plain {
+// SAFETY: it goes row by row over the sequences of the call, or panics outside a slice.
+unsafe impl FmhaBackend for Plain {
     fn kind(&self) -> &'static str {
         "plain"
     }
@@ -67,31 +67,41 @@ impl FmhaBackend for Plain {
         &self.memory
     }
 
-    fn plan_fwd(&self, problem: &ValidFwd, _: &PlanOptions) -> Result<FwdPlan> {
-        Ok(self.plan(problem.clone()))
+    fn queues(&self) -> Option<&dyn Queues> {
+        (self.memory.0 == MemorySpace::Device).then_some(&self.memory)
     }
 
-    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _: Stream) -> Result<()> {
-        check_fwd(plan.problem(), args, plan.workspace(), self.memory.0)?;
-        Ok(forward::run(plan.problem(), args, self.fault)?)
+    fn plan_fwd(&self, _: &ValidFwd, _: &PlanOptions) -> Result<Planned<ValidFwd>> {
+        Ok(self.plan())
     }
 
-    fn plan_bwd(&self, problem: &ValidBwd, _: &PlanOptions) -> Result<BwdPlan> {
-        Ok(self.plan(problem.clone()))
+    fn plan_bwd(&self, _: &ValidBwd, _: &PlanOptions) -> Result<Planned<ValidBwd>> {
+        Ok(self.plan())
     }
 
-    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, _: Stream) -> Result<()> {
-        check_bwd(plan.problem(), args, plan.workspace(), self.memory.0)?;
-        Ok(backward::run(plan.problem(), args, self.fault)?)
+    fn plan_combine(&self, _: &ValidCombine, _: &PlanOptions) -> Result<Planned<ValidCombine>> {
+        Ok(self.plan())
     }
+}
 
-    fn plan_combine(&self, problem: &ValidCombine, _: &PlanOptions) -> Result<CombinePlan> {
-        Ok(self.plan(problem.clone()))
+/// What a plan runs.
+struct Kernel(Option<Fault>);
+
+impl Launch<ValidFwd> for Kernel {
+    unsafe fn launch(&self, call: &Call<'_, ValidFwd>) -> Result<()> {
+        Ok(forward::run(call.problem, call.args, self.0)?)
     }
+}
 
-    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, _: Stream) -> Result<()> {
-        check_combine(plan.problem(), args, self.memory.0)?;
-        combine(plan.problem(), args, self.fault);
+impl Launch<ValidBwd> for Kernel {
+    unsafe fn launch(&self, call: &Call<'_, ValidBwd>) -> Result<()> {
+        Ok(backward::run(call.problem, call.args, self.0)?)
+    }
+}
+
+impl Launch<ValidCombine> for Kernel {
+    unsafe fn launch(&self, call: &Call<'_, ValidCombine>) -> Result<()> {
+        combine(call.problem, call.args, self.0);
         Ok(())
     }
 }
@@ -130,10 +140,69 @@ impl DeviceMemory for Memory {
         unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from.as_ptr(), bytes.len()) };
         Ok(())
     }
+}
 
-    fn synchronize(&self, _: Stream) -> Result<(), Error> {
+/// Of a device whose work is done at return.
+impl Queues for Memory {
+    fn create_stream(&self) -> Result<u64> {
+        Ok(1)
+    }
+
+    unsafe fn destroy_stream(&self, _: u64) -> Result<()> {
         Ok(())
     }
+
+    unsafe fn synchronize(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn zero(&self, address: *mut u8, bytes: u64, _: u64) -> Result<()> {
+        // SAFETY: the caller's promise; it is the processor's memory.
+        unsafe { address.write_bytes(0, bytes as usize) };
+        Ok(())
+    }
+
+    unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller's promise; it is the processor's memory.
+        unsafe { to.as_mut_ptr().copy_from_nonoverlapping(from, to.len()) };
+        Ok(())
+    }
+
+    fn create_event(&self) -> Result<u64> {
+        Ok(1)
+    }
+
+    unsafe fn destroy_event(&self, _: u64) {}
+
+    unsafe fn record_event(&self, _: u64, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn wait_event(&self, _: u64, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn synchronize_event(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn seconds_between(&self, _: u64, _: u64) -> Result<f64> {
+        Ok(0.0)
+    }
+
+    fn has_clock(&self) -> bool {
+        false
+    }
+
+    unsafe fn capture(&self, _: u64, queue: &mut dyn FnMut() -> Result<()>) -> Result<u64> {
+        queue().map(|()| 1)
+    }
+
+    unsafe fn replay(&self, _: u64, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn destroy_graph(&self, _: u64) {}
 }
 
 /// A slice as host memory, whatever it is called.

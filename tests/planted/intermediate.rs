@@ -38,8 +38,9 @@ fn link_time_input(job: &KernelJob) -> Option<Vec<u8>> {
     // The backend has opened it with what it needs, so it is the same library.
     let path = &fmha_cuda::nvrtc::nvrtc().ok()?.path;
     let text = |text: &str| CString::new(text).ok();
-    let names = job.source.headers.iter().map(|h| text(&h.name)).collect::<Option<Vec<_>>>()?;
-    let texts = job.source.headers.iter().map(|h| text(&h.text)).collect::<Option<Vec<_>>>()?;
+    let headers = job.source.headers();
+    let names = headers.iter().map(|h| text(&h.name)).collect::<Option<Vec<_>>>()?;
+    let texts = headers.iter().map(|h| text(&h.text)).collect::<Option<Vec<_>>>()?;
     let mut options = job.flags.iter().map(|o| text(o)).collect::<Option<Vec<_>>>()?;
     options.push(text(&format!("--gpu-architecture={}", job.arch.replacen("sm_", "compute_", 1)))?);
     options.push(text("-dlto")?);

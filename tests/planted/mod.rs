@@ -17,9 +17,8 @@ use fmha_conformance::deal::jobs;
 use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, embed};
 use fmha_core::emulators::Double;
-use fmha_core::{Error, FmhaBackend, PlanOptions};
-use fmha_cuda::CudaBackend;
-use fmha_rocm::RocmBackend;
+use fmha_core::source::KernelSource;
+use fmha_core::{Device, Error, PlanOptions};
 use intermediate::intermediate;
 use serde::{Deserialize, Serialize};
 
@@ -136,13 +135,9 @@ impl Fault {
         Options { plan, ..Options::default() }
     }
 
-    fn open(&self) -> Result<Box<dyn FmhaBackend>, Error> {
+    fn open(&self) -> Result<Device, Error> {
         let arch = self.arch.as_str();
-        if arch.starts_with("gfx") {
-            RocmBackend::open(0, Some(arch)).map(|backend| Box::new(backend) as _)
-        } else {
-            CudaBackend::open(0, Some(arch)).map(|backend| Box::new(backend) as _)
-        }
+        if arch.starts_with("gfx") { fmha_rocm::open(0, Some(arch)) } else { fmha_cuda::open(0, Some(arch)) }
     }
 
     /// The header with the fault in it.
@@ -158,15 +153,16 @@ impl Fault {
     }
 
     /// The case's kernels with the fault in them, under the sound ones' keys; those that it does not change left out.
-    fn broken(&self, backend: &dyn FmhaBackend) -> Result<Vec<Arc<CompiledKernel>>, Error> {
+    fn broken(&self, backend: &Device) -> Result<Vec<Arc<CompiledKernel>>, Error> {
         let compiler = backend.precompiler().unwrap();
         let mut kernels = Vec::new();
         let mut includes = false;
         for sound in jobs(&self.case(), backend, &self.options().plan) {
             let (mut plain, mut broken) = (sound.clone(), sound.clone());
-            let headers = &mut broken.source.headers;
+            let mut headers = sound.source.headers().to_vec();
             let Some(header) = headers.iter_mut().find(|header| header.name == self.header) else { continue };
             header.text = Cow::Owned(self.edited(&header.text));
+            broken.source = KernelSource::with(sound.source.entry.clone(), headers);
             includes = true;
             if self.line.is_some() {
                 if !may_differ(compiler, &sound, &broken) {
@@ -202,7 +198,7 @@ impl Fault {
         let run = || -> Result<Fate, Fate> {
             let backend = open()?;
             if !self.sound_is_known {
-                let (outcome, text) = case.run(&*backend, &self.options());
+                let (outcome, text) = case.run(&backend, &self.options());
                 let no_compiler = text.contains("no NVRTC") || text.contains("no clang");
                 if outcome == Outcome::Failed && no_compiler {
                     return Err(Fate::Absent(text));
@@ -211,7 +207,7 @@ impl Fault {
                     return Err(Fate::Missed(format!("without it {outcome:?}: {text}")));
                 }
             }
-            let broken = self.broken(&*backend).map_err(|error| match error {
+            let broken = self.broken(&backend).map_err(|error| match error {
                 Error::Compile { .. } => Fate::DoesNotCompile(error.to_string()),
                 other => Fate::Absent(other.to_string()),
             })?;
@@ -221,7 +217,7 @@ impl Fault {
             // Of the backends that are opened from here on.
             embed(Bundle::new("planted", broken));
             let backend = open()?;
-            let (outcome, text) = case.run(&*backend, &self.options());
+            let (outcome, text) = case.run(&backend, &self.options());
             let text = format!("{text} {}", last_fault().unwrap_or_default());
             let named = self.found_as.as_ref().is_none_or(|name| text.contains(name));
             let found = outcome == Outcome::Failed && named;

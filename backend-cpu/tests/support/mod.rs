@@ -8,8 +8,8 @@
 
 use fmha_core::reference::{self, Precision};
 use fmha_core::{
-    Bias, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, DropoutSeed, FmhaBackend, FwdArgs, FwdProblem,
-    PlanOptions, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Stream, Strides, Totals, ValidFwd,
+    Bias, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Device, DropoutSeed, FwdArgs, FwdProblem,
+    PlanOptions, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidFwd,
 };
 
 /// A small generator of numbers: SplitMix64.
@@ -242,7 +242,7 @@ pub struct Outputs {
     pub keep: Vec<u8>,
 }
 
-pub fn run_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, options: &PlanOptions) -> Outputs {
+pub fn run_fwd(backend: &Device, inputs: &Inputs, options: &PlanOptions) -> Outputs {
     let problem = inputs.problem.clone().validate().unwrap();
     let plan = backend.plan_fwd(&problem, options).unwrap();
     let mut o = Tensor::poisoned(problem.dtype_o, problem.o, problem.extents(inputs.totals).o);
@@ -256,7 +256,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, options: &PlanOptions
         scale_o: problem.scale_o.then(|| DevSlice::host(&inputs.scale_o)),
         ..FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), o.slice_mut())
     };
-    backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
+    plan.run(&mut args, &backend.default_stream()).unwrap();
     Outputs { o, lse, keep }
 }
 
@@ -293,7 +293,7 @@ impl Error {
 }
 
 /// Forward against the definition: O, LSE, and that nothing but logical rows is written.
-pub fn check_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, what: &str) {
+pub fn check_fwd(backend: &Device, inputs: &Inputs, what: &str) {
     let problem = &inputs.problem;
     let outputs = run_fwd(backend, inputs, &PlanOptions::default());
     let mut unused = [0u64; 1];
@@ -346,12 +346,7 @@ pub struct Gradients {
 }
 
 /// Backward, from O and LSE of the backend's own forward; `check` compares with the definition.
-pub fn run_bwd(
-    backend: &dyn FmhaBackend,
-    inputs: &Inputs,
-    problem: BwdProblem,
-    check: Option<&str>,
-) -> Gradients {
+pub fn run_bwd(backend: &Device, inputs: &Inputs, problem: BwdProblem, check: Option<&str>) -> Gradients {
     let mut forward = inputs.clone();
     forward.problem = FwdProblem { write_lse: true, ..problem.fwd.clone() };
     let outputs = run_fwd(backend, &forward, &PlanOptions::default());
@@ -390,7 +385,7 @@ pub fn run_bwd(
         workspace: None,
     };
     let plan = backend.plan_bwd(&valid, &PlanOptions::default()).unwrap();
-    backend.run_bwd(&plan, &mut args, Stream::DEFAULT).unwrap();
+    plan.run(&mut args, &backend.default_stream()).unwrap();
     let wanted = check.map(|what| {
         let exact = reference::backward(&valid, &args, Precision::Exact).unwrap();
         let same = reference::backward(&valid, &args, Precision::AsInput(ScoreSums::F32)).unwrap();

@@ -186,6 +186,7 @@ functions! {
     fn cuStreamCreate(stream: *mut Handle, flags: c_uint);
     fn cuStreamDestroy_v2(stream: Handle);
     fn cuStreamSynchronize(stream: Handle);
+    fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint);
     fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int);
     fn cuStreamEndCapture(stream: Handle, graph: *mut Handle);
     fn cuModuleLoadData(module: *mut Handle, image: *const c_void);

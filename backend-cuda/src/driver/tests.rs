@@ -2,13 +2,16 @@
 
 use std::time::{Duration, Instant};
 
+use fmha_core::Queues as _;
+use fmha_gpu::Driver as _;
+
 use super::*;
 use crate::emulated;
 use crate::kernels::DeviceFacts;
 
 fn device() -> Device {
     emulated::install("sm_90a").unwrap();
-    open(0).unwrap()
+    open(0, true).unwrap()
 }
 
 #[test]
@@ -48,29 +51,31 @@ fn the_facts_of_a_device_follow_from_what_the_driver_says_of_it() {
 #[test]
 fn what_is_freed_or_destroyed_is_gone() {
     let device = Arc::new(device());
+    // SAFETY: the double knows its addresses and handles from all others, here and below.
+    let copies = |address: u64| unsafe { device.read(address as *const u8, &mut [0; 64]) };
     let address = device.alloc(64).unwrap();
-    device.free(address).unwrap();
-    assert!(device.free(address).is_err());
+    copies(address).unwrap();
+    // SAFETY: as above.
+    unsafe { device.free(address) };
+    assert!(copies(address).is_err());
 
-    let stream = device.create_stream().unwrap();
-    device.synchronize(stream).unwrap();
-    device.destroy_stream(stream).unwrap();
-    assert!(device.destroy_stream(stream).is_err() && device.synchronize(stream).is_err());
+    let (stream, event) = (device.create_stream().unwrap(), device.create_event().unwrap());
+    // SAFETY: as above.
+    unsafe {
+        device.synchronize(stream).unwrap();
+        device.record_event(event, stream).unwrap();
+        device.wait_event(stream, event).unwrap();
+        let graph = device.capture(stream, &mut || Ok(())).unwrap();
+        device.replay(graph, stream).unwrap();
+        device.destroy_graph(graph);
+        assert!(device.replay(graph, stream).is_err());
+        device.destroy_event(event);
+        assert!(device.record_event(event, stream).is_err());
+        device.destroy_stream(stream).unwrap();
+        assert!(device.destroy_stream(stream).is_err() && device.synchronize(stream).is_err());
+    }
 
     let _entered = device.enter().unwrap();
-    let event = Event::new(&device).unwrap();
-    let handle = event.event;
-    drop(event);
-    assert!(call!(cuEventDestroy_v2(handle)).is_err());
-
-    let stream = device.create_stream().unwrap();
-    let graph = Graph::capture(&device, stream, &mut || Ok(())).unwrap();
-    let handle = graph.executable;
-    call!(cuGraphLaunch(handle, stream as sys::Handle)).unwrap();
-    drop(graph);
-    assert!(call!(cuGraphLaunch(handle, stream as sys::Handle)).is_err());
-    device.destroy_stream(stream).unwrap();
-
     let ptx = b".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry nothing()\n{\n\tret;\n}\n";
     let kernel = device.load(ptx, "nothing", 0).unwrap();
     let handle = kernel.module;
@@ -82,16 +87,28 @@ fn what_is_freed_or_destroyed_is_gone() {
 #[test]
 fn seconds_between_events_are_seconds() {
     let device = Arc::new(device());
-    let (start, stop) = (Event::new(&device).unwrap(), Event::new(&device).unwrap());
+    let (start, stop) = (device.create_event().unwrap(), device.create_event().unwrap());
     let around = Instant::now();
-    start.record(0).unwrap();
     let waited = Duration::from_millis(2);
-    std::thread::sleep(waited);
-    stop.record(0).unwrap();
-    let seconds = stop.seconds_since(&start).unwrap();
+    // SAFETY: live handles, and the default stream.
+    let seconds = unsafe {
+        device.record_event(start, 0).unwrap();
+        std::thread::sleep(waited);
+        device.record_event(stop, 0).unwrap();
+        device.seconds_between(start, stop).unwrap()
+    };
     // The driver counts milliseconds in f32.
     assert!(seconds >= waited.as_secs_f64() * (1.0 - 1e-6), "{seconds}");
     assert!(seconds <= around.elapsed().as_secs_f64() * (1.0 + 1e-6), "{seconds}");
+}
+
+#[test]
+fn only_the_test_double_checks_bounds_and_only_a_device_has_a_clock() {
+    let mut device = device();
+    for emulated in [false, true] {
+        device.emulated = emulated;
+        assert_eq!((device.is_emulated(), device.has_clock()), (emulated, !emulated));
+    }
 }
 
 #[test]

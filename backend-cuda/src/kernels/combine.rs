@@ -2,23 +2,20 @@
 
 use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::CombineSpec;
-use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidCombine, Workspace, bind};
+use fmha_core::{PlanOptions, ValidCombine, Workspace, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, deterministic_rows};
 use fmha_kernels_cuda::combine;
 
-use super::{Choice, CombineCall, CombineKernel, CombineRecipe, DeviceFacts, Launch, Named, ROW_CTAS_PER_SM};
-use crate::driver::Grid;
-use crate::steps::{Step, exactly};
+use super::{CombineCall, CombineKernel, Cuda, DeviceFacts, ROW_CTAS_PER_SM, Steps};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Merge;
 
-impl Named for Merge {
+impl Recipe<ValidCombine, Cuda> for Merge {
     fn name(&self) -> &'static str {
         "combine"
     }
-}
 
-impl CombineRecipe for Merge {
     fn choose(
         &self,
         problem: &ValidCombine,
@@ -31,30 +28,24 @@ impl CombineRecipe for Merge {
         combine::accepts(problem)?;
         let grid = Grid::new(combine::grid(problem, facts.num_sms), combine::NUM_THREADS);
         Ok(Choice {
-            kernel: (*self).into(),
-            launches: vec![Launch {
+            kernel: Kernel::new(*self),
+            launches: Launches::from(Launch {
                 kernel: self.name(),
                 source: combine::merge(&CombineSpec::of(problem)),
                 grid,
-                smem_bytes: 0,
-                tiles: grid.ctas.into(),
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
                 tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }],
+            }),
             workspace: Workspace::NONE,
             // A row is merged by one thread group, in the order of its parts.
-            promises: Promises {
-                deterministic: true,
-                batch_invariant: true,
-                graph_capturable: true,
-                accuracy: Accuracy::Exact,
-                score_sums: ScoreSums::F32,
-            },
+            promises: deterministic_rows(),
             details: Vec::new(),
         })
     }
 
-    fn launch(&self, steps: &[Step], call: &CombineCall<'_>) -> Result<()> {
-        let [merge] = exactly(steps)?;
+    unsafe fn launch(&self, steps: &Steps, call: &CombineCall<'_>) -> Result<()> {
+        let merge = steps.main();
         let mut params = bind::combine_params(call.problem, call.args);
         // SAFETY: the kernel takes one CombineParams; `check_combine` saw that its memory covers the
         // problem.

@@ -1,4 +1,4 @@
-//! The kernels, a closed family for each operation: which takes a problem, what it launches.
+//! The recipes, a family for each operation, and what they know of a device.
 
 pub(crate) mod combine;
 mod maps;
@@ -15,18 +15,13 @@ mod tile;
 
 use std::fmt::Debug;
 
-use enum_dispatch::enum_dispatch;
-use fmha_core::error::{Error, ProblemError, Refusal, Result};
-use fmha_core::source::KernelSource;
-use fmha_core::tune::{TunedKernel, TunedTiles};
-use fmha_core::{
-    BwdArgs, CombineArgs, DType, FwdArgs, PlanOptions, Promises, Roofline, ScoreSums, ValidBwd, ValidCombine,
-    ValidFwd, Workspace,
-};
-use fmha_kernels_cuda::{sm90 as sm90_text, sm90_bwd as sm90_bwd_text, sm100 as sm100_text};
+use fmha_core::error::{Error, Result};
+use fmha_core::tune::TunedTiles;
+use fmha_core::{DType, Roofline, ScoreSums, ValidBwd, ValidCombine, ValidFwd};
+use fmha_gpu::{Facts, Family, Kernel, Vendor, tuned_kernels};
 
-use crate::driver::{Device, Grid};
-use crate::steps::Step;
+use crate::Nvrtc;
+use crate::driver::Device;
 use combine::Merge;
 pub(crate) use maps::LastMaps;
 use simt::Simt;
@@ -34,6 +29,44 @@ use simt_bwd::SimtBwd;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
 use sm100::Sm100;
+
+/// NVIDIA's seat.
+pub(crate) struct Cuda;
+
+impl Vendor for Cuda {
+    const KIND: &'static str = "cuda";
+
+    type Driver = Device;
+    type Toolchain = Nvrtc;
+    type Facts = DeviceFacts;
+}
+
+impl Family<ValidFwd> for Cuda {
+    fn recipes() -> Vec<FwdKernel> {
+        vec![Kernel::new(Sm100::default()), Kernel::new(Sm90::default()), Kernel::new(Simt)]
+    }
+}
+
+impl Family<ValidBwd> for Cuda {
+    fn recipes() -> Vec<BwdKernel> {
+        vec![Kernel::new(Sm90Bwd::default()), Kernel::new(SimtBwd::default())]
+    }
+}
+
+impl Family<ValidCombine> for Cuda {
+    fn recipes() -> Vec<CombineKernel> {
+        vec![Kernel::new(Merge)]
+    }
+}
+
+pub(crate) type FwdKernel = Kernel<ValidFwd, Cuda>;
+pub(crate) type BwdKernel = Kernel<ValidBwd, Cuda>;
+pub(crate) type CombineKernel = Kernel<ValidCombine, Cuda>;
+pub(crate) type Steps = fmha_gpu::Steps<Device>;
+
+pub(crate) type FwdCall<'a> = fmha_core::Call<'a, ValidFwd>;
+pub(crate) type BwdCall<'a> = fmha_core::Call<'a, ValidBwd>;
+pub(crate) type CombineCall<'a> = fmha_core::Call<'a, ValidCombine>;
 
 /// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each, of 2048.
 pub(crate) const ROW_CTAS_PER_SM: u32 = 16;
@@ -54,13 +87,6 @@ pub(crate) struct DeviceFacts {
     /// Tiles that were measured on it.
     pub(crate) tuned: TunedTiles,
 }
-
-/// The kernels whose tiles are measured.
-pub(crate) const TUNED_KERNELS: [TunedKernel<'_>; 3] = [
-    TunedKernel { label: sm90_text::NAME, headers: &[sm90_text::HEADER] },
-    TunedKernel { label: sm90_bwd_text::LABEL, headers: &sm90_bwd_text::HEADERS },
-    TunedKernel { label: sm100_text::NAME, headers: &[sm100_text::HEADER] },
-];
 
 /// Dense f16 and bf16 tensor work of a Hopper SM in a clock: floating-point operations (NVIDIA H100
 /// Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
@@ -123,22 +149,12 @@ impl DeviceFacts {
         Ok(facts)
     }
 
-    /// Hopper's FP8 runs at twice the rate of two bytes (1979 TFLOP/s in the same table).
-    pub(crate) fn roofline_of(&self, dtype: DType) -> Roofline {
-        let mut roofline = self.roofline.clone();
-        if let (Some(flops), true) = (&mut roofline.flops_per_second, dtype.is_fp8()) {
-            *flops *= 2.0;
-            roofline.source += ", FP8 at twice that rate";
-        }
-        roofline
-    }
-
     /// The device's tiles as they are kept now.
     ///
     /// # Errors
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
     fn load_tuned(&self) -> Result<TunedTiles> {
-        TunedTiles::load(&self.device, &TUNED_KERNELS, &fmha_kernels_cuda::headers())
+        TunedTiles::load(&self.device, &tuned_kernels::<Cuda>(), &fmha_kernels_cuda::headers())
     }
 
     /// That a CTA of a tile finds its shared memory, `smem_bytes` of it, and each of a cluster of `cluster` a multiprocessor.
@@ -188,182 +204,24 @@ impl DeviceFacts {
     }
 }
 
-/// One launch of a plan, its kernel not yet compiled.
-pub(crate) struct Launch {
-    /// The kernel's name in the plan.
-    pub(crate) kernel: &'static str,
-    pub(crate) source: KernelSource,
-    pub(crate) grid: Grid,
-    pub(crate) smem_bytes: u32,
-    /// As in [`LaunchShape`](fmha_core::LaunchShape).
-    pub(crate) tiles: u64,
-    pub(crate) tiles_at_once: u64,
-}
-
-/// A kernel that takes a problem: what is launched for it, in which order, and what that promises.
-pub(crate) struct Choice<K> {
-    /// The kernel again, with what its launches need.
-    pub(crate) kernel: K,
-    pub(crate) launches: Vec<Launch>,
-    pub(crate) workspace: Workspace,
-    pub(crate) promises: Promises,
-    pub(crate) details: Vec<(&'static str, String)>,
-}
-
-/// One run's problem and operands, which have passed their check.
-pub(crate) struct Call<'a, P, A> {
-    pub(crate) problem: &'a P,
-    pub(crate) args: &'a A,
-    pub(crate) stream: u64,
-}
-
-pub(crate) type FwdCall<'a> = Call<'a, ValidFwd, FwdArgs<'a>>;
-pub(crate) type BwdCall<'a> = Call<'a, ValidBwd, BwdArgs<'a>>;
-pub(crate) type CombineCall<'a> = Call<'a, ValidCombine, CombineArgs<'a>>;
-
-/// A kernel of any operation.
-#[enum_dispatch]
-pub(crate) trait Named {
-    fn name(&self) -> &'static str;
-
-    /// Correct for all, fast for none.
-    fn is_fallback(&self) -> bool {
-        false
-    }
-}
-
-/// A forward kernel.
-#[enum_dispatch]
-pub(crate) trait FwdRecipe {
-    /// Takes the problem, or says why not.
-    fn choose(
-        &self,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel>, Refusal>;
-
-    /// Takes the operands where they lie, or names the first that it does not: addresses are not known
-    /// when a plan is made.
-    fn takes_addresses(&self, _: &FwdCall<'_>) -> Result<(), ProblemError> {
-        Ok(())
+impl Facts for DeviceFacts {
+    fn arch(&self) -> &str {
+        &self.arch
     }
 
-    /// Queues the steps, which are those of its choice's launches, in their order.
-    fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()>;
-}
-
-/// A backward kernel.
-#[enum_dispatch]
-pub(crate) trait BwdRecipe {
-    /// Takes the problem, or says why not.
-    fn choose(
-        &self,
-        problem: &ValidBwd,
-        facts: &DeviceFacts,
-        options: &PlanOptions,
-    ) -> Result<Choice<BwdKernel>, Refusal>;
-
-    /// As [`FwdRecipe::takes_addresses`].
-    fn takes_addresses(&self, _: &BwdCall<'_>) -> Result<(), ProblemError> {
-        Ok(())
-    }
-
-    /// As [`FwdRecipe::launch`].
-    fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()>;
-}
-
-/// A combine kernel.
-#[enum_dispatch]
-pub(crate) trait CombineRecipe {
-    /// Takes the problem, or says why not.
-    fn choose(
-        &self,
-        problem: &ValidCombine,
-        facts: &DeviceFacts,
-        options: &PlanOptions,
-    ) -> Result<Choice<CombineKernel>, Refusal>;
-
-    /// As [`FwdRecipe::launch`].
-    fn launch(&self, steps: &[Step], call: &CombineCall<'_>) -> Result<()>;
-}
-
-/// The forward family, best first.
-#[enum_dispatch(Named, FwdRecipe)]
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum FwdKernel {
-    Sm100,
-    Sm90,
-    Simt,
-}
-
-impl FwdKernel {
-    pub(crate) fn all() -> [Self; 3] {
-        [Sm100::default().into(), Sm90::default().into(), Simt.into()]
-    }
-}
-
-/// The backward family, best first.
-#[enum_dispatch(Named, BwdRecipe)]
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum BwdKernel {
-    Sm90Bwd,
-    SimtBwd,
-}
-
-impl BwdKernel {
-    pub(crate) fn all() -> [Self; 2] {
-        [Sm90Bwd::default().into(), SimtBwd::default().into()]
-    }
-}
-
-/// The combine family, best first.
-#[enum_dispatch(Named, CombineRecipe)]
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum CombineKernel {
-    Merge,
-}
-
-impl CombineKernel {
-    pub(crate) fn all() -> [Self; 1] {
-        [Merge.into()]
-    }
-}
-
-/// The first kernel of a family that takes the problem, and why the ones before it did not.
-///
-/// # Errors
-/// [`Error::Unsupported`] with every refusal.
-pub(crate) fn select<K: Named>(
-    backend: &str,
-    family: &[K],
-    options: &PlanOptions,
-    choose: impl Fn(&K) -> Result<Choice<K>, Refusal>,
-) -> Result<(Choice<K>, Vec<Refusal>)> {
-    let mut refusals = Vec::new();
-    for kernel in family {
-        let wanted = match &options.kernel {
-            Some(name) if name == kernel.name() => true,
-            Some(_) => continue,
-            None => !kernel.is_fallback() || options.allow_fallback,
-        };
-        if !wanted {
-            refusals
-                .push(Refusal::new(kernel.name(), "it is the slow fallback, and allow_fallback is false"));
-            continue;
+    /// Hopper's FP8 runs at twice the rate of two bytes (1979 TFLOP/s in the same table).
+    fn roofline(&self, dtype: DType) -> Roofline {
+        let mut roofline = self.roofline.clone();
+        if let (Some(flops), true) = (&mut roofline.flops_per_second, dtype.is_fp8()) {
+            *flops *= 2.0;
+            roofline.source += ", FP8 at twice that rate";
         }
-        let kept =
-            |choice: Choice<K>| options.check_promises(kernel.name(), &choice.promises).map(|()| choice);
-        match choose(kernel).and_then(kept) {
-            Ok(choice) => return Ok((choice, refusals)),
-            Err(refusal) => refusals.push(refusal),
-        }
+        roofline
     }
-    if let (Some(name), true) = (&options.kernel, refusals.is_empty()) {
-        let known = family.iter().map(Named::name).collect::<Vec<_>>().join(", ");
-        refusals.push(Refusal::new(name.clone(), format!("there is no such kernel (known: {known})")));
+
+    fn tuned(&self) -> &TunedTiles {
+        &self.tuned
     }
-    Err(Error::Unsupported { backend: backend.to_owned(), refusals })
 }
 
 #[cfg(test)]
@@ -373,7 +231,7 @@ mod tests {
     #[test]
     fn fp8_is_held_against_twice_the_peak_of_two_bytes() {
         let facts = DeviceFacts::stated("sm_90a").unwrap();
-        let [fp8, bf16] = [DType::E4m3Fn, DType::Bf16].map(|dtype| facts.roofline_of(dtype));
+        let [fp8, bf16] = [DType::E4m3Fn, DType::Bf16].map(|dtype| facts.roofline(dtype));
         assert_eq!(fp8.flops_per_second.unwrap(), 2.0 * bf16.flops_per_second.unwrap());
         assert!(fp8.source.contains("FP8") && !bf16.source.contains("FP8"), "{fp8}, {bf16}");
     }

@@ -2,9 +2,11 @@
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{
-    Bias, BiasBroadcast, BwdProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdProblem,
-    MemorySpace, ScoreArgs, SeqArgs, Strides, Totals, VLayout, ValidFwd,
+    Bias, BiasBroadcast, BwdArgs, BwdProblem, Call, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias,
+    FwdArgs, FwdProblem, MemorySpace, PlanOptions, Problem, ProblemError, ScoreArgs, SeqArgs, Strides,
+    Totals, VLayout, ValidFwd,
 };
+use fmha_gpu::Recipe as _;
 use fmha_kernels_cuda::sm90::PrepareV;
 use fmha_kernels_cuda::sm90_bwd as bwd_text;
 
@@ -20,6 +22,11 @@ use super::*;
 struct Places {
     moved: &'static str,
     off: u64,
+}
+
+/// A call of the default stream; its lengths are a device's.
+fn call<'a, P: Problem>(problem: &'a P, args: &'a P::Args<'a>) -> Call<'a, P> {
+    Call { problem, args, spans: &[], stream: 0 }
 }
 
 const NAMES: [&str; 10] = ["q", "k", "v", "o", "lse", "dout", "dq", "dk", "dv", "bias"];
@@ -96,7 +103,7 @@ fn forward_takes(what: &str, arch: &str, problem: FwdProblem, words: &str, rows:
     let kernel = chosen.unwrap().kernel;
     takes(what, rows, |places| {
         let args = places.forward(Totals::NONE);
-        kernel.takes_addresses(&Call { problem: &problem, args: &args, stream: 0 })
+        kernel.takes_addresses(&call(&problem, &args))
     });
 }
 
@@ -136,7 +143,7 @@ fn the_backward_takes_what_its_loads_and_stores_reach() {
         let kernel = chosen.unwrap().kernel;
         takes(what, rows, |places| {
             let args = places.backward();
-            kernel.takes_addresses(&Call { problem: &problem, args: &args, stream: 0 })
+            kernel.takes_addresses(&call(&problem, &args))
         });
     };
     let plain = BwdProblem::new(of_lengths(LONG, [4, 4], 128, "0"));
@@ -176,7 +183,7 @@ fn facts_of(problem: FwdProblem, totals: Totals) -> MapFacts {
         prepared_v: None,
     };
     let args = HOME.forward(totals);
-    MapFacts::of(&Call { problem: &problem, args: &args, stream: 0 }, &boxes)
+    MapFacts::of(&call(&problem, &args), &boxes)
 }
 
 /// The driver takes any positive multiple of 16 for an axis of one.
@@ -236,10 +243,7 @@ fn the_map_of_a_v_that_is_prepared_has_its_blocks() {
     ] {
         tile.f16_values = f16_values;
         let args = HOME.forward(Totals::NONE);
-        let facts = MapFacts::of(
-            &Call { problem: &problem, args: &args, stream: 0 },
-            &sm90::boxes(&problem, &tile, Some(blocks)),
-        );
+        let facts = MapFacts::of(&call(&problem, &args), &sm90::boxes(&problem, &tile, Some(blocks)));
         assert_eq!((facts.v.address, facts.v.dtype), (1 << 30, blocks.dtype));
         assert_eq!((facts.v.dims, facts.v.strides_bytes), (blocks.dims, strides));
         assert_eq!(facts.v.box_dims, box_dims);
@@ -286,7 +290,7 @@ fn backward_maps_say_where_elements_lie() {
         let problem = BwdProblem::new(fwd).validate().unwrap();
         let tile = bwd_text::choose_tile(&problem, &BwdSpec::of(&problem));
         let args = HOME.backward();
-        let maps = map_facts(&Call { problem: &problem, args: &args, stream: 0 }, &tile);
+        let maps = map_facts(&call(&problem, &args), &tile);
         assert_eq!(maps[0].box_dims, [64, (tile.block_m / tile.cluster) as u32, 1, 1]);
         assert_eq!(maps[1].box_dims, [64, tile.block_n as u32, 1, 1]);
         maps.map(|map| (map.address, map.dims, map.strides_bytes))

@@ -3,13 +3,15 @@
 use fmha_core::{
     Accuracy, BiasBroadcast, BiasGrad, BwdProblem, Dims, ElementwiseBias, FwdProblem, PlanOptions, Strides,
 };
-use fmha_core::{Bias, DType, ScoreSums, VLayout, ValidBwd, ValidFwd};
+use fmha_core::{Bias, DType, ScoreSums, VLayout, ValidBwd, ValidFwd, Workspace};
 
 use super::sm90::Sm90;
 use super::sm90_bwd::Sm90Bwd;
 use super::sm100::Sm100;
 use super::*;
-use crate::driver::Grid;
+use fmha_core::Operation;
+use fmha_core::error::Refusal;
+use fmha_gpu::{Choice, Grid, Recipe as _, select};
 
 /// `seqlens` of `heads` query heads and as many kv heads, dimension `dim`, bf16.
 pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
@@ -132,7 +134,7 @@ fn a_v_of_fp8_is_prepared_by_a_launch_before_or_beside_the_tiles() {
         let before = choose("prepare_v=before");
         let [prepare, main] = &before.launches[..] else { panic!("{} launches", before.launches.len()) };
         assert_eq!((prepare.kernel, main.kernel), ("prepare_values", "sm90"));
-        assert_eq!(prepare.grid, Grid { ctas: 2 * 8 * units / 8, threads: 256, dependent: true });
+        assert_eq!(prepare.grid, Grid { groups: 2 * 8 * units / 8, threads: 256, dependent: true });
         assert_eq!((prepare.tiles, prepare.tiles_at_once), (u64::from(2 * units), 8 * 132));
         let blocks = 2 * 8 * block_bytes;
         // 32 tiles for 132 CTAs: nobody claims a second, and there is no counter.
@@ -237,7 +239,7 @@ fn a_tile_that_wants_more_shared_memory_than_there_is_is_refused_with_both_numbe
         let facts = DeviceFacts { smem_bytes, ..stated("sm_90a") };
         Sm90::default().choose(&problem, &facts, &PlanOptions::default())
     };
-    let wanted = of(232_448).unwrap().launches[0].smem_bytes;
+    let wanted = of(232_448).unwrap().launches[0].shared_bytes;
     assert!(of(wanted).is_ok());
     let refusal = of(wanted - 1).err().unwrap().to_string();
     let words = format!("takes {wanted} bytes of shared memory, {} are there", wanted - 1);
@@ -332,7 +334,7 @@ fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
     problem.dbias = Some(BiasGrad { dtype: DType::F32, strides: bias.strides });
     let choice = backward(&problem, &tile("block_m=64,head_parts=0,persistent=0")).unwrap();
     let launches: Vec<_> = choice.launches.iter().map(|launch| (launch.kernel, launch.grid)).collect();
-    let early = |ctas, threads| Grid { ctas, threads, dependent: true };
+    let early = |groups, threads| Grid { groups, threads, dependent: true };
     let (q_blocks, tiles) = (64, 16);
     // The repair has a warp to a block, 8 to a CTA; dBias 4 heads of 16 by 8 blocks, a CTA to a multiprocessor at most.
     let expected = [
@@ -355,7 +357,7 @@ fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
     let choice = backward(&few, &tile("")).unwrap();
     assert_eq!(detail(&choice, "query heads").unwrap(), "8 of a kv head shared by 8 tiles");
     let sums: Vec<_> = choice.launches.iter().filter(|launch| launch.kernel == "head_sums").collect();
-    assert_eq!(sums.iter().map(|launch| launch.grid.ctas).collect::<Vec<_>>(), [8]);
+    assert_eq!(sums.iter().map(|launch| launch.grid.groups).collect::<Vec<_>>(), [8]);
     let apart = BwdProblem::new(of_lengths([1024, 1024], [8, 8], 128, "0"));
     assert_eq!(detail(&backward(&apart, &tile("")).unwrap(), "query heads"), None);
 }
@@ -366,7 +368,7 @@ fn tiles_of_keys_are_claimed_where_there_are_queries() {
     for (queries, ctas) in [(1024, 132), (0, 4 * 64)] {
         let problem = BwdProblem::new(of_lengths([queries, 8192], [4, 4], 128, "0"));
         let choice = backward(&problem, &tile("persistent=1")).unwrap();
-        assert_eq!(choice.launches[1].grid.ctas, ctas, "{queries} queries");
+        assert_eq!(choice.launches[1].grid.groups, ctas, "{queries} queries");
     }
 }
 
@@ -397,7 +399,7 @@ fn the_row_kernels_count_16_ctas_to_a_multiprocessor() {
     let (facts, options) = (stated("sm_90a"), PlanOptions::default());
     let forward = Simt.choose(&fwd, &facts, &options).unwrap().launches;
     let backward = SimtBwd::default().choose(&bwd, &facts, &options).unwrap().launches;
-    for launch in forward.iter().chain(&backward) {
+    for launch in forward.iter().chain(backward.iter()) {
         assert_eq!(launch.tiles_at_once, 16 * 132, "{}", launch.kernel);
     }
 }
@@ -413,8 +415,13 @@ fn the_fallback_is_taken_where_it_is_allowed_or_named() {
         (PlanOptions { allow_fallback: true, ..PlanOptions::default() }, true),
         (PlanOptions { allow_fallback: false, ..named.clone() }, true),
     ] {
-        let fwd = select("here", &FwdKernel::all(), &options, |k| k.choose(&problem, &facts, &options));
-        let bwd = select("here", &BwdKernel::all(), &options, |k| k.choose(&backward, &facts, &options));
+        let fwd = select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
+            k.choose(&problem, &facts, &options)
+        });
+        let bwd =
+            select("here", Operation::Backward, &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
+                k.choose(&backward, &facts, &options)
+            });
         assert_eq!((fwd.is_ok(), bwd.is_ok()), (taken, taken), "{options:?}");
         let error = (fwd.err(), bwd.err());
         if let (Some(fwd), Some(bwd)) = error {
@@ -425,6 +432,9 @@ fn the_fallback_is_taken_where_it_is_allowed_or_named() {
     }
     let small = of_lengths([64, 64], [1, 1], 64, "0").validate().unwrap();
     let (choice, refusals) =
-        select("here", &FwdKernel::all(), &named, |k| k.choose(&small, &facts, &named)).unwrap();
+        select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &named, |k| {
+            k.choose(&small, &facts, &named)
+        })
+        .unwrap();
     assert_eq!((choice.kernel.name(), refusals.len()), ("simt", 0), "others were not asked");
 }

@@ -2,17 +2,16 @@
 
 use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, Workspace, bind};
+use fmha_core::{PlanOptions, ValidFwd, Workspace, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, deterministic_rows};
 use fmha_kernels_cuda::simt;
 
-use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named, ROW_CTAS_PER_SM};
-use crate::driver::Grid;
-use crate::steps::{Step, exactly};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Simt;
 
-impl Named for Simt {
+impl Recipe<ValidFwd, Cuda> for Simt {
     fn name(&self) -> &'static str {
         "simt"
     }
@@ -20,9 +19,7 @@ impl Named for Simt {
     fn is_fallback(&self) -> bool {
         true
     }
-}
 
-impl FwdRecipe for Simt {
     fn choose(
         &self,
         problem: &ValidFwd,
@@ -35,30 +32,24 @@ impl FwdRecipe for Simt {
         }
         let grid = Grid::new(simt::grid(problem, facts.num_sms), simt::NUM_THREADS);
         Ok(Choice {
-            kernel: (*self).into(),
-            launches: vec![Launch {
+            kernel: Kernel::new(*self),
+            launches: Launches::from(Launch {
                 kernel: self.name(),
                 source: simt::fwd(&FwdSpec::of(problem)),
                 grid,
-                smem_bytes: 0,
-                tiles: grid.ctas.into(),
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
                 tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }],
+            }),
             workspace: Workspace::NONE,
             // A row is one warp's, its keys in one order, whatever the other rows are.
-            promises: Promises {
-                deterministic: true,
-                batch_invariant: true,
-                graph_capturable: true,
-                accuracy: Accuracy::Exact,
-                score_sums: ScoreSums::F32,
-            },
+            promises: deterministic_rows(),
             details: vec![("tile", "a warp to a row, 32 keys at a time".to_owned())],
         })
     }
 
-    fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()> {
-        let [fwd] = exactly(steps)?;
+    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
+        let fwd = steps.main();
         let mut params = bind::fwd_params(call.problem, call.args);
         // SAFETY: the kernel takes one FwdParams; `check_fwd` saw that its memory covers the problem.
         unsafe { fwd.launch(&mut [(&raw mut params).cast()], call.stream) }

@@ -3,19 +3,18 @@
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
-use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidBwd, Workspace, bind};
+use fmha_core::{PlanOptions, ValidBwd, Workspace, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, deterministic_rows, exactly};
 use fmha_kernels_cuda::simt;
 
-use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named, ROW_CTAS_PER_SM};
-use crate::driver::Grid;
-use crate::steps::{Step, exactly};
+use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, ROW_CTAS_PER_SM, Steps};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct SimtBwd {
     chosen: Option<BwdWorkspace>,
 }
 
-impl Named for SimtBwd {
+impl Recipe<ValidBwd, Cuda> for SimtBwd {
     fn name(&self) -> &'static str {
         "simt"
     }
@@ -23,9 +22,7 @@ impl Named for SimtBwd {
     fn is_fallback(&self) -> bool {
         true
     }
-}
 
-impl BwdRecipe for SimtBwd {
     fn choose(
         &self,
         problem: &ValidBwd,
@@ -46,32 +43,27 @@ impl BwdRecipe for SimtBwd {
                 kernel,
                 source,
                 grid,
-                smem_bytes: 0,
-                tiles: grid.ctas.into(),
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
                 tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
             }
         };
         let rows = BwdRows::of(problem);
         Ok(Choice {
-            kernel: SimtBwd { chosen: Some(workspace) }.into(),
-            launches: vec![
-                launch("simt_bwd_stats", simt::bwd_stats(&spec), rows.queries),
+            kernel: Kernel::new(SimtBwd { chosen: Some(workspace) }),
+            launches: Launches::new(
+                [launch("simt_bwd_stats", simt::bwd_stats(&spec), rows.queries)],
                 launch(self.name(), simt::bwd(&spec), rows.all()),
-            ],
+                [],
+            ),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
-            promises: Promises {
-                deterministic: true,
-                batch_invariant: true,
-                graph_capturable: true,
-                accuracy: Accuracy::Exact,
-                score_sums: ScoreSums::F32,
-            },
+            promises: deterministic_rows(),
             details: vec![("tile", "a warp to a row, 32 pairs at a time".to_owned())],
         })
     }
 
-    fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()> {
-        let [stats, rows] = exactly(steps)?;
+    unsafe fn launch(&self, steps: &Steps, call: &BwdCall<'_>) -> Result<()> {
+        let ([stats], rows) = (exactly(steps.before())?, steps.main());
         let Some(workspace) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel simt has 0 workspaces chosen").into());
         };

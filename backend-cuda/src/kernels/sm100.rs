@@ -1,19 +1,18 @@
 //! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
 
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::knob_values;
+use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm100::split::{self, KvParts};
 use fmha_kernels_cuda::sm100::{self, Sm100Tile};
 
 use super::maps::{Boxes, Maps};
 use super::tile::settle;
-use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named, ROW_CTAS_PER_SM};
-use crate::driver::Grid;
-use crate::steps::{Step, exactly};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm100 {
@@ -23,13 +22,11 @@ pub(crate) struct Sm100 {
 /// What TMA and 16-byte stores ask of addresses.
 const ALIGN: u64 = 16;
 
-impl Named for Sm100 {
+impl Recipe<ValidFwd, Cuda> for Sm100 {
     fn name(&self) -> &'static str {
         sm100::NAME
     }
-}
 
-impl FwdRecipe for Sm100 {
     fn choose(
         &self,
         problem: &ValidFwd,
@@ -83,29 +80,29 @@ impl FwdRecipe for Sm100 {
             ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
         };
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
-        let mut launches = vec![Launch {
+        let main = Launch {
             kernel: self.name(),
             source: sm100::fwd(&own_spec, &tile),
             grid,
-            smem_bytes,
+            shared_bytes: smem_bytes,
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             // One CTA an SM: it takes all of tensor memory.
             tiles_at_once: u64::from(facts.num_sms / tile.cluster.unsigned_abs()),
-        }];
-        if is_split {
+        };
+        let merge = is_split.then(|| {
             let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
-            launches.push(Launch {
+            Launch {
                 kernel: split::MERGE_NAME,
                 source: split::merge(&spec),
                 grid,
-                smem_bytes: 0,
-                tiles: grid.ctas.into(),
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
                 tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            });
-        }
+            }
+        });
         Ok(Choice {
-            kernel: Self { chosen: Some((tile, schedule)) }.into(),
-            launches,
+            kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
+            launches: Launches::new([], main, merge),
             workspace: tile.workspace(problem, &schedule, facts.num_sms),
             promises: Promises {
                 deterministic: true,
@@ -159,23 +156,23 @@ impl FwdRecipe for Sm100 {
         Ok(())
     }
 
-    fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 tiles chosen").into());
         };
-        let mut maps = match (steps.first(), tile.copy_bytes) {
-            (Some(fwd), 0) => fwd.maps.of(call, &boxes(call.problem, &tile))?,
+        let fwd = steps.main();
+        let mut maps = match tile.copy_bytes {
+            0 => fwd.kept.of(call, &boxes(call.problem, &tile))?,
             _ => Maps::UNREAD,
         };
         let mut whole = bind::fwd_params(call.problem, call.args);
         if tile.split_keys == 0 {
-            let [fwd] = exactly(steps)?;
             let mut arguments = [(&raw mut whole).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
             // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
             // covers the problem, and the maps were made for the same extents.
             return unsafe { fwd.launch(&mut arguments, call.stream) };
         }
-        let [fwd, merge] = exactly(steps)?;
+        let [merge] = exactly(steps.after())?;
         let mut parts = KvParts::new(call.problem, &tile, whole.workspace.0);
         let mut part = parts.params(&whole);
         let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
@@ -185,15 +182,42 @@ impl FwdRecipe for Sm100 {
         // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
         unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
     }
+
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
+        Some(self)
+    }
 }
 
-/// The knobs of the tile that the table gives, as [`Sm100Tile::set`] takes them.
-///
-/// # Errors
-/// Why the kernel does not take the problem.
-pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
-    Sm100::default().choose(problem, facts, &PlanOptions::default())?;
-    Ok(knob_values(&sm100::choose_tile(problem, &facts.arch)))
+impl Tunable<ValidFwd, Cuda> for Sm100 {
+    fn label(&self) -> &'static str {
+        sm100::NAME
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        &[sm100::HEADER]
+    }
+
+    fn runs_on(&self, facts: &DeviceFacts) -> bool {
+        sm100::ARCHS.contains(&facts.arch.as_str())
+    }
+
+    fn own_tile(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<TileOptions, Refusal> {
+        Sm100::default().choose(problem, facts, &PlanOptions::default())?;
+        Ok(knob_values(&sm100::choose_tile(problem, &facts.arch)))
+    }
+
+    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
+        TileClass::of_fwd(problem)
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        knobs::<Sm100Tile>()
+    }
 }
 
 /// What TMA brings at once.

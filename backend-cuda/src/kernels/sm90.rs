@@ -2,18 +2,17 @@
 
 use fmha_core::abi::DevPtr;
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::knob_values;
+use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm90::{self, PrepareV, PreparedValues, Sm90Tile};
 
 use super::maps::{BlocksOfV, Boxes, Maps};
 use super::tile::settle;
-use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named};
-use crate::driver::Grid;
-use crate::steps::{Step, exactly};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm90 {
@@ -66,13 +65,11 @@ impl ValuesPlan {
 /// What TMA and 16-byte stores ask of addresses.
 const ALIGN: u64 = 16;
 
-impl Named for Sm90 {
+impl Recipe<ValidFwd, Cuda> for Sm90 {
     fn name(&self) -> &'static str {
         "sm90"
     }
-}
 
-impl FwdRecipe for Sm90 {
     fn choose(
         &self,
         problem: &ValidFwd,
@@ -129,7 +126,7 @@ impl FwdRecipe for Sm90 {
             kernel: sm90::PREPARE_NAME,
             source: sm90::prepare_values(&spec, &tile),
             grid: Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) },
-            smem_bytes: 0,
+            shared_bytes: 0,
             tiles: plan.values.grid().into(),
             tiles_at_once: u64::from(2048 / sm90::PREPARE_THREADS * facts.num_sms),
         });
@@ -137,14 +134,14 @@ impl FwdRecipe for Sm90 {
             kernel: self.name(),
             source: sm90::fwd(&spec, &tile),
             grid,
-            smem_bytes,
+            shared_bytes: smem_bytes,
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             // One CTA an SM: two would not find the registers.
             tiles_at_once: facts.num_sms.into(),
         };
         Ok(Choice {
-            kernel: Sm90 { chosen: Some(Chosen { tile, schedule, values }) }.into(),
-            launches: before.into_iter().chain([main]).collect(),
+            kernel: Kernel::new(Sm90 { chosen: Some(Chosen { tile, schedule, values }) }),
+            launches: Launches::new(before, main, []),
             workspace,
             promises: Promises {
                 deterministic: true,
@@ -192,21 +189,21 @@ impl FwdRecipe for Sm90 {
         Ok(())
     }
 
-    fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
         let Some(Chosen { tile, mut schedule, values }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let (before, main) = steps.split_at(usize::from(tile.prepare_v == PrepareV::Before).min(steps.len()));
-        let [fwd] = exactly(main)?;
+        let fwd = steps.main();
         let mut params = bind::fwd_params(call.problem, call.args);
         let workspace = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let prepared = values.map(|plan| plan.map(&tile, &FwdSpec::of(call.problem), workspace));
         let mut maps = match tile.copy_bytes {
-            0 => fwd.maps.of(call, &boxes(call.problem, &tile, prepared))?,
+            0 => fwd.kept.of(call, &boxes(call.problem, &tile, prepared))?,
             _ => Maps::UNREAD,
         };
         let mut prepared = values.map(|plan| plan.at(workspace));
-        if let ([prepare], Some(values)) = (before, &mut prepared) {
+        if let (PrepareV::Before, Some(values)) = (tile.prepare_v, &mut prepared) {
+            let [prepare] = exactly(steps.before())?;
             let mut arguments = [(&raw mut params).cast(), (&raw mut *values).cast()];
             // SAFETY: the kernel takes FwdParams and PreparedValues; `check_fwd` saw that the memory covers the problem,
             // and that the workspace is as large as the plan says.
@@ -219,6 +216,42 @@ impl FwdRecipe for Sm90 {
         // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues; `check_fwd` saw
         // that the memory covers the problem, and the maps were made for the same extents.
         unsafe { fwd.launch(&mut arguments[..count], call.stream) }
+    }
+
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
+        Some(self)
+    }
+}
+
+impl Tunable<ValidFwd, Cuda> for Sm90 {
+    fn label(&self) -> &'static str {
+        sm90::NAME
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        &[sm90::HEADER]
+    }
+
+    fn runs_on(&self, facts: &DeviceFacts) -> bool {
+        facts.arch == "sm_90a"
+    }
+
+    fn own_tile(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<TileOptions, Refusal> {
+        Sm90::default().choose(problem, facts, &PlanOptions::default())?;
+        Ok(knob_values(&sm90::choose_tile(problem)))
+    }
+
+    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
+        TileClass::of_fwd(problem)
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        knobs::<Sm90Tile>()
     }
 }
 
@@ -265,15 +298,6 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
-}
-
-/// The knobs of the tile that the table gives, as [`Sm90Tile::set`] takes them.
-///
-/// # Errors
-/// Why the kernel does not take the problem.
-pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
-    Sm90::default().choose(problem, facts, &PlanOptions::default())?;
-    Ok(knob_values(&sm90::choose_tile(problem)))
 }
 
 /// What TMA brings at once.

@@ -3,16 +3,16 @@
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::{Fields as _, knob_values};
+use fmha_core::fields::{Fields as _, knob_values, knobs};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::sm90_bwd::{self, Sm90BwdSchedule, Sm90BwdTile};
 
 use super::tile::settle;
-use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named};
-use crate::driver::{Grid, TensorMap, TensorMapFacts};
-use crate::steps::{Step, exactly};
+use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, Steps};
+use crate::driver::{TensorMap, TensorMapFacts};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm90Bwd {
@@ -45,13 +45,11 @@ struct Maps {
 /// What TMA and 16-byte loads and stores ask of addresses.
 const ALIGN: u64 = 16;
 
-impl Named for Sm90Bwd {
+impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
     fn name(&self) -> &'static str {
         sm90_bwd::NAME
     }
-}
 
-impl BwdRecipe for Sm90Bwd {
     fn choose(
         &self,
         problem: &ValidBwd,
@@ -113,7 +111,7 @@ impl BwdRecipe for Sm90Bwd {
             kernel,
             source,
             grid: grid(blocks, sm90_bwd::ROW_THREADS),
-            smem_bytes: 0,
+            shared_bytes: 0,
             tiles: blocks.into(),
             tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
         };
@@ -133,7 +131,7 @@ impl BwdRecipe for Sm90Bwd {
         });
         let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
         Ok(Choice {
-            kernel: Sm90Bwd {
+            kernel: Kernel::new(Sm90Bwd {
                 chosen: Some(Chosen {
                     tile,
                     schedule,
@@ -143,39 +141,38 @@ impl BwdRecipe for Sm90Bwd {
                     workspace,
                     head_sums,
                 }),
-            }
-            .into(),
-            launches: [
-                rows(
+            }),
+            launches: Launches::new(
+                [rows(
                     "preprocess",
                     sm90_bwd::preprocess(&spec, &tile),
                     schedule.num_first_q_blocks.unsigned_abs(),
-                ),
+                )],
                 Launch {
                     kernel: self.name(),
                     source: sm90_bwd::main(&spec, &tile),
                     grid: grid(ctas, tile.num_threads().unsigned_abs()),
-                    smem_bytes: tile.smem_bytes(&spec).unsigned_abs(),
+                    shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
                     tiles: tiles.into(),
                     tiles_at_once: facts.num_sms.into(),
                 },
-            ]
-            .into_iter()
-            .chain(postprocess)
-            .chain(sums)
-            .chain(repair)
-            .chain(dbias.zip(dbias_schedule).map(|(dbias, schedule)| {
-                let blocks = schedule.num_bias_blocks.unsigned_abs();
-                Launch {
-                    kernel: "dbias",
-                    source: sm90_bwd::dbias(&spec, &dbias),
-                    grid: Grid::new(blocks.clamp(1, facts.num_sms), dbias.num_threads().unsigned_abs()),
-                    smem_bytes: dbias.dbias_smem_bytes(&spec).unsigned_abs(),
-                    tiles: blocks.into(),
-                    tiles_at_once: facts.num_sms.into(),
-                }
-            }))
-            .collect(),
+                postprocess.into_iter().chain(sums).chain(repair).chain(dbias.zip(dbias_schedule).map(
+                    |(dbias, schedule)| {
+                        let blocks = schedule.num_bias_blocks.unsigned_abs();
+                        Launch {
+                            kernel: "dbias",
+                            source: sm90_bwd::dbias(&spec, &dbias),
+                            grid: Grid::new(
+                                blocks.clamp(1, facts.num_sms),
+                                dbias.num_threads().unsigned_abs(),
+                            ),
+                            shared_bytes: dbias.dbias_smem_bytes(&spec).unsigned_abs(),
+                            tiles: blocks.into(),
+                            tiles_at_once: facts.num_sms.into(),
+                        }
+                    },
+                )),
+            ),
             workspace: Workspace { bytes, zeroed_bytes: 0 },
             promises: Promises {
                 // Else the sums of dQ have no order where several key blocks add to them.
@@ -233,14 +230,13 @@ impl BwdRecipe for Sm90Bwd {
         Ok(())
     }
 
-    fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps, call: &BwdCall<'_>) -> Result<()> {
         let Some(Chosen { tile, mut schedule, dbias, postprocesses, repairs, workspace, head_sums }) =
             self.chosen
         else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let (two, more) = steps.split_at(steps.len().min(2));
-        let [preprocess, main] = exactly(two)?;
+        let ([preprocess], main, more) = (exactly(steps.before())?, steps.main(), steps.after());
         let (postprocess, more) = more.split_at(usize::from(postprocesses).min(more.len()));
         let (sums, more) = more.split_at(usize::from(tile.head_parts).min(more.len()));
         let (repair, dbias_step) = more.split_at(usize::from(repairs).min(more.len()));
@@ -290,6 +286,43 @@ impl BwdRecipe for Sm90Bwd {
         }
         Ok(())
     }
+
+    fn tunable(&self) -> Option<&dyn Tunable<ValidBwd, Cuda>> {
+        Some(self)
+    }
+}
+
+impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
+    fn label(&self) -> &'static str {
+        sm90_bwd::LABEL
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        &sm90_bwd::HEADERS
+    }
+
+    fn runs_on(&self, facts: &DeviceFacts) -> bool {
+        facts.arch == "sm_90a"
+    }
+
+    fn own_tile(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<TileOptions, Refusal> {
+        let without_tile = PlanOptions { tile: Vec::new(), ..options.clone() };
+        Sm90Bwd::default().choose(problem, facts, &without_tile)?;
+        Ok(knob_values(&table_tile(problem, &spec_of(problem, options), facts)))
+    }
+
+    fn class(&self, problem: &ValidBwd, options: &PlanOptions) -> TileClass {
+        TileClass::of_bwd(problem, &spec_of(problem, options))
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        knobs::<Sm90BwdTile>()
+    }
 }
 
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
@@ -300,25 +333,6 @@ fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
 pub(super) fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
     let tile = sm90_bwd::choose_tile(problem, spec);
     Sm90BwdTile { head_parts: tile.wants_head_parts(problem, spec, facts.num_sms), ..tile }
-}
-
-/// The knobs of that tile.
-///
-/// # Errors
-/// Why the kernels do not take the problem.
-pub(crate) fn own_tile(
-    problem: &ValidBwd,
-    facts: &DeviceFacts,
-    options: &PlanOptions,
-) -> Result<TileOptions, Refusal> {
-    let without_tile = PlanOptions { tile: Vec::new(), ..options.clone() };
-    Sm90Bwd::default().choose(problem, facts, &without_tile)?;
-    Ok(knob_values(&table_tile(problem, &spec_of(problem, options), facts)))
-}
-
-/// The class of problems that a plan's tile is kept for.
-pub(crate) fn tile_class(problem: &ValidBwd, options: &PlanOptions) -> TileClass {
-    TileClass::of_bwd(problem, &spec_of(problem, options))
 }
 
 /// The tensor maps.

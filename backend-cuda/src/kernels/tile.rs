@@ -1,56 +1,19 @@
 //! Whose tile a plan has: the user's, a measured one, or the kernel's own.
 
-use fmha_core::tune::{TileOptions, TunedTile};
-
-/// Where a plan's tile comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TileFrom {
-    /// The kernel's own choice, and what the user sets of it.
-    Table,
-    /// What `fmha tune` has kept.
-    Tuned,
-}
-
-impl TileFrom {
-    /// As a plan tells it.
-    pub(crate) fn detail(self) -> (&'static str, String) {
-        let words = match self {
-            Self::Table => "the table",
-            Self::Tuned => "`fmha tune` on this device",
-        };
-        ("tile from", words.to_owned())
-    }
-}
-
-/// The tile of a plan. `set` is the kernel's own with some fields set, if that fits the problem and the device. What the user
-/// sets comes before what was measured, which holds where it fits: problems of one class differ in numbers.
-///
-/// # Errors
-/// Why the kernel's own tile, with what the user sets, does not fit.
-pub(crate) fn settle<T>(
-    by_user: &TileOptions,
-    tuned: Option<&TunedTile>,
-    set: impl Fn(&TileOptions) -> Result<T, String>,
-) -> Result<(T, TileFrom), String> {
-    let tuned = tuned.filter(|_| by_user.is_empty());
-    match tuned.and_then(|tuned| set(&tuned.tile).ok()) {
-        Some(tile) => Ok((tile, TileFrom::Tuned)),
-        None => Ok((set(by_user)?, TileFrom::Table)),
-    }
-}
+pub(crate) use fmha_gpu::settle;
 
 #[cfg(test)]
 mod tests {
     use fmha_core::spec::BwdSpec;
-    use fmha_core::tune::{TileClass, TunedTiles};
+    use fmha_core::tune::{TileClass, TunedTile, TunedTiles};
     use fmha_core::{Accuracy, BwdProblem, DType, Dims, FwdProblem, PlanOptions, ValidBwd, ValidFwd};
+    use fmha_gpu::{Recipe as _, TileFrom, tuned_kernels};
     use fmha_kernels_cuda::{sm90, sm90_bwd, sm100};
 
     use super::super::sm90::Sm90;
     use super::super::sm90_bwd::Sm90Bwd;
     use super::super::sm100::Sm100;
-    use super::super::{BwdRecipe as _, DeviceFacts, FwdRecipe as _, TUNED_KERNELS};
-    use super::*;
+    use super::super::{Cuda, DeviceFacts};
 
     fn fwd() -> ValidFwd {
         let dims = Dims {
@@ -73,8 +36,8 @@ mod tests {
     fn facts(label: &str, class: &TileClass, (knob, value): (&str, &str)) -> DeviceFacts {
         let folder = tempfile::tempdir().unwrap();
         let headers = fmha_kernels_cuda::headers();
-        let load =
-            || TunedTiles::load_from(Some(folder.path().to_owned()), "an H200", &TUNED_KERNELS, &headers);
+        let tuned = tuned_kernels::<Cuda>();
+        let load = || TunedTiles::load_from(Some(folder.path().to_owned()), "an H200", &tuned, &headers);
         let tile = vec![(knob.to_owned(), value.to_owned())];
         load().keep(label, class, TunedTile { tile, seconds: 1.0, default_seconds: 1.1 }).unwrap();
         DeviceFacts { tuned: load(), ..DeviceFacts::stated("sm_90a").unwrap() }

@@ -24,7 +24,7 @@ fn job(header: &'static str) -> KernelJob {
         kernel: "words",
         arch: "gfx942".to_owned(),
         flags: crate::compile::COMPILE_OPTIONS.map(str::to_owned).to_vec(),
-        source: KernelSource::new(ENTRY.to_owned(), vec![Header::embedded("part/words.h", header)]),
+        source: KernelSource::new(ENTRY.to_owned(), move || vec![Header::embedded("part/words.h", header)]),
         image: ImageKind::Machine,
     }
 }

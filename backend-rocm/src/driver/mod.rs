@@ -1,13 +1,13 @@
 //! HIP behind `Result`: the only folder that calls the driver.
 
-pub(crate) mod graph;
+mod calls;
 pub(crate) mod search;
 pub(crate) mod sys;
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::sync::Arc;
 
-use fmha_core::{Error, Result, Stream};
+use fmha_core::{Error, Result};
 
 use self::sys::{DeviceProperties, Handle, Hip, HipStatus};
 
@@ -44,10 +44,6 @@ impl Driver {
         let no_device = |error| Error::NoDevice(format!("rocm: HIP has no device: {error}"));
         driver.check("hipInit", status).map_err(no_device)?;
         driver.at(ordinal)
-    }
-
-    pub(crate) fn emulated(&self) -> bool {
-        self.emulated
     }
 
     /// The device after this one.
@@ -106,83 +102,6 @@ impl Driver {
         })
     }
 
-    /// Device memory; HIP aligns it to 256 bytes.
-    pub(crate) fn alloc(&self, bytes: u64) -> Result<*mut u8> {
-        let _selected = self.select()?;
-        let size = usize::try_from(bytes.max(1)).map_err(|_| Error::System {
-            what: format!("{bytes} bytes of device memory"),
-            text: "more than an address can express".to_owned(),
-        })?;
-        let mut address: Handle = std::ptr::null_mut();
-        // SAFETY: `address` is a pointer to fill.
-        let status = unsafe { (self.hip.hipMalloc)(&raw mut address, size) };
-        self.check("hipMalloc", status)?;
-        Ok(address.cast())
-    }
-
-    /// Gives memory of [`alloc`](Self::alloc) back.
-    pub(crate) fn free(&self, address: *mut u8) {
-        // SAFETY: `alloc` gave the address out, and its one owner gives it back once. A failure has
-        // nobody left to hear of it.
-        unsafe { (self.hip.hipFree)(address.cast()) };
-    }
-
-    /// Copies, and waits until the bytes are there: the call may return once they are staged, and streams
-    /// that do not wait for the default one could overtake them.
-    ///
-    /// # Safety
-    /// `to .. to + bytes.len()` is device memory that no queued work uses.
-    pub(crate) unsafe fn upload(&self, bytes: &[u8], to: *mut u8) -> Result<()> {
-        let _selected = self.select()?;
-        // SAFETY: the caller promised `to`; `bytes` is a slice.
-        let status = unsafe { (self.hip.hipMemcpyHtoD)(to.cast(), bytes.as_ptr().cast(), bytes.len()) };
-        self.check("hipMemcpyHtoD", status)?;
-        // SAFETY: the default stream is always there.
-        self.check("hipStreamSynchronize", unsafe {
-            (self.hip.hipStreamSynchronize)(handle(Stream::DEFAULT))
-        })
-    }
-
-    /// # Safety
-    /// `from .. from + bytes.len()` is device memory.
-    pub(crate) unsafe fn download(&self, from: *mut u8, bytes: &mut [u8]) -> Result<()> {
-        let _selected = self.select()?;
-        // SAFETY: the caller promised `from`; `bytes` is a slice.
-        let status = unsafe { (self.hip.hipMemcpyDtoH)(bytes.as_mut_ptr().cast(), from.cast(), bytes.len()) };
-        self.check("hipMemcpyDtoH", status)
-    }
-
-    /// Waits for a stream's work.
-    pub(crate) fn synchronize(&self, stream: Stream) -> Result<()> {
-        let _selected = self.select()?;
-        if stream == Stream::DEFAULT {
-            // SAFETY: no arguments.
-            let status = unsafe { (self.hip.hipDeviceSynchronize)() };
-            return self.check("hipDeviceSynchronize", status);
-        }
-        // SAFETY: a `Stream` is a handle of this driver's, as its maker says.
-        let status = unsafe { (self.hip.hipStreamSynchronize)(handle(stream)) };
-        self.check("hipStreamSynchronize", status)
-    }
-
-    /// A new queue of work.
-    pub(crate) fn create_stream(&self) -> Result<Stream> {
-        let _selected = self.select()?;
-        let mut stream: Handle = std::ptr::null_mut();
-        // SAFETY: `stream` is a pointer to fill.
-        let status = unsafe { (self.hip.hipStreamCreate)(&raw mut stream) };
-        self.check("hipStreamCreate", status)?;
-        Ok(Stream(stream as u64))
-    }
-
-    /// Ends a queue of [`create_stream`](Self::create_stream).
-    pub(crate) fn destroy_stream(&self, stream: Stream) -> Result<()> {
-        let _selected = self.select()?;
-        // SAFETY: `create_stream` made it.
-        let status = unsafe { (self.hip.hipStreamDestroy)(handle(stream)) };
-        self.check("hipStreamDestroy", status)
-    }
-
     /// Loads a code object and finds `entry` in it.
     pub(crate) fn load(&self, image: &[u8], entry: &str) -> Result<Function> {
         let _selected = self.select()?;
@@ -214,10 +133,6 @@ impl Driver {
         // SAFETY: `open` saw that the ordinal exists.
         self.check("hipSetDevice", unsafe { (self.hip.hipSetDevice)(self.ordinal) })?;
         Ok(Selected { hip: &self.hip, callers: Some(current) })
-    }
-
-    pub(super) fn hip(&self) -> &Hip {
-        &self.hip
     }
 
     pub(super) fn check(&self, call: &'static str, status: HipStatus) -> Result<()> {
@@ -259,42 +174,6 @@ unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-impl Function {
-    /// Queues the kernel.
-    ///
-    /// # Safety
-    /// `params` is the argument struct that the kernel takes, and the addresses in it are device
-    /// memory as the kernel uses them.
-    pub(crate) unsafe fn launch<P: Copy>(
-        &self,
-        num_workgroups: u32,
-        num_threads: u32,
-        params: &P,
-        stream: Stream,
-    ) -> Result<()> {
-        let _selected = self.driver.select()?;
-        let mut argument = std::ptr::from_ref(params).cast_mut().cast::<c_void>();
-        // SAFETY: HIP copies the arguments before it returns; the kernel takes one struct, as the
-        // caller promised.
-        let status = unsafe {
-            (self.driver.hip.hipModuleLaunchKernel)(
-                self.function,
-                num_workgroups,
-                1,
-                1,
-                num_threads,
-                1,
-                1,
-                0,
-                handle(stream),
-                &raw mut argument,
-                std::ptr::null_mut(),
-            )
-        };
-        self.driver.check("hipModuleLaunchKernel", status)
-    }
-}
-
 impl Drop for Function {
     fn drop(&mut self) {
         if !self.module.is_null() {
@@ -304,10 +183,6 @@ impl Drop for Function {
             unsafe { (self.driver.hip.hipModuleUnload)(self.module) };
         }
     }
-}
-
-pub(crate) fn handle(stream: Stream) -> Handle {
-    stream.0 as Handle
 }
 
 /// # Safety

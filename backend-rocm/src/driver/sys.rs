@@ -96,8 +96,9 @@ functions! {
     required fn hipFree(address: Handle) -> HipStatus;
     required fn hipMemcpyHtoD(to: Handle, from: *const c_void, bytes: usize) -> HipStatus;
     required fn hipMemcpyDtoH(to: *mut c_void, from: Handle, bytes: usize) -> HipStatus;
+    required fn hipMemsetAsync(to: Handle, value: c_int, bytes: usize, stream: Handle) -> HipStatus;
     required fn hipDeviceSynchronize() -> HipStatus;
-    required fn hipStreamCreate(stream: *mut Handle) -> HipStatus;
+    required fn hipStreamCreateWithFlags(stream: *mut Handle, flags: c_uint) -> HipStatus;
     required fn hipStreamDestroy(stream: Handle) -> HipStatus;
     required fn hipStreamSynchronize(stream: Handle) -> HipStatus;
     required fn hipModuleLoadData(module: *mut Handle, image: *const c_void) -> HipStatus;
@@ -115,6 +116,7 @@ functions! {
     optional fn hipEventCreate(event: *mut Handle) -> HipStatus;
     optional fn hipEventDestroy(event: Handle) -> HipStatus;
     optional fn hipEventRecord(event: Handle, stream: Handle) -> HipStatus;
+    optional fn hipStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint) -> HipStatus;
     optional fn hipEventSynchronize(event: Handle) -> HipStatus;
     optional fn hipEventElapsedTime(milliseconds: *mut f32, start: Handle, stop: Handle) -> HipStatus;
     optional fn hipStreamBeginCapture(stream: Handle, mode: c_int) -> HipStatus;

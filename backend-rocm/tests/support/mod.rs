@@ -7,7 +7,7 @@
 
 use std::process::Command;
 
-use fmha_core::Dims;
+use fmha_core::{AnyProblem, Device, Dims, PlanOptions, ValidFwd};
 
 /// A problem that fills no tile.
 pub(crate) const DIMS: Dims = Dims {
@@ -19,6 +19,13 @@ pub(crate) const DIMS: Dims = Dims {
     head_dim_qk: 128,
     head_dim_v: 128,
 };
+
+/// The code object of a forward plan's kernel: an ELF for the device's architecture.
+pub(crate) fn code_object(device: &Device, problem: &ValidFwd, options: &PlanOptions) -> Vec<u8> {
+    let compiler = device.precompiler().unwrap();
+    let jobs = compiler.jobs(AnyProblem::Forward(problem), options).unwrap();
+    compiler.precompile(&jobs[0]).unwrap().machine.clone()
+}
 
 /// Runs an ignored test of the calling program in a process of its own, with these variables and no bundle.
 pub(crate) fn in_a_process(test: &str, variables: &[(&str, &str)]) {

@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use fmha_core::{DType, Dims, FmhaBackend, FwdProblem, PlanOptions};
-use fmha_rocm::{Arch, Resources, RocmBackend};
+use fmha_core::{DType, Dims, FwdProblem, PlanOptions};
+use fmha_rocm::{Arch, Resources};
 
 const OBJDUMP: &str = "llvm-objdump-22";
 const MCA: &str = "llvm-mca-22";
@@ -68,15 +68,16 @@ pub(crate) fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &s
     let mut problem = FwdProblem::batch(dtype, dims);
     problem.mask = mask.parse().unwrap();
     problem.write_lse = true;
-    let backend = RocmBackend::pretend(arch.name()).unwrap();
+    let backend = fmha_rocm::pretend(arch.name()).unwrap();
     let options =
         PlanOptions { tile: vec![("order".to_owned(), order.to_owned())], ..PlanOptions::default() };
-    let plan = backend.plan_fwd(&problem.validate().unwrap(), &options).unwrap();
-    let code = backend.code_object(&plan).unwrap();
+    let problem = problem.validate().unwrap();
+    let plan = backend.plan_fwd(&problem, &options).unwrap();
+    let code = super::support::code_object(&backend, &problem, &options);
     let waves = u64::from(plan.explain().launch.unwrap().threads / 64);
-    let found = Resources::of(code).unwrap();
+    let found = Resources::of(&code).unwrap();
     let file = scratch(arch, "co");
-    std::fs::write(&file, code).unwrap();
+    std::fs::write(&file, &code).unwrap();
     let main_loop = main_loop(&file);
     let passes = passes(arch, &main_loop);
     std::fs::remove_file(&file).unwrap();

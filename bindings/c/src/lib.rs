@@ -13,27 +13,16 @@ mod tests;
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
 
-use fmha::core::fork::PerProcess;
-use fmha::{Backend, Error, FmhaBackend, ProblemError, Result};
+use fmha::{Backend, Device, Error, ProblemError, Result};
 
 use host::Choice;
 pub use plan::FmhaPlan;
 pub use structs::*;
 
-/// A backend is opened once: its kernels stay loaded from plan to plan.
-fn open(choice: Option<&Backend>) -> Result<Arc<dyn FmhaBackend>> {
-    type Open = Mutex<Vec<(Backend, Arc<dyn FmhaBackend>)>>;
-    static OPEN: PerProcess<Open> = PerProcess::of_first(Mutex::new(Vec::new()));
-    let choice = choice.unwrap_or(&Backend::CUDA);
-    let mut open = OPEN.get(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, backend)) = open.iter().find(|(name, _)| name == choice) {
-        return Ok(Arc::clone(backend));
-    }
-    let backend = fmha::open(choice)?;
-    open.push((choice.clone(), Arc::clone(&backend)));
-    Ok(backend)
+/// The device of a call, opened once: its kernels stay loaded from plan to plan.
+fn open(choice: Option<&Backend>) -> Result<Device> {
+    Device::open(choice.unwrap_or(&Backend::CUDA).clone())
 }
 
 thread_local! {
@@ -68,7 +57,7 @@ unsafe fn make_plan<C>(
     call: *const C,
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
-    make: unsafe fn(&Arc<dyn FmhaBackend>, &C, &Choice) -> Result<FmhaPlan>,
+    make: unsafe fn(&Device, &C, &Choice) -> Result<FmhaPlan>,
 ) -> c_int {
     guard(|| {
         not_null("call", call)?;

@@ -1,13 +1,11 @@
 //! A plan behind the C pointer: made from one call's struct, run with others that agree with it.
 
-use std::ffi::CString;
-use std::sync::Arc;
+use std::ffi::{CString, c_void};
 
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
-    DevSlice, DevSliceMut, Dims, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace,
-    PartialResult, ProblemError, Result, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd,
-    Workspace,
+    DevSlice, DevSliceMut, Device, Dims, Extents, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult,
+    ProblemError, Result, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::agree;
@@ -16,7 +14,8 @@ use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartia
 
 /// A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
 pub struct FmhaPlan {
-    backend: Arc<dyn FmhaBackend>,
+    device: fmha::core::Device,
+    space: MemorySpace,
     planned: Box<Planned>,
     workspace: Option<DevBuffer>,
     text: CString,
@@ -32,52 +31,45 @@ enum Planned {
 impl FmhaPlan {
     /// # Safety
     /// The host pointers of `call` are null or point to what `fmha.h` says.
-    pub(crate) unsafe fn new(
-        backend: &Arc<dyn FmhaBackend>,
-        call: &FmhaCall,
-        choice: &Choice,
-    ) -> Result<Self> {
+    pub(crate) unsafe fn new(device: &Device, call: &FmhaCall, choice: &Choice) -> Result<Self> {
         // SAFETY: passed on.
         let pointed = unsafe { Pointed::read(call)? };
         let (planned, scratch, text) = match &pointed.gradients {
             None => {
-                let plan = backend.plan_fwd(&pointed.forward(call)?.validate()?, &choice.plan)?;
+                let plan = device.plan_fwd(&pointed.forward(call)?.validate()?, &choice.plan)?;
                 let (scratch, text) = (plan.workspace(), plan.to_string());
                 (Planned::Forward { plan, call: *call, pointed }, scratch, text)
             }
             Some(gradients) => {
                 let problem = pointed.backward(call, gradients)?;
-                let plan = backend.plan_bwd(&problem.validate()?, &choice.plan)?;
+                let plan = device.plan_bwd(&problem.validate()?, &choice.plan)?;
                 let (scratch, text) = (plan.workspace(), plan.to_string());
                 (Planned::Backward { plan, call: *call, pointed }, scratch, text)
             }
         };
-        Self::with(Arc::clone(backend), planned, scratch, text)
+        Self::with(device, planned, scratch, text)
     }
 
     /// # Safety
     /// `parts` is null or as many as `num_parts` says.
-    pub(crate) unsafe fn combine(
-        backend: &Arc<dyn FmhaBackend>,
-        call: &FmhaCombine,
-        choice: &Choice,
-    ) -> Result<Self> {
+    pub(crate) unsafe fn combine(device: &Device, call: &FmhaCombine, choice: &Choice) -> Result<Self> {
         // SAFETY: passed on.
         let first = unsafe { host::parts(call)? }[0];
-        let plan = backend.plan_combine(&host::combine(call, &first)?.validate()?, &choice.plan)?;
+        let plan = device.plan_combine(&host::combine(call, &first)?.validate()?, &choice.plan)?;
         let (scratch, text) = (plan.workspace(), plan.to_string());
-        Self::with(Arc::clone(backend), Planned::Combine { plan, call: *call, first }, scratch, text)
+        Self::with(device, Planned::Combine { plan, call: *call, first }, scratch, text)
     }
 
-    fn with(
-        backend: Arc<dyn FmhaBackend>,
-        planned: Planned,
-        scratch: Workspace,
-        text: String,
-    ) -> Result<Self> {
-        let workspace = backend.memory().workspace(scratch)?;
-        let text = CString::new(text).unwrap_or_default();
-        Ok(Self { backend, planned: Box::new(planned), workspace, text })
+    fn with(device: &Device, planned: Planned, scratch: Workspace, text: String) -> Result<Self> {
+        let workspace = device.memory().workspace(scratch)?;
+        let (text, space) = (CString::new(text).unwrap_or_default(), device.memory().space());
+        Ok(Self {
+            device: fmha::core::Device::clone(device),
+            space,
+            planned: Box::new(planned),
+            workspace,
+            text,
+        })
     }
 
     /// The plan for a reader.
@@ -86,17 +78,25 @@ impl FmhaPlan {
     }
 
     /// # Safety
+    /// `stream` is null or a stream of the device's, which lives until its work is done.
+    unsafe fn stream(&self, stream: *mut c_void) -> Stream {
+        // SAFETY: passed on.
+        unsafe { Stream::from_raw(&self.device, stream as u64) }
+    }
+
+    /// # Safety
     /// Every pointer of `call` that is not null is memory of the plan's backend, as large as `fmha.h`
     /// says, and nobody else touches it until the work is done; host pointers are as for [`Self::new`].
     pub(crate) unsafe fn run(&self, call: &FmhaCall) -> Result<()> {
-        let stream = Stream(call.stream as u64);
-        let memory = Memory(self.backend.memory().space());
+        // SAFETY: the caller promised a stream of the device's that lives until the work is done.
+        let stream = unsafe { self.stream(call.stream) };
+        let memory = Memory(self.space);
         match &*self.planned {
             Planned::Forward { plan, call: planned, pointed } => {
                 // SAFETY: passed on.
                 unsafe { agree::call(planned, pointed, call)? };
                 // SAFETY: passed on.
-                unsafe { self.run_forward(plan, call) }
+                unsafe { self.run_forward(plan, call, &stream) }
             }
             Planned::Backward { plan, call: planned, pointed } => {
                 // SAFETY: passed on.
@@ -107,7 +107,7 @@ impl FmhaPlan {
                 };
                 // SAFETY: passed on.
                 let mut args = unsafe { memory.backward(plan, call, gradients, self.workspace.as_ref())? };
-                self.backend.run_bwd(plan, &mut args, stream)
+                plan.run(&mut args, &stream)
             }
             Planned::Combine { .. } => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
         }
@@ -116,8 +116,8 @@ impl FmhaPlan {
     /// # Safety
     /// As [`Self::run`].
     #[inline]
-    unsafe fn run_forward(&self, plan: &FwdPlan, call: &FmhaCall) -> Result<()> {
-        let (problem, memory) = (plan.problem(), Memory(self.backend.memory().space()));
+    unsafe fn run_forward(&self, plan: &FwdPlan, call: &FmhaCall, stream: &Stream) -> Result<()> {
+        let (problem, memory) = (plan.problem(), Memory(self.space));
         // SAFETY: passed on.
         let cache = unsafe { call.cache.as_ref() };
         let totals = host::totals(call, cache)?;
@@ -140,7 +140,7 @@ impl FmhaPlan {
             args.workspace =
                 self.workspace.as_ref().map(|buffer| memory.write(buffer.as_ptr(), buffer.bytes()));
         }
-        self.backend.run_fwd(plan, &mut args, Stream(call.stream as u64))
+        plan.run(&mut args, stream)
     }
 
     /// # Safety
@@ -152,7 +152,7 @@ impl FmhaPlan {
         // SAFETY: passed on.
         let parts = unsafe { host::parts(call)? };
         agree::combine(planned, first, call, &parts[0])?;
-        let memory = Memory(self.backend.memory().space());
+        let memory = Memory(self.space);
         let problem = plan.problem();
         let lse_bytes = problem.lse_elems() * 4;
         let mut inputs = Vec::with_capacity(parts.len());
@@ -172,7 +172,8 @@ impl FmhaPlan {
                 lse: memory.write_if(problem.write_lse, call.lse.cast(), lse_bytes),
             }
         };
-        self.backend.run_combine(plan, &mut args, Stream(call.stream as u64))
+        // SAFETY: as above, of the stream.
+        plan.run(&mut args, &unsafe { self.stream(call.stream) })
     }
 }
 

@@ -4,9 +4,8 @@
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{null, null_mut};
-use std::sync::Arc;
 
-use fmha::{Backend, FmhaBackend};
+use fmha::{Backend, Device};
 use proptest::prelude::*;
 
 use crate::host::Choice;
@@ -22,7 +21,7 @@ const HEADS: usize = 2;
 const DIM: usize = 8;
 const SCALE: f32 = 0.25;
 
-fn cpu() -> Arc<dyn FmhaBackend> {
+fn cpu() -> Device {
     crate::open(Some(&Backend::Cpu)).unwrap()
 }
 

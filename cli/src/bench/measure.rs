@@ -1,6 +1,6 @@
 //! One row: checked, then timed.
 
-use fmha::{DevBuffer, Error, FmhaBackend, MemorySpace, PlanOptions};
+use fmha::{DevBuffer, Device, Error, MemorySpace, PlanOptions};
 use fmha_conformance::init::Init;
 use fmha_conformance::memory::Bytes;
 
@@ -45,7 +45,7 @@ const FLUSH_BYTES_DEVICE: usize = 256 << 20;
 
 /// Runs one row. What the problem or the backend cannot do is an outcome; what fails is a failure.
 pub(crate) fn measure(
-    backend: &dyn FmhaBackend,
+    backend: &Device,
     setup: &Setup,
     options: &PlanOptions,
     protocol: Protocol,
@@ -90,7 +90,7 @@ struct Flush {
 }
 
 impl Flush {
-    fn new(backend: &dyn FmhaBackend) -> Result<Self, Failure> {
+    fn new(backend: &Device) -> Result<Self, Failure> {
         let memory = backend.memory();
         let (bytes, device) = match memory.space() {
             MemorySpace::Host => (FLUSH_BYTES_HOST, None),
@@ -99,7 +99,7 @@ impl Flush {
         Ok(Self { host: Bytes::filled(bytes, 0)?, device, byte: 0 })
     }
 
-    fn run(&mut self, backend: &dyn FmhaBackend) -> Result<(), Failure> {
+    fn run(&mut self, backend: &Device) -> Result<(), Failure> {
         match &mut self.device {
             Some(buffer) => backend.memory().upload(&self.host, buffer)?,
             None => {

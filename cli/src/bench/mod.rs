@@ -122,7 +122,7 @@ impl BenchArgs {
         }
         self.targets(&tables)?;
         let peers = self.peers.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
-        let backend = self.backend.open()?.backend;
+        let backend = self.backend.open()?;
         let protocol = match self.protocol {
             ProtocolName::Burst => Protocol::burst(self.rounds),
             ProtocolName::Hot => Protocol::Hot,
@@ -140,7 +140,7 @@ impl BenchArgs {
                 let outcome = if deadline.is_some_and(|deadline| started.elapsed() >= deadline) {
                     Measured::Absent("out of budget".to_owned())
                 } else {
-                    measure(&*backend, &setup, &self.backend.plan_options(), protocol, self.verify)?
+                    measure(&backend, &setup, &self.backend.plan_options(), protocol, self.verify)?
                 };
                 rows.push(Row { label: label(&setup), outcome });
                 done += 1;

@@ -66,7 +66,7 @@ fn place(folder: &Path, job: &KernelJob) -> PathBuf {
 }
 
 fn sources(folder: &Path, job: &KernelJob) -> std::io::Result<()> {
-    for header in &job.source.headers {
+    for header in job.source.headers().iter() {
         let path = folder.join(&*header.name);
         fs::create_dir_all(path.parent().unwrap_or(folder))?;
         fs::write(path, &*header.text)?;

@@ -129,7 +129,8 @@ impl KernelJob {
     pub fn key(&self) -> SourceKey {
         let count = self.flags.len().to_string();
         let flags = self.flags.iter().map(String::as_bytes);
-        let headers = self.source.headers.iter().flat_map(|h| [h.name.as_bytes(), h.text.as_bytes()]);
+        let headers = self.source.headers();
+        let headers = headers.iter().flat_map(|h| [h.name.as_bytes(), h.text.as_bytes()]);
         let texts = [self.arch.as_bytes(), self.source.entry.as_bytes(), count.as_bytes()];
         SourceKey(hash(texts.into_iter().chain(flags).chain(headers)))
     }
@@ -264,7 +265,8 @@ pub trait Precompile: Sync {
 /// Bundles that every cache of this process looks into.
 static EMBEDDED: Mutex<Vec<Arc<Bundle>>> = Mutex::new(Vec::new());
 
-/// Gives the backends that are opened from now on a bundle, such as one that the program embeds.
+/// Gives all backends a bundle, such as one that the program embeds: kernels that are looked for from now on are found in
+/// it.
 pub fn embed(bundle: Bundle) {
     EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(bundle));
 }
@@ -273,6 +275,8 @@ pub fn embed(bundle: Bundle) {
 #[derive(Clone, Debug)]
 pub struct Cache {
     bundles: Vec<Arc<Bundle>>,
+    /// Whether bundles of [`embed`] come before these.
+    embedded: bool,
     disk: Option<Disk>,
     dump: Option<PathBuf>,
 }
@@ -284,17 +288,18 @@ impl Cache {
     /// # Errors
     /// A bundle of `FMHA_BUNDLE` that is not whole; a variable that is not UTF-8.
     pub fn from_env() -> Result<Self> {
-        let mut bundles = EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut bundles = Vec::new();
         for path in env::BUNDLE.get()?.iter().flat_map(std::env::split_paths) {
             bundles.push(Arc::new(Bundle::open(&path)?));
         }
-        Ok(Self { dump: env::DUMP.get()?.map(PathBuf::from), ..Self::new(bundles, folder()?.as_deref()) })
+        let dump = env::DUMP.get()?.map(PathBuf::from);
+        Ok(Self { dump, embedded: true, ..Self::new(bundles, folder()?.as_deref()) })
     }
 
     /// These bundles, and the disk cache in `folder`.
     #[must_use]
     pub fn new(bundles: Vec<Arc<Bundle>>, folder: Option<&Path>) -> Self {
-        Self { bundles, disk: folder.map(Disk::new), dump: None }
+        Self { bundles, embedded: false, disk: folder.map(Disk::new), dump: None }
     }
 
     /// The kernel of a job. `compiler` is asked for only when no bundle has the kernel.
@@ -320,7 +325,7 @@ impl Cache {
         key: SourceKey,
         compiler: impl FnOnce() -> Result<C>,
     ) -> Result<(Arc<CompiledKernel>, Origin)> {
-        for bundle in &self.bundles {
+        for bundle in self.bundles() {
             if let Some(kernel) = bundle.get(key).filter(|kernel| kernel.image(job.image).is_some()) {
                 return Ok((kernel, Origin::Bundle(bundle.name().to_owned())));
             }
@@ -347,16 +352,27 @@ impl Cache {
         Ok((kernel, Origin::Compiler { compiler: identity, not_kept }))
     }
 
+    /// Every bundle, in the order to look into them.
+    fn bundles(&self) -> Vec<Arc<Bundle>> {
+        let mut bundles = Vec::new();
+        if self.embedded {
+            bundles.extend(EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned());
+        }
+        bundles.extend(self.bundles.iter().cloned());
+        bundles
+    }
+
     fn without_compiler(&self, job: &KernelJob, error: Error) -> Error {
+        let bundles = self.bundles();
         match error {
-            Error::NoDevice(text) if !self.bundles.is_empty() => {
-                let names: Vec<_> = self.bundles.iter().map(|bundle| bundle.name()).collect();
+            Error::NoDevice(text) if !bundles.is_empty() => {
+                let names: Vec<_> = bundles.iter().map(|bundle| bundle.name()).collect();
                 Error::NoDevice(format!(
                     "{text}; and this kernel {} for {} is not in {} ({} kernels)",
                     job.kernel,
                     job.arch,
                     names.join(", "),
-                    self.bundles.iter().map(|bundle| bundle.len()).sum::<usize>()
+                    bundles.iter().map(|bundle| bundle.len()).sum::<usize>()
                 ))
             }
             other => other,

@@ -42,8 +42,13 @@ pub struct Modules<L: Loader> {
     target: Target,
     loader: L,
     cache: Cache,
+    loaded: Mutex<Loaded<L::Kernel>>,
     slots: Mutex<Slots<L::Kernel>>,
 }
+
+/// By bytes of dynamic shared memory and the text of the entry, which spells out the kernel, its spec and its tile:
+/// what a plan of a kernel that is there finds without rendering a header.
+type Loaded<K> = HashMap<u32, HashMap<String, Arc<Module<K>>>>;
 
 /// By key and bytes of dynamic shared memory.
 type Slots<K> = HashMap<(SourceKey, u32), Arc<Slot<K>>>;
@@ -89,7 +94,7 @@ impl<L: Loader> Modules<L> {
     /// No kernels yet; they will come from `cache`.
     #[must_use]
     pub fn new(target: Target, loader: L, cache: Cache) -> Self {
-        Self { target, loader, cache, slots: Mutex::default() }
+        Self { target, loader, cache, loaded: Mutex::default(), slots: Mutex::default() }
     }
 
     /// What is compiled for a source.
@@ -117,7 +122,20 @@ impl<L: Loader> Modules<L> {
         source: KernelSource,
         shared_bytes: u32,
     ) -> Result<Arc<Module<L::Kernel>>> {
+        {
+            let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(module) = loaded.get(&shared_bytes).and_then(|loaded| loaded.get(&source.entry)) {
+                return Ok(Arc::clone(module));
+            }
+        }
         let job = self.job(kernel, source);
+        let module = self.find(&job, shared_bytes)?;
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        loaded.entry(shared_bytes).or_default().insert(job.source.entry, Arc::clone(&module));
+        Ok(module)
+    }
+
+    fn find(&self, job: &KernelJob, shared_bytes: u32) -> Result<Arc<Module<L::Kernel>>> {
         // A panic elsewhere while a lock was held leaves a map and a slot that are still sound.
         let slot = {
             let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
@@ -127,7 +145,7 @@ impl<L: Loader> Modules<L> {
         if let Some(module) = &*slot {
             return Ok(Arc::clone(module));
         }
-        let (compiled, origin) = self.compile(&job)?;
+        let (compiled, origin) = self.compile(job)?;
         let image = compiled.image(self.target.image).ok_or_else(|| Error::System {
             what: format!("kernel {} for {}", compiled.kernel, compiled.arch),
             text: format!("{} left 0 bytes of {}", compiled.compiler, self.target.image),

@@ -13,7 +13,7 @@ fn job(entry: &str) -> KernelJob {
         kernel: "made-up",
         arch: "arch-1".to_owned(),
         flags: vec!["-x".to_owned()],
-        source: KernelSource { entry: entry.to_owned(), headers },
+        source: KernelSource::with(entry.to_owned(), headers),
         image: ImageKind::Machine,
     }
 }
@@ -68,11 +68,14 @@ fn a_key_changes_with_every_input_and_with_nothing_else() {
     others[0].arch = "arch-2".to_owned();
     others[1].source.entry += " ";
     others[2].flags.push("-y".to_owned());
-    others[3].source.headers[0].text = "c".into();
-    others[4].source.headers[1].name = "fmha/c.h".into();
+    let with = |job: &mut KernelJob, headers: [(&'static str, &str); 2]| {
+        let headers = headers.map(|(name, text)| Header::rendered(name, text.to_owned())).to_vec();
+        job.source = KernelSource::with(job.source.entry.clone(), headers);
+    };
+    with(&mut others[3], [("fmha/a.h", "c"), ("fmha/b.h", "b")]);
+    with(&mut others[4], [("fmha/a.h", "a"), ("fmha/c.h", "b")]);
     // The same text, divided otherwise.
-    others[5].source.headers[0].text = "".into();
-    others[5].source.headers[1].name = "afmha/b.h".into();
+    with(&mut others[5], [("fmha/a.h", ""), ("afmha/b.h", "b")]);
     others[6].flags = vec!["-".to_owned(), "x".to_owned()];
     for other in &others {
         assert_ne!(other.key(), base.key(), "{other:?}");
@@ -135,10 +138,13 @@ fn a_bundle_is_written_beside_where_it_will_be_and_read_back_from_there() {
 }
 
 #[test]
-fn what_a_program_embeds_serves_whoever_opens_a_cache_later() {
+fn what_a_program_embeds_serves_caches_that_are_open_and_those_to_come() {
+    let open = Cache::from_env().unwrap();
     embed(Bundle::new("embedded", [made("in the program")]));
-    let (kernel, from) = Cache::from_env().unwrap().get(&job("in the program"), no_compiler).unwrap();
-    assert_eq!((kernel, from), (made("in the program"), Origin::Bundle("embedded".to_owned())));
+    for cache in [open, Cache::from_env().unwrap()] {
+        let (kernel, from) = cache.get(&job("in the program"), no_compiler).unwrap();
+        assert_eq!((kernel, from), (made("in the program"), Origin::Bundle("embedded".to_owned())));
+    }
 }
 
 #[test]
@@ -264,6 +270,28 @@ fn whoever_wants_a_kernel_at_the_same_time_gets_the_same_one_compiled_once() {
 }
 
 #[test]
+fn a_loaded_kernel_is_found_by_its_entry_and_its_headers_are_not_even_made() {
+    let modules = modules(true, ImageKind::Machine);
+    let made = Arc::new(AtomicU32::new(0));
+    let source = |entry: &str| {
+        let made = Arc::clone(&made);
+        KernelSource::new(entry.to_owned(), move || {
+            made.fetch_add(1, Ordering::Relaxed);
+            Vec::new()
+        })
+    };
+    let load = |entry, shared_bytes| modules.load("made-up", source(entry), shared_bytes).unwrap();
+    let first = load("one", 0);
+    assert_eq!(made.load(Ordering::Relaxed), 1, "made once for key, compiler and dump");
+    assert!(Arc::ptr_eq(&load("one", 0), &first));
+    assert_eq!(made.load(Ordering::Relaxed), 1, "and not again");
+    for other in [load("two", 0), load("one", 64)] {
+        assert!(!Arc::ptr_eq(&other, &first));
+    }
+    assert_eq!(made.load(Ordering::Relaxed), 3);
+}
+
+#[test]
 fn without_a_device_a_kernel_is_compiled_and_cannot_be_launched() {
     let module = modules(false, ImageKind::Machine).load("made-up", job("one").source, 0).unwrap();
     assert_eq!(module.compiled.machine.len(), 300);
@@ -284,7 +312,8 @@ fn a_comment_in_a_header_that_no_entry_includes_changes_no_key() {
             Header::rendered("fmha/a.h", "a".to_owned()),
             Header::rendered("fmha/b.h", unused.to_owned()),
         ];
-        KernelJob { source: KernelSource::new(entry.to_owned(), headers), ..job(entry) }.key()
+        let all = move || headers.clone();
+        KernelJob { source: KernelSource::new(entry.to_owned(), all), ..job(entry) }.key()
     };
     assert_eq!(key("b"), key("b // why"));
 }

@@ -1,39 +1,28 @@
 //! A plan: which kernels, how, and what they promise. Made once, run many times.
 //!
-//! A plan is opaque. A backend fills [`PlanParts`] and seals them with its own [`BackendId`]; from then
-//! on nobody can change the problem that arguments are checked against, nor run the plan elsewhere.
+//! A plan is opaque. A backend fills [`PlanParts`], and the [`Device`] that asked it seals them with the problem; from
+//! then on nobody can change what arguments are checked against, nor run the plan elsewhere.
 
 mod explain;
 mod options;
 mod sums;
 
-use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use explain::{Explain, LaunchShape, ResourceUsage};
 pub use options::{Accuracy, PlanOptions, Promises};
 pub use sums::ScoreSums;
 
+use crate::args::MemorySpace;
 use crate::bwd::ValidBwd;
+use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
-use crate::error::{ProblemError, Refusal};
+use crate::device::{Device, Stream};
+use crate::error::{Refusal, Result};
+use crate::lengths::check_lengths;
 use crate::problem::ValidFwd;
-
-/// One backend of this process: no two have the same, though they be of one device and one
-/// configuration.
-#[derive(Debug, PartialEq, Eq)]
-pub struct BackendId(u64);
-
-impl BackendId {
-    /// An identity that no other backend of this process has.
-    #[must_use]
-    pub fn unique() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self(NEXT.fetch_add(1, Ordering::Relaxed))
-    }
-}
+use crate::seq::spans;
 
 /// Scratch memory of a run. Contents between runs mean nothing: what a run wants zero it clears itself,
 /// on its own stream.
@@ -84,13 +73,9 @@ pub struct Step {
     pub explain: Explain,
 }
 
-/// Everything that a plan says; [`seal`](Self::seal) makes it one.
+/// What a backend says of a plan.
 #[derive(Clone, Debug)]
-pub struct PlanParts<P> {
-    /// What it computes.
-    pub problem: P,
-    /// The backend's name, for people.
-    pub backend: String,
+pub struct PlanParts {
     /// The kernel's name, as `PlanOptions::kernel` takes it; one of the steps bears it.
     pub kernel: String,
     /// How: tile, stages, registers, grid, ... in the order to print them.
@@ -107,23 +92,18 @@ pub struct PlanParts<P> {
     pub promises: Promises,
 }
 
-impl<P> PlanParts<P> {
-    /// The plan, which `owner` alone can run. `handle` is the backend's own: loaded kernels, a
-    /// resolved tile.
-    #[must_use]
-    pub fn seal(self, owner: &BackendId, handle: impl Any + Send + Sync) -> Plan<P> {
-        Plan(Arc::new(Sealed { parts: self, owner: owner.0, handle: Box::new(handle) }))
-    }
+struct Sealed<P: Problem> {
+    problem: P,
+    device: Device,
+    space: MemorySpace,
+    parts: PlanParts,
+    launch: Box<dyn Launch<P>>,
+    /// Whether each run reads the lengths back and checks them.
+    checks_lengths: bool,
 }
 
-struct Sealed<P> {
-    parts: PlanParts<P>,
-    owner: u64,
-    handle: Box<dyn Any + Send + Sync>,
-}
-
-/// A chosen kernel for a problem `P`; [`FwdPlan`], [`BwdPlan`] and [`CombinePlan`] are its names. A
-/// copy is cheap.
+/// A chosen kernel for a problem `P`, and the device that runs it; [`FwdPlan`], [`BwdPlan`] and [`CombinePlan`] are its
+/// names. A copy is cheap.
 ///
 /// Nothing of it can be changed, so that a run's arguments are checked against what was planned:
 ///
@@ -144,7 +124,7 @@ struct Sealed<P> {
 ///     plan.workspace().bytes == 0 && plan.problem().dims.batch == 1
 /// }
 /// ```
-pub struct Plan<P>(Arc<Sealed<P>>);
+pub struct Plan<P: Problem>(Arc<Sealed<P>>);
 
 /// A plan for attention forward.
 pub type FwdPlan = Plan<ValidFwd>;
@@ -156,17 +136,79 @@ pub type CombinePlan = Plan<ValidCombine>;
 /// What is known of a plan without launches of its own.
 static NO_LAUNCH: Explain = Explain { resources: None, launch: None, code: String::new() };
 
-impl<P> Plan<P> {
+impl<P: Problem> Plan<P> {
+    pub(crate) fn new(device: Device, problem: P, planned: Planned<P>, checks_lengths: bool) -> Self {
+        let Planned { mut parts, launch } = planned;
+        let space = device.memory().space();
+        let reads_back = checks_lengths && P::HAS_LENGTHS && space == MemorySpace::Device;
+        if reads_back {
+            let words = "read back and checked by each run, which waits for its stream";
+            parts.details.push(("lengths", words.to_owned()));
+            parts.promises.graph_capturable = false;
+        }
+        Self(Arc::new(Sealed { problem, device, space, parts, launch, checks_lengths: reads_back }))
+    }
+
+    /// Queues the work on `stream` and returns; where there are no streams it is done by then. All of the operands are
+    /// checked first, and nothing wrong is launched: an error leaves every output as it was, except
+    /// [`Error::Driver`](crate::Error::Driver) from the device itself.
+    ///
+    /// # Errors
+    /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, operands that do not fit, lengths that
+    /// are wrong where they are checked; what the driver said.
+    pub fn run(&self, args: &mut P::Args<'_>, stream: &Stream) -> Result<()> {
+        let Sealed { problem, device, space, parts, launch, checks_lengths } = &*self.0;
+        let stream = stream.of(device)?;
+        problem.check(args, parts.workspace, *space)?;
+        let args = P::borrowed(args);
+        let queues = device.queues()?;
+        let mut sequences = Vec::new();
+        match (problem.lengths(args), queues) {
+            (Some((problem, seq)), _) if *space == MemorySpace::Host => sequences = spans(problem, seq)?,
+            (Some((problem, seq)), Some(queues)) if *checks_lengths => {
+                // SAFETY: `Stream::of` gave a live handle.
+                unsafe { queues.synchronize(stream)? };
+                check_lengths(problem, seq, |slice, bytes| {
+                    // SAFETY: the check saw that the slice covers them; its maker promised the memory.
+                    unsafe { queues.read(slice.as_ptr(), bytes) }
+                })?;
+            }
+            _ => {}
+        }
+        if problem.is_empty() {
+            return Ok(());
+        }
+        let call = Call { problem, args, spans: &sequences, stream };
+        launch.takes_addresses(&call)?;
+        if let (Some(workspace), 1..) = (P::workspace(args), parts.workspace.zeroed_bytes) {
+            let (address, bytes) = (workspace.as_mut_ptr(), parts.workspace.zeroed_bytes);
+            match queues {
+                // SAFETY: the check saw that the workspace has as many bytes; its maker promised them to this run.
+                Some(queues) => unsafe { queues.zero(address, bytes, stream)? },
+                // SAFETY: as above; without queues it is host memory.
+                None => unsafe { address.write_bytes(0, bytes as usize) },
+            }
+        }
+        // SAFETY: checked and cleared above, for the problem that the backend planned; the stream is live.
+        unsafe { launch.launch(&call) }
+    }
+
     /// What it computes.
     #[must_use]
     pub fn problem(&self) -> &P {
-        &self.0.parts.problem
+        &self.0.problem
     }
 
-    /// The name of the backend that made it, and alone can run it.
+    /// The device that it runs on.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The name of its device.
     #[must_use]
     pub fn backend(&self) -> &str {
-        &self.0.parts.backend
+        self.0.device.name()
     }
 
     /// The kernel's name, as `PlanOptions::kernel` takes it.
@@ -217,36 +259,26 @@ impl<P> Plan<P> {
     pub fn promises(&self) -> Promises {
         self.0.parts.promises
     }
-
-    /// What the backend kept in it.
-    ///
-    /// # Errors
-    /// `plan`, if another backend made it; `runner` is the name of the one that was asked to run it.
-    pub fn handle<H: 'static>(&self, owner: &BackendId, runner: &str) -> Result<&H, ProblemError> {
-        let foreign = || {
-            let (made_by, made_in, run_in) = (self.backend(), self.0.owner, owner.0);
-            ProblemError::new(
-                "plan",
-                format!("plan was made by backend {made_in}, {made_by}, and is not {run_in}'s, {runner}"),
-            )
-        };
-        self.0.handle.downcast_ref().filter(|_| self.0.owner == owner.0).ok_or_else(foreign)
-    }
 }
 
-impl<P> Clone for Plan<P> {
+impl<P: Problem> Clone for Plan<P> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
     }
 }
 
-impl<P: fmt::Debug> fmt::Debug for Plan<P> {
+impl<P: Problem> fmt::Debug for Plan<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.parts.fmt(f)
+        let Sealed { problem, device, parts, .. } = &*self.0;
+        f.debug_struct("Plan")
+            .field("problem", problem)
+            .field("device", device)
+            .field("parts", parts)
+            .finish_non_exhaustive()
     }
 }
 
-impl<P> fmt::Display for Plan<P> {
+impl<P: Problem> fmt::Display for Plan<P> {
     /// The plan for a reader: one fact a line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut row = |name: &str, value: &dyn fmt::Display| writeln!(f, "{name:<18} {value}");
@@ -276,15 +308,14 @@ impl<P> fmt::Display for Plan<P> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::toy::Toy;
 
-    fn parts() -> PlanParts<u32> {
+    fn parts() -> PlanParts {
         let step = |kernel: &str, code: &str| Step {
             kernel: kernel.to_owned(),
             explain: Explain { code: code.to_owned(), ..Explain::default() },
         };
         PlanParts {
-            problem: 7,
-            backend: "b".to_owned(),
             kernel: "main".to_owned(),
             details: Vec::new(),
             steps: vec![step("before", "x"), step("main", "y"), step("after", "z")],
@@ -301,18 +332,24 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_plan_is_its_makers_alone_though_another_bear_its_name() {
-        let (maker, twin) = (BackendId::unique(), BackendId::unique());
-        let plan = parts().seal(&maker, 5u64);
-        assert_eq!(plan.clone().handle::<u64>(&maker, "b"), Ok(&5));
-        assert_eq!(plan.handle::<u64>(&twin, "b").unwrap_err().field, "plan");
-        assert_eq!(plan.handle::<u32>(&maker, "b").unwrap_err().field, "plan");
+    /// Launches nothing.
+    struct Nothing;
+
+    impl Launch<ValidFwd> for Nothing {
+        unsafe fn launch(&self, _: &Call<'_, ValidFwd>) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn plan(parts: PlanParts) -> FwdPlan {
+        let problem = crate::toy::problem();
+        let planned = Planned { parts, launch: Box::new(Nothing) };
+        Plan::new(Device::new(Toy::in_host_memory()), problem, planned, false)
     }
 
     #[test]
     fn a_plan_says_its_steps_and_explains_the_one_that_bears_its_name() {
-        let plan = parts().seal(&BackendId::unique(), ());
+        let plan = plan(parts());
         assert_eq!(plan.explain().code, "y");
         let text = plan.to_string();
         for line in
@@ -327,21 +364,22 @@ mod tests {
         let details = vec![("tile", "64".to_owned()), ("stages", "2".to_owned())];
         let refusals = vec![Refusal::new("fast", "head_dim_qk 300 is larger than 256")];
         let stands_in = PlanParts { details, refusals, is_fallback: true, ..parts() };
-        let plan = stands_in.clone().seal(&BackendId::unique(), ());
-        assert_eq!((plan.backend(), plan.kernel(), *plan.problem()), ("b", "main", 7));
+        let plan = plan(stands_in.clone());
+        assert_eq!((plan.backend(), plan.device().name(), plan.kernel()), ("toy:7", "toy:7", "main"));
+        assert_eq!(plan.problem(), &crate::toy::problem());
         assert_eq!(plan.details(), stands_in.details);
         assert_eq!(plan.refusals(), stands_in.refusals);
         assert!(plan.is_fallback());
         let text = plan.to_string();
         for line in [
-            "backend            b\n",
+            "backend            toy:7\n",
             "stages             2\n",
             "fallback           yes",
             "refused            fast: head_dim_qk 300",
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");
         }
-        let first_choice = parts().seal(&BackendId::unique(), ());
+        let first_choice = super::tests::plan(parts());
         assert!(!first_choice.is_fallback() && !first_choice.to_string().contains("fallback"));
     }
 
@@ -351,7 +389,7 @@ mod tests {
         let resources = ResourceUsage { registers: Some(168), ..ResourceUsage::default() };
         let said = |explain| {
             let steps = vec![Step { kernel: "main".to_owned(), explain }];
-            PlanParts { steps, ..parts() }.seal(&BackendId::unique(), ()).to_string()
+            plan(PlanParts { steps, ..parts() }).to_string()
         };
         let code = "from the bundle".to_owned();
         let all = said(Explain { resources: Some(resources), launch: Some(launch), code });
@@ -376,7 +414,7 @@ mod tests {
             workspace: Workspace { bytes: 1024, zeroed_bytes: 0 },
             ..parts()
         };
-        let text = one.seal(&BackendId::unique(), ()).to_string();
+        let text = plan(one).to_string();
         assert!(!text.contains("step ") && text.contains("1024 bytes\n"), "{text}");
     }
 }

@@ -1,9 +1,7 @@
 //! Calls back to back by the device's clock.
 
-use crate::backend::FmhaBackend;
+use crate::device::{Device, Recording, Stream};
 use crate::error::{Error, Result};
-use crate::queues::Stream;
-use crate::queues::{Queues, Recording};
 
 /// Seconds of work in a burst: a hundred times what the clock's half microsecond blurs, and too short for
 /// a device that is limited by power to change its clock.
@@ -16,7 +14,7 @@ const FEWEST_CALLS: u32 = 4;
 /// A call, recorded so many times that one launch of the recording is a burst: the host has no part in the
 /// time between its calls.
 pub struct Burst {
-    recording: Box<dyn Recording>,
+    recording: Recording,
     calls: u32,
 }
 
@@ -26,20 +24,16 @@ impl Burst {
     /// # Errors
     /// [`Error::NoDevice`] for an emulated device, whose seconds are the emulator's; what `queue` or the
     /// driver said.
-    pub fn record(
-        queues: &dyn Queues,
-        stream: Stream,
-        queue: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Self> {
-        if !queues.has_clock() {
-            return Err(emulated());
+    pub fn record(stream: &Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+        if !stream.device().has_clock() {
+            return Err(no_clock(stream.device()));
         }
         // The first call may load what the second finds.
         queue()?;
-        let once = queues.seconds(stream, queue)?;
+        let once = stream.seconds(&mut *queue)?;
         let calls = (BURST_SECONDS / once.max(1e-9)).ceil() as u32;
         let calls = calls.clamp(FEWEST_CALLS, MOST_CALLS);
-        let recording = queues.record(stream, &mut || (0..calls).try_for_each(|_| queue()))?;
+        let recording = stream.capture(|| (0..calls).try_for_each(|_| queue()))?;
         Ok(Self { recording, calls })
     }
 
@@ -50,70 +44,32 @@ impl Burst {
     ///
     /// # Errors
     /// What the driver said.
-    pub unsafe fn seconds(&self, queues: &dyn Queues, stream: Stream) -> Result<f64> {
-        let seconds = queues.seconds(stream, &mut || {
-            // SAFETY: the caller's promise.
-            unsafe { self.recording.replay(stream) }
-        })?;
+    pub unsafe fn seconds(&self, stream: &Stream) -> Result<f64> {
+        // SAFETY: the caller's promise.
+        let seconds = stream.seconds(|| unsafe { self.recording.replay(stream) })?;
         Ok(seconds / f64::from(self.calls))
     }
 }
 
-/// The queues of a device whose time can be taken.
+/// A stream of a device whose time can be taken.
 ///
 /// # Errors
 /// [`Error::NoDevice`] where there is no device, or an emulated one, whose times are no device's.
-pub fn clock(backend: &dyn FmhaBackend) -> Result<&dyn Queues> {
-    let queues = backend.queues().ok_or_else(|| {
-        Error::NoDevice(format!("{} has no clock of its own to time tiles by", backend.name()))
-    })?;
-    if queues.has_clock() { Ok(queues) } else { Err(emulated()) }
+pub fn clock(device: &Device) -> Result<Stream> {
+    if device.has_clock() { device.stream() } else { Err(no_clock(device)) }
 }
 
-fn emulated() -> Error {
-    Error::NoDevice("the device is emulated: its times are no device's".to_owned())
+fn no_clock(device: &Device) -> Error {
+    if device.has_streams() {
+        return Error::NoDevice("the device is emulated: its times are no device's".to_owned());
+    }
+    Error::NoDevice(format!("{} has no clock of its own to time tiles by", device.name()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Queues whose work takes so long, whatever it is.
-    struct Clocked {
-        has_clock: bool,
-        seconds: f64,
-    }
-
-    struct Recorded;
-
-    impl Recording for Recorded {
-        unsafe fn replay(&self, _: Stream) -> Result<()> {
-            Ok(())
-        }
-    }
-
-    impl Queues for Clocked {
-        fn create_stream(&self) -> Result<Stream> {
-            Ok(Stream(1))
-        }
-
-        fn destroy_stream(&self, _: Stream) -> Result<()> {
-            Ok(())
-        }
-
-        fn has_clock(&self) -> bool {
-            self.has_clock
-        }
-
-        fn seconds(&self, _: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
-            queue().map(|()| self.seconds)
-        }
-
-        fn record(&self, _: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recording>> {
-            queue()?;
-            Ok(Box::new(Recorded))
-        }
-    }
+    use crate::toy::Toy;
 
     /// The burst of calls that take so long, and how often a call was queued for it.
     fn burst(has_clock: bool, seconds: f64) -> (Result<Burst>, u32) {
@@ -122,7 +78,8 @@ mod tests {
             queued += 1;
             Ok(())
         };
-        let burst = Burst::record(&Clocked { has_clock, seconds }, Stream(1), &mut queue);
+        let device = Device::new(Toy { has_clock, seconds, ..Toy::on_a_device() });
+        let burst = Burst::record(&device.stream().unwrap(), &mut queue);
         (burst, queued)
     }
 
@@ -134,8 +91,8 @@ mod tests {
             let burst = burst.unwrap();
             assert_eq!((burst.calls, queued), (calls, 2 + calls), "{seconds}");
             // SAFETY: nothing was recorded.
-            let each = unsafe { burst.seconds(&Clocked { has_clock: true, seconds: 1.0 }, Stream(1)) };
-            assert_eq!(each.unwrap(), 1.0 / f64::from(calls));
+            let each = unsafe { burst.seconds(&burst.recording.device().stream().unwrap()) };
+            assert_eq!(each.unwrap(), seconds / f64::from(calls));
         }
     }
 
@@ -144,5 +101,10 @@ mod tests {
         let (burst, queued) = burst(false, 3e-4);
         assert!(matches!(burst, Err(Error::NoDevice(_))));
         assert_eq!(queued, 0);
+        let emulated = Device::new(Toy { has_clock: false, ..Toy::on_a_device() });
+        assert!(clock(&emulated).unwrap_err().to_string().contains("emulated"));
+        let host = Device::new(Toy::in_host_memory());
+        assert!(clock(&host).unwrap_err().to_string().contains("no clock of its own"));
+        assert!(clock(&Device::new(Toy::on_a_device())).is_ok());
     }
 }

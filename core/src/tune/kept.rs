@@ -64,8 +64,10 @@ impl TunedTiles {
         headers: &[Header],
     ) -> Self {
         let text = |kernel: &TunedKernel<'_>| {
-            let entry = kernel.headers.iter().map(|header| format!("#include <{header}>\n")).collect();
-            cache::headers_hash(&KernelSource::new(entry, headers.to_vec()).headers)
+            let entry: String =
+                kernel.headers.iter().map(|header| format!("#include <{header}>\n")).collect();
+            let headers = headers.to_vec();
+            cache::headers_hash(KernelSource::new(entry, move || headers.clone()).headers())
         };
         let texts: BTreeMap<_, _> =
             kernels.iter().map(|kernel| (kernel.label.to_owned(), text(kernel))).collect();

@@ -154,11 +154,13 @@ pub fn merge(spec: &FwdSpec) -> KernelSource {
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts",
         call: "split::merge<kSpec>(p, parts);",
     };
-    let text = format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        KvParts::c_definition()
-    );
-    crate::source(entry.render(), [Header::rendered("fmha/kv_parts.h", text)])
+    crate::source(entry.render(), || {
+        let text = format!(
+            "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+            KvParts::c_definition()
+        );
+        [Header::rendered("fmha/kv_parts.h", text)]
+    })
 }
 
 #[cfg(test)]

@@ -149,5 +149,6 @@ pub fn prepare_values(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
             assert_units(spec, tile)
         ),
     };
-    crate::source(entry.render(), rendered(spec, tile))
+    let (spec, tile) = (*spec, *tile);
+    crate::source(entry.render(), move || rendered(&spec, &tile))
 }

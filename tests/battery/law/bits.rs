@@ -1,6 +1,6 @@
 //! Laws of bits: the same in every run, and for a sequence alone as beside others.
 
-use fmha_core::{FmhaBackend, FwdProblem, PlanOptions, QLayout, Result, SeqSpan};
+use fmha_core::{Device, FwdProblem, PlanOptions, QLayout, Result, SeqSpan};
 
 use super::{
     BIT_FOR_BIT, Law, LawKind, copy, difference, difference_in_sequence, run as run_plan, same_tile,
@@ -15,7 +15,7 @@ use crate::verdict::Verdict;
 /// Multiplications that the reference may spend on one case: bits are compared in every row, values in some.
 const REFERENCE_BUDGET: f64 = 5e7;
 
-pub(super) fn run(backend: &dyn FmhaBackend, options: &Options, law: &Law) -> Result<Verdict> {
+pub(super) fn run(backend: &Device, options: &Options, law: &Law) -> Result<Verdict> {
     let forward = &law.forward;
     let batch_invariant = law.kind == LawKind::AloneIsInPack;
     let plan_options = PlanOptions { batch_invariant, ..options.plan.clone() };

@@ -11,10 +11,10 @@ use crate::rewrite::{LeftOut, Rewritten, rewrite};
 
 /// What is built: the crates with mutants and their tests, and the command. The doubles that they open are not of the copy:
 /// `FMHA_EMULATOR_DIR` names their folder.
-const PACKAGES: [&str; 5] = ["fmha-core", "fmha-cpu", "fmha-cuda", "fmha-rocm", "fmha-cli"];
+const PACKAGES: [&str; 6] = ["fmha-core", "fmha-cpu", "fmha-gpu", "fmha-cuda", "fmha-rocm", "fmha-cli"];
 
 /// Of those, the ones that have mutants.
-const MUTATED: [&str; 4] = ["core", "backend-cpu", "backend-cuda", "backend-rocm"];
+const MUTATED: [&str; 5] = ["core", "backend-cpu", "backend-gpu", "backend-cuda", "backend-rocm"];
 
 /// What is inlined into one function throughout takes the optimiser's passes half an hour with all mutants in it: here the
 /// CPU's kernels are functions of their own, but for the vectors' ([`VECTORS`]), and less is done to them.

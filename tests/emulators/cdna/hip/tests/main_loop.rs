@@ -12,9 +12,8 @@ use std::path::Path;
 use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
-use fmha_core::{DType, Dims, FwdProblem, Strides, VLayout};
+use fmha_core::{DType, Device, Dims, FwdProblem, Strides, VLayout};
 use fmha_emu_cdna::{Checks, Counters, Recording};
-use fmha_rocm::RocmBackend;
 
 const ARCHS: [(&str, Option<DType>); 3] =
     [("gfx90a", None), ("gfx942", Some(DType::E4m3Fnuz)), ("gfx950", Some(DType::E4m3Fn))];
@@ -75,7 +74,7 @@ impl Call {
 }
 
 /// Counts of a launch, recorded into `folder` and run again there.
-fn counted(backend: &RocmBackend, problem: FwdProblem, folder: &Path) -> Counters {
+fn counted(backend: &Device, problem: FwdProblem, folder: &Path) -> Counters {
     let case = Case::forward("main loop", problem, Lengths::default(), Data { seed: 3, ..Data::default() });
     let (outcome, text) = case.run(backend, &Options::default());
     assert_eq!(outcome, Outcome::Passed, "{text}");

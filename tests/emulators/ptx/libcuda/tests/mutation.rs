@@ -10,7 +10,6 @@ use fmha_conformance::init::Init;
 use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{DType, Dims, FwdProblem, MaskSpec, PlanOptions};
-use fmha_cuda::CudaBackend;
 
 fn causal(num_heads: u32, seqlen_q: u32, seqlen_k: u32) -> Case {
     let dims = Dims {
@@ -47,7 +46,7 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
         std::env::set_var("FMHA_EMULATE_SMS", "1");
         std::env::set_var("FMHA_EMULATE_RECORD", &folder);
     }
-    let backend = CudaBackend::open(0, Some("sm_90a")).unwrap();
+    let backend = fmha_cuda::open(0, Some("sm_90a")).unwrap();
     // One text for all, though the table gives few keys another.
     let tile = tile_fields("lookahead=true,skip_row_max=true,ping_pong=true");
     let options = Options {

@@ -23,7 +23,7 @@ fn compile(body: &str) -> Option<String> {
         kernel: "k",
         arch: "sm_90a".to_owned(),
         flags: vec!["-lineinfo".to_owned()],
-        source: KernelSource { entry, headers: Vec::new() },
+        source: KernelSource::with(entry, Vec::new()),
         image: ImageKind::Assembly,
     };
     let compiled = nvrtc.compile(&job).unwrap_or_else(|error| panic!("{body}: {error}"));

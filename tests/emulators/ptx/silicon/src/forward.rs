@@ -9,10 +9,9 @@ use fmha_conformance::tensor::{Operand, Tensor};
 use fmha_conformance::tensors::{Data, HostFwd, Lengths};
 use fmha_core::reference::{Precision, forward_rows};
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FmhaBackend, FwdProblem, MaskSpec,
-    PlanOptions, Strides, VLayout,
+    Bias, BiasBroadcast, DType, Descale, Device, Dims, ElementwiseBias, FwdProblem, MaskSpec, PlanOptions,
+    Strides, VLayout,
 };
-use fmha_cuda::CudaBackend;
 
 use crate::compare::{Agreement, Outcome};
 use crate::fill::mix;
@@ -36,9 +35,8 @@ pub struct Call {
 ///
 /// # Errors
 /// What the backend said.
-pub fn open(emulated: bool) -> Result<Box<dyn FmhaBackend>, String> {
-    let backend = CudaBackend::open(0, emulated.then_some("sm_90a")).map_err(|error| error.to_string())?;
-    Ok(Box::new(backend))
+pub fn open(emulated: bool) -> Result<Device, String> {
+    fmha_cuda::open(0, emulated.then_some("sm_90a")).map_err(|error| error.to_string())
 }
 
 const BATCH: u32 = 2;
@@ -299,7 +297,7 @@ fn asked(call: &Call, host: &HostFwd) -> String {
     digest(std::iter::once(words.as_bytes()).chain(tensors))
 }
 
-fn run(backend: &dyn FmhaBackend, call: &Call) -> Result<Ran, String> {
+fn run(backend: &Device, call: &Call) -> Result<Ran, String> {
     let data = Data { init: call.init, seed: seed(call), ..Data::default() };
     let mut host =
         HostFwd::new(call.problem.clone(), &call.lengths, data).map_err(|error| error.to_string())?;
@@ -396,7 +394,7 @@ fn record_of(ran: &Ran, seed: u64) -> CallRecord {
 ///
 /// # Errors
 /// What the backend said, or bytes written that are nobody's.
-pub fn record(backend: &dyn FmhaBackend, call: &Call) -> Result<CallRecord, String> {
+pub fn record(backend: &Device, call: &Call) -> Result<CallRecord, String> {
     Ok(record_of(&run(backend, call)?, seed(call)))
 }
 
@@ -447,7 +445,7 @@ fn logits(host: &HostFwd) -> f64 {
 ///
 /// # Errors
 /// How it differs beyond what it may.
-pub fn compare(backend: &dyn FmhaBackend, call: &Call, device: &CallRecord) -> Result<Agreement, String> {
+pub fn compare(backend: &Device, call: &Call, device: &CallRecord) -> Result<Agreement, String> {
     let named = |text: String| format!("{}: {text}", call.name);
     let ran = run(backend, call).map_err(named)?;
     let emulated = record_of(&ran, seed(call));
@@ -504,11 +502,7 @@ pub fn compare(backend: &dyn FmhaBackend, call: &Call, device: &CallRecord) -> R
 
 /// Every call whose name `takes` takes against its record; a call without one fails.
 #[must_use]
-pub fn compare_all(
-    recording: &Recording,
-    backend: &dyn FmhaBackend,
-    takes: impl Fn(&str) -> bool,
-) -> Outcome {
+pub fn compare_all(recording: &Recording, backend: &Device, takes: impl Fn(&str) -> bool) -> Outcome {
     let mut outcome = Outcome::default();
     for call in calls().into_iter().filter(|call| takes(&call.name)) {
         let record = recording.calls.get(&call.name).ok_or_else(|| format!("{}: not recorded", call.name));

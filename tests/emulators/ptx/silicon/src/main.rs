@@ -107,7 +107,7 @@ fn record(folder: &str, driver: Option<&str>) -> Result<(), String> {
             println!("{number} calls");
             write(&format!("{folder}/recording.txt"), &recording.to_text())?;
         }
-        match forward::record(&*backend, &call) {
+        match forward::record(&backend, &call) {
             Ok(record) => {
                 recording.calls.insert(call.name.clone(), record);
             }
@@ -133,7 +133,7 @@ fn compare(path: &str) -> Result<(), String> {
     let mut wrong = 0;
     for (what, outcome) in [
         ("programs", compare::programs(&recording)),
-        ("calls", forward::compare_all(&recording, &*forward::open(true)?, |_| true)),
+        ("calls", forward::compare_all(&recording, &forward::open(true)?, |_| true)),
     ] {
         println!("{what}: {outcome}");
         wrong += outcome.failures.len();

@@ -31,7 +31,7 @@ fn attention(takes: impl Fn(&str) -> bool, least: usize) {
         return;
     }
     let backend = forward::open(true).unwrap_or_else(|error| panic!("{error}"));
-    let outcome = forward::compare_all(&recording(), &*backend, takes);
+    let outcome = forward::compare_all(&recording(), &backend, takes);
     println!("{outcome}");
     assert!(outcome.count > least, "{} calls", outcome.count);
     assert!(outcome.failures.is_empty(), "{outcome}");

@@ -1,0 +1,371 @@
+//! A backend over a vendor's driver and recipes.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use fmha_core::backend::unsupported;
+use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Modules, Target};
+use fmha_core::source::ENTRY;
+use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
+use fmha_core::{
+    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, Operation, PlanOptions,
+    PlanParts, Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
+    ValidCombine, ValidFwd,
+};
+
+use crate::driver::{Driver, Toolchain};
+use crate::memory::Memory;
+use crate::recipe::{AnyAddress, Choice, Facts as _, Family, Kernel, Launch, Tunable, Vendor};
+use crate::select::select;
+use crate::steps::{Handle, Ready, Step, Steps};
+
+/// A GPU behind its vendor's driver, or only its architecture.
+pub struct Backend<V: Vendor> {
+    name: String,
+    facts: V::Facts,
+    modules: Modules<DeviceLoader<V>>,
+    memory: Memory<V::Driver>,
+}
+
+/// Compiles for one architecture, and loads onto its device where there is one.
+struct DeviceLoader<V: Vendor> {
+    toolchain: V::Toolchain,
+    driver: Option<Arc<V::Driver>>,
+}
+
+impl<V: Vendor> Loader for DeviceLoader<V> {
+    type Kernel = <V::Driver as Driver>::Kernel;
+
+    fn compiler(&self) -> Result<&dyn Compiler> {
+        self.toolchain.compiler()
+    }
+
+    fn load(&self, image: &[u8], shared_bytes: u32) -> Result<Option<Self::Kernel>> {
+        self.driver.as_ref().map(|driver| driver.load(image, ENTRY, shared_bytes)).transpose()
+    }
+}
+
+impl<V: Vendor> Backend<V> {
+    /// Over a device; without one (`driver` is `None`) it plans, compiles where there is a compiler, and runs nothing.
+    /// `flags` are the compiler's options, but for the architecture; `image` is what the device runs.
+    ///
+    /// # Errors
+    /// A bundle of `FMHA_BUNDLE` that is not whole.
+    pub fn new(
+        name: String,
+        facts: V::Facts,
+        toolchain: V::Toolchain,
+        driver: Option<Arc<V::Driver>>,
+        (flags, image): (Vec<String>, ImageKind),
+    ) -> Result<Self> {
+        let target = Target { arch: facts.arch().to_owned(), flags, image };
+        let modules = Modules::from_env(target, DeviceLoader { toolchain, driver: driver.clone() })?;
+        Ok(Self { name, facts, modules, memory: Memory { driver } })
+    }
+
+    fn driver(&self) -> Option<&Arc<V::Driver>> {
+        self.memory.driver.as_ref()
+    }
+
+    fn choose<P: Problem>(
+        &self,
+        problem: &P,
+        options: &PlanOptions,
+    ) -> Result<(Choice<Kernel<P, V>>, Vec<Refusal>)>
+    where
+        V: Family<P>,
+    {
+        select(&self.name, P::OPERATION, &V::recipes(), options, |kernel| {
+            kernel.choose(problem, &self.facts, options)
+        })
+    }
+
+    fn plan<P: Problem>(&self, problem: &P, options: &PlanOptions) -> Result<Planned<P>>
+    where
+        V: Family<P>,
+    {
+        let (choice, refusals) = self.choose(problem, options)?;
+        let Choice { kernel, launches, mut workspace, promises, details: own } = choice;
+        let mut details = vec![("arch", self.facts.arch().to_owned())];
+        details.extend(own);
+        let (launches, main) = launches.into_parts();
+        let (steps, explained) = self.compiled(&kernel, launches)?;
+        let chosen = Ready { kernel, steps: Steps { all: steps, main } };
+        let fallback = match self.for_any_address(&chosen.kernel, problem, options)? {
+            None => None,
+            Some((other, words)) => {
+                let Choice { kernel, launches, workspace: wants, .. } = other;
+                workspace = workspace.max(wants);
+                let (launches, main) = launches.into_parts();
+                let (served, ready) = match self.compiled(&kernel, launches) {
+                    Ok((all, _)) => {
+                        let refused = all.iter().find_map(|step| step.module.as_ref().err());
+                        let served = refused.map_or_else(|| words, |why| format!("refused: {why}"));
+                        (served, Some(Ready { kernel, steps: Steps { all, main } }))
+                    }
+                    // A bundle that has the chosen kernel serves without a compiler.
+                    Err(Error::NoDevice(why)) => (format!("refused: {why}"), None),
+                    Err(error) => return Err(error),
+                };
+                details.push(("unaligned operands", served));
+                ready
+            }
+        };
+        let parts = PlanParts {
+            kernel: chosen.kernel.name().to_owned(),
+            details,
+            steps: explained,
+            refusals,
+            is_fallback: chosen.kernel.is_fallback(),
+            workspace,
+            promises,
+        };
+        let launch = Handle { driver: self.driver().cloned(), chosen, fallback };
+        Ok(Planned { parts, launch: Box::new(launch) })
+    }
+
+    /// What takes operands wherever they lie, and how a plan tells it; `None` where the chosen kernel does, or the
+    /// caller wants no other.
+    fn for_any_address<P: Problem>(
+        &self,
+        chosen: &Kernel<P, V>,
+        problem: &P,
+        options: &PlanOptions,
+    ) -> Result<Option<(Choice<Kernel<P, V>>, String)>>
+    where
+        V: Family<P>,
+    {
+        if !options.allow_fallback || chosen.is_fallback() {
+            return Ok(None);
+        }
+        match chosen.for_any_address(problem) {
+            AnyAddress::Itself => Ok(None),
+            AnyAddress::Other(choice, which) => {
+                Ok(Some((*choice, format!("{which} takes them: correct, not fast"))))
+            }
+            AnyAddress::Fallback => {
+                let family = <V as Family<P>>::recipes();
+                let Some(slow) = family.iter().find(|kernel| kernel.is_fallback()) else {
+                    return Ok(None);
+                };
+                let kernel = Some(slow.name().to_owned());
+                let any = PlanOptions { kernel, tile: Vec::new(), ..options.clone() };
+                let words = format!("kernel {} takes them: correct, not fast", slow.name());
+                Ok(Some((self.choose(problem, &any)?.0, words)))
+            }
+        }
+    }
+
+    /// Compiles launches and loads them where there is a device.
+    ///
+    /// # Errors
+    /// What the compiler or the driver said.
+    fn compiled<P: Problem>(
+        &self,
+        kernel: &Kernel<P, V>,
+        launches: Vec<Launch>,
+    ) -> Result<(Vec<Step<V::Driver>>, Vec<Explained>)> {
+        let mut steps = Vec::with_capacity(launches.len());
+        let mut explained = Vec::with_capacity(launches.len());
+        for mut launch in launches {
+            let source = std::mem::take(&mut launch.source);
+            let (module, code) = match self.modules.load(launch.kernel, source, launch.shared_bytes) {
+                Ok(module) => {
+                    let code = module.origin.to_string();
+                    (Ok(module), code)
+                }
+                // A plan for no device is a plan without a compiler too.
+                Err(Error::NoDevice(text)) if self.driver().is_none() => {
+                    let code = format!("none: {text}");
+                    (Err(text), code)
+                }
+                Err(error) => return Err(error),
+            };
+            let resources = module.as_ref().ok().map(|module| module.compiled.resources);
+            kernel.lay_out(&mut launch, resources.as_ref());
+            let Launch { kernel, grid, shared_bytes, tiles, tiles_at_once, .. } = launch;
+            let shape = LaunchShape {
+                groups: grid.groups.into(),
+                threads: grid.threads,
+                shared_bytes,
+                tiles,
+                tiles_at_once,
+            };
+            let explain = Explain { resources, launch: Some(shape), code };
+            explained.push(Explained { kernel: kernel.to_owned(), explain });
+            steps.push(Step { module, grid, kept: Default::default() });
+        }
+        Ok((steps, explained))
+    }
+
+    fn jobs_of<P: Problem>(&self, problem: &P, options: &PlanOptions) -> Result<Vec<KernelJob>>
+    where
+        V: Family<P>,
+    {
+        let (launches, _) = self.choose(problem, options)?.0.launches.into_parts();
+        Ok(launches.into_iter().map(|launch| self.modules.job(launch.kernel, launch.source)).collect())
+    }
+
+    /// The recipe whose tile a plan of the problem has, with that tile.
+    ///
+    /// # Errors
+    /// Why those with tiles do not take the problem, or that there are none.
+    fn tuned<P: Problem, T>(
+        &self,
+        problem: &P,
+        options: &PlanOptions,
+        of: impl FnOnce(&dyn Tunable<P, V>, TileOptions) -> T,
+    ) -> Result<T>
+    where
+        V: Family<P>,
+    {
+        let mut refusals = Vec::new();
+        for kernel in <V as Family<P>>::recipes() {
+            let Some(tunable) = kernel.tunable().filter(|tunable| tunable.runs_on(&self.facts)) else {
+                continue;
+            };
+            match tunable.own_tile(problem, &self.facts, options) {
+                Ok(tile) => return Ok(of(tunable, tile)),
+                Err(refusal) => refusals.push(refusal),
+            }
+        }
+        if refusals.is_empty() {
+            let operation = P::OPERATION;
+            let reason = format!("{operation}: 0 of its kernels have a tile to tune");
+            refusals.push(Refusal::new(operation.name(), reason));
+        }
+        Err(unsupported(&self.name, refusals))
+    }
+
+    fn fields_of<P: Problem>(&self) -> Vec<(&'static str, Vec<String>)>
+    where
+        V: Family<P>,
+    {
+        <V as Family<P>>::recipes()
+            .iter()
+            .find_map(|kernel| {
+                let tunable = kernel.tunable().filter(|tunable| tunable.runs_on(&self.facts))?;
+                Some(tunable.fields())
+            })
+            .unwrap_or_default()
+    }
+}
+
+/// The kernels of a vendor whose tiles are measured.
+#[must_use]
+pub fn tuned_kernels<V: Vendor>() -> Vec<TunedKernel<'static>> {
+    fn of<P: Problem, V: Vendor + Family<P>>() -> Vec<TunedKernel<'static>> {
+        let kernels = <V as Family<P>>::recipes();
+        let tuned = kernels.iter().filter_map(|kernel| kernel.tunable());
+        tuned.map(|tunable| TunedKernel { label: tunable.label(), headers: tunable.headers() }).collect()
+    }
+    [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>()].concat()
+}
+
+// SAFETY: a plan's kernel was chosen for the problem by a recipe, whose launches keep to the operands of a checked
+// call; memory and queues are those of one driver.
+unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
+    fn kind(&self) -> &'static str {
+        V::KIND
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn roofline(&self, dtype: DType) -> Roofline {
+        self.facts.roofline(dtype)
+    }
+
+    fn kernels(&self) -> Vec<&'static str> {
+        fn of<P: Problem, V: Vendor + Family<P>>() -> Vec<&'static str> {
+            <V as Family<P>>::recipes().iter().map(|kernel| kernel.name()).collect()
+        }
+        let mut names = Vec::new();
+        for name in [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>()].concat() {
+            // One name, `simt` for instance, may stand for a kernel of each operation.
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        names
+    }
+
+    fn precompiler(&self) -> Option<&dyn Precompile> {
+        Some(self)
+    }
+
+    fn tuner(&self) -> Option<&dyn Tune> {
+        self.driver().map(|_| -> &dyn Tune { self })
+    }
+
+    fn queues(&self) -> Option<&dyn Queues> {
+        self.driver().map(|driver| -> &dyn Queues { &**driver })
+    }
+
+    fn memory(&self) -> &dyn DeviceMemory {
+        &self.memory
+    }
+
+    fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {
+        self.plan(problem, options)
+    }
+
+    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
+        self.plan(problem, options)
+    }
+
+    fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<Planned<ValidCombine>> {
+        self.plan(problem, options)
+    }
+}
+
+impl<V: Vendor> Tune for Backend<V> {
+    fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions> {
+        match problem {
+            AnyProblem::Forward(problem) => self.tuned(problem, options, |_, tile| tile),
+            AnyProblem::Backward(problem) => self.tuned(problem, options, |_, tile| tile),
+            AnyProblem::Combine(problem) => self.tuned(problem, options, |_, tile| tile),
+        }
+    }
+
+    fn knobs(&self, operation: Operation) -> Vec<(&'static str, Vec<String>)> {
+        match operation {
+            Operation::Forward => self.fields_of::<ValidFwd>(),
+            Operation::Backward => self.fields_of::<ValidBwd>(),
+            Operation::Combine => self.fields_of::<ValidCombine>(),
+        }
+    }
+
+    fn keep(&self, problem: AnyProblem<'_>, options: &PlanOptions, tile: TunedTile) -> Result<PathBuf> {
+        if self.driver().is_some_and(|driver| driver.is_emulated()) {
+            return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));
+        }
+        let (label, class) = match problem {
+            AnyProblem::Forward(problem) => {
+                self.tuned(problem, options, |of, _| (of.label(), of.class(problem, options)))?
+            }
+            AnyProblem::Backward(problem) => {
+                self.tuned(problem, options, |of, _| (of.label(), of.class(problem, options)))?
+            }
+            AnyProblem::Combine(problem) => {
+                self.tuned(problem, options, |of, _| (of.label(), of.class(problem, options)))?
+            }
+        };
+        self.facts.tuned().keep(label, &class, tile)
+    }
+}
+
+impl<V: Vendor> Precompile for Backend<V> {
+    fn jobs(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>> {
+        match problem {
+            AnyProblem::Forward(problem) => self.jobs_of(problem, options),
+            AnyProblem::Backward(problem) => self.jobs_of(problem, options),
+            AnyProblem::Combine(problem) => self.jobs_of(problem, options),
+        }
+    }
+
+    fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>> {
+        self.modules.compile(job).map(|(kernel, _)| kernel)
+    }
+}

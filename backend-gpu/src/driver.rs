@@ -1,0 +1,96 @@
+//! What a vendor's libraries do.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use fmha_core::cache::Compiler;
+use fmha_core::{DevBuffer, Queues, Result};
+
+use crate::recipe::Grid;
+
+/// A vendor's driver on one device: the calls that attention needs, and nothing of what is computed.
+///
+/// # Safety
+/// Memory that [`alloc`](Self::alloc) gives is the caller's alone until it is freed, and lies on the device of the
+/// [`Queues`].
+pub unsafe trait Driver: Queues + 'static {
+    /// A loaded kernel; it is unloaded when it is dropped.
+    type Kernel: Send + Sync;
+
+    /// What a recipe keeps of a step from call to call: tensor maps, or nothing.
+    type Kept: Default + Send + Sync;
+
+    /// While it lives the device is the calling thread's; then the caller's own is again.
+    type Entered<'a>
+    where
+        Self: 'a;
+
+    /// Whether it is a test double, whose times and bounds are no device's.
+    fn is_emulated(&self) -> bool;
+
+    /// Makes the device the calling thread's.
+    ///
+    /// # Errors
+    /// What the driver said.
+    fn enter(&self) -> Result<Self::Entered<'_>>;
+
+    /// New memory, aligned to 256 bytes at least; at least a byte.
+    ///
+    /// # Errors
+    /// What the driver said, with the size.
+    fn alloc(&self, bytes: u64) -> Result<u64>;
+
+    /// Gives memory back; what the driver says then has nobody left to hear it.
+    ///
+    /// # Safety
+    /// [`alloc`](Self::alloc) gave it, and nobody uses it any more.
+    unsafe fn free(&self, address: u64);
+
+    /// Copies, and waits until the bytes are there for every stream.
+    ///
+    /// # Safety
+    /// `to .. to + bytes.len()` is device memory that no queued work uses.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn upload(&self, bytes: &[u8], to: u64) -> Result<()>;
+
+    /// Memory that ends or begins beside unmapped addresses, if the driver can map any: as
+    /// [`DeviceMemory::alloc_at_edge`](fmha_core::DeviceMemory::alloc_at_edge).
+    ///
+    /// # Errors
+    /// What the driver said.
+    fn alloc_at_edge(self: &Arc<Self>, _bytes: u64, _at_end: bool) -> Result<Option<DevBuffer>> {
+        Ok(None)
+    }
+
+    /// Puts a kernel named `entry` on the device, to be launched with `shared_bytes` of dynamic shared memory.
+    ///
+    /// # Errors
+    /// What the driver said of the image.
+    fn load(self: &Arc<Self>, image: &[u8], entry: &str, shared_bytes: u32) -> Result<Self::Kernel>;
+
+    /// Queues a kernel; the calling thread has [entered](Self::enter) its device.
+    ///
+    /// # Safety
+    /// `arguments` point to the kernel's parameters, in order and of their types, and the device memory that they name is
+    /// what the kernel's contract asks for. The stream is live.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn launch(
+        kernel: &Self::Kernel,
+        grid: Grid,
+        arguments: &mut [*mut c_void],
+        stream: u64,
+    ) -> Result<()>;
+}
+
+/// Where a vendor's compiler is found.
+pub trait Toolchain: Send + Sync + 'static {
+    /// The compiler, looked for when the first kernel wants it.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`](fmha_core::Error::NoDevice) with every place that was looked at.
+    fn compiler(&self) -> Result<&dyn Compiler>;
+}

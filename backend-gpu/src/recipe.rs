@@ -1,0 +1,266 @@
+//! A recipe: how one kernel family computes an operation on a vendor's devices.
+
+use std::ops::Deref;
+
+use fmha_core::source::KernelSource;
+use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
+use fmha_core::{
+    Accuracy, Call, DType, PlanOptions, Problem, ProblemError, Promises, Refusal, ResourceUsage, Result,
+    Roofline, ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace,
+};
+
+use crate::driver::{Driver, Toolchain};
+use crate::steps::Steps;
+
+/// A vendor's seat.
+pub trait Vendor: Family<ValidFwd> + Family<ValidBwd> + Family<ValidCombine> {
+    /// The name that selects its backend: `cuda`.
+    const KIND: &'static str;
+
+    /// Its driver.
+    type Driver: Driver;
+    /// Its compiler.
+    type Toolchain: Toolchain;
+    /// What its recipes know of a device.
+    type Facts: Facts;
+}
+
+/// A vendor's recipes of one operation.
+pub trait Family<P: Problem>: Sized + Send + Sync + 'static {
+    /// All of them, best first.
+    fn recipes() -> Vec<Kernel<P, Self>>
+    where
+        Self: Vendor;
+}
+
+/// What a choice depends on besides the problem.
+pub trait Facts: Send + Sync + 'static {
+    /// The architecture, as the compiler spells it.
+    fn arch(&self) -> &str;
+
+    /// What the device could reach at best.
+    fn roofline(&self, dtype: DType) -> Roofline;
+
+    /// Tiles that were measured on it.
+    fn tuned(&self) -> &TunedTiles;
+}
+
+/// One kernel family of one operation: what it takes, what it launches, how it binds its arguments.
+pub trait Recipe<P: Problem, V: Vendor>: Send + Sync + 'static {
+    /// The kernel's name in plans and refusals.
+    fn name(&self) -> &'static str;
+
+    /// Correct for all, fast for none: chosen where the caller allows it or names it.
+    fn is_fallback(&self) -> bool {
+        false
+    }
+
+    /// Takes the problem, or says why not.
+    ///
+    /// # Errors
+    /// The field that it does not take, and its number.
+    fn choose(
+        &self,
+        problem: &P,
+        facts: &V::Facts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Kernel<P, V>>, Refusal>;
+
+    /// Sets what of a launch depends on what its kernel takes of the device, once that is compiled; nothing is known of
+    /// it where there is no compiler.
+    fn lay_out(&self, _launch: &mut Launch, _usage: Option<&ResourceUsage>) {}
+
+    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
+    /// made.
+    ///
+    /// # Errors
+    /// The operand, its address and the alignment that it lacks.
+    fn takes_addresses(&self, _call: &Call<'_, P>) -> Result<(), ProblemError> {
+        Ok(())
+    }
+
+    /// What serves operands whose addresses this one does not take, where the caller allows that.
+    fn for_any_address(&self, _problem: &P) -> AnyAddress<P, V> {
+        AnyAddress::Fallback
+    }
+
+    /// Binds the arguments and queues the steps, which are those of its choice's launches.
+    ///
+    /// # Safety
+    /// As [`fmha_core::Launch::launch`]; it takes the operands' addresses, the calling thread has entered the device.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, P>) -> Result<()>;
+
+    /// Itself as a kernel whose tiles are measured, if it has tiles.
+    fn tunable(&self) -> Option<&dyn Tunable<P, V>> {
+        None
+    }
+}
+
+/// A recipe whose tiles `fmha tune` measures.
+pub trait Tunable<P: Problem, V: Vendor> {
+    /// What its tiles are kept under.
+    fn label(&self) -> &'static str;
+
+    /// The headers that the entries of its launches include: the tiles of another text say nothing.
+    fn headers(&self) -> &'static [&'static str];
+
+    /// Whether the device has what its instructions need.
+    fn runs_on(&self, facts: &V::Facts) -> bool;
+
+    /// Its own choice for a problem, all fields spelt out.
+    ///
+    /// # Errors
+    /// Why it does not take the problem.
+    fn own_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<TileOptions, Refusal>;
+
+    /// The class of problems that a plan's tile is kept for.
+    fn class(&self, problem: &P, options: &PlanOptions) -> TileClass;
+
+    /// Each field's values, in the order to try them.
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)>;
+}
+
+/// A recipe of an operation, whichever it is.
+pub struct Kernel<P, V>(Box<dyn Recipe<P, V>>);
+
+/// A forward recipe.
+pub type FwdKernel<V> = Kernel<ValidFwd, V>;
+/// A backward recipe.
+pub type BwdKernel<V> = Kernel<ValidBwd, V>;
+/// A combine recipe.
+pub type CombineKernel<V> = Kernel<ValidCombine, V>;
+
+impl<P: Problem, V: Vendor> Kernel<P, V> {
+    /// A recipe of that operation.
+    #[must_use]
+    pub fn new(recipe: impl Recipe<P, V>) -> Self {
+        Self(Box::new(recipe))
+    }
+}
+
+impl<P: Problem, V: Vendor> Deref for Kernel<P, V> {
+    type Target = dyn Recipe<P, V>;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
+    }
+}
+
+/// A kernel that takes a problem: what is launched for it, and what that promises.
+pub struct Choice<K> {
+    /// The recipe again, with what its launches need.
+    pub kernel: K,
+    /// In stages.
+    pub launches: Launches,
+    /// What they share.
+    pub workspace: Workspace,
+    /// What they hold to.
+    pub promises: Promises,
+    /// How, for readers: tile, order, schedule.
+    pub details: Vec<(&'static str, String)>,
+}
+
+/// What takes operands whose addresses a kernel does not.
+pub enum AnyAddress<P: Problem, V: Vendor> {
+    /// The kernel takes them all.
+    Itself,
+    /// The slow kernel of its family.
+    Fallback,
+    /// This one; the words tell a reader which it is.
+    Other(Box<Choice<Kernel<P, V>>>, &'static str),
+}
+
+/// How many groups of threads a launch has, and how they start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Groups of threads that share memory; 0: nothing is launched.
+    pub groups: u32,
+    /// Threads of a group.
+    pub threads: u32,
+    /// It may start before the grid before it in the stream has ended, and waits for that itself.
+    pub dependent: bool,
+}
+
+impl Grid {
+    /// One that starts when the grid before it has ended.
+    #[must_use]
+    pub const fn new(groups: u32, threads: u32) -> Self {
+        Self { groups, threads, dependent: false }
+    }
+}
+
+/// One launch of a plan, its kernel not yet compiled.
+#[derive(Debug)]
+pub struct Launch {
+    /// The kernel's name in the plan.
+    pub kernel: &'static str,
+    /// What is compiled.
+    pub source: KernelSource,
+    /// How it lies over the device.
+    pub grid: Grid,
+    /// Dynamic shared memory of a group.
+    pub shared_bytes: u32,
+    /// As in [`LaunchShape`](fmha_core::LaunchShape).
+    pub tiles: u64,
+    /// As there.
+    pub tiles_at_once: u64,
+}
+
+/// The launches of a plan in stages: what prepares the operands, the kernel that bears the plan's name, what completes
+/// its results. They run in this order on one stream.
+#[derive(Debug)]
+pub struct Launches {
+    all: Vec<Launch>,
+    main: usize,
+}
+
+impl Launches {
+    /// `before`, the kernel itself, `after`.
+    #[must_use]
+    pub fn new(
+        before: impl IntoIterator<Item = Launch>,
+        main: Launch,
+        after: impl IntoIterator<Item = Launch>,
+    ) -> Self {
+        let mut all: Vec<Launch> = before.into_iter().collect();
+        let index = all.len();
+        all.push(main);
+        all.extend(after);
+        Self { all, main: index }
+    }
+
+    /// All, and which of them is the kernel itself.
+    pub(crate) fn into_parts(self) -> (Vec<Launch>, usize) {
+        (self.all, self.main)
+    }
+}
+
+impl From<Launch> for Launches {
+    /// The kernel alone.
+    fn from(main: Launch) -> Self {
+        Self::new([], main, [])
+    }
+}
+
+impl Deref for Launches {
+    type Target = [Launch];
+
+    fn deref(&self) -> &[Launch] {
+        &self.all
+    }
+}
+
+/// Of kernels in which a row is one group's work, its sums in one order, whatever the other rows are.
+#[must_use]
+pub const fn deterministic_rows() -> Promises {
+    Promises {
+        deterministic: true,
+        batch_invariant: true,
+        graph_capturable: true,
+        accuracy: Accuracy::Exact,
+        score_sums: ScoreSums::F32,
+    }
+}

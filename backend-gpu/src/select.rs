@@ -1,0 +1,45 @@
+//! Which recipe of a family takes a problem.
+
+use fmha_core::backend::unsupported;
+use fmha_core::{Operation, PlanOptions, Problem, Refusal, Result};
+
+use crate::recipe::{Choice, Kernel, Vendor};
+
+/// The first recipe of a family that takes the problem, and why the ones before it did not.
+///
+/// # Errors
+/// [`Error::Unsupported`](fmha_core::Error::Unsupported) with every refusal.
+pub fn select<P: Problem, V: Vendor>(
+    backend: &str,
+    operation: Operation,
+    family: &[Kernel<P, V>],
+    options: &PlanOptions,
+    choose: impl Fn(&Kernel<P, V>) -> Result<Choice<Kernel<P, V>>, Refusal>,
+) -> Result<(Choice<Kernel<P, V>>, Vec<Refusal>)> {
+    let mut refusals = Vec::new();
+    for kernel in family {
+        let wanted = match &options.kernel {
+            Some(name) if name == kernel.name() => true,
+            Some(_) => continue,
+            None => !kernel.is_fallback() || options.allow_fallback,
+        };
+        if !wanted {
+            refusals
+                .push(Refusal::new(kernel.name(), "it is the slow fallback, and allow_fallback is false"));
+            continue;
+        }
+        let kept = |choice: Choice<Kernel<P, V>>| {
+            options.check_promises(kernel.name(), &choice.promises).map(|()| choice)
+        };
+        match choose(kernel).and_then(kept) {
+            Ok(choice) => return Ok((choice, refusals)),
+            Err(refusal) => refusals.push(refusal),
+        }
+    }
+    if let (Some(name), true) = (&options.kernel, refusals.is_empty()) {
+        let known = family.iter().map(|kernel| kernel.name()).collect::<Vec<_>>().join(", ");
+        let reason = format!("there is no such {operation} kernel (known: {known})");
+        refusals.push(Refusal::new(name.clone(), reason));
+    }
+    Err(unsupported(backend, refusals))
+}

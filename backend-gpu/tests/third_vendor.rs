@@ -1,0 +1,484 @@
+//! A vendor that is neither of the two: a driver over host memory, and two recipes. Selection, stages, workspace,
+//! fallback, promises, tuning and precompilation come with the crate.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::alloc::{Layout, alloc, dealloc};
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex};
+
+use fmha_core::cache::{Compiler, CompilerOutput, ImageKind, KernelJob};
+use fmha_core::source::KernelSource;
+use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
+use fmha_core::{
+    Accuracy, AnyProblem, Call, DType, DevBuffer, DevSlice, Device, Dims, FwdArgs, FwdProblem, MemorySpace,
+    Operation, PlanOptions, ProblemError, Promises, Queues, Refusal, ResourceUsage, Result, Roofline,
+    ValidBwd, ValidCombine, ValidFwd, Workspace,
+};
+use fmha_gpu::{
+    Backend, Choice, Driver, Facts, Family, Grid, Kernel, Launch, Launches, Recipe, Steps, Toolchain,
+    Tunable, Vendor, deterministic_rows, exactly, settle,
+};
+
+/// What one of its kernels reads.
+#[repr(C)]
+struct Params {
+    at: *mut f32,
+    count: usize,
+}
+
+#[derive(Default)]
+struct Toy {
+    sizes: Mutex<HashMap<u64, Layout>>,
+    /// What was queued.
+    log: Arc<Mutex<Vec<String>>>,
+}
+
+impl Toy {
+    fn add(&self, line: String) {
+        self.log.lock().unwrap().push(line);
+    }
+}
+
+/// A kernel's "machine code" is its entry: a number that it adds to each element.
+struct Loaded {
+    driver: Arc<Toy>,
+    adds: f32,
+}
+
+// SAFETY: the system's allocator gives memory to one owner; there is one queue, done at return.
+unsafe impl Driver for Toy {
+    type Kernel = Loaded;
+    type Kept = ();
+    type Entered<'a> = ();
+
+    fn is_emulated(&self) -> bool {
+        false
+    }
+
+    fn enter(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<u64> {
+        let layout = Layout::from_size_align(bytes.max(1) as usize, 256).unwrap();
+        // SAFETY: at least a byte.
+        let address = unsafe { alloc(layout) };
+        // SAFETY: allocated above.
+        unsafe { address.write_bytes(0xC1, layout.size()) };
+        self.sizes.lock().unwrap().insert(address as u64, layout);
+        Ok(address as u64)
+    }
+
+    unsafe fn free(&self, address: u64) {
+        let layout = self.sizes.lock().unwrap().remove(&address).unwrap();
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(address as *mut u8, layout) };
+    }
+
+    unsafe fn upload(&self, bytes: &[u8], to: u64) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { (to as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn load(self: &Arc<Self>, image: &[u8], _: &str, _: u32) -> Result<Loaded> {
+        let adds = std::str::from_utf8(image).unwrap().parse().unwrap();
+        Ok(Loaded { driver: Arc::clone(self), adds })
+    }
+
+    unsafe fn launch(kernel: &Loaded, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
+        kernel.driver.add(format!("+{} in {} groups on {stream}", kernel.adds, grid.groups));
+        // SAFETY: every kernel here takes one Params, whose elements are there.
+        unsafe {
+            let Params { at, count } = &*arguments[0].cast::<Params>();
+            (0..*count).for_each(|i| *at.add(i) += kernel.adds);
+        }
+        Ok(())
+    }
+}
+
+impl Queues for Toy {
+    fn create_stream(&self) -> Result<u64> {
+        Ok(1)
+    }
+
+    unsafe fn destroy_stream(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn synchronize(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn zero(&self, address: *mut u8, bytes: u64, stream: u64) -> Result<()> {
+        self.add(format!("zero {bytes} on {stream}"));
+        // SAFETY: the caller's promise.
+        unsafe { address.write_bytes(0, bytes as usize) };
+        Ok(())
+    }
+
+    unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { to.as_mut_ptr().copy_from_nonoverlapping(from, to.len()) };
+        Ok(())
+    }
+
+    fn create_event(&self) -> Result<u64> {
+        Ok(2)
+    }
+
+    unsafe fn destroy_event(&self, _: u64) {}
+
+    unsafe fn record_event(&self, _: u64, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn wait_event(&self, _: u64, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn synchronize_event(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn seconds_between(&self, _: u64, _: u64) -> Result<f64> {
+        Ok(1.0)
+    }
+
+    unsafe fn capture(&self, _: u64, queue: &mut dyn FnMut() -> Result<()>) -> Result<u64> {
+        queue().map(|()| 3)
+    }
+
+    unsafe fn replay(&self, _: u64, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn destroy_graph(&self, _: u64) {}
+}
+
+struct Copies;
+
+impl Compiler for Copies {
+    fn identity(&self) -> String {
+        "copies 1".to_owned()
+    }
+
+    fn compile(&self, job: &KernelJob) -> Result<CompilerOutput> {
+        let machine = job.source.entry.clone().into_bytes();
+        let resources = ResourceUsage { registers: Some(3), ..ResourceUsage::default() };
+        Ok(CompilerOutput { machine, resources, ..CompilerOutput::default() })
+    }
+}
+
+impl Toolchain for Copies {
+    fn compiler(&self) -> Result<&dyn Compiler> {
+        Ok(self)
+    }
+}
+
+#[derive(Default)]
+struct ToyFacts(TunedTiles);
+
+impl Facts for ToyFacts {
+    fn arch(&self) -> &str {
+        "toy_1"
+    }
+
+    fn roofline(&self, _: DType) -> Roofline {
+        Roofline::default()
+    }
+
+    fn tuned(&self) -> &TunedTiles {
+        &self.0
+    }
+}
+
+struct Third;
+
+impl Vendor for Third {
+    const KIND: &'static str = "third";
+
+    type Driver = Toy;
+    type Toolchain = Copies;
+    type Facts = ToyFacts;
+}
+
+impl Family<ValidFwd> for Third {
+    fn recipes() -> Vec<Kernel<ValidFwd, Self>> {
+        vec![Kernel::new(Staged), Kernel::new(Slow)]
+    }
+}
+
+impl Family<ValidBwd> for Third {
+    fn recipes() -> Vec<Kernel<ValidBwd, Self>> {
+        Vec::new()
+    }
+}
+
+impl Family<ValidCombine> for Third {
+    fn recipes() -> Vec<Kernel<ValidCombine, Self>> {
+        Vec::new()
+    }
+}
+
+/// Adds 1 to the workspace before, 20 to O, and what the workspace has after: three launches. Takes aligned O alone.
+#[derive(Clone, Copy)]
+struct Staged;
+
+fn launch(kernel: &'static str, adds: f32, groups: u32) -> Launch {
+    let source = KernelSource::new(adds.to_string(), Vec::new);
+    Launch { kernel, source, grid: Grid::new(groups, 32), shared_bytes: 0, tiles: 1, tiles_at_once: 1 }
+}
+
+fn params(args: &FwdArgs<'_>, problem: &ValidFwd) -> Params {
+    Params { at: args.o.as_mut_ptr().cast(), count: problem.shape_o().num_elems() as usize }
+}
+
+impl Recipe<ValidFwd, Third> for Staged {
+    fn name(&self) -> &'static str {
+        "staged"
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &ToyFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Kernel<ValidFwd, Third>>, Refusal> {
+        if problem.dtype_o != DType::F32 {
+            return Err(Refusal::new("staged", format!("dtype_o {} is not f32", problem.dtype_o)));
+        }
+        let tuned = facts.0.get("staged", &TileClass::of_fwd(problem));
+        let (adds, from) = settle(&options.tile, tuned, |tile| match tile.first() {
+            None => Ok(20.0),
+            Some((name, value)) => value.parse().map_err(|_| format!("tile {name}={value} is no number")),
+        })
+        .map_err(|reason| Refusal::new("staged", reason))?;
+        Ok(Choice {
+            kernel: Kernel::new(*self),
+            launches: Launches::new(
+                [launch("before", 1.0, 1)],
+                launch("staged", adds, 1),
+                [launch("after", 4.0, 2)],
+            ),
+            workspace: Workspace { bytes: 8, zeroed_bytes: 4 },
+            promises: Promises { accuracy: Accuracy::Fast, ..deterministic_rows() },
+            details: vec![from.detail()],
+        })
+    }
+
+    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        if launch.kernel == "staged" {
+            launch.grid.groups = usage.and_then(|usage| usage.registers).unwrap_or(0);
+        }
+    }
+
+    fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
+        match call.args.o.as_mut_ptr() as u64 % 16 {
+            0 => Ok(()),
+            off => Err(ProblemError::new("o", format!("o starts {off} bytes after a multiple of 16"))),
+        }
+    }
+
+    unsafe fn launch(&self, steps: &Steps<Toy>, call: &Call<'_, ValidFwd>) -> Result<()> {
+        let ([before], main, [after]) = (exactly(steps.before())?, steps.main(), exactly(steps.after())?);
+        let scratch = call.args.workspace.as_ref().map_or(std::ptr::null_mut(), |slice| slice.as_mut_ptr());
+        let mut scratch = Params { at: scratch.cast(), count: 1 };
+        let mut whole = params(call.args, call.problem);
+        // SAFETY: each takes one Params; core saw that O and the workspace are there.
+        unsafe {
+            before.launch(&mut [(&raw mut scratch).cast()], call.stream)?;
+            whole.count = whole.count.min((*scratch.at * 1e6) as usize);
+            main.launch(&mut [(&raw mut whole).cast()], call.stream)?;
+            after.launch(&mut [(&raw mut whole).cast()], call.stream)
+        }
+    }
+
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Third>> {
+        Some(self)
+    }
+}
+
+impl Tunable<ValidFwd, Third> for Staged {
+    fn label(&self) -> &'static str {
+        "staged"
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    fn runs_on(&self, _: &ToyFacts) -> bool {
+        true
+    }
+
+    fn own_tile(&self, _: &ValidFwd, _: &ToyFacts, _: &PlanOptions) -> Result<TileOptions, Refusal> {
+        Ok(vec![("adds".to_owned(), "20".to_owned())])
+    }
+
+    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
+        TileClass::of_fwd(problem)
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        vec![("adds", vec!["20".to_owned(), "30".to_owned()])]
+    }
+}
+
+/// Adds 7 to O wherever it lies.
+#[derive(Clone, Copy)]
+struct Slow;
+
+impl Recipe<ValidFwd, Third> for Slow {
+    fn name(&self) -> &'static str {
+        "slow"
+    }
+
+    fn is_fallback(&self) -> bool {
+        true
+    }
+
+    fn choose(
+        &self,
+        _: &ValidFwd,
+        _: &ToyFacts,
+        _: &PlanOptions,
+    ) -> Result<Choice<Kernel<ValidFwd, Third>>, Refusal> {
+        Ok(Choice {
+            kernel: Kernel::new(*self),
+            launches: Launches::from(launch("slow", 7.0, 1)),
+            workspace: Workspace::zeroed(12),
+            promises: deterministic_rows(),
+            details: Vec::new(),
+        })
+    }
+
+    unsafe fn launch(&self, steps: &Steps<Toy>, call: &Call<'_, ValidFwd>) -> Result<()> {
+        let mut whole = params(call.args, call.problem);
+        // SAFETY: it takes one Params; core saw that O is there.
+        unsafe { steps.main().launch(&mut [(&raw mut whole).cast()], call.stream) }
+    }
+}
+
+fn open(has_device: bool) -> (Device, Arc<Mutex<Vec<String>>>) {
+    let driver = Arc::new(Toy::default());
+    let log = Arc::clone(&driver.log);
+    let driver = has_device.then_some(driver);
+    let target = (Vec::new(), ImageKind::Machine);
+    let backend: Backend<Third> =
+        Backend::new("third:0".to_owned(), ToyFacts::default(), Copies, driver, target).unwrap();
+    (Device::new(backend), log)
+}
+
+const DIMS: Dims = Dims {
+    batch: 1,
+    seqlen_q: 2,
+    seqlen_k: 2,
+    num_heads_q: 1,
+    num_heads_kv: 1,
+    head_dim_qk: 4,
+    head_dim_v: 4,
+};
+
+fn problem(dtype: DType) -> ValidFwd {
+    FwdProblem::batch(dtype, DIMS).validate().unwrap()
+}
+
+/// O, `off` bytes into its memory, of zeros before the run.
+fn o_of(device: &Device, options: &PlanOptions, off: usize) -> Result<Vec<f32>> {
+    let plan = device.plan_fwd(&problem(DType::F32), options)?;
+    let memory = device.memory();
+    let tensor = |bytes: u64| memory.alloc(bytes).unwrap();
+    let (q, mut o) = (tensor(32), tensor(64));
+    memory.upload(&[0; 64], &mut o)?;
+    let mut workspace = memory.workspace(plan.workspace())?;
+    // SAFETY: 32 bytes of 64, behind the first `off`.
+    let slice =
+        unsafe { fmha_core::DevSliceMut::from_raw(MemorySpace::Device, o.as_ptr().wrapping_add(off), 32) };
+    let mut args = FwdArgs::new(q.slice(), q.slice(), q.slice(), slice);
+    args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
+    plan.run(&mut args, &device.default_stream())?;
+    let mut bytes = [0; 64];
+    memory.download(&o, &mut bytes)?;
+    Ok(bytes[off..off + 32].chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect())
+}
+
+#[test]
+fn stages_run_in_their_order_over_a_cleared_workspace() {
+    let (device, log) = open(true);
+    let plan = device.plan_fwd(&problem(DType::F32), &PlanOptions::default()).unwrap();
+    let steps: Vec<_> = plan.steps().iter().map(|step| &*step.kernel).collect();
+    assert_eq!((plan.kernel(), steps), ("staged", vec!["before", "staged", "after"]));
+    assert_eq!(plan.explain().launch.unwrap().groups, 3, "as many as the compiler said registers");
+    assert_eq!(plan.details()[0], ("arch", "toy_1".to_owned()));
+    assert_eq!(o_of(&device, &PlanOptions::default(), 0).unwrap(), [24.0; 8]);
+    let queued = ["zero 4 on 0", "+1 in 1 groups on 0", "+20 in 3 groups on 0", "+4 in 2 groups on 0"];
+    assert_eq!(*log.lock().unwrap(), queued);
+}
+
+#[test]
+fn operands_that_the_kernel_does_not_take_are_the_fallbacks_or_refused_before_anything_is_queued() {
+    let (device, log) = open(true);
+    let error = o_of(&device, &PlanOptions::default(), 4).unwrap_err().to_string();
+    assert_eq!(error, "o starts 4 bytes after a multiple of 16");
+    assert_eq!(*log.lock().unwrap(), [""; 0]);
+    let options = PlanOptions { allow_fallback: true, ..PlanOptions::default() };
+    assert_eq!(o_of(&device, &options, 4).unwrap(), [7.0; 8]);
+    // The larger of both, in either measure.
+    let plan = device.plan_fwd(&problem(DType::F32), &options).unwrap();
+    assert_eq!((plan.kernel(), plan.workspace()), ("staged", Workspace::zeroed(12)));
+    let words = "kernel slow takes them: correct, not fast";
+    assert!(plan.details().contains(&("unaligned operands", words.to_owned())), "{plan}");
+}
+
+#[test]
+fn a_kernel_that_refuses_or_keeps_no_promise_is_passed_over_with_its_reason() {
+    let (device, _) = open(true);
+    let exact = PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() };
+    let refused = |problem: &ValidFwd, options: &PlanOptions| {
+        device.plan_fwd(problem, options).unwrap_err().to_string()
+    };
+    for (text, reason) in [
+        (refused(&problem(DType::F16), &PlanOptions::default()), "staged: dtype_o f16 is not f32"),
+        (refused(&problem(DType::F32), &exact), "staged: accuracy exact is not kept"),
+        (refused(&problem(DType::F16), &PlanOptions::default()), "slow: it is the slow fallback"),
+    ] {
+        assert!(text.contains(reason), "{text}");
+    }
+    let plan = device.plan_fwd(&problem(DType::F16), &PlanOptions { allow_fallback: true, ..exact }).unwrap();
+    assert_eq!((plan.kernel(), plan.is_fallback(), plan.refusals().len()), ("slow", true, 1));
+    let named = PlanOptions { kernel: Some("fast".to_owned()), ..PlanOptions::default() };
+    let text = refused(&problem(DType::F32), &named);
+    assert!(text.contains("there is no such forward kernel (known: staged, slow)"), "{text}");
+}
+
+#[test]
+fn tiles_and_jobs_are_the_recipes() {
+    let (device, _) = open(true);
+    let (problem, options) = (problem(DType::F32), PlanOptions::default());
+    let tuner = device.tuner().unwrap();
+    assert_eq!(tuner.knobs(Operation::Forward)[0].0, "adds");
+    assert!(tuner.knobs(Operation::Combine).is_empty());
+    let tile = tuner.default_tile(AnyProblem::Forward(&problem), &options).unwrap();
+    assert_eq!(tile, [("adds".to_owned(), "20".to_owned())]);
+    let thirty = PlanOptions { tile: vec![("adds".to_owned(), "30".to_owned())], ..options.clone() };
+    assert_eq!(o_of(&device, &thirty, 0).unwrap(), [34.0; 8]);
+    let jobs = device.precompiler().unwrap().jobs(AnyProblem::Forward(&problem), &options).unwrap();
+    assert_eq!(jobs.iter().map(|job| job.kernel).collect::<Vec<_>>(), ["before", "staged", "after"]);
+    assert_eq!(device.kernels(), ["staged", "slow"]);
+}
+
+#[test]
+fn without_a_device_it_plans_and_runs_nothing() {
+    let (device, log) = open(false);
+    let plan = device.plan_fwd(&problem(DType::F32), &PlanOptions::default()).unwrap();
+    let none = || DevSlice::host::<u8>(&[]);
+    let mut args = FwdArgs::new(none(), none(), none(), fmha_core::DevSliceMut::host::<u8>(&mut []));
+    assert!(plan.run(&mut args, &device.default_stream()).is_err());
+    for error in [device.synchronize(), device.memory().alloc(1).map(drop), device.stream().map(drop)] {
+        assert!(error.unwrap_err().to_string().contains("it has no device"));
+    }
+    assert!(device.tuner().is_none() && log.lock().unwrap().is_empty());
+}

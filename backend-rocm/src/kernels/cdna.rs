@@ -1,0 +1,118 @@
+//! The forward on MFMA.
+
+use fmha_core::tune::{TileClass, TileOptions};
+use fmha_core::{
+    Accuracy, Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind,
+};
+use fmha_gpu::{AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Tunable, deterministic_rows, settle};
+use fmha_kernels_hip::{Device, cdna};
+
+use super::{DeviceFacts, Rocm, Steps, launch};
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Cdna {
+    chosen: Option<(cdna::Cdna, Device)>,
+}
+
+impl Cdna {
+    /// What is launched, and what it promises.
+    fn choice(chosen: cdna::Cdna, problem: &ValidFwd, device: Device) -> Choice<Kernel<ValidFwd, Rocm>> {
+        let tiles = chosen.num_tiles(problem);
+        let threads = cdna::num_threads(&chosen.tile).unsigned_abs();
+        Choice {
+            kernel: Kernel::new(Self { chosen: Some((chosen, device)) }),
+            launches: Launches::from(launch(cdna::NAME, chosen.source(), tiles, threads)),
+            workspace: Workspace::NONE,
+            // A row is one wave's, its keys in one order, and every tile's maxima are taken.
+            promises: deterministic_rows(),
+            details: chosen.details(),
+        }
+    }
+}
+
+impl Recipe<ValidFwd, Rocm> for Cdna {
+    fn name(&self) -> &'static str {
+        cdna::NAME
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Kernel<ValidFwd, Rocm>>, Refusal> {
+        let set = |tile: &TileOptions| {
+            cdna::accept(problem, facts.device, &PlanOptions { tile: tile.clone(), ..options.clone() })
+        };
+        // Tiles are measured as a plan without options has them.
+        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
+        let tuned = facts.tuned.get(cdna::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
+        let (chosen, tile_from) = settle(&options.tile, tuned, set)?;
+        let mut choice = Self::choice(chosen, problem, facts.device);
+        choice.details.insert(1, tile_from.detail());
+        Ok(choice)
+    }
+
+    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        let Some((chosen, device)) = self.chosen else { return };
+        launch.tiles_at_once = device.grid(usage, 0, launch.grid.threads).tiles_at_once;
+        let workgroups = chosen.workgroups(launch.tiles, launch.tiles_at_once);
+        launch.grid.groups = u32::try_from(workgroups).unwrap_or(u32::MAX);
+    }
+
+    fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
+        self.chosen.map_or(Ok(()), |(chosen, _)| chosen.takes_addresses(call.problem, call.args))
+    }
+
+    fn for_any_address(&self, problem: &ValidFwd) -> AnyAddress<ValidFwd, Rocm> {
+        let other = self.chosen.and_then(|(chosen, device)| Some((chosen.for_any_address(problem)?, device)));
+        match other {
+            None => AnyAddress::Itself,
+            Some((other, device)) => {
+                let choice = Self::choice(other, problem, device);
+                AnyAddress::Other(Box::new(choice), "the same kernel by elements")
+            }
+        }
+    }
+
+    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidFwd>) -> Result<()> {
+        let mut params = cdna::Cdna::params(call.problem, &bind::fwd_params(call.problem, call.args));
+        // SAFETY: the kernel takes one CdnaParams, whose size it asserts; core saw that its memory covers the problem.
+        unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) }
+    }
+
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Rocm>> {
+        Some(self)
+    }
+}
+
+impl Tunable<ValidFwd, Rocm> for Cdna {
+    fn label(&self) -> &'static str {
+        cdna::NAME
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        &[cdna::HEADER]
+    }
+
+    fn runs_on(&self, _: &DeviceFacts) -> bool {
+        true
+    }
+
+    fn own_tile(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<TileOptions, Refusal> {
+        cdna::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.knobs())
+    }
+
+    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
+        TileClass::of_fwd(problem)
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        fmha_core::fields::knobs::<fmha_kernels_hip::CdnaTile>()
+    }
+}

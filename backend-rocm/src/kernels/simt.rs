@@ -1,0 +1,50 @@
+//! The kernel that computes every forward problem.
+
+use fmha_core::{Call, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind};
+use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, deterministic_rows};
+use fmha_kernels_hip::{Device, simt};
+
+use super::{DeviceFacts, Rocm, Steps, launch, lay_out};
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Simt {
+    device: Option<Device>,
+}
+
+impl Recipe<ValidFwd, Rocm> for Simt {
+    fn name(&self) -> &'static str {
+        simt::NAME
+    }
+
+    fn is_fallback(&self) -> bool {
+        true
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Kernel<ValidFwd, Rocm>>, Refusal> {
+        let spec = simt::accept(problem, options)?;
+        let workgroups = simt::num_workgroups(problem);
+        Ok(Choice {
+            kernel: Kernel::new(Self { device: Some(facts.device) }),
+            launches: Launches::from(launch(simt::NAME, simt::source(&spec), workgroups, simt::NUM_THREADS)),
+            workspace: Workspace::NONE,
+            // A row is one wave's, its keys in one order, whatever the other rows are.
+            promises: deterministic_rows(),
+            details: vec![("tile", "a wave to a row, 64 keys at a time".to_owned())],
+        })
+    }
+
+    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        lay_out(self.device, launch, usage);
+    }
+
+    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidFwd>) -> Result<()> {
+        let mut params = bind::fwd_params(call.problem, call.args);
+        // SAFETY: the kernel takes one FwdParams; core saw that its memory covers the problem.
+        unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) }
+    }
+}

@@ -1,0 +1,63 @@
+//! The kernels that compute every backward problem.
+
+use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
+use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, deterministic_rows, exactly};
+use fmha_kernels_hip::{Device, simt, simt_bwd};
+
+use super::{DeviceFacts, Rocm, Steps, launch, lay_out};
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SimtBwd {
+    chosen: Option<(simt_bwd::SimtBwd, Device)>,
+}
+
+impl Recipe<ValidBwd, Rocm> for SimtBwd {
+    fn name(&self) -> &'static str {
+        simt::NAME
+    }
+
+    fn is_fallback(&self) -> bool {
+        true
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Kernel<ValidBwd, Rocm>>, Refusal> {
+        let chosen = simt_bwd::accept(problem, options)?;
+        let rows = |kernel, source, workgroups| launch(kernel, source, workgroups, simt::NUM_THREADS);
+        Ok(Choice {
+            kernel: Kernel::new(Self { chosen: Some((chosen, facts.device)) }),
+            launches: Launches::new(
+                [rows(simt_bwd::STATS, chosen.stats_source(), chosen.stats_workgroups())],
+                rows(simt::NAME, chosen.source_of_rows(), chosen.workgroups()),
+                [],
+            ),
+            workspace: Workspace { bytes: chosen.workspace.bytes, zeroed_bytes: 0 },
+            promises: deterministic_rows(),
+            details: vec![("tile", "a wave to a row, 64 pairs at a time".to_owned())],
+        })
+    }
+
+    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        lay_out(self.chosen.map(|(_, device)| device), launch, usage);
+    }
+
+    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidBwd>) -> Result<()> {
+        let Some((chosen, _)) = self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel simt has 0 workspaces chosen").into());
+        };
+        let [stats] = exactly(steps.before())?;
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut params = chosen.workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        let mut arguments = [(&raw mut params).cast()];
+        // SAFETY: both kernels take one BwdParams; core saw that its memory covers the problem, and the workspace is as
+        // large as the plan said.
+        unsafe {
+            stats.launch(&mut arguments, call.stream)?;
+            steps.main().launch(&mut arguments, call.stream)
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! What a vendor launches: a call that has been checked.
+
+use std::fmt::Debug;
+
+use crate::args::{
+    BwdArgs, CombineArgs, DevSliceMut, FwdArgs, MemorySpace, SeqArgs, check_bwd, check_combine, check_fwd,
+};
+use crate::bwd::ValidBwd;
+use crate::combine::ValidCombine;
+use crate::error::{ProblemError, Result};
+use crate::operation::Operation;
+use crate::plan::{PlanParts, Workspace};
+use crate::problem::{FwdProblem, ValidFwd};
+use crate::seq::SeqSpan;
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for crate::problem::ValidFwd {}
+    impl Sealed for crate::bwd::ValidBwd {}
+    impl Sealed for crate::combine::ValidCombine {}
+}
+
+/// A validated problem of one operation: [`ValidFwd`], [`ValidBwd`], [`ValidCombine`]. It says which arguments its
+/// calls have, and how they are checked.
+pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
+    /// The arguments of a call: [`FwdArgs`], [`BwdArgs`], [`CombineArgs`].
+    type Args<'a>;
+
+    /// Which operation's problem it is.
+    const OPERATION: Operation;
+
+    /// Whether the arguments fit: extents, alignment, memory, and no output over another operand.
+    ///
+    /// # Errors
+    /// The first field that does not, with its number.
+    fn check(
+        &self,
+        args: &Self::Args<'_>,
+        workspace: Workspace,
+        space: MemorySpace,
+    ) -> Result<(), ProblemError>;
+
+    /// Whether a call may have lengths.
+    #[doc(hidden)]
+    const HAS_LENGTHS: bool;
+
+    /// The lengths of a call, and the problem that bounds them; none of a combine.
+    #[doc(hidden)]
+    fn lengths<'a>(&'a self, args: &'a Self::Args<'_>) -> Option<(&'a FwdProblem, &'a SeqArgs<'a>)>;
+
+    /// The scratch that the caller gave.
+    #[doc(hidden)]
+    fn workspace<'a>(args: &'a Self::Args<'_>) -> Option<&'a DevSliceMut<'a>>;
+
+    /// Whether there is nothing to write.
+    #[doc(hidden)]
+    fn is_empty(&self) -> bool;
+
+    /// The arguments for as long as they are borrowed.
+    #[doc(hidden)]
+    fn borrowed<'a>(args: &'a Self::Args<'_>) -> &'a Self::Args<'a>;
+}
+
+impl Problem for ValidFwd {
+    type Args<'a> = FwdArgs<'a>;
+    const OPERATION: Operation = Operation::Forward;
+    const HAS_LENGTHS: bool = true;
+
+    fn check(
+        &self,
+        args: &FwdArgs<'_>,
+        workspace: Workspace,
+        space: MemorySpace,
+    ) -> Result<(), ProblemError> {
+        check_fwd(self, args, workspace, space)
+    }
+
+    fn lengths<'a>(&'a self, args: &'a FwdArgs<'_>) -> Option<(&'a FwdProblem, &'a SeqArgs<'a>)> {
+        Some((self, &args.seq))
+    }
+
+    fn workspace<'a>(args: &'a FwdArgs<'_>) -> Option<&'a DevSliceMut<'a>> {
+        args.workspace.as_ref()
+    }
+
+    fn is_empty(&self) -> bool {
+        // Without a query there may still be rows to append to K and V.
+        self.dims.seqlen_q == 0 && self.append.is_none()
+    }
+
+    fn borrowed<'a>(args: &'a FwdArgs<'_>) -> &'a FwdArgs<'a> {
+        args
+    }
+}
+
+impl Problem for ValidBwd {
+    type Args<'a> = BwdArgs<'a>;
+    const OPERATION: Operation = Operation::Backward;
+    const HAS_LENGTHS: bool = true;
+
+    fn check(
+        &self,
+        args: &BwdArgs<'_>,
+        workspace: Workspace,
+        space: MemorySpace,
+    ) -> Result<(), ProblemError> {
+        check_bwd(self, args, workspace, space)
+    }
+
+    fn lengths<'a>(&'a self, args: &'a BwdArgs<'_>) -> Option<(&'a FwdProblem, &'a SeqArgs<'a>)> {
+        Some((self.fwd(), &args.seq))
+    }
+
+    fn workspace<'a>(args: &'a BwdArgs<'_>) -> Option<&'a DevSliceMut<'a>> {
+        args.workspace.as_ref()
+    }
+
+    fn is_empty(&self) -> bool {
+        // Without a query dK and dV are 0, and somebody has to write that.
+        false
+    }
+
+    fn borrowed<'a>(args: &'a BwdArgs<'_>) -> &'a BwdArgs<'a> {
+        args
+    }
+}
+
+impl Problem for ValidCombine {
+    type Args<'a> = CombineArgs<'a>;
+    const OPERATION: Operation = Operation::Combine;
+    const HAS_LENGTHS: bool = false;
+
+    fn check(&self, args: &CombineArgs<'_>, _: Workspace, space: MemorySpace) -> Result<(), ProblemError> {
+        check_combine(self, args, space)
+    }
+
+    fn lengths<'a>(&'a self, _: &'a CombineArgs<'_>) -> Option<(&'a FwdProblem, &'a SeqArgs<'a>)> {
+        None
+    }
+
+    fn workspace<'a>(_: &'a CombineArgs<'_>) -> Option<&'a DevSliceMut<'a>> {
+        None
+    }
+
+    fn is_empty(&self) -> bool {
+        self.lse_elems() == 0
+    }
+
+    fn borrowed<'a>(args: &'a CombineArgs<'_>) -> &'a CombineArgs<'a> {
+        args
+    }
+}
+
+/// One run's problem and operands, checked against each other.
+#[derive(Debug)]
+pub struct Call<'a, P: Problem> {
+    /// What was planned.
+    pub problem: &'a P,
+    /// The operands: memory of the device, as large as the problem says, outputs disjoint from all else.
+    pub args: &'a P::Args<'a>,
+    /// The sequences, where the lengths lie in host memory and the operation has some; they are inside their tensors.
+    /// On a device the lengths may lie: see [`PlanOptions::check_lengths`](crate::PlanOptions::check_lengths).
+    pub spans: &'a [SeqSpan],
+    /// The queue, by the driver's own handle. 0: the default one.
+    pub stream: u64,
+}
+
+/// What a backend made of a problem: what the plan says, and what it launches.
+pub struct Planned<P: Problem> {
+    /// For readers, and what a caller must bring.
+    pub parts: PlanParts,
+    /// For runs.
+    pub launch: Box<dyn Launch<P>>,
+}
+
+/// A chosen and loaded kernel. [`Plan::run`](crate::Plan::run) is the one who launches it, after all checks.
+pub trait Launch<P: Problem>: Send + Sync {
+    /// Whether it takes the operands where they lie: what only the kernel knows of addresses. Comes before
+    /// anything is queued.
+    ///
+    /// # Errors
+    /// The operand, its address and the alignment that it lacks.
+    fn takes_addresses(&self, _call: &Call<'_, P>) -> Result<(), ProblemError> {
+        Ok(())
+    }
+
+    /// Queues the work and returns; a backend without queues computes.
+    ///
+    /// # Safety
+    /// `call.problem` is the one that was planned. `call.args` has passed [`Problem::check`] for it, for the plan's
+    /// workspace and for the backend's memory, and its slices are memory that nobody else uses until the work is done;
+    /// the first [`zeroed_bytes`](Workspace::zeroed_bytes) of the workspace are cleared before it on the same stream.
+    /// `call.stream` is a live queue of the backend's device.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()>;
+}
