@@ -65,14 +65,15 @@ class FmhaCall(Structure):
         *((n, c_int64) for n in ("page_size", "num_pages", "max_pages")),
         *((n, FmhaTensor) for n in ("q", "k", "v", "o", "bias")),
         *((n, c_void_p) for n in ("lse", "keep_mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")),
-        *((n, c_void_p) for n in ("page_table", "alibi_slopes", "sink")),
+        *((n, c_void_p) for n in ("block_table", "alibi_slopes", "sink")),
         *((n, c_void_p) for n in ("descale_q", "descale_k", "descale_v", "scale_o")),
         ("mask", c_char_p),
         *((n, POINTER(c_float)) for n in ("softmax_scale", "softcap")),
         ("stream", c_void_p),
         ("gradients", POINTER(FmhaGradients)),
         ("cache", POINTER(FmhaCache)),
-        *((n, c_uint64) for n in ("dropout_seed", "dropout_offset")),
+        ("workspace", c_void_p),
+        *((n, c_uint64) for n in ("workspace_bytes", "dropout_seed", "dropout_offset")),
         ("p_drop", c_float),
         *((n, c_int32) for n in ("dtype_qk", "dtype_v", "dtype_o", "dtype_bias")),
         *((n, c_int32) for n in ("v_layout", "alibi_per_batch", "descale_per_tensor")),
@@ -84,7 +85,7 @@ class FmhaOptions(Structure):
         ("struct_bytes", c_uint64),
         *((n, c_char_p) for n in ("backend", "kernel", "tile")),
         *((n, c_int32) for n in ("allow_fallback", "accuracy", "deterministic")),
-        *((n, c_int32) for n in ("batch_invariant", "check_lengths", "reserved")),
+        *((n, c_int32) for n in ("batch_invariant", "check_lengths", "caller_workspace")),
     ]
 
 
@@ -158,7 +159,7 @@ def make(w: Workload, q, k, v, dout=None):
     )
     if w.page_size:
         k, v, table = to_pages(w, k, v)
-        address("page_table", table)
+        address("block_table", table)
         call.page_size, call.num_pages, call.max_pages = w.page_size, k.shape[0], table.shape[1]
     for name, x in dict(q=q, k=k, v=v, o=o).items():
         setattr(call, name, _tensor(x))

@@ -17,7 +17,7 @@ fn main() -> Result<(), fmha::Error> {
     let k: Vec<bf16> = wave(256 * 2 * 64, 0.73).collect();
     let v: Vec<bf16> = wave(256 * 2 * 64, 0.11).collect();
 
-    let options = Attention { mask: MaskSpec::CAUSAL, ..Attention::new(dims) };
+    let options = Attention::new(dims).mask(MaskSpec::CAUSAL);
     let result = fmha::attention(&q, &k, &v, &options)?;
 
     // The first query sees one key: its output is that key's value.

@@ -22,10 +22,10 @@ fn main() -> Result<(), fmha::Error> {
         head_dim_v: 128,
     };
     let mask = "b:1024,0".parse::<MaskSpec>().expect("a window of 1024 keys before the diagonal");
-    let problem = FwdProblem { mask, write_lse: true, ..FwdProblem::batch(fmha::DType::Bf16, dims) };
+    let problem = FwdProblem::batch(fmha::DType::Bf16, dims).mask(mask).write_lse(true);
 
     // A contradiction is refused here, by field and number.
-    let broken = FwdProblem { dims: Dims { num_heads_kv: 5, ..dims }, ..problem.clone() };
+    let broken = problem.clone().dims(Dims { num_heads_kv: 5, ..dims });
     if let Err(error) = broken.validate() {
         println!("\nrefused: {error}");
     }
@@ -36,7 +36,7 @@ fn main() -> Result<(), fmha::Error> {
     println!("\n{plan}");
 
     // An explicit request is honoured or refused with every reason.
-    let wish = PlanOptions { kernel: Some("no-such-kernel".into()), ..PlanOptions::default() };
+    let wish = PlanOptions::default().kernel("no-such-kernel");
     if let Err(error) = device.plan_fwd(plan.problem(), &wish) {
         println!("refused: {error}");
     }

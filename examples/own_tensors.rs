@@ -16,8 +16,8 @@ fn main() -> Result<(), fmha::Error> {
     let mut o = vec![bf16::ZERO; 64 * 8 * 64];
 
     let device = Device::open("cpu".parse()?)?; // auto | cpu | cuda | cuda:1 | rocm
-    let mut problem = FwdProblem::batch(DType::Bf16, dims); // shapes, types, free strides, mask, bias; no pointers
-    problem.mask = "b:512,0".parse()?; // a window of 512 keys
+    let problem = FwdProblem::batch(DType::Bf16, dims); // shapes, types, strides, mask, bias; no pointers
+    let problem = problem.mask("b:512,0".parse()?); // a window of 512 keys
     let problem = problem.validate()?; // names the field and the number that is wrong
     let plan = device.plan_fwd(&problem, &PlanOptions::default())?; // chooses and compiles, or every refusal
 

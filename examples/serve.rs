@@ -123,7 +123,7 @@ fn plan(backend: &Device, batch: u32) -> Result<FwdPlan, Error> {
     problem.append = Some(Append::packed(&problem, MAX_LEN));
     problem.rotary =
         Some(Rotary { dim: HEAD_DIM, pairs: RotaryPairs::Half, max_pos: MAX_LEN, dtype: DType::F32 });
-    backend.plan_fwd(&problem.validate()?, &PlanOptions { batch_invariant: true, ..PlanOptions::default() })
+    backend.plan_fwd(&problem.validate()?, &PlanOptions::default().batch_invariant(true))
 }
 
 /// What a step brings of each request.

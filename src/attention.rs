@@ -1,19 +1,21 @@
 //! Attention on host slices in one call: the way in for newcomers.
 
-use bytemuck::{AnyBitPattern, NoUninit};
+
 use fmha_core::{
-    DType, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions, ProblemError, Result,
+    DType, DevSliceMut, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions, ProblemError, Result, Shape,
+    Totals, VLayout,
 };
-use half::{bf16, f16};
 
 use crate::memory::{Input, Output, zeros};
 use crate::registry::{Backend, Device};
+use crate::view::{Element, TensorView, TensorViewMut};
 
-/// What to compute. [`Attention::new`] has every option off; set the rest by field.
+/// What to compute. [`Attention::new`] has every option off; the setters turn them on.
 ///
 /// This is the common part of what there is: for packed sequences, bias, sinks, strides, FP8 and
 /// gradients build an [`FwdProblem`] and plan it on a backend.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Attention {
     /// The sizes.
     pub dims: Dims,
@@ -27,8 +29,9 @@ pub struct Attention {
     pub p_drop: f32,
     /// Where the dropout generator stands.
     pub dropout: DropoutSeed,
-    /// Whether a kernel that is correct but far from fast may serve where no fast one takes the
-    /// problem.
+    /// Whether a kernel that is correct but far from fast may serve where no fast one takes the problem, as
+    /// none takes f32 on a GPU. On: a first call is to give numbers on every machine. Off: such a problem is refused
+    /// with every kernel's reason, as a plan refuses it by default.
     pub allow_fallback: bool,
     /// Which backend [`attention`] runs on: its device is opened once and kept.
     pub backend: Backend,
@@ -45,22 +48,76 @@ impl Attention {
             softcap: None,
             p_drop: 0.0,
             dropout: DropoutSeed::default(),
-            allow_fallback: false,
+            allow_fallback: true,
             backend: Backend::Auto,
         }
+    }
+
+    /// Full attention over these tensors, whose shapes are its sizes.
+    #[must_use]
+    pub fn of(q: &TensorView<'_>, k: &TensorView<'_>, v: &TensorView<'_>) -> Self {
+        Self::new(Dims {
+            batch: q.shape.batch,
+            seqlen_q: q.shape.seq,
+            seqlen_k: k.shape.seq,
+            num_heads_q: q.shape.head,
+            num_heads_kv: k.shape.head,
+            head_dim_qk: q.shape.dim,
+            head_dim_v: v.shape.dim,
+        })
+    }
+
+    /// Which keys a query sees: [`MaskSpec::CAUSAL`], or parsed from text such as `b:128,0`.
+    #[must_use]
+    pub fn mask(mut self, mask: MaskSpec) -> Self {
+        self.mask = mask;
+        self
+    }
+
+    /// Multiplies `Q K^T`; 0 is 0, and only `None` is `1 / sqrt(head_dim_qk)`.
+    #[must_use]
+    pub fn softmax_scale(mut self, softmax_scale: impl Into<Option<f32>>) -> Self {
+        self.softmax_scale = softmax_scale.into();
+        self
+    }
+
+    /// `softcap * tanh(S / softcap)`.
+    #[must_use]
+    pub fn softcap(mut self, softcap: impl Into<Option<f32>>) -> Self {
+        self.softcap = softcap.into();
+        self
+    }
+
+    /// Probability that a `P` is dropped, and where the generator stands.
+    #[must_use]
+    pub fn dropout(mut self, p_drop: f32, seed: DropoutSeed) -> Self {
+        (self.p_drop, self.dropout) = (p_drop, seed);
+        self
+    }
+
+    /// Whether a kernel that is correct but far from fast may serve.
+    #[must_use]
+    pub fn allow_fallback(mut self, allow_fallback: bool) -> Self {
+        self.allow_fallback = allow_fallback;
+        self
+    }
+
+    /// Which backend [`attention`] runs on.
+    #[must_use]
+    pub fn backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
     }
 
     /// The problem it stands for: batch mode, contiguous b·s·h·d, LSE written.
     #[must_use]
     pub fn problem(&self, dtype: DType) -> FwdProblem {
-        FwdProblem {
-            mask: self.mask,
-            softmax_scale: self.softmax_scale,
-            softcap: self.softcap,
-            p_drop: self.p_drop,
-            write_lse: true,
-            ..FwdProblem::batch(dtype, self.dims)
-        }
+        FwdProblem::batch(dtype, self.dims)
+            .mask(self.mask)
+            .softmax_scale(self.softmax_scale)
+            .softcap(self.softcap)
+            .p_drop(self.p_drop)
+            .write_lse(true)
     }
 }
 
@@ -73,29 +130,14 @@ pub struct AttentionOutput<T> {
     pub lse: Vec<f32>,
 }
 
-/// A Rust type that a tensor's elements can have: `f32`, `f16`, `bf16`.
-pub trait Element: NoUninit + AnyBitPattern + Default + sealed::Sealed {
-    /// Its [`DType`].
-    const DTYPE: DType;
-}
-
-mod sealed {
-    pub trait Sealed {}
-}
-
-macro_rules! element {
-    ($($elem:ty = $dtype:ident),*) => {$(
-        impl sealed::Sealed for $elem {}
-        impl Element for $elem {
-            const DTYPE: DType = DType::$dtype;
-        }
-    )*};
-}
-element!(f32 = F32, f16 = F16, bf16 = Bf16);
-
 /// Attention over contiguous tensors in host memory: Q `[batch, seqlen_q, num_heads_q,
 /// head_dim_qk]`, K `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, V `[batch, seqlen_k,
 /// num_heads_kv, head_dim_v]`.
+///
+/// It works on every machine and is not the fast way: each call plans anew, copies the tensors to a device and back,
+/// and may run on the fallback kernel, which is correct and slow, where no fast kernel takes the problem
+/// ([`Attention::allow_fallback`]). A [plan](FmhaBackend::plan_fwd) is made once, works on tensors where they lie, and
+/// takes a fallback only where [`PlanOptions::allow_fallback`] says so.
 ///
 /// # Errors
 /// [`Error::Problem`] when sizes and slices do not fit, with the field and the numbers;
@@ -134,33 +176,117 @@ pub fn attention_on<T: Element>(
             return Err(Error::Problem(ProblemError::new(field, text)));
         }
     }
-    let plan_options = PlanOptions { allow_fallback: options.allow_fallback, ..PlanOptions::default() };
-    let plan = device.plan_fwd(&problem, &plan_options)?;
-    let mut result = AttentionOutput {
-        o: zeros("o", problem.shape_o().num_elems())?,
-        lse: zeros("lse", problem.extents(fmha_core::Totals::NONE).lse_elems)?,
-    };
+    let mut elems = zeros("o", problem.shape_o().num_elems())?;
+    let [q, k, v] = [(q, problem.shape_q()), (k, problem.shape_k()), (v, problem.shape_v())]
+        .map(|(elems, shape)| TensorView::host(elems, shape));
+    let o = TensorViewMut::host(&mut elems, problem.shape_o());
+    let lse = attention_into_on(device, &q, &k, &v, o, options)?;
+    Ok(AttentionOutput { o: elems, lse })
+}
+
+/// As [`attention`], on tensors with strides of their own, in host memory or in that of the device that runs the call, and
+/// into the caller's O. Gives LSE `[batch, num_heads_q, seqlen_q]`.
+///
+/// Tensors in the memory of the backend are worked on where they lie; those in host memory are copied to a device and
+/// back. A V whose sequence stride is 1 and whose dim stride is not is column-major. K has the type of Q; V and O may have
+/// another, as [`FwdProblem`] says.
+///
+/// # Errors
+/// As [`attention`], and [`Error::Problem`] where a tensor's shape is not that of `options`, or its memory does not cover
+/// what its strides reach.
+pub fn attention_into(
+    q: &TensorView<'_>,
+    k: &TensorView<'_>,
+    v: &TensorView<'_>,
+    o: TensorViewMut<'_>,
+    options: &Attention,
+) -> Result<Vec<f32>> {
+    let device = Device::open(options.backend.clone())?;
+    attention_into_on(&device, q, k, v, o, options)
+}
+
+/// As [`attention_into`], on a device that is already open; `options.backend` plays no part.
+///
+/// # Errors
+/// As [`attention_into`].
+pub fn attention_into_on(
+    device: &fmha_core::Device,
+    q: &TensorView<'_>,
+    k: &TensorView<'_>,
+    v: &TensorView<'_>,
+    o: TensorViewMut<'_>,
+    options: &Attention,
+) -> Result<Vec<f32>> {
+    if k.dtype != q.dtype {
+        let text = format!("k is {}, but q is {}: 2 types", k.dtype, q.dtype);
+        return Err(ProblemError::new("k", text).into());
+    }
+    let problem = options
+        .problem(q.dtype)
+        .dtype_v(v.dtype)
+        .dtype_o(o.dtype)
+        .strides_q(q.strides)
+        .strides_k(k.strides)
+        .strides_v(v.strides)
+        .strides_o(o.strides)
+        .v_layout(match (v.strides.seq, v.strides.dim) {
+            (1, dim) if dim != 1 && v.shape.dim > 1 => VLayout::ColMajor,
+            _ => VLayout::RowMajor,
+        });
+    for (name, shape, wanted) in [
+        ("q", q.shape, problem.shape_q()),
+        ("k", k.shape, problem.shape_k()),
+        ("v", v.shape, problem.shape_v()),
+        ("o", o.shape, problem.shape_o()),
+    ] {
+        has_shape(name, shape, wanted)?;
+    }
+    let problem = problem.validate()?;
+    q.check("q")?;
+    k.check("k")?;
+    v.check("v")?;
+    o.check("o")?;
+    let plan = device.plan_fwd(&problem, &PlanOptions::default().allow_fallback(options.allow_fallback))?;
+    let mut lse = zeros("lse", problem.extents(Totals::NONE).lse_elems)?;
 
     let memory = device.memory();
-    let (q, k, v) = (Input::new(memory, q)?, Input::new(memory, k)?, Input::new(memory, v)?);
-    let mut o = Output::new(memory, &mut result.o)?;
-    let mut lse = Output::new(memory, &mut result.lse)?;
+    let (q, k, v) = (Input::new(memory, q.data)?, Input::new(memory, k.data)?, Input::new(memory, v.data)?);
+    let mut o = Output::new(memory, o.data)?;
+    let mut lse_out = Output::new(memory, DevSliceMut::host(&mut lse))?;
     let mut workspace = memory.workspace(plan.workspace())?;
 
     let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
-    args.lse = Some(lse.slice_mut());
+    args.lse = Some(lse_out.slice_mut());
     args.score.dropout = options.dropout;
     args.workspace = workspace.as_mut().map(fmha_core::DevBuffer::slice_mut);
     let stream = device.default_stream();
     plan.run(&mut args, &stream)?;
     stream.synchronize()?;
     o.finish(memory)?;
-    lse.finish(memory)?;
-    Ok(result)
+    lse_out.finish(memory)?;
+    Ok(lse)
+}
+
+/// Refuses a tensor whose extents are not the problem's.
+fn has_shape(name: &'static str, given: Shape, wanted: Shape) -> Result<(), ProblemError> {
+    for (axis, given, wanted) in [
+        ("batch", given.batch, wanted.batch),
+        ("seq", given.seq, wanted.seq),
+        ("head", given.head, wanted.head),
+        ("dim", given.dim, wanted.dim),
+    ] {
+        if given != wanted {
+            let text = format!("{name} has {given} along {axis}, but the sizes say {wanted}");
+            return Err(ProblemError::new(name, text));
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use half::{bf16, f16};
+
     use super::*;
 
     const DIMS: Dims = Dims {
@@ -180,7 +306,7 @@ mod tests {
 
     fn equals_the_reference<T: Element>(to: impl Fn(f32) -> T, read: impl Fn(T) -> f64, tolerance: f64) {
         let (q, k, v) = tensors(to);
-        let options = Attention { mask: MaskSpec::CAUSAL, ..Attention::new(DIMS) };
+        let options = Attention::new(DIMS).mask(MaskSpec::CAUSAL);
         let result = attention(&q, &k, &v, &options).unwrap();
 
         let problem = options.problem(T::DTYPE);
@@ -220,5 +346,71 @@ mod tests {
         assert_eq!(error.to_string(), "k has 159 elements, but [2, 5, 2, 8] are 160");
         let error = attention(&q, &k, &v[..0], &Attention::new(DIMS)).unwrap_err();
         assert_eq!(error.to_string(), "v has 0 elements, but [2, 5, 2, 6] are 120");
+    }
+
+    #[test]
+    fn tensors_with_strides_give_the_bits_of_contiguous_ones_and_what_lies_between_stays() {
+        use fmha_core::Strides;
+
+        let (q, k, v) = tensors(|x| x);
+        let options = Attention::new(DIMS).mask(MaskSpec::CAUSAL);
+        let plain = attention(&q, &k, &v, &options).unwrap();
+        let problem = options.problem(DType::F32);
+        // Rows of K and V in one buffer, one after the other; V column-major in another; O between other things.
+        let (shape_k, shape_v, shape_o) = (problem.shape_k(), problem.shape_v(), problem.shape_o());
+        let mut kv = Vec::new();
+        for (k, v) in k.chunks(8).zip(v.chunks(6)) {
+            kv.extend_from_slice(k);
+            kv.extend_from_slice(v);
+        }
+        let fused = Strides { batch: 5 * 2 * 14, seq: 2 * 14, head: 14, dim: 1 };
+        let by_column = Strides::bhds(shape_v);
+        let mut columns = vec![0f32; v.len()];
+        for (at, &x) in v.iter().enumerate() {
+            let [b, s, h, d] = [at / 60, at / 12 % 5, at / 6 % 2, at % 6].map(|i| i as u32);
+            columns[by_column.offset(b, s, h, d) as usize] = x;
+        }
+        let apart = Strides { batch: 3 * 4 * 10, seq: 4 * 10, head: 10, dim: 1 };
+        let q_view = TensorView::host(&q, problem.shape_q());
+        let k_view = TensorView::host_strided(&kv, shape_k, fused);
+        for v_view in [
+            TensorView::host_strided(&kv[8..], shape_v, fused),
+            TensorView::host_strided(&columns, shape_v, by_column),
+        ] {
+            let mut o = vec![-7f32; 2 * 3 * 4 * 10];
+            let o_view = TensorViewMut::host_strided(&mut o, shape_o, apart);
+            let lse = attention_into(&q_view, &k_view, &v_view, o_view, &options).unwrap();
+            assert_eq!(lse, plain.lse);
+            for (row, wanted) in o.chunks(10).zip(plain.o.chunks(6)) {
+                assert_eq!((&row[..6], &row[6..]), (wanted, &[-7f32; 4][..]));
+            }
+        }
+    }
+
+    #[test]
+    fn a_tensor_of_another_shape_type_or_length_is_refused_by_name_and_number() {
+        let (q, k, v) = tensors(|x| x);
+        let problem = Attention::new(DIMS).problem(DType::F32);
+        let [q, k, v] = [(&q, problem.shape_q()), (&k, problem.shape_k()), (&v, problem.shape_v())]
+            .map(|(elems, shape)| TensorView::host(elems, shape));
+        let options = Attention::of(&q, &k, &v);
+        assert_eq!(options.dims, DIMS);
+        let mut o = vec![0f32; 2 * 3 * 4 * 6];
+        let mut said = |k: TensorView<'_>, v: TensorView<'_>, shape_o: Shape| {
+            let o = TensorViewMut::host(&mut o, shape_o);
+            attention_into(&q, &k, &v, o, &options).unwrap_err().to_string()
+        };
+        let (shape_k, shape_o) = (problem.shape_k(), problem.shape_o());
+        assert_eq!(
+            said(TensorView { shape: Shape { seq: 4, ..shape_k }, ..k }, v, shape_o),
+            "k has 4 along seq, but the sizes say 5"
+        );
+        assert_eq!(said(k, v, Shape { dim: 5, ..shape_o }), "o has 5 along dim, but the sizes say 6");
+        assert_eq!(
+            said(TensorView { dtype: DType::F16, ..k }, v, shape_o),
+            "k is f16, but q is f32: 2 types"
+        );
+        let short = TensorView { data: fmha_core::DevSlice::host(&[0f32; 7]), ..v };
+        assert_eq!(said(k, short, shape_o), "v has 28 bytes, but its extents and strides reach 480");
     }
 }

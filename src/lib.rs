@@ -7,28 +7,66 @@
 //!     batch: 1, seqlen_q: 4, seqlen_k: 4, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
 //! };
 //! let (q, k, v) = (vec![0.5f32; 64], vec![0.5f32; 32], vec![2.0f32; 32]);
-//! let options = Attention { mask: MaskSpec::CAUSAL, ..Attention::new(dims) };
+//! let options = Attention::new(dims).mask(MaskSpec::CAUSAL);
 //! let result = fmha::attention(&q, &k, &v, &options)?;
 //! assert!(result.o.iter().all(|&o| (o - 2.0).abs() < 1e-6));
 //! # Ok::<(), fmha::Error>(())
 //! ```
 //!
 //! - [`attention`] takes slices of `f32`, `f16` or `bf16` and gives O and LSE: where to start.
+//! - [`attention_into`] takes [`TensorView`]s: any strides, host or device memory, and with the feature `ndarray` arrays.
 //! - [`Device::open`] gives the device that a [`Backend`] names; [`devices`] lists what there is, and
-//!   why the rest is absent. On a device a [`FwdProblem`] becomes a plan and the plan runs: the
-//!   life of a call, told in [`core`].
+//!   why the rest is absent. On a device a [`FwdProblem`] becomes a plan and the plan runs:
+//!
+//! ```text
+//!  FwdProblem      shapes, dtypes, strides, mask, bias; no pointers
+//!      │ validate()                     Err(Problem): the caller's, names field and number
+//!  ValidFwd        cannot be made otherwise
+//!      │ device.plan_fwd()              Err(Unsupported): every kernel's refusal
+//!  FwdPlan         opaque: kernel, tile, steps, workspace, promises
+//!      │ plan.run(&mut args, &stream)       many times
+//!  O, LSE                               Err(Driver): which call, which code
+//! ```
+//!
 //! - [`register`] gives a backend of your own, an [`FmhaBackend`], a name.
-//! - Everything of [`core`] is re-exported here, so that a user needs this crate alone.
+//! - What a user needs of `fmha-core` is re-exported here by name. `use fmha::*` hides nothing of the language:
+//!
+//! ```
+//! use fmha::*;
+//!
+//! fn bytes_of_dims(batch: &str) -> Result<usize, String> {
+//!     let batch = batch.parse().map_err(|_| format!("batch {batch}"))?;
+//!     let one = Dims {
+//!         batch, seqlen_q: 4, seqlen_k: 4, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
+//!     };
+//!     Ok(core::mem::size_of_val(&one))
+//! }
+//! assert_eq!(bytes_of_dims("3"), Ok(core::mem::size_of::<Dims>()));
+//! ```
 //!
 //! The command `fmha`, a crate of its own (`cli/`), is this library's first user.
 
 mod attention;
 mod memory;
 mod registry;
+mod view;
 
-pub use fmha_core as core;
-pub use fmha_core::*;
 pub use half::{bf16, f16};
 
-pub use attention::{Attention, AttentionOutput, Element, attention, attention_on};
-pub use registry::{Backend, Device, Found, PassedOver, all, devices, emulated_launches, register};
+// By name, each of them: a glob would bring what is internal to the workspace, a `Result` that hides std's, and
+// modules that hide `core`'s.
+pub use fmha_core::{
+    Accuracy, AnyProblem, Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan,
+    BwdProblem, CacheArgs, CacheSlice, CombineArgs, CombinePlan, CombineProblem, DType, Descale, DevBuffer,
+    DevSlice, DevSliceMut, DeviceMemory, Dims, DropoutSeed, ElementwiseBias, Error, Explain, Extents,
+    Event, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, LaunchShape, MaskAlign, MaskShape, MaskSpec,
+    MemorySpace, Operation, PartialResult, Plan, PlanOptions, PlanParts, ProblemError, Promises, QLayout,
+    Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, ScoreArgs, ScoreSums, SeqArgs,
+    Call, Launch, Planned, Problem, Shape, Step, Stream, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
+};
+
+pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};
+pub use registry::{
+    Backend, Device, Found, PassedOver, all, devices, emulated_launches, register,
+};
+pub use view::{Element, TensorView, TensorViewMut};

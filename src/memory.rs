@@ -1,67 +1,73 @@
-//! Host slices as a backend's arguments: as they are where it reads host memory, else copied.
+//! A caller's tensors as a backend's arguments: as they are where the backend reads that memory, else copied.
 
-use bytemuck::{AnyBitPattern, NoUninit};
 use fmha_core::{DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Error, MemorySpace, Result};
 
 /// What a call reads.
 pub(crate) enum Input<'a> {
-    Host(&'a [u8]),
-    Device(DevBuffer),
+    Given(DevSlice<'a>),
+    Copied(DevBuffer),
 }
 
 impl<'a> Input<'a> {
-    pub(crate) fn new<T: NoUninit>(memory: &dyn DeviceMemory, elems: &'a [T]) -> Result<Self> {
-        let bytes = bytemuck::cast_slice(elems);
-        if memory.space() == MemorySpace::Host {
-            return Ok(Self::Host(bytes));
+    pub(crate) fn new(memory: &dyn DeviceMemory, given: DevSlice<'a>) -> Result<Self> {
+        match (memory.space(), given.as_host()) {
+            (MemorySpace::Device, Some(bytes)) => {
+                let mut buffer = memory.alloc(bytes.len() as u64)?;
+                memory.upload(bytes, &mut buffer)?;
+                Ok(Self::Copied(buffer))
+            }
+            // A device's memory that a host's backend is given is for the run to refuse.
+            _ => Ok(Self::Given(given)),
         }
-        let mut buffer = memory.alloc(bytes.len() as u64)?;
-        memory.upload(bytes, &mut buffer)?;
-        Ok(Self::Device(buffer))
     }
 
     pub(crate) fn slice(&self) -> DevSlice<'_> {
         match self {
-            Self::Host(bytes) => DevSlice::host(bytes),
-            Self::Device(buffer) => buffer.slice(),
+            Self::Given(slice) => *slice,
+            Self::Copied(buffer) => buffer.slice(),
         }
     }
 }
 
 /// What a call writes.
 pub(crate) struct Output<'a> {
-    host: &'a mut [u8],
-    device: Option<DevBuffer>,
+    given: DevSliceMut<'a>,
+    copied: Option<DevBuffer>,
 }
 
 impl<'a> Output<'a> {
-    pub(crate) fn new<T: NoUninit + AnyBitPattern>(
-        memory: &dyn DeviceMemory,
-        elems: &'a mut [T],
-    ) -> Result<Self> {
-        let host: &mut [u8] = bytemuck::cast_slice_mut(elems);
-        let device = match memory.space() {
-            MemorySpace::Host => None,
-            MemorySpace::Device => {
-                // Uploaded first: rows that the lengths exclude are never written.
-                let mut buffer = memory.alloc(host.len() as u64)?;
-                memory.upload(host, &mut buffer)?;
+    /// Host memory is uploaded first: what lies between the tensor's elements, and rows that lengths exclude, are never
+    /// written.
+    pub(crate) fn new(memory: &dyn DeviceMemory, given: DevSliceMut<'a>) -> Result<Self> {
+        let copied = match (memory.space(), given.as_input().as_host()) {
+            (MemorySpace::Device, Some(bytes)) => {
+                let mut buffer = memory.alloc(bytes.len() as u64)?;
+                memory.upload(bytes, &mut buffer)?;
                 Some(buffer)
             }
+            _ => None,
         };
-        Ok(Self { host, device })
+        Ok(Self { given, copied })
     }
 
     pub(crate) fn slice_mut(&mut self) -> DevSliceMut<'_> {
-        match &mut self.device {
-            None => DevSliceMut::host(self.host),
+        match &mut self.copied {
             Some(buffer) => buffer.slice_mut(),
+            // SAFETY: the same memory, borrowed exclusively from `self`, which holds it exclusively.
+            None => unsafe {
+                DevSliceMut::from_raw(self.given.space(), self.given.as_mut_ptr(), self.given.bytes())
+            },
         }
     }
 
-    /// Brings the result to the host. The work that writes it is done.
+    /// Brings the result to where the caller wants it. The work that writes it is done.
     pub(crate) fn finish(self, memory: &dyn DeviceMemory) -> Result<()> {
-        self.device.map_or(Ok(()), |buffer| memory.download(&buffer, self.host))
+        let Some(buffer) = self.copied else { return Ok(()) };
+        // SAFETY: host memory, for only that is copied, which `given` borrows exclusively; it is initialised, as slices
+        // are and as `TensorViewMut::from_raw` was promised.
+        let host =
+            unsafe { std::slice::from_raw_parts_mut(self.given.as_mut_ptr(), self.given.bytes() as usize) };
+        memory.download(&buffer, host)
     }
 }
 

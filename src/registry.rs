@@ -6,7 +6,8 @@ use std::ops::Deref;
 use std::str::FromStr;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use fmha_core::{Error, ProblemError, Result};
+use fmha_core::fork::PerProcess;
+use fmha_core::{Error, FmhaBackend, ProblemError, Result, env};
 
 /// Which backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`, and the names that were given
 /// to [`register`].
@@ -145,23 +146,33 @@ pub struct Device {
 impl Device {
     /// The device that `choice` names, opened at the first call and kept for the life of the process, with the kernels
     /// that it has loaded. An explicit choice is honoured or refused; `auto` takes the best that is present, and
-    /// [`passed_over`](Self::passed_over) says what it tried first.
+    /// [`passed_over`](Self::passed_over) says what it tried first. Where the environment has `FMHA_EMULATE`, `auto` is the
+    /// emulated device of that architecture (`sm_90a`, `gfx942`).
     ///
     /// # Errors
     /// [`Error::NoDevice`] with the reason, which is looked for anew at the next call; for `auto`, only when not even
     /// the CPU can serve.
     pub fn open(choice: Backend) -> Result<Self> {
-        if let Some(device) = kept().get(&choice) {
+        if let Some((_, device)) = kept().iter().find(|(name, _)| *name == choice) {
             return Ok(device.clone());
         }
         // Nobody is kept waiting by a driver that takes its time, and a backend may open another one.
         let device = Self::open_anew(&choice)?;
-        Ok(kept().entry(choice).or_insert(device).clone())
+        let mut kept = kept();
+        if let Some((_, first)) = kept.iter().find(|(name, _)| *name == choice) {
+            return Ok(first.clone());
+        }
+        kept.push((choice, device.clone()));
+        Ok(device)
     }
 
     fn open_anew(choice: &Backend) -> Result<Self> {
         let mut passed_over = Vec::new();
         if *choice == Backend::Auto {
+            if let Some(archs) = env::EMULATE.get()? {
+                let arch = archs.split(',').next().unwrap_or_default();
+                return Self::open(Backend::Auto.emulated(arch)?);
+            }
             for backend in [Backend::CUDA, Backend::ROCM] {
                 match Self::open(backend.clone()) {
                     Ok(device) => return Ok(Self { passed_over: passed_over.into(), ..device }),
@@ -178,10 +189,16 @@ impl Device {
             Backend::Registered { name, ordinal } => {
                 let open = registered().get(name).cloned();
                 let open = open.ok_or_else(|| Error::NoDevice(format!("no backend {name} is registered")))?;
-                open(*ordinal)?
+                return open(*ordinal);
             }
         };
         Ok(core.into())
+    }
+
+    /// A device that a backend of your own stands for: what [`register`]'s `open` returns. It is not kept.
+    #[must_use]
+    pub fn new(backend: impl FmhaBackend + 'static) -> Self {
+        fmha_core::Device::new(backend).into()
     }
 
     /// No device: plans for `arch` (`sm_90a`, `gfx942`), compiles where there is a compiler, and runs nothing.
@@ -218,11 +235,10 @@ impl From<fmha_core::Device> for Device {
     }
 }
 
-/// The devices that this process has open.
-fn kept() -> MutexGuard<'static, HashMap<Backend, Device>> {
-    static KEPT: LazyLock<Mutex<HashMap<Backend, Device>>> = LazyLock::new(Mutex::default);
-    // A panic elsewhere leaves a map that is sound.
-    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+/// The devices that this process has open: few, so that a list serves. A forked child begins with none.
+fn kept() -> MutexGuard<'static, Vec<(Backend, Device)>> {
+    static KEPT: PerProcess<Mutex<Vec<(Backend, Device)>>> = PerProcess::of_first(Mutex::new(Vec::new()));
+    KEPT.get(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What third parties have registered, by name.
@@ -232,14 +248,14 @@ fn registered() -> MutexGuard<'static, HashMap<String, Open>> {
 }
 
 /// Opens a third party's device by its number.
-type Open = Arc<dyn Fn(u32) -> Result<fmha_core::Device> + Send + Sync>;
+type Open = Arc<dyn Fn(u32) -> Result<Device> + Send + Sync>;
 
 /// Gives a third party's backend a name: [`Backend`] as text then takes `name` and `name:N`, and [`Device::open`] opens
 /// what
 /// `open` returns for N, once for each.
 ///
 /// ```
-/// # fn toy(_: u32) -> fmha::Result<fmha::core::Device> { Err(fmha::Error::NoDevice("a toy".into())) }
+/// # fn toy(_: u32) -> Result<fmha::Device, fmha::Error> { Err(fmha::Error::NoDevice("a toy".into())) }
 /// fmha::register("toy", |ordinal| toy(ordinal))?;
 /// let choice: fmha::Backend = "toy:1".parse()?;
 /// assert_eq!(choice.to_string(), "toy:1");
@@ -250,7 +266,7 @@ type Open = Arc<dyn Fn(u32) -> Result<fmha_core::Device> + Send + Sync>;
 /// `name`, if it is taken, empty or has a colon in it.
 pub fn register(
     name: &str,
-    open: impl Fn(u32) -> Result<fmha_core::Device> + Send + Sync + 'static,
+    open: impl Fn(u32) -> Result<Device> + Send + Sync + 'static,
 ) -> Result<()> {
     let wrong = |why: &str| Err(ProblemError::new("name", format!("name `{name}` {why}")).into());
     if name.is_empty() || name.contains(':') {

@@ -1,6 +1,6 @@
 //! The battery on every backend of this machine; those that are not here are reported absent.
 
-use fmha::core::Device;
+use fmha::Device;
 use fmha_conformance::law::BIT_FOR_BIT;
 use fmha_conformance::report::{Report, run};
 use fmha_conformance::run::Options;

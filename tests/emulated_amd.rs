@@ -137,10 +137,8 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
         let count = workgroups.to_string();
         let tile = [("block_m", "64"), ("order", "static"), ("workgroups", count.as_str())];
         let options = Options {
-            plan: PlanOptions {
-                tile: tile.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
-                ..PlanOptions::default()
-            },
+            plan: PlanOptions::default()
+                .tile(tile.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec()),
             repro_words: format!("--emulate {arch} --tile block_m=64,order=static,workgroups={workgroups}"),
             ..Options::default()
         };
@@ -162,7 +160,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
 fn the_fallback_takes_every_spec() {
     let Some(backend) = amd::open("gfx942", "the battery") else { return };
     let cases: Vec<Case> = all().into_iter().filter(|case| case.data().seed % 257 == 0).collect();
-    let plan = PlanOptions { kernel: Some("simt".to_owned()), ..PlanOptions::default() };
+    let plan = PlanOptions::default().kernel("simt");
     let options =
         Options { plan, repro_words: "--emulate gfx942 --kernel simt".to_owned(), ..Options::default() };
     // What changes a cache is the CPU's.

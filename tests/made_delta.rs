@@ -42,7 +42,7 @@ fn gradients_are_right_with_delta_made_beside_the_products() {
             );
             let case = Case::backward(&name, BwdProblem::new(fwd), Lengths::default(), Data::default());
             let tile = tile_fields(&format!("delta_beside=true,load_registers={registers}"));
-            let plan = PlanOptions { tile, kernel: Some("sm90".to_owned()), ..PlanOptions::default() };
+            let plan = PlanOptions::default().tile(tile).kernel("sm90");
             let (outcome, said) = case.run(&backend, &Options { plan, ..Options::default() });
             if said.contains("libnvrtc") && outcome == Outcome::Failed {
                 return println!("absent: {said}");

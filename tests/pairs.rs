@@ -20,7 +20,7 @@ fn pairs(levels: &[usize]) -> impl Iterator<Item = Pair> {
 /// Pairs of levels that the fast kernels of `backend` meet in no case, though they take them: beside the first level of
 /// every other axis, with some type.
 fn unmet(backend: &Device) -> Vec<Pair> {
-    let options = PlanOptions { allow_fallback: false, ..PlanOptions::default() };
+    let options = PlanOptions::default().allow_fallback(false);
     let takes = |case: &Case| !jobs(case, backend, &options).is_empty();
     let (mut met, mut all) = (BTreeSet::new(), BTreeSet::new());
     for (case, levels) in definition::with_levels() {

@@ -30,8 +30,7 @@ fn forward(name: &str) -> Box<Forward> {
 
 /// The bits of every element of O.
 fn output(backend: &Device, case: &Forward, tile: &str) -> Result<Vec<u64>, Error> {
-    let options =
-        PlanOptions { tile: tile_fields(tile), kernel: Some("sm90".to_owned()), ..PlanOptions::default() };
+    let options = PlanOptions::default().tile(tile_fields(tile)).kernel("sm90");
     let mut host = HostFwd::new(case.problem.clone(), &case.lengths, case.data)?;
     let plan = backend.plan_fwd(&host.problem, &options)?;
     run_fwd(backend, &plan, &mut host)?;

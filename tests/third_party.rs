@@ -5,12 +5,13 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use fmha::core::backend::unsupported;
 use fmha::{
     Accuracy, Attention, AttentionOutput, Backend, Call, DType, DevBuffer, DevSlice, DevSliceMut, Device,
     DeviceMemory, Dims, Error, FmhaBackend, FwdArgs, Launch, MemorySpace, PlanOptions, PlanParts, Planned,
-    Promises, Refusal, Result, ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Promises, Refusal, ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
+
+type Result<T> = std::result::Result<T, Error>;
 
 /// Attention over values that are all alike: their mean is any of them. It knows f32 alone.
 struct Alike {
@@ -22,7 +23,7 @@ static LAUNCHES: AtomicUsize = AtomicUsize::new(0);
 
 impl Alike {
     fn refused<T>(&self, reason: impl Into<String>) -> Result<T> {
-        Err(unsupported(&self.name, vec![Refusal::new("alike", reason)]))
+        Err(Error::Unsupported { backend: self.name.clone(), refusals: vec![Refusal::new("alike", reason)] })
     }
 }
 
@@ -142,7 +143,7 @@ fn a_backend_of_a_third_party_is_registered_chosen_by_name_and_given_checked_cal
     let unknown = "alike:1".parse::<Backend>().unwrap_err().text;
     assert!(unknown.starts_with("backend `alike:1` is none of auto, cpu, cuda"), "{unknown}");
     fmha::register("alike", |ordinal| match ordinal {
-        0 | 1 => Ok(fmha::core::Device::new(Alike { name: format!("alike:{ordinal}") })),
+        0 | 1 => Ok(Device::new(Alike { name: format!("alike:{ordinal}") })),
         _ => Err(Error::NoDevice(format!("there is no device {ordinal}: alike has 2"))),
     })
     .unwrap();
@@ -164,7 +165,7 @@ fn a_backend_of_a_third_party_is_registered_chosen_by_name_and_given_checked_cal
     assert_eq!(listed.filter(|found| found.device.is_ok()).count(), 2);
 
     let (q, v) = ([1f32; 8], [2.5f32; 12]);
-    let options = Attention { backend, ..Attention::new(DIMS) };
+    let options = Attention::new(DIMS).backend(backend);
     let AttentionOutput { o, .. } = fmha::attention(&q, &[0f32; 12], &v, &options).unwrap();
     assert_eq!((o, LAUNCHES.load(Ordering::Relaxed)), (vec![2.5; 8], 1));
     let half = fmha::attention(&[half::f16::ONE; 8], &[half::f16::ONE; 12], &[half::f16::ONE; 12], &options);

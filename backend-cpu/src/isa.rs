@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use enum_dispatch::enum_dispatch;
-use fmha_core::{Error, Result};
+use fmha_core::{Error, ProblemError, Result};
 
 use crate::backward::Backward;
 use crate::blocks::FmaLoop;
@@ -80,12 +80,12 @@ impl fmt::Display for Isa {
 }
 
 impl FromStr for Isa {
-    type Err = String;
+    type Err = ProblemError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         Isa::ALL.into_iter().find(|isa| isa.name() == text).ok_or_else(|| {
             let known = Isa::ALL.map(Isa::name).join(", ");
-            format!("`{text}` is no instruction set (known: {known})")
+            ProblemError::new("isa", format!("isa `{text}` is no instruction set (known: {known})"))
         })
     }
 }

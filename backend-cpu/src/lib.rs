@@ -54,7 +54,7 @@ use std::sync::Arc;
 
 use fmha_core::fork::PerProcess;
 use fmha_core::{
-    DType, DeviceMemory, Error, FmhaBackend, PlanOptions, Planned, Result, Roofline, ValidBwd, ValidCombine,
+    DType, DeviceMemory, Error, FmhaBackend, PlanOptions, Planned, ProblemError, Result, Roofline, ValidBwd, ValidCombine,
     ValidFwd, env,
 };
 
@@ -113,7 +113,9 @@ impl CpuBackend {
         let threads = threads.min(processors.saturating_mul(MAX_THREADS_A_PROCESSOR));
         let cap = match (config.isa, env::CPU_ISA.get()?) {
             (Some(isa), _) => Some(isa),
-            (None, Some(text)) => Some(text.parse().map_err(|text| misset(env::CPU_ISA, text))?),
+            (None, Some(text)) => {
+                Some(text.parse().map_err(|error: ProblemError| misset(env::CPU_ISA, error.text))?)
+            }
             (None, None) => None,
         };
         let (isa, engine) = Engine::best(cap)?;

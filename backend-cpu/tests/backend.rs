@@ -23,7 +23,7 @@ fn an_instruction_set_has_one_name_everywhere() {
         assert_eq!(isa.to_string(), isa.name());
         assert_eq!(isa.name().parse(), Ok(isa));
     }
-    let text = "sse".parse::<Isa>().unwrap_err();
+    let text = "sse".parse::<Isa>().unwrap_err().text;
     assert!(text.contains("`sse`") && names.iter().all(|name| text.contains(name)), "{text}");
 }
 
@@ -157,8 +157,7 @@ fn problem() -> FwdProblem {
 }
 
 fn options(tile: &[(&str, &str)]) -> PlanOptions {
-    let tile = tile.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-    PlanOptions { tile, ..PlanOptions::default() }
+    PlanOptions::default().tile(tile.iter().copied())
 }
 
 fn detail<'a>(details: &'a [(&'static str, String)], name: &str) -> Option<&'a str> {
@@ -195,7 +194,7 @@ fn a_forward_plan_alone_says_what_is_taken_in_rows_and_is_batch_invariant_on_req
     let backend = backend(1);
     let fwd = problem().validate().unwrap();
     for batch_invariant in [false, true] {
-        let options = PlanOptions { batch_invariant, ..PlanOptions::default() };
+        let options = PlanOptions::default().batch_invariant(batch_invariant);
         let plan = backend.plan_fwd(&fwd, &options).unwrap();
         assert_eq!(plan.promises().batch_invariant, batch_invariant);
         let rows = detail(plan.details(), "rows").unwrap();
@@ -217,7 +216,7 @@ fn a_plan_whose_running_maximum_may_lag_says_fast_and_is_exact_on_request() {
             // In tiles of bf16 alone, and sequences that are taken in rows do without them.
             let lags = isa == Isa::Amx && dtype == DType::Bf16 && !batch_invariant;
             for accuracy in [Accuracy::Fast, Accuracy::Exact] {
-                let options = PlanOptions { accuracy, batch_invariant, ..PlanOptions::default() };
+                let options = PlanOptions::default().accuracy(accuracy).batch_invariant(batch_invariant);
                 let promised = backend.plan_fwd(&fwd, &options).unwrap().promises().accuracy;
                 let wanted = if lags { accuracy } else { Accuracy::Exact };
                 assert_eq!(promised, wanted, "{isa}, {dtype}, batch_invariant {batch_invariant}");

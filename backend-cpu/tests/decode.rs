@@ -29,7 +29,7 @@ fn problem_of(dtype: DType, seqlens: (u32, u32), heads: (u32, u32), head_dims: (
     let ((seqlen_q, seqlen_k), (num_heads_q, num_heads_kv)) = (seqlens, heads);
     let (head_dim_qk, head_dim_v) = head_dims;
     let dims = Dims { batch: 2, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v };
-    FwdProblem { write_lse: true, mask: MaskSpec::CAUSAL, ..FwdProblem::batch(dtype, dims) }
+    FwdProblem::batch(dtype, dims).write_lse(true).mask(MaskSpec::CAUSAL)
 }
 
 fn copy(from: &Tensor, to: &mut Tensor, shape: Shape, place: impl Fn(u32, u32) -> (u32, u32)) {

@@ -43,7 +43,7 @@ fn bias(problem: &FwdProblem, dtype: DType, broadcast: BiasBroadcast) -> Bias {
 fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
     let mut all = Vec::new();
     let mut add = |name: &str, problem: FwdProblem, lengths: &[Lengths]| {
-        let problem = FwdProblem { write_lse: true, ..problem };
+        let problem = problem.clone().write_lse(true);
         all.push((name.to_owned(), problem, lengths.to_vec()));
     };
     let plain = || FwdProblem::batch(DType::F32, dims(2, 77, 150, (2, 2), (64, 64)));
@@ -60,12 +60,12 @@ fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
         add(&format!("{seqlen_q}x{seqlen_k}"), FwdProblem::batch(DType::F32, sizes), &[]);
         for mask in ["t", "b", "t:5,3", "b:40,0", "b:-1,7", "t:9,-1,4", "b:3,2,130", "g:4,-2", "g:-3,60,2"] {
             let mask: MaskSpec = mask.parse().unwrap();
-            let problem = FwdProblem { mask, ..FwdProblem::batch(DType::F32, sizes) };
+            let problem = FwdProblem::batch(DType::F32, sizes).mask(mask);
             add(&format!("{seqlen_q}x{seqlen_k} {mask}"), problem, &[]);
         }
     }
     for broadcast in [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead] {
-        let mut problem = FwdProblem { mask: MaskSpec::CAUSAL, ..plain() };
+        let mut problem = plain().mask(MaskSpec::CAUSAL);
         problem.bias = bias(&problem, DType::F32, broadcast);
         add(&format!("bias {broadcast:?}"), problem, &[]);
     }
@@ -73,34 +73,28 @@ fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
     bf16.bias = bias(&bf16, DType::Bf16, BiasBroadcast::OneHead);
     add("bf16 bias", bf16, &[]);
     for per_batch in [false, true] {
-        add("alibi", FwdProblem { bias: Bias::Alibi { per_batch }, ..plain() }, &[]);
+        add("alibi", plain().bias(Bias::Alibi { per_batch }), &[]);
     }
-    add("softcap", FwdProblem { softcap: Some(1.5), mask: MaskSpec::CAUSAL, ..plain() }, &[]);
-    add("softcap 50", FwdProblem { softcap: Some(50.0), ..plain() }, &[]);
-    add(
-        "sink",
-        FwdProblem { sink: true, mask: "t:3,-2".parse().unwrap_or(MaskSpec::CAUSAL), ..plain() },
-        &[],
-    );
-    add("sink, nothing seen", FwdProblem { sink: true, mask: "g:0,-400".parse().unwrap(), ..plain() }, &[]);
-    add("dropout", FwdProblem { p_drop: 0.3, mask: MaskSpec::CAUSAL, ..plain() }, &[]);
-    add("scale", FwdProblem { softmax_scale: Some(-0.3), ..plain() }, &[]);
-    add("scale 0", FwdProblem { softmax_scale: Some(0.0), ..plain() }, &[]);
+    add("softcap", plain().softcap(1.5).mask(MaskSpec::CAUSAL), &[]);
+    add("softcap 50", plain().softcap(50.0), &[]);
+    add("sink", plain().sink(true).mask("t:3,-2".parse().unwrap_or(MaskSpec::CAUSAL)), &[]);
+    add("sink, nothing seen", plain().sink(true).mask("g:0,-400".parse().unwrap()), &[]);
+    add("dropout", plain().p_drop(0.3).mask(MaskSpec::CAUSAL), &[]);
+    add("scale", plain().softmax_scale(-0.3), &[]);
+    add("scale 0", plain().softmax_scale(0.0), &[]);
     for (dtype_qk, dtype_v, dtype_o, descale) in [
         (DType::E4m3Fn, DType::E4m3Fn, DType::E4m3Fn, Descale::PerTensor),
         (DType::E5m2, DType::E5m2, DType::F32, Descale::PerKvHead),
         (DType::E4m3Fnuz, DType::Bf16, DType::F16, Descale::PerKvHead),
         (DType::E5m2Fnuz, DType::E5m2Fnuz, DType::E5m2Fnuz, Descale::None),
     ] {
-        let problem = FwdProblem {
-            dtype_v,
-            dtype_o,
-            descale_q: descale,
-            descale_k: descale,
-            descale_v: if dtype_v.is_fp8() { descale } else { Descale::None },
-            scale_o: dtype_o.is_fp8(),
-            ..FwdProblem::batch(dtype_qk, dims(2, 40, 150, (4, 2), (64, 64)))
-        };
+        let problem = FwdProblem::batch(dtype_qk, dims(2, 40, 150, (4, 2), (64, 64)))
+            .dtype_v(dtype_v)
+            .dtype_o(dtype_o)
+            .descale_q(descale)
+            .descale_k(descale)
+            .descale_v(if dtype_v.is_fp8() { descale } else { Descale::None })
+            .scale_o(dtype_o.is_fp8());
         add(&format!("{dtype_qk} {dtype_v} {dtype_o}"), problem, &[]);
     }
     let lengths = [[(50, 40), (60, 60)], [(0, 0), (7, 3)], [(13, 13), (0, 0)], [(1, 1), (200, 137)]];
@@ -155,26 +149,23 @@ fn backward_keeps_the_accuracy_promise() {
 /// What the long ones above have too, in little: a mutant of a step is found at once.
 #[test]
 fn small_problems_keep_the_accuracy_promise() {
-    let small = |dtype, seqlens: (u32, u32), mask: &str| FwdProblem {
-        write_lse: true,
-        mask: mask.parse().unwrap(),
-        ..FwdProblem::batch(dtype, dims(1, seqlens.0, seqlens.1, (4, 2), (24, 40)))
+    let small = |dtype, seqlens: (u32, u32), mask: &str| {
+        FwdProblem::batch(dtype, dims(1, seqlens.0, seqlens.1, (4, 2), (24, 40)))
+            .write_lse(true)
+            .mask(mask.parse().unwrap())
     };
     for (isa, backend) in backends() {
         for (name, problem) in [
-            ("dropout", FwdProblem { p_drop: 0.3, ..small(DType::F32, (20, 20), "b:5,0") }),
-            ("dropout of two tiles", FwdProblem { p_drop: 0.3, ..small(DType::F32, (20, 150), "b") }),
-            ("dropout of a window", FwdProblem { p_drop: 0.3, ..small(DType::Bf16, (20, 150), "b:9,9") }),
-            ("softcap", FwdProblem { softcap: Some(1.5), ..small(DType::F32, (20, 150), "b") }),
+            ("dropout", small(DType::F32, (20, 20), "b:5,0").p_drop(0.3)),
+            ("dropout of two tiles", small(DType::F32, (20, 150), "b").p_drop(0.3)),
+            ("dropout of a window", small(DType::Bf16, (20, 150), "b:9,9").p_drop(0.3)),
+            ("softcap", small(DType::F32, (20, 150), "b").softcap(1.5)),
             ("f16", small(DType::F16, (20, 150), "b")),
             ("bf16", small(DType::Bf16, (20, 150), "0")),
-            (
-                "alibi",
-                FwdProblem { bias: Bias::Alibi { per_batch: false }, ..small(DType::F32, (20, 150), "b") },
-            ),
+            ("alibi", small(DType::F32, (20, 150), "b").bias(Bias::Alibi { per_batch: false })),
             ("nothing seen", small(DType::F32, (40, 20), "b")),
             ("few queries", small(DType::Bf16, (3, 700), "b")),
-            ("few queries dropped", FwdProblem { p_drop: 0.3, ..small(DType::F32, (3, 700), "b") }),
+            ("few queries dropped", small(DType::F32, (3, 700), "b").p_drop(0.3)),
         ] {
             let inputs = Inputs::random(problem.clone(), &[], 3);
             let what = format!("{isa} {name}");

@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fmha_core::{
-    BwdArgs, BwdPlan, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan,
-    FwdProblem, MaskSpec, PlanOptions, ScoreArgs, SeqArgs, Stream,
+    BwdArgs, BwdPlan, BwdProblem, DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdPlan,
+    FwdProblem, MaskSpec, PlanOptions, ScoreArgs, SeqArgs,
 };
 use fmha_cpu::{Config, CpuBackend};
 
@@ -33,20 +33,19 @@ fn alone() -> MutexGuard<'static, ()> {
 
 /// A backend with its plans.
 struct Calls {
-    backend: CpuBackend,
+    device: Device,
     fwd: FwdPlan,
     bwd: BwdPlan,
 }
 
 impl Calls {
     fn on(threads: usize) -> Self {
-        let backend = CpuBackend::with(Config { threads: Some(threads), isa: None }).unwrap();
-        let mut problem = FwdProblem::batch(DType::F32, DIMS);
-        (problem.write_lse, problem.mask) = (true, MaskSpec::CAUSAL);
-        let options = PlanOptions { deterministic: true, ..PlanOptions::default() };
-        let fwd = backend.plan_fwd(&problem.clone().validate().unwrap(), &options).unwrap();
-        let bwd = backend.plan_bwd(&BwdProblem::new(problem).validate().unwrap(), &options).unwrap();
-        Self { backend, fwd, bwd }
+        let device = Device::new(CpuBackend::with(Config { threads: Some(threads), isa: None }).unwrap());
+        let problem = FwdProblem::batch(DType::F32, DIMS).write_lse(true).mask(MaskSpec::CAUSAL);
+        let options = PlanOptions::default().deterministic(true);
+        let fwd = device.plan_fwd(&problem.clone().validate().unwrap(), &options).unwrap();
+        let bwd = device.plan_bwd(&BwdProblem::new(problem).validate().unwrap(), &options).unwrap();
+        Self { device, fwd, bwd }
     }
 
     /// O, dQ, dK and dV of numbers that are always the same.
@@ -60,7 +59,7 @@ impl Calls {
         let inputs = [&q, &k, &v].map(|numbers| DevSlice::host(numbers));
         let mut args = FwdArgs::new(inputs[0], inputs[1], inputs[2], DevSliceMut::host(&mut o));
         args.lse = Some(DevSliceMut::host(&mut lse));
-        self.backend.run_fwd(&self.fwd, &mut args, Stream::DEFAULT).unwrap();
+        self.fwd.run(&mut args, &self.device.default_stream()).unwrap();
         let mut args = BwdArgs {
             q: inputs[0],
             k: inputs[1],
@@ -78,7 +77,7 @@ impl Calls {
             score: ScoreArgs::default(),
             workspace: None,
         };
-        self.backend.run_bwd(&self.bwd, &mut args, Stream::DEFAULT).unwrap();
+        self.bwd.run(&mut args, &self.device.default_stream()).unwrap();
         [o, dq, dk, dv]
     }
 }
@@ -133,7 +132,7 @@ fn a_child_may_open_drop_and_ask_a_backend_of_its_parent() {
     let mut once = Some(calls);
     assert!(in_a_child(|| {
         let calls = once.take();
-        let rate = calls.as_ref().and_then(|calls| calls.backend.roofline(DType::F32).flops_per_second);
+        let rate = calls.as_ref().and_then(|calls| calls.device.roofline(DType::F32).flops_per_second);
         drop(calls);
         rate.is_some_and(|rate| rate > 0.0) && Calls::on(2).run() == expected
     }));

@@ -25,7 +25,7 @@ fn dims(batch: u32, seqlen_q: u32, seqlen_k: u32, heads: (u32, u32)) -> Dims {
 }
 
 fn problem(dtype: DType, dims: Dims) -> FwdProblem {
-    FwdProblem { write_lse: true, mask: MaskSpec::CAUSAL, ..FwdProblem::batch(dtype, dims) }
+    FwdProblem::batch(dtype, dims).write_lse(true).mask(MaskSpec::CAUSAL)
 }
 
 fn copy(from: &Tensor, to: &mut Tensor, place: impl Fn(u32, u32, u32) -> (u32, u32, u32), shape: Shape) {
@@ -46,8 +46,8 @@ fn threads_and_blocks_of_queries_change_no_bit() {
     for isa in available() {
         let inputs = Inputs::random(problem(DType::F32, dims(2, 300, 310, (2, 1))), &[], 3);
         let one = run_fwd(&backend(isa, 1), &inputs, &PlanOptions::default());
-        let tile = vec![("block_m".into(), "96".into())];
-        let other = run_fwd(&backend(isa, 3), &inputs, &PlanOptions { tile, ..PlanOptions::default() });
+        let tiled = PlanOptions::default().tile([("block_m", "96")]);
+        let other = run_fwd(&backend(isa, 3), &inputs, &tiled);
         assert!(one.o.bytes == other.o.bytes && one.lse == other.lse, "{isa} forward");
 
         let problem = BwdProblem::new(inputs.problem.clone());
@@ -66,8 +66,7 @@ fn a_group_of_equal_lengths_is_a_batch() {
         let sizes = dims(3, 70, 130, (2, 2));
         let batch = Inputs::random(problem(DType::Bf16, sizes), &[], 4);
         let mut group = batch.clone();
-        group.problem =
-            FwdProblem { write_lse: true, mask: MaskSpec::CAUSAL, ..FwdProblem::group(DType::Bf16, sizes) };
+        group.problem = FwdProblem::group(DType::Bf16, sizes).write_lse(true).mask(MaskSpec::CAUSAL);
         group.totals = Totals::packed(210, 390);
         (group.cu_q, group.cu_k) = (vec![0, 70, 140, 210], vec![0, 130, 260, 390]);
         let (ours, theirs) = (
@@ -496,8 +495,8 @@ fn wrong_requests_are_refused_by_name_and_number() {
     let inputs = Inputs::random(problem(DType::F32, dims(1, 8, 8, (1, 1))), &[], 12);
     let valid = inputs.problem.clone().validate().unwrap();
     let refusal = |kernel: Option<&str>, tile: &[(&str, &str)]| {
-        let tile = tile.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-        let options = PlanOptions { kernel: kernel.map(str::to_owned), tile, ..PlanOptions::default() };
+        let mut options = PlanOptions::default().tile(tile.iter().copied());
+        options.kernel = kernel.map(str::to_owned);
         backend.plan_fwd(&valid, &options).unwrap_err().to_string()
     };
     assert!(refusal(Some("sm90-fwd"), &[]).contains("known: cpu-fwd, cpu-bwd, cpu-combine"));
@@ -563,7 +562,7 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     let q = fmha_core::DevSlice::host(&q);
     let tile = vec![("block_m".to_owned(), "8".to_owned())];
     let maker = backend(Isa::Portable, 1);
-    let plan = maker.plan_fwd(&problem, &PlanOptions { tile, ..PlanOptions::default() }).unwrap();
+    let plan = maker.plan_fwd(&problem, &PlanOptions::default().tile(tile)).unwrap();
     let mut args = fmha_core::FwdArgs::new(q, q, q, DevSliceMut::host(&mut o));
     // Of another instruction set, where that tile corrupts memory; and of the same configuration.
     let others = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(|isa| backend(isa, 1));

@@ -27,8 +27,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ("one wave", dims(64, 4, 64), MaskSpec::NONE, Vec::new()),
         ("claimed tiles", dims(512, 40, 128), MaskSpec::CAUSAL, dynamic),
     ] {
-        let problem = FwdProblem { mask, ..FwdProblem::batch(DType::Bf16, dims) }.validate()?;
-        let plan = backend.plan_fwd(&problem, &PlanOptions { tile, ..PlanOptions::default() })?;
+        let problem = FwdProblem::batch(DType::Bf16, dims).mask(mask).validate()?;
+        let plan = backend.plan_fwd(&problem, &PlanOptions::default().tile(tile))?;
         let memory = backend.memory();
         let tensor = || memory.alloc(problem.shape_q().num_elems() * 2);
         let (q, k, v, mut o) = (tensor()?, tensor()?, tensor()?, tensor()?);

@@ -25,7 +25,7 @@ fn main() -> Result<()> {
     };
     let options = PlanOptions::default();
     for seqlen in [128, 4096] {
-        let fwd = FwdProblem { mask: MaskSpec::CAUSAL, ..FwdProblem::batch(DType::Bf16, dims(seqlen)) };
+        let fwd = FwdProblem::batch(DType::Bf16, dims(seqlen)).mask(MaskSpec::CAUSAL);
         let bwd = BwdProblem::new(fwd.clone()).validate()?;
         let fwd = fwd.validate()?;
         report("forward", seqlen, || device.plan_fwd(&fwd, &options).map(drop))?;

@@ -87,7 +87,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
 
     // The kernel's own tile, whatever the options set of it.
     let hopper = pretend("sm_90a");
-    let set = PlanOptions { tile: vec![("block_m".to_owned(), "240".to_owned())], ..options.clone() };
+    let set = options.clone().tile([("block_m", "240")]);
     let of = |options| hopper.default_tile(AnyProblem::Backward(&bwd), options).unwrap();
     assert!(!of(&options).is_empty());
     assert_eq!(of(&set), of(&options));

@@ -31,11 +31,7 @@ const DIMS: Dims = Dims {
 };
 
 fn problem(mask: &str, dims: Dims) -> BwdProblem {
-    BwdProblem::new(FwdProblem {
-        mask: mask.parse().unwrap(),
-        write_lse: true,
-        ..FwdProblem::batch(DType::Bf16, dims)
-    })
+    BwdProblem::new(FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap()).write_lse(true))
 }
 
 /// Lengths of packed sequences and the gap behind each.
@@ -252,8 +248,7 @@ fn lse_index(fwd: &FwdProblem, totals: Totals, span: &SeqSpan, i_head: u32, i: u
 
 fn with(tile: &str) -> PlanOptions {
     let pairs = tile.split(',').filter_map(|pair| pair.split_once('='));
-    let tile = pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
-    PlanOptions { kernel: Some("sm90".to_owned()), tile, ..PlanOptions::default() }
+    PlanOptions::default().kernel("sm90").tile(pairs)
 }
 
 const TILES: [&str; 4] = [
@@ -286,7 +281,7 @@ fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
                 if dims == split { "stages_ds=1" } else { TILES[(n + usize::from(deterministic)) % 4] };
             let host = Host::new(problem(mask, dims), Packed::default(), |_| ());
             let what = format!("mask {mask}, deterministic {deterministic}, {tile}");
-            let options = PlanOptions { deterministic, ..with(tile) };
+            let options = with(tile).deterministic(deterministic);
             host.check(&host.run(&backend, &options), &what);
         }
     }
@@ -308,11 +303,8 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     let Some(backend) = device() else { return };
     let lengths = [(9, 0), (0, 6), (70, 140), (1, 1)];
     let dims = Dims { batch: 4, seqlen_q: 70, seqlen_k: 140, ..DIMS };
-    let packed = BwdProblem::new(FwdProblem {
-        mask: "b".parse().unwrap(),
-        write_lse: true,
-        ..FwdProblem::group(DType::Bf16, dims)
-    });
+    let packed =
+        BwdProblem::new(FwdProblem::group(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true));
     for deterministic in [false, true] {
         // The first row of the last sequence would reach the one before it, were it not made zeros there.
         let host = Host::new(packed.clone(), Packed { lengths: &lengths }, |[q, _, _, dout]| {
@@ -320,7 +312,7 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
             q[row] = bf16::NAN;
             dout[row + 1] = bf16::INFINITY;
         });
-        let options = PlanOptions { deterministic, ..with(TILES[2]) };
+        let options = with(TILES[2]).deterministic(deterministic);
         host.check(&host.run(&backend, &options), "packed");
     }
 }
@@ -335,7 +327,7 @@ fn infinities_and_nan_reach_only_rows_that_see_them() {
             q[2 * dim * 2] = bf16::INFINITY; // sees the first three keys alone
             dout[5 * dim * 2 + 7] = bf16::NAN;
         });
-        let options = PlanOptions { kernel: Some(kernel.to_owned()), ..PlanOptions::default() };
+        let options = PlanOptions::default().kernel(kernel.to_owned());
         host.check(&host.run(&backend, &options), kernel);
     }
 }

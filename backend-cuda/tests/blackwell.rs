@@ -29,7 +29,7 @@ fn device() -> Option<&'static Device> {
 
 /// The kernel by name: nothing stands in for it.
 fn sm100() -> PlanOptions {
-    PlanOptions { kernel: Some("sm100".to_owned()), ..PlanOptions::default() }
+    PlanOptions::default().kernel("sm100")
 }
 
 fn problem(seqlen_q: u32, seqlen_k: u32, heads: u32, heads_kv: u32, mask: MaskSpec) -> FwdProblem {
@@ -42,7 +42,7 @@ fn problem(seqlen_q: u32, seqlen_k: u32, heads: u32, heads_kv: u32, mask: MaskSp
         head_dim_qk: 128,
         head_dim_v: 128,
     };
-    FwdProblem { mask, write_lse: true, ..FwdProblem::batch(DType::Bf16, dims) }
+    FwdProblem::batch(DType::Bf16, dims).mask(mask).write_lse(true)
 }
 
 /// Held to the reference in f64.
@@ -106,23 +106,16 @@ fn a_long_cache_is_read_in_parts_that_are_merged() {
         passes(&format!("{tokens} x {keys} {mask}"), problem(tokens, keys, 8, 2, mask.parse().unwrap()));
     }
     let dims = Dims { batch: 3, ..problem(2, 700, 2, 1, MaskSpec::NONE).dims };
-    let used = FwdProblem {
-        mask: "b:200,0".parse().unwrap(),
-        seqused_k: true,
-        ..FwdProblem::batch(DType::Bf16, dims)
-    };
+    let used = FwdProblem::batch(DType::Bf16, dims).mask("b:200,0".parse().unwrap()).seqused_k(true);
     let lengths = Lengths { seqused_k: vec![0, 300, 700], ..Lengths::default() };
     for plant in [Plant::Nothing, Plant::HiddenKeys] {
-        passes_with("lengths", FwdProblem { write_lse: true, ..used.clone() }, lengths.clone(), plant);
+        passes_with("lengths", used.clone().write_lse(true), lengths.clone(), plant);
     }
-    let sinks = FwdProblem { sink: true, ..problem(1, 600, 4, 1, MaskSpec::CAUSAL) };
+    let sinks = problem(1, 600, 4, 1, MaskSpec::CAUSAL).sink(true);
     passes("a learnable sink", sinks);
     for (dtype, dim) in [(DType::E4m3Fn, 128), (DType::F16, 144), (DType::Bf16, 50), (DType::Bf16, 250)] {
         let dims = Dims { head_dim_qk: dim, head_dim_v: dim, ..problem(1, 600, 2, 1, MaskSpec::NONE).dims };
-        passes(
-            &format!("{dtype}, {dim}"),
-            FwdProblem { dtype_o: DType::F16, ..FwdProblem::batch(dtype, dims) },
-        );
+        passes(&format!("{dtype}, {dim}"), FwdProblem::batch(dtype, dims).dtype_o(DType::F16));
     }
 }
 
@@ -134,8 +127,7 @@ fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
     let row = (heads * dim) as usize;
     let alone = problem(1, keys, heads, heads, MaskSpec::CAUSAL);
     let dims = Dims { batch: 3, ..alone.dims };
-    let beside =
-        FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::batch(DType::Bf16, dims) };
+    let beside = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
     let [q, k, v] =
         [(1, 1), (keys, 2), (keys, 3)].map(|(rows, salt)| filled(3 * u64::from(rows) * row as u64, salt));
     let (of_all, _) = attend(backend, beside, &sm100(), [&q, &k, &v]);
@@ -149,7 +141,7 @@ fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
 fn maxima_by_the_loads_are_refused_where_loads_have_none() {
     let Some(backend) = device() else { return };
     let tile = vec![("load_max".to_owned(), "1".to_owned())];
-    let options = PlanOptions { tile, ..sm100() };
+    let options = sm100().tile(tile);
     let refused = backend.plan_fwd(&problem(1, 1, 1, 1, MaskSpec::NONE).validate().unwrap(), &options);
     let text = refused.err().unwrap().to_string();
     assert!(text.contains("load_max=1") && text.contains("sm_103a"), "{text}");
@@ -166,7 +158,7 @@ fn o_of_8_bits_is_scaled_and_rounded_once() {
                 ..problem(tokens, keys, 2, 1, MaskSpec::NONE).dims
             };
             let fp8 = FwdProblem::batch(dtype_o, dims);
-            let mut fp8 = FwdProblem { dtype_o, scale_o: true, mask: MaskSpec::CAUSAL, ..fp8 };
+            let mut fp8 = fp8.clone().dtype_o(dtype_o).scale_o(true).mask(MaskSpec::CAUSAL);
             // Rows that are no multiple of 16 bytes are stored a byte at a time.
             fp8.o.seq += i64::from(tokens == 40);
             passes(&format!("{tokens} x {keys}, {dim}, {dtype_o}"), fp8);
@@ -242,7 +234,7 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
 #[test]
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };
-    let invariant = PlanOptions { batch_invariant: true, ..sm100() };
+    let invariant = sm100().batch_invariant(true);
     // So many keys that one token's would be split.
     let (tokens, keys, heads, dim) = (130, 520, 2, 128);
     let row = (heads * dim) as usize;
@@ -261,18 +253,12 @@ fn wide(dtype: DType, dims: [u32; 2], seqlens: [u32; 2], mask: &str) -> FwdProbl
     let [seqlen_q, seqlen_k] = seqlens;
     let [head_dim_qk, head_dim_v] = dims;
     let dims = Dims { head_dim_qk, head_dim_v, ..problem(seqlen_q, seqlen_k, 2, 1, MaskSpec::NONE).dims };
-    FwdProblem {
-        mask: mask.parse().unwrap(),
-        write_lse: true,
-        dtype_o: DType::Bf16,
-        ..FwdProblem::batch(dtype, dims)
-    }
+    FwdProblem::batch(dtype, dims).mask(mask.parse().unwrap()).write_lse(true).dtype_o(DType::Bf16)
 }
 
 /// The kernel with fields of its tile.
 fn with_tile(words: &[(&str, &str)]) -> PlanOptions {
-    let tile = words.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-    PlanOptions { tile, ..sm100() }
+    sm100().tile(words.iter().copied())
 }
 
 /// Two CTAs compute as one: rows that end in the first CTA's, in the second's, beyond one pair; blocks that one of them
@@ -305,8 +291,7 @@ fn pairs_of_ctas_compute_as_one() {
     plain("column-major V", columns);
     let sequences = [(300, 200), (0, 30), (140, 333)];
     let dims = Dims { batch: 3, ..wide(DType::Bf16, [256, 256], [300, 333], "b").dims };
-    let packed =
-        FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::group(DType::Bf16, dims) };
+    let packed = FwdProblem::group(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
     passes("packed", packed, Lengths::packed(&sequences), Plant::HiddenKeys);
 }
 
@@ -319,8 +304,7 @@ fn a_pair_of_ctas_gives_the_bits_of_single_ones() {
     let q = filled(u64::from(tokens) * row, 1);
     let [k, v] = [2, 3].map(|salt| filled(u64::from(keys) * row, salt));
     for mask in ["0", "b", "b:100,0"] {
-        let of =
-            FwdProblem { mask: mask.parse().unwrap(), ..problem(tokens, keys, heads, heads, MaskSpec::NONE) };
+        let of = problem(tokens, keys, heads, heads, MaskSpec::NONE).mask(mask.parse().unwrap());
         let single = attend(backend, of.clone(), &with_tile(&[("cluster", "1")]), [&q, &k, &v]);
         let pair = attend(backend, of, &with_tile(&[("cluster", "2")]), [&q, &k, &v]);
         assert!(single == pair, "{mask}");
@@ -345,8 +329,7 @@ fn strides_that_tma_does_not_take_are_copied() {
             passes(&format!("{dtype}, {dtype_v}, columns {gap} apart"), odd);
         }
         let dims = Dims { batch: 2, ..wide(dtype, [64, 64], [130, 201], "b").dims };
-        let mut packed =
-            FwdProblem { mask: MaskSpec::CAUSAL, dtype_o: DType::F16, ..FwdProblem::group(dtype, dims) };
+        let mut packed = FwdProblem::group(dtype, dims).mask(MaskSpec::CAUSAL).dtype_o(DType::F16);
         packed.dtype_v = dtype_v;
         packed.v_layout = VLayout::ColMajor;
         (packed.v.dim, packed.v.head, packed.v.seq) = (335, 335 * 64, 1);
@@ -361,8 +344,7 @@ fn packed_short_queries_are_read_in_parts() {
     let sequences = [(3, 1100), (0, 700), (1, 0), (2, 255), (3, 513)];
     let dims = Dims { batch: 5, ..problem(3, 1100, 4, 1, MaskSpec::NONE).dims };
     for plant in [Plant::Nothing, Plant::HiddenKeys] {
-        let packed =
-            FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::group(DType::Bf16, dims) };
+        let packed = FwdProblem::group(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
         let plan = backend.plan_fwd(&packed.clone().validate().unwrap(), &sm100()).unwrap();
         assert_eq!(plan.steps().len(), 2);
         passes_with("packed", packed, Lengths::packed(&sequences), plant);

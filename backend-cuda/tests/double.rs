@@ -71,11 +71,9 @@ impl Call {
             head_dim_qk: 64,
             head_dim_v: 64,
         };
-        let problem =
-            FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::batch(DType::F16, dims) };
+        let problem = FwdProblem::batch(DType::F16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
         let problem = problem.validate().unwrap();
-        let options =
-            PlanOptions { tile: vec![("order".to_owned(), "dynamic".to_owned())], ..PlanOptions::default() };
+        let options = PlanOptions::default().tile([("order", "dynamic")]);
         let plan = backend.plan_fwd(&problem, &options).unwrap();
         let memory = backend.memory();
         let filled = |elems: u64, salt: u64| {
@@ -200,7 +198,7 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
         head_dim_qk: 64,
         head_dim_v: 64,
     };
-    let problem = FwdProblem { write_lse: true, ..FwdProblem::group(DType::F16, dims) };
+    let problem = FwdProblem::group(DType::F16, dims).write_lse(true);
     let problem = problem.validate().unwrap();
     let on_device = |bytes: &[u8]| {
         let mut buffer = memory.alloc(bytes.len() as u64).unwrap();
@@ -220,7 +218,7 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
         let bytes: Vec<u8> = offsets.iter().flat_map(|offset: &i32| offset.to_le_bytes()).collect();
         let (cu_q, cu_k) = (on_device(&bytes), on_device(&bytes));
         for kernel in ["sm90", "simt"] {
-            let options = PlanOptions { kernel: Some(kernel.to_owned()), ..PlanOptions::default() };
+            let options = PlanOptions::default().kernel(kernel.to_owned());
             let mut run = |options: &PlanOptions| {
                 let plan = backend.plan_fwd(&problem, options).unwrap();
                 let mut workspace = memory.workspace(plan.workspace()).unwrap();
@@ -233,7 +231,7 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
                 backend.synchronize()
             };
             run(&options).unwrap_or_else(|error| panic!("{kernel} with {offsets:?}: {error}"));
-            match run(&PlanOptions { check_lengths: true, ..options }) {
+            match run(&options.clone().check_lengths(true)) {
                 Ok(()) => assert_eq!(offsets, honest),
                 Err(error) => assert!(!text.is_empty() && error.to_string().contains(text), "{error}"),
             }
@@ -309,11 +307,11 @@ fn an_emulated_device_keeps_no_tile_and_its_own_tile_spelt_out_is_its_plan() {
         (AnyProblem::Backward(&bwd), false),
         (AnyProblem::Backward(&bwd), true),
     ] {
-        let options = PlanOptions { deterministic, ..PlanOptions::default() };
+        let options = PlanOptions::default().deterministic(deterministic);
         let tile = tuner.default_tile(problem, &options).unwrap();
         let knobs = tuner.knobs(problem.operation()).into_iter().map(|(knob, _)| knob);
         assert!(knobs.eq(tile.iter().map(|(name, _)| name)), "{tile:?}");
-        let spelt = PlanOptions { tile: tile.clone(), ..options.clone() };
+        let spelt = options.clone().tile(tile.clone());
         assert_eq!(plan(problem, &options), plan(problem, &spelt));
 
         let tile = TunedTile { tile, seconds: 1.0, default_seconds: 2.0 };
@@ -357,13 +355,13 @@ fn exact_is_planned_without_a_lagging_maximum_and_what_is_not_kept_is_refused() 
         head_dim_v: 64,
     };
     let problem = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
-    let exact = PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() };
+    let exact = PlanOptions::default().accuracy(Accuracy::Exact);
     let plan = backend.plan_fwd(&problem, &exact).unwrap();
     assert_eq!((plan.kernel(), plan.promises().accuracy), ("sm90", Accuracy::Exact));
     let lagging = vec![("lazy_rescale_log2".to_owned(), "8".to_owned())];
-    let error = backend.plan_fwd(&problem, &PlanOptions { tile: lagging, ..exact }).unwrap_err();
+    let error = backend.plan_fwd(&problem, &exact.clone().tile(lagging)).unwrap_err();
     assert!(error.to_string().contains("accuracy exact is not kept"), "{error}");
-    let invariant = PlanOptions { batch_invariant: true, ..PlanOptions::default() };
+    let invariant = PlanOptions::default().batch_invariant(true);
     let plan = backend.plan_fwd(&problem, &invariant).unwrap();
     assert!(plan.kernel() == "sm90" && plan.promises().batch_invariant, "{plan}");
     assert!(!backend.plan_fwd(&problem, &PlanOptions::default()).unwrap().promises().batch_invariant);

@@ -27,7 +27,7 @@ fn device() -> Option<(Device, MutexGuard<'static, ()>)> {
 fn of_lengths([seqlen_q, seqlen_k]: [u32; 2], num_heads_kv: u32, mask: &str) -> FwdProblem {
     let dims =
         Dims { batch: 1, seqlen_q, seqlen_k, num_heads_q: 2, num_heads_kv, head_dim_qk: 64, head_dim_v: 64 };
-    FwdProblem { mask: mask.parse().unwrap(), write_lse: true, ..FwdProblem::batch(DType::Bf16, dims) }
+    FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap()).write_lse(true)
 }
 
 /// dBias of a bias for each head, its rows 8 elements longer than there are keys.
@@ -35,7 +35,7 @@ fn with_dbias(fwd: &FwdProblem) -> BwdProblem {
     let (rows, row) = (i64::from(fwd.dims.seqlen_q), i64::from(fwd.dims.seqlen_k) + 8);
     let strides = Strides { batch: 0, head: rows * row, seq: row, dim: 1 };
     let bias = ElementwiseBias { dtype: DType::Bf16, broadcast: BiasBroadcast::OneHead, strides };
-    let mut problem = BwdProblem::new(FwdProblem { bias: Bias::Elementwise(bias), ..fwd.clone() });
+    let mut problem = BwdProblem::new(fwd.clone().bias(Bias::Elementwise(bias)));
     problem.dbias = Some(BiasGrad { dtype: DType::Bf16, strides });
     problem
 }
@@ -129,7 +129,7 @@ fn a_backward_launches_what_has_rows_to_work_on() {
         ("no keys", BwdProblem::new(of_lengths([16, 0], 1, "b")), 5, 3),
         ("no keys of a bias", with_dbias(&of_lengths([16, 0], 2, "0")), 4, 2),
     ] {
-        let options = PlanOptions { kernel: Some("sm90".to_owned()), ..PlanOptions::default() };
+        let options = PlanOptions::default().kernel("sm90");
         let plan = backend.plan_bwd(&problem.validate().unwrap(), &options).unwrap();
         assert_eq!(plan.steps().len(), kernels, "{what}: {plan}");
         assert_eq!(launches_of(&backend, &plan, 0), launched, "{what}");
@@ -143,9 +143,8 @@ fn operands_that_lie_where_the_kernel_does_not_take_them_are_the_fallbacks() {
     let fwd = of_lengths([16, 16], 2, "b").validate().unwrap();
     let bwd = BwdProblem::new(FwdProblem::clone(&fwd)).validate().unwrap();
     let tile = |knob: &str| vec![(knob.to_owned(), "0".to_owned())];
-    let with = |tile, allow_fallback| PlanOptions { tile, allow_fallback, ..PlanOptions::default() };
-    let simt =
-        |allow_fallback| PlanOptions { kernel: Some("simt".to_owned()), ..with(Vec::new(), allow_fallback) };
+    let with = |tile, allow_fallback| PlanOptions::default().tile(tile).allow_fallback(allow_fallback);
+    let simt = |allow_fallback| with(Vec::new(), allow_fallback).kernel("simt");
     let tells = |details: &[(&str, String)]| details.iter().any(|(name, _)| *name == "unaligned operands");
     for (options, told) in
         [(with(tile("lookahead"), true), true), (with(Vec::new(), false), false), (simt(true), false)]

@@ -16,7 +16,7 @@ fn attend(backend: &Device, stream: &Stream, salt: u64) -> Vec<u8> {
         head_dim_qk: 64,
         head_dim_v: 64,
     };
-    let problem = FwdProblem { mask: MaskSpec::CAUSAL, ..FwdProblem::batch(DType::F16, dims) };
+    let problem = FwdProblem::batch(DType::F16, dims).mask(MaskSpec::CAUSAL);
     let plan = backend.plan_fwd(&problem.validate().unwrap(), &PlanOptions::default()).unwrap();
     let memory = backend.memory();
     let filled = |salt: u64| {

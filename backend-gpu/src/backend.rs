@@ -148,8 +148,7 @@ impl<V: Vendor> Backend<V> {
                 let Some(slow) = family.iter().find(|kernel| kernel.is_fallback()) else {
                     return Ok(None);
                 };
-                let kernel = Some(slow.name().to_owned());
-                let any = PlanOptions { kernel, tile: Vec::new(), ..options.clone() };
+                let any = options.clone().kernel(slow.name()).tile(Vec::<(String, String)>::new());
                 let words = format!("kernel {} takes them: correct, not fast", slow.name());
                 Ok(Some((self.choose(problem, &any)?.0, words)))
             }

@@ -424,7 +424,7 @@ fn operands_that_the_kernel_does_not_take_are_the_fallbacks_or_refused_before_an
     let error = o_of(&device, &PlanOptions::default(), 4).unwrap_err().to_string();
     assert_eq!(error, "o starts 4 bytes after a multiple of 16");
     assert_eq!(*log.lock().unwrap(), [""; 0]);
-    let options = PlanOptions { allow_fallback: true, ..PlanOptions::default() };
+    let options = PlanOptions::default().allow_fallback(true);
     assert_eq!(o_of(&device, &options, 4).unwrap(), [7.0; 8]);
     // The larger of both, in either measure.
     let plan = device.plan_fwd(&problem(DType::F32), &options).unwrap();
@@ -436,7 +436,7 @@ fn operands_that_the_kernel_does_not_take_are_the_fallbacks_or_refused_before_an
 #[test]
 fn a_kernel_that_refuses_or_keeps_no_promise_is_passed_over_with_its_reason() {
     let (device, _) = open(true);
-    let exact = PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() };
+    let exact = PlanOptions::default().accuracy(Accuracy::Exact);
     let refused = |problem: &ValidFwd, options: &PlanOptions| {
         device.plan_fwd(problem, options).unwrap_err().to_string()
     };
@@ -447,9 +447,9 @@ fn a_kernel_that_refuses_or_keeps_no_promise_is_passed_over_with_its_reason() {
     ] {
         assert!(text.contains(reason), "{text}");
     }
-    let plan = device.plan_fwd(&problem(DType::F16), &PlanOptions { allow_fallback: true, ..exact }).unwrap();
+    let plan = device.plan_fwd(&problem(DType::F16), &exact.allow_fallback(true)).unwrap();
     assert_eq!((plan.kernel(), plan.is_fallback(), plan.refusals().len()), ("slow", true, 1));
-    let named = PlanOptions { kernel: Some("fast".to_owned()), ..PlanOptions::default() };
+    let named = PlanOptions::default().kernel("fast");
     let text = refused(&problem(DType::F32), &named);
     assert!(text.contains("there is no such forward kernel (known: staged, slow)"), "{text}");
 }
@@ -463,7 +463,7 @@ fn tiles_and_jobs_are_the_recipes() {
     assert!(tuner.knobs(Operation::Combine).is_empty());
     let tile = tuner.default_tile(AnyProblem::Forward(&problem), &options).unwrap();
     assert_eq!(tile, [("adds".to_owned(), "20".to_owned())]);
-    let thirty = PlanOptions { tile: vec![("adds".to_owned(), "30".to_owned())], ..options.clone() };
+    let thirty = options.clone().tile([("adds", "30")]);
     assert_eq!(o_of(&device, &thirty, 0).unwrap(), [34.0; 8]);
     let jobs = device.precompiler().unwrap().jobs(AnyProblem::Forward(&problem), &options).unwrap();
     assert_eq!(jobs.iter().map(|job| job.kernel).collect::<Vec<_>>(), ["before", "staged", "after"]);

@@ -20,13 +20,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut problem = FwdProblem::batch(dtype.parse()?, dims);
     problem.mask = mask.parse()?;
     problem.write_lse = true;
-    let tile = tile
-        .iter()
-        .filter_map(|pair| pair.split_once('='))
-        .map(|(name, value)| (name.to_owned(), value.to_owned()))
-        .collect();
+    let tile = tile.iter().filter_map(|pair| pair.split_once('='));
     let backend = fmha_rocm::pretend(arch)?;
-    let (problem, options) = (problem.validate()?, PlanOptions { tile, ..PlanOptions::default() });
+    let (problem, options) = (problem.validate()?, PlanOptions::default().tile(tile));
     print!("{}", backend.plan_fwd(&problem, &options)?);
     let compiler = backend.precompiler().ok_or("no compiler")?;
     let jobs = compiler.jobs(AnyProblem::Forward(&problem), &options)?;

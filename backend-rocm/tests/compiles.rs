@@ -47,7 +47,7 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     }
     let base = FwdProblem::batch(DType::Bf16, DIMS);
     for mask in ["t", "b:30,5", "b:30,0,4", "g:3,9"] {
-        add(&format!("mask/{mask}"), FwdProblem { mask: mask.parse().unwrap(), ..base.clone() });
+        add(&format!("mask/{mask}"), base.clone().mask(mask.parse().unwrap()));
     }
     let mut group = FwdProblem::group(DType::Bf16, DIMS);
     group.seqused_k = true;
@@ -55,12 +55,12 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     for dtype in [DType::F32, DType::Bf16] {
         let strides = Strides { batch: 4 * 150_000, seq: 500, head: 150_000, dim: 1 };
         let bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast: BiasBroadcast::BatchHead, strides });
-        add(&format!("bias/{dtype}"), FwdProblem { bias, ..base.clone() });
+        add(&format!("bias/{dtype}"), base.clone().bias(bias));
     }
-    add("alibi", FwdProblem { bias: Bias::Alibi { per_batch: false }, ..base.clone() });
-    add("softcap", FwdProblem { softcap: Some(20.0), ..base.clone() });
-    add("sink", FwdProblem { sink: true, ..base.clone() });
-    add("dropout", FwdProblem { p_drop: 0.2, write_keep_mask: true, ..base.clone() });
+    add("alibi", base.clone().bias(Bias::Alibi { per_batch: false }));
+    add("softcap", base.clone().softcap(20.0));
+    add("sink", base.clone().sink(true));
+    add("dropout", base.clone().p_drop(0.2).write_keep_mask(true));
     let mut col_major = base.clone();
     col_major.v_layout = VLayout::ColMajor;
     col_major.v = Strides::bhds(col_major.shape_v());
@@ -71,7 +71,7 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     odd.o.batch += 300;
     odd.q.batch += 300;
     add("odd-strides", odd);
-    add("f32-output", FwdProblem { dtype_o: DType::F32, ..base });
+    add("f32-output", base.clone().dtype_o(DType::F32));
     all
 }
 
@@ -131,8 +131,7 @@ fn spilled_on(arch: Arch, compiles: &dyn Fn(usize) -> bool) -> Vec<String> {
 fn what_the_kernel_does_not_take_is_refused_with_field_and_number() {
     let backend = fmha_rocm::pretend("gfx942").unwrap();
     let refusal = |problem: FwdProblem, tile: &[(&str, &str)]| {
-        let tile = tile.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-        let options = PlanOptions { tile, ..PlanOptions::default() };
+        let options = PlanOptions::default().tile(tile.iter().copied());
         backend.plan_fwd(&problem.validate().unwrap(), &options).unwrap_err().to_string()
     };
     let bf16 = || FwdProblem::batch(DType::Bf16, DIMS);

@@ -262,8 +262,8 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
         let (q, k, v) = (tensor(extents.q, 1), tensor(extents.k, 2), tensor(extents.v, 3));
         let [cu_q, cu_k] = [0, 1].map(|which| upload(&backend, &lengths[which]));
         let run = |tile: &[(&str, &str)]| {
-            let tile = tile.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-            let plan = backend.plan_fwd(&problem, &PlanOptions { tile, ..PlanOptions::default() }).unwrap();
+            let options = PlanOptions::default().tile(tile.iter().copied());
+            let plan = backend.plan_fwd(&problem, &options).unwrap();
             // What no workgroup writes differs from what was there.
             let mut o = upload(&backend, &vec![0x5a; q.bytes() as usize]);
             let mut lse = upload(&backend, &vec![0x5a; extents.lse_elems as usize * 4]);
@@ -313,7 +313,7 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
 fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() {
     let Some(backend) = device("gfx942") else { return };
     let dims = Dims { batch: 2, num_heads_q: 1, ..DIMS };
-    let problem = FwdProblem { write_lse: true, ..FwdProblem::group(DType::F16, dims) };
+    let problem = FwdProblem::group(DType::F16, dims).write_lse(true);
     let problem = problem.validate().unwrap();
     let [q, k, v] = [48, 80, 80].map(|rows| upload(&backend, &numbers(DType::F16, rows * 64, rows as u32)));
     let (mut o, mut lse) = (upload(&backend, &[0; 48 * 64 * 2]), upload(&backend, &[0; 48 * 4]));
@@ -327,7 +327,7 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
         let bytes: Vec<u8> = offsets.iter().flat_map(|offset: &i32| offset.to_le_bytes()).collect();
         let (cu_q, cu_k) = (upload(&backend, &bytes), upload(&backend, &bytes));
         for kernel in ["cdna_fwd", "simt"] {
-            let options = PlanOptions { kernel: Some(kernel.to_owned()), ..PlanOptions::default() };
+            let options = PlanOptions::default().kernel(kernel.to_owned());
             let mut run = |options: &PlanOptions| {
                 let plan = backend.plan_fwd(&problem, options).unwrap();
                 let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
@@ -338,7 +338,7 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
                 backend.synchronize()
             };
             run(&options).unwrap_or_else(|error| panic!("{kernel} with {offsets:?}: {error}"));
-            match run(&PlanOptions { check_lengths: true, ..options }) {
+            match run(&options.clone().check_lengths(true)) {
                 Ok(()) => assert_eq!(offsets, honest),
                 Err(error) => assert!(!text.is_empty() && error.to_string().contains(text), "{error}"),
             }
@@ -360,7 +360,7 @@ fn unaligned_operands_are_served_by_a_kernel_of_the_plan_or_refused_by_name() {
     let (dev_q, dev_k, dev_v) = (shifted(&q), upload(&backend, &k), upload(&backend, &v));
     let mut o = backend.memory().alloc(q.len() as u64).unwrap();
     let mut run = |allow_fallback| {
-        let options = PlanOptions { allow_fallback, ..PlanOptions::default() };
+        let options = PlanOptions::default().allow_fallback(allow_fallback);
         let plan = backend.plan_fwd(&problem, &options).unwrap();
         // SAFETY: the buffer has two bytes more than Q.
         let q = unsafe {

@@ -35,7 +35,7 @@ fn changes_of_numbers(base: &FwdProblem) -> Calls {
         change(&mut problem);
         problem
     };
-    let group = FwdProblem { mask: base.mask, ..FwdProblem::group(DType::Bf16, DIMS) };
+    let group = FwdProblem::group(DType::Bf16, DIMS).mask(base.mask);
     vec![
         ("lse", with(&|p| p.write_lse = true)),
         ("sink", with(&|p| p.sink = true)),
@@ -45,20 +45,20 @@ fn changes_of_numbers(base: &FwdProblem) -> Calls {
         ("f16 output", with(&|p| p.dtype_o = DType::F16)),
         ("used lengths", with(&|p| p.seqused_k = true)),
         ("group mode", group),
-        ("head dim 104", FwdProblem { mask: base.mask, ..bf16(Dims { head_dim_qk: 104, ..DIMS }) }),
-        ("head dim 120 of V", FwdProblem { mask: base.mask, ..bf16(Dims { head_dim_v: 120, ..DIMS }) }),
+        ("head dim 104", bf16(Dims { head_dim_qk: 104, ..DIMS }).mask(base.mask)),
+        ("head dim 120 of V", bf16(Dims { head_dim_v: 120, ..DIMS }).mask(base.mask)),
     ]
 }
 
 #[test]
 fn what_the_main_loop_does_not_meet_asks_for_no_other_kernel() {
     for mask in ["0", "b"] {
-        let base = FwdProblem { mask: mask.parse().unwrap(), ..bf16(DIMS) };
+        let base = bf16(DIMS).mask(mask.parse().unwrap());
         for (name, problem) in changes_of_numbers(&base) {
             assert_eq!(kernel(&base), kernel(&problem), "{name}, mask {mask}");
         }
     }
-    let band = |mask: &str| FwdProblem { mask: mask.parse().unwrap(), ..bf16(DIMS) };
+    let band = |mask: &str| bf16(DIMS).mask(mask.parse().unwrap());
     for mask in ["b", "t:5,0", "b:-1,3", "g:3,9"] {
         assert_eq!(kernel(&band("t")), kernel(&band(mask)), "{mask}");
     }
@@ -71,21 +71,21 @@ fn all_modifiers_of_scores_share_a_kernel_and_dropout_has_another() {
         let strides = Strides { batch: 4 * 150_000, seq: 500, head: 150_000, dim: 1 };
         Bias::Elementwise(ElementwiseBias { dtype, broadcast: BiasBroadcast::BatchHead, strides })
     };
-    let softcap = FwdProblem { softcap: Some(20.0), ..bf16(DIMS) };
+    let softcap = bf16(DIMS).softcap(20.0);
     let others = [
-        FwdProblem { bias: bias(DType::F32), ..bf16(DIMS) },
-        FwdProblem { bias: bias(DType::Bf16), ..bf16(DIMS) },
-        FwdProblem { bias: Bias::Alibi { per_batch: false }, ..bf16(DIMS) },
-        FwdProblem { mask: "b:3,1,2".parse().unwrap(), ..softcap.clone() },
-        FwdProblem { mask: "0".parse().unwrap(), bias: bias(DType::F32), ..softcap.clone() },
+        bf16(DIMS).bias(bias(DType::F32)),
+        bf16(DIMS).bias(bias(DType::Bf16)),
+        bf16(DIMS).bias(Bias::Alibi { per_batch: false }),
+        softcap.clone().mask("b:3,1,2".parse().unwrap()),
+        softcap.clone().mask("0".parse().unwrap()).bias(bias(DType::F32)),
     ];
     for other in &others {
         assert_eq!(kernel(&softcap), kernel(other), "{other:?}");
     }
-    let dropout = FwdProblem { p_drop: 0.2, ..softcap.clone() };
+    let dropout = softcap.clone().p_drop(0.2);
     assert_ne!(kernel(&softcap), kernel(&dropout));
     assert_ne!(kernel(&softcap), kernel(&bf16(DIMS)));
-    assert_eq!(kernel(&dropout), kernel(&FwdProblem { p_drop: 0.7, write_keep_mask: true, ..bf16(DIMS) }));
+    assert_eq!(kernel(&dropout), kernel(&bf16(DIMS).p_drop(0.7).write_keep_mask(true)));
 }
 
 /// No wide load can read them: they have one kernel, whatever they want of it.
@@ -101,8 +101,8 @@ fn rows_of_odd_addresses_share_a_kernel() {
     col_major.v_layout = VLayout::ColMajor;
     col_major.v = Strides::bhds(col_major.shape_v());
     for other in [
-        FwdProblem { p_drop: 0.2, mask: "b:3,1,2".parse().unwrap(), ..bf16(DIMS) },
-        FwdProblem { softcap: Some(3.0), dtype_o: DType::F32, ..bf16(DIMS) },
+        bf16(DIMS).p_drop(0.2).mask("b:3,1,2".parse().unwrap()),
+        bf16(DIMS).softcap(3.0).dtype_o(DType::F32),
         bf16(Dims { head_dim_qk: 70, head_dim_v: 97, ..DIMS }),
         col_major,
     ] {

@@ -29,11 +29,11 @@ fn combine() -> ValidCombine {
 }
 
 fn asking(kernel: &str) -> PlanOptions {
-    PlanOptions { kernel: Some(kernel.to_owned()), ..PlanOptions::default() }
+    PlanOptions::default().kernel(kernel.to_owned())
 }
 
 fn slow_too() -> PlanOptions {
-    PlanOptions { allow_fallback: true, ..PlanOptions::default() }
+    PlanOptions::default().allow_fallback(true)
 }
 
 fn launch(groups: u64, threads: u32) -> LaunchShape {
@@ -96,7 +96,7 @@ fn a_process_that_plans_forward() {
         score_sums: ScoreSums::F32,
     };
     assert_eq!(fast.promises(), promises);
-    let checked = plan(DType::Bf16, &PlanOptions { check_lengths: true, ..PlanOptions::default() }).unwrap();
+    let checked = plan(DType::Bf16, &PlanOptions::default().check_lengths(true)).unwrap();
     assert_eq!(checked.promises(), Promises { graph_capturable: false, ..promises });
 
     // The kernel for other addresses is not there either.

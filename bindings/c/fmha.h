@@ -149,7 +149,7 @@ typedef struct FmhaCall {
   int64_t page_size;
   // Paged: pages of K and V, used or not; else 0.
   int64_t num_pages;
-  // Paged: entries of a row of page_table, times page_size at least seqlen_k; else 0.
+  // Paged: entries of a row of block_table, times page_size at least seqlen_k; else 0.
   int64_t max_pages;
   // Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
   struct FmhaTensor q;
@@ -177,8 +177,8 @@ typedef struct FmhaCall {
   const int32_t *seqused_q;
   // i32 [batch], keys in use of each sequence; null: all.
   const int32_t *seqused_k;
-  // Paged: i32 [batch, max_pages], the pages of each sequence (block_table in refusals); else null.
-  const int32_t *page_table;
+  // Paged: i32 [batch, max_pages], the pages of each sequence; else null.
+  const int32_t *block_table;
   // ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
   const float *alibi_slopes;
   // Sinks, f32 [num_heads_q], in the softmax's denominator; null: none.
@@ -204,6 +204,12 @@ typedef struct FmhaCall {
   const struct FmhaGradients *gradients;
   // Host memory: null: the cache is read, and nothing else happens to it.
   const struct FmhaCache *cache;
+  // Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
+  // caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
+  // is done. May change from run to run.
+  void *workspace;
+  // Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
+  uint64_t workspace_bytes;
   // Key of the dropout generator. May change from run to run.
   uint64_t dropout_seed;
   // Last word of its counter. May change from run to run.
@@ -247,8 +253,9 @@ typedef struct FmhaOptions {
   // 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
   // their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
   int32_t check_lengths;
-  // 0.
-  int32_t reserved;
+  // 1: the plan allocates no scratch, and each run brings its own in FmhaCall.workspace; runs of one plan may then
+  // overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
+  int32_t caller_workspace;
 } FmhaOptions;
 
 // One partial result.
@@ -294,8 +301,9 @@ extern "C" {
 // Chooses and compiles a kernel; may take seconds the first time. Nothing on the device is read.
 // Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`) with `*plan` untouched.
 //
-// The plan runs every call that agrees with this one: all fields but addresses, stream, dropout_seed and
-// dropout_offset are what they were, and what was null stays null. It runs on one stream at a time.
+// The plan runs every call that agrees with this one: all fields but addresses, stream, workspace, dropout_seed
+// and dropout_offset are what they were, and what was null stays null. It runs on one stream at a time, unless each
+// run brings its own workspace.
 //
 // # Safety
 // `call` is null or a call whose host pointers are null or point to what they say; `options` is null or
@@ -333,6 +341,13 @@ int fmha_run_combine(const struct FmhaPlan *plan, const struct FmhaCombine *call
 // # Safety
 // `plan` is null (then so is the text) or from `fmha_plan`.
 const char *fmha_plan_text(const struct FmhaPlan *plan);
+
+// Bytes of FmhaCall.workspace that each run of the plan needs: 0 where the plan was not made with caller_workspace,
+// or needs none, or is null. A plan of combine needs none.
+//
+// # Safety
+// `plan` is null or from `fmha_plan`.
+uint64_t fmha_plan_workspace_bytes(const struct FmhaPlan *plan);
 
 // Drops a plan whose work is done. Null is taken.
 //

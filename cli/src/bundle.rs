@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
-use fmha::core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, forward_table};
 use fmha::{AnyProblem, BwdProblem, Device, Error, FwdProblem, PlanOptions};
+use fmha_core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, forward_table};
 use rayon::prelude::*;
 
 use crate::Verdict;
@@ -120,7 +120,7 @@ impl BundleArgs {
             if self.backward && entry.problem.write_lse {
                 let problem = BwdProblem::new(FwdProblem::clone(&entry.problem)).validate()?;
                 for deterministic in [false, true] {
-                    let options = PlanOptions { deterministic, ..PlanOptions::default() };
+                    let options = PlanOptions::default().deterministic(deterministic);
                     add(AnyProblem::Backward(&problem), &options)?;
                 }
             }

@@ -3,9 +3,9 @@
 use std::io::Write;
 
 use clap::Args;
-use fmha::core::plan::Plan;
-use fmha::core::work::Work;
 use fmha::{Device, Error, Explain, Problem, Roofline};
+use fmha_core::plan::Plan;
+use fmha_core::work::Work;
 use serde_json::{Value, json};
 
 use crate::Verdict;

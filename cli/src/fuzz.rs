@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use clap::Parser as _;
-use fmha::core::cache::{Bundle, CompiledKernel};
+use fmha_core::cache::{Bundle, CompiledKernel};
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -17,7 +17,7 @@ use crate::{Action, Command, one_line};
 
 /// As many cases as a second does, times the seconds that are asked for.
 pub(crate) fn config(cases_per_second: u32) -> ProptestConfig {
-    let seconds = std::env::var(fmha::core::env::FUZZ_SECONDS.name);
+    let seconds = std::env::var(fmha_core::env::FUZZ_SECONDS.name);
     let seconds: u32 = seconds.map_or(1, |seconds| seconds.parse().unwrap());
     let cases = cases_per_second.saturating_mul(seconds.max(1));
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }

@@ -22,7 +22,9 @@ pub(super) fn init(text: &str) -> Result<Init, String> {
         "nf" => Ok(Init::Normal),
         "ui" | "ni" | "0" => Ok(Init::Integers),
         "tf" | "2" => Ok(Init::Trig),
-        other => other.parse().map_err(|error| format!("{error}, and uf, nf, ui, ni, tf")),
+        other => {
+            other.parse().map_err(|error: fmha::ProblemError| format!("{error}, and uf, nf, ui, ni, tf"))
+        }
     }
 }
 
@@ -134,7 +136,7 @@ impl<'a> Job<'a> {
             Some(bwd) => {
                 let plan = backend.plan_bwd(&bwd.clone().validate()?, options)?;
                 // Makes O and LSE; which kernel does is not what was asked about.
-                let auxiliary = PlanOptions { allow_fallback: true, ..PlanOptions::default() };
+                let auxiliary = PlanOptions::default().allow_fallback(true);
                 let forward = backend.plan_fwd(&valid, &auxiliary)?;
                 let workspace = plan.workspace().max(forward.workspace());
                 there_is_room(&valid, setup.extents(), 2, workspace)?;

@@ -2,8 +2,9 @@
 
 use std::io::Write;
 
-use fmha::{Device, FwdPlan, MaskKind, PlanOptions};
+use fmha::{Device, FwdPlan, PlanOptions};
 use fmha_conformance::init::Init;
+use fmha_core::MaskKind;
 use serde_json::Value;
 
 use crate::failure::Failure;

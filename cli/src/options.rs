@@ -1,7 +1,7 @@
 //! The options that say what to compute and where: shared by `run`, `explain` and a row of `bench`.
 
 use clap::Args;
-use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions};
+use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions, ProblemError};
 
 use crate::cache::CacheOptions;
 use crate::failure::Failure;
@@ -67,7 +67,7 @@ pub(super) struct ProblemArgs {
     #[arg(long = "prec-o", visible_alias = "dtype-o", value_name = "TYPE", value_parser = dtype)]
     pub(super) dtype_o: Option<DType>,
 
-    /// Multiplies the scores; 0 = 1/sqrt(head dim)
+    /// Multiplies the scores (default: 1/sqrt(head dim)); 0 is 0
     #[arg(long = "softmax-scale", visible_alias = "scale_s", value_name = "X", value_parser = real("softmax_scale"), allow_hyphen_values = true)]
     pub(super) softmax_scale: Option<f32>,
 
@@ -212,15 +212,14 @@ impl BackendArgs {
 
     /// How to plan; what the problem itself wishes is added by [`Setup::options`](crate::setup::Setup::options).
     pub(super) fn plan_options(&self) -> PlanOptions {
-        PlanOptions {
-            kernel: self.kernel.clone(),
-            tile: self.tile.clone(),
-            allow_fallback: self.allow_fallback,
-            accuracy: self.accuracy,
-            deterministic: false,
-            batch_invariant: self.batch_invariant,
-            check_lengths: self.check_lengths,
-        }
+        let mut options = PlanOptions::default()
+            .tile(self.tile.clone())
+            .allow_fallback(self.allow_fallback)
+            .accuracy(self.accuracy)
+            .batch_invariant(self.batch_invariant)
+            .check_lengths(self.check_lengths);
+        options.kernel.clone_from(&self.kernel);
+        options
     }
 }
 
@@ -325,25 +324,19 @@ fn mode(text: &str) -> Result<Mode, String> {
 }
 
 pub(super) fn dtype(text: &str) -> Result<DType, String> {
-    text.parse().map_err(|error| named("dtype", &error))
+    text.parse().map_err(|error: ProblemError| error.text)
 }
 
 fn mask(text: &str) -> Result<MaskSpec, String> {
-    text.parse().map_err(|error| named("mask", &error))
+    text.parse().map_err(|error: ProblemError| error.text)
 }
 
 fn backend(text: &str) -> Result<Backend, String> {
-    text.parse().map_err(|error: fmha::ProblemError| named("backend", &error))
+    text.parse().map_err(|error: ProblemError| error.text)
 }
 
 fn accuracy(text: &str) -> Result<Accuracy, String> {
-    text.parse().map_err(|error| named("accuracy", &error))
-}
-
-/// A refusal that begins with its field, said once.
-fn named(field: &str, error: &dyn std::fmt::Display) -> String {
-    let text = error.to_string();
-    if text.split(' ').next() == Some(field) { text } else { format!("{field} {text}") }
+    text.parse().map_err(|error: ProblemError| error.text)
 }
 
 fn precision(text: &str) -> Result<Precision, String> {
@@ -358,8 +351,9 @@ fn precision(text: &str) -> Result<Precision, String> {
         "fp8fp32" => Ok(Precision { o: Some(DType::F32), ..e4m3 }),
         _ => match text.parse() {
             Ok(dtype) => Ok(same(dtype)),
-            Err(error) => {
-                Err(format!("prec {error}, and fp8-hybrid, fp8-hybrid-bf16, fp8bf16, fp8fp16, fp8fp32"))
+            Err(ProblemError { text, .. }) => {
+                let text = text.replacen("dtype", "prec", 1);
+                Err(format!("{text}, and fp8-hybrid, fp8-hybrid-bf16, fp8bf16, fp8fp16, fp8fp32"))
             }
         },
     }

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use fmha::core::work::Work;
 use fmha::{Bias, BiasBroadcast, KvLayout, QLayout, Roofline, Totals, VLayout};
+use fmha_core::work::Work;
 
 use crate::failure::Failure;
 use crate::setup::Setup;

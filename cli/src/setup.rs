@@ -1,11 +1,11 @@
 //! From options to a problem and its lengths.
 
-use fmha::core::seq::{SeqSpan, spans};
 use fmha::{
     Bias, BiasBroadcast, BiasGrad, BlockTable, BwdProblem, DType, DevSlice, Dims, DropoutSeed,
     ElementwiseBias, Extents, FwdProblem, PlanOptions, ProblemError, QLayout, SeqArgs, Shape, Strides,
     Totals, VLayout,
 };
+use fmha_core::seq::{SeqSpan, spans};
 
 use crate::cache::CachePlaces;
 use crate::failure::Failure;
@@ -96,7 +96,7 @@ impl Setup {
 
     /// What the problem itself wishes of its plan, beside what the command does.
     pub(super) fn options(&self, options: &PlanOptions) -> PlanOptions {
-        PlanOptions { deterministic: options.deterministic || self.deterministic, ..options.clone() }
+        options.clone().deterministic(options.deterministic || self.deterministic)
     }
 
     /// Every sequence, checked.
@@ -328,24 +328,25 @@ impl ProblemArgs {
         let stored = |dtype| descale(self.cache.stored(dtype));
         let made_up = if dtype_qk.is_fp8() { DType::F32 } else { dtype_qk };
         let bias_dtype = given.and_then(|given| given.bias).unwrap_or(made_up);
-        let mut problem = FwdProblem {
-            seqused_q,
-            seqused_k,
-            dtype_v,
-            dtype_o,
-            q: inputs(extents.q),
-            k: inputs(extents.k),
-            v: match (self.vlayout, self.iperm) {
+        let mut problem = base
+            .clone()
+            .seqused_q(seqused_q)
+            .seqused_k(seqused_k)
+            .dtype_v(dtype_v)
+            .dtype_o(dtype_o)
+            .strides_q(inputs(extents.q))
+            .strides_k(inputs(extents.k))
+            .strides_v(match (self.vlayout, self.iperm) {
                 (VLayout::RowMajor, _) => inputs(extents.v),
                 (VLayout::ColMajor, true) => Strides::bhds(extents.v),
                 (VLayout::ColMajor, false) => bdhs(extents.v),
-            },
-            o: output(extents.o),
-            v_layout: self.vlayout,
-            mask: self.mask,
-            softmax_scale: self.softmax_scale.filter(|&scale| scale != 0.0),
-            softcap: self.softcap.filter(|&softcap| softcap != 0.0),
-            bias: match self.bias {
+            })
+            .strides_o(output(extents.o))
+            .v_layout(self.vlayout)
+            .mask(self.mask)
+            .softmax_scale(self.softmax_scale)
+            .softcap(self.softcap.filter(|&softcap| softcap != 0.0))
+            .bias(match self.bias {
                 BiasChoice::None => Bias::None,
                 BiasChoice::Alibi { per_batch } => Bias::Alibi { per_batch },
                 BiasChoice::Elementwise(broadcast) => Bias::Elementwise(ElementwiseBias {
@@ -353,16 +354,14 @@ impl ProblemArgs {
                     broadcast,
                     strides: bias_strides(&base, broadcast),
                 }),
-            },
-            sink: self.sink,
-            p_drop: self.p_drop,
-            descale_q: descale(dtype_qk),
-            descale_k: stored(dtype_qk),
-            descale_v: stored(dtype_v),
-            scale_o: dtype_o.is_fp8(),
-            write_lse: self.lse || self.backward,
-            ..base
-        };
+            })
+            .sink(self.sink)
+            .p_drop(self.p_drop)
+            .descale_q(descale(dtype_qk))
+            .descale_k(stored(dtype_qk))
+            .descale_v(stored(dtype_v))
+            .scale_o(dtype_o.is_fp8())
+            .write_lse(self.lse || self.backward);
         self.cache.apply(&mut problem);
         let descales = [problem.descale_q, problem.descale_k, problem.descale_v];
         if !descales.contains(&self.qscale) {
@@ -380,7 +379,7 @@ impl ProblemArgs {
             (true, _) => Some(BiasGrad { dtype: DType::F32, strides: fwd.o }),
             (false, _) => None,
         };
-        BwdProblem { dbias, write_dsink: self.dsink, has_dlse: self.dlse, ..BwdProblem::new(fwd.clone()) }
+        BwdProblem::new(fwd.clone()).dbias(dbias).write_dsink(self.dsink).has_dlse(self.dlse)
     }
 }
 

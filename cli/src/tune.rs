@@ -3,10 +3,10 @@
 use std::io::Write;
 
 use clap::Args;
-use fmha::core::tune::{Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, clock, search};
 use fmha::{AnyProblem, BwdProblem, Device, Operation, PlanOptions, Stream};
 use fmha_conformance::execute::Resident;
 use fmha_conformance::init::Init;
+use fmha_core::tune::{Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, clock, search};
 use serde_json::{Value, json};
 
 use crate::Verdict;
@@ -164,7 +164,7 @@ impl TuneArgs {
 }
 
 fn with_tile(options: &PlanOptions, tile: &TileOptions) -> PlanOptions {
-    PlanOptions { tile: tile.clone(), ..options.clone() }
+    options.clone().tile(tile.clone())
 }
 
 /// Compiles each tile that is one knob away from `own`, and counts.

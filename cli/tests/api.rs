@@ -1,11 +1,11 @@
 //! Wrong input at the library's door: what the command cannot express.
 
-use fmha::core::args::check_fwd;
-use fmha::core::seq::spans;
 use fmha::{
     Backend, DType, DevSlice, DevSliceMut, Dims, Error, FwdArgs, FwdProblem, MaskSpec, MemorySpace,
     PlanOptions, Workspace,
 };
+use fmha_core::args::check_fwd;
+use fmha_core::seq::spans;
 
 const DIMS: Dims = Dims {
     batch: 2,
@@ -22,7 +22,7 @@ fn said_of(cu_seqlens_q: &[i32]) -> String {
     let problem = FwdProblem::group(DType::F32, DIMS);
     let good = [0, 4, 8];
     let seq = fmha::SeqArgs {
-        totals: fmha::core::Totals::packed(8, 8),
+        totals: fmha::Totals::packed(8, 8),
         cu_seqlens_q: Some(DevSlice::host(cu_seqlens_q)),
         cu_seqlens_k: Some(DevSlice::host(&good)),
         ..fmha::SeqArgs::default()
@@ -84,7 +84,7 @@ fn buffers_that_are_short_or_overlap_are_refused_and_nothing_is_written() {
 #[test]
 fn operands_are_there_iff_the_problem_has_them() {
     let base = FwdProblem::batch(DType::F32, DIMS);
-    let with_lse = FwdProblem { write_lse: true, ..base.clone() }.validate().unwrap();
+    let with_lse = base.clone().write_lse(true).validate().unwrap();
     let q = vec![1.0f32; 128];
     let mut o = vec![0.0f32; 128];
     let args =

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 
 fn cases(per_second: u32) -> ProptestConfig {
-    let seconds = std::env::var(fmha::core::env::FUZZ_SECONDS.name);
+    let seconds = std::env::var(fmha_core::env::FUZZ_SECONDS.name);
     let seconds: u32 = seconds.map_or(1, |seconds| seconds.parse().unwrap());
     let cases = per_second.saturating_mul(seconds.max(1));
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
@@ -151,7 +151,7 @@ impl Tensors {
         })
     }
 
-    fn run(&mut self, plan: &fmha::FwdPlan, backend: &fmha::core::Device) -> fmha::Result<()> {
+    fn run(&mut self, plan: &fmha::FwdPlan, backend: &fmha_core::Device) -> Result<(), fmha::Error> {
         let problem = plan.problem();
         let dims = problem.dims;
         let (q, k, v) = (DevSlice::host(&self.q), DevSlice::host(&self.k), DevSlice::host(&self.v));

@@ -22,6 +22,19 @@ fn composable_kernels_spelling_is_taken() {
     );
 }
 
+/// As in the contract and in C: only a scale that is not given is the default.
+#[test]
+fn a_softmax_scale_of_zero_is_zero_and_not_the_default() {
+    let said = |options: &str| {
+        let ran = fmha(&format!("run -b 1 -h 1 -s 8 -d 16 --backend cpu --repeat 1 {options}"));
+        assert!(ran.out.ends_with("PASS\n"), "{options}: {}{}", ran.out, ran.err);
+        ran.out
+    };
+    assert!(said("--softmax-scale 0").contains(", scale 0\n"));
+    assert!(said("-scale_s=0").contains(", scale 0\n"));
+    assert!(!said("").contains("scale"));
+}
+
 #[test]
 fn every_option_of_the_problem_runs_and_is_checked() {
     for options in [

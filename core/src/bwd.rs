@@ -5,6 +5,7 @@ use crate::error::{ProblemError, ensure};
 use crate::layout::{Strides, Totals, VLayout};
 use crate::problem::{Extents, FwdProblem, ValidFwd, check_input, check_output, check_unit_stride};
 use crate::score::Bias;
+use crate::setters::setters;
 
 /// The gradient of an elementwise bias: shaped like the bias, summed over its broadcast axes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,6 +20,7 @@ pub struct BiasGrad {
 ///
 /// Gradients of FP8 tensors are those of their dequantised values.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct BwdProblem {
     /// The forward call. Its `write_lse`, `write_keep_mask` and `scale_o` play no part.
     pub fwd: FwdProblem,
@@ -42,7 +44,7 @@ pub struct BwdProblem {
 
 impl BwdProblem {
     /// Gradients in the inputs' type (bf16 for FP8), with the strides of their tensors (contiguous
-    /// b·s·h·d for a column-major or overlapping one); every option off.
+    /// b·s·h·d for a column-major or overlapping one); every option off. The setters turn them on.
     #[must_use]
     pub fn new(fwd: FwdProblem) -> Self {
         let like = |strides: Strides, shape| {
@@ -63,6 +65,25 @@ impl BwdProblem {
             has_dlse: false,
             fwd,
         }
+    }
+
+    setters! {
+        /// The type of dQ, dK and dV: f32, f16 or bf16.
+        dtype_grad: DType => dtype_grad;
+        /// Strides of dO.
+        strides_dout: Strides => dout;
+        /// Strides of dQ.
+        strides_dq: Strides => dq;
+        /// Strides of dK.
+        strides_dk: Strides => dk;
+        /// Strides of dV.
+        strides_dv: Strides => dv;
+        /// The gradient of the elementwise bias, if wanted.
+        dbias: impl Into<Option<BiasGrad>> => dbias;
+        /// Whether the gradient of the sinks is written.
+        write_dsink: bool => write_dsink;
+        /// Whether there is a gradient of LSE.
+        has_dlse: bool => has_dlse;
     }
 
     /// Checks everything that can be checked without the device.

@@ -8,9 +8,11 @@ use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{Shape, Strides};
 use crate::problem::{MAX_HEAD_DIM, MAX_SEQLEN, check_input, check_output, check_unit_stride};
+use crate::setters::setters;
 
 /// A combine call without its pointers. Packed rows are a batch of one.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct CombineProblem {
     /// Parts to merge.
     #[doc(alias = "num_splits")]
@@ -51,6 +53,15 @@ impl CombineProblem {
             o: Strides::bshd(rows),
             write_lse: false,
         }
+    }
+
+    setters! {
+        /// Strides of every part's O.
+        strides_part: Strides => part;
+        /// Strides of the combined O.
+        strides_o: Strides => o;
+        /// Whether the combined LSE is written.
+        write_lse: bool => write_lse;
     }
 
     /// Shape of each O.

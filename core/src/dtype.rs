@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use half::{bf16, f16};
 
+use crate::error::ProblemError;
 use crate::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
 
 /// The type of a tensor's elements.
@@ -150,7 +151,7 @@ impl fmt::Display for DType {
 }
 
 impl FromStr for DType {
-    type Err = String;
+    type Err = ProblemError;
 
     /// Reads the names of [`DType::name`] and their common aliases (`fp16`, `half`, `bfloat16`,
     /// `fp32`, `float`, `fp8` = e4m3fn, `bf8` = e5m2).
@@ -165,7 +166,8 @@ impl FromStr for DType {
             "e5m2fnuz" => DType::E5m2Fnuz,
             _ => {
                 let known = DType::ALL.map(DType::name).join(", ");
-                return Err(format!("`{text}` is no number type (known: {known})"));
+                let text = format!("dtype `{text}` is no number type (known: {known})");
+                return Err(ProblemError::new("dtype", text));
             }
         })
     }
@@ -208,7 +210,8 @@ mod tests {
         for dtype in DType::ALL {
             assert_eq!(dtype.name().parse(), Ok(dtype));
         }
-        assert!("fp7".parse::<DType>().unwrap_err().contains("`fp7`"));
+        let error = "fp7".parse::<DType>().unwrap_err();
+        assert!(error.field == "dtype" && error.text.starts_with("dtype `fp7` is"), "{error}");
     }
 
     #[test]

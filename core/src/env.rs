@@ -59,10 +59,10 @@ pub const BUNDLE: EnvVar =
 pub const DUMP: EnvVar =
     EnvVar { name: "FMHA_DUMP", meaning: "folder for each kernel's source, log, resources and metadata" };
 
-/// What the test doubles of the drivers are where nobody has chosen.
+/// Which device is emulated where the program chooses none.
 pub const EMULATE: EnvVar = EnvVar {
     name: "FMHA_EMULATE",
-    meaning: "architectures of a test double's devices, where the backend that opens it chooses none",
+    meaning: "architecture that `auto` emulates (sm_90a, gfx942); of a test double that is opened without one, its devices'",
 };
 
 /// Which clang compiles AMD kernels.

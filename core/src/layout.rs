@@ -1,4 +1,4 @@
-//! Where a tensor's elements lie: logical axes, free strides.
+//! Where a tensor's elements lie: logical axes, strides of each tensor's own.
 
 /// The extents of a tensor over its logical axes `[batch, seq, head, dim]`.
 ///
@@ -38,6 +38,7 @@ impl Shape {
 /// Element strides over the logical axes `[batch, seq, head, dim]`: the memory order is the
 /// caller's, and b·s·h·d, b·h·s·d and packed b·s·3·h·d are the same call.
 ///
+/// A stride is at least 0, and more in an output: validation refuses a negative one by its tensor, axis and number.
 /// The stride of an axis of extent 1 is never used and may be anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strides {

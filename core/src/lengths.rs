@@ -99,7 +99,7 @@ mod tests {
     #[test]
     fn what_is_read_back_is_checked_as_on_the_host_and_no_more_is_read_than_is_used() {
         let problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
-        let problem = FwdProblem { seqused_k: true, ..problem };
+        let problem = problem.clone().seqused_k(true);
         // Beyond what is used lies what is wrong.
         let (cu, used, pages) = (&[0, 3, 7, -1, -1], &[5, 6, -1], &[0, 1, 2, 3, 3, 0, -1]);
         let (checked, read) = check(&problem, &lengths(cu, used, pages));
@@ -136,7 +136,7 @@ mod tests {
             seqused_k: Some(DevSlice::host(&used)),
             ..SeqArgs::default()
         };
-        let (checked, read) = check(&FwdProblem { seqused_k: true, append, ..problem }, &appended);
+        let (checked, read) = check(&problem.clone().seqused_k(true).append(append), &appended);
         checked.unwrap();
         assert_eq!(read, 4 * (3 + 2));
     }

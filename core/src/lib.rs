@@ -19,7 +19,7 @@
 //! - [`FwdProblem`], [`BwdProblem`] and [`CombineProblem`] say what to compute. They are plain
 //!   structs with public fields; [`validate`](FwdProblem::validate) turns them into [`ValidFwd`],
 //!   [`ValidBwd`] and [`ValidCombine`], the only forms that a backend takes.
-//! - [`MaskSpec`] is what a user asks for; [`MaskBand`] is the one form that kernels see.
+//! - [`MaskSpec`] is what a user asks for; `MaskBand` is the one form that kernels see.
 //! - [`Device`] is a device that can run attention: [`plan_fwd`](Device::plan_fwd) chooses,
 //!   [`run`](Plan::run) checks and queues.
 //! - [`FmhaBackend`] is what a vendor writes: it chooses and launches, and leaves the checks to core.
@@ -28,43 +28,79 @@
 //! - [`reference`] computes the same by definition, in f64.
 //!
 //! Words are those of the glossary in `ARCHITECTURE.md`.
+//!
+//! What a user needs is at the root, and in `fmha` under the same names. The modules that are not shown here are public
+//! for the crates of this workspace alone: they change as those need.
 
+#[doc(hidden)]
 pub mod abi;
+#[doc(hidden)]
 pub mod args;
+#[doc(hidden)]
 pub mod backend;
+#[doc(hidden)]
 pub mod bind;
+#[doc(hidden)]
 pub mod bwd;
+#[doc(hidden)]
 pub mod bwd_workspace;
+#[doc(hidden)]
 pub mod cache;
+#[doc(hidden)]
 pub mod call;
+#[doc(hidden)]
 pub mod combine;
+#[doc(hidden)]
 pub mod device;
+#[doc(hidden)]
 pub mod dropout;
+#[doc(hidden)]
 pub mod dtype;
+#[doc(hidden)]
 pub mod emulators;
+#[doc(hidden)]
 pub mod env;
+#[doc(hidden)]
 pub mod error;
+#[doc(hidden)]
 pub mod fields;
 pub mod fork;
 pub mod fp8;
+#[doc(hidden)]
 pub mod kv;
+#[doc(hidden)]
 pub mod layout;
+#[doc(hidden)]
 pub mod lengths;
+#[doc(hidden)]
 pub mod mask;
+#[doc(hidden)]
 pub mod operation;
+#[doc(hidden)]
 pub mod plan;
+#[doc(hidden)]
 pub mod problem;
+#[doc(hidden)]
 pub mod queues;
 pub mod reference;
+#[doc(hidden)]
 pub mod roofline;
+#[doc(hidden)]
 pub mod score;
+#[doc(hidden)]
 pub mod seq;
+mod setters;
+#[doc(hidden)]
 pub mod source;
+#[doc(hidden)]
 pub mod spec;
 #[cfg(test)]
 mod toy;
+#[doc(hidden)]
 pub mod tree;
+#[doc(hidden)]
 pub mod tune;
+#[doc(hidden)]
 pub mod work;
 
 pub use args::{
@@ -73,6 +109,7 @@ pub use args::{
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
+#[doc(hidden)]
 pub use cache::{Bundle, Precompile};
 pub use call::{Call, Launch, Planned, Problem};
 pub use combine::{CombineProblem, ValidCombine};
@@ -82,7 +119,9 @@ pub use dtype::DType;
 pub use error::{Error, ProblemError, Refusal, Result};
 pub use kv::{Append, Rotary, RotaryPairs};
 pub use layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
-pub use mask::{BlockClass, MaskAlign, MaskBand, MaskBounds, MaskKind, MaskShape, MaskSpec};
+#[doc(hidden)]
+pub use mask::{BlockClass, MaskBand, MaskBounds, MaskKind};
+pub use mask::{MaskAlign, MaskShape, MaskSpec};
 pub use operation::{AnyProblem, Operation};
 pub use plan::{
     Accuracy, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts, Promises,
@@ -92,5 +131,7 @@ pub use problem::{Dims, Extents, FwdProblem, ValidFwd};
 pub use queues::Queues;
 pub use roofline::Roofline;
 pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};
+#[doc(hidden)]
 pub use seq::SeqSpan;
+#[doc(hidden)]
 pub use spec::FwdSpec;

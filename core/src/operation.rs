@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
+use crate::error::ProblemError;
 use crate::problem::ValidFwd;
 
 /// One of the three things that a backend computes: part of the key of tuned tiles, bundles and
@@ -43,12 +44,13 @@ impl fmt::Display for Operation {
 }
 
 impl FromStr for Operation {
-    type Err = String;
+    type Err = ProblemError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let known = || Self::ALL.map(Self::name).join(", ");
         let found = Self::ALL.into_iter().find(|operation| operation.name() == text);
-        found.ok_or_else(|| format!("`{text}` is no operation (known: {})", known()))
+        let unknown = || format!("operation `{text}` is no operation (known: {})", known());
+        found.ok_or_else(|| ProblemError::new("operation", unknown()))
     }
 }
 
@@ -84,6 +86,7 @@ mod tests {
         for operation in Operation::ALL {
             assert_eq!(operation.to_string().parse(), Ok(operation));
         }
-        assert!("decode".parse::<Operation>().unwrap_err().contains("forward, backward, combine"));
+        let error = "decode".parse::<Operation>().unwrap_err();
+        assert!(error.field == "operation" && error.text.contains("forward, backward, combine"), "{error}");
     }
 }

@@ -278,7 +278,7 @@ mod tests {
 
     #[test]
     fn a_scale_is_negative_below_zero_alone() {
-        let negative = |scale| FwdSpec::of(&FwdProblem { softmax_scale: scale, ..problem() }).negative_scale;
+        let negative = |scale| FwdSpec::of(&problem().softmax_scale(scale)).negative_scale;
         assert_eq!([None, Some(0.5), Some(0.0), Some(-0.5)].map(negative), [false, false, false, true]);
     }
 
@@ -286,7 +286,7 @@ mod tests {
     #[test]
     fn what_a_forward_call_writes_is_alike_in_every_backward_spec() {
         let spec = |write_lse, write_keep_mask| {
-            BwdSpec::of(&BwdProblem::new(FwdProblem { write_lse, write_keep_mask, ..problem() }))
+            BwdSpec::of(&BwdProblem::new(problem().write_lse(write_lse).write_keep_mask(write_keep_mask)))
         };
         let fwd = spec(false, true).fwd;
         assert!(fwd.write_lse && !fwd.write_keep_mask);

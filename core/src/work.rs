@@ -126,12 +126,10 @@ mod tests {
             head_dim_qk: 24,
             head_dim_v: 40,
         };
-        let problem = FwdProblem {
-            dtype_v: DType::Bf16,
-            dtype_o: DType::F32,
-            mask: "t".parse().unwrap(),
-            ..FwdProblem::batch(DType::E4m3Fn, dims)
-        };
+        let problem = FwdProblem::batch(DType::E4m3Fn, dims)
+            .dtype_v(DType::Bf16)
+            .dtype_o(DType::F32)
+            .mask("t".parse().unwrap());
         let span = |seqlen_q: u32, seqlen_k: u32| SeqSpan {
             i_batch: 0,
             q_row: 0,
@@ -152,7 +150,7 @@ mod tests {
         assert_eq!(work.bwd_flops, work.pairs * 2 * (3 * 24 + 2 * 40));
         let (row_of_q_and_o, row_of_k_and_v) = (24 + 40 * 4, 24 + 40 * 2);
         assert_eq!(work.fwd_bytes, (5 + 3) * 6 * row_of_q_and_o + (7 + 2) * 2 * row_of_k_and_v);
-        let wide = FwdProblem { mask: problem.mask, ..FwdProblem::batch(DType::F32, dims) };
+        let wide = FwdProblem::batch(DType::F32, dims).mask(problem.mask);
         let bytes = (5 + 3) * 6 * (24 + 40) * 4 + (7 + 2) * 2 * (24 + 40) * 4;
         assert_eq!(Work::count(&wide, &[span(5, 7), span(3, 2)]).unwrap().fwd_bytes, bytes);
     }

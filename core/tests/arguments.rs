@@ -109,7 +109,7 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
     // Rows 64 elements apart, of 32 elements each: in bytes, O's are twice as long as Q's.
     let dims = Dims { num_heads_kv: 4, ..DIMS };
     let rows = Strides { batch: 192, seq: 64, head: 8, dim: 1 };
-    let types = FwdProblem { dtype_o: DType::F32, q: rows, o: rows, ..FwdProblem::batch(DType::F16, dims) };
+    let types = FwdProblem::batch(DType::F16, dims).dtype_o(DType::F32).strides_q(rows).strides_o(rows);
     let behind = FwdArgs { o: output(0x10000 + 128, 400), ..args() };
     assert!(
         refusal(types, &behind).starts_with("o (1408 bytes at 0x10080) overlaps q (704 bytes at 0x10000)")
@@ -119,7 +119,7 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
     let dims = Dims { seqlen_k: 3, ..dims };
     let rows = Strides { batch: 320, seq: 96, head: 8, dim: 1 };
     let batches = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::F32, dims);
-    let batches = FwdProblem { k: rows, o: rows, ..batches };
+    let batches = batches.clone().strides_k(rows).strides_o(rows);
     let mut behind = FwdArgs { o: output(0x20000 + 128, 600), k: input(0x20000, 600).into(), ..args() };
     (behind.seq.totals.total_q, behind.seq.cu_seqlens_q) = (Some(6), Some(input(0x50000, 3)));
     behind.v = input(0x30000, 192).into();
@@ -132,11 +132,9 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
 #[test]
 fn tensors_of_one_head_and_one_sequence_interleave_whatever_steps_between_others() {
     let dims = Dims { batch: 1, seqlen_q: 3, seqlen_k: 3, num_heads_q: 1, num_heads_kv: 1, ..DIMS };
-    let problem = FwdProblem {
-        k: Strides { batch: 5, seq: 16, head: 3, dim: 1 },
-        o: Strides { batch: 999, seq: 16, head: 777, dim: 1 },
-        ..FwdProblem::batch(DType::F32, dims)
-    };
+    let problem = FwdProblem::batch(DType::F32, dims)
+        .strides_k(Strides { batch: 5, seq: 16, head: 3, dim: 1 })
+        .strides_o(Strides { batch: 999, seq: 16, head: 777, dim: 1 });
     let problem = problem.validate().unwrap();
     let between = |o| FwdArgs { o: output(o, 40), k: input(0x20000, 40).into(), ..args() };
     let check = |args: &FwdArgs<'_>| check_fwd(&problem, args, Workspace::NONE, MemorySpace::Host);
@@ -281,8 +279,8 @@ fn gradients_in_any_fused_buffer_are_apart_and_one_element_nearer_collide() {
 fn an_output_may_lie_between_the_rows_of_an_input() {
     let strides = Strides { batch: 3 * 96, seq: 96, head: 8, dim: 1 };
     let dims = Dims { seqlen_k: 3, ..DIMS };
-    let problem =
-        FwdProblem { q: strides, k: strides, v: strides, o: strides, ..FwdProblem::batch(DType::F32, dims) };
+    let problem = FwdProblem::batch(DType::F32, dims);
+    let problem = problem.strides_q(strides).strides_k(strides).strides_v(strides).strides_o(strides);
     let checked = |o: usize| {
         let place = |elems: usize| 0x10000 + 4 * elems;
         let (q, k, v) = (input(place(0), 600), input(place(32), 600), input(place(48), 600));
@@ -301,8 +299,8 @@ fn an_append_may_write_keys_and_values_that_lie_in_turns() {
     let paged = KvLayout::Paged { page_size: 4 };
     let problem = FwdProblem::new(QLayout::Batch, paged, DType::F32, DIMS);
     let page = Strides { batch: 2 * 4 * 2 * 8, seq: 2 * 8, head: 8, dim: 1 };
-    let append = Some(Append::batch(&problem, 2));
-    let problem = FwdProblem { k: page, v: page, seqused_k: true, append, ..problem };
+    let append = Append::batch(&problem, 2);
+    let problem = problem.strides_k(page).strides_v(page).seqused_k(true).append(append);
     let checked = |v: usize| {
         let (k, v) = (output(0x20000, 2000), output(0x20000 + 4 * v, 2000));
         let mut args = FwdArgs::new(input(0x10000, 192), k, v, output(0x40000, 192));
@@ -329,11 +327,9 @@ fn what_may_share_a_byte_and_would_take_too_long_to_know_is_refused_in_these_wor
         head_dim_qk: 1,
         head_dim_v: 1,
     };
-    let problem = FwdProblem {
-        q: Strides { batch: 100_000_000_000_007, seq: 30_000_000_013, head: 0, dim: 1 },
-        o: Strides { batch: 100_000_007_000_043, seq: 30_000_037_001, head: 0, dim: 1 },
-        ..FwdProblem::batch(DType::F32, dims)
-    };
+    let problem = FwdProblem::batch(DType::F32, dims)
+        .strides_q(Strides { batch: 100_000_000_000_007, seq: 30_000_000_013, head: 0, dim: 1 })
+        .strides_o(Strides { batch: 100_000_007_000_043, seq: 30_000_037_001, head: 0, dim: 1 });
     let at = |place: usize| input(place << 61, 1 << 59);
     let args = FwdArgs::new(at(1), at(2), at(3), output((1 << 61) + 4, 1 << 59));
     let text = refusal(problem, &args);
@@ -349,7 +345,7 @@ fn what_may_share_a_byte_and_would_take_too_long_to_know_is_refused_in_these_wor
 fn a_tensor_of_no_elements_may_lie_inside_another_or_nowhere() {
     let none = |address: usize| output(address, 0);
     let problem = FwdProblem::batch(DType::F32, Dims { seqlen_q: 0, ..DIMS });
-    let problem = FwdProblem { write_lse: true, ..problem }.validate().unwrap();
+    let problem = problem.write_lse(true).validate().unwrap();
     for address in [0, 0x20004] {
         let args = FwdArgs { q: input(address, 0), o: none(address), lse: Some(none(address)), ..args() };
         assert_eq!(check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host), Ok(()));
@@ -536,15 +532,14 @@ fn a_workspace_is_there_where_it_is_wanted_and_shares_no_byte() {
 /// Packed queries, keys and new keys, a rotary embedding and a tree mask: every array that a cache's update reads.
 fn update() -> FwdProblem {
     let problem = FwdProblem::group(DType::F32, Dims { head_dim_v: 4, ..DIMS });
-    FwdProblem {
-        seqused_q: true,
-        seqused_k: true,
-        append: Some(Append::packed(&problem, 2)),
-        rotary: Some(Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 }),
-        tree_mask: true,
-        mask: MaskSpec::CAUSAL,
-        ..problem
-    }
+    problem
+        .clone()
+        .seqused_q(true)
+        .seqused_k(true)
+        .append(Append::packed(&problem, 2))
+        .rotary(Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 })
+        .tree_mask(true)
+        .mask(MaskSpec::CAUSAL)
 }
 
 /// Six queries, ten keys and four new ones, no element more than is wanted.
@@ -633,13 +628,7 @@ fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
         assert_eq!(refusal(plain.clone(), &args), format!("{name} is given, but the problem has none"));
     }
     // New values go with new keys, where V lies in K.
-    let in_k = FwdProblem {
-        seqused_k: true,
-        v_in_k: true,
-        v: plain.k,
-        append: Some(Append::batch(&plain, 2)),
-        ..plain
-    };
+    let in_k = plain.clone().seqused_k(true).v_in_k(true).strides_v(plain.k).append(Append::batch(&plain, 2));
     let appended = |v_new| {
         let mut args = FwdArgs { k: output(0x20000, 160).into(), v: CacheSlice::InK, ..args() };
         args.seq.seqused_k = Some(input(0x50000, 2));
@@ -655,8 +644,8 @@ fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
 #[test]
 fn k_and_v_are_read_appended_to_or_in_ks_rows_as_the_problem_has_it() {
     let read = FwdProblem::batch(DType::F32, DIMS);
-    let append = FwdProblem { seqused_k: true, append: Some(Append::batch(&read, 2)), ..read.clone() };
-    let in_k = |problem: &FwdProblem| FwdProblem { v_in_k: true, v: problem.k, ..problem.clone() };
+    let append = read.clone().seqused_k(true).append(Append::batch(&read, 2));
+    let in_k = |problem: &FwdProblem| problem.clone().v_in_k(true).strides_v(problem.k);
     let (read_in_k, append_in_k) = (in_k(&read), in_k(&append));
     let reads = |address| CacheSlice::from(input(address, 160));
     let appends = |address| CacheSlice::from(output(address, 160));
@@ -685,7 +674,7 @@ fn k_and_v_are_read_appended_to_or_in_ks_rows_as_the_problem_has_it() {
 #[test]
 fn combine_arguments_that_do_not_fit_are_named() {
     let rows = Shape { batch: 2, seq: 3, head: 4, dim: 8 };
-    let problem = CombineProblem { write_lse: true, ..CombineProblem::new(2, DType::F32, DType::F32, rows) };
+    let problem = CombineProblem::new(2, DType::F32, DType::F32, rows).write_lse(true);
     let problem = problem.validate().unwrap();
     let part = |o, lse| PartialResult { o: input(0x10000, o), lse: input(0x20000, lse) };
     let check = |parts: &[PartialResult<'_>], o, lse| {
@@ -718,7 +707,7 @@ fn a_bias_is_bound_with_steps_of_zero_along_the_axes_that_it_lacks() {
         [(BiasBroadcast::OneOne, 0, 0), (BiasBroadcast::OneHead, 0, 15), (BiasBroadcast::BatchHead, 60, 15)]
     {
         let bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
-        let problem = FwdProblem { bias, ..FwdProblem::batch(DType::F32, DIMS) };
+        let problem = FwdProblem::batch(DType::F32, DIMS).bias(bias);
         let mut args = args();
         args.score.bias = Some(input(0x50000, 120));
         let bound = bind::fwd_params(&problem, &args).bias;

@@ -345,9 +345,9 @@ fn what_the_numbers_leave_open_follows_from_them() {
     let dims = Dims { head_dim_qk: 16, ..DIMS };
     let problem = FwdProblem::batch(DType::F32, dims);
     assert_eq!(problem.resolved_softmax_scale(), 0.25);
-    assert_eq!(FwdProblem { softmax_scale: Some(-3.0), ..problem.clone() }.resolved_softmax_scale(), -3.0);
+    assert_eq!(problem.clone().softmax_scale(-3.0).resolved_softmax_scale(), -3.0);
     // 1 - p_drop is 1 in 64 bits where p_drop is so small.
-    let drops = |p_drop| FwdProblem { p_drop, ..problem.clone() }.drops();
+    let drops = |p_drop| problem.clone().p_drop(p_drop).drops();
     assert_eq!([0.0, 1e-20, 0.25].map(drops), [false, false, true]);
 
     let k = Shape { batch: 2, seq: 5, head: 2, dim: 16 };
@@ -418,7 +418,7 @@ fn each_update_of_a_cache_is_refused_in_a_kernels_name() {
 #[test]
 fn positions_advance_under_masks_that_look_back_and_under_a_tree() {
     let advances = |text, tree_mask| {
-        let problem = FwdProblem { mask: mask(text), tree_mask, ..FwdProblem::batch(DType::F32, DIMS) };
+        let problem = FwdProblem::batch(DType::F32, DIMS).mask(mask(text)).tree_mask(tree_mask);
         problem.positions_advance()
     };
     for text in ["t", "b", "b:2,1"] {
@@ -532,7 +532,7 @@ fn a_count_that_would_wrap_is_refused_by_its_field() {
     let contiguous = FwdProblem::batch(DType::F16, dims).validate().unwrap_err();
     assert_eq!(contiguous.field, "k");
     // 2^64 elements of one row's memory.
-    let one_row = FwdProblem { k: none, ..FwdProblem::batch(DType::F16, dims) };
+    let one_row = FwdProblem::batch(DType::F16, dims).strides_k(none);
     let error = one_row.validate().unwrap_err();
     assert!(error.field == "k" && error.text.contains("more than 2305843009213693952 elements"), "{error}");
 
@@ -540,7 +540,7 @@ fn a_count_that_would_wrap_is_refused_by_its_field() {
     let side = 1 << 17;
     let dims = Dims { batch: 1 << 16, seqlen_q: side, seqlen_k: side, num_heads_q: 1 << 14, ..dims };
     let dims = Dims { num_heads_kv: 1, head_dim_qk: 1, ..dims };
-    let mut masked = FwdProblem { write_keep_mask: true, ..FwdProblem::batch(DType::F16, dims) };
+    let mut masked = FwdProblem::batch(DType::F16, dims).write_keep_mask(true);
     (masked.q, masked.k, masked.v) = (none, none, none);
     assert_eq!(masked.validate().unwrap_err().field, "write_keep_mask");
 }

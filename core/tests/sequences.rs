@@ -57,7 +57,7 @@ fn rows_of_lse_have_a_batch_axis_where_queries_have_one() {
 /// Two caches in five pages of two rows, three keys appended to each.
 fn appended() -> FwdProblem {
     let problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
-    FwdProblem { seqused_k: true, append: Some(Append::batch(&problem, 3)), ..problem }
+    problem.clone().seqused_k(true).append(Append::batch(&problem, 3))
 }
 
 fn pages<'a>(used: &'a [i32], table: &'a [i32]) -> SeqArgs<'a> {
@@ -87,7 +87,7 @@ fn keys_lie_where_the_block_table_says_and_new_ones_behind_the_cached() {
 #[test]
 fn packed_new_keys_lie_one_after_another() {
     let problem = appended();
-    let problem = FwdProblem { append: Some(Append::packed(&problem, 3)), ..problem };
+    let problem = problem.clone().append(Append::packed(&problem, 3));
     let (used, table, new) = ([3, 1], [4, 0, 2, 3, 1, -1], [0, 3, 5]);
     let mut seq = pages(&used, &table);
     (seq.totals.total_new, seq.cu_seqlens_new) = (Some(5), Some(DevSlice::host(&new)));
@@ -99,7 +99,7 @@ fn packed_new_keys_lie_one_after_another() {
 #[test]
 fn new_keys_are_refused_where_a_packed_cache_has_no_row_left() {
     let problem = FwdProblem::new(QLayout::Batch, KvLayout::Packed, DType::F16, DIMS);
-    let problem = FwdProblem { seqused_k: true, append: Some(Append::batch(&problem, 3)), ..problem };
+    let problem = problem.clone().seqused_k(true).append(Append::batch(&problem, 3));
     let seq = |cu: &'static [i32; 3]| SeqArgs {
         totals: Totals { total_k: Some(10), ..Totals::NONE },
         cu_seqlens_k: Some(DevSlice::host(cu)),
@@ -114,7 +114,7 @@ fn new_keys_are_refused_where_a_packed_cache_has_no_row_left() {
 #[test]
 fn a_tree_mask_has_a_bit_for_each_query_and_each_of_the_last_keys() {
     let dims = Dims { seqlen_q: 40, seqlen_k: 43, ..DIMS };
-    let problem = FwdProblem { tree_mask: true, ..FwdProblem::batch(DType::F16, dims) };
+    let problem = FwdProblem::batch(DType::F16, dims).tree_mask(true);
     let is_set = move |batch: u32, i: u32, bit: u32| (batch * 1009 + i * 31 + bit * 17) % 7 < 3;
     let word = move |batch, i, first: u32| {
         (first..40.min(first + 32)).map(|bit| u32::from(is_set(batch, i, bit)) << (bit - first)).sum()
@@ -123,7 +123,7 @@ fn a_tree_mask_has_a_bit_for_each_query_and_each_of_the_last_keys() {
         (0..2).flat_map(|batch| (0..40).flat_map(move |i| [word(batch, i, 0), word(batch, i, 32)])).collect();
     let cache = CacheArgs { tree_mask: Some(DevSlice::host(&words)), ..CacheArgs::default() };
     // Queries packed or not: their rows of the mask lie one after another.
-    let packed = FwdProblem { q_layout: QLayout::Packed, ..problem.clone() };
+    let packed = problem.clone().q_layout(QLayout::Packed);
     let offsets = [0, 40, 80];
     let in_a_pack = SeqArgs {
         totals: Totals { total_q: Some(80), ..Totals::NONE },
@@ -157,17 +157,17 @@ fn tables_and_positions_that_do_not_fit_are_refused_by_number() {
     refused(&problem, &pages(&[4, 1], &table), "seqused_k");
 
     let rotary = |max_pos| Rotary { dim: 8, max_pos, pairs: RotaryPairs::Half, dtype: DType::F32 };
-    let turned = |max_pos| FwdProblem { rotary: Some(rotary(max_pos)), ..problem.clone() };
+    let turned = |max_pos| problem.clone().rotary(rotary(max_pos));
     assert_eq!(rotary(6).table_elems(), 24);
     spans(&turned(6), &pages(&[3, 1], &table)).unwrap();
     refused(&turned(5), &pages(&[3, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
     // A query stands behind the cached keys, with new ones or without; nobody stands anywhere without either.
-    let none_new = FwdProblem { append: Some(Append::batch(&problem, 0)), ..turned(5) };
+    let none_new = turned(5).append(Append::batch(&problem, 0));
     refused(&none_new, &pages(&[5, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
-    let no_query = FwdProblem { dims: Dims { seqlen_q: 0, ..DIMS }, rotary: Some(rotary(1)), ..none_new };
+    let no_query = none_new.clone().dims(Dims { seqlen_q: 0, ..DIMS }).rotary(rotary(1));
     spans(&no_query, &pages(&[5, 1], &table)).unwrap();
     // New keys turn though no query does.
-    let keys_alone = |max_pos| FwdProblem { dims: Dims { seqlen_q: 0, ..DIMS }, ..turned(max_pos) };
+    let keys_alone = |max_pos| turned(max_pos).dims(Dims { seqlen_q: 0, ..DIMS });
     spans(&keys_alone(6), &pages(&[3, 1], &table)).unwrap();
     refused(&keys_alone(5), &pages(&[3, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
 }

@@ -38,7 +38,7 @@ fn problems() -> impl Iterator<Item = FwdProblem> {
         ["0", "b", "b:300,2"].into_iter().flat_map(move |mask| {
             (0..16).map(move |bits| {
                 let make = if bits & 1 == 0 { FwdProblem::batch } else { FwdProblem::group };
-                let mut problem = FwdProblem { mask: mask.parse().unwrap(), ..make(DType::F16, dims) };
+                let mut problem = make(DType::F16, dims).mask(mask.parse().unwrap());
                 if bits & 2 != 0 {
                     let seq = problem.k.seq + 1;
                     problem.k = Strides { seq, batch: seq * i64::from(dims.seqlen_k), ..problem.k };
@@ -93,11 +93,7 @@ fn problems_of_fp8() -> impl Iterator<Item = FwdProblem> {
         ["0", "b", "b:300,2"].into_iter().flat_map(move |mask| {
             (0..16).map(move |bits| {
                 let make = if bits & 1 == 0 { FwdProblem::batch } else { FwdProblem::group };
-                let mut problem = FwdProblem {
-                    mask: mask.parse().unwrap(),
-                    dtype_o: DType::Bf16,
-                    ..make(DType::E4m3Fn, dims)
-                };
+                let mut problem = make(DType::E4m3Fn, dims).mask(mask.parse().unwrap()).dtype_o(DType::Bf16);
                 for strides in [&mut problem.q, &mut problem.k] {
                     (strides.head, strides.seq, strides.batch) = (256, 1 << 16, 0);
                 }
@@ -138,7 +134,7 @@ fn the_tile_that_the_hopper_table_chooses_for_fp8_is_one_that_its_kernel_takes()
 
 fn of_fp8(seqlens: (u32, u32), ratio: u32, batch: u32) -> FwdProblem {
     let dims = Dims { batch, ..dims(ratio, seqlens, (128, 128)) };
-    FwdProblem { dtype_o: DType::Bf16, ..FwdProblem::batch(DType::E4m3Fn, dims) }
+    FwdProblem::batch(DType::E4m3Fn, dims).dtype_o(DType::Bf16)
 }
 
 /// Query rows of a kv head, of all its query heads, decide; and how much workspace V would take.
@@ -146,7 +142,7 @@ fn of_fp8(seqlens: (u32, u32), ratio: u32, batch: u32) -> FwdProblem {
 fn a_v_of_fp8_is_prepared_once_where_many_tiles_read_it() {
     let beside = u32::try_from(sm90::PREPARE_BESIDE_ROWS).unwrap();
     let before = u32::try_from(sm90::PREPARE_BEFORE_ROWS).unwrap();
-    let masked = |mask: &str, problem: FwdProblem| FwdProblem { mask: mask.parse().unwrap(), ..problem };
+    let masked = |mask: &str, problem: FwdProblem| problem.clone().mask(mask.parse().unwrap());
     let many = || of_fp8((before, 300), 1, 2);
     for (what, problem, expected) in [
         ("as many rows as it takes", of_fp8((beside, 300), 1, 2), PrepareV::Beside),
@@ -155,8 +151,8 @@ fn a_v_of_fp8_is_prepared_once_where_many_tiles_read_it() {
         ("causal", masked("b", many()), PrepareV::Before),
         ("causal, one row fewer", masked("b", of_fp8((before - 1, 300), 1, 2)), PrepareV::InTile),
         ("a window", masked("b:300,2", many()), PrepareV::InTile),
-        ("V in 16 bits", FwdProblem { dtype_v: DType::F16, ..many() }, PrepareV::InTile),
-        ("modified scores", FwdProblem { softcap: Some(3.0), ..many() }, PrepareV::InTile),
+        ("V in 16 bits", many().dtype_v(DType::F16), PrepareV::InTile),
+        ("modified scores", many().softcap(3.0), PrepareV::InTile),
     ] {
         let tile = sm90::choose_tile(&problem);
         assert_eq!(tile.prepare_v, expected, "{what}: {tile:?}");
@@ -273,7 +269,7 @@ fn the_headers_of_the_backward_are_those_that_its_entries_include() {
 fn key_blocks_that_take_turns_in_circles_are_not_claimed_ahead() {
     for (mask, taken) in [(MaskSpec::NONE, false), (MaskSpec::CAUSAL, true)] {
         let dims = dims(1, (512, 512), (128, 128));
-        let fwd = FwdProblem { mask, ..FwdProblem::batch(DType::Bf16, dims) };
+        let fwd = FwdProblem::batch(DType::Bf16, dims).mask(mask);
         let spec = BwdSpec { deterministic: true, ..BwdSpec::of(&BwdProblem::new(fwd)) };
         let mut tile = sm90_bwd::default_tile(&spec);
         assert_eq!(tile.check(&spec), Ok(()));
@@ -296,7 +292,7 @@ fn blocks_that_dropout_does_not_decide_whole_are_refused_with_both_numbers() {
         (96, true, 0.1, true),
         (64, true, 0.1, false),
     ] {
-        let problem = BwdProblem::new(FwdProblem { p_drop, ..fwd.clone() });
+        let problem = BwdProblem::new(fwd.clone().p_drop(p_drop));
         let spec = BwdSpec::of(&problem);
         let tile = sm90_bwd::Sm90BwdTile { block_m, early_scores, ..sm90_bwd::default_tile(&spec) };
         let refusal = tile.check(&spec).err().unwrap_or_default();
@@ -317,7 +313,7 @@ fn long_backwards_without_a_mask_are_walked_in_blocks_of_80_queries() {
         (8192, "0", 0.0, true, 64),
     ] {
         let dims = dims(1, (length, length), (128, 128));
-        let fwd = FwdProblem { mask: mask.parse().unwrap(), p_drop, ..FwdProblem::batch(DType::Bf16, dims) };
+        let fwd = FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap()).p_drop(p_drop);
         let problem = BwdProblem::new(fwd);
         let spec = BwdSpec { deterministic, ..BwdSpec::of(&problem) };
         let tile = sm90_bwd::choose_tile(&problem, &spec);

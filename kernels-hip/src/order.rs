@@ -208,10 +208,7 @@ mod tests {
     #[test]
     fn short_causal_rounds_are_paired_and_long_ones_left_to_the_dispatcher() {
         let order = |seqlen, mask| {
-            let problem = FwdProblem {
-                dims: Dims { num_heads_q: 64, ..problem(seqlen, mask).dims },
-                ..problem(seqlen, mask)
-            };
+            let problem = problem(seqlen, mask).dims(Dims { num_heads_q: 64, ..problem(seqlen, mask).dims });
             tiles(&problem).order(8, 304)
         };
         assert_eq!(order(512, "b"), (TileOrder::Static, Why::Modelled { single: 82, strided: 65 }));
@@ -231,10 +228,7 @@ mod tests {
             for (num_heads_q, places) in
                 [16, 40, 64, 128].into_iter().flat_map(|heads| [(heads, 256), (heads, 304)])
             {
-                let problem = FwdProblem {
-                    dims: Dims { num_heads_q, ..problem(seqlen, mask).dims },
-                    ..problem(seqlen, mask)
-                };
+                let problem = problem(seqlen, mask).dims(Dims { num_heads_q, ..problem(seqlen, mask).dims });
                 let tiles = tiles(&problem);
                 let (TileOrder::Static, Why::Modelled { strided, .. }) = tiles.order(8, places) else {
                     continue;

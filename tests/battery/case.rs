@@ -62,7 +62,7 @@ impl Backward {
     /// What its plan is asked for, by the caller and by itself.
     #[must_use]
     pub fn options(&self, asked: &PlanOptions) -> PlanOptions {
-        PlanOptions { deterministic: asked.deterministic || self.deterministic, ..asked.clone() }
+        asked.clone().deterministic(asked.deterministic || self.deterministic)
     }
 }
 

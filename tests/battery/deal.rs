@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use fmha_core::cache::{KernelJob, Precompile};
-use fmha_core::{AnyProblem, Device, FwdProblem, PlanOptions};
+use fmha_core::{AnyProblem, Device, FwdProblem, PlanOptions, ProblemError};
 
 use crate::case::{Body, Case};
 
@@ -19,13 +19,16 @@ pub struct Deal {
 }
 
 impl FromStr for Deal {
-    type Err = String;
+    type Err = ProblemError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ProblemError> {
         let numbers = text.split_once('/').map(|(index, count)| (index.parse(), count.parse()));
         match numbers {
             Some((Ok(index), Ok(count))) if (1..=count).contains(&index) => Ok(Self { index, count }),
-            _ => Err(format!("deal `{text}` is not I/N with I from 1 to N")),
+            _ => {
+                let text = format!("deal `{text}` is not I/N with I from 1 to N");
+                Err(ProblemError::new("deal", text))
+            }
         }
     }
 }
@@ -92,7 +95,7 @@ mod tests {
     fn a_part_outside_the_whole_is_refused() {
         assert_eq!("2/3".parse(), Ok(Deal { index: 2, count: 3 }));
         for text in ["0/3", "4/3", "1", "a/2", "1/0"] {
-            assert!(text.parse::<Deal>().is_err_and(|error| error.contains(text)));
+            assert!(text.parse::<Deal>().is_err_and(|error| error.text.contains(text)));
         }
     }
 }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use fmha_core::ProblemError;
+
 use crate::tensor::Operand;
 
 /// Which numbers Q, K, V and the gradients that come in are filled with.
@@ -157,13 +159,14 @@ impl fmt::Display for Init {
 }
 
 impl FromStr for Init {
-    type Err = String;
+    type Err = ProblemError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ProblemError> {
         let all = || Init::ALL.into_iter().chain(Init::GROWING).chain(Init::SPREAD).chain([Init::Slanted]);
         all().find(|init| init.name() == text).ok_or_else(|| {
             let known: Vec<_> = all().map(Init::name).collect();
-            format!("init `{text}` is unknown (known: {})", known.join(", "))
+            let text = format!("init `{text}` is unknown (known: {})", known.join(", "));
+            ProblemError::new("init", text)
         })
     }
 }

@@ -43,7 +43,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            plan: PlanOptions { allow_fallback: true, ..PlanOptions::default() },
+            plan: PlanOptions::default().allow_fallback(true),
             huge_on_device: false,
             repro_words: String::new(),
         }

@@ -130,8 +130,9 @@ impl Fault {
     }
 
     fn options(&self) -> Options {
-        let (kernel, tile) = (self.kernel.clone(), tile_fields(self.tile.as_deref().unwrap_or_default()));
-        let plan = PlanOptions { kernel, allow_fallback: true, tile, ..PlanOptions::default() };
+        let tile = tile_fields(self.tile.as_deref().unwrap_or_default());
+        let mut plan = PlanOptions::default().allow_fallback(true).tile(tile);
+        plan.kernel.clone_from(&self.kernel);
         Options { plan, ..Options::default() }
     }
 

@@ -46,6 +46,12 @@ impl Step {
         Self { name: name.to_owned(), words, folder: None, environment: Vec::new(), kind: Kind::Tests }
     }
 
+    /// The same step with these variables.
+    pub(crate) fn with(mut self, environment: Vec<(String, String)>) -> Self {
+        self.environment.extend(environment);
+        self
+    }
+
     /// `fmha conformance`.
     pub(crate) fn battery(name: String, words: Vec<String>, environment: Vec<(String, String)>) -> Self {
         Self { name, words, folder: None, environment, kind: Kind::Battery }

@@ -152,6 +152,25 @@ fn program(line: &str) -> Option<Program> {
 /// What of the CPU's battery a quick run takes: ten seconds of four minutes.
 const SLICE: &str = "1/50";
 
+/// The library's examples as on a machine with a GPU, emulated: `auto` opens it.
+fn doc_tests_on_devices(environment: &[(String, String)], tally: &mut Tally) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for arch in ["sm_90a", "sm_100a", "gfx942"] {
+        let compiler_is_there = match arch.starts_with("sm_") {
+            true => environment.iter().any(|(name, _)| name == "FMHA_NVRTC"),
+            false => setup::clang_is_there(),
+        };
+        let name = format!("doc tests on {arch}");
+        if !compiler_is_there {
+            tally.say(&format!("absent: {name}: no compiler for its kernels"));
+            continue;
+        }
+        let step = Step::cargo(&name, &["test", "--release", "--package", "fmha", "--doc", "--quiet"]);
+        steps.push(step.with(vec![("FMHA_EMULATE".to_owned(), arch.to_owned())]));
+    }
+    steps
+}
+
 fn steps(
     programs: &[Program],
     extent: Extent,
@@ -175,6 +194,7 @@ fn steps(
         QUICK
     } else {
         steps.push(Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]));
+        steps.extend(doc_tests_on_devices(environment, tally));
         ROWS
     };
     for row in rows {

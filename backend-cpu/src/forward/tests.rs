@@ -187,7 +187,7 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
         ] {
             for (seqlens, mask) in [((70, 90), "b:20,3"), ((33, 150), "b:20,3"), ((9, 9), "0")] {
                 for dtype_o in [DType::F32, DType::Bf16, DType::F16] {
-                    let problem = FwdProblem { dtype_o, ..problem(dtype, seqlens, 1, dims, mask) };
+                    let problem = problem(dtype, seqlens, 1, dims, mask).dtype_o(dtype_o);
                     let pairs = attend(s, &problem, &Operands::new(&problem, None));
                     assert!(pairs.0.iter().all(|o| o.is_finite()));
                     let problem = biased(problem);
@@ -256,7 +256,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
     }
     for mask in ["0", "b", "b:20,3"] {
         for dtype_o in [DType::F32, DType::Bf16] {
-            let of = |dtype, dims| FwdProblem { dtype_o, ..problem(dtype, (70, 150), 2, dims, mask) };
+            let of = |dtype, dims| problem(dtype, (70, 150), 2, dims, mask).dtype_o(dtype_o);
             attends(SoftTiles::PLAIN, &of(DType::Bf16, (64, 96)));
             attends(SoftTiles::PLAIN, &biased(of(DType::Bf16, (64, 96))));
             attends(SoftDots, &of(DType::Bf16, (41, 72)));
@@ -271,7 +271,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
     for (mask, dtype_o) in
         ["b", "t:5,0"].into_iter().flat_map(|mask| [(mask, DType::F32), (mask, DType::Bf16)])
     {
-        let of = |dtype, dims| FwdProblem { dtype_o, ..problem(dtype, (110, 20), 1, dims, mask) };
+        let of = |dtype, dims| problem(dtype, (110, 20), 1, dims, mask).dtype_o(dtype_o);
         attends(Portable, &of(DType::F32, (8, 24)));
         attends(SoftTiles::PLAIN, &of(DType::Bf16, (32, 32)));
     }
@@ -340,7 +340,7 @@ fn every_query_of_a_head_is_in_one_task_and_the_longest_task_comes_first() {
 #[test]
 fn few_queries_are_taken_in_rows_and_all_of_them_on_request_or_with_a_tree_mask() {
     let plain = problem(DType::F32, (100, 100), 1, (8, 8), "b");
-    let tree = FwdProblem { tree_mask: true, ..plain.clone() };
+    let tree = plain.clone().tree_mask(true);
     let invariant = Blocks { rows_only: true, ..FORWARD_BLOCKS };
     for (problem, blocks, wanted) in [
         (&plain, FORWARD_BLOCKS, [true, true, false, false]),
@@ -400,5 +400,5 @@ fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
     let wanted = [2560, 320, 36 * 48, 36 * 48, 36 * 41 + 12, 0, 36 * 8, 0, 64 * 48, 0, 16, 48, 64, 64];
     assert_eq!(sizes::<Portable>(&wide), wanted);
     assert_eq!(sizes::<Portable>(&biased(wide.clone()))[7], 36 * 8);
-    assert_eq!(sizes::<Portable>(&FwdProblem { p_drop: 0.3, ..wide })[7], 36 * 8);
+    assert_eq!(sizes::<Portable>(&wide.clone().p_drop(0.3))[7], 36 * 8);
 }

@@ -413,7 +413,7 @@ mod tests {
     /// The two ways out of tiles: rounded before they are transposed, and transposed to f32.
     fn writes_alike<S: Simd>(s: S) {
         let problem = problem(70, 90, (32, 64), "t:40,3");
-        let in_f32 = FwdProblem { dtype_o: DType::F32, ..problem.clone() }.validate().unwrap();
+        let in_f32 = problem.clone().dtype_o(DType::F32).validate().unwrap();
         let valid = problem.validate().unwrap();
         let [q, k, v] = [(valid.shape_q(), 1), (valid.shape_k(), 2), (valid.shape_v(), 3)]
             .map(|(shape, salt)| noise(shape.num_elems(), salt));

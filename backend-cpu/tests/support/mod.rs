@@ -348,7 +348,7 @@ pub struct Gradients {
 /// Backward, from O and LSE of the backend's own forward; `check` compares with the definition.
 pub fn run_bwd(backend: &Device, inputs: &Inputs, problem: BwdProblem, check: Option<&str>) -> Gradients {
     let mut forward = inputs.clone();
-    forward.problem = FwdProblem { write_lse: true, ..problem.fwd.clone() };
+    forward.problem = problem.fwd.clone().write_lse(true);
     let outputs = run_fwd(backend, &forward, &PlanOptions::default());
     let valid = problem.validate().unwrap();
     let fwd = valid.fwd();

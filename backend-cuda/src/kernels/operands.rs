@@ -232,7 +232,7 @@ fn forward_maps_say_where_elements_lie() {
 #[test]
 fn the_map_of_a_v_that_is_prepared_has_its_blocks() {
     let dims = Dims { batch: 2, ..of_lengths([200, 300], [4, 2], 64, "0").dims };
-    let problem = FwdProblem { dtype_o: DType::Bf16, ..FwdProblem::batch(DType::E4m3Fn, dims) };
+    let problem = FwdProblem::batch(DType::E4m3Fn, dims).dtype_o(DType::Bf16);
     let problem = problem.validate().unwrap();
     let mut tile = fmha_kernels_cuda::sm90::choose_tile(&problem);
     (tile.prepare_v, tile.block_n) = (PrepareV::Before, 96);

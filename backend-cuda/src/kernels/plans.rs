@@ -24,7 +24,7 @@ pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &st
         head_dim_qk: dim,
         head_dim_v: dim,
     };
-    FwdProblem { mask: mask.parse().unwrap(), ..FwdProblem::batch(DType::Bf16, dims) }
+    FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap())
 }
 
 /// The same with a bf16 bias for each head, whose rows lie `row` elements apart.
@@ -41,9 +41,7 @@ pub(super) fn stated(arch: &str) -> DeviceFacts {
 }
 
 pub(super) fn tile(words: &str) -> PlanOptions {
-    let pairs = words.split(',').filter_map(|pair| pair.split_once('='));
-    let tile = pairs.map(|(knob, value)| (knob.to_owned(), value.to_owned())).collect();
-    PlanOptions { tile, ..PlanOptions::default() }
+    PlanOptions::default().tile(words.split(',').filter_map(|pair| pair.split_once('=')))
 }
 
 fn on_hopper(problem: &FwdProblem, words: &str) -> Result<Choice<FwdKernel>, Refusal> {
@@ -106,7 +104,7 @@ fn the_words_of_a_hopper_schedule_are_those_of_its_tile() {
 /// `of_lengths` in FP8, O in bf16.
 pub(super) fn in_fp8(seqlens: [u32; 2], heads: [u32; 2], dim: u32) -> FwdProblem {
     let dims = of_lengths(seqlens, heads, dim, "0").dims;
-    FwdProblem { dtype_o: DType::Bf16, ..FwdProblem::batch(DType::E4m3Fn, dims) }
+    FwdProblem::batch(DType::E4m3Fn, dims).dtype_o(DType::Bf16)
 }
 
 /// 8 blocks of 128 keys for each of 2 kv heads: 8 units of sixteen keys in f16, or 16 of 32 keys and 64 dimensions.
@@ -155,7 +153,7 @@ fn a_plan_of_fp8_whose_bits_no_batch_changes_has_the_blocks_of_its_table() {
     for (dim, block_n) in [(64, 128), (128, 80), (256, 128)] {
         for rows in [70, 4096] {
             let problem = in_fp8([rows, 4096], [4, 4], dim).validate().unwrap();
-            let options = PlanOptions { batch_invariant: true, ..PlanOptions::default() };
+            let options = PlanOptions::default().batch_invariant(true);
             let choice = Sm90::default().choose(&problem, &stated("sm_90a"), &options).unwrap();
             assert!(choice.promises.batch_invariant);
             assert!(
@@ -172,10 +170,10 @@ fn a_v_that_cannot_be_prepared_once_is_refused_so_with_its_field() {
     let mut columns = fp8();
     columns.v_layout = VLayout::ColMajor;
     columns.v = Strides::bhds(columns.shape_v());
-    let wide = FwdProblem { dtype_v: DType::F16, ..fp8() };
+    let wide = fp8().dtype_v(DType::F16);
     let sequences = of_lengths([1024, 1 << 20], [2, 2], 128, "0").dims;
     let many = Dims { batch: 1 << 13, ..sequences };
-    let many = FwdProblem { dtype_o: DType::Bf16, ..FwdProblem::batch(DType::E4m3Fn, many) };
+    let many = FwdProblem::batch(DType::E4m3Fn, many).dtype_o(DType::Bf16);
     for (problem, words, said) in [
         (columns, "prepare_v=before", &["prepare_v=before", "v_layout is column-major"][..]),
         (wide, "prepare_v=beside", &["prepare_v=beside", "dtype_v is f16"]),
@@ -261,7 +259,7 @@ fn a_cluster_of_more_ctas_than_there_are_multiprocessors_is_refused() {
 fn exact_plans_of_blackwell_rescale_by_every_maximum() {
     let problem = of_lengths([4096, 300], [4, 4], 128, "0");
     for (accuracy, rescales_late) in [(Accuracy::Fast, true), (Accuracy::Exact, false)] {
-        let options = PlanOptions { accuracy, ..PlanOptions::default() };
+        let options = PlanOptions::default().accuracy(accuracy);
         let choice = on_blackwell(&problem, &options).unwrap();
         assert_eq!(choice.promises.accuracy, accuracy);
         assert_eq!(schedule(&choice).contains(&"rescale beyond 2^8".to_owned()), rescales_late);
@@ -285,7 +283,7 @@ fn a_long_cache_is_split_and_merged_where_no_sink_columns_forbid_it() {
 /// A row's bits are its own where a short query's keys would not be split, and no problem of the spec has pairs of CTAs.
 #[test]
 fn blackwell_promises_bits_that_no_batch_changes_where_no_length_changes_the_arithmetic() {
-    let invariant = PlanOptions { batch_invariant: true, ..PlanOptions::default() };
+    let invariant = PlanOptions::default().batch_invariant(true);
     for (what, seqlens, dim, options, promised) in [
         ("few keys", [4096, 300], 128, tile(""), true),
         ("so many that one query's are split", [4096, 4096], 128, tile(""), false),
@@ -303,7 +301,7 @@ fn blackwell_promises_bits_that_no_batch_changes_where_no_length_changes_the_ari
 #[test]
 fn scores_are_summed_as_the_architecture_adds() {
     let bf16 = of_lengths([512, 512], [4, 4], 128, "0");
-    let fp8 = FwdProblem { dtype_o: DType::Bf16, ..FwdProblem::batch(DType::E4m3Fn, bf16.dims) };
+    let fp8 = FwdProblem::batch(DType::E4m3Fn, bf16.dims).dtype_o(DType::Bf16);
     let sums = |problem: &FwdProblem| on_hopper(problem, "").unwrap().promises.score_sums;
     assert_eq!(sums(&bf16), ScoreSums::Cut { products: 16, bits: 26 });
     assert_eq!(sums(&fp8), ScoreSums::Cut { products: 32, bits: 14 });
@@ -328,8 +326,8 @@ fn a_stated_device_has_the_numbers_that_nvidia_states() {
 /// 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads in blocks of 64 are 64.
 #[test]
 fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
-    let fwd = FwdProblem { sink: true, ..of_lengths([1000, 1024], [4, 2], 128, "b") };
-    let mut problem = BwdProblem { write_dsink: true, ..BwdProblem::new(biased(fwd, 1024)) };
+    let fwd = of_lengths([1000, 1024], [4, 2], 128, "b").sink(true);
+    let mut problem = BwdProblem::new(biased(fwd, 1024)).write_dsink(true);
     let Bias::Elementwise(bias) = problem.fwd.bias else { panic!("it has one") };
     problem.dbias = Some(BiasGrad { dtype: DType::F32, strides: bias.strides });
     let choice = backward(&problem, &tile("block_m=64,head_parts=0,persistent=0")).unwrap();
@@ -409,11 +407,11 @@ fn the_fallback_is_taken_where_it_is_allowed_or_named() {
     let problem = of_lengths([64, 64], [1, 1], 512, "0").validate().unwrap();
     let backward = BwdProblem::new(FwdProblem::clone(&problem)).validate().unwrap();
     let facts = stated("sm_90a");
-    let named = PlanOptions { kernel: Some("simt".to_owned()), ..PlanOptions::default() };
+    let named = PlanOptions::default().kernel("simt");
     for (options, taken) in [
-        (PlanOptions { allow_fallback: false, ..PlanOptions::default() }, false),
-        (PlanOptions { allow_fallback: true, ..PlanOptions::default() }, true),
-        (PlanOptions { allow_fallback: false, ..named.clone() }, true),
+        (PlanOptions::default().allow_fallback(false), false),
+        (PlanOptions::default().allow_fallback(true), true),
+        (named.clone().allow_fallback(false), true),
     ] {
         let fwd = select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
             k.choose(&problem, &facts, &options)

@@ -311,7 +311,7 @@ impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<TileOptions, Refusal> {
-        let without_tile = PlanOptions { tile: Vec::new(), ..options.clone() };
+        let without_tile = options.clone().tile(Vec::<(String, String)>::new());
         Sm90Bwd::default().choose(problem, facts, &without_tile)?;
         Ok(knob_values(&table_tile(problem, &spec_of(problem, options), facts)))
     }

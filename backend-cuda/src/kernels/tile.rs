@@ -53,19 +53,18 @@ mod tests {
     fn a_backward_plan_has_the_tile_that_was_kept_for_its_class_where_it_fits() {
         let class = TileClass::of_bwd(&bwd(), &BwdSpec::of(&bwd()));
         let kept = |block_m| facts(sm90_bwd::LABEL, &class, ("block_m", block_m));
-        let user_sets =
-            PlanOptions { tile: vec![("stages_q".to_owned(), "2".to_owned())], ..PlanOptions::default() };
+        let user_sets = PlanOptions::default().tile([("stages_q", "2")]);
         for (facts, options, expected) in [
             (kept("80"), PlanOptions::default(), ("80 queries x 128 keys", TileFrom::Tuned)),
             (
                 kept("80"),
-                PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() },
+                PlanOptions::default().accuracy(Accuracy::Exact),
                 ("80 queries x 128 keys", TileFrom::Tuned),
             ),
             (kept("80"), user_sets, ("64 queries x 128 keys", TileFrom::Table)),
             (
                 kept("80"),
-                PlanOptions { deterministic: true, ..PlanOptions::default() },
+                PlanOptions::default().deterministic(true),
                 ("64 queries x 128 keys", TileFrom::Table),
             ),
             // It has too many accumulators; it was kept by a kernel that took it.
@@ -86,7 +85,7 @@ mod tests {
     fn a_forward_plan_has_the_tile_that_was_kept_for_its_class_where_it_fits() {
         let class = TileClass::of_fwd(&fwd());
         let chosen = |facts: &DeviceFacts, accuracy| {
-            let options = PlanOptions { accuracy, ..PlanOptions::default() };
+            let options = PlanOptions::default().accuracy(accuracy);
             Sm90::default().choose(&fwd(), facts, &options).unwrap().details
         };
         let of_table = chosen(&DeviceFacts::stated("sm_90a").unwrap(), Accuracy::Fast);
@@ -114,7 +113,7 @@ mod tests {
             (Accuracy::Exact, false, TileFrom::Table),
             (Accuracy::Exact, true, TileFrom::Table),
         ] {
-            let options = PlanOptions { accuracy, batch_invariant, ..PlanOptions::default() };
+            let options = PlanOptions::default().accuracy(accuracy).batch_invariant(batch_invariant);
             let details = Sm100::default().choose(&fwd(), &kept, &options).unwrap().details;
             assert_eq!(tile_of(&details).1, expected, "{accuracy}, batch-invariant {batch_invariant}");
         }

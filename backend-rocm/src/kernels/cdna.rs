@@ -42,7 +42,7 @@ impl Recipe<ValidFwd, Rocm> for Cdna {
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<ValidFwd, Rocm>>, Refusal> {
         let set = |tile: &TileOptions| {
-            cdna::accept(problem, facts.device, &PlanOptions { tile: tile.clone(), ..options.clone() })
+            cdna::accept(problem, facts.device, &options.clone().tile(tile.clone()))
         };
         // Tiles are measured as a plan without options has them.
         let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;

@@ -69,8 +69,7 @@ pub(crate) fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &s
     problem.mask = mask.parse().unwrap();
     problem.write_lse = true;
     let backend = fmha_rocm::pretend(arch.name()).unwrap();
-    let options =
-        PlanOptions { tile: vec![("order".to_owned(), order.to_owned())], ..PlanOptions::default() };
+    let options = PlanOptions::default().tile([("order", order)]);
     let problem = problem.validate().unwrap();
     let plan = backend.plan_fwd(&problem, &options).unwrap();
     let code = super::support::code_object(&backend, &problem, &options);

@@ -4,8 +4,9 @@
 
 use std::fmt;
 
-use fmha::{ProblemError, Result};
+use fmha::ProblemError;
 
+use crate::Result;
 use crate::host::{self, Pointed};
 use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
 
@@ -66,7 +67,7 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
         cu_seqlens_k,
         seqused_q,
         seqused_k,
-        page_table,
+        block_table,
         alibi_slopes,
         sink,
         descale_q,
@@ -79,6 +80,8 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
         stream: _,
         gradients: _,
         cache: _,
+        workspace: _,
+        workspace_bytes: _,
         dropout_seed: _,
         dropout_offset: _,
         p_drop,
@@ -122,7 +125,7 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     }
     // With pages `totals` asks for the table, unless it has no entries.
     if *page_size == 0 {
-        presence!(planned, page_table);
+        presence!(planned, block_table);
     }
     lattice!(planned, q, k, v, o, bias);
     // SAFETY: passed on.

@@ -4,10 +4,11 @@ use std::ffi::{CStr, CString, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
-    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Result,
-    Rotary, RotaryPairs, Strides, Totals, VLayout,
+    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Rotary,
+    RotaryPairs, Shape, Strides, Totals, VLayout,
 };
 
+use crate::Result;
 use crate::structs::{
     FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT, FMHA_F16, FMHA_F32,
     FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients,
@@ -80,30 +81,29 @@ impl Pointed {
             (false, true) => Descale::PerTensor,
             (false, false) => Descale::PerKvHead,
         };
-        let problem = FwdProblem {
-            seqused_q: !call.seqused_q.is_null(),
-            seqused_k: !call.seqused_k.is_null(),
-            dtype_v: dtype("dtype_v", call.dtype_v)?,
-            dtype_o: dtype("dtype_o", call.dtype_o)?,
-            q: strides(&call.q),
-            k: strides(&call.k),
-            v: strides(&call.v),
-            o: strides(&call.o),
-            v_layout: v_layout(call.v_layout)?,
-            mask: self.mask,
-            softmax_scale: self.softmax_scale,
-            softcap: self.softcap,
-            bias: bias(call)?,
-            sink: !call.sink.is_null(),
-            p_drop: call.p_drop,
-            descale_q: descale(call.descale_q),
-            descale_k: descale(call.descale_k),
-            descale_v: descale(call.descale_v),
-            scale_o: !call.scale_o.is_null(),
-            write_lse: !call.lse.is_null(),
-            write_keep_mask: !call.keep_mask.is_null(),
-            ..base
-        };
+        let problem = base
+            .clone()
+            .seqused_q(!call.seqused_q.is_null())
+            .seqused_k(!call.seqused_k.is_null())
+            .dtype_v(dtype("dtype_v", call.dtype_v)?)
+            .dtype_o(dtype("dtype_o", call.dtype_o)?)
+            .strides_q(strides(&call.q))
+            .strides_k(strides(&call.k))
+            .strides_v(strides(&call.v))
+            .strides_o(strides(&call.o))
+            .v_layout(v_layout(call.v_layout)?)
+            .mask(self.mask)
+            .softmax_scale(self.softmax_scale)
+            .softcap(self.softcap)
+            .bias(bias(call)?)
+            .sink(!call.sink.is_null())
+            .p_drop(call.p_drop)
+            .descale_q(descale(call.descale_q))
+            .descale_k(descale(call.descale_k))
+            .descale_v(descale(call.descale_v))
+            .scale_o(!call.scale_o.is_null())
+            .write_lse(!call.lse.is_null())
+            .write_keep_mask(!call.keep_mask.is_null());
         match &self.cache {
             None => Ok(problem),
             Some(cache) => Ok(cached(&problem, cache)?),
@@ -126,17 +126,15 @@ impl Pointed {
             let dtype = dtype("dtype_dbias", gradients.dtype_dbias)?;
             Some(BiasGrad { dtype, strides: strides(&gradients.dbias) })
         };
-        Ok(BwdProblem {
-            dtype_grad: dtype("dtype_grad", gradients.dtype_grad)?,
-            dout: strides(&gradients.dout),
-            dq: strides(&gradients.dq),
-            dk: strides(&gradients.dk),
-            dv: strides(&gradients.dv),
-            dbias,
-            write_dsink: !gradients.dsink.is_null(),
-            has_dlse: !gradients.dlse.is_null(),
-            ..BwdProblem::new(fwd)
-        })
+        Ok(BwdProblem::new(fwd)
+            .dtype_grad(dtype("dtype_grad", gradients.dtype_grad)?)
+            .strides_dout(strides(&gradients.dout))
+            .strides_dq(strides(&gradients.dq))
+            .strides_dk(strides(&gradients.dk))
+            .strides_dv(strides(&gradients.dv))
+            .dbias(dbias)
+            .write_dsink(!gradients.dsink.is_null())
+            .has_dlse(!gradients.dlse.is_null()))
     }
 }
 
@@ -182,14 +180,13 @@ fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, Problem
         0 => None,
         code => Some(dtype("dtype_cache", code)?),
     };
-    Ok(FwdProblem {
-        append: (seqlen_new > 0).then_some(append),
-        rotary: rotary(cache)?,
-        tree_mask: !cache.tree_mask.is_null(),
-        dtype_cache,
-        v_in_k,
-        ..*problem
-    })
+    Ok(problem
+        .clone()
+        .append((seqlen_new > 0).then_some(append))
+        .rotary(rotary(cache)?)
+        .tree_mask(!cache.tree_mask.is_null())
+        .dtype_cache(dtype_cache)
+        .v_in_k(v_in_k))
 }
 
 /// The rotary embedding: all of it, or nothing of it.
@@ -247,18 +244,18 @@ pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
 
 /// The problem of a combine call.
 pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<CombineProblem> {
-    Ok(CombineProblem {
-        num_parts: size("num_parts", call.num_parts)?,
+    let num_parts = size("num_parts", call.num_parts)?;
+    let rows = Shape {
         batch: size("batch", call.batch)?,
-        seqlen_q: size("seqlen_q", call.seqlen_q)?,
-        num_heads_q: size("num_heads_q", call.num_heads_q)?,
-        head_dim_v: size("head_dim_v", call.head_dim_v)?,
-        dtype_part: dtype("dtype_part", call.dtype_part)?,
-        dtype_o: dtype("dtype_o", call.dtype_o)?,
-        part: strides(&first.o),
-        o: strides(&call.o),
-        write_lse: !call.lse.is_null(),
-    })
+        seq: size("seqlen_q", call.seqlen_q)?,
+        head: size("num_heads_q", call.num_heads_q)?,
+        dim: size("head_dim_v", call.head_dim_v)?,
+    };
+    let (dtype_part, dtype_o) = (dtype("dtype_part", call.dtype_part)?, dtype("dtype_o", call.dtype_o)?);
+    Ok(CombineProblem::new(num_parts, dtype_part, dtype_o, rows)
+        .strides_part(strides(&first.o))
+        .strides_o(strides(&call.o))
+        .write_lse(!call.lse.is_null()))
 }
 
 /// What `FmhaOptions` say.
@@ -266,6 +263,8 @@ pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<Combine
 pub(crate) struct Choice {
     pub(crate) backend: Option<Backend>,
     pub(crate) plan: PlanOptions,
+    /// Whether each run brings its scratch.
+    pub(crate) caller_workspace: bool,
 }
 
 impl Choice {
@@ -280,20 +279,16 @@ impl Choice {
             (text("backend", options.backend)?, text("kernel", options.kernel)?, text("tile", options.tile)?)
         };
         let backend = backend.map(str::parse).transpose()?;
-        let plan = PlanOptions {
-            kernel: kernel.map(str::to_owned),
-            tile: tile.map(tile_options).transpose()?.unwrap_or_default(),
-            allow_fallback: flag("allow_fallback", options.allow_fallback)?,
-            accuracy: accuracy(options.accuracy)?,
-            deterministic: flag("deterministic", options.deterministic)?,
-            batch_invariant: flag("batch_invariant", options.batch_invariant)?,
-            check_lengths: flag("check_lengths", options.check_lengths)?,
-        };
-        if options.reserved != 0 {
-            let text = format!("reserved {} is not 0", options.reserved);
-            return Err(ProblemError::new("reserved", text).into());
-        }
-        Ok(Self { backend, plan })
+        let mut plan = PlanOptions::default()
+            .tile(tile.map(tile_options).transpose()?.unwrap_or_default())
+            .allow_fallback(flag("allow_fallback", options.allow_fallback)?)
+            .accuracy(accuracy(options.accuracy)?)
+            .deterministic(flag("deterministic", options.deterministic)?)
+            .batch_invariant(flag("batch_invariant", options.batch_invariant)?)
+            .check_lengths(flag("check_lengths", options.check_lengths)?);
+        plan.kernel = kernel.map(str::to_owned);
+        let caller_workspace = flag("caller_workspace", options.caller_workspace)?;
+        Ok(Self { backend, plan, caller_workspace })
     }
 }
 
@@ -348,11 +343,11 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
     };
     // A table of no entries may be null, where no sequence has a key.
     let may_be_null = page_size == 0 || call.max_pages == 0 && call.seqlen_k == 0;
-    let (is_null, paged) = (call.page_table.is_null(), page_size != 0);
+    let (is_null, paged) = (call.block_table.is_null(), page_size != 0);
     if is_null && !may_be_null || !is_null && !paged {
-        let is = if call.page_table.is_null() { "null" } else { "given" };
-        let text = format!("page_table is {is}, but page_size is {page_size}");
-        return Err(ProblemError::new("page_table", text));
+        let is = if call.block_table.is_null() { "null" } else { "given" };
+        let text = format!("block_table is {is}, but page_size is {page_size}");
+        return Err(ProblemError::new("block_table", text));
     }
     Ok((q, kv))
 }
@@ -361,7 +356,7 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
 #[inline]
 pub(crate) fn totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, ProblemError> {
     let numbers = call.total_q | call.total_k | call.num_pages | call.max_pages | call.page_size;
-    let pointers = [call.cu_seqlens_q, call.cu_seqlens_k, call.page_table];
+    let pointers = [call.cu_seqlens_q, call.cu_seqlens_k, call.block_table];
     if numbers == 0 && pointers.iter().all(|pointer| pointer.is_null()) && cache.is_none() {
         return Ok(Totals::NONE);
     }

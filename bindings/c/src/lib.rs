@@ -14,11 +14,14 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use fmha::{Backend, Device, Error, ProblemError, Result};
+use fmha::{Backend, Device, Error, ProblemError};
 
 use host::Choice;
 pub use plan::FmhaPlan;
 pub use structs::*;
+
+/// What a call gives here: the library's error where none is named.
+type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The device of a call, opened once: its kernels stay loaded from plan to plan.
 fn open(choice: Option<&Backend>) -> Result<Device> {
@@ -93,8 +96,9 @@ unsafe fn run_plan<C>(
 /// Chooses and compiles a kernel; may take seconds the first time. Nothing on the device is read.
 /// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`) with `*plan` untouched.
 ///
-/// The plan runs every call that agrees with this one: all fields but addresses, stream, dropout_seed and
-/// dropout_offset are what they were, and what was null stays null. It runs on one stream at a time.
+/// The plan runs every call that agrees with this one: all fields but addresses, stream, workspace, dropout_seed
+/// and dropout_offset are what they were, and what was null stays null. It runs on one stream at a time, unless each
+/// run brings its own workspace.
 ///
 /// # Safety
 /// `call` is null or a call whose host pointers are null or point to what they say; `options` is null or
@@ -154,6 +158,17 @@ pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, call: *const Fm
 pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char {
     // SAFETY: the caller promised it.
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
+}
+
+/// Bytes of FmhaCall.workspace that each run of the plan needs: 0 where the plan was not made with caller_workspace,
+/// or needs none, or is null. A plan of combine needs none.
+///
+/// # Safety
+/// `plan` is null or from `fmha_plan`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_plan_workspace_bytes(plan: *const FmhaPlan) -> u64 {
+    // SAFETY: the caller promised it.
+    unsafe { plan.as_ref() }.map_or(0, FmhaPlan::workspace_bytes)
 }
 
 /// Drops a plan whose work is done. Null is taken.

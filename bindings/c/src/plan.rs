@@ -5,20 +5,29 @@ use std::ffi::{CString, c_void};
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
     DevSlice, DevSliceMut, Device, Dims, Extents, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult,
-    ProblemError, Result, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
+    ProblemError, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
 };
 
+use crate::Result;
 use crate::agree;
 use crate::host::{self, Choice, Pointed, strides};
 use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
 
 /// A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
 pub struct FmhaPlan {
-    device: fmha::core::Device,
+    device: Device,
     space: MemorySpace,
     planned: Box<Planned>,
-    workspace: Option<DevBuffer>,
+    scratch: Scratch,
     text: CString,
+}
+
+/// Where a run's scratch comes from.
+enum Scratch {
+    /// The plan's own; nothing where it needs none.
+    Own(Option<DevBuffer>),
+    /// Each call brings so many bytes.
+    Callers { bytes: u64 },
 }
 
 /// The plan, and the struct that later ones are held to.
@@ -47,7 +56,7 @@ impl FmhaPlan {
                 (Planned::Backward { plan, call: *call, pointed }, scratch, text)
             }
         };
-        Self::with(device, planned, scratch, text)
+        Self::with(device, planned, (scratch, choice.caller_workspace), text)
     }
 
     /// # Safety
@@ -57,19 +66,61 @@ impl FmhaPlan {
         let first = unsafe { host::parts(call)? }[0];
         let plan = device.plan_combine(&host::combine(call, &first)?.validate()?, &choice.plan)?;
         let (scratch, text) = (plan.workspace(), plan.to_string());
-        Self::with(device, Planned::Combine { plan, call: *call, first }, scratch, text)
+        let planned = Planned::Combine { plan, call: *call, first };
+        Self::with(device, planned, (scratch, choice.caller_workspace), text)
     }
 
-    fn with(device: &Device, planned: Planned, scratch: Workspace, text: String) -> Result<Self> {
-        let workspace = device.memory().workspace(scratch)?;
+    fn with(
+        device: &Device,
+        planned: Planned,
+        (wanted, callers): (Workspace, bool),
+        text: String,
+    ) -> Result<Self> {
+        let scratch = match callers {
+            true => Scratch::Callers { bytes: wanted.bytes },
+            false => Scratch::Own(device.memory().workspace(wanted)?),
+        };
         let (text, space) = (CString::new(text).unwrap_or_default(), device.memory().space());
-        Ok(Self {
-            device: fmha::core::Device::clone(device),
-            space,
-            planned: Box::new(planned),
-            workspace,
-            text,
-        })
+        Ok(Self { device: device.clone(), space, planned: Box::new(planned), scratch, text })
+    }
+
+    /// Bytes that each call has to bring.
+    pub(crate) fn workspace_bytes(&self) -> u64 {
+        match self.scratch {
+            Scratch::Own(_) => 0,
+            Scratch::Callers { bytes } => bytes,
+        }
+    }
+
+    /// The scratch of a run of `call`: whether it is large enough is for the backend to say.
+    ///
+    /// # Safety
+    /// As [`Self::run`].
+    #[inline]
+    unsafe fn workspace(&self, memory: Memory, call: &FmhaCall) -> Result<Option<DevSliceMut<'_>>> {
+        let (given, bytes) = (call.workspace, call.workspace_bytes);
+        let refused = |field, text| Err(ProblemError::new(field, text).into());
+        match &self.scratch {
+            _ if given.is_null() && bytes > 0 => refused(
+                "workspace_bytes",
+                format!("workspace_bytes {bytes} goes with workspace, which is null"),
+            ),
+            Scratch::Own(_) if !given.is_null() => refused(
+                "workspace",
+                "workspace is given (1), but the plan has its own: caller_workspace 0".into(),
+            ),
+            // SAFETY: the buffer is this plan's, whose runs are one at a time.
+            Scratch::Own(own) => {
+                Ok(own.as_ref().map(|own| unsafe { memory.write(own.as_ptr(), own.bytes()) }))
+            }
+            Scratch::Callers { bytes: wanted } if *wanted == 0 => Ok(None),
+            Scratch::Callers { bytes: wanted } if bytes < *wanted => refused(
+                "workspace_bytes",
+                format!("workspace_bytes {bytes} is less than the plan's {wanted}"),
+            ),
+            // SAFETY: passed on.
+            Scratch::Callers { .. } => Ok(Some(unsafe { memory.write(given.cast(), bytes) })),
+        }
     }
 
     /// The plan for a reader.
@@ -106,7 +157,10 @@ impl FmhaPlan {
                     return Err(ProblemError::new("gradients", "gradients is null (0)").into());
                 };
                 // SAFETY: passed on.
-                let mut args = unsafe { memory.backward(plan, call, gradients, self.workspace.as_ref())? };
+                let mut args = unsafe {
+                    let workspace = self.workspace(memory, call)?;
+                    memory.backward(plan, call, gradients, workspace)?
+                };
                 plan.run(&mut args, &stream)
             }
             Planned::Combine { .. } => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
@@ -137,8 +191,7 @@ impl FmhaPlan {
             args.scale_o = memory.optional(call.scale_o.cast(), 4);
             args.seq = memory.seq(problem, call, cache, totals);
             args.score = memory.score(problem, call)?;
-            args.workspace =
-                self.workspace.as_ref().map(|buffer| memory.write(buffer.as_ptr(), buffer.bytes()));
+            args.workspace = self.workspace(memory, call)?;
         }
         plan.run(&mut args, stream)
     }
@@ -226,7 +279,7 @@ impl Memory {
         plan: &BwdPlan,
         call: &FmhaCall,
         gradients: &FmhaGradients,
-        workspace: Option<&'a DevBuffer>,
+        workspace: Option<DevSliceMut<'a>>,
     ) -> Result<BwdArgs<'a>> {
         let problem = plan.problem();
         let fwd = problem.fwd();
@@ -265,7 +318,7 @@ impl Memory {
                 ),
                 seq: self.seq(fwd, call, None, totals),
                 score: self.score(fwd, call)?,
-                workspace: workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes())),
+                workspace,
             })
         }
     }
@@ -320,7 +373,7 @@ impl Memory {
             SeqArgs {
                 totals,
                 block_table: self
-                    .read_if(problem.kv_layout.is_paged(), call.page_table.cast(), entries.saturating_mul(4))
+                    .read_if(problem.kv_layout.is_paged(), call.block_table.cast(), entries.saturating_mul(4))
                     .map(|pages| BlockTable { pages, max_pages }),
                 cu_seqlens_q: self.optional(call.cu_seqlens_q.cast(), used + 4),
                 cu_seqlens_k: self.optional(call.cu_seqlens_k.cast(), used + 4),

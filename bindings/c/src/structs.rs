@@ -142,7 +142,7 @@ pub struct FmhaCall {
     pub page_size: i64,
     /// Paged: pages of K and V, used or not; else 0.
     pub num_pages: i64,
-    /// Paged: entries of a row of page_table, times page_size at least seqlen_k; else 0.
+    /// Paged: entries of a row of block_table, times page_size at least seqlen_k; else 0.
     pub max_pages: i64,
     /// Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
     pub q: FmhaTensor,
@@ -170,8 +170,8 @@ pub struct FmhaCall {
     pub seqused_q: *const i32,
     /// i32 [batch], keys in use of each sequence; null: all.
     pub seqused_k: *const i32,
-    /// Paged: i32 [batch, max_pages], the pages of each sequence (block_table in refusals); else null.
-    pub page_table: *const i32,
+    /// Paged: i32 [batch, max_pages], the pages of each sequence; else null.
+    pub block_table: *const i32,
     /// ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
     pub alibi_slopes: *const f32,
     /// Sinks, f32 [num_heads_q], in the softmax's denominator; null: none.
@@ -197,6 +197,12 @@ pub struct FmhaCall {
     pub gradients: *const FmhaGradients,
     /// Host memory: null: the cache is read, and nothing else happens to it.
     pub cache: *const FmhaCache,
+    /// Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
+    /// caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
+    /// is done. May change from run to run.
+    pub workspace: *mut c_void,
+    /// Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
+    pub workspace_bytes: u64,
     /// Key of the dropout generator. May change from run to run.
     pub dropout_seed: u64,
     /// Last word of its counter. May change from run to run.
@@ -282,6 +288,7 @@ pub struct FmhaOptions {
     /// 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
     /// their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
     pub check_lengths: i32,
-    /// 0.
-    pub reserved: i32,
+    /// 1: the plan allocates no scratch, and each run brings its own in FmhaCall.workspace; runs of one plan may then
+    /// overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
+    pub caller_workspace: i32,
 }

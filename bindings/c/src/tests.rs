@@ -65,7 +65,7 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         cu_seqlens_k: cu,
         seqused_q: null(),
         seqused_k: null(),
-        page_table: null(),
+        block_table: null(),
         alibi_slopes: null(),
         sink: null(),
         descale_q: null(),
@@ -78,6 +78,8 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         stream: null_mut(),
         gradients: null(),
         cache: null(),
+        workspace: null_mut(),
+        workspace_bytes: 0,
         dropout_seed: 0,
         dropout_offset: 0,
         p_drop: 0.0,
@@ -105,7 +107,7 @@ fn last_error() -> String {
     unsafe { CStr::from_ptr(fmha_last_error()) }.to_string_lossy().into_owned()
 }
 
-fn plan(call: &FmhaCall) -> fmha::Result<FmhaPlan> {
+fn plan(call: &FmhaCall) -> Result<FmhaPlan, fmha::Error> {
     // SAFETY: every pointer of a test's call is memory of the test, as large as the call says.
     unsafe { FmhaPlan::new(&cpu(), call, &Choice::default()) }
 }
@@ -151,7 +153,7 @@ fn paged_keys_in_any_order_are_the_batch_call() {
         page_size: 2,
         num_pages: 3,
         max_pages: 3,
-        page_table: table.as_ptr(),
+        block_table: table.as_ptr(),
         ..base
     };
     let plan = match plan(&call) {
@@ -320,6 +322,89 @@ fn a_plan_runs_with_other_addresses_and_another_dropout_seed() {
     assert_ne!(first, second);
 }
 
+/// Backward on an emulated NVIDIA device, whose kernels need scratch, unlike the CPU's.
+#[test]
+#[cfg_attr(miri, ignore = "opens a library")]
+fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
+    let opened = Backend::Auto.emulated("sm_90a").and_then(fmha::Device::open);
+    let backend = match opened {
+        Ok(backend) => backend,
+        Err(reason) => return println!("absent: {reason}"),
+    };
+    let bytes = ROWS * HEADS * DIM * 2;
+    let memory = backend.memory();
+    let device = |elems: &[u16]| {
+        let mut buffer = memory.alloc(bytes as u64).unwrap();
+        memory.upload(bytemuck::cast_slice(elems), &mut buffer).unwrap();
+        buffer
+    };
+    let inputs = [1, 77, 300, 500, 700].map(|seed| device(&numbers(seed, ROWS)));
+    let lse = device(&vec![0; ROWS * HEADS * DIM]);
+    let at = |buffer: &fmha::DevBuffer| FmhaTensor { data: buffer.as_ptr().cast(), ..tensor(&[]) };
+    let gradients_of = |outputs: &[fmha::DevBuffer; 3]| FmhaGradients {
+        struct_bytes: size_of::<FmhaGradients>() as u64,
+        dout: at(&inputs[4]),
+        dq: at(&outputs[0]),
+        dk: at(&outputs[1]),
+        dv: at(&outputs[2]),
+        dbias: NONE,
+        dlse: null(),
+        dsink: null_mut(),
+        dtype_grad: FMHA_F16,
+        dtype_dbias: 0,
+    };
+    let base = FmhaCall {
+        q: at(&inputs[0]),
+        k: at(&inputs[1]),
+        v: at(&inputs[2]),
+        o: at(&inputs[3]),
+        lse: lse.as_ptr().cast(),
+        ..call(&[], &[], &[], &mut [], 1, &[])
+    };
+    let written = |caller_workspace: bool| {
+        let plan = fmha::PlanOptions::default().kernel("simt");
+        let choice = Choice { plan, caller_workspace, ..Choice::default() };
+        let outputs = [(); 3].map(|()| device(&vec![0x7e01; ROWS * HEADS * DIM]));
+        let gradients = gradients_of(&outputs);
+        let call = FmhaCall { gradients: &raw const gradients, ..base };
+        // SAFETY: every pointer is the emulated device's memory, as large as the call says.
+        let plan = match unsafe { FmhaPlan::new(&backend, &call, &choice) } {
+            Ok(plan) => plan,
+            Err(fmha::Error::NoDevice(reason)) => {
+                println!("absent: {reason}");
+                return None;
+            }
+            Err(other) => panic!("{other}"),
+        };
+        let wanted = plan.workspace_bytes();
+        assert_eq!(wanted > 0, caller_workspace);
+        let scratch = memory.alloc(wanted.max(1)).unwrap();
+        let with = |workspace: *mut u8, workspace_bytes| {
+            let call = FmhaCall { workspace: workspace.cast(), workspace_bytes, ..call };
+            // SAFETY: as above; what is too small is refused.
+            unsafe { plan.run(&call) }.map_err(|error| error.to_string())
+        };
+        if caller_workspace {
+            let short = format!("workspace_bytes {} is less than the plan's {wanted}", wanted - 1);
+            assert_eq!(with(scratch.as_ptr(), wanted - 1), Err(short));
+            assert!(with(null_mut(), 0).unwrap_err().contains("workspace_bytes 0 is less"));
+            with(scratch.as_ptr(), wanted).unwrap();
+        } else {
+            assert!(with(scratch.as_ptr(), 1).unwrap_err().starts_with("workspace is given (1)"));
+            with(null_mut(), 0).unwrap();
+        }
+        backend.default_stream().synchronize().unwrap();
+        Some(outputs.map(|output| {
+            let mut bits = vec![0u16; ROWS * HEADS * DIM];
+            memory.download(&output, bytemuck::cast_slice_mut(&mut bits)).unwrap();
+            bits
+        }))
+    };
+    let (Some(own), Some(callers)) = (written(false), written(true)) else { return };
+    assert_eq!(own, callers);
+    assert!(own.iter().all(|gradient| gradient.iter().all(|&bits| bits != 0x7e01)), "all is written");
+}
+
 /// One wrong number anywhere in the bytes of a struct.
 #[derive(Clone, Debug)]
 struct Fault {
@@ -337,7 +422,7 @@ fn is_pointer(word: usize) -> bool {
         std::mem::offset_of!(FmhaCall, bias),
     ];
     let first = std::mem::offset_of!(FmhaCall, lse);
-    let last = std::mem::offset_of!(FmhaCall, cache);
+    let last = std::mem::offset_of!(FmhaCall, workspace);
     let at = word * 8;
     pointers.contains(&at) || (first..=last).contains(&at)
 }
@@ -374,7 +459,7 @@ fn cases() -> u32 {
 
 /// A second does some `per_second` of them.
 fn fuzz_cases(per_second: u32) -> u32 {
-    let seconds = std::env::var(fmha::core::env::FUZZ_SECONDS.name);
+    let seconds = std::env::var(fmha_core::env::FUZZ_SECONDS.name);
     let seconds = seconds.map_or(1, |seconds| seconds.parse::<u32>().unwrap());
     per_second * seconds.max(1)
 }
@@ -428,7 +513,7 @@ proptest! {
             deterministic: 0,
             batch_invariant: 0,
             check_lengths: 0,
-            reserved: 0,
+            caller_workspace: 0,
         };
         // SAFETY: host pointers are this test's; a plan reads no tensor.
         let status = unsafe { fmha_plan(&raw const bad, &raw const options, &raw mut made) };

@@ -65,7 +65,7 @@ static const Field CALL[] = {
     FIELD(FmhaCall, cu_seqlens_k, POINTER),
     FIELD(FmhaCall, seqused_q, POINTER),
     FIELD(FmhaCall, seqused_k, POINTER),
-    FIELD(FmhaCall, page_table, POINTER),
+    FIELD(FmhaCall, block_table, POINTER),
     FIELD(FmhaCall, alibi_slopes, POINTER),
     FIELD(FmhaCall, sink, POINTER),
     FIELD(FmhaCall, descale_q, POINTER),
@@ -78,6 +78,8 @@ static const Field CALL[] = {
     FIELD(FmhaCall, stream, FREE),
     FIELD(FmhaCall, gradients, STRUCT),
     FIELD(FmhaCall, cache, STRUCT),
+    FIELD(FmhaCall, workspace, FREE),
+    FIELD(FmhaCall, workspace_bytes, FREE),
     FIELD(FmhaCall, dropout_seed, FREE),
     FIELD(FmhaCall, dropout_offset, FREE),
     FIELD(FmhaCall, p_drop, FLOAT),
@@ -365,6 +367,25 @@ static void forward_and_backward(const FmhaOptions *options) {
   CHECK(fmha_plan(&scaled, options, &flat) == 0, "scale 0 is not planned");
   CHECK(fmha_run(flat, &scaled) == 0, "scale 0 does not run");
   CHECK(lse[1] > 0.693f && lse[1] < 0.694f, "scale 0: LSE of two keys is %f, not ln 2", lse[1]);
+  // Scratch comes from the plan or from the caller, as the options said.
+  FmhaCall scratch = call;
+  scratch.workspace = other;
+  scratch.workspace_bytes = sizeof other;
+  clear();
+  refused(fmha_run(forward, &scratch), "workspace", "given (1)");
+  scratch.workspace = NULL;
+  refused(fmha_run(forward, &scratch), "workspace_bytes", " 64 ");
+  FmhaOptions callers = *options;
+  callers.caller_workspace = 1;
+  FmhaPlan *shared = NULL;
+  CHECK(fmha_plan(&call, &callers, &shared) == 0, "a plan without scratch of its own is not planned");
+  CHECK(fmha_plan_workspace_bytes(shared) == 0, "the CPU's plan wants scratch");
+  CHECK(fmha_plan_workspace_bytes(NULL) == 0, "no plan wants scratch");
+  refused(fmha_run(shared, &scratch), "workspace_bytes", " 64 ");
+  scratch.workspace = other;
+  CHECK(fmha_run(shared, &scratch) == 0, "more scratch than is wanted is not taken");
+  CHECK(fmha_run(shared, &call) == 0, "no scratch where none is wanted is not taken");
+  fmha_drop(shared);
   // Kinds of plans do not mix.
   FmhaPartial parts[PARTS];
   FmhaCombine combine = good_combine(parts);
@@ -471,8 +492,8 @@ static void plans(const FmhaOptions *options) {
   REFUSED_PLAN("num_heads_q", " 3 ", call.num_heads_q = 3);
   REFUSED_PLAN("head_dim_qk", " 0 ", call.head_dim_qk = 0);
   REFUSED_PLAN("total_q", " 10 ", call.total_q = 10);
-  REFUSED_PLAN("page_table", "page_size is 16", call.page_size = 16);
-  REFUSED_PLAN("page_table", "page_size is 0", call.page_table = (int32_t *)other);
+  REFUSED_PLAN("block_table", "page_size is 16", call.page_size = 16);
+  REFUSED_PLAN("block_table", "page_size is 0", call.block_table = (int32_t *)other);
   REFUSED_PLAN("num_pages", " 4 ", call.num_pages = 4);
   REFUSED_PLAN("cu_seqlens_k", "page_size is 16", call.page_size = 16; call.cu_seqlens_k = (int32_t *)other);
   REFUSED_PLAN("dtype_qk", " 99 ", call.dtype_qk = 99);
@@ -493,7 +514,7 @@ static void plans(const FmhaOptions *options) {
   REFUSED_PLAN("deterministic", " 2 ", how.deterministic = 2);
   REFUSED_PLAN("batch_invariant", " -1 ", how.batch_invariant = -1);
   REFUSED_PLAN("check_lengths", " 5 ", how.check_lengths = 5);
-  REFUSED_PLAN("reserved", " 5 ", how.reserved = 5);
+  REFUSED_PLAN("caller_workspace", " 5 ", how.caller_workspace = 5);
   CHECK(plan == NULL, "a refused plan is set");
   FmhaCall call = good();
   refused(fmha_plan(NULL, options, &plan), "call", "null (0)");

@@ -58,7 +58,7 @@ pub fn forward_table() -> Result<Vec<TableEntry>, ProblemError> {
                             } else {
                                 FwdProblem::batch(dtype, dims)
                             };
-                            let problem = FwdProblem { mask, write_lse, ..problem };
+                            let problem = problem.clone().mask(mask).write_lse(write_lse);
                             table.push(TableEntry {
                                 name: format!(
                                     "{dtype}/d{head_dim_qk}x{head_dim_v}/{mask_name}/{}/{}/q{seqlen_q}k{seqlen_k}/gqa{}",

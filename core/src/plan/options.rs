@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::sums::ScoreSums;
-use crate::error::Refusal;
+use crate::error::{ProblemError, Refusal};
+use crate::setters::setters;
 
 /// How closely a kernel follows the running maximum of a row. Both keep the rule that
 /// `tests/battery/tolerance.rs` derives; a plan says which it is.
@@ -36,16 +37,25 @@ impl fmt::Display for Accuracy {
 }
 
 impl FromStr for Accuracy {
-    type Err = String;
+    type Err = ProblemError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let found = [Self::Fast, Self::Exact].into_iter().find(|accuracy| accuracy.name() == text);
-        found.ok_or_else(|| format!("`{text}` is no accuracy (known: fast, exact)"))
+        let unknown = || format!("accuracy `{text}` is no accuracy (known: fast, exact)");
+        found.ok_or_else(|| ProblemError::new("accuracy", unknown()))
     }
 }
 
 /// What the caller wants of the choice of kernel. Every wish is honoured, or the kernel refuses.
+///
+/// ```
+/// use fmha_core::PlanOptions;
+///
+/// let options = PlanOptions::default().kernel("sm90").tile([("block_m", "128")]).deterministic(true);
+/// assert_eq!(options.tile, [("block_m".to_owned(), "128".to_owned())]);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PlanOptions {
     /// This kernel or a refusal; `None` = the backend's choice.
     pub kernel: Option<String>,
@@ -71,6 +81,33 @@ pub struct PlanOptions {
 }
 
 impl PlanOptions {
+    /// This kernel or a refusal.
+    #[must_use]
+    pub fn kernel(mut self, kernel: impl Into<String>) -> Self {
+        self.kernel = Some(kernel.into());
+        self
+    }
+
+    /// `name=value` pairs for that kernel's tile, in place of those that were set.
+    #[must_use]
+    pub fn tile<N: Into<String>, V: Into<String>>(mut self, tile: impl IntoIterator<Item = (N, V)>) -> Self {
+        self.tile = tile.into_iter().map(|(name, value)| (name.into(), value.into())).collect();
+        self
+    }
+
+    setters! {
+        /// Whether a kernel that is correct but far from fast may serve.
+        allow_fallback: bool => allow_fallback;
+        /// How closely the running maximum is followed.
+        accuracy: Accuracy => accuracy;
+        /// The same bits on every run.
+        deterministic: bool => deterministic;
+        /// The bits of a sequence depend on its own lengths and contents alone.
+        batch_invariant: bool => batch_invariant;
+        /// Whether each run reads the lengths back and checks them first.
+        check_lengths: bool => check_lengths;
+    }
+
     /// Whether a kernel that makes these promises does what is wished.
     ///
     /// # Errors
@@ -146,15 +183,16 @@ mod tests {
         for accuracy in [Accuracy::Fast, Accuracy::Exact] {
             assert_eq!(accuracy.name().parse(), Ok(accuracy));
         }
-        assert!("best".parse::<Accuracy>().is_err_and(|error| error.contains("`best`")));
+        let error = "best".parse::<Accuracy>().unwrap_err();
+        assert!(error.field == "accuracy" && error.text.starts_with("accuracy `best` is"), "{error}");
     }
 
     #[test]
     fn a_wish_that_a_kernel_does_not_keep_is_refused_by_its_name() {
         let wishes = [
-            ("accuracy", PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() }),
-            ("deterministic", PlanOptions { deterministic: true, ..PlanOptions::default() }),
-            ("batch_invariant", PlanOptions { batch_invariant: true, ..PlanOptions::default() }),
+            ("accuracy", PlanOptions::default().accuracy(Accuracy::Exact)),
+            ("deterministic", PlanOptions::default().deterministic(true)),
+            ("batch_invariant", PlanOptions::default().batch_invariant(true)),
         ];
         let all = Promises {
             deterministic: true,

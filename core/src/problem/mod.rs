@@ -12,6 +12,7 @@ pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 use crate::mask::MaskSpec;
 use crate::score::{Bias, BiasBroadcast, Descale};
+use crate::setters::setters;
 
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,7 +49,18 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 /// head_dim_qk]`, V `[batch, seqlen_k, num_heads_kv, head_dim_v]`, O `[batch, seqlen_q,
 /// num_heads_q, head_dim_v]`; packed, batch and sequence are one axis of `total_q` or `total_k` rows;
 /// paged, K and V are `[num_pages, page_size, ..]`. Every tensor has strides of its own.
+///
+/// ```
+/// use fmha_core::{DType, Dims, FwdProblem, MaskSpec};
+///
+/// let dims = Dims {
+///     batch: 1, seqlen_q: 4, seqlen_k: 9, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
+/// };
+/// let problem = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).softcap(30.0).write_lse(true);
+/// assert!(problem.validate().is_ok());
+/// ```
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct FwdProblem {
     /// How Q and O lie.
     pub q_layout: QLayout,
@@ -119,7 +131,7 @@ pub struct FwdProblem {
 }
 
 impl FwdProblem {
-    /// Batch mode, contiguous b·s·h·d, one type throughout; every option off. Set the rest by field.
+    /// Batch mode, contiguous b·s·h·d, one type throughout; every option off. The setters turn them on.
     #[must_use]
     pub fn batch(dtype: DType, dims: Dims) -> Self {
         Self::new(QLayout::Batch, KvLayout::Strided, dtype, dims)
@@ -173,6 +185,69 @@ impl FwdProblem {
         problem.v = Strides::bshd(problem.shape_v());
         problem.o = Strides::bshd(problem.shape_o());
         problem
+    }
+
+    setters! {
+        /// The sizes. Strides stay as they are.
+        dims: Dims => dims;
+        /// How Q and O lie.
+        q_layout: QLayout => q_layout;
+        /// How K and V lie.
+        kv_layout: KvLayout => kv_layout;
+        /// Which axis of V has stride 1.
+        v_layout: VLayout => v_layout;
+        /// Whether `seqused_q` gives each sequence's logical number of queries.
+        seqused_q: bool => seqused_q;
+        /// Whether `seqused_k` gives each sequence's logical number of keys.
+        seqused_k: bool => seqused_k;
+        /// The type of Q, and of K in products with it.
+        dtype_qk: DType => dtype_qk;
+        /// The type of V: that of Q and K, or f16/bf16 beside FP8 Q and K.
+        dtype_v: DType => dtype_v;
+        /// The type of O.
+        dtype_o: DType => dtype_o;
+        /// Strides of Q.
+        strides_q: Strides => q;
+        /// Strides of K.
+        strides_k: Strides => k;
+        /// Strides of V.
+        strides_v: Strides => v;
+        /// Strides of O.
+        strides_o: Strides => o;
+        /// Which keys a query sees.
+        mask: MaskSpec => mask;
+        /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
+        softmax_scale: impl Into<Option<f32>> => softmax_scale;
+        /// `softcap * tanh(S / softcap)`, before the bias.
+        softcap: impl Into<Option<f32>> => softcap;
+        /// What is added to a score.
+        bias: Bias => bias;
+        /// Whether a learnable sink enters the denominator.
+        sink: bool => sink;
+        /// Probability that a `P` is dropped.
+        p_drop: f32 => p_drop;
+        /// What FP8 Q is multiplied by.
+        descale_q: Descale => descale_q;
+        /// What FP8 K is multiplied by.
+        descale_k: Descale => descale_k;
+        /// What FP8 V is multiplied by.
+        descale_v: Descale => descale_v;
+        /// Whether FP8 O is multiplied by a number before it is rounded.
+        scale_o: bool => scale_o;
+        /// The FP8 type that K and V are stored in beside a 16-bit Q.
+        dtype_cache: impl Into<Option<DType>> => dtype_cache;
+        /// Whether V is the first `head_dim_v` elements of K's rows.
+        v_in_k: bool => v_in_k;
+        /// New keys and values to write to the cache first.
+        append: impl Into<Option<Append>> => append;
+        /// Rotary embedding of Q and of new keys.
+        rotary: impl Into<Option<Rotary>> => rotary;
+        /// Whether a tree mask replaces the causal mask among the last keys.
+        tree_mask: bool => tree_mask;
+        /// Whether LSE is written.
+        write_lse: bool => write_lse;
+        /// Whether the dropout keep mask is written.
+        write_keep_mask: bool => write_keep_mask;
     }
 
     /// Q's shape (and dQ's) as far as planning knows it: of a packed tensor, a sequence of the longest

@@ -384,7 +384,7 @@ fn under_a_soft_cap_what_the_mask_hides_reaches_no_gradient() {
     assert!(all.dq.iter().all(|(_, _, dq)| dq.iter().all(|x| x.is_finite())));
 
     let few = FwdProblem::batch(DType::F32, Dims { seqlen_k: 2, ..fwd.dims });
-    let fwd = FwdProblem { mask: fwd.mask, softcap: fwd.softcap, ..few };
+    let fwd = few.clone().mask(fwd.mask).softcap(fwd.softcap);
     let mut operands = Operands::of(&fwd);
     for head in 0..4 {
         operands.q[fwd.q.offset(0, 1, head, 0) as usize] = f32::INFINITY;
@@ -586,7 +586,7 @@ fn a_rotary_embedding_turns_queries_and_new_keys_by_the_angles_of_their_position
         };
         for (b, cached) in CACHED.map(|cached| cached as usize).into_iter().enumerate() {
             let dims = Dims { batch: 1, seqlen_k: cached as u32 + 2, ..dims };
-            let alone = FwdProblem { mask: problem.mask, ..FwdProblem::batch(DType::F32, dims) };
+            let alone = FwdProblem::batch(DType::F32, dims).mask(problem.mask);
             // A query's row of each of two heads.
             let q = turned(&operands.q[b * 20..][..20], &|row| cached + advances * (row / 2));
             let k_new = turned(&k_new[b * 10..][..10], &|row| cached + row);

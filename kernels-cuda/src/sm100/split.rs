@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn the_workspace_holds_every_part_and_they_lie_apart() {
-        let problem = FwdProblem { mask: MaskSpec::CAUSAL, ..decode(3, 5, 700) };
+        let problem = decode(3, 5, 700).mask(MaskSpec::CAUSAL);
         let tile = crate::sm100::choose_tile(&problem, "sm_100a");
         assert_eq!(tile.split_keys, 256);
         let parts = KvParts::new(&problem, &tile, 0x1000);

@@ -42,7 +42,7 @@ pub(crate) fn cases() -> Vec<Case> {
                             let unlike = |i: u32| (dims.seqlen_q - 37 * i, dims.seqlen_k - 101 * i);
                             let sequences: Vec<_> = (0..batch).map(unlike).collect();
                             let packed = FwdProblem::group(dtype, dims);
-                            problem = FwdProblem { mask: problem.mask, write_lse: true, ..packed };
+                            problem = packed.clone().mask(problem.mask).write_lse(true);
                             lengths = Lengths::packed(&sequences);
                         }
                         let data = Data { init, ..data(&name) };

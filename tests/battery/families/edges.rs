@@ -173,7 +173,7 @@ fn short_queries(cases: &mut Vec<Case>) {
         let sequences = [(3, 1100), (0, 700), (1, 0), (2, 255), (3, 513)];
         let packed = group(dtype, dims(3, 1100, 64), &sequences, "b");
         push(cases, format!("edges/short_query_packed/{dtype}"), packed, Lengths::packed(&sequences));
-        let used = FwdProblem { seqused_k: true, sink: true, ..masked(dtype, dims(2, 800, 64), "b") };
+        let used = masked(dtype, dims(2, 800, 64), "b").seqused_k(true).sink(true);
         let lengths = Lengths { seqused_k: vec![0, 530], ..Lengths::default() };
         push(cases, format!("edges/short_query_used/{dtype}"), used, lengths);
     }
@@ -331,15 +331,13 @@ fn numbers(cases: &mut Vec<Case>) {
         let problem = with_bias(group(dtype, dims(5, 128, 64), &sequences, "0"), 0);
         push(cases, format!("edges/bias_of_no_query/{dtype}"), problem, Lengths::packed(&sequences));
         // A sink that is nothing beside a row's one key.
-        let sunk = FwdProblem { sink: true, softmax_scale: Some(50.0), ..masked(dtype, dims(9, 9, 64), "t") };
+        let sunk = masked(dtype, dims(9, 9, 64), "t").sink(true).softmax_scale(50.0);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}"), sunk.clone(), Lengths::default());
         // Beside scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last bit.
-        let sunk = FwdProblem { softmax_scale: Some(1e8), ..sunk };
+        let sunk = sunk.clone().softmax_scale(1e8);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}/scale_1e8"), sunk, Lengths::default());
-        let dropout = |p_drop: f32, (q, k): (u32, u32)| FwdProblem {
-            p_drop,
-            write_keep_mask: true,
-            ..masked(dtype, dims(q, k, 32), "b")
+        let dropout = |p_drop: f32, (q, k): (u32, u32)| {
+            masked(dtype, dims(q, k, 32), "b").p_drop(p_drop).write_keep_mask(true)
         };
         for p_drop in [1e-9, 0.5, 0.999] {
             let name = format!("edges/dropout/{dtype}/{p_drop:e}");

@@ -54,7 +54,7 @@ pub(crate) fn cases() -> Vec<Case> {
         }
         // Rows of O that end amid a word.
         let dims = Dims { head_dim_qk: 31, head_dim_v: 31, ..small(dtype, "b").dims };
-        let odd = FwdProblem { dtype_o: dtype, scale_o: true, ..masked(dtype, dims, "b") };
+        let odd = masked(dtype, dims, "b").dtype_o(dtype).scale_o(true);
         let name = format!("fp8/head_dim/{dtype}/d31_o_fp8");
         cases.push(Case::forward(name.clone(), odd, Lengths::default(), data(&name)));
         // Beyond the type's range: a scaled O saturates, it does not wrap or become NaN. Query 0 sees key 0 alone, and
@@ -121,20 +121,20 @@ fn blocks(cases: &mut Vec<Case>) {
             }
         }
         for (what, dtype_v) in [("v_f16", DType::F16), ("v_bf16", DType::Bf16)] {
-            let problem = FwdProblem { dtype_v, ..of(128, 128, (150, 610), "b") };
+            let problem = of(128, 128, (150, 610), "b").dtype_v(dtype_v);
             push(what, problem, Lengths::default(), Plant::Nothing);
         }
         let plain = |mask| of(128, 128, (150, 610), mask);
         for (what, problem) in [
             ("window", plain("b:200,0")),
-            ("softcap", FwdProblem { softcap: Some(2.0), ..plain("b") }),
-            ("dropout", FwdProblem { p_drop: 0.3, ..plain("b") }),
-            ("dropout_of_8_bits", FwdProblem { p_drop: 0.8, ..of(256, 256, (150, 610), "b") }),
-            ("sink", FwdProblem { sink: true, ..plain("t") }),
-            ("negative_scale", FwdProblem { softmax_scale: Some(-0.2), ..plain("b") }),
+            ("softcap", plain("b").softcap(2.0)),
+            ("dropout", plain("b").p_drop(0.3)),
+            ("dropout_of_8_bits", of(256, 256, (150, 610), "b").p_drop(0.8)),
+            ("sink", plain("t").sink(true)),
+            ("negative_scale", plain("b").softmax_scale(-0.2)),
             ("few_queries", of(128, 128, (3, 610), "b")),
-            ("o_f32", FwdProblem { dtype_o: DType::F32, ..plain("0") }),
-            ("o_fp8", FwdProblem { dtype_o: dtype, scale_o: true, ..plain("0") }),
+            ("o_f32", plain("0").dtype_o(DType::F32)),
+            ("o_fp8", plain("0").dtype_o(dtype).scale_o(true)),
         ] {
             push(what, problem, Lengths::default(), Plant::Nothing);
         }
@@ -142,7 +142,7 @@ fn blocks(cases: &mut Vec<Case>) {
         push("nan_nobody_sees", plain("t"), Lengths::default(), Plant::HiddenKeys);
         // Behind a sequence's keys, where no mask can tell.
         let lengths = Lengths { seqused_k: vec![577], ..Lengths::default() };
-        let used = FwdProblem { seqused_k: true, ..plain("0") };
+        let used = plain("0").seqused_k(true);
         push("nan_behind_the_keys", used.clone(), lengths.clone(), Plant::HiddenKeys);
         // The last of them amid a word of such a V.
         let mut used = used;
@@ -151,24 +151,14 @@ fn blocks(cases: &mut Vec<Case>) {
         let (row, kv) = (40, 0);
         let nan_in_v = Plant::At(Operand::V, [0, row, kv, 5], f64::NAN);
         let by_head = Descale::PerKvHead;
-        let seen = FwdProblem {
-            descale_q: by_head,
-            descale_k: by_head,
-            descale_v: by_head,
-            ..of(128, 128, (150, 150), "t")
-        };
+        let seen = of(128, 128, (150, 150), "t").descale_q(by_head).descale_k(by_head).descale_v(by_head);
         push("nan_in_v", seen.clone(), Lengths::default(), nan_in_v);
         // Rows computed again are scaled and rounded as the others.
-        push(
-            "nan_in_v_o_fp8",
-            FwdProblem { dtype_o: dtype, scale_o: true, ..seen },
-            Lengths::default(),
-            nan_in_v,
-        );
+        push("nan_in_v_o_fp8", seen.clone().dtype_o(dtype).scale_o(true), Lengths::default(), nan_in_v);
         // Scores turn round, as with a negative scale.
         push(
             "negative_descale",
-            FwdProblem { descale_q: Descale::PerTensor, descale_k: Descale::PerTensor, ..plain("b") },
+            plain("b").descale_q(Descale::PerTensor).descale_k(Descale::PerTensor),
             Lengths::default(),
             Plant::At(Operand::DescaleK, [0; 4], -0.75),
         );
@@ -183,11 +173,11 @@ fn blocks(cases: &mut Vec<Case>) {
         push("group_of_heads", packed, Lengths::packed(&sequences), Plant::Nothing);
         // Rows of V beside others', and what a wide V has behind its keys, or where nobody sees it.
         let wide = |mask| of(256, 256, (70, 300), mask);
-        let mut apart = FwdProblem { descale_v: by_head, ..wide("0") };
+        let mut apart = wide("0").descale_v(by_head);
         apart.v = padded(apart.shape_v(), 16);
         push("v_apart", apart, Lengths::default(), Plant::Nothing);
         let lengths = Lengths { seqused_k: vec![261], ..Lengths::default() };
-        let used = FwdProblem { seqused_k: true, ..wide("0") };
+        let used = wide("0").seqused_k(true);
         push("nan_behind_wide_keys", used, lengths, Plant::HiddenKeys);
         push("nan_nobody_sees_of_a_wide_v", wide("t"), Lengths::default(), Plant::HiddenKeys);
         push("nan_in_a_wide_v", wide("t"), Lengths::default(), nan_in_v);
@@ -198,7 +188,7 @@ fn blocks(cases: &mut Vec<Case>) {
             cases.push(Case::forward(name, of(256, 256, (150, 610), "0"), Lengths::default(), data));
         }
         // 2^-10: nothing in E4M3FN, but for what P is scaled by.
-        let faint = FwdProblem { softmax_scale: Some(std::f32::consts::LN_2), ..plain("b") };
+        let faint = plain("b").softmax_scale(std::f32::consts::LN_2);
         let name = format!("fp8/blocks/{dtype}/faint_weights");
         let data = Data { init: Init::ConstantV, ..data(&name) };
         let mut case = Case::forward(name, faint, Lengths::default(), data);

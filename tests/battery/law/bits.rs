@@ -1,6 +1,6 @@
 //! Laws of bits: the same in every run, and for a sequence alone as beside others.
 
-use fmha_core::{Device, FwdProblem, PlanOptions, QLayout, Result, SeqSpan};
+use fmha_core::{Device, FwdProblem, QLayout, Result, SeqSpan};
 
 use super::{
     BIT_FOR_BIT, Law, LawKind, copy, difference, difference_in_sequence, run as run_plan, same_tile,
@@ -18,7 +18,7 @@ const REFERENCE_BUDGET: f64 = 5e7;
 pub(super) fn run(backend: &Device, options: &Options, law: &Law) -> Result<Verdict> {
     let forward = &law.forward;
     let batch_invariant = law.kind == LawKind::AloneIsInPack;
-    let plan_options = PlanOptions { batch_invariant, ..options.plan.clone() };
+    let plan_options = options.plan.clone().batch_invariant(batch_invariant);
     let mut together = HostFwd::new(forward.problem.clone(), &forward.lengths, forward.data)?;
     let plan = run_plan(backend, &plan_options, &mut together)?;
     let selection = Selection::within(&together.problem, &together.spans, REFERENCE_BUDGET);

@@ -448,7 +448,7 @@ fn keeps_columns_apart<S: Simd>(s: S) {
                     FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size }, DType::Bf16, plain.dims);
                 (plain.kv_layout, plain.k, plain.v) = (problem.kv_layout, problem.k, problem.v);
             }
-            let coded = FwdProblem { dtype_cache: Some(DType::E5m2), ..plain.clone() }.validate().unwrap();
+            let coded = plain.clone().dtype_cache(DType::E5m2).validate().unwrap();
             let plain = plain.validate().unwrap();
             let rows = if page_size == 0 { SEQLEN_K } else { pages.len() as u32 * page_size };
             let q: Vec<u8> = (0..plain.shape_q().num_elems()).map(|i| code(i, 1) & 0xaf).collect();

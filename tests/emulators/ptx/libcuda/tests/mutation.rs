@@ -21,8 +21,7 @@ fn causal(num_heads: u32, seqlen_q: u32, seqlen_k: u32) -> Case {
         head_dim_qk: 128,
         head_dim_v: 128,
     };
-    let problem =
-        FwdProblem { mask: "b".parse::<MaskSpec>().unwrap(), ..FwdProblem::batch(DType::Bf16, dims) };
+    let problem = FwdProblem::batch(DType::Bf16, dims).mask("b".parse::<MaskSpec>().unwrap());
     let data = Data { init: Init::Normal, seed: 7, room: fmha_conformance::tensor::Room::default() };
     Case::forward(
         format!("causal, {num_heads} heads, {seqlen_q} queries, {seqlen_k} keys"),
@@ -49,10 +48,7 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
     let backend = fmha_cuda::open(0, Some("sm_90a")).unwrap();
     // One text for all, though the table gives few keys another.
     let tile = tile_fields("lookahead=true,skip_row_max=true,ping_pong=true");
-    let options = Options {
-        plan: PlanOptions { kernel: Some("sm90".to_owned()), tile, ..PlanOptions::default() },
-        ..Options::default()
-    };
+    let options = Options { plan: PlanOptions::default().kernel("sm90").tile(tile), ..Options::default() };
     // Long tiles; then tiles of two blocks before tiles of one, in both buffers of Q; then diagonals that begin inside a
     // block, so that no warpgroup's wait is covered by the turn it takes from one that has waited already.
     for case in [causal(1, 600, 600), causal(4, 200, 200), causal(3, 200, 200), causal(3, 138, 202)] {

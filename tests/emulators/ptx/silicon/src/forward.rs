@@ -302,11 +302,8 @@ fn run(backend: &Device, call: &Call) -> Result<Ran, String> {
     let mut host =
         HostFwd::new(call.problem.clone(), &call.lengths, data).map_err(|error| error.to_string())?;
     let asked = asked(call, &host);
-    let options = PlanOptions {
-        kernel: call.kernel.map(str::to_owned),
-        allow_fallback: call.kernel.is_none(),
-        ..PlanOptions::default()
-    };
+    let mut options = PlanOptions::default().allow_fallback(call.kernel.is_none());
+    options.kernel = call.kernel.map(str::to_owned);
     let plan = backend.plan_fwd(&host.problem, &options).map_err(|error| error.to_string())?;
     run_fwd(backend, &plan, &mut host).map_err(|error| error.to_string())?;
     let faults = intact_fwd(&host);

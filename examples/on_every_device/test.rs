@@ -1,0 +1,64 @@
+//! The examples, and with them the README's code, run without a device and on emulated ones of each kind.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::path::PathBuf;
+use std::process::Command;
+
+const EXAMPLES: [&str; 4] = ["attend", "explain", "own_tensors", "serve"];
+
+/// Runs an example of this build, which Cargo puts beside the tests' folder; `auto` is the emulated device if one is named.
+fn run(example: &str, emulate: Option<&str>) -> Result<String, String> {
+    let folder: PathBuf = std::env::current_exe().unwrap().parent().unwrap().with_file_name("examples");
+    let program = folder.join(example);
+    if !program.is_file() {
+        println!("absent: {} (`cargo build --examples` makes it)", program.display());
+        return Ok(String::new());
+    }
+    let mut command = Command::new(program);
+    match emulate {
+        Some(arch) => command.env("FMHA_EMULATE", arch),
+        None => command.env_remove("FMHA_EMULATE"),
+    };
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.success() { Ok(said) } else { Err(format!("{example} on {emulate:?}: {said}{error}")) }
+}
+
+fn all_run_on(arch: &str, kind: &str) {
+    for example in EXAMPLES {
+        match run(example, Some(arch)) {
+            // This one says where it plans: the emulated device is what it found.
+            Ok(said) if example == "explain" && !said.is_empty() => {
+                assert!(said.contains(kind) && said.contains(arch), "{said}");
+            }
+            Ok(_) => {}
+            // The emulator's library or the kernels' compiler.
+            Err(text) if text.contains("NoDevice") => println!("absent: {text}"),
+            Err(text) => panic!("{text}"),
+        }
+    }
+}
+
+#[test]
+fn every_example_runs_without_a_word_about_devices() {
+    for example in EXAMPLES {
+        run(example, None).unwrap_or_else(|text| panic!("{text}"));
+    }
+}
+
+#[test]
+fn every_example_runs_on_an_emulated_hopper() {
+    all_run_on("sm_90a", "cuda");
+}
+
+#[test]
+fn every_example_runs_on_an_emulated_blackwell() {
+    all_run_on("sm_100a", "cuda");
+}
+
+#[test]
+fn every_example_runs_on_an_emulated_mi300() {
+    all_run_on("gfx942", "rocm");
+}
