@@ -23,7 +23,7 @@ fn main() -> Result<(), fmha::Error> {
 
     let (q, k, v) = (DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v)); // or DevSlice::from_raw: a device's
     let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
-    let stream = device.default_stream();
+    let stream = device.default_stream(); // or a stream of your own: device.stream()?, Stream::from_raw
     plan.run(&mut args, &stream)?; // checks the pointers, queues, returns
     stream.synchronize()?;
 

@@ -76,6 +76,7 @@ pub(crate) const ROW_CTAS_PER_SM: u32 = 16;
 pub(crate) struct DeviceFacts {
     /// `sm_90a`.
     pub(crate) arch: String,
+    pub(crate) instructions: Instructions,
     pub(crate) num_sms: u32,
     /// Shared memory that one CTA can have, bytes.
     pub(crate) smem_bytes: u32,
@@ -91,6 +92,32 @@ pub(crate) struct DeviceFacts {
 /// Dense f16 and bf16 tensor work of a Hopper SM in a clock: floating-point operations (NVIDIA H100
 /// Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
 const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
+
+/// What an architecture can do: what recipes ask of a device. A name of an architecture is read here alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Instructions {
+    /// `cp.async.bulk.tensor`.
+    pub(crate) tma: bool,
+    /// Products of a warpgroup: `wgmma`.
+    pub(crate) wgmma: bool,
+    /// Products into tensor memory: `tcgen05`.
+    pub(crate) tcgen05: bool,
+    /// Loads from tensor memory that find maxima: `tcgen05.ld.red`.
+    pub(crate) reducing_loads: bool,
+}
+
+impl Instructions {
+    /// Of an architecture; none of these where nothing is known.
+    fn of_arch(arch: &str) -> Self {
+        let tma = Self { tma: true, ..Self::default() };
+        match arch {
+            "sm_90a" => Self { wgmma: true, ..tma },
+            "sm_100a" => Self { tcgen05: true, ..tma },
+            "sm_103a" => Self { tcgen05: true, reducing_loads: true, ..tma },
+            _ => Self::default(),
+        }
+    }
+}
 
 /// How tensor cores add the products of a score.
 #[derive(Clone, Copy, Debug, Default)]
@@ -136,6 +163,7 @@ impl DeviceFacts {
             device: format!("{}, {arch}, {} SMs", device.name, device.num_sms),
             tuned: TunedTiles::default(),
             score_sums: MatrixSums::of_arch(&arch),
+            instructions: Instructions::of_arch(&arch),
             arch,
             num_sms: device.num_sms,
             smem_bytes: device.smem_bytes,
@@ -155,6 +183,14 @@ impl DeviceFacts {
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
     fn load_tuned(&self) -> Result<TunedTiles> {
         TunedTiles::load(&self.device, &tuned_kernels::<Cuda>(), &fmha_kernels_cuda::headers())
+    }
+
+    /// That the device has instructions that a kernel is made of.
+    ///
+    /// # Errors
+    /// The architecture, and what it lacks.
+    pub(crate) fn needs(&self, there: bool, what: &str) -> Result<(), String> {
+        if there { Ok(()) } else { Err(format!("the device is {}, which has no {what}", self.arch)) }
     }
 
     /// That a CTA of a tile finds its shared memory, `smem_bytes` of it, and each of a cluster of `cluster` a multiprocessor.
@@ -190,6 +226,7 @@ impl DeviceFacts {
         };
         Ok(Self {
             arch: arch.to_owned(),
+            instructions: Instructions::of_arch(arch),
             device: String::new(),
             score_sums: MatrixSums::of_arch(arch),
             tuned: TunedTiles::default(),
@@ -227,6 +264,23 @@ impl Facts for DeviceFacts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_architecture_has_the_instructions_of_its_tensor_cores() {
+        let of = |arch| {
+            let Instructions { tma, wgmma, tcgen05, reducing_loads } = Instructions::of_arch(arch);
+            [tma, wgmma, tcgen05, reducing_loads]
+        };
+        for (arch, has) in [
+            ("sm_80", [false; 4]),
+            ("sm_89", [false; 4]),
+            ("sm_90a", [true, true, false, false]),
+            ("sm_100a", [true, false, true, false]),
+            ("sm_103a", [true, false, true, true]),
+        ] {
+            assert_eq!(of(arch), has, "{arch}");
+        }
+    }
 
     #[test]
     fn fp8_is_held_against_twice_the_peak_of_two_bytes() {

@@ -34,9 +34,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel>, Refusal> {
         let refuse = |reason: String| Refusal::new(self.name(), reason);
-        if !sm100::ARCHS.contains(&facts.arch.as_str()) {
-            return Err(refuse(format!("the device is {}, not {}", facts.arch, sm100::ARCHS.join(" or "))));
-        }
+        facts.needs(runs_on(facts), "TMA with tcgen05").map_err(refuse)?;
         sm100::accepts(problem)?;
         let spec = FwdSpec::of(problem);
         let mut own = sm100::choose_tile(problem, &facts.arch);
@@ -54,12 +52,11 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             tile.check(&spec, problem.gqa_ratio())?;
             sm100::check_loads(problem, &tile)?;
-            if tile.load_max && facts.arch != sm100::REDUCING_ARCH {
-                return Err(format!(
-                    "tile load_max=1: loads from tensor memory find maxima on {}, not on {}",
-                    sm100::REDUCING_ARCH,
-                    facts.arch
-                ));
+            if tile.load_max {
+                let reducing = facts.instructions.reducing_loads;
+                facts
+                    .needs(reducing, "loads from tensor memory that find maxima")
+                    .map_err(|why| format!("tile load_max=1: {why}"))?;
             }
             if tile.split_keys > 0 {
                 split::splits(problem)
@@ -188,6 +185,11 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
     }
 }
 
+/// Whether the device has what the kernel is made of.
+fn runs_on(facts: &DeviceFacts) -> bool {
+    facts.instructions.tma && facts.instructions.tcgen05
+}
+
 impl Tunable<ValidFwd, Cuda> for Sm100 {
     fn label(&self) -> &'static str {
         sm100::NAME
@@ -198,7 +200,7 @@ impl Tunable<ValidFwd, Cuda> for Sm100 {
     }
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        sm100::ARCHS.contains(&facts.arch.as_str())
+        runs_on(facts)
     }
 
     fn own_tile(

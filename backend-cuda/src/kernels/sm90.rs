@@ -77,9 +77,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel>, Refusal> {
         let refuse = |reason: String| Refusal::new("sm90", reason);
-        if facts.arch != "sm_90a" {
-            return Err(refuse(format!("the device is {}, not sm_90a", facts.arch)));
-        }
+        facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
         sm90::accepts(problem)?;
         let spec = FwdSpec::of(problem);
         let mut own = sm90::choose_tile(problem);
@@ -223,6 +221,11 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
     }
 }
 
+/// Whether the device has what the kernel is made of.
+fn runs_on(facts: &DeviceFacts) -> bool {
+    facts.instructions.tma && facts.instructions.wgmma
+}
+
 impl Tunable<ValidFwd, Cuda> for Sm90 {
     fn label(&self) -> &'static str {
         sm90::NAME
@@ -233,7 +236,7 @@ impl Tunable<ValidFwd, Cuda> for Sm90 {
     }
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        facts.arch == "sm_90a"
+        runs_on(facts)
     }
 
     fn own_tile(

@@ -57,9 +57,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
         options: &PlanOptions,
     ) -> Result<Choice<BwdKernel>, Refusal> {
         let refuse = |reason: String| Refusal::new(self.name(), reason);
-        if facts.arch != "sm_90a" {
-            return Err(refuse(format!("the device is {}, not sm_90a", facts.arch)));
-        }
+        facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
         sm90_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
         let own = table_tile(problem, &spec, facts);
@@ -292,6 +290,11 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
     }
 }
 
+/// Whether the device has what the kernel is made of.
+fn runs_on(facts: &DeviceFacts) -> bool {
+    facts.instructions.tma && facts.instructions.wgmma
+}
+
 impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
     fn label(&self) -> &'static str {
         sm90_bwd::LABEL
@@ -302,7 +305,7 @@ impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
     }
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        facts.arch == "sm_90a"
+        runs_on(facts)
     }
 
     fn own_tile(
