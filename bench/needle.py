@@ -63,7 +63,7 @@ def main():
                 outputs[name] = fn()[0].double() / getattr(fn, "scale_o", 1.0)
             except Exception as reason:  # a peer's own
                 print(f"D{dim} {name}: {' '.join(str(reason).split())[:100]}")
-        for tile in ("", "f16_values=0,flush=0,block_n=96,wait_anchor=0"):
+        for tile in ("", "pv=direct,block_n=96,wait_anchor=0"):
             os.environ["OURS_TILE"] = tile
             outputs[f"ours {tile}".strip()] = ours.make(w, *inputs)()[0].double()
         for name, o in outputs.items():

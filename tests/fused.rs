@@ -5,10 +5,9 @@
 mod amd;
 
 use fmha_core::{
-    BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem,
-    PlanOptions, ScoreArgs, SeqArgs, Shape, Stream, Strides,
+    BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, PlanOptions,
+    ScoreArgs, SeqArgs, Shape, Strides,
 };
-use fmha_cuda::CudaBackend;
 use half::bf16;
 
 const DIMS: Dims = Dims {
@@ -58,7 +57,7 @@ fn layouts() -> [Layout; 3] {
 
 /// Memory of a backend: four buffers' worth of bf16 and as many f32 as LSE has.
 struct Memory<'a> {
-    backend: &'a dyn FmhaBackend,
+    backend: &'a Device,
     buffer: DevBuffer,
 }
 
@@ -80,13 +79,13 @@ impl Memory<'_> {
 
 /// dQ, dK and dV, row by row, and O of a call whose gradients lie as `strides` and `places` say, `apart` elements
 /// further from each other.
-fn gradients(backend: &dyn FmhaBackend, layout: &Layout, apart: usize) -> Vec<Vec<bf16>> {
+fn gradients(backend: &Device, layout: &Layout, apart: usize) -> Vec<Vec<bf16>> {
     let Layout { dims, strides, places, .. } = layout;
-    let mut fwd = FwdProblem::batch(DType::Bf16, *dims);
-    (fwd.q, fwd.k, fwd.v, fwd.write_lse) = (*strides, *strides, *strides, true);
+    let fwd = FwdProblem::batch(DType::Bf16, *dims).write_lse(true);
+    let fwd = fwd.strides_q(*strides).strides_k(*strides).strides_v(*strides);
     let mut bwd = BwdProblem::new(fwd.clone());
     (bwd.dq, bwd.dk, bwd.dv) = (*strides, *strides, *strides);
-    let options = PlanOptions { deterministic: true, allow_fallback: true, ..PlanOptions::default() };
+    let options = PlanOptions::default().deterministic(true).allow_fallback(true);
     let shapes: [Shape; 3] = [fwd.shape_q(), fwd.shape_k(), fwd.shape_v()];
     let fwd = backend.plan_fwd(&fwd.validate().unwrap(), &options).unwrap();
     let bwd = backend.plan_bwd(&bwd.validate().unwrap(), &options).unwrap();
@@ -111,7 +110,8 @@ fn gradients(backend: &dyn FmhaBackend, layout: &Layout, apart: usize) -> Vec<Ve
     let (len, lse_len) = (2 * dense(shapes[0]), 4 * dense(Shape { dim: 1, ..shapes[0] }));
     let mut args = FwdArgs::new(inputs[0], inputs[1], inputs[2], held.write(o, len));
     (args.lse, args.workspace) = (Some(held.write(lse, lse_len)), scratch(&fwd_scratch));
-    backend.run_fwd(&fwd, &mut args, Stream::DEFAULT).unwrap();
+    let stream = backend.default_stream();
+    fwd.run(&mut args, &stream).unwrap();
     let place = |n: usize| 3 * ELEMS + places[n] + n * apart;
     let mut args = BwdArgs {
         q: inputs[0],
@@ -130,8 +130,8 @@ fn gradients(backend: &dyn FmhaBackend, layout: &Layout, apart: usize) -> Vec<Ve
         score: ScoreArgs::default(),
         workspace: scratch(&bwd_scratch),
     };
-    backend.run_bwd(&bwd, &mut args, Stream::DEFAULT).unwrap();
-    memory.synchronize(Stream::DEFAULT).unwrap();
+    bwd.run(&mut args, &stream).unwrap();
+    stream.synchronize().unwrap();
     let mut all = vec![bf16::ZERO; numbers.len()];
     memory.download(&held.buffer, bytemuck::cast_slice_mut(&mut all)).unwrap();
     let rows = |n: usize| {
@@ -151,7 +151,7 @@ fn dense(shape: Shape) -> u64 {
     shape.num_elems()
 }
 
-fn holds_on(backend: &dyn FmhaBackend) {
+fn holds_on(backend: &Device) {
     for layout in layouts() {
         let fused = gradients(backend, &layout, 0);
         let apart = gradients(backend, &layout, ELEMS);
@@ -162,13 +162,13 @@ fn holds_on(backend: &dyn FmhaBackend) {
 
 #[test]
 fn gradients_in_one_buffer_are_those_apart_on_the_cpu() {
-    holds_on(&*fmha::open(&fmha::Backend::Cpu).unwrap());
+    holds_on(&fmha::Device::open(fmha::Backend::Cpu).unwrap());
 }
 
 #[test]
 fn gradients_in_one_buffer_are_those_apart_on_an_emulated_sm_90a() {
     match fmha_cuda::nvrtc::nvrtc() {
-        Ok(_) => holds_on(&CudaBackend::open(0, Some("sm_90a")).unwrap()),
+        Ok(_) => holds_on(&fmha_cuda::open(0, Some("sm_90a")).unwrap()),
         Err(reason) => println!("absent: {reason}"),
     }
 }

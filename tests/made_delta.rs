@@ -41,7 +41,7 @@ fn gradients_are_right_with_delta_made_beside_the_products() {
                 "delta/b{batch}/h{num_heads_q}kv{num_heads_kv}/s{seqlen_q}x{seqlen_k}/d{dim}/{mask}/{dtype}"
             );
             let case = Case::backward(&name, BwdProblem::new(fwd), Lengths::default(), Data::default());
-            let tile = tile_fields(&format!("delta_beside=true,load_registers={registers}"));
+            let tile = tile_fields(&format!("dq_finish=beside_with_delta,load_registers={registers}"));
             let plan = PlanOptions::default().tile(tile).kernel("sm90");
             let (outcome, said) = case.run(&backend, &Options { plan, ..Options::default() });
             if said.contains("libnvrtc") && outcome == Outcome::Failed {

@@ -67,7 +67,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
         tile.into_iter().find_map(|(name, value)| (name == knob).then_some(value))
     };
     // A knob of Hopper's tile, and one of Blackwell's, whose later part alone loads maxima.
-    assert_eq!(value("sm_90a", "ping_pong").as_deref(), Some("1"));
+    assert_eq!(value("sm_90a", "ping_pong").as_deref(), Some("at_issue"));
     assert_eq!(value("sm_100a", "ping_pong"), None);
     let load_max = ["sm_90a", "sm_100a", "sm_103a"].map(|arch| value(arch, "load_max"));
     assert_eq!(load_max, [None, Some("0".to_owned()), Some("1".to_owned())]);

@@ -252,10 +252,10 @@ fn with(tile: &str) -> PlanOptions {
 }
 
 const TILES: [&str; 4] = [
-    "early_scores=0,early_dv=0,persistent=0,first_stores=0",
-    "early_scores=1,stages_q=3,head_parts=0,first_stores=0",
-    "early_scores=1,early_dv=1,persistent=1",
-    "early_scores=0,edges_apart=1,head_parts=0",
+    "walk=in_order,persistent=0,dq_path=store_warp",
+    "walk=early_scores,stages_q=3,head_parts=0,dq_path=store_warp",
+    "walk=early_scores,persistent=1",
+    "walk=in_order,edges_apart=1,head_parts=0",
 ];
 
 #[test]
@@ -291,11 +291,14 @@ fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
 fn a_field_that_another_leaves_no_room_for_is_refused() {
     let Some(backend) = device() else { return };
     let plan = |tile: &str| backend.plan_bwd(&problem("b", DIMS).validate().unwrap(), &with(tile));
-    for tile in ["direct_dq=1,early_scores=0", "first_stores=1,early_scores=0"] {
+    for tile in ["dq_path=registers", "dq_path=first_stores,dq_finish=beside"] {
         assert!(plan(tile).is_ok(), "{tile}: {}", plan(tile).err().unwrap());
     }
-    let refused = plan("direct_dq=1,first_stores=1,early_scores=0").err().map(|error| error.to_string());
-    assert!(refused.as_ref().is_some_and(|text| text.contains("first_stores")), "{refused:?}");
+    let refused = plan("dq_path=registers,dq_finish=beside").err().map(|error| error.to_string());
+    assert!(
+        refused.as_ref().is_some_and(|text| text.contains("dq_finish beside: not with dq_path registers")),
+        "{refused:?}"
+    );
 }
 
 #[test]

@@ -147,7 +147,7 @@ fn operands_that_lie_where_the_kernel_does_not_take_them_are_the_fallbacks() {
     let simt = |allow_fallback| with(Vec::new(), allow_fallback).kernel("simt");
     let tells = |details: &[(&str, String)]| details.iter().any(|(name, _)| *name == "unaligned operands");
     for (options, told) in
-        [(with(tile("lookahead"), true), true), (with(Vec::new(), false), false), (simt(true), false)]
+        [(with(tile("pack_gqa"), true), true), (with(Vec::new(), false), false), (simt(true), false)]
     {
         let plan = backend.plan_fwd(&fwd, &options).unwrap();
         assert_eq!(tells(plan.details()), told, "{plan}");
@@ -163,7 +163,7 @@ fn operands_that_lie_where_the_kernel_does_not_take_them_are_the_fallbacks() {
     assert_eq!(plan.kernel(), "sm90");
     assert_eq!([0, 2].map(|off| launches_of(&backend, &plan, off)), [3, 2]);
 
-    let plan = backend.plan_fwd(&fwd, &with(tile("lookahead"), true)).unwrap();
+    let plan = backend.plan_fwd(&fwd, &with(tile("pack_gqa"), true)).unwrap();
     assert_eq!(plan.kernel(), "sm90");
     let room = |off| Room::new(&backend, 16 * 2 * 64 * 2, off);
     let (q, k, v, mut o, mut lse) = (room(2), room(0), room(0), room(0), room(0));

@@ -18,8 +18,8 @@ fn what_cannot_be_tuned_is_refused_by_its_name() {
         ("-d 64", &["emulated", "times"][..]),
         ("-d 64 --backward", &["emulated", "times"]),
         ("-d 64 --backward --deterministic", &["emulated", "times"]),
-        ("-d 64 --knob early_dv", &["knob early_dv", "forward", "ping_pong"]),
-        ("-d 64 --backward --knob ping_pong", &["knob ping_pong", "backward", "early_dv"]),
+        ("-d 64 --knob dq_path", &["knob dq_path", "forward", "ping_pong"]),
+        ("-d 64 --backward --knob ping_pong", &["knob ping_pong", "backward", "dq_path"]),
         ("-d 320 --backward", &["sm90", "head_dim_qk 320", "256"]),
         ("-d 64 --prec fp32 --backward", &["sm90", "dtype_qk f32"]),
     ] {
@@ -36,11 +36,11 @@ fn what_cannot_be_tuned_is_refused_by_its_name() {
 fn backward_tiles_are_compiled_without_a_device_to_measure_them_on() {
     for (options, wanted) in [
         ("--knob block_m", "1 tiles compiled, 3 refused"),
-        // The tile of the table has first_stores, which direct_dq is refused beside.
-        ("--knob direct_dq", "1 tiles compiled, 1 refused"),
-        // Consumers that add dQ themselves take turns too.
-        ("--knob direct_dq --deterministic", "2 tiles compiled, 0 refused"),
-        // A key block that is claimed ahead does not.
+        // The table's tile finishes dQ in the main kernel, which `registers` is refused beside.
+        ("--knob dq_path", "2 tiles compiled, 1 refused"),
+        // Consumers that add dQ themselves add in order too; the first to come is not the first in the order.
+        ("--knob dq_path --deterministic", "2 tiles compiled, 1 refused"),
+        // A tile whose index is taken ahead would wait behind its own CTA's present one.
         ("--knob persistent --deterministic", "1 tiles compiled, 1 refused"),
     ] {
         let Some(ran) = emulated(&format!("-d 64 --backward --compile {options}")) else { return };

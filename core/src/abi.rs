@@ -441,13 +441,15 @@ abi_struct! {
         /// In the workspace: f32 sums of dQ, blocks of rows in the order of the kernel's accumulators; null where
         /// dQ is not summed in memory.
         pub dq_sums: DevPtr<f32>,
-        /// In the workspace: of each block of rows of `dq_sums`, how many have added to it, where sums have an order, or
-        /// whether one comes to store it (1) or has (2), where the first to come stores; else null.
-        pub turns: DevPtr<i32>,
-        /// In the workspace: tiles that persistent CTAs have claimed.
-        pub claimed: DevPtr<i32>,
-        /// In the workspace: of each warp of each tile, whether its dK or dV are not finite.
-        pub suspects: DevPtr<i32>,
+        /// In the workspace: a semaphore of each block of rows of `dq_sums`. Where sums have an order, how
+        /// many have added; where the first to come stores, whether one is about to (1) or has (2); else
+        /// null.
+        pub dq_semaphores: DevPtr<i32>,
+        /// In the workspace: the counters of the dynamic schedulers, the next tile's index first.
+        pub schedulers: DevPtr<i32>,
+        /// In the workspace: of each warp of each tile, whether its dK or dV have a number that is not
+        /// finite; behind them the main kernel's other flags and counters.
+        pub non_finite: DevPtr<i32>,
         /// Rows of `lse_log2` and `delta` from query head to query head.
         pub stats_head: i64,
         /// Rows from sequence to sequence.

@@ -10,8 +10,8 @@ pub struct BwdWorkspace {
     lse_log2: u64,
     delta: u64,
     dq_sums: Option<u64>,
-    turns: Option<u64>,
-    suspects: u64,
+    semaphores: Option<u64>,
+    flags: u64,
     /// Of all.
     pub bytes: u64,
     stats_head: i64,
@@ -23,15 +23,15 @@ pub struct BwdWorkspace {
 pub struct DqSums {
     /// Columns of a row.
     pub dim: u32,
-    /// With a number to each query block: of those that have added to it, or whether one has stored it.
-    pub counted: bool,
+    /// With a semaphore to each query block: how many have added to it, or whether one has stored it.
+    pub has_semaphores: bool,
 }
 
 impl BwdWorkspace {
-    /// For a kernel with query blocks of `block_m` rows, with these sums if it has any, and a number of each of
-    /// `suspects` warps. `None`: it would be 2^62 bytes or more.
+    /// For a kernel with query blocks of `block_m` rows, with these sums if it has any, and `flags` numbers
+    /// of the kernel's own. `None`: it would be 2^62 bytes or more.
     #[must_use]
-    pub fn new(problem: &BwdProblem, block_m: u32, sums: Option<DqSums>, suspects: u64) -> Option<Self> {
+    pub fn new(problem: &BwdProblem, block_m: u32, sums: Option<DqSums>, flags: u64) -> Option<Self> {
         let dq_dim = sums.map_or(0, |sums| sums.dim);
         let dims = problem.fwd.dims;
         let block = u64::from(block_m);
@@ -40,18 +40,18 @@ impl BwdWorkspace {
         let elems = rows.checked_mul(dims.num_heads_q.into())?;
         let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
         let sum_bytes = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
-        // A number of claimed tiles, then what has rows.
+        // The schedulers' counters, then what has rows.
         let first = 256;
-        let turns = stats.checked_mul(2)?.checked_add(sum_bytes)?.checked_add(first)?;
-        let is_counted = sums.is_some_and(|sums| sums.counted);
-        let marks = turns.checked_add(if is_counted { elems / block * 4 } else { 0 })?;
-        let bytes = marks.checked_add(suspects.checked_mul(4)?)?;
+        let semaphores = stats.checked_mul(2)?.checked_add(sum_bytes)?.checked_add(first)?;
+        let has_semaphores = sums.is_some_and(|sums| sums.has_semaphores);
+        let first_flag = semaphores.checked_add(if has_semaphores { elems / block * 4 } else { 0 })?;
+        let bytes = first_flag.checked_add(flags.checked_mul(4)?)?;
         (bytes < 1 << 62).then_some(Self {
             lse_log2: first,
             delta: first + stats,
             dq_sums: sums.is_some().then_some(first + 2 * stats),
-            turns: is_counted.then_some(turns),
-            suspects: marks,
+            semaphores: has_semaphores.then_some(semaphores),
+            flags: first_flag,
             bytes,
             stats_head: rows as i64,
             stats_batch: padded as i64,
@@ -62,12 +62,12 @@ impl BwdWorkspace {
     #[must_use]
     pub fn bind(&self, params: BwdParams, address: u64) -> BwdParams {
         BwdParams {
-            claimed: DevPtr::new(address),
-            suspects: DevPtr::new(address + self.suspects),
+            schedulers: DevPtr::new(address),
+            non_finite: DevPtr::new(address + self.flags),
             lse_log2: DevPtr::new(address + self.lse_log2),
             delta: DevPtr::new(address + self.delta),
             dq_sums: self.dq_sums.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
-            turns: self.turns.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
+            dq_semaphores: self.semaphores.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
             stats_head: self.stats_head,
             stats_batch: self.stats_batch,
             ..params
@@ -135,9 +135,9 @@ mod tests {
 
     #[test]
     fn every_part_lies_behind_the_one_before_and_inside() {
-        for (block, counted) in [(1, false), (64, false), (64, true)] {
+        for (block, has_semaphores) in [(1, false), (64, false), (64, true)] {
             let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
-            let sums = Some(DqSums { dim: 8, counted });
+            let sums = Some(DqSums { dim: 8, has_semaphores });
             let workspace = BwdWorkspace::new(&problem, block, sums, 5).unwrap();
             let padded = u64::from(DIMS.seqlen_q.div_ceil(block) * block);
             assert_eq!(workspace.stats_batch, padded as i64);
@@ -149,9 +149,12 @@ mod tests {
                     && sums >= workspace.delta + rows * 4
             );
             let end = sums + rows * 8 * 4;
-            let turns = if counted { rows / u64::from(block) * 4 } else { 0 };
-            assert_eq!((workspace.turns, workspace.bytes), (counted.then_some(end), end + turns + 20));
-            assert_eq!(workspace.suspects, end + turns);
+            let semaphores = if has_semaphores { rows / u64::from(block) * 4 } else { 0 };
+            assert_eq!(
+                (workspace.semaphores, workspace.bytes),
+                (has_semaphores.then_some(end), end + semaphores + 20)
+            );
+            assert_eq!(workspace.flags, end + semaphores);
         }
     }
 
@@ -159,6 +162,9 @@ mod tests {
     fn a_workspace_that_no_memory_holds_is_none() {
         let dims = Dims { batch: 1 << 30, seqlen_q: 1 << 30, ..DIMS };
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
-        assert_eq!(BwdWorkspace::new(&problem, 64, Some(DqSums { dim: 128, counted: false }), 0), None);
+        assert_eq!(
+            BwdWorkspace::new(&problem, 64, Some(DqSums { dim: 128, has_semaphores: false }), 0),
+            None
+        );
     }
 }

@@ -31,15 +31,15 @@ fn each_part_is_bound_behind_the_one_before() {
         |sums: Option<DqSums>| BwdWorkspace::new(&problem, 64, sums, 5).unwrap().bind(params, 1 << 20);
     // Two blocks of 64 rows a sequence, 3 sequences, 4 heads.
     let (rows, start) = (128 * 3 * 4, 1 << 20);
-    let whole = workspace(Some(DqSums { dim: 8, counted: true }));
-    assert_eq!((whole.claimed.0, whole.lse_log2.0), (start, start + 256));
+    let whole = workspace(Some(DqSums { dim: 8, has_semaphores: true }));
+    assert_eq!((whole.schedulers.0, whole.lse_log2.0), (start, start + 256));
     let delta = start + 256 + rows * 4;
     assert_eq!((whole.delta.0, whole.dq_sums.0), (delta, delta + rows * 4));
-    let turns = delta + rows * 4 + rows * 8 * 4;
-    assert_eq!((whole.turns.0, whole.suspects.0), (turns, turns + rows / 64 * 4));
+    let semaphores = delta + rows * 4 + rows * 8 * 4;
+    assert_eq!((whole.dq_semaphores.0, whole.non_finite.0), (semaphores, semaphores + rows / 64 * 4));
     assert_eq!((whole.stats_batch, whole.stats_head), (128, 128 * 3));
     let bare = workspace(None);
-    assert_eq!((bare.dq_sums.0, bare.turns.0, bare.suspects.0), (0, 0, delta + rows * 4));
+    assert_eq!((bare.dq_sums.0, bare.dq_semaphores.0, bare.non_finite.0), (0, 0, delta + rows * 4));
 }
 
 #[test]

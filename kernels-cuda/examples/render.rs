@@ -132,7 +132,6 @@ fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<bool, Box<d
     let field = match field {
         "lazy" => "lazy_rescale_log2",
         "anchor" => "wait_anchor",
-        "poly" => "exp2_polynomial_every",
         "pack" => "pack_gqa",
         "vector" => "vector_store",
         other => other,

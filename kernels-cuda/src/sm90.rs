@@ -4,7 +4,7 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout, abi_spec};
+use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout, abi_enum, abi_spec};
 
 use crate::schedule::{self, UnitOfWork};
 pub use crate::schedule::{TileOrder, TileSchedule};
@@ -24,6 +24,47 @@ pub const NAME: &str = "sm90";
 /// The header that its entry includes.
 pub const HEADER: &str = "fmha/sm90/fwd/fwd.cuh";
 
+/// Whether consumer warpgroups issue their products in turn, one's under another's exponentials.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PingPong {
+    /// Each when it can.
+    Off,
+    /// The next warpgroup may issue when this one's products are issued.
+    AtIssue,
+    /// The next warpgroup may issue when this one's maxima of a block are there, so that their exponentials do not coincide.
+    AfterMax,
+}
+
+abi_enum!(PingPong { Off, AtIssue, AfterMax });
+
+/// Whether the next tile's first scores are started with this tile's last output, and where that tile's Q lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lookahead {
+    /// They are not.
+    Off,
+    /// In a second buffer of Q.
+    SecondQ,
+    /// Q lies in pieces of 64 rows, of which one is spare: less shared memory than a second Q.
+    SparePiece,
+}
+
+abi_enum!(Lookahead { Off, SecondQ, SparePiece });
+
+/// What P V is a product of, and how its sums come to O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ValueProduct {
+    /// Of V's own type, summed throughout by the tensor cores: f32 of 16-bit types, some 14 bits of FP8.
+    Direct,
+    /// A V of FP8 is brought to f16 in shared memory, which holds it exactly; products of f16, summed in f32.
+    F16,
+    /// Of FP8, added to O in f32 registers after each block of keys.
+    Flushed,
+    /// The same, before the next block's S is started, whose registers the sums have until then; else beside it.
+    FlushedFirst,
+}
+
+abi_enum!(ValueProduct { Direct, F16, Flushed, FlushedFirst });
+
 abi_spec! {
     /// How the kernel computes.
     pub struct Sm90Tile {
@@ -35,25 +76,17 @@ abi_spec! {
         pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3, 4]),
         /// How CTAs come by their tiles.
         pub order: TileOrder = Takes::all().tuned(),
-        /// Consumer warpgroups issue their products in turn, one's under another's exponentials.
-        pub ping_pong: bool = Takes::all().tuned(),
-        /// With `ping_pong`: the turn is passed on when a block's maxima are there, so that the warpgroups'
-        /// exponentials do not coincide; else when its products are issued.
-        pub turn_after_max: bool = Takes::all().tuned(),
-        /// The next tile's first scores are started with this tile's last output; Q has two buffers.
-        pub lookahead: bool = Takes::all().tuned(),
-        /// Q lies in pieces of 64 rows, and lookahead has one spare piece and no second Q: less shared memory.
-        pub split_q: bool = Takes::all().tuned(),
+        /// Whether warpgroups take the tensor cores in turn.
+        pub ping_pong: PingPong = Takes::all().tuned(),
+        /// Whether the next tile's first scores are early.
+        pub lookahead: Lookahead = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// How many of a thread's `block_n / 2` exponentials ptxas must place before the wait for
         /// `P V`; 0: where it likes.
         pub wait_anchor: i32 = Takes::within(0, 128).tuned_over(&[0, 16, 32, 40, 48]),
-        /// Every n-th exponential is a polynomial on the multiply-add pipe; 0: none.
-        // Not tuned: a cubic's error, 9e-5, is beyond the battery's bound of LSE (`rare/rising/bf16/batch`, 8.8e-5 of 4.7e-5).
-        pub exp2_polynomial_every: i32 = Takes::within(0, 128),
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
-        /// afterwards whether it was high enough. Warp-specialised kernels only.
+        /// afterwards whether it was high enough.
         pub skip_row_max: bool = Takes::all().tuned(),
         /// With `skip_row_max`: where a row's maximum is above that of a quarter of its keys by more than this, in
         /// log2, before the first block that would skip, the warpgroup takes exact maxima throughout the tile.
@@ -72,9 +105,6 @@ abi_spec! {
         /// 0: TMA loads. Else three warps copy so many bytes at a time, which divide every
         /// stride and address of Q, K and V: 16, 8, 4, or 2 (element by element).
         pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
-        /// A warpgroup loads and the others consume. Else every warpgroup consumes, and one thread also
-        /// refills shared memory, `stages` blocks ahead.
-        pub warp_specialised: bool,
         /// CTAs that share the loads of K and V: 1 or 2.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// A cluster's CTAs have the same query rows of neighbouring heads of a kv head's group; else
@@ -82,23 +112,12 @@ abi_spec! {
         pub cluster_heads: bool = Takes::all().tuned(),
         /// Q is held in registers through a tile, not read from shared memory by each product.
         pub q_in_registers: bool = Takes::all().tuned(),
-        /// `Q K` is summed in f16. Inputs of f16 only.
-        pub f16_scores: bool,
-        /// `P V` is summed in f16, beyond whose 65504 it is infinite. Inputs of f16 only.
-        pub f16_output: bool,
-        /// A V of FP8 is brought to f16 in shared memory, which holds it exactly, and P V is a product of f16, summed in f32;
-        /// else of FP8.
-        pub f16_values: bool,
+        /// What P V is a product of.
+        pub pv: ValueProduct,
         /// Where a row-major V of FP8 is brought to the form that the products of P V take, to the same bits.
         pub prepare_v: PrepareV = Takes::all().tuned(),
-        /// A product P V of FP8, which the tensor cores sum in some 14 bits, is added to O in f32 registers after each block
-        /// of keys; else they sum O throughout.
-        pub flush: bool,
-        /// With `flush`: columns of O that are summed at a time, where registers are short; 0: all of them.
+        /// Where P V is flushed: columns of O that are summed at a time, where registers are short; 0: all of them.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
-        /// With `flush`: a block's P V is summed, and added to O, before the next block's S is started, whose
-        /// registers it has until then; else beside it.
-        pub output_first: bool,
         /// Blocks of an elementwise bias of 16 bits that TMA brings into shared memory, each warpgroup's rows by
         /// themselves; 0: threads read their elements from memory.
         pub bias_stages: i32 = Takes::within(0, 4).tuned_over(&[1, 2]),
@@ -118,26 +137,44 @@ impl Sm90Tile {
         self.block_m / 64
     }
 
+    /// Whether Q lies in pieces of a warpgroup's rows.
+    #[must_use]
+    pub const fn splits_q(&self) -> bool {
+        matches!(self.lookahead, Lookahead::SparePiece)
+    }
+
+    /// Whether the next tile's first scores are early.
+    #[must_use]
+    pub const fn looks_ahead(&self) -> bool {
+        !matches!(self.lookahead, Lookahead::Off)
+    }
+
+    /// Whether P V is added to O in f32 registers after each block.
+    #[must_use]
+    pub const fn flushes_output(&self) -> bool {
+        matches!(self.pv, ValueProduct::Flushed | ValueProduct::FlushedFirst)
+    }
+
     /// Rows of Q that are loaded at once.
     #[must_use]
     pub const fn q_rows(&self) -> i32 {
-        if self.split_q { 64 } else { self.block_m }
+        if self.splits_q() { 64 } else { self.block_m }
     }
 
     /// Threads of a CTA.
     #[must_use]
     pub const fn num_threads(&self) -> i32 {
-        128 * (self.warp_specialised as i32 + self.num_consumers())
+        128 * (1 + self.num_consumers())
     }
 
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
-        let q_buffers = match (self.split_q, self.lookahead) {
-            (true, _) => self.num_consumers() + 1,
-            (false, true) => 2,
-            (false, false) => 1,
+        let q_buffers = match self.lookahead {
+            Lookahead::SparePiece => self.num_consumers() + 1,
+            Lookahead::SecondQ => 2,
+            Lookahead::Off => 1,
         };
         let (size_qk, size_v) = (elem_bytes(spec.dtype_qk), elem_bytes(operand_v(spec, self)));
         let q = q_buffers * tile_bytes(self.q_rows(), qk * size_qk);
@@ -229,7 +266,7 @@ impl Sm90Tile {
     #[must_use]
     pub const fn prepared_block(&self, spec: &FwdSpec) -> [i32; 2] {
         let dim = padded_dim(spec.head_dim_v);
-        if self.f16_values { [self.block_n, dim] } else { [dim, self.block_n] }
+        if matches!(self.pv, ValueProduct::F16) { [self.block_n, dim] } else { [dim, self.block_n] }
     }
 
     /// Its elements.
@@ -275,13 +312,15 @@ const fn tile_bytes(rows: i32, row_bytes: i32) -> i32 {
 
 /// The type of P V's operands: as the device's function of that name.
 const fn operand_v(spec: &FwdSpec, tile: &Sm90Tile) -> DType {
-    if spec.dtype_v.is_fp8() && tile.f16_values { DType::F16 } else { spec.dtype_v }
+    if spec.dtype_v.is_fp8() && matches!(tile.pv, ValueProduct::F16) { DType::F16 } else { spec.dtype_v }
 }
 
 /// Whether a V of FP8 passes through shared memory twice: brought to f16, or turned.
 const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
     let in_tile = matches!(tile.prepare_v, PrepareV::InTile);
-    in_tile && spec.dtype_v.is_fp8() && (tile.f16_values || matches!(spec.v_layout, VLayout::RowMajor))
+    in_tile
+        && spec.dtype_v.is_fp8()
+        && (matches!(tile.pv, ValueProduct::F16) || matches!(spec.v_layout, VLayout::RowMajor))
 }
 
 /// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
@@ -418,25 +457,19 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
 
 /// The headers of an entry that are rendered: its products, the schedule, what the host shares.
 fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
-    let sums = |f16| if f16 { Sums::F16 } else { Sums::F32 };
-    let (q, scores) =
-        (if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared }, sums(tile.f16_scores));
+    let sums = Sums::F32;
+    let q = if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared };
     // Keys that one product of P V contracts, of which a block computed in part has whole steps.
     let operand_v = operand_v(spec, tile);
     let depth = 32 / elem_bytes(operand_v);
     let shapes = [
-        WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums: scores },
-        WgmmaShape {
-            dtype: spec.dtype_qk,
-            n: (tile.block_n / 2 + depth - 1) / depth * depth,
-            a: q,
-            sums: scores,
-        },
+        WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums },
+        WgmmaShape { dtype: spec.dtype_qk, n: (tile.block_n / 2 + depth - 1) / depth * depth, a: q, sums },
         WgmmaShape {
             dtype: operand_v,
             n: if tile.output_columns > 0 { tile.output_columns } else { padded_dim(spec.head_dim_v) },
             a: OperandA::Registers,
-            sums: sums(tile.f16_output),
+            sums,
         },
     ];
     [wgmma::header(&shapes), schedule::header(), host_header()]
@@ -445,7 +478,10 @@ fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
 /// `fmha/sm90_host.h`: what this file shares with the device.
 fn host_header() -> Header {
     let text = format!(
-        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n{}\n{}\n}}  // namespace fmha\n",
+        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n}}  // namespace fmha\n",
+        PingPong::c_definition(),
+        Lookahead::c_definition(),
+        ValueProduct::c_definition(),
         PrepareV::c_definition(),
         Sm90Tile::c_definition(),
         PreparedValues::c_definition(),

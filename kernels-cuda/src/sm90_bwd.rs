@@ -1,16 +1,21 @@
 //! The Hopper backward kernels: their tile, their workspace, their entries.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr};
-use fmha_core::fields::Takes;
+use fmha_core::fields::{FieldValue as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
 use fmha_core::{
-    Bias, BwdProblem, DType, MaskKind, QLayout, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct,
+    Bias, BwdProblem, DType, MaskKind, QLayout, Refusal, Shape, Strides, VLayout, abi_enum, abi_spec,
+    abi_struct,
 };
 
 use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
 use crate::sm90::MAX_SMEM_BYTES;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
+
+mod cost;
+
+pub use cost::HeadParts;
 
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";
@@ -28,6 +33,100 @@ pub const HEADERS: [&str; 6] = [
     "fmha/sm90/bwd/dbias.cuh",
 ];
 
+/// The loop of the consume role: what a consumer has of keys and of the dimension, and how the products of a
+/// block follow each other (`consume/`, a file each).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BwdWalk {
+    /// To head dimension 128: 64 keys and the whole dimension; a query block after another, dP started beside
+    /// the scores.
+    InOrder,
+    /// The same, with dP started when P is made, which leaves modifiers its registers.
+    LateDp,
+    /// The same, with the next block's scores started before this block's dK is waited for; two blocks of Q
+    /// are then held at a time, and a third stage hides their loading.
+    EarlyScores,
+    /// At 192 with a V of at most 128: P and dS of half of a block's queries at a time.
+    HalfBlocks,
+    /// Beyond 128: all consumers have the CTA's 64 keys, and each 32 of the queries of S and a part of the
+    /// dimension of dQ, dK and dV.
+    SplitDims,
+    /// The same, with the next block's scores started before this block's products are done.
+    SplitEarly,
+    /// The same at 256 by two CTAs of a cluster, which have neighbouring key blocks, send each other their
+    /// dS, and each add a half of dQ's dimension for both.
+    InClusters,
+}
+
+impl BwdWalk {
+    const ALL: [Self; 7] = [
+        Self::InOrder,
+        Self::LateDp,
+        Self::EarlyScores,
+        Self::HalfBlocks,
+        Self::SplitDims,
+        Self::SplitEarly,
+        Self::InClusters,
+    ];
+
+    /// Whether consumers share out the dimension, and so have all keys of a CTA.
+    #[must_use]
+    pub const fn splits_dims(self) -> bool {
+        matches!(self, Self::SplitDims | Self::SplitEarly | Self::InClusters)
+    }
+
+    /// Whether the next block's scores are under way while this block's gradients are.
+    const fn has_next_scores(self) -> bool {
+        matches!(self, Self::EarlyScores | Self::SplitEarly | Self::InClusters)
+    }
+
+    /// Whether consumers compute dQ transposed, and share it out by its dimension, for a padded head dimension.
+    const fn transposes_dq(self, dim: i32) -> bool {
+        dim == 128 || dim == 192 && self.splits_dims()
+    }
+
+    /// CTAs of a cluster.
+    #[must_use]
+    pub const fn cluster(self) -> i32 {
+        if matches!(self, Self::InClusters) { 2 } else { 1 }
+    }
+
+    /// Of a block's queries, whose scores are made one after the other.
+    const fn score_parts(self) -> i32 {
+        if matches!(self, Self::HalfBlocks) { 2 } else { 1 }
+    }
+}
+
+abi_enum!(BwdWalk { InOrder, LateDp, EarlyScores, HalfBlocks, SplitDims, SplitEarly, InClusters });
+
+/// How a key block's share of dQ comes to the sums in memory (`dq/`). In deterministic calls additions have
+/// an order, and the first of it stores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DqPath {
+    /// Consumers add from their registers.
+    Registers,
+    /// The store warp adds from shared memory; else than in an order to zeros that preprocess has written.
+    StoreWarp,
+    /// Of the key blocks that add to a query block's dQ the store warp of the first to come stores, the
+    /// others' add behind it.
+    FirstStores,
+}
+
+abi_enum!(DqPath { Registers, StoreWarp, FirstStores });
+
+/// Where the sums of dQ become dQ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DqFinish {
+    /// In a launch after the main kernel.
+    Launch,
+    /// In the main kernel, by a warp of its own, while the L2 may still have them. Of persistent CTAs.
+    Beside,
+    /// The same; while no dQ waits for it, the warp makes LSE in log2 and delta of all heads' rows but those
+    /// of the first tiles, which preprocess makes.
+    BesideWithDelta,
+}
+
+abi_enum!(DqFinish { Launch, Beside, BesideWithDelta });
+
 abi_spec! {
     /// How the kernels compute.
     pub struct Sm90BwdTile {
@@ -35,9 +134,6 @@ abi_spec! {
         pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 128]),
         /// Keys of a CTA: 64 to a consumer warpgroup, or 64 to all.
         pub block_n: i32 = Takes::among(&[64, 128]),
-        /// CTAs of a cluster: they have neighbouring key blocks, send each other their dS, and each adds its share of dQ's
-        /// dimension for both.
-        pub cluster: i32 = Takes::within(1, 2),
         /// Blocks of Q in shared memory at a time.
         pub stages_q: i32 = Takes::within(1, 4).tuned_over(&[2, 3]),
         /// Blocks of dO in shared memory at a time.
@@ -46,33 +142,12 @@ abi_spec! {
         pub stages_ds: i32 = Takes::within(1, 4),
         /// Steps of dBias that are in shared memory at a time: K, V, Q and dO of each.
         pub stages_dbias: i32 = Takes::within(1, 4),
-        /// Consumers share out dQ by its dimension, as the transpose of dQ; else by its rows.
-        pub transposed_dq: bool = Takes::nothing(),
-        /// All consumers have all keys of a CTA, and each 32 of the queries of S and a part of the dimension of dQ, dK and
-        /// dV: what head dimensions beyond 128 leave registers for.
-        pub split_dims: bool = Takes::nothing(),
-        /// A consumer makes P and dS of so many parts of a block's queries one after the other: two where dK and dV leave
-        /// registers for the scores of half a block.
-        pub score_parts: i32 = Takes::nothing(),
-        /// The next block's scores are started before this block's dK is waited for; two blocks of Q are then held at a
-        /// time, and a third stage hides their loading.
-        pub early_scores: bool = Takes::all().tuned(),
-        /// dV is started before dS is made, which holds P in both forms at a time.
-        pub early_dv: bool = Takes::all().tuned(),
-        /// dP is started when P is made, which leaves modifiers its registers; else beside the scores.
-        pub late_dp: bool = Takes::all().tuned(),
-        /// Consumers add dQ to memory from their registers; else a thread adds it from shared memory.
-        pub direct_dq: bool = Takes::all().tuned(),
-        /// Of the key blocks that add to a query block's dQ the first to come stores it, and the others wait for that; else
-        /// preprocess puts zeros there. Of who stores by a thread, without turns.
-        pub first_stores: bool = Takes::all().tuned(),
-        /// The sums of dQ become dQ in the main kernel, by a warp of its own, while the L2 may still have them; else in a launch
-        /// after it. Of persistent CTAs that store dQ by a thread, without turns.
-        pub finishes_dq: bool = Takes::all().tuned(),
-        /// LSE in log2 and delta of all heads' rows but those of the first tiles are made in the main kernel, by the warp that
-        /// finishes dQ while none waits for it; else preprocess makes all. With `finishes_dq`, `first_stores`,
-        /// `vector_load` and whole 32 of `block_m`.
-        pub delta_beside: bool = Takes::all().tuned(),
+        /// The loop of the consume role.
+        pub walk: BwdWalk = Takes::all().tuned(),
+        /// How dQ comes to its sums.
+        pub dq_path: DqPath = Takes::all().tuned(),
+        /// Where the sums become dQ.
+        pub dq_finish: DqFinish = Takes::all().tuned(),
         /// Registers of a thread beside the consumers, who have the others.
         pub load_registers: i32 = Takes::among(&[24, 32, 40]).tuned_over(&[24, 40]),
         /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own adds; else one
@@ -112,7 +187,8 @@ abi_struct! {
         pub num_sms: i32,
         /// Tiles that share a kv head's query heads.
         pub num_head_parts: i32,
-        /// With `delta_beside`: query heads of all sequences whose rows preprocess takes care of; else all of them.
+        /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
+        /// of; else all of them.
         pub num_first_query_heads: i32,
         /// Their query blocks.
         pub num_first_q_blocks: i32,
@@ -131,35 +207,35 @@ const MAX_ACCUMULATORS: i32 = 216;
 const SPLIT_QUERIES: i32 = 32;
 
 impl Sm90BwdTile {
-    /// Gives up what holds two products at a time, where dimensions are whole: some modifiers want those registers (bytes that
-    /// ptxas spills of D 64 with an elementwise bias: 500, then 0; of D 128 with soft-cap, bias and dropout: 320, then 0; of
-    /// D 64 with a soft-cap 40, with dropout 50).
+    /// Gives up what holds two products at a time, where dimensions are whole: some modifiers want those
+    /// registers (bytes that ptxas spills of D 64 with an elementwise bias: 500, then 0; of D 128 with
+    /// soft-cap, bias and dropout: 320, then 0; of D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
-        (self.late_dp, self.edges_apart, self.exp2_polynomials) = (true, false, 0);
+        (self.walk, self.edges_apart, self.exp2_polynomials) = (BwdWalk::LateDp, false, 0);
     }
 
     /// Consumer warpgroups.
     #[must_use]
     pub const fn num_consumers(&self) -> i32 {
-        if self.split_dims { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
+        if self.walk.splits_dims() { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
     }
 
     /// Queries of a consumer's S; columns of its dK and of its dV.
     const fn consumer_columns(&self, spec: &BwdSpec) -> (i32, i32, i32) {
         let dim = padded_dim(spec);
-        if self.split_dims {
+        if self.walk.splits_dims() {
             let columns = dim / self.num_consumers();
             (SPLIT_QUERIES, columns, columns)
         } else {
-            (self.block_m / self.score_parts, dim, self.v_columns(spec))
+            (self.block_m / self.walk.score_parts(), dim, self.v_columns(spec))
         }
     }
 
     /// Columns of a consumer's share of dQ.
     const fn dq_columns(&self, dim: i32) -> i32 {
-        if self.transposed_dq {
+        if self.walk.transposes_dq(dim) {
             self.block_m
-        } else if self.split_dims || self.score_parts > 1 {
+        } else if self.walk.splits_dims() || self.walk.score_parts() > 1 {
             dim / self.num_consumers()
         } else {
             dim
@@ -168,7 +244,7 @@ impl Sm90BwdTile {
 
     /// V's dimension in shared memory: that of Q and K, or where there is no room for it its own.
     const fn v_columns(&self, spec: &BwdSpec) -> i32 {
-        if self.score_parts > 1 { round_up(spec.fwd.head_dim_v, 64) } else { padded_dim(spec) }
+        if self.walk.score_parts() > 1 { round_up(spec.fwd.head_dim_v, 64) } else { padded_dim(spec) }
     }
 
     /// Threads of a CTA of the main kernel.
@@ -179,21 +255,22 @@ impl Sm90BwdTile {
 
     /// Shared memory of dS; and of P, where consumers need each other's.
     const fn ds_bytes(&self) -> i32 {
-        self.stages_ds * tile_bytes(self.block_m, self.block_n) * if self.split_dims { 2 } else { 1 }
+        self.stages_ds * tile_bytes(self.block_m, self.block_n) * if self.walk.splits_dims() { 2 } else { 1 }
     }
 
     /// Shared memory of what a CTA holds of the other one of its cluster: columns of K, and dS.
     const fn other_bytes(&self, dim: i32) -> i32 {
-        if self.cluster == 1 {
+        if self.walk.cluster() == 1 {
             return 0;
         }
-        tile_bytes(self.block_n, dim / self.cluster) + self.stages_ds * tile_bytes(self.block_m, self.block_n)
+        tile_bytes(self.block_n, dim / self.walk.cluster())
+            + self.stages_ds * tile_bytes(self.block_m, self.block_n)
     }
 
     /// Rows of Q and dO that a CTA loads at a time.
     #[must_use]
     pub const fn loaded_rows(&self) -> i32 {
-        self.block_m / self.cluster
+        self.block_m / self.walk.cluster()
     }
 
     /// Dynamic shared memory of a CTA of the main kernel; the entry asserts that the device agrees.
@@ -205,13 +282,13 @@ impl Sm90BwdTile {
         let queries =
             self.stages_q * tile_bytes(self.block_m, dim) + self.stages_dout * tile_bytes(self.block_m, of_v);
         let ds = self.ds_bytes();
-        let dq = if self.direct_dq { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
-        let sums = if self.finishes_dq { round_up(4 * self.block_m * dim, 1024) } else { 0 };
+        let dq = if self.adds_from_registers() { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
+        let sums = if self.finishes_dq() { round_up(4 * self.block_m * dim, 1024) } else { 0 };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
         let barriers =
             8 * (7 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
         // Of each warp four quads and the queries of a block: the device's `DropoutParts`.
-        let parts = if spec.fwd.dropout && self.late_dp {
+        let parts = if spec.fwd.dropout && matches!(self.walk, BwdWalk::LateDp) {
             round_up(4 * self.num_consumers() * (4 * 16 + 8 * self.block_m), 1024)
         } else {
             0
@@ -219,27 +296,24 @@ impl Sm90BwdTile {
         parts + round_up(keys + queries + ds + dq + sums + stats + barriers + 3 * 4, 1024)
     }
 
-    /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block, which divide
-    /// the main kernel's, since that lays the rows' numbers out.
+    /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block,
+    /// which divide the main kernel's, since that lays the rows' numbers out.
     #[must_use]
     pub const fn of_dbias(&self) -> Self {
         Self {
             block_m: if self.block_m % 64 == 0 { 64 } else { self.block_m },
             block_n: 128,
-            cluster: 1,
+            walk: BwdWalk::InOrder,
+            dq_path: DqPath::StoreWarp,
+            dq_finish: DqFinish::Launch,
             head_parts: false,
-            split_dims: false,
-            score_parts: 1,
-            direct_dq: false,
-            first_stores: false,
-            finishes_dq: false,
-            delta_beside: false,
             load_registers: 24,
             ..*self
         }
     }
 
-    /// Dynamic shared memory of a CTA of dBias' kernel, of its [tile](Self::of_dbias); the entry asserts that the device agrees.
+    /// Dynamic shared memory of a CTA of dBias' kernel, of its [tile](Self::of_dbias); the entry asserts that
+    /// the device agrees.
     #[must_use]
     pub const fn dbias_smem_bytes(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
@@ -257,42 +331,48 @@ impl Sm90BwdTile {
         if block_m < 16 || block_m % 16 != 0 || block_m > 256 {
             return Err(format!("block_m {block_m} is not a multiple of 16 from 16 to 256"));
         }
-        let keys = if self.split_dims { 64 } else { 128 };
+        let walk = self.walk;
+        let (set, v) = (walk.name(), spec.fwd.head_dim_v);
+        let takes_dims = match walk {
+            BwdWalk::InOrder | BwdWalk::LateDp | BwdWalk::EarlyScores => dim <= 128,
+            BwdWalk::HalfBlocks => dim == 192 && v <= 128,
+            BwdWalk::SplitDims | BwdWalk::SplitEarly => dim > 128,
+            BwdWalk::InClusters => dim == 256,
+        };
+        if !takes_dims {
+            return Err(format!("walk {set}: not for a padded head dimension of {dim} with a V of {v}"));
+        }
+        let keys = if walk.splits_dims() { 64 } else { 128 };
         if block_n != keys {
-            return Err(format!("block_n {block_n} is not {keys}"));
+            return Err(format!("block_n {block_n} is not {keys}: walk {set}"));
         }
-        if self.split_dims && (self.early_dv || self.late_dp) {
-            return Err("split_dims true: early_dv and late_dp are of its absence".to_owned());
-        }
-        if !(1..=2).contains(&self.cluster) {
-            return Err(format!("cluster {} is not from 1 to 2", self.cluster));
-        }
-        let in_pairs = self.early_scores && self.direct_dq && !self.transposed_dq && !self.persistent;
-        if self.cluster > 1 && !(dim == 256 && in_pairs) {
-            return Err(format!(
-                "cluster {}: it is for padded head dimension 256, not {dim}, with early_scores and direct_dq, \
-                 without transposed_dq and persistent",
-                self.cluster
-            ));
-        }
-        // Without a mask key blocks take turns in circles: one claimed ahead would wait behind its own CTA's present one.
-        if spec.deterministic && self.persistent && spec.fwd.mask == MaskKind::Full {
+        if walk == BwdWalk::InClusters && self.persistent {
             return Err(
-                "persistent true: a key block that is claimed ahead does not take its turns".to_owned()
+                "persistent true: the CTAs of a cluster have a key block each (walk in_clusters)".to_owned()
             );
         }
-        if self.first_stores && (self.direct_dq || spec.deterministic) {
-            return Err("first_stores true: not with direct_dq, nor deterministic".to_owned());
-        }
-        if self.finishes_dq && !self.may_finish_dq(spec) {
+        // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
+        // would wait behind its own CTA's present one.
+        if spec.deterministic && self.persistent && spec.fwd.mask == MaskKind::Full {
             return Err(
-                "finishes_dq true: not with direct_dq, score_parts, deterministic, nor without persistent"
+                "persistent true: without a mask, ordered sums of dQ want all key blocks of a group at work"
                     .to_owned(),
             );
         }
-        if self.delta_beside && !self.may_make_delta() {
+        if self.dq_path == DqPath::FirstStores && spec.deterministic {
             return Err(
-                "delta_beside true: it is for finishes_dq, first_stores, vector_load and whole 32 of block_m"
+                "dq_path first_stores: not with deterministic, whose additions have an order".to_owned()
+            );
+        }
+        if self.finishes_dq() && !self.may_finish_dq(spec) {
+            return Err(format!(
+                "dq_finish {}: not with dq_path registers, walk half_blocks, deterministic, nor without persistent",
+                self.dq_finish.name()
+            ));
+        }
+        if self.makes_delta() && !self.may_make_delta() {
+            return Err(
+                "dq_finish beside_with_delta: it is for dq_path first_stores, vector_load and whole 32 of block_m"
                     .to_owned(),
             );
         }
@@ -306,33 +386,16 @@ impl Sm90BwdTile {
                 self.load_registers
             ));
         }
-        if !(1..=2).contains(&self.score_parts) {
-            return Err(format!("score_parts {} is not 1 or 2", self.score_parts));
+        let in_parts = walk.score_parts() > 1;
+        if in_parts && self.adds_from_registers() {
+            return Err("dq_path registers: walk half_blocks hands dQ to the store warp".to_owned());
         }
-        let in_parts = self.score_parts > 1;
-        if in_parts && !(dim == 192 && spec.fwd.head_dim_v <= 128) {
-            return Err(format!(
-                "score_parts {}: it is for padded head dimension 192 with V of at most 128, not {dim}",
-                self.score_parts
-            ));
-        }
-        let orders = [
-            ("transposed_dq", self.transposed_dq),
-            ("early_scores", self.early_scores),
-            ("early_dv", self.early_dv),
-            ("late_dp", self.late_dp),
-            ("direct_dq", self.direct_dq),
-            ("edges_apart", self.edges_apart),
-        ];
-        if let Some((field, _)) = orders.into_iter().find(|&(_, set)| in_parts && set) {
-            return Err(format!("{field} true: score_parts has an order of its own"));
-        }
-        if self.split_dims != (dim > 128 && !in_parts) {
-            return Err(format!("split_dims {}: the padded head dimension is {dim}", self.split_dims));
+        if in_parts && self.edges_apart {
+            return Err("edges_apart true: walk half_blocks has one loop".to_owned());
         }
         // Two consumers with half of 256 each, or three with a third of 192.
         let split_over = if dim == 192 { 96 } else { 64 };
-        if self.split_dims && block_m != split_over {
+        if walk.splits_dims() && block_m != split_over {
             return Err(format!("block_m {block_m} is not {split_over}: the padded head dimension is {dim}"));
         }
         for (field, stages) in [
@@ -345,20 +408,17 @@ impl Sm90BwdTile {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
         }
-        if self.early_scores && self.split_dims && !self.direct_dq {
-            return Err("early_scores true: with split_dims it adds dQ by direct_dq".to_owned());
+        if walk.has_next_scores() && walk.splits_dims() && !self.adds_from_registers() {
+            return Err(format!("dq_path {}: walk {set} adds dQ from registers", self.dq_path.name()));
         }
-        if self.early_scores && self.split_dims && self.cluster == 1 && self.stages_dout < 2 {
+        if walk == BwdWalk::SplitEarly && self.stages_dout < 2 {
             return Err(format!(
-                "stages_dout {}: early_scores with split_dims holds two blocks of dO at a time",
+                "stages_dout {}: walk split_early holds two blocks of dO at a time",
                 self.stages_dout
             ));
         }
-        if self.early_scores && self.stages_q < 2 {
-            return Err(format!("stages_q {}: early_scores holds two blocks of Q at a time", self.stages_q));
-        }
-        if self.early_scores && self.late_dp {
-            return Err("late_dp true: early_scores starts dP before P is made".to_owned());
+        if walk.has_next_scores() && self.stages_q < 2 {
+            return Err(format!("stages_q {}: walk {set} holds two blocks of Q at a time", self.stages_q));
         }
         // 16 rows of 64 columns of each warp at a time.
         let staged = 4 * self.num_consumers() * 16 * 64 * 2;
@@ -370,8 +430,8 @@ impl Sm90BwdTile {
             ));
         }
         let (what, shared_out) =
-            if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
-        let rows_of_all = (self.split_dims || in_parts) && !self.transposed_dq;
+            if walk.transposes_dq(dim) { ("the padded head dimension", dim) } else { ("block_m", block_m) };
+        let rows_of_all = (walk.splits_dims() || in_parts) && !walk.transposes_dq(dim);
         let wanted = if rows_of_all { 64 } else { 64 * self.num_consumers() };
         if shared_out != wanted {
             return Err(format!(
@@ -381,7 +441,7 @@ impl Sm90BwdTile {
         }
         let (queries, of_dk, of_dv) = self.consumer_columns(spec);
         // Four calls of the generator, of eight queries each; in two halves where the next scores are early.
-        let decided = if self.early_scores && !self.split_dims { 64 } else { 32 };
+        let decided = if walk == BwdWalk::EarlyScores { 64 } else { 32 };
         if spec.fwd.dropout && queries % decided != 0 {
             return Err(format!(
                 "block_m {block_m}: of a consumer's {queries} queries dropout decides {decided} at a time"
@@ -396,30 +456,50 @@ impl Sm90BwdTile {
         Ok(())
     }
 
+    /// Whether consumers add dQ from their registers.
+    #[must_use]
+    pub const fn adds_from_registers(&self) -> bool {
+        matches!(self.dq_path, DqPath::Registers)
+    }
+
+    /// Whether the main kernel finishes dQ.
+    #[must_use]
+    pub const fn finishes_dq(&self) -> bool {
+        !matches!(self.dq_finish, DqFinish::Launch)
+    }
+
+    /// Whether it makes delta too.
+    #[must_use]
+    pub const fn makes_delta(&self) -> bool {
+        matches!(self.dq_finish, DqFinish::BesideWithDelta)
+    }
+
     /// Whether the main kernel may finish dQ, but for room in shared memory.
     const fn may_finish_dq(&self, spec: &BwdSpec) -> bool {
-        self.persistent && !self.direct_dq && !spec.deterministic && self.score_parts == 1
+        self.persistent && !self.adds_from_registers() && !spec.deterministic && self.walk.score_parts() == 1
     }
 
-    /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros to write either.
+    /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros
+    /// to write either.
     const fn may_make_delta(&self) -> bool {
-        self.finishes_dq && self.first_stores && self.vector_load && self.block_m % 32 == 0
+        matches!(self.dq_path, DqPath::FirstStores) && self.vector_load && self.block_m % 32 == 0
     }
 
-    /// Has a launch of its own finish dQ where the main kernel may not, or shared memory has no room for it.
-    pub fn settle_finish(&mut self, spec: &BwdSpec) {
-        self.finishes_dq &= self.may_finish_dq(spec) && self.smem_bytes(spec) <= MAX_SMEM_BYTES;
+    /// Takes the nearest finish of dQ that the other fields allow and shared memory has room for: a launch of
+    /// its own where the main kernel may not finish it, and delta by preprocess where that may not make it.
+    pub const fn fit_finish(&mut self, spec: &BwdSpec) {
+        if self.makes_delta() && !self.may_make_delta() {
+            self.dq_finish = DqFinish::Beside;
+        }
+        if self.finishes_dq() && !(self.may_finish_dq(spec) && self.smem_bytes(spec) <= MAX_SMEM_BYTES) {
+            self.dq_finish = DqFinish::Launch;
+        }
     }
 
-    /// Has preprocess make delta where the main kernel may not.
-    pub const fn settle_delta(&mut self) {
-        self.delta_beside &= self.may_make_delta();
-    }
-
-    /// Consumer warps of all tiles and query blocks of all heads, each of which says whether its dK and dV, or its dQ, are
-    /// finite; 0 where nobody asks.
+    /// Flags, one to each consumer warp of each tile and one to each query block of each head: whether its dK
+    /// and dV, or its dQ, have a number that is not finite. None without [`repairs`].
     #[must_use]
-    pub fn num_suspects(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
+    pub fn num_non_finite_flags(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
         if repairs(spec) {
             4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) + u64::from(q_blocks)
         } else {
@@ -427,12 +507,41 @@ impl Sm90BwdTile {
         }
     }
 
-    /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to a
-    /// multiprocessor. Not where the bits of a sequence are to be the same in any batch.
+    /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to
+    /// a multiprocessor, or where the [model](Self::head_parts_candidates) has it faster. Not where the bits
+    /// of a sequence are to be the same in any batch.
     #[must_use]
     pub fn wants_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> bool {
-        let tiles = self.tiles_of_all_heads(problem);
-        !spec.deterministic && problem.fwd.gqa_ratio() > 1 && tiles < 2 * u64::from(num_sms)
+        if spec.deterministic || problem.fwd.gqa_ratio() == 1 {
+            return false;
+        }
+        let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
+        let modelled = cost::best(&self.head_parts_candidates(problem, spec, num_sms));
+        is_short || modelled.is_some_and(|best| best.parts > 1)
+    }
+
+    /// In how many parts a kv head's query heads may be shared out to tiles, with what the model says of
+    /// each; the first is that of the rule. Empty for packed sequences, deterministic calls and equal heads.
+    #[must_use]
+    pub fn head_parts_candidates(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+    ) -> Vec<HeadParts> {
+        if spec.deterministic || problem.fwd.gqa_ratio() == 1 || num_sms == 0 {
+            return Vec::new();
+        }
+        let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
+        let least = if is_short { self.parts_by_rule(problem, num_sms) } else { 1 };
+        cost::head_parts(self, problem, spec, num_sms, least)
+    }
+
+    /// Microseconds that the main kernel takes, by the model, where `parts` tiles share a kv head's query
+    /// heads: a divisor of the GQA ratio.
+    #[must_use]
+    pub fn model_of_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts: u32) -> f64 {
+        cost::of_parts(self, problem, spec, num_sms, parts)
     }
 
     fn tiles_of_all_heads(&self, problem: &BwdProblem) -> u64 {
@@ -441,15 +550,24 @@ impl Sm90BwdTile {
         keys * u64::from(dims.num_heads_kv) * u64::from(dims.batch)
     }
 
-    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some three tiles, behind a mask, where
-    /// their lengths differ, four. Of MQA 32/1, S 8192, causal, 2, 4 and 8 parts 522, 569 and 596 TFLOP/s; full, S 4096, 4 and 8
-    /// 616 and 592.
-    fn num_head_parts(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
+    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some three tiles,
+    /// behind a mask, where their lengths differ, four. Of MQA 32/1, S 8192, causal, 2, 4 and 8 parts 522,
+    /// 569 and 596 TFLOP/s; full, S 4096, 4 and 8 616 and 592.
+    fn parts_by_rule(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
         let tiles = if problem.fwd.mask.kind() == MaskKind::Full { 3 } else { 4 };
         let wanted = (tiles * u64::from(num_sms)).div_ceil(self.tiles_of_all_heads(problem).max(1));
         let divides = |&parts: &u32| ratio.is_multiple_of(parts) && u64::from(parts) >= wanted;
-        if self.head_parts { (1..ratio).find(divides).unwrap_or(ratio) } else { 1 }
+        (1..ratio).find(divides).unwrap_or(ratio)
+    }
+
+    /// As many parts as the model takes, or the rule where the model knows no lengths.
+    fn num_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
+        if !self.head_parts {
+            return 1;
+        }
+        let modelled = cost::best(&self.head_parts_candidates(problem, spec, num_sms));
+        modelled.map_or_else(|| self.parts_by_rule(problem, num_sms), |best| best.parts)
     }
 
     /// The f32 sums of dK and dV of all tiles, in bytes; 0 where each tile has a kv head's query heads alone.
@@ -471,8 +589,8 @@ impl Sm90BwdTile {
     ) -> Result<Sm90BwdSchedule, Refusal> {
         let dims = problem.fwd.dims;
         let blocks = |rows: u32, block: i32| rows.div_ceil(block.unsigned_abs());
-        let cluster = self.cluster.unsigned_abs();
-        let keys = blocks(dims.seqlen_k, self.block_n * self.cluster) * cluster;
+        let cluster = self.walk.cluster().unsigned_abs();
+        let keys = blocks(dims.seqlen_k, self.block_n * self.walk.cluster()) * cluster;
         let queries = blocks(dims.seqlen_q, self.block_m);
         let count = |name: &str, blocks: u32, heads: u32| {
             let all = u64::from(blocks) * u64::from(heads) * u64::from(dims.batch);
@@ -490,12 +608,13 @@ impl Sm90BwdTile {
         });
         let num_bias_blocks = i32::try_from(bias_blocks)
             .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
-        // Masked, key blocks differ in length, and the last head's longest would end alone; turns want a head's one after
-        // another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128 337, 344 at 1k, 518, 542 at 4k, 575, 600
-        // at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337, 348 at 2k. D 64 at 512 207, 201.
+        // Masked, key blocks differ in length, and the last head's longest would end alone; ordered additions
+        // want a head's one after another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128
+        // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337,
+        // 348 at 2k. D 64 at 512 207, 201.
         let in_groups =
             problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
-        let parts = self.num_head_parts(problem, num_sms);
+        let parts = self.num_head_parts(problem, spec, num_sms);
         let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv) * i64::from(parts);
         let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
         let head_bytes = i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts) * row_bytes;
@@ -505,7 +624,7 @@ impl Sm90BwdTile {
         let heads_per_l2_group = heads_per_l2_group(num_heads, head_bytes, 1, group_bytes);
         // Those of the first tiles.
         let first_heads =
-            if self.delta_beside { heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
+            if self.makes_delta() { heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
         let first_query_heads = first_heads * i64::from(problem.fwd.gqa_ratio() / parts);
         Ok(Sm90BwdSchedule {
             num_first_query_heads: first_query_heads as i32,
@@ -616,14 +735,15 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     let slow_softcap = fwd.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap));
     if slow_softcap {
         tile.fast_softcap = false;
-        if !tile.split_dims && tile.score_parts == 1 {
+        if !tile.walk.splits_dims() && tile.walk != BwdWalk::HalfBlocks {
             tile.take_registers();
         }
     }
-    // Where a query block has work enough that a warp of each multiprocessor makes delta of the next ones meanwhile; a band leaves
-    // each block few keys, and packed sequences may be short. TFLOP/s on an H200, without and with: D 128 causal S 512, 1k, 2k, 4k
-    // 263, 385, 497, 575 and 204, 344, 514, 585, full 512, 1k, 2k 412, 510, 580 and 366, 532, 591; D 64 causal 1k, 2k 328, 435 and
-    // 297, 446, full 512, 1k 358, 449 and 328, 474; dropout D 128 causal 4k 428 and 431; packed 32/8 causal 548 and 535.
+    // Where a query block has work enough that a warp of each multiprocessor makes delta of the next ones
+    // meanwhile; a band leaves each block few keys, and packed sequences may be short. TFLOP/s on an H200,
+    // without and with: D 128 causal S 512, 1k, 2k, 4k 263, 385, 497, 575 and 204, 344, 514, 585, full 512,
+    // 1k, 2k 412, 510, 580 and 366, 532, 591; D 64 causal 1k, 2k 328, 435 and 297, 446, full 512, 1k 358, 449
+    // and 328, 474; dropout D 128 causal 4k 428 and 431; packed 32/8 causal 548 and 535.
     let is_full = spec.fwd.mask == MaskKind::Full;
     let enough_keys = match spec.fwd.mask {
         MaskKind::Full => dims.seqlen_k >= 1024,
@@ -631,28 +751,36 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         MaskKind::Band => false,
     };
     let of_dropout_alone = num_modifiers(spec) == i32::from(spec.fwd.dropout);
-    tile.delta_beside =
-        tile.finishes_dq && enough_keys && of_dropout_alone && spec.fwd.q_layout == QLayout::Batch;
-    // Long sequences lose more by asking than by zeros, those whose delta is made beside the products less soon. TFLOP/s with zeros
-    // and without: D 128 causal S 512, 1k, 4k, 8k 226, 350, 556, 618 and 248, 363, 560, 613, full S 512, 1k, 4k 375, 487, 622 and
-    // 393, 497, 617; delta beside, causal 8k, 16k 621, 653 and 627, 647, full 4k 620 and 625; D 192 with V of 128, causal S 512, 2k
-    // 191, 390 and 206, 399, full 304, 480 and 310, 479. Not D 64: causal S 512, 4k, 8k 208, 497, 549 and 217, 502, 553, full 340,
-    // 562, 585 and 342, 563, 587.
-    let shorter = match (is_full, tile.delta_beside && num_modifiers(spec) == 0) {
+    if tile.finishes_dq() && enough_keys && of_dropout_alone && spec.fwd.q_layout == QLayout::Batch {
+        tile.dq_finish = DqFinish::BesideWithDelta;
+    }
+    // Long sequences lose more by asking than by zeros, those whose delta is made beside the products less
+    // soon. TFLOP/s with zeros and without: D 128 causal S 512, 1k, 4k, 8k 226, 350, 556, 618 and 248, 363,
+    // 560, 613, full S 512, 1k, 4k 375, 487, 622 and 393, 497, 617; delta beside, causal 8k, 16k 621, 653 and
+    // 627, 647, full 4k 620 and 625; D 192 with V of 128, causal S 512, 2k 191, 390 and 206, 399, full 304,
+    // 480 and 310, 479. Not D 64: causal S 512, 4k, 8k 208, 497, 549 and 217, 502, 553, full 340, 562, 585
+    // and 342, 563, 587.
+    let shorter = match (is_full, tile.makes_delta() && num_modifiers(spec) == 0) {
         (true, false) => 2048,
         (true, true) | (false, false) => 4096,
         (false, true) => 8192,
     };
-    tile.first_stores &= padded_dim(spec) == 64 || dims.seqlen_k <= shorter;
-    // Finishing dQ in the main kernel, an H100, without and with: D 64 full S 512, 1k, 2k, 4k, 8k 319, 427, 505, 557, 583 and 342, 444,
-    // 501 to 508, 545, 570; with delta too, an H200, 2k, 4k 519, 561 and 535, 572.
-    let shorter = if tile.delta_beside { 4096 } else { 1024 };
-    tile.finishes_dq &= padded_dim(spec) != 64 || !is_full || dims.seqlen_k <= shorter;
-    tile.settle_delta();
-    // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the consumers have enough in 232:
-    // S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do not: 431 and 428.
-    let measured = padded_dim(spec) <= 128 && (dims.seqlen_k <= 4096 || tile.delta_beside);
-    if num_modifiers(spec) == 0 && tile.first_stores && measured {
+    if tile.dq_path == DqPath::FirstStores && padded_dim(spec) != 64 && dims.seqlen_k > shorter {
+        tile.dq_path = DqPath::StoreWarp;
+    }
+    // Finishing dQ in the main kernel, an H100, without and with: D 64 full S 512, 1k, 2k, 4k, 8k 319, 427,
+    // 505, 557, 583 and 342, 444, 501 to 508, 545, 570; with delta too, an H200, 2k, 4k 519, 561 and 535,
+    // 572.
+    let shorter = if tile.makes_delta() { 4096 } else { 1024 };
+    if padded_dim(spec) == 64 && is_full && dims.seqlen_k > shorter {
+        tile.dq_finish = DqFinish::Launch;
+    }
+    tile.fit_finish(spec);
+    // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the
+    // consumers have enough in 232: S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do not:
+    // 431 and 428.
+    let measured = padded_dim(spec) <= 128 && (dims.seqlen_k <= 4096 || tile.makes_delta());
+    if num_modifiers(spec) == 0 && tile.dq_path == DqPath::FirstStores && measured {
         tile.load_registers = 40;
     }
     // Fewer steps, at the price of 56 bytes spilled: S 4096, 8192 and 16384 605, 639, 657 and 604, 645, 666 (an H100).
@@ -667,8 +795,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         && whole(problem.dq, fwd.shape_q())
         && whole(problem.dk, fwd.shape_k())
         && whole(problem.dv, fwd.shape_v());
-    tile.settle_finish(spec);
-    tile.settle_delta();
+    tile.fit_finish(spec);
     tile
 }
 
@@ -685,42 +812,45 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let full = spec.fwd.mask == MaskKind::Full;
     let modifiers = num_modifiers(spec);
     let in_parts = dim == 192 && spec.fwd.head_dim_v <= 128;
-    // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq)
-    let (block_m, transposed_dq) = match dim {
+    // TFLOP/s on an H200, bf16, S 4096.
+    let (block_m, walk) = match dim {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
-        64 => (128, false),
-        // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408 and 356. In turns,
-        // S 8192, 582 and 548; causal 508 and 484 (635 and 608 with turns kept by threads of their own).
-        128 => (64, true),
+        64 => (128, BwdWalk::InOrder),
+        // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408
+        // and 356. Deterministic, S 8192, 582 and 548; causal 508 and 484 (635 and 608 with semaphores polled
+        // by threads of their own).
+        128 => (64, BwdWalk::InOrder),
         // S 8192, 555; causal 522. As with a wider V, 315 and 280.
-        192 if in_parts => (64, false),
-        // 388; causal 328. In turns, S 2048, 222, without 213.
-        192 => (96, true),
+        192 if in_parts => (64, BwdWalk::HalfBlocks),
+        // 388; causal 328. Deterministic, S 2048, 222, without 213.
+        192 => (96, BwdWalk::SplitEarly),
         // 491; causal 439. A CTA without another 426, 393; a CTA to a multiprocessor 483, 427.
-        _ => (64, false),
+        _ => (64, BwdWalk::InClusters),
     };
-    let split_dims = dim > 128 && !in_parts;
-    let cluster = if dim == 256 { 2 } else { 1 };
+    let split_dims = walk.splits_dims();
+    let in_clusters = walk == BwdWalk::InClusters;
+    let dq_path = if split_dims || (dim == 64 && spec.deterministic) {
+        // Deterministic at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
+        DqPath::Registers
+    } else if spec.deterministic {
+        DqPath::StoreWarp
+    } else {
+        DqPath::FirstStores
+    };
     let mut tile = Sm90BwdTile {
         block_m,
         block_n: if split_dims { 64 } else { 128 },
-        cluster,
         stages_q: 2,
-        stages_dout: if cluster > 1 { 1 } else { 2 },
+        stages_dout: if in_clusters { 1 } else { 2 },
         stages_ds: if dim == 192 { 1 } else { 2 },
         stages_dbias: if dim > 128 { 1 } else { 2 },
-        transposed_dq,
-        split_dims,
-        score_parts: if in_parts { 2 } else { 1 },
-        early_scores: split_dims,
-        early_dv: false,
-        late_dp: false,
-        // In turns at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
-        direct_dq: split_dims || (dim == 64 && spec.deterministic),
+        walk,
+        dq_path,
+        dq_finish: DqFinish::Beside,
         // At D 128 a second loop of the early order spills: 492 of 603, causal 494 of 505.
         edges_apart: !split_dims && !in_parts,
-        // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as well. Of D 192 with
-        // V of 128 none, 2 and 4: 534, 555, 546; causal 522, 522, 514.
+        // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as
+        // well. Of D 192 with V of 128 none, 2 and 4: 534, 555, 546; causal 522, 522, 514.
         exp2_polynomials: if split_dims || modifiers > 0 {
             0
         } else if in_parts {
@@ -728,14 +858,11 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
-        first_stores: !(split_dims || spec.deterministic),
-        finishes_dq: true,
-        delta_beside: false,
         load_registers: if dim == 192 && !in_parts { 32 } else { 24 },
         head_parts: false,
-        // Key blocks that take turns are launched in their order, or claimed in it: D 128 causal 508 of 494, D 64 488 of 484 but
-        // at S 2048 355 of 376.
-        persistent: cluster == 1 && (!spec.deterministic || (dim == 128 && !full)),
+        // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
+        // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376.
+        persistent: !in_clusters && (!spec.deterministic || (dim == 128 && !full)),
         fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
@@ -746,7 +873,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         tile.take_registers();
         tile.persistent &= !(dim == 64 && full);
     }
-    tile.settle_finish(spec);
+    tile.fit_finish(spec);
     tile
 }
 
@@ -757,19 +884,19 @@ pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 }
 
 fn with_maps(name: &str, smem: &str, smem_bytes: i32, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    let (threads, cluster) = (tile.num_threads(), tile.walk.cluster());
     let call = format!(
         "static_assert(sizeof(sm90::bwd::{smem}<kSpec, kTile>) == {smem_bytes}, \"{smem}: host and device disagree\"); \
+         static_assert(sm90::bwd::num_threads(kTile) == {threads}, \"threads: host and device disagree\"); \
+         static_assert(sm90::bwd::cluster_size(kTile) == {cluster}, \"cluster: host and device disagree\"); \
          sm90::bwd::{name}<kSpec, kTile>(p, maps, schedule);",
     );
+    let clusters = if cluster > 1 { format!("__cluster_dims__({cluster}, 1, 1) ") } else { String::new() };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
         include: &format!("fmha/sm90/bwd/{name}.cuh"),
         constants: &constants,
-        bounds: if tile.cluster > 1 {
-            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::bwd::num_threads(kTile), 1)"
-        } else {
-            "__launch_bounds__(sm90::bwd::num_threads(kTile), 1)"
-        },
+        bounds: &format!("{clusters}__launch_bounds__({threads}, 1)"),
         params: "const __grid_constant__ BwdParams p, const __grid_constant__ sm90::bwd::Maps maps, \
                  const __grid_constant__ Sm90BwdSchedule schedule",
         call: &call,
@@ -827,15 +954,15 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
     let dim = padded_dim(spec);
     let (queries, of_dk, of_dv) = tile.consumer_columns(spec);
     let shape = |n, a| WgmmaShape { dtype, n, a, sums: Sums::F32 };
-    let operand = if tile.split_dims { OperandA::Shared } else { OperandA::Registers };
-    let dq = tile.dq_columns(dim) / tile.cluster;
+    let operand = if tile.walk.splits_dims() { OperandA::Shared } else { OperandA::Registers };
+    let dq = tile.dq_columns(dim) / tile.walk.cluster();
     let mut shapes = vec![
         shape(queries, OperandA::Shared),
         shape(of_dk, operand),
         shape(of_dv, operand),
         shape(dq, OperandA::Shared),
     ];
-    if tile.score_parts > 1 {
+    if tile.walk.score_parts() > 1 {
         // A chunk of dQ's columns, half of one, and dK with dS from shared memory.
         shapes.extend([64, dq - 64, of_dk].map(|n| shape(n, OperandA::Shared)));
     }
@@ -844,10 +971,26 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
 
 /// `fmha/sm90_bwd_host.h`: what this file shares with the device.
 fn host_header() -> Header {
+    // The walks of which something holds, as C++ has it.
+    let any_of = |holds: &dyn Fn(BwdWalk) -> bool| {
+        let walks: Vec<_> = BwdWalk::ALL.into_iter().filter(|&walk| holds(walk)).collect();
+        let words: Vec<_> = walks.iter().map(|walk| format!("walk == {}", walk.c_literal())).collect();
+        if words.is_empty() { "false".to_owned() } else { words.join(" || ") }
+    };
+    let transposes: Vec<_> = [64, 128, 192, 256]
+        .map(|dim| format!("dim == {dim} && ({})", any_of(&|walk| walk.transposes_dq(dim))))
+        .to_vec();
     let text = format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n\
+         constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
+         constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
+        BwdWalk::c_definition(),
+        DqPath::c_definition(),
+        DqFinish::c_definition(),
         Sm90BwdTile::c_definition(),
-        Sm90BwdSchedule::c_definition()
+        Sm90BwdSchedule::c_definition(),
+        any_of(&BwdWalk::splits_dims),
+        transposes.join(" ||\n         "),
     );
     Header::rendered("fmha/sm90_bwd_host.h", text)
 }

@@ -116,16 +116,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
     });
     variant("sm90_128_softcap", FwdSpec { softcap: true, ..upper(128) }, |_| {});
     variant("sm90_256_alibi", FwdSpec { bias: BiasKind::Alibi, ..upper(256) }, |_| {});
-    let f16 = |mask| FwdSpec::plain(DType::F16, 128, mask);
     variant("sm90_128_upper_q_in_registers", upper(128), |tile| tile.q_in_registers = true);
-    variant("sm90_128_upper_f16_scores", f16(MaskKind::Upper), |tile| tile.f16_scores = true);
-    variant("sm90_128_upper_f16_output", f16(MaskKind::Upper), |tile| {
-        (tile.f16_output, tile.lazy_rescale_log2, tile.skip_row_max) = (true, 0, false);
-    });
-    variant("sm90_128_upper_multistage", upper(128), |tile| {
-        (tile.warp_specialised, tile.ping_pong, tile.lookahead, tile.skip_row_max) =
-            (false, false, false, false);
-    });
     variant("sm90_128_upper_dropout", FwdSpec { dropout: true, ..upper(128) }, |_| {});
     variant("sm90_64_upper_dropout", FwdSpec { dropout: true, ..upper(64) }, |_| {});
     let biased = |dim, mask| FwdSpec {
@@ -313,7 +304,8 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         ("128_dropout", dropout, 24),
     ] {
         let tile = sm90_bwd::default_tile(&spec);
-        let delta = sm90_bwd::Sm90BwdTile { delta_beside: true, load_registers, ..tile };
+        let delta =
+            sm90_bwd::Sm90BwdTile { dq_finish: sm90_bwd::DqFinish::BesideWithDelta, load_registers, ..tile };
         kernels.push((format!("sm90_bwd_{name}_delta"), sm90_bwd::main(&spec, &delta)));
         let tile = sm90_bwd::Sm90BwdTile { load_registers: 40, ..tile };
         kernels.push((format!("sm90_bwd_{name}_40_registers"), sm90_bwd::main(&spec, &tile)));

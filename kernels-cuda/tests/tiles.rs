@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use fmha_core::fields::Fields as _;
 use fmha_core::source::includes;
 use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskKind, MaskSpec, Shape, Strides, VLayout};
@@ -28,7 +29,8 @@ fn dims(ratio: u32, (seqlen_q, seqlen_k): (u32, u32), (head_dim_qk, head_dim_v):
     Dims { batch: 2, seqlen_q, seqlen_k, num_heads_q: 2 * ratio, num_heads_kv: 2, head_dim_qk, head_dim_v }
 }
 
-/// Every size with every ratio, mask and kind of sequences; rows that TMA takes and rows that it does not; each modifier.
+/// Every size with every ratio, mask and kind of sequences; rows that TMA takes and rows that it does not;
+/// each modifier.
 fn problems() -> impl Iterator<Item = FwdProblem> {
     let sizes = RATIOS
         .into_iter()
@@ -266,7 +268,7 @@ fn the_headers_of_the_backward_are_those_that_its_entries_include() {
 
 /// Without a mask each key block of a group waits for another of it, so all of them must be running.
 #[test]
-fn key_blocks_that_take_turns_in_circles_are_not_claimed_ahead() {
+fn staggered_key_blocks_in_an_order_have_no_tile_index_ahead() {
     for (mask, taken) in [(MaskSpec::NONE, false), (MaskSpec::CAUSAL, true)] {
         let dims = dims(1, (512, 512), (128, 128));
         let fwd = FwdProblem::batch(DType::Bf16, dims).mask(mask);
@@ -283,26 +285,28 @@ fn key_blocks_that_take_turns_in_circles_are_not_claimed_ahead() {
 #[test]
 fn blocks_that_dropout_does_not_decide_whole_are_refused_with_both_numbers() {
     let fwd = FwdProblem::batch(DType::Bf16, dims(1, (512, 512), (128, 128)));
-    for (block_m, early_scores, p_drop, refused) in [
-        (80, false, 0.0, false),
-        (80, false, 0.1, true),
-        (64, false, 0.1, false),
-        (96, false, 0.0, false),
-        (96, false, 0.1, false),
-        (96, true, 0.1, true),
-        (64, true, 0.1, false),
+    use sm90_bwd::BwdWalk::{EarlyScores, InOrder};
+    for (block_m, walk, p_drop, refused) in [
+        (80, InOrder, 0.0, false),
+        (80, InOrder, 0.1, true),
+        (64, InOrder, 0.1, false),
+        (96, InOrder, 0.0, false),
+        (96, InOrder, 0.1, false),
+        (96, EarlyScores, 0.1, true),
+        (64, EarlyScores, 0.1, false),
     ] {
         let problem = BwdProblem::new(fwd.clone().p_drop(p_drop));
         let spec = BwdSpec::of(&problem);
-        let tile = sm90_bwd::Sm90BwdTile { block_m, early_scores, ..sm90_bwd::default_tile(&spec) };
+        let tile = sm90_bwd::Sm90BwdTile { block_m, walk, ..sm90_bwd::default_tile(&spec) };
         let refusal = tile.check(&spec).err().unwrap_or_default();
-        let at_a_time = if early_scores { 64 } else { 32 };
+        let at_a_time = if walk == EarlyScores { 64 } else { 32 };
         let words = format!("of a consumer's {block_m} queries dropout decides {at_a_time} at a time");
         assert_eq!(refusal.contains(&words), refused, "block_m {block_m}: {refusal}");
     }
 }
 
-/// Long sequences without a mask are walked in larger blocks, where nothing is modified and nobody takes turns.
+/// Long sequences without a mask are walked in larger blocks, where nothing is modified and additions to dQ
+/// have no order.
 #[test]
 fn long_backwards_without_a_mask_are_walked_in_blocks_of_80_queries() {
     for (length, mask, p_drop, deterministic, block_m) in [
@@ -320,4 +324,113 @@ fn long_backwards_without_a_mask_are_walked_in_blocks_of_80_queries() {
         assert_eq!(tile.block_m, block_m, "{length} {mask} {p_drop} {deterministic}");
         assert_eq!(tile.check(&spec), Ok(()));
     }
+}
+
+/// A row of `measured.tsv`.
+struct Measured {
+    run: String,
+    problem: BwdProblem,
+    tile: Vec<(String, String)>,
+    tflops: f64,
+}
+
+fn measured() -> Vec<(String, Measured)> {
+    let text = include_str!("../src/sm90_bwd/measured.tsv");
+    let row = |line: &str| {
+        let columns: Vec<&str> = line.split('\t').collect();
+        let &[run, device, made, batch, heads, seqlen, head_dims, mask, tile, tflops] = columns.as_slice()
+        else {
+            panic!("ten columns: {line}")
+        };
+        let number = |text: &str| text.parse::<u32>().unwrap();
+        let pair = |text: &str| text.split_once('/').map(|(a, b)| (number(a), number(b))).unwrap();
+        let ((num_heads_q, num_heads_kv), (head_dim_qk, head_dim_v)) = (pair(heads), pair(head_dims));
+        let (batch, seqlen) = (number(batch), number(seqlen));
+        let dims = Dims {
+            batch,
+            seqlen_q: seqlen,
+            seqlen_k: seqlen,
+            num_heads_q,
+            num_heads_kv,
+            head_dim_qk,
+            head_dim_v,
+        };
+        assert!(made.len() == 10 && matches!(device, "H100" | "H200"), "{line}");
+        let mask = if mask == "causal" { MaskSpec::CAUSAL } else { MaskSpec::NONE };
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims).mask(mask));
+        let fields = tile.split(',').map(|field| field.split_once('=').unwrap());
+        let tile = fields.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
+        let group = columns[..8].join(" ");
+        (group, Measured { run: run.to_owned(), problem, tile, tflops: tflops.parse().unwrap() })
+    };
+    text.lines().filter(|line| !line.starts_with('#')).map(row).collect()
+}
+
+/// What a plan has of a field; of `parts`, how many tiles share a kv head's query heads.
+fn chosen(problem: &BwdProblem, field: &str) -> String {
+    let spec = BwdSpec::of(problem);
+    let mut tile = sm90_bwd::choose_tile(problem, &spec);
+    tile.head_parts = tile.wants_head_parts(problem, &spec, 132);
+    if field == "parts" {
+        return tile.schedule(problem, &spec, 132).unwrap().num_head_parts.to_string();
+    }
+    tile.named_values().into_iter().find(|(name, _)| *name == field).unwrap().1
+}
+
+/// Within a hundredth: runs differ by as much.
+#[test]
+fn every_choice_of_the_backward_is_the_best_that_was_measured() {
+    let rows = measured();
+    let mut checked = 0;
+    for (group, row) in &rows {
+        let is_chosen = row.tile.iter().all(|(field, value)| chosen(&row.problem, field) == *value);
+        let of_group = rows.iter().filter(|(other, _)| other == group);
+        let best = of_group.map(|(_, row)| row.tflops).fold(0.0, f64::max);
+        if is_chosen {
+            checked += 1;
+            assert!(row.tflops >= 0.99 * best, "{group}: {:?} has {}, another {best}", row.tile, row.tflops);
+        }
+    }
+    // The others were measured beside fields that the table has changed since.
+    assert!(checked >= 35, "{checked} rows are of the tile that is chosen");
+}
+
+#[test]
+fn the_model_of_head_parts_has_the_measured_rates() {
+    let mut checked = 0;
+    for (group, row) in
+        measured().into_iter().filter(|(_, row)| row.run.ends_with("part") || row.run == "parts")
+    {
+        let dims = row.problem.fwd.dims;
+        let pairs = f64::from(dims.seqlen_q) * f64::from(dims.seqlen_k);
+        let half = if row.problem.fwd.mask == MaskSpec::NONE { 1.0 } else { 0.5 };
+        let heads = f64::from(dims.batch) * f64::from(dims.num_heads_q);
+        let flops = 10.0 * half * heads * pairs * f64::from(dims.head_dim_qk);
+        let parts: u32 = row.tile[0].1.parse().unwrap();
+        let spec = BwdSpec::of(&row.problem);
+        let tile = sm90_bwd::choose_tile(&row.problem, &spec);
+        let modelled = tile.model_of_head_parts(&row.problem, &spec, 132, parts);
+        let measured = flops / row.tflops * 1e-6;
+        checked += 1;
+        assert!(
+            (modelled / measured - 1.0).abs() < 0.05,
+            "{group} {parts}: {modelled} us, measured {measured}"
+        );
+    }
+    assert_eq!(checked, 6);
+}
+
+/// 432 tiles of one length on 132 multiprocessors are four rounds, of which the last is a quarter full: 864
+/// are seven of 6.5.
+#[test]
+fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
+    let of = |batch, num_heads_kv, mask| {
+        let dims = Dims { batch, num_heads_q: 24, num_heads_kv, ..dims(1, (6144, 6144), (128, 128)) };
+        let fwd = FwdProblem::batch(DType::Bf16, dims).mask(mask);
+        chosen(&BwdProblem::new(fwd), "parts")
+    };
+    assert_eq!(of(3, 3, MaskSpec::NONE), "2");
+    // Behind a mask tiles of unlike length fill the last round.
+    assert_eq!(of(3, 3, MaskSpec::CAUSAL), "1");
+    assert_eq!(of(3, 24, MaskSpec::NONE), "1");
 }

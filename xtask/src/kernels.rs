@@ -175,7 +175,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     // Blocks of 80 queries, as the table has them from 8192 on.
     Row {
-        tile: Some("block_m=80,first_stores=0"),
+        tile: Some("block_m=80,dq_path=store_warp"),
         in_test: Cases {
             filter: "^backward/(head_dim/bf16/d128|modifiers/bf16/d128/sink/batch/0)$",
             deal: 1,

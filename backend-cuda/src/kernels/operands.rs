@@ -7,7 +7,7 @@ use fmha_core::{
     Totals, VLayout, ValidFwd,
 };
 use fmha_gpu::Recipe as _;
-use fmha_kernels_cuda::sm90::PrepareV;
+use fmha_kernels_cuda::sm90::{PrepareV, ValueProduct};
 use fmha_kernels_cuda::sm90_bwd as bwd_text;
 
 use super::maps::{BlocksOfV, Boxes, MapFacts};
@@ -237,11 +237,11 @@ fn the_map_of_a_v_that_is_prepared_has_its_blocks() {
     let mut tile = fmha_kernels_cuda::sm90::choose_tile(&problem);
     (tile.prepare_v, tile.block_n) = (PrepareV::Before, 96);
     let prepared = |dtype, columns, rows| BlocksOfV { address: 1 << 30, dtype, dims: [columns, rows, 4, 4] };
-    for (f16_values, blocks, strides, box_dims) in [
-        (true, prepared(DType::F16, 64, 96), [128, 96 * 128, 4 * 96 * 128], [64, 96, 1, 1]),
-        (false, prepared(DType::E4m3Fn, 96, 64), [96, 64 * 96, 4 * 64 * 96], [32, 64, 1, 1]),
+    for (pv, blocks, strides, box_dims) in [
+        (ValueProduct::F16, prepared(DType::F16, 64, 96), [128, 96 * 128, 4 * 96 * 128], [64, 96, 1, 1]),
+        (ValueProduct::Direct, prepared(DType::E4m3Fn, 96, 64), [96, 64 * 96, 4 * 64 * 96], [32, 64, 1, 1]),
     ] {
-        tile.f16_values = f16_values;
+        tile.pv = pv;
         let args = HOME.forward(Totals::NONE);
         let facts = MapFacts::of(&call(&problem, &args), &sm90::boxes(&problem, &tile, Some(blocks)));
         assert_eq!((facts.v.address, facts.v.dtype), (1 << 30, blocks.dtype));
@@ -291,7 +291,7 @@ fn backward_maps_say_where_elements_lie() {
         let tile = bwd_text::choose_tile(&problem, &BwdSpec::of(&problem));
         let args = HOME.backward();
         let maps = map_facts(&call(&problem, &args), &tile);
-        assert_eq!(maps[0].box_dims, [64, (tile.block_m / tile.cluster) as u32, 1, 1]);
+        assert_eq!(maps[0].box_dims, [64, (tile.block_m / tile.walk.cluster()) as u32, 1, 1]);
         assert_eq!(maps[1].box_dims, [64, tile.block_n as u32, 1, 1]);
         maps.map(|map| (map.address, map.dims, map.strides_bytes))
     };

@@ -84,7 +84,8 @@ fn the_words_of_a_hopper_schedule_are_those_of_its_tile() {
     for knobs in [
         ["skip_row_max=0,lazy_rescale_log2=0", "skip_row_max=0,lazy_rescale_log2=8", "rescale beyond 2^8"],
         ["cluster=1", "cluster=2", "clusters of 2 query blocks"],
-        ["cluster=1", "cluster=1,warp_specialised=0", "no load role"],
+        ["ping_pong=off", "ping_pong=after_max", "ping-pong after a block's maxima"],
+        ["lookahead=second_q", "lookahead=spare_piece", "Q in pieces"],
         ["dependent_launch=0", "dependent_launch=1", "starts while the grid before ends"],
     ] {
         says(choose, knobs);
@@ -178,7 +179,6 @@ fn a_v_that_cannot_be_prepared_once_is_refused_so_with_its_field() {
         (columns, "prepare_v=before", &["prepare_v=before", "v_layout is column-major"][..]),
         (wide, "prepare_v=beside", &["prepare_v=beside", "dtype_v is f16"]),
         (of_lengths([64, 64], [1, 1], 64, "0"), "prepare_v=before", &["prepare_v=before", "dtype_v is bf16"]),
-        (fp8(), "prepare_v=beside,warp_specialised=0", &["prepare_v=beside", "warp_specialised=0"]),
         (many, "prepare_v=beside,block_m=128,block_n=128", &["16384 kv heads of 1048576 keys", "2^30"]),
     ] {
         let refusal = on_hopper(&problem, words).err().unwrap().to_string();

@@ -8,7 +8,7 @@ use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::schedule::TileSchedule;
-use fmha_kernels_cuda::sm90::{self, PrepareV, PreparedValues, Sm90Tile};
+use fmha_kernels_cuda::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, ValueProduct};
 
 use super::maps::{BlocksOfV, Boxes, Maps};
 use super::tile::settle;
@@ -266,9 +266,13 @@ fn accuracy(tile: &Sm90Tile) -> Accuracy {
 
 fn schedule_words(tile: &Sm90Tile) -> String {
     let mut words = vec![format!("{} consumer warpgroups", tile.num_consumers())];
-    words.extend(tile.ping_pong.then(|| "ping-pong".to_owned()));
-    words.extend(tile.lookahead.then(|| "next tile's first product early".to_owned()));
-    words.extend(tile.split_q.then(|| "Q in pieces".to_owned()));
+    words.extend(match tile.ping_pong {
+        PingPong::Off => None,
+        PingPong::AtIssue => Some("ping-pong".to_owned()),
+        PingPong::AfterMax => Some("ping-pong after a block's maxima".to_owned()),
+    });
+    words.extend(tile.looks_ahead().then(|| "next tile's first product early".to_owned()));
+    words.extend(tile.splits_q().then(|| "Q in pieces".to_owned()));
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.extend(tile.skip_row_max.then(|| {
@@ -279,19 +283,16 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     }));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
-    words.extend((!tile.warp_specialised).then(|| "no load role".to_owned()));
     let of = if tile.cluster_heads { "heads" } else { "query blocks" };
     words.extend((tile.cluster > 1).then(|| format!("clusters of {} {of}", tile.cluster)));
     words.extend(tile.q_in_registers.then(|| "Q in registers".to_owned()));
-    words.extend(tile.f16_scores.then(|| "scores summed in f16".to_owned()));
-    words.extend(tile.f16_output.then(|| "O summed in f16".to_owned()));
-    words.extend(tile.f16_values.then(|| "V brought to f16, P V summed in f32".to_owned()));
+    words.extend((tile.pv == ValueProduct::F16).then(|| "V brought to f16, P V summed in f32".to_owned()));
     words.extend(match tile.prepare_v {
         PrepareV::InTile => None,
         PrepareV::Before => Some("V prepared in the workspace by a launch before".to_owned()),
         PrepareV::Beside => Some("V prepared in the workspace beside the tiles".to_owned()),
     });
-    words.extend(tile.flush.then(|| {
+    words.extend(tile.flushes_output().then(|| {
         let parts = match tile.output_columns {
             0 => String::new(),
             columns => format!(", {columns} columns at a time"),

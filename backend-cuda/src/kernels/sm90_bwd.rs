@@ -8,7 +8,7 @@ use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::sm90_bwd::{self, Sm90BwdSchedule, Sm90BwdTile};
+use fmha_kernels_cuda::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
 
 use super::tile::settle;
 use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, Steps};
@@ -65,40 +65,38 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
         let set = |fields: &TileOptions| {
             let mut tile = own;
             fields.iter().try_for_each(|(key, value)| tile.set_field(key, value))?;
-            // Tiles are claimed from where the kernel before the main one has put a 0.
+            // The kernel before the main one clears the counter from which persistent CTAs take their tiles.
             tile.persistent &= problem.fwd().dims.seqlen_q > 0;
             // Where it was asked for, `check` refuses it.
-            let is_given = |field: &str| fields.iter().any(|(key, _)| *key == field);
-            tile.first_stores &= is_given("first_stores") || !tile.direct_dq;
-            if !is_given("finishes_dq") {
-                tile.settle_finish(&spec);
+            if !fields.iter().any(|(key, _)| *key == "dq_finish") {
+                tile.fit_finish(&spec);
             }
-            // Without keys there are no tiles, and nobody to finish it.
-            tile.finishes_dq &= problem.fwd().dims.seqlen_k > 0;
-            if !is_given("delta_beside") {
-                tile.settle_delta();
+            // Without keys there are no tiles, whose CTAs would finish it.
+            if problem.fwd().dims.seqlen_k == 0 {
+                tile.dq_finish = DqFinish::Launch;
             }
             tile.check(&spec)?;
             let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
-            facts.has_room_for(&tile, tile.smem_bytes(&spec).max(dbias_bytes), tile.cluster)?;
+            facts.has_room_for(&tile, tile.smem_bytes(&spec).max(dbias_bytes), tile.walk.cluster())?;
             Ok(tile)
         };
         let tuned = facts.tuned.get(sm90_bwd::LABEL, &TileClass::of_bwd(problem, &spec));
         let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
+        let modelled = tile.head_parts_candidates(problem, &spec, facts.num_sms);
         let dbias = dbias_tile(&tile);
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
-        let counted = spec.deterministic || tile.first_stores;
-        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), counted };
+        let has_semaphores = spec.deterministic || tile.dq_path == DqPath::FirstStores;
+        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), has_semaphores };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
-        // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done; and where it makes
-        // delta, of each query head's blocks that are made.
-        let suspects = tile.num_suspects(&spec, &schedule, q_blocks);
-        let done = if tile.finishes_dq { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
-        let made = if tile.delta_beside { u64::from(dims.num_heads_q) * u64::from(dims.batch) } else { 0 };
+        // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done;
+        // and where it makes delta, of each query head's blocks that are made.
+        let non_finite = tile.num_non_finite_flags(&spec, &schedule, q_blocks);
+        let done = if tile.finishes_dq() { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
+        let made = if tile.makes_delta() { u64::from(dims.num_heads_q) * u64::from(dims.batch) } else { 0 };
         let workspace =
-            BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), Some(sums), suspects + done + made)
+            BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), Some(sums), non_finite + done + made)
                 .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // Behind it the sums of heads' parts.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
@@ -114,9 +112,9 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
             tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
         };
         // Where the main kernel does not finish dQ; after it heads of dSink too.
-        let finished = if tile.finishes_dq { 0 } else { q_blocks };
+        let finished = if tile.finishes_dq() { 0 } else { q_blocks };
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
-        let postprocess = (!tile.finishes_dq || problem.write_dsink)
+        let postprocess = (!tile.finishes_dq() || problem.write_dsink)
             .then(|| rows("postprocess", sm90_bwd::postprocess(&spec, &tile), finished + sinks));
         let sums = tile.head_parts.then(|| {
             let blocks = tiles / schedule.num_head_parts.unsigned_abs();
@@ -174,7 +172,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
             workspace: Workspace { bytes, zeroed_bytes: 0 },
             promises: Promises {
                 // Else the sums of dQ have no order where several key blocks add to them.
-                deterministic: spec.deterministic || schedule.num_key_blocks <= tile.cluster,
+                deterministic: spec.deterministic || schedule.num_key_blocks <= tile.walk.cluster(),
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
@@ -192,11 +190,15 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
                 let (heads, parts) = (problem.fwd().gqa_ratio(), schedule.num_head_parts);
                 ("query heads", format!("{heads} of a kv head shared by {parts} tiles"))
             }))
-            .chain(tile.delta_beside.then(|| {
+            .chain((!modelled.is_empty()).then(|| ("modelled", words_of(&modelled))))
+            .chain(tile.makes_delta().then(|| {
                 let first = schedule.num_first_query_heads;
                 ("delta", format!("of {first} query heads before the products, of the others beside them"))
             }))
-            .chain((tile.cluster > 1).then(|| ("clusters", format!("{} key blocks", tile.cluster))))
+            .chain(
+                (tile.walk.cluster() > 1)
+                    .then(|| ("clusters", format!("{} key blocks", tile.walk.cluster()))),
+            )
             .collect(),
         })
     }
@@ -328,6 +330,13 @@ impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
     }
 }
 
+/// What the model says of the numbers of tiles that may share a kv head's query heads.
+fn words_of(candidates: &[HeadParts]) -> String {
+    let words =
+        |one: &HeadParts| format!("{:.0} us with {} tiles to a kv head's query heads", one.micros, one.parts);
+    candidates.iter().map(words).collect::<Vec<_>>().join(", ")
+}
+
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) }
 }
@@ -344,8 +353,8 @@ fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
     Ok(Maps { q: q.encode()?, k: k.encode()?, v: v.encode()?, dout: dout.encode()?, o: o.encode()? })
 }
 
-/// What the maps of Q, K, V, dO and O say, `(dim, row, head, batch)`. Where nobody brings O by its map, whose strides it may not
-/// take, there is dO again.
+/// What the maps of Q, K, V, dO and O say, `(dim, row, head, batch)`. Where nobody brings O by its map, whose
+/// strides it may not take, there is dO again.
 pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 5] {
     let (problem, args) = (call.problem, call.args);
     let fwd = problem.fwd();
@@ -373,6 +382,6 @@ pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFac
         facts("k", k_address, fwd.k, extents.k, tile.block_n),
         facts("v", args.v.as_ptr() as u64, fwd.v, extents.v, tile.block_n),
         dout(),
-        if tile.delta_beside { o() } else { dout() },
+        if tile.makes_delta() { o() } else { dout() },
     ]
 }

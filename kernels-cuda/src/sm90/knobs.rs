@@ -4,54 +4,32 @@ use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, MaskKind, VLayout};
 
-use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile};
+use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile, ValueProduct};
 
 impl Sm90Tile {
-    /// Sets one field from its name and value. What a field cannot go with yields: `warp_specialised=0` ends
-    /// ping-pong, lookahead and `skip_row_max`, clusters, packed heads and copies a bias by TMA, `cluster=1` its heads, `f16_output=1` lazy rescaling, which lets
-    /// sums grow beyond f16, `f16_values=1` the flush of 8-bit sums and `f16_values=0` lazy rescaling, `flush=0` what is said of it; `lazy_rescale_log2=0` and a polynomial, which has no overflow to see, end
-    /// `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
+    /// Sets one field from its name and value. What a field cannot go with is given up: clusters, packed heads and copies a bias
+    /// by TMA, `cluster=1` its heads; a `pv` that is not `f16` any more lazy rescaling, one that flushes nothing `output_columns`;
+    /// `lazy_rescale_log2=0` `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
         let was = *self;
         self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
-        if was.warp_specialised && !self.warp_specialised {
-            (self.ping_pong, self.lookahead, self.skip_row_max) = (false, false, false);
-        }
-        if was.ping_pong && !self.ping_pong {
-            self.turn_after_max = false;
-        }
-        if was.f16_values && !self.f16_values {
+        if was.pv == ValueProduct::F16 && self.pv != ValueProduct::F16 {
             (self.lazy_rescale_log2, self.skip_row_max) = (0, false);
         }
-        if self.f16_values && !was.f16_values {
-            self.flush = false;
-        }
-        if was.flush && !self.flush {
-            (self.output_columns, self.output_first) = (0, false);
-        }
-        if self.split_q && !was.split_q {
-            self.lookahead = true;
-        }
-        if was.lookahead && !self.lookahead {
-            self.split_q = false;
+        if was.flushes_output() && !self.flushes_output() {
+            self.output_columns = 0;
         }
         if was.cluster > 1 && self.cluster == 1 {
             self.cluster_heads = false;
         }
-        let loads_own_rows =
-            self.warp_specialised && self.cluster == 1 && !self.pack_gqa && self.copy_bytes == 0;
+        let loads_own_rows = self.cluster == 1 && !self.pack_gqa && self.copy_bytes == 0;
         if was.bias_stages == self.bias_stages && !loads_own_rows {
             self.bias_stages = 0;
         }
-        if self.f16_output && !was.f16_output {
-            self.lazy_rescale_log2 = 0;
-        }
-        let maxima_end = was.lazy_rescale_log2 > 0 && self.lazy_rescale_log2 == 0;
-        let polynomials_begin = was.exp2_polynomial_every == 0 && self.exp2_polynomial_every > 0;
-        if maxima_end || polynomials_begin {
+        if was.lazy_rescale_log2 > 0 && self.lazy_rescale_log2 == 0 {
             self.skip_row_max = false;
         }
         Ok(())
@@ -71,32 +49,13 @@ impl Sm90Tile {
                 self.block_n / 2
             ));
         }
-        if self.turn_after_max && !self.ping_pong {
-            return refuse("turn_after_max=1 with ping_pong=0: no turn is passed on".to_owned());
-        }
         if self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(gqa_ratio.max(1)) {
             return refuse(format!("pack_gqa=1: {gqa_ratio} heads do not divide block_m={}", self.block_m));
         }
-        if self.split_q && !self.lookahead {
-            return refuse("split_q=1 with lookahead=0: a spare piece of Q is for lookahead".to_owned());
-        }
-        if self.split_q && self.pack_gqa && !64_u32.is_multiple_of(gqa_ratio.max(1)) {
+        if self.splits_q() && self.pack_gqa && !64_u32.is_multiple_of(gqa_ratio.max(1)) {
             return refuse(format!(
-                "pack_gqa=1 with split_q=1: {gqa_ratio} heads do not divide a piece's 64 rows"
+                "pack_gqa=1 with lookahead=spare_piece: {gqa_ratio} heads do not divide a piece's 64 rows"
             ));
-        }
-        if !self.warp_specialised {
-            for (field, on) in [
-                ("ping_pong=1", self.ping_pong),
-                ("lookahead=1", self.lookahead),
-                ("skip_row_max=1", self.skip_row_max),
-                ("copy_bytes", self.copy_bytes > 0),
-                ("cluster=2", self.cluster > 1),
-            ] {
-                if on {
-                    return refuse(format!("{field} needs a load role, but warp_specialised=0"));
-                }
-            }
         }
         if self.cluster > 1 && self.copy_bytes > 0 {
             return refuse(format!(
@@ -128,17 +87,6 @@ impl Sm90Tile {
         if self.copy_bytes > 0 && spec.v_layout == VLayout::ColMajor {
             return refuse(format!("copy_bytes={}: v_layout is column-major", self.copy_bytes));
         }
-        for (field, on) in [("f16_scores", self.f16_scores), ("f16_output", self.f16_output)] {
-            if on && spec.dtype_qk != DType::F16 {
-                return refuse(format!("{field}=1: dtype_qk is {}, not f16", spec.dtype_qk));
-            }
-        }
-        if self.f16_output && self.lazy_rescale_log2 > 0 {
-            return refuse(format!(
-                "lazy_rescale_log2={} with f16_output=1: sums could pass 65504",
-                self.lazy_rescale_log2
-            ));
-        }
         if self.skip_row_max && self.lazy_rescale_log2 == 0 {
             return refuse(
                 "skip_row_max=1 with lazy_rescale_log2=0: without maxima, they cannot be exact".to_owned(),
@@ -146,12 +94,6 @@ impl Sm90Tile {
         }
         if self.skip_row_max && spec.mask == MaskKind::Band {
             return refuse("skip_row_max=1: the mask has a lower bound".to_owned());
-        }
-        if self.skip_row_max && self.exp2_polynomial_every > 0 {
-            return refuse(format!(
-                "skip_row_max=1 with exp2_polynomial_every={}: a polynomial's overflow is not seen",
-                self.exp2_polynomial_every
-            ));
         }
         if self.bias_stages > 0 {
             let stages = self.bias_stages;
@@ -164,7 +106,6 @@ impl Sm90Tile {
                 ("pack_gqa=1", self.pack_gqa),
                 ("cluster=2", self.cluster > 1),
                 ("copy_bytes", self.copy_bytes > 0),
-                ("warp_specialised=0", !self.warp_specialised),
             ] {
                 if on {
                     return refuse(format!(
@@ -191,8 +132,8 @@ impl Sm90Tile {
         if qk.is_fp8() && self.copy_bytes > 0 {
             return refuse(format!("copy_bytes={}: dtype_qk {qk} is loaded by TMA alone", self.copy_bytes));
         }
-        if self.f16_values && !v.is_fp8() {
-            return refuse(format!("f16_values=1: dtype_v is {v}, not FP8"));
+        if self.pv != ValueProduct::Direct && !v.is_fp8() {
+            return refuse(format!("pv={}: dtype_v is {v}, not FP8", self.pv.name()));
         }
         if self.prepare_v != PrepareV::InTile {
             let set = format!("prepare_v={}", self.prepare_v.name());
@@ -202,36 +143,24 @@ impl Sm90Tile {
             if spec.v_layout == VLayout::ColMajor {
                 return refuse(format!("{set}: v_layout is column-major"));
             }
-            if self.prepare_v == PrepareV::Beside && !self.warp_specialised {
-                return refuse(format!("{set} needs a load role, but warp_specialised=0"));
-            }
         }
-        if super::prepares_v(spec, self) {
-            for (field, on) in
-                [("cluster=2", self.cluster > 1), ("warp_specialised=0", !self.warp_specialised)]
-            {
-                if on {
-                    return refuse(format!(
-                        "{field}: a V of dtype_v {v} is prepared by the load role's warpgroup, for its own CTA"
-                    ));
-                }
-            }
+        if super::prepares_v(spec, self) && self.cluster > 1 {
+            return refuse(format!(
+                "cluster=2: a V of dtype_v {v} is prepared by the load role's warpgroup, for its own CTA"
+            ));
         }
-        if self.f16_values && spec.v_layout == VLayout::ColMajor && self.block_n % 32 != 0 {
+        if self.pv == ValueProduct::F16 && spec.v_layout == VLayout::ColMajor && self.block_n % 32 != 0 {
             return refuse(format!(
                 "block_n={}: a column-major V of dtype_v {v} comes in whole 32 bytes",
                 self.block_n
             ));
         }
         if !super::operand_v(spec, self).is_fp8() {
-            for (field, value) in [
-                ("flush", self.flush.into()),
-                ("output_columns", self.output_columns),
-                ("output_first", self.output_first.into()),
-            ] {
-                if value > 0 {
-                    return refuse(format!("{field}={value}: P V is a product of 16 bits, summed in f32"));
-                }
+            if self.output_columns > 0 {
+                return refuse(format!(
+                    "output_columns={}: P V is a product of 16 bits, summed in f32",
+                    self.output_columns
+                ));
             }
             return Ok(());
         }
@@ -254,9 +183,9 @@ impl Sm90Tile {
         }
         if self.output_columns > 0 {
             let dim = super::padded_dim(spec.head_dim_v);
-            if !self.flush {
+            if !self.flushes_output() {
                 return refuse(format!(
-                    "output_columns={} with flush=0: parts of O are flushed with every block",
+                    "output_columns={} with pv=direct: parts of O are flushed with every block",
                     self.output_columns
                 ));
             }
@@ -266,11 +195,6 @@ impl Sm90Tile {
                     self.output_columns
                 ));
             }
-        }
-        if self.output_first && !self.flush {
-            return refuse(
-                "output_first=1 with flush=0: what is summed first is flushed with every block".to_owned(),
-            );
         }
         Ok(())
     }
@@ -300,19 +224,14 @@ mod tests {
             (&[("order", "random")], &["order", "random"]),
             (&[("cluster", "4")], &["cluster", "4"]),
             (&[("copy_bytes", "3")], &["copy_bytes", "3"]),
-            (&[("f16_scores", "1")], &["f16_scores", "bf16"]),
-            (&[("f16_output", "1")], &["f16_output", "bf16"]),
+            (&[("pv", "flushed")], &["pv=flushed", "bf16"]),
+            (&[("lookahead", "1")], &["lookahead=1", "spare_piece"]),
             (&[("pack_gqa", "1")], &["pack_gqa", "3", "128"]),
             (&[("wait_anchor", "100")], &["wait_anchor", "100", "64"]),
-            (&[("warp_specialised", "0"), ("ping_pong", "1")], &["ping_pong", "warp_specialised"]),
             (&[("cluster_heads", "1")], &["cluster_heads", "cluster=1"]),
             (&[("cluster", "2"), ("cluster_heads", "1")], &["cluster_heads", "3"]),
             (&[("block_m", "192"), ("copy_bytes", "4")], &["copy_bytes", "4", "block_m", "192"]),
             (&[("lazy_rescale_log2", "0"), ("skip_row_max", "1")], &["skip_row_max", "lazy_rescale_log2"]),
-            (
-                &[("exp2_polynomial_every", "4"), ("skip_row_max", "1")],
-                &["skip_row_max", "exp2_polynomial_every=4"],
-            ),
             (&[("bias_stages", "1")], &["bias_stages=1", "16 bits"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
@@ -337,25 +256,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_field_cannot_go_with_yields_to_it() {
+    fn what_a_field_cannot_go_with_is_given_up() {
         let start = default_tile(&FwdSpec::plain(DType::F16, 128, MaskKind::Full));
-        let start = Sm90Tile {
-            ping_pong: true,
-            lookahead: true,
-            split_q: true,
-            skip_row_max: true,
-            exp2_polynomial_every: 0,
-            cluster: 2,
-            cluster_heads: true,
-            ..start
-        };
+        let start =
+            Sm90Tile { skip_row_max: true, cluster: 2, cluster_heads: true, pv: ValueProduct::F16, ..start };
         for (name, value, yields) in [
-            ("warp_specialised", "0", &["ping_pong", "lookahead", "split_q", "skip_row_max"][..]),
-            ("lookahead", "0", &["split_q"]),
-            ("cluster", "1", &["cluster_heads"]),
+            ("cluster", "1", &["cluster_heads"][..]),
             ("lazy_rescale_log2", "0", &["skip_row_max"]),
-            ("exp2_polynomial_every", "4", &["skip_row_max"]),
-            ("f16_output", "1", &["lazy_rescale_log2", "skip_row_max"]),
+            ("pv", "direct", &["lazy_rescale_log2", "skip_row_max"]),
         ] {
             let mut tile = start;
             tile.set(name, value).unwrap();
@@ -367,8 +275,5 @@ mod tests {
             expected.sort_by_key(|field| before.iter().position(|(name, _)| name == field));
             assert_eq!(changed, expected, "{name}={value}");
         }
-        let mut tile = Sm90Tile { lookahead: false, split_q: false, ..start };
-        tile.set("split_q", "1").unwrap();
-        assert!(tile.lookahead);
     }
 }

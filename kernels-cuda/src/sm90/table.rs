@@ -5,7 +5,8 @@ use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
 use super::values::block_bytes;
 use super::{
-    MAX_SMEM_BYTES, PrepareV, Sm90Tile, TileOrder, copy_bytes, elem_bytes, odd_bias_stride, padded_dim,
+    Lookahead, MAX_SMEM_BYTES, PingPong, PrepareV, Sm90Tile, TileOrder, ValueProduct, copy_bytes, elem_bytes,
+    odd_bias_stride, padded_dim,
 };
 
 /// The tile for a problem that the kernel [`accepts`].
@@ -28,8 +29,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         let apart = (seqlen_q + block_m - 1) / block_m * i64::from(ratio);
         let packed = (seqlen_q * i64::from(ratio) + block_m - 1) / block_m;
         tile.pack_gqa = packed * 10 <= apart * 9;
-        if tile.pack_gqa && 64 % ratio != 0 && tile.split_q {
-            (tile.split_q, tile.lookahead) = (false, false);
+        if tile.pack_gqa && 64 % ratio != 0 && tile.splits_q() {
+            tile.lookahead = Lookahead::Off;
         }
     }
     let takes_128_rows = !tile.pack_gqa || 128 % ratio == 0;
@@ -41,7 +42,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
             // Four of FP8 beside smaller blocks; of these they have no room.
             tile.stages = tile.stages.min(3);
         }
-        (128, MaskKind::Full) if !modifies(&spec) && !tile.f16_values && dims.seqlen_k < 4096 => {
+        (128, MaskKind::Full) if !modifies(&spec) && tile.pv != ValueProduct::F16 && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
         // Of 192 rows a third would be empty: B64 H16 bf16 154 and 168, with four stages 165, at 128 (cuDNN 167), 261 and
@@ -105,7 +106,9 @@ fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
             }
         }
         (_, MaskKind::Full) => tile.skip_row_max = false,
-        (128, MaskKind::Upper) => (tile.skip_row_max, tile.lookahead, tile.ping_pong) = (false, false, false),
+        (128, MaskKind::Upper) => {
+            (tile.skip_row_max, tile.lookahead, tile.ping_pong) = (false, Lookahead::Off, PingPong::Off);
+        }
         _ => {}
     }
 }
@@ -260,17 +263,18 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         } else {
             TileOrder::Dynamic
         },
-        ping_pong: true,
-        turn_after_max: false,
-        lookahead,
+        ping_pong: PingPong::AtIssue,
         // Where there is no room for a second Q.
-        split_q: qk.max(v) >= 192 && lookahead,
+        lookahead: match (lookahead, qk.max(v) >= 192) {
+            (false, _) => Lookahead::Off,
+            (true, false) => Lookahead::SecondQ,
+            (true, true) => Lookahead::SparePiece,
+        },
         // Full masks: 8 has 13 % more RMSE than exact maxima with outliers in the input, 6 has 8 %, and they are equally
         // fast. Causal ones, whose first rows start from few keys, bf16 D 128: 354 with 6, 368 with 8 at 512; 358 and 362
         // with 8 and 11 at 512, 504 and 509 at 1k, 756 and 759 at 8k; Q four times as large 0.256 and 0.238 ms.
         lazy_rescale_log2: if full { 6 } else { 11 },
         wait_anchor,
-        exp2_polynomial_every: 0,
         // Without and with, bf16, full: D 64 605 and 618 at 16k, D 128 571 and 585 at 512, 781 and 795 at 16k, D 256
         // 838 and 849; causal: D 64 352 and 362 at 1k, D 128 357 and 369 at 512, 615 and 642 at 2k, 785 and 802.
         // A window of 512 keys has two or three such blocks: 469 and 463.
@@ -284,17 +288,12 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         fast_softcap: spec.softcap && spec.bias == BiasKind::None,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,
-        warp_specialised: true,
         cluster: 1,
         cluster_heads: false,
         q_in_registers: false,
-        f16_scores: false,
-        f16_output: false,
-        f16_values: false,
+        pv: ValueProduct::Direct,
         prepare_v: PrepareV::InTile,
-        flush: false,
         output_columns: 0,
-        output_first: false,
         bias_stages: 0,
         // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
@@ -304,10 +303,10 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         tile.take_fp8(spec);
     }
     // Beside accumulators of their own for FP8's sums a soft-cap alone spills too.
-    let heavy = modifies(spec) && (!modifies_lightly(spec) || tile.flush);
+    let heavy = modifies(spec) && (!modifies_lightly(spec) || tile.flushes_output());
     if adds_wide_elements(spec) && !spec.dropout {
         tile.take_bias(spec);
-    } else if spec.dropout && !modifies_score(spec) && !tile.flush {
+    } else if spec.dropout && !modifies_score(spec) && !tile.flushes_output() {
         tile.take_dropout(spec);
     } else if heavy {
         tile.take_registers(spec);
@@ -320,7 +319,7 @@ impl Sm90Tile {
     /// block.
     fn take_registers(&mut self, spec: &FwdSpec) {
         self.block_n = self.block_n.min(if widest(spec) > 192 { 64 } else { 96 });
-        (self.lookahead, self.split_q, self.wait_anchor, self.skip_row_max) = (false, false, 0, false);
+        (self.lookahead, self.wait_anchor, self.skip_row_max) = (Lookahead::Off, 0, false);
     }
 
     /// What a V of FP8 changes of a tile of 16-bit types.
@@ -333,8 +332,10 @@ impl Sm90Tile {
     /// 0: 539, 552 and 643, 661 (535, 660).
     fn take_fp8(&mut self, spec: &FwdSpec) {
         self.order = TileOrder::Dynamic;
-        self.f16_values = padded_dim(spec.head_dim_v) <= 128;
-        if !self.f16_values {
+        if padded_dim(spec.head_dim_v) <= 128 {
+            self.pv = ValueProduct::F16;
+        }
+        if self.pv != ValueProduct::F16 {
             self.take_fp8_products(spec);
         } else if spec.v_layout == VLayout::ColMajor {
             // Along keys whole swizzles of 32 bytes.
@@ -352,11 +353,14 @@ impl Sm90Tile {
     ///
     /// D 256, TFLOP/s: beside the next S 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output first 1111.
     const fn take_fp8_products(&mut self, spec: &FwdSpec) {
-        (self.skip_row_max, self.lazy_rescale_log2, self.flush) = (false, 0, true);
+        (self.skip_row_max, self.lazy_rescale_log2) = (false, 0);
         (self.block_n, self.wait_anchor) = (128, 0);
-        self.output_first = padded_dim(spec.head_dim_v) > 192;
         self.output_columns = if padded_dim(spec.head_dim_v) == 256 { 64 } else { 32 };
-        (self.lookahead, self.split_q) = (!self.output_first, false);
+        (self.pv, self.lookahead) = if padded_dim(spec.head_dim_v) > 192 {
+            (ValueProduct::FlushedFirst, Lookahead::Off)
+        } else {
+            (ValueProduct::Flushed, Lookahead::SecondQ)
+        };
     }
 
     /// What an elementwise bias of 16 bits changes: it takes shared memory, which lookahead or keys give.
@@ -364,10 +368,10 @@ impl Sm90Tile {
         self.bias_stages = 1;
         match widest(spec) {
             ..=96 => {}
-            128 => (self.block_n, self.wait_anchor, self.split_q) = (128, 32, true),
+            128 => (self.block_n, self.wait_anchor, self.lookahead) = (128, 32, Lookahead::SparePiece),
             _ => {
                 self.block_n = self.block_n.min(96);
-                (self.lookahead, self.split_q, self.wait_anchor) = (false, false, 0);
+                (self.lookahead, self.wait_anchor) = (Lookahead::Off, 0);
             }
         }
         // Above D 192, and of three warpgroups' 160 registers where a mask cuts blocks, it spills beside the bias.
@@ -383,7 +387,7 @@ impl Sm90Tile {
         let plain = *self;
         self.take_registers(spec);
         if let dim @ (64 | 128) = widest(spec) {
-            (self.block_m, self.block_n, self.lookahead) = (128, 128, true);
+            (self.block_m, self.block_n, self.lookahead) = (128, 128, Lookahead::SecondQ);
             (self.wait_anchor, self.skip_row_max) = (dim / 4, plain.skip_row_max);
         }
     }

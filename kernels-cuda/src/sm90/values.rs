@@ -5,7 +5,7 @@ use fmha_core::source::{Entry, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{FwdProblem, abi_enum, abi_struct};
 
-use super::{Sm90Tile, elem_bytes, padded_dim, rendered};
+use super::{Sm90Tile, ValueProduct, elem_bytes, padded_dim, rendered};
 use crate::schedule::TileSchedule;
 
 /// The launch's name in plans.
@@ -121,8 +121,8 @@ pub(super) fn block_bytes(spec: &FwdSpec, tile: &Sm90Tile) -> u64 {
 /// As the device's function of that name.
 fn units_per_block(spec: &FwdSpec, tile: &Sm90Tile) -> i64 {
     let dim = padded_dim(spec.head_dim_v);
-    let keys = if (!tile.f16_values || dim <= 64) && tile.block_n % 32 == 0 { 32 } else { 16 };
-    let parts = if tile.f16_values { 1 } else { (dim + 63) / 64 };
+    let keys = if (tile.pv != ValueProduct::F16 || dim <= 64) && tile.block_n % 32 == 0 { 32 } else { 16 };
+    let parts = if tile.pv == ValueProduct::F16 { 1 } else { (dim + 63) / 64 };
     i64::from(tile.block_n / keys * parts)
 }
 

@@ -84,9 +84,9 @@ const HOPPER: &[Broken] = &[
         title: "causal, D 128",
         problems: &[
             "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask t",
-            "-b 1 --heads 4 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=1,skip_row_max=1,ping_pong=1",
-            "-b 1 --heads 3 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=1,skip_row_max=1,ping_pong=1",
-            "-b 1 --heads 3 -s 138 --seqlen-k 202 -d 128 --prec bf16 --mask b --tile lookahead=1,skip_row_max=1,ping_pong=1",
+            "-b 1 --heads 4 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=second_q,skip_row_max=1,ping_pong=at_issue",
+            "-b 1 --heads 3 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=second_q,skip_row_max=1,ping_pong=at_issue",
+            "-b 1 --heads 3 -s 138 --seqlen-k 202 -d 128 --prec bf16 --mask b --tile lookahead=second_q,skip_row_max=1,ping_pong=at_issue",
         ],
         ..HOPPER_FORWARD
     },
@@ -102,9 +102,9 @@ const HOPPER: &[Broken] = &[
     Broken {
         title: "causal, D 128, no lookahead",
         problems: &[
-            "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask b --tile lookahead=0",
-            "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 128 --prec bf16 --mask b --tile lookahead=0",
-            "-b 1 --heads 4 -s 70 -d 128 --prec bf16 --mask b --tile lookahead=0,skip_row_max=1,ping_pong=1",
+            "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask b --tile lookahead=off",
+            "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 128 --prec bf16 --mask b --tile lookahead=off",
+            "-b 1 --heads 4 -s 70 -d 128 --prec bf16 --mask b --tile lookahead=off,skip_row_max=1,ping_pong=at_issue",
         ],
         ..HOPPER_FORWARD
     },
@@ -123,7 +123,7 @@ const HOPPER: &[Broken] = &[
         title: "packed query heads, one consumer",
         problems: &[
             "-b 3 --heads 8 --heads-kv 2 -s 5 --seqlen-k 600 -d 128 --prec bf16 --mask b",
-            "-b 5 --heads 8 --heads-kv 2 -s 5 --seqlen-k 60 -d 128 --prec bf16 --mask b --tile lookahead=1,skip_row_max=1,ping_pong=1",
+            "-b 5 --heads 8 --heads-kv 2 -s 5 --seqlen-k 60 -d 128 --prec bf16 --mask b --tile lookahead=second_q,skip_row_max=1,ping_pong=at_issue",
         ],
         ..HOPPER_FORWARD
     },
@@ -164,8 +164,8 @@ const HOPPER: &[Broken] = &[
     Broken {
         title: "Q in registers, one buffer, causal, D 64",
         problems: &[
-            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile q_in_registers=1,lookahead=0",
-            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile q_in_registers=1,lookahead=0",
+            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile q_in_registers=1,lookahead=off",
+            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile q_in_registers=1,lookahead=off",
         ],
         ..HOPPER_FORWARD
     },
@@ -208,24 +208,10 @@ const HOPPER: &[Broken] = &[
         ],
         ..HOPPER_FORWARD
     },
-    Broken {
-        title: "no load role, packed sequences, causal, D 128",
-        problems: &[
-            "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 200,330,100 -d 128 --prec bf16 --mask b \
-             --tile warp_specialised=0",
-            "--mode 1 -b 4 --heads 3 -s 50,30,40,100 --seqlen-k 20,30,200,70 -d 128 --prec bf16 --mask b \
-             --tile warp_specialised=0",
-        ],
-        ..HOPPER_FORWARD
-    },
 ];
 
 const HOPPER_KNOBS: &[&str] = &[
-    "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t --tile f16_scores=1,f16_output=1",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile copy_bytes=2",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile exp2_polynomial_every=4",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile warp_specialised=0 --vlayout c",
-    "--mode 1 -b 2 --heads 2 -s 50,30 --seqlen-k 24,32 -d 64 --prec bf16 --tile warp_specialised=0 --vlayout c --mask b",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile vector_store=0",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --prec-o fp32 --mask t --lse",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile dependent_launch=1",
@@ -261,14 +247,14 @@ const HOPPER_BACKWARD: &[Broken] = &[
     Broken {
         title: "several CTAs at a sum of dQ, delta beside the products, causal, D 64",
         problems: &[
-            "-b 1 --heads 8 -s 250 -d 64 --prec bf16 --mask t --tile delta_beside=1,load_registers=40",
+            "-b 1 --heads 8 -s 250 -d 64 --prec bf16 --mask t --tile dq_finish=beside_with_delta,load_registers=40",
         ],
         multiprocessors: 4,
         ..MAIN
     },
     Broken {
         title: "zeros before the sums, causal, D 128",
-        problems: &["-b 1 --heads 3 -s 250 -d 128 --prec bf16 --mask t --tile first_stores=0"],
+        problems: &["-b 1 --heads 3 -s 250 -d 128 --prec bf16 --mask t --tile dq_path=store_warp"],
         ..MAIN
     },
     Broken {
@@ -399,12 +385,12 @@ const HOPPER_BACKWARD: &[Broken] = &[
 ];
 
 const HOPPER_BACKWARD_KNOBS: &[&str] = &[
-    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile early_scores=1,early_dv=1,stages_q=3,edges_apart=0",
-    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile direct_dq=1",
-    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile first_stores=0",
-    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile finishes_dq=0",
-    "-b 1 --heads 2 -s 200 -d 192 --prec bf16 --mask t --tile early_scores=0",
-    "-b 1 --heads 2 -s 200 -d 256 --prec bf16 --tile cluster=1,early_scores=0",
+    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile walk=early_scores,stages_q=3,edges_apart=0",
+    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile dq_path=registers",
+    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile dq_path=store_warp",
+    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile dq_finish=launch",
+    "-b 1 --heads 2 -s 200 -d 192 --prec bf16 --mask t --tile walk=split_dims",
+    "-b 1 --heads 2 -s 200 -d 256 --prec bf16 --tile walk=split_dims",
     "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t",
 ];
 

@@ -16,21 +16,35 @@ using fmha::mma::Storage;
 using ptx::Barrier;
 using ptx::TensorMap;
 
+// What follows from a tile's walk, path and finish of dQ; the rules are the host's (sm90_bwd_host.h).
+FMHA_DEVICE constexpr bool splits_dims(const Sm90BwdTile& tile) { return bwd_splits_dims(tile.walk); }
+FMHA_DEVICE constexpr bool halves_blocks(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::HalfBlocks; }
+FMHA_DEVICE constexpr bool starts_dp_late(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::LateDp; }
+FMHA_DEVICE constexpr bool in_clusters(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::InClusters; }
+FMHA_DEVICE constexpr int cluster_size(const Sm90BwdTile& tile) { return in_clusters(tile) ? 2 : 1; }
+FMHA_DEVICE constexpr bool adds_from_registers(const Sm90BwdTile& tile) { return tile.dq_path == DqPath::Registers; }
+FMHA_DEVICE constexpr bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq_finish != DqFinish::Launch; }
+FMHA_DEVICE constexpr bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
+
 // One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and each 32 of the
 // queries of S and a part of the dimension of dQ, dK and dV.
 constexpr int kSplitQueries = 32;
 FMHA_DEVICE constexpr int num_consumers(const Sm90BwdTile& tile) {
-  return tile.split_dims ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
+  return splits_dims(tile) ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
 }
-// A cluster's CTAs have neighbouring key blocks of one head. Each adds its share of dQ's dimension for both, from both CTAs'
-// dS, so that half as many bytes are added; and each loads half of the rows of Q and dO for both.
-FMHA_DEVICE int32_t cluster_rank(const Sm90BwdTile& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
-FMHA_DEVICE constexpr int cluster_keys(const Sm90BwdTile& tile) { return tile.block_n * tile.cluster; }
+// A cluster's CTAs have neighbouring key blocks of one head. Each adds its share of dQ's dimension for both, from both
+// CTAs' dS, so that half as many bytes are added; and each loads half of the rows of Q and dO for both.
+FMHA_DEVICE int32_t cluster_rank(const Sm90BwdTile& tile) {
+  return in_clusters(tile) ? blockIdx.x % cluster_size(tile) : 0;
+}
+FMHA_DEVICE constexpr int cluster_keys(const Sm90BwdTile& tile) { return tile.block_n * cluster_size(tile); }
 // Queries of a consumer's fragment of S^T.
 FMHA_DEVICE constexpr int num_columns(const Sm90BwdTile& tile) {
-  return tile.block_m / (tile.split_dims ? num_consumers(tile) : tile.score_parts);
+  return tile.block_m / (splits_dims(tile) ? num_consumers(tile) : halves_blocks(tile) ? 2 : 1);
 }
-FMHA_DEVICE constexpr int num_consumer_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup * num_consumers(tile); }
+FMHA_DEVICE constexpr int num_consumer_threads(const Sm90BwdTile& tile) {
+  return mma::kWarpgroup * num_consumers(tile);
+}
 FMHA_DEVICE constexpr int num_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup + num_consumer_threads(tile); }
 FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
 
@@ -45,8 +59,9 @@ FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) {
   return round_up(dim, 64);
 }
 
-// A tile whose address, in a cluster, is no constant: the compiler is to make the descriptors of a product's steps of it each
-// time, not to keep all of them beside the accumulators from step to step (it spilled some 40 registers in the loop).
+// A tile whose address, in a cluster, is no constant: the compiler is to make the descriptors of a product's steps of
+// it each time, not to keep all of them beside the accumulators from step to step (it spilled some 40 registers in the
+// loop).
 template <class Elem, int rows, int dim, bool clustered>
 struct BwdTile : SmemTile<Elem, rows, dim, clustered> {
   FMHA_DEVICE uint32_t offset() const {
@@ -61,8 +76,8 @@ struct Maps {
   TensorMap o;  // where delta is made beside the products
 };
 
-// dQ's columns where two consumers share out a dimension of three chunks of 64: a chunk each, and of the one between them
-// half each, since a product's columns lie in one chunk or begin one.
+// dQ's columns where two consumers share out a dimension of three chunks of 64: a chunk each, and of the one between
+// them half each, since a product's columns lie in one chunk or begin one.
 struct ThreeChunks {
   static constexpr int whole = 64, half = 32;
   FMHA_DEVICE static constexpr int32_t first_of_whole(int32_t consumer) { return 2 * whole * consumer; }
@@ -77,27 +92,28 @@ struct Shape {
   // What of V's dimension its padding leaves to be multiplied.
   static constexpr int dim_v = round_up(spec.fwd.head_dim_v, 64);
   // V's dimension in shared memory: where there is no room for that of Q and K, its own.
-  static constexpr int v_columns = tile.score_parts > 1 ? dim_v : dim;
+  static constexpr int v_columns = halves_blocks(tile) ? dim_v : dim;
   // Of dK and dV, of a consumer.
-  static constexpr int dk_columns = tile.split_dims ? dim / consumers : dim;
-  static constexpr int dv_columns = tile.split_dims ? dim / consumers : v_columns;
-  // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half of
-  // it, or by its rows.
-  static constexpr bool dq_by_columns = tile.split_dims || tile.score_parts > 1;
+  static constexpr int dk_columns = splits_dims(tile) ? dim / consumers : dim;
+  static constexpr int dv_columns = splits_dims(tile) ? dim / consumers : v_columns;
+  // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half
+  // of it, or by its rows.
+  static constexpr bool transposes_dq = bwd_transposes_dq(tile.walk, dim);
+  static constexpr bool dq_by_columns = splits_dims(tile) || halves_blocks(tile);
   static constexpr int dq_columns =
-      tile.transposed_dq ? tile.block_m : dim / (dq_by_columns ? consumers * tile.cluster : 1);
-  static constexpr int dq_rows = tile.transposed_dq ? dim : dq_by_columns ? tile.block_m * consumers : tile.block_m;
+      transposes_dq ? tile.block_m : dim / (dq_by_columns ? consumers * cluster_size(tile) : 1);
+  static constexpr int dq_rows = transposes_dq ? dim : dq_by_columns ? tile.block_m * consumers : tile.block_m;
   // f32 numbers of one consumer's share, and of the block.
-  static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers * tile.cluster;
-  static constexpr int cluster_columns = dim / tile.cluster;  // of a CTA's share of dQ
+  static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers * cluster_size(tile);
+  static constexpr int cluster_columns = dim / cluster_size(tile);  // of a CTA's share of dQ
   using Chunks = ThreeChunks;
-  static_assert(tile.score_parts == 1 || dq_columns == Chunks::whole + Chunks::half, "in parts, three chunks of dQ");
+  static_assert(!halves_blocks(tile) || dq_columns == Chunks::whole + Chunks::half, "in parts, three chunks of dQ");
   // Where a consumer's columns of dK and dV begin.
-  FMHA_DEVICE static int32_t first_column(int32_t consumer) { return tile.split_dims ? consumer * dk_columns : 0; }
+  FMHA_DEVICE static int32_t first_column(int32_t consumer) { return splits_dims(tile) ? consumer * dk_columns : 0; }
 
   using Elem = Storage<dtype>;
   template <int rows, int columns>
-  using Tile = BwdTile<Elem, rows, columns, (tile.cluster > 1)>;
+  using Tile = BwdTile<Elem, rows, columns, in_clusters(tile)>;
   using QTile = Tile<tile.block_m, dim>;
   using KTile = Tile<tile.block_n, dim>;
   using VTile = Tile<tile.block_n, v_columns>;
@@ -107,7 +123,7 @@ struct Shape {
 };
 
 // What a CTA holds of the other one of its cluster.
-template <BwdSpec spec, Sm90BwdTile tile, bool = (tile.cluster > 1)>
+template <BwdSpec spec, Sm90BwdTile tile, bool = in_clusters(tile)>
 struct ClusterSmem {};
 template <BwdSpec spec, Sm90BwdTile tile>
 struct ClusterSmem<spec, tile, true> {
@@ -116,9 +132,9 @@ struct ClusterSmem<spec, tile, true> {
   typename S::DsTile other_ds[tile.stages_ds];
 };
 
-// What dropout's generator has of a warp's sixteen keys for every query of a head, and of a block's queries for every key: a
-// warp's own, in shared memory. At D 64, 128 queries a block, causal 292 to 299 TFLOP/s; at D 128, whose products leave less of
-// shared memory's bandwidth, 410 to 391, and with the keys' part alone 400.
+// What dropout's generator has of a warp's sixteen keys for every query of a head, and of a block's queries for every
+// key: a warp's own, in shared memory. At D 64, 128 queries a block, causal 292 to 299 TFLOP/s; at D 128, whose
+// products leave less of shared memory's bandwidth, 410 to 391, and with the keys' part alone 400.
 template <int queries>
 struct alignas(16) DropoutParts {
   Array<uint32_t, 4> quads[4];
@@ -126,7 +142,7 @@ struct alignas(16) DropoutParts {
 };
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool keeps_dropout_parts() {
-  return spec.fwd.dropout && tile.late_dp;
+  return spec.fwd.dropout && starts_dp_late(tile);
 }
 template <BwdSpec spec, Sm90BwdTile tile, bool = keeps_dropout_parts<spec, tile>()>
 struct DropoutSmem {};
@@ -135,8 +151,9 @@ struct DropoutSmem<spec, tile, true> {
   DropoutParts<tile.block_m> dropout_parts[num_consumer_warps(tile)];
 };
 
-// The sums of a query block whose dQ is being finished, as `Smem::dq` has them; or O and dO of one whose delta is being made.
-template <BwdSpec spec, Sm90BwdTile tile, bool = tile.finishes_dq>
+// The sums of a query block whose dQ is being finished, as `Smem::dq` has them; or O and dO of one whose delta is being
+// made.
+template <BwdSpec spec, Sm90BwdTile tile, bool = finishes_dq(tile)>
 struct FinishSmem {};
 template <BwdSpec spec, Sm90BwdTile tile>
 struct FinishSmem<spec, tile, true> {
@@ -149,8 +166,8 @@ struct FinishSmem<spec, tile, true> {
   };
 };
 
-// Tiles that are known at a time: the one at work, and its successor, which is loaded meanwhile.
-constexpr int kClaimSlots = 2;
+// Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.
+constexpr int kTileIndexSlots = 2;
 
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec, tile> {
@@ -159,9 +176,9 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec,
   typename S::VTile v;
   typename S::QTile q[tile.stages_q];
   typename S::DoutTile dout[tile.stages_dout];
-  typename S::DsTile ds[tile.stages_ds][tile.split_dims ? 2 : 1];  // dS; and P, where consumers need each other's
+  typename S::DsTile ds[tile.stages_ds][splits_dims(tile) ? 2 : 1];  // dS; and P, where consumers need each other's
   // In the order of the accumulators: [element / 4][thread][4]. Nothing, where consumers add to memory themselves.
-  alignas(1024) float dq[S::consumers][tile.direct_dq ? 1 : S::dq_share];
+  alignas(1024) float dq[S::consumers][adds_from_registers(tile) ? 1 : S::dq_share];
   alignas(1024) float lse_log2[tile.stages_q][tile.block_m];
   float delta[tile.stages_dout][tile.block_m];
   Barrier k_full;    // the bytes of a key block's K
@@ -173,24 +190,27 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec,
   Barrier dout_empty[tile.stages_dout];  // one arrival per consumer warp of the cluster
   Barrier other_ds_full[tile.stages_ds];   // the bytes of the other CTA's dS
   Barrier other_ds_empty[tile.stages_ds];  // one arrival per consumer warp there: what this CTA sent has been used
-  Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there, or is being added
-  Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read; or, of the first, its turn has come
+  // One arrival per warp of the consumer: its share is in `dq`; of DqPath::Registers, it has issued its additions.
+  Barrier dq_full[S::consumers];
+  // The store role's arrival: the share has been read. Of DqPath::Registers, of the first one the polling thread's:
+  // the consumers may add to the block.
+  Barrier dq_empty[S::consumers];
   Barrier sums_full;                     // the bytes of `sums`
-  Barrier turn_come;                     // its announcer's arrival, where a thread stores dQ in turns
-  Barrier turn_over;                     // the store role's: what its turn has added is there
-  Barrier turn_counted;                  // its counter's: that has been heard
-  Barrier claim_full[kClaimSlots];       // the load role's arrival: the next tile is known
-  Barrier claim_empty[kClaimSlots];      // one arrival per consumer warp, and those of who stores dQ or keeps its turns
-  int32_t claims[kClaimSlots];
-  int32_t is_first_turn;
+  Barrier dq_admitted;                   // the polling thread's arrival: the store role may store or add the next block
+  Barrier dq_added;                      // the store role's arrival: what it has added to a block is in memory
+  Barrier dq_added_seen;                 // the releasing thread's arrival: it has waited for `dq_added`
+  Barrier tile_index_full[kTileIndexSlots];   // the load role's arrival: the next tile's index is there
+  Barrier tile_index_empty[kTileIndexSlots];  // one arrival per consumer warp and per thread of `kNumDqThreads`
+  int32_t tile_index[kTileIndexSlots];
+  int32_t dq_is_first;  // beside `dq_admitted`, or `dq_empty[0]`: nothing has been added to the block yet
 };
 
-// Threads that store dQ or keep its turns.
+// Threads of the loading warpgroup that store dQ, or poll or release its semaphores (dq/).
 template <BwdSpec spec, Sm90BwdTile tile>
-constexpr int kNumStorers = tile.direct_dq       ? (spec.deterministic ? 1 : 0)
+constexpr int kNumDqThreads = adds_from_registers(tile)       ? (spec.deterministic ? 1 : 0)
                             : spec.deterministic ? 3
-                            : tile.first_stores  ? 2
-                                                 : 1;
+                            : tile.dq_path == DqPath::FirstStores ? 2
+                                                                  : 1;
 
 // Named barriers; 0 is that of __syncthreads.
 constexpr int kConsumersBarrier = 1;

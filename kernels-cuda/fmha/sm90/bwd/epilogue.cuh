@@ -8,8 +8,8 @@
 
 namespace fmha::sm90::bwd {
 
-// Rows of a gradient times `factor`, whose batch stride is 0 where keys are packed; `row`: the first of the thread's two in
-// the key block; `first_column`: where the fragment's columns begin.
+// Rows of a gradient times `factor`, whose batch stride is 0 where keys are packed; `row`: the first of the thread's
+// two in the key block; `first_column`: where the fragment's columns begin.
 template <DType dtype, int dim, int n>
 FMHA_DEVICE void store_elems(const mma::Accumulator<n>& grad, const View& view, const Work& work, int32_t row,
                              int32_t first_column, float factor) {

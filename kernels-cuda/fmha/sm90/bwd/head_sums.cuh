@@ -1,5 +1,6 @@
-// dK and dV of a kv head whose query heads several tiles share (`head_parts`): each tile leaves the sums of its heads in
-// memory, and a launch of its own adds them in the order of the parts, so that they have the same bits whoever was first.
+// dK and dV of a kv head whose query heads several tiles share (`head_parts`): each tile leaves the sums of its heads
+// in memory, and a launch of its own adds them in the order of the parts, so that they have the same bits whoever was
+// first.
 #pragma once
 #include <fmha/sm90/bwd/epilogue.cuh>
 
@@ -38,7 +39,8 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
     if (key >= span.seqlen_k || column >= dim) continue;
     float sums[8] = {};
     for (int32_t part = 0; part < schedule.num_head_parts; ++part) {
-      const float4* from = reinterpret_cast<const float4*>(first_part + part * to_next_part + int64_t(key) * row_elems + 8 * piece);
+      const float* piece_of_part = first_part + part * to_next_part + int64_t(key) * row_elems + 8 * piece;
+      const float4* from = reinterpret_cast<const float4*>(piece_of_part);
       const float4 low = from[0], high = from[1];
       const float eight[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll

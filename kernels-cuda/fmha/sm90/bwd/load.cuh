@@ -2,7 +2,7 @@
 #pragma once
 #include <fmha/ptx/bulk.cuh>
 #include <fmha/ptx/flag.cuh>
-#include <fmha/sm90/bwd/work.cuh>
+#include <fmha/sm90/bwd/order.cuh>
 
 namespace fmha::sm90::bwd {
 
@@ -24,8 +24,9 @@ FMHA_DEVICE void load_rows_together(const Tile& to, const TensorMap& map, Barrie
   const int32_t first = rank * (Tile::rows / 2);
 #pragma unroll 1
   for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-    ptx::cp_async_bulk_tensor_4d_multicast(to.address() + chunk * Tile::chunk_bytes + first * Tile::span_bytes, map, full,
-                                           chunk * Tile::span, row + first, i_head, i_batch, both, hint);
+    const uint32_t address = to.address() + chunk * Tile::chunk_bytes + first * Tile::span_bytes;
+    ptx::cp_async_bulk_tensor_4d_multicast(address, map, full, chunk * Tile::span, row + first, i_head, i_batch, both,
+                                           hint);
   }
 }
 
@@ -57,7 +58,7 @@ struct Loader {
     ptx::mbarrier_wait_parity(empty[i], slot.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full[i], Tile::tile_bytes + stats_bytes);
     const int32_t row = work.span.q_row + first_query;
-    if constexpr (tile.cluster > 1) {
+    if constexpr (in_clusters(tile)) {
       load_rows_together(tiles[i], map, full[i], work.span.storage_batch, row, blocks.i_head, ptx::CacheHint::EvictLast,
                          cluster_rank(tile));
     } else {
@@ -84,7 +85,7 @@ struct Loader {
     bool first = true;
     int32_t head_of_delta = -1;
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
-      if constexpr (tile.delta_beside) {
+      if constexpr (makes_delta(tile)) {
         if (blocks.i_head != head_of_delta) wait_for_delta(work, blocks.i_head);
         head_of_delta = blocks.i_head;
       }
@@ -94,10 +95,10 @@ struct Loader {
         ptx::mbarrier_wait_parity(smem.kv_empty, tile_phase ^ 1);
         ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);
         load_rows(smem.k, maps.k, smem.k_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
-        constexpr uint32_t other_bytes = tile.cluster > 1 ? S::OtherKTile::tile_bytes : 0;
+        constexpr uint32_t other_bytes = in_clusters(tile) ? S::OtherKTile::tile_bytes : 0;
         ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes + other_bytes);
         load_rows(smem.v, maps.v, smem.v_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
-        if constexpr (tile.cluster > 1) {
+        if constexpr (in_clusters(tile)) {
           load_rows(smem.other_k, maps.k, smem.v_full, k_batch, work.span.k_row + first_key_of_other<tile>(work),
                     work.i_head_kv, ptx::CacheHint::EvictFirst, cluster_rank(tile) * S::cluster_columns);
         }
@@ -119,17 +120,18 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   if constexpr (!tile.persistent) {
     load_tile(blockIdx.x);
   } else {
-    Slot<kClaimSlots> slot;
-    // Where others wait for a head's tiles, none of them belongs to a CTA that may not run yet.
-    constexpr bool claims_all = tile.finishes_dq;
-    int32_t index = claims_all ? atomicAdd(p.claimed + kClaimOfTiles, 1) : int32_t(blockIdx.x);
+    Slot<kTileIndexSlots> slot;
+    // Where warps wait for a head's tiles (dq/finish.cuh), a CTA's first index comes from the counter too: else a tile
+    // would belong to a CTA that may not run yet.
+    constexpr bool counts_all = finishes_dq(tile);
+    int32_t index = counts_all ? atomicAdd(p.schedulers + kNextTile, 1) : int32_t(blockIdx.x);
     while (true) {
-      ptx::mbarrier_wait_parity(smem.claim_empty[slot.index], slot.phase ^ 1);
-      smem.claims[slot.index] = index;
-      ptx::mbarrier_arrive_if(smem.claim_full[slot.index], true);
+      ptx::mbarrier_wait_parity(smem.tile_index_empty[slot.index], slot.phase ^ 1);
+      smem.tile_index[slot.index] = index;
+      ptx::mbarrier_arrive_if(smem.tile_index_full[slot.index], true);
       if (index >= schedule.num_tiles) return;
       load_tile(index);
-      index = (claims_all ? 0 : gridDim.x) + atomicAdd(p.claimed + kClaimOfTiles, 1);
+      index = (counts_all ? 0 : gridDim.x) + atomicAdd(p.schedulers + kNextTile, 1);
       slot.advance();
     }
   }

@@ -1,15 +1,16 @@
 // Attention backward on Hopper, its main kernel: dK and dV of a key block, and its share of dQ.
 //
 // The design of FlashAttention-3's backward (Shah et al., 2024): a CTA keeps a key block's K and V and walks the query
-// blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup one thread loads
-// (load.cuh), one may store dQ (store_dq.cuh), one or two may keep turns (keep_turns.cuh), and a warp may make delta
-// (make_delta.cuh) and finish dQ (finish_dq.cuh); the others consume (consume.cuh). Before it preprocess.cuh, after it postprocess.cuh.
+// blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup one thread
+// loads (load.cuh), one may store dQ (dq/store.cuh), one or two may poll and release dQ's semaphores
+// (dq/semaphore.cuh), and a warp may make delta (make_delta.cuh) and finish dQ (dq/finish.cuh); the others consume
+// (consume.cuh). Before it preprocess.cuh, after it postprocess.cuh.
 #pragma once
 #include <fmha/sm90/bwd/consume.cuh>
-#include <fmha/sm90/bwd/finish_dq.cuh>
-#include <fmha/sm90/bwd/keep_turns.cuh>
+#include <fmha/sm90/bwd/dq/finish.cuh>
+#include <fmha/sm90/bwd/dq/semaphore.cuh>
+#include <fmha/sm90/bwd/dq/store.cuh>
 #include <fmha/sm90/bwd/load.cuh>
-#include <fmha/sm90/bwd/store_dq.cuh>
 
 namespace fmha::sm90::bwd {
 
@@ -21,29 +22,29 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::mbarrier_init(smem.kv_empty, warps);
   for (int i = 0; i < tile.stages_q; ++i) {
     ptx::mbarrier_init(smem.q_full[i], 1);
-    ptx::mbarrier_init(smem.q_empty[i], warps * tile.cluster);
+    ptx::mbarrier_init(smem.q_empty[i], warps * cluster_size(tile));
   }
   for (int i = 0; i < tile.stages_dout; ++i) {
     ptx::mbarrier_init(smem.dout_full[i], 1);
-    ptx::mbarrier_init(smem.dout_empty[i], warps * tile.cluster);
+    ptx::mbarrier_init(smem.dout_empty[i], warps * cluster_size(tile));
   }
   for (int i = 0; i < num_consumers(tile); ++i) {
     ptx::mbarrier_init(smem.dq_full[i], 4);
     ptx::mbarrier_init(smem.dq_empty[i], 1);
   }
-  if constexpr (tile.cluster > 1) {
+  if constexpr (in_clusters(tile)) {
     for (int i = 0; i < tile.stages_ds; ++i) {
       ptx::mbarrier_init(smem.other_ds_full[i], 1);
       ptx::mbarrier_init(smem.other_ds_empty[i], warps);
     }
   }
-  if constexpr (tile.finishes_dq) ptx::mbarrier_init(smem.sums_full, 1);
-  ptx::mbarrier_init(smem.turn_come, 1);
-  ptx::mbarrier_init(smem.turn_over, 1);
-  ptx::mbarrier_init(smem.turn_counted, 1);
-  for (int i = 0; i < kClaimSlots; ++i) {
-    ptx::mbarrier_init(smem.claim_full[i], 1);
-    ptx::mbarrier_init(smem.claim_empty[i], warps + kNumStorers<spec, tile>);
+  if constexpr (finishes_dq(tile)) ptx::mbarrier_init(smem.sums_full, 1);
+  ptx::mbarrier_init(smem.dq_admitted, 1);
+  ptx::mbarrier_init(smem.dq_added, 1);
+  ptx::mbarrier_init(smem.dq_added_seen, 1);
+  for (int i = 0; i < kTileIndexSlots; ++i) {
+    ptx::mbarrier_init(smem.tile_index_full[i], 1);
+    ptx::mbarrier_init(smem.tile_index_empty[i], warps + kNumDqThreads<spec, tile>);
   }
   ptx::fence_mbarrier_init();
 }
@@ -54,11 +55,12 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
                 "sm90 backward: Q, K, V and dO share a type");
   static_assert(spec.fwd.dtype_qk == DType::F16 || spec.fwd.dtype_qk == DType::Bf16, "sm90 backward: 16-bit types");
   using S = Shape<spec, tile>;
-  static_assert(S::dq_rows == mma::kRows * S::consumers && S::dq_block == tile.block_m * S::dim, "a consumer has 64 rows of dQ, or of its transpose");
+  static_assert(S::dq_rows == mma::kRows * S::consumers && S::dq_block == tile.block_m * S::dim,
+                "a consumer has 64 rows of dQ, or of its transpose");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) init_barriers(smem);
-  if constexpr (tile.cluster > 1) {
+  if constexpr (in_clusters(tile)) {
     ptx::cluster_sync();
   } else {
     __syncthreads();
@@ -69,27 +71,27 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     const int32_t warp = ptx::uniform(threadIdx.x / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
     if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, smem);
-    if constexpr (!tile.direct_dq) {
+    if constexpr (!adds_from_registers(tile)) {
       if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
-      if constexpr (takes_turns<spec>()) {
-        if (warp == 2 && first_lane) announce_turns<spec, tile>(p, schedule, smem);
-        if (warp == 3 && first_lane) count_turns<spec, tile>(p, schedule, smem);
-      } else if constexpr (tile.first_stores) {
-        if (warp == 2 && first_lane) announce_blocks<spec, tile>(p, schedule, smem);
+      if constexpr (kDqStart<spec, tile> == DqStart::Ordered) {
+        if (warp == 2 && first_lane) poll_order<spec, tile>(p, schedule, smem);
+        if (warp == 3 && first_lane) release_order<spec, tile>(p, schedule, smem);
+      } else if constexpr (kDqStart<spec, tile> == DqStart::FirstStores) {
+        if (warp == 2 && first_lane) poll_first_stores<spec, tile>(p, schedule, smem);
       }
-      if constexpr (tile.finishes_dq) {
+      if constexpr (finishes_dq(tile)) {
         if (warp == 3) Finisher<spec, tile>{p, maps, schedule, smem}.run();
       }
-    } else if constexpr (takes_turns<spec>()) {
-      if (warp == 1 && first_lane) keep_turns<spec, tile>(p, schedule, smem);
+    } else if constexpr (is_ordered<spec>()) {
+      if (warp == 1 && first_lane) poll_order_for_consumers<spec, tile>(p, schedule, smem);
     }
   } else {
     ptx::setmaxnreg_inc<consume_regs(tile)>();
     consume<spec, tile>(p, schedule, smem);
-    if constexpr (tile.finishes_dq) Finisher<spec, tile>{p, maps, schedule, smem}.run_from_memory();
+    if constexpr (finishes_dq(tile)) Finisher<spec, tile>{p, maps, schedule, smem}.run_from_memory();
   }
   // A CTA stays until the other one has sent and taken all.
-  if constexpr (tile.cluster > 1) ptx::cluster_sync();
+  if constexpr (in_clusters(tile)) ptx::cluster_sync();
 }
 
 }  // namespace fmha::sm90::bwd

@@ -1,9 +1,9 @@
-// With `delta_beside`: LSE in log2 and delta of the rows of all heads but the first, beside the products, by the warp that finishes
-// dQ when no dQ waits for it. To read O and dO takes a tenth of a short call's time, and in a launch of its own the tensor cores
-// have nothing to do meanwhile.
+// With DqFinish::BesideWithDelta: LSE in log2 and delta of the rows of all heads but the first, beside the products,
+// by the warp that finishes dQ when no dQ waits for it. To read O and dO takes a tenth of a short call's time, and in
+// a launch of its own the tensor cores have nothing to do meanwhile.
 //
-// On the diagonal of `mma.sync`, eight rows at a time, a row's dO . O takes a third of the instructions and more time. With fewer
-// than 40 registers ptxas gives up `setmaxnreg` beside one (C7507).
+// On the diagonal of `mma.sync`, eight rows at a time, a row's dO . O takes a third of the instructions and more
+// time. With fewer than 40 registers ptxas gives up `setmaxnreg` beside one (C7507).
 #pragma once
 #include <fmha/ptx/shared.cuh>
 #include <fmha/sm90/bwd/load.cuh>
@@ -23,12 +23,15 @@ struct DeltaMaker {
   // Makes the next block, if there is one. `phase`: of `sums_full`.
   FMHA_DEVICE bool make_one(uint32_t& phase) const {
     const bool first_lane = threadIdx.x % 32 == 0;
-    const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.claimed + kClaimOfDelta, 1) : 0);
+    const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.schedulers + kNextDeltaBlock, 1) : 0);
     if (index >= num_q_blocks_of_all(p, schedule)) return false;
     const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, index);
     if (block.first < block.span.seqlen_q) make(block, phase);
     __syncwarp();
-    if (first_lane) ptx::red_release_gpu_add(made_query_blocks<spec, tile>(p, schedule, index / schedule.num_q_blocks), 1);
+    if (first_lane) {
+      int32_t* made = made_query_blocks<spec, tile>(p, schedule, index / schedule.num_q_blocks);
+      ptx::red_release_gpu_add(made, 1);
+    }
     return true;
   }
 
@@ -39,8 +42,9 @@ struct DeltaMaker {
     if (lane == 0) {
       const int32_t row = span.q_row + block.first;
       ptx::mbarrier_arrive_expect_tx(smem.sums_full, 2 * Rows::tile_bytes);
-      load_rows(smem.rows_of_o, maps.o, smem.sums_full, span.storage_batch, row, block.i_head, ptx::CacheHint::EvictFirst);
-      load_rows(smem.rows_of_dout, maps.dout, smem.sums_full, span.storage_batch, row, block.i_head, ptx::CacheHint::EvictLast);
+      const int32_t batch = span.storage_batch, head = block.i_head;
+      load_rows(smem.rows_of_o, maps.o, smem.sums_full, batch, row, head, ptx::CacheHint::EvictFirst);
+      load_rows(smem.rows_of_dout, maps.dout, smem.sums_full, batch, row, head, ptx::CacheHint::EvictLast);
     }
     __syncwarp();
     ptx::mbarrier_wait_parity(smem.sums_full, phase);

@@ -31,8 +31,8 @@ struct Pairs {
   const float scale_log2;
 
   // The warpgroup's own, of a tile's keys and of a block's queries.
-  FMHA_DEVICE int32_t own_key() const { return tile.split_dims ? 0 : index * mma::kRows; }
-  FMHA_DEVICE int32_t own_query(int part = 0) const { return (tile.split_dims ? index : part) * columns; }
+  FMHA_DEVICE int32_t own_key() const { return splits_dims(tile) ? 0 : index * mma::kRows; }
+  FMHA_DEVICE int32_t own_query(int part = 0) const { return (splits_dims(tile) ? index : part) * columns; }
   FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + own_key(); }
 
   // What the mask hides becomes 0.

@@ -1,11 +1,11 @@
-// dSink; and, where the main kernel does not (finish_dq.cuh), dQ: the f32 sums of the main kernel, out of the order of its
-// accumulators, scaled and rounded once.
+// dSink; and, where the main kernel does not (dq/finish.cuh), dQ: the f32 sums of the main kernel, out of the order of
+// its accumulators, scaled and rounded once.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/simt/bwd.cuh>
-#include <fmha/sm90/bwd/finish_dq.cuh>
+#include <fmha/sm90/bwd/dq/finish.cuh>
 
 namespace fmha::sm90::bwd {
 
@@ -36,16 +36,16 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   wait_for_launch_before();
   // CTAs: query blocks, then a head of dSink each.
-  const int32_t num_q_blocks = tile.finishes_dq ? 0 : num_q_blocks_of_all(p, schedule);
+  const int32_t num_q_blocks = finishes_dq(tile) ? 0 : num_q_blocks_of_all(p, schedule);
   if (spec.write_dsink && int32_t(blockIdx.x) >= num_q_blocks) {
     sink_gradient<spec>(p, blockIdx.x - num_q_blocks);
     return;
   }
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
-  const bool suspect = finish_from_memory<spec, tile>(p, block, threadIdx.x, kPostprocessThreads);
+  const bool non_finite = finish_from_memory<spec, tile>(p, block, threadIdx.x, kPostprocessThreads);
   if constexpr (repairs<spec>()) {
-    const bool all_finite = ptx::bar_red_and<kPostprocessThreads>(0, !suspect);
-    if (threadIdx.x == 0) suspect_blocks<tile>(p, schedule)[blockIdx.x] = !all_finite;
+    const bool all_finite = ptx::bar_red_and<kPostprocessThreads>(0, !non_finite);
+    if (threadIdx.x == 0) non_finite_queries<tile>(p, schedule)[blockIdx.x] = !all_finite;
   }
 }
 

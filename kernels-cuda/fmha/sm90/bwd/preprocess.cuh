@@ -1,5 +1,5 @@
 // What the main kernel wants of each query row: LSE in log2, and delta = dO . O - dLSE; and zeros where it sums dQ,
-// or that nobody has had a turn. With `delta_beside` of the first heads' rows alone: the others' are made beside the products
+// or in the semaphore that a block of dQ has. With DqFinish::BesideWithDelta of the first heads' rows alone: the others' are made beside the products
 // (make_delta.cuh).
 //
 // Rows behind a sequence in its last block get LSE = +infinity, so that their P are 0 and add nothing; so do rows that
@@ -9,7 +9,7 @@
 #include <fmha/num.h>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
-#include <fmha/sm90/bwd/work.cuh>
+#include <fmha/sm90/bwd/dq/sums.cuh>
 
 namespace fmha::sm90::bwd {
 
@@ -59,20 +59,21 @@ FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, in
   p.delta[at] = delta;
 }
 
-// Zeros in what is counted or may stay unsaid, by all CTAs of the launch: claims, turns, heads, what tiles find that is not finite.
+// Zeros in the counters (dq/sums.cuh) and in the tiles' flags of what is not finite, by all CTAs of the launch.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   const int32_t thread = blockIdx.x * kPreprocessThreads + threadIdx.x, threads = gridDim.x * kPreprocessThreads;
-  if (tile.persistent && thread < kNumClaims) p.claimed[thread] = thread == kClaimOfDelta ? schedule.num_first_q_blocks : 0;
+  if (tile.persistent && thread < kNumSchedulers)
+    p.schedulers[thread] = thread == kNextDeltaBlock ? schedule.num_first_q_blocks : 0;
   if constexpr (repairs<spec>()) {
-    for (int32_t i = thread; i < schedule.num_tiles * num_consumer_warps(tile); i += threads) p.suspects[i] = 0;
+    for (int32_t i = thread; i < schedule.num_tiles * num_consumer_warps(tile); i += threads) non_finite_keys(p)[i] = 0;
   }
-  if constexpr (counts_blocks<spec, tile>()) {
-    for (int32_t i = thread; i < num_q_blocks_of_all(p, schedule); i += threads) p.turns[i] = 0;
+  if constexpr (has_semaphores<spec, tile>()) {
+    for (int32_t i = thread; i < num_q_blocks_of_all(p, schedule); i += threads) p.dq_semaphores[i] = 0;
   }
-  if constexpr (tile.finishes_dq) {
+  if constexpr (finishes_dq(tile)) {
     int32_t num = schedule.num_heads;
-    if constexpr (tile.delta_beside) num += p.fwd.batch * p.fwd.num_heads_q;
+    if constexpr (makes_delta(tile)) num += p.fwd.batch * p.fwd.num_heads_q;
     int32_t* first = done_key_blocks<spec, tile>(p, schedule, 0);
     for (int32_t i = thread; i < num; i += threads) first[i] = 0;
   }
@@ -137,7 +138,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
       if (lane == 0 && row < tile.block_m) store_row_stats<spec>(p, block, i, i < span.seqlen_q, lses[n], dot);
     }
   }
-  if constexpr (!counts_blocks<spec, tile>()) {
+  if constexpr (!has_semaphores<spec, tile>()) {
     float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim);
     for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPreprocessThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
   }

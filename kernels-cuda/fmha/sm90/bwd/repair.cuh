@@ -1,9 +1,10 @@
-// Rows of any gradient that are not finite where a mask may have let a hidden infinity through: computed again, pair by pair.
-// A launch of its own, since its registers would slow down the conversion of dQ.
+// Rows of any gradient that are not finite where a mask may have let a hidden infinity through: computed again, pair by
+// pair. A launch of its own, since its registers would slow down the conversion of dQ.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
 #include <fmha/simt/bwd.cuh>
+#include <fmha/sm90/bwd/order.cuh>
 #include <fmha/sm90/bwd/preprocess.cuh>
 
 namespace fmha::sm90::bwd {
@@ -32,17 +33,18 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, uint32_t warps) {
   const Work work = resolve_work<spec, tile>(p, schedule, index);
   // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
-  constexpr int sharers = tile.split_dims ? num_consumers(tile) : 1;
+  constexpr int sharers = splits_dims(tile) ? num_consumers(tile) : 1;
   for (int32_t row = 0; work.keys.begin + row < work.keys.end; ++row) {
-    bool suspect = false;
+    bool non_finite = false;
 #pragma unroll
-    for (int c = 0; c < sharers; ++c) suspect |= warps >> (row / 16 + 4 * c) & 1;
-    if (suspect) bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row);
+    for (int c = 0; c < sharers; ++c) non_finite |= warps >> (row / 16 + 4 * c) & 1;
+    if (non_finite) bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row);
   }
 }
 
-// A warp to each tile, then one to each query block of a head. What they found is read before anything is worked out: behind
-// other work a launch's code comes from memory line by line, and one that finds nothing took 8 us for the tile's place alone.
+// A warp to each tile, then one to each query block of a head. What they found is read before anything is worked out:
+// behind other work a launch's code comes from memory line by line, and one that finds nothing took 8 us for the tile's
+// place alone.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   wait_for_launch_before();
@@ -51,11 +53,12 @@ FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   const int32_t q_block = index - schedule.num_tiles;
   if (q_block >= num_q_blocks_of_all(p, schedule)) return;
   const bool is_tile = q_block < 0;
-  const int32_t* found = is_tile ? p.suspects + int64_t(index) * words : suspect_blocks<tile>(p, schedule) + q_block;
-  const uint32_t suspects = ptx::vote_ballot(lane < (is_tile ? words : 1) && found[lane] != 0);
-  if (suspects == 0) return;
+  const int32_t* found =
+      is_tile ? non_finite_keys(p) + int64_t(index) * words : non_finite_queries<tile>(p, schedule) + q_block;
+  const uint32_t non_finite = ptx::vote_ballot(lane < (is_tile ? words : 1) && found[lane] != 0);
+  if (non_finite == 0) return;
   if (is_tile) {
-    repair_keys<spec, tile>(p, schedule, index, suspects);
+    repair_keys<spec, tile>(p, schedule, index, non_finite);
   } else {
     repair_queries<spec, tile>(p, schedule, q_block);
   }

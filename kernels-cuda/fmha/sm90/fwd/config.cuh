@@ -19,10 +19,9 @@ using mma::Storage;
 using ptx::Barrier;
 using ptx::TensorMap;
 
-// One warpgroup loads, the others consume 64 rows each; or each does both (multistage.cuh).
+// One warpgroup loads, the others consume 64 rows each.
 FMHA_DEVICE constexpr int num_consumers(const Sm90Tile& tile) { return tile.block_m / mma::kRows; }
-FMHA_DEVICE constexpr int num_threads(const Sm90Tile& tile) { return mma::kWarpgroup * (tile.warp_specialised + num_consumers(tile)); }
-FMHA_DEVICE constexpr int first_consumer(const Sm90Tile& tile) { return tile.warp_specialised; }
+FMHA_DEVICE constexpr int num_threads(const Sm90Tile& tile) { return mma::kWarpgroup * (1 + num_consumers(tile)); }
 FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * num_consumers(tile); }
 
 // Threads that load: one, which issues TMA; or three warps that copy, all of the first warpgroup but the schedule
@@ -30,8 +29,19 @@ FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * 
 // Warps 0, 2 and 3; warp 1 is the schedule role's.
 using CopyThreads = CopyWarps<0, 0b1101>;
 FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
+// The next tile's first scores are started with this tile's last output; Q then has a second buffer, or lies in pieces
+// of which one is spare.
+FMHA_DEVICE constexpr bool looks_ahead(const Sm90Tile& tile) { return tile.lookahead != Lookahead::Off; }
+FMHA_DEVICE constexpr bool splits_q(const Sm90Tile& tile) { return tile.lookahead == Lookahead::SparePiece; }
+// A block's P V of 8-bit operands is added to O in f32 registers; and that before the next block's S is started.
+FMHA_DEVICE constexpr bool flushes_output(const Sm90Tile& tile) {
+  return tile.pv == ValueProduct::Flushed || tile.pv == ValueProduct::FlushedFirst;
+}
+FMHA_DEVICE constexpr bool sums_output_first(const Sm90Tile& tile) { return tile.pv == ValueProduct::FlushedFirst; }
 // Whether a V of 8 bits is brought to f16 in shared memory (widen_values.cuh), and P V a product of f16.
-FMHA_DEVICE constexpr bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) { return is_fp8(spec.dtype_v) && tile.f16_values; }
+FMHA_DEVICE constexpr bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) {
+  return is_fp8(spec.dtype_v) && tile.pv == ValueProduct::F16;
+}
 FMHA_DEVICE constexpr DType operand_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return widens_v(spec, tile) ? DType::F16 : spec.dtype_v;
 }
@@ -132,8 +142,8 @@ struct Smem : RawValues<RawTile<spec, tile>, tile.stages, prepares_v(spec, tile)
               BiasValues<BiasTile<tile>, num_bias_slots(tile)>,
               QuadsOfWarps<spec.dropout ? num_consumer_warps(tile) : 0> {
   // Q in one piece, or in a warpgroup's 64 rows each; then one piece is spare.
-  static constexpr int q_rows = tile.split_q ? mma::kRows : tile.block_m, q_pieces = tile.block_m / q_rows;
-  static constexpr int q_buffers = tile.split_q ? q_pieces + 1 : tile.lookahead ? 2 : 1;
+  static constexpr int q_rows = splits_q(tile) ? mma::kRows : tile.block_m, q_pieces = tile.block_m / q_rows;
+  static constexpr int q_buffers = splits_q(tile) ? q_pieces + 1 : looks_ahead(tile) ? 2 : 1;
   static constexpr bool clustered = tile.cluster > 1;
   using QTile = SmemTile<Storage<spec.dtype_qk>, q_rows, padded_dim(spec.head_dim_qk), clustered>;
   using KTile = SmemTile<Storage<spec.dtype_qk>, tile.block_n, padded_dim(spec.head_dim_qk), clustered>;

@@ -12,9 +12,9 @@
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
 // this tile's last P V, so that the tensor cores do not wait at a tile's end either.
 //
-// Products of 8-bit elements are summed in some 14 bits. With `flush` those of P V go to accumulators of their own
+// Products of 8-bit elements are summed in some 14 bits. Where they are flushed those of P V go to accumulators of their own
 // (`recent`), which are added to O in f32 with every block; where O leaves no registers for a second one, a part of its
-// columns at a time (`output_columns`). With `output_first` that is over before the next block's S begins:
+// columns at a time (`output_columns`). Of ValueProduct::FlushedFirst that is over before the next block's S begins:
 //
 //   step i   O += P V(i-1), part by part, one summed while the one before is added; S = Q K(i); P
 //
@@ -23,7 +23,6 @@
 #pragma once
 #include <fmha/common/scheduler.cuh>
 #include <fmha/mma/sm90/fp8_operand.cuh>
-#include <fmha/mma/sm90/half_accumulator.cuh>
 #include <fmha/mma/sm90/register_product.cuh>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/cluster.cuh>
@@ -40,17 +39,18 @@ struct Consumer {
   template <int n>
   using Scores = mma::Accumulator<n>;  // of a block's first n keys
   template <int n>
-  using ScoreSums = mma::AccumulatorOf<n, tile.f16_scores>;  // as the product leaves them
+  using ScoreSums = mma::Accumulator<n>;  // as the product leaves them
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
   static constexpr DType type_v = operand_v(spec, tile);
   // Of a first block whose later keys the mask hides from the warpgroup, as on the diagonal from the upper one,
   // only so many are computed.
   static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
-  static constexpr bool takes_turns = tile.ping_pong && consumers > 1;
+  static constexpr bool passes_after_max = tile.ping_pong == PingPong::AfterMax;
+  static constexpr bool takes_turns = tile.ping_pong != PingPong::Off && consumers > 1;
   // Exact maxima rescale O before the next turn, else in it, under the product of S. Beside sums of FP8, which have
   // registers of their own, D 192 would spill 2 KB.
-  static constexpr bool rescales_before_turn = dim_v > 128 && !tile.flush;
+  static constexpr bool rescales_before_turn = dim_v > 128 && !flushes_output(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
   // Where these two were timed, and gained (TFLOP/s, H200).
   static constexpr bool of_three = consumers == 3 && dim_v == 64 && !is_fp8(spec.dtype_qk);
@@ -69,12 +69,12 @@ struct Consumer {
   float scale_log2;         // of what the softmax takes (modifiers.cuh), of the tile whose scores come next
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
 
-  mma::AccumulatorOf<dim_v, tile.f16_output> o;
+  mma::Accumulator<dim_v> o;
   mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
   mma::RegisterTile<Storage<type_v>, tile.block_n> probs;
   static constexpr int part = output_columns(spec, tile), num_parts = dim_v / part;
-  static constexpr int num_recent = tile.output_first && num_parts > 1 ? 2 : 1;
-  mma::Accumulator<tile.flush ? part : 8> recent[num_recent];  // of a block's P V: parts in turn
+  static constexpr int num_recent = sums_output_first(tile) && num_parts > 1 ? 2 : 1;
+  mma::Accumulator<flushes_output(tile) ? part : 8> recent[num_recent];  // of a block's P V: parts in turn
   float descale = 1.f;                          // of FP8 scores, of the same tile as scale_log2
   Softmax<tile, p_offset_log2(spec, tile)> softmax;
   DroppedBits<spec.dropout ? tile.block_n : 8> dropped;  // of the block at work
@@ -166,7 +166,7 @@ struct Consumer {
     // them, brought back from ordinary ones between the turn's products: 25 moves a block.
     if constexpr (dim_qk > 128 && !is_fp8(spec.dtype_qk)) ptx::unknown_here(q_index);
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
-    if constexpr (!tile.output_first) wait_ping_pong();
+    if constexpr (!sums_output_first(tile)) wait_ping_pong();
     if constexpr (tile.q_in_registers) {
       mma::start_register_product_abt<spec.dtype_qk, sign>(s, q, smem.k[k_slot.index], 0, false);
     } else {
@@ -175,7 +175,7 @@ struct Consumer {
   }
   FMHA_DEVICE void start_output() {
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
-    if constexpr (tile.flush) {
+    if constexpr (flushes_output(tile)) {
 #pragma unroll
       for (int i = 0; i < num_parts; ++i) {
         mma::start_register_product_abt<type_v, 1>(recent[i % num_recent], probs, smem.v[v_slot.index], i * part, false);
@@ -198,7 +198,7 @@ struct Consumer {
   }
   // `last`: of the tile.
   FMHA_DEVICE void finish_scores(bool last) {
-    ptx::wgmma_wait_group<tile.output_first ? 0 : 1>();
+    ptx::wgmma_wait_group<sums_output_first(tile) ? 0 : 1>();
     release_k();
     if constexpr (release_q_early) release_q(last);
   }
@@ -206,7 +206,7 @@ struct Consumer {
   // been since its last product. `passes_turn`: else the softmax does, once it has the maxima.
   template <class Sums>
   FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block, bool passes_turn = true) {
-    if constexpr (tile.output_first) {
+    if constexpr (sums_output_first(tile)) {
       wait_ping_pong();
       if (rescales) rescale();
       start_output();
@@ -223,12 +223,12 @@ struct Consumer {
   }
   // Of the products that were started together.
   FMHA_DEVICE void finish_overlapped_output() {
-    if constexpr (!tile.output_first) finish_output();
+    if constexpr (!sums_output_first(tile)) finish_output();
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
     release_v();
-    if constexpr (tile.flush) add_recent(num_parts - 1);
+    if constexpr (flushes_output(tile)) add_recent(num_parts - 1);
   }
   FMHA_DEVICE void release_v() {
     release_slot(smem.v_empty[v_slot.index]);
@@ -375,16 +375,12 @@ struct Consumer {
   // Rescales O to the running maxima of the last softmax, if any of the warp's upper or lower eight rows needs it:
   // eight rows need it less often than sixteen.
   FMHA_DEVICE void rescale() {
-    if constexpr (tile.f16_output) {
-      if (softmax.corrects(0) || softmax.corrects(1)) o.scale(softmax.correction);
-    } else {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (!softmax.corrects(r)) continue;
+    for (int r = 0; r < 2; ++r) {
+      if (!softmax.corrects(r)) continue;
 #pragma unroll
-        for (int e = 0; e < o.num_elems; ++e) {
-          if (o.row(e) == r) o[e] *= softmax.correction[r];
-        }
+      for (int e = 0; e < o.num_elems; ++e) {
+        if (o.row(e) == r) o[e] *= softmax.correction[r];
       }
     }
   }
@@ -413,14 +409,14 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void first_scores(const Work& w) {
     ScoreSums<n> sums;
-    if constexpr (tile.output_first) wait_ping_pong();
+    if constexpr (sums_output_first(tile)) wait_ping_pong();
     start_scores(sums);
     signal_ping_pong();
     prepare_scores<n>(w, block_at(w, first_of(w)));
     ptx::wgmma_wait_group<0>();
     release_k();
     if constexpr (release_q_early) release_q(w.num_blocks == 1 + first_of(w));
-    auto&& s = mma::in_f32(sums);
+    auto&& s = sums;
     exponentiate_first(s, w);
     take_probs(s);
     skip_v(first_of(w));
@@ -429,9 +425,9 @@ struct Consumer {
   // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
-    overlap_products(sums, !rescales_before_turn, last, work(), block, !tile.turn_after_max);
-    auto&& s = mma::in_f32(sums);
-    exponentiate(s, work(), block, edge, tile.turn_after_max);
+    overlap_products(sums, !rescales_before_turn, last, work(), block, !passes_after_max);
+    auto&& s = sums;
+    exponentiate(s, work(), block, edge, passes_after_max);
     finish_overlapped_output();
     take_probs(s);
     if constexpr (rescales_before_turn) {
@@ -444,7 +440,7 @@ struct Consumer {
   FMHA_DEVICE bool step_reusing_row_max(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
-    auto&& s = mma::in_f32(products);
+    auto&& s = products;
     take_sign(s);
     modify(s, work(), block);
     float sums[2];
@@ -615,7 +611,7 @@ struct Consumer {
     constexpr bool prepares = Modifiers::prefetches || spec.dropout;
     if constexpr (prepares) rows = rows_of(next);
     overlap_products(sums, true, next.num_blocks == 1 + first_of(next), next, block_at(next, first_of(next)));
-    auto&& s = mma::in_f32(sums);
+    auto&& s = sums;
     stats[0] = softmax.rows[0];
     stats[1] = softmax.rows[1];
     softmax.reset();
@@ -643,7 +639,7 @@ struct Consumer {
       ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
       const bool more = ptx::uniform(next.num_blocks) > 0;
       RowStats stats[2];
-      if (tile.lookahead && more) {
+      if (looks_ahead(tile) && more) {
         cross_to(next, stats);
       } else {
         rescale();
@@ -652,11 +648,11 @@ struct Consumer {
         stats[0] = softmax.rows[0];
         stats[1] = softmax.rows[1];
       }
-      auto&& sums = mma::in_f32(o);
+      auto&& sums = o;
       epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums);
       release_work();
       if (!more) return;
-      if constexpr (tile.lookahead) {
+      if constexpr (looks_ahead(tile)) {
         o.clear();
       } else {
         first_block();
@@ -667,7 +663,7 @@ struct Consumer {
 
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE Consumer<spec, tile> consumer_of(const FwdParams& p, Smem<spec, tile>& smem) {
-  const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - first_consumer(tile);
+  const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
   return Consumer<spec, tile>{p, smem, index, Modifiers<spec, tile>{p, 1.f}.scale_log2()};
 }
 

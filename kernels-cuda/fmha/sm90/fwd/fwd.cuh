@@ -1,5 +1,4 @@
-// Attention forward on Hopper: one warpgroup loads, one to three consume; without `warp_specialised`
-// one to three do both (multistage.cuh).
+// Attention forward on Hopper: one warpgroup loads, one to three consume.
 //
 // The schedule is that of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
 // (load.cuh), one claims and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the
@@ -9,7 +8,6 @@
 #include <fmha/ptx/grid.cuh>
 #include <fmha/sm90/fwd/consume.cuh>
 #include <fmha/sm90/fwd/load.cuh>
-#include <fmha/sm90/fwd/multistage.cuh>
 
 namespace fmha::sm90 {
 
@@ -52,24 +50,19 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   static_assert(!is_fp8(operand_v(spec, tile)) || p_offset_log2(spec, tile) >= 0, "sm90: FP8's range holds the rescale threshold");
   static_assert(!takes_prepared_v(tile) || (is_fp8(spec.dtype_v) && spec.v_layout == VLayout::RowMajor),
                 "sm90: a row-major V of FP8 is prepared in the workspace");
-  static_assert(tile.prepare_v != PrepareV::Beside || tile.warp_specialised, "sm90: spare warps of the load role prepare V beside the tiles");
-  static_assert(!prepares_v(spec, tile) || (tile.warp_specialised && tile.cluster == 1), "sm90: the load role's warpgroup prepares its own V");
-  static_assert(!tile.flush || is_fp8(operand_v(spec, tile)), "sm90: 16-bit products are summed in f32");
-  static_assert(tile.output_columns == 0 || (tile.flush && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
+  static_assert(!prepares_v(spec, tile) || tile.cluster == 1, "sm90: the load role's warpgroup prepares its own V");
+  static_assert(!flushes_output(tile) || is_fp8(operand_v(spec, tile)), "sm90: 16-bit products are summed in f32");
+  static_assert(tile.output_columns == 0 ||
+                    (flushes_output(tile) && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
                 "sm90: parts of O are flushed with every block");
-  static_assert(tile.bias_stages == 0 || (Modifiers<spec, tile>::adds_wide_elements && tile.warp_specialised && tile.copy_bytes == 0 &&
+  static_assert(tile.bias_stages == 0 || (Modifiers<spec, tile>::adds_wide_elements && tile.copy_bytes == 0 &&
                                           tile.cluster == 1 && !tile.pack_gqa),
                 "sm90: a spare warp of the load role brings a bias of 16 bits, its rows those of one head");
-  static_assert(!tile.output_first || tile.flush, "sm90: before the next S begins O is summed and flushed");
   static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
   static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only TMA loads a column-major V");
-  static_assert(!(tile.f16_scores || tile.f16_output) || spec.dtype_qk == DType::F16, "sm90: f16 sums of f16 products");
-  static_assert(tile.cluster == 1 || (tile.warp_specialised && tile.copy_bytes == 0),
+  static_assert(tile.cluster == 1 || tile.copy_bytes == 0,
                 "sm90: a cluster loads by TMA");
   static_assert(!tile.cluster_heads || (tile.cluster > 1 && !tile.pack_gqa), "sm90: heads of a cluster, not packed");
-  static_assert(tile.lookahead || !tile.split_q, "sm90: a spare piece of Q is for lookahead");
-  static_assert(tile.warp_specialised || !(tile.ping_pong || tile.lookahead || tile.copy_bytes > 0),
-                "sm90: without a load role no ping-pong, no lookahead, no copies");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) {
@@ -92,9 +85,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
     ptx::launch_dependents();
     ptx::wait_for_grids_before();
   }
-  if constexpr (!tile.warp_specialised) {
-    multistage<spec, tile>(p, maps, schedule, values, smem);
-  } else if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
+  if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
     load<spec, tile>(p, maps, schedule, values, smem);
   } else {
     consume<spec, tile>(p, smem);

@@ -154,7 +154,7 @@ struct Loader {
     } else if constexpr (Shared::prepared) {
       load_block<spec.v_layout == VLayout::ColMajor>(smem.raw, maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty, v_slot, keys, i);
     } else {
-      const bool raw = tile.warp_specialised && i == 0 && keys.first_dirty < tile.block_n;
+      const bool raw = i == 0 && keys.first_dirty < tile.block_n;
       Barrier& full = raw ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index];
       load_block<Shared::v_columns>(smem.v, maps.v, full, smem.v_empty, v_slot, keys, i);
     }
@@ -172,9 +172,9 @@ struct Loader {
     const Work& work = smem.work[work_slot.index];
     if (work.num_blocks > 0) {
       // Without lookahead there is one place for Q, and it is free last.
-      if constexpr (!tile.lookahead) load_k(Keys(work), 0);
+      if constexpr (!looks_ahead(tile)) load_k(Keys(work), 0);
       load_q(work, 0);
-      if constexpr (tile.lookahead) load_k(Keys(work), 0);
+      if constexpr (looks_ahead(tile)) load_k(Keys(work), 0);
     }
     return work.num_blocks;
   }
@@ -207,7 +207,7 @@ struct Loader {
       // K runs one block ahead of V, across the tile's end too, unless there is one Q buffer: that is free only
       // after the tile's last scores.
       const int32_t last = num_blocks - 1;
-      if constexpr (tile.lookahead) {
+      if constexpr (looks_ahead(tile)) {
         num_blocks = begin_tile();
         load_v(keys, last);
       } else {

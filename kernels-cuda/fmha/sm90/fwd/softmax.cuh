@@ -2,7 +2,6 @@
 #pragma once
 #include <fmha/online_softmax.h>
 #include <fmha/range.h>
-#include <fmha/sm90/common/exp2.cuh>
 #include <fmha/sm90/common/fragment.cuh>
 #include <fmha/sm90_host.h>
 
@@ -28,7 +27,7 @@ struct Softmax {
   FMHA_DEVICE void raise(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
     // No branch may stand here while products are under way.
-    if constexpr (tile.output_first) {
+    if constexpr (sums_output_first(tile)) {
       if (__all_sync(ptx::kAllLanes, row_max[0] >= 0.f && row_max[1] >= 0.f)) return raise_nonnegative(row_max, s);
     }
     // Two chains of dependent fmaxf a row: a single one of 32 takes 140 clocks, in which the warp has nothing else
@@ -76,8 +75,7 @@ struct Softmax {
 #pragma unroll
     for (int e = 0; e < S::num_elems; ++e) {
       const float x = fmaf(s[e], scale_log2, -shift[S::row(e)]);
-      const bool on_fma_pipe = tile.exp2_polynomial_every > 0 && e % tile.exp2_polynomial_every == 0;
-      s[e] = on_fma_pipe ? exp2_polynomial(x) : ptx::ex2_approx_ftz(x);
+      s[e] = ptx::ex2_approx_ftz(x);
       sums[S::row(e)] += s[e];
       // A store that never happens, but that the wait for P V may not pass: without it ptxas moves all exponentials
       // behind that wait. No sum is negative; ptxas knows so of `< 0`, and not of the bits.

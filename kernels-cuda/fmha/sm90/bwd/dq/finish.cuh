@@ -1,6 +1,6 @@
-// dQ of a query block: the f32 sums of its key blocks, out of the order of the accumulators, scaled and rounded once. By a launch
-// after the main kernel, or in it, block by block, when all key blocks of a head have added theirs: the L2 has the sums of then,
-// and no launch has to read them from memory.
+// dQ of a query block: the f32 sums of its key blocks, out of the order of the accumulators, scaled and rounded once.
+// By a launch after the main kernel, or in it, block by block, when all key blocks of a head have added theirs: the L2
+// has the sums of then, and no launch has to read them from memory.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/ptx/bulk.cuh>
@@ -17,16 +17,16 @@ namespace fmha::sm90::bwd {
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Unit {
   using S = Shape<spec, tile>;
-  static constexpr int fours = tile.transposed_dq ? 8 : 4;  // float4 of the sums
-  static constexpr int stride = tile.transposed_dq ? 4 : 1;  // from one to the next
+  static constexpr int fours = S::transposes_dq ? 8 : 4;  // float4 of the sums
+  static constexpr int stride = S::transposes_dq ? 4 : 1;  // from one to the next
   static constexpr int pieces = fours / 4;  // 16-byte pieces of either query
   static constexpr int count = S::dq_block / (4 * fours);
-  static constexpr int next_query = tile.transposed_dq ? 1 : 8;
+  static constexpr int next_query = S::transposes_dq ? 1 : 8;
   int32_t first, query, dim;  // of the float4 in the block; of the elements
 
   FMHA_DEVICE explicit Unit(int32_t i) {
     constexpr int groups = S::dq_columns / 8, share_fours = S::dq_share / 4;
-    if constexpr (tile.transposed_dq) {
+    if constexpr (S::transposes_dq) {
       constexpr int row_blocks = S::dq_rows / 16;
       const int32_t row_block = i % row_blocks, pair = i / row_blocks % 4, group = i / (4 * row_blocks);
       first = row_block / 4 * share_fours + group * mma::kWarpgroup + row_block % 4 * 32 + pair;
@@ -41,7 +41,7 @@ struct Unit {
   }
   // Of a share's group of eight columns.
   FMHA_DEVICE static int32_t first_dim(int32_t share, int32_t group) {
-    if constexpr (tile.score_parts > 1) {
+    if constexpr (halves_blocks(tile)) {
       const int32_t behind_whole = 8 * group - S::Chunks::whole;
       return behind_whole < 0 ? S::Chunks::first_of_whole(share) + 8 * group
                               : S::Chunks::first_of_half(share) + behind_whole;
@@ -51,20 +51,20 @@ struct Unit {
   }
   // Element `k` of piece `piece` of the query `q`, 0 or 1, of the sums that `load` has put in order.
   FMHA_DEVICE static float elem(const float4 (&sums)[fours], int q, int piece, int k) {
-    const float4& four = tile.transposed_dq ? sums[k] : sums[k / 2];
-    const int i = tile.transposed_dq ? 2 * piece + q : 2 * q + k % 2;
+    const float4& four = S::transposes_dq ? sums[k] : sums[k / 2];
+    const int i = S::transposes_dq ? 2 * piece + q : 2 * q + k % 2;
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
   }
   static constexpr int kSumRows = mma::kRows / 2;  // rows eight apart are one thread's
 };
 
-// Whether key blocks have left sums of a query block. Of one behind its sequence there are none, and where comers are counted a
-// block that no key block has seen was never written.
+// Whether key blocks have left sums of a query block. Of one behind its sequence there are none, and where the first
+// addition stores, a block that no key block has seen was never written.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool has_sums(const BwdParams& p, const QueryBlock& block) {
   if (block.first >= block.span.seqlen_q) return false;
-  if constexpr (!counts_blocks<spec, tile>()) return true;
-  return ptx::ld_acquire_gpu(p.turns + stats_offset(p, block.span, block.i_head, block.first) / tile.block_m) != 0;
+  if constexpr (!has_semaphores<spec, tile>()) return true;
+  return ptx::ld_acquire_gpu(dq_semaphore<tile>(p, stats_offset(p, block.span, block.i_head, block.first))) != 0;
 }
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE const float* sums_of_block(const BwdParams& p, const QueryBlock& block) {
@@ -81,8 +81,8 @@ FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const QueryBlock& block,
   using U = Unit<spec, tile>;
   constexpr int dim = spec.fwd.head_dim_qk;
   const SeqSpan& span = block.span;
-  bool suspect = false;
-  if (block.first >= span.seqlen_q) return suspect;
+  bool non_finite = false;
+  if (block.first >= span.seqlen_q) return non_finite;
   const float4* block_sums = reinterpret_cast<const float4*>(sums_of_block<spec, tile>(p, block));
   const bool none = !has_sums<spec, tile>(p, block);
   const float factor = dq_factor<spec>(p);
@@ -106,17 +106,17 @@ FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const QueryBlock& block,
         if constexpr (repairs<spec>()) {
 #pragma unroll
           for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
-          suspect |= is_nan(zero);
+          non_finite |= is_nan(zero);
         }
         store_eight<spec.dtype_grad, tile.vector_store>(p.dq.data, row + column, dim - column, values);
       }
     }
   }
-  return suspect;
+  return non_finite;
 }
 
-// A warp that claims query blocks, and waits for all key blocks of each. They are claimed in the order of heads, as key blocks
-// are, by CTAs that run: nobody waits for one that does not.
+// A warp that takes query blocks from a scheduler's counter, and waits for all key blocks of each. Both counters go in
+// the order of heads, and CTAs that run take from both: no warp waits for a key block of a CTA that does not run.
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Finisher {
   using S = Shape<spec, tile>;
@@ -126,34 +126,37 @@ struct Finisher {
   Smem<spec, tile>& smem;
   const bool first_lane = threadIdx.x % 32 == 0;
 
-  // Calls `finish` with block after block when all key blocks of its head are done; it says whether this lane has written
-  // something that is not finite. While they are not, `busy` is called, until it says that there is nothing else to do.
+  // Calls `finish` with block after block when all key blocks of its head are done; it says whether this lane has
+  // written something that is not finite. While they are not, `busy` is called, until it says that there is nothing
+  // else to do.
   template <class Finish, class Busy>
   FMHA_DEVICE void for_each_block(Finish finish, Busy busy) const {
     const int32_t num_blocks = num_q_blocks_of_all(p, schedule);
     bool is_busy = true;
     while (true) {
-      const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.claimed + kClaimOfDq, 1) : 0);
+      const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.schedulers + kNextDqBlock, 1) : 0);
       if (index >= num_blocks) {
-        // All are others', who may wait for what is left to do here.
+        // Other warps have all of them, and may wait for what `busy` does here.
         while (is_busy) is_busy = busy();
         return;
       }
       const int32_t* done = done_key_blocks<spec, tile>(p, schedule, index / schedule.num_q_blocks);
-      while (is_busy && ptx::uniform(first_lane ? ptx::ld_acquire_gpu(done) : 0) < schedule.num_key_blocks) is_busy = busy();
+      while (is_busy && ptx::uniform(first_lane ? ptx::ld_acquire_gpu(done) : 0) < schedule.num_key_blocks)
+        is_busy = busy();
       if (first_lane) {
         while (ptx::ld_acquire_gpu(done) < schedule.num_key_blocks) {
         }
       }
       __syncwarp();
-      const bool suspect = __any_sync(ptx::kAllLanes, finish(resolve_query_block<spec, tile>(p, schedule, index)));
-      if constexpr (repairs<spec>()) ptx::st_global_b32_if(suspect_blocks<tile>(p, schedule) + index, suspect, first_lane);
+      const bool non_finite = __any_sync(ptx::kAllLanes, finish(resolve_query_block<spec, tile>(p, schedule, index)));
+      if constexpr (repairs<spec>())
+        ptx::st_global_b32_if(non_finite_queries<tile>(p, schedule) + index, non_finite, first_lane);
       __syncwarp();
     }
   }
 
-  // The role beside the consumers. It has few registers: sums come by way of shared memory, and a lane works at eight dims of two
-  // queries at a time.
+  // The role beside the consumers. It has few registers: sums come by way of shared memory, and a lane works at eight
+  // dims of two queries at a time.
   FMHA_DEVICE void run() const {
     uint32_t phase = 0;
     for_each_block([&](const QueryBlock& block) {
@@ -172,25 +175,28 @@ struct Finisher {
       store(block, there, zero);
       return is_nan(zero);
     }, [&] {
-      if constexpr (tile.delta_beside) return DeltaMaker<spec, tile>{p, maps, schedule, smem}.make_one(phase);
+      if constexpr (makes_delta(tile)) return DeltaMaker<spec, tile>{p, maps, schedule, smem}.make_one(phase);
       return false;
     });
   }
-  // What is left when no key block is, by a warp of consumers: else the launch would end with one warp a multiprocessor.
+  // What is left when no key block is, by a warp of consumers: else the launch would end with one warp a
+  // multiprocessor.
   FMHA_DEVICE void run_from_memory() const {
-    for_each_block([&](const QueryBlock& block) { return finish_from_memory<spec, tile>(p, block, threadIdx.x % 32, 32); },
-                   [] { return false; });
+    for_each_block(
+        [&](const QueryBlock& block) { return finish_from_memory<spec, tile>(p, block, threadIdx.x % 32, 32); },
+        [] { return false; });
   }
 
-  // What a lane has of 32 rows of a share's accumulators: of dQ^T eight dims of two neighbouring queries, whose sums lie side by
-  // side; of dQ those of two queries eight apart.
-  static constexpr int next_query = tile.transposed_dq ? 1 : 8;
-  static constexpr int steps = tile.transposed_dq ? tile.block_m / 8 : S::dq_columns / 16, warp_floats = S::dq_share / steps;
+  // What a lane has of 32 rows of a share's accumulators: of dQ^T eight dims of two neighbouring queries, whose sums
+  // lie side by side; of dQ those of two queries eight apart.
+  static constexpr int next_query = S::transposes_dq ? 1 : 8;
+  static constexpr int steps = S::transposes_dq ? tile.block_m / 8 : S::dq_columns / 16;
+  static constexpr int warp_floats = S::dq_share / steps;
   FMHA_DEVICE void store(const QueryBlock& block, bool there, float& zero) const {
     const int32_t lane = threadIdx.x % 32;
     int32_t query, dim;
     uint32_t from = ptx::shared_address(smem.sums);
-    if constexpr (tile.transposed_dq) {
+    if constexpr (S::transposes_dq) {
       const int32_t pair = lane % 4, piece = lane / 4 % 2, row_block = lane / 8;
       query = 2 * pair;
       dim = 16 * row_block + 8 * piece;
@@ -202,15 +208,17 @@ struct Finisher {
       from += (odd * mma::kWarpgroup + row * 4) * 16;
     }
     query += block.first;
-    // A share is 64 dims of all queries, or all dims of 64 queries; a step eight queries, or 16 dims, of half of a share's rows.
+    // A share is 64 dims of all queries, or all dims of 64 queries; a step eight queries, or 16 dims, of half of a
+    // share's rows.
     const int64_t row = row_offset(p.dq, block.span.storage_batch, int64_t(block.span.q_row) + query, block.i_head);
     int64_t at = row + dim;
-    if constexpr (tile.transposed_dq) {
+    if constexpr (S::transposes_dq) {
 #pragma unroll 1
       for (int step = 0; step < steps; ++step, query += 8, at += 8 * p.dq.row, from += warp_floats * 4) {
 #pragma unroll
         for (int share = 0; share < S::consumers; ++share)
-          store_two(block, there, from + share * S::dq_share * 4, query, dim + share * mma::kRows, at + share * mma::kRows, zero);
+          store_two(block, there, from + share * S::dq_share * 4, query, dim + share * mma::kRows,
+                    at + share * mma::kRows, zero);
       }
     } else {
 #pragma unroll 1
@@ -265,7 +273,7 @@ struct Finisher {
   }
   // Dims 2 w and 2 w + 1 of either query.
   FMHA_DEVICE static void load(float (&values)[2][2], uint32_t from, int w) {
-    if constexpr (tile.transposed_dq) {
+    if constexpr (S::transposes_dq) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         float both[2];

@@ -1,51 +1,54 @@
-// The store role: one thread adds each query block's dQ to the f32 sums in memory.
+// The store role: one thread adds each query block's dQ, which the consumers have left in shared memory, to the f32
+// sums.
 #pragma once
 #include <fmha/ptx/bulk.cuh>
-#include <fmha/sm90/bwd/keep_turns.cuh>
+#include <fmha/sm90/bwd/dq/semaphore.cuh>
 
 namespace fmha::sm90::bwd {
 
-// Turns of the storing thread, which others wait for and count (keep_turns.cuh). A turn is over when what it added is there:
-// by the time that the next block's dQ is, and this thread does not wait for it while it could hand the shared memory back.
+// DqStart::Ordered: the store thread's place in the order, which others poll and release (semaphore.cuh). An addition
+// is announced as complete when the next block's dQ has come: until then the thread hands shared memory back instead of
+// waiting.
 template <BwdSpec spec, Sm90BwdTile tile>
-struct StoringTurn {
+struct OrderedStore {
   Smem<spec, tile>& smem;
   bool is_open = false;
   uint32_t phase = 0;
 
   // Whether nothing has been added before.
   FMHA_DEVICE bool begin() {
-    ptx::mbarrier_wait_parity(smem.turn_come, phase);
+    ptx::mbarrier_wait_parity(smem.dq_admitted, phase);
     is_open = true;
-    return smem.is_first_turn;
+    return smem.dq_is_first;
   }
   FMHA_DEVICE void end() {
     if (!is_open) return;
     ptx::cp_async_bulk_wait_group<0>();
-    ptx::mbarrier_wait_parity(smem.turn_counted, phase ^ 1);  // the turn before
-    ptx::mbarrier_arrive_if(smem.turn_over, true);
+    ptx::mbarrier_wait_parity(smem.dq_added_seen, phase ^ 1);  // the addition before
+    ptx::mbarrier_arrive_if(smem.dq_added, true);
     is_open = false;
     phase ^= 1;
   }
 };
 
-// Without turns: the first one at a block stores, and says so to those who wait to add. That too a block later: as soon as the
-// next one's dQ is there, or where those who follow are several blocks behind, when its copies have been issued, since who is
-// ahead of all others of a head is the first at every block, and all go at its pace. D 128 causal, S 512, 4k, 8k: 251, 547, 588
-// and 248, 560, 613 TFLOP/s; D 64 causal, S 512, 1k: 217, 318 and 213, 313.
+// DqStart::FirstStores: the first CTA at a block stores, and releases the block's semaphore for those that wait to add.
+// That is a block later too: as soon as the next one's dQ is there; or, where followers are several blocks behind, when
+// its copies have been issued, since a CTA that is ahead of all others of a head is the first at every block, and all
+// go at its pace. D 128 causal, S 512, 4k, 8k: 251, 547, 588 and 248, 560, 613 TFLOP/s; D 64 causal, S 512, 1k: 217,
+// 318 and 213, 313.
 template <BwdSpec spec, Sm90BwdTile tile>
-struct StoringFirst {
+struct FirstStore {
   Smem<spec, tile>& smem;
-  static constexpr bool tells_late = tile.block_n > tile.block_m;
-  int32_t* stored = nullptr;  // the number of a block whose store is under way
+  static constexpr bool releases_late = tile.block_n > tile.block_m;
+  int32_t* stored = nullptr;  // the semaphore of a block whose store is under way
   uint32_t phase = 0;
 
   FMHA_DEVICE bool begin() {
-    // Whom this thread waits for may wait for it.
-    if (stored && !(tells_late && ptx::mbarrier_test_parity(smem.turn_come, phase))) end<0>();
-    ptx::mbarrier_wait_parity(smem.turn_come, phase);
+    // The CTA whose store the polling thread waits for may wait for this CTA's.
+    if (stored && !(releases_late && ptx::mbarrier_test_parity(smem.dq_admitted, phase))) end<0>();
+    ptx::mbarrier_wait_parity(smem.dq_admitted, phase);
     phase ^= 1;
-    return smem.is_first_turn;
+    return smem.dq_is_first;
   }
   // With `later` groups of copies issued since.
   template <int later>
@@ -53,12 +56,13 @@ struct StoringFirst {
     if (!stored) return;
     ptx::cp_async_bulk_wait_group<later>();
     ptx::fence_proxy_async_global();
-    ptx::red_release_gpu_add(stored, kStored - kOneComes);
+    ptx::red_release_gpu_add(stored, kStored - kStoring);
     stored = nullptr;
   }
 };
 
-// To consumers `c` and those after it their shared memory, each as soon as its copy has read it; the last copies are theirs, in order.
+// To consumers `c` and those after it their shared memory, each as soon as its copy has read it; the last copies are
+// theirs, in order.
 template <int c, int consumers, class Shared>
 FMHA_DEVICE void hand_back(Shared& smem) {
   ptx::cp_async_bulk_wait_group_read<consumers - 1 - c>();
@@ -70,21 +74,22 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   using S = Shape<spec, tile>;
   constexpr uint32_t share_bytes = S::dq_share * sizeof(float);
+  constexpr DqStart start = kDqStart<spec, tile>;
   uint32_t phase = 0;
-  StoringTurn<spec, tile> turn{smem};
-  StoringFirst<spec, tile> first{smem};
+  OrderedStore<spec, tile> ordered{smem};
+  FirstStore<spec, tile> first{smem};
   for_each_tile<tile>(schedule, smem, true, [&](int32_t index) {
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
       const int64_t row = first_row_of<tile>(p, work, blocks);
       float* sums = p.dq_sums + row * S::dim;
-      bool is_first = false;  // stores, so that nobody has to put zeros there before
-      if constexpr (takes_turns<spec>()) {
+      bool is_first = false;  // stores, so that preprocess need not write zeros
+      if constexpr (start == DqStart::Ordered) {
         ptx::mbarrier_wait_parity(smem.dq_full[S::consumers - 1], phase);
-        // Before this turn is waited for: who has it may wait for that one.
-        turn.end();
-        is_first = turn.begin();
-      } else if constexpr (tile.first_stores) {
+        // Before this block's position is waited for: the CTA that has it may wait for the block before.
+        ordered.end();
+        is_first = ordered.begin();
+      } else if constexpr (start == DqStart::FirstStores) {
         ptx::mbarrier_wait_parity(smem.dq_full[0], phase);
         is_first = first.begin();
       }
@@ -99,16 +104,16 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
         }
         ptx::cp_async_bulk_commit_group();
       }
-      if constexpr (tile.first_stores) {
-        if constexpr (StoringFirst<spec, tile>::tells_late) first.template end<S::consumers>();
-        if (is_first) first.stored = turns_of_block<tile>(p, row);
+      if constexpr (start == DqStart::FirstStores) {
+        if constexpr (FirstStore<spec, tile>::releases_late) first.template end<S::consumers>();
+        if (is_first) first.stored = dq_semaphore<tile>(p, row);
       }
       hand_back<0, S::consumers>(smem);
       phase ^= 1;
     }
-    if constexpr (takes_turns<spec>()) turn.end();
-    if constexpr (tile.first_stores) first.template end<0>();
-    if constexpr (tile.finishes_dq) {
+    if constexpr (start == DqStart::Ordered) ordered.end();
+    if constexpr (start == DqStart::FirstStores) first.template end<0>();
+    if constexpr (finishes_dq(tile)) {
       ptx::cp_async_bulk_wait_group<0>();
       ptx::fence_proxy_async_global();
       const int32_t head = work.span.i_batch * p.fwd.num_heads_q + first_query_head<tile>(p, schedule, work);

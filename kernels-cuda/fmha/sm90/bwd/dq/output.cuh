@@ -1,0 +1,88 @@
+// A consumer's share of a query block's dQ on its way from registers to the sums in memory: through shared memory to
+// the store warp (store.cuh), or of DqPath::Registers by the consumer's own additions.
+#pragma once
+#include <fmha/ptx/memory.cuh>
+#include <fmha/ptx/warp.cuh>
+#include <fmha/sm90/bwd/order.cuh>
+
+namespace fmha::sm90::bwd {
+
+template <BwdSpec spec, Sm90BwdTile tile>
+struct DqOutput {
+  using S = Shape<spec, tile>;
+  using Dq = mma::Accumulator<S::dq_columns>;
+
+  const BwdParams& p;
+  Smem<spec, tile>& smem;
+  const int32_t index;  // of the warpgroup among the consumers
+  const bool signals = threadIdx.x % 32 == 0;
+  uint32_t phase = 0;  // of `dq_empty`
+
+  FMHA_DEVICE void store(const Dq& dq, const Work& work, const QueryBlocks& blocks) {
+    if constexpr (adds_from_registers(tile)) {
+      add(dq, work, blocks);
+    } else {
+      hand_over(dq);
+    }
+  }
+
+  // To the store warp: accumulators, one behind the other.
+  template <class... Accumulators>
+  FMHA_DEVICE void hand_over(const Accumulators&... dq) {
+    ptx::mbarrier_wait_parity(smem.dq_empty[index], phase ^ 1);
+    uint32_t to = ptx::shared_address(smem.dq[index]) + threadIdx.x % mma::kWarpgroup * 16;
+    const auto store = [&](const auto& part) {
+#pragma unroll
+      for (int e = 0; e < part.num_elems; e += 4, to += mma::kWarpgroup * 16)
+        ptx::st_shared_v4_f32(to, part[e], part[e + 1], part[e + 2], part[e + 3]);
+    };
+    (store(dq), ...);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    ptx::mbarrier_arrive_if(smem.dq_full[index], signals);
+    phase ^= 1;
+  }
+
+  // To memory: a whole share; or, between `acquire` and `release`, elements `first` to `last` of it.
+  FMHA_DEVICE void add(const Dq& dq, const Work& work, const QueryBlocks& blocks) {
+    float* sums = share_of(work, blocks);
+    add_elems<0, S::dq_columns / 2>(sums, dq, acquire());
+    release();
+  }
+  template <int first, int last>
+  FMHA_DEVICE void add_elems(float* to, const Dq& dq, bool is_first) const {
+    if (is_first) {
+#pragma unroll
+      for (int e = first; e < last; e += 4)
+        ptx::st_global_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+    } else {
+#pragma unroll
+      for (int e = first; e < last; e += 4)
+        ptx::red_global_add_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+    }
+  }
+  FMHA_DEVICE int32_t share() const { return cluster_rank(tile) * S::consumers + index; }
+  FMHA_DEVICE float* share_of(const Work& work, const QueryBlocks& blocks) const {
+    const int32_t within = share() * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
+    return p.dq_sums + first_row_of<tile>(p, work, blocks) * S::dim + within;
+  }
+
+  // Where additions have an order: waits until the polling thread (semaphore.cuh) has seen that all before this CTA's
+  // are there; whether there are none, so that this one stores. The thread polls global memory in the consumers' place,
+  // who wait in shared memory: the counter's answer and the fence behind the additions took some 900 of a step's 4750
+  // clocks at D 256, both together.
+  FMHA_DEVICE bool acquire() const {
+    if constexpr (!is_ordered<spec>()) return false;
+    ptx::mbarrier_wait_parity(smem.dq_empty[0], phase);
+    return smem.dq_is_first;
+  }
+  FMHA_DEVICE void release() {
+    if constexpr (is_ordered<spec>()) {
+      __syncwarp();
+      ptx::mbarrier_arrive_if(smem.dq_full[index], signals);
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace fmha::sm90::bwd

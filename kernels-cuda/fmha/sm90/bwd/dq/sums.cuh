@@ -1,0 +1,150 @@
+// dQ's sums: f32 numbers of each query block in global memory, to which every key block that sees it adds. Here are the
+// counters by which CTAs tell each other how far that is, and the order of additions where they have one;
+// docs/kernels/sm90-bwd-dq.md has the protocol: who writes, who waits, in which memory order, and why no CTAs wait in a
+// circle.
+//
+//   output.cuh      a consumer's share, from registers to shared memory or by its own additions
+//   store.cuh       the store warp: bulk copies from shared memory to the sums
+//   semaphore.cuh   warps that poll and release a query block's semaphore for those two
+//   finish.cuh      the sums to dQ, when all key blocks of a head have added theirs
+#pragma once
+#include <fmha/bwd.h>
+#include <fmha/sm90/bwd/work.cuh>
+
+namespace fmha::sm90::bwd {
+
+// How the first addition to a query block finds its sums.
+enum class DqStart {
+  Zeros,       // preprocess has written zeros; all add, in any order
+  FirstStores, // the CTA that comes first stores, the others add behind it in any order
+  Ordered,     // CTAs add in one order, of which the first stores
+};
+template <BwdSpec spec, Sm90BwdTile tile>
+constexpr DqStart kDqStart = spec.deterministic ? DqStart::Ordered
+                             : tile.dq_path == DqPath::FirstStores ? DqStart::FirstStores
+                                                                   : DqStart::Zeros;
+template <BwdSpec spec>
+FMHA_DEVICE constexpr bool is_ordered() {
+  return spec.deterministic;
+}
+template <BwdSpec spec>
+FMHA_DEVICE constexpr bool is_ordered_behind_mask() {
+  return is_ordered<spec>() && spec.fwd.mask != MaskKind::Full;
+}
+// Whether a query block has a semaphore.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE constexpr bool has_semaphores() {
+  return kDqStart<spec, tile> != DqStart::Zeros;
+}
+
+// ---- Counters in global memory. Preprocess clears them.
+
+// A query block's semaphore, of the block whose first row among those of `lse_log2`, `delta` and the sums is
+// `first_row`. Ordered: the CTAs that have added. FirstStores: one of the three states.
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t* dq_semaphore(const BwdParams& p, int64_t first_row) {
+  return p.dq_semaphores + first_row / tile.block_m;
+}
+constexpr int32_t kUntouched = 0, kStoring = 1, kStored = 2;
+
+// The dynamic schedulers' counters: the next tile, the next query block whose dQ is to be finished, the next whose
+// delta is to be made.
+constexpr int32_t kNextTile = 0, kNextDqBlock = 1, kNextDeltaBlock = 2, kNumSchedulers = 3;
+
+// Of each consumer warp of each tile, whether its dK or dV have a number that is not finite; of each query block
+// whether its dQ has.
+FMHA_DEVICE int32_t* non_finite_keys(const BwdParams& p) { return p.non_finite; }
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t* non_finite_queries(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+  return p.non_finite + int64_t(schedule.num_tiles) * num_consumer_warps(tile);
+}
+
+// Where the main kernel finishes dQ: how many key blocks of a tile's query heads have added all of theirs, for one of
+// those heads, of all sequences counted.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
+  int32_t* first = p.non_finite;
+  if constexpr (repairs<spec>()) first = non_finite_queries<tile>(p, schedule) + num_q_blocks_of_all(p, schedule);
+  return first + head / num_query_heads<tile>(p, schedule);
+}
+
+// Where it makes delta: of how many of a query head's blocks LSE and delta are made; preprocess makes the first heads',
+// uncounted.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t* made_query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
+  return done_key_blocks<spec, tile>(p, schedule, 0) + schedule.num_heads + head;
+}
+
+// ---- The order of additions.
+
+// A key block of a kv head, the heads of all sequences counted.
+struct Place {
+  int32_t head, key_block;
+};
+
+// Behind a mask, the order in which key blocks are launched: head after head, of each the last key block first, since a
+// query block's key blocks add in that order and each begins at its diagonal, a step behind its successor. A head's
+// longest key block is then its last, and would be the launch's. So every eighth kv head goes the other way, its key
+// blocks from the first one on and its queries from the last one down, and these heads come at the end, side by side:
+// CTAs get there one by one, as their order wants it, and the shortest are the last. TFLOP/s, causal, S 8192: D 128 506
+// to 525, D 256 463 to 487.
+constexpr int32_t kUpwardPeriod = 8;
+FMHA_DEVICE bool goes_upward(int32_t i_head_kv) { return i_head_kv % kUpwardPeriod == kUpwardPeriod - 1; }
+FMHA_DEVICE Place place_in_order(int32_t index, int32_t num_key_blocks, int32_t batch, int32_t num_heads_kv) {
+  const int32_t upward = num_heads_kv / kUpwardPeriod, downward = num_heads_kv - upward;  // of a sequence
+  const int32_t within = index - batch * downward * num_key_blocks;
+  if (within < 0) {
+    const int32_t i_head = index / num_key_blocks, i_batch = i_head / downward, nth = i_head - i_batch * downward;
+    const int32_t head = i_batch * num_heads_kv + nth + nth / (kUpwardPeriod - 1);
+    return {head, num_key_blocks - 1 - (index - i_head * num_key_blocks)};
+  }
+  const int32_t side_by_side = batch * upward, key_block = within / side_by_side;
+  const int32_t i_head = within - key_block * side_by_side, i_batch = i_head / upward, nth = i_head - i_batch * upward;
+  return {i_batch * num_heads_kv + nth * kUpwardPeriod + kUpwardPeriod - 1, key_block};
+}
+
+// Without a mask, key blocks begin their walks at query blocks that are `stride` apart, in groups of CTAs that run at a
+// time (as DASH shifts them: arXiv 2601.21824), so that CTAs that start together meet at no query block.
+struct Stagger {
+  int32_t first, size, stride;  // of the key block's group; stride 0: all begin at the first query block
+};
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work) {
+  // From the sequence's own length, so that its bits do not depend on the batch.
+  const int32_t num_blocks = ceil_div(work.span.seqlen_k, cluster_keys(tile));
+  const int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
+  const int32_t first = work.key_block / group * group, size = min(group, num_blocks - first);
+  return {first, size, (work.q_blocks.end - work.q_blocks.begin) / size};
+}
+
+// Ordered: how many key blocks add to query block `block` before this tile's does.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t position_at(const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
+  if constexpr (is_ordered_behind_mask<spec>()) {
+    const int32_t first_query = block * tile.block_m;
+    const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
+    // As query_range has it, seen from the queries: a key block that adds nothing has no position.
+    const bool has_width = work.band.lo <= work.band.hi;
+    const Range keys = has_width ? k_range(work.band, queries, work.span.seqlen_k) : Range{0, 0};
+    const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, cluster_keys(tile));
+    const int32_t band_begin = keys.empty() ? 0 : keys.begin / cluster_keys(tile);
+    // Sink columns before the band.
+    const int32_t sink_end = has_width ? sink_range(work.band, queries, work.span.seqlen_k).end
+                                       : max(min(work.band.sink_columns, queries.end + work.band.hi), 0);
+    int32_t sinks = ceil_div(sink_end, cluster_keys(tile));
+    if (!keys.empty()) sinks = min(sinks, band_begin);
+    // Of the key blocks that add, from the first one on.
+    const bool in_band = !keys.empty() && work.key_block >= band_begin;
+    const int32_t nth = in_band ? sinks + work.key_block - band_begin : work.key_block;
+    return goes_upward(work.i_head_kv) ? nth : sinks + band_end - band_begin - 1 - nth;
+  } else {
+    const Stagger stagger = stagger_of<spec, tile>(schedule, work);
+    const int32_t member = work.key_block - stagger.first;
+    if (stagger.stride == 0) return work.key_block;
+    // Members up to `begun` have come by this block when the others have yet to wrap round.
+    const int32_t begun = min((block - work.q_blocks.begin) / stagger.stride, stagger.size - 1);
+    return stagger.first + (member <= begun ? begun - member : begun + stagger.size - member);
+  }
+}
+
+}  // namespace fmha::sm90::bwd

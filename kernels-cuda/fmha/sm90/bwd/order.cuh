@@ -1,0 +1,96 @@
+// Which tile a CTA has, and in which order it walks the tile's query blocks.
+#pragma once
+#include <fmha/bwd.h>
+#include <fmha/mask.h>
+#include <fmha/seq.h>
+#include <fmha/sm90/bwd/dq/sums.cuh>
+
+namespace fmha::sm90::bwd {
+
+// Tile `index` of the order: L2 head groups; in a group the key blocks with the most queries first, which masks leave
+// to the first ones, one of every head in turn. Ordered additions behind a mask have a launch order of their own.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
+  const int32_t num_key_blocks = schedule.num_key_blocks / cluster_size(tile), i_cluster = index / cluster_size(tile);
+  const int32_t group_tiles = schedule.heads_per_l2_group * num_key_blocks;
+  const int32_t group = i_cluster / group_tiles, within = i_cluster - group * group_tiles;
+  const int32_t first_head = group * schedule.heads_per_l2_group;
+  const int32_t num_heads = min(schedule.heads_per_l2_group, schedule.num_heads - first_head);
+  const int32_t i_block = within / num_heads;
+  int32_t head = first_head + within - i_block * num_heads, i_part = 0;
+  if constexpr (tile.head_parts) {
+    const int32_t part = head;
+    head = part / schedule.num_head_parts;
+    i_part = part - head * schedule.num_head_parts;
+  }
+  int32_t key_block = i_block;
+  if constexpr (is_ordered_behind_mask<spec>()) {
+    const Place place = place_in_order(i_cluster, num_key_blocks, p.fwd.batch, p.fwd.num_heads_kv);
+    head = place.head;
+    key_block = place.key_block;
+  }
+  const int32_t cluster_key = key_block * cluster_keys(tile);
+  const int32_t first_key = cluster_key + (index - i_cluster * cluster_size(tile)) * tile.block_n;
+  const int32_t i_batch = head / p.fwd.num_heads_kv;
+  Work work;
+  work.i_part = i_part;
+  work.i_head_kv = head - i_batch * p.fwd.num_heads_kv;
+  work.key_block = key_block;
+  work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
+  work.band = resolve_band(p.fwd.mask, work.span.seqlen_q, work.span.seqlen_k);
+  work.keys = {first_key, min(first_key + tile.block_n, work.span.seqlen_k)};
+  work.cluster_keys = {cluster_key, min(cluster_key + cluster_keys(tile), work.span.seqlen_k)};
+  work.q_blocks = {0, 0};
+  if (!work.cluster_keys.empty()) {
+    const Range queries = query_range(work.band, work.cluster_keys, work.span.seqlen_q);
+    if (!queries.empty()) work.q_blocks = {queries.begin / tile.block_m, ceil_div(queries.end, tile.block_m)};
+  }
+  work.uncut = uncut_queries<spec, tile>(work);
+  return work;
+}
+
+// The query blocks of a tile, one query head of the group after another.
+struct QueryBlocks {
+  Range range;
+  int32_t start, end_head;
+  int32_t i_head, current;
+  bool is_downward;  // from the last one to the first
+
+  FMHA_DEVICE int32_t count() const { return (range.end - range.begin) * (end_head - i_head); }  // before any advance
+  FMHA_DEVICE bool more() const { return i_head < end_head; }
+  FMHA_DEVICE void advance() {
+    if (is_downward) {
+      current = (current == range.begin ? range.end : current) - 1;
+    } else if (++current == range.end) {
+      current = range.begin;
+    }
+    if (current == start) ++i_head;
+  }
+};
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
+  const int32_t num_heads = num_query_heads<tile>(p, schedule), first_head = first_query_head<tile>(p, schedule, work);
+  const bool none = work.q_blocks.empty();
+  int32_t start = work.q_blocks.begin;
+  // Else all key blocks would meet at the first query block, and wait for one of them.
+  if constexpr (has_semaphores<spec, tile>() && spec.fwd.mask == MaskKind::Full) {
+    if (!none) {
+      const Stagger stagger = stagger_of<spec, tile>(schedule, work);
+      start += (work.key_block - stagger.first) * stagger.stride;
+    }
+  }
+  bool is_downward = false;
+  if constexpr (is_ordered_behind_mask<spec>()) {
+    is_downward = goes_upward(work.i_head_kv);
+    if (is_downward) start = work.q_blocks.end - 1;
+  }
+  return {work.q_blocks, start, none ? first_head : first_head + num_heads, first_head, start, is_downward};
+}
+
+// A block's first row among those of `lse_log2`, `delta` and the sums of dQ.
+template <Sm90BwdTile tile>
+FMHA_DEVICE int64_t first_row_of(const BwdParams& p, const Work& work, const QueryBlocks& blocks) {
+  return stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);
+}
+
+}  // namespace fmha::sm90::bwd

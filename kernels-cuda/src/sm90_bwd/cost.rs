@@ -1,0 +1,170 @@
+//! What a call's choices cost, by a model of the main kernel: so far of how many tiles share a kv head's
+//! query heads.
+//!
+//! A multiprocessor takes tiles one after another, each a key block against the query blocks that see it, of
+//! its query heads. Few long tiles leave multiprocessors idle at the end; many short ones leave more sums of
+//! dK and dV to write, read and add. The model's three numbers were fitted to the rows `parts` and `one_part`
+//! of `measured.tsv`, which a test holds it to.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use fmha_core::spec::BwdSpec;
+use fmha_core::{BwdProblem, MaskKind, QLayout};
+
+use super::{Sm90BwdTile, padded_dim};
+
+/// Rate of a multiprocessor that always has a tile, TFLOP/s of the padded head dimension's operations: a
+/// 132nd of an H200's. From long full rows.
+fn tflops_of_sm(dim: i32) -> f64 {
+    let device = match dim {
+        64 => 600.0,
+        128 => 655.0,
+        192 => 400.0,
+        _ => 525.0,
+    };
+    device / 132.0
+}
+
+/// Of a masked call's longest tile, the part for which the launch waits at its end, and for tiles that have
+/// come apart from those whose Q and dO they share in the L2.
+const TAIL_BEHIND_MASK: f64 = 0.22;
+
+/// Microseconds a megabyte of f32 sums of dK and dV, written and read again.
+const SUMS_MICROS_A_MB: f64 = 0.5;
+
+/// More tiles of unlike length a multiprocessor than this come out even but for the tail: they are not gone
+/// through one by one.
+const EVEN_TILES: usize = 4;
+
+/// Another number of parts than the rule's is taken where the model has it faster by more than this: more
+/// than its own error.
+const LEAST_GAIN: f64 = 0.05;
+
+/// A kv head's query heads shared out to so many tiles, and what the model says of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadParts {
+    /// Tiles that share a kv head's query heads.
+    pub parts: u32,
+    /// Microseconds of the main kernel and of the sums' launch.
+    pub micros: f64,
+}
+
+/// The candidates for a problem, from `least` parts on, each a divisor of the GQA ratio; none where lengths
+/// are not the problem's.
+pub(super) fn head_parts(
+    tile: &Sm90BwdTile,
+    problem: &BwdProblem,
+    spec: &BwdSpec,
+    num_sms: u32,
+    least: u32,
+) -> Vec<HeadParts> {
+    if problem.fwd.q_layout == QLayout::Packed {
+        return Vec::new();
+    }
+    let ratio = problem.fwd.gqa_ratio();
+    let steps = steps_of_key_blocks(tile, problem);
+    (least..=ratio)
+        .filter(|&parts| ratio.is_multiple_of(parts))
+        .map(|parts| HeadParts { parts, micros: micros(tile, problem, spec, num_sms, &steps, parts) })
+        .collect()
+}
+
+/// The candidate that the model takes, the first of them where no other gains enough.
+pub(super) fn best(candidates: &[HeadParts]) -> Option<HeadParts> {
+    let first = *candidates.first()?;
+    let fastest = candidates.iter().copied().min_by(|a, b| a.micros.total_cmp(&b.micros))?;
+    Some(if fastest.micros * (1.0 + LEAST_GAIN) < first.micros { fastest } else { first })
+}
+
+/// Of each key block (of a cluster) of a head, how many query blocks see it.
+fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem) -> Vec<u32> {
+    let dims = problem.fwd.dims;
+    let keys = (tile.block_n * tile.walk.cluster()).unsigned_abs();
+    let rows = tile.block_m.unsigned_abs();
+    let band = problem.fwd.mask.band(dims.seqlen_q, dims.seqlen_k);
+    // Where a query block's key blocks begin and end, summed up at last.
+    let mut changes = vec![0_i64; dims.seqlen_k.div_ceil(keys) as usize + 1];
+    for first in (0..dims.seqlen_q).step_by(rows as usize) {
+        let queries = first..(first + rows).min(dims.seqlen_q);
+        let range = band.k_range(queries.clone(), dims.seqlen_k);
+        let sinks = band.sink_range(queries, dims.seqlen_k);
+        let (begin, end) = (range.start / keys, range.end.div_ceil(keys));
+        let sinks_end = sinks.end.div_ceil(keys).min(if range.is_empty() { u32::MAX } else { begin });
+        for (begin, end) in [(begin, end), (sinks.start / keys, sinks_end)] {
+            if begin < end {
+                changes[begin as usize] += 1;
+                changes[end as usize] -= 1;
+            }
+        }
+    }
+    changes.pop();
+    let mut seen = 0;
+    changes
+        .into_iter()
+        .map(|change| {
+            seen += change;
+            u32::try_from(seen).unwrap_or(0)
+        })
+        .collect()
+}
+
+/// What the model says of a number of parts.
+pub(super) fn of_parts(
+    tile: &Sm90BwdTile,
+    problem: &BwdProblem,
+    spec: &BwdSpec,
+    num_sms: u32,
+    parts: u32,
+) -> f64 {
+    micros(tile, problem, spec, num_sms, &steps_of_key_blocks(tile, problem), parts)
+}
+
+fn micros(
+    tile: &Sm90BwdTile,
+    problem: &BwdProblem,
+    spec: &BwdSpec,
+    num_sms: u32,
+    steps: &[u32],
+    parts: u32,
+) -> f64 {
+    let dims = problem.fwd.dims;
+    let dim = padded_dim(spec);
+    let heads_a_tile = problem.fwd.gqa_ratio() / parts;
+    let heads = dims.batch as usize * dims.num_heads_kv as usize * parts as usize;
+    let work: u64 = steps.iter().map(|&steps| u64::from(steps)).sum::<u64>() * heads as u64;
+    let units = (num_sms / tile.walk.cluster().unsigned_abs()).max(1);
+    let even = work as f64 / f64::from(units);
+    let longest = steps.iter().copied().max().map_or(0.0, f64::from);
+    let tail = if problem.fwd.mask.kind() == MaskKind::Full { 0.0 } else { TAIL_BEHIND_MASK };
+    let tiles = steps.len() * heads;
+    let are_alike = steps.iter().all(|&of_one| Some(&of_one) == steps.first());
+    let last = if are_alike {
+        tiles.div_ceil(units as usize) as f64 * longest
+    } else if tiles > EVEN_TILES * units as usize {
+        even
+    } else {
+        f64::from(end_of_last(steps, heads, units))
+    };
+    let flops_a_step = 10.0 * f64::from(tile.block_m) * f64::from(tile.block_n) * f64::from(dim);
+    let step_micros = flops_a_step / tflops_of_sm(dim) * 1e-6;
+    let key_rows = f64::from(dims.batch) * f64::from(dims.num_heads_kv) * f64::from(dims.seqlen_k);
+    let sums_mb = if parts > 1 { f64::from(parts) * key_rows * f64::from(dim) * 16.0 * 1e-6 } else { 0.0 };
+    let in_steps = last.max(even + tail * longest);
+    in_steps * f64::from(heads_a_tile) * step_micros + sums_mb * SUMS_MICROS_A_MB
+}
+
+/// When the last of `units` has done its tiles, in steps of a tile with one query head: each takes the next
+/// tile when it has none, key block after key block of all heads.
+fn end_of_last(steps: &[u32], heads: usize, units: u32) -> u32 {
+    let mut free: BinaryHeap<Reverse<u32>> = (0..units).map(|_| Reverse(0)).collect();
+    let mut last = 0;
+    for &steps in steps {
+        for _ in 0..heads {
+            let Some(Reverse(time)) = free.pop() else { return last };
+            last = last.max(time + steps);
+            free.push(Reverse(time + steps));
+        }
+    }
+    last
+}
