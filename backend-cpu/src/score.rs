@@ -150,6 +150,19 @@ impl HeadScore {
         Some(-slope * (i64::from(i) + diag - i64::from(j)).abs() as f32)
     }
 
+    /// The score of (i, j) in f64, from the scaled product.
+    pub(crate) fn modified(&self, scaled: f64, i: u32, j: u32) -> f64 {
+        let mut score = self.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh());
+        if let Some(bias) = self.bias {
+            // SAFETY: the bias has an element for each query and key.
+            score += f64::from(unsafe { bias.get(i as usize, j as usize) });
+        }
+        if let Some((slope, diag)) = self.alibi {
+            score -= f64::from(slope) * (i64::from(i) + diag - i64::from(j)).abs() as f64;
+        }
+        score
+    }
+
     /// Whether visible scores are more than a scaled product.
     pub(crate) fn changes(&self) -> bool {
         self.softcap.is_some() || self.bias.is_some() || self.alibi.is_some()

@@ -93,6 +93,15 @@ pub enum Plant {
         /// K's first element at key 0, which the scale multiplies.
         score: f64,
     },
+    /// Every V lies between half this number and all of it, negative in odd columns.
+    LargeValues(f64),
+    /// Every eighth row of the bias, from the first on, is this number; and every sink, where there is one, the other.
+    FarRows {
+        /// Of the bias, if it has one.
+        bias: Option<f64>,
+        /// Of the sinks.
+        sink: Option<f64>,
+    },
     /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
     FarBelow {
         /// The first such key.

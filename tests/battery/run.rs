@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use fmha_core::tune::TileOptions;
-use fmha_core::{Device, Error, MemorySpace, PlanOptions, Result};
+use fmha_core::{Device, Error, MemorySpace, PlanOptions, Result, Shape};
 use serde::Serialize;
 
 use crate::case::{Backward, Body, Case, Combine, Forward, Plant};
@@ -208,6 +208,32 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
         Plant::At(operand, at, value) => host.operands.expect_mut(operand).set(at, value),
         Plant::Shifted(operand, elems) => host.operands.expect_mut(operand).shift(elems)?,
         Plant::FaintWeights { score } => faint_weights(host, score),
+        Plant::LargeValues(value) => {
+            let tensor = host.operands.expect_mut(Operand::V);
+            let Shape { batch, seq, head, dim } = tensor.shape;
+            for (b, s) in (0..batch).flat_map(|b| (0..seq).map(move |s| (b, s))) {
+                for (h, d) in (0..head).flat_map(|h| (0..dim).map(move |d| (h, d))) {
+                    let share = 1.0 - f64::from((b * 5 + s * 37 + h * 11 + d * 29) % 128) / 256.0;
+                    tensor.set([b, s, h, d], if d % 2 == 1 { -value } else { value } * share);
+                }
+            }
+        }
+        Plant::FarRows { bias, sink } => {
+            if let Some(bias) = bias {
+                let tensor = host.operands.expect_mut(Operand::Bias);
+                let Shape { batch, seq, head, dim } = tensor.shape;
+                for at in (0..batch).flat_map(|b| (0..seq).step_by(8).map(move |s| (b, s))) {
+                    for (h, d) in (0..head).flat_map(|h| (0..dim).map(move |d| (h, d))) {
+                        tensor.set([at.0, at.1, h, d], bias);
+                    }
+                }
+            }
+            for head in 0..dims.num_heads_q {
+                if let Some(sink) = sink {
+                    host.operands.expect_mut(Operand::Sink).set_nth(head as usize, sink);
+                }
+            }
+        }
         Plant::HiddenKeys => {
             for span in spans {
                 let band = host.problem.mask.band(span.seqlen_q, span.seqlen_k);

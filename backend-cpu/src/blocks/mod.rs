@@ -18,4 +18,4 @@ pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
 pub(crate) use tiles::{
     TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut, WriteTransposed,
 };
-pub(crate) use write::{Factors, WriteRows};
+pub(crate) use write::{AllFinite, Factors, WriteRows};

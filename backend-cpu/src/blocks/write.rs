@@ -3,7 +3,30 @@
 use fmha_core::DType;
 
 use crate::simd::{Op, Simd};
-use crate::tensor::Target;
+use crate::tensor::{Target, is_zero};
+
+/// Whether numbers, whole vectors of them, are all finite.
+pub(crate) struct AllFinite<'a> {
+    pub(crate) from: *const f32,
+    pub(crate) len: usize,
+    /// Made false where one is not.
+    pub(crate) is_finite: &'a mut bool,
+}
+
+impl<S: Simd> Op<S> for AllFinite<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        // A finite x has 0 x = 0; infinities and NaN leave NaN in the sum.
+        let zero = s.splat(0.0);
+        let mut residue = [zero; 2];
+        for at in (0..self.len).step_by(S::LANES) {
+            let residue = &mut residue[at / S::LANES % 2];
+            // SAFETY: whole vectors.
+            *residue = unsafe { s.fma(s.load(self.from.add(at)), zero, *residue) };
+        }
+        *self.is_finite &= is_zero(s, s.add(residue[0], residue[1]));
+    }
+}
 
 /// What rows are multiplied by.
 #[derive(Clone, Copy)]

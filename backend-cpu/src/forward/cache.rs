@@ -185,6 +185,14 @@ impl Cached<'_> {
         (self.widened.is_none() || self.in_codes) && self.source.matrix(0, 0, 0).has_dense_rows()
     }
 
+    /// Element `d` of key `j` of a head, times its descale, as arithmetic meets it.
+    pub(crate) fn value(&self, head: &HeadScore, j: u32, d: usize, descale: f32) -> f32 {
+        let (batch, row) = self.rows.at(&head.span, j);
+        // SAFETY: the argument check measured the tensor, `spans` its rows.
+        let value = unsafe { self.source.matrix(batch, head.i_head_kv, row).get(0, d) } * descale;
+        self.widened.map_or(value, |wide| wide.round(f64::from(value)) as f32)
+    }
+
     /// The type in which rows are read.
     pub(crate) fn read_as(&self) -> DType {
         if self.in_codes { self.source.dtype() } else { self.taken_as() }

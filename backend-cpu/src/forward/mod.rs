@@ -15,6 +15,7 @@
 //! A row's arithmetic depends on where tiles of keys begin (multiples of `block_n`) and on nothing
 //! else: not on `block_m`, the number of threads or the rest of the batch.
 
+mod again;
 mod cache;
 mod rows;
 #[cfg(test)]
@@ -32,8 +33,8 @@ use fmha_core::{DType, FwdArgs, FwdProblem, SeqSpan};
 use cache::{Cached, TurnedQueries};
 
 use crate::blocks::{
-    Columns, Factors, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax, TILE,
-    WriteRows, row_stride,
+    AllFinite, Columns, Factors, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax,
+    TILE, WriteRows, row_stride,
 };
 use crate::memory::{Bytes, Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
@@ -385,6 +386,14 @@ impl Shared<'_> {
         let found = scratch.out.as_ptr();
         self.settle_rows(scratch, task, &head, 1.0);
         self.write_rows(s, scratch, task, fresh, found);
+        let all_finite = (0..dim_v.div_ceil(S::PANEL)).all(|panel| {
+            let mut is_finite = true;
+            let from = found.wrapping_add(panel * block_m * S::PANEL);
+            s.run(AllFinite { from, len: queries * S::PANEL, is_finite: &mut is_finite });
+            is_finite
+        });
+        let place = |row: usize, d: usize| (d / S::PANEL * block_m + row) * S::PANEL + d % S::PANEL;
+        self.mend_rows(scratch, task, &head, all_finite, place);
     }
 
     /// LSE and the keep flags; what rows of O are to be multiplied by takes the place of their sums. Row

@@ -18,8 +18,8 @@ use fmha_core::DType;
 
 use super::{Scratch, Shared, Task, key_tiles};
 use crate::blocks::{
-    RowState, Scale, TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut,
-    WriteTransposed,
+    AllFinite, RowState, Scale, TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues,
+    UntransposeOut, WriteTransposed,
 };
 use crate::score::{Adjust, HeadScore, Panel};
 use crate::simd::Simd;
@@ -74,6 +74,18 @@ impl Shared<'_> {
         }
         s.leave_tiles();
         self.settle_rows(scratch, task, &head, LN_2);
+        self.write_tiled(s, scratch, task, fresh);
+        let (from, len) = (scratch.out.as_ptr(), queries.next_multiple_of(S::PANEL) * dim_v);
+        let mut all_finite = true;
+        s.run(AllFinite { from, len, is_finite: &mut all_finite });
+        let place = |row: usize, d: usize| row / S::PANEL * S::PANEL * dim_v + d * S::PANEL + row % S::PANEL;
+        self.mend_rows(scratch, task, &head, all_finite, place);
+    }
+
+    /// Writes O, which lies transposed.
+    fn write_tiled<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task, fresh: u128) {
+        let dim_v = self.problem.dims.head_dim_v as usize;
+        let queries = task.queries as usize;
         if self.o.dtype == DType::Bf16 {
             s.run(WriteTransposed {
                 to: &self.o,

@@ -351,7 +351,7 @@ impl Matrix {
 
 /// Whether every lane is 0.
 #[inline(always)]
-fn is_zero<S: Simd>(s: S, v: S::V) -> bool {
+pub(crate) fn is_zero<S: Simd>(s: S, v: S::V) -> bool {
     let mut lanes = [0.0; 16];
     // SAFETY: no vector has more than sixteen lanes.
     unsafe { s.store(lanes.as_mut_ptr(), v) };

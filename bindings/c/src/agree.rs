@@ -108,7 +108,8 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     );
     number!(planned, dtype_qk, dtype_v, dtype_o, dtype_bias);
     number!(planned, v_layout, alibi_per_batch, descale_per_tensor);
-    if p_drop.to_bits() != planned.p_drop.to_bits() {
+    // By value: -0 drops as little as 0.
+    if *p_drop != planned.p_drop {
         return Err(differs("p_drop", p_drop, &planned.p_drop).into());
     }
     presence!(planned, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
@@ -152,7 +153,8 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
 /// Two numbers of host memory, which are there or not alike.
 #[inline]
 fn optional(field: &'static str, given: Option<f32>, planned: Option<f32>) -> Result<()> {
-    if given.map(f32::to_bits) == planned.map(f32::to_bits) {
+    // By value: -0 is 0. What no number equals was refused with the plan.
+    if given == planned {
         return Ok(());
     }
     let word = |value: Option<f32>| value.map_or("null".to_owned(), |value| value.to_string());

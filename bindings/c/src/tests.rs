@@ -405,6 +405,25 @@ fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
     assert!(own.iter().all(|gradient| gradient.iter().all(|&bits| bits != 0x7e01)), "all is written");
 }
 
+#[test]
+fn a_plan_takes_minus_nought_for_nought() {
+    let (q, v) = (numbers(1, ROWS), numbers(300, ROWS));
+    let (mut first, mut second) = (vec![0; q.len()], vec![0; q.len()]);
+    let planned = call(&q, &q, &v, &mut first, 1, &[]);
+    let plan = plan(&planned).unwrap();
+    let other = FmhaCall { p_drop: -0.0, ..call(&q, &q, &v, &mut second, 1, &[]) };
+    // SAFETY: as in `plan`.
+    unsafe {
+        plan.run(&planned).unwrap();
+        plan.run(&other).unwrap();
+    }
+    assert_eq!(first, second);
+    let other = FmhaCall { p_drop: 0.25, ..other };
+    // SAFETY: as in `plan`.
+    let error = unsafe { plan.run(&other) }.unwrap_err().to_string();
+    assert!(error.contains("p_drop"), "{error}");
+}
+
 /// One wrong number anywhere in the bytes of a struct.
 #[derive(Clone, Debug)]
 struct Fault {

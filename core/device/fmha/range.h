@@ -10,6 +10,20 @@ namespace fmha {
 // loop, or, on Hopper, where the vote on it cost scores that lie far apart 4 %, by computing the row again when its tile is done.
 constexpr float kLargestShift = 4194304.f;  // 2^22: half a last place is 2^-2
 
+// The largest finite f32.
+constexpr float kLargestFloat = 3.4028234663852886e38f;
+
+// What sums of `weight * V` are multiplied by so that they stay in f32 however large V is: the largest power of two
+// that is at most 1 / (2 row_sum), for a sum of weights that are at most 1. A power of two moves no bit of a sum that
+// does not leave f32.
+FMHA_DEVICE float headroom(float row_sum) {
+  const int32_t exponent = clamp(int32_t(bits_of(row_sum) >> 23), 127, 250);
+  return float_of(uint32_t(252 - exponent) << 23);
+}
+
+// 1 / x of a power of two.
+FMHA_DEVICE float inverse_of_power(float x) { return float_of((254u << 23) - bits_of(x)); }
+
 // 2^n.
 FMHA_DEVICE constexpr float power_of_two(int n) {
   float power = 1.f;

@@ -5,12 +5,16 @@
 // of key l; then the lanes divide the columns of O among themselves and add one key after another. Nothing goes through
 // shared memory, so any stride works, and a masked key is never read.
 //
+// Scores stay natural: times log2(e) a finite bias, sink or soft-cap may be more than f32 holds. A row whose
+// unnormalised O leaves f32, though O itself does not, is walked once more with O scaled down (`headroom`).
+//
 // `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/num.h>
 #include <fmha/online_softmax.h>
 #include <fmha/philox.h>
+#include <fmha/range.h>
 #include <fmha/score.h>
 #include <fmha/seq.h>
 
@@ -32,8 +36,11 @@ struct FwdRow {
   const int32_t batch_head = span.i_batch * p.num_heads_q + i_head;
   const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
 
-  OnlineRow softmax;
+  float row_max = -infinity();  // of the natural scores so far
+  float row_sum = 0.f;          // of exp(score - row_max)
   Array<float, columns> o = {};
+  float room = 1.f;  // what O is multiplied by so that it stays in f32
+  bool with_room = false;
 
   FMHA_DEVICE float descale(const HeadScalars& x) const { return scalar_of(x, span.i_batch, i_head_kv, 1.f); }
 
@@ -54,12 +61,33 @@ struct FwdRow {
     return dot;
   }
 
-  // P as it enters the product with V: after dropout, scaled and rounded to V's type.
+  // P as it enters the product with V: scaled and rounded to V's type, 0 where dropped. The factor of what is kept
+  // comes last.
   FMHA_DEVICE float kept(float weight, int32_t j) const {
     constexpr float scale = p_scale(spec.dtype_v);
     const float rounded = round_to<spec.dtype_v>(weight * scale) / scale;
     if constexpr (!spec.dropout) return rounded;
-    return dropout_keeps(p, batch_head, i, j) ? rounded * p.dropout_scale : 0.f;
+    return dropout_keeps(p, batch_head, i, j) ? rounded : 0.f;
+  }
+
+  // e^(a - b).
+  static FMHA_DEVICE float exp_of_difference(float a, float b) { return exp2_of((a - b) * kLog2E); }
+
+  // Takes in a maximum; returns what sums and outputs so far are to be multiplied by.
+  FMHA_DEVICE float raise_to(float new_max) {
+    const float correction = exp_of_difference(row_max, finite_or_zero(new_max));
+    row_max = new_max;
+    row_sum *= correction;
+    return correction;
+  }
+
+  // Multiplies O by a correction, and by the change of the room that its sum wants.
+  FMHA_DEVICE void rescale(float correction) {
+    const float next_room = with_room ? headroom(row_sum) : 1.f;
+    const float factor = correction * next_room * inverse_of_power(room);
+    room = next_room;
+#pragma unroll
+    for (int32_t c = 0; c < columns; ++c) o[c] *= factor;
   }
 
   // The keys of a range, one per lane at a time.
@@ -70,14 +98,13 @@ struct FwdRow {
       const uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
 
-      const float score = seen ? modified_score<spec>(modifier, product(j), i, j) * kLog2E : -infinity();
-      const float correction = softmax.raise_to(max(softmax.row_max, over_lanes(score, larger_of)));
-      const float weight = seen ? exp2_of(score - finite_or_zero(softmax.row_max)) : 0.f;
-      softmax.row_sum += over_lanes(weight, sum_of);
-      const float p_j = seen ? kept(weight, j) : 0.f;
+      const float score = seen ? modified_score<spec>(modifier, product(j), i, j) : -infinity();
+      const float correction = raise_to(max(row_max, over_lanes(score, larger_of)));
+      const float weight = seen ? exp_of_difference(score, finite_or_zero(row_max)) : 0.f;
+      row_sum += over_lanes(weight, sum_of);
+      rescale(correction);
+      const float p_j = seen ? kept(weight, j) * room : 0.f;
 
-#pragma unroll
-      for (int32_t c = 0; c < columns; ++c) o[c] *= correction;
       for (int32_t l = 0; l < Lanes::count; ++l) {
         if (!(seen_lanes >> l & 1)) continue;  // a hidden V may hold NaN
         add_value(first + l, Lanes::from(p_j, l));
@@ -96,24 +123,29 @@ struct FwdRow {
 
   FMHA_DEVICE void take_sink() {
     if constexpr (spec.sink) {
-      const float sink = scalar_of(p.sink, 0, i_head, 0.f) * kLog2E;
-      const float correction = softmax.raise_to(max(softmax.row_max, sink));
-      softmax.row_sum += exp2_of(sink - finite_or_zero(softmax.row_max));
-#pragma unroll
-      for (int32_t c = 0; c < columns; ++c) o[c] *= correction;
+      const float sink = scalar_of(p.sink, 0, i_head, 0.f);
+      const float correction = raise_to(max(row_max, sink));
+      row_sum += exp_of_difference(sink, finite_or_zero(row_max));
+      rescale(correction);
     }
   }
 
   FMHA_DEVICE void store() const {
     const float scale_o = p.scale_o ? *p.scale_o : 1.f;
-    const float factor = softmax.normaliser() * descale(p.descale_v) * scale_o;
+    const float normaliser = row_sum == 0.f ? 0.f : inverse_of_power(room) / row_sum;
+    float factor = descale(p.descale_v) * scale_o;
+    if constexpr (spec.dropout) factor *= p.dropout_scale;
     const int64_t at = row_offset(p.o, span.storage_batch, int64_t(span.q_row) + i, i_head);
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * Lanes::count + lane;
-      if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, at + d, o[c] * factor);
+      float x = o[c] * normaliser;
+      // A mean of V is no larger than V: a sum that did not leave f32 does not by its last rounding either.
+      if (with_room && o[c] - o[c] == 0.f) x = clamp(x, -kLargestFloat, kLargestFloat);
+      if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, at + d, x * factor);
     }
-    if (spec.write_lse && lane == 0) p.lse[lse_offset(p, span, i_head, i)] = softmax.lse();
+    if (spec.write_lse && lane == 0)
+      p.lse[lse_offset(p, span, i_head, i)] = row_sum == 0.f ? -infinity() : row_max + log2_of(row_sum) * kLn2;
   }
 
   // The keep bits of every key of the sequence, masked or not.
@@ -125,13 +157,28 @@ struct FwdRow {
     }
   }
 
-  FMHA_DEVICE void run() {
-    const float scale = p.softmax_scale * descale(p.descale_q) * descale(p.descale_k);
-    const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
+  // All keys that the query sees, and its sink.
+  FMHA_DEVICE void walk(const ScoreModifier& modifier) {
     const Range row = {i, i + 1};
     take(sink_range(band, row, span.seqlen_k), modifier);
     take(row_range(band, i, span.seqlen_k), modifier);
     take_sink();
+  }
+
+  FMHA_DEVICE void run() {
+    const float scale = p.softmax_scale * descale(p.descale_q) * descale(p.descale_k);
+    const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
+    walk(modifier);
+    bool is_finite = true;
+#pragma unroll
+    for (int32_t c = 0; c < columns; ++c) is_finite &= o[c] - o[c] == 0.f;
+    if (Lanes::ballot(!is_finite) != 0) {
+      row_max = -infinity();
+      row_sum = 0.f;
+      o = {};
+      with_room = true;
+      walk(modifier);
+    }
     store();
     store_keep_mask();
   }

@@ -35,11 +35,19 @@ FMHA_DEVICE ScoreModifier score_modifier(const FwdParams& p, const SeqSpan& span
   return m;
 }
 
+// softcap * tanh(s / softcap). Where the quotient is small, the series is in s itself: by a large soft-cap the quotient
+// would be subnormal, and lose what s has.
+FMHA_DEVICE float capped_score(float s, float softcap) {
+  const float x = s / softcap, square = x * x;
+  if (abs_of(x) < 0.0625f) return s + s * square * (-1.f / 3.f + square * (2.f / 15.f));
+  return softcap * tanh_of(x);
+}
+
 // softcap * tanh(scale * s / softcap), plus the bias of (i, j): a natural score.
 template <FwdSpec spec>
 FMHA_DEVICE float modified_score(const ScoreModifier& m, float s, int32_t i, int32_t j) {
   s *= m.scale;
-  if constexpr (spec.softcap) s = m.softcap * tanh_of(s / m.softcap);
+  if constexpr (spec.softcap) s = capped_score(s, m.softcap);
   if constexpr (spec.bias == BiasKind::Elementwise) s += load_elem<spec.dtype_bias>(m.bias, i * m.bias_row + j);
   if constexpr (spec.bias == BiasKind::Alibi) s -= m.alibi_slope * abs_of(float(i + m.alibi_diag - j));
   return s;

@@ -87,18 +87,15 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
     let mut spread = Vec::new();
     for &i in rows {
         let softmax = Softmax::of_row(head, i);
-        let mut row_o = vec![T::zero(); head.head_dim_v];
         let mut squares = vec![T::zero(); if head.is_exact() { head.head_dim_v } else { 0 }];
         for (&j, &weight) in softmax.visible.iter().zip(&softmax.weights) {
             let p = head.probability(weight) * head.keep_factor(i, j);
-            for (o, &v) in row_o.iter_mut().zip(row(&head.v, j, head.head_dim_v)) {
-                *o = *o + p * v;
-            }
             for (square, &v) in squares.iter_mut().zip(row(&head.v, j, head.head_dim_v)) {
                 *square = *square + (p * v) * (p * v);
             }
         }
-        o.extend(row_o.iter().map(|&o| head.as_result(o / softmax.row_sum, problem.dtype_o)));
+        let row_o = softmax.output(head, i);
+        o.extend(row_o.iter().map(|&o| head.as_result(o, problem.dtype_o)));
         spread.extend(
             squares.iter().map(|square| (square.sqrt() / softmax.row_sum).to_f64().unwrap_or(f64::NAN)),
         );
@@ -120,6 +117,23 @@ pub(super) struct Softmax<T> {
 }
 
 impl<T: Float> Softmax<T> {
+    /// O of query `i`, not yet rounded to its type. The sum is divided by that of the weights; where it has left f32
+    /// before, the weights are.
+    fn output(&self, head: &Head<'_, T>, i: u32) -> Vec<T> {
+        let sums = |per_weight: T| {
+            let mut o = vec![T::zero(); head.head_dim_v];
+            for (&j, &weight) in self.visible.iter().zip(&self.weights) {
+                let p = head.probability(weight) * head.keep_factor(i, j) * per_weight;
+                for (o, &v) in o.iter_mut().zip(row(&head.v, j, head.head_dim_v)) {
+                    *o = *o + p * v;
+                }
+            }
+            o
+        };
+        let o: Vec<T> = sums(T::one()).into_iter().map(|o| o / self.row_sum).collect();
+        if o.iter().all(|o| o.is_finite()) { o } else { sums(self.row_sum.recip()) }
+    }
+
     pub(super) fn of_row(head: &Head<'_, T>, i: u32) -> Self {
         let visible = head.visible(i);
         let scores: Vec<T> = visible.iter().map(|&j| head.capped(i, j).0 + head.bias(i, j)).collect();

@@ -4,6 +4,7 @@
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/num.cuh>
+#include <fmha/range.h>
 #include <fmha/seq.h>
 
 namespace fmha {
@@ -13,19 +14,36 @@ struct RowResult {
   float factor, lse;
 };
 
-// `row_sum` is the sum of exp2(score - max_log2) over all keys; 0 for a row that sees none.
+// The number that a row's scores had subtracted before their exponentials, rounded: in log2, and as a natural score.
+// Beyond kLargestShift the natural one counts, since a score of f32 times log2(e) may be more than f32 holds.
+struct RowMax {
+  float log2, natural;
+};
+
+// `row_sum` is the sum of exp2(score - row_max) over all keys; 0 for a row that sees none.
 template <FwdSpec spec>
-FMHA_DEVICE RowResult finish_row(const FwdParams& p, float max_log2, float row_sum, int32_t i_head) {
+FMHA_DEVICE RowResult finish_row(const FwdParams& p, RowMax row_max, float row_sum, int32_t i_head) {
   if constexpr (!spec.sink) {
     if (row_sum == 0.f) return {0.f, -infinity()};
-    return {ptx::rcp_approx_ftz(row_sum), (max_log2 + ptx::lg2_approx_ftz(row_sum)) * kLn2};
+    const float sum_log2 = ptx::lg2_approx_ftz(row_sum);
+    const bool natural = !(fabsf(row_max.log2) < kLargestShift);
+    return {ptx::rcp_approx_ftz(row_sum),
+            natural ? row_max.natural + sum_log2 * kLn2 : (row_max.log2 + sum_log2) * kLn2};
   } else {
-    const float sink_log2 = scalar_of(p.sink, 0, i_head, -infinity()) * kLog2E;
-    const float top = fmaxf(row_sum == 0.f ? -infinity() : max_log2, sink_log2);
+    const float sink = scalar_of(p.sink, 0, i_head, -infinity());
+    // Whether the two are compared as natural scores, else in log2.
+    const bool natural = !(fabsf(row_max.log2) < kLargestShift || row_sum == 0.f) ||
+                         !(fabsf(sink * kLog2E) < kLargestShift);
+    const float to_log2 = natural ? kLog2E : 1.f;
+    const float seen_max = row_sum == 0.f ? -infinity() : natural ? row_max.natural : row_max.log2;
+    // Rounded: as one multiply-add with the difference below it would leave half a last place of itself.
+    const float of_sink = natural ? sink : __fmul_rn(sink, kLog2E);
+    const float top = fmaxf(seen_max, of_sink);
     if (top == -infinity()) return {0.f, -infinity()};
-    const float seen = row_sum == 0.f ? 0.f : ptx::ex2_approx_ftz(max_log2 - top);
-    const float total = row_sum * seen + ptx::ex2_approx_ftz(sink_log2 - top);
-    return {seen / total, (top + ptx::lg2_approx_ftz(total)) * kLn2};
+    const float seen = row_sum == 0.f ? 0.f : ptx::ex2_approx_ftz((seen_max - top) * to_log2);
+    const float total = row_sum * seen + ptx::ex2_approx_ftz((of_sink - top) * to_log2);
+    const float total_log2 = ptx::lg2_approx_ftz(total);
+    return {seen / total, natural ? top + total_log2 * kLn2 : (top + total_log2) * kLn2};
   }
 }
 

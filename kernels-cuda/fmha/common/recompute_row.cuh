@@ -3,7 +3,8 @@
 // A NaN or infinity of V that one query sees and the mask hides from another reaches both through the tensor
 // cores, since 0 times either is NaN. Looking for such values in V would cost every tile (two warps doing so:
 // 1 to 4 % on an H200), so they are found in O: a row that is not finite although its LSE is gets computed
-// again from memory. On Hopper rows of very large scores are, too (range.h). That is slow, and exact.
+// again from memory. So are rows whose unnormalised O has left f32 though O itself does not, and on Hopper rows of very
+// large scores (range.h). That is slow, and exact.
 //
 // Every branch is uniform over the warp in a way that ptxas can tell: else it would keep the calling kernel's
 // slot indices in per-lane registers from here on, which the descriptors of the products cannot use.
@@ -13,12 +14,19 @@
 #include <fmha/num.h>
 #include <fmha/online_softmax.h>
 #include <fmha/philox.h>
+#include <fmha/range.h>
 #include <fmha/score.h>
 #include <fmha/seq.h>
 #include <fmha/ptx/collective.cuh>
 #include <fmha/ptx/warp.cuh>
 
 namespace fmha {
+
+// Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the sum
+// of weights times V may leave it.
+FMHA_DEVICE constexpr bool may_be_non_finite(const FwdSpec& spec) {
+  return spec.mask != MaskKind::Full || spec.dtype_v == DType::Bf16;
+}
 
 // One row: query i of a head, over the keys of `among`.
 template <FwdSpec spec>
@@ -35,8 +43,10 @@ struct RecomputedRow {
   const float scale = is_fp8(spec.dtype_qk) ? p.softmax_scale * descale(p.descale_q) * descale(p.descale_k) : p.softmax_scale;
   // The softmax takes natural scores where they are modified; else products, which a scale cannot bring beyond f32, with its sign.
   // A scale of 0 would turn a maximum of -inf into NaN: f32's smallest number scales every product to 0 too.
-  const float scale_log2 = modifies_score(spec) ? kLog2E : fmaxf(fabsf(scale), 1.4e-45f) * kLog2E;
+  const float positive_scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(scale), 1.4e-45f);
+  const float scale_log2 = positive_scale * kLog2E;
   float row_max = -infinity(), row_sum = 0.f;  // of exp2((score - row_max) * scale_log2)
+  float room = 1.f;                            // what O is multiplied by so that it stays in f32 (range.h)
   float o[columns] = {};
 
   // Q[i] . K[j], the dimension dealt out to the lanes.
@@ -69,20 +79,23 @@ struct RecomputedRow {
       const float prob = ptx::ex2_approx_ftz((score - base) * scale_log2);
       row_max = fmaxf(row_max, score);
       row_sum = row_sum * correction + prob;
+      const float next_room = headroom(row_sum), rescale = correction * next_room * inverse_of_power(room);
+      room = next_room;
       constexpr float of_p = p_scale(spec.dtype_v);
       float weight = round_to<spec.dtype_v>(prob * of_p) / of_p;
       if constexpr (spec.dropout) {
         // Not words[j % 4], which would put them on the stack.
         const Array<uint32_t, 4> words = dropout_words(p, span.i_batch * p.num_heads_q + i_head, i, j / 4);
         const uint32_t even = j & 2 ? words[2] : words[0], odd = j & 2 ? words[3] : words[1];
-        weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight * p.dropout_scale : 0.f;
+        weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight : 0.f;
       }
+      weight *= room;
       const int64_t v = row_offset(p.v, kv_row(p, spec.kv_layout, span, j), i_head_kv);
 #pragma unroll
       for (int32_t c = 0; c < columns; ++c) {
         const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);
         const int64_t at = spec.v_layout == VLayout::ColMajor ? v + d * p.v.dim : v + d;
-        o[c] = o[c] * correction + weight * load_elem<spec.dtype_v>(p.v.data, at);
+        o[c] = o[c] * rescale + weight * load_elem<spec.dtype_v>(p.v.data, at);
       }
     }
   }
@@ -95,8 +108,10 @@ struct RecomputedRow {
     const Range seen = row_range(band, i, span.seqlen_k);
     take({max(seen.begin, among.begin), min(seen.end, among.end)}, modifier);
 
-    const RowResult result = finish_row<spec>(p, row_max * scale_log2, row_sum, i_head);
-    float factor = result.factor;
+    const RowMax max = {__fmul_rn(row_max, scale_log2), __fmul_rn(row_max, positive_scale)};
+    const RowResult result = finish_row<spec>(p, max, row_sum, i_head);
+    float factor = result.factor * inverse_of_power(room);
+    if constexpr (spec.dropout) factor *= p.dropout_scale;
     if constexpr (is_fp8(spec.dtype_v)) factor *= descale(p.descale_v);
     if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
     const int64_t at = row_offset(p.o, o_batch, o_row, i_head);

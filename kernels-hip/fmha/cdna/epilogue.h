@@ -88,22 +88,31 @@ FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<sp
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, const CdnaParams& params,
                           const Job& job) {
-  using C = Config<spec, tile>;
   const FwdParams& p = params.fwd;
   OnlineRow row = wave.row;
   row.row_sum += wave.odd_key_sum;
   row.row_sum += other_half(row.row_sum);
   // P's own scale leaves the sum here and the output below.
-  constexpr float unscale = 1.f / (1 << int(C::p_scale_log2));
+  const float unscale = float_of(uint32_t(127 - p_scale_log2<spec, tile>(job)) << 23);
   row.row_sum *= unscale;
   float o_scale = unscale;
+  // Natural where a modifier or a sink is: times log2(e) either may be more than f32 holds.
+  const bool is_natural = spec.modifies || p.sink.data;
+  if (is_natural && !spec.modifies) {
+    row.row_max *= kLn2;
+    opaque_in_vgpr(row.row_max);  // as one multiply-add with a difference it would leave half a last place of itself
+  }
   if (p.sink.data) {
-    const float sink_log2 = kLog2E * scalar_of(p.sink, job.span.i_batch, job.i_head, -infinity());
-    o_scale *= row.raise_to(v_max_f32(row.row_max, sink_log2));
-    row.row_sum += v_exp_f32(sink_log2 - finite_or_zero(row.row_max));
+    const float sink = scalar_of(p.sink, job.span.i_batch, job.i_head, -infinity());
+    const float before = row.row_max;
+    row.row_max = v_max_f32(before, sink);
+    const float base = finite_or_zero(row.row_max), seen = v_exp_f32((before - base) * kLog2E);
+    row.row_sum = row.row_sum * seen + v_exp_f32((sink - base) * kLog2E);
+    o_scale *= seen;
   }
   if (p.lse && wave.query < job.span.seqlen_q && lane_half() == 0) {
-    p.lse[lse_offset(p, job.span, job.i_head, wave.query)] = row.lse();
+    const float natural = row.row_sum == 0.f ? -infinity() : row.row_max + log2_of(row.row_sum) * kLn2;
+    p.lse[lse_offset(p, job.span, job.i_head, wave.query)] = is_natural ? natural : row.lse();
   }
   o_scale *= row.normaliser() * scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f);
   if constexpr (spec.dropout) o_scale *= p.dropout_scale;

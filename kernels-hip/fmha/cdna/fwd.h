@@ -25,7 +25,7 @@ FMHA_DEVICE Job job_of(const FwdParams& p, int32_t i_batch, int32_t i_head) {
   if constexpr (is_fp8(spec.dtype_qk)) {
     scale *= scalar_of(p.descale_q, i_batch, job.i_head_kv, 1.f) * scalar_of(p.descale_k, i_batch, job.i_head_kv, 1.f);
   }
-  job.scale_log2 = scale * kLog2E;
+  job.scale = spec.modifies ? scale : scale * kLog2E;
   return job;
 }
 
@@ -45,14 +45,14 @@ FMHA_DEVICE uint32_t negated(uint32_t word) {
 // becomes Q = 0 with scale 1.
 template <CdnaSpec spec, int steps>
 FMHA_DEVICE void move_sign_to_q(Job& job, Array<Frag, steps>& q) {
-  if (spec.modifies || job.scale_log2 > 0.f) return;
-  const bool is_zero = job.scale_log2 == 0.f;
+  if (spec.modifies || job.scale > 0.f) return;
+  const bool is_zero = job.scale == 0.f;
 #pragma unroll
   for (int c = 0; c < steps; ++c) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) q[c][w] = is_zero ? 0 : negated<spec.dtype_qk>(q[c][w]);
   }
-  job.scale_log2 = is_zero ? 1.f : -job.scale_log2;
+  job.scale = is_zero ? 1.f : -job.scale;
 }
 
 // For tests: the keep bit of every position within the lengths, masked or not.
@@ -92,7 +92,7 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] = Acc{};
 
   wave.row = OnlineRow{};
-  wave.exp2_offset = C::p_scale_log2;
+  wave.exp2_offset = float(p_scale_log2<spec, tile>(job));
   wave.subtracted = false;
   wave.odd_key_sum = 0.f;
 

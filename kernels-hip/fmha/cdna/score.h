@@ -4,6 +4,7 @@
 #include <fmha/cdna/tile.h>
 #include <fmha/isa/num.h>
 #include <fmha/mma/cdna.h>
+#include <fmha/range.h>
 #include <fmha/seq.h>
 
 namespace fmha::cdna {
@@ -13,32 +14,32 @@ struct ScorePlace {
   int32_t i_batch, i_head, query, seqlen_q, seqlen_k;
 };
 
-// Absolute error some 1e-7, as `tanh_of`, without a branch or a division.
-FMHA_DEVICE float tanh_without_branch(float x) {
-  const float a = abs_of(x), square = x * x;
-  const float quotient = 1.f - 2.f * v_rcp_f32(1.f + v_exp_f32(2.f * kLog2E * a));
+// cap * tanh(s / cap), as `capped_score`, without a branch or a division; `per_cap` is 1 / cap.
+FMHA_DEVICE float cap_without_branch(float s, float cap, float per_cap) {
+  const float x = s * per_cap, a = abs_of(x), square = x * x;
+  const float quotient = cap * (1.f - 2.f * v_rcp_f32(1.f + v_exp_f32(2.f * kLog2E * a)));
   // Below 1/16 the quotient cancels.
-  const float series = x + x * square * (-1.f / 3.f + square * (2.f / 15.f));
+  const float series = s + s * square * (-1.f / 3.f + square * (2.f / 15.f));
   return a < 0.0625f ? series : x < 0.f ? -quotient : quotient;
 }
 
-// scores[i] += log2(e) * bias[key of i]; `row` is the query's. Clamped: the bias ends where the sequence does.
+// scores[i] += bias[key of i]; `row` is the query's. Clamped: the bias ends where the sequence does.
 template <class Elem>
 FMHA_DEVICE void add_bias(Acc& scores, const Elem* row, int32_t first_key, int32_t last_key) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) scores[i] += kLog2E * float(row[min(first_key + acc_row(i, 0), last_key)]);
+  for (int i = 0; i < 16; ++i) scores[i] += float(row[min(first_key + acc_row(i, 0), last_key)]);
 }
 
-// A block of raw scores becomes one of scores in log2. `first_key` is the lane's.
-FMHA_DEVICE void modify_block(Acc& scores, const CdnaParams& params, const ScorePlace& at, float scale_log2,
+// A block of raw scores becomes one of natural scores. `first_key` is the lane's.
+FMHA_DEVICE void modify_block(Acc& scores, const CdnaParams& params, const ScorePlace& at, float scale,
                               int32_t first_key) {
   const FwdParams& p = params.fwd;
+  scores *= scale;
   if (p.softcap > 0.f) {
-    const float cap_log2 = p.softcap * kLog2E, to_caps = scale_log2 / cap_log2;
+    // Infinite of the smallest soft-caps, and 0 times that would be NaN.
+    const float per_cap = min(1.f / p.softcap, kLargestFloat);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) scores[i] = cap_log2 * tanh_without_branch(scores[i] * to_caps);
-  } else {
-    scores *= scale_log2;
+    for (int i = 0; i < 16; ++i) scores[i] = cap_without_branch(scores[i], p.softcap, per_cap);
   }
   if (p.bias.data) {
     const int64_t row = at.i_batch * p.bias.batch + at.i_head * p.bias.head + at.query * p.bias.row;
@@ -50,10 +51,10 @@ FMHA_DEVICE void modify_block(Acc& scores, const CdnaParams& params, const Score
     }
   }
   if (p.alibi_slopes.data) {
-    const float slope_log2 = kLog2E * scalar_of(p.alibi_slopes, at.i_batch, at.i_head, 0.f);
+    const float slope = scalar_of(p.alibi_slopes, at.i_batch, at.i_head, 0.f);
     const int32_t distance = at.query + (p.alibi_bottom_right ? at.seqlen_k - at.seqlen_q : 0) - first_key;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) scores[i] -= slope_log2 * abs_of(float(distance - acc_row(i, 0)));
+    for (int i = 0; i < 16; ++i) scores[i] -= slope * abs_of(float(distance - acc_row(i, 0)));
   }
 }
 

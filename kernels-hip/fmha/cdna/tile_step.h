@@ -18,7 +18,7 @@ struct Job {
   SeqSpan span;
   int32_t i_head, i_head_kv;
   MaskBand band;
-  float scale_log2;  // of raw scores; not negative, but where they are modified
+  float scale;  // of raw scores: to natural ones where they are modified, else to log2, and not negative then
 };
 
 // A wave's state for its 32 queries. Lanes l and l + 32 share query l: each has half of a tile's keys and half of the
@@ -29,14 +29,27 @@ struct Wave {
   int32_t first_query, query;
   Array<Frag, C::qk_steps> q;
   Array<Acc, C::d_blocks> o;
-  OnlineRow row;    // row_sum: this lane's half, even keys only
+  OnlineRow row;    // row_sum: this lane's half, even keys only; row_max is natural where scores are modified
   float odd_key_sum;  // the same of odd keys: two sums, so that no add waits for the one before
-  float exp2_offset;  // P = exp2(score * scale_log2 + exp2_offset): p_scale_log2 - row_max, or without row_max if `subtracted`
+  float exp2_offset;  // P = exp2(score * its scale + exp2_offset): p_scale_log2 less the maximum, unless `subtracted`
   bool subtracted;    // a maximum of the wave is so large that scores have theirs subtracted first (subtract_first)
   float opaque_neg_inf;  // -infinity whose value the compiler does not know, see RunningMax
   typename C::KMatrix::LaneAddresses k_lane;
   typename C::VMatrix::LaneAddresses v_lane;
 };
+
+// What turns a row's maximum into log2. Modified scores stay natural: times log2(e) a finite bias may be more than f32
+// holds.
+template <CdnaSpec spec>
+constexpr float kMaxToLog2 = spec.modifies ? kLog2E : 1.f;
+
+// P's scale, in log2 (Config). That of bf16, whose V may reach f32's largest number, lies below 1 by the number of
+// keys, so that no sum of P V leaves f32 where O does not; a power of two moves no bit of the others.
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE int p_scale_log2(const Job& job) {
+  if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
+  return __builtin_clz(job.span.seqlen_k | 1) - 32;
+}
 
 // S^T of one wave and tile; P in the order in which P V takes it.
 template <CdnaSpec spec, CdnaTile tile>
@@ -116,7 +129,7 @@ FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typena
   return s;
 }
 
-// Applies soft-cap and bias; afterwards s is in log2.
+// Applies soft-cap and bias; afterwards s is natural.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& job, const Wave<spec, tile>& wave,
                         int32_t first_key) {
@@ -124,7 +137,7 @@ FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& j
                             job.span.seqlen_k};
 #pragma unroll
   for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
-    modify_block(s[n], p, place, job.scale_log2, first_key + n * kEdge + acc_row(0, lane_half()));
+    modify_block(s[n], p, place, job.scale, first_key + n * kEdge + acc_row(0, lane_half()));
   }
 }
 
@@ -192,19 +205,25 @@ FMHA_DEVICE float max_of(const Wave<spec, tile>& wave, const Scores<spec, tile>&
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float tile_max) {
   using C = Config<spec, tile>;
-  const float tile_max_log2 = spec.modifies ? tile_max : tile_max * job.scale_log2;
-  if (v_cmp_ballot(tile_max_log2 > wave.row.row_max) == 0) return;
-  const float correction = wave.row.raise_to(v_max_f32(wave.row.row_max, tile_max_log2));
+  const float scaled_max = spec.modifies ? tile_max : tile_max * job.scale;
+  if (v_cmp_ballot(scaled_max > wave.row.row_max) == 0) return;
+  const float before = wave.row.row_max;
+  wave.row.row_max = v_max_f32(before, scaled_max);
+  // Of a row that has seen nothing -inf - -inf would be NaN.
+  const float row_max = finite_or_zero(wave.row.row_max);
+  const float correction = exp2_of((before - row_max) * kMaxToLog2<spec>);
+  wave.row.row_sum *= correction;
   wave.odd_key_sum *= correction;
-  const float base = finite_or_zero(wave.row.row_max);
-  if constexpr (!spec.modifies || C::p_scale_log2 != 0.f) wave.subtracted = v_cmp_ballot(abs_of(base) >= kLargestShift) != 0;
-  wave.exp2_offset = wave.subtracted ? C::p_scale_log2 : C::p_scale_log2 - base;
+  const float base = row_max * kMaxToLog2<spec>;
+  wave.subtracted = v_cmp_ballot(abs_of(base) >= kLargestShift) != 0;
+  const float scale_of_p = float(p_scale_log2<spec, tile>(job));
+  wave.exp2_offset = wave.subtracted ? scale_of_p : scale_of_p - base;
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
 // Where a maximum of the wave is so large, its scores are scaled, rounded as the maximum was, and the maximum subtracted,
-// before the exponents are computed. Modified scores have been scaled before.
+// before the exponents are computed. Modified scores have been scaled before, and turn into log2 behind it.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job) {
   if (!wave.subtracted) return;
@@ -213,7 +232,7 @@ FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, const Wave<spec, tile>& w
   for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      float scaled = spec.modifies ? s[n][i] : s[n][i] * job.scale_log2;
+      float scaled = spec.modifies ? s[n][i] : s[n][i] * job.scale;
       opaque_in_vgpr(scaled);  // else one multiply-add again
       s[n][i] = scaled - row_max;
     }
@@ -246,7 +265,7 @@ struct Probabilities {
 
   FMHA_DEVICE Probabilities(PFrags<spec, tile>& frags, const Scores<spec, tile>& s, const Wave<spec, tile>& wave,
                             const Job& job)
-      : frags(frags), scale_log2(spec.modifies || wave.subtracted ? 1.f : job.scale_log2), base(wave.exp2_offset),
+      : frags(frags), scale_log2(spec.modifies ? kLog2E : wave.subtracted ? 1.f : job.scale), base(wave.exp2_offset),
         sum{wave.row.row_sum, wave.odd_key_sum} {
     products(s, 0);
   }

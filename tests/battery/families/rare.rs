@@ -112,6 +112,8 @@ pub(crate) fn cases() -> Vec<Case> {
             Plant::At(Operand::Q, [1, 65, 0, 3], 5e37),
         ));
     }
+    far_scores(&mut cases);
+    large_values(&mut cases);
     for dtype in [DType::F16, DType::Bf16] {
         for (seqlen_q, seqlen_k) in [(20, 600), (70, 130)] {
             let mut problem = masked(dtype, Dims { seqlen_q, seqlen_k, ..dims() }, "0");
@@ -122,6 +124,122 @@ pub(crate) fn cases() -> Vec<Case> {
         }
     }
     cases
+}
+
+/// Calls in which rows are seen whole, cut by a mask, packed, and by few queries on many keys.
+const MODES: [(&str, &str, (u32, u32)); 5] = [
+    ("unmasked", "0", (70, 133)),
+    ("causal", "b", (70, 133)),
+    ("window", "b:40,3", (70, 133)),
+    ("group", "b", (70, 133)),
+    ("decode", "b", (1, 600)),
+];
+
+fn in_mode(
+    dtype: DType,
+    (mode, mask, (seqlen_q, seqlen_k)): (&str, &str, (u32, u32)),
+) -> (FwdProblem, Lengths) {
+    let dims = Dims { seqlen_q, seqlen_k, ..dims() };
+    if mode != "group" {
+        return (masked(dtype, dims, mask), Lengths::default());
+    }
+    let sequences = [(seqlen_q, seqlen_k), (seqlen_q - 37, seqlen_k - 29)];
+    (group(dtype, dims, &sequences, mask), Lengths::packed(&sequences))
+}
+
+/// Rows whose every bias is one finite number at the end of f32, sinks and soft-caps of such numbers: times log2(e)
+/// none of them is an f32.
+fn far_scores(cases: &mut Vec<Case>) {
+    let most = f64::from(f32::MAX);
+    let of_bf16 = DType::Bf16.max_finite();
+    // Bias, sink; the last two meet.
+    let numbers = [
+        ("bias_lowest", Some(-most), None),
+        ("bias_lowest_of_bf16", Some(-of_bf16), None),
+        ("bias_0.7_of_lowest", Some(-0.7 * most), None),
+        ("bias_largest", Some(most), None),
+        ("sink_largest", None, Some(most)),
+        ("sink_3e38", None, Some(3e38)),
+        ("sink_lowest", None, Some(-most)),
+        ("bias_and_sink_lowest", Some(-most), Some(-most)),
+        ("bias_and_sink_largest", Some(of_bf16), Some(of_bf16)),
+    ];
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for mode in MODES {
+            // Each number under one mask; in the other modes those that every way of computing a row again meets.
+            let everywhere = ["bias_lowest", "bias_and_sink_lowest"];
+            let whole = mode.0 == "causal";
+            for (what, bias, sink) in numbers {
+                if !whole && (dtype == DType::F16 || !everywhere.contains(&what)) {
+                    continue;
+                }
+                // A 16-bit bias comes by a way of its own; f16 has no such number.
+                for narrow in [false, true] {
+                    if narrow && (dtype != DType::Bf16 || bias.is_none_or(|bias| bias.abs() > of_bf16)) {
+                        continue;
+                    }
+                    let name =
+                        format!("rare/far/{what}/{dtype}{}/{}", if narrow { "/narrow" } else { "" }, mode.0);
+                    let (mut problem, lengths) = in_mode(dtype, mode);
+                    problem.sink = sink.is_some();
+                    if bias.is_some() {
+                        let broadcast = BiasBroadcast::BatchHead;
+                        let strides = Strides::bhsd(problem.shape_bias(broadcast));
+                        let dtype = if narrow { dtype } else { DType::F32 };
+                        problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+                    }
+                    let data = data(&name);
+                    cases.push(planted(name, problem, lengths, data, Plant::FarRows { bias, sink }));
+                }
+            }
+            // Beyond what scores are, a soft-cap leaves them alone; below, it makes all of them nothing.
+            for (cap, init) in [(f32::MAX, Init::Normal), (1e-40, Init::Integers)] {
+                if !whole && (dtype == DType::F16 || cap < 1.0) {
+                    continue;
+                }
+                let name = format!("rare/far/softcap_{cap:e}/{dtype}/{}", mode.0);
+                let (mut problem, lengths) = in_mode(dtype, mode);
+                problem.softcap = Some(cap);
+                let data = Data { init, ..data(&name) };
+                cases.push(planted(name, problem, lengths, data, Plant::Nothing));
+            }
+        }
+    }
+}
+
+/// Weights of one size whose products with V sum beyond f32 before they are divided by their sum.
+fn large_values(cases: &mut Vec<Case>) {
+    let most = |dtype: DType| dtype.max_finite();
+    for (dtype, what, value) in [
+        (DType::F32, "1e37", 1e37),
+        (DType::F32, "largest", most(DType::F32)),
+        (DType::Bf16, "1e37", 1e37),
+        (DType::Bf16, "3.3e38", 3.3e38),
+        (DType::Bf16, "largest", most(DType::Bf16)),
+    ] {
+        for mode in MODES {
+            for with in ["", "/sink", "/dropout", "/f32_output"] {
+                if !with.is_empty() && mode.0 != "causal" {
+                    continue;
+                }
+                // What is kept is twice as large, which must be f32's.
+                if with == "/dropout" && what != "1e37" || with == "/f32_output" && dtype == DType::F32 {
+                    continue;
+                }
+                let name = format!("rare/large_values/{what}/{dtype}{with}/{}", mode.0);
+                let (mut problem, lengths) = in_mode(dtype, mode);
+                problem.softmax_scale = Some(0.0);
+                match with {
+                    "/sink" => problem.sink = true,
+                    "/dropout" => problem.p_drop = 0.5,
+                    "/f32_output" => problem.dtype_o = DType::F32,
+                    _ => {}
+                }
+                let data = data(&name);
+                cases.push(planted(name, problem, lengths, data, Plant::LargeValues(value)));
+            }
+        }
+    }
 }
 
 fn dims() -> Dims {

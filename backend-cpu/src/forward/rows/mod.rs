@@ -427,11 +427,13 @@ impl Shared<'_> {
             let (factor, lse) = settle(f64::from(sums.row_max), f64::from(sums.row_sum), head.sink);
             let descale = if self.v.widened.is_some() { 1.0 } else { head.descale_v };
             let factor = (factor * f64::from(head.keep_scale)) as f32 * self.scale_o * descale;
+            let mut strays = false;
             // SAFETY: rows of the scratch; the rows of O and LSE are this task's.
             unsafe {
                 let total = scratch.total.as_ptr().add(at * stride);
                 for d in 0..dim {
                     let x = *total.add(order.place::<S>(d));
+                    strays |= !x.is_finite();
                     *row.add(d) = if states[at].total_seen { x * factor } else { 0.0 };
                 }
                 let out = std::slice::from_raw_parts(row, dim);
@@ -439,6 +441,12 @@ impl Shared<'_> {
                 if let Some(to) = self.lse {
                     to.write_f32(span.lse_index(self.problem, i_head, i), lse as f32);
                 }
+            }
+            if strays || !sums.row_max.is_finite() {
+                // SAFETY: an element of the row.
+                let out =
+                    |d: usize| unsafe { *scratch.total.as_ptr().add(at * stride + order.place::<S>(d)) };
+                self.mend_row((head, i_head, i), sums.row_max, sums.row_sum.is_nan(), out);
             }
             if let Some(to) = self.keep_mask {
                 self.write_keep(to, head.keep, i_head, i..i + 1, span);

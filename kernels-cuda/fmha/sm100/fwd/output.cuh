@@ -22,7 +22,7 @@ FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
 }
 
 // Rows of this warp that are not finite although their log-sum-exp is: a value of V that the mask hides has come
-// through. Each is computed again by the whole warp.
+// through, or the sum has left f32. Each is computed again by the whole warp.
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect) {
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
@@ -55,8 +55,9 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
   const bool stored = i < work.seqlen_q;
   // P's scale is in the sum and in O.
   constexpr float of_p = 1.f / scale_of_p<spec, tile>();
-  RowResult result =
-      finish_row<spec>(p, row_max * softmax_scale_log2<spec>(p, work), row_sum * of_p, stored ? i_head : 0);
+  const float scale_log2 = softmax_scale_log2<spec>(p, work);
+  const RowMax max = {__fmul_rn(row_max, scale_log2), __fmul_rn(row_max, scale_log2 * kLn2)};
+  RowResult result = finish_row<spec>(p, max, row_sum * of_p, stored ? i_head : 0);
   if constexpr (of_p != 1.f) result.factor *= of_p;
   if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
   if constexpr (spec.dropout) result.factor *= p.dropout_scale;
@@ -75,7 +76,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
 #pragma unroll
     for (int e = 0; e < chunk; ++e) {
       x[e] = float_of(words[e]) * result.factor;
-      if constexpr (spec.mask != MaskKind::Full) zero = fmaf(x[e], 0.f, zero);
+      if constexpr (may_be_non_finite(spec)) zero = fmaf(x[e], 0.f, zero);
     }
     if constexpr (tile.vector_store && spec.dtype_o == DType::F32) {
 #pragma unroll
@@ -113,7 +114,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
     float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;
     ptx::st_global_f32_if(out, result.lse, stored);
   }
-  if constexpr (spec.mask != MaskKind::Full) {
+  if constexpr (may_be_non_finite(spec)) {
     // A row without a key is to be 0, and is none if hidden values have reached it.
     const bool suspect = stored && is_nan(zero) && result.lse < infinity();
     __syncwarp();

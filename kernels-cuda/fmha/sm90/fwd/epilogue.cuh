@@ -119,14 +119,15 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const bool stored = i < work.seqlen_q;
     const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
-    RowResult result =
-        finish_row<spec>(p, RowSoftmax::shift_of(rows[r].row_max, scale_log2) + offset_log2, row_sum, stored ? i_head : 0);
+    // Where the two differ beyond rounding, the row is computed again.
+    const float max_log2 = RowSoftmax::shift_of(rows[r].row_max, scale_log2) + offset_log2;
+    RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, stored ? i_head : 0);
     if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
     if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
     if constexpr (spec.dropout) result.factor *= p.dropout_scale;
     suspect[r] = stored && RowSoftmax::is_too_large(rows[r].row_max, scale_log2);
     // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
-    if constexpr (spec.mask != MaskKind::Full) suspect[r] |= stored && has_non_finite(o, r) && result.lse < infinity();
+    if constexpr (may_be_non_finite(spec)) suspect[r] |= stored && has_non_finite(o, r) && result.lse < infinity();
     const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
     if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
