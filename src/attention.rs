@@ -1,9 +1,8 @@
 //! Attention on host slices in one call: the way in for newcomers.
 
-
 use fmha_core::{
-    DType, DevSliceMut, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions, ProblemError, Result, Shape,
-    Totals, VLayout,
+    DType, DevSliceMut, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions, ProblemError,
+    Result, Shape, Totals, VLayout,
 };
 
 use crate::memory::{Input, Output, zeros};

@@ -56,17 +56,16 @@ pub use half::{bf16, f16};
 // By name, each of them: a glob would bring what is internal to the workspace, a `Result` that hides std's, and
 // modules that hide `core`'s.
 pub use fmha_core::{
-    Accuracy, AnyProblem, Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan,
-    BwdProblem, CacheArgs, CacheSlice, CombineArgs, CombinePlan, CombineProblem, DType, Descale, DevBuffer,
-    DevSlice, DevSliceMut, DeviceMemory, Dims, DropoutSeed, ElementwiseBias, Error, Explain, Extents,
-    Event, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, LaunchShape, MaskAlign, MaskShape, MaskSpec,
-    MemorySpace, Operation, PartialResult, Plan, PlanOptions, PlanParts, ProblemError, Promises, QLayout,
-    Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, ScoreArgs, ScoreSums, SeqArgs,
-    Call, Launch, Planned, Problem, Shape, Step, Stream, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Accuracy, AnyProblem, Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan, BwdProblem,
+    CacheArgs, CacheSlice, Call, CombineArgs, CombinePlan, CombineProblem, DType, Descale, DevBuffer,
+    DevSlice, DevSliceMut, DeviceMemory, Dims, DropoutSeed, ElementwiseBias, Error, Event, Explain, Extents,
+    FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, Launch, LaunchShape, MaskAlign, MaskShape, MaskSpec,
+    MemorySpace, Operation, PartialResult, Plan, PlanOptions, PlanParts, Planned, Problem, ProblemError,
+    Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, ScoreArgs,
+    ScoreSums, SeqArgs, Shape, Step, Stream, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd,
+    Workspace,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};
-pub use registry::{
-    Backend, Device, Found, PassedOver, all, devices, emulated_launches, register,
-};
+pub use registry::{Backend, Device, Found, PassedOver, all, devices, emulated_launches, register};
 pub use view::{Element, TensorView, TensorViewMut};

@@ -264,10 +264,7 @@ type Open = Arc<dyn Fn(u32) -> Result<Device> + Send + Sync>;
 ///
 /// # Errors
 /// `name`, if it is taken, empty or has a colon in it.
-pub fn register(
-    name: &str,
-    open: impl Fn(u32) -> Result<Device> + Send + Sync + 'static,
-) -> Result<()> {
+pub fn register(name: &str, open: impl Fn(u32) -> Result<Device> + Send + Sync + 'static) -> Result<()> {
     let wrong = |why: &str| Err(ProblemError::new("name", format!("name `{name}` {why}")).into());
     if name.is_empty() || name.contains(':') {
         return wrong("is empty or has a colon: 0 devices could be told by it");

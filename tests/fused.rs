@@ -5,8 +5,8 @@
 mod amd;
 
 use fmha_core::{
-    BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, PlanOptions,
-    ScoreArgs, SeqArgs, Shape, Strides,
+    BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem,
+    PlanOptions, ScoreArgs, SeqArgs, Shape, Strides,
 };
 use half::bf16;
 

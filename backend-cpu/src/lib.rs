@@ -54,8 +54,8 @@ use std::sync::Arc;
 
 use fmha_core::fork::PerProcess;
 use fmha_core::{
-    DType, DeviceMemory, Error, FmhaBackend, PlanOptions, Planned, ProblemError, Result, Roofline, ValidBwd, ValidCombine,
-    ValidFwd, env,
+    DType, DeviceMemory, Error, FmhaBackend, PlanOptions, Planned, ProblemError, Result, Roofline, ValidBwd,
+    ValidCombine, ValidFwd, env,
 };
 
 use isa::Engine;

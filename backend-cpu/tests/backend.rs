@@ -120,7 +120,8 @@ fn more_threads_than_a_processor_can_use_are_not_made_and_nonsense_is_refused() 
     let most = 8 * std::thread::available_parallelism().map_or(1, usize::from);
     assert_eq!(backend.threads(), most.min(4096));
     let threads = backend.threads().to_string();
-    let plan = Device::new(backend).plan_fwd(&problem().validate().unwrap(), &PlanOptions::default()).unwrap();
+    let plan =
+        Device::new(backend).plan_fwd(&problem().validate().unwrap(), &PlanOptions::default()).unwrap();
     assert_eq!(detail(plan.details(), "threads"), Some(threads.as_str()));
     for threads in [0, 4097, usize::MAX] {
         let text = with(threads).err().unwrap().to_string();

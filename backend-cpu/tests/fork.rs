@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fmha_core::{
-    BwdArgs, BwdPlan, BwdProblem, DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdPlan,
-    FwdProblem, MaskSpec, PlanOptions, ScoreArgs, SeqArgs,
+    BwdArgs, BwdPlan, BwdProblem, DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdPlan, FwdProblem,
+    MaskSpec, PlanOptions, ScoreArgs, SeqArgs,
 };
 use fmha_cpu::{Config, CpuBackend};
 

@@ -1,4 +1,4 @@
-//! What was counted, and on which text: `tests/evidence/*.txt`, and the README's table made of them.
+//! What was counted, and on which text: `tests/evidence/*.txt`, and the table of docs/measured/battery.md made of them.
 //!
 //! A battery, a mutation run or a run on a device holds for the device text that it was made on, and for the emulator's.
 //! So each figure is kept with the hash of what it is about, and shown as stale as soon as that hash is another.
@@ -9,6 +9,9 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use sha2::{Digest, Sha256};
+
+/// The page that the table stands on.
+const PAGE: &str = "docs/measured/battery.md";
 
 const BEGIN: &str = "<!-- support: written by `cargo xtask support` from tests/evidence -->\n";
 const END: &str = "<!-- end of support -->";
@@ -287,14 +290,15 @@ fn all() -> Result<Vec<Evidence>, String> {
     paths.iter().map(read).collect()
 }
 
-/// Rewrites the README's table.
+/// Rewrites the table.
 pub(crate) fn write_table() -> Result<(), String> {
-    let path = root().join("README.md");
-    let readme = std::fs::read_to_string(&path).map_err(|error| format!("README.md: {error}"))?;
-    let (before, rest) = readme.split_once(BEGIN).ok_or("README.md has no place for the table")?;
-    let (_, after) = rest.split_once(END).ok_or("README.md has no end of the table")?;
+    let path = root().join(PAGE);
+    let page = std::fs::read_to_string(&path).map_err(|error| format!("{PAGE}: {error}"))?;
+    let (before, rest) =
+        page.split_once(BEGIN).ok_or("docs/measured/battery.md has no place for the table")?;
+    let (_, after) = rest.split_once(END).ok_or("docs/measured/battery.md has no end of the table")?;
     let text = format!("{before}{BEGIN}{}{END}{after}", table(&all()?));
-    std::fs::write(&path, text).map_err(|error| format!("README.md: {error}"))
+    std::fs::write(&path, text).map_err(|error| format!("{PAGE}: {error}"))
 }
 
 /// A row a kernel, of each run.
@@ -328,10 +332,10 @@ fn today() -> String {
 mod tests {
     use super::*;
 
-    /// The rows of the README's table.
+    /// The rows of the table.
     fn shown() -> Vec<String> {
-        let readme = std::fs::read_to_string(root().join("README.md")).unwrap_or_default();
-        let table = readme
+        let page = std::fs::read_to_string(root().join(PAGE)).unwrap_or_default();
+        let table = page
             .split_once(BEGIN)
             .and_then(|(_, rest)| rest.split_once(END))
             .map(|(table, _)| table.to_owned());
@@ -344,7 +348,7 @@ mod tests {
         let figures: Vec<(&Evidence, &Figure)> =
             evidence.iter().flat_map(|one| one.figures.iter().map(move |figure| (one, figure))).collect();
         let shown = shown();
-        assert!(!shown.is_empty(), "README.md has no table: cargo xtask support");
+        assert!(!shown.is_empty(), "{PAGE} has no table: cargo xtask support");
         for row in &shown {
             let honest = figures.iter().any(|(one, figure)| {
                 *row == one.row(figure, false) || *row == one.row(figure, true) && one.is_fresh(figure)

@@ -31,7 +31,7 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
        cargo xtask evidence ON FILE [CASES]
                              what `fmha conformance` printed into FILE (ON: `cuda, NVIDIA H200`, `rocm, gfx942 emulated`),
                              kept in tests/evidence with the hash of the text that it was counted on
-       cargo xtask support   the README's support table from tests/evidence
+       cargo xtask support   the table of docs/measured/battery.md from tests/evidence
        cargo xtask planted   faults in host code, each built in a copy and found by a case
        cargo xtask mutants [--shard I/N] [--of WORDS] [--again FATE] [--jobs N]
                              cargo-mutants' mutants of core, the backends' host code and the CPU backend, all in one

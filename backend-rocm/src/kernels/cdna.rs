@@ -41,9 +41,8 @@ impl Recipe<ValidFwd, Rocm> for Cdna {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<ValidFwd, Rocm>>, Refusal> {
-        let set = |tile: &TileOptions| {
-            cdna::accept(problem, facts.device, &options.clone().tile(tile.clone()))
-        };
+        let set =
+            |tile: &TileOptions| cdna::accept(problem, facts.device, &options.clone().tile(tile.clone()));
         // Tiles are measured as a plan without options has them.
         let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
         let tuned = facts.tuned.get(cdna::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
