@@ -10,6 +10,7 @@ pub mod simt;
 pub mod sm100;
 pub mod sm90;
 pub mod sm90_bwd;
+pub mod split;
 pub mod wgmma;
 
 use fmha_core::source::{Header, KernelSource};
@@ -51,13 +52,22 @@ pub fn headers() -> Vec<Header> {
         "ptx/warp.cuh",
         "ptx/wgmma.cuh",
         "common/copy_tile.cuh",
+        "common/dropout.cuh",
+        "common/exp2.cuh",
         "common/merge_parts.cuh",
+        "common/output_place.cuh",
         "common/output_row.cuh",
+        "common/philox_parts.cuh",
         "common/pipeline.cuh",
+        "common/quads.cuh",
         "common/recompute_row.cuh",
         "common/scheduler.cuh",
+        "common/score_modifiers.cuh",
+        "common/softmax.cuh",
+        "common/store_rows.cuh",
         "common/work.cuh",
         "common/zero_rows.cuh",
+        "mma/fragment.cuh",
         "mma/sm100.cuh",
         "mma/smem_tile.cuh",
         "mma/sm90.cuh",
@@ -91,21 +101,15 @@ pub fn headers() -> Vec<Header> {
         "sm90/bwd/repair.cuh",
         "sm90/bwd/store_dq.cuh",
         "sm90/bwd/work.cuh",
-        "sm90/common/dropout.cuh",
-        "sm90/common/exp2.cuh",
-        "sm90/common/fragment.cuh",
-        "sm90/common/philox_parts.cuh",
         "sm90/fwd/config.cuh",
         "sm90/fwd/consume.cuh",
         "sm90/fwd/epilogue.cuh",
         "sm90/fwd/fwd.cuh",
         "sm90/fwd/load.cuh",
         "sm90/fwd/load_bias.cuh",
-        "sm90/fwd/modifiers.cuh",
         "sm90/fwd/multistage.cuh",
         "sm90/fwd/prepare_values.cuh",
         "sm90/fwd/recompute_scores.cuh",
-        "sm90/fwd/softmax.cuh",
         "sm90/fwd/turn_values.cuh",
         "sm90/fwd/value_role.cuh",
         "sm90/fwd/widen_values.cuh",
