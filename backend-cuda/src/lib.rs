@@ -30,6 +30,7 @@ use fmha_core::{
     ValidBwd, ValidCombine, ValidFwd,
 };
 
+use fmha_kernels_cuda::sm80::Sm80Tile;
 use fmha_kernels_cuda::sm90::Sm90Tile;
 use fmha_kernels_cuda::sm90_bwd::Sm90BwdTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
@@ -38,7 +39,7 @@ use driver::Device;
 use driver::mapped::Mapped;
 use kernels::{
     BwdKernel, BwdRecipe as _, Call, Choice, CombineKernel, CombineRecipe as _, DeviceFacts, FwdKernel,
-    FwdRecipe as _, Launch, MatrixSums, Named as _, select, sm90, sm90_bwd, sm100,
+    FwdRecipe as _, Launch, MatrixSums, Named as _, select, sm80, sm90, sm90_bwd, sm100,
 };
 use modules::Modules;
 use steps::Handle;
@@ -280,23 +281,32 @@ impl CudaBackend {
         fmha_kernels_cuda::sm100::ARCHS.contains(&self.facts.arch.as_str())
     }
 
+    /// Whether it is Hopper's; else, where it is not Blackwell's either, that of every architecture.
+    fn is_hopper(&self) -> bool {
+        self.facts.sm() == 90
+    }
+
     fn refused(&self, refusal: Refusal) -> Error {
         Error::Unsupported { backend: self.name.clone(), refusals: vec![refusal] }
     }
 }
 
-/// Of kernels that merge parts row by row.
+/// Of kernels that merge parts row by row, and of backward kernels whose tiles follow from the problem.
 fn no_tile(operation: Operation) -> Refusal {
-    Refusal::new("combine", format!("{operation}: 0 of its kernels have a tile to tune"))
+    let kernel = if operation == Operation::Combine { "combine" } else { fmha_kernels_cuda::sm80::NAME };
+    Refusal::new(kernel, format!("{operation}: 0 of its kernels have a tile to tune"))
 }
 
 impl Tune for CudaBackend {
     fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions> {
         let own = match problem {
             AnyProblem::Forward(problem) if self.is_blackwell() => sm100::own_tile(problem, &self.facts),
-            AnyProblem::Forward(problem) => sm90::own_tile(problem, &self.facts),
-            AnyProblem::Backward(problem) => sm90_bwd::own_tile(problem, &self.facts, options),
-            AnyProblem::Combine(_) => Err(no_tile(problem.operation())),
+            AnyProblem::Forward(problem) if self.is_hopper() => sm90::own_tile(problem, &self.facts),
+            AnyProblem::Forward(problem) => sm80::own_tile(problem, &self.facts),
+            AnyProblem::Backward(problem) if self.is_hopper() => {
+                sm90_bwd::own_tile(problem, &self.facts, options)
+            }
+            AnyProblem::Backward(_) | AnyProblem::Combine(_) => Err(no_tile(problem.operation())),
         };
         own.map_err(|refusal| self.refused(refusal))
     }
@@ -304,9 +314,10 @@ impl Tune for CudaBackend {
     fn knobs(&self, operation: Operation) -> Vec<(&'static str, Vec<String>)> {
         match operation {
             Operation::Forward if self.is_blackwell() => fields::knobs::<Sm100Tile>(),
-            Operation::Forward => fields::knobs::<Sm90Tile>(),
-            Operation::Backward => fields::knobs::<Sm90BwdTile>(),
-            Operation::Combine => Vec::new(),
+            Operation::Forward if self.is_hopper() => fields::knobs::<Sm90Tile>(),
+            Operation::Forward => fields::knobs::<Sm80Tile>(),
+            Operation::Backward if self.is_hopper() => fields::knobs::<Sm90BwdTile>(),
+            Operation::Backward | Operation::Combine => Vec::new(),
         }
     }
 
@@ -318,11 +329,16 @@ impl Tune for CudaBackend {
             AnyProblem::Forward(problem) if self.is_blackwell() => {
                 (fmha_kernels_cuda::sm100::NAME, TileClass::of_fwd(problem))
             }
-            AnyProblem::Forward(problem) => (fmha_kernels_cuda::sm90::NAME, TileClass::of_fwd(problem)),
-            AnyProblem::Backward(problem) => {
+            AnyProblem::Forward(problem) if self.is_hopper() => {
+                (fmha_kernels_cuda::sm90::NAME, TileClass::of_fwd(problem))
+            }
+            AnyProblem::Forward(problem) => (fmha_kernels_cuda::sm80::NAME, TileClass::of_fwd(problem)),
+            AnyProblem::Backward(problem) if self.is_hopper() => {
                 (fmha_kernels_cuda::sm90_bwd::LABEL, sm90_bwd::tile_class(problem, options))
             }
-            AnyProblem::Combine(_) => return Err(self.refused(no_tile(problem.operation()))),
+            AnyProblem::Backward(_) | AnyProblem::Combine(_) => {
+                return Err(self.refused(no_tile(problem.operation())));
+            }
         };
         self.facts.tuned.keep(label, &class, tile)
     }

@@ -8,6 +8,7 @@ pub mod combine;
 pub mod schedule;
 pub mod simt;
 pub mod sm100;
+pub mod sm80;
 pub mod sm90;
 pub mod sm90_bwd;
 pub mod split;
@@ -69,12 +70,19 @@ pub fn headers() -> Vec<Header> {
         "common/zero_rows.cuh",
         "mma/fragment.cuh",
         "mma/sm100.cuh",
+        "mma/sm80.cuh",
         "mma/smem_tile.cuh",
         "mma/sm90.cuh",
         "mma/sm90/descriptor.cuh",
         "mma/sm90/fp8_operand.cuh",
         "mma/sm90/half_accumulator.cuh",
         "mma/sm90/register_product.cuh",
+        "sm80/common/copy.cuh",
+        "sm80/fwd/config.cuh",
+        "sm80/fwd/consume.cuh",
+        "sm80/fwd/epilogue.cuh",
+        "sm80/fwd/fwd.cuh",
+        "sm80/fwd/load.cuh",
         "sm100/fwd/config.cuh",
         "sm100/fwd/correct.cuh",
         "sm100/fwd/fwd.cuh",

@@ -9,6 +9,7 @@ pub(crate) mod plans;
 pub(crate) mod simt;
 pub(crate) mod simt_bwd;
 pub(crate) mod sm100;
+pub(crate) mod sm80;
 pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
 mod tile;
@@ -23,7 +24,9 @@ use fmha_core::{
     BwdArgs, CombineArgs, DType, FwdArgs, PlanOptions, Promises, Roofline, ScoreSums, ValidBwd, ValidCombine,
     ValidFwd, Workspace,
 };
-use fmha_kernels_cuda::{sm90 as sm90_text, sm90_bwd as sm90_bwd_text, sm100 as sm100_text};
+use fmha_kernels_cuda::{
+    sm80 as sm80_text, sm90 as sm90_text, sm90_bwd as sm90_bwd_text, sm100 as sm100_text,
+};
 
 use crate::driver::{Device, Grid};
 use crate::steps::Step;
@@ -33,6 +36,7 @@ use simt::Simt;
 use simt_bwd::SimtBwd;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
+use sm80::Sm80;
 use sm100::Sm100;
 
 /// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each, of 2048.
@@ -56,10 +60,11 @@ pub(crate) struct DeviceFacts {
 }
 
 /// The kernels whose tiles are measured.
-pub(crate) const TUNED_KERNELS: [TunedKernel<'_>; 3] = [
+pub(crate) const TUNED_KERNELS: [TunedKernel<'_>; 4] = [
     TunedKernel { label: sm90_text::NAME, headers: &[sm90_text::HEADER] },
     TunedKernel { label: sm90_bwd_text::LABEL, headers: &sm90_bwd_text::HEADERS },
     TunedKernel { label: sm100_text::NAME, headers: &[sm100_text::HEADER] },
+    TunedKernel { label: sm80_text::NAME, headers: &[sm80_text::HEADER] },
 ];
 
 /// Dense f16 and bf16 tensor work of a Hopper SM in a clock: floating-point operations (NVIDIA H100
@@ -123,6 +128,12 @@ impl DeviceFacts {
         Ok(facts)
     }
 
+    /// Of `sm_90a` 90; 0 of a name that has no number.
+    pub(crate) fn sm(&self) -> u32 {
+        let number = self.arch.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic);
+        number.parse().unwrap_or(0)
+    }
+
     /// Hopper's FP8 runs at twice the rate of two bytes (1979 TFLOP/s in the same table).
     pub(crate) fn roofline_of(&self, dtype: DType) -> Roofline {
         let mut roofline = self.roofline.clone();
@@ -159,16 +170,52 @@ impl DeviceFacts {
 
     /// An architecture without a device: the numbers that NVIDIA states of one that has it.
     pub(crate) fn stated(arch: &str) -> Result<Self> {
-        let (num_sms, flops_per_second, bytes_per_second, source) = match arch {
+        // Shared memory that one CTA can have: CUDA C++ Programming Guide, technical specifications per compute capability.
+        const LARGE_SMEM: u32 = 227 << 10;
+        const SMALL_SMEM: u32 = 99 << 10;
+        let (num_sms, smem_bytes, flops_per_second, bytes_per_second, source) = match arch {
+            // NVIDIA A100 Tensor Core GPU Architecture (2020); data sheet of the A100 80GB SXM.
+            "sm_80" => (
+                108,
+                163 << 10,
+                312e12,
+                2.039e12,
+                "an A100 80GB SXM as NVIDIA states it: 312 TFLOP/s, 2.039 TB/s",
+            ),
+            // NVIDIA Ampere GA102 GPU Architecture (2021), with f32 sums.
+            "sm_86" => {
+                (82, SMALL_SMEM, 71e12, 0.936e12, "an RTX 3090 as NVIDIA states it: 71 TFLOP/s, 936 GB/s")
+            }
+            // NVIDIA Ada GPU Architecture (2022), with f32 sums.
+            "sm_89" => (
+                128,
+                SMALL_SMEM,
+                165.2e12,
+                1.008e12,
+                "an RTX 4090 as NVIDIA states it: 165.2 TFLOP/s, 1008 GB/s",
+            ),
             "sm_90a" => {
                 let flops = HOPPER_FLOPS_PER_CLOCK * 132.0 * 1.83e9;
-                (132, flops, 4.8e12, "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s")
+                (132, LARGE_SMEM, flops, 4.8e12, "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s")
             }
-            "sm_100a" => (148, 2.25e15, 8e12, "a B200 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
-            "sm_103a" => (148, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
+            "sm_100a" => {
+                (148, LARGE_SMEM, 2.25e15, 8e12, "a B200 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
+            }
+            "sm_103a" => {
+                (148, LARGE_SMEM, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
+            }
+            // NVIDIA RTX Blackwell GPU Architecture (2025), with f32 sums.
+            "sm_120a" => (
+                170,
+                SMALL_SMEM,
+                209.5e12,
+                1.792e12,
+                "an RTX 5090 as NVIDIA states it: 209.5 TFLOP/s, 1792 GB/s",
+            ),
             _ => {
                 return Err(Error::NoDevice(format!(
-                    "no device is known for architecture {arch}: cuda plans without one for sm_90a, sm_100a, sm_103a"
+                    "no device is known for architecture {arch}: cuda plans without one for sm_80, sm_86, sm_89, sm_90a, \
+                     sm_100a, sm_103a, sm_120a"
                 )));
             }
         };
@@ -178,7 +225,7 @@ impl DeviceFacts {
             score_sums: MatrixSums::of_arch(arch),
             tuned: TunedTiles::default(),
             num_sms,
-            smem_bytes: fmha_kernels_cuda::sm90::MAX_SMEM_BYTES.unsigned_abs(),
+            smem_bytes,
             roofline: Roofline {
                 flops_per_second: Some(flops_per_second),
                 bytes_per_second: Some(bytes_per_second),
@@ -294,12 +341,13 @@ pub(crate) trait CombineRecipe {
 pub(crate) enum FwdKernel {
     Sm100,
     Sm90,
+    Sm80,
     Simt,
 }
 
 impl FwdKernel {
-    pub(crate) fn all() -> [Self; 3] {
-        [Sm100::default().into(), Sm90::default().into(), Simt.into()]
+    pub(crate) fn all() -> [Self; 4] {
+        [Sm100::default().into(), Sm90::default().into(), Sm80::default().into(), Simt.into()]
     }
 }
 
