@@ -9,6 +9,7 @@ pub mod schedule;
 pub mod simt;
 pub mod sm100;
 pub mod sm80;
+pub mod sm80_bwd;
 pub mod sm90;
 pub mod sm90_bwd;
 pub mod split;
@@ -77,6 +78,10 @@ pub fn headers() -> Vec<Header> {
         "mma/sm90/fp8_operand.cuh",
         "mma/sm90/half_accumulator.cuh",
         "mma/sm90/register_product.cuh",
+        "sm80/bwd/config.cuh",
+        "sm80/bwd/main.cuh",
+        "sm80/bwd/pairs.cuh",
+        "sm80/bwd/store.cuh",
         "sm80/common/copy.cuh",
         "sm80/fwd/config.cuh",
         "sm80/fwd/consume.cuh",

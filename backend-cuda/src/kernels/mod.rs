@@ -10,6 +10,7 @@ pub(crate) mod simt;
 pub(crate) mod simt_bwd;
 pub(crate) mod sm100;
 pub(crate) mod sm80;
+pub(crate) mod sm80_bwd;
 pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
 mod tile;
@@ -37,6 +38,7 @@ use simt_bwd::SimtBwd;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
 use sm80::Sm80;
+use sm80_bwd::Sm80Bwd;
 use sm100::Sm100;
 
 /// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each, of 2048.
@@ -356,12 +358,13 @@ impl FwdKernel {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum BwdKernel {
     Sm90Bwd,
+    Sm80Bwd,
     SimtBwd,
 }
 
 impl BwdKernel {
-    pub(crate) fn all() -> [Self; 2] {
-        [Sm90Bwd::default().into(), SimtBwd::default().into()]
+    pub(crate) fn all() -> [Self; 3] {
+        [Sm90Bwd::default().into(), Sm80Bwd::default().into(), SimtBwd::default().into()]
     }
 }
 
