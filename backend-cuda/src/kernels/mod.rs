@@ -9,6 +9,8 @@ pub(crate) mod plans;
 pub(crate) mod simt;
 pub(crate) mod simt_bwd;
 pub(crate) mod sm100;
+pub(crate) mod sm80;
+pub(crate) mod sm80_bwd;
 pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
 mod tile;
@@ -28,6 +30,8 @@ use simt::Simt;
 use simt_bwd::SimtBwd;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
+use sm80::Sm80;
+use sm80_bwd::Sm80Bwd;
 use sm100::Sm100;
 
 /// NVIDIA's seat.
@@ -211,16 +215,52 @@ impl DeviceFacts {
 
     /// An architecture without a device: the numbers that NVIDIA states of one that has it.
     pub(crate) fn stated(arch: &str) -> Result<Self> {
-        let (num_sms, flops_per_second, bytes_per_second, source) = match arch {
+        // Shared memory that one CTA can have: CUDA C++ Programming Guide, technical specifications per compute capability.
+        const LARGE_SMEM: u32 = 227 << 10;
+        const SMALL_SMEM: u32 = 99 << 10;
+        let (num_sms, smem_bytes, flops_per_second, bytes_per_second, source) = match arch {
+            // NVIDIA A100 Tensor Core GPU Architecture (2020); data sheet of the A100 80GB SXM.
+            "sm_80" => (
+                108,
+                163 << 10,
+                312e12,
+                2.039e12,
+                "an A100 80GB SXM as NVIDIA states it: 312 TFLOP/s, 2.039 TB/s",
+            ),
+            // NVIDIA Ampere GA102 GPU Architecture (2021), with f32 sums.
+            "sm_86" => {
+                (82, SMALL_SMEM, 71e12, 0.936e12, "an RTX 3090 as NVIDIA states it: 71 TFLOP/s, 936 GB/s")
+            }
+            // NVIDIA Ada GPU Architecture (2022), with f32 sums.
+            "sm_89" => (
+                128,
+                SMALL_SMEM,
+                165.2e12,
+                1.008e12,
+                "an RTX 4090 as NVIDIA states it: 165.2 TFLOP/s, 1008 GB/s",
+            ),
             "sm_90a" => {
                 let flops = HOPPER_FLOPS_PER_CLOCK * 132.0 * 1.83e9;
-                (132, flops, 4.8e12, "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s")
+                (132, LARGE_SMEM, flops, 4.8e12, "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s")
             }
-            "sm_100a" => (148, 2.25e15, 8e12, "a B200 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
-            "sm_103a" => (148, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
+            "sm_100a" => {
+                (148, LARGE_SMEM, 2.25e15, 8e12, "a B200 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
+            }
+            "sm_103a" => {
+                (148, LARGE_SMEM, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
+            }
+            // NVIDIA RTX Blackwell GPU Architecture (2025), with f32 sums.
+            "sm_120a" => (
+                170,
+                SMALL_SMEM,
+                209.5e12,
+                1.792e12,
+                "an RTX 5090 as NVIDIA states it: 209.5 TFLOP/s, 1792 GB/s",
+            ),
             _ => {
                 return Err(Error::NoDevice(format!(
-                    "no device is known for architecture {arch}: cuda plans without one for sm_90a, sm_100a, sm_103a"
+                    "no device is known for architecture {arch}: cuda plans without one for sm_80, sm_86, sm_89, sm_90a, \
+                     sm_100a, sm_103a, sm_120a"
                 )));
             }
         };
@@ -231,7 +271,7 @@ impl DeviceFacts {
             score_sums: MatrixSums::of_arch(arch),
             tuned: TunedTiles::default(),
             num_sms,
-            smem_bytes: fmha_kernels_cuda::sm90::MAX_SMEM_BYTES.unsigned_abs(),
+            smem_bytes,
             roofline: Roofline {
                 flops_per_second: Some(flops_per_second),
                 bytes_per_second: Some(bytes_per_second),

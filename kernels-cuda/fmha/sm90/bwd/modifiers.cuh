@@ -9,7 +9,7 @@
 #include <fmha/ptx/warp.cuh>
 #include <fmha/score.h>
 #include <fmha/sm90/bwd/work.cuh>
-#include <fmha/sm90/common/philox_parts.cuh>
+#include <fmha/common/philox_parts.cuh>
 
 namespace fmha::sm90::bwd {
 

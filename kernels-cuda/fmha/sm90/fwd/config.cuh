@@ -7,7 +7,7 @@
 #include <fmha/mma/sm90.cuh>
 #include <fmha/ptx/tma.cuh>
 #include <fmha/range.h>
-#include <fmha/sm90/common/dropout.cuh>
+#include <fmha/common/dropout.cuh>
 #include <fmha/sm90_host.h>
 
 namespace fmha::sm90 {
