@@ -19,11 +19,6 @@ pub const NAME: &str = "sm80";
 /// The header that its entry includes.
 pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
 
-/// The first architecture that has its instructions, as `sm_80` is numbered, and the first that has those of FP8.
-pub const FIRST_ARCH: u32 = 80;
-/// As [`FIRST_ARCH`].
-pub const FIRST_FP8_ARCH: u32 = 89;
-
 abi_spec! {
     /// How the kernel computes.
     pub struct Sm80Tile {
@@ -165,20 +160,20 @@ const fn tile_bytes(elems: i32) -> i32 {
     (elems * 2 + 1023) / 1024 * 1024
 }
 
-/// Whether the kernel computes this problem on `sm_<arch>`, and if not, why.
+/// Whether the kernel computes this problem, on a device that converts to OCP FP8 or on one that does not; and if not, why.
 ///
 /// # Errors
 /// The first fact that it does not take.
-pub fn accepts(problem: &FwdProblem, arch: u32) -> Result<(), Refusal> {
+pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     problem.refuse_cache_updates(NAME)?;
     let (qk, v, o) = (problem.dtype_qk, problem.dtype_v, problem.dtype_o);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
         return refuse(format!("dtype_qk {qk} with dtype_v {v} is not one 16-bit type"));
     }
-    if o.is_fp8() && (!matches!(o, DType::E4m3Fn | DType::E5m2) || arch < FIRST_FP8_ARCH) {
+    if o.is_fp8() && (!matches!(o, DType::E4m3Fn | DType::E5m2) || !converts_fp8) {
         return refuse(format!(
-            "dtype_o {o} on sm_{arch}: OCP FP8 is converted to from sm_{FIRST_FP8_ARCH} on, others are not"
+            "dtype_o {o}: OCP FP8 is converted to from sm_89 on, others are not"
         ));
     }
     let dims = problem.dims;
@@ -226,7 +221,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
             tile.smem_bytes(spec)
         ),
     };
-    crate::source(entry.render(), [schedule::header(), host_header()])
+    crate::source(entry.render(), || [schedule::header(), host_header()])
 }
 
 /// `fmha/sm80_host.h`: what this file shares with the device.

@@ -279,7 +279,7 @@ fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, call: &str) -> Kernel
         params: "const __grid_constant__ BwdParams p",
         call,
     };
-    crate::source(entry.render(), [host_header()])
+    crate::source(entry.render(), || [host_header()])
 }
 
 /// `fmha/sm80_bwd_host.h`: what this file shares with the device.

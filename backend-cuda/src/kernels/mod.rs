@@ -28,10 +28,10 @@ use combine::Merge;
 pub(crate) use maps::LastMaps;
 use simt::Simt;
 use simt_bwd::SimtBwd;
-use sm90::Sm90;
-use sm90_bwd::Sm90Bwd;
 use sm80::Sm80;
 use sm80_bwd::Sm80Bwd;
+use sm90::Sm90;
+use sm90_bwd::Sm90Bwd;
 use sm100::Sm100;
 
 /// NVIDIA's seat.
@@ -47,13 +47,22 @@ impl Vendor for Cuda {
 
 impl Family<ValidFwd> for Cuda {
     fn recipes() -> Vec<FwdKernel> {
-        vec![Kernel::new(Sm100::default()), Kernel::new(Sm90::default()), Kernel::new(Simt)]
+        vec![
+            Kernel::new(Sm100::default()),
+            Kernel::new(Sm90::default()),
+            Kernel::new(Sm80::default()),
+            Kernel::new(Simt),
+        ]
     }
 }
 
 impl Family<ValidBwd> for Cuda {
     fn recipes() -> Vec<BwdKernel> {
-        vec![Kernel::new(Sm90Bwd::default()), Kernel::new(SimtBwd::default())]
+        vec![
+            Kernel::new(Sm90Bwd::default()),
+            Kernel::new(Sm80Bwd::default()),
+            Kernel::new(SimtBwd::default()),
+        ]
     }
 }
 
@@ -108,17 +117,24 @@ pub(crate) struct Instructions {
     pub(crate) tcgen05: bool,
     /// Loads from tensor memory that find maxima: `tcgen05.ld.red`.
     pub(crate) reducing_loads: bool,
+    /// Copies to shared memory that nobody waits for, and a warp's products of bf16: `cp.async`, `mma.sync`.
+    pub(crate) mma_sync: bool,
+    /// Conversions to OCP FP8.
+    pub(crate) converts_fp8: bool,
 }
 
 impl Instructions {
     /// Of an architecture; none of these where nothing is known.
     fn of_arch(arch: &str) -> Self {
-        let tma = Self { tma: true, ..Self::default() };
+        let digits = arch.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic);
+        let number: u32 = digits.parse().unwrap_or(0);
+        let every = Self { mma_sync: number >= 80, converts_fp8: number >= 89, ..Self::default() };
+        let tma = Self { tma: true, ..every };
         match arch {
             "sm_90a" => Self { wgmma: true, ..tma },
             "sm_100a" => Self { tcgen05: true, ..tma },
             "sm_103a" => Self { tcgen05: true, reducing_loads: true, ..tma },
-            _ => Self::default(),
+            _ => every,
         }
     }
 }
@@ -308,15 +324,15 @@ mod tests {
     #[test]
     fn an_architecture_has_the_instructions_of_its_tensor_cores() {
         let of = |arch| {
-            let Instructions { tma, wgmma, tcgen05, reducing_loads } = Instructions::of_arch(arch);
-            [tma, wgmma, tcgen05, reducing_loads]
+            let Instructions { mma_sync, converts_fp8, tma, wgmma, tcgen05, reducing_loads } = Instructions::of_arch(arch);
+            [mma_sync, converts_fp8, tma, wgmma, tcgen05, reducing_loads]
         };
         for (arch, has) in [
-            ("sm_80", [false; 4]),
-            ("sm_89", [false; 4]),
-            ("sm_90a", [true, true, false, false]),
-            ("sm_100a", [true, false, true, false]),
-            ("sm_103a", [true, false, true, true]),
+            ("sm_80", [true, false, false, false, false, false]),
+            ("sm_89", [true, true, false, false, false, false]),
+            ("sm_90a", [true, true, true, true, false, false]),
+            ("sm_100a", [true, true, true, false, true, false]),
+            ("sm_103a", [true, true, true, false, true, true]),
         ] {
             assert_eq!(of(arch), has, "{arch}");
         }

@@ -1,18 +1,17 @@
 //! The kernel of mma.sync, for every architecture from sm_80 on: which problems it takes, its tile.
 
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::knob_values;
+use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80::{self, Room, Sm80Tile};
 use fmha_kernels_cuda::split::{self, KvParts};
 
 use super::tile::settle;
-use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named, ROW_CTAS_PER_SM};
-use crate::driver::Grid;
-use crate::steps::{Step, exactly};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
 
 /// The kernel, with what its launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -23,13 +22,11 @@ pub(crate) struct Sm80 {
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm80_merge";
 
-impl Named for Sm80 {
+impl Recipe<ValidFwd, Cuda> for Sm80 {
     fn name(&self) -> &'static str {
         sm80::NAME
     }
-}
 
-impl FwdRecipe for Sm80 {
     fn choose(
         &self,
         problem: &ValidFwd,
@@ -37,8 +34,8 @@ impl FwdRecipe for Sm80 {
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel>, Refusal> {
         let refuse = |reason: String| Refusal::new(self.name(), reason);
-        has_its_instructions(facts)?;
-        sm80::accepts(problem, facts.sm())?;
+        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
+        sm80::accepts(problem, facts.instructions.converts_fp8)?;
         let spec = FwdSpec::of(problem);
         let mut own = sm80::choose_tile(problem, room(facts));
         if options.accuracy == Accuracy::Exact {
@@ -68,28 +65,28 @@ impl FwdRecipe for Sm80 {
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
-        let mut launches = vec![Launch {
+        let main = Launch {
             kernel: self.name(),
             source: sm80::fwd(&own_spec, &tile),
             grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), tile.num_threads().unsigned_abs()),
-            smem_bytes: tile.smem_bytes(&spec).unsigned_abs(),
+            shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
-        }];
-        if is_split {
+        };
+        let merge = is_split.then(|| {
             let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
-            launches.push(Launch {
+            Launch {
                 kernel: MERGE_NAME,
                 source: split::merge(&spec),
                 grid,
-                smem_bytes: 0,
-                tiles: grid.ctas.into(),
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
                 tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            });
-        }
+            }
+        });
         Ok(Choice {
-            kernel: Self { chosen: Some((tile, schedule)) }.into(),
-            launches,
+            kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
+            launches: Launches::new([], main, merge),
             workspace: tile.workspace(problem),
             promises: Promises {
                 deterministic: true,
@@ -136,19 +133,19 @@ impl FwdRecipe for Sm80 {
         Ok(())
     }
 
-    fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm80 has 0 tiles chosen").into());
         };
+        let fwd = steps.main();
         let mut whole = bind::fwd_params(call.problem, call.args);
         if tile.split_keys == 0 {
-            let [fwd] = exactly(steps)?;
             // SAFETY: the kernel takes FwdParams and TileSchedule; `check_fwd` saw that the memory covers the problem.
             return unsafe {
                 fwd.launch(&mut [(&raw mut whole).cast(), (&raw mut schedule).cast()], call.stream)
             };
         }
-        let [fwd, merge] = exactly(steps)?;
+        let [merge] = exactly(steps.after())?;
         let mut parts = KvParts::new(call.problem, tile.split_keys, whole.workspace.0);
         let mut part = parts.params(&whole);
         // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
@@ -157,34 +154,54 @@ impl FwdRecipe for Sm80 {
         // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
         unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
     }
-}
 
-/// Whether a device has cp.async and mma.sync of bf16.
-///
-/// # Errors
-/// Its architecture, and the first that has them.
-pub(super) fn has_its_instructions(facts: &DeviceFacts) -> Result<(), Refusal> {
-    if facts.sm() >= sm80::FIRST_ARCH {
-        return Ok(());
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
+        Some(self)
     }
-    let first = sm80::FIRST_ARCH;
-    Err(Refusal::new(
-        sm80::NAME,
-        format!("the device is {}, and cp.async and mma.sync of bf16 begin with sm_{first}", facts.arch),
-    ))
 }
 
 pub(super) fn room(facts: &DeviceFacts) -> Room {
     Room { smem_bytes: i32::try_from(facts.smem_bytes).unwrap_or(i32::MAX), num_sms: facts.num_sms }
 }
 
-/// The knobs of the tile that the table gives, as [`Sm80Tile::set`] takes them.
-///
-/// # Errors
-/// Why the kernel does not take the problem.
-pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
-    Sm80::default().choose(problem, facts, &PlanOptions::default())?;
-    Ok(knob_values(&sm80::choose_tile(problem, room(facts))))
+/// What the kernels are made of.
+pub(super) const INSTRUCTIONS: &str = "cp.async with mma.sync of bf16";
+
+/// Whether the device has it.
+pub(super) fn runs_on(facts: &DeviceFacts) -> bool {
+    facts.instructions.mma_sync
+}
+
+impl Tunable<ValidFwd, Cuda> for Sm80 {
+    fn label(&self) -> &'static str {
+        sm80::NAME
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        &[sm80::HEADER]
+    }
+
+    fn runs_on(&self, facts: &DeviceFacts) -> bool {
+        runs_on(facts)
+    }
+
+    fn own_tile(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<TileOptions, Refusal> {
+        Sm80::default().choose(problem, facts, &PlanOptions::default())?;
+        Ok(knob_values(&sm80::choose_tile(problem, room(facts))))
+    }
+
+    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
+        TileClass::of_fwd(problem)
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        knobs::<Sm80Tile>()
+    }
 }
 
 fn schedule_words(tile: &Sm80Tile) -> String {

@@ -4,11 +4,10 @@ use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe};
 use fmha_kernels_cuda::{simt, sm80, sm80_bwd};
 
-use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named, ROW_CTAS_PER_SM};
-use crate::driver::Grid;
-use crate::steps::Step;
+use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, ROW_CTAS_PER_SM, Steps};
 
 /// The kernels, with what their launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -23,13 +22,11 @@ struct Chosen {
     stores_vectors: bool,
 }
 
-impl Named for Sm80Bwd {
+impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
     fn name(&self) -> &'static str {
         sm80::NAME
     }
-}
 
-impl BwdRecipe for Sm80Bwd {
     fn choose(
         &self,
         problem: &ValidBwd,
@@ -37,7 +34,7 @@ impl BwdRecipe for Sm80Bwd {
         options: &PlanOptions,
     ) -> Result<Choice<BwdKernel>, Refusal> {
         let refuse = |reason: String| Refusal::new(self.name(), reason);
-        super::sm80::has_its_instructions(facts)?;
+        facts.needs(super::sm80::runs_on(facts), super::sm80::INSTRUCTIONS).map_err(refuse)?;
         sm80_bwd::accepts(problem)?;
         let spec = BwdSpec::of(problem);
         let mut tiles = sm80_bwd::choose_tiles(problem, &spec, super::sm80::room(facts));
@@ -56,15 +53,16 @@ impl BwdRecipe for Sm80Bwd {
             kernel,
             source,
             grid,
-            smem_bytes: 0,
-            tiles: grid.ctas.into(),
+            shared_bytes: 0,
+            tiles: grid.groups.into(),
             tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
         };
-        let mut launches = vec![row_launch(
+        let stats = row_launch(
             "sm80_stats",
             simt::bwd_stats(&spec),
             Grid::new(simt::row_grid(rows, facts.num_sms), simt::NUM_THREADS),
-        )];
+        );
+        let mut sums = Vec::new();
         for tile in &tiles {
             let ctas = sm80_bwd::grid(problem, tile).ok_or_else(|| {
                 refuse(format!(
@@ -72,19 +70,21 @@ impl BwdRecipe for Sm80Bwd {
                     dims.seqlen_q, dims.seqlen_k, dims.num_heads_q, dims.batch
                 ))
             })?;
-            launches.push(Launch {
+            sums.push(Launch {
                 kernel: tile.sums.name(),
                 source: sm80_bwd::main(&spec, tile),
                 grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
-                smem_bytes: tile.smem_bytes(&spec).unsigned_abs(),
+                shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
                 tiles: ctas.into(),
                 tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
             });
         }
         if problem.write_dsink {
             let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
-            launches.push(row_launch("sm80_dsink", sm80_bwd::dsink(&spec), grid));
+            sums.push(row_launch("sm80_dsink", sm80_bwd::dsink(&spec), grid));
         }
+        // dQ's, of which every problem has one.
+        let main = sums.remove(0);
         let of = |tile: &sm80_bwd::Sm80BwdTile| {
             format!("{} {} x {}, {} stages", tile.sums.name(), tile.rows, tile.columns, tile.stages)
         };
@@ -94,8 +94,8 @@ impl BwdRecipe for Sm80Bwd {
             stores_vectors: tiles.iter().any(|tile| tile.vector_store),
         };
         Ok(Choice {
-            kernel: Self { chosen: Some(chosen) }.into(),
-            launches,
+            kernel: Kernel::new(Self { chosen: Some(chosen) }),
+            launches: Launches::new([stats], main, sums),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
             promises: Promises {
                 // A row's gradients are one warp's sums, over blocks of its own sequence that begin at its first row.
@@ -138,13 +138,13 @@ impl BwdRecipe for Sm80Bwd {
         Ok(())
     }
 
-    fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps, call: &BwdCall<'_>) -> Result<()> {
         let Some(Chosen { workspace, .. }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm80 has 0 workspaces chosen").into());
         };
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
-        for step in steps {
+        for step in steps.iter() {
             // SAFETY: every launch takes one BwdParams; `check_bwd` saw that its memory covers the problem, and the
             // workspace is as large as the plan said.
             unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };

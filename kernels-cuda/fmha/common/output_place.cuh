@@ -18,7 +18,7 @@ FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
 }
 
 // Rows of this warp, one of a lane, that are not finite although their log-sum-exp is: a value of V that the mask hides has
-// come through. Each is computed again by the whole warp.
+// come through, or the sum has left f32. Each is computed again by the whole warp.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect) {
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};

@@ -1,8 +1,7 @@
 // The online softmax of a thread's two rows of a fragment.
 //
-// `tile` is any architecture's; of its fields lazy_rescale_log2, exp2_polynomial_every, wait_anchor and output_first are read.
+// `tile` is any architecture's; of its fields lazy_rescale_log2 and wait_anchor are read, and `sums_output_first(tile)`.
 #pragma once
-#include <fmha/common/exp2.cuh>
 #include <fmha/common/quads.cuh>
 #include <fmha/online_softmax.h>
 #include <fmha/range.h>

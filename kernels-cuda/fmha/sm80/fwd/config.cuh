@@ -26,9 +26,10 @@ FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth
 struct SharedTile {
   int32_t block_m, block_n, split_keys, lazy_rescale_log2;
   bool pack_gqa, fast_softcap;
-  static constexpr int cluster = 1, bias_stages = 0, wait_anchor = 0, exp2_polynomial_every = 0;
-  static constexpr bool cluster_heads = false, output_first = false;
+  static constexpr int cluster = 1, bias_stages = 0, wait_anchor = 0;
+  static constexpr bool cluster_heads = false;
 };
+FMHA_DEVICE constexpr bool sums_output_first(const SharedTile&) { return false; }
 FMHA_DEVICE constexpr SharedTile shared(const Sm80Tile& tile) {
   return {tile.block_m, tile.block_n, tile.split_keys, tile.lazy_rescale_log2, tile.pack_gqa, tile.fast_softcap};
 }

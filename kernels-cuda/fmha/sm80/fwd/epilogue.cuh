@@ -25,13 +25,14 @@ FMHA_DEVICE void store(Consumer<spec, tile>& consumer) {
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
       const bool stored = i < work.seqlen_q;
       const float row_sum = quad_reduce(stats.row_sum, [](float a, float b) { return a + b; });
-      RowResult result =
-          finish_row<spec>(p, RowSoftmax::shift_of(stats.row_max, scale_log2) + offset_log2, row_sum, stored ? i_head : 0);
+      // Where the two differ beyond rounding, the row is computed again.
+      const float max_log2 = RowSoftmax::shift_of(stats.row_max, scale_log2) + offset_log2;
+      RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, stored ? i_head : 0);
       if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
       if constexpr (spec.dropout) result.factor *= p.dropout_scale;
       suspect[m][r] = stored && RowSoftmax::is_too_large(stats.row_max, scale_log2);
       // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
-      if constexpr (spec.mask != MaskKind::Full) suspect[m][r] |= stored && has_non_finite(o, r) && result.lse < infinity();
+      if constexpr (may_be_non_finite(spec)) suspect[m][r] |= stored && has_non_finite(o, r) && result.lse < infinity();
       const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head;
       if constexpr (!tile.vector_store || spec.dtype_o == DType::F32) {
         store_elements<spec, false>(p.o.data, at, o, r, result.factor, stored);
