@@ -135,7 +135,9 @@ impl Sm80Tile {
         let bytes = self.copy_bytes;
         let odd = |&(_, _, stride): &(&str, &str, i64)| stride.wrapping_mul(2) % i64::from(bytes) != 0;
         if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
-            return Err(format!("tile copy_bytes={bytes}: {name}.{axis} stride {stride} is not whole copies"));
+            return Err(format!(
+                "tile copy_bytes={bytes}: {name}.{axis} stride {stride} is not whole copies"
+            ));
         }
         if bytes > most_copied(problem) {
             return Err(format!(
@@ -172,9 +174,7 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
         return refuse(format!("dtype_qk {qk} with dtype_v {v} is not one 16-bit type"));
     }
     if o.is_fp8() && (!matches!(o, DType::E4m3Fn | DType::E5m2) || !converts_fp8) {
-        return refuse(format!(
-            "dtype_o {o}: OCP FP8 is converted to from sm_89 on, others are not"
-        ));
+        return refuse(format!("dtype_o {o}: OCP FP8 is converted to from sm_89 on, others are not"));
     }
     let dims = problem.dims;
     for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {

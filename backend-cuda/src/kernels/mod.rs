@@ -324,7 +324,8 @@ mod tests {
     #[test]
     fn an_architecture_has_the_instructions_of_its_tensor_cores() {
         let of = |arch| {
-            let Instructions { mma_sync, converts_fp8, tma, wgmma, tcgen05, reducing_loads } = Instructions::of_arch(arch);
+            let Instructions { mma_sync, converts_fp8, tma, wgmma, tcgen05, reducing_loads } =
+                Instructions::of_arch(arch);
             [mma_sync, converts_fp8, tma, wgmma, tcgen05, reducing_loads]
         };
         for (arch, has) in [

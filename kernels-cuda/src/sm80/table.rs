@@ -1,7 +1,7 @@
 //! Which tile a problem gets, by its head dimensions and by what a multiprocessor has.
 
-use fmha_core::spec::{BiasKind, FwdSpec};
 use fmha_core::FwdProblem;
+use fmha_core::spec::{BiasKind, FwdSpec};
 
 use super::{Sm80Tile, most_copied, padded_dim};
 use crate::{sm90, split};
@@ -48,13 +48,11 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
     tile.fast_softcap &= problem.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
     tile.place_blocks(problem);
-    let divides =
-        |&bytes: &i32| sm90::strides(problem).all(|(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) == 0);
-    tile.copy_bytes = [16, 8, 4, 2]
-        .into_iter()
-        .filter(|&bytes| bytes <= most_copied(problem))
-        .find(divides)
-        .unwrap_or(2);
+    let divides = |&bytes: &i32| {
+        sm90::strides(problem).all(|(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) == 0)
+    };
+    tile.copy_bytes =
+        [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most_copied(problem)).find(divides).unwrap_or(2);
 
     let (strides, shape) = (problem.o, problem.shape_o());
     let elems = 16 / problem.dtype_o.size_bytes() as i64;
