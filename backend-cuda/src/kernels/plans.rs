@@ -311,16 +311,23 @@ fn scores_are_summed_as_the_architecture_adds() {
 
 #[test]
 fn a_stated_device_has_the_numbers_that_nvidia_states() {
-    for (arch, num_sms, flops, bytes) in
-        [("sm_90a", 132, 989e12, 4.8e12), ("sm_100a", 148, 2.25e15, 8e12), ("sm_103a", 148, 2.25e15, 8e12)]
-    {
+    let large = 227 << 10;
+    for (arch, num_sms, smem_bytes, flops, bytes) in [
+        ("sm_80", 108, 163 << 10, 312e12, 2.039e12),
+        ("sm_86", 82, 99 << 10, 71e12, 0.936e12),
+        ("sm_89", 128, 99 << 10, 165.2e12, 1.008e12),
+        ("sm_90a", 132, large, 989e12, 4.8e12),
+        ("sm_100a", 148, large, 2.25e15, 8e12),
+        ("sm_103a", 148, large, 2.25e15, 8e12),
+        ("sm_120a", 170, 99 << 10, 209.5e12, 1.792e12),
+    ] {
         let facts = stated(arch);
-        assert_eq!(facts.num_sms, num_sms);
+        assert_eq!((facts.num_sms, facts.smem_bytes), (num_sms, smem_bytes), "{arch}");
         let stated = facts.roofline.flops_per_second.unwrap();
         assert!((stated / flops - 1.0).abs() < 1e-3, "{arch}: {stated}");
         assert_eq!(facts.roofline.bytes_per_second, Some(bytes));
     }
-    assert!(DeviceFacts::stated("sm_80").is_err());
+    assert!(DeviceFacts::stated("sm_75").is_err());
 }
 
 /// 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads in blocks of 64 are 64.

@@ -41,6 +41,28 @@ const ARCHITECTURES: &[(&str, Architecture)] = &[
         },
     ),
     (
+        "86",
+        Architecture {
+            major: 8,
+            minor: 6,
+            num_sms: 82,
+            shared_optin: 101_376,
+            l2_bytes: 6_291_456,
+            name: "RTX 3090",
+        },
+    ),
+    (
+        "89",
+        Architecture {
+            major: 8,
+            minor: 9,
+            num_sms: 128,
+            shared_optin: 101_376,
+            l2_bytes: 75_497_472,
+            name: "RTX 4090",
+        },
+    ),
+    (
         "90",
         Architecture {
             major: 9,
