@@ -13,7 +13,6 @@ mod knobs;
 
 pub use crate::split;
 
-
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm100";
 

@@ -106,9 +106,9 @@ impl Sm80BwdTile {
     pub fn check_loads(&self, problem: &BwdProblem) -> Result<(), String> {
         let bytes = self.copy_bytes;
         match odd_stride(problem, bytes) {
-            Some((name, axis, stride)) => Err(format!(
-                "tile copy_bytes={bytes}: {name}.{axis} stride {stride} is not whole copies"
-            )),
+            Some((name, axis, stride)) => {
+                Err(format!("tile copy_bytes={bytes}: {name}.{axis} stride {stride} is not whole copies"))
+            }
             None => Ok(()),
         }
     }
@@ -264,21 +264,12 @@ pub fn main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
 /// The launch that sums dSink, a CTA to a head.
 #[must_use]
 pub fn dsink(spec: &BwdSpec) -> KernelSource {
-    entry(
-        &[("kSpec", spec)],
-        &format!("__launch_bounds__({DSINK_THREADS})"),
-        "sm80::bwd::dsink<kSpec>(p);",
-    )
+    entry(&[("kSpec", spec)], &format!("__launch_bounds__({DSINK_THREADS})"), "sm80::bwd::dsink<kSpec>(p);")
 }
 
 fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, call: &str) -> KernelSource {
-    let entry = Entry {
-        include: HEADER,
-        constants,
-        bounds,
-        params: "const __grid_constant__ BwdParams p",
-        call,
-    };
+    let entry =
+        Entry { include: HEADER, constants, bounds, params: "const __grid_constant__ BwdParams p", call };
     crate::source(entry.render(), [host_header()])
 }
 

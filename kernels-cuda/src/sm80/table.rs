@@ -1,9 +1,9 @@
 //! Which tile a problem gets, by its head dimensions and by what a multiprocessor has.
 
-use fmha_core::spec::{BiasKind, FwdSpec};
 use fmha_core::FwdProblem;
+use fmha_core::spec::{BiasKind, FwdSpec};
 
-use super::{Sm80Tile, most_copied, padded_dim};
+use super::{Sm80Tile, most_copied, padded_dim, value_parts};
 use crate::{sm90, split};
 
 /// What tiles have to fit into, and how many there should be.
@@ -40,7 +40,7 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     if let Some(block_m) = [16, 32, 64].into_iter().find(|&block_m| rows <= i64::from(block_m))
         && block_m < tile.block_m
     {
-        (tile.block_m, tile.warps) = (block_m, (block_m / 16).min(tile.warps));
+        (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
         tile.fill(&spec, room);
         tile.split_keys = split_keys(problem, &tile, room);
     }
@@ -48,13 +48,11 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
     tile.fast_softcap &= problem.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
     tile.place_blocks(problem);
-    let divides =
-        |&bytes: &i32| sm90::strides(problem).all(|(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) == 0);
-    tile.copy_bytes = [16, 8, 4, 2]
-        .into_iter()
-        .filter(|&bytes| bytes <= most_copied(problem))
-        .find(divides)
-        .unwrap_or(2);
+    let divides = |&bytes: &i32| {
+        sm90::strides(problem).all(|(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) == 0)
+    };
+    tile.copy_bytes =
+        [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most_copied(problem)).find(divides).unwrap_or(2);
 
     let (strides, shape) = (problem.o, problem.shape_o());
     let elems = 16 / problem.dtype_o.size_bytes() as i64;
@@ -82,12 +80,16 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         ..=128 if modifies => &[(128, 64, 8), (64, 64, 4)],
         ..=128 => &[(128, 64, 4), (64, 64, 4)],
         ..=192 => &[(128, 64, 8), (64, 48, 4)],
-        _ => &[(128, 64, 8), (64, 48, 4), (64, 32, 4)],
+        ..=256 => &[(128, 64, 8), (64, 48, 4), (64, 32, 4)],
+        // Two warps, or three, have the same rows.
+        _ => &[(64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)],
     };
+    let value_parts = value_parts(spec.head_dim_v.unsigned_abs()).unwrap_or(1);
     let of = |&(block_m, block_n, warps): &(i32, i32, i32)| Sm80Tile {
         block_m,
         block_n,
-        warps,
+        warps: warps * value_parts,
+        value_parts,
         stages: 1,
         ctas: 1,
         fragments_ahead: 1,
@@ -170,6 +172,13 @@ mod tests {
                         assert!(room.ctas(bytes) >= tile.ctas, "{qk}/{v}: {tile:?}");
                     }
                 }
+            }
+            for (qk, v, parts) in [(512, 512, 2), (576, 512, 2), (576, 576, 3), (384, 384, 2), (320, 64, 1)] {
+                let spec = FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::F16, qk, MaskKind::Full) };
+                let tile = default_tile(&spec, room);
+                tile.check().unwrap();
+                assert!(tile.smem_bytes(&spec) <= room.smem_bytes, "{qk}/{v}: {room:?}, {tile:?}");
+                assert_eq!(tile.value_parts, parts);
             }
         }
     }
