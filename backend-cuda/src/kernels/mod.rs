@@ -35,10 +35,10 @@ use combine::Merge;
 pub(crate) use maps::LastMaps;
 use simt::Simt;
 use simt_bwd::SimtBwd;
-use sm90::Sm90;
-use sm90_bwd::Sm90Bwd;
 use sm80::Sm80;
 use sm80_bwd::Sm80Bwd;
+use sm90::Sm90;
+use sm90_bwd::Sm90Bwd;
 use sm100::Sm100;
 
 /// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each, of 2048.
