@@ -32,8 +32,8 @@ fn pretend(arch: &str) -> CudaBackend {
 fn it_says_what_it_is_and_what_it_has() {
     let backend = pretend("sm_90a");
     assert_eq!((backend.kind(), backend.name()), ("cuda", "cuda (sm_90a, no device)"));
-    // `sm90` and `simt` are kernels of two operations each.
-    assert_eq!(backend.kernels(), ["sm100", "sm90", "simt", "combine"]);
+    // `sm90`, `sm80` and `simt` are kernels of two operations each.
+    assert_eq!(backend.kernels(), ["sm100", "sm90", "sm80", "simt", "combine"]);
     assert!(backend.precompiler().is_some());
     assert!(backend.tuner().is_none() && backend.queues().is_none(), "it runs nothing");
     let [bf16, fp8] =
@@ -69,7 +69,8 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
     let load_max = ["sm_90a", "sm_100a", "sm_103a"].map(|arch| value(arch, "load_max"));
     assert_eq!(load_max, [None, Some("0".to_owned()), Some("1".to_owned())]);
 
-    for arch in ["sm_90a", "sm_100a"] {
+    for (arch, tunes_backward) in [("sm_80", false), ("sm_90a", true), ("sm_100a", false), ("sm_120a", false)]
+    {
         let backend = pretend(arch);
         let names = |operation| {
             let knobs = backend.knobs(operation);
@@ -78,7 +79,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
         };
         let tile = backend.default_tile(AnyProblem::Forward(&fwd), &options).unwrap();
         assert_eq!(tile.iter().map(|(name, _)| &**name).collect::<Vec<_>>(), names(Operation::Forward));
-        assert!(names(Operation::Backward).contains(&"edges_apart"));
+        assert_eq!(names(Operation::Backward).contains(&"edges_apart"), tunes_backward);
         assert_eq!(names(Operation::Combine), [""; 0]);
     }
 
