@@ -356,6 +356,7 @@ impl FwdKernel {
 /// The backward family, best first.
 #[enum_dispatch(Named, BwdRecipe)]
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[allow(clippy::enum_variant_names, reason = "a variant has its recipe's name")]
 pub(crate) enum BwdKernel {
     Sm90Bwd,
     Sm80Bwd,

@@ -75,12 +75,10 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
     let modifies = spec.softcap || spec.bias != BiasKind::None || spec.dropout;
     // Rows, keys and warps, best first. What modifies scores takes registers.
     let candidates: &[(i32, i32, i32)] = match widest {
-        ..=64 if modifies => &[(128, 64, 8), (64, 64, 4)],
-        ..=64 => &[(128, 64, 4)],
         ..=128 if modifies => &[(128, 64, 8), (64, 64, 4)],
         ..=128 => &[(128, 64, 4), (64, 64, 4)],
-        ..=192 => &[(128, 64, 8), (64, 48, 4)],
-        ..=256 => &[(128, 64, 8), (64, 48, 4), (64, 32, 4)],
+        129..=192 => &[(128, 64, 8), (64, 48, 4)],
+        193..=256 => &[(128, 64, 8), (64, 48, 4), (64, 32, 4)],
         // Two warps, or three, have the same rows.
         _ => &[(64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)],
     };
