@@ -28,6 +28,8 @@ abi_spec! {
         pub block_n: i32 = Takes::multiples(16, 16, 128).tuned_over(&[32, 48, 64, 80, 96, 128]),
         /// Warps of a CTA, which share its rows: 16 or 32 to a warp are fast.
         pub warps: i32 = Takes::among(&[1, 2, 4, 8]).tuned(),
+        /// Warps that have the same rows, and each a part of O's columns, which together take more than a warp's registers.
+        pub value_parts: i32 = Takes::nothing(),
         /// Blocks of K, and of V, in shared memory at a time.
         pub stages: i32 = Takes::within(1, 4).tuned_over(&[1, 2, 3]),
         /// CTAs that a multiprocessor is to hold, which bounds a thread's registers.
@@ -106,10 +108,13 @@ impl Sm80Tile {
     /// # Errors
     /// A text that names the fields and numbers that do not go together.
     pub fn check(&self) -> Result<(), String> {
-        if self.block_m % (16 * self.warps) != 0 {
+        let warps = self.warps / self.value_parts;
+        if warps == 0 || self.block_m % (16 * warps) != 0 || self.warps % self.value_parts != 0 {
             return Err(format!(
-                "tile block_m={} with warps={}: a warp has whole sixteens of rows",
-                self.block_m, self.warps
+                "tile block_m={} with warps={}: a warp has whole sixteens of rows, beside {} others that have them too",
+                self.block_m,
+                self.warps,
+                self.value_parts - 1
             ));
         }
         if self.warps * self.ctas * 32 > MAX_THREADS {
@@ -148,6 +153,19 @@ impl Sm80Tile {
     }
 }
 
+/// Parts of O's columns that a warp's registers hold, whole spans of V's swizzle.
+fn value_parts(head_dim_v: u32) -> Option<i32> {
+    (1..=3)
+        .find(|&parts| match parts {
+            1 => head_dim_v <= 256,
+            _ => head_dim_v.is_multiple_of(64 * parts) && head_dim_v / parts <= 256,
+        })
+        .map(|parts| parts as i32)
+}
+
+/// Widest rows of Q and K.
+pub const MOST_DIM_QK: u32 = 576;
+
 /// Threads that a multiprocessor of any of these architectures holds.
 const MAX_THREADS: i32 = 1536;
 
@@ -177,10 +195,11 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
         return refuse(format!("dtype_o {o}: OCP FP8 is converted to from sm_89 on, others are not"));
     }
     let dims = problem.dims;
-    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > 256 {
-            return refuse(format!("{field} {dim} is larger than 256"));
-        }
+    if dims.head_dim_qk > MOST_DIM_QK {
+        return refuse(format!("head_dim_qk {} is larger than {MOST_DIM_QK}", dims.head_dim_qk));
+    }
+    if value_parts(dims.head_dim_v).is_none() {
+        return refuse(format!("head_dim_v {} is above 256, and not 384, 512 or 576", dims.head_dim_v));
     }
     // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();

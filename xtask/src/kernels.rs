@@ -74,6 +74,12 @@ const BLACKWELL: Row = Row { kernel: Some("sm100"), arch: "sm_100a", ..HOPPER };
 const HOPPER_WALKING: Row =
     Row { kernel: Some("sm90"), mode: Mode::HappensBefore, multiprocessors: Some(2), ..HOPPER };
 
+/// What they take by themselves: 16 bits, and no keep mask, which dropout's own edges ask for.
+const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
+
+/// The kernels of mma.sync where no faster one is.
+const AMPERE: Row = Row { kernel: Some("sm80"), arch: "sm_80", ..HOPPER };
+
 pub(crate) const ROWS: &[Row] = &[
     // What found planted faults, whole; of the rest one kernel in so many, with all its cases.
     Row {
@@ -257,6 +263,55 @@ pub(crate) const ROWS: &[Row] = &[
         in_test: Cases { filter: "^bits/few/.*/bf16/d64/b/(mixed_rows|towering)$", deal: 1 },
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..BLACKWELL
+    },
+    // The kernels of mma.sync: what found planted faults, every access ordered by vector clocks; of the rest one in so many.
+    Row {
+        mode: Mode::HappensBefore,
+        in_test: Cases {
+            filter: "^(edges/(off_tile|long|nan|inf|group|gqa|short_query)|heads/(batch|group|row_blocks)|rare)/.*bf16",
+            deal: 16,
+        },
+        in_all: Cases { filter: AMPERE_CASES, deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: None,
+        in_test: Cases { filter: FORWARD, deal: 96 },
+        in_all: Cases { filter: FORWARD, deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        in_test: Cases { filter: "^decode/.*bf16", deal: 24 },
+        in_all: Cases { filter: "^decode/", deal: 1 },
+        kernel: None,
+        ..AMPERE
+    },
+    Row {
+        kernel: None,
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^backward/(head_dim|hidden|edges|modifiers)/.*bf16", deal: 24 },
+        in_all: Cases { filter: "^backward/", deal: 1 },
+        ..AMPERE
+    },
+    // Less shared memory, other tiles.
+    Row {
+        arch: "sm_89",
+        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 12 },
+        in_all: Cases { filter: AMPERE_CASES, deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        arch: "sm_120a",
+        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/f16", deal: 12 },
+        in_all: Cases { filter: AMPERE_CASES, deal: 1 },
+        ..AMPERE
+    },
+    // What serves Hopper where its own kernel refuses.
+    Row {
+        arch: HOPPER_ARCH,
+        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 24 },
+        in_all: Cases { filter: AMPERE_CASES, deal: 1 },
+        ..AMPERE
     },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),

@@ -94,13 +94,17 @@ FMHA_DEVICE void product_abt(Accumulator<n> (&d)[m_tiles], const TileA& a, int32
   }
 }
 
-// d += A B: A in registers, B's rows its inner dimension; or, `b_is_transposed`, its columns.
+// d += A B: A in registers, B's rows its inner dimension; or, `b_is_transposed`, its columns. D has B's columns from
+// `part` times as many as it has on: whole spans of the tile where there are several parts.
 template <DType dtype, int ahead, bool b_is_transposed, int m_tiles, int n, int depth, class TileB>
-FMHA_DEVICE void product_ab(Accumulator<n> (&d)[m_tiles], const RegisterTile<uint16_t, depth> (&a)[m_tiles], const TileB& b) {
-  static_assert((b_is_transposed ? TileB::rows : TileB::dim) == n, "B has D's columns");
+FMHA_DEVICE void product_ab(Accumulator<n> (&d)[m_tiles], const RegisterTile<uint16_t, depth> (&a)[m_tiles], const TileB& b,
+                            int32_t part = 0) {
+  constexpr int columns = b_is_transposed ? TileB::rows : TileB::dim;
+  static_assert(columns == n || (columns % n == 0 && (b_is_transposed || n % TileB::span == 0)), "parts are whole spans");
   static_assert((b_is_transposed ? TileB::dim : TileB::rows) == depth, "A and B share their inner dimension");
   constexpr int groups = n / 16, loads = depth / kDepth * groups;
-  const LaneAddress<TileB> b0(b, b_is_transposed ? depth_first() : rows_first());
+  LaneAddress<TileB> b0(b, b_is_transposed ? depth_first() : rows_first());
+  if constexpr (columns != n) b0.base += part * (b_is_transposed ? n * TileB::span_bytes : n / TileB::span * TileB::chunk_bytes);
   FragmentRing<ahead> b_words;
   const auto load_b = [&](int i) {
     const int group = i % groups, step = i / groups;

@@ -3,7 +3,7 @@
 use fmha_core::FwdProblem;
 use fmha_core::spec::{BiasKind, FwdSpec};
 
-use super::{Sm80Tile, most_copied, padded_dim};
+use super::{Sm80Tile, most_copied, padded_dim, value_parts};
 use crate::{sm90, split};
 
 /// What tiles have to fit into, and how many there should be.
@@ -40,7 +40,7 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     if let Some(block_m) = [16, 32, 64].into_iter().find(|&block_m| rows <= i64::from(block_m))
         && block_m < tile.block_m
     {
-        (tile.block_m, tile.warps) = (block_m, (block_m / 16).min(tile.warps));
+        (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
         tile.fill(&spec, room);
         tile.split_keys = split_keys(problem, &tile, room);
     }
@@ -75,17 +75,19 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
     let modifies = spec.softcap || spec.bias != BiasKind::None || spec.dropout;
     // Rows, keys and warps, best first. What modifies scores takes registers.
     let candidates: &[(i32, i32, i32)] = match widest {
-        ..=64 if modifies => &[(128, 64, 8), (64, 64, 4)],
-        ..=64 => &[(128, 64, 4)],
         ..=128 if modifies => &[(128, 64, 8), (64, 64, 4)],
         ..=128 => &[(128, 64, 4), (64, 64, 4)],
-        ..=192 => &[(128, 64, 8), (64, 48, 4)],
-        _ => &[(128, 64, 8), (64, 48, 4), (64, 32, 4)],
+        129..=192 => &[(128, 64, 8), (64, 48, 4)],
+        193..=256 => &[(128, 64, 8), (64, 48, 4), (64, 32, 4)],
+        // Two warps, or three, have the same rows.
+        _ => &[(64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)],
     };
+    let value_parts = value_parts(spec.head_dim_v.unsigned_abs()).unwrap_or(1);
     let of = |&(block_m, block_n, warps): &(i32, i32, i32)| Sm80Tile {
         block_m,
         block_n,
-        warps,
+        warps: warps * value_parts,
+        value_parts,
         stages: 1,
         ctas: 1,
         fragments_ahead: 1,
@@ -168,6 +170,13 @@ mod tests {
                         assert!(room.ctas(bytes) >= tile.ctas, "{qk}/{v}: {tile:?}");
                     }
                 }
+            }
+            for (qk, v, parts) in [(512, 512, 2), (576, 512, 2), (576, 576, 3), (384, 384, 2), (320, 64, 1)] {
+                let spec = FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::F16, qk, MaskKind::Full) };
+                let tile = default_tile(&spec, room);
+                tile.check().unwrap();
+                assert!(tile.smem_bytes(&spec) <= room.smem_bytes, "{qk}/{v}: {room:?}, {tile:?}");
+                assert_eq!(tile.value_parts, parts);
             }
         }
     }

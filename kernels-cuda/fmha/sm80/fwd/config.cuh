@@ -15,8 +15,9 @@ using mma::SmemTile;
 
 // Every warp loads and consumes.
 FMHA_DEVICE constexpr int num_threads(const Sm80Tile& tile) { return 32 * tile.warps; }
-// 16 rows of a product, times which a warp has rows.
-FMHA_DEVICE constexpr int m_tiles(const Sm80Tile& tile) { return tile.block_m / (mma::kRows * tile.warps); }
+// 16 rows of a product, times which a warp has rows. `value_parts` warps have the same rows, S and P, and each its part of O's
+// columns, where all of them would take more than a warp's registers.
+FMHA_DEVICE constexpr int m_tiles(const Sm80Tile& tile) { return tile.block_m * tile.value_parts / (mma::kRows * tile.warps); }
 FMHA_DEVICE constexpr int warp_rows(const Sm80Tile& tile) { return mma::kRows * m_tiles(tile); }
 
 // A head dimension as the tiles have it: whole steps of a product. The copies fill with zeros what the tensor lacks.

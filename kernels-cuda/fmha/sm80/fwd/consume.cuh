@@ -12,7 +12,7 @@ struct Consumer {
   using Shared = Smem<spec, tile>;
   static constexpr int n = tile.block_n, rows_of_sixteen = m_tiles(tile);
   using Scores = mma::Accumulator<n>;
-  using Output = mma::Accumulator<Shared::dim_v>;
+  using Output = mma::Accumulator<Shared::dim_v / tile.value_parts>;
   using RowSoftmax = Softmax<shared(tile), p_offset_log2(spec, tile)>;
   using ScoreModifiers = Modifiers<spec, shared(tile)>;
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
@@ -21,7 +21,8 @@ struct Consumer {
   const Work& work;
   Shared& smem;
   // Of the warp's rows the first, in the CTA and of the sequence's (packed) rows.
-  const int32_t warp_row = threadIdx.x / 32 * warp_rows(tile), first_row = work.first_row + warp_row;
+  const int32_t warp = threadIdx.x / 32, warp_row = warp / tile.value_parts * warp_rows(tile), first_row = work.first_row + warp_row;
+  const int32_t part = warp % tile.value_parts;  // of O's columns
   const int32_t first_query = query_of<tile>(p, first_row), last_query = query_of<tile>(p, first_row + warp_rows(tile) - 1);
   const ScoreModifiers modifiers = {p, 1.f};
   const float scale_log2 = modifiers.scale_log2();
@@ -89,7 +90,7 @@ struct Consumer {
       batch_head[r] = work.i_batch * p.num_heads_q + i_head;
     }
     DroppedBits<n> dropped;
-    dropped.template decide<n, !tile.pack_gqa>(p, smem.quads[threadIdx.x / 32], i, batch_head, block * n);
+    dropped.template decide<n, !tile.pack_gqa>(p, smem.quads[warp], i, batch_head, block * n);
     dropped.drop(probs[m], n);
   }
 
@@ -133,7 +134,7 @@ struct Consumer {
 
   template <class VTile>
   FMHA_DEVICE void accumulate(const VTile& v) {
-    mma::product_ab<spec.dtype_v, tile.fragments_ahead, Shared::v_columns>(o, probs, v);
+    mma::product_ab<spec.dtype_v, tile.fragments_ahead, Shared::v_columns>(o, probs, v, part);
   }
 };
 

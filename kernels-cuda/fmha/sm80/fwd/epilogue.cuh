@@ -7,13 +7,22 @@
 namespace fmha::sm80 {
 
 template <FwdSpec spec, Sm80Tile tile>
+FMHA_DEVICE constexpr FwdSpec spec_of_part() {
+  FwdSpec part = spec;
+  if (tile.value_parts > 1) part.head_dim_v = spec.head_dim_v / tile.value_parts;
+  return part;
+}
+
+template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void store(Consumer<spec, tile>& consumer) {
   using RowSoftmax = typename Consumer<spec, tile>::RowSoftmax;
   const FwdParams& p = consumer.p;
   const Work& work = consumer.work;
   const float scale_log2 = consumer.scale_log2, offset_log2 = consumer.modifiers.offset_log2();
   const OutputPlace place = output_place<tile>(p, work);
-  const int32_t quad_lane = threadIdx.x % 4;
+  const int32_t quad_lane = threadIdx.x % 4, first_column = consumer.part * Consumer<spec, tile>::Output::columns;
+  // As the stores see it: a row that ends with the part's columns.
+  constexpr FwdSpec output = spec_of_part<spec, tile>();
   bool suspect[m_tiles(tile)][2];
 #pragma unroll
   for (int m = 0; m < m_tiles(tile); ++m) {
@@ -33,13 +42,13 @@ FMHA_DEVICE void store(Consumer<spec, tile>& consumer) {
       suspect[m][r] = stored && RowSoftmax::is_too_large(stats.row_max, scale_log2);
       // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
       if constexpr (may_be_non_finite(spec)) suspect[m][r] |= stored && has_non_finite(o, r) && result.lse < infinity();
-      const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head;
+      const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head + first_column;
       if constexpr (!tile.vector_store || spec.dtype_o == DType::F32) {
-        store_elements<spec, false>(p.o.data, at, o, r, result.factor, stored);
+        store_elements<output, false>(p.o.data, at, o, r, result.factor, stored);
       } else if constexpr (is_fp8(spec.dtype_o)) {
-        store_bytes<spec, false>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
+        store_bytes<output, false>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
       } else {
-        store_vectors<spec, false>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
+        store_vectors<output, false>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
       }
       if constexpr (spec.write_lse) {
         float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;
@@ -47,7 +56,12 @@ FMHA_DEVICE void store(Consumer<spec, tile>& consumer) {
       }
     }
   }
-  __syncwarp();
+  // A row computed again is written whole: after all its parts.
+  if constexpr (tile.value_parts > 1) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
 #pragma unroll
   for (int m = 0; m < m_tiles(tile); ++m) {
 #pragma unroll

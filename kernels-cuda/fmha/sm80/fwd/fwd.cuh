@@ -22,7 +22,8 @@ template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule) {
   static_assert(spec.dtype_qk == spec.dtype_v && size_bytes(spec.dtype_qk) == 2 && !is_fp8(spec.dtype_qk), "sm80: one 16-bit type");
   static_assert(!spec.write_keep_mask, "sm80: it does not write the keep mask");
-  static_assert(tile.block_m % (mma::kRows * tile.warps) == 0, "sm80: a warp has whole sixteens of rows");
+  static_assert(tile.block_m * tile.value_parts % (mma::kRows * tile.warps) == 0, "sm80: a warp has whole sixteens of rows");
+  static_assert(tile.value_parts == 1 || spec.head_dim_v % (64 * tile.value_parts) == 0, "sm80: parts of O are whole spans");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
