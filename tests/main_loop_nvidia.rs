@@ -7,7 +7,7 @@ use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{DType, Dims, FwdProblem, PlanOptions, Strides, VLayout};
-use fmha_cuda::{CudaBackend, emulated_launches};
+use fmha_cuda::emulated_launches;
 
 const ARCH: &str = "sm_80";
 
@@ -39,7 +39,7 @@ fn problem(head_dim: u32, seqlen_q: u32, v_layout: VLayout) -> FwdProblem {
     };
     let mut problem = FwdProblem::batch(DType::Bf16, dims);
     if v_layout == VLayout::ColMajor {
-        (problem.v_layout, problem.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
+        (problem.layout.v, problem.strides.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
     }
     problem
 }
@@ -52,7 +52,7 @@ fn sum_of(launches: &str, counter: &str) -> u64 {
 
 #[test]
 fn no_access_to_shared_memory_waits_for_another() {
-    let backend = match CudaBackend::open(0, Some(ARCH)) {
+    let backend = match fmha_cuda::open(0, Some(ARCH)) {
         Ok(backend) => backend,
         Err(error) => return println!("absent: {error}"),
     };
@@ -64,11 +64,7 @@ fn no_access_to_shared_memory_waits_for_another() {
     for ((head_dim, seqlen_q, tile), v_layout) in row_major.into_iter().chain(columns) {
         let problem = problem(head_dim, seqlen_q, v_layout);
         let case = Case::forward("banks", problem, Lengths::default(), Data { seed: 3, ..Data::default() });
-        let plan = PlanOptions {
-            kernel: Some("sm80".to_owned()),
-            tile: tile_fields(tile),
-            ..PlanOptions::default()
-        };
+        let plan = PlanOptions::default().kernel("sm80").tile(tile_fields(tile));
         let _ = emulated_launches();
         let (outcome, text) = case.run(&backend, &Options { plan, ..Options::default() });
         assert_eq!(outcome, Outcome::Passed, "{text}");

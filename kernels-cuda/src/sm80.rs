@@ -187,7 +187,7 @@ const fn tile_bytes(elems: i32) -> i32 {
 pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     problem.refuse_cache_updates(NAME)?;
-    let (qk, v, o) = (problem.dtype_qk, problem.dtype_v, problem.dtype_o);
+    let (qk, v, o) = (problem.dtypes.qk, problem.dtypes.v, problem.dtypes.o);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
         return refuse(format!("dtype_qk {qk} with dtype_v {v} is not one 16-bit type"));
     }
@@ -203,11 +203,11 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     }
     // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
-    let alibi_alone = matches!(problem.bias, fmha_core::Bias::Alibi { .. }) && problem.softcap.is_none();
+    let alibi_alone = matches!(problem.score.bias, fmha_core::Bias::Alibi { .. }) && problem.score.softcap.is_none();
     if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
         return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
     }
-    if problem.write_keep_mask {
+    if problem.dropout.write_keep_mask {
         return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
     }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
@@ -221,7 +221,7 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
 /// The most bytes that a copy can take where strides allow any: a packed sequence's keys begin anywhere, which are the
 /// elements side by side of a column-major V.
 fn most_copied(problem: &FwdProblem) -> i32 {
-    let anywhere = problem.v_layout == VLayout::ColMajor && problem.kv_layout == KvLayout::Packed;
+    let anywhere = problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed;
     if anywhere { 2 } else { 16 }
 }
 
@@ -254,7 +254,7 @@ fn host_header() -> Header {
 
 /// Whether no block of so many keys lies in two pages.
 fn blocks_in_pages(problem: &FwdProblem, block_n: i32) -> bool {
-    match problem.kv_layout {
+    match problem.layout.kv {
         KvLayout::Paged { page_size } => page_size.is_multiple_of(block_n.unsigned_abs()),
         KvLayout::Strided | KvLayout::Packed => true,
     }

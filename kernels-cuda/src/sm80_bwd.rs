@@ -85,7 +85,7 @@ impl Sm80BwdTile {
         let own = tile_bytes(self.rows * qk)
             + if matches!(self.sums, BwdSums::Dv) { 0 } else { tile_bytes(self.rows * v) };
         let block = tile_bytes(self.columns * qk) + tile_bytes(self.columns * v);
-        let stats = if matches!(self.sums, BwdSums::Dq) { 0 } else { self.stages * self.columns * 8 };
+        let stats = if matches!(self.sums, BwdSums::Dq) { 0 } else { self.stages * self.columns * 12 };
         (own + self.stages * block + stats + 1023) / 1024 * 1024
     }
 
@@ -139,9 +139,9 @@ fn strides(
 fn odd_stride(problem: &BwdProblem, bytes: i32) -> Option<(&'static str, &'static str, i64)> {
     let fwd = &problem.fwd;
     strides([
-        ("q", fwd.q, fwd.shape_q()),
-        ("k", fwd.k, fwd.shape_k()),
-        ("v", fwd.v, fwd.shape_v()),
+        ("q", fwd.strides.q, fwd.shape_q()),
+        ("k", fwd.strides.k, fwd.shape_k()),
+        ("v", fwd.strides.v, fwd.shape_v()),
         ("dout", problem.dout, fwd.shape_o()),
     ])
     .find(|&(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) != 0)
@@ -156,11 +156,11 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     let fwd = &problem.fwd;
     fwd.refuse_mixed_layouts(NAME)?;
     fwd.refuse_cache_updates(NAME)?;
-    let (qk, v) = (fwd.dtype_qk, fwd.dtype_v);
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || fwd.dtype_o != qk {
+    let (qk, v) = (fwd.dtypes.qk, fwd.dtypes.v);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || fwd.dtypes.o != qk {
         return refuse(format!(
             "backward: dtype_qk {qk}, dtype_v {v}, dtype_o {} are not three times f16 or three times bf16",
-            fwd.dtype_o
+            fwd.dtypes.o
         ));
     }
     let dims = fwd.dims;
@@ -169,7 +169,7 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
             return refuse(format!("backward: {field} {dim} is larger than 256"));
         }
     }
-    if fwd.v_layout == VLayout::ColMajor {
+    if fwd.layout.v == VLayout::ColMajor {
         return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
     }
     if let Some(dbias) = problem.dbias {
@@ -214,7 +214,7 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
         ctas: 1,
         fragments_ahead: 1,
         copy_bytes: [16, 8, 4].into_iter().find(|&bytes| odd_stride(problem, bytes).is_none()).unwrap_or(2),
-        fast_softcap: fwd.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap)),
+        fast_softcap: fwd.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap)),
         vector_store: problem.dtype_grad.size_bytes() == 2
             && dims.head_dim_qk.is_multiple_of(8)
             && dims.head_dim_v.is_multiple_of(8)

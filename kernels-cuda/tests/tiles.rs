@@ -95,11 +95,11 @@ const ROOMS: [sm80::Room; 3] = [
 fn the_tile_that_the_table_of_mma_sync_chooses_is_one_that_its_kernel_takes() {
     let (mut packed, mut split) = (0, 0);
     for problem in problems() {
-        assert_eq!(sm80::accepts(&problem, 80), Ok(()));
+        assert_eq!(sm80::accepts(&problem, true), Ok(()));
         for room in ROOMS {
             let tile = sm80::choose_tile(&problem, room);
             let checked = tile.check().and_then(|()| tile.check_loads(&problem));
-            assert_eq!(checked, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.kv_layout);
+            assert_eq!(checked, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
             let bytes = tile.smem_bytes(&FwdSpec::of(&problem));
             assert!(bytes <= room.smem_bytes, "{bytes} of {room:?}: {tile:?}");
             packed += usize::from(tile.pack_gqa);

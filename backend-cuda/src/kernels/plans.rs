@@ -340,12 +340,12 @@ fn chosen_on(facts: &DeviceFacts) -> [Result<&'static str, String>; 2] {
         select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
             k.choose(&forward, facts, &options)
         })
-        .map(|(recipe, _, _)| recipe.name())
+        .map(|(choice, _)| choice.kernel.name())
         .map_err(|error| error.to_string()),
         select("here", Operation::Backward, &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
             k.choose(&backward, facts, &options)
         })
-        .map(|(recipe, _, _)| recipe.name())
+        .map(|(choice, _)| choice.kernel.name())
         .map_err(|error| error.to_string()),
     ]
 }
@@ -374,7 +374,7 @@ fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
     let tile_on = |arch: &str, dim: u32| {
         let problem = of_lengths([4096, 4096], [4, 4], dim, "0").validate().unwrap();
         let choice = Sm80::default().choose(&problem, &stated(arch), &PlanOptions::default()).unwrap();
-        let smem_bytes = choice.launches[0].smem_bytes;
+        let smem_bytes = choice.launches[0].shared_bytes;
         assert!(smem_bytes <= stated(arch).smem_bytes, "{arch}: {smem_bytes}");
         detail(&choice, "tile").unwrap()
     };
@@ -387,7 +387,7 @@ fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
 #[test]
 fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     let mut odd = of_lengths([512, 512], [4, 4], 128, "0");
-    odd.k.seq = 4 * 128 + 2;
+    odd.strides.k.seq = 4 * 128 + 2;
     let problem = odd.validate().unwrap();
     let choose = |words: &str| Sm80::default().choose(&problem, &stated("sm_80"), &tile(words));
     let words = detail(&choose("").unwrap(), "schedule").unwrap();

@@ -97,7 +97,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
                     && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
-                score_sums: facts.score_sums.of(problem.dtype_qk),
+                score_sums: facts.score_sums.of(problem.dtypes.qk),
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),

@@ -1,6 +1,6 @@
 //! The backward kernels of mma.sync, for every architecture from sm_80 on.
 
-use fmha_core::bwd_workspace::BwdWorkspace;
+use fmha_core::bwd_workspace::{BwdWorkspace, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
@@ -45,7 +45,7 @@ impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
             tile.check_loads(problem).map_err(refuse)?;
             facts.has_room_for(tile, tile.smem_bytes(&spec), 1).map_err(refuse)?;
         }
-        let workspace = BwdWorkspace::new(problem, 1, None, 0)
+        let workspace = BwdWorkspace::new(problem, 1, ScoreOrigins::OfRows, None, 0)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
@@ -103,7 +103,7 @@ impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
                 batch_invariant: options.tile.is_empty(),
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
-                score_sums: facts.score_sums.of(problem.fwd().dtype_qk),
+                score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
             },
             details: vec![
                 ("tile", tiles.iter().map(of).collect::<Vec<_>>().join("; ")),

@@ -46,7 +46,7 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     }
 
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
-    tile.fast_softcap &= problem.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
+    tile.fast_softcap &= problem.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
     tile.place_blocks(problem);
     let divides = |&bytes: &i32| {
         sm90::strides(problem).all(|(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) == 0)
@@ -54,8 +54,8 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     tile.copy_bytes =
         [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most_copied(problem)).find(divides).unwrap_or(2);
 
-    let (strides, shape) = (problem.o, problem.shape_o());
-    let elems = 16 / problem.dtype_o.size_bytes() as i64;
+    let (strides, shape) = (problem.strides.o, problem.shape_o());
+    let elems = 16 / problem.dtypes.o.size_bytes() as i64;
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
     tile.vector_store = i64::from(dims.head_dim_v) % elems == 0
         && whole(strides.batch, shape.batch)

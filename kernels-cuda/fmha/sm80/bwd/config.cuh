@@ -29,11 +29,12 @@ FMHA_DEVICE constexpr bool sums_dv(const Sm80BwdTile& tile) { return tile.sums =
 // Whether dS is made: of dV alone it is not.
 FMHA_DEVICE constexpr bool makes_ds(const Sm80BwdTile& tile) { return tile.sums != BwdSums::Dv; }
 
-// LSE in log2 and delta of a block of queries.
+// LSE in log2, delta and the scores' origins (row_bwd.h) of a block of queries.
 template <int columns>
 struct Stats {
   alignas(16) float lse_log2[columns];
   alignas(16) float delta[columns];
+  alignas(16) float origin[columns];
 };
 
 // What a CTA that makes dS has of its own rows besides.

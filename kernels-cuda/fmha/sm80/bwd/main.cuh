@@ -24,6 +24,37 @@ FMHA_DEVICE Blocks blocks_of(Range seen, Range sinks, int32_t columns) {
   return blocks;
 }
 
+// What P and dS of a fragment take of its queries: of the thread's two rows, in registers.
+template <class Fragment>
+struct OwnQueries {
+  float of_lse_log2[2], of_delta[2];
+  bool far;              // whether scores of any of the warp's rows have an origin that is not 0
+  const float* origins;  // in memory, of the thread's rows: seldom asked for
+  bool there[2];
+
+  FMHA_DEVICE bool any_far() const { return far; }
+  FMHA_DEVICE float origin(int e) const { return there[Fragment::row(e)] ? origins[8 * Fragment::row(e)] : 0.f; }
+  FMHA_DEVICE float lse_log2(int e) const { return of_lse_log2[Fragment::row(e)]; }
+  FMHA_DEVICE float delta(int e) const { return of_delta[Fragment::row(e)]; }
+};
+// Of a block that is walked, in shared memory.
+template <class Fragment>
+struct WalkedQueries {
+  const Stats<Fragment::columns>& stats;
+  const int32_t column = fmha::mma::fragment_column();
+
+  FMHA_DEVICE bool any_far() const {
+    bool any = false;
+#pragma unroll
+    for (int first = 0; first < Fragment::columns; first += 32)
+      any |= stats.origin[min(first + int32_t(threadIdx.x % 32), Fragment::columns - 1)] != 0.f;
+    return __any_sync(ptx::kAllLanes, any);
+  }
+  FMHA_DEVICE float origin(int e) const { return stats.origin[column + Fragment::column(e)]; }
+  FMHA_DEVICE float lse_log2(int e) const { return stats.lse_log2[column + Fragment::column(e)]; }
+  FMHA_DEVICE float delta(int e) const { return stats.delta[column + Fragment::column(e)]; }
+};
+
 template <BwdSpec spec, Sm80BwdTile tile>
 struct Owner {
   using Shared = Smem<spec, tile>;
@@ -80,6 +111,7 @@ struct Owner {
         const int64_t at = stats_offset(p, span, i_head, there ? first + row : 0);
         ptx::cp_async<4>(ptx::shared_address(&stats.lse_log2[row]), p.lse_log2 + at, there ? 4 : 0);
         ptx::cp_async<4>(ptx::shared_address(&stats.delta[row]), p.delta + at, there ? 4 : 0);
+        ptx::cp_async<4>(ptx::shared_address(&stats.origin[row]), p.score_origin + at, there ? 4 : 0);
       }
     }
   }
@@ -95,9 +127,9 @@ struct Owner {
     return of_band == BlockClass::Inside && !whole ? BlockClass::Edge : of_band;
   }
 
-  // What a block adds to the sums. `lse_of`, `delta_of`: of an element's query.
-  template <class LseOf, class DeltaOf>
-  FMHA_DEVICE void add(int32_t slot, int32_t block, LseOf lse_of, DeltaOf delta_of) {
+  // What a block adds to the sums.
+  template <class Queries>
+  FMHA_DEVICE void add(int32_t slot, int32_t block, const Queries& queries) {
     const BlockClass kind = class_of(block);
     if (kind == BlockClass::Skipped) return;
     const bool edge = kind == BlockClass::Edge;
@@ -108,7 +140,7 @@ struct Owner {
     typename P::Slopes slopes;
     Fragment s[1];
     mma::product_abt<kFwd.dtype_qk, ahead>(s, smem.own_score, warp_row, score);
-    pairs.exponentiate(s[0], slopes, i_head, row, column, edge, lse_of);
+    pairs.exponentiate(s[0], slopes, i_head, row, column, edge, queries);
     if constexpr (sums_dv(tile)) {
       Operand probs[1];
       if constexpr (kFwd.dropout) {
@@ -121,7 +153,7 @@ struct Owner {
     if constexpr (makes_ds(tile)) {
       Fragment dp[1];
       mma::product_abt<kFwd.dtype_v, ahead>(dp, smem.own_value, warp_row, value);
-      pairs.differentiate(dp[0], s[0], slopes, kept, row, column, edge, delta_of);
+      pairs.differentiate(dp[0], s[0], slopes, kept, row, column, edge, queries);
       Operand ds[1];
       ds[0].template from<kFwd.dtype_qk>(dp[0], 0);
       mma::product_ab<kFwd.dtype_qk, ahead, false>(dscore, ds, score);
@@ -176,22 +208,22 @@ FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem) {
   Owner<spec, tile> owner{p, smem, span, band, i_head / p.fwd.gqa_ratio, first_row, i_head};
   owner.dscore[0].clear();
 
-  float lse_log2[2], delta[2];
+  const int32_t thread_row = owner.first + threadIdx.x % 32 / 4;
+  OwnQueries<typename Owner<spec, tile>::Fragment> own;
+  own.origins = p.score_origin + stats_offset(p, span, i_head, thread_row);
+  bool far = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int32_t i = owner.first + threadIdx.x % 32 / 4 + 8 * r;
-    const bool there = i < span.seqlen_q;
-    const int64_t stats = stats_offset(p, span, i_head, there ? i : 0);
-    lse_log2[r] = there ? p.lse_log2[stats] : infinity();
-    delta[r] = there ? p.delta[stats] : 0.f;
+    own.there[r] = thread_row + 8 * r < span.seqlen_q;
+    const int64_t stats = stats_offset(p, span, i_head, own.there[r] ? thread_row + 8 * r : 0);
+    own.of_lse_log2[r] = own.there[r] ? p.lse_log2[stats] : infinity();
+    own.of_delta[r] = own.there[r] ? p.delta[stats] : 0.f;
+    far |= own.there[r] && p.score_origin[stats] != 0.f;
   }
-  using Fragment = typename Owner<spec, tile>::Fragment;
+  own.far = __any_sync(ptx::kAllLanes, far);
   owner.walk(
       blocks.count(), [&](int32_t slot, int32_t i) { owner.load_block(slot, blocks.at(i)); },
-      [&](int32_t slot, int32_t i) {
-        owner.add(slot, blocks.at(i), [&](int e) { return lse_log2[Fragment::row(e)]; },
-                  [&](int e) { return delta[Fragment::row(e)]; });
-      });
+      [&](int32_t slot, int32_t i) { owner.add(slot, blocks.at(i), own); });
 
   const uint32_t found = store_gradient<spec, tile, spec.fwd.head_dim_qk>(
       p.dq, owner.dscore[0], p.fwd.softmax_scale, [&](int32_t row) { return owner.row_of_query(p.dq, owner.first + row); },
@@ -230,10 +262,7 @@ FMHA_DEVICE void key_owner(const BwdParams& p, Smem<spec, tile>& smem) {
       },
       [&](int32_t slot, int32_t i) {
         owner.i_head = first_head + i / num;
-        const auto& stats = smem.stats[slot];
-        const int32_t column = fmha::mma::fragment_column();
-        owner.add(slot, blocks.at(i % num), [&](int e) { return stats.lse_log2[column + Fragment::column(e)]; },
-                  [&](int e) { return stats.delta[column + Fragment::column(e)]; });
+        owner.add(slot, blocks.at(i % num), WalkedQueries<Fragment>{smem.stats[slot]});
       });
 
   const auto is_there = [&](int32_t row) { return owner.first + row < span.seqlen_k; };
@@ -270,12 +299,12 @@ template <BwdSpec spec>
 FMHA_DEVICE void dsink(const BwdParams& p) {
   __shared__ float sums[32];
   const int32_t i_head = blockIdx.x, warps = blockDim.x / 32;
-  const float sink_log2 = scalar_of(p.fwd.sink, 0, i_head, -infinity()) * kLog2E;
+  const float sink = scalar_of(p.fwd.sink, 0, i_head, -infinity());
   float sum = 0.f;
   for (int32_t b = 0; b < p.fwd.batch; ++b) {
     const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
 #pragma unroll 4
-    for (int32_t i = threadIdx.x; i < span.seqlen_q; i += blockDim.x) sum += sink_term(p, stats_offset(p, span, i_head, i), sink_log2);
+    for (int32_t i = threadIdx.x; i < span.seqlen_q; i += blockDim.x) sum += sink_term(p, stats_offset(p, span, i_head, i), sink);
   }
   sum = lane_sum<simt::Warp>(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;

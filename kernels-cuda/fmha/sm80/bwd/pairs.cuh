@@ -3,6 +3,7 @@
 #include <fmha/mask.h>
 #include <fmha/philox.h>
 #include <fmha/ptx/num.cuh>
+#include <fmha/row_bwd.h>
 #include <fmha/score.h>
 #include <fmha/sm80/bwd/config.cuh>
 
@@ -95,10 +96,35 @@ struct Pairs {
     }
   }
 
-  // S to P; `lse_of(e)` is an element's query's. What no query sees becomes 0 where the block is an `edge`.
-  template <class LseOf>
+  // The same of a query whose scores have an origin (row_bwd.h): the natural score, rounded as the forward's is, then measured
+  // from there, and a P of 1 at most.
+  FMHA_DEVICE float prob_from(float origin, float s, const ScoreModifier& modifier, float lse_log2, int32_t i, int32_t j,
+                              float& slope) const {
+    slope = 1.f;
+    if constexpr (kFwd.softcap) {
+      const float t = tanh_of(s * modifier.scale / modifier.softcap);
+      slope = 1.f - t * t;
+    }
+    // There are no elements of a bias beyond the lengths.
+    const bool there = i < span.seqlen_q && j < span.seqlen_k;
+    const float score = there ? modified_score<kFwd>(modifier, s, i, j) : 0.f;
+    return there ? probability(score - origin, lse_log2) : 0.f;
+  }
+
+  // S to P of the block's `queries`. What no query sees becomes 0 where the block is an `edge`.
+  template <class Queries>
   FMHA_DEVICE void exponentiate(Fragment& s, Slopes& slopes, int32_t i_head, int32_t row, int32_t column, bool edge,
-                                LseOf lse_of) const {
+                                const Queries& queries) const {
+    if (queries.any_far()) {
+      exponentiate<true>(s, slopes, i_head, row, column, queries);
+    } else {
+      exponentiate<false>(s, slopes, i_head, row, column, queries);
+    }
+    if (edge) hide(s, row, column);
+  }
+  template <bool any_far, class Queries>
+  FMHA_DEVICE void exponentiate(Fragment& s, Slopes& slopes, int32_t i_head, int32_t row, int32_t column,
+                                const Queries& queries) const {
     const ScoreModifier modifier = score_modifier<kFwd>(p.fwd, span, i_head, p.fwd.softmax_scale);
 #pragma unroll
     for (int e = 0; e < s.num_elems; e += 2) {
@@ -106,11 +132,14 @@ struct Pairs {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int32_t i = query_of(e + k, row, column), j = key_of(e + k, row, column);
-        s[e + k] = prob(s[e + k], modifier, lse_of(e + k), i, j, slope[k]);
+        if constexpr (any_far) {
+          s[e + k] = prob_from(queries.origin(e + k), s[e + k], modifier, queries.lse_log2(e + k), i, j, slope[k]);
+        } else {
+          s[e + k] = prob(s[e + k], modifier, queries.lse_log2(e + k), i, j, slope[k]);
+        }
       }
       if constexpr (kFwd.softcap) slopes.pairs[e / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
     }
-    if (edge) hide(s, row, column);
   }
   FMHA_DEVICE void hide(Fragment& x, int32_t row, int32_t column) const {
 #pragma unroll
@@ -128,16 +157,16 @@ struct Pairs {
   }
 
   // dP to dS, the gradient of scale * Q K^T.
-  template <class DeltaOf>
+  template <class Queries>
   FMHA_DEVICE void differentiate(Fragment& dp, const Fragment& probs, const Slopes& slopes, const Kept& kept, int32_t row,
-                                 int32_t column, bool edge, DeltaOf delta_of) const {
+                                 int32_t column, bool edge, const Queries& queries) const {
 #pragma unroll
     for (int e = 0; e < dp.num_elems; e += 2) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         float d = dp[e + k];
         if constexpr (kFwd.dropout) d = kept.has(e + k) ? d * p.fwd.dropout_scale : 0.f;
-        dp[e + k] = probs[e + k] * (d - delta_of(e + k));
+        dp[e + k] = probs[e + k] * (d - queries.delta(e + k));
       }
       if constexpr (kFwd.softcap) {
         float low, high;
