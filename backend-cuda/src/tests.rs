@@ -72,7 +72,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
     let load_max = ["sm_90a", "sm_100a", "sm_103a"].map(|arch| value(arch, "load_max"));
     assert_eq!(load_max, [None, Some("0".to_owned()), Some("1".to_owned())]);
 
-    for arch in ["sm_90a", "sm_100a"] {
+    for arch in ["sm_80", "sm_90a", "sm_100a", "sm_120a"] {
         let backend = pretend(arch);
         let names = |operation| {
             let knobs = backend.knobs(operation);
@@ -93,7 +93,8 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
     assert_eq!(of(&set), of(&options));
     assert!(hopper.plan_bwd(&bwd, &set).is_err());
 
-    let wide = Dims { head_dim_qk: 512, ..DIMS };
+    // No kernel with tiles has such a head dimension.
+    let wide = Dims { head_dim_qk: 584, ..DIMS };
     let wide = FwdProblem::batch(DType::Bf16, wide).validate().unwrap();
     for arch in ["sm_90a", "sm_100a"] {
         assert!(pretend(arch).default_tile(AnyProblem::Forward(&wide), &options).is_err());

@@ -362,10 +362,14 @@ fn every_architecture_since_ampere_has_a_fast_kernel_and_older_ones_a_refusal_wi
     ] {
         assert_eq!(chosen_on(&stated(arch)), [Ok(forward), Ok(backward)], "{arch}");
     }
-    let turing = DeviceFacts { arch: "sm_75".to_owned(), ..stated("sm_80") };
+    let turing = DeviceFacts {
+        arch: "sm_75".to_owned(),
+        instructions: Instructions::of_arch("sm_75"),
+        ..stated("sm_80")
+    };
     for chosen in chosen_on(&turing) {
         let said = chosen.unwrap_err();
-        assert!(said.contains("sm80: the device is sm_75") && said.contains("begin with sm_80"), "{said}");
+        assert!(said.contains("sm80: the device is sm_75, which has no cp.async"), "{said}");
     }
 }
 
