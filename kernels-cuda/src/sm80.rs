@@ -203,7 +203,8 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     }
     // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
-    let alibi_alone = matches!(problem.score.bias, fmha_core::Bias::Alibi { .. }) && problem.score.softcap.is_none();
+    let alibi_alone =
+        matches!(problem.score.bias, fmha_core::Bias::Alibi { .. }) && problem.score.softcap.is_none();
     if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
         return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
     }

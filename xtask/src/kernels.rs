@@ -276,7 +276,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         kernel: None,
-        in_test: Cases { filter: FORWARD, deal: 96 },
+        in_test: Cases { filter: "^(addresses|definition|edges|guards|heads|laws|rare)/.*b?f16", deal: 96 },
         in_all: Cases { filter: FORWARD, deal: 1 },
         ..AMPERE
     },
@@ -296,20 +296,20 @@ pub(crate) const ROWS: &[Row] = &[
     // Less shared memory, other tiles.
     Row {
         arch: "sm_89",
-        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 12 },
+        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
         in_all: Cases { filter: AMPERE_CASES, deal: 1 },
         ..AMPERE
     },
     Row {
         arch: "sm_120a",
-        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/f16", deal: 12 },
+        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
         in_all: Cases { filter: AMPERE_CASES, deal: 1 },
         ..AMPERE
     },
     // What serves Hopper where its own kernel refuses.
     Row {
         arch: HOPPER_ARCH,
-        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 24 },
+        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
         in_all: Cases { filter: AMPERE_CASES, deal: 1 },
         ..AMPERE
     },
