@@ -8,8 +8,8 @@ use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, M
 use fmha_core::source::ENTRY;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
-    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, Operation, PlanOptions,
-    PlanParts, Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
+    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, PlanOptions, PlanParts,
+    Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
     ValidCombine, ValidFwd,
 };
 
@@ -217,7 +217,8 @@ impl<V: Vendor> Backend<V> {
         V: Family<P>,
     {
         let mut refusals = Vec::new();
-        for kernel in <V as Family<P>>::recipes() {
+        let wanted = |name: &str| options.kernel.as_deref().is_none_or(|kernel| kernel == name);
+        for kernel in <V as Family<P>>::recipes().into_iter().filter(|kernel| wanted(kernel.name())) {
             let Some(tunable) = kernel.tunable().filter(|tunable| tunable.runs_on(&self.facts)) else {
                 continue;
             };
@@ -232,19 +233,6 @@ impl<V: Vendor> Backend<V> {
             refusals.push(Refusal::new(operation.name(), reason));
         }
         Err(unsupported(&self.name, refusals))
-    }
-
-    fn fields_of<P: Problem>(&self) -> Vec<(&'static str, Vec<String>)>
-    where
-        V: Family<P>,
-    {
-        <V as Family<P>>::recipes()
-            .iter()
-            .find_map(|kernel| {
-                let tunable = kernel.tunable().filter(|tunable| tunable.runs_on(&self.facts))?;
-                Some(tunable.fields())
-            })
-            .unwrap_or_default()
     }
 }
 
@@ -326,11 +314,15 @@ impl<V: Vendor> Tune for Backend<V> {
         }
     }
 
-    fn knobs(&self, operation: Operation) -> Vec<(&'static str, Vec<String>)> {
-        match operation {
-            Operation::Forward => self.fields_of::<ValidFwd>(),
-            Operation::Backward => self.fields_of::<ValidBwd>(),
-            Operation::Combine => self.fields_of::<ValidCombine>(),
+    fn knobs(
+        &self,
+        problem: AnyProblem<'_>,
+        options: &PlanOptions,
+    ) -> Result<Vec<(&'static str, Vec<String>)>> {
+        match problem {
+            AnyProblem::Forward(problem) => self.tuned(problem, options, |of, _| of.fields()),
+            AnyProblem::Backward(problem) => self.tuned(problem, options, |of, _| of.fields()),
+            AnyProblem::Combine(problem) => self.tuned(problem, options, |of, _| of.fields()),
         }
     }
 
