@@ -13,8 +13,8 @@ use fmha_core::source::KernelSource;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
 use fmha_core::{
     Accuracy, AnyProblem, Call, DType, DevBuffer, DevSlice, Device, Dims, FwdArgs, FwdProblem, MemorySpace,
-    PlanOptions, ProblemError, Promises, Queues, Refusal, ResourceUsage, Result, Roofline,
-    ValidBwd, ValidCombine, ValidFwd, Workspace,
+    PlanOptions, ProblemError, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, ValidBwd,
+    ValidCombine, ValidFwd, Workspace,
 };
 use fmha_gpu::{
     Backend, Choice, Driver, Facts, Family, Grid, Kernel, Launch, Launches, Recipe, Steps, Toolchain,

@@ -130,15 +130,20 @@ fn split_keys(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> i32 {
     }
     let heads = if tile.pack_gqa { problem.dims.num_heads_kv } else { problem.dims.num_heads_q };
     let tiles = u64::from(problem.dims.batch) * u64::from(heads);
-    // Twice as many as there is room for, so that unlike lengths even out.
-    let wanted = 2 * u64::from(room.num_sms) * u64::from(tile.ctas.unsigned_abs());
-    let parts = wanted.div_ceil(tiles.max(1));
-    if parts <= 1 {
-        return 0;
-    }
+    let at_once = u64::from(room.num_sms) * u64::from(tile.ctas.unsigned_abs());
     let block_n = u64::from(tile.block_n.unsigned_abs());
-    let keys = u64::from(problem.dims.seqlen_k).div_ceil(parts).next_multiple_of(block_n);
-    (keys.min(1 << 23) as i32).max(least)
+    let keys_of = |parts: u64| {
+        let keys = u64::from(problem.dims.seqlen_k).div_ceil(parts).next_multiple_of(block_n);
+        keys.min(1 << 23) as i32
+    };
+    // No more than there is room for twice, so that unlike lengths even out and none is left for a third time; or once, where
+    // the parts would be too short.
+    let parts = |times: u64| times * at_once / tiles.max(1);
+    match [2, 1].map(parts) {
+        [0 | 1, _] => 0,
+        [twice, _] if keys_of(twice) >= least => keys_of(twice),
+        [_, once] => keys_of(once.max(1)).max(least),
+    }
 }
 
 #[cfg(test)]
@@ -198,6 +203,17 @@ mod tests {
         let one = decode(1, 32768);
         assert!(one.pack_gqa && one.block_m == 16 && one.warps == 1, "{one:?}");
         assert!(one.split_keys >= 256 && one.split_keys % one.block_n == 0, "{one:?}");
+        // Each tile as long as any other: they come out even.
+        for (batch, seqlen_k) in [(1, 131_072), (1, 32768), (16, 32768), (4, 65536)] {
+            let tile = decode(batch, seqlen_k);
+            let tiles = batch * 8 * seqlen_k.div_ceil(tile.split_keys.unsigned_abs());
+            let at_once = ROOMS[0].num_sms * tile.ctas.unsigned_abs();
+            let waves = tiles.div_ceil(at_once);
+            assert!(
+                waves <= 2 && 10 * tiles >= 8 * waves * at_once,
+                "{batch} of {seqlen_k}: {tiles} {tile:?}"
+            );
+        }
         assert_eq!(decode(1024, 32768).split_keys, 0);
         assert_eq!(decode(1, 300).split_keys, 0);
     }
