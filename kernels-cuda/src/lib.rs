@@ -4,6 +4,7 @@
 //! the headers it includes, none of them a vendor's, so that NVRTC needs no include path.
 //! `README.md` beside this crate says what a launch binds.
 
+pub mod cache_update;
 pub mod combine;
 pub mod schedule;
 pub mod simt;
@@ -67,6 +68,7 @@ pub fn headers() -> Vec<Header> {
         "common/score_modifiers.cuh",
         "common/softmax.cuh",
         "common/store_rows.cuh",
+        "common/update_cache.cuh",
         "common/work.cuh",
         "common/zero_rows.cuh",
         "mma/fragment.cuh",

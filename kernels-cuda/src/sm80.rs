@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{DType, FwdProblem, KvLayout, QLayout, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileSchedule, UnitOfWork};
 use crate::{sm90, split};
@@ -186,7 +186,18 @@ const fn tile_bytes(elems: i32) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    problem.refuse_cache_updates(NAME)?;
+    if let Some(cache) = problem.cache.dtype {
+        return refuse(format!("dtype_cache {cache} beside {}: it is not converted", problem.dtypes.qk));
+    }
+    if problem.cache.tree_mask {
+        return refuse(format!("tree_mask of {} queries", problem.dims.seqlen_q));
+    }
+    if let (Some(rotary), QLayout::Packed) = (problem.cache.rotary, problem.layout.q) {
+        return refuse(format!(
+            "rotary embedding of dim {} with packed Q: how many of its rows are turned is not known when a plan is made",
+            rotary.dim
+        ));
+    }
     let (qk, v, o) = (problem.dtypes.qk, problem.dtypes.v, problem.dtypes.o);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
         return refuse(format!("dtype_qk {qk} with dtype_v {v} is not one 16-bit type"));

@@ -4,8 +4,9 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
+use fmha_kernels_cuda::cache_update;
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80::{self, Room, Sm80Tile};
 use fmha_kernels_cuda::split::{self, KvParts};
@@ -21,6 +22,8 @@ pub(crate) struct Sm80 {
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm80_merge";
+/// The name of the kernel that updates the cache.
+const UPDATE_NAME: &str = "sm80_update";
 
 impl Recipe<ValidFwd, Cuda> for Sm80 {
     fn name(&self) -> &'static str {
@@ -84,10 +87,28 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
                 tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
             }
         });
+        let update = cache_update::is_wanted(problem).then(|| {
+            let grid = Grid::new(cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS);
+            Launch {
+                kernel: UPDATE_NAME,
+                source: cache_update::update(problem),
+                grid,
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
+                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
+            }
+        });
+        let mut workspace = tile.workspace(problem);
+        if update.is_some() {
+            workspace.bytes = place_of_update(workspace)
+                .checked_add(cache_update::workspace_bytes(problem))
+                .filter(|&bytes| bytes < 1 << 62)
+                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        }
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
-            launches: Launches::new([], main, merge),
-            workspace: tile.workspace(problem),
+            launches: Launches::new(update, main, merge),
+            workspace,
             promises: Promises {
                 deterministic: true,
                 // A row's key blocks begin at the sequence's first key, their size is the head dimensions', and blocks that
@@ -115,8 +136,10 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let args = call.args;
         // A tensor without rows may lie anywhere.
         let has_keys = call.problem.shape_k().seq > 0;
+        // Turned queries lie in the workspace.
+        let turned = call.problem.cache.rotary.is_some();
         for (name, address, align, matters) in [
-            ("q", args.q.as_ptr() as u64, loads, true),
+            ("q", args.q.as_ptr() as u64, loads, !turned),
             ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
             ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
             ("o", args.o.as_mut_ptr() as u64, 16, stores_vectors),
@@ -139,6 +162,17 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         };
         let fwd = steps.main();
         let mut whole = bind::fwd_params(call.problem, call.args);
+        if cache_update::is_wanted(call.problem) {
+            let [step] = exactly(steps.before())?;
+            let place = whole.workspace.0 + place_of_update(tile.workspace(call.problem));
+            let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place);
+            // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem,
+            // and the workspace is as large as the plan says.
+            unsafe {
+                step.launch(&mut [(&raw mut whole).cast(), (&raw mut update).cast()], call.stream)?;
+            }
+            whole = forward;
+        }
         if tile.split_keys == 0 {
             // SAFETY: the kernel takes FwdParams and TileSchedule; `check_fwd` saw that the memory covers the problem.
             return unsafe {
@@ -158,6 +192,11 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
     fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
         Some(self)
     }
+}
+
+/// Where what updates the cache has its part of the workspace, behind the tile's own.
+fn place_of_update(own: Workspace) -> u64 {
+    own.bytes.next_multiple_of(256)
 }
 
 pub(super) fn room(facts: &DeviceFacts) -> Room {
