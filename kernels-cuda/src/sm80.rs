@@ -50,6 +50,8 @@ abi_spec! {
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
         /// A block's keys lie in one page, whose rows divide into blocks.
         pub block_in_page: bool = Takes::nothing(),
+        /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
+        pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
     }
@@ -101,6 +103,7 @@ impl Sm80Tile {
     /// What follows of a tile's fields from where a problem's keys lie.
     pub fn place_blocks(&mut self, problem: &FwdProblem) {
         self.block_in_page = blocks_in_pages(problem, self.block_n);
+        self.stored = problem.stored_k();
     }
 
     /// Whether the kernel can be compiled so.
@@ -187,7 +190,14 @@ const fn tile_bytes(elems: i32) -> i32 {
 pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     if let Some(cache) = problem.cache.dtype {
-        return refuse(format!("dtype_cache {cache} beside {}: it is not converted", problem.dtypes.qk));
+        if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
+            return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+        }
+        if problem.layout.v == VLayout::ColMajor {
+            return refuse(format!(
+                "dtype_cache {cache} with v_layout col-major: it is widened along its rows"
+            ));
+        }
     }
     if problem.cache.tree_mask {
         return refuse(format!("tree_mask of {} queries", problem.dims.seqlen_q));

@@ -133,24 +133,18 @@ pub fn merge_grid(problem: &FwdProblem, num_sms: u32) -> u32 {
     crate::row_grid(rows, MERGE_THREADS, num_sms)
 }
 
-/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`].
+/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`]. K and V lie in memory as
+/// `stored`.
 #[must_use]
-pub fn merge(spec: &FwdSpec) -> KernelSource {
-    // What the merge does not depend on.
-    let spec = FwdSpec {
-        dtype_qk: DType::Bf16,
-        dtype_v: DType::Bf16,
-        dtype_bias: DType::F32,
-        head_dim_qk: spec.head_dim_v,
-        ..*spec
-    };
-    let constants: [(&str, &dyn Literal); 1] = [("kSpec", &spec)];
+pub fn merge(spec: &FwdSpec, stored: DType) -> KernelSource {
+    // The whole spec: a row of very large scores is computed again from Q, K and V.
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kStored", &stored)];
     let entry = Entry {
         include: "fmha/common/merge_parts.cuh",
         constants: &constants,
         bounds: &format!("__launch_bounds__({MERGE_THREADS})"),
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts",
-        call: "split::merge<kSpec>(p, parts);",
+        call: "split::merge<kSpec, kStored>(p, parts);",
     };
     crate::source(entry.render(), || {
         let text = format!(

@@ -90,7 +90,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
             let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
             Launch {
                 kernel: split::MERGE_NAME,
-                source: split::merge(&spec),
+                source: split::merge(&spec, spec.dtype_qk),
                 grid,
                 shared_bytes: 0,
                 tiles: grid.groups.into(),

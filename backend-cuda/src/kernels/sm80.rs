@@ -80,7 +80,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
             Launch {
                 kernel: MERGE_NAME,
-                source: split::merge(&spec),
+                source: split::merge(&spec, tile.stored),
                 grid,
                 shared_bytes: 0,
                 tiles: grid.groups.into(),
@@ -138,10 +138,12 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let has_keys = call.problem.shape_k().seq > 0;
         // Turned queries lie in the workspace.
         let turned = call.problem.cache.rotary.is_some();
+        // As many elements of K and V as of Q.
+        let loads_of_cache = if tile.stored.is_fp8() { loads / 2 } else { loads };
         for (name, address, align, matters) in [
             ("q", args.q.as_ptr() as u64, loads, !turned),
-            ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
+            ("k", args.k_slice().as_ptr() as u64, loads_of_cache, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, loads_of_cache, has_keys),
             ("o", args.o.as_mut_ptr() as u64, 16, stores_vectors),
         ] {
             if matters && address & (align - 1) != 0 {
@@ -249,6 +251,7 @@ fn schedule_words(tile: &Sm80Tile) -> String {
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend((tile.copy_bytes < 16).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
+    words.extend(tile.stored.is_fp8().then(|| format!("K and V widened from {}", tile.stored)));
     words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
     words.join(", ")
 }

@@ -11,6 +11,13 @@ namespace fmha {
 struct OutputPlace {
   int32_t batch, row;
 };
+// The type that K and V lie in memory as.
+template <FwdSpec spec, auto tile>
+FMHA_DEVICE constexpr DType stored_type() {
+  if constexpr (requires { tile.stored; }) return tile.stored;
+  else return spec.dtype_qk;
+}
+
 template <auto tile>
 FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
   if constexpr (split_keys<tile>() == 0) return {work.storage_batch, work.q_row};
@@ -32,10 +39,10 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     if constexpr (split_keys<tile>() > 0) {
       const Range keys = keys_of_part<tile>(part_of<tile>(work), work.seqlen_k);
       const OutputPlace place = output_place<tile>(p, work);
-      RecomputedRow<spec> again{p, span, i_head, i, place.batch, place.row + i, keys};
+      RecomputedRow<spec, stored_type<spec, tile>()> again{p, span, i_head, i, place.batch, place.row + i, keys};
       again.run();
     } else {
-      RecomputedRow<spec> again{p, span, i_head, i};
+      RecomputedRow<spec, stored_type<spec, tile>()> again{p, span, i_head, i};
       again.run();
     }
   }

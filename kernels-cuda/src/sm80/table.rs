@@ -98,6 +98,7 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         vector_store: false,
         copy_bytes: 16,
         block_in_page: true,
+        stored: spec.dtype_qk,
         split_keys: 0,
     };
     let fits = |tile: &Sm80Tile| tile.smem_bytes(spec) <= room.smem_bytes;

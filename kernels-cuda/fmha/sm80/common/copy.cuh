@@ -6,6 +6,7 @@
 #pragma once
 #include <fmha/mma/smem_tile.cuh>
 #include <fmha/ptx/copy.cuh>
+#include <fmha/ptx/num.cuh>
 
 namespace fmha::sm80 {
 
@@ -50,6 +51,67 @@ FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, Ther
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
       const int32_t column = chunk * Tile::span + word * kWord;
       copy_word<bytes>(to + chunk * Tile::chunk_bytes, from + column, from ? there_of(row, column) : 0, any);
+    }
+  }
+}
+
+// Two FP8 numbers, the first in the low byte, to f32.
+template <DType stored>
+FMHA_DEVICE void unpack_fp8x2(uint32_t pair, float& low, float& high) {
+  static_assert(stored == DType::E4m3Fn || stored == DType::E5m2, "sm80: caches are of OCP FP8");
+  if constexpr (stored == DType::E5m2) {
+    // The upper halves of two f16.
+    ptx::unpack_f16x2((pair & 0xffu) << 8 | (pair & 0xff00u) << 16, low, high);
+  } else {
+    // f16 with the same bits of exponent and mantissa, whose bias is 8 larger; the largest of them is NaN.
+    const uint32_t first = pair & 0x7fu, second = pair & 0x7f00u;
+    ptx::unpack_f16x2(first << 7 | (pair & 0x80u) << 8 | second << 15 | (pair & 0x8000u) << 16, low, high);
+    low = first == 0x7fu ? float_of(0x7fffffffu) : low * 256.f;
+    high = second == 0x7f00u ? float_of(0x7fffffffu) : high * 256.f;
+  }
+}
+
+// A tile of 16-bit elements from rows of FP8: each times `descale`, rounded to f32 and then to its type once, as a cache that
+// was widened before has it. `whole_words`: rows begin on 8 bytes. Loads of a batch are under way together, and waited for.
+template <DType stored, DType wide, bool whole_words, int threads, class Tile, class RowOf, class ThereOf>
+FMHA_DEVICE void widen_tile(const Tile& tile, float descale, RowOf row_of, ThereOf there_of) {
+  constexpr int words = Tile::span / kWord, step = threads / words, passes = ceil_div(Tile::rows, step);
+  constexpr int loads = passes * Tile::num_chunks, batch = min(16, loads);
+  static_assert(threads % words == 0, "a pass takes whole rows");
+  const int32_t word = threadIdx.x % words, first_row = threadIdx.x / words;
+#pragma unroll 1
+  for (int32_t first = 0; first < loads; first += batch) {
+    uint32_t bytes[batch][2];
+#pragma unroll
+    for (int k = 0; k < batch; ++k) {
+      const int32_t row = first_row + (first + k) / Tile::num_chunks * step;
+      const int32_t column = (first + k) % Tile::num_chunks * Tile::span + word * kWord;
+      const uint8_t* from = row < Tile::rows ? row_of(row) : nullptr;
+      const int32_t there = from ? there_of(row, column) : 0;
+      if (whole_words && (there == kWord || there == 0)) {
+        ptx::ld_global_v2_b32_if(bytes[k], from + column, there == kWord);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          bytes[k][half] = 0;
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (4 * half + e < there) bytes[k][half] |= uint32_t(from[column + 4 * half + e]) << 8 * e;
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < batch; ++k) {
+      const int32_t row = first_row + (first + k) / Tile::num_chunks * step, chunk = (first + k) % Tile::num_chunks;
+      uint32_t packed[4];
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        float low, high;
+        unpack_fp8x2<stored>(bytes[k][pair / 2] >> 16 * (pair % 2) & 0xffffu, low, high);
+        packed[pair] = ptx::cvt_rn_x2<wide>(low * descale, high * descale);
+      }
+      if (first + k < loads && row < Tile::rows)
+        ptx::st_shared_v4(tile.address() + fmha::mma::word_offset<Tile>(row, word * kWord) + chunk * Tile::chunk_bytes, packed);
     }
   }
 }

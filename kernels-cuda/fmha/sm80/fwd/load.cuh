@@ -6,6 +6,17 @@
 
 namespace fmha::sm80 {
 
+// An element of K and V in memory.
+template <DType stored>
+struct StoredElem {
+  using type = uint16_t;
+};
+template <DType stored>
+  requires(is_fp8(stored))
+struct StoredElem<stored> {
+  using type = uint8_t;
+};
+
 template <FwdSpec spec, Sm80Tile tile>
 struct Loader {
   using Shared = Smem<spec, tile>;
@@ -39,18 +50,25 @@ struct Loader {
 
   // Rows of a [keys, dim] tile.
   template <int dim, class Tile>
-  FMHA_DEVICE void load_rows(const Tile& to, const View& view, int32_t i) const {
+  FMHA_DEVICE void load_rows(const Tile& to, const View& view, const HeadScalars& descales, int32_t i) const {
+    using Elem = typename StoredElem<tile.stored>::type;
     const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
-    const uint16_t* data = static_cast<const uint16_t*>(view.data);
+    const Elem* data = static_cast<const Elem*>(view.data);
     // A block that lies in one page, as in memory without pages, has one row after another.
     constexpr bool in_a_row = spec.kv_layout != KvKind::Paged || tile.block_in_page;
-    const uint16_t* first = in_a_row && first_key < end ? data + offset_of(view, first_key) : data;
-    const auto row_of = [&](int32_t row) -> const uint16_t* {
+    const Elem* first = in_a_row && first_key < end ? data + offset_of(view, first_key) : data;
+    const auto row_of = [&](int32_t row) -> const Elem* {
       const int32_t j = first_key + row;
       if (j < 0 || j >= end) return nullptr;
       return in_a_row ? first + row * view.row : data + offset_of(view, j);
     };
-    copy_tile<bytes, threads>(to, data, row_of, [](int32_t, int32_t column) { return elems_there<dim>(column); });
+    const auto there_of = [](int32_t, int32_t column) { return elems_there<dim>(column); };
+    if constexpr (is_fp8(tile.stored)) {
+      const float descale = scalar_of(descales, work.i_batch, work.i_head_kv, 1.f);
+      widen_tile<tile.stored, spec.dtype_qk, bytes == 16, threads>(to, descale, row_of, there_of);
+    } else {
+      copy_tile<bytes, threads>(to, data, row_of, there_of);
+    }
   }
 
   // Rows of a [dim, keys] tile.
@@ -87,12 +105,12 @@ struct Loader {
     }
   }
 
-  FMHA_DEVICE void load_k(int32_t i) const { load_rows<spec.head_dim_qk>(smem.k[i % tile.stages], p.k, i); }
+  FMHA_DEVICE void load_k(int32_t i) const { load_rows<spec.head_dim_qk>(smem.k[i % tile.stages], p.k, p.descale_k, i); }
   FMHA_DEVICE void load_v(int32_t i) const {
     if constexpr (Shared::v_columns) {
       load_columns(smem.v[i % tile.stages], p.v, i);
     } else {
-      load_rows<spec.head_dim_v>(smem.v[i % tile.stages], p.v, i);
+      load_rows<spec.head_dim_v>(smem.v[i % tile.stages], p.v, p.descale_v, i);
     }
   }
 };
