@@ -93,9 +93,16 @@ impl<V: Vendor> Backend<V> {
         let (launches, main) = launches.into_parts();
         let (steps, explained) = self.compiled(&kernel, launches)?;
         let chosen = Ready { kernel, steps: Steps { all: steps, main } };
-        let fallback = match self.for_any_address(&chosen.kernel, problem, options)? {
-            None => None,
-            Some((other, words)) => {
+        let fallback = match self.for_any_address(&chosen.kernel, problem, options) {
+            Ok(None) => None,
+            // The slow kernel need not take all that a fast one does.
+            Err(Error::Unsupported { refusals, .. }) => {
+                let why: Vec<String> = refusals.iter().map(ToString::to_string).collect();
+                details.push(("unaligned operands", format!("refused: {}", why.join("; "))));
+                None
+            }
+            Err(error) => return Err(error),
+            Ok(Some((other, words))) => {
                 let Choice { kernel, launches, workspace: wants, .. } = other;
                 workspace = workspace.max(wants);
                 let (launches, main) = launches.into_parts();

@@ -7,7 +7,10 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec};
-use fmha_core::{BwdProblem, DType, Refusal, Shape, Strides, VLayout, abi_enum, abi_spec};
+use fmha_core::{
+    Bias, BiasBroadcast, BwdProblem, DType, ElementwiseBias, Refusal, Shape, Strides, VLayout, abi_enum,
+    abi_spec,
+};
 
 use crate::sm80::{NAME, Room, padded_dim};
 
@@ -28,9 +31,11 @@ pub enum BwdSums {
     Dk,
     /// dV alone.
     Dv,
+    /// dBias of a block of queries by a block of keys.
+    DBias,
 }
 
-abi_enum!(BwdSums { Dq, DkDv, Dk, Dv });
+abi_enum!(BwdSums { Dq, DkDv, Dk, Dv, DBias });
 
 impl BwdSums {
     /// The launch's name in plans.
@@ -41,6 +46,7 @@ impl BwdSums {
             Self::DkDv => "sm80_dkdv",
             Self::Dk => "sm80_dk",
             Self::Dv => "sm80_dv",
+            Self::DBias => "sm80_dbias",
         }
     }
 }
@@ -85,7 +91,11 @@ impl Sm80BwdTile {
         let own = tile_bytes(self.rows * qk)
             + if matches!(self.sums, BwdSums::Dv) { 0 } else { tile_bytes(self.rows * v) };
         let block = tile_bytes(self.columns * qk) + tile_bytes(self.columns * v);
-        let stats = if matches!(self.sums, BwdSums::Dq) { 0 } else { self.stages * self.columns * 12 };
+        let stats = if matches!(self.sums, BwdSums::Dq | BwdSums::DBias) {
+            0
+        } else {
+            self.stages * self.columns * 12
+        };
         (own + self.stages * block + stats + 1023) / 1024 * 1024
     }
 
@@ -172,9 +182,6 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     if fwd.layout.v == VLayout::ColMajor {
         return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
     }
-    if let Some(dbias) = problem.dbias {
-        return refuse(format!("backward: dbias of {} is not summed", dbias.dtype));
-    }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
         if length >= 1 << 29 {
             return refuse(format!("backward: {field} {length} is not below 2^29"));
@@ -190,7 +197,8 @@ pub fn choose_tiles(problem: &BwdProblem, spec: &BwdSpec, room: Room) -> Vec<Sm8
     // dK and dV of a warp's 16 keys take `head_dim / 2` registers each, which beside S and dP is too much from 144 on.
     let sums: &[BwdSums] =
         if widest <= 128 { &[BwdSums::Dq, BwdSums::DkDv] } else { &[BwdSums::Dq, BwdSums::Dk, BwdSums::Dv] };
-    sums.iter().map(|&sums| choose_tile(problem, spec, room, sums)).collect()
+    let dbias = problem.dbias.map(|_| &BwdSums::DBias);
+    sums.iter().chain(dbias).map(|&sums| choose_tile(problem, spec, room, sums)).collect()
 }
 
 fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) -> Sm80BwdTile {
@@ -198,7 +206,9 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
     let widest = padded_dim(spec.fwd.head_dim_qk).max(padded_dim(spec.fwd.head_dim_v));
     // What modifies scores takes registers.
     let modifies = spec.fwd.softcap || spec.fwd.bias != BiasKind::None || spec.fwd.dropout;
-    let columns = if widest <= 64 || widest <= 128 && !modifies { 64 } else { 32 };
+    // dK and dV at once leave S and dP the registers of 32 queries above head dimension 64.
+    let both = sums == BwdSums::DkDv;
+    let columns = if widest <= 64 || widest <= 128 && !modifies && !both { 64 } else { 32 };
     let whole = |(_, _, stride): (&str, &str, i64)| stride % 8 == 0;
     let gradients = [
         ("dq", problem.dq, fwd.shape_q()),
@@ -222,10 +232,13 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
         sums,
     };
     // Eight warps share the blocks that they walk; with four, two CTAs find the registers.
-    let owned = if sums == BwdSums::Dq { dims.seqlen_q } else { dims.seqlen_k };
-    let candidates = [(128, 2), (128, 1), (64, 2), (64, 1)];
+    let owned = if matches!(sums, BwdSums::Dq | BwdSums::DBias) { dims.seqlen_q } else { dims.seqlen_k };
+    // dBias has nothing to walk.
+    let candidates: &[_] =
+        if sums == BwdSums::DBias { &[(64, 1)] } else { &[(128, 2), (128, 1), (64, 2), (64, 1)] };
     let mut tile = candidates
-        .into_iter()
+        .iter()
+        .copied()
         .filter(|&(rows, _)| rows == 64 || owned > 64)
         .map(of)
         .find(|tile| tile.smem_bytes(spec) <= room.smem_bytes)
@@ -240,12 +253,27 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
 #[must_use]
 pub fn grid(problem: &BwdProblem, tile: &Sm80BwdTile) -> Option<u32> {
     let dims = problem.fwd.dims;
-    let (heads, rows) = match tile.sums {
-        BwdSums::Dq => (dims.num_heads_q, dims.seqlen_q),
-        BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv => (dims.num_heads_kv, dims.seqlen_k),
+    let blocks_of = |rows: u32, size: i32| u64::from(rows).div_ceil(u64::from(size.unsigned_abs()));
+    let (planes, blocks) = match tile.sums {
+        BwdSums::Dq => ([dims.batch, dims.num_heads_q], blocks_of(dims.seqlen_q, tile.rows)),
+        BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv => {
+            ([dims.batch, dims.num_heads_kv], blocks_of(dims.seqlen_k, tile.rows))
+        }
+        BwdSums::DBias => {
+            let planes = match problem.fwd.score.bias {
+                Bias::Elementwise(ElementwiseBias { broadcast: BiasBroadcast::BatchHead, .. }) => {
+                    [dims.batch, dims.num_heads_q]
+                }
+                Bias::Elementwise(ElementwiseBias { broadcast: BiasBroadcast::OneHead, .. }) => {
+                    [1, dims.num_heads_q]
+                }
+                _ => [1, 1],
+            };
+            let keys = blocks_of(dims.seqlen_k, tile.columns);
+            (planes, blocks_of(dims.seqlen_q, tile.rows).checked_mul(keys)?)
+        }
     };
-    let blocks = u64::from(rows).div_ceil(u64::from(tile.rows.unsigned_abs()));
-    let ctas = u64::from(dims.batch).checked_mul(heads.into())?.checked_mul(blocks)?;
+    let ctas = u64::from(planes[0]).checked_mul(planes[1].into())?.checked_mul(blocks)?;
     u32::try_from(ctas).ok().filter(|&ctas| ctas < 1 << 31)
 }
 

@@ -23,7 +23,8 @@ using mma::SmemTile;
 
 FMHA_DEVICE constexpr int num_threads(const Sm80BwdTile& tile) { return 32 * tile.warps; }
 FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth); }
-FMHA_DEVICE constexpr bool owns_queries(const Sm80BwdTile& tile) { return tile.sums == BwdSums::Dq; }
+FMHA_DEVICE constexpr bool sums_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::Dq; }
+FMHA_DEVICE constexpr bool owns_queries(const Sm80BwdTile& tile) { return sums_dq(tile) || tile.sums == BwdSums::DBias; }
 FMHA_DEVICE constexpr bool sums_dk(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dk; }
 FMHA_DEVICE constexpr bool sums_dv(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dv; }
 // Whether dS is made: of dV alone it is not.

@@ -18,8 +18,9 @@ struct Pairs {
   using Fragment = mma::Accumulator<columns>;
 
   const BwdParams& p;
-  const SeqSpan& span;
-  const MaskBand& band;
+  // By value: a reference to a member of the CTA's own struct keeps all of that, the sums too, in local memory.
+  const SeqSpan span;
+  const MaskBand band;
   const float scale_log2 = p.fwd.softmax_scale * kLog2E;
 
   // The query and the key of an element; `row`: the thread's first, `column`: of the block's first.
@@ -156,8 +157,8 @@ struct Pairs {
     return x;
   }
 
-  // dP to dS, the gradient of scale * Q K^T.
-  template <class Queries>
+  // dP to dS: the gradient of scale * Q K^T, or, not `through_cap`, of the score that the softmax sees.
+  template <bool through_cap, class Queries>
   FMHA_DEVICE void differentiate(Fragment& dp, const Fragment& probs, const Slopes& slopes, const Kept& kept, int32_t row,
                                  int32_t column, bool edge, const Queries& queries) const {
 #pragma unroll
@@ -168,7 +169,7 @@ struct Pairs {
         if constexpr (kFwd.dropout) d = kept.has(e + k) ? d * p.fwd.dropout_scale : 0.f;
         dp[e + k] = probs[e + k] * (d - queries.delta(e + k));
       }
-      if constexpr (kFwd.softcap) {
+      if constexpr (kFwd.softcap && through_cap) {
         float low, high;
         ptx::unpack_f16x2(slopes.pairs[e / 2], low, high);
         dp[e] *= low;
