@@ -10,7 +10,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
-use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskKind, QLayout, VLayout};
+use fmha_core::{BiasGrad, BwdProblem, DType, Dims, FwdProblem, MaskKind, QLayout, VLayout};
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
 use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm100::Sm100Tile;
@@ -347,10 +347,16 @@ fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
     let decode =
         Sm80Tile { block_m: 16, warps: 1, ctas: 4, pack_gqa: true, split_keys: 256, ..own(&upper, a100) };
     kernels.push(("sm80_128_part_of_keys".to_owned(), sm80::fwd(&split::part_spec(&upper), &decode)));
+    let narrow = Sm80Tile { stored: DType::E4m3Fn, ..decode };
+    kernels.push(("sm80_128_part_of_fp8_keys".to_owned(), sm80::fwd(&split::part_spec(&upper), &narrow)));
     for (name, dim, change) in [
         ("128_upper", 128, (|_| {}) as fn(&mut BwdSpec)),
         ("256_upper", 256, |_| {}),
         ("128_softcap", 128, |spec| spec.fwd.softcap = true),
+        ("128_bias", 128, |spec| {
+            (spec.fwd.bias, spec.fwd.dtype_bias) = (BiasKind::Elementwise, DType::Bf16);
+            (spec.write_dbias, spec.dtype_dbias) = (true, DType::Bf16);
+        }),
     ] {
         let mut spec = BwdSpec::plain(DType::Bf16, dim, MaskKind::Upper);
         change(&mut spec);
@@ -363,7 +369,9 @@ fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
             head_dim_qk: dim as u32,
             head_dim_v: dim as u32,
         };
-        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
+        let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
+        let strides = problem.fwd.strides.q;
+        problem.dbias = spec.write_dbias.then_some(BiasGrad { dtype: spec.dtype_dbias, strides });
         for tile in sm80_bwd::choose_tiles(&problem, &spec, a100) {
             kernels.push((format!("{}_{name}", tile.sums.name()), sm80_bwd::main(&spec, &tile)));
         }
