@@ -2,8 +2,7 @@
 
 use fmha_core::tune::{TileClass, Tune as _, TunedTile, TunedTiles};
 use fmha_core::{
-    AnyProblem, BwdProblem, CombineProblem, DType, Dims, FmhaBackend as _, FwdProblem, Operation,
-    PlanOptions, Shape,
+    AnyProblem, BwdProblem, CombineProblem, DType, Dims, FmhaBackend as _, FwdProblem, PlanOptions, Shape,
 };
 use fmha_gpu::{Backend, Tunable as _, tuned_kernels};
 use fmha_kernels_cuda as text;
@@ -72,17 +71,21 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
     let load_max = ["sm_90a", "sm_100a", "sm_103a"].map(|arch| value(arch, "load_max"));
     assert_eq!(load_max, [None, Some("0".to_owned()), Some("1".to_owned())]);
 
-    for arch in ["sm_90a", "sm_100a"] {
+    for arch in ["sm_80", "sm_90a", "sm_100a", "sm_120a"] {
         let backend = pretend(arch);
-        let names = |operation| {
-            let knobs = backend.knobs(operation);
+        let names = |problem, options: &PlanOptions| {
+            let knobs = backend.knobs(problem, options)?;
             assert!(knobs.iter().all(|(_, values)| !values.is_empty()));
-            knobs.into_iter().map(|(name, _)| name).collect::<Vec<_>>()
+            Ok::<_, fmha_core::Error>(knobs.into_iter().map(|(name, _)| name).collect::<Vec<_>>())
         };
-        let tile = backend.default_tile(AnyProblem::Forward(&fwd), &options).unwrap();
-        assert_eq!(tile.iter().map(|(name, _)| &**name).collect::<Vec<_>>(), names(Operation::Forward));
-        assert_eq!(names(Operation::Backward).contains(&"edges_apart"), arch == "sm_90a");
-        assert_eq!(names(Operation::Combine), [""; 0]);
+        for options in [options.clone(), options.clone().kernel("sm80")] {
+            let tile = backend.default_tile(AnyProblem::Forward(&fwd), &options).unwrap();
+            let knobs = names(AnyProblem::Forward(&fwd), &options).unwrap();
+            assert_eq!(tile.iter().map(|(name, _)| &**name).collect::<Vec<_>>(), knobs, "{arch} {options:?}");
+            assert!(options.kernel.is_none() || knobs.contains(&"fragments_ahead"), "{arch}: {knobs:?}");
+        }
+        let backward = names(AnyProblem::Backward(&bwd), &options);
+        assert_eq!(backward.is_ok_and(|knobs| knobs.contains(&"edges_apart")), arch == "sm_90a");
     }
 
     // The kernel's own tile, whatever the options set of it.
@@ -93,7 +96,8 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
     assert_eq!(of(&set), of(&options));
     assert!(hopper.plan_bwd(&bwd, &set).is_err());
 
-    let wide = Dims { head_dim_qk: 512, ..DIMS };
+    // No kernel with tiles has such a head dimension.
+    let wide = Dims { head_dim_qk: 584, ..DIMS };
     let wide = FwdProblem::batch(DType::Bf16, wide).validate().unwrap();
     for arch in ["sm_90a", "sm_100a"] {
         assert!(pretend(arch).default_tile(AnyProblem::Forward(&wide), &options).is_err());

@@ -309,7 +309,7 @@ fn an_emulated_device_keeps_no_tile_and_its_own_tile_spelt_out_is_its_plan() {
     ] {
         let options = PlanOptions::default().deterministic(deterministic);
         let tile = tuner.default_tile(problem, &options).unwrap();
-        let knobs = tuner.knobs(problem.operation()).into_iter().map(|(knob, _)| knob);
+        let knobs = tuner.knobs(problem, &options).unwrap().into_iter().map(|(knob, _)| knob);
         assert!(knobs.eq(tile.iter().map(|(name, _)| name)), "{tile:?}");
         let spelt = options.clone().tile(tile.clone());
         assert_eq!(plan(problem, &options), plan(problem, &spelt));

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use fmha_core::{
-    AnyProblem, BwdProblem, CombineProblem, DType, Device, Dims, FwdProblem, PlanOptions, Shape,
+    AnyProblem, Append, BwdProblem, CombineProblem, DType, Device, Dims, FwdProblem, PlanOptions, Shape,
 };
 
 const DIMS: Dims = Dims {
@@ -28,8 +28,8 @@ fn pretend(arch: &str) -> Device {
 fn it_says_what_it_is_and_what_it_has() {
     let backend = pretend("sm_90a");
     assert_eq!((backend.kind(), backend.name()), ("cuda", "cuda (sm_90a, no device)"));
-    // `sm90` and `simt` are kernels of two operations each.
-    assert_eq!(backend.kernels(), ["sm100", "sm90", "simt", "combine"]);
+    // `sm90`, `sm80` and `simt` are kernels of two operations each.
+    assert_eq!(backend.kernels(), ["sm100", "sm90", "sm80", "simt", "combine"]);
     assert!(backend.precompiler().is_some());
     assert!(backend.tuner().is_none() && !backend.has_streams(), "it runs nothing");
     let [bf16, fp8] =
@@ -51,13 +51,29 @@ fn a_process_without_a_double_has_the_machines_driver_or_none() {
 }
 
 #[test]
+fn a_fallback_that_refuses_what_the_kernel_takes_refuses_no_plan() {
+    let mut problem = FwdProblem::batch(DType::Bf16, DIMS).seqused_k(true);
+    problem.cache.append = Some(Append::batch(&problem, 1));
+    let plan = pretend("sm_80")
+        .plan_fwd(&problem.validate().unwrap(), &PlanOptions::default().allow_fallback(true))
+        .unwrap();
+    assert_eq!(plan.kernel(), "sm80");
+    let words = plan.details().iter().find(|(name, _)| *name == "unaligned operands").unwrap();
+    assert!(words.1.contains("simt: append of seqlen_new 1 is not taken"), "{plan}");
+}
+
+#[test]
 fn the_jobs_of_a_plan_are_its_launches() {
     let fwd = FwdProblem::batch(DType::Bf16, DIMS).validate().unwrap();
+    let mut appends = FwdProblem::batch(DType::Bf16, DIMS).seqused_k(true);
+    appends.cache.append = Some(Append::batch(&appends, 1));
+    let appends = appends.validate().unwrap();
     let bwd = BwdProblem::new(FwdProblem::clone(&fwd)).validate().unwrap();
     let combine = merged().validate().unwrap();
     for (arch, problem, names) in [
         ("sm_90a", AnyProblem::Forward(&fwd), &["sm90"][..]),
         ("sm_100a", AnyProblem::Forward(&fwd), &["sm100"]),
+        ("sm_90a", AnyProblem::Forward(&appends), &["sm80_update", "sm80"]),
         ("sm_90a", AnyProblem::Backward(&bwd), &["preprocess", "sm90"]),
         ("sm_90a", AnyProblem::Combine(&combine), &["combine"]),
     ] {

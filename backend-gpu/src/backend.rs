@@ -8,8 +8,8 @@ use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, M
 use fmha_core::source::ENTRY;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
-    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, Operation, PlanOptions,
-    PlanParts, Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
+    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, PlanOptions, PlanParts,
+    Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
     ValidCombine, ValidFwd,
 };
 
@@ -93,9 +93,16 @@ impl<V: Vendor> Backend<V> {
         let (launches, main) = launches.into_parts();
         let (steps, explained) = self.compiled(&kernel, launches)?;
         let chosen = Ready { kernel, steps: Steps { all: steps, main } };
-        let fallback = match self.for_any_address(&chosen.kernel, problem, options)? {
-            None => None,
-            Some((other, words)) => {
+        let fallback = match self.for_any_address(&chosen.kernel, problem, options) {
+            Ok(None) => None,
+            // The slow kernel need not take all that a fast one does.
+            Err(Error::Unsupported { refusals, .. }) => {
+                let why: Vec<String> = refusals.iter().map(ToString::to_string).collect();
+                details.push(("unaligned operands", format!("refused: {}", why.join("; "))));
+                None
+            }
+            Err(error) => return Err(error),
+            Ok(Some((other, words))) => {
                 let Choice { kernel, launches, workspace: wants, .. } = other;
                 workspace = workspace.max(wants);
                 let (launches, main) = launches.into_parts();
@@ -217,7 +224,8 @@ impl<V: Vendor> Backend<V> {
         V: Family<P>,
     {
         let mut refusals = Vec::new();
-        for kernel in <V as Family<P>>::recipes() {
+        let wanted = |name: &str| options.kernel.as_deref().is_none_or(|kernel| kernel == name);
+        for kernel in <V as Family<P>>::recipes().into_iter().filter(|kernel| wanted(kernel.name())) {
             let Some(tunable) = kernel.tunable().filter(|tunable| tunable.runs_on(&self.facts)) else {
                 continue;
             };
@@ -232,19 +240,6 @@ impl<V: Vendor> Backend<V> {
             refusals.push(Refusal::new(operation.name(), reason));
         }
         Err(unsupported(&self.name, refusals))
-    }
-
-    fn fields_of<P: Problem>(&self) -> Vec<(&'static str, Vec<String>)>
-    where
-        V: Family<P>,
-    {
-        <V as Family<P>>::recipes()
-            .iter()
-            .find_map(|kernel| {
-                let tunable = kernel.tunable().filter(|tunable| tunable.runs_on(&self.facts))?;
-                Some(tunable.fields())
-            })
-            .unwrap_or_default()
     }
 }
 
@@ -326,11 +321,15 @@ impl<V: Vendor> Tune for Backend<V> {
         }
     }
 
-    fn knobs(&self, operation: Operation) -> Vec<(&'static str, Vec<String>)> {
-        match operation {
-            Operation::Forward => self.fields_of::<ValidFwd>(),
-            Operation::Backward => self.fields_of::<ValidBwd>(),
-            Operation::Combine => self.fields_of::<ValidCombine>(),
+    fn knobs(
+        &self,
+        problem: AnyProblem<'_>,
+        options: &PlanOptions,
+    ) -> Result<Vec<(&'static str, Vec<String>)>> {
+        match problem {
+            AnyProblem::Forward(problem) => self.tuned(problem, options, |of, _| of.fields()),
+            AnyProblem::Backward(problem) => self.tuned(problem, options, |of, _| of.fields()),
+            AnyProblem::Combine(problem) => self.tuned(problem, options, |of, _| of.fields()),
         }
     }
 

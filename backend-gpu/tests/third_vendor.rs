@@ -13,8 +13,8 @@ use fmha_core::source::KernelSource;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
 use fmha_core::{
     Accuracy, AnyProblem, Call, DType, DevBuffer, DevSlice, Device, Dims, FwdArgs, FwdProblem, MemorySpace,
-    Operation, PlanOptions, ProblemError, Promises, Queues, Refusal, ResourceUsage, Result, Roofline,
-    ValidBwd, ValidCombine, ValidFwd, Workspace,
+    PlanOptions, ProblemError, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, ValidBwd,
+    ValidCombine, ValidFwd, Workspace,
 };
 use fmha_gpu::{
     Backend, Choice, Driver, Facts, Family, Grid, Kernel, Launch, Launches, Recipe, Steps, Toolchain,
@@ -460,8 +460,9 @@ fn tiles_and_jobs_are_the_recipes() {
     let (device, _) = open(true);
     let (problem, options) = (problem(DType::F32), PlanOptions::default());
     let tuner = device.tuner().unwrap();
-    assert_eq!(tuner.knobs(Operation::Forward)[0].0, "adds");
-    assert!(tuner.knobs(Operation::Combine).is_empty());
+    assert_eq!(tuner.knobs(AnyProblem::Forward(&problem), &options).unwrap()[0].0, "adds");
+    // The kernel that is named has no tile, and the one that has a tile is not named.
+    assert!(tuner.knobs(AnyProblem::Forward(&problem), &options.clone().kernel("slow")).is_err());
     let tile = tuner.default_tile(AnyProblem::Forward(&problem), &options).unwrap();
     assert_eq!(tile, [("adds".to_owned(), "20".to_owned())]);
     let thirty = options.clone().tile([("adds", "30")]);

@@ -18,6 +18,8 @@ struct Rates {
     tensor_macs: f64,
     /// Results of the special-function unit.
     special: f64,
+    /// Results of f32 multiplication and addition.
+    floats: f64,
     /// Bytes of memory, the device's bandwidth shared out.
     memory: f64,
     source: &'static str,
@@ -30,6 +32,7 @@ struct Rates {
 const HOPPER: Rates = Rates {
     tensor_macs: 2048.0,
     special: 16.0,
+    floats: 128.0,
     memory: 4.8e12 / 132.0 / 1.83e9,
     source: "H100 whitepaper (tensor), CUDA C++ Programming Guide for 9.0 (others), H200 data sheet (memory)",
 };
@@ -38,8 +41,36 @@ const HOPPER: Rates = Rates {
 const BLACKWELL: Rates = Rates {
     tensor_macs: 4096.0,
     special: 16.0,
+    floats: 128.0,
     memory: 8e12 / 148.0 / 1.85e9,
     source: "HGX B200 data sheet (tensor, memory), CUDA C++ Programming Guide (others)",
+};
+
+/// An A100 80GB SXM: 312 TFLOP/s of dense 16-bit products and 2.039 TB/s on 108 SMs at 1410 MHz.
+const AMPERE: Rates = Rates {
+    tensor_macs: 1024.0,
+    special: 16.0,
+    floats: 64.0,
+    memory: 2.039e12 / 108.0 / 1.41e9,
+    source: "A100 whitepaper (tensor), its data sheet (memory), CUDA C++ Programming Guide for 8.0 (others)",
+};
+
+/// An RTX 4090: 165.2 TFLOP/s of dense 16-bit products with f32 sums and 1008 GB/s on 128 SMs at 2520 MHz.
+const ADA: Rates = Rates {
+    tensor_macs: 256.0,
+    special: 16.0,
+    floats: 128.0,
+    memory: 1.008e12 / 128.0 / 2.52e9,
+    source: "Ada whitepaper (tensor, memory), CUDA C++ Programming Guide for 8.9 (others)",
+};
+
+/// An RTX 5090: 209.5 TFLOP/s of dense 16-bit products with f32 sums and 1792 GB/s on 170 SMs at 2407 MHz.
+const RTX_BLACKWELL: Rates = Rates {
+    tensor_macs: 256.0,
+    special: 16.0,
+    floats: 128.0,
+    memory: 1.792e12 / 170.0 / 2.407e9,
+    source: "RTX Blackwell whitepaper (tensor, memory), CUDA C++ Programming Guide for 12.0 (others)",
 };
 
 /// A unit of a multiprocessor and what it does in a cycle.
@@ -74,7 +105,7 @@ const UNITS: &[Unit] = &[
             32.0 * c.instructions("float multiply, add") + 64.0 * c.instructions("packed float multiply, add")
         },
         unit: "results",
-        a_cycle: |_| 128.0,
+        a_cycle: |rates| rates.floats,
         inside: true,
     },
     Unit {
@@ -190,7 +221,13 @@ pub(super) fn write(
         writeln!(out, "{:<18} {:>12.0} {words}", "", counted.counter(name))?;
     }
     let name = backend.name();
-    if name.contains("sm_90a") {
+    if name.contains("sm_80") {
+        shares(out, &counted, &AMPERE)?;
+    } else if name.contains("sm_89") {
+        shares(out, &counted, &ADA)?;
+    } else if name.contains("sm_120") {
+        shares(out, &counted, &RTX_BLACKWELL)?;
+    } else if name.contains("sm_90a") {
         shares(out, &counted, &HOPPER)?;
     } else if name.contains("sm_100a") {
         shares(out, &counted, &BLACKWELL)?;

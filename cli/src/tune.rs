@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use clap::Args;
-use fmha::{AnyProblem, BwdProblem, Device, Operation, PlanOptions, Stream};
+use fmha::{AnyProblem, BwdProblem, Device, PlanOptions, Stream};
 use fmha_conformance::execute::Resident;
 use fmha_conformance::init::Init;
 use fmha_core::tune::{Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, clock, search};
@@ -80,7 +80,7 @@ impl TuneArgs {
         let bwd = setup.bwd.clone().map(BwdProblem::validate).transpose()?;
         let problem = bwd.as_ref().map_or(AnyProblem::Forward(&fwd), AnyProblem::Backward);
         let options = setup.options(&self.backend.plan_options());
-        let knobs = self.knobs(tuner, problem.operation())?;
+        let knobs = self.knobs(tuner, problem, &options)?;
         let own = tuner.default_tile(problem, &options)?;
         if self.compile {
             return compile(backend, problem, &options, &own, &knobs, out);
@@ -127,12 +127,13 @@ impl TuneArgs {
     fn knobs(
         &self,
         tuner: &dyn Tune,
-        operation: Operation,
+        problem: AnyProblem<'_>,
+        options: &PlanOptions,
     ) -> Result<Vec<(&'static str, Vec<String>)>, Failure> {
-        let knobs = tuner.knobs(operation);
+        let knobs = tuner.knobs(problem, options)?;
         if let Some(unknown) = self.knob.iter().find(|name| knobs.iter().all(|(knob, _)| knob != name)) {
             let known: Vec<_> = knobs.iter().map(|(knob, _)| *knob).collect();
-            let known = known.join(", ");
+            let (known, operation) = (known.join(", "), problem.operation());
             return Err(Failure::wrong(format!("knob {unknown} is none of the {operation}'s: {known}")));
         }
         let wanted = |knob: &str| self.knob.is_empty() || self.knob.iter().any(|name| name == knob);

@@ -4,12 +4,16 @@
 //! the headers it includes, none of them a vendor's, so that NVRTC needs no include path.
 //! `README.md` beside this crate says what a launch binds.
 
+pub mod cache_update;
 pub mod combine;
 pub mod schedule;
 pub mod simt;
 pub mod sm100;
+pub mod sm80;
+pub mod sm80_bwd;
 pub mod sm90;
 pub mod sm90_bwd;
+pub mod split;
 pub mod wgmma;
 
 use fmha_core::source::{Header, KernelSource};
@@ -51,19 +55,42 @@ pub fn headers() -> Vec<Header> {
         "ptx/warp.cuh",
         "ptx/wgmma.cuh",
         "common/copy_tile.cuh",
+        "common/dropout.cuh",
+        "common/exp2.cuh",
         "common/merge_parts.cuh",
+        "common/output_place.cuh",
         "common/output_row.cuh",
+        "common/philox_parts.cuh",
         "common/pipeline.cuh",
+        "common/quads.cuh",
         "common/recompute_row.cuh",
         "common/scheduler.cuh",
+        "common/score_modifiers.cuh",
+        "common/softmax.cuh",
+        "common/store_rows.cuh",
+        "common/update_cache.cuh",
         "common/work.cuh",
         "common/zero_rows.cuh",
+        "mma/fragment.cuh",
         "mma/sm100.cuh",
+        "mma/sm80.cuh",
         "mma/smem_tile.cuh",
         "mma/sm90.cuh",
         "mma/sm90/descriptor.cuh",
         "mma/sm90/fp8_operand.cuh",
         "mma/sm90/register_product.cuh",
+        "sm80/bwd/config.cuh",
+        "sm80/bwd/dbias.cuh",
+        "sm80/bwd/main.cuh",
+        "sm80/bwd/owner.cuh",
+        "sm80/bwd/pairs.cuh",
+        "sm80/bwd/store.cuh",
+        "sm80/common/copy.cuh",
+        "sm80/fwd/config.cuh",
+        "sm80/fwd/consume.cuh",
+        "sm80/fwd/epilogue.cuh",
+        "sm80/fwd/fwd.cuh",
+        "sm80/fwd/load.cuh",
         "sm100/fwd/config.cuh",
         "sm100/fwd/correct.cuh",
         "sm100/fwd/fwd.cuh",
@@ -101,20 +128,14 @@ pub fn headers() -> Vec<Header> {
         "sm90/bwd/preprocess.cuh",
         "sm90/bwd/repair.cuh",
         "sm90/bwd/work.cuh",
-        "sm90/common/dropout.cuh",
-        "sm90/common/exp2.cuh",
-        "sm90/common/fragment.cuh",
-        "sm90/common/philox_parts.cuh",
         "sm90/fwd/config.cuh",
         "sm90/fwd/consume.cuh",
         "sm90/fwd/epilogue.cuh",
         "sm90/fwd/fwd.cuh",
         "sm90/fwd/load.cuh",
         "sm90/fwd/load_bias.cuh",
-        "sm90/fwd/modifiers.cuh",
         "sm90/fwd/prepare_values.cuh",
         "sm90/fwd/recompute_scores.cuh",
-        "sm90/fwd/softmax.cuh",
         "sm90/fwd/turn_values.cuh",
         "sm90/fwd/value_role.cuh",
         "sm90/fwd/widen_values.cuh",

@@ -10,7 +10,8 @@ use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
 use crate::sm90;
 
 mod knobs;
-pub mod split;
+
+pub use crate::split;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm100";
@@ -133,7 +134,7 @@ impl Sm100Tile {
                 rows: self.block_m * row_blocks,
                 heads,
                 pack_gqa: self.pack_gqa,
-                kv_parts: split::num_parts(problem, self) as i32,
+                kv_parts: split::num_parts(problem, self.split_keys) as i32,
             },
         )
     }
@@ -151,7 +152,7 @@ impl Sm100Tile {
     pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
         let workers = self.grid(schedule, num_sms) / self.cluster.unsigned_abs();
         let zeroed_bytes = schedule.counter_bytes(self.order, workers);
-        Workspace { bytes: split::workspace_bytes(problem, self).max(zeroed_bytes), zeroed_bytes }
+        Workspace { bytes: split::workspace_bytes(problem, self.split_keys).max(zeroed_bytes), zeroed_bytes }
     }
 
     /// The box of the tensor map of Q: (dim, heads of a group, rows, kv heads, batch).

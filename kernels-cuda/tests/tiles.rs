@@ -8,7 +8,7 @@ use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskKind, MaskSpec, Shape, Strides, VLayout};
 use fmha_kernels_cuda::schedule::{MAX_TILES, TileOrder};
 use fmha_kernels_cuda::sm90::{PrepareV, PreparedValues};
-use fmha_kernels_cuda::{sm90, sm90_bwd, sm100};
+use fmha_kernels_cuda::{sm80, sm80_bwd, sm90, sm90_bwd, sm100};
 
 const RATIOS: [u32; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 128];
 const LENGTHS: [(u32, u32); 9] = [
@@ -80,6 +80,46 @@ fn the_tile_that_the_blackwell_table_chooses_is_one_that_its_kernel_takes() {
             let tile = sm100::choose_tile(&problem, arch);
             let refusal = tile.check(&FwdSpec::of(&problem), problem.gqa_ratio());
             assert_eq!(refusal, Ok(()), "{arch} {:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
+        }
+    }
+}
+
+/// An A100, an RTX 3090, an H200.
+const ROOMS: [sm80::Room; 3] = [
+    sm80::Room { smem_bytes: 166_912, num_sms: 108 },
+    sm80::Room { smem_bytes: 101_376, num_sms: 82 },
+    sm80::Room { smem_bytes: 232_448, num_sms: 132 },
+];
+
+#[test]
+fn the_tile_that_the_table_of_mma_sync_chooses_is_one_that_its_kernel_takes() {
+    let (mut packed, mut split) = (0, 0);
+    for problem in problems() {
+        assert_eq!(sm80::accepts(&problem, true), Ok(()));
+        for room in ROOMS {
+            let tile = sm80::choose_tile(&problem, room);
+            let checked = tile.check().and_then(|()| tile.check_loads(&problem));
+            assert_eq!(checked, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
+            let bytes = tile.smem_bytes(&FwdSpec::of(&problem));
+            assert!(bytes <= room.smem_bytes, "{bytes} of {room:?}: {tile:?}");
+            packed += usize::from(tile.pack_gqa);
+            split += usize::from(tile.split_keys > 0);
+        }
+    }
+    assert!(packed > 1000 && split > 1000, "{packed} tiles with packed heads, {split} with parts of keys");
+}
+
+#[test]
+fn the_tiles_of_the_backward_of_mma_sync_fit_every_device() {
+    for fwd in problems() {
+        let problem = BwdProblem::new(fwd);
+        let spec = BwdSpec::of(&problem);
+        for room in ROOMS {
+            for tile in sm80_bwd::choose_tiles(&problem, &spec, room) {
+                assert_eq!(tile.check_loads(&problem), Ok(()));
+                let bytes = tile.smem_bytes(&spec);
+                assert!(bytes <= room.smem_bytes, "{bytes} of {room:?}: {tile:?}");
+            }
         }
     }
 }

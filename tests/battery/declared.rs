@@ -59,7 +59,8 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backend: "cuda",
-        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
+        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks: kernels other than sm80's take none, sm80's \
+               no tree mask",
         applies: updates_the_cache,
     },
     Declared {

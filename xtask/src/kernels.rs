@@ -74,6 +74,12 @@ const BLACKWELL: Row = Row { kernel: Some("sm100"), arch: "sm_100a", ..HOPPER };
 const HOPPER_WALKING: Row =
     Row { kernel: Some("sm90"), mode: Mode::HappensBefore, multiprocessors: Some(2), ..HOPPER };
 
+/// What they take by themselves: 16 bits, and no keep mask, which dropout's own edges ask for.
+const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
+
+/// The kernels of mma.sync where no faster one is.
+const AMPERE: Row = Row { kernel: Some("sm80"), arch: "sm_80", ..HOPPER };
+
 pub(crate) const ROWS: &[Row] = &[
     // What found planted faults, whole; of the rest one kernel in so many, with all its cases.
     Row {
@@ -258,6 +264,55 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..BLACKWELL
     },
+    // The kernels of mma.sync: what found planted faults, every access ordered by vector clocks; of the rest one in so many.
+    Row {
+        mode: Mode::HappensBefore,
+        in_test: Cases {
+            filter: "^(edges/(off_tile|long|nan|inf|group|gqa|short_query)|heads/(batch|group|row_blocks)|rare)/.*bf16",
+            deal: 16,
+        },
+        in_all: Cases { filter: AMPERE_CASES, deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: None,
+        in_test: Cases { filter: "^(addresses|definition|edges|guards|heads|laws|rare)/.*b?f16", deal: 96 },
+        in_all: Cases { filter: FORWARD, deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        in_test: Cases { filter: "^decode/.*bf16", deal: 24 },
+        in_all: Cases { filter: "^decode/", deal: 1 },
+        kernel: None,
+        ..AMPERE
+    },
+    Row {
+        kernel: None,
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^backward/(head_dim|hidden|edges|modifiers)/.*bf16", deal: 24 },
+        in_all: Cases { filter: "^backward/", deal: 1 },
+        ..AMPERE
+    },
+    // Less shared memory, other tiles.
+    Row {
+        arch: "sm_89",
+        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
+        in_all: Cases { filter: AMPERE_CASES, deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        arch: "sm_120a",
+        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
+        in_all: Cases { filter: AMPERE_CASES, deal: 1 },
+        ..AMPERE
+    },
+    // What serves Hopper where its own kernel refuses.
+    Row {
+        arch: HOPPER_ARCH,
+        in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
+        in_all: Cases { filter: AMPERE_CASES, deal: 1 },
+        ..AMPERE
+    },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
@@ -270,6 +325,8 @@ pub(crate) const QUICK: &[Row] = &[
     quick("sm90", "^backward/head_dim/bf16/d64$", HOPPER_WALKING),
     quick("simt", OFF_TILE, HOPPER),
     quick("combine", "^combine/f32_to_f32/n3/s17/d128$", HOPPER),
+    quick("sm80", OFF_TILE, Row { mode: Mode::HappensBefore, ..AMPERE }),
+    quick("sm80", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),
     quick("simt", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),

@@ -9,6 +9,8 @@ pub(crate) mod plans;
 pub(crate) mod simt;
 pub(crate) mod simt_bwd;
 pub(crate) mod sm100;
+pub(crate) mod sm80;
+pub(crate) mod sm80_bwd;
 pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
 mod tile;
@@ -26,6 +28,8 @@ use combine::Merge;
 pub(crate) use maps::LastMaps;
 use simt::Simt;
 use simt_bwd::SimtBwd;
+use sm80::Sm80;
+use sm80_bwd::Sm80Bwd;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
 use sm100::Sm100;
@@ -43,13 +47,22 @@ impl Vendor for Cuda {
 
 impl Family<ValidFwd> for Cuda {
     fn recipes() -> Vec<FwdKernel> {
-        vec![Kernel::new(Sm100::default()), Kernel::new(Sm90::default()), Kernel::new(Simt)]
+        vec![
+            Kernel::new(Sm100::default()),
+            Kernel::new(Sm90::default()),
+            Kernel::new(Sm80::default()),
+            Kernel::new(Simt),
+        ]
     }
 }
 
 impl Family<ValidBwd> for Cuda {
     fn recipes() -> Vec<BwdKernel> {
-        vec![Kernel::new(Sm90Bwd::default()), Kernel::new(SimtBwd::default())]
+        vec![
+            Kernel::new(Sm90Bwd::default()),
+            Kernel::new(Sm80Bwd::default()),
+            Kernel::new(SimtBwd::default()),
+        ]
     }
 }
 
@@ -104,17 +117,24 @@ pub(crate) struct Instructions {
     pub(crate) tcgen05: bool,
     /// Loads from tensor memory that find maxima: `tcgen05.ld.red`.
     pub(crate) reducing_loads: bool,
+    /// Copies to shared memory that nobody waits for, and a warp's products of bf16: `cp.async`, `mma.sync`.
+    pub(crate) mma_sync: bool,
+    /// Conversions to OCP FP8.
+    pub(crate) converts_fp8: bool,
 }
 
 impl Instructions {
     /// Of an architecture; none of these where nothing is known.
     fn of_arch(arch: &str) -> Self {
-        let tma = Self { tma: true, ..Self::default() };
+        let digits = arch.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic);
+        let number: u32 = digits.parse().unwrap_or(0);
+        let every = Self { mma_sync: number >= 80, converts_fp8: number >= 89, ..Self::default() };
+        let tma = Self { tma: true, ..every };
         match arch {
             "sm_90a" => Self { wgmma: true, ..tma },
             "sm_100a" => Self { tcgen05: true, ..tma },
             "sm_103a" => Self { tcgen05: true, reducing_loads: true, ..tma },
-            _ => Self::default(),
+            _ => every,
         }
     }
 }
@@ -211,16 +231,52 @@ impl DeviceFacts {
 
     /// An architecture without a device: the numbers that NVIDIA states of one that has it.
     pub(crate) fn stated(arch: &str) -> Result<Self> {
-        let (num_sms, flops_per_second, bytes_per_second, source) = match arch {
+        // Shared memory that one CTA can have: CUDA C++ Programming Guide, technical specifications per compute capability.
+        const LARGE_SMEM: u32 = 227 << 10;
+        const SMALL_SMEM: u32 = 99 << 10;
+        let (num_sms, smem_bytes, flops_per_second, bytes_per_second, source) = match arch {
+            // NVIDIA A100 Tensor Core GPU Architecture (2020); data sheet of the A100 80GB SXM.
+            "sm_80" => (
+                108,
+                163 << 10,
+                312e12,
+                2.039e12,
+                "an A100 80GB SXM as NVIDIA states it: 312 TFLOP/s, 2.039 TB/s",
+            ),
+            // NVIDIA Ampere GA102 GPU Architecture (2021), with f32 sums.
+            "sm_86" => {
+                (82, SMALL_SMEM, 71e12, 0.936e12, "an RTX 3090 as NVIDIA states it: 71 TFLOP/s, 936 GB/s")
+            }
+            // NVIDIA Ada GPU Architecture (2022), with f32 sums.
+            "sm_89" => (
+                128,
+                SMALL_SMEM,
+                165.2e12,
+                1.008e12,
+                "an RTX 4090 as NVIDIA states it: 165.2 TFLOP/s, 1008 GB/s",
+            ),
             "sm_90a" => {
                 let flops = HOPPER_FLOPS_PER_CLOCK * 132.0 * 1.83e9;
-                (132, flops, 4.8e12, "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s")
+                (132, LARGE_SMEM, flops, 4.8e12, "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s")
             }
-            "sm_100a" => (148, 2.25e15, 8e12, "a B200 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
-            "sm_103a" => (148, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
+            "sm_100a" => {
+                (148, LARGE_SMEM, 2.25e15, 8e12, "a B200 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
+            }
+            "sm_103a" => {
+                (148, LARGE_SMEM, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
+            }
+            // NVIDIA RTX Blackwell GPU Architecture (2025), with f32 sums.
+            "sm_120a" => (
+                170,
+                SMALL_SMEM,
+                209.5e12,
+                1.792e12,
+                "an RTX 5090 as NVIDIA states it: 209.5 TFLOP/s, 1792 GB/s",
+            ),
             _ => {
                 return Err(Error::NoDevice(format!(
-                    "no device is known for architecture {arch}: cuda plans without one for sm_90a, sm_100a, sm_103a"
+                    "no device is known for architecture {arch}: cuda plans without one for sm_80, sm_86, sm_89, sm_90a, \
+                     sm_100a, sm_103a, sm_120a"
                 )));
             }
         };
@@ -231,7 +287,7 @@ impl DeviceFacts {
             score_sums: MatrixSums::of_arch(arch),
             tuned: TunedTiles::default(),
             num_sms,
-            smem_bytes: fmha_kernels_cuda::sm90::MAX_SMEM_BYTES.unsigned_abs(),
+            smem_bytes,
             roofline: Roofline {
                 flops_per_second: Some(flops_per_second),
                 bytes_per_second: Some(bytes_per_second),
@@ -268,15 +324,16 @@ mod tests {
     #[test]
     fn an_architecture_has_the_instructions_of_its_tensor_cores() {
         let of = |arch| {
-            let Instructions { tma, wgmma, tcgen05, reducing_loads } = Instructions::of_arch(arch);
-            [tma, wgmma, tcgen05, reducing_loads]
+            let Instructions { mma_sync, converts_fp8, tma, wgmma, tcgen05, reducing_loads } =
+                Instructions::of_arch(arch);
+            [mma_sync, converts_fp8, tma, wgmma, tcgen05, reducing_loads]
         };
         for (arch, has) in [
-            ("sm_80", [false; 4]),
-            ("sm_89", [false; 4]),
-            ("sm_90a", [true, true, false, false]),
-            ("sm_100a", [true, false, true, false]),
-            ("sm_103a", [true, false, true, true]),
+            ("sm_80", [true, false, false, false, false, false]),
+            ("sm_89", [true, true, false, false, false, false]),
+            ("sm_90a", [true, true, true, true, false, false]),
+            ("sm_100a", [true, true, true, false, true, false]),
+            ("sm_103a", [true, true, true, false, true, true]),
         ] {
             assert_eq!(of(arch), has, "{arch}");
         }

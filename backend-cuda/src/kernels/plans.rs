@@ -5,6 +5,7 @@ use fmha_core::{
 };
 use fmha_core::{Bias, DType, ScoreSums, VLayout, ValidBwd, ValidFwd, Workspace};
 
+use super::sm80::Sm80;
 use super::sm90::Sm90;
 use super::sm90_bwd::Sm90Bwd;
 use super::sm100::Sm100;
@@ -311,16 +312,92 @@ fn scores_are_summed_as_the_architecture_adds() {
 
 #[test]
 fn a_stated_device_has_the_numbers_that_nvidia_states() {
-    for (arch, num_sms, flops, bytes) in
-        [("sm_90a", 132, 989e12, 4.8e12), ("sm_100a", 148, 2.25e15, 8e12), ("sm_103a", 148, 2.25e15, 8e12)]
-    {
+    let large = 227 << 10;
+    for (arch, num_sms, smem_bytes, flops, bytes) in [
+        ("sm_80", 108, 163 << 10, 312e12, 2.039e12),
+        ("sm_86", 82, 99 << 10, 71e12, 0.936e12),
+        ("sm_89", 128, 99 << 10, 165.2e12, 1.008e12),
+        ("sm_90a", 132, large, 989e12, 4.8e12),
+        ("sm_100a", 148, large, 2.25e15, 8e12),
+        ("sm_103a", 148, large, 2.25e15, 8e12),
+        ("sm_120a", 170, 99 << 10, 209.5e12, 1.792e12),
+    ] {
         let facts = stated(arch);
-        assert_eq!(facts.num_sms, num_sms);
+        assert_eq!((facts.num_sms, facts.smem_bytes), (num_sms, smem_bytes), "{arch}");
         let stated = facts.roofline.flops_per_second.unwrap();
         assert!((stated / flops - 1.0).abs() < 1e-3, "{arch}: {stated}");
         assert_eq!(facts.roofline.bytes_per_second, Some(bytes));
     }
-    assert!(DeviceFacts::stated("sm_80").is_err());
+    assert!(DeviceFacts::stated("sm_75").is_err());
+}
+
+/// Of a forward and a backward, without a fallback: the kernel that takes them, and what the refusals say.
+fn chosen_on(facts: &DeviceFacts) -> [Result<&'static str, String>; 2] {
+    let forward = of_lengths([512, 512], [4, 4], 128, "b").validate().unwrap();
+    let backward = BwdProblem::new(FwdProblem::clone(&forward)).validate().unwrap();
+    let options = PlanOptions::default();
+    [
+        select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
+            k.choose(&forward, facts, &options)
+        })
+        .map(|(choice, _)| choice.kernel.name())
+        .map_err(|error| error.to_string()),
+        select("here", Operation::Backward, &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
+            k.choose(&backward, facts, &options)
+        })
+        .map(|(choice, _)| choice.kernel.name())
+        .map_err(|error| error.to_string()),
+    ]
+}
+
+#[test]
+fn every_architecture_since_ampere_has_a_fast_kernel_and_older_ones_a_refusal_with_the_number() {
+    for (arch, forward, backward) in [
+        ("sm_80", "sm80", "sm80"),
+        ("sm_86", "sm80", "sm80"),
+        ("sm_89", "sm80", "sm80"),
+        ("sm_90a", "sm90", "sm90"),
+        ("sm_100a", "sm100", "sm80"),
+        ("sm_120a", "sm80", "sm80"),
+    ] {
+        assert_eq!(chosen_on(&stated(arch)), [Ok(forward), Ok(backward)], "{arch}");
+    }
+    let turing = DeviceFacts {
+        arch: "sm_75".to_owned(),
+        instructions: Instructions::of_arch("sm_75"),
+        ..stated("sm_80")
+    };
+    for chosen in chosen_on(&turing) {
+        let said = chosen.unwrap_err();
+        assert!(said.contains("sm80: the device is sm_75, which has no cp.async"), "{said}");
+    }
+}
+
+#[test]
+fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
+    let tile_on = |arch: &str, dim: u32| {
+        let problem = of_lengths([4096, 4096], [4, 4], dim, "0").validate().unwrap();
+        let choice = Sm80::default().choose(&problem, &stated(arch), &PlanOptions::default()).unwrap();
+        let smem_bytes = choice.launches[0].shared_bytes;
+        assert!(smem_bytes <= stated(arch).smem_bytes, "{arch}: {smem_bytes}");
+        detail(&choice, "tile").unwrap()
+    };
+    assert_eq!(tile_on("sm_90a", 128), "128 x 64, 2 stages");
+    assert_eq!(tile_on("sm_80", 128), "128 x 64, 1 stages");
+    assert_eq!(tile_on("sm_80", 256), "128 x 64, 1 stages");
+    assert_eq!(tile_on("sm_89", 256), "64 x 48, 1 stages");
+}
+
+#[test]
+fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
+    let mut odd = of_lengths([512, 512], [4, 4], 128, "0");
+    odd.strides.k.seq = 4 * 128 + 2;
+    let problem = odd.validate().unwrap();
+    let choose = |words: &str| Sm80::default().choose(&problem, &stated("sm_80"), &tile(words));
+    let words = detail(&choose("").unwrap(), "schedule").unwrap();
+    assert!(words.contains("copies of 4 bytes"), "{words}");
+    let refusal = choose("copy_bytes=16").err().unwrap().to_string();
+    assert!(refusal.contains("copy_bytes=16: k.seq stride 514"), "{refusal}");
 }
 
 /// 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads in blocks of 64 are 64.
@@ -404,7 +481,7 @@ fn the_row_kernels_count_16_ctas_to_a_multiprocessor() {
 
 #[test]
 fn the_fallback_is_taken_where_it_is_allowed_or_named() {
-    let problem = of_lengths([64, 64], [1, 1], 512, "0").validate().unwrap();
+    let problem = of_lengths([64, 64], [1, 1], 264, "0").validate().unwrap();
     let backward = BwdProblem::new(FwdProblem::clone(&problem)).validate().unwrap();
     let facts = stated("sm_90a");
     let named = PlanOptions::default().kernel("simt");

@@ -90,7 +90,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
             let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
             Launch {
                 kernel: split::MERGE_NAME,
-                source: split::merge(&spec),
+                source: split::merge(&spec, spec.dtype_qk),
                 grid,
                 shared_bytes: 0,
                 tiles: grid.groups.into(),
@@ -170,7 +170,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
             return unsafe { fwd.launch(&mut arguments, call.stream) };
         }
         let [merge] = exactly(steps.after())?;
-        let mut parts = KvParts::new(call.problem, &tile, whole.workspace.0);
+        let mut parts = KvParts::new(call.problem, tile.split_keys, whole.workspace.0);
         let mut part = parts.params(&whole);
         let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan

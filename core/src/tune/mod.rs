@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::operation::{AnyProblem, Operation};
+use crate::operation::AnyProblem;
 use crate::plan::PlanOptions;
 
 pub use burst::{Burst, clock};
@@ -38,15 +38,21 @@ pub struct TunedTile {
 /// Of a plan's options one makes another problem: a backward call whose sums are to have one order
 /// (`deterministic`) has other tiles than one that leaves it open.
 pub trait Tune: Sync {
-    /// The kernel's own choice for a problem, all knobs spelt out.
+    /// The own choice for a problem of the kernel that the options name, or else of the best that takes it, all knobs spelt out.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) where no kernel with a tile takes the problem.
     fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions>;
 
-    /// Each knob's values, in the order to try them; not all go together. None where an operation's
-    /// kernels have no tile.
-    fn knobs(&self, operation: Operation) -> Vec<(&'static str, Vec<String>)>;
+    /// Each knob of that tile with its values, in the order to try them; not all go together.
+    ///
+    /// # Errors
+    /// As of [`default_tile`](Self::default_tile).
+    fn knobs(
+        &self,
+        problem: AnyProblem<'_>,
+        options: &PlanOptions,
+    ) -> Result<Vec<(&'static str, Vec<String>)>>;
 
     /// Keeps a tile for this device; returns where.
     ///

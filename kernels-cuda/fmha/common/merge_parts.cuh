@@ -16,7 +16,7 @@ namespace fmha::split {
 
 constexpr int32_t kWarp = 32;
 
-template <FwdSpec spec>
+template <FwdSpec spec, DType stored>
 FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_batch, int32_t i_head, int32_t i) {
   constexpr int32_t columns = ceil_div(spec.head_dim_v, kWarp);
   const int32_t lane = threadIdx.x % kWarp;
@@ -35,7 +35,7 @@ FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_b
   for (int32_t step = 16; step > 0; step /= 2) top = max(top, ptx::shfl_xor(top, step));
   // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs.
   if (fabsf(top) < infinity() && fabsf(top * kLog2E) >= kLargestShift) {
-    RecomputedRow<spec> again{p, span, i_head, i};
+    RecomputedRow<spec, stored> again{p, span, i_head, i};
     again.run();
     return;
   }
@@ -78,13 +78,13 @@ FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_b
 }
 
 // Any grid of whole warps: each takes rows until none is left.
-template <FwdSpec spec>
+template <FwdSpec spec, DType stored>
 FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts) {
   const int64_t num_warps = int64_t(gridDim.x) * (blockDim.x / kWarp);
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
   for (int64_t at = int64_t(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp; at < num_rows; at += num_warps) {
     const int64_t batch_head = at / p.seqlen_q;
-    merge_row<spec>(p, parts, int32_t(batch_head / p.num_heads_q), int32_t(batch_head % p.num_heads_q),
+    merge_row<spec, stored>(p, parts, int32_t(batch_head / p.num_heads_q), int32_t(batch_head % p.num_heads_q),
                     int32_t(at % p.seqlen_q));
   }
 }

@@ -28,9 +28,10 @@ FMHA_DEVICE constexpr bool may_be_non_finite(const FwdSpec& spec) {
   return spec.mask != MaskKind::Full || spec.dtype_v == DType::Bf16;
 }
 
-// One row: query i of a head, over the keys of `among`.
-template <FwdSpec spec>
+// One row: query i of a head, over the keys of `among`. K and V lie in memory as `stored`: Q's type, or FP8 beside 16 bits.
+template <FwdSpec spec, DType stored = spec.dtype_qk>
 struct RecomputedRow {
+  static constexpr bool widens = stored != spec.dtype_qk;
   static constexpr int32_t columns = ceil_div(spec.head_dim_v, 32);  // of O, to a lane
 
   const FwdParams& p;
@@ -49,6 +50,11 @@ struct RecomputedRow {
   float room = 1.f;                            // what O is multiplied by so that it stays in f32 (range.h)
   float o[columns] = {};
 
+  // An element of K or V, of Q's type: what is stored in FP8 times its descale, rounded as a dequantised cache would be.
+  FMHA_DEVICE float of_cache(const View& view, int64_t at, const HeadScalars& descales) const {
+    return round_to<spec.dtype_qk>(load_elem<stored>(view.data, at) * descale(descales));
+  }
+
   // Q[i] . K[j], the dimension dealt out to the lanes.
   FMHA_DEVICE float product(int32_t j) const {
     const int64_t q = row_offset(p.q, span.storage_batch, span.q_row + i, i_head);
@@ -57,7 +63,10 @@ struct RecomputedRow {
 #pragma unroll
     for (int32_t c = 0; c < ceil_div(spec.head_dim_qk, 32); ++c) {
       const int32_t d = c * 32 + lane, there = min(d, spec.head_dim_qk - 1);
-      const float term = load_elem<spec.dtype_qk>(p.q.data, q + there) * load_elem<spec.dtype_qk>(p.k.data, k + there);
+      float key;
+      if constexpr (widens) key = of_cache(p.k, k + there, p.descale_k);
+      else key = load_elem<spec.dtype_qk>(p.k.data, k + there);
+      const float term = load_elem<spec.dtype_qk>(p.q.data, q + there) * key;
       dot += d < spec.head_dim_qk ? term : 0.f;
     }
 #pragma unroll
@@ -95,7 +104,10 @@ struct RecomputedRow {
       for (int32_t c = 0; c < columns; ++c) {
         const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);
         const int64_t at = spec.v_layout == VLayout::ColMajor ? v + d * p.v.dim : v + d;
-        o[c] = o[c] * rescale + weight * load_elem<spec.dtype_v>(p.v.data, at);
+        float value;
+        if constexpr (widens) value = of_cache(p.v, at, p.descale_v);
+        else value = load_elem<spec.dtype_v>(p.v.data, at);
+        o[c] = o[c] * rescale + weight * value;
       }
     }
   }

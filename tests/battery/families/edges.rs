@@ -177,6 +177,12 @@ fn short_queries(cases: &mut Vec<Case>) {
         let lengths = Lengths { seqused_k: vec![0, 530], ..Lengths::default() };
         push(cases, format!("edges/short_query_used/{dtype}"), used, lengths);
     }
+    // LSE so large that rows are computed again where their parts are merged, from heads of unlike width.
+    for dtype in [DType::F16, DType::Bf16] {
+        let sizes = Dims { head_dim_v: 24, ..dims(2, 600, 40) };
+        let far = masked(dtype, sizes, "b").softmax_scale(1e8);
+        push(cases, format!("edges/short_query_far/{dtype}"), far, Lengths::default());
+    }
 }
 
 /// Unlike lengths under every alignment, rows that see nothing, windows of nothing.

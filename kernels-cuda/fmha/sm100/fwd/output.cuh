@@ -3,47 +3,11 @@
 // Straight from registers: 16 bytes a store, a row's stores one after another, which the L2 joins to whole sectors.
 // Through shared memory and TMA the same bytes would cross shared memory twice, which the products have to share.
 #pragma once
-#include <fmha/common/output_row.cuh>
-#include <fmha/common/recompute_row.cuh>
+#include <fmha/common/output_place.cuh>
 #include <fmha/ptx/tmem.cuh>
 #include <fmha/sm100/fwd/config.cuh>
 
 namespace fmha::sm100 {
-
-// The batch coordinate and the first row of O and LSE: the parts of a split have batches of their own, one after another,
-// also of packed sequences.
-struct OutputPlace {
-  int32_t batch, row;
-};
-template <Sm100Tile tile>
-FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
-  if constexpr (tile.split_keys == 0) return {work.storage_batch, work.q_row};
-  else return {part_of<tile>(work) * p.batch + work.i_batch, 0};
-}
-
-// Rows of this warp that are not finite although their log-sum-exp is: a value of V that the mask hides has come
-// through, or the sum has left f32. Each is computed again by the whole warp.
-template <FwdSpec spec, Sm100Tile tile>
-FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect) {
-  const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
-  const uint32_t lanes = ptx::vote_ballot(suspect);
-#pragma unroll 1
-  for (int32_t lane = 0; lane < 32; ++lane) {
-    if (!(lanes >> lane & 1)) continue;
-    const int32_t packed_row = ptx::shfl_idx(row, lane);
-    const int32_t i = query_of<tile>(p, packed_row);
-    const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    if constexpr (tile.split_keys > 0) {
-      const Range keys = keys_of_part<tile>(part_of<tile>(work), work.seqlen_k);
-      const OutputPlace place = output_place<tile>(p, work);
-      RecomputedRow<spec> again{p, span, i_head, i, place.batch, place.row + i, keys};
-      again.run();
-    } else {
-      RecomputedRow<spec> again{p, span, i_head, i};
-      again.run();
-    }
-  }
-}
 
 // Row `row` of the sequence and head, whose O is at `o` in tensor memory. By a whole warp.
 template <FwdSpec spec, Sm100Tile tile>

@@ -6,10 +6,12 @@
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/mbarrier.cuh>
 #include <fmha/ptx/tma.cuh>
-#include <fmha/sm90/common/fragment.cuh>
+#include <fmha/common/quads.cuh>
 #include <fmha/sm90_bwd_host.h>
 
 namespace fmha::sm90::bwd {
+
+namespace mma = fmha::mma::sm90;
 
 using fmha::mma::SmemTile;
 using fmha::mma::Storage;

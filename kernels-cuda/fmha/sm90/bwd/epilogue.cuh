@@ -4,7 +4,7 @@
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/num.cuh>
 #include <fmha/sm90/bwd/work.cuh>
-#include <fmha/sm90/common/fragment.cuh>
+#include <fmha/common/quads.cuh>
 
 namespace fmha::sm90::bwd {
 

@@ -10,7 +10,7 @@
 #include <fmha/row_bwd.h>
 #include <fmha/score.h>
 #include <fmha/sm90/bwd/work.cuh>
-#include <fmha/sm90/common/philox_parts.cuh>
+#include <fmha/common/philox_parts.cuh>
 
 namespace fmha::sm90::bwd {
 

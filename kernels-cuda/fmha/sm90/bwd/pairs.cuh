@@ -3,7 +3,7 @@
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/shared.cuh>
 #include <fmha/sm90/bwd/modifiers.cuh>
-#include <fmha/sm90/common/exp2.cuh>
+#include <fmha/common/exp2.cuh>
 
 namespace fmha::sm90::bwd {
 

@@ -7,8 +7,15 @@
 #include <fmha/mma/sm90.cuh>
 #include <fmha/ptx/tma.cuh>
 #include <fmha/range.h>
-#include <fmha/sm90/common/dropout.cuh>
+#include <fmha/common/dropout.cuh>
 #include <fmha/sm90_host.h>
+
+namespace fmha {
+
+// A block's P V of 8-bit operands is added to O before the next block's S is started. Beside the tile: headers that know no architecture ask for it.
+FMHA_DEVICE constexpr bool sums_output_first(const Sm90Tile& tile) { return tile.pv == ValueProduct::FlushedFirst; }
+
+}  // namespace fmha
 
 namespace fmha::sm90 {
 
@@ -33,11 +40,10 @@ FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.
 // of which one is spare.
 FMHA_DEVICE constexpr bool looks_ahead(const Sm90Tile& tile) { return tile.lookahead != Lookahead::Off; }
 FMHA_DEVICE constexpr bool splits_q(const Sm90Tile& tile) { return tile.lookahead == Lookahead::SparePiece; }
-// A block's P V of 8-bit operands is added to O in f32 registers; and that before the next block's S is started.
+// A block's P V of 8-bit operands is added to O in f32 registers.
 FMHA_DEVICE constexpr bool flushes_output(const Sm90Tile& tile) {
   return tile.pv == ValueProduct::Flushed || tile.pv == ValueProduct::FlushedFirst;
 }
-FMHA_DEVICE constexpr bool sums_output_first(const Sm90Tile& tile) { return tile.pv == ValueProduct::FlushedFirst; }
 // Whether a V of 8 bits is brought to f16 in shared memory (widen_values.cuh), and P V a product of f16.
 FMHA_DEVICE constexpr bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return is_fp8(spec.dtype_v) && tile.pv == ValueProduct::F16;

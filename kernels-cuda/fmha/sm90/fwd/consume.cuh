@@ -26,9 +26,9 @@
 #include <fmha/mma/sm90/register_product.cuh>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/cluster.cuh>
-#include <fmha/sm90/common/dropout.cuh>
+#include <fmha/common/dropout.cuh>
 #include <fmha/sm90/fwd/epilogue.cuh>
-#include <fmha/sm90/fwd/modifiers.cuh>
+#include <fmha/common/score_modifiers.cuh>
 #include <fmha/sm90/fwd/recompute_scores.cuh>
 
 namespace fmha::sm90 {
@@ -61,7 +61,7 @@ struct Consumer {
   // Causal 536 and 530 where they do not grow; D 128 causal 720 and 709, growing 635 and 639.
   static constexpr bool marks_raised = of_three && takes_turns && !has_hi;
 
-  using Modifiers = sm90::Modifiers<spec, tile>;
+  using Modifiers = fmha::Modifiers<spec, tile>;
 
   const FwdParams& p;
   Shared& smem;

@@ -2,9 +2,10 @@
 #pragma once
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/recompute_row.cuh>
-#include <fmha/sm90/common/fragment.cuh>
+#include <fmha/common/quads.cuh>
+#include <fmha/common/softmax.cuh>
+#include <fmha/common/store_rows.cuh>
 #include <fmha/sm90/fwd/config.cuh>
-#include <fmha/sm90/fwd/softmax.cuh>
 
 namespace fmha::sm90 {
 
@@ -24,85 +25,6 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     RecomputedRow<spec> recomputed{p, span, i_head, i};
     recomputed.run();
-  }
-}
-
-// A thread's elements of row r of sixteen columns of O, from element `first` on: of a V that was turned, four neighbouring
-// dimensions; else the first two and two of the next 8-column group.
-template <bool turned, int n>
-FMHA_DEVICE void four_of(const mma::Accumulator<n>& o, int first, int r, float factor, float (&x)[4]) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const int group = turned ? k % 2 : k / 2, within = turned ? k / 2 : k % 2;
-    x[k] = o[first + 4 * group + 2 * r + within] * factor;
-  }
-}
-
-// A row's part, 16 bytes at a time, of 16-bit elements. `out` is where the row begins.
-template <FwdSpec spec, bool turned, int n>
-FMHA_DEVICE void store_vectors(uint16_t* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
-  const int32_t quad_lane = threadIdx.x % 4;
-#pragma unroll
-  for (int c = 0; c < n / 8; c += 4) {
-    uint32_t words[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float x[4];
-      four_of<turned>(o, 4 * c + 8 * half, r, factor, x);
-      words[2 * half] = ptx::cvt_rn_x2<spec.dtype_o>(x[0], x[1]);
-      words[2 * half + 1] = ptx::cvt_rn_x2<spec.dtype_o>(x[2], x[3]);
-    }
-    int32_t column;
-    if constexpr (turned) {
-      // Of two sixteens the even lanes take the first and the odd ones the second, each from its neighbour.
-      const bool odd = quad_lane & 1;
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t received = ptx::shfl_xor(odd ? words[k] : words[2 + k], 1);
-        (odd ? words[k] : words[2 + k]) = received;
-      }
-      column = 8 * c + (odd ? 16 : 0) + 4 * (quad_lane & 2);
-    } else {
-      quad_transpose(words);
-      column = 8 * (c + quad_lane);
-    }
-    ptx::st_global_v4_b32_if(out + column, words, stored && column < spec.head_dim_v);
-  }
-}
-
-// A row's part of FP8 elements, four or two bytes at a time.
-template <FwdSpec spec, bool turned, int n>
-FMHA_DEVICE void store_bytes(uint8_t* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
-  const int32_t quad_lane = threadIdx.x % 4;
-#pragma unroll
-  for (int first = 0; first < o.num_elems; first += 8) {
-    float x[4];
-    four_of<turned>(o, first, r, factor, x);
-    const uint32_t word = ptx::cvt_rn_satfinite_x4<spec.dtype_o>(x[0], x[1], x[2], x[3]);
-    const bool inside = stored && 2 * first < spec.head_dim_v;  // which is whole sixteens
-    if constexpr (turned) {
-      ptx::st_global_b32_if(out + 2 * first + 4 * quad_lane, word, inside);
-    } else {
-      uint8_t* pair = out + 2 * first + 2 * quad_lane;
-      ptx::st_global_u16_if(reinterpret_cast<uint16_t*>(pair), uint16_t(word), inside);
-      ptx::st_global_u16_if(reinterpret_cast<uint16_t*>(pair + 8), uint16_t(word >> 16), inside);
-    }
-  }
-}
-
-// The same element by element, of any type.
-template <FwdSpec spec, bool turned, int n>
-FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
-  const int32_t quad_lane = threadIdx.x % 4;
-#pragma unroll
-  for (int first = 0; first < o.num_elems; first += 8) {
-    float x[4];
-    four_of<turned>(o, first, r, factor, x);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int32_t column = 2 * first + (turned ? 4 * quad_lane + k : k / 2 * 8 + 2 * quad_lane + k % 2);
-      store_o<spec.dtype_o>(data, at + column, x[k], stored && column < spec.head_dim_v);
-    }
   }
 }
 

@@ -14,7 +14,7 @@ pub struct Counters {
     pub shared_bytes: u64,
     /// Passes over the banks of shared memory for them.
     pub shared_passes: u64,
-    /// Passes beyond the least possible.
+    /// Passes beyond the least possible, those of `cp.async` too.
     pub bank_conflicts: u64,
     /// Bytes that `wgmma` and `tcgen05.mma` read as operands from shared memory.
     pub shared_matrix_bytes: u64,

@@ -211,6 +211,21 @@ fn bank_conflicts_are_counted_and_broadcasts_are_not() {
     assert_eq!(conflicts(31), 0);
 }
 
+/// A copy of 16 bytes a lane is four wavefronts of eight lanes.
+#[test]
+fn bank_conflicts_of_asynchronous_copies_are_counted() {
+    let conflicts = |shift: u32| {
+        let body = format!(
+            "shl.b32 %w0, %t, {shift}; and.b32 %w0, %w0, 4095; add.u32 %w0, %s, %w0; \
+             cp.async.cg.shared.global [%w0], [%g], 16; cp.async.wait_all;"
+        );
+        try_body(&body, &block(32, 0), &Options::default()).unwrap().counters.bank_conflicts
+    };
+    assert_eq!(conflicts(4), 0);
+    assert_eq!(conflicts(5), 4);
+    assert_eq!(conflicts(7), 4 * 7);
+}
+
 #[test]
 fn an_unknown_instruction_is_an_error_with_its_line() {
     let fault = try_body(

@@ -41,6 +41,28 @@ const ARCHITECTURES: &[(&str, Architecture)] = &[
         },
     ),
     (
+        "86",
+        Architecture {
+            major: 8,
+            minor: 6,
+            num_sms: 82,
+            shared_optin: 101_376,
+            l2_bytes: 6_291_456,
+            name: "RTX 3090",
+        },
+    ),
+    (
+        "89",
+        Architecture {
+            major: 8,
+            minor: 9,
+            num_sms: 128,
+            shared_optin: 101_376,
+            l2_bytes: 75_497_472,
+            name: "RTX 4090",
+        },
+    ),
+    (
         "90",
         Architecture {
             major: 9,
@@ -127,6 +149,9 @@ pub(crate) struct State {
     next: Handle,
 }
 
+/// The device where none, or one that is not in the table, was asked for.
+const DEFAULT: &str = "sm_90a";
+
 /// The architecture that [`fmha_emu_choose`] was given.
 static CHOSEN: OnceLock<String> = OnceLock::new();
 
@@ -185,7 +210,7 @@ pub(crate) fn state_of(ordinal: usize) -> MutexGuard<'static, State> {
 
 impl State {
     fn new(ordinal: u32) -> Self {
-        let mut arch = architecture(&asked()).unwrap_or(ARCHITECTURES[1].1);
+        let mut arch = architecture(&asked()).or_else(|| architecture(DEFAULT)).unwrap_or(ARCHITECTURES[0].1);
         // Fewer multiprocessors make a persistent kernel walk several tiles of a small problem.
         let fewer = std::env::var("FMHA_EMULATE_SMS").ok().and_then(|text| text.parse().ok());
         arch.num_sms = fewer.map_or(arch.num_sms, |n: i32| n.clamp(1, arch.num_sms));

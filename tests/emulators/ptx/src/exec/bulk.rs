@@ -1,7 +1,7 @@
 //! Asynchronous copies: `cp.async`, `cp.async.bulk`, its tensor and reducing forms. PTX ISA 9.7.9.25.
 
 use super::cluster::{Cluster, Step};
-use super::ldst::Target;
+use super::ldst::{Target, bank_waves};
 use super::tensor::TensorMap;
 use super::warp::{Wait, Warp, lanes};
 use super::{Exec, fault};
@@ -40,8 +40,10 @@ impl Cluster {
         match inst.code {
             Code::CpAsync { bytes, dst_offset, src_offset } => {
                 let n = u64::from(bytes);
+                let (mut written, mut count) = ([0u64; 32], 0);
                 for lane in lanes(active) {
                     let to = warp.get(inst.src[0], lane).wrapping_add(dst_offset as u64);
+                    (written[count], count) = (to, count + 1);
                     let from = warp.get(inst.src[1], lane).wrapping_add(src_offset as u64);
                     if (to | from) & (n - 1) != 0 {
                         return Err(misaligned("cp.async", if to & (n - 1) != 0 { to } else { from }, n));
@@ -76,6 +78,8 @@ impl Cluster {
                     }
                 }
                 self.counters.bulk_bytes += n * u64::from(active.count_ones());
+                let (passes, ideal) = bank_waves(&written[..count], n);
+                self.counters.bank_conflicts += passes.saturating_sub(ideal);
             }
             Code::CpAsyncCommit => warp.asynchrony.copy_committed += 1,
             Code::CpAsyncWait { all } => {

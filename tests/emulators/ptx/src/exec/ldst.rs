@@ -339,29 +339,39 @@ impl Cluster {
             return;
         }
         let _ = (warp, store);
-        let lanes_per_wave = (128 / unit.max(4)).clamp(1, 32) as usize;
-        let words = unit.div_ceil(4);
         let (mut all, mut count) = ([0u64; 32], 0);
         for lane in lanes(active) {
-            all[count] = base[lane].wrapping_add(a.offset as u64) >> 2;
+            all[count] = base[lane].wrapping_add(a.offset as u64);
             count += 1;
         }
-        let (mut passes, mut ideal) = (0, 0);
-        for wave in all[..count].chunks(lanes_per_wave) {
-            // One word for all, or neighbours: a single pass.
-            let same = words == 1 && wave.iter().all(|at| *at == wave[0]);
-            let next = wave.windows(2).all(|w| w[1] == w[0] + words) && wave.len() as u64 * words <= 32;
-            passes += if same || next {
-                1
-            } else {
-                bank_passes(wave.iter().flat_map(|&at| (0..words).map(move |w| at + w)))
-            };
-            ideal += 1;
-        }
+        let (passes, ideal) = bank_waves(&all[..count], unit);
         self.counters.shared_bytes += unit * count as u64;
         self.counters.shared_passes += passes;
         self.counters.bank_conflicts += passes.saturating_sub(ideal);
     }
+}
+
+/// Passes over the banks that the accesses of some lanes need, `unit` bytes each from these addresses, and the least possible.
+pub(super) fn bank_waves(addresses: &[u64], unit: u64) -> (u64, u64) {
+    let lanes_per_wave = (128 / unit.max(4)).clamp(1, 32) as usize;
+    let words = unit.div_ceil(4);
+    let (mut passes, mut ideal) = (0, 0);
+    let mut all = [0u64; 32];
+    for (word, at) in all.iter_mut().zip(addresses) {
+        *word = at >> 2;
+    }
+    for wave in all[..addresses.len()].chunks(lanes_per_wave) {
+        // One word for all, or neighbours: a single pass.
+        let same = words == 1 && wave.iter().all(|at| *at == wave[0]);
+        let next = wave.windows(2).all(|w| w[1] == w[0] + words) && wave.len() as u64 * words <= 32;
+        passes += if same || next {
+            1
+        } else {
+            bank_passes(wave.iter().flat_map(|&at| (0..words).map(move |w| at + w)))
+        };
+        ideal += 1;
+    }
+    (passes, ideal)
 }
 
 /// Passes that the banks need for these words: the most distinct words any one bank must give.

@@ -4,16 +4,16 @@
 // alone, c tanh(y / c) = c - 2c / (1 + exp(2y / c)): the softmax takes -1 / (1 + exp(2y / c)), whose factor is 2c, and the
 // constant c goes into the LSE alone. Anything else: natural scores.
 #pragma once
+#include <fmha/common/quads.cuh>
+#include <fmha/common/work.cuh>
 #include <fmha/mma/smem_tile.cuh>
 #include <fmha/ptx/copy.cuh>
 #include <fmha/ptx/matrix.cuh>
 #include <fmha/score.h>
-#include <fmha/sm90/common/fragment.cuh>
-#include <fmha/sm90/fwd/config.cuh>
 
-namespace fmha::sm90 {
+namespace fmha {
 
-template <FwdSpec spec, Sm90Tile tile>
+template <FwdSpec spec, auto tile>
 struct Modifiers {
   static constexpr bool only_alibi = spec.bias == BiasKind::Alibi && !spec.softcap;
   static constexpr bool fast_softcap = tile.fast_softcap && spec.softcap && spec.bias == BiasKind::None;
@@ -129,11 +129,11 @@ struct Modifiers {
     }
   }
 
-  // The same of a tile in shared memory that holds the bias of the warpgroup's rows.
+  // The same of a tile in shared memory that holds the bias of as many rows as warps in a row have.
   template <int n, class Tile>
   FMHA_DEVICE void add_tile(mma::Accumulator<n>& s, const Tile& tile_of_bias) const {
     const float factor = scale();
-    const int32_t lane = threadIdx.x % 32, row = threadIdx.x % mma::kWarpgroup / 32 * 16 + lane % 16;
+    const int32_t lane = threadIdx.x % 32, row = threadIdx.x / 32 % (Tile::rows / 16) * 16 + lane % 16;
 #pragma unroll
     for (int c = 0; c < n / 8; c += 2) {
       uint32_t words[4];  // of both rows in group c, then in the next
@@ -170,4 +170,4 @@ struct Modifiers {
   }
 };
 
-}  // namespace fmha::sm90
+}  // namespace fmha

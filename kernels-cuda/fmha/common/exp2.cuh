@@ -3,7 +3,7 @@
 #include <fmha/num.h>
 #include <fmha/ptx/num.cuh>
 
-namespace fmha::sm90 {
+namespace fmha {
 
 // Rounds x down to n + r by adding 1.5 * 2^23 rounding down, then a cubic in r, relative error 9e-5 (below f16's 5e-4),
 // times 2^n; 0 below 2^-126, NaN for NaN. (Algorithm: Cody and Waite, 1980.)
@@ -18,4 +18,4 @@ FMHA_DEVICE float exp2_polynomial(float x) {
   return y * float_of((bits_of(shifted) << 23) + bits_of(1.f));
 }
 
-}  // namespace fmha::sm90
+}  // namespace fmha

@@ -8,8 +8,6 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, FwdProblem, abi_struct};
 
-use super::Sm100Tile;
-
 /// The merging kernel's name in plans.
 pub const MERGE_NAME: &str = "sm100_merge";
 
@@ -42,12 +40,12 @@ abi_struct! {
 }
 
 impl KvParts {
-    /// Those of a problem, which a tile splits, in a workspace.
+    /// Those of a problem, of so many `keys` each, in a workspace.
     #[must_use]
-    pub fn new(problem: &FwdProblem, tile: &Sm100Tile, workspace: u64) -> Self {
+    pub fn new(problem: &FwdProblem, keys: i32, workspace: u64) -> Self {
         let lse = workspace + FIRST_BYTE;
-        let o = (lse + part_rows(problem, tile) * 4).next_multiple_of(16);
-        Self { o: DevPtr::new(o), lse: DevPtr::new(lse), row: row_elems(problem), keys: tile.split_keys }
+        let o = (lse + part_rows(problem, keys) * 4).next_multiple_of(16);
+        Self { o: DevPtr::new(o), lse: DevPtr::new(lse), row: row_elems(problem), keys }
     }
 
     /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead of those of
@@ -68,26 +66,26 @@ fn row_elems(problem: &FwdProblem) -> i32 {
 }
 
 /// Rows of all parts.
-fn part_rows(problem: &FwdProblem, tile: &Sm100Tile) -> u64 {
+fn part_rows(problem: &FwdProblem, keys: i32) -> u64 {
     let dims = problem.dims;
     let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-    rows.saturating_mul(u64::from(num_parts(problem, tile)))
+    rows.saturating_mul(u64::from(num_parts(problem, keys)))
 }
 
-/// Parts of the longest sequence; 1 where a tile sees all keys.
+/// Parts of so many keys of the longest sequence; 1 where a tile sees all keys, which 0 says.
 #[must_use]
-pub(super) fn num_parts(problem: &FwdProblem, tile: &Sm100Tile) -> u32 {
-    let keys = tile.split_keys.unsigned_abs();
+pub(crate) fn num_parts(problem: &FwdProblem, keys: i32) -> u32 {
+    let keys = keys.unsigned_abs();
     if keys == 0 { 1 } else { problem.dims.seqlen_k.div_ceil(keys).max(1) }
 }
 
 /// Workspace of the parts, the tile counter's bytes before them included; 0 where there are none.
-pub(super) fn workspace_bytes(problem: &FwdProblem, tile: &Sm100Tile) -> u64 {
-    if tile.split_keys == 0 {
+pub(crate) fn workspace_bytes(problem: &FwdProblem, keys: i32) -> u64 {
+    if keys == 0 {
         return 0;
     }
     let row_bytes = 4 + 4 * u64::from(row_elems(problem).unsigned_abs());
-    part_rows(problem, tile).saturating_mul(row_bytes).saturating_add(FIRST_BYTE + 16)
+    part_rows(problem, keys).saturating_mul(row_bytes).saturating_add(FIRST_BYTE + 16)
 }
 
 /// Why a problem's keys cannot be split.
@@ -135,24 +133,18 @@ pub fn merge_grid(problem: &FwdProblem, num_sms: u32) -> u32 {
     crate::row_grid(rows, MERGE_THREADS, num_sms)
 }
 
-/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`].
+/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`]. K and V lie in memory as
+/// `stored`.
 #[must_use]
-pub fn merge(spec: &FwdSpec) -> KernelSource {
-    // What the merge does not depend on.
-    let spec = FwdSpec {
-        dtype_qk: DType::Bf16,
-        dtype_v: DType::Bf16,
-        dtype_bias: DType::F32,
-        head_dim_qk: spec.head_dim_v,
-        ..*spec
-    };
-    let constants: [(&str, &dyn Literal); 1] = [("kSpec", &spec)];
+pub fn merge(spec: &FwdSpec, stored: DType) -> KernelSource {
+    // The whole spec: a row of very large scores is computed again from Q, K and V.
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kStored", &stored)];
     let entry = Entry {
         include: "fmha/common/merge_parts.cuh",
         constants: &constants,
         bounds: &format!("__launch_bounds__({MERGE_THREADS})"),
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts",
-        call: "split::merge<kSpec>(p, parts);",
+        call: "split::merge<kSpec, kStored>(p, parts);",
     };
     crate::source(entry.render(), || {
         let text = format!(
@@ -209,9 +201,9 @@ mod tests {
         let problem = decode(3, 5, 700).mask(MaskSpec::CAUSAL);
         let tile = crate::sm100::choose_tile(&problem, "sm_100a");
         assert_eq!(tile.split_keys, 256);
-        let parts = KvParts::new(&problem, &tile, 0x1000);
+        let parts = KvParts::new(&problem, tile.split_keys, 0x1000);
         let rows = 3 * 5 * 3;
         assert!(parts.o.0 >= parts.lse.0 + rows * 4 && parts.lse.0 >= 0x1000 + 4);
-        assert!(parts.o.0 + rows * 128 * 4 <= 0x1000 + workspace_bytes(&problem, &tile));
+        assert!(parts.o.0 + rows * 128 * 4 <= 0x1000 + workspace_bytes(&problem, tile.split_keys));
     }
 }

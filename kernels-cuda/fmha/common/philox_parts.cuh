@@ -3,7 +3,7 @@
 #pragma once
 #include <fmha/params.h>
 
-namespace fmha::sm90 {
+namespace fmha {
 
 constexpr uint32_t kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u;  // each round's multipliers
 constexpr uint32_t kPhiloxW0 = 0x9E3779B9u, kPhiloxW1 = 0xBB67AE85u;  // what each round adds to the key
@@ -53,4 +53,4 @@ FMHA_DEVICE void dropout_words(Array<uint32_t, 4> (&quads)[n], const FwdParams& 
   philox_rounds<3>(quads, p.dropout_key_low, p.dropout_key_high);
 }
 
-}  // namespace fmha::sm90
+}  // namespace fmha

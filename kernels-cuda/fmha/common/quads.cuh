@@ -1,11 +1,9 @@
-// What the four lanes that share an accumulator's rows do together. Layout: mma/sm90.cuh.
+// What the four lanes that share an accumulator's rows do together. Layout: mma/fragment.cuh.
 #pragma once
-#include <fmha/mma/sm90.cuh>
+#include <fmha/mma/fragment.cuh>
 #include <fmha/ptx/warp.cuh>
 
-namespace fmha::sm90 {
-
-namespace mma = fmha::mma::sm90;
+namespace fmha {
 
 // Over the four lanes that share a row.
 template <class Op>
@@ -39,4 +37,4 @@ FMHA_DEVICE bool has_non_finite(const mma::Accumulator<n>& o, int r) {
   return is_nan(zero);
 }
 
-}  // namespace fmha::sm90
+}  // namespace fmha

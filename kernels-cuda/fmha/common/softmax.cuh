@@ -1,11 +1,12 @@
-// The online softmax of a consumer thread's two rows.
+// The online softmax of a thread's two rows of a fragment.
+//
+// `tile` is any architecture's; of its fields lazy_rescale_log2 and wait_anchor are read, and `sums_output_first(tile)`.
 #pragma once
+#include <fmha/common/quads.cuh>
 #include <fmha/online_softmax.h>
 #include <fmha/range.h>
-#include <fmha/sm90/common/fragment.cuh>
-#include <fmha/sm90_host.h>
 
-namespace fmha::sm90 {
+namespace fmha {
 
 // A row that has seen no key yet has the maximum -inf and the sum 0.
 struct RowStats {
@@ -13,8 +14,8 @@ struct RowStats {
   float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
 };
 
-// With `p_offset_log2` P and its sums are that many powers of two larger (config.cuh).
-template <Sm90Tile tile, int p_offset_log2>
+// With `p_offset_log2` P and its sums are that many powers of two larger (a kernel's config.cuh).
+template <auto tile, int p_offset_log2>
 struct Softmax {
   static constexpr float kPScale = power_of_two(p_offset_log2);
   RowStats rows[2];
@@ -161,4 +162,4 @@ struct Softmax {
   FMHA_DEVICE bool corrects(int r) const { return __any_sync(ptx::kAllLanes, correction[r] != 1.f); }
 };
 
-}  // namespace fmha::sm90
+}  // namespace fmha

@@ -1,14 +1,12 @@
 // Dropout of a consumer thread's scores, decided by position alone.
 #pragma once
-#include <fmha/mma/sm90.cuh>
+#include <fmha/common/philox_parts.cuh>
+#include <fmha/mma/fragment.cuh>
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/warp.cuh>
-#include <fmha/sm90/common/philox_parts.cuh>
 
-namespace fmha::sm90 {
-
-namespace mma = fmha::mma::sm90;
+namespace fmha {
 
 // What the generator has of 128 keys for every query of a head (dropout_quad): a warp's, in shared memory.
 struct alignas(16) DropoutQuad {
@@ -117,4 +115,4 @@ struct DroppedBits {
   }
 };
 
-}  // namespace fmha::sm90
+}  // namespace fmha

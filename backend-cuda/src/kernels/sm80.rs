@@ -1,0 +1,257 @@
+//! The kernel of mma.sync, for every architecture from sm_80 on: which problems it takes, its tile.
+
+use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::{knob_values, knobs};
+use fmha_core::spec::FwdSpec;
+use fmha_core::tune::{TileClass, TileOptions};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
+use fmha_kernels_cuda::cache_update;
+use fmha_kernels_cuda::schedule::TileSchedule;
+use fmha_kernels_cuda::sm80::{self, Room, Sm80Tile};
+use fmha_kernels_cuda::split::{self, KvParts};
+
+use super::tile::settle;
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
+
+/// The kernel, with what its launches need.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Sm80 {
+    chosen: Option<(Sm80Tile, TileSchedule)>,
+}
+
+/// The merging kernel's name in plans.
+const MERGE_NAME: &str = "sm80_merge";
+/// The name of the kernel that updates the cache.
+const UPDATE_NAME: &str = "sm80_update";
+
+impl Recipe<ValidFwd, Cuda> for Sm80 {
+    fn name(&self) -> &'static str {
+        sm80::NAME
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel>, Refusal> {
+        let refuse = |reason: String| Refusal::new(self.name(), reason);
+        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
+        sm80::accepts(problem, facts.instructions.converts_fp8)?;
+        let spec = FwdSpec::of(problem);
+        let mut own = sm80::choose_tile(problem, room(facts));
+        if options.accuracy == Accuracy::Exact {
+            own.lazy_rescale_log2 = 0;
+        }
+        // Merged parts round differently from the whole, which a longer query has.
+        if options.batch_invariant {
+            own.split_keys = 0;
+        }
+        let set = |fields: &TileOptions| {
+            let mut tile = own;
+            fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+            tile.place_blocks(problem);
+            tile.check()?;
+            tile.check_loads(problem)?;
+            if tile.split_keys > 0 {
+                split::splits(problem)
+                    .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
+            }
+            facts.has_room_for(&tile, tile.smem_bytes(&spec), 1)?;
+            Ok(tile)
+        };
+        // Tiles are measured as a plan without options has them.
+        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
+        let tuned = facts.tuned.get(sm80::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
+        let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
+        let is_split = tile.split_keys > 0;
+        let schedule = tile.schedule(problem).map_err(refuse)?;
+        let own_spec = if is_split { split::part_spec(&spec) } else { spec };
+        let main = Launch {
+            kernel: self.name(),
+            source: sm80::fwd(&own_spec, &tile),
+            grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), tile.num_threads().unsigned_abs()),
+            shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
+            tiles: u64::from(schedule.num_tiles.unsigned_abs()),
+            tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
+        };
+        let merge = is_split.then(|| {
+            let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
+            Launch {
+                kernel: MERGE_NAME,
+                source: split::merge(&spec, tile.stored),
+                grid,
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
+                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
+            }
+        });
+        let update = cache_update::is_wanted(problem).then(|| {
+            let grid = Grid::new(cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS);
+            Launch {
+                kernel: UPDATE_NAME,
+                source: cache_update::update(problem),
+                grid,
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
+                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
+            }
+        });
+        let mut workspace = tile.workspace(problem);
+        if update.is_some() {
+            workspace.bytes = place_of_update(workspace)
+                .checked_add(cache_update::workspace_bytes(problem))
+                .filter(|&bytes| bytes < 1 << 62)
+                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        }
+        Ok(Choice {
+            kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
+            launches: Launches::new(update, main, merge),
+            workspace,
+            promises: Promises {
+                deterministic: true,
+                // A row's key blocks begin at the sequence's first key, their size is the head dimensions', and blocks that
+                // only other rows see are left out or add zeros. But a short query's keys may be split, a long one's not.
+                batch_invariant: !is_split
+                    && tile.block_n == sm80::default_tile(&spec, room(facts)).block_n
+                    && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
+                graph_capturable: true,
+                accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
+                score_sums: facts.score_sums.of(problem.dtypes.qk),
+            },
+            details: vec![
+                ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
+                tile_from.detail(),
+                ("order", format!("a CTA a tile, L2 groups of {} heads", schedule.heads_per_l2_group)),
+                ("schedule", schedule_words(&tile)),
+            ],
+        })
+    }
+
+    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
+        let Some((tile, _)) = self.chosen else { return Ok(()) };
+        let loads = u64::from(tile.copy_bytes.unsigned_abs());
+        let stores_vectors = tile.vector_store && tile.split_keys == 0;
+        let args = call.args;
+        // A tensor without rows may lie anywhere.
+        let has_keys = call.problem.shape_k().seq > 0;
+        // Turned queries lie in the workspace.
+        let turned = call.problem.cache.rotary.is_some();
+        // As many elements of K and V as of Q.
+        let loads_of_cache = if tile.stored.is_fp8() { loads / 2 } else { loads };
+        for (name, address, align, matters) in [
+            ("q", args.q.as_ptr() as u64, loads, !turned),
+            ("k", args.k_slice().as_ptr() as u64, loads_of_cache, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, loads_of_cache, has_keys),
+            ("o", args.o.as_mut_ptr() as u64, 16, stores_vectors),
+        ] {
+            if matters && address & (align - 1) != 0 {
+                return Err(ProblemError::new(
+                    name,
+                    format!(
+                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel sm80 needs"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
+        let Some((tile, mut schedule)) = self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel sm80 has 0 tiles chosen").into());
+        };
+        let fwd = steps.main();
+        let mut whole = bind::fwd_params(call.problem, call.args);
+        if cache_update::is_wanted(call.problem) {
+            let [step] = exactly(steps.before())?;
+            let place = whole.workspace.0 + place_of_update(tile.workspace(call.problem));
+            let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place);
+            // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem,
+            // and the workspace is as large as the plan says.
+            unsafe {
+                step.launch(&mut [(&raw mut whole).cast(), (&raw mut update).cast()], call.stream)?;
+            }
+            whole = forward;
+        }
+        if tile.split_keys == 0 {
+            // SAFETY: the kernel takes FwdParams and TileSchedule; `check_fwd` saw that the memory covers the problem.
+            return unsafe {
+                fwd.launch(&mut [(&raw mut whole).cast(), (&raw mut schedule).cast()], call.stream)
+            };
+        }
+        let [merge] = exactly(steps.after())?;
+        let mut parts = KvParts::new(call.problem, tile.split_keys, whole.workspace.0);
+        let mut part = parts.params(&whole);
+        // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
+        // says.
+        unsafe { fwd.launch(&mut [(&raw mut part).cast(), (&raw mut schedule).cast()], call.stream)? };
+        // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
+        unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
+    }
+
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
+        Some(self)
+    }
+}
+
+/// Where what updates the cache has its part of the workspace, behind the tile's own.
+fn place_of_update(own: Workspace) -> u64 {
+    own.bytes.next_multiple_of(256)
+}
+
+pub(super) fn room(facts: &DeviceFacts) -> Room {
+    Room { smem_bytes: i32::try_from(facts.smem_bytes).unwrap_or(i32::MAX), num_sms: facts.num_sms }
+}
+
+/// What the kernels are made of.
+pub(super) const INSTRUCTIONS: &str = "cp.async with mma.sync of bf16";
+
+/// Whether the device has it.
+pub(super) fn runs_on(facts: &DeviceFacts) -> bool {
+    facts.instructions.mma_sync
+}
+
+impl Tunable<ValidFwd, Cuda> for Sm80 {
+    fn label(&self) -> &'static str {
+        sm80::NAME
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        &[sm80::HEADER]
+    }
+
+    fn runs_on(&self, facts: &DeviceFacts) -> bool {
+        runs_on(facts)
+    }
+
+    fn own_tile(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<TileOptions, Refusal> {
+        Sm80::default().choose(problem, facts, &PlanOptions::default())?;
+        Ok(knob_values(&sm80::choose_tile(problem, room(facts))))
+    }
+
+    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
+        TileClass::of_fwd(problem)
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        knobs::<Sm80Tile>()
+    }
+}
+
+fn schedule_words(tile: &Sm80Tile) -> String {
+    let mut words = vec![format!("{} warps, {} CTAs a multiprocessor", tile.warps, tile.ctas)];
+    words
+        .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
+    words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
+    words.extend((tile.copy_bytes < 16).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
+    words.extend(tile.stored.is_fp8().then(|| format!("K and V widened from {}", tile.stored)));
+    words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
+    words.join(", ")
+}

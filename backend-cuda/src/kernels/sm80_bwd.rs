@@ -1,0 +1,154 @@
+//! The backward kernels of mma.sync, for every architecture from sm_80 on.
+
+use fmha_core::bwd_workspace::{BwdWorkspace, ScoreOrigins};
+use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::spec::BwdSpec;
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe};
+use fmha_kernels_cuda::{simt, sm80, sm80_bwd};
+
+use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, ROW_CTAS_PER_SM, Steps};
+
+/// The kernels, with what their launches need.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Sm80Bwd {
+    chosen: Option<Chosen>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Chosen {
+    workspace: BwdWorkspace,
+    copy_bytes: u64,
+    stores_vectors: bool,
+}
+
+impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
+    fn name(&self) -> &'static str {
+        sm80::NAME
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<BwdKernel>, Refusal> {
+        let refuse = |reason: String| Refusal::new(self.name(), reason);
+        facts.needs(super::sm80::runs_on(facts), super::sm80::INSTRUCTIONS).map_err(refuse)?;
+        sm80_bwd::accepts(problem)?;
+        let spec = BwdSpec::of(problem);
+        let mut tiles = sm80_bwd::choose_tiles(problem, &spec, super::sm80::room(facts));
+        for tile in &mut tiles {
+            for (key, value) in &options.tile {
+                tile.set(key, value).map_err(refuse)?;
+            }
+            tile.check_loads(problem).map_err(refuse)?;
+            facts.has_room_for(tile, tile.smem_bytes(&spec), 1).map_err(refuse)?;
+        }
+        let workspace = BwdWorkspace::new(problem, 1, ScoreOrigins::OfRows, None, 0)
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let dims = problem.fwd().dims;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let row_launch = |kernel, source, grid: Grid| Launch {
+            kernel,
+            source,
+            grid,
+            shared_bytes: 0,
+            tiles: grid.groups.into(),
+            tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
+        };
+        let stats = row_launch(
+            "sm80_stats",
+            simt::bwd_stats(&spec),
+            Grid::new(simt::row_grid(rows, facts.num_sms), simt::NUM_THREADS),
+        );
+        let mut sums = Vec::new();
+        for tile in &tiles {
+            let ctas = sm80_bwd::grid(problem, tile).ok_or_else(|| {
+                refuse(format!(
+                    "seqlen_q {}, seqlen_k {}, num_heads_q {} and batch {} make 2^31 tiles or more",
+                    dims.seqlen_q, dims.seqlen_k, dims.num_heads_q, dims.batch
+                ))
+            })?;
+            sums.push(Launch {
+                kernel: tile.sums.name(),
+                source: sm80_bwd::main(&spec, tile),
+                grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
+                shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
+                tiles: ctas.into(),
+                tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
+            });
+        }
+        if problem.write_dsink {
+            let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
+            sums.push(row_launch("sm80_dsink", sm80_bwd::dsink(&spec), grid));
+        }
+        // dQ's, of which every problem has one.
+        let main = sums.remove(0);
+        let of = |tile: &sm80_bwd::Sm80BwdTile| {
+            format!("{} {} x {}, {} stages", tile.sums.name(), tile.rows, tile.columns, tile.stages)
+        };
+        let chosen = Chosen {
+            workspace,
+            copy_bytes: tiles.iter().map(|tile| u64::from(tile.copy_bytes.unsigned_abs())).max().unwrap_or(1),
+            stores_vectors: tiles.iter().any(|tile| tile.vector_store),
+        };
+        Ok(Choice {
+            kernel: Kernel::new(Self { chosen: Some(chosen) }),
+            launches: Launches::new([stats], main, sums),
+            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
+            promises: Promises {
+                // A row's gradients are one warp's sums, over blocks of its own sequence that begin at its first row.
+                deterministic: true,
+                batch_invariant: options.tile.is_empty(),
+                graph_capturable: true,
+                accuracy: Accuracy::Exact,
+                score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
+            },
+            details: vec![
+                ("tile", tiles.iter().map(of).collect::<Vec<_>>().join("; ")),
+                ("sums", "in registers, each row's in one order; scores computed twice".to_owned()),
+            ],
+        })
+    }
+
+    fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
+        let Some(Chosen { copy_bytes, stores_vectors, .. }) = self.chosen else { return Ok(()) };
+        let args = call.args;
+        let (has_queries, has_keys) =
+            (call.problem.fwd().shape_q().seq > 0, call.problem.fwd().shape_k().seq > 0);
+        for (name, address, align, matters) in [
+            ("q", args.q.as_ptr() as u64, copy_bytes, has_queries),
+            ("k", args.k.as_ptr() as u64, copy_bytes, has_keys),
+            ("v", args.v.as_ptr() as u64, copy_bytes, has_keys),
+            ("dout", args.dout.as_ptr() as u64, copy_bytes, has_queries),
+            ("dq", args.dq.as_mut_ptr() as u64, 16, stores_vectors && has_queries),
+            ("dk", args.dk.as_mut_ptr() as u64, 16, stores_vectors && has_keys),
+            ("dv", args.dv.as_mut_ptr() as u64, 16, stores_vectors && has_keys),
+        ] {
+            if matters && address & (align - 1) != 0 {
+                return Err(ProblemError::new(
+                    name,
+                    format!(
+                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel sm80 needs"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn launch(&self, steps: &Steps, call: &BwdCall<'_>) -> Result<()> {
+        let Some(Chosen { workspace, .. }) = self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel sm80 has 0 workspaces chosen").into());
+        };
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        for step in steps.iter() {
+            // SAFETY: every launch takes one BwdParams; `check_bwd` saw that its memory covers the problem, and the
+            // workspace is as large as the plan said.
+            unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
+        }
+        Ok(())
+    }
+}

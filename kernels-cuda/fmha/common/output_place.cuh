@@ -1,0 +1,51 @@
+// Where a tile's rows of O and LSE lie, be it the call's or a part's, and what is done to rows that are to be computed again.
+#pragma once
+#include <fmha/common/output_row.cuh>
+#include <fmha/common/recompute_row.cuh>
+#include <fmha/common/work.cuh>
+
+namespace fmha {
+
+// The batch coordinate and the first row of O and LSE: the parts of a split have batches of their own, one after another,
+// also of packed sequences.
+struct OutputPlace {
+  int32_t batch, row;
+};
+// The type that K and V lie in memory as.
+template <FwdSpec spec, auto tile>
+FMHA_DEVICE constexpr DType stored_type() {
+  if constexpr (requires { tile.stored; }) return tile.stored;
+  else return spec.dtype_qk;
+}
+
+template <auto tile>
+FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
+  if constexpr (split_keys<tile>() == 0) return {work.storage_batch, work.q_row};
+  else return {part_of<tile>(work) * p.batch + work.i_batch, 0};
+}
+
+// Rows of this warp, one of a lane, that are not finite although their log-sum-exp is: a value of V that the mask hides has
+// come through, or the sum has left f32. Each is computed again by the whole warp.
+template <FwdSpec spec, auto tile>
+FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect) {
+  const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+  const uint32_t lanes = ptx::vote_ballot(suspect);
+#pragma unroll 1
+  for (int32_t lane = 0; lane < 32; ++lane) {
+    if (!(lanes >> lane & 1)) continue;
+    const int32_t packed_row = ptx::shfl_idx(row, lane);
+    const int32_t i = query_of<tile>(p, packed_row);
+    const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
+    if constexpr (split_keys<tile>() > 0) {
+      const Range keys = keys_of_part<tile>(part_of<tile>(work), work.seqlen_k);
+      const OutputPlace place = output_place<tile>(p, work);
+      RecomputedRow<spec, stored_type<spec, tile>()> again{p, span, i_head, i, place.batch, place.row + i, keys};
+      again.run();
+    } else {
+      RecomputedRow<spec, stored_type<spec, tile>()> again{p, span, i_head, i};
+      again.run();
+    }
+  }
+}
+
+}  // namespace fmha

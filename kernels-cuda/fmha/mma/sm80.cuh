@@ -1,0 +1,133 @@
+// Typed products of one warp, mma.sync on tiles in shared memory: a warp has `m_tiles` times 16 rows, and every fragment of B
+// that it reads serves all of them.
+//
+// ldmatrix reads eight rows of 16 bytes at a time. In a swizzled tile (smem_tile.cuh) those lie in eight different groups
+// of four banks, whichever the tile's span, so that no read waits for another.
+#pragma once
+#include <fmha/mma/fragment.cuh>
+#include <fmha/mma/smem_tile.cuh>
+#include <fmha/ptx/matrix.cuh>
+
+namespace fmha::mma::sm80 {
+
+using mma::Accumulator;
+using mma::RegisterTile;
+using mma::SmemTile;
+
+constexpr int kRows = 16;   // of one product
+constexpr int kDepth = 16;  // elements of 16 bits that one instruction contracts
+
+// Where a lane's row of 16 bytes lies, of the four 8 x 8 matrices that one ldmatrix reads.
+struct LanePlace {
+  int32_t row, column;
+};
+// A [16 rows, 16 deep], or B^T of 16 columns read across its rows: matrices down the rows first.
+FMHA_DEVICE LanePlace rows_first() {
+  const int32_t lane = threadIdx.x % 32;
+  return {lane % 16, lane / 16 * 8};
+}
+// B [16 columns, 16 deep] read along its rows, which are D's columns: matrices along the depth first.
+FMHA_DEVICE LanePlace depth_first() {
+  const int32_t lane = threadIdx.x % 32;
+  return {lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8};
+}
+
+// A lane's place in a tile as an address, from which others are one XOR and one addition of constants away: the swizzle
+// is linear, and whole eights of rows do not change it.
+template <class Tile>
+struct LaneAddress {
+  uint32_t base, within;
+
+  FMHA_DEVICE LaneAddress(const Tile& tile, LanePlace place)
+      : base(tile.address()), within(word_offset<Tile>(place.row, place.column)) {}
+  // `rows` whole eights, `columns` whole sixteens.
+  FMHA_DEVICE uint32_t plus(int rows, int columns) const {
+    constexpr int span = Tile::span;
+    return base + (within ^ uint32_t(columns % span * 2)) + rows * Tile::span_bytes + columns / span * Tile::chunk_bytes;
+  }
+};
+
+// Fragments of B that are read before the products that take them, beyond the one at work: ldmatrix takes some 30 clocks.
+template <int ahead>
+struct FragmentRing {
+  uint32_t words[ahead + 1][4];
+  FMHA_DEVICE uint32_t (&operator[](int i))[4] { return words[i % (ahead + 1)]; }
+};
+
+// Two 8-column groups of D, of every 16 rows of A.
+template <DType dtype, int m_tiles, int n>
+FMHA_DEVICE void multiply(Accumulator<n> (&d)[m_tiles], const uint32_t (&a)[m_tiles][4], const uint32_t (&b)[4], int group) {
+  const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m) {
+    ptx::mma_m16n8k16<dtype>(&d[m].elems[4 * group], a[m], first);
+    ptx::mma_m16n8k16<dtype>(&d[m].elems[4 * group + 4], a[m], second);
+  }
+}
+
+// d = A B^T: A's rows from `a_row` on, 16 to an accumulator, against B's rows, both along their dim.
+template <DType dtype, int ahead, int m_tiles, int n, class TileA, class TileB>
+FMHA_DEVICE void product_abt(Accumulator<n> (&d)[m_tiles], const TileA& a, int32_t a_row, const TileB& b) {
+  static_assert(TileA::dim == TileB::dim && TileB::rows == n, "A and B share their inner dimension, B's rows are D's columns");
+  constexpr int steps = TileA::dim / kDepth, groups = n / 16, loads = steps * groups;
+  const LanePlace rows = rows_first();
+  const LaneAddress<TileA> a0(a, {a_row + rows.row, rows.column});
+  const LaneAddress<TileB> b0(b, depth_first());
+  uint32_t a_words[2][m_tiles][4];
+  FragmentRing<ahead> b_words;
+  const auto load_a = [&](int step) {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) ptx::ldmatrix_x4(a_words[step % 2][m], a0.plus(m * kRows, step * kDepth));
+  };
+  const auto load_b = [&](int i) { ptx::ldmatrix_x4(b_words[i], b0.plus(i % groups * 16, i / groups * kDepth)); };
+  load_a(0);
+#pragma unroll
+  for (int i = 0; i < ahead && i < loads; ++i) load_b(i);
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m) d[m].clear();
+#pragma unroll
+  for (int i = 0; i < loads; ++i) {
+    const int step = i / groups;
+    if (i + ahead < loads) load_b(i + ahead);
+    if (i % groups == 0 && step + 1 < steps) load_a(step + 1);
+    multiply<dtype>(d, a_words[step % 2], b_words[i], 2 * (i % groups));
+  }
+}
+
+// d += A B: A in registers, B's rows its inner dimension; or, `b_is_transposed`, its columns. D has B's columns from
+// `part` times as many as it has on: whole spans of the tile where there are several parts.
+template <DType dtype, int ahead, bool b_is_transposed, int m_tiles, int n, int depth, class TileB>
+FMHA_DEVICE void product_ab(Accumulator<n> (&d)[m_tiles], const RegisterTile<uint16_t, depth> (&a)[m_tiles], const TileB& b,
+                            int32_t part = 0) {
+  constexpr int columns = b_is_transposed ? TileB::rows : TileB::dim;
+  static_assert(columns == n || (columns % n == 0 && (b_is_transposed || n % TileB::span == 0)), "parts are whole spans");
+  static_assert((b_is_transposed ? TileB::dim : TileB::rows) == depth, "A and B share their inner dimension");
+  constexpr int groups = n / 16, loads = depth / kDepth * groups;
+  LaneAddress<TileB> b0(b, b_is_transposed ? depth_first() : rows_first());
+  if constexpr (columns != n) b0.base += part * (b_is_transposed ? n * TileB::span_bytes : n / TileB::span * TileB::chunk_bytes);
+  FragmentRing<ahead> b_words;
+  const auto load_b = [&](int i) {
+    const int group = i % groups, step = i / groups;
+    if constexpr (b_is_transposed) {
+      ptx::ldmatrix_x4(b_words[i], b0.plus(group * 16, step * kDepth));
+    } else {
+      ptx::ldmatrix_x4_trans(b_words[i], b0.plus(step * kDepth, group * 16));
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < ahead && i < loads; ++i) load_b(i);
+#pragma unroll
+  for (int i = 0; i < loads; ++i) {
+    const int step = i / groups;
+    if (i + ahead < loads) load_b(i + ahead);
+    uint32_t a_words[m_tiles][4];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) a_words[m][k] = a[m].elems[step][k];
+    }
+    multiply<dtype>(d, a_words, b_words[i], 2 * (i % groups));
+  }
+}
+
+}  // namespace fmha::mma::sm80

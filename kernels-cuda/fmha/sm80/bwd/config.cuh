@@ -1,0 +1,69 @@
+// The derived numbers and the shared memory of the backward kernels of mma.sync.
+//
+// A CTA owns rows, to which nothing else adds: queries, whose dQ it sums, or keys, whose dK and dV it sums. It walks the blocks
+// of the other side. So no sum is kept in memory and every sum has one order; the price is that scores and dP are computed
+// twice, seven products in place of five.
+//
+//   owner    rows      fragments          walks     sums
+//   dQ       queries   S, dP              keys      dQ += dS K
+//   dK, dV   keys      S^T, dP^T          queries   dV += P^T dO, dK += dS^T Q
+//
+// Either way the fragment of scores has the owner's rows, so that P and dS, packed, are the operand A of the sums.
+#pragma once
+#include <fmha/bwd.h>
+#include <fmha/mma/sm80.cuh>
+#include <fmha/num.h>
+#include <fmha/sm80_bwd_host.h>
+
+namespace fmha::sm80::bwd {
+
+namespace mma = fmha::mma::sm80;
+
+using mma::SmemTile;
+
+FMHA_DEVICE constexpr int num_threads(const Sm80BwdTile& tile) { return 32 * tile.warps; }
+FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth); }
+FMHA_DEVICE constexpr bool sums_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::Dq; }
+FMHA_DEVICE constexpr bool owns_queries(const Sm80BwdTile& tile) { return sums_dq(tile) || tile.sums == BwdSums::DBias; }
+FMHA_DEVICE constexpr bool sums_dk(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dk; }
+FMHA_DEVICE constexpr bool sums_dv(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dv; }
+// Whether dS is made: of dV alone it is not.
+FMHA_DEVICE constexpr bool makes_ds(const Sm80BwdTile& tile) { return tile.sums != BwdSums::Dv; }
+
+// LSE in log2, delta and the scores' origins (row_bwd.h) of a block of queries.
+template <int columns>
+struct Stats {
+  alignas(16) float lse_log2[columns];
+  alignas(16) float delta[columns];
+  alignas(16) float origin[columns];
+};
+
+// What a CTA that makes dS has of its own rows besides.
+template <class Tile, bool has>
+struct OwnValues {
+  Tile own_value;
+};
+template <class Tile>
+struct OwnValues<Tile, false> {};
+// What queries that are walked bring besides.
+template <int columns, int stages>
+struct StatsOfBlocks {
+  Stats<columns> stats[stages];
+};
+template <int columns>
+struct StatsOfBlocks<columns, 0> {};
+
+// Q and dO, K and V: of the CTA's own rows, and of the blocks that it walks.
+template <BwdSpec spec, Sm80BwdTile tile>
+struct Smem : OwnValues<SmemTile<uint16_t, tile.rows, padded_dim(spec.fwd.head_dim_v)>, makes_ds(tile)>,
+              StatsOfBlocks<tile.columns, owns_queries(tile) ? 0 : tile.stages> {
+  static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);
+  using Score = SmemTile<uint16_t, tile.columns, dim_qk>;
+  using Value = SmemTile<uint16_t, tile.columns, dim_v>;
+
+  SmemTile<uint16_t, tile.rows, dim_qk> own_score;
+  Score score[tile.stages];
+  Value value[tile.stages];
+};
+
+}  // namespace fmha::sm80::bwd

@@ -1,0 +1,184 @@
+// What becomes of a fragment of scores and of dP: rows are the owner's, columns those of the block that is walked.
+#pragma once
+#include <fmha/mask.h>
+#include <fmha/philox.h>
+#include <fmha/ptx/num.cuh>
+#include <fmha/row_bwd.h>
+#include <fmha/score.h>
+#include <fmha/sm80/bwd/config.cuh>
+
+namespace fmha::sm80::bwd {
+
+template <BwdSpec spec, Sm80BwdTile tile>
+struct Pairs {
+  static constexpr FwdSpec kFwd = spec.fwd;
+  static constexpr int columns = tile.columns;
+  static constexpr bool modifies = modifies_score(kFwd);
+  static constexpr bool has_hi = kFwd.mask != MaskKind::Full, has_lo = kFwd.mask == MaskKind::Band;
+  using Fragment = mma::Accumulator<columns>;
+
+  const BwdParams& p;
+  // By value: a reference to a member of the CTA's own struct keeps all of that, the sums too, in local memory.
+  const SeqSpan span;
+  const MaskBand band;
+  const float scale_log2 = p.fwd.softmax_scale * kLog2E;
+
+  // The query and the key of an element; `row`: the thread's first, `column`: of the block's first.
+  FMHA_DEVICE static int32_t query_of(int e, int32_t row, int32_t column) {
+    return owns_queries(tile) ? row + 8 * Fragment::row(e) : column + Fragment::column(e);
+  }
+  FMHA_DEVICE static int32_t key_of(int e, int32_t row, int32_t column) {
+    return owns_queries(tile) ? column + Fragment::column(e) : row + 8 * Fragment::row(e);
+  }
+
+  FMHA_DEVICE bool sees(int32_t i, int32_t j) const {
+    bool seen = i < span.seqlen_q && j < span.seqlen_k;
+    if constexpr (has_hi) seen &= j - i <= band.hi;
+    if constexpr (has_lo) seen &= j - i >= band.lo || (kFwd.sink_columns && j < band.sink_columns);
+    return seen;
+  }
+
+  // The slopes of a block's soft-cap, which dS is multiplied by on its way to the product: in 0 .. 1, two f16 to a register.
+  struct Slopes {
+    uint32_t pairs[kFwd.softcap ? columns / 4 : 1];
+  };
+  // Which elements dropout keeps, a bit to each.
+  struct Kept {
+    uint32_t words[kFwd.dropout ? ceil_div(columns / 2, 32) : 1];
+    FMHA_DEVICE bool has(int e) const { return words[e / 32] >> e % 32 & 1; }
+  };
+
+  FMHA_DEVICE Kept kept_of(int32_t i_head, int32_t row, int32_t column) const {
+    Kept kept = {};
+    if constexpr (kFwd.dropout) {
+      const int32_t batch_head = span.i_batch * p.fwd.num_heads_q + i_head;
+#pragma unroll
+      for (int w = 0; w < ceil_div(columns / 2, 32); ++w) {
+        uint32_t word = 0;
+        // One call at a time: all of a block's are more than the instruction cache next to the warp holds.
+#pragma unroll 1
+        for (int e = 0; e < min(32, columns / 2 - 32 * w); ++e) {
+          const int32_t i = query_of(32 * w + e, row, column), j = key_of(32 * w + e, row, column);
+          word |= uint32_t(dropout_keeps(p.fwd, batch_head, i, j)) << e;
+        }
+        kept.words[w] = word;
+      }
+    }
+    return kept;
+  }
+
+  // P of an element. `lse` is its query's.
+  FMHA_DEVICE float prob(float s, const ScoreModifier& modifier, float lse_log2, int32_t i, int32_t j, float& slope) const {
+    slope = 1.f;
+    if constexpr (!modifies) {
+      return ptx::ex2_approx_ftz(fmaf(s, scale_log2, -lse_log2));
+    } else {
+      float x = s * scale_log2;
+      if constexpr (kFwd.softcap && tile.fast_softcap) {
+        // tanh(u) = 1 - 2 w where w = 1 / (1 + e^(2 u)); its derivative is 4 w (1 - w).
+        const float w = ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(s * (2.f * scale_log2 / modifier.softcap)));
+        x = modifier.softcap * kLog2E * fmaf(-2.f, w, 1.f);
+        slope = 4.f * w * (1.f - w);
+      } else if constexpr (kFwd.softcap) {
+        const float t = tanh_of(s * modifier.scale / modifier.softcap);
+        x = modifier.softcap * kLog2E * t;
+        slope = 1.f - t * t;
+      }
+      if constexpr (kFwd.bias == BiasKind::Alibi) {
+        x -= modifier.alibi_slope * kLog2E * fabsf(float(i + modifier.alibi_diag - j));
+      }
+      if constexpr (kFwd.bias == BiasKind::Elementwise) {
+        // There are no elements beyond the lengths.
+        const bool there = i < span.seqlen_q && j < span.seqlen_k;
+        const int64_t at = there ? i * modifier.bias_row + j : 0;
+        if (there) x = fmaf(load_elem<kFwd.dtype_bias>(modifier.bias, at), kLog2E, x);
+      }
+      return ptx::ex2_approx_ftz(x - lse_log2);
+    }
+  }
+
+  // The same of a query whose scores have an origin (row_bwd.h): the natural score, rounded as the forward's is, then measured
+  // from there, and a P of 1 at most.
+  FMHA_DEVICE float prob_from(float origin, float s, const ScoreModifier& modifier, float lse_log2, int32_t i, int32_t j,
+                              float& slope) const {
+    slope = 1.f;
+    if constexpr (kFwd.softcap) {
+      const float t = tanh_of(s * modifier.scale / modifier.softcap);
+      slope = 1.f - t * t;
+    }
+    // There are no elements of a bias beyond the lengths.
+    const bool there = i < span.seqlen_q && j < span.seqlen_k;
+    const float score = there ? modified_score<kFwd>(modifier, s, i, j) : 0.f;
+    return there ? probability(score - origin, lse_log2) : 0.f;
+  }
+
+  // S to P of the block's `queries`. What no query sees becomes 0 where the block is an `edge`.
+  template <class Queries>
+  FMHA_DEVICE void exponentiate(Fragment& s, Slopes& slopes, int32_t i_head, int32_t row, int32_t column, bool edge,
+                                const Queries& queries) const {
+    if (queries.any_far()) {
+      exponentiate<true>(s, slopes, i_head, row, column, queries);
+    } else {
+      exponentiate<false>(s, slopes, i_head, row, column, queries);
+    }
+    if (edge) hide(s, row, column);
+  }
+  template <bool any_far, class Queries>
+  FMHA_DEVICE void exponentiate(Fragment& s, Slopes& slopes, int32_t i_head, int32_t row, int32_t column,
+                                const Queries& queries) const {
+    const ScoreModifier modifier = score_modifier<kFwd>(p.fwd, span, i_head, p.fwd.softmax_scale);
+#pragma unroll
+    for (int e = 0; e < s.num_elems; e += 2) {
+      float slope[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int32_t i = query_of(e + k, row, column), j = key_of(e + k, row, column);
+        if constexpr (any_far) {
+          s[e + k] = prob_from(queries.origin(e + k), s[e + k], modifier, queries.lse_log2(e + k), i, j, slope[k]);
+        } else {
+          s[e + k] = prob(s[e + k], modifier, queries.lse_log2(e + k), i, j, slope[k]);
+        }
+      }
+      if constexpr (kFwd.softcap) slopes.pairs[e / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
+    }
+  }
+  FMHA_DEVICE void hide(Fragment& x, int32_t row, int32_t column) const {
+#pragma unroll
+    for (int e = 0; e < x.num_elems; ++e) {
+      if (!sees(query_of(e, row, column), key_of(e, row, column))) x[e] = 0.f;
+    }
+  }
+
+  // P as dV sees it: after dropout.
+  FMHA_DEVICE Fragment dropped(const Fragment& probs, const Kept& kept) const {
+    Fragment x;
+#pragma unroll
+    for (int e = 0; e < x.num_elems; ++e) x[e] = kept.has(e) ? probs[e] * p.fwd.dropout_scale : 0.f;
+    return x;
+  }
+
+  // dP to dS: the gradient of scale * Q K^T, or, not `through_cap`, of the score that the softmax sees.
+  template <bool through_cap, class Queries>
+  FMHA_DEVICE void differentiate(Fragment& dp, const Fragment& probs, const Slopes& slopes, const Kept& kept, int32_t row,
+                                 int32_t column, bool edge, const Queries& queries) const {
+#pragma unroll
+    for (int e = 0; e < dp.num_elems; e += 2) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        float d = dp[e + k];
+        if constexpr (kFwd.dropout) d = kept.has(e + k) ? d * p.fwd.dropout_scale : 0.f;
+        dp[e + k] = probs[e + k] * (d - queries.delta(e + k));
+      }
+      if constexpr (kFwd.softcap && through_cap) {
+        float low, high;
+        ptx::unpack_f16x2(slopes.pairs[e / 2], low, high);
+        dp[e] *= low;
+        dp[e + 1] *= high;
+      }
+    }
+    // 0 times a hidden NaN is NaN.
+    if (edge) hide(dp, row, column);
+  }
+};
+
+}  // namespace fmha::sm80::bwd

@@ -1,0 +1,64 @@
+// The derived numbers and the shared memory of the forward kernel of mma.sync.
+#pragma once
+#include <fmha/common/dropout.cuh>
+#include <fmha/common/work.cuh>
+#include <fmha/mma/sm80.cuh>
+#include <fmha/num.h>
+#include <fmha/range.h>
+#include <fmha/sm80_host.h>
+
+namespace fmha::sm80 {
+
+namespace mma = fmha::mma::sm80;
+
+using mma::SmemTile;
+
+// Every warp loads and consumes.
+FMHA_DEVICE constexpr int num_threads(const Sm80Tile& tile) { return 32 * tile.warps; }
+// 16 rows of a product, times which a warp has rows. `value_parts` warps have the same rows, S and P, and each its part of O's
+// columns, where all of them would take more than a warp's registers.
+FMHA_DEVICE constexpr int m_tiles(const Sm80Tile& tile) { return tile.block_m * tile.value_parts / (mma::kRows * tile.warps); }
+FMHA_DEVICE constexpr int warp_rows(const Sm80Tile& tile) { return mma::kRows * m_tiles(tile); }
+
+// A head dimension as the tiles have it: whole steps of a product. The copies fill with zeros what the tensor lacks.
+FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth); }
+
+// What headers read that know no architecture: the fields of this tile, and what others have and it has not.
+struct SharedTile {
+  int32_t block_m, block_n, split_keys, lazy_rescale_log2;
+  bool pack_gqa, fast_softcap;
+  static constexpr int cluster = 1, bias_stages = 0, wait_anchor = 0;
+  static constexpr bool cluster_heads = false;
+};
+FMHA_DEVICE constexpr bool sums_output_first(const SharedTile&) { return false; }
+FMHA_DEVICE constexpr SharedTile shared(const Sm80Tile& tile) {
+  return {tile.block_m, tile.block_n, tile.split_keys, tile.lazy_rescale_log2, tile.pack_gqa, tile.fast_softcap};
+}
+
+// P of bf16 is scaled in the exponent (range.h).
+FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm80Tile& tile) {
+  return spec.dtype_v == DType::Bf16 ? offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2) : 0;
+}
+
+// What dropout's generator has in common, of each warp.
+template <int warps>
+struct QuadsOfWarps {
+  DropoutQuads quads[warps];
+};
+template <>
+struct QuadsOfWarps<0> {};
+
+template <FwdSpec spec, Sm80Tile tile>
+struct Smem : QuadsOfWarps<spec.dropout ? tile.warps : 0> {
+  static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
+  static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
+  using QTile = SmemTile<uint16_t, tile.block_m, dim_qk>;
+  using KTile = SmemTile<uint16_t, tile.block_n, dim_qk>;
+  using VTile = SmemTile<uint16_t, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
+
+  QTile q;
+  KTile k[tile.stages];
+  VTile v[tile.stages];
+};
+
+}  // namespace fmha::sm80

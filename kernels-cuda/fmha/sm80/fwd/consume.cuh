@@ -1,0 +1,141 @@
+// What a warp does with its rows: S = Q K^T, P = exp2(S - row maximum), O += P V, all of S, P and O in registers. The
+// accumulator of S, packed, is the operand A of P V, so that P never leaves the warp.
+#pragma once
+#include <fmha/common/score_modifiers.cuh>
+#include <fmha/common/softmax.cuh>
+#include <fmha/sm80/fwd/config.cuh>
+
+namespace fmha::sm80 {
+
+template <FwdSpec spec, Sm80Tile tile>
+struct Consumer {
+  using Shared = Smem<spec, tile>;
+  static constexpr int n = tile.block_n, rows_of_sixteen = m_tiles(tile);
+  using Scores = mma::Accumulator<n>;
+  using Output = mma::Accumulator<Shared::dim_v / tile.value_parts>;
+  using RowSoftmax = Softmax<shared(tile), p_offset_log2(spec, tile)>;
+  using ScoreModifiers = Modifiers<spec, shared(tile)>;
+  static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
+
+  const FwdParams& p;
+  const Work& work;
+  Shared& smem;
+  // Of the warp's rows the first, in the CTA and of the sequence's (packed) rows.
+  const int32_t warp = threadIdx.x / 32, warp_row = warp / tile.value_parts * warp_rows(tile), first_row = work.first_row + warp_row;
+  const int32_t part = warp % tile.value_parts;  // of O's columns
+  const int32_t first_query = query_of<tile>(p, first_row), last_query = query_of<tile>(p, first_row + warp_rows(tile) - 1);
+  const ScoreModifiers modifiers = {p, 1.f};
+  const float scale_log2 = modifiers.scale_log2();
+
+  Output o[rows_of_sixteen];
+  RowSoftmax softmax[rows_of_sixteen];
+  mma::RegisterTile<uint16_t, n> probs[rows_of_sixteen];
+
+  // The thread's first row of sixteen rows.
+  FMHA_DEVICE int32_t row(int m) const { return first_row + m * mma::kRows + threadIdx.x % 32 / 4; }
+
+  FMHA_DEVICE void begin() {
+#pragma unroll
+    for (int m = 0; m < rows_of_sixteen; ++m) {
+      o[m].clear();
+      softmax[m].reset();
+    }
+  }
+
+  // Whether no row of the warp sees a key of the block: it has nothing to compute then.
+  FMHA_DEVICE bool is_hidden(int32_t block) const {
+    if (block < 0) return true;
+    const int32_t begin = block * n, end = begin + n;
+    bool hidden = begin >= work.seqlen_k || first_query >= work.seqlen_q;
+    if constexpr (has_hi) hidden |= begin > last_query + work.hi;
+    if constexpr (has_lo) hidden |= end <= first_query + work.lo && !(spec.sink_columns && begin < work.sink_columns);
+    return hidden;
+  }
+  // Whether the mask or the sequence's end hides a key of the block from some row of the warp.
+  FMHA_DEVICE bool is_edge(int32_t block) const {
+    const int32_t begin = block * n, end = begin + n;
+    bool edge = end > work.seqlen_k;
+    if constexpr (has_hi) edge |= end > first_query + work.hi + 1;
+    if constexpr (has_lo) edge |= begin < last_query + work.lo;
+    return edge;
+  }
+
+  // -inf where the mask hides a key from the thread's two rows.
+  FMHA_DEVICE void mask(Scores& s, int32_t first_row_of_two, int32_t block) const {
+    const int32_t first_key = block * n + fmha::mma::fragment_column();
+    int32_t end[2], begin[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t i = query_of<tile>(p, first_row_of_two + 8 * r);
+      end[r] = (has_hi ? min(work.seqlen_k, i + work.hi + 1) : work.seqlen_k) - first_key;
+      begin[r] = has_lo ? i + work.lo - first_key : 0;
+    }
+    const int32_t sinks = work.sink_columns - first_key;
+#pragma unroll
+    for (int e = 0; e < s.num_elems; ++e) {
+      const int column = s.column(e), r = s.row(e);
+      bool hidden = column >= end[r];
+      if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
+      if (hidden) s[e] = -infinity();
+    }
+  }
+
+  FMHA_DEVICE void drop(int m, int32_t block) {
+    int32_t i[2], batch_head[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t at = row(m) + 8 * r;
+      i[r] = query_of<tile>(p, at);
+      const int32_t i_head = tile.pack_gqa ? work.i_head + at - i[r] * p.gqa_ratio : work.i_head;
+      batch_head[r] = work.i_batch * p.num_heads_q + i_head;
+    }
+    DroppedBits<n> dropped;
+    dropped.template decide<n, !tile.pack_gqa>(p, smem.quads[warp], i, batch_head, block * n);
+    dropped.drop(probs[m], n);
+  }
+
+  // S of a block, and P of it; running maxima and sums, and O, which is relative to them, follow.
+  template <class KTile>
+  FMHA_DEVICE void score(const KTile& k, int32_t block) {
+    typename ScoreModifiers::BiasWords bias[rows_of_sixteen];
+    if constexpr (ScoreModifiers::prefetches) {
+#pragma unroll
+      for (int m = 0; m < rows_of_sixteen; ++m) modifiers.fetch(bias[m], work, row(m), block);
+    }
+    Scores s[rows_of_sixteen];
+    mma::product_abt<spec.dtype_qk, tile.fragments_ahead>(s, smem.q, warp_row, k);
+    const bool edge = is_edge(block);
+#pragma unroll
+    for (int m = 0; m < rows_of_sixteen; ++m) {
+      if constexpr (spec.negative_scale) {
+#pragma unroll
+        for (int e = 0; e < Scores::num_elems; ++e) s[m][e] = -s[m][e];
+      }
+      modifiers.apply(s[m], bias[m], work, row(m), block);
+      if (edge) mask(s[m], row(m), block);
+      softmax[m].step(s[m], scale_log2, 0, [] {});
+      probs[m].template from<spec.dtype_v>(s[m], 0);
+      rescale(m);
+      if constexpr (spec.dropout) drop(m, block);
+    }
+  }
+
+  // O to the running maxima of the last block, if any of the warp's upper or lower eight rows needs it.
+  FMHA_DEVICE void rescale(int m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!softmax[m].corrects(r)) continue;
+#pragma unroll
+      for (int e = 0; e < Output::num_elems; ++e) {
+        if (Output::row(e) == r) o[m][e] *= softmax[m].correction[r];
+      }
+    }
+  }
+
+  template <class VTile>
+  FMHA_DEVICE void accumulate(const VTile& v) {
+    mma::product_ab<spec.dtype_v, tile.fragments_ahead, Shared::v_columns>(o, probs, v, part);
+  }
+};
+
+}  // namespace fmha::sm80

@@ -1,0 +1,66 @@
+// Attention forward on mma.sync, for every NVIDIA GPU from sm_80 on.
+//
+// The schedule is that of FlashAttention-2 (Dao, 2023): a CTA has a tile of queries, its warps 16 or 32 rows each, and all
+// warps load K and V by cp.async beside computing. K and V have rings of `stages` blocks; with s stages, of block i:
+//
+//   waits for             issues         computes
+//   K(i), all warps here  V(i + s - 1)   S = Q K(i)^T, softmax
+//   V(i), all warps here  K(i + s)       O += P V(i)
+//
+// Each barrier says two things: what every thread has copied is there, and the slot that is loaded next has been read by all.
+// Every issue is one group, an empty one at the tile's end, so that waits count the same throughout.
+//
+// The grid is a CTA a tile, longest tiles first, of which an SM holds several: one's products run under another's loads and
+// exponentials.
+#pragma once
+#include <fmha/sm80/fwd/epilogue.cuh>
+#include <fmha/sm80/fwd/load.cuh>
+
+namespace fmha::sm80 {
+
+template <FwdSpec spec, Sm80Tile tile>
+FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule) {
+  static_assert(spec.dtype_qk == spec.dtype_v && size_bytes(spec.dtype_qk) == 2 && !is_fp8(spec.dtype_qk), "sm80: one 16-bit type");
+  static_assert(!spec.write_keep_mask, "sm80: it does not write the keep mask");
+  static_assert(tile.block_m * tile.value_parts % (mma::kRows * tile.warps) == 0, "sm80: a warp has whole sixteens of rows");
+  static_assert(tile.value_parts == 1 || spec.head_dim_v % (64 * tile.value_parts) == 0, "sm80: parts of O are whole spans");
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
+  if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
+  const Work work = resolve_tile<spec, shared(tile)>(p, schedule, blockIdx.x);
+  if (work.num_blocks == 0) return;
+
+  const Loader<spec, tile> loader{p, work, smem};
+  // Groups, in their order: Q with K(0), V(0), K(1), V(1), ... So many may be under way when one is waited for.
+  constexpr int under_way = 2 * (tile.stages - 1);
+  loader.load_q();
+#pragma unroll
+  for (int i = 0; i < tile.stages; ++i) {
+    if (i < work.num_blocks) loader.load_k(i);
+    ptx::cp_async_commit_group();
+    if (i + 1 == tile.stages) break;
+    if (i < work.num_blocks) loader.load_v(i);
+    ptx::cp_async_commit_group();
+  }
+
+  Consumer<spec, tile> consumer{p, work, smem};
+  consumer.begin();
+#pragma unroll 1
+  for (int32_t i = 0; i < work.num_blocks; ++i) {
+    const int32_t block = block_at(work, i);
+    const bool computes = !consumer.is_hidden(block);
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    if (i + tile.stages - 1 < work.num_blocks) loader.load_v(i + tile.stages - 1);
+    ptx::cp_async_commit_group();
+    if (computes) consumer.score(smem.k[i % tile.stages], block);
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages);
+    ptx::cp_async_commit_group();
+    if (computes) consumer.accumulate(smem.v[i % tile.stages]);
+  }
+  store(consumer);
+}
+
+}  // namespace fmha::sm80

@@ -1,0 +1,283 @@
+//! The forward kernel of every NVIDIA GPU from sm_80 on: its tile, its entry.
+
+use fmha_core::abi::AbiLiteral as _;
+use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::FwdSpec;
+use fmha_core::{DType, FwdProblem, KvLayout, QLayout, Refusal, VLayout, Workspace, abi_spec};
+
+use crate::schedule::{self, TileSchedule, UnitOfWork};
+use crate::{sm90, split};
+
+mod table;
+
+pub use table::{Room, choose_tile, default_tile};
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "sm80";
+
+/// The header that its entry includes.
+pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
+
+abi_spec! {
+    /// How the kernel computes.
+    pub struct Sm80Tile {
+        /// Query rows of a CTA.
+        pub block_m: i32 = Takes::among(&[16, 32, 64, 128]).tuned(),
+        /// Keys of a block.
+        pub block_n: i32 = Takes::multiples(16, 16, 128).tuned_over(&[32, 48, 64, 80, 96, 128]),
+        /// Warps of a CTA, which share its rows: 16 or 32 to a warp are fast.
+        pub warps: i32 = Takes::among(&[1, 2, 4, 8]).tuned(),
+        /// Warps that have the same rows, and each a part of O's columns, which together take more than a warp's registers.
+        pub value_parts: i32 = Takes::nothing(),
+        /// Blocks of K, and of V, in shared memory at a time.
+        pub stages: i32 = Takes::within(1, 4).tuned_over(&[1, 2, 3]),
+        /// CTAs that a multiprocessor is to hold, which bounds a thread's registers.
+        pub ctas: i32 = Takes::within(1, 8).tuned_over(&[1, 2, 3]),
+        /// Fragments of K and V that a warp reads from shared memory before the products that take them.
+        pub fragments_ahead: i32 = Takes::within(0, 4).tuned_over(&[0, 1, 2]),
+        /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
+        pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
+        /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
+        pub pack_gqa: bool = Takes::all().tuned(),
+        /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
+        /// any cap.
+        pub fast_softcap: bool,
+        /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time (FP8: 2); else element by
+        /// element.
+        pub vector_store: bool,
+        /// Bytes that a copy takes, which divide every stride and address of Q, K and V; 2: element by element.
+        pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
+        /// A block's keys lie in one page, whose rows divide into blocks.
+        pub block_in_page: bool = Takes::nothing(),
+        /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
+        pub stored: DType = Takes::nothing(),
+        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
+        pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
+    }
+}
+
+impl Sm80Tile {
+    /// Threads of a CTA.
+    #[must_use]
+    pub const fn num_threads(&self) -> i32 {
+        32 * self.warps
+    }
+
+    /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
+        let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
+        let kv = tile_bytes(self.block_n * qk) + tile_bytes(self.block_n * v);
+        // 32 quads of 16 bytes for each warp.
+        let quads = if spec.dropout { self.warps * 512 } else { 0 };
+        (tile_bytes(self.block_m * qk) + self.stages * kv + quads + 1023) / 1024 * 1024
+    }
+
+    /// The order of tiles for a problem's maximal lengths.
+    ///
+    /// # Errors
+    /// More tiles than a schedule counts.
+    pub fn schedule(&self, problem: &FwdProblem) -> Result<TileSchedule, String> {
+        let kv_parts = split::num_parts(problem, self.split_keys) as i32;
+        TileSchedule::new(
+            problem,
+            UnitOfWork { rows: self.block_m, heads: 1, pack_gqa: self.pack_gqa, kv_parts },
+        )
+    }
+
+    /// Workspace: the parts of a split.
+    #[must_use]
+    pub fn workspace(&self, problem: &FwdProblem) -> Workspace {
+        Workspace { bytes: split::workspace_bytes(problem, self.split_keys), zeroed_bytes: 0 }
+    }
+
+    /// Sets one field from its name and value.
+    ///
+    /// # Errors
+    /// A text that names the field, the value and what the field takes.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))
+    }
+
+    /// What follows of a tile's fields from where a problem's keys lie.
+    pub fn place_blocks(&mut self, problem: &FwdProblem) {
+        self.block_in_page = blocks_in_pages(problem, self.block_n);
+        self.stored = problem.stored_k();
+    }
+
+    /// Whether the kernel can be compiled so.
+    ///
+    /// # Errors
+    /// A text that names the fields and numbers that do not go together.
+    pub fn check(&self) -> Result<(), String> {
+        let warps = self.warps / self.value_parts;
+        if warps == 0 || self.block_m % (16 * warps) != 0 || self.warps % self.value_parts != 0 {
+            return Err(format!(
+                "tile block_m={} with warps={}: a warp has whole sixteens of rows, beside {} others that have them too",
+                self.block_m,
+                self.warps,
+                self.value_parts - 1
+            ));
+        }
+        if self.warps * self.ctas * 32 > MAX_THREADS {
+            return Err(format!(
+                "tile warps={} with ctas={}: a multiprocessor holds {MAX_THREADS} threads at least",
+                self.warps, self.ctas
+            ));
+        }
+        if self.split_keys % self.block_n != 0 {
+            return Err(format!(
+                "tile split_keys={} is not a multiple of block_n={}",
+                self.split_keys, self.block_n
+            ));
+        }
+        Ok(())
+    }
+
+    /// Whether a problem's strides, and what they begin at, can be copied as the tile says.
+    ///
+    /// # Errors
+    /// A text that names the tile's field and the stride.
+    pub fn check_loads(&self, problem: &FwdProblem) -> Result<(), String> {
+        let bytes = self.copy_bytes;
+        let odd = |&(_, _, stride): &(&str, &str, i64)| stride.wrapping_mul(2) % i64::from(bytes) != 0;
+        if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
+            return Err(format!(
+                "tile copy_bytes={bytes}: {name}.{axis} stride {stride} is not whole copies"
+            ));
+        }
+        if bytes > most_copied(problem) {
+            return Err(format!(
+                "tile copy_bytes={bytes} with a packed column-major V, whose sequences begin at any element: at most 2"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Parts of O's columns that a warp's registers hold, whole spans of V's swizzle.
+fn value_parts(head_dim_v: u32) -> Option<i32> {
+    (1..=3)
+        .find(|&parts| match parts {
+            1 => head_dim_v <= 256,
+            _ => head_dim_v.is_multiple_of(64 * parts) && head_dim_v / parts <= 256,
+        })
+        .map(|parts| parts as i32)
+}
+
+/// Widest rows of Q and K.
+pub const MOST_DIM_QK: u32 = 576;
+
+/// Threads that a multiprocessor of any of these architectures holds.
+const MAX_THREADS: i32 = 1536;
+
+/// A head dimension as the tiles have it: whole steps of a product.
+#[must_use]
+pub const fn padded_dim(head_dim: i32) -> i32 {
+    (head_dim + 15) / 16 * 16
+}
+
+/// Of so many 16-bit elements.
+const fn tile_bytes(elems: i32) -> i32 {
+    (elems * 2 + 1023) / 1024 * 1024
+}
+
+/// Whether the kernel computes this problem, on a device that converts to OCP FP8 or on one that does not; and if not, why.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    if let Some(cache) = problem.cache.dtype {
+        if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
+            return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+        }
+        if problem.layout.v == VLayout::ColMajor {
+            return refuse(format!(
+                "dtype_cache {cache} with v_layout col-major: it is widened along its rows"
+            ));
+        }
+    }
+    if problem.cache.tree_mask {
+        return refuse(format!("tree_mask of {} queries", problem.dims.seqlen_q));
+    }
+    if let (Some(rotary), QLayout::Packed) = (problem.cache.rotary, problem.layout.q) {
+        return refuse(format!(
+            "rotary embedding of dim {} with packed Q: how many of its rows are turned is not known when a plan is made",
+            rotary.dim
+        ));
+    }
+    let (qk, v, o) = (problem.dtypes.qk, problem.dtypes.v, problem.dtypes.o);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
+        return refuse(format!("dtype_qk {qk} with dtype_v {v} is not one 16-bit type"));
+    }
+    if o.is_fp8() && (!matches!(o, DType::E4m3Fn | DType::E5m2) || !converts_fp8) {
+        return refuse(format!("dtype_o {o}: OCP FP8 is converted to from sm_89 on, others are not"));
+    }
+    let dims = problem.dims;
+    if dims.head_dim_qk > MOST_DIM_QK {
+        return refuse(format!("head_dim_qk {} is larger than {MOST_DIM_QK}", dims.head_dim_qk));
+    }
+    if value_parts(dims.head_dim_v).is_none() {
+        return refuse(format!("head_dim_v {} is above 256, and not 384, 512 or 576", dims.head_dim_v));
+    }
+    // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
+    let scale = problem.resolved_softmax_scale();
+    let alibi_alone =
+        matches!(problem.score.bias, fmha_core::Bias::Alibi { .. }) && problem.score.softcap.is_none();
+    if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
+        return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
+    }
+    if problem.dropout.write_keep_mask {
+        return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
+    }
+    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
+        if length >= 1 << 29 {
+            return refuse(format!("{field} {length} is not below 2^29"));
+        }
+    }
+    Ok(())
+}
+
+/// The most bytes that a copy can take where strides allow any: a packed sequence's keys begin anywhere, which are the
+/// elements side by side of a column-major V.
+fn most_copied(problem: &FwdProblem) -> i32 {
+    let anywhere = problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed;
+    if anywhere { 2 } else { 16 }
+}
+
+/// The kernel for a spec and a tile: arguments `FwdParams`, [`TileSchedule`].
+#[must_use]
+pub fn fwd(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: HEADER,
+        constants: &constants,
+        bounds: "__launch_bounds__(sm80::num_threads(kTile), kTile.ctas)",
+        params: "const __grid_constant__ FwdParams p, const __grid_constant__ TileSchedule schedule",
+        call: &format!(
+            "static_assert(sizeof(sm80::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
+             sm80::fwd<kSpec, kTile>(p, schedule);",
+            tile.smem_bytes(spec)
+        ),
+    };
+    crate::source(entry.render(), || [schedule::header(), host_header()])
+}
+
+/// `fmha/sm80_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        Sm80Tile::c_definition()
+    );
+    Header::rendered("fmha/sm80_host.h", text)
+}
+
+/// Whether no block of so many keys lies in two pages.
+fn blocks_in_pages(problem: &FwdProblem, block_n: i32) -> bool {
+    match problem.layout.kv {
+        KvLayout::Paged { page_size } => page_size.is_multiple_of(block_n.unsigned_abs()),
+        KvLayout::Strided | KvLayout::Packed => true,
+    }
+}

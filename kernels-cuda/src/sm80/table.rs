@@ -1,0 +1,221 @@
+//! Which tile a problem gets, by its head dimensions and by what a multiprocessor has.
+
+use fmha_core::FwdProblem;
+use fmha_core::spec::{BiasKind, FwdSpec};
+
+use super::{Sm80Tile, most_copied, padded_dim, value_parts};
+use crate::{sm90, split};
+
+/// What tiles have to fit into, and how many there should be.
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    /// Dynamic shared memory that one CTA can have, bytes. A multiprocessor has 1 KiB more, and spends 1 KiB on each CTA.
+    pub smem_bytes: i32,
+    /// Multiprocessors.
+    pub num_sms: u32,
+}
+
+impl Room {
+    /// CTAs of so much shared memory that a multiprocessor holds.
+    pub(crate) const fn ctas(self, smem_bytes: i32) -> i32 {
+        (self.smem_bytes + 1024) / (smem_bytes + 1024)
+    }
+}
+
+/// The tile for a problem that the kernel [`accepts`](super::accepts), on a device with such room.
+#[must_use]
+pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
+    let spec = FwdSpec::of(problem);
+    let dims = problem.dims;
+    let mut tile = default_tile(&spec, room);
+    let (ratio, seqlen_q) = (i64::from(problem.gqa_ratio()), i64::from(dims.seqlen_q));
+
+    // A short query: the heads of a group side by side, where that saves a tenth of the rows.
+    if ratio > 1 {
+        let blocks = |rows: i64| (rows + i64::from(tile.block_m) - 1) / i64::from(tile.block_m);
+        tile.pack_gqa = blocks(seqlen_q * ratio) * 10 <= blocks(seqlen_q) * ratio * 9;
+    }
+    let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
+    // As few rows as hold them: 16 to a warp.
+    if let Some(block_m) = [16, 32, 64].into_iter().find(|&block_m| rows <= i64::from(block_m))
+        && block_m < tile.block_m
+    {
+        (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
+        tile.fill(&spec, room);
+        tile.split_keys = split_keys(problem, &tile, room);
+    }
+
+    // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
+    tile.fast_softcap &= problem.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
+    tile.place_blocks(problem);
+    let divides = |&bytes: &i32| {
+        sm90::strides(problem).all(|(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) == 0)
+    };
+    tile.copy_bytes =
+        [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most_copied(problem)).find(divides).unwrap_or(2);
+
+    let (strides, shape) = (problem.strides.o, problem.shape_o());
+    let elems = 16 / problem.dtypes.o.size_bytes() as i64;
+    let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
+    tile.vector_store = i64::from(dims.head_dim_v) % elems == 0
+        && whole(strides.batch, shape.batch)
+        && whole(strides.seq, shape.seq)
+        && whole(strides.head, shape.head);
+    tile
+}
+
+/// The tile for long sequences of a spec.
+///
+/// A thread has 255 registers: of the rows of a warp's `r` sixteens O takes `r * head_dim_v / 2`, S `r * block_n / 2`. Two
+/// sixteens a warp halve what is read of K and V from shared memory, which at one sixteen takes as long as the products
+/// (an ldmatrix of 512 bytes feeds two products; either takes four clocks of an A100's multiprocessor).
+#[must_use]
+pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
+    let widest = padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v));
+    let modifies = spec.softcap || spec.bias != BiasKind::None || spec.dropout;
+    // Rows, keys and warps, best first. What modifies scores takes registers.
+    let candidates: &[(i32, i32, i32)] = match widest {
+        ..=128 if modifies => &[(128, 64, 8), (64, 64, 4)],
+        ..=128 => &[(128, 64, 4), (64, 64, 4)],
+        129..=192 => &[(128, 64, 8), (64, 48, 4)],
+        193..=256 => &[(128, 64, 8), (64, 48, 4), (64, 32, 4)],
+        // Two warps, or three, have the same rows.
+        _ => &[(64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)],
+    };
+    let value_parts = value_parts(spec.head_dim_v.unsigned_abs()).unwrap_or(1);
+    let of = |&(block_m, block_n, warps): &(i32, i32, i32)| Sm80Tile {
+        block_m,
+        block_n,
+        warps: warps * value_parts,
+        value_parts,
+        stages: 1,
+        ctas: 1,
+        fragments_ahead: 1,
+        // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
+        lazy_rescale_log2: 8,
+        pack_gqa: false,
+        fast_softcap: spec.softcap && spec.bias == BiasKind::None,
+        vector_store: false,
+        copy_bytes: 16,
+        block_in_page: true,
+        stored: spec.dtype_qk,
+        split_keys: 0,
+    };
+    let fits = |tile: &Sm80Tile| tile.smem_bytes(spec) <= room.smem_bytes;
+    let last = of(&candidates[candidates.len() - 1]);
+    let mut tile = candidates.iter().map(of).find(fits).unwrap_or(last);
+    tile.fill(spec, room);
+    tile
+}
+
+impl Sm80Tile {
+    /// As many CTAs to a multiprocessor as registers allow, two of four warps, and as many stages, up to two, as they leave
+    /// room for: a second CTA's products run beside the first one's loads, a second stage only brings them earlier.
+    fn fill(&mut self, spec: &FwdSpec, room: Room) {
+        let by_registers = (8 / self.warps).max(1);
+        let table = *self;
+        let of = |stages| Self { stages, ..table }.smem_bytes(spec);
+        self.ctas = by_registers.min(room.ctas(of(1))).max(1);
+        self.stages = if room.ctas(of(2)) >= self.ctas { 2 } else { 1 };
+    }
+}
+
+/// Keys of a part of a short query's; 0: its tiles alone are enough for the device, or its keys too few.
+///
+/// Parts are 256 keys at least: at head dimension 128 their K and V are 128 KB, of which the partial results of eight rows,
+/// written and read, are 6 %.
+fn split_keys(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> i32 {
+    let least = split::split_keys(problem, tile.block_n);
+    if least == 0 {
+        return 0;
+    }
+    let heads = if tile.pack_gqa { problem.dims.num_heads_kv } else { problem.dims.num_heads_q };
+    let tiles = u64::from(problem.dims.batch) * u64::from(heads);
+    let at_once = u64::from(room.num_sms) * u64::from(tile.ctas.unsigned_abs());
+    let block_n = u64::from(tile.block_n.unsigned_abs());
+    let keys_of = |parts: u64| {
+        let keys = u64::from(problem.dims.seqlen_k).div_ceil(parts).next_multiple_of(block_n);
+        keys.min(1 << 23) as i32
+    };
+    // No more than there is room for twice, so that unlike lengths even out and none is left for a third time; or once, where
+    // the parts would be too short.
+    let parts = |times: u64| times * at_once / tiles.max(1);
+    match [2, 1].map(parts) {
+        [0 | 1, _] => 0,
+        [twice, _] if keys_of(twice) >= least => keys_of(twice),
+        [_, once] => keys_of(once.max(1)).max(least),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use fmha_core::{DType, Dims, MaskKind};
+
+    use super::*;
+
+    const ROOMS: [Room; 4] = [
+        Room { smem_bytes: 166_912, num_sms: 108 },
+        Room { smem_bytes: 101_376, num_sms: 82 },
+        Room { smem_bytes: 101_376, num_sms: 128 },
+        Room { smem_bytes: 232_448, num_sms: 132 },
+    ];
+
+    #[test]
+    fn the_table_s_tiles_fit_every_device() {
+        for room in ROOMS {
+            for qk in (16..=256).step_by(8) {
+                for v in (16..=256).step_by(8) {
+                    for (softcap, dropout) in [(false, false), (true, false), (true, true)] {
+                        let plain = FwdSpec::plain(DType::F16, qk, MaskKind::Full);
+                        let spec = FwdSpec { head_dim_v: v, softcap, dropout, ..plain };
+                        let tile = default_tile(&spec, room);
+                        tile.check().unwrap();
+                        let bytes = tile.smem_bytes(&spec);
+                        assert!(bytes <= room.smem_bytes, "{qk}/{v}: {bytes} of {room:?}, {tile:?}");
+                        assert!(room.ctas(bytes) >= tile.ctas, "{qk}/{v}: {tile:?}");
+                    }
+                }
+            }
+            for (qk, v, parts) in [(512, 512, 2), (576, 512, 2), (576, 576, 3), (384, 384, 2), (320, 64, 1)] {
+                let spec = FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::F16, qk, MaskKind::Full) };
+                let tile = default_tile(&spec, room);
+                tile.check().unwrap();
+                assert!(tile.smem_bytes(&spec) <= room.smem_bytes, "{qk}/{v}: {room:?}, {tile:?}");
+                assert_eq!(tile.value_parts, parts);
+            }
+        }
+    }
+
+    #[test]
+    fn a_short_query_s_keys_are_split_until_the_device_is_full() {
+        let decode = |batch, seqlen_k| {
+            let dims = Dims {
+                batch,
+                seqlen_q: 1,
+                seqlen_k,
+                num_heads_q: 32,
+                num_heads_kv: 8,
+                head_dim_qk: 128,
+                head_dim_v: 128,
+            };
+            choose_tile(&FwdProblem::batch(DType::Bf16, dims), ROOMS[0])
+        };
+        let one = decode(1, 32768);
+        assert!(one.pack_gqa && one.block_m == 16 && one.warps == 1, "{one:?}");
+        assert!(one.split_keys >= 256 && one.split_keys % one.block_n == 0, "{one:?}");
+        // Each tile as long as any other: they come out even.
+        for (batch, seqlen_k) in [(1, 131_072), (1, 32768), (16, 32768), (4, 65536)] {
+            let tile = decode(batch, seqlen_k);
+            let tiles = batch * 8 * seqlen_k.div_ceil(tile.split_keys.unsigned_abs());
+            let at_once = ROOMS[0].num_sms * tile.ctas.unsigned_abs();
+            let waves = tiles.div_ceil(at_once);
+            assert!(
+                waves <= 2 && 10 * tiles >= 8 * waves * at_once,
+                "{batch} of {seqlen_k}: {tiles} {tile:?}"
+            );
+        }
+        assert_eq!(decode(1024, 32768).split_keys, 0);
+        assert_eq!(decode(1, 300).split_keys, 0);
+    }
+}

@@ -1,0 +1,312 @@
+//! The backward kernels of every NVIDIA GPU from sm_80 on: their tiles, their entries.
+//!
+//! One launch sums dQ, one (or, of wide head dimensions, two) dK and dV, each CTA the gradients of its own rows alone
+//! (`fmha/sm80/bwd/config.cuh`): no sum is kept in memory, and every sum has one order.
+
+use fmha_core::abi::AbiLiteral as _;
+use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::{BiasKind, BwdSpec};
+use fmha_core::{
+    Bias, BiasBroadcast, BwdProblem, DType, ElementwiseBias, Refusal, Shape, Strides, VLayout, abi_enum,
+    abi_spec,
+};
+
+use crate::sm80::{NAME, Room, padded_dim};
+
+/// The header that the entries include.
+pub const HEADER: &str = "fmha/sm80/bwd/main.cuh";
+
+/// Threads of a CTA that sums a head's dSink.
+pub const DSINK_THREADS: u32 = 256;
+
+/// What a launch sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BwdSums {
+    /// dQ of a block of queries.
+    Dq,
+    /// dK and dV of a block of keys.
+    DkDv,
+    /// dK alone.
+    Dk,
+    /// dV alone.
+    Dv,
+    /// dBias of a block of queries by a block of keys.
+    DBias,
+}
+
+abi_enum!(BwdSums { Dq, DkDv, Dk, Dv, DBias });
+
+impl BwdSums {
+    /// The launch's name in plans.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Dq => "sm80_dq",
+            Self::DkDv => "sm80_dkdv",
+            Self::Dk => "sm80_dk",
+            Self::Dv => "sm80_dv",
+            Self::DBias => "sm80_dbias",
+        }
+    }
+}
+
+abi_spec! {
+    /// How a launch computes.
+    pub struct Sm80BwdTile {
+        /// Rows of a CTA, whose gradients it sums: queries, or keys. 16 to a warp.
+        pub rows: i32 = Takes::among(&[16, 32, 64, 128]),
+        /// Rows of the other side in a block.
+        pub columns: i32 = Takes::multiples(16, 16, 128),
+        /// Warps of a CTA.
+        pub warps: i32 = Takes::nothing(),
+        /// Blocks in shared memory at a time.
+        pub stages: i32 = Takes::within(1, 4),
+        /// CTAs that a multiprocessor is to hold, which bounds a thread's registers.
+        pub ctas: i32 = Takes::within(1, 8),
+        /// Fragments that a warp reads from shared memory before the products that take them.
+        pub fragments_ahead: i32 = Takes::within(0, 4),
+        /// Bytes that a copy takes, which divide every stride and address of Q, K, V and dO; 2: element by element.
+        pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
+        /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy.
+        pub fast_softcap: bool,
+        /// Gradients of 16 bits, whose rows are whole 16 bytes and begin on such, are stored 16 bytes at a time.
+        pub vector_store: bool,
+        /// What the launch sums.
+        pub sums: BwdSums = Takes::nothing(),
+    }
+}
+
+impl Sm80BwdTile {
+    /// Threads of a CTA.
+    #[must_use]
+    pub const fn num_threads(&self) -> i32 {
+        32 * self.warps
+    }
+
+    /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
+        let (qk, v) = (padded_dim(spec.fwd.head_dim_qk), padded_dim(spec.fwd.head_dim_v));
+        let own = tile_bytes(self.rows * qk)
+            + if matches!(self.sums, BwdSums::Dv) { 0 } else { tile_bytes(self.rows * v) };
+        let block = tile_bytes(self.columns * qk) + tile_bytes(self.columns * v);
+        let stats = if matches!(self.sums, BwdSums::Dq | BwdSums::DBias) {
+            0
+        } else {
+            self.stages * self.columns * 12
+        };
+        (own + self.stages * block + stats + 1023) / 1024 * 1024
+    }
+
+    /// Sets one field from its name and value.
+    ///
+    /// # Errors
+    /// A text that names the field, the value and what the field takes.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
+        self.warps = self.rows / 16;
+        Ok(())
+    }
+
+    /// Whether a problem's strides can be copied as the tile says.
+    ///
+    /// # Errors
+    /// A text that names the tile's field and the stride.
+    pub fn check_loads(&self, problem: &BwdProblem) -> Result<(), String> {
+        let bytes = self.copy_bytes;
+        match odd_stride(problem, bytes) {
+            Some((name, axis, stride)) => {
+                Err(format!("tile copy_bytes={bytes}: {name}.{axis} stride {stride} is not whole copies"))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Of so many 16-bit elements.
+const fn tile_bytes(elems: i32) -> i32 {
+    (elems * 2 + 1023) / 1024 * 1024
+}
+
+/// The strides in use, but those of 1 between the elements of a row.
+fn strides(
+    tensors: impl IntoIterator<Item = (&'static str, Strides, Shape)>,
+) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
+    tensors.into_iter().flat_map(|(name, strides, shape)| {
+        [
+            ("batch", strides.batch, shape.batch),
+            ("seq", strides.seq, shape.seq),
+            ("head", strides.head, shape.head),
+        ]
+        .into_iter()
+        .filter(|&(_, _, extent)| extent > 1)
+        .map(move |(axis, stride, _)| (name, axis, stride))
+    })
+}
+
+/// The first stride of what is read that is no whole number of copies of so many bytes.
+fn odd_stride(problem: &BwdProblem, bytes: i32) -> Option<(&'static str, &'static str, i64)> {
+    let fwd = &problem.fwd;
+    strides([
+        ("q", fwd.strides.q, fwd.shape_q()),
+        ("k", fwd.strides.k, fwd.shape_k()),
+        ("v", fwd.strides.v, fwd.shape_v()),
+        ("dout", problem.dout, fwd.shape_o()),
+    ])
+    .find(|&(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) != 0)
+}
+
+/// Whether the kernels compute this problem, and if not, why.
+///
+/// # Errors
+/// The first fact that they do not take.
+pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let fwd = &problem.fwd;
+    fwd.refuse_mixed_layouts(NAME)?;
+    fwd.refuse_cache_updates(NAME)?;
+    let (qk, v) = (fwd.dtypes.qk, fwd.dtypes.v);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || fwd.dtypes.o != qk {
+        return refuse(format!(
+            "backward: dtype_qk {qk}, dtype_v {v}, dtype_o {} are not three times f16 or three times bf16",
+            fwd.dtypes.o
+        ));
+    }
+    let dims = fwd.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > 256 {
+            return refuse(format!("backward: {field} {dim} is larger than 256"));
+        }
+    }
+    if fwd.layout.v == VLayout::ColMajor {
+        return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
+    }
+    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
+        if length >= 1 << 29 {
+            return refuse(format!("backward: {field} {length} is not below 2^29"));
+        }
+    }
+    Ok(())
+}
+
+/// The launches' tiles, on a device with such room: dQ's first.
+#[must_use]
+pub fn choose_tiles(problem: &BwdProblem, spec: &BwdSpec, room: Room) -> Vec<Sm80BwdTile> {
+    let widest = padded_dim(spec.fwd.head_dim_qk).max(padded_dim(spec.fwd.head_dim_v));
+    // dK and dV of a warp's 16 keys take `head_dim / 2` registers each, which beside S and dP is too much from 144 on.
+    let sums: &[BwdSums] =
+        if widest <= 128 { &[BwdSums::Dq, BwdSums::DkDv] } else { &[BwdSums::Dq, BwdSums::Dk, BwdSums::Dv] };
+    let dbias = problem.dbias.map(|_| &BwdSums::DBias);
+    sums.iter().chain(dbias).map(|&sums| choose_tile(problem, spec, room, sums)).collect()
+}
+
+fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) -> Sm80BwdTile {
+    let fwd = &problem.fwd;
+    let widest = padded_dim(spec.fwd.head_dim_qk).max(padded_dim(spec.fwd.head_dim_v));
+    // What modifies scores takes registers.
+    let modifies = spec.fwd.softcap || spec.fwd.bias != BiasKind::None || spec.fwd.dropout;
+    // dK and dV at once leave S and dP the registers of 32 queries above head dimension 64.
+    let both = sums == BwdSums::DkDv;
+    let columns = if widest <= 64 || widest <= 128 && !modifies && !both { 64 } else { 32 };
+    let whole = |(_, _, stride): (&str, &str, i64)| stride % 8 == 0;
+    let gradients = [
+        ("dq", problem.dq, fwd.shape_q()),
+        ("dk", problem.dk, fwd.shape_k()),
+        ("dv", problem.dv, fwd.shape_v()),
+    ];
+    let dims = fwd.dims;
+    let of = |(rows, stages): (i32, i32)| Sm80BwdTile {
+        rows,
+        columns,
+        warps: rows / 16,
+        stages,
+        ctas: 1,
+        fragments_ahead: 1,
+        copy_bytes: [16, 8, 4].into_iter().find(|&bytes| odd_stride(problem, bytes).is_none()).unwrap_or(2),
+        fast_softcap: fwd.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap)),
+        vector_store: problem.dtype_grad.size_bytes() == 2
+            && dims.head_dim_qk.is_multiple_of(8)
+            && dims.head_dim_v.is_multiple_of(8)
+            && strides(gradients).all(whole),
+        sums,
+    };
+    // Eight warps share the blocks that they walk; with four, two CTAs find the registers.
+    let owned = if matches!(sums, BwdSums::Dq | BwdSums::DBias) { dims.seqlen_q } else { dims.seqlen_k };
+    // dBias has nothing to walk.
+    let candidates: &[_] =
+        if sums == BwdSums::DBias { &[(64, 1)] } else { &[(128, 2), (128, 1), (64, 2), (64, 1)] };
+    let mut tile = candidates
+        .iter()
+        .copied()
+        .filter(|&(rows, _)| rows == 64 || owned > 64)
+        .map(of)
+        .find(|tile| tile.smem_bytes(spec) <= room.smem_bytes)
+        .unwrap_or_else(|| of((64, 1)));
+    if tile.warps == 4 && room.ctas(tile.smem_bytes(spec)) >= 2 {
+        tile.ctas = 2;
+    }
+    tile
+}
+
+/// CTAs of a launch; `None`: 2^31 or more.
+#[must_use]
+pub fn grid(problem: &BwdProblem, tile: &Sm80BwdTile) -> Option<u32> {
+    let dims = problem.fwd.dims;
+    let blocks_of = |rows: u32, size: i32| u64::from(rows).div_ceil(u64::from(size.unsigned_abs()));
+    let (planes, blocks) = match tile.sums {
+        BwdSums::Dq => ([dims.batch, dims.num_heads_q], blocks_of(dims.seqlen_q, tile.rows)),
+        BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv => {
+            ([dims.batch, dims.num_heads_kv], blocks_of(dims.seqlen_k, tile.rows))
+        }
+        BwdSums::DBias => {
+            let planes = match problem.fwd.score.bias {
+                Bias::Elementwise(ElementwiseBias { broadcast: BiasBroadcast::BatchHead, .. }) => {
+                    [dims.batch, dims.num_heads_q]
+                }
+                Bias::Elementwise(ElementwiseBias { broadcast: BiasBroadcast::OneHead, .. }) => {
+                    [1, dims.num_heads_q]
+                }
+                _ => [1, 1],
+            };
+            let keys = blocks_of(dims.seqlen_k, tile.columns);
+            (planes, blocks_of(dims.seqlen_q, tile.rows).checked_mul(keys)?)
+        }
+    };
+    let ctas = u64::from(planes[0]).checked_mul(planes[1].into())?.checked_mul(blocks)?;
+    u32::try_from(ctas).ok().filter(|&ctas| ctas < 1 << 31)
+}
+
+/// A launch: one argument, [`BwdParams`](fmha_core::abi::BwdParams).
+#[must_use]
+pub fn main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let call = format!(
+        "static_assert(sizeof(sm80::bwd::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
+         sm80::bwd::main<kSpec, kTile>(p);",
+        tile.smem_bytes(spec)
+    );
+    entry(&constants, "__launch_bounds__(sm80::bwd::num_threads(kTile), kTile.ctas)", &call)
+}
+
+/// The launch that sums dSink, a CTA to a head.
+#[must_use]
+pub fn dsink(spec: &BwdSpec) -> KernelSource {
+    entry(&[("kSpec", spec)], &format!("__launch_bounds__({DSINK_THREADS})"), "sm80::bwd::dsink<kSpec>(p);")
+}
+
+fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, call: &str) -> KernelSource {
+    let entry =
+        Entry { include: HEADER, constants, bounds, params: "const __grid_constant__ BwdParams p", call };
+    crate::source(entry.render(), || [host_header()])
+}
+
+/// `fmha/sm80_bwd_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
+        BwdSums::c_definition(),
+        Sm80BwdTile::c_definition()
+    );
+    Header::rendered("fmha/sm80_bwd_host.h", text)
+}

@@ -1,0 +1,76 @@
+//! No access of the kernels of mma.sync to shared memory waits for another: bank conflicts of whole launches, counted in the
+//! emulator. Modelled, not measured.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use fmha_conformance::case::Case;
+use fmha_conformance::run::{Options, Outcome, tile_fields};
+use fmha_conformance::tensors::{Data, Lengths};
+use fmha_core::{DType, Dims, FwdProblem, PlanOptions, Strides, VLayout};
+use fmha_cuda::emulated_launches;
+
+const ARCH: &str = "sm_80";
+
+/// Spans of the swizzle of 32 bytes (16, 40, 80), 64 (32, 96, 160) and 128; tiles of either number of rows to a warp.
+const CALLS: [(u32, u32, &str); 12] = [
+    (16, 128, ""),
+    (32, 128, ""),
+    (40, 128, ""),
+    (64, 128, ""),
+    (80, 128, ""),
+    (96, 128, ""),
+    (128, 128, ""),
+    (128, 128, "block_m=64,block_n=48,warps=4"),
+    (128, 1, ""),
+    (160, 128, ""),
+    (192, 128, ""),
+    (256, 128, ""),
+];
+
+fn problem(head_dim: u32, seqlen_q: u32, v_layout: VLayout) -> FwdProblem {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q,
+        seqlen_k: 256,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    };
+    let mut problem = FwdProblem::batch(DType::Bf16, dims);
+    if v_layout == VLayout::ColMajor {
+        (problem.layout.v, problem.strides.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
+    }
+    problem
+}
+
+/// A counter of the launches since it was asked last.
+fn sum_of(launches: &str, counter: &str) -> u64 {
+    let launches: Vec<serde_json::Value> = serde_json::from_str(launches).unwrap();
+    launches.iter().map(|launch| launch["counters"][counter].as_u64().unwrap()).sum()
+}
+
+#[test]
+fn no_access_to_shared_memory_waits_for_another() {
+    let backend = match fmha_cuda::open(0, Some(ARCH)) {
+        Ok(backend) => backend,
+        Err(error) => return println!("absent: {error}"),
+    };
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        return println!("absent: {reason}");
+    }
+    let row_major = CALLS.map(|call| (call, VLayout::RowMajor));
+    let columns = [(64, 128, ""), (80, 128, ""), (128, 1, "")].map(|call| (call, VLayout::ColMajor));
+    for ((head_dim, seqlen_q, tile), v_layout) in row_major.into_iter().chain(columns) {
+        let problem = problem(head_dim, seqlen_q, v_layout);
+        let case = Case::forward("banks", problem, Lengths::default(), Data { seed: 3, ..Data::default() });
+        let plan = PlanOptions::default().kernel("sm80").tile(tile_fields(tile));
+        let _ = emulated_launches();
+        let (outcome, text) = case.run(&backend, &Options { plan, ..Options::default() });
+        assert_eq!(outcome, Outcome::Passed, "{text}");
+        let launches = emulated_launches().unwrap();
+        let what = format!("head_dim {head_dim}, {seqlen_q} queries, V {v_layout:?}, tile {tile}");
+        assert!(sum_of(&launches, "shared_bytes") > 1000, "{what}: {launches}");
+        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "{what}");
+    }
+}
