@@ -8,10 +8,7 @@
 mod amd;
 
 use fmha_conformance::run::tile_fields;
-use fmha_core::{
-    BwdArgs, BwdProblem, DType, DevBuffer, Device, Dims, FwdProblem, MaskSpec, PlanOptions, ScoreArgs,
-    SeqArgs,
-};
+use fmha_core::{BwdArgs, BwdProblem, DType, DevBuffer, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
 use half::{bf16, f16};
 
 const QUERIES: usize = 70;
@@ -204,23 +201,12 @@ fn gradients(backend: &Device, call: &Call, options: &PlanOptions, t: &Tensors) 
     let sizes = [&t.dq, &t.dk, &t.dv].map(|x| x.elems.len());
     let [mut dq, mut dk, mut dv] = sizes.map(|len| upload(&vec![0xff; 4 * len]));
     let mut scratch = memory.workspace(plan.workspace()).unwrap();
-    let mut args = BwdArgs {
-        q: q.slice(),
-        k: k.slice(),
-        v: v.slice(),
-        o: o.slice(),
-        lse: lse.slice(),
-        dout: dout.slice(),
-        dlse: None,
-        dq: dq.slice_mut(),
-        dk: dk.slice_mut(),
-        dv: dv.slice_mut(),
-        dbias: None,
-        dsink: None,
-        seq: SeqArgs::default(),
-        score: ScoreArgs::default(),
-        workspace: scratch.as_mut().map(DevBuffer::slice_mut),
-    };
+    let mut args = BwdArgs::new(
+        [q.slice(), k.slice(), v.slice()],
+        [o.slice(), lse.slice(), dout.slice()],
+        [dq.slice_mut(), dk.slice_mut(), dv.slice_mut()],
+    )
+    .workspace(scratch.as_mut().map(DevBuffer::slice_mut));
     let stream = backend.default_stream();
     plan.run(&mut args, &stream).unwrap();
     stream.synchronize().unwrap();
