@@ -1001,6 +1001,8 @@ fn host_header() -> Header {
         .to_vec();
     let text = format!(
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n\
+         // Threads of a CTA of the kernels before and after the main one.\n\
+         constexpr int kRowThreads = {ROW_THREADS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
          constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),

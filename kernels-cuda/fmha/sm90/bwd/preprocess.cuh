@@ -15,8 +15,6 @@
 
 namespace fmha::sm90::bwd {
 
-constexpr int kPreprocessThreads = 256;
-
 // A query block: `index` counts the blocks of the longest sequence, then heads, then sequences.
 struct QueryBlock {
   SeqSpan span;
@@ -91,7 +89,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block) {
   const int32_t end = min(block.first + tile.block_m, block.span.seqlen_q);
 #pragma unroll 1
-  for (int32_t i = block.first + threadIdx.x / 32; i < end; i += kPreprocessThreads / 32) {
+  for (int32_t i = block.first + threadIdx.x / 32; i < end; i += kRowThreads / 32) {
     const float lse = p.fwd.lse[lse_offset(p.fwd, block.span, block.i_head, i)];
     if (has_origin<spec>(lse))
       measure_far_row<spec>(p, block, i, lse, p.delta[stats_offset(p, block.span, block.i_head, i)]);
@@ -102,7 +100,7 @@ FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block) {
 // CTAs of their own, whose warps take a block each. Their delta is not known: each such row takes its sum.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void measure_far_rows_of_others(const BwdParams& p, const Sm90BwdSchedule& schedule) {
-  constexpr int32_t warps = kPreprocessThreads / 32;
+  constexpr int32_t warps = kRowThreads / 32;
   const int32_t lane = threadIdx.x % 32, num_ctas = gridDim.x - schedule.num_first_q_blocks;
   const int32_t first = schedule.num_first_q_blocks + (blockIdx.x - schedule.num_first_q_blocks) * warps;
 #pragma unroll 1
@@ -123,7 +121,7 @@ FMHA_DEVICE void measure_far_rows_of_others(const BwdParams& p, const Sm90BwdSch
 // Zeros in the counters (dq/sums.cuh) and in the tiles' flags of what is not finite, by all CTAs of the launch.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedule) {
-  const int32_t thread = blockIdx.x * kPreprocessThreads + threadIdx.x, threads = gridDim.x * kPreprocessThreads;
+  const int32_t thread = blockIdx.x * kRowThreads + threadIdx.x, threads = gridDim.x * kRowThreads;
   if (tile.persistent && thread < kNumSchedulers)
     p.schedulers[thread] = thread == kNextDeltaBlock ? schedule.num_first_q_blocks : 0;
   if constexpr (repairs<spec>()) {
@@ -175,7 +173,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
   using S = Shape<spec, tile>;
   constexpr int lanes = tile.vector_load && S::dim <= 128 ? S::dim / 8 : 32;  // of a row: a power of two
-  constexpr int rows_at_once = kPreprocessThreads / lanes;
+  constexpr int rows_at_once = kRowThreads / lanes;
   const SeqSpan& span = block.span;
   const int64_t first_o = row_offset(p.fwd.o, span.storage_batch, int64_t(span.q_row) + block.first, block.i_head);
   const int64_t first_dout = row_offset(p.dout, span.storage_batch, int64_t(span.q_row) + block.first, block.i_head);
@@ -201,10 +199,10 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
       if (lane == 0 && row < tile.block_m) store_row_stats<spec>(p, block, i, i < span.seqlen_q, lses[n], dot);
     }
   }
-  if (!ptx::bar_red_and<kPreprocessThreads>(0, !any_far)) measure_far_rows<spec, tile>(p, block);
+  if (!ptx::bar_red_and<kRowThreads>(0, !any_far)) measure_far_rows<spec, tile>(p, block);
   if constexpr (!has_semaphores<spec, tile>()) {
     float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim);
-    for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPreprocessThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
+    for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kRowThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
   }
 }
 
