@@ -250,9 +250,8 @@ fn registered() -> MutexGuard<'static, HashMap<String, Open>> {
 /// Opens a third party's device by its number.
 type Open = Arc<dyn Fn(u32) -> Result<Device> + Send + Sync>;
 
-/// Gives a third party's backend a name: [`Backend`] as text then takes `name` and `name:N`, and [`Device::open`] opens
-/// what
-/// `open` returns for N, once for each.
+/// Gives a third party's backend a name: [`Backend`] as text then takes `name` and `name:N`, and [`Device::open`]
+/// opens what `open` returns for N, once for each.
 ///
 /// ```
 /// # fn toy(_: u32) -> Result<fmha::Device, fmha::Error> { Err(fmha::Error::NoDevice("a toy".into())) }

@@ -6,7 +6,7 @@ mod amd;
 
 use fmha_core::{
     BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem,
-    PlanOptions, ScoreArgs, SeqArgs, Shape, Strides,
+    PlanOptions, Shape, Strides,
 };
 use half::bf16;
 
@@ -108,28 +108,15 @@ fn gradients(backend: &Device, layout: &Layout, apart: usize) -> Vec<Vec<bf16>> 
     let inputs = [0, 1, 2].map(|n| held.read(places[n], bytes(shapes[n])));
     let (o, lse, dout) = (ELEMS, 2 * ELEMS, 2 * ELEMS + ELEMS / 2);
     let (len, lse_len) = (2 * dense(shapes[0]), 4 * dense(Shape { dim: 1, ..shapes[0] }));
-    let mut args = FwdArgs::new(inputs[0], inputs[1], inputs[2], held.write(o, len));
-    (args.lse, args.workspace) = (Some(held.write(lse, lse_len)), scratch(&fwd_scratch));
+    let mut args = FwdArgs::new(inputs[0], inputs[1], inputs[2], held.write(o, len))
+        .lse(held.write(lse, lse_len))
+        .workspace(scratch(&fwd_scratch));
     let stream = backend.default_stream();
     fwd.run(&mut args, &stream).unwrap();
     let place = |n: usize| 3 * ELEMS + places[n] + n * apart;
-    let mut args = BwdArgs {
-        q: inputs[0],
-        k: inputs[1],
-        v: inputs[2],
-        o: held.read(o, len),
-        lse: held.read(lse, lse_len),
-        dout: held.read(dout, len),
-        dlse: None,
-        dq: held.write(place(0), bytes(shapes[0])),
-        dk: held.write(place(1), bytes(shapes[1])),
-        dv: held.write(place(2), bytes(shapes[2])),
-        dbias: None,
-        dsink: None,
-        seq: SeqArgs::default(),
-        score: ScoreArgs::default(),
-        workspace: scratch(&bwd_scratch),
-    };
+    let of_forward = [held.read(o, len), held.read(lse, lse_len), held.read(dout, len)];
+    let gradients = [0, 1, 2].map(|n| held.write(place(n), bytes(shapes[n])));
+    let mut args = BwdArgs::new(inputs, of_forward, gradients).workspace(scratch(&bwd_scratch));
     bwd.run(&mut args, &stream).unwrap();
     stream.synchronize().unwrap();
     let mut all = vec![bf16::ZERO; numbers.len()];

@@ -8,31 +8,41 @@ use crate::score::HeadScore;
 use crate::tasks::Threads;
 use crate::tensor::f32_at;
 
-/// From this size on, as the device kernels have it (`fmha/row_bwd.h`).
-const LARGEST_PLAIN_LSE: f32 = 16384.0;
-
-fn is_far(lse: f32) -> bool {
-    lse.is_finite() && lse.abs() >= LARGEST_PLAIN_LSE
+/// The size of LSE from which on a row has an origin, as the device kernels have it (`fmha/row_bwd.h`,
+/// `sm90/bwd/preprocess.cuh`): scores without a bias are off by as much as LSE is, until half its last place is a hundredth of
+/// P.
+fn least_far(fwd: &FwdProblem) -> f32 {
+    if fwd.score.bias == Bias::None { 131_072.0 } else { 16384.0 }
 }
+
+/// Of a score: what sums of products in two orders differ by.
+const ROUNDING_OF_SCORES: f64 = 1.0 / (1 << 20) as f64;
 
 /// Origins of the rows of a call, laid out as LSE is.
 #[derive(Default)]
 pub(super) struct FarRows {
     /// 0 where no row of the call has an origin.
     rows: usize,
+    /// The size of LSE from which on a row has one.
+    least: f32,
     origin: Floats,
     /// The LSE of scores so measured; of other rows LSE.
     lse: Floats,
 }
 
 impl FarRows {
-    /// With room for all rows, if the scores have a bias and some row is far. Without a bias scores are as LSE's were,
-    /// and P at most 1.
+    /// With room for all rows, if some row is far.
     pub(super) fn reserve(fwd: &FwdProblem, args: &BwdArgs<'_>) -> fmha_core::Result<Self> {
         let rows = fwd.extents(args.seq.totals).lse_elems as usize;
-        let any = fwd.score.bias != Bias::None && (0..rows).any(|index| is_far(f32_at(&args.lse, index)));
+        let far = Self { least: least_far(fwd), ..Self::default() };
+        let any = (0..rows).any(|index| far.has(f32_at(&args.lse, index)));
         let rows = if any { rows } else { 0 };
-        Ok(Self { rows, origin: Floats::scratch(rows)?, lse: Floats::scratch(rows)? })
+        Ok(Self { rows, origin: Floats::scratch(rows)?, lse: Floats::scratch(rows)?, ..far })
+    }
+
+    /// Whether a row of this LSE has an origin.
+    fn has(&self, lse: f32) -> bool {
+        lse.is_finite() && lse.abs() >= self.least
     }
 
     /// Whether some row of the call has an origin.
@@ -69,7 +79,7 @@ impl Shared<'_> {
                 let index = span.lse_index(fwd, i_head, i);
                 let lse = f32_at(&this.args.lse, index);
                 let (origin, lse) =
-                    if is_far(lse) { this.origin_of(&head, i_head, i, index, lse) } else { (0.0, lse) };
+                    if far.has(lse) { this.origin_of(&head, i_head, i, index, lse) } else { (0.0, lse) };
                 // SAFETY: one number for each row, and this row is this task's.
                 unsafe {
                     origins.write_f32(index, origin);
@@ -83,6 +93,9 @@ impl Shared<'_> {
 
     /// What a far row is measured from, and its LSE from there. A row without a gradient of O or LSE adds nothing, and takes
     /// no sum: rows that are masked as a whole are mostly so.
+    ///
+    /// Where no other score comes near the row's largest, its P is 1 whatever the scores that P is made of round to: the
+    /// origin then lies below it by more than that, and P is 1 at most.
     fn origin_of(&self, head: &HeadScore, i_head: u32, i: u32, index: usize, lse: f32) -> (f32, f32) {
         let dout = self.dout.q_rows(head.span, i_head).skip(i as usize);
         // SAFETY: delta has a number for each row, dO head_dim_v.
@@ -100,17 +113,27 @@ impl Shared<'_> {
             origin += top as f32;
             (top, sum) = self.sum_from(head, i_head, i, origin);
         }
+        let error = f64::from(origin.abs()) * ROUNDING_OF_SCORES;
+        let near = top - (2.0 * error + 24.0);
+        if self.scores_from(head, i_head, i, origin).filter(|&score| score >= near).count() == 1 {
+            return ((f64::from(origin) + top - error) as f32, 0.0);
+        }
         (origin, if sum == 0.0 { f32::INFINITY } else { (top + sum.ln()) as f32 })
     }
 
-    /// `(top, sum)`: the exponentials of the scores that query `i` sees, its sink's among them, measured from `origin`, are
-    /// `exp(top) * sum`.
-    fn sum_from(&self, head: &HeadScore, i_head: u32, i: u32, origin: f32) -> (f64, f64) {
+    /// The scores that query `i` sees, its sink's among them, measured from `origin`.
+    fn scores_from<'a>(
+        &'a self,
+        head: &'a HeadScore,
+        i_head: u32,
+        i: u32,
+        origin: f32,
+    ) -> impl Iterator<Item = f64> + 'a {
         let (q, k) = (self.q.q_rows(head.span, i_head), self.k.k_rows(head.span, head.i_head_kv));
         let seqlen_k = head.span.seqlen_k;
         let factor = f64::from(head.softmax_scale) * f64::from(head.descale_q) * f64::from(head.descale_k);
         let keys = head.band.sink_range(i..i + 1, seqlen_k).chain(head.band.row_range(i, seqlen_k));
-        let scores = keys.map(|j| {
+        let scores = keys.map(move |j| {
             let elem = |d: usize| {
                 // SAFETY: the argument check measured Q and K.
                 let (q, k) = unsafe { (q.get(i as usize, d), k.get(j as usize, d)) };
@@ -125,9 +148,13 @@ impl Shared<'_> {
                 (f64::from(capped as f32) + f64::from(bias) + head.alibi_exact(i, j).unwrap_or(0.0)) as f32;
             f64::from(score - origin)
         });
-        let sink = head.sink.map(|sink| f64::from(sink) - f64::from(origin));
+        scores.chain(head.sink.map(|sink| f64::from(sink) - f64::from(origin)))
+    }
+
+    /// `(top, sum)`: the exponentials of these scores are `exp(top) * sum`.
+    fn sum_from(&self, head: &HeadScore, i_head: u32, i: u32, origin: f32) -> (f64, f64) {
         let (mut top, mut sum) = (f64::NEG_INFINITY, 0.0);
-        for score in scores.chain(sink) {
+        for score in self.scores_from(head, i_head, i, origin) {
             if score > top {
                 sum = sum * (top - score).exp() + 1.0;
                 top = score;

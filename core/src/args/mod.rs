@@ -3,6 +3,7 @@
 mod cache;
 mod check;
 mod overlap;
+mod setters;
 
 use std::marker::PhantomData;
 
@@ -226,7 +227,7 @@ pub struct FwdArgs<'a> {
 }
 
 impl<'a> FwdArgs<'a> {
-    /// The four tensors every call has; the rest by field.
+    /// The four tensors that every call has; the rest by setters of the fields' names.
     #[must_use]
     pub fn new(
         q: DevSlice<'a>,

@@ -41,6 +41,7 @@ pub(crate) fn cases() -> Vec<Case> {
     hidden_in_packed(&mut cases);
     packed_on_one_side(&mut cases);
     far_rows(&mut cases);
+    far_products(&mut cases);
     cases
 }
 
@@ -507,6 +508,49 @@ fn far_rows(cases: &mut Vec<Case>) {
             push(format!("backward/far_rows/{dtype}/sink/{sink:e}"), problem, planted);
         }
     }
+}
+
+/// Rows whose scores are as large by Q and K alone: one key of row 33 is far above the rest, two of row 47. Their LSE are some
+/// 2.6e5, where a row that is lost is not yet within what f32's rounding allows.
+fn far_products(cases: &mut Vec<Case>) {
+    const SIZE: f64 = 32768.0;
+    const PEAK: f64 = 64.0;
+    let mut push = |name: String,
+                    dtype,
+                    [heads_q, heads_kv]: [u32; 2],
+                    [head_dim_qk, head_dim_v]: [u32; 2],
+                    mask: &str| {
+        let (num_heads_q, num_heads_kv) = (heads_q, heads_kv);
+        let dims =
+            Dims { batch: 1, seqlen_q: 70, seqlen_k: 90, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v };
+        let size = SIZE * (f64::from(head_dim_qk) / 64.0).sqrt();
+        let mut planted: Vec<_> = (0..heads_kv)
+            .flat_map(|head| [(5, 0), (9, 1), (10, 1)].map(|(key, d)| (Operand::K, [0, key, head, d], PEAK)))
+            .collect();
+        for head in 0..heads_q {
+            planted.extend([(33, 0), (47, 1)].map(|(row, d)| (Operand::Q, [0, row, head, d], size)));
+        }
+        let (lengths, deterministic, data) = (Lengths::default(), false, data(&name));
+        let problem = BwdProblem::new(masked(dtype, dims, mask));
+        let body = Backward { problem, lengths, data, deterministic, planted };
+        cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+    };
+    for dtype in WIDE {
+        for (dims, mask) in [
+            ([64, 64], "0"),
+            ([64, 64], "b"),
+            ([128, 128], "0"),
+            ([192, 128], "b"),
+            ([192, 192], "0"),
+            ([256, 256], "b"),
+        ] {
+            let of = label(dims[0], dims[1]);
+            push(format!("backward/far_products/{dtype}/{of}/{mask}"), dtype, [2, 1], dims, mask);
+        }
+    }
+    // More heads than the 265 whose delta is made before the products with 132 multiprocessors, where the others are made beside
+    // them.
+    push("backward/far_products/bf16/beside_the_products".to_owned(), DType::Bf16, [270; 2], [64; 2], "0");
 }
 
 /// Gradients on request, other types, other strides, and whether sums have one order, as the seed decides.

@@ -72,9 +72,9 @@ impl AddValues<'_> {
         }
     }
 
-    // Not in a debug build: all types and ways in one function took 2.7 MB of stack with AMX, where a thread has 2 MB, and a
-    // decode ended the program.
-    #[cfg_attr(not(debug_assertions), inline(always))]
+    // Not without optimisation: all types and ways in one function took 2.7 MB of stack with AMX, where a thread has 2 MB, and
+    // a decode ended the program.
+    #[cfg_attr(not(unoptimised), inline(always))]
     fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
         self.values.windows(
             s,

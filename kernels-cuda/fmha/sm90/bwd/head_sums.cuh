@@ -6,8 +6,6 @@
 
 namespace fmha::sm90::bwd {
 
-constexpr int kHeadSumsThreads = 256;
-
 // The numbers of a key: dK, then dV.
 template <BwdSpec spec, Sm90BwdTile tile>
 constexpr int kHeadSumsRow = 2 * Shape<spec, tile>::dim;
@@ -31,7 +29,7 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
   const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
   const float* first_part = head_sums_of<spec, tile>(p, schedule, i_batch, i_head_kv, 0);
   const int64_t to_next_part = head_sums_of<spec, tile>(p, schedule, i_batch, i_head_kv, 1) - first_part;
-  for (int32_t i = threadIdx.x; i < tile.block_n * pieces; i += kHeadSumsThreads) {
+  for (int32_t i = threadIdx.x; i < tile.block_n * pieces; i += kRowThreads) {
     const int32_t key = key_block * tile.block_n + i / pieces, piece = i % pieces;
     const bool of_v = piece >= pieces / 2;
     const int32_t column = 8 * (of_v ? piece - pieces / 2 : piece);

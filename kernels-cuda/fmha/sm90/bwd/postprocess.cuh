@@ -9,26 +9,24 @@
 
 namespace fmha::sm90::bwd {
 
-constexpr int kPostprocessThreads = 256;
-
 // dSink of a head, by all threads: each sums every so many queries of every sequence, then their sums are added in the
 // order of the threads, so that it has the same bits whenever it is computed.
 template <BwdSpec spec>
 FMHA_DEVICE void sink_gradient(const BwdParams& p, int32_t i_head) {
-  __shared__ float sums[kPostprocessThreads / 32];
+  __shared__ float sums[kRowThreads / 32];
   const float sink = scalar_of(p.fwd.sink, 0, i_head, -infinity());
   float sum = 0.f;
   for (int32_t b = 0; b < p.fwd.batch; ++b) {
     const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
 #pragma unroll 4
-    for (int32_t i = threadIdx.x; i < span.seqlen_q; i += kPostprocessThreads)
+    for (int32_t i = threadIdx.x; i < span.seqlen_q; i += kRowThreads)
       sum += sink_term(p, stats_offset(p, span, i_head, i), sink);
   }
   sum = lane_sum<simt::Warp>(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (int32_t warp = 1; warp < kPostprocessThreads / 32; ++warp) sum += sums[warp];
+  for (int32_t warp = 1; warp < kRowThreads / 32; ++warp) sum += sums[warp];
   p.dsink[i_head] = sum;
 }
 
@@ -42,9 +40,9 @@ FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule
     return;
   }
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
-  const bool non_finite = finish_from_memory<spec, tile>(p, block, threadIdx.x, kPostprocessThreads);
+  const bool non_finite = finish_from_memory<spec, tile>(p, block, threadIdx.x, kRowThreads);
   if constexpr (repairs<spec>()) {
-    const bool all_finite = ptx::bar_red_and<kPostprocessThreads>(0, !non_finite);
+    const bool all_finite = ptx::bar_red_and<kRowThreads>(0, !non_finite);
     if (threadIdx.x == 0) non_finite_queries<tile>(p, schedule)[blockIdx.x] = !all_finite;
   }
 }

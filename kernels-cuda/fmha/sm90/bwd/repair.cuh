@@ -9,8 +9,6 @@
 
 namespace fmha::sm90::bwd {
 
-constexpr int kRepairThreads = 256;
-
 template <DType dtype, int dim>
 FMHA_DEVICE bool has_non_finite(const View& x, int64_t row) {
   float zero = 0.f;
@@ -49,7 +47,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   wait_for_launch_before();
   constexpr int words = num_consumer_warps(tile);
-  const int32_t index = blockIdx.x * (kRepairThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int32_t index = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int32_t q_block = index - schedule.num_tiles;
   if (q_block >= num_q_blocks_of_all(p, schedule)) return;
   const bool is_tile = q_block < 0;

@@ -142,7 +142,7 @@ impl TileDots<'_, '_> {
     ///
     /// # Safety
     /// As for [`multiply_codes`](Self::multiply_codes).
-    #[cfg_attr(not(debug_assertions), inline(always))]
+    #[cfg_attr(not(unoptimised), inline(always))]
     unsafe fn multiply_half_of_codes<S: Simd, const UPPER: usize, const LOWER: usize>(
         &mut self,
         s: S,

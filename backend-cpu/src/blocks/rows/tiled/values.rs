@@ -111,7 +111,7 @@ impl TileValues<'_, '_> {
     ///
     /// # Safety
     /// The task has entered tiles; the head dimension is whole vectors of codes.
-    #[cfg_attr(not(debug_assertions), inline(always))]
+    #[cfg_attr(not(unoptimised), inline(always))]
     unsafe fn add_codes<S: Simd>(&mut self, s: S, rows: &[[*const u8; ROWS]; TILES], head: usize) {
         const UNITS: usize = COLUMNS / DEPTH;
         let Block { head_step, dim, queries, codes, .. } = self.values;
@@ -167,8 +167,8 @@ impl TileValues<'_, '_> {
     }
 
     /// `UNITS` tiles' columns from `col` on.
-    // Not in a debug build, as in `AddValues`: all of them in one function take much stack.
-    #[cfg_attr(not(debug_assertions), inline(always))]
+    // Not without optimisation, as in `AddValues`: all of them in one function take much stack.
+    #[cfg_attr(not(unoptimised), inline(always))]
     fn span<S: Simd, E: Elem, const UNITS: usize>(
         &mut self,
         s: S,

@@ -1,0 +1,151 @@
+//! Arguments built by name: what every call of a kind has in `new`, the rest by setters of the fields' names.
+
+use super::{
+    BlockTable, BwdArgs, CacheArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, PartialResult, ScoreArgs,
+    SeqArgs,
+};
+use crate::dropout::DropoutSeed;
+use crate::layout::Totals;
+use crate::setters::setters;
+
+impl<'a> SeqArgs<'a> {
+    setters! {
+        /// Rows of packed tensors, pages of paged ones.
+        totals: Totals => totals;
+        /// Packed Q: i32 `[batch + 1]`, first physical row of each sequence of Q and O.
+        cu_seqlens_q: impl Into<Option<DevSlice<'a>>> => cu_seqlens_q;
+        /// Packed K: i32 `[batch + 1]`, first physical row of each sequence of K and V.
+        cu_seqlens_k: impl Into<Option<DevSlice<'a>>> => cu_seqlens_k;
+        /// Paged K: the pages of each sequence.
+        block_table: impl Into<Option<BlockTable<'a>>> => block_table;
+        /// Packed new keys: i32 `[batch + 1]`, first row of each sequence of k_new and v_new.
+        cu_seqlens_new: impl Into<Option<DevSlice<'a>>> => cu_seqlens_new;
+        /// i32 `[batch]`: logical queries.
+        seqused_q: impl Into<Option<DevSlice<'a>>> => seqused_q;
+        /// i32 `[batch]`: logical keys in the cache before the call.
+        seqused_k: impl Into<Option<DevSlice<'a>>> => seqused_k;
+    }
+}
+
+impl<'a> ScoreArgs<'a> {
+    setters! {
+        /// The elementwise bias.
+        bias: impl Into<Option<DevSlice<'a>>> => bias;
+        /// f32 `[num_heads_q]` or `[batch, num_heads_q]`.
+        alibi_slopes: impl Into<Option<DevSlice<'a>>> => alibi_slopes;
+        /// f32 `[num_heads_q]`.
+        sink: impl Into<Option<DevSlice<'a>>> => sink;
+        /// f32 `[1]` or `[batch, num_heads_kv]`.
+        descale_q: impl Into<Option<DevSlice<'a>>> => descale_q;
+        /// f32 `[1]` or `[batch, num_heads_kv]`.
+        descale_k: impl Into<Option<DevSlice<'a>>> => descale_k;
+        /// f32 `[1]` or `[batch, num_heads_kv]`.
+        descale_v: impl Into<Option<DevSlice<'a>>> => descale_v;
+        /// Where the dropout generator stands.
+        dropout: DropoutSeed => dropout;
+    }
+}
+
+impl<'a> CacheArgs<'a> {
+    setters! {
+        /// New keys.
+        k_new: impl Into<Option<DevSlice<'a>>> => k_new;
+        /// New values, unless V lies in K.
+        v_new: impl Into<Option<DevSlice<'a>>> => v_new;
+        /// Cosines of the rotary embedding.
+        cos: impl Into<Option<DevSlice<'a>>> => cos;
+        /// Sines of the rotary embedding.
+        sin: impl Into<Option<DevSlice<'a>>> => sin;
+        /// u32 `[batch, seqlen_q, words]`, or packed `[total_q, words]`.
+        tree_mask: impl Into<Option<DevSlice<'a>>> => tree_mask;
+    }
+}
+
+impl<'a> FwdArgs<'a> {
+    setters! {
+        /// LSE, iff the problem writes it.
+        lse: impl Into<Option<DevSliceMut<'a>>> => lse;
+        /// Lengths.
+        seq: SeqArgs<'a> => seq;
+        /// Operands of the score.
+        score: ScoreArgs<'a> => score;
+        /// Operands of what happens to the cache.
+        cache: CacheArgs<'a> => cache;
+        /// f32 `[1]`, iff the problem has it.
+        scale_o: impl Into<Option<DevSlice<'a>>> => scale_o;
+        /// The dropout keep mask, iff the problem writes it.
+        keep_mask: impl Into<Option<DevSliceMut<'a>>> => keep_mask;
+        /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes.
+        workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
+    }
+}
+
+impl<'a> BwdArgs<'a> {
+    /// The tensors that every call has: the inputs of the forward call, its results with the gradient of O, and the
+    /// gradients of the inputs.
+    ///
+    /// ```
+    /// use fmha_core::{BwdArgs, DevSlice, DevSliceMut};
+    ///
+    /// let (q, k, v, o, lse, dout) = ([0f32; 8], [0f32; 8], [0f32; 8], [0f32; 8], [0f32; 2], [0f32; 8]);
+    /// let (mut dq, mut dk, mut dv) = ([0f32; 8], [0f32; 8], [0f32; 8]);
+    /// let inputs = [&q, &k, &v].map(|x| DevSlice::host(x));
+    /// let of_forward = [DevSlice::host(&o), DevSlice::host(&lse), DevSlice::host(&dout)];
+    /// let gradients = [&mut dq, &mut dk, &mut dv].map(|x| DevSliceMut::host(x));
+    /// let args = BwdArgs::new(inputs, of_forward, gradients);
+    /// assert!(args.dlse.is_none() && args.workspace.is_none());
+    /// ```
+    #[must_use]
+    pub fn new(
+        [q, k, v]: [DevSlice<'a>; 3],
+        [o, lse, dout]: [DevSlice<'a>; 3],
+        [dq, dk, dv]: [DevSliceMut<'a>; 3],
+    ) -> Self {
+        let (seq, score) = (SeqArgs::default(), ScoreArgs::default());
+        Self {
+            q,
+            k,
+            v,
+            o,
+            lse,
+            dout,
+            dq,
+            dk,
+            dv,
+            seq,
+            score,
+            dlse: None,
+            dbias: None,
+            dsink: None,
+            workspace: None,
+        }
+    }
+
+    setters! {
+        /// Gradient of LSE, f32 and laid out like it, iff the problem has it.
+        dlse: impl Into<Option<DevSlice<'a>>> => dlse;
+        /// Gradient of the elementwise bias, iff the problem asks for it.
+        dbias: impl Into<Option<DevSliceMut<'a>>> => dbias;
+        /// Gradient of the sinks, f32 `[num_heads_q]`, iff the problem asks for it.
+        dsink: impl Into<Option<DevSliceMut<'a>>> => dsink;
+        /// Lengths.
+        seq: SeqArgs<'a> => seq;
+        /// Operands of the score, as in the forward call.
+        score: ScoreArgs<'a> => score;
+        /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes.
+        workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
+    }
+}
+
+impl<'a> CombineArgs<'a> {
+    /// The parts, all with the problem's strides, and the combined O.
+    #[must_use]
+    pub fn new(parts: &'a [PartialResult<'a>], o: DevSliceMut<'a>) -> Self {
+        Self { parts, o, lse: None }
+    }
+
+    setters! {
+        /// The combined LSE, iff the problem writes it.
+        lse: impl Into<Option<DevSliceMut<'a>>> => lse;
+    }
+}
