@@ -174,7 +174,6 @@ pub struct CdnaBwd {
 /// The field that it does not take, and its number.
 pub fn accept(problem: &BwdProblem, device: Device, options: &PlanOptions) -> Result<CdnaBwd, Refusal> {
     let fwd = &problem.fwd;
-    fwd.refuse_mixed_layouts(NAME)?;
     fwd.refuse_cache_updates(NAME)?;
     let (qk, v, o) = (fwd.dtypes.qk, fwd.dtypes.v, fwd.dtypes.o);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || o != qk {

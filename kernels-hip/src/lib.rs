@@ -2,7 +2,7 @@
 //! a program can compile it wherever it finds clang or hipRTC.
 //!
 //! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma`
-//! (typed tiles) below `cdna` (the forward kernel) and `combine.h`. What all vendors share comes from
+//! (typed tiles) below `cdna` (forward and backward) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
 //!
 //! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid. A backend chooses among

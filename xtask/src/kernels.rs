@@ -192,25 +192,14 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/(wide|modifiers)/bf16/", deal: 1 },
         ..HOPPER_WALKING
     },
-    // AMD's on MFMA, and its fallback.
+    // AMD's on MFMA where it takes a problem, else the fallback; and the fallback alone.
     Row {
-        kernel: Some("cdna_bwd"),
         in_test: Cases { filter: "^backward/(modifiers/bf16/d64/|in_turns/short_group/bf16/d128)", deal: 12 },
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..amd("gfx942", NONE)
     },
-    Row {
-        kernel: Some("cdna_bwd"),
-        in_test: NONE,
-        in_all: Cases { filter: "^backward/", deal: 1 },
-        ..amd("gfx90a", NONE)
-    },
-    Row {
-        kernel: Some("cdna_bwd"),
-        in_test: NONE,
-        in_all: Cases { filter: "^backward/", deal: 1 },
-        ..amd("gfx950", NONE)
-    },
+    Row { in_test: NONE, in_all: Cases { filter: "^backward/", deal: 1 }, ..amd("gfx90a", NONE) },
+    Row { in_test: NONE, in_all: Cases { filter: "^backward/", deal: 1 }, ..amd("gfx950", NONE) },
     Row {
         kernel: Some("simt"),
         in_test: NONE,

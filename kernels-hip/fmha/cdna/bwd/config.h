@@ -53,7 +53,9 @@ struct Walked {
   static FMHA_DEVICE LaneAddresses lane_addresses() { return {Rows::lane_addresses(), Columns::lane_addresses()}; }
 
   // Rows 32 * block ..., step `c` of their elements.
-  FMHA_DEVICE Frag row_frag(const LaneAddresses& lane, int block, int c) const { return rows.frag(lane.rows, block, c); }
+  FMHA_DEVICE Frag row_frag(const LaneAddresses& lane, int block, int c) const {
+    return rows.frag(lane.rows, block, c);
+  }
   // Elements 32 * d ..., step `c` of the rows.
   FMHA_DEVICE Frag column_frag(const LaneAddresses& lane, int d, int c) const {
     return columns.frag(lane.columns, d, c);
