@@ -12,11 +12,12 @@ fn main() -> std::io::Result<()> {
     }
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/kernels");
     let wanted = std::env::args().nth(1);
-    let tables: [(&str, fn() -> String); 2] = [("fwd", table::table), ("bwd", table::bwd_table)];
-    for (name, table) in tables {
-        if wanted.as_deref().is_none_or(|wanted| wanted == name) {
-            std::fs::write(format!("{folder}/cdna-{name}.tsv"), table())?;
-        }
+    let is_wanted = |name| wanted.as_deref().is_none_or(|wanted| wanted == name);
+    if is_wanted("fwd") {
+        std::fs::write(format!("{folder}/cdna-fwd.tsv"), table::table())?;
+    }
+    if is_wanted("bwd") {
+        std::fs::write(format!("{folder}/cdna-bwd.tsv"), table::bwd_table())?;
     }
     Ok(())
 }

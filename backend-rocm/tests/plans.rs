@@ -131,7 +131,7 @@ fn a_process_that_plans_backward_and_combine() {
     let backend = fmha_rocm::pretend("gfx942").unwrap();
     let arch = ("arch", "gfx942".to_owned());
     let steps = |plan: &BwdPlan| -> Vec<_> {
-        plan.steps().iter().map(|step| (step.kernel.to_string(), step.explain.launch)).collect()
+        plan.steps().iter().map(|step| (step.kernel.clone(), step.explain.launch)).collect()
     };
     let of = |kernel: &str, groups, threads| (kernel.to_owned(), Some(launch(groups, threads)));
     let fast = backend.plan_bwd(&backward(), &PlanOptions::default()).unwrap();
