@@ -1,4 +1,5 @@
-//! Writes `docs/kernels/cdna-fwd.tsv`: registers, occupancy and the modelled passes of the main loop.
+//! Writes `docs/kernels/cdna-fwd.tsv` and `cdna-bwd.tsv`: registers, occupancy and the modelled passes of the
+//! main loops. `modelled fwd` and `modelled bwd` write one of them.
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -9,6 +10,14 @@ fn main() -> std::io::Result<()> {
     if !support::clang_is_there() || !table::tools_are_there() {
         return Ok(());
     }
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/kernels/cdna-fwd.tsv");
-    std::fs::write(path, table::table())
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/kernels");
+    let wanted = std::env::args().nth(1);
+    let is_wanted = |name| wanted.as_deref().is_none_or(|wanted| wanted == name);
+    if is_wanted("fwd") {
+        std::fs::write(format!("{folder}/cdna-fwd.tsv"), table::table())?;
+    }
+    if is_wanted("bwd") {
+        std::fs::write(format!("{folder}/cdna-bwd.tsv"), table::bwd_table())?;
+    }
+    Ok(())
 }

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem, PlanOptions, Strides,
-    VLayout,
+    Bias, BiasBroadcast, BwdProblem, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem, PlanOptions,
+    Strides, VLayout,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -125,6 +125,64 @@ fn spilled_on(arch: Arch, compiles: &dyn Fn(usize) -> bool) -> Vec<String> {
         }
     }
     spilled
+}
+
+fn backward_problems() -> Vec<(String, BwdProblem)> {
+    let of = |dtype, (qk, v)| FwdProblem::batch(dtype, dims(qk, v));
+    let masked = |mask: &str| of(DType::Bf16, (128, 128)).mask(mask.parse().unwrap());
+    let mut odd = of(DType::F16, (70, 97));
+    odd.strides.q.seq += 1;
+    odd.strides.q.batch += 300;
+    let plain = [(64, 64), (128, 128), (256, 256), (192, 128)];
+    let mut all: Vec<(String, FwdProblem)> =
+        plain.into_iter().map(|(qk, v)| (format!("d{qk}x{v}"), of(DType::F16, (qk, v)))).collect();
+    all.push(("window with sink columns".to_owned(), masked("b:30,0,4")));
+    all.push(("softcap".to_owned(), masked("b").softcap(20.0)));
+    all.push(("dropout".to_owned(), masked("b").p_drop(0.2)));
+    all.push(("odd strides".to_owned(), odd));
+    let mut all: Vec<_> = all.into_iter().map(|(name, fwd)| (name, BwdProblem::new(fwd))).collect();
+    all.push(("f32 gradients".to_owned(), BwdProblem::new(masked("b")).dtype_grad(DType::F32)));
+    all
+}
+
+/// Vector registers never spill. Scalar registers that modifiers, or loads by elements, lack lie in lanes of vector
+/// registers: no memory.
+fn no_product_spills(compiles: fn(usize, usize) -> bool) {
+    if !support::clang_is_there() {
+        return;
+    }
+    let of_arch = |at: usize, arch: Arch| {
+        let backend = fmha_rocm::pretend(arch.name()).unwrap();
+        for (problem, (name, bwd)) in backward_problems().into_iter().enumerate() {
+            if !compiles(problem, at) {
+                continue;
+            }
+            let may_lack_scalars = ["softcap", "dropout", "odd strides"].contains(&&*name);
+            let options = PlanOptions::default().kernel("cdna_bwd".to_owned());
+            for (kernel, code) in support::products(&backend, &bwd.validate().unwrap(), &options) {
+                let found = Resources::of(&code).unwrap();
+                assert_eq!(found.vgpr_spills, 0, "{arch:?} {name} {kernel}: {found:?}");
+                let most = if may_lack_scalars { 24 } else { 0 };
+                assert!(found.sgpr_spills <= most, "{arch:?} {name} {kernel}: {found:?}");
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for (at, arch) in Arch::ALL.into_iter().enumerate() {
+            scope.spawn(move || of_arch(at, arch));
+        }
+    });
+}
+
+#[test]
+fn the_backward_compiles_somewhere_without_spills() {
+    no_product_spills(|problem, arch| problem % Arch::ALL.len() == arch);
+}
+
+#[test]
+#[ignore = "some 60 kernels are compiled: cargo xtask test --all"]
+fn the_backward_compiles_everywhere_without_spills() {
+    no_product_spills(|_, _| true);
 }
 
 #[test]

@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{
-    AnyProblem, Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, PlanOptions, Strides, VLayout,
+    AnyProblem, Bias, BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, PlanOptions,
+    Strides, VLayout,
 };
 
 use support::DIMS;
@@ -109,4 +110,34 @@ fn rows_of_odd_addresses_share_a_kernel() {
         assert_eq!(kernel(&plain), kernel(&odd(other.clone())), "{other:?}");
     }
     assert_ne!(kernel(&plain), kernel(&bf16(DIMS)));
+}
+
+/// What the products of a backward call would be compiled from.
+fn products(problem: BwdProblem) -> Vec<String> {
+    let backend = fmha_rocm::pretend("gfx942").unwrap();
+    let problem = problem.validate().unwrap();
+    let jobs =
+        backend.precompiler().unwrap().jobs(AnyProblem::Backward(&problem), &PlanOptions::default()).unwrap();
+    let entries = jobs.into_iter().map(|job| job.source.entry);
+    entries.filter(|entry| entry.contains("kTile")).collect()
+}
+
+/// All but the launches before and behind, which go row by row.
+#[test]
+fn what_the_backwards_products_do_not_meet_asks_for_no_other_kernels() {
+    for mask in ["0", "b"] {
+        let base = bf16(DIMS).mask(mask.parse().unwrap());
+        let of = |problem: FwdProblem| products(BwdProblem::new(problem));
+        for (name, problem) in changes_of_numbers(&base) {
+            if problem.dtypes.o == DType::Bf16 {
+                assert_eq!(of(base.clone()), of(problem), "{name}, mask {mask}");
+            }
+        }
+        let with_gradients = BwdProblem::new(base.clone().sink(true)).write_dsink(true).has_dlse(true);
+        assert_eq!(of(base.clone()), products(with_gradients), "dSink and dLSE");
+    }
+    let softcap = BwdProblem::new(bf16(DIMS).softcap(20.0));
+    let alibi = BwdProblem::new(bf16(DIMS).bias(Bias::Alibi { per_batch: false }).mask("b".parse().unwrap()));
+    assert_eq!(products(softcap.clone()), products(alibi));
+    assert_ne!(products(softcap), products(BwdProblem::new(bf16(DIMS))));
 }

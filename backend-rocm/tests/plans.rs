@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{
-    Accuracy, BwdProblem, CombineProblem, DType, Error, FwdPlan, FwdProblem, LaunchShape, PlanOptions,
-    Promises, Refusal, Result, ScoreSums, Shape, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Accuracy, BwdPlan, BwdProblem, CombineProblem, DType, Dims, Error, FwdPlan, FwdProblem, LaunchShape,
+    PlanOptions, Promises, Refusal, Result, ScoreSums, Shape, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -129,18 +129,68 @@ fn backward_and_combine_plans_say_kernel_scratch_refusals_and_launches() {
 #[ignore = "a process of the test above, which starts it"]
 fn a_process_that_plans_backward_and_combine() {
     let backend = fmha_rocm::pretend("gfx942").unwrap();
-    let plan = backend.plan_bwd(&backward(), &slow_too()).unwrap();
-    assert_eq!((plan.kernel(), plan.is_fallback()), ("simt", true));
     let arch = ("arch", "gfx942".to_owned());
+    let steps = |plan: &BwdPlan| -> Vec<_> {
+        plan.steps().iter().map(|step| (step.kernel.clone(), step.explain.launch)).collect()
+    };
+    let of = |kernel: &str, groups, threads| (kernel.to_owned(), Some(launch(groups, threads)));
+    let fast = backend.plan_bwd(&backward(), &PlanOptions::default()).unwrap();
+    assert_eq!((fast.kernel(), fast.is_fallback(), fast.refusals()), ("cdna_bwd", false, &[][..]));
+    assert!(fast.promises().deterministic && fast.promises().batch_invariant);
+    let tiles = "cdna_bwd_dq 256 x 32, 2 stages, 49152 bytes of lds; \
+                 cdna_bwd_dk 256 x 32, 2 stages, 49664 bytes of lds; \
+                 cdna_bwd_dv 256 x 32, 2 stages, 33280 bytes of lds";
+    let said = [
+        arch.clone(),
+        ("tile", tiles.to_owned()),
+        ("loads", "Chunks".to_owned()),
+        ("stores", "Vector".to_owned()),
+        ("sums", "in registers, each row's in one order; scores computed twice".to_owned()),
+    ];
+    assert_eq!(fast.details(), said);
+    // LSE and delta of 8 x 320 queries, four rows a workgroup; two blocks of 256 queries of 8 heads, two of keys of 4;
+    // behind them a word for each 32 of 8 x 300 queries and 4 x 500 keys.
+    let launches = [
+        of("cdna_bwd_stats", 640, 256),
+        of("cdna_bwd_dq", 16, 512),
+        of("cdna_bwd_dk", 8, 512),
+        of("cdna_bwd_dv", 8, 512),
+        of("cdna_bwd_rest", 36, 256),
+    ];
+    assert_eq!(steps(&fast), launches);
+    // A flag of each KV head, cleared; then three f32 a query row, and a word for each 32 rows of dQ, of dK and of dV.
+    let bytes = 256 + 256 + 3 * 2560 * 4 + (80 + 2 * 64) * 4;
+    assert_eq!(fast.workspace(), Workspace { bytes, zeroed_bytes: 256 });
+
+    let slow_too = slow_too().kernel("simt".to_owned());
+    let plan = backend.plan_bwd(&backward(), &slow_too).unwrap();
+    assert_eq!((plan.kernel(), plan.is_fallback()), ("simt", true));
     assert_eq!(plan.details(), [arch.clone(), ("tile", "a wave to a row, 64 pairs at a time".to_owned())]);
     // 2400 rows of queries, then 2000 of keys with them.
-    let steps: Vec<_> = plan.steps().iter().map(|step| (&*step.kernel, step.explain.launch)).collect();
-    assert_eq!(steps, [("simt_bwd_stats", Some(launch(600, 256))), ("simt", Some(launch(1100, 256)))]);
+    assert_eq!(steps(&plan), [of("simt_bwd_stats", 600, 256), of("simt", 1100, 256)]);
     // Three f32 a row of queries (LSE, delta, its scores' origin), each kind in whole 256 bytes, after 256.
     let bytes = 256 + 3 * (2400 * 4_u64).next_multiple_of(256);
     assert_eq!(plan.workspace(), Workspace { bytes, zeroed_bytes: 0 });
+
+    let f32s = BwdProblem::new(FwdProblem::batch(DType::F32, DIMS)).validate().unwrap();
+    let f32_is_none = Refusal::new(
+        "cdna_bwd",
+        "dtype_qk f32, dtype_v f32, dtype_o f32 are not three times f16 or three times bf16",
+    );
     let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
-    assert_eq!(refusals(backend.plan_bwd(&backward(), &PlanOptions::default())), [not_allowed]);
+    assert_eq!(refusals(backend.plan_bwd(&f32s, &PlanOptions::default())), [f32_is_none, not_allowed]);
+    for (dims, tile, part) in [
+        (Dims { head_dim_v: 320, ..DIMS }, &[][..], "head_dim_v 320 is larger than 256"),
+        (DIMS, &[("rows", "96")], "rows=96 is not 64, 128 or 256"),
+        (DIMS, &[("columns", "64"), ("rows", "64")], "columns=64 is more than half of rows=64"),
+        (DIMS, &[("columns", "64")], "tile columns=64,stages=2 takes 98304 bytes of LDS, more than 65536"),
+        (DIMS, &[("sums", "dq")], "sums=dq is not for the user to set"),
+    ] {
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims)).validate().unwrap();
+        let options = asking("cdna_bwd").tile(tile.iter().copied());
+        let refused = refusals(backend.plan_bwd(&problem, &options));
+        assert!(refused[0].reason.contains(part), "{refused:?}");
+    }
 
     for options in [PlanOptions::default(), asking("combine")] {
         let plan = backend.plan_combine(&combine(), &options).unwrap();
@@ -179,7 +229,7 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
-        assert_eq!(backend.kernels(), ["cdna_fwd", "simt", "combine"]);
+        assert_eq!(backend.kernels(), ["cdna_fwd", "simt", "cdna_bwd", "combine"]);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));
         }

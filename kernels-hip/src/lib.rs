@@ -2,7 +2,7 @@
 //! a program can compile it wherever it finds clang or hipRTC.
 //!
 //! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma`
-//! (typed tiles) below `cdna` (the forward kernel) and `combine.h`. What all vendors share comes from
+//! (typed tiles) below `cdna` (forward and backward) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
 //!
 //! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid. A backend chooses among
@@ -10,6 +10,7 @@
 
 pub mod arch;
 pub mod cdna;
+pub mod cdna_bwd;
 pub mod combine;
 mod device;
 mod order;
@@ -17,6 +18,7 @@ pub mod simt;
 pub mod simt_bwd;
 
 pub use arch::Arch;
+pub use cdna_bwd::{BwdSums, CdnaBwdParams, CdnaBwdSpec, CdnaBwdTile};
 pub use device::{Device, Grid};
 
 use fmha_core::abi::{AbiStruct, FwdParams};
@@ -175,12 +177,21 @@ pub fn headers() -> Vec<Header> {
         "cdna/main_loop.h",
         "cdna/simple_loop.h",
         "cdna/order.h",
+        "cdna/span.h",
         "cdna/fwd.h",
+        "cdna/bwd/config.h",
+        "cdna/bwd/load.h",
+        "cdna/bwd/pairs.h",
+        "cdna/bwd/owner.h",
+        "cdna/bwd/store.h",
+        "cdna/bwd/rest.h",
+        "cdna/bwd/main.h",
         "simt/bwd.h",
         "simt/fwd.h",
         "combine.h",
     ));
     headers.push(Header::rendered("fmha/cdna/tile.h", tile_h()));
+    headers.push(cdna_bwd::tile_header());
     headers
 }
 

@@ -198,7 +198,20 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/(wide|modifiers)/bf16/", deal: 1 },
         ..HOPPER_WALKING
     },
-    Row { in_test: NONE, in_all: Cases { filter: "^backward/", deal: 1 }, ..amd("gfx942", NONE) },
+    // AMD's on MFMA where it takes a problem, else the fallback; and the fallback alone.
+    Row {
+        in_test: Cases { filter: "^backward/(modifiers/bf16/d64/|in_turns/short_group/bf16/d128)", deal: 12 },
+        in_all: Cases { filter: "^backward/", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
+    Row { in_test: NONE, in_all: Cases { filter: "^backward/", deal: 1 }, ..amd("gfx90a", NONE) },
+    Row { in_test: NONE, in_all: Cases { filter: "^backward/", deal: 1 }, ..amd("gfx950", NONE) },
+    Row {
+        kernel: Some("simt"),
+        in_test: NONE,
+        in_all: Cases { filter: "^backward/", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
     Row {
         kernel: Some("simt"),
         in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 96 },
@@ -329,6 +342,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("sm80", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),
+    quick("cdna_bwd", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
     quick("simt", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
 ];
 

@@ -2,6 +2,7 @@
 //! its grid stand beside the device text, in `fmha-kernels-hip`.
 
 mod cdna;
+mod cdna_bwd;
 mod combine;
 mod simt;
 mod simt_bwd;
@@ -14,6 +15,7 @@ use fmha_kernels_hip::{self as text, Arch, Device};
 use crate::Installed;
 use crate::driver::{DeviceInfo, Driver};
 use cdna::Cdna;
+use cdna_bwd::CdnaBwd;
 use combine::Merge;
 use simt::Simt;
 use simt_bwd::SimtBwd;
@@ -37,7 +39,7 @@ impl Family<ValidFwd> for Rocm {
 
 impl Family<ValidBwd> for Rocm {
     fn recipes() -> Vec<Kernel<ValidBwd, Self>> {
-        vec![Kernel::new(SimtBwd::default())]
+        vec![Kernel::new(CdnaBwd::default()), Kernel::new(SimtBwd::default())]
     }
 }
 

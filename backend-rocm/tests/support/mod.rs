@@ -7,7 +7,7 @@
 
 use std::process::Command;
 
-use fmha_core::{AnyProblem, Device, Dims, PlanOptions, ValidFwd};
+use fmha_core::{AnyProblem, Device, Dims, PlanOptions, ValidBwd, ValidFwd};
 
 /// A problem that fills no tile.
 pub(crate) const DIMS: Dims = Dims {
@@ -25,6 +25,14 @@ pub(crate) fn code_object(device: &Device, problem: &ValidFwd, options: &PlanOpt
     let compiler = device.precompiler().unwrap();
     let jobs = compiler.jobs(AnyProblem::Forward(problem), options).unwrap();
     compiler.precompile(&jobs[0]).unwrap().machine.clone()
+}
+
+/// The code objects of a backward plan's products, with their names in the plan.
+pub(crate) fn products(device: &Device, problem: &ValidBwd, options: &PlanOptions) -> Vec<(String, Vec<u8>)> {
+    let compiler = device.precompiler().unwrap();
+    let jobs = compiler.jobs(AnyProblem::Backward(problem), options).unwrap();
+    let products = jobs.iter().filter(|job| job.source.entry.contains("kTile"));
+    products.map(|job| (job.kernel.to_string(), compiler.precompile(job).unwrap().machine.clone())).collect()
 }
 
 /// Runs an ignored test of the calling program in a process of its own, with these variables and no bundle.

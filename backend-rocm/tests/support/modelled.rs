@@ -7,13 +7,25 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use fmha_core::{DType, Dims, FwdProblem, PlanOptions};
+use fmha_core::{BwdProblem, DType, Dims, FwdProblem, PlanOptions};
 use fmha_rocm::{Arch, Resources};
 
 const OBJDUMP: &str = "llvm-objdump-22";
 const MCA: &str = "llvm-mca-22";
 /// Passes that llvm-mca 22 does not count of V_MFMA_F32_32X32X64_F8F6F4 on FP8: it takes 16, not 8.
 const F8F6F4_UNCOUNTED: f64 = 8.0;
+
+const COLUMNS: &str = "arch\tcall\tvgprs\tagprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tmfma_percent\tvalu_passes\tsimd_percent\n";
+/// Long sequences of many heads.
+const DIMS: Dims = Dims {
+    batch: 4,
+    seqlen_q: 8192,
+    seqlen_k: 8192,
+    num_heads_q: 64,
+    num_heads_kv: 8,
+    head_dim_qk: 128,
+    head_dim_v: 128,
+};
 
 /// Whether the two tools are there.
 pub(crate) fn tools_are_there() -> bool {
@@ -26,9 +38,7 @@ pub(crate) fn tools_are_there() -> bool {
 
 /// The table, tab-separated, with a header line.
 pub(crate) fn table() -> String {
-    let mut text = String::from(
-        "arch\tcall\tvgprs\tagprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tmfma_percent\tvalu_passes\tsimd_percent\n",
-    );
+    let mut text = COLUMNS.to_owned();
     let mut kinds = Vec::new();
     for arch in Arch::ALL {
         let fp8 = if arch == Arch::Gfx950 { DType::E4m3Fn } else { DType::E4m3Fnuz };
@@ -56,15 +66,7 @@ pub(crate) fn table() -> String {
 }
 
 pub(crate) fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &str) -> String {
-    let dims = Dims {
-        batch: 4,
-        seqlen_q: 8192,
-        seqlen_k: 8192,
-        num_heads_q: 64,
-        num_heads_kv: 8,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    };
+    let dims = Dims { head_dim_qk: head_dim, head_dim_v: head_dim, ..DIMS };
     let mut problem = FwdProblem::batch(dtype, dims);
     problem.mask = mask.parse().unwrap();
     problem.write_lse = true;
@@ -74,15 +76,47 @@ pub(crate) fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &s
     let plan = backend.plan_fwd(&problem, &options).unwrap();
     let code = super::support::code_object(&backend, &problem, &options);
     let waves = u64::from(plan.explain().launch.unwrap().threads / 64);
-    let found = Resources::of(&code).unwrap();
+    let walks = if order == "static" { "/static" } else { "" };
+    figures(arch, &format!("{dtype}/d{head_dim}/mask {mask}{walks}"), &code, waves)
+}
+
+/// The table of the backward's products, likewise.
+pub(crate) fn bwd_table() -> String {
+    let mut text = COLUMNS.to_owned();
+    let of_arch = |arch: Arch| [64, 128].map(|head_dim| bwd_rows(arch, head_dim)).concat();
+    std::thread::scope(|scope| {
+        let threads = Arch::ALL.map(|arch| scope.spawn(move || of_arch(arch)));
+        for thread in threads {
+            text += &thread.join().unwrap();
+        }
+    });
+    text
+}
+
+fn bwd_rows(arch: Arch, head_dim: u32) -> String {
+    let dims = Dims { head_dim_qk: head_dim, head_dim_v: head_dim, ..DIMS };
+    let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims)).validate().unwrap();
+    let backend = fmha_rocm::pretend(arch.name()).unwrap();
+    let options = PlanOptions::default();
+    let plan = backend.plan_bwd(&problem, &options).unwrap();
+    let row = |(kernel, code): &(String, Vec<u8>)| {
+        let step = plan.steps().iter().find(|step| *step.kernel == **kernel).unwrap();
+        let waves = u64::from(step.explain.launch.unwrap().threads / 64);
+        figures(arch, &format!("{kernel}/bf16/d{head_dim}/mask 0"), code, waves)
+    };
+    super::support::products(&backend, &problem, &options).iter().map(row).collect()
+}
+
+/// A line of a table: of a kernel whose workgroups have so many waves.
+fn figures(arch: Arch, call: &str, code: &[u8], waves: u64) -> String {
+    let found = Resources::of(code).unwrap();
     let file = scratch(arch, "co");
-    std::fs::write(&file, &code).unwrap();
+    std::fs::write(&file, code).unwrap();
     let main_loop = main_loop(&file);
     let passes = passes(arch, &main_loop);
     std::fs::remove_file(&file).unwrap();
-    let walks = if order == "static" { "/static" } else { "" };
     format!(
-        "{}\t{dtype}/d{head_dim}/mask {mask}{walks}\t{}\t{}\t{}\t{}\t{}\t{:.0}\t{:.0}\t{:.1}\t{:.0}\t{:.1}\n",
+        "{}\t{call}\t{}\t{}\t{}\t{}\t{}\t{:.0}\t{:.0}\t{:.1}\t{:.0}\t{:.1}\n",
         arch.name(),
         found.vgprs,
         found.agprs,

@@ -4,14 +4,9 @@
 #include <fmha/cdna/main_loop.h>
 #include <fmha/cdna/order.h>
 #include <fmha/cdna/simple_loop.h>
+#include <fmha/cdna/span.h>
 
 namespace fmha::cdna {
-
-FMHA_DEVICE SeqSpan uniform(SeqSpan span) {
-  return {v_readfirstlane_b32(span.i_batch), v_readfirstlane_b32(span.storage_batch),
-          v_readfirstlane_b32(span.q_row),   v_readfirstlane_b32(span.seqlen_q),
-          v_readfirstlane_b32(span.k_row),   v_readfirstlane_b32(span.seqlen_k)};
-}
 
 template <CdnaSpec spec>
 FMHA_DEVICE Job job_of(const FwdParams& p, int32_t i_batch, int32_t i_head) {

@@ -12,12 +12,14 @@ use std::path::Path;
 use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
-use fmha_core::{DType, Device, Dims, FwdProblem, Strides, VLayout};
+use fmha_core::{BwdProblem, DType, Device, Dims, FwdProblem, PlanOptions, Strides, VLayout};
 use fmha_emu_cdna::{Checks, Counters, Recording};
 
 const ARCHS: [(&str, Option<DType>); 3] =
     [("gfx90a", None), ("gfx942", Some(DType::E4m3Fnuz)), ("gfx950", Some(DType::E4m3Fn))];
 const HEAD_DIMS: [u32; 8] = [32, 64, 96, 128, 160, 192, 224, 256];
+/// Others are padded to these.
+const BACKWARD_HEAD_DIMS: [u32; 4] = [64, 128, 192, 256];
 const COLUMNS: &str = "arch\tcall\tkeys\tlds_cycles\tconflict_cycles\tlines\tlines_if_packed\n";
 /// What the figures are of: between a launch with so many keys and one with twice as many lie only steps of the loop.
 const KEYS: u32 = 512;
@@ -86,7 +88,7 @@ fn counted(backend: &Device, problem: FwdProblem, folder: &Path) -> Counters {
 }
 
 #[test]
-#[ignore = "47 kernels are compiled: cargo xtask test --all"]
+#[ignore = "47 kernels and those of 12 backward calls are compiled: cargo xtask test --all"]
 fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
     let folder = std::env::temp_dir().join(format!("fmha-main-loop-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
@@ -108,8 +110,39 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
             );
             assert_eq!(conflicts, 0, "bank conflicts:\n{table}");
         }
+        for head_dim in BACKWARD_HEAD_DIMS {
+            let conflicts = conflicts_of_backward(&backend, head_dim, &folder);
+            assert_eq!(conflicts, 0, "{arch}: bank conflicts of the backward at head dim {head_dim}");
+        }
     }
     std::fs::remove_dir_all(folder).unwrap();
     let committed = include_str!("../../../../evidence/cdna-loop-memory.tsv");
     assert_eq!(table, committed, "tests/evidence/cdna-loop-memory.tsv is to be:\n{table}");
+}
+
+/// Counts of a backward call's launches, summed.
+fn conflicts_of_backward(backend: &Device, head_dim: u32, folder: &Path) -> u64 {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 64,
+        seqlen_k: 160,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    };
+    let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
+    let case = Case::backward("main loop", problem, Lengths::default(), Data { seed: 3, ..Data::default() });
+    let plan = PlanOptions::default().kernel("cdna_bwd".to_owned());
+    let (outcome, text) = case.run(backend, &Options { plan, ..Options::default() });
+    assert_eq!(outcome, Outcome::Passed, "{text}");
+    let mut conflicts = 0;
+    for file in std::fs::read_dir(folder).unwrap() {
+        let file = file.unwrap().path();
+        let recording = Recording::from_bytes(&std::fs::read(&file).unwrap()).unwrap();
+        std::fs::remove_file(file).unwrap();
+        let options = fmha_emu_cdna::Options { checks: Checks::NONE, profile: true, ..Default::default() };
+        conflicts += recording.run_as(&recording.code, options).unwrap().counters.lds_conflict_cycles;
+    }
+    conflicts
 }

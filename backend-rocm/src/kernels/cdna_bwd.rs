@@ -1,0 +1,102 @@
+//! The backward on MFMA.
+
+use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
+use fmha_gpu::{AnyAddress, Choice, Kernel, Launch, Launches, Recipe, deterministic_rows};
+use fmha_kernels_hip::{Device, cdna_bwd, simt};
+
+use super::{DeviceFacts, Rocm, Steps, launch, lay_out};
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct CdnaBwd {
+    chosen: Option<(cdna_bwd::CdnaBwd, Device)>,
+}
+
+impl CdnaBwd {
+    /// What is launched, and what it promises.
+    fn choice(
+        chosen: cdna_bwd::CdnaBwd,
+        problem: &ValidBwd,
+        device: Device,
+    ) -> Result<Choice<Kernel<ValidBwd, Rocm>>, Refusal> {
+        let mut products = Vec::new();
+        for tile in &chosen.tiles {
+            let (workgroups, threads) = (cdna_bwd::CdnaBwd::workgroups(problem, tile), tile.num_threads());
+            let most = u64::from(u32::MAX / threads);
+            if workgroups > most {
+                let text = format!(
+                    "lengths, heads and batch make {workgroups} workgroups of {} rows, more than {most}",
+                    tile.rows
+                );
+                return Err(Refusal::new(cdna_bwd::NAME, text));
+            }
+            products.push(launch(tile.sums.kernel(), chosen.source(tile), workgroups, threads));
+        }
+        let rows = |kernel, source, workgroups| launch(kernel, source, workgroups, simt::NUM_THREADS);
+        let stats = rows(cdna_bwd::STATS, chosen.stats_source(), chosen.stats_workgroups());
+        let rest = rows(cdna_bwd::REST, chosen.rest_source(), chosen.rest_workgroups(problem));
+        // dQ's, of which every problem has one.
+        let main = products.remove(0);
+        let (bytes, zeroed_bytes) = chosen.workspace_bytes();
+        let details = chosen.details();
+        Ok(Choice {
+            kernel: Kernel::new(Self { chosen: Some((chosen, device)) }),
+            launches: Launches::new([stats], main, products.into_iter().chain([rest])),
+            workspace: Workspace { bytes, zeroed_bytes },
+            // A row's gradients are one wave's sums, over blocks of its own sequence that begin at its first row.
+            promises: deterministic_rows(),
+            details,
+        })
+    }
+}
+
+impl Recipe<ValidBwd, Rocm> for CdnaBwd {
+    fn name(&self) -> &'static str {
+        cdna_bwd::NAME
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Kernel<ValidBwd, Rocm>>, Refusal> {
+        Self::choice(cdna_bwd::accept(problem, facts.device, options)?, problem, facts.device)
+    }
+
+    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        lay_out(self.chosen.as_ref().map(|&(_, device)| device), launch, usage);
+    }
+
+    fn takes_addresses(&self, call: &Call<'_, ValidBwd>) -> Result<(), ProblemError> {
+        self.chosen.as_ref().map_or(Ok(()), |(chosen, _)| chosen.takes_addresses(call.problem, call.args))
+    }
+
+    fn for_any_address(&self, problem: &ValidBwd) -> AnyAddress<ValidBwd, Rocm> {
+        let other = self
+            .chosen
+            .as_ref()
+            .and_then(|(chosen, device)| Self::choice(chosen.for_any_address()?, problem, *device).ok());
+        match other {
+            None => AnyAddress::Itself,
+            Some(choice) => AnyAddress::Other(Box::new(choice), "the same kernel by elements"),
+        }
+    }
+
+    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidBwd>) -> Result<()> {
+        let Some((chosen, _)) = &self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel cdna_bwd has 0 workspaces chosen").into());
+        };
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut params = chosen.params(call.problem, bind::bwd_params(call.problem, call.args), address);
+        let mut rows = params.bwd;
+        let num = steps.len();
+        for (at, step) in steps.iter().enumerate() {
+            let of_rows = at == 0 || at + 1 == num;
+            let argument = if of_rows { (&raw mut rows).cast() } else { (&raw mut params).cast() };
+            // SAFETY: the first and the last launch take one BwdParams, the others one CdnaBwdParams; core saw that its
+            // memory covers the problem, and the workspace is as large as the plan said.
+            unsafe { step.launch(&mut [argument], call.stream)? };
+        }
+        Ok(())
+    }
+}
