@@ -1,4 +1,5 @@
 //! Runs the battery's tensors over ranks, each with its own rows, and puts what they give together.
+#![allow(dead_code, reason = "each test file uses a part")]
 
 use std::sync::Arc;
 use std::time::Duration;
