@@ -56,7 +56,7 @@ mod program;
 mod scheme;
 
 pub use error::{Error, Result};
-pub use group::{Block, Exchange, Group, Host, Parcel, Rendezvous, connect, threads};
+pub use group::{Block, Exchange, Group, Host, Nccl, Parcel, Rendezvous, connect, threads};
 pub use model::{Estimate, Links};
 pub use partition::Partition;
 pub use plan::{BwdPlan, Choice, FwdPlan, Options, choose};

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::model::{Estimate, Links, estimate};
 use crate::problem::{Gradients, Kind, Problem, Whole};
-use crate::program::{Buf, Buffers, Executor, Memory, Program};
+use crate::program::{Buf, Buffers, Executor, Memory, Program, Streams};
 use crate::scheme::{SCHEMES, Scheme};
 
 /// What the caller asks of a plan over ranks. All ranks ask the same.
@@ -140,6 +140,7 @@ struct Planned {
     whole: Whole,
     choice: Choice,
     program: Program,
+    streams: Option<Streams>,
     scratch: Vec<DevBuffer>,
     workspace: Option<DevBuffer>,
 }
@@ -182,7 +183,9 @@ impl Planned {
         // A rank whose device has no kernel for its part says so now, and not in the middle of a run.
         agree(&*group, &built.as_ref().map(|_| Vec::new()).map_err(Clone::clone))?;
         let (program, scratch, workspace) = built?;
-        Ok(Self { group, device: device.clone(), whole, choice, program, scratch, workspace })
+        let streams =
+            Streams::new(device, &program, ranks).map_err(|error| group.fail(Error::of(rank, &error)))?;
+        Ok(Self { group, device: device.clone(), whole, choice, program, streams, scratch, workspace })
     }
 
     #[allow(clippy::type_complexity)]
@@ -243,7 +246,7 @@ impl Planned {
         stream: &Stream,
     ) -> Result<()> {
         let call = call.map_err(|error| self.group.fail(error))?;
-        let executor = Executor { group: &*self.group, stream, score };
+        let executor = Executor { group: &*self.group, stream, streams: self.streams.as_ref(), score };
         let mut buffers = Buffers::new(call, std::mem::take(&mut self.scratch));
         let ran = executor.run(&self.program, &mut buffers, &mut self.workspace);
         self.scratch = buffers.into_scratch();

@@ -417,8 +417,17 @@ impl Tensor {
         }
     }
 
-    /// The same of some heads: a block for each sequence.
+    /// The same of some heads: a block for each sequence, or one of all heads.
     pub(crate) fn heads(&self, row: u32, count: u32, heads: &Range<u32>) -> Vec<Block> {
+        if *heads == (0..self.heads) {
+            vec![self.rows(row, count)]
+        } else {
+            self.rows_of_heads(row, count, heads)
+        }
+    }
+
+    /// The same, a block for each sequence whatever the heads: rows that another rank has of more heads.
+    pub(crate) fn rows_of_heads(&self, row: u32, count: u32, heads: &Range<u32>) -> Vec<Block> {
         let stride = self.row_bytes();
         let block = |sequence: u32| Block {
             offset: self.at(sequence * self.rows + row) + u64::from(heads.start) * self.head_bytes(),
@@ -426,11 +435,7 @@ impl Tensor {
             row_bytes: u64::from(heads.end - heads.start) * self.head_bytes(),
             stride,
         };
-        if *heads == (0..self.heads) {
-            vec![self.rows(row, count)]
-        } else {
-            (0..self.batch).map(block).collect()
-        }
+        (0..self.batch).map(block).collect()
     }
 }
 

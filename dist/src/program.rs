@@ -6,8 +6,8 @@
 use std::fmt::Write as _;
 
 use fmha::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut, FwdArgs, FwdPlan,
-    MemorySpace, PartialResult, ScoreArgs, Stream,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut, Device, Event,
+    FwdArgs, FwdPlan, MemorySpace, PartialResult, ScoreArgs, Stream,
 };
 
 use crate::error::{Error, Result};
@@ -170,6 +170,54 @@ impl Program {
     }
 }
 
+impl Step {
+    /// The buffers it reads, and those it writes.
+    fn touches(&self) -> (Vec<Buf>, Vec<Buf>) {
+        let bufs = |places: &[At]| places.iter().map(|at| at.0).collect::<Vec<_>>();
+        match self {
+            Step::Exchange { sources, sinks, .. } => (sources.clone(), sinks.clone()),
+            Step::Forward { inputs, o, lse, .. } => (bufs(inputs), vec![o.0, lse.0]),
+            Step::Backward(step) => {
+                let mut writes = bufs(&step.grads);
+                writes.extend(step.dsink.map(|at| at.0));
+                (bufs(&step.inputs), writes)
+            }
+            Step::Combine { parts, o, lse, .. } => {
+                (parts.iter().flat_map(|part| bufs(part)).collect(), vec![o.0, lse.0])
+            }
+            Step::Sum { to, terms, .. } => (terms.iter().map(|term| term.0).collect(), vec![to.0]),
+            Step::Nothing { lse, .. } => (Vec::new(), vec![lse.0]),
+        }
+    }
+}
+
+/// Two streams of a device: rows move on the second while kernels run on the first. A step waits for the last one of the
+/// other stream that wrote what it touches, or read what it writes, and for no other; nothing waits on the host.
+pub(crate) struct Streams {
+    moving: Stream,
+    /// The caller's stream has got so far before the run, and then one for each step.
+    begun: Event,
+    done: Vec<Event>,
+}
+
+impl Streams {
+    /// For a program on this device; none where work is done at return, or there is one rank.
+    pub(crate) fn new(device: &Device, program: &Program, ranks: u32) -> Result<Option<Self>, fmha::Error> {
+        if !device.has_streams() || ranks == 1 {
+            return Ok(None);
+        }
+        let done = program.steps.iter().map(|_| device.event()).collect::<Result<_, fmha::Error>>()?;
+        Ok(Some(Self { moving: device.stream()?, begun: device.event()?, done }))
+    }
+}
+
+/// The last step of each stream that wrote a buffer, and that read it.
+#[derive(Clone, Copy, Default)]
+struct Last {
+    wrote: [Option<usize>; 2],
+    read: [Option<usize>; 2],
+}
+
 /// Memory of a run.
 pub(crate) enum Memory<'a> {
     Read(DevSlice<'a>),
@@ -248,6 +296,7 @@ impl<'a> Buffers<'a> {
 pub(crate) struct Executor<'a> {
     pub(crate) group: &'a dyn Group,
     pub(crate) stream: &'a Stream,
+    pub(crate) streams: Option<&'a Streams>,
     pub(crate) score: ScoreArgs<'a>,
 }
 
@@ -260,13 +309,33 @@ impl Executor<'_> {
         workspace: &mut Option<DevBuffer>,
     ) -> Result<()> {
         let rank = self.group.rank();
-        for step in &program.steps {
+        let said = |error: fmha::Error| Error::of(rank, &error);
+        let mut last = vec![Last::default(); CALLS + program.scratch.len()];
+        if let Some(streams) = self.streams {
+            streams.begun.record(self.stream).map_err(said)?;
+            streams.moving.wait(&streams.begun).map_err(said)?;
+        }
+        for (number, step) in program.steps.iter().enumerate() {
+            let (here, stream) = match (step, self.streams) {
+                (Step::Exchange { .. }, Some(streams)) => (1, &streams.moving),
+                _ => (0, self.stream),
+            };
+            if let Some(streams) = self.streams {
+                let (reads, writes) = step.touches();
+                let wrote = reads.iter().chain(&writes).filter_map(|buf| last[buf.index()].wrote[1 - here]);
+                let read = writes.iter().filter_map(|buf| last[buf.index()].read[1 - here]);
+                if let Some(before) = wrote.chain(read).max() {
+                    stream.wait(&streams.done[before]).map_err(said)?;
+                }
+                reads.iter().for_each(|buf| last[buf.index()].read[here] = Some(number));
+                writes.iter().for_each(|buf| last[buf.index()].wrote[here] = Some(number));
+            }
             let taken = match step {
                 Step::Exchange { exchange, sources, sinks } => {
                     buffers.with(sinks, |buffers, taken| {
                         let sources: Vec<_> = sources.iter().map(|&buf| buffers.read(At(buf, 0))).collect();
                         let mut sinks: Vec<_> = taken.iter_mut().map(Memory::slice_mut).collect();
-                        self.group.exchange(exchange, &sources, &mut sinks, self.stream)
+                        self.group.exchange(exchange, &sources, &mut sinks, stream)
                     })?;
                     Ok(())
                 }
@@ -279,7 +348,7 @@ impl Executor<'_> {
                         args.lse = plan.problem().write_lse.then(|| to_lse.skip(lse.1));
                         args.score = self.score(*score, plan.problem());
                         args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
-                        plan.run(&mut args, self.stream)
+                        plan.run(&mut args, stream)
                     })
                 }
                 Step::Backward(step) => {
@@ -311,7 +380,7 @@ impl Executor<'_> {
                             score: self.score(step.score, step.plan.problem().fwd()),
                             workspace: workspace.as_mut().map(DevBuffer::slice_mut),
                         };
-                        step.plan.run(&mut args, self.stream)
+                        step.plan.run(&mut args, stream)
                     })
                 }
                 Step::Combine { plan, parts, o, lse } => buffers.with(&[o.0, lse.0], |buffers, taken| {
@@ -323,7 +392,7 @@ impl Executor<'_> {
                         .map(|[o, lse]| PartialResult { o, lse })
                         .collect();
                     let lse = plan.problem().write_lse.then(|| to_lse.skip(lse.1));
-                    plan.run(&mut CombineArgs { parts: &parts, o: to_o.skip(o.1), lse }, self.stream)
+                    plan.run(&mut CombineArgs { parts: &parts, o: to_o.skip(o.1), lse }, stream)
                 }),
                 Step::Sum { to, add, terms, dtype } => {
                     buffers.with(&[to.0], |buffers, taken| {
@@ -357,7 +426,15 @@ impl Executor<'_> {
                     Ok(())
                 }
             };
-            taken.map_err(|error: fmha::Error| Error::of(rank, &error))?;
+            taken.map_err(said)?;
+            if let Some(streams) = self.streams {
+                streams.done[number].record(stream).map_err(said)?;
+            }
+        }
+        // The caller's stream has all of it behind it.
+        let moved = last.iter().filter_map(|last| last.wrote[1].max(last.read[1])).max();
+        if let (Some(streams), Some(step)) = (self.streams, moved) {
+            self.stream.wait(&streams.done[step]).map_err(said)?;
         }
         Ok(())
     }

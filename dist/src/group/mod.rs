@@ -11,12 +11,14 @@
 //! planned once, so that each rank knows how many bytes every other one sends.
 
 mod host;
+mod nccl;
 mod tcp;
 mod threads;
 
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 
 pub use host::Host;
+pub use nccl::Nccl;
 pub use tcp::{Rendezvous, connect};
 pub use threads::threads;
 

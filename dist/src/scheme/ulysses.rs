@@ -60,12 +60,12 @@ fn swap_in(b: &mut Builder<'_>, moves: &mut Moves, kind: Kind, own: Held) -> Hel
     for peer in 0..b.ranks() {
         let theirs = of_kind(kind, &heads_of(b.whole, peer));
         for piece in pieces(b, kind, b.rank()) {
-            for block in own.tensor.heads(piece.row, piece.rows(), &theirs) {
+            for block in own.tensor.rows_of_heads(piece.row, piece.rows(), &theirs) {
                 moves.send(peer, (own.buf, block));
             }
         }
         for piece in pieces(b, kind, peer) {
-            for block in all.tensor.heads(piece.whole_row, piece.rows(), &(0..all.tensor.heads)) {
+            for block in all.tensor.rows_of_heads(piece.whole_row, piece.rows(), &(0..all.tensor.heads)) {
                 moves.receive(peer, (all.buf, block));
             }
         }
@@ -77,13 +77,13 @@ fn swap_in(b: &mut Builder<'_>, moves: &mut Moves, kind: Kind, own: Held) -> Hel
 fn swap_out(b: &Builder<'_>, moves: &mut Moves, kind: Kind, all: Held, own: Held) {
     for peer in 0..b.ranks() {
         for piece in pieces(b, kind, peer) {
-            for block in all.tensor.heads(piece.whole_row, piece.rows(), &(0..all.tensor.heads)) {
+            for block in all.tensor.rows_of_heads(piece.whole_row, piece.rows(), &(0..all.tensor.heads)) {
                 moves.send(peer, (all.buf, block));
             }
         }
         let theirs = of_kind(kind, &heads_of(b.whole, peer));
         for piece in pieces(b, kind, b.rank()) {
-            for block in own.tensor.heads(piece.row, piece.rows(), &theirs) {
+            for block in own.tensor.rows_of_heads(piece.row, piece.rows(), &theirs) {
                 moves.receive(peer, (own.buf, block));
             }
         }
