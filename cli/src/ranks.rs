@@ -97,7 +97,7 @@ impl RankArgs {
     pub(super) fn explain(&self, setup: &Setup, ranks: u32, kernels: PlanOptions) -> Result<String, Failure> {
         let problem = self.problem(setup, ranks);
         let choice = fmha_dist::choose(&problem, ranks, setup.bwd.is_some(), &self.options(kernels)?);
-        choice.map(|choice| choice.to_string()).map_err(of_a_rank)
+        Ok(choice?.to_string())
     }
 
     /// One rank's part, timed; its results go to the folder, and what it has to say.
@@ -130,9 +130,8 @@ impl RankArgs {
         let ranks = self.ranks.unwrap_or(1);
         let problem = self.problem(setup, ranks);
         let options = self.options(options)?;
-        let group: Arc<dyn Group> = Arc::new(
-            connect(&Rendezvous::file(folder.join("rendezvous"), rank, ranks), TIMEOUT).map_err(of_a_rank)?,
-        );
+        let group: Arc<dyn Group> =
+            Arc::new(connect(&Rendezvous::file(folder.join("rendezvous"), rank, ranks), TIMEOUT)?);
         let operands = call.operands();
         let of = |operand| {
             place(&problem, operands, operand)
@@ -156,7 +155,7 @@ impl RankArgs {
         };
         let (explained, seconds) = match call {
             Call::Forward(..) => {
-                let mut plan = FwdPlan::new(&problem, group.clone(), device, &options).map_err(of_a_rank)?;
+                let mut plan = FwdPlan::new(&problem, group.clone(), device, &options)?;
                 let (mut o, mut lse) = (of(Operand::O), vec![0; lse_bytes(&problem, rank)]);
                 let seconds = fastest(&*group, || {
                     let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
@@ -170,8 +169,7 @@ impl RankArgs {
             }
             Call::Backward(host, _) => {
                 let wanted = (host.problem.dtype_grad, host.problem.write_dsink);
-                let mut plan =
-                    BwdPlan::new(&problem, wanted, group.clone(), device, &options).map_err(of_a_rank)?;
+                let mut plan = BwdPlan::new(&problem, wanted, group.clone(), device, &options)?;
                 let given = [Operand::O, Operand::Lse, Operand::Dout].map(of);
                 let [o, lse, dout] = given.each_ref().map(|bytes| DevSlice::host(&bytes[..]));
                 let mut grads = [Operand::Dq, Operand::Dk, Operand::Dv].map(of);
@@ -274,17 +272,13 @@ impl RankArgs {
     }
 }
 
-fn of_a_rank(error: fmha_dist::Error) -> Failure {
-    Failure::wrong(error.to_string())
-}
-
 /// The fastest of three runs that all ranks begin together.
 fn fastest(group: &dyn Group, mut run: impl FnMut() -> fmha_dist::Result<()>) -> Result<f64, Failure> {
     let mut fastest = f64::INFINITY;
     for _ in 0..3 {
-        group.share(&[]).map_err(of_a_rank)?;
+        group.share(&[])?;
         let start = Instant::now();
-        run().map_err(of_a_rank)?;
+        run()?;
         fastest = fastest.min(start.elapsed().as_secs_f64());
     }
     Ok(fastest)

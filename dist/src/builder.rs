@@ -83,12 +83,14 @@ pub(crate) struct Builder<'a> {
     device: &'a Device,
     options: &'a PlanOptions,
     program: Program,
+    /// Scratch that later steps may use again, and its bytes.
+    free: Vec<(Buf, u64)>,
 }
 
 impl<'a> Builder<'a> {
     pub(crate) fn new(whole: &'a Whole, device: &'a Device, options: &'a PlanOptions) -> Self {
         let program = Program { steps: Vec::new(), scratch: Vec::new(), workspace: 0 };
-        Self { whole, device, options, program }
+        Self { whole, device, options, program, free: Vec::new() }
     }
 
     pub(crate) fn finish(self) -> Program {
@@ -112,8 +114,16 @@ impl<'a> Builder<'a> {
     }
 
     pub(crate) fn scratch(&mut self, bytes: u64) -> Buf {
+        if let Some(at) = self.free.iter().position(|&(_, free)| free == bytes) {
+            return self.free.swap_remove(at).0;
+        }
         self.program.scratch.push(bytes);
         Buf::Scratch(self.program.scratch.len() - 1)
+    }
+
+    /// What no later step reads: steps to come may write to it.
+    pub(crate) fn release(&mut self, held: impl IntoIterator<Item = Held>) {
+        self.free.extend(held.into_iter().map(|held| (held.buf, held.tensor.bytes())));
     }
 
     pub(crate) fn hold(&mut self, tensor: Tensor) -> Held {
@@ -266,6 +276,7 @@ impl<'a> Builder<'a> {
             alone.blocks(0, q.rows(), &all).into_iter().map(|block| (part.buf, block)).collect::<Vec<_>>();
         let to = lse_blocks(lse, q, rows.0);
         self.copy(&from, &to);
+        self.free.push((part.buf, part.rows.bytes()));
         Ok(())
     }
 
@@ -357,8 +368,7 @@ impl<'a> Builder<'a> {
         operands: &Operands,
         rows: (u32, u32),
         given: &Given,
-        grads: [(Held, u32); 3],
-        dsink: Option<At>,
+        Grads { parts: grads, dsink }: Grads,
     ) -> Result<()> {
         let lse = self.lse_alone(given.lse, q, rows.0, heads.num_q());
         let fwd = self
@@ -448,6 +458,12 @@ pub(crate) struct Given {
     pub(crate) o: Held,
     pub(crate) dout: Held,
     pub(crate) lse: HeldLse,
+}
+
+/// Where a piece's gradients go: dQ, dK and dV, f32, each at a row; the sinks' gradient.
+pub(crate) struct Grads {
+    pub(crate) parts: [(Held, u32); 3],
+    pub(crate) dsink: Option<At>,
 }
 
 /// The gradients of a call.

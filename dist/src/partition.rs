@@ -47,7 +47,11 @@ impl Partition {
     /// Every rank has all rows: the queries of a step of decoding.
     #[must_use]
     pub fn replicated(rows: u32, ranks: u32) -> Self {
-        Self { rows, runs: (0..ranks).map(|_| vec![0..rows]).collect(), replicated: true }
+        Self {
+            rows,
+            runs: (0..ranks).map(|_| std::iter::once(0..rows).collect()).collect(),
+            replicated: true,
+        }
     }
 
     /// These runs, by rank. Empty ones are left out, and runs that touch are one.

@@ -12,7 +12,7 @@ use fmha::{DType, Dims, FwdProblem, MaskSpec};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Room};
 use fmha_conformance::tensors::{Data, HostFwd, Lengths};
-use fmha_dist::{Error, Group, Options, Partition, Problem, Rendezvous, Scheme, connect};
+use fmha_dist::{Error, Options, Partition, Problem, Rendezvous, Scheme, connect};
 
 const SHORT: Duration = Duration::from_millis(400);
 

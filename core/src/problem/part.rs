@@ -145,7 +145,7 @@ impl FwdProblem {
             dims.num_heads_q
         );
         ensure!(
-            (u64::from(batch) + u64::from(dims.batch)) * u64::from(heads) <= u64::from(u32::MAX),
+            u32::try_from((u64::from(batch) + u64::from(dims.batch)) * u64::from(heads)).is_ok(),
             "batch",
             "batch {batch} and {} sequences of {heads} heads are more than 2^32 - 1",
             dims.batch

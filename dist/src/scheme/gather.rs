@@ -10,7 +10,7 @@
 
 use fmha::DType;
 
-use crate::builder::{Builder, Given, Held, Moves, Operands, Wanted};
+use crate::builder::{Builder, Given, Grads, Held, Moves, Operands, Wanted};
 use crate::error::Result;
 use crate::partition::Piece;
 use crate::problem::Kind;
@@ -87,23 +87,21 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         let dsink = wanted.dsink.then(|| At(b.scratch(4 * u64::from(heads.num_q())), 0));
         dsinks.extend(dsink);
         let rows = (q.row, keys.whole_row);
-        if !written.contains(&q.sequences.start) {
-            written.push(q.sequences.start);
-            let grads = [(dq, q.row), (dk, keys.whole_row), (dv, keys.whole_row)];
-            b.backward((&q, &keys), &heads, &operands, rows, &given, grads, dsink)?;
-        } else {
-            let more: Vec<Held> = [Kind::K, Kind::V]
-                .into_iter()
-                .map(|kind| {
-                    let tensor = b.piece_tensor(kind, &keys, heads.num_kv(), DType::F32);
-                    b.hold(tensor)
-                })
-                .collect();
-            let grads = [(dq, q.row), (more[0], 0), (more[1], 0)];
-            b.backward((&q, &keys), &heads, &operands, rows, &given, grads, dsink)?;
-            for (sum, term) in [(dk, more[0]), (dv, more[1])] {
+        if written.contains(&q.sequences.start) {
+            let [more_k, more_v] = [Kind::K, Kind::V].map(|kind| {
+                let tensor = b.piece_tensor(kind, &keys, heads.num_kv(), DType::F32);
+                b.hold(tensor)
+            });
+            let parts = [(dq, q.row), (more_k, 0), (more_v, 0)];
+            b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
+            for (sum, term) in [(dk, more_k), (dv, more_v)] {
                 b.add(sum.rows(keys.whole_row, keys.rows()), term.rows(0, keys.rows()));
             }
+            b.release([more_k, more_v]);
+        } else {
+            written.push(q.sequences.start);
+            let parts = [(dq, q.row), (dk, keys.whole_row), (dv, keys.whole_row)];
+            b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
         }
         b.sum(dq_out.rows(q.row, q.rows()), vec![dq.rows(q.row, q.rows())], wanted.dtype);
     }

@@ -12,7 +12,7 @@
 
 use fmha::DType;
 
-use crate::builder::{Builder, Forward, Given, Held, Moves, Operands, Partial, Wanted};
+use crate::builder::{Builder, Forward, Given, Grads, Held, Moves, Operands, Partial, Wanted};
 use crate::error::Result;
 use crate::partition::Piece;
 use crate::problem::{Kind, Tensor};
@@ -161,12 +161,13 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
                     continue;
                 }
                 let parts = parts(b, q, &k);
-                let grads = parts.map(|held| (held, 0));
-                b.backward((q, &k), &heads, &operands, (q.row, k.row), &given, grads, None)?;
+                let grads = Grads { parts: parts.map(|held| (held, 0)), dsink: None };
+                b.backward((q, &k), &heads, &operands, (q.row, k.row), &given, grads)?;
                 b.add(dq.rows(q.row, q.rows()), parts[0].rows(0, q.rows()));
                 for (sum, part) in sums.iter().zip(&parts[1..]) {
                     b.add(sum.rows(k.row, k.rows()), part.rows(0, k.rows()));
                 }
+                b.release(parts);
             }
         }
         if wanted.dsink && step == 0 {
@@ -211,8 +212,8 @@ fn sinks(b: &mut Builder<'_>, queries: &[Piece], given: &Given) -> Result<Vec<At
         let none = Piece { positions: 0..0, row: 0, whole_row: 0, ..q.clone() };
         let at = At(b.scratch(4 * u64::from(heads.num_q())), 0);
         let operands = Operands { q: b.own(Kind::Q), k: b.own(Kind::K), v: b.own(Kind::V) };
-        let grads = parts(b, q, &none).map(|held| (held, 0));
-        b.backward((q, &none), &heads, &operands, (q.row, 0), given, grads, Some(at))?;
+        let grads = Grads { parts: parts(b, q, &none).map(|held| (held, 0)), dsink: Some(at) };
+        b.backward((q, &none), &heads, &operands, (q.row, 0), given, grads)?;
         all.push(at);
     }
     Ok(all)

@@ -9,7 +9,7 @@
 
 use fmha::{Bias, DType, Descale};
 
-use crate::builder::{Builder, Given, Held, HeldLse, Moves, Operands, Wanted};
+use crate::builder::{Builder, Given, Grads, Held, HeldLse, Moves, Operands, Wanted};
 use crate::error::{Error, Result};
 use crate::problem::{Heads, Kind, Rows, Whole};
 use crate::program::{At, Buf, Part};
@@ -189,8 +189,9 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         // The call's sinks begin at this rank's heads; the others' gradient stays 0.
         let dsink = wanted.dsink.then(|| At(b.scratch(4 * u64::from(heads.num_q())), 0));
         dsinks.extend(dsink);
-        let grads = [(dq, q.whole_row), (dk, keys.whole_row), (dv, keys.whole_row)];
-        b.backward((&q, &keys), &heads, &operands, (q.whole_row, keys.whole_row), &given, grads, dsink)?;
+        let parts = [(dq, q.whole_row), (dk, keys.whole_row), (dv, keys.whole_row)];
+        let rows = (q.whole_row, keys.whole_row);
+        b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
     }
     let mut moves = Moves::default();
     let own_dq = {

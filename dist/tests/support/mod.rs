@@ -141,7 +141,6 @@ pub(crate) fn forward_rank(
         args.lse = Some(DevSliceMut::host(&mut lse));
         args.score = scores(&host.operands, bias.as_deref(), host.dropout);
         plan.run(&mut args, &device.default_stream())?;
-        drop(args);
         let results = vec![o, lse];
         if let Some(first) = &first {
             assert!(*first == results, "rank {rank} gives other bits again");
@@ -207,7 +206,6 @@ pub(crate) fn backward_rank(
             workspace: None,
         };
         plan.run(&mut args, &device.default_stream())?;
-        drop(args);
         let mut results = grads.to_vec();
         results.extend(wanted.1.then_some(sinks));
         if let Some(first) = &first {
