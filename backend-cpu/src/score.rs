@@ -42,7 +42,7 @@ impl<'a> ScoreInputs<'a> {
             (Bias::Alibi { per_batch }, Some(slopes)) => {
                 let i_batch = if per_batch { span.i_batch as usize } else { 0 };
                 let slope = f32_at(slopes, i_batch * dims.num_heads_q as usize + i_head as usize);
-                Some((slope, problem.mask.alibi_align().diagonal(span.seqlen_q, span.seqlen_k)))
+                Some((slope, problem.alibi_diagonal(span.seqlen_q, span.seqlen_k)))
             }
             _ => None,
         };
@@ -56,13 +56,13 @@ impl<'a> ScoreInputs<'a> {
         HeadScore {
             span,
             i_head_kv,
-            band: problem.mask.band(span.seqlen_q, span.seqlen_k),
+            band: problem.band(span.seqlen_q, span.seqlen_k),
             softmax_scale: problem.resolved_softmax_scale(),
             softcap: problem.score.softcap,
             bias,
             alibi,
             drops: problem.drops(),
-            keep: KeepMask::new(problem.dropout.p_drop, args.dropout, span.i_batch, i_head, dims.num_heads_q),
+            keep: problem.keep(args.dropout, span.i_batch, i_head),
             keep_scale: if problem.drops() { keep_scale(problem.dropout.p_drop) as f32 } else { 1.0 },
             sink: args.sink.as_ref().map(|sink| f32_at(sink, i_head as usize)),
             descale_q: descale(&args.descale_q, problem.scales.descale_q),

@@ -12,6 +12,7 @@ use crate::Verdict;
 use crate::failure::Failure;
 use crate::modelled;
 use crate::options::{BackendArgs, ProblemArgs};
+use crate::ranks::RankArgs;
 use crate::timing::duration;
 
 /// Options of `fmha explain`.
@@ -23,6 +24,7 @@ Examples:
   fmha explain --emulate sm_90a              and what it asks of each unit of a
                                              multiprocessor, counted in the emulator
   fmha explain --kernel no-such-kernel       every kernel's refusal
+  fmha explain -s 131072 --ranks 64          what each way to go over 64 ranks would cost
 
 Exit status 2 when no kernel takes the problem.")]
 pub(super) struct ExplainArgs {
@@ -35,6 +37,9 @@ pub(super) struct ExplainArgs {
     /// Plan for this architecture (sm_80, sm_90a, sm_100a, gfx942) with no device: nothing is opened, nothing runs
     #[arg(long, value_name = "ARCH", conflicts_with_all = ["backend", "emulate"])]
     arch: Option<String>,
+
+    #[command(flatten)]
+    ranks: RankArgs,
 
     /// Print JSON
     #[arg(long)]
@@ -49,6 +54,11 @@ impl ExplainArgs {
 
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
         let setup = self.problem.setup(None)?;
+        if let Some(ranks) = self.ranks.ranks {
+            let options = setup.options(&self.backend.plan_options());
+            write!(out, "{}", self.ranks.explain(&setup, ranks, options)?)?;
+            return Ok(Verdict::Right);
+        }
         let opened = match &self.arch {
             None => self.backend.open()?,
             Some(arch) => Device::pretend(arch)?,

@@ -29,6 +29,13 @@ impl From<fmha::Error> for Failure {
     }
 }
 
+/// Of a group's rank.
+impl From<fmha_dist::Error> for Failure {
+    fn from(error: fmha_dist::Error) -> Self {
+        Self::Wrong(error.to_string())
+    }
+}
+
 impl From<fmha::ProblemError> for Failure {
     fn from(error: fmha::ProblemError) -> Self {
         Self::Wrong(error.to_string())

@@ -182,6 +182,22 @@ impl<'a> Job<'a> {
     }
 
     /// What is called, as it is on the host.
+    pub(super) fn call_mut(&mut self) -> &mut Call {
+        &mut self.call
+    }
+
+    /// The bytes of every result, as it is on the host.
+    pub(super) fn results(&mut self) -> Result<Vec<Vec<u8>>, Failure> {
+        let call = self.read_back()?;
+        let results: &[Operand] = match call {
+            Call::Forward(..) => &[Operand::O, Operand::Lse],
+            Call::Backward(..) => &[Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dsink],
+        };
+        let bytes = |&operand: &Operand| Some(call.operands().get(operand)?.elems().to_vec());
+        Ok(results.iter().filter_map(bytes).collect())
+    }
+
+    /// What is called, as it is on the host.
     pub(super) fn into_call(self) -> Call {
         self.call
     }

@@ -22,6 +22,7 @@ mod modelled;
 mod npy;
 mod options;
 mod progress;
+mod ranks;
 mod report;
 mod run;
 mod setup;

@@ -187,6 +187,14 @@ impl BackendArgs {
         Ok(fmha::Device::open(self.choice()?)?)
     }
 
+    /// The CPU, which ranks of this command are processes of.
+    pub(super) fn open_for_ranks(&self, ranks: u32) -> Result<fmha::Device, Failure> {
+        match self.choice()? {
+            Backend::Auto | Backend::Cpu => Ok(fmha::Device::open(Backend::Cpu)?),
+            _ => Err(Failure::wrong(format!("ranks {ranks} are processes of the CPU: --backend cpu"))),
+        }
+    }
+
     /// Whether an architecture is to be emulated.
     pub(super) fn emulates(&self) -> bool {
         self.emulate.is_some()

@@ -14,9 +14,10 @@ use crate::failure::Failure;
 use crate::job::{Job, Source, init};
 use crate::options::{BackendArgs, ProblemArgs, at_least_0, word};
 use crate::progress::Progress;
+use crate::ranks::RankArgs;
 use crate::report::{Speed, describe, time};
 use crate::setup::Setup;
-use crate::timing::{Timing, in_a_row};
+use crate::timing::{Timing, duration, in_a_row};
 
 /// Options of `fmha run`.
 #[derive(Debug, Args)]
@@ -40,6 +41,8 @@ Examples:
       what else the problem reads is yours too: nothing is made up beside your tensors
   fmha run -s 512 --bias e:2 --export in.safetensors --out o.npy
       made-up data, written for another program
+  fmha run -h 8 -s 1000 --mask b --ranks 4 --scheme ring
+      over four processes of the CPU, each with its part of the rows; against one rank and f64
 
 Composable Kernel's spelling is taken too: -h_k=4, -mask=b, -lse=1, -iperm=0; where its defaults
 are iperm = operm = 1, ours are b*s*h*d. `-h` is the number of heads; help is --help or -?.
@@ -54,6 +57,9 @@ pub(super) struct RunArgs {
 
     #[command(flatten)]
     data: DataArgs,
+
+    #[command(flatten)]
+    ranks: RankArgs,
 
     /// Made-up data: nf or normal, uf or uniform (-1..1), ui or integers (-2..2), tf or trig; constant_v,
     /// outliers, huge_logits
@@ -95,11 +101,20 @@ impl RunArgs {
         if let Some(own) = &own {
             own.fits(&setup)?;
         }
-        let opened = self.backend.open()?;
+        // Ranks are processes of the CPU.
+        let opened = match self.ranks.ranks {
+            None => self.backend.open()?,
+            Some(ranks) => self.backend.open_for_ranks(ranks)?,
+        };
         let backend = &opened;
 
         let source = Source { own, init: self.init, seed: self.seed };
         let mut job = Job::new(backend, &setup, &self.backend.plan_options(), source)?;
+        if let Some((rank, folder)) = self.ranks.rank()? {
+            let options = setup.options(&self.backend.plan_options());
+            self.ranks.be_a_rank((rank, &folder), &setup, (backend, options), job.read_back()?)?;
+            return Ok(Verdict::Right);
+        }
         let exported = self.data.write_inputs(|| job.inputs())?;
         if !self.json {
             for passed in opened.passed_over() {
@@ -125,6 +140,7 @@ impl RunArgs {
             out.flush()?;
         }
 
+        let over_ranks = self.over_ranks(&setup, &mut job, out)?;
         let progress = Progress::new("checking against f64");
         let checked = check(job.read_back()?, self.verify, expected.as_ref(), &progress)?;
         progress.finish();
@@ -133,6 +149,7 @@ impl RunArgs {
         if self.json {
             let mut report = report(&setup, &job, &timing, &speed, &checked);
             report["device"] = backend.name().into();
+            report["ranks"] = over_ranks;
             report["passed"] = passed.into();
             report["exported"] = exported.map(|path| path.display().to_string()).into();
             report["wrote"] = written.iter().map(|path| path.display().to_string()).collect();
@@ -152,6 +169,23 @@ impl RunArgs {
             writeln!(out, "{verdict}")?;
         }
         Ok(if passed { Verdict::Right } else { Verdict::Wrong })
+    }
+
+    /// The same over ranks, whose results take the place of the job's: what is to be reported of it.
+    fn over_ranks(&self, setup: &Setup, job: &mut Job<'_>, out: &mut dyn Write) -> Result<Value, Failure> {
+        let Some(ranks) = self.ranks.ranks else { return Ok(Value::Null) };
+        let alone = job.results()?;
+        let (seconds, explained) = self.ranks.over_processes(setup, job.call_mut())?;
+        let equal = alone == job.results()?;
+        let same = if equal { "the bits of one rank" } else { "other bits than one rank" };
+        if !self.json {
+            writeln!(out, "{:<18} {ranks}, {} a call, {same}", "ranks", duration(seconds))?;
+            let lines = if self.kname { usize::MAX } else { 6 };
+            for line in explained.lines().take(lines) {
+                writeln!(out, "{:<18} {line}", "")?;
+            }
+        }
+        Ok(json!({ "ranks": ranks, "seconds": seconds, "equal_bits": equal, "plan": explained }))
     }
 }
 

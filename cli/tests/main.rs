@@ -14,6 +14,7 @@ mod conformance;
 mod data;
 mod explain;
 mod problems;
+mod ranks;
 mod readme;
 mod run;
 mod tune;

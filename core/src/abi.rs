@@ -11,7 +11,7 @@ use std::marker::PhantomData;
 
 use crate::dtype::DType;
 use crate::layout::{Strides, VLayout};
-use crate::mask::{MaskAlign, MaskKind, MaskSpec};
+use crate::mask::{MaskAlign, MaskBounds, MaskKind, MaskSpec};
 
 /// A type that both sides know.
 pub trait AbiType: Copy {
@@ -306,16 +306,22 @@ abi_struct! {
 }
 
 impl From<MaskSpec> for MaskParams {
+    fn from(mask: MaskSpec) -> Self {
+        Self::from((mask.bounds(), mask.sink_columns))
+    }
+}
+
+/// Bounds, and the sink columns.
+impl From<(MaskBounds, u32)> for MaskParams {
     /// Exact although it saturates: lengths fit 31 bits, so a bound outside i32 hides nothing that
     /// the nearest i32 would show, nor the reverse.
-    fn from(mask: MaskSpec) -> Self {
-        let bounds = mask.bounds();
+    fn from((bounds, sink_columns): (MaskBounds, u32)) -> Self {
         let saturated = |bound: i64| bound.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
         Self {
             lo: bounds.lo.map_or(i32::MIN, saturated),
             hi: bounds.hi.map_or(i32::MAX, saturated),
             bottom_right: i32::from(bounds.align == MaskAlign::BottomRight),
-            sink_columns: i32::try_from(mask.sink_columns).unwrap_or(i32::MAX),
+            sink_columns: i32::try_from(sink_columns).unwrap_or(i32::MAX),
         }
     }
 }

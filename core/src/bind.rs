@@ -144,7 +144,7 @@ fn inputs(
         num_heads_q: dims.num_heads_q as i32,
         num_heads_kv: dims.num_heads_kv as i32,
         gqa_ratio: problem.gqa_ratio() as i32,
-        mask: MaskParams::from(problem.mask),
+        mask: MaskParams::from(problem.device_mask()),
         alibi_bottom_right: i32::from(problem.mask.alibi_align() == MaskAlign::BottomRight),
         softmax_scale: problem.resolved_softmax_scale(),
         softcap: problem.score.softcap.unwrap_or(0.0),

@@ -39,6 +39,8 @@ pub struct KeepMask {
     head: u32,
     offset: u32,
     threshold: u64,
+    position_q: u32,
+    position_k: u32,
 }
 
 impl KeepMask {
@@ -50,15 +52,36 @@ impl KeepMask {
             head: i_batch.wrapping_mul(num_heads_q).wrapping_add(i_head),
             offset: at.offset as u32,
             threshold: keep_threshold(p_drop),
+            position_q: 0,
+            position_k: 0,
         }
+    }
+
+    /// The same mask where query 0 and key 0 of a call stand at these positions of the sequence.
+    #[must_use]
+    pub fn from(self, position_q: u32, position_k: u32) -> Self {
+        Self { position_q, position_k, ..self }
     }
 
     /// Keep flags of keys `4 * j_quad .. 4 * j_quad + 4` for query `i`: one call of the generator.
     #[must_use]
     #[inline]
     pub fn quad(&self, i: u32, j_quad: u32) -> [bool; 4] {
-        philox4x32_10([j_quad, i, self.head, self.offset], self.key)
-            .map(|word| u64::from(word) < self.threshold)
+        let i = i.wrapping_add(self.position_q);
+        let words = |j_quad: u32| philox4x32_10([j_quad, i, self.head, self.offset], self.key);
+        let first = j_quad.wrapping_add(self.position_k / 4);
+        let kept = |word: u32| u64::from(word) < self.threshold;
+        match (self.position_k % 4) as usize {
+            0 => words(first).map(kept),
+            // The four keys lie in two of the sequence's quads.
+            skipped => {
+                let (one, two) = (words(first), words(first.wrapping_add(1)));
+                std::array::from_fn(|word| {
+                    let at = skipped + word;
+                    kept(if at < 4 { one[at] } else { two[at - 4] })
+                })
+            }
+        }
     }
 
     /// Whether the score of query `i` and key `j` is kept.

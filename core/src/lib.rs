@@ -128,7 +128,8 @@ pub use plan::{
     ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
-    CacheUse, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts, Scales, Score, TensorStrides, ValidFwd,
+    CacheUse, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts, Part, Scales, Score, TensorStrides,
+    ValidFwd,
 };
 pub use queues::Queues;
 pub use roofline::Roofline;

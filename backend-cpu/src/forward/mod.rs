@@ -225,7 +225,7 @@ impl Shared<'_> {
         let tiles: usize = mine().map(|(_, span)| (span.seqlen_q as usize).div_ceil(block_m)).sum();
         let mut tasks = reserve(tiles.saturating_mul(heads as usize))?;
         for (number, span) in mine() {
-            let band = self.problem.mask.band(span.seqlen_q, span.seqlen_k);
+            let band = self.problem.band(span.seqlen_q, span.seqlen_k);
             for i in (0..span.seqlen_q).step_by(block_m) {
                 let queries = (span.seqlen_q - i).min(block_m as u32);
                 let rows = i..i + queries;

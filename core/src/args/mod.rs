@@ -88,6 +88,14 @@ impl<'a> DevSlice<'a> {
         self.bytes
     }
 
+    /// The same memory without its first `bytes`; nothing where there are not so many.
+    #[must_use]
+    pub fn skip(self, bytes: u64) -> Self {
+        let bytes = bytes.min(self.bytes);
+        // Not `add`: the address of nothing may be null.
+        Self { ptr: self.ptr.wrapping_add(bytes as usize), bytes: self.bytes - bytes, ..self }
+    }
+
     /// The bytes, if they are in host memory.
     #[must_use]
     pub fn as_host(&self) -> Option<&'a [u8]> {
@@ -140,6 +148,30 @@ impl<'a> DevSliceMut<'a> {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// The same memory without its first `bytes`, for as long as it is borrowed; nothing where there are not so many.
+    #[must_use]
+    pub fn skip(&mut self, bytes: u64) -> DevSliceMut<'_> {
+        let bytes = bytes.min(self.bytes);
+        DevSliceMut {
+            space: self.space,
+            ptr: self.ptr.wrapping_add(bytes as usize),
+            bytes: self.bytes - bytes,
+            memory: PhantomData,
+        }
+    }
+
+    /// The bytes, if they are in host memory.
+    #[must_use]
+    pub fn as_host_mut(&mut self) -> Option<&mut [u8]> {
+        if self.space != MemorySpace::Host {
+            return None;
+        }
+        let ptr = if self.bytes == 0 { std::ptr::dangling_mut() } else { self.ptr };
+        // SAFETY: `from_raw` or `host` promised writable host memory that nobody else touches, and `self` is borrowed
+        // exclusively; it is initialised, as slices are and as `DeviceMemory::alloc` says of a host's.
+        Some(unsafe { std::slice::from_raw_parts_mut(ptr, self.bytes as usize) })
     }
 
     /// The same memory as an input of a later call.

@@ -2,6 +2,7 @@
 
 mod cache;
 mod groups;
+mod part;
 mod strides;
 
 use crate::dropout::keep_threshold;
@@ -9,6 +10,7 @@ use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::kv::{Append, Rotary};
 pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, TensorStrides};
+pub use part::Part;
 pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit_stride, check_v};
 
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
@@ -85,6 +87,8 @@ pub struct FwdProblem {
     pub scales: Scales,
     /// What happens to the KV cache besides that it is read.
     pub cache: CacheUse,
+    /// Where the call stands in a larger one that it is a part of.
+    pub part: Part,
     /// Whether LSE is written: f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
     #[doc(alias = "softmax_lse")]
     pub write_lse: bool,
@@ -121,6 +125,7 @@ impl FwdProblem {
             dropout: Dropout { p_drop: 0.0, write_keep_mask: false },
             scales: Scales { descale_q: descale, descale_k: descale, descale_v: descale, scale_o: false },
             cache: CacheUse::default(),
+            part: Part::default(),
             write_lse: false,
         };
         problem.strides.q = Strides::bshd(problem.shape_q());
@@ -187,6 +192,8 @@ impl FwdProblem {
         rotary: impl Into<Option<Rotary>> => cache.rotary;
         /// Whether a tree mask replaces the causal mask among the last keys.
         tree_mask: bool => cache.tree_mask;
+        /// Where the call stands in a larger one that it is a part of.
+        part: Part => part;
         /// Whether LSE is written.
         write_lse: bool => write_lse;
         /// Whether the dropout keep mask is written.
@@ -302,6 +309,7 @@ impl FwdProblem {
         self.check_layouts()?;
         self.check_score()?;
         self.check_cache()?;
+        self.check_part()?;
         Ok(ValidFwd(self))
     }
 

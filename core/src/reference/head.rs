@@ -103,7 +103,7 @@ impl<'a, T: Float> Head<'a, T> {
                 let i_batch = if per_batch { span.i_batch as usize } else { 0 };
                 let index = i_batch * dims.num_heads_q as usize + i_head as usize;
                 let slope = f32_at("alibi_slopes", score.alibi_slopes.as_ref(), index)?;
-                Some((slope, problem.mask.alibi_align().diagonal(span.seqlen_q, span.seqlen_k)))
+                Some((slope, problem.alibi_diagonal(span.seqlen_q, span.seqlen_k)))
             }
             _ => None,
         };
@@ -116,9 +116,7 @@ impl<'a, T: Float> Head<'a, T> {
         } else {
             None
         };
-        let keep = problem.drops().then(|| {
-            KeepMask::new(problem.dropout.p_drop, score.dropout, span.i_batch, i_head, dims.num_heads_q)
-        });
+        let keep = problem.drops().then(|| problem.keep(score.dropout, span.i_batch, i_head));
         Ok(Self {
             span,
             i_head,
@@ -130,7 +128,7 @@ impl<'a, T: Float> Head<'a, T> {
             softmax_scale: real(f64::from(problem.resolved_softmax_scale())),
             softcap: problem.score.softcap.map(|softcap| real(f64::from(softcap))),
             sink,
-            band: problem.mask.band(span.seqlen_q, span.seqlen_k),
+            band: problem.band(span.seqlen_q, span.seqlen_k),
             tree: TreeMask::of(problem, &inputs.cache, &inputs.seq),
             problem,
             bias,

@@ -1,0 +1,352 @@
+//! `fmha run --ranks N`: one problem over N processes, each with its part of the rows, held against one rank and f64.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use fmha::{Bias, BwdArgs, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, SeqArgs, Strides};
+use fmha_conformance::tensor::{Operand, Operands};
+use fmha_dist::{BwdPlan, FwdPlan, Group, Links, Options, Partition, Problem, Rendezvous, Scheme, connect};
+
+use crate::failure::Failure;
+use crate::job::Call;
+use crate::options::at_least_1;
+use crate::setup::Setup;
+use crate::target;
+
+/// Over which ranks, and how.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Ranks")]
+pub(super) struct RankArgs {
+    /// Over N ranks, each with its part of the rows; `run`: N processes of the CPU
+    #[arg(long, value_name = "N", value_parser = at_least_1("ranks"), allow_negative_numbers = true)]
+    pub(super) ranks: Option<u32>,
+
+    /// gather, ring, ulysses (default: what the model of kernels and links finds fastest)
+    #[arg(long, value_name = "NAME", requires = "ranks")]
+    scheme: Option<Scheme>,
+
+    /// contiguous, or zig-zag: a run from either end, which a causal mask gives equal work
+    #[arg(long, value_name = "HOW", default_value = "zig-zag", value_parser = ["contiguous", "zig-zag"])]
+    partition: String,
+
+    /// What links and kernels do: lines bytes_per_second, latency, fwd_flops, bwd_flops, memory = NUMBER
+    #[arg(long, value_name = "FILE", requires = "ranks")]
+    links: Option<PathBuf>,
+
+    /// This process is one of the ranks
+    #[arg(long, hide = true, value_name = "RANK,FOLDER")]
+    rank_of: Option<String>,
+}
+
+/// Each has a connection and two threads for each other one.
+const MAX_PROCESSES: u32 = 64;
+
+/// How long a rank may be late.
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+const FORWARD: &[Operand] = &[Operand::O, Operand::Lse];
+const GRADIENTS: &[Operand] = &[Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dsink];
+
+impl RankArgs {
+    /// The rank that this process is to be, and the folder of its group.
+    pub(super) fn rank(&self) -> Result<Option<(u32, PathBuf)>, Failure> {
+        let Some(text) = &self.rank_of else { return Ok(None) };
+        let wrong = || Failure::wrong(format!("rank-of `{text}` is no RANK,FOLDER"));
+        let (rank, folder) = text.split_once(',').ok_or_else(wrong)?;
+        Ok(Some((rank.parse().map_err(|_| wrong())?, folder.into())))
+    }
+
+    fn partition(&self, rows: u32, ranks: u32) -> Partition {
+        match &*self.partition {
+            "contiguous" => Partition::contiguous(rows, ranks),
+            _ => Partition::zig_zag(rows, ranks),
+        }
+    }
+
+    /// The whole, and who has what of it.
+    pub(super) fn problem(&self, setup: &Setup, ranks: u32) -> Problem {
+        let fwd = setup.fwd.clone().write_lse(true);
+        let total = |offsets: &Option<Vec<i32>>, rows: u32| {
+            offsets.as_ref().and_then(|offsets| offsets.last()).map_or(rows, |last| last.unsigned_abs())
+        };
+        let dims = fwd.dims;
+        let rows_q = total(&setup.cu_seqlens_q, dims.seqlen_q);
+        let rows_k = total(&setup.cu_seqlens_k, dims.seqlen_k);
+        let unsigned = |offsets: &[i32]| offsets.iter().map(|&at| at.unsigned_abs()).collect::<Vec<_>>();
+        let problem = Problem::new(fwd, self.partition(rows_q, ranks)).keys(self.partition(rows_k, ranks));
+        match (&setup.cu_seqlens_q, &setup.cu_seqlens_k) {
+            (Some(q), Some(k)) => problem.packed(unsigned(q), unsigned(k)),
+            _ => problem,
+        }
+    }
+
+    pub(super) fn options(&self, kernels: PlanOptions) -> Result<Options, Failure> {
+        let links = match &self.links {
+            None => Links::default(),
+            Some(path) => target::read_text(path)?
+                .parse()
+                .map_err(|error: String| Failure::wrong(format!("{}: {error}", path.display())))?,
+        };
+        Ok(Options::default().scheme(self.scheme).kernels(kernels).links(links))
+    }
+
+    /// Which scheme so many ranks would take, and what each would cost, by the model of kernels and links.
+    pub(super) fn explain(&self, setup: &Setup, ranks: u32, kernels: PlanOptions) -> Result<String, Failure> {
+        let problem = self.problem(setup, ranks);
+        let choice = fmha_dist::choose(&problem, ranks, setup.bwd.is_some(), &self.options(kernels)?);
+        Ok(choice?.to_string())
+    }
+
+    /// One rank's part, timed; its results go to the folder, and what it has to say.
+    pub(super) fn be_a_rank(
+        &self,
+        (rank, folder): (u32, &Path),
+        setup: &Setup,
+        (device, options): (&Device, PlanOptions),
+        call: &Call,
+    ) -> Result<(), Failure> {
+        let said = self.part(rank, folder, setup, device, options, call);
+        let (name, text) = match &said {
+            Ok(text) => (format!("{rank}.txt"), text.clone()),
+            Err(error) => (format!("{rank}.err"), error.to_string()),
+        };
+        let path = folder.join(name);
+        std::fs::write(&path, text).map_err(|error| Failure::file(&path, &error))?;
+        said.map(drop)
+    }
+
+    fn part(
+        &self,
+        rank: u32,
+        folder: &Path,
+        setup: &Setup,
+        device: &Device,
+        options: PlanOptions,
+        call: &Call,
+    ) -> Result<String, Failure> {
+        let ranks = self.ranks.unwrap_or(1);
+        let problem = self.problem(setup, ranks);
+        let options = self.options(options)?;
+        let group: Arc<dyn Group> =
+            Arc::new(connect(&Rendezvous::file(folder.join("rendezvous"), rank, ranks), TIMEOUT)?);
+        let operands = call.operands();
+        let of = |operand| {
+            place(&problem, operands, operand)
+                .map_or_else(Vec::new, |place| place.split(operands, operand, rank))
+        };
+        let [q, k, v] = [Operand::Q, Operand::K, Operand::V].map(of);
+        let [q, k, v] = [&q, &k, &v].map(|bytes| DevSlice::host(&bytes[..]));
+        let score = fmha::ScoreArgs {
+            bias: None,
+            alibi_slopes: operands.input(Operand::AlibiSlopes),
+            sink: operands.input(Operand::Sink),
+            descale_q: operands.input(Operand::DescaleQ),
+            descale_k: operands.input(Operand::DescaleK),
+            descale_v: operands.input(Operand::DescaleV),
+            dropout: setup.dropout,
+        };
+        let stream = device.default_stream();
+        let write = |operand: Operand, bytes: &[u8]| {
+            let path = folder.join(format!("{rank}.{operand:?}"));
+            std::fs::write(&path, bytes).map_err(|error| Failure::file(&path, &error))
+        };
+        let (explained, seconds) = match call {
+            Call::Forward(..) => {
+                let mut plan = FwdPlan::new(&problem, group.clone(), device, &options)?;
+                let (mut o, mut lse) = (of(Operand::O), vec![0; lse_bytes(&problem, rank)]);
+                let seconds = fastest(&*group, || {
+                    let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
+                    args.lse = Some(DevSliceMut::host(&mut lse));
+                    args.score = score;
+                    plan.run(&mut args, &stream)
+                })?;
+                write(Operand::O, &o)?;
+                write(Operand::Lse, &lse)?;
+                (plan.explain(), seconds)
+            }
+            Call::Backward(host, _) => {
+                let wanted = (host.problem.dtype_grad, host.problem.write_dsink);
+                let mut plan = BwdPlan::new(&problem, wanted, group.clone(), device, &options)?;
+                let given = [Operand::O, Operand::Lse, Operand::Dout].map(of);
+                let [o, lse, dout] = given.each_ref().map(|bytes| DevSlice::host(&bytes[..]));
+                let mut grads = [Operand::Dq, Operand::Dk, Operand::Dv].map(of);
+                let mut sinks = vec![0f32; problem.whole.dims.num_heads_q as usize];
+                let seconds = fastest(&*group, || {
+                    let [dq, dk, dv] = grads.each_mut().map(|bytes| DevSliceMut::host(&mut bytes[..]));
+                    let dsink = wanted.1.then(|| DevSliceMut::host(&mut sinks));
+                    let (dlse, dbias, seq, workspace) = (None, None, SeqArgs::default(), None);
+                    plan.run(
+                        &mut BwdArgs {
+                            q,
+                            k,
+                            v,
+                            o,
+                            lse,
+                            dout,
+                            dlse,
+                            dq,
+                            dk,
+                            dv,
+                            dbias,
+                            dsink,
+                            seq,
+                            score,
+                            workspace,
+                        },
+                        &stream,
+                    )
+                })?;
+                for (operand, bytes) in GRADIENTS.iter().zip(&grads) {
+                    write(*operand, bytes)?;
+                }
+                write(Operand::Dsink, bytemuck::cast_slice(&sinks))?;
+                (plan.explain(), seconds)
+            }
+        };
+        Ok(format!("{seconds}\n{explained}"))
+    }
+
+    /// Starts the ranks, waits for them, and puts their results into `operands`: the slowest one's seconds, and what rank 0
+    /// says of its plan.
+    pub(super) fn over_processes(&self, setup: &Setup, call: &mut Call) -> Result<(f64, String), Failure> {
+        let ranks = self.ranks.unwrap_or(1);
+        if ranks > MAX_PROCESSES {
+            return Err(Failure::wrong(format!(
+                "ranks {ranks} are more than the {MAX_PROCESSES} processes of this command"
+            )));
+        }
+        let problem = self.problem(setup, ranks);
+        takes(setup, &problem, call)?;
+        let folder = tempfile::tempdir().map_err(|error| Failure::file(&std::env::temp_dir(), &error))?;
+        let program =
+            std::env::current_exe().map_err(|error| Failure::wrong(format!("this command: {error}")))?;
+        let mut children = Vec::new();
+        for rank in 0..ranks {
+            let mut child = Command::new(&program);
+            child
+                .args(std::env::args_os().skip(1))
+                .arg(format!("--rank-of={rank},{}", folder.path().display()));
+            child.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            children.push(child.spawn().map_err(|error| Failure::wrong(format!("rank {rank}: {error}")))?);
+        }
+        for (rank, child) in children.iter_mut().enumerate() {
+            child.wait().map_err(|error| Failure::wrong(format!("rank {rank}: {error}")))?;
+        }
+        let read = |rank: u32, end: &str| std::fs::read(folder.path().join(format!("{rank}.{end}")));
+        let (mut slowest, mut explained) = (0f64, String::new());
+        for rank in 0..ranks {
+            if let Ok(error) = read(rank, "err") {
+                return Err(Failure::wrong(String::from_utf8_lossy(&error)));
+            }
+            let said = read(rank, "txt").map_err(|_| Failure::wrong(format!("rank {rank} has died")))?;
+            let said = String::from_utf8_lossy(&said).into_owned();
+            let (seconds, text) = said.split_once('\n').unwrap_or_default();
+            slowest = slowest.max(seconds.parse().unwrap_or(f64::INFINITY));
+            if rank == 0 {
+                explained = text.to_owned();
+            }
+        }
+        let results = if matches!(call, Call::Forward(..)) { FORWARD } else { GRADIENTS };
+        for &operand in results {
+            let operands = call.operands_mut();
+            if operands.get(operand).is_none() {
+                continue;
+            }
+            for rank in 0..ranks {
+                let bytes = read(rank, &format!("{operand:?}"));
+                let bytes =
+                    bytes.map_err(|error| Failure::wrong(format!("rank {rank}, {operand:?}: {error}")))?;
+                match place(&problem, operands, operand) {
+                    Some(place) => {
+                        let whole = operands.expect_mut(operand).elems_mut();
+                        place.partition.join(whole, &bytes, place.batch, place.row_bytes, rank);
+                    }
+                    None => operands.expect_mut(operand).elems_mut().copy_from_slice(&bytes),
+                }
+            }
+        }
+        Ok((slowest, explained))
+    }
+}
+
+/// The fastest of three runs that all ranks begin together.
+fn fastest(group: &dyn Group, mut run: impl FnMut() -> fmha_dist::Result<()>) -> Result<f64, Failure> {
+    let mut fastest = f64::INFINITY;
+    for _ in 0..3 {
+        group.share(&[])?;
+        let start = Instant::now();
+        run()?;
+        fastest = fastest.min(start.elapsed().as_secs_f64());
+    }
+    Ok(fastest)
+}
+
+/// What this command hands to ranks: contiguous rows, and operands that have none.
+fn takes(setup: &Setup, problem: &Problem, call: &Call) -> Result<(), Failure> {
+    let refuse = |what: &str| Err(Failure::wrong(format!("ranks {}: {what}", problem.q.ranks())));
+    let elementwise = matches!(setup.fwd.score.bias, Bias::Elementwise(_));
+    if elementwise {
+        return refuse(
+            "bias e: each rank has its own rows of it, which this command does not cut (a:N is taken)",
+        );
+    }
+    for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
+        let tensor = call.operands().expect(operand);
+        if tensor.strides != Strides::bshd(tensor.shape) {
+            return refuse(
+                "tensors are contiguous b*s*h*d, with no --iperm, --operm, --vlayout c or padding",
+            );
+        }
+    }
+    let own = call.operands();
+    let more = [Operand::Dlse, Operand::KeepMask].into_iter().any(|operand| own.get(operand).is_some());
+    if more {
+        return refuse("0 gradients of LSE and 0 keep masks go over ranks");
+    }
+    Ok(())
+}
+
+/// How an operand's rows are cut.
+struct Place<'a> {
+    partition: &'a Partition,
+    batch: u32,
+    row_bytes: u64,
+}
+
+impl Place<'_> {
+    fn split(&self, operands: &Operands, operand: Operand, rank: u32) -> Vec<u8> {
+        self.partition.split(operands.expect(operand).elems(), self.batch, self.row_bytes, rank)
+    }
+}
+
+/// `None` of what every rank has whole.
+fn place<'a>(problem: &'a Problem, operands: &Operands, operand: Operand) -> Option<Place<'a>> {
+    let tensor = operands.get(operand)?;
+    let partition = match operand {
+        Operand::K | Operand::V | Operand::Dk | Operand::Dv => &problem.k,
+        _ => &problem.q,
+    };
+    let (batch, row_bytes) = match operand {
+        Operand::Dsink => return None,
+        Operand::Lse => (lse_rows(problem), 4),
+        _ => {
+            let elems = u64::from(tensor.shape.head) * u64::from(tensor.shape.dim);
+            (tensor.shape.batch, elems * tensor.dtype.size_bytes())
+        }
+    };
+    Some(Place { partition, batch, row_bytes })
+}
+
+/// An LSE has a row for each sequence, or all packed ones, and head.
+fn lse_rows(problem: &Problem) -> u32 {
+    let dims = problem.whole.dims;
+    let batch = if problem.cu_seqlens_q.is_some() { 1 } else { dims.batch };
+    batch * dims.num_heads_q
+}
+
+fn lse_bytes(problem: &Problem, rank: u32) -> usize {
+    4 * lse_rows(problem) as usize * problem.q.rows_of(rank) as usize
+}

@@ -1,0 +1,470 @@
+//! What schemes are written in: attention of pieces, merging, sums, and moves.
+
+use fmha::{Bias, CombineProblem, DType, Device, PlanOptions, Shape, VLayout};
+
+use crate::error::{Error, Result};
+use crate::group::{Block, Exchange, Parcel};
+use crate::partition::Piece;
+use crate::problem::{Gradients, Heads, Kind, Rows, Tensor, Whole};
+use crate::program::{At, Backward, Buf, Part, Program, Step};
+
+/// A tensor in a buffer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Held {
+    pub(crate) buf: Buf,
+    pub(crate) tensor: Tensor,
+}
+
+impl Held {
+    pub(crate) fn at(&self, row: u32) -> At {
+        At(self.buf, self.tensor.at(row))
+    }
+
+    pub(crate) fn rows(&self, row: u32, count: u32) -> Part {
+        (self.buf, self.tensor.rows(row, count))
+    }
+}
+
+/// An LSE in a buffer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeldLse {
+    pub(crate) buf: Buf,
+    pub(crate) rows: Rows,
+}
+
+/// O in f32 and LSE of some queries over the keys so far.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Partial {
+    pub(crate) o: Held,
+    pub(crate) lse: HeldLse,
+}
+
+/// Where the operands of a piece's attention lie.
+pub(crate) struct Operands {
+    pub(crate) q: Held,
+    pub(crate) k: Held,
+    pub(crate) v: Held,
+}
+
+/// A side of an exchange that is being put together.
+#[derive(Default)]
+pub(crate) struct Moves {
+    exchange: Exchange,
+    sources: Vec<Buf>,
+    sinks: Vec<Buf>,
+}
+
+fn number(bufs: &mut Vec<Buf>, buf: Buf) -> usize {
+    bufs.iter().position(|&known| known == buf).unwrap_or_else(|| {
+        bufs.push(buf);
+        bufs.len() - 1
+    })
+}
+
+impl Moves {
+    pub(crate) fn send(&mut self, peer: u32, (buf, block): Part) {
+        if block.bytes() > 0 {
+            let buffer = number(&mut self.sources, buf);
+            self.exchange.sends.push(Parcel { peer, buffer, block });
+        }
+    }
+
+    pub(crate) fn receive(&mut self, peer: u32, (buf, block): Part) {
+        if block.bytes() > 0 {
+            let buffer = number(&mut self.sinks, buf);
+            self.exchange.receives.push(Parcel { peer, buffer, block });
+        }
+    }
+}
+
+/// Puts a program together for one rank.
+pub(crate) struct Builder<'a> {
+    pub(crate) whole: &'a Whole,
+    device: &'a Device,
+    options: &'a PlanOptions,
+    program: Program,
+    /// Scratch that later steps may use again, and its bytes.
+    free: Vec<(Buf, u64)>,
+}
+
+impl<'a> Builder<'a> {
+    pub(crate) fn new(whole: &'a Whole, device: &'a Device, options: &'a PlanOptions) -> Self {
+        let program = Program { steps: Vec::new(), scratch: Vec::new(), workspace: 0 };
+        Self { whole, device, options, program, free: Vec::new() }
+    }
+
+    pub(crate) fn finish(self) -> Program {
+        self.program
+    }
+
+    pub(crate) fn rank(&self) -> u32 {
+        self.whole.rank
+    }
+
+    pub(crate) fn ranks(&self) -> u32 {
+        self.whole.ranks
+    }
+
+    fn wrong(&self, error: &fmha::Error) -> Error {
+        Error::of(self.rank(), error)
+    }
+
+    fn push(&mut self, step: Step) {
+        self.program.steps.push(step);
+    }
+
+    pub(crate) fn scratch(&mut self, bytes: u64) -> Buf {
+        if let Some(at) = self.free.iter().position(|&(_, free)| free == bytes) {
+            return self.free.swap_remove(at).0;
+        }
+        self.program.scratch.push(bytes);
+        Buf::Scratch(self.program.scratch.len() - 1)
+    }
+
+    /// What no later step reads: steps to come may write to it.
+    pub(crate) fn release(&mut self, held: impl IntoIterator<Item = Held>) {
+        self.free.extend(held.into_iter().map(|held| (held.buf, held.tensor.bytes())));
+    }
+
+    pub(crate) fn hold(&mut self, tensor: Tensor) -> Held {
+        Held { buf: self.scratch(tensor.bytes()), tensor }
+    }
+
+    pub(crate) fn hold_lse(&mut self, rows: Rows) -> HeldLse {
+        HeldLse { buf: self.scratch(rows.bytes()), rows }
+    }
+
+    /// The type of elements of a tensor of the call.
+    pub(crate) fn dtype(&self, kind: Kind) -> DType {
+        let dtypes = self.whole.fwd.dtypes;
+        match kind {
+            Kind::Q | Kind::K => dtypes.qk,
+            Kind::V => dtypes.v,
+            Kind::O => dtypes.o,
+        }
+    }
+
+    fn heads_of(&self, kind: Kind) -> u32 {
+        let dims = self.whole.fwd.dims;
+        if matches!(kind, Kind::Q | Kind::O) { dims.num_heads_q } else { dims.num_heads_kv }
+    }
+
+    /// A tensor of the call: what `rank` has of it.
+    pub(crate) fn tensor_of(&self, kind: Kind, rank: u32, dtype: DType) -> Tensor {
+        let axis = if matches!(kind, Kind::Q | Kind::O) { &self.whole.q } else { &self.whole.k };
+        self.whole.tensor(kind, axis.partition.rows_of(rank), self.heads_of(kind), dtype)
+    }
+
+    /// What one device would have of it, with these heads.
+    pub(crate) fn tensor_of_all(&self, kind: Kind, heads: u32, dtype: DType) -> Tensor {
+        let axis = if matches!(kind, Kind::Q | Kind::O) { &self.whole.q } else { &self.whole.k };
+        self.whole.tensor(kind, axis.partition.rows(), heads, dtype)
+    }
+
+    /// This rank's own tensor of the call.
+    pub(crate) fn own(&self, kind: Kind) -> Held {
+        let buf = match kind {
+            Kind::Q => Buf::Q,
+            Kind::K => Buf::K,
+            Kind::V => Buf::V,
+            Kind::O => Buf::O,
+        };
+        Held { buf, tensor: self.tensor_of(kind, self.rank(), self.dtype(kind)) }
+    }
+
+    /// This rank's own dO, dQ, dK or dV.
+    pub(crate) fn own_as(&self, buf: Buf, kind: Kind, dtype: DType) -> Held {
+        Held { buf, tensor: self.tensor_of(kind, self.rank(), dtype) }
+    }
+
+    /// This rank's own LSE.
+    pub(crate) fn own_lse(&self) -> HeldLse {
+        let axis = &self.whole.q;
+        let rows = axis.partition.rows_of(self.rank());
+        let heads = self.whole.fwd.dims.num_heads_q;
+        HeldLse { buf: Buf::Lse, rows: Rows { batch: axis.tensor_batch(), heads, rows } }
+    }
+
+    pub(crate) fn queries(&self) -> Vec<Piece> {
+        self.whole.q.pieces(self.rank())
+    }
+
+    pub(crate) fn keys_of(&self, rank: u32) -> Vec<Piece> {
+        self.whole.k.pieces(rank)
+    }
+
+    /// The LSE of a piece alone.
+    fn lse_rows(&self, q: &Piece, heads: u32) -> Rows {
+        Rows { batch: q.sequences.end - q.sequences.start, heads, rows: q.rows() }
+    }
+
+    /// A contiguous tensor of a piece's rows alone.
+    pub(crate) fn piece_tensor(&self, kind: Kind, piece: &Piece, heads: u32, dtype: DType) -> Tensor {
+        let tensor = self.whole.tensor(kind, piece.rows(), heads, dtype);
+        Tensor { batch: piece.sequences.end - piece.sequences.start, ..tensor }
+    }
+
+    pub(crate) fn exchange(&mut self, moves: Moves) {
+        let Moves { exchange, sources, sinks } = moves;
+        if exchange != Exchange::default() {
+            self.push(Step::Exchange { exchange, sources, sinks });
+        }
+    }
+
+    /// Brings an LSE of a piece alone into one of more rows, or back: a copy.
+    pub(crate) fn copy(&mut self, from: &[Part], to: &[Part]) {
+        let mut moves = Moves::default();
+        let rank = self.rank();
+        from.iter().for_each(|&part| moves.send(rank, part));
+        to.iter().for_each(|&part| moves.receive(rank, part));
+        self.exchange(moves);
+    }
+
+    /// O and LSE of queries `q` over keys `k`, whose first rows lie at `rows` of their tensors.
+    pub(crate) fn forward(
+        &mut self,
+        (q, k): (&Piece, &Piece),
+        heads: &Heads,
+        operands: &Operands,
+        rows: (u32, u32),
+        (o, lse): (Held, HeldLse),
+        how: Forward,
+    ) -> Result<()> {
+        let o_row = how.row;
+        let mut problem = self.whole.part(q, k, heads).write_lse(true);
+        problem.score.sink &= how.sink;
+        // ALiBi measures from the mask's diagonal, so it keeps the mask.
+        if how.all_seen && !matches!(problem.score.bias, Bias::Alibi { .. }) {
+            problem.mask = fmha::MaskSpec { shape: fmha::MaskShape::None, ..problem.mask };
+        }
+        let problem = problem
+            .dtype_o(how.dtype)
+            .v_layout(VLayout::RowMajor)
+            .strides_q(operands.q.tensor.strides())
+            .strides_k(operands.k.tensor.strides())
+            .strides_v(operands.v.tensor.strides())
+            .strides_o(o.tensor.strides());
+        let valid = problem.validate().map_err(|error| self.wrong(&error.into()))?;
+        let plan = self.device.plan_fwd(&valid, self.options).map_err(|error| self.wrong(&error))?;
+        self.program.workspace = self.program.workspace.max(plan.workspace().bytes);
+        let inputs = [operands.q.at(rows.0), operands.k.at(rows.1), operands.v.at(rows.1)];
+        let score = self.whole.score_offsets(q, k, heads);
+        self.push(Step::Forward { plan, inputs, o: o.at(o_row), lse: At(lse.buf, 0), score });
+        Ok(())
+    }
+
+    /// As [`forward`](Self::forward), with O and LSE in rows of larger tensors.
+    pub(crate) fn forward_into(
+        &mut self,
+        (q, k): (&Piece, &Piece),
+        heads: &Heads,
+        operands: &Operands,
+        rows: (u32, u32),
+        (o, lse): (Held, HeldLse),
+    ) -> Result<()> {
+        let how = Forward { dtype: self.whole.fwd.dtypes.o, row: rows.0, sink: true, all_seen: false };
+        let alone = self.lse_rows(q, heads.num_q());
+        let unwanted = !self.whole.fwd.write_lse && lse.buf == Buf::Lse;
+        if alone == lse.rows || unwanted {
+            let lse = if unwanted { self.hold_lse(alone) } else { lse };
+            return self.forward((q, k), heads, operands, rows, (o, lse), how);
+        }
+        let part = self.hold_lse(alone);
+        self.forward((q, k), heads, operands, rows, (o, part), how)?;
+        let all = 0..heads.num_q();
+        let from =
+            alone.blocks(0, q.rows(), &all).into_iter().map(|block| (part.buf, block)).collect::<Vec<_>>();
+        let to = lse_blocks(lse, q, rows.0);
+        self.copy(&from, &to);
+        self.free.push((part.buf, part.rows.bytes()));
+        Ok(())
+    }
+
+    /// A partial result of a piece.
+    pub(crate) fn partial(&mut self, q: &Piece, heads: u32) -> Partial {
+        let tensor = self.piece_tensor(Kind::O, q, heads, DType::F32);
+        let rows = self.lse_rows(q, heads);
+        Partial { o: self.hold(tensor), lse: self.hold_lse(rows) }
+    }
+
+    /// A part of no keys: of the sinks, if they are asked for and there are any.
+    pub(crate) fn nothing(&mut self, part: Partial, sinks: bool) {
+        let Rows { batch, heads, rows } = part.lse.rows;
+        self.push(Step::Nothing { lse: At(part.lse.buf, 0), batch, heads, rows, sinks });
+    }
+
+    /// Merges parts of a piece, in this order.
+    pub(crate) fn combine(
+        &mut self,
+        parts: &[Partial],
+        (o, row, dtype): (Held, u32, DType),
+        lse: Option<HeldLse>,
+    ) -> Result<()> {
+        let Some(first) = parts.first() else { return Ok(()) };
+        let tensor = first.o.tensor;
+        let shape = Shape { batch: tensor.batch, seq: tensor.rows, head: tensor.heads, dim: tensor.dim };
+        let problem = CombineProblem::new(parts.len() as u32, DType::F32, dtype, shape)
+            .strides_o(o.tensor.strides())
+            .write_lse(lse.is_some());
+        let valid = problem.validate().map_err(|error| self.wrong(&error.into()))?;
+        // The wishes for attention's kernel are not those for another one.
+        let options = PlanOptions::default()
+            .allow_fallback(self.options.allow_fallback)
+            .deterministic(self.options.deterministic);
+        let plan = self.device.plan_combine(&valid, &options).map_err(|error| self.wrong(&error))?;
+        let lse = At(lse.map_or(Buf::Lse, |lse| lse.buf), 0);
+        let parts = parts.iter().map(|part| [At(part.o.buf, 0), At(part.lse.buf, 0)]).collect();
+        self.push(Step::Combine { plan, parts, o: o.at(row), lse });
+        Ok(())
+    }
+
+    /// Merges the last parts of a piece of this rank's queries, with the sinks, into the call's O and LSE.
+    pub(crate) fn conclude(&mut self, q: &Piece, mut parts: Vec<Partial>) -> Result<()> {
+        let heads = self.whole.fwd.dims.num_heads_q;
+        if self.whole.fwd.score.sink || parts.is_empty() {
+            let part = self.partial(q, heads);
+            self.nothing(part, true);
+            parts.push(part);
+        }
+        let (o, dtype) = (self.own(Kind::O), self.whole.fwd.dtypes.o);
+        if !self.whole.fwd.write_lse {
+            return self.combine(&parts, (o, q.row, dtype), None);
+        }
+        let alone = self.lse_rows(q, heads);
+        let own = self.own_lse();
+        if alone == own.rows {
+            return self.combine(&parts, (o, q.row, dtype), Some(own));
+        }
+        let lse = self.hold_lse(alone);
+        self.combine(&parts, (o, q.row, dtype), Some(lse))?;
+        let all = 0..heads;
+        let from =
+            alone.blocks(0, q.rows(), &all).into_iter().map(|block| (lse.buf, block)).collect::<Vec<_>>();
+        self.copy(&from, &lse_blocks(own, q, q.row));
+        Ok(())
+    }
+
+    /// The LSE of a piece alone, out of one of more rows.
+    fn lse_alone(&mut self, lse: HeldLse, q: &Piece, row: u32, heads: u32) -> HeldLse {
+        let alone = self.lse_rows(q, heads);
+        if alone == lse.rows {
+            return lse;
+        }
+        let part = self.hold_lse(alone);
+        let to = alone
+            .blocks(0, q.rows(), &(0..heads))
+            .into_iter()
+            .map(|block| (part.buf, block))
+            .collect::<Vec<_>>();
+        self.copy(&lse_blocks(lse, q, row), &to);
+        part
+    }
+
+    /// dQ, dK and dV of queries `q` and keys `k`, in f32, each into a tensor at a row.
+    pub(crate) fn backward(
+        &mut self,
+        (q, k): (&Piece, &Piece),
+        heads: &Heads,
+        operands: &Operands,
+        rows: (u32, u32),
+        given: &Given,
+        Grads { parts: grads, dsink }: Grads,
+    ) -> Result<()> {
+        let lse = self.lse_alone(given.lse, q, rows.0, heads.num_q());
+        let fwd = self
+            .whole
+            .part(q, k, heads)
+            .write_lse(true)
+            .strides_q(operands.q.tensor.strides())
+            .strides_k(operands.k.tensor.strides())
+            .strides_v(operands.v.tensor.strides())
+            .strides_o(given.o.tensor.strides());
+        let [dq, dk, dv] = grads;
+        let problem = self
+            .whole
+            .part_bwd(fwd, dsink.is_some())
+            .strides_dout(given.dout.tensor.strides())
+            .strides_dq(dq.0.tensor.strides())
+            .strides_dk(dk.0.tensor.strides())
+            .strides_dv(dv.0.tensor.strides());
+        let valid = problem.validate().map_err(|error| self.wrong(&error.into()))?;
+        let plan = self.device.plan_bwd(&valid, self.options).map_err(|error| self.wrong(&error))?;
+        self.program.workspace = self.program.workspace.max(plan.workspace().bytes);
+        let inputs = [
+            operands.q.at(rows.0),
+            operands.k.at(rows.1),
+            operands.v.at(rows.1),
+            given.o.at(rows.0),
+            At(lse.buf, 0),
+            given.dout.at(rows.0),
+        ];
+        let grads = grads.map(|(held, row)| held.at(row));
+        let score = self.whole.score_offsets(q, k, heads);
+        self.push(Step::Backward(Box::new(Backward { plan, inputs, grads, dsink, score })));
+        Ok(())
+    }
+
+    /// `to` = the sum of f32 `terms`, in their order.
+    pub(crate) fn sum(&mut self, to: Part, terms: Vec<Part>, dtype: DType) {
+        if to.1.bytes() > 0 {
+            self.push(Step::Sum { to, add: false, terms, dtype });
+        }
+    }
+
+    /// `to`, of f32, has `term` added.
+    pub(crate) fn add(&mut self, to: Part, term: Part) {
+        if to.1.bytes() > 0 {
+            self.push(Step::Sum { to, add: true, terms: vec![term], dtype: DType::F32 });
+        }
+    }
+
+    /// The sinks' gradient: every rank's own part, to all, added in the order of the ranks.
+    pub(crate) fn sum_dsink(&mut self, parts: &[At]) {
+        let row_bytes = 4 * u64::from(self.whole.fwd.dims.num_heads_q);
+        let block = |offset| Block { offset, rows: 1, row_bytes, stride: row_bytes };
+        let own = self.scratch(row_bytes);
+        self.sum((own, block(0)), parts.iter().map(|at| (at.0, block(at.1))).collect(), DType::F32);
+        let all = self.scratch(row_bytes * u64::from(self.ranks()));
+        let mut moves = Moves::default();
+        for rank in 0..self.ranks() {
+            moves.send(rank, (own, block(0)));
+            moves.receive(rank, (all, block(u64::from(rank) * row_bytes)));
+        }
+        self.exchange(moves);
+        let terms = (0..self.ranks()).map(|rank| (all, block(u64::from(rank) * row_bytes))).collect();
+        self.sum((Buf::Dsink, block(0)), terms, DType::F32);
+    }
+}
+
+/// Where a piece's rows are in an LSE of more.
+fn lse_blocks(lse: HeldLse, q: &Piece, row: u32) -> Vec<Part> {
+    lse.rows.blocks(row, q.rows(), &(0..lse.rows.heads)).into_iter().map(|block| (lse.buf, block)).collect()
+}
+
+/// What a forward call of a piece writes.
+#[derive(Clone, Copy)]
+pub(crate) struct Forward {
+    pub(crate) dtype: DType,
+    /// First row of O.
+    pub(crate) row: u32,
+    /// Whether the sinks enter.
+    pub(crate) sink: bool,
+    /// Whether every query sees every key, so that no mask need be compiled in.
+    pub(crate) all_seen: bool,
+}
+
+/// What backward reads beside Q, K and V.
+pub(crate) struct Given {
+    pub(crate) o: Held,
+    pub(crate) dout: Held,
+    pub(crate) lse: HeldLse,
+}
+
+/// Where a piece's gradients go: dQ, dK and dV, f32, each at a row; the sinks' gradient.
+pub(crate) struct Grads {
+    pub(crate) parts: [(Held, u32); 3],
+    pub(crate) dsink: Option<At>,
+}
+
+/// The gradients of a call.
+pub(crate) type Wanted = Gradients;

@@ -1,0 +1,38 @@
+//! What went wrong, and on which rank.
+
+/// The same on every rank of a group: the rank whose fault it is, and the field.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("rank {rank}, {field}: {text}")]
+pub struct Error {
+    /// The rank that is wrong, late or gone.
+    pub rank: u32,
+    /// What of it: a field of the problem, an argument, `exchange` or `group`.
+    pub field: String,
+    /// The sentence, with the numbers.
+    pub text: String,
+}
+
+impl Error {
+    /// `field` of `rank` is wrong.
+    #[must_use]
+    pub fn new(rank: u32, field: impl Into<String>, text: impl Into<String>) -> Self {
+        Self { rank, field: field.into(), text: text.into() }
+    }
+
+    /// What the library said on `rank`.
+    #[must_use]
+    pub fn of(rank: u32, error: &fmha::Error) -> Self {
+        let field = match error {
+            fmha::Error::Problem(problem) => problem.field,
+            fmha::Error::Unsupported { .. } => "kernel",
+            fmha::Error::Compile { .. } => "compiler",
+            fmha::Error::Driver { call, .. } => call,
+            fmha::Error::System { .. } => "system",
+            fmha::Error::NoDevice(_) => "device",
+        };
+        Self::new(rank, field, error.to_string())
+    }
+}
+
+/// The result of everything here that can fail.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,280 @@
+//! A group in host memory, over whatever carries frames from rank to rank.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
+
+use super::{Exchange, Group, Parcel};
+use crate::error::{Error, Result};
+
+/// What one rank tells another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Frame {
+    /// Bytes of a share or an exchange.
+    Bytes(Vec<u8>),
+    /// Which rank it has been waiting for, for half of its timeout: whom to blame if it comes late itself.
+    Waits(u32),
+    /// Nothing succeeds any more.
+    Failed(Error),
+    /// It has finished, and sends nothing more.
+    Left,
+    /// Its connection broke without a farewell.
+    Died,
+}
+
+/// Carries frames to other ranks.
+pub(super) trait Link: Send + Sync {
+    /// Sends, without waiting. A rank that is gone has nobody to tell.
+    fn post(&self, to: u32, frame: Frame);
+}
+
+/// Where frames of the other ranks arrive.
+pub(super) struct Mailbox {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    peers: Vec<Peer>,
+    failure: Option<Error>,
+}
+
+#[derive(Clone, Default)]
+struct Peer {
+    frames: VecDeque<Vec<u8>>,
+    waits_for: Option<u32>,
+    gone: Option<&'static str>,
+}
+
+impl Mailbox {
+    pub(super) fn new(size: u32) -> Arc<Self> {
+        let state = State { peers: vec![Peer::default(); size as usize], failure: None };
+        Arc::new(Self { state: Mutex::new(state), changed: Condvar::new() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes what `from` has sent.
+    pub(super) fn deliver(&self, from: u32, frame: Frame) {
+        let mut state = self.lock();
+        let peer = &mut state.peers[from as usize];
+        match frame {
+            Frame::Bytes(bytes) => {
+                peer.frames.push_back(bytes);
+                peer.waits_for = None;
+            }
+            Frame::Waits(rank) => peer.waits_for = Some(rank),
+            Frame::Failed(error) => {
+                state.failure.get_or_insert(error);
+            }
+            Frame::Left => peer.gone = peer.gone.or(Some("has left the group")),
+            Frame::Died => peer.gone = peer.gone.or(Some("has died: its connection broke")),
+        }
+        self.changed.notify_all();
+    }
+}
+
+impl State {
+    /// The rank that `from` waits for, or the one that that one waits for, and so on.
+    fn culprit(&self, own: u32, from: u32) -> u32 {
+        let mut rank = from;
+        for _ in 0..self.peers.len() {
+            match self.peers[rank as usize].waits_for {
+                Some(next) if next != own && (next as usize) < self.peers.len() => rank = next,
+                _ => break,
+            }
+        }
+        rank
+    }
+}
+
+/// A rank of a group in host memory: of [`threads`](super::threads), or of processes that [`connect`](super::connect)ed.
+/// Dropped, it leaves the group.
+pub struct Host {
+    rank: u32,
+    size: u32,
+    timeout: Duration,
+    mailbox: Arc<Mailbox>,
+    link: Box<dyn Link>,
+}
+
+impl Host {
+    pub(super) fn new(
+        rank: u32,
+        size: u32,
+        timeout: Duration,
+        mailbox: Arc<Mailbox>,
+        link: Box<dyn Link>,
+    ) -> Self {
+        Self { rank, size, timeout, mailbox, link }
+    }
+
+    /// What has gone wrong on any rank so far, as far as it is known here.
+    pub(super) fn failure(&self) -> Option<Error> {
+        let state = self.mailbox.lock();
+        let died = |(rank, peer): (u32, &Peer)| {
+            let how = peer.gone.filter(|how| how.contains("died"))?;
+            Some(Error::new(rank, "group", format!("rank {rank} {how}")))
+        };
+        state.failure.clone().or_else(|| (0..).zip(&state.peers).find_map(died))
+    }
+
+    fn others(&self) -> impl Iterator<Item = u32> {
+        let rank = self.rank;
+        (0..self.size).filter(move |&other| other != rank)
+    }
+
+    /// Bytes, unless all is lost already.
+    fn send(&self, to: u32, bytes: Vec<u8>) -> Result<()> {
+        if let Some(error) = &self.mailbox.lock().failure {
+            return Err(error.clone());
+        }
+        self.link.post(to, Frame::Bytes(bytes));
+        Ok(())
+    }
+
+    /// The next bytes of `from`.
+    fn receive(&self, from: u32) -> Result<Vec<u8>> {
+        let start = Instant::now();
+        let mut told = false;
+        let mut state = self.mailbox.lock();
+        loop {
+            if let Some(error) = &state.failure {
+                return Err(error.clone());
+            }
+            if let Some(bytes) = state.peers[from as usize].frames.pop_front() {
+                return Ok(bytes);
+            }
+            if let Some(how) = state.peers[from as usize].gone {
+                drop(state);
+                return Err(self.fail(Error::new(from, "group", format!("rank {from} {how}"))));
+            }
+            let waited = start.elapsed();
+            if waited >= self.timeout {
+                let late = state.culprit(self.rank, from);
+                drop(state);
+                let text = format!("rank {late} is late: waited {} ms for it", self.timeout.as_millis());
+                return Err(self.fail(Error::new(late, "exchange", text)));
+            }
+            if !told && waited >= self.timeout / 2 {
+                told = true;
+                drop(state);
+                self.others().for_each(|to| self.link.post(to, Frame::Waits(from)));
+                state = self.mailbox.lock();
+                continue;
+            }
+            let until = if told { self.timeout } else { self.timeout / 2 };
+            let (woken, _) = self
+                .mailbox
+                .changed
+                .wait_timeout(state, until.saturating_sub(waited))
+                .unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+        }
+    }
+}
+
+impl Group for Host {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn size(&self) -> u32 {
+        self.size
+    }
+
+    fn space(&self) -> MemorySpace {
+        MemorySpace::Host
+    }
+
+    fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        for to in self.others() {
+            self.send(to, mine.to_vec())?;
+        }
+        (0..self.size)
+            .map(|from| if from == self.rank { Ok(mine.to_vec()) } else { self.receive(from) })
+            .collect()
+    }
+
+    fn exchange(
+        &self,
+        exchange: &Exchange,
+        sources: &[DevSlice<'_>],
+        sinks: &mut [DevSliceMut<'_>],
+        _stream: &Stream,
+    ) -> Result<()> {
+        exchange.check(self.rank, sources, sinks).map_err(|error| self.fail(error))?;
+        let of = |parcels: &[Parcel], peer: u32| -> Vec<Parcel> {
+            parcels.iter().copied().filter(|parcel| parcel.peer == peer).collect()
+        };
+        let on_a_device =
+            |_| self.fail(Error::new(self.rank, "exchange", "a buffer is in device memory, not the host's"));
+        // What goes to this rank itself is there without a frame.
+        let mut own = Vec::new();
+        for to in 0..self.size {
+            let parcels = of(&exchange.sends, to);
+            let mut bytes =
+                Vec::with_capacity(parcels.iter().map(|parcel| parcel.block.bytes() as usize).sum());
+            for Parcel { buffer, block, .. } in parcels {
+                let source = sources[buffer].as_host().ok_or(()).map_err(on_a_device)?;
+                for (offset, count) in block.stretches() {
+                    bytes.extend_from_slice(&source[offset as usize..(offset + count) as usize]);
+                }
+            }
+            match bytes {
+                bytes if to == self.rank => own = bytes,
+                bytes if bytes.is_empty() => {}
+                bytes => self.send(to, bytes)?,
+            }
+        }
+        for from in 0..self.size {
+            let parcels = of(&exchange.receives, from);
+            let wanted: u64 = parcels.iter().map(|parcel| parcel.block.bytes()).sum();
+            let bytes = match from {
+                from if from == self.rank => std::mem::take(&mut own),
+                _ if wanted == 0 => continue,
+                from => self.receive(from)?,
+            };
+            if bytes.len() as u64 != wanted {
+                let text = format!("rank {from} sent {} bytes, but {wanted} were to come", bytes.len());
+                return Err(self.fail(Error::new(from, "exchange", text)));
+            }
+            let mut rest = &bytes[..];
+            for Parcel { buffer, block, .. } in parcels {
+                let sink = sinks[buffer].as_host_mut().ok_or(()).map_err(on_a_device)?;
+                for (offset, count) in block.stretches() {
+                    let (now, later) = rest.split_at(count as usize);
+                    sink[offset as usize..(offset + count) as usize].copy_from_slice(now);
+                    rest = later;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn fail(&self, error: Error) -> Error {
+        let first = {
+            let mut state = self.mailbox.lock();
+            if let Some(first) = &state.failure {
+                return first.clone();
+            }
+            state.failure.insert(error).clone()
+        };
+        self.mailbox.changed.notify_all();
+        self.others().for_each(|to| self.link.post(to, Frame::Failed(first.clone())));
+        first
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.fail(Error::new(self.rank, "group", format!("rank {} has panicked", self.rank)));
+        }
+        self.others().for_each(|to| self.link.post(to, Frame::Left));
+    }
+}

@@ -1,0 +1,289 @@
+//! Ranks that are GPUs, over a communicator of NCCL or RCCL: the caller's, or one of its own.
+//!
+//! Both libraries have the same symbols, so one loader serves; it is found when it is asked for. Rows go by sends and receives
+//! in one group a step, on the caller's stream. What ranks say to each other on the host goes over a [`Host`] group, which also
+//! says who has failed: a thread then aborts the communicator, so that no kernel waits for a rank that is gone.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
+use libloading::Library;
+
+use super::{Exchange, Group, Host, Parcel};
+use crate::error::{Error, Result};
+
+type Status = c_int;
+type Comm = *mut c_void;
+
+/// `ncclUniqueId`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId([u8; 128]);
+
+/// `ncclUint8`: rows are moved as bytes, whatever they hold.
+const BYTES: c_int = 1;
+
+/// What is called, of either library.
+struct Api {
+    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
+    comm_init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> Status,
+    comm_destroy: unsafe extern "C" fn(Comm) -> Status,
+    comm_abort: unsafe extern "C" fn(Comm) -> Status,
+    group_start: unsafe extern "C" fn() -> Status,
+    group_end: unsafe extern "C" fn() -> Status,
+    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status,
+    recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status,
+    error_string: unsafe extern "C" fn(Status) -> *const c_char,
+    _library: Library,
+}
+
+impl Api {
+    fn load(path: Option<&Path>) -> Result<Self, String> {
+        let names = ["libnccl.so.2", "libnccl.so", "librccl.so.1", "librccl.so"];
+        let wanted: Vec<&Path> =
+            path.map_or_else(|| names.iter().map(Path::new).collect(), |path| vec![path]);
+        let mut said = Vec::new();
+        for name in wanted {
+            // SAFETY: NCCL's and RCCL's initialisers ask nothing of who loads them.
+            match unsafe { Library::new(name) } {
+                // SAFETY: the types are those of nccl.h, which RCCL's functions of these names share.
+                Ok(library) => return unsafe { Self::of(library) }.map_err(|error| error.to_string()),
+                Err(error) => said.push(error.to_string()),
+            }
+        }
+        Err(said.join("; "))
+    }
+
+    /// # Safety
+    /// `library` is NCCL or RCCL.
+    unsafe fn of(library: Library) -> Result<Self, libloading::Error> {
+        macro_rules! symbol {
+            ($name:literal) => {
+                // SAFETY: the caller's promise; each field has its function's type.
+                *unsafe { library.get($name) }?
+            };
+        }
+        Ok(Self {
+            get_unique_id: symbol!(b"ncclGetUniqueId\0"),
+            comm_init_rank: symbol!(b"ncclCommInitRank\0"),
+            comm_destroy: symbol!(b"ncclCommDestroy\0"),
+            comm_abort: symbol!(b"ncclCommAbort\0"),
+            group_start: symbol!(b"ncclGroupStart\0"),
+            group_end: symbol!(b"ncclGroupEnd\0"),
+            send: symbol!(b"ncclSend\0"),
+            recv: symbol!(b"ncclRecv\0"),
+            error_string: symbol!(b"ncclGetErrorString\0"),
+            _library: library,
+        })
+    }
+
+    fn check(&self, rank: u32, call: &str, status: Status) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: it gives a string that is never freed.
+        let words = unsafe { CStr::from_ptr((self.error_string)(status)) }.to_string_lossy().into_owned();
+        Err(Error::new(rank, call, format!("{call} failed with {status}: {words}")))
+    }
+}
+
+/// A communicator, and whether it is still there.
+struct Held {
+    comm: Mutex<Option<Comm>>,
+    owned: bool,
+    ended: AtomicBool,
+}
+
+// SAFETY: a communicator is used by one thread at a time, which the mutex sees to.
+unsafe impl Send for Held {}
+// SAFETY: as above.
+unsafe impl Sync for Held {}
+
+impl Held {
+    fn take(&self) -> Option<Comm> {
+        self.comm.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// A rank on a GPU.
+pub struct Nccl {
+    control: Arc<Host>,
+    api: Arc<Api>,
+    held: Arc<Held>,
+    watch: Option<JoinHandle<()>>,
+}
+
+impl Nccl {
+    /// Rows that one exchange moves at most: each is a send of its own.
+    const MAX_ROWS: u64 = 1 << 16;
+
+    /// A communicator of its own for the ranks of `control`, on the device that is current on this thread: with one process a
+    /// GPU, the one that `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES` leaves. The library at `path`, or NCCL or RCCL where
+    /// the system finds it.
+    ///
+    /// # Errors
+    /// On every rank: the rank that has no library, or what it said.
+    pub fn new(control: Host, path: Option<&Path>) -> Result<Self> {
+        let rank = control.rank();
+        let api = Api::load(path).map_err(|text| control.fail(Error::new(rank, "nccl", text)))?;
+        let mut id = UniqueId([0; 128]);
+        if rank == 0 {
+            // SAFETY: `id` is there to be filled.
+            let status = unsafe { (api.get_unique_id)(&raw mut id) };
+            api.check(rank, "ncclGetUniqueId", status).map_err(|error| control.fail(error))?;
+        }
+        let ids = control.share(&id.0)?;
+        id.0.copy_from_slice(&ids[0][..128]);
+        let mut comm: Comm = std::ptr::null_mut();
+        // SAFETY: the id is that of rank 0; sizes and ranks are those of `control`, which all ranks share.
+        let status =
+            unsafe { (api.comm_init_rank)(&raw mut comm, control.size() as c_int, id, rank as c_int) };
+        api.check(rank, "ncclCommInitRank", status).map_err(|error| control.fail(error))?;
+        Ok(Self::with(control, api, comm, true))
+    }
+
+    /// The caller's communicator, whose ranks are those of `control`. It is not destroyed here, and aborted only when a rank
+    /// has failed.
+    ///
+    /// # Safety
+    /// `comm` is a live `ncclComm_t` of the library at `path`, with the ranks of `control`; it lives as long as the group, and
+    /// nobody uses it at the same time.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub unsafe fn from_raw(control: Host, path: Option<&Path>, comm: *mut c_void) -> Result<Self> {
+        let rank = control.rank();
+        let api = Api::load(path).map_err(|text| control.fail(Error::new(rank, "nccl", text)))?;
+        Ok(Self::with(control, api, comm, false))
+    }
+
+    fn with(control: Host, api: Api, comm: Comm, owned: bool) -> Self {
+        let (control, api) = (Arc::new(control), Arc::new(api));
+        let held = Arc::new(Held { comm: Mutex::new(Some(comm)), owned, ended: AtomicBool::new(false) });
+        let watch = {
+            let (control, api, held) = (control.clone(), api.clone(), held.clone());
+            std::thread::Builder::new().name("fmha-nccl-watch".to_owned()).spawn(move || {
+                while !held.ended.load(Ordering::Acquire) {
+                    if control.failure().is_some() {
+                        if let Some(comm) = held.take() {
+                            // SAFETY: taken, so nobody calls it again; its kernels end, and streams that wait for them go on.
+                            unsafe { (api.comm_abort)(comm) };
+                        }
+                        break;
+                    }
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+            })
+        };
+        Self { control, api, held, watch: watch.ok() }
+    }
+
+    fn queue(
+        &self,
+        comm: Comm,
+        exchange: &Exchange,
+        sources: &[DevSlice<'_>],
+        sinks: &mut [DevSliceMut<'_>],
+        stream: &Stream,
+    ) -> Result<()> {
+        let rank = self.rank();
+        let stream = stream.as_raw() as *mut c_void;
+        // A row is a send of its own, since whether rows touch may differ between the two ranks.
+        let rows = |parcels: &[Parcel]| -> Vec<(u32, usize, u64, u64)> {
+            let of = |parcel: &Parcel| {
+                let Parcel { peer, buffer, block } = *parcel;
+                (0..block.rows)
+                    .map(move |row| (peer, buffer, block.offset + row * block.stride, block.row_bytes))
+            };
+            parcels.iter().flat_map(of).collect()
+        };
+        // SAFETY: opens a group on this thread, which is closed below whatever happens between.
+        self.api.check(rank, "ncclGroupStart", unsafe { (self.api.group_start)() })?;
+        let mut first = Ok(());
+        for (peer, buffer, offset, bytes) in rows(&exchange.sends) {
+            let from = sources[buffer].skip(offset).as_ptr().cast();
+            // SAFETY: the exchange was checked: the row is in its buffer, device memory that lives until the stream is done.
+            let status = unsafe { (self.api.send)(from, bytes as usize, BYTES, peer as c_int, comm, stream) };
+            first = first.and(self.api.check(rank, "ncclSend", status));
+        }
+        for (peer, buffer, offset, bytes) in rows(&exchange.receives) {
+            let to = sinks[buffer].skip(offset).as_mut_ptr().cast();
+            // SAFETY: as above, and nobody else touches it.
+            let status = unsafe { (self.api.recv)(to, bytes as usize, BYTES, peer as c_int, comm, stream) };
+            first = first.and(self.api.check(rank, "ncclRecv", status));
+        }
+        // SAFETY: closes the group of above.
+        let status = unsafe { (self.api.group_end)() };
+        first.and(self.api.check(rank, "ncclGroupEnd", status))
+    }
+}
+
+impl Group for Nccl {
+    fn rank(&self) -> u32 {
+        self.control.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.control.size()
+    }
+
+    fn space(&self) -> MemorySpace {
+        MemorySpace::Device
+    }
+
+    fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.control.share(mine)
+    }
+
+    fn exchange(
+        &self,
+        exchange: &Exchange,
+        sources: &[DevSlice<'_>],
+        sinks: &mut [DevSliceMut<'_>],
+        stream: &Stream,
+    ) -> Result<()> {
+        let rank = self.rank();
+        exchange.check(rank, sources, sinks).map_err(|error| self.fail(error))?;
+        let rows: u64 = exchange.sends.iter().chain(&exchange.receives).map(|parcel| parcel.block.rows).sum();
+        if rows > Self::MAX_ROWS {
+            let text = format!(
+                "an exchange of {rows} rows is more than the {} that are sent one by one",
+                Self::MAX_ROWS
+            );
+            return Err(self.fail(Error::new(rank, "exchange", text)));
+        }
+        if let Some(error) = self.control.failure() {
+            return Err(self.fail(error));
+        }
+        let comm = self.held.comm.lock().unwrap_or_else(PoisonError::into_inner);
+        let gone = || Error::new(rank, "nccl", "the communicator was aborted, 0 are left");
+        let queued = match *comm {
+            Some(comm) => self.queue(comm, exchange, sources, sinks, stream),
+            None => Err(gone()),
+        };
+        drop(comm);
+        queued.map_err(|error| self.fail(error))
+    }
+
+    fn fail(&self, error: Error) -> Error {
+        self.control.fail(error)
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        self.held.ended.store(true, Ordering::Release);
+        if let Some(watch) = self.watch.take() {
+            let _ = watch.join();
+        }
+        if let (Some(comm), true) = (self.held.take(), self.held.owned) {
+            // SAFETY: made by `new`, and taken, so that it is destroyed once.
+            unsafe { (self.api.comm_destroy)(comm) };
+        }
+    }
+}

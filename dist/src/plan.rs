@@ -1,0 +1,467 @@
+//! From a problem to a plan that runs: all ranks agree, a scheme is chosen, its steps are planned.
+
+use std::fmt;
+use std::sync::Arc;
+
+use fmha::{
+    BwdArgs, DType, DevBuffer, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, ScoreArgs, Stream,
+};
+
+use crate::agree::agree;
+use crate::builder::Builder;
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::model::{Estimate, Links, estimate};
+use crate::problem::{Gradients, Kind, Problem, Whole};
+use crate::program::{Buf, Buffers, Executor, Memory, Program, Streams};
+use crate::scheme::{SCHEMES, Scheme};
+
+/// What the caller asks of a plan over ranks. All ranks ask the same.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Options {
+    /// This scheme or a refusal; `None`: the planner's.
+    pub scheme: Option<Scheme>,
+    /// What is asked of each kernel.
+    pub kernels: PlanOptions,
+    /// What the planner compares schemes by.
+    pub links: Links,
+}
+
+impl Options {
+    /// This scheme or a refusal.
+    #[must_use]
+    pub fn scheme(mut self, scheme: impl Into<Option<Scheme>>) -> Self {
+        self.scheme = scheme.into();
+        self
+    }
+
+    /// What is asked of each kernel.
+    #[must_use]
+    pub fn kernels(mut self, kernels: PlanOptions) -> Self {
+        self.kernels = kernels;
+        self
+    }
+
+    /// What the planner compares schemes by.
+    #[must_use]
+    pub fn links(mut self, links: Links) -> Self {
+        self.links = links;
+        self
+    }
+}
+
+/// What became of each scheme.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Choice {
+    /// The one that serves.
+    pub scheme: Scheme,
+    /// Why.
+    pub reason: String,
+    /// What each would cost, or why it does not take the problem.
+    pub considered: Vec<(Scheme, Result<Estimate, String>)>,
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "scheme      {}: {}", self.scheme, self.reason)?;
+        for (scheme, outcome) in &self.considered {
+            match outcome {
+                Ok(estimate) => writeln!(f, "  {:<9} {estimate}", scheme.name())?,
+                Err(refusal) => writeln!(f, "  {:<9} {refusal}", scheme.name())?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Which scheme a group of `ranks` would take for a problem, and what each would cost; nothing is planned or sent.
+///
+/// # Errors
+/// What is wrong with the problem; of no scheme that takes it, each one's refusal.
+pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) -> Result<Choice> {
+    choose_for(&Whole::new(problem, 0, ranks)?, backward, options)
+}
+
+fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Result<Choice> {
+    let mut considered = Vec::new();
+    for scheme in SCHEMES {
+        considered.push((
+            scheme,
+            match scheme.takes(whole, backward, &options.kernels) {
+                Ok(()) => Ok(estimate(scheme, whole, backward, &options.links)),
+                Err(error) => Err(error.text),
+            },
+        ));
+    }
+    let found =
+        |scheme: Scheme| considered.iter().find(|(other, _)| *other == scheme).map(|(_, outcome)| outcome);
+    if let Some(scheme) = options.scheme {
+        return match found(scheme) {
+            Some(Err(refusal)) => Err(Error::new(whole.rank, "scheme", refusal.clone())),
+            _ => Ok(Choice { scheme, reason: "asked for".to_owned(), considered }),
+        };
+    }
+    let (memory, room) = (|estimate: &Estimate| estimate.memory, options.links.memory);
+    let mut best: Option<(Scheme, Estimate)> = None;
+    for (scheme, outcome) in &considered {
+        let Ok(estimate) = outcome else { continue };
+        let better = best.as_ref().is_none_or(|(_, best)| {
+            let fits = [memory(estimate) <= room, memory(best) <= room];
+            fits[0] && !fits[1] || fits[0] == fits[1] && estimate.seconds < best.seconds
+        });
+        if better {
+            best = Some((*scheme, *estimate));
+        }
+    }
+    let Some((scheme, estimate)) = best else {
+        let refusals: Vec<&str> =
+            considered.iter().filter_map(|(_, outcome)| outcome.as_ref().err().map(String::as_str)).collect();
+        return Err(Error::new(
+            whole.rank,
+            "scheme",
+            format!("no scheme takes this: {}", refusals.join("; ")),
+        ));
+    };
+    let takers = considered.iter().filter(|(_, outcome)| outcome.is_ok()).count();
+    let reason = match takers {
+        1 => "the only one that takes the problem".to_owned(),
+        _ if memory(&estimate) > room => format!("none fits {room:.3e} bytes, and it is the fastest"),
+        _ => format!("the fastest of {takers} that fit {room:.3e} bytes"),
+    };
+    Ok(Choice { scheme, reason, considered })
+}
+
+/// A program with its buffers, on one rank.
+struct Planned {
+    group: Arc<dyn Group>,
+    device: Device,
+    whole: Whole,
+    choice: Choice,
+    program: Program,
+    streams: Option<Streams>,
+    scratch: Vec<DevBuffer>,
+    workspace: Option<DevBuffer>,
+}
+
+/// A tensor of the call that a rank brings.
+struct Operand {
+    buf: Buf,
+    name: &'static str,
+    bytes: u64,
+}
+
+impl Planned {
+    fn new(
+        problem: &Problem,
+        group: Arc<dyn Group>,
+        device: &Device,
+        options: &Options,
+        gradients: Option<Gradients>,
+    ) -> Result<Self> {
+        let (rank, ranks) = (group.rank(), group.size());
+        let backward = gradients.is_some();
+        let chosen = Whole::new(problem, rank, ranks).and_then(|whole| {
+            let choice = choose_for(&whole, backward, options)?;
+            Ok((whole, choice))
+        });
+        let says = chosen.as_ref().map_err(Clone::clone).map(|(_, choice)| {
+            let mut fields = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
+            fields.extend(problem.description());
+            fields.extend([
+                ("gradients".to_owned(), format!("{gradients:?}")),
+                ("scheme".to_owned(), choice.scheme.to_string()),
+                ("batch_invariant".to_owned(), options.kernels.batch_invariant.to_string()),
+                ("deterministic".to_owned(), options.kernels.deterministic.to_string()),
+            ]);
+            fields
+        });
+        agree(&*group, &says)?;
+        let (whole, choice) = chosen?;
+        let built = Self::build(&whole, choice.scheme, &*group, device, &options.kernels, gradients);
+        // A rank whose device has no kernel for its part says so now, and not in the middle of a run.
+        agree(&*group, &built.as_ref().map(|_| Vec::new()).map_err(Clone::clone))?;
+        let (program, scratch, workspace) = built?;
+        let streams =
+            Streams::new(device, &program, ranks).map_err(|error| group.fail(Error::of(rank, &error)))?;
+        Ok(Self { group, device: device.clone(), whole, choice, program, streams, scratch, workspace })
+    }
+
+    #[allow(clippy::type_complexity)]
+    fn build(
+        whole: &Whole,
+        scheme: Scheme,
+        group: &dyn Group,
+        device: &Device,
+        options: &PlanOptions,
+        gradients: Option<Gradients>,
+    ) -> Result<(Program, Vec<DevBuffer>, Option<DevBuffer>)> {
+        let rank = whole.rank;
+        let space = device.memory().space();
+        if space != group.space() {
+            let text = format!(
+                "device computes in {space:?} memory, but the group moves {:?} memory",
+                group.space()
+            );
+            return Err(Error::new(rank, "device", text));
+        }
+        let program = match gradients {
+            None => scheme.forward(whole, device, options),
+            Some(gradients) => scheme.backward(whole, gradients, device, options),
+        }?;
+        program.check(space, rank)?;
+        let alloc = |bytes: u64| device.memory().alloc(bytes.max(1)).map_err(|error| Error::of(rank, &error));
+        let scratch = program.scratch.iter().map(|&bytes| alloc(bytes)).collect::<Result<_>>()?;
+        let workspace = (program.workspace > 0).then(|| alloc(program.workspace)).transpose()?;
+        Ok((program, scratch, workspace))
+    }
+
+    fn operand(
+        &self,
+        builder: &Builder<'_>,
+        buf: Buf,
+        name: &'static str,
+        kind: Kind,
+        dtype: DType,
+    ) -> Operand {
+        Operand { buf, name, bytes: builder.own_as(buf, kind, dtype).tensor.bytes() }
+    }
+
+    /// What forward and backward both read.
+    fn inputs(&self, options: &PlanOptions) -> (Vec<Operand>, Operand, Operand) {
+        let builder = Builder::new(&self.whole, &self.device, options);
+        let inputs = [(Buf::Q, "q", Kind::Q), (Buf::K, "k", Kind::K), (Buf::V, "v", Kind::V)]
+            .map(|(buf, name, kind)| self.operand(&builder, buf, name, kind, builder.dtype(kind)));
+        let o = self.operand(&builder, Buf::O, "o", Kind::O, builder.dtype(Kind::O));
+        let lse = Operand { buf: Buf::Lse, name: "lse", bytes: builder.own_lse().rows.bytes() };
+        (inputs.into(), o, lse)
+    }
+
+    /// Runs the program; what goes wrong on this rank, all ranks hear of.
+    fn run<'a>(
+        &mut self,
+        call: Result<Vec<(Buf, Memory<'a>)>>,
+        score: ScoreArgs<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let call = call.map_err(|error| self.group.fail(error))?;
+        let executor = Executor { group: &*self.group, stream, streams: self.streams.as_ref(), score };
+        let mut buffers = Buffers::new(call, std::mem::take(&mut self.scratch));
+        let ran = executor.run(&self.program, &mut buffers, &mut self.workspace);
+        self.scratch = buffers.into_scratch();
+        ran.map_err(|error| self.group.fail(error))?;
+        if self.group.space() == fmha::MemorySpace::Host && self.group.size() > 1 {
+            // No rank takes its output for a result while another one fails.
+            self.group.share(&[])?;
+        }
+        Ok(())
+    }
+
+    fn explain(&self) -> String {
+        let rank = self.whole.rank;
+        format!(
+            "rank        {rank} of {}\n{}sends       {} bytes\n{}",
+            self.whole.ranks,
+            self.choice,
+            self.program.bytes_sent(rank),
+            self.program.explain(rank)
+        )
+    }
+
+    fn check(&self, operand: &Operand, bytes: u64, space: fmha::MemorySpace) -> Result<()> {
+        let Operand { name, bytes: wanted, .. } = *operand;
+        let rank = self.whole.rank;
+        if bytes < wanted {
+            return Err(Error::new(
+                rank,
+                name,
+                format!("{name} has {bytes} bytes, but its rows here are {wanted}"),
+            ));
+        }
+        if wanted > 0 && space != self.group.space() {
+            let text =
+                format!("{name}, of {bytes} bytes, is in {space:?} memory, not in {:?}", self.group.space());
+            return Err(Error::new(rank, name, text));
+        }
+        Ok(())
+    }
+
+    fn read<'a>(&self, operand: &Operand, slice: DevSlice<'a>) -> Result<(Buf, Memory<'a>)> {
+        self.check(operand, slice.bytes(), slice.space())?;
+        Ok((operand.buf, Memory::Read(slice)))
+    }
+
+    fn write<'a>(&self, operand: &Operand, slice: DevSliceMut<'a>) -> Result<(Buf, Memory<'a>)> {
+        self.check(operand, slice.bytes(), slice.space())?;
+        Ok((operand.buf, Memory::Write(slice)))
+    }
+
+    fn check_score(&self, score: &ScoreArgs<'_>) -> Result<()> {
+        let sinks = 4 * u64::from(self.whole.fwd.dims.num_heads_q);
+        let given = score.sink.as_ref().map_or(0, DevSlice::bytes);
+        if self.whole.fwd.score.sink && given < sinks {
+            return Err(Error::new(
+                self.whole.rank,
+                "sink",
+                format!("sink has {given} bytes, but {sinks} are read"),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Forward over ranks, planned once and run many times; every rank runs it at the same place of its program.
+pub struct FwdPlan {
+    planned: Planned,
+    inputs: (Vec<Operand>, Operand, Operand),
+}
+
+impl FwdPlan {
+    /// Plans this rank's part. All ranks call it together, with the same problem and options.
+    ///
+    /// # Errors
+    /// On every rank the same: the rank that is wrong, or says something else than the others, and the field.
+    pub fn new(problem: &Problem, group: Arc<dyn Group>, device: &Device, options: &Options) -> Result<Self> {
+        let planned = Planned::new(problem, group, device, options, None)?;
+        let inputs = planned.inputs(&options.kernels);
+        Ok(Self { planned, inputs })
+    }
+
+    /// What was chosen, and why.
+    #[must_use]
+    pub fn choice(&self) -> &Choice {
+        &self.planned.choice
+    }
+
+    /// The choice and every step of this rank.
+    #[must_use]
+    pub fn explain(&self) -> String {
+        self.planned.explain()
+    }
+
+    /// O, and LSE if the problem writes it, of this rank's queries from this rank's Q, K and V. `args` are a rank's own
+    /// tensors, as [`Problem`] has them; lengths and workspace play no part.
+    ///
+    /// # Errors
+    /// The rank and the field, on every rank. No output is then a result.
+    pub fn run(&mut self, args: &mut FwdArgs<'_>, stream: &Stream) -> Result<()> {
+        let score = args.score;
+        let planned = &self.planned;
+        let (inputs, o, lse) = &self.inputs;
+        let call = planned.check_score(&score).and_then(|()| {
+            let mut call = vec![planned.read(&inputs[0], args.q)?];
+            match &args.k {
+                fmha::CacheSlice::Read(k) => call.push(planned.read(&inputs[1], *k)?),
+                _ => {
+                    return Err(Error::new(
+                        planned.whole.rank,
+                        "k",
+                        "k is appended to, in 1 part of several",
+                    ));
+                }
+            }
+            match &args.v {
+                fmha::CacheSlice::Read(v) => call.push(planned.read(&inputs[2], *v)?),
+                _ => {
+                    return Err(Error::new(
+                        planned.whole.rank,
+                        "v",
+                        "v is appended to, in 1 part of several",
+                    ));
+                }
+            }
+            call.push(planned.write(o, args.o.skip(0))?);
+            if planned.whole.fwd.write_lse {
+                let given =
+                    args.lse.as_mut().map_or_else(|| DevSliceMut::host::<u8>(&mut []), |lse| lse.skip(0));
+                call.push(planned.write(lse, given)?);
+            }
+            Ok(call)
+        });
+        self.planned.run(call, score, stream)
+    }
+}
+
+/// Backward over ranks.
+pub struct BwdPlan {
+    planned: Planned,
+    inputs: (Vec<Operand>, Operand, Operand),
+    gradients: Gradients,
+}
+
+impl BwdPlan {
+    /// As [`FwdPlan::new`]; gradients of type `dtype_grad`, and those of the sinks if they are wanted. Where dK and dV are
+    /// summed over ranks they are so in f32, and rounded once.
+    ///
+    /// # Errors
+    /// As [`FwdPlan::new`].
+    pub fn new(
+        problem: &Problem,
+        (dtype_grad, write_dsink): (DType, bool),
+        group: Arc<dyn Group>,
+        device: &Device,
+        options: &Options,
+    ) -> Result<Self> {
+        let gradients = Gradients { dtype: dtype_grad, dsink: write_dsink };
+        let planned = Planned::new(problem, group, device, options, Some(gradients))?;
+        let inputs = planned.inputs(&options.kernels);
+        Ok(Self { planned, inputs, gradients })
+    }
+
+    /// What was chosen, and why.
+    #[must_use]
+    pub fn choice(&self) -> &Choice {
+        &self.planned.choice
+    }
+
+    /// The choice and every step of this rank.
+    #[must_use]
+    pub fn explain(&self) -> String {
+        self.planned.explain()
+    }
+
+    /// dQ, dK and dV of this rank's rows, and the sinks' whole gradient, from this rank's Q, K, V, O, LSE and dO.
+    ///
+    /// # Errors
+    /// The rank and the field, on every rank. No output is then a result.
+    pub fn run(&mut self, args: &mut BwdArgs<'_>, stream: &Stream) -> Result<()> {
+        let score = args.score;
+        let planned = &self.planned;
+        let builder_options = PlanOptions::default();
+        let builder = Builder::new(&planned.whole, &planned.device, &builder_options);
+        let grad = |buf, name, kind| planned.operand(&builder, buf, name, kind, self.gradients.dtype);
+        let (inputs, o, lse) = &self.inputs;
+        let dout = planned.operand(&builder, Buf::Dout, "dout", Kind::O, builder.dtype(Kind::O));
+        let dsink_bytes = 4 * u64::from(planned.whole.fwd.dims.num_heads_q);
+        let call = planned.check_score(&score).and_then(|()| {
+            let mut call = vec![
+                planned.read(&inputs[0], args.q)?,
+                planned.read(&inputs[1], args.k)?,
+                planned.read(&inputs[2], args.v)?,
+                planned.read(o, args.o)?,
+                planned.read(lse, args.lse)?,
+                planned.read(&dout, args.dout)?,
+                planned.write(&grad(Buf::Dq, "dq", Kind::Q), args.dq.skip(0))?,
+                planned.write(&grad(Buf::Dk, "dk", Kind::K), args.dk.skip(0))?,
+                planned.write(&grad(Buf::Dv, "dv", Kind::V), args.dv.skip(0))?,
+            ];
+            for (field, given) in [("dlse", args.dlse.is_some()), ("dbias", args.dbias.is_some())] {
+                if given {
+                    let text = format!("{field} is given, and is taken over 1 rank alone");
+                    return Err(Error::new(planned.whole.rank, field, text));
+                }
+            }
+            if self.gradients.dsink {
+                let dsink = Operand { buf: Buf::Dsink, name: "dsink", bytes: dsink_bytes };
+                let given = args
+                    .dsink
+                    .as_mut()
+                    .map_or_else(|| DevSliceMut::host::<u8>(&mut []), |dsink| dsink.skip(0));
+                call.push(planned.write(&dsink, given)?);
+            }
+            Ok(call)
+        });
+        self.planned.run(call, score, stream)
+    }
+}

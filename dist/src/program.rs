@@ -1,0 +1,482 @@
+//! What a scheme becomes: steps over numbered buffers, and how they run.
+//!
+//! A scheme says once what moves and what is computed; threads, processes and GPUs run the same steps. Whether a step may
+//! begin follows from the buffers it reads and writes.
+
+use std::fmt::Write as _;
+
+use fmha::{
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut, Device, Event,
+    FwdArgs, FwdPlan, MemorySpace, PartialResult, ScoreArgs, Stream,
+};
+
+use crate::error::{Error, Result};
+use crate::group::{Block, Exchange, Group};
+use crate::problem::ScoreOffsets;
+
+/// A buffer: one of the call's, or scratch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Buf {
+    Q,
+    K,
+    V,
+    O,
+    Lse,
+    Dout,
+    Dq,
+    Dk,
+    Dv,
+    Dsink,
+    Scratch(usize),
+}
+
+/// How many buffers of a call there are.
+const CALLS: usize = 10;
+
+impl Buf {
+    fn index(self) -> usize {
+        match self {
+            Buf::Q => 0,
+            Buf::K => 1,
+            Buf::V => 2,
+            Buf::O => 3,
+            Buf::Lse => 4,
+            Buf::Dout => 5,
+            Buf::Dq => 6,
+            Buf::Dk => 7,
+            Buf::Dv => 8,
+            Buf::Dsink => 9,
+            Buf::Scratch(number) => CALLS + number,
+        }
+    }
+}
+
+/// A place in a buffer, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct At(pub(crate) Buf, pub(crate) u64);
+
+/// Rows of a buffer.
+pub(crate) type Part = (Buf, Block);
+
+pub(crate) struct Backward {
+    pub(crate) plan: BwdPlan,
+    pub(crate) inputs: [At; 6],
+    pub(crate) grads: [At; 3],
+    pub(crate) dsink: Option<At>,
+    pub(crate) score: ScoreOffsets,
+}
+
+pub(crate) enum Step {
+    /// Rows move between ranks.
+    Exchange { exchange: Exchange, sources: Vec<Buf>, sinks: Vec<Buf> },
+    /// Attention of some queries over some keys: Q, K and V; O; LSE.
+    Forward { plan: FwdPlan, inputs: [At; 3], o: At, lse: At, score: ScoreOffsets },
+    /// Gradients of some queries and keys: from Q, K, V, O, LSE and dO; dQ, dK and dV in f32.
+    Backward(Box<Backward>),
+    /// Partial results of the same queries become one.
+    Combine { plan: CombinePlan, parts: Vec<[At; 2]>, o: At, lse: At },
+    /// `to`, of type `dtype`, is the sum of the f32 `terms` in their order, rounded once; with `add`, of what f32 it is and
+    /// they. 0 without terms.
+    Sum { to: Part, add: bool, terms: Vec<Part>, dtype: DType },
+    /// An LSE `[batch, heads, rows]` that has the sinks in it and no key; -inf without sinks.
+    Nothing { lse: At, batch: u32, heads: u32, rows: u32, sinks: bool },
+}
+
+/// Steps in their order.
+pub(crate) struct Program {
+    pub(crate) steps: Vec<Step>,
+    pub(crate) scratch: Vec<u64>,
+    pub(crate) workspace: u64,
+}
+
+impl Program {
+    /// Whether every step can be taken in this memory.
+    pub(crate) fn check(&self, space: MemorySpace, rank: u32) -> Result<()> {
+        for step in &self.steps {
+            let what = match step {
+                Step::Sum { .. } => "sum of f32 gradients",
+                Step::Nothing { .. } => "sink, or a query that sees 0 keys,",
+                _ => continue,
+            };
+            if space == MemorySpace::Device {
+                let text = format!("a {what} over several ranks has 0 kernels in device memory yet");
+                return Err(Error::new(rank, "device", text));
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes that this rank sends to others.
+    pub(crate) fn bytes_sent(&self, rank: u32) -> u64 {
+        let of = |step: &Step| match step {
+            Step::Exchange { exchange, .. } => exchange.bytes_sent(rank),
+            _ => 0,
+        };
+        self.steps.iter().map(of).sum()
+    }
+
+    /// One line a step.
+    pub(crate) fn explain(&self, rank: u32) -> String {
+        let mut text = String::new();
+        for (number, step) in self.steps.iter().enumerate() {
+            let line = match step {
+                Step::Exchange { exchange, .. } => {
+                    let mut peers: Vec<u32> = exchange
+                        .sends
+                        .iter()
+                        .map(|parcel| parcel.peer)
+                        .filter(|&peer| peer != rank)
+                        .collect();
+                    peers.dedup();
+                    let bytes = exchange.bytes_sent(rank);
+                    if peers.is_empty() {
+                        "copy".to_owned()
+                    } else {
+                        format!("send {bytes} bytes to ranks {peers:?}")
+                    }
+                }
+                Step::Forward { plan, .. } => {
+                    let (dims, part) = (plan.problem().dims, plan.problem().part);
+                    let (i, j) = (part.position_q, part.position_k);
+                    format!(
+                        "forward, queries {i}..{} x keys {j}..{}: {}",
+                        i + dims.seqlen_q,
+                        j + dims.seqlen_k,
+                        plan.kernel()
+                    )
+                }
+                Step::Backward(step) => {
+                    let fwd = step.plan.problem().fwd();
+                    let (dims, part) = (fwd.dims, fwd.part);
+                    let (i, j) = (part.position_q, part.position_k);
+                    format!(
+                        "backward, queries {i}..{} x keys {j}..{}: {}",
+                        i + dims.seqlen_q,
+                        j + dims.seqlen_k,
+                        step.plan.kernel()
+                    )
+                }
+                Step::Combine { plan, parts, .. } => {
+                    format!("combine {} parts: {}", parts.len(), plan.kernel())
+                }
+                Step::Sum { terms, add, .. } => {
+                    format!("sum of {} f32 terms", terms.len() + usize::from(*add))
+                }
+                Step::Nothing { rows, .. } => format!("LSE of 0 keys, {rows} rows"),
+            };
+            let _ = writeln!(text, "{number:>4}  {line}");
+        }
+        text
+    }
+}
+
+impl Step {
+    /// The buffers it reads, and those it writes.
+    fn touches(&self) -> (Vec<Buf>, Vec<Buf>) {
+        let bufs = |places: &[At]| places.iter().map(|at| at.0).collect::<Vec<_>>();
+        match self {
+            Step::Exchange { sources, sinks, .. } => (sources.clone(), sinks.clone()),
+            Step::Forward { inputs, o, lse, .. } => (bufs(inputs), vec![o.0, lse.0]),
+            Step::Backward(step) => {
+                let mut writes = bufs(&step.grads);
+                writes.extend(step.dsink.map(|at| at.0));
+                (bufs(&step.inputs), writes)
+            }
+            Step::Combine { parts, o, lse, .. } => {
+                (parts.iter().flat_map(|part| bufs(part)).collect(), vec![o.0, lse.0])
+            }
+            Step::Sum { to, terms, .. } => (terms.iter().map(|term| term.0).collect(), vec![to.0]),
+            Step::Nothing { lse, .. } => (Vec::new(), vec![lse.0]),
+        }
+    }
+}
+
+/// Two streams of a device: rows move on the second while kernels run on the first. A step waits for the last one of the
+/// other stream that wrote what it touches, or read what it writes, and for no other; nothing waits on the host.
+pub(crate) struct Streams {
+    moving: Stream,
+    /// The caller's stream has got so far before the run, and then one for each step.
+    begun: Event,
+    done: Vec<Event>,
+}
+
+impl Streams {
+    /// For a program on this device; none where work is done at return, or there is one rank.
+    pub(crate) fn new(device: &Device, program: &Program, ranks: u32) -> Result<Option<Self>, fmha::Error> {
+        if !device.has_streams() || ranks == 1 {
+            return Ok(None);
+        }
+        let done = program.steps.iter().map(|_| device.event()).collect::<Result<_, fmha::Error>>()?;
+        Ok(Some(Self { moving: device.stream()?, begun: device.event()?, done }))
+    }
+}
+
+/// The last step of each stream that wrote a buffer, and that read it.
+#[derive(Clone, Copy, Default)]
+struct Last {
+    wrote: [Option<usize>; 2],
+    read: [Option<usize>; 2],
+}
+
+/// Memory of a run.
+pub(crate) enum Memory<'a> {
+    Read(DevSlice<'a>),
+    Write(DevSliceMut<'a>),
+    Own(DevBuffer),
+    /// Not of this call.
+    Absent,
+}
+
+impl Memory<'_> {
+    fn slice(&self) -> DevSlice<'_> {
+        match self {
+            Self::Read(slice) => *slice,
+            Self::Write(slice) => slice.as_input(),
+            Self::Own(buffer) => buffer.slice(),
+            Self::Absent => DevSlice::host::<u8>(&[]),
+        }
+    }
+
+    fn slice_mut(&mut self) -> DevSliceMut<'_> {
+        match self {
+            Self::Write(slice) => slice.skip(0),
+            Self::Own(buffer) => buffer.slice_mut(),
+            Self::Read(_) | Self::Absent => DevSliceMut::host::<u8>(&mut []),
+        }
+    }
+}
+
+/// The buffers of one run.
+pub(crate) struct Buffers<'a> {
+    all: Vec<Memory<'a>>,
+}
+
+impl<'a> Buffers<'a> {
+    /// Those of the call, by [`Buf`], and scratch.
+    pub(crate) fn new(call: impl IntoIterator<Item = (Buf, Memory<'a>)>, scratch: Vec<DevBuffer>) -> Self {
+        let mut all: Vec<Memory<'a>> = (0..CALLS).map(|_| Memory::Absent).collect();
+        for (buf, memory) in call {
+            all[buf.index()] = memory;
+        }
+        all.extend(scratch.into_iter().map(Memory::Own));
+        Self { all }
+    }
+
+    /// The scratch again, for the next run.
+    pub(crate) fn into_scratch(self) -> Vec<DevBuffer> {
+        let own = |memory| if let Memory::Own(buffer) = memory { Some(buffer) } else { None };
+        self.all.into_iter().filter_map(own).collect()
+    }
+
+    fn read(&self, At(buf, offset): At) -> DevSlice<'_> {
+        self.all[buf.index()].slice().skip(offset)
+    }
+
+    /// Takes buffers out, to write to them beside those that are read.
+    fn take(&mut self, bufs: &[Buf]) -> Vec<Memory<'a>> {
+        bufs.iter().map(|buf| std::mem::replace(&mut self.all[buf.index()], Memory::Absent)).collect()
+    }
+
+    fn put_back(&mut self, bufs: &[Buf], taken: Vec<Memory<'a>>) {
+        for (buf, memory) in bufs.iter().zip(taken) {
+            self.all[buf.index()] = memory;
+        }
+    }
+
+    /// Lends the buffers `outputs` names, to be written, and all others, to be read.
+    fn with<T>(&mut self, outputs: &[Buf], step: impl FnOnce(&Self, &mut [Memory<'a>]) -> T) -> T {
+        let mut taken = self.take(outputs);
+        let result = step(self, &mut taken);
+        self.put_back(outputs, taken);
+        result
+    }
+}
+
+/// Where steps run.
+pub(crate) struct Executor<'a> {
+    pub(crate) group: &'a dyn Group,
+    pub(crate) stream: &'a Stream,
+    pub(crate) streams: Option<&'a Streams>,
+    pub(crate) score: ScoreArgs<'a>,
+}
+
+impl Executor<'_> {
+    /// Takes every step.
+    pub(crate) fn run(
+        &self,
+        program: &Program,
+        buffers: &mut Buffers<'_>,
+        workspace: &mut Option<DevBuffer>,
+    ) -> Result<()> {
+        let rank = self.group.rank();
+        let said = |error: fmha::Error| Error::of(rank, &error);
+        let mut last = vec![Last::default(); CALLS + program.scratch.len()];
+        if let Some(streams) = self.streams {
+            streams.begun.record(self.stream).map_err(said)?;
+            streams.moving.wait(&streams.begun).map_err(said)?;
+        }
+        for (number, step) in program.steps.iter().enumerate() {
+            let (here, stream) = match (step, self.streams) {
+                (Step::Exchange { .. }, Some(streams)) => (1, &streams.moving),
+                _ => (0, self.stream),
+            };
+            if let Some(streams) = self.streams {
+                let (reads, writes) = step.touches();
+                let wrote = reads.iter().chain(&writes).filter_map(|buf| last[buf.index()].wrote[1 - here]);
+                let read = writes.iter().filter_map(|buf| last[buf.index()].read[1 - here]);
+                if let Some(before) = wrote.chain(read).max() {
+                    stream.wait(&streams.done[before]).map_err(said)?;
+                }
+                reads.iter().for_each(|buf| last[buf.index()].read[here] = Some(number));
+                writes.iter().for_each(|buf| last[buf.index()].wrote[here] = Some(number));
+            }
+            let taken = match step {
+                Step::Exchange { exchange, sources, sinks } => {
+                    buffers.with(sinks, |buffers, taken| {
+                        let sources: Vec<_> = sources.iter().map(|&buf| buffers.read(At(buf, 0))).collect();
+                        let mut sinks: Vec<_> = taken.iter_mut().map(Memory::slice_mut).collect();
+                        self.group.exchange(exchange, &sources, &mut sinks, stream)
+                    })?;
+                    Ok(())
+                }
+                Step::Forward { plan, inputs, o, lse, score } => {
+                    buffers.with(&[o.0, lse.0], |buffers, taken| {
+                        let [to_o, to_lse] = taken else { return Ok(()) };
+                        let [mut to_o, mut to_lse] = [to_o.slice_mut(), to_lse.slice_mut()];
+                        let [q, k, v] = inputs.map(|at| buffers.read(at));
+                        let mut args = FwdArgs::new(q, k, v, to_o.skip(o.1));
+                        args.lse = plan.problem().write_lse.then(|| to_lse.skip(lse.1));
+                        args.score = self.score(*score, plan.problem());
+                        args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
+                        plan.run(&mut args, stream)
+                    })
+                }
+                Step::Backward(step) => {
+                    let mut outputs: Vec<Buf> = step.grads.iter().map(|at| at.0).collect();
+                    outputs.extend(step.dsink.map(|at| at.0));
+                    buffers.with(&outputs, |buffers, taken| {
+                        let [q, k, v, o, lse, dout] = step.inputs.map(|at| buffers.read(at));
+                        let mut slices: Vec<_> = taken.iter_mut().map(Memory::slice_mut).collect();
+                        let places = step.grads.iter().copied().chain(step.dsink);
+                        let mut slices = slices.iter_mut().zip(places).map(|(slice, at)| slice.skip(at.1));
+                        let (Some(dq), Some(dk), Some(dv)) = (slices.next(), slices.next(), slices.next())
+                        else {
+                            return Ok(());
+                        };
+                        let mut args = BwdArgs {
+                            q,
+                            k,
+                            v,
+                            o,
+                            lse,
+                            dout,
+                            dlse: None,
+                            dq,
+                            dk,
+                            dv,
+                            dbias: None,
+                            dsink: slices.next(),
+                            seq: fmha::SeqArgs::default(),
+                            score: self.score(step.score, step.plan.problem().fwd()),
+                            workspace: workspace.as_mut().map(DevBuffer::slice_mut),
+                        };
+                        step.plan.run(&mut args, stream)
+                    })
+                }
+                Step::Combine { plan, parts, o, lse } => buffers.with(&[o.0, lse.0], |buffers, taken| {
+                    let [to_o, to_lse] = taken else { return Ok(()) };
+                    let [mut to_o, mut to_lse] = [to_o.slice_mut(), to_lse.slice_mut()];
+                    let parts: Vec<_> = parts
+                        .iter()
+                        .map(|part| part.map(|at| buffers.read(at)))
+                        .map(|[o, lse]| PartialResult { o, lse })
+                        .collect();
+                    let lse = plan.problem().write_lse.then(|| to_lse.skip(lse.1));
+                    plan.run(&mut CombineArgs { parts: &parts, o: to_o.skip(o.1), lse }, stream)
+                }),
+                Step::Sum { to, add, terms, dtype } => {
+                    buffers.with(&[to.0], |buffers, taken| {
+                        let mut sink = taken[0].slice_mut();
+                        let terms: Option<Vec<_>> = terms
+                            .iter()
+                            .map(|(buf, block)| Some((buffers.read(At(*buf, 0)).as_host()?, *block)))
+                            .collect();
+                        if let (Some(terms), Some(sink)) = (terms, sink.as_host_mut()) {
+                            sum(sink, to.1, *add, &terms, *dtype);
+                        }
+                    });
+                    Ok(())
+                }
+                Step::Nothing { lse, batch, heads, rows, sinks } => {
+                    let sink = self.score.sink.filter(|_| *sinks).and_then(|sink| sink.as_host());
+                    buffers.with(&[lse.0], |_, taken| {
+                        let mut slice = taken[0].slice_mut();
+                        let mut slice = slice.skip(lse.1);
+                        let Some(bytes) = slice.as_host_mut() else { return };
+                        let (heads, rows) = (*heads as usize, *rows as usize);
+                        let rows_of_heads =
+                            bytes.chunks_exact_mut(4 * rows.max(1)).take(*batch as usize * heads);
+                        for (at, row) in rows_of_heads.enumerate() {
+                            let head = at % heads;
+                            let value = sink.and_then(|sink| sink.get(4 * head..4 * head + 4));
+                            let value = value.map_or(f32::NEG_INFINITY, bytemuck::pod_read_unaligned);
+                            row.chunks_exact_mut(4).for_each(|to| to.copy_from_slice(&value.to_ne_bytes()));
+                        }
+                    });
+                    Ok(())
+                }
+            };
+            taken.map_err(said)?;
+            if let Some(streams) = self.streams {
+                streams.done[number].record(stream).map_err(said)?;
+            }
+        }
+        // The caller's stream has all of it behind it.
+        let moved = last.iter().filter_map(|last| last.wrote[1].max(last.read[1])).max();
+        if let (Some(streams), Some(step)) = (self.streams, moved) {
+            self.stream.wait(&streams.done[step]).map_err(said)?;
+        }
+        Ok(())
+    }
+
+    /// The operands of the score that a part has, from where its own begin.
+    fn score(&self, at: ScoreOffsets, part: &fmha::FwdProblem) -> ScoreArgs<'_> {
+        let all = self.score;
+        fn skip(slice: Option<DevSlice<'_>>, bytes: u64) -> Option<DevSlice<'_>> {
+            slice.map(|slice| slice.skip(bytes))
+        }
+        let [descale_q, descale_k, descale_v] = at.descales;
+        let mut score = all;
+        score.bias = skip(all.bias, at.bias);
+        score.alibi_slopes = skip(all.alibi_slopes, at.alibi);
+        score.sink = skip(all.sink, at.sink).filter(|_| part.score.sink);
+        score.descale_q = skip(all.descale_q, descale_q);
+        score.descale_k = skip(all.descale_k, descale_k);
+        score.descale_v = skip(all.descale_v, descale_v);
+        score
+    }
+}
+
+/// `to = terms[0] + terms[1] + ..` of f32, in this order, rounded to `dtype` once.
+fn sum(sink: &mut [u8], to: Block, add: bool, terms: &[(&[u8], Block)], dtype: DType) {
+    let size = dtype.size_bytes();
+    let elems = to.row_bytes / size;
+    for row in 0..to.rows {
+        let at = |block: &Block| (block.offset + row * block.stride) as usize;
+        let out = &mut sink[at(&to)..][..to.row_bytes as usize];
+        let rows: Vec<&[u8]> =
+            terms.iter().map(|(from, block)| &from[at(block)..][..4 * elems as usize]).collect();
+        for (elem, out) in out.chunks_exact_mut(size as usize).enumerate() {
+            let read = |row: &[u8]| bytemuck::pod_read_unaligned::<f32>(&row[4 * elem..4 * elem + 4]);
+            let before = if add { Some(bytemuck::pod_read_unaligned::<f32>(out)) } else { None };
+            let all = before.into_iter().chain(rows.iter().map(|row| read(row)));
+            let total = all.reduce(|sum, term| sum + term).unwrap_or(0.0);
+            match dtype {
+                DType::F32 => out.copy_from_slice(&total.to_ne_bytes()),
+                DType::F16 => out.copy_from_slice(&half::f16::from_f32(total).to_ne_bytes()),
+                DType::Bf16 => out.copy_from_slice(&half::bf16::from_f32(total).to_ne_bytes()),
+                _ => {}
+            }
+        }
+    }
+}

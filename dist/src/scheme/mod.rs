@@ -1,0 +1,122 @@
+//! Who computes what, and what travels. Each scheme is a file, and says its steps once: `forward` and `backward` share the
+//! exchange of keys and values.
+
+mod decode;
+mod gather;
+mod ring;
+mod ulysses;
+
+use std::fmt;
+
+use fmha::Device;
+use fmha::PlanOptions;
+
+use crate::builder::{Builder, Wanted};
+use crate::error::{Error, Result};
+use crate::problem::Whole;
+use crate::program::Program;
+
+/// How attention goes over ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scheme {
+    /// Every rank gathers the keys and values that its queries see, and attends once: O, LSE and dQ have the bits of one
+    /// device wherever a row's bits do not depend on how many rows a call has. Memory: the whole K and V.
+    Gather,
+    /// Keys and values go round; each rank attends to those it has, and merges. Memory: two ranks' K and V.
+    Ring,
+    /// Heads travel: every rank has some heads of all rows. The bits of one device; as many ranks as heads divide into.
+    Ulysses,
+    /// Every rank has all queries and a part of the cache; O and LSE are exchanged once. Forward alone.
+    Decode,
+}
+
+/// All of them, as a planner tries them.
+pub const SCHEMES: [Scheme; 4] = [Scheme::Gather, Scheme::Ulysses, Scheme::Ring, Scheme::Decode];
+
+impl Scheme {
+    /// The name in options and plans.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gather => "gather",
+            Self::Ring => "ring",
+            Self::Ulysses => "ulysses",
+            Self::Decode => "decode",
+        }
+    }
+
+    /// Whether a forward call's results have the bits of one device, whatever the number of ranks, in `batch_invariant` mode.
+    #[must_use]
+    pub const fn has_bits_of_one_device(self) -> bool {
+        matches!(self, Self::Gather | Self::Ulysses)
+    }
+
+    /// Whether it takes the problem.
+    ///
+    /// # Errors
+    /// The field and the number that it does not take.
+    pub(crate) fn takes(self, whole: &Whole, backward: bool, options: &PlanOptions) -> Result<()> {
+        let refuse =
+            |field: &str, text: String| Err(Error::new(whole.rank, field, format!("{self}: {text}")));
+        let replicated = whole.q.partition.is_replicated();
+        if replicated && self != Self::Decode && whole.ranks > 1 {
+            return refuse("partition", "all ranks have all queries, which is for decode".to_owned());
+        }
+        if options.batch_invariant && (backward || !self.has_bits_of_one_device()) {
+            let what = if backward { "dK and dV are" } else { "a row is" };
+            return refuse(
+                "batch_invariant",
+                format!("{what} summed over {} ranks, true is not kept", whole.ranks),
+            );
+        }
+        match self {
+            Self::Gather | Self::Ring => Ok(()),
+            Self::Ulysses => ulysses::takes(whole),
+            Self::Decode => decode::takes(whole, backward),
+        }
+    }
+
+    pub(crate) fn forward(self, whole: &Whole, device: &Device, options: &PlanOptions) -> Result<Program> {
+        let mut builder = Builder::new(whole, device, options);
+        match self {
+            Self::Gather => gather::forward(&mut builder),
+            Self::Ring => ring::forward(&mut builder),
+            Self::Ulysses => ulysses::forward(&mut builder),
+            Self::Decode => decode::forward(&mut builder),
+        }?;
+        Ok(builder.finish())
+    }
+
+    pub(crate) fn backward(
+        self,
+        whole: &Whole,
+        wanted: Wanted,
+        device: &Device,
+        options: &PlanOptions,
+    ) -> Result<Program> {
+        let mut builder = Builder::new(whole, device, options);
+        match self {
+            Self::Gather => gather::backward(&mut builder, wanted),
+            Self::Ring => ring::backward(&mut builder, wanted),
+            Self::Ulysses => ulysses::backward(&mut builder, wanted),
+            Self::Decode => decode::takes(whole, true),
+        }?;
+        Ok(builder.finish())
+    }
+}
+
+impl fmt::Display for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Scheme {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let known = || SCHEMES.map(Self::name).join(", ");
+        let found = SCHEMES.into_iter().find(|scheme| scheme.name() == text);
+        found.ok_or_else(|| format!("scheme `{text}` is none of {}", known()))
+    }
+}

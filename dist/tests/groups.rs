@@ -1,0 +1,262 @@
+//! What fails on one rank fails on all, with the rank and the field, within the timeout: in threads and in processes.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod support;
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fmha::{DType, Dims, FwdProblem, MaskSpec};
+use fmha_conformance::init::Init;
+use fmha_conformance::tensor::{Operand, Room};
+use fmha_conformance::tensors::{Data, HostFwd, Lengths};
+use fmha_dist::{Error, Options, Partition, Problem, Rendezvous, Scheme, connect};
+
+const SHORT: Duration = Duration::from_millis(400);
+
+fn dims() -> Dims {
+    Dims {
+        batch: 1,
+        seqlen_q: 48,
+        seqlen_k: 48,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: 16,
+        head_dim_v: 16,
+    }
+}
+
+fn problem(ranks: u32) -> Problem {
+    let whole = FwdProblem::batch(DType::Bf16, dims()).mask(MaskSpec::CAUSAL).write_lse(true);
+    Problem::new(whole, Partition::zig_zag(48, ranks))
+}
+
+fn host(problem: &Problem) -> HostFwd {
+    let room = Room { placement: fmha_conformance::memory::Placement::Margins, shift: 0 };
+    HostFwd::new(problem.whole.clone(), &Lengths::default(), Data { init: Init::Normal, seed: 5, room })
+        .unwrap()
+}
+
+fn ring() -> Options {
+    Options::default().scheme(Scheme::Ring)
+}
+
+/// That every rank has this error.
+fn all_say(results: Vec<Result<Vec<Vec<u8>>, Error>>, rank: u32, field: &str, text: &str) {
+    for (on, result) in results.into_iter().enumerate() {
+        let error = result.expect_err(&format!("rank {on} took its output for a result"));
+        assert_eq!((error.rank, &*error.field), (rank, field), "on rank {on}: {error}");
+        assert!(error.text.contains(text), "on rank {on}: {error}");
+    }
+}
+
+#[test]
+fn a_rank_that_means_another_problem_is_named_on_every_rank() {
+    let right = problem(4);
+    let host = host(&right);
+    let run = |wrong: &Problem| {
+        support::on_ranks(4, support::TIMEOUT, |group| {
+            let mine = if group.rank() == 2 { wrong } else { &right };
+            support::forward_rank(&host, mine, group, &ring(), 1)
+        })
+    };
+    let mut wrong = right.clone();
+    wrong.whole.score.softcap = Some(2.0);
+    all_say(run(&wrong), 2, "softcap", "rank 2 says softcap Some(2.0), but most say None");
+    let mut wrong = right.clone();
+    wrong.whole.dims.num_heads_kv = 1;
+    all_say(run(&wrong), 2, "num_heads_kv", "but most say 2");
+    // Wrong by itself too.
+    let mut wrong = right.clone();
+    wrong.whole.dims.num_heads_kv = 3;
+    all_say(run(&wrong), 2, "num_heads_q", "num_heads_q 4 is not a multiple of num_heads_kv 3");
+    let mut wrong = right.clone();
+    wrong.k = Partition::contiguous(48, 4);
+    all_say(run(&wrong), 2, "partition of keys", "");
+}
+
+#[test]
+fn a_rank_whose_tensor_is_too_short_is_named_on_every_rank() {
+    let problem = problem(4);
+    let host = host(&problem);
+    let results = support::on_ranks(4, support::TIMEOUT, |group| {
+        let device = support::device();
+        let rank = group.rank();
+        let mut plan = fmha_dist::FwdPlan::new(&problem, group, &device, &ring())?;
+        let rows = if rank == 1 { 11 } else { 12 };
+        let (q, k, v) = (vec![0u8; rows * 4 * 32], vec![0u8; 12 * 2 * 32], vec![0u8; 12 * 2 * 32]);
+        let (mut o, mut lse) = (vec![0u8; 12 * 4 * 32], vec![0u8; 12 * 4 * 4]);
+        let [q, k, v] = [&q, &k, &v].map(|bytes| fmha::DevSlice::host(&bytes[..]));
+        let mut args = fmha::FwdArgs::new(q, k, v, fmha::DevSliceMut::host(&mut o));
+        args.lse = Some(fmha::DevSliceMut::host(&mut lse));
+        plan.run(&mut args, &device.default_stream())?;
+        Ok(Vec::new())
+    });
+    drop(host);
+    all_say(results, 1, "q", "q has 1408 bytes, but its rows here are 1536");
+}
+
+#[test]
+fn a_rank_that_is_late_is_named_on_every_rank_within_the_timeout() {
+    let problem = problem(4);
+    let host = host(&problem);
+    for late in 0..4 {
+        let results = support::on_ranks(4, SHORT, |group| {
+            let start = Instant::now();
+            let rank = group.rank();
+            if rank == late {
+                // It comes when the others have given up.
+                std::thread::sleep(3 * SHORT);
+            }
+            let result = support::forward_rank(&host, &problem, group, &ring(), 1);
+            assert!(start.elapsed() < 5 * SHORT, "rank {rank} waited {:?}", start.elapsed());
+            result
+        });
+        all_say(results, late, "exchange", &format!("rank {late} is late: waited 400 ms"));
+    }
+}
+
+/// In a ring each rank waits for the one before, which waits for the one before that: the first of them is to blame.
+#[test]
+fn the_rank_that_all_wait_for_in_the_end_is_the_late_one() {
+    let results = support::on_ranks(5, SHORT, |group| {
+        let rank = group.rank();
+        if rank == 2 {
+            std::thread::sleep(3 * SHORT);
+        }
+        // Each sends on what it got, so that ranks 4, 0 and 1 lack what rank 2 never sent.
+        let (before, next) = ((rank + 4) % 5, (rank + 1) % 5);
+        let device = support::device();
+        let mut held = vec![rank as u8; 8];
+        for _ in 0..5 {
+            let mut got = vec![0u8; 8];
+            let block = fmha_dist::Block { offset: 0, rows: 1, row_bytes: 8, stride: 8 };
+            let parcel = |peer| fmha_dist::Parcel { peer, buffer: 0, block };
+            let exchange = fmha_dist::Exchange { sends: vec![parcel(next)], receives: vec![parcel(before)] };
+            let mut sinks = [fmha::DevSliceMut::host(&mut got)];
+            group.exchange(
+                &exchange,
+                &[fmha::DevSlice::host(&held)],
+                &mut sinks,
+                &device.default_stream(),
+            )?;
+            held = got;
+        }
+        Ok(vec![held])
+    });
+    all_say(results, 2, "exchange", "rank 2 is late");
+}
+
+#[test]
+fn a_rank_that_leaves_or_panics_is_named_on_every_other() {
+    let problem = problem(3);
+    let host = host(&problem);
+    for panics in [false, true] {
+        let results = support::on_ranks(3, support::TIMEOUT, |group| {
+            if group.rank() == 1 {
+                let left = std::thread::scope(|scope| {
+                    scope
+                        .spawn(move || {
+                            let _group = group;
+                            assert!(!panics, "this rank is to panic");
+                        })
+                        .join()
+                });
+                assert_eq!(left.is_err(), panics);
+                return Err(Error::new(1, "group", if panics { "has panicked" } else { "has left" }));
+            }
+            support::forward_rank(&host, &problem, group, &ring(), 1)
+        });
+        all_say(results, 1, "group", if panics { "has panicked" } else { "has left" });
+    }
+}
+
+/// The child's half of the tests below: nothing where nobody asks for it.
+#[test]
+fn a_rank_of_a_group_of_processes() {
+    let var = |name: &str| std::env::var(name).ok();
+    let Some(folder) = var("DIST_TEST_FOLDER") else { return };
+    let number = |name: &str| var(name).unwrap().parse::<u32>().unwrap();
+    let (rank, size) = (number("DIST_TEST_RANK"), number("DIST_TEST_SIZE"));
+    let timeout = Duration::from_millis(number("DIST_TEST_TIMEOUT").into());
+    let folder = Path::new(&folder);
+    let group = connect(&Rendezvous::file(folder.join("rendezvous"), rank, size), timeout).unwrap();
+    match var("DIST_TEST_FATE").as_deref() {
+        Some("dies") => std::process::abort(),
+        Some("sleeps") => std::thread::sleep(4 * timeout),
+        _ => {}
+    }
+    let problem = problem(size);
+    let result = support::forward_rank(&host(&problem), &problem, Arc::new(group), &ring(), 2);
+    let text = match result {
+        Ok(own) => {
+            std::fs::write(folder.join(format!("{rank}.o")), &own[0]).unwrap();
+            "done".to_owned()
+        }
+        Err(error) => format!("{error}"),
+    };
+    std::fs::write(folder.join(format!("{rank}.txt")), text).unwrap();
+}
+
+fn children(folder: &Path, size: u32, timeout: u32, fate: Option<(u32, &str)>) -> Vec<Child> {
+    (0..size)
+        .map(|rank| {
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child.args(["--exact", "a_rank_of_a_group_of_processes"]).env("DIST_TEST_FOLDER", folder);
+            child.env("DIST_TEST_RANK", rank.to_string()).env("DIST_TEST_SIZE", size.to_string());
+            child.env("DIST_TEST_TIMEOUT", timeout.to_string());
+            if let Some((_, fate)) = fate.filter(|(fated, _)| *fated == rank) {
+                child.env("DIST_TEST_FATE", fate);
+            }
+            child.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+        })
+        .collect()
+}
+
+#[test]
+fn processes_give_the_bits_of_threads() {
+    let problem = problem(3);
+    let host = host(&problem);
+    let threads = support::on_ranks(3, support::TIMEOUT, |group| {
+        support::forward_rank(&host, &problem, group, &ring(), 1).unwrap()
+    });
+    let folder = tempfile::tempdir().unwrap();
+    for mut child in children(folder.path(), 3, 20_000, None) {
+        assert!(child.wait().unwrap().success());
+    }
+    for (rank, own) in threads.iter().enumerate() {
+        let said = std::fs::read_to_string(folder.path().join(format!("{rank}.txt"))).unwrap();
+        assert_eq!(said, "done", "rank {rank}");
+        assert!(std::fs::read(folder.path().join(format!("{rank}.o"))).unwrap() == own[0], "rank {rank}");
+    }
+    assert!(host.operands.get(Operand::O).is_some());
+}
+
+#[test]
+fn a_process_that_dies_or_stands_still_is_named_by_every_other() {
+    for (fate, says, timeout) in [("dies", "rank 1 has died", 20_000), ("sleeps", "rank 1 is late", 1500)] {
+        let folder = tempfile::tempdir().unwrap();
+        let start = Instant::now();
+        let mut all = children(folder.path(), 3, timeout, Some((1, fate)));
+        for rank in [0, 2] {
+            assert!(all[rank].wait().unwrap().success());
+            let said = std::fs::read_to_string(folder.path().join(format!("{rank}.txt"))).unwrap();
+            assert!(said.starts_with("rank 1, ") && said.contains(says), "rank {rank}: {said}");
+        }
+        assert!(start.elapsed() < Duration::from_secs(15), "{fate}: {:?}", start.elapsed());
+        all[1].wait().unwrap();
+    }
+}
+
+#[test]
+fn a_group_that_is_not_complete_names_who_has_not_come() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = connect(&Rendezvous::file(folder.path().join("here"), 0, 2), SHORT).err().unwrap();
+    assert_eq!((error.rank, &*error.field), (1, "group"));
+    let error = connect(&Rendezvous::file(folder.path().join("nowhere"), 1, 2), SHORT).err().unwrap();
+    assert_eq!((error.rank, &*error.field), (0, "group"));
+    let error = connect(&Rendezvous::at("127.0.0.1:1", 3, 2), SHORT).err().unwrap();
+    assert_eq!((error.rank, &*error.field), (3, "rank"));
+}
