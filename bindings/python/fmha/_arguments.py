@@ -1,0 +1,148 @@
+"""The arguments of a call, listed once: :func:`bind` has their names and defaults, and every function that computes
+attention takes them through it."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, TypedDict, TypeVar, Union
+
+from . import _native
+from ._mask import MaskLike, mask as _mask
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+    #: What computes: torch's tensor, NumPy's array, or whatever speaks DLPack.
+    Tensor = Union[torch.Tensor, numpy.ndarray, Any]
+
+_ALLOW_FALLBACK, _EXACT, _DETERMINISTIC, _BATCH_INVARIANT, _CHECK_LENGTHS = (
+    _native.OPTIONS[name] for name in ("allow_fallback", "exact", "deterministic", "batch_invariant", "check_lengths"))
+
+NAN = float("nan")
+
+
+class Options(TypedDict, total=False):
+    """What :func:`fmha.attention` takes besides Q, K and V; its docstring says what each means."""
+
+    mask: MaskLike
+    softmax_scale: Optional[float]
+    softcap: Optional[float]
+    bias: Optional[Tensor]
+    alibi_slopes: Optional[Tensor]
+    sink: Optional[Tensor]
+    cu_seqlens_q: Optional[Tensor]
+    cu_seqlens_k: Optional[Tensor]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_q: Optional[Tensor]
+    seqused_k: Optional[Tensor]
+    block_table: Optional[Tensor]
+    descale_q: Optional[Tensor]
+    descale_k: Optional[Tensor]
+    descale_v: Optional[Tensor]
+    p_drop: float
+    seed: int
+    offset: int
+    dtype_o: Any
+    allow_fallback: bool
+    accuracy: str
+    deterministic: bool
+    batch_invariant: bool
+    check_lengths: bool
+
+
+#: The tensors of :class:`Options`, in the order in which operators take them.
+TENSORS = ("bias", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
+           "descale_q", "descale_k", "descale_v")
+
+#: What :func:`fmha.attention_with_kvcache` takes besides, likewise.
+CACHE_TENSORS = ("k_new", "v_new", "cu_seqlens_new", "rotary_cos", "rotary_sin", "tree_mask")
+
+
+def _float(name: str, number: Any) -> float:
+    try:
+        return float(number)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: {number!r} is no number") from None
+
+
+def integer(name: str, number: Any) -> Any:
+    """A whole number that a C ``int64_t`` holds; symbolic sizes of a compiler pass through."""
+    if type(number) is not int:
+        if hasattr(number, "node"):
+            return number
+        try:
+            number = operator.index(number)
+        except TypeError:
+            raise TypeError(f"{name}: {number!r} is no whole number") from None
+    if not -1 << 63 <= number < 1 << 63:
+        raise ValueError(f"{name} {number} is not in -2^63 .. 2^63")
+    return number
+
+
+def word(name: str, number: Any) -> int:
+    """A u64 in the bits of an i64."""
+    if type(number) is not int:
+        number = integer(name, number)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"{name} {number} is not in 0 .. 2^64")
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def dtype_code(dtype: Any) -> int:
+    """The library's code for a type by any library's name of it; -1 for None."""
+    if dtype is None:
+        return -1
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = name.rpartition(".")[2]
+    if name not in _native.DTYPES or _native.DTYPES[name] >= 100:
+        raise TypeError(f"dtype_o: {dtype!r} is no type that O can have")
+    return _native.DTYPES[name]
+
+
+def bind(mask: MaskLike = None, softmax_scale: Optional[float] = None, softcap: Optional[float] = None,
+         bias: Any = None, alibi_slopes: Any = None, sink: Any = None, cu_seqlens_q: Any = None,
+         cu_seqlens_k: Any = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, seqused_q: Any = None,
+         seqused_k: Any = None, block_table: Any = None, descale_q: Any = None, descale_k: Any = None,
+         descale_v: Any = None, p_drop: float = 0.0, seed: int = 0, offset: int = 0, dtype_o: Any = None,
+         allow_fallback: bool = True, accuracy: str = "fast", deterministic: bool = False, batch_invariant: bool = False,
+         check_lengths: bool = False) -> Tuple[Tuple[Any, ...], Tuple[Any, ...]]:
+    """Tensors by :data:`TENSORS`, numbers as the operators take them (``fmha._native.NUMBERS`` up to ``options``)."""
+    kind, left, right, sink_columns = _mask(mask)
+    if accuracy != "fast" and accuracy != "exact":
+        raise ValueError(f"accuracy: {accuracy!r} is neither 'fast' nor 'exact'")
+    options = (_ALLOW_FALLBACK * bool(allow_fallback) | _EXACT * (accuracy == "exact")
+               | _DETERMINISTIC * bool(deterministic) | _BATCH_INVARIANT * bool(batch_invariant)
+               | _CHECK_LENGTHS * bool(check_lengths))
+    return (
+        (bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, descale_q, descale_k,
+         descale_v),
+        (integer("max_seqlen_q", max_seqlen_q), integer("max_seqlen_k", max_seqlen_k),
+         NAN if softmax_scale is None else scale(softmax_scale), 0.0 if softcap is None else _float("softcap", softcap),
+         kind, left, right, sink_columns, _float("p_drop", p_drop), word("seed", seed), word("offset", offset),
+         dtype_code(dtype_o), options))
+
+
+def scale(softmax_scale: Any) -> float:
+    """A softmax scale that somebody gave: NaN would be taken for one that nobody gave."""
+    number = _float("softmax_scale", softmax_scale)
+    if number != number:
+        raise ValueError("softmax_scale nan is not finite")
+    return number
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def documented(function: Function) -> Function:
+    """Gives a function that takes ``**options`` the signature that it has, for ``help`` and editors."""
+    own = inspect.signature(function)
+    options = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+               for parameter in inspect.signature(bind).parameters.values() if parameter.name not in own.parameters]
+    named = [parameter for parameter in own.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    positional = [parameter for parameter in named if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
+    keywords = [parameter for parameter in named if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    function.__signature__ = own.replace(parameters=positional + options + keywords)  # type: ignore[attr-defined]
+    return function

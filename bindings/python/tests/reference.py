@@ -1,0 +1,61 @@
+"""Attention by definition, in float64, as CONTRACT.md says it: what every test compares with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def visible(mask, seqlen_q, seqlen_k):
+    """Which keys a query sees: bool [seqlen_q, seqlen_k]."""
+    kind, left, right, sink_columns = mask
+    i = torch.arange(seqlen_q).view(-1, 1)
+    j = torch.arange(seqlen_k).view(1, -1)
+    if kind == 0:
+        return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if kind == 3:
+        return (j >= i - left + 1) & (j < i + right)
+    diagonal = 0 if kind == 1 else seqlen_k - seqlen_q
+    below = j >= i + diagonal - left if left >= 0 else torch.ones_like(j - i, dtype=torch.bool)
+    above = j <= i + diagonal + right if right >= 0 else torch.ones_like(j - i, dtype=torch.bool)
+    return (below | (j < sink_columns)) & above
+
+
+def attention(q, k, v, mask=(0, -1, -1, 0), softmax_scale=None, softcap=None, bias=None, alibi_slopes=None, sink=None,
+              keep=None, p_drop=0.0):
+    """Q [b, s, h, d], any type; O [b, s, h, dv] and LSE [b, h, s] in float64, differentiable."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    seqlen_q, seqlen_k = s.shape[-2:]
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias.double()
+    if alibi_slopes is not None:
+        i = torch.arange(seqlen_q).view(-1, 1)
+        j = torch.arange(seqlen_k).view(1, -1)
+        diagonal = 0 if mask[0] == 1 else seqlen_k - seqlen_q
+        slopes = alibi_slopes.double().view(-1, s.shape[1], 1, 1)
+        s = s - slopes * (i + diagonal - j).abs()
+    s = s.masked_fill(~visible(mask, seqlen_q, seqlen_k), -math.inf)
+    whole = s
+    if sink is not None:
+        whole = torch.cat([s, sink.double().view(1, -1, 1, 1).expand(*s.shape[:2], seqlen_q, 1)], -1)
+    if whole.shape[-1] == 0:
+        lse = s.new_full(s.shape[:-1], -math.inf)
+    else:
+        lse = torch.logsumexp(whole, -1)
+    p = torch.where(torch.isneginf(s), torch.zeros((), dtype=s.dtype), torch.exp(s - lse.masked_fill(torch.isneginf(lse), 0).unsqueeze(-1)))
+    if keep is not None:
+        p = p * keep.double() / (1 - p_drop)
+    return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+def tolerance(dtype, gradients=False):
+    """Bounds that attention in the type itself keeps on inputs of order 1."""
+    unit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    return unit * (6 if gradients else 2)
