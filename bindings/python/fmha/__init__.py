@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional, Tuple
 from . import _arguments, _native
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
 from ._native import FmhaError
+from ._numbers import integer as _integer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -126,8 +127,8 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Optional[Tensor]
         O of Q's shape with V's last axis, or ``(O, LSE)``.
     """
     tensors, numbers = _arguments.bind(mask=mask, **options)
-    numbers = (*numbers, _arguments.integer("max_seqlen_new", max_seqlen_new),
-               _arguments.integer("head_dim_v", head_dim_v), int(bool(rotary_interleaved)))
+    numbers = (*numbers, _integer("max_seqlen_new", max_seqlen_new),
+               _integer("head_dim_v", head_dim_v), int(bool(rotary_interleaved)))
     cache = (k, v, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask)
     o, lse = _door(q).kvcache(q, k_cache, v_cache, cache, tensors, numbers)
     return (o, lse) if return_lse else o

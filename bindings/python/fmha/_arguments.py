@@ -4,11 +4,11 @@ attention takes them through it."""
 from __future__ import annotations
 
 import inspect
-import operator
 from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, TypedDict, TypeVar, Union
 
 from . import _native
 from ._mask import MaskLike, mask as _mask
+from ._numbers import NAN, integer, real, scale, word
 
 if TYPE_CHECKING:
     import numpy
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _ALLOW_FALLBACK, _EXACT, _DETERMINISTIC, _BATCH_INVARIANT, _CHECK_LENGTHS = (
     _native.OPTIONS[name] for name in ("allow_fallback", "exact", "deterministic", "batch_invariant", "check_lengths"))
-
-NAN = float("nan")
 
 
 class Options(TypedDict, total=False):
@@ -61,36 +59,6 @@ TENSORS = ("bias", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "sequ
 CACHE_TENSORS = ("k_new", "v_new", "cu_seqlens_new", "rotary_cos", "rotary_sin", "tree_mask")
 
 
-def _float(name: str, number: Any) -> float:
-    try:
-        return float(number)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: {number!r} is no number") from None
-
-
-def integer(name: str, number: Any) -> Any:
-    """A whole number that a C ``int64_t`` holds; symbolic sizes of a compiler pass through."""
-    if type(number) is not int:
-        if hasattr(number, "node"):
-            return number
-        try:
-            number = operator.index(number)
-        except TypeError:
-            raise TypeError(f"{name}: {number!r} is no whole number") from None
-    if not -1 << 63 <= number < 1 << 63:
-        raise ValueError(f"{name} {number} is not in -2^63 .. 2^63")
-    return number
-
-
-def word(name: str, number: Any) -> int:
-    """A u64 in the bits of an i64."""
-    if type(number) is not int:
-        number = integer(name, number)
-    if not 0 <= number < 1 << 64:
-        raise ValueError(f"{name} {number} is not in 0 .. 2^64")
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
 def dtype_code(dtype: Any) -> int:
     """The library's code for a type by any library's name of it; -1 for None."""
     if dtype is None:
@@ -120,17 +88,9 @@ def bind(mask: MaskLike = None, softmax_scale: Optional[float] = None, softcap: 
         (bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, descale_q, descale_k,
          descale_v),
         (integer("max_seqlen_q", max_seqlen_q), integer("max_seqlen_k", max_seqlen_k),
-         NAN if softmax_scale is None else scale(softmax_scale), 0.0 if softcap is None else _float("softcap", softcap),
-         kind, left, right, sink_columns, _float("p_drop", p_drop), word("seed", seed), word("offset", offset),
+         NAN if softmax_scale is None else scale(softmax_scale), 0.0 if softcap is None else real("softcap", softcap),
+         kind, left, right, sink_columns, real("p_drop", p_drop), word("seed", seed), word("offset", offset),
          dtype_code(dtype_o), options))
-
-
-def scale(softmax_scale: Any) -> float:
-    """A softmax scale that somebody gave: NaN would be taken for one that nobody gave."""
-    number = _float("softmax_scale", softmax_scale)
-    if number != number:
-        raise ValueError("softmax_scale nan is not finite")
-    return number
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

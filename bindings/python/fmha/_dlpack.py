@@ -28,6 +28,8 @@ def put(request: _native.Request, name: str, value: Any) -> Optional[numpy.ndarr
     for axis, stride in enumerate(given.strides):
         if stride % size:
             raise ValueError(f"{name} has stride {stride} bytes on axis {axis}, no multiple of {size}")
+    if not given.dtype.isnative:
+        raise TypeError(f"{name} is of {given.dtype.str}, whose bytes are in another machine's order")
     strides = [stride // size for stride in given.strides]
     request.put(name, given.ctypes.data if given.size else 0, given.dtype.name, given.shape, strides)
     return given

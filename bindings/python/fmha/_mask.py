@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional, Tuple, Union
 
+from ._numbers import integer
+
 
 class Mask(NamedTuple):
     """A band of visible keys. ``kind``: 0 all keys, 1 a window from the top-left diagonal, 2 from the bottom-right
@@ -49,7 +51,7 @@ def _parse(text: str) -> Mask:
     lengths = (2,) if kind == "g" else (2, 3)
     if kind not in kinds or not colon or len(numbers) not in lengths:
         raise ValueError(f"mask: {text!r} is none of '0', 't', 'b', 't:left,right[,sink]', 'b:left,right[,sink]', 'g:y,x'")
-    return Mask(kinds[kind], *numbers)
+    return mask(Mask(kinds[kind], *numbers))
 
 
 def mask(given: MaskLike) -> Mask:
@@ -61,7 +63,7 @@ def mask(given: MaskLike) -> Mask:
     if isinstance(given, str):
         return _parse(given)
     if isinstance(given, tuple) and len(given) == 4:
-        return Mask(*given)
+        return Mask(*(integer(f"mask: {name}", number) for name, number in zip(Mask._fields, given)))
     raise TypeError(f"mask: {given!r} is neither None, a text nor a Mask")
 
 
@@ -69,7 +71,7 @@ def from_window_size(window_size: Tuple[Optional[int], Optional[int]], causal: b
     """FlashAttention's pair: both bounds included, -1 or None unbounded, bottom-right; causal closes the right side."""
     if len(window_size) != 2:
         raise ValueError(f"window_size has {len(window_size)} numbers, not 2")
-    left, right = (-1 if value is None else int(value) for value in window_size)
+    left, right = (-1 if value is None else integer("window_size", value) for value in window_size)
     for name, value in (("left", left), ("right", right)):
         if value < -1:
             raise ValueError(f"window_size: {name} {value} is below -1, which is unbounded")

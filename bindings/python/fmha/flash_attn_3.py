@@ -16,9 +16,10 @@ from ._mask import from_window_size
 from .flash_attn import integer, over_cache
 
 
-def _refuse(**given: Any) -> None:
+def refuse(**given: Any) -> None:
+    """What the contract does not have, by its name; ``None`` and 0 are not given."""
     for name, value in given.items():
-        if value is not None and value != 0:
+        if value is not None and not (isinstance(value, int) and value == 0):
             raise NotImplementedError(f"{name} is given ({value if isinstance(value, int) else 1}): not in the contract")
 
 
@@ -37,7 +38,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_s
                     num_splits: int = 1, pack_gqa: Optional[bool] = None, deterministic: bool = False, sm_margin: int = 0,
                     return_attn_probs: bool = False):
     """As :func:`fmha.flash_attn.flash_attn_func`, without dropout. With ``return_attn_probs``: ``(out, lse)``."""
-    _refuse(qv=qv, attention_chunk=attention_chunk)
+    refuse(qv=qv, attention_chunk=attention_chunk)
     o, lse = attention(q, k, v, mask=from_window_size(window_size, causal), softmax_scale=softmax_scale,
                               softcap=softcap, deterministic=deterministic, return_lse=True,
                               **_descales(q_descale, k_descale, v_descale))
@@ -76,7 +77,7 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
                            pack_gqa: Optional[bool] = None, deterministic: bool = False, sm_margin: int = 0,
                            return_attn_probs: bool = False):
     """Packed sequences; ``seqused_q`` and ``seqused_k`` are lengths inside the physical ones."""
-    _refuse(qv=qv, attention_chunk=attention_chunk)
+    refuse(qv=qv, attention_chunk=attention_chunk)
     o, lse = attention(q, k, v, mask=from_window_size(window_size, causal), softmax_scale=softmax_scale,
                               softcap=softcap, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
                               max_seqlen_q=integer("max_seqlen_q", max_seqlen_q), max_seqlen_k=integer("max_seqlen_k", max_seqlen_k),
@@ -102,7 +103,7 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
                             return_softmax_lse: bool = False):
     """As :func:`fmha.flash_attn.flash_attn_with_kvcache`. With ``return_softmax_lse``: ``(out, lse, None, None)``, the last
     two being partial results that this library does not give out."""
-    _refuse(qv=qv, attention_chunk=attention_chunk, rotary_seqlens=rotary_seqlens)
+    refuse(qv=qv, attention_chunk=attention_chunk, rotary_seqlens=rotary_seqlens)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise ValueError("max_seqlen_q is missing (0 given) beside cu_seqlens_q")

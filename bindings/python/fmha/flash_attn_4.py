@@ -14,17 +14,7 @@ import torch
 from . import attention
 from ._mask import Mask, from_window_size
 from .flash_attn import integer
-from .flash_attn_3 import flash_attn_combine as _combine
-
-_ABSENT = ("qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
-           "block_sparse_tensors", "block_sparse_tensors_bwd")
-
-
-def _refuse(given: dict) -> None:
-    for name in _ABSENT:
-        if given.get(name) is not None:
-            raise NotImplementedError(f"{name} is given (1): not in the contract")
-
+from .flash_attn_3 import flash_attn_combine as _combine, refuse
 
 def _band(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Mask:
     left, right = window_size
@@ -46,7 +36,9 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Optio
                     score_mod_bwd: Any = None, mask_mod: Any = None, aux_tensors: Any = None, aux_scalars: Any = None,
                     block_sparse_tensors: Any = None, block_sparse_tensors_bwd: Any = None, return_lse: bool = False):
     """Q ``(batch, seqlen_q, nheads, headdim)``, K and V ``(batch, seqlen_k, nheads_k, headdim)``."""
-    _refuse(locals())
+    refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+           aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
+           block_sparse_tensors_bwd=block_sparse_tensors_bwd)
     o, lse = attention(q, k, v, mask=_band(window_size, causal), softmax_scale=softmax_scale, softcap=softcap,
                               sink=_sink(learnable_sink), deterministic=deterministic, return_lse=True)
     return o, (lse if return_lse else None)
@@ -65,7 +57,8 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv
                            aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Any = None,
                            seqlen_k_per_split: Any = None, disable_scheduler_metadata: bool = False):
     """Packed where ``cu_seqlens_*`` are given, else with a batch axis; paged K and V with ``page_table``."""
-    _refuse(locals())
+    refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+           aux_tensors=aux_tensors, aux_scalars=aux_scalars)
     for name, offsets, longest in (("max_seqlen_q", cu_seqlens_q, max_seqlen_q), ("max_seqlen_k", cu_seqlens_k, max_seqlen_k)):
         if offsets is not None and longest is None:
             raise ValueError(f"{name} is missing (0 given) beside its cu_seqlens")
@@ -83,9 +76,7 @@ def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out
                        seqused: Optional[torch.Tensor] = None, virtual_batch_idx: Optional[torch.Tensor] = None,
                        return_lse: bool = True):
     """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``."""
-    for name, value in (("seqused", seqused), ("virtual_batch_idx", virtual_batch_idx)):
-        if value is not None:
-            raise NotImplementedError(f"{name} is given (1): not in the contract")
+    refuse(seqused=seqused, virtual_batch_idx=virtual_batch_idx)
     o, lse = _combine(out_partial, lse_partial, out, out_dtype)
     return o, (lse if return_lse else None)
 

@@ -8,7 +8,7 @@ use fmha_c::{FMHA_F32, FmhaCombine, FmhaPartial, FmhaTensor};
 use crate::call::{Key, Wrong, ensure, word};
 use crate::request::{Request, Slot};
 use crate::shapes::{attention_type, contiguous, of_type, one_device, shape};
-use crate::tensor::{Device, Tensor, is_fp8};
+use crate::tensor::{Device, Tensor, element_bytes, is_fp8};
 
 /// Axes of partial outputs.
 ///
@@ -59,7 +59,7 @@ impl Combine {
                 return Err(format!("{name} has stride {stride}, below 0"));
             }
         }
-        let bytes = if parts.dtype == FMHA_F32 { 4 } else { 2 };
+        let bytes = element_bytes(parts.dtype);
         let steps = parts.steps();
         let partial = |i: i64| FmhaPartial {
             o: rows(at(parts.data, i * steps[0] * bytes), &steps[1..], dim),

@@ -84,6 +84,15 @@ impl Tensor {
         &self.strides[..self.shape().len()]
     }
 
+    /// Elements from its first to behind its last.
+    #[must_use]
+    pub fn spanned_elems(&self) -> i64 {
+        let steps = self.shape().iter().zip(self.steps());
+        steps.fold(1, |sum: i64, (&size, &stride)| {
+            sum.saturating_add(size.saturating_sub(1).max(0).saturating_mul(stride.max(0)))
+        })
+    }
+
     /// Whether its elements lie one after another in the order of their indices.
     #[must_use]
     pub fn is_contiguous(&self) -> bool {
@@ -102,6 +111,18 @@ impl Tensor {
 #[must_use]
 pub fn is_fp8(dtype: i32) -> bool {
     (fmha_c::FMHA_E4M3FN..=fmha_c::FMHA_E5M2FNUZ).contains(&dtype)
+}
+
+/// Bytes of an element; 0 of a type that no operand has, which is refused by its name.
+#[must_use]
+pub fn element_bytes(dtype: i32) -> i64 {
+    match dtype {
+        fmha_c::FMHA_F16 | fmha_c::FMHA_BF16 => 2,
+        fmha_c::FMHA_F32 | I32 | U32 => 4,
+        U8 => 1,
+        dtype if is_fp8(dtype) => 1,
+        _ => 0,
+    }
 }
 
 /// The name of a type, as refusals say it.

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import pathlib
+import subprocess
+import sys
 
 import torch
+
+DEVICE = os.environ.get("FMHA_TEST_DEVICE", "cpu")
 
 
 def visible(mask, seqlen_q, seqlen_k):
@@ -59,3 +66,37 @@ def tolerance(dtype, gradients=False):
     """Bounds that attention in the type itself keeps on inputs of order 1."""
     unit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     return unit * (6 if gradients else 2)
+
+
+def tensors(b=2, sq=7, sk=11, hq=4, hk=2, d=16, dv=None, dtype=torch.float32, grad=False):
+    """Q, K and V."""
+    def make(*shape):
+        return torch.randn(*shape).to(dtype).requires_grad_(grad)
+
+    return make(b, sq, hq, d), make(b, sk, hk, d), make(b, sk, hk, dv or d)
+
+
+def offsets(lengths):
+    """First rows of packed sequences, i32."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def close(given, wanted, bound):
+    """Equal where one is not finite, and elsewhere within a bound."""
+    assert given.shape == wanted.shape
+    given, wanted = given.detach().double(), wanted.detach().double()
+    finite = torch.isfinite(wanted)
+    assert torch.equal(torch.isfinite(given), finite)
+    if finite.any():
+        error = (given - wanted)[finite].abs().max().item()
+        assert error <= bound, f"{error} > {bound}"
+    assert torch.equal(given[~finite], wanted[~finite])
+
+
+def run_python(*words):
+    """A program, or a file and its arguments, in an interpreter of its own; what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    command = [sys.executable, *(("-c", *words) if len(words) == 1 else words)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, f"ended with {ran.returncode}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
+    return ran.stdout

@@ -8,8 +8,7 @@ import torch
 
 import fmha
 from fmha import _arguments, _torch
-from reference import attention as by_definition
-from test_attention import tensors
+from reference import DEVICE, tensors
 
 NUMBERS = _arguments.bind(mask="causal")[1]
 NONE7 = (None,) * 7
@@ -92,7 +91,7 @@ def test_threads_share_plans_and_agree():
     assert not wrong
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="absent: no fork here")
+@pytest.mark.skipif(DEVICE != "cpu" or not hasattr(os, "fork"), reason="a device does not outlive fork")
 def test_a_child_after_fork_computes_too():
     q, k, v = tensors(sq=64, sk=64)
     wanted = fmha.attention(q, k, v)

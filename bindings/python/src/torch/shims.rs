@@ -8,7 +8,7 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use super::operators::Operator;
 use crate::call::Wrong;
-use crate::tensor::{Device, I32, MAX_DIMS, OTHER, Tensor, U8, U32};
+use crate::tensor::{Device, I32, MAX_DIMS, OTHER, Tensor, U8, U32, element_bytes};
 
 /// `StableIValue`: a tensor's handle, an integer, the bits of an f64, or for an optional 0 or the address of one.
 pub(super) type Value = u64;
@@ -79,6 +79,8 @@ shims! {
     aoti_torch_get_dim: unsafe extern "C" fn(Handle, *mut i64) -> Code;
     aoti_torch_get_sizes: unsafe extern "C" fn(Handle, *mut *const i64) -> Code;
     aoti_torch_get_strides: unsafe extern "C" fn(Handle, *mut *const i64) -> Code;
+    aoti_torch_get_storage_size: unsafe extern "C" fn(Handle, *mut i64) -> Code;
+    aoti_torch_get_storage_offset: unsafe extern "C" fn(Handle, *mut i64) -> Code;
     aoti_torch_get_dtype: unsafe extern "C" fn(Handle, *mut i32) -> Code;
     aoti_torch_get_device_type: unsafe extern "C" fn(Handle, *mut i32) -> Code;
     aoti_torch_get_device_index: unsafe extern "C" fn(Handle, *mut i32) -> Code;
@@ -265,6 +267,7 @@ impl Shims {
     /// What a handle's tensor is; `name` as refusals say it.
     fn describe(&self, name: &str, handle: Handle) -> Result<Tensor, Wrong> {
         let (mut dim, mut dtype, mut kind, mut index) = (0i64, 0i32, 0i32, 0i32);
+        let (mut storage, mut offset) = (0i64, 0i64);
         let (mut sizes, mut strides) = (ptr::null(), ptr::null());
         let mut data = ptr::null_mut();
         // SAFETY: a live handle; each function writes one number.
@@ -277,9 +280,11 @@ impl Shims {
                 (self.aoti_torch_get_sizes)(handle, &raw mut sizes),
                 (self.aoti_torch_get_strides)(handle, &raw mut strides),
                 (self.aoti_torch_get_data_ptr)(handle, &raw mut data),
+                (self.aoti_torch_get_storage_size)(handle, &raw mut storage),
+                (self.aoti_torch_get_storage_offset)(handle, &raw mut offset),
             ]
         };
-        if codes != [0; 7] {
+        if codes != [0; 9] {
             return Err(format!("{name}: torch does not describe a tensor of {dim} axes (codes {codes:?})"));
         }
         let num_dims = usize::try_from(dim).unwrap_or(usize::MAX);
@@ -295,6 +300,14 @@ impl Shims {
         }
         tensor.dtype =
             self.dtypes.iter().find(|&&(theirs, _)| theirs == dtype).map_or(OTHER, |&(_, ours)| ours);
+        // A storage may have been freed or shrunk under its tensors.
+        let spanned =
+            tensor.spanned_elems().saturating_add(offset).saturating_mul(element_bytes(tensor.dtype));
+        if spanned > storage && !tensor.shape().contains(&0) {
+            return Err(format!(
+                "{name}: its storage has {storage} bytes, fewer than the {spanned} that it spans"
+            ));
+        }
         tensor.device = if kind == self.device_cpu {
             Device { kind: 0, index: 0 }
         } else if kind == self.device_cuda {
