@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional, Tuple
 from . import _arguments, _native
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
 from ._native import FmhaError
-from ._numbers import integer as _integer
+from ._numbers import flag as _flag, integer as _integer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,7 +79,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         TypeError, ValueError: an argument that is no number, no tensor or no mask, by its name.
     """
     o, lse = _door(q).attention(q, k, v, *_arguments.bind(**options))
-    return (o, lse) if return_lse else o
+    return (o, lse) if _flag("return_lse", return_lse) else o
 
 
 @_arguments.documented
@@ -128,10 +128,10 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Optional[Tensor]
     """
     tensors, numbers = _arguments.bind(mask=mask, **options)
     numbers = (*numbers, _integer("max_seqlen_new", max_seqlen_new),
-               _integer("head_dim_v", head_dim_v), int(bool(rotary_interleaved)))
+               _integer("head_dim_v", head_dim_v), int(_flag("rotary_interleaved", rotary_interleaved)))
     cache = (k, v, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask)
     o, lse = _door(q).kvcache(q, k_cache, v_cache, cache, tensors, numbers)
-    return (o, lse) if return_lse else o
+    return (o, lse) if _flag("return_lse", return_lse) else o
 
 
 def combine(o_parts: Tensor, lse_parts: Tensor, *, dtype_o: Any = None) -> Tuple[Any, Any]:
@@ -158,7 +158,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, **option
     """
     from ._explain import explain as plan
 
-    return plan(_door(q), (q, k, v), *_arguments.bind(**options), backward)
+    return plan(_door(q), (q, k, v), *_arguments.bind(**options), _flag("backward", backward))
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, TypedDict, Typ
 
 from . import _native
 from ._mask import MaskLike, mask as _mask
-from ._numbers import NAN, integer, real, scale, word
+from ._numbers import NAN, flag, integer, real, scale, word
 
 if TYPE_CHECKING:
     import numpy
@@ -81,9 +81,11 @@ def bind(mask: MaskLike = None, softmax_scale: Optional[float] = None, softcap: 
     kind, left, right, sink_columns = _mask(mask)
     if accuracy != "fast" and accuracy != "exact":
         raise ValueError(f"accuracy: {accuracy!r} is neither 'fast' nor 'exact'")
-    options = (_ALLOW_FALLBACK * bool(allow_fallback) | _EXACT * (accuracy == "exact")
-               | _DETERMINISTIC * bool(deterministic) | _BATCH_INVARIANT * bool(batch_invariant)
-               | _CHECK_LENGTHS * bool(check_lengths))
+    options = ((_ALLOW_FALLBACK if flag("allow_fallback", allow_fallback) else 0)
+               | (_EXACT if accuracy == "exact" else 0)
+               | (_DETERMINISTIC if flag("deterministic", deterministic) else 0)
+               | (_BATCH_INVARIANT if flag("batch_invariant", batch_invariant) else 0)
+               | (_CHECK_LENGTHS if flag("check_lengths", check_lengths) else 0))
     return (
         (bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, descale_q, descale_k,
          descale_v),
@@ -92,6 +94,9 @@ def bind(mask: MaskLike = None, softmax_scale: Optional[float] = None, softcap: 
          kind, left, right, sink_columns, real("p_drop", p_drop), word("seed", seed), word("offset", offset),
          dtype_code(dtype_o), options))
 
+
+# Python names it where an argument is none of these.
+bind.__qualname__ = "attention"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

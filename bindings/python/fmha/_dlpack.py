@@ -15,7 +15,10 @@ def array(name: str, value: Any) -> numpy.ndarray:
     if isinstance(value, numpy.ndarray):
         return value
     if hasattr(value, "__dlpack__"):
-        return numpy.from_dlpack(value)
+        try:
+            return numpy.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(f"{name}: NumPy does not take it by DLPack: {error}") from error
     raise TypeError(f"{name}: {type(value).__name__} is neither a NumPy array nor a DLPack tensor")
 
 

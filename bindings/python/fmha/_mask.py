@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional, Tuple, Union
 
-from ._numbers import integer
+from ._numbers import flag, integer
 
 
 class Mask(NamedTuple):
@@ -58,6 +58,8 @@ def mask(given: MaskLike) -> Mask:
     """``None``, ``"causal"``, a text of the contract (``"b:512,0"``), or a :class:`Mask`."""
     if given is None or given is False:
         return NONE
+    if given is CAUSAL or given is NONE:
+        return given
     if given is True:
         return CAUSAL
     if isinstance(given, str):
@@ -69,13 +71,15 @@ def mask(given: MaskLike) -> Mask:
 
 def from_window_size(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Mask:
     """FlashAttention's pair: both bounds included, -1 or None unbounded, bottom-right; causal closes the right side."""
-    if len(window_size) != 2:
-        raise ValueError(f"window_size has {len(window_size)} numbers, not 2")
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size: {window_size!r} is no pair of numbers")
+    if tuple(window_size) in ((-1, -1), (None, None)):
+        return CAUSAL if flag("causal", causal) else NONE
     left, right = (-1 if value is None else integer("window_size", value) for value in window_size)
     for name, value in (("left", left), ("right", right)):
         if value < -1:
             raise ValueError(f"window_size: {name} {value} is below -1, which is unbounded")
-    if causal:
+    if flag("causal", causal):
         right = 0
     if left == -1 and right == -1:
         return NONE

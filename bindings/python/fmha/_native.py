@@ -109,7 +109,10 @@ class Request(ctypes.Structure):
             tensor.num_dims = -1
             tensor.dtype = OTHER
         for name, number in zip(NUMBERS, numbers):
-            setattr(self.numbers, name, number)
+            try:
+                setattr(self.numbers, name, number)
+            except TypeError:
+                raise TypeError(f"{name}: {number!r} is no number") from None
 
     def put(self, name: str, data: int, dtype: str, sizes: Any, strides: Any, device: Device = Device(0, 0)) -> None:
         """A tensor by its address, type, sizes, and strides in elements."""

@@ -15,6 +15,15 @@ def real(name: str, number: Any) -> float:
         raise TypeError(f"{name}: {number!r} is no number") from None
 
 
+def flag(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    try:
+        return bool(value)
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"{name}: {type(value).__name__} is neither true nor false") from None
+
+
 def integer(name: str, number: Any) -> Any:
     """A whole number that a C ``int64_t`` holds; symbolic sizes of a compiler pass through."""
     if type(number) is not int:

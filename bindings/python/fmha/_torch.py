@@ -46,6 +46,8 @@ def _o_and_lse(q: torch.Tensor, head_dim_v: Any, numbers: Tuple[Any, ...]) -> Tu
 
 @torch.library.register_fake("fmha::forward")
 def _(q, k, v, *rest):
+    if v is None:
+        raise ValueError("v is missing (0 given)")
     return _o_and_lse(q, v.shape[-1], rest[11:])
 
 
@@ -113,9 +115,14 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[
     if torch.are_deterministic_algorithms_enabled():
         numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
     bias, sink = tensors[0], tensors[2]
-    if torch.is_grad_enabled() and (
+    try:
+        wants_grad = torch.is_grad_enabled() and (
             q.requires_grad or k.requires_grad or v.requires_grad
-            or bias is not None and bias.requires_grad or sink is not None and sink.requires_grad):
+            or bias is not None and bias.requires_grad or sink is not None and sink.requires_grad)
+    except AttributeError:
+        # The operator says which of them is no tensor.
+        wants_grad = False
+    if wants_grad:
         for name, given in zip(("block_table", "descale_q", "descale_k", "descale_v"), tensors[7:]):
             if given is not None:
                 raise ValueError(f"{name} is given (1), but there is no gradient of paged or FP8 tensors")
@@ -141,8 +148,9 @@ class _Combine(torch.autograd.Function):
 
 
 def combine(o_parts: torch.Tensor, lse_parts: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[torch.Tensor, torch.Tensor]:
-    lse_parts = lse_parts.contiguous()
-    if torch.is_grad_enabled() and (o_parts.requires_grad or lse_parts.requires_grad):
+    if isinstance(lse_parts, torch.Tensor) and lse_parts.layout is torch.strided:
+        lse_parts = lse_parts.contiguous()
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (o_parts, lse_parts)):
         return _Combine.apply(o_parts, lse_parts, numbers)
     return combine_op(o_parts, lse_parts, *numbers)
 
@@ -162,6 +170,8 @@ def put(request: _native.Request, name: str, tensor: Optional[torch.Tensor]) -> 
     """Puts a tensor into a request that is planned and not run."""
     if tensor is None:
         return
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: {type(tensor).__name__} is no tensor of torch that has strides")
     kinds = {"cpu": 0, "cuda": 2 if torch.version.hip else 1}
     if tensor.device.type not in kinds:
         raise ValueError(f"{name} is on {tensor.device}, neither the CPU nor a GPU")

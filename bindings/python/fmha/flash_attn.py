@@ -14,9 +14,10 @@ import torch
 
 from . import attention, attention_out, attention_with_kvcache
 from ._mask import from_window_size
+from ._numbers import flag, real
 
 
-def _seed(p_drop: float, device: torch.device) -> Tuple[int, int]:
+def _seed(p_drop: float) -> Tuple[int, int]:
     """Seed and offset from torch's default generator of the CPU, which ``torch.manual_seed`` sets."""
     if not p_drop:
         return 0, 0
@@ -35,11 +36,12 @@ def _s_dmask(q: torch.Tensor, k: torch.Tensor, seqlens: Tuple[int, int], **call:
 
 def _call(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
           return_attn_probs, **lengths):
-    seed, offset = _seed(dropout_p, q.device)
+    dropout_p = real("dropout_p", dropout_p)
+    seed, offset = _seed(dropout_p)
     shared = dict(mask=from_window_size(window_size, causal), softmax_scale=softmax_scale, softcap=softcap,
                   alibi_slopes=alibi_slopes, p_drop=dropout_p, seed=seed, offset=offset, deterministic=deterministic, **lengths)
     o, lse = attention(q, k, v, return_lse=True, **shared)
-    if not return_attn_probs:
+    if not flag("return_attn_probs", return_attn_probs):
         return o
     probs = None
     if dropout_p > 0 and q.dim() == 4:
@@ -130,6 +132,15 @@ def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlen
                                   return_attn_probs)
 
 
+def num_sequences(q: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor]) -> int:
+    for name, tensor in (("q", q), ("cu_seqlens_q", cu_seqlens_q)):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "q"):
+            raise TypeError(f"{name}: {type(tensor).__name__} is no tensor of torch")
+        if tensor is not None and not tensor.dim():
+            raise ValueError(f"{name} has 0 axes")
+    return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+
+
 def over_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Optional[torch.Tensor],
                v: Optional[torch.Tensor], *, batch: int, cache_seqlens: Union[int, torch.Tensor, None],
                cache_batch_idx: Optional[torch.Tensor], cache_leftpad: Optional[torch.Tensor],
@@ -137,6 +148,8 @@ def over_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k:
                num_splits: int, **call: Any) -> Tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's ways to say where a sequence's cache lies, as this library has them."""
     if isinstance(cache_seqlens, int):
+        if not 0 <= cache_seqlens < 1 << 31:
+            raise ValueError(f"cache_seqlens {cache_seqlens} is not in 0 .. 2^31")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_batch_idx is not None:
         if block_table is not None:
@@ -175,11 +188,11 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
     """Attention over a cache that ``k`` and ``v`` are written to first, in place. ``num_splits`` 1 asks for results that
     do not depend on the batch; any other number is the kernel's own choice. With ``return_softmax_lse``: ``(out, lse)``."""
     o, lse = over_cache(
-        q, k_cache, v_cache, k, v, batch=q.shape[0], cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+        q, k_cache, v_cache, k, v, batch=num_sequences(q, None), cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad, block_table=block_table, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         num_splits=num_splits, mask=from_window_size(window_size, causal), softmax_scale=softmax_scale, softcap=softcap,
         rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes)
-    return (o, lse) if return_softmax_lse else o
+    return (o, lse) if flag("return_softmax_lse", return_softmax_lse) else o
 
 
 def install(force: bool = False) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from . import attention, combine
 from ._mask import from_window_size
-from .flash_attn import integer, over_cache
+from ._numbers import flag
+from .flash_attn import integer, num_sequences, over_cache
 
 
 def refuse(**given: Any) -> None:
@@ -42,7 +43,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_s
     o, lse = attention(q, k, v, mask=from_window_size(window_size, causal), softmax_scale=softmax_scale,
                               softcap=softcap, deterministic=deterministic, return_lse=True,
                               **_descales(q_descale, k_descale, v_descale))
-    return (o, lse) if return_attn_probs else o
+    return (o, lse) if flag("return_attn_probs", return_attn_probs) else o
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: Optional[float] = None, causal: bool = False,
@@ -83,7 +84,7 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
                               max_seqlen_q=integer("max_seqlen_q", max_seqlen_q), max_seqlen_k=integer("max_seqlen_k", max_seqlen_k),
                               seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic, return_lse=True,
                               **_descales(q_descale, k_descale, v_descale))
-    return (o, lse) if return_attn_probs else o
+    return (o, lse) if flag("return_attn_probs", return_attn_probs) else o
 
 
 def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -104,7 +105,7 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
     """As :func:`fmha.flash_attn.flash_attn_with_kvcache`. With ``return_softmax_lse``: ``(out, lse, None, None)``, the last
     two being partial results that this library does not give out."""
     refuse(qv=qv, attention_chunk=attention_chunk, rotary_seqlens=rotary_seqlens)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = num_sequences(q, cu_seqlens_q)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise ValueError("max_seqlen_q is missing (0 given) beside cu_seqlens_q")
     # Of packed new rows: an upper bound that costs nothing, all of them in one sequence.
@@ -116,7 +117,7 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_new=cu_seqlens_k_new, max_seqlen_new=max_seqlen_new,
         max_seqlen_q=0 if max_seqlen_q is None else integer("max_seqlen_q", max_seqlen_q),
         rotary_interleaved=rotary_interleaved, **_descales(q_descale, k_descale, v_descale))
-    return (o, lse, None, None) if return_softmax_lse else o
+    return (o, lse, None, None) if flag("return_softmax_lse", return_softmax_lse) else o
 
 
 def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out: Optional[torch.Tensor] = None,

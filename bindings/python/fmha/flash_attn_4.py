@@ -13,6 +13,7 @@ import torch
 
 from . import attention
 from ._mask import Mask, from_window_size
+from ._numbers import flag
 from .flash_attn import integer
 from .flash_attn_3 import flash_attn_combine as _combine, refuse
 
@@ -41,7 +42,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Optio
            block_sparse_tensors_bwd=block_sparse_tensors_bwd)
     o, lse = attention(q, k, v, mask=_band(window_size, causal), softmax_scale=softmax_scale, softcap=softcap,
                               sink=_sink(learnable_sink), deterministic=deterministic, return_lse=True)
-    return o, (lse if return_lse else None)
+    return o, (lse if flag("return_lse", return_lse) else None)
 
 
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Optional[torch.Tensor] = None,
@@ -68,7 +69,7 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv
         block_table=page_table, max_seqlen_q=0 if max_seqlen_q is None else integer("max_seqlen_q", max_seqlen_q),
         max_seqlen_k=0 if max_seqlen_k is None else integer("max_seqlen_k", max_seqlen_k),
         deterministic=deterministic, return_lse=True)
-    return o, (lse if return_lse else None)
+    return o, (lse if flag("return_lse", return_lse) else None)
 
 
 def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out: Optional[torch.Tensor] = None,
@@ -78,7 +79,7 @@ def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out
     """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``."""
     refuse(seqused=seqused, virtual_batch_idx=virtual_batch_idx)
     o, lse = _combine(out_partial, lse_partial, out, out_dtype)
-    return o, (lse if return_lse else None)
+    return o, (lse if flag("return_lse", return_lse) else None)
 
 
 def install(force: bool = False) -> None:

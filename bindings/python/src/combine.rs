@@ -55,6 +55,8 @@ impl Combine {
                 "{name} is of FP8 (code {}), which combine does not take",
                 tensor.dtype
             );
+            let last = tensor.steps().last().copied().unwrap_or(1);
+            ensure!(dim == 1 || last == 1, "{name} has stride {last} on its last axis, not 1");
             if let Some(stride) = tensor.steps().iter().find(|&&stride| stride < 0) {
                 return Err(format!("{name} has stride {stride}, below 0"));
             }

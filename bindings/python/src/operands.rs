@@ -7,7 +7,7 @@ use fmha_c::{
 use crate::call::{NO_TENSOR, Wrong, ensure};
 use crate::request::{Request, Slot, name};
 use crate::shapes::{Sizes, contiguous, expect, is_cache, of_type, operand, plain};
-use crate::tensor::{I32, Tensor, U8, dtype_name};
+use crate::tensor::{I32, Tensor, U8, dtype_name, is_fp8};
 
 pub(crate) fn fill_dims(call: &mut FmhaCall, sizes: &Sizes, request: &Request) -> Result<(), Wrong> {
     call.batch = sizes.batch;
@@ -45,6 +45,13 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
             call.v = operand("v", v, &sizes.k(sizes.dim_v))?;
             let by_columns = call.v.dim_stride != 1 && call.v.seqlen_stride == 1;
             call.v_layout = if by_columns { FMHA_V_COL_MAJOR } else { FMHA_V_ROW_MAJOR };
+            ensure!(
+                v.dtype == q.dtype || is_cache(q, k) || is_fp8(q.dtype) && !is_fp8(v.dtype),
+                "v is of {}, but q of {} ({} types)",
+                dtype_name(v.dtype),
+                dtype_name(q.dtype),
+                2
+            );
             call.dtype_v = if is_cache(q, k) { q.dtype } else { v.dtype };
             ensure!(
                 !is_cache(q, k) || v.dtype == k.dtype,

@@ -1,7 +1,12 @@
 """The operators under torch's own tools: opcheck, compile, export, threads, fork."""
 
 import os
+import shutil
+import sysconfig
 import threading
+import time
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +17,10 @@ from reference import DEVICE, tensors
 
 NUMBERS = _arguments.bind(mask="causal")[1]
 NONE7 = (None,) * 7
+
+#: Inductor where it can build what it writes: with a C++ compiler and Python's headers; else tracing and autograd alone.
+COMPILER = ("inductor" if shutil.which(os.environ.get("CXX", "g++")) and Path(sysconfig.get_path("include"), "Python.h").exists()
+            else "aot_eager")
 
 
 def test_opcheck_forward_and_backward():
@@ -42,7 +51,7 @@ def test_a_compiled_function_has_the_same_bits_and_gradients():
         o, lse = fmha.attention(q * 2, k, v, mask="causal", return_lse=True)
         return o.sum() + lse.sum()
 
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=COMPILER)
     results = []
     for function in (model, compiled):
         inputs = tensors(grad=True)
@@ -56,7 +65,7 @@ def test_a_compiled_function_has_the_same_bits_and_gradients():
 
 
 def test_a_compiled_function_takes_other_lengths():
-    compiled = torch.compile(lambda q, k, v: fmha.attention(q, k, v, mask="causal"), fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda q, k, v: fmha.attention(q, k, v, mask="causal"), fullgraph=True, dynamic=True, backend=COMPILER)
     for length in (3, 5, 9):
         q, k, v = tensors(sq=length, sk=length)
         assert torch.equal(compiled(q, k, v), fmha.attention(q, k, v, mask="causal"))
@@ -98,7 +107,6 @@ def test_a_child_after_fork_computes_too():
     child = os.fork()
     if child == 0:
         os._exit(0 if torch.equal(fmha.attention(q, k, v), wanted) else 1)
-    import time
     for _ in range(300):
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -107,3 +115,76 @@ def test_a_child_after_fork_computes_too():
         time.sleep(0.1)
     os.kill(child, 9)
     pytest.fail("the child hangs after 30 s")
+
+
+@pytest.mark.parametrize("options", [dict(), dict(mask="causal", softcap=1.5), dict(bias=True, sink=True)], ids=str)
+def test_gradcheck(options):
+    """Torch's own differences, of the f32 kernel: the rounding of a difference is divided by its step."""
+    q, k, v = (x.requires_grad_() for x in tensors(b=1, sq=3, sk=4, hq=2, hk=1, d=4))
+    options = dict(options)
+    extra = [name for name in ("bias", "sink") if options.pop(name, False)]
+    leaves = [torch.randn(1, 2, 3, 4, requires_grad=True), torch.randn(2, requires_grad=True)] if extra else []
+
+    def function(q, k, v, *rest):
+        return fmha.attention(q, k, v, return_lse=True, **options, **dict(zip(extra, rest)))
+
+    with warnings.catch_warnings():
+        # It warns of inputs that are not float64.
+        warnings.simplefilter("ignore")
+        assert torch.autograd.gradcheck(function, (q, k, v, *leaves), eps=1e-2, atol=2e-3, rtol=2e-2, nondet_tol=0.0)
+
+
+def test_a_gradient_is_not_differentiated_again_in_silence():
+    q, k, v = tensors(grad=True)
+    (grad,) = torch.autograd.grad(fmha.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        grad.sum().backward()
+
+
+def test_the_lock_of_the_interpreter_is_free_meanwhile():
+    q, k, v = tensors(b=1, sq=2000, sk=2000, hq=8, hk=8, d=64)
+    fmha.attention(q, k, v)
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    fmha.attention(q, k, v)
+    end = time.perf_counter()
+    done.set()
+    thread.join()
+    assert sum(start < at < end for at in ticks) >= 2 or end - start < 0.01
+
+
+def test_flash_attentions_functions_compile_too():
+    from fmha import flash_attn
+
+    def model(q, k, v):
+        return flash_attn.flash_attn_func(q, k, v, causal=True).square().sum()
+
+    inputs = tensors(grad=True)
+    wanted = torch.autograd.grad(model(*inputs), inputs)
+    got = torch.autograd.grad(torch.compile(model, fullgraph=True, backend=COMPILER)(*inputs), inputs)
+    for a, b in zip(got, wanted):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_that_a_compiled_step_writes_to_is_written():
+    """The schema says what is written: a compiler that did not know would drop or reorder it."""
+    def step(q, k, v, new, used):
+        first = fmha.attention_with_kvcache(q, k, v, new, new, seqused_k=used)
+        return first + k.sum() * 0, fmha.attention_with_kvcache(q, k, v, new * 2, new * 2, seqused_k=used + 1)
+
+    q, k, v = tensors(sq=1, sk=8, hq=2)
+    new, used = torch.randn(2, 1, 2, 16), torch.tensor([3, 5], dtype=torch.int32)
+    caches = [[k.clone(), v.clone()] for _ in range(2)]
+    wanted = step(q, *caches[0], new, used)
+    got = torch.compile(step, fullgraph=True, backend=COMPILER)(q, *caches[1], new, used)
+    for a, b in zip((*got, *caches[1]), (*wanted, *caches[0])):
+        assert torch.allclose(a, b, atol=1e-6)
+    assert torch.equal(caches[1][0][0, 3], new[0, 0]) and torch.equal(caches[1][0][0, 4], new[0, 0] * 2)

@@ -120,7 +120,7 @@ fn made(
     slot: Slot,
     (sizes, dtype, device): (&[i64], i32, Device),
 ) -> Result<Owned, Wrong> {
-    let tensor = shims.empty(sizes, dtype, device)?;
+    let tensor = shims.empty(sizes, dtype, device).map_err(|text| format!("{}: {text}", name(slot)))?;
     request.set(slot, tensor.describe(name(slot))?);
     Ok(tensor)
 }
