@@ -6,7 +6,8 @@ use std::process::Command;
 use crate::setup::{loudly, runs, target};
 use crate::step::Step;
 
-/// Where wheels of torch for the CPU alone are (200 MB): what PyPI has for x86-64 brings CUDA's libraries along (2.5 GB).
+/// Where wheels of torch for the CPU alone are (200 MB): what PyPI has for x86-64 brings CUDA's libraries along. Those unpack to
+/// 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
 const CPU_WHEELS: &str = "https://download.pytorch.org/whl/cpu";
 
 /// A virtual environment, and what could not be installed into it.
@@ -36,7 +37,7 @@ pub(crate) fn environment() -> Result<Environment, String> {
         println!("setting up torch");
         let first =
             install(&python, &["torch", "--index-url", CPU_WHEELS, "--retries", "1", "--timeout", "15"]);
-        if let Err(reason) = first.or_else(|_| install(&python, &["torch"])) {
+        if let Err(reason) = first.or_else(|_| torch_without_triton(&python)) {
             absent.push(format!("torch ({reason}); its operators are not tested"));
         }
     }
@@ -60,9 +61,19 @@ fn created(folder: &Path) -> Result<PathBuf, String> {
     Ok(python)
 }
 
+/// PyPI's torch with all that `import torch` loads. Triton, another 1 GB, compiles for GPUs alone.
+fn torch_without_triton(python: &Path) -> Result<(), String> {
+    install(python, &["torch", "--no-deps"])?;
+    let list = "import importlib.metadata as m; print(*(r for r in m.requires('torch') if not r.startswith('triton')), sep='\n')";
+    let asked = Command::new(python).args(["-c", list]).output().map_err(|error| error.to_string())?;
+    let needed = String::from_utf8_lossy(&asked.stdout);
+    let needed: Vec<&str> = needed.lines().filter(|line| !line.contains("extra ==")).collect();
+    install(python, &needed)
+}
+
 fn install(python: &Path, words: &[&str]) -> Result<(), String> {
     let mut pip = Command::new(python);
-    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]).args(words);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]).args(words);
     loudly(&mut pip).map_err(|reason| format!("pip install {}: {reason}", words.first().unwrap_or(&"")))
 }
 
@@ -150,6 +161,9 @@ fn stage(folder: &Path, library: &Path) -> Result<(), String> {
         std::fs::create_dir_all(folder.join("fmha"))?;
         for file in ["pyproject.toml", "README.md"] {
             std::fs::copy(package().join(file), folder.join(file))?;
+        }
+        for licence in ["LICENSE-MIT", "LICENSE-APACHE"] {
+            std::fs::copy(package().join("../..").join(licence), folder.join(licence))?;
         }
         for entry in std::fs::read_dir(package().join("fmha"))?.flatten() {
             if entry.file_type()?.is_file() {

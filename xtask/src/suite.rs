@@ -110,6 +110,23 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
     if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
 }
 
+/// The Python package's tests alone, on a library built for them.
+///
+/// # Errors
+/// How many failed, or why none can run.
+pub(crate) fn python_alone() -> Result<(), String> {
+    let start = Instant::now();
+    let python = python::environment()?;
+    setup::loudly(Command::new(env!("CARGO")).args(["build", "--release", "-p", "fmha-py"]))?;
+    let mut tally = Tally::default();
+    python.absent().for_each(|line| tally.say(&line));
+    let mut took = vec![Took::building("set-up and building", start.elapsed().as_secs_f64())];
+    took.extend(run_all(&[python.tests(2_000)], &[], &mut tally));
+    println!("{}", table(&mut took, start.elapsed().as_secs_f64()));
+    println!("{tally}");
+    if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
+}
+
 /// A test program: the target's name, its file, the folder of its package.
 struct Program {
     name: String,

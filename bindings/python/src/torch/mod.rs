@@ -35,27 +35,40 @@ pub fn register() -> Result<(), Wrong> {
 
 /// The kernel of the operator at `AT` in the table, for every device.
 ///
+/// A refusal leaves it as a C++ exception. Nothing here has a destructor, so the frame has no handler of Rust's, and whoever
+/// unwinds passes over it: in a wheel Rust's handlers are bound to another unwinder than C++'s.
+///
 /// # Safety
 /// `stack` has `num_args` arguments of the operator's schema, which are the kernel's, and room for its results.
 unsafe extern "C-unwind" fn kernel<const AT: usize>(stack: *mut Value, num_args: u64, _num_results: u64) {
     let Some(shims) = SHIMS.get() else { return };
-    let operator = &OPERATORS[AT];
-    let text = {
-        // SAFETY: passed on.
-        let body = || unsafe { execute(shims, operator, stack, num_args) };
-        match catch_unwind(AssertUnwindSafe(body)) {
-            Ok(Ok(results)) => {
-                for (i, result) in results.into_iter().enumerate() {
-                    // SAFETY: the schema has as many results, and torch room for them.
-                    unsafe { *stack.add(i) = result.into_value() };
-                }
-                return;
+    // SAFETY: passed on.
+    let ran = unsafe { run_kept(shims, &OPERATORS[AT], stack, num_args) };
+    if !ran {
+        shims.raise(crate::fmha_py_text());
+    }
+}
+
+/// Runs an operator and puts its results on the stack; or keeps for this thread what went wrong, and gives `false`.
+///
+/// # Safety
+/// As [`kernel`].
+#[inline(never)]
+unsafe fn run_kept(shims: &'static Shims, operator: &Operator, stack: *mut Value, num_args: u64) -> bool {
+    // SAFETY: passed on.
+    let body = || unsafe { execute(shims, operator, stack, num_args) };
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(results)) => {
+            for (i, result) in results.into_iter().enumerate() {
+                // SAFETY: the schema has as many results, and torch room for them.
+                unsafe { *stack.add(i) = result.into_value() };
             }
-            Ok(Err(text)) => text,
-            Err(_) => "internal error: a panic was caught at torch's boundary".to_owned(),
+            return true;
         }
-    };
-    shims.raise(&text);
+        Ok(Err(text)) => crate::keep(&text),
+        Err(_) => crate::keep("internal error: a panic was caught at torch's boundary"),
+    }
+    false
 }
 
 /// Reads the arguments, makes the results and runs.

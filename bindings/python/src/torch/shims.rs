@@ -205,11 +205,12 @@ impl Shims {
         Ok(())
     }
 
-    /// Raises `RuntimeError` in Python.
-    pub(super) fn raise(&self, text: &str) {
-        let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-        // SAFETY: strings of this program. A C++ exception leaves from there, through frames of Rust that may be unwound.
-        unsafe { (self.aoti_torch_check)(false, c"fmha".as_ptr(), c"fmha".as_ptr(), 0, text.as_ptr()) }
+    /// Raises `RuntimeError` in Python with a C string. A C++ exception leaves from here: no frame on its way may have
+    /// anything to drop.
+    #[inline]
+    pub(super) fn raise(&self, text: *const c_char) {
+        // SAFETY: strings that outlive the call: torch copies them into its exception.
+        unsafe { (self.aoti_torch_check)(false, c"fmha".as_ptr(), c"fmha".as_ptr(), 0, text) }
     }
 
     /// The stream that work on a device is to be put on.
