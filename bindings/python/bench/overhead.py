@@ -2,8 +2,8 @@
 
     python bindings/python/bench/overhead.py
 
-Microseconds: the least of 200 bursts of 20 calls each. On a GPU a burst is shorter than its queue, so the device's time does
-not count.
+Microseconds: the least of 200 bursts of 20 calls each. On a GPU a burst is shorter than its queue, so the device's time
+does not count.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def main():
     for name, call in rows.items():
         print(f"| {name} | {microseconds(lambda: call(q, k, v)):.1f} | {microseconds(lambda: call(*grads)):.1f} |")
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    print(f"| torch's scaled_dot_product_attention | {microseconds(lambda: sdpa(*heads_first)):.1f} | "
-          f"{microseconds(lambda: sdpa(*(x.transpose(1, 2) for x in grads))):.1f} |")
+    print(
+        f"| torch's scaled_dot_product_attention | {microseconds(lambda: sdpa(*heads_first)):.1f} | "
+        f"{microseconds(lambda: sdpa(*(x.transpose(1, 2) for x in grads))):.1f} |"
+    )
 
 
 if __name__ == "__main__":

@@ -24,8 +24,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CAUSAL", "CAUSAL_TOP_LEFT", "NONE", "FmhaError", "Mask", "attention", "attention_out", "attention_with_kvcache",
-    "combine", "devices", "explain", "mask", "prepare", "window",
+    "CAUSAL",
+    "CAUSAL_TOP_LEFT",
+    "NONE",
+    "FmhaError",
+    "Mask",
+    "attention",
+    "attention_out",
+    "attention_with_kvcache",
+    "combine",
+    "devices",
+    "explain",
+    "mask",
+    "prepare",
+    "window",
 ]
 
 
@@ -48,7 +60,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         k: ``[batch, seqlen_k, num_heads_kv, head_dim_qk]``, packed, or with ``block_table`` paged
             ``[num_pages, page_size, num_heads_kv, head_dim_qk]``. ``num_heads_q`` is a multiple of ``num_heads_kv``.
         v: as ``k``, of ``head_dim_v``.
-        mask: ``None``, ``"causal"`` (bottom-right), ``"b:left,right"``, ``"t:left,right"``, ``"g:y,x"``, or a :class:`Mask`.
+        mask: ``None``, ``"causal"`` (bottom-right), ``"b:left,right"``, ``"t:left,right"``, ``"g:y,x"``, or a
+            :class:`Mask`.
         softmax_scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(head_dim_qk)``, 0 is 0.
         softcap: ``softcap * tanh(score / softcap)``; ``None`` or 0 is none.
         bias: ``[batch, num_heads_q, seqlen_q, seqlen_k]``, f32 or Q's type, axes of size 1 in front broadcast;
@@ -59,8 +72,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
             ``max_seqlen_k`` are upper bounds of their lengths then.
         seqused_q, seqused_k: i32 ``[batch]``, on the device: rows in use.
         block_table: i32 ``[batch, max_pages]``, on the device.
-        descale_q, descale_k, descale_v: what FP8 tensors are multiplied by, f32 ``[batch, num_heads_kv]`` or one number.
-        p_drop: probability, 0 or more and below 1, that an element of P is dropped. ``seed`` and ``offset``, 64 bits each,
+        descale_q, descale_k, descale_v: what FP8 tensors are multiplied by, f32 ``[batch, num_heads_kv]`` or one
+            number.
+        p_drop: probability, 0 or more and below 1, that an element of P is dropped. ``seed`` and ``offset``, 64 bits
+            each,
             choose the mask: the same triple gives the same one on every device.
         dtype_o: type of O: f32, f16 or bf16; ``None`` is Q's, bf16 for FP8.
         allow_fallback: whether a kernel that is right but slow may serve where no fast one takes the call.
@@ -83,8 +98,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
 
 
 @_arguments.documented
-def attention_out(o: Tensor, q: Tensor, k: Tensor, v: Tensor, *, lse: Optional[Tensor] = None,
-                  keep_mask: Optional[Tensor] = None, scale_o: Optional[Tensor] = None, **options: Unpack[Options]) -> Any:
+def attention_out(
+    o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lse: Optional[Tensor] = None,
+    keep_mask: Optional[Tensor] = None,
+    scale_o: Optional[Tensor] = None,
+    **options: Unpack[Options],
+) -> Any:
     """As :func:`attention`, into the caller's tensors, for engines with memory of their own; no gradients.
 
     Args:
@@ -101,25 +125,40 @@ def attention_out(o: Tensor, q: Tensor, k: Tensor, v: Tensor, *, lse: Optional[T
 
 
 @_arguments.documented
-def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Optional[Tensor], k: Optional[Tensor] = None,
-                           v: Optional[Tensor] = None, *, cu_seqlens_new: Optional[Tensor] = None,
-                           rotary_cos: Optional[Tensor] = None, rotary_sin: Optional[Tensor] = None,
-                           tree_mask: Optional[Tensor] = None, max_seqlen_new: int = 0, head_dim_v: int = 0,
-                           rotary_interleaved: bool = False, return_lse: bool = False, mask: MaskLike = "causal",
-                           **options: Unpack[Options]) -> Any:
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Optional[Tensor],
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    *,
+    cu_seqlens_new: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    tree_mask: Optional[Tensor] = None,
+    max_seqlen_new: int = 0,
+    head_dim_v: int = 0,
+    rotary_interleaved: bool = False,
+    return_lse: bool = False,
+    mask: MaskLike = "causal",
+    **options: Unpack[Options],
+) -> Any:
     """Attention over a KV cache, to which new rows are appended first where ``k`` and ``v`` are given.
 
     Args:
         q: ``[batch, seqlen_q, num_heads_q, head_dim]``, or packed with ``cu_seqlens_q`` and ``max_seqlen_q``.
         k_cache: ``[batch, seqlen_max, num_heads_kv, head_dim]``; with ``block_table``, pages
-            ``[num_pages, page_size, num_heads_kv, head_dim]``. In FP8 under 16-bit queries too (``descale_k``, ``descale_v``).
+            ``[num_pages, page_size, num_heads_kv, head_dim]``. In FP8 under 16-bit queries too (``descale_k``,
+            ``descale_v``).
         v_cache: likewise; ``None`` with ``head_dim_v``: V is the front of K's rows (MLA).
         k, v: new rows ``[batch, seqlen_new, num_heads_kv, head_dim]``, written at ``seqused_k[b]``; packed
-            ``[total_new, num_heads_kv, head_dim]`` with ``cu_seqlens_new``, i32 ``[batch + 1]``, and ``max_seqlen_new``.
+            ``[total_new, num_heads_kv, head_dim]`` with ``cu_seqlens_new``, i32 ``[batch + 1]``, and
+            ``max_seqlen_new``.
         seqused_k: i32 ``[batch]``, rows in the cache: before the new ones.
         rotary_cos, rotary_sin: ``[max_pos, rotary_dim / 2]``, f32 or Q's type; ``rotary_interleaved`` turns pairs
             ``(2i, 2i + 1)``, else ``(i, i + rotary_dim / 2)``.
-        tree_mask: u32 or i32 ``[batch, seqlen_q, ceil(seqlen_q / 32)]``: which of the last ``seqlen_q`` keys a query sees.
+        tree_mask: u32 or i32 ``[batch, seqlen_q, ceil(seqlen_q / 32)]``: which of the last ``seqlen_q`` keys a query
+            sees.
         mask: by default causal, bottom-right.
         return_lse: as in :func:`attention`, whose other arguments are the same here.
 
@@ -127,8 +166,12 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Optional[Tensor]
         O of Q's shape with V's last axis, or ``(O, LSE)``.
     """
     tensors, numbers = _arguments.bind(mask=mask, **options)
-    numbers = (*numbers, _integer("max_seqlen_new", max_seqlen_new),
-               _integer("head_dim_v", head_dim_v), int(_flag("rotary_interleaved", rotary_interleaved)))
+    numbers = (
+        *numbers,
+        _integer("max_seqlen_new", max_seqlen_new),
+        _integer("head_dim_v", head_dim_v),
+        int(_flag("rotary_interleaved", rotary_interleaved)),
+    )
     cache = (k, v, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask)
     o, lse = _door(q).kvcache(q, k_cache, v_cache, cache, tensors, numbers)
     return (o, lse) if _flag("return_lse", return_lse) else o

@@ -16,7 +16,8 @@ def _torch() -> Tuple[str, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (torch.randn(2, 64, 4, 32, device=device, dtype=torch.bfloat16) for _ in range(3))
     wanted = torch.nn.functional.scaled_dot_product_attention(
-        *(x.double().transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+        *(x.double().transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
     error = (fmha.attention(q, k, v, mask="causal").double() - wanted).abs().max().item()
     return f"torch {torch.__version__} on {device}", error
 

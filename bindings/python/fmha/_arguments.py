@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     Tensor = Union[torch.Tensor, numpy.ndarray, Any]
 
 _ALLOW_FALLBACK, _EXACT, _DETERMINISTIC, _BATCH_INVARIANT, _CHECK_LENGTHS = (
-    _native.OPTIONS[name] for name in ("allow_fallback", "exact", "deterministic", "batch_invariant", "check_lengths"))
+    _native.OPTIONS[name] for name in ("allow_fallback", "exact", "deterministic", "batch_invariant", "check_lengths")
+)
 
 
 class Options(TypedDict, total=False):
@@ -52,8 +53,19 @@ class Options(TypedDict, total=False):
 
 
 #: The tensors of :class:`Options`, in the order in which operators take them.
-TENSORS = ("bias", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table",
-           "descale_q", "descale_k", "descale_v")
+TENSORS = (
+    "bias",
+    "alibi_slopes",
+    "sink",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "block_table",
+    "descale_q",
+    "descale_k",
+    "descale_v",
+)
 
 #: What :func:`fmha.attention_with_kvcache` takes besides, likewise.
 CACHE_TENSORS = ("k_new", "v_new", "cu_seqlens_new", "rotary_cos", "rotary_sin", "tree_mask")
@@ -70,29 +82,74 @@ def dtype_code(dtype: Any) -> int:
     return _native.DTYPES[name]
 
 
-def bind(mask: MaskLike = None, softmax_scale: Optional[float] = None, softcap: Optional[float] = None,
-         bias: Any = None, alibi_slopes: Any = None, sink: Any = None, cu_seqlens_q: Any = None,
-         cu_seqlens_k: Any = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, seqused_q: Any = None,
-         seqused_k: Any = None, block_table: Any = None, descale_q: Any = None, descale_k: Any = None,
-         descale_v: Any = None, p_drop: float = 0.0, seed: int = 0, offset: int = 0, dtype_o: Any = None,
-         allow_fallback: bool = True, accuracy: str = "fast", deterministic: bool = False, batch_invariant: bool = False,
-         check_lengths: bool = False) -> Tuple[Tuple[Any, ...], Tuple[Any, ...]]:
+def bind(
+    mask: MaskLike = None,
+    softmax_scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    descale_q: Any = None,
+    descale_k: Any = None,
+    descale_v: Any = None,
+    p_drop: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    dtype_o: Any = None,
+    allow_fallback: bool = True,
+    accuracy: str = "fast",
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    check_lengths: bool = False,
+) -> Tuple[Tuple[Any, ...], Tuple[Any, ...]]:
     """Tensors by :data:`TENSORS`, numbers as the operators take them (``fmha._native.NUMBERS`` up to ``options``)."""
     kind, left, right, sink_columns = _mask(mask)
     if accuracy != "fast" and accuracy != "exact":
         raise ValueError(f"accuracy: {accuracy!r} is neither 'fast' nor 'exact'")
-    options = ((_ALLOW_FALLBACK if flag("allow_fallback", allow_fallback) else 0)
-               | (_EXACT if accuracy == "exact" else 0)
-               | (_DETERMINISTIC if flag("deterministic", deterministic) else 0)
-               | (_BATCH_INVARIANT if flag("batch_invariant", batch_invariant) else 0)
-               | (_CHECK_LENGTHS if flag("check_lengths", check_lengths) else 0))
+    options = (
+        (_ALLOW_FALLBACK if flag("allow_fallback", allow_fallback) else 0)
+        | (_EXACT if accuracy == "exact" else 0)
+        | (_DETERMINISTIC if flag("deterministic", deterministic) else 0)
+        | (_BATCH_INVARIANT if flag("batch_invariant", batch_invariant) else 0)
+        | (_CHECK_LENGTHS if flag("check_lengths", check_lengths) else 0)
+    )
     return (
-        (bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, descale_q, descale_k,
-         descale_v),
-        (integer("max_seqlen_q", max_seqlen_q), integer("max_seqlen_k", max_seqlen_k),
-         NAN if softmax_scale is None else scale(softmax_scale), 0.0 if softcap is None else real("softcap", softcap),
-         kind, left, right, sink_columns, real("p_drop", p_drop), word("seed", seed), word("offset", offset),
-         dtype_code(dtype_o), options))
+        (
+            bias,
+            alibi_slopes,
+            sink,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            block_table,
+            descale_q,
+            descale_k,
+            descale_v,
+        ),
+        (
+            integer("max_seqlen_q", max_seqlen_q),
+            integer("max_seqlen_k", max_seqlen_k),
+            NAN if softmax_scale is None else scale(softmax_scale),
+            0.0 if softcap is None else real("softcap", softcap),
+            kind,
+            left,
+            right,
+            sink_columns,
+            real("p_drop", p_drop),
+            word("seed", seed),
+            word("offset", offset),
+            dtype_code(dtype_o),
+            options,
+        ),
+    )
 
 
 # Python names it where an argument is none of these.
@@ -104,8 +161,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def documented(function: Function) -> Function:
     """Gives a function that takes ``**options`` the signature that it has, for ``help`` and editors."""
     own = inspect.signature(function)
-    options = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-               for parameter in inspect.signature(bind).parameters.values() if parameter.name not in own.parameters]
+    options = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(bind).parameters.values()
+        if parameter.name not in own.parameters
+    ]
     named = [parameter for parameter in own.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     positional = [parameter for parameter in named if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
     keywords = [parameter for parameter in named if parameter.kind is inspect.Parameter.KEYWORD_ONLY]

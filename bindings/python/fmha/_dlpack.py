@@ -72,8 +72,9 @@ def _outputs(query: numpy.ndarray, head_dim_v: int, numbers: Tuple[Any, ...]) ->
     return o, numpy.zeros(query.shape[:-3] + (query.shape[-2], query.shape[-3]), numpy.float32)
 
 
-def attention(q: Any, k: Any, v: Any, tensors: Tuple[Any, ...],
-              numbers: Tuple[Any, ...]) -> Tuple[numpy.ndarray, numpy.ndarray]:
+def attention(
+    q: Any, k: Any, v: Any, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
+) -> Tuple[numpy.ndarray, numpy.ndarray]:
     """O and LSE of a bound call."""
     query, value = array("q", q), array("v", v)
     if query.ndim not in (3, 4) or not value.ndim:
@@ -83,14 +84,24 @@ def attention(q: Any, k: Any, v: Any, tensors: Tuple[Any, ...],
     return o, lse
 
 
-def attention_out(q: Any, k: Any, v: Any, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...], scale_o: Any, o: Any, lse: Any,
-                  keep_mask: Any) -> None:
+def attention_out(
+    q: Any,
+    k: Any,
+    v: Any,
+    tensors: Tuple[Any, ...],
+    numbers: Tuple[Any, ...],
+    scale_o: Any,
+    o: Any,
+    lse: Any,
+    keep_mask: Any,
+) -> None:
     outputs = [(name, writable(name, value)) for name, value in (("o", o), ("lse", lse), ("keep_mask", keep_mask))]
     _run(numbers, [("q", q), ("k", k), ("v", v), ("scale_o", scale_o), *outputs, *zip(_arguments.TENSORS, tensors)])
 
 
-def kvcache(q: Any, k: Any, v: Any, cache: Tuple[Any, ...], tensors: Tuple[Any, ...],
-            numbers: Tuple[Any, ...]) -> Tuple[numpy.ndarray, numpy.ndarray]:
+def kvcache(
+    q: Any, k: Any, v: Any, cache: Tuple[Any, ...], tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
+) -> Tuple[numpy.ndarray, numpy.ndarray]:
     query = array("q", q)
     if cache[0] is not None:
         k, v = writable("k", k), writable("v", v)
@@ -99,8 +110,18 @@ def kvcache(q: Any, k: Any, v: Any, cache: Tuple[Any, ...], tensors: Tuple[Any, 
         raise ValueError(f"q has {query.ndim} axes of {query.shape}, neither 4 nor, packed, 3")
     head_dim_v = numbers[_native.NUMBERS.index("head_dim_v")] if value is None else value.shape[-1]
     o, lse = _outputs(query, head_dim_v, numbers)
-    _run(numbers, [("q", query), ("k", k), ("v", value), ("o", o), ("lse", lse), *zip(_arguments.CACHE_TENSORS, cache),
-                   *zip(_arguments.TENSORS, tensors)])
+    _run(
+        numbers,
+        [
+            ("q", query),
+            ("k", k),
+            ("v", value),
+            ("o", o),
+            ("lse", lse),
+            *zip(_arguments.CACHE_TENSORS, cache),
+            *zip(_arguments.TENSORS, tensors),
+        ],
+    )
     return o, lse
 
 

@@ -18,17 +18,19 @@ def _like(request: _native.Request, name: str, shape: List[int], dtype: int) -> 
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
     tensor.data, tensor.num_dims, tensor.dtype, tensor.device = _NOWHERE, len(shape), dtype, request.tensors[0].device
-    tensor.sizes[:len(shape)], tensor.strides[:len(shape)] = shape, strides
+    tensor.sizes[: len(shape)], tensor.strides[: len(shape)] = shape, strides
 
 
-def explain(door: Any, qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers: Tuple[Any, ...], backward: bool) -> str:
+def explain(
+    door: Any, qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers: Tuple[Any, ...], backward: bool
+) -> str:
     request = _native.Request(numbers)
     # What `put` returns has to outlive the request.
     alive = [door.put(request, *named) for named in [*zip("qkv", qkv), *zip(_arguments.TENSORS, tensors)]]
 
     def given(name: str) -> Tuple[List[int], int]:
         tensor = request.tensors[_native.SLOTS[name]]
-        return list(tensor.sizes[:max(tensor.num_dims, 0)]), tensor.dtype
+        return list(tensor.sizes[: max(tensor.num_dims, 0)]), tensor.dtype
 
     (sizes, dtype_q), (sizes_v, _) = given("q"), given("v")
     dtype_o = numbers[_native.NUMBERS.index("dtype_o")]

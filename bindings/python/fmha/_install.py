@@ -9,11 +9,13 @@ from typing import Iterable
 
 
 def put(name: str, source: types.ModuleType, names: Iterable[str], force: bool) -> None:
-    """``import name`` finds a module with these names of ``source``; its parent, which is there, has it as an attribute."""
+    """``import name`` finds a module with these names of ``source``; its parent, which is there, has it as an
+    attribute."""
     present = sys.modules.get(name)
     if present is not None and not hasattr(present, "__fmha__") and not force:
-        raise ImportError(f"{name} is imported already ({getattr(present, '__file__', 'no file')}): install(force=True) "
-                          "replaces it")
+        raise ImportError(
+            f"{name} is imported already ({getattr(present, '__file__', 'no file')}): install(force=True) replaces it"
+        )
     module = types.ModuleType(name, source.__doc__)
     module.__fmha__ = source.__name__  # type: ignore[attr-defined]
     # The generation whose functions these are, for whoever compares versions.

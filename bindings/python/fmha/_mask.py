@@ -50,7 +50,9 @@ def _parse(text: str) -> Mask:
         numbers = []
     lengths = (2,) if kind == "g" else (2, 3)
     if kind not in kinds or not colon or len(numbers) not in lengths:
-        raise ValueError(f"mask: {text!r} is none of '0', 't', 'b', 't:left,right[,sink]', 'b:left,right[,sink]', 'g:y,x'")
+        raise ValueError(
+            f"mask: {text!r} is none of '0', 't', 'b', 't:left,right[,sink]', 'b:left,right[,sink]', 'g:y,x'"
+        )
     return mask(Mask(kinds[kind], *numbers))
 
 

@@ -94,8 +94,10 @@ OPTIONS = {name: 1 << at for at, name in enumerate(_options)}
 
 
 class Numbers(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_double if spelt == "float" else ctypes.c_int64)
-                for name, _, spelt in (number.partition(":") for number in _numbers)]
+    _fields_ = [
+        (name, ctypes.c_double if spelt == "float" else ctypes.c_int64)
+        for name, _, spelt in (number.partition(":") for number in _numbers)
+    ]
 
 
 class Request(ctypes.Structure):
@@ -121,14 +123,16 @@ class Request(ctypes.Structure):
         tensor = self.tensors[SLOTS[name]]
         tensor.data = data or None
         tensor.num_dims = len(sizes)
-        tensor.sizes[:len(sizes)] = sizes
-        tensor.strides[:len(sizes)] = strides
+        tensor.sizes[: len(sizes)] = sizes
+        tensor.strides[: len(sizes)] = strides
         tensor.dtype = DTYPES.get(dtype, OTHER)
         tensor.device = device
 
 
 if ctypes.sizeof(Request) != _bytes:
-    raise ImportError(f"{_path()}: a request has {_bytes} bytes there, {ctypes.sizeof(Request)} here: another version's library")
+    raise ImportError(
+        f"{_path()}: a request has {_bytes} bytes there, {ctypes.sizeof(Request)} here: another version's library"
+    )
 
 for _function in (library.fmha_py_run, library.fmha_py_explain):
     _function.argtypes = [ctypes.POINTER(Request)]

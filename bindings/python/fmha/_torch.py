@@ -1,7 +1,7 @@
 """Attention on torch's tensors: the operators ``torch.ops.fmha.*``, their fakes, and autograd outside of them.
 
-An operator is called by every path; the :class:`torch.autograd.Function` around it alone where somebody wants a gradient,
-since it costs as much as the rest of a call on the host.
+An operator is called by every path; the :class:`torch.autograd.Function` around it alone where somebody wants a
+gradient, since it costs as much as the rest of a call on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ combine_op = torch.ops.fmha.combine.default
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _DTYPES = {code: getattr(torch, name) for name, code in _native.DTYPES.items() if hasattr(torch, name)}
 _DETERMINISTIC, _WANTS_DBIAS, _WANTS_DSINK = (
-    _native.OPTIONS[name] for name in ("deterministic", "wants_dbias", "wants_dsink"))
+    _native.OPTIONS[name] for name in ("deterministic", "wants_dbias", "wants_dsink")
+)
 
 #: Where the type of O and the options are among the numbers that all operators take.
 _AT_DTYPE_O, _AT_OPTIONS = _native.NUMBERS.index("dtype_o"), _native.NUMBERS.index("options")
@@ -37,8 +38,10 @@ def _dtype_o(like: torch.Tensor, numbers: Tuple[Any, ...]) -> torch.dtype:
 
 def _o_and_lse(q: torch.Tensor, head_dim_v: Any, numbers: Tuple[Any, ...]) -> Tuple[torch.Tensor, torch.Tensor]:
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    return (q.new_empty((*q.shape[:-1], head_dim_v), dtype=_dtype_o(q, numbers)),
-            q.new_empty(shape, dtype=torch.float32))
+    return (
+        q.new_empty((*q.shape[:-1], head_dim_v), dtype=_dtype_o(q, numbers)),
+        q.new_empty(shape, dtype=torch.float32),
+    )
 
 
 # Fakes get the arguments of their operator by position, the numbers last.
@@ -73,8 +76,10 @@ def _(q, k, v, *rest):
 
 @torch.library.register_fake("fmha::combine")
 def _(o_parts, lse_parts, *numbers):
-    return (o_parts.new_empty(o_parts.shape[1:], dtype=_dtype_o(o_parts, numbers)),
-            lse_parts.new_empty(lse_parts.shape[1:]))
+    return (
+        o_parts.new_empty(o_parts.shape[1:], dtype=_dtype_o(o_parts, numbers)),
+        lse_parts.new_empty(lse_parts.shape[1:]),
+    )
 
 
 def last_is_dense(x: torch.Tensor) -> torch.Tensor:
@@ -104,21 +109,40 @@ class _Attention(torch.autograd.Function):
         if sink is not None and wants[4]:
             numbers[_AT_OPTIONS] |= _WANTS_DSINK
         dout = torch.zeros_like(o) if dout is None else last_is_dense(dout)
-        gradients = backward(dout, q, k, v, o, lse, None if dlse is None else dlse.contiguous(), bias, alibi_slopes, sink,
-                             *lengths, *numbers)
+        gradients = backward(
+            dout,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            None if dlse is None else dlse.contiguous(),
+            bias,
+            alibi_slopes,
+            sink,
+            *lengths,
+            *numbers,
+        )
         return (*(gradient if wanted else None for gradient, wanted in zip(gradients, wants)), None, None, None)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...],
-              numbers: Tuple[Any, ...]) -> Tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
+) -> Tuple[torch.Tensor, torch.Tensor]:
     """O and LSE of a bound call."""
     if torch.are_deterministic_algorithms_enabled():
         numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
     bias, sink = tensors[0], tensors[2]
     try:
         wants_grad = torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad
-            or bias is not None and bias.requires_grad or sink is not None and sink.requires_grad)
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or bias is not None
+            and bias.requires_grad
+            or sink is not None
+            and sink.requires_grad
+        )
     except AttributeError:
         # The operator says which of them is no tensor.
         wants_grad = False
@@ -142,12 +166,18 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         # A row that no part has any key of has LSE -inf throughout, and no gradient.
         o_parts, lse_parts, o, lse = ctx.saved_tensors
-        weights = torch.where(torch.isneginf(lse_parts), 0.0, torch.exp(lse_parts - lse)).transpose(-1, -2).unsqueeze(-1)
-        along = ((o_parts.float() - o.float()) * dout.float()).sum(-1, keepdim=True) + dlse.transpose(-1, -2).unsqueeze(-1)
+        weights = (
+            torch.where(torch.isneginf(lse_parts), 0.0, torch.exp(lse_parts - lse)).transpose(-1, -2).unsqueeze(-1)
+        )
+        along = ((o_parts.float() - o.float()) * dout.float()).sum(-1, keepdim=True) + dlse.transpose(-1, -2).unsqueeze(
+            -1
+        )
         return (weights * dout.float()).to(o_parts.dtype), (weights * along).squeeze(-1).transpose(-1, -2), None
 
 
-def combine(o_parts: torch.Tensor, lse_parts: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[torch.Tensor, torch.Tensor]:
+def combine(
+    o_parts: torch.Tensor, lse_parts: torch.Tensor, numbers: Tuple[Any, ...]
+) -> Tuple[torch.Tensor, torch.Tensor]:
     if isinstance(lse_parts, torch.Tensor) and lse_parts.layout is torch.strided:
         lse_parts = lse_parts.contiguous()
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (o_parts, lse_parts)):
@@ -155,14 +185,28 @@ def combine(o_parts: torch.Tensor, lse_parts: torch.Tensor, numbers: Tuple[Any, 
     return combine_op(o_parts, lse_parts, *numbers)
 
 
-def attention_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...],
-                  scale_o: Optional[torch.Tensor], o: torch.Tensor, lse: Optional[torch.Tensor],
-                  keep_mask: Optional[torch.Tensor]) -> None:
+def attention_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: Tuple[Any, ...],
+    numbers: Tuple[Any, ...],
+    scale_o: Optional[torch.Tensor],
+    o: torch.Tensor,
+    lse: Optional[torch.Tensor],
+    keep_mask: Optional[torch.Tensor],
+) -> None:
     forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers)
 
 
-def kvcache(q: torch.Tensor, k: torch.Tensor, v: Optional[torch.Tensor], cache: Tuple[Any, ...], tensors: Tuple[Any, ...],
-            numbers: Tuple[Any, ...]) -> Tuple[torch.Tensor, torch.Tensor]:
+def kvcache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: Optional[torch.Tensor],
+    cache: Tuple[Any, ...],
+    tensors: Tuple[Any, ...],
+    numbers: Tuple[Any, ...],
+) -> Tuple[torch.Tensor, torch.Tensor]:
     return kvcache_op(q, k, v, *cache, *tensors, *numbers)
 
 

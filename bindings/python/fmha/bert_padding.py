@@ -24,8 +24,9 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
     return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
 
 
-def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: Optional[torch.Tensor] = None
-                ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+def unpad_input(
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: Optional[torch.Tensor] = None
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
     """``(batch, seqlen, ...)`` and the mask of its rows, ``(batch, seqlen)``: rows ``(total, ...)``, their indices,
     ``cu_seqlens`` i32 ``(batch + 1)``, the longest sequence's rows, and rows in use i32 ``(batch)``. Rows of
     ``unused_mask`` are kept, but not in use."""

@@ -1,8 +1,8 @@
 """FlashAttention 2's functions, by name, argument order, defaults and return values.
 
-``import fmha.flash_attn as flash_attn`` is the whole change. What differs is said in each function's notes: an empty row's
-LSE is -inf here as in FlashAttention 3 (there +inf), and O is never padded by copies. What the contract does not have is
-refused by its name.
+``import fmha.flash_attn as flash_attn`` is the whole change. What differs is said in each function's notes: an empty
+row's LSE is -inf here as in FlashAttention 3 (there +inf), and O is never padded by copies. What the contract does not
+have is refused by its name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _seed(p_drop: float) -> Tuple[int, int]:
 
 
 def _s_dmask(q: torch.Tensor, k: torch.Tensor, seqlens: Tuple[int, int], **call: Any) -> torch.Tensor:
-    """FlashAttention's S_dmask for tests: 1 where an element is kept, -1 where it is dropped (its sign is what is read)."""
+    """FlashAttention's S_dmask for tests: 1 where an element is kept, -1 where it is dropped (its sign is what is
+    read)."""
     batch, heads = q.shape[0], q.shape[-2]
     keep = torch.zeros((batch, heads, *seqlens), dtype=torch.uint8, device=q.device)
     o = torch.empty((*q.shape[:-1], call["v"].shape[-1]), dtype=q.dtype, device=q.device)
@@ -34,12 +35,33 @@ def _s_dmask(q: torch.Tensor, k: torch.Tensor, seqlens: Tuple[int, int], **call:
     return keep.to(q.dtype) * 2 - 1
 
 
-def _call(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-          return_attn_probs, **lengths):
+def _call(
+    q,
+    k,
+    v,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    return_attn_probs,
+    **lengths,
+):
     dropout_p = real("dropout_p", dropout_p)
     seed, offset = _seed(dropout_p)
-    shared = dict(mask=from_window_size(window_size, causal), softmax_scale=softmax_scale, softcap=softcap,
-                  alibi_slopes=alibi_slopes, p_drop=dropout_p, seed=seed, offset=offset, deterministic=deterministic, **lengths)
+    shared = dict(
+        mask=from_window_size(window_size, causal),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        p_drop=dropout_p,
+        seed=seed,
+        offset=offset,
+        deterministic=deterministic,
+        **lengths,
+    )
     o, lse = attention(q, k, v, return_lse=True, **shared)
     if not flag("return_attn_probs", return_attn_probs):
         return o
@@ -50,37 +72,79 @@ def _call(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi
     return o, lse, probs
 
 
-def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
-                    softmax_scale: Optional[float] = None, causal: bool = False,
-                    window_size: Tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                    alibi_slopes: Optional[torch.Tensor] = None, deterministic: bool = False,
-                    return_attn_probs: bool = False):
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
     """Q ``(batch, seqlen_q, nheads, headdim)``, K and V ``(batch, seqlen_k, nheads_k, headdim)``.
 
-    Causal and windows are bottom-right: with ``(left, right)`` query i sees keys from ``i + seqlen_k - seqlen_q - left``
-    to ``i + seqlen_k - seqlen_q + right``, both included. With ``return_attn_probs``: ``(out, lse, S_dmask)``.
+    Causal and windows are bottom-right: with ``(left, right)`` query i sees keys from ``i + seqlen_k - seqlen_q -
+    left`` to ``i + seqlen_k - seqlen_q + right``, both included. With ``return_attn_probs``: ``(out, lse, S_dmask)``.
     """
-    return _call(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                 return_attn_probs)
+    return _call(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
 
 
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: Optional[float] = None,
-                              causal: bool = False, window_size: Tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                              alibi_slopes: Optional[torch.Tensor] = None, deterministic: bool = False,
-                              return_attn_probs: bool = False):
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
     """QKV ``(batch, seqlen, 3, nheads, headdim)``; read where it lies."""
-    return flash_attn_func(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-                           deterministic, return_attn_probs)
+    return flash_attn_func(
+        *qkv.unbind(2),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
 
 
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0,
-                             softmax_scale: Optional[float] = None, causal: bool = False,
-                             window_size: Tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                             alibi_slopes: Optional[torch.Tensor] = None, deterministic: bool = False,
-                             return_attn_probs: bool = False):
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
     """Q ``(batch, seqlen_q, nheads, headdim)``, KV ``(batch, seqlen_k, 2, nheads_k, headdim)``."""
-    return flash_attn_func(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-                           deterministic, return_attn_probs)
+    return flash_attn_func(
+        q,
+        *kv.unbind(2),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
 
 
 def integer(name: str, value: Union[int, torch.Tensor]) -> int:
@@ -92,44 +156,115 @@ def integer(name: str, value: Union[int, torch.Tensor]) -> int:
     return value
 
 
-def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-                           cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-                           softmax_scale: Optional[float] = None, causal: bool = False,
-                           window_size: Tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                           alibi_slopes: Optional[torch.Tensor] = None, deterministic: bool = False,
-                           return_attn_probs: bool = False, block_table: Optional[torch.Tensor] = None):
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Optional[torch.Tensor] = None,
+):
     """Packed: Q ``(total_q, nheads, headdim)``, K and V ``(total_k, nheads_k, headdim)``; with ``block_table``, K and V
     are pages ``(num_blocks, page_block_size, nheads_k, headdim)``, and the lengths follow from ``cu_seqlens_k``."""
-    lengths = dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=integer("max_seqlen_q", max_seqlen_q),
-                   max_seqlen_k=integer("max_seqlen_k", max_seqlen_k))
+    lengths = dict(
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=integer("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=integer("max_seqlen_k", max_seqlen_k),
+    )
     if block_table is None:
         lengths["cu_seqlens_k"] = cu_seqlens_k
     else:
         lengths.update(block_table=block_table, seqused_k=cu_seqlens_k.diff().to(torch.int32))
-    return _call(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                 return_attn_probs, **lengths)
+    return _call(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **lengths,
+    )
 
 
-def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = 0.0,
-                                     softmax_scale: Optional[float] = None, causal: bool = False,
-                                     window_size: Tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                                     alibi_slopes: Optional[torch.Tensor] = None, deterministic: bool = False,
-                                     return_attn_probs: bool = False):
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
     """QKV ``(total, 3, nheads, headdim)``."""
-    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-                                  causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(
+        *qkv.unbind(1),
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
 
 
-def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-                                    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int,
-                                    dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
-                                    window_size: Tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                                    alibi_slopes: Optional[torch.Tensor] = None, deterministic: bool = False,
-                                    return_attn_probs: bool = False):
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
     """Q ``(total_q, nheads, headdim)``, KV ``(total_k, 2, nheads_k, headdim)``."""
-    return flash_attn_varlen_func(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                                  softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                                  return_attn_probs)
+    return flash_attn_varlen_func(
+        q,
+        *kv.unbind(1),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
 
 
 def num_sequences(q: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor]) -> int:
@@ -141,11 +276,23 @@ def num_sequences(q: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor]) -> int:
     return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
 
 
-def over_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Optional[torch.Tensor],
-               v: Optional[torch.Tensor], *, batch: int, cache_seqlens: Union[int, torch.Tensor, None],
-               cache_batch_idx: Optional[torch.Tensor], cache_leftpad: Optional[torch.Tensor],
-               block_table: Optional[torch.Tensor], rotary_cos: Optional[torch.Tensor], rotary_sin: Optional[torch.Tensor],
-               num_splits: int, **call: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+def over_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: Optional[torch.Tensor],
+    v: Optional[torch.Tensor],
+    *,
+    batch: int,
+    cache_seqlens: Union[int, torch.Tensor, None],
+    cache_batch_idx: Optional[torch.Tensor],
+    cache_leftpad: Optional[torch.Tensor],
+    block_table: Optional[torch.Tensor],
+    rotary_cos: Optional[torch.Tensor],
+    rotary_sin: Optional[torch.Tensor],
+    num_splits: int,
+    **call: Any,
+) -> Tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's ways to say where a sequence's cache lies, as this library has them."""
     if isinstance(cache_seqlens, int):
         if not 0 <= cache_seqlens < 1 << 31:
@@ -171,27 +318,66 @@ def over_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k:
     if k is None:
         # As there: without new rows nothing turns.
         rotary_cos = rotary_sin = None
-    return attention_with_kvcache(q, k_cache, v_cache, k, v, seqused_k=cache_seqlens, block_table=block_table,
-                                  rotary_cos=rotary_cos, rotary_sin=rotary_sin, batch_invariant=num_splits == 1,
-                                  return_lse=True, **call)
+    return attention_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        seqused_k=cache_seqlens,
+        block_table=block_table,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        batch_invariant=num_splits == 1,
+        return_lse=True,
+        **call,
+    )
 
 
-def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                            k: Optional[torch.Tensor] = None, v: Optional[torch.Tensor] = None,
-                            rotary_cos: Optional[torch.Tensor] = None, rotary_sin: Optional[torch.Tensor] = None,
-                            cache_seqlens: Union[int, torch.Tensor, None] = None,
-                            cache_batch_idx: Optional[torch.Tensor] = None, cache_leftpad: Optional[torch.Tensor] = None,
-                            block_table: Optional[torch.Tensor] = None, softmax_scale: Optional[float] = None,
-                            causal: bool = False, window_size: Tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                            rotary_interleaved: bool = True, alibi_slopes: Optional[torch.Tensor] = None,
-                            num_splits: int = 0, return_softmax_lse: bool = False):
-    """Attention over a cache that ``k`` and ``v`` are written to first, in place. ``num_splits`` 1 asks for results that
-    do not depend on the batch; any other number is the kernel's own choice. With ``return_softmax_lse``: ``(out, lse)``."""
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: Optional[torch.Tensor] = None,
+    v: Optional[torch.Tensor] = None,
+    rotary_cos: Optional[torch.Tensor] = None,
+    rotary_sin: Optional[torch.Tensor] = None,
+    cache_seqlens: Union[int, torch.Tensor, None] = None,
+    cache_batch_idx: Optional[torch.Tensor] = None,
+    cache_leftpad: Optional[torch.Tensor] = None,
+    block_table: Optional[torch.Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+):
+    """Attention over a cache that ``k`` and ``v`` are written to first, in place. ``num_splits`` 1 asks for results
+    that do not depend on the batch; any other number is the kernel's own choice. With ``return_softmax_lse``: ``(out,
+    lse)``."""
     o, lse = over_cache(
-        q, k_cache, v_cache, k, v, batch=num_sequences(q, None), cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, block_table=block_table, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        num_splits=num_splits, mask=from_window_size(window_size, causal), softmax_scale=softmax_scale, softcap=softcap,
-        rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes)
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        batch=num_sequences(q, None),
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        num_splits=num_splits,
+        mask=from_window_size(window_size, causal),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        rotary_interleaved=rotary_interleaved,
+        alibi_slopes=alibi_slopes,
+    )
     return (o, lse) if flag("return_softmax_lse", return_softmax_lse) else o
 
 

@@ -7,8 +7,8 @@ Opt-in::
     fmha.sdpa.deactivate()
 
 On Hopper and Blackwell torch asks cuDNN before its flash kernel: :func:`activate` says so, and
-``torch.backends.cuda.enable_cudnn_sdp(False)`` ends it. ``torch.nn.attention.activate_flash_attention_impl("fmha")`` does
-what :func:`activate` does, once this module is imported.
+``torch.backends.cuda.enable_cudnn_sdp(False)`` ends it. ``torch.nn.attention.activate_flash_attention_impl("fmha")``
+does what :func:`activate` does, once this module is imported.
 """
 
 from __future__ import annotations
@@ -51,22 +51,63 @@ def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debu
     o = _o_like(query, value.shape[-1])
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     # Here torch's causal is top-left; it takes a flash kernel for it only where both are equally long.
-    attention_out(*_dense(o, query, key, value), lse=lse, mask="t" if is_causal else None, softmax_scale=scale,
-                  p_drop=dropout_p, seed=int(seed))
-    return (o, lse, None, None, query.shape[2], key.shape[2], seed, torch.zeros((), dtype=torch.int64),
-            query.new_empty(0))
+    attention_out(
+        *_dense(o, query, key, value),
+        lse=lse,
+        mask="t" if is_causal else None,
+        softmax_scale=scale,
+        p_drop=dropout_p,
+        seed=int(seed),
+    )
+    return (
+        o,
+        lse,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        seed,
+        torch.zeros((), dtype=torch.int64),
+        query.new_empty(0),
+    )
 
 
-def _backward(dout, q, k, v, o, lse, lengths: Tuple[Any, ...], seed: torch.Tensor, **call: Any) -> Tuple[torch.Tensor, ...]:
-    _, numbers = _arguments.bind(seed=int(seed) if call["p_drop"] else 0, **call,
-                                 deterministic=torch.are_deterministic_algorithms_enabled())
+def _backward(
+    dout, q, k, v, o, lse, lengths: Tuple[Any, ...], seed: torch.Tensor, **call: Any
+) -> Tuple[torch.Tensor, ...]:
+    _, numbers = _arguments.bind(
+        seed=int(seed) if call["p_drop"] else 0, **call, deterministic=torch.are_deterministic_algorithms_enabled()
+    )
     return _torch.backward(_torch.last_is_dense(dout), q, k, v, o, lse, None, None, None, None, *lengths, *numbers)[:3]
 
 
-def _sdpa_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-                   philox_seed, philox_offset, *, scale=None):
-    gradients = _backward(*_dense(grad_out, query, key, value, out), logsumexp, (None,) * 4, philox_seed,
-                          mask="t" if is_causal else None, softmax_scale=scale, p_drop=dropout_p)
+def _sdpa_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    philox_seed,
+    philox_offset,
+    *,
+    scale=None,
+):
+    gradients = _backward(
+        *_dense(grad_out, query, key, value, out),
+        logsumexp,
+        (None,) * 4,
+        philox_seed,
+        mask="t" if is_causal else None,
+        softmax_scale=scale,
+        p_drop=dropout_p,
+    )
     return _dense(*gradients)
 
 
@@ -82,36 +123,97 @@ def _lengths(cum_seq_q, cum_seq_k, max_q, max_k) -> dict:
     return dict(cu_seqlens_q=cum_seq_q, max_seqlen_q=int(max_q), cu_seqlens_k=cum_seq_k, max_seqlen_k=int(max_k))
 
 
-def _flash_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
-                   scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
-                   block_table=None, num_splits=None):
+def _flash_forward(
+    query,
+    key,
+    value,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    seqused_k=None,
+    alibi_slopes=None,
+    block_table=None,
+    num_splits=None,
+):
     """Rows first: ``(b, s, h, d)`` or packed; causal and windows are bottom-right, as FlashAttention's."""
     seed = _seed(dropout_p)
     packed = query.dim() == 3
-    lse = query.new_empty((query.shape[1], query.shape[0]) if packed else (query.shape[0], query.shape[2], query.shape[1]),
-                          dtype=torch.float32)
+    lse = query.new_empty(
+        (query.shape[1], query.shape[0]) if packed else (query.shape[0], query.shape[2], query.shape[1]),
+        dtype=torch.float32,
+    )
     o = _o_like(query, value.shape[-1])
     call = _lengths(cum_seq_q, None if block_table is not None else cum_seq_k, max_q, max_k)
     if block_table is not None:
         call["max_seqlen_k"] = 0
         if seqused_k is None:
             seqused_k = cum_seq_k.diff().to(torch.int32)
-    attention_out(o, query, key, value, lse=lse, mask=_window(window_size_left, window_size_right, is_causal),
-                  softmax_scale=scale, p_drop=dropout_p, seed=int(seed), seqused_k=seqused_k, alibi_slopes=alibi_slopes,
-                  block_table=block_table, batch_invariant=num_splits == 1, **call)
+    attention_out(
+        o,
+        query,
+        key,
+        value,
+        lse=lse,
+        mask=_window(window_size_left, window_size_right, is_causal),
+        softmax_scale=scale,
+        p_drop=dropout_p,
+        seed=int(seed),
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        batch_invariant=num_splits == 1,
+        **call,
+    )
     state = torch.stack([seed, torch.zeros_like(seed)])
     return o, lse, state, torch.zeros((), dtype=torch.int64), query.new_empty(0)
 
 
-def _flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-                    rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None):
+def _flash_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
     # The schema always has the offsets: dense calls hand over empty ones.
     packed = query.dim() == 3
     call = _lengths(cum_seq_q, cum_seq_k, max_q, max_k) if packed else {}
     lengths = (call.pop("cu_seqlens_q", None), call.pop("cu_seqlens_k", None), None, None)
-    return _backward(grad_out, query, key, value, out, logsumexp, lengths, rng_state.flatten()[0],
-                     mask=_window(window_size_left, window_size_right, is_causal), softmax_scale=scale, p_drop=dropout_p,
-                     **call)
+    return _backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        lengths,
+        rng_state.flatten()[0],
+        mask=_window(window_size_left, window_size_right, is_causal),
+        softmax_scale=scale,
+        p_drop=dropout_p,
+        **call,
+    )
 
 
 _KERNELS = {
@@ -140,9 +242,16 @@ class _Handle:
 
 
 def _register() -> _Handle:
-    if torch.cuda.is_available() and torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability()[0] >= 9:
-        warnings.warn("torch asks cuDNN before its flash kernel on this device: torch.backends.cuda.enable_cudnn_sdp(False) "
-                      "lets fmha serve", stacklevel=3)
+    if (
+        torch.cuda.is_available()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and torch.cuda.get_device_capability()[0] >= 9
+    ):
+        warnings.warn(
+            "torch asks cuDNN before its flash kernel on this device: torch.backends.cuda.enable_cudnn_sdp(False) "
+            "lets fmha serve",
+            stacklevel=3,
+        )
     return _Handle(_WHERE)
 
 

@@ -1,4 +1,5 @@
-"""What the tests share: seeds, the device (``FMHA_TEST_DEVICE``, the CPU by default), and a report that names what is absent.
+"""What the tests share: seeds, the device (``FMHA_TEST_DEVICE``, the CPU by default), and a report that names what is
+absent.
 
 NumPy's tests run without torch; the others are reported absent then.
 """
@@ -18,7 +19,9 @@ try:
     import torch
 except ImportError:
     torch = None
-    collect_ignore = sorted(path.name for path in HERE.glob("test_*.py") if path.name not in ("test_numpy.py", "test_wheel.py"))
+    collect_ignore = sorted(
+        path.name for path in HERE.glob("test_*.py") if path.name not in ("test_numpy.py", "test_wheel.py")
+    )
     ABSENT.append(f"{len(collect_ignore)} files of torch's tests: torch is not installed")
 else:
     DEVICE = os.environ.get("FMHA_TEST_DEVICE", "cpu")
@@ -44,4 +47,5 @@ def pytest_terminal_summary(terminalreporter):
     failed = count["failed"] + count["error"]
     verdict = "FAILED" if failed else "ok"
     terminalreporter.write_line(
-        f"test result: {verdict}. {count['passed']} passed; {failed} failed; {count['skipped']} ignored")
+        f"test result: {verdict}. {count['passed']} passed; {failed} failed; {count['skipped']} ignored"
+    )

@@ -29,8 +29,19 @@ def visible(mask, seqlen_q, seqlen_k):
     return (below | (j < sink_columns)) & above
 
 
-def attention(q, k, v, mask=(0, -1, -1, 0), softmax_scale=None, softcap=None, bias=None, alibi_slopes=None, sink=None,
-              keep=None, p_drop=0.0):
+def attention(
+    q,
+    k,
+    v,
+    mask=(0, -1, -1, 0),
+    softmax_scale=None,
+    softcap=None,
+    bias=None,
+    alibi_slopes=None,
+    sink=None,
+    keep=None,
+    p_drop=0.0,
+):
     """Q [b, s, h, d], any type; O [b, s, h, dv] and LSE [b, h, s] in float64, differentiable."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[2] // k.shape[2]
@@ -56,7 +67,11 @@ def attention(q, k, v, mask=(0, -1, -1, 0), softmax_scale=None, softcap=None, bi
         lse = s.new_full(s.shape[:-1], -math.inf)
     else:
         lse = torch.logsumexp(whole, -1)
-    p = torch.where(torch.isneginf(s), torch.zeros((), dtype=s.dtype), torch.exp(s - lse.masked_fill(torch.isneginf(lse), 0).unsqueeze(-1)))
+    p = torch.where(
+        torch.isneginf(s),
+        torch.zeros((), dtype=s.dtype),
+        torch.exp(s - lse.masked_fill(torch.isneginf(lse), 0).unsqueeze(-1)),
+    )
     if keep is not None:
         p = p * keep.double() / (1 - p_drop)
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
@@ -70,6 +85,7 @@ def tolerance(dtype, gradients=False):
 
 def tensors(b=2, sq=7, sk=11, hq=4, hk=2, d=16, dv=None, dtype=torch.float32, grad=False):
     """Q, K and V."""
+
     def make(*shape):
         return torch.randn(*shape).to(dtype).requires_grad_(grad)
 
@@ -95,7 +111,10 @@ def close(given, wanted, bound):
 
 def run_python(*words):
     """A program, or a file and its arguments, in an interpreter of its own; what it printed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(__file__).parent)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(__file__).parent)]),
+    }
     command = [sys.executable, *(words if words[0].endswith(".py") or words[0] == "-m" else ("-c", *words))]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, f"ended with {ran.returncode}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"

@@ -12,7 +12,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MASKS = [None, "causal", "t", "b:3,0", "b:2,1", "t:4,-1", "g:3,5", "b:2,0,2"]
 
 
-
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masks_and_types(mask, dtype):
@@ -23,11 +22,22 @@ def test_masks_and_types(mask, dtype):
     close(lse, wanted_lse, 1e-4 if dtype == torch.float32 else 3e-2)
 
 
-@pytest.mark.parametrize("change", [
-    dict(softmax_scale=0.0), dict(softmax_scale=-0.3), dict(softcap=2.0), dict(bias=(2, 4)), dict(bias=(1, 4)),
-    dict(bias=(1, 1)), dict(alibi=(4,)), dict(alibi=(2, 4)), dict(sink=True),
-    dict(sink=True, softcap=3.0, bias=(1, 1), mask="causal"),
-], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(softmax_scale=0.0),
+        dict(softmax_scale=-0.3),
+        dict(softcap=2.0),
+        dict(bias=(2, 4)),
+        dict(bias=(1, 4)),
+        dict(bias=(1, 1)),
+        dict(alibi=(4,)),
+        dict(alibi=(2, 4)),
+        dict(sink=True),
+        dict(sink=True, softcap=3.0, bias=(1, 1), mask="causal"),
+    ],
+    ids=str,
+)
 def test_modifiers_and_their_gradients(change):
     q, k, v = tensors(grad=True)
     reference = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -78,8 +88,9 @@ def test_packed_sequences_with_empty_ones(mask):
     lengths_q, lengths_k = [3, 0, 5, 2], [4, 6, 0, 2]
     q, k, v, cu_q, cu_k = packed(lengths_q, lengths_k)
     q.requires_grad_()
-    o, lse = fmha.attention(q, k, v, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5, max_seqlen_k=6,
-                            return_lse=True)
+    o, lse = fmha.attention(
+        q, k, v, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5, max_seqlen_k=6, return_lse=True
+    )
     assert lse.shape == (4, 10)
     for b in range(4):
         rows_q, rows_k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
@@ -95,8 +106,8 @@ def test_rows_in_use_and_any_strides():
     used = torch.tensor([5, 11], dtype=torch.int32)
     o = fmha.attention(q, k, v, seqused_k=used)
     for b in range(2):
-        wanted, _ = by_definition(q[b:b + 1], k[b:b + 1, :used[b]], v[b:b + 1, :used[b]])
-        close(o[b:b + 1], wanted, 4e-6)
+        wanted, _ = by_definition(q[b : b + 1], k[b : b + 1, : used[b]], v[b : b + 1, : used[b]])
+        close(o[b : b + 1], wanted, 4e-6)
 
 
 def test_dropout_repeats_and_has_the_gradient_of_its_own_mask():
@@ -111,7 +122,9 @@ def test_dropout_repeats_and_has_the_gradient_of_its_own_mask():
     wanted, _ = by_definition(q, k, v, keep=keep, p_drop=0.4)
     close(o.detach(), wanted.detach(), 8e-6)
     dout = torch.randn_like(o)
-    for got, want in zip(torch.autograd.grad(o, (q, k, v), dout), torch.autograd.grad(wanted, (q, k, v), dout.double())):
+    for got, want in zip(
+        torch.autograd.grad(o, (q, k, v), dout), torch.autograd.grad(wanted, (q, k, v), dout.double())
+    ):
         close(got, want.double(), 4e-5)
 
 
@@ -121,7 +134,10 @@ def test_fp8_with_descales(dtype):
     scales = [torch.rand(2, 2) + 0.5 for _ in range(3)]
     o = fmha.attention(q, k, v, descale_q=scales[0], descale_k=scales[1], descale_v=scales[2])
     assert o.dtype == torch.bfloat16
-    wide = [x.double() * s.double().repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None] for x, s in zip((q, k, v), scales)]
+    wide = [
+        x.double() * s.double().repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]
+        for x, s in zip((q, k, v), scales)
+    ]
     wanted, _ = by_definition(*wide)
     close(o, wanted, 0.15)
 
@@ -136,19 +152,24 @@ def test_a_paged_cache_with_new_rows_and_rotary():
     cos, sin = angles.cos(), angles.sin()
 
     def turn(x, position):
-        a, b = x[..., : d // 2], x[..., d // 2:]
+        a, b = x[..., : d // 2], x[..., d // 2 :]
         c, s = cos[position], sin[position]
         return torch.cat([a * c - b * s, a * s + b * c], -1)
 
     wanted = []
     for b in range(2):
-        rows = torch.cat([k_cache[table[b]].reshape(-1, hk, d)[: used[b]],
-                          torch.stack([turn(k_new[b, i], used[b] + i) for i in range(2)])])
+        rows = torch.cat(
+            [
+                k_cache[table[b]].reshape(-1, hk, d)[: used[b]],
+                torch.stack([turn(k_new[b, i], used[b] + i) for i in range(2)]),
+            ]
+        )
         values = torch.cat([v_cache[table[b]].reshape(-1, hk, d)[: used[b]], v_new[b]])
         turned = torch.stack([turn(q[b, i], used[b] + i) for i in range(2)])
         wanted.append(by_definition(turned[None], rows[None], values[None], mask=fmha.CAUSAL)[0])
-    o = fmha.attention_with_kvcache(q, k_cache, v_cache, k_new, v_new, seqused_k=used, block_table=table, rotary_cos=cos,
-                                    rotary_sin=sin)
+    o = fmha.attention_with_kvcache(
+        q, k_cache, v_cache, k_new, v_new, seqused_k=used, block_table=table, rotary_cos=cos, rotary_sin=sin
+    )
     close(o, torch.cat(wanted), 2e-5)
     row = used[0] // size, used[0] % size
     assert torch.allclose(v_cache[table[0, row[0]], row[1]], v_new[0, 0])
@@ -173,25 +194,43 @@ def test_explain_names_the_kernel():
     assert "promises" in gradients and gradients != text
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda q, k, v: fmha.attention(q, k[:, :, :1].expand(-1, -1, 3, -1), v[:, :, :1].expand(-1, -1, 3, -1)), "num_heads_q 4"),
-    (lambda q, k, v: fmha.attention(q, k[:1], v), "k has batch 1"),
-    (lambda q, k, v: fmha.attention(q, k, v[:, :5]), "v has shape"),
-    (lambda q, k, v: fmha.attention(q.double(), k, v), "q is of"),
-    (lambda q, k, v: fmha.attention(q, k.half(), v), "k is of float16"),
-    (lambda q, k, v: fmha.attention(q[0, 0, 0], k, v), "q has 1 axes"),
-    (lambda q, k, v: fmha.attention(q, k, v, bias=torch.zeros(3, 4, 7, 11)), "bias has shape"),
-    (lambda q, k, v: fmha.attention(q, k, v, sink=torch.zeros(3)), "sink has shape"),
-    (lambda q, k, v: fmha.attention(q, k, v, p_drop=1.0), "p_drop 1"),
-    (lambda q, k, v: fmha.attention(q, k, v, softcap=-1.0), "softcap -1"),
-    (lambda q, k, v: fmha.attention(q, k, v, softmax_scale=math.inf), "softmax_scale inf"),
-    (lambda q, k, v: fmha.attention(q, k, v, mask="b:-2,0"), "left -2"),
-    (lambda q, k, v: fmha.attention(q, k, v, mask="x"), "mask"),
-    (lambda q, k, v: fmha.attention(q, k, v, accuracy="best"), "accuracy"),
-    (lambda q, k, v: fmha.attention(q, k, v, cu_seqlens_q=torch.tensor([0, 7, 14], dtype=torch.int32)), "q has 4 axes"),
-    (lambda q, k, v: fmha.attention(q, k, v, seqused_k=torch.tensor([5, 12], dtype=torch.int64)), "seqused_k is of"),
-    (lambda q, k, v: fmha.attention(q, k, v, seqused_k=torch.tensor([5, 99], dtype=torch.int32), check_lengths=True), "seqused_k"),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (
+            lambda q, k, v: fmha.attention(q, k[:, :, :1].expand(-1, -1, 3, -1), v[:, :, :1].expand(-1, -1, 3, -1)),
+            "num_heads_q 4",
+        ),
+        (lambda q, k, v: fmha.attention(q, k[:1], v), "k has batch 1"),
+        (lambda q, k, v: fmha.attention(q, k, v[:, :5]), "v has shape"),
+        (lambda q, k, v: fmha.attention(q.double(), k, v), "q is of"),
+        (lambda q, k, v: fmha.attention(q, k.half(), v), "k is of float16"),
+        (lambda q, k, v: fmha.attention(q[0, 0, 0], k, v), "q has 1 axes"),
+        (lambda q, k, v: fmha.attention(q, k, v, bias=torch.zeros(3, 4, 7, 11)), "bias has shape"),
+        (lambda q, k, v: fmha.attention(q, k, v, sink=torch.zeros(3)), "sink has shape"),
+        (lambda q, k, v: fmha.attention(q, k, v, p_drop=1.0), "p_drop 1"),
+        (lambda q, k, v: fmha.attention(q, k, v, softcap=-1.0), "softcap -1"),
+        (lambda q, k, v: fmha.attention(q, k, v, softmax_scale=math.inf), "softmax_scale inf"),
+        (lambda q, k, v: fmha.attention(q, k, v, mask="b:-2,0"), "left -2"),
+        (lambda q, k, v: fmha.attention(q, k, v, mask="x"), "mask"),
+        (lambda q, k, v: fmha.attention(q, k, v, accuracy="best"), "accuracy"),
+        (
+            lambda q, k, v: fmha.attention(q, k, v, cu_seqlens_q=torch.tensor([0, 7, 14], dtype=torch.int32)),
+            "q has 4 axes",
+        ),
+        (
+            lambda q, k, v: fmha.attention(q, k, v, seqused_k=torch.tensor([5, 12], dtype=torch.int64)),
+            "seqused_k is of",
+        ),
+        (
+            lambda q, k, v: fmha.attention(
+                q, k, v, seqused_k=torch.tensor([5, 99], dtype=torch.int32), check_lengths=True
+            ),
+            "seqused_k",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_wrong_calls_are_refused_by_argument_and_number(call, words):
     with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
         call(*tensors())

@@ -72,8 +72,8 @@ def test_a_graph_replays_with_other_lengths():
         graph.replay()
         torch.cuda.synchronize()
         for b in range(2):
-            wanted, _ = by_definition(q[b:b + 1], k[b:b + 1, :pair[b]], v[b:b + 1, :pair[b]])
-            close(o[b:b + 1], wanted, tolerance(BF16))
+            wanted, _ = by_definition(q[b : b + 1], k[b : b + 1, : pair[b]], v[b : b + 1, : pair[b]])
+            close(o[b : b + 1], wanted, tolerance(BF16))
 
 
 def test_a_training_step_in_a_graph_has_the_same_gradients():

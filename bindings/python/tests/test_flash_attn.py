@@ -10,11 +10,15 @@ import fmha
 from fmha import bert_padding, flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
 from reference import attention as by_definition, close, offsets, run_python, tensors, tolerance
 
-TAIL2 = ("dropout_p=0.0 softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 alibi_slopes=None "
-         "deterministic=False return_attn_probs=False")
+TAIL2 = (
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 alibi_slopes=None "
+    "deterministic=False return_attn_probs=False"
+)
 VARLEN = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
-TAIL3 = ("softmax_scale=None causal=False qv=None q_descale=None k_descale=None v_descale=None window_size=(-1, -1) "
-         "attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False")
+TAIL3 = (
+    "softmax_scale=None causal=False qv=None q_descale=None k_descale=None v_descale=None window_size=(-1, -1) "
+    "attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False"
+)
 SIGNATURES = {
     fa2.flash_attn_func: f"q k v {TAIL2}",
     fa2.flash_attn_qkvpacked_func: f"qkv {TAIL2}",
@@ -22,42 +26,44 @@ SIGNATURES = {
     fa2.flash_attn_varlen_func: f"{VARLEN} {TAIL2} block_table=None",
     fa2.flash_attn_varlen_qkvpacked_func: f"qkv cu_seqlens max_seqlen {TAIL2}",
     fa2.flash_attn_varlen_kvpacked_func: f"q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k {TAIL2}",
-    fa2.flash_attn_with_kvcache:
-        "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None "
-        "cache_leftpad=None block_table=None softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 "
-        "rotary_interleaved=True alibi_slopes=None num_splits=0 return_softmax_lse=False",
+    fa2.flash_attn_with_kvcache: "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None "
+    "cache_batch_idx=None "
+    "cache_leftpad=None block_table=None softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 "
+    "rotary_interleaved=True alibi_slopes=None num_splits=0 return_softmax_lse=False",
     fa3.flash_attn_func: f"q k v {TAIL3}",
-    fa3.flash_attn_qkvpacked_func:
-        "qkv softmax_scale=None causal=False q_descale=None k_descale=None v_descale=None window_size=(-1, -1) "
-        "attention_chunk=0 softcap=0.0 deterministic=False num_heads_q=None sm_margin=0 return_attn_probs=False",
+    fa3.flash_attn_qkvpacked_func: "qkv softmax_scale=None causal=False q_descale=None k_descale=None v_descale=None "
+    "window_size=(-1, -1) "
+    "attention_chunk=0 softcap=0.0 deterministic=False num_heads_q=None sm_margin=0 return_attn_probs=False",
     fa3.flash_attn_varlen_func: f"{VARLEN} seqused_q=None seqused_k=None {TAIL3}",
-    fa3.flash_attn_with_kvcache:
-        "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None "
-        "cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
-        "q_descale=None k_descale=None v_descale=None softmax_scale=None causal=False window_size=(-1, -1) "
-        "attention_chunk=0 softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None "
-        "sm_margin=0 return_softmax_lse=False",
+    fa3.flash_attn_with_kvcache: "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None "
+    "cache_seqlens=None cache_batch_idx=None "
+    "cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
+    "q_descale=None k_descale=None v_descale=None softmax_scale=None causal=False window_size=(-1, -1) "
+    "attention_chunk=0 softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None "
+    "sm_margin=0 return_softmax_lse=False",
     fa3.flash_attn_combine: "out_partial lse_partial out=None out_dtype=None",
-    fa4.flash_attn_func:
-        "q k v qv=None gather_kv_indices=None softmax_scale=None causal=False window_size=(None, None) "
-        "learnable_sink=None softcap=0.0 num_splits=1 pack_gqa=None deterministic=False score_mod=None score_mod_bwd=None "
-        "mask_mod=None aux_tensors=None aux_scalars=None block_sparse_tensors=None block_sparse_tensors_bwd=None "
-        "return_lse=False",
-    fa4.flash_attn_varlen_func:
-        "q k v qv=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None max_seqlen_k=None min_seqlen_k=None "
-        "seqused_q=None seqused_k=None gather_kv_indices=None page_table=None softmax_scale=None causal=False "
-        "window_size=(None, None) learnable_sink=None softcap=0.0 num_splits=1 pack_gqa=None deterministic=False "
-        "score_mod=None score_mod_bwd=None mask_mod=None aux_tensors=None aux_scalars=None return_lse=False "
-        "scheduler_metadata=None seqlen_k_per_split=None disable_scheduler_metadata=False",
-    fa4.flash_attn_combine:
-        "out_partial lse_partial out=None out_dtype=None cu_seqlens=None seqused=None virtual_batch_idx=None "
-        "return_lse=True",
+    fa4.flash_attn_func: "q k v qv=None gather_kv_indices=None softmax_scale=None causal=False window_size=(None, "
+    "None) "
+    "learnable_sink=None softcap=0.0 num_splits=1 pack_gqa=None deterministic=False score_mod=None score_mod_bwd=None "
+    "mask_mod=None aux_tensors=None aux_scalars=None block_sparse_tensors=None block_sparse_tensors_bwd=None "
+    "return_lse=False",
+    fa4.flash_attn_varlen_func: "q k v qv=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None max_seqlen_k=None "
+    "min_seqlen_k=None "
+    "seqused_q=None seqused_k=None gather_kv_indices=None page_table=None softmax_scale=None causal=False "
+    "window_size=(None, None) learnable_sink=None softcap=0.0 num_splits=1 pack_gqa=None deterministic=False "
+    "score_mod=None score_mod_bwd=None mask_mod=None aux_tensors=None aux_scalars=None return_lse=False "
+    "scheduler_metadata=None seqlen_k_per_split=None disable_scheduler_metadata=False",
+    fa4.flash_attn_combine: "out_partial lse_partial out=None out_dtype=None cu_seqlens=None seqused=None "
+    "virtual_batch_idx=None "
+    "return_lse=True",
 }
 
 
 def spelt(function):
-    return " ".join(name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
-                    for name, parameter in inspect.signature(function).parameters.items())
+    return " ".join(
+        name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
+        for name, parameter in inspect.signature(function).parameters.items()
+    )
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f"{f.__module__}.{f.__name__}")
@@ -88,15 +94,26 @@ def test_what_each_generation_returns():
     assert len(fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, return_softmax_lse=True)) == 4
 
 
-@pytest.mark.parametrize("call", [
-    lambda q, k, v, **o: fa2.flash_attn_func(q, k, v, **o),
-    lambda q, k, v, **o: fa3.flash_attn_func(q, k, v, **o),
-    lambda q, k, v, **o: fa4.flash_attn_func(q, k, v, **o)[0],
-], ids=["2", "3", "4"])
-@pytest.mark.parametrize("option, mask", [
-    (dict(), None), (dict(causal=True), "b:-1,0"), (dict(window_size=(3, 0)), "b:3,0"),
-    (dict(window_size=(2, 1)), "b:2,1"), (dict(causal=True, window_size=(3, 5)), "b:3,0"),
-], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v, **o: fa2.flash_attn_func(q, k, v, **o),
+        lambda q, k, v, **o: fa3.flash_attn_func(q, k, v, **o),
+        lambda q, k, v, **o: fa4.flash_attn_func(q, k, v, **o)[0],
+    ],
+    ids=["2", "3", "4"],
+)
+@pytest.mark.parametrize(
+    "option, mask",
+    [
+        (dict(), None),
+        (dict(causal=True), "b:-1,0"),
+        (dict(window_size=(3, 0)), "b:3,0"),
+        (dict(window_size=(2, 1)), "b:2,1"),
+        (dict(causal=True, window_size=(3, 5)), "b:3,0"),
+    ],
+    ids=str,
+)
 def test_causal_and_windows_are_bottom_right_and_inclusive(call, option, mask):
     q, k, v = tensors()
     close(call(q, k, v, **option), by_definition(q, k, v, mask=fmha.mask(mask))[0], tolerance(q.dtype))
@@ -151,9 +168,14 @@ def test_varlen_of_each_generation():
     q, k, v = torch.randn(8, 4, 16), torch.randn(15, 2, 16), torch.randn(15, 2, 16)
     out = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, causal=True)
     for b in (0, 2):
-        wanted, _ = by_definition(*(x[None, lo:hi] for x, lo, hi in (
-            (q, cu_q[b], cu_q[b + 1]), (k, cu_k[b], cu_k[b + 1]), (v, cu_k[b], cu_k[b + 1]))), mask=fmha.CAUSAL)
-        close(out[cu_q[b]:cu_q[b + 1]], wanted[0], tolerance(q.dtype))
+        wanted, _ = by_definition(
+            *(
+                x[None, lo:hi]
+                for x, lo, hi in ((q, cu_q[b], cu_q[b + 1]), (k, cu_k[b], cu_k[b + 1]), (v, cu_k[b], cu_k[b + 1]))
+            ),
+            mask=fmha.CAUSAL,
+        )
+        close(out[cu_q[b] : cu_q[b + 1]], wanted[0], tolerance(q.dtype))
     # A longest length may come as a tensor of no axes.
     longest = torch.tensor(5), torch.tensor(6)
     assert torch.equal(out, fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, causal=True))
@@ -164,8 +186,10 @@ def test_varlen_of_each_generation():
     with pytest.raises(ValueError, match="max_seqlen_k is missing"):
         fa4.flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5)
     packed = torch.stack([x[:8] for x in (q[:, :2], k, v)], 1)
-    assert torch.equal(fa2.flash_attn_varlen_qkvpacked_func(packed, cu_q, 5),
-                       fa2.flash_attn_varlen_kvpacked_func(packed[:, 0], packed[:, 1:], cu_q, cu_q, 5, 5))
+    assert torch.equal(
+        fa2.flash_attn_varlen_qkvpacked_func(packed, cu_q, 5),
+        fa2.flash_attn_varlen_kvpacked_func(packed[:, 0], packed[:, 1:], cu_q, cu_q, 5, 5),
+    )
 
 
 def test_varlen_over_pages_takes_lengths_from_the_offsets():
@@ -203,17 +227,28 @@ def test_a_cache_with_new_rows_chosen_by_batch_index():
     cache_k, cache_v = torch.randn(5, 16, 2, 16), torch.randn(5, 16, 2, 16)
     q, new_k, new_v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16)
     index, used = torch.tensor([4, 1]), torch.tensor([3, 9], dtype=torch.int32)
-    out, lse = fa2.flash_attn_with_kvcache(q, cache_k, cache_v, new_k, new_v, cache_seqlens=used, cache_batch_idx=index,
-                                           causal=True, return_softmax_lse=True)
+    out, lse = fa2.flash_attn_with_kvcache(
+        q,
+        cache_k,
+        cache_v,
+        new_k,
+        new_v,
+        cache_seqlens=used,
+        cache_batch_idx=index,
+        causal=True,
+        return_softmax_lse=True,
+    )
     assert torch.equal(cache_k[4, 3], new_k[0, 0]) and torch.equal(cache_v[1, 9], new_v[1, 0])
     for b in range(2):
         rows = slice(0, int(used[b]) + 1)
-        wanted, wanted_lse = by_definition(q[b:b + 1], cache_k[index[b]][None, rows], cache_v[index[b]][None, rows])
-        close(out[b:b + 1], wanted, tolerance(q.dtype))
-        close(lse[b:b + 1], wanted_lse, 1e-5)
+        wanted, wanted_lse = by_definition(q[b : b + 1], cache_k[index[b]][None, rows], cache_v[index[b]][None, rows])
+        close(out[b : b + 1], wanted, tolerance(q.dtype))
+        close(lse[b : b + 1], wanted_lse, 1e-5)
     same = fa2.flash_attn_with_kvcache(q, cache_k, cache_v, cache_seqlens=7, cache_batch_idx=index)
     seven = torch.full((2,), 7, dtype=torch.int32)
-    assert torch.equal(same, fa3.flash_attn_with_kvcache(q, cache_k, cache_v, cache_seqlens=seven, cache_batch_idx=index)[:])
+    assert torch.equal(
+        same, fa3.flash_attn_with_kvcache(q, cache_k, cache_v, cache_seqlens=seven, cache_batch_idx=index)[:]
+    )
     with pytest.raises(ValueError, match="cache_batch_idx is given beside block_table"):
         fa2.flash_attn_with_kvcache(q, cache_k, cache_v, cache_batch_idx=index, block_table=index.int()[:, None])
 
@@ -225,7 +260,9 @@ def test_padding_in_front_of_a_cache_is_left_out():
     out = fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, cache_leftpad=pad, causal=True)
     for b in range(2):
         rows = slice(int(pad[b]), int(used[b]))
-        close(out[b:b + 1], by_definition(q[b:b + 1], k[b:b + 1, rows], v[b:b + 1, rows])[0], tolerance(q.dtype))
+        close(
+            out[b : b + 1], by_definition(q[b : b + 1], k[b : b + 1, rows], v[b : b + 1, rows])[0], tolerance(q.dtype)
+        )
     new = torch.randn(2, 1, 2, 16)
     with pytest.raises(NotImplementedError, match="cache_leftpad"):
         fa2.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=used, cache_leftpad=pad)
@@ -236,8 +273,9 @@ def test_rotary_is_interleaved_by_default_and_turns_only_beside_new_rows():
     used = torch.tensor([3, 7], dtype=torch.int32)
     angle = torch.rand(16, 8)
     turns = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), cache_seqlens=used)
-    assert torch.equal(fa2.flash_attn_with_kvcache(q, k, v, **turns),
-                       fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=used))
+    assert torch.equal(
+        fa2.flash_attn_with_kvcache(q, k, v, **turns), fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
+    )
     new = torch.randn(2, 1, 2, 16)
     caches = [k.clone() for _ in range(2)]
     for cache, interleaved in zip(caches, (True, False)):
@@ -246,7 +284,9 @@ def test_rotary_is_interleaved_by_default_and_turns_only_beside_new_rows():
     fa2.flash_attn_with_kvcache(q, default, v.clone(), new, new, causal=True, **turns)
     assert torch.equal(default, caches[0]) and not torch.equal(default, caches[1])
     c, s = angle[3].cos(), angle[3].sin()
-    turned = torch.stack([new[0, 0, :, ::2] * c - new[0, 0, :, 1::2] * s, new[0, 0, :, ::2] * s + new[0, 0, :, 1::2] * c], -1)
+    turned = torch.stack(
+        [new[0, 0, :, ::2] * c - new[0, 0, :, 1::2] * s, new[0, 0, :, ::2] * s + new[0, 0, :, 1::2] * c], -1
+    )
     close(default[0, 3], turned.flatten(-2).double(), 1e-5)
 
 
@@ -279,16 +319,20 @@ def test_combine_of_each_generation():
     assert fa4.flash_attn_combine(outs, lses, return_lse=False)[1] is None
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda q, k, v: fa3.flash_attn_func(q, k, v, attention_chunk=4), "attention_chunk"),
-    (lambda q, k, v: fa3.flash_attn_func(q, k, v, qv=q), "qv"),
-    (lambda q, k, v: fa3.flash_attn_with_kvcache(q, k, v, rotary_seqlens=q), "rotary_seqlens"),
-    (lambda q, k, v: fa4.flash_attn_func(q, k, v, score_mod=print), "score_mod"),
-    (lambda q, k, v: fa4.flash_attn_func(q, k, v, mask_mod=print), "mask_mod"),
-    (lambda q, k, v: fa4.flash_attn_func(q, k, v, block_sparse_tensors=()), "block_sparse_tensors"),
-    (lambda q, k, v: fa4.flash_attn_func(q, k, v, gather_kv_indices=q), "gather_kv_indices"),
-    (lambda q, k, v: fa4.flash_attn_combine(q, k, seqused=q), "seqused"),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda q, k, v: fa3.flash_attn_func(q, k, v, attention_chunk=4), "attention_chunk"),
+        (lambda q, k, v: fa3.flash_attn_func(q, k, v, qv=q), "qv"),
+        (lambda q, k, v: fa3.flash_attn_with_kvcache(q, k, v, rotary_seqlens=q), "rotary_seqlens"),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, score_mod=print), "score_mod"),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, mask_mod=print), "mask_mod"),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, block_sparse_tensors=()), "block_sparse_tensors"),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, gather_kv_indices=q), "gather_kv_indices"),
+        (lambda q, k, v: fa4.flash_attn_combine(q, k, seqused=q), "seqused"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_what_the_contract_has_not_is_refused_by_name(call, words):
     with pytest.raises(NotImplementedError, match=words):
         call(*tensors())
@@ -297,7 +341,9 @@ def test_what_the_contract_has_not_is_refused_by_name(call, words):
 def test_hints_of_speed_are_taken():
     q, k, v = tensors()
     metadata = fa3.get_scheduler_metadata(2, 7, 11, 4, 2, 16, torch.tensor([5, 11], dtype=torch.int32))
-    out = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=11, scheduler_metadata=metadata, pack_gqa=True, sm_margin=4)
+    out = fa3.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=11, scheduler_metadata=metadata, pack_gqa=True, sm_margin=4
+    )
     close(out, by_definition(q, k, v)[0], tolerance(q.dtype))
 
 

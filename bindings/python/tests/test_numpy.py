@@ -54,8 +54,14 @@ def test_any_strides_and_packed_sequences(rng):
     wanted, _ = by_definition(q, k, v)
     assert np.abs(fmha.attention(*heads_first) - wanted).max() <= 2e-6
     offsets = np.array([0, 7, 14], np.int32)
-    o, lse = fmha.attention(*(x.reshape(14, *x.shape[2:]) for x in (q, k, v)), cu_seqlens_q=offsets, cu_seqlens_k=offsets,
-                            max_seqlen_q=7, max_seqlen_k=7, return_lse=True)
+    o, lse = fmha.attention(
+        *(x.reshape(14, *x.shape[2:]) for x in (q, k, v)),
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        max_seqlen_q=7,
+        max_seqlen_k=7,
+        return_lse=True,
+    )
     assert lse.shape == (4, 14) and np.abs(o.reshape(wanted.shape) - wanted).max() <= 2e-6
 
 
@@ -105,23 +111,32 @@ def test_whatever_speaks_dlpack(rng):
     assert np.array_equal(fmha.attention(*map(Speaks, (q, k, v))), fmha.attention(q, k, v))
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda q, k, v: fmha.attention(q, k, [1.0]), "v: list is neither"),
-    (lambda q, k, v: fmha.attention(q.astype(np.float64), k, v), "q is of"),
-    (lambda q, k, v: fmha.attention(q.astype(">f4"), k, v), "q is of >f4"),
-    (lambda q, k, v: fmha.attention(q, k[:1], v), "k has batch 1"),
-    (lambda q, k, v: fmha.attention(q[:, ::-1], k, v), "q has stride -"),
-    (lambda q, k, v: fmha.attention(q, k, v, mask=fmha.Mask(1, "x", 0)), "mask: left: 'x'"),
-    (lambda q, k, v: fmha.attention(q, k, v, seed=-1), "seed -1"),
-    (lambda q, k, v: fmha.attention(q, k, v, p_drop="half"), "p_drop: 'half'"),
-    (lambda q, k, v: fmha.attention(q, k, v, softmax_scale=math.nan), "softmax_scale nan"),
-    (lambda q, k, v: fmha.attention(q, k, v, max_seqlen_q=1 << 70), "max_seqlen_q"),
-    (lambda q, k, v: fmha.attention(q, k, v, dtype_o="float64"), "dtype_o"),
-    (lambda q, k, v: fmha.attention(q[None, None], k, v), "q has 6 axes"),
-    (lambda q, k, v: fmha.attention(np.frombuffer(bytes(q.nbytes + 1), np.float32, offset=0, count=q.size).reshape(q.shape),
-                                    k, np.lib.stride_tricks.as_strided(v.view(np.uint8)[..., 1:], v.shape, v.strides)),
-     "v is of uint8"),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda q, k, v: fmha.attention(q, k, [1.0]), "v: list is neither"),
+        (lambda q, k, v: fmha.attention(q.astype(np.float64), k, v), "q is of"),
+        (lambda q, k, v: fmha.attention(q.astype(">f4"), k, v), "q is of >f4"),
+        (lambda q, k, v: fmha.attention(q, k[:1], v), "k has batch 1"),
+        (lambda q, k, v: fmha.attention(q[:, ::-1], k, v), "q has stride -"),
+        (lambda q, k, v: fmha.attention(q, k, v, mask=fmha.Mask(1, "x", 0)), "mask: left: 'x'"),
+        (lambda q, k, v: fmha.attention(q, k, v, seed=-1), "seed -1"),
+        (lambda q, k, v: fmha.attention(q, k, v, p_drop="half"), "p_drop: 'half'"),
+        (lambda q, k, v: fmha.attention(q, k, v, softmax_scale=math.nan), "softmax_scale nan"),
+        (lambda q, k, v: fmha.attention(q, k, v, max_seqlen_q=1 << 70), "max_seqlen_q"),
+        (lambda q, k, v: fmha.attention(q, k, v, dtype_o="float64"), "dtype_o"),
+        (lambda q, k, v: fmha.attention(q[None, None], k, v), "q has 6 axes"),
+        (
+            lambda q, k, v: fmha.attention(
+                np.frombuffer(bytes(q.nbytes + 1), np.float32, offset=0, count=q.size).reshape(q.shape),
+                k,
+                np.lib.stride_tricks.as_strided(v.view(np.uint8)[..., 1:], v.shape, v.strides),
+            ),
+            "v is of uint8",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_wrong_calls_are_refused_by_name_and_number(rng, call, words):
     with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
         call(*qkv(rng))

@@ -18,9 +18,13 @@ from reference import DEVICE, tensors
 NUMBERS = _arguments.bind(mask="causal")[1]
 NONE7 = (None,) * 7
 
-#: Inductor where it can build what it writes: with a C++ compiler and Python's headers; else tracing and autograd alone.
-COMPILER = ("inductor" if shutil.which(os.environ.get("CXX", "g++")) and Path(sysconfig.get_path("include"), "Python.h").exists()
-            else "aot_eager")
+#: Inductor where it can build what it writes: with a C++ compiler and Python's headers; else tracing and autograd
+#: alone.
+COMPILER = (
+    "inductor"
+    if shutil.which(os.environ.get("CXX", "g++")) and Path(sysconfig.get_path("include"), "Python.h").exists()
+    else "aot_eager"
+)
 
 
 def test_opcheck_forward_and_backward():
@@ -35,15 +39,39 @@ def test_opcheck_with_outputs_and_cache():
     q, k, v = tensors()
     o, lse = torch.empty_like(q), torch.empty(2, 4, 7)
     schema = ("test_schema", "test_faketensor")
-    torch.library.opcheck(_torch.forward_out, (q, k, v, *NONE7, None, None, None, None, None, o, lse, None, *NUMBERS),
-                          test_utils=schema)
+    torch.library.opcheck(
+        _torch.forward_out, (q, k, v, *NONE7, None, None, None, None, None, o, lse, None, *NUMBERS), test_utils=schema
+    )
     used = torch.tensor([3, 4], dtype=torch.int32)
     new = torch.randn(2, 1, 2, 16)
     rest = (None, None, None, None)
     torch.library.opcheck(
-        _torch.kvcache_op, (q[:, :1].contiguous(), k.clone(), v.clone(), new, new.clone(), *rest, None, None, None, None, None,
-                          None, used, *rest, *NUMBERS, 0, 0, 0), test_utils=schema)
-    torch.library.opcheck(_torch.combine_op, (torch.stack([o, o]), torch.stack([lse, lse]) * 0, *NUMBERS), test_utils=schema)
+        _torch.kvcache_op,
+        (
+            q[:, :1].contiguous(),
+            k.clone(),
+            v.clone(),
+            new,
+            new.clone(),
+            *rest,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            used,
+            *rest,
+            *NUMBERS,
+            0,
+            0,
+            0,
+        ),
+        test_utils=schema,
+    )
+    torch.library.opcheck(
+        _torch.combine_op, (torch.stack([o, o]), torch.stack([lse, lse]) * 0, *NUMBERS), test_utils=schema
+    )
 
 
 def test_a_compiled_function_has_the_same_bits_and_gradients():
@@ -65,7 +93,9 @@ def test_a_compiled_function_has_the_same_bits_and_gradients():
 
 
 def test_a_compiled_function_takes_other_lengths():
-    compiled = torch.compile(lambda q, k, v: fmha.attention(q, k, v, mask="causal"), fullgraph=True, dynamic=True, backend=COMPILER)
+    compiled = torch.compile(
+        lambda q, k, v: fmha.attention(q, k, v, mask="causal"), fullgraph=True, dynamic=True, backend=COMPILER
+    )
     for length in (3, 5, 9):
         q, k, v = tensors(sq=length, sk=length)
         assert torch.equal(compiled(q, k, v), fmha.attention(q, k, v, mask="causal"))
@@ -176,6 +206,7 @@ def test_flash_attentions_functions_compile_too():
 
 def test_a_cache_that_a_compiled_step_writes_to_is_written():
     """The schema says what is written: a compiler that did not know would drop or reorder it."""
+
     def step(q, k, v, new, used):
         first = fmha.attention_with_kvcache(q, k, v, new, new, seqused_k=used)
         return first + k.sum() * 0, fmha.attention_with_kvcache(q, k, v, new * 2, new * 2, seqused_k=used + 1)

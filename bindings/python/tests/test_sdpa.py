@@ -1,5 +1,5 @@
-"""Torch's flash attention operators under this library's kernels. Torch asks for them on GPUs alone, so here they are put under
-the CPU's key and called by name; ``test_cuda.py`` has what torch's own functions do with them."""
+"""Torch's flash attention operators under this library's kernels. Torch asks for them on GPUs alone, so here they are
+put under the CPU's key and called by name; ``test_cuda.py`` has what torch's own functions do with them."""
 
 import pytest
 import torch
@@ -48,8 +48,9 @@ def test_rows_first_and_packed(kernels):
     got = torch.autograd.grad(packed, rows, dout)
     for a, b in zip(got, torch.autograd.grad(fmha.attention(q, k, v, mask="causal"), (q, k, v), dout.view_as(q))):
         close(a, b.flatten(0, 1).double(), 1e-5)
-    windowed, *_ = aten._flash_attention_forward(q, k, v, None, None, 7, 11, 0.0, False, False, window_size_left=2,
-                                                 window_size_right=0)
+    windowed, *_ = aten._flash_attention_forward(
+        q, k, v, None, None, 7, 11, 0.0, False, False, window_size_left=2, window_size_right=0
+    )
     close(windowed, by_definition(q, k, v, mask=fmha.mask("b:2,0"))[0], tolerance(torch.float32))
 
 
@@ -60,7 +61,9 @@ def test_dropout_of_backward_is_forwards(kernels):
     again = fmha.attention(*(x.transpose(1, 2) for x in (q, k, v)), p_drop=0.4, seed=int(seed))
     assert torch.equal(o.transpose(1, 2), again)
     dout = torch.randn_like(o)
-    for a, b in zip(torch.autograd.grad(o, (q, k, v), dout), torch.autograd.grad(again, (q, k, v), dout.transpose(1, 2))):
+    for a, b in zip(
+        torch.autograd.grad(o, (q, k, v), dout), torch.autograd.grad(again, (q, k, v), dout.transpose(1, 2))
+    ):
         assert torch.equal(a, b)
 
 

@@ -1,4 +1,5 @@
-"""``attn_implementation="fmha"``: small models from a config, random weights, beside transformers' own eager attention."""
+"""``attn_implementation="fmha"``: small models from a config, random weights, beside transformers' own eager
+attention."""
 
 import pytest
 import torch
@@ -9,8 +10,18 @@ import fmha.transformers
 
 fmha.transformers.install()
 
-SMALL = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=96)
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=96,
+)
 
 
 def pair(config, train=False):
@@ -27,9 +38,11 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "mistral with a window": lambda: transformers.MistralConfig(**SMALL, sliding_window=5),
     "gemma 2 with a soft cap": lambda: transformers.Gemma2Config(
-        **SMALL, head_dim=16, sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
+        **SMALL, head_dim=16, sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
+    ),
     "gpt-oss with sinks": lambda: transformers.GptOssConfig(
-        **SMALL, head_dim=16, sliding_window=8, num_local_experts=2, num_experts_per_tok=1),
+        **SMALL, head_dim=16, sliding_window=8, num_local_experts=2, num_experts_per_tok=1
+    ),
 }
 
 
@@ -37,7 +50,7 @@ def padded(lengths, longest):
     ids = torch.randint(2, 96, (len(lengths), longest))
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
-        mask[row, longest - length:] = 1
+        mask[row, longest - length :] = 1
     return ids * mask, mask
 
 
@@ -87,7 +100,13 @@ def test_sequences_packed_into_one_row_do_not_see_each_other():
     positions = torch.cat([torch.arange(n) for n in (5, 8)])[None]
     offsets = torch.tensor([0, 5, 13], dtype=torch.int32)
     with torch.no_grad():
-        packed = ours(torch.cat(parts, 1), position_ids=positions, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets,
-                      max_length_q=8, max_length_k=8).logits
+        packed = ours(
+            torch.cat(parts, 1),
+            position_ids=positions,
+            cu_seq_lens_q=offsets,
+            cu_seq_lens_k=offsets,
+            max_length_q=8,
+            max_length_k=8,
+        ).logits
         alone = [ours(part).logits for part in parts]
     assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-4)
