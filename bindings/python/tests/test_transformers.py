@@ -1,6 +1,8 @@
 """``attn_implementation="fmha"``: small models from a config, random weights, beside transformers' own eager
 attention."""
 
+import copy
+
 import pytest
 import torch
 
@@ -29,7 +31,10 @@ def pair(config, train=False):
     models = []
     for implementation in ("eager", "fmha"):
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        # A copy: a model asks its configuration at each call, and that notes one implementation.
+        own = copy.deepcopy(config)
+        model = transformers.AutoModelForCausalLM.from_config(own, attn_implementation=implementation)
+        assert model.config._attn_implementation == implementation
         models.append(model.train(train))
     return models
 
@@ -77,7 +82,9 @@ def test_generated_tokens_are_eager_attentions(config):
 def test_training_has_the_same_loss():
     models = pair(CONFIGS["llama"](), train=True)
     ids, mask = padded([16, 9, 12], 16)
+    # Nor is the first token predicted: from a row of padding, of which each attention makes what it likes.
     labels = ids.masked_fill(mask == 0, -100)
+    labels[torch.arange(3), 16 - mask.sum(1)] = -100
     losses = []
     for model in models:
         optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
