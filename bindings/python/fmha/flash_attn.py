@@ -21,7 +21,7 @@ def _seed(p_drop: float) -> Tuple[int, int]:
     """Seed and offset from torch's default generator of the CPU, which ``torch.manual_seed`` sets."""
     if not p_drop:
         return 0, 0
-    seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64)
+    seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")
     return int(seed), 0
 
 

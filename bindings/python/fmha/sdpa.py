@@ -29,7 +29,11 @@ _AT_SEED = _native.NUMBERS.index("seed")
 
 def _seed(dropout_p: float) -> torch.Tensor:
     """From torch's generator of the CPU, which ``torch.manual_seed`` sets; backward is handed the same."""
-    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if dropout_p else torch.zeros((), dtype=torch.int64)
+    return (
+        torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")
+        if dropout_p
+        else torch.zeros((), dtype=torch.int64, device="cpu")
+    )
 
 
 def _o_like(query: torch.Tensor, head_dim_v: int) -> torch.Tensor:
@@ -241,7 +245,11 @@ class _Handle:
             self.library = None
 
 
+_active: Optional[_Handle] = None
+
+
 def _register() -> _Handle:
+    global _active
     if (
         torch.cuda.is_available()
         and torch.backends.cuda.cudnn_sdp_enabled()
@@ -252,7 +260,16 @@ def _register() -> _Handle:
             "lets fmha serve",
             stacklevel=3,
         )
-    return _Handle(_WHERE)
+    _remove()
+    _active = _Handle(_WHERE)
+    return _active
+
+
+def _remove() -> None:
+    global _active
+    if _active is not None:
+        _active.remove()
+        _active = None
 
 
 _registry.register_flash_attention_impl(NAME, register_fn=_register)
@@ -265,5 +282,8 @@ def activate() -> None:
 
 def deactivate() -> None:
     """torch's own kernels again, if they are not already."""
-    if _registry.current_flash_attention_impl() == NAME:
-        _registry.restore_flash_attention_impl()
+    # Before torch 2.13 the registry cannot restore, and goes on to name who was active last.
+    restore = getattr(_registry, "restore_flash_attention_impl", None)
+    if restore is not None and _registry.current_flash_attention_impl() == NAME:
+        restore()
+    _remove()

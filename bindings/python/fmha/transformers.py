@@ -55,7 +55,7 @@ def attention_forward(
         band = Mask(2, left, 0)
     else:
         band = NONE if sliding_window is None else Mask(2, sliding_window - 1, sliding_window - 1)
-    seed = int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64)) if dropout else 0
+    seed = int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")) if dropout else 0
     shared = dict(
         mask=band,
         softmax_scale=scaling,
