@@ -10,6 +10,7 @@ mod kernels;
 mod mutation;
 mod mutation_amd;
 mod planted;
+mod python;
 mod setup;
 mod step;
 mod suite;
@@ -28,6 +29,8 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
                              everything, or a part of it: the N parts together are everything
        cargo xtask nightly   all of it, and what follows but for the mutants of host code; tables into target/nightly
        cargo xtask setup     only the set-up; prints what `fmha` finds the compilers by
+       cargo xtask python    the Python package's tests alone
+       cargo xtask wheel     the Python package with its library, into target/wheels
        cargo xtask evidence ON FILE [CASES]
                              what `fmha conformance` printed into FILE (ON: `cuda, NVIDIA H200`, `rocm, gfx942 emulated`),
                              kept in tests/evidence with the hash of the text that it was counted on
@@ -60,6 +63,8 @@ fn main() -> ExitCode {
             }
             ExitCode::SUCCESS
         }
+        ["python"] => ended(suite::python_alone()),
+        ["wheel"] => ended(python::wheel()),
         ["support"] => ended(evidence::write_table()),
         ["evidence", on, file] => ended(evidence::keep(on, file, "all")),
         ["evidence", on, file, cases] => ended(evidence::keep(on, file, cases)),

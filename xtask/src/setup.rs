@@ -129,7 +129,7 @@ pub(crate) fn page(name: &str, tool: &str) -> Result<PathBuf, String> {
 }
 
 /// Whether a program is there and works.
-fn runs(command: &mut Command) -> bool {
+pub(crate) fn runs(command: &mut Command) -> bool {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 

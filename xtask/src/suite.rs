@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use crate::kernels::{QUICK, ROWS, Row};
+use crate::python;
 use crate::setup;
 use crate::step::{Step, Took, run_all, table};
 use crate::tally::Tally;
@@ -72,12 +73,31 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
     }
     let mut tally = Tally::default();
     let mut took = vec![Took::building("set-up", start.elapsed().as_secs_f64())];
+    // What it downloads comes while Cargo builds.
+    let python = (extent != Extent::Quick).then(|| std::thread::spawn(python::environment));
 
     let building = Instant::now();
     let built = if extent == Extent::Quick { build_quick(&environment) } else { build(&environment) };
     took.push(Took::building("building", building.elapsed().as_secs_f64()));
+    let waiting = Instant::now();
+    let python = python.map(|set_up| set_up.join().unwrap_or_else(|_| Err("its set-up panicked".to_owned())));
+    took.push(Took::building("waiting for Python's packages", waiting.elapsed().as_secs_f64()));
     let steps = match built {
-        Ok(programs) => steps(&programs, extent, &environment, &mut tally),
+        Ok(programs) => {
+            let mut all = steps(&programs, extent, &environment, &mut tally);
+            match python {
+                Some(Ok(python)) => {
+                    python.absent().for_each(|line| tally.say(&line));
+                    all.insert(
+                        0,
+                        python.tests(if matches!(extent, Extent::All { .. }) { 10_000 } else { 2_000 }),
+                    );
+                }
+                Some(Err(reason)) => tally.say(&format!("absent: bindings/python: {reason}")),
+                None => {}
+            }
+            dealt(all, extent)
+        }
         Err(reason) => {
             eprintln!("error: {reason}");
             tally.failed += 1;
@@ -85,6 +105,23 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
         }
     };
     took.extend(run_all(&steps, &environment, &mut tally));
+    println!("{}", table(&mut took, start.elapsed().as_secs_f64()));
+    println!("{tally}");
+    if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
+}
+
+/// The Python package's tests alone, on a library built for them.
+///
+/// # Errors
+/// How many failed, or why none can run.
+pub(crate) fn python_alone() -> Result<(), String> {
+    let start = Instant::now();
+    let python = python::environment()?;
+    setup::loudly(Command::new(env!("CARGO")).args(["build", "--release", "-p", "fmha-py"]))?;
+    let mut tally = Tally::default();
+    python.absent().for_each(|line| tally.say(&line));
+    let mut took = vec![Took::building("set-up and building", start.elapsed().as_secs_f64())];
+    took.extend(run_all(&[python.tests(2_000)], &[], &mut tally));
     println!("{}", table(&mut took, start.elapsed().as_secs_f64()));
     println!("{tally}");
     if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
@@ -215,6 +252,11 @@ fn steps(
     let place =
         |step: &Step| LONGEST.iter().position(|name| step.name.contains(name)).unwrap_or(LONGEST.len());
     steps.sort_by_key(place);
+    steps
+}
+
+/// Those of them that a run has.
+fn dealt(steps: Vec<Step>, extent: Extent) -> Vec<Step> {
     match extent {
         Extent::Quick | Extent::Test => steps,
         Extent::All { index, count } => part(steps, index, count),

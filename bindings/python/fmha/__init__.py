@@ -1,0 +1,216 @@
+"""Fused multi-head attention: one meaning on NVIDIA, AMD and the CPU.
+
+Tensors are torch's, NumPy's, or anything that speaks DLPack; nothing is copied, work goes on the caller's stream, and
+memory comes from the caller's allocator. What attention means (LSE, empty rows, windows, dropout, FP8) is the project's
+CONTRACT.md. Shapes: Q ``[batch, seqlen_q, num_heads_q, head_dim]``; packed, ``[total_q, num_heads_q, head_dim]`` with
+``cu_seqlens_q``. Any strides serve, so a ``[batch, heads, seqlen, dim]`` tensor comes in by ``transpose(1, 2)``.
+"""
+
+from __future__ import annotations
+
+import sys as _sys
+from typing import TYPE_CHECKING, Any, Optional, Tuple
+
+from . import _arguments, _native
+from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
+from ._native import FmhaError
+from ._numbers import flag as _flag, integer as _integer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._arguments import Options, Tensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CAUSAL",
+    "CAUSAL_TOP_LEFT",
+    "NONE",
+    "FmhaError",
+    "Mask",
+    "attention",
+    "attention_out",
+    "attention_with_kvcache",
+    "combine",
+    "devices",
+    "explain",
+    "mask",
+    "prepare",
+    "window",
+]
+
+
+def _door(tensor: Any) -> Any:
+    """The module for a tensor's library: torch's operators, or NumPy's and DLPack's calls."""
+    torch = _sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        from . import _torch as door
+    else:
+        from . import _dlpack as door  # type: ignore[no-redef]
+    return door
+
+
+@_arguments.documented
+def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]) -> Any:
+    """Attention of ``q`` over ``k`` and ``v``.
+
+    Args:
+        q: ``[batch, seqlen_q, num_heads_q, head_dim_qk]``, or packed ``[total_q, num_heads_q, head_dim_qk]``.
+        k: ``[batch, seqlen_k, num_heads_kv, head_dim_qk]``, packed, or with ``block_table`` paged
+            ``[num_pages, page_size, num_heads_kv, head_dim_qk]``. ``num_heads_q`` is a multiple of ``num_heads_kv``.
+        v: as ``k``, of ``head_dim_v``.
+        mask: ``None``, ``"causal"`` (bottom-right), ``"b:left,right"``, ``"t:left,right"``, ``"g:y,x"``, or a
+            :class:`Mask`.
+        softmax_scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(head_dim_qk)``, 0 is 0.
+        softcap: ``softcap * tanh(score / softcap)``; ``None`` or 0 is none.
+        bias: ``[batch, num_heads_q, seqlen_q, seqlen_k]``, f32 or Q's type, axes of size 1 in front broadcast;
+            differentiable.
+        alibi_slopes: f32 ``[num_heads_q]`` or ``[batch, num_heads_q]``.
+        sink: f32 ``[num_heads_q]``, enters the softmax's denominator; differentiable.
+        cu_seqlens_q, cu_seqlens_k: i32 ``[batch + 1]``, on the device: packed sequences. ``max_seqlen_q`` and
+            ``max_seqlen_k`` are upper bounds of their lengths then.
+        seqused_q, seqused_k: i32 ``[batch]``, on the device: rows in use.
+        block_table: i32 ``[batch, max_pages]``, on the device.
+        descale_q, descale_k, descale_v: what FP8 tensors are multiplied by, f32 ``[batch, num_heads_kv]`` or one
+            number.
+        p_drop: probability, 0 or more and below 1, that an element of P is dropped. ``seed`` and ``offset``, 64 bits
+            each,
+            choose the mask: the same triple gives the same one on every device.
+        dtype_o: type of O: f32, f16 or bf16; ``None`` is Q's, bf16 for FP8.
+        allow_fallback: whether a kernel that is right but slow may serve where no fast one takes the call.
+        accuracy: ``"fast"`` or ``"exact"`` (the true running maximum).
+        deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
+        batch_invariant: a sequence's bits depend on itself alone.
+        check_lengths: lengths are read back and checked, which waits for the device.
+        return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, seqlen_q]`` or ``[num_heads_q, total_q]``: natural
+            logarithm, -inf for a row that sees no key; differentiable.
+
+    Returns:
+        O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are not written.
+
+    Raises:
+        RuntimeError: what is wrong with the call, the argument first, then its numbers; or why no kernel takes it.
+        TypeError, ValueError: an argument that is no number, no tensor or no mask, by its name.
+    """
+    o, lse = _door(q).attention(q, k, v, *_arguments.bind(**options))
+    return (o, lse) if _flag("return_lse", return_lse) else o
+
+
+@_arguments.documented
+def attention_out(
+    o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lse: Optional[Tensor] = None,
+    keep_mask: Optional[Tensor] = None,
+    scale_o: Optional[Tensor] = None,
+    **options: Unpack[Options],
+) -> Any:
+    """As :func:`attention`, into the caller's tensors, for engines with memory of their own; no gradients.
+
+    Args:
+        o: written: Q's shape with ``head_dim_v``, any strides, f32, f16, bf16 or, from FP8, FP8.
+        lse: written: f32, contiguous, shaped as :func:`attention` gives it.
+        keep_mask: written: u8 ``[batch, num_heads_q, seqlen_q, seqlen_k]``, 1 where dropout keeps an element.
+        scale_o: f32, one number: an FP8 O is multiplied by it before it is rounded.
+
+    Returns:
+        ``o``.
+    """
+    _door(q).attention_out(q, k, v, *_arguments.bind(**options), scale_o, o, lse, keep_mask)
+    return o
+
+
+@_arguments.documented
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Optional[Tensor],
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    *,
+    cu_seqlens_new: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    tree_mask: Optional[Tensor] = None,
+    max_seqlen_new: int = 0,
+    head_dim_v: int = 0,
+    rotary_interleaved: bool = False,
+    return_lse: bool = False,
+    mask: MaskLike = "causal",
+    **options: Unpack[Options],
+) -> Any:
+    """Attention over a KV cache, to which new rows are appended first where ``k`` and ``v`` are given.
+
+    Args:
+        q: ``[batch, seqlen_q, num_heads_q, head_dim]``, or packed with ``cu_seqlens_q`` and ``max_seqlen_q``.
+        k_cache: ``[batch, seqlen_max, num_heads_kv, head_dim]``; with ``block_table``, pages
+            ``[num_pages, page_size, num_heads_kv, head_dim]``. In FP8 under 16-bit queries too (``descale_k``,
+            ``descale_v``).
+        v_cache: likewise; ``None`` with ``head_dim_v``: V is the front of K's rows (MLA).
+        k, v: new rows ``[batch, seqlen_new, num_heads_kv, head_dim]``, written at ``seqused_k[b]``; packed
+            ``[total_new, num_heads_kv, head_dim]`` with ``cu_seqlens_new``, i32 ``[batch + 1]``, and
+            ``max_seqlen_new``.
+        seqused_k: i32 ``[batch]``, rows in the cache: before the new ones.
+        rotary_cos, rotary_sin: ``[max_pos, rotary_dim / 2]``, f32 or Q's type; ``rotary_interleaved`` turns pairs
+            ``(2i, 2i + 1)``, else ``(i, i + rotary_dim / 2)``.
+        tree_mask: u32 or i32 ``[batch, seqlen_q, ceil(seqlen_q / 32)]``: which of the last ``seqlen_q`` keys a query
+            sees.
+        mask: by default causal, bottom-right.
+        return_lse: as in :func:`attention`, whose other arguments are the same here.
+
+    Returns:
+        O of Q's shape with V's last axis, or ``(O, LSE)``.
+    """
+    tensors, numbers = _arguments.bind(mask=mask, **options)
+    numbers = (
+        *numbers,
+        _integer("max_seqlen_new", max_seqlen_new),
+        _integer("head_dim_v", head_dim_v),
+        int(_flag("rotary_interleaved", rotary_interleaved)),
+    )
+    cache = (k, v, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask)
+    o, lse = _door(q).kvcache(q, k_cache, v_cache, cache, tensors, numbers)
+    return (o, lse) if _flag("return_lse", return_lse) else o
+
+
+def combine(o_parts: Tensor, lse_parts: Tensor, *, dtype_o: Any = None) -> Tuple[Any, Any]:
+    """Merges partial results over the same rows by their LSE.
+
+    Args:
+        o_parts: ``[parts, batch, seqlen_q, num_heads_q, head_dim_v]``, f32, f16 or bf16. Packed rows are a batch of 1.
+        lse_parts: f32 ``[parts, batch, num_heads_q, seqlen_q]``; a part with -inf is neutral.
+        dtype_o: type of the merged O; ``None`` is that of the parts.
+
+    Returns:
+        ``(O, LSE)``; differentiable.
+    """
+    return _door(o_parts).combine(o_parts, lse_parts, _arguments.bind(dtype_o=dtype_o)[1])
+
+
+@_arguments.documented
+def explain(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, **options: Unpack[Options]) -> str:
+    """Which kernel would take the call, or with ``backward`` its gradients', with tile and promises, a fact a line.
+    Plans it, which compiles the kernel, and runs nothing.
+
+    Raises:
+        FmhaError: as :func:`attention`: what is wrong, or every kernel's refusal.
+    """
+    from ._explain import explain as plan
+
+    return plan(_door(q), (q, k, v), *_arguments.bind(**options), _flag("backward", backward))
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
+    """Plans a call and compiles its kernel, so that the first real call does not wait for a compiler. Takes what
+    :func:`explain` takes, and returns its text. A call with a gradient is two: ``prepare(..., backward=True)`` too."""
+    return explain(q, k, v, **options)
+
+
+def devices() -> str:
+    """What there is to run on, and why the rest is absent, a line each."""
+    _native.check(_native.library.fmha_py_devices())
+    return _native.text()

@@ -1,0 +1,173 @@
+"""The arguments of a call, listed once: :func:`bind` has their names and defaults, and every function that computes
+attention takes them through it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, TypedDict, TypeVar, Union
+
+from . import _native
+from ._mask import MaskLike, mask as _mask
+from ._numbers import NAN, flag, integer, real, scale, word
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+    #: What computes: torch's tensor, NumPy's array, or whatever speaks DLPack.
+    Tensor = Union[torch.Tensor, numpy.ndarray, Any]
+
+_ALLOW_FALLBACK, _EXACT, _DETERMINISTIC, _BATCH_INVARIANT, _CHECK_LENGTHS = (
+    _native.OPTIONS[name] for name in ("allow_fallback", "exact", "deterministic", "batch_invariant", "check_lengths")
+)
+
+
+class Options(TypedDict, total=False):
+    """What :func:`fmha.attention` takes besides Q, K and V; its docstring says what each means."""
+
+    mask: MaskLike
+    softmax_scale: Optional[float]
+    softcap: Optional[float]
+    bias: Optional[Tensor]
+    alibi_slopes: Optional[Tensor]
+    sink: Optional[Tensor]
+    cu_seqlens_q: Optional[Tensor]
+    cu_seqlens_k: Optional[Tensor]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_q: Optional[Tensor]
+    seqused_k: Optional[Tensor]
+    block_table: Optional[Tensor]
+    descale_q: Optional[Tensor]
+    descale_k: Optional[Tensor]
+    descale_v: Optional[Tensor]
+    p_drop: float
+    seed: int
+    offset: int
+    dtype_o: Any
+    allow_fallback: bool
+    accuracy: str
+    deterministic: bool
+    batch_invariant: bool
+    check_lengths: bool
+
+
+#: The tensors of :class:`Options`, in the order in which operators take them.
+TENSORS = (
+    "bias",
+    "alibi_slopes",
+    "sink",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "block_table",
+    "descale_q",
+    "descale_k",
+    "descale_v",
+)
+
+#: What :func:`fmha.attention_with_kvcache` takes besides, likewise.
+CACHE_TENSORS = ("k_new", "v_new", "cu_seqlens_new", "rotary_cos", "rotary_sin", "tree_mask")
+
+
+def dtype_code(dtype: Any) -> int:
+    """The library's code for a type by any library's name of it; -1 for None."""
+    if dtype is None:
+        return -1
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = name.rpartition(".")[2]
+    if name not in _native.DTYPES or _native.DTYPES[name] >= 100:
+        raise TypeError(f"dtype_o: {dtype!r} is no type that O can have")
+    return _native.DTYPES[name]
+
+
+def bind(
+    mask: MaskLike = None,
+    softmax_scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    descale_q: Any = None,
+    descale_k: Any = None,
+    descale_v: Any = None,
+    p_drop: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    dtype_o: Any = None,
+    allow_fallback: bool = True,
+    accuracy: str = "fast",
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    check_lengths: bool = False,
+) -> Tuple[Tuple[Any, ...], Tuple[Any, ...]]:
+    """Tensors by :data:`TENSORS`, numbers as the operators take them (``fmha._native.NUMBERS`` up to ``options``)."""
+    kind, left, right, sink_columns = _mask(mask)
+    if accuracy != "fast" and accuracy != "exact":
+        raise ValueError(f"accuracy: {accuracy!r} is neither 'fast' nor 'exact'")
+    options = (
+        (_ALLOW_FALLBACK if flag("allow_fallback", allow_fallback) else 0)
+        | (_EXACT if accuracy == "exact" else 0)
+        | (_DETERMINISTIC if flag("deterministic", deterministic) else 0)
+        | (_BATCH_INVARIANT if flag("batch_invariant", batch_invariant) else 0)
+        | (_CHECK_LENGTHS if flag("check_lengths", check_lengths) else 0)
+    )
+    return (
+        (
+            bias,
+            alibi_slopes,
+            sink,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            block_table,
+            descale_q,
+            descale_k,
+            descale_v,
+        ),
+        (
+            integer("max_seqlen_q", max_seqlen_q),
+            integer("max_seqlen_k", max_seqlen_k),
+            NAN if softmax_scale is None else scale(softmax_scale),
+            0.0 if softcap is None else real("softcap", softcap),
+            kind,
+            left,
+            right,
+            sink_columns,
+            real("p_drop", p_drop),
+            word("seed", seed),
+            word("offset", offset),
+            dtype_code(dtype_o),
+            options,
+        ),
+    )
+
+
+# Python names it where an argument is none of these.
+bind.__qualname__ = "attention"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def documented(function: Function) -> Function:
+    """Gives a function that takes ``**options`` the signature that it has, for ``help`` and editors."""
+    own = inspect.signature(function)
+    options = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(bind).parameters.values()
+        if parameter.name not in own.parameters
+    ]
+    named = [parameter for parameter in own.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    positional = [parameter for parameter in named if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
+    keywords = [parameter for parameter in named if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    function.__signature__ = own.replace(parameters=positional + options + keywords)  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,134 @@
+"""Attention on NumPy's arrays, and on whatever speaks DLPack, in host memory."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import numpy
+
+from . import _arguments, _native
+
+
+def array(name: str, value: Any) -> numpy.ndarray:
+    """The array behind a tensor, without a copy. NumPy has no bfloat16 and no FP8 of its own: arrays of a package that
+    adds them (``ml_dtypes``) serve by their type's name."""
+    if isinstance(value, numpy.ndarray):
+        return value
+    if hasattr(value, "__dlpack__"):
+        try:
+            return numpy.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(f"{name}: NumPy does not take it by DLPack: {error}") from error
+    raise TypeError(f"{name}: {type(value).__name__} is neither a NumPy array nor a DLPack tensor")
+
+
+def put(request: _native.Request, name: str, value: Any) -> Optional[numpy.ndarray]:
+    """Puts an array into a request, and returns what has to outlive it."""
+    if value is None:
+        return None
+    given = array(name, value)
+    size = given.dtype.itemsize
+    for axis, stride in enumerate(given.strides):
+        if stride % size:
+            raise ValueError(f"{name} has stride {stride} bytes on axis {axis}, no multiple of {size}")
+    if not given.dtype.isnative:
+        raise TypeError(f"{name} is of {given.dtype.str}, whose bytes are in another machine's order")
+    strides = [stride // size for stride in given.strides]
+    request.put(name, given.ctypes.data if given.size else 0, given.dtype.name, given.shape, strides)
+    return given
+
+
+def _run(numbers: Tuple[Any, ...], tensors: Any) -> None:
+    request = _native.Request(numbers)
+    alive = [put(request, name, value) for name, value in tensors]
+    _native.run(request)
+    del alive
+
+
+def _o_dtype(like: numpy.ndarray, numbers: Tuple[Any, ...]) -> numpy.dtype:
+    code = numbers[_native.NUMBERS.index("dtype_o")]
+    if code < 0 and not like.dtype.name.startswith("float8"):
+        return like.dtype
+    name = "bfloat16" if code < 0 else next(name for name, known in _native.DTYPES.items() if known == code)
+    try:
+        return numpy.dtype(name)
+    except TypeError:
+        raise TypeError(f"dtype_o: NumPy has no {name}; the package ml_dtypes adds it") from None
+
+
+def writable(name: str, value: Any) -> Any:
+    """What is written to must be the caller's own memory, and not read-only."""
+    if value is None:
+        return None
+    given = array(name, value)
+    if not given.flags.writeable:
+        raise ValueError(f"{name} is read-only (writeable 0), but is written")
+    return given
+
+
+def _outputs(query: numpy.ndarray, head_dim_v: int, numbers: Tuple[Any, ...]) -> Tuple[numpy.ndarray, numpy.ndarray]:
+    # Rows that the lengths leave out are not written: they are zeros.
+    o = numpy.zeros((*query.shape[:-1], max(head_dim_v, 0)), _o_dtype(query, numbers))
+    return o, numpy.zeros(query.shape[:-3] + (query.shape[-2], query.shape[-3]), numpy.float32)
+
+
+def attention(
+    q: Any, k: Any, v: Any, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
+) -> Tuple[numpy.ndarray, numpy.ndarray]:
+    """O and LSE of a bound call."""
+    query, value = array("q", q), array("v", v)
+    if query.ndim not in (3, 4) or not value.ndim:
+        raise ValueError(f"q has {query.ndim} axes and v {value.ndim}, not 4 each or, packed, 3")
+    o, lse = _outputs(query, value.shape[-1], numbers)
+    _run(numbers, [("q", query), ("k", k), ("v", value), ("o", o), ("lse", lse), *zip(_arguments.TENSORS, tensors)])
+    return o, lse
+
+
+def attention_out(
+    q: Any,
+    k: Any,
+    v: Any,
+    tensors: Tuple[Any, ...],
+    numbers: Tuple[Any, ...],
+    scale_o: Any,
+    o: Any,
+    lse: Any,
+    keep_mask: Any,
+) -> None:
+    outputs = [(name, writable(name, value)) for name, value in (("o", o), ("lse", lse), ("keep_mask", keep_mask))]
+    _run(numbers, [("q", q), ("k", k), ("v", v), ("scale_o", scale_o), *outputs, *zip(_arguments.TENSORS, tensors)])
+
+
+def kvcache(
+    q: Any, k: Any, v: Any, cache: Tuple[Any, ...], tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
+) -> Tuple[numpy.ndarray, numpy.ndarray]:
+    query = array("q", q)
+    if cache[0] is not None:
+        k, v = writable("k", k), writable("v", v)
+    value = array("v", v) if v is not None else None
+    if query.ndim not in (3, 4):
+        raise ValueError(f"q has {query.ndim} axes of {query.shape}, neither 4 nor, packed, 3")
+    head_dim_v = numbers[_native.NUMBERS.index("head_dim_v")] if value is None else value.shape[-1]
+    o, lse = _outputs(query, head_dim_v, numbers)
+    _run(
+        numbers,
+        [
+            ("q", query),
+            ("k", k),
+            ("v", value),
+            ("o", o),
+            ("lse", lse),
+            *zip(_arguments.CACHE_TENSORS, cache),
+            *zip(_arguments.TENSORS, tensors),
+        ],
+    )
+    return o, lse
+
+
+def combine(o_parts: Any, lse_parts: Any, numbers: Tuple[Any, ...]) -> Tuple[numpy.ndarray, numpy.ndarray]:
+    parts = array("o_parts", o_parts)
+    lse_parts = numpy.ascontiguousarray(array("lse_parts", lse_parts))
+    o = numpy.zeros(parts.shape[1:], _o_dtype(parts, numbers))
+    lse = numpy.zeros(lse_parts.shape[1:], numpy.float32)
+    _run(numbers, [("o_parts", parts), ("lse_parts", lse_parts), ("o", o), ("lse", lse)])
+    return o, lse

@@ -1,0 +1,88 @@
+"""Masks: the contract's text forms and a few names, read once into four integers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Tuple, Union
+
+from ._numbers import flag, integer
+
+
+class Mask(NamedTuple):
+    """A band of visible keys. ``kind``: 0 all keys, 1 a window from the top-left diagonal, 2 from the bottom-right
+    one, 3 generic coordinates (``left`` is y, ``right`` is x). -1 is unbounded."""
+
+    kind: int = 0
+    left: int = -1
+    right: int = -1
+    sink_columns: int = 0
+
+
+NONE = Mask()
+#: Each query sees the keys up to its own, counted from the sequence's end.
+CAUSAL = Mask(2, -1, 0)
+#: Likewise, counted from the sequence's start.
+CAUSAL_TOP_LEFT = Mask(1, -1, 0)
+
+MaskLike = Union[None, bool, str, Mask]
+
+
+def window(left: Optional[int], right: Optional[int], *, top_left: bool = False, sink_columns: int = 0) -> Mask:
+    """Keys from ``left`` before to ``right`` behind a query's diagonal, both included; ``None`` is unbounded."""
+    for name, value in (("left", left), ("right", right)):
+        if value is not None and value < 0:
+            raise ValueError(f"window: {name} {value} is below 0 (None is unbounded)")
+    bounds = [-1 if value is None else int(value) for value in (left, right)]
+    return Mask(1 if top_left else 2, bounds[0], bounds[1], int(sink_columns))
+
+
+def _parse(text: str) -> Mask:
+    if text in ("0", "none", ""):
+        return NONE
+    if text in ("2", "b", "causal"):
+        return CAUSAL
+    if text in ("1", "t"):
+        return CAUSAL_TOP_LEFT
+    kinds = {"t": 1, "b": 2, "g": 3}
+    kind, colon, rest = text.partition(":")
+    try:
+        numbers = [int(part) for part in rest.split(",")]
+    except ValueError:
+        numbers = []
+    lengths = (2,) if kind == "g" else (2, 3)
+    if kind not in kinds or not colon or len(numbers) not in lengths:
+        raise ValueError(
+            f"mask: {text!r} is none of '0', 't', 'b', 't:left,right[,sink]', 'b:left,right[,sink]', 'g:y,x'"
+        )
+    return mask(Mask(kinds[kind], *numbers))
+
+
+def mask(given: MaskLike) -> Mask:
+    """``None``, ``"causal"``, a text of the contract (``"b:512,0"``), or a :class:`Mask`."""
+    if given is None or given is False:
+        return NONE
+    if given is CAUSAL or given is NONE:
+        return given
+    if given is True:
+        return CAUSAL
+    if isinstance(given, str):
+        return _parse(given)
+    if isinstance(given, tuple) and len(given) == 4:
+        return Mask(*(integer(f"mask: {name}", number) for name, number in zip(Mask._fields, given)))
+    raise TypeError(f"mask: {given!r} is neither None, a text nor a Mask")
+
+
+def from_window_size(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Mask:
+    """FlashAttention's pair: both bounds included, -1 or None unbounded, bottom-right; causal closes the right side."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size: {window_size!r} is no pair of numbers")
+    if tuple(window_size) in ((-1, -1), (None, None)):
+        return CAUSAL if flag("causal", causal) else NONE
+    left, right = (-1 if value is None else integer("window_size", value) for value in window_size)
+    for name, value in (("left", left), ("right", right)):
+        if value < -1:
+            raise ValueError(f"window_size: {name} {value} is below -1, which is unbounded")
+    if flag("causal", causal):
+        right = 0
+    if left == -1 and right == -1:
+        return NONE
+    return Mask(2, left, right)

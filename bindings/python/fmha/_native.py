@@ -1,0 +1,147 @@
+"""The shared library: found beside this file, called by ctypes. No tensor library is imported here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+from typing import Any, Tuple
+
+MAX_DIMS = 5
+
+#: Types by the library's codes; the names are those that every tensor library gives them.
+DTYPES = {
+    "float16": 0,
+    "bfloat16": 1,
+    "float8_e4m3fn": 2,
+    "float8_e5m2": 3,
+    "float8_e4m3fnuz": 4,
+    "float8_e5m2fnuz": 5,
+    "float32": 6,
+    "int32": 100,
+    "uint8": 101,
+    "uint32": 102,
+}
+
+#: Of an operand that attention does not take, whatever it is.
+OTHER = -1
+
+
+class FmhaError(RuntimeError):
+    """What the library said: the argument first, then its numbers."""
+
+
+class Device(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int32), ("index", ctypes.c_int32)]
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.c_int64 * MAX_DIMS),
+        ("strides", ctypes.c_int64 * MAX_DIMS),
+        ("num_dims", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("device", Device),
+    ]
+
+
+def _path() -> pathlib.Path:
+    """``FMHA_NATIVE``, or beside this file as in a wheel, or where Cargo builds it as in a checkout."""
+    given = os.environ.get("FMHA_NATIVE")
+    if given:
+        return pathlib.Path(given)
+    here = pathlib.Path(__file__).resolve()
+    beside = here.with_name("libfmha_native.so")
+    built = here.parents[3] / "target" / "release" / beside.name if len(here.parents) > 3 else beside
+    return built if built.exists() and not beside.exists() else beside
+
+
+def _load() -> ctypes.CDLL:
+    # A bundle of compiled kernels lies beside the library; a caller's own FMHA_BUNDLE comes first.
+    bundle = pathlib.Path(__file__).with_name("kernels.fmha")
+    if bundle.exists():
+        given = os.environ.get("FMHA_BUNDLE")
+        os.environ["FMHA_BUNDLE"] = os.pathsep.join([given, str(bundle)] if given else [str(bundle)])
+    found = ctypes.CDLL(str(_path()))
+    found.fmha_py_text.restype = ctypes.c_char_p
+    found.fmha_py_describe.restype = ctypes.c_size_t
+    return found
+
+
+library = _load()
+
+
+def text() -> str:
+    """What the library's last call on this thread had to say."""
+    return library.fmha_py_text().decode("utf-8", "replace")
+
+
+def check(code: int) -> None:
+    if code:
+        raise FmhaError(text())
+
+
+_bytes = library.fmha_py_describe()
+_slots, _numbers, _options = (line.split() for line in text().split("\n"))
+
+#: Where each tensor of a request is.
+SLOTS = {name: at for at, name in enumerate(_slots)}
+#: A request's numbers, in the order in which operators take them.
+NUMBERS: Tuple[str, ...] = tuple(number.partition(":")[0] for number in _numbers)
+#: What is wanted of a plan: bits of the number ``options``.
+OPTIONS = {name: 1 << at for at, name in enumerate(_options)}
+
+
+class Numbers(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_double if spelt == "float" else ctypes.c_int64)
+        for name, _, spelt in (number.partition(":") for number in _numbers)
+    ]
+
+
+class Request(ctypes.Structure):
+    """A call. Tensors that are put in must outlive it."""
+
+    _fields_ = [("tensors", Tensor * len(SLOTS)), ("numbers", Numbers), ("stream", ctypes.c_int64)]
+
+    def __init__(self, numbers: Tuple[Any, ...]) -> None:
+        super().__init__()
+        for tensor in self.tensors:
+            tensor.num_dims = -1
+            tensor.dtype = OTHER
+        for name, number in zip(NUMBERS, numbers):
+            try:
+                setattr(self.numbers, name, number)
+            except TypeError:
+                raise TypeError(f"{name}: {number!r} is no number") from None
+
+    def put(self, name: str, data: int, dtype: str, sizes: Any, strides: Any, device: Device = Device(0, 0)) -> None:
+        """A tensor by its address, type, sizes, and strides in elements."""
+        if len(sizes) > MAX_DIMS:
+            raise ValueError(f"{name} has {len(sizes)} axes, more than {MAX_DIMS}")
+        tensor = self.tensors[SLOTS[name]]
+        tensor.data = data or None
+        tensor.num_dims = len(sizes)
+        tensor.sizes[: len(sizes)] = sizes
+        tensor.strides[: len(sizes)] = strides
+        tensor.dtype = DTYPES.get(dtype, OTHER)
+        tensor.device = device
+
+
+if ctypes.sizeof(Request) != _bytes:
+    raise ImportError(
+        f"{_path()}: a request has {_bytes} bytes there, {ctypes.sizeof(Request)} here: another version's library"
+    )
+
+for _function in (library.fmha_py_run, library.fmha_py_explain):
+    _function.argtypes = [ctypes.POINTER(Request)]
+
+
+def run(request: Request) -> None:
+    check(library.fmha_py_run(ctypes.byref(request)))
+
+
+def explain(request: Request) -> str:
+    check(library.fmha_py_explain(ctypes.byref(request)))
+    return text()

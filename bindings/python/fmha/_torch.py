@@ -1,0 +1,223 @@
+"""Attention on torch's tensors: the operators ``torch.ops.fmha.*``, their fakes, and autograd outside of them.
+
+An operator is called by every path; the :class:`torch.autograd.Function` around it alone where somebody wants a
+gradient, since it costs as much as the rest of a call on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import torch
+
+from . import _native
+
+_native.check(_native.library.fmha_py_register_torch())
+
+forward = torch.ops.fmha.forward.default
+forward_out = torch.ops.fmha.forward_out.default
+backward = torch.ops.fmha.backward.default
+kvcache_op = torch.ops.fmha.kvcache.default
+combine_op = torch.ops.fmha.combine.default
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_DTYPES = {code: getattr(torch, name) for name, code in _native.DTYPES.items() if hasattr(torch, name)}
+_DETERMINISTIC, _WANTS_DBIAS, _WANTS_DSINK = (
+    _native.OPTIONS[name] for name in ("deterministic", "wants_dbias", "wants_dsink")
+)
+
+#: Where the type of O and the options are among the numbers that all operators take.
+_AT_DTYPE_O, _AT_OPTIONS = _native.NUMBERS.index("dtype_o"), _native.NUMBERS.index("options")
+_AT_HEAD_DIM_V = _native.NUMBERS.index("head_dim_v")
+
+
+def _dtype_o(like: torch.Tensor, numbers: Tuple[Any, ...]) -> torch.dtype:
+    asked = _DTYPES.get(numbers[_AT_DTYPE_O])
+    return asked or (torch.bfloat16 if like.dtype in _FP8 else like.dtype)
+
+
+def _o_and_lse(q: torch.Tensor, head_dim_v: Any, numbers: Tuple[Any, ...]) -> Tuple[torch.Tensor, torch.Tensor]:
+    shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    return (
+        q.new_empty((*q.shape[:-1], head_dim_v), dtype=_dtype_o(q, numbers)),
+        q.new_empty(shape, dtype=torch.float32),
+    )
+
+
+# Fakes get the arguments of their operator by position, the numbers last.
+
+
+@torch.library.register_fake("fmha::forward")
+def _(q, k, v, *rest):
+    if v is None:
+        raise ValueError("v is missing (0 given)")
+    return _o_and_lse(q, v.shape[-1], rest[11:])
+
+
+@torch.library.register_fake("fmha::forward_out")
+def _(*_arguments):
+    return None
+
+
+@torch.library.register_fake("fmha::backward")
+def _(dout, q, k, v, o, lse, dlse, bias, alibi_slopes, sink, cu_q, cu_k, used_q, used_k, *numbers):
+    def like(x, wanted=True):
+        return x.new_empty(x.shape) if wanted and x is not None else q.new_empty((0,), dtype=torch.float32)
+
+    options = numbers[_AT_OPTIONS]
+    return like(q), like(k), like(v), like(bias, options & _WANTS_DBIAS), like(sink, options & _WANTS_DSINK)
+
+
+@torch.library.register_fake("fmha::kvcache")
+def _(q, k, v, *rest):
+    numbers = rest[17:]
+    return _o_and_lse(q, v.shape[-1] if v is not None else numbers[_AT_HEAD_DIM_V], numbers)
+
+
+@torch.library.register_fake("fmha::combine")
+def _(o_parts, lse_parts, *numbers):
+    return (
+        o_parts.new_empty(o_parts.shape[1:], dtype=_dtype_o(o_parts, numbers)),
+        lse_parts.new_empty(lse_parts.shape[1:]),
+    )
+
+
+def last_is_dense(x: torch.Tensor) -> torch.Tensor:
+    """A gradient that autograd made may be broadcast or transposed: rows have to be rows."""
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers):
+        o, lse = forward(q, k, v, bias, alibi_slopes, sink, *lengths, None, None, None, None, *numbers)
+        ctx.save_for_backward(q, k, v, o, lse, bias, sink, alibi_slopes, *lengths)
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, o, lse, bias, sink, alibi_slopes, *lengths = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 8
+        wants = ctx.needs_input_grad
+        numbers = list(ctx.numbers)
+        if bias is not None and wants[3]:
+            numbers[_AT_OPTIONS] |= _WANTS_DBIAS
+        if sink is not None and wants[4]:
+            numbers[_AT_OPTIONS] |= _WANTS_DSINK
+        dout = torch.zeros_like(o) if dout is None else last_is_dense(dout)
+        gradients = backward(
+            dout,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            None if dlse is None else dlse.contiguous(),
+            bias,
+            alibi_slopes,
+            sink,
+            *lengths,
+            *numbers,
+        )
+        return (*(gradient if wanted else None for gradient, wanted in zip(gradients, wants)), None, None, None)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE of a bound call."""
+    if torch.are_deterministic_algorithms_enabled():
+        numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
+    bias, sink = tensors[0], tensors[2]
+    try:
+        wants_grad = torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or bias is not None
+            and bias.requires_grad
+            or sink is not None
+            and sink.requires_grad
+        )
+    except AttributeError:
+        # The operator says which of them is no tensor.
+        wants_grad = False
+    if wants_grad:
+        for name, given in zip(("block_table", "descale_q", "descale_k", "descale_v"), tensors[7:]):
+            if given is not None:
+                raise ValueError(f"{name} is given (1), but there is no gradient of paged or FP8 tensors")
+        return _Attention.apply(q, k, v, bias, sink, tensors[1], tensors[3:7], numbers)
+    return forward(q, k, v, *tensors, *numbers)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, o_parts, lse_parts, numbers):
+        o, lse = combine_op(o_parts, lse_parts, *numbers)
+        ctx.save_for_backward(o_parts, lse_parts, o, lse)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        # A row that no part has any key of has LSE -inf throughout, and no gradient.
+        o_parts, lse_parts, o, lse = ctx.saved_tensors
+        weights = (
+            torch.where(torch.isneginf(lse_parts), 0.0, torch.exp(lse_parts - lse)).transpose(-1, -2).unsqueeze(-1)
+        )
+        along = ((o_parts.float() - o.float()) * dout.float()).sum(-1, keepdim=True) + dlse.transpose(-1, -2).unsqueeze(
+            -1
+        )
+        return (weights * dout.float()).to(o_parts.dtype), (weights * along).squeeze(-1).transpose(-1, -2), None
+
+
+def combine(
+    o_parts: torch.Tensor, lse_parts: torch.Tensor, numbers: Tuple[Any, ...]
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(lse_parts, torch.Tensor) and lse_parts.layout is torch.strided:
+        lse_parts = lse_parts.contiguous()
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (o_parts, lse_parts)):
+        return _Combine.apply(o_parts, lse_parts, numbers)
+    return combine_op(o_parts, lse_parts, *numbers)
+
+
+def attention_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: Tuple[Any, ...],
+    numbers: Tuple[Any, ...],
+    scale_o: Optional[torch.Tensor],
+    o: torch.Tensor,
+    lse: Optional[torch.Tensor],
+    keep_mask: Optional[torch.Tensor],
+) -> None:
+    forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers)
+
+
+def kvcache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: Optional[torch.Tensor],
+    cache: Tuple[Any, ...],
+    tensors: Tuple[Any, ...],
+    numbers: Tuple[Any, ...],
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    return kvcache_op(q, k, v, *cache, *tensors, *numbers)
+
+
+def put(request: _native.Request, name: str, tensor: Optional[torch.Tensor]) -> None:
+    """Puts a tensor into a request that is planned and not run."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: {type(tensor).__name__} is no tensor of torch that has strides")
+    kinds = {"cpu": 0, "cuda": 2 if torch.version.hip else 1}
+    if tensor.device.type not in kinds:
+        raise ValueError(f"{name} is on {tensor.device}, neither the CPU nor a GPU")
+    device = _native.Device(kinds[tensor.device.type], tensor.device.index or 0)
+    request.put(name, tensor.data_ptr(), str(tensor.dtype).rpartition(".")[2], tensor.shape, tensor.stride(), device)

@@ -1,0 +1,397 @@
+"""FlashAttention 2's functions, by name, argument order, defaults and return values.
+
+``import fmha.flash_attn as flash_attn`` is the whole change. What differs is said in each function's notes: an empty
+row's LSE is -inf here as in FlashAttention 3 (there +inf), and O is never padded by copies. What the contract does not
+have is refused by its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Optional, Tuple, Union
+
+import torch
+
+from . import attention, attention_out, attention_with_kvcache
+from ._mask import from_window_size
+from ._numbers import flag, real
+
+
+def _seed(p_drop: float) -> Tuple[int, int]:
+    """Seed and offset from torch's default generator of the CPU, which ``torch.manual_seed`` sets."""
+    if not p_drop:
+        return 0, 0
+    seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")
+    return int(seed), 0
+
+
+def _s_dmask(q: torch.Tensor, k: torch.Tensor, seqlens: Tuple[int, int], **call: Any) -> torch.Tensor:
+    """FlashAttention's S_dmask for tests: 1 where an element is kept, -1 where it is dropped (its sign is what is
+    read)."""
+    batch, heads = q.shape[0], q.shape[-2]
+    keep = torch.zeros((batch, heads, *seqlens), dtype=torch.uint8, device=q.device)
+    o = torch.empty((*q.shape[:-1], call["v"].shape[-1]), dtype=q.dtype, device=q.device)
+    attention_out(o, q, k, keep_mask=keep, **call)
+    return keep.to(q.dtype) * 2 - 1
+
+
+def _call(
+    q,
+    k,
+    v,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    return_attn_probs,
+    **lengths,
+):
+    dropout_p = real("dropout_p", dropout_p)
+    seed, offset = _seed(dropout_p)
+    shared = dict(
+        mask=from_window_size(window_size, causal),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        p_drop=dropout_p,
+        seed=seed,
+        offset=offset,
+        deterministic=deterministic,
+        **lengths,
+    )
+    o, lse = attention(q, k, v, return_lse=True, **shared)
+    if not flag("return_attn_probs", return_attn_probs):
+        return o
+    probs = None
+    if dropout_p > 0 and q.dim() == 4:
+        with torch.no_grad():
+            probs = _s_dmask(q, k, (q.shape[1], k.shape[1]), v=v, **shared)
+    return o, lse, probs
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
+    """Q ``(batch, seqlen_q, nheads, headdim)``, K and V ``(batch, seqlen_k, nheads_k, headdim)``.
+
+    Causal and windows are bottom-right: with ``(left, right)`` query i sees keys from ``i + seqlen_k - seqlen_q -
+    left`` to ``i + seqlen_k - seqlen_q + right``, both included. With ``return_attn_probs``: ``(out, lse, S_dmask)``.
+    """
+    return _call(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
+    """QKV ``(batch, seqlen, 3, nheads, headdim)``; read where it lies."""
+    return flash_attn_func(
+        *qkv.unbind(2),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
+    """Q ``(batch, seqlen_q, nheads, headdim)``, KV ``(batch, seqlen_k, 2, nheads_k, headdim)``."""
+    return flash_attn_func(
+        q,
+        *kv.unbind(2),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def integer(name: str, value: Union[int, torch.Tensor]) -> int:
+    """A length that may come as a tensor: read once, which waits for a device, and cannot be done in a capture."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"{name} is a tensor on the device, which a graph cannot read: give an int")
+        return int(value.item())
+    return value
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Optional[torch.Tensor] = None,
+):
+    """Packed: Q ``(total_q, nheads, headdim)``, K and V ``(total_k, nheads_k, headdim)``; with ``block_table``, K and V
+    are pages ``(num_blocks, page_block_size, nheads_k, headdim)``, and the lengths follow from ``cu_seqlens_k``."""
+    lengths = dict(
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=integer("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=integer("max_seqlen_k", max_seqlen_k),
+    )
+    if block_table is None:
+        lengths["cu_seqlens_k"] = cu_seqlens_k
+    else:
+        lengths.update(block_table=block_table, seqused_k=cu_seqlens_k.diff().to(torch.int32))
+    return _call(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **lengths,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
+    """QKV ``(total, 3, nheads, headdim)``."""
+    return flash_attn_varlen_func(
+        *qkv.unbind(1),
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+):
+    """Q ``(total_q, nheads, headdim)``, KV ``(total_k, 2, nheads_k, headdim)``."""
+    return flash_attn_varlen_func(
+        q,
+        *kv.unbind(1),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def num_sequences(q: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor]) -> int:
+    for name, tensor in (("q", q), ("cu_seqlens_q", cu_seqlens_q)):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "q"):
+            raise TypeError(f"{name}: {type(tensor).__name__} is no tensor of torch")
+        if tensor is not None and not tensor.dim():
+            raise ValueError(f"{name} has 0 axes")
+    return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+
+
+def over_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: Optional[torch.Tensor],
+    v: Optional[torch.Tensor],
+    *,
+    batch: int,
+    cache_seqlens: Union[int, torch.Tensor, None],
+    cache_batch_idx: Optional[torch.Tensor],
+    cache_leftpad: Optional[torch.Tensor],
+    block_table: Optional[torch.Tensor],
+    rotary_cos: Optional[torch.Tensor],
+    rotary_sin: Optional[torch.Tensor],
+    num_splits: int,
+    **call: Any,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention's ways to say where a sequence's cache lies, as this library has them."""
+    if isinstance(cache_seqlens, int):
+        if not 0 <= cache_seqlens < 1 << 31:
+            raise ValueError(f"cache_seqlens {cache_seqlens} is not in 0 .. 2^31")
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    if cache_batch_idx is not None:
+        if block_table is not None:
+            raise ValueError("cache_batch_idx is given beside block_table (2 ways to say where a sequence lies)")
+        # A block table whose page is a whole sequence.
+        block_table = cache_batch_idx.to(torch.int32).reshape(-1, 1)
+    if cache_leftpad is not None:
+        for name, given in (("block_table or cache_batch_idx", block_table), ("k", k)):
+            if given is not None:
+                raise NotImplementedError(f"cache_leftpad is given beside {name} (2): not in the contract")
+        # Packed rows, of which each sequence begins behind its padding.
+        longest = k_cache.shape[1]
+        k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        pad = torch.nn.functional.pad(cache_leftpad.to(torch.int32), (0, 1))
+        call["cu_seqlens_k"] = torch.arange(0, batch + 1, dtype=torch.int32, device=q.device) * longest + pad
+        call["max_seqlen_k"] = 2 * longest
+        used = longest if cache_seqlens is None else cache_seqlens
+        cache_seqlens = (used - cache_leftpad).to(torch.int32)
+    if k is None:
+        # As there: without new rows nothing turns.
+        rotary_cos = rotary_sin = None
+    return attention_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        seqused_k=cache_seqlens,
+        block_table=block_table,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        batch_invariant=num_splits == 1,
+        return_lse=True,
+        **call,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: Optional[torch.Tensor] = None,
+    v: Optional[torch.Tensor] = None,
+    rotary_cos: Optional[torch.Tensor] = None,
+    rotary_sin: Optional[torch.Tensor] = None,
+    cache_seqlens: Union[int, torch.Tensor, None] = None,
+    cache_batch_idx: Optional[torch.Tensor] = None,
+    cache_leftpad: Optional[torch.Tensor] = None,
+    block_table: Optional[torch.Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+):
+    """Attention over a cache that ``k`` and ``v`` are written to first, in place. ``num_splits`` 1 asks for results
+    that do not depend on the batch; any other number is the kernel's own choice. With ``return_softmax_lse``: ``(out,
+    lse)``."""
+    o, lse = over_cache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        batch=num_sequences(q, None),
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        num_splits=num_splits,
+        mask=from_window_size(window_size, causal),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        rotary_interleaved=rotary_interleaved,
+        alibi_slopes=alibi_slopes,
+    )
+    return (o, lse) if flag("return_softmax_lse", return_softmax_lse) else o
+
+
+def install(force: bool = False) -> None:
+    """From now on ``import flash_attn`` finds this module, with ``flash_attn.flash_attn_interface`` and
+    ``flash_attn.bert_padding``.
+
+    Raises:
+        ImportError: another ``flash_attn`` is imported already, and ``force`` is not set.
+    """
+    from . import _install, bert_padding
+
+    this = sys.modules[__name__]
+    names = [name for name in vars(this) if name.startswith("flash_attn_")]
+    _install.put("flash_attn", this, names, force)
+    _install.put("flash_attn.flash_attn_interface", this, names, force)
+    _install.put("flash_attn.bert_padding", bert_padding, bert_padding.__all__, force)

@@ -1,0 +1,289 @@
+"""``torch.nn.functional.scaled_dot_product_attention`` computed here, where torch would take its flash kernel.
+
+Opt-in::
+
+    import fmha.sdpa
+    fmha.sdpa.activate()          # "fmha" of torch's registry of attention implementations
+    fmha.sdpa.deactivate()
+
+On Hopper and Blackwell torch asks cuDNN before its flash kernel: :func:`activate` says so, and
+``torch.backends.cuda.enable_cudnn_sdp(False)`` ends it. ``torch.nn.attention.activate_flash_attention_impl("fmha")``
+does what :func:`activate` does, once this module is imported.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Optional, Tuple
+
+import torch
+from torch.nn import attention as _registry
+
+from . import _arguments, _native, _torch, attention_out
+
+NAME = "fmha"
+
+_WHERE = "CUDA"
+_AT_SEED = _native.NUMBERS.index("seed")
+
+
+def _seed(dropout_p: float) -> torch.Tensor:
+    """From torch's generator of the CPU, which ``torch.manual_seed`` sets; backward is handed the same."""
+    return (
+        torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")
+        if dropout_p
+        else torch.zeros((), dtype=torch.int64, device="cpu")
+    )
+
+
+def _o_like(query: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    """O with the order of the query's axes in memory, as torch's own kernels have it."""
+    if query.shape[-1] == head_dim_v:
+        return torch.empty_like(query)
+    order = sorted(range(query.dim()), key=lambda axis: (-query.stride(axis), axis))
+    shape = [*query.shape[:-1], head_dim_v]
+    made = query.new_empty([shape[axis] for axis in order])
+    return made.permute([order.index(axis) for axis in range(query.dim())])
+
+
+def _dense(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    seed = _seed(dropout_p)
+    o = _o_like(query, value.shape[-1])
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    # Here torch's causal is top-left; it takes a flash kernel for it only where both are equally long.
+    attention_out(
+        *_dense(o, query, key, value),
+        lse=lse,
+        mask="t" if is_causal else None,
+        softmax_scale=scale,
+        p_drop=dropout_p,
+        seed=int(seed),
+    )
+    return (
+        o,
+        lse,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        seed,
+        torch.zeros((), dtype=torch.int64),
+        query.new_empty(0),
+    )
+
+
+def _backward(
+    dout, q, k, v, o, lse, lengths: Tuple[Any, ...], seed: torch.Tensor, **call: Any
+) -> Tuple[torch.Tensor, ...]:
+    _, numbers = _arguments.bind(
+        seed=int(seed) if call["p_drop"] else 0, **call, deterministic=torch.are_deterministic_algorithms_enabled()
+    )
+    return _torch.backward(_torch.last_is_dense(dout), q, k, v, o, lse, None, None, None, None, *lengths, *numbers)[:3]
+
+
+def _sdpa_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    philox_seed,
+    philox_offset,
+    *,
+    scale=None,
+):
+    gradients = _backward(
+        *_dense(grad_out, query, key, value, out),
+        logsumexp,
+        (None,) * 4,
+        philox_seed,
+        mask="t" if is_causal else None,
+        softmax_scale=scale,
+        p_drop=dropout_p,
+    )
+    return _dense(*gradients)
+
+
+def _window(left: Optional[int], right: Optional[int], is_causal: bool) -> Any:
+    from ._mask import from_window_size
+
+    return from_window_size((left, right), is_causal)
+
+
+def _lengths(cum_seq_q, cum_seq_k, max_q, max_k) -> dict:
+    if cum_seq_q is None:
+        return {}
+    return dict(cu_seqlens_q=cum_seq_q, max_seqlen_q=int(max_q), cu_seqlens_k=cum_seq_k, max_seqlen_k=int(max_k))
+
+
+def _flash_forward(
+    query,
+    key,
+    value,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    seqused_k=None,
+    alibi_slopes=None,
+    block_table=None,
+    num_splits=None,
+):
+    """Rows first: ``(b, s, h, d)`` or packed; causal and windows are bottom-right, as FlashAttention's."""
+    seed = _seed(dropout_p)
+    packed = query.dim() == 3
+    lse = query.new_empty(
+        (query.shape[1], query.shape[0]) if packed else (query.shape[0], query.shape[2], query.shape[1]),
+        dtype=torch.float32,
+    )
+    o = _o_like(query, value.shape[-1])
+    call = _lengths(cum_seq_q, None if block_table is not None else cum_seq_k, max_q, max_k)
+    if block_table is not None:
+        call["max_seqlen_k"] = 0
+        if seqused_k is None:
+            seqused_k = cum_seq_k.diff().to(torch.int32)
+    attention_out(
+        o,
+        query,
+        key,
+        value,
+        lse=lse,
+        mask=_window(window_size_left, window_size_right, is_causal),
+        softmax_scale=scale,
+        p_drop=dropout_p,
+        seed=int(seed),
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        batch_invariant=num_splits == 1,
+        **call,
+    )
+    state = torch.stack([seed, torch.zeros_like(seed)])
+    return o, lse, state, torch.zeros((), dtype=torch.int64), query.new_empty(0)
+
+
+def _flash_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
+    # The schema always has the offsets: dense calls hand over empty ones.
+    packed = query.dim() == 3
+    call = _lengths(cum_seq_q, cum_seq_k, max_q, max_k) if packed else {}
+    lengths = (call.pop("cu_seqlens_q", None), call.pop("cu_seqlens_k", None), None, None)
+    return _backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        lengths,
+        rng_state.flatten()[0],
+        mask=_window(window_size_left, window_size_right, is_causal),
+        softmax_scale=scale,
+        p_drop=dropout_p,
+        **call,
+    )
+
+
+_KERNELS = {
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_backward,
+}
+
+
+class _Handle:
+    """What the registry keeps while this is torch's flash attention."""
+
+    def __init__(self, where: str) -> None:
+        self.library: Optional[torch.library.Library] = torch.library.Library("aten", "IMPL", where)
+        with warnings.catch_warnings():
+            # It is meant: torch warns of each kernel that is put before its own.
+            warnings.simplefilter("ignore")
+            for name, kernel in _KERNELS.items():
+                self.library.impl(name, kernel)
+
+    def remove(self) -> None:
+        if self.library is not None:
+            self.library._destroy()
+            self.library = None
+
+
+_active: Optional[_Handle] = None
+
+
+def _register() -> _Handle:
+    global _active
+    if (
+        torch.cuda.is_available()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and torch.cuda.get_device_capability()[0] >= 9
+    ):
+        warnings.warn(
+            "torch asks cuDNN before its flash kernel on this device: torch.backends.cuda.enable_cudnn_sdp(False) "
+            "lets fmha serve",
+            stacklevel=3,
+        )
+    _remove()
+    _active = _Handle(_WHERE)
+    return _active
+
+
+def _remove() -> None:
+    global _active
+    if _active is not None:
+        _active.remove()
+        _active = None
+
+
+_registry.register_flash_attention_impl(NAME, register_fn=_register)
+
+
+def activate() -> None:
+    """torch's flash attention on GPUs is this library's until :func:`deactivate`."""
+    _registry.activate_flash_attention_impl(NAME)
+
+
+def deactivate() -> None:
+    """torch's own kernels again, if they are not already."""
+    # Before torch 2.13 the registry cannot restore, and goes on to name who was active last.
+    restore = getattr(_registry, "restore_flash_attention_impl", None)
+    if restore is not None and _registry.current_flash_attention_impl() == NAME:
+        restore()
+    _remove()

@@ -1,0 +1,102 @@
+//! What a call does with a KV cache besides reading it.
+
+use std::ptr;
+
+use fmha_c::{FMHA_F32, FmhaCache};
+use smallvec::SmallVec;
+
+use crate::call::{NO_TENSOR, Wrong, ensure};
+use crate::request::{Request, Slot, name};
+use crate::shapes::{Sizes, is_cache, of_type, operand, plain, rows, shape};
+use crate::tensor::{I32, U32};
+
+/// What happens to the cache besides being read; `None`: nothing.
+pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache>, Wrong> {
+    let (q, k) = (request.required(Slot::Q)?, request.required(Slot::K)?);
+    for (slot, beside) in
+        [(Slot::VNew, Slot::KNew), (Slot::CuSeqlensNew, Slot::KNew), (Slot::RotarySin, Slot::RotaryCos)]
+    {
+        ensure!(
+            request.get(slot).is_none() || request.get(beside).is_some(),
+            "{} is given (1), but {} is missing (0)",
+            name(slot),
+            name(beside)
+        );
+    }
+    let is_cache = is_cache(q, k);
+    let v_in_k = request.get(Slot::V).is_none();
+    let touched = [Slot::KNew, Slot::RotaryCos, Slot::TreeMask];
+    if !is_cache && !v_in_k && touched.iter().all(|&slot| request.get(slot).is_none()) {
+        return Ok(None);
+    }
+    let mut cache = FmhaCache {
+        struct_bytes: size_of::<FmhaCache>() as u64,
+        seqlen_new: 0,
+        total_new: 0,
+        max_pos: 0,
+        k_new: NO_TENSOR,
+        v_new: NO_TENSOR,
+        cu_seqlens_new: ptr::null(),
+        rotary_cos: ptr::null(),
+        rotary_sin: ptr::null(),
+        tree_mask: ptr::null(),
+        rotary_dim: 0,
+        rotary_interleaved: i32::try_from(request.numbers.rotary_interleaved).unwrap_or(-1),
+        dtype_rotary: 0,
+        dtype_cache: if is_cache { k.dtype } else { 0 },
+        v_in_k: i32::from(v_in_k),
+        reserved: 0,
+    };
+    if let Some(k_new) = request.get(Slot::KNew) {
+        let (wanted, total) = match request.get(Slot::CuSeqlensNew) {
+            Some(_) => {
+                let [total, ..] = shape::<3>("k_new", k_new, "total_new, num_heads_kv, head_dim_qk")?;
+                (rows(0, 0, Some(total), sizes.heads_kv, sizes.dim_qk), total)
+            }
+            None => {
+                let [_, seqlen, ..] =
+                    shape::<4>("k_new", k_new, "batch, seqlen_new, num_heads_kv, head_dim_qk")?;
+                cache.seqlen_new = seqlen;
+                (rows(sizes.batch, seqlen, None, sizes.heads_kv, sizes.dim_qk), 0)
+            }
+        };
+        cache.k_new = operand("k_new", k_new, &wanted)?;
+        of_type("k_new", k_new, &[q.dtype])?;
+        if let Some(v_new) = request.get(Slot::VNew) {
+            let mut wanted = wanted;
+            if let Some(dim) = wanted.last_mut() {
+                *dim = sizes.dim_v;
+            }
+            cache.v_new = operand("v_new", v_new, &wanted)?;
+        } else {
+            ensure!(v_in_k, "v_new is missing (0 given) beside k_new");
+        }
+        if request.get(Slot::CuSeqlensNew).is_some() {
+            cache.total_new = total;
+            cache.seqlen_new = request.numbers.max_seqlen_new;
+            cache.cu_seqlens_new = plain(request, Slot::CuSeqlensNew, &[sizes.batch + 1], &[I32])?.cast();
+        }
+    }
+    if let Some(cos) = request.get(Slot::RotaryCos) {
+        let [max_pos, half] = shape("rotary_cos", cos, "max_pos, rotary_dim / 2")?;
+        let types = [FMHA_F32, q.dtype];
+        cache.rotary_cos = plain(request, Slot::RotaryCos, &[max_pos, half], &types)?;
+        request.required(Slot::RotarySin)?;
+        cache.rotary_sin = plain(request, Slot::RotarySin, &[max_pos, half], &[cos.dtype])?;
+        cache.max_pos = max_pos;
+        cache.rotary_dim =
+            i32::try_from(half.saturating_mul(2)).map_err(|error| format!("rotary_cos: {half}: {error}"))?;
+        cache.dtype_rotary = cos.dtype;
+    } else {
+        cache.rotary_interleaved = 0;
+    }
+    if request.get(Slot::TreeMask).is_some() {
+        let words = (sizes.seqlen_q + 31) / 32;
+        let wanted: SmallVec<[i64; 4]> = match sizes.total_q {
+            Some(total) => SmallVec::from_slice(&[total, words]),
+            None => SmallVec::from_slice(&[sizes.batch, sizes.seqlen_q, words]),
+        };
+        cache.tree_mask = plain(request, Slot::TreeMask, &wanted, &[I32, U32])?.cast();
+    }
+    Ok(Some(cache))
+}

@@ -1,0 +1,136 @@
+//! Merging partial results: from a request's `o_parts` and `lse_parts` to the C struct.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use fmha_c::{FMHA_F32, FmhaCombine, FmhaPartial, FmhaTensor};
+
+use crate::call::{Key, Wrong, ensure, word};
+use crate::request::{Request, Slot};
+use crate::shapes::{attention_type, contiguous, of_type, one_device, shape};
+use crate::tensor::{Device, Tensor, element_bytes, is_fp8};
+
+/// Axes of partial outputs.
+///
+/// # Errors
+/// Where there are not five.
+pub fn axes(parts: &Tensor) -> Result<[i64; 5], Wrong> {
+    shape("o_parts", parts, "parts, batch, seqlen_q, num_heads_q, head_dim_v")
+}
+
+/// A combine call's struct, and its parts, which it points to.
+pub struct Combine {
+    call: FmhaCombine,
+    parts: Vec<FmhaPartial>,
+    options: i64,
+    /// The device that all of its tensors are on.
+    pub device: Device,
+}
+
+impl Combine {
+    /// Reads a request.
+    ///
+    /// # Errors
+    /// The first tensor that is missing, or does not go with the others, with both numbers.
+    pub fn new(request: &Request) -> Result<Self, Wrong> {
+        let device = one_device(request, Slot::OParts)?;
+        let (parts, lse_parts) = (request.required(Slot::OParts)?, request.required(Slot::LseParts)?);
+        let (o, lse) = (request.required(Slot::O)?, request.required(Slot::Lse)?);
+        let [count, batch, seqlen, heads, dim] = axes(parts)?;
+        for (name, tensor, wanted) in [
+            ("lse_parts", lse_parts, &[count, batch, heads, seqlen][..]),
+            ("o", o, &[batch, seqlen, heads, dim][..]),
+            ("lse", lse, &[batch, heads, seqlen][..]),
+        ] {
+            ensure!(tensor.shape() == wanted, "{name} has shape {:?}, not {wanted:?}", tensor.shape());
+        }
+        for (name, tensor) in [("lse_parts", lse_parts), ("lse", lse)] {
+            of_type(name, tensor, &[FMHA_F32])?;
+            contiguous(name, tensor)?;
+        }
+        for (name, tensor) in [("o_parts", parts), ("o", o)] {
+            attention_type(name, tensor)?;
+            ensure!(
+                !is_fp8(tensor.dtype),
+                "{name} is of FP8 (code {}), which combine does not take",
+                tensor.dtype
+            );
+            let last = tensor.steps().last().copied().unwrap_or(1);
+            ensure!(dim == 1 || last == 1, "{name} has stride {last} on its last axis, not 1");
+            if let Some(stride) = tensor.steps().iter().find(|&&stride| stride < 0) {
+                return Err(format!("{name} has stride {stride}, below 0"));
+            }
+        }
+        let bytes = element_bytes(parts.dtype);
+        let steps = parts.steps();
+        let partial = |i: i64| FmhaPartial {
+            o: rows(at(parts.data, i * steps[0] * bytes), &steps[1..], dim),
+            lse: at(lse_parts.data, i * batch * heads * seqlen * 4).cast_const().cast(),
+        };
+        Ok(Self {
+            call: FmhaCombine {
+                struct_bytes: size_of::<FmhaCombine>() as u64,
+                num_parts: count,
+                batch,
+                seqlen_q: seqlen,
+                num_heads_q: heads,
+                head_dim_v: dim,
+                parts: ptr::null(),
+                o: rows(o.data, o.steps(), dim),
+                lse: lse.data.cast(),
+                stream: ptr::with_exposed_provenance_mut(word(request.stream) as usize),
+                dtype_part: parts.dtype,
+                dtype_o: o.dtype,
+            },
+            parts: (0..count).map(partial).collect(),
+            options: request.numbers.options,
+            device,
+        })
+    }
+
+    /// The whole struct; its parts are this value's.
+    pub fn call(&mut self) -> &FmhaCombine {
+        self.call.parts = self.parts.as_ptr();
+        &self.call
+    }
+
+    /// As the request has them.
+    #[must_use]
+    pub fn options(&self) -> i64 {
+        self.options
+    }
+
+    /// Everything of the call that a plan depends on, in numbers.
+    #[must_use]
+    pub fn key(&self) -> Key {
+        let call = &self.call;
+        // No forward call's key begins so: the first word of those is a scale's 41 bits.
+        let mut key = Key::from_slice(&[u64::MAX - 2]);
+        let codes = [self.device.kind, self.device.index, call.dtype_part, call.dtype_o];
+        key.extend(codes.map(|code| word(code.into())));
+        let dims =
+            [call.num_parts, call.batch, call.seqlen_q, call.num_heads_q, call.head_dim_v, self.options];
+        key.extend(dims.map(word));
+        for tensor in self.parts.first().map(|part| &part.o).into_iter().chain([&call.o]) {
+            let strides = [tensor.batch_stride, tensor.seqlen_stride, tensor.head_stride, tensor.dim_stride];
+            key.extend(strides.map(word));
+        }
+        key.push(u64::from(call.lse.is_null()));
+        key
+    }
+}
+
+/// So many bytes on; of a tensor without elements nothing is read.
+fn at(data: *mut c_void, bytes: i64) -> *mut c_void {
+    data.wrapping_byte_offset(bytes as isize)
+}
+
+fn rows(data: *mut c_void, strides: &[i64], dim: i64) -> FmhaTensor {
+    FmhaTensor {
+        data,
+        batch_stride: strides[0],
+        seqlen_stride: strides[1],
+        head_stride: strides[2],
+        dim_stride: if dim == 1 { 1 } else { strides[3] },
+    }
+}

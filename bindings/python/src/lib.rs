@@ -1,0 +1,125 @@
+//! `fmha` for Python: one shared library for every Python and every torch.
+//!
+//! There is no C++ here, no link to torch and none to Python. [`torch`] finds PyTorch's stable C interface in the process
+//! and registers operators; NumPy's and DLPack's tensors come through `ctypes` ([`fmha_py_run`]). Both make a
+//! [`request::Request`], from which [`call`] makes the struct of the C library; [`plans`] keeps plans by the numbers of their
+//! calls.
+
+mod cache;
+pub mod call;
+pub mod combine;
+mod operands;
+pub mod plans;
+pub mod request;
+mod shapes;
+pub mod tensor;
+pub mod torch;
+
+use std::cell::RefCell;
+use std::ffi::{CString, c_char, c_int};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use request::{NUMBERS, OPTIONS, Request, SLOT_NAMES};
+
+thread_local! {
+    static TEXT: RefCell<CString> = RefCell::default();
+}
+
+fn keep(text: &str) {
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    TEXT.with(|kept| *kept.borrow_mut() = text);
+}
+
+/// 0, or 1 with the error's text kept for this thread.
+fn guard(body: impl FnOnce() -> Result<(), String>) -> c_int {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return 0,
+        Ok(Err(text)) => keep(&text),
+        Err(_) => keep("internal error: a panic was caught at Python's boundary"),
+    }
+    1
+}
+
+/// What the last call on this thread had to say: an error's text, or what was asked for.
+#[unsafe(no_mangle)]
+pub extern "C" fn fmha_py_text() -> *const c_char {
+    TEXT.with(|text| text.borrow().as_ptr())
+}
+
+/// What a request is made of, so that Python's side of `ctypes` need not repeat it: the text of [`fmha_py_text`] has the names
+/// of its tensors, those of its numbers with their types, and those of its options' bits, a line each. Returns its bytes.
+#[unsafe(no_mangle)]
+pub extern "C" fn fmha_py_describe() -> usize {
+    let numbers: Vec<String> = NUMBERS.iter().map(|(name, spelt)| format!("{name}:{spelt}")).collect();
+    keep(&[SLOT_NAMES.join(" "), numbers.join(" "), OPTIONS.join(" ")].join("\n"));
+    size_of::<Request>()
+}
+
+/// Runs a request on tensors in host memory, or with a workspace that is allocated for it.
+///
+/// # Safety
+/// `request` is null or a request whose tensors are memory of their device as large as they say.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let request = unsafe { request.as_ref() }.ok_or("request is null (0)")?;
+        let device = plans::device(request)?;
+        if device.kind != 0 {
+            return Err(format!(
+                "the tensors are on {}: they come by torch's operators (0 streams here)",
+                device.name()
+            ));
+        }
+        plans::run(request, |bytes| {
+            let wanted = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_add(plans::ALIGNMENT));
+            let wanted =
+                wanted.ok_or_else(|| format!("workspace of {bytes} bytes: more than there are addresses"))?;
+            let mut scratch = Vec::<u8>::new();
+            scratch
+                .try_reserve_exact(wanted)
+                .map_err(|error| format!("workspace of {bytes} bytes: {error}"))?;
+            let start = scratch.as_mut_ptr();
+            let start = start.wrapping_add(start.align_offset(plans::ALIGNMENT));
+            Ok((scratch, start))
+        })
+    })
+}
+
+/// Plans a request: what the plan says of itself is the text of [`fmha_py_text`].
+///
+/// # Safety
+/// As [`fmha_py_run`]; nothing of a device is read.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_explain(request: *const Request) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let request = unsafe { request.as_ref() }.ok_or("request is null (0)")?;
+        keep(&plans::explain(request)?);
+        Ok(())
+    })
+}
+
+/// Registers the operators with the torch that the process has imported.
+#[unsafe(no_mangle)]
+pub extern "C" fn fmha_py_register_torch() -> c_int {
+    guard(torch::register)
+}
+
+/// What there is to run on, and why the rest is absent, a line each: the text of [`fmha_py_text`].
+#[unsafe(no_mangle)]
+pub extern "C" fn fmha_py_devices() -> c_int {
+    guard(|| {
+        let lines: Vec<String> = fmha::devices().iter().map(line).collect();
+        keep(&lines.join("\n"));
+        Ok(())
+    })
+}
+
+/// A device as a reader is told of it.
+fn line(found: &fmha::Found) -> String {
+    match &found.device {
+        Ok(device) => format!("{}: {}", found.backend, device.name()),
+        Err(reason) => format!("{}: absent: {reason}", found.backend),
+    }
+}

@@ -1,0 +1,145 @@
+//! Plans, kept by the numbers of their calls: a call that was planned once is looked up and run.
+
+use std::ffi::{CStr, CString};
+use std::num::NonZeroUsize;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use fmha_c::FmhaPlan;
+use fmha_core::fork::PerProcess;
+use lru::LruCache;
+
+use crate::call::{Call, Key, Wrong, options};
+use crate::combine::Combine;
+use crate::request::{Request, Slot};
+use crate::shapes::one_device;
+use crate::tensor::Device;
+
+/// Plans that are kept; the one unused for longest goes. A plan has no scratch of its own here, some kilobytes.
+const MOST: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
+
+/// Where scratch lies.
+pub const ALIGNMENT: usize = 256;
+
+/// A plan that is dropped with its last user.
+struct Plan(*mut FmhaPlan);
+
+// SAFETY: a plan whose scratch is the caller's may run on several threads at once, says `fmha.h`.
+unsafe impl Send for Plan {}
+// SAFETY: as above.
+unsafe impl Sync for Plan {}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: from `fmha_plan`, and dropped once. Work that is queued holds what it needs: kernels stay loaded
+        // with their device, and scratch is the caller's.
+        unsafe { fmha_c::fmha_drop(self.0) }
+    }
+}
+
+type Kept = Mutex<Option<LruCache<Key, Arc<Plan>>>>;
+
+/// A forked child has its own: another thread may have held the lock when it was made.
+static PLANS: PerProcess<Kept> = PerProcess::of_first(Mutex::new(None));
+
+/// What the library said last on this thread.
+fn said() -> Wrong {
+    // SAFETY: a C string that lives until the next error of this thread.
+    unsafe { CStr::from_ptr(fmha_c::fmha_last_error()) }.to_string_lossy().into_owned()
+}
+
+/// The plan of a key, made by `make` the first time.
+fn plan(key: Key, make: impl FnOnce(*mut *mut FmhaPlan) -> i32) -> Result<Arc<Plan>, Wrong> {
+    let kept = PLANS.get(|| Mutex::new(None));
+    let plans = || kept.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(plan) = plans().as_mut().and_then(|plans| plans.get(&key).cloned()) {
+        return Ok(plan);
+    }
+    // Not under the lock: a compiler may run for seconds. Two threads may both plan the same, and one plan stays.
+    let mut made = ptr::null_mut();
+    if make(&raw mut made) != 0 {
+        return Err(said());
+    }
+    let plan = Arc::new(Plan(made));
+    // What it pushes out is dropped when the lock is free again.
+    let old = plans().get_or_insert_with(|| LruCache::new(MOST)).push(key, Arc::clone(&plan));
+    drop(old);
+    Ok(plan)
+}
+
+fn planned(call: &mut Call) -> Result<Arc<Plan>, Wrong> {
+    plan(call.key(), |made| {
+        let backend = CString::new(call.device.name()).unwrap_or_default();
+        let options = call.options(&backend);
+        // SAFETY: the struct's host pointers are good within `with`; the others are not followed by planning.
+        call.with(|call| unsafe { fmha_c::fmha_plan(call, &raw const options, made) })
+    })
+}
+
+fn planned_combine(call: &mut Combine) -> Result<Arc<Plan>, Wrong> {
+    plan(call.key(), |made| {
+        let backend = CString::new(call.device.name()).unwrap_or_default();
+        let options = options(call.options(), &backend);
+        // SAFETY: the struct's parts are alive; nothing of a device is read.
+        unsafe { fmha_c::fmha_plan_combine(call.call(), &raw const options, made) }
+    })
+}
+
+fn is_combine(request: &Request) -> bool {
+    request.get(Slot::OParts).is_some()
+}
+
+/// The device of a request's tensors.
+///
+/// # Errors
+/// The first tensor that is elsewhere.
+pub fn device(request: &Request) -> Result<Device, Wrong> {
+    one_device(request, if is_combine(request) { Slot::OParts } else { Slot::Q })
+}
+
+/// What a plan says of itself, a fact a line.
+///
+/// # Errors
+/// What is wrong with the request, or why no kernel takes it.
+pub fn explain(request: &Request) -> Result<String, Wrong> {
+    let plan = match is_combine(request) {
+        true => planned_combine(&mut Combine::new(request)?)?,
+        false => planned(&mut Call::new(request)?)?,
+    };
+    // SAFETY: the text lives as long as the plan.
+    let text = unsafe { CStr::from_ptr(fmha_c::fmha_plan_text(plan.0)) };
+    Ok(text.to_string_lossy().into_owned())
+}
+
+/// Runs a request with scratch from `workspace`, which is asked for that many bytes, aligned to [`ALIGNMENT`], where there
+/// are any, and keeps them until what it returned is dropped.
+///
+/// # Errors
+/// What is wrong with the request, why no kernel takes it, or what the driver said.
+pub fn run<W>(
+    request: &Request,
+    workspace: impl FnOnce(u64) -> Result<(W, *mut u8), Wrong>,
+) -> Result<(), Wrong> {
+    if is_combine(request) {
+        let mut call = Combine::new(request)?;
+        let plan = planned_combine(&mut call)?;
+        // SAFETY: who made the request promised its pointers.
+        return ended(unsafe { fmha_c::fmha_run_combine(plan.0, call.call()) });
+    }
+    let mut call = Call::new(request)?;
+    let plan = planned(&mut call)?;
+    // SAFETY: the plan is alive.
+    let bytes = unsafe { fmha_c::fmha_plan_workspace_bytes(plan.0) };
+    let scratch = if bytes > 0 { Some(workspace(bytes)?) } else { None };
+    // SAFETY: who made the request promised its pointers; scratch is as large as the plan wants.
+    ended(call.with(|call| unsafe {
+        if let Some((_, address)) = &scratch {
+            (call.workspace, call.workspace_bytes) = (address.cast(), bytes);
+        }
+        fmha_c::fmha_run(plan.0, call)
+    }))
+}
+
+fn ended(code: i32) -> Result<(), Wrong> {
+    if code == 0 { Ok(()) } else { Err(said()) }
+}

@@ -1,0 +1,284 @@
+//! One call, as every door of Python states it: thirty-odd tensors of which most are absent, and numbers. Each list is
+//! written once, here: the operators' schemas and Python's side of `ctypes` are made from it.
+
+use crate::tensor::Tensor;
+
+/// An enum of tensors, and their names as refusals say them and Python spells its arguments.
+macro_rules! slots {
+    ($($(#[$doc:meta])* $slot:ident = $name:literal,)+) => {
+        /// The tensors of a call, by their place in [`Request::tensors`].
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(usize)]
+        pub enum Slot {
+            $($(#[$doc])* $slot,)+
+        }
+
+        /// The names of the slots, in their order.
+        pub const SLOT_NAMES: [&str; NUM_SLOTS] = [$($name),+];
+
+        /// How many tensors a call can have.
+        pub const NUM_SLOTS: usize = [$($name),+].len();
+    };
+}
+
+slots! {
+    /// Q `[batch, seqlen_q, num_heads_q, head_dim_qk]`, packed `[total_q, num_heads_q, head_dim_qk]`.
+    Q = "q",
+    /// K `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, packed, or paged `[num_pages, page_size, ..]`.
+    K = "k",
+    /// V likewise, of `head_dim_v`; absent where V is the front of K's rows.
+    V = "v",
+    /// O, of Q's shape with `head_dim_v`: written; read by backward.
+    O = "o",
+    /// LSE, f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`: written; read by backward.
+    Lse = "lse",
+    /// Bias `[batch, num_heads_q, seqlen_q, seqlen_k]`; axes of size 1 in front are broadcast.
+    Bias = "bias",
+    /// ALiBi slopes, f32 `[num_heads_q]` or `[batch, num_heads_q]`.
+    AlibiSlopes = "alibi_slopes",
+    /// Sinks, f32 `[num_heads_q]`.
+    Sink = "sink",
+    /// i32 `[batch + 1]`.
+    CuSeqlensQ = "cu_seqlens_q",
+    /// i32 `[batch + 1]`.
+    CuSeqlensK = "cu_seqlens_k",
+    /// i32 `[batch]`.
+    SequsedQ = "seqused_q",
+    /// i32 `[batch]`.
+    SequsedK = "seqused_k",
+    /// i32 `[batch, max_pages]`.
+    BlockTable = "block_table",
+    /// f32 `[batch, num_heads_kv]`, or one number.
+    DescaleQ = "descale_q",
+    /// f32 `[batch, num_heads_kv]`, or one number.
+    DescaleK = "descale_k",
+    /// f32 `[batch, num_heads_kv]`, or one number.
+    DescaleV = "descale_v",
+    /// f32, one number.
+    ScaleO = "scale_o",
+    /// u8 `[batch, num_heads_q, seqlen_q, seqlen_k]`: written.
+    KeepMask = "keep_mask",
+    /// New keys `[batch, seqlen_new, num_heads_kv, head_dim_qk]`, or packed.
+    KNew = "k_new",
+    /// New values, likewise.
+    VNew = "v_new",
+    /// i32 `[batch + 1]`.
+    CuSeqlensNew = "cu_seqlens_new",
+    /// `[max_pos, rotary_dim / 2]`.
+    RotaryCos = "rotary_cos",
+    /// `[max_pos, rotary_dim / 2]`.
+    RotarySin = "rotary_sin",
+    /// u32 (or i32) `[batch, seqlen_q, words]`, packed `[total_q, words]`.
+    TreeMask = "tree_mask",
+    /// Gradient of O.
+    Dout = "dout",
+    /// Gradient of LSE.
+    Dlse = "dlse",
+    /// Gradient of Q: written.
+    Dq = "dq",
+    /// Gradient of K: written.
+    Dk = "dk",
+    /// Gradient of V: written.
+    Dv = "dv",
+    /// Gradient of the bias: written.
+    Dbias = "dbias",
+    /// Gradient of the sinks: written.
+    Dsink = "dsink",
+    /// Partial outputs `[parts, batch, seqlen_q, num_heads_q, head_dim_v]`, of combine.
+    OParts = "o_parts",
+    /// Their LSE, f32 `[parts, batch, num_heads_q, seqlen_q]`.
+    LseParts = "lse_parts",
+}
+
+/// A struct of numbers of 8 bytes each, their types in a schema, and what they are where nobody says them.
+macro_rules! numbers {
+    ($($(#[$doc:meta])* $field:ident: $type:ty as $schema:literal = $default:expr,)+) => {
+        /// The numbers of a call.
+        #[derive(Clone, Copy, Debug)]
+        #[repr(C)]
+        pub struct Numbers {
+            $($(#[$doc])* pub $field: $type,)+
+        }
+
+        impl Default for Numbers {
+            fn default() -> Self {
+                Self { $($field: $default,)+ }
+            }
+        }
+
+        /// Name and schema type of each number, in order.
+        pub const NUMBERS: &[(&str, &str)] = &[$((stringify!($field), $schema)),+];
+
+        impl Numbers {
+            /// The first `count` of them, each read by `next` as 8 bytes; the others as nobody says them.
+            pub fn read(count: usize, mut next: impl FnMut() -> u64) -> Self {
+                let mut numbers = Self::default();
+                let mut left = count;
+                $(
+                    if left == 0 {
+                        return numbers;
+                    }
+                    left -= 1;
+                    numbers.$field = <$type>::from_ne_bytes(next().to_ne_bytes());
+                )+
+                let _ = left;
+                numbers
+            }
+        }
+    };
+}
+
+numbers! {
+    /// Packed Q: the longest sequence's queries.
+    max_seqlen_q: i64 as "SymInt" = 0,
+    /// Packed or paged K: the longest sequence's keys; paged, 0: as many as the block table holds.
+    max_seqlen_k: i64 as "SymInt" = 0,
+    /// NaN: `1 / sqrt(head_dim_qk)`.
+    softmax_scale: f64 as "float" = f64::NAN,
+    /// 0: none.
+    softcap: f64 as "float" = 0.0,
+    /// 0: all keys; 1: a window from the top-left diagonal; 2: from the bottom-right one; 3: generic coordinates.
+    mask: i64 as "int" = 0,
+    /// Keys to the left of the diagonal, or y; -1: unbounded.
+    left: i64 as "SymInt" = -1,
+    /// Keys to its right, or x; -1: unbounded.
+    right: i64 as "SymInt" = -1,
+    /// Leading keys that are seen whatever `left` says.
+    sink_columns: i64 as "SymInt" = 0,
+    /// Probability that an element of P is dropped.
+    p_drop: f64 as "float" = 0.0,
+    /// Key of the dropout generator: a u64's bits.
+    seed: i64 as "SymInt" = 0,
+    /// Last word of its counter: a u64's bits.
+    offset: i64 as "SymInt" = 0,
+    /// Type of an O that is made for the caller, as its code; below 0: Q's, bf16 beside FP8.
+    dtype_o: i64 as "int" = -1,
+    /// Bits: [`ALLOW_FALLBACK`], ...
+    options: i64 as "int" = 0,
+    /// Packed new rows: the longest sequence's.
+    max_seqlen_new: i64 as "SymInt" = 0,
+    /// Where V is the front of K's rows: its head dimension; else 0.
+    head_dim_v: i64 as "SymInt" = 0,
+    /// 1: elements 2i and 2i + 1 turn together.
+    rotary_interleaved: i64 as "int" = 0,
+}
+
+/// The numbers up to `options`, which every operator but combine takes; the others are a cache's.
+pub const NUM_COMMON: usize = NUMBERS.len() - 3;
+
+/// Names of the bits of [`Numbers::options`], from the lowest.
+pub const OPTIONS: [&str; 7] = [
+    "allow_fallback",
+    "exact",
+    "deterministic",
+    "batch_invariant",
+    "check_lengths",
+    "wants_dbias",
+    "wants_dsink",
+];
+
+/// A kernel that is correct but far from fast may serve.
+pub const ALLOW_FALLBACK: i64 = 1;
+/// The true running maximum is subtracted.
+pub const EXACT: i64 = 2;
+/// The same bits in every run.
+pub const DETERMINISTIC: i64 = 4;
+/// The bits of a sequence depend on its own lengths and contents alone.
+pub const BATCH_INVARIANT: i64 = 8;
+/// Each run reads the lengths back and checks them.
+pub const CHECK_LENGTHS: i64 = 16;
+/// Backward: the bias's gradient is wanted.
+pub const WANTS_DBIAS: i64 = 32;
+/// Backward: the sinks' gradient is wanted.
+pub const WANTS_DSINK: i64 = 64;
+
+/// One forward, backward or combine call.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Request {
+    /// The tensors, by [`Slot`].
+    pub tensors: [Tensor; NUM_SLOTS],
+    /// The numbers.
+    pub numbers: Numbers,
+    /// A stream of the device, 0: its default one.
+    pub stream: i64,
+}
+
+impl Request {
+    /// Nothing is given.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { tensors: [Tensor::ABSENT; NUM_SLOTS], numbers: Numbers::default(), stream: 0 }
+    }
+
+    /// The tensor of a slot, if it is given.
+    #[must_use]
+    pub fn get(&self, slot: Slot) -> Option<&Tensor> {
+        self.tensors[slot as usize].given()
+    }
+
+    /// The tensor of a slot.
+    ///
+    /// # Errors
+    /// Where it is not given.
+    pub fn required(&self, slot: Slot) -> Result<&Tensor, String> {
+        self.get(slot).ok_or_else(|| format!("{} is missing (0 given)", name(slot)))
+    }
+
+    /// Puts a tensor into a slot.
+    pub fn set(&mut self, slot: Slot, tensor: Tensor) {
+        self.tensors[slot as usize] = tensor;
+    }
+
+    /// Whether gradients are wanted.
+    #[must_use]
+    pub fn is_backward(&self) -> bool {
+        self.get(Slot::Dout).is_some()
+    }
+
+    /// Whether a bit of the options is set.
+    #[must_use]
+    pub fn asks(&self, option: i64) -> bool {
+        self.numbers.options & option != 0
+    }
+}
+
+impl Default for Request {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The name of a slot.
+#[must_use]
+pub fn name(slot: Slot) -> &'static str {
+    SLOT_NAMES[slot as usize]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_bit_of_the_options_has_its_name() {
+        let bits =
+            [ALLOW_FALLBACK, EXACT, DETERMINISTIC, BATCH_INVARIANT, CHECK_LENGTHS, WANTS_DBIAS, WANTS_DSINK];
+        assert_eq!(bits.len(), OPTIONS.len());
+        for (i, bit) in bits.into_iter().enumerate() {
+            assert_eq!(bit, 1 << i, "{}", OPTIONS[i]);
+        }
+    }
+
+    #[test]
+    fn numbers_are_read_in_order_and_the_rest_is_as_nobody_says_it() {
+        let mut word = 0;
+        let numbers = Numbers::read(2, || {
+            word += 5;
+            word
+        });
+        assert_eq!((numbers.max_seqlen_q, numbers.max_seqlen_k), (5, 10));
+        assert!(numbers.softmax_scale.is_nan());
+        assert_eq!(numbers.left, -1);
+        assert_eq!(NUMBERS[NUM_COMMON - 1].0, "options");
+    }
+}

@@ -1,0 +1,217 @@
+//! The sizes of a call, and tensors held to them: the C struct has strides alone, so a shape that does not go with the
+//! others is found here or nowhere.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use fmha_c::{FMHA_BF16, FMHA_F16, FMHA_F32, FmhaTensor};
+use smallvec::SmallVec;
+
+use crate::call::{Wrong, ensure};
+use crate::request::{Request, SLOT_NAMES, Slot, name};
+use crate::tensor::{Device, Tensor, dtype_name, is_fp8};
+
+/// The sizes that tensors are held to.
+pub(crate) struct Sizes {
+    pub(crate) batch: i64,
+    pub(crate) seqlen_q: i64,
+    pub(crate) seqlen_k: i64,
+    pub(crate) heads_q: i64,
+    pub(crate) heads_kv: i64,
+    pub(crate) dim_qk: i64,
+    pub(crate) dim_v: i64,
+    /// Rows of packed tensors.
+    pub(crate) total_q: Option<i64>,
+    pub(crate) total_k: Option<i64>,
+    /// Pages and rows of a page.
+    pub(crate) pages: Option<(i64, i64, i64)>,
+}
+
+impl Sizes {
+    pub(crate) fn q(&self, dim: i64) -> SmallVec<[i64; 4]> {
+        rows(self.batch, self.seqlen_q, self.total_q, self.heads_q, dim)
+    }
+
+    pub(crate) fn k(&self, dim: i64) -> SmallVec<[i64; 4]> {
+        match self.pages {
+            Some((pages, page_size, _)) => SmallVec::from_slice(&[pages, page_size, self.heads_kv, dim]),
+            None => rows(self.batch, self.seqlen_k, self.total_k, self.heads_kv, dim),
+        }
+    }
+
+    pub(crate) fn lse(&self) -> SmallVec<[i64; 4]> {
+        match self.total_q {
+            Some(total) => SmallVec::from_slice(&[self.heads_q, total]),
+            None => SmallVec::from_slice(&[self.batch, self.heads_q, self.seqlen_q]),
+        }
+    }
+}
+
+pub(crate) fn rows(batch: i64, seqlen: i64, total: Option<i64>, heads: i64, dim: i64) -> SmallVec<[i64; 4]> {
+    match total {
+        Some(total) => SmallVec::from_slice(&[total, heads, dim]),
+        None => SmallVec::from_slice(&[batch, seqlen, heads, dim]),
+    }
+}
+
+/// The device of every tensor, which is that of `first`.
+pub(crate) fn one_device(request: &Request, first: Slot) -> Result<Device, Wrong> {
+    let device = request.required(first)?.device;
+    for (tensor, slot) in request.tensors.iter().zip(SLOT_NAMES) {
+        if let Some(tensor) = tensor.given() {
+            ensure!(
+                tensor.device == device,
+                "{slot} is on {}, but {} is on {}",
+                tensor.device.name(),
+                name(first),
+                device.name()
+            );
+        }
+    }
+    Ok(device)
+}
+
+/// Its sizes, if it has that many axes.
+pub(crate) fn shape<const N: usize>(name: &str, tensor: &Tensor, axes: &str) -> Result<[i64; N], Wrong> {
+    let shape = tensor.shape();
+    shape
+        .try_into()
+        .map_err(|_| format!("{name} has {} axes of {shape:?}, not the {N} of [{axes}]", shape.len()))
+}
+
+pub(crate) fn sizes(request: &Request) -> Result<Sizes, Wrong> {
+    let numbers = &request.numbers;
+    let (q, k) = (request.required(Slot::Q)?, request.required(Slot::K)?);
+    let packed_q = request.get(Slot::CuSeqlensQ);
+    let (batch, seqlen_q, total_q, heads_q, dim_qk) = match packed_q {
+        Some(offsets) => {
+            let [total, heads, dim] = shape("q", q, "total_q, num_heads_q, head_dim_qk")?;
+            (sequences("cu_seqlens_q", offsets)?, numbers.max_seqlen_q, Some(total), heads, dim)
+        }
+        None => {
+            let [batch, seqlen, heads, dim] = shape("q", q, "batch, seqlen_q, num_heads_q, head_dim_qk")?;
+            (batch, seqlen, None, heads, dim)
+        }
+    };
+    let (seqlen_k, total_k, pages, heads_kv) =
+        match (request.get(Slot::CuSeqlensK), request.get(Slot::BlockTable)) {
+            (Some(_), Some(_)) => {
+                return Err("block_table is given beside cu_seqlens_k (2 layouts of K)".into());
+            }
+            (Some(offsets), None) => {
+                let [total, heads, _] = shape("k", k, "total_k, num_heads_kv, head_dim_qk")?;
+                let count = sequences("cu_seqlens_k", offsets)?;
+                ensure!(count == batch, "cu_seqlens_k is of {count} sequences, but batch is {batch}");
+                (numbers.max_seqlen_k, Some(total), None, heads)
+            }
+            (None, Some(table)) => {
+                let [pages, page_size, heads, _] =
+                    shape("k", k, "num_pages, page_size, num_heads_kv, head_dim_qk")?;
+                let [count, max_pages] = shape("block_table", table, "batch, max_pages")?;
+                ensure!(count == batch, "block_table has {count} rows, but batch is {batch}");
+                let longest = match numbers.max_seqlen_k {
+                    0 => max_pages.saturating_mul(page_size),
+                    given => given,
+                };
+                (longest, None, Some((pages, page_size, max_pages)), heads)
+            }
+            (None, None) => {
+                let [count, seqlen, heads, _] = shape("k", k, "batch, seqlen_k, num_heads_kv, head_dim_qk")?;
+                ensure!(count == batch, "k has batch {count}, but q has {batch}");
+                (seqlen, None, None, heads)
+            }
+        };
+    let dim_v = match request.get(Slot::V) {
+        Some(v) => *v.shape().last().ok_or("v has 0 axes")?,
+        None => numbers.head_dim_v,
+    };
+    Ok(Sizes { batch, seqlen_q, seqlen_k, heads_q, heads_kv, dim_qk, dim_v, total_q, total_k, pages })
+}
+
+/// Sequences that offsets tell apart.
+fn sequences(name: &str, offsets: &Tensor) -> Result<i64, Wrong> {
+    let [entries] = shape(name, offsets, "batch + 1")?;
+    ensure!(entries >= 2, "{name} has {entries} entries, fewer than the 2 of one sequence");
+    Ok(entries - 1)
+}
+
+/// Holds a tensor to a shape.
+pub(crate) fn expect(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<(), Wrong> {
+    let shape = tensor.shape();
+    ensure!(shape == wanted, "{name} has shape {shape:?}, not {wanted:?}");
+    Ok(())
+}
+
+pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(), Wrong> {
+    if wanted.contains(&tensor.dtype) {
+        return Ok(());
+    }
+    let names: Vec<&str> = wanted.iter().map(|&dtype| dtype_name(dtype)).collect();
+    Err(format!(
+        "{name} is of {}, not of {} ({} types)",
+        dtype_name(tensor.dtype),
+        names.join(" or "),
+        wanted.len()
+    ))
+}
+
+/// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead.
+pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<FmhaTensor, Wrong> {
+    expect(name, tensor, wanted)?;
+    attention_type(name, tensor)?;
+    let steps = tensor.steps();
+    if let Some(at) = steps.iter().position(|&stride| stride < 0) {
+        return Err(format!("{name} has stride {} on axis {at}, below 0", steps[at]));
+    }
+    let (batch_stride, row) = if steps.len() == 4 { (steps[0], &steps[1..]) } else { (0, steps) };
+    Ok(FmhaTensor {
+        data: tensor.data,
+        batch_stride,
+        seqlen_stride: row[0],
+        head_stride: row[1],
+        dim_stride: if wanted.last() == Some(&1) { 1 } else { row[2] },
+    })
+}
+
+pub(crate) fn attention_type(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
+    ensure!(
+        matches!(tensor.dtype, FMHA_F16 | FMHA_BF16 | FMHA_F32) || is_fp8(tensor.dtype),
+        "{name} is of {} (code {}), which attention does not take",
+        dtype_name(tensor.dtype),
+        tensor.dtype
+    );
+    Ok(())
+}
+/// Whether K is an FP8 cache under queries of 16 bits.
+pub(crate) fn is_cache(q: &Tensor, k: &Tensor) -> bool {
+    is_fp8(k.dtype) && matches!(q.dtype, FMHA_F16 | FMHA_BF16)
+}
+
+pub(crate) fn contiguous(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
+    ensure!(
+        tensor.is_contiguous(),
+        "{name} is not contiguous: strides {:?} of shape {:?}",
+        tensor.steps(),
+        tensor.shape()
+    );
+    Ok(())
+}
+
+/// A contiguous tensor of one of some types, if it is given.
+pub(crate) fn plain(
+    request: &Request,
+    slot: Slot,
+    wanted: &[i64],
+    types: &[i32],
+) -> Result<*mut c_void, Wrong> {
+    let Some(tensor) = request.get(slot) else { return Ok(ptr::null_mut()) };
+    expect(name(slot), tensor, wanted)?;
+    of_type(name(slot), tensor, types)?;
+    contiguous(name(slot), tensor)?;
+    ensure!(
+        !tensor.data.is_null() || wanted.contains(&0),
+        "{} has no memory (address 0) for its {wanted:?}",
+        name(slot)
+    );
+    Ok(tensor.data)
+}

@@ -1,0 +1,144 @@
+//! What a door hands over of a tensor, whoever owns it: an address, a type, sizes and strides.
+
+use std::ffi::c_void;
+
+/// Most axes that a tensor of any operator has.
+pub const MAX_DIMS: usize = 5;
+
+/// Element types beyond those of attention's operands: what offsets and masks have.
+pub const I32: i32 = 100;
+/// Bytes: keep masks.
+pub const U8: i32 = 101;
+/// Words of a tree mask.
+pub const U32: i32 = 102;
+/// A type that no operand of attention has.
+pub const OTHER: i32 = -1;
+
+/// Where a tensor lies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct Device {
+    /// 0: host memory; 1: an NVIDIA device; 2: an AMD device.
+    pub kind: i32,
+    /// Which of them, from 0.
+    pub index: i32,
+}
+
+impl Device {
+    /// The name by which the library opens it.
+    #[must_use]
+    pub fn name(self) -> String {
+        match self.kind {
+            0 => "cpu".to_owned(),
+            1 => format!("cuda:{}", self.index),
+            2 => format!("rocm:{}", self.index),
+            other => format!("device of kind {other}"),
+        }
+    }
+}
+
+/// A borrowed tensor. `ctypes` fills the same struct, field by field.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Tensor {
+    /// Its first element; null for a tensor of 0 elements, or one that is not given.
+    pub data: *mut c_void,
+    /// Sizes of its axes, outermost first; the first `num_dims` count.
+    pub sizes: [i64; MAX_DIMS],
+    /// Elements from one index of an axis to the next.
+    pub strides: [i64; MAX_DIMS],
+    /// Axes; -1: not given.
+    pub num_dims: i32,
+    /// `FMHA_F16`, ..., or [`I32`], [`U8`], [`U32`], [`OTHER`].
+    pub dtype: i32,
+    /// Where it lies.
+    pub device: Device,
+}
+
+impl Tensor {
+    /// None.
+    pub const ABSENT: Self = Self {
+        data: std::ptr::null_mut(),
+        sizes: [0; MAX_DIMS],
+        strides: [0; MAX_DIMS],
+        num_dims: -1,
+        dtype: OTHER,
+        device: Device { kind: 0, index: 0 },
+    };
+
+    /// Itself, unless it was not given.
+    #[must_use]
+    pub fn given(&self) -> Option<&Self> {
+        (self.num_dims >= 0).then_some(self)
+    }
+
+    /// Sizes of its axes, outermost first.
+    #[must_use]
+    pub fn shape(&self) -> &[i64] {
+        &self.sizes[..usize::try_from(self.num_dims).unwrap_or(0).min(MAX_DIMS)]
+    }
+
+    /// Strides of its axes, in elements.
+    #[must_use]
+    pub fn steps(&self) -> &[i64] {
+        &self.strides[..self.shape().len()]
+    }
+
+    /// Elements from its first to behind its last.
+    #[must_use]
+    pub fn spanned_elems(&self) -> i64 {
+        let steps = self.shape().iter().zip(self.steps());
+        steps.fold(1, |sum: i64, (&size, &stride)| {
+            sum.saturating_add(size.saturating_sub(1).max(0).saturating_mul(stride.max(0)))
+        })
+    }
+
+    /// Whether its elements lie one after another in the order of their indices.
+    #[must_use]
+    pub fn is_contiguous(&self) -> bool {
+        let mut expected = 1;
+        for (&size, &stride) in self.shape().iter().zip(self.steps()).rev() {
+            if size != 1 && stride != expected {
+                return self.shape().contains(&0);
+            }
+            expected *= size;
+        }
+        true
+    }
+}
+
+/// Whether a type has 8 bits.
+#[must_use]
+pub fn is_fp8(dtype: i32) -> bool {
+    (fmha_c::FMHA_E4M3FN..=fmha_c::FMHA_E5M2FNUZ).contains(&dtype)
+}
+
+/// Bytes of an element; 0 of a type that no operand has, which is refused by its name.
+#[must_use]
+pub fn element_bytes(dtype: i32) -> i64 {
+    match dtype {
+        fmha_c::FMHA_F16 | fmha_c::FMHA_BF16 => 2,
+        fmha_c::FMHA_F32 | I32 | U32 => 4,
+        U8 => 1,
+        dtype if is_fp8(dtype) => 1,
+        _ => 0,
+    }
+}
+
+/// The name of a type, as refusals say it.
+#[must_use]
+pub fn dtype_name(dtype: i32) -> &'static str {
+    match dtype {
+        fmha_c::FMHA_F16 => "float16",
+        fmha_c::FMHA_BF16 => "bfloat16",
+        fmha_c::FMHA_F32 => "float32",
+        fmha_c::FMHA_E4M3FN => "float8_e4m3fn",
+        fmha_c::FMHA_E5M2 => "float8_e5m2",
+        fmha_c::FMHA_E4M3FNUZ => "float8_e4m3fnuz",
+        fmha_c::FMHA_E5M2FNUZ => "float8_e5m2fnuz",
+        I32 => "int32",
+        U8 => "uint8",
+        U32 => "uint32",
+        _ => "a type that no operand has",
+    }
+}

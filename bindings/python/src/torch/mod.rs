@@ -1,0 +1,144 @@
+//! Operators of PyTorch, registered from Rust. Autograd, fakes and defaults are Python's (`fmha/_torch.py`).
+
+mod operators;
+mod shims;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+
+use smallvec::SmallVec;
+
+use crate::call::Wrong;
+use crate::plans;
+use crate::request::{Numbers, Request, Slot, name};
+use crate::tensor::{Device, Tensor, U8};
+use operators::{OPERATORS, Operator, Take};
+use shims::{Owned, Shims, Value};
+
+static SHIMS: OnceLock<Shims> = OnceLock::new();
+
+/// What an operator gives, in its schema's order.
+type Results = SmallVec<[Owned; 5]>;
+
+/// Defines the operators `fmha::*` in the torch that the process has imported; once.
+///
+/// # Errors
+/// Where there is no torch, or none that has the stable interface.
+pub fn register() -> Result<(), Wrong> {
+    if SHIMS.get().is_some() {
+        return Ok(());
+    }
+    let shims = Shims::new()?;
+    // A kernel may be called as soon as it is registered.
+    SHIMS.get_or_init(|| shims).register(&OPERATORS)
+}
+
+/// The kernel of the operator at `AT` in the table, for every device.
+///
+/// A refusal leaves it as a C++ exception. Nothing here has a destructor, so the frame has no handler of Rust's, and whoever
+/// unwinds passes over it: in a wheel Rust's handlers are bound to another unwinder than C++'s.
+///
+/// # Safety
+/// `stack` has `num_args` arguments of the operator's schema, which are the kernel's, and room for its results.
+unsafe extern "C-unwind" fn kernel<const AT: usize>(stack: *mut Value, num_args: u64, _num_results: u64) {
+    let Some(shims) = SHIMS.get() else { return };
+    // SAFETY: passed on.
+    let ran = unsafe { run_kept(shims, &OPERATORS[AT], stack, num_args) };
+    if !ran {
+        shims.raise(crate::fmha_py_text());
+    }
+}
+
+/// Runs an operator and puts its results on the stack; or keeps for this thread what went wrong, and gives `false`.
+///
+/// # Safety
+/// As [`kernel`].
+#[inline(never)]
+unsafe fn run_kept(shims: &'static Shims, operator: &Operator, stack: *mut Value, num_args: u64) -> bool {
+    // SAFETY: passed on.
+    let body = || unsafe { execute(shims, operator, stack, num_args) };
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(results)) => {
+            for (i, result) in results.into_iter().enumerate() {
+                // SAFETY: the schema has as many results, and torch room for them.
+                unsafe { *stack.add(i) = result.into_value() };
+            }
+            return true;
+        }
+        Ok(Err(text)) => crate::keep(&text),
+        Err(_) => crate::keep("internal error: a panic was caught at torch's boundary"),
+    }
+    false
+}
+
+/// Reads the arguments, makes the results and runs.
+///
+/// # Safety
+/// As [`kernel`].
+unsafe fn execute(
+    shims: &'static Shims,
+    operator: &Operator,
+    stack: *const Value,
+    num_args: u64,
+) -> Result<Results, Wrong> {
+    // SAFETY: as many arguments as the schema has, which torch holds to be true.
+    let mut words = unsafe { std::slice::from_raw_parts(stack, num_args as usize) }.iter().copied();
+    let mut next = || words.next().unwrap_or_default();
+    // Each handle is this call's from here on, whatever becomes of the others, and goes back when the call is over.
+    let tensors: SmallVec<[(Slot, Option<Owned>); 24]> = operator
+        .tensors
+        .iter()
+        .map(|&(slot, take)| {
+            let word = next();
+            // SAFETY: the schema has a tensor, or an optional one, at this place.
+            let handle = unsafe {
+                match take {
+                    Take::Given | Take::Written => Some(shims.own(word)),
+                    Take::Optional | Take::OptionalWritten => shims.own_optional(word),
+                }
+            };
+            (slot, handle)
+        })
+        .collect();
+    let mut request = Request::new();
+    request.numbers = Numbers::read(operator.num_numbers, next);
+    for (slot, tensor) in &tensors {
+        if let Some(tensor) = tensor {
+            request.set(*slot, tensor.describe(name(*slot))?);
+        }
+    }
+    let results = (operator.results)(shims, &mut request)?;
+    run(shims, &mut request)?;
+    Ok(results)
+}
+
+/// Runs a request with scratch from torch's allocator, so that a graph has it in its own pool and no two streams share
+/// it. The allocator gives it to nobody else before the work that is queued on this stream.
+fn run(shims: &'static Shims, request: &mut Request) -> Result<(), Wrong> {
+    let device = plans::device(request)?;
+    request.stream = shims.stream(device)?;
+    plans::run(request, |bytes| {
+        let bytes = i64::try_from(bytes).map_err(|error| format!("workspace of {bytes} bytes: {error}"))?;
+        let scratch = shims.empty(&[bytes + plans::ALIGNMENT as i64], U8, device)?;
+        let start = scratch.describe("workspace")?.data.cast::<u8>();
+        // Stays within: so many bytes more were asked for.
+        Ok((scratch, start.wrapping_add(start.align_offset(plans::ALIGNMENT))))
+    })
+}
+
+/// A tensor that is made, noted in the request and given back.
+fn made(
+    shims: &'static Shims,
+    request: &mut Request,
+    slot: Slot,
+    (sizes, dtype, device): (&[i64], i32, Device),
+) -> Result<Owned, Wrong> {
+    let tensor = shims.empty(sizes, dtype, device).map_err(|text| format!("{}: {text}", name(slot)))?;
+    request.set(slot, tensor.describe(name(slot))?);
+    Ok(tensor)
+}
+
+/// A gradient, of the shape and type of what it is of.
+fn gradient(shims: &'static Shims, request: &mut Request, slot: Slot, of: &Tensor) -> Result<Owned, Wrong> {
+    made(shims, request, slot, (of.shape(), of.dtype, of.device))
+}

@@ -1,0 +1,266 @@
+//! The operators: what each takes, in order, and what it gives. Schemas are made from this table and arguments read by it.
+
+use std::fmt::Write as _;
+
+use fmha_c::FMHA_F32;
+
+use super::shims::{Kernel, Shims};
+use super::{Results, gradient, kernel, made};
+use crate::call::{Wrong, ensure};
+use crate::combine;
+use crate::request::{NUM_COMMON, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name};
+use crate::shapes::attention_type;
+use crate::tensor::{Tensor, is_fp8};
+
+/// How an operator takes a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Take {
+    /// `Tensor`.
+    Given,
+    /// `Tensor?`.
+    Optional,
+    /// `Tensor(a!)`.
+    Written,
+    /// `Tensor(a!)?`.
+    OptionalWritten,
+}
+
+/// One operator.
+pub(super) struct Operator {
+    pub(super) name: &'static str,
+    /// Its tensors, which come first.
+    pub(super) tensors: &'static [(Slot, Take)],
+    /// How many of [`NUMBERS`] follow.
+    pub(super) num_numbers: usize,
+    /// Tensors that it gives.
+    num_results: usize,
+    /// Makes them and notes them in the request.
+    pub(super) results: fn(&'static Shims, &mut Request) -> Result<Results, Wrong>,
+    pub(super) kernel: Kernel,
+}
+
+impl Operator {
+    /// `forward(Tensor q, ..., int options) -> (Tensor, Tensor)`.
+    pub(super) fn schema(&self) -> String {
+        let mut text = format!("{}(", self.name);
+        let mut written = 'a'..='z';
+        for &(slot, take) in self.tensors {
+            let mut alias = || written.next().map_or_else(String::new, |letter| format!("({letter}!)"));
+            let spelt = match take {
+                Take::Given => "Tensor".to_owned(),
+                Take::Optional => "Tensor?".to_owned(),
+                Take::Written => format!("Tensor{}", alias()),
+                Take::OptionalWritten => format!("Tensor{}?", alias()),
+            };
+            // Writing to a string does not fail.
+            let _ = write!(text, "{spelt} {}, ", name(slot));
+        }
+        for (number, spelt) in &NUMBERS[..self.num_numbers] {
+            let _ = write!(text, "{spelt} {number}, ");
+        }
+        let arguments = text.trim_end_matches([',', ' ']);
+        format!("{arguments}) -> ({})", vec!["Tensor"; self.num_results].join(", "))
+    }
+}
+
+use Take::{Given, Optional, OptionalWritten, Written};
+
+/// A list of tensors: some, those that modify scores and say lengths, and some more.
+macro_rules! tensors {
+    ([$($before:expr),*], [$($after:expr),*]) => {
+        &[
+            $($before,)*
+            (Slot::Bias, Optional),
+            (Slot::AlibiSlopes, Optional),
+            (Slot::Sink, Optional),
+            (Slot::CuSeqlensQ, Optional),
+            (Slot::CuSeqlensK, Optional),
+            (Slot::SequsedQ, Optional),
+            (Slot::SequsedK, Optional),
+            $($after,)*
+        ]
+    };
+}
+
+pub(super) static OPERATORS: [Operator; 5] = [
+    Operator {
+        name: "forward",
+        tensors: tensors!(
+            [(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
+            [
+                (Slot::BlockTable, Optional),
+                (Slot::DescaleQ, Optional),
+                (Slot::DescaleK, Optional),
+                (Slot::DescaleV, Optional)
+            ]
+        ),
+        num_numbers: NUM_COMMON,
+        num_results: 2,
+        results: o_and_lse,
+        kernel: kernel::<0>,
+    },
+    Operator {
+        name: "forward_out",
+        tensors: tensors!(
+            [(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
+            [
+                (Slot::BlockTable, Optional),
+                (Slot::DescaleQ, Optional),
+                (Slot::DescaleK, Optional),
+                (Slot::DescaleV, Optional),
+                (Slot::ScaleO, Optional),
+                (Slot::O, Written),
+                (Slot::Lse, OptionalWritten),
+                (Slot::KeepMask, OptionalWritten)
+            ]
+        ),
+        num_numbers: NUM_COMMON,
+        num_results: 0,
+        results: |_, _| Ok(Results::new()),
+        kernel: kernel::<1>,
+    },
+    Operator {
+        name: "backward",
+        tensors: tensors!(
+            [
+                (Slot::Dout, Given),
+                (Slot::Q, Given),
+                (Slot::K, Given),
+                (Slot::V, Given),
+                (Slot::O, Given),
+                (Slot::Lse, Given),
+                (Slot::Dlse, Optional)
+            ],
+            []
+        ),
+        num_numbers: NUM_COMMON,
+        num_results: 5,
+        results: gradients,
+        kernel: kernel::<2>,
+    },
+    Operator {
+        name: "kvcache",
+        tensors: tensors!(
+            [
+                (Slot::Q, Given),
+                (Slot::K, Written),
+                (Slot::V, OptionalWritten),
+                (Slot::KNew, Optional),
+                (Slot::VNew, Optional),
+                (Slot::CuSeqlensNew, Optional),
+                (Slot::RotaryCos, Optional),
+                (Slot::RotarySin, Optional),
+                (Slot::TreeMask, Optional)
+            ],
+            [
+                (Slot::BlockTable, Optional),
+                (Slot::DescaleQ, Optional),
+                (Slot::DescaleK, Optional),
+                (Slot::DescaleV, Optional)
+            ]
+        ),
+        num_numbers: NUMBERS.len(),
+        num_results: 2,
+        results: o_and_lse,
+        kernel: kernel::<3>,
+    },
+    Operator {
+        name: "combine",
+        tensors: &[(Slot::OParts, Given), (Slot::LseParts, Given)],
+        num_numbers: NUM_COMMON,
+        num_results: 2,
+        results: combined,
+        kernel: kernel::<4>,
+    },
+];
+
+/// The type of an O that is made: what was asked for, else that of what it is made from, bf16 for FP8.
+fn dtype_o(request: &Request, from: &Tensor) -> i32 {
+    match request.numbers.dtype_o {
+        asked @ 0.. => i32::try_from(asked).unwrap_or(crate::tensor::OTHER),
+        _ if is_fp8(from.dtype) => fmha_c::FMHA_BF16,
+        _ => from.dtype,
+    }
+}
+
+/// O of Q's shape with V's last axis, and LSE.
+fn o_and_lse(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
+    let q = *request.required(Slot::Q)?;
+    attention_type("q", &q)?;
+    let dim = match request.get(Slot::V) {
+        Some(v) => v.shape().last().copied().ok_or("v has 0 axes")?,
+        None => request.numbers.head_dim_v,
+    };
+    ensure!(dim >= 0, "head_dim_v {dim} is below 0");
+    let (lse, rows, heads): (&[i64], _, _) = match *q.shape() {
+        [batch, seqlen, heads, _] => (&[batch, heads, seqlen], [batch, seqlen], heads),
+        [total, heads, _] => (&[heads, total], [total, 0], heads),
+        _ => {
+            return Err(format!(
+                "q has {} axes of {:?}, neither 4 nor, packed, 3",
+                q.shape().len(),
+                q.shape()
+            ));
+        }
+    };
+    let o = [rows[0], rows[1], heads, dim];
+    let packed = [rows[0], heads, dim];
+    let o = if lse.len() == 2 { &packed[..] } else { &o[..] };
+    let dtype = dtype_o(request, &q);
+    Ok(Results::from_iter([
+        made(shims, request, Slot::O, (o, dtype, q.device))?,
+        made(shims, request, Slot::Lse, (lse, FMHA_F32, q.device))?,
+    ]))
+}
+
+/// dQ, dK, dV, dBias, dSink. What nobody wants is a tensor of no elements: an operator's results are always there.
+fn gradients(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
+    let q = *request.required(Slot::Q)?;
+    let mut results = Results::new();
+    for (slot, of) in [(Slot::Dq, Slot::Q), (Slot::Dk, Slot::K), (Slot::Dv, Slot::V)] {
+        let of = *request.required(of)?;
+        attention_type(name(slot), &of)?;
+        results.push(gradient(shims, request, slot, &of)?);
+    }
+    for (slot, of, wanted) in [(Slot::Dbias, Slot::Bias, WANTS_DBIAS), (Slot::Dsink, Slot::Sink, WANTS_DSINK)]
+    {
+        let of = request.get(of).copied().filter(|_| request.asks(wanted));
+        results.push(match of {
+            Some(of) => {
+                attention_type(name(slot), &of)?;
+                gradient(shims, request, slot, &of)?
+            }
+            None => shims.empty(&[0], FMHA_F32, q.device)?,
+        });
+    }
+    Ok(results)
+}
+
+/// O and LSE of all parts together.
+fn combined(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
+    let parts = *request.required(Slot::OParts)?;
+    attention_type("o_parts", &parts)?;
+    let [_, batch, seqlen, heads, dim] = combine::axes(&parts)?;
+    let dtype = dtype_o(request, &parts);
+    Ok(Results::from_iter([
+        made(shims, request, Slot::O, (&[batch, seqlen, heads, dim], dtype, parts.device))?,
+        made(shims, request, Slot::Lse, (&[batch, heads, seqlen], FMHA_F32, parts.device))?,
+    ]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schemas_say_what_is_written_and_end_in_the_results() {
+        let schema = |at: usize| OPERATORS[at].schema();
+        assert!(
+            schema(1).contains("Tensor(a!) o, Tensor(b!)? lse, Tensor(c!)? keep_mask, SymInt max_seqlen_q")
+        );
+        assert!(schema(1).ends_with("int options) -> ()"));
+        assert!(schema(3).starts_with("kvcache(Tensor q, Tensor(a!) k, Tensor(b!)? v, Tensor? k_new"));
+        assert!(schema(4).starts_with("combine(Tensor o_parts, Tensor lse_parts, "));
+        assert!(schema(4).ends_with("-> (Tensor, Tensor)"));
+    }
+}

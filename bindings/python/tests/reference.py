@@ -1,0 +1,121 @@
+"""Attention by definition, in float64, as CONTRACT.md says it: what every test compares with."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import torch
+
+DEVICE = os.environ.get("FMHA_TEST_DEVICE", "cpu")
+
+
+def visible(mask, seqlen_q, seqlen_k):
+    """Which keys a query sees: bool [seqlen_q, seqlen_k]."""
+    kind, left, right, sink_columns = mask
+    i = torch.arange(seqlen_q).view(-1, 1)
+    j = torch.arange(seqlen_k).view(1, -1)
+    if kind == 0:
+        return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if kind == 3:
+        return (j >= i - left + 1) & (j < i + right)
+    diagonal = 0 if kind == 1 else seqlen_k - seqlen_q
+    below = j >= i + diagonal - left if left >= 0 else torch.ones_like(j - i, dtype=torch.bool)
+    above = j <= i + diagonal + right if right >= 0 else torch.ones_like(j - i, dtype=torch.bool)
+    return (below | (j < sink_columns)) & above
+
+
+def attention(
+    q,
+    k,
+    v,
+    mask=(0, -1, -1, 0),
+    softmax_scale=None,
+    softcap=None,
+    bias=None,
+    alibi_slopes=None,
+    sink=None,
+    keep=None,
+    p_drop=0.0,
+):
+    """Q [b, s, h, d], any type; O [b, s, h, dv] and LSE [b, h, s] in float64, differentiable."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    seqlen_q, seqlen_k = s.shape[-2:]
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias.double()
+    if alibi_slopes is not None:
+        i = torch.arange(seqlen_q).view(-1, 1)
+        j = torch.arange(seqlen_k).view(1, -1)
+        diagonal = 0 if mask[0] == 1 else seqlen_k - seqlen_q
+        slopes = alibi_slopes.double().view(-1, s.shape[1], 1, 1)
+        s = s - slopes * (i + diagonal - j).abs()
+    s = s.masked_fill(~visible(mask, seqlen_q, seqlen_k), -math.inf)
+    whole = s
+    if sink is not None:
+        whole = torch.cat([s, sink.double().view(1, -1, 1, 1).expand(*s.shape[:2], seqlen_q, 1)], -1)
+    if whole.shape[-1] == 0:
+        lse = s.new_full(s.shape[:-1], -math.inf)
+    else:
+        lse = torch.logsumexp(whole, -1)
+    p = torch.where(
+        torch.isneginf(s),
+        torch.zeros((), dtype=s.dtype),
+        torch.exp(s - lse.masked_fill(torch.isneginf(lse), 0).unsqueeze(-1)),
+    )
+    if keep is not None:
+        p = p * keep.double() / (1 - p_drop)
+    return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+def tolerance(dtype, gradients=False):
+    """Bounds that attention in the type itself keeps on inputs of order 1."""
+    unit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    return unit * (6 if gradients else 2)
+
+
+def tensors(b=2, sq=7, sk=11, hq=4, hk=2, d=16, dv=None, dtype=torch.float32, grad=False):
+    """Q, K and V."""
+
+    def make(*shape):
+        return torch.randn(*shape).to(dtype).requires_grad_(grad)
+
+    return make(b, sq, hq, d), make(b, sk, hk, d), make(b, sk, hk, dv or d)
+
+
+def offsets(lengths):
+    """First rows of packed sequences, i32."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def close(given, wanted, bound):
+    """Equal where one is not finite, and elsewhere within a bound."""
+    assert given.shape == wanted.shape
+    given, wanted = given.detach().double(), wanted.detach().double()
+    finite = torch.isfinite(wanted)
+    assert torch.equal(torch.isfinite(given), finite)
+    if finite.any():
+        error = (given - wanted)[finite].abs().max().item()
+        assert error <= bound, f"{error} > {bound}"
+    assert torch.equal(given[~finite], wanted[~finite])
+
+
+def run_python(*words):
+    """A program, or a file and its arguments, in an interpreter of its own; what it printed."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(__file__).parent)]),
+    }
+    command = [sys.executable, *(words if words[0].endswith(".py") or words[0] == "-m" else ("-c", *words))]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, f"ended with {ran.returncode}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
+    return ran.stdout

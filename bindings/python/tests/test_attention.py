@@ -1,0 +1,245 @@
+"""Every argument of fmha.attention against float64."""
+
+import math
+
+import pytest
+import torch
+
+import fmha
+from reference import DEVICE, attention as by_definition, close, offsets, tensors, tolerance
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+MASKS = [None, "causal", "t", "b:3,0", "b:2,1", "t:4,-1", "g:3,5", "b:2,0,2"]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks_and_types(mask, dtype):
+    q, k, v = tensors(dtype=dtype, dv=24)
+    o, lse = fmha.attention(q, k, v, mask=mask, return_lse=True)
+    wanted, wanted_lse = by_definition(q, k, v, mask=fmha.mask(mask))
+    close(o, wanted, tolerance(dtype))
+    close(lse, wanted_lse, 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(softmax_scale=0.0),
+        dict(softmax_scale=-0.3),
+        dict(softcap=2.0),
+        dict(bias=(2, 4)),
+        dict(bias=(1, 4)),
+        dict(bias=(1, 1)),
+        dict(alibi=(4,)),
+        dict(alibi=(2, 4)),
+        dict(sink=True),
+        dict(sink=True, softcap=3.0, bias=(1, 1), mask="causal"),
+    ],
+    ids=str,
+)
+def test_modifiers_and_their_gradients(change):
+    q, k, v = tensors(grad=True)
+    reference = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    options, extra = {}, {}
+    for name in ("softmax_scale", "softcap"):
+        if name in change:
+            options[name] = change[name]
+    if "alibi" in change:
+        options["alibi_slopes"] = torch.rand(change["alibi"])
+    leaves, wanted_leaves = [q, k, v], list(reference)
+    for name, shape in (("bias", (*change.get("bias", ()), 7, 11)), ("sink", (4,))):
+        if name in change:
+            extra[name] = torch.randn(shape, requires_grad=True)
+            twin = extra[name].detach().double().requires_grad_()
+            leaves.append(extra[name])
+            wanted_leaves.append(twin)
+            options[name] = twin
+    mask = change.get("mask")
+    wanted, wanted_lse = by_definition(*reference, mask=fmha.mask(mask), **options)
+    o, lse = fmha.attention(q, k, v, mask=mask, return_lse=True, **{**options, **extra})
+    close(o, wanted.detach(), tolerance(torch.float32))
+    dout, dlse = torch.randn_like(o), torch.randn_like(lse)
+    given = torch.autograd.grad((o, lse), leaves, (dout, dlse))
+    exact = torch.autograd.grad((wanted, wanted_lse), wanted_leaves, (dout.double(), dlse.double()))
+    for got, want in zip(given, exact):
+        close(got, want, 2e-5)
+
+
+def test_gradients_of_o_alone_and_of_lse_alone():
+    q, k, v = tensors(grad=True)
+    o, lse = fmha.attention(q, k, v, return_lse=True)
+    wanted, wanted_lse = by_definition(q, k, v)
+    for given, exact in ((o, wanted), (lse, wanted_lse)):
+        out = torch.randn_like(given)
+        got = torch.autograd.grad(given, (q, k), out, retain_graph=True)
+        want = torch.autograd.grad(exact, (q, k), out.double(), retain_graph=True)
+        for a, b in zip(got, want):
+            close(a, b.double(), 2e-5)
+
+
+def packed(lengths_q, lengths_k, hq=4, hk=2, d=16):
+    q, k, v = (torch.randn(sum(n), h, d) for n, h in ((lengths_q, hq), (lengths_k, hk), (lengths_k, hk)))
+    return q, k, v, offsets(lengths_q), offsets(lengths_k)
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_packed_sequences_with_empty_ones(mask):
+    lengths_q, lengths_k = [3, 0, 5, 2], [4, 6, 0, 2]
+    q, k, v, cu_q, cu_k = packed(lengths_q, lengths_k)
+    q.requires_grad_()
+    o, lse = fmha.attention(
+        q, k, v, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5, max_seqlen_k=6, return_lse=True
+    )
+    assert lse.shape == (4, 10)
+    for b in range(4):
+        rows_q, rows_k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        wanted, wanted_lse = by_definition(q[None, rows_q], k[None, rows_k], v[None, rows_k], mask=fmha.mask(mask))
+        close(o[rows_q], wanted[0].detach(), 4e-6)
+        close(lse[:, rows_q], wanted_lse[0].detach(), 1e-5)
+    o.sum().backward()
+    assert torch.isfinite(q.grad).all()
+
+
+def test_rows_in_use_and_any_strides():
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors())
+    used = torch.tensor([5, 11], dtype=torch.int32)
+    o = fmha.attention(q, k, v, seqused_k=used)
+    for b in range(2):
+        wanted, _ = by_definition(q[b : b + 1], k[b : b + 1, : used[b]], v[b : b + 1, : used[b]])
+        close(o[b : b + 1], wanted, 4e-6)
+
+
+def test_dropout_repeats_and_has_the_gradient_of_its_own_mask():
+    q, k, v = tensors(grad=True)
+    call = dict(p_drop=0.4, seed=2**63 + 5, offset=7)
+    o = fmha.attention(q, k, v, **call)
+    assert torch.equal(o, fmha.attention(q, k, v, **call))
+    assert not torch.equal(o, fmha.attention(q, k, v, **{**call, "seed": 6}))
+    keep = torch.zeros((2, 4, 7, 11), dtype=torch.uint8)
+    fmha.attention_out(torch.empty_like(o).detach(), q.detach(), k.detach(), v.detach(), keep_mask=keep, **call)
+    assert 0.4 < keep.float().mean() < 0.8
+    wanted, _ = by_definition(q, k, v, keep=keep, p_drop=0.4)
+    close(o.detach(), wanted.detach(), 8e-6)
+    dout = torch.randn_like(o)
+    for got, want in zip(
+        torch.autograd.grad(o, (q, k, v), dout), torch.autograd.grad(wanted, (q, k, v), dout.double())
+    ):
+        close(got, want.double(), 4e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_with_descales(dtype):
+    q, k, v = (x.to(dtype) for x in tensors(d=32))
+    scales = [torch.rand(2, 2) + 0.5 for _ in range(3)]
+    o = fmha.attention(q, k, v, descale_q=scales[0], descale_k=scales[1], descale_v=scales[2])
+    assert o.dtype == torch.bfloat16
+    wide = [
+        x.double() * s.double().repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]
+        for x, s in zip((q, k, v), scales)
+    ]
+    wanted, _ = by_definition(*wide)
+    close(o, wanted, 0.15)
+
+
+def test_a_paged_cache_with_new_rows_and_rotary():
+    pages, size, hk, d = 6, 4, 2, 16
+    k_cache, v_cache = torch.randn(pages, size, hk, d), torch.randn(pages, size, hk, d)
+    table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32)
+    used = torch.tensor([5, 9], dtype=torch.int32)
+    q, k_new, v_new = torch.randn(2, 2, 4, d), torch.randn(2, 2, hk, d), torch.randn(2, 2, hk, d)
+    angles = torch.rand(16, d // 2) * 6
+    cos, sin = angles.cos(), angles.sin()
+
+    def turn(x, position):
+        a, b = x[..., : d // 2], x[..., d // 2 :]
+        c, s = cos[position], sin[position]
+        return torch.cat([a * c - b * s, a * s + b * c], -1)
+
+    wanted = []
+    for b in range(2):
+        rows = torch.cat(
+            [
+                k_cache[table[b]].reshape(-1, hk, d)[: used[b]],
+                torch.stack([turn(k_new[b, i], used[b] + i) for i in range(2)]),
+            ]
+        )
+        values = torch.cat([v_cache[table[b]].reshape(-1, hk, d)[: used[b]], v_new[b]])
+        turned = torch.stack([turn(q[b, i], used[b] + i) for i in range(2)])
+        wanted.append(by_definition(turned[None], rows[None], values[None], mask=fmha.CAUSAL)[0])
+    o = fmha.attention_with_kvcache(
+        q, k_cache, v_cache, k_new, v_new, seqused_k=used, block_table=table, rotary_cos=cos, rotary_sin=sin
+    )
+    close(o, torch.cat(wanted), 2e-5)
+    row = used[0] // size, used[0] % size
+    assert torch.allclose(v_cache[table[0, row[0]], row[1]], v_new[0, 0])
+
+
+def test_combine_of_halves_is_the_whole_and_differentiable():
+    q, k, v = tensors(grad=True)
+    whole, whole_lse = fmha.attention(q, k, v, return_lse=True)
+    parts = [fmha.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 4), slice(4, 11))]
+    o, lse = fmha.combine(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+    close(o, whole.double(), 5e-6)
+    close(lse, whole_lse.double(), 5e-6)
+    dout = torch.randn_like(o)
+    for got, want in zip(torch.autograd.grad(o, (q, k, v), dout), torch.autograd.grad(whole, (q, k, v), dout)):
+        close(got, want.double(), 2e-5)
+
+
+def test_explain_names_the_kernel():
+    text = fmha.explain(*tensors(), mask="causal")
+    assert "promises" in text and ("cpu-fwd" in text) == (DEVICE == "cpu")
+    gradients = fmha.prepare(*tensors(), mask="causal", backward=True)
+    assert "promises" in gradients and gradients != text
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (
+            lambda q, k, v: fmha.attention(q, k[:, :, :1].expand(-1, -1, 3, -1), v[:, :, :1].expand(-1, -1, 3, -1)),
+            "num_heads_q 4",
+        ),
+        (lambda q, k, v: fmha.attention(q, k[:1], v), "k has batch 1"),
+        (lambda q, k, v: fmha.attention(q, k, v[:, :5]), "v has shape"),
+        (lambda q, k, v: fmha.attention(q.double(), k, v), "q is of"),
+        (lambda q, k, v: fmha.attention(q, k.half(), v), "k is of float16"),
+        (lambda q, k, v: fmha.attention(q[0, 0, 0], k, v), "q has 1 axes"),
+        (lambda q, k, v: fmha.attention(q, k, v, bias=torch.zeros(3, 4, 7, 11)), "bias has shape"),
+        (lambda q, k, v: fmha.attention(q, k, v, sink=torch.zeros(3)), "sink has shape"),
+        (lambda q, k, v: fmha.attention(q, k, v, p_drop=1.0), "p_drop 1"),
+        (lambda q, k, v: fmha.attention(q, k, v, softcap=-1.0), "softcap -1"),
+        (lambda q, k, v: fmha.attention(q, k, v, softmax_scale=math.inf), "softmax_scale inf"),
+        (lambda q, k, v: fmha.attention(q, k, v, mask="b:-2,0"), "left -2"),
+        (lambda q, k, v: fmha.attention(q, k, v, mask="x"), "mask"),
+        (lambda q, k, v: fmha.attention(q, k, v, accuracy="best"), "accuracy"),
+        (
+            lambda q, k, v: fmha.attention(q, k, v, cu_seqlens_q=torch.tensor([0, 7, 14], dtype=torch.int32)),
+            "q has 4 axes",
+        ),
+        (
+            lambda q, k, v: fmha.attention(q, k, v, seqused_k=torch.tensor([5, 12], dtype=torch.int64)),
+            "seqused_k is of",
+        ),
+        (
+            lambda q, k, v: fmha.attention(
+                q, k, v, seqused_k=torch.tensor([5, 99], dtype=torch.int32), check_lengths=True
+            ),
+            "seqused_k",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_wrong_calls_are_refused_by_argument_and_number(call, words):
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
+        call(*tensors())
+
+
+def test_tensors_of_no_elements():
+    q, k, v = tensors(sq=0)
+    o, lse = fmha.attention(q, k, v, return_lse=True)
+    assert o.shape == (2, 0, 4, 16) and lse.shape == (2, 4, 0)
+    q, k, v = tensors(sk=0)
+    o, lse = fmha.attention(q, k, v, return_lse=True)
+    assert torch.equal(o, torch.zeros_like(o)) and torch.isneginf(lse).all()

@@ -1,0 +1,379 @@
+"""FlashAttention's functions: names, argument order, defaults, what they return and what it means."""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+import fmha
+from fmha import bert_padding, flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
+from reference import attention as by_definition, close, offsets, run_python, tensors, tolerance
+
+TAIL2 = (
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 alibi_slopes=None "
+    "deterministic=False return_attn_probs=False"
+)
+VARLEN = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+TAIL3 = (
+    "softmax_scale=None causal=False qv=None q_descale=None k_descale=None v_descale=None window_size=(-1, -1) "
+    "attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False"
+)
+SIGNATURES = {
+    fa2.flash_attn_func: f"q k v {TAIL2}",
+    fa2.flash_attn_qkvpacked_func: f"qkv {TAIL2}",
+    fa2.flash_attn_kvpacked_func: f"q kv {TAIL2}",
+    fa2.flash_attn_varlen_func: f"{VARLEN} {TAIL2} block_table=None",
+    fa2.flash_attn_varlen_qkvpacked_func: f"qkv cu_seqlens max_seqlen {TAIL2}",
+    fa2.flash_attn_varlen_kvpacked_func: f"q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k {TAIL2}",
+    fa2.flash_attn_with_kvcache: "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None "
+    "cache_batch_idx=None "
+    "cache_leftpad=None block_table=None softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 "
+    "rotary_interleaved=True alibi_slopes=None num_splits=0 return_softmax_lse=False",
+    fa3.flash_attn_func: f"q k v {TAIL3}",
+    fa3.flash_attn_qkvpacked_func: "qkv softmax_scale=None causal=False q_descale=None k_descale=None v_descale=None "
+    "window_size=(-1, -1) "
+    "attention_chunk=0 softcap=0.0 deterministic=False num_heads_q=None sm_margin=0 return_attn_probs=False",
+    fa3.flash_attn_varlen_func: f"{VARLEN} seqused_q=None seqused_k=None {TAIL3}",
+    fa3.flash_attn_with_kvcache: "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None "
+    "cache_seqlens=None cache_batch_idx=None "
+    "cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
+    "q_descale=None k_descale=None v_descale=None softmax_scale=None causal=False window_size=(-1, -1) "
+    "attention_chunk=0 softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None "
+    "sm_margin=0 return_softmax_lse=False",
+    fa3.flash_attn_combine: "out_partial lse_partial out=None out_dtype=None",
+    fa4.flash_attn_func: "q k v qv=None gather_kv_indices=None softmax_scale=None causal=False window_size=(None, "
+    "None) "
+    "learnable_sink=None softcap=0.0 num_splits=1 pack_gqa=None deterministic=False score_mod=None score_mod_bwd=None "
+    "mask_mod=None aux_tensors=None aux_scalars=None block_sparse_tensors=None block_sparse_tensors_bwd=None "
+    "return_lse=False",
+    fa4.flash_attn_varlen_func: "q k v qv=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None max_seqlen_k=None "
+    "min_seqlen_k=None "
+    "seqused_q=None seqused_k=None gather_kv_indices=None page_table=None softmax_scale=None causal=False "
+    "window_size=(None, None) learnable_sink=None softcap=0.0 num_splits=1 pack_gqa=None deterministic=False "
+    "score_mod=None score_mod_bwd=None mask_mod=None aux_tensors=None aux_scalars=None return_lse=False "
+    "scheduler_metadata=None seqlen_k_per_split=None disable_scheduler_metadata=False",
+    fa4.flash_attn_combine: "out_partial lse_partial out=None out_dtype=None cu_seqlens=None seqused=None "
+    "virtual_batch_idx=None "
+    "return_lse=True",
+}
+
+
+def spelt(function):
+    return " ".join(
+        name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
+        for name, parameter in inspect.signature(function).parameters.items()
+    )
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_arguments_have_their_names_order_and_defaults(function):
+    assert spelt(function) == SIGNATURES[function]
+
+
+def test_the_fourth_argument_is_another_in_each_generation():
+    q, k, v = tensors()
+    assert torch.equal(fa2.flash_attn_func(q, k, v, 0.0, 0.5), fa3.flash_attn_func(q, k, v, 0.5))
+    with pytest.raises(NotImplementedError, match="qv is given"):
+        fa4.flash_attn_func(q, k, v, torch.zeros(2, 7, 4, 16))
+
+
+def test_what_each_generation_returns():
+    q, k, v = tensors()
+    assert isinstance(fa2.flash_attn_func(q, k, v), torch.Tensor)
+    out, lse, probs = fa2.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert lse.shape == (2, 4, 7) and lse.dtype == torch.float32 and probs is None
+    out, lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert lse.shape == (2, 4, 7)
+    out, lse = fa4.flash_attn_func(q, k, v)
+    assert lse is None
+    assert fa4.flash_attn_func(q, k, v, return_lse=True)[1].shape == (2, 4, 7)
+    used = torch.tensor([5, 11], dtype=torch.int32)
+    assert isinstance(fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=used), torch.Tensor)
+    assert len(fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, return_softmax_lse=True)) == 2
+    assert len(fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, return_softmax_lse=True)) == 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v, **o: fa2.flash_attn_func(q, k, v, **o),
+        lambda q, k, v, **o: fa3.flash_attn_func(q, k, v, **o),
+        lambda q, k, v, **o: fa4.flash_attn_func(q, k, v, **o)[0],
+    ],
+    ids=["2", "3", "4"],
+)
+@pytest.mark.parametrize(
+    "option, mask",
+    [
+        (dict(), None),
+        (dict(causal=True), "b:-1,0"),
+        (dict(window_size=(3, 0)), "b:3,0"),
+        (dict(window_size=(2, 1)), "b:2,1"),
+        (dict(causal=True, window_size=(3, 5)), "b:3,0"),
+    ],
+    ids=str,
+)
+def test_causal_and_windows_are_bottom_right_and_inclusive(call, option, mask):
+    q, k, v = tensors()
+    close(call(q, k, v, **option), by_definition(q, k, v, mask=fmha.mask(mask))[0], tolerance(q.dtype))
+
+
+def test_a_window_of_w_and_0_sees_w_plus_1_keys():
+    q, k, _ = tensors(sq=9, sk=9, hk=4)
+    v = torch.eye(9).expand(2, 4, 9, 9).transpose(1, 2)
+    seen = fa2.flash_attn_func(q, k, v, window_size=(3, 0)) > 0
+    assert seen[0, 8, 0].nonzero().flatten().tolist() == [5, 6, 7, 8]
+
+
+def test_rows_above_the_diagonal_have_no_output_and_lse_minus_infinity():
+    q, k, v = tensors(sq=7, sk=3)
+    out, lse, _ = fa2.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert torch.equal(out[:, :4], torch.zeros_like(out[:, :4])) and torch.isneginf(lse[:, :, :4]).all()
+
+
+def test_a_window_below_minus_one_is_refused_and_fa4s_empty_one_is_none():
+    q, k, v = tensors()
+    for module in (fa2, fa3):
+        with pytest.raises(ValueError, match="left -2"):
+            module.flash_attn_func(q, k, v, window_size=(-2, 0))
+    assert torch.equal(fa4.flash_attn_func(q, k, v, window_size=(1, -3))[0], fa4.flash_attn_func(q, k, v)[0])
+
+
+def test_softcap_alibi_and_scale():
+    q, k, v = tensors()
+    slopes = torch.rand(2, 4)
+    out = fa2.flash_attn_func(q, k, v, softmax_scale=0.3, softcap=2.0, causal=True, alibi_slopes=slopes)
+    wanted, _ = by_definition(q, k, v, mask=fmha.CAUSAL, softmax_scale=0.3, softcap=2.0, alibi_slopes=slopes)
+    close(out, wanted, tolerance(q.dtype))
+
+
+def test_packed_forms_are_views_with_gradients():
+    qkv = torch.randn(2, 7, 3, 4, 16, requires_grad=True)
+    out = fa2.flash_attn_qkvpacked_func(qkv, causal=True)
+    close(out, by_definition(*qkv.unbind(2), mask=fmha.CAUSAL)[0], tolerance(qkv.dtype))
+    (grad,) = torch.autograd.grad(out.sum(), qkv)
+    assert grad.shape == qkv.shape and torch.isfinite(grad).all()
+    q, k, v = tensors()
+    kv = torch.stack([k, v], 2)
+    assert torch.equal(fa2.flash_attn_kvpacked_func(q, kv), fa2.flash_attn_func(q, k, v))
+    joined = torch.cat([q, k[:, :7], v[:, :7]], 2)
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(joined, num_heads_q=4), fa3.flash_attn_func(q, k[:, :7], v[:, :7]))
+    with pytest.raises(ValueError, match="num_heads_q 3"):
+        fa3.flash_attn_qkvpacked_func(joined, num_heads_q=3)
+
+
+def test_varlen_of_each_generation():
+    cu_q, cu_k = offsets([3, 0, 5]), offsets([4, 6, 5])
+    q, k, v = torch.randn(8, 4, 16), torch.randn(15, 2, 16), torch.randn(15, 2, 16)
+    out = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, causal=True)
+    for b in (0, 2):
+        wanted, _ = by_definition(
+            *(
+                x[None, lo:hi]
+                for x, lo, hi in ((q, cu_q[b], cu_q[b + 1]), (k, cu_k[b], cu_k[b + 1]), (v, cu_k[b], cu_k[b + 1]))
+            ),
+            mask=fmha.CAUSAL,
+        )
+        close(out[cu_q[b] : cu_q[b + 1]], wanted[0], tolerance(q.dtype))
+    # A longest length may come as a tensor of no axes.
+    longest = torch.tensor(5), torch.tensor(6)
+    assert torch.equal(out, fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, causal=True))
+    four = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5, max_seqlen_k=6)
+    assert torch.equal(out, fa4.flash_attn_varlen_func(q, k, v, causal=True, **four)[0])
+    _, lse, _ = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, return_attn_probs=True)
+    assert lse.shape == (4, 8)
+    with pytest.raises(ValueError, match="max_seqlen_k is missing"):
+        fa4.flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5)
+    packed = torch.stack([x[:8] for x in (q[:, :2], k, v)], 1)
+    assert torch.equal(
+        fa2.flash_attn_varlen_qkvpacked_func(packed, cu_q, 5),
+        fa2.flash_attn_varlen_kvpacked_func(packed[:, 0], packed[:, 1:], cu_q, cu_q, 5, 5),
+    )
+
+
+def test_varlen_over_pages_takes_lengths_from_the_offsets():
+    pages = torch.randn(2, 4, 8, 2, 16)
+    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    cu_q, cu_k = offsets([3, 2]), offsets([11, 16])
+    q = torch.randn(5, 4, 16)
+    out = fa2.flash_attn_varlen_func(q, pages[0], pages[1], cu_q, cu_k, 3, 16, causal=True, block_table=table)
+    k, v = (x[table.long()].flatten(1, 2) for x in pages)
+    wanted, _ = by_definition(q[None, :3], k[:1, :11], v[:1, :11], mask=fmha.CAUSAL)
+    close(out[:3], wanted[0], tolerance(q.dtype))
+
+
+def test_dropout_marks_what_it_dropped_and_has_torchs_seed():
+    q, k, v = tensors()
+    torch.manual_seed(5)
+    out, _, marks = fa2.flash_attn_func(q, k, v, dropout_p=0.3, return_attn_probs=True)
+    assert marks.shape == (2, 4, 7, 11) and set(marks.sign().unique().tolist()) == {-1.0, 1.0}
+    wanted, _ = by_definition(q, k, v, keep=marks > 0, p_drop=0.3)
+    close(out, wanted, 4 * tolerance(q.dtype))
+    torch.manual_seed(5)
+    assert torch.equal(out, fa2.flash_attn_func(q, k, v, dropout_p=0.3))
+    assert not torch.equal(out, fa2.flash_attn_func(q, k, v, dropout_p=0.3))
+
+
+def test_descales_may_be_expanded():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in tensors(d=32))
+    scale = torch.full((1,), 0.5).expand(2, 2)
+    out = fa3.flash_attn_func(q, k, v, q_descale=scale, k_descale=scale, v_descale=scale)
+    assert out.dtype == torch.bfloat16
+    close(out, by_definition(*(x.double() * 0.5 for x in (q, k, v)))[0], 0.1)
+
+
+def test_a_cache_with_new_rows_chosen_by_batch_index():
+    cache_k, cache_v = torch.randn(5, 16, 2, 16), torch.randn(5, 16, 2, 16)
+    q, new_k, new_v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16)
+    index, used = torch.tensor([4, 1]), torch.tensor([3, 9], dtype=torch.int32)
+    out, lse = fa2.flash_attn_with_kvcache(
+        q,
+        cache_k,
+        cache_v,
+        new_k,
+        new_v,
+        cache_seqlens=used,
+        cache_batch_idx=index,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    assert torch.equal(cache_k[4, 3], new_k[0, 0]) and torch.equal(cache_v[1, 9], new_v[1, 0])
+    for b in range(2):
+        rows = slice(0, int(used[b]) + 1)
+        wanted, wanted_lse = by_definition(q[b : b + 1], cache_k[index[b]][None, rows], cache_v[index[b]][None, rows])
+        close(out[b : b + 1], wanted, tolerance(q.dtype))
+        close(lse[b : b + 1], wanted_lse, 1e-5)
+    same = fa2.flash_attn_with_kvcache(q, cache_k, cache_v, cache_seqlens=7, cache_batch_idx=index)
+    seven = torch.full((2,), 7, dtype=torch.int32)
+    assert torch.equal(
+        same, fa3.flash_attn_with_kvcache(q, cache_k, cache_v, cache_seqlens=seven, cache_batch_idx=index)[:]
+    )
+    with pytest.raises(ValueError, match="cache_batch_idx is given beside block_table"):
+        fa2.flash_attn_with_kvcache(q, cache_k, cache_v, cache_batch_idx=index, block_table=index.int()[:, None])
+
+
+def test_padding_in_front_of_a_cache_is_left_out():
+    q, k, v = tensors(sq=1, sk=12)
+    pad, used = torch.tensor([2, 5], dtype=torch.int32), torch.tensor([9, 12], dtype=torch.int32)
+    k[0, :2], k[1, :5], k[0, 9:] = math.nan, math.nan, math.nan
+    out = fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, cache_leftpad=pad, causal=True)
+    for b in range(2):
+        rows = slice(int(pad[b]), int(used[b]))
+        close(
+            out[b : b + 1], by_definition(q[b : b + 1], k[b : b + 1, rows], v[b : b + 1, rows])[0], tolerance(q.dtype)
+        )
+    new = torch.randn(2, 1, 2, 16)
+    with pytest.raises(NotImplementedError, match="cache_leftpad"):
+        fa2.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=used, cache_leftpad=pad)
+
+
+def test_rotary_is_interleaved_by_default_and_turns_only_beside_new_rows():
+    q, k, v = tensors(sq=1, sk=12, hq=2)
+    used = torch.tensor([3, 7], dtype=torch.int32)
+    angle = torch.rand(16, 8)
+    turns = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), cache_seqlens=used)
+    assert torch.equal(
+        fa2.flash_attn_with_kvcache(q, k, v, **turns), fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
+    )
+    new = torch.randn(2, 1, 2, 16)
+    caches = [k.clone() for _ in range(2)]
+    for cache, interleaved in zip(caches, (True, False)):
+        fa2.flash_attn_with_kvcache(q, cache, v.clone(), new, new, rotary_interleaved=interleaved, causal=True, **turns)
+    default = k.clone()
+    fa2.flash_attn_with_kvcache(q, default, v.clone(), new, new, causal=True, **turns)
+    assert torch.equal(default, caches[0]) and not torch.equal(default, caches[1])
+    c, s = angle[3].cos(), angle[3].sin()
+    turned = torch.stack(
+        [new[0, 0, :, ::2] * c - new[0, 0, :, 1::2] * s, new[0, 0, :, ::2] * s + new[0, 0, :, 1::2] * c], -1
+    )
+    close(default[0, 3], turned.flatten(-2).double(), 1e-5)
+
+
+def test_a_sink_is_taken_in_16_bits_and_is_the_lse_of_an_empty_row():
+    q, k, v = tensors(sq=7, sk=3)
+    sink = torch.randn(4).bfloat16().requires_grad_()
+    out, lse = fa4.flash_attn_func(q, k, v, causal=True, learnable_sink=sink, return_lse=True)
+    assert torch.equal(lse[0, :, 0], sink.float())
+    (grad,) = torch.autograd.grad(out.sum(), sink)
+    assert grad.dtype == torch.bfloat16
+    wanted, _ = by_definition(q, k, v, mask=fmha.CAUSAL, sink=sink.detach().float())
+    close(out.detach(), wanted, tolerance(q.dtype))
+
+
+def test_combine_of_each_generation():
+    q, k, v = tensors()
+    whole, lse = fmha.attention(q, k, v, return_lse=True)
+    parts = [fmha.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 4), slice(4, 11))]
+    outs, lses = torch.stack([p[0] for p in parts]), torch.stack([p[1].transpose(1, 2) for p in parts])
+    for module in (fa3, fa4):
+        got, got_lse = module.flash_attn_combine(outs, lses)
+        close(got, whole.double(), 1e-5)
+        close(got_lse, lse.transpose(1, 2).double(), 1e-5)
+        packed, packed_lse = module.flash_attn_combine(outs.flatten(1, 2), lses.flatten(1, 2))
+        assert torch.equal(packed, got.flatten(0, 1)) and torch.equal(packed_lse, got_lse.flatten(0, 1))
+        into = torch.empty_like(whole, dtype=torch.bfloat16)
+        assert module.flash_attn_combine(outs, lses, out=into)[0] is into
+        close(into, whole.double(), 2e-2)
+        assert module.flash_attn_combine(outs, lses, out_dtype=torch.bfloat16)[0].dtype == torch.bfloat16
+    assert fa4.flash_attn_combine(outs, lses, return_lse=False)[1] is None
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda q, k, v: fa3.flash_attn_func(q, k, v, attention_chunk=4), "attention_chunk"),
+        (lambda q, k, v: fa3.flash_attn_func(q, k, v, qv=q), "qv"),
+        (lambda q, k, v: fa3.flash_attn_with_kvcache(q, k, v, rotary_seqlens=q), "rotary_seqlens"),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, score_mod=print), "score_mod"),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, mask_mod=print), "mask_mod"),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, block_sparse_tensors=()), "block_sparse_tensors"),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, gather_kv_indices=q), "gather_kv_indices"),
+        (lambda q, k, v: fa4.flash_attn_combine(q, k, seqused=q), "seqused"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_the_contract_has_not_is_refused_by_name(call, words):
+    with pytest.raises(NotImplementedError, match=words):
+        call(*tensors())
+
+
+def test_hints_of_speed_are_taken():
+    q, k, v = tensors()
+    metadata = fa3.get_scheduler_metadata(2, 7, 11, 4, 2, 16, torch.tensor([5, 11], dtype=torch.int32))
+    out = fa3.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=11, scheduler_metadata=metadata, pack_gqa=True, sm_margin=4
+    )
+    close(out, by_definition(q, k, v)[0], tolerance(q.dtype))
+
+
+def test_padded_batches_are_unpadded_and_padded_again():
+    hidden, mask = torch.randn(3, 5, 2, 4), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+    rows, indices, cu, longest, used = bert_padding.unpad_input(hidden, mask)
+    assert rows.shape == (8, 2, 4) and cu.tolist() == [0, 3, 8, 8] and longest == 5 and used.tolist() == [3, 5, 0]
+    assert torch.equal(bert_padding.pad_input(rows, indices, 3, 5), hidden * mask[..., None, None])
+
+
+def test_installed_modules_are_found_where_programs_look():
+    program = """
+import fmha.flash_attn, fmha.flash_attn_3, fmha.flash_attn_4, importlib.util
+fmha.flash_attn_3.install(); fmha.flash_attn_4.install()
+from flash_attn import flash_attn_func
+from flash_attn.flash_attn_interface import flash_attn_varlen_func
+from flash_attn.bert_padding import unpad_input
+import flash_attn_interface, flash_attn.cute.interface
+from flash_attn.cute import flash_attn_func as four
+assert flash_attn_func is fmha.flash_attn.flash_attn_func
+assert flash_attn_interface.flash_attn_with_kvcache is fmha.flash_attn_3.flash_attn_with_kvcache
+assert four is fmha.flash_attn_4.flash_attn_func
+assert importlib.util.find_spec("flash_attn") and flash_attn.__version__
+import sys, types
+sys.modules["flash_attn"] = types.ModuleType("flash_attn")
+try:
+    fmha.flash_attn.install()
+    sys.exit(3)
+except ImportError as error:
+    assert "flash_attn" in str(error)
+fmha.flash_attn.install(force=True)
+"""
+    run_python(program)

@@ -1,0 +1,46 @@
+"""The package as a user meets it: its command, its help, its README's first calls."""
+
+import inspect
+import pathlib
+import re
+
+import fmha
+from fmha import _arguments
+from reference import run_python
+
+HERE = pathlib.Path(__file__).parents[1]
+
+
+def test_the_command_says_what_there_is_and_passes():
+    text = run_python("-m", "fmha")
+    assert "cpu: " in text and "PASS" in text
+
+
+def test_help_shows_every_argument_and_the_types_are_the_same_list():
+    bound = inspect.signature(_arguments.bind).parameters
+    shown = inspect.signature(fmha.attention).parameters
+    assert set(bound) <= set(shown) and list(shown)[:3] == ["q", "k", "v"]
+    assert set(_arguments.Options.__annotations__) == set(bound)
+    assert set(_arguments.TENSORS) <= set(bound)
+    for name in bound:
+        assert re.search(rf"\b{name}\b", fmha.attention.__doc__), f"{name} is not explained"
+    assert inspect.signature(fmha.attention_with_kvcache).parameters["mask"].default == "causal"
+
+
+def test_every_public_function_has_a_docstring_and_types():
+    for name in fmha.__all__:
+        value = getattr(fmha, name)
+        if callable(value) and not inspect.isclass(value):
+            assert value.__doc__, name
+            assert "return" in value.__annotations__, name
+    assert (pathlib.Path(fmha.__file__).parent / "py.typed").exists()
+
+
+def test_the_texts_snippets_run():
+    """Each Python block of the pages below, after those before it on its page."""
+    root = HERE.parents[1]
+    pages = [HERE / "README.md", root / "README.md", *sorted((root / "docs/guide").glob("*.md"))]
+    programs = ["\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)) for page in pages]
+    assert all(programs) and len(programs) >= 5
+    for program in programs:
+        run_python(program)

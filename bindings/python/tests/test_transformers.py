@@ -1,0 +1,119 @@
+"""``attn_implementation="fmha"``: small models from a config, random weights, beside transformers' own eager
+attention."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import fmha.transformers
+
+fmha.transformers.install()
+
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=96,
+)
+
+
+def pair(config, train=False):
+    """The same weights under eager attention and under ours."""
+    models = []
+    for implementation in ("eager", "fmha"):
+        torch.manual_seed(0)
+        # A copy: a model asks its configuration at each call, and that notes one implementation.
+        own = copy.deepcopy(config)
+        model = transformers.AutoModelForCausalLM.from_config(own, attn_implementation=implementation)
+        assert model.config._attn_implementation == implementation
+        models.append(model.train(train))
+    return models
+
+
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "mistral with a window": lambda: transformers.MistralConfig(**SMALL, sliding_window=5),
+    "gemma 2 with a soft cap": lambda: transformers.Gemma2Config(
+        **SMALL, head_dim=16, sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
+    ),
+    "gpt-oss with sinks": lambda: transformers.GptOssConfig(
+        **SMALL, head_dim=16, sliding_window=8, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+def padded(lengths, longest):
+    ids = torch.randint(2, 96, (len(lengths), longest))
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, longest - length :] = 1
+    return ids * mask, mask
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_logits_are_eager_attentions(config):
+    eager, ours = pair(config())
+    ids, mask = padded([12, 12, 12], 12)
+    with torch.no_grad():
+        assert torch.allclose(ours(ids).logits, eager(ids).logits, atol=2e-4)
+    ids, mask = padded([12, 7, 1], 12)
+    with torch.no_grad():
+        got, wanted = ours(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits
+    assert torch.allclose(got[mask.bool()], wanted[mask.bool()], atol=2e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_generated_tokens_are_eager_attentions(config):
+    eager, ours = pair(config())
+    ids, mask = padded([9, 4, 7, 2], 9)
+    call = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+    assert torch.equal(ours.generate(ids, **call), eager.generate(ids, **call))
+
+
+def test_training_has_the_same_loss():
+    models = pair(CONFIGS["llama"](), train=True)
+    ids, mask = padded([16, 9, 12], 16)
+    # Nor is the first token predicted: from a row of padding, of which each attention makes what it likes.
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[torch.arange(3), 16 - mask.sum(1)] = -100
+    losses = []
+    for model in models:
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+        steps = []
+        for _ in range(5):
+            loss = model(ids, attention_mask=mask, labels=labels).loss
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            steps.append(loss.item())
+        losses.append(steps)
+    assert losses[0][0] > losses[0][-1]
+    for a, b in zip(*losses):
+        assert abs(a - b) < 1e-3
+
+
+def test_sequences_packed_into_one_row_do_not_see_each_other():
+    _, ours = pair(CONFIGS["llama"]())
+    parts = [torch.randint(2, 96, (1, n)) for n in (5, 8)]
+    positions = torch.cat([torch.arange(n) for n in (5, 8)])[None]
+    offsets = torch.tensor([0, 5, 13], dtype=torch.int32)
+    with torch.no_grad():
+        packed = ours(
+            torch.cat(parts, 1),
+            position_ids=positions,
+            cu_seq_lens_q=offsets,
+            cu_seq_lens_k=offsets,
+            max_length_q=8,
+            max_length_k=8,
+        ).logits
+        alone = [ours(part).logits for part in parts]
+    assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-4)

@@ -1,0 +1,189 @@
+//! The Python door's set-up, tests and wheel: a virtual environment under `target/`, and what runs in it.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::setup::{loudly, runs, target};
+use crate::step::Step;
+
+/// Where wheels of torch for the CPU alone are (200 MB): what PyPI has for x86-64 brings CUDA's libraries along. Those unpack to
+/// 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
+const CPU_WHEELS: &str = "https://download.pytorch.org/whl/cpu";
+
+/// A virtual environment, and what could not be installed into it.
+pub(crate) struct Environment {
+    python: PathBuf,
+    absent: Vec<String>,
+}
+
+/// The folder of the package `fmha`.
+fn package() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../bindings/python")
+}
+
+/// Makes the environment of the tests, or finds what an earlier run has made.
+///
+/// # Errors
+/// Where not even NumPy's tests can run, with the reason.
+pub(crate) fn environment() -> Result<Environment, String> {
+    let python = created(&target().join("python"))?;
+    let has = |module: &str| runs(Command::new(&python).args(["-c", &format!("import {module}")]));
+    if !(has("numpy") && has("pytest")) {
+        println!("setting up numpy and pytest");
+        install(&python, &["numpy", "pytest", "setuptools"])?;
+    }
+    let mut absent = Vec::new();
+    if !has("torch") {
+        println!("setting up torch");
+        let first =
+            install(&python, &["torch", "--index-url", CPU_WHEELS, "--retries", "1", "--timeout", "15"]);
+        if let Err(reason) = first.or_else(|_| torch_without_triton(&python)) {
+            absent.push(format!("torch ({reason}); its operators are not tested"));
+        }
+    }
+    if !has("transformers") && absent.is_empty() && install(&python, &["transformers"]).is_err() {
+        absent.push("transformers; its attention function is not tested".to_owned());
+    }
+    Ok(Environment { python, absent })
+}
+
+/// The interpreter of a virtual environment that is made where there is none.
+fn created(folder: &Path) -> Result<PathBuf, String> {
+    let python = folder.join("bin/python");
+    if runs(Command::new(&python).args(["-m", "pip", "--version"])) {
+        return Ok(python);
+    }
+    if !runs(Command::new("python3").arg("--version")) {
+        return Err("there is no python3".to_owned());
+    }
+    loudly(Command::new("python3").args(["-m", "venv", "--clear"]).arg(folder))
+        .map_err(|reason| format!("no virtual environment: {reason}"))?;
+    Ok(python)
+}
+
+/// PyPI's torch with all that `import torch` loads. Triton, another 1 GB, compiles for GPUs alone.
+fn torch_without_triton(python: &Path) -> Result<(), String> {
+    install(python, &["torch", "--no-deps"])?;
+    let list = "import importlib.metadata as m; print(*(r for r in m.requires('torch') if not r.startswith('triton')), sep='\n')";
+    let asked = Command::new(python).args(["-c", list]).output().map_err(|error| error.to_string())?;
+    let needed = String::from_utf8_lossy(&asked.stdout);
+    let needed: Vec<&str> = needed.lines().filter(|line| !line.contains("extra ==")).collect();
+    install(python, &needed)
+}
+
+fn install(python: &Path, words: &[&str]) -> Result<(), String> {
+    let mut pip = Command::new(python);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]).args(words);
+    loudly(&mut pip).map_err(|reason| format!("pip install {}: {reason}", words.first().unwrap_or(&"")))
+}
+
+impl Environment {
+    /// What could not be installed, a line each.
+    pub(crate) fn absent(&self) -> impl Iterator<Item = String> + '_ {
+        self.absent.iter().map(|what| format!("absent: bindings/python: {what}"))
+    }
+
+    /// The tests of the package, on the library that this build has made.
+    pub(crate) fn tests(&self, random_calls: u32) -> Step {
+        let words =
+            [&self.python.display().to_string(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"];
+        Step::tests("bindings/python".to_owned(), words.map(str::to_owned).to_vec(), package())
+            .with(vec![("FMHA_FUZZ_CALLS".to_owned(), random_calls.to_string())])
+    }
+}
+
+/// Builds the wheel into `target/wheels`.
+///
+/// # Errors
+/// What is missing, or does not build.
+pub(crate) fn wheel() -> Result<(), String> {
+    let python = created(&target().join("wheel-tools"))?;
+    install(&python, &["setuptools>=78", "ziglang", "cargo-zigbuild"])?;
+    let library = library(&python)?;
+    let bytes = std::fs::read(&library).map_err(|error| format!("{}: {error}", library.display()))?;
+    let (major, minor) = glibc(&bytes).ok_or_else(|| format!("{}: names no glibc", library.display()))?;
+    let (source, wheels) = (target().join("wheel"), target().join("wheels"));
+    stage(&source, &library)?;
+    let tag = format!("manylinux_{major}_{}_{}", minor.max(28), std::env::consts::ARCH);
+    let mut build = Command::new(&python);
+    build
+        .args(["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"])
+        .arg(&wheels);
+    build.arg(format!("--config-settings=--build-option=--plat-name={tag}")).arg(&source);
+    loudly(&mut build)?;
+    println!("{}: needs glibc {major}.{minor}", wheels.join(format!("fmha-*-{tag}.whl")).display());
+    Ok(())
+}
+
+/// The glibc that a manylinux tag of every living distribution has, by zig's linker where it is to be had.
+fn library(python: &Path) -> Result<PathBuf, String> {
+    const NAME: &str = "libfmha_native.so";
+    let triple = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    let folder = target().join("manylinux");
+    let mut zig = Command::new(env!("CARGO"));
+    zig.args([
+        "zigbuild",
+        "--release",
+        "-p",
+        "fmha-py",
+        "--target",
+        &format!("{triple}.2.28"),
+        "--target-dir",
+    ]);
+    zig.arg(&folder).env("CARGO_ZIGBUILD_PYTHON", python);
+    if let Some(bin) = python.parent() {
+        let path = std::env::var("PATH").unwrap_or_default();
+        zig.env("PATH", format!("{}:{path}", bin.display()));
+    }
+    loudly(&mut zig)?;
+    Ok(folder.join(triple).join("release").join(NAME))
+}
+
+/// The newest glibc whose symbols a library asks for.
+fn glibc(library: &[u8]) -> Option<(u32, u32)> {
+    const WORD: &[u8] = b"GLIBC_";
+    let version = |at: usize| {
+        let text = &library[at + WORD.len()..];
+        let end = text.iter().position(|byte| !byte.is_ascii_digit() && *byte != b'.')?;
+        let (major, minor) = std::str::from_utf8(&text[..end]).ok()?.split_once('.')?;
+        Some((major.parse().ok()?, minor.split('.').next()?.parse().ok()?))
+    };
+    let words = library.windows(WORD.len()).enumerate().filter(|(_, bytes)| *bytes == WORD);
+    words.filter_map(|(at, _)| version(at)).max()
+}
+
+/// The package with its library, as a wheel has them, in a folder of its own.
+fn stage(folder: &Path, library: &Path) -> Result<(), String> {
+    let copy = || -> std::io::Result<()> {
+        if folder.exists() {
+            std::fs::remove_dir_all(folder)?;
+        }
+        std::fs::create_dir_all(folder.join("fmha"))?;
+        for file in ["pyproject.toml", "README.md"] {
+            std::fs::copy(package().join(file), folder.join(file))?;
+        }
+        for licence in ["LICENSE-MIT", "LICENSE-APACHE"] {
+            std::fs::copy(package().join("../..").join(licence), folder.join(licence))?;
+        }
+        for entry in std::fs::read_dir(package().join("fmha"))?.flatten() {
+            if entry.file_type()?.is_file() {
+                std::fs::copy(entry.path(), folder.join("fmha").join(entry.file_name()))?;
+            }
+        }
+        std::fs::copy(library, folder.join("fmha/libfmha_native.so"))?;
+        Ok(())
+    };
+    copy().map_err(|error| format!("{}: {error}", folder.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_glibc_is_found_among_the_symbols_versions() {
+        let bytes = b"\0GLIBC_2.2.5\0GLIBC_2.28\0GLIBC_2.9\0GLIBC_PRIVATE\0";
+        assert_eq!(glibc(bytes), Some((2, 28)));
+        assert_eq!(glibc(b"GLIBCXX_3.4\0"), None);
+    }
+}
