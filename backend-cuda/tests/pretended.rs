@@ -82,3 +82,23 @@ fn the_jobs_of_a_plan_are_its_launches() {
         assert_eq!(jobs.iter().map(|job| job.kernel).collect::<Vec<_>>(), names);
     }
 }
+
+/// A short query's keys are cut into parts where a tile a head would leave Hopper idle, unless a kernel is named.
+#[test]
+fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
+    let hopper = pretend("sm_90a");
+    let kernel = |batch, seqlen_q, seqlen_k, options: &PlanOptions| {
+        let dims = Dims { batch, seqlen_q, seqlen_k, num_heads_q: 32, num_heads_kv: 8, ..DIMS };
+        let problem = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
+        let jobs = hopper.precompiler().unwrap().jobs(AnyProblem::Forward(&problem), options).unwrap();
+        jobs[0].kernel
+    };
+    let any = PlanOptions::default();
+    assert_eq!(kernel(1, 1, 32768, &any), "sm80");
+    assert_eq!(kernel(1, 16, 32768, &any), "sm80");
+    assert_eq!(kernel(1, 512, 32768, &any), "sm90");
+    assert_eq!(kernel(16, 1, 32768, &any), "sm90");
+    assert_eq!(kernel(1, 1, 128, &any), "sm90");
+    assert_eq!(kernel(1, 1, 32768, &any.clone().kernel("sm90")), "sm90");
+    assert_eq!(kernel(1, 1, 32768, &any.batch_invariant(true)), "sm90");
+}

@@ -8,9 +8,9 @@ use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, M
 use fmha_core::source::ENTRY;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
-    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, FwdProblem, LaunchShape, Operation,
-    PlanOptions, PlanParts, Planned, Precompile, Problem, Queues, Refusal, Result, Roofline,
-    Step as Explained, ValidBwd, ValidCombine, ValidFwd,
+    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, FwdProblem, LaunchShape, PlanOptions,
+    PlanParts, Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
+    ValidCombine, ValidFwd,
 };
 
 use crate::driver::{Driver, Toolchain};

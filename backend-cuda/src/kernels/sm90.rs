@@ -5,12 +5,14 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::schedule::TileSchedule;
+use fmha_kernels_cuda::sm80;
 use fmha_kernels_cuda::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, ValueProduct};
 
 use super::maps::{BlocksOfV, Boxes, Maps};
+use super::sm80::room;
 use super::tile::settle;
 use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps};
 
@@ -62,6 +64,28 @@ impl ValuesPlan {
     }
 }
 
+/// Refuses what `sm80` is faster at: a short query over a long cache, of which a tile of this kernel walks all keys of a
+/// head. One tile reads 69 GB/s of an H200's 4800, and `sm80`, whose parts of the keys fill the device, 680 GB/s of 4096 keys
+/// (8 tiles: 437 here), 1880 of 32768 (544) and 3150 of 131072 (559). With 128 tiles this kernel is ahead, 3510 and 4320 of
+/// 3050 and 4260: it leaves no more than a quarter of the device's multiprocessors to begin with.
+fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
+    const MOST_ROWS: u32 = 64;
+    let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
+    let tiles = u64::from(batch) * u64::from(num_heads_kv);
+    let is_short = seqlen_q.saturating_mul(problem.gqa_ratio()) <= MOST_ROWS;
+    if !is_short || 4 * tiles > u64::from(facts.num_sms) {
+        return Ok(());
+    }
+    let taken = sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
+    if taken && sm80::choose_tile(problem, room(facts)).split_keys > 0 {
+        return Err(format!(
+            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",
+            facts.num_sms
+        ));
+    }
+    Ok(())
+}
+
 /// What TMA and 16-byte stores ask of addresses.
 const ALIGN: u64 = 16;
 
@@ -79,6 +103,9 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         let refuse = |reason: String| Refusal::new("sm90", reason);
         facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
         sm90::accepts(problem)?;
+        if options.kernel.is_none() && options.tile.is_empty() && !options.batch_invariant {
+            leave_to_parts(problem, facts).map_err(refuse)?;
+        }
         let spec = FwdSpec::of(problem);
         let mut own = sm90::choose_tile(problem);
         if options.accuracy == Accuracy::Exact {
