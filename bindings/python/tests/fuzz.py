@@ -55,11 +55,9 @@ NAMES = {
     "deterministic",
     "batch_invariant",
     "check_lengths",
-    # Torch's own refusal, before an operator is called.
-    "SparseCPU",
-    "SparseCUDA",
-    "DefaultCPUAllocator",
 }
+#: What torch refuses before an operator is called: a layout that has no kernel, more memory than there is.
+TORCHS_OWN = re.compile(r"Could not run 'fmha::\w+' with arguments from|\[enforce fail at alloc_cpu")
 REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, OverflowError, IndexError)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -372,7 +370,9 @@ def main(calls, seed):
             counts["refused"] += 1
             if not done:
                 bad = f"a sound call is refused: {error}"
-            elif not (NAMES | set(call)) & set(re.findall(r"\w+", str(error))):
+            elif not TORCHS_OWN.match(str(error)) and not (NAMES | set(call)) & set(
+                re.findall(r"\w+", str(error)[:300])
+            ):
                 bad = f"names no argument: {type(error).__name__}: {error}"
         except Exception as error:
             bad = f"{type(error).__name__}: {error}"
