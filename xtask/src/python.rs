@@ -64,7 +64,7 @@ fn created(folder: &Path) -> Result<PathBuf, String> {
 /// PyPI's torch with all that `import torch` loads. Triton, another 1 GB, compiles for GPUs alone.
 fn torch_without_triton(python: &Path) -> Result<(), String> {
     install(python, &["torch", "--no-deps"])?;
-    let list = "import importlib.metadata as m; print(*(r for r in m.requires('torch') if not r.startswith('triton')), sep='\n')";
+    let list = "import importlib.metadata as m; print(*(r for r in m.requires('torch') if not r.startswith('triton')), sep=chr(10))";
     let asked = Command::new(python).args(["-c", list]).output().map_err(|error| error.to_string())?;
     let needed = String::from_utf8_lossy(&asked.stdout);
     let needed: Vec<&str> = needed.lines().filter(|line| !line.contains("extra ==")).collect();
