@@ -3,13 +3,18 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::sync::Mutex;
+
 use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_conformance::tensors::{Data, Lengths};
-use fmha_core::{DType, Dims, FwdProblem, PlanOptions, Strides, VLayout};
+use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskSpec, PlanOptions, Strides, VLayout};
 use fmha_cuda::emulated_launches;
 
 const ARCH: &str = "sm_80";
+
+/// Held by the test whose launches are counted.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// Spans of the swizzle of 32 bytes (16, 40, 80), 64 (32, 96, 160) and 128; tiles of either number of rows to a warp.
 const CALLS: [(u32, u32, &str); 12] = [
@@ -50,6 +55,34 @@ fn sum_of(launches: &str, counter: &str) -> u64 {
     launches.iter().map(|launch| launch["counters"][counter].as_u64().unwrap()).sum()
 }
 
+/// Gradients with every sum, under a mask that cuts blocks.
+fn backward(head_dim: u32) -> Case {
+    let fwd = problem(head_dim, 128, VLayout::RowMajor).mask(MaskSpec::CAUSAL);
+    Case::backward("banks", BwdProblem::new(fwd), Lengths::default(), Data { seed: 3, ..Data::default() })
+}
+
+#[test]
+fn no_access_of_the_backward_to_shared_memory_waits_for_another() {
+    let backend = match fmha_cuda::open(0, Some(ARCH)) {
+        Ok(backend) => backend,
+        Err(error) => return println!("absent: {error}"),
+    };
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        return println!("absent: {reason}");
+    }
+    // The test beside this one counts launches of the same process.
+    let _alone = ALONE.lock().unwrap();
+    for head_dim in [32, 64, 80, 128, 192] {
+        let _ = emulated_launches();
+        let plan = PlanOptions::default().kernel("sm80");
+        let (outcome, text) = backward(head_dim).run(&backend, &Options { plan, ..Options::default() });
+        assert_eq!(outcome, Outcome::Passed, "{text}");
+        let launches = emulated_launches().unwrap();
+        assert!(sum_of(&launches, "shared_bytes") > 1000, "head_dim {head_dim}: {launches}");
+        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "head_dim {head_dim}");
+    }
+}
+
 #[test]
 fn no_access_to_shared_memory_waits_for_another() {
     let backend = match fmha_cuda::open(0, Some(ARCH)) {
@@ -59,6 +92,7 @@ fn no_access_to_shared_memory_waits_for_another() {
     if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
         return println!("absent: {reason}");
     }
+    let _alone = ALONE.lock().unwrap();
     let row_major = CALLS.map(|call| (call, VLayout::RowMajor));
     let columns = [(64, 128, ""), (80, 128, ""), (128, 1, "")].map(|call| (call, VLayout::ColMajor));
     for ((head_dim, seqlen_q, tile), v_layout) in row_major.into_iter().chain(columns) {
