@@ -111,8 +111,12 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
             assert_eq!(conflicts, 0, "bank conflicts:\n{table}");
         }
         for head_dim in BACKWARD_HEAD_DIMS {
-            let conflicts = conflicts_of_backward(&backend, head_dim, &folder);
-            assert_eq!(conflicts, 0, "{arch}: bank conflicts of the backward at head dim {head_dim}");
+            let (cycles, conflicts) = lds_cycles_of_backward(&backend, head_dim, &folder);
+            // gfx950 writes 16 chunks at once: of rows that are an odd number of half lines those of two rows, eight
+            // apart, meet in one half. docs/kernels/cdna-bwd.md has the figures.
+            let meets = arch == "gfx950" && head_dim % 128 == 64;
+            let most = if meets { cycles / 8 } else { 0 };
+            assert!(conflicts <= most, "{arch}, backward, head dim {head_dim}: {conflicts} beside {cycles}");
         }
     }
     std::fs::remove_dir_all(folder).unwrap();
@@ -120,8 +124,8 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
     assert_eq!(table, committed, "tests/evidence/cdna-loop-memory.tsv is to be:\n{table}");
 }
 
-/// Counts of a backward call's launches, summed.
-fn conflicts_of_backward(backend: &Device, head_dim: u32, folder: &Path) -> u64 {
+/// Cycles of LDS of a backward call's launches, and those that bank conflicts add.
+fn lds_cycles_of_backward(backend: &Device, head_dim: u32, folder: &Path) -> (u64, u64) {
     let dims = Dims {
         batch: 1,
         seqlen_q: 64,
@@ -136,13 +140,15 @@ fn conflicts_of_backward(backend: &Device, head_dim: u32, folder: &Path) -> u64 
     let plan = PlanOptions::default().kernel("cdna_bwd".to_owned());
     let (outcome, text) = case.run(backend, &Options { plan, ..Options::default() });
     assert_eq!(outcome, Outcome::Passed, "{text}");
-    let mut conflicts = 0;
+    let (mut cycles, mut conflicts) = (0, 0);
     for file in std::fs::read_dir(folder).unwrap() {
         let file = file.unwrap().path();
         let recording = Recording::from_bytes(&std::fs::read(&file).unwrap()).unwrap();
         std::fs::remove_file(file).unwrap();
         let options = fmha_emu_cdna::Options { checks: Checks::NONE, profile: true, ..Default::default() };
-        conflicts += recording.run_as(&recording.code, options).unwrap().counters.lds_conflict_cycles;
+        let counters = recording.run_as(&recording.code, options).unwrap().counters;
+        cycles += counters.lds_cycles_min;
+        conflicts += counters.lds_conflict_cycles;
     }
-    conflicts
+    (cycles, conflicts)
 }
