@@ -2,7 +2,7 @@
 
 use super::fmha;
 
-const BASE: &str = "-b 1 -h 4 --heads-kv 2 -d 24 --prec bf16 --backend cpu --repeat 1 --warmup 0";
+const BASE: &str = "-h 4 --heads-kv 2 -d 24 --prec bf16 --backend cpu --repeat 1 --warmup 0";
 
 #[test]
 fn a_run_over_ranks_ends_in_pass() {
