@@ -197,16 +197,6 @@ abi_struct! {
     }
 }
 
-impl Sm90BwdSchedule {
-    /// CTAs of the kernel before the main one, of a call with so many query blocks of all heads: one to each block that it
-    /// prepares; and where the main kernel makes delta, of whose other blocks it looks at LSE alone, one to 32 of those.
-    #[must_use]
-    pub const fn num_preprocess_ctas(&self, q_blocks: u32) -> u32 {
-        let first = self.num_first_q_blocks.unsigned_abs();
-        first + q_blocks.saturating_sub(first).div_ceil(32)
-    }
-}
-
 /// Threads of a CTA of the kernels before and after the main one.
 pub const ROW_THREADS: u32 = 256;
 
@@ -491,7 +481,7 @@ impl Sm90BwdTile {
     }
 
     /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros to write
-    /// either. Not of modified scores, more of whose rows are measured from an origin: preprocess alone has the registers.
+    /// either. Modified scores of some rows are measured from an origin, for which preprocess alone has the registers.
     fn may_make_delta(&self, spec: &BwdSpec) -> bool {
         let fits = matches!(self.dq_path, DqPath::FirstStores) && self.vector_load && self.block_m % 32 == 0;
         fits && !modifies_score(spec)
@@ -811,7 +801,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     tile
 }
 
-/// Whether a score is more than a scaled product.
+/// Whether a score is more than a scaled product, so that its rows have origins.
 #[must_use]
 pub fn modifies_score(spec: &BwdSpec) -> bool {
     spec.fwd.softcap || spec.fwd.bias != BiasKind::None
@@ -923,8 +913,7 @@ fn with_maps(name: &str, smem: &str, smem_bytes: i32, spec: &BwdSpec, tile: &Sm9
     crate::source(entry.render(), move || rendered(&spec, &tile))
 }
 
-/// The kernel before the main one: arguments `BwdParams`, `Sm90BwdSchedule`; as many CTAs as
-/// [`Sm90BwdSchedule::num_preprocess_ctas`].
+/// The kernel before the main one: arguments `BwdParams`, `Sm90BwdSchedule`; a CTA to a query block of a query head.
 #[must_use]
 pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("preprocess", spec, tile)

@@ -95,10 +95,10 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
         let non_finite = tile.num_non_finite_flags(&spec, &schedule, q_blocks);
         let done = if tile.finishes_dq() { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
         let made = if tile.makes_delta() { u64::from(dims.num_heads_q) * u64::from(dims.batch) } else { 0 };
+        let origins = if sm90_bwd::modifies_score(&spec) { ScoreOrigins::OfRows } else { ScoreOrigins::Zero };
         let block_m = tile.block_m.unsigned_abs();
-        let workspace =
-            BwdWorkspace::new(problem, block_m, ScoreOrigins::OfRows, Some(sums), non_finite + done + made)
-                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let workspace = BwdWorkspace::new(problem, block_m, origins, Some(sums), non_finite + done + made)
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // Behind it the sums of heads' parts.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
         let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
@@ -143,7 +143,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
                 [rows(
                     "preprocess",
                     sm90_bwd::preprocess(&spec, &tile),
-                    schedule.num_preprocess_ctas(q_blocks),
+                    schedule.num_first_q_blocks.unsigned_abs(),
                 )],
                 Launch {
                     kernel: self.name(),

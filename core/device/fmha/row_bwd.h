@@ -104,21 +104,6 @@ struct BwdHead {
     return sum;
   }
 
-  // How many of the scores that query i sees, its sink's among them, are no less than `least`.
-  FMHA_DEVICE float num_from(float least, int32_t i) const {
-    float num = 0.f;
-    const auto take = [&](Range keys) {
-      for (int32_t j = keys.begin + Lanes::index(); j < keys.end; j += Lanes::count)
-        if (visible(band, i, j) && modified_score<kFwd>(modifier, product(i, j), i, j) >= least) num += 1.f;
-    };
-    const Range row = {i, i + 1};
-    take(sink_range(band, row, span.seqlen_k));
-    take(k_range(band, row, span.seqlen_k));
-    num = lane_sum<Lanes>(num);
-    if constexpr (kFwd.sink) num += scalar_of(p.fwd.sink, 0, i_head, -infinity()) >= least ? 1.f : 0.f;
-    return num;
-  }
-
   FMHA_DEVICE BwdPair pair(int32_t i, int32_t j) const {
     const int64_t v = k_row(p.fwd.v, j), dout = q_row(p.dout, i);
     const float score = product(i, j);
@@ -171,13 +156,9 @@ struct RowSums {
 
 // What a far row is measured from. A row without a gradient of O or LSE adds nothing, and takes no sum: rows that are masked as
 // a whole, by a bias of -1e9 in each key, are mostly so.
-//
-// `rounding`: by how much of a score the one that P is made of may be off from `BwdHead::product`'s, where that is a sum in
-// another order. At 1e8 such an error is a factor of exp(30). Where no other score comes near the row's largest, its P is 1
-// whatever the errors: the origin then lies below it by more than they are, and P is 1 at most (`probability`).
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i, float lse,
-                                        float delta, float rounding) {
+                                        float delta) {
   const BwdHead<spec, Lanes> head{p, span, i_head};
   const int64_t dout = head.q_row(p.dout, i);
   bool adds = delta != 0.f;
@@ -191,8 +172,6 @@ FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span,
     origin += sum.top;
     sum = head.sum_from(origin, i);
   }
-  const float error = abs_of(origin) * rounding, largest = origin + sum.top;
-  if (error > 0.f && head.num_from(largest - (2.f * error + 24.f), i) == 1.f) return {largest - error, 0.f};
   return {origin, sum.sum == 0.f ? infinity() : sum.log() * kLog2E};
 }
 
@@ -210,7 +189,7 @@ FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t 
   const float lse = p.fwd.lse[at], delta = spec.has_dlse ? dot - p.dlse[at] : dot;
   // A row that sees nothing adds nothing: its P are 0.
   RowOrigin row = {0.f, lse == -infinity() ? infinity() : lse * kLog2E};
-  if (is_far(lse)) row = origin_of_far_row<spec, Lanes>(p, span, i_head, i, lse, delta, 0.f);
+  if (is_far(lse)) row = origin_of_far_row<spec, Lanes>(p, span, i_head, i, lse, delta);
   if (Lanes::index() != 0) return;
   p.score_origin[stats] = row.origin;
   p.lse_log2[stats] = row.lse_log2;

@@ -549,9 +549,6 @@ fn far_products(cases: &mut Vec<Case>) {
             push(format!("backward/far_products/{dtype}/{of}/{mask}"), dtype, [2, 1], dims, mask);
         }
     }
-    // More heads than the 265 whose delta is made before the products with 132 multiprocessors, where the others are made beside
-    // them.
-    push("backward/far_products/bf16/beside_the_products".to_owned(), DType::Bf16, [270; 2], [64; 2], "0");
 }
 
 /// Gradients on request, other types, other strides, and whether sums have one order, as the seed decides.

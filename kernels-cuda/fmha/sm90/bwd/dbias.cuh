@@ -143,8 +143,7 @@ struct BiasConsumer {
     pairs.decide(kept, work, at);
     ptx::wgmma_wait_group<1>();
     typename Pairs<spec, tile>::Slopes unused;
-    Scores probs = pairs.exponents(scores, smem.lse_log2[s], work, at, pairs.any_far(smem.lse_log2[s], at), biases,
-                                   unused);
+    Scores probs = pairs.exponents(scores, smem.lse_log2[s], work, at, biases, unused);
     pairs.exponentiate(probs, work, at.first_query);
     ptx::wgmma_wait_group<0>();
     pairs.differentiate(dp, probs, smem.delta[s], at, kept);

@@ -136,6 +136,7 @@ struct Modifiers {
   };
 
   static constexpr bool has_biases = kFwd.bias == BiasKind::Elementwise;
+  static constexpr bool modifies = modifies_score(kFwd);
   // Elements of an elementwise bias, a register each: asked for before the scores are waited for, since memory answers late.
   struct Biases {
     uint32_t bits[has_biases ? num_columns(tile) / 2 : 1];
@@ -161,7 +162,7 @@ struct Modifiers {
                                   int32_t first_query) {
     return {p.fwd, score_modifier<kFwd>(p.fwd, work.span, i_head, p.fwd.softmax_scale),
             first_key + mma::fragment_row(), first_query + mma::fragment_column(), work.span.seqlen_k,
-            work.span.seqlen_q, p.score_origin + stats_offset(p, work.span, i_head, first_query)};
+            work.span.seqlen_q, modifies ? p.score_origin + stats_offset(p, work.span, i_head, first_query) : nullptr};
   }
 
   // c tanh(scale s / c) in log2, where that is wanted.

@@ -81,15 +81,10 @@ struct Pairs {
   }
   FMHA_DEVICE Biases biases(const Work& work, const QueryTile& at) const { return modifier_of(work, at).biases(); }
 
-  // Whether any of these queries, whose LSE in log2 are in shared memory, is far.
-  FMHA_DEVICE static bool any_far(const float (&lse_log2)[tile.block_m], const QueryTile& at) {
-    return Modifier::any_far(&lse_log2[at.first_row]);
-  }
-
-  // What P are exponentials of, and where scores are soft-capped by which slopes. `any_far`: of these queries.
+  // What P are exponentials of, and where scores are soft-capped by which slopes.
   FMHA_DEVICE Scores exponents(const Scores& s, const float (&lse_log2)[tile.block_m], const Work& work,
-                               const QueryTile& at, bool any_far, const Biases& biases, Slopes& slopes) const {
-    Scores x = s;
+                               const QueryTile& at, const Biases& biases, Slopes& slopes) const {
+    Scores x;
     const Modifier modifier = modifier_of(work, at);
     const uint32_t lses = ptx::shared_address(&lse_log2[at.first_row + mma::fragment_column()]);
     const auto for_each_four = [&](auto of_four) {
@@ -100,10 +95,13 @@ struct Pairs {
         of_four(e, lse);
       }
     };
-    if (any_far) {
-      for_each_four([&](int e, const float(&lse)[2]) { modifier.apply_from_origins(x, e, lse, biases, slopes); });
-    } else if constexpr (modifies) {
-      for_each_four([&](int e, const float(&lse)[2]) { modifier.apply(x, e, lse, biases, slopes); });
+    if constexpr (modifies) {
+      x = s;
+      if (modifier.any_far(&lse_log2[at.first_row])) {
+        for_each_four([&](int e, const float(&lse)[2]) { modifier.apply_from_origins(x, e, lse, biases, slopes); });
+      } else {
+        for_each_four([&](int e, const float(&lse)[2]) { modifier.apply(x, e, lse, biases, slopes); });
+      }
     } else {
       for_each_four([&](int e, const float(&lse)[2]) {
 #pragma unroll

@@ -1,6 +1,7 @@
-// What the main kernel wants of each query row: LSE in log2, what scores are measured from, and delta = dO . O - dLSE; and
-// zeros where it sums dQ, or in the semaphore that a block of dQ has. With DqFinish::BesideWithDelta of the first heads'
-// rows, and of far ones: the others' are made beside the products (make_delta.cuh).
+// What the main kernel wants of each query row: LSE in log2, where scores are modified what they are measured from, and
+// delta = dO . O - dLSE; and zeros where it sums dQ, or in the semaphore that a block of dQ has. With
+// DqFinish::BesideWithDelta of the first heads' rows alone: the others' are made beside the products
+// (make_delta.cuh).
 //
 // Rows behind a sequence in its last block get LSE = +infinity, so that their P are 0 and add nothing; so do rows that
 // see no key, whose LSE is -infinity.
@@ -46,75 +47,46 @@ FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (
   }
   return dot;
 }
-// From which LSE on a row is measured from an origin. Where scores are products alone, their sums' rounding is as much of
-// them as LSE's: below 2^17, where half of LSE's last place is a hundredth of P, nothing is gained.
-template <BwdSpec spec>
-FMHA_DEVICE bool has_origin(float lse) {
-  constexpr float least = modifies_score(spec.fwd) ? kLargestPlainLse : 131072.f;
-  return is_far(lse) && abs_of(lse) >= least;
+// An exponent is the difference of an exact product and LSE in log2. From this size on LSE's errors, three of its last places
+// at most, are more than the exponents of f16 bear, so that P could be infinite.
+constexpr float kLargestExponent = 1 << 25;
+// LSE in log2 for scores that nothing modifies, which have no origin but 0 (modified ones: `is_far`): beyond that size so
+// much larger that no P exceeds 1, and P of 0 where f32 has no LSE in log2.
+FMHA_DEVICE float lse_log2_from_zero(float lse) {
+  const float lse_log2 = lse * kLog2E, size = abs_of(lse_log2);
+  if (size == infinity()) return infinity();
+  return size >= kLargestExponent ? lse_log2 + size / (1 << 21) : lse_log2;
 }
-// Of a score: what sums of products in two orders differ by.
-constexpr float kRoundingOfScores = 1.f / (1 << 20);
 
-// What becomes of a row whose dO . O is known: `there` is whether the sequence has it. LSE and origin of a far row are what
-// `measure_far_row` leaves, before or after.
+// What becomes of a row whose dO . O is known: `there` is whether the sequence has it.
 template <BwdSpec spec>
 FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, int32_t i, bool there, float lse, float dot) {
-  float delta = 0.f;
+  float lse_log2 = infinity(), delta = 0.f;
   if (there) {
+    if (lse != -infinity()) lse_log2 = modifies_score(spec.fwd) ? lse * kLog2E : lse_log2_from_zero(lse);
     delta = spec.has_dlse ? dot - p.dlse[lse_offset(p.fwd, block.span, block.i_head, i)] : dot;
   }
   const int64_t at = stats_offset(p, block.span, block.i_head, i);
+  p.lse_log2[at] = lse_log2;
   p.delta[at] = delta;
-  if (there && has_origin<spec>(lse)) return;
-  p.lse_log2[at] = there && lse != -infinity() ? lse * kLog2E : infinity();
-  p.score_origin[at] = 0.f;
+  if constexpr (modifies_score(spec.fwd)) p.score_origin[at] = 0.f;
 }
 
-// LSE from its origin, and that, of a far row, by a warp.
-template <BwdSpec spec>
-FMHA_DEVICE void measure_far_row(const BwdParams& p, const QueryBlock& block, int32_t i, float lse, float delta) {
-  const int64_t at = stats_offset(p, block.span, block.i_head, i);
-  const RowOrigin row =
-      origin_of_far_row<spec, simt::Warp>(p, block.span, block.i_head, i, lse, delta, kRoundingOfScores);
-  if (threadIdx.x % 32 == 0) {
-    p.score_origin[at] = row.origin;
-    p.lse_log2[at] = row.lse_log2 == infinity() ? infinity() : marked_far(row.lse_log2);
-  }
-  __syncwarp();
-}
-
-// A block's far rows, whose delta is there, a warp to a row.
+// The origins of a block's far rows, a warp to a row.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block) {
   const int32_t end = min(block.first + tile.block_m, block.span.seqlen_q);
 #pragma unroll 1
   for (int32_t i = block.first + threadIdx.x / 32; i < end; i += kRowThreads / 32) {
     const float lse = p.fwd.lse[lse_offset(p.fwd, block.span, block.i_head, i)];
-    if (has_origin<spec>(lse))
-      measure_far_row<spec>(p, block, i, lse, p.delta[stats_offset(p, block.span, block.i_head, i)]);
-  }
-}
-
-// Far rows of the heads whose delta is made beside the products, by a role that has not the registers to measure them: by
-// CTAs of their own, whose warps take a block each. Their delta is not known: each such row takes its sum.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void measure_far_rows_of_others(const BwdParams& p, const Sm90BwdSchedule& schedule) {
-  constexpr int32_t warps = kRowThreads / 32;
-  const int32_t lane = threadIdx.x % 32, num_ctas = gridDim.x - schedule.num_first_q_blocks;
-  const int32_t first = schedule.num_first_q_blocks + (blockIdx.x - schedule.num_first_q_blocks) * warps;
-#pragma unroll 1
-  for (int32_t index = first + threadIdx.x / 32; index < num_q_blocks_of_all(p, schedule); index += num_ctas * warps) {
-    const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, index);
-#pragma unroll 1
-    for (int32_t i = block.first; i < min(block.first + tile.block_m, block.span.seqlen_q); i += 32) {
-      const bool there = i + lane < block.span.seqlen_q && i + lane < block.first + tile.block_m;
-      const float lse = there ? p.fwd.lse[lse_offset(p.fwd, block.span, block.i_head, i + lane)] : 0.f;
-      const uint32_t far = ptx::vote_ballot(has_origin<spec>(lse));
-      for (int32_t row = 0; far >> row != 0; ++row) {
-        if (far >> row & 1) measure_far_row<spec>(p, block, i + row, ptx::shfl_idx(lse, row), 1.f);
-      }
+    if (!is_far(lse)) continue;
+    const int64_t at = stats_offset(p, block.span, block.i_head, i);
+    const RowOrigin row = origin_of_far_row<spec, simt::Warp>(p, block.span, block.i_head, i, lse, p.delta[at]);
+    if (threadIdx.x % 32 == 0) {
+      p.score_origin[at] = row.origin;
+      p.lse_log2[at] = row.lse_log2 == infinity() ? infinity() : marked_far(row.lse_log2);
     }
+    __syncwarp();
   }
 }
 
@@ -190,7 +162,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
       const bool there = row < tile.block_m && block.first + row < span.seqlen_q;
       dots[n].ask(p, first_o + row * p.fwd.o.row, first_dout + row * p.dout.row, lane, there);
       lses[n] = ptx::ld_global_f32_if(lse + row, there);
-      any_far |= there && has_origin<spec>(lses[n]);
+      if constexpr (modifies_score(spec.fwd)) any_far |= there && is_far(lses[n]);
     }
 #pragma unroll
     for (int n = 0; n < kRowsAhead; ++n) {
@@ -199,7 +171,9 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
       if (lane == 0 && row < tile.block_m) store_row_stats<spec>(p, block, i, i < span.seqlen_q, lses[n], dot);
     }
   }
-  if (!ptx::bar_red_and<kRowThreads>(0, !any_far)) measure_far_rows<spec, tile>(p, block);
+  if constexpr (modifies_score(spec.fwd)) {
+    if (!ptx::bar_red_and<kRowThreads>(0, !any_far)) measure_far_rows<spec, tile>(p, block);
+  }
   if constexpr (!has_semaphores<spec, tile>()) {
     float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim);
     for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kRowThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
@@ -209,12 +183,8 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   wait_for_launch_before();
-  if (makes_delta(tile) && int32_t(blockIdx.x) >= schedule.num_first_q_blocks) {
-    measure_far_rows_of_others<spec, tile>(p, schedule);
-  } else {
-    const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
-    if (block.first < block.span.seqlen_q) preprocess_block<spec, tile>(p, block);
-  }
+  const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
+  if (block.first < block.span.seqlen_q) preprocess_block<spec, tile>(p, block);
   clear_counts<spec, tile>(p, schedule);
 }
 

@@ -39,7 +39,7 @@ struct InClusters {
   FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks, Scores& s, Scores& dp, Kept& kept) {
     typename C::Slopes slopes;
     const QueryTile at = c.query_tile(blocks);
-    Scores x = c.template probs<edges>(s, work, at, c.any_far(at), c.pairs.biases(work, at), slopes);
+    Scores x = c.template probs<edges>(s, work, at, c.pairs.biases(work, at), slopes);
     share_probs(c, x, kept);
     ptx::fence_proxy_async();
     c.sync_consumers();

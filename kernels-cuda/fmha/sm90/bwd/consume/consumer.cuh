@@ -100,15 +100,11 @@ struct Consumer {
     return {blocks.i_head, blocks.current * tile.block_m + first_row, first_row};
   }
 
-  // Whether any query of the block, whose Q is there, is far. To be asked while its S is under way: the answer takes 40
-  // clocks.
-  FMHA_DEVICE bool any_far(const QueryTile& at) const { return pairs.any_far(smem.lse_log2[q_slot.index], at); }
-
   // P of the block whose product S is.
   template <Edges edges>
-  FMHA_DEVICE Scores probs(const Scores& s, const Work& work, const QueryTile& at, bool any_far, const Biases& biases,
+  FMHA_DEVICE Scores probs(const Scores& s, const Work& work, const QueryTile& at, const Biases& biases,
                            Slopes& slopes) const {
-    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, any_far, biases, slopes);
+    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, biases, slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
     return x;
   }

@@ -41,8 +41,7 @@ struct EarlyScores {
   FMHA_DEVICE Scores carried(const Scores& s, const Work& work, const QueryBlocks& blocks) const {
     if constexpr (modifies) return s;
     typename C::Slopes none;
-    const QueryTile at = c.query_tile(blocks);
-    return c.pairs.exponents(s, c.smem.lse_log2[c.q_slot.index], work, at, c.any_far(at), {}, none);
+    return c.pairs.exponents(s, c.smem.lse_log2[c.q_slot.index], work, c.query_tile(blocks), {}, none);
   }
 
   template <bool last, Edges edges>
@@ -53,8 +52,7 @@ struct EarlyScores {
     typename C::Slopes slopes;
     const QueryTile at = c.query_tile(blocks);
     if constexpr (modifies)
-      x = c.pairs.exponents(x, c.smem.lse_log2[c.q_slot.index], work, at, c.any_far(at), c.pairs.biases(work, at),
-                            slopes);
+      x = c.pairs.exponents(x, c.smem.lse_log2[c.q_slot.index], work, at, c.pairs.biases(work, at), slopes);
     c.pairs.template exponentiate<edges>(x, work, at.first_query);
     typename C::Dq dq;
     start_gradients(c, dq, x, dp, at, slopes, kept);

@@ -32,13 +32,12 @@ struct HalfBlocks {
     c.start_scores(s, c.q_slot.index, 0);
     c.take_v_and_start_dp(dp, work, blocks);
     QueryTile at = c.query_tile(blocks, 0);
-    bool any_far = c.any_far(at);
     typename C::Biases biases = c.pairs.biases(work, at);
     Kept kept;
     c.pairs.decide(kept, work, at);
     ptx::wgmma_wait_group<1>();  // S(0)
     Slopes slopes;
-    Scores x = c.template probs<Edges::Some>(s, work, at, any_far, biases, slopes);
+    Scores x = c.template probs<Edges::Some>(s, work, at, biases, slopes);
     c.start_scores(s, c.q_slot.index, 1);
     Operand of_dv = c.operand_of_dv(x, kept);
     ptx::wgmma_wait_group<1>();  // dP(0)
@@ -46,11 +45,10 @@ struct HalfBlocks {
     start_half_of_dv<0>(of_dv);
     c.start_dp(dp, c.dout_slot.index, 1);
     at = c.query_tile(blocks, 1);
-    any_far = c.any_far(at);
     biases = c.pairs.biases(work, at);
     c.pairs.decide(kept, work, at);
     ptx::wgmma_wait_group<2>();  // S(1)
-    x = c.template probs<Edges::Some>(s, work, at, any_far, biases, slopes);
+    x = c.template probs<Edges::Some>(s, work, at, biases, slopes);
     ptx::wgmma_wait_group<0>();  // dV(0), dP(1)
     of_dv = c.operand_of_dv(x, kept);
     store_ds<1>(c, half_of_ds(dp, x, at, slopes, kept));

@@ -36,7 +36,6 @@ struct InOrder {
     c.take_q(work, blocks.current, c.q_slot);
     c.start_scores(s, c.q_slot.index);
     if constexpr (!starts_dp_late(tile)) c.take_v_and_start_dp(dp, work, blocks);
-    const bool any_far = c.any_far(at);
     const typename C::Biases biases = c.pairs.biases(work, at);
     Kept kept;
     if constexpr (keeps_dropout_parts<spec, tile>()) {
@@ -46,7 +45,7 @@ struct InOrder {
     }
     ptx::wgmma_wait_group<starts_dp_late(tile) ? 0 : 1>();
     typename C::Slopes slopes;
-    Scores x = c.template probs<edges>(s, work, at, any_far, biases, slopes);
+    Scores x = c.template probs<edges>(s, work, at, biases, slopes);
     if constexpr (starts_dp_late(tile)) c.take_v_and_start_dp(dp, work, blocks);
     typename C::Dq dq;
     start_gradients(c, dq, x, dp, at, slopes, kept);

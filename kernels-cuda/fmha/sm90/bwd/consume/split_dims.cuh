@@ -96,7 +96,7 @@ struct SplitDims {
     c.pairs.decide(kept, work, at);
     ptx::wgmma_wait_group<1>();
     typename C::Slopes slopes;
-    Scores x = c.template probs<edges>(s, work, at, c.any_far(at), c.pairs.biases(work, at), slopes);
+    Scores x = c.template probs<edges>(s, work, at, c.pairs.biases(work, at), slopes);
     share_probs(c, x, kept);
     ptx::wgmma_wait_group<0>();
     share_ds(c, dp, x, at, slopes, kept);

@@ -29,7 +29,7 @@ struct SplitEarly {
   FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks, Scores& s, Scores& dp, Kept& kept) {
     typename C::Slopes slopes;
     const QueryTile at = c.query_tile(blocks);
-    Scores x = c.template probs<edges>(s, work, at, c.any_far(at), c.pairs.biases(work, at), slopes);
+    Scores x = c.template probs<edges>(s, work, at, c.pairs.biases(work, at), slopes);
     share_probs(c, x, kept);
     share_ds(c, dp, x, at, slopes, kept);
     typename C::Dq dq;
