@@ -24,7 +24,7 @@ Examples:
   fmha explain --emulate sm_90a              and what it asks of each unit of a
                                              multiprocessor, counted in the emulator
   fmha explain --kernel no-such-kernel       every kernel's refusal
-  fmha explain -s 131072 --ranks 64          what each way to go over 64 ranks would cost
+  fmha explain -s 131072 --ranks 64          each way to go over 64 ranks
 
 Exit status 2 when no kernel takes the problem.")]
 pub(super) struct ExplainArgs {

@@ -314,8 +314,8 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Of the kernels of mma.sync, with an A100's tiles and, for wide head dimensions, an RTX 4090's. Those of the backward have
-/// a stack, which the row by row repair of what a mask lets through uses alone: none of them spills.
+/// Of the kernels of mma.sync, with an A100's tiles and, for wide head dimensions, an RTX 4090's. None
+/// spills, and none has a stack: an array that is not in registers would be on it, and no spill.
 fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
     let (a100, ada) =
         (Room { smem_bytes: 166_912, num_sms: 108 }, Room { smem_bytes: 101_376, num_sms: 128 });
