@@ -103,6 +103,8 @@ pub mod tune;
 #[doc(hidden)]
 pub mod work;
 
+#[doc(hidden)]
+pub use args::check_addresses;
 pub use args::{
     BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace,
     PartialResult, ScoreArgs, SeqArgs,

@@ -6,7 +6,7 @@ use fmha_core::source::{Entry, KernelSource};
 use fmha_core::tune::TileOptions;
 use fmha_core::{
     Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, ProblemError, Refusal, Strides,
-    VLayout,
+    VLayout, check_addresses,
 };
 
 use crate::arch::Arch;
@@ -325,22 +325,13 @@ impl Cdna {
         let loads = if self.tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
         let stores =
             if self.tile.store == StorePath::Element { 1 } else { 4 * problem.dtypes.o.size_bytes() };
-        for (name, address, align) in [
-            ("q", args.q.as_ptr() as u64, loads),
-            ("k", args.k_slice().as_ptr() as u64, loads),
-            ("v", args.v_slice().as_ptr() as u64, loads),
-            ("o", args.o.as_mut_ptr() as u64, stores),
-        ] {
-            if !address.is_multiple_of(align) {
-                return Err(ProblemError::new(
-                    name,
-                    format!(
-                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel {NAME} needs"
-                    ),
-                ));
-            }
-        }
-        Ok(())
+        let operands = [
+            ("q", args.q.as_ptr() as u64, loads, true),
+            ("k", args.k_slice().as_ptr() as u64, loads, true),
+            ("v", args.v_slice().as_ptr() as u64, loads, true),
+            ("o", args.o.as_mut_ptr() as u64, stores, true),
+        ];
+        check_addresses(NAME, operands)
     }
 
     /// The kernel that takes any address, where it is another one.

@@ -12,7 +12,7 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{
     Bias, BwdArgs, BwdProblem, DType, MaskKind, PlanOptions, ProblemError, Refusal, abi_enum, abi_spec,
-    abi_struct,
+    abi_struct, check_addresses,
 };
 
 use crate::device::{Device, refuse};
@@ -351,25 +351,16 @@ impl CdnaBwd {
         let Some(tile) = self.tiles.first() else { return Ok(()) };
         let loads = if tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
         let stores = if tile.store == StorePath::Element { 1 } else { 4 * problem.dtype_grad.size_bytes() };
-        for (name, address, align) in [
-            ("q", args.q.as_ptr() as u64, loads),
-            ("k", args.k.as_ptr() as u64, loads),
-            ("v", args.v.as_ptr() as u64, loads),
-            ("dout", args.dout.as_ptr() as u64, loads),
-            ("dq", args.dq.as_mut_ptr() as u64, stores),
-            ("dk", args.dk.as_mut_ptr() as u64, stores),
-            ("dv", args.dv.as_mut_ptr() as u64, stores),
-        ] {
-            if !address.is_multiple_of(align) {
-                return Err(ProblemError::new(
-                    name,
-                    format!(
-                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel {NAME} needs"
-                    ),
-                ));
-            }
-        }
-        Ok(())
+        let operands = [
+            ("q", args.q.as_ptr() as u64, loads, true),
+            ("k", args.k.as_ptr() as u64, loads, true),
+            ("v", args.v.as_ptr() as u64, loads, true),
+            ("dout", args.dout.as_ptr() as u64, loads, true),
+            ("dq", args.dq.as_mut_ptr() as u64, stores, true),
+            ("dk", args.dk.as_mut_ptr() as u64, stores, true),
+            ("dv", args.dv.as_mut_ptr() as u64, stores, true),
+        ];
+        check_addresses(NAME, operands)
     }
 
     /// The kernel that takes any address, where it is another one.

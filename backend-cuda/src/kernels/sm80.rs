@@ -4,7 +4,7 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::cache_update;
 use fmha_kernels_cuda::schedule::TileSchedule;
@@ -140,22 +140,13 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let turned = call.problem.cache.rotary.is_some();
         // As many elements of K and V as of Q.
         let loads_of_cache = if tile.stored.is_fp8() { loads / 2 } else { loads };
-        for (name, address, align, matters) in [
+        let operands = [
             ("q", args.q.as_ptr() as u64, loads, !turned),
             ("k", args.k_slice().as_ptr() as u64, loads_of_cache, has_keys),
             ("v", args.v_slice().as_ptr() as u64, loads_of_cache, has_keys),
             ("o", args.o.as_mut_ptr() as u64, 16, stores_vectors),
-        ] {
-            if matters && address & (align - 1) != 0 {
-                return Err(ProblemError::new(
-                    name,
-                    format!(
-                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel sm80 needs"
-                    ),
-                ));
-            }
-        }
-        Ok(())
+        ];
+        check_addresses(sm80::NAME, operands)
     }
 
     unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {

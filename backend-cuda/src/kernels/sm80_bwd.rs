@@ -3,7 +3,7 @@
 use fmha_core::bwd_workspace::{BwdWorkspace, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe};
 use fmha_kernels_cuda::{simt, sm80, sm80_bwd};
 
@@ -117,7 +117,7 @@ impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
         let args = call.args;
         let (has_queries, has_keys) =
             (call.problem.fwd().shape_q().seq > 0, call.problem.fwd().shape_k().seq > 0);
-        for (name, address, align, matters) in [
+        let operands = [
             ("q", args.q.as_ptr() as u64, copy_bytes, has_queries),
             ("k", args.k.as_ptr() as u64, copy_bytes, has_keys),
             ("v", args.v.as_ptr() as u64, copy_bytes, has_keys),
@@ -125,17 +125,8 @@ impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
             ("dq", args.dq.as_mut_ptr() as u64, 16, stores_vectors && has_queries),
             ("dk", args.dk.as_mut_ptr() as u64, 16, stores_vectors && has_keys),
             ("dv", args.dv.as_mut_ptr() as u64, 16, stores_vectors && has_keys),
-        ] {
-            if matters && address & (align - 1) != 0 {
-                return Err(ProblemError::new(
-                    name,
-                    format!(
-                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel sm80 needs"
-                    ),
-                ));
-            }
-        }
-        Ok(())
+        ];
+        check_addresses(self.name(), operands)
     }
 
     unsafe fn launch(&self, steps: &Steps, call: &BwdCall<'_>) -> Result<()> {

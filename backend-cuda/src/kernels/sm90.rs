@@ -5,7 +5,7 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80;
@@ -195,23 +195,14 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         let args = call.args;
         // A tensor without rows may lie anywhere.
         let has_keys = call.problem.shape_k().seq > 0;
-        for (name, address, align, matters) in [
+        let operands = [
             ("q", args.q.as_ptr() as u64, loads, true),
             ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
             ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
             ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
             ("bias", args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64), ALIGN, brings_bias),
-        ] {
-            if matters && address & (align - 1) != 0 {
-                return Err(ProblemError::new(
-                    name,
-                    format!(
-                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel sm90 needs"
-                    ),
-                ));
-            }
-        }
-        Ok(())
+        ];
+        check_addresses(sm90::NAME, operands)
     }
 
     unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {

@@ -6,7 +6,9 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{Fields as _, knob_values, knobs};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
+use fmha_core::{
+    Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind, check_addresses,
+};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
 
@@ -210,27 +212,17 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
         let Some(Chosen { tile, .. }) = self.chosen else { return Ok(()) };
         let args = call.args;
         let has_keys = call.problem.fwd().dims.seqlen_k > 0;
-        for (name, address, matters) in [
-            ("q", args.q.as_ptr() as u64, true),
-            ("k", args.k.as_ptr() as u64, has_keys),
-            ("v", args.v.as_ptr() as u64, has_keys),
-            ("o", args.o.as_ptr() as u64, tile.vector_load),
-            ("dout", args.dout.as_ptr() as u64, true),
-            ("dq", args.dq.as_mut_ptr() as u64, tile.vector_store),
-            ("dk", args.dk.as_mut_ptr() as u64, tile.vector_store && has_keys),
-            ("dv", args.dv.as_mut_ptr() as u64, tile.vector_store && has_keys),
-        ] {
-            if matters && !address.is_multiple_of(ALIGN) {
-                return Err(ProblemError::new(
-                    name,
-                    format!(
-                        "{name} starts at {address:#x}, which is no multiple of the {ALIGN} bytes that kernel {} needs",
-                        self.name()
-                    ),
-                ));
-            }
-        }
-        Ok(())
+        let operands = [
+            ("q", args.q.as_ptr() as u64, ALIGN, true),
+            ("k", args.k.as_ptr() as u64, ALIGN, has_keys),
+            ("v", args.v.as_ptr() as u64, ALIGN, has_keys),
+            ("o", args.o.as_ptr() as u64, ALIGN, tile.vector_load),
+            ("dout", args.dout.as_ptr() as u64, ALIGN, true),
+            ("dq", args.dq.as_mut_ptr() as u64, ALIGN, tile.vector_store),
+            ("dk", args.dk.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
+            ("dv", args.dv.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
+        ];
+        check_addresses(self.name(), operands)
     }
 
     unsafe fn launch(&self, steps: &Steps, call: &BwdCall<'_>) -> Result<()> {

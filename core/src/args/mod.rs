@@ -1,5 +1,6 @@
 //! The pointers of a call, and the check that they fit their problem.
 
+mod addresses;
 mod cache;
 mod check;
 mod overlap;
@@ -9,6 +10,7 @@ use std::marker::PhantomData;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
+pub use addresses::check_addresses;
 pub use cache::{CacheArgs, CacheSlice};
 pub use check::{check_bwd, check_combine, check_fwd};
 
