@@ -227,9 +227,11 @@ impl Attend {
         };
         let problem = problem.validate().map_err(Error::wrap)?;
         let plan = place.device.plan_fwd(&problem, &self.plan_options(place)).map_err(Error::wrap)?;
-        let mut o = place.zeros(shape_o, q.dtype)?;
-        let mut lse = place.zeros(shape_lse, DType::F32)?;
-        let mut workspace = place.zeros(plan.workspace().bytes as usize, DType::U8)?;
+        // Rows of no sequence are nobody's to write.
+        let whole = self.packed.is_none();
+        let mut o = place.memory(shape_o, q.dtype, whole)?;
+        let mut lse = place.memory(shape_lse, DType::F32, whole)?;
+        let mut workspace = place.memory(plan.workspace().bytes as usize, DType::U8, true)?;
         {
             let held = Held::new(self)?;
             let inputs = held.inputs(place)?;
@@ -266,12 +268,9 @@ impl Attend {
             .strides_dv(contiguous(extents.v));
         let problem = problem.validate().map_err(Error::wrap)?;
         let plan = place.device.plan_bwd(&problem, &self.plan_options(&place)).map_err(Error::wrap)?;
-        let mut gradients = [
-            place.zeros(q.dims(), q.dtype)?,
-            place.zeros(k.dims(), q.dtype)?,
-            place.zeros(v.dims(), q.dtype)?,
-        ];
-        let mut workspace = place.zeros(plan.workspace().bytes as usize, DType::U8)?;
+        let gradient = |of: &Input<'_>| place.memory(of.dims(), q.dtype, self.packed.is_none());
+        let mut gradients = [gradient(q)?, gradient(k)?, gradient(v)?];
+        let mut workspace = place.memory(plan.workspace().bytes as usize, DType::U8, true)?;
         {
             let held = Held::new(self)?;
             let tables = held.inputs(&place)?;

@@ -77,8 +77,17 @@ impl Place {
         }
     }
 
-    /// New memory of zeros.
-    pub(crate) fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Output> {
+    /// New memory: of zeros, or on a GPU, `written_whole`, of whatever it held.
+    pub(crate) fn memory(
+        &self,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        #[cfg_attr(
+            not(feature = "cuda"),
+            expect(unused_variables, reason = "zeros of the host are for free")
+        )]
+        written_whole: bool,
+    ) -> Result<Output> {
         let shape = shape.into();
         let storage = match &self.candle {
             candle_core::Device::Cpu => {
@@ -94,7 +103,12 @@ impl Place {
             #[cfg(feature = "cuda")]
             candle_core::Device::Cuda(device) => {
                 use candle_core::backend::BackendDevice;
-                Storage::Cuda(device.zeros_impl(&shape, dtype)?)
+                Storage::Cuda(if written_whole {
+                    // SAFETY: nobody reads it before the call has written it.
+                    unsafe { device.alloc_uninit(&shape, dtype)? }
+                } else {
+                    device.zeros_impl(&shape, dtype)?
+                })
             }
             _ => bail!("fmha has no kernels for {:?}", self.candle.location()),
         };
@@ -152,11 +166,14 @@ impl<'a> Input<'a> {
                 let Some(slice) = slice else {
                     bail!("{field} begins at element {start}, beyond its storage");
                 };
-                #[cfg(feature = "cuda")]
-                let input = Self { field, dtype, layout, slice, _in_use: None };
-                #[cfg(not(feature = "cuda"))]
-                let input = Self { field, dtype, layout, slice };
-                Ok(input)
+                Ok(Self {
+                    field,
+                    dtype,
+                    layout,
+                    slice,
+                    #[cfg(feature = "cuda")]
+                    _in_use: None,
+                })
             }
             #[cfg(feature = "cuda")]
             (Stored::Cuda(storage), candle_core::Device::Cuda(device))
@@ -267,11 +284,11 @@ impl Output {
                     CpuStorage::BF16(elems) => DevSliceMut::host(elems),
                     _ => return Err(unwritten(self.dtype)),
                 };
-                #[cfg(feature = "cuda")]
-                let written = Written { slice: Some(slice), _in_use: None };
-                #[cfg(not(feature = "cuda"))]
-                let written = Written { slice: Some(slice) };
-                Ok(written)
+                Ok(Written {
+                    slice: Some(slice),
+                    #[cfg(feature = "cuda")]
+                    _in_use: None,
+                })
             }
             #[cfg(feature = "cuda")]
             Storage::Cuda(storage) => {
