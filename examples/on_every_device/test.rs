@@ -9,6 +9,10 @@ const EXAMPLES: [&str; 4] = ["attend", "explain", "own_tensors", "serve"];
 
 /// Runs an example of this build, which Cargo puts beside the tests' folder; `auto` is the emulated device if one is named.
 fn run(example: &str, emulate: Option<&str>) -> Result<String, String> {
+    run_with(example, emulate, &[])
+}
+
+fn run_with(example: &str, emulate: Option<&str>, words: &[&str]) -> Result<String, String> {
     let folder: PathBuf = std::env::current_exe().unwrap().parent().unwrap().with_file_name("examples");
     let program = folder.join(example);
     if !program.is_file() {
@@ -20,7 +24,7 @@ fn run(example: &str, emulate: Option<&str>) -> Result<String, String> {
         Some(arch) => command.env("FMHA_EMULATE", arch),
         None => command.env_remove("FMHA_EMULATE"),
     };
-    let output = command.output().unwrap();
+    let output = command.args(words).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     if output.status.success() { Ok(said) } else { Err(format!("{example} on {emulate:?}: {said}{error}")) }
@@ -46,6 +50,23 @@ fn every_example_runs_without_a_word_about_devices() {
     for example in EXAMPLES {
         run(example, None).unwrap_or_else(|text| panic!("{text}"));
     }
+}
+
+/// The engine holds every step's logits to its request alone; that pages ran out and prefixes were found is in what it says.
+#[test]
+fn random_traces_are_served_with_the_bits_of_each_request_alone() {
+    for seed in ["1", "2", "3", "4", "5", "6"] {
+        let said = run_with("serve", None, &["--device", "cpu", "--seed", seed]);
+        let said = said.unwrap_or_else(|text| panic!("seed {seed}: {text}"));
+        let nothing = [" 0 found in the cache", " 0 pages given to others", " 0 requests computed again"];
+        assert!(nothing.iter().all(|words| !said.contains(words)), "seed {seed} tries nothing: {said}");
+    }
+}
+
+#[test]
+fn serving_refuses_words_that_it_does_not_know() {
+    let error = run_with("serve", None, &["--seed", "x"]).unwrap_or_else(|text| text);
+    assert!(error.is_empty() || error.contains("--seed x"), "{error}");
 }
 
 #[test]

@@ -1,0 +1,231 @@
+//! The device's side of a step: a paged cache, one plan for every step, and a graph of each layer's call for the steps that
+//! bring a token or none for each request.
+
+use std::time::{Duration, Instant};
+
+use fmha::{
+    Append, BlockTable, CacheArgs, DType, DevBuffer, Device, Dims, Error, FwdArgs, FwdPlan, FwdProblem,
+    KvLayout, MaskSpec, PlanOptions, QLayout, Recording, Rotary, RotaryPairs, Stream, Totals, f16,
+};
+
+use crate::model::{HEAD_DIM, HEADS_KV, HEADS_Q, LAYERS, MAX_LEN, WIDTH, WIDTH_KV};
+
+/// Tokens of a page.
+pub(crate) const PAGE: u32 = 16;
+/// Pages of a request at most.
+pub(crate) const MAX_PAGES: u32 = MAX_LEN / PAGE;
+
+/// How much an engine holds at once.
+#[derive(Clone, Copy)]
+pub(crate) struct Room {
+    /// Requests in a step.
+    pub(crate) slots: u32,
+    /// Tokens in a step, of all requests.
+    pub(crate) tokens: u32,
+    /// Pages of the cache.
+    pub(crate) pages: u32,
+}
+
+/// What a step brings of each slot.
+pub(crate) struct Step<'a> {
+    /// New tokens of each request, perhaps none.
+    pub(crate) tokens: Vec<&'a [usize]>,
+    /// Tokens that are in the cache.
+    pub(crate) cached: Vec<i32>,
+    /// `[slots, MAX_PAGES]`.
+    pub(crate) table: Vec<i32>,
+}
+
+/// A layer's pages.
+struct Cache {
+    k: DevBuffer,
+    v: DevBuffer,
+}
+
+/// What each call reads and writes, wherever the device computes.
+struct Buffers {
+    q: DevBuffer,
+    k_new: DevBuffer,
+    v_new: DevBuffer,
+    o: DevBuffer,
+    offsets: DevBuffer,
+    cached: DevBuffer,
+    table: DevBuffer,
+    cos: DevBuffer,
+    sin: DevBuffer,
+    workspace: Option<DevBuffer>,
+}
+
+pub(crate) struct Attention {
+    device: Device,
+    stream: Stream,
+    plan: FwdPlan,
+    room: Room,
+    /// Tokens of the step.
+    total: u32,
+    layers: Vec<Cache>,
+    buffers: Buffers,
+    graphs: Vec<Recording>,
+    /// Calls that were a replay of a graph.
+    pub(crate) replayed: usize,
+    /// In the library and on the device, copies included.
+    pub(crate) time: Duration,
+}
+
+/// One problem for every step: at most so many requests, and of each as many tokens as a step has at most.
+fn problem(room: Room) -> FwdProblem {
+    let dims = Dims {
+        batch: room.slots,
+        seqlen_q: room.tokens.min(MAX_LEN),
+        seqlen_k: MAX_LEN,
+        num_heads_q: HEADS_Q,
+        num_heads_kv: HEADS_KV,
+        head_dim_qk: HEAD_DIM,
+        head_dim_v: HEAD_DIM,
+    };
+    let mut problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: PAGE }, DType::F16, dims);
+    (problem.mask, problem.layout.seqused_k) = (MaskSpec::CAUSAL, true);
+    problem.cache.append = Some(Append::packed(&problem, dims.seqlen_q));
+    problem.cache.rotary =
+        Some(Rotary { dim: HEAD_DIM, pairs: RotaryPairs::Half, max_pos: MAX_LEN, dtype: DType::F32 });
+    problem
+}
+
+impl Attention {
+    /// # Errors
+    /// What the device refuses, or its driver said.
+    pub(crate) fn new(device: &Device, room: Room, cos: &[f32], sin: &[f32]) -> Result<Self, Error> {
+        // Batch-invariant: a request's bits do not depend on who is served beside it, nor on how its prompt is cut.
+        let options = PlanOptions::default().batch_invariant(true);
+        let plan = device.plan_fwd(&problem(room).validate()?, &options)?;
+        let memory = device.memory();
+        let halves = |count: usize| memory.alloc(2 * count as u64);
+        let uploaded = |bytes: &[u8]| {
+            let mut buffer = memory.alloc(bytes.len() as u64)?;
+            memory.upload(bytes, &mut buffer)?;
+            Ok::<_, Error>(buffer)
+        };
+        let elems = (room.pages * PAGE) as usize * WIDTH_KV;
+        // Rows that nobody has written are NaN: a call that reads one shows it.
+        let nan = vec![f16::NAN; elems];
+        let cache = || Ok::<_, Error>(Cache { k: uploaded(bytes(&nan))?, v: uploaded(bytes(&nan))? });
+        let (tokens, slots) = (room.tokens as usize, room.slots as usize);
+        let buffers = Buffers {
+            q: halves(tokens * WIDTH)?,
+            k_new: halves(tokens * WIDTH_KV)?,
+            v_new: halves(tokens * WIDTH_KV)?,
+            o: halves(tokens * WIDTH)?,
+            offsets: memory.alloc(4 * (slots as u64 + 1))?,
+            cached: memory.alloc(4 * slots as u64)?,
+            table: memory.alloc(4 * slots as u64 * u64::from(MAX_PAGES))?,
+            cos: uploaded(bytes(cos))?,
+            sin: uploaded(bytes(sin))?,
+            workspace: memory.workspace(plan.workspace())?,
+        };
+        Ok(Self {
+            stream: device.stream()?,
+            device: device.clone(),
+            plan,
+            room,
+            total: 0,
+            layers: (0..LAYERS).map(|_| cache()).collect::<Result<_, _>>()?,
+            buffers,
+            graphs: Vec::new(),
+            replayed: 0,
+            time: Duration::ZERO,
+        })
+    }
+
+    pub(crate) fn plan(&self) -> &FwdPlan {
+        &self.plan
+    }
+
+    /// Uploads what all layers of a step share; gives the first row of each request, and the number of rows.
+    ///
+    /// # Errors
+    /// What the driver said.
+    pub(crate) fn begin(&mut self, step: &Step<'_>) -> Result<Vec<i32>, Error> {
+        let began = Instant::now();
+        let mut offsets = vec![0i32];
+        for tokens in &step.tokens {
+            offsets.push(offsets[offsets.len() - 1] + tokens.len() as i32);
+        }
+        self.total = offsets[offsets.len() - 1].unsigned_abs();
+        let (memory, buffers) = (self.device.memory(), &mut self.buffers);
+        memory.upload(bytes(&offsets), &mut buffers.offsets)?;
+        memory.upload(bytes(&step.cached), &mut buffers.cached)?;
+        memory.upload(bytes(&step.table), &mut buffers.table)?;
+        self.time += began.elapsed();
+        Ok(offsets)
+    }
+
+    /// Appends a layer's new keys and values to its pages and attends: rows of Q to rows of O.
+    ///
+    /// # Errors
+    /// What the run refuses, or the driver said.
+    pub(crate) fn layer(
+        &mut self,
+        at: usize,
+        q: &[f32],
+        k_new: &[f32],
+        v_new: &[f32],
+    ) -> Result<Vec<f32>, Error> {
+        let began = Instant::now();
+        let (memory, buffers) = (self.device.memory(), &mut self.buffers);
+        for (rows, buffer) in [(q, &mut buffers.q), (k_new, &mut buffers.k_new), (v_new, &mut buffers.v_new)]
+        {
+            let halves: Vec<f16> = rows.iter().map(|&x| f16::from_f32(x)).collect();
+            memory.upload(bytes(&halves), buffer)?;
+        }
+        if self.total <= self.room.slots && self.device.has_streams() {
+            self.replay(at)?;
+        } else {
+            let mut args = arguments(&mut self.layers[at], &mut self.buffers, self.room, self.total);
+            self.plan.run(&mut args, &self.stream)?;
+        }
+        self.stream.synchronize()?;
+        let mut o = vec![f16::ZERO; q.len()];
+        self.device.memory().download(&self.buffers.o, bytemuck::cast_slice_mut(&mut o))?;
+        self.time += began.elapsed();
+        Ok(o.into_iter().map(f16::to_f32).collect())
+    }
+
+    /// A step with as many tokens as slots at most: the graph was captured for as many, and reads on the device how many
+    /// there are.
+    fn replay(&mut self, at: usize) -> Result<(), Error> {
+        if self.graphs.is_empty() {
+            for cache in &mut self.layers {
+                let mut args = arguments(cache, &mut self.buffers, self.room, self.room.slots);
+                let graph = self.stream.capture(|| self.plan.run(&mut args, &self.stream))?;
+                self.graphs.push(graph);
+            }
+        }
+        self.replayed += 1;
+        // SAFETY: the buffers live as long as the graphs, and `layer` waits for the stream before anyone else uses them.
+        unsafe { self.graphs[at].replay(&self.stream) }
+    }
+}
+
+fn arguments<'a>(cache: &'a mut Cache, buffers: &'a mut Buffers, room: Room, total: u32) -> FwdArgs<'a> {
+    let mut args =
+        FwdArgs::new(buffers.q.slice(), cache.k.slice_mut(), cache.v.slice_mut(), buffers.o.slice_mut());
+    args.seq.totals =
+        Totals { total_q: Some(total), total_new: Some(total), num_pages: Some(room.pages), ..Totals::NONE };
+    args.seq.cu_seqlens_q = Some(buffers.offsets.slice());
+    args.seq.cu_seqlens_new = Some(buffers.offsets.slice());
+    args.seq.seqused_k = Some(buffers.cached.slice());
+    args.seq.block_table = Some(BlockTable { pages: buffers.table.slice(), max_pages: MAX_PAGES });
+    args.cache = CacheArgs {
+        k_new: Some(buffers.k_new.slice()),
+        v_new: Some(buffers.v_new.slice()),
+        cos: Some(buffers.cos.slice()),
+        sin: Some(buffers.sin.slice()),
+        tree_mask: None,
+    };
+    args.workspace = buffers.workspace.as_mut().map(DevBuffer::slice_mut);
+    args
+}
+
+fn bytes<T: bytemuck::NoUninit>(elems: &[T]) -> &[u8] {
+    bytemuck::cast_slice(elems)
+}

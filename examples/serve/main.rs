@@ -1,0 +1,143 @@
+//! A small serving engine over a paged cache, on any device:
+//! `cargo run --release --example serve -- --device cpu --requests 40 --seed 1`.
+//!
+//! Each step is one call a layer: new keys are turned to their positions, appended to the pages and attended to, whether
+//! a request is at a piece of its prompt or at its next token (continuous batching, chunked prefill). Requests that begin
+//! alike share pages; pages that nobody uses are kept for those who come, and go to others when there are no free ones;
+//! a request may lose its pages, and is computed again. On a GPU steps of a token for each request are replays of a graph.
+//!
+//! At the end each request is computed again alone, in a cache of its own, its prompt in one call and its answer token by
+//! token; because the plans are batch-invariant, the logits of every step are the same to the bit. So is the last step's
+//! when the whole request is computed in one call.
+
+mod attention;
+mod engine;
+mod model;
+mod pages;
+mod trace;
+
+use std::time::Instant;
+
+use attention::{Attention, MAX_PAGES, Room, Step};
+use engine::{Engine, Sequence};
+use fmha::{Backend, Device, Error};
+use model::{MAX_LEN, Model};
+
+/// Three requests of full length: fewer pages than the slots could use, so that they run out.
+const ROOM: Room = Room { slots: 8, tokens: 48, pages: 3 * MAX_PAGES };
+const ALONE: Room = Room { slots: 1, tokens: MAX_LEN, pages: MAX_PAGES };
+
+struct Options {
+    device: String,
+    requests: Option<usize>,
+    seed: u64,
+}
+
+impl Options {
+    fn parse() -> Result<Self, String> {
+        let mut options = Self { device: "auto".into(), requests: None, seed: 1 };
+        let mut words = std::env::args().skip(1);
+        while let Some(word) = words.next() {
+            let value = words.next().ok_or_else(|| format!("{word} has no value"))?;
+            let number = || value.parse::<u64>().map_err(|error| format!("{word} {value}: {error}"));
+            match word.as_str() {
+                "--device" => options.device = value,
+                "--requests" => options.requests = Some(number()? as usize),
+                "--seed" => options.seed = number()?,
+                _ => return Err(format!("{word} is not --device, --requests or --seed")),
+            }
+        }
+        Ok(options)
+    }
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let options = Options::parse()?;
+    let model = Model::random(7);
+    let attention = |device: &Device, room| Attention::new(device, room, &model.cos, &model.sin);
+    let backend: Backend = options.device.parse()?;
+    let mut device = Device::open(backend)?;
+    let serving = match attention(&device, ROOM) {
+        // A device without a kernel for it: said, and served by the CPU, where nobody named a device.
+        Err(error @ Error::Unsupported { .. }) if options.device == "auto" => {
+            println!("{error}\nso the CPU serves");
+            device = Device::open(Backend::Cpu)?;
+            attention(&device, ROOM)?
+        }
+        other => other?,
+    };
+    println!("{}, kernel {}", device.name(), serving.plan().kernel());
+
+    // An emulated device takes a second for what others do in a microsecond.
+    let emulated = device.has_streams() && !device.has_clock();
+    let requests = trace::requests(options.seed, options.requests.unwrap_or(if emulated { 2 } else { 40 }));
+    let mut engine = Engine::new(&model, serving, ROOM);
+    let began = Instant::now();
+    let mut coming = requests.into_iter().peekable();
+    while coming.peek().is_some() || !engine.is_idle() {
+        let step = engine.counts.steps;
+        let idle = engine.is_idle();
+        while let Some(request) = coming.next_if(|request| idle || request.arrival <= step) {
+            engine.submit(request);
+        }
+        engine.step()?;
+    }
+    let seconds = began.elapsed().as_secs_f64();
+
+    let Engine { attention: serving, answered, counts, pages, .. } = engine;
+    let answers: usize = answered.iter().map(|sequence| sequence.logits.len()).sum();
+    println!(
+        "{} requests, {} steps: {answers} tokens answered, {} computed, {} found in the cache",
+        answered.len(),
+        counts.steps,
+        counts.computed,
+        counts.shared
+    );
+    println!(
+        "{} pages given to others, {} requests computed again, {} of {} calls from a graph",
+        pages.evicted,
+        counts.preempted,
+        serving.replayed,
+        counts.steps * model::LAYERS
+    );
+    println!(
+        "{:.0} tokens answered a second; {:.0} % of the time in attention, copies included",
+        answers as f64 / seconds,
+        100.0 * serving.time.as_secs_f64() / seconds
+    );
+
+    let mut alone = attention(&device, ALONE)?;
+    for (number, sequence) in answered.iter().enumerate() {
+        check(&model, &mut alone, sequence).map_err(|text| format!("request {number}: {text}"))?;
+    }
+    println!("every token's logits have the bits of its request alone");
+    Ok(())
+}
+
+/// The logits of every step against those of the request alone.
+fn check(model: &Model, alone: &mut Attention, sequence: &Sequence) -> Result<(), String> {
+    let prompt = sequence.request.prompt.len();
+    let mut logits_after = |cached: usize, end: usize| {
+        let table = (0..MAX_PAGES.cast_signed()).collect();
+        let step = Step { tokens: vec![&sequence.tokens[cached..end]], cached: vec![cached as i32], table };
+        model.step(alone, &step).map(|mut logits| logits.swap_remove(0)).map_err(|error| error.to_string())
+    };
+    let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+    let mut cached = 0;
+    for (at, logits) in sequence.logits.iter().enumerate() {
+        if !logits.iter().all(|x| x.is_finite()) {
+            return Err(format!("token {at} of the answer has read a row that nobody wrote"));
+        }
+        let end = prompt + at;
+        if !same(&logits_after(cached, end)?, logits) {
+            return Err(format!("token {at} of the answer has other bits than alone"));
+        }
+        cached = end;
+    }
+    match sequence.logits.last() {
+        Some(logits) if !same(&logits_after(0, cached)?, logits) => {
+            Err("the last token has other bits than in one call".into())
+        }
+        _ => Ok(()),
+    }
+}

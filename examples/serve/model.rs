@@ -1,0 +1,116 @@
+//! A tiny decoder with random weights by seed. Its matrices are multiplied on the host, a row at a time, so that a row's
+//! result does not depend on the rows beside it; its attention is the device's.
+
+use fmha::Error;
+
+use crate::attention::{Attention, Step};
+
+pub(crate) const LAYERS: usize = 2;
+pub(crate) const HEADS_Q: u32 = 4;
+pub(crate) const HEADS_KV: u32 = 2;
+pub(crate) const HEAD_DIM: u32 = 16;
+/// Tokens of a request at most, prompt and answer.
+pub(crate) const MAX_LEN: u32 = 128;
+pub(crate) const VOCABULARY: usize = 61;
+pub(crate) const WIDTH: usize = (HEADS_Q * HEAD_DIM) as usize;
+pub(crate) const WIDTH_KV: usize = (HEADS_KV * HEAD_DIM) as usize;
+
+/// Rows times a matrix, a row at a time, so that a row's result does not depend on the rows beside it.
+pub(crate) struct Matrix {
+    columns: usize,
+    weights: Vec<f32>,
+}
+
+impl Matrix {
+    fn random(rows: usize, columns: usize, state: &mut u64) -> Self {
+        let scale = 1.0 / (rows as f32).sqrt();
+        let mut number = || {
+            *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            ((*state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * 1.7 * scale
+        };
+        Self { columns, weights: (0..rows * columns).map(|_| number()).collect() }
+    }
+
+    fn times(&self, rows: &[f32]) -> Vec<f32> {
+        let width = self.weights.len() / self.columns;
+        let one = |row: &[f32]| {
+            let mut out = vec![0.0; self.columns];
+            for (x, weights) in row.iter().zip(self.weights.chunks(self.columns)) {
+                out.iter_mut().zip(weights).for_each(|(out, w)| *out += x * w);
+            }
+            out
+        };
+        rows.chunks(width).flat_map(one).collect()
+    }
+}
+
+struct Layer {
+    q: Matrix,
+    k: Matrix,
+    v: Matrix,
+    o: Matrix,
+    up: Matrix,
+    down: Matrix,
+}
+
+pub(crate) struct Model {
+    embedding: Matrix,
+    layers: Vec<Layer>,
+    head: Matrix,
+    /// Of the rotary embedding, `[MAX_LEN, HEAD_DIM / 2]`.
+    pub(crate) cos: Vec<f32>,
+    pub(crate) sin: Vec<f32>,
+}
+
+impl Model {
+    pub(crate) fn random(seed: u64) -> Self {
+        let mut state = seed;
+        let mut matrix = |rows, columns| Matrix::random(rows, columns, &mut state);
+        let layers = (0..LAYERS).map(|_| Layer {
+            q: matrix(WIDTH, WIDTH),
+            k: matrix(WIDTH, WIDTH_KV),
+            v: matrix(WIDTH, WIDTH_KV),
+            o: matrix(WIDTH, WIDTH),
+            up: matrix(WIDTH, 2 * WIDTH),
+            down: matrix(2 * WIDTH, WIDTH),
+        });
+        let layers = layers.collect();
+        let (embedding, head) = (matrix(VOCABULARY, WIDTH), matrix(WIDTH, VOCABULARY));
+        let half = HEAD_DIM / 2;
+        let angles = (0..MAX_LEN * half).map(|at| {
+            let (position, i) = (at / half, at % half);
+            position as f32 * 10000f32.powf(-(i as f32) / half as f32)
+        });
+        let (cos, sin) = angles.map(|angle| (angle.cos(), angle.sin())).unzip();
+        Self { embedding, layers, head, cos, sin }
+    }
+
+    /// The logits after the last token of each request that has new ones; empty where it has none.
+    pub(crate) fn step(&self, attention: &mut Attention, step: &Step<'_>) -> Result<Vec<Vec<f32>>, Error> {
+        let offsets = attention.begin(step)?;
+        let row = |&token: &usize| &self.embedding.weights[token * WIDTH..][..WIDTH];
+        let mut x: Vec<f32> =
+            step.tokens.iter().flat_map(|tokens| tokens.iter().flat_map(row)).copied().collect();
+        for (at, layer) in self.layers.iter().enumerate() {
+            let (q, k_new, v_new) = (layer.q.times(&x), layer.k.times(&x), layer.v.times(&x));
+            let o = attention.layer(at, &q, &k_new, &v_new)?;
+            for (x, o) in x.iter_mut().zip(layer.o.times(&o)) {
+                *x += o;
+            }
+            let hidden: Vec<f32> = layer.up.times(&x).into_iter().map(|h| h.max(0.0)).collect();
+            for (x, y) in x.iter_mut().zip(layer.down.times(&hidden)) {
+                *x += y;
+            }
+        }
+        let last = |ends: &[i32]| match (ends[0], ends[1]) {
+            (begin, end) if begin == end => Vec::new(),
+            (_, end) => self.head.times(&x[(end as usize - 1) * WIDTH..end as usize * WIDTH]),
+        };
+        Ok(offsets.windows(2).map(last).collect())
+    }
+}
+
+/// The token of the largest logit: what a greedy decoder says next.
+pub(crate) fn best(logits: &[f32]) -> usize {
+    (0..logits.len()).fold(0, |best, at| if logits[at] > logits[best] { at } else { best })
+}
