@@ -60,10 +60,10 @@ pub use fmha_core::{
     CacheArgs, CacheSlice, CacheUse, Call, CombineArgs, CombinePlan, CombineProblem, DType, DTypes, Descale,
     DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Dims, Dropout, DropoutSeed, ElementwiseBias, Error,
     Event, Explain, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, Launch, LaunchShape,
-    Layouts, MaskAlign, MaskShape, MaskSpec, MemorySpace, Operation, Part, PartialResult, Plan, PlanOptions,
-    PlanParts, Planned, Problem, ProblemError, Promises, QLayout, Queues, Recording, Refusal, ResourceUsage,
-    Roofline, Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SeqArgs, Shape, Step, Stream,
-    Strides, TensorStrides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Layouts, MaskAlign, MaskShape, MaskSpec, MemorySpace, Merge, Operation, Part, PartialResult, Plan,
+    PlanOptions, PlanParts, Planned, Problem, ProblemError, Promises, QLayout, Queues, Recording, Refusal,
+    ResourceUsage, Roofline, Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SeqArgs, Shape, Step,
+    Stream, Strides, TensorStrides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};

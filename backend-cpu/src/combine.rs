@@ -1,10 +1,12 @@
 //! Combine: `LSE = ln sum_n exp LSE_n`, `O = sum_n exp(LSE_n - LSE) O_n`, a row at a time.
 //!
+//! Or, without LSE, `O = sum_n O_n` in f32.
+//!
 //! Weights are divided by their own sum: of equal parts at −1e30 LSE itself, rounded, is that of each.
 
 use std::ops::Range;
 
-use fmha_core::{CombineArgs, CombineProblem};
+use fmha_core::{CombineArgs, CombineProblem, Merge};
 
 use crate::memory::{Bytes, Floats, reserve};
 use crate::simd::Simd;
@@ -36,6 +38,7 @@ impl Combine<'_> {
         let mut sources = reserve(self.args.parts.len())?;
         sources
             .extend(self.args.parts.iter().map(|part| Source::new(part.o, problem.dtype_part, problem.part)));
+        let held = Source::new(self.args.o.as_input(), problem.dtype_o, problem.o);
         let target = Target::new(&self.args.o, problem.dtype_o, problem.o);
         let lse_out = self.args.lse.as_ref().map(Bytes::new);
         let rows = problem.lse_elems() as usize;
@@ -53,6 +56,27 @@ impl Combine<'_> {
                 let seq = shape.seq as usize;
                 let (i, head) = ((index % seq) as u32, index / seq);
                 let (i_batch, i_head) = ((head / shape.head as usize) as u32, head as u32 % shape.head);
+                if problem.adds() {
+                    // Adding to -0 leaves every term as it is, -0 too; of no terms the sum is 0.
+                    out.fill(if sources.is_empty() { 0.0 } else { -0.0 });
+                    if problem.merge == Merge::AddTo {
+                        let before = held.matrix(i_batch, i_head, i);
+                        for (d, out) in out.iter_mut().enumerate() {
+                            // SAFETY: the argument check measured O; this row is read before it is written, by this task.
+                            *out = unsafe { before.get(0, d) };
+                        }
+                    }
+                    for source in &sources {
+                        let part = source.matrix(i_batch, i_head, i);
+                        for (d, out) in out.iter_mut().enumerate() {
+                            // SAFETY: the argument check measured every part.
+                            *out += unsafe { part.get(0, d) };
+                        }
+                    }
+                    // SAFETY: this row belongs to this task.
+                    unsafe { target.write_row(i_batch, i, i_head, 0, out) };
+                    continue;
+                }
                 let lse = |n: usize| f64::from(f32_at(&parts[n].lse, index));
                 let (mut top, mut any_nan) = (f64::NEG_INFINITY, false);
                 for n in 0..parts.len() {

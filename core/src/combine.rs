@@ -3,12 +3,26 @@
 //! Split-KV, shared prefixes, multi-segment caches and ring attention all end in it:
 //! `LSE = ln sum_n exp LSE_n`, `O = sum_n exp(LSE_n - LSE) O_n`. A part whose LSE is −inf is neutral,
 //! whatever its O holds.
+//!
+//! Gradients of parts are merged by adding them, [`Merge::Sum`]: there is no LSE, `O = sum_n O_n`.
 
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{Shape, Strides};
 use crate::problem::{MAX_HEAD_DIM, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::setters::setters;
+
+/// How parts become one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Merge {
+    /// Weighted by their LSE.
+    #[default]
+    ByLse,
+    /// Added as they are, in f32 and in their order, and rounded once; their LSE is not read. 0 of no parts.
+    Sum,
+    /// The same, to what O holds: the first term.
+    AddTo,
+}
 
 /// A combine call without its pointers. Packed rows are a batch of one.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,6 +49,8 @@ pub struct CombineProblem {
     pub o: Strides,
     /// Whether the combined LSE is written, f32 `[batch, num_heads_q, seqlen_q]`.
     pub write_lse: bool,
+    /// How parts become one.
+    pub merge: Merge,
 }
 
 impl CombineProblem {
@@ -52,6 +68,7 @@ impl CombineProblem {
             part: Strides::bshd(rows),
             o: Strides::bshd(rows),
             write_lse: false,
+            merge: Merge::ByLse,
         }
     }
 
@@ -62,6 +79,14 @@ impl CombineProblem {
         strides_o: Strides => o;
         /// Whether the combined LSE is written.
         write_lse: bool => write_lse;
+        /// How parts become one.
+        merge: Merge => merge;
+    }
+
+    /// Whether parts are added, without an LSE.
+    #[must_use]
+    pub fn adds(&self) -> bool {
+        self.merge != Merge::ByLse
     }
 
     /// Shape of each O.
@@ -81,12 +106,15 @@ impl CombineProblem {
     /// # Errors
     /// The first contradiction found, with the field's name and its number.
     pub fn validate(self) -> Result<ValidCombine, ProblemError> {
-        for (field, value) in
-            [("num_parts", self.num_parts), ("batch", self.batch), ("num_heads_q", self.num_heads_q)]
-        {
+        for (field, value, least) in [
+            ("num_parts", self.num_parts, u32::from(!self.adds())),
+            ("batch", self.batch, 1),
+            ("num_heads_q", self.num_heads_q, 1),
+        ] {
             let most = i32::MAX.unsigned_abs();
-            ensure!((1..=most).contains(&value), field, "{field} {value} is not in 1..={most}");
+            ensure!((least..=most).contains(&value), field, "{field} {value} is not in {least}..={most}");
         }
+        ensure!(!(self.adds() && self.write_lse), "write_lse", "write_lse true: a sum of parts has 0 LSEs");
         let rows = self.seqlen_q;
         ensure!(rows <= MAX_SEQLEN, "seqlen_q", "seqlen_q {rows} is larger than {MAX_SEQLEN}");
         let dim = self.head_dim_v;

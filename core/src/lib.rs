@@ -114,7 +114,7 @@ pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
 #[doc(hidden)]
 pub use cache::{Bundle, Precompile};
 pub use call::{Call, Launch, Planned, Problem};
-pub use combine::{CombineProblem, ValidCombine};
+pub use combine::{CombineProblem, Merge, ValidCombine};
 pub use device::{Device, Event, Recording, Stream};
 pub use dropout::DropoutSeed;
 pub use dtype::DType;

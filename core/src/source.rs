@@ -9,6 +9,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use crate::abi::{self, AbiLiteral, AbiStruct};
+use crate::combine::Merge;
 use crate::dtype::DType;
 use crate::layout::QLayout;
 use crate::layout::VLayout;
@@ -186,6 +187,7 @@ pub fn spec_h() -> String {
         QLayout::c_definition(),
         KvKind::c_definition(),
         BiasKind::c_definition(),
+        Merge::c_definition(),
         FwdSpec::c_definition(),
         BwdSpec::c_definition(),
         CombineSpec::c_definition(),

@@ -3,7 +3,7 @@
 use crate::abi_enum;
 use crate::abi_spec;
 use crate::bwd::BwdProblem;
-use crate::combine::CombineProblem;
+use crate::combine::{CombineProblem, Merge};
 use crate::dtype::DType;
 use crate::fields::{FieldValue, Fields as _};
 use crate::layout::{KvLayout, QLayout, VLayout};
@@ -45,6 +45,7 @@ pub enum BiasKind {
 
 abi_enum!(QLayout { Batch, Packed });
 abi_enum!(KvKind { Strided, Packed, Paged });
+abi_enum!(Merge { ByLse, Sum, AddTo });
 abi_enum!(BiasKind { None, Elementwise, Alibi });
 
 abi_spec! {
@@ -229,6 +230,8 @@ abi_spec! {
         pub dtype_o: DType,
         /// Elements of a row.
         pub head_dim_v: i32,
+        /// How parts become one.
+        pub merge: Merge,
     }
 }
 
@@ -240,6 +243,7 @@ impl CombineSpec {
             dtype_part: problem.dtype_part,
             dtype_o: problem.dtype_o,
             head_dim_v: problem.head_dim_v as i32,
+            merge: problem.merge,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! What schemes are written in: attention of pieces, merging, sums, and moves.
 
-use fmha::{Bias, CombineProblem, DType, Device, PlanOptions, Shape, VLayout};
+use fmha::{Bias, CombinePlan, CombineProblem, DType, Device, Merge, PlanOptions, Shape, Strides, VLayout};
 
 use crate::error::{Error, Result};
 use crate::group::{Block, Exchange, Parcel};
@@ -287,10 +287,13 @@ impl<'a> Builder<'a> {
         Partial { o: self.hold(tensor), lse: self.hold_lse(rows) }
     }
 
-    /// A part of no keys: of the sinks, if they are asked for and there are any.
-    pub(crate) fn nothing(&mut self, part: Partial, sinks: bool) {
-        let Rows { batch, heads, rows } = part.lse.rows;
-        self.push(Step::Nothing { lse: At(part.lse.buf, 0), batch, heads, rows, sinks });
+    /// A part of no keys: O of 0 and an LSE of -inf, or of the sinks, if they are asked for and there are any.
+    pub(crate) fn nothing(&mut self, q: &Piece, part: Partial, sinks: bool) -> Result<()> {
+        let heads = self.whole.all_heads();
+        let none = q.without_rows();
+        let operands = Operands { q: self.own(Kind::Q), k: self.own(Kind::K), v: self.own(Kind::V) };
+        let how = Forward { dtype: DType::F32, row: 0, sink: sinks, all_seen: true };
+        self.forward((q, &none), &heads, &operands, (q.row, 0), (part.o, part.lse), how)
     }
 
     /// Merges parts of a piece, in this order.
@@ -306,12 +309,7 @@ impl<'a> Builder<'a> {
         let problem = CombineProblem::new(parts.len() as u32, DType::F32, dtype, shape)
             .strides_o(o.tensor.strides())
             .write_lse(lse.is_some());
-        let valid = problem.validate().map_err(|error| self.wrong(&error.into()))?;
-        // The wishes for attention's kernel are not those for another one.
-        let options = PlanOptions::default()
-            .allow_fallback(self.options.allow_fallback)
-            .deterministic(self.options.deterministic);
-        let plan = self.device.plan_combine(&valid, &options).map_err(|error| self.wrong(&error))?;
+        let plan = self.plan_combine(problem)?;
         let lse = At(lse.map_or(Buf::Lse, |lse| lse.buf), 0);
         let parts = parts.iter().map(|part| [At(part.o.buf, 0), At(part.lse.buf, 0)]).collect();
         self.push(Step::Combine { plan, parts, o: o.at(row), lse });
@@ -323,7 +321,7 @@ impl<'a> Builder<'a> {
         let heads = self.whole.fwd.dims.num_heads_q;
         if self.whole.fwd.score.sink || parts.is_empty() {
             let part = self.partial(q, heads);
-            self.nothing(part, true);
+            self.nothing(q, part, true)?;
             parts.push(part);
         }
         let (o, dtype) = (self.own(Kind::O), self.whole.fwd.dtypes.o);
@@ -404,26 +402,68 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    /// `to` = the sum of f32 `terms`, in their order.
-    pub(crate) fn sum(&mut self, to: Part, terms: Vec<Part>, dtype: DType) {
-        if to.1.bytes() > 0 {
-            self.push(Step::Sum { to, add: false, terms, dtype });
-        }
+    /// `to`, of type `dtype`, = the sum of f32 `terms`, in their order, rounded once; 0 without terms.
+    pub(crate) fn sum(&mut self, to: Part, terms: Vec<Part>, dtype: DType) -> Result<()> {
+        self.merge(to, terms, dtype, Merge::Sum)
     }
 
     /// `to`, of f32, has `term` added.
-    pub(crate) fn add(&mut self, to: Part, term: Part) {
-        if to.1.bytes() > 0 {
-            self.push(Step::Sum { to, add: true, terms: vec![term], dtype: DType::F32 });
+    pub(crate) fn add(&mut self, to: Part, term: Part) -> Result<()> {
+        self.merge(to, vec![term], DType::F32, Merge::AddTo)
+    }
+
+    fn merge(&mut self, to: Part, mut terms: Vec<Part>, dtype: DType, merge: Merge) -> Result<()> {
+        let (target, size) = (to.1, dtype.size_bytes());
+        if target.bytes() == 0 {
+            return Ok(());
         }
+        // All parts of a call have the same strides: terms that lie otherwise than the first are copied to where they do not.
+        let stride = |block: Block| if target.rows == 1 { block.row_bytes } else { block.stride };
+        if terms.iter().any(|term| stride(term.1) != stride(terms[0].1)) {
+            for term in &mut terms {
+                let block = Block { offset: 0, stride: term.1.row_bytes, ..term.1 };
+                let packed = (self.scratch(block.bytes()), block);
+                self.copy(&[*term], &[packed]);
+                *term = packed;
+            }
+        }
+        let elems = target.row_bytes / size;
+        // A warp adds a row at a time: as long a row as divides the elements and is not too long for one.
+        let dim = (1..=256.min(elems)).rev().find(|dim| elems.is_multiple_of(*dim)).unwrap_or(1);
+        let rows = Shape {
+            batch: target.rows as u32,
+            seq: u32::try_from(elems / dim).unwrap_or(u32::MAX),
+            head: 1,
+            dim: dim as u32,
+        };
+        let strides = |batch: u64| Strides { batch: batch as i64, ..Strides::bshd(rows) };
+        let mut problem = CombineProblem::new(terms.len() as u32, DType::F32, dtype, rows)
+            .strides_o(strides(stride(target) / size))
+            .merge(merge);
+        if let Some(first) = terms.first() {
+            problem = problem.strides_part(strides(stride(first.1) / 4));
+        }
+        let plan = self.plan_combine(problem)?;
+        let terms = terms.iter().map(|&(buf, block)| At(buf, block.offset)).collect();
+        self.push(Step::Sum { plan, terms, to: At(to.0, target.offset) });
+        Ok(())
+    }
+
+    fn plan_combine(&self, problem: CombineProblem) -> Result<CombinePlan> {
+        let valid = problem.validate().map_err(|error| self.wrong(&error.into()))?;
+        // The wishes for attention's kernel are not those for another one.
+        let options = PlanOptions::default()
+            .allow_fallback(self.options.allow_fallback)
+            .deterministic(self.options.deterministic);
+        self.device.plan_combine(&valid, &options).map_err(|error| self.wrong(&error))
     }
 
     /// The sinks' gradient: every rank's own part, to all, added in the order of the ranks.
-    pub(crate) fn sum_dsink(&mut self, parts: &[At]) {
+    pub(crate) fn sum_dsink(&mut self, parts: &[At]) -> Result<()> {
         let row_bytes = 4 * u64::from(self.whole.fwd.dims.num_heads_q);
         let block = |offset| Block { offset, rows: 1, row_bytes, stride: row_bytes };
         let own = self.scratch(row_bytes);
-        self.sum((own, block(0)), parts.iter().map(|at| (at.0, block(at.1))).collect(), DType::F32);
+        self.sum((own, block(0)), parts.iter().map(|at| (at.0, block(at.1))).collect(), DType::F32)?;
         let all = self.scratch(row_bytes * u64::from(self.ranks()));
         let mut moves = Moves::default();
         for rank in 0..self.ranks() {
@@ -432,7 +472,7 @@ impl<'a> Builder<'a> {
         }
         self.exchange(moves);
         let terms = (0..self.ranks()).map(|rank| (all, block(u64::from(rank) * row_bytes))).collect();
-        self.sum((Buf::Dsink, block(0)), terms, DType::F32);
+        self.sum((Buf::Dsink, block(0)), terms, DType::F32)
     }
 }
 

@@ -187,6 +187,11 @@ impl Piece {
     pub(crate) fn rows(&self) -> u32 {
         self.positions.end - self.positions.start
     }
+
+    /// None of its sequences' positions.
+    pub(crate) fn without_rows(&self) -> Self {
+        Self { positions: 0..0, row: 0, whole_row: 0, ..self.clone() }
+    }
 }
 
 /// One side of the problem, queries or keys: its sequences, and who has what of them.

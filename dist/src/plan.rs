@@ -210,7 +210,6 @@ impl Planned {
             None => scheme.forward(whole, device, options),
             Some(gradients) => scheme.backward(whole, gradients, device, options),
         }?;
-        program.check(space, rank)?;
         let alloc = |bytes: u64| device.memory().alloc(bytes.max(1)).map_err(|error| Error::of(rank, &error));
         let scratch = program.scratch.iter().map(|&bytes| alloc(bytes)).collect::<Result<_>>()?;
         let workspace = (program.workspace > 0).then(|| alloc(program.workspace)).transpose()?;

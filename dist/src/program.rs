@@ -6,8 +6,8 @@
 use std::fmt::Write as _;
 
 use fmha::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut, Device, Event,
-    FwdArgs, FwdPlan, MemorySpace, PartialResult, ScoreArgs, Stream,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, Device, Event, FwdArgs,
+    FwdPlan, Merge, PartialResult, ScoreArgs, Stream,
 };
 
 use crate::error::{Error, Result};
@@ -75,11 +75,8 @@ pub(crate) enum Step {
     Backward(Box<Backward>),
     /// Partial results of the same queries become one.
     Combine { plan: CombinePlan, parts: Vec<[At; 2]>, o: At, lse: At },
-    /// `to`, of type `dtype`, is the sum of the f32 `terms` in their order, rounded once; with `add`, of what f32 it is and
-    /// they. 0 without terms.
-    Sum { to: Part, add: bool, terms: Vec<Part>, dtype: DType },
-    /// An LSE `[batch, heads, rows]` that has the sinks in it and no key; -inf without sinks.
-    Nothing { lse: At, batch: u32, heads: u32, rows: u32, sinks: bool },
+    /// f32 gradients are added.
+    Sum { plan: CombinePlan, terms: Vec<At>, to: At },
 }
 
 /// Steps in their order.
@@ -90,22 +87,6 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// Whether every step can be taken in this memory.
-    pub(crate) fn check(&self, space: MemorySpace, rank: u32) -> Result<()> {
-        for step in &self.steps {
-            let what = match step {
-                Step::Sum { .. } => "sum of f32 gradients",
-                Step::Nothing { .. } => "sink, or a query that sees 0 keys,",
-                _ => continue,
-            };
-            if space == MemorySpace::Device {
-                let text = format!("a {what} over several ranks has 0 kernels in device memory yet");
-                return Err(Error::new(rank, "device", text));
-            }
-        }
-        Ok(())
-    }
-
     /// Bytes that this rank sends to others.
     pub(crate) fn bytes_sent(&self, rank: u32) -> u64 {
         let of = |step: &Step| match step {
@@ -159,10 +140,10 @@ impl Program {
                 Step::Combine { plan, parts, .. } => {
                     format!("combine {} parts: {}", parts.len(), plan.kernel())
                 }
-                Step::Sum { terms, add, .. } => {
-                    format!("sum of {} f32 terms", terms.len() + usize::from(*add))
+                Step::Sum { plan, terms, .. } => {
+                    let held = usize::from(plan.problem().merge == Merge::AddTo);
+                    format!("sum of {} f32 terms: {}", terms.len() + held, plan.kernel())
                 }
-                Step::Nothing { rows, .. } => format!("LSE of 0 keys, {rows} rows"),
             };
             let _ = writeln!(text, "{number:>4}  {line}");
         }
@@ -185,8 +166,7 @@ impl Step {
             Step::Combine { parts, o, lse, .. } => {
                 (parts.iter().flat_map(|part| bufs(part)).collect(), vec![o.0, lse.0])
             }
-            Step::Sum { to, terms, .. } => (terms.iter().map(|term| term.0).collect(), vec![to.0]),
-            Step::Nothing { lse, .. } => (Vec::new(), vec![lse.0]),
+            Step::Sum { terms, to, .. } => (bufs(terms), vec![to.0]),
         }
     }
 }
@@ -394,37 +374,12 @@ impl Executor<'_> {
                     let lse = plan.problem().write_lse.then(|| to_lse.skip(lse.1));
                     plan.run(&mut CombineArgs { parts: &parts, o: to_o.skip(o.1), lse }, stream)
                 }),
-                Step::Sum { to, add, terms, dtype } => {
-                    buffers.with(&[to.0], |buffers, taken| {
-                        let mut sink = taken[0].slice_mut();
-                        let terms: Option<Vec<_>> = terms
-                            .iter()
-                            .map(|(buf, block)| Some((buffers.read(At(*buf, 0)).as_host()?, *block)))
-                            .collect();
-                        if let (Some(terms), Some(sink)) = (terms, sink.as_host_mut()) {
-                            sum(sink, to.1, *add, &terms, *dtype);
-                        }
-                    });
-                    Ok(())
-                }
-                Step::Nothing { lse, batch, heads, rows, sinks } => {
-                    let sink = self.score.sink.filter(|_| *sinks).and_then(|sink| sink.as_host());
-                    buffers.with(&[lse.0], |_, taken| {
-                        let mut slice = taken[0].slice_mut();
-                        let mut slice = slice.skip(lse.1);
-                        let Some(bytes) = slice.as_host_mut() else { return };
-                        let (heads, rows) = (*heads as usize, *rows as usize);
-                        let rows_of_heads =
-                            bytes.chunks_exact_mut(4 * rows.max(1)).take(*batch as usize * heads);
-                        for (at, row) in rows_of_heads.enumerate() {
-                            let head = at % heads;
-                            let value = sink.and_then(|sink| sink.get(4 * head..4 * head + 4));
-                            let value = value.map_or(f32::NEG_INFINITY, bytemuck::pod_read_unaligned);
-                            row.chunks_exact_mut(4).for_each(|to| to.copy_from_slice(&value.to_ne_bytes()));
-                        }
-                    });
-                    Ok(())
-                }
+                Step::Sum { plan, terms, to } => buffers.with(&[to.0], |buffers, taken| {
+                    let mut slice = taken[0].slice_mut();
+                    let terms: Vec<_> =
+                        terms.iter().map(|&term| PartialResult::term(buffers.read(term))).collect();
+                    plan.run(&mut CombineArgs { parts: &terms, o: slice.skip(to.1), lse: None }, stream)
+                }),
             };
             taken.map_err(said)?;
             if let Some(streams) = self.streams {
@@ -454,29 +409,5 @@ impl Executor<'_> {
         score.descale_k = skip(all.descale_k, descale_k);
         score.descale_v = skip(all.descale_v, descale_v);
         score
-    }
-}
-
-/// `to = terms[0] + terms[1] + ..` of f32, in this order, rounded to `dtype` once.
-fn sum(sink: &mut [u8], to: Block, add: bool, terms: &[(&[u8], Block)], dtype: DType) {
-    let size = dtype.size_bytes();
-    let elems = to.row_bytes / size;
-    for row in 0..to.rows {
-        let at = |block: &Block| (block.offset + row * block.stride) as usize;
-        let out = &mut sink[at(&to)..][..to.row_bytes as usize];
-        let rows: Vec<&[u8]> =
-            terms.iter().map(|(from, block)| &from[at(block)..][..4 * elems as usize]).collect();
-        for (elem, out) in out.chunks_exact_mut(size as usize).enumerate() {
-            let read = |row: &[u8]| bytemuck::pod_read_unaligned::<f32>(&row[4 * elem..4 * elem + 4]);
-            let before = if add { Some(bytemuck::pod_read_unaligned::<f32>(out)) } else { None };
-            let all = before.into_iter().chain(rows.iter().map(|row| read(row)));
-            let total = all.reduce(|sum, term| sum + term).unwrap_or(0.0);
-            match dtype {
-                DType::F32 => out.copy_from_slice(&total.to_ne_bytes()),
-                DType::F16 => out.copy_from_slice(&half::f16::from_f32(total).to_ne_bytes()),
-                DType::Bf16 => out.copy_from_slice(&half::bf16::from_f32(total).to_ne_bytes()),
-                _ => {}
-            }
-        }
     }
 }

@@ -2,6 +2,9 @@
 // O = sum_n exp(LSE_n - LSE) O_n. A part whose LSE is -inf is neutral: its O is not read. Weights are divided by their own
 // sum, since LSE itself, rounded, may be far from what they add up to: of equal parts at -1e30 it is that of each.
 //
+// Where parts are added (Merge::Sum), there is no LSE: their f32 sum, in their order, rounded once;
+// with Merge::AddTo what O held is the first term.
+//
 // A warp merges one row. It is bound by the bytes of the parts' O, which it reads once, in order.
 #pragma once
 #include <fmha/exp_sum.h>
@@ -18,6 +21,20 @@ FMHA_DEVICE void merge_row(const CombineParams& p, int32_t i_batch, int32_t i_he
   const int32_t lane = threadIdx.x % kWarp;
   const int64_t lse_at = (int64_t(i_batch) * p.num_heads_q + i_head) * p.seqlen_q + i;
 
+  if constexpr (spec.merge != Merge::ByLse) {
+    // Adding to -0 leaves every term as it is, -0 too; of no terms the sum is 0.
+    const float none = p.num_parts == 0 ? 0.f : -0.f;
+    const int64_t from = row_offset(p.part, i_batch, i, i_head), to = row_offset(p.o, i_batch, i, i_head);
+#pragma unroll
+    for (int32_t c = 0; c < columns; ++c) {
+      const int32_t d = c * kWarp + lane;
+      if (d >= spec.head_dim_v) break;
+      float total = spec.merge == Merge::AddTo ? load_elem<spec.dtype_o>(p.o.data, to + d) : none;
+      for (int32_t n = 0; n < p.num_parts; ++n) total += load_elem<spec.dtype_part>(p.parts[n].o, from + d);
+      store_elem<spec.dtype_o>(p.o.data, to + d, total);
+    }
+    return;
+  }
   ExpSum sum;
   Array<float, columns> o = {};
   for (int32_t n = 0; n < p.num_parts; ++n) {

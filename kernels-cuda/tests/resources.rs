@@ -10,7 +10,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
-use fmha_core::{BiasGrad, BwdProblem, DType, Dims, FwdProblem, MaskKind, QLayout, VLayout};
+use fmha_core::{BiasGrad, BwdProblem, DType, Dims, FwdProblem, MaskKind, Merge, QLayout, VLayout};
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
 use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm100::Sm100Tile;
@@ -138,7 +138,8 @@ fn kernels() -> Vec<(String, KernelSource)> {
     };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
     kernels.push(("simt_128_band".to_owned(), simt::fwd(&FwdSpec::plain(DType::Bf16, 128, MaskKind::Band))));
-    let merge = CombineSpec { dtype_part: DType::F32, dtype_o: DType::Bf16, head_dim_v: 128 };
+    let merge =
+        CombineSpec { dtype_part: DType::F32, dtype_o: DType::Bf16, head_dim_v: 128, merge: Merge::ByLse };
     kernels.push(("combine_128".to_owned(), combine::merge(&merge)));
     let fp8 = |dim, mask, dtype_v| FwdSpec {
         dtype_v,

@@ -1,5 +1,7 @@
 // Merges partial results over the same rows by their LSE: a thread has one element of O. Weights are divided by their own
 // sum, since LSE itself, rounded, may be far from what they add up to: of equal parts at -1e30 it is that of each.
+// Where parts are added (Merge::Sum), there is no LSE: their f32 sum, in their order, rounded once;
+// with Merge::AddTo what O held is the first term.
 #pragma once
 #include <fmha/exp_sum.h>
 #include <fmha/isa/lane.h>
@@ -21,16 +23,23 @@ FMHA_DEVICE void combine(const CombineParams& p) {
   const int32_t i_head = int32_t(row / p.seqlen_q % p.num_heads_q);
   const int32_t i_batch = int32_t(row / p.seqlen_q / p.num_heads_q);
 
+  const int64_t at = i_batch * p.part.batch + i * p.part.row + i_head * p.part.head + dim;
+  const int64_t to = i_batch * p.o.batch + i * p.o.row + i_head * p.o.head + dim;
+  if constexpr (spec.merge != Merge::ByLse) {
+    // Adding to -0 leaves every term as it is, -0 too; of no terms the sum is 0.
+    float total = spec.merge == Merge::AddTo ? load_elem<spec.dtype_o>(p.o.data, to) : p.num_parts == 0 ? 0.f : -0.f;
+    for (int32_t n = 0; n < p.num_parts; ++n) total += load_elem<spec.dtype_part>(p.parts[n].o, at);
+    store_elem<spec.dtype_o>(p.o.data, to, total);
+    return;
+  }
   ExpSum sum;
   float o = 0.f;
-  const int64_t at = i_batch * p.part.batch + i * p.part.row + i_head * p.part.head + dim;
   for (int32_t n = 0; n < p.num_parts; ++n) {
     const float part_lse = p.parts[n].lse[row];
     if (part_lse == -infinity()) continue;  // neutral, whatever its O holds
     const ExpSum::Weights weights = sum.add(part_lse);
     o = o * weights.old + weights.other * load_elem<spec.dtype_part>(p.parts[n].o, at);
   }
-  const int64_t to = i_batch * p.o.batch + i * p.o.row + i_head * p.o.head + dim;
   store_elem<spec.dtype_o>(p.o.data, to, o * sum.normaliser());
   if (p.lse && dim == 0) p.lse[row] = sum.log();
 }

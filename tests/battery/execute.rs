@@ -46,13 +46,16 @@ pub fn run_bwd(backend: &Device, plan: &BwdPlan, host: &mut HostBwd) -> Result<(
 pub fn run_combine(backend: &Device, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
     note(plan.kernel());
     let _turn = turn(backend);
-    let num_parts = host.problem.num_parts;
+    let (num_parts, adds) = (host.problem.num_parts, host.problem.adds());
     let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
     resident.call(&mut host.operands, &[Operand::O, Operand::Lse], |mut views| {
         let parts = (0..num_parts)
             .map(|part| {
-                let (o, lse) = (views.input(Operand::PartO(part))?, views.input(Operand::PartLse(part))?);
-                Ok(PartialResult { o, lse })
+                let o = views.input(Operand::PartO(part))?;
+                if adds {
+                    return Ok(PartialResult::term(o));
+                }
+                Ok(PartialResult { o, lse: views.input(Operand::PartLse(part))? })
             })
             .collect::<Result<Vec<_>>>()?;
         let mut args = CombineArgs {

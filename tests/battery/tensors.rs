@@ -4,8 +4,8 @@ use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
     Bias, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale, DropoutSeed, FwdProblem,
-    KvLayout, QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd,
-    ValidCombine, ValidFwd,
+    KvLayout, Merge, QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals,
+    ValidBwd, ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -230,6 +230,7 @@ pub struct HostCombine {
 impl HostCombine {
     /// Fills the parts: their O as `data` says, their LSE normal. One row in four has one part that
     /// saw nothing (LSE −inf, its O NaN), one row in sixteen no part that saw anything. To every LSE `lse_offset` is added.
+    /// Parts that are added have no LSE, and every row.
     ///
     /// # Errors
     /// A problem that contradicts itself, or too little memory.
@@ -246,8 +247,9 @@ impl HostCombine {
                 let head = index as u32 / shape.seq % shape.head;
                 let batch = index as u32 / shape.seq / shape.head;
                 let choice = mix(data.seed ^ (index as u64) << 8);
-                let empty = choice.is_multiple_of(16)
-                    || choice % 4 == 1 && (choice >> 8) as u32 % problem.num_parts == part;
+                let empty = !problem.adds()
+                    && (choice.is_multiple_of(16)
+                        || choice % 4 == 1 && (choice >> 8) as u32 % problem.num_parts == part);
                 if empty {
                     lse.set_nth(index, f64::NEG_INFINITY);
                     continue;
@@ -260,14 +262,37 @@ impl HostCombine {
                 }
             }
             operands.put(Operand::PartO(part), o);
-            operands.put(Operand::PartLse(part), lse);
+            if !problem.adds() {
+                operands.put(Operand::PartLse(part), lse);
+            }
         }
-        operands.put(Operand::O, Tensor::new(problem.dtype_o, shape, problem.o, data.room)?);
+        let mut o = Tensor::new(problem.dtype_o, shape, problem.o, data.room)?;
+        if problem.merge == Merge::AddTo {
+            // Behind the parts, so that the check has it when O is written over.
+            let mut held = Tensor::new(DType::F32, shape, Strides::bshd(shape), data.room)?;
+            for (batch, row, head) in rows_of(shape) {
+                let mut values = vec![0.0; shape.dim as usize];
+                data.init.fill(Operand::O, data.seed, [batch, head, row], &mut values);
+                for (d, &value) in values.iter().enumerate() {
+                    let value = problem.dtype_o.round(value.into());
+                    o.set([batch, row, head, d as u32], value);
+                    held.set([batch, row, head, d as u32], value);
+                }
+            }
+            operands.put(Operand::PartO(problem.num_parts), held);
+        }
+        operands.put(Operand::O, o);
         if problem.write_lse {
             operands.put(Operand::Lse, Tensor::row(DType::F32, problem.lse_elems(), data.room)?);
         }
         Ok(Self { problem, operands })
     }
+}
+
+/// Every (sequence, row, head).
+fn rows_of(shape: Shape) -> impl Iterator<Item = (u32, u32, u32)> {
+    let rows = (0..shape.batch).flat_map(move |batch| (0..shape.seq).map(move |row| (batch, row)));
+    rows.flat_map(move |(batch, row)| (0..shape.head).map(move |head| (batch, row, head)))
 }
 
 /// Every (query head, query) of a sequence.

@@ -8,8 +8,8 @@ mod score;
 
 use fmha_core::{
     Accuracy, Call, CombineArgs, DType, DevBuffer, DevSlice, DevSliceMut, Device, DeviceMemory, FmhaBackend,
-    Launch, MemorySpace, PlanOptions, PlanParts, Planned, Problem, Promises, Queues, Result, ScoreSums,
-    Strides, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Launch, MemorySpace, Merge, PlanOptions, PlanParts, Planned, Problem, Promises, Queues, Result,
+    ScoreSums, Strides, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 pub(crate) use fault::Fault;
@@ -286,11 +286,21 @@ fn combine(problem: &ValidCombine, args: &CombineArgs<'_>, fault: Option<Fault>)
         .iter()
         .map(|part| (Input::new(part.o, problem.dtype_part, problem.part, fault), floats(Some(&part.lse))))
         .collect();
+    let held = Input::new(args.o.as_input(), problem.dtype_o, problem.o, None);
     let o = Output::new(&args.o, problem.dtype_o, problem.o, None);
     let lse = args.lse.as_ref().map(Output::floats);
     for index in 0..problem.lse_elems() as usize {
         let at = index as u32;
         let (i, head, batch) = (at % shape.seq, at / shape.seq % shape.head, at / shape.seq / shape.head);
+        if problem.adds() {
+            for d in 0..shape.dim {
+                let before = (problem.merge == Merge::AddTo).then(|| held.at(batch, i, head, d));
+                let terms =
+                    before.into_iter().chain(parts.iter().map(|(part, _)| part.at(batch, i, head, d)));
+                o.put([batch, i, head, d], terms.reduce(|sum, term| sum + term).unwrap_or(0.0));
+            }
+            continue;
+        }
         let row_max = parts.iter().fold(f32::NEG_INFINITY, |max, (_, lse)| max.max(lse[index]));
         let shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max };
         let sum: f32 = parts.iter().map(|(_, lse)| (lse[index] - shift).exp()).sum();

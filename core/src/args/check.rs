@@ -113,7 +113,9 @@ pub fn check_combine(
             problem.shape(),
             problem.dtype_part,
         )?;
-        operands.numbers("parts.lse", Some(Access::input(&part.lse)), true, lse_elems)?;
+        if !problem.adds() {
+            operands.numbers("parts.lse", Some(Access::input(&part.lse)), true, lse_elems)?;
+        }
     }
     operands.tensor("o", Access::out(&args.o), problem.o, problem.shape(), problem.dtype_o)?;
     operands.numbers("lse", args.lse.as_ref().map(Access::out), problem.write_lse, lse_elems)?;

@@ -326,8 +326,16 @@ pub struct BwdArgs<'a> {
 pub struct PartialResult<'a> {
     /// O of this part.
     pub o: DevSlice<'a>,
-    /// LSE of this part, f32 `[batch, num_heads_q, seqlen_q]`.
+    /// LSE of this part, f32 `[batch, num_heads_q, seqlen_q]`; not read where parts are added.
     pub lse: DevSlice<'a>,
+}
+
+impl<'a> PartialResult<'a> {
+    /// A term of a [sum](crate::Merge::Sum), which has no LSE.
+    #[must_use]
+    pub fn term(o: DevSlice<'a>) -> Self {
+        Self { o, lse: o.skip(o.bytes()) }
+    }
 }
 
 /// The pointers of a combine call.

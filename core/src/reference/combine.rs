@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use crate::error::ProblemError;
 
 /// Combined O, dense `[batch, seqlen_q, num_heads_q, head_dim_v]`, and LSE `[batch, num_heads_q,
-/// seqlen_q]`, in f64. `args` are in host memory; only the parts are read.
+/// seqlen_q]`, in f64; no LSE where parts are added, and what O held is no term here. `args` are in host memory; only the parts are read.
 ///
 /// # Errors
 /// Parts that are not in host memory.
@@ -27,6 +27,14 @@ pub fn combine(
         .map(|part| Ok((host(&part.o)?, host(&part.lse)?)))
         .collect::<Result<Vec<_>, ProblemError>>()?;
     let size = problem.dtype_part.size_bytes() as usize;
+    if problem.adds() {
+        let at = |(b, i, h, d)| problem.part.offset(b, i, h, d) as usize * size;
+        let sum = |place| parts.iter().map(|(o, _)| problem.dtype_part.read(&o[at(place)..])).sum();
+        let rows = (0..shape.batch).flat_map(|b| (0..shape.seq).map(move |i| (b, i)));
+        let places = rows
+            .flat_map(|(b, i)| (0..shape.head).flat_map(move |h| (0..shape.dim).map(move |d| (b, i, h, d))));
+        return Ok((places.map(sum).collect(), Vec::new()));
+    }
     let mut o = vec![0.0; shape.num_elems() as usize];
     let mut lse = vec![f64::NEG_INFINITY; problem.lse_elems() as usize];
     for (b, h, i) in (0..shape.batch)

@@ -45,11 +45,14 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
             b.forward((&q, k), &heads, &operands, (q.row, k.row), (part.o, part.lse), how)?;
             merging.merge(b, &q, part)?;
         }
-        let own = merging.sum.unwrap_or_else(|| {
-            let part = b.partial(&q, heads.num_q());
-            b.nothing(part, false);
-            part
-        });
+        let own = match merging.sum {
+            Some(own) => own,
+            None => {
+                let part = b.partial(&q, heads.num_q());
+                b.nothing(&q, part, false)?;
+                part
+            }
+        };
         let mut parts = Vec::new();
         for peer in 0..b.ranks() {
             let part = b.partial(&q, heads.num_q());

@@ -95,7 +95,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
             let parts = [(dq, q.row), (more_k, 0), (more_v, 0)];
             b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
             for (sum, term) in [(dk, more_k), (dv, more_v)] {
-                b.add(sum.rows(keys.whole_row, keys.rows()), term.rows(0, keys.rows()));
+                b.add(sum.rows(keys.whole_row, keys.rows()), term.rows(0, keys.rows()))?;
             }
             b.release([more_k, more_v]);
         } else {
@@ -103,17 +103,17 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
             let parts = [(dq, q.row), (dk, keys.whole_row), (dv, keys.whole_row)];
             b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
         }
-        b.sum(dq_out.rows(q.row, q.rows()), vec![dq.rows(q.row, q.rows())], wanted.dtype);
+        b.sum(dq_out.rows(q.row, q.rows()), vec![dq.rows(q.row, q.rows())], wanted.dtype)?;
     }
-    bring_home(b, [(Kind::K, dk, Buf::Dk), (Kind::V, dv, Buf::Dv)], wanted.dtype);
+    bring_home(b, [(Kind::K, dk, Buf::Dk), (Kind::V, dv, Buf::Dv)], wanted.dtype)?;
     if wanted.dsink {
-        b.sum_dsink(&dsinks);
+        b.sum_dsink(&dsinks)?;
     }
     Ok(())
 }
 
 /// Every rank's part of dK and dV goes to the owner of the keys, who adds the parts in the order of the ranks.
-fn bring_home(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], dtype: DType) {
+fn bring_home(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], dtype: DType) -> Result<()> {
     let own = b.keys_of(b.rank());
     let mut moves = Moves::default();
     let mut slots = Vec::new();
@@ -138,7 +138,8 @@ fn bring_home(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], dtype: DType) 
         for keys in &own {
             let parts = slots.iter().filter(|(peer, of, _)| *of == kind && needs(b, *peer, keys));
             let terms = parts.map(|(_, _, slot)| slot.rows(keys.row, keys.rows())).collect();
-            b.sum(out.rows(keys.row, keys.rows()), terms, dtype);
+            b.sum(out.rows(keys.row, keys.rows()), terms, dtype)?;
         }
     }
+    Ok(())
 }

@@ -144,7 +144,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         let tensor = b.tensor_of(Kind::Q, b.rank(), DType::F32);
         b.hold(tensor)
     };
-    b.sum((dq.buf, dq.tensor.block()), Vec::new(), DType::F32);
+    b.sum((dq.buf, dq.tensor.block()), Vec::new(), DType::F32)?;
     let mut dsinks: Vec<At> = Vec::new();
     for step in 0..b.ranks() {
         let operands = keys.step(b, step);
@@ -152,7 +152,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         let sums = [travelling[0].of(b, owner_now, step), travelling[1].of(b, owner_now, step)];
         if step == 0 {
             for sum in sums {
-                b.sum((sum.buf, sum.tensor.block()), Vec::new(), DType::F32);
+                b.sum((sum.buf, sum.tensor.block()), Vec::new(), DType::F32)?;
             }
         }
         for k in b.keys_of(owner_now) {
@@ -163,9 +163,9 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
                 let parts = parts(b, q, &k);
                 let grads = Grads { parts: parts.map(|held| (held, 0)), dsink: None };
                 b.backward((q, &k), &heads, &operands, (q.row, k.row), &given, grads)?;
-                b.add(dq.rows(q.row, q.rows()), parts[0].rows(0, q.rows()));
+                b.add(dq.rows(q.row, q.rows()), parts[0].rows(0, q.rows()))?;
                 for (sum, part) in sums.iter().zip(&parts[1..]) {
-                    b.add(sum.rows(k.row, k.rows()), part.rows(0, k.rows()));
+                    b.add(sum.rows(k.row, k.rows()), part.rows(0, k.rows()))?;
                 }
                 b.release(parts);
             }
@@ -183,12 +183,12 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         let home = travelling[at].of(b, rank, b.ranks());
         let out = b.own_as(buf, kind, wanted.dtype);
         let all = |tensor: Tensor| tensor.rows(0, tensor.rows);
-        b.sum((out.buf, all(out.tensor)), vec![(home.buf, all(home.tensor))], wanted.dtype);
+        b.sum((out.buf, all(out.tensor)), vec![(home.buf, all(home.tensor))], wanted.dtype)?;
     }
     let out = b.own_as(Buf::Dq, Kind::Q, wanted.dtype);
-    b.sum(out.rows(0, out.tensor.rows), vec![dq.rows(0, dq.tensor.rows)], wanted.dtype);
+    b.sum(out.rows(0, out.tensor.rows), vec![dq.rows(0, dq.tensor.rows)], wanted.dtype)?;
     if wanted.dsink {
-        b.sum_dsink(&dsinks);
+        b.sum_dsink(&dsinks)?;
     }
     Ok(())
 }
@@ -209,7 +209,7 @@ fn sinks(b: &mut Builder<'_>, queries: &[Piece], given: &Given) -> Result<Vec<At
     let heads = b.whole.all_heads();
     let mut all = Vec::new();
     for q in queries {
-        let none = Piece { positions: 0..0, row: 0, whole_row: 0, ..q.clone() };
+        let none = q.without_rows();
         let at = At(b.scratch(4 * u64::from(heads.num_q())), 0);
         let operands = Operands { q: b.own(Kind::Q), k: b.own(Kind::K), v: b.own(Kind::V) };
         let grads = Grads { parts: parts(b, q, &none).map(|held| (held, 0)), dsink: Some(at) };

@@ -220,7 +220,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
     });
     b.exchange(moves);
     let out = b.own_as(Buf::Dq, Kind::Q, wanted.dtype);
-    b.sum(out.rows(0, out.tensor.rows), vec![own_dq.rows(0, own_dq.tensor.rows)], wanted.dtype);
+    b.sum(out.rows(0, out.tensor.rows), vec![own_dq.rows(0, own_dq.tensor.rows)], wanted.dtype)?;
     for (kind, slots, buf) in shared {
         let out = b.own_as(buf, kind, wanted.dtype);
         let rows = out.tensor.rows;
@@ -238,7 +238,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
             let to = to.into_iter().flat_map(|block| by_sequence(block, out, rows));
             for (at, (_, block)) in to.enumerate() {
                 let terms = parts.iter().map(|part| part[at]).collect();
-                b.sum((out.buf, block), terms, wanted.dtype);
+                b.sum((out.buf, block), terms, wanted.dtype)?;
             }
         }
     }
@@ -253,10 +253,10 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
             stride: bytes(count),
         };
         let num_heads = b.whole.fwd.dims.num_heads_q;
-        b.sum((all, block(0, num_heads)), Vec::new(), DType::F32);
+        b.sum((all, block(0, num_heads)), Vec::new(), DType::F32)?;
         let terms = dsinks.iter().map(|at| (at.0, block(0, heads.num_q()))).collect();
-        b.sum((all, block(heads.q.start, heads.num_q())), terms, DType::F32);
-        b.sum_dsink(&[At(all, 0)]);
+        b.sum((all, block(heads.q.start, heads.num_q())), terms, DType::F32)?;
+        b.sum_dsink(&[At(all, 0)])?;
     }
     Ok(())
 }

@@ -1,11 +1,11 @@
 //! Merged partial results.
 
 use fmha_core::reference::{combine, is_far};
-use fmha_core::{CombineArgs, DType, DevSliceMut, PartialResult, Result};
+use fmha_core::{CombineArgs, DType, DevSliceMut, Merge, PartialResult, Result};
 
 use crate::tensor::Operand;
 use crate::tensors::HostCombine;
-use crate::tolerance::{MaxRms, Yardstick, bound, lse_bound, smallest_subnormal};
+use crate::tolerance::{Bound, MaxRms, Yardstick, bound, lse_bound, smallest_subnormal};
 use crate::verdict::{Place, Stat, Verdict};
 
 /// Compares the merged O and LSE that `host` holds with the reference.
@@ -18,6 +18,9 @@ use crate::verdict::{Place, Stat, Verdict};
 pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
     let problem = &*host.problem;
     let operands = &host.operands;
+    if problem.adds() {
+        return Ok(check_sum(host));
+    }
     let parts: Vec<PartialResult<'_>> = (0..problem.num_parts)
         .map(|part| PartialResult {
             o: operands.expect(Operand::PartO(part)).slice(),
@@ -97,4 +100,30 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
         verdict.tensors.push(lse_stat.verdict("lse", bound, None));
     }
     Ok(verdict)
+}
+
+/// Compares the sum of parts that `host` holds with the terms, added in f32 in their order and rounded once: to the bit.
+fn check_sum(host: &HostCombine) -> Verdict {
+    let (problem, operands) = (&*host.problem, &host.operands);
+    let shape = problem.shape();
+    let mut stat = Stat::default();
+    for index in 0..problem.lse_elems() as u32 {
+        let (row, head, batch) =
+            (index % shape.seq, index / shape.seq % shape.head, index / shape.seq / shape.head);
+        for dim in 0..shape.dim {
+            let term = |part| operands.expect(Operand::PartO(part)).get(batch, row, head, dim) as f32;
+            // What O held lies behind the parts.
+            let held = (problem.merge == Merge::AddTo).then_some(problem.num_parts);
+            let total = held
+                .into_iter()
+                .chain(0..problem.num_parts)
+                .map(term)
+                .reduce(|sum, term| sum + term)
+                .unwrap_or(0.0);
+            let want = problem.dtype_o.round(total.into());
+            let got = operands.expect(Operand::O).get(batch, row, head, dim);
+            stat.add(Place { batch, head, row, dim, got, want }, want, 0.0);
+        }
+    }
+    Verdict { tensors: vec![stat.verdict("o", Bound { max: 0.0, rmse: 0.0 }, None)], ..Verdict::default() }
 }

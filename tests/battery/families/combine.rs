@@ -1,6 +1,6 @@
 //! Partial results, merged.
 
-use fmha_core::{CombineProblem, DType, Shape, Strides};
+use fmha_core::{CombineProblem, DType, Merge, Shape, Strides};
 
 use super::edges::data;
 use crate::case::{Body, Case, Combine, WIDE};
@@ -26,6 +26,22 @@ pub(crate) fn cases() -> Vec<Case> {
                     let name = format!("combine/{dtype_part}_to_{dtype_o}/n{num_parts}/s{seq}/d{dim}");
                     push(name, problem, Init::Normal, Room::default());
                 }
+            }
+        }
+        for dtype_o in WIDE {
+            for (num_parts, dim, merge) in [
+                (0, 40, Merge::Sum),
+                (1, 128, Merge::Sum),
+                (33, 5, Merge::Sum),
+                (0, 8, Merge::AddTo),
+                (1, 256, Merge::AddTo),
+                (3, 40, Merge::AddTo),
+            ] {
+                let rows = Shape { batch: 2, seq: 17, head: 3, dim };
+                let mut problem = CombineProblem::new(num_parts, dtype_part, dtype_o, rows).merge(merge);
+                problem.part = padded(rows, 3);
+                let name = format!("combine/{merge:?}/{dtype_part}_to_{dtype_o}/n{num_parts}/d{dim}");
+                push(name.to_lowercase(), problem, Init::Normal, Room::default());
             }
         }
         let rows = Shape { batch: 2, seq: 11, head: 3, dim: 40 };
