@@ -165,13 +165,11 @@ impl Model {
             args.seq.seqused_k = Some(DevSlice::host(&step.cached));
             args.seq.block_table =
                 Some(BlockTable { pages: DevSlice::host(step.table), max_pages: MAX_PAGES });
-            args.cache = CacheArgs {
-                k_new: Some(DevSlice::host(&k_new)),
-                v_new: Some(DevSlice::host(&v_new)),
-                cos: Some(DevSlice::host(&self.cos)),
-                sin: Some(DevSlice::host(&self.sin)),
-                tree_mask: None,
-            };
+            args.cache = CacheArgs::default()
+                .k_new(DevSlice::host(&k_new))
+                .v_new(DevSlice::host(&v_new))
+                .cos(DevSlice::host(&self.cos))
+                .sin(DevSlice::host(&self.sin));
             plan.run(&mut args, &backend.default_stream())?;
             for (x, o) in x.iter_mut().zip(layer.o.times(&o)) {
                 *x += o;
