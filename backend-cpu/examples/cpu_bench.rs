@@ -98,23 +98,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         std::io::stdin().lock().read_line(&mut line)?;
         let (start, start_cpu) = (Instant::now(), thread_seconds());
         if backward {
-            let mut args = BwdArgs {
-                q: DevSlice::host(&q),
-                k: DevSlice::host(&k),
-                v: DevSlice::host(&v),
-                o: DevSlice::host(&o),
-                lse: DevSlice::host(&lse),
-                dout: DevSlice::host(&dout),
-                dlse: None,
-                dq: DevSliceMut::host(&mut dq),
-                dk: DevSliceMut::host(&mut dk),
-                dv: DevSliceMut::host(&mut dv),
-                dbias: None,
-                dsink: None,
-                seq: fmha_core::SeqArgs::default(),
-                score: fmha_core::ScoreArgs::default(),
-                workspace: None,
-            };
+            let mut args = BwdArgs::new(
+                [DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v)],
+                [DevSlice::host(&o), DevSlice::host(&lse), DevSlice::host(&dout)],
+                [DevSliceMut::host(&mut dq), DevSliceMut::host(&mut dk), DevSliceMut::host(&mut dv)],
+            );
             bwd_plan.run(&mut args, &backend.default_stream())?;
         } else {
             run_fwd(&mut o, &mut lse)?;

@@ -313,14 +313,12 @@ fn new_rows_are_written_turned_and_queries_are_turned_to_their_positions() {
             let before = BEFORE.map(u32::cast_signed);
             let mut args = FwdArgs::new(raw.q.slice(), k.slice_mut(), v.slice_mut(), o.slice_mut());
             args.lse = Some(DevSliceMut::host(&mut lse));
-            args.seq = SeqArgs { seqused_k: Some(DevSlice::host(&before)), ..SeqArgs::default() };
-            args.cache = CacheArgs {
-                k_new: Some(k_new.slice()),
-                v_new: Some(v_new.slice()),
-                cos: Some(DevSlice::host(&cos)),
-                sin: Some(DevSlice::host(&sin)),
-                tree_mask: None,
-            };
+            args.seq = SeqArgs::default().seqused_k(DevSlice::host(&before));
+            args.cache = CacheArgs::default()
+                .k_new(k_new.slice())
+                .v_new(v_new.slice())
+                .cos(DevSlice::host(&cos))
+                .sin(DevSlice::host(&sin));
             let plan = backend.plan_fwd(&valid, &PlanOptions::default()).unwrap();
             plan.run(&mut args, &backend.default_stream()).unwrap();
             assert!(o.bytes == wanted.o.bytes && lse == wanted.lse, "{what}");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use fmha_core::{
     BwdArgs, BwdPlan, BwdProblem, DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdPlan, FwdProblem,
-    MaskSpec, PlanOptions, ScoreArgs, SeqArgs,
+    MaskSpec, PlanOptions,
 };
 use fmha_cpu::{Config, CpuBackend};
 
@@ -60,23 +60,11 @@ impl Calls {
         let mut args = FwdArgs::new(inputs[0], inputs[1], inputs[2], DevSliceMut::host(&mut o));
         args.lse = Some(DevSliceMut::host(&mut lse));
         self.fwd.run(&mut args, &self.device.default_stream()).unwrap();
-        let mut args = BwdArgs {
-            q: inputs[0],
-            k: inputs[1],
-            v: inputs[2],
-            o: DevSlice::host(&o),
-            lse: DevSlice::host(&lse),
-            dout: inputs[0],
-            dlse: None,
-            dq: DevSliceMut::host(&mut dq),
-            dk: DevSliceMut::host(&mut dk),
-            dv: DevSliceMut::host(&mut dv),
-            dbias: None,
-            dsink: None,
-            seq: SeqArgs::default(),
-            score: ScoreArgs::default(),
-            workspace: None,
-        };
+        let mut args = BwdArgs::new(
+            [inputs[0], inputs[1], inputs[2]],
+            [DevSlice::host(&o), DevSlice::host(&lse), inputs[0]],
+            [DevSliceMut::host(&mut dq), DevSliceMut::host(&mut dk), DevSliceMut::host(&mut dv)],
+        );
         self.bwd.run(&mut args, &self.device.default_stream()).unwrap();
         [o, dq, dk, dv]
     }

@@ -283,8 +283,7 @@ fn combined_halves_are_the_whole() {
         let (mut o, mut lse) = (empty_o.clone(), empty_lse.clone());
         let parts = [(&left.o, &left.lse), (&empty_o, &empty_lse), (&right.o, &right.lse)]
             .map(|(o, lse)| PartialResult { o: o.slice(), lse: DevSlice::host(lse) });
-        let mut args =
-            CombineArgs { parts: &parts, o: o.slice_mut(), lse: Some(DevSliceMut::host(&mut lse)) };
+        let mut args = CombineArgs::new(&parts, o.slice_mut()).lse(DevSliceMut::host(&mut lse));
         let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
         plan.run(&mut args, &backend.default_stream()).unwrap();
         for (ours, expected) in lse.iter().zip(&expected.lse) {
@@ -468,7 +467,7 @@ fn the_lse_of_parts_is_none_where_one_of_them_has_none() {
     let backend = backend(Isa::Portable, 1);
     let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
     let (o_slice, lse_slice) = (DevSliceMut::host(&mut o), DevSliceMut::host(&mut lse));
-    let mut args = CombineArgs { parts: &parts, o: o_slice, lse: Some(lse_slice) };
+    let mut args = CombineArgs::new(&parts, o_slice).lse(lse_slice);
     plan.run(&mut args, &backend.default_stream()).unwrap();
     assert!([0, 1, 3].iter().all(|&row| lse[row].is_nan()) && lse[2] == infinity, "{lse:?}");
     assert!([0, 1, 3].iter().all(|&row| o[2 * row].is_nan()) && o[4] == 0.0, "{o:?}");
@@ -527,10 +526,8 @@ fn wrong_requests_are_refused_by_name_and_number() {
     let valid = group.problem.clone().validate().unwrap();
     group.cu_q[1] = 9;
     let plan = backend.plan_fwd(&valid, &PlanOptions::default()).unwrap();
-    let mut args = fmha_core::FwdArgs {
-        seq: group.seq(),
-        ..fmha_core::FwdArgs::new(group.q.slice(), group.k.slice(), group.v.slice(), o.slice_mut())
-    };
+    let mut args = fmha_core::FwdArgs::new(group.q.slice(), group.k.slice(), group.v.slice(), o.slice_mut())
+        .seq(group.seq());
     let text = plan.run(&mut args, &backend.default_stream()).unwrap_err().to_string();
     assert!(text.contains("cu_seqlens_q[1] 9"), "{text}");
 }

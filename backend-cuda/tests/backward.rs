@@ -95,7 +95,7 @@ impl Host {
     }
 
     fn seq(&self) -> SeqArgs<'_> {
-        let mut seq = SeqArgs { totals: self.totals, ..SeqArgs::default() };
+        let mut seq = SeqArgs::default().totals(self.totals);
         if let Some([q, k]) = &self.cu {
             (seq.cu_seqlens_q, seq.cu_seqlens_k) = (Some(DevSlice::host(q)), Some(DevSlice::host(k)));
         }
@@ -129,23 +129,12 @@ impl Host {
     fn reference(&self, precision: Precision) -> Backward {
         let mut grads = [self.q.clone(), self.k.clone(), self.v.clone()];
         let [dq, dk, dv] = &mut grads;
-        let args = BwdArgs {
-            q: DevSlice::host(&self.q),
-            k: DevSlice::host(&self.k),
-            v: DevSlice::host(&self.v),
-            o: DevSlice::host(&self.o),
-            lse: DevSlice::host(&self.lse),
-            dout: DevSlice::host(&self.dout),
-            dlse: None,
-            dq: DevSliceMut::host(dq),
-            dk: DevSliceMut::host(dk),
-            dv: DevSliceMut::host(dv),
-            dbias: None,
-            dsink: None,
-            seq: self.seq(),
-            score: fmha_core::ScoreArgs::default(),
-            workspace: None,
-        };
+        let args = BwdArgs::new(
+            [DevSlice::host(&self.q), DevSlice::host(&self.k), DevSlice::host(&self.v)],
+            [DevSlice::host(&self.o), DevSlice::host(&self.lse), DevSlice::host(&self.dout)],
+            [DevSliceMut::host(dq), DevSliceMut::host(dk), DevSliceMut::host(dv)],
+        )
+        .seq(self.seq());
         backward(&self.problem.clone().validate().unwrap(), &args, precision).unwrap()
     }
 
@@ -171,27 +160,17 @@ impl Host {
             memory.upload(&vec![0xff; workspace.bytes() as usize], workspace).unwrap();
         }
         let [dq, dk, dv] = &mut grads;
-        let mut seq = SeqArgs { totals: self.totals, ..SeqArgs::default() };
+        let mut seq = SeqArgs::default().totals(self.totals);
         if let Some([q, k]) = &cu {
             (seq.cu_seqlens_q, seq.cu_seqlens_k) = (Some(q.slice()), Some(k.slice()));
         }
-        let mut args = BwdArgs {
-            q: q.slice(),
-            k: k.slice(),
-            v: v.slice(),
-            o: o.slice(),
-            lse: lse.slice(),
-            dout: dout.slice(),
-            dlse: None,
-            dq: dq.slice_mut(),
-            dk: dk.slice_mut(),
-            dv: dv.slice_mut(),
-            dbias: None,
-            dsink: None,
-            seq,
-            score: fmha_core::ScoreArgs::default(),
-            workspace: workspace.as_mut().map(DevBuffer::slice_mut),
-        };
+        let mut args = BwdArgs::new(
+            [q.slice(), k.slice(), v.slice()],
+            [o.slice(), lse.slice(), dout.slice()],
+            [dq.slice_mut(), dk.slice_mut(), dv.slice_mut()],
+        )
+        .seq(seq)
+        .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
         plan.run(&mut args, &backend.default_stream()).unwrap();
         backend.synchronize().unwrap();
         let lengths = [self.q.len(), self.k.len(), self.v.len()];

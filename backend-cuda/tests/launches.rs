@@ -8,8 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdArgs, BwdPlan, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut,
-    Device, Dims, ElementwiseBias, FwdArgs, FwdProblem, PlanOptions, ScoreArgs, SeqArgs, Shape, Strides,
-    Totals,
+    Device, Dims, ElementwiseBias, FwdArgs, FwdProblem, PlanOptions, Shape, Strides, Totals,
 };
 use fmha_cuda::emulated_launches;
 
@@ -87,23 +86,13 @@ fn launches_of(backend: &Device, plan: &BwdPlan, off: u64) -> usize {
     };
     let (bias, mut dbias) = (room(bias_elems), room(bias_elems));
     let mut workspace = backend.memory().workspace(plan.workspace()).unwrap();
-    let mut args = BwdArgs {
-        q: q_room.read(),
-        k: k_room.read(),
-        v: v_room.read(),
-        o: o_room.read(),
-        lse: lse.read(),
-        dout: dout.read(),
-        dlse: None,
-        dq: dq.written(),
-        dk: dk.written(),
-        dv: dv.written(),
-        dbias: problem.dbias.map(|_| dbias.written()),
-        dsink: None,
-        seq: SeqArgs::default(),
-        score: ScoreArgs::default(),
-        workspace: workspace.as_mut().map(DevBuffer::slice_mut),
-    };
+    let mut args = BwdArgs::new(
+        [q_room.read(), k_room.read(), v_room.read()],
+        [o_room.read(), lse.read(), dout.read()],
+        [dq.written(), dk.written(), dv.written()],
+    )
+    .dbias(problem.dbias.map(|_| dbias.written()))
+    .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
     args.score.bias = problem.dbias.map(|_| bias.read());
     let _ = emulated_launches();
     plan.run(&mut args, &backend.default_stream()).unwrap();

@@ -196,7 +196,7 @@ fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
             let mut out = backend.memory().alloc(o[0].len() as u64).unwrap();
             let mut out_lse = backend.memory().alloc(120).unwrap();
             let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
-            let mut args = CombineArgs { parts: &parts, o: out.slice_mut(), lse: Some(out_lse.slice_mut()) };
+            let mut args = CombineArgs::new(&parts, out.slice_mut()).lse(out_lse.slice_mut());
             plan.run(&mut args, &backend.default_stream()).unwrap();
 
             let host: Vec<_> = o
@@ -204,7 +204,7 @@ fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
                 .zip(&lse)
                 .map(|(o, lse)| PartialResult { o: DevSlice::host(o), lse: DevSlice::host(lse) })
                 .collect();
-            let args = CombineArgs { parts: &host, o: DevSliceMut::host::<u8>(&mut []), lse: None };
+            let args = CombineArgs::new(&host, DevSliceMut::host::<u8>(&mut []));
             let (want_o, want_lse) = combine(&problem, &args).unwrap();
             agrees(dtype, &download(&backend, &out), &want_o, 2.0 * dtype.unit_roundoff());
             for (ours, theirs) in download(&backend, &out_lse).chunks_exact(4).zip(want_lse) {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use fmha::{Bias, BwdArgs, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, SeqArgs, Strides};
+use fmha::{Bias, BwdArgs, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, Strides};
 use fmha_conformance::tensor::{Operand, Operands};
 use fmha_dist::{BwdPlan, FwdPlan, Group, Links, Options, Partition, Problem, Rendezvous, Scheme, connect};
 
@@ -139,15 +139,13 @@ impl RankArgs {
         };
         let [q, k, v] = [Operand::Q, Operand::K, Operand::V].map(of);
         let [q, k, v] = [&q, &k, &v].map(|bytes| DevSlice::host(&bytes[..]));
-        let score = fmha::ScoreArgs {
-            bias: None,
-            alibi_slopes: operands.input(Operand::AlibiSlopes),
-            sink: operands.input(Operand::Sink),
-            descale_q: operands.input(Operand::DescaleQ),
-            descale_k: operands.input(Operand::DescaleK),
-            descale_v: operands.input(Operand::DescaleV),
-            dropout: setup.dropout,
-        };
+        let score = fmha::ScoreArgs::default()
+            .alibi_slopes(operands.input(Operand::AlibiSlopes))
+            .sink(operands.input(Operand::Sink))
+            .descale_q(operands.input(Operand::DescaleQ))
+            .descale_k(operands.input(Operand::DescaleK))
+            .descale_v(operands.input(Operand::DescaleV))
+            .dropout(setup.dropout);
         let stream = device.default_stream();
         let write = |operand: Operand, bytes: &[u8]| {
             let path = folder.join(format!("{rank}.{operand:?}"));
@@ -177,25 +175,8 @@ impl RankArgs {
                 let seconds = fastest(&*group, || {
                     let [dq, dk, dv] = grads.each_mut().map(|bytes| DevSliceMut::host(&mut bytes[..]));
                     let dsink = wanted.1.then(|| DevSliceMut::host(&mut sinks));
-                    let (dlse, dbias, seq, workspace) = (None, None, SeqArgs::default(), None);
                     plan.run(
-                        &mut BwdArgs {
-                            q,
-                            k,
-                            v,
-                            o,
-                            lse,
-                            dout,
-                            dlse,
-                            dq,
-                            dk,
-                            dv,
-                            dbias,
-                            dsink,
-                            seq,
-                            score,
-                            workspace,
-                        },
+                        &mut BwdArgs::new([q, k, v], [o, lse, dout], [dq, dk, dv]).dsink(dsink).score(score),
                         &stream,
                     )
                 })?;

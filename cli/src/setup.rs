@@ -80,18 +80,16 @@ impl Setup {
         fn host(lengths: &Option<Vec<i32>>) -> Option<DevSlice<'_>> {
             lengths.as_deref().map(DevSlice::host)
         }
-        SeqArgs {
-            totals: self.totals(),
-            block_table: self.cache.num_pages.map(|_| BlockTable {
+        SeqArgs::default()
+            .totals(self.totals())
+            .block_table(self.cache.num_pages.map(|_| BlockTable {
                 pages: DevSlice::host(&self.cache.block_table),
                 max_pages: self.cache.max_pages,
-            }),
-            cu_seqlens_new: None,
-            cu_seqlens_q: host(&self.cu_seqlens_q),
-            cu_seqlens_k: host(&self.cu_seqlens_k),
-            seqused_q: host(&self.seqused_q),
-            seqused_k: host(&self.seqused_k),
-        }
+            }))
+            .cu_seqlens_q(host(&self.cu_seqlens_q))
+            .cu_seqlens_k(host(&self.cu_seqlens_k))
+            .seqused_q(host(&self.seqused_q))
+            .seqused_k(host(&self.seqused_k))
     }
 
     /// What the problem itself wishes of its plan, beside what the command does.

@@ -21,12 +21,10 @@ const DIMS: Dims = Dims {
 fn said_of(cu_seqlens_q: &[i32]) -> String {
     let problem = FwdProblem::group(DType::F32, DIMS);
     let good = [0, 4, 8];
-    let seq = fmha::SeqArgs {
-        totals: fmha::Totals::packed(8, 8),
-        cu_seqlens_q: Some(DevSlice::host(cu_seqlens_q)),
-        cu_seqlens_k: Some(DevSlice::host(&good)),
-        ..fmha::SeqArgs::default()
-    };
+    let seq = fmha::SeqArgs::default()
+        .totals(fmha::Totals::packed(8, 8))
+        .cu_seqlens_q(DevSlice::host(cu_seqlens_q))
+        .cu_seqlens_k(DevSlice::host(&good));
     spans(&problem, &seq).map(drop).unwrap_err().to_string()
 }
 

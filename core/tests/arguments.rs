@@ -28,6 +28,12 @@ fn args() -> FwdArgs<'static> {
     FwdArgs::new(input(0x10000, 192), input(0x20000, 160), input(0x30000, 160), output(0x40000, 192))
 }
 
+fn changed(change: impl FnOnce(&mut FwdArgs<'static>)) -> FwdArgs<'static> {
+    let mut args = args();
+    change(&mut args);
+    args
+}
+
 fn refusal(problem: FwdProblem, args: &FwdArgs<'_>) -> String {
     let problem = problem.validate().unwrap();
     check_fwd(&problem, args, Workspace::NONE, MemorySpace::Host).unwrap_err().text
@@ -42,21 +48,21 @@ fn arguments_that_fit_pass() {
 #[test]
 fn short_misplaced_missing_and_superfluous_arguments_are_named() {
     let problem = FwdProblem::batch(DType::F32, DIMS);
-    let short = FwdArgs { k: input(0x20000, 159).into(), ..args() };
+    let short = changed(|args| args.k = input(0x20000, 159).into());
     assert_eq!(refusal(problem.clone(), &short), "k has 636 bytes, but its extents and strides reach 640");
-    let odd = FwdArgs { v: input(0x30002, 160).into(), ..args() };
+    let odd = changed(|args| args.v = input(0x30002, 160).into());
     assert_eq!(
         refusal(problem.clone(), &odd),
         "v starts at 0x30002, which is no multiple of the 4 bytes that it is aligned to"
     );
-    let superfluous = FwdArgs { lse: Some(output(0x50000, 24)), ..args() };
+    let superfluous = args().lse(output(0x50000, 24));
     assert_eq!(refusal(problem.clone(), &superfluous), "lse is given, but the problem has none");
 
     let mut with_lse = problem.clone();
     with_lse.write_lse = true;
     assert_eq!(refusal(with_lse.clone(), &args()), "lse is missing: 96 bytes are wanted");
     assert_eq!(
-        refusal(with_lse, &FwdArgs { lse: Some(output(0x50000, 23)), ..args() }),
+        refusal(with_lse, &args().lse(output(0x50000, 23))),
         "lse has 92 bytes, but its extents and strides reach 96"
     );
     let mut group = FwdProblem::group(DType::F32, DIMS);
@@ -77,17 +83,17 @@ fn short_misplaced_missing_and_superfluous_arguments_are_named() {
 #[test]
 fn an_output_over_an_input_or_another_output_is_refused() {
     let problem = FwdProblem::batch(DType::F32, DIMS);
-    let over_v = FwdArgs { o: output(0x30000 + 636, 192), ..args() };
+    let over_v = changed(|args| args.o = output(0x30000 + 636, 192));
     assert!(refusal(problem.clone(), &over_v).starts_with("o (768 bytes at 0x3027c) overlaps v (640 bytes"));
     let mut with_lse = problem;
     with_lse.write_lse = true;
-    let lse_in_o = FwdArgs { lse: Some(output(0x40000 + 4, 24)), ..args() };
+    let lse_in_o = args().lse(output(0x40000 + 4, 24));
     assert!(refusal(with_lse, &lse_in_o).contains("overlaps"));
     // One row of O among K's three: the stride from row to row, which nothing uses, steps over none of them.
     let dims = Dims { batch: 1, seqlen_q: 1, seqlen_k: 3, num_heads_q: 1, num_heads_kv: 1, ..DIMS };
     let mut one_row = FwdProblem::batch(DType::F32, dims);
     one_row.strides.o.seq = 960;
-    let in_k = FwdArgs { o: output(0x20000 + 12 * 4, 8), ..args() };
+    let in_k = changed(|args| args.o = output(0x20000 + 12 * 4, 8));
     assert!(refusal(one_row, &in_k).starts_with("o (32 bytes at 0x20030) overlaps k (96 bytes"));
 }
 
@@ -96,10 +102,18 @@ fn tensors_that_touch_end_to_end_share_no_byte() {
     let problem = FwdProblem::batch(DType::F32, DIMS).validate().unwrap();
     // O begins where K ends, and ends where V begins.
     let (k, o, v) = (0x20000, 0x20000 + 640, 0x20000 + 640 + 768);
-    let touching = FwdArgs { k: input(k, 160).into(), v: input(v, 160).into(), o: output(o, 192), ..args() };
+    let touching = changed(|args| {
+        args.k = input(k, 160).into();
+        args.v = input(v, 160).into();
+        args.o = output(o, 192);
+    });
     check_fwd(&problem, &touching, Workspace::NONE, MemorySpace::Host).unwrap();
     for o in [o - 4, o + 4] {
-        let over = FwdArgs { o: output(o, 192), k: input(k, 160).into(), v: input(v, 160).into(), ..args() };
+        let over = changed(|args| {
+            args.o = output(o, 192);
+            args.k = input(k, 160).into();
+            args.v = input(v, 160).into();
+        });
         assert!(refusal((*problem).clone(), &over).contains("overlaps"));
     }
 }
@@ -110,7 +124,7 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
     let dims = Dims { num_heads_kv: 4, ..DIMS };
     let rows = Strides { batch: 192, seq: 64, head: 8, dim: 1 };
     let types = FwdProblem::batch(DType::F16, dims).dtype_o(DType::F32).strides_q(rows).strides_o(rows);
-    let behind = FwdArgs { o: output(0x10000 + 128, 400), ..args() };
+    let behind = changed(|args| args.o = output(0x10000 + 128, 400));
     assert!(
         refusal(types, &behind).starts_with("o (1408 bytes at 0x10080) overlaps q (704 bytes at 0x10000)")
     );
@@ -120,7 +134,10 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
     let rows = Strides { batch: 320, seq: 96, head: 8, dim: 1 };
     let batches = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::F32, dims);
     let batches = batches.clone().strides_k(rows).strides_o(rows);
-    let mut behind = FwdArgs { o: output(0x20000 + 128, 600), k: input(0x20000, 600).into(), ..args() };
+    let mut behind = changed(|args| {
+        args.o = output(0x20000 + 128, 600);
+        args.k = input(0x20000, 600).into();
+    });
     (behind.seq.totals.total_q, behind.seq.cu_seqlens_q) = (Some(6), Some(input(0x50000, 3)));
     behind.v = input(0x30000, 192).into();
     assert!(
@@ -136,7 +153,12 @@ fn tensors_of_one_head_and_one_sequence_interleave_whatever_steps_between_others
         .strides_k(Strides { batch: 5, seq: 16, head: 3, dim: 1 })
         .strides_o(Strides { batch: 999, seq: 16, head: 777, dim: 1 });
     let problem = problem.validate().unwrap();
-    let between = |o| FwdArgs { o: output(o, 40), k: input(0x20000, 40).into(), ..args() };
+    let between = |o| {
+        changed(|args| {
+            args.o = output(o, 40);
+            args.k = input(0x20000, 40).into();
+        })
+    };
     let check = |args: &FwdArgs<'_>| check_fwd(&problem, args, Workspace::NONE, MemorySpace::Host);
     assert_eq!(check(&between(0x20000 + 32)), Ok(()));
     assert!(check(&between(0x20000 + 28)).unwrap_err().text.contains("overlaps"));
@@ -149,12 +171,9 @@ fn gradients(dims: Dims, [dk, dv]: [usize; 2], [q_row, kv_row]: [i64; 2]) -> Opt
     let strides = |row| Strides { batch: 3 * row, seq: row, head: i64::from(dims.head_dim_qk), dim: 1 };
     (problem.dq, problem.dk, problem.dv) = (strides(q_row), strides(kv_row), strides(kv_row));
     let address = |elems: usize| 0x70000 + elems * 4;
-    let args = BwdArgs {
-        dq: output(address(0), 7000),
-        dk: output(address(dk), 600),
-        dv: output(address(dv), 600),
-        ..bwd_args()
-    };
+    let mut args = bwd_args();
+    (args.dq, args.dk, args.dv) =
+        (output(address(0), 7000), output(address(dk), 600), output(address(dv), 600));
     let checked = check_bwd(&problem.validate().unwrap(), &args, Workspace::NONE, MemorySpace::Host);
     checked.err().map(|error| format!("{}: {}", error.field, error.text))
 }
@@ -249,18 +268,11 @@ fn gradients_in_any_fused_buffer_are_apart_and_one_element_nearer_collide() {
                     let base = 0x1000_0000_0000;
                     let slice = |elems: usize| output(base + elems * dtype.size_bytes() as usize, 1 << 40);
                     let read = |nth: usize| input(nth << 40, 1 << 37);
-                    let args = BwdArgs {
-                        q: read(1),
-                        k: read(2),
-                        v: read(3),
-                        o: read(4),
-                        lse: read(5),
-                        dout: read(6),
-                        dq: slice(0),
-                        dk: slice(dk),
-                        dv: slice(dv),
-                        ..bwd_args()
-                    };
+                    let args = BwdArgs::new(
+                        [1, 2, 3].map(read),
+                        [4, 5, 6].map(read),
+                        [slice(0), slice(dk), slice(dv)],
+                    );
                     check_bwd(&problem, &args, Workspace::NONE, MemorySpace::Host)
                 };
                 assert_eq!(check(places), Ok(()), "{name} {dims:?}");
@@ -347,22 +359,21 @@ fn a_tensor_of_no_elements_may_lie_inside_another_or_nowhere() {
     let problem = FwdProblem::batch(DType::F32, Dims { seqlen_q: 0, ..DIMS });
     let problem = problem.write_lse(true).validate().unwrap();
     for address in [0, 0x20004] {
-        let args = FwdArgs { q: input(address, 0), o: none(address), lse: Some(none(address)), ..args() };
+        let args = changed(|args| {
+            args.q = input(address, 0);
+            args.o = none(address);
+            args.lse = Some(none(address));
+        });
         assert_eq!(check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host), Ok(()));
     }
     let mut problem = BwdProblem::new(FwdProblem::batch(DType::F32, Dims { seqlen_q: 0, ..DIMS }));
     problem.has_dlse = true;
     let problem = problem.validate().unwrap();
     for address in [0, 0x72004] {
-        let args = BwdArgs {
-            q: input(address, 0),
-            o: input(address, 0),
-            lse: input(address, 0),
-            dout: input(address, 0),
-            dlse: Some(input(address, 0)),
-            dq: none(address),
-            ..bwd_args()
-        };
+        let mut args = bwd_args().dlse(input(address, 0));
+        (args.q, args.o, args.lse, args.dout) =
+            (input(address, 0), input(address, 0), input(address, 0), input(address, 0));
+        args.dq = none(address);
         assert_eq!(check_bwd(&problem, &args, Workspace::NONE, MemorySpace::Host), Ok(()));
     }
 }
@@ -376,7 +387,7 @@ fn totals_are_checked_with_the_tensors_that_have_them() {
     // b·h·s·d of 6 rows: heads are 6 rows apart, whatever the number of rows turns out to be.
     group.strides.o = Strides { batch: 0, seq: 8, head: 6 * 8, dim: 1 };
     let packed = |totals| {
-        let mut args = FwdArgs { o: output(0x40000, 4000), ..args() };
+        let mut args = changed(|args| args.o = output(0x40000, 4000));
         (args.seq.totals, args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) =
             (totals, Some(lengths), Some(lengths));
         args
@@ -521,9 +532,9 @@ fn a_workspace_is_there_where_it_is_wanted_and_shares_no_byte() {
     let check = |args: &FwdArgs<'_>, wanted| check_fwd(&problem, args, wanted, MemorySpace::Host);
     let wanted = Workspace::zeroed(256);
     assert_eq!(check(&args(), wanted).unwrap_err().text, "workspace is missing: 256 bytes are wanted");
-    let short = FwdArgs { workspace: Some(output(0x50000, 63)), ..args() };
+    let short = args().workspace(output(0x50000, 63));
     assert_eq!(check(&short, wanted).unwrap_err().field, "workspace");
-    let over_q = FwdArgs { workspace: Some(output(0x10000, 64)), ..args() };
+    let over_q = args().workspace(output(0x10000, 64));
     assert!(check(&over_q, wanted).unwrap_err().text.contains("overlaps"));
     // One allocation serves plans with and without.
     assert_eq!(check(&over_q, Workspace::NONE), Ok(()));
@@ -636,7 +647,10 @@ fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
         .strides_v(plain.strides.k)
         .append(Append::batch(&plain, 2));
     let appended = |v_new| {
-        let mut args = FwdArgs { k: output(0x20000, 160).into(), v: CacheSlice::InK, ..args() };
+        let mut args = changed(|args| {
+            args.k = output(0x20000, 160).into();
+            args.v = CacheSlice::InK;
+        });
         args.seq.seqused_k = Some(input(0x50000, 2));
         (args.cache.k_new, args.cache.v_new) = (Some(input(0x51000, 64)), v_new);
         args
@@ -671,7 +685,10 @@ fn k_and_v_are_read_appended_to_or_in_ks_rows_as_the_problem_has_it() {
         (&append_in_k, appends(k), appends(v), "v is not in K's rows"),
     ];
     for (problem, k, v, wanted) in table {
-        let mut args = FwdArgs { k, v, ..args() };
+        let mut args = changed(|args| {
+            args.k = k;
+            args.v = v;
+        });
         args.seq.seqused_k = problem.layout.seqused_k.then(|| input(0x50000, 2));
         assert_eq!(refusal(problem.clone(), &args), format!("{wanted}, as the problem has it"));
     }
@@ -684,7 +701,7 @@ fn combine_arguments_that_do_not_fit_are_named() {
     let problem = problem.validate().unwrap();
     let part = |o, lse| PartialResult { o: input(0x10000, o), lse: input(0x20000, lse) };
     let check = |parts: &[PartialResult<'_>], o, lse| {
-        let args = CombineArgs { parts, o, lse };
+        let args = CombineArgs::new(parts, o).lse(lse);
         check_combine(&problem, &args, MemorySpace::Host).map_err(|error| error.text)
     };
     let lse = |elems| Some(output(0x40000, elems));

@@ -129,13 +129,11 @@ fn keys_lie_in_the_same_places() {
         let mut problem = FwdProblem::new(QLayout::Batch, layout, DType::F32, dims);
         let (packed, paged) = (layout == KvLayout::Packed, layout.page_size().is_some());
         problem.layout.seqused_k = !packed;
-        let seq = SeqArgs {
-            totals: Totals { total_k: packed.then_some(11), num_pages: paged.then_some(10), ..Totals::NONE },
-            cu_seqlens_k: packed.then(|| DevSlice::host(&cu_seqlens_k)),
-            seqused_k: (!packed).then(|| DevSlice::host(&seqused_k)),
-            block_table: paged.then(|| BlockTable { pages: DevSlice::host(&table), max_pages: 7 }),
-            ..SeqArgs::default()
-        };
+        let seq = SeqArgs::default()
+            .totals(Totals { total_k: packed.then_some(11), num_pages: paged.then_some(10), ..Totals::NONE })
+            .cu_seqlens_k(packed.then(|| DevSlice::host(&cu_seqlens_k)))
+            .seqused_k((!packed).then(|| DevSlice::host(&seqused_k)))
+            .block_table(paged.then(|| BlockTable { pages: DevSlice::host(&table), max_pages: 7 }));
         let rows = KvRows::of(&problem, &seq).unwrap();
         for span in spans(&problem, &seq).unwrap() {
             for j in 0..span.seqlen_k {

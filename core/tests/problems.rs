@@ -156,13 +156,7 @@ proptest! {
         };
         let mut problem = FwdProblem::group(DType::F32, dims);
         problem.layout.seqused_k = true;
-        let args = SeqArgs {
-            totals: Totals::packed(10, 11),
-            cu_seqlens_q: Some(DevSlice::host(&cu_q)),
-            cu_seqlens_k: Some(DevSlice::host(&cu_k)),
-            seqused_k: Some(DevSlice::host(&used)),
-            ..SeqArgs::default()
-        };
+        let args = SeqArgs::default().totals(Totals::packed(10, 11)).cu_seqlens_q(DevSlice::host(&cu_q)).cu_seqlens_k(DevSlice::host(&cu_k)).seqused_k(DevSlice::host(&used));
         match spans(&problem, &args) {
             Ok(spans) => for span in spans {
                 prop_assert!(span.q_row + span.seqlen_q <= 10 && span.seqlen_q <= 6);

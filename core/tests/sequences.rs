@@ -23,12 +23,10 @@ const DIMS: Dims = Dims {
 fn packed_sequences_lie_one_after_another_and_so_do_their_rows_of_lse() {
     let problem = FwdProblem::group(DType::F16, DIMS);
     let (cu_q, cu_k) = ([0, 3, 7], [1, 6, 8]);
-    let seq = SeqArgs {
-        totals: Totals::packed(9, 8),
-        cu_seqlens_q: Some(DevSlice::host(&cu_q)),
-        cu_seqlens_k: Some(DevSlice::host(&cu_k)),
-        ..SeqArgs::default()
-    };
+    let seq = SeqArgs::default()
+        .totals(Totals::packed(9, 8))
+        .cu_seqlens_q(DevSlice::host(&cu_q))
+        .cu_seqlens_k(DevSlice::host(&cu_k));
     let spans = spans(&problem, &seq).unwrap();
     let places: Vec<_> = spans.iter().map(|s| (s.q_row, s.seqlen_q, s.k_row, s.seqlen_k)).collect();
     assert_eq!(places, [(0, 3, 1, 5), (3, 4, 6, 2)]);
@@ -37,11 +35,7 @@ fn packed_sequences_lie_one_after_another_and_so_do_their_rows_of_lse() {
     assert_eq!(spans[1].lse_index(&problem, 2, 1), 2 * 9 + 3 + 1);
     // One offset too few on either side.
     for (cu_q, cu_k, name) in [(&cu_q[..2], &cu_k[..], "cu_seqlens_q"), (&cu_q, &cu_k[..2], "cu_seqlens_k")] {
-        let seq = SeqArgs {
-            cu_seqlens_q: Some(DevSlice::host(cu_q)),
-            cu_seqlens_k: Some(DevSlice::host(cu_k)),
-            ..seq
-        };
+        let seq = seq.cu_seqlens_q(DevSlice::host(cu_q)).cu_seqlens_k(DevSlice::host(cu_k));
         let error = fmha_core::seq::spans(&problem, &seq).unwrap_err().to_string();
         assert!(error.contains(name) && error.contains('8'), "{error}");
     }
@@ -61,12 +55,10 @@ fn appended() -> FwdProblem {
 }
 
 fn pages<'a>(used: &'a [i32], table: &'a [i32]) -> SeqArgs<'a> {
-    SeqArgs {
-        totals: Totals { num_pages: Some(5), ..Totals::NONE },
-        seqused_k: Some(DevSlice::host(used)),
-        block_table: Some(BlockTable { pages: DevSlice::host(table), max_pages: 3 }),
-        ..SeqArgs::default()
-    }
+    SeqArgs::default()
+        .totals(Totals { num_pages: Some(5), ..Totals::NONE })
+        .seqused_k(DevSlice::host(used))
+        .block_table(BlockTable { pages: DevSlice::host(table), max_pages: 3 })
 }
 
 #[test]
@@ -100,11 +92,11 @@ fn packed_new_keys_lie_one_after_another() {
 fn new_keys_are_refused_where_a_packed_cache_has_no_row_left() {
     let problem = FwdProblem::new(QLayout::Batch, KvLayout::Packed, DType::F16, DIMS);
     let problem = problem.clone().seqused_k(true).append(Append::batch(&problem, 3));
-    let seq = |cu: &'static [i32; 3]| SeqArgs {
-        totals: Totals { total_k: Some(10), ..Totals::NONE },
-        cu_seqlens_k: Some(DevSlice::host(cu)),
-        seqused_k: Some(DevSlice::host(&[3, 1])),
-        ..SeqArgs::default()
+    let seq = |cu: &'static [i32; 3]| {
+        SeqArgs::default()
+            .totals(Totals { total_k: Some(10), ..Totals::NONE })
+            .cu_seqlens_k(DevSlice::host(cu))
+            .seqused_k(DevSlice::host(&[3, 1]))
     };
     spans(&problem, &seq(&[0, 6, 10])).unwrap();
     let error = spans(&problem, &seq(&[0, 6, 9])).unwrap_err().to_string();
@@ -121,15 +113,13 @@ fn a_tree_mask_has_a_bit_for_each_query_and_each_of_the_last_keys() {
     };
     let words: Vec<u32> =
         (0..2).flat_map(|batch| (0..40).flat_map(move |i| [word(batch, i, 0), word(batch, i, 32)])).collect();
-    let cache = CacheArgs { tree_mask: Some(DevSlice::host(&words)), ..CacheArgs::default() };
+    let cache = CacheArgs::default().tree_mask(DevSlice::host(&words));
     // Queries packed or not: their rows of the mask lie one after another.
     let packed = problem.clone().q_layout(QLayout::Packed);
     let offsets = [0, 40, 80];
-    let in_a_pack = SeqArgs {
-        totals: Totals { total_q: Some(80), ..Totals::NONE },
-        cu_seqlens_q: Some(DevSlice::host(&offsets)),
-        ..SeqArgs::default()
-    };
+    let in_a_pack = SeqArgs::default()
+        .totals(Totals { total_q: Some(80), ..Totals::NONE })
+        .cu_seqlens_q(DevSlice::host(&offsets));
     for (problem, seq) in [(problem, SeqArgs::default()), (packed, in_a_pack)] {
         let tree = TreeMask::of(&problem, &cache, &seq).unwrap();
         for span in spans(&problem, &seq).unwrap() {

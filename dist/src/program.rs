@@ -343,23 +343,10 @@ impl Executor<'_> {
                         else {
                             return Ok(());
                         };
-                        let mut args = BwdArgs {
-                            q,
-                            k,
-                            v,
-                            o,
-                            lse,
-                            dout,
-                            dlse: None,
-                            dq,
-                            dk,
-                            dv,
-                            dbias: None,
-                            dsink: slices.next(),
-                            seq: fmha::SeqArgs::default(),
-                            score: self.score(step.score, step.plan.problem().fwd()),
-                            workspace: workspace.as_mut().map(DevBuffer::slice_mut),
-                        };
+                        let mut args = BwdArgs::new([q, k, v], [o, lse, dout], [dq, dk, dv])
+                            .dsink(slices.next())
+                            .score(self.score(step.score, step.plan.problem().fwd()))
+                            .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
                         step.plan.run(&mut args, stream)
                     })
                 }
@@ -372,7 +359,7 @@ impl Executor<'_> {
                         .map(|[o, lse]| PartialResult { o, lse })
                         .collect();
                     let lse = plan.problem().write_lse.then(|| to_lse.skip(lse.1));
-                    plan.run(&mut CombineArgs { parts: &parts, o: to_o.skip(o.1), lse }, stream)
+                    plan.run(&mut CombineArgs::new(&parts, to_o.skip(o.1)).lse(lse), stream)
                 }),
                 Step::Sum { plan, terms, to } => buffers.with(&[to.0], |buffers, taken| {
                     let mut slice = taken[0].slice_mut();

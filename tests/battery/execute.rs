@@ -58,11 +58,8 @@ pub fn run_combine(backend: &Device, plan: &CombinePlan, host: &mut HostCombine)
                 Ok(PartialResult { o, lse: views.input(Operand::PartLse(part))? })
             })
             .collect::<Result<Vec<_>>>()?;
-        let mut args = CombineArgs {
-            parts: &parts,
-            o: views.output(Operand::O)?,
-            lse: views.outputs.remove(&Operand::Lse),
-        };
+        let mut args =
+            CombineArgs::new(&parts, views.output(Operand::O)?).lse(views.outputs.remove(&Operand::Lse));
         plan.run(&mut args, &backend.default_stream())
     })?;
     backend.synchronize()?;
@@ -203,19 +200,19 @@ impl<'a> Resident<'a> {
             } else {
                 (views.get(Operand::K).map(Into::into), views.get(Operand::V).map(Into::into))
             };
-            let mut args = FwdArgs {
-                q: views.input(Operand::Q)?,
-                k: k.unwrap_or(CacheSlice::InK),
-                v: v.unwrap_or(CacheSlice::InK),
-                o: views.output(Operand::O)?,
-                lse: views.outputs.remove(&Operand::Lse),
-                seq: seq_of(facts, |operand| views.get(operand)),
-                score: score_of(dropout, |operand| views.get(operand)),
-                cache: cache_of(|operand| views.get(operand)),
-                scale_o: views.get(Operand::ScaleO),
-                keep_mask: views.outputs.remove(&Operand::KeepMask),
-                workspace: views.workspace.filter(|_| scratch),
-            };
+            let mut args = FwdArgs::new(
+                views.input(Operand::Q)?,
+                k.unwrap_or(CacheSlice::InK),
+                v.unwrap_or(CacheSlice::InK),
+                views.output(Operand::O)?,
+            )
+            .lse(views.outputs.remove(&Operand::Lse))
+            .seq(seq_of(facts, |operand| views.get(operand)))
+            .score(score_of(dropout, |operand| views.get(operand)))
+            .cache(cache_of(|operand| views.get(operand)))
+            .scale_o(views.get(Operand::ScaleO))
+            .keep_mask(views.outputs.remove(&Operand::KeepMask))
+            .workspace(views.workspace.filter(|_| scratch));
             plan.run(&mut args, stream)
         })
     }
@@ -239,23 +236,17 @@ impl<'a> Resident<'a> {
         let scratch = plan.workspace().bytes > 0;
         let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
         self.call(&mut host.operands, &outputs, |mut views| {
-            let mut args = BwdArgs {
-                q: views.input(Operand::Q)?,
-                k: views.input(Operand::K)?,
-                v: views.input(Operand::V)?,
-                o: views.input(Operand::O)?,
-                lse: views.input(Operand::Lse)?,
-                dout: views.input(Operand::Dout)?,
-                dlse: views.get(Operand::Dlse),
-                dq: views.output(Operand::Dq)?,
-                dk: views.output(Operand::Dk)?,
-                dv: views.output(Operand::Dv)?,
-                dbias: views.outputs.remove(&Operand::Dbias),
-                dsink: views.outputs.remove(&Operand::Dsink),
-                seq: seq_of((totals, plan.problem().fwd().dims.batch), |operand| views.get(operand)),
-                score: score_of(dropout, |operand| views.get(operand)),
-                workspace: views.workspace.filter(|_| scratch),
-            };
+            let mut args = BwdArgs::new(
+                [views.input(Operand::Q)?, views.input(Operand::K)?, views.input(Operand::V)?],
+                [views.input(Operand::O)?, views.input(Operand::Lse)?, views.input(Operand::Dout)?],
+                [views.output(Operand::Dq)?, views.output(Operand::Dk)?, views.output(Operand::Dv)?],
+            )
+            .dlse(views.get(Operand::Dlse))
+            .dbias(views.outputs.remove(&Operand::Dbias))
+            .dsink(views.outputs.remove(&Operand::Dsink))
+            .seq(seq_of((totals, plan.problem().fwd().dims.batch), |operand| views.get(operand)))
+            .score(score_of(dropout, |operand| views.get(operand)))
+            .workspace(views.workspace.filter(|_| scratch));
             plan.run(&mut args, stream)
         })
     }

@@ -325,28 +325,26 @@ pub(crate) fn score_of<'a>(
     dropout: DropoutSeed,
     mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
 ) -> ScoreArgs<'a> {
-    ScoreArgs {
-        bias: input(Operand::Bias),
-        alibi_slopes: input(Operand::AlibiSlopes),
-        sink: input(Operand::Sink),
-        descale_q: input(Operand::DescaleQ),
-        descale_k: input(Operand::DescaleK),
-        descale_v: input(Operand::DescaleV),
-        dropout,
-    }
+    ScoreArgs::default()
+        .bias(input(Operand::Bias))
+        .alibi_slopes(input(Operand::AlibiSlopes))
+        .sink(input(Operand::Sink))
+        .descale_q(input(Operand::DescaleQ))
+        .descale_k(input(Operand::DescaleK))
+        .descale_v(input(Operand::DescaleV))
+        .dropout(dropout)
 }
 
 /// The cache's operands, wherever they lie.
 pub(crate) fn cache_of<'a>(
     mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
 ) -> CacheArgs<'a> {
-    CacheArgs {
-        k_new: input(Operand::KNew),
-        v_new: input(Operand::VNew),
-        cos: input(Operand::Cos),
-        sin: input(Operand::Sin),
-        tree_mask: input(Operand::TreeMask),
-    }
+    CacheArgs::default()
+        .k_new(input(Operand::KNew))
+        .v_new(input(Operand::VNew))
+        .cos(input(Operand::Cos))
+        .sin(input(Operand::Sin))
+        .tree_mask(input(Operand::TreeMask))
 }
 
 /// The lengths, wherever they lie.
@@ -354,18 +352,17 @@ pub(crate) fn seq_of<'a>(
     (totals, batch): (Totals, u32),
     mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
 ) -> SeqArgs<'a> {
-    SeqArgs {
-        totals,
-        block_table: input(Operand::BlockTable).map(|pages| BlockTable {
+    SeqArgs::default()
+        .totals(totals)
+        .block_table(input(Operand::BlockTable).map(|pages| BlockTable {
             pages,
             max_pages: (pages.bytes() / 4 / u64::from(batch.max(1))) as u32,
-        }),
-        cu_seqlens_new: input(Operand::CuSeqlensNew),
-        cu_seqlens_q: input(Operand::CuSeqlensQ),
-        cu_seqlens_k: input(Operand::CuSeqlensK),
-        seqused_q: input(Operand::SequsedQ),
-        seqused_k: input(Operand::SequsedK),
-    }
+        }))
+        .cu_seqlens_new(input(Operand::CuSeqlensNew))
+        .cu_seqlens_q(input(Operand::CuSeqlensQ))
+        .cu_seqlens_k(input(Operand::CuSeqlensK))
+        .seqused_q(input(Operand::SequsedQ))
+        .seqused_k(input(Operand::SequsedK))
 }
 
 /// Lengths, Q, K, V and the score's operands.

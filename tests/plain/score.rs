@@ -187,15 +187,12 @@ pub(super) fn spans(
     seq: &SeqArgs<'_>,
     fault: Option<Fault>,
 ) -> Result<Vec<SeqSpan>, ProblemError> {
-    let seq = SeqArgs {
-        totals: seq.totals,
-        block_table: None,
-        cu_seqlens_new: None,
-        cu_seqlens_q: seq.cu_seqlens_q.map(host),
-        cu_seqlens_k: seq.cu_seqlens_k.map(host),
-        seqused_q: seq.seqused_q.map(host),
-        seqused_k: seq.seqused_k.map(host),
-    };
+    let seq = SeqArgs::default()
+        .totals(seq.totals)
+        .cu_seqlens_q(seq.cu_seqlens_q.map(host))
+        .cu_seqlens_k(seq.cu_seqlens_k.map(host))
+        .seqused_q(seq.seqused_q.map(host))
+        .seqused_k(seq.seqused_k.map(host));
     let mut spans = fmha_core::seq::spans(problem, &seq)?;
     if fault == Some(Fault::SequenceLengthPhysical) && problem.layout.kv == fmha_core::KvLayout::Strided {
         spans.iter_mut().for_each(|span| span.seqlen_k = problem.dims.seqlen_k);

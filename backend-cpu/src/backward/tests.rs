@@ -50,23 +50,9 @@ fn of_call<T>(
     }
     let from = DevSlice::host::<f32>(&[]);
     let to = || DevSliceMut::host::<f32>(&mut []);
-    let args = BwdArgs {
-        q: from,
-        k: from,
-        v: from,
-        o: from,
-        lse: from,
-        dout: from,
-        dlse: None,
-        dq: to(),
-        dk: to(),
-        dv: to(),
-        dbias: dbias.then(to),
-        dsink: None,
-        seq: SeqArgs::default(),
-        score: ScoreArgs { bias: dbias.then_some(from), ..ScoreArgs::default() },
-        workspace: None,
-    };
+    let args = BwdArgs::new([from, from, from], [from, from, from], [to(), to(), to()])
+        .dbias(dbias.then(to))
+        .score(ScoreArgs::default().bias(dbias.then_some(from)));
     let blocks = Blocks { block_m: 8, block_n: 12, ..BACKWARD_BLOCKS };
     let call = Backward { problem: &problem, args: &args, spans: &spans, blocks };
     look(&call.shared().unwrap())
@@ -156,23 +142,9 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
         let sums = fenced(lse, 3.0);
         let mut to = [q, k, v, bias].map(|count| fenced(count, f32::NAN));
         let [dq, dk, dv, dbias] = to.each_mut().map(Fenced::slice_mut);
-        let args = BwdArgs {
-            q: in_q,
-            k: in_k,
-            v: in_v,
-            o: in_o,
-            lse: sums.slice(),
-            dout,
-            dlse: None,
-            dq,
-            dk,
-            dv,
-            dbias: Some(dbias),
-            dsink: None,
-            seq: SeqArgs::default(),
-            score: ScoreArgs { bias: Some(in_bias), ..ScoreArgs::default() },
-            workspace: None,
-        };
+        let args = BwdArgs::new([in_q, in_k, in_v], [in_o, sums.slice(), dout], [dq, dk, dv])
+            .dbias(dbias)
+            .score(ScoreArgs::default().bias(in_bias));
         let spans = fmha_core::seq::spans(fwd, &SeqArgs::default()).unwrap();
         let call = Backward { problem: &problem, args: &args, spans: &spans, blocks: BACKWARD_BLOCKS };
         call.run(s, &Threads::new(1).unwrap()).unwrap();

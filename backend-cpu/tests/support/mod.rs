@@ -142,15 +142,12 @@ impl Inputs {
                 Totals::packed(total_q, total_k)
             }
         };
-        let seq = SeqArgs {
-            totals,
-            block_table: None,
-            cu_seqlens_new: None,
-            cu_seqlens_q: Some(DevSlice::host(&cu_q)),
-            cu_seqlens_k: Some(DevSlice::host(&cu_k)),
-            seqused_q: Some(DevSlice::host(&used_q)),
-            seqused_k: Some(DevSlice::host(&used_k)),
-        };
+        let seq = SeqArgs::default()
+            .totals(totals)
+            .cu_seqlens_q(DevSlice::host(&cu_q))
+            .cu_seqlens_k(DevSlice::host(&cu_k))
+            .seqused_q(DevSlice::host(&used_q))
+            .seqused_k(DevSlice::host(&used_k));
         let spans = fmha_core::seq::spans(&problem, &seq).unwrap();
         let mut q = Tensor::poisoned(problem.dtypes.qk, problem.strides.q, problem.extents(totals).q);
         let mut k = Tensor::poisoned(problem.dtypes.qk, problem.strides.k, problem.extents(totals).k);
@@ -208,30 +205,26 @@ impl Inputs {
 
     pub fn seq(&self) -> SeqArgs<'_> {
         let group = self.totals.total_q.is_some();
-        SeqArgs {
-            totals: self.totals,
-            block_table: None,
-            cu_seqlens_new: None,
-            cu_seqlens_q: group.then(|| DevSlice::host(&self.cu_q)),
-            cu_seqlens_k: group.then(|| DevSlice::host(&self.cu_k)),
-            seqused_q: self.problem.layout.seqused_q.then(|| DevSlice::host(&self.used_q)),
-            seqused_k: self.problem.layout.seqused_k.then(|| DevSlice::host(&self.used_k)),
-        }
+        SeqArgs::default()
+            .totals(self.totals)
+            .cu_seqlens_q(group.then(|| DevSlice::host(&self.cu_q)))
+            .cu_seqlens_k(group.then(|| DevSlice::host(&self.cu_k)))
+            .seqused_q(self.problem.layout.seqused_q.then(|| DevSlice::host(&self.used_q)))
+            .seqused_k(self.problem.layout.seqused_k.then(|| DevSlice::host(&self.used_k)))
     }
 
     pub fn score(&self) -> ScoreArgs<'_> {
         fn some(numbers: &[f32]) -> Option<DevSlice<'_>> {
             (!numbers.is_empty()).then(|| DevSlice::host(numbers))
         }
-        ScoreArgs {
-            bias: self.bias.as_ref().map(Tensor::slice),
-            alibi_slopes: some(&self.slopes),
-            sink: some(&self.sink),
-            descale_q: some(&self.descales[0]),
-            descale_k: some(&self.descales[1]),
-            descale_v: some(&self.descales[2]),
-            dropout: DropoutSeed { seed: 0x1234_5678_9abc, offset: 5 },
-        }
+        ScoreArgs::default()
+            .bias(self.bias.as_ref().map(Tensor::slice))
+            .alibi_slopes(some(&self.slopes))
+            .sink(some(&self.sink))
+            .descale_q(some(&self.descales[0]))
+            .descale_k(some(&self.descales[1]))
+            .descale_v(some(&self.descales[2]))
+            .dropout(DropoutSeed { seed: 0x1234_5678_9abc, offset: 5 })
     }
 }
 
@@ -248,14 +241,12 @@ pub fn run_fwd(backend: &Device, inputs: &Inputs, options: &PlanOptions) -> Outp
     let mut o = Tensor::poisoned(problem.dtypes.o, problem.strides.o, problem.extents(inputs.totals).o);
     let mut lse = vec![f32::NAN; problem.extents(inputs.totals).lse_elems as usize];
     let mut keep = vec![9; problem.keep_mask_bytes() as usize];
-    let mut args = FwdArgs {
-        lse: problem.write_lse.then(|| DevSliceMut::host(&mut lse)),
-        keep_mask: problem.dropout.write_keep_mask.then(|| DevSliceMut::host(&mut keep)),
-        seq: inputs.seq(),
-        score: inputs.score(),
-        scale_o: problem.scales.scale_o.then(|| DevSlice::host(&inputs.scale_o)),
-        ..FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), o.slice_mut())
-    };
+    let mut args = FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), o.slice_mut())
+        .lse(problem.write_lse.then(|| DevSliceMut::host(&mut lse)))
+        .keep_mask(problem.dropout.write_keep_mask.then(|| DevSliceMut::host(&mut keep)))
+        .seq(inputs.seq())
+        .score(inputs.score())
+        .scale_o(problem.scales.scale_o.then(|| DevSlice::host(&inputs.scale_o)));
     plan.run(&mut args, &backend.default_stream()).unwrap();
     Outputs { o, lse, keep }
 }
@@ -297,11 +288,10 @@ pub fn check_fwd(backend: &Device, inputs: &Inputs, what: &str) {
     let problem = &inputs.problem;
     let outputs = run_fwd(backend, inputs, &PlanOptions::default());
     let mut unused = [0u64; 1];
-    let args = FwdArgs {
-        seq: inputs.seq(),
-        score: inputs.score(),
-        ..FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), DevSliceMut::host(&mut unused))
-    };
+    let args =
+        FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), DevSliceMut::host(&mut unused))
+            .seq(inputs.seq())
+            .score(inputs.score());
     let exact = reference::forward(problem, &args, Precision::Exact).unwrap();
     let same = reference::forward(problem, &args, Precision::AsInput(ScoreSums::F32)).unwrap();
     let (mut error_o, mut error_lse) = (Error::default(), Error::default());
@@ -367,23 +357,16 @@ pub fn run_bwd(backend: &Device, inputs: &Inputs, problem: BwdProblem, check: Op
         _ => None,
     };
     let mut dsink = vec![f32::NAN; dims.num_heads_q as usize];
-    let mut args = BwdArgs {
-        q: inputs.q.slice(),
-        k: inputs.k.slice(),
-        v: inputs.v.slice(),
-        o: outputs.o.slice(),
-        lse: DevSlice::host(&outputs.lse),
-        dout: dout.slice(),
-        dlse: valid.has_dlse.then(|| DevSlice::host(&dlse)),
-        dq: dq.slice_mut(),
-        dk: dk.slice_mut(),
-        dv: dv.slice_mut(),
-        dbias: dbias.as_mut().map(Tensor::slice_mut),
-        dsink: valid.write_dsink.then(|| DevSliceMut::host(&mut dsink)),
-        seq: inputs.seq(),
-        score: inputs.score(),
-        workspace: None,
-    };
+    let mut args = BwdArgs::new(
+        [inputs.q.slice(), inputs.k.slice(), inputs.v.slice()],
+        [outputs.o.slice(), DevSlice::host(&outputs.lse), dout.slice()],
+        [dq.slice_mut(), dk.slice_mut(), dv.slice_mut()],
+    )
+    .dlse(valid.has_dlse.then(|| DevSlice::host(&dlse)))
+    .dbias(dbias.as_mut().map(Tensor::slice_mut))
+    .dsink(valid.write_dsink.then(|| DevSliceMut::host(&mut dsink)))
+    .seq(inputs.seq())
+    .score(inputs.score());
     let plan = backend.plan_bwd(&valid, &PlanOptions::default()).unwrap();
     plan.run(&mut args, &backend.default_stream()).unwrap();
     let wanted = check.map(|what| {

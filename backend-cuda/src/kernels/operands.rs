@@ -3,8 +3,7 @@
 use fmha_core::spec::BwdSpec;
 use fmha_core::{
     Bias, BiasBroadcast, BwdArgs, BwdProblem, Call, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias,
-    FwdArgs, FwdProblem, MemorySpace, PlanOptions, Problem, ProblemError, ScoreArgs, SeqArgs, Strides,
-    Totals, VLayout, ValidFwd,
+    FwdArgs, FwdProblem, MemorySpace, PlanOptions, Problem, ProblemError, Strides, Totals, VLayout, ValidFwd,
 };
 use fmha_gpu::Recipe as _;
 use fmha_kernels_cuda::sm90::{PrepareV, ValueProduct};
@@ -55,23 +54,11 @@ impl Places {
     }
 
     fn backward(self) -> BwdArgs<'static> {
-        BwdArgs {
-            q: self.read("q"),
-            k: self.read("k"),
-            v: self.read("v"),
-            o: self.read("o"),
-            lse: self.read("lse"),
-            dout: self.read("dout"),
-            dlse: None,
-            dq: self.written("dq"),
-            dk: self.written("dk"),
-            dv: self.written("dv"),
-            dbias: None,
-            dsink: None,
-            seq: SeqArgs::default(),
-            score: ScoreArgs::default(),
-            workspace: None,
-        }
+        BwdArgs::new(
+            [self.read("q"), self.read("k"), self.read("v")],
+            [self.read("o"), self.read("lse"), self.read("dout")],
+            [self.written("dq"), self.written("dk"), self.written("dv")],
+        )
     }
 }
 

@@ -212,11 +212,8 @@ impl FmhaPlan {
         }
         // SAFETY: passed on.
         let mut args = unsafe {
-            CombineArgs {
-                parts: &inputs,
-                o: memory.output("o", &call.o, problem.shape(), problem.dtype_o)?,
-                lse: memory.write_if(problem.write_lse, call.lse.cast(), lse_bytes),
-            }
+            CombineArgs::new(&inputs, memory.output("o", &call.o, problem.shape(), problem.dtype_o)?)
+                .lse(memory.write_if(problem.write_lse, call.lse.cast(), lse_bytes))
         };
         // SAFETY: passed on.
         unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
@@ -292,27 +289,33 @@ impl Memory {
                 }
                 _ => None,
             };
-            Ok(BwdArgs {
-                q: self.input("q", &call.q, extents.q, fwd.dtypes.qk)?,
-                k: self.input("k", &call.k, extents.k, fwd.dtypes.qk)?,
-                v: self.input("v", &call.v, extents.v, fwd.dtypes.v)?,
-                o: self.input("o", &call.o, extents.o, fwd.dtypes.o)?,
-                lse: self.read(call.lse.cast(), lse_bytes),
-                dout: self.input("dout", &gradients.dout, extents.o, fwd.dtypes.o)?,
-                dlse: self.read_if(problem.has_dlse, gradients.dlse.cast(), lse_bytes),
-                dq: grad("dq", &gradients.dq, extents.q)?,
-                dk: grad("dk", &gradients.dk, extents.k)?,
-                dv: grad("dv", &gradients.dv, extents.v)?,
-                dbias,
-                dsink: self.write_if(
-                    problem.write_dsink,
-                    gradients.dsink.cast(),
-                    u64::from(fwd.dims.num_heads_q) * 4,
-                ),
-                seq: self.seq(fwd, call, None, totals),
-                score: self.score(fwd, call)?,
-                workspace,
-            })
+            Ok(BwdArgs::new(
+                [
+                    self.input("q", &call.q, extents.q, fwd.dtypes.qk)?,
+                    self.input("k", &call.k, extents.k, fwd.dtypes.qk)?,
+                    self.input("v", &call.v, extents.v, fwd.dtypes.v)?,
+                ],
+                [
+                    self.input("o", &call.o, extents.o, fwd.dtypes.o)?,
+                    self.read(call.lse.cast(), lse_bytes),
+                    self.input("dout", &gradients.dout, extents.o, fwd.dtypes.o)?,
+                ],
+                [
+                    grad("dq", &gradients.dq, extents.q)?,
+                    grad("dk", &gradients.dk, extents.k)?,
+                    grad("dv", &gradients.dv, extents.v)?,
+                ],
+            )
+            .dlse(self.read_if(problem.has_dlse, gradients.dlse.cast(), lse_bytes))
+            .dbias(dbias)
+            .dsink(self.write_if(
+                problem.write_dsink,
+                gradients.dsink.cast(),
+                u64::from(fwd.dims.num_heads_q) * 4,
+            ))
+            .seq(self.seq(fwd, call, None, totals))
+            .score(self.score(fwd, call)?)
+            .workspace(workspace))
         }
     }
 
@@ -361,20 +364,21 @@ impl Memory {
         // `totals` has read it: in range, and 0 where there are no pages.
         let max_pages = call.max_pages as u32;
         let entries = u64::from(problem.dims.batch) * u64::from(max_pages);
+        let mut args = SeqArgs::default();
+        args.totals = totals;
         // SAFETY: passed on.
         unsafe {
-            SeqArgs {
-                totals,
-                block_table: self
-                    .read_if(problem.layout.kv.is_paged(), call.block_table.cast(), entries.saturating_mul(4))
-                    .map(|pages| BlockTable { pages, max_pages }),
-                cu_seqlens_q: self.optional(call.cu_seqlens_q.cast(), used + 4),
-                cu_seqlens_k: self.optional(call.cu_seqlens_k.cast(), used + 4),
-                seqused_q: self.optional(call.seqused_q.cast(), used),
-                seqused_k: self.optional(call.seqused_k.cast(), used),
-                cu_seqlens_new: cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), used + 4)),
-            }
+            args.block_table = self
+                .read_if(problem.layout.kv.is_paged(), call.block_table.cast(), entries.saturating_mul(4))
+                .map(|pages| BlockTable { pages, max_pages });
+            args.cu_seqlens_q = self.optional(call.cu_seqlens_q.cast(), used + 4);
+            args.cu_seqlens_k = self.optional(call.cu_seqlens_k.cast(), used + 4);
+            args.seqused_q = self.optional(call.seqused_q.cast(), used);
+            args.seqused_k = self.optional(call.seqused_k.cast(), used);
+            args.cu_seqlens_new =
+                cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), used + 4));
         }
+        args
     }
 
     /// # Safety
@@ -385,6 +389,8 @@ impl Memory {
         let heads = u64::from(num_heads_q) * 4;
         let slopes = if call.alibi_per_batch == 0 { heads } else { heads * u64::from(batch) };
         let descale = |kind: Descale| kind.num_elems(batch, num_heads_kv) * 4;
+        let mut args = ScoreArgs::default();
+        args.dropout = fmha::DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset };
         // SAFETY: passed on.
         unsafe {
             let bias = match problem.score.bias {
@@ -393,16 +399,14 @@ impl Memory {
                 }
                 _ => None,
             };
-            Ok(ScoreArgs {
-                bias,
-                alibi_slopes: self.optional(call.alibi_slopes.cast(), slopes),
-                sink: self.optional(call.sink.cast(), heads),
-                descale_q: self.optional(call.descale_q.cast(), descale(problem.scales.descale_q)),
-                descale_k: self.optional(call.descale_k.cast(), descale(problem.scales.descale_k)),
-                descale_v: self.optional(call.descale_v.cast(), descale(problem.scales.descale_v)),
-                dropout: fmha::DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset },
-            })
+            args.bias = bias;
+            args.alibi_slopes = self.optional(call.alibi_slopes.cast(), slopes);
+            args.sink = self.optional(call.sink.cast(), heads);
+            args.descale_q = self.optional(call.descale_q.cast(), descale(problem.scales.descale_q));
+            args.descale_k = self.optional(call.descale_k.cast(), descale(problem.scales.descale_k));
+            args.descale_v = self.optional(call.descale_v.cast(), descale(problem.scales.descale_v));
         }
+        Ok(args)
     }
 
     /// # Safety

@@ -279,23 +279,14 @@ impl Attend {
             let bytes = workspace.bytes();
             let mut scratch = workspace.write()?;
             let (seq, score) = tables.args(totals, self);
-            let mut args = BwdArgs {
-                q: q.slice(),
-                k: k.slice(),
-                v: v.slice(),
-                o: o.slice(),
-                lse: lse.slice(),
-                dout: dout.slice(),
-                dlse: None,
-                dq: dq.slice()?,
-                dk: dk.slice()?,
-                dv: dv.slice()?,
-                dbias: None,
-                dsink: None,
-                seq,
-                score,
-                workspace: if bytes == 0 { None } else { Some(scratch.slice()?) },
-            };
+            let mut args = BwdArgs::new(
+                [q.slice(), k.slice(), v.slice()],
+                [o.slice(), lse.slice(), dout.slice()],
+                [dq.slice()?, dk.slice()?, dv.slice()?],
+            )
+            .seq(seq)
+            .score(score)
+            .workspace(if bytes == 0 { None } else { Some(scratch.slice()?) });
             plan.run(&mut args, &place.stream()).map_err(Error::wrap)?;
         }
         Ok(gradients.map(Output::into_tensor))

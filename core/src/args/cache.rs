@@ -27,6 +27,7 @@ impl<'a> From<DevSliceMut<'a>> for CacheSlice<'a> {
 
 /// Operands of what happens to a cache besides reading it; each is there iff the problem says so.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct CacheArgs<'a> {
     /// New keys.
     pub k_new: Option<DevSlice<'a>>,

@@ -196,6 +196,7 @@ pub struct BlockTable<'a> {
 
 /// Lengths and places, read where the kernel runs; totals, which the host knows.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct SeqArgs<'a> {
     /// Rows of packed tensors, pages of paged ones.
     pub totals: Totals,
@@ -215,6 +216,7 @@ pub struct SeqArgs<'a> {
 
 /// Operands of the score and of the FP8 scales; each is there iff the problem says so.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct ScoreArgs<'a> {
     /// The elementwise bias.
     pub bias: Option<DevSlice<'a>>,
@@ -232,8 +234,20 @@ pub struct ScoreArgs<'a> {
     pub dropout: DropoutSeed,
 }
 
-/// The pointers of a forward call.
+/// The pointers of a forward call: [`FwdArgs::new`], then setters, or the fields. It may grow, so it is not written out:
+///
+/// ```compile_fail,E0639
+/// use fmha_core::{CacheArgs, DevSlice, DevSliceMut, FwdArgs, ScoreArgs, SeqArgs};
+///
+/// let (q, mut o) = ([0f32; 8], [0f32; 8]);
+/// let q = DevSlice::host(&q);
+/// let (seq, score, cache) = (SeqArgs::default(), ScoreArgs::default(), CacheArgs::default());
+/// let (lse, scale_o, keep_mask, workspace) = (None, None, None, None);
+/// let (k, v, o) = (q.into(), q.into(), DevSliceMut::host(&mut o));
+/// let args = FwdArgs { q, k, v, o, lse, seq, score, cache, scale_o, keep_mask, workspace };
+/// ```
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct FwdArgs<'a> {
     /// Q.
     pub q: DevSlice<'a>,
@@ -287,6 +301,7 @@ impl<'a> FwdArgs<'a> {
 
 /// The pointers of a backward call.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct BwdArgs<'a> {
     /// Q.
     pub q: DevSlice<'a>,
@@ -340,6 +355,7 @@ impl<'a> PartialResult<'a> {
 
 /// The pointers of a combine call.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct CombineArgs<'a> {
     /// The parts, `num_parts` of them, all with the problem's strides.
     pub parts: &'a [PartialResult<'a>],

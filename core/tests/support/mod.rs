@@ -1,6 +1,6 @@
 //! Arguments that no test reads or writes through: only their addresses and sizes matter.
 
-use fmha_core::{BwdArgs, DevSlice, DevSliceMut, MemorySpace, ScoreArgs, SeqArgs};
+use fmha_core::{BwdArgs, DevSlice, DevSliceMut, MemorySpace};
 
 /// So many f32 of host memory.
 pub(crate) fn input(address: usize, elems: u64) -> DevSlice<'static> {
@@ -16,21 +16,9 @@ pub(crate) fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
 
 /// What every backward call has: of each tensor more than two sequences of a few rows take.
 pub(crate) fn bwd_args() -> BwdArgs<'static> {
-    BwdArgs {
-        q: input(0x10000, 300),
-        k: input(0x20000, 300),
-        v: input(0x30000, 300),
-        o: input(0x40000, 300),
-        lse: input(0x50000, 40),
-        dout: input(0x60000, 300),
-        dlse: None,
-        dq: output(0x70000, 300),
-        dk: output(0x72000, 300),
-        dv: output(0x74000, 300),
-        dbias: None,
-        dsink: None,
-        seq: SeqArgs::default(),
-        score: ScoreArgs::default(),
-        workspace: None,
-    }
+    BwdArgs::new(
+        [input(0x10000, 300), input(0x20000, 300), input(0x30000, 300)],
+        [input(0x40000, 300), input(0x50000, 40), input(0x60000, 300)],
+        [output(0x70000, 300), output(0x72000, 300), output(0x74000, 300)],
+    )
 }

@@ -41,15 +41,14 @@ fn scores<'a>(
     own_bias: Option<&'a [u8]>,
     dropout: fmha::DropoutSeed,
 ) -> ScoreArgs<'a> {
-    ScoreArgs {
-        bias: own_bias.map(DevSlice::host),
-        alibi_slopes: operands.input(Operand::AlibiSlopes),
-        sink: operands.input(Operand::Sink),
-        descale_q: operands.input(Operand::DescaleQ),
-        descale_k: operands.input(Operand::DescaleK),
-        descale_v: operands.input(Operand::DescaleV),
-        dropout,
-    }
+    ScoreArgs::default()
+        .bias(own_bias.map(DevSlice::host))
+        .alibi_slopes(operands.input(Operand::AlibiSlopes))
+        .sink(operands.input(Operand::Sink))
+        .descale_q(operands.input(Operand::DescaleQ))
+        .descale_k(operands.input(Operand::DescaleK))
+        .descale_v(operands.input(Operand::DescaleV))
+        .dropout(dropout)
 }
 
 /// Batch and bytes of a row of a contiguous tensor.
@@ -188,23 +187,9 @@ pub(crate) fn backward_rank(
         let mut sinks = vec![0xff; 4 * problem.whole.dims.num_heads_q as usize];
         let [q, k, v, o, lse, dout] = inputs.each_ref().map(|bytes| DevSlice::host(&bytes[..]));
         let [dq, dk, dv] = grads.each_mut().map(|bytes| DevSliceMut::host(&mut bytes[..]));
-        let mut args = BwdArgs {
-            q,
-            k,
-            v,
-            o,
-            lse,
-            dout,
-            dlse: None,
-            dq,
-            dk,
-            dv,
-            dbias: None,
-            dsink: wanted.1.then(|| DevSliceMut::host(&mut sinks)),
-            seq: fmha::SeqArgs::default(),
-            score: scores(&host.operands, bias.as_deref(), host.dropout),
-            workspace: None,
-        };
+        let mut args = BwdArgs::new([q, k, v], [o, lse, dout], [dq, dk, dv])
+            .dsink(wanted.1.then(|| DevSliceMut::host(&mut sinks)))
+            .score(scores(&host.operands, bias.as_deref(), host.dropout));
         plan.run(&mut args, &device.default_stream())?;
         let mut results = grads.to_vec();
         results.extend(wanted.1.then_some(sinks));

@@ -331,23 +331,14 @@ fn head(
     precision: Precision,
 ) -> Result<HeadBackward> {
     let operands = &host.operands;
-    let args = BwdArgs {
-        q: operands.expect(Operand::Q).slice(),
-        k: operands.expect(Operand::K).slice(),
-        v: operands.expect(Operand::V).slice(),
-        o: operands.expect(Operand::O).slice(),
-        lse: operands.expect(Operand::Lse).slice(),
-        dout: operands.expect(Operand::Dout).slice(),
-        dlse: operands.input(Operand::Dlse),
-        dq: DevSliceMut::host::<f32>(&mut []),
-        dk: DevSliceMut::host::<f32>(&mut []),
-        dv: DevSliceMut::host::<f32>(&mut []),
-        dbias: None,
-        dsink: None,
-        seq: seq_of((host.totals, host.problem.fwd().dims.batch), |operand| operands.input(operand)),
-        score: score_of(host.dropout, |operand| operands.input(operand)),
-        workspace: None,
-    };
+    let args = BwdArgs::new(
+        [Operand::Q, Operand::K, Operand::V].map(|operand| operands.expect(operand).slice()),
+        [Operand::O, Operand::Lse, Operand::Dout].map(|operand| operands.expect(operand).slice()),
+        [(); 3].map(|()| DevSliceMut::host::<f32>(&mut [])),
+    )
+    .dlse(operands.input(Operand::Dlse))
+    .seq(seq_of((host.totals, host.problem.fwd().dims.batch), |operand| operands.input(operand)))
+    .score(score_of(host.dropout, |operand| operands.input(operand)));
     let span = host.spans[i_span];
     Ok(match part {
         None => backward_head(&host.problem, &args, span, i_head, precision)?,

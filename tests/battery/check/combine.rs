@@ -27,7 +27,7 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
             lse: operands.expect(Operand::PartLse(part)).slice(),
         })
         .collect();
-    let args = CombineArgs { parts: &parts, o: DevSliceMut::host::<f32>(&mut []), lse: None };
+    let args = CombineArgs::new(&parts, DevSliceMut::host::<f32>(&mut []));
     let (o, lse) = combine(problem, &args)?;
 
     let shape = problem.shape();
