@@ -3,6 +3,8 @@
 //! `fmha.h` is generated from this crate and committed. A call is a struct; a plan is made from one and
 //! runs with any that agrees with it, field by field. No panic crosses the boundary.
 
+#![allow(rustdoc::broken_intra_doc_links, reason = "the text is the header's, where [batch] is a shape")]
+
 mod agree;
 mod host;
 mod plan;
