@@ -57,6 +57,13 @@ class FmhaCache(Structure):
     ]
 
 
+class FmhaPart(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        *((n, c_int64) for n in ("position_q", "position_k", "seqlen_q", "seqlen_k", "batch", "head", "num_heads_q")),
+    ]
+
+
 class FmhaCall(Structure):
     _fields_ = [
         ("struct_bytes", c_uint64),
@@ -72,6 +79,7 @@ class FmhaCall(Structure):
         ("stream", c_void_p),
         ("gradients", POINTER(FmhaGradients)),
         ("cache", POINTER(FmhaCache)),
+        ("part", POINTER(FmhaPart)),
         ("workspace", c_void_p),
         *((n, c_uint64) for n in ("workspace_bytes", "dropout_seed", "dropout_offset")),
         ("p_drop", c_float),

@@ -40,6 +40,9 @@
 // The true running maximum is subtracted, or a refusal.
 #define FMHA_EXACT 1
 
+// Memory of a backend, for callers who have none of their own.
+typedef struct FmhaBuffer FmhaBuffer;
+
 // A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
 typedef struct FmhaPlan FmhaPlan;
 
@@ -120,6 +123,28 @@ typedef struct FmhaCache {
   // 0.
   int32_t reserved;
 } FmhaCache;
+
+// Where a call's first query, key, sequence and head stand in a whole that it is a part of. Mask, ALiBi and dropout see
+// those of the whole, so a part computes what it would inside it; bias and keep mask are the call's own.
+typedef struct FmhaPart {
+  // sizeof(FmhaPart).
+  uint64_t struct_bytes;
+  // Position of the first query of each sequence.
+  int64_t position_q;
+  // Position of the first key of each sequence.
+  int64_t position_k;
+  // Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the whole ends where
+  // the part does.
+  int64_t seqlen_q;
+  // Keys of each whole sequence, likewise.
+  int64_t seqlen_k;
+  // Index of the first sequence, for dropout.
+  int64_t batch;
+  // Index of the first query head, for dropout.
+  int64_t head;
+  // Query heads of the whole, for dropout; 0: as many as the call has.
+  int64_t num_heads_q;
+} FmhaPart;
 
 // One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 // Pointers are to memory of the plan's backend, unless they are said to be host memory.
@@ -204,6 +229,8 @@ typedef struct FmhaCall {
   const struct FmhaGradients *gradients;
   // Host memory: null: the cache is read, and nothing else happens to it.
   const struct FmhaCache *cache;
+  // Host memory: null: the call is whole.
+  const struct FmhaPart *part;
   // Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
   // caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
   // is done. May change from run to run.
@@ -354,6 +381,42 @@ uint64_t fmha_plan_workspace_bytes(const struct FmhaPlan *plan);
 // # Safety
 // `plan` is null or from `fmha_plan`, and not dropped before.
 void fmha_drop(struct FmhaPlan *plan);
+
+// New memory of the backend that `options` name, aligned to 256 bytes; its contents mean nothing.
+// Returns 0 and sets `*buffer`, or not 0 (see `fmha_last_error`) with `*buffer` untouched.
+//
+// # Safety
+// As `fmha_plan`; `buffer` is null or writable.
+int fmha_buffer(const struct FmhaOptions *options, uint64_t bytes, struct FmhaBuffer **buffer);
+
+// Its first byte, in the memory of its backend. Of the CPU it can be read and written as it is.
+//
+// # Safety
+// `buffer` is null (then so is the address) or from `fmha_buffer`.
+void *fmha_buffer_data(const struct FmhaBuffer *buffer);
+
+// Copies `bytes` of host memory to the front of the buffer.
+//
+// # Safety
+// `buffer` is null or from `fmha_buffer`, and no work queued uses it; `from` is null or so many bytes.
+int fmha_upload(struct FmhaBuffer *buffer,
+                const void *from,
+                uint64_t bytes);
+
+// Waits for what is queued on the default stream, then copies the front of the buffer to host memory. Who runs calls
+// on a stream of their own waits for that first.
+//
+// # Safety
+// `buffer` is null or from `fmha_buffer`; `to` is null or so many bytes.
+int fmha_download(const struct FmhaBuffer *buffer,
+                  void *to,
+                  uint64_t bytes);
+
+// Gives the memory back, whose work is done. Null is taken.
+//
+// # Safety
+// `buffer` is null or from `fmha_buffer`, and not dropped before.
+void fmha_drop_buffer(struct FmhaBuffer *buffer);
 
 // What the last call on this thread that did not return 0 had to say; valid until the next such.
 const char *fmha_last_error(void);

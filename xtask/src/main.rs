@@ -4,6 +4,8 @@
 //! `target/`) and reports what cannot: tests that need it then say `absent`, and are not counted as
 //! passed. So do those for which CI has no time: `--all` runs them.
 
+#[path = "../../bindings/c/install.rs"]
+mod c_install;
 mod coverage;
 mod evidence;
 mod kernels;
@@ -16,7 +18,8 @@ mod step;
 mod suite;
 mod tally;
 
-use std::process::ExitCode;
+use std::path::Path;
+use std::process::{Command, ExitCode};
 
 use suite::Extent;
 
@@ -31,6 +34,8 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
        cargo xtask setup     only the set-up; prints what `fmha` finds the compilers by
        cargo xtask python    the Python package's tests alone
        cargo xtask wheel     the Python package with its library, into target/wheels
+       cargo xtask c-install PREFIX
+                             the C library under PREFIX: fmha.h, libfmha.so, libfmha.a, fmha.pc
        cargo xtask evidence ON FILE [CASES]
                              what `fmha conformance` printed into FILE (ON: `cuda, NVIDIA H200`, `rocm, gfx942 emulated`),
                              kept in tests/evidence with the hash of the text that it was counted on
@@ -65,6 +70,7 @@ fn main() -> ExitCode {
         }
         ["python"] => ended(suite::python_alone()),
         ["wheel"] => ended(python::wheel()),
+        ["c-install", prefix] => ended(install_c_library(Path::new(prefix))),
         ["support"] => ended(evidence::write_table()),
         ["evidence", on, file] => ended(evidence::keep(on, file, "all")),
         ["evidence", on, file, cases] => ended(evidence::keep(on, file, cases)),
@@ -79,6 +85,16 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+/// Builds the C library, and installs it under `prefix`.
+fn install_c_library(prefix: &Path) -> Result<(), String> {
+    setup::loudly(Command::new(env!("CARGO")).args(["build", "--release", "-p", "fmha-c"]))?;
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bindings/c");
+    c_install::install(prefix, &setup::target().join("release"), &source)
+        .map_err(|error| error.to_string())?;
+    println!("installed; export PKG_CONFIG_PATH={}", prefix.join("lib/pkgconfig").display());
+    Ok(())
 }
 
 /// Everything that takes hours, one after another, each whatever became of those before it.

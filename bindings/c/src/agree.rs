@@ -8,7 +8,7 @@ use fmha::ProblemError;
 
 use crate::Result;
 use crate::host::{self, Pointed};
-use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
+use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPart, FmhaPartial, FmhaTensor};
 
 // Fields by their names, which are bound to those of the given struct: a comparison each and nothing else, since
 // every run comes through here.
@@ -80,6 +80,7 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
         stream: _,
         gradients: _,
         cache: _,
+        part: _,
         workspace: _,
         workspace_bytes: _,
         dropout_seed: _,
@@ -130,9 +131,9 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     }
     lattice!(planned, q, k, v, o, bias);
     // SAFETY: passed on.
-    let (softmax_scale, softcap, gradients, cache) = unsafe {
+    let (softmax_scale, softcap, gradients, cache, part) = unsafe {
         let (scale, cap) = (given.softmax_scale.as_ref(), given.softcap.as_ref());
-        (scale, cap, given.gradients.as_ref(), given.cache.as_ref())
+        (scale, cap, given.gradients.as_ref(), given.cache.as_ref(), given.part.as_ref())
     };
     // SAFETY: passed on.
     if unsafe { !pointed.spells_mask_of(given) } {
@@ -147,6 +148,7 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     both("gradients", gradients, pointed.gradients.as_ref(), |planned, given| {
         self::gradients(planned, given, no_rows, no_scores)
     })?;
+    both("part", part, pointed.part.as_ref(), self::part)?;
     both("cache", cache, pointed.cache.as_ref(), |planned, given| self::cache(planned, given, no_rows))
 }
 
@@ -177,6 +179,13 @@ fn both<T>(
             Err(differs(field, &given, &planned).into())
         }
     }
+}
+
+fn part(planned: &FmhaPart, given: &FmhaPart) -> Result<()> {
+    let FmhaPart { struct_bytes, position_q, position_k, seqlen_q, seqlen_k, batch, head, num_heads_q } =
+        given;
+    number!(planned, struct_bytes, position_q, position_k, seqlen_q, seqlen_k, batch, head, num_heads_q);
+    Ok(())
 }
 
 fn cache(planned: &FmhaCache, given: &FmhaCache, no_rows: bool) -> Result<()> {

@@ -4,7 +4,7 @@ use std::ffi::{CStr, CString, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
-    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Rotary,
+    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, Part, PlanOptions, ProblemError, QLayout, Rotary,
     RotaryPairs, Shape, Strides, Totals, VLayout,
 };
 
@@ -12,7 +12,7 @@ use crate::Result;
 use crate::structs::{
     FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT, FMHA_F16, FMHA_F32,
     FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients,
-    FmhaOptions, FmhaPartial, FmhaTensor,
+    FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 /// What a call points to in host memory.
@@ -24,6 +24,7 @@ pub(crate) struct Pointed {
     pub(crate) softcap: Option<f32>,
     pub(crate) gradients: Option<FmhaGradients>,
     pub(crate) cache: Option<FmhaCache>,
+    pub(crate) part: Option<FmhaPart>,
 }
 
 impl Pointed {
@@ -42,11 +43,16 @@ impl Pointed {
             struct_bytes::<FmhaCache>(cache.struct_bytes)?;
         }
         // SAFETY: as above.
+        let part = unsafe { call.part.as_ref() }.copied();
+        if let Some(part) = &part {
+            struct_bytes::<FmhaPart>(part.struct_bytes)?;
+        }
+        // SAFETY: as above.
         let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
         // SAFETY: as above.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
         let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
-        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache })
+        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part })
     }
 
     /// Whether a later call's mask is spelled as this one's was: it need not be read again then.
@@ -103,7 +109,8 @@ impl Pointed {
             .descale_v(descale(call.descale_v))
             .scale_o(!call.scale_o.is_null())
             .write_lse(!call.lse.is_null())
-            .write_keep_mask(!call.keep_mask.is_null());
+            .write_keep_mask(!call.keep_mask.is_null())
+            .part(self.part.as_ref().map_or(Ok(Part::default()), part)?);
         match &self.cache {
             None => Ok(problem),
             Some(cache) => Ok(cached(&problem, cache)?),
@@ -187,6 +194,20 @@ fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, Problem
         .tree_mask(!cache.tree_mask.is_null())
         .dtype_cache(dtype_cache)
         .v_in_k(v_in_k))
+}
+
+/// Where a call stands in its whole.
+fn part(part: &FmhaPart) -> Result<Part, ProblemError> {
+    let (seqlen_q, seqlen_k) = (size("seqlen_q", part.seqlen_q)?, size("seqlen_k", part.seqlen_k)?);
+    let num_heads_q = size("num_heads_q", part.num_heads_q)?;
+    Ok(Part {
+        position_q: size("position_q", part.position_q)?,
+        position_k: size("position_k", part.position_k)?,
+        seqlens: (seqlen_q != 0 || seqlen_k != 0).then_some([seqlen_q, seqlen_k]),
+        batch: size("batch", part.batch)?,
+        head: size("head", part.head)?,
+        num_heads_q: (num_heads_q != 0).then_some(num_heads_q),
+    })
 }
 
 /// The rotary embedding: all of it, or nothing of it.

@@ -3,6 +3,8 @@
 //! `fmha.h` is generated from this crate and committed. A call is a struct; a plan is made from one and
 //! runs with any that agrees with it, field by field. No panic crosses the boundary.
 
+#![allow(rustdoc::broken_intra_doc_links, reason = "the text is the header's, where [batch] is a shape")]
+
 mod agree;
 mod host;
 mod plan;
@@ -11,10 +13,10 @@ mod structs;
 mod tests;
 
 use std::cell::RefCell;
-use std::ffi::{CString, c_char, c_int};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use fmha::{Backend, Device, Error, ProblemError};
+use fmha::{Backend, DevBuffer, Device, Error, ProblemError};
 
 use host::Choice;
 pub use plan::FmhaPlan;
@@ -181,6 +183,105 @@ pub unsafe extern "C" fn fmha_drop(plan: *mut FmhaPlan) {
         if !plan.is_null() {
             // SAFETY: the caller promised that it is ours, once.
             drop(unsafe { Box::from_raw(plan) });
+        }
+        Ok(())
+    });
+}
+
+/// Memory of a backend, for callers who have none of their own.
+pub struct FmhaBuffer {
+    device: Device,
+    memory: DevBuffer,
+}
+
+/// New memory of the backend that `options` name, aligned to 256 bytes; its contents mean nothing.
+/// Returns 0 and sets `*buffer`, or not 0 (see `fmha_last_error`) with `*buffer` untouched.
+///
+/// # Safety
+/// As `fmha_plan`; `buffer` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_buffer(
+    options: *const FmhaOptions,
+    bytes: u64,
+    buffer: *mut *mut FmhaBuffer,
+) -> c_int {
+    guard(|| {
+        not_null("buffer", buffer)?;
+        // SAFETY: the caller promised it.
+        let choice = unsafe { Choice::read(options)? };
+        let device = open(choice.backend.as_ref())?;
+        let memory = device.memory().alloc(bytes)?;
+        // SAFETY: not null, and the caller promised the rest.
+        unsafe { *buffer = Box::into_raw(Box::new(FmhaBuffer { device, memory })) };
+        Ok(())
+    })
+}
+
+/// Its first byte, in the memory of its backend. Of the CPU it can be read and written as it is.
+///
+/// # Safety
+/// `buffer` is null (then so is the address) or from `fmha_buffer`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_buffer_data(buffer: *const FmhaBuffer) -> *mut c_void {
+    // SAFETY: the caller promised it.
+    unsafe { buffer.as_ref() }.map_or(std::ptr::null_mut(), |buffer| buffer.memory.as_ptr().cast())
+}
+
+/// Copies `bytes` of host memory to the front of the buffer.
+///
+/// # Safety
+/// `buffer` is null or from `fmha_buffer`, and no work queued uses it; `from` is null or so many bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_upload(buffer: *mut FmhaBuffer, from: *const c_void, bytes: u64) -> c_int {
+    guard(|| {
+        not_null("buffer", buffer)?;
+        not_null("from", from)?;
+        // SAFETY: not null, and the caller promised the rest.
+        let buffer = unsafe { &mut *buffer };
+        let bytes = fitting(bytes, &buffer.memory)?;
+        // SAFETY: as above.
+        let from = unsafe { std::slice::from_raw_parts(from.cast(), bytes) };
+        buffer.device.memory().upload(from, &mut buffer.memory)
+    })
+}
+
+/// Waits for what is queued on the default stream, then copies the front of the buffer to host memory. Who runs calls
+/// on a stream of their own waits for that first.
+///
+/// # Safety
+/// `buffer` is null or from `fmha_buffer`; `to` is null or so many bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_download(buffer: *const FmhaBuffer, to: *mut c_void, bytes: u64) -> c_int {
+    guard(|| {
+        not_null("buffer", buffer)?;
+        not_null("to", to)?;
+        // SAFETY: not null, and the caller promised the rest.
+        let buffer = unsafe { &*buffer };
+        let bytes = fitting(bytes, &buffer.memory)?;
+        buffer.device.default_stream().synchronize()?;
+        // SAFETY: as above.
+        let to = unsafe { std::slice::from_raw_parts_mut(to.cast(), bytes) };
+        buffer.device.memory().download(&buffer.memory, to)
+    })
+}
+
+/// `bytes` of a copy, if the buffer has so many.
+fn fitting(bytes: u64, memory: &DevBuffer) -> Result<usize> {
+    let has = memory.bytes();
+    let refused = || ProblemError::new("bytes", format!("bytes {bytes} is more than the buffer's {has}"));
+    usize::try_from(bytes).ok().filter(|_| bytes <= has).ok_or_else(|| refused().into())
+}
+
+/// Gives the memory back, whose work is done. Null is taken.
+///
+/// # Safety
+/// `buffer` is null or from `fmha_buffer`, and not dropped before.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_drop_buffer(buffer: *mut FmhaBuffer) {
+    guard(|| {
+        if !buffer.is_null() {
+            // SAFETY: the caller promised that it is ours, once.
+            drop(unsafe { Box::from_raw(buffer) });
         }
         Ok(())
     });

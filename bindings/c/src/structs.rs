@@ -112,6 +112,30 @@ pub struct FmhaCache {
     pub reserved: i32,
 }
 
+/// Where a call's first query, key, sequence and head stand in a whole that it is a part of. Mask, ALiBi and dropout see
+/// those of the whole, so a part computes what it would inside it; bias and keep mask are the call's own.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaPart {
+    /// sizeof(FmhaPart).
+    pub struct_bytes: u64,
+    /// Position of the first query of each sequence.
+    pub position_q: i64,
+    /// Position of the first key of each sequence.
+    pub position_k: i64,
+    /// Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the whole ends where
+    /// the part does.
+    pub seqlen_q: i64,
+    /// Keys of each whole sequence, likewise.
+    pub seqlen_k: i64,
+    /// Index of the first sequence, for dropout.
+    pub batch: i64,
+    /// Index of the first query head, for dropout.
+    pub head: i64,
+    /// Query heads of the whole, for dropout; 0: as many as the call has.
+    pub num_heads_q: i64,
+}
+
 /// One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 /// Pointers are to memory of the plan's backend, unless they are said to be host memory.
 #[repr(C)]
@@ -197,6 +221,8 @@ pub struct FmhaCall {
     pub gradients: *const FmhaGradients,
     /// Host memory: null: the cache is read, and nothing else happens to it.
     pub cache: *const FmhaCache,
+    /// Host memory: null: the call is whole.
+    pub part: *const FmhaPart,
     /// Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
     /// caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
     /// is done. May change from run to run.

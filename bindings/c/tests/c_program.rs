@@ -1,37 +1,206 @@
-//! `every_field.c` against the shared library: the header as a C compiler reads it, the ABI as C calls it.
+//! The shared library as C and C++ programs meet it: every field of every struct, the installed library, the examples.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+#[path = "../install.rs"]
+mod install;
 
-/// Cargo puts the library beside the tests' programs.
-fn library() -> PathBuf {
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+/// Where Cargo puts the libraries: beside the tests' programs.
+fn built() -> PathBuf {
     let folder = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    let library = folder.join("libfmha_c.so");
-    assert!(library.is_file(), "{} is not there", library.display());
-    library
+    for library in ["libfmha_c.so", "libfmha_c.a"] {
+        let library = folder.join(library);
+        assert!(library.is_file(), "{} is not there", library.display());
+    }
+    folder
+}
+
+fn source() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The library under a prefix of its own.
+struct Installed(TempDir);
+
+impl Installed {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        install::install(&folder.path().join("prefix"), &built(), source()).unwrap();
+        Self(folder)
+    }
+
+    fn lib(&self) -> PathBuf {
+        self.0.path().join("prefix/lib")
+    }
+
+    /// What pkg-config says; `None` where there is none.
+    fn flags(&self, words: &[&str]) -> Option<Vec<String>> {
+        let asked = Command::new("pkg-config")
+            .args(words)
+            .arg("fmha")
+            .env("PKG_CONFIG_PATH", self.lib().join("pkgconfig"))
+            .output();
+        let Ok(asked) = asked else {
+            println!("absent: what pkg-config says of the installed library: there is no pkg-config");
+            return None;
+        };
+        assert!(asked.status.success(), "{}", said(&asked));
+        Some(said(&asked).split_whitespace().map(str::to_owned).collect())
+    }
+
+    /// The path of the program that `compiler` makes of `source`.
+    fn compiled(&self, compiler: &str, source: &Path, words: &[String]) -> PathBuf {
+        let program = self.0.path().join(source.file_stem().unwrap());
+        let compiled = Command::new(compiler)
+            .args(["-Wall", "-Wextra", "-Werror", "-O1", "-o"])
+            .args([&program, source])
+            .args(words)
+            .output();
+        // What links Rust programs is a C compiler: its absence is a broken machine, not a reason to pass.
+        let compiled = compiled.unwrap_or_else(|error| panic!("{compiler}: {error}"));
+        assert!(compiled.status.success(), "{}", said(&compiled));
+        program
+    }
+
+    fn run(&self, program: &Path, words: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.args(words).env("LD_LIBRARY_PATH", self.lib());
+        command
+    }
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+fn compiler(variable: &str, otherwise: &str) -> String {
+    std::env::var(variable).unwrap_or_else(|_| otherwise.to_owned())
 }
 
 #[test]
 #[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
 fn a_c_program_that_changes_any_field_is_refused_by_its_name() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/every_field.c");
-    let folder = tempfile::tempdir().unwrap();
-    let program = folder.path().join("every_field");
-    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
-    let compiled = Command::new(&compiler)
-        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
-        .args([&program, &source, &library()])
-        .output();
-    // What links Rust programs is a C compiler: its absence is a broken machine, not a reason to pass.
-    let compiled = compiled.unwrap_or_else(|error| panic!("{compiler}: {error}"));
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    let ran = Command::new(&program).env("LD_LIBRARY_PATH", library().parent().unwrap()).output().unwrap();
-    let text = String::from_utf8_lossy(&ran.stdout);
+    let installed = Installed::new();
+    let library = installed.lib().join("libfmha.so").display().to_string();
+    let words = ["-std=c11".to_owned(), library];
+    let program = installed.compiled(&compiler("CC", "cc"), &source().join("tests/every_field.c"), &words);
+    let ran = installed.run(&program, &[]).output().unwrap();
+    let text = said(&ran);
     assert!(ran.status.success(), "{text}");
     let tried: u32 = text.split_whitespace().next().unwrap().parse().unwrap();
-    assert!(tried > 100, "{text}");
+    assert!(tried > 120, "{text}");
+}
+
+/// A program finds the library by the name that it was linked to, and this one has a version in it: a library whose structs
+/// have other sizes has another name.
+#[test]
+#[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
+fn an_installed_library_is_found_by_a_name_with_its_abi_alone() {
+    let installed = Installed::new();
+    let version = env!("CARGO_PKG_VERSION");
+    let abi = version.rsplit_once('.').unwrap().0;
+    assert_eq!(installed.flags(&["--modversion"]).unwrap_or_else(|| vec![version.to_owned()]), [version]);
+    let library = std::fs::read(installed.lib().join("libfmha.so")).unwrap();
+    let soname = format!("\0libfmha.so.{abi}\0");
+    assert!(library.windows(soname.len()).any(|bytes| bytes == soname.as_bytes()), "no {soname:?}");
+
+    let Some(flags) = installed.flags(&["--cflags", "--libs"]) else { return };
+    let words: Vec<String> = flags.into_iter().chain(["-lm".to_owned()]).collect();
+    let example = source().join("examples/first_call.c");
+    let program = installed.compiled(&compiler("CC", "cc"), &example, &words);
+    // Of the links only the loader's is left.
+    std::fs::remove_file(installed.lib().join("libfmha.so")).unwrap();
+    let ran = installed.run(&program, &["cpu"]).output().unwrap();
+    assert!(ran.status.success(), "{}", said(&ran));
+    std::fs::remove_file(installed.lib().join(format!("libfmha.so.{abi}"))).unwrap();
+    let ran = installed.run(&program, &["cpu"]).output().unwrap();
+    assert!(!ran.status.success() && said(&ran).contains(&format!("libfmha.so.{abi}")), "{}", said(&ran));
+}
+
+#[test]
+#[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
+fn the_static_library_needs_what_its_pkg_config_file_says_and_nothing_else() {
+    let installed = Installed::new();
+    let Some(flags) = installed.flags(&["--static", "--cflags", "--libs"]) else { return };
+    // A linker prefers the shared library of a folder that has both.
+    std::fs::remove_file(installed.lib().join("libfmha.so")).unwrap();
+    let example = source().join("examples/first_call.c");
+    let program = installed.compiled(&compiler("CC", "cc"), &example, &flags);
+    let ran = Command::new(&program).arg("cpu").env_remove("LD_LIBRARY_PATH").output().unwrap();
+    assert!(ran.status.success(), "{}", said(&ran));
+}
+
+/// Runs an example on the CPU and on an emulated Hopper: it compares its results with double, and says PASS.
+fn passes_on_every_device(compiler: &str, example: &str, words: &[&str]) {
+    let installed = Installed::new();
+    let Some(flags) = installed.flags(&["--cflags", "--libs"]) else { return };
+    let words: Vec<String> = words.iter().map(|&word| word.to_owned()).chain(flags).collect();
+    // As in the example's own first lines, where -lm stands last.
+    let words: Vec<String> = words.into_iter().chain(["-lm".to_owned()]).collect();
+    let program = installed.compiled(compiler, &source().join("examples").join(example), &words);
+    let on_cpu = installed.run(&program, &["cpu"]).output().unwrap();
+    let text = said(&on_cpu);
+    assert!(on_cpu.status.success() && text.contains("PASS") && text.contains("cpu"), "{text}");
+
+    let refused = installed.run(&program, &["tpu"]).output().unwrap();
+    assert!(!refused.status.success() && said(&refused).contains("tpu"), "{}", said(&refused));
+
+    let emulated = installed.run(&program, &["auto"]).env("FMHA_EMULATE", "sm_90a").output().unwrap();
+    let text = said(&emulated);
+    // The emulator's library or the kernels' compiler.
+    if !emulated.status.success() && (text.contains("no emulated device") || text.contains("NVRTC")) {
+        println!("absent: {example} on an emulated sm_90a: {text}");
+        return;
+    }
+    assert!(emulated.status.success() && text.contains("PASS") && text.contains("sm90"), "{text}");
+}
+
+#[test]
+#[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
+fn the_example_in_c_is_right_on_the_cpu_and_on_an_emulated_hopper() {
+    passes_on_every_device(&compiler("CC", "cc"), "first_call.c", &["-std=c11"]);
+}
+
+#[test]
+#[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
+fn the_example_in_cpp_is_right_on_the_cpu_and_on_an_emulated_hopper() {
+    let cpp = compiler("CXX", "c++");
+    if Command::new(&cpp).arg("--version").output().is_err() {
+        println!("absent: the example in C++: there is no {cpp}");
+        return;
+    }
+    passes_on_every_device(&cpp, "gradients.cpp", &["-std=c++17"]);
+}
+
+#[test]
+#[ignore = "cargo-c builds every crate once more"]
+fn cargo_c_installs_what_xtask_does() {
+    let cargo = || Command::new(env!("CARGO"));
+    if !cargo().args(["cinstall", "--version"]).output().is_ok_and(|asked| asked.status.success()) {
+        println!("absent: what cargo-c installs: there is no cargo-c");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Installed::new();
+    let installed = cargo()
+        .args(["cinstall", "--release", "--package", "fmha-c", "--libdir", "lib", "--prefix"])
+        .arg(folder.path())
+        .current_dir(source())
+        .output()
+        .unwrap();
+    assert!(installed.status.success(), "{}", said(&installed));
+    let version = env!("CARGO_PKG_VERSION");
+    for file in
+        ["include/fmha.h", "lib/pkgconfig/fmha.pc", "lib/libfmha.a", &format!("lib/libfmha.so.{version}")]
+    {
+        assert!(ours.0.path().join("prefix").join(file).is_file(), "xtask: no {file}");
+        assert!(folder.path().join(file).is_file(), "cargo-c: no {file}");
+    }
 }
 
 /// The adapter of the comparison kit (`bench/ours.py`) spells the structs out again for Python.
@@ -40,7 +209,7 @@ fn the_kits_adapter_has_the_headers_fields_in_their_order() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let header = std::fs::read_to_string(root.join("fmha.h")).unwrap();
     let adapter = std::fs::read_to_string(root.join("../../bench/ours.py")).unwrap();
-    for name in ["FmhaTensor", "FmhaGradients", "FmhaCache", "FmhaCall", "FmhaOptions"] {
+    for name in ["FmhaTensor", "FmhaGradients", "FmhaCache", "FmhaPart", "FmhaCall", "FmhaOptions"] {
         let body =
             header.split(&format!("typedef struct {name} {{")).nth(1).unwrap().split('}').next().unwrap();
         let fields: Vec<&str> = body

@@ -78,6 +78,7 @@ static const Field CALL[] = {
     FIELD(FmhaCall, stream, FREE),
     FIELD(FmhaCall, gradients, STRUCT),
     FIELD(FmhaCall, cache, STRUCT),
+    FIELD(FmhaCall, part, STRUCT),
     FIELD(FmhaCall, workspace, FREE),
     FIELD(FmhaCall, workspace_bytes, FREE),
     FIELD(FmhaCall, dropout_seed, FREE),
@@ -122,6 +123,17 @@ static const Field CACHE[] = {
     FIELD(FmhaCache, dtype_cache, INT32),
     FIELD(FmhaCache, v_in_k, INT32),
     FIELD(FmhaCache, reserved, INT32),
+};
+
+static const Field PART[] = {
+    FIELD(FmhaPart, struct_bytes, UINT64),
+    FIELD(FmhaPart, position_q, INT64),
+    FIELD(FmhaPart, position_k, INT64),
+    FIELD(FmhaPart, seqlen_q, INT64),
+    FIELD(FmhaPart, seqlen_k, INT64),
+    FIELD(FmhaPart, batch, INT64),
+    FIELD(FmhaPart, head, INT64),
+    FIELD(FmhaPart, num_heads_q, INT64),
 };
 
 static const Field COMBINE[] = {
@@ -306,6 +318,8 @@ static void forward_and_backward(const FmhaOptions *options) {
   CHECK(fmha_plan(&with, options, &backward) == 0, "backward is not planned");
   FmhaCache no_cache = {0};
   no_cache.struct_bytes = sizeof no_cache;
+  FmhaPart no_part = {0};
+  no_part.struct_bytes = sizeof no_part;
   if (!forward || !backward) return;
   CHECK(strstr(fmha_plan_text(forward), "kernel") != NULL, "a plan without a text");
   CHECK(fmha_run(forward, &call) == 0, "forward does not run");
@@ -323,6 +337,7 @@ static void forward_and_backward(const FmhaOptions *options) {
         case 1: break;
         case 2:
           if (CALL[i].at == offsetof(FmhaCall, cache)) bad.cache = &no_cache;
+          else if (CALL[i].at == offsetof(FmhaCall, part)) bad.part = &no_part;
           else bad.gradients = kind ? NULL : &gradients;
           break;
       }
@@ -441,6 +456,72 @@ static void appended(const FmhaOptions *options) {
   fmha_drop(plan);
 }
 
+// The last queries of a sequence, as a part of it, give what they give inside it; then each field of the part changed.
+static void parts_of_a_whole(const FmhaOptions *options) {
+  enum { LAST = 2 };
+  static float whole[Q_ELEMS];
+  FmhaPart part = {0};
+  part.struct_bytes = sizeof part;
+  part.position_q = ROWS - LAST;
+  part.seqlen_q = part.seqlen_k = ROWS;
+  FmhaCall call = good();
+  call.mask = "t";
+  FmhaPlan *plan = NULL;
+  CHECK(fmha_plan(&call, options, &plan) == 0 && fmha_run(plan, &call) == 0, "a whole does not run");
+  memcpy(whole, o, sizeof whole);
+  fmha_drop(plan);
+  plan = NULL;
+  call.seqlen_q = LAST;
+  call.q.data = q + (ROWS - LAST) * HEADS * DIM;
+  call.o.data = o + (ROWS - LAST) * HEADS * DIM;
+  call.part = &part;
+  clear();
+  CHECK(fmha_plan(&call, options, &plan) == 0, "a part is not planned");
+  if (!plan) return;
+  CHECK(fmha_run(plan, &call) == 0, "a part does not run");
+  for (int i = 0; i < Q_ELEMS; ++i) {
+    int row = i / (HEADS * DIM) % ROWS;
+    float away = o[i] - (row < ROWS - LAST ? -77.0f : whole[i]);
+    CHECK(away < 1e-6f && away > -1e-6f, "element %d of a part is away by %f", i, away);
+  }
+  char said[64];
+  for (size_t i = 0; i < sizeof PART / sizeof *PART; ++i) {
+    FmhaPart bad = part;
+    clear();
+    spoil(&bad, &PART[i], said);
+    FmhaCall bad_call = call;
+    bad_call.part = &bad;
+    refused(fmha_run(plan, &bad_call), PART[i].name, said);
+  }
+  clear();
+  FmhaPart beyond = part;
+  beyond.position_q = ROWS;
+  call.part = &beyond;
+  FmhaPlan *none = NULL;
+  refused(fmha_plan(&call, options, &none), "position_q", "end at 7");
+  fmha_drop(plan);
+}
+
+// Memory of a backend: what goes in comes out, and more than there is does not.
+static void buffers(const FmhaOptions *options) {
+  FmhaBuffer *buffer = NULL;
+  float back[4] = {0};
+  CHECK(fmha_buffer(options, sizeof back, &buffer) == 0, "no buffer");
+  if (!buffer) return;
+  CHECK(fmha_buffer_data(buffer) != NULL && fmha_buffer_data(NULL) == NULL, "a buffer without an address");
+  CHECK(fmha_upload(buffer, q, sizeof back) == 0 && fmha_download(buffer, back, sizeof back) == 0, "no copies");
+  CHECK(memcmp(back, q, sizeof back) == 0, "what came out is not what went in");
+  clear();
+  refused(fmha_upload(buffer, q, sizeof back + 1), "bytes", "17");
+  refused(fmha_download(buffer, back, sizeof back + 1), "bytes", "17");
+  refused(fmha_upload(buffer, NULL, 4), "from", "null (0)");
+  refused(fmha_download(buffer, NULL, 4), "to", "null (0)");
+  refused(fmha_upload(NULL, q, 4), "buffer", "null (0)");
+  refused(fmha_buffer(options, 4, NULL), "buffer", "null (0)");
+  fmha_drop_buffer(buffer);
+  fmha_drop_buffer(NULL);
+}
+
 static void combine(const FmhaOptions *options) {
   FmhaPartial parts[PARTS];
   FmhaCombine call = good_combine(parts);
@@ -532,11 +613,14 @@ int main(void) {
   covers("FmhaCall", CALL, sizeof CALL / sizeof *CALL, sizeof(FmhaCall));
   covers("FmhaGradients", GRADIENTS, sizeof GRADIENTS / sizeof *GRADIENTS, sizeof(FmhaGradients));
   covers("FmhaCache", CACHE, sizeof CACHE / sizeof *CACHE, sizeof(FmhaCache));
+  covers("FmhaPart", PART, sizeof PART / sizeof *PART, sizeof(FmhaPart));
   covers("FmhaCombine", COMBINE, sizeof COMBINE / sizeof *COMBINE, sizeof(FmhaCombine));
   plans(&options);
   forward_and_backward(&options);
   appended(&options);
+  parts_of_a_whole(&options);
   combine(&options);
+  buffers(&options);
   printf("%d wrong structs tried, %d failures\n", tried, failures);
   return failures != 0;
 }

@@ -1,4 +1,4 @@
-//! From a [`Request`] to the C struct of one call: shapes are held to each other here ([`shapes`](crate::shapes)), since
+//! From a [`Request`] to the C struct of one call: shapes are held to each other here (`shapes.rs`), since
 //! that struct has strides alone; everything else is the library's to check.
 
 use std::ffi::CString;

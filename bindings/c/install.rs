@@ -1,0 +1,65 @@
+//! The C library under a prefix, as a package manager wants it: header, shared and static library with the links that a
+//! linker and a loader ask for, and what pkg-config reads. `cargo xtask c-install` and the tests share it.
+
+use std::fs;
+use std::io::{Error, ErrorKind, Result};
+use std::path::Path;
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// What the static library needs besides itself: `rustc --print native-static-libs` on Linux.
+const STATIC_LIBRARIES: &str = "-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc";
+
+/// The numbers of a version that a program is bound to: before 1.0 the minor one too.
+fn abi(version: &str) -> Option<&str> {
+    let (major, rest) = version.split_once('.')?;
+    let (minor, _) = rest.split_once('.')?;
+    Some(if major == "0" { &version[..major.len() + 1 + minor.len()] } else { major })
+}
+
+/// Installs the libraries that lie in `built` with the header `fmha.h` of `source`, the folder `bindings/c`. `prefix` may
+/// be moved afterwards.
+///
+/// # Errors
+/// What cannot be read or written, with its path.
+pub(crate) fn install(prefix: &Path, built: &Path, source: &Path) -> Result<()> {
+    let (include, lib) = (prefix.join("include"), prefix.join("lib"));
+    let pkgconfig = lib.join("pkgconfig");
+    for folder in [&include, &pkgconfig] {
+        fs::create_dir_all(folder).map_err(|error| at(folder, &error))?;
+    }
+    copy(&source.join("fmha.h"), &include.join("fmha.h"))?;
+    copy(&built.join("libfmha_c.a"), &lib.join("libfmha.a"))?;
+    let shared = format!("libfmha.so.{VERSION}");
+    copy(&built.join("libfmha_c.so"), &lib.join(&shared))?;
+    let abi = abi(VERSION).ok_or_else(|| Error::new(ErrorKind::InvalidData, VERSION))?;
+    for name in [format!("libfmha.so.{abi}"), "libfmha.so".to_owned()] {
+        link(&shared, &lib.join(name))?;
+    }
+    let file = pkgconfig.join("fmha.pc");
+    fs::write(&file, pkg_config()).map_err(|error| at(&file, &error))
+}
+
+fn pkg_config() -> String {
+    format!(
+        "prefix=${{pcfiledir}}/../..\nlibdir=${{prefix}}/lib\nincludedir=${{prefix}}/include\n\nName: fmha\n\
+         Description: Fused multi-head attention on NVIDIA, AMD and the CPU\n\
+         URL: https://github.com/fmha-rs/fmha\nVersion: {VERSION}\n\
+         Libs: -L${{libdir}} -lfmha\nLibs.private: {STATIC_LIBRARIES}\nCflags: -I${{includedir}}\n"
+    )
+}
+
+/// A new file: one that a running program has mapped stays what it is.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    let _ = fs::remove_file(to);
+    fs::copy(from, to).map(|_| ()).map_err(|error| at(from, &error))
+}
+
+fn link(to: &str, name: &Path) -> Result<()> {
+    let _ = fs::remove_file(name);
+    std::os::unix::fs::symlink(to, name).map_err(|error| at(name, &error))
+}
+
+fn at(path: &Path, error: &Error) -> Error {
+    Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
