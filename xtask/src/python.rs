@@ -41,8 +41,11 @@ pub(crate) fn environment() -> Result<Environment, String> {
             absent.push(format!("torch ({reason}); its operators are not tested"));
         }
     }
-    if !has("transformers") && absent.is_empty() && install(&python, &["transformers"]).is_err() {
+    if !has("transformers") && has("torch") && install(&python, &["transformers"]).is_err() {
         absent.push("transformers; its attention function is not tested".to_owned());
+    }
+    if !has("jax") && install(&python, &["jax"]).is_err() {
+        absent.push("jax; its calls are not tested".to_owned());
     }
     Ok(Environment { python, absent })
 }

@@ -134,7 +134,7 @@ if ctypes.sizeof(Request) != _bytes:
         f"{_path()}: a request has {_bytes} bytes there, {ctypes.sizeof(Request)} here: another version's library"
     )
 
-for _function in (library.fmha_py_run, library.fmha_py_explain):
+for _function in (library.fmha_py_run, library.fmha_py_explain, library.fmha_py_check):
     _function.argtypes = [ctypes.POINTER(Request)]
 
 
