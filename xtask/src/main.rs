@@ -30,7 +30,9 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
        cargo xtask nightly   all of it, and what follows but for the mutants of host code; tables into target/nightly
        cargo xtask setup     only the set-up; prints what `fmha` finds the compilers by
        cargo xtask python    the Python package's tests alone
-       cargo xtask wheel     the Python package with its library, into target/wheels
+       cargo xtask wheel [--bundle ARCHS [FILTER]...]
+                             the Python package with its library, into target/wheels; with compiled kernels for these
+                             architectures: bf16 of head dimensions 64 and 128, or what `fmha bundle --filter` takes
        cargo xtask evidence ON FILE [CASES]
                              what `fmha conformance` printed into FILE (ON: `cuda, NVIDIA H200`, `rocm, gfx942 emulated`),
                              kept in tests/evidence with the hash of the text that it was counted on
@@ -64,7 +66,8 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         ["python"] => ended(suite::python_alone()),
-        ["wheel"] => ended(python::wheel()),
+        ["wheel"] => ended(python::wheel(None, &[])),
+        ["wheel", "--bundle", archs, ref filters @ ..] => ended(python::wheel(Some(archs), filters)),
         ["support"] => ended(evidence::write_table()),
         ["evidence", on, file] => ended(evidence::keep(on, file, "all")),
         ["evidence", on, file, cases] => ended(evidence::keep(on, file, cases)),

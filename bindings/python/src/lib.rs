@@ -2,8 +2,8 @@
 //!
 //! There is no C++ here, no link to torch and none to Python. [`torch`] finds PyTorch's stable C interface in the process
 //! and registers operators; [`xla`] has handlers that JAX registers; NumPy's and DLPack's tensors come through `ctypes`
-//! ([`fmha_py_run`]). All make a [`request::Request`], from which [`call`] makes the struct of the C library; [`plans`] keeps plans by the numbers of their
-//! calls.
+//! ([`fmha_py_run`]). All make a [`request::Request`], from which [`call`] makes the struct of the C library; [`plans`]
+//! keeps plans by the numbers of their calls.
 
 mod cache;
 pub mod call;
