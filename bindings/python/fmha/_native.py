@@ -139,6 +139,15 @@ for _function in (library.fmha_py_run, library.fmha_py_explain, library.fmha_py_
     _function.argtypes = [ctypes.POINTER(Request)]
 
 
+library.fmha_py_keep.argtypes = [ctypes.POINTER(Request)]
+library.fmha_py_keep.restype = ctypes.c_int64
+
+
+def keep(numbers: Tuple[Any, ...]) -> int:
+    """The number under which the library keeps these for the process; -1 where it has no room."""
+    return library.fmha_py_keep(ctypes.byref(Request(numbers)))
+
+
 def run(request: Request) -> None:
     check(library.fmha_py_run(ctypes.byref(request)))
 

@@ -106,6 +106,16 @@ pub unsafe extern "C" fn fmha_py_check(request: *const Request) -> c_int {
     })
 }
 
+/// Keeps a request's numbers for the process, for the operators that take them as one; -1 where there is no room.
+///
+/// # Safety
+/// `request` is null or a request.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
+    // SAFETY: the caller's promise.
+    unsafe { request.as_ref() }.and_then(|request| request::keep(request.numbers)).unwrap_or(-1)
+}
+
 /// Plans a request: what the plan says of itself is the text of [`fmha_py_text`].
 ///
 /// # Safety
