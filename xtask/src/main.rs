@@ -33,7 +33,9 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
        cargo xtask nightly   all of it, and what follows but for the mutants of host code; tables into target/nightly
        cargo xtask setup     only the set-up; prints what `fmha` finds the compilers by
        cargo xtask python    the Python package's tests alone
-       cargo xtask wheel     the Python package with its library, into target/wheels
+       cargo xtask wheel [--bundle ARCHS [FILTER]...]
+                             the Python package with its library, into target/wheels; with compiled kernels for these
+                             architectures: bf16 of head dimensions 64 and 128, or what `fmha bundle --filter` takes
        cargo xtask c-install PREFIX
                              the C library under PREFIX: fmha.h, libfmha.so, libfmha.a, fmha.pc
        cargo xtask evidence ON FILE [CASES]
@@ -69,7 +71,8 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         ["python"] => ended(suite::python_alone()),
-        ["wheel"] => ended(python::wheel()),
+        ["wheel"] => ended(python::wheel(None, &[])),
+        ["wheel", "--bundle", archs, ref filters @ ..] => ended(python::wheel(Some(archs), filters)),
         ["c-install", prefix] => ended(install_c_library(Path::new(prefix))),
         ["support"] => ended(evidence::write_table()),
         ["evidence", on, file] => ended(evidence::keep(on, file, "all")),

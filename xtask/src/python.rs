@@ -41,8 +41,11 @@ pub(crate) fn environment() -> Result<Environment, String> {
             absent.push(format!("torch ({reason}); its operators are not tested"));
         }
     }
-    if !has("transformers") && absent.is_empty() && install(&python, &["transformers"]).is_err() {
+    if !has("transformers") && has("torch") && install(&python, &["transformers"]).is_err() {
         absent.push("transformers; its attention function is not tested".to_owned());
+    }
+    if !has("jax") && install(&python, &["jax"]).is_err() {
+        absent.push("jax; its calls are not tested".to_owned());
     }
     Ok(Environment { python, absent })
 }
@@ -92,11 +95,15 @@ impl Environment {
     }
 }
 
-/// Builds the wheel into `target/wheels`.
+/// What a bundle in a wheel has where nobody says it: the shapes of most models, forward and backward.
+const COMMON: [&str; 2] = ["bf16/d64x64", "bf16/d128x128"];
+
+/// Builds the wheel into `target/wheels`, with the kernels of some architectures where it is asked to: those of the table whose
+/// problems have one of `filters` in their names, or [`COMMON`].
 ///
 /// # Errors
 /// What is missing, or does not build.
-pub(crate) fn wheel() -> Result<(), String> {
+pub(crate) fn wheel(archs: Option<&str>, filters: &[&str]) -> Result<(), String> {
     let python = created(&target().join("wheel-tools"))?;
     install(&python, &["setuptools>=78", "ziglang", "cargo-zigbuild"])?;
     let library = library(&python)?;
@@ -104,6 +111,9 @@ pub(crate) fn wheel() -> Result<(), String> {
     let (major, minor) = glibc(&bytes).ok_or_else(|| format!("{}: names no glibc", library.display()))?;
     let (source, wheels) = (target().join("wheel"), target().join("wheels"));
     stage(&source, &library)?;
+    if let Some(archs) = archs {
+        bundle(&source, archs, if filters.is_empty() { &COMMON } else { filters })?;
+    }
     let tag = format!("manylinux_{major}_{}_{}", minor.max(28), std::env::consts::ARCH);
     let mut build = Command::new(&python);
     build
@@ -112,6 +122,18 @@ pub(crate) fn wheel() -> Result<(), String> {
     build.arg(format!("--config-settings=--build-option=--plat-name={tag}")).arg(&source);
     loudly(&mut build)?;
     println!("{}: needs glibc {major}.{minor}", wheels.join(format!("fmha-*-{tag}.whl")).display());
+    Ok(())
+}
+
+/// Compiled kernels beside the library, a file a filter.
+fn bundle(source: &Path, archs: &str, filters: &[&str]) -> Result<(), String> {
+    for (i, filter) in filters.iter().enumerate() {
+        let out = source.join(format!("fmha/kernels-{i}.fmha"));
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["run", "--release", "--quiet", "-p", "fmha-cli", "--", "bundle", "--backward"]);
+        cargo.args(["--arch", archs, "--filter", filter, "--out"]).arg(out).envs(crate::setup::run());
+        loudly(&mut cargo)?;
+    }
     Ok(())
 }
 

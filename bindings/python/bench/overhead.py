@@ -43,7 +43,7 @@ def main():
         "fmha.attention": fmha.attention,
         "fmha.flash_attn.flash_attn_func": lambda q, k, v: fmha.flash_attn.flash_attn_func(q, k, v, causal=True),
     }
-    for name in ("flash_attn", "flash_attn_interface"):
+    for name in ("flash_attn", "flash_attn_interface", "fa3_fwd_interface"):
         try:
             module = __import__(name)
         except ImportError:

@@ -9,7 +9,7 @@ CONTRACT.md. Shapes: Q ``[batch, seqlen_q, num_heads_q, head_dim]``; packed, ``[
 from __future__ import annotations
 
 import sys as _sys
-from typing import TYPE_CHECKING, Any, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
 
 from . import _arguments, _native
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
@@ -41,13 +41,22 @@ __all__ = [
 ]
 
 
+#: Modules by the types of tensors that they have taken.
+_doors: Dict[type, Any] = {}
+
+
 def _door(tensor: Any) -> Any:
     """The module for a tensor's library: torch's operators, or NumPy's and DLPack's calls."""
+    return _doors.get(type(tensor)) or _found(tensor)
+
+
+def _found(tensor: Any) -> Any:
     torch = _sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         from . import _torch as door
     else:
         from . import _dlpack as door  # type: ignore[no-redef]
+    _doors[type(tensor)] = door
     return door
 
 

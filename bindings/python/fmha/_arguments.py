@@ -67,6 +67,9 @@ TENSORS = (
     "descale_v",
 )
 
+#: None of them, which is what most calls have: :func:`bind` gives this very tuple then.
+NO_TENSORS: Tuple[Any, ...] = (None,) * len(TENSORS)
+
 #: What :func:`fmha.attention_with_kvcache` takes besides, likewise.
 CACHE_TENSORS = ("k_new", "v_new", "cu_seqlens_new", "rotary_cos", "rotary_sin", "tree_mask")
 
@@ -120,20 +123,26 @@ def bind(
         | (_BATCH_INVARIANT if flag("batch_invariant", batch_invariant) else 0)
         | (_CHECK_LENGTHS if flag("check_lengths", check_lengths) else 0)
     )
+    tensors = (
+        bias,
+        alibi_slopes,
+        sink,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        block_table,
+        descale_q,
+        descale_k,
+        descale_v,
+    )
+    for tensor in tensors:
+        if tensor is not None:
+            break
+    else:
+        tensors = NO_TENSORS
     return (
-        (
-            bias,
-            alibi_slopes,
-            sink,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_q,
-            seqused_k,
-            block_table,
-            descale_q,
-            descale_k,
-            descale_v,
-        ),
+        tensors,
         (
             integer("max_seqlen_q", max_seqlen_q),
             integer("max_seqlen_k", max_seqlen_k),

@@ -58,11 +58,12 @@ def _path() -> pathlib.Path:
 
 
 def _load() -> ctypes.CDLL:
-    # A bundle of compiled kernels lies beside the library; a caller's own FMHA_BUNDLE comes first.
-    bundle = pathlib.Path(__file__).with_name("kernels.fmha")
-    if bundle.exists():
-        given = os.environ.get("FMHA_BUNDLE")
-        os.environ["FMHA_BUNDLE"] = os.pathsep.join([given, str(bundle)] if given else [str(bundle)])
+    # Bundles of compiled kernels lie beside the library; a caller's own FMHA_BUNDLE comes first. A child inherits both.
+    bundles = os.environ.get("FMHA_BUNDLE", "").split(os.pathsep)
+    bundles += sorted(map(str, pathlib.Path(__file__).parent.glob("kernels*.fmha")))
+    bundles = list(dict.fromkeys(bundle for bundle in bundles if bundle))
+    if bundles:
+        os.environ["FMHA_BUNDLE"] = os.pathsep.join(bundles)
     found = ctypes.CDLL(str(_path()))
     found.fmha_py_text.restype = ctypes.c_char_p
     found.fmha_py_describe.restype = ctypes.c_size_t
@@ -134,8 +135,17 @@ if ctypes.sizeof(Request) != _bytes:
         f"{_path()}: a request has {_bytes} bytes there, {ctypes.sizeof(Request)} here: another version's library"
     )
 
-for _function in (library.fmha_py_run, library.fmha_py_explain):
+for _function in (library.fmha_py_run, library.fmha_py_explain, library.fmha_py_check):
     _function.argtypes = [ctypes.POINTER(Request)]
+
+
+library.fmha_py_keep.argtypes = [ctypes.POINTER(Request)]
+library.fmha_py_keep.restype = ctypes.c_int64
+
+
+def keep(numbers: Tuple[Any, ...]) -> int:
+    """The number under which the library keeps these for the process; -1 where it has no room."""
+    return library.fmha_py_keep(ctypes.byref(Request(numbers)))
 
 
 def run(request: Request) -> None:

@@ -6,11 +6,12 @@ gradient, since it costs as much as the rest of a call on the host.
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
 from . import _native
+from ._arguments import NO_TENSORS
 
 _native.check(_native.library.fmha_py_register_torch())
 
@@ -19,6 +20,8 @@ forward_out = torch.ops.fmha.forward_out.default
 backward = torch.ops.fmha.backward.default
 kvcache_op = torch.ops.fmha.kvcache.default
 combine_op = torch.ops.fmha.combine.default
+plain = torch.ops.fmha.plain.default
+plain_backward = torch.ops.fmha.plain_backward.default
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _DTYPES = {code: getattr(torch, name) for name, code in _native.DTYPES.items() if hasattr(torch, name)}
@@ -28,6 +31,7 @@ _DETERMINISTIC, _WANTS_DBIAS, _WANTS_DSINK = (
 
 #: Where the type of O and the options are among the numbers that all operators take.
 _AT_DTYPE_O, _AT_OPTIONS = _native.NUMBERS.index("dtype_o"), _native.NUMBERS.index("options")
+_AT_P_DROP = _native.NUMBERS.index("p_drop")
 _AT_HEAD_DIM_V = _native.NUMBERS.index("head_dim_v")
 
 
@@ -82,6 +86,55 @@ def _(o_parts, lse_parts, *numbers):
     )
 
 
+@torch.library.register_fake("fmha::plain")
+def _(q, k, v, numbers):
+    return _o_and_lse(q, v.shape[-1], _SPELT[numbers])
+
+
+@torch.library.register_fake("fmha::plain_backward")
+def _(dout, q, k, v, o, lse, dlse, numbers):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+#: What the library keeps for the process: numbers by the number that stands for them, and the reverse.
+_SPELT: Dict[int, Tuple[Any, ...]] = {}
+_KEPT: Dict[Tuple[Any, ...], int] = {}
+
+
+def _kept(numbers: Tuple[Any, ...]) -> int:
+    """The number that stands for these; -1 where there is no room for more."""
+    at = _KEPT.get(numbers)
+    if at is None:
+        at = _native.keep(numbers)
+        if at >= 0:
+            # First what is looked up by it: another thread may have it at once.
+            _SPELT[at] = numbers
+            _KEPT[numbers] = at
+    return at
+
+
+class _Plain(torch.autograd.Function):
+    """Of Q, K and V alone."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, numbers):
+        o, lse = plain(q, k, v, numbers)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return None, None, None, None
+        q, k, v, o, lse = ctx.saved_tensors
+        dout = torch.zeros_like(o) if dout is None else last_is_dense(dout)
+        dlse = None if dlse is None else dlse.contiguous()
+        return (*plain_backward(dout, q, k, v, o, lse, dlse, ctx.numbers), None)
+
+
 def last_is_dense(x: torch.Tensor) -> torch.Tensor:
     """A gradient that autograd made may be broadcast or transposed: rows have to be rows."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
@@ -132,6 +185,11 @@ def attention(
     """O and LSE of a bound call."""
     if torch.are_deterministic_algorithms_enabled():
         numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
+    # A compiler's program outlives the process that has kept the numbers, and a seed is another one each time.
+    if tensors is NO_TENSORS and not numbers[_AT_P_DROP] and not torch.compiler.is_compiling():
+        at = _kept(numbers)
+        if at >= 0:
+            return _plain_call(q, k, v, at)
     bias, sink = tensors[0], tensors[2]
     try:
         wants_grad = torch.is_grad_enabled() and (
@@ -152,6 +210,14 @@ def attention(
                 raise ValueError(f"{name} is given (1), but there is no gradient of paged or FP8 tensors")
         return _Attention.apply(q, k, v, bias, sink, tensors[1], tensors[3:7], numbers)
     return forward(q, k, v, *tensors, *numbers)
+
+
+def _plain_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    try:
+        wants_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    except AttributeError:
+        wants_grad = False
+    return _Plain.apply(q, k, v, numbers) if wants_grad else plain(q, k, v, numbers)
 
 
 class _Combine(torch.autograd.Function):

@@ -47,6 +47,10 @@ def attention_forward(
     """Q, K and V ``(batch, heads, seqlen, dim)``, as transformers hands them over; O ``(batch, seqlen, heads,
     dim)``."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if torch.is_autocast_enabled(query.device.type):
+        # As torch's own attention: rotary embeddings leave Q and K in f32 beside a V of 16 bits.
+        to = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(to), key.to(to), value.to(to)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     batch, seqlen_q, heads, _ = q.shape
     if causal and seqlen_q > 0:

@@ -1,9 +1,9 @@
 //! `fmha` for Python: one shared library for every Python and every torch.
 //!
 //! There is no C++ here, no link to torch and none to Python. [`torch`] finds PyTorch's stable C interface in the process
-//! and registers operators; NumPy's and DLPack's tensors come through `ctypes` ([`fmha_py_run`]). Both make a
-//! [`request::Request`], from which [`call`] makes the struct of the C library; [`plans`] keeps plans by the numbers of their
-//! calls.
+//! and registers operators; [`xla`] has handlers that JAX registers; NumPy's and DLPack's tensors come through `ctypes`
+//! ([`fmha_py_run`]). All make a [`request::Request`], from which [`call`] makes the struct of the C library; [`plans`]
+//! keeps plans by the numbers of their calls.
 
 mod cache;
 pub mod call;
@@ -14,9 +14,10 @@ pub mod request;
 mod shapes;
 pub mod tensor;
 pub mod torch;
+pub mod xla;
 
 use std::cell::RefCell;
-use std::ffi::{CString, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use request::{NUMBERS, OPTIONS, Request, SLOT_NAMES};
@@ -28,6 +29,11 @@ thread_local! {
 fn keep(text: &str) {
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
     TEXT.with(|kept| *kept.borrow_mut() = text);
+}
+
+/// Lends what was kept for this thread.
+fn with_text<R>(body: impl FnOnce(&CStr) -> R) -> R {
+    TEXT.with(|text| body(&text.borrow()))
 }
 
 /// 0, or 1 with the error's text kept for this thread.
@@ -71,19 +77,43 @@ pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
                 device.name()
             ));
         }
-        plans::run(request, |bytes| {
-            let wanted = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_add(plans::ALIGNMENT));
-            let wanted =
-                wanted.ok_or_else(|| format!("workspace of {bytes} bytes: more than there are addresses"))?;
-            let mut scratch = Vec::<u8>::new();
-            scratch
-                .try_reserve_exact(wanted)
-                .map_err(|error| format!("workspace of {bytes} bytes: {error}"))?;
-            let start = scratch.as_mut_ptr();
-            let start = start.wrapping_add(start.align_offset(plans::ALIGNMENT));
-            Ok((scratch, start))
-        })
+        plans::run(request, host_scratch)
     })
+}
+
+/// Scratch of a run in host memory, and where it starts.
+fn host_scratch(bytes: u64) -> Result<(Vec<u8>, *mut u8), String> {
+    let wanted = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_add(plans::ALIGNMENT));
+    let wanted =
+        wanted.ok_or_else(|| format!("workspace of {bytes} bytes: more than there are addresses"))?;
+    let mut scratch = Vec::<u8>::new();
+    scratch.try_reserve_exact(wanted).map_err(|error| format!("workspace of {bytes} bytes: {error}"))?;
+    let start = scratch.as_mut_ptr();
+    let start = start.wrapping_add(start.align_offset(plans::ALIGNMENT));
+    Ok((scratch, start))
+}
+
+/// Holds a request's tensors to each other and plans nothing: for a compiler that knows shapes before it knows memory.
+///
+/// # Safety
+/// As [`fmha_py_run`]; no tensor is read.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_check(request: *const Request) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let request = unsafe { request.as_ref() }.ok_or("request is null (0)")?;
+        call::Call::new(request).map(drop)
+    })
+}
+
+/// Keeps a request's numbers for the process, for the operators that take them as one; -1 where there is no room.
+///
+/// # Safety
+/// `request` is null or a request.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
+    // SAFETY: the caller's promise.
+    unsafe { request.as_ref() }.and_then(|request| request::keep(request.numbers)).unwrap_or(-1)
 }
 
 /// Plans a request: what the plan says of itself is the text of [`fmha_py_text`].

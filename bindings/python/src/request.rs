@@ -1,6 +1,9 @@
 //! One call, as every door of Python states it: thirty-odd tensors of which most are absent, and numbers. Each list is
 //! written once, here: the operators' schemas and Python's side of `ctypes` are made from it.
 
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
 use crate::tensor::Tensor;
 
 /// An enum of tensors, and their names as refusals say them and Python spells its arguments.
@@ -165,6 +168,30 @@ numbers! {
 
 /// The numbers up to `options`, which every operator but combine takes; the others are a cache's.
 pub const NUM_COMMON: usize = NUMBERS.len() - 3;
+
+/// Most that are kept for the process: a program that goes on to make others spells them.
+const MOST_KEPT: usize = 4096;
+
+/// Numbers by the number under which they were kept. A forked child finds its parent's: a reader never waits for a lock.
+static KEPT: [OnceLock<Numbers>; MOST_KEPT] = [const { OnceLock::new() }; MOST_KEPT];
+static NUM_KEPT: AtomicUsize = AtomicUsize::new(0);
+
+/// Keeps numbers for the process; `None` where there is no room.
+pub fn keep(numbers: Numbers) -> Option<i64> {
+    let at =
+        NUM_KEPT.fetch_update(Relaxed, Relaxed, |count| (count < MOST_KEPT).then_some(count + 1)).ok()?;
+    KEPT[at].set(numbers).ok()?;
+    i64::try_from(at).ok()
+}
+
+/// The numbers that were kept.
+///
+/// # Errors
+/// Where none were under this one.
+pub fn kept(at: i64) -> Result<Numbers, String> {
+    let found = usize::try_from(at).ok().and_then(|at| KEPT.get(at)?.get());
+    found.copied().ok_or_else(|| format!("numbers {at} is none of those that were kept"))
+}
 
 /// Names of the bits of [`Numbers::options`], from the lowest.
 pub const OPTIONS: [&str; 7] = [

@@ -76,6 +76,39 @@ def test_a_graph_replays_with_other_lengths():
             close(o[b : b + 1], wanted, tolerance(BF16))
 
 
+def test_a_graph_over_pages_replays_with_other_lengths_and_pages():
+    """What a serving engine does with uniform batches: packed queries, lengths and block table change in place."""
+    size, heads_kv = 16, 2
+    pool = torch.randn(64, heads_kv, size, 2 * 128, dtype=BF16)
+    k, v = pool.transpose(1, 2).split(128, dim=-1)
+    q = torch.randn(3, 8, 128, dtype=BF16)
+    starts, lengths = torch.arange(4, dtype=torch.int32), torch.tensor([5, 200, 77], dtype=torch.int32)
+    table = torch.zeros(3, 20, dtype=torch.int32)
+    o = torch.empty_like(q)
+    call = dict(
+        cu_seqlens_q=starts,
+        max_seqlen_q=1,
+        seqused_k=lengths,
+        block_table=table,
+        max_seqlen_k=320,
+        mask="causal",
+    )
+    fmha.attention_out(o, q, k, v, **call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fmha.attention_out(o, q, k, v, **call)
+    for step in ((5, 200, 77), (6, 201, 78), (1, 320, 16)):
+        lengths.copy_(torch.tensor(step, dtype=torch.int32))
+        table.copy_(torch.randperm(64)[:60].view(3, 20).to(torch.int32))
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        torch.cuda.synchronize()
+        for b, length in enumerate(step):
+            rows = [x[table[b].long()].reshape(-1, heads_kv, 128)[:length][None] for x in (k, v)]
+            wanted, _ = by_definition(q[b][None, None], *rows)
+            close(o[b][None, None], wanted, tolerance(BF16))
+
+
 def test_a_training_step_in_a_graph_has_the_same_gradients():
     q, k, v = big(grad=True)
     side = torch.cuda.Stream()

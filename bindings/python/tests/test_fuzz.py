@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 
-from reference import run_python
+from run import run_python
 
 PROGRAM = pathlib.Path(__file__).with_name("fuzz.py")
 

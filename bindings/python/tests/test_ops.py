@@ -14,6 +14,7 @@ import torch
 import fmha
 from fmha import _arguments, _torch
 from reference import DEVICE, tensors
+from run import run_python
 
 NUMBERS = _arguments.bind(mask="causal")[1]
 NONE7 = (None,) * 7
@@ -29,6 +30,36 @@ def test_opcheck_forward_and_backward():
     torch.library.opcheck(_torch.forward, (q, k, v, *NONE7, None, None, None, None, *NUMBERS), test_utils=tests)
     o, lse = fmha.attention(q, k, v, mask="causal", return_lse=True)
     torch.library.opcheck(_torch.backward, (o, q, k, v, o, lse, None, *NONE7, *NUMBERS), test_utils=tests)
+
+
+def test_opcheck_of_plain_calls_and_their_numbers():
+    q, k, v = tensors()
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    at = _torch._kept(NUMBERS)
+    assert at == _torch._kept(NUMBERS) != _torch._kept(_arguments.bind()[1])
+    torch.library.opcheck(_torch.plain, (q, k, v, at), test_utils=tests)
+    o, lse = _torch.plain(q, k, v, at)
+    wanted = _torch.forward(q, k, v, *NONE7, None, None, None, None, *NUMBERS)
+    assert torch.equal(o, wanted[0]) and torch.equal(lse, wanted[1])
+    torch.library.opcheck(_torch.plain_backward, (o, q, k, v, o, lse, None, at), test_utils=tests)
+    for other in (-1, 1 << 40, 4095):
+        with pytest.raises(RuntimeError, match=f"numbers {other} is none"):
+            _torch.plain(q, k, v, other)
+
+
+def test_where_no_more_numbers_are_kept_calls_go_on():
+    run_python("""
+import torch, fmha
+from fmha import _torch
+q, k, v = (torch.randn(1, 3, 1, 8, requires_grad=True) for _ in range(3))
+for i in range(5000):
+    o = fmha.attention(q, k, v, softmax_scale=i / 1000)
+    if i in (1, 4999):
+        wanted = torch.softmax(q[0, :, 0] @ k[0, :, 0].T * i / 1000, -1) @ v[0, :, 0]
+        assert torch.allclose(o[0, :, 0], wanted, atol=1e-5)
+        o.sum().backward()
+assert len(_torch._KEPT) == len(_torch._SPELT) == 4096
+""")
 
 
 def test_opcheck_with_outputs_and_cache():

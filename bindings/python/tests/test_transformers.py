@@ -117,3 +117,14 @@ def test_sequences_packed_into_one_row_do_not_see_each_other():
         ).logits
         alone = [ours(part).logits for part in parts]
     assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-4)
+
+
+def test_a_step_under_autocast_has_the_gradients_of_eager_attention():
+    ids = torch.randint(2, 96, (2, 12))
+    gradients = []
+    for model in pair(CONFIGS["llama"](), train=True):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
+            model(ids, labels=ids).loss.backward()
+        gradients.append([x.grad for x in model.parameters()])
+    for ours, theirs in zip(*gradients):
+        assert (ours - theirs).norm() <= 3e-2 * theirs.norm()

@@ -13,6 +13,45 @@ from fmha import _native
 PACKAGE = pathlib.Path(__file__).parents[1]
 
 
+def test_bundles_beside_the_library_are_found(tmp_path):
+    """The command, started by a program that has imported the package, takes a kernel from the package's bundle on a
+    machine without compiler and cache; an emulated device."""
+    command = PACKAGE.parents[1] / "target/release/fmha"
+    if not command.exists() or not os.environ.get("FMHA_NVRTC"):
+        pytest.skip("the command is not built, or there is no NVRTC: no bundle is made")
+    shutil.copytree(PACKAGE / "fmha", tmp_path / "fmha", ignore=shutil.ignore_patterns("__pycache__"))
+    bundle = tmp_path / "fmha/kernels-0.fmha"
+    words = "bundle --arch sm_90a --keep-assembly --filter f16/d64x64/causal/batch/lse/q512k512/gqa1 --out"
+    subprocess.run([command, *words.split(), bundle], check=True, capture_output=True)
+    problem = "--backend cuda --emulate sm_90a --warmup 0 --repeat 1 -b 1 -h 1 -s 300 -d 64 --prec f16 --mask b --lse"
+    program = f"""
+import os, subprocess, sys
+import fmha
+once = os.environ["FMHA_BUNDLE"]
+ran = subprocess.run([sys.executable, "-c", "import fmha, os; print(os.environ['FMHA_BUNDLE'])"], capture_output=True)
+assert ran.stdout.decode().strip() == once == {str(bundle)!r}, (ran, once)
+for words in ("explain --arch sm_90a -b 1 -h 1 -s 300 -d 64 --prec f16 --mask b --lse", {"run " + problem!r}):
+    subprocess.run([{str(command)!r}, *words.split()], check=True)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={
+            **{name: value for name, value in os.environ.items() if name != "FMHA_BUNDLE"},
+            "PYTHONPATH": str(tmp_path),
+            "FMHA_NATIVE": str(_native._path()),
+            "FMHA_CACHE_DIR": "none",
+            "FMHA_NVRTC": "/nowhere",
+        },
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+    )
+    if "no emulated CUDA device" in ran.stderr:
+        pytest.skip(ran.stderr.strip().splitlines()[-1])
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"bundle {bundle}" in ran.stdout and "PASS" in ran.stdout, ran.stdout
+
+
 def test_a_wheel_is_built_installed_and_computes(tmp_path):
     pytest.importorskip("setuptools", minversion="70", reason="setuptools 70 is not installed: no wheel is built")
     source = tmp_path / "source"

@@ -12,7 +12,7 @@ use crate::call::Wrong;
 use crate::plans;
 use crate::request::{Numbers, Request, Slot, name};
 use crate::tensor::{Device, Tensor, U8};
-use operators::{OPERATORS, Operator, Take};
+use operators::{OPERATORS, Operator, Spelt, Take};
 use shims::{Owned, Shims, Value};
 
 static SHIMS: OnceLock<Shims> = OnceLock::new();
@@ -101,7 +101,10 @@ unsafe fn execute(
         })
         .collect();
     let mut request = Request::new();
-    request.numbers = Numbers::read(operator.num_numbers, next);
+    request.numbers = match operator.numbers {
+        Spelt::Each(count) => Numbers::read(count, next),
+        Spelt::Kept => crate::request::kept(next().cast_signed())?,
+    };
     for (slot, tensor) in &tensors {
         if let Some(tensor) = tensor {
             request.set(*slot, tensor.describe(name(*slot))?);

@@ -25,13 +25,23 @@ pub(super) enum Take {
     OptionalWritten,
 }
 
+/// How an operator takes its numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Spelt {
+    /// The first so many of [`NUMBERS`].
+    Each(usize),
+    /// One number under which they were kept. An argument costs torch and Python 0.1 us; 13 of them are a third of what a
+    /// call of Q, K and V costs on the host.
+    Kept,
+}
+
 /// One operator.
 pub(super) struct Operator {
     pub(super) name: &'static str,
     /// Its tensors, which come first.
     pub(super) tensors: &'static [(Slot, Take)],
-    /// How many of [`NUMBERS`] follow.
-    pub(super) num_numbers: usize,
+    /// How its numbers follow.
+    pub(super) numbers: Spelt,
     /// Tensors that it gives.
     num_results: usize,
     /// Makes them and notes them in the request.
@@ -55,8 +65,13 @@ impl Operator {
             // Writing to a string does not fail.
             let _ = write!(text, "{spelt} {}, ", name(slot));
         }
-        for (number, spelt) in &NUMBERS[..self.num_numbers] {
-            let _ = write!(text, "{spelt} {number}, ");
+        match self.numbers {
+            Spelt::Each(count) => {
+                for (number, spelt) in &NUMBERS[..count] {
+                    let _ = write!(text, "{spelt} {number}, ");
+                }
+            }
+            Spelt::Kept => text.push_str("int numbers"),
         }
         let arguments = text.trim_end_matches([',', ' ']);
         format!("{arguments}) -> ({})", vec!["Tensor"; self.num_results].join(", "))
@@ -82,7 +97,7 @@ macro_rules! tensors {
     };
 }
 
-pub(super) static OPERATORS: [Operator; 5] = [
+pub(super) static OPERATORS: [Operator; 7] = [
     Operator {
         name: "forward",
         tensors: tensors!(
@@ -94,7 +109,7 @@ pub(super) static OPERATORS: [Operator; 5] = [
                 (Slot::DescaleV, Optional)
             ]
         ),
-        num_numbers: NUM_COMMON,
+        numbers: Spelt::Each(NUM_COMMON),
         num_results: 2,
         results: o_and_lse,
         kernel: kernel::<0>,
@@ -114,7 +129,7 @@ pub(super) static OPERATORS: [Operator; 5] = [
                 (Slot::KeepMask, OptionalWritten)
             ]
         ),
-        num_numbers: NUM_COMMON,
+        numbers: Spelt::Each(NUM_COMMON),
         num_results: 0,
         results: |_, _| Ok(Results::new()),
         kernel: kernel::<1>,
@@ -133,7 +148,7 @@ pub(super) static OPERATORS: [Operator; 5] = [
             ],
             []
         ),
-        num_numbers: NUM_COMMON,
+        numbers: Spelt::Each(NUM_COMMON),
         num_results: 5,
         results: gradients,
         kernel: kernel::<2>,
@@ -159,7 +174,7 @@ pub(super) static OPERATORS: [Operator; 5] = [
                 (Slot::DescaleV, Optional)
             ]
         ),
-        num_numbers: NUMBERS.len(),
+        numbers: Spelt::Each(NUMBERS.len()),
         num_results: 2,
         results: o_and_lse,
         kernel: kernel::<3>,
@@ -167,10 +182,35 @@ pub(super) static OPERATORS: [Operator; 5] = [
     Operator {
         name: "combine",
         tensors: &[(Slot::OParts, Given), (Slot::LseParts, Given)],
-        num_numbers: NUM_COMMON,
+        numbers: Spelt::Each(NUM_COMMON),
         num_results: 2,
         results: combined,
         kernel: kernel::<4>,
+    },
+    // What most calls are: `forward` and `backward` of Q, K and V alone.
+    Operator {
+        name: "plain",
+        tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
+        numbers: Spelt::Kept,
+        num_results: 2,
+        results: o_and_lse,
+        kernel: kernel::<5>,
+    },
+    Operator {
+        name: "plain_backward",
+        tensors: &[
+            (Slot::Dout, Given),
+            (Slot::Q, Given),
+            (Slot::K, Given),
+            (Slot::V, Given),
+            (Slot::O, Given),
+            (Slot::Lse, Given),
+            (Slot::Dlse, Optional),
+        ],
+        numbers: Spelt::Kept,
+        num_results: 3,
+        results: plain_gradients,
+        kernel: kernel::<6>,
     },
 ];
 
@@ -213,15 +253,21 @@ fn o_and_lse(shims: &'static Shims, request: &mut Request) -> Result<Results, Wr
     ]))
 }
 
-/// dQ, dK, dV, dBias, dSink. What nobody wants is a tensor of no elements: an operator's results are always there.
-fn gradients(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
-    let q = *request.required(Slot::Q)?;
+/// dQ, dK, dV.
+fn plain_gradients(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
     let mut results = Results::new();
     for (slot, of) in [(Slot::Dq, Slot::Q), (Slot::Dk, Slot::K), (Slot::Dv, Slot::V)] {
         let of = *request.required(of)?;
         attention_type(name(slot), &of)?;
         results.push(gradient(shims, request, slot, &of)?);
     }
+    Ok(results)
+}
+
+/// dQ, dK, dV, dBias, dSink. What nobody wants is a tensor of no elements: an operator's results are always there.
+fn gradients(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
+    let mut results = plain_gradients(shims, request)?;
+    let device = request.required(Slot::Q)?.device;
     for (slot, of, wanted) in [(Slot::Dbias, Slot::Bias, WANTS_DBIAS), (Slot::Dsink, Slot::Sink, WANTS_DSINK)]
     {
         let of = request.get(of).copied().filter(|_| request.asks(wanted));
@@ -230,7 +276,7 @@ fn gradients(shims: &'static Shims, request: &mut Request) -> Result<Results, Wr
                 attention_type(name(slot), &of)?;
                 gradient(shims, request, slot, &of)?
             }
-            None => shims.empty(&[0], FMHA_F32, q.device)?,
+            None => shims.empty(&[0], FMHA_F32, device)?,
         });
     }
     Ok(results)
@@ -262,5 +308,6 @@ mod tests {
         assert!(schema(3).starts_with("kvcache(Tensor q, Tensor(a!) k, Tensor(b!)? v, Tensor? k_new"));
         assert!(schema(4).starts_with("combine(Tensor o_parts, Tensor lse_parts, "));
         assert!(schema(4).ends_with("-> (Tensor, Tensor)"));
+        assert_eq!(schema(5), "plain(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor, Tensor)");
     }
 }

@@ -1,0 +1,388 @@
+//! XLA's foreign-function interface, as far as it is used here: the C structs of `xla/ffi/api/c_api.h` (API 0.3), whose
+//! fields keep their places from version to version. Nothing is linked: every function comes with the call.
+
+use std::ffi::{CStr, c_char, c_void};
+
+/// The version that is stated where the framework states none.
+const VERSION: (i32, i32) = (0, 3);
+
+/// `XLA_FFI_Extension_Metadata`: the handler is asked for its version, not called.
+const METADATA: i32 = 1;
+
+/// `XLA_FFI_Error_Code_INVALID_ARGUMENT`.
+const INVALID_ARGUMENT: i32 = 3;
+
+/// `XLA_FFI_AttrType_ARRAY`.
+const ARRAY: i32 = 1;
+
+/// `XLA_FFI_DataType_S64`.
+const S64: i32 = 5;
+
+/// An error of the framework's.
+pub enum XlaError {}
+
+#[repr(C)]
+struct Extension {
+    struct_size: usize,
+    kind: i32,
+    next: *mut Extension,
+}
+
+#[repr(C)]
+struct ApiVersion {
+    struct_size: usize,
+    extension: *mut Extension,
+    major: i32,
+    minor: i32,
+}
+
+#[repr(C)]
+struct Metadata {
+    struct_size: usize,
+    version: ApiVersion,
+    traits: u32,
+}
+
+#[repr(C)]
+struct MetadataExtension {
+    base: Extension,
+    metadata: *mut Metadata,
+}
+
+/// A dense buffer, row-major.
+#[repr(C)]
+pub(super) struct Buffer {
+    struct_size: usize,
+    extension: *mut Extension,
+    pub(super) dtype: i32,
+    pub(super) data: *mut c_void,
+    rank: i64,
+    dims: *const i64,
+}
+
+impl Buffer {
+    /// Sizes of its axes, outermost first.
+    pub(super) fn shape(&self) -> &[i64] {
+        // SAFETY: the framework lends as many sizes as there are axes while the call lasts; of none, no address.
+        unsafe { lent(self.dims, self.rank) }
+    }
+}
+
+/// So many values at an address, none where the count is 0 or below.
+///
+/// # Safety
+/// The framework lends them for the time of the call.
+unsafe fn lent<'a, T>(first: *const T, count: i64) -> &'a [T] {
+    match usize::try_from(count) {
+        Ok(count) if count > 0 && !first.is_null() => {
+            // SAFETY: the caller's promise.
+            unsafe { std::slice::from_raw_parts(first, count) }
+        }
+        _ => &[],
+    }
+}
+
+/// Arguments, and likewise results: buffers all, the one kind that there is.
+#[repr(C)]
+struct Buffers {
+    struct_size: usize,
+    extension: *mut Extension,
+    size: i64,
+    types: *const i32,
+    buffers: *const *const Buffer,
+}
+
+#[repr(C)]
+struct Text {
+    bytes: *const u8,
+    len: usize,
+}
+
+#[repr(C)]
+struct Array {
+    dtype: i32,
+    size: usize,
+    data: *const u8,
+}
+
+#[repr(C)]
+struct Attributes {
+    struct_size: usize,
+    extension: *mut Extension,
+    size: i64,
+    types: *const i32,
+    names: *const *const Text,
+    values: *const *const c_void,
+}
+
+/// One call, or one question, of the framework's.
+#[repr(C)]
+pub struct CallFrame {
+    struct_size: usize,
+    extension: *mut Extension,
+    api: *const Api,
+    context: *mut c_void,
+    stage: i32,
+    arguments: Buffers,
+    results: Buffers,
+    attributes: Attributes,
+    future: *mut c_void,
+}
+
+#[repr(C)]
+struct ErrorCreate {
+    struct_size: usize,
+    extension: *mut Extension,
+    message: *const c_char,
+    code: i32,
+}
+
+#[repr(C)]
+struct ErrorText {
+    struct_size: usize,
+    extension: *mut Extension,
+    error: *mut XlaError,
+    message: *const c_char,
+}
+
+#[repr(C)]
+struct ErrorDestroy {
+    struct_size: usize,
+    extension: *mut Extension,
+    error: *mut XlaError,
+}
+
+#[repr(C)]
+struct StreamGet {
+    struct_size: usize,
+    extension: *mut Extension,
+    context: *mut c_void,
+    stream: *mut c_void,
+}
+
+#[repr(C)]
+struct MemoryAllocate {
+    struct_size: usize,
+    extension: *mut Extension,
+    context: *mut c_void,
+    size: usize,
+    alignment: usize,
+    data: *mut c_void,
+}
+
+#[repr(C)]
+struct MemoryFree {
+    struct_size: usize,
+    extension: *mut Extension,
+    context: *mut c_void,
+    size: usize,
+    data: *mut c_void,
+}
+
+#[repr(C)]
+struct OrdinalGet {
+    struct_size: usize,
+    extension: *mut Extension,
+    context: *mut c_void,
+    ordinal: i32,
+}
+
+/// A function that is not called here, in its place.
+type Unused = *const c_void;
+type Function<T> = unsafe extern "C" fn(*mut T) -> *mut XlaError;
+
+/// The framework's functions.
+#[repr(C)]
+struct Api {
+    struct_size: usize,
+    extension: *mut Extension,
+    version: ApiVersion,
+    internal: *const c_void,
+    error_create: Function<ErrorCreate>,
+    error_text: unsafe extern "C" fn(*mut ErrorText),
+    error_destroy: unsafe extern "C" fn(*mut ErrorDestroy),
+    handler_register: Unused,
+    stream_get: Function<StreamGet>,
+    type_register: Unused,
+    context_get: Unused,
+    state_set: Unused,
+    state_get: Unused,
+    memory_allocate: Function<MemoryAllocate>,
+    memory_free: Function<MemoryFree>,
+    threads_schedule: Unused,
+    threads_count: Unused,
+    future_create: Unused,
+    future_available: Unused,
+    future_error: Unused,
+    run_id: Unused,
+    ordinal_get: Option<Function<OrdinalGet>>,
+}
+
+/// A struct of arguments: its size, no extension, and the rest.
+macro_rules! arguments {
+    ($type:ident { $($field:ident: $value:expr),* $(,)? }) => {
+        $type { struct_size: size_of::<$type>(), extension: std::ptr::null_mut(), $($field: $value),* }
+    };
+}
+
+/// Device memory that goes back when dropped. What is queued on the call's stream has it until it is done: the framework
+/// gives memory out in the order of that stream.
+pub(super) struct Scratch<'a> {
+    frame: &'a CallFrame,
+    data: *mut c_void,
+    bytes: usize,
+}
+
+impl Drop for Scratch<'_> {
+    fn drop(&mut self) {
+        let mut free =
+            arguments!(MemoryFree { context: self.frame.context, size: self.bytes, data: self.data });
+        // SAFETY: allocated of this call, and freed once.
+        let _ = unsafe { self.frame.said((self.frame.api().memory_free)(&raw mut free)) };
+    }
+}
+
+impl CallFrame {
+    /// Answers what a handler is asked before it is ever called; `false`: this is a call.
+    ///
+    /// # Safety
+    /// The frame is the framework's.
+    pub(super) unsafe fn answered(&self) -> bool {
+        // SAFETY: an extension is null or one, and of this kind has metadata to be written.
+        unsafe {
+            match self.extension.as_ref() {
+                Some(extension) if extension.kind == METADATA => {
+                    let metadata = (*self.extension.cast::<MetadataExtension>()).metadata;
+                    let theirs = self.api.as_ref().map(|api| (api.version.major, api.version.minor));
+                    let stated = theirs.filter(|&version| version < VERSION).unwrap_or(VERSION);
+                    ((*metadata).version.major, (*metadata).version.minor) = stated;
+                    // Not COMMAND_BUFFER_COMPATIBLE: scratch of a captured call would be others' when it is replayed.
+                    (*metadata).traits = 0;
+                    true
+                }
+                _ => false,
+            }
+        }
+    }
+
+    fn api(&self) -> &Api {
+        // SAFETY: every call brings the functions, which live as long as the process.
+        unsafe { &*self.api }
+    }
+
+    /// The buffers that come in.
+    pub(super) fn arguments(&self) -> &[&Buffer] {
+        // SAFETY: the framework lends as many buffers as it says, none of them null.
+        unsafe { lent(self.arguments.buffers.cast(), self.arguments.size) }
+    }
+
+    /// The buffers to be written.
+    pub(super) fn results(&self) -> &[&Buffer] {
+        // SAFETY: as above.
+        unsafe { lent(self.results.buffers.cast(), self.results.size) }
+    }
+
+    /// An attribute of whole numbers.
+    ///
+    /// # Errors
+    /// Where it is missing, or something else.
+    pub(super) fn numbers(&self, name: &str) -> Result<Vec<i64>, String> {
+        let attributes = &self.attributes;
+        // SAFETY: the framework lends as many names, types and values as it says.
+        let (names, types, values): (&[&Text], _, _) = unsafe {
+            let count = attributes.size;
+            (
+                lent(attributes.names.cast(), count),
+                lent(attributes.types, count),
+                lent(attributes.values, count),
+            )
+        };
+        // SAFETY: a name's bytes, lent likewise.
+        let is = |text: &&Text| unsafe { lent(text.bytes, text.len as i64) } == name.as_bytes();
+        let at =
+            names.iter().position(is).ok_or_else(|| format!("the attribute {name} is missing (0 given)"))?;
+        if types[at] != ARRAY {
+            return Err(format!("the attribute {name} is of kind {}, no array", types[at]));
+        }
+        // SAFETY: an attribute of this kind is an array.
+        let array = unsafe { &*values[at].cast::<Array>() };
+        if array.dtype != S64 {
+            return Err(format!("the attribute {name} is of type {}, not of int64", array.dtype));
+        }
+        // SAFETY: so many numbers of 8 bytes, at any address.
+        let number = |i: usize| unsafe { array.data.cast::<i64>().add(i).read_unaligned() };
+        Ok((0..array.size).map(number).collect())
+    }
+
+    /// The stream that the work is to be put on.
+    ///
+    /// # Errors
+    /// What the framework said.
+    pub(super) fn stream(&self) -> Result<i64, String> {
+        let mut get = arguments!(StreamGet { context: self.context, stream: std::ptr::null_mut() });
+        // SAFETY: the function's own struct.
+        unsafe { self.said((self.api().stream_get)(&raw mut get))? };
+        Ok(get.stream as i64)
+    }
+
+    /// Which of its platform's devices this is.
+    ///
+    /// # Errors
+    /// Where the framework is older than the question, or what it said.
+    pub(super) fn ordinal(&self) -> Result<i32, String> {
+        let api = self.api();
+        // A table that ends before the function has other bytes in its place.
+        let has = api.struct_size >= std::mem::offset_of!(Api, ordinal_get) + size_of::<usize>();
+        let function = has.then_some(()).and(api.ordinal_get).ok_or_else(|| {
+            format!("this XLA tells no device's number: its table has {} bytes", api.struct_size)
+        })?;
+        let mut get = arguments!(OrdinalGet { context: self.context, ordinal: 0 });
+        // SAFETY: the function's own struct.
+        unsafe { self.said(function(&raw mut get))? };
+        Ok(get.ordinal)
+    }
+
+    /// Device memory for this call.
+    ///
+    /// # Errors
+    /// What the framework said.
+    pub(super) fn scratch(&self, bytes: u64, alignment: usize) -> Result<(Scratch<'_>, *mut u8), String> {
+        let bytes = usize::try_from(bytes).map_err(|error| format!("workspace of {bytes} bytes: {error}"))?;
+        let mut allocate = arguments!(MemoryAllocate {
+            context: self.context,
+            size: bytes,
+            alignment: alignment,
+            data: std::ptr::null_mut(),
+        });
+        // SAFETY: the function's own struct.
+        unsafe { self.said((self.api().memory_allocate)(&raw mut allocate)) }
+            .map_err(|text| format!("workspace of {bytes} bytes: {text}"))?;
+        Ok((Scratch { frame: self, data: allocate.data, bytes }, allocate.data.cast()))
+    }
+
+    /// A refusal, as the framework hands it to its user.
+    pub(super) fn error(&self, text: &CStr) -> *mut XlaError {
+        let mut create = arguments!(ErrorCreate { message: text.as_ptr(), code: INVALID_ARGUMENT });
+        // SAFETY: the function's own struct, whose text it copies.
+        unsafe { (self.api().error_create)(&raw mut create) }
+    }
+
+    /// What the framework said, if anything.
+    ///
+    /// # Safety
+    /// `error` is null or an error that is the caller's.
+    unsafe fn said(&self, error: *mut XlaError) -> Result<(), String> {
+        if error.is_null() {
+            return Ok(());
+        }
+        let mut text = arguments!(ErrorText { error: error, message: std::ptr::null() });
+        let mut destroy = arguments!(ErrorDestroy { error: error });
+        // SAFETY: an error is read, and then destroyed once; its text is a C string until then.
+        unsafe {
+            (self.api().error_text)(&raw mut text);
+            let said = CStr::from_ptr(text.message).to_string_lossy().into_owned();
+            (self.api().error_destroy)(&raw mut destroy);
+            Err(said)
+        }
+    }
+}

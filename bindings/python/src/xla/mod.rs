@@ -1,0 +1,134 @@
+//! Handlers for XLA, which JAX calls: a request's tensors come as buffers, and which of them each is as an attribute.
+
+mod api;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::call::{Wrong, ensure};
+use crate::plans;
+use crate::request::{NUM_SLOTS, NUMBERS, Numbers, Request};
+use crate::tensor::{Device, I32, MAX_DIMS, OTHER, Tensor, U8, U32};
+use api::Buffer;
+pub use api::{CallFrame, XlaError};
+
+/// Stands in `operands` for an argument that is only there to be written over by a result.
+const IGNORED: i64 = -1;
+
+/// The handler of the target `fmha` on the CPU. Attributes, arrays of int64 each: `operands` and `results`, the slot of
+/// every argument and result; `numbers`, the words of [`Numbers`].
+///
+/// # Safety
+/// XLA calls it, with its own frame.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_xla_cpu(frame: *const CallFrame) -> *mut XlaError {
+    // SAFETY: passed on.
+    unsafe { handle(frame, 0) }
+}
+
+/// The handler on NVIDIA's devices.
+///
+/// # Safety
+/// As [`fmha_xla_cpu`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_xla_cuda(frame: *const CallFrame) -> *mut XlaError {
+    // SAFETY: passed on.
+    unsafe { handle(frame, 1) }
+}
+
+/// The handler on AMD's devices.
+///
+/// # Safety
+/// As [`fmha_xla_cpu`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_xla_rocm(frame: *const CallFrame) -> *mut XlaError {
+    // SAFETY: passed on.
+    unsafe { handle(frame, 2) }
+}
+
+/// # Safety
+/// As [`fmha_xla_cpu`].
+unsafe fn handle(frame: *const CallFrame, kind: i32) -> *mut XlaError {
+    // SAFETY: the caller's promise.
+    let Some(frame) = (unsafe { frame.as_ref() }) else { return std::ptr::null_mut() };
+    // SAFETY: likewise.
+    if unsafe { frame.answered() } {
+        return std::ptr::null_mut();
+    }
+    match catch_unwind(AssertUnwindSafe(|| run(frame, kind))) {
+        Ok(Ok(())) => return std::ptr::null_mut(),
+        Ok(Err(text)) => crate::keep(&text),
+        Err(_) => crate::keep("internal error: a panic was caught at XLA's boundary"),
+    }
+    crate::with_text(|text| frame.error(text))
+}
+
+fn run(frame: &CallFrame, kind: i32) -> Result<(), Wrong> {
+    let index = if kind == 0 { 0 } else { frame.ordinal()? };
+    let device = Device { kind, index };
+    let mut request = Request::new();
+    let words = frame.numbers("numbers")?;
+    ensure!(
+        words.len() == NUMBERS.len(),
+        "the attribute numbers has {} words, not {}",
+        words.len(),
+        NUMBERS.len()
+    );
+    let mut words = words.into_iter();
+    request.numbers = Numbers::read(NUMBERS.len(), || words.next().unwrap_or_default().cast_unsigned());
+    for (name, buffers) in [("operands", frame.arguments()), ("results", frame.results())] {
+        let slots = frame.numbers(name)?;
+        ensure!(
+            slots.len() == buffers.len(),
+            "the attribute {name} has {} slots of {} buffers",
+            slots.len(),
+            buffers.len()
+        );
+        for (slot, buffer) in slots.into_iter().zip(buffers) {
+            if slot == IGNORED {
+                continue;
+            }
+            let to = usize::try_from(slot).ok().and_then(|slot| request.tensors.get_mut(slot));
+            let to = to.ok_or_else(|| format!("the attribute {name} has slot {slot} of {NUM_SLOTS}"))?;
+            *to = tensor(buffer, device)?;
+        }
+    }
+    if kind == 0 {
+        return plans::run(&request, crate::host_scratch);
+    }
+    request.stream = frame.stream()?;
+    plans::run(&request, |bytes| frame.scratch(bytes, plans::ALIGNMENT))
+}
+
+/// A buffer is dense, its last axis innermost.
+fn tensor(buffer: &Buffer, device: Device) -> Result<Tensor, Wrong> {
+    let shape = buffer.shape();
+    ensure!(shape.len() <= MAX_DIMS, "a buffer of {shape:?} has more axes than {MAX_DIMS}");
+    let mut tensor = Tensor { data: buffer.data, num_dims: shape.len() as i32, device, ..Tensor::ABSENT };
+    let mut stride = 1i64;
+    for (i, &size) in shape.iter().enumerate().rev() {
+        (tensor.sizes[i], tensor.strides[i]) = (size, stride);
+        stride = stride.saturating_mul(size.max(1));
+    }
+    tensor.dtype = dtype(buffer.dtype);
+    if shape.contains(&0) {
+        tensor.data = std::ptr::null_mut();
+    }
+    Ok(tensor)
+}
+
+/// Our code of a type of XLA's.
+fn dtype(theirs: i32) -> i32 {
+    match theirs {
+        10 => fmha_c::FMHA_F16,
+        16 => fmha_c::FMHA_BF16,
+        11 => fmha_c::FMHA_F32,
+        20 => fmha_c::FMHA_E4M3FN,
+        19 => fmha_c::FMHA_E5M2,
+        25 => fmha_c::FMHA_E4M3FNUZ,
+        24 => fmha_c::FMHA_E5M2FNUZ,
+        4 => I32,
+        6 => U8,
+        8 => U32,
+        _ => OTHER,
+    }
+}

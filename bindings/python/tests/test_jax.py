@@ -1,0 +1,350 @@
+"""fmha.jax on the CPU: every argument against float64, and what JAX does with a call: jit, vmap, grad, sharding."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+import jax.numpy as jnp  # noqa: E402
+
+import fmha  # noqa: E402
+import fmha.jax  # noqa: E402
+from run import run_python  # noqa: E402
+
+MASKS = [None, "causal", "t", "b:3,0", "t:4,-1", "g:3,5", "b:2,0,2"]
+
+
+def visible(mask, seqlen_q, seqlen_k):
+    kind, left, right, sink_columns = mask
+    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None]
+    if kind == 0:
+        return np.ones((seqlen_q, seqlen_k), bool)
+    if kind == 3:
+        return (j >= i - left + 1) & (j < i + right)
+    diagonal = 0 if kind == 1 else seqlen_k - seqlen_q
+    below = (j >= i + diagonal - left) | (left < 0)
+    return (below | (j < sink_columns)) & ((j <= i + diagonal + right) | (right < 0))
+
+
+@functools.partial(jax.jit, static_argnames=("mask", "softmax_scale", "softcap"))
+def by_definition(q, k, v, mask=None, softmax_scale=None, softcap=None, bias=None, alibi_slopes=None, sink=None):
+    """O and LSE by JAX's own operations, in f32 (its gradients are the reference of ours)."""
+    ratio = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, ratio, 2), jnp.repeat(v, ratio, 2)
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    s = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * scale
+    if softcap:
+        s = softcap * jnp.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias
+    sq, sk = s.shape[-2:]
+    mask = fmha.mask(mask)
+    if alibi_slopes is not None:
+        diagonal = 0 if mask[0] == 1 else sk - sq
+        distance = np.abs(np.arange(sq)[:, None] + diagonal - np.arange(sk))
+        s = s - jnp.reshape(alibi_slopes, (-1, s.shape[1], 1, 1)) * distance
+    seen = visible(mask, sq, sk)
+    s = jnp.where(seen, s, -jnp.inf)
+    whole = s
+    if sink is not None:
+        whole = jnp.concatenate([s, jnp.broadcast_to(sink[None, :, None, None], (*s.shape[:3], 1))], -1)
+    empty = ~seen.any(-1) if sink is None else np.zeros(sq, bool)
+    safe = jnp.where(empty[:, None], 0.0, whole)
+    lse = jnp.where(empty, -jnp.inf, jax.nn.logsumexp(safe, -1))
+    p = jnp.where(seen & ~empty[:, None], jnp.exp(jnp.where(seen, s, 0) - jnp.where(empty, 0, lse)[..., None]), 0)
+    return jnp.einsum("bhij,bjhd->bihd", p, v, precision="highest"), lse
+
+
+def arrays(b=2, sq=7, sk=11, hq=4, hk=2, d=16, dv=16, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(
+        jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+        for shape in ((b, sq, hq, d), (b, sk, hk, d), (b, sk, hk, dv))
+    )
+
+
+def close(given, wanted, bound=1e-5):
+    np.testing.assert_allclose(np.asarray(given, np.float64), np.asarray(wanted, np.float64), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_under_jit(mask):
+    q, k, v = arrays(dv=24)
+    o, lse = jax.jit(lambda *x: fmha.jax.attention(*x, mask=mask, return_lse=True))(q, k, v)
+    wanted, wanted_lse = by_definition(q, k, v, mask)
+    close(o, wanted)
+    close(lse, wanted_lse)
+
+
+@pytest.mark.parametrize("dtype, bound", [("float16", 4e-3), ("bfloat16", 3e-2)])
+def test_16_bits(dtype, bound):
+    q, k, v = (x.astype(dtype) for x in arrays())
+    o = fmha.jax.attention(q, k, v, mask="causal")
+    assert o.dtype == dtype
+    close(o.astype("float32"), by_definition(*(x.astype("float32") for x in (q, k, v)), "causal")[0], bound)
+    assert fmha.jax.attention(q, k, v, dtype_o=jnp.float32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_with_descales(dtype):
+    q, k, v = (x.astype(dtype) for x in arrays(d=32))
+    scales = [jnp.full((2, 2), scale, jnp.float32) for scale in (0.5, 1.5, 0.75)]
+    o = fmha.jax.attention(q, k, v, descale_q=scales[0], descale_k=scales[1], descale_v=scales[2])
+    assert o.dtype == jnp.bfloat16
+    wide = [x.astype("float32") * scale[0, 0] for x, scale in zip((q, k, v), scales)]
+    close(o.astype("float32"), by_definition(*wide)[0], 0.15)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(softmax_scale=-0.3),
+        dict(softcap=2.0),
+        dict(bias=(2, 4)),
+        dict(bias=(1, 4)),
+        dict(bias=()),
+        dict(alibi_slopes=(4,)),
+        dict(alibi_slopes=(2, 4)),
+        dict(sink=(4,)),
+        dict(sink=(4,), softcap=3.0, bias=(1, 1), mask="causal"),
+    ],
+    ids=str,
+)
+def test_modifiers_and_the_gradients_of_o_and_lse(change):
+    rng = np.random.default_rng(3)
+    named = {}
+    for name, tail in (("bias", (7, 11)), ("sink", ()), ("alibi_slopes", ())):
+        if name in change:
+            named[name] = jnp.asarray(rng.random((*change[name], *tail), dtype=np.float32))
+    fixed = {name: value for name, value in change.items() if name not in named}
+    slopes = {name: named.pop(name) for name in ("alibi_slopes",) if name in named}
+    qkv = arrays()
+    weights = by_definition(*arrays(seed=5))
+
+    def loss(function):
+        def of(qkv, named):
+            o, lse = function(*qkv, **named, **slopes, **fixed)
+            return jnp.vdot(o, weights[0]) + jnp.vdot(lse, weights[1])
+
+        return jax.jit(jax.value_and_grad(of, (0, 1)))(qkv, named)
+
+    given = loss(lambda *x, **options: fmha.jax.attention(*x, return_lse=True, **options))
+    wanted = loss(by_definition)
+    for got, want in zip(jax.tree.leaves(given), jax.tree.leaves(wanted)):
+        close(got, want, 1e-4)
+
+
+def test_gradients_of_o_alone_and_of_lse_alone():
+    qkv = arrays()
+    for at in (0, 1):
+        one = lambda function: jax.grad(lambda *x: function(*x)[at].sum(), (0, 1))(*qkv)
+        for got, want in zip(one(lambda *x: fmha.jax.attention(*x, return_lse=True)), one(by_definition)):
+            close(got, want, 1e-4)
+    plain = jax.grad(lambda *x: fmha.jax.attention(*x).sum(), 2)(*qkv)
+    close(plain, jax.grad(lambda *x: by_definition(*x)[0].sum(), 2)(*qkv), 1e-4)
+
+
+def test_packed_sequences_and_rows_that_lengths_leave_out_are_zero():
+    lengths_q, lengths_k = [3, 0, 5], [4, 6, 2]
+    offsets = [jnp.asarray(np.cumsum([0, *lengths]), jnp.int32) for lengths in (lengths_q, lengths_k)]
+    (q,), (k,), (v,) = arrays(b=1, sq=10, sk=16)
+    call = dict(mask="causal", cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=5, max_seqlen_k=6)
+
+    def run(q, k, v):
+        o, lse = fmha.jax.attention(q, k, v, return_lse=True, **call)
+        return o.sum(), (o, lse)
+
+    gradients, (o, lse) = jax.jit(jax.grad(run, (0, 1, 2), has_aux=True))(q, k, v)
+    for b in range(3):
+        rows_q, rows_k = (slice(x[b], x[b + 1]) for x in np.asarray(offsets))
+        if rows_q.start < rows_q.stop:
+            wanted, wanted_lse = by_definition(q[None, rows_q], k[None, rows_k], v[None, rows_k], "causal")
+            close(o[rows_q], wanted[0])
+            close(lse[:, rows_q], wanted_lse[0])
+    assert not o[8:].any() and not lse[:, 8:].any()
+    for gradient, rows in zip(gradients, (8, 12, 12)):
+        assert gradient[:rows].any() and not gradient[rows:].any() and jnp.isfinite(gradient).all()
+
+
+def test_pages_and_rows_in_use():
+    q, k, v = arrays(sq=1, sk=8)
+    table = jnp.asarray([[2, 0], [1, 3]], jnp.int32)
+    pages = [jnp.stack([x[0, 4:], x[1, :4], x[0, :4], x[1, 4:]]) for x in (k, v)]
+    used = jnp.asarray([5, 8], jnp.int32)
+    o = jax.jit(lambda *x: fmha.jax.attention(*x, block_table=table, seqused_k=used))(q, *pages)
+    for b in range(2):
+        close(o[b : b + 1], by_definition(q[b : b + 1], k[b : b + 1, : used[b]], v[b : b + 1, : used[b]])[0])
+
+
+def test_dropout_is_the_same_for_the_same_seed_and_in_every_door():
+    q, k, v = arrays()
+    call = dict(p_drop=0.4, seed=2**63 + 5, offset=7)
+    o = fmha.jax.attention(q, k, v, **call)
+    np.testing.assert_array_equal(o, fmha.attention(*map(np.asarray, (q, k, v)), **call))
+    assert not jnp.array_equal(o, fmha.jax.attention(q, k, v, **{**call, "seed": 6}))
+
+
+@pytest.mark.parametrize(
+    "in_axes, options",
+    [
+        ((0, 0, 0), {}),
+        ((0, None, None), {"mask": "causal"}),
+        ((1, 2, 0), {}),
+        ((0, 0, 0), {"sink": 0}),
+        ((0, 0, 0), {"sink": None}),
+        ((0, 0, 0), {"bias": 0}),
+        ((0, 0, 0), {"bias": None}),
+        ((0, 0, 0), {"alibi_slopes": 0}),
+        ((0, 0, 0), {"seqused_k": 0}),
+        ((0, 0, 0), {"p_drop": 0.5, "seed": 3}),
+    ],
+    ids=str,
+)
+def test_vmap_is_one_call_after_another(in_axes, options):
+    n, b, hq = 3, 2, 4
+    rng = np.random.default_rng(1)
+    shapes = {"sink": (hq,), "bias": (hq, 7, 11), "alibi_slopes": (b, hq), "seqused_k": (b,)}
+    extra, axes, fixed = {}, {}, {}
+    for name, axis in options.items():
+        if name not in shapes:
+            fixed[name] = axis
+            continue
+        shape = shapes[name] if axis is None else (n, *shapes[name])
+        value = rng.integers(1, 11, shape) if name == "seqused_k" else rng.random(shape)
+        extra[name] = jnp.asarray(value, jnp.int32 if name == "seqused_k" else jnp.float32)
+        axes[name] = axis
+    qkv = []
+    for i, axis in enumerate(in_axes):
+        singles = [arrays(seed=s)[i] for s in range(n)]
+        qkv.append(singles[0] if axis is None else jnp.stack(singles, axis))
+
+    def step(qkv, extra):
+        def loss(qkv, extra):
+            o, lse = fmha.jax.attention(*qkv, return_lse=True, **extra, **fixed)
+            return (o * o).sum() + lse.sum(), (o, lse)
+
+        real = {name: x for name, x in extra.items() if name != "seqused_k"}
+        rest = {name: x for name, x in extra.items() if name == "seqused_k"}
+        return jax.grad(lambda qkv, real: loss(qkv, {**real, **rest}), (0, 1), has_aux=True)(qkv, real)
+
+    given = jax.jit(jax.vmap(step, (list(in_axes), axes)))(qkv, extra)
+    for i in range(n):
+        one = lambda x, axis: x if axis is None else jnp.take(x, i, axis)
+        wanted = step(
+            [one(*pair) for pair in zip(qkv, in_axes)], {name: one(x, axes[name]) for name, x in extra.items()}
+        )
+        for got, want in zip(jax.tree.leaves(given), jax.tree.leaves(wanted)):
+            close(got[i], want, 2e-5)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda q, k, v: fmha.jax.attention(q, k[:1], v), "k has batch 1, but q has 2"),
+        (lambda q, k, v: fmha.jax.attention(q, k, v[:, :5]), "v has shape"),
+        (lambda q, k, v: fmha.jax.attention(q.astype("int32"), k, v), "q is of int32"),
+        (lambda q, k, v: fmha.jax.attention(q, k.astype("float16"), v), "k is of float16"),
+        (lambda q, k, v: fmha.jax.attention(q[0, 0, 0], k, v), "q has 1 axes"),
+        (lambda q, k, v: fmha.jax.attention(q, k, v, bias=jnp.zeros((3, 4, 7, 11))), "bias has shape"),
+        (lambda q, k, v: fmha.jax.attention(q, k, v, sink=jnp.zeros(3)), "sink has shape"),
+        (lambda q, k, v: fmha.jax.attention(q, k, v, mask="x"), "mask"),
+        (lambda q, k, v: fmha.jax.attention(q, k, "v"), "v: str is no array"),
+        (lambda q, k, v: fmha.jax.attention(q, k, v, p_drop=q[0, 0, 0, 0]), "p_drop"),
+        (lambda q, k, v: fmha.jax.attention(q, k, v, p_drop=1.0), "p_drop 1"),
+        (lambda q, k, v: fmha.jax.attention(q, k, v, softcap=-1.0), "softcap -1"),
+        (
+            lambda q, k, v: fmha.jax.attention(q, k, v, seqused_k=jnp.asarray([5, 99], jnp.int32), check_lengths=True),
+            "seqused_k",
+        ),
+        (
+            lambda q, k, v: jax.grad(
+                lambda q: fmha.jax.attention(q, k, v, descale_v=jnp.ones(()), dtype_o=jnp.float32).sum()
+            )(q),
+            "descale_v",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_wrong_calls_are_refused_by_argument_and_number(call, words, jit):
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
+        jax.block_until_ready((jax.jit(call) if jit and "str" not in words else call)(*arrays()))
+
+
+def test_shapes_are_refused_while_jax_traces():
+    q, k, v = arrays()
+    with pytest.raises(fmha.FmhaError, match="k has batch 1, but q has 2"):
+        jax.eval_shape(fmha.jax.attention, q, k[:1], v)
+    with pytest.raises(fmha.FmhaError, match="v is of float16"):
+        jax.eval_shape(jax.vmap(fmha.jax.attention), q[None], k[None], v[None].astype("float16"))
+
+
+@pytest.mark.parametrize(
+    "operands, results, numbers, words",
+    [
+        ([0, 1], [3], 16, "operands has 2 slots of 3 buffers"),
+        ([0, 1, 99], [3], 16, "slot 99"),
+        ([0, 1, 2], [3], 5, "numbers has 5 words, not 16"),
+        ([0, 1, 2], [4], 16, "o is missing"),
+    ],
+)
+def test_attributes_of_another_caller_are_checked(operands, results, numbers, words):
+    q, k, v = arrays()
+    call = jax.ffi.ffi_call(fmha.jax.TARGET, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    attributes = dict(operands=np.array(operands), results=np.array(results), numbers=np.zeros(numbers, np.int64))
+    with pytest.raises(RuntimeError, match=words):
+        jax.block_until_ready(call(q, k, v, **attributes))
+    for name in attributes:
+        rest = {key: value for key, value in attributes.items() if key != name}
+        with pytest.raises(RuntimeError, match="attribute"):
+            jax.block_until_ready(call(q, k, v, **rest))
+        with pytest.raises(RuntimeError, match="attribute"):
+            jax.block_until_ready(call(q, k, v, **rest, **{name: np.int64(1)}))
+        with pytest.raises(RuntimeError, match="attribute|slot"):
+            jax.block_until_ready(call(q, k, v, **rest, **{name: attributes[name].astype(np.float64)}))
+
+
+def test_tensors_of_no_elements():
+    q, k, v = arrays(sq=0)
+    assert fmha.jax.attention(q, k, v).shape == (2, 0, 4, 16)
+    q, k, v = arrays(sk=0)
+    o, lse = fmha.jax.attention(q, k, v, return_lse=True)
+    assert not o.any() and jnp.isneginf(lse).all()
+
+
+def test_batch_and_heads_are_divided_over_devices():
+    """Four devices of the CPU; what each computes is told by the shapes in the compiled program."""
+    run_python("""
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import fmha.jax
+from test_jax import arrays, close
+assert len(jax.devices()) == 4
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+loss = lambda q, k, v, slopes: (lambda o: ((o * o).sum(), o))(
+    fmha.jax.attention(q, k, v, mask="causal", alibi_slopes=slopes))
+step = jax.grad(loss, (0, 1, 2), has_aux=True)
+for heads_kv in (4, 2, 1):
+    q, k, v = arrays(hk=heads_kv)
+    slopes = jnp.asarray([0.1, 0.2, 0.3, 0.4])
+    wanted = jax.jit(step)(q, k, v, slopes)
+    over = NamedSharding(mesh, P("data", None, "model" if heads_kv > 1 else None))
+    placed = [jax.device_put(x, over) for x in (q, k, v)]
+    program = jax.jit(step).lower(*placed, slopes).compile()
+    given = program(*placed, slopes)
+    for got, want in zip(jax.tree.leaves(given), jax.tree.leaves(wanted)):
+        close(got, want, 2e-5)
+    assert given[1].sharding.is_equivalent_to(over, 4), given[1].sharding
+    calls = [line for line in program.as_text().splitlines() if 'custom_call_target="fmha"' in line]
+    each = f"f32[1,7,{2 if heads_kv > 1 else 4},16]"
+    assert len(calls) == 2 and all(each in line for line in calls), calls
+    assert "all-gather" not in program.as_text()
+each = jax.shard_map(lambda *x: fmha.jax.attention(*x), mesh=mesh, in_specs=P("data", None, "model"),
+                     out_specs=P("data", None, "model"), check_vma=False)
+q, k, v = arrays()
+close(jax.jit(each)(q, k, v), fmha.jax.attention(q, k, v))
+""")
