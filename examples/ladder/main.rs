@@ -92,6 +92,7 @@ fn climb(device: &Device, kernels: &OwnKernels, mut problem: Problem) -> Result<
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(lost)).collect()
     });
     let mut compiled = compiled.into_iter();
+    let top = device.plan_fwd(&problem.valid, &PlanOptions::default())?;
     let mut rows = Vec::new();
     for rung in &RUNGS {
         let mut row = Row::new(rung.name, &format!("rungs/{}", rung.file));
@@ -107,18 +108,18 @@ fn climb(device: &Device, kernels: &OwnKernels, mut problem: Problem) -> Result<
             row.measure(device, &problem, |stream| unsafe { launch.queue(stream) })?;
         }
         rows.push(row);
+        // The best that mma.sync does here, unless it is the top itself.
+        if rung.wants == Wants::Tma && top.kernel() != "sm80" {
+            let plan = device.plan_fwd(&problem.valid, &PlanOptions::default().kernel("sm80"))?;
+            rows.push(library(device, &mut problem, &plan)?);
+        }
     }
-    rows.push(library(device, &mut problem, &PlanOptions::default().kernel("sm80"))?);
-    let best = library(device, &mut problem, &PlanOptions::default())?;
-    if rows.iter().all(|row| row.name != best.name) {
-        rows.push(best);
-    }
+    rows.push(library(device, &mut problem, &top)?);
     Ok(Table::new(&problem, rows))
 }
 
-/// The library's own kernel: the one that is named, or the one that it chooses.
-fn library(device: &Device, problem: &mut Problem, options: &PlanOptions) -> Result<Row, Error> {
-    let plan: FwdPlan = device.plan_fwd(&problem.valid, options)?;
+/// A kernel of the library's own.
+fn library(device: &Device, problem: &mut Problem, plan: &FwdPlan) -> Result<Row, Error> {
     let mut row = Row::new(&format!("library's {}", plan.kernel()), "the library");
     let mut workspace = device.memory().workspace(plan.workspace())?;
     problem.spoil(device)?;

@@ -5,6 +5,7 @@
 // Why       a grid ends with its last CTA. Long tiles that start last run alone; short ones fill the gaps.
 // On paper  2 CTAs x 132 multiprocessors share 4096 tiles of 32 blocks on average, 496 blocks each; a tile of 64 blocks
 //           that starts last makes that up to 560: 13 % at most, nothing for full attention.
+// Measured  causal 301, 1.05 times the step before.
 //
 // Not over all heads at once: the K and V of a group of heads are to stay in the L2 while its tiles run.
 #pragma once

@@ -8,6 +8,8 @@
 //           K or V for two products alone: 512 bytes of shared memory, four clocks, for four clocks of the tensor
 //           cores. And rows that lie 256 bytes apart begin in the same bank: eight reads in place of one, so that
 //           shared memory bounds it at an eighth, 60 TFLOP/s.
+// Measured  44.0, 2.0 times the step before. The emulator counts 287 thousand turns of waiting for a bank, beside 153
+//           thousand instructions, where there were 4 thousand.
 #pragma once
 #include <ladder/products.cuh>
 

@@ -7,6 +7,7 @@
 //           once for each warp. Now 64 rows share what is read, and no ldmatrix is issued.
 // On paper  989 TFLOP/s, of which a warpgroup's products take half the time and its softmax the other half, more or
 //           less: the second warpgroup computes meanwhile, if nothing makes both do the same at once. 450 to 600.
+// Measured  547, 1.7 times the step before; the library's sm90 746.
 //
 // What the library's kernel adds: products under way beside the softmax of the block before, turns that keep the two
 // warpgroups apart, lazy rescaling, a persistent grid whose next tile's loads start early. docs/kernels/sm90.md has each.
