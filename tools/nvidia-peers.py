@@ -1,23 +1,32 @@
-"""Times FlashAttention-4 and cuDNN, where they are installed, and `fmha run` on the same problems: nvidia-peers.py FMHA
+"""Times what is installed beside `fmha run` on the same problems, forward, backward and decode: nvidia-peers.py FMHA
 
-Needs PyTorch. One process for the peers, one a row for fmha: a table to start from, not a comparison in one process.
+FlashAttention-2 and cuDNN as PyTorch has them, and the packages flash-attn (2) and flash-attn-4. Needs PyTorch. One process
+for the peers, one a row for fmha: a table to start from, not a comparison in one process.
 """
 
-import re
+import json
 import subprocess
 import sys
 
-# (batch, seqlen, query heads, kv heads, head_dim, causal)
+# (kind, batch, queries, keys, query heads, kv heads, head_dim, causal)
 ROWS = [
-    (b, s, 16 * 128 // d, 16 * 128 // d, d, causal)
+    (kind, b, s, s, 16 * 128 // d, 16 * 128 // d, d, causal)
+    for kind in ("forward", "backward")
     for d in (64, 128)
     for causal in (False, True)
     for b, s in ((16, 1024), (4, 4096), (1, 16384))
-] + [(2, 8192, 64, 8, 128, True), (2, 8192, 64, 8, 128, False)]
+]
+ROWS += [("forward", 2, 8192, 8192, 32, 8, 128, causal) for causal in (False, True)]
+ROWS += [("forward", 4, 4096, 4096, 8, 8, 256, causal) for causal in (False, True)]
+ROWS += [("decode", b, 1, keys, 32, 8, 128, False) for b, keys in ((1, 4096), (1, 32768), (1, 131072), (16, 4096), (16, 32768))]
 
 
-def flops(b, s, h, d, causal):
-    return 4 * b * h * s * s * d // (2 if causal else 1)
+def amount(kind, b, sq, sk, h, hk, d, causal):
+    """FLOPs of the products; of decode the bytes of Q, K, V and O."""
+    if kind == "decode":
+        return 2 * b * d * (2 * sq * h + 2 * sk * hk)
+    forward = 4 * b * h * sq * sk * d / (2 if causal else 1)
+    return forward * 2.5 if kind == "backward" else forward
 
 
 def timed(call):
@@ -42,30 +51,61 @@ def peers():
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    found = {}
-    try:
-        from flash_attn.cute import flash_attn_func
+    def of_torch(backend):
+        def attend(q, k, v, causal):
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+                )
 
-        found["flash-attn-4"] = lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal)
+        return attend
+
+    found = {
+        "FA2 of torch": of_torch(SDPBackend.FLASH_ATTENTION),
+        "cuDNN": of_torch(SDPBackend.CUDNN_ATTENTION),
+    }
+    try:
+        from flash_attn import flash_attn_func as two
+
+        found["flash-attn 2"] = lambda q, k, v, causal: two(q, k, v, causal=causal)
+    except ImportError as error:
+        print(f"absent: flash-attn ({error})")
+    try:
+        from flash_attn.cute import flash_attn_func as four
+
+        found["flash-attn-4"] = lambda q, k, v, causal: four(q, k, v, causal=causal)
     except ImportError as error:
         print(f"absent: flash-attn-4 ({error})")
-
-    def cudnn(q, k, v, causal):
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
-            )
-
-    found["cuDNN"] = cudnn
     return found
 
 
-def ours(program, b, s, h, hk, d, causal):
-    words = f"run --backend cuda --verify none -b {b} --heads {h} --heads-kv {hk} -s {s} -d {d} --prec bf16"
-    mask = "b" if causal else "0"
-    done = subprocess.run([program, *words.split(), "--mask", mask], capture_output=True, text=True)
-    rate = re.search(r"([\d.]+) TFLOP/s", done.stdout)
-    return float(rate[1]) if rate else None
+def time_of(call, kind, q, k, v, causal):
+    """Milliseconds of a peer's forward or backward."""
+    import torch
+
+    if kind != "backward":
+        with torch.no_grad():
+            return timed(lambda: call(q, k, v, causal))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = call(*inputs, causal)
+    out = out[0] if isinstance(out, tuple) else out
+    grad = torch.randn_like(out)
+    return timed(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
+
+
+def command(program, kind, b, sq, sk, h, hk, d, causal):
+    """The call of `fmha run` for a row."""
+    words = f"run --backend cuda --verify none --json -b {b} --heads {h} --heads-kv {hk} -s {sq} --seqlen-k {sk} -d {d}"
+    backward = ["--backward"] if kind == "backward" else []
+    return [program, *words.split(), "--prec", "bf16", "--mask", "b" if causal else "0", *backward]
+
+
+def ours(program, row):
+    done = subprocess.run(command(program, *row), capture_output=True, text=True)
+    if done.returncode != 0:
+        print(f"absent: fmha ({done.stderr.strip().splitlines()[0] if done.stderr.strip() else done.returncode})")
+        return None
+    return amount(*row) / json.loads(done.stdout)["median_seconds"] / (1e9 if row[0] == "decode" else 1e12)
 
 
 def main():
@@ -73,20 +113,26 @@ def main():
         import torch
     except ImportError as error:
         sys.exit(f"absent: PyTorch ({error})")
+    if not torch.cuda.is_available():
+        sys.exit(f"absent: a GPU for PyTorch {torch.__version__}")
     others = peers()
-    print("b s heads kv d causal |", " | ".join(["fmha", *others]), "| TFLOP/s")
-    for b, s, h, hk, d, causal in ROWS:
-        make = lambda heads: torch.randn(b, s, heads, d, device="cuda", dtype=torch.bfloat16)
-        q, k, v = make(h), make(hk), make(hk)
-        figures = [ours(sys.argv[1], b, s, h, hk, d, causal)]
+    print("kind b queries keys heads kv d causal |", " | ".join(["fmha", *others]), "| TFLOP/s, of decode GB/s")
+    for row in ROWS:
+        kind, b, sq, sk, h, hk, d, causal = row
+        figures = [ours(sys.argv[1], row)]
         for name, call in others.items():
             try:
-                figures.append(flops(b, s, h, d, causal) / timed(lambda: call(q, k, v, causal)) / 1e9)
+                q, k, v = (
+                    torch.randn(b, s, heads, d, device="cuda", dtype=torch.bfloat16)
+                    for s, heads in ((sq, h), (sk, hk), (sk, hk))
+                )
+                milliseconds = time_of(call, kind, q, k, v, causal)
+                figures.append(amount(*row) / milliseconds / (1e6 if kind == "decode" else 1e9))
             except RuntimeError as error:
                 print(f"absent: {name} ({str(error).splitlines()[0]})")
                 figures.append(None)
         words = " | ".join("-" if figure is None else f"{figure:.0f}" for figure in figures)
-        print(b, s, h, hk, d, int(causal), "|", words, flush=True)
+        print(kind, b, sq, sk, h, hk, d, int(causal), "|", words, flush=True)
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ impl Kernel {
 /// What TMA knows of a tensor; opaque to all but the driver.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
-pub(crate) struct TensorMap([u64; 16]);
+pub struct TensorMap([u64; 16]);
 
 impl TensorMap {
     /// In the place of a map that no kernel reads.

@@ -2,12 +2,13 @@
 //!
 //! [`open`] takes a device of the machine, or an emulated one; [`pretend`] plans and compiles for an architecture
 //! without any. Kernels are text in `fmha-kernels-cuda`; which one takes a problem is said in `kernels`. The driver's
-//! functions are called in `driver` alone. All else is `fmha-gpu`'s.
+//! functions are called in `driver` alone. All else is `fmha-gpu`'s. [`own`] compiles and launches a caller's own kernels.
 
 mod driver;
 mod emulated;
 mod kernels;
 pub mod nvrtc;
+pub mod own;
 #[cfg(test)]
 mod tests;
 

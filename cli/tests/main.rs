@@ -13,6 +13,8 @@ mod bundle;
 mod conformance;
 mod data;
 mod explain;
+#[cfg(unix)]
+mod nvidia_check;
 mod problems;
 mod ranks;
 mod readme;

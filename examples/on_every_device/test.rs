@@ -83,3 +83,22 @@ fn every_example_runs_on_an_emulated_blackwell() {
 fn every_example_runs_on_an_emulated_mi300() {
     all_run_on("gfx942", "rocm");
 }
+
+#[test]
+fn every_rung_of_the_ladder_is_right_on_an_emulated_hopper() {
+    let said = match run("ladder", Some("sm_90a")) {
+        Ok(said) if said.is_empty() => return,
+        Ok(said) => said,
+        Err(text) if text.contains("NoDevice") => return println!("absent: {text}"),
+        Err(text) => panic!("{text}"),
+    };
+    let rows: Vec<&str> = said.lines().filter(|line| line.contains("warp instructions")).collect();
+    // Eleven steps of two problems, each with its error and its bound.
+    assert!(rows.len() == 22 && rows.iter().all(|row| row.contains(" of ")), "{said}");
+    // From the swizzle on no access to shared memory waits for a bank.
+    for row in rows {
+        let plain =
+            ["tiled", "tensor cores", "cp.async", "P in registers"].iter().any(|name| row.starts_with(name));
+        assert_eq!(!row.contains(" 0 bank conflicts"), plain, "{row}");
+    }
+}

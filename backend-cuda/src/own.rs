@@ -1,0 +1,142 @@
+//! Kernels of a caller's own beside the library's: compiled by the same NVRTC, kept in the same cache, launched on the same
+//! device. For examples and measurements; what a kernel does with its arguments nobody checks.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use fmha_core::cache::{Cache, ImageKind, KernelJob};
+use fmha_core::error::{Error, Result};
+use fmha_core::source::{ENTRY, KernelSource};
+use fmha_core::{DType, ResourceUsage, Stream};
+use fmha_gpu::{Facts as _, Grid};
+use fmha_kernels_cuda::COMPILE_OPTIONS;
+
+use crate::driver::{Device, Kernel, TensorMapFacts};
+use crate::kernels::DeviceFacts;
+use crate::{driver, emulated, nvrtc};
+
+pub use crate::driver::TensorMap;
+
+/// A device that a caller's kernels are compiled for and launched on.
+pub struct OwnKernels {
+    device: Arc<Device>,
+    arch: String,
+    cache: Cache,
+}
+
+/// A compiled kernel on its device.
+pub struct OwnKernel {
+    kernel: Kernel,
+    threads: u32,
+    /// What it takes of the device, as the compiler said.
+    pub resources: ResourceUsage,
+}
+
+/// A tensor of four axes, as TMA is to see it; axis 0 lies without gaps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorBox {
+    /// f16 or bf16.
+    pub dtype: DType,
+    /// Where it begins, on the device: a multiple of 16.
+    pub address: u64,
+    /// Extents, from axis 0.
+    pub dims: [u64; 4],
+    /// Strides in bytes, from axis 1: multiples of 16.
+    pub strides_bytes: [u64; 3],
+    /// Elements of a box, from axis 0, at most 256; of axis 0 32, 64 or 128 bytes, which are swizzled.
+    pub box_dims: [u32; 4],
+}
+
+impl OwnKernels {
+    /// Device `ordinal`, or with `emulate` the double of that architecture, as [`open`](crate::open) takes them.
+    ///
+    /// # Errors
+    /// As [`open`](crate::open).
+    pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Self> {
+        if let Some(arch) = emulate {
+            emulated::install(arch)?;
+        }
+        let device = Arc::new(driver::open(ordinal, emulate.is_some())?);
+        let arch = DeviceFacts::of(&device)?.arch().to_owned();
+        Ok(Self { device, arch, cache: Cache::from_env()? })
+    }
+
+    /// The architecture that kernels are compiled for, as `sm_90a`.
+    #[must_use]
+    pub fn arch(&self) -> &str {
+        &self.arch
+    }
+
+    /// Dynamic shared memory that a CTA may have, bytes.
+    #[must_use]
+    pub fn smem_bytes(&self) -> u32 {
+        self.device.smem_bytes
+    }
+
+    /// Compiles a source, or finds it compiled, to be launched with `threads` to a CTA and `smem_bytes` of dynamic shared
+    /// memory.
+    ///
+    /// # Errors
+    /// What the compiler said, or that there is none; more shared memory than a CTA may have; what the driver said.
+    pub fn load(
+        &self,
+        name: &'static str,
+        source: KernelSource,
+        threads: u32,
+        smem_bytes: u32,
+    ) -> Result<OwnKernel> {
+        if smem_bytes > self.device.smem_bytes {
+            let most = self.device.smem_bytes;
+            return Err(Error::NoDevice(format!(
+                "{name} takes {smem_bytes} bytes of shared memory; a CTA of {} has {most}",
+                self.device.name
+            )));
+        }
+        let emulated = self.device.emulated;
+        let job = KernelJob {
+            kernel: name,
+            arch: self.arch.clone(),
+            flags: COMPILE_OPTIONS.iter().map(|&flag| flag.to_owned()).collect(),
+            source,
+            image: if emulated { ImageKind::Assembly } else { ImageKind::Machine },
+        };
+        let version = (!emulated).then_some(self.device.driver_version);
+        let (compiled, _) = self.cache.get(&job, || nvrtc::suiting(&self.arch, version))?;
+        let image = compiled.image(job.image).ok_or_else(|| Error::System {
+            what: format!("kernel {name} for {}", self.arch),
+            text: format!("{} left 0 bytes of {}", compiled.compiler, job.image),
+        })?;
+        let kernel = self.device.load(image, ENTRY, smem_bytes)?;
+        Ok(OwnKernel { kernel, threads, resources: compiled.resources })
+    }
+
+    /// What a kernel reads a tensor by, as a parameter of its own.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn tensor_map(&self, name: &'static str, tensor: TensorBox) -> Result<TensorMap> {
+        let TensorBox { dtype, address, dims, strides_bytes, box_dims } = tensor;
+        let _entered = self.device.enter()?;
+        TensorMapFacts { name, dtype, address, dims, strides_bytes, box_dims }.encode()
+    }
+
+    /// Queues `ctas` of a kernel.
+    ///
+    /// # Safety
+    /// The kernel and the stream are this device's. `arguments` point to the kernel's parameters, in order and of their
+    /// types, and the kernel keeps to memory that lives until the stream has come past it.
+    ///
+    /// # Errors
+    /// What the driver said.
+    pub unsafe fn launch(
+        &self,
+        kernel: &OwnKernel,
+        ctas: u32,
+        arguments: &mut [*mut c_void],
+        stream: &Stream,
+    ) -> Result<()> {
+        let _entered = self.device.enter()?;
+        // SAFETY: the caller's promise.
+        unsafe { kernel.kernel.launch(Grid::new(ctas, kernel.threads), arguments, stream.as_raw()) }
+    }
+}
