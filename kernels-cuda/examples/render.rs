@@ -1,7 +1,7 @@
 //! Renders kernels for inspection or for a bench outside Rust: one folder a kernel, with its entry,
 //! its headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input, where fields
 //! are those of `FwdSpec` and `Sm90Tile`; what is not named has its default. With `kernel=sm100` fields are those of
-//! `Sm100Tile`, and the folder is for the check of registers alone.
+//! `Sm100Tile`, with `kernel=sm90_mla` those of `Sm90MlaTile`, and the folder is for the check of registers alone.
 //!
 //! `echo 'd128 dtype=bf16 dim=128 mask=Upper block_n=128' | cargo run --example render -- out`
 
@@ -14,6 +14,7 @@ use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
+use fmha_kernels_cuda::sm90_mla::{self, Sm90MlaTile};
 use fmha_kernels_cuda::sm100;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -38,6 +39,17 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
             tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
             write(&out.join(name), &sm100::fwd(&spec, &tile), "arch=sm_100a\n")?;
+            continue;
+        }
+        if fields.contains(&("kernel", "sm90_mla")) {
+            let mut tile =
+                Sm90MlaTile { box_rows: 64, lazy_rescale_log2: 8, vector_store: true, split_keys: 0 };
+            for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
+                if !of_spec && field != "kernel" {
+                    tile.set(field, value)?;
+                }
+            }
+            write(&out.join(name), &sm90_mla::fwd(&spec, &tile), "arch=sm_90a\n")?;
             continue;
         }
         let mut tile = sm90::default_tile(&spec);
@@ -99,6 +111,7 @@ fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dy
                 _ => return Err(format!("mask {value}").into()),
             };
         }
+        "paged" => spec.kv_layout = KvKind::Paged,
         "group" => {
             (spec.q_layout, spec.kv_layout) = match value {
                 "1" => (QLayout::Packed, KvKind::Packed),

@@ -13,6 +13,7 @@ pub mod sm80;
 pub mod sm80_bwd;
 pub mod sm90;
 pub mod sm90_bwd;
+pub mod sm90_mla;
 pub mod split;
 pub mod wgmma;
 
@@ -140,6 +141,13 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd/value_role.cuh",
         "sm90/fwd/widen_values.cuh",
         "sm90/fwd/zero_values.cuh",
+        "sm90/mla/config.cuh",
+        "sm90/mla/consume.cuh",
+        "sm90/mla/epilogue.cuh",
+        "sm90/mla/fwd.cuh",
+        "sm90/mla/load.cuh",
+        "sm90/mla/products.cuh",
+        "sm90/mla/work.cuh",
         "simt/bwd.cuh",
         "simt/fwd.cuh",
         "combine.cuh",

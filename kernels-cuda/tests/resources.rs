@@ -13,9 +13,10 @@ use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{BiasGrad, BwdProblem, DType, Dims, FwdProblem, MaskKind, Merge, QLayout, VLayout};
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
 use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
+use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::sm100::split;
-use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm100};
+use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100};
 use libloading::Library;
 
 /// Compiles with NVRTC and returns the log, or the compiler's complaint.
@@ -378,6 +379,40 @@ fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
         }
     }
     kernels
+}
+
+/// Of latent attention: whole rows and parts of the keys, contiguous and in pages.
+fn latent_kernels() -> Vec<(String, KernelSource)> {
+    let plain = |mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, 576, mask) };
+    let (full, upper) = (plain(MaskKind::Full), plain(MaskKind::Upper));
+    let paged = FwdSpec { kv_layout: KvKind::Paged, ..upper };
+    let part = split::part_spec(&paged);
+    let tile = Sm90MlaTile { box_rows: 64, lazy_rescale_log2: 8, vector_store: true, split_keys: 0 };
+    [
+        ("full", full, tile),
+        ("part_of_pages", part, Sm90MlaTile { split_keys: 64, ..tile }),
+        ("upper", upper, tile),
+        ("band", plain(MaskKind::Band), tile),
+        ("upper_copied", paged, Sm90MlaTile { box_rows: 0, ..tile }),
+        (
+            "upper_f16",
+            FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..upper },
+            tile,
+        ),
+    ]
+    .map(|(name, spec, tile)| (format!("sm90_mla_{name}"), sm90_mla::fwd(&spec, &tile)))
+    .into()
+}
+
+#[test]
+fn a_sample_of_kernels_of_latent_attention_compiles_in_the_registers_of_the_table_without_spills() {
+    as_in_the_table("sm_90a", include_str!("resources_mla.txt"), latent_kernels(), SAMPLE);
+}
+
+#[test]
+#[ignore = "every kernel of the table is compiled: cargo xtask test --all"]
+fn every_kernel_of_latent_attention_compiles_in_the_registers_of_the_table_without_spills() {
+    as_in_the_table("sm_90a", include_str!("resources_mla.txt"), latent_kernels(), 1);
 }
 
 #[test]

@@ -13,6 +13,7 @@ pub(crate) mod sm80;
 pub(crate) mod sm80_bwd;
 pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
+pub(crate) mod sm90_mla;
 mod tile;
 
 use std::fmt::Debug;
@@ -32,6 +33,7 @@ use sm80::Sm80;
 use sm80_bwd::Sm80Bwd;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
+use sm90_mla::Sm90Mla;
 use sm100::Sm100;
 
 /// NVIDIA's seat.
@@ -50,6 +52,7 @@ impl Family<ValidFwd> for Cuda {
         vec![
             Kernel::new(Sm100::default()),
             Kernel::new(Sm90::default()),
+            Kernel::new(Sm90Mla::default()),
             Kernel::new(Sm80::default()),
             Kernel::new(Simt),
         ]

@@ -20,6 +20,7 @@ pub(crate) fn cases() -> Vec<Case> {
     rotated(&mut cases);
     quantised(&mut cases);
     latent(&mut cases);
+    latent_blocks(&mut cases);
     trees(&mut cases);
     mixed(&mut cases);
     modified(&mut cases);
@@ -260,6 +261,45 @@ fn latent(cases: &mut Vec<Case>) {
             let sizes = Dims { batch: 1, ..dims(2, 50, (2, 1), head_dim) };
             push(cases, name, masked(dtype, sizes, "b"), Lengths::default());
         }
+    }
+}
+
+/// 576/512 with V in K over several blocks of keys: an odd and an even number of them, rows of more than one tile, pages on both
+/// sides of a block, windows whose first keys lie in the middle of one, packed sequences, modifiers.
+fn latent_blocks(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (seqlen_q, seqlen_k, heads, mask, page_size) in [
+            (1, 130, 16, "0", None),
+            (1, 200, 5, "b", Some(64)),
+            (2, 330, 40, "b", Some(1)),
+            (4, 321, 3, "b:90,0", Some(32)),
+            (3, 257, 2, "t:60,70", Some(48)),
+            (2, 129, 2, "b", Some(128)),
+            (1, 90, 70, "0", Some(7)),
+            (70, 150, 1, "b", None),
+        ] {
+            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let name = format!("decode/latent/{dtype}/s{seqlen_q}x{seqlen_k}/h{heads}/{mask}/{layout}");
+            let sizes = Dims { head_dim_v: 512, batch: 2, ..dims(seqlen_q, seqlen_k, (heads, 1), 576) };
+            let mut problem = masked(dtype, sizes, mask);
+            let most = seqlen_k.cast_signed();
+            problem.layout.seqused_k = true;
+            let mut lengths = Lengths { seqused_k: vec![most - 3, most / 2], ..Lengths::default() };
+            if let Some(page_size) = page_size {
+                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+            }
+            (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+            problem.score.sink = heads == 5;
+            if heads == 3 {
+                problem.score.softmax_scale = Some(-0.05);
+            }
+            push(cases, name, problem, lengths);
+        }
+        let name = format!("decode/latent/{dtype}/packed");
+        let sizes = Dims { head_dim_v: 512, ..dims(3, 200, (4, 1), 576) };
+        let mut problem = FwdProblem::group(dtype, sizes).mask(masked(dtype, sizes, "b").mask);
+        (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        push(cases, name, problem, Lengths::packed(&[(3, 200), (1, 65), (2, 0)]));
     }
 }
 

@@ -1,0 +1,258 @@
+//! Latent attention on Hopper: which problems it takes, its tile, its launches.
+
+use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::{knob_values, knobs};
+use fmha_core::spec::FwdSpec;
+use fmha_core::tune::{TileClass, TileOptions};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
+use fmha_kernels_cuda::cache_update;
+use fmha_kernels_cuda::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
+use fmha_kernels_cuda::split::{self, KvParts};
+
+use super::tile::settle;
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
+use crate::driver::{TensorMap, TensorMapFacts};
+
+/// The kernel, with what its launches need.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Sm90Mla {
+    chosen: Option<(Sm90MlaTile, MlaSchedule)>,
+}
+
+/// The merging kernel's name in plans.
+const MERGE_NAME: &str = "sm90_mla_merge";
+/// The name of the kernel that updates the cache.
+const UPDATE_NAME: &str = "sm90_mla_update";
+
+/// What copies of 16 bytes and TMA ask of addresses.
+const ALIGN: u64 = 16;
+
+impl Recipe<ValidFwd, Cuda> for Sm90Mla {
+    fn name(&self) -> &'static str {
+        text::NAME
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel>, Refusal> {
+        let refuse = |reason: String| Refusal::new(self.name(), reason);
+        facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
+        text::accepts(problem)?;
+        let spec = FwdSpec::of(problem);
+        let mut own = text::choose_tile(problem, facts.num_sms);
+        if options.accuracy == Accuracy::Exact {
+            own.lazy_rescale_log2 = 0;
+        }
+        // How many parts there are depends on the batch.
+        if options.batch_invariant {
+            own.split_keys = 0;
+        }
+        let set = |fields: &TileOptions| {
+            let mut tile = own;
+            fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+            tile.check(problem)?;
+            facts.has_room_for(&tile, text::SMEM_BYTES as i32, 1)?;
+            Ok(tile)
+        };
+        // Tiles are measured as a plan without options has them.
+        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
+        let tuned = facts.tuned.get(text::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
+        let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
+        let is_split = tile.split_keys > 0;
+        let schedule = tile.schedule(problem).map_err(refuse)?;
+        // Parts are f32 in the workspace, which begin on 16 bytes.
+        let (own_spec, own_tile) = if is_split {
+            (split::part_spec(&spec), Sm90MlaTile { vector_store: true, ..tile })
+        } else {
+            (spec, tile)
+        };
+        let main = Launch {
+            kernel: self.name(),
+            source: text::fwd(&own_spec, &own_tile),
+            grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), text::NUM_THREADS),
+            shared_bytes: text::SMEM_BYTES,
+            tiles: u64::from(schedule.num_tiles.unsigned_abs()),
+            tiles_at_once: facts.num_sms.into(),
+        };
+        let rows = |kernel, source, groups, threads| {
+            let grid = Grid::new(groups, threads);
+            let (tiles, tiles_at_once) = (groups.into(), u64::from(ROW_CTAS_PER_SM * facts.num_sms));
+            Launch { kernel, source, grid, shared_bytes: 0, tiles, tiles_at_once }
+        };
+        let merge = is_split.then(|| {
+            let source = split::merge(&spec, problem.dtypes.qk);
+            rows(MERGE_NAME, source, split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS)
+        });
+        let update = cache_update::is_wanted(problem).then(|| {
+            let source = cache_update::update(problem);
+            rows(UPDATE_NAME, source, cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS)
+        });
+        let mut workspace = tile.workspace(problem);
+        if update.is_some() {
+            workspace.bytes = place_of_update(workspace)
+                .checked_add(cache_update::workspace_bytes(problem))
+                .filter(|&bytes| bytes < 1 << 62)
+                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        }
+        Ok(Choice {
+            kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
+            launches: Launches::new(update, main, merge),
+            workspace,
+            promises: Promises {
+                deterministic: true,
+                // A row's blocks begin at multiples of 64 keys, and those that only other rows see add zeros; but how its
+                // keys are split depends on what else is in the call.
+                batch_invariant: !is_split,
+                graph_capturable: true,
+                accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
+                score_sums: facts.score_sums.of(problem.dtypes.qk),
+            },
+            details: vec![
+                ("tile", "64 x 64, 2 stages".to_owned()),
+                tile_from.detail(),
+                ("order", "a CTA a tile, row blocks of a part side by side".to_owned()),
+                ("schedule", schedule_words(&tile, &schedule)),
+            ],
+        })
+    }
+
+    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
+        let Some((tile, _)) = self.chosen else { return Ok(()) };
+        let args = call.args;
+        // A tensor without rows may lie anywhere.
+        let has_keys = call.problem.shape_k().seq > 0;
+        // Turned queries lie in the workspace.
+        let turned = call.problem.cache.rotary.is_some();
+        let stores_vectors = tile.vector_store && tile.split_keys == 0;
+        let operands = [
+            ("q", args.q.as_ptr() as u64, ALIGN, !turned),
+            ("k", args.k_slice().as_ptr() as u64, ALIGN, has_keys),
+            ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
+        ];
+        check_addresses(text::NAME, operands)
+    }
+
+    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
+        let Some((tile, mut schedule)) = self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel sm90_mla has 0 tiles chosen").into());
+        };
+        let fwd = steps.main();
+        let mut map = if tile.box_rows > 0 { map_facts(call, &tile).encode()? } else { TensorMap::UNREAD };
+        let mut whole = bind::fwd_params(call.problem, call.args);
+        if cache_update::is_wanted(call.problem) {
+            let [step] = exactly(steps.before())?;
+            let place = whole.workspace.0 + place_of_update(tile.workspace(call.problem));
+            let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place);
+            // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem,
+            // and the workspace is as large as the plan says.
+            unsafe {
+                step.launch(&mut [(&raw mut whole).cast(), (&raw mut update).cast()], call.stream)?;
+            }
+            whole = forward;
+        }
+        let mut parts = KvParts::new(call.problem, tile.split_keys, whole.workspace.0);
+        let mut part = if tile.split_keys > 0 { parts.params(&whole) } else { whole };
+        // SAFETY: the kernel takes FwdParams, K's map and MlaSchedule; `check_fwd` saw that the memory covers the problem, and
+        // that the workspace, in which O and LSE of parts lie, is as large as the plan says.
+        unsafe {
+            fwd.launch(
+                &mut [(&raw mut part).cast(), (&raw mut map).cast(), (&raw mut schedule).cast()],
+                call.stream,
+            )?;
+        }
+        if tile.split_keys == 0 {
+            return Ok(());
+        }
+        let [merge] = exactly(steps.after())?;
+        // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
+        unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
+    }
+
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
+        Some(self)
+    }
+}
+
+/// Where what updates the cache has its part of the workspace, behind the parts.
+fn place_of_update(own: Workspace) -> u64 {
+    own.bytes.next_multiple_of(256)
+}
+
+/// What TMA has to know of K: (dim, row, head, batch or page).
+fn map_facts(call: &FwdCall<'_>, tile: &Sm90MlaTile) -> TensorMapFacts<4, 3> {
+    let problem = call.problem;
+    let k = problem.extents(call.args.seq.totals).k;
+    let strides = problem.strides.k;
+    // The driver wants a stride for an axis of one too: any that it takes.
+    let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
+    let there = k.seq > 0 && k.batch > 0;
+    TensorMapFacts {
+        name: "k",
+        dtype: problem.dtypes.qk,
+        // A tensor without rows is never read, but a map needs an address.
+        address: if there { call.args.k_slice().as_ptr() as u64 } else { call.args.q.as_ptr() as u64 },
+        dims: [k.dim, k.seq.max(1), k.head, k.batch.max(1)].map(u64::from),
+        strides_bytes: [
+            bytes(strides.seq, k.seq),
+            bytes(strides.head, k.head),
+            bytes(strides.batch, k.batch),
+        ],
+        box_dims: [64, tile.box_rows.unsigned_abs(), 1, 1],
+    }
+}
+
+/// Whether the device has what the kernel is made of.
+fn runs_on(facts: &DeviceFacts) -> bool {
+    facts.instructions.tma && facts.instructions.wgmma
+}
+
+impl Tunable<ValidFwd, Cuda> for Sm90Mla {
+    fn label(&self) -> &'static str {
+        text::NAME
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        &[text::HEADER]
+    }
+
+    fn runs_on(&self, facts: &DeviceFacts) -> bool {
+        runs_on(facts)
+    }
+
+    fn own_tile(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<TileOptions, Refusal> {
+        Sm90Mla::default().choose(problem, facts, &PlanOptions::default())?;
+        Ok(knob_values(&text::choose_tile(problem, facts.num_sms)))
+    }
+
+    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
+        TileClass::of_fwd(problem)
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        knobs::<Sm90MlaTile>()
+    }
+}
+
+fn schedule_words(tile: &Sm90MlaTile, schedule: &MlaSchedule) -> String {
+    let mut words = vec!["K read once for its values too, 2 consumer warpgroups".to_owned()];
+    words
+        .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
+    words.push(match tile.box_rows {
+        0 => "loads by copies of 16 bytes".to_owned(),
+        rows => format!("TMA of {rows} keys at a time"),
+    });
+    words.extend(
+        (tile.split_keys > 0)
+            .then(|| format!("keys in {} parts of {}, merged", schedule.num_parts, tile.split_keys)),
+    );
+    words.join(", ")
+}

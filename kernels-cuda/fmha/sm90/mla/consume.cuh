@@ -1,0 +1,199 @@
+// The consume role: two warpgroups, 64 rows together. Of O each has 256 columns; of the blocks warpgroup 0 has the even ones
+// and warpgroup 1 the odd ones, counted as the tile walks them: it computes their scores and probabilities, once, multiplies
+// them by its half of V, and leaves them in shared memory for the other half.
+//
+//   tensor cores  S0          S1          P0 V     P1 V     S2          S3
+//   warpgroup 0   S0 ........ softmax 0 . P0 Vl .. P1 Vl .. S2 ........ softmax 2
+//   warpgroup 1               S1 ........ P0 Vr .. P1 Vr .............. S3 .......
+//                                         softmax 1
+//
+// Running maxima go from block to block, and so from one warpgroup to the other with the probabilities; O and the sums of both
+// follow them, so that the result is that of one warpgroup that walks all blocks.
+#pragma once
+#include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/warp.cuh>
+#include <fmha/sm90/mla/products.cuh>
+#include <fmha/sm90/mla/work.cuh>
+
+namespace fmha::mla {
+
+template <FwdSpec spec, Sm90MlaTile tile, int group>
+struct Consumer {
+  static constexpr DType dtype = spec.dtype_qk;
+  static constexpr int other = 1 - group, sign = spec.negative_scale ? -1 : 1;
+  static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
+  using RowSoftmax = Softmax<shared(tile), p_offset_log2(spec, tile)>;
+
+  const FwdParams& p;
+  const Work& work;
+  Smem& smem;
+  // A scale of 0 would turn the -inf of hidden scores into NaN: f32's smallest number scales every score to 0 too.
+  const float scale_log2 = fmaxf(fabsf(p.softmax_scale), 1.4e-45f) * kLog2E;
+  const int32_t tile_row = mma::fragment_row();  // the thread's first of two, 8 apart
+  const bool first_lane = threadIdx.x % 32 == 0;
+
+  Output o;
+  Scores s;
+  Probs probs;
+  RowSoftmax softmax;
+
+  FMHA_DEVICE int32_t key_of(int32_t i) const { return (work.last_block - i) * kKeys; }
+
+  // S of the i-th block, this warpgroup's. Starts, does not wait.
+  FMHA_DEVICE void start_scores(int32_t i) {
+    const uint32_t phase = i / 2 % 2;
+    const LatentTile& k = smem.k[group];
+    ptx::mbarrier_wait_parity(smem.k_full[group][0], phase);
+    ptx::wgmma_fence();
+    issue_abt<dtype, sign>(s, smem.q.half[0], k.half[0], false);
+    ptx::mbarrier_wait_parity(smem.k_full[group][1], phase);
+    ptx::wgmma_fence();
+    issue_abt<dtype, sign>(s, smem.q.half[1], k.half[1], true);
+    issue_abt<dtype, sign>(s, smem.q.tail, k.tail, true);
+    ptx::wgmma_commit_group();
+  }
+
+  // -inf where the mask or the sequence's end hides a key of the i-th block.
+  FMHA_DEVICE void mask(int32_t i) {
+    const int32_t begin = key_of(i), end = begin + kKeys;
+    const int32_t first_query = Work::query_of(p, work.first_row), last_query = Work::query_of(p, work.first_row + kRows - 1);
+    bool edge = end > work.span.seqlen_k;
+    if constexpr (has_hi) edge |= end > first_query + work.band.hi + 1;
+    if constexpr (has_lo) edge |= begin < last_query + work.band.lo;
+    if (!edge) return;
+    const int32_t first_key = begin + mma::fragment_column();
+    int32_t stop[2], start[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t query = Work::query_of(p, work.first_row + tile_row + 8 * r);
+      stop[r] = (has_hi ? min(work.span.seqlen_k, query + work.band.hi + 1) : work.span.seqlen_k) - first_key;
+      start[r] = has_lo ? query + work.band.lo - first_key : 0;
+    }
+#pragma unroll
+    for (int e = 0; e < Scores::num_elems; ++e) {
+      const int column = Scores::column(e), r = Scores::row(e);
+      bool hidden = column >= stop[r];
+      if constexpr (has_lo) hidden |= column < start[r];
+      if (hidden) s[e] = -infinity();
+    }
+  }
+
+  FMHA_DEVICE void wait_for_scores() {
+    ptx::wgmma_wait_group<0>();
+    ptx::written_here(s.elems);
+  }
+
+  // P of the i-th block, this warpgroup's, whose S is there: to registers, and with the running maxima to the other warpgroup.
+  FMHA_DEVICE void exponentiate(int32_t i) {
+    mask(i);
+    softmax.step(s, scale_log2, 0, [] {});
+    probs.template from<spec.dtype_v>(s, 0);
+    // Every warp's products of scores have read the tail that takes P.
+    ptx::bar_sync<kWarpgroup>(kScoresRead + group);
+    store_probs(smem.k[group].tail, probs);
+    if (threadIdx.x % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) smem.row_max[group][tile_row + 8 * r] = softmax.rows[r].row_max;
+    }
+    ptx::fence_proxy_async();
+    ptx::bar_arrive<kBothGroups>(group == 0 ? kProbsOfEven : kProbsOfOdd);
+  }
+
+  // Waits for P of the other warpgroup's block, and takes over the running maxima that it is relative to.
+  FMHA_DEVICE void adopt_maxima() {
+    ptx::bar_sync<kBothGroups>(other == 0 ? kProbsOfEven : kProbsOfOdd);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      RowStats& row = softmax.rows[r];
+      const float row_max = smem.row_max[other][tile_row + 8 * r];
+      const float shift = RowSoftmax::shift_of(finite_or_zero(row_max), scale_log2);
+      softmax.correction[r] = ptx::ex2_approx_ftz(RowSoftmax::shift_of(row.row_max, scale_log2) - shift);
+      row.row_max = row_max;
+      row.row_sum *= softmax.correction[r];
+    }
+  }
+
+  // O to the running maxima, if any of the warp's upper or lower eight rows needs it.
+  FMHA_DEVICE void rescale() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!softmax.corrects(r)) continue;
+#pragma unroll
+      for (int e = 0; e < Output::num_elems; ++e) {
+        if (Output::row(e) == r) o[e] *= softmax.correction[r];
+      }
+    }
+  }
+
+  FMHA_DEVICE void start_own() { mla::start_own<dtype>(o, probs, smem.k[group].half[group]); }
+  FMHA_DEVICE void start_other() { mla::start_other<dtype>(o, smem.k[other].tail, smem.k[other].half[group]); }
+
+  // The products of a slot are done with this warpgroup's part of it.
+  FMHA_DEVICE void finish_and_release(int32_t slot) {
+    ptx::wgmma_wait_group<0>();
+    ptx::written_here(o.elems);
+    ptx::mbarrier_arrive_if(smem.k_empty[slot][group], first_lane);
+  }
+
+  FMHA_DEVICE void run() {
+    o.clear();
+    softmax.reset();
+    ptx::mbarrier_wait_parity(smem.q_full, 0);
+    const int32_t num_blocks = ptx::uniform(work.num_blocks);
+    if constexpr (group == 0) {
+      run_even(num_blocks);
+    } else {
+      run_odd(num_blocks);
+    }
+  }
+
+  // Scores begin as soon as their block is there, after the products of the block before: what those read is released first.
+  FMHA_DEVICE void run_even(int32_t num_blocks) {
+    int32_t i = 0;
+#pragma unroll 1
+    for (; i + 1 < num_blocks; i += 2) {
+      start_scores(i);
+      wait_for_scores();
+      exponentiate(i);
+      rescale();
+      start_own();
+      finish_and_release(0);
+      adopt_maxima();
+      rescale();
+      start_other();
+      finish_and_release(1);
+    }
+    if (i == num_blocks) return;
+    start_scores(i);
+    wait_for_scores();
+    exponentiate(i);
+    rescale();
+    start_own();
+    finish_and_release(0);
+  }
+
+  // Scores are under way while the other warpgroup computes the probabilities of the block before.
+  FMHA_DEVICE void run_odd(int32_t num_blocks) {
+    int32_t i = 1;
+#pragma unroll 1
+    for (; i < num_blocks; i += 2) {
+      start_scores(i);
+      wait_for_scores();
+      adopt_maxima();
+      rescale();
+      start_other();
+      exponentiate(i);
+      finish_and_release(0);
+      rescale();
+      start_own();
+      finish_and_release(1);
+    }
+    if (i > num_blocks) return;
+    adopt_maxima();
+    rescale();
+    start_other();
+    finish_and_release(0);
+  }
+};
+
+}  // namespace fmha::mla

@@ -1,0 +1,106 @@
+// O and LSE of a tile, from registers to memory: each warpgroup its columns of O.
+#pragma once
+#include <fmha/common/output_row.cuh>
+#include <fmha/common/recompute_row.cuh>
+#include <fmha/common/store_rows.cuh>
+#include <fmha/sm90/mla/consume.cuh>
+
+namespace fmha::mla {
+
+// A row's part of f32, 16 bytes at a time: of two 8-column groups even lanes store the first, odd ones the second.
+FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, bool stored) {
+  const int32_t quad_lane = threadIdx.x % 4;
+  const bool odd = quad_lane & 1;
+#pragma unroll
+  for (int e = 2 * r; e < Output::num_elems; e += 8) {
+    uint32_t own[2], sent[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t first = bits_of(o[e + k] * factor), second = bits_of(o[e + 4 + k] * factor);
+      own[k] = odd ? second : first;
+      sent[k] = ptx::shfl_xor(odd ? first : second, 1);
+    }
+    const uint32_t words[4] = {odd ? sent[0] : own[0], odd ? sent[1] : own[1], odd ? own[0] : sent[0], odd ? own[1] : sent[1]};
+    ptx::st_global_v4_b32_if(out + 2 * e - 4 * r + (odd ? 8 : 0) + 2 * (quad_lane & 2), words, stored);
+  }
+}
+
+// As the stores see it: a row that ends with the warpgroup's columns.
+FMHA_DEVICE constexpr FwdSpec half_of(FwdSpec spec) {
+  spec.head_dim_v = kHalf;
+  return spec;
+}
+
+template <FwdSpec spec, Sm90MlaTile tile, int group>
+FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const MlaSchedule& schedule) {
+  using RowSoftmax = typename Consumer<spec, tile, group>::RowSoftmax;
+  constexpr bool in_parts = tile.split_keys > 0;
+  const FwdParams& p = consumer.p;
+  const Work& work = consumer.work;
+  Smem& smem = consumer.smem;
+  const int32_t quad_lane = threadIdx.x % 4;
+  // The parts of a split have batches of their own, one after another, of packed sequences too.
+  const int32_t o_batch = in_parts ? work.part * p.batch + work.span.i_batch : work.span.storage_batch;
+  const int32_t o_row = in_parts ? 0 : work.span.q_row;
+
+  float row_sum[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    row_sum[r] = quad_reduce(consumer.softmax.rows[r].row_sum, [](float a, float b) { return a + b; });
+    if (quad_lane == 0) smem.row_sum[group][consumer.tile_row + 8 * r] = row_sum[r];
+  }
+  ptx::bar_sync<kBothGroups>(kConsumers);
+  bool suspect[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int32_t row = consumer.tile_row + 8 * r, packed_row = work.first_row + row, i = Work::query_of(p, packed_row);
+    const int32_t i_head = work.head_of(p, packed_row, i);
+    const bool stored = i < work.span.seqlen_q;
+    const float sum = smem.row_sum[0][row] + smem.row_sum[1][row], row_max = consumer.softmax.rows[r].row_max;
+    // Where the two differ beyond rounding, the row is computed again.
+    const float max_log2 = RowSoftmax::shift_of(row_max, consumer.scale_log2);
+    const RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, sum, stored ? i_head : 0);
+    suspect[r] = stored && RowSoftmax::is_too_large(row_max, consumer.scale_log2);
+    // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
+    if constexpr (may_be_non_finite(spec)) suspect[r] |= stored && has_non_finite(consumer.o, r) && result.lse < infinity();
+    const int64_t at = o_batch * p.o.batch + int64_t(o_row + i) * p.o.row + i_head * p.o.head + group * kHalf;
+    if constexpr (!tile.vector_store) {
+      store_elements<half_of(spec), false>(p.o.data, at, consumer.o, r, result.factor, stored);
+    } else if constexpr (spec.dtype_o == DType::F32) {
+      store_quads(static_cast<float*>(p.o.data) + at, consumer.o, r, result.factor, stored);
+    } else {
+      store_vectors<half_of(spec), false>(static_cast<uint16_t*>(p.o.data) + at, consumer.o, r, result.factor, stored);
+    }
+    if constexpr (spec.write_lse && group == 0) {
+      ptx::st_global_f32_if(p.lse + o_batch * p.lse_batch + i_head * p.lse_head + o_row + i, result.lse, stored && quad_lane == 0);
+    }
+  }
+
+  // A row computed again is written whole, by warpgroup 0, after both have stored it.
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    suspect[r] = quad_reduce(suspect[r] ? 1.f : 0.f, [](float a, float b) { return fmaxf(a, b); }) > 0.f;
+    if (group == 1 && quad_lane == 0) smem.suspect[consumer.tile_row + 8 * r] = suspect[r];
+  }
+  ptx::bar_sync<kBothGroups>(kConsumers);
+#pragma unroll
+  for (int r = 0; r < (group == 0 ? 2 : 0); ++r) {
+    const bool found = suspect[r] || smem.suspect[consumer.tile_row + 8 * r];
+    const uint32_t lanes = ptx::vote_ballot(found && quad_lane == 0);
+#pragma unroll 1
+    for (int32_t lane = 0; lane < 32; lane += 4) {
+      if (!ptx::uniform(lanes >> lane & 1)) continue;
+      const int32_t packed_row = work.first_row + ptx::shfl_idx(consumer.tile_row + 8 * r, lane);
+      const int32_t i = Work::query_of(p, packed_row);
+      Range keys = {0, work.span.seqlen_k};
+      if constexpr (in_parts) {
+        const int32_t begin = work.part * schedule.part_keys;
+        keys = {min(begin, keys.end), min(begin + schedule.part_keys, keys.end)};
+      }
+      RecomputedRow<spec> again{p, work.span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, keys};
+      again.run();
+    }
+  }
+}
+
+}  // namespace fmha::mla

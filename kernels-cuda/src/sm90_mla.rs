@@ -1,0 +1,280 @@
+//! Latent attention on Hopper (MLA, absorbed): keys of 576 elements, whose first 512 are the values.
+
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
+use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::FwdSpec;
+use fmha_core::{Bias, DType, Dims, FwdProblem, KvLayout, QLayout, Refusal, Workspace, abi_spec, abi_struct};
+
+use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
+use crate::{sm90, split};
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "sm90_mla";
+
+/// The header that its entry includes.
+pub const HEADER: &str = "fmha/sm90/mla/fwd.cuh";
+
+/// Rows of a CTA, (query, head) pairs, and keys of a block.
+pub const ROWS: u32 = 64;
+const KEYS: u32 = 64;
+
+/// Elements of a key, and of a value.
+const DIM_QK: u32 = 576;
+const DIM_V: u32 = 512;
+
+/// Threads of a CTA.
+pub const NUM_THREADS: u32 = 384;
+
+/// Dynamic shared memory of a CTA, of which Q and two blocks of K are 216 KiB; the entry asserts that the device agrees.
+pub const SMEM_BYTES: u32 = 3 * ROWS * DIM_QK * 2 + 2048;
+
+abi_spec! {
+    /// How the kernel computes.
+    pub struct Sm90MlaTile {
+        /// Rows of K that TMA brings at once, which lie in one page; 0: threads copy all of them.
+        pub box_rows: i32 = Takes::among(&[0, 16, 32, 64]).tuned_over(&[0, 64]),
+        /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
+        pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
+        /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time; else element by element.
+        pub vector_store: bool,
+        /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
+        pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
+    }
+}
+
+abi_struct! {
+    /// The tiles, a kernel argument.
+    pub struct MlaSchedule {
+        /// Tiles of 64 rows of the longest query.
+        pub num_m_blocks: i32,
+        /// Parts of the longest sequence's keys.
+        pub num_parts: i32,
+        /// Keys of a part; 0 where there is one.
+        pub part_keys: i32,
+        /// All tiles: of each kv head of each sequence, for each part.
+        pub num_tiles: i32,
+    }
+}
+
+impl Sm90MlaTile {
+    /// Sets one field from its name and value.
+    ///
+    /// # Errors
+    /// A text that names the field, the value and what the field takes.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))
+    }
+
+    /// Whether TMA brings a problem's keys as the tile says.
+    ///
+    /// # Errors
+    /// A text that names the field and what does not go with it.
+    pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
+        let most = box_rows(problem);
+        if self.box_rows > 0 && (most == 0 || most % self.box_rows != 0) {
+            return Err(format!(
+                "tile box_rows={}: {most} rows of K lie one after another wherever a box of them begins",
+                self.box_rows
+            ));
+        }
+        Ok(())
+    }
+
+    /// Workspace: the parts of a split.
+    #[must_use]
+    pub fn workspace(&self, problem: &FwdProblem) -> Workspace {
+        Workspace { bytes: split::workspace_bytes(problem, self.split_keys), zeroed_bytes: 0 }
+    }
+
+    /// The tiles of a problem's maximal lengths.
+    ///
+    /// # Errors
+    /// More tiles than a grid has.
+    pub fn schedule(&self, problem: &FwdProblem) -> Result<MlaSchedule, String> {
+        let num_parts = split::num_parts(problem, self.split_keys);
+        let (units, num_m_blocks) = units(problem);
+        let num_tiles = units.saturating_mul(u64::from(num_parts));
+        if num_tiles > MAX_TILES {
+            let Dims { batch, seqlen_q, num_heads_q, .. } = problem.dims;
+            return Err(format!(
+                "batch {batch}, seqlen_q {seqlen_q} and num_heads_q {num_heads_q} make {num_tiles} tiles, more than {MAX_TILES}"
+            ));
+        }
+        Ok(MlaSchedule {
+            num_m_blocks: num_m_blocks as i32,
+            num_parts: num_parts as i32,
+            part_keys: self.split_keys,
+            num_tiles: num_tiles as i32,
+        })
+    }
+}
+
+/// Most tiles of a grid.
+const MAX_TILES: u64 = (1 << 31) - 1;
+
+/// Tiles before keys are split, and those of one kv head of a sequence.
+fn units(problem: &FwdProblem) -> (u64, u64) {
+    let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
+    let rows = u64::from(seqlen_q) * u64::from(problem.gqa_ratio());
+    let num_m_blocks = rows.div_ceil(ROWS.into()).max(1);
+    (u64::from(batch).saturating_mul(num_heads_kv.into()).saturating_mul(num_m_blocks), num_m_blocks)
+}
+
+/// Rows of K that lie one after another wherever a multiple of so many keys begins, as boxes of TMA have them; 0: none.
+fn box_rows(problem: &FwdProblem) -> i32 {
+    match problem.layout.kv {
+        KvLayout::Strided | KvLayout::Packed => KEYS as i32,
+        KvLayout::Paged { page_size } => {
+            [64, 32, 16].into_iter().find(|&rows| page_size.is_multiple_of(rows)).unwrap_or(0) as i32
+        }
+    }
+}
+
+/// Whether the kernel computes this problem, and if not, why.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let Dims { head_dim_qk, head_dim_v, seqlen_q, seqlen_k, .. } = problem.dims;
+    if (head_dim_qk, head_dim_v) != (DIM_QK, DIM_V) {
+        return refuse(format!(
+            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v} is not {DIM_QK} with {DIM_V}"
+        ));
+    }
+    if !problem.cache.v_in_k {
+        return refuse(format!("v_in_k is not said: V is the first {head_dim_v} elements of K's rows"));
+    }
+    let (qk, v, o) = (problem.dtypes.qk, problem.dtypes.v, problem.dtypes.o);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
+        return refuse(format!("dtype_qk {qk} with dtype_v {v} is not one 16-bit type"));
+    }
+    if o.is_fp8() {
+        return refuse(format!("dtype_o {o} is not of 16 or 32 bits"));
+    }
+    if let Some(cache) = problem.cache.dtype {
+        return refuse(format!("dtype_cache {cache} beside {qk} is not taken"));
+    }
+    if problem.cache.tree_mask {
+        return refuse(format!("tree_mask of {seqlen_q} queries"));
+    }
+    if let (Some(rotary), QLayout::Packed) = (problem.cache.rotary, problem.layout.q) {
+        return refuse(format!(
+            "rotary embedding of dim {} with packed Q: how many of its rows are turned is not known when a plan is made",
+            rotary.dim
+        ));
+    }
+    if let Some(cap) = problem.score.softcap {
+        return refuse(format!("softcap {cap} is not taken"));
+    }
+    if problem.score.bias != Bias::None {
+        return refuse(format!("bias {:?} is not taken", problem.score.bias));
+    }
+    if problem.drops() || problem.dropout.write_keep_mask {
+        return refuse(format!("dropout of p_drop {} is not taken", problem.dropout.p_drop));
+    }
+    if problem.mask.sink_columns > 0 {
+        return refuse(format!(
+            "sink_columns {}: blocks of keys are those of a band",
+            problem.mask.sink_columns
+        ));
+    }
+    for (field, length) in [("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)] {
+        if length >= 1 << 29 {
+            return refuse(format!("{field} {length} is not below 2^29"));
+        }
+    }
+    let odd = |&(_, _, stride): &(&str, &str, i64)| stride % 8 != 0 || stride >= 1 << 39;
+    if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
+        return refuse(format!(
+            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as copies of 16 bytes and TMA need"
+        ));
+    }
+    Ok(())
+}
+
+/// The tile for a problem that the kernel [`accepts`], on a device of `num_sms` multiprocessors.
+#[must_use]
+pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
+    let (strides, shape) = (problem.strides.o, problem.shape_o());
+    let elems = 16 / problem.dtypes.o.size_bytes() as i64;
+    let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
+    Sm90MlaTile {
+        box_rows: box_rows(problem),
+        // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
+        lazy_rescale_log2: 8,
+        vector_store: whole(strides.batch, shape.batch)
+            && whole(strides.seq, shape.seq)
+            && whole(strides.head, shape.head),
+        split_keys: split_keys(problem, num_sms),
+    }
+}
+
+/// What a tile costs besides its blocks, in blocks: its start, the first block's way from memory, its results.
+const TILE_COST: u64 = 4;
+
+/// What merging parts costs, likewise: a launch of its own.
+const MERGE_COST: u64 = 3;
+
+/// Keys of a part, so that tiles come in as few waves as their number allows; 0: all keys.
+fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
+    if split::splits(problem).is_err() {
+        return 0;
+    }
+    let blocks = u64::from(problem.dims.seqlen_k.div_ceil(KEYS));
+    let (units, sms) = (units(problem).0, u64::from(num_sms.max(1)));
+    let cost = |blocks_of_part: u64| {
+        let parts = blocks.div_ceil(blocks_of_part);
+        let waves = units.saturating_mul(parts).div_ceil(sms);
+        let merge = if parts > 1 { MERGE_COST } else { 0 };
+        waves.saturating_mul(blocks_of_part + TILE_COST) + merge
+    };
+    // Parts of one wave, of two and of more: beyond, tiles are so many that they come out even.
+    let most_parts = (8 * sms / units.max(1)).clamp(1, 256);
+    let best =
+        (1..=most_parts.min(blocks)).map(|parts| blocks.div_ceil(parts)).min_by_key(|&part| cost(part));
+    match best {
+        Some(part) if part < blocks => (part * u64::from(KEYS)) as i32,
+        _ => 0,
+    }
+}
+
+/// The kernel for a spec and a tile: arguments `FwdParams`, K's tensor map, [`MlaSchedule`].
+#[must_use]
+pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
+    // How long a part is, is an argument: the text says only that there are some.
+    let tile = Sm90MlaTile { split_keys: tile.split_keys.min(KEYS as i32), ..*tile };
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", &tile)];
+    let entry = Entry {
+        include: HEADER,
+        constants: &constants,
+        bounds: "__launch_bounds__(mla::kNumThreads, 1)",
+        params: "const __grid_constant__ FwdParams p, const __grid_constant__ ptx::TensorMap map, \
+                 const __grid_constant__ MlaSchedule schedule",
+        call: &format!(
+            "static_assert(mla::kNumThreads == {NUM_THREADS} && sizeof(mla::Smem) <= {SMEM_BYTES}, \
+             \"host and device disagree\"); mla::fwd<kSpec, kTile>(p, map, schedule);"
+        ),
+    };
+    let dtype = spec.dtype_qk;
+    crate::source(entry.render(), move || {
+        let sums = Sums::F32;
+        let shapes = [
+            WgmmaShape { dtype, n: 64, a: OperandA::Shared, sums },
+            WgmmaShape { dtype, n: 256, a: OperandA::Shared, sums },
+            WgmmaShape { dtype, n: 256, a: OperandA::Registers, sums },
+        ];
+        [wgmma::header(&shapes), host_header()]
+    })
+}
+
+/// `fmha/sm90_mla_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
+        Sm90MlaTile::c_definition(),
+        MlaSchedule::c_definition()
+    );
+    Header::rendered("fmha/sm90_mla_host.h", text)
+}
