@@ -11,6 +11,7 @@
 pub mod arch;
 pub mod cdna;
 pub mod cdna_bwd;
+pub mod cdna_decode;
 pub mod combine;
 mod device;
 mod order;
@@ -19,6 +20,7 @@ pub mod simt_bwd;
 
 pub use arch::Arch;
 pub use cdna_bwd::{BwdSums, CdnaBwdParams, CdnaBwdSpec, CdnaBwdTile};
+pub use cdna_decode::{CdnaDecodeParams, CdnaDecodeSpec, CdnaDecodeTile};
 pub use device::{Device, Grid};
 
 use fmha_core::abi::{AbiStruct, FwdParams};
@@ -164,6 +166,7 @@ pub fn headers() -> Vec<Header> {
         "isa/sync.h",
         "isa/sched.h",
         "isa/num.h",
+        "isa/widen.h",
         "mma/cdna.h",
         "cdna/config.h",
         "cdna/load.h",
@@ -186,12 +189,17 @@ pub fn headers() -> Vec<Header> {
         "cdna/bwd/store.h",
         "cdna/bwd/rest.h",
         "cdna/bwd/main.h",
+        "cdna/decode/config.h",
+        "cdna/decode/load.h",
+        "cdna/decode/main.h",
+        "cdna/decode/merge.h",
         "simt/bwd.h",
         "simt/fwd.h",
         "combine.h",
     ));
     headers.push(Header::rendered("fmha/cdna/tile.h", tile_h()));
     headers.push(cdna_bwd::tile_header());
+    headers.push(cdna_decode::tile_header());
     headers
 }
 

@@ -3,6 +3,7 @@
 
 mod cdna;
 mod cdna_bwd;
+mod cdna_decode;
 mod combine;
 mod simt;
 mod simt_bwd;
@@ -16,6 +17,7 @@ use crate::Installed;
 use crate::driver::{DeviceInfo, Driver};
 use cdna::Cdna;
 use cdna_bwd::CdnaBwd;
+use cdna_decode::CdnaDecode;
 use combine::Merge;
 use simt::Simt;
 use simt_bwd::SimtBwd;
@@ -33,7 +35,11 @@ impl Vendor for Rocm {
 
 impl Family<ValidFwd> for Rocm {
     fn recipes() -> Vec<Kernel<ValidFwd, Self>> {
-        vec![Kernel::new(Cdna::default()), Kernel::new(Simt::default())]
+        vec![
+            Kernel::new(CdnaDecode::default()),
+            Kernel::new(Cdna::default()),
+            Kernel::new(Simt::default()),
+        ]
     }
 }
 

@@ -1,0 +1,142 @@
+//! Decode on MFMA.
+
+use fmha_core::tune::{TileClass, TileOptions};
+use fmha_core::{
+    Accuracy, Call, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result, ValidFwd, Workspace,
+    bind,
+};
+use fmha_gpu::{
+    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Tunable, deterministic_rows, exactly, settle,
+};
+use fmha_kernels_hip::{CdnaDecodeTile, Device, cdna_decode};
+
+use super::{DeviceFacts, Rocm, Steps, launch, lay_out};
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct CdnaDecode {
+    chosen: Option<Chosen>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Chosen {
+    kernel: cdna_decode::CdnaDecode,
+    device: Device,
+    /// Whether a part has so many keys whatever else is in the call.
+    is_batch_invariant: bool,
+}
+
+impl CdnaDecode {
+    /// What is launched, and what it promises.
+    fn choice(chosen: Chosen, problem: &ValidFwd) -> Choice<Kernel<ValidFwd, Rocm>> {
+        let kernel = chosen.kernel;
+        let threads = cdna_decode::NUM_THREADS;
+        let main = launch(cdna_decode::NAME, kernel.source(), kernel.workgroups(), threads);
+        let merge = launch(cdna_decode::MERGE, kernel.merge_source(), kernel.merge_workgroups(), threads);
+        Choice {
+            kernel: Kernel::new(Self { chosen: Some(chosen) }),
+            launches: Launches::new([], main, [merge]),
+            workspace: Workspace { bytes: kernel.workspace_bytes(), zeroed_bytes: 0 },
+            // A row's keys have one order in each part, and its parts too; tiles and parts begin at its first key.
+            promises: Promises { batch_invariant: chosen.is_batch_invariant, ..deterministic_rows() },
+            details: kernel.details(problem),
+        }
+    }
+}
+
+impl Recipe<ValidFwd, Rocm> for CdnaDecode {
+    fn name(&self) -> &'static str {
+        cdna_decode::NAME
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Kernel<ValidFwd, Rocm>>, Refusal> {
+        let set = |tile: &TileOptions| {
+            cdna_decode::accept(problem, facts.device, &options.clone().tile(tile.clone()))
+        };
+        // Tiles are measured as a plan without options has them.
+        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
+        let tuned = facts.tuned.get(cdna_decode::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
+        let (kernel, tile_from) = settle(&options.tile, tuned, set)?;
+        let chosen =
+            Chosen { kernel, device: facts.device, is_batch_invariant: options.batch_invariant };
+        let mut choice = Self::choice(chosen, problem);
+        choice.details.insert(1, tile_from.detail());
+        Ok(choice)
+    }
+
+    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        lay_out(self.chosen.map(|chosen| chosen.device), launch, usage);
+    }
+
+    fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
+        self.chosen.map_or(Ok(()), |chosen| chosen.kernel.takes_addresses(call.problem, call.args))
+    }
+
+    fn for_any_address(&self, problem: &ValidFwd) -> AnyAddress<ValidFwd, Rocm> {
+        let other = self
+            .chosen
+            .and_then(|chosen| Some(Chosen { kernel: chosen.kernel.for_any_address()?, ..chosen }));
+        match other {
+            None => AnyAddress::Itself,
+            Some(other) => {
+                AnyAddress::Other(Box::new(Self::choice(other, problem)), "the same kernel by elements")
+            }
+        }
+    }
+
+    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidFwd>) -> Result<()> {
+        let Some(Chosen { kernel, .. }) = self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel cdna_decode has 0 tiles chosen").into());
+        };
+        let [merge] = exactly(steps.after())?;
+        let fwd = bind::fwd_params(call.problem, call.args);
+        let mut params = kernel.params(call.problem, call.args, &fwd, fwd.workspace.0);
+        // SAFETY: both kernels take one CdnaDecodeParams, whose size they assert; core saw that its memory covers the
+        // problem, and the workspace is as large as the plan said.
+        unsafe {
+            steps.main().launch(&mut [(&raw mut params).cast()], call.stream)?;
+            merge.launch(&mut [(&raw mut params).cast()], call.stream)
+        }
+    }
+
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Rocm>> {
+        Some(self)
+    }
+}
+
+impl Tunable<ValidFwd, Rocm> for CdnaDecode {
+    fn label(&self) -> &'static str {
+        cdna_decode::NAME
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        &[cdna_decode::HEADER]
+    }
+
+    fn runs_on(&self, _: &DeviceFacts) -> bool {
+        true
+    }
+
+    fn own_tile(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<TileOptions, Refusal> {
+        let own = PlanOptions::default();
+        let options = options.kernel.iter().fold(own, |own, name| own.kernel(name.clone()));
+        cdna_decode::accept(problem, facts.device, &options).map(|chosen| chosen.knobs())
+    }
+
+    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
+        TileClass::of_fwd(problem)
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        fmha_core::fields::knobs::<CdnaDecodeTile>()
+    }
+}

@@ -1,0 +1,111 @@
+// The decode kernel's work and numbers.
+//
+// A wave has 32 rows, which are (query, head of a KV head's group) pairs, query by query, and one part of the keys of their
+// sequence. It shares nothing with other waves: its O and the statistics of its softmax go to the workspace, and a second
+// launch merges the parts (merge.h).
+#pragma once
+#include <fmha/cdna/decode/tile.h>
+#include <fmha/cdna/span.h>
+#include <fmha/isa/sched.h>
+#include <fmha/mask.h>
+#include <fmha/mma/cdna.h>
+#include <fmha/range.h>
+
+namespace fmha::cdna::decode {
+
+constexpr int kTileKeys = kEdge;  // keys of a step of the loop
+
+template <CdnaDecodeSpec spec>
+struct Config {
+  static constexpr int stored_bytes = size_bytes(spec.stored);
+  // Steps of K Q over a padded row, 16 elements each, and those that a 16-byte load of a lane serves.
+  static constexpr int qk_steps = spec.head_dim_qk / 16;
+  static constexpr int steps_of_load = 2 / stored_bytes;
+  // V's columns are dealt out to the 32 lanes of half a wave: adjacent ones to a lane, so that a load of all lanes is two
+  // whole rows. Column n of each lane makes block n of O.
+  static constexpr int columns = spec.head_dim_v / kEdge;
+  static constexpr int pv_steps = kTileKeys / 16;
+  static constexpr int v_bytes = columns * stored_bytes;  // of a lane and key
+  static constexpr int v_words = ceil_div(v_bytes, 4);
+  static_assert(spec.head_dim_qk % kEdge == 0, "rows of Q and K are padded to whole pairs of steps");
+  static_assert(columns == 1 || columns == 2 || columns == 4 || columns == 8, "a lane's columns are one load");
+  static_assert(size_bytes(spec.dtype) == 2, "products are of 16-bit operands");
+};
+
+// The first element of a row that a lane has in step `step` of K Q. A lane's elements of two steps are adjacent: of a
+// cache of one byte an element they are one load. Any order would do, since K and Q have the same.
+FMHA_DEVICE constexpr int first_elem(int step, int half) { return step / 2 * 32 + half * 16 + step % 2 * 8; }
+
+// Key of register or element `j` of step `step` of P V, within a tile: where K Q left its probability.
+FMHA_DEVICE constexpr int key_of(int step, int j, int half) { return acc_row(8 * step + j, half); }
+
+// One wave's work.
+struct Job {
+  SeqSpan span;
+  KvKind layout;
+  MaskBand band;
+  int32_t i_head_kv, part;
+  int32_t first_row, num_rows;  // of the group's rows; rows that there are
+  Range queries;                // of the wave's rows
+};
+
+FMHA_DEVICE KvKind layout_of(const FwdParams& p) {
+  return p.block_table ? KvKind::Paged : p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided;
+}
+
+FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) {
+  return uniform(resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch, layout_of(p), i_batch));
+}
+
+// A tree mask alone says who sees whom: its band hides nothing.
+FMHA_DEVICE MaskBand band_of(const CdnaDecodeParams& params, const SeqSpan& span) {
+  MaskParams mask = params.call.fwd.mask;
+  if (params.tree_mask) mask = {kUnboundedLo, kUnboundedHi, 0, 0};
+  return resolve_band(mask, span.seqlen_q, span.seqlen_k);
+}
+
+// Work `at` of the launch. Waves of one workgroup have the same keys where there are more rows than one wave takes, and
+// find them in the cache of their compute unit.
+FMHA_DEVICE Job job_of(const CdnaDecodeParams& params, int32_t at) {
+  const FwdParams& p = params.call.fwd;
+  const int32_t i_rows = at % params.row_blocks, rest = at / params.row_blocks;
+  const int32_t batch_head = rest / params.num_parts;
+  Job job;
+  job.part = rest % params.num_parts;
+  job.i_head_kv = batch_head % p.num_heads_kv;
+  job.span = span_of(p, batch_head / p.num_heads_kv);
+  job.layout = layout_of(p);
+  job.band = band_of(params, job.span);
+  job.first_row = i_rows * kEdge;
+  job.num_rows = job.span.seqlen_q * p.gqa_ratio;
+  const int32_t last_row = min(job.first_row + kEdge, job.num_rows) - 1;
+  job.queries = {job.first_row / p.gqa_ratio, last_row / p.gqa_ratio + 1};
+  return job;
+}
+
+// Tiles of a part that some row of the wave sees, those of sink columns first. Tiles and parts begin at multiples of
+// kTileKeys from the sequence's first key, so that a row's sums have one order whatever other rows see.
+struct Tiles {
+  int32_t first_sink, num_sinks, first, count;
+
+  static FMHA_DEVICE Tiles of(const Job& job, int32_t part_keys) {
+    const int32_t begin = job.part * part_keys;
+    const int32_t end = int32_t(min<int64_t>(int64_t(begin) + part_keys, job.span.seqlen_k));
+    const Range seen = k_range(job.band, job.queries, job.span.seqlen_k);
+    const Range sinks = sink_range(job.band, job.queries, job.span.seqlen_k);
+    Tiles tiles;
+    tiles.first = max(begin, seen.begin) / kTileKeys;
+    const int32_t num = max(ceil_div(min(end, seen.end), kTileKeys) - tiles.first, 0);
+    tiles.first_sink = begin / kTileKeys;
+    tiles.num_sinks = max(ceil_div(min(end, sinks.end), kTileKeys) - tiles.first_sink, 0);
+    if (num > 0) tiles.num_sinks = min(tiles.num_sinks, tiles.first - tiles.first_sink);
+    tiles.count = num + tiles.num_sinks;
+    return tiles;
+  }
+
+  FMHA_DEVICE int32_t first_key(int32_t n) const {
+    return (n < num_sinks ? first_sink + n : first + n - num_sinks) * kTileKeys;
+  }
+};
+
+}  // namespace fmha::cdna::decode

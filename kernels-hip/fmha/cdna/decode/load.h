@@ -1,0 +1,191 @@
+// Q, K and V from memory straight to the operands of matrix instructions: nothing goes through LDS.
+//
+// K: lane l has key l % 32, 16 bytes of its row at a time. V: half a wave has one key's row, a run of adjacent columns in
+// each lane; eight keys of a column make an operand, put together by byte permutes. Column n of lane m's run is then column
+// m of the n-th block of O: the blocks interleave, and a lane ends with adjacent columns of O.
+#pragma once
+#include <fmha/cdna/decode/config.h>
+#include <fmha/isa/num.h>
+#include <fmha/isa/widen.h>
+
+namespace fmha::cdna::decode {
+
+// Words of 4 bytes whose address is a multiple of 4, and no more than that is known of it.
+template <int words>
+using Words __attribute__((aligned(4))) = Vec<uint32_t, words>;
+
+template <class T>
+FMHA_DEVICE T load_global(const uint8_t* from) {
+  return *(const T FMHA_GLOBAL*)(const FMHA_GLOBAL uint8_t*)from;
+}
+
+// An element of 1 or 2 bytes.
+template <int bytes>
+FMHA_DEVICE uint32_t load_code(const uint8_t* from) {
+  if constexpr (bytes == 1) return load_global<uint8_t>(from);
+  return load_global<uint16_t>(from);
+}
+
+// Elements `first` ... of a row, 16 bytes of them; what lies behind the row's end is 0. `ends_early`: the row ends before
+// it is padded to.
+template <LoadPath load, int bytes, bool ends_early>
+FMHA_DEVICE Frag load_chunk(const uint8_t* row, int32_t first, int32_t dim) {
+  if constexpr (load == LoadPath::Element) {
+    Frag chunk = {};
+    opaque_in_vgpr(first);  // else the place of each element of a row is kept in a register of its own
+#pragma unroll
+    for (int i = 0; i < 16 / bytes; ++i) {
+      const uint32_t code = load_code<bytes>(row + min(first + i, dim - 1) * bytes);
+      chunk[i * bytes / 4] |= (first + i < dim ? code : 0) << (i * bytes % 4 * 8);
+    }
+    sched_barrier();
+    return chunk;
+  } else {
+    // A row is whole chunks, so that one begins within it or lies behind it: there, the row's first is read in its place.
+    const bool is_there = !ends_early || first < dim;
+    const Frag chunk = load_global<Words<4>>(row + (is_there ? first : 0) * bytes);
+    return is_there ? chunk : Frag{};
+  }
+}
+
+// Two FP8 codes of a word, bytes `at` and `at + 1`, times a descale, in a 16-bit type, each rounded once.
+template <CdnaDecodeSpec spec, int at>
+FMHA_DEVICE uint32_t widened_pair(uint32_t first, uint32_t second, float descale) {
+  const float a = widened<spec.stored, at>(first) * descale, b = widened<spec.stored, at>(second) * descale;
+  if constexpr (spec.dtype == DType::F16) return __builtin_bit_cast(uint32_t, Vec<f16, 2>{f16(a), f16(b)});
+  return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
+}
+
+// Eight adjacent codes, in two words.
+template <CdnaDecodeSpec spec>
+FMHA_DEVICE Frag widened_chunk(uint32_t low, uint32_t high, float descale) {
+  Frag frag;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t word = w < 2 ? low : high;
+    frag[w] = w % 2 ? widened_pair<spec, 2>(word, word >> 8, descale) : widened_pair<spec, 0>(word, word >> 8, descale);
+  }
+  return frag;
+}
+
+// Where the keys of a tile lie: a key to each lane of half a wave, both halves alike.
+struct KeyPlaces {
+  int32_t key;   // clamped to the sequence
+  int32_t page;  // its page, as the block table has it
+
+  // The table's entry is read a tile before it is needed.
+  static FMHA_DEVICE KeyPlaces of(const FwdParams& p, const Job& job, int32_t first_key) {
+    KeyPlaces places;
+    places.key = min(first_key + lane_col(), job.span.seqlen_k - 1);
+    places.page = 0;
+    if (job.layout == KvKind::Paged) {
+      const int64_t entry = job.span.i_batch * p.block_table_batch + uint32_t(places.key) / uint32_t(p.page_size);
+      places.page = ((const int32_t FMHA_GLOBAL*)p.block_table)[entry];
+    }
+    return places;
+  }
+
+  // As kv_row has it.
+  FMHA_DEVICE KvRow row(const FwdParams& p, const Job& job) const {
+    if (job.layout != KvKind::Paged) return {job.span.i_batch, job.span.k_row + key};
+    return {clamp(page, 0, p.num_pages - 1), int32_t(uint32_t(key) % uint32_t(p.page_size))};
+  }
+};
+
+// A tile of K in registers, as stored.
+template <CdnaDecodeSpec spec>
+struct KTile {
+  using C = Config<spec>;
+  static constexpr int loads = C::qk_steps / C::steps_of_load;
+  Frag chunks[loads];
+
+  FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
+    const View& k = params.call.fwd.k;
+    const uint8_t* row = static_cast<const uint8_t*>(k.data) + row_offset(k, at, job.i_head_kv) * C::stored_bytes;
+    const int half = lane_half();
+#pragma unroll
+    for (int c = 0; c < loads; ++c) {
+      chunks[c] = load_chunk<spec.load, C::stored_bytes, spec.ends_early>(row, first_elem(c * C::steps_of_load, half),
+                                                                          params.call.head_dim_qk);
+    }
+  }
+
+  FMHA_DEVICE Frag frag(int step, float descale) const {
+    if constexpr (C::stored_bytes == 2) {
+      return chunks[step];
+    } else {
+      const Frag& chunk = chunks[step / 2];
+      return step % 2 ? widened_chunk<spec>(chunk[2], chunk[3], descale)
+                      : widened_chunk<spec>(chunk[0], chunk[1], descale);
+    }
+  }
+};
+
+// A tile of V in registers, as stored: a lane's columns of 16 of its keys.
+template <CdnaDecodeSpec spec>
+struct VTile {
+  using C = Config<spec>;
+  uint32_t words[C::pv_steps][8][C::v_words];
+
+  // `at`: of the key that the lane's number is, in both halves of the wave.
+  FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
+    const View& v = params.call.fwd.v;
+    const int64_t offset = row_offset(v, at, job.i_head_kv) * C::stored_bytes;
+    const uint32_t low = uint32_t(offset), high = uint32_t(offset >> 32);
+    const int half = lane_half(), first = lane_col() * C::columns;
+#pragma unroll
+    for (int s = 0; s < C::pv_steps; ++s) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int from = key_of(s, j, 0) + half * kRun;
+        const uint64_t there = uint64_t(ds_bpermute_b32(from, high)) << 32 | ds_bpermute_b32(from, low);
+        load(words[s][j], static_cast<const uint8_t*>(v.data) + int64_t(there), first, params.call.head_dim_v, v.dim);
+      }
+    }
+  }
+
+  // Eight keys of the lane's column `n`, an operand of step `s`.
+  template <int n>
+  FMHA_DEVICE Frag frag(int s, float descale) const {
+    Frag frag;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t a = words[s][2 * w][n * C::stored_bytes / 4], b = words[s][2 * w + 1][n * C::stored_bytes / 4];
+      if constexpr (C::stored_bytes == 1) {
+        frag[w] = widened_pair<spec, n % 4>(a, b, descale);
+      } else {
+        constexpr uint32_t kLowHalves = 0x05040100, kHighHalves = 0x07060302;
+        frag[w] = v_perm_b32(b, a, n % 2 ? kHighHalves : kLowHalves);
+      }
+    }
+    return frag;
+  }
+
+ private:
+  // Columns behind the row's end are others' once more: their sums are not stored.
+  static FMHA_DEVICE void load(uint32_t (&to)[C::v_words], const uint8_t* row, int32_t first, int32_t dim, int64_t step) {
+    constexpr int bytes = C::stored_bytes;
+    if constexpr (spec.load == LoadPath::Element) {
+#pragma unroll
+      for (int w = 0; w < C::v_words; ++w) to[w] = 0;
+      opaque_in_vgpr(first);
+#pragma unroll
+      for (int n = 0; n < C::columns; ++n) {
+        to[n * bytes / 4] |= load_code<bytes>(row + min(first + n, dim - 1) * step * bytes) << (n * bytes % 4 * 8);
+      }
+      sched_barrier();
+    } else {
+      const uint8_t* from = row + min(first, dim - C::columns) * bytes;
+      if constexpr (C::v_bytes == 1) to[0] = load_global<uint8_t>(from);
+      if constexpr (C::v_bytes == 2) to[0] = load_code<2>(from);
+      if constexpr (C::v_bytes == 4) to[0] = load_global<uint32_t>(from);
+      if constexpr (C::v_bytes > 4) {
+        const auto words = load_global<Words<C::v_words>>(from);
+#pragma unroll
+        for (int w = 0; w < C::v_words; ++w) to[w] = words[w];
+      }
+    }
+  }
+};
+
+}  // namespace fmha::cdna::decode

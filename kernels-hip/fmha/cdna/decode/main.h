@@ -1,0 +1,272 @@
+// Decode: short queries over a long cache, each wave 32 rows and a part of the keys (config.h).
+//
+//   step n    S^T = K(n) Q^T    K(n + 1) is issued    P(n) = exp2(S(n) - max)    O^T += V(n)^T P(n)^T    V(n + 1) is issued
+//
+// The matrix work of a step is a tenth of the time that its bytes take, so that registers hold one tile of K and one of V
+// and are filled again as soon as they have been read: one of the two, or both, is always on its way.
+#pragma once
+#include <fmha/cdna/decode/load.h>
+#include <fmha/cdna/nonfinite.h>
+#include <fmha/cdna/score.h>
+#include <fmha/cdna/tile_step.h>
+#include <fmha/online_softmax.h>
+
+namespace fmha::cdna::decode {
+
+template <CdnaDecodeSpec spec>
+struct Wave {
+  using C = Config<spec>;
+  const Job& job;
+  int32_t query, i_head;  // of the lane's row
+  float descale_k, descale_v;
+  Array<Frag, C::qk_steps> q;
+  Array<Acc, C::columns> o;
+  OnlineRow sums;  // row_max is natural; row_sum is of this lane's keys
+
+  FMHA_DEVICE Wave(const FwdParams& p, const Job& job) : job(job) {
+    // Lanes behind the last row compute it too, and store nothing.
+    const int32_t row = min(job.first_row + lane_col(), job.num_rows - 1);
+    query = row / p.gqa_ratio;
+    i_head = job.i_head_kv * p.gqa_ratio + row % p.gqa_ratio;
+    descale_k = scalar_of(p.descale_k, job.span.i_batch, job.i_head_kv, 1.f);
+    descale_v = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f);
+  }
+
+  // Where P's largest number lies, in log2. That of bf16, whose V may reach f32's largest number, lies below 1 by the
+  // number of keys, so that no sum of P V leaves f32 where O does not. gfx90a's matrix unit reads subnormal f16 as 0.
+  FMHA_DEVICE int p_scale_log2() const {
+    if constexpr (spec.dtype == DType::Bf16) return __builtin_clz(job.span.seqlen_k | 1) - 32;
+    return kArch == Arch::Gfx90a ? 12 : 0;
+  }
+
+  FMHA_DEVICE void load_q(const CdnaDecodeParams& params) {
+    const View& view = params.call.fwd.q;
+    const int64_t at = row_offset(view, job.span.storage_batch, int64_t(job.span.q_row) + query, i_head);
+    const uint8_t* from = static_cast<const uint8_t*>(view.data) + at * 2;
+    const int half = lane_half();
+#pragma unroll
+    for (int s = 0; s < C::qk_steps; ++s) {
+      q[s] = load_chunk<spec.load, 2, spec.ends_early>(from, first_elem(s, half), params.call.head_dim_qk);
+    }
+  }
+
+  FMHA_DEVICE bool sees(const CdnaDecodeParams& params, int32_t key) const {
+    if (key >= job.span.seqlen_k || !visible(job.band, query, key)) return false;
+    const int32_t bit = key - (job.span.seqlen_k - job.span.seqlen_q);
+    if (!params.tree_mask || bit < 0) return true;
+    const int64_t of_row = job.span.storage_batch * params.tree_mask_batch + job.span.q_row + query;
+    return params.tree_mask[of_row * params.tree_mask_words + bit / 32] >> (bit % 32) & 1;
+  }
+
+  // Whether some row of the wave does not see some key of the tile.
+  FMHA_DEVICE bool is_partly_masked(const CdnaDecodeParams& params, int32_t first_key) const {
+    const Range keys = {first_key, first_key + kTileKeys};
+    if (keys.end > job.span.seqlen_k) return true;
+    if (params.tree_mask && keys.end > job.span.seqlen_k - job.span.seqlen_q) return true;
+    return block_class(job.band, job.queries, keys) != BlockClass::Inside;
+  }
+
+  FMHA_DEVICE Acc scores(const KTile<spec>& k) const {
+    Acc s = {};
+#pragma unroll
+    for (int c = 0; c < C::qk_steps; ++c) {
+      const Frag frag = k.frag(c, descale_k);
+#pragma unroll
+      for (int part = 0; part < Mma<spec.dtype>::parts; ++part) s = mma_part<spec.dtype>(frag, q[c], part, s);
+    }
+    return s;
+  }
+
+  // Raw scores to natural ones, -infinity where the row does not see the key.
+  FMHA_DEVICE void modify_and_mask(Acc& s, const CdnaDecodeParams& params, int32_t first_key,
+                                   bool is_partly_masked) const {
+    const FwdParams& p = params.call.fwd;
+    const int32_t first = first_key + acc_row(0, lane_half());
+    if constexpr (spec.modifies) {
+      const ScorePlace place = {job.span.i_batch, i_head, query, job.span.seqlen_q, job.span.seqlen_k};
+      modify_block(s, params.call, place, p.softmax_scale, first);
+    } else {
+      s *= p.softmax_scale;
+    }
+    // Rounded here: a multiply-add with the maximum would leave half a last place of a large score.
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float rounded = s[i];
+      opaque_in_vgpr(rounded);
+      s[i] = rounded;
+    }
+    if (!is_partly_masked) return;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) s[i] = sees(params, first + acc_row(i, 0)) ? s[i] : -infinity();
+  }
+
+  // Takes in the maximum of a tile; sums and O are rescaled only where it rose for some row.
+  FMHA_DEVICE void raise_row_max(const Acc& s) {
+    float most = -infinity();
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) most = v_max3_f32(most, s[i], s[i + 1]);
+    most = max_of_halves(most, -infinity());
+    if (v_cmp_ballot(most > sums.row_max) == 0) return;
+    const float before = sums.row_max;
+    sums.row_max = v_max_f32(before, most);
+    const float correction = v_exp_f32((before - finite_or_zero(sums.row_max)) * kLog2E);
+    sums.row_sum *= correction;
+#pragma unroll
+    for (int n = 0; n < C::columns; ++n) o[n] *= correction;
+  }
+
+  FMHA_DEVICE Array<Frag, C::pv_steps> probabilities(Acc& s) {
+    const float base = finite_or_zero(sums.row_max), scale_log2 = float(p_scale_log2());
+    Array<Frag, C::pv_steps> frags;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      s[i] = v_exp_f32(v_fma_f32(s[i] - base, kLog2E, scale_log2));
+      sums.row_sum += s[i];
+    }
+#pragma unroll
+    for (int word = 0; word < 8; ++word) frags[word / 4][word % 4] = p_word<spec.dtype>(s, 2 * word, 0);
+    return frags;
+  }
+
+  // O += V P. True where V had a NaN or an infinity that some row does not see: it was taken for 0, since 0 times it
+  // would be NaN, and is added at the end to those that do see it.
+  FMHA_DEVICE bool add_values(const VTile<spec>& v, const Array<Frag, C::pv_steps>& p, bool is_partly_masked) {
+    bool zeroed = false;
+#pragma unroll
+    for (int step = 0; step < C::pv_steps; ++step) {
+      for_each<0, C::columns>([&](auto n) __attribute__((always_inline)) {
+        Frag frag = v.template frag<n.value>(step, descale_v);
+        if (is_partly_masked) {
+          uint32_t found = 0;
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            found |= nonfinite_elems<spec.dtype>(frag[w]);
+            frag[w] = without_nonfinite<spec.dtype>(frag[w]);
+          }
+          zeroed |= v_cmp_ballot(found != 0) != 0;
+        }
+#pragma unroll
+        for (int part = 0; part < Mma<spec.dtype>::parts; ++part) {
+          o[n.value] = mma_part<spec.dtype>(frag, p[step], part, o[n.value]);
+        }
+      });
+    }
+    return zeroed;
+  }
+
+  FMHA_DEVICE int64_t row_of_parts(const FwdParams& p) const {
+    const int64_t of_batch = int64_t(job.span.i_batch) * p.num_heads_q + i_head;
+    const int64_t rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
+    return job.part * rows + of_batch * p.seqlen_q + query;
+  }
+
+  // The part's O, divided by its own sum, and its statistics.
+  FMHA_DEVICE void store(const CdnaDecodeParams& params) {
+    if (job.first_row + lane_col() >= job.num_rows) return;
+    sums.row_sum += other_half(sums.row_sum);
+    const float normaliser = sums.normaliser();
+    const int half = lane_half();
+    const int64_t at = row_of_parts(params.call.fwd);
+    float FMHA_GLOBAL* to = (float FMHA_GLOBAL*)params.o + at * spec.head_dim_v;
+#pragma unroll
+    for (int i = 0; i < 16; i += kRun) {
+      const int32_t first = acc_row(i, half) * C::columns;
+      if (first >= params.call.head_dim_v) continue;
+#pragma unroll
+      for (int r = 0; r < kRun; ++r) {
+#pragma unroll
+        for (int n = 0; n < C::columns; ++n) to[first + r * C::columns + n] = o[n][i + r] * normaliser;
+      }
+    }
+    if (half == 0) {
+      const float unscale = float_of(uint32_t(127 - p_scale_log2()) << 23);
+      float FMHA_GLOBAL* stats = (float FMHA_GLOBAL*)params.stats + 2 * at;
+      stats[0] = sums.row_max;
+      stats[1] = sums.row_sum * unscale;
+    }
+  }
+
+  // What add_values took for 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements
+  // that it has stored itself.
+  FMHA_DEVICE void add_back_nonfinite(const CdnaDecodeParams& params, int32_t first_key) const {
+    if (job.first_row + lane_col() >= job.num_rows) return;
+    const FwdParams& p = params.call.fwd;
+    float* const to = params.o + row_of_parts(p) * spec.head_dim_v;
+    const int32_t end = min(first_key + kTileKeys, job.span.seqlen_k);
+#pragma nounroll
+    for (int32_t key = first_key; key < end; ++key) {
+      if (!sees(params, key)) continue;
+      const int64_t from = row_offset(p.v, kv_row(p, job.layout, job.span, key), job.i_head_kv);
+#pragma nounroll
+      for (int32_t i = 0; i < 16 * C::columns; ++i) {
+        const int32_t d = acc_row(i / C::columns, lane_half()) * C::columns + i % C::columns;
+        if (d >= params.call.head_dim_v) continue;
+        float value = load_elem<spec.stored>(p.v.data, from + d * p.v.dim);
+        if constexpr (is_fp8(spec.stored)) value = round_to<spec.dtype>(value * descale_v);
+        if (value - value != 0.f) to[d] += value;
+      }
+    }
+  }
+};
+
+// Parameters are read anew for each piece of work: kept from one to the next, they would fill the scalar registers.
+FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
+
+template <CdnaDecodeSpec spec>
+FMHA_DEVICE void compute(const Job& job) {
+  using C = Config<spec>;
+  Wave<spec> wave{again().call.fwd, job};
+#pragma unroll
+  for (int n = 0; n < C::columns; ++n) wave.o[n] = Acc{};
+  const Tiles tiles = Tiles::of(job, again().part_keys);
+  bool zeroed = false;
+  if (tiles.count > 0) {
+    wave.load_q(again());
+    KTile<spec> k;
+    VTile<spec> v;
+    KeyPlaces places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(0));
+    KvRow at = places.row(again().call.fwd, job);
+    k.issue(again(), job, at);
+    places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(1, tiles.count - 1)));
+    v.issue(again(), job, at);
+#pragma nounroll
+    for (int32_t n = 0; n < tiles.count; ++n) {
+      const int32_t first_key = tiles.first_key(n);
+      const bool more = n + 1 < tiles.count, is_partly_masked = wave.is_partly_masked(again(), first_key);
+      Acc s = wave.scores(k);
+      sched_barrier();
+      if (more) {
+        at = places.row(again().call.fwd, job);
+        k.issue(again(), job, at);
+        places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(n + 2, tiles.count - 1)));
+      }
+      sched_barrier();
+      wave.modify_and_mask(s, again(), first_key, is_partly_masked);
+      wave.raise_row_max(s);
+      const auto probabilities = wave.probabilities(s);
+      zeroed |= wave.add_values(v, probabilities, is_partly_masked);
+      sched_barrier();
+      if (more) v.issue(again(), job, at);
+    }
+  }
+  wave.store(again());
+  if (!zeroed) return;
+#pragma nounroll
+  for (int32_t n = 0; n < tiles.count; ++n) {
+    const int32_t first_key = tiles.first_key(n);
+    if (wave.is_partly_masked(again(), first_key)) wave.add_back_nonfinite(again(), first_key);
+  }
+}
+
+template <CdnaDecodeSpec spec>
+FMHA_DEVICE void run(const CdnaDecodeParams& params) {
+  const int32_t at = workgroup_idx() * kWavesOfGroup + v_readfirstlane_b32(thread_idx() / kWaveSize);
+  if (at >= params.num_waves) return;
+  const Job job = job_of(params, at);
+  if (job.first_row >= job.num_rows) return;
+  // The merge reads a part of each sequence even where it has no keys.
+  if (job.part > 0 && int64_t(job.part) * params.part_keys >= job.span.seqlen_k) return;
+  compute<spec>(job);
+}
+
+}  // namespace fmha::cdna::decode

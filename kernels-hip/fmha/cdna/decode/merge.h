@@ -1,0 +1,89 @@
+// The second launch of decode: the parts of a row become O and LSE. The learnable sink, which no part has taken in, joins
+// here.
+//
+// A workgroup has one row. Every wave knows all weights; each adds every fourth part's O, and the four sums are added
+// through LDS in one order.
+#pragma once
+#include <fmha/cdna/decode/config.h>
+#include <fmha/exp_sum.h>
+#include <fmha/isa/sync.h>
+#include <fmha/num.h>
+
+namespace fmha::cdna::decode {
+
+constexpr int kMergeWaves = 4;
+constexpr int kMergeThreads = kMergeWaves * kWaveSize;
+
+FMHA_DEVICE ExpSum over_lanes(ExpSum x) {
+#pragma unroll
+  for (int step = kWaveSize / 2; step > 0; step /= 2) {
+    const int from = lane_idx() ^ step;
+    x.merge({ds_bpermute_b32(from, x.top), ds_bpermute_b32(from, x.sum)});
+  }
+  // Lanes have added in unlike orders; one of them speaks for all.
+  x.sum = float_of(uint32_t(v_readfirstlane_b32(int(bits_of(x.sum)))));
+  return x;
+}
+
+FMHA_DEVICE void store_of_type(const CdnaDecodeParams& params, int64_t at, float x) {
+  void* const o = params.call.fwd.o.data;
+  switch (DType(params.call.dtype_o)) {
+    case DType::F32: store_elem<DType::F32>(o, at, x); break;
+    case DType::F16: store_elem<DType::F16>(o, at, x); break;
+    case DType::Bf16: store_elem<DType::Bf16>(o, at, x); break;
+    case DType::E4m3Fn: store_elem<DType::E4m3Fn>(o, at, x); break;
+    case DType::E5m2: store_elem<DType::E5m2>(o, at, x); break;
+    case DType::E4m3Fnuz: store_elem<DType::E4m3Fnuz>(o, at, x); break;
+    default: store_elem<DType::E5m2Fnuz>(o, at, x);
+  }
+}
+
+// `row_elems`: of a part's row in the workspace.
+template <int row_elems>
+FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
+  constexpr int columns = ceil_div(row_elems, kWaveSize);  // of a lane
+  __shared__ float of_waves[kMergeWaves][row_elems];
+  const FwdParams& p = params.call.fwd;
+  const int32_t at = workgroup_idx(), i = at % p.seqlen_q, batch_head = at / p.seqlen_q;
+  const int32_t i_head = batch_head % p.num_heads_q;
+  const SeqSpan span = span_of(p, batch_head / p.num_heads_q);
+  if (i >= span.seqlen_q) return;
+  const int32_t num_parts = max(int32_t((int64_t(span.seqlen_k) + params.part_keys - 1) / params.part_keys), 1);
+  const int64_t rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
+  const float FMHA_GLOBAL* stats = (const float FMHA_GLOBAL*)params.stats + 2 * int64_t(at);
+  const float FMHA_GLOBAL* parts = (const float FMHA_GLOBAL*)params.o + int64_t(at) * row_elems;
+  const int thread = thread_idx(), lane = lane_idx(), i_wave = v_readfirstlane_b32(thread / kWaveSize);
+
+  ExpSum all;
+  for (int32_t n = lane; n < num_parts; n += kWaveSize) all.merge({stats[2 * n * rows], stats[2 * n * rows + 1]});
+  all = over_lanes(all);
+  if (p.sink.data) all.add(scalar_of(p.sink, 0, i_head, -infinity()));
+  const float per_sum = all.normaliser();
+
+  Array<float, columns> o = {};
+#pragma unroll 8
+  for (int32_t n = i_wave; n < num_parts; n += kMergeWaves) {
+    const float weight = exp_of_difference(stats[2 * n * rows], all.top) * stats[2 * n * rows + 1] * per_sum;
+#pragma unroll
+    for (int c = 0; c < columns; ++c) {
+      const int32_t d = c * kWaveSize + lane;
+      o[c] += weight * parts[n * rows * row_elems + min(d, params.call.head_dim_v - 1)];
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < columns; ++c) {
+    if (c * kWaveSize + lane < row_elems) of_waves[i_wave][c * kWaveSize + lane] = o[c];
+  }
+  s_barrier();
+  const float factor = p.scale_o ? *p.scale_o : 1.f;
+  const int64_t to = row_offset(p.o, span.storage_batch, int64_t(span.q_row) + i, i_head);
+  if (thread < params.call.head_dim_v) {
+    float x = of_waves[0][thread];
+#pragma unroll
+    for (int w = 1; w < kMergeWaves; ++w) x += of_waves[w][thread];
+    store_of_type(params, to + thread, x * factor);
+  }
+  if (p.lse && thread == 0) p.lse[lse_offset(p, span, i_head, i)] = all.log();
+}
+
+}  // namespace fmha::cdna::decode

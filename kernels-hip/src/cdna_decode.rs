@@ -1,0 +1,405 @@
+//! `cdna_decode`: short queries over long, paged and quantised caches, on MFMA.
+//!
+//! A wave has 32 rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch behind merges
+//! the parts.
+
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
+use fmha_core::fields::{Fields as _, Takes, knob_values};
+use fmha_core::source::{Entry, Header, KernelSource};
+use fmha_core::tune::TileOptions;
+use fmha_core::{
+    Bias, DType, FwdArgs, FwdProblem, KvLayout, PlanOptions, ProblemError, QLayout, Refusal, Shape, Strides,
+    VLayout, abi_spec, abi_struct, check_addresses,
+};
+
+use crate::arch::Arch;
+use crate::cdna::Cdna;
+use crate::device::{Device, refuse};
+use crate::{CdnaParams, LoadPath, cdna};
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "cdna_decode";
+/// The launch behind.
+pub const MERGE: &str = "cdna_decode_merge";
+/// What its entry includes.
+pub const HEADER: &str = "fmha/cdna/decode/main.h";
+const MERGE_HEADER: &str = "fmha/cdna/decode/merge.h";
+
+/// Waves of a workgroup, which share nothing.
+const WAVES: u32 = 4;
+/// Threads of a workgroup of either launch.
+pub const NUM_THREADS: u32 = WAVES * 64;
+/// Rows of a wave, and keys of a step.
+const EDGE: u32 = 32;
+const MAX_HEAD_DIM: u32 = 256;
+/// Queries of a call that has its keys in one piece, at most: longer ones are the forward kernel's.
+const SHORT_QUERY: u32 = 64;
+/// Keys of such a call, at least: of fewer the forward kernel is done in one launch.
+const LONG_CACHE: u32 = 512;
+/// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
+/// which the partial results of eight rows, written and read, are 12 %.
+const LEAST_KEYS: u32 = 128;
+/// Keys of a part whose bits do not depend on the device or on what else is in the call: 6 %.
+const INVARIANT_KEYS: u32 = 256;
+/// Parts of a sequence, at most: what a wave of the merging launch reads in four turns.
+const MOST_PARTS: u32 = 128;
+/// Waves that a SIMD is to have, so that one's loads are under way while the other computes.
+const WAVES_OF_A_SIMD: u32 = 2;
+const SIMDS: u32 = 4;
+const DWORD: i64 = 4;
+
+abi_spec! {
+    /// What a decode kernel is compiled for.
+    pub struct CdnaDecodeSpec {
+        /// Q, and K and V as they are multiplied.
+        pub dtype: DType,
+        /// K and V in memory.
+        pub stored: DType,
+        /// Elements of a query's or key's row, padded to whole 32.
+        pub head_dim_qk: i32,
+        /// Elements of a value's or output's row, padded to 32, 64, 128 or 256.
+        pub head_dim_v: i32,
+        /// Whether a query's or key's row ends before it is padded to.
+        pub ends_early: bool,
+        /// Whether there may be a soft-cap, a bias or slopes.
+        pub modifies: bool,
+        /// How Q, K and V are read.
+        pub load: LoadPath,
+    }
+}
+
+abi_spec! {
+    /// How the decode kernel computes.
+    pub struct CdnaDecodeTile {
+        /// Keys of a part.
+        pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
+    }
+}
+
+abi_struct! {
+    /// What both launches read.
+    pub struct CdnaDecodeParams {
+        /// The call.
+        pub call: CdnaParams,
+        /// The parts' O, `[num_parts, batch, num_heads_q, seqlen_q]` rows of padded length.
+        pub o: DevPtr<f32>,
+        /// Maximum and sum of each row of the parts.
+        pub stats: DevPtr<f32>,
+        /// u32 `[batch, seqlen_q, words]`, or packed; null: no tree mask.
+        pub tree_mask: DevPtr<u32>,
+        /// Rows of a sequence of the tree mask.
+        pub tree_mask_batch: i64,
+        /// Words of a row of the tree mask.
+        pub tree_mask_words: i32,
+        /// Keys of a part.
+        pub part_keys: i32,
+        /// Parts of the longest sequence.
+        pub num_parts: i32,
+        /// Blocks of 32 rows of the longest query.
+        pub row_blocks: i32,
+        /// Of the first launch.
+        pub num_waves: i32,
+        /// Nothing.
+        pub reserved: i32,
+    }
+}
+
+/// The kernel, with all that was chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CdnaDecode {
+    spec: CdnaDecodeSpec,
+    /// How it computes.
+    pub tile: CdnaDecodeTile,
+    rows: u64,
+    row_blocks: u32,
+    num_parts: u32,
+    num_waves: u32,
+}
+
+/// Whether this kernel computes `problem` on `device`, and in which parts.
+///
+/// # Errors
+/// The field that it does not take, and its number.
+pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<CdnaDecode, Refusal> {
+    let is_named = options.kernel.as_deref() == Some(NAME);
+    takes(problem, device.arch)?;
+    leaves_to_forward(problem, device, options, is_named)?;
+    let dims = problem.dims;
+    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+    let group_rows = u64::from(dims.seqlen_q) * u64::from(problem.gqa_ratio());
+    let row_blocks = group_rows.div_ceil(EDGE.into());
+    let groups = row_blocks.saturating_mul(u64::from(dims.batch) * u64::from(dims.num_heads_kv));
+    let mut tile = CdnaDecodeTile { split_keys: default_keys(problem, device, groups, options) };
+    for (name, value) in &options.tile {
+        tile.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
+    }
+    let num_parts = dims.seqlen_k.div_ceil(tile.split_keys.unsigned_abs()).max(1);
+    let num_waves = groups.saturating_mul(num_parts.into());
+    // The merge has a workgroup for each row.
+    let most = u64::from(u32::MAX / NUM_THREADS);
+    if num_waves > most || rows > most {
+        refuse!(
+            NAME,
+            "lengths, heads and batch make {num_waves} waves of {} keys and {rows} rows, more than {most}",
+            tile.split_keys
+        );
+    }
+    let spec = spec(problem);
+    let chosen =
+        CdnaDecode { spec, tile, rows, row_blocks: row_blocks as u32, num_parts, num_waves: num_waves as u32 };
+    if chosen.workspace_bytes() >= 1 << 62 {
+        refuse!(NAME, "the workspace would be 2^62 bytes or more");
+    }
+    Ok(chosen)
+}
+
+/// What no tile would change.
+fn takes(problem: &FwdProblem, arch: Arch) -> Result<(), Refusal> {
+    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
+        refuse!(NAME, "dtype_qk {qk} with dtype_v {v} is not one 16-bit type");
+    }
+    if let Some(cache) = problem.cache.dtype
+        && !arch.multiplies(cache)
+    {
+        refuse!(NAME, "dtype_cache {cache} has no conversion on {}", arch.name());
+    }
+    let dims = problem.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > MAX_HEAD_DIM {
+            refuse!(NAME, "{field} {dim} is larger than {MAX_HEAD_DIM}");
+        }
+    }
+    if problem.drops() {
+        refuse!(NAME, "p_drop {} is not taken", problem.dropout.p_drop);
+    }
+    if problem.dropout.write_keep_mask {
+        refuse!(NAME, "write_keep_mask: keys that the mask hides are not walked");
+    }
+    problem.refuse_cache_updates(NAME)
+}
+
+/// Calls that the forward kernel takes as well, and is as fast at, or whose bits would else depend on how many queries
+/// come at once.
+fn leaves_to_forward(
+    problem: &FwdProblem,
+    device: Device,
+    options: &PlanOptions,
+    is_named: bool,
+) -> Result<(), Refusal> {
+    let whole = PlanOptions::default();
+    if is_named || cdna::accept(problem, device, &whole).is_err() {
+        return Ok(());
+    }
+    let dims = problem.dims;
+    if options.batch_invariant {
+        refuse!(
+            NAME,
+            "batch_invariant: {} takes a query of {} tokens alone or among many",
+            cdna::NAME,
+            dims.seqlen_q
+        );
+    }
+    if dims.seqlen_q > SHORT_QUERY {
+        refuse!(NAME, "seqlen_q {} is more than {SHORT_QUERY}, and {} takes it", dims.seqlen_q, cdna::NAME);
+    }
+    if dims.seqlen_k < LONG_CACHE {
+        refuse!(NAME, "seqlen_k {} is less than {LONG_CACHE}, and {} takes it", dims.seqlen_k, cdna::NAME);
+    }
+    Ok(())
+}
+
+/// Keys of a part, so that there are waves for all SIMDs: whole tiles, within bounds.
+fn default_keys(problem: &FwdProblem, device: Device, groups: u64, options: &PlanOptions) -> i32 {
+    if options.batch_invariant {
+        return INVARIANT_KEYS as i32;
+    }
+    let wanted = u64::from(device.num_compute_units * SIMDS * WAVES_OF_A_SIMD);
+    let parts = wanted.div_ceil(groups.max(1)).min(MOST_PARTS.into()) as u32;
+    let keys = problem.dims.seqlen_k.div_ceil(parts).next_multiple_of(EDGE);
+    keys.max(LEAST_KEYS) as i32
+}
+
+fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
+    let dims = problem.dims;
+    let padded = |dim: u32| dim.max(1).next_multiple_of(EDGE) as i32;
+    let head_dim_v = (dims.head_dim_v.max(1).next_power_of_two().max(EDGE)) as i32;
+    let load = if loads_wide(problem, head_dim_v) { LoadPath::Chunks } else { LoadPath::Element };
+    CdnaDecodeSpec {
+        dtype: problem.dtypes.qk,
+        stored: problem.stored_k(),
+        head_dim_qk: padded(dims.head_dim_qk),
+        head_dim_v,
+        ends_early: dims.head_dim_qk as i32 != padded(dims.head_dim_qk),
+        modifies: problem.score.softcap.is_some() || problem.score.bias != Bias::None,
+        load,
+    }
+}
+
+/// Whether rows are whole chunks, a lane's run of V is one load, and all of them begin on dwords.
+fn loads_wide(problem: &FwdProblem, padded_v: i32) -> bool {
+    let cache_bytes = problem.stored_k().size_bytes() as i64;
+    let whole = |strides: Strides, shape: Shape, bytes: i64| {
+        let live = |extent: u32, stride: i64| if extent > 1 { stride } else { 0 };
+        [live(shape.batch, strides.batch), strides.seq, live(shape.head, strides.head)]
+            .iter()
+            .all(|stride| stride.wrapping_mul(bytes) % DWORD == 0)
+    };
+    let columns = padded_v.unsigned_abs() / EDGE;
+    let elems_of_chunk = 16 / problem.stored_k().size_bytes() as u32;
+    problem.layout.v == VLayout::RowMajor
+        && problem.dims.head_dim_qk.is_multiple_of(elems_of_chunk)
+        && problem.dims.head_dim_v.is_multiple_of(columns)
+        && whole(problem.strides.q, problem.shape_q(), 2)
+        && whole(problem.strides.k, problem.shape_k(), cache_bytes)
+        && whole(problem.strides.v, problem.shape_v(), cache_bytes)
+}
+
+impl CdnaDecode {
+    /// The first launch.
+    #[must_use]
+    pub fn source(&self) -> KernelSource {
+        // Rows of 256 take more than half of a SIMD's registers.
+        let waves = if self.spec.head_dim_qk.max(self.spec.head_dim_v) > 128 { 1 } else { WAVES_OF_A_SIMD };
+        let entry = Entry {
+            include: HEADER,
+            constants: &[("kSpec", &self.spec)],
+            bounds: &format!(
+                "__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS}), \
+                 amdgpu_waves_per_eu({waves}, {waves})))"
+            ),
+            params: "CdnaDecodeParams p",
+            call: "cdna::decode::run<kSpec>(p);",
+        };
+        rendered(entry)
+    }
+
+    /// The launch behind.
+    #[must_use]
+    pub fn merge_source(&self) -> KernelSource {
+        let entry = Entry {
+            include: MERGE_HEADER,
+            constants: &[],
+            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS})))"),
+            params: "CdnaDecodeParams p",
+            call: &format!("cdna::decode::merge<{}>(p);", self.spec.head_dim_v),
+        };
+        rendered(entry)
+    }
+
+    /// Workgroups of the first launch.
+    #[must_use]
+    pub fn workgroups(&self) -> u64 {
+        self.num_waves.div_ceil(WAVES).into()
+    }
+
+    /// Workgroups of the launch behind: a row each.
+    #[must_use]
+    pub const fn merge_workgroups(&self) -> u64 {
+        self.rows
+    }
+
+    /// Bytes of the parts.
+    #[must_use]
+    pub fn workspace_bytes(&self) -> u64 {
+        let row_bytes = 4 * (u64::from(self.spec.head_dim_v.unsigned_abs()) + 2);
+        self.part_rows().saturating_mul(row_bytes)
+    }
+
+    fn part_rows(&self) -> u64 {
+        self.rows.saturating_mul(self.num_parts.into())
+    }
+
+    /// What the launches read; the parts lie at `workspace`.
+    #[must_use]
+    pub fn params(
+        &self,
+        problem: &FwdProblem,
+        args: &FwdArgs<'_>,
+        fwd: &FwdParams,
+        workspace: u64,
+    ) -> CdnaDecodeParams {
+        let rows = match problem.layout.q {
+            QLayout::Packed => 0,
+            QLayout::Batch => problem.dims.seqlen_q,
+        };
+        CdnaDecodeParams {
+            call: Cdna::params(problem, fwd),
+            o: DevPtr::new(workspace),
+            stats: DevPtr::new(workspace + self.part_rows() * 4 * u64::from(self.spec.head_dim_v.unsigned_abs())),
+            tree_mask: DevPtr::new(args.cache.tree_mask.as_ref().map_or(0, |mask| mask.as_ptr() as u64)),
+            tree_mask_batch: rows.into(),
+            tree_mask_words: problem.tree_mask_words() as i32,
+            part_keys: self.tile.split_keys,
+            num_parts: self.num_parts as i32,
+            row_blocks: self.row_blocks as i32,
+            num_waves: self.num_waves as i32,
+            reserved: 0,
+        }
+    }
+
+    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
+    /// made.
+    ///
+    /// # Errors
+    /// The operand, its address and the alignment that it lacks.
+    pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+        let loads = if self.spec.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
+        // A tensor without rows may lie anywhere.
+        let has_keys = problem.shape_k().seq > 0;
+        let operands = [
+            ("q", args.q.as_ptr() as u64, loads, true),
+            ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
+        ];
+        check_addresses(NAME, operands)
+    }
+
+    /// The kernel that takes any address, where it is another one.
+    #[must_use]
+    pub fn for_any_address(&self) -> Option<Self> {
+        let spec = CdnaDecodeSpec { load: LoadPath::Element, ..self.spec };
+        (spec != self.spec).then_some(Self { spec, ..*self })
+    }
+
+    /// The fields of its tile that a user sets, spelt out.
+    #[must_use]
+    pub fn knobs(&self) -> TileOptions {
+        knob_values(&self.tile)
+    }
+
+    /// The rows that a plan prints.
+    #[must_use]
+    pub fn details(&self, problem: &FwdProblem) -> Vec<(&'static str, String)> {
+        let Self { spec, tile, row_blocks, num_parts, .. } = self;
+        let ratio = problem.gqa_ratio();
+        let mut details = vec![
+            ("tile", format!("{EDGE} rows, {EDGE} keys a step, split_keys {}", tile.split_keys)),
+            ("rows", format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q)),
+            ("parts", format!("{num_parts} of the longest sequence, merged by a second launch")),
+            ("loads", format!("{:?}, K and V straight to registers", spec.load)),
+        ];
+        if spec.stored != spec.dtype {
+            details.push(("cache", format!("{} widened to {} on load", spec.stored, spec.dtype)));
+        }
+        if let KvLayout::Paged { page_size } = problem.layout.kv {
+            details.push(("pages", format!("{page_size} keys each, looked up a tile ahead")));
+        }
+        details
+    }
+}
+
+fn rendered(entry: Entry<'_>) -> KernelSource {
+    let text =
+        entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
+    KernelSource::new(text, crate::headers)
+}
+
+/// `fmha/cdna/decode/tile.h`: what this file shares with the device.
+pub(crate) fn tile_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::cdna {{\n\n{}\nconstexpr int kWavesOfGroup = {WAVES};\n\n}}  // namespace fmha::cdna\n",
+        [CdnaDecodeSpec::c_definition(), CdnaDecodeParams::c_definition()].concat()
+    );
+    Header::rendered("fmha/cdna/decode/tile.h", text)
+}
