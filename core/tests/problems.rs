@@ -7,8 +7,8 @@ use fmha_core::problem::MAX_SEQLEN;
 use fmha_core::seq::spans;
 use fmha_core::{
     Append, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, DevSlice, Dims,
-    ElementwiseBias, Extents, FwdProblem, KvLayout, MaskSpec, Merge, ProblemError, QLayout, Rotary, RotaryPairs,
-    Shape, Strides, Totals, VLayout, ValidFwd,
+    ElementwiseBias, Extents, FwdProblem, KvLayout, MaskSpec, Merge, ProblemError, QLayout, Rotary,
+    RotaryPairs, Shape, Strides, Totals, VLayout, ValidFwd,
 };
 use proptest::prelude::*;
 
@@ -501,7 +501,9 @@ fn every_wrong_combine_problem_is_refused_by_field_and_number() {
         ("part", "-8", |p| p.part.head = -8),
         ("o", "0", |p| p.o.seq = 0),
         ("write_lse", "0 LSEs", |p| (p.merge, p.write_lse) = (Merge::Sum, true)),
-        ("num_parts", "4000000000 is not in 0..=", |p| (p.merge, p.num_parts) = (Merge::AddTo, 4_000_000_000)),
+        ("num_parts", "4000000000 is not in 0..=", |p| {
+            (p.merge, p.num_parts) = (Merge::AddTo, 4_000_000_000);
+        }),
     ];
     for (field, number, change) in table {
         let mut problem = CombineProblem::new(2, DType::F32, DType::F32, rows);

@@ -365,7 +365,7 @@ impl Executor<'_> {
                     let mut slice = taken[0].slice_mut();
                     let terms: Vec<_> =
                         terms.iter().map(|&term| PartialResult::term(buffers.read(term))).collect();
-                    plan.run(&mut CombineArgs { parts: &terms, o: slice.skip(to.1), lse: None }, stream)
+                    plan.run(&mut CombineArgs::new(&terms, slice.skip(to.1)), stream)
                 }),
             };
             taken.map_err(said)?;

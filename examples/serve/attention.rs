@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use fmha::{
     Append, BlockTable, CacheArgs, DType, DevBuffer, Device, Dims, Error, FwdArgs, FwdPlan, FwdProblem,
-    KvLayout, MaskSpec, PlanOptions, QLayout, Recording, Rotary, RotaryPairs, Stream, Totals, f16,
+    KvLayout, MaskSpec, PlanOptions, QLayout, Recording, Rotary, RotaryPairs, SeqArgs, Stream, Totals, f16,
 };
 
 use crate::model::{HEAD_DIM, HEADS_KV, HEADS_Q, LAYERS, MAX_LEN, WIDTH, WIDTH_KV};
@@ -207,23 +207,23 @@ impl Attention {
 }
 
 fn arguments<'a>(cache: &'a mut Cache, buffers: &'a mut Buffers, room: Room, total: u32) -> FwdArgs<'a> {
-    let mut args =
-        FwdArgs::new(buffers.q.slice(), cache.k.slice_mut(), cache.v.slice_mut(), buffers.o.slice_mut());
-    args.seq.totals =
+    let totals =
         Totals { total_q: Some(total), total_new: Some(total), num_pages: Some(room.pages), ..Totals::NONE };
-    args.seq.cu_seqlens_q = Some(buffers.offsets.slice());
-    args.seq.cu_seqlens_new = Some(buffers.offsets.slice());
-    args.seq.seqused_k = Some(buffers.cached.slice());
-    args.seq.block_table = Some(BlockTable { pages: buffers.table.slice(), max_pages: MAX_PAGES });
-    args.cache = CacheArgs {
-        k_new: Some(buffers.k_new.slice()),
-        v_new: Some(buffers.v_new.slice()),
-        cos: Some(buffers.cos.slice()),
-        sin: Some(buffers.sin.slice()),
-        tree_mask: None,
-    };
-    args.workspace = buffers.workspace.as_mut().map(DevBuffer::slice_mut);
-    args
+    let seq = SeqArgs::default()
+        .totals(totals)
+        .cu_seqlens_q(buffers.offsets.slice())
+        .cu_seqlens_new(buffers.offsets.slice())
+        .seqused_k(buffers.cached.slice())
+        .block_table(BlockTable { pages: buffers.table.slice(), max_pages: MAX_PAGES });
+    let updates = CacheArgs::default()
+        .k_new(buffers.k_new.slice())
+        .v_new(buffers.v_new.slice())
+        .cos(buffers.cos.slice())
+        .sin(buffers.sin.slice());
+    FwdArgs::new(buffers.q.slice(), cache.k.slice_mut(), cache.v.slice_mut(), buffers.o.slice_mut())
+        .seq(seq)
+        .cache(updates)
+        .workspace(buffers.workspace.as_mut().map(DevBuffer::slice_mut))
 }
 
 fn bytes<T: bytemuck::NoUninit>(elems: &[T]) -> &[u8] {

@@ -145,8 +145,14 @@ pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Re
         );
     }
     let spec = spec(problem);
-    let chosen =
-        CdnaDecode { spec, tile, rows, row_blocks: row_blocks as u32, num_parts, num_waves: num_waves as u32 };
+    let chosen = CdnaDecode {
+        spec,
+        tile,
+        rows,
+        row_blocks: row_blocks as u32,
+        num_parts,
+        num_waves: num_waves as u32,
+    };
     if chosen.workspace_bytes() >= 1 << 62 {
         refuse!(NAME, "the workspace would be 2^62 bytes or more");
     }
@@ -326,7 +332,9 @@ impl CdnaDecode {
         CdnaDecodeParams {
             call: Cdna::params(problem, fwd),
             o: DevPtr::new(workspace),
-            stats: DevPtr::new(workspace + self.part_rows() * 4 * u64::from(self.spec.head_dim_v.unsigned_abs())),
+            stats: DevPtr::new(
+                workspace + self.part_rows() * 4 * u64::from(self.spec.head_dim_v.unsigned_abs()),
+            ),
             tree_mask: DevPtr::new(args.cache.tree_mask.as_ref().map_or(0, |mask| mask.as_ptr() as u64)),
             tree_mask_batch: rows.into(),
             tree_mask_words: problem.tree_mask_words() as i32,
@@ -375,7 +383,10 @@ impl CdnaDecode {
         let ratio = problem.gqa_ratio();
         let mut details = vec![
             ("tile", format!("{EDGE} rows, {EDGE} keys a step, split_keys {}", tile.split_keys)),
-            ("rows", format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q)),
+            (
+                "rows",
+                format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q),
+            ),
             ("parts", format!("{num_parts} of the longest sequence, merged by a second launch")),
             ("loads", format!("{:?}, K and V straight to registers", spec.load)),
         ];

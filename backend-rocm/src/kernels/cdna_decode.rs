@@ -61,8 +61,7 @@ impl Recipe<ValidFwd, Rocm> for CdnaDecode {
         let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
         let tuned = facts.tuned.get(cdna_decode::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
         let (kernel, tile_from) = settle(&options.tile, tuned, set)?;
-        let chosen =
-            Chosen { kernel, device: facts.device, is_batch_invariant: options.batch_invariant };
+        let chosen = Chosen { kernel, device: facts.device, is_batch_invariant: options.batch_invariant };
         let mut choice = Self::choice(chosen, problem);
         choice.details.insert(1, tile_from.detail());
         Ok(choice)

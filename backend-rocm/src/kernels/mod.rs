@@ -35,11 +35,7 @@ impl Vendor for Rocm {
 
 impl Family<ValidFwd> for Rocm {
     fn recipes() -> Vec<Kernel<ValidFwd, Self>> {
-        vec![
-            Kernel::new(CdnaDecode::default()),
-            Kernel::new(Cdna::default()),
-            Kernel::new(Simt::default()),
-        ]
+        vec![Kernel::new(CdnaDecode::default()), Kernel::new(Cdna::default()), Kernel::new(Simt::default())]
     }
 }
 
