@@ -85,12 +85,18 @@ pub(crate) struct Builder<'a> {
     program: Program,
     /// Scratch that later steps may use again, and its bytes.
     free: Vec<(Buf, u64)>,
+    /// Bytes of an element of each scratch buffer, as it is used now; 0: not known.
+    elem_bytes: Vec<u64>,
 }
+
+/// A block of more stretches than this is packed before it moves, and unpacked where it arrives: a stretch is a message, of
+/// some microseconds.
+const MOST_STRETCHES: u64 = 32;
 
 impl<'a> Builder<'a> {
     pub(crate) fn new(whole: &'a Whole, device: &'a Device, options: &'a PlanOptions) -> Self {
         let program = Program { steps: Vec::new(), scratch: Vec::new(), workspace: 0 };
-        Self { whole, device, options, program, free: Vec::new() }
+        Self { whole, device, options, program, free: Vec::new(), elem_bytes: Vec::new() }
     }
 
     pub(crate) fn finish(self) -> Program {
@@ -118,6 +124,7 @@ impl<'a> Builder<'a> {
             return self.free.swap_remove(at).0;
         }
         self.program.scratch.push(bytes);
+        self.elem_bytes.push(0);
         Buf::Scratch(self.program.scratch.len() - 1)
     }
 
@@ -127,11 +134,38 @@ impl<'a> Builder<'a> {
     }
 
     pub(crate) fn hold(&mut self, tensor: Tensor) -> Held {
-        Held { buf: self.scratch(tensor.bytes()), tensor }
+        Held { buf: self.scratch_of(tensor.size, tensor.bytes()), tensor }
+    }
+
+    /// Scratch for elements of so many bytes.
+    fn scratch_of(&mut self, elem_bytes: u64, bytes: u64) -> Buf {
+        let buf = self.scratch(bytes);
+        if let Buf::Scratch(number) = buf {
+            self.elem_bytes[number] = elem_bytes;
+        }
+        buf
+    }
+
+    /// A type whose values a copy by numbers keeps to the bit; none of 8 bits.
+    fn dtype_of(&self, buf: Buf) -> Option<DType> {
+        let dtypes = self.whole.fwd.dtypes;
+        let all = [dtypes.qk, dtypes.v, dtypes.o, DType::F32];
+        let dtype = match buf {
+            Buf::Q | Buf::K => dtypes.qk,
+            Buf::V => dtypes.v,
+            Buf::O | Buf::Dout => dtypes.o,
+            Buf::Lse | Buf::Dsink => DType::F32,
+            Buf::Dq | Buf::Dk | Buf::Dv => return None,
+            Buf::Scratch(number) => {
+                let bytes = self.elem_bytes[number];
+                all.into_iter().find(|dtype| dtype.size_bytes() == bytes)?
+            }
+        };
+        (!dtype.is_fp8()).then_some(dtype)
     }
 
     pub(crate) fn hold_lse(&mut self, rows: Rows) -> HeldLse {
-        HeldLse { buf: self.scratch(rows.bytes()), rows }
+        HeldLse { buf: self.scratch_of(4, rows.bytes()), rows }
     }
 
     /// The type of elements of a tensor of the call.
@@ -204,20 +238,56 @@ impl<'a> Builder<'a> {
         Tensor { batch: piece.sequences.end - piece.sequences.start, ..tensor }
     }
 
-    pub(crate) fn exchange(&mut self, moves: Moves) {
-        let Moves { exchange, sources, sinks } = moves;
-        if exchange != Exchange::default() {
-            self.push(Step::Exchange { exchange, sources, sinks });
+    pub(crate) fn exchange(&mut self, moves: Moves) -> Result<()> {
+        if moves.exchange == Exchange::default() {
+            return Ok(());
         }
+        let mut packed = Moves::default();
+        let (mut unpack, mut scratch) = (Vec::new(), Vec::new());
+        for &Parcel { peer, buffer, block } in &moves.exchange.sends {
+            let part = (moves.sources[buffer], block);
+            let to = self.packed(part);
+            if let Some((to, dtype)) = to {
+                self.merge(to, vec![part], (dtype, dtype), Merge::Sum)?;
+                scratch.push((to.0, block.bytes()));
+            }
+            packed.send(peer, to.map_or(part, |(to, _)| to));
+        }
+        for &Parcel { peer, buffer, block } in &moves.exchange.receives {
+            let part = (moves.sinks[buffer], block);
+            let from = self.packed(part);
+            if let Some((from, dtype)) = from {
+                unpack.push((from, part, dtype));
+                scratch.push((from.0, block.bytes()));
+            }
+            packed.receive(peer, from.map_or(part, |(from, _)| from));
+        }
+        let Moves { exchange, sources, sinks } = packed;
+        self.push(Step::Exchange { exchange, sources, sinks });
+        for (from, to, dtype) in unpack {
+            self.merge(to, vec![from], (dtype, dtype), Merge::Sum)?;
+        }
+        self.free.extend(scratch);
+        Ok(())
+    }
+
+    /// Where a block of many stretches lies in one, and the type of its elements.
+    fn packed(&mut self, (buf, block): Part) -> Option<(Part, DType)> {
+        let dtype = self.dtype_of(buf)?;
+        let is_long = block.stride != block.row_bytes && block.rows > MOST_STRETCHES;
+        is_long.then(|| {
+            let whole = Block { offset: 0, stride: block.row_bytes, ..block };
+            ((self.scratch_of(dtype.size_bytes(), block.bytes()), whole), dtype)
+        })
     }
 
     /// Brings an LSE of a piece alone into one of more rows, or back: a copy.
-    pub(crate) fn copy(&mut self, from: &[Part], to: &[Part]) {
+    pub(crate) fn copy(&mut self, from: &[Part], to: &[Part]) -> Result<()> {
         let mut moves = Moves::default();
         let rank = self.rank();
         from.iter().for_each(|&part| moves.send(rank, part));
         to.iter().for_each(|&part| moves.receive(rank, part));
-        self.exchange(moves);
+        self.exchange(moves)
     }
 
     /// O and LSE of queries `q` over keys `k`, whose first rows lie at `rows` of their tensors.
@@ -275,7 +345,7 @@ impl<'a> Builder<'a> {
         let from =
             alone.blocks(0, q.rows(), &all).into_iter().map(|block| (part.buf, block)).collect::<Vec<_>>();
         let to = lse_blocks(lse, q, rows.0);
-        self.copy(&from, &to);
+        self.copy(&from, &to)?;
         self.free.push((part.buf, part.rows.bytes()));
         Ok(())
     }
@@ -338,15 +408,15 @@ impl<'a> Builder<'a> {
         let all = 0..heads;
         let from =
             alone.blocks(0, q.rows(), &all).into_iter().map(|block| (lse.buf, block)).collect::<Vec<_>>();
-        self.copy(&from, &lse_blocks(own, q, q.row));
+        self.copy(&from, &lse_blocks(own, q, q.row))?;
         Ok(())
     }
 
     /// The LSE of a piece alone, out of one of more rows.
-    fn lse_alone(&mut self, lse: HeldLse, q: &Piece, row: u32, heads: u32) -> HeldLse {
+    fn lse_alone(&mut self, lse: HeldLse, q: &Piece, row: u32, heads: u32) -> Result<HeldLse> {
         let alone = self.lse_rows(q, heads);
         if alone == lse.rows {
-            return lse;
+            return Ok(lse);
         }
         let part = self.hold_lse(alone);
         let to = alone
@@ -354,8 +424,8 @@ impl<'a> Builder<'a> {
             .into_iter()
             .map(|block| (part.buf, block))
             .collect::<Vec<_>>();
-        self.copy(&lse_blocks(lse, q, row), &to);
-        part
+        self.copy(&lse_blocks(lse, q, row), &to)?;
+        Ok(part)
     }
 
     /// dQ, dK and dV of queries `q` and keys `k`, in f32, each into a tensor at a row.
@@ -368,7 +438,7 @@ impl<'a> Builder<'a> {
         given: &Given,
         Grads { parts: grads, dsink }: Grads,
     ) -> Result<()> {
-        let lse = self.lse_alone(given.lse, q, rows.0, heads.num_q());
+        let lse = self.lse_alone(given.lse, q, rows.0, heads.num_q())?;
         let fwd = self
             .whole
             .part(q, k, heads)
@@ -404,15 +474,22 @@ impl<'a> Builder<'a> {
 
     /// `to`, of type `dtype`, = the sum of f32 `terms`, in their order, rounded once; 0 without terms.
     pub(crate) fn sum(&mut self, to: Part, terms: Vec<Part>, dtype: DType) -> Result<()> {
-        self.merge(to, terms, dtype, Merge::Sum)
+        self.merge(to, terms, (DType::F32, dtype), Merge::Sum)
     }
 
     /// `to`, of f32, has `term` added.
     pub(crate) fn add(&mut self, to: Part, term: Part) -> Result<()> {
-        self.merge(to, vec![term], DType::F32, Merge::AddTo)
+        self.merge(to, vec![term], (DType::F32, DType::F32), Merge::AddTo)
     }
 
-    fn merge(&mut self, to: Part, mut terms: Vec<Part>, dtype: DType, merge: Merge) -> Result<()> {
+    /// Terms of the first type into `to` of the second.
+    fn merge(
+        &mut self,
+        to: Part,
+        mut terms: Vec<Part>,
+        (dtype_term, dtype): (DType, DType),
+        merge: Merge,
+    ) -> Result<()> {
         let (target, size) = (to.1, dtype.size_bytes());
         if target.bytes() == 0 {
             return Ok(());
@@ -422,8 +499,8 @@ impl<'a> Builder<'a> {
         if terms.iter().any(|term| stride(term.1) != stride(terms[0].1)) {
             for term in &mut terms {
                 let block = Block { offset: 0, stride: term.1.row_bytes, ..term.1 };
-                let packed = (self.scratch(block.bytes()), block);
-                self.copy(&[*term], &[packed]);
+                let packed = (self.scratch_of(dtype_term.size_bytes(), block.bytes()), block);
+                self.copy(&[*term], &[packed])?;
                 *term = packed;
             }
         }
@@ -437,11 +514,11 @@ impl<'a> Builder<'a> {
             dim: dim as u32,
         };
         let strides = |batch: u64| Strides { batch: batch as i64, ..Strides::bshd(rows) };
-        let mut problem = CombineProblem::new(terms.len() as u32, DType::F32, dtype, rows)
+        let mut problem = CombineProblem::new(terms.len() as u32, dtype_term, dtype, rows)
             .strides_o(strides(stride(target) / size))
             .merge(merge);
         if let Some(first) = terms.first() {
-            problem = problem.strides_part(strides(stride(first.1) / 4));
+            problem = problem.strides_part(strides(stride(first.1) / dtype_term.size_bytes()));
         }
         let plan = self.plan_combine(problem)?;
         let terms = terms.iter().map(|&(buf, block)| At(buf, block.offset)).collect();
@@ -470,7 +547,7 @@ impl<'a> Builder<'a> {
             moves.send(rank, (own, block(0)));
             moves.receive(rank, (all, block(u64::from(rank) * row_bytes)));
         }
-        self.exchange(moves);
+        self.exchange(moves)?;
         let terms = (0..self.ranks()).map(|rank| (all, block(u64::from(rank) * row_bytes))).collect();
         self.sum((Buf::Dsink, block(0)), terms, DType::F32)
     }

@@ -22,7 +22,7 @@ fn needs(b: &Builder<'_>, rank: u32, keys: &Piece) -> bool {
 }
 
 /// K and V of the whole, as far as this rank's queries see them.
-fn gather(b: &mut Builder<'_>) -> Operands {
+fn gather(b: &mut Builder<'_>) -> Result<Operands> {
     let heads = b.whole.fwd.dims.num_heads_kv;
     let whole = |b: &mut Builder<'_>, kind| {
         let tensor = b.tensor_of_all(kind, heads, b.dtype(kind));
@@ -41,8 +41,8 @@ fn gather(b: &mut Builder<'_>) -> Operands {
             }
         }
     }
-    b.exchange(moves);
-    Operands { q: b.own(Kind::Q), k, v }
+    b.exchange(moves)?;
+    Ok(Operands { q: b.own(Kind::Q), k, v })
 }
 
 /// Each piece of queries with the whole sequence of keys that it sees.
@@ -57,7 +57,7 @@ fn pairs(b: &Builder<'_>) -> Vec<(Piece, Piece)> {
 }
 
 pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
-    let operands = gather(b);
+    let operands = gather(b)?;
     let heads = b.whole.all_heads();
     let out = (b.own(Kind::O), b.own_lse());
     for (q, keys) in pairs(b) {
@@ -67,7 +67,7 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
 }
 
 pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
-    let operands = gather(b);
+    let operands = gather(b)?;
     let heads = b.whole.all_heads();
     let given =
         Given { o: b.own(Kind::O), dout: b.own_as(Buf::Dout, Kind::O, b.dtype(Kind::O)), lse: b.own_lse() };
@@ -132,7 +132,7 @@ fn bring_home(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], dtype: DType) 
             slots.push((peer, kind, slot));
         }
     }
-    b.exchange(moves);
+    b.exchange(moves)?;
     for (kind, _, buf) in grads {
         let out = b.own_as(buf, kind, dtype);
         for keys in &own {

@@ -42,14 +42,14 @@ fn owner(b: &Builder<'_>, step: u32) -> u32 {
 }
 
 /// What this rank has goes to the next one, and what the one before has comes.
-fn pass_on(b: &mut Builder<'_>, tensors: &[(Held, Held)]) {
+fn pass_on(b: &mut Builder<'_>, tensors: &[(Held, Held)]) -> Result<()> {
     let (next, before) = ((b.rank() + 1) % b.ranks(), (b.rank() + b.ranks() - 1) % b.ranks());
     let mut moves = Moves::default();
     for (now, then) in tensors {
         moves.send(next, (now.buf, now.tensor.block()));
         moves.receive(before, (then.buf, then.tensor.block()));
     }
-    b.exchange(moves);
+    b.exchange(moves)
 }
 
 /// K and V of each step, by turns; those of the next step are sent for before this step's attention.
@@ -72,13 +72,13 @@ impl Keys {
         [self.k.of(b, owner, step), self.v.of(b, owner, step)]
     }
 
-    fn step(&self, b: &mut Builder<'_>, step: u32) -> Operands {
+    fn step(&self, b: &mut Builder<'_>, step: u32) -> Result<Operands> {
         let [k, v] = self.of(b, step);
         if step + 1 < b.ranks() {
             let then = self.of(b, step + 1);
-            pass_on(b, &[(k, then[0]), (v, then[1])]);
+            pass_on(b, &[(k, then[0]), (v, then[1])])?;
         }
-        Operands { q: b.own(Kind::Q), k, v }
+        Ok(Operands { q: b.own(Kind::Q), k, v })
     }
 }
 
@@ -88,7 +88,7 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     let queries = b.queries();
     let mut merging: Vec<Merging> = queries.iter().map(|_| Merging::default()).collect();
     for step in 0..b.ranks() {
-        let operands = keys.step(b, step);
+        let operands = keys.step(b, step)?;
         for k in b.keys_of(owner(b, step)) {
             for (q, merging) in queries.iter().zip(&mut merging) {
                 let Some(all_seen) = b.whole.sees(q, &k) else { continue };
@@ -147,7 +147,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
     b.sum((dq.buf, dq.tensor.block()), Vec::new(), DType::F32)?;
     let mut dsinks: Vec<At> = Vec::new();
     for step in 0..b.ranks() {
-        let operands = keys.step(b, step);
+        let operands = keys.step(b, step)?;
         let owner_now = owner(b, step);
         let sums = [travelling[0].of(b, owner_now, step), travelling[1].of(b, owner_now, step)];
         if step == 0 {
@@ -176,7 +176,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         // After the last step this rank has the next one's keys, so that they are home with one more.
         let then_owner = owner(b, step + 1);
         let then = [travelling[0].of(b, then_owner, step + 1), travelling[1].of(b, then_owner, step + 1)];
-        pass_on(b, &[(sums[0], then[0]), (sums[1], then[1])]);
+        pass_on(b, &[(sums[0], then[0]), (sums[1], then[1])])?;
     }
     let rank = b.rank();
     for (at, (kind, buf)) in [(Kind::K, Buf::Dk), (Kind::V, Buf::Dv)].into_iter().enumerate() {
