@@ -4,6 +4,7 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr};
 use fmha_core::fields::{FieldValue as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
+use fmha_core::tune::Candidates;
 use fmha_core::{
     Bias, BwdProblem, DType, MaskKind, QLayout, Refusal, Shape, Strides, VLayout, abi_enum, abi_spec,
     abi_struct,
@@ -14,8 +15,6 @@ use crate::sm90::MAX_SMEM_BYTES;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod cost;
-
-pub use cost::HeadParts;
 
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";
@@ -518,8 +517,8 @@ impl Sm90BwdTile {
             return false;
         }
         let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
-        let modelled = cost::best(&self.head_parts_candidates(problem, spec, num_sms));
-        is_short || modelled.is_some_and(|best| best.parts > 1)
+        let modelled = self.head_parts_candidates(problem, spec, num_sms);
+        is_short || modelled.cheapest(cost::LEAST_GAIN).is_some_and(|best| best.choice > 1)
     }
 
     /// In how many parts a kv head's query heads may be shared out to tiles, with what the model says of
@@ -530,9 +529,9 @@ impl Sm90BwdTile {
         problem: &BwdProblem,
         spec: &BwdSpec,
         num_sms: u32,
-    ) -> Vec<HeadParts> {
+    ) -> Candidates<u32> {
         if spec.deterministic || problem.fwd.gqa_ratio() == 1 || num_sms == 0 {
-            return Vec::new();
+            return Candidates::default();
         }
         let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
         let least = if is_short { self.parts_by_rule(problem, num_sms) } else { 1 };
@@ -568,8 +567,9 @@ impl Sm90BwdTile {
         if !self.head_parts {
             return 1;
         }
-        let modelled = cost::best(&self.head_parts_candidates(problem, spec, num_sms));
-        modelled.map_or_else(|| self.parts_by_rule(problem, num_sms), |best| best.parts)
+        let modelled = self.head_parts_candidates(problem, spec, num_sms);
+        let best = modelled.cheapest(cost::LEAST_GAIN);
+        best.map_or_else(|| self.parts_by_rule(problem, num_sms), |best| best.choice)
     }
 
     /// The f32 sums of dK and dV of all tiles, in bytes; 0 where each tile has a kv head's query heads alone.

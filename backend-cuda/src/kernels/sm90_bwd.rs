@@ -10,7 +10,7 @@ use fmha_core::{
     Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind, check_addresses,
 };
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
+use fmha_kernels_cuda::sm90_bwd::{self, DqFinish, DqPath, Sm90BwdSchedule, Sm90BwdTile};
 
 use super::tile::settle;
 use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, Steps};
@@ -194,7 +194,8 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
                 ("query heads", format!("{heads} of a kv head shared by {parts} tiles"))
             }))
             .chain(
-                (!modelled.is_empty()).then(|| ("tiles to a kv head", words_of(&modelled) + " by the model")),
+                (!modelled.is_empty())
+                    .then(|| ("tiles to a kv head", modelled.words(|parts| format!("{parts}:")))),
             )
             .chain(tile.makes_delta().then(|| {
                 let first = schedule.num_first_query_heads;
@@ -323,12 +324,6 @@ impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
     fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
         knobs::<Sm90BwdTile>()
     }
-}
-
-/// What the model has of each number of tiles that may share a kv head's query heads: `1: 6492 us, 2: 5793 us`.
-fn words_of(candidates: &[HeadParts]) -> String {
-    let words = |one: &HeadParts| format!("{}: {:.0} us", one.parts, one.micros);
-    candidates.iter().map(words).collect::<Vec<_>>().join(", ")
 }
 
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {

@@ -2,6 +2,7 @@
 //! it beside the compiled kernels, plans read it.
 
 mod burst;
+mod candidates;
 mod class;
 mod kept;
 mod search;
@@ -15,6 +16,7 @@ use crate::operation::AnyProblem;
 use crate::plan::PlanOptions;
 
 pub use burst::{Burst, clock};
+pub use candidates::{Candidate, Candidates};
 pub use class::TileClass;
 pub use kept::{TunedKernel, TunedTiles};
 pub use search::{Found, InTurns, LEAST_GAIN, Timer, Tried, search};

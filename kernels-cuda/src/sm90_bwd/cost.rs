@@ -10,6 +10,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use fmha_core::spec::BwdSpec;
+use fmha_core::tune::Candidates;
 use fmha_core::{BwdProblem, MaskKind, QLayout};
 
 use super::{Sm90BwdTile, padded_dim};
@@ -39,16 +40,7 @@ const EVEN_TILES: usize = 4;
 
 /// Another number of parts than the rule's is taken where the model has it faster by more than this: more
 /// than its own error.
-const LEAST_GAIN: f64 = 0.05;
-
-/// A kv head's query heads shared out to so many tiles, and what the model says of it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct HeadParts {
-    /// Tiles that share a kv head's query heads.
-    pub parts: u32,
-    /// Microseconds of the main kernel and of the sums' launch.
-    pub micros: f64,
-}
+pub(super) const LEAST_GAIN: f64 = 0.05;
 
 /// The candidates for a problem, from `least` parts on, each a divisor of the GQA ratio; none where lengths
 /// are not the problem's.
@@ -58,23 +50,14 @@ pub(super) fn head_parts(
     spec: &BwdSpec,
     num_sms: u32,
     least: u32,
-) -> Vec<HeadParts> {
+) -> Candidates<u32> {
     if problem.fwd.layout.q == QLayout::Packed {
-        return Vec::new();
+        return Candidates::default();
     }
     let ratio = problem.fwd.gqa_ratio();
     let steps = steps_of_key_blocks(tile, problem);
-    (least..=ratio)
-        .filter(|&parts| ratio.is_multiple_of(parts))
-        .map(|parts| HeadParts { parts, micros: micros(tile, problem, spec, num_sms, &steps, parts) })
-        .collect()
-}
-
-/// The candidate that the model takes, the first of them where no other gains enough.
-pub(super) fn best(candidates: &[HeadParts]) -> Option<HeadParts> {
-    let first = *candidates.first()?;
-    let fastest = candidates.iter().copied().min_by(|a, b| a.micros.total_cmp(&b.micros))?;
-    Some(if fastest.micros * (1.0 + LEAST_GAIN) < first.micros { fastest } else { first })
+    let divides = (least..=ratio).filter(|&parts| ratio.is_multiple_of(parts));
+    Candidates::of(divides.map(|parts| (parts, micros(tile, problem, spec, num_sms, &steps, parts))))
 }
 
 /// Of each key block (of a cluster) of a head, how many query blocks see it.
