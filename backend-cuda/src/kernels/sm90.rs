@@ -296,6 +296,13 @@ impl Tunable<ValidFwd, Cuda> for Sm90 {
     fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
         knobs::<Sm90Tile>()
     }
+
+    fn modelled_micros(&self, problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {
+        let (mut tile, _) = own_tile(problem, facts);
+        fields.iter().try_for_each(|(name, value)| tile.set(name, value)).ok()?;
+        tile.check(&FwdSpec::of(problem), problem.gqa_ratio()).ok()?;
+        tile.modelled_micros(problem, facts.num_sms)
+    }
 }
 
 /// Exact where every block's maxima are taken, and every row is rescaled to its own.
