@@ -10,6 +10,7 @@ use fmha_core::{
 };
 use fmha_kernels_cuda::schedule::{MAX_TILES, TileOrder};
 use fmha_kernels_cuda::sm90::{PrepareV, PreparedValues};
+use fmha_kernels_cuda::sm90_bwd::{DqFinish, DqPath};
 use fmha_kernels_cuda::{sm80, sm80_bwd, sm90, sm90_bwd, sm100};
 
 const RATIOS: [u32; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 128];
@@ -593,4 +594,36 @@ fn the_model_of_short_queries_has_the_faster_kernel_of_those_measured() {
         checked += 1;
     }
     assert_eq!(checked, 5);
+}
+
+/// The tables' backward rows, 16k tokens: what was chosen by thresholds of the length before there were prices.
+#[test]
+fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
+    let (first, zeros) = (DqPath::FirstStores, DqPath::StoreWarp);
+    let (launch, beside, with_delta) = (DqFinish::Launch, DqFinish::Beside, DqFinish::BesideWithDelta);
+    // From which length on; to the next row's.
+    let rows = [
+        (64, "0", vec![(128, first, beside), (1024, first, with_delta), (8192, first, launch)]),
+        (64, "b", vec![(128, first, beside), (2048, first, with_delta)]),
+        (128, "0", vec![(128, first, beside), (1024, first, with_delta), (8192, zeros, launch)]),
+        (128, "b", vec![(128, first, beside), (2048, first, with_delta), (16384, zeros, beside)]),
+        (256, "0", vec![(128, DqPath::Registers, launch)]),
+        (256, "b", vec![(128, DqPath::Registers, launch)]),
+    ];
+    for (head_dim, mask, ways) in rows {
+        for seqlen in [128, 256, 512, 1024, 2048, 4096, 8192, 16384] {
+            let (batch, heads) = (16384 / seqlen, 2048 / head_dim);
+            let dims = Dims {
+                batch,
+                num_heads_q: heads,
+                num_heads_kv: heads,
+                ..dims(1, (seqlen, seqlen), (head_dim, head_dim))
+            };
+            let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap()));
+            let tile = sm90_bwd::choose_tile(&problem, &BwdSpec::of(&problem));
+            let expected = ways.iter().rev().find(|(from, ..)| *from <= seqlen).unwrap();
+            let found = (expected.0, tile.dq_path, tile.dq_finish);
+            assert_eq!(found, *expected, "D {head_dim} {mask} S {seqlen}");
+        }
+    }
 }

@@ -3,7 +3,7 @@
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::{Fields as _, knob_values, knobs};
+use fmha_core::fields::{FieldValue as _, Fields as _, knob_values, knobs};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
@@ -86,6 +86,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
         let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
         let modelled = tile.head_parts_candidates(problem, &spec, facts.num_sms);
+        let dq_ways = sm90_bwd::dq_candidates(problem, &spec);
         let dbias = dbias_tile(&tile);
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
         let has_semaphores = spec.deterministic || tile.dq_path == DqPath::FirstStores;
@@ -197,6 +198,11 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
                 (!modelled.is_empty())
                     .then(|| ("tiles to a kv head", modelled.words(|parts| format!("{parts}:")))),
             )
+            .chain((dq_ways.iter().count() > 1).then(|| {
+                let name =
+                    |(path, finish): &(DqPath, DqFinish)| format!("{}, {}", path.name(), finish.name());
+                ("ways of dQ", dq_ways.words(name))
+            }))
             .chain(tile.makes_delta().then(|| {
                 let first = schedule.num_first_query_heads;
                 ("delta", format!("of {first} query heads before the products, of the others beside them"))
