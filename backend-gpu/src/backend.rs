@@ -341,6 +341,24 @@ impl<V: Vendor> Tune for Backend<V> {
         }
     }
 
+    fn modelled_micros(
+        &self,
+        problem: AnyProblem<'_>,
+        options: &PlanOptions,
+        tile: &TileOptions,
+    ) -> Option<f64> {
+        let facts = &self.facts;
+        match problem {
+            AnyProblem::Forward(problem) => {
+                self.tuned(problem, options, |of, _| of.modelled_micros(problem, facts, tile)).ok()?
+            }
+            AnyProblem::Backward(problem) => {
+                self.tuned(problem, options, |of, _| of.modelled_micros(problem, facts, tile)).ok()?
+            }
+            AnyProblem::Combine(_) => None,
+        }
+    }
+
     fn keep(&self, problem: AnyProblem<'_>, options: &PlanOptions, tile: TunedTile) -> Result<PathBuf> {
         if self.driver().is_some_and(|driver| driver.is_emulated()) {
             return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));

@@ -121,6 +121,11 @@ pub trait Tunable<P: Problem, V: Vendor> {
 
     /// Each field's values, in the order to try them.
     fn fields(&self) -> Vec<(&'static str, Vec<String>)>;
+
+    /// Microseconds of a call with a tile whose fields are these, by a model; `None` without one, or of a tile that does not fit.
+    fn modelled_micros(&self, _problem: &P, _facts: &V::Facts, _tile: &TileOptions) -> Option<f64> {
+        None
+    }
 }
 
 /// A recipe of an operation, whichever it is.

@@ -1,12 +1,15 @@
 //! `fmha tune`: the tile of one problem, measured knob by knob on the present device.
 
 use std::io::Write;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use fmha::{AnyProblem, BwdProblem, Device, PlanOptions, Stream};
 use fmha_conformance::execute::Resident;
 use fmha_conformance::init::Init;
-use fmha_core::tune::{Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, clock, search};
+use fmha_core::tune::{
+    Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, by_model, clock, search,
+};
 use serde_json::{Value, json};
 
 use crate::Verdict;
@@ -22,7 +25,9 @@ use crate::timing::duration;
 #[command(after_help = "\
 Examples:
   fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b
-      try every knob of the tile, keep what is faster
+      try the tile's knobs, keep what is faster
+  fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b --seconds 0
+      every knob, however long it takes
   fmha tune -s 8192 -d 64 --knob block_m --knob block_n
       only these
   fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b --backward
@@ -33,7 +38,8 @@ Examples:
 What each tile writes is checked before it is timed: bursts of calls by the device's clock, those of two tiles
 in turns. A tile replaces another when the median of its rounds' gains is beyond 0.5 % and beyond their
 spread (first to third quartile); what is found is measured against the kernel's own tile anew, with three
-times as many rounds, and kept when that is a gain too. It is kept in the cache folder, for this device and
+times as many rounds, and kept when that is a gain too. What the kernel's model has
+fastest is tried first, and what it has 1.3 times as slow is not. It is kept in the cache folder, for this device and
 this kernel's text; it serves problems of the same GQA ratio and alike strides whose sizes have the same
 powers of two. An emulated device has no speed: it is refused.")]
 pub(super) struct TuneArgs {
@@ -50,6 +56,10 @@ pub(super) struct TuneArgs {
     /// Rounds for each tile: a burst of it, and one of the best before it
     #[arg(long, value_name = "N", default_value = "7", value_parser = clap::value_parser!(u32).range(3..=1000))]
     rounds: u32,
+
+    /// Begin no tile after so many seconds; 0: try them all
+    #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u32).range(..=86400))]
+    seconds: u32,
 
     /// Compile every tile that is one knob away from the kernel's own, and time none: a later run finds them
     #[arg(long)]
@@ -91,12 +101,18 @@ impl TuneArgs {
         // Of a backward call's inputs O and LSE are what a forward call has left on the device.
         job.read_back()?;
         let call = job.into_call();
-        let mut tiles = Tiles { backend, stream: &stream, options: &options, call };
+        let (changes, hopeless) = by_model(&knobs, |change| {
+            let tile = change.map_or_else(|| own.clone(), |(knob, value)| changed(&own, knob, value));
+            tuner.modelled_micros(problem, &options, &tile)
+        });
+        let limit = (self.seconds > 0).then(|| Duration::from_secs(self.seconds.into()));
+        let until = limit.map(|limit| Instant::now() + limit);
+        let mut tiles = Tiles { backend, stream: &stream, options: &options, call, until };
         let mut tried = Vec::new();
         if !self.json {
             writeln!(out, "{:<18} {}", "device", backend.name())?;
         }
-        let found = search(&mut tiles, &own, &knobs, self.rounds, |one| {
+        let found = search(&mut tiles, &own, &changes, self.rounds, |one| {
             if !self.json {
                 // A terminal that is gone is found out at the end.
                 let _ = writeln!(out, "{:<18} {}", one.changed, words(one)).and_then(|()| out.flush());
@@ -113,11 +129,21 @@ impl TuneArgs {
                 "tile": found.tile.iter().cloned().map(|(k, v)| (k, v.into())).collect::<serde_json::Map<_, _>>(),
                 "confirmed": found.confirmed.as_ref().map(numbers),
                 "tried": tried.iter().map(as_json).collect::<Vec<_>>(),
+                "not_begun": found.not_begun,
+                "hopeless_by_model": hopeless,
                 "kept": kept.as_ref().ok(),
                 "not_kept": kept.as_ref().err(),
             });
             writeln!(out, "{report:#}")?;
         } else {
+            if found.not_begun + hopeless > 0 {
+                let not_begun = found.not_begun;
+                writeln!(
+                    out,
+                    "{:<18} {not_begun} when the time was up (--seconds), {hopeless} too slow by the model",
+                    "not tried"
+                )?;
+            }
             conclude(&found, &kept, out)?;
         }
         Ok(Verdict::Right)
@@ -168,6 +194,13 @@ fn with_tile(options: &PlanOptions, tile: &TileOptions) -> PlanOptions {
     options.clone().tile(tile.clone())
 }
 
+/// The tile with another value of a field, said last: what cannot go with it yields.
+fn changed(own: &TileOptions, knob: &str, value: &str) -> TileOptions {
+    let mut tile: TileOptions = own.iter().filter(|(name, _)| name != knob).cloned().collect();
+    tile.push((knob.to_owned(), value.to_owned()));
+    tile
+}
+
 /// Compiles each tile that is one knob away from `own`, and counts.
 fn compile(
     backend: &Device,
@@ -179,9 +212,7 @@ fn compile(
 ) -> Result<Verdict, Failure> {
     let (mut compiled, mut refused) = (0, 0);
     for (knob, value) in knobs.iter().flat_map(|(knob, values)| values.iter().map(move |v| (knob, v))) {
-        let mut tile: TileOptions = own.iter().filter(|(name, _)| name != knob).cloned().collect();
-        tile.push(((*knob).to_owned(), value.clone()));
-        let options = with_tile(options, &tile);
+        let options = with_tile(options, &changed(own, knob, value));
         let planned = match problem {
             AnyProblem::Forward(problem) => backend.plan_fwd(problem, &options).map(drop),
             AnyProblem::Backward(problem) => backend.plan_bwd(problem, &options).map(drop),
@@ -203,6 +234,8 @@ struct Tiles<'a> {
     stream: &'a Stream,
     options: &'a PlanOptions,
     call: Call,
+    /// When no tile is begun any more.
+    until: Option<Instant>,
 }
 
 /// A tile's calls, and what they compute with.
@@ -213,7 +246,7 @@ struct Ready<'a> {
 
 impl<'a> Tiles<'a> {
     fn record(&mut self, tile: &TileOptions) -> Result<Ready<'a>, Failure> {
-        let Self { backend, stream, options, ref mut call } = *self;
+        let Self { backend, stream, options, ref mut call, .. } = *self;
         call.replan(backend, &with_tile(options, tile))?;
         // The tile before this one has written the same: what this one leaves out is to be seen.
         call.forget_results();
@@ -246,6 +279,10 @@ impl<'a> Timer for Tiles<'a> {
     fn burst(&mut self, ready: &Ready<'a>) -> Result<f64, String> {
         // SAFETY: `ready` owns the memory that its calls were recorded with, and nothing else runs.
         unsafe { ready.burst.seconds(self.stream) }.map_err(|error| error.to_string())
+    }
+
+    fn goes_on(&self) -> bool {
+        self.until.is_none_or(|until| Instant::now() < until)
     }
 }
 

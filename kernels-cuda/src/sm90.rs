@@ -4,16 +4,19 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
+use fmha_core::tune::Candidates;
 use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout, abi_enum, abi_spec};
 
 use crate::schedule::{self, UnitOfWork};
 pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
+mod cost;
 mod knobs;
 mod table;
 mod values;
 
+pub use cost::{LEAST_GAIN_OF_ORDER, micros_in_parts, micros_of_few_tiles};
 use table::adds_wide_elements;
 pub use table::{PREPARE_BEFORE_ROWS, PREPARE_BESIDE_ROWS, PREPARED_BYTES, choose_tile, default_tile};
 pub use values::{PREPARE_NAME, PREPARE_THREADS, PrepareV, PreparedValues, prepare_values};
@@ -202,6 +205,19 @@ impl Sm90Tile {
             problem,
             UnitOfWork { rows: self.block_m * row_blocks, heads, pack_gqa: self.pack_gqa, kv_parts: 1 },
         )
+    }
+
+    /// The orders that the tiles of a call may have, the tile's own first, with what the model says of each. Empty where the
+    /// table's rule stands.
+    #[must_use]
+    pub fn orders(&self, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
+        cost::orders(self, problem, num_sms)
+    }
+
+    /// Microseconds of a call of the problem's largest lengths, by the model; `None` of more tiles than a schedule counts.
+    #[must_use]
+    pub fn modelled_micros(&self, problem: &FwdProblem, num_sms: u32) -> Option<f64> {
+        Some(cost::micros(self, problem, &self.schedule(problem).ok()?, num_sms))
     }
 
     /// CTAs to launch.

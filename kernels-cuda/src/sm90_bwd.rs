@@ -4,6 +4,7 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr};
 use fmha_core::fields::{FieldValue as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
+use fmha_core::tune::Candidates;
 use fmha_core::{
     Bias, BwdProblem, DType, MaskKind, QLayout, Refusal, Shape, Strides, VLayout, abi_enum, abi_spec,
     abi_struct,
@@ -14,8 +15,6 @@ use crate::sm90::MAX_SMEM_BYTES;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod cost;
-
-pub use cost::HeadParts;
 
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";
@@ -518,8 +517,8 @@ impl Sm90BwdTile {
             return false;
         }
         let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
-        let modelled = cost::best(&self.head_parts_candidates(problem, spec, num_sms));
-        is_short || modelled.is_some_and(|best| best.parts > 1)
+        let modelled = self.head_parts_candidates(problem, spec, num_sms);
+        is_short || modelled.cheapest(cost::LEAST_GAIN).is_some_and(|best| best.choice > 1)
     }
 
     /// In how many parts a kv head's query heads may be shared out to tiles, with what the model says of
@@ -530,9 +529,9 @@ impl Sm90BwdTile {
         problem: &BwdProblem,
         spec: &BwdSpec,
         num_sms: u32,
-    ) -> Vec<HeadParts> {
+    ) -> Candidates<u32> {
         if spec.deterministic || problem.fwd.gqa_ratio() == 1 || num_sms == 0 {
-            return Vec::new();
+            return Candidates::default();
         }
         let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
         let least = if is_short { self.parts_by_rule(problem, num_sms) } else { 1 };
@@ -568,8 +567,9 @@ impl Sm90BwdTile {
         if !self.head_parts {
             return 1;
         }
-        let modelled = cost::best(&self.head_parts_candidates(problem, spec, num_sms));
-        modelled.map_or_else(|| self.parts_by_rule(problem, num_sms), |best| best.parts)
+        let modelled = self.head_parts_candidates(problem, spec, num_sms);
+        let best = modelled.cheapest(cost::LEAST_GAIN);
+        best.map_or_else(|| self.parts_by_rule(problem, num_sms), |best| best.choice)
     }
 
     /// The f32 sums of dK and dV of all tiles, in bytes; 0 where each tile has a kv head's query heads alone.
@@ -741,43 +741,11 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
             tile.take_registers();
         }
     }
-    // Where a query block has work enough that a warp of each multiprocessor makes delta of the next ones
-    // meanwhile; a band leaves each block few keys, and packed sequences may be short. TFLOP/s on an H200,
-    // without and with: D 128 causal S 512, 1k, 2k, 4k 263, 385, 497, 575 and 204, 344, 514, 585, full 512,
-    // 1k, 2k 412, 510, 580 and 366, 532, 591; D 64 causal 1k, 2k 328, 435 and 297, 446, full 512, 1k 358, 449
-    // and 328, 474; dropout D 128 causal 4k 428 and 431; packed 32/8 causal 548 and 535.
+    // The way of dQ that the model has cheapest, of those that the table's tile takes.
+    if let Some(best) = dq_candidates_of(&tile, problem, spec).cheapest(0.0) {
+        (tile.dq_path, tile.dq_finish) = best.choice;
+    }
     let is_full = spec.fwd.mask == MaskKind::Full;
-    let enough_keys = match spec.fwd.mask {
-        MaskKind::Full => dims.seqlen_k >= 1024,
-        MaskKind::Upper => dims.seqlen_k >= 2048 && dims.seqlen_q <= dims.seqlen_k,
-        MaskKind::Band => false,
-    };
-    let of_dropout_alone = num_modifiers(spec) == i32::from(spec.fwd.dropout);
-    if tile.finishes_dq() && enough_keys && of_dropout_alone && spec.fwd.q_layout == QLayout::Batch {
-        tile.dq_finish = DqFinish::BesideWithDelta;
-    }
-    // Long sequences lose more by asking than by zeros, those whose delta is made beside the products less
-    // soon. TFLOP/s with zeros and without: D 128 causal S 512, 1k, 4k, 8k 226, 350, 556, 618 and 248, 363,
-    // 560, 613, full S 512, 1k, 4k 375, 487, 622 and 393, 497, 617; delta beside, causal 8k, 16k 621, 653 and
-    // 627, 647, full 4k 620 and 625; D 192 with V of 128, causal S 512, 2k 191, 390 and 206, 399, full 304,
-    // 480 and 310, 479. Not D 64: causal S 512, 4k, 8k 208, 497, 549 and 217, 502, 553, full 340, 562, 585
-    // and 342, 563, 587.
-    let shorter = match (is_full, tile.makes_delta() && num_modifiers(spec) == 0) {
-        (true, false) => 2048,
-        (true, true) | (false, false) => 4096,
-        (false, true) => 8192,
-    };
-    if tile.dq_path == DqPath::FirstStores && padded_dim(spec) != 64 && dims.seqlen_k > shorter {
-        tile.dq_path = DqPath::StoreWarp;
-    }
-    // Finishing dQ in the main kernel, an H100, without and with: D 64 full S 512, 1k, 2k, 4k, 8k 319, 427,
-    // 505, 557, 583 and 342, 444, 501 to 508, 545, 570; with delta too, an H200, 2k, 4k 519, 561 and 535,
-    // 572.
-    let shorter = if tile.makes_delta() { 4096 } else { 1024 };
-    if padded_dim(spec) == 64 && is_full && dims.seqlen_k > shorter {
-        tile.dq_finish = DqFinish::Launch;
-    }
-    tile.fit_finish(spec);
     // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the
     // consumers have enough in 232: S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do not:
     // 431 and 428.
@@ -799,6 +767,47 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         && whole(problem.dv, fwd.shape_v());
     tile.fit_finish(spec);
     tile
+}
+
+/// The ways of dQ that a call may have, with what the model says of each: how it comes to its sums, and where these become dQ. Fewer
+/// than two where the other fields leave no choice.
+#[must_use]
+pub fn dq_candidates(problem: &BwdProblem, spec: &BwdSpec) -> Candidates<(DqPath, DqFinish)> {
+    dq_candidates_of(&choose_tile(problem, spec), problem, spec)
+}
+
+fn dq_candidates_of(
+    tile: &Sm90BwdTile,
+    problem: &BwdProblem,
+    spec: &BwdSpec,
+) -> Candidates<(DqPath, DqFinish)> {
+    let dims = problem.fwd.dims;
+    // Delta beside the products is for scores that nothing but dropout changes. A band leaves each block few keys, and packed
+    // sequences may be short: packed 32/8 causal 548 TFLOP/s without and 535 with it.
+    let of_dropout_alone = num_modifiers(spec) == i32::from(spec.fwd.dropout);
+    let may_make_delta = of_dropout_alone
+        && spec.fwd.q_layout == QLayout::Batch
+        && match spec.fwd.mask {
+            MaskKind::Full => true,
+            MaskKind::Upper => dims.seqlen_q <= dims.seqlen_k,
+            MaskKind::Band => false,
+        };
+    let stores_first = !spec.deterministic && tile.dq_path != DqPath::Registers;
+    let paths: &[DqPath] = if stores_first {
+        &[DqPath::FirstStores, DqPath::StoreWarp]
+    } else {
+        std::slice::from_ref(&tile.dq_path)
+    };
+    let ways = paths.iter().flat_map(|&dq_path| {
+        [DqFinish::Beside, DqFinish::BesideWithDelta, DqFinish::Launch].map(|dq_finish| (dq_path, dq_finish))
+    });
+    let fitting = ways.filter_map(|(dq_path, dq_finish)| {
+        let way = Sm90BwdTile { dq_path, dq_finish, ..*tile };
+        let mut fitted = way;
+        fitted.fit_finish(spec);
+        (fitted == way && (may_make_delta || !way.makes_delta())).then_some(way)
+    });
+    Candidates::of(fitting.map(|way| ((way.dq_path, way.dq_finish), cost::of_dq(&way, problem, spec))))
 }
 
 /// Whether a score is more than a scaled product, so that its rows have origins.

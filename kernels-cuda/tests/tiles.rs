@@ -5,9 +5,12 @@
 use fmha_core::fields::Fields as _;
 use fmha_core::source::includes;
 use fmha_core::spec::{BwdSpec, FwdSpec};
-use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskKind, MaskSpec, Shape, Strides, VLayout};
+use fmha_core::{
+    BwdProblem, DType, Dims, FwdProblem, KvLayout, MaskKind, MaskSpec, QLayout, Shape, Strides, VLayout,
+};
 use fmha_kernels_cuda::schedule::{MAX_TILES, TileOrder};
 use fmha_kernels_cuda::sm90::{PrepareV, PreparedValues};
+use fmha_kernels_cuda::sm90_bwd::{DqFinish, DqPath};
 use fmha_kernels_cuda::{sm80, sm80_bwd, sm90, sm90_bwd, sm100};
 
 const RATIOS: [u32; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 128];
@@ -474,4 +477,153 @@ fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
     // Behind a mask tiles of unlike length fill the last round.
     assert_eq!(of(3, 3, MaskSpec::CAUSAL), "1");
     assert_eq!(of(3, 24, MaskSpec::NONE), "1");
+}
+
+/// A row of the forward's `measured.tsv`.
+struct MeasuredFwd {
+    run: String,
+    shape: String,
+    problem: FwdProblem,
+    /// What was set, as `field=value`.
+    set: String,
+    micros: f64,
+}
+
+fn measured_fwd(run: &str) -> Vec<MeasuredFwd> {
+    let text = include_str!("../src/sm90/measured.tsv");
+    let row = |line: &str| {
+        let columns: Vec<&str> = line.split('\t').collect();
+        let &[run, device, made, batch, heads, seqlens, head_dims, mask, set, micros] = columns.as_slice()
+        else {
+            panic!("ten columns: {line}")
+        };
+        let pair = |text: &str| {
+            let (a, b) = text.split_once('/').unwrap();
+            (a.parse::<u32>().unwrap(), b.parse::<u32>().unwrap())
+        };
+        let ((num_heads_q, num_heads_kv), (head_dim_qk, head_dim_v)) = (pair(heads), pair(head_dims));
+        let (seqlen_q, seqlen_k) = pair(seqlens);
+        let batch = batch.parse().unwrap();
+        let dims = Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v };
+        assert!((device, mask, made.len()) == ("H200", "causal", 10), "{line}");
+        MeasuredFwd {
+            run: run.to_owned(),
+            shape: columns[3..8].join(" "),
+            problem: FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL),
+            set: set.to_owned(),
+            micros: micros.parse().unwrap(),
+        }
+    };
+    let rows = text.lines().filter(|line| !line.starts_with('#')).map(row);
+    rows.filter(|row| row.run == run).collect()
+}
+
+/// What the rows of one shape took with `set`.
+fn micros_with(rows: &[MeasuredFwd], shape: &str, set: &str) -> f64 {
+    rows.iter().find(|row| row.shape == shape && row.set == set).map(|row| row.micros).unwrap()
+}
+
+/// Never worse than tiles as they come, and the better of the two wherever the model is right: it misses that 256 tiles of at
+/// most four blocks lose to what they claim from the counter.
+#[test]
+fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
+    let rows = measured_fwd("order");
+    let (mut fixed, mut missed) = (0, Vec::new());
+    for row in rows.iter().filter(|row| row.set == "order=dynamic") {
+        let tile = sm90::choose_tile(&row.problem);
+        let orders = tile.orders(&row.problem, 132);
+        let chosen = orders.cheapest(sm90::LEAST_GAIN_OF_ORDER).map_or(tile.order, |best| best.choice);
+        let with = |order: &str| micros_with(&rows, &row.shape, order);
+        let (dynamic, of_static) = (with("order=dynamic"), with("order=static"));
+        let micros = if chosen == TileOrder::Static { of_static } else { dynamic };
+        fixed += i32::from(chosen == TileOrder::Static);
+        assert!(micros <= 1.01 * dynamic, "{}: {chosen:?} {micros}, tiles as they come {dynamic}", row.shape);
+        if micros > 1.01 * of_static {
+            missed.push(&*row.shape);
+        }
+        // Of what the model is asked: how the two compare.
+        if let [as_they_come, in_turn] = orders.iter().collect::<Vec<_>>()[..] {
+            let (modelled, measured) = (in_turn.micros / as_they_come.micros, of_static / dynamic);
+            assert!(
+                (modelled / measured - 1.0).abs() < 0.16,
+                "{}: {modelled}, measured {measured}",
+                row.shape
+            );
+            assert!((as_they_come.micros / dynamic - 1.0).abs() < 0.16, "{}: {orders:?}", row.shape);
+        }
+    }
+    assert_eq!((fixed, missed), (7, vec!["4 16/16 512/512 128/128 causal"]));
+}
+
+/// Packed, paged and windowed calls, unmasked ones and those of many tiles have the table's order.
+#[test]
+fn the_model_leaves_the_order_to_the_table_where_it_knows_no_lengths() {
+    let of = |seqlen, layout: (QLayout, KvLayout), mask: &str| {
+        let dims =
+            Dims { batch: 1, num_heads_q: 32, num_heads_kv: 8, ..dims(1, (seqlen, seqlen), (128, 128)) };
+        let problem = FwdProblem::new(layout.0, layout.1, DType::Bf16, dims).mask(mask.parse().unwrap());
+        sm90::choose_tile(&problem).orders(&problem, 132).iter().count()
+    };
+    let batch = (QLayout::Batch, KvLayout::Strided);
+    assert_eq!(of(1500, batch, "b"), 2);
+    assert_eq!(of(1500, (QLayout::Packed, KvLayout::Packed), "b"), 0);
+    assert_eq!(of(1500, batch, "0"), 0);
+    assert_eq!(of(1500, batch, "b:128,0"), 0);
+    assert_eq!(of(512, batch, "b"), 0, "each worker has one tile");
+    assert_eq!(of(8192, batch, "b"), 0, "fifteen rounds");
+}
+
+#[test]
+fn the_model_of_short_queries_has_the_faster_kernel_of_those_measured() {
+    let rows = measured_fwd("decode");
+    let mut checked = 0;
+    for row in rows.iter().filter(|row| row.set == "kernel=sm90") {
+        let dims = row.problem.dims;
+        let tiles = u64::from(dims.batch * dims.num_heads_kv);
+        let bytes = tiles * u64::from(dims.seqlen_k) * 512;
+        let modelled = [sm90::micros_of_few_tiles(tiles, bytes), sm90::micros_in_parts(bytes)];
+        let measured = ["kernel=sm90", "kernel=sm80"].map(|kernel| micros_with(&rows, &row.shape, kernel));
+        for (modelled, measured) in modelled.iter().zip(measured) {
+            assert!(
+                (modelled / measured - 1.0).abs() < 0.25,
+                "{}: {modelled}, measured {measured}",
+                row.shape
+            );
+        }
+        assert_eq!(modelled[0] < modelled[1], measured[0] < measured[1], "{}: {modelled:?}", row.shape);
+        checked += 1;
+    }
+    assert_eq!(checked, 5);
+}
+
+/// The tables' backward rows, 16k tokens: what was chosen by thresholds of the length before there were prices.
+#[test]
+fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
+    let (first, zeros) = (DqPath::FirstStores, DqPath::StoreWarp);
+    let (launch, beside, with_delta) = (DqFinish::Launch, DqFinish::Beside, DqFinish::BesideWithDelta);
+    // From which length on; to the next row's.
+    let rows = [
+        (64, "0", vec![(128, first, beside), (1024, first, with_delta), (8192, first, launch)]),
+        (64, "b", vec![(128, first, beside), (2048, first, with_delta)]),
+        (128, "0", vec![(128, first, beside), (1024, first, with_delta), (8192, zeros, launch)]),
+        (128, "b", vec![(128, first, beside), (2048, first, with_delta), (16384, zeros, beside)]),
+        (256, "0", vec![(128, DqPath::Registers, launch)]),
+        (256, "b", vec![(128, DqPath::Registers, launch)]),
+    ];
+    for (head_dim, mask, ways) in rows {
+        for seqlen in [128, 256, 512, 1024, 2048, 4096, 8192, 16384] {
+            let (batch, heads) = (16384 / seqlen, 2048 / head_dim);
+            let dims = Dims {
+                batch,
+                num_heads_q: heads,
+                num_heads_kv: heads,
+                ..dims(1, (seqlen, seqlen), (head_dim, head_dim))
+            };
+            let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap()));
+            let tile = sm90_bwd::choose_tile(&problem, &BwdSpec::of(&problem));
+            let expected = ways.iter().rev().find(|(from, ..)| *from <= seqlen).unwrap();
+            let found = (expected.0, tile.dq_path, tile.dq_finish);
+            assert_eq!(found, *expected, "D {head_dim} {mask} S {seqlen}");
+        }
+    }
 }

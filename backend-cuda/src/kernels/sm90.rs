@@ -2,14 +2,15 @@
 
 use fmha_core::abi::DevPtr;
 use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::FieldValue;
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
-use fmha_core::tune::{TileClass, TileOptions};
+use fmha_core::tune::{Candidates, TileClass, TileOptions};
 use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80;
-use fmha_kernels_cuda::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, ValueProduct};
+use fmha_kernels_cuda::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
 
 use super::maps::{BlocksOfV, Boxes, Maps};
 use super::sm80::room;
@@ -64,26 +65,44 @@ impl ValuesPlan {
     }
 }
 
-/// Refuses what `sm80` is faster at: a short query over a long cache, of which a tile of this kernel walks all keys of a
-/// head. One tile reads 69 GB/s of an H200's 4800, and `sm80`, whose parts of the keys fill the device, 680 GB/s of 4096 keys
-/// (8 tiles: 437 here), 1880 of 32768 (544) and 3150 of 131072 (559). With 128 tiles this kernel is ahead, 3510 and 4320 of
-/// 3050 and 4260: it leaves no more than a quarter of the device's multiprocessors to begin with.
+/// What the model's error may be of a short query's time.
+const LEAST_GAIN_OF_KERNEL: f64 = 0.05;
+
+/// Refuses what `sm80` is faster at, by the model: a short query over a long cache, of which a tile of this kernel walks all keys
+/// of a head, where those of `sm80` walk parts of them. Only where this kernel leaves half of the multiprocessors idle.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
     const MOST_ROWS: u32 = 64;
     let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
     let tiles = u64::from(batch) * u64::from(num_heads_kv);
     let is_short = seqlen_q.saturating_mul(problem.gqa_ratio()) <= MOST_ROWS;
-    if !is_short || 4 * tiles > u64::from(facts.num_sms) {
+    if !is_short || 2 * tiles > u64::from(facts.num_sms) {
         return Ok(());
     }
+    let row_elems = u64::from(problem.dims.head_dim_qk) + u64::from(problem.dims.head_dim_v);
+    let keys = tiles.saturating_mul(problem.dims.seqlen_k.into());
+    let bytes = keys.saturating_mul(row_elems).saturating_mul(problem.dtypes.qk.size_bytes());
+    let kernels = Candidates::of([
+        (sm90::NAME, sm90::micros_of_few_tiles(tiles, bytes)),
+        (sm80::NAME, sm90::micros_in_parts(bytes)),
+    ]);
+    let best = kernels.cheapest(LEAST_GAIN_OF_KERNEL).map_or(sm90::NAME, |best| best.choice);
     let taken = sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
-    if taken && sm80::choose_tile(problem, room(facts)).split_keys > 0 {
+    if best == sm80::NAME && taken && sm80::choose_tile(problem, room(facts)).split_keys > 0 {
         return Err(format!(
-            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",
-            facts.num_sms
+            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys: {}",
+            facts.num_sms,
+            kernels.words(|name| (*name).to_owned())
         ));
     }
     Ok(())
+}
+
+/// The table's tile, in the order that the model has cheapest; and the orders that it was asked for.
+fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> (Sm90Tile, Candidates<TileOrder>) {
+    let mut tile = sm90::choose_tile(problem);
+    let orders = tile.orders(problem, facts.num_sms);
+    tile.order = orders.cheapest(sm90::LEAST_GAIN_OF_ORDER).map_or(tile.order, |best| best.choice);
+    (tile, orders)
 }
 
 /// What TMA and 16-byte stores ask of addresses.
@@ -107,7 +126,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
             leave_to_parts(problem, facts).map_err(refuse)?;
         }
         let spec = FwdSpec::of(problem);
-        let mut own = sm90::choose_tile(problem);
+        let (mut own, orders) = own_tile(problem, facts);
         if options.accuracy == Accuracy::Exact {
             (own.lazy_rescale_log2, own.skip_row_max) = (0, false);
         }
@@ -180,7 +199,10 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
                 tile_from.detail(),
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile)),
-            ],
+            ]
+            .into_iter()
+            .chain((!orders.is_empty()).then(|| ("orders", orders.words(FieldValue::name))))
+            .collect(),
         })
     }
 
@@ -264,7 +286,7 @@ impl Tunable<ValidFwd, Cuda> for Sm90 {
         _: &PlanOptions,
     ) -> Result<TileOptions, Refusal> {
         Sm90::default().choose(problem, facts, &PlanOptions::default())?;
-        Ok(knob_values(&sm90::choose_tile(problem)))
+        Ok(knob_values(&own_tile(problem, facts).0))
     }
 
     fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
@@ -273,6 +295,13 @@ impl Tunable<ValidFwd, Cuda> for Sm90 {
 
     fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
         knobs::<Sm90Tile>()
+    }
+
+    fn modelled_micros(&self, problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {
+        let (mut tile, _) = own_tile(problem, facts);
+        fields.iter().try_for_each(|(name, value)| tile.set(name, value)).ok()?;
+        tile.check(&FwdSpec::of(problem), problem.gqa_ratio()).ok()?;
+        tile.modelled_micros(problem, facts.num_sms)
     }
 }
 

@@ -3,14 +3,14 @@
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::{Fields as _, knob_values, knobs};
+use fmha_core::fields::{FieldValue as _, Fields as _, knob_values, knobs};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
     Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind, check_addresses,
 };
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
+use fmha_kernels_cuda::sm90_bwd::{self, DqFinish, DqPath, Sm90BwdSchedule, Sm90BwdTile};
 
 use super::tile::settle;
 use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, Steps};
@@ -86,6 +86,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
         let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
         let modelled = tile.head_parts_candidates(problem, &spec, facts.num_sms);
+        let dq_ways = sm90_bwd::dq_candidates(problem, &spec);
         let dbias = dbias_tile(&tile);
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
         let has_semaphores = spec.deterministic || tile.dq_path == DqPath::FirstStores;
@@ -194,8 +195,14 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
                 ("query heads", format!("{heads} of a kv head shared by {parts} tiles"))
             }))
             .chain(
-                (!modelled.is_empty()).then(|| ("tiles to a kv head", words_of(&modelled) + " by the model")),
+                (!modelled.is_empty())
+                    .then(|| ("tiles to a kv head", modelled.words(|parts| format!("{parts}:")))),
             )
+            .chain((dq_ways.iter().count() > 1).then(|| {
+                let name =
+                    |(path, finish): &(DqPath, DqFinish)| format!("{}, {}", path.name(), finish.name());
+                ("ways of dQ", dq_ways.words(name))
+            }))
             .chain(tile.makes_delta().then(|| {
                 let first = schedule.num_first_query_heads;
                 ("delta", format!("of {first} query heads before the products, of the others beside them"))
@@ -323,12 +330,6 @@ impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
     fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
         knobs::<Sm90BwdTile>()
     }
-}
-
-/// What the model has of each number of tiles that may share a kv head's query heads: `1: 6492 us, 2: 5793 us`.
-fn words_of(candidates: &[HeadParts]) -> String {
-    let words = |one: &HeadParts| format!("{}: {:.0} us", one.parts, one.micros);
-    candidates.iter().map(words).collect::<Vec<_>>().join(", ")
 }
 
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {

@@ -2,6 +2,7 @@
 //! it beside the compiled kernels, plans read it.
 
 mod burst;
+mod candidates;
 mod class;
 mod kept;
 mod search;
@@ -15,9 +16,10 @@ use crate::operation::AnyProblem;
 use crate::plan::PlanOptions;
 
 pub use burst::{Burst, clock};
+pub use candidates::{Candidate, Candidates};
 pub use class::TileClass;
 pub use kept::{TunedKernel, TunedTiles};
-pub use search::{Found, InTurns, LEAST_GAIN, Timer, Tried, search};
+pub use search::{Change, Found, InTurns, LEAST_GAIN, Timer, Tried, by_model, search};
 
 /// `name=value` pairs, as [`PlanOptions::tile`](crate::PlanOptions::tile) takes them.
 pub type TileOptions = Vec<(String, String)>;
@@ -53,6 +55,16 @@ pub trait Tune: Sync {
         problem: AnyProblem<'_>,
         options: &PlanOptions,
     ) -> Result<Vec<(&'static str, Vec<String>)>>;
+
+    /// Microseconds of a call with a tile, by the kernel's model, where it has one: what is worth measuring first.
+    fn modelled_micros(
+        &self,
+        _problem: AnyProblem<'_>,
+        _options: &PlanOptions,
+        _tile: &TileOptions,
+    ) -> Option<f64> {
+        None
+    }
 
     /// Keeps a tile for this device; returns where.
     ///

@@ -18,6 +18,46 @@ pub trait Timer {
     /// # Errors
     /// What the device said.
     fn burst(&mut self, ready: &Self::Ready) -> Result<f64, String>;
+
+    /// Whether another tile may be begun; asked before each.
+    fn goes_on(&self) -> bool {
+        true
+    }
+}
+
+/// One change of a tile: a field's name and its value.
+pub type Change = (&'static str, String);
+
+/// A change that the model has slower than the kernel's own tile by more than this is not tried: more than the model's error.
+const HOPELESS_BY_MODEL: f64 = 1.3;
+
+/// Every value of every field as a change of a tile, what the model has fastest first and the others in the order of the fields;
+/// and how many were left out as hopeless. `micros`: the model's, of the own tile (`None`) or of one changed; its `None` is as
+/// good as the own.
+pub fn by_model(
+    knobs: &[(&'static str, Vec<String>)],
+    micros: impl Fn(Option<&Change>) -> Option<f64>,
+) -> (Vec<Change>, usize) {
+    let own = micros(None);
+    let mut changes: Vec<(f64, Change)> = Vec::new();
+    let mut left_out = 0;
+    for (knob, values) in knobs {
+        for value in values {
+            let change = (*knob, value.clone());
+            let price = match (own, micros(Some(&change))) {
+                (Some(own), Some(micros)) => micros / own,
+                _ => 1.0,
+            };
+            if price > HOPELESS_BY_MODEL {
+                left_out += 1;
+            } else {
+                changes.push((price, change));
+            }
+        }
+    }
+    // Stable: equals keep the order of the fields.
+    changes.sort_by(|a, b| a.0.total_cmp(&b.0));
+    (changes.into_iter().map(|(_, change)| change).collect(), left_out)
 }
 
 /// Two tiles' bursts: one of each in every round, and every other round the second one first, so that a
@@ -134,6 +174,8 @@ pub struct Found {
     /// The kernel's own against the best, measured anew; none where they are the same. The search itself
     /// takes the luckiest of many, so its own numbers are not the gain.
     pub confirmed: Option<InTurns>,
+    /// Changes that were not begun, since [`Timer::goes_on`] said so.
+    pub not_begun: usize,
 }
 
 impl Found {
@@ -144,44 +186,47 @@ impl Found {
     }
 }
 
-/// Tries the values of each knob in turn on the best tile so far, `rounds` rounds each, and confirms what is
-/// found with three times as many. `tell` hears of each tile.
+/// Tries each change in turn on the best tile so far, `rounds` rounds each, as long as the timer goes on, and confirms what is
+/// found with three times as many. `tell` is called with each tile.
 ///
 /// # Errors
 /// What the device said, or why the kernel's own tile cannot be timed.
 pub fn search<T: Timer>(
     timer: &mut T,
     own: &TileOptions,
-    knobs: &[(&str, Vec<String>)],
+    changes: &[Change],
     rounds: u32,
     mut tell: impl FnMut(&Tried),
 ) -> Result<Found, String> {
     let own_ready = timer.ready(own)?;
     let (mut best, mut best_ready): (TileOptions, Option<T::Ready>) = (own.clone(), None);
-    for (knob, values) in knobs {
-        for value in values {
-            let tile = with(&best, knob, value);
-            if tile == best {
-                continue;
-            }
-            let incumbent = best_ready.as_ref().unwrap_or(&own_ready);
-            let mut challenger = None;
-            let outcome = timer.ready(&tile).and_then(|ready| {
-                let measured = InTurns::run(timer, incumbent, &ready, rounds)?;
-                challenger = Some(ready).filter(|_| measured.is_gain());
-                Ok(measured)
-            });
-            tell(&Tried { changed: format!("{knob}={value}"), outcome });
-            if let Some(ready) = challenger {
-                (best, best_ready) = (tile, Some(ready));
-            }
+    let mut not_begun = 0;
+    for (knob, value) in changes {
+        let tile = with(&best, knob, value);
+        if tile == best {
+            continue;
+        }
+        if !timer.goes_on() {
+            not_begun += 1;
+            continue;
+        }
+        let incumbent = best_ready.as_ref().unwrap_or(&own_ready);
+        let mut challenger = None;
+        let outcome = timer.ready(&tile).and_then(|ready| {
+            let measured = InTurns::run(timer, incumbent, &ready, rounds)?;
+            challenger = Some(ready).filter(|_| measured.is_gain());
+            Ok(measured)
+        });
+        tell(&Tried { changed: format!("{knob}={value}"), outcome });
+        if let Some(ready) = challenger {
+            (best, best_ready) = (tile, Some(ready));
         }
     }
     let confirmed = match &best_ready {
         Some(ready) => Some(InTurns::run(timer, &own_ready, ready, 3 * rounds)?),
         None => None,
     };
-    Ok(Found { tile: best, confirmed })
+    Ok(Found { tile: best, confirmed, not_begun })
 }
 
 /// The tile with another value of a knob, said last: what cannot go with it yields.
@@ -240,9 +285,9 @@ mod tests {
 
     fn run(mut made: Made) -> (Found, Vec<Tried>) {
         let own = vec![("stages".to_owned(), "1".to_owned())];
-        let knobs = [("stages", ["2", "3", "4", "5"].map(str::to_owned).to_vec())];
+        let changes = ["2", "3", "4", "5"].map(|value| ("stages", value.to_owned()));
         let mut tried = Vec::new();
-        let found = search(&mut made, &own, &knobs, 7, |one| tried.push(one.clone())).unwrap();
+        let found = search(&mut made, &own, &changes, 7, |one| tried.push(one.clone())).unwrap();
         (found, tried)
     }
 
@@ -298,6 +343,59 @@ mod tests {
             [1.0, 2.0, 3.0, 5.0, 7.0]
         );
         assert!(quantile(&[], 0.5).is_nan());
+    }
+
+    #[test]
+    fn the_changes_that_the_model_has_fastest_come_first_and_hopeless_ones_not_at_all() {
+        let values = |values: [&str; 3]| values.map(str::to_owned).to_vec();
+        let knobs = [("stages", values(["1", "2", "3"])), ("order", values(["a", "b", "c"]))];
+        let micros = |change: Option<&Change>| match change {
+            None => Some(10.0),
+            Some(("order", value)) => Some(match value.as_str() {
+                "a" => 9.0,
+                "b" => 12.9,
+                _ => 13.1,
+            }),
+            // The model says nothing of stages.
+            Some(_) => None,
+        };
+        let (changes, left_out) = by_model(&knobs, micros);
+        let words: Vec<_> = changes.iter().map(|(knob, value)| format!("{knob}={value}")).collect();
+        assert_eq!(words, ["order=a", "stages=1", "stages=2", "stages=3", "order=b"]);
+        assert_eq!(left_out, 1);
+        assert_eq!(by_model(&knobs, |_| None).0.len(), 6, "without a model all, in the order of the fields");
+    }
+
+    /// A device whose time is up after so many tiles.
+    struct Limited(Made, std::cell::Cell<u32>);
+
+    impl Timer for Limited {
+        type Ready = u32;
+
+        fn ready(&mut self, tile: &TileOptions) -> Result<u32, String> {
+            self.0.ready(tile)
+        }
+
+        fn burst(&mut self, ready: &u32) -> Result<f64, String> {
+            self.0.burst(ready)
+        }
+
+        fn goes_on(&self) -> bool {
+            let left = self.1.get();
+            self.1.set(left.saturating_sub(1));
+            left > 0
+        }
+    }
+
+    #[test]
+    fn a_search_whose_time_is_up_begins_no_tile_and_confirms_what_it_has() {
+        let own = vec![("stages".to_owned(), "1".to_owned())];
+        let changes = ["2", "4", "5"].map(|value| ("stages", value.to_owned()));
+        let mut limited = Limited(Made::new(|value| 1.0 / f64::from(value), 0.0, 1), 1.into());
+        let mut tried = 0;
+        let found = search(&mut limited, &own, &changes, 7, |_| tried += 1).unwrap();
+        assert_eq!((found.tile[0].1.as_str(), tried, found.not_begun), ("2", 1, 2));
+        assert!(found.is_gain());
     }
 
     /// Which tile each burst was of.

@@ -1,26 +1,27 @@
-//! What a call's choices cost, by a model of the main kernel: so far of how many tiles share a kv head's
-//! query heads.
+//! What a call's choices cost, by a model: how many tiles share a kv head's query heads, how dQ comes to its sums and where they
+//! become dQ, and where delta is made.
 //!
 //! A multiprocessor takes tiles one after another, each a key block against the query blocks that see it, of
 //! its query heads. Few long tiles leave multiprocessors idle at the end; many short ones leave more sums of
-//! dK and dV to write, read and add. The model's three numbers were fitted to the rows `parts` and `one_part`
-//! of `measured.tsv`, which a test holds it to.
+//! dK and dV to write, read and add. The numbers were fitted to the rows of `measured.tsv`, which tests hold the choices to.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use fmha_core::spec::BwdSpec;
+use fmha_core::tune::Candidates;
 use fmha_core::{BwdProblem, MaskKind, QLayout};
 
-use super::{Sm90BwdTile, padded_dim};
+use super::{BwdWalk, DqFinish, DqPath, Sm90BwdTile, padded_dim};
 
 /// Rate of a multiprocessor that always has a tile, TFLOP/s of the padded head dimension's operations: a
 /// 132nd of an H200's. From long full rows.
-fn tflops_of_sm(dim: i32) -> f64 {
-    let device = match dim {
-        64 => 600.0,
-        128 => 655.0,
-        192 => 400.0,
+fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
+    let device = match (dim, walk) {
+        (64, _) => 600.0,
+        (128, _) => 655.0,
+        (192, BwdWalk::HalfBlocks) => 640.0,
+        (192, _) => 400.0,
         _ => 525.0,
     };
     device / 132.0
@@ -39,16 +40,7 @@ const EVEN_TILES: usize = 4;
 
 /// Another number of parts than the rule's is taken where the model has it faster by more than this: more
 /// than its own error.
-const LEAST_GAIN: f64 = 0.05;
-
-/// A kv head's query heads shared out to so many tiles, and what the model says of it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct HeadParts {
-    /// Tiles that share a kv head's query heads.
-    pub parts: u32,
-    /// Microseconds of the main kernel and of the sums' launch.
-    pub micros: f64,
-}
+pub(super) const LEAST_GAIN: f64 = 0.05;
 
 /// The candidates for a problem, from `least` parts on, each a divisor of the GQA ratio; none where lengths
 /// are not the problem's.
@@ -58,23 +50,14 @@ pub(super) fn head_parts(
     spec: &BwdSpec,
     num_sms: u32,
     least: u32,
-) -> Vec<HeadParts> {
+) -> Candidates<u32> {
     if problem.fwd.layout.q == QLayout::Packed {
-        return Vec::new();
+        return Candidates::default();
     }
     let ratio = problem.fwd.gqa_ratio();
     let steps = steps_of_key_blocks(tile, problem);
-    (least..=ratio)
-        .filter(|&parts| ratio.is_multiple_of(parts))
-        .map(|parts| HeadParts { parts, micros: micros(tile, problem, spec, num_sms, &steps, parts) })
-        .collect()
-}
-
-/// The candidate that the model takes, the first of them where no other gains enough.
-pub(super) fn best(candidates: &[HeadParts]) -> Option<HeadParts> {
-    let first = *candidates.first()?;
-    let fastest = candidates.iter().copied().min_by(|a, b| a.micros.total_cmp(&b.micros))?;
-    Some(if fastest.micros * (1.0 + LEAST_GAIN) < first.micros { fastest } else { first })
+    let divides = (least..=ratio).filter(|&parts| ratio.is_multiple_of(parts));
+    Candidates::of(divides.map(|parts| (parts, micros(tile, problem, spec, num_sms, &steps, parts))))
 }
 
 /// Of each key block (of a cluster) of a head, how many query blocks see it.
@@ -147,11 +130,77 @@ fn micros(
         f64::from(end_of_last(steps, heads, units))
     };
     let flops_a_step = 10.0 * f64::from(tile.block_m) * f64::from(tile.block_n) * f64::from(dim);
-    let step_micros = flops_a_step / tflops_of_sm(dim) * 1e-6;
+    let step_micros = flops_a_step / tflops_of_sm(dim, tile.walk) * 1e-6;
     let key_rows = f64::from(dims.batch) * f64::from(dims.num_heads_kv) * f64::from(dims.seqlen_k);
     let sums_mb = if parts > 1 { f64::from(parts) * key_rows * f64::from(dim) * 16.0 * 1e-6 } else { 0.0 };
     let in_steps = last.max(even + tail * longest);
     in_steps * f64::from(heads_a_tile) * step_micros + sums_mb * SUMS_MICROS_A_MB
+}
+
+/// What the ways of dQ cost, at 16k tokens of 16 heads of 128, an H200: 2^25 elements of Q. All but the shares grow with them.
+struct OfDq {
+    /// Preprocess, where it makes all of delta: O and dO at 3.4 TB/s.
+    delta_micros: f64,
+    /// Preprocess, where it makes that of the first tiles' heads.
+    first_delta_micros: f64,
+    /// Zeros to begin sums with.
+    zeros_micros: f64,
+    /// The semaphore that the first key block stores behind, of the main kernel.
+    semaphore_share: f64,
+    /// A launch that finishes dQ.
+    finish_micros: f64,
+    /// The warp that finishes it beside the products, of the main kernel.
+    beside_share: f64,
+    /// That warp's work where it makes delta too: the main kernel takes no less.
+    beside_with_delta_micros: f64,
+}
+
+impl OfDq {
+    const fn of(dim: i32, mask: MaskKind) -> Self {
+        let is_64 = dim == 64;
+        Self {
+            delta_micros: 41.0,
+            first_delta_micros: 9.0,
+            zeros_micros: if is_64 { 17.0 } else { 34.0 },
+            semaphore_share: if is_64 { 0.0 } else { 0.0235 },
+            finish_micros: 51.0,
+            beside_share: if is_64 && matches!(mask, MaskKind::Full) { 0.0335 } else { 0.0 },
+            beside_with_delta_micros: if is_64 { 540.0 } else { 465.0 },
+        }
+    }
+}
+
+/// Longer sequences choose as these do.
+const LONGEST: u32 = 1 << 17;
+
+/// Microseconds of a call, to compare ways of dQ by. An H200's, whatever the device: the tile is of a table.
+pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) -> f64 {
+    const NUM_SMS: u32 = 132;
+    let mut problem = problem.clone();
+    let dims = &mut problem.fwd.dims;
+    (dims.seqlen_q, dims.seqlen_k) = (dims.seqlen_q.min(LONGEST), dims.seqlen_k.min(LONGEST));
+    let dims = *dims;
+    let in_parts = tile.head_parts_candidates(&problem, spec, NUM_SMS);
+    let in_one = || of_parts(tile, &problem, spec, NUM_SMS, 1);
+    let main = in_parts.cheapest(LEAST_GAIN).map_or_else(in_one, |best| best.micros);
+    let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
+    let size = rows * f64::from(padded_dim(spec)) / f64::from(1 << 25);
+    let costs = OfDq::of(padded_dim(spec), spec.fwd.mask);
+    let (begin, semaphores) = match tile.dq_path {
+        DqPath::FirstStores => (0.0, costs.semaphore_share),
+        DqPath::StoreWarp | DqPath::Registers => (costs.zeros_micros, 0.0),
+    };
+    let (finish, beside) = match tile.dq_finish {
+        DqFinish::Launch => (costs.finish_micros, 0.0),
+        DqFinish::Beside | DqFinish::BesideWithDelta => (0.0, costs.beside_share),
+    };
+    let main = main * (1.0 + semaphores + beside);
+    let (main, delta) = if tile.makes_delta() {
+        (main.max(size * costs.beside_with_delta_micros), costs.first_delta_micros)
+    } else {
+        (main, costs.delta_micros)
+    };
+    main + size * (delta + begin + finish)
 }
 
 /// When the last of `units` has done its tiles, in steps of a tile with one query head: each takes the next

@@ -1,0 +1,68 @@
+//! Ways to compute one call, each with what a model says of it: tables and models choose by the same rule.
+
+/// One way to compute a call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Candidate<T> {
+    /// What would be chosen.
+    pub choice: T,
+    /// Microseconds that the model has for it. They rank candidates of one list; no device was asked.
+    pub micros: f64,
+}
+
+/// The ways to compute a call that a model has prices of; the first is the table's.
+///
+/// ```
+/// use fmha_core::tune::Candidates;
+///
+/// let orders = Candidates::of([("dynamic", 38.2), ("static", 36.1)]);
+/// assert_eq!(orders.cheapest(0.02).map(|best| best.choice), Some("static"));
+/// assert_eq!(orders.cheapest(0.10).map(|best| best.choice), Some("dynamic"));
+/// assert_eq!(orders.words(|order| order.to_string()), "dynamic 38.2 us, static 36.1 us, modelled");
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidates<T>(Vec<Candidate<T>>);
+
+impl<T> Default for Candidates<T> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<T> Candidates<T> {
+    /// Choices with their microseconds, the table's first.
+    pub fn of(priced: impl IntoIterator<Item = (T, f64)>) -> Self {
+        Self(priced.into_iter().map(|(choice, micros)| Candidate { choice, micros }).collect())
+    }
+
+    /// The cheapest: another than the first only where the model has that slower by more than a share of `least_gain`, which
+    /// is the model's own error. `None` of an empty list.
+    #[must_use]
+    pub fn cheapest(&self, least_gain: f64) -> Option<&Candidate<T>> {
+        let first = self.0.first()?;
+        let fastest = self.0.iter().min_by(|a, b| a.micros.total_cmp(&b.micros))?;
+        Some(if fastest.micros * (1.0 + least_gain) < first.micros { fastest } else { first })
+    }
+
+    /// Whether there is a choice at all.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// All of them, the table's first.
+    pub fn iter(&self) -> impl Iterator<Item = &Candidate<T>> {
+        self.0.iter()
+    }
+
+    /// As a plan tells them: each with its microseconds, three digits of them.
+    #[must_use]
+    pub fn words(&self, name: impl Fn(&T) -> String) -> String {
+        let micros = |micros: f64| {
+            let digits = if micros < 100.0 { 1 } else { 0 };
+            format!("{micros:.digits$} us")
+        };
+        let each: Vec<_> =
+            self.0.iter().map(|one| format!("{} {}", name(&one.choice), micros(one.micros))).collect();
+        format!("{}, modelled", each.join(", "))
+    }
+}

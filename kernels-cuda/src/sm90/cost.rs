@@ -1,0 +1,157 @@
+//! What a forward call costs, by a model: of the order of a masked call's tiles, and of a short query over a long cache.
+//!
+//! A worker, a CTA or a cluster of them, takes tiles one after another, each some blocks of keys. A fixed order costs nothing to
+//! ask, and leaves workers idle where tiles are unlike; a counter is cleared by a step of the stream's before the launch, and
+//! evens them out. The numbers were fitted to `measured.tsv`, which a test holds the choices to; the rates are an H200's.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use fmha_core::tune::Candidates;
+use fmha_core::{FwdProblem, KvLayout, MaskKind, QLayout};
+
+use super::{Sm90Tile, TileOrder, padded_dim};
+use crate::schedule::TileSchedule;
+
+/// Rate of a multiprocessor amid a long walk of 16-bit blocks, TFLOP/s of the padded head dimension's operations: a 132nd of an
+/// H200's.
+fn tflops_of_sm(dim: i32) -> f64 {
+    let device = match dim {
+        ..=64 => 640.0,
+        65..=128 => 790.0,
+        129..=192 => 820.0,
+        _ => 850.0,
+    };
+    device / 132.0
+}
+
+/// Microseconds of a launch besides its tiles.
+const LAUNCH_MICROS: f64 = 3.0;
+/// Of a tile besides its blocks: its first loads, and the end of its walk.
+const TILE_MICROS: f64 = 1.2;
+/// Of the counter that dynamic orders claim tiles from: the step that clears it, which the launch waits for.
+const COUNTER_MICROS: f64 = 3.0;
+
+/// More rounds of tiles than this are not gone through one by one: a fixed order never won there, and a plan is to be quick.
+const MOST_ROUNDS: u32 = 8;
+
+/// A fixed order evens out nothing that the model does not know of, such as rows that take exact maxima.
+pub const LEAST_GAIN_OF_ORDER: f64 = 0.02;
+
+/// The orders that a call's tiles may have, the tile's own first; empty where the table's rule stands: unmasked or windowed calls,
+/// lengths that are not the problem's, clusters.
+pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
+    let of_known_lengths = problem.layout.q == QLayout::Batch
+        && problem.layout.kv == KvLayout::Strided
+        && !problem.layout.seqused_q
+        && !problem.layout.seqused_k;
+    let is_unlike = problem.mask.kind() == MaskKind::Upper;
+    let Ok(schedule) = tile.schedule(problem) else { return Candidates::default() };
+    let tiles = schedule.num_tiles.unsigned_abs();
+    let in_rounds = (num_sms + 1..=MOST_ROUNDS * num_sms).contains(&tiles);
+    if !of_known_lengths || !is_unlike || !in_rounds || tile.cluster != 1 || tile.order != TileOrder::Dynamic
+    {
+        return Candidates::default();
+    }
+    Candidates::of([TileOrder::Dynamic, TileOrder::Static].map(|order| {
+        let tile = Sm90Tile { order, ..*tile };
+        (order, micros(&tile, problem, &schedule, num_sms))
+    }))
+}
+
+/// Microseconds of a call of the problem's largest lengths.
+pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> f64 {
+    let cluster = tile.cluster.unsigned_abs();
+    let workers = (num_sms / cluster).max(1) as usize;
+    let dim = padded_dim(problem.dims.head_dim_qk as i32).max(padded_dim(problem.dims.head_dim_v as i32));
+    let flops_a_block = 4.0 * f64::from(tile.block_m) * f64::from(tile.block_n) * f64::from(dim);
+    let block_micros = flops_a_block / tflops_of_sm(dim) * 1e-6;
+    let lengths: Vec<f64> = blocks_of_rows(tile, problem, schedule)
+        .into_iter()
+        .map(|blocks| f64::from(blocks) * block_micros + TILE_MICROS)
+        .collect();
+    let tiles = || tiles_in_order(schedule, &lengths);
+    let rounds = schedule.num_tiles.unsigned_abs() / workers as u32;
+    let ends = match tile.order {
+        _ if rounds > 4 * MOST_ROUNDS => tiles_in_total(schedule, &lengths) / workers as f64,
+        TileOrder::Static => end_of_rounds(tiles(), workers, problem.mask.kind() != MaskKind::Full),
+        TileOrder::Single | TileOrder::Dynamic => end_of_claims(tiles(), workers),
+    };
+    let claims = schedule.counter_bytes(tile.order, workers as u32) > 0;
+    LAUNCH_MICROS + ends + if claims { COUNTER_MICROS } else { 0.0 }
+}
+
+/// Of each block of a head's rows, in the order in which tiles have them, how many blocks of keys it sees.
+fn blocks_of_rows(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule) -> Vec<u32> {
+    let dims = problem.dims;
+    let ratio = if tile.pack_gqa { problem.gqa_ratio() } else { 1 };
+    let row_blocks = if tile.cluster_heads { 1 } else { tile.cluster };
+    let rows = (tile.block_m * row_blocks).unsigned_abs();
+    let band = problem.mask.band(dims.seqlen_q, dims.seqlen_k);
+    let block_n = tile.block_n.unsigned_abs();
+    let of_block = |i_block: u32| {
+        let first = i_block * rows / ratio;
+        let last = ((i_block + 1) * rows).div_ceil(ratio).min(dims.seqlen_q);
+        let keys = band.k_range(first..last.max(first), dims.seqlen_k);
+        if keys.is_empty() { 0 } else { keys.end.div_ceil(block_n) - keys.start / block_n }
+    };
+    let blocks = 0..schedule.num_m_blocks.unsigned_abs();
+    if problem.mask.kind() == MaskKind::Full {
+        blocks.map(of_block).collect()
+    } else {
+        blocks.rev().map(of_block).collect()
+    }
+}
+
+/// The order of `resolve_tile` (common/work.cuh): an L2 head group after another, and in it a block of rows of every head.
+fn tiles_in_order<'a>(schedule: &TileSchedule, lengths: &'a [f64]) -> impl Iterator<Item = f64> + use<'a> {
+    let (all, group) = (schedule.num_heads.max(0), schedule.heads_per_l2_group.max(1));
+    (0..all).step_by(group.unsigned_abs() as usize).flat_map(move |first| {
+        let heads = group.min(all - first).unsigned_abs() as usize;
+        lengths.iter().flat_map(move |&length| std::iter::repeat_n(length, heads))
+    })
+}
+
+fn tiles_in_total(schedule: &TileSchedule, lengths: &[f64]) -> f64 {
+    f64::from(schedule.num_heads) * lengths.iter().sum::<f64>()
+}
+
+/// When the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every second round from the last on.
+fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bool) -> f64 {
+    let mut busy = vec![0.0; workers];
+    for (index, length) in tiles.enumerate() {
+        let (round, place) = (index / workers, index % workers);
+        busy[if backwards && round % 2 == 1 { workers - 1 - place } else { place }] += length;
+    }
+    busy.into_iter().fold(0.0, f64::max)
+}
+
+/// When the last worker is done where each takes the next tile when it has none.
+fn end_of_claims(tiles: impl Iterator<Item = f64>, workers: usize) -> f64 {
+    // Whole nanoseconds have an order.
+    let mut free: BinaryHeap<Reverse<u64>> = (0..workers).map(|_| Reverse(0)).collect();
+    let mut last = 0;
+    for length in tiles {
+        let Some(mut next) = free.peek_mut() else { break };
+        next.0 += (length * 1e3) as u64;
+        last = last.max(next.0);
+    }
+    last as f64 * 1e-3
+}
+
+/// Microseconds of a short query over a long cache whose K and V have so many bytes: `tiles` of this kernel, each of which walks
+/// all keys. One walks a key of head dimension 128 in 7.3 ns; all multiprocessors together read 4.5 TB/s.
+#[must_use]
+pub fn micros_of_few_tiles(tiles: u64, cache_bytes: u64) -> f64 {
+    const TILE_BYTES_A_MICRO: f64 = 70e3;
+    let walk = 8.6 + cache_bytes as f64 / tiles.max(1) as f64 / TILE_BYTES_A_MICRO;
+    walk.max(16.5 + cache_bytes as f64 / DEVICE_BYTES_A_MICRO)
+}
+
+/// The same of `sm80`, whose parts of the keys fill the device, and are merged by a second launch.
+#[must_use]
+pub fn micros_in_parts(cache_bytes: u64) -> f64 {
+    25.0 + cache_bytes as f64 / DEVICE_BYTES_A_MICRO
+}
+
+const DEVICE_BYTES_A_MICRO: f64 = 4.5e6;
