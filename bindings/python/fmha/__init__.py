@@ -102,8 +102,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         RuntimeError: what is wrong with the call, the argument first, then its numbers; or why no kernel takes it.
         TypeError, ValueError: an argument that is no number, no tensor or no mask, by its name.
     """
-    o, lse = _door(q).attention(q, k, v, *_arguments.bind(**options))
-    return (o, lse) if _flag("return_lse", return_lse) else o
+    wants_lse = _flag("return_lse", return_lse)
+    o, lse = _door(q).attention(q, k, v, *_arguments.bind(**options), wants_lse)
+    return (o, lse) if wants_lse else o
 
 
 @_arguments.documented
@@ -201,16 +202,27 @@ def combine(o_parts: Tensor, lse_parts: Tensor, *, dtype_o: Any = None) -> Tuple
 
 
 @_arguments.documented
-def explain(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, **options: Unpack[Options]) -> str:
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backward: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> str:
     """Which kernel would take the call, or with ``backward`` its gradients', with tile and promises, a fact a line.
-    Plans it, which compiles the kernel, and runs nothing.
+    Plans it, which compiles the kernel, and runs nothing. With ``return_lse`` it is the call that asks for the LSE, which
+    may be another kernel where nobody wants a gradient.
 
     Raises:
         FmhaError: as :func:`attention`: what is wrong, or every kernel's refusal.
     """
     from ._explain import explain as plan
 
-    return plan(_door(q), (q, k, v), *_arguments.bind(**options), _flag("backward", backward))
+    return plan(
+        _door(q), (q, k, v), *_arguments.bind(**options), _flag("backward", backward), _flag("return_lse", return_lse)
+    )
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:

@@ -72,16 +72,21 @@ def _outputs(query: numpy.ndarray, head_dim_v: int, numbers: Tuple[Any, ...]) ->
     return o, numpy.zeros(query.shape[:-3] + (query.shape[-2], query.shape[-3]), numpy.float32)
 
 
+def leaves_out_lse(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:
+    """Whether a call that does not ask for the LSE runs a kernel that does not write it."""
+    return False
+
+
 def attention(
-    q: Any, k: Any, v: Any, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
+    q: Any, k: Any, v: Any, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...], lse: bool = True
 ) -> Tuple[numpy.ndarray, numpy.ndarray]:
     """O and LSE of a bound call."""
     query, value = array("q", q), array("v", v)
     if query.ndim not in (3, 4) or not value.ndim:
         raise ValueError(f"q has {query.ndim} axes and v {value.ndim}, not 4 each or, packed, 3")
-    o, lse = _outputs(query, value.shape[-1], numbers)
-    _run(numbers, [("q", query), ("k", k), ("v", value), ("o", o), ("lse", lse), *zip(_arguments.TENSORS, tensors)])
-    return o, lse
+    o, sums = _outputs(query, value.shape[-1], numbers)
+    _run(numbers, [("q", query), ("k", k), ("v", value), ("o", o), ("lse", sums), *zip(_arguments.TENSORS, tensors)])
+    return o, sums
 
 
 def attention_out(

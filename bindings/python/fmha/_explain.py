@@ -22,7 +22,12 @@ def _like(request: _native.Request, name: str, shape: List[int], dtype: int) -> 
 
 
 def explain(
-    door: Any, qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers: Tuple[Any, ...], backward: bool
+    door: Any,
+    qkv: Tuple[Any, Any, Any],
+    tensors: Tuple[Any, ...],
+    numbers: Tuple[Any, ...],
+    backward: bool,
+    lse: bool,
 ) -> str:
     request = _native.Request(numbers)
     # What `put` returns has to outlive the request.
@@ -37,7 +42,9 @@ def explain(
     if dtype_o < 0:
         dtype_o = _native.DTYPES["bfloat16"] if dtype_q in _FP8 else dtype_q
     o = sizes[:-1] + sizes_v[-1:]
-    outputs = [("o", o, dtype_o), ("lse", sizes[:-3] + [*sizes[-2:-1], *sizes[-3:-2]], _native.DTYPES["float32"])]
+    outputs = [("o", o, dtype_o)]
+    if backward or lse or not door.leaves_out_lse(qkv, tensors, numbers):
+        outputs.append(("lse", sizes[:-3] + [*sizes[-2:-1], *sizes[-3:-2]], _native.DTYPES["float32"]))
     if backward:
         outputs += [("dout", o, dtype_o), *((f"d{name}", *given(name)) for name in "qkv")]
     for name, shape, dtype in outputs:

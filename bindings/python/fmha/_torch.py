@@ -21,6 +21,7 @@ backward = torch.ops.fmha.backward.default
 kvcache_op = torch.ops.fmha.kvcache.default
 combine_op = torch.ops.fmha.combine.default
 plain = torch.ops.fmha.plain.default
+plain_o = torch.ops.fmha.plain_o.default
 plain_backward = torch.ops.fmha.plain_backward.default
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -89,6 +90,11 @@ def _(o_parts, lse_parts, *numbers):
 @torch.library.register_fake("fmha::plain")
 def _(q, k, v, numbers):
     return _o_and_lse(q, v.shape[-1], _SPELT[numbers])
+
+
+@torch.library.register_fake("fmha::plain_o")
+def _(q, k, v, numbers):
+    return _o_and_lse(q, v.shape[-1], _SPELT[numbers])[0]
 
 
 @torch.library.register_fake("fmha::plain_backward")
@@ -180,16 +186,22 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """O and LSE of a bound call."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: Tuple[Any, ...],
+    numbers: Tuple[Any, ...],
+    lse: bool = True,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """O and LSE of a bound call; ``None`` for an LSE that is not asked for and costs something."""
     if torch.are_deterministic_algorithms_enabled():
         numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
-    # A compiler's program outlives the process that has kept the numbers, and a seed is another one each time.
-    if tensors is NO_TENSORS and not numbers[_AT_P_DROP] and not torch.compiler.is_compiling():
+    if _is_plain(tensors, numbers):
         at = _kept(numbers)
         if at >= 0:
-            return _plain_call(q, k, v, at)
+            if _moves(q, k, v):
+                return _Plain.apply(q, k, v, at)
+            return plain(q, k, v, at) if lse else (plain_o(q, k, v, at), None)
     bias, sink = tensors[0], tensors[2]
     try:
         wants_grad = torch.is_grad_enabled() and (
@@ -212,12 +224,24 @@ def attention(
     return forward(q, k, v, *tensors, *numbers)
 
 
-def _plain_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: int) -> Tuple[torch.Tensor, torch.Tensor]:
+def _is_plain(tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:
+    """Whether a call's numbers are worth keeping: a seed is another one each time, and what a compiler makes outlives the
+    process that has kept them."""
+    return tensors is NO_TENSORS and not numbers[_AT_P_DROP] and not torch.compiler.is_compiling()
+
+
+def _moves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether somebody wants a gradient of Q, K or V."""
     try:
-        wants_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+        return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     except AttributeError:
-        wants_grad = False
-    return _Plain.apply(q, k, v, numbers) if wants_grad else plain(q, k, v, numbers)
+        # The operator says which of them is no tensor.
+        return False
+
+
+def leaves_out_lse(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:
+    """Whether a call that does not ask for the LSE runs a kernel that does not write it."""
+    return _is_plain(tensors, numbers) and not _moves(*qkv)
 
 
 class _Combine(torch.autograd.Function):

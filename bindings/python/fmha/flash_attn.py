@@ -62,9 +62,9 @@ def _call(
         deterministic=deterministic,
         **lengths,
     )
-    o, lse = attention(q, k, v, return_lse=True, **shared)
     if not flag("return_attn_probs", return_attn_probs):
-        return o
+        return attention(q, k, v, **shared)
+    o, lse = attention(q, k, v, return_lse=True, **shared)
     probs = None
     if dropout_p > 0 and q.dim() == 4:
         with torch.no_grad():

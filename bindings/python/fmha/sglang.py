@@ -1,7 +1,7 @@
 """An attention backend of SGLang's, found by its plugin entry point: ``--attention-backend fmha``.
 
 Made for SGLang 0.5.23's interface and tested against a stand-in of its base class, pools and batches, without SGLang
-itself: nobody has served a model with it yet.
+itself: it runs so on the CPU and an H200, and nobody has served a model with it yet.
 
 Decoding and extending over the token pool, whose pages are the block table's, with windows, sinks and soft-cap. CUDA
 graphs of decoding: lengths and pages are read on the device. Speculative verification, cross and encoder attention and

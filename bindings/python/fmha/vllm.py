@@ -1,7 +1,7 @@
 """An attention backend of vLLM's, found by its plugin entry point: ``vllm serve ... --attention-backend FMHA``.
 
 Made for vLLM 0.33's interface and tested against a stand-in of its base classes and metadata, without vLLM itself:
-nobody has served a model with it yet.
+it runs so on the CPU and an H200, and nobody has served a model with it yet.
 
 Decoder attention over the paged cache in 16 bits or FP8, with windows, sinks, soft-cap, ALiBi, batch invariance, causal
 and not. CUDA graphs of uniform batches alone (``UNIFORM_BATCH``): a graph that was captured for one query a request and

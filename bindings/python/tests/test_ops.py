@@ -41,10 +41,28 @@ def test_opcheck_of_plain_calls_and_their_numbers():
     o, lse = _torch.plain(q, k, v, at)
     wanted = _torch.forward(q, k, v, *NONE7, None, None, None, None, *NUMBERS)
     assert torch.equal(o, wanted[0]) and torch.equal(lse, wanted[1])
+    torch.library.opcheck(_torch.plain_o, (q, k, v, at), test_utils=tests)
+    assert torch.equal(_torch.plain_o(q, k, v, at), o)
     torch.library.opcheck(_torch.plain_backward, (o, q, k, v, o, lse, None, at), test_utils=tests)
     for other in (-1, 1 << 40, 4095):
         with pytest.raises(RuntimeError, match=f"numbers {other} is none"):
             _torch.plain(q, k, v, other)
+
+
+def test_an_lse_that_nobody_asks_for_is_not_made(monkeypatch):
+    q, k, v = tensors()
+    grad = q.clone().requires_grad_()
+    called = []
+    for name in ("plain", "plain_o"):
+        monkeypatch.setattr(_torch, name, lambda *x, name=name, op=getattr(_torch, name): called.append(name) or op(*x))
+    for first, options in ((q, {}), (q, dict(return_lse=True)), (grad, {})):
+        fmha.attention(first, k, v, **options)
+    with torch.no_grad():
+        fmha.attention(grad, k, v)
+    fmha.attention(q, k, v, sink=torch.zeros(4))
+    assert called == ["plain_o", "plain", "plain", "plain_o"]
+    for first, rest, leaves_out in ((q, {}, True), (grad, {}, False), (q, dict(p_drop=0.1), False)):
+        assert _torch.leaves_out_lse((first, k, v), *_arguments.bind(**rest)) == leaves_out
 
 
 def test_where_no_more_numbers_are_kept_calls_go_on():

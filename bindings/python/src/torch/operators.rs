@@ -97,7 +97,7 @@ macro_rules! tensors {
     };
 }
 
-pub(super) static OPERATORS: [Operator; 7] = [
+pub(super) static OPERATORS: [Operator; 8] = [
     Operator {
         name: "forward",
         tensors: tensors!(
@@ -212,6 +212,15 @@ pub(super) static OPERATORS: [Operator; 7] = [
         results: plain_gradients,
         kernel: kernel::<6>,
     },
+    // `plain` where nobody asks for the LSE: an allocation less, and nothing of it is written.
+    Operator {
+        name: "plain_o",
+        tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
+        numbers: Spelt::Kept,
+        num_results: 1,
+        results: |shims, request| outputs(shims, request, false),
+        kernel: kernel::<7>,
+    },
 ];
 
 /// The type of an O that is made: what was asked for, else that of what it is made from, bf16 for FP8.
@@ -225,6 +234,10 @@ fn dtype_o(request: &Request, from: &Tensor) -> i32 {
 
 /// O of Q's shape with V's last axis, and LSE.
 fn o_and_lse(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
+    outputs(shims, request, true)
+}
+
+fn outputs(shims: &'static Shims, request: &mut Request, wants_lse: bool) -> Result<Results, Wrong> {
     let q = *request.required(Slot::Q)?;
     attention_type("q", &q)?;
     let dim = match request.get(Slot::V) {
@@ -247,10 +260,11 @@ fn o_and_lse(shims: &'static Shims, request: &mut Request) -> Result<Results, Wr
     let packed = [rows[0], heads, dim];
     let o = if lse.len() == 2 { &packed[..] } else { &o[..] };
     let dtype = dtype_o(request, &q);
-    Ok(Results::from_iter([
-        made(shims, request, Slot::O, (o, dtype, q.device))?,
-        made(shims, request, Slot::Lse, (lse, FMHA_F32, q.device))?,
-    ]))
+    let mut results = Results::from_iter([made(shims, request, Slot::O, (o, dtype, q.device))?]);
+    if wants_lse {
+        results.push(made(shims, request, Slot::Lse, (lse, FMHA_F32, q.device))?);
+    }
+    Ok(results)
 }
 
 /// dQ, dK, dV.
@@ -309,5 +323,6 @@ mod tests {
         assert!(schema(4).starts_with("combine(Tensor o_parts, Tensor lse_parts, "));
         assert!(schema(4).ends_with("-> (Tensor, Tensor)"));
         assert_eq!(schema(5), "plain(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor, Tensor)");
+        assert_eq!(schema(7), "plain_o(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor)");
     }
 }
