@@ -14,6 +14,7 @@ pub mod sm80_bwd;
 pub mod sm90;
 pub mod sm90_bwd;
 pub mod split;
+pub mod tree_mask;
 pub mod wgmma;
 
 use fmha_core::source::{Header, KernelSource};
@@ -58,6 +59,7 @@ pub fn headers() -> Vec<Header> {
         "common/dropout.cuh",
         "common/exp2.cuh",
         "common/merge_parts.cuh",
+        "common/merge_tree.cuh",
         "common/output_place.cuh",
         "common/output_row.cuh",
         "common/philox_parts.cuh",
@@ -66,8 +68,10 @@ pub fn headers() -> Vec<Header> {
         "common/recompute_row.cuh",
         "common/scheduler.cuh",
         "common/score_modifiers.cuh",
+        "common/seen_keys.cuh",
         "common/softmax.cuh",
         "common/store_rows.cuh",
+        "common/tree_keys.cuh",
         "common/update_cache.cuh",
         "common/work.cuh",
         "common/zero_rows.cuh",
@@ -90,6 +94,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/fwd/consume.cuh",
         "sm80/fwd/epilogue.cuh",
         "sm80/fwd/fwd.cuh",
+        "sm80/fwd/fwd_tree.cuh",
         "sm80/fwd/load.cuh",
         "sm100/fwd/config.cuh",
         "sm100/fwd/correct.cuh",

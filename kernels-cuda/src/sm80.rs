@@ -7,7 +7,7 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, FwdProblem, KvLayout, QLayout, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileSchedule, UnitOfWork};
-use crate::{sm90, split};
+use crate::{sm90, split, tree_mask};
 
 mod table;
 
@@ -18,6 +18,8 @@ pub const NAME: &str = "sm80";
 
 /// The header that its entry includes.
 pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
+/// The one under a tree mask.
+const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
 
 abi_spec! {
     /// How the kernel computes.
@@ -199,9 +201,6 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
             ));
         }
     }
-    if problem.cache.tree_mask {
-        return refuse(format!("tree_mask of {} queries", problem.dims.seqlen_q));
-    }
     if let (Some(rotary), QLayout::Packed) = (problem.cache.rotary, problem.layout.q) {
         return refuse(format!(
             "rotary embedding of dim {} with packed Q: how many of its rows are turned is not known when a plan is made",
@@ -250,19 +249,36 @@ fn most_copied(problem: &FwdProblem) -> i32 {
 /// The kernel for a spec and a tile: arguments `FwdParams`, [`TileSchedule`].
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
+    source(spec, tile, false)
+}
+
+/// The same under a tree mask, of which the kernel takes [`TreeMask`](tree_mask::TreeMask) too.
+#[must_use]
+pub fn fwd_tree(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
+    source(spec, tile, true)
+}
+
+fn source(spec: &FwdSpec, tile: &Sm80Tile, tree: bool) -> KernelSource {
+    let (include, tree_param, call) = if tree {
+        (TREE_HEADER, tree_mask::PARAM, "fwd_tree<kSpec, kTile>(p, schedule, tree)")
+    } else {
+        (HEADER, "", "fwd<kSpec, kTile>(p, schedule)")
+    };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: HEADER,
+        include,
         constants: &constants,
         bounds: "__launch_bounds__(sm80::num_threads(kTile), kTile.ctas)",
-        params: "const __grid_constant__ FwdParams p, const __grid_constant__ TileSchedule schedule",
+        params: &format!(
+            "const __grid_constant__ FwdParams p, const __grid_constant__ TileSchedule schedule{tree_param}"
+        ),
         call: &format!(
             "static_assert(sizeof(sm80::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-             sm80::fwd<kSpec, kTile>(p, schedule);",
+             sm80::{call};",
             tile.smem_bytes(spec)
         ),
     };
-    crate::source(entry.render(), || [schedule::header(), host_header()])
+    crate::source(entry.render(), || [schedule::header(), host_header(), tree_mask::header()])
 }
 
 /// `fmha/sm80_host.h`: what this file shares with the device.

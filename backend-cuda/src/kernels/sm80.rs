@@ -10,6 +10,7 @@ use fmha_kernels_cuda::cache_update;
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80::{self, Room, Sm80Tile};
 use fmha_kernels_cuda::split::{self, KvParts};
+use fmha_kernels_cuda::tree_mask;
 
 use super::tile::settle;
 use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
@@ -68,9 +69,15 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
+        let tree = problem.cache.tree_mask;
+        let (source, merging) = if tree {
+            (sm80::fwd_tree(&own_spec, &tile), split::merge_tree as fn(&_, _) -> _)
+        } else {
+            (sm80::fwd(&own_spec, &tile), split::merge as fn(&_, _) -> _)
+        };
         let main = Launch {
             kernel: self.name(),
-            source: sm80::fwd(&own_spec, &tile),
+            source,
             grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), tile.num_threads().unsigned_abs()),
             shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
@@ -80,7 +87,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
             Launch {
                 kernel: MERGE_NAME,
-                source: split::merge(&spec, tile.stored),
+                source: merging(&spec, tile.stored),
                 grid,
                 shared_bytes: 0,
                 tiles: grid.groups.into(),
@@ -166,10 +173,20 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             }
             whole = forward;
         }
+        let mut tree = tree_mask::bind(call.problem, call.args);
+        // Kernels without a tree take one argument fewer; the driver reads as many as a kernel has.
+        let tree_argument = (&raw mut tree).cast();
+        if call.problem.cache.tree_mask {
+            whole = tree_mask::without_upper_end(&whole);
+        }
         if tile.split_keys == 0 {
-            // SAFETY: the kernel takes FwdParams and TileSchedule; `check_fwd` saw that the memory covers the problem.
+            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask; `check_fwd` saw that the
+            // memory covers the problem.
             return unsafe {
-                fwd.launch(&mut [(&raw mut whole).cast(), (&raw mut schedule).cast()], call.stream)
+                fwd.launch(
+                    &mut [(&raw mut whole).cast(), (&raw mut schedule).cast(), tree_argument],
+                    call.stream,
+                )
             };
         }
         let [merge] = exactly(steps.after())?;
@@ -177,9 +194,16 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let mut part = parts.params(&whole);
         // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
         // says.
-        unsafe { fwd.launch(&mut [(&raw mut part).cast(), (&raw mut schedule).cast()], call.stream)? };
-        // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
-        unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
+        unsafe {
+            fwd.launch(
+                &mut [(&raw mut part).cast(), (&raw mut schedule).cast(), tree_argument],
+                call.stream,
+            )?;
+        }
+        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask, whose memory was checked likewise.
+        unsafe {
+            merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast(), tree_argument], call.stream)
+        }
     }
 
     fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
