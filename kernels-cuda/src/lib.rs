@@ -6,6 +6,7 @@
 
 pub mod cache_update;
 pub mod combine;
+pub mod keep_mask;
 pub mod schedule;
 pub mod simt;
 pub mod sm100;
@@ -58,6 +59,7 @@ pub fn headers() -> Vec<Header> {
         "common/copy_tile.cuh",
         "common/dropout.cuh",
         "common/exp2.cuh",
+        "common/keep_mask.cuh",
         "common/merge_parts.cuh",
         "common/merge_tree.cuh",
         "common/output_place.cuh",

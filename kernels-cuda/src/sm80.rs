@@ -228,9 +228,6 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
         return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
     }
-    if problem.dropout.write_keep_mask {
-        return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
-    }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
         if length >= 1 << 29 {
             return refuse(format!("{field} {length} is not below 2^29"));

@@ -6,11 +6,11 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::cache_update;
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80::{self, Room, Sm80Tile};
 use fmha_kernels_cuda::split::{self, KvParts};
 use fmha_kernels_cuda::tree_mask;
+use fmha_kernels_cuda::{cache_update, keep_mask};
 
 use super::tile::settle;
 use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
@@ -25,6 +25,8 @@ pub(crate) struct Sm80 {
 const MERGE_NAME: &str = "sm80_merge";
 /// The name of the kernel that updates the cache.
 const UPDATE_NAME: &str = "sm80_update";
+/// The name of the kernel that writes dropout's keep mask.
+const KEEP_MASK_NAME: &str = "sm80_keep_mask";
 
 impl Recipe<ValidFwd, Cuda> for Sm80 {
     fn name(&self) -> &'static str {
@@ -40,7 +42,8 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let refuse = |reason: String| Refusal::new(self.name(), reason);
         facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         sm80::accepts(problem, facts.instructions.converts_fp8)?;
-        let spec = FwdSpec::of(problem);
+        // A launch of its own writes the keep mask.
+        let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
         let mut own = sm80::choose_tile(problem, room(facts));
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
@@ -105,6 +108,17 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
                 tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
             }
         });
+        let keep_mask = problem.dropout.write_keep_mask.then(|| {
+            let grid = Grid::new(keep_mask::grid(problem, facts.num_sms), keep_mask::NUM_THREADS);
+            Launch {
+                kernel: KEEP_MASK_NAME,
+                source: keep_mask::write(&spec),
+                grid,
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
+                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
+            }
+        });
         let mut workspace = tile.workspace(problem);
         if update.is_some() {
             workspace.bytes = place_of_update(workspace)
@@ -114,7 +128,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         }
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
-            launches: Launches::new(update, main, merge),
+            launches: Launches::new(update.into_iter().chain(keep_mask), main, merge),
             workspace,
             promises: Promises {
                 deterministic: true,
@@ -162,8 +176,10 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         };
         let fwd = steps.main();
         let mut whole = bind::fwd_params(call.problem, call.args);
-        if cache_update::is_wanted(call.problem) {
-            let [step] = exactly(steps.before())?;
+        let is_updated = cache_update::is_wanted(call.problem);
+        let (updates, keeps) = steps.before().split_at(usize::from(is_updated).min(steps.before().len()));
+        if is_updated {
+            let [step] = exactly(updates)?;
             let place = whole.workspace.0 + place_of_update(tile.workspace(call.problem));
             let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place);
             // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem,
@@ -172,6 +188,11 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
                 step.launch(&mut [(&raw mut whole).cast(), (&raw mut update).cast()], call.stream)?;
             }
             whole = forward;
+        }
+        if call.problem.dropout.write_keep_mask {
+            let [step] = exactly(keeps)?;
+            // SAFETY: the kernel takes FwdParams; `check_fwd` saw that the keep mask covers the problem.
+            unsafe { step.launch(&mut [(&raw mut whole).cast()], call.stream)? };
         }
         let mut tree = tree_mask::bind(call.problem, call.args);
         // Kernels without a tree take one argument fewer; the driver reads as many as a kernel has.
