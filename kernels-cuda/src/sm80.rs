@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, FwdProblem, KvLayout, QLayout, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileSchedule, UnitOfWork};
 use crate::{sm90, split, tree_mask};
@@ -200,12 +200,6 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
                 "dtype_cache {cache} with v_layout col-major: it is widened along its rows"
             ));
         }
-    }
-    if let (Some(rotary), QLayout::Packed) = (problem.cache.rotary, problem.layout.q) {
-        return refuse(format!(
-            "rotary embedding of dim {} with packed Q: how many of its rows are turned is not known when a plan is made",
-            rotary.dim
-        ));
     }
     let (qk, v, o) = (problem.dtypes.qk, problem.dtypes.v, problem.dtypes.o);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {

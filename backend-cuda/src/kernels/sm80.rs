@@ -152,6 +152,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
         let Some((tile, _)) = self.chosen else { return Ok(()) };
+        cache_update::check_rows(call.problem, call.args)?;
         let loads = u64::from(tile.copy_bytes.unsigned_abs());
         let stores_vectors = tile.vector_store && tile.split_keys == 0;
         let args = call.args;

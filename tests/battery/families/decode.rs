@@ -19,6 +19,7 @@ pub(crate) fn cases() -> Vec<Case> {
     paged(&mut cases);
     appended(&mut cases);
     rotated(&mut cases);
+    rotated_packed(&mut cases);
     quantised(&mut cases);
     latent(&mut cases);
     trees(&mut cases);
@@ -199,6 +200,26 @@ fn rotated(cases: &mut Vec<Case>) {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Packed queries that are turned, over a cache with a batch axis.
+fn rotated_packed(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (new, mask) in [(0, "b"), (3, "b"), (2, "0")] {
+            let name = format!("decode/rotary/packed_q/{dtype}/new{new}/{mask}");
+            let sizes = dims(9, 40, (4, 2), 40);
+            let mut problem = FwdProblem::new(QLayout::Packed, KvLayout::Strided, dtype, sizes);
+            problem.mask = masked(dtype, sizes, mask).mask;
+            problem.layout.seqused_k = true;
+            problem.cache.rotary =
+                Some(Rotary { dim: 16, pairs: RotaryPairs::Half, max_pos: 64, dtype: DType::F32 });
+            problem.cache.append = (new > 0).then(|| Append::batch(&problem, new));
+            let mut lengths = Lengths::packed(&[(1, 40), (9, 13), (0, 7)]);
+            lengths.totals.total_k = None;
+            lengths.seqused_k = vec![37, 5, 0];
+            push(cases, name, problem, lengths);
         }
     }
 }
