@@ -7,7 +7,7 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, Untyped
 use fmha_core::layout::{QLayout, Shape, Strides};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::KvKind;
-use fmha_core::{DType, FwdArgs, FwdProblem, RotaryPairs, VLayout, abi_spec, abi_struct};
+use fmha_core::{DType, FwdArgs, FwdProblem, ProblemError, RotaryPairs, VLayout, abi_spec, abi_struct};
 
 /// Threads of a CTA; a warp takes a row at a time.
 pub const NUM_THREADS: u32 = 128;
@@ -89,9 +89,30 @@ fn turned_strides(problem: &FwdProblem) -> Strides {
 #[must_use]
 pub fn workspace_bytes(problem: &FwdProblem) -> u64 {
     let shape = problem.shape_q();
-    let rows = u64::from(shape.batch) * u64::from(shape.seq) * u64::from(shape.head);
+    let rows = turned_rows(problem).saturating_mul(shape.head.into());
     let row = u64::from(shape.dim.next_multiple_of(8)) * 2;
     first_query(problem) + if problem.cache.rotary.is_some() { rows.saturating_mul(row) } else { 0 }
+}
+
+/// Rows of Q that the workspace has room for: of packed sequences as many as all of the longest length have.
+fn turned_rows(problem: &FwdProblem) -> u64 {
+    u64::from(problem.dims.batch) * u64::from(problem.dims.seqlen_q)
+}
+
+/// Whether the queries of a call, whose packed rows are known only now, have room where they are turned to.
+///
+/// # Errors
+/// `total_q`, where they have none.
+pub fn check_rows(problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+    let (rows, room) = (args.seq.totals.total_q.unwrap_or(0), turned_rows(problem));
+    if problem.cache.rotary.is_some() && u64::from(rows) > room {
+        let fmha_core::Dims { batch, seqlen_q, .. } = problem.dims;
+        let text = format!(
+            "total_q {rows} is beyond batch {batch} times seqlen_q {seqlen_q}, whose rows are turned"
+        );
+        return Err(ProblemError::new("total_q", text));
+    }
+    Ok(())
 }
 
 /// Where the queries begin.
@@ -114,7 +135,11 @@ pub fn bind(
         strides.map_or(View::NULL, |strides| View::new(address(slice), strides, packs))
     };
     let q = match problem.cache.rotary {
-        Some(_) => View::new(workspace + first_query(problem), turned_strides(problem), false),
+        Some(_) => View::new(
+            workspace + first_query(problem),
+            turned_strides(problem),
+            problem.layout.q == QLayout::Packed,
+        ),
         None => whole.q,
     };
     let update = CacheUpdate {

@@ -6,6 +6,7 @@
 
 pub mod cache_update;
 pub mod combine;
+pub mod keep_mask;
 pub mod schedule;
 pub mod simt;
 pub mod sm100;
@@ -15,6 +16,7 @@ pub mod sm90;
 pub mod sm90_bwd;
 pub mod sm90_mla;
 pub mod split;
+pub mod tree_mask;
 pub mod wgmma;
 
 use fmha_core::source::{Header, KernelSource};
@@ -58,7 +60,9 @@ pub fn headers() -> Vec<Header> {
         "common/copy_tile.cuh",
         "common/dropout.cuh",
         "common/exp2.cuh",
+        "common/keep_mask.cuh",
         "common/merge_parts.cuh",
+        "common/merge_tree.cuh",
         "common/output_place.cuh",
         "common/output_row.cuh",
         "common/philox_parts.cuh",
@@ -67,8 +71,10 @@ pub fn headers() -> Vec<Header> {
         "common/recompute_row.cuh",
         "common/scheduler.cuh",
         "common/score_modifiers.cuh",
+        "common/seen_keys.cuh",
         "common/softmax.cuh",
         "common/store_rows.cuh",
+        "common/tree_keys.cuh",
         "common/update_cache.cuh",
         "common/work.cuh",
         "common/zero_rows.cuh",
@@ -91,6 +97,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/fwd/consume.cuh",
         "sm80/fwd/epilogue.cuh",
         "sm80/fwd/fwd.cuh",
+        "sm80/fwd/fwd_tree.cuh",
         "sm80/fwd/load.cuh",
         "sm100/fwd/config.cuh",
         "sm100/fwd/correct.cuh",

@@ -4,10 +4,10 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, FwdProblem, KvLayout, QLayout, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileSchedule, UnitOfWork};
-use crate::{sm90, split};
+use crate::{sm90, split, tree_mask};
 
 mod table;
 
@@ -18,6 +18,8 @@ pub const NAME: &str = "sm80";
 
 /// The header that its entry includes.
 pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
+/// The one under a tree mask.
+const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
 
 abi_spec! {
     /// How the kernel computes.
@@ -199,15 +201,6 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
             ));
         }
     }
-    if problem.cache.tree_mask {
-        return refuse(format!("tree_mask of {} queries", problem.dims.seqlen_q));
-    }
-    if let (Some(rotary), QLayout::Packed) = (problem.cache.rotary, problem.layout.q) {
-        return refuse(format!(
-            "rotary embedding of dim {} with packed Q: how many of its rows are turned is not known when a plan is made",
-            rotary.dim
-        ));
-    }
     let (qk, v, o) = (problem.dtypes.qk, problem.dtypes.v, problem.dtypes.o);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
         return refuse(format!("dtype_qk {qk} with dtype_v {v} is not one 16-bit type"));
@@ -229,9 +222,6 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
         return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
     }
-    if problem.dropout.write_keep_mask {
-        return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
-    }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
         if length >= 1 << 29 {
             return refuse(format!("{field} {length} is not below 2^29"));
@@ -250,19 +240,36 @@ fn most_copied(problem: &FwdProblem) -> i32 {
 /// The kernel for a spec and a tile: arguments `FwdParams`, [`TileSchedule`].
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
+    source(spec, tile, false)
+}
+
+/// The same under a tree mask, of which the kernel takes [`TreeMask`](tree_mask::TreeMask) too.
+#[must_use]
+pub fn fwd_tree(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
+    source(spec, tile, true)
+}
+
+fn source(spec: &FwdSpec, tile: &Sm80Tile, tree: bool) -> KernelSource {
+    let (include, tree_param, call) = if tree {
+        (TREE_HEADER, tree_mask::PARAM, "fwd_tree<kSpec, kTile>(p, schedule, tree)")
+    } else {
+        (HEADER, "", "fwd<kSpec, kTile>(p, schedule)")
+    };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: HEADER,
+        include,
         constants: &constants,
         bounds: "__launch_bounds__(sm80::num_threads(kTile), kTile.ctas)",
-        params: "const __grid_constant__ FwdParams p, const __grid_constant__ TileSchedule schedule",
+        params: &format!(
+            "const __grid_constant__ FwdParams p, const __grid_constant__ TileSchedule schedule{tree_param}"
+        ),
         call: &format!(
             "static_assert(sizeof(sm80::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-             sm80::fwd<kSpec, kTile>(p, schedule);",
+             sm80::{call};",
             tile.smem_bytes(spec)
         ),
     };
-    crate::source(entry.render(), || [schedule::header(), host_header()])
+    crate::source(entry.render(), || [schedule::header(), host_header(), tree_mask::header()])
 }
 
 /// `fmha/sm80_host.h`: what this file shares with the device.

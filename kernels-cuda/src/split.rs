@@ -8,6 +8,8 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, FwdProblem, abi_struct};
 
+use crate::tree_mask;
+
 /// The merging kernel's name in plans.
 pub const MERGE_NAME: &str = "sm100_merge";
 
@@ -137,21 +139,38 @@ pub fn merge_grid(problem: &FwdProblem, num_sms: u32) -> u32 {
 /// `stored`.
 #[must_use]
 pub fn merge(spec: &FwdSpec, stored: DType) -> KernelSource {
+    merging(spec, stored, false)
+}
+
+/// The same under a tree mask, of which the kernel takes [`TreeMask`](crate::tree_mask::TreeMask) too.
+#[must_use]
+pub fn merge_tree(spec: &FwdSpec, stored: DType) -> KernelSource {
+    merging(spec, stored, true)
+}
+
+fn merging(spec: &FwdSpec, stored: DType, tree: bool) -> KernelSource {
+    let (include, tree_param, call) = if tree {
+        ("fmha/common/merge_tree.cuh", tree_mask::PARAM, "split::merge_tree<kSpec, kStored>(p, parts, tree);")
+    } else {
+        ("fmha/common/merge_parts.cuh", "", "split::merge<kSpec, kStored>(p, parts);")
+    };
     // The whole spec: a row of very large scores is computed again from Q, K and V.
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kStored", &stored)];
     let entry = Entry {
-        include: "fmha/common/merge_parts.cuh",
+        include,
         constants: &constants,
         bounds: &format!("__launch_bounds__({MERGE_THREADS})"),
-        params: "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts",
-        call: "split::merge<kSpec, kStored>(p, parts);",
+        params: &format!(
+            "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts{tree_param}"
+        ),
+        call,
     };
     crate::source(entry.render(), || {
         let text = format!(
             "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
             KvParts::c_definition()
         );
-        [Header::rendered("fmha/kv_parts.h", text)]
+        [Header::rendered("fmha/kv_parts.h", text), tree_mask::header()]
     })
 }
 

@@ -59,8 +59,7 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backend: "cuda",
-        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks: kernels other than sm80's take none, sm80's \
-               no tree mask",
+        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks: kernels other than sm80's take none",
         applies: updates_the_cache,
     },
     Declared {

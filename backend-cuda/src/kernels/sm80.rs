@@ -6,10 +6,11 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::cache_update;
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80::{self, Room, Sm80Tile};
 use fmha_kernels_cuda::split::{self, KvParts};
+use fmha_kernels_cuda::tree_mask;
+use fmha_kernels_cuda::{cache_update, keep_mask};
 
 use super::tile::settle;
 use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
@@ -24,6 +25,8 @@ pub(crate) struct Sm80 {
 const MERGE_NAME: &str = "sm80_merge";
 /// The name of the kernel that updates the cache.
 const UPDATE_NAME: &str = "sm80_update";
+/// The name of the kernel that writes dropout's keep mask.
+const KEEP_MASK_NAME: &str = "sm80_keep_mask";
 
 impl Recipe<ValidFwd, Cuda> for Sm80 {
     fn name(&self) -> &'static str {
@@ -39,7 +42,8 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let refuse = |reason: String| Refusal::new(self.name(), reason);
         facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         sm80::accepts(problem, facts.instructions.converts_fp8)?;
-        let spec = FwdSpec::of(problem);
+        // A launch of its own writes the keep mask.
+        let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
         let mut own = sm80::choose_tile(problem, room(facts));
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
@@ -68,9 +72,15 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
+        let tree = problem.cache.tree_mask;
+        let (source, merging) = if tree {
+            (sm80::fwd_tree(&own_spec, &tile), split::merge_tree as fn(&_, _) -> _)
+        } else {
+            (sm80::fwd(&own_spec, &tile), split::merge as fn(&_, _) -> _)
+        };
         let main = Launch {
             kernel: self.name(),
-            source: sm80::fwd(&own_spec, &tile),
+            source,
             grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), tile.num_threads().unsigned_abs()),
             shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
@@ -80,7 +90,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
             Launch {
                 kernel: MERGE_NAME,
-                source: split::merge(&spec, tile.stored),
+                source: merging(&spec, tile.stored),
                 grid,
                 shared_bytes: 0,
                 tiles: grid.groups.into(),
@@ -98,6 +108,17 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
                 tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
             }
         });
+        let keep_mask = problem.dropout.write_keep_mask.then(|| {
+            let grid = Grid::new(keep_mask::grid(problem, facts.num_sms), keep_mask::NUM_THREADS);
+            Launch {
+                kernel: KEEP_MASK_NAME,
+                source: keep_mask::write(&spec),
+                grid,
+                shared_bytes: 0,
+                tiles: grid.groups.into(),
+                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
+            }
+        });
         let mut workspace = tile.workspace(problem);
         if update.is_some() {
             workspace.bytes = place_of_update(workspace)
@@ -107,7 +128,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         }
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
-            launches: Launches::new(update, main, merge),
+            launches: Launches::new(update.into_iter().chain(keep_mask), main, merge),
             workspace,
             promises: Promises {
                 deterministic: true,
@@ -131,6 +152,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
         let Some((tile, _)) = self.chosen else { return Ok(()) };
+        cache_update::check_rows(call.problem, call.args)?;
         let loads = u64::from(tile.copy_bytes.unsigned_abs());
         let stores_vectors = tile.vector_store && tile.split_keys == 0;
         let args = call.args;
@@ -155,8 +177,10 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         };
         let fwd = steps.main();
         let mut whole = bind::fwd_params(call.problem, call.args);
-        if cache_update::is_wanted(call.problem) {
-            let [step] = exactly(steps.before())?;
+        let is_updated = cache_update::is_wanted(call.problem);
+        let (updates, keeps) = steps.before().split_at(usize::from(is_updated).min(steps.before().len()));
+        if is_updated {
+            let [step] = exactly(updates)?;
             let place = whole.workspace.0 + place_of_update(tile.workspace(call.problem));
             let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place);
             // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem,
@@ -166,10 +190,25 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             }
             whole = forward;
         }
+        if call.problem.dropout.write_keep_mask {
+            let [step] = exactly(keeps)?;
+            // SAFETY: the kernel takes FwdParams; `check_fwd` saw that the keep mask covers the problem.
+            unsafe { step.launch(&mut [(&raw mut whole).cast()], call.stream)? };
+        }
+        let mut tree = tree_mask::bind(call.problem, call.args);
+        // Kernels without a tree take one argument fewer; the driver reads as many as a kernel has.
+        let tree_argument = (&raw mut tree).cast();
+        if call.problem.cache.tree_mask {
+            whole = tree_mask::without_upper_end(&whole);
+        }
         if tile.split_keys == 0 {
-            // SAFETY: the kernel takes FwdParams and TileSchedule; `check_fwd` saw that the memory covers the problem.
+            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask; `check_fwd` saw that the
+            // memory covers the problem.
             return unsafe {
-                fwd.launch(&mut [(&raw mut whole).cast(), (&raw mut schedule).cast()], call.stream)
+                fwd.launch(
+                    &mut [(&raw mut whole).cast(), (&raw mut schedule).cast(), tree_argument],
+                    call.stream,
+                )
             };
         }
         let [merge] = exactly(steps.after())?;
@@ -177,9 +216,16 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let mut part = parts.params(&whole);
         // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
         // says.
-        unsafe { fwd.launch(&mut [(&raw mut part).cast(), (&raw mut schedule).cast()], call.stream)? };
-        // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
-        unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
+        unsafe {
+            fwd.launch(
+                &mut [(&raw mut part).cast(), (&raw mut schedule).cast(), tree_argument],
+                call.stream,
+            )?;
+        }
+        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask, whose memory was checked likewise.
+        unsafe {
+            merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast(), tree_argument], call.stream)
+        }
     }
 
     fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {

@@ -16,8 +16,9 @@ namespace fmha::split {
 
 constexpr int32_t kWarp = 32;
 
-template <FwdSpec spec, DType stored>
-FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_batch, int32_t i_head, int32_t i) {
+template <FwdSpec spec, DType stored, class Keys>
+FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_batch, int32_t i_head, int32_t i,
+                           const Keys& keys) {
   constexpr int32_t columns = ceil_div(spec.head_dim_v, kWarp);
   const int32_t lane = threadIdx.x % kWarp;
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
@@ -35,7 +36,8 @@ FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_b
   for (int32_t step = 16; step > 0; step /= 2) top = max(top, ptx::shfl_xor(top, step));
   // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs.
   if (fabsf(top) < infinity() && fabsf(top * kLog2E) >= kLargestShift) {
-    RecomputedRow<spec, stored> again{p, span, i_head, i};
+    RecomputedRow<spec, stored, Keys> again{p,    span, i_head, i, span.storage_batch, span.q_row + i, {0, span.seqlen_k},
+                                            keys};
     again.run();
     return;
   }
@@ -78,14 +80,14 @@ FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_b
 }
 
 // Any grid of whole warps: each takes rows until none is left.
-template <FwdSpec spec, DType stored>
-FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts) {
+template <FwdSpec spec, DType stored, class Keys = EveryKey>
+FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& keys = {}) {
   const int64_t num_warps = int64_t(gridDim.x) * (blockDim.x / kWarp);
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
   for (int64_t at = int64_t(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp; at < num_rows; at += num_warps) {
     const int64_t batch_head = at / p.seqlen_q;
     merge_row<spec, stored>(p, parts, int32_t(batch_head / p.num_heads_q), int32_t(batch_head % p.num_heads_q),
-                    int32_t(at % p.seqlen_q));
+                            int32_t(at % p.seqlen_q), keys);
   }
 }
 

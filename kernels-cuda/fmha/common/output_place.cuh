@@ -26,8 +26,8 @@ FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
 
 // Rows of this warp, one of a lane, that are not finite although their log-sum-exp is: a value of V that the mask hides has
 // come through, or the sum has left f32. Each is computed again by the whole warp.
-template <FwdSpec spec, auto tile>
-FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect) {
+template <FwdSpec spec, auto tile, class Keys = EveryKey>
+FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect, const Keys& seen = {}) {
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
   const uint32_t lanes = ptx::vote_ballot(suspect);
 #pragma unroll 1
@@ -39,10 +39,11 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     if constexpr (split_keys<tile>() > 0) {
       const Range keys = keys_of_part<tile>(part_of<tile>(work), work.seqlen_k);
       const OutputPlace place = output_place<tile>(p, work);
-      RecomputedRow<spec, stored_type<spec, tile>()> again{p, span, i_head, i, place.batch, place.row + i, keys};
+      RecomputedRow<spec, stored_type<spec, tile>(), Keys> again{p, span, i_head, i, place.batch, place.row + i, keys, seen};
       again.run();
     } else {
-      RecomputedRow<spec, stored_type<spec, tile>()> again{p, span, i_head, i};
+      RecomputedRow<spec, stored_type<spec, tile>(), Keys> again{p,    span, i_head, i, span.storage_batch, span.q_row + i,
+                                                                 {0, span.seqlen_k}, seen};
       again.run();
     }
   }

@@ -11,6 +11,7 @@
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/common/output_row.cuh>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/num.h>
 #include <fmha/online_softmax.h>
 #include <fmha/philox.h>
@@ -28,8 +29,9 @@ FMHA_DEVICE constexpr bool may_be_non_finite(const FwdSpec& spec) {
   return spec.mask != MaskKind::Full || spec.dtype_v == DType::Bf16;
 }
 
-// One row: query i of a head, over the keys of `among`. K and V lie in memory as `stored`: Q's type, or FP8 beside 16 bits.
-template <FwdSpec spec, DType stored = spec.dtype_qk>
+// One row: query i of a head, over the keys of `among` that `keys` has too. K and V lie in memory as `stored`: Q's type, or FP8
+// beside 16 bits.
+template <FwdSpec spec, DType stored = spec.dtype_qk, class Keys = EveryKey>
 struct RecomputedRow {
   static constexpr bool widens = stored != spec.dtype_qk;
   static constexpr int32_t columns = ceil_div(spec.head_dim_v, 32);  // of O, to a lane
@@ -39,6 +41,7 @@ struct RecomputedRow {
   const int32_t i_head, i;
   const int32_t o_batch = span.storage_batch, o_row = span.q_row + i;  // where O lies
   const Range among = {0, span.seqlen_k};
+  const Keys keys = {};
   const int32_t lane = threadIdx.x % 32;
   const int32_t i_head_kv = i_head / p.gqa_ratio;
   const float scale = is_fp8(spec.dtype_qk) ? p.softmax_scale * descale(p.descale_q) * descale(p.descale_k) : p.softmax_scale;
@@ -76,10 +79,13 @@ struct RecomputedRow {
 
   FMHA_DEVICE float descale(const HeadScalars& x) const { return scalar_of(x, span.i_batch, i_head_kv, 1.f); }
 
-  FMHA_DEVICE void take(Range keys, const ScoreModifier& modifier) {
-    const int32_t begin = ptx::uniform(keys.begin), end = ptx::uniform(keys.end);
+  FMHA_DEVICE void take(Range range, const ScoreModifier& modifier) {
+    const int32_t begin = ptx::uniform(range.begin), end = ptx::uniform(range.end);
 #pragma unroll 1
     for (int32_t j = begin; j < end; ++j) {
+      if constexpr (!Keys::all) {
+        if (!ptx::uniform(keys.sees(span, i, j))) continue;
+      }
       float score = product(j);
       if constexpr (modifies_score(spec)) score = modified_score<spec>(modifier, score, i, j);
       else score = scale < 0.f ? -score : score;

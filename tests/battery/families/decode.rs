@@ -9,6 +9,7 @@ use super::edges::{data, masked};
 use crate::case::{Body, Case, Forward, Plant};
 use crate::init::mix;
 use crate::law::{Law, LawKind};
+use crate::tensor::Operand;
 use crate::tensors::Lengths;
 
 const WIDE: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
@@ -18,10 +19,12 @@ pub(crate) fn cases() -> Vec<Case> {
     paged(&mut cases);
     appended(&mut cases);
     rotated(&mut cases);
+    rotated_packed(&mut cases);
     quantised(&mut cases);
     latent(&mut cases);
     latent_blocks(&mut cases);
     trees(&mut cases);
+    trees_apart(&mut cases);
     mixed(&mut cases);
     modified(&mut cases);
     long(&mut cases);
@@ -202,6 +205,26 @@ fn rotated(cases: &mut Vec<Case>) {
     }
 }
 
+/// Packed queries that are turned, over a cache with a batch axis.
+fn rotated_packed(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (new, mask) in [(0, "b"), (3, "b"), (2, "0")] {
+            let name = format!("decode/rotary/packed_q/{dtype}/new{new}/{mask}");
+            let sizes = dims(9, 40, (4, 2), 40);
+            let mut problem = FwdProblem::new(QLayout::Packed, KvLayout::Strided, dtype, sizes);
+            problem.mask = masked(dtype, sizes, mask).mask;
+            problem.layout.seqused_k = true;
+            problem.cache.rotary =
+                Some(Rotary { dim: 16, pairs: RotaryPairs::Half, max_pos: 64, dtype: DType::F32 });
+            problem.cache.append = (new > 0).then(|| Append::batch(&problem, new));
+            let mut lengths = Lengths::packed(&[(1, 40), (9, 13), (0, 7)]);
+            lengths.totals.total_k = None;
+            lengths.seqused_k = vec![37, 5, 0];
+            push(cases, name, problem, lengths);
+        }
+    }
+}
+
 /// FP8 caches beside 16-bit queries, every descale, strided and paged.
 fn quantised(cases: &mut Vec<Case>) {
     for cache in [DType::E4m3Fn, DType::E5m2, DType::E4m3Fnuz, DType::E5m2Fnuz] {
@@ -330,6 +353,55 @@ fn trees(cases: &mut Vec<Case>) {
                     .collect();
                 push(cases, name, problem, lengths);
             }
+        }
+    }
+}
+
+/// Trees over caches that are long enough for parts, values that the tree hides from some queries and that are infinite, and
+/// packed queries.
+fn trees_apart(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (word, seqlen_q, seqlen_k) in [
+            ("parts", 5, 600),
+            ("parts", 33, 600),
+            ("infinite", 5, 70),
+            ("infinite", 5, 600),
+            ("packed", 9, 40),
+        ] {
+            let name = format!("decode/tree/{word}/{dtype}/q{seqlen_q}_k{seqlen_k}");
+            let mut problem = masked(dtype, dims(seqlen_q, seqlen_k, (4, 2), 32), "b");
+            let mut lengths = Lengths::default();
+            if word == "packed" {
+                let mask = problem.mask;
+                problem = FwdProblem::new(QLayout::Packed, KvLayout::Strided, dtype, problem.dims).mask(mask);
+                lengths = Lengths::packed(&[(1, 40), (9, 13), (0, 7)]);
+                lengths.totals.total_k = None;
+            }
+            problem.cache.tree_mask = true;
+            problem.write_lse = true;
+            lengths.seqused_k = used(&mut problem).seqused_k;
+            let (words, seed) = (problem.tree_mask_words(), data(&name).seed);
+            let rows = lengths.totals.total_q.unwrap_or(3 * seqlen_q);
+            // Each query sees the first of the last keys and its own; of "parts" and "packed" random others.
+            let others = |row: u32, n: u32| {
+                word != "infinite" && mix(seed ^ u64::from(row * 1000 + n)).is_multiple_of(2)
+            };
+            let sees = |row: u32, n: u32| n == 0 || n == row % seqlen_q || others(row, n);
+            let word_of = |row: u32, at: u32| {
+                let bits = (at * 32..(at * 32 + 32).min(seqlen_q)).filter(|&n| sees(row, n));
+                bits.fold(0u32, |bits, n| bits | 1 << (n % 32)).cast_signed()
+            };
+            lengths.tree_mask = (0..rows)
+                .flat_map(|row| (0..words).map(move |at| (row, at)))
+                .map(|(row, at)| word_of(row, at))
+                .collect();
+            let numbers = data(&name);
+            let mut case = Case::forward(name, problem, lengths, numbers);
+            if let (Body::Forward(forward), true) = (&mut case.body, word == "infinite") {
+                let key = seqlen_k - seqlen_q + 2;
+                forward.plant = Plant::At(Operand::V, [0, key, 0, 3], f64::INFINITY);
+            }
+            cases.push(case);
         }
     }
 }

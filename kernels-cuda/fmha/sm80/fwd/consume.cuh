@@ -2,12 +2,13 @@
 // accumulator of S, packed, is the operand A of P V, so that P never leaves the warp.
 #pragma once
 #include <fmha/common/score_modifiers.cuh>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/common/softmax.cuh>
 #include <fmha/sm80/fwd/config.cuh>
 
 namespace fmha::sm80 {
 
-template <FwdSpec spec, Sm80Tile tile>
+template <FwdSpec spec, Sm80Tile tile, class Keys>
 struct Consumer {
   using Shared = Smem<spec, tile>;
   static constexpr int n = tile.block_n, rows_of_sixteen = m_tiles(tile);
@@ -20,6 +21,7 @@ struct Consumer {
   const FwdParams& p;
   const Work& work;
   Shared& smem;
+  const Keys& keys;
   // Of the warp's rows the first, in the CTA and of the sequence's (packed) rows.
   const int32_t warp = threadIdx.x / 32, warp_row = warp / tile.value_parts * warp_rows(tile), first_row = work.first_row + warp_row;
   const int32_t part = warp % tile.value_parts;  // of O's columns
@@ -57,6 +59,7 @@ struct Consumer {
     bool edge = end > work.seqlen_k;
     if constexpr (has_hi) edge |= end > first_query + work.hi + 1;
     if constexpr (has_lo) edge |= begin < last_query + work.lo;
+    if constexpr (!Keys::all) edge |= end > work.seqlen_k - work.seqlen_q;
     return edge;
   }
 
@@ -71,11 +74,13 @@ struct Consumer {
       begin[r] = has_lo ? i + work.lo - first_key : 0;
     }
     const int32_t sinks = work.sink_columns - first_key;
+    const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
 #pragma unroll
     for (int e = 0; e < s.num_elems; ++e) {
       const int column = s.column(e), r = s.row(e);
       bool hidden = column >= end[r];
       if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
+      if constexpr (!Keys::all) hidden |= !keys.sees(span, query_of<tile>(p, first_row_of_two + 8 * r), first_key + column);
       if (hidden) s[e] = -infinity();
     }
   }

@@ -13,14 +13,14 @@ FMHA_DEVICE constexpr FwdSpec spec_of_part() {
   return part;
 }
 
-template <FwdSpec spec, Sm80Tile tile>
-FMHA_DEVICE void store(Consumer<spec, tile>& consumer) {
-  using RowSoftmax = typename Consumer<spec, tile>::RowSoftmax;
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
+  using RowSoftmax = typename Consumer<spec, tile, Keys>::RowSoftmax;
   const FwdParams& p = consumer.p;
   const Work& work = consumer.work;
   const float scale_log2 = consumer.scale_log2, offset_log2 = consumer.modifiers.offset_log2();
   const OutputPlace place = output_place<tile>(p, work);
-  const int32_t quad_lane = threadIdx.x % 4, first_column = consumer.part * Consumer<spec, tile>::Output::columns;
+  const int32_t quad_lane = threadIdx.x % 4, first_column = consumer.part * Consumer<spec, tile, Keys>::Output::columns;
   // As the stores see it: a row that ends with the part's columns.
   constexpr FwdSpec output = spec_of_part<spec, tile>();
   bool suspect[m_tiles(tile)][2];
@@ -68,7 +68,8 @@ FMHA_DEVICE void store(Consumer<spec, tile>& consumer) {
     for (int r = 0; r < 2; ++r) {
       // Of the four lanes of a row any may have found it.
       const bool found = quad_reduce(suspect[m][r] ? 1.f : 0.f, [](float a, float b) { return fmaxf(a, b); }) > 0.f;
-      if (__any_sync(ptx::kAllLanes, found)) recompute_rows<spec, tile>(p, work, consumer.row(m) + 8 * r, found && quad_lane == 0);
+      if (__any_sync(ptx::kAllLanes, found))
+        recompute_rows<spec, tile>(p, work, consumer.row(m) + 8 * r, found && quad_lane == 0, consumer.keys);
     }
   }
 }

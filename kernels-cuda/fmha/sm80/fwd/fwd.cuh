@@ -18,8 +18,8 @@
 
 namespace fmha::sm80 {
 
-template <FwdSpec spec, Sm80Tile tile>
-FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule) {
+template <FwdSpec spec, Sm80Tile tile, class Keys = EveryKey>
+FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Keys& keys = {}) {
   static_assert(spec.dtype_qk == spec.dtype_v && size_bytes(spec.dtype_qk) == 2 && !is_fp8(spec.dtype_qk), "sm80: one 16-bit type");
   static_assert(!spec.write_keep_mask, "sm80: it does not write the keep mask");
   static_assert(tile.block_m * tile.value_parts % (mma::kRows * tile.warps) == 0, "sm80: a warp has whole sixteens of rows");
@@ -43,7 +43,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule) {
     ptx::cp_async_commit_group();
   }
 
-  Consumer<spec, tile> consumer{p, work, smem};
+  Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
   consumer.begin();
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {

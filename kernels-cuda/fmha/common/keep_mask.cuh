@@ -1,0 +1,31 @@
+// Dropout's keep mask: a byte for every query and key of a sequence, be the key hidden or not. It depends on positions alone, so
+// that a launch of its own writes it, and the forward kernel may skip the blocks that the mask hides.
+#pragma once
+#include <fmha/philox.h>
+#include <fmha/seq.h>
+
+namespace fmha {
+
+// Any grid of whole warps: each takes rows until none is left, its lanes four keys at a time, which have one call of the
+// generator.
+template <FwdSpec spec>
+FMHA_DEVICE void write_keep_mask(const FwdParams& p) {
+  constexpr int32_t warp = 32;
+  const int64_t num_warps = int64_t(gridDim.x) * (blockDim.x / warp), num_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
+#pragma unroll 1
+  for (int64_t at = int64_t(blockIdx.x) * (blockDim.x / warp) + threadIdx.x / warp; at < num_rows; at += num_warps) {
+    const int32_t batch_head = int32_t(at / p.seqlen_q), i = int32_t(at % p.seqlen_q);
+    const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, batch_head / p.num_heads_q);
+    if (i >= span.seqlen_q) continue;
+    uint8_t* row = p.keep_mask + at * p.seqlen_k;
+#pragma unroll 1
+    for (int32_t j = threadIdx.x % warp * 4; j < span.seqlen_k; j += warp * 4) {
+      const Array<uint32_t, 4> words = dropout_words(p, batch_head, i, j / 4);
+#pragma unroll
+      for (int32_t k = 0; k < 4; ++k)
+        if (j + k < span.seqlen_k) row[j + k] = !spec.dropout || words[k] < p.dropout_threshold;
+    }
+  }
+}
+
+}  // namespace fmha

@@ -1,0 +1,13 @@
+// The merge of a split whose rows that are computed again see the keys of a tree.
+#pragma once
+#include <fmha/common/merge_parts.cuh>
+#include <fmha/common/tree_keys.cuh>
+
+namespace fmha::split {
+
+template <FwdSpec spec, DType stored>
+FMHA_DEVICE void merge_tree(const FwdParams& p, const KvParts& parts, const TreeMask& tree) {
+  merge<spec, stored>(p, parts, TreeKeys{tree});
+}
+
+}  // namespace fmha::split

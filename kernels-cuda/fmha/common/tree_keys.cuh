@@ -1,0 +1,23 @@
+// Tree masks: of the last keys of a sequence, as many as it has queries, each query sees those whose bits are set, of the keys
+// before them all. For speculative tokens, of which several may follow one.
+#pragma once
+#include <fmha/num.h>
+#include <fmha/seq.h>
+#include <fmha/tree_mask.h>
+
+namespace fmha {
+
+struct TreeKeys {
+  static constexpr bool all = false;
+  const TreeMask& mask;
+
+  // Of rows and keys beyond the sequence, which other tests hide, the last one's bit.
+  FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i, int32_t j) const {
+    const int32_t bit = min(j + span.seqlen_q - span.seqlen_k, span.seqlen_q - 1);
+    if (bit < 0) return true;
+    const int64_t row = int64_t(span.storage_batch) * mask.rows + span.q_row + min(i, span.seqlen_q - 1);
+    return uint32_t(mask.words[row * mask.row_words + bit / 32]) >> (bit % 32) & 1;
+  }
+};
+
+}  // namespace fmha

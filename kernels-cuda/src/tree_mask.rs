@@ -1,0 +1,46 @@
+//! The tree mask as kernels take it: an argument of its own, of those launches alone that have one.
+
+use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams, MaskParams};
+use fmha_core::source::Header;
+use fmha_core::{FwdArgs, FwdProblem, abi_struct};
+
+abi_struct! {
+    /// Which of a sequence's last keys each of its queries sees: bit n of a query's row is the n-th of them.
+    pub struct TreeMask {
+        /// `[batch, seqlen_q, row_words]`, or packed.
+        pub words: DevPtr<i32>,
+        /// Words of a query's row.
+        pub row_words: i32,
+        /// Rows from sequence to sequence, where Q has a batch axis.
+        pub rows: i32,
+    }
+}
+
+/// What the parameters of an entry end with.
+pub(crate) const PARAM: &str = ", const __grid_constant__ TreeMask tree";
+
+/// The argument of a call.
+#[must_use]
+pub fn bind(problem: &FwdProblem, args: &FwdArgs<'_>) -> TreeMask {
+    let words = args.cache.tree_mask.as_ref().map_or(0, |slice| slice.as_ptr() as u64);
+    TreeMask {
+        words: DevPtr::new(words),
+        row_words: problem.tree_mask_words() as i32,
+        rows: problem.dims.seqlen_q as i32,
+    }
+}
+
+/// The forward kernel's arguments: the tree stands in for the causal mask's upper end.
+#[must_use]
+pub fn without_upper_end(params: &FwdParams) -> FwdParams {
+    FwdParams { mask: MaskParams { hi: i32::MAX, ..params.mask }, ..*params }
+}
+
+/// `fmha/tree_mask.h`: what this file shares with the device.
+pub(crate) fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        TreeMask::c_definition()
+    );
+    Header::rendered("fmha/tree_mask.h", text)
+}
