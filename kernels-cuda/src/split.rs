@@ -146,13 +146,16 @@ pub fn merge(spec: &FwdSpec, stored: DType) -> KernelSource {
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts",
         call: "split::merge<kSpec, kStored>(p, parts);",
     };
-    crate::source(entry.render(), || {
-        let text = format!(
-            "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-            KvParts::c_definition()
-        );
-        [Header::rendered("fmha/kv_parts.h", text)]
-    })
+    crate::source(entry.render(), || [header()])
+}
+
+/// `fmha/kv_parts.h`: what merging kernels share with the host.
+pub(crate) fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        KvParts::c_definition()
+    );
+    Header::rendered("fmha/kv_parts.h", text)
 }
 
 #[cfg(test)]
