@@ -269,6 +269,40 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
     })
 }
 
+/// Threads of a CTA of the merging kernel, which merges one row.
+pub const MERGE_THREADS: u32 = 512;
+
+/// The merging kernel: `FwdParams` of the whole call, and [`KvParts`](split::KvParts).
+#[must_use]
+pub fn merge(spec: &FwdSpec) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 1] = [("kSpec", spec)];
+    let entry = Entry {
+        include: "fmha/sm90/mla/merge.cuh",
+        constants: &constants,
+        bounds: "__launch_bounds__(mla::kMergeThreads)",
+        params: "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts",
+        call: &format!(
+            "static_assert(mla::kMergeThreads == {MERGE_THREADS}, \"host and device disagree\"); mla::merge<kSpec>(p, parts);"
+        ),
+    };
+    crate::source(entry.render(), || [split::header()])
+}
+
+/// CTAs of the merging kernel, one a row.
+///
+/// # Errors
+/// More rows than a grid has.
+pub fn merge_grid(problem: &FwdProblem) -> Result<u32, String> {
+    let Dims { batch, seqlen_q, num_heads_q, .. } = problem.dims;
+    let rows = u64::from(batch).saturating_mul(num_heads_q.into()).saturating_mul(seqlen_q.into());
+    match u32::try_from(rows) {
+        Ok(rows) if u64::from(rows) <= MAX_TILES => Ok(rows.max(1)),
+        _ => Err(format!(
+            "batch {batch}, num_heads_q {num_heads_q} and seqlen_q {seqlen_q} make {rows} rows to merge"
+        )),
+    }
+}
+
 /// `fmha/sm90_mla_host.h`: what this file shares with the device.
 fn host_header() -> Header {
     let text = format!(

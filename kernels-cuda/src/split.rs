@@ -165,13 +165,16 @@ fn merging(spec: &FwdSpec, stored: DType, tree: bool) -> KernelSource {
         ),
         call,
     };
-    crate::source(entry.render(), || {
-        let text = format!(
-            "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-            KvParts::c_definition()
-        );
-        [Header::rendered("fmha/kv_parts.h", text), tree_mask::header()]
-    })
+    crate::source(entry.render(), || [header(), tree_mask::header()])
+}
+
+/// `fmha/kv_parts.h`: what merging kernels share with the host.
+pub(crate) fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        KvParts::c_definition()
+    );
+    Header::rendered("fmha/kv_parts.h", text)
 }
 
 #[cfg(test)]

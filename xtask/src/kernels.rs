@@ -306,6 +306,19 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..AMPERE
     },
+    // Latent attention: several blocks, which two warpgroups take in turn, by TMA and by copies; keys in parts.
+    Row {
+        kernel: Some("sm90_mla"),
+        in_test: Cases { filter: "^decode/latent/bf16/s(1x130|2x330)/", deal: 1 },
+        in_all: Cases { filter: "^decode/(latent|v_in_k/.*d576x512)/.*b?f16", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        kernel: Some("sm90_mla"),
+        tile: Some("split_keys=64"),
+        in_all: Cases { filter: "^decode/latent/.*b?f16", deal: 1 },
+        ..HOPPER_WALKING
+    },
     // Less shared memory, other tiles.
     Row {
         arch: "sm_89",
@@ -336,6 +349,7 @@ pub(crate) const ROWS: &[Row] = &[
 pub(crate) const QUICK: &[Row] = &[
     quick("sm90", OFF_TILE, HOPPER_WALKING),
     quick("sm90", "^backward/head_dim/bf16/d64$", HOPPER_WALKING),
+    quick("sm90_mla", "^decode/latent/bf16/s1x130/h16/0/strided$", HOPPER_WALKING),
     quick("simt", OFF_TILE, HOPPER),
     quick("combine", "^combine/f32_to_f32/n3/s17/d128$", HOPPER),
     quick("sm80", OFF_TILE, Row { mode: Mode::HappensBefore, ..AMPERE }),

@@ -25,6 +25,9 @@ const MERGE_NAME: &str = "sm90_mla_merge";
 /// The name of the kernel that updates the cache.
 const UPDATE_NAME: &str = "sm90_mla_update";
 
+/// CTAs of the merging kernel that a multiprocessor holds at a time: 512 threads each, of 2048.
+const MERGE_CTAS_PER_SM: u32 = 4;
+
 /// What copies of 16 bytes and TMA ask of addresses.
 const ALIGN: u64 = 16;
 
@@ -78,18 +81,24 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: facts.num_sms.into(),
         };
-        let rows = |kernel, source, groups, threads| {
-            let grid = Grid::new(groups, threads);
-            let (tiles, tiles_at_once) = (groups.into(), u64::from(ROW_CTAS_PER_SM * facts.num_sms));
-            Launch { kernel, source, grid, shared_bytes: 0, tiles, tiles_at_once }
+        let rows = |kernel, source, grid: Grid, at_once: u32| Launch {
+            kernel,
+            source,
+            grid,
+            shared_bytes: 0,
+            tiles: grid.groups.into(),
+            tiles_at_once: u64::from(at_once * facts.num_sms),
         };
-        let merge = is_split.then(|| {
-            let source = split::merge(&spec, problem.dtypes.qk);
-            rows(MERGE_NAME, source, split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS)
-        });
+        let mut merge = None;
+        if is_split {
+            let groups = text::merge_grid(problem).map_err(refuse)?;
+            let grid = Grid { dependent: true, ..Grid::new(groups, text::MERGE_THREADS) };
+            merge = Some(rows(MERGE_NAME, text::merge(&spec), grid, MERGE_CTAS_PER_SM));
+        }
         let update = cache_update::is_wanted(problem).then(|| {
             let source = cache_update::update(problem);
-            rows(UPDATE_NAME, source, cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS)
+            let grid = Grid::new(cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS);
+            rows(UPDATE_NAME, source, grid, ROW_CTAS_PER_SM)
         });
         let mut workspace = tile.workspace(problem);
         if update.is_some() {

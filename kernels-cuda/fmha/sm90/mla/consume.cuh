@@ -2,10 +2,8 @@
 // and warpgroup 1 the odd ones, counted as the tile walks them: it computes their scores and probabilities, once, multiplies
 // them by its half of V, and leaves them in shared memory for the other half.
 //
-//   tensor cores  S0          S1          P0 V     P1 V     S2          S3
-//   warpgroup 0   S0 ........ softmax 0 . P0 Vl .. P1 Vl .. S2 ........ softmax 2
-//   warpgroup 1               S1 ........ P0 Vr .. P1 Vr .............. S3 .......
-//                                         softmax 1
+//   warpgroup 0   S0  softmax 0  P0 Vl                     P1 Vl  S2  softmax 2  P2 Vl
+//   warpgroup 1                  P0 Vr  S1  softmax 1      P1 Vr                 P2 Vr  S3
 //
 // Running maxima go from block to block, and so from one warpgroup to the other with the probabilities; O and the sums of both
 // follow them, so that the result is that of one warpgroup that walks all blocks.
@@ -135,64 +133,40 @@ struct Consumer {
     ptx::mbarrier_arrive_if(smem.k_empty[slot][group], first_lane);
   }
 
-  FMHA_DEVICE void run() {
-    o.clear();
-    softmax.reset();
-    ptx::mbarrier_wait_parity(smem.q_full, 0);
-    const int32_t num_blocks = ptx::uniform(work.num_blocks);
-    if constexpr (group == 0) {
-      run_even(num_blocks);
-    } else {
-      run_odd(num_blocks);
-    }
-  }
-
-  // Scores begin as soon as their block is there, after the products of the block before: what those read is released first.
-  FMHA_DEVICE void run_even(int32_t num_blocks) {
-    int32_t i = 0;
-#pragma unroll 1
-    for (; i + 1 < num_blocks; i += 2) {
-      start_scores(i);
-      wait_for_scores();
-      exponentiate(i);
-      rescale();
-      start_own();
-      finish_and_release(0);
-      adopt_maxima();
-      rescale();
-      start_other();
-      finish_and_release(1);
-    }
-    if (i == num_blocks) return;
+  // Its own i-th block: scores, probabilities, products with its half of V.
+  FMHA_DEVICE void do_own(int32_t i) {
     start_scores(i);
     wait_for_scores();
     exponentiate(i);
     rescale();
     start_own();
-    finish_and_release(0);
+    finish_and_release(group);
   }
-
-  // Scores are under way while the other warpgroup computes the probabilities of the block before.
-  FMHA_DEVICE void run_odd(int32_t num_blocks) {
-    int32_t i = 1;
-#pragma unroll 1
-    for (; i < num_blocks; i += 2) {
-      start_scores(i);
-      wait_for_scores();
-      adopt_maxima();
-      rescale();
-      start_other();
-      exponentiate(i);
-      finish_and_release(0);
-      rescale();
-      start_own();
-      finish_and_release(1);
-    }
-    if (i > num_blocks) return;
+  // The other's block: products with its half of V.
+  FMHA_DEVICE void do_other() {
     adopt_maxima();
     rescale();
     start_other();
-    finish_and_release(0);
+    finish_and_release(other);
+  }
+
+  // Blocks in their order. A slot is refilled while the other one's block is computed; what the products of a block have read
+  // is released before the scores of the next one are waited for.
+  FMHA_DEVICE void run() {
+    o.clear();
+    softmax.reset();
+    ptx::mbarrier_wait_parity(smem.q_full, 0);
+    const int32_t num_blocks = ptx::uniform(work.num_blocks);
+    int32_t i = 0;
+#pragma unroll 1
+    for (; i + 1 < num_blocks; i += 2) {
+      if constexpr (group == 0) do_own(i);
+      do_other();
+      if constexpr (group == 1) do_own(i + 1);
+    }
+    if (i == num_blocks) return;
+    if constexpr (group == 0) do_own(i);
+    if constexpr (group == 1) do_other();
   }
 };
 

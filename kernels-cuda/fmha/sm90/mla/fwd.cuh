@@ -1,9 +1,10 @@
 // Latent attention (DeepSeek's MLA, absorbed) on Hopper: keys of 576 elements, whose first 512 are the values, of few kv heads,
 // in most models one, with 16 to 128 query heads each.
 //
-// A CTA has 64 rows, (query, head) pairs, and one part of the keys, which are read into shared memory once. How two warpgroups
-// share the rows, and overlap each other's softmax, is that of FlashMLA (DeepSeek, 2025): consume.cuh.
+// A CTA has 64 rows, (query, head) pairs, and one part of the keys, which are read into shared memory once. That two warpgroups
+// share the rows, and each computes every second block's scores for both, is the idea of FlashMLA (DeepSeek, 2025): consume.cuh.
 #pragma once
+#include <fmha/ptx/grid.cuh>
 #include <fmha/sm90/mla/epilogue.cuh>
 #include <fmha/sm90/mla/load.cuh>
 
@@ -44,6 +45,8 @@ FMHA_DEVICE void fwd(const FwdParams& p, const ptx::TensorMap& map, const MlaSch
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  // The merge's CTAs find no room before these end, and wait for all of them.
+  if constexpr (tile.split_keys > 0) ptx::launch_dependents();
   const Work work = resolve<spec, (tile.split_keys > 0)>(p, schedule, blockIdx.x);
   if (!work.has_rows) return;
   if (ptx::uniform(threadIdx.x / kWarpgroup) == 0) {
