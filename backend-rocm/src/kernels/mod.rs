@@ -7,6 +7,7 @@ mod cdna_decode;
 mod combine;
 mod simt;
 mod simt_bwd;
+mod update;
 
 use fmha_core::tune::TunedTiles;
 use fmha_core::{DType, ResourceUsage, Result, Roofline, ValidBwd, ValidCombine, ValidFwd};
@@ -35,11 +36,7 @@ impl Vendor for Rocm {
 
 impl Family<ValidFwd> for Rocm {
     fn recipes() -> Vec<Kernel<ValidFwd, Self>> {
-        vec![
-            Kernel::new(CdnaDecode::default()),
-            Kernel::new(Cdna::default()),
-            Kernel::new(Simt::default()),
-        ]
+        vec![Kernel::new(CdnaDecode::default()), Kernel::new(Cdna::default()), Kernel::new(Simt::default())]
     }
 }
 
