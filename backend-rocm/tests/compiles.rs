@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{
-    Bias, BiasBroadcast, BwdProblem, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem, PlanOptions,
-    Strides, VLayout,
+    Bias, BiasBroadcast, BwdProblem, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem, KvLayout,
+    PlanOptions, QLayout, Strides, VLayout,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -125,6 +125,100 @@ fn spilled_on(arch: Arch, compiles: &dyn Fn(usize) -> bool) -> Vec<String> {
         }
     }
     spilled
+}
+
+/// What a decode kernel is compiled for, in every branch.
+fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
+    let paged = |dtype, (head_dim_qk, head_dim_v)| {
+        let dims = Dims { seqlen_q: 2, head_dim_qk, head_dim_v, ..DIMS };
+        FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, dtype, dims)
+    };
+    let rows = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (33, 5), (250, 250)];
+    let mut all: Vec<_> =
+        rows.into_iter().map(|dims| (format!("d{}x{}", dims.0, dims.1), paged(DType::Bf16, dims))).collect();
+    all.push(("f16".to_owned(), paged(DType::F16, (128, 128))));
+    for (qk, v) in [(128, 128), (240, 256), (200, 200)] {
+        all.push((format!("softcap/d{qk}x{v}"), paged(DType::Bf16, (qk, v)).softcap(20.0)));
+    }
+    for (qk, v) in [(128, 128), (240, 256), (200, 200)] {
+        let mut quantised = paged(DType::Bf16, (qk, v)).softcap(20.0);
+        quantised.cache.dtype = Some(fp8);
+        all.push((format!("{fp8} cache/d{qk}x{v}"), quantised));
+    }
+    all
+}
+
+fn no_decode_spills(compiles: fn(usize, usize) -> bool) {
+    if !support::clang_is_there() {
+        return;
+    }
+    let of_arch = |at: usize, arch: Arch| {
+        let backend = fmha_rocm::pretend(arch.name()).unwrap();
+        let fp8 = if arch == Arch::Gfx950 { DType::E4m3Fn } else { DType::E4m3Fnuz };
+        for (number, (name, problem)) in decode_problems(fp8).into_iter().enumerate() {
+            let is_refused = problem.cache.dtype.is_some() && arch == Arch::Gfx90a;
+            if is_refused || !compiles(number, at) {
+                continue;
+            }
+            let options = PlanOptions::default().kernel("cdna_decode");
+            let code = support::code_object(&backend, &problem.validate().unwrap(), &options);
+            let found = Resources::of(&code).unwrap();
+            assert_eq!((found.vgpr_spills, found.sgpr_spills), (0, 0), "{arch:?} {name}: {found:?}");
+        }
+    };
+    std::thread::scope(|scope| {
+        for (at, arch) in Arch::ALL.into_iter().enumerate() {
+            scope.spawn(move || of_arch(at, arch));
+        }
+    });
+}
+
+#[test]
+fn decode_compiles_somewhere_without_spills() {
+    no_decode_spills(|problem, arch| problem % Arch::ALL.len() == arch);
+}
+
+#[test]
+#[ignore = "some 40 kernels are compiled: cargo xtask test --all"]
+fn decode_compiles_everywhere_without_spills() {
+    no_decode_spills(|_, _| true);
+}
+
+#[test]
+fn what_decode_does_not_take_is_refused_with_field_and_number() {
+    let refusal = |arch: &str, problem: FwdProblem, options: &PlanOptions| {
+        let backend = fmha_rocm::pretend(arch).unwrap();
+        backend.plan_fwd(&problem.validate().unwrap(), options).unwrap_err().to_string()
+    };
+    let paged =
+        |dims: Dims| FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, dims);
+    let quantised = |cache| {
+        let mut problem = paged(DIMS);
+        problem.cache.dtype = Some(cache);
+        problem
+    };
+    let named = PlanOptions::default().kernel("cdna_decode");
+    for (arch, problem, options, part) in [
+        ("gfx942", paged(dims(576, 512)), named.clone(), "head_dim_qk 576 is larger than 256"),
+        ("gfx942", paged(DIMS).p_drop(0.25), named.clone(), "p_drop 0.25 is not taken"),
+        (
+            "gfx90a",
+            quantised(DType::E4m3Fnuz),
+            named.clone(),
+            "dtype_cache e4m3fnuz has no conversion on gfx90a",
+        ),
+        (
+            "gfx950",
+            quantised(DType::E5m2Fnuz),
+            named.clone(),
+            "dtype_cache e5m2fnuz has no conversion on gfx950",
+        ),
+        ("gfx942", paged(DIMS), named.clone().tile([("split_keys", "48")]), "split_keys=48"),
+        ("gfx942", FwdProblem::batch(DType::F32, DIMS), named.clone(), "dtype_qk f32 with dtype_v f32"),
+    ] {
+        let text = refusal(arch, problem, &options);
+        assert!(text.contains(part), "{text}");
+    }
 }
 
 fn backward_problems() -> Vec<(String, BwdProblem)> {

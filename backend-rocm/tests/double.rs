@@ -326,7 +326,7 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
     ] {
         let bytes: Vec<u8> = offsets.iter().flat_map(|offset: &i32| offset.to_le_bytes()).collect();
         let (cu_q, cu_k) = (upload(&backend, &bytes), upload(&backend, &bytes));
-        for kernel in ["cdna_fwd", "simt"] {
+        for kernel in ["cdna_decode", "cdna_fwd", "simt"] {
             let options = PlanOptions::default().kernel(kernel.to_owned());
             let mut run = |options: &PlanOptions| {
                 let plan = backend.plan_fwd(&problem, options).unwrap();

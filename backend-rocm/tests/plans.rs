@@ -82,7 +82,8 @@ fn a_process_that_plans_forward() {
     let fast = plan(DType::Bf16, &PlanOptions::default()).unwrap();
     assert_eq!((fast.kernel(), fast.is_fallback()), ("cdna_fwd", false));
     assert_eq!(details(&fast), tiled);
-    assert_eq!(fast.refusals(), []);
+    let too_long = Refusal::new("cdna_decode", "seqlen_q 300 is more than 64, and cdna_fwd takes it");
+    assert_eq!(fast.refusals(), [too_long]);
     assert_eq!(fast.workspace(), Workspace::NONE);
     assert_eq!(fast.steps().len(), 1);
     assert_eq!(fast.explain().launch, Some(launch(16, 512)));
@@ -104,19 +105,26 @@ fn a_process_that_plans_forward() {
     more.push(format!("unaligned operands: refused: {NO_COMPILER}"));
     assert_eq!(details(&plan(DType::Bf16, &slow_too()).unwrap()), more);
 
-    let f32_is_none = Refusal::new("cdna_fwd", "dtype_qk f32 is no operand of gfx942's matrix instructions");
+    let f32_is_none = [
+        Refusal::new("cdna_decode", "dtype_qk f32 with dtype_v f32 is not one 16-bit type"),
+        Refusal::new("cdna_fwd", "dtype_qk f32 is no operand of gfx942's matrix instructions"),
+    ];
     let slow = plan(DType::F32, &slow_too()).unwrap();
     assert_eq!((slow.kernel(), slow.is_fallback()), ("simt", true));
     assert_eq!(details(&slow), ["arch: gfx942", "tile: a wave to a row, 64 keys at a time"]);
-    assert_eq!(slow.refusals(), std::slice::from_ref(&f32_is_none));
+    assert_eq!(slow.refusals(), f32_is_none);
     // 2 x 4 x 300 rows, four a workgroup.
     assert_eq!(slow.explain().launch, Some(launch(600, 256)));
     let named = plan(DType::Bf16, &asking("simt")).unwrap();
     assert_eq!((named.kernel(), named.is_fallback(), named.refusals()), ("simt", true, &[][..]));
 
     let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
-    assert_eq!(refusals(plan(DType::F32, &PlanOptions::default())), [f32_is_none, not_allowed]);
-    let unknown = Refusal::new("fast", "there is no such forward kernel (known: cdna_fwd, simt)");
+    assert_eq!(
+        refusals(plan(DType::F32, &PlanOptions::default())),
+        [&f32_is_none[..], &[not_allowed]].concat()
+    );
+    let unknown =
+        Refusal::new("fast", "there is no such forward kernel (known: cdna_decode, cdna_fwd, simt)");
     assert_eq!(refusals(plan(DType::Bf16, &asking("fast"))), [unknown]);
 }
 
@@ -229,7 +237,7 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
-        assert_eq!(backend.kernels(), ["cdna_fwd", "simt", "cdna_bwd", "combine"]);
+        assert_eq!(backend.kernels(), ["cdna_decode", "cdna_fwd", "simt", "cdna_bwd", "combine"]);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));
         }

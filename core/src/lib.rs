@@ -47,6 +47,8 @@ pub mod bwd_workspace;
 #[doc(hidden)]
 pub mod cache;
 #[doc(hidden)]
+pub mod cache_update;
+#[doc(hidden)]
 pub mod call;
 #[doc(hidden)]
 pub mod combine;

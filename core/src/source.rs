@@ -155,6 +155,7 @@ pub fn headers() -> Vec<Header> {
         "range.h",
         "row_bwd.h",
         "row_fwd.h",
+        "update_cache.h",
         "num.h",
     ));
     headers.push(Header::rendered("fmha/params.h", params_h()));

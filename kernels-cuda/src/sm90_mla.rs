@@ -4,7 +4,7 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{Bias, DType, Dims, FwdProblem, KvLayout, QLayout, Refusal, Workspace, abi_spec, abi_struct};
+use fmha_core::{Bias, DType, Dims, FwdProblem, KvLayout, Refusal, Workspace, abi_spec, abi_struct};
 
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 use crate::{sm90, split};
@@ -158,12 +158,6 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     }
     if problem.cache.tree_mask {
         return refuse(format!("tree_mask of {seqlen_q} queries"));
-    }
-    if let (Some(rotary), QLayout::Packed) = (problem.cache.rotary, problem.layout.q) {
-        return refuse(format!(
-            "rotary embedding of dim {} with packed Q: how many of its rows are turned is not known when a plan is made",
-            rotary.dim
-        ));
     }
     if let Some(cap) = problem.score.softcap {
         return refuse(format!("softcap {cap} is not taken"));

@@ -4,6 +4,7 @@
 //! the parts.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
+use fmha_core::cache_update;
 use fmha_core::fields::{Fields as _, Takes, knob_values};
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::tune::TileOptions;
@@ -25,10 +26,11 @@ pub const MERGE: &str = "cdna_decode_merge";
 pub const HEADER: &str = "fmha/cdna/decode/main.h";
 const MERGE_HEADER: &str = "fmha/cdna/decode/merge.h";
 
-/// Waves of a workgroup, which share nothing.
-const WAVES: u32 = 4;
-/// Threads of a workgroup of either launch.
-pub const NUM_THREADS: u32 = WAVES * 64;
+/// Waves of a workgroup, at most.
+const MOST_WAVES: u32 = 4;
+const WAVE_THREADS: u32 = 64;
+/// Threads of a workgroup of the launch behind.
+pub const MERGE_THREADS: u32 = 256;
 /// Rows of a wave, and keys of a step.
 const EDGE: u32 = 32;
 const MAX_HEAD_DIM: u32 = 256;
@@ -99,8 +101,8 @@ abi_struct! {
         pub row_blocks: i32,
         /// Of the first launch.
         pub num_waves: i32,
-        /// Nothing.
-        pub reserved: i32,
+        /// Of a workgroup.
+        pub waves_of_group: i32,
     }
 }
 
@@ -136,7 +138,7 @@ pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Re
     let num_parts = dims.seqlen_k.div_ceil(tile.split_keys.unsigned_abs()).max(1);
     let num_waves = groups.saturating_mul(num_parts.into());
     // The merge has a workgroup for each row.
-    let most = u64::from(u32::MAX / NUM_THREADS);
+    let most = u64::from(u32::MAX / MERGE_THREADS);
     if num_waves > most || rows > most {
         refuse!(
             NAME,
@@ -182,7 +184,7 @@ fn takes(problem: &FwdProblem, arch: Arch) -> Result<(), Refusal> {
     if problem.dropout.write_keep_mask {
         refuse!(NAME, "write_keep_mask: keys that the mask hides are not walked");
     }
-    problem.refuse_cache_updates(NAME)
+    crate::cache_update::takes(problem, NAME)
 }
 
 /// Calls that the forward kernel takes as well, and is as fast at, or whose bits would else depend on how many queries
@@ -267,11 +269,12 @@ impl CdnaDecode {
     pub fn source(&self) -> KernelSource {
         // Rows of 256 take more than half of a SIMD's registers.
         let waves = if self.spec.head_dim_qk.max(self.spec.head_dim_v) > 128 { 1 } else { WAVES_OF_A_SIMD };
+        let most = MOST_WAVES * WAVE_THREADS;
         let entry = Entry {
             include: HEADER,
             constants: &[("kSpec", &self.spec)],
             bounds: &format!(
-                "__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS}), \
+                "__attribute__((amdgpu_flat_work_group_size({WAVE_THREADS}, {most}), \
                  amdgpu_waves_per_eu({waves}, {waves})))"
             ),
             params: "CdnaDecodeParams p",
@@ -286,17 +289,31 @@ impl CdnaDecode {
         let entry = Entry {
             include: MERGE_HEADER,
             constants: &[],
-            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS})))"),
+            bounds: &format!(
+                "__attribute__((amdgpu_flat_work_group_size({MERGE_THREADS}, {MERGE_THREADS})))"
+            ),
             params: "CdnaDecodeParams p",
             call: &format!("cdna::decode::merge<{}>(p);", self.spec.head_dim_v),
         };
         rendered(entry)
     }
 
+    /// Waves that have the same keys for other rows are a workgroup, and find them in one compute unit's cache; others are
+    /// workgroups of their own, so that few of them are dealt to many compute units.
+    fn waves_of_group(&self) -> u32 {
+        self.row_blocks.clamp(1, MOST_WAVES)
+    }
+
+    /// Threads of a workgroup of the first launch.
+    #[must_use]
+    pub fn num_threads(&self) -> u32 {
+        self.waves_of_group() * WAVE_THREADS
+    }
+
     /// Workgroups of the first launch.
     #[must_use]
     pub fn workgroups(&self) -> u64 {
-        self.num_waves.div_ceil(WAVES).into()
+        self.num_waves.div_ceil(self.waves_of_group()).into()
     }
 
     /// Workgroups of the launch behind: a row each.
@@ -342,7 +359,7 @@ impl CdnaDecode {
             num_parts: self.num_parts as i32,
             row_blocks: self.row_blocks as i32,
             num_waves: self.num_waves as i32,
-            reserved: 0,
+            waves_of_group: self.waves_of_group() as i32,
         }
     }
 
@@ -353,10 +370,12 @@ impl CdnaDecode {
     /// The operand, its address and the alignment that it lacks.
     pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
         let loads = if self.spec.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
+        // Turned queries lie in the workspace.
+        let turned = problem.cache.rotary.is_some();
         // A tensor without rows may lie anywhere.
         let has_keys = problem.shape_k().seq > 0;
         let operands = [
-            ("q", args.q.as_ptr() as u64, loads, true),
+            ("q", args.q.as_ptr() as u64, loads, !turned),
             ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
             ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
         ];
@@ -393,6 +412,9 @@ impl CdnaDecode {
         if spec.stored != spec.dtype {
             details.push(("cache", format!("{} widened to {} on load", spec.stored, spec.dtype)));
         }
+        if cache_update::is_wanted(problem) {
+            details.push(("before", format!("{} writes new keys and values", crate::cache_update::NAME)));
+        }
         if let KvLayout::Paged { page_size } = problem.layout.kv {
             details.push(("pages", format!("{page_size} keys each, looked up a tile ahead")));
         }
@@ -409,7 +431,7 @@ fn rendered(entry: Entry<'_>) -> KernelSource {
 /// `fmha/cdna/decode/tile.h`: what this file shares with the device.
 pub(crate) fn tile_header() -> Header {
     let text = format!(
-        "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::cdna {{\n\n{}\nconstexpr int kWavesOfGroup = {WAVES};\n\n}}  // namespace fmha::cdna\n",
+        "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::cdna {{\n\n{}\n}}  // namespace fmha::cdna\n",
         [CdnaDecodeSpec::c_definition(), CdnaDecodeParams::c_definition()].concat()
     );
     Header::rendered("fmha/cdna/decode/tile.h", text)

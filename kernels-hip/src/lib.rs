@@ -2,13 +2,14 @@
 //! a program can compile it wherever it finds clang or hipRTC.
 //!
 //! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma`
-//! (typed tiles) below `cdna` (forward and backward) and `combine.h`. What all vendors share comes from
+//! (typed tiles) below `cdna` (forward, decode, backward) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
 //!
 //! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid. A backend chooses among
 //! them, compiles and launches.
 
 pub mod arch;
+pub mod cache_update;
 pub mod cdna;
 pub mod cdna_bwd;
 pub mod cdna_decode;
@@ -193,6 +194,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/decode/load.h",
         "cdna/decode/main.h",
         "cdna/decode/merge.h",
+        "cdna/decode/update.h",
         "simt/bwd.h",
         "simt/fwd.h",
         "combine.h",

@@ -17,7 +17,13 @@ const ROWS_OF_A_WORKGROUP: u64 = 4;
 /// # Errors
 /// The number that is too large, or a tile that it has not.
 pub fn accept(problem: &FwdProblem, options: &PlanOptions) -> Result<FwdSpec, Refusal> {
-    problem.refuse_cache_updates(NAME)?;
+    if let Some(cache) = problem.cache.dtype {
+        refuse!(NAME, "dtype_cache {cache} beside {} is not taken", problem.dtypes.qk);
+    }
+    if problem.cache.tree_mask {
+        refuse!(NAME, "tree_mask of {} queries is not taken", problem.dims.seqlen_q);
+    }
+    crate::cache_update::takes(problem, NAME)?;
     if let Some((name, value)) = options.tile.first() {
         refuse!(NAME, "tile {name}={value}: it has no tile to set");
     }

@@ -64,8 +64,8 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backend: "rocm",
-        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
-        applies: updates_the_cache,
+        what: "FP8 caches: gfx90a converts from none of the four types, gfx942 from FNUZ, gfx950 from OCP",
+        applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
     },
 ];
 

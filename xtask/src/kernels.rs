@@ -339,6 +339,27 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: AMPERE_CASES, deal: 1 },
         ..AMPERE
     },
+    // Short queries: paged, appended, turned, quantised; in parts of one tile, which the short caches of the battery are not
+    // cut into by themselves.
+    Row {
+        in_test: Cases { filter: "^decode/.*bf16", deal: 24 },
+        in_all: Cases { filter: "^decode/", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
+    Row { in_test: NONE, in_all: Cases { filter: "^decode/", deal: 1 }, ..amd("gfx950", NONE) },
+    // Without laws of f16 pages: one has a subnormal f16 among its keys, which this architecture's matrix unit reads as 0.
+    Row {
+        in_test: NONE,
+        in_all: Cases { filter: "^decode/(.*bf16|[^p].*/f16|paged/f16)", deal: 1 },
+        ..amd("gfx90a", NONE)
+    },
+    Row {
+        kernel: Some("cdna_decode"),
+        tile: Some("split_keys=32"),
+        in_test: Cases { filter: "^decode/paged/bf16/p(7|64)/s(3x129|17x90)/b", deal: 1 },
+        in_all: Cases { filter: "^decode/(paged|layouts|long|tree)/.*bf16", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
@@ -357,6 +378,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),
     quick("cdna_bwd", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
+    quick("cdna_decode", "^decode/paged/bf16/p16/s3x129/b/nhd$", amd("gfx942", NONE)),
     quick("simt", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
 ];
 

@@ -152,7 +152,6 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
         let Some((tile, _)) = self.chosen else { return Ok(()) };
-        cache_update::check_rows(call.problem, call.args)?;
         let loads = u64::from(tile.copy_bytes.unsigned_abs());
         let stores_vectors = tile.vector_store && tile.split_keys == 0;
         let args = call.args;
@@ -182,7 +181,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         if is_updated {
             let [step] = exactly(updates)?;
             let place = whole.workspace.0 + place_of_update(tile.workspace(call.problem));
-            let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place);
+            let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place)?;
             // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem,
             // and the workspace is as large as the plan says.
             unsafe {

@@ -155,7 +155,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
         if cache_update::is_wanted(call.problem) {
             let [step] = exactly(steps.before())?;
             let place = whole.workspace.0 + place_of_update(tile.workspace(call.problem));
-            let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place);
+            let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place)?;
             // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem,
             // and the workspace is as large as the plan says.
             unsafe {

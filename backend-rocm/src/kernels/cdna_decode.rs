@@ -2,15 +2,14 @@
 
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
-    Accuracy, Call, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result, ValidFwd, Workspace,
-    bind,
+    Accuracy, Call, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result, ValidFwd, bind,
 };
 use fmha_gpu::{
     AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Tunable, deterministic_rows, exactly, settle,
 };
 use fmha_kernels_hip::{CdnaDecodeTile, Device, cdna_decode};
 
-use super::{DeviceFacts, Rocm, Steps, launch, lay_out};
+use super::{DeviceFacts, Rocm, Steps, launch, lay_out, update};
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct CdnaDecode {
@@ -29,13 +28,18 @@ impl CdnaDecode {
     /// What is launched, and what it promises.
     fn choice(chosen: Chosen, problem: &ValidFwd) -> Choice<Kernel<ValidFwd, Rocm>> {
         let kernel = chosen.kernel;
-        let threads = cdna_decode::NUM_THREADS;
-        let main = launch(cdna_decode::NAME, kernel.source(), kernel.workgroups(), threads);
-        let merge = launch(cdna_decode::MERGE, kernel.merge_source(), kernel.merge_workgroups(), threads);
+        let main = launch(cdna_decode::NAME, kernel.source(), kernel.workgroups(), kernel.num_threads());
+        let update = update::launch_before(problem);
+        let merge = launch(
+            cdna_decode::MERGE,
+            kernel.merge_source(),
+            kernel.merge_workgroups(),
+            cdna_decode::MERGE_THREADS,
+        );
         Choice {
             kernel: Kernel::new(Self { chosen: Some(chosen) }),
-            launches: Launches::new([], main, [merge]),
-            workspace: Workspace { bytes: kernel.workspace_bytes(), zeroed_bytes: 0 },
+            launches: Launches::new(update, main, [merge]),
+            workspace: update::workspace(problem, kernel.workspace_bytes()),
             // A row's keys have one order in each part, and its parts too; tiles and parts begin at its first key.
             promises: Promises { batch_invariant: chosen.is_batch_invariant, ..deterministic_rows() },
             details: kernel.details(problem),
@@ -92,7 +96,9 @@ impl Recipe<ValidFwd, Rocm> for CdnaDecode {
             return Err(ProblemError::new("plan", "plan: kernel cdna_decode has 0 tiles chosen").into());
         };
         let [merge] = exactly(steps.after())?;
-        let fwd = bind::fwd_params(call.problem, call.args);
+        let whole = bind::fwd_params(call.problem, call.args);
+        // SAFETY: the caller's promise; the workspace is as large as the plan said.
+        let fwd = unsafe { update::run(steps, call, &whole, kernel.workspace_bytes())? };
         let mut params = kernel.params(call.problem, call.args, &fwd, fwd.workspace.0);
         // SAFETY: both kernels take one CdnaDecodeParams, whose size they assert; core saw that its memory covers the
         // problem, and the workspace is as large as the plan said.

@@ -7,6 +7,7 @@ mod cdna_decode;
 mod combine;
 mod simt;
 mod simt_bwd;
+mod update;
 
 use fmha_core::tune::TunedTiles;
 use fmha_core::{DType, ResourceUsage, Result, Roofline, ValidBwd, ValidCombine, ValidFwd};

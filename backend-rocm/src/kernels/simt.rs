@@ -1,10 +1,10 @@
 //! The kernel that computes every forward problem.
 
-use fmha_core::{Call, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind};
+use fmha_core::{Call, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, bind};
 use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, deterministic_rows};
 use fmha_kernels_hip::{Device, simt};
 
-use super::{DeviceFacts, Rocm, Steps, launch, lay_out};
+use super::{DeviceFacts, Rocm, Steps, launch, lay_out, update};
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Simt {
@@ -30,8 +30,12 @@ impl Recipe<ValidFwd, Rocm> for Simt {
         let workgroups = simt::num_workgroups(problem);
         Ok(Choice {
             kernel: Kernel::new(Self { device: Some(facts.device) }),
-            launches: Launches::from(launch(simt::NAME, simt::source(&spec), workgroups, simt::NUM_THREADS)),
-            workspace: Workspace::NONE,
+            launches: Launches::new(
+                update::launch_before(problem),
+                launch(simt::NAME, simt::source(&spec), workgroups, simt::NUM_THREADS),
+                [],
+            ),
+            workspace: update::workspace(problem, 0),
             // A row is one wave's, its keys in one order, whatever the other rows are.
             promises: deterministic_rows(),
             details: vec![("tile", "a wave to a row, 64 keys at a time".to_owned())],
@@ -43,7 +47,9 @@ impl Recipe<ValidFwd, Rocm> for Simt {
     }
 
     unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidFwd>) -> Result<()> {
-        let mut params = bind::fwd_params(call.problem, call.args);
+        let whole = bind::fwd_params(call.problem, call.args);
+        // SAFETY: the caller's promise; the workspace is as large as the plan said.
+        let mut params = unsafe { update::run(steps, call, &whole, 0)? };
         // SAFETY: the kernel takes one FwdParams; core saw that its memory covers the problem.
         unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) }
     }

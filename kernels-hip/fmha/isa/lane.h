@@ -27,11 +27,6 @@ FMHA_DEVICE float ds_bpermute_b32(int lane, float x) {
   return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, x)));
 }
 
-// needs: gfx90a. DS_BPERMUTE_B32, CDNA3 ISA 12.12: as above, of bits.
-FMHA_DEVICE uint32_t ds_bpermute_b32(int lane, uint32_t x) {
-  return uint32_t(__builtin_amdgcn_ds_bpermute(lane * 4, int(x)));
-}
-
 #if defined(__gfx950__)
 // needs: gfx950. V_PERMLANE32_SWAP_B32, CDNA4 ISA 12.8: {low half of a and b, high half of a and b}.
 FMHA_DEVICE u32x2 v_permlane32_swap_b32(uint32_t a, uint32_t b) {

@@ -38,13 +38,17 @@ FMHA_DEVICE Frag load_chunk(const uint8_t* row, int32_t first, int32_t dim) {
       const uint32_t code = load_code<bytes>(row + min(first + i, dim - 1) * bytes);
       chunk[i * bytes / 4] |= (first + i < dim ? code : 0) << (i * bytes % 4 * 8);
     }
+    opaque_in_vgpr(chunk);  // and which of them are there in scalar registers, until the product
     sched_barrier();
     return chunk;
   } else {
-    // A row is whole chunks, so that one begins within it or lies behind it: there, the row's first is read in its place.
-    const bool is_there = !ends_early || first < dim;
-    const Frag chunk = load_global<Words<4>>(row + (is_there ? first : 0) * bytes);
-    return is_there ? chunk : Frag{};
+    const Frag chunk = load_global<Words<4>>(row + (!ends_early || first < dim ? first : 0) * bytes);
+    if constexpr (!ends_early) return chunk;
+    // A row is whole chunks, so that one begins within it or lies behind it: there, the row's first was read in its place.
+    // The mask is opaque: as selects of the compiler's, a row's chunks would fill the scalar registers.
+    uint32_t is_there = first < dim ? 0xffffffff : 0;
+    opaque_in_vgpr(is_there);
+    return chunk & is_there;
   }
 }
 
@@ -131,14 +135,14 @@ struct VTile {
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& v = params.call.fwd.v;
     const int64_t offset = row_offset(v, at, job.i_head_kv) * C::stored_bytes;
-    const uint32_t low = uint32_t(offset), high = uint32_t(offset >> 32);
+    const float low = float_of(uint32_t(offset)), high = float_of(uint32_t(offset >> 32));  // bits
     const int half = lane_half(), first = lane_col() * C::columns;
 #pragma unroll
     for (int s = 0; s < C::pv_steps; ++s) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int from = key_of(s, j, 0) + half * kRun;
-        const uint64_t there = uint64_t(ds_bpermute_b32(from, high)) << 32 | ds_bpermute_b32(from, low);
+        const uint64_t there = uint64_t(bits_of(ds_bpermute_b32(from, high))) << 32 | bits_of(ds_bpermute_b32(from, low));
         load(words[s][j], static_cast<const uint8_t*>(v.data) + int64_t(there), first, params.call.head_dim_v, v.dim);
       }
     }

@@ -50,10 +50,15 @@ struct Wave {
     }
   }
 
-  FMHA_DEVICE bool sees(const CdnaDecodeParams& params, int32_t key) const {
-    if (key >= job.span.seqlen_k || !visible(job.band, query, key)) return false;
+  // By length and band.
+  FMHA_DEVICE bool sees_in_band(int32_t key) const {
+    return key < job.span.seqlen_k && visible(job.band, query, key);
+  }
+
+  // By the tree mask, which is of the last keys, as many as there are queries.
+  FMHA_DEVICE bool sees_in_tree(const CdnaDecodeParams& params, int32_t key) const {
     const int32_t bit = key - (job.span.seqlen_k - job.span.seqlen_q);
-    if (!params.tree_mask || bit < 0) return true;
+    if (bit < 0 || bit >= job.span.seqlen_q) return bit < 0;
     const int64_t of_row = job.span.storage_batch * params.tree_mask_batch + job.span.q_row + query;
     return params.tree_mask[of_row * params.tree_mask_words + bit / 32] >> (bit % 32) & 1;
   }
@@ -97,7 +102,10 @@ struct Wave {
     }
     if (!is_partly_masked) return;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) s[i] = sees(params, first + acc_row(i, 0)) ? s[i] : -infinity();
+    for (int i = 0; i < 16; ++i) s[i] = sees_in_band(first + acc_row(i, 0)) ? s[i] : -infinity();
+    if (!params.tree_mask) return;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) s[i] = sees_in_tree(params, first + acc_row(i, 0)) ? s[i] : -infinity();
   }
 
   // Takes in the maximum of a tile; sums and O are rescaled only where it rose for some row.
@@ -195,7 +203,7 @@ struct Wave {
     const int32_t end = min(first_key + kTileKeys, job.span.seqlen_k);
 #pragma nounroll
     for (int32_t key = first_key; key < end; ++key) {
-      if (!sees(params, key)) continue;
+      if (!sees_in_band(key) || (params.tree_mask && !sees_in_tree(params, key))) continue;
       const int64_t from = row_offset(p.v, kv_row(p, job.layout, job.span, key), job.i_head_kv);
 #pragma nounroll
       for (int32_t i = 0; i < 16 * C::columns; ++i) {
@@ -260,7 +268,7 @@ FMHA_DEVICE void compute(const Job& job) {
 
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE void run(const CdnaDecodeParams& params) {
-  const int32_t at = workgroup_idx() * kWavesOfGroup + v_readfirstlane_b32(thread_idx() / kWaveSize);
+  const int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
   if (at >= params.num_waves) return;
   const Job job = job_of(params, at);
   if (job.first_row >= job.num_rows) return;

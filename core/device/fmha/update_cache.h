@@ -1,0 +1,118 @@
+// What a call does to its KV cache before a forward kernel reads it: new keys and values are written to it, new keys and
+// queries turned to their positions (CONTRACT.md, "KV caches"). The forward kernel then has a cache of more keys, and queries
+// that lie in the workspace.
+//
+// A group of lanes takes a row at a time, of new keys, new values and queries, and shares out the elements.
+//
+// `Lanes` is the vendor's: `count`, `index()`, of a thread of the launch `thread()` and how many there are, `threads()`, and
+// `product`, `sum` and `difference`, each rounded to f32 by itself.
+#pragma once
+#include <fmha/cache_update.h>
+#include <fmha/num.h>
+#include <fmha/seq.h>
+
+namespace fmha::cache {
+
+template <CacheSpec spec, class Lanes>
+struct Update {
+  static_assert(size_bytes(spec.dtype) == 2, "cache: rows of 16-bit elements");
+  const FwdParams& p;
+  const CacheUpdate& update;
+  const int32_t lane = Lanes::index();
+
+  // One sequence of the cache as it is before the call, and what is added to it. Lengths that lie are clamped: no row outside
+  // the tensors is accessed.
+  struct Sequence {
+    SeqSpan span;
+    PackedRows added;
+    int32_t new_batch;
+  };
+  FMHA_DEVICE Sequence sequence(int32_t i_batch) const {
+    Sequence sequence = {resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch), {0, update.seqlen_new}, i_batch};
+    int32_t room = p.seqlen_k;
+    if (spec.kv_layout == KvKind::Packed) room = packed_rows(p.cu_seqlens_k, i_batch, p.total_k, p.seqlen_k).count;
+    if (spec.kv_layout == KvKind::Paged && p.num_pages == 0) room = 0;
+    if (spec.packs_new) {
+      sequence.added = packed_rows(update.cu_seqlens_new, i_batch, update.total_new, update.seqlen_new);
+      sequence.new_batch = 0;
+    }
+    sequence.added.count = min(sequence.added.count, room - sequence.span.seqlen_k);
+    return sequence;
+  }
+
+  // Row `from` to row `to` of `dim` elements, which lie `step` apart there.
+  template <int32_t dim>
+  FMHA_DEVICE void copy(const uint16_t* from, uint16_t* to, int64_t step) const {
+    for (int32_t d = lane; d < dim; d += Lanes::count) to[d * step] = from[d];
+  }
+
+  // The same of a row of K or Q, turned to `position`. Two products and a sum, each rounded to f32, as the contract has it.
+  FMHA_DEVICE void turn(const uint16_t* from, uint16_t* to, int32_t position) const {
+    constexpr int32_t pairs = spec.rotary_dim / 2;
+    const int64_t angles = int64_t(clamp(position, 0, update.max_pos - 1)) * pairs;
+    for (int32_t i = lane; i < pairs; i += Lanes::count) {
+      const int32_t a = spec.interleaved ? 2 * i : i, b = spec.interleaved ? 2 * i + 1 : i + pairs;
+      const float x = load_elem<spec.dtype>(from, a), y = load_elem<spec.dtype>(from, b);
+      const float cos = load_elem<spec.dtype_table>(update.cos, angles + i);
+      const float sin = load_elem<spec.dtype_table>(update.sin, angles + i);
+      store_elem<spec.dtype>(to, a, Lanes::difference(Lanes::product(x, cos), Lanes::product(y, sin)));
+      store_elem<spec.dtype>(to, b, Lanes::sum(Lanes::product(y, cos), Lanes::product(x, sin)));
+    }
+    for (int32_t d = spec.rotary_dim + lane; d < spec.head_dim_qk; d += Lanes::count) to[d] = from[d];
+  }
+
+  FMHA_DEVICE static const uint16_t* read(const View& view, int64_t at) { return static_cast<const uint16_t*>(view.data) + at; }
+  FMHA_DEVICE static uint16_t* written(const View& view, int64_t at) {
+    return const_cast<uint16_t*>(static_cast<const uint16_t*>(view.data)) + at;
+  }
+
+  // New row `n` of K (`of_keys`) or V.
+  template <bool of_keys>
+  FMHA_DEVICE void append(int32_t i_batch, int32_t n, int32_t i_head) const {
+    const Sequence at = sequence(i_batch);
+    if (n >= at.added.count) return;
+    const View& source = of_keys ? update.k_new : update.v_new;
+    const View& cache = of_keys ? p.k : p.v;
+    const int32_t j = at.span.seqlen_k + n;
+    const uint16_t* from = read(source, row_offset(source, at.new_batch, at.added.first + n, i_head));
+    uint16_t* to = written(cache, row_offset(cache, kv_row(p, spec.kv_layout, at.span, j), i_head));
+    if constexpr (!of_keys) {
+      copy<spec.head_dim_v>(from, to, spec.v_layout == VLayout::ColMajor ? cache.dim : 1);
+    } else if constexpr (spec.rotary_dim > 0) {
+      turn(from, to, j);
+    } else {
+      copy<spec.head_dim_qk>(from, to, 1);
+    }
+  }
+
+  FMHA_DEVICE void turn_query(int32_t i_batch, int32_t i, int32_t i_head) const {
+    const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
+    if (i >= span.seqlen_q) return;
+    const uint16_t* from = read(p.q, row_offset(p.q, span.storage_batch, int64_t(span.q_row) + i, i_head));
+    uint16_t* to = written(update.q, row_offset(update.q, span.storage_batch, int64_t(span.q_row) + i, i_head));
+    turn(from, to, span.seqlen_k + (spec.positions_advance ? i : 0));
+  }
+
+  FMHA_DEVICE void run() const {
+    for (int64_t at = Lanes::thread(); at < p.batch; at += Lanes::threads()) {
+      const int32_t b = int32_t(at);
+      const Sequence of = sequence(b);
+      update.seqused[b] = of.span.seqlen_k + (spec.appends ? max(of.added.count, 0) : 0);
+    }
+    const int64_t news = spec.appends ? int64_t(p.batch) * update.seqlen_new * p.num_heads_kv : 0;
+    const int64_t values = spec.v_in_k ? 0 : news;
+    const int64_t queries = spec.rotary_dim > 0 ? int64_t(p.batch) * p.seqlen_q * p.num_heads_q : 0;
+    const int64_t groups = Lanes::threads() / Lanes::count;
+    for (int64_t at = Lanes::thread() / Lanes::count; at < news + values + queries; at += groups) {
+      const bool is_new = at < news + values, is_key = at < news;
+      const int64_t row = is_key ? at : is_new ? at - news : at - news - values;
+      const int32_t heads = is_new ? p.num_heads_kv : p.num_heads_q, rows = is_new ? update.seqlen_new : p.seqlen_q;
+      const int32_t i_head = int32_t(row % heads), i = int32_t(row / heads % rows), i_batch = int32_t(row / heads / rows);
+      if (is_key) append<true>(i_batch, i, i_head);
+      else if (is_new) append<false>(i_batch, i, i_head);
+      else if constexpr (spec.rotary_dim > 0) turn_query(i_batch, i, i_head);
+    }
+  }
+};
+
+}  // namespace fmha::cache

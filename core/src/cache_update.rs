@@ -1,0 +1,206 @@
+//! What a call does to its KV cache before a forward kernel reads it: the launch that writes new keys and values to it and turns
+//! new keys and queries to their positions.
+//!
+//! The forward kernel after it has the lengths and, where they are turned, the queries that this launch leaves in the workspace.
+
+use crate::RotaryPairs;
+use crate::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, Untyped, View};
+use crate::args::{DevSlice, FwdArgs};
+use crate::dtype::DType;
+use crate::error::ProblemError;
+use crate::layout::{QLayout, Shape, Strides, VLayout};
+use crate::problem::{Dims, FwdProblem};
+use crate::source::Header;
+use crate::spec::KvKind;
+use crate::{abi_spec, abi_struct};
+
+abi_spec! {
+    /// What the launch is compiled for.
+    pub struct CacheSpec {
+        /// Q, K and V.
+        pub dtype: DType,
+        /// cos and sin.
+        pub dtype_table: DType,
+        /// Elements of a query's or key's row.
+        pub head_dim_qk: i32,
+        /// Elements of a value's row.
+        pub head_dim_v: i32,
+        /// How Q lies.
+        pub q_layout: QLayout,
+        /// How K and V lie.
+        pub kv_layout: KvKind,
+        /// Which axis of V has stride 1.
+        pub v_layout: VLayout,
+        /// Whether there are new keys and values.
+        pub appends: bool,
+        /// Whether they are packed.
+        pub packs_new: bool,
+        /// Whether V lies in K's rows.
+        pub v_in_k: bool,
+        /// Elements of a row that turn; 0: none.
+        pub rotary_dim: i32,
+        /// Whether elements 2i and 2i + 1 turn about each other, and not i and i + `rotary_dim` / 2.
+        pub interleaved: bool,
+        /// Whether query i stands i rows after the first one.
+        pub positions_advance: bool,
+    }
+}
+
+abi_struct! {
+    /// What the launch reads and writes besides the call's operands.
+    pub struct CacheUpdate {
+        /// New keys, `[batch, seqlen_new, num_heads_kv, head_dim_qk]`, or packed.
+        pub k_new: View,
+        /// New values, `[batch, seqlen_new, num_heads_kv, head_dim_v]`, or packed.
+        pub v_new: View,
+        /// Where queries that are turned lie afterwards.
+        pub q: View,
+        /// `[batch + 1]`, first new row of each sequence; null where new rows have a batch axis.
+        pub cu_seqlens_new: DevPtr<i32>,
+        /// Cosines, `[max_pos, rotary_dim / 2]`.
+        pub cos: DevPtr<Untyped>,
+        /// Sines, likewise.
+        pub sin: DevPtr<Untyped>,
+        /// `[batch]`, written: keys of each sequence, new ones included.
+        pub seqused: DevPtr<i32>,
+        /// New rows of a sequence; packed, an upper bound.
+        pub seqlen_new: i32,
+        /// New rows of all sequences, packed.
+        pub total_new: i32,
+        /// Rows of cos and sin.
+        pub max_pos: i32,
+        /// Nothing.
+        pub reserved: i32,
+    }
+}
+
+/// Whether a problem's call begins with this launch.
+#[must_use]
+pub fn is_wanted(problem: &FwdProblem) -> bool {
+    problem.cache.append.is_some() || problem.cache.rotary.is_some()
+}
+
+/// Where queries that are turned lie: each row begins on 16 bytes.
+fn turned_strides(problem: &FwdProblem) -> Strides {
+    let shape = problem.shape_q();
+    let strides = Strides::bshd(Shape { dim: shape.dim.next_multiple_of(8), ..shape });
+    Strides { dim: 1, ..strides }
+}
+
+/// Bytes of the workspace: lengths, then queries that are turned.
+#[must_use]
+pub fn workspace_bytes(problem: &FwdProblem) -> u64 {
+    let shape = problem.shape_q();
+    let rows = turned_rows(problem).saturating_mul(shape.head.into());
+    let row = u64::from(shape.dim.next_multiple_of(8)) * 2;
+    first_query(problem) + if problem.cache.rotary.is_some() { rows.saturating_mul(row) } else { 0 }
+}
+
+/// Rows of Q that the workspace has room for: of packed sequences as many as all of the longest length have.
+fn turned_rows(problem: &FwdProblem) -> u64 {
+    u64::from(problem.dims.batch) * u64::from(problem.dims.seqlen_q)
+}
+
+/// Whether the queries of a call, whose packed rows are known only now, have room where they are turned to.
+fn check_rows(problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+    let (rows, room) = (args.seq.totals.total_q.unwrap_or(0), turned_rows(problem));
+    if problem.cache.rotary.is_some() && u64::from(rows) > room {
+        let Dims { batch, seqlen_q, .. } = problem.dims;
+        let text = format!(
+            "total_q {rows} is beyond batch {batch} times seqlen_q {seqlen_q}, whose rows are turned"
+        );
+        return Err(ProblemError::new("total_q", text));
+    }
+    Ok(())
+}
+
+/// Where the queries begin.
+fn first_query(problem: &FwdProblem) -> u64 {
+    (u64::from(problem.dims.batch) * 4).next_multiple_of(256)
+}
+
+/// The launch's argument, its part of the workspace at `workspace`; and the arguments of the forward kernel after it.
+///
+/// # Errors
+/// `total_q`, where packed queries have no room to be turned to.
+pub fn bind(
+    problem: &FwdProblem,
+    args: &FwdArgs<'_>,
+    whole: &FwdParams,
+    workspace: u64,
+) -> Result<(CacheUpdate, FwdParams), ProblemError> {
+    check_rows(problem, args)?;
+    let address = |slice: Option<&DevSlice<'_>>| slice.map_or(0, |slice| slice.as_ptr() as u64);
+    let append = problem.cache.append;
+    let packs = append.is_some_and(|append| append.layout == QLayout::Packed);
+    let new = |slice, strides: Option<Strides>| {
+        strides.map_or(View::NULL, |strides| View::new(address(slice), strides, packs))
+    };
+    let q = match problem.cache.rotary {
+        Some(_) => View::new(
+            workspace + first_query(problem),
+            turned_strides(problem),
+            problem.layout.q == QLayout::Packed,
+        ),
+        None => whole.q,
+    };
+    let update = CacheUpdate {
+        k_new: new(args.cache.k_new.as_ref(), append.map(|append| append.k_new)),
+        v_new: new(args.cache.v_new.as_ref(), append.map(|append| append.v_new)),
+        q,
+        cu_seqlens_new: DevPtr::new(address(args.seq.cu_seqlens_new.as_ref())),
+        cos: DevPtr::new(address(args.cache.cos.as_ref())),
+        sin: DevPtr::new(address(args.cache.sin.as_ref())),
+        seqused: DevPtr::new(workspace),
+        seqlen_new: append.map_or(0, |append| append.seqlen_new as i32),
+        total_new: args.seq.totals.total_new.unwrap_or(0) as i32,
+        max_pos: problem.cache.rotary.map_or(1, |rotary| rotary.max_pos as i32),
+        reserved: 0,
+    };
+    Ok((update, FwdParams { q, seqused_k: DevPtr::new(workspace), ..*whole }))
+}
+
+/// Rows that the launch writes.
+#[must_use]
+pub fn num_rows(problem: &FwdProblem) -> u64 {
+    let dims = problem.dims;
+    let new = u64::from(problem.cache.append.map_or(0, |append| append.seqlen_new));
+    let queries = if problem.cache.rotary.is_some() { u64::from(dims.seqlen_q) } else { 0 };
+    let heads =
+        (2 * new).saturating_mul(dims.num_heads_kv.into()) + queries.saturating_mul(dims.num_heads_q.into());
+    heads.saturating_mul(dims.batch.into()).max(1)
+}
+
+impl CacheSpec {
+    /// What a problem's launch is compiled for.
+    #[must_use]
+    pub fn of(problem: &FwdProblem) -> Self {
+        let (append, rotary) = (problem.cache.append, problem.cache.rotary);
+        Self {
+            dtype: problem.dtypes.qk,
+            dtype_table: rotary.map_or(DType::F32, |rotary| rotary.dtype),
+            head_dim_qk: problem.dims.head_dim_qk as i32,
+            head_dim_v: problem.dims.head_dim_v as i32,
+            q_layout: problem.layout.q,
+            kv_layout: problem.layout.kv.into(),
+            v_layout: problem.layout.v,
+            appends: append.is_some(),
+            packs_new: append.is_some_and(|append| append.layout == QLayout::Packed),
+            v_in_k: problem.cache.v_in_k,
+            rotary_dim: rotary.map_or(0, |rotary| rotary.dim as i32),
+            interleaved: rotary.is_some_and(|rotary| rotary.pairs == RotaryPairs::Interleaved),
+            positions_advance: problem.positions_advance(),
+        }
+    }
+}
+
+/// `fmha/cache_update.h`: what this file shares with the device.
+#[must_use]
+pub fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
+        CacheSpec::c_definition(),
+        CacheUpdate::c_definition()
+    );
+    Header::rendered("fmha/cache_update.h", text)
+}
