@@ -11,8 +11,8 @@ use fmha_core::{DType, FwdProblem, abi_struct};
 /// The merging kernel's name in plans.
 pub const MERGE_NAME: &str = "sm100_merge";
 
-/// Threads of a CTA of the merging kernel; a warp merges one row at a time.
-pub const MERGE_THREADS: u32 = 128;
+/// Threads of a CTA of the merging kernel.
+pub const MERGE_THREADS: u32 = 256;
 
 /// Keys of a part, at least: at head dimension 128 in 16 bits its K and V are 128 KB, of which the partial results of
 /// eight rows, written and read, are 6 %.
@@ -125,18 +125,38 @@ pub fn part_spec(spec: &FwdSpec) -> FwdSpec {
     FwdSpec { dtype_o: DType::F32, write_lse: true, sink: false, ..*spec }
 }
 
-/// CTAs of the merging kernel.
-#[must_use]
-pub fn merge_grid(problem: &FwdProblem, num_sms: u32) -> u32 {
-    let dims = problem.dims;
-    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-    crate::row_grid(rows, MERGE_THREADS, num_sms)
+/// How the parts of a row are merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Merging {
+    /// K and V as they lie in memory, from which a row of very large scores is computed again.
+    pub stored: DType,
+    /// Warps that share a row: 1, 2, 4 or 8.
+    pub warps: u32,
+    /// The grid is launched to start while that of the parts ends (programmatic dependent launch, from sm_90 on).
+    pub dependent: bool,
 }
 
-/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`]. K and V lie in memory as
-/// `stored`.
+impl Merging {
+    /// Of a problem's parts of so many `keys` each: a warp has some eight parts of a row, which it loads at once.
+    #[must_use]
+    pub fn new(problem: &FwdProblem, keys: i32, stored: DType, dependent: bool) -> Self {
+        let warps = num_parts(problem, keys).div_ceil(8).next_power_of_two().min(MERGE_THREADS / 32);
+        Self { stored, warps, dependent }
+    }
+
+    /// CTAs of the merging kernel.
+    #[must_use]
+    pub fn grid(&self, problem: &FwdProblem, num_sms: u32) -> u32 {
+        let dims = problem.dims;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        crate::row_grid(rows, MERGE_THREADS / self.warps, num_sms)
+    }
+}
+
+/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`].
 #[must_use]
-pub fn merge(spec: &FwdSpec, stored: DType) -> KernelSource {
+pub fn merge(spec: &FwdSpec, merging: Merging) -> KernelSource {
+    let Merging { stored, warps, dependent } = merging;
     // The whole spec: a row of very large scores is computed again from Q, K and V.
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kStored", &stored)];
     let entry = Entry {
@@ -144,7 +164,7 @@ pub fn merge(spec: &FwdSpec, stored: DType) -> KernelSource {
         constants: &constants,
         bounds: &format!("__launch_bounds__({MERGE_THREADS})"),
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts",
-        call: "split::merge<kSpec, kStored>(p, parts);",
+        call: &format!("split::merge<kSpec, kStored, {MERGE_THREADS}, {warps}, {dependent}>(p, parts);"),
     };
     crate::source(entry.render(), || {
         let text = format!(

@@ -12,7 +12,7 @@ use fmha_kernels_cuda::sm80::{self, Room, Sm80Tile};
 use fmha_kernels_cuda::split::{self, KvParts};
 
 use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps, parts};
 
 /// The kernel, with what its launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -76,17 +76,8 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
         };
-        let merge = is_split.then(|| {
-            let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
-            Launch {
-                kernel: MERGE_NAME,
-                source: split::merge(&spec, tile.stored),
-                grid,
-                shared_bytes: 0,
-                tiles: grid.groups.into(),
-                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }
-        });
+        let merge =
+            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, tile.stored), facts));
         let update = cache_update::is_wanted(problem).then(|| {
             let grid = Grid::new(cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS);
             Launch {

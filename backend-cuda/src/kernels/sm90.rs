@@ -10,11 +10,15 @@ use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly}
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80;
 use fmha_kernels_cuda::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, ValueProduct};
+use fmha_kernels_cuda::split::{self, KvParts};
 
 use super::maps::{BlocksOfV, Boxes, Maps};
 use super::sm80::room;
 use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps, parts};
+
+/// The merging kernel's name in plans.
+const MERGE_NAME: &str = "sm90_merge";
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm90 {
@@ -107,7 +111,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
             leave_to_parts(problem, facts).map_err(refuse)?;
         }
         let spec = FwdSpec::of(problem);
-        let mut own = sm90::choose_tile(problem);
+        let mut own = sm90::choose_tile_in_parts(problem, facts.num_sms);
         if options.accuracy == Accuracy::Exact {
             (own.lazy_rescale_log2, own.skip_row_max) = (0, false);
         }
@@ -123,6 +127,10 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
                     "tile bias_stages={}: bias.{axis} stride {stride} is not a positive multiple of 8 below 2^39, as TMA needs",
                     tile.bias_stages
                 ));
+            }
+            if tile.split_keys > 0 {
+                split::splits(problem)
+                    .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
             }
             facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
             Ok(tile)
@@ -140,7 +148,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         // The tile counter; behind it a V that is prepared.
         let counter_bytes = tile.counter_bytes(&schedule, facts.num_sms);
         let (values, workspace) = match tile.prepare_v {
-            PrepareV::InTile => (None, Workspace::zeroed(counter_bytes)),
+            PrepareV::InTile => (None, tile.workspace(problem, &schedule, facts.num_sms)),
             PrepareV::Before | PrepareV::Beside => {
                 let values = PreparedValues::new(problem, &tile, &schedule, facts.num_sms).map_err(refuse)?;
                 let (values, workspace) = ValuesPlan::new(values, &tile, &spec, counter_bytes);
@@ -155,9 +163,13 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
             tiles: plan.values.grid().into(),
             tiles_at_once: u64::from(2048 / sm90::PREPARE_THREADS * facts.num_sms),
         });
+        let is_split = tile.split_keys > 0;
+        let merge =
+            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, spec.dtype_qk), facts));
+        let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let main = Launch {
             kernel: self.name(),
-            source: sm90::fwd(&spec, &tile),
+            source: sm90::fwd(&own_spec, &tile),
             grid,
             shared_bytes: smem_bytes,
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
@@ -166,11 +178,13 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         };
         Ok(Choice {
             kernel: Kernel::new(Sm90 { chosen: Some(Chosen { tile, schedule, values }) }),
-            launches: Launches::new(before, main, []),
+            launches: Launches::new(before, main, merge),
             workspace,
             promises: Promises {
                 deterministic: true,
-                batch_invariant: tile.is_batch_invariant(&spec),
+                // A short query's keys may be split, a long one's not.
+                batch_invariant: tile.is_batch_invariant(&spec)
+                    && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
                 graph_capturable: true,
                 accuracy: accuracy(&tile),
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
@@ -186,7 +200,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
         let tile = self.chosen.map(|chosen| chosen.tile);
-        let stores_vectors = tile.is_some_and(|tile| tile.vector_store);
+        let stores_vectors = tile.is_some_and(|tile| tile.vector_store && tile.split_keys == 0);
         let brings_bias = tile.is_some_and(|tile| tile.bias_stages > 0);
         let loads = match tile {
             Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
@@ -224,6 +238,18 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
             // SAFETY: the kernel takes FwdParams and PreparedValues; `check_fwd` saw that the memory covers the problem,
             // and that the workspace is as large as the plan says.
             unsafe { prepare.launch(&mut arguments, call.stream)? };
+        }
+        if tile.split_keys > 0 {
+            let [merge] = exactly(steps.after())?;
+            let mut parts = KvParts::new(call.problem, tile.split_keys, workspace);
+            let mut part = parts.params(&params);
+            let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+            // SAFETY: as below; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
+            // says.
+            unsafe { fwd.launch(&mut arguments, call.stream)? };
+            let mut arguments = [(&raw mut params).cast(), (&raw mut parts).cast()];
+            // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
+            return unsafe { merge.launch(&mut arguments, call.stream) };
         }
         let last = prepared.as_mut().map_or(std::ptr::null_mut(), |values| (&raw mut *values).cast());
         let mut arguments =
@@ -264,7 +290,7 @@ impl Tunable<ValidFwd, Cuda> for Sm90 {
         _: &PlanOptions,
     ) -> Result<TileOptions, Refusal> {
         Sm90::default().choose(problem, facts, &PlanOptions::default())?;
-        Ok(knob_values(&sm90::choose_tile(problem)))
+        Ok(knob_values(&sm90::choose_tile_in_parts(problem, facts.num_sms)))
     }
 
     fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
@@ -318,6 +344,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
         format!("P V summed in 14 bits and added to f32 after each {} keys{parts}", tile.block_n)
     }));
     words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
+    words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }
