@@ -60,6 +60,7 @@ pub fn headers() -> Vec<Header> {
         "common/merge_parts.cuh",
         "common/output_place.cuh",
         "common/output_row.cuh",
+        "common/part_keys.cuh",
         "common/philox_parts.cuh",
         "common/pipeline.cuh",
         "common/quads.cuh",

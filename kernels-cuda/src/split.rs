@@ -1,7 +1,7 @@
 //! Split-KV: a short query's keys in parts, each a tile of its own, whose O and LSE a second kernel merges.
 //!
-//! Where the parts end is decided by the lengths of the problem alone, never by its batch, its heads or the device: so a
-//! sequence has the same bits beside any others.
+//! Where the parts of a sequence end is decided on the device, by its own length and by how many parts the longest has
+//! (`common/part_keys.cuh`): no length is needed on the host, and a graph of a call replays with any.
 
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams, View};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
@@ -34,18 +34,23 @@ abi_struct! {
         pub lse: DevPtr<f32>,
         /// Elements from row to row of `o`: a multiple of 4.
         pub row: i32,
-        /// Keys of a part.
-        pub keys: i32,
+        /// Parts of the longest sequence, and at most of any.
+        pub count: i32,
+        /// Of whole blocks of so many keys a part consists.
+        pub block_n: i32,
+        /// Nothing.
+        pub reserved: i32,
     }
 }
 
 impl KvParts {
-    /// Those of a problem, of so many `keys` each, in a workspace.
+    /// Those of a problem, of so many `keys` each where a sequence is the longest, in blocks of `block_n`, in a workspace.
     #[must_use]
-    pub fn new(problem: &FwdProblem, keys: i32, workspace: u64) -> Self {
+    pub fn new(problem: &FwdProblem, keys: i32, block_n: i32, workspace: u64) -> Self {
         let lse = workspace + FIRST_BYTE;
         let o = (lse + part_rows(problem, keys) * 4).next_multiple_of(16);
-        Self { o: DevPtr::new(o), lse: DevPtr::new(lse), row: row_elems(problem), keys }
+        let (row, count) = (row_elems(problem), num_parts(problem, keys) as i32);
+        Self { o: DevPtr::new(o), lse: DevPtr::new(lse), row, count, block_n, reserved: 0 }
     }
 
     /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead of those of
@@ -221,7 +226,7 @@ mod tests {
         let problem = decode(3, 5, 700).mask(MaskSpec::CAUSAL);
         let tile = crate::sm100::choose_tile(&problem, "sm_100a");
         assert_eq!(tile.split_keys, 256);
-        let parts = KvParts::new(&problem, tile.split_keys, 0x1000);
+        let parts = KvParts::new(&problem, tile.split_keys, tile.block_n, 0x1000);
         let rows = 3 * 5 * 3;
         assert!(parts.o.0 >= parts.lse.0 + rows * 4 && parts.lse.0 >= 0x1000 + 4);
         assert!(parts.o.0 + rows * 128 * 4 <= 0x1000 + workspace_bytes(&problem, tile.split_keys));

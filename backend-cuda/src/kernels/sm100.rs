@@ -152,7 +152,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
             return unsafe { fwd.launch(&mut arguments, call.stream) };
         }
         let [merge] = exactly(steps.after())?;
-        let mut parts = KvParts::new(call.problem, tile.split_keys, whole.workspace.0);
+        let mut parts = KvParts::new(call.problem, tile.split_keys, tile.block_n, whole.workspace.0);
         let mut part = parts.params(&whole);
         let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan

@@ -52,6 +52,8 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             let mut tile = own;
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             tile.place_blocks(problem);
+            tile.converts_fp8 = facts.instructions.converts_fp8 && tile.stored.is_fp8();
+            tile.launches_merge = tile.split_keys > 0 && facts.instructions.tma;
             tile.check()?;
             tile.check_loads(problem)?;
             if tile.split_keys > 0 {
@@ -129,8 +131,8 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let has_keys = call.problem.shape_k().seq > 0;
         // Turned queries lie in the workspace.
         let turned = call.problem.cache.rotary.is_some();
-        // As many elements of K and V as of Q.
-        let loads_of_cache = if tile.stored.is_fp8() { loads / 2 } else { loads };
+        // A cache in FP8 whose rows begin on odd bytes is read byte by byte.
+        let loads_of_cache = if tile.stored.is_fp8() && loads == 2 { 1 } else { loads };
         let operands = [
             ("q", args.q.as_ptr() as u64, loads, !turned),
             ("k", args.k_slice().as_ptr() as u64, loads_of_cache, has_keys),
@@ -164,7 +166,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             };
         }
         let [merge] = exactly(steps.after())?;
-        let mut parts = KvParts::new(call.problem, tile.split_keys, whole.workspace.0);
+        let mut parts = KvParts::new(call.problem, tile.split_keys, tile.block_n, whole.workspace.0);
         let mut part = parts.params(&whole);
         // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
         // says.

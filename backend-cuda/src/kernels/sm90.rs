@@ -68,12 +68,11 @@ impl ValuesPlan {
     }
 }
 
-/// Refuses what `sm80` is faster at: a short query over a long cache, of which a tile of this kernel walks all keys of a
-/// head. One tile reads 69 GB/s of an H200's 4800, and `sm80`, whose parts of the keys fill the device, 680 GB/s of 4096 keys
-/// (8 tiles: 437 here), 1880 of 32768 (544) and 3150 of 131072 (559). With 128 tiles this kernel is ahead, 3510 and 4320 of
-/// 3050 and 4260: it leaves no more than a quarter of the device's multiprocessors to begin with.
+/// Refuses what `sm80` is faster at: one query over a long cache, whose few rows fill one warp's products. An H200, one sequence of
+/// 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5, 141 and 140;
+/// of 16 sequences of 4096 keys 77 and 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
-    const MOST_ROWS: u32 = 64;
+    const MOST_ROWS: u32 = 16;
     let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
     let tiles = u64::from(batch) * u64::from(num_heads_kv);
     let is_short = seqlen_q.saturating_mul(problem.gqa_ratio()) <= MOST_ROWS;
@@ -241,7 +240,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         }
         if tile.split_keys > 0 {
             let [merge] = exactly(steps.after())?;
-            let mut parts = KvParts::new(call.problem, tile.split_keys, workspace);
+            let mut parts = KvParts::new(call.problem, tile.split_keys, tile.block_n, workspace);
             let mut part = parts.params(&params);
             let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
             // SAFETY: as below; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan

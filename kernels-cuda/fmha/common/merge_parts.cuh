@@ -5,6 +5,7 @@
 // `warps`-th part, several under way at a time: a load from the L2 takes some 300 clocks, and one warp that waits for 128
 // parts in turn takes longer than the whole of a short call's attention. Their sums are added in the warps' order.
 #pragma once
+#include <fmha/common/part_keys.cuh>
 #include <fmha/common/recompute_row.cuh>
 #include <fmha/kv_parts.h>
 #include <fmha/num.h>
@@ -18,9 +19,9 @@
 namespace fmha::split {
 
 constexpr int32_t kWarp = 32;
-// Parts of which a warp loads O at a time: 32 registers of a lane, 40 of the widest rows.
+// Parts of which a warp loads O at a time: 64 registers of a lane.
 template <int32_t dim>
-constexpr int32_t kUnderWay = max(8 / ceil_div(dim, 4 * kWarp), 2);
+constexpr int32_t kUnderWay = max(16 / ceil_div(dim, 4 * kWarp), 2);
 
 // A row of the call, and what its parts weigh.
 struct MergedRow {
@@ -128,7 +129,8 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts) {
     }
     if (there) {
       // What the forward kernel has written: a sequence without keys has one part.
-      merged.num_parts = max(ceil_div(merged.span.seqlen_k, parts.keys), 1);
+      const int32_t keys = keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
+      merged.num_parts = max(ceil_div(merged.span.seqlen_k, keys), 1);
       merged.row = at;
       merged.part_rows = num_rows;
       weigh<spec>(p, parts, merged);

@@ -5,6 +5,7 @@
 #include <fmha/mma/sm80.cuh>
 #include <fmha/num.h>
 #include <fmha/range.h>
+#include <fmha/sm80/common/copy.cuh>
 #include <fmha/sm80_host.h>
 
 namespace fmha::sm80 {
@@ -48,6 +49,25 @@ struct QuadsOfWarps {
 template <>
 struct QuadsOfWarps<0> {};
 
+// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory, one at a time, for the products.
+FMHA_DEVICE constexpr bool widens_blocks(const Sm80Tile& tile) { return is_fp8(tile.stored) && tile.copy_bytes >= 4; }
+
+// The rings of K and V; of an FP8 cache as it lies in memory, beside the one block that is widened.
+template <class KTile, class VTile, class RawK, class RawV, int stages, bool widens>
+struct Blocks {
+  KTile k[stages];
+  VTile v[stages];
+};
+template <class KTile, class VTile, class RawK, class RawV, int stages>
+struct Blocks<KTile, VTile, RawK, RawV, stages, true> {
+  union {
+    KTile wide_k;
+    VTile wide_v;
+  };
+  RawK raw_k[stages];
+  RawV raw_v[stages];
+};
+
 template <FwdSpec spec, Sm80Tile tile>
 struct Smem : QuadsOfWarps<spec.dropout ? tile.warps : 0> {
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
@@ -57,8 +77,7 @@ struct Smem : QuadsOfWarps<spec.dropout ? tile.warps : 0> {
   using VTile = SmemTile<uint16_t, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
 
   QTile q;
-  KTile k[tile.stages];
-  VTile v[tile.stages];
+  Blocks<KTile, VTile, RawTile<tile.block_n, dim_qk>, RawTile<tile.block_n, dim_v>, tile.stages, widens_blocks(tile)> blocks;
 };
 
 }  // namespace fmha::sm80

@@ -48,7 +48,9 @@ struct Loader {
     return row_offset(view, kv_row(p, spec.kv_layout, span, max(j, 0)), work.i_head_kv);
   }
 
-  // Rows of a [keys, dim] tile.
+  FMHA_DEVICE float descale_of(const HeadScalars& descales) const { return scalar_of(descales, work.i_batch, work.i_head_kv, 1.f); }
+
+  // Rows of a [keys, dim] tile; raw ones of an FP8 cache that is widened later.
   template <int dim, class Tile>
   FMHA_DEVICE void load_rows(const Tile& to, const View& view, const HeadScalars& descales, int32_t i) const {
     using Elem = typename StoredElem<tile.stored>::type;
@@ -64,8 +66,14 @@ struct Loader {
     };
     const auto there_of = [](int32_t, int32_t column) { return elems_there<dim>(column); };
     if constexpr (is_fp8(tile.stored)) {
-      const float descale = scalar_of(descales, work.i_batch, work.i_head_kv, 1.f);
-      widen_tile<tile.stored, spec.dtype_qk, bytes == 16, threads>(to, descale, row_of, there_of);
+      if constexpr (widens_blocks(tile)) {
+        copy_raw_tile<bytes, dim, threads>(to, data, row_of);
+      } else {
+        const float descale = descale_of(descales);
+        widen_odd_tile<tile.stored, spec.dtype_qk, tile.converts_fp8, threads>(to, descale, row_of, there_of);
+      }
+    } else if constexpr (!in_a_row) {
+      copy_scattered_tile<bytes, threads>(to, data, row_of, there_of);
     } else {
       copy_tile<bytes, threads>(to, data, row_of, there_of);
     }
@@ -105,13 +113,29 @@ struct Loader {
     }
   }
 
-  FMHA_DEVICE void load_k(int32_t i) const { load_rows<spec.head_dim_qk>(smem.k[i % tile.stages], p.k, p.descale_k, i); }
-  FMHA_DEVICE void load_v(int32_t i) const {
-    if constexpr (Shared::v_columns) {
-      load_columns(smem.v[i % tile.stages], p.v, i);
+  FMHA_DEVICE void load_k(int32_t i) const {
+    if constexpr (widens_blocks(tile)) {
+      load_rows<spec.head_dim_qk>(smem.blocks.raw_k[i % tile.stages], p.k, p.descale_k, i);
     } else {
-      load_rows<spec.head_dim_v>(smem.v[i % tile.stages], p.v, p.descale_v, i);
+      load_rows<spec.head_dim_qk>(smem.blocks.k[i % tile.stages], p.k, p.descale_k, i);
     }
+  }
+  FMHA_DEVICE void load_v(int32_t i) const {
+    if constexpr (widens_blocks(tile)) {
+      load_rows<spec.head_dim_v>(smem.blocks.raw_v[i % tile.stages], p.v, p.descale_v, i);
+    } else if constexpr (Shared::v_columns) {
+      load_columns(smem.blocks.v[i % tile.stages], p.v, i);
+    } else {
+      load_rows<spec.head_dim_v>(smem.blocks.v[i % tile.stages], p.v, p.descale_v, i);
+    }
+  }
+
+  // A raw block to the one that the products read.
+  FMHA_DEVICE void widen_k(int32_t i, float descale) const {
+    widen_tile<tile.stored, spec.dtype_qk, tile.converts_fp8, threads>(smem.blocks.wide_k, smem.blocks.raw_k[i % tile.stages], descale);
+  }
+  FMHA_DEVICE void widen_v(int32_t i, float descale) const {
+    widen_tile<tile.stored, spec.dtype_v, tile.converts_fp8, threads>(smem.blocks.wide_v, smem.blocks.raw_v[i % tile.stages], descale);
   }
 };
 
