@@ -90,6 +90,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/fwd/config.cuh",
         "sm80/fwd/consume.cuh",
         "sm80/fwd/epilogue.cuh",
+        "sm80/fwd/fp8_product.cuh",
         "sm80/fwd/fwd.cuh",
         "sm80/fwd/load.cuh",
         "sm100/fwd/config.cuh",

@@ -75,6 +75,7 @@ impl Sm80Tile {
         let (k, v_block) = (tile_bytes(self.block_n * qk), tile_bytes(self.block_n * v));
         let blocks = if self.widens_blocks() {
             let wide = if k > v_block { k } else { v_block };
+            let wide = if self.reads_raw_blocks(spec) { 0 } else { wide };
             wide + self.stages * self.block_n * (qk + v)
         } else {
             self.stages * (k + v_block)
@@ -88,6 +89,16 @@ impl Sm80Tile {
     /// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory.
     const fn widens_blocks(&self) -> bool {
         self.stored.is_fp8() && self.copy_bytes >= 4
+    }
+
+    /// Whether the products read them as they lie: one warp's, whose lanes have whole sixteen bytes.
+    const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
+        self.widens_blocks()
+            && self.warps == 1
+            && self.block_m == 16
+            && spec.head_dim_qk % 16 == 0
+            && spec.head_dim_v % 128 == 0
+            && spec.head_dim_v <= 256
     }
 
     /// The order of tiles for a problem's maximal lengths.
@@ -108,12 +119,17 @@ impl Sm80Tile {
         Workspace { bytes: split::workspace_bytes(problem, self.split_keys), zeroed_bytes: 0 }
     }
 
-    /// Sets one field from its name and value.
+    /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
-        self.set_field(name, value).map_err(|text| format!("tile {text}"))
+        let block_n = self.block_n;
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
+        if block_n != self.block_n {
+            self.split_keys = (self.split_keys + self.block_n - 1) / self.block_n * self.block_n;
+        }
+        Ok(())
     }
 
     /// What follows of a tile's fields from where a problem's keys lie.

@@ -36,6 +36,7 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         tile.pack_gqa = blocks(seqlen_q * ratio) * 10 <= blocks(seqlen_q) * ratio * 9;
     }
     let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
+    tile.stored = problem.stored_k();
     // As few rows as hold them: 16 to a warp.
     if let Some(block_m) = [16, 32, 64].into_iter().find(|&block_m| rows <= i64::from(block_m))
         && block_m < tile.block_m

@@ -8,7 +8,8 @@ use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile, ValueProduct};
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with is given up: clusters, packed heads and copies a bias
-    /// by TMA, `cluster=1` its heads, parts of the keys clusters, `skip_row_max` and `prepare_v`; a `pv` that is not `f16` any more lazy rescaling, one that flushes nothing `output_columns`;
+    /// by TMA, `cluster=1` its heads, parts of the keys clusters, `skip_row_max` and `prepare_v`, as these do
+    /// parts of the keys; a `pv` that is not `f16` any more lazy rescaling, one that flushes nothing `output_columns`;
     /// `lazy_rescale_log2=0` `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
     ///
     /// # Errors
@@ -29,6 +30,10 @@ impl Sm90Tile {
         if was.split_keys == 0 && self.split_keys > 0 {
             (self.skip_row_max, self.cluster, self.cluster_heads) = (false, 1, false);
             self.prepare_v = PrepareV::InTile;
+        } else if was.split_keys == self.split_keys && !self.takes_parts() {
+            self.split_keys = 0;
+        } else if was.block_n != self.block_n {
+            self.split_keys = (self.split_keys + self.block_n - 1) / self.block_n * self.block_n;
         }
         if was.bias_stages == self.bias_stages && !loads_own_rows {
             self.bias_stages = 0;
@@ -37,6 +42,11 @@ impl Sm90Tile {
             self.skip_row_max = false;
         }
         Ok(())
+    }
+
+    /// Whether a tile can see a part of its sequence's keys.
+    pub(super) fn takes_parts(&self) -> bool {
+        self.cluster == 1 && !self.skip_row_max && self.prepare_v == PrepareV::InTile
     }
 
     /// Whether the kernel can be compiled so for a spec, and launched where a kv head has `gqa_ratio`

@@ -93,12 +93,12 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
     let Ok(schedule) = whole.schedule(problem) else { return whole };
-    let takes_parts =
-        whole.cluster == 1 && whole.prepare_v == PrepareV::InTile && split::splits(problem).is_ok();
-    if !takes_parts || schedule.num_tiles.unsigned_abs() >= num_sms {
+    let mut tile = Sm90Tile { skip_row_max: false, ..whole };
+    let fills = schedule.num_tiles.unsigned_abs() >= num_sms;
+    if fills || !tile.takes_parts() || split::splits(problem).is_err() || problem.dims.seqlen_k < LEAST_SPLIT
+    {
         return whole;
     }
-    let mut tile = Sm90Tile { skip_row_max: false, ..whole };
     let cost = CostOfParts::new(problem, &tile, schedule.num_tiles.unsigned_abs(), num_sms);
     let seqlen_k = problem.dims.seqlen_k;
     let block_n = tile.block_n.unsigned_abs();
@@ -106,13 +106,21 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let best = (2..=MOST_PARTS)
         .map(keys_of)
         .map(|keys| (keys, cost.seconds(keys, seqlen_k.div_ceil(keys))))
-        .fold((0, cost.seconds(seqlen_k, 1)), |best, next| if next.1 < 0.95 * best.1 { next } else { best });
+        .fold((0, WORTH_A_MERGE * cost.seconds(seqlen_k, 1)), |best, next| {
+            if next.1 < 0.98 * best.1 { next } else { best }
+        });
     if best.0 == 0 {
         return whole;
     }
     tile.split_keys = best.0 as i32;
     tile
 }
+
+/// Keys of a sequence that are split, at least.
+const LEAST_SPLIT: u32 = 1024;
+
+/// What parts may take of the whole's time, by the model: it knows masks' ends and small calls too little for less.
+const WORTH_A_MERGE: f64 = 0.75;
 
 /// Parts of a sequence's keys, at most.
 const MOST_PARTS: u32 = 128;

@@ -57,8 +57,7 @@ FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, Ther
   }
 }
 
-// A tile whose rows `row_of` looks up in memory: all of a thread's are asked for before the first is copied, as no copy lets a
-// load pass it.
+// A tile whose rows lie anywhere: `row_of(base, within, step)` is row `base + within`, where `within` is below `step`.
 template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_scattered_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
   constexpr int step = threads / (Tile::span / kWord), passes = ceil_div(Tile::rows, step);
@@ -66,8 +65,7 @@ FMHA_DEVICE void copy_scattered_tile(const Tile& tile, const void* any, RowOf ro
   const uint16_t* rows[passes];
 #pragma unroll
   for (int pass = 0; pass < passes; ++pass) {
-    const int32_t row = first_row + pass * step;
-    rows[pass] = row < Tile::rows ? row_of(row) : nullptr;
+    rows[pass] = row_of(pass * step, first_row, step);
   }
   copy_tile<bytes, threads>(tile, any, [&](int32_t row) { return rows[(row - first_row) / step]; }, there_of);
 }
@@ -90,37 +88,50 @@ FMHA_DEVICE void unpack_fp8x2(uint32_t pair, float& low, float& high) {
   }
 }
 
-// Eight FP8 numbers to sixteen bytes, each times `descale`, rounded to f32 and then to its type once, as a cache that was widened
-// before has it.
+// Two of them, the first in the low byte, to 16 bits, each times `descale`, rounded to f32 and then to its type once, as a cache that
+// was widened before has it.
+template <DType stored, DType wide, bool converts>
+FMHA_DEVICE uint32_t widen_pair(uint32_t pair, float descale) {
+  float low, high;
+  unpack_fp8x2<stored, converts>(pair, low, high);
+  return ptx::cvt_rn_x2<wide>(low * descale, high * descale);
+}
+// Eight of them.
 template <DType stored, DType wide, bool converts>
 FMHA_DEVICE void widen_word(const uint32_t (&bytes)[2], float descale, uint32_t (&packed)[4]) {
 #pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {
-    float low, high;
-    unpack_fp8x2<stored, converts>(bytes[pair / 2] >> 16 * (pair % 2) & 0xffffu, low, high);
-    packed[pair] = ptx::cvt_rn_x2<wide>(low * descale, high * descale);
-  }
+  for (int pair = 0; pair < 4; ++pair)
+    packed[pair] = widen_pair<stored, wide, converts>(bytes[pair / 2] >> 16 * (pair % 2) & 0xffffu, descale);
 }
 
-// Rows of FP8 as they lie in memory, in shared memory.
+// Rows of FP8 in shared memory, sixteen bytes after sixteen bytes as in memory, but exchanged within a row so that neither lanes that
+// read eight neighbouring keys nor lanes that read every second one, as fragments want them, meet in a bank.
 template <int num_rows, int num_bytes>
 struct alignas(16) RawTile {
   static constexpr int rows = num_rows, row_bytes = num_bytes, words = num_bytes / 16;
   static_assert(num_bytes % 16 == 0, "rows are whole copies");
   uint8_t elems[num_rows][num_bytes];
-  FMHA_DEVICE uint32_t address() const { return ptx::shared_address(this); }
+  FMHA_DEVICE uint32_t word_address(int32_t row, int32_t word) const {
+    constexpr int exchanged = words % 8 == 0 ? 7 : 0;
+    return ptx::shared_address(this) + row * row_bytes + (word ^ (row & exchanged)) * 16;
+  }
 };
 
-// Copies of `bytes` each of a raw tile, of whose row r the elements are where `row_of(r)` says (null: zeros), `dim` of them. Not
-// waited for. All of a thread's rows are looked up before the first is copied.
+// Copies of `bytes` each of a raw tile, of whose rows `row_of(base, within, step)` says where the elements are (null: zeros), `dim` of
+// them. Not waited for.
 template <int bytes, int dim, int threads, class Raw, class RowOf>
 FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
   constexpr int all = Raw::rows * Raw::words, passes = ceil_div(all, threads);
+  constexpr bool whole_rows = threads % Raw::words == 0;  // of a pass
   const uint8_t* rows[passes];
 #pragma unroll
   for (int pass = 0; pass < passes; ++pass) {
     const int32_t at = threadIdx.x + pass * threads;
-    rows[pass] = all % threads == 0 || at < all ? row_of(at / Raw::words) : nullptr;
+    if constexpr (whole_rows) {
+      rows[pass] = row_of(pass * (threads / Raw::words), threadIdx.x / Raw::words, threads / Raw::words);
+    } else {
+      rows[pass] = row_of(0, min(at / Raw::words, Raw::rows - 1), Raw::rows);
+    }
   }
 #pragma unroll
   for (int pass = 0; pass < passes; ++pass) {
@@ -129,7 +140,7 @@ FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
 #pragma unroll
     for (int e = 0; e < 16; e += bytes) {
       const int32_t there = rows[pass] ? clamp(dim - column - e, 0, bytes) : 0;
-      ptx::cp_async<bytes>(tile.address() + 16 * at + e, there > 0 ? static_cast<const void*>(rows[pass] + column + e) : any, there);
+      ptx::cp_async<bytes>(tile.word_address(at / Raw::words, at % Raw::words) + e, there > 0 ? static_cast<const void*>(rows[pass] + column + e) : any, there);
     }
   }
 }
@@ -144,7 +155,7 @@ FMHA_DEVICE void widen_tile(const Tile& tile, const Raw& raw, float descale) {
   for (int32_t at = threadIdx.x; at < all; at += threads) {
     const int32_t row = at / Raw::words, column = at % Raw::words * 16;
     uint32_t bytes[4];
-    ptx::ld_shared_v4_b32(bytes, raw.address() + 16 * at);
+    ptx::ld_shared_v4_b32(bytes, raw.word_address(row, at % Raw::words));
     const bool second_first = threadIdx.x & 4;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {

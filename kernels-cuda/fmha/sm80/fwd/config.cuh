@@ -52,14 +52,30 @@ struct QuadsOfWarps<0> {};
 // Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory, one at a time, for the products.
 FMHA_DEVICE constexpr bool widens_blocks(const Sm80Tile& tile) { return is_fp8(tile.stored) && tile.copy_bytes >= 4; }
 
-// The rings of K and V; of an FP8 cache as it lies in memory, beside the one block that is widened.
-template <class KTile, class VTile, class RawK, class RawV, int stages, bool widens>
+// Whether the products read them as they lie (fp8_product.cuh): where one warp has all rows, and lanes whole sixteen bytes.
+FMHA_DEVICE constexpr bool reads_raw_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
+  return widens_blocks(tile) && tile.warps == 1 && tile.block_m == mma::kRows && spec.head_dim_qk % 16 == 0 &&
+         spec.head_dim_v % 128 == 0 && spec.head_dim_v <= 256;
+}
+
+enum class Form { Wide, Widened, Raw };
+FMHA_DEVICE constexpr Form form_of_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
+  return !widens_blocks(tile) ? Form::Wide : reads_raw_blocks(spec, tile) ? Form::Raw : Form::Widened;
+}
+
+// The rings of K and V; of an FP8 cache as it lies in memory, and beside it the one block that is widened, if one is.
+template <class KTile, class VTile, class RawK, class RawV, int stages, Form form>
 struct Blocks {
   KTile k[stages];
   VTile v[stages];
 };
 template <class KTile, class VTile, class RawK, class RawV, int stages>
-struct Blocks<KTile, VTile, RawK, RawV, stages, true> {
+struct Blocks<KTile, VTile, RawK, RawV, stages, Form::Raw> {
+  RawK raw_k[stages];
+  RawV raw_v[stages];
+};
+template <class KTile, class VTile, class RawK, class RawV, int stages>
+struct Blocks<KTile, VTile, RawK, RawV, stages, Form::Widened> {
   union {
     KTile wide_k;
     VTile wide_v;
@@ -77,7 +93,9 @@ struct Smem : QuadsOfWarps<spec.dropout ? tile.warps : 0> {
   using VTile = SmemTile<uint16_t, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
 
   QTile q;
-  Blocks<KTile, VTile, RawTile<tile.block_n, dim_qk>, RawTile<tile.block_n, dim_v>, tile.stages, widens_blocks(tile)> blocks;
+  Blocks<KTile, VTile, RawTile<tile.block_n, dim_qk>, RawTile<tile.block_n, dim_v>, tile.stages,
+         form_of_blocks(spec, tile)>
+      blocks;
 };
 
 }  // namespace fmha::sm80

@@ -26,12 +26,14 @@ FMHA_DEVICE void walk(const Loader<spec, tile>& loader, Consumer<spec, tile>& co
   // Groups, in their order: Q with K(0), V(0), K(1), V(1), ... So many may be under way when one is waited for.
   constexpr int under_way = 2 * (tile.stages - 1);
   loader.load_q();
+  typename Loader<spec, tile>::KeyRows keys = {};
 #pragma unroll
   for (int i = 0; i < tile.stages; ++i) {
-    if (i < work.num_blocks) loader.load_k(i);
+    keys = loader.look_up(i);
+    if (i < work.num_blocks) loader.load_k(i, keys);
     ptx::cp_async_commit_group();
     if (i + 1 == tile.stages) break;
-    if (i < work.num_blocks) loader.load_v(i);
+    if (i < work.num_blocks) loader.load_v(i, keys);
     ptx::cp_async_commit_group();
   }
   consumer.begin();
@@ -39,20 +41,57 @@ FMHA_DEVICE void walk(const Loader<spec, tile>& loader, Consumer<spec, tile>& co
   for (int32_t i = 0; i < work.num_blocks; ++i) {
     const int32_t block = block_at(work, i);
     const bool computes = !consumer.is_hidden(block);
+    const auto next = loader.look_up(i + tile.stages);
     ptx::cp_async_wait_group<under_way>();
     __syncthreads();
-    if (i + tile.stages - 1 < work.num_blocks) loader.load_v(i + tile.stages - 1);
+    if (i + tile.stages - 1 < work.num_blocks) loader.load_v(i + tile.stages - 1, keys);
+    keys = next;
     ptx::cp_async_commit_group();
     if (computes) consumer.score(blocks.k[i % tile.stages], block);
     ptx::cp_async_wait_group<under_way>();
     __syncthreads();
-    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages);
+    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
     ptx::cp_async_commit_group();
     if (computes) consumer.accumulate(blocks.v[i % tile.stages]);
   }
 }
 
-// The same over an FP8 cache. A raw block's slot is free as soon as it is widened, before the products that read it: so all slots
+// The same over an FP8 cache that the products read as it lies. A slot is free once its product is computed.
+template <FwdSpec spec, Sm80Tile tile>
+FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile>& consumer, const Work& work) {
+  auto& blocks = loader.smem.blocks;
+  constexpr int under_way = 2 * tile.stages - 1;
+  loader.load_q();
+#pragma unroll
+  for (int i = 0; i < tile.stages; ++i) {
+    const auto keys = loader.look_up(i);
+    if (i < work.num_blocks) loader.load_k(i, keys);
+    ptx::cp_async_commit_group();
+    if (i < work.num_blocks) loader.load_v(i, keys);
+    ptx::cp_async_commit_group();
+  }
+  consumer.begin();
+#pragma unroll 1
+  for (int32_t i = 0; i < work.num_blocks; ++i) {
+    const int32_t block = block_at(work, i);
+    const bool computes = !consumer.is_hidden(block);
+    const auto keys = loader.look_up(i + tile.stages);
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    if (computes) consumer.score(blocks.raw_k[i % tile.stages], block);
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    if (computes) consumer.accumulate(blocks.raw_v[i % tile.stages]);
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_v(i + tile.stages, keys);
+    ptx::cp_async_commit_group();
+  }
+}
+
+// The same over an FP8 cache of which one block at a time is widened. A raw block's slot is free as soon as it is widened, before the products that read it: so all slots
 // are under way but the one at work. Of block i, behind each barrier:
 //
 //   K(i) raw is there, the wide block is read   widen K(i)
@@ -66,9 +105,10 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile>& loader, Consumer<spec, 
   loader.load_q();
 #pragma unroll
   for (int i = 0; i < tile.stages; ++i) {
-    if (i < work.num_blocks) loader.load_k(i);
+    const auto keys = loader.look_up(i);
+    if (i < work.num_blocks) loader.load_k(i, keys);
     ptx::cp_async_commit_group();
-    if (i < work.num_blocks) loader.load_v(i);
+    if (i < work.num_blocks) loader.load_v(i, keys);
     ptx::cp_async_commit_group();
   }
   const float descale_k = loader.descale_of(loader.p.descale_k), descale_v = loader.descale_of(loader.p.descale_v);
@@ -77,18 +117,19 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile>& loader, Consumer<spec, 
   for (int32_t i = 0; i < work.num_blocks; ++i) {
     const int32_t block = block_at(work, i);
     const bool computes = !consumer.is_hidden(block);
+    const auto keys = loader.look_up(i + tile.stages);
     ptx::cp_async_wait_group<under_way>();
     __syncthreads();
     loader.widen_k(i, descale_k);
     __syncthreads();
-    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages);
+    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
     ptx::cp_async_commit_group();
     if (computes) consumer.score(blocks.wide_k, block);
     ptx::cp_async_wait_group<under_way>();
     __syncthreads();
     loader.widen_v(i, descale_v);
     __syncthreads();
-    if (i + tile.stages < work.num_blocks) loader.load_v(i + tile.stages);
+    if (i + tile.stages < work.num_blocks) loader.load_v(i + tile.stages, keys);
     ptx::cp_async_commit_group();
     if (computes) consumer.accumulate(blocks.wide_v);
   }
@@ -110,7 +151,9 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule) {
 
   const Loader<spec, tile> loader{p, work, smem};
   Consumer<spec, tile> consumer{p, work, smem};
-  if constexpr (widens_blocks(tile)) {
+  if constexpr (reads_raw_blocks(spec, tile)) {
+    walk_raw(loader, consumer, work);
+  } else if constexpr (widens_blocks(tile)) {
     walk_widening(loader, consumer, work);
   } else {
     walk(loader, consumer, work);
