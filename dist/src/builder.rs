@@ -238,7 +238,7 @@ impl<'a> Builder<'a> {
         Tensor { batch: piece.sequences.end - piece.sequences.start, ..tensor }
     }
 
-    pub(crate) fn exchange(&mut self, moves: Moves) -> Result<()> {
+    pub(crate) fn exchange(&mut self, moves: &Moves) -> Result<()> {
         if moves.exchange == Exchange::default() {
             return Ok(());
         }
@@ -287,7 +287,7 @@ impl<'a> Builder<'a> {
         let rank = self.rank();
         from.iter().for_each(|&part| moves.send(rank, part));
         to.iter().for_each(|&part| moves.receive(rank, part));
-        self.exchange(moves)
+        self.exchange(&moves)
     }
 
     /// O and LSE of queries `q` over keys `k`, whose first rows lie at `rows` of their tensors.
@@ -547,7 +547,7 @@ impl<'a> Builder<'a> {
             moves.send(rank, (own, block(0)));
             moves.receive(rank, (all, block(u64::from(rank) * row_bytes)));
         }
-        self.exchange(moves)?;
+        self.exchange(&moves)?;
         let terms = (0..self.ranks()).map(|rank| (all, block(u64::from(rank) * row_bytes))).collect();
         self.sum((Buf::Dsink, block(0)), terms, DType::F32)
     }

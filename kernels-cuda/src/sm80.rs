@@ -55,7 +55,11 @@ abi_spec! {
         /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
         pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
-        pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
+        pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 64, 256, 512, 1024]),
+        /// The device converts from e4m3, in which a cache may be stored.
+        pub converts_fp8: bool = Takes::nothing(),
+        /// The next grid, the merge of the parts, may start while this one ends (programmatic dependent launch).
+        pub launches_merge: bool = Takes::nothing(),
     }
 }
 
@@ -70,10 +74,33 @@ impl Sm80Tile {
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
-        let kv = tile_bytes(self.block_n * qk) + tile_bytes(self.block_n * v);
+        let (k, v_block) = (tile_bytes(self.block_n * qk), tile_bytes(self.block_n * v));
+        let blocks = if self.widens_blocks() {
+            let wide = if k > v_block { k } else { v_block };
+            let wide = if self.reads_raw_blocks(spec) { 0 } else { wide };
+            wide + self.stages * self.block_n * (qk + v)
+        } else {
+            self.stages * (k + v_block)
+        };
         // 32 quads of 16 bytes for each warp.
         let quads = if spec.dropout { self.warps * 512 } else { 0 };
-        (tile_bytes(self.block_m * qk) + self.stages * kv + quads + 1023) / 1024 * 1024
+        let quads = (quads + 1023) / 1024 * 1024;
+        (tile_bytes(self.block_m * qk) + blocks + quads + 1023) / 1024 * 1024
+    }
+
+    /// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory.
+    const fn widens_blocks(&self) -> bool {
+        self.stored.is_fp8() && self.copy_bytes >= 4
+    }
+
+    /// Whether the products read them as they lie: one warp's, whose lanes have whole sixteen bytes.
+    const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
+        self.widens_blocks()
+            && self.warps == 1
+            && self.block_m == 16
+            && spec.head_dim_qk % 16 == 0
+            && spec.head_dim_v % 128 == 0
+            && spec.head_dim_v <= 256
     }
 
     /// The order of tiles for a problem's maximal lengths.
@@ -94,12 +121,17 @@ impl Sm80Tile {
         Workspace { bytes: split::workspace_bytes(problem, self.split_keys), zeroed_bytes: 0 }
     }
 
-    /// Sets one field from its name and value.
+    /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
-        self.set_field(name, value).map_err(|text| format!("tile {text}"))
+        let block_n = self.block_n;
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
+        if block_n != self.block_n {
+            self.split_keys = (self.split_keys + self.block_n - 1) / self.block_n * self.block_n;
+        }
+        Ok(())
     }
 
     /// What follows of a tile's fields from where a problem's keys lie.
@@ -143,7 +175,7 @@ impl Sm80Tile {
     /// A text that names the tile's field and the stride.
     pub fn check_loads(&self, problem: &FwdProblem) -> Result<(), String> {
         let bytes = self.copy_bytes;
-        let odd = |&(_, _, stride): &(&str, &str, i64)| stride.wrapping_mul(2) % i64::from(bytes) != 0;
+        let odd = |&(name, _, stride): &(&str, &str, i64)| !is_whole_copies(problem, bytes, (name, stride));
         if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
             return Err(format!(
                 "tile copy_bytes={bytes}: {name}.{axis} stride {stride} is not whole copies"
@@ -279,6 +311,13 @@ fn host_header() -> Header {
         Sm80Tile::c_definition()
     );
     Header::rendered("fmha/sm80_host.h", text)
+}
+
+/// Whether a stride of an operand is whole copies of so many bytes. A cache in FP8 whose rows begin anywhere is read byte by byte.
+fn is_whole_copies(problem: &FwdProblem, bytes: i32, (name, stride): (&str, i64)) -> bool {
+    let of_cache = name != "q" && problem.cache.dtype.is_some();
+    let size = if of_cache { 1 } else { 2 };
+    (of_cache && bytes == 2) || stride.wrapping_mul(size) % i64::from(bytes) == 0
 }
 
 /// Whether no block of so many keys lies in two pages.

@@ -5,10 +5,11 @@ use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::Candidates;
-use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout, abi_enum, abi_spec};
+use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout, Workspace, abi_enum, abi_spec};
 
 use crate::schedule::{self, UnitOfWork};
 pub use crate::schedule::{TileOrder, TileSchedule};
+use crate::split;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod cost;
@@ -16,9 +17,11 @@ mod knobs;
 mod table;
 mod values;
 
-pub use cost::{LEAST_GAIN_OF_ORDER, micros_in_parts, micros_of_few_tiles};
+pub use cost::LEAST_GAIN_OF_ORDER;
 use table::adds_wide_elements;
-pub use table::{PREPARE_BEFORE_ROWS, PREPARE_BESIDE_ROWS, PREPARED_BYTES, choose_tile, default_tile};
+pub use table::{
+    PREPARE_BEFORE_ROWS, PREPARE_BESIDE_ROWS, PREPARED_BYTES, choose_tile, choose_tile_in_parts, default_tile,
+};
 pub use values::{PREPARE_NAME, PREPARE_THREADS, PrepareV, PreparedValues, prepare_values};
 
 /// The kernel's name in plans and refusals.
@@ -127,6 +130,8 @@ abi_spec! {
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
         pub dependent_launch: bool = Takes::all().tuned(),
+        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
+        pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 512, 1024, 2048, 4096]),
     }
 }
 
@@ -203,7 +208,12 @@ impl Sm90Tile {
         let (heads, row_blocks) = if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
         TileSchedule::new(
             problem,
-            UnitOfWork { rows: self.block_m * row_blocks, heads, pack_gqa: self.pack_gqa, kv_parts: 1 },
+            UnitOfWork {
+                rows: self.block_m * row_blocks,
+                heads,
+                pack_gqa: self.pack_gqa,
+                kv_parts: split::num_parts(problem, self.split_keys) as i32,
+            },
         )
     }
 
@@ -235,12 +245,20 @@ impl Sm90Tile {
         let table = default_tile(spec);
         (self.block_n, self.wait_anchor) = (table.block_n, table.wait_anchor);
         self.skip_row_max = false;
+        self.split_keys = 0;
     }
 
     /// Whether a row's bits depend on its own sequence alone.
     #[must_use]
     pub fn is_batch_invariant(&self, spec: &FwdSpec) -> bool {
-        !self.skip_row_max && self.block_n == default_tile(spec).block_n
+        self.split_keys == 0 && !self.skip_row_max && self.block_n == default_tile(spec).block_n
+    }
+
+    /// Workspace: the tile counter, zero before each launch, and the parts of a split.
+    #[must_use]
+    pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
+        let zeroed_bytes = self.counter_bytes(schedule, num_sms);
+        Workspace { bytes: split::workspace_bytes(problem, self.split_keys).max(zeroed_bytes), zeroed_bytes }
     }
 
     /// Workspace bytes, zero before each launch.

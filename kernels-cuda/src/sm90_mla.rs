@@ -15,9 +15,10 @@ pub const NAME: &str = "sm90_mla";
 /// The header that its entry includes.
 pub const HEADER: &str = "fmha/sm90/mla/fwd.cuh";
 
-/// Rows of a CTA, (query, head) pairs, and keys of a block.
+/// Rows of a CTA: (query, head) pairs.
 pub const ROWS: u32 = 64;
-const KEYS: u32 = 64;
+/// Keys of a block.
+pub const KEYS: u32 = 64;
 
 /// Elements of a key, and of a value.
 const DIM_QK: u32 = 576;
@@ -268,7 +269,7 @@ pub const MERGE_THREADS: u32 = 512;
 
 /// The merging kernel: `FwdParams` of the whole call, and [`KvParts`](split::KvParts).
 #[must_use]
-pub fn merge(spec: &FwdSpec) -> KernelSource {
+pub fn merge(spec: &FwdSpec, part_keys: i32) -> KernelSource {
     let constants: [(&str, &dyn Literal); 1] = [("kSpec", spec)];
     let entry = Entry {
         include: "fmha/sm90/mla/merge.cuh",
@@ -276,7 +277,7 @@ pub fn merge(spec: &FwdSpec) -> KernelSource {
         bounds: "__launch_bounds__(mla::kMergeThreads)",
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts",
         call: &format!(
-            "static_assert(mla::kMergeThreads == {MERGE_THREADS}, \"host and device disagree\"); mla::merge<kSpec>(p, parts);"
+            "static_assert(mla::kMergeThreads == {MERGE_THREADS}, \"host and device disagree\"); mla::merge<kSpec, {part_keys}>(p, parts);"
         ),
     };
     crate::source(entry.render(), || [split::header()])

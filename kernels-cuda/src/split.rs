@@ -1,7 +1,7 @@
 //! Split-KV: a short query's keys in parts, each a tile of its own, whose O and LSE a second kernel merges.
 //!
-//! Where the parts end is decided by the lengths of the problem alone, never by its batch, its heads or the device: so a
-//! sequence has the same bits beside any others.
+//! Where the parts of a sequence end is decided on the device, by its own length and by how many parts the longest has
+//! (`common/part_keys.cuh`): no length is needed on the host, and a graph of a call replays with any.
 
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams, View};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
@@ -13,8 +13,8 @@ use crate::tree_mask;
 /// The merging kernel's name in plans.
 pub const MERGE_NAME: &str = "sm100_merge";
 
-/// Threads of a CTA of the merging kernel; a warp merges one row at a time.
-pub const MERGE_THREADS: u32 = 128;
+/// Threads of a CTA of the merging kernel.
+pub const MERGE_THREADS: u32 = 256;
 
 /// Keys of a part, at least: at head dimension 128 in 16 bits its K and V are 128 KB, of which the partial results of
 /// eight rows, written and read, are 6 %.
@@ -36,18 +36,23 @@ abi_struct! {
         pub lse: DevPtr<f32>,
         /// Elements from row to row of `o`: a multiple of 4.
         pub row: i32,
-        /// Keys of a part.
-        pub keys: i32,
+        /// Parts of the longest sequence, and at most of any.
+        pub count: i32,
+        /// Of whole blocks of so many keys a part consists.
+        pub block_n: i32,
+        /// Nothing.
+        pub reserved: i32,
     }
 }
 
 impl KvParts {
-    /// Those of a problem, of so many `keys` each, in a workspace.
+    /// Those of a problem, of so many `keys` each where a sequence is the longest, in blocks of `block_n`, in a workspace.
     #[must_use]
-    pub fn new(problem: &FwdProblem, keys: i32, workspace: u64) -> Self {
+    pub fn new(problem: &FwdProblem, keys: i32, block_n: i32, workspace: u64) -> Self {
         let lse = workspace + FIRST_BYTE;
         let o = (lse + part_rows(problem, keys) * 4).next_multiple_of(16);
-        Self { o: DevPtr::new(o), lse: DevPtr::new(lse), row: row_elems(problem), keys }
+        let (row, count) = (row_elems(problem), num_parts(problem, keys) as i32);
+        Self { o: DevPtr::new(o), lse: DevPtr::new(lse), row, count, block_n, reserved: 0 }
     }
 
     /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead of those of
@@ -127,32 +132,52 @@ pub fn part_spec(spec: &FwdSpec) -> FwdSpec {
     FwdSpec { dtype_o: DType::F32, write_lse: true, sink: false, ..*spec }
 }
 
-/// CTAs of the merging kernel.
-#[must_use]
-pub fn merge_grid(problem: &FwdProblem, num_sms: u32) -> u32 {
-    let dims = problem.dims;
-    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-    crate::row_grid(rows, MERGE_THREADS, num_sms)
+/// How the parts of a row are merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Merging {
+    /// K and V as they lie in memory, from which a row of very large scores is computed again.
+    pub stored: DType,
+    /// Warps that share a row: 1, 2, 4 or 8.
+    pub warps: u32,
+    /// The grid is launched to start while that of the parts ends (programmatic dependent launch, from sm_90 on).
+    pub dependent: bool,
 }
 
-/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`]. K and V lie in memory as
-/// `stored`.
+impl Merging {
+    /// Of a problem's parts of so many `keys` each: a warp has some eight parts of a row, which it loads at once.
+    #[must_use]
+    pub fn new(problem: &FwdProblem, keys: i32, stored: DType, dependent: bool) -> Self {
+        let warps = num_parts(problem, keys).div_ceil(8).next_power_of_two().min(MERGE_THREADS / 32);
+        Self { stored, warps, dependent }
+    }
+
+    /// CTAs of the merging kernel.
+    #[must_use]
+    pub fn grid(&self, problem: &FwdProblem, num_sms: u32) -> u32 {
+        let dims = problem.dims;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        crate::row_grid(rows, MERGE_THREADS / self.warps, num_sms)
+    }
+}
+
+/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`].
 #[must_use]
-pub fn merge(spec: &FwdSpec, stored: DType) -> KernelSource {
-    merging(spec, stored, false)
+pub fn merge(spec: &FwdSpec, merging: Merging) -> KernelSource {
+    merging_kernel(spec, merging, false)
 }
 
 /// The same under a tree mask, of which the kernel takes [`TreeMask`](crate::tree_mask::TreeMask) too.
 #[must_use]
-pub fn merge_tree(spec: &FwdSpec, stored: DType) -> KernelSource {
-    merging(spec, stored, true)
+pub fn merge_tree(spec: &FwdSpec, merging: Merging) -> KernelSource {
+    merging_kernel(spec, merging, true)
 }
 
-fn merging(spec: &FwdSpec, stored: DType, tree: bool) -> KernelSource {
-    let (include, tree_param, call) = if tree {
-        ("fmha/common/merge_tree.cuh", tree_mask::PARAM, "split::merge_tree<kSpec, kStored>(p, parts, tree);")
+fn merging_kernel(spec: &FwdSpec, merging: Merging, tree: bool) -> KernelSource {
+    let Merging { stored, warps, dependent } = merging;
+    let (include, tree_param, function, arguments) = if tree {
+        ("fmha/common/merge_tree.cuh", tree_mask::PARAM, "merge_tree", "p, parts, tree")
     } else {
-        ("fmha/common/merge_parts.cuh", "", "split::merge<kSpec, kStored>(p, parts);")
+        ("fmha/common/merge_parts.cuh", "", "merge", "p, parts")
     };
     // The whole spec: a row of very large scores is computed again from Q, K and V.
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kStored", &stored)];
@@ -163,7 +188,9 @@ fn merging(spec: &FwdSpec, stored: DType, tree: bool) -> KernelSource {
         params: &format!(
             "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts{tree_param}"
         ),
-        call,
+        call: &format!(
+            "split::{function}<kSpec, kStored, {MERGE_THREADS}, {warps}, {dependent}>({arguments});"
+        ),
     };
     crate::source(entry.render(), || [header(), tree_mask::header()])
 }
@@ -223,7 +250,7 @@ mod tests {
         let problem = decode(3, 5, 700).mask(MaskSpec::CAUSAL);
         let tile = crate::sm100::choose_tile(&problem, "sm_100a");
         assert_eq!(tile.split_keys, 256);
-        let parts = KvParts::new(&problem, tile.split_keys, 0x1000);
+        let parts = KvParts::new(&problem, tile.split_keys, tile.block_n, 0x1000);
         let rows = 3 * 5 * 3;
         assert!(parts.o.0 >= parts.lse.0 + rows * 4 && parts.lse.0 >= 0x1000 + 4);
         assert!(parts.o.0 + rows * 128 * 4 <= 0x1000 + workspace_bytes(&problem, tile.split_keys));

@@ -573,29 +573,6 @@ fn the_model_leaves_the_order_to_the_table_where_it_knows_no_lengths() {
     assert_eq!(of(8192, batch, "b"), 0, "fifteen rounds");
 }
 
-#[test]
-fn the_model_of_short_queries_has_the_faster_kernel_of_those_measured() {
-    let rows = measured_fwd("decode");
-    let mut checked = 0;
-    for row in rows.iter().filter(|row| row.set == "kernel=sm90") {
-        let dims = row.problem.dims;
-        let tiles = u64::from(dims.batch * dims.num_heads_kv);
-        let bytes = tiles * u64::from(dims.seqlen_k) * 512;
-        let modelled = [sm90::micros_of_few_tiles(tiles, bytes), sm90::micros_in_parts(bytes)];
-        let measured = ["kernel=sm90", "kernel=sm80"].map(|kernel| micros_with(&rows, &row.shape, kernel));
-        for (modelled, measured) in modelled.iter().zip(measured) {
-            assert!(
-                (modelled / measured - 1.0).abs() < 0.25,
-                "{}: {modelled}, measured {measured}",
-                row.shape
-            );
-        }
-        assert_eq!(modelled[0] < modelled[1], measured[0] < measured[1], "{}: {modelled:?}", row.shape);
-        checked += 1;
-    }
-    assert_eq!(checked, 5);
-}
-
 /// The tables' backward rows, 16k tokens: what was chosen by thresholds of the length before there were prices.
 #[test]
 fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {

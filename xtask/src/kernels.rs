@@ -161,6 +161,13 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: PREPARED_CASES, deal: 1 },
         ..HOPPER_WALKING
     },
+    // A short query's keys in parts, which a second kernel merges.
+    Row {
+        tile: Some("block_n=64,split_keys=128,lookahead=off,wait_anchor=0"),
+        in_test: Cases { filter: "^edges/short_query/bf16/s(1x600|3x1100)/(0|b:300,0)$", deal: 1 },
+        in_all: Cases { filter: "^edges/short_query.*/b?f16", deal: 1 },
+        ..HOPPER_WALKING
+    },
     // The same bits whoever claims a tile.
     Row {
         kernel: Some("sm90"),
@@ -297,6 +304,13 @@ pub(crate) const ROWS: &[Row] = &[
         in_test: Cases { filter: "^decode/.*bf16", deal: 24 },
         in_all: Cases { filter: "^decode/", deal: 1 },
         kernel: None,
+        ..AMPERE
+    },
+    // Parts of a cache, pages looked up a block ahead, FP8 read as it lies: each copy ordered before what reads it.
+    Row {
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^decode/split/bf16/(wide/q1/p1|e4m3fn/q1/strided|e5m2/q9/p64)$", deal: 1 },
+        in_all: Cases { filter: "^decode/split/", deal: 1 },
         ..AMPERE
     },
     Row {

@@ -4,6 +4,7 @@ pub(crate) mod combine;
 mod maps;
 #[cfg(test)]
 mod operands;
+mod parts;
 #[cfg(test)]
 pub(crate) mod plans;
 pub(crate) mod simt;

@@ -12,7 +12,7 @@ use fmha_kernels_cuda::sm100::{self, Sm100Tile};
 
 use super::maps::{Boxes, Maps};
 use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps, parts};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm100 {
@@ -86,17 +86,8 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
             // One CTA an SM: it takes all of tensor memory.
             tiles_at_once: u64::from(facts.num_sms / tile.cluster.unsigned_abs()),
         };
-        let merge = is_split.then(|| {
-            let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
-            Launch {
-                kernel: split::MERGE_NAME,
-                source: split::merge(&spec, spec.dtype_qk),
-                grid,
-                shared_bytes: 0,
-                tiles: grid.groups.into(),
-                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }
-        });
+        let merge = is_split
+            .then(|| parts::merge(split::MERGE_NAME, problem, (tile.split_keys, spec.dtype_qk), facts));
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
             launches: Launches::new([], main, merge),
@@ -161,7 +152,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
             return unsafe { fwd.launch(&mut arguments, call.stream) };
         }
         let [merge] = exactly(steps.after())?;
-        let mut parts = KvParts::new(call.problem, tile.split_keys, whole.workspace.0);
+        let mut parts = KvParts::new(call.problem, tile.split_keys, tile.block_n, whole.workspace.0);
         let mut part = parts.params(&whole);
         let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan

@@ -13,7 +13,7 @@ use fmha_kernels_cuda::tree_mask;
 use fmha_kernels_cuda::{cache_update, keep_mask};
 
 use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps, parts};
 
 /// The kernel, with what its launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -56,6 +56,8 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             let mut tile = own;
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             tile.place_blocks(problem);
+            tile.converts_fp8 = facts.instructions.converts_fp8 && tile.stored.is_fp8();
+            tile.launches_merge = tile.split_keys > 0 && facts.instructions.tma;
             tile.check()?;
             tile.check_loads(problem)?;
             if tile.split_keys > 0 {
@@ -73,11 +75,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let tree = problem.cache.tree_mask;
-        let (source, merging) = if tree {
-            (sm80::fwd_tree(&own_spec, &tile), split::merge_tree as fn(&_, _) -> _)
-        } else {
-            (sm80::fwd(&own_spec, &tile), split::merge as fn(&_, _) -> _)
-        };
+        let source = if tree { sm80::fwd_tree(&own_spec, &tile) } else { sm80::fwd(&own_spec, &tile) };
         let main = Launch {
             kernel: self.name(),
             source,
@@ -86,17 +84,8 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
         };
-        let merge = is_split.then(|| {
-            let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
-            Launch {
-                kernel: MERGE_NAME,
-                source: merging(&spec, tile.stored),
-                grid,
-                shared_bytes: 0,
-                tiles: grid.groups.into(),
-                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }
-        });
+        let merge =
+            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, tile.stored), facts));
         let update = cache_update::is_wanted(problem).then(|| {
             let grid = Grid::new(cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS);
             Launch {
@@ -159,8 +148,8 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let has_keys = call.problem.shape_k().seq > 0;
         // Turned queries lie in the workspace.
         let turned = call.problem.cache.rotary.is_some();
-        // As many elements of K and V as of Q.
-        let loads_of_cache = if tile.stored.is_fp8() { loads / 2 } else { loads };
+        // A cache in FP8 whose rows begin on odd bytes is read byte by byte.
+        let loads_of_cache = if tile.stored.is_fp8() && loads == 2 { 1 } else { loads };
         let operands = [
             ("q", args.q.as_ptr() as u64, loads, !turned),
             ("k", args.k_slice().as_ptr() as u64, loads_of_cache, has_keys),
@@ -211,7 +200,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             };
         }
         let [merge] = exactly(steps.after())?;
-        let mut parts = KvParts::new(call.problem, tile.split_keys, whole.workspace.0);
+        let mut parts = KvParts::new(call.problem, tile.split_keys, tile.block_n, whole.workspace.0);
         let mut part = parts.params(&whole);
         // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
         // says.

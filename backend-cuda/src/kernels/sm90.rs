@@ -11,11 +11,15 @@ use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly}
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80;
 use fmha_kernels_cuda::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
+use fmha_kernels_cuda::split::{self, KvParts};
 
 use super::maps::{BlocksOfV, Boxes, Maps};
 use super::sm80::room;
 use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps, parts};
+
+/// The merging kernel's name in plans.
+const MERGE_NAME: &str = "sm90_merge";
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm90 {
@@ -65,33 +69,22 @@ impl ValuesPlan {
     }
 }
 
-/// What the model's error may be of a short query's time.
-const LEAST_GAIN_OF_KERNEL: f64 = 0.05;
-
-/// Refuses what `sm80` is faster at, by the model: a short query over a long cache, of which a tile of this kernel walks all keys
-/// of a head, where those of `sm80` walk parts of them. Only where this kernel leaves half of the multiprocessors idle.
+/// Refuses what `sm80` is faster at: one query over a long cache, whose few rows fill one warp's products. An H200, one sequence of
+/// 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5, 141 and 140;
+/// of 16 sequences of 4096 keys 77 and 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
-    const MOST_ROWS: u32 = 64;
+    const MOST_ROWS: u32 = 16;
     let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
     let tiles = u64::from(batch) * u64::from(num_heads_kv);
     let is_short = seqlen_q.saturating_mul(problem.gqa_ratio()) <= MOST_ROWS;
-    if !is_short || 2 * tiles > u64::from(facts.num_sms) {
+    if !is_short || 4 * tiles > u64::from(facts.num_sms) {
         return Ok(());
     }
-    let row_elems = u64::from(problem.dims.head_dim_qk) + u64::from(problem.dims.head_dim_v);
-    let keys = tiles.saturating_mul(problem.dims.seqlen_k.into());
-    let bytes = keys.saturating_mul(row_elems).saturating_mul(problem.dtypes.qk.size_bytes());
-    let kernels = Candidates::of([
-        (sm90::NAME, sm90::micros_of_few_tiles(tiles, bytes)),
-        (sm80::NAME, sm90::micros_in_parts(bytes)),
-    ]);
-    let best = kernels.cheapest(LEAST_GAIN_OF_KERNEL).map_or(sm90::NAME, |best| best.choice);
     let taken = sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
-    if best == sm80::NAME && taken && sm80::choose_tile(problem, room(facts)).split_keys > 0 {
+    if taken && sm80::choose_tile(problem, room(facts)).split_keys > 0 {
         return Err(format!(
-            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys: {}",
-            facts.num_sms,
-            kernels.words(|name| (*name).to_owned())
+            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",
+            facts.num_sms
         ));
     }
     Ok(())
@@ -99,7 +92,7 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
 
 /// The table's tile, in the order that the model has cheapest; and the orders that it was asked for.
 fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> (Sm90Tile, Candidates<TileOrder>) {
-    let mut tile = sm90::choose_tile(problem);
+    let mut tile = sm90::choose_tile_in_parts(problem, facts.num_sms);
     let orders = tile.orders(problem, facts.num_sms);
     tile.order = orders.cheapest(sm90::LEAST_GAIN_OF_ORDER).map_or(tile.order, |best| best.choice);
     (tile, orders)
@@ -143,6 +136,10 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
                     tile.bias_stages
                 ));
             }
+            if tile.split_keys > 0 {
+                split::splits(problem)
+                    .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
+            }
             facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
             Ok(tile)
         };
@@ -159,7 +156,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         // The tile counter; behind it a V that is prepared.
         let counter_bytes = tile.counter_bytes(&schedule, facts.num_sms);
         let (values, workspace) = match tile.prepare_v {
-            PrepareV::InTile => (None, Workspace::zeroed(counter_bytes)),
+            PrepareV::InTile => (None, tile.workspace(problem, &schedule, facts.num_sms)),
             PrepareV::Before | PrepareV::Beside => {
                 let values = PreparedValues::new(problem, &tile, &schedule, facts.num_sms).map_err(refuse)?;
                 let (values, workspace) = ValuesPlan::new(values, &tile, &spec, counter_bytes);
@@ -174,9 +171,13 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
             tiles: plan.values.grid().into(),
             tiles_at_once: u64::from(2048 / sm90::PREPARE_THREADS * facts.num_sms),
         });
+        let is_split = tile.split_keys > 0;
+        let merge =
+            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, spec.dtype_qk), facts));
+        let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let main = Launch {
             kernel: self.name(),
-            source: sm90::fwd(&spec, &tile),
+            source: sm90::fwd(&own_spec, &tile),
             grid,
             shared_bytes: smem_bytes,
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
@@ -185,11 +186,13 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         };
         Ok(Choice {
             kernel: Kernel::new(Sm90 { chosen: Some(Chosen { tile, schedule, values }) }),
-            launches: Launches::new(before, main, []),
+            launches: Launches::new(before, main, merge),
             workspace,
             promises: Promises {
                 deterministic: true,
-                batch_invariant: tile.is_batch_invariant(&spec),
+                // A short query's keys may be split, a long one's not.
+                batch_invariant: tile.is_batch_invariant(&spec)
+                    && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
                 graph_capturable: true,
                 accuracy: accuracy(&tile),
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
@@ -208,7 +211,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
         let tile = self.chosen.map(|chosen| chosen.tile);
-        let stores_vectors = tile.is_some_and(|tile| tile.vector_store);
+        let stores_vectors = tile.is_some_and(|tile| tile.vector_store && tile.split_keys == 0);
         let brings_bias = tile.is_some_and(|tile| tile.bias_stages > 0);
         let loads = match tile {
             Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
@@ -246,6 +249,18 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
             // SAFETY: the kernel takes FwdParams and PreparedValues; `check_fwd` saw that the memory covers the problem,
             // and that the workspace is as large as the plan says.
             unsafe { prepare.launch(&mut arguments, call.stream)? };
+        }
+        if tile.split_keys > 0 {
+            let [merge] = exactly(steps.after())?;
+            let mut parts = KvParts::new(call.problem, tile.split_keys, tile.block_n, workspace);
+            let mut part = parts.params(&params);
+            let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+            // SAFETY: as below; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
+            // says.
+            unsafe { fwd.launch(&mut arguments, call.stream)? };
+            let mut arguments = [(&raw mut params).cast(), (&raw mut parts).cast()];
+            // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
+            return unsafe { merge.launch(&mut arguments, call.stream) };
         }
         let last = prepared.as_mut().map_or(std::ptr::null_mut(), |values| (&raw mut *values).cast());
         let mut arguments =
@@ -347,6 +362,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
         format!("P V summed in 14 bits and added to f32 after each {} keys{parts}", tile.block_n)
     }));
     words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
+    words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }

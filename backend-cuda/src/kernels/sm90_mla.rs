@@ -93,7 +93,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
         if is_split {
             let groups = text::merge_grid(problem).map_err(refuse)?;
             let grid = Grid { dependent: true, ..Grid::new(groups, text::MERGE_THREADS) };
-            merge = Some(rows(MERGE_NAME, text::merge(&spec), grid, MERGE_CTAS_PER_SM));
+            merge = Some(rows(MERGE_NAME, text::merge(&spec, tile.split_keys), grid, MERGE_CTAS_PER_SM));
         }
         let update = cache_update::is_wanted(problem).then(|| {
             let source = cache_update::update(problem);
@@ -163,7 +163,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
             }
             whole = forward;
         }
-        let mut parts = KvParts::new(call.problem, tile.split_keys, whole.workspace.0);
+        let mut parts = KvParts::new(call.problem, tile.split_keys, text::KEYS as i32, whole.workspace.0);
         let mut part = if tile.split_keys > 0 { parts.params(&whole) } else { whole };
         // SAFETY: the kernel takes FwdParams, K's map and MlaSchedule; `check_fwd` saw that the memory covers the problem, and
         // that the workspace, in which O and LSE of parts lie, is as large as the plan says.

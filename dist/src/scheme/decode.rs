@@ -67,7 +67,7 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
         }
         gathered.push((q, parts));
     }
-    b.exchange(moves)?;
+    b.exchange(&moves)?;
     for (q, parts) in gathered {
         b.conclude(&q, parts)?;
     }

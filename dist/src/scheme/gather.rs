@@ -41,7 +41,7 @@ fn gather(b: &mut Builder<'_>) -> Result<Operands> {
             }
         }
     }
-    b.exchange(moves)?;
+    b.exchange(&moves)?;
     Ok(Operands { q: b.own(Kind::Q), k, v })
 }
 
@@ -132,7 +132,7 @@ fn bring_home(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], dtype: DType) 
             slots.push((peer, kind, slot));
         }
     }
-    b.exchange(moves)?;
+    b.exchange(&moves)?;
     for (kind, _, buf) in grads {
         let out = b.own_as(buf, kind, dtype);
         for keys in &own {

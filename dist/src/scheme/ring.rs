@@ -49,7 +49,7 @@ fn pass_on(b: &mut Builder<'_>, tensors: &[(Held, Held)]) -> Result<()> {
         moves.send(next, (now.buf, now.tensor.block()));
         moves.receive(before, (then.buf, then.tensor.block()));
     }
-    b.exchange(moves)
+    b.exchange(&moves)
 }
 
 /// K and V of each step, by turns; those of the next step are sent for before this step's attention.

@@ -142,7 +142,7 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     let heads = heads_of(b.whole, b.rank());
     let mut moves = Moves::default();
     let operands = swap_in_all(b, &mut moves);
-    b.exchange(moves)?;
+    b.exchange(&moves)?;
     let o = {
         let tensor = b.tensor_of_all(Kind::O, heads.num_q(), b.dtype(Kind::O));
         b.hold(tensor)
@@ -160,7 +160,7 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
             of_own.into_iter().for_each(|part| moves.receive(peer, part));
         }
     }
-    b.exchange(moves)?;
+    b.exchange(&moves)?;
     Ok(())
 }
 
@@ -177,7 +177,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         of_own.into_iter().for_each(|part| moves.send(peer, part));
         of_all.into_iter().for_each(|part| moves.receive(peer, part));
     }
-    b.exchange(moves)?;
+    b.exchange(&moves)?;
     let given = Given { o, dout, lse };
     let [dq, dk, dv] = [Kind::Q, Kind::K, Kind::V].map(|kind| {
         let count = of_kind(kind, &heads).len() as u32;
@@ -218,7 +218,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         }
         (kind, slots, buf)
     });
-    b.exchange(moves)?;
+    b.exchange(&moves)?;
     let out = b.own_as(Buf::Dq, Kind::Q, wanted.dtype);
     b.sum(out.rows(0, out.tensor.rows), vec![own_dq.rows(0, own_dq.tensor.rows)], wanted.dtype)?;
     for (kind, slots, buf) in shared {

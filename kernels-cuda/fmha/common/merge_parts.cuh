@@ -1,13 +1,17 @@
 // Split-KV's second kernel: the parts of a row, merged by their log-sum-exp into O and LSE. The learnable sink, which no
 // part has taken in, joins here.
 //
-// A warp merges one row: its lanes read the parts' LSE side by side for the maximum and the sum, then every part's O in
-// turn, with all weights known, so that no load waits for another.
+// `warps` warps merge a row. Each reads all parts' LSE, side by side, for the maximum and the sum, and then O of every
+// `warps`-th part, several under way at a time: a load from the L2 takes some 300 clocks, and one warp that waits for 128
+// parts in turn takes longer than the whole of a short call's attention. Their sums are added in the warps' order.
 #pragma once
+#include <fmha/common/part_keys.cuh>
 #include <fmha/common/recompute_row.cuh>
 #include <fmha/kv_parts.h>
 #include <fmha/num.h>
 #include <fmha/online_softmax.h>
+#include <fmha/ptx/grid.cuh>
+#include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/range.h>
 #include <fmha/seq.h>
@@ -15,79 +19,169 @@
 namespace fmha::split {
 
 constexpr int32_t kWarp = 32;
+// Parts of which a warp loads O at a time: 64 registers of a lane.
+template <int32_t dim>
+constexpr int32_t kUnderWay = max(16 / ceil_div(dim, 4 * kWarp), 2);
 
-template <FwdSpec spec, DType stored, class Keys>
-FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_batch, int32_t i_head, int32_t i,
-                           const Keys& keys) {
-  constexpr int32_t columns = ceil_div(spec.head_dim_v, kWarp);
+// A row of the call, and what its parts weigh.
+struct MergedRow {
+  SeqSpan span;
+  int32_t i_head, i, num_parts;
+  int64_t row, part_rows;  // of a part's rows, and how many there are
+  float top, reference, sum, per_sum;
+};
+
+template <FwdSpec spec>
+FMHA_DEVICE void weigh(const FwdParams& p, const KvParts& parts, MergedRow& merged) {
   const int32_t lane = threadIdx.x % kWarp;
-  const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
-  if (i >= span.seqlen_q) return;
-  // What the forward kernel has written: a sequence without keys has one part.
-  const int32_t num_parts = max(ceil_div(span.seqlen_k, parts.keys), 1);
-  const int64_t row = (int64_t(i_batch) * p.num_heads_q + i_head) * p.seqlen_q + i;
-  const int64_t part_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
-
   // Natural: times log2(e) a finite LSE or sink may be more than f32 holds.
-  const float sink = spec.sink ? scalar_of(p.sink, 0, i_head, -infinity()) : -infinity();
+  const float sink = spec.sink ? scalar_of(p.sink, 0, merged.i_head, -infinity()) : -infinity();
   float top = sink;
-  for (int32_t n = lane; n < num_parts; n += kWarp) top = max(top, parts.lse[n * part_rows + row]);
+  for (int32_t n = lane; n < merged.num_parts; n += kWarp) top = max(top, parts.lse[n * merged.part_rows + merged.row]);
 #pragma unroll
   for (int32_t step = 16; step > 0; step /= 2) top = max(top, ptx::shfl_xor(top, step));
-  // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs.
-  if (fabsf(top) < infinity() && fabsf(top * kLog2E) >= kLargestShift) {
-    RecomputedRow<spec, stored, Keys> again{p,    span, i_head, i, span.storage_batch, span.q_row + i, {0, span.seqlen_k},
-                                            keys};
-    again.run();
-    return;
-  }
-  const float reference = finite_or_zero(top);
+  merged.top = top;
+  merged.reference = finite_or_zero(top);
   float sum = 0.f;
-  for (int32_t n = lane; n < num_parts; n += kWarp)
-    sum += exp2_of((parts.lse[n * part_rows + row] - reference) * kLog2E);
+  for (int32_t n = lane; n < merged.num_parts; n += kWarp)
+    sum += exp2_of((parts.lse[n * merged.part_rows + merged.row] - merged.reference) * kLog2E);
 #pragma unroll
   for (int32_t step = 16; step > 0; step /= 2) sum += ptx::shfl_xor(sum, step);
-  if constexpr (spec.sink) sum += exp2_of((sink - reference) * kLog2E);
+  if constexpr (spec.sink) sum += exp2_of((sink - merged.reference) * kLog2E);
+  merged.sum = sum;
   // The weights' sum comes off before O is added up, which else may leave f32 where the merged O does not.
-  const float per_sum = sum == 0.f ? 0.f : 1.f / sum;
+  merged.per_sum = sum == 0.f ? 0.f : 1.f / sum;
+}
 
-  Array<float, columns> o = {};
-#pragma unroll 4
-  for (int32_t n = 0; n < num_parts; ++n) {
-    const float part_lse = parts.lse[n * part_rows + row];
-    // A part without a visible key is neutral, whatever lies there.
-    if (part_lse == -infinity()) continue;
-    const float weight = exp2_of((part_lse - reference) * kLog2E) * per_sum;
-    const int64_t at = (n * part_rows + row) * parts.row;
+// Four elements of a lane, of every 128 of a row.
+template <int32_t dim>
+struct RowPart {
+  static constexpr int32_t chunks = ceil_div(dim, 4 * kWarp);
+  float elems[chunks][4];
+
+  FMHA_DEVICE static int32_t column(int32_t chunk) { return chunk * 4 * kWarp + threadIdx.x % kWarp * 4; }
+  // A row of a part begins on 16 bytes, and its last four may reach beyond `dim`, where nobody has written.
+  FMHA_DEVICE void load(const float* from) {
 #pragma unroll
-    for (int32_t c = 0; c < columns; ++c) {
-      const int32_t d = c * kWarp + lane;
-      if (d < spec.head_dim_v) o[c] += weight * parts.o[at + d];
+    for (int32_t chunk = 0; chunk < chunks; ++chunk) {
+      const int32_t at = column(chunk);
+      if constexpr (dim % 4 == 0) {
+        ptx::ld_global_v4_f32_if(elems[chunk], from + at, at < dim);
+      } else {
+#pragma unroll
+        for (int32_t e = 0; e < 4; ++e) elems[chunk][e] = at + e < dim ? from[at + e] : 0.f;
+      }
     }
   }
+};
 
-  float factor = 1.f;
-  if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
-  const int64_t at = row_offset(p.o, span.storage_batch, span.q_row + i, i_head);
+// O of the parts `first`, `first + step`, ... times their weights.
+template <int32_t dim>
+FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_t first, int32_t step, RowPart<dim>& o) {
+  constexpr int32_t under_way = kUnderWay<dim>;
+#pragma unroll 1
+  for (int32_t begin = first; begin < merged.num_parts; begin += under_way * step) {
+    RowPart<dim> part[under_way];
+    float weight[under_way];
 #pragma unroll
-  for (int32_t c = 0; c < columns; ++c) {
-    const int32_t d = c * kWarp + lane;
-    if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, at + d, o[c] * factor);
-  }
-  if constexpr (spec.write_lse) {
-    if (lane == 0) p.lse[lse_offset(p, span, i_head, i)] = sum == 0.f ? -infinity() : top + log2_of(sum) * kLn2;
+    for (int32_t k = 0; k < under_way; ++k) {
+      // Beyond the last part: the first of the batch once more, without weight.
+      const int32_t n = begin + k * step, there = n < merged.num_parts ? n : begin;
+      const int64_t row = there * merged.part_rows + merged.row;
+      weight[k] = n < merged.num_parts ? parts.lse[row] : -infinity();
+      part[k].load(parts.o + row * parts.row);
+    }
+#pragma unroll
+    for (int32_t k = 0; k < under_way; ++k) {
+      // A part without a visible key is neutral, whatever lies there.
+      const bool seen = weight[k] != -infinity();
+      const float factor = seen ? exp2_of((weight[k] - merged.reference) * kLog2E) * merged.per_sum : 0.f;
+#pragma unroll
+      for (int32_t chunk = 0; chunk < RowPart<dim>::chunks; ++chunk) {
+#pragma unroll
+        for (int32_t e = 0; e < 4; ++e) o.elems[chunk][e] += factor * (seen ? part[k].elems[chunk][e] : 0.f);
+      }
+    }
   }
 }
 
-// Any grid of whole warps: each takes rows until none is left.
-template <FwdSpec spec, DType stored, class Keys = EveryKey>
-FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& keys = {}) {
-  const int64_t num_warps = int64_t(gridDim.x) * (blockDim.x / kWarp);
+// Any grid: a CTA of `threads` takes `threads / 32 / warps` rows at a time until none is left. `dependent`: it was launched
+// to start while the parts' grid ends. `keys`: those that a row that is computed again sees.
+template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, class Keys = EveryKey>
+FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& keys_of_row = {}) {
+  constexpr int32_t dim = spec.head_dim_v, rows = threads / kWarp / warps;
+  using Part = RowPart<dim>;
+  __shared__ float sums[warps > 1 ? threads / kWarp : 1][warps > 1 ? Part::chunks * 4 * kWarp : 1];
+  if constexpr (dependent) ptx::wait_for_grids_before();
+  const int32_t warp = threadIdx.x / kWarp, of_row = warp % warps, lane = threadIdx.x % kWarp;
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
-  for (int64_t at = int64_t(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp; at < num_rows; at += num_warps) {
-    const int64_t batch_head = at / p.seqlen_q;
-    merge_row<spec, stored>(p, parts, int32_t(batch_head / p.num_heads_q), int32_t(batch_head % p.num_heads_q),
-                            int32_t(at % p.seqlen_q), keys);
+  for (int64_t first = int64_t(blockIdx.x) * rows; first < num_rows; first += int64_t(gridDim.x) * rows) {
+    const int64_t at = first + warp / warps, batch_head = at / p.seqlen_q;
+    const int32_t i_batch = int32_t(batch_head / p.num_heads_q);
+    MergedRow merged;
+    merged.i_head = int32_t(batch_head % p.num_heads_q);
+    merged.i = int32_t(at % p.seqlen_q);
+    bool there = at < num_rows, again = false;
+    Part o = {};
+    if (there) {
+      merged.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
+      there = merged.i < merged.span.seqlen_q;
+    }
+    if (there) {
+      // What the forward kernel has written: a sequence without keys has one part.
+      const int32_t keys = keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
+      merged.num_parts = max(ceil_div(merged.span.seqlen_k, keys), 1);
+      merged.row = at;
+      merged.part_rows = num_rows;
+      weigh<spec>(p, parts, merged);
+      // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs.
+      again = fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;
+      if (!again) add_parts<dim>(parts, merged, of_row, warps, o);
+    }
+    if constexpr (warps > 1) {
+#pragma unroll
+      for (int32_t chunk = 0; chunk < Part::chunks; ++chunk) {
+#pragma unroll
+        for (int32_t e = 0; e < 4; ++e) sums[warp][(chunk * 4 + e) * kWarp + lane] = o.elems[chunk][e];
+      }
+      __syncthreads();
+      if (of_row == 0) {
+#pragma unroll
+        for (int32_t w = 1; w < warps; ++w) {
+#pragma unroll
+          for (int32_t chunk = 0; chunk < Part::chunks; ++chunk) {
+#pragma unroll
+            for (int32_t e = 0; e < 4; ++e) o.elems[chunk][e] += sums[warp + w][(chunk * 4 + e) * kWarp + lane];
+          }
+        }
+      }
+    }
+    if (there && of_row == 0) {
+      if (again) {
+        const SeqSpan& span = merged.span;
+        RecomputedRow<spec, stored, Keys> row{
+            p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i, {0, span.seqlen_k}, keys_of_row};
+        row.run();
+      } else {
+        float factor = 1.f;
+        if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
+        const int64_t to = row_offset(p.o, merged.span.storage_batch, merged.span.q_row + merged.i, merged.i_head);
+#pragma unroll
+        for (int32_t chunk = 0; chunk < Part::chunks; ++chunk) {
+#pragma unroll
+          for (int32_t e = 0; e < 4; ++e) {
+            const int32_t d = Part::column(chunk) + e;
+            if (d < dim) store_elem<spec.dtype_o>(p.o.data, to + d, o.elems[chunk][e] * factor);
+          }
+        }
+        if constexpr (spec.write_lse) {
+          if (lane == 0)
+            p.lse[lse_offset(p, merged.span, merged.i_head, merged.i)] =
+                merged.sum == 0.f ? -infinity() : merged.top + log2_of(merged.sum) * kLn2;
+        }
+      }
+    }
+    if constexpr (warps > 1) __syncthreads();
   }
 }
 

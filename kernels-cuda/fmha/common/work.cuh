@@ -2,6 +2,7 @@
 //
 // `tile` is any architecture's tile; of its fields block_m, block_n, cluster, cluster_heads and pack_gqa are read.
 #pragma once
+#include <fmha/common/part_keys.cuh>
 #include <fmha/mask.h>
 #include <fmha/seq.h>
 #include <fmha/tile_schedule.h>
@@ -36,8 +37,8 @@ struct Work {
   int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
 };
 
-// Split-KV: keys of a part, a multiple of block_n, where a tile sees one part of its sequence's keys; 0: it sees all of
-// them, as every tile of an architecture whose tiles have no such field.
+// Split-KV: keys of a part of the longest sequence, where a tile sees one part of its sequence's keys; 0: it sees all of them,
+// as every tile of an architecture whose tiles have no such field.
 template <auto tile>
 FMHA_DEVICE constexpr int split_keys() {
   if constexpr (requires { tile.split_keys; }) {
@@ -47,14 +48,27 @@ FMHA_DEVICE constexpr int split_keys() {
   }
 }
 
+// Parts of the longest sequence's keys.
+template <auto tile>
+FMHA_DEVICE int32_t most_parts(const FwdParams& p) { return max(ceil_div(p.seqlen_k, split_keys<tile>()), 1); }
+
+// Keys of a part of a sequence.
+template <auto tile>
+FMHA_DEVICE int32_t part_keys(const FwdParams& p, int32_t seqlen_k) {
+  return keys_of_a_part(seqlen_k, most_parts<tile>(p), tile.block_n);
+}
+
 // The part that a tile sees. It has a block there even if its queries see none of the part's keys.
 template <auto tile>
-FMHA_DEVICE int32_t part_of(const Work& work) { return max(work.last_block, 0) / (split_keys<tile>() / tile.block_n); }
+FMHA_DEVICE int32_t part_of(const FwdParams& p, const Work& work) {
+  return max(work.last_block, 0) * tile.block_n / part_keys<tile>(p, work.seqlen_k);
+}
 
 // Its keys, below `seqlen_k`.
 template <auto tile>
-FMHA_DEVICE Range keys_of_part(int32_t part, int32_t seqlen_k) {
-  return {min(part * split_keys<tile>(), seqlen_k), min((part + 1) * split_keys<tile>(), seqlen_k)};
+FMHA_DEVICE Range keys_of_part(const FwdParams& p, int32_t part, int32_t seqlen_k) {
+  const int32_t keys = part_keys<tile>(p, seqlen_k);
+  return {min(part * keys, seqlen_k), min((part + 1) * keys, seqlen_k)};
 }
 
 // The i-th key block of a tile.
@@ -84,7 +98,7 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   int32_t head = first_head + within - i_m * num_heads;
   int32_t part = 0;
   if constexpr (split_keys<tile>() > 0) {
-    const int32_t num_parts = ceil_div(p.seqlen_k, split_keys<tile>()), head_and_part = head;
+    const int32_t num_parts = most_parts<tile>(p), head_and_part = head;
     head = head_and_part / num_parts;
     part = head_and_part - head * num_parts;
   }
@@ -118,7 +132,7 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   Range keys = k_range(band, queries, span.seqlen_k);
   if constexpr (split_keys<tile>() > 0) {
     static_assert(!spec.sink_columns && split_keys<tile>() % tile.block_n == 0, "a part is whole blocks of the band's");
-    const Range own = keys_of_part<tile>(part, span.seqlen_k);
+    const Range own = keys_of_part<tile>(p, part, span.seqlen_k);
     // The merge knows how many parts a sequence has: one without keys has the first.
     if (part > 0 && own.empty()) return work;
     keys = {max(keys.begin, own.begin), min(keys.end, own.end)};
@@ -139,7 +153,7 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
     work.last_block = -1;
     if constexpr (split_keys<tile>() > 0) {
       // A block of its part, of which no key is seen.
-      if (span.seqlen_k > 0) work.last_block = part * (split_keys<tile>() / tile.block_n);
+      if (span.seqlen_k > 0) work.last_block = part * part_keys<tile>(p, span.seqlen_k) / tile.block_n;
     }
   }
 

@@ -81,6 +81,17 @@ FMHA_DEVICE void ld_global_v4(uint32_t* v, const void* from) {
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(from));
 }
 
+// needs: sm_70. Four numbers, at a multiple of 16; zeros where `condition` is false.
+// PTX ISA: ld.
+FMHA_DEVICE void ld_global_v4_f32_if(float (&v)[4], const float* from, bool condition) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+      "@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&f"(v[0]), "=&f"(v[1]), "=&f"(v[2]), "=&f"(v[3])
+      : "l"(from), "r"(int(condition))
+      : "memory");
+}
+
 // needs: sm_70. A number that nothing writes while the kernel runs; 0 where `condition` is false.
 // PTX ISA: ld.global.nc.
 FMHA_DEVICE float ld_global_f32_if(const void* from, bool condition) {

@@ -3,7 +3,7 @@
 use fmha_core::FwdProblem;
 use fmha_core::spec::{BiasKind, FwdSpec};
 
-use super::{Sm80Tile, most_copied, padded_dim, value_parts};
+use super::{Sm80Tile, is_whole_copies, most_copied, padded_dim, value_parts};
 use crate::{sm90, split};
 
 /// What tiles have to fit into, and how many there should be.
@@ -36,6 +36,7 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         tile.pack_gqa = blocks(seqlen_q * ratio) * 10 <= blocks(seqlen_q) * ratio * 9;
     }
     let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
+    tile.stored = problem.stored_k();
     // As few rows as hold them: 16 to a warp.
     if let Some(block_m) = [16, 32, 64].into_iter().find(|&block_m| rows <= i64::from(block_m))
         && block_m < tile.block_m
@@ -49,7 +50,7 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     tile.fast_softcap &= problem.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
     tile.place_blocks(problem);
     let divides = |&bytes: &i32| {
-        sm90::strides(problem).all(|(_, _, stride)| stride.wrapping_mul(2) % i64::from(bytes) == 0)
+        sm90::strides(problem).all(|(name, _, stride)| is_whole_copies(problem, bytes, (name, stride)))
     };
     tile.copy_bytes =
         [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most_copied(problem)).find(divides).unwrap_or(2);
@@ -101,6 +102,8 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         block_in_page: true,
         stored: spec.dtype_qk,
         split_keys: 0,
+        converts_fp8: false,
+        launches_merge: false,
     };
     let fits = |tile: &Sm80Tile| tile.smem_bytes(spec) <= room.smem_bytes;
     let last = of(&candidates[candidates.len() - 1]);
@@ -122,31 +125,44 @@ impl Sm80Tile {
     }
 }
 
+/// Parts of a sequence's keys, at most: two batches of a merging warp's loads.
+const MOST_PARTS: u32 = 256;
+
 /// Keys of a part of a short query's; 0: its tiles alone are enough for the device, or its keys too few.
 ///
-/// Parts are 256 keys at least: at head dimension 128 their K and V are 128 KB, of which the partial results of eight rows,
-/// written and read, are 6 %.
+/// What counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to fill memory's latency. An
+/// H200, one sequence over 8 kv heads: 32768 keys in parts of 512, 4 CTAs of 64 parts each, 47.1 us, of 384, 6 at most and 5.2 on
+/// average, 49.2; 131072 keys in parts of 1344, 6 CTAs, 141.3, of 1536 142.6, of 1024, which are left for a second time, 158.8;
+/// 4096 in parts of 64, 128 and 256 keys 14.9, 15.6 and 18.3.
 fn split_keys(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> i32 {
-    let least = split::split_keys(problem, tile.block_n);
-    if least == 0 {
+    if split::split_keys(problem, tile.block_n) == 0 {
         return 0;
     }
-    let heads = if tile.pack_gqa { problem.dims.num_heads_kv } else { problem.dims.num_heads_q };
-    let tiles = u64::from(problem.dims.batch) * u64::from(heads);
-    let at_once = u64::from(room.num_sms) * u64::from(tile.ctas.unsigned_abs());
-    let block_n = u64::from(tile.block_n.unsigned_abs());
-    let keys_of = |parts: u64| {
-        let keys = u64::from(problem.dims.seqlen_k).div_ceil(parts).next_multiple_of(block_n);
-        keys.min(1 << 23) as i32
+    let dims = problem.dims;
+    let heads = if tile.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
+    let tiles = u64::from(dims.batch) * u64::from(heads);
+    let (num_sms, ctas) = (u64::from(room.num_sms), u64::from(tile.ctas.unsigned_abs()));
+    // A part's O, written and read in 32 bits, in keys of as many bytes.
+    let key_bytes = problem.stored_k().size_bytes() * u64::from(dims.head_dim_qk + dims.head_dim_v);
+    let rows = u64::from(dims.seqlen_q) * if tile.pack_gqa { u64::from(problem.gqa_ratio()) } else { 1 };
+    let part_keys = rows * u64::from(dims.head_dim_v) * 8 / key_bytes.max(1);
+    // CTAs whose loads one after another take as long as their share of memory's rate.
+    let at_least = if tile.stages > 1 { 2 } else { 3 };
+    let cost = |keys: u64| {
+        let parts = u64::from(dims.seqlen_k).div_ceil(keys);
+        let of_sm = (tiles * parts).div_ceil(num_sms);
+        let walked = (of_sm * (keys + if parts > 1 { part_keys } else { 0 })).max(at_least * keys);
+        // What is left for a second time begins when others end.
+        let walked = if of_sm > ctas && parts > 1 { walked + walked / 8 } else { walked };
+        walked + parts / 4
     };
-    // No more than there is room for twice, so that unlike lengths even out and none is left for a third time; or once, where
-    // the parts would be too short.
-    let parts = |times: u64| times * at_once / tiles.max(1);
-    match [2, 1].map(parts) {
-        [0 | 1, _] => 0,
-        [twice, _] if keys_of(twice) >= least => keys_of(twice),
-        [_, once] => keys_of(once.max(1)).max(least),
-    }
+    let block_n = u64::from(tile.block_n.unsigned_abs());
+    let of_parts =
+        |parts: u32| u64::from(dims.seqlen_k.div_ceil(parts)).next_multiple_of(block_n).min(1 << 23);
+    let whole = u64::from(dims.seqlen_k);
+    // The most parts where several cost the same.
+    let best = (2..=MOST_PARTS).rev().map(of_parts).min_by_key(|&keys| cost(keys));
+    best.filter(|&keys| keys < whole && cost(keys) * 10 < cost(whole) * 9).map_or(0, |keys| keys as i32)
 }
 
 #[cfg(test)]
@@ -205,7 +221,7 @@ mod tests {
         };
         let one = decode(1, 32768);
         assert!(one.pack_gqa && one.block_m == 16 && one.warps == 1, "{one:?}");
-        assert!(one.split_keys >= 256 && one.split_keys % one.block_n == 0, "{one:?}");
+        assert!(one.split_keys > 0 && one.split_keys % one.block_n == 0, "{one:?}");
         // Each tile as long as any other: they come out even.
         for (batch, seqlen_k) in [(1, 131_072), (1, 32768), (16, 32768), (4, 65536)] {
             let tile = decode(batch, seqlen_k);

@@ -1,4 +1,4 @@
-//! What a forward call costs, by a model: of the order of a masked call's tiles, and of a short query over a long cache.
+//! What a forward call costs, by a model, in each order of a masked call's tiles.
 //!
 //! A worker, a CTA or a cluster of them, takes tiles one after another, each some blocks of keys. A fixed order costs nothing to
 //! ask, and leaves workers idle where tiles are unlike; a counter is cleared by a step of the stream's before the launch, and
@@ -138,20 +138,3 @@ fn end_of_claims(tiles: impl Iterator<Item = f64>, workers: usize) -> f64 {
     }
     last as f64 * 1e-3
 }
-
-/// Microseconds of a short query over a long cache whose K and V have so many bytes: `tiles` of this kernel, each of which walks
-/// all keys. One walks a key of head dimension 128 in 7.3 ns; all multiprocessors together read 4.5 TB/s.
-#[must_use]
-pub fn micros_of_few_tiles(tiles: u64, cache_bytes: u64) -> f64 {
-    const TILE_BYTES_A_MICRO: f64 = 70e3;
-    let walk = 8.6 + cache_bytes as f64 / tiles.max(1) as f64 / TILE_BYTES_A_MICRO;
-    walk.max(16.5 + cache_bytes as f64 / DEVICE_BYTES_A_MICRO)
-}
-
-/// The same of `sm80`, whose parts of the keys fill the device, and are merged by a second launch.
-#[must_use]
-pub fn micros_in_parts(cache_bytes: u64) -> f64 {
-    25.0 + cache_bytes as f64 / DEVICE_BYTES_A_MICRO
-}
-
-const DEVICE_BYTES_A_MICRO: f64 = 4.5e6;

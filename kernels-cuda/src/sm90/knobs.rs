@@ -8,7 +8,8 @@ use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile, ValueProduct};
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with is given up: clusters, packed heads and copies a bias
-    /// by TMA, `cluster=1` its heads; a `pv` that is not `f16` any more lazy rescaling, one that flushes nothing `output_columns`;
+    /// by TMA, `cluster=1` its heads, parts of the keys clusters, `skip_row_max` and `prepare_v`, as these do
+    /// parts of the keys; a `pv` that is not `f16` any more lazy rescaling, one that flushes nothing `output_columns`;
     /// `lazy_rescale_log2=0` `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
     ///
     /// # Errors
@@ -26,6 +27,14 @@ impl Sm90Tile {
             self.cluster_heads = false;
         }
         let loads_own_rows = self.cluster == 1 && !self.pack_gqa && self.copy_bytes == 0;
+        if was.split_keys == 0 && self.split_keys > 0 {
+            (self.skip_row_max, self.cluster, self.cluster_heads) = (false, 1, false);
+            self.prepare_v = PrepareV::InTile;
+        } else if was.split_keys == self.split_keys && !self.takes_parts() {
+            self.split_keys = 0;
+        } else if was.block_n != self.block_n {
+            self.split_keys = (self.split_keys + self.block_n - 1) / self.block_n * self.block_n;
+        }
         if was.bias_stages == self.bias_stages && !loads_own_rows {
             self.bias_stages = 0;
         }
@@ -33,6 +42,11 @@ impl Sm90Tile {
             self.skip_row_max = false;
         }
         Ok(())
+    }
+
+    /// Whether a tile can see a part of its sequence's keys.
+    pub(super) fn takes_parts(&self) -> bool {
+        self.cluster == 1 && !self.skip_row_max && self.prepare_v == PrepareV::InTile
     }
 
     /// Whether the kernel can be compiled so for a spec, and launched where a kv head has `gqa_ratio`
@@ -94,6 +108,21 @@ impl Sm90Tile {
         }
         if self.skip_row_max && spec.mask == MaskKind::Band {
             return refuse("skip_row_max=1: the mask has a lower bound".to_owned());
+        }
+        if self.split_keys > 0 {
+            let keys = self.split_keys;
+            if keys % self.block_n != 0 {
+                return refuse(format!("split_keys={keys} is not a multiple of block_n={}", self.block_n));
+            }
+            for (field, on) in [
+                ("cluster=2", self.cluster > 1),
+                ("skip_row_max=1", self.skip_row_max),
+                ("prepare_v", self.prepare_v != PrepareV::InTile),
+            ] {
+                if on {
+                    return refuse(format!("split_keys={keys} with {field}: a tile has a part of the keys"));
+                }
+            }
         }
         if self.bias_stages > 0 {
             let stages = self.bias_stages;
@@ -233,6 +262,9 @@ mod tests {
             (&[("block_m", "192"), ("copy_bytes", "4")], &["copy_bytes", "4", "block_m", "192"]),
             (&[("lazy_rescale_log2", "0"), ("skip_row_max", "1")], &["skip_row_max", "lazy_rescale_log2"]),
             (&[("bias_stages", "1")], &["bias_stages=1", "16 bits"]),
+            (&[("split_keys", "160")], &["split_keys=160", "block_n=128"]),
+            (&[("split_keys", "256"), ("cluster", "2")], &["split_keys=256", "cluster=2"]),
+            (&[("split_keys", "256"), ("skip_row_max", "1")], &["split_keys=256", "skip_row_max"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(words);
@@ -264,6 +296,7 @@ mod tests {
             ("cluster", "1", &["cluster_heads"][..]),
             ("lazy_rescale_log2", "0", &["skip_row_max"]),
             ("pv", "direct", &["lazy_rescale_log2", "skip_row_max"]),
+            ("split_keys", "256", &["skip_row_max", "cluster", "cluster_heads"]),
         ] {
             let mut tile = start;
             tile.set(name, value).unwrap();

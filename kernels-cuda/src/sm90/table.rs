@@ -8,6 +8,7 @@ use super::{
     Lookahead, MAX_SMEM_BYTES, PingPong, PrepareV, Sm90Tile, TileOrder, ValueProduct, copy_bytes, elem_bytes,
     odd_bias_stride, padded_dim,
 };
+use crate::split;
 
 /// The tile for a problem that the kernel [`accepts`].
 #[must_use]
@@ -84,6 +85,85 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         && whole(strides.seq, shape.seq)
         && whole(strides.head, shape.head);
     tile
+}
+
+/// The tile for a problem on a device of so many multiprocessors: that of [`choose_tile`], whose keys are in parts where its tiles
+/// alone would leave multiprocessors idle.
+#[must_use]
+pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
+    let whole = choose_tile(problem);
+    let Ok(schedule) = whole.schedule(problem) else { return whole };
+    let mut tile = Sm90Tile { skip_row_max: false, ..whole };
+    let fills = schedule.num_tiles.unsigned_abs() >= num_sms;
+    if fills || !tile.takes_parts() || split::splits(problem).is_err() || problem.dims.seqlen_k < LEAST_SPLIT
+    {
+        return whole;
+    }
+    let cost = CostOfParts::new(problem, &tile, schedule.num_tiles.unsigned_abs(), num_sms);
+    let seqlen_k = problem.dims.seqlen_k;
+    let block_n = tile.block_n.unsigned_abs();
+    let keys_of = |parts: u32| seqlen_k.div_ceil(parts).next_multiple_of(block_n);
+    let best = (2..=MOST_PARTS)
+        .map(keys_of)
+        .map(|keys| (keys, cost.seconds(keys, seqlen_k.div_ceil(keys))))
+        .fold((0, WORTH_A_MERGE * cost.seconds(seqlen_k, 1)), |best, next| {
+            if next.1 < 0.98 * best.1 { next } else { best }
+        });
+    if best.0 == 0 {
+        return whole;
+    }
+    tile.split_keys = best.0 as i32;
+    tile
+}
+
+/// Keys of a sequence that are split, at least.
+const LEAST_SPLIT: u32 = 1024;
+
+/// What parts may take of the whole's time, by the model: it knows masks' ends and small calls too little for less.
+const WORTH_A_MERGE: f64 = 0.75;
+
+/// Parts of a sequence's keys, at most.
+const MOST_PARTS: u32 = 128;
+
+/// What a call of few tiles takes in parts, by a model of an H200.
+struct CostOfParts {
+    tiles: u32,
+    num_sms: u32,
+    /// Of a CTA that has the device for itself, a key.
+    seconds_per_key: f64,
+    /// Of all multiprocessors together, what memory takes for a key of every tile.
+    memory_seconds_per_key: f64,
+    /// Bytes of a part's O.
+    part_bytes: f64,
+}
+
+impl CostOfParts {
+    /// One CTA of 64 rows of D 128 walks a key in 7.3 ns (a head of 4096 and 32768 keys in 38 and 247 us); products run at 4.7
+    /// TFLOP/s a multiprocessor.
+    fn new(problem: &FwdProblem, tile: &Sm90Tile, tiles: u32, num_sms: u32) -> Self {
+        let dims = problem.dims;
+        let row_elems = f64::from(dims.head_dim_qk + dims.head_dim_v);
+        let key_bytes = f64::from(elem_bytes(problem.dtypes.qk)) * row_elems;
+        let by_products = f64::from(tile.block_m) * 2.0 * row_elems / 4.7e12;
+        let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv);
+        let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
+        Self {
+            tiles,
+            num_sms,
+            seconds_per_key: (key_bytes / 70e9).max(by_products),
+            memory_seconds_per_key: heads * key_bytes / 4.4e12,
+            part_bytes: rows * 4.0 * f64::from(dims.head_dim_v),
+        }
+    }
+
+    /// A wave of CTAs takes 1 us to begin and end; a second launch 2, and reading and writing the parts.
+    fn seconds(&self, keys: u32, parts: u32) -> f64 {
+        let waves = f64::from((self.tiles * parts).div_ceil(self.num_sms));
+        let walk = waves * (f64::from(keys) * self.seconds_per_key + 1e-6);
+        let memory = f64::from(keys * parts) * self.memory_seconds_per_key;
+        let merge = if parts > 1 { 2e-6 + f64::from(parts) * (self.part_bytes / 2e12 + 10e-9) } else { 0.0 };
+        walk.max(memory) + merge
+    }
 }
 
 /// Few keys: no block is left that could skip its row-max reduction, or one, and without that path the kernel is a third
@@ -298,6 +378,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,
+        split_keys: 0,
     };
     if spec.dtype_v.is_fp8() {
         tile.take_fp8(spec);

@@ -28,6 +28,7 @@ pub(crate) fn cases() -> Vec<Case> {
     mixed(&mut cases);
     modified(&mut cases);
     long(&mut cases);
+    split(&mut cases);
     laws(&mut cases);
     cases
 }
@@ -482,6 +483,30 @@ fn long(cases: &mut Vec<Case>) {
     }
 }
 
+/// Caches that are split, of unlike lengths, of 16 bits and in FP8, whole, in pages of a block and in pages of one row.
+fn split(cases: &mut Vec<Case>) {
+    for dtype in [DType::F16, DType::Bf16] {
+        for (cache, seqlen_q) in [(None, 1), (None, 9), (Some(DType::E4m3Fn), 1), (Some(DType::E5m2), 9)] {
+            for page_size in [None, Some(64), Some(1)] {
+                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let stored = cache.map_or("wide".to_owned(), |cache| cache.to_string());
+                let name = format!("decode/split/{dtype}/{stored}/q{seqlen_q}/{layout}");
+                let mut problem = masked(dtype, dims(seqlen_q, 1100, (4, 2), 128), "b");
+                problem.cache.dtype = cache;
+                if cache.is_some() {
+                    let head = Descale::PerKvHead;
+                    (problem.scales.descale_k, problem.scales.descale_v) = (head, head);
+                }
+                let mut lengths = used(&mut problem);
+                if let Some(page_size) = page_size {
+                    (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                }
+                push(cases, name, problem, lengths);
+            }
+        }
+    }
+}
+
 fn laws(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for seqlen_q in [1, 5, 20] {
@@ -527,6 +552,16 @@ fn laws(cases: &mut Vec<Case>) {
                 let (problem, lengths) = fp8_cache(dtype, cache, descale, seqlen_q);
                 push_law(cases, name, problem, lengths, LawKind::WidenedCache);
             }
+        }
+    }
+    for (cache, dtype) in [(DType::E4m3Fn, DType::Bf16), (DType::E5m2, DType::F16)] {
+        for seqlen_q in [1, 3] {
+            let name = format!("decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/d128/q{seqlen_q}");
+            let mut problem = masked(dtype, dims(seqlen_q, 150, (4, 2), 128), "b");
+            problem.cache.dtype = Some(cache);
+            (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
+            let lengths = used(&mut problem);
+            push_law(cases, name, problem, lengths, LawKind::WidenedCache);
         }
     }
 }

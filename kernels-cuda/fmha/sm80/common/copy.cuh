@@ -6,7 +6,9 @@
 #pragma once
 #include <fmha/mma/smem_tile.cuh>
 #include <fmha/ptx/copy.cuh>
+#include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/num.cuh>
+#include <fmha/ptx/shared.cuh>
 
 namespace fmha::sm80 {
 
@@ -55,13 +57,28 @@ FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, Ther
   }
 }
 
-// Two FP8 numbers, the first in the low byte, to f32.
-template <DType stored>
+// A tile whose rows lie anywhere: `row_of(base, within, step)` is row `base + within`, where `within` is below `step`.
+template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
+FMHA_DEVICE void copy_scattered_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
+  constexpr int step = threads / (Tile::span / kWord), passes = ceil_div(Tile::rows, step);
+  const int32_t first_row = threadIdx.x / (Tile::span / kWord);
+  const uint16_t* rows[passes];
+#pragma unroll
+  for (int pass = 0; pass < passes; ++pass) {
+    rows[pass] = row_of(pass * step, first_row, step);
+  }
+  copy_tile<bytes, threads>(tile, any, [&](int32_t row) { return rows[(row - first_row) / step]; }, there_of);
+}
+
+// Two FP8 numbers, the first in the low byte, to f32. `converts`: the device has conversions of e4m3.
+template <DType stored, bool converts>
 FMHA_DEVICE void unpack_fp8x2(uint32_t pair, float& low, float& high) {
   static_assert(stored == DType::E4m3Fn || stored == DType::E5m2, "sm80: caches are of OCP FP8");
   if constexpr (stored == DType::E5m2) {
     // The upper halves of two f16.
-    ptx::unpack_f16x2((pair & 0xffu) << 8 | (pair & 0xff00u) << 16, low, high);
+    ptx::unpack_f16x2(ptx::prmt(pair, 0, 0x1404), low, high);
+  } else if constexpr (converts) {
+    ptx::unpack_f16x2(ptx::cvt_rn_f16x2_e4m3x2(pair), low, high);
   } else {
     // f16 with the same bits of exponent and mantissa, whose bias is 8 larger; the largest of them is NaN.
     const uint32_t first = pair & 0x7fu, second = pair & 0x7f00u;
@@ -71,48 +88,101 @@ FMHA_DEVICE void unpack_fp8x2(uint32_t pair, float& low, float& high) {
   }
 }
 
-// A tile of 16-bit elements from rows of FP8: each times `descale`, rounded to f32 and then to its type once, as a cache that
-// was widened before has it. `whole_words`: rows begin on 8 bytes. Loads of a batch are under way together, and waited for.
-template <DType stored, DType wide, bool whole_words, int threads, class Tile, class RowOf, class ThereOf>
-FMHA_DEVICE void widen_tile(const Tile& tile, float descale, RowOf row_of, ThereOf there_of) {
-  constexpr int words = Tile::span / kWord, step = threads / words, passes = ceil_div(Tile::rows, step);
-  constexpr int loads = passes * Tile::num_chunks, batch = min(16, loads);
-  static_assert(threads % words == 0, "a pass takes whole rows");
-  const int32_t word = threadIdx.x % words, first_row = threadIdx.x / words;
-#pragma unroll 1
-  for (int32_t first = 0; first < loads; first += batch) {
-    uint32_t bytes[batch][2];
+// Two of them, the first in the low byte, to 16 bits, each times `descale`, rounded to f32 and then to its type once, as a cache that
+// was widened before has it.
+template <DType stored, DType wide, bool converts>
+FMHA_DEVICE uint32_t widen_pair(uint32_t pair, float descale) {
+  float low, high;
+  unpack_fp8x2<stored, converts>(pair, low, high);
+  return ptx::cvt_rn_x2<wide>(low * descale, high * descale);
+}
+// Eight of them.
+template <DType stored, DType wide, bool converts>
+FMHA_DEVICE void widen_word(const uint32_t (&bytes)[2], float descale, uint32_t (&packed)[4]) {
 #pragma unroll
-    for (int k = 0; k < batch; ++k) {
-      const int32_t row = first_row + (first + k) / Tile::num_chunks * step;
-      const int32_t column = (first + k) % Tile::num_chunks * Tile::span + word * kWord;
-      const uint8_t* from = row < Tile::rows ? row_of(row) : nullptr;
-      const int32_t there = from ? there_of(row, column) : 0;
-      if (whole_words && (there == kWord || there == 0)) {
-        ptx::ld_global_v2_b32_if(bytes[k], from + column, there == kWord);
-      } else {
+  for (int pair = 0; pair < 4; ++pair)
+    packed[pair] = widen_pair<stored, wide, converts>(bytes[pair / 2] >> 16 * (pair % 2) & 0xffffu, descale);
+}
+
+// Rows of FP8 in shared memory, sixteen bytes after sixteen bytes as in memory, but exchanged within a row so that neither lanes that
+// read eight neighbouring keys nor lanes that read every second one, as fragments want them, meet in a bank.
+template <int num_rows, int num_bytes>
+struct alignas(16) RawTile {
+  static constexpr int rows = num_rows, row_bytes = num_bytes, words = num_bytes / 16;
+  static_assert(num_bytes % 16 == 0, "rows are whole copies");
+  uint8_t elems[num_rows][num_bytes];
+  FMHA_DEVICE uint32_t word_address(int32_t row, int32_t word) const {
+    constexpr int exchanged = words % 8 == 0 ? 7 : 0;
+    return ptx::shared_address(this) + row * row_bytes + (word ^ (row & exchanged)) * 16;
+  }
+};
+
+// Copies of `bytes` each of a raw tile, of whose rows `row_of(base, within, step)` says where the elements are (null: zeros), `dim` of
+// them. Not waited for.
+template <int bytes, int dim, int threads, class Raw, class RowOf>
+FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
+  constexpr int all = Raw::rows * Raw::words, passes = ceil_div(all, threads);
+  constexpr bool whole_rows = threads % Raw::words == 0;  // of a pass
+  const uint8_t* rows[passes];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          bytes[k][half] = 0;
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (4 * half + e < there) bytes[k][half] |= uint32_t(from[column + 4 * half + e]) << 8 * e;
-        }
-      }
+  for (int pass = 0; pass < passes; ++pass) {
+    const int32_t at = threadIdx.x + pass * threads;
+    if constexpr (whole_rows) {
+      rows[pass] = row_of(pass * (threads / Raw::words), threadIdx.x / Raw::words, threads / Raw::words);
+    } else {
+      rows[pass] = row_of(0, min(at / Raw::words, Raw::rows - 1), Raw::rows);
     }
+  }
 #pragma unroll
-    for (int k = 0; k < batch; ++k) {
-      const int32_t row = first_row + (first + k) / Tile::num_chunks * step, chunk = (first + k) % Tile::num_chunks;
+  for (int pass = 0; pass < passes; ++pass) {
+    const int32_t at = threadIdx.x + pass * threads, column = at % Raw::words * 16;
+    if (all % threads != 0 && at >= all) break;
+#pragma unroll
+    for (int e = 0; e < 16; e += bytes) {
+      const int32_t there = rows[pass] ? clamp(dim - column - e, 0, bytes) : 0;
+      ptx::cp_async<bytes>(tile.word_address(at / Raw::words, at % Raw::words) + e, there > 0 ? static_cast<const void*>(rows[pass] + column + e) : any, there);
+    }
+  }
+}
+
+// A raw tile's elements to a tile of 16-bit ones. Of a warp's stores at a time, half write the first and half the second of
+// their two words, which lie in different banks.
+template <DType stored, DType wide, bool converts, int threads, class Tile, class Raw>
+FMHA_DEVICE void widen_tile(const Tile& tile, const Raw& raw, float descale) {
+  static_assert(Tile::rows == Raw::rows && Tile::dim <= Raw::row_bytes, "the same elements");
+  constexpr int all = Raw::rows * Raw::words;
+#pragma unroll 4
+  for (int32_t at = threadIdx.x; at < all; at += threads) {
+    const int32_t row = at / Raw::words, column = at % Raw::words * 16;
+    uint32_t bytes[4];
+    ptx::ld_shared_v4_b32(bytes, raw.word_address(row, at % Raw::words));
+    const bool second_first = threadIdx.x & 4;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const bool second = second_first != (k == 1);
+      const uint32_t word[2] = {second ? bytes[2] : bytes[0], second ? bytes[3] : bytes[1]};
       uint32_t packed[4];
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        float low, high;
-        unpack_fp8x2<stored>(bytes[k][pair / 2] >> 16 * (pair % 2) & 0xffffu, low, high);
-        packed[pair] = ptx::cvt_rn_x2<wide>(low * descale, high * descale);
-      }
-      if (first + k < loads && row < Tile::rows)
-        ptx::st_shared_v4(tile.address() + fmha::mma::word_offset<Tile>(row, word * kWord) + chunk * Tile::chunk_bytes, packed);
+      widen_word<stored, wide, converts>(word, descale, packed);
+      ptx::st_shared_v4(tile.address() + fmha::mma::word_offset<Tile>(row, column + (second ? kWord : 0)), packed);
     }
+  }
+}
+
+// The same from memory, element by element, where rows begin on odd bytes.
+template <DType stored, DType wide, bool converts, int threads, class Tile, class RowOf, class ThereOf>
+FMHA_DEVICE void widen_odd_tile(const Tile& tile, float descale, RowOf row_of, ThereOf there_of) {
+  constexpr int words = Tile::dim / kWord;
+#pragma unroll 1
+  for (int32_t at = threadIdx.x; at < Tile::rows * words; at += threads) {
+    const int32_t row = at / words, column = at % words * kWord;
+    const uint8_t* from = row_of(row);
+    const int32_t there = from ? there_of(row, column) : 0;
+    uint32_t bytes[2] = {0, 0}, packed[4];
+#pragma unroll
+    for (int e = 0; e < kWord; ++e)
+      if (e < there) bytes[e / 4] |= uint32_t(from[column + e]) << 8 * (e % 4);
+    widen_word<stored, wide, converts>(bytes, descale, packed);
+    ptx::st_shared_v4(tile.address() + fmha::mma::word_offset<Tile>(row, column), packed);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <fmha/mma/sm80.cuh>
 #include <fmha/num.h>
 #include <fmha/range.h>
+#include <fmha/sm80/common/copy.cuh>
 #include <fmha/sm80_host.h>
 
 namespace fmha::sm80 {
@@ -48,6 +49,41 @@ struct QuadsOfWarps {
 template <>
 struct QuadsOfWarps<0> {};
 
+// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory, one at a time, for the products.
+FMHA_DEVICE constexpr bool widens_blocks(const Sm80Tile& tile) { return is_fp8(tile.stored) && tile.copy_bytes >= 4; }
+
+// Whether the products read them as they lie (fp8_product.cuh): where one warp has all rows, and lanes whole sixteen bytes.
+FMHA_DEVICE constexpr bool reads_raw_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
+  return widens_blocks(tile) && tile.warps == 1 && tile.block_m == mma::kRows && spec.head_dim_qk % 16 == 0 &&
+         spec.head_dim_v % 128 == 0 && spec.head_dim_v <= 256;
+}
+
+enum class Form { Wide, Widened, Raw };
+FMHA_DEVICE constexpr Form form_of_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
+  return !widens_blocks(tile) ? Form::Wide : reads_raw_blocks(spec, tile) ? Form::Raw : Form::Widened;
+}
+
+// The rings of K and V; of an FP8 cache as it lies in memory, and beside it the one block that is widened, if one is.
+template <class KTile, class VTile, class RawK, class RawV, int stages, Form form>
+struct Blocks {
+  KTile k[stages];
+  VTile v[stages];
+};
+template <class KTile, class VTile, class RawK, class RawV, int stages>
+struct Blocks<KTile, VTile, RawK, RawV, stages, Form::Raw> {
+  RawK raw_k[stages];
+  RawV raw_v[stages];
+};
+template <class KTile, class VTile, class RawK, class RawV, int stages>
+struct Blocks<KTile, VTile, RawK, RawV, stages, Form::Widened> {
+  union {
+    KTile wide_k;
+    VTile wide_v;
+  };
+  RawK raw_k[stages];
+  RawV raw_v[stages];
+};
+
 template <FwdSpec spec, Sm80Tile tile>
 struct Smem : QuadsOfWarps<spec.dropout ? tile.warps : 0> {
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
@@ -57,8 +93,9 @@ struct Smem : QuadsOfWarps<spec.dropout ? tile.warps : 0> {
   using VTile = SmemTile<uint16_t, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
 
   QTile q;
-  KTile k[tile.stages];
-  VTile v[tile.stages];
+  Blocks<KTile, VTile, RawTile<tile.block_n, dim_qk>, RawTile<tile.block_n, dim_v>, tile.stages,
+         form_of_blocks(spec, tile)>
+      blocks;
 };
 
 }  // namespace fmha::sm80

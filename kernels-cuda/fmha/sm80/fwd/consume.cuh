@@ -5,6 +5,7 @@
 #include <fmha/common/seen_keys.cuh>
 #include <fmha/common/softmax.cuh>
 #include <fmha/sm80/fwd/config.cuh>
+#include <fmha/sm80/fwd/fp8_product.cuh>
 
 namespace fmha::sm80 {
 
@@ -32,6 +33,11 @@ struct Consumer {
   Output o[rows_of_sixteen];
   RowSoftmax softmax[rows_of_sixteen];
   mma::RegisterTile<uint16_t, n> probs[rows_of_sixteen];
+
+  // Of a cache that the products read as it lies.
+  static constexpr bool reads_raw = reads_raw_blocks(spec, tile);
+  const float descale_k = reads_raw ? scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f) : 1.f;
+  const float descale_v = reads_raw ? scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f) : 1.f;
 
   // The thread's first row of sixteen rows.
   FMHA_DEVICE int32_t row(int m) const { return first_row + m * mma::kRows + threadIdx.x % 32 / 4; }
@@ -108,7 +114,11 @@ struct Consumer {
       for (int m = 0; m < rows_of_sixteen; ++m) modifiers.fetch(bias[m], work, row(m), block);
     }
     Scores s[rows_of_sixteen];
-    mma::product_abt<spec.dtype_qk, tile.fragments_ahead>(s, smem.q, warp_row, k);
+    if constexpr (reads_raw) {
+      raw_product_abt<spec, tile>(s[0], smem.q, k, descale_k);
+    } else {
+      mma::product_abt<spec.dtype_qk, tile.fragments_ahead>(s, smem.q, warp_row, k);
+    }
     const bool edge = is_edge(block);
 #pragma unroll
     for (int m = 0; m < rows_of_sixteen; ++m) {
@@ -139,7 +149,11 @@ struct Consumer {
 
   template <class VTile>
   FMHA_DEVICE void accumulate(const VTile& v) {
-    mma::product_ab<spec.dtype_v, tile.fragments_ahead, Shared::v_columns>(o, probs, v, part);
+    if constexpr (reads_raw) {
+      raw_product_ab<spec, tile>(o[0], probs[0], v, descale_v);
+    } else {
+      mma::product_ab<spec.dtype_v, tile.fragments_ahead, Shared::v_columns>(o, probs, v, part);
+    }
   }
 };
 

@@ -43,7 +43,9 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
       if constexpr (may_be_non_finite(spec)) suspect[m][r] |= stored && has_non_finite(o, r) && result.lse < infinity();
       const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head + first_column;
-      if constexpr (!tile.vector_store || spec.dtype_o == DType::F32) {
+      if constexpr (reads_raw_blocks(spec, tile)) {
+        store_lane_rows<spec, tile.vector_store>(p.o.data, at, o, r, result.factor, stored);
+      } else if constexpr (!tile.vector_store || spec.dtype_o == DType::F32) {
         store_elements<output, false>(p.o.data, at, o, r, result.factor, stored);
       } else if constexpr (is_fp8(spec.dtype_o)) {
         store_bytes<output, false>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);

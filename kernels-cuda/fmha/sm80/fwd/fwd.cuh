@@ -13,10 +13,127 @@
 // The grid is a CTA a tile, longest tiles first, of which an SM holds several: one's products run under another's loads and
 // exponentials.
 #pragma once
+#include <fmha/ptx/grid.cuh>
 #include <fmha/sm80/fwd/epilogue.cuh>
 #include <fmha/sm80/fwd/load.cuh>
 
 namespace fmha::sm80 {
+
+// Walks the tile's blocks of keys.
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void walk(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  auto& blocks = loader.smem.blocks;
+  // Groups, in their order: Q with K(0), V(0), K(1), V(1), ... So many may be under way when one is waited for.
+  constexpr int under_way = 2 * (tile.stages - 1);
+  loader.load_q();
+  typename Loader<spec, tile>::KeyRows keys = {};
+#pragma unroll
+  for (int i = 0; i < tile.stages; ++i) {
+    keys = loader.look_up(i);
+    if (i < work.num_blocks) loader.load_k(i, keys);
+    ptx::cp_async_commit_group();
+    if (i + 1 == tile.stages) break;
+    if (i < work.num_blocks) loader.load_v(i, keys);
+    ptx::cp_async_commit_group();
+  }
+  consumer.begin();
+#pragma unroll 1
+  for (int32_t i = 0; i < work.num_blocks; ++i) {
+    const int32_t block = block_at(work, i);
+    const bool computes = !consumer.is_hidden(block);
+    const auto next = loader.look_up(i + tile.stages);
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    if (i + tile.stages - 1 < work.num_blocks) loader.load_v(i + tile.stages - 1, keys);
+    keys = next;
+    ptx::cp_async_commit_group();
+    if (computes) consumer.score(blocks.k[i % tile.stages], block);
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
+    ptx::cp_async_commit_group();
+    if (computes) consumer.accumulate(blocks.v[i % tile.stages]);
+  }
+}
+
+// The same over an FP8 cache that the products read as it lies. A slot is free once its product is computed.
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  auto& blocks = loader.smem.blocks;
+  constexpr int under_way = 2 * tile.stages - 1;
+  loader.load_q();
+#pragma unroll
+  for (int i = 0; i < tile.stages; ++i) {
+    const auto keys = loader.look_up(i);
+    if (i < work.num_blocks) loader.load_k(i, keys);
+    ptx::cp_async_commit_group();
+    if (i < work.num_blocks) loader.load_v(i, keys);
+    ptx::cp_async_commit_group();
+  }
+  consumer.begin();
+#pragma unroll 1
+  for (int32_t i = 0; i < work.num_blocks; ++i) {
+    const int32_t block = block_at(work, i);
+    const bool computes = !consumer.is_hidden(block);
+    const auto keys = loader.look_up(i + tile.stages);
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    if (computes) consumer.score(blocks.raw_k[i % tile.stages], block);
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    if (computes) consumer.accumulate(blocks.raw_v[i % tile.stages]);
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_v(i + tile.stages, keys);
+    ptx::cp_async_commit_group();
+  }
+}
+
+// The same over an FP8 cache of which one block at a time is widened. A raw block's slot is free as soon as it is widened,
+// before the products that read it: so all slots are under way but the one at work. Of block i, behind each barrier:
+//
+//   K(i) raw is there, the wide block is read   widen K(i)
+//   K(i) wide is there, its slot is free        load K(i + s), S = Q K(i)^T, softmax
+//   V(i) raw is there, the wide block is read   widen V(i)
+//   V(i) wide is there, its slot is free        load V(i + s), O += P V(i)
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void walk_widening(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  auto& blocks = loader.smem.blocks;
+  constexpr int under_way = 2 * tile.stages - 1;
+  loader.load_q();
+#pragma unroll
+  for (int i = 0; i < tile.stages; ++i) {
+    const auto keys = loader.look_up(i);
+    if (i < work.num_blocks) loader.load_k(i, keys);
+    ptx::cp_async_commit_group();
+    if (i < work.num_blocks) loader.load_v(i, keys);
+    ptx::cp_async_commit_group();
+  }
+  const float descale_k = loader.descale_of(loader.p.descale_k), descale_v = loader.descale_of(loader.p.descale_v);
+  consumer.begin();
+#pragma unroll 1
+  for (int32_t i = 0; i < work.num_blocks; ++i) {
+    const int32_t block = block_at(work, i);
+    const bool computes = !consumer.is_hidden(block);
+    const auto keys = loader.look_up(i + tile.stages);
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    loader.widen_k(i, descale_k);
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
+    ptx::cp_async_commit_group();
+    if (computes) consumer.score(blocks.wide_k, block);
+    ptx::cp_async_wait_group<under_way>();
+    __syncthreads();
+    loader.widen_v(i, descale_v);
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_v(i + tile.stages, keys);
+    ptx::cp_async_commit_group();
+    if (computes) consumer.accumulate(blocks.wide_v);
+  }
+}
 
 template <FwdSpec spec, Sm80Tile tile, class Keys = EveryKey>
 FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Keys& keys = {}) {
@@ -24,6 +141,8 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
   static_assert(!spec.write_keep_mask, "sm80: it does not write the keep mask");
   static_assert(tile.block_m * tile.value_parts % (mma::kRows * tile.warps) == 0, "sm80: a warp has whole sixteens of rows");
   static_assert(tile.value_parts == 1 || spec.head_dim_v % (64 * tile.value_parts) == 0, "sm80: parts of O are whole spans");
+  // The merge's CTAs start as these end, and wait for all of them.
+  if constexpr (tile.launches_merge) ptx::launch_dependents();
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
@@ -31,34 +150,13 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
   if (work.num_blocks == 0) return;
 
   const Loader<spec, tile> loader{p, work, smem};
-  // Groups, in their order: Q with K(0), V(0), K(1), V(1), ... So many may be under way when one is waited for.
-  constexpr int under_way = 2 * (tile.stages - 1);
-  loader.load_q();
-#pragma unroll
-  for (int i = 0; i < tile.stages; ++i) {
-    if (i < work.num_blocks) loader.load_k(i);
-    ptx::cp_async_commit_group();
-    if (i + 1 == tile.stages) break;
-    if (i < work.num_blocks) loader.load_v(i);
-    ptx::cp_async_commit_group();
-  }
-
   Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
-  consumer.begin();
-#pragma unroll 1
-  for (int32_t i = 0; i < work.num_blocks; ++i) {
-    const int32_t block = block_at(work, i);
-    const bool computes = !consumer.is_hidden(block);
-    ptx::cp_async_wait_group<under_way>();
-    __syncthreads();
-    if (i + tile.stages - 1 < work.num_blocks) loader.load_v(i + tile.stages - 1);
-    ptx::cp_async_commit_group();
-    if (computes) consumer.score(smem.k[i % tile.stages], block);
-    ptx::cp_async_wait_group<under_way>();
-    __syncthreads();
-    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages);
-    ptx::cp_async_commit_group();
-    if (computes) consumer.accumulate(smem.v[i % tile.stages]);
+  if constexpr (reads_raw_blocks(spec, tile)) {
+    walk_raw(loader, consumer, work);
+  } else if constexpr (widens_blocks(tile)) {
+    walk_widening(loader, consumer, work);
+  } else {
+    walk(loader, consumer, work);
   }
   store(consumer);
 }

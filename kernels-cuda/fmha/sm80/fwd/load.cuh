@@ -48,24 +48,63 @@ struct Loader {
     return row_offset(view, kv_row(p, spec.kv_layout, span, max(j, 0)), work.i_head_kv);
   }
 
-  // Rows of a [keys, dim] tile.
+  FMHA_DEVICE float descale_of(const HeadScalars& descales) const { return scalar_of(descales, work.i_batch, work.i_head_kv, 1.f); }
+
+  // Where a block's keys lie: its first key, if one row follows another, as in memory without pages or in one page; else a lane has
+  // every 32nd key of the block. The block table is read a block ahead of its copies, which do not wait for it then.
+  static constexpr bool in_a_row = spec.kv_layout != KvKind::Paged || tile.block_in_page;
+  struct KeyRows {
+    static constexpr int count = in_a_row ? 1 : ceil_div(tile.block_n, 32);
+    KvRow rows[count];
+  };
+  FMHA_DEVICE KeyRows look_up(int32_t i) const {
+    KeyRows found = {};
+    if (i >= work.num_blocks) return found;
+    const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
+#pragma unroll
+    for (int s = 0; s < KeyRows::count; ++s) {
+      const int32_t within = in_a_row ? 0 : 32 * s + int32_t(threadIdx.x % 32), j = first_key + within;
+      if (within < tile.block_n && j >= 0 && j < end) found.rows[s] = kv_row(p, spec.kv_layout, span, j);
+    }
+    return found;
+  }
+
+  // Rows of a [keys, dim] tile; raw ones of an FP8 cache that is widened later.
   template <int dim, class Tile>
-  FMHA_DEVICE void load_rows(const Tile& to, const View& view, const HeadScalars& descales, int32_t i) const {
+  FMHA_DEVICE void load_rows(const Tile& to, const View& view, const HeadScalars& descales, int32_t i, const KeyRows& keys) const {
     using Elem = typename StoredElem<tile.stored>::type;
     const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
     const Elem* data = static_cast<const Elem*>(view.data);
-    // A block that lies in one page, as in memory without pages, has one row after another.
-    constexpr bool in_a_row = spec.kv_layout != KvKind::Paged || tile.block_in_page;
-    const Elem* first = in_a_row && first_key < end ? data + offset_of(view, first_key) : data;
+    int64_t offsets[KeyRows::count];
+#pragma unroll
+    for (int s = 0; s < KeyRows::count; ++s) offsets[s] = row_offset(view, keys.rows[s], work.i_head_kv);
     const auto row_of = [&](int32_t row) -> const Elem* {
       const int32_t j = first_key + row;
       if (j < 0 || j >= end) return nullptr;
-      return in_a_row ? first + row * view.row : data + offset_of(view, j);
+      return data + (in_a_row ? offsets[0] + row * view.row : offset_of(view, j));
+    };
+    // Row `base` + `within`, which is below `step`; `base` and `step` are known when compiling, and so whose lane has it. All lanes
+    // of a warp call it together.
+    const auto scattered_row_of = [&](int32_t base, int32_t within, int32_t step) -> const Elem* {
+      const int32_t row = base + within, j = first_key + row;
+      int64_t offset = 0;
+#pragma unroll
+      for (int s = 0; s < KeyRows::count; ++s) {
+        if (s < base / 32 || s > (base + step - 1) / 32) continue;
+        const int64_t of_lane = ptx::shfl_idx(offsets[s], row % 32);
+        if (row / 32 == s) offset = of_lane;
+      }
+      return j >= 0 && j < end ? data + offset : nullptr;
     };
     const auto there_of = [](int32_t, int32_t column) { return elems_there<dim>(column); };
-    if constexpr (is_fp8(tile.stored)) {
-      const float descale = scalar_of(descales, work.i_batch, work.i_head_kv, 1.f);
-      widen_tile<tile.stored, spec.dtype_qk, bytes == 16, threads>(to, descale, row_of, there_of);
+    if constexpr (is_fp8(tile.stored) && !widens_blocks(tile)) {
+      widen_odd_tile<tile.stored, spec.dtype_qk, tile.converts_fp8, threads>(to, descale_of(descales), row_of, there_of);
+    } else if constexpr (is_fp8(tile.stored) && in_a_row) {
+      copy_raw_tile<bytes, dim, threads>(to, data, [&](int32_t base, int32_t within, int32_t) { return row_of(base + within); });
+    } else if constexpr (is_fp8(tile.stored)) {
+      copy_raw_tile<bytes, dim, threads>(to, data, scattered_row_of);
+    } else if constexpr (!in_a_row) {
+      copy_scattered_tile<bytes, threads>(to, data, scattered_row_of, there_of);
     } else {
       copy_tile<bytes, threads>(to, data, row_of, there_of);
     }
@@ -105,13 +144,29 @@ struct Loader {
     }
   }
 
-  FMHA_DEVICE void load_k(int32_t i) const { load_rows<spec.head_dim_qk>(smem.k[i % tile.stages], p.k, p.descale_k, i); }
-  FMHA_DEVICE void load_v(int32_t i) const {
-    if constexpr (Shared::v_columns) {
-      load_columns(smem.v[i % tile.stages], p.v, i);
+  FMHA_DEVICE void load_k(int32_t i, const KeyRows& keys) const {
+    if constexpr (widens_blocks(tile)) {
+      load_rows<spec.head_dim_qk>(smem.blocks.raw_k[i % tile.stages], p.k, p.descale_k, i, keys);
     } else {
-      load_rows<spec.head_dim_v>(smem.v[i % tile.stages], p.v, p.descale_v, i);
+      load_rows<spec.head_dim_qk>(smem.blocks.k[i % tile.stages], p.k, p.descale_k, i, keys);
     }
+  }
+  FMHA_DEVICE void load_v(int32_t i, const KeyRows& keys) const {
+    if constexpr (widens_blocks(tile)) {
+      load_rows<spec.head_dim_v>(smem.blocks.raw_v[i % tile.stages], p.v, p.descale_v, i, keys);
+    } else if constexpr (Shared::v_columns) {
+      load_columns(smem.blocks.v[i % tile.stages], p.v, i);
+    } else {
+      load_rows<spec.head_dim_v>(smem.blocks.v[i % tile.stages], p.v, p.descale_v, i, keys);
+    }
+  }
+
+  // A raw block to the one that the products read.
+  FMHA_DEVICE void widen_k(int32_t i, float descale) const {
+    widen_tile<tile.stored, spec.dtype_qk, tile.converts_fp8, threads>(smem.blocks.wide_k, smem.blocks.raw_k[i % tile.stages], descale);
+  }
+  FMHA_DEVICE void widen_v(int32_t i, float descale) const {
+    widen_tile<tile.stored, spec.dtype_v, tile.converts_fp8, threads>(smem.blocks.wide_v, smem.blocks.raw_v[i % tile.stages], descale);
   }
 };
 

@@ -1,7 +1,6 @@
 // O and LSE of a finished tile, from registers to memory.
 #pragma once
-#include <fmha/common/output_row.cuh>
-#include <fmha/common/recompute_row.cuh>
+#include <fmha/common/output_place.cuh>
 #include <fmha/common/quads.cuh>
 #include <fmha/common/softmax.cuh>
 #include <fmha/common/store_rows.cuh>
@@ -23,8 +22,15 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t packed_row = ptx::uniform(first_row + within);
     const int32_t i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    RecomputedRow<spec> recomputed{p, span, i_head, i};
-    recomputed.run();
+    if constexpr (split_keys<tile>() > 0) {
+      const OutputPlace place = output_place<tile>(p, work);
+      const Range keys = keys_of_part<tile>(p, part_of<tile>(p, work), work.seqlen_k);
+      RecomputedRow<spec> recomputed{p, span, i_head, i, place.batch, place.row + i, keys};
+      recomputed.run();
+    } else {
+      RecomputedRow<spec> recomputed{p, span, i_head, i};
+      recomputed.run();
+    }
   }
 }
 
@@ -33,6 +39,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
                           mma::Accumulator<padded_dim(spec.head_dim_v)>& o) {
   using RowSoftmax = Softmax<tile, p_offset_log2(spec, tile)>;
   constexpr bool turned = turns_v(spec, tile);
+  const OutputPlace place = output_place<tile>(p, work);
   const int32_t quad_lane = threadIdx.x % 4;
   bool suspect[2] = {false, false};
 #pragma unroll
@@ -50,17 +57,17 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     suspect[r] = stored && RowSoftmax::is_too_large(rows[r].row_max, scale_log2);
     // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
     if constexpr (may_be_non_finite(spec)) suspect[r] |= stored && has_non_finite(o, r) && result.lse < infinity();
-    const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
+    const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head;
 
     if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
       store_bytes<spec, turned>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
-    } else if constexpr (tile.vector_store) {
+    } else if constexpr (tile.vector_store && spec.dtype_o != DType::F32) {
       store_vectors<spec, turned>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
     } else {
       store_elements<spec, turned>(p.o.data, at, o, r, result.factor, stored);
     }
     if constexpr (spec.write_lse) {
-      float* out = p.lse + work.storage_batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;
+      float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;
       ptx::st_global_f32_if(out, result.lse, stored && quad_lane == 0);
     }
   }

@@ -58,6 +58,8 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   static_assert(tile.bias_stages == 0 || (Modifiers<spec, tile>::adds_wide_elements && tile.copy_bytes == 0 &&
                                           tile.cluster == 1 && !tile.pack_gqa),
                 "sm90: a spare warp of the load role brings a bias of 16 bits, its rows those of one head");
+  static_assert(tile.split_keys == 0 || (tile.cluster == 1 && !tile.skip_row_max && !takes_prepared_v(tile)),
+                "sm90: a part of the keys is one CTA's, and does not end at the sequence's first key");
   static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
   static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only TMA loads a column-major V");
   static_assert(tile.cluster == 1 || tile.copy_bytes == 0,

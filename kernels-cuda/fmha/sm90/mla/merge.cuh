@@ -19,7 +19,8 @@ struct MergeSmem {
   float o[kMergeGroups][4][kMergeGroup];
 };
 
-template <FwdSpec spec>
+// Parts of `part_keys` keys each.
+template <FwdSpec spec, int32_t part_keys>
 FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts) {
   static_assert(spec.head_dim_v == 4 * kMergeGroup, "sm90_mla_merge: four columns to a thread");
   __shared__ MergeSmem smem;
@@ -31,7 +32,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts) {
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
   if (i >= span.seqlen_q) return;
   // What the forward kernel has written: a sequence without keys has one part.
-  const int32_t num_parts = max(ceil_div(span.seqlen_k, parts.keys), 1);
+  const int32_t num_parts = max(ceil_div(span.seqlen_k, part_keys), 1);
   const int64_t part_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
 
   // Natural: times log2(e) a finite LSE or sink may be more than f32 holds. Every warp computes the same.

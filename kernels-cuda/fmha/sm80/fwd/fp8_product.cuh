@@ -1,0 +1,96 @@
+// Products of a warp's sixteen rows with blocks of an FP8 cache as they lie in shared memory: elements are widened in registers, on
+// their way into fragments, and no wide copy of a block is written or read.
+//
+// Every product contracts what those of a widened block do, in the same order: the bits are the same. But any column of B may be
+// any of O's, to the end, where a lane has 32 of a row side by side (store_lane_rows).
+#pragma once
+#include <fmha/ptx/fp8.cuh>
+#include <fmha/ptx/shared.cuh>
+#include <fmha/sm80/fwd/config.cuh>
+
+namespace fmha::sm80 {
+
+// s = Q K^T, K raw: lane l reads of key 8 g + l / 4 elements 2 (l % 4) and the next, and those eight further on.
+template <FwdSpec spec, Sm80Tile tile, class QTile, class Raw, int n>
+FMHA_DEVICE void raw_product_abt(mma::Accumulator<n>& s, const QTile& q, const Raw& k, float descale) {
+  constexpr int steps = QTile::dim / mma::kDepth;
+  const int32_t key = threadIdx.x % 32 / 4, byte = threadIdx.x % 4 * 2;
+  const mma::LaneAddress<QTile> q0(q, mma::rows_first());
+  s.clear();
+#pragma unroll
+  for (int step = 0; step < steps; ++step) {
+    uint32_t a[4];
+    ptx::ldmatrix_x4(a, q0.plus(0, step * mma::kDepth));
+#pragma unroll
+    for (int group = 0; group < n / 8; ++group) {
+      const uint32_t at = k.word_address(8 * group + key, step) + byte;
+      const uint32_t b[2] = {widen_pair<tile.stored, spec.dtype_qk, tile.converts_fp8>(ptx::ld_shared_u16(at), descale),
+                             widen_pair<tile.stored, spec.dtype_qk, tile.converts_fp8>(ptx::ld_shared_u16(at + 8), descale)};
+      ptx::mma_m16n8k16<spec.dtype_qk>(&s.elems[4 * group], a, b);
+    }
+  }
+}
+
+// o += P V, V raw: lane l reads sixteen bytes, from 16 (l / 4) of every 128 on, of the four keys that fragments want of it. Column
+// l / 4 of the g-th eight of these 128 is element 16 (l / 4) + g.
+template <FwdSpec spec, Sm80Tile tile, class Raw, int n, int depth>
+FMHA_DEVICE void raw_product_ab(mma::Accumulator<n>& o, const mma::RegisterTile<uint16_t, depth>& probs, const Raw& v, float descale) {
+  const int32_t key = threadIdx.x % 4 * 2, word = threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int step = 0; step < depth / mma::kDepth; ++step) {
+    uint32_t a[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) a[k] = probs.elems[step][k];
+#pragma unroll
+    for (int chunk = 0; chunk < n / 128; ++chunk) {
+      uint32_t bytes[4][4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        ptx::ld_shared_v4_b32(bytes[k], v.word_address(step * mma::kDepth + key + k % 2 + k / 2 * 8, 8 * chunk + word));
+#pragma unroll
+      for (int quad = 0; quad < 4; ++quad) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // The same two elements of neighbouring keys.
+          const uint32_t selector = half == 0 ? 0x5140 : 0x7362;
+          const uint32_t low = ptx::prmt(bytes[0][quad], bytes[1][quad], selector);
+          const uint32_t high = ptx::prmt(bytes[2][quad], bytes[3][quad], selector);
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const uint32_t b[2] = {
+                widen_pair<tile.stored, spec.dtype_v, tile.converts_fp8>(k == 0 ? low & 0xffffu : low >> 16, descale),
+                widen_pair<tile.stored, spec.dtype_v, tile.converts_fp8>(k == 0 ? high & 0xffffu : high >> 16, descale)};
+            ptx::mma_m16n8k16<spec.dtype_v>(&o.elems[4 * (16 * chunk + 4 * quad + 2 * half + k)], a, b);
+          }
+        }
+      }
+    }
+  }
+}
+
+// A row's part of such an O: of every 128 elements 32, from 32 (l % 4) on.
+template <FwdSpec spec, bool vectors, int n>
+FMHA_DEVICE void store_lane_rows(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
+#pragma unroll
+  for (int chunk = 0; chunk < n / 128; ++chunk) {
+    const int64_t first = at + 128 * chunk + threadIdx.x % 4 * 32;
+    const auto elem = [&](int e) { return o[4 * (16 * chunk + e % 16) + 2 * r + e / 16] * factor; };
+#pragma unroll
+    for (int e = 0; e < 32; e += 8) {
+      if constexpr (spec.dtype_o == DType::F32) {
+#pragma unroll
+        for (int k = 0; k < 8; k += 4)
+          if (stored) ptx::st_global_v4_f32(static_cast<float*>(data) + first + e + k, elem(e + k), elem(e + k + 1), elem(e + k + 2), elem(e + k + 3));
+      } else if constexpr (vectors && !is_fp8(spec.dtype_o)) {
+        const uint32_t words[4] = {ptx::cvt_rn_x2<spec.dtype_o>(elem(e), elem(e + 1)), ptx::cvt_rn_x2<spec.dtype_o>(elem(e + 2), elem(e + 3)),
+                                   ptx::cvt_rn_x2<spec.dtype_o>(elem(e + 4), elem(e + 5)), ptx::cvt_rn_x2<spec.dtype_o>(elem(e + 6), elem(e + 7))};
+        ptx::st_global_v4_b32_if(static_cast<uint16_t*>(data) + first + e, words, stored);
+      } else {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) store_o<spec.dtype_o>(data, first + e + k, elem(e + k), stored);
+      }
+    }
+  }
+}
+
+}  // namespace fmha::sm80
