@@ -225,8 +225,8 @@ macro_rules! arguments {
     };
 }
 
-/// Device memory that goes back when dropped. What is queued on the call's stream has it until it is done: the framework
-/// gives memory out in the order of that stream.
+/// Device memory that goes back when dropped. What is queued on the call's stream has it until it is done, since the
+/// framework gives memory out in the order of that stream.
 pub(super) struct Scratch<'a> {
     frame: &'a CallFrame,
     data: *mut c_void,
@@ -384,5 +384,181 @@ impl CallFrame {
             (self.api().error_destroy)(&raw mut destroy);
             Err(said)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::mem::offset_of;
+    use std::ptr;
+
+    use super::*;
+
+    /// What `offsetof` and `sizeof` give for the header of jaxlib 0.10.2, whose fields keep their places.
+    #[test]
+    fn structs_lie_as_the_header_has_them() {
+        assert_eq!(size_of::<CallFrame>(), 176);
+        assert_eq!(
+            [
+                offset_of!(CallFrame, arguments),
+                offset_of!(CallFrame, results),
+                offset_of!(CallFrame, attributes)
+            ],
+            [40, 80, 120]
+        );
+        assert_eq!([size_of::<Attributes>(), size_of::<Buffer>(), size_of::<Array>()], [48, 48, 24]);
+        assert_eq!([offset_of!(Buffer, dims), offset_of!(Metadata, traits)], [40, 32]);
+        assert_eq!(
+            [size_of::<ErrorCreate>(), size_of::<ErrorText>(), size_of::<ErrorDestroy>()],
+            [32, 32, 24]
+        );
+        assert_eq!(
+            [size_of::<StreamGet>(), size_of::<OrdinalGet>(), offset_of!(OrdinalGet, ordinal)],
+            [32, 32, 24]
+        );
+        assert_eq!([size_of::<MemoryAllocate>(), offset_of!(MemoryAllocate, data)], [48, 40]);
+        assert_eq!([size_of::<MemoryFree>(), offset_of!(MemoryFree, data)], [40, 32]);
+        assert_eq!(size_of::<Api>(), 192);
+        assert_eq!([offset_of!(Api, error_create), offset_of!(Api, stream_get)], [48, 80]);
+        assert_eq!([offset_of!(Api, memory_allocate), offset_of!(Api, memory_free)], [120, 128]);
+        assert_eq!(offset_of!(Api, ordinal_get), 184);
+    }
+
+    thread_local! {
+        /// What the stand-in of the framework was asked for, in order.
+        static ASKED: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+    }
+
+    fn asked(what: impl Into<String>) -> *mut XlaError {
+        ASKED.with(|asked| asked.borrow_mut().push(what.into()));
+        ptr::null_mut()
+    }
+
+    unsafe extern "C" fn create(args: *mut ErrorCreate) -> *mut XlaError {
+        // SAFETY: the handler's own struct, with a C string.
+        let text = unsafe { CStr::from_ptr((*args).message) };
+        asked(text.to_string_lossy());
+        ptr::with_exposed_provenance_mut(1)
+    }
+
+    unsafe extern "C" fn text(args: *mut ErrorText) {
+        // SAFETY: as above.
+        unsafe { (*args).message = c"no memory".as_ptr() };
+    }
+
+    unsafe extern "C" fn destroy(_: *mut ErrorDestroy) {
+        asked("destroy");
+    }
+
+    unsafe extern "C" fn stream(args: *mut StreamGet) -> *mut XlaError {
+        // SAFETY: as above.
+        unsafe { (*args).stream = ptr::with_exposed_provenance_mut(77) };
+        ptr::null_mut()
+    }
+
+    unsafe extern "C" fn allocate(args: *mut MemoryAllocate) -> *mut XlaError {
+        // SAFETY: as above.
+        let args = unsafe { &mut *args };
+        if args.size > 1 << 20 {
+            return ptr::with_exposed_provenance_mut(1);
+        }
+        args.data = ptr::with_exposed_provenance_mut(4096);
+        asked(format!("allocate {} by {}", args.size, args.alignment))
+    }
+
+    unsafe extern "C" fn free(args: *mut MemoryFree) -> *mut XlaError {
+        // SAFETY: as above.
+        let args = unsafe { &*args };
+        asked(format!("free {} at {}", args.size, args.data as usize))
+    }
+
+    unsafe extern "C" fn ordinal(args: *mut OrdinalGet) -> *mut XlaError {
+        // SAFETY: as above.
+        unsafe { (*args).ordinal = 7 };
+        ptr::null_mut()
+    }
+
+    fn api(bytes: usize) -> Api {
+        let none = ptr::null();
+        Api {
+            struct_size: bytes,
+            extension: ptr::null_mut(),
+            version: ApiVersion { struct_size: 24, extension: ptr::null_mut(), major: 0, minor: 1 },
+            internal: none,
+            error_create: create,
+            error_text: text,
+            error_destroy: destroy,
+            handler_register: none,
+            stream_get: stream,
+            type_register: none,
+            context_get: none,
+            state_set: none,
+            state_get: none,
+            memory_allocate: allocate,
+            memory_free: free,
+            threads_schedule: none,
+            threads_count: none,
+            future_create: none,
+            future_available: none,
+            future_error: none,
+            run_id: none,
+            ordinal_get: Some(ordinal),
+        }
+    }
+
+    fn frame(api: &Api) -> CallFrame {
+        // SAFETY: numbers and pointers, of which all bits may be 0: nothing is given.
+        let mut frame: CallFrame = unsafe { std::mem::zeroed() };
+        frame.api = api;
+        frame
+    }
+
+    #[test]
+    fn a_devices_call_has_its_stream_number_and_scratch_which_goes_back() {
+        let api = api(size_of::<Api>());
+        let frame = frame(&api);
+        assert_eq!((frame.stream(), frame.ordinal()), (Ok(77), Ok(7)));
+        let (scratch, address) = frame.scratch(1000, 256).unwrap();
+        assert_eq!(address as usize, 4096);
+        drop(scratch);
+        let refused = frame.scratch(1 << 21, 256).err();
+        assert_eq!(refused.as_deref(), Some("workspace of 2097152 bytes: no memory"));
+        let seen = ASKED.with(RefCell::take);
+        assert_eq!(seen, ["allocate 1000 by 256", "free 1000 at 4096", "destroy"]);
+    }
+
+    #[test]
+    fn an_older_table_is_not_read_behind_its_end() {
+        let api = api(size_of::<Api>() - 8);
+        let refused = frame(&api).ordinal().err();
+        assert_eq!(refused.as_deref(), Some("this XLA tells no device's number: its table has 184 bytes"));
+    }
+
+    #[test]
+    fn a_handler_of_a_gpu_refuses_by_the_frameworks_error() {
+        let api = api(size_of::<Api>());
+        // SAFETY: a frame of this test's.
+        let error = unsafe { crate::xla::fmha_xla_cuda(&raw const *Box::new(frame(&api))) };
+        assert!(!error.is_null());
+        assert_eq!(ASKED.with(RefCell::take), ["the attribute numbers is missing (0 given)"]);
+    }
+
+    #[test]
+    fn a_question_is_answered_by_no_newer_version_than_the_frameworks() {
+        let api = api(size_of::<Api>());
+        // SAFETY: numbers and pointers, of which all bits may be 0.
+        let mut metadata: Metadata = unsafe { std::mem::zeroed() };
+        let base = Extension { struct_size: 24, kind: METADATA, next: ptr::null_mut() };
+        let mut extension = MetadataExtension { base, metadata: &raw mut metadata };
+        let mut frame = frame(&api);
+        frame.extension = (&raw mut extension).cast();
+        // SAFETY: a frame of this test's.
+        assert!(unsafe { frame.answered() });
+        assert_eq!((metadata.version.major, metadata.version.minor, metadata.traits), (0, 1, 0));
+        frame.api = ptr::null();
+        // SAFETY: likewise.
+        assert!(unsafe { frame.answered() });
+        assert_eq!((metadata.version.major, metadata.version.minor), VERSION);
     }
 }
