@@ -133,7 +133,7 @@ pub fn merge_grid(problem: &FwdProblem, num_sms: u32) -> u32 {
     crate::row_grid(rows, MERGE_THREADS, num_sms)
 }
 
-/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`]. K and V lie in memory as
+/// The merging kernel: [`FwdParams`] of the whole call, and [`KvParts`]. K and V lie in memory as
 /// `stored`.
 #[must_use]
 pub fn merge(spec: &FwdSpec, stored: DType) -> KernelSource {

@@ -9,7 +9,7 @@ use super::{
     odd_bias_stride, padded_dim,
 };
 
-/// The tile for a problem that the kernel [`accepts`].
+/// The tile for a problem that the kernel accepts.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     let spec = FwdSpec::of(problem);
