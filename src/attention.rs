@@ -135,7 +135,7 @@ pub struct AttentionOutput<T> {
 ///
 /// It works on every machine and is not the fast way: each call plans anew, copies the tensors to a device and back,
 /// and may run on the fallback kernel, which is correct and slow, where no fast kernel takes the problem
-/// ([`Attention::allow_fallback`]). A [plan](FmhaBackend::plan_fwd) is made once, works on tensors where they lie, and
+/// ([`Attention::allow_fallback`]). A [plan](crate::FwdPlan) is made once, works on tensors where they lie, and
 /// takes a fallback only where [`PlanOptions::allow_fallback`] says so.
 ///
 /// # Errors

@@ -25,7 +25,7 @@
 //! - [`FmhaBackend`] is what a vendor writes: it chooses and launches, and leaves the checks to core.
 //! - [`FwdArgs`] has the pointers. [`DevSlice::from_raw`] is where the caller promises that they are
 //!   memory; everything after it is checked.
-//! - [`reference`] computes the same by definition, in f64.
+//! - [`mod@reference`] computes the same by definition, in f64.
 //!
 //! Words are those of the glossary in `ARCHITECTURE.md`.
 //!

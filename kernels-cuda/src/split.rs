@@ -160,7 +160,7 @@ impl Merging {
     }
 }
 
-/// The merging kernel: [`FwdParams`](fmha_core::abi::FwdParams) of the whole call, and [`KvParts`].
+/// The merging kernel: [`FwdParams`] of the whole call, and [`KvParts`].
 #[must_use]
 pub fn merge(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, false)

@@ -2,93 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+mod plain;
+
+use candle_core::{DType, Device, Tensor, Var};
 use fmha_candle::{Options, Sequences};
+use plain::{Plain, close, device, difference, f64s, random};
+use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
-
-/// What the tests compare: heads of one sequence, `[seqlen, heads, head_dim]`, in f64.
-struct Plain {
-    scale: f64,
-    left: Option<usize>,
-    right: Option<usize>,
-    softcap: Option<f64>,
-    slopes: Option<Vec<f64>>,
-}
-
-impl Plain {
-    fn new(head_dim: usize) -> Self {
-        Self { scale: 1.0 / (head_dim as f64).sqrt(), left: None, right: None, softcap: None, slopes: None }
-    }
-
-    fn causal(head_dim: usize) -> Self {
-        Self { right: Some(0), ..Self::new(head_dim) }
-    }
-
-    /// O `[seqlen_q, heads, head_dim]` and LSE `[heads, seqlen_q]`.
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
-        let (seqlen_q, heads, _) = q.dims3()?;
-        let (seqlen_k, heads_kv, _) = k.dims3()?;
-        let shared = |t: &Tensor| -> Result<Tensor> {
-            let (seq, _, dim) = t.dims3()?;
-            let t = t.transpose(0, 1)?.unsqueeze(1)?;
-            t.broadcast_as((heads_kv, heads / heads_kv, seq, dim))?.reshape((heads, seq, dim))
-        };
-        let (q, k, v) = (q.transpose(0, 1)?.contiguous()?, shared(k)?, shared(v)?);
-        let mut scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * self.scale)?;
-        if let Some(softcap) = self.softcap {
-            scores = ((scores / softcap)?.tanh()? * softcap)?;
-        }
-        let mut added = vec![0f64; heads * seqlen_q * seqlen_k];
-        for (at, added) in added.iter_mut().enumerate() {
-            let (head, i, j) = (at / (seqlen_q * seqlen_k), at / seqlen_k % seqlen_q, at % seqlen_k);
-            let distance = (i + seqlen_k) as i64 - seqlen_q as i64 - j as i64;
-            let hidden = self.left.is_some_and(|left| distance > left as i64)
-                || self.right.is_some_and(|right| -distance > right as i64);
-            if let Some(slopes) = &self.slopes {
-                *added -= slopes[head] * distance.abs() as f64;
-            }
-            if hidden {
-                *added = f64::NEG_INFINITY;
-            }
-        }
-        let scores = (scores + Tensor::from_vec(added, (heads, seqlen_q, seqlen_k), &Device::Cpu)?)?;
-        // A row without a key has a maximum of -inf, which must not be subtracted.
-        let max = scores.max_keepdim(2)?.detach().maximum(-1e300)?;
-        let p = scores.broadcast_sub(&max)?.exp()?;
-        let sum = p.sum_keepdim(2)?;
-        let lse = (sum.log()? + max)?.squeeze(2)?;
-        let o = p.broadcast_div(&sum.maximum(1e-100)?)?.matmul(&v)?;
-        Ok((o.transpose(0, 1)?.contiguous()?, lse))
-    }
-}
-
-fn random(rng: &mut StdRng, dims: &[usize]) -> Tensor {
-    let count = dims.iter().product();
-    let elems: Vec<f32> = (0..count).map(|_| rng.random_range(-1.5..1.5)).collect();
-    Tensor::from_vec(elems, dims, &Device::Cpu).unwrap()
-}
-
-fn f64s(tensor: &Tensor) -> Vec<f64> {
-    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-/// The largest difference, -inf and -inf being equal; NaN where either has one.
-fn difference(left: &Tensor, right: &Tensor) -> f64 {
-    assert_eq!(left.dims(), right.dims());
-    let pairs = f64s(left).into_iter().zip(f64s(right));
-    pairs.map(|(left, right)| if left == right { 0.0 } else { (left - right).abs() }).fold(
-        0.0,
-        |most, next| {
-            if next.is_nan() || most.is_nan() { f64::NAN } else { most.max(next) }
-        },
-    )
-}
-
-fn close(left: &Tensor, right: &Tensor, tolerance: f64) {
-    let found = difference(left, right);
-    assert!(found <= tolerance, "they differ by {found}");
-}
 
 const F32: f64 = 2e-6;
 const GRADIENT: f64 = 1e-5;
@@ -168,7 +88,7 @@ fn sixteen_bits_are_as_good_as_sixteen_bits_allow() {
 fn windows_alibi_and_softcap() {
     let dims: [&[usize]; 3] = [&[2, 11, 4, 16], &[2, 15, 2, 16], &[2, 15, 2, 16]];
     let slopes = [0.5f32, 0.25, 0.125, 0.0625];
-    let tensor = Tensor::new(&slopes, &Device::Cpu).unwrap();
+    let tensor = Tensor::new(&slopes, &device()).unwrap();
     let of_slopes = || Some(slopes.iter().map(|&slope| f64::from(slope)).collect());
     let case = Case::new(5, dims, DType::F32);
     let [q, k, v] = &case.f32s;
@@ -225,7 +145,7 @@ impl PackedCase {
                 sum += of(length) as u32;
                 sum
             }));
-            Tensor::new(offsets.collect::<Vec<_>>(), &Device::Cpu).unwrap()
+            Tensor::new(offsets.collect::<Vec<_>>(), &device()).unwrap()
         };
         let sequences = Sequences {
             seqlens_q: offsets(|l| l.0),
@@ -250,8 +170,8 @@ impl PackedCase {
                 os.push(o);
                 lses.push(lse);
             } else if seqlen_q > 0 {
-                os.push(Tensor::zeros((seqlen_q, 4, 16), DType::F64, &Device::Cpu).unwrap());
-                lses.push(Tensor::full(f64::NEG_INFINITY, (4, seqlen_q), &Device::Cpu).unwrap());
+                os.push(Tensor::zeros((seqlen_q, 4, 16), DType::F64, &device()).unwrap());
+                lses.push(Tensor::full(f64::NEG_INFINITY, (4, seqlen_q), &device()).unwrap());
             }
             (at_q, at_k) = (at_q + seqlen_q, at_k + seqlen_k);
         }
@@ -265,7 +185,7 @@ fn packed_sequences_and_their_gradients() {
     let [q, k, v] = &packed.case.f32s;
     let Sequences { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k, .. } = &packed.sequences;
     let (max_q, max_k) = (*max_seqlen_q, *max_seqlen_k);
-    let slopes = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625], &Device::Cpu).unwrap();
+    let slopes = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625], &device()).unwrap();
     let of_slopes = || Some(vec![0.5, 0.25, 0.125, 0.0625]);
     let check = |o: &Tensor, plain: Plain| packed.case.check(o, &packed.plain(&plain).0, F32, GRADIENT);
 
@@ -332,7 +252,7 @@ fn a_paged_cache_is_its_keys_in_their_order() {
         }
     }
     let paged = |tensor: &Tensor| {
-        let nan = Tensor::full(f32::NAN, (2, 16), &Device::Cpu).unwrap();
+        let nan = Tensor::full(f32::NAN, (2, 16), &device()).unwrap();
         let rows: Vec<Tensor> = pages
             .iter()
             .flatten()
@@ -340,7 +260,7 @@ fn a_paged_cache_is_its_keys_in_their_order() {
             .collect();
         Tensor::stack(&rows, 0).unwrap().reshape((order.len(), page, 2, 16)).unwrap()
     };
-    let table = Tensor::from_vec(table, (4, 3), &Device::Cpu).unwrap();
+    let table = Tensor::from_vec(table, (4, 3), &device()).unwrap();
     let Sequences { seqlens_q, seqlens_k, .. } = &packed.sequences;
     let run = |page_size, ranges: Option<&Tensor>| {
         fmha_candle::flash_attn_varlen_paged_windowed(
@@ -368,8 +288,7 @@ fn a_paged_cache_is_its_keys_in_their_order() {
     assert!(no_gradient.contains("block_table"), "{no_gradient}");
     let other = run(16, None).unwrap_err().to_string();
     assert!(other.contains("page_block_size 16") && other.contains("4 rows"), "{other}");
-    let ranges =
-        run(page, Some(&Tensor::new(&[[[0i32, 2]]], &Device::Cpu).unwrap())).unwrap_err().to_string();
+    let ranges = run(page, Some(&Tensor::new(&[[[0i32, 2]]], &device()).unwrap())).unwrap_err().to_string();
     assert!(ranges.contains("mm_prefix_ranges"), "{ranges}");
 }
 
@@ -476,6 +395,17 @@ fn what_does_not_fit_is_refused_by_its_name_and_number() {
     packed(&[0, 8, 4], &[0, 8, 16], &["cu_seqlens_q"]);
     packed(&[0, 8, 16], &[0, 8, 24], &["cu_seqlens_k"]);
     packed(&[0, 8, 16], &[0, 8, u32::MAX], &["cu_seqlens_k"]);
+}
+
+#[test]
+fn tensors_of_two_devices_are_refused() {
+    if device().is_cpu() {
+        return;
+    }
+    let [here, there] =
+        [&device(), &Device::Cpu].map(|at| Tensor::zeros((1, 8, 2, 16), DType::F16, at).unwrap());
+    let error = fmha_candle::flash_attn(&here, &there, &here, 0.25, false).unwrap_err().to_string();
+    assert!(error.contains("device mismatch"), "{error}"); // candle's own words, before it comes here
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tiles measured on one device: [`search`] finds the fastest by [`Burst`]s in turns, [`Tune::keep`] keeps
+//! Tiles measured on one device: `search` finds the fastest by [`Burst`]s in turns, [`Tune::keep`] keeps
 //! it beside the compiled kernels, plans read it.
 
 mod burst;

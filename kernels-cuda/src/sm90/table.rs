@@ -10,7 +10,7 @@ use super::{
 };
 use crate::split;
 
-/// The tile for a problem that the kernel [`accepts`].
+/// The tile for a problem that the kernel accepts.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     let spec = FwdSpec::of(problem);

@@ -24,7 +24,7 @@ fn case(name: &str, levels: &Levels) -> Case {
     Case::forward(format!("{name}/{}", made.label), made.problem, made.lengths, made.data)
 }
 
-/// The cases, each with its level of each of [`AXES`].
+/// The cases, each with its level of each of `AXES`.
 #[must_use]
 pub fn with_levels() -> Vec<(Case, Vec<usize>)> {
     rows().into_iter().map(|(name, levels)| (case(&name, &levels), levels)).collect()
