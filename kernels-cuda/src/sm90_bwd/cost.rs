@@ -167,6 +167,9 @@ impl OfDq {
     }
 }
 
+/// Of a launch that does next to nothing, though it starts while the one before ends.
+const LAUNCH_MICROS: f64 = 2.0;
+
 /// Longer sequences choose as these do.
 const LONGEST: u32 = 1 << 17;
 
@@ -198,9 +201,9 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
         DqPath::FirstStores => (0.0, costs.semaphore_share),
         DqPath::StoreWarp | DqPath::Registers => (costs.zeros_micros, 0.0),
     };
-    let (finish, beside) = match tile.dq_finish {
-        DqFinish::Launch => (costs.finish_micros, 0.0),
-        DqFinish::Beside | DqFinish::BesideWithDelta => (0.0, costs.beside_share),
+    let (launch, finish, beside) = match tile.dq_finish {
+        DqFinish::Launch => (LAUNCH_MICROS, costs.finish_micros, 0.0),
+        DqFinish::Beside | DqFinish::BesideWithDelta => (0.0, 0.0, costs.beside_share),
     };
     let main = main * (1.0 + semaphores + beside);
     let (main, delta) = if tile.makes_delta() {
@@ -209,7 +212,7 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
     } else {
         (main, costs.delta_micros)
     };
-    main + size * (delta + begin + finish)
+    main + launch + size * (delta + begin + finish)
 }
 
 /// When the last of `units` has done its tiles, in steps of a tile with one query head: each takes the next
