@@ -49,6 +49,12 @@ pub(crate) struct UnitOfWork {
     pub(crate) kv_parts: i32,
 }
 
+/// Tiles that a CTA knows at a time: the one at work, its predecessor whose O is being stored, its successor. With two, a tile of
+/// one block could wait for itself.
+pub(crate) const WORK_SLOTS: i32 = 3;
+/// Bytes of what it knows of each, the device's `Work`.
+pub(crate) const WORK_BYTES: i32 = 18 * 4;
+
 /// Most tiles of a schedule. The atomic counter runs on past the last one by a claim for each CTA, and a tile may be
 /// two CTAs: both stay below 2^31.
 pub const MAX_TILES: i64 = (1 << 30) - (1 << 16);
@@ -121,7 +127,9 @@ pub(crate) fn heads_per_l2_group(num_heads: i64, head_bytes: i64, sharing: i64, 
 /// `fmha/tile_schedule.h`: what this file shares with the device.
 pub(crate) fn header() -> Header {
     let text = format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n\
+         // Tiles that a CTA knows at a time, and the bytes of what it knows of each (Work).\n\
+         constexpr int kWorkSlots = {WORK_SLOTS};\nconstexpr int kWorkBytes = {WORK_BYTES};\n\n}}  // namespace fmha\n",
         TileOrder::c_definition(),
         TileSchedule::c_definition()
     );

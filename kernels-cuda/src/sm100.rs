@@ -6,7 +6,7 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
 use fmha_core::{Bias, DType, FwdProblem, KvLayout, MaskKind, Refusal, VLayout, Workspace, abi_spec};
 
-use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
+use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::sm90;
 
 mod knobs;
@@ -111,8 +111,9 @@ impl Sm100Tile {
         let tiles = self.num_q_tiles();
         let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
         let stats = tiles * 2 * 128 * 4;
-        let barriers = 8 * (5 * tiles + 3 * self.stages + 17);
-        let work = (3 * 18 + 4) * 4;
+        // Of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's claims.
+        let barriers = 8 * (5 * tiles + 3 * self.stages + 3 * 2 + 1 + 2 * WORK_SLOTS + 2 + 2);
+        let work = WORK_SLOTS * WORK_BYTES + 4 * 4;
         q + (stats + barriers + work + 1023) / 1024 * 1024
     }
 

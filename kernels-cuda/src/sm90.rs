@@ -7,7 +7,7 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::tune::Candidates;
 use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout, Workspace, abi_enum, abi_spec};
 
-use crate::schedule::{self, UnitOfWork};
+use crate::schedule::{self, UnitOfWork, WORK_BYTES, WORK_SLOTS};
 pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::split;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
@@ -195,8 +195,10 @@ impl Sm90Tile {
         // 32 quads of 16 bytes for each consumer warp.
         let quads = if spec.dropout { self.num_consumers() * 4 * 512 } else { 0 };
         let bias_barriers = if bias_slots > 0 { 2 * bias_slots } else { 2 };
-        let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 8);
-        let work = (3 * 18 + 2 + 2 * self.num_consumers()) * 4;
+        // Of Q, of K and V, of the bias, of the slots of work, and of a cluster's claims.
+        let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 2 * WORK_SLOTS + 2);
+        // Beside them the claimed index, a word that nothing reads, and two of each consumer.
+        let work = WORK_SLOTS * WORK_BYTES + 4 * (2 + 2 * self.num_consumers());
         (q + kv + bias + quads + barriers + work + 1023) / 1024 * 1024
     }
 

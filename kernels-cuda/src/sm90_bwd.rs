@@ -805,7 +805,10 @@ fn dq_candidates_of(
         let way = Sm90BwdTile { dq_path, dq_finish, ..*tile };
         let mut fitted = way;
         fitted.fit_finish(spec);
-        (fitted == way && (may_make_delta || !way.makes_delta())).then_some(way)
+        // Where few heads are left to make delta of, preprocess makes all of it.
+        let makes_delta =
+            !way.makes_delta() || may_make_delta && cost::first_heads(&way, problem, spec) <= 0.5;
+        (fitted == way && makes_delta).then_some(way)
     });
     Candidates::of(fitting.map(|way| ((way.dq_path, way.dq_finish), cost::of_dq(&way, problem, spec))))
 }

@@ -603,4 +603,10 @@ fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
             assert_eq!(found, *expected, "D {head_dim} {mask} S {seqlen}");
         }
     }
+    // Of little work a launch of its own is the most, and preprocess has all heads anyway.
+    for seqlen in [40, 200, 1000] {
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims(1, (seqlen, seqlen), (64, 64))));
+        let tile = sm90_bwd::choose_tile(&problem, &BwdSpec::of(&problem));
+        assert_eq!((tile.dq_path, tile.dq_finish), (first, beside), "2 heads, S {seqlen}");
+    }
 }

@@ -293,8 +293,8 @@ fn backward_maps_say_where_elements_lie() {
     let one = of(of_lengths([1, 1], [1, 1], 64, "0"));
     assert!(one.iter().all(|&(_, dims, strides)| (dims, strides) == ([64, 1, 1, 1], [ANY; 3])), "{one:?}");
 
-    // O has a map where delta is made by it.
-    let long = of(of_lengths([2048, 2048], [4, 2], 64, "0"));
+    // O has a map where delta is made by it, of heads enough.
+    let long = of(of_lengths([2048, 2048], [64, 64], 64, "0"));
     assert_eq!(long[4].0, HOME.of("o"));
 
     // Nothing is read of queries that are not there.

@@ -19,10 +19,6 @@ FMHA_DEVICE int32_t query_of(const FwdParams& p, int32_t row) {
   return tile.pack_gqa ? row / p.gqa_ratio : row;
 }
 
-// Tiles that are known at a time: the one at work, its predecessor whose O is being stored, its
-// successor. With two, a tile of one block could wait for itself.
-constexpr int kWorkSlots = 3;
-
 // What one CTA does next, resolved by the schedule role for all.
 struct Work {
   int32_t num_blocks;   // key blocks, at least 1; 0: there is no more work
@@ -36,6 +32,7 @@ struct Work {
   int32_t num_hidden;   // of the blocks, from the first, so many only the cluster's other CTA sees
   int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
 };
+static_assert(sizeof(Work) == kWorkBytes, "Work: host and device disagree");
 
 // Split-KV: keys of a part of the longest sequence, where a tile sees one part of its sequence's keys; 0: it sees all of them,
 // as every tile of an architecture whose tiles have no such field.

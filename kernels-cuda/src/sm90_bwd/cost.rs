@@ -141,8 +141,6 @@ fn micros(
 struct OfDq {
     /// Preprocess, where it makes all of delta: O and dO at 3.4 TB/s.
     delta_micros: f64,
-    /// Preprocess, where it makes that of the first tiles' heads.
-    first_delta_micros: f64,
     /// Zeros to begin sums with.
     zeros_micros: f64,
     /// The semaphore that the first key block stores behind, of the main kernel.
@@ -160,7 +158,6 @@ impl OfDq {
         let is_64 = dim == 64;
         Self {
             delta_micros: 41.0,
-            first_delta_micros: 9.0,
             zeros_micros: if is_64 { 17.0 } else { 34.0 },
             semaphore_share: if is_64 { 0.0 } else { 0.0235 },
             finish_micros: 51.0,
@@ -170,12 +167,26 @@ impl OfDq {
     }
 }
 
+/// Of a launch that does next to nothing, though it starts while the one before ends.
+const LAUNCH_MICROS: f64 = 2.0;
+
 /// Longer sequences choose as these do.
 const LONGEST: u32 = 1 << 17;
 
-/// Microseconds of a call, to compare ways of dQ by. An H200's, whatever the device: the tile is of a table.
+/// An H200's, whatever the device: the tile is of a table.
+const NUM_SMS: u32 = 132;
+
+/// The part of all query heads whose delta preprocess makes where the main kernel makes the others'.
+pub(super) fn first_heads(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) -> f64 {
+    let dims = problem.fwd.dims;
+    let all = f64::from(dims.batch) * f64::from(dims.num_heads_q);
+    let first =
+        tile.schedule(problem, spec, NUM_SMS).map(|schedule| f64::from(schedule.num_first_query_heads));
+    if all > 0.0 { first.map_or(1.0, |first| first / all) } else { 1.0 }
+}
+
+/// Microseconds of a call, to compare ways of dQ by.
 pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) -> f64 {
-    const NUM_SMS: u32 = 132;
     let mut problem = problem.clone();
     let dims = &mut problem.fwd.dims;
     (dims.seqlen_q, dims.seqlen_k) = (dims.seqlen_q.min(LONGEST), dims.seqlen_k.min(LONGEST));
@@ -190,17 +201,18 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
         DqPath::FirstStores => (0.0, costs.semaphore_share),
         DqPath::StoreWarp | DqPath::Registers => (costs.zeros_micros, 0.0),
     };
-    let (finish, beside) = match tile.dq_finish {
-        DqFinish::Launch => (costs.finish_micros, 0.0),
-        DqFinish::Beside | DqFinish::BesideWithDelta => (0.0, costs.beside_share),
+    let (launch, finish, beside) = match tile.dq_finish {
+        DqFinish::Launch => (LAUNCH_MICROS, costs.finish_micros, 0.0),
+        DqFinish::Beside | DqFinish::BesideWithDelta => (0.0, 0.0, costs.beside_share),
     };
     let main = main * (1.0 + semaphores + beside);
     let (main, delta) = if tile.makes_delta() {
-        (main.max(size * costs.beside_with_delta_micros), costs.first_delta_micros)
+        let first = first_heads(tile, &problem, spec);
+        (main.max(size * (1.0 - first) * costs.beside_with_delta_micros), first * costs.delta_micros)
     } else {
         (main, costs.delta_micros)
     };
-    main + size * (delta + begin + finish)
+    main + launch + size * (delta + begin + finish)
 }
 
 /// When the last of `units` has done its tiles, in steps of a tile with one query head: each takes the next
