@@ -58,8 +58,8 @@ fn sum_of(launches: &str, counter: &str) -> u64 {
 }
 
 /// Gradients with every sum, under a mask that cuts blocks.
-fn backward(head_dim: u32) -> Case {
-    let fwd = problem(head_dim, 128, VLayout::RowMajor).mask(MaskSpec::CAUSAL);
+fn backward(head_dim: u32, v_layout: VLayout) -> Case {
+    let fwd = problem(head_dim, 128, v_layout).mask(MaskSpec::CAUSAL);
     Case::backward("banks", BwdProblem::new(fwd), Lengths::default(), Data { seed: 3, ..Data::default() })
 }
 
@@ -74,14 +74,17 @@ fn no_access_of_the_backward_to_shared_memory_waits_for_another() {
     }
     // The test beside this one counts launches of the same process.
     let _alone = ALONE.lock().unwrap();
-    for head_dim in [32, 64, 80, 128, 192] {
+    let columns = [(64, VLayout::ColMajor), (128, VLayout::ColMajor)];
+    for (head_dim, v_layout) in
+        [32, 64, 80, 128, 192].map(|head_dim| (head_dim, VLayout::RowMajor)).into_iter().chain(columns)
+    {
         let _ = emulated_launches();
         let plan = PlanOptions::default().kernel("sm80");
-        let (outcome, text) = backward(head_dim).run(&backend, &Options { plan, ..Options::default() });
+        let (outcome, text) = backward(head_dim, v_layout).run(&backend, &Options { plan, ..Options::default() });
         assert_eq!(outcome, Outcome::Passed, "{text}");
         let launches = emulated_launches().unwrap();
         assert!(sum_of(&launches, "shared_bytes") > 1000, "head_dim {head_dim}: {launches}");
-        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "head_dim {head_dim}");
+        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "head_dim {head_dim}, V {v_layout:?}");
     }
 }
 
