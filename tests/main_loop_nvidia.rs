@@ -8,7 +8,9 @@ use std::sync::Mutex;
 use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_conformance::tensors::{Data, Lengths};
-use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskSpec, PlanOptions, Strides, VLayout};
+use fmha_core::{
+    BwdProblem, DType, Dims, FwdProblem, KvLayout, MaskSpec, PlanOptions, QLayout, Strides, VLayout,
+};
 use fmha_cuda::emulated_launches;
 
 const ARCH: &str = "sm_80";
@@ -56,8 +58,8 @@ fn sum_of(launches: &str, counter: &str) -> u64 {
 }
 
 /// Gradients with every sum, under a mask that cuts blocks.
-fn backward(head_dim: u32) -> Case {
-    let fwd = problem(head_dim, 128, VLayout::RowMajor).mask(MaskSpec::CAUSAL);
+fn backward(head_dim: u32, v_layout: VLayout) -> Case {
+    let fwd = problem(head_dim, 128, v_layout).mask(MaskSpec::CAUSAL);
     Case::backward("banks", BwdProblem::new(fwd), Lengths::default(), Data { seed: 3, ..Data::default() })
 }
 
@@ -72,14 +74,62 @@ fn no_access_of_the_backward_to_shared_memory_waits_for_another() {
     }
     // The test beside this one counts launches of the same process.
     let _alone = ALONE.lock().unwrap();
-    for head_dim in [32, 64, 80, 128, 192] {
+    let columns = [(64, VLayout::ColMajor), (128, VLayout::ColMajor)];
+    for (head_dim, v_layout) in
+        [32, 64, 80, 128, 192].map(|head_dim| (head_dim, VLayout::RowMajor)).into_iter().chain(columns)
+    {
         let _ = emulated_launches();
         let plan = PlanOptions::default().kernel("sm80");
-        let (outcome, text) = backward(head_dim).run(&backend, &Options { plan, ..Options::default() });
+        let (outcome, text) = backward(head_dim, v_layout).run(&backend, &Options { plan, ..Options::default() });
         assert_eq!(outcome, Outcome::Passed, "{text}");
         let launches = emulated_launches().unwrap();
         assert!(sum_of(&launches, "shared_bytes") > 1000, "head_dim {head_dim}: {launches}");
-        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "head_dim {head_dim}");
+        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "head_dim {head_dim}, V {v_layout:?}");
+    }
+}
+
+/// One query over a long cache in parts: strided, and in pages that blocks divide and that they do not.
+#[test]
+fn no_access_of_decode_to_shared_memory_waits_for_another() {
+    let backend = match fmha_cuda::open(0, Some(ARCH)) {
+        Ok(backend) => backend,
+        Err(error) => return println!("absent: {error}"),
+    };
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        return println!("absent: {reason}");
+    }
+    let _alone = ALONE.lock().unwrap();
+    for (head_dim, page_size, cache) in [
+        (64, None, None),
+        (128, None, None),
+        (128, Some(64), None),
+        (128, Some(16), None),
+        (128, None, Some(DType::E4m3Fn)),
+    ] {
+        let mut problem = problem(head_dim, 1, VLayout::RowMajor);
+        (problem.dims.seqlen_k, problem.dims.num_heads_q) = (600, 4);
+        problem = FwdProblem::batch(DType::Bf16, problem.dims);
+        problem.cache.dtype = cache;
+        let mut lengths = Lengths::default();
+        if let Some(page_size) = page_size {
+            problem =
+                FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size }, DType::Bf16, problem.dims);
+            let pages = 600u32.div_ceil(page_size);
+            lengths.block_table = (0..pages).rev().map(u32::cast_signed).collect();
+            lengths.totals.num_pages = Some(pages);
+        }
+        let case = Case::forward("banks", problem, lengths, Data { seed: 3, ..Data::default() });
+        let plan = PlanOptions::default().kernel("sm80");
+        let _ = emulated_launches();
+        let (outcome, text) = case.run(&backend, &Options { plan, ..Options::default() });
+        assert_eq!(outcome, Outcome::Passed, "{text}");
+        let launches = emulated_launches().unwrap();
+        let what = format!("head_dim {head_dim}, pages of {page_size:?}, cache {cache:?}");
+        assert!(
+            launches.contains("bank_conflicts") && sum_of(&launches, "shared_bytes") > 1000,
+            "{what}: {launches}"
+        );
+        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "{what}");
     }
 }
 

@@ -3,7 +3,7 @@
 use fmha_core::bwd_workspace::{BwdWorkspace, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind, check_addresses};
+use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe};
 use fmha_kernels_cuda::{simt, sm80, sm80_bwd};
 
@@ -117,10 +117,12 @@ impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
         let args = call.args;
         let (has_queries, has_keys) =
             (call.problem.fwd().shape_q().seq > 0, call.problem.fwd().shape_k().seq > 0);
+        // A column-major V is read element by element.
+        let copies_v = call.problem.fwd().layout.v == VLayout::RowMajor;
         let operands = [
             ("q", args.q.as_ptr() as u64, copy_bytes, has_queries),
             ("k", args.k.as_ptr() as u64, copy_bytes, has_keys),
-            ("v", args.v.as_ptr() as u64, copy_bytes, has_keys),
+            ("v", args.v.as_ptr() as u64, copy_bytes, has_keys && copies_v),
             ("dout", args.dout.as_ptr() as u64, copy_bytes, has_queries),
             ("dq", args.dq.as_mut_ptr() as u64, 16, stores_vectors && has_queries),
             ("dk", args.dk.as_mut_ptr() as u64, 16, stores_vectors && has_keys),

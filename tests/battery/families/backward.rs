@@ -2,7 +2,7 @@
 
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,
-    Strides, Totals,
+    Strides, Totals, VLayout,
 };
 
 use super::edges::{data, group, masked};
@@ -40,9 +40,32 @@ pub(crate) fn cases() -> Vec<Case> {
     beside_the_products(&mut cases);
     hidden_in_packed(&mut cases);
     packed_on_one_side(&mut cases);
+    column_major(&mut cases);
     far_rows(&mut cases);
     far_products(&mut cases);
     cases
+}
+
+/// V of which the keys lie side by side, whole blocks of them and not, and rows that are no whole copies.
+fn column_major(cases: &mut Vec<Case>) {
+    for dtype in [DType::F16, DType::Bf16] {
+        for (head_dim, mask) in [(64, "b"), (128, "0"), (192, "b:40,0"), (20, "b")] {
+            let name = format!("backward/column_major_v/{dtype}/d{head_dim}/{mask}");
+            let sizes = Dims {
+                batch: 2,
+                seqlen_q: 130,
+                seqlen_k: 101,
+                num_heads_q: 2,
+                num_heads_kv: 1,
+                head_dim_qk: head_dim,
+                head_dim_v: head_dim,
+            };
+            let mut problem = masked(dtype, sizes, mask);
+            (problem.layout.v, problem.strides.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
+            let numbers = data(&name);
+            cases.push(Case::backward(name, BwdProblem::new(problem), Lengths::default(), numbers));
+        }
+    }
 }
 
 /// What stands between a product and its softmax, alone and together, over blocks of keys that hold all of their keys and

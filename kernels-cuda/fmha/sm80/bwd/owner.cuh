@@ -112,16 +112,46 @@ struct Owner {
         to, data, [&](int32_t row) -> const uint16_t* { return first + row < end ? at + row * view.row : nullptr; },
         [](int32_t, int32_t column) { return elems_there<dim>(column); });
   }
+  // V whose keys lie side by side, [dim, keys], as rows of a tile: neighbouring threads have neighbouring keys, eight elements
+  // of each at a time. Waited for, unlike copies.
+  template <class Tile>
+  FMHA_DEVICE void load_columns(const Tile& to, int32_t first) const {
+    const View& view = p.fwd.v;
+    const uint16_t* data = static_cast<const uint16_t*>(view.data);
+    const uint16_t* at = first < span.seqlen_k ? data + row_of_key(view, first) : data;
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < Tile::rows * (Tile::dim / kWord); i += threads) {
+      const int32_t row = i % Tile::rows, column = i / Tile::rows * kWord;
+      uint32_t elems[kWord];
+#pragma unroll
+      for (int e = 0; e < kWord; ++e) {
+        const bool there = first + row < span.seqlen_k && column + e < kFwd.head_dim_v;
+        elems[e] = ptx::ld_global_u16_if(at + row * view.row + (column + e) * view.dim, there);
+      }
+      const uint32_t packed[4] = {elems[0] | elems[1] << 16, elems[2] | elems[3] << 16, elems[4] | elems[5] << 16,
+                                  elems[6] | elems[7] << 16};
+      ptx::st_shared_v4(to.address() + fmha::mma::word_offset<Tile>(row, column), packed);
+    }
+  }
+  // Rows of V, or of dO where the other side is queries.
+  template <bool queries, class Tile>
+  FMHA_DEVICE void load_value(const Tile& to, int32_t first) const {
+    if constexpr (!queries && kFwd.v_layout == VLayout::ColMajor) {
+      load_columns(to, first);
+    } else {
+      load<queries, kFwd.head_dim_v>(to, queries ? p.dout : p.fwd.v, first);
+    }
+  }
   FMHA_DEVICE void load_own() const {
     constexpr bool queries = owns_queries(tile);
     load<queries, kFwd.head_dim_qk>(smem.own_score, queries ? p.fwd.q : p.fwd.k, first_row);
-    if constexpr (makes_ds(tile)) load<queries, kFwd.head_dim_v>(smem.own_value, queries ? p.dout : p.fwd.v, first_row);
+    if constexpr (makes_ds(tile)) load_value<queries>(smem.own_value, first_row);
   }
   FMHA_DEVICE void load_block(int32_t slot, int32_t block) const {
     constexpr bool queries = !owns_queries(tile);
     const int32_t first = block * columns;
     load<queries, kFwd.head_dim_qk>(smem.score[slot], queries ? p.fwd.q : p.fwd.k, first);
-    load<queries, kFwd.head_dim_v>(smem.value[slot], queries ? p.dout : p.fwd.v, first);
+    load_value<queries>(smem.value[slot], first);
     if constexpr (queries) {
       auto& stats = smem.stats[slot];
       for (int32_t row = threadIdx.x; row < columns; row += threads) {
