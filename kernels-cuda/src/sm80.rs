@@ -35,7 +35,7 @@ abi_spec! {
         /// Blocks of K, and of V, in shared memory at a time.
         pub stages: i32 = Takes::within(1, 4).tuned_over(&[1, 2, 3]),
         /// CTAs that a multiprocessor is to hold, which bounds a thread's registers.
-        pub ctas: i32 = Takes::within(1, 8).tuned_over(&[1, 2, 3]),
+        pub ctas: i32 = Takes::within(1, 12).tuned_over(&[1, 2, 3]),
         /// Fragments of K and V that a warp reads from shared memory before the products that take them.
         pub fragments_ahead: i32 = Takes::within(0, 4).tuned_over(&[0, 1, 2]),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
@@ -94,7 +94,7 @@ impl Sm80Tile {
     }
 
     /// Whether the products read them as they lie: one warp's, whose lanes have whole sixteen bytes.
-    const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
+    pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
         self.widens_blocks()
             && self.warps == 1
             && self.block_m == 16

@@ -51,6 +51,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         // Merged parts round differently from the whole, which a longer query has.
         if options.batch_invariant {
             own.split_keys = 0;
+            own.block_n = sm80::default_tile(&spec, room(facts)).block_n;
         }
         let set = |fields: &TileOptions| {
             let mut tile = own;

@@ -263,8 +263,6 @@ mod tests {
             (&[("lazy_rescale_log2", "0"), ("skip_row_max", "1")], &["skip_row_max", "lazy_rescale_log2"]),
             (&[("bias_stages", "1")], &["bias_stages=1", "16 bits"]),
             (&[("split_keys", "160")], &["split_keys=160", "block_n=128"]),
-            (&[("split_keys", "256"), ("cluster", "2")], &["split_keys=256", "cluster=2"]),
-            (&[("split_keys", "256"), ("skip_row_max", "1")], &["split_keys=256", "skip_row_max"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(words);
@@ -284,6 +282,26 @@ mod tests {
                 changed.set(name, &value).unwrap();
                 assert!(changed.named_values().contains(&(field.name, value)), "{name}");
             }
+        }
+    }
+
+    #[test]
+    fn parts_of_the_keys_are_whole_blocks_and_yield_to_what_they_cannot_go_with() {
+        let start = default_tile(&FwdSpec::plain(DType::F16, 128, MaskKind::Full));
+        let split = Sm90Tile { skip_row_max: false, block_n: 128, split_keys: 256, ..start };
+        for (name, value, keys) in [
+            ("cluster", "2", 0),
+            ("skip_row_max", "1", 0),
+            ("prepare_v", "before", 0),
+            ("block_n", "96", 288),
+        ] {
+            let mut tile = split;
+            tile.set(name, value).unwrap();
+            assert_eq!(tile.split_keys, keys, "{name}={value}");
+        }
+        let spec = FwdSpec::plain(DType::F16, 128, MaskKind::Full);
+        for tile in [Sm90Tile { cluster: 2, ..split }, Sm90Tile { skip_row_max: true, ..split }] {
+            assert!(tile.check(&spec, 1).unwrap_err().contains("split_keys=256"));
         }
     }
 

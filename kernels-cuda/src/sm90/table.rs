@@ -95,12 +95,13 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let Ok(schedule) = whole.schedule(problem) else { return whole };
     let mut tile = Sm90Tile { skip_row_max: false, ..whole };
     let fills = schedule.num_tiles.unsigned_abs() >= num_sms;
-    if fills || !tile.takes_parts() || split::splits(problem).is_err() || problem.dims.seqlen_k < LEAST_SPLIT
-    {
+    let dims = problem.dims;
+    let is_long = dims.seqlen_k >= LEAST_SPLIT && dims.seqlen_k / KEYS_TO_A_QUERY >= dims.seqlen_q;
+    if fills || !is_long || !tile.takes_parts() || split::splits(problem).is_err() {
         return whole;
     }
     let cost = CostOfParts::new(problem, &tile, schedule.num_tiles.unsigned_abs(), num_sms);
-    let seqlen_k = problem.dims.seqlen_k;
+    let seqlen_k = dims.seqlen_k;
     let block_n = tile.block_n.unsigned_abs();
     let keys_of = |parts: u32| seqlen_k.div_ceil(parts).next_multiple_of(block_n);
     let best = (2..=MOST_PARTS)
@@ -116,8 +117,10 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     tile
 }
 
-/// Keys of a sequence that are split, at least.
+/// Keys of a sequence that are split, at least, and how many times as many as its queries. An H200, 4 heads of 2048 queries and keys in
+/// two parts 44.5 us, whole 29.7; 2 heads of 4096 level.
 const LEAST_SPLIT: u32 = 1024;
+const KEYS_TO_A_QUERY: u32 = 8;
 
 /// What parts may take of the whole's time, by the model: it knows masks' ends and small calls too little for less.
 const WORTH_A_MERGE: f64 = 0.75;
@@ -138,13 +141,13 @@ struct CostOfParts {
 }
 
 impl CostOfParts {
-    /// One CTA of 64 rows of D 128 walks a key in 7.3 ns (a head of 4096 and 32768 keys in 38 and 247 us); products run at 4.7
+    /// One CTA of 64 rows of D 128 walks a key in 7.3 ns (a head of 4096 and 32768 keys in 38 and 247 us); products run at 6.3
     /// TFLOP/s a multiprocessor.
     fn new(problem: &FwdProblem, tile: &Sm90Tile, tiles: u32, num_sms: u32) -> Self {
         let dims = problem.dims;
         let row_elems = f64::from(dims.head_dim_qk + dims.head_dim_v);
         let key_bytes = f64::from(elem_bytes(problem.dtypes.qk)) * row_elems;
-        let by_products = f64::from(tile.block_m) * 2.0 * row_elems / 4.7e12;
+        let by_products = f64::from(tile.block_m) * 2.0 * row_elems / 6.3e12;
         let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv);
         let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
         Self {
