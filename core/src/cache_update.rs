@@ -204,3 +204,36 @@ pub fn header() -> Header {
     );
     Header::rendered("fmha/cache_update.h", text)
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+mod tests {
+    use crate::{DevSliceMut, KvLayout, Rotary};
+
+    use super::*;
+
+    #[test]
+    fn packed_queries_beyond_the_longest_lengths_have_no_room_to_be_turned() {
+        let dims = Dims {
+            batch: 3,
+            seqlen_q: 9,
+            seqlen_k: 40,
+            num_heads_q: 1,
+            num_heads_kv: 1,
+            head_dim_qk: 16,
+            head_dim_v: 16,
+        };
+        let mut problem = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::Bf16, dims);
+        let unread = || DevSlice::host::<u8>(&[]);
+        let mut written: [u8; 0] = [];
+        let mut args = FwdArgs::new(unread(), unread(), unread(), DevSliceMut::host(&mut written));
+        args.seq.totals.total_q = Some(28);
+        assert!(check_rows(&problem, &args).is_ok(), "no query is turned");
+        problem.cache.rotary =
+            Some(Rotary { dim: 16, pairs: RotaryPairs::Half, max_pos: 64, dtype: DType::F32 });
+        let text = check_rows(&problem, &args).unwrap_err().to_string();
+        assert!(text.contains("total_q 28 is beyond batch 3 times seqlen_q 9"), "{text}");
+        args.seq.totals.total_q = Some(27);
+        assert!(check_rows(&problem, &args).is_ok());
+    }
+}

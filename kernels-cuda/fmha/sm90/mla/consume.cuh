@@ -81,11 +81,46 @@ struct Consumer {
     ptx::written_here(s.elems);
   }
 
-  // P of the i-th block, this warpgroup's, whose S is there: to registers, and with the running maxima to the other warpgroup.
-  FMHA_DEVICE void exponentiate(int32_t i) {
-    mask(i);
-    softmax.step(s, scale_log2, 0, [] {});
-    probs.template from<spec.dtype_v>(s, 0);
+  // The running maxima with a block's scores, and what O and the sums so far are multiplied by; as Softmax::step has it.
+  FMHA_DEVICE void raise_maxima(float (&shift)[2]) {
+    float new_max[2] = {softmax.rows[0].row_max, softmax.rows[1].row_max};
+    softmax.raise(new_max, s);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      RowStats& row = softmax.rows[r];
+      new_max[r] = quad_reduce(new_max[r], [](float a, float b) { return fmaxf(a, b); });
+      if constexpr (tile.lazy_rescale_log2 > 0) {
+        if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
+          new_max[r] = row.row_max;
+      }
+      follow(r, new_max[r], shift[r]);
+    }
+  }
+  // The running maximum of a row is another one.
+  FMHA_DEVICE void follow(int r, float row_max, float& shift) {
+    RowStats& row = softmax.rows[r];
+    shift = RowSoftmax::shift_of(finite_or_zero(row_max), scale_log2);
+    softmax.correction[r] = ptx::ex2_approx_ftz(RowSoftmax::shift_of(row.row_max, scale_log2) - shift);
+    row.row_max = row_max;
+    row.row_sum *= softmax.correction[r];
+  }
+  // P of half of a block's keys, in registers.
+  FMHA_DEVICE void exponentiate(int half, const float (&shift)[2]) {
+    constexpr int elems = Scores::num_elems / 2;
+#pragma unroll
+    for (int at = 0; at < elems; ++at) {
+      const int e = half * elems + at, r = Scores::row(e);
+      s[e] = ptx::ex2_approx_ftz(fmaf(s[e], scale_log2, -shift[r]));
+      softmax.rows[r].row_sum += s[e];
+    }
+#pragma unroll
+    for (int at = 0; at < elems / 2; ++at) {
+      const int word = half * (elems / 2) + at;
+      probs.elems[word / 4][word % 4] = ptx::cvt_rn_x2<spec.dtype_v>(s[2 * word], s[2 * word + 1]);
+    }
+  }
+  // P to shared memory, and with the running maxima to the other warpgroup.
+  FMHA_DEVICE void hand_over() {
     // Every warp's products of scores have read the tail that takes P.
     ptx::bar_sync<kWarpgroup>(kScoresRead + group);
     store_probs(smem.k[group].tail, probs);
@@ -102,12 +137,8 @@ struct Consumer {
     ptx::bar_sync<kBothGroups>(other == 0 ? kProbsOfEven : kProbsOfOdd);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      RowStats& row = softmax.rows[r];
-      const float row_max = smem.row_max[other][tile_row + 8 * r];
-      const float shift = RowSoftmax::shift_of(finite_or_zero(row_max), scale_log2);
-      softmax.correction[r] = ptx::ex2_approx_ftz(RowSoftmax::shift_of(row.row_max, scale_log2) - shift);
-      row.row_max = row_max;
-      row.row_sum *= softmax.correction[r];
+      float shift;
+      follow(r, smem.row_max[other][tile_row + 8 * r], shift);
     }
   }
 
@@ -123,7 +154,6 @@ struct Consumer {
     }
   }
 
-  FMHA_DEVICE void start_own() { mla::start_own<dtype>(o, probs, smem.k[group].half[group]); }
   FMHA_DEVICE void start_other() { mla::start_other<dtype>(o, smem.k[other].tail, smem.k[other].half[group]); }
 
   // The products of a slot are done with this warpgroup's part of it.
@@ -137,9 +167,17 @@ struct Consumer {
   FMHA_DEVICE void do_own(int32_t i) {
     start_scores(i);
     wait_for_scores();
-    exponentiate(i);
+    mask(i);
+    float shift[2];
+    raise_maxima(shift);
     rescale();
-    start_own();
+    // The products with the first half of P run beneath the exponentials of the second.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      exponentiate(half, shift);
+      mla::start_own<dtype>(o, probs, smem.k[group].half[group], half);
+    }
+    hand_over();
     finish_and_release(group);
   }
   // The other's block: products with its half of V.

@@ -23,20 +23,20 @@ FMHA_DEVICE void issue_abt(Scores& d, const Tile& a, const Tile& b, bool adds) {
   }
 }
 
-// o += P V, P in registers, V a half of a block's columns. Starts, does not wait.
+// o += P V over half of a block's keys, P in registers, V a half of its columns. Starts, does not wait.
 template <DType dtype>
-FMHA_DEVICE void start_own(Output& o, const Probs& p, const LatentTile::Half& v) {
+FMHA_DEVICE void start_own(Output& o, const Probs& p, const LatentTile::Half& v, int half) {
   using Tile = LatentTile::Half;
-  constexpr int depth = mma::kDepth<uint16_t>;
+  constexpr int depth = mma::kDepth<uint16_t>, steps = kKeys / depth / 2;
   const mma::Descriptor v0 = mma::descriptor<Tile::span_bytes>(v.offset(), Tile::chunk_bytes);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kKeys / depth; ++step)
+  for (int step = half * steps; step < (half + 1) * steps; ++step)
     ptx::wgmma_mma_async_rs<dtype, 1, 1>(o.elems, p.elems[step], v0.plus_bytes(step * depth * Tile::span_bytes).bits(), true);
   ptx::wgmma_commit_group();
 }
 
-// The same of a P that the other warpgroup has left in shared memory.
+// o += P V over all keys, of a P that the other warpgroup has left in shared memory.
 template <DType dtype>
 FMHA_DEVICE void start_other(Output& o, const LatentTile::Tail& p, const LatentTile::Half& v) {
   using Tile = LatentTile::Half;
