@@ -80,7 +80,8 @@ fn no_access_of_the_backward_to_shared_memory_waits_for_another() {
     {
         let _ = emulated_launches();
         let plan = PlanOptions::default().kernel("sm80");
-        let (outcome, text) = backward(head_dim, v_layout).run(&backend, &Options { plan, ..Options::default() });
+        let (outcome, text) =
+            backward(head_dim, v_layout).run(&backend, &Options { plan, ..Options::default() });
         assert_eq!(outcome, Outcome::Passed, "{text}");
         let launches = emulated_launches().unwrap();
         assert!(sum_of(&launches, "shared_bytes") > 1000, "head_dim {head_dim}: {launches}");
