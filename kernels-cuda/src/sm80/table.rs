@@ -153,7 +153,7 @@ fn split_keys(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> i32 {
     let tiles = u64::from(dims.batch) * u64::from(heads);
     let (num_sms, ctas) = (u64::from(room.num_sms), u64::from(tile.ctas.unsigned_abs()));
     // A part's O, written and read in 32 bits, in keys of as many bytes.
-    let key_bytes = problem.stored_k().size_bytes() as u64 * u64::from(dims.head_dim_qk + dims.head_dim_v);
+    let key_bytes = problem.stored_k().size_bytes() * u64::from(dims.head_dim_qk + dims.head_dim_v);
     let rows = u64::from(dims.seqlen_q) * if tile.pack_gqa { u64::from(problem.gqa_ratio()) } else { 1 };
     let part_keys = rows * u64::from(dims.head_dim_v) * 8 / key_bytes.max(1);
     // CTAs whose loads one after another take as long as their share of memory's rate; of FP8 that is widened in registers all there
