@@ -307,3 +307,79 @@ fn host_header() -> Header {
     );
     Header::rendered("fmha/sm90_mla_host.h", text)
 }
+
+#[cfg(test)]
+mod tests {
+    use fmha_core::{Append, VLayout};
+
+    use super::*;
+
+    fn latent(batch: u32, heads: u32, seqlen_k: u32) -> FwdProblem {
+        let dims = Dims {
+            batch,
+            seqlen_q: 1,
+            seqlen_k,
+            num_heads_q: heads,
+            num_heads_kv: 1,
+            head_dim_qk: DIM_QK,
+            head_dim_v: DIM_V,
+        };
+        let mut problem = FwdProblem::batch(DType::Bf16, dims);
+        (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        problem
+    }
+
+    #[test]
+    fn what_is_not_taken_is_refused_with_its_number() {
+        assert!(accepts(&latent(2, 16, 100)).is_ok());
+        let mut appended = latent(2, 16, 100);
+        appended.cache.append = Some(Append::batch(&appended, 1));
+        assert!(accepts(&appended).is_ok());
+        type Change = fn(&mut FwdProblem);
+        let refused: [(&str, Change); 7] = [
+            ("v_in_k", |p| p.cache.v_in_k = false),
+            ("head_dim_v 256", |p| p.dims.head_dim_v = 256),
+            ("softcap 30", |p| p.score.softcap = Some(30.0)),
+            ("dtype_cache e4m3fn", |p| p.cache.dtype = Some(DType::E4m3Fn)),
+            ("sink_columns 4", |p| p.mask.sink_columns = 4),
+            ("k.seq stride 580", |p| p.strides.k.seq = 580),
+            ("dtype_o e4m3fn", |p| p.dtypes.o = DType::E4m3Fn),
+        ];
+        for (words, change) in refused {
+            let mut problem = latent(2, 16, 100);
+            change(&mut problem);
+            let refusal = accepts(&problem).unwrap_err().to_string();
+            assert!(refusal.contains(words) && refusal.contains(NAME), "{words}: {refusal}");
+        }
+        assert_eq!(latent(1, 1, 1).layout.v, VLayout::RowMajor);
+    }
+
+    #[test]
+    fn parts_fill_one_wave_where_there_are_few_tiles_and_are_none_where_there_are_many() {
+        for (batch, heads, seqlen_k, parts) in [
+            (1, 16, 32768, 128),
+            (16, 16, 8192, 8),
+            (64, 16, 8192, 2),
+            (66, 128, 8192, 1),
+            (132, 16, 8192, 1),
+        ] {
+            let problem = latent(batch, heads, seqlen_k);
+            let tile = choose_tile(&problem, 132);
+            let schedule = tile.schedule(&problem).unwrap();
+            assert_eq!(schedule.num_parts, parts, "{batch} sequences of {seqlen_k} keys: {tile:?}");
+            assert!(schedule.num_tiles <= 132);
+        }
+    }
+
+    #[test]
+    fn boxes_of_tma_lie_in_one_page() {
+        for (page_size, rows) in [(1, 0), (16, 16), (48, 16), (96, 32), (192, 64)] {
+            let mut problem = latent(1, 16, 100);
+            problem.layout.kv = KvLayout::Paged { page_size };
+            let tile = choose_tile(&problem, 132);
+            assert_eq!(tile.box_rows, rows, "pages of {page_size}");
+            let larger = Sm90MlaTile { box_rows: 64, ..tile };
+            assert_eq!(larger.check(&problem).is_ok(), rows == 64, "pages of {page_size}");
+        }
+    }
+}
