@@ -7,6 +7,7 @@
 #include <fmha/cdna/decode/config.h>
 #include <fmha/isa/num.h>
 #include <fmha/isa/widen.h>
+#include <fmha/num.h>
 
 namespace fmha::cdna::decode {
 
@@ -50,6 +51,20 @@ FMHA_DEVICE Frag load_chunk(const uint8_t* row, int32_t first, int32_t dim) {
     opaque_in_vgpr(is_there);
     return chunk & is_there;
   }
+}
+
+// Byte `at` of a word, by the instruction where the architecture has the type, else by its bits.
+template <DType dtype, int at>
+FMHA_DEVICE float widened(uint32_t word) {
+  static_assert(is_fp8(dtype), "wider types have no bytes to widen");
+#if defined(__gfx942__)
+  if constexpr (dtype == DType::E4m3Fnuz) return v_cvt_f32_fp8<at>(word);
+  if constexpr (dtype == DType::E5m2Fnuz) return v_cvt_f32_bf8<at>(word);
+#elif defined(__gfx950__)
+  if constexpr (dtype == DType::E4m3Fn) return v_cvt_f32_fp8<at>(word);
+  if constexpr (dtype == DType::E5m2) return v_cvt_f32_bf8<at>(word);
+#endif
+  return fmha::decode(format_of(dtype), word >> (8 * at) & 0xff);
 }
 
 // Two FP8 codes of a word, bytes `at` and `at + 1`, times a descale, in a 16-bit type, each rounded once.
