@@ -363,7 +363,11 @@ pub(crate) const ROWS: &[Row] = &[
     // cut into by themselves.
     Row {
         kernel: Some("cdna_decode"),
-        in_test: Cases { filter: "^decode/(append|fp8_cache|layouts|long|paged|tree)/.*bf16", deal: 24 },
+        in_test: Cases {
+            filter: "^decode/(append/bf16/new4/q4/(p5|strided)|fp8_cache/e4m3fnuz/bf16/descale_head|long/bf16/s3x1024|\
+                tree/random/bf16)",
+            deal: 1,
+        },
         in_all: NONE,
         ..amd("gfx942", NONE)
     },
