@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from reference import run_python
+from run import run_python
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
