@@ -82,6 +82,8 @@ def problem(draw: random.Random, what: str) -> Workload:
         if not unequal and w.batch > 1 and draw.random() < 0.5:
             lengths = tuple(length(draw, max(1, seqlen_q // 8), seqlen_q) for _ in range(w.batch))
             w = dataclasses.replace(w, lengths=lengths, seqlen_q=max(lengths), seqlen_k=max(lengths))
+        if w.causal and w.seqlen_q > w.seqlen_k:  # as caches are: the last queries of longer sequences
+            w = dataclasses.replace(w, seqlen_q=w.seqlen_k, seqlen_k=w.seqlen_q)
         if w.num_heads_q <= 64 and w.bytes <= MOST_BYTES and FLOPS[0] <= w.flops <= FLOPS[1]:
             return w
 
@@ -106,6 +108,17 @@ import peers  # noqa: E402
 from peers import torch  # noqa: E402
 
 DETERMINISTIC = "ours, deterministic"
+banded = compare.visible
+
+
+def visible(w: Workload, rows, seqlen_q, seqlen_k):
+    """The kit's, which means bands that reach from end to end of equal lengths, but for unmasked calls of any lengths."""
+    if w.mask == "0":
+        return torch.ones(len(rows), seqlen_k, dtype=torch.bool, device=rows.device)
+    return banded(w, rows, seqlen_q, seqlen_k)
+
+
+compare.visible = visible
 
 
 def maker(name, w, inputs):
