@@ -72,7 +72,8 @@ fn is_dealt_to(arch: usize, backend: &Device, case: &Case) -> bool {
     (card >> 20) % PARTS == arch as u64
 }
 
-/// They were 1259 when each fact of a call was compiled in; 300 and 9 that FP8 over several blocks asks for are few.
+/// They were 1259 when each fact of a call was compiled in; 300 and 9 that FP8 over several blocks asks for are few, and 60 that
+/// read short queries' caches, which differ in layout and type.
 #[test]
 fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {
@@ -80,8 +81,10 @@ fn the_battery_asks_for_few_kernels() {
         let cases = all();
         let forward = cases.iter().filter(|case| !case.name.starts_with("backward/"));
         let kernels: HashSet<String> = forward.filter_map(|case| kernel(&backend, case)).collect();
-        println!("{arch}: {} kernels", kernels.len());
-        assert!(!kernels.is_empty() && kernels.len() <= 320, "{arch}: {}", kernels.len());
+        let decode = kernels.iter().filter(|entry| entry.contains("cdna/decode/")).count();
+        let others = kernels.len() - decode;
+        println!("{arch}: {others} kernels, and {decode} of decode");
+        assert!(others > 0 && others <= 320 && decode <= 60, "{arch}: {others} and {decode}");
     }
 }
 

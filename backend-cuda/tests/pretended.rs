@@ -83,7 +83,7 @@ fn the_jobs_of_a_plan_are_its_launches() {
     }
 }
 
-/// A short query's keys are cut into parts where a tile a head would leave Hopper idle, unless a kernel is named.
+/// One query over a long cache of few sequences is sm80's, whose few rows are one warp's, unless a kernel is named.
 #[test]
 fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
     let hopper = pretend("sm_90a");
@@ -95,7 +95,8 @@ fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
     };
     let any = PlanOptions::default();
     assert_eq!(kernel(1, 1, 32768, &any), "sm80");
-    assert_eq!(kernel(1, 16, 32768, &any), "sm80");
+    assert_eq!(kernel(1, 4, 32768, &any), "sm80");
+    assert_eq!(kernel(1, 5, 32768, &any), "sm90", "more than one warp's rows");
     assert_eq!(kernel(1, 512, 32768, &any), "sm90");
     assert_eq!(kernel(16, 1, 32768, &any), "sm90");
     assert_eq!(kernel(1, 1, 128, &any), "sm90");

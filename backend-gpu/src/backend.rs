@@ -15,7 +15,7 @@ use fmha_core::{
 
 use crate::driver::{Driver, Toolchain};
 use crate::memory::Memory;
-use crate::recipe::{AnyAddress, Choice, Facts as _, Family, Kernel, Launch, Tunable, Vendor};
+use crate::recipe::{AnyAddress, Choice, Facts as _, Family, Kernel, Launch, Launches, Tunable, Vendor};
 use crate::select::{Selected, select};
 use crate::steps::{Handle, Ready, Step, Steps};
 
@@ -212,8 +212,26 @@ impl<V: Vendor> Backend<V> {
     where
         V: Family<P>,
     {
-        let (launches, _) = self.choose(problem, options)?.0.launches.into_parts();
-        Ok(launches.into_iter().map(|launch| self.modules.job(launch.kernel, launch.source)).collect())
+        let own = self.choose(problem, options)?.0;
+        let tiles = own.kernel.tiles_of_other_sizes(problem);
+        let name = own.kernel.name();
+        let mut jobs: Vec<KernelJob> = Vec::new();
+        let mut add = |launches: Launches| {
+            for launch in launches.into_parts().0 {
+                let job = self.modules.job(launch.kernel, launch.source);
+                if jobs.iter().all(|known| known.source.entry != job.source.entry) {
+                    jobs.push(job);
+                }
+            }
+        };
+        add(own.launches);
+        if options.tile.is_empty() {
+            for tile in tiles {
+                let options = options.clone().kernel(name).tile(tile);
+                self.choose(problem, &options).map(|(other, _)| add(other.launches))?;
+            }
+        }
+        Ok(jobs)
     }
 
     /// The recipe whose tile a plan of the problem has, with that tile.

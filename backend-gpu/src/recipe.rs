@@ -66,6 +66,12 @@ pub trait Recipe<P: Problem, V: Vendor>: Send + Sync + 'static {
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<P, V>>, Refusal>;
 
+    /// Tile fields that a choice has for problems like this one but for their sizes, beside its own: what is compiled ahead is
+    /// compiled with them too.
+    fn tiles_of_other_sizes(&self, _problem: &P) -> Vec<TileOptions> {
+        Vec::new()
+    }
+
     /// Sets what of a launch depends on what its kernel takes of the device, once that is compiled; nothing is known of
     /// it where there is no compiler.
     fn lay_out(&self, _launch: &mut Launch, _usage: Option<&ResourceUsage>) {}

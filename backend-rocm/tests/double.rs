@@ -330,8 +330,10 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
             let options = PlanOptions::default().kernel(kernel.to_owned());
             let mut run = |options: &PlanOptions| {
                 let plan = backend.plan_fwd(&problem, options).unwrap();
+                let mut workspace = backend.memory().workspace(plan.workspace())?;
                 let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
                 args.lse = Some(lse.slice_mut());
+                args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
                 args.seq.totals = Totals::packed(48, 80);
                 (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
                 plan.run(&mut args, &backend.default_stream())?;

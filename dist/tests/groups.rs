@@ -14,7 +14,7 @@ use fmha_conformance::tensor::{Operand, Room};
 use fmha_conformance::tensors::{Data, HostFwd, Lengths};
 use fmha_dist::{Error, Options, Partition, Problem, Rendezvous, Scheme, connect};
 
-const SHORT: Duration = Duration::from_millis(400);
+const SHORT: Duration = Duration::from_millis(600);
 
 fn dims() -> Dims {
     Dims {
@@ -114,7 +114,7 @@ fn a_rank_that_is_late_is_named_on_every_rank_within_the_timeout() {
             assert!(start.elapsed() < 5 * SHORT, "rank {rank} waited {:?}", start.elapsed());
             result
         });
-        all_say(results, late, "exchange", &format!("rank {late} is late: waited 400 ms"));
+        all_say(results, late, "exchange", &format!("rank {late} is late: waited {} ms", SHORT.as_millis()));
     }
 }
 

@@ -6,7 +6,9 @@ use fmha_core::fields::FieldValue;
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{Candidates, TileClass, TileOptions};
-use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
+use fmha_core::{
+    Accuracy, Dims, MaskKind, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses,
+};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80;
@@ -207,6 +209,20 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
             .chain((!orders.is_empty()).then(|| ("orders", orders.words(FieldValue::name))))
             .collect(),
         })
+    }
+
+    /// The order of a masked call's tiles is by how many there are.
+    fn tiles_of_other_sizes(&self, problem: &ValidFwd) -> Vec<TileOptions> {
+        let other = match self.chosen.map(|chosen| (chosen.tile.order, chosen.tile.cluster)) {
+            Some((TileOrder::Dynamic, 1)) => TileOrder::Static,
+            Some((TileOrder::Static, 1)) => TileOrder::Dynamic,
+            _ => return Vec::new(),
+        };
+        if problem.mask.kind() == MaskKind::Upper {
+            vec![vec![("order".to_owned(), other.name())]]
+        } else {
+            Vec::new()
+        }
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {

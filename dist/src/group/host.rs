@@ -275,6 +275,13 @@ impl Drop for Host {
         if std::thread::panicking() {
             self.fail(Error::new(self.rank, "group", format!("rank {} has panicked", self.rank)));
         }
-        self.others().for_each(|to| self.link.post(to, Frame::Left));
+        // What it failed of goes before its farewell: the rank that found it out may not have told everybody yet.
+        let failure = self.mailbox.lock().failure.clone();
+        for to in self.others() {
+            if let Some(error) = &failure {
+                self.link.post(to, Frame::Failed(error.clone()));
+            }
+            self.link.post(to, Frame::Left);
+        }
     }
 }
