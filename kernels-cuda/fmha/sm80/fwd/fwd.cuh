@@ -56,11 +56,9 @@ FMHA_DEVICE void walk(const Loader<spec, tile>& loader, Consumer<spec, tile, Key
   }
 }
 
-// The same over an FP8 cache that the products read as it lies. A slot is free once its product is computed.
-template <FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
-  auto& blocks = loader.smem.blocks;
-  constexpr int under_way = 2 * tile.stages - 1;
+// Q, and the first blocks of an FP8 cache, as many as there are slots: a group each of K and V.
+template <FwdSpec spec, Sm80Tile tile>
+FMHA_DEVICE void load_first_raw(const Loader<spec, tile>& loader, const Work& work) {
   loader.load_q();
 #pragma unroll
   for (int i = 0; i < tile.stages; ++i) {
@@ -70,6 +68,14 @@ FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile,
     if (i < work.num_blocks) loader.load_v(i, keys);
     ptx::cp_async_commit_group();
   }
+}
+
+// The same over an FP8 cache that the products read as it lies. A slot is free once its product is computed.
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  auto& blocks = loader.smem.blocks;
+  constexpr int under_way = 2 * tile.stages - 1;
+  load_first_raw(loader, work);
   consumer.begin();
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {
@@ -102,15 +108,7 @@ template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_widening(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   auto& blocks = loader.smem.blocks;
   constexpr int under_way = 2 * tile.stages - 1;
-  loader.load_q();
-#pragma unroll
-  for (int i = 0; i < tile.stages; ++i) {
-    const auto keys = loader.look_up(i);
-    if (i < work.num_blocks) loader.load_k(i, keys);
-    ptx::cp_async_commit_group();
-    if (i < work.num_blocks) loader.load_v(i, keys);
-    ptx::cp_async_commit_group();
-  }
+  load_first_raw(loader, work);
   const float descale_k = loader.descale_of(loader.p.descale_k), descale_v = loader.descale_of(loader.p.descale_v);
   consumer.begin();
 #pragma unroll 1
