@@ -3,10 +3,10 @@
 use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::CombineSpec;
 use fmha_core::{PlanOptions, ValidCombine, Workspace, bind};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, deterministic_rows};
+use fmha_gpu::{Choice, Grid, Kernel, Launches, Recipe, deterministic_rows};
 use fmha_kernels_cuda::combine;
 
-use super::{CombineCall, CombineKernel, Cuda, DeviceFacts, ROW_CTAS_PER_SM, Steps};
+use super::{CombineCall, CombineKernel, Cuda, DeviceFacts, Steps, row_launch};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Merge;
@@ -29,14 +29,12 @@ impl Recipe<ValidCombine, Cuda> for Merge {
         let grid = Grid::new(combine::grid(problem, facts.num_sms), combine::NUM_THREADS);
         Ok(Choice {
             kernel: Kernel::new(*self),
-            launches: Launches::from(Launch {
-                kernel: self.name(),
-                source: combine::merge(&CombineSpec::of(problem)),
+            launches: Launches::from(row_launch(
+                self.name(),
+                combine::merge(&CombineSpec::of(problem)),
                 grid,
-                shared_bytes: 0,
-                tiles: grid.groups.into(),
-                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }),
+                facts,
+            )),
             workspace: Workspace::NONE,
             // A row is merged by one thread group, in the order of its parts.
             promises: deterministic_rows(),

@@ -16,13 +16,15 @@ pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
 pub(crate) mod sm90_mla;
 mod tile;
+mod update;
 
 use std::fmt::Debug;
 
 use fmha_core::error::{Error, Result};
+use fmha_core::source::KernelSource;
 use fmha_core::tune::TunedTiles;
 use fmha_core::{DType, Roofline, ScoreSums, ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{Facts, Family, Kernel, Vendor, tuned_kernels};
+use fmha_gpu::{Facts, Family, Grid, Kernel, Launch, Vendor, tuned_kernels};
 
 use crate::Nvrtc;
 use crate::driver::Device;
@@ -85,8 +87,23 @@ pub(crate) type FwdCall<'a> = fmha_core::Call<'a, ValidFwd>;
 pub(crate) type BwdCall<'a> = fmha_core::Call<'a, ValidBwd>;
 pub(crate) type CombineCall<'a> = fmha_core::Call<'a, ValidCombine>;
 
-/// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each, of 2048.
-pub(crate) const ROW_CTAS_PER_SM: u32 = 16;
+/// Threads that a multiprocessor holds at a time.
+const THREADS_PER_SM: u32 = 2048;
+
+/// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each.
+pub(crate) const ROW_CTAS_PER_SM: u32 = THREADS_PER_SM / 128;
+
+/// A launch whose CTAs take rows, without shared memory of the launch's: as many run at once as a multiprocessor has threads for.
+fn row_launch(kernel: &'static str, source: KernelSource, grid: Grid, facts: &DeviceFacts) -> Launch {
+    Launch {
+        kernel,
+        source,
+        grid,
+        shared_bytes: 0,
+        tiles: grid.groups.into(),
+        tiles_at_once: u64::from(THREADS_PER_SM / grid.threads * facts.num_sms),
+    }
+}
 
 /// What a choice depends on besides the problem.
 #[derive(Clone, Debug)]

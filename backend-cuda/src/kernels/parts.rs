@@ -5,10 +5,7 @@ use fmha_core::{DType, ValidFwd};
 use fmha_gpu::{Grid, Launch};
 use fmha_kernels_cuda::split::{self, Merging};
 
-use super::DeviceFacts;
-
-/// CTAs of the merging kernel that a multiprocessor holds at a time: 256 threads each, of 2048.
-const CTAS_PER_SM: u32 = 8;
+use super::{DeviceFacts, row_launch};
 
 /// Merges the parts of a problem's keys, `keys` each, under the name of `kernel` in plans. It starts while the parts' grid
 /// ends where the device can do so.
@@ -24,12 +21,6 @@ pub(super) fn merge(
     let tree = problem.cache.tree_mask;
     let source = if tree { split::merge_tree(&spec, merging) } else { split::merge(&spec, merging) };
     let groups = merging.grid(problem, facts.num_sms);
-    Launch {
-        kernel,
-        source,
-        grid: Grid { dependent: merging.dependent, ..Grid::new(groups, split::MERGE_THREADS) },
-        shared_bytes: 0,
-        tiles: groups.into(),
-        tiles_at_once: u64::from(CTAS_PER_SM * facts.num_sms),
-    }
+    let grid = Grid { dependent: merging.dependent, ..Grid::new(groups, split::MERGE_THREADS) };
+    row_launch(kernel, source, grid, facts)
 }

@@ -4,16 +4,16 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
+use fmha_kernels_cuda::keep_mask;
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm80::{self, Room, Sm80Tile};
 use fmha_kernels_cuda::split::{self, KvParts};
 use fmha_kernels_cuda::tree_mask;
-use fmha_kernels_cuda::{cache_update, keep_mask};
 
 use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps, parts};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps, parts, row_launch, update};
 
 /// The kernel, with what its launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -87,35 +87,12 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         };
         let merge =
             is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, tile.stored), facts));
-        let update = cache_update::is_wanted(problem).then(|| {
-            let grid = Grid::new(cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS);
-            Launch {
-                kernel: UPDATE_NAME,
-                source: cache_update::update(problem),
-                grid,
-                shared_bytes: 0,
-                tiles: grid.groups.into(),
-                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }
-        });
+        let update = update::launch_before(UPDATE_NAME, problem, facts);
         let keep_mask = problem.dropout.write_keep_mask.then(|| {
             let grid = Grid::new(keep_mask::grid(problem, facts.num_sms), keep_mask::NUM_THREADS);
-            Launch {
-                kernel: KEEP_MASK_NAME,
-                source: keep_mask::write(&spec),
-                grid,
-                shared_bytes: 0,
-                tiles: grid.groups.into(),
-                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }
+            row_launch(KEEP_MASK_NAME, keep_mask::write(&spec), grid, facts)
         });
-        let mut workspace = tile.workspace(problem);
-        if update.is_some() {
-            workspace.bytes = place_of_update(workspace)
-                .checked_add(cache_update::workspace_bytes(problem))
-                .filter(|&bytes| bytes < 1 << 62)
-                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
-        }
+        let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
             launches: Launches::new(update.into_iter().chain(keep_mask), main, merge),
@@ -165,20 +142,10 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
             return Err(ProblemError::new("plan", "plan: kernel sm80 has 0 tiles chosen").into());
         };
         let fwd = steps.main();
-        let mut whole = bind::fwd_params(call.problem, call.args);
-        let is_updated = cache_update::is_wanted(call.problem);
-        let (updates, keeps) = steps.before().split_at(usize::from(is_updated).min(steps.before().len()));
-        if is_updated {
-            let [step] = exactly(updates)?;
-            let place = whole.workspace.0 + place_of_update(tile.workspace(call.problem));
-            let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place)?;
-            // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem,
-            // and the workspace is as large as the plan says.
-            unsafe {
-                step.launch(&mut [(&raw mut whole).cast(), (&raw mut update).cast()], call.stream)?;
-            }
-            whole = forward;
-        }
+        let whole = bind::fwd_params(call.problem, call.args);
+        // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
+        let (mut whole, keeps) =
+            unsafe { update::run(steps.before(), call, whole, tile.workspace(call.problem))? };
         if call.problem.dropout.write_keep_mask {
             let [step] = exactly(keeps)?;
             // SAFETY: the kernel takes FwdParams; `check_fwd` saw that the keep mask covers the problem.
@@ -220,11 +187,6 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
     fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
         Some(self)
     }
-}
-
-/// Where what updates the cache has its part of the workspace, behind the tile's own.
-fn place_of_update(own: Workspace) -> u64 {
-    own.bytes.next_multiple_of(256)
 }
 
 pub(super) fn room(facts: &DeviceFacts) -> Room {

@@ -4,14 +4,13 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::cache_update;
 use fmha_kernels_cuda::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
 use fmha_kernels_cuda::split::{self, KvParts};
 
 use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
+use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps, row_launch, update};
 use crate::driver::{TensorMap, TensorMapFacts};
 
 /// The kernel, with what its launches need.
@@ -24,9 +23,6 @@ pub(crate) struct Sm90Mla {
 const MERGE_NAME: &str = "sm90_mla_merge";
 /// The name of the kernel that updates the cache.
 const UPDATE_NAME: &str = "sm90_mla_update";
-
-/// CTAs of the merging kernel that a multiprocessor holds at a time: 512 threads each, of 2048.
-const MERGE_CTAS_PER_SM: u32 = 4;
 
 /// What copies of 16 bytes and TMA ask of addresses.
 const ALIGN: u64 = 16;
@@ -81,32 +77,14 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: facts.num_sms.into(),
         };
-        let rows = |kernel, source, grid: Grid, at_once: u32| Launch {
-            kernel,
-            source,
-            grid,
-            shared_bytes: 0,
-            tiles: grid.groups.into(),
-            tiles_at_once: u64::from(at_once * facts.num_sms),
-        };
         let mut merge = None;
         if is_split {
             let groups = text::merge_grid(problem).map_err(refuse)?;
             let grid = Grid { dependent: true, ..Grid::new(groups, text::MERGE_THREADS) };
-            merge = Some(rows(MERGE_NAME, text::merge(&spec, tile.split_keys), grid, MERGE_CTAS_PER_SM));
+            merge = Some(row_launch(MERGE_NAME, text::merge(&spec, tile.split_keys), grid, facts));
         }
-        let update = cache_update::is_wanted(problem).then(|| {
-            let source = cache_update::update(problem);
-            let grid = Grid::new(cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS);
-            rows(UPDATE_NAME, source, grid, ROW_CTAS_PER_SM)
-        });
-        let mut workspace = tile.workspace(problem);
-        if update.is_some() {
-            workspace.bytes = place_of_update(workspace)
-                .checked_add(cache_update::workspace_bytes(problem))
-                .filter(|&bytes| bytes < 1 << 62)
-                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
-        }
+        let update = update::launch_before(UPDATE_NAME, problem, facts);
+        let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
             launches: Launches::new(update, main, merge),
@@ -151,18 +129,10 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
         };
         let fwd = steps.main();
         let mut map = if tile.box_rows > 0 { map_facts(call, &tile).encode()? } else { TensorMap::UNREAD };
-        let mut whole = bind::fwd_params(call.problem, call.args);
-        if cache_update::is_wanted(call.problem) {
-            let [step] = exactly(steps.before())?;
-            let place = whole.workspace.0 + place_of_update(tile.workspace(call.problem));
-            let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, place)?;
-            // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem,
-            // and the workspace is as large as the plan says.
-            unsafe {
-                step.launch(&mut [(&raw mut whole).cast(), (&raw mut update).cast()], call.stream)?;
-            }
-            whole = forward;
-        }
+        let whole = bind::fwd_params(call.problem, call.args);
+        // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
+        let (mut whole, _) =
+            unsafe { update::run(steps.before(), call, whole, tile.workspace(call.problem))? };
         let mut parts = KvParts::new(call.problem, tile.split_keys, text::KEYS as i32, whole.workspace.0);
         let mut part = if tile.split_keys > 0 { parts.params(&whole) } else { whole };
         // SAFETY: the kernel takes FwdParams, K's map and MlaSchedule; `check_fwd` saw that the memory covers the problem, and
@@ -184,11 +154,6 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
     fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
         Some(self)
     }
-}
-
-/// Where what updates the cache has its part of the workspace, behind the parts.
-fn place_of_update(own: Workspace) -> u64 {
-    own.bytes.next_multiple_of(256)
 }
 
 /// What TMA has to know of K: (dim, row, head, batch or page).
