@@ -9,7 +9,7 @@ use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{
-    BwdProblem, DType, Dims, FwdProblem, KvLayout, MaskSpec, PlanOptions, QLayout, Strides, VLayout,
+    BwdProblem, DType, Device, Dims, FwdProblem, KvLayout, MaskSpec, PlanOptions, QLayout, Strides, VLayout,
 };
 use fmha_cuda::emulated_launches;
 
@@ -57,6 +57,15 @@ fn sum_of(launches: &str, counter: &str) -> u64 {
     launches.iter().map(|launch| launch["counters"][counter].as_u64().unwrap()).sum()
 }
 
+/// The emulated device; where it or its compiler is not here, that is said.
+fn opened() -> Option<Device> {
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        println!("absent: {reason}");
+        return None;
+    }
+    fmha_cuda::open(0, Some(ARCH)).map_err(|error| println!("absent: {error}")).ok()
+}
+
 /// Gradients with every sum, under a mask that cuts blocks.
 fn backward(head_dim: u32, v_layout: VLayout) -> Case {
     let fwd = problem(head_dim, 128, v_layout).mask(MaskSpec::CAUSAL);
@@ -65,13 +74,7 @@ fn backward(head_dim: u32, v_layout: VLayout) -> Case {
 
 #[test]
 fn no_access_of_the_backward_to_shared_memory_waits_for_another() {
-    let backend = match fmha_cuda::open(0, Some(ARCH)) {
-        Ok(backend) => backend,
-        Err(error) => return println!("absent: {error}"),
-    };
-    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
-        return println!("absent: {reason}");
-    }
+    let Some(backend) = opened() else { return };
     // The test beside this one counts launches of the same process.
     let _alone = ALONE.lock().unwrap();
     let columns = [(64, VLayout::ColMajor), (128, VLayout::ColMajor)];
@@ -92,13 +95,7 @@ fn no_access_of_the_backward_to_shared_memory_waits_for_another() {
 /// One query over a long cache in parts: strided, and in pages that blocks divide and that they do not.
 #[test]
 fn no_access_of_decode_to_shared_memory_waits_for_another() {
-    let backend = match fmha_cuda::open(0, Some(ARCH)) {
-        Ok(backend) => backend,
-        Err(error) => return println!("absent: {error}"),
-    };
-    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
-        return println!("absent: {reason}");
-    }
+    let Some(backend) = opened() else { return };
     let _alone = ALONE.lock().unwrap();
     for (head_dim, page_size, cache) in [
         (64, None, None),
@@ -136,13 +133,7 @@ fn no_access_of_decode_to_shared_memory_waits_for_another() {
 
 #[test]
 fn no_access_to_shared_memory_waits_for_another() {
-    let backend = match fmha_cuda::open(0, Some(ARCH)) {
-        Ok(backend) => backend,
-        Err(error) => return println!("absent: {error}"),
-    };
-    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
-        return println!("absent: {reason}");
-    }
+    let Some(backend) = opened() else { return };
     let _alone = ALONE.lock().unwrap();
     let row_major = CALLS.map(|call| (call, VLayout::RowMajor));
     let columns = [(64, 128, ""), (80, 128, ""), (128, 1, "")].map(|call| (call, VLayout::ColMajor));
