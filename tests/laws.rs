@@ -162,9 +162,8 @@ fn the_arrows_between_crates_are_as_drawn() {
         match krate {
             // The emulators stand apart: they know instructions, not attention.
             "fmha-core" | "fmha-emu-cdna" | "fmha-emu-ptx" => &[],
-            "fmha-cpu" | "fmha-gpu" | "fmha-kernels-cuda" | "fmha-kernels-hip" | "fmha-conformance" => {
-                &["fmha-core"]
-            }
+            "fmha-cpu" | "fmha-gpu" | "fmha-conformance" => &["fmha-core"],
+            "fmha-kernels-cuda" | "fmha-kernels-hip" => &["fmha-core", "fmha-gpu"],
             "fmha-cuda" => &["fmha-core", "fmha-gpu", "fmha-kernels-cuda"],
             "fmha-rocm" => &["fmha-core", "fmha-gpu", "fmha-kernels-hip"],
             "fmha" => &["fmha-core", "fmha-cpu", "fmha-cuda", "fmha-rocm"],

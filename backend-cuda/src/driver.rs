@@ -6,6 +6,8 @@ use std::sync::Arc;
 use fmha_core::DType;
 use fmha_core::error::{Error, Result};
 use fmha_gpu::Grid;
+use fmha_kernels_cuda::nvidia::DeviceInfo;
+use fmha_kernels_cuda::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
 /// A driver's answer as a [`Result`], with the call's name.
 #[inline]
@@ -58,18 +60,8 @@ pub(crate) struct Device {
     pub(crate) emulated: bool,
     context: sys::Handle,
     handle: sys::DeviceHandle,
-    /// `NVIDIA H200`.
-    pub(crate) name: String,
-    /// Compute capability, `(9, 0)`.
-    pub(crate) capability: (i32, i32),
-    /// Streaming multiprocessors.
-    pub(crate) num_sms: u32,
-    /// Largest dynamic shared memory of a CTA, bytes.
-    pub(crate) smem_bytes: u32,
-    /// Peak memory clock (kHz) and bus width (bits).
-    pub(crate) memory: (i32, i32),
-    /// Peak clock of the multiprocessors, kHz.
-    pub(crate) clock_khz: i32,
+    /// What it says of itself.
+    pub(crate) info: DeviceInfo,
     /// The version of CUDA that the driver is for.
     pub(crate) driver_version: (i32, i32),
 }
@@ -118,12 +110,7 @@ pub(crate) fn open(ordinal: usize, emulated: bool) -> Result<Device> {
         emulated,
         context,
         handle,
-        name,
-        capability,
-        num_sms,
-        smem_bytes,
-        memory,
-        clock_khz,
+        info: DeviceInfo { name, capability, num_sms, smem_bytes, memory, clock_khz },
         driver_version,
     })
 }
@@ -245,55 +232,23 @@ impl Kernel {
     }
 }
 
-/// What TMA knows of a tensor; opaque to all but the driver.
-#[derive(Clone, Copy)]
-#[repr(C, align(128))]
-pub struct TensorMap([u64; 16]);
-
-impl TensorMap {
-    /// In the place of a map that no kernel reads.
-    pub(crate) const UNREAD: Self = Self([0; 16]);
-}
-
-/// The facts of a tiled tensor map of 16-bit elements with `AXES` axes, `STRIDES` one fewer. Axis 0 has
-/// stride 1.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
-    /// For errors: which operand.
-    pub(crate) name: &'static str,
-    /// f16, bf16 or a type of 8 bits.
-    pub(crate) dtype: DType,
-    pub(crate) address: u64,
-    /// Extents, from axis 0.
-    pub(crate) dims: [u64; AXES],
-    /// Strides in bytes, from axis 1.
-    pub(crate) strides_bytes: [u64; STRIDES],
-    /// Elements of a box, from axis 0. Axis 0 times the element's bytes is the swizzle: 32, 64 or 128.
-    pub(crate) box_dims: [u32; AXES],
-}
-
-impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
-    const ONE_STRIDE_FEWER: () = assert!(STRIDES + 1 == AXES, "a map has a stride an axis, but for axis 0");
-
-    /// As wide as a row of the box.
-    fn swizzle(&self) -> c_int {
-        match self.box_dims[0] * self.dtype.size_bytes() as u32 {
-            32 => sys::tensor_map::SWIZZLE_32B,
-            64 => sys::tensor_map::SWIZZLE_64B,
-            _ => sys::tensor_map::SWIZZLE_128B,
-        }
+/// As wide as a row of the box.
+fn swizzle<const AXES: usize, const STRIDES: usize>(facts: &TensorMapFacts<AXES, STRIDES>) -> c_int {
+    match facts.row_bytes() {
+        32 => sys::tensor_map::SWIZZLE_32B,
+        64 => sys::tensor_map::SWIZZLE_64B,
+        _ => sys::tensor_map::SWIZZLE_128B,
     }
+}
 
-    /// Encodes the map, in the calling thread's context: the driver refuses without one (201, seen on an H200 with
-    /// driver 580).
-    ///
-    /// # Errors
-    /// What the driver refuses.
-    pub(crate) fn encode(&self) -> Result<TensorMap> {
-        const { Self::ONE_STRIDE_FEWER };
+impl EncodeTensorMap for Device {
+    /// The driver refuses without a context of the thread's (201, seen on an H200 with driver 580).
+    fn encode<const AXES: usize, const STRIDES: usize>(
+        facts: &TensorMapFacts<AXES, STRIDES>,
+    ) -> Result<TensorMap> {
         use sys::tensor_map as t;
         let mut map = TensorMap([0; 16]);
-        let dtype = match self.dtype {
+        let dtype = match facts.dtype {
             DType::Bf16 => t::DATA_TYPE_BFLOAT16,
             DType::F16 => t::DATA_TYPE_FLOAT16,
             _ => t::DATA_TYPE_UINT8,
@@ -303,13 +258,13 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
             (&raw mut map).cast(),
             dtype,
             AXES as u32,
-            self.address as *mut c_void,
-            self.dims.as_ptr(),
-            self.strides_bytes.as_ptr(),
-            self.box_dims.as_ptr(),
+            facts.address as *mut c_void,
+            facts.dims.as_ptr(),
+            facts.strides_bytes.as_ptr(),
+            facts.box_dims.as_ptr(),
             element_strides.as_ptr(),
             t::INTERLEAVE_NONE,
-            self.swizzle(),
+            swizzle(facts),
             // A box asks for whole rows of 64 or 128 bytes. Promoted to 256 the L2 reads more than was asked for: of the
             // forward at B64 H16 S256 D 128 causal 13.6 in place of 11.9 million sectors, and 219 in place of 225 TFLOP/s
             // (an H200; none and 128 bytes 224). Long rows, FP8 and backward are level.
@@ -318,7 +273,7 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
         ))
         .map_err(|error| match error {
             Error::Driver { call, code, text } => {
-                Error::Driver { call, code, text: format!("{text}, for {}: {self:?}", self.name) }
+                Error::Driver { call, code, text: format!("{text}, for {}: {facts:?}", facts.name) }
             }
             other => other,
         })?;

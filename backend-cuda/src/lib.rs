@@ -1,7 +1,7 @@
 //! The CUDA backend of `fmha`: finds the driver and NVRTC at run time, and has recipes for NVIDIA's devices.
 //!
 //! [`open`] takes a device of the machine, or an emulated one; [`pretend`] plans and compiles for an architecture
-//! without any. Kernels are text in `fmha-kernels-cuda`; which one takes a problem is said in `kernels`. The driver's
+//! without any. Kernels and the recipes that choose them are `fmha-kernels-cuda`'s; `kernels` is the seat that they have here. The driver's
 //! functions are called in `driver` alone. All else is `fmha-gpu`'s. [`own`] compiles and launches a caller's own kernels.
 
 mod driver;
@@ -23,7 +23,8 @@ use fmha_core::{Device, Roofline};
 use fmha_gpu::{Backend, Facts as _, Toolchain};
 use fmha_kernels_cuda::COMPILE_OPTIONS;
 
-use kernels::{Cuda, DeviceFacts, MatrixSums};
+use fmha_kernels_cuda::nvidia::{DeviceFacts, MatrixSums};
+use kernels::Cuda;
 
 /// Opens device `ordinal` through the driver; with `emulate` (`sm_90a`), the test double of a
 /// device of that architecture, on which kernels are interpreted.
@@ -43,7 +44,7 @@ pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Device> {
         None => false,
     };
     let device = Arc::new(driver::open(ordinal, emulated)?);
-    let mut facts = DeviceFacts::of(&device)?;
+    let mut facts = DeviceFacts::of::<Cuda>(&device.info)?;
     if emulated {
         facts.tuned = TunedTiles::default();
         // The interpreter sums in f32, so the stricter bound holds there.
@@ -51,7 +52,7 @@ pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Device> {
         facts.roofline = Roofline { source: "emulated: it has no speed".to_owned(), ..Roofline::default() };
     }
     let emulated_words = if emulated { ", emulated" } else { "" };
-    let name = format!("cuda:{ordinal} ({}, {}{emulated_words})", device.name, facts.arch);
+    let name = format!("cuda:{ordinal} ({}, {}{emulated_words})", device.info.name, facts.arch);
     backend(name, facts, Some(device)).map(Device::new)
 }
 

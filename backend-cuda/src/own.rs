@@ -10,12 +10,14 @@ use fmha_core::source::{ENTRY, KernelSource};
 use fmha_core::{DType, ResourceUsage, Stream};
 use fmha_gpu::{Facts as _, Grid};
 use fmha_kernels_cuda::COMPILE_OPTIONS;
+use fmha_kernels_cuda::nvidia::DeviceFacts;
+use fmha_kernels_cuda::tma::TensorMapFacts;
 
-use crate::driver::{Device, Kernel, TensorMapFacts};
-use crate::kernels::DeviceFacts;
+use crate::driver::{Device, Kernel};
+use crate::kernels::Cuda;
 use crate::{driver, emulated, nvrtc};
 
-pub use crate::driver::TensorMap;
+pub use fmha_kernels_cuda::tma::TensorMap;
 
 /// A device that a caller's kernels are compiled for and launched on.
 pub struct OwnKernels {
@@ -57,7 +59,7 @@ impl OwnKernels {
             emulated::install(arch)?;
         }
         let device = Arc::new(driver::open(ordinal, emulate.is_some())?);
-        let arch = DeviceFacts::of(&device)?.arch().to_owned();
+        let arch = DeviceFacts::of::<Cuda>(&device.info)?.arch().to_owned();
         Ok(Self { device, arch, cache: Cache::from_env()? })
     }
 
@@ -70,7 +72,7 @@ impl OwnKernels {
     /// Dynamic shared memory that a CTA may have, bytes.
     #[must_use]
     pub fn smem_bytes(&self) -> u32 {
-        self.device.smem_bytes
+        self.device.info.smem_bytes
     }
 
     /// Compiles a source, or finds it compiled, to be launched with `threads` to a CTA and `smem_bytes` of dynamic shared
@@ -85,11 +87,11 @@ impl OwnKernels {
         threads: u32,
         smem_bytes: u32,
     ) -> Result<OwnKernel> {
-        if smem_bytes > self.device.smem_bytes {
-            let most = self.device.smem_bytes;
+        if smem_bytes > self.device.info.smem_bytes {
+            let most = self.device.info.smem_bytes;
             return Err(Error::NoDevice(format!(
                 "{name} takes {smem_bytes} bytes of shared memory; a CTA of {} has {most}",
-                self.device.name
+                self.device.info.name
             )));
         }
         let emulated = self.device.emulated;
@@ -117,7 +119,7 @@ impl OwnKernels {
     pub fn tensor_map(&self, name: &'static str, tensor: TensorBox) -> Result<TensorMap> {
         let TensorBox { dtype, address, dims, strides_bytes, box_dims } = tensor;
         let _entered = self.device.enter()?;
-        TensorMapFacts { name, dtype, address, dims, strides_bytes, box_dims }.encode()
+        TensorMapFacts { name, dtype, address, dims, strides_bytes, box_dims }.encode::<Device>()
     }
 
     /// Queues `ctas` of a kernel.

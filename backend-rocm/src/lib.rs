@@ -3,9 +3,8 @@
 //! Verified in emulation, never on hardware.
 //!
 //! [`open`] takes a device of the machine, or an emulated one; [`pretend`] plans and compiles for an architecture
-//! without any. Which recipe takes a problem is said in `kernels`; HIP's functions are called in `driver` alone. All
-//! else is
-//! `fmha-gpu`'s.
+//! without any. The recipes are `fmha-kernels-hip`'s; HIP's functions are called in `driver` alone. All
+//! else is `fmha-gpu`'s.
 
 mod compile;
 mod driver;
@@ -24,7 +23,8 @@ pub use fmha_kernels_hip::Arch;
 
 use crate::compile::{COMPILE_OPTIONS, Compiler};
 use crate::driver::{Driver, search};
-use crate::kernels::{DeviceFacts, Rocm};
+use crate::kernels::Rocm;
+use fmha_kernels_hip::DeviceFacts;
 
 /// Device `ordinal` of the machine, or with `emulate` (`gfx90a`, `gfx942`, `gfx950`) of the
 /// emulator, whose driver library lies in `FMHA_EMULATOR_DIR` or beside the program.
@@ -44,7 +44,8 @@ pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Device> {
         "rocm:{ordinal} ({}, {}, {} compute units, HIP {}{emulated})",
         info.name, info.gcn_arch_name, info.num_compute_units, info.runtime_version
     );
-    let facts = DeviceFacts::of(&info, emulate.is_some())?;
+    let facts =
+        DeviceFacts::of::<Rocm>(&info.name, &info.gcn_arch_name, info.num_compute_units, emulate.is_some())?;
     backend(name, facts, Some(driver))
 }
 

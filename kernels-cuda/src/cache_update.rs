@@ -1,5 +1,7 @@
 //! The launch before a forward kernel that updates its KV cache ([`fmha_core::cache_update`]): its grid, its entry.
 
+pub(crate) mod launch;
+
 pub use fmha_core::cache_update::{CacheSpec, CacheUpdate, bind, is_wanted, workspace_bytes};
 use fmha_core::cache_update::{header, num_rows};
 

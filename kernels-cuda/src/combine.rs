@@ -1,10 +1,15 @@
 //! The kernel that merges partial results.
 
+pub mod recipe;
+
 use fmha_core::CombineProblem;
 use fmha_core::Refusal;
 use fmha_core::abi::MAX_PARTS;
 use fmha_core::source::{Entry, KernelSource, Literal};
 use fmha_core::spec::CombineSpec;
+
+/// The kernel's name in plans.
+pub const NAME: &str = "combine";
 
 /// Threads of a CTA; a warp merges one row at a time.
 pub const NUM_THREADS: u32 = 128;

@@ -1,12 +1,15 @@
-//! The CUDA device text of `fmha`, embedded: what to compile, and the numbers that a launch needs.
+//! The NVIDIA kernels of `fmha`: the CUDA device text, embedded, and the recipes that choose and launch it.
 //!
-//! Nothing here talks to a driver or a compiler. A kernel is a [`KernelSource`]: an entry file and
+//! Nothing here talks to a driver or a compiler: a recipe serves any [`Nvidia`](nvidia::Nvidia) backend. A kernel is a [`KernelSource`]: an entry file and
 //! the headers it includes, none of them a vendor's, so that NVRTC needs no include path.
 //! `README.md` beside this crate says what a launch binds.
 
 pub mod cache_update;
 pub mod combine;
 pub mod keep_mask;
+pub mod maps;
+pub mod nvidia;
+pub mod recipes;
 pub mod schedule;
 pub mod simt;
 pub mod sm100;
@@ -16,6 +19,7 @@ pub mod sm90;
 pub mod sm90_bwd;
 pub mod sm90_mla;
 pub mod split;
+pub mod tma;
 pub mod tree_mask;
 pub mod wgmma;
 

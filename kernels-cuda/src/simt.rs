@@ -1,8 +1,14 @@
 //! The kernels that compute every spec, slowly.
 
+pub mod recipe;
+pub mod recipe_bwd;
+
 use fmha_core::FwdProblem;
 use fmha_core::source::{Entry, KernelSource, Literal};
 use fmha_core::spec::{BwdSpec, FwdSpec};
+
+/// The kernel's name in plans.
+pub const NAME: &str = "simt";
 
 /// Threads of a CTA; a warp computes one row at a time.
 pub const NUM_THREADS: u32 = 128;

@@ -10,6 +10,7 @@ use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WOR
 use crate::sm90;
 
 mod knobs;
+pub mod recipe;
 
 pub use crate::split;
 

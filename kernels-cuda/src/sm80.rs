@@ -9,6 +9,7 @@ use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_sp
 use crate::schedule::{self, TileSchedule, UnitOfWork};
 use crate::{sm90, split, tree_mask};
 
+pub mod recipe;
 mod table;
 
 pub use table::{Room, choose_tile, default_tile};

@@ -3,6 +3,8 @@
 //! One launch sums dQ, one (or, of wide head dimensions, two) dK and dV, each CTA the gradients of its own rows alone
 //! (`fmha/sm80/bwd/config.cuh`): no sum is kept in memory, and every sum has one order.
 
+pub mod recipe;
+
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};

@@ -14,6 +14,7 @@ use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod cost;
 mod knobs;
+pub mod recipe;
 mod table;
 mod values;
 

@@ -15,6 +15,7 @@ use crate::sm90::MAX_SMEM_BYTES;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod cost;
+pub mod recipe;
 
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";

@@ -1,5 +1,7 @@
 //! Latent attention on Hopper (MLA, absorbed): keys of 576 elements, whose first 512 are the values.
 
+pub mod recipe;
+
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};

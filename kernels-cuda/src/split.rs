@@ -3,6 +3,8 @@
 //! Where the parts of a sequence end is decided on the device, by its own length and by how many parts the longest has
 //! (`common/part_keys.cuh`): no length is needed on the host, and a graph of a call replays with any.
 
+pub(crate) mod launch;
+
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams, View};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;

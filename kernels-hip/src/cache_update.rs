@@ -1,5 +1,7 @@
 //! The launch before a forward kernel that updates its KV cache ([`fmha_core::cache_update`]): its grid, its entry.
 
+pub(crate) mod launch;
+
 use fmha_core::cache_update::{CacheSpec, header, num_rows};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{DType, FwdProblem, Refusal};

@@ -1,5 +1,7 @@
 //! `cdna_fwd`: forward on MFMA.
 
+pub mod recipe;
+
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
 use fmha_core::source::{Entry, KernelSource};

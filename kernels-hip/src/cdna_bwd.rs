@@ -3,6 +3,7 @@
 //! A launch before computes LSE and delta of each query; one sums dQ, one (of the widest rows two) dK and dV, each
 //! workgroup the gradients of its own rows alone; one behind takes what the products cannot (`fmha/cdna/bwd/rest.h`).
 
+pub mod recipe;
 mod tiles;
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, BwdParams, DevPtr};

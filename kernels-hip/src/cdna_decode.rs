@@ -3,6 +3,8 @@
 //! A wave has 32 rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch behind merges
 //! the parts.
 
+pub mod recipe;
+
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::cache_update;
 use fmha_core::fields::{Fields as _, Takes, knob_values};

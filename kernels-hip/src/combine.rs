@@ -1,5 +1,7 @@
 //! `combine`: merges partial results, an element a thread.
 
+pub mod recipe;
+
 use fmha_core::abi::MAX_PARTS;
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::CombineSpec;

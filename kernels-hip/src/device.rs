@@ -1,6 +1,9 @@
 //! What a recipe knows of a device, and how a launch lies over it.
 
-use fmha_core::ResourceUsage;
+use fmha_core::source::KernelSource;
+use fmha_core::tune::TunedTiles;
+use fmha_core::{DType, ResourceUsage, Result, Roofline};
+use fmha_gpu::{Facts, Launch, Vendor, tuned_kernels};
 
 use crate::arch::Arch;
 
@@ -33,6 +36,80 @@ impl Device {
         let per_compute_unit = usage.map_or(1, |usage| self.arch.workgroups_per_compute_unit(usage, threads));
         let tiles_at_once = (self.num_compute_units * per_compute_unit).into();
         Grid { workgroups, threads, tiles: workgroups, tiles_at_once }
+    }
+}
+
+/// A backend that the recipes here serve.
+pub trait Amd: Vendor<Facts = DeviceFacts> {}
+
+impl<V: Vendor<Facts = DeviceFacts>> Amd for V {}
+
+/// What a choice depends on besides the problem.
+pub struct DeviceFacts {
+    /// The device.
+    pub device: Device,
+    /// Tiles that were measured on it.
+    pub tuned: TunedTiles,
+}
+
+impl DeviceFacts {
+    /// Of a device called `name`, of an architecture as HIP names it; an emulated one has no tiles of its own.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`](fmha_core::Error::NoDevice) for an architecture that the kernels do not know; a value of
+    /// `FMHA_CACHE_DIR` that is not UTF-8.
+    pub fn of<V: Amd>(
+        name: &str,
+        gcn_arch_name: &str,
+        num_compute_units: u32,
+        emulated: bool,
+    ) -> Result<Self> {
+        let arch = Arch::from_gcn_name(gcn_arch_name)?;
+        let tuned = if emulated {
+            TunedTiles::default()
+        } else {
+            // What tiles are kept for.
+            let device = format!("{}, {}, {num_compute_units} compute units", name, arch.name());
+            TunedTiles::load(&device, &tuned_kernels::<V>(), &crate::headers())?
+        };
+        Ok(Self { device: Device { arch, num_compute_units }, tuned })
+    }
+
+    /// An architecture without a device.
+    #[must_use]
+    pub fn stated(arch: Arch) -> Self {
+        let device = Device { arch, num_compute_units: arch.num_compute_units() };
+        Self { device, tuned: TunedTiles::default() }
+    }
+}
+
+impl Facts for DeviceFacts {
+    fn arch(&self) -> &str {
+        self.device.arch.name()
+    }
+
+    fn roofline(&self, dtype: DType) -> Roofline {
+        self.device.arch.roofline(dtype)
+    }
+
+    fn tuned(&self) -> &TunedTiles {
+        &self.tuned
+    }
+}
+
+/// A launch of which nothing is known but its workgroups: what a compiled kernel takes of a compute unit says how many
+/// of them there are room for.
+pub(crate) fn launch(kernel: &'static str, source: KernelSource, groups: u64, threads: u32) -> Launch {
+    // A recipe refuses problems of more workgroups.
+    let grid = fmha_gpu::Grid::new(u32::try_from(groups).unwrap_or(u32::MAX), threads);
+    Launch { kernel, source, grid, shared_bytes: 0, tiles: groups, tiles_at_once: 1 }
+}
+
+/// Of a kernel whose workgroups have one piece of work each.
+pub(crate) fn lay_out(device: Option<Device>, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+    if let Some(device) = device {
+        launch.tiles_at_once =
+            device.grid(usage, launch.grid.groups.into(), launch.grid.threads).tiles_at_once;
     }
 }
 

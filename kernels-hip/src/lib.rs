@@ -5,8 +5,8 @@
 //! (typed tiles) below `cdna` (forward, decode, backward) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
 //!
-//! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid. A backend chooses among
-//! them, compiles and launches.
+//! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid, its launches, for any
+//! backend that is [`Amd`].
 
 pub mod arch;
 pub mod cache_update;
@@ -16,13 +16,14 @@ pub mod cdna_decode;
 pub mod combine;
 mod device;
 mod order;
+pub mod recipes;
 pub mod simt;
 pub mod simt_bwd;
 
 pub use arch::Arch;
 pub use cdna_bwd::{BwdSums, CdnaBwdParams, CdnaBwdSpec, CdnaBwdTile};
 pub use cdna_decode::{CdnaDecodeParams, CdnaDecodeSpec, CdnaDecodeTile};
-pub use device::{Device, Grid};
+pub use device::{Amd, Device, DeviceFacts, Grid};
 
 use fmha_core::abi::{AbiStruct, FwdParams};
 use fmha_core::fields::Takes;

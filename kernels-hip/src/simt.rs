@@ -1,5 +1,7 @@
 //! `simt`: every forward problem, a wave to a row. Correct for all, fast for none.
 
+pub mod recipe;
+
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{FwdProblem, PlanOptions, Refusal};

@@ -1,5 +1,7 @@
 //! `simt` backward: every problem, a wave to a row, in two launches. Correct for all, fast for none.
 
+pub mod recipe;
+
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, ScoreOrigins};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::BwdSpec;

@@ -8,7 +8,7 @@ use fmha_gpu::{Driver, Grid};
 
 use super::mapped::Mapped;
 use super::{Device, Entered, Kernel, check, lacking, sys};
-use crate::kernels::LastMaps;
+use fmha_kernels_cuda::maps::LastMaps;
 
 // SAFETY: the driver gives memory of the context's device to one owner, and the streams are that context's.
 unsafe impl Driver for Device {

@@ -7,7 +7,8 @@ use fmha_gpu::Driver as _;
 
 use super::*;
 use crate::emulated;
-use crate::kernels::DeviceFacts;
+use crate::kernels::Cuda;
+use fmha_kernels_cuda::nvidia::DeviceFacts;
 
 fn device() -> Device {
     emulated::install("sm_90a").unwrap();
@@ -31,10 +32,10 @@ fn a_failure_has_the_call_the_code_and_the_drivers_words() {
 fn the_facts_of_a_device_follow_from_what_the_driver_says_of_it() {
     let mut device = device();
     // As the driver says of an H200.
-    (device.num_sms, device.clock_khz, device.memory) = (132, 1_980_000, (3_201_000, 6144));
-    device.name = "NVIDIA H200".to_owned();
-    let facts = DeviceFacts::of(&device).unwrap();
-    assert_eq!((&*facts.arch, facts.num_sms, facts.smem_bytes), ("sm_90a", 132, device.smem_bytes));
+    (device.info.num_sms, device.info.clock_khz, device.info.memory) = (132, 1_980_000, (3_201_000, 6144));
+    device.info.name = "NVIDIA H200".to_owned();
+    let facts = DeviceFacts::of::<Cuda>(&device.info).unwrap();
+    assert_eq!((&*facts.arch, facts.num_sms, facts.smem_bytes), ("sm_90a", 132, device.info.smem_bytes));
     assert_eq!(facts.device, "NVIDIA H200, sm_90a, 132 SMs");
     // 4096 operations a clock of each multiprocessor; 768 bytes twice a clock.
     assert_eq!(facts.roofline.flops_per_second, Some(4096.0 * 132.0 * 1.98e9));
@@ -42,8 +43,8 @@ fn the_facts_of_a_device_follow_from_what_the_driver_says_of_it() {
     // Of a device that has a name: where there is a folder, its tiles are kept in it under that.
     assert_ne!(facts.tuned, fmha_core::tune::TunedTiles::default());
     for (capability, arch) in [((10, 0), "sm_100a"), ((8, 9), "sm_89")] {
-        device.capability = capability;
-        let facts = DeviceFacts::of(&device).unwrap();
+        device.info.capability = capability;
+        let facts = DeviceFacts::of::<Cuda>(&device.info).unwrap();
         assert_eq!((&*facts.arch, facts.roofline.flops_per_second), (arch, None));
     }
 }
@@ -129,6 +130,6 @@ fn a_maps_swizzle_is_as_wide_as_its_boxs_rows() {
             strides_bytes: [256],
             box_dims: [elems, 1],
         };
-        assert_eq!(facts.swizzle(), swizzle, "{elems} of {dtype}");
+        assert_eq!(super::swizzle(&facts), swizzle, "{elems} of {dtype}");
     }
 }

@@ -1,43 +1,19 @@
-//! The recipes, a family for each operation, and what they know of a device.
+//! NVIDIA's seat: its driver, its compiler, and the recipes of `fmha-kernels-cuda`.
 
-pub(crate) mod combine;
-mod maps;
 #[cfg(test)]
 mod operands;
-mod parts;
 #[cfg(test)]
 pub(crate) mod plans;
-pub(crate) mod simt;
-pub(crate) mod simt_bwd;
-pub(crate) mod sm100;
-pub(crate) mod sm80;
-pub(crate) mod sm80_bwd;
-pub(crate) mod sm90;
-pub(crate) mod sm90_bwd;
-pub(crate) mod sm90_mla;
+#[cfg(test)]
 mod tile;
-mod update;
 
-use std::fmt::Debug;
-
-use fmha_core::error::{Error, Result};
-use fmha_core::source::KernelSource;
-use fmha_core::tune::TunedTiles;
-use fmha_core::{DType, Roofline, ScoreSums, ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{Facts, Family, Grid, Kernel, Launch, Vendor, tuned_kernels};
+use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
+use fmha_gpu::{BwdKernel, CombineKernel, Family, FwdKernel, Vendor};
+use fmha_kernels_cuda::nvidia::DeviceFacts;
+use fmha_kernels_cuda::recipes;
 
 use crate::Nvrtc;
 use crate::driver::Device;
-use combine::Merge;
-pub(crate) use maps::LastMaps;
-use simt::Simt;
-use simt_bwd::SimtBwd;
-use sm80::Sm80;
-use sm80_bwd::Sm80Bwd;
-use sm90::Sm90;
-use sm90_bwd::Sm90Bwd;
-use sm90_mla::Sm90Mla;
-use sm100::Sm100;
 
 /// NVIDIA's seat.
 pub(crate) struct Cuda;
@@ -51,320 +27,30 @@ impl Vendor for Cuda {
 }
 
 impl Family<ValidFwd> for Cuda {
-    fn recipes() -> Vec<FwdKernel> {
-        vec![
-            Kernel::new(Sm100::default()),
-            Kernel::new(Sm90::default()),
-            Kernel::new(Sm90Mla::default()),
-            Kernel::new(Sm80::default()),
-            Kernel::new(Simt),
-        ]
+    fn recipes() -> Vec<FwdKernel<Self>> {
+        recipes::forward()
     }
 }
 
 impl Family<ValidBwd> for Cuda {
-    fn recipes() -> Vec<BwdKernel> {
-        vec![
-            Kernel::new(Sm90Bwd::default()),
-            Kernel::new(Sm80Bwd::default()),
-            Kernel::new(SimtBwd::default()),
-        ]
+    fn recipes() -> Vec<BwdKernel<Self>> {
+        recipes::backward()
     }
 }
 
 impl Family<ValidCombine> for Cuda {
-    fn recipes() -> Vec<CombineKernel> {
-        vec![Kernel::new(Merge)]
+    fn recipes() -> Vec<CombineKernel<Self>> {
+        recipes::combine()
     }
 }
 
-pub(crate) type FwdKernel = Kernel<ValidFwd, Cuda>;
-pub(crate) type BwdKernel = Kernel<ValidBwd, Cuda>;
-pub(crate) type CombineKernel = Kernel<ValidCombine, Cuda>;
-pub(crate) type Steps = fmha_gpu::Steps<Device>;
-
-pub(crate) type FwdCall<'a> = fmha_core::Call<'a, ValidFwd>;
-pub(crate) type BwdCall<'a> = fmha_core::Call<'a, ValidBwd>;
-pub(crate) type CombineCall<'a> = fmha_core::Call<'a, ValidCombine>;
-
-/// Threads that a multiprocessor holds at a time.
-const THREADS_PER_SM: u32 = 2048;
-
-/// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each.
-pub(crate) const ROW_CTAS_PER_SM: u32 = THREADS_PER_SM / 128;
-
-/// A launch whose CTAs take rows, without shared memory of the launch's: as many run at once as a multiprocessor has threads for.
-fn row_launch(kernel: &'static str, source: KernelSource, grid: Grid, facts: &DeviceFacts) -> Launch {
-    Launch {
-        kernel,
-        source,
-        grid,
-        shared_bytes: 0,
-        tiles: grid.groups.into(),
-        tiles_at_once: u64::from(THREADS_PER_SM / grid.threads * facts.num_sms),
-    }
-}
-
-/// What a choice depends on besides the problem.
-#[derive(Clone, Debug)]
-pub(crate) struct DeviceFacts {
-    /// `sm_90a`.
-    pub(crate) arch: String,
-    pub(crate) instructions: Instructions,
-    pub(crate) num_sms: u32,
-    /// Shared memory that one CTA can have, bytes.
-    pub(crate) smem_bytes: u32,
-    pub(crate) roofline: Roofline,
-    /// How its tensor cores add.
-    pub(crate) score_sums: MatrixSums,
-    /// `NVIDIA H200, sm_90a, 132 SMs`: what tiles are kept for.
-    pub(crate) device: String,
-    /// Tiles that were measured on it.
-    pub(crate) tuned: TunedTiles,
-}
-
-/// Dense f16 and bf16 tensor work of a Hopper SM in a clock: floating-point operations (NVIDIA H100
-/// Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
-const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
-
-/// What an architecture can do: what recipes ask of a device. A name of an architecture is read here alone.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Instructions {
-    /// `cp.async.bulk.tensor`.
-    pub(crate) tma: bool,
-    /// Products of a warpgroup: `wgmma`.
-    pub(crate) wgmma: bool,
-    /// Products into tensor memory: `tcgen05`.
-    pub(crate) tcgen05: bool,
-    /// Loads from tensor memory that find maxima: `tcgen05.ld.red`.
-    pub(crate) reducing_loads: bool,
-    /// Copies to shared memory that nobody waits for, and a warp's products of bf16: `cp.async`, `mma.sync`.
-    pub(crate) mma_sync: bool,
-    /// Conversions to OCP FP8.
-    pub(crate) converts_fp8: bool,
-}
-
-impl Instructions {
-    /// Of an architecture; none of these where nothing is known.
-    fn of_arch(arch: &str) -> Self {
-        let digits = arch.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic);
-        let number: u32 = digits.parse().unwrap_or(0);
-        let every = Self { mma_sync: number >= 80, converts_fp8: number >= 89, ..Self::default() };
-        let tma = Self { tma: true, ..every };
-        match arch {
-            "sm_90a" => Self { wgmma: true, ..tma },
-            "sm_100a" => Self { tcgen05: true, ..tma },
-            "sm_103a" => Self { tcgen05: true, reducing_loads: true, ..tma },
-            _ => every,
-        }
-    }
-}
-
-/// How tensor cores add the products of a score.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct MatrixSums {
-    of_16_bits: ScoreSums,
-    of_fp8: ScoreSums,
-}
-
-impl MatrixSums {
-    /// Hopper's, a step being the products of one instruction along the head dim. DeepSeek-V3's report (2024, section
-    /// 3.5.2) says of the H800's FP8 that some 14 bits are kept; how was found by models of an H200's LSE: docs/kernels/sm90-fwd.md.
-    const HOPPER: Self = Self {
-        of_16_bits: ScoreSums::Cut { products: 16, bits: 26 },
-        of_fp8: ScoreSums::Cut { products: 32, bits: 14 },
-    };
-
-    /// Of an architecture; f32 where nothing is known.
-    fn of_arch(arch: &str) -> Self {
-        if arch == "sm_90a" { Self::HOPPER } else { Self::default() }
-    }
-
-    pub(crate) fn of(self, dtype: DType) -> ScoreSums {
-        if dtype.is_fp8() { self.of_fp8 } else { self.of_16_bits }
-    }
-}
-
-impl DeviceFacts {
-    /// What the driver says of a device.
-    ///
-    /// # Errors
-    /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
-    pub(crate) fn of(device: &Device) -> Result<Self> {
-        let (major, minor) = device.capability;
-        // Kernels for 9.0 and 10.0 use instructions of that very architecture.
-        let suffix = if major >= 9 { "a" } else { "" };
-        let flops = (device.capability == (9, 0))
-            .then(|| HOPPER_FLOPS_PER_CLOCK * f64::from(device.num_sms) * f64::from(device.clock_khz) * 1e3);
-        let (memory_khz, bus_bits) = device.memory;
-        // Two transfers a clock.
-        let bytes = f64::from(memory_khz) * 1e3 * 2.0 * f64::from(bus_bits) / 8.0;
-        let arch = format!("sm_{major}{minor}{suffix}");
-        let mut facts = Self {
-            device: format!("{}, {arch}, {} SMs", device.name, device.num_sms),
-            tuned: TunedTiles::default(),
-            score_sums: MatrixSums::of_arch(&arch),
-            instructions: Instructions::of_arch(&arch),
-            arch,
-            num_sms: device.num_sms,
-            smem_bytes: device.smem_bytes,
-            roofline: Roofline {
-                flops_per_second: flops,
-                bytes_per_second: Some(bytes),
-                source: "stated peak: tensor rate times the highest clock, memory clock times bus".to_owned(),
-            },
-        };
-        facts.tuned = facts.load_tuned()?;
-        Ok(facts)
-    }
-
-    /// The device's tiles as they are kept now.
-    ///
-    /// # Errors
-    /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
-    fn load_tuned(&self) -> Result<TunedTiles> {
-        TunedTiles::load(&self.device, &tuned_kernels::<Cuda>(), &fmha_kernels_cuda::headers())
-    }
-
-    /// That the device has instructions that a kernel is made of.
-    ///
-    /// # Errors
-    /// The architecture, and what it lacks.
-    pub(crate) fn needs(&self, there: bool, what: &str) -> Result<(), String> {
-        if there { Ok(()) } else { Err(format!("the device is {}, which has no {what}", self.arch)) }
-    }
-
-    /// That a CTA of a tile finds its shared memory, `smem_bytes` of it, and each of a cluster of `cluster` a multiprocessor.
-    ///
-    /// # Errors
-    /// A text that names both numbers.
-    fn has_room_for(&self, tile: &dyn Debug, smem_bytes: i32, cluster: i32) -> Result<(), String> {
-        if smem_bytes.unsigned_abs() > self.smem_bytes {
-            let there = self.smem_bytes;
-            return Err(format!("{tile:?} takes {smem_bytes} bytes of shared memory, {there} are there"));
-        }
-        if cluster.unsigned_abs() > self.num_sms {
-            let there = self.num_sms;
-            return Err(format!("tile cluster={cluster}: multiprocessors of the device are {there}"));
-        }
-        Ok(())
-    }
-
-    /// An architecture without a device: the numbers that NVIDIA states of one that has it.
-    pub(crate) fn stated(arch: &str) -> Result<Self> {
-        // Shared memory that one CTA can have: CUDA C++ Programming Guide, technical specifications per compute capability.
-        const LARGE_SMEM: u32 = 227 << 10;
-        const SMALL_SMEM: u32 = 99 << 10;
-        let (num_sms, smem_bytes, flops_per_second, bytes_per_second, source) = match arch {
-            // NVIDIA A100 Tensor Core GPU Architecture (2020); data sheet of the A100 80GB SXM.
-            "sm_80" => (
-                108,
-                163 << 10,
-                312e12,
-                2.039e12,
-                "an A100 80GB SXM as NVIDIA states it: 312 TFLOP/s, 2.039 TB/s",
-            ),
-            // NVIDIA Ampere GA102 GPU Architecture (2021), with f32 sums.
-            "sm_86" => {
-                (82, SMALL_SMEM, 71e12, 0.936e12, "an RTX 3090 as NVIDIA states it: 71 TFLOP/s, 936 GB/s")
-            }
-            // NVIDIA Ada GPU Architecture (2022), with f32 sums.
-            "sm_89" => (
-                128,
-                SMALL_SMEM,
-                165.2e12,
-                1.008e12,
-                "an RTX 4090 as NVIDIA states it: 165.2 TFLOP/s, 1008 GB/s",
-            ),
-            "sm_90a" => {
-                let flops = HOPPER_FLOPS_PER_CLOCK * 132.0 * 1.83e9;
-                (132, LARGE_SMEM, flops, 4.8e12, "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s")
-            }
-            "sm_100a" => {
-                (148, LARGE_SMEM, 2.25e15, 8e12, "a B200 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
-            }
-            "sm_103a" => {
-                (148, LARGE_SMEM, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
-            }
-            // NVIDIA RTX Blackwell GPU Architecture (2025), with f32 sums.
-            "sm_120a" => (
-                170,
-                SMALL_SMEM,
-                209.5e12,
-                1.792e12,
-                "an RTX 5090 as NVIDIA states it: 209.5 TFLOP/s, 1792 GB/s",
-            ),
-            _ => {
-                return Err(Error::NoDevice(format!(
-                    "no device is known for architecture {arch}: cuda plans without one for sm_80, sm_86, sm_89, sm_90a, \
-                     sm_100a, sm_103a, sm_120a"
-                )));
-            }
-        };
-        Ok(Self {
-            arch: arch.to_owned(),
-            instructions: Instructions::of_arch(arch),
-            device: String::new(),
-            score_sums: MatrixSums::of_arch(arch),
-            tuned: TunedTiles::default(),
-            num_sms,
-            smem_bytes,
-            roofline: Roofline {
-                flops_per_second: Some(flops_per_second),
-                bytes_per_second: Some(bytes_per_second),
-                source: source.to_owned(),
-            },
-        })
-    }
-}
-
-impl Facts for DeviceFacts {
-    fn arch(&self) -> &str {
-        &self.arch
-    }
-
-    /// Hopper's FP8 runs at twice the rate of two bytes (1979 TFLOP/s in the same table).
-    fn roofline(&self, dtype: DType) -> Roofline {
-        let mut roofline = self.roofline.clone();
-        if let (Some(flops), true) = (&mut roofline.flops_per_second, dtype.is_fp8()) {
-            *flops *= 2.0;
-            roofline.source += ", FP8 at twice that rate";
-        }
-        roofline
-    }
-
-    fn tuned(&self) -> &TunedTiles {
-        &self.tuned
-    }
-}
-
+/// What a recipe chooses for this seat.
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_architecture_has_the_instructions_of_its_tensor_cores() {
-        let of = |arch| {
-            let Instructions { mma_sync, converts_fp8, tma, wgmma, tcgen05, reducing_loads } =
-                Instructions::of_arch(arch);
-            [mma_sync, converts_fp8, tma, wgmma, tcgen05, reducing_loads]
-        };
-        for (arch, has) in [
-            ("sm_80", [true, false, false, false, false, false]),
-            ("sm_89", [true, true, false, false, false, false]),
-            ("sm_90a", [true, true, true, true, false, false]),
-            ("sm_100a", [true, true, true, false, true, false]),
-            ("sm_103a", [true, true, true, false, true, true]),
-        ] {
-            assert_eq!(of(arch), has, "{arch}");
-        }
-    }
-
-    #[test]
-    fn fp8_is_held_against_twice_the_peak_of_two_bytes() {
-        let facts = DeviceFacts::stated("sm_90a").unwrap();
-        let [fp8, bf16] = [DType::E4m3Fn, DType::Bf16].map(|dtype| facts.roofline(dtype));
-        assert_eq!(fp8.flops_per_second.unwrap(), 2.0 * bf16.flops_per_second.unwrap());
-        assert!(fp8.source.contains("FP8") && !bf16.source.contains("FP8"), "{fp8}, {bf16}");
-    }
+fn choose<P: fmha_core::Problem>(
+    recipe: &impl fmha_gpu::Recipe<P, Cuda>,
+    problem: &P,
+    facts: &DeviceFacts,
+    options: &fmha_core::PlanOptions,
+) -> Result<fmha_gpu::Choice<fmha_gpu::Kernel<P, Cuda>>, fmha_core::Refusal> {
+    recipe.choose(problem, facts, options)
 }

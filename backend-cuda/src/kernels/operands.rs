@@ -5,16 +5,15 @@ use fmha_core::{
     Bias, BiasBroadcast, BwdArgs, BwdProblem, Call, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias,
     FwdArgs, FwdProblem, MemorySpace, PlanOptions, Problem, ProblemError, Strides, Totals, VLayout, ValidFwd,
 };
-use fmha_gpu::Recipe as _;
 use fmha_kernels_cuda::sm90::{PrepareV, ValueProduct};
 use fmha_kernels_cuda::sm90_bwd as bwd_text;
 
-use super::maps::{BlocksOfV, Boxes, MapFacts};
 use super::plans::{biased, of_lengths, stated, tile};
-use super::sm90::Sm90;
-use super::sm90_bwd::{Sm90Bwd, map_facts};
-use super::sm100::Sm100;
 use super::*;
+use fmha_kernels_cuda::maps::{BlocksOfV, Boxes, MapFacts};
+use fmha_kernels_cuda::sm90::recipe::{Sm90, boxes as sm90_boxes};
+use fmha_kernels_cuda::sm90_bwd::recipe::{Sm90Bwd, map_facts};
+use fmha_kernels_cuda::sm100::recipe::Sm100;
 
 /// Operands 64 KiB apart, one of them `off` bytes further on.
 #[derive(Clone, Copy)]
@@ -84,8 +83,8 @@ fn forward_takes(what: &str, arch: &str, problem: FwdProblem, words: &str, rows:
     let problem = problem.validate().unwrap();
     let (facts, options) = (stated(arch), tile(words));
     let chosen = match arch {
-        "sm_90a" => Sm90::default().choose(&problem, &facts, &options),
-        _ => Sm100::default().choose(&problem, &facts, &options),
+        "sm_90a" => choose(&Sm90::default(), &problem, &facts, &options),
+        _ => choose(&Sm100::default(), &problem, &facts, &options),
     };
     let kernel = chosen.unwrap().kernel;
     takes(what, rows, |places| {
@@ -126,7 +125,7 @@ fn forward_kernels_take_what_their_loads_and_stores_reach() {
 fn the_backward_takes_what_its_loads_and_stores_reach() {
     let backward_takes = |what: &str, problem: BwdProblem, rows: Rows| {
         let problem = problem.validate().unwrap();
-        let chosen = Sm90Bwd::default().choose(&problem, &stated("sm_90a"), &PlanOptions::default());
+        let chosen = choose(&Sm90Bwd::default(), &problem, &stated("sm_90a"), &PlanOptions::default());
         let kernel = chosen.unwrap().kernel;
         takes(what, rows, |places| {
             let args = places.backward();
@@ -230,7 +229,7 @@ fn the_map_of_a_v_that_is_prepared_has_its_blocks() {
     ] {
         tile.pv = pv;
         let args = HOME.forward(Totals::NONE);
-        let facts = MapFacts::of(&call(&problem, &args), &sm90::boxes(&problem, &tile, Some(blocks)));
+        let facts = MapFacts::of(&call(&problem, &args), &sm90_boxes(&problem, &tile, Some(blocks)));
         assert_eq!((facts.v.address, facts.v.dtype), (1 << 30, blocks.dtype));
         assert_eq!((facts.v.dims, facts.v.strides_bytes), (blocks.dims, strides));
         assert_eq!(facts.v.box_dims, box_dims);
@@ -267,7 +266,7 @@ fn a_bias_has_a_map_where_its_tile_brings_it() {
     let mut own = fmha_kernels_cuda::sm90::choose_tile(&problem);
     for (stages, boxed) in [(0, false), (1, true), (2, true)] {
         own.bias_stages = stages;
-        assert_eq!(sm90::boxes(&problem, &own, None).bias.is_some(), boxed, "{stages} stages");
+        assert_eq!(sm90_boxes(&problem, &own, None).bias.is_some(), boxed, "{stages} stages");
     }
 }
 

@@ -5,14 +5,17 @@ use fmha_core::{
 };
 use fmha_core::{Bias, DType, ScoreSums, VLayout, ValidBwd, ValidFwd, Workspace};
 
-use super::sm80::Sm80;
-use super::sm90::Sm90;
-use super::sm90_bwd::Sm90Bwd;
-use super::sm100::Sm100;
 use super::*;
 use fmha_core::Operation;
 use fmha_core::error::Refusal;
-use fmha_gpu::{Choice, Grid, Recipe as _, select};
+use fmha_gpu::{Choice, Grid, select};
+use fmha_kernels_cuda::nvidia::Instructions;
+use fmha_kernels_cuda::simt::recipe::Simt;
+use fmha_kernels_cuda::simt::recipe_bwd::SimtBwd;
+use fmha_kernels_cuda::sm80::recipe::Sm80;
+use fmha_kernels_cuda::sm90::recipe::Sm90;
+use fmha_kernels_cuda::sm90_bwd::recipe::Sm90Bwd;
+use fmha_kernels_cuda::sm100::recipe::Sm100;
 
 /// `seqlens` of `heads` query heads and as many kv heads, dimension `dim`, bf16.
 pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
@@ -45,32 +48,32 @@ pub(super) fn tile(words: &str) -> PlanOptions {
     PlanOptions::default().tile(words.split(',').filter_map(|pair| pair.split_once('=')))
 }
 
-fn on_hopper(problem: &FwdProblem, words: &str) -> Result<Choice<FwdKernel>, Refusal> {
+fn on_hopper(problem: &FwdProblem, words: &str) -> Result<Choice<FwdKernel<Cuda>>, Refusal> {
     let problem = problem.clone().validate().unwrap();
-    Sm90::default().choose(&problem, &stated("sm_90a"), &tile(words))
+    choose(&Sm90::default(), &problem, &stated("sm_90a"), &tile(words))
 }
 
-fn on_blackwell(problem: &FwdProblem, options: &PlanOptions) -> Result<Choice<FwdKernel>, Refusal> {
+fn on_blackwell(problem: &FwdProblem, options: &PlanOptions) -> Result<Choice<FwdKernel<Cuda>>, Refusal> {
     let problem = problem.clone().validate().unwrap();
-    Sm100::default().choose(&problem, &stated("sm_100a"), options)
+    choose(&Sm100::default(), &problem, &stated("sm_100a"), options)
 }
 
-fn backward(problem: &BwdProblem, options: &PlanOptions) -> Result<Choice<BwdKernel>, Refusal> {
+fn backward(problem: &BwdProblem, options: &PlanOptions) -> Result<Choice<BwdKernel<Cuda>>, Refusal> {
     let problem = problem.clone().validate().unwrap();
-    Sm90Bwd::default().choose(&problem, &stated("sm_90a"), options)
+    choose(&Sm90Bwd::default(), &problem, &stated("sm_90a"), options)
 }
 
 fn detail<K>(choice: &Choice<K>, name: &str) -> Option<String> {
     choice.details.iter().find(|(known, _)| *known == name).map(|(_, words)| words.clone())
 }
 
-fn schedule(choice: &Choice<FwdKernel>) -> Vec<String> {
+fn schedule(choice: &Choice<FwdKernel<Cuda>>) -> Vec<String> {
     detail(choice, "schedule").unwrap().split(", ").map(str::to_owned).collect()
 }
 
 /// The words of a choice that has a knob as `off` and as `on` say `words` of the second alone, and of the first with no
 /// other number either.
-fn says(choose: impl Fn(&str) -> Choice<FwdKernel>, [off, on, words]: [&str; 3]) {
+fn says(choose: impl Fn(&str) -> Choice<FwdKernel<Cuda>>, [off, on, words]: [&str; 3]) {
     let (off, on) = (schedule(&choose(off)), schedule(&choose(on)));
     let no_digits = |words: &str| words.replace(|c: char| c.is_ascii_digit(), "");
     assert!(!off.iter().any(|word| no_digits(word) == no_digits(words)), "{off:?} with {words}");
@@ -156,7 +159,7 @@ fn a_plan_of_fp8_whose_bits_no_batch_changes_has_the_blocks_of_its_table() {
         for rows in [70, 4096] {
             let problem = in_fp8([rows, 4096], [4, 4], dim).validate().unwrap();
             let options = PlanOptions::default().batch_invariant(true);
-            let choice = Sm90::default().choose(&problem, &stated("sm_90a"), &options).unwrap();
+            let choice = choose(&Sm90::default(), &problem, &stated("sm_90a"), &options).unwrap();
             assert!(choice.promises.batch_invariant);
             assert!(
                 detail(&choice, "tile").unwrap().contains(&format!(" x {block_n},")),
@@ -236,7 +239,7 @@ fn a_tile_that_wants_more_shared_memory_than_there_is_is_refused_with_both_numbe
     let problem = of_lengths([4096, 4096], [4, 4], 128, "0").validate().unwrap();
     let of = |smem_bytes| {
         let facts = DeviceFacts { smem_bytes, ..stated("sm_90a") };
-        Sm90::default().choose(&problem, &facts, &PlanOptions::default())
+        choose(&Sm90::default(), &problem, &facts, &PlanOptions::default())
     };
     let wanted = of(232_448).unwrap().launches[0].shared_bytes;
     assert!(of(wanted).is_ok());
@@ -250,7 +253,7 @@ fn a_cluster_of_more_ctas_than_there_are_multiprocessors_is_refused() {
     let problem = of_lengths([4096, 4096], [4, 4], 128, "0").validate().unwrap();
     let forward = |num_sms| {
         let facts = DeviceFacts { num_sms, ..stated("sm_90a") };
-        Sm90::default().choose(&problem, &facts, &tile("cluster=2")).err().map(|why| why.to_string())
+        choose(&Sm90::default(), &problem, &facts, &tile("cluster=2")).err().map(|why| why.to_string())
     };
     assert_eq!(forward(2), None);
     assert!(forward(1).unwrap().contains("tile cluster=2: multiprocessors of the device are 1"));
@@ -363,11 +366,8 @@ fn every_architecture_since_ampere_has_a_fast_kernel_and_older_ones_a_refusal_wi
     ] {
         assert_eq!(chosen_on(&stated(arch)), [Ok(forward), Ok(backward)], "{arch}");
     }
-    let turing = DeviceFacts {
-        arch: "sm_75".to_owned(),
-        instructions: Instructions::of_arch("sm_75"),
-        ..stated("sm_80")
-    };
+    let turing =
+        DeviceFacts { arch: "sm_75".to_owned(), instructions: Instructions::default(), ..stated("sm_80") };
     for chosen in chosen_on(&turing) {
         let said = chosen.unwrap_err();
         assert!(said.contains("sm80: the device is sm_75, which has no cp.async"), "{said}");
@@ -378,7 +378,7 @@ fn every_architecture_since_ampere_has_a_fast_kernel_and_older_ones_a_refusal_wi
 fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
     let tile_on = |arch: &str, dim: u32| {
         let problem = of_lengths([4096, 4096], [4, 4], dim, "0").validate().unwrap();
-        let choice = Sm80::default().choose(&problem, &stated(arch), &PlanOptions::default()).unwrap();
+        let choice = choose(&Sm80::default(), &problem, &stated(arch), &PlanOptions::default()).unwrap();
         let smem_bytes = choice.launches[0].shared_bytes;
         assert!(smem_bytes <= stated(arch).smem_bytes, "{arch}: {smem_bytes}");
         detail(&choice, "tile").unwrap()
@@ -394,7 +394,7 @@ fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     let mut odd = of_lengths([512, 512], [4, 4], 128, "0");
     odd.strides.k.seq = 4 * 128 + 2;
     let problem = odd.validate().unwrap();
-    let choose = |words: &str| Sm80::default().choose(&problem, &stated("sm_80"), &tile(words));
+    let choose = |words: &str| choose(&Sm80::default(), &problem, &stated("sm_80"), &tile(words));
     let words = detail(&choose("").unwrap(), "schedule").unwrap();
     assert!(words.contains("copies of 4 bytes"), "{words}");
     let refusal = choose("copy_bytes=16").err().unwrap().to_string();
@@ -473,8 +473,8 @@ fn the_row_kernels_count_16_ctas_to_a_multiprocessor() {
     let bwd: ValidBwd = BwdProblem::new(problem.clone()).validate().unwrap();
     let fwd: ValidFwd = problem.validate().unwrap();
     let (facts, options) = (stated("sm_90a"), PlanOptions::default());
-    let forward = Simt.choose(&fwd, &facts, &options).unwrap().launches;
-    let backward = SimtBwd::default().choose(&bwd, &facts, &options).unwrap().launches;
+    let forward = choose(&Simt, &fwd, &facts, &options).unwrap().launches;
+    let backward = choose(&SimtBwd::default(), &bwd, &facts, &options).unwrap().launches;
     for launch in forward.iter().chain(backward.iter()) {
         assert_eq!(launch.tiles_at_once, 16 * 132, "{}", launch.kernel);
     }

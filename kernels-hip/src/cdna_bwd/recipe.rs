@@ -1,23 +1,24 @@
 //! The backward on MFMA.
 
+use crate::{Device, cdna_bwd, simt};
 use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
-use fmha_gpu::{AnyAddress, Choice, Kernel, Launch, Launches, Recipe, deterministic_rows};
-use fmha_kernels_hip::{Device, cdna_bwd, simt};
+use fmha_gpu::{AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows};
 
-use super::{DeviceFacts, Rocm, Steps, launch, lay_out};
+use crate::device::{Amd, DeviceFacts, launch, lay_out};
 
+/// The backward on MFMA.
 #[derive(Clone, Debug, Default)]
-pub(super) struct CdnaBwd {
+pub struct CdnaBwd {
     chosen: Option<(cdna_bwd::CdnaBwd, Device)>,
 }
 
 impl CdnaBwd {
     /// What is launched, and what it promises.
-    fn choice(
+    fn choice<V: Amd>(
         chosen: cdna_bwd::CdnaBwd,
         problem: &ValidBwd,
         device: Device,
-    ) -> Result<Choice<Kernel<ValidBwd, Rocm>>, Refusal> {
+    ) -> Result<Choice<Kernel<ValidBwd, V>>, Refusal> {
         let mut products = Vec::new();
         for tile in &chosen.tiles {
             let (workgroups, threads) = (cdna_bwd::CdnaBwd::workgroups(problem, tile), tile.num_threads());
@@ -49,7 +50,7 @@ impl CdnaBwd {
     }
 }
 
-impl Recipe<ValidBwd, Rocm> for CdnaBwd {
+impl<V: Amd> Recipe<ValidBwd, V> for CdnaBwd {
     fn name(&self) -> &'static str {
         cdna_bwd::NAME
     }
@@ -59,7 +60,7 @@ impl Recipe<ValidBwd, Rocm> for CdnaBwd {
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidBwd, Rocm>>, Refusal> {
+    ) -> Result<Choice<Kernel<ValidBwd, V>>, Refusal> {
         Self::choice(cdna_bwd::accept(problem, facts.device, options)?, problem, facts.device)
     }
 
@@ -71,7 +72,7 @@ impl Recipe<ValidBwd, Rocm> for CdnaBwd {
         self.chosen.as_ref().map_or(Ok(()), |(chosen, _)| chosen.takes_addresses(call.problem, call.args))
     }
 
-    fn for_any_address(&self, problem: &ValidBwd) -> AnyAddress<ValidBwd, Rocm> {
+    fn for_any_address(&self, problem: &ValidBwd) -> AnyAddress<ValidBwd, V> {
         let other = self
             .chosen
             .as_ref()
@@ -82,7 +83,7 @@ impl Recipe<ValidBwd, Rocm> for CdnaBwd {
         }
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidBwd>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let Some((chosen, _)) = &self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel cdna_bwd has 0 workspaces chosen").into());
         };

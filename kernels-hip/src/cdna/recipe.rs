@@ -1,22 +1,25 @@
 //! The forward on MFMA.
 
+use crate::{Device, cdna};
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
     Accuracy, Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind,
 };
-use fmha_gpu::{AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Tunable, deterministic_rows, settle};
-use fmha_kernels_hip::{Device, cdna};
+use fmha_gpu::{
+    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tunable, deterministic_rows, settle,
+};
 
-use super::{DeviceFacts, Rocm, Steps, launch};
+use crate::device::{Amd, DeviceFacts, launch};
 
+/// The forward on MFMA.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Cdna {
+pub struct Cdna {
     chosen: Option<(cdna::Cdna, Device)>,
 }
 
 impl Cdna {
     /// What is launched, and what it promises.
-    fn choice(chosen: cdna::Cdna, problem: &ValidFwd, device: Device) -> Choice<Kernel<ValidFwd, Rocm>> {
+    fn choice<V: Amd>(chosen: cdna::Cdna, problem: &ValidFwd, device: Device) -> Choice<Kernel<ValidFwd, V>> {
         let tiles = chosen.num_tiles(problem);
         let threads = cdna::num_threads(&chosen.tile).unsigned_abs();
         Choice {
@@ -30,7 +33,7 @@ impl Cdna {
     }
 }
 
-impl Recipe<ValidFwd, Rocm> for Cdna {
+impl<V: Amd> Recipe<ValidFwd, V> for Cdna {
     fn name(&self) -> &'static str {
         cdna::NAME
     }
@@ -40,7 +43,7 @@ impl Recipe<ValidFwd, Rocm> for Cdna {
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidFwd, Rocm>>, Refusal> {
+    ) -> Result<Choice<Kernel<ValidFwd, V>>, Refusal> {
         let set =
             |tile: &TileOptions| cdna::accept(problem, facts.device, &options.clone().tile(tile.clone()));
         // Tiles are measured as a plan without options has them.
@@ -63,7 +66,7 @@ impl Recipe<ValidFwd, Rocm> for Cdna {
         self.chosen.map_or(Ok(()), |(chosen, _)| chosen.takes_addresses(call.problem, call.args))
     }
 
-    fn for_any_address(&self, problem: &ValidFwd) -> AnyAddress<ValidFwd, Rocm> {
+    fn for_any_address(&self, problem: &ValidFwd) -> AnyAddress<ValidFwd, V> {
         let other = self.chosen.and_then(|(chosen, device)| Some((chosen.for_any_address(problem)?, device)));
         match other {
             None => AnyAddress::Itself,
@@ -74,18 +77,18 @@ impl Recipe<ValidFwd, Rocm> for Cdna {
         }
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidFwd>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         let mut params = cdna::Cdna::params(call.problem, &bind::fwd_params(call.problem, call.args));
         // SAFETY: the kernel takes one CdnaParams, whose size it asserts; core saw that its memory covers the problem.
         unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) }
     }
 
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Rocm>> {
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
         Some(self)
     }
 }
 
-impl Tunable<ValidFwd, Rocm> for Cdna {
+impl<V: Amd> Tunable<ValidFwd, V> for Cdna {
     fn label(&self) -> &'static str {
         cdna::NAME
     }
@@ -112,6 +115,6 @@ impl Tunable<ValidFwd, Rocm> for Cdna {
     }
 
     fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        fmha_core::fields::knobs::<fmha_kernels_hip::CdnaTile>()
+        fmha_core::fields::knobs::<crate::CdnaTile>()
     }
 }

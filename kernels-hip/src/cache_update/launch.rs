@@ -1,20 +1,20 @@
 //! The launch before a kernel that updates the cache it reads.
 
+use crate::cache_update as text;
 use fmha_core::abi::FwdParams;
 use fmha_core::{Call, Result, ValidFwd, Workspace, cache_update};
-use fmha_gpu::{Launch, exactly};
-use fmha_kernels_hip::cache_update as text;
+use fmha_gpu::{Driver, Launch, Steps, exactly};
 
-use super::{Steps, launch};
+use crate::device::launch;
 
 /// The launch, where the problem wants one.
-pub(super) fn launch_before(problem: &ValidFwd) -> Option<Launch> {
+pub(crate) fn launch_before(problem: &ValidFwd) -> Option<Launch> {
     cache_update::is_wanted(problem)
         .then(|| launch(text::NAME, text::source(problem), text::num_workgroups(problem), text::NUM_THREADS))
 }
 
 /// The workspace of a kernel that takes so many bytes for itself, and of the launch before it.
-pub(super) fn workspace(problem: &ValidFwd, own_bytes: u64) -> Workspace {
+pub(crate) fn workspace(problem: &ValidFwd, own_bytes: u64) -> Workspace {
     let bytes = match cache_update::is_wanted(problem) {
         true => place(own_bytes).saturating_add(cache_update::workspace_bytes(problem)),
         false => own_bytes,
@@ -35,8 +35,8 @@ fn place(own_bytes: u64) -> u64 {
 ///
 /// # Errors
 /// What the driver said.
-pub(super) unsafe fn run(
-    steps: &Steps,
+pub(crate) unsafe fn run<D: Driver>(
+    steps: &Steps<D>,
     call: &Call<'_, ValidFwd>,
     whole: &FwdParams,
     own_bytes: u64,

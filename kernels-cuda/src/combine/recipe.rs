@@ -1,19 +1,20 @@
 //! The kernel that merges partial results.
 
+use crate::combine;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::CombineSpec;
 use fmha_core::{PlanOptions, ValidCombine, Workspace, bind};
-use fmha_gpu::{Choice, Grid, Kernel, Launches, Recipe, deterministic_rows};
-use fmha_kernels_cuda::combine;
+use fmha_gpu::{Choice, Grid, Kernel, Launches, Recipe, Steps, deterministic_rows};
 
-use super::{CombineCall, CombineKernel, Cuda, DeviceFacts, Steps, row_launch};
+use crate::nvidia::{CombineCall, CombineKernel, DeviceFacts, Nvidia, row_launch};
 
+/// Merges parts that the caller brings.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Merge;
+pub struct Merge;
 
-impl Recipe<ValidCombine, Cuda> for Merge {
+impl<V: Nvidia> Recipe<ValidCombine, V> for Merge {
     fn name(&self) -> &'static str {
-        "combine"
+        combine::NAME
     }
 
     fn choose(
@@ -21,16 +22,16 @@ impl Recipe<ValidCombine, Cuda> for Merge {
         problem: &ValidCombine,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<CombineKernel>, Refusal> {
+    ) -> Result<Choice<CombineKernel<V>>, Refusal> {
         if let Some((key, value)) = options.tile.first() {
-            return Err(Refusal::new(self.name(), format!("tile {key}={value}: it has no tile to set")));
+            return Err(Refusal::new(combine::NAME, format!("tile {key}={value}: it has no tile to set")));
         }
         combine::accepts(problem)?;
         let grid = Grid::new(combine::grid(problem, facts.num_sms), combine::NUM_THREADS);
         Ok(Choice {
             kernel: Kernel::new(*self),
             launches: Launches::from(row_launch(
-                self.name(),
+                combine::NAME,
                 combine::merge(&CombineSpec::of(problem)),
                 grid,
                 facts,
@@ -42,7 +43,7 @@ impl Recipe<ValidCombine, Cuda> for Merge {
         })
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &CombineCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &CombineCall<'_>) -> Result<()> {
         let merge = steps.main();
         let mut params = bind::combine_params(call.problem, call.args);
         // SAFETY: the kernel takes one CombineParams; `check_combine` saw that its memory covers the

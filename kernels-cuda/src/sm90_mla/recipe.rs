@@ -1,21 +1,21 @@
 //! Latent attention on Hopper: which problems it takes, its tile, its launches.
 
+use crate::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
+use crate::split::{self, KvParts};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
-use fmha_kernels_cuda::split::{self, KvParts};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
 
-use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps, row_launch, update};
-use crate::driver::{TensorMap, TensorMapFacts};
+use crate::cache_update::launch as update;
+use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
+use crate::tma::{TensorMap, TensorMapFacts};
 
 /// The kernel, with what its launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Sm90Mla {
+pub struct Sm90Mla {
     chosen: Option<(Sm90MlaTile, MlaSchedule)>,
 }
 
@@ -27,7 +27,7 @@ const UPDATE_NAME: &str = "sm90_mla_update";
 /// What copies of 16 bytes and TMA ask of addresses.
 const ALIGN: u64 = 16;
 
-impl Recipe<ValidFwd, Cuda> for Sm90Mla {
+impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
     fn name(&self) -> &'static str {
         text::NAME
     }
@@ -37,8 +37,8 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel>, Refusal> {
-        let refuse = |reason: String| Refusal::new(self.name(), reason);
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        let refuse = |reason: String| Refusal::new(text::NAME, reason);
         facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
         text::accepts(problem)?;
         let spec = FwdSpec::of(problem);
@@ -70,7 +70,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
             (spec, tile)
         };
         let main = Launch {
-            kernel: self.name(),
+            kernel: text::NAME,
             source: text::fwd(&own_spec, &own_tile),
             grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), text::NUM_THREADS),
             shared_bytes: text::SMEM_BYTES,
@@ -123,12 +123,13 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
         check_addresses(text::NAME, operands)
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90_mla has 0 tiles chosen").into());
         };
         let fwd = steps.main();
-        let mut map = if tile.box_rows > 0 { map_facts(call, &tile).encode()? } else { TensorMap::UNREAD };
+        let mut map =
+            if tile.box_rows > 0 { map_facts(call, &tile).encode::<V::Driver>()? } else { TensorMap::UNREAD };
         let whole = bind::fwd_params(call.problem, call.args);
         // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
         let (mut whole, _) =
@@ -151,7 +152,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
         unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
     }
 
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
         Some(self)
     }
 }
@@ -184,7 +185,7 @@ fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.wgmma
 }
 
-impl Tunable<ValidFwd, Cuda> for Sm90Mla {
+impl<V: Nvidia> Tunable<ValidFwd, V> for Sm90Mla {
     fn label(&self) -> &'static str {
         text::NAME
     }
@@ -203,7 +204,7 @@ impl Tunable<ValidFwd, Cuda> for Sm90Mla {
         facts: &DeviceFacts,
         _: &PlanOptions,
     ) -> Result<TileOptions, Refusal> {
-        Sm90Mla::default().choose(problem, facts, &PlanOptions::default())?;
+        <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
         Ok(knob_values(&text::choose_tile(problem, facts.num_sms)))
     }
 

@@ -1,16 +1,15 @@
 //! The launch before a forward kernel that updates the cache it reads, for every kernel that has one.
 
+use crate::cache_update;
 use fmha_core::abi::FwdParams;
 use fmha_core::error::Result;
 use fmha_core::{ValidFwd, Workspace};
-use fmha_gpu::{Grid, Launch, Step, exactly};
-use fmha_kernels_cuda::cache_update;
+use fmha_gpu::{Driver, Grid, Launch, Step, exactly};
 
-use super::{DeviceFacts, FwdCall, row_launch};
-use crate::driver::Device;
+use crate::nvidia::{DeviceFacts, FwdCall, row_launch};
 
 /// The launch, under the name of `kernel` in plans, where the problem wants one.
-pub(super) fn launch_before(kernel: &'static str, problem: &ValidFwd, facts: &DeviceFacts) -> Option<Launch> {
+pub(crate) fn launch_before(kernel: &'static str, problem: &ValidFwd, facts: &DeviceFacts) -> Option<Launch> {
     cache_update::is_wanted(problem).then(|| {
         let grid = Grid::new(cache_update::grid(problem, facts.num_sms), cache_update::NUM_THREADS);
         row_launch(kernel, cache_update::update(problem), grid, facts)
@@ -21,7 +20,7 @@ pub(super) fn launch_before(kernel: &'static str, problem: &ValidFwd, facts: &De
 ///
 /// # Errors
 /// That both together are too large.
-pub(super) fn workspace(problem: &ValidFwd, own: Workspace) -> Result<Workspace, String> {
+pub(crate) fn workspace(problem: &ValidFwd, own: Workspace) -> Result<Workspace, String> {
     if !cache_update::is_wanted(problem) {
         return Ok(own);
     }
@@ -46,12 +45,12 @@ fn place(own: Workspace) -> u64 {
 ///
 /// # Errors
 /// What the driver said, or that queries have no room to be turned.
-pub(super) unsafe fn run<'s>(
-    before: &'s [Step<Device>],
+pub(crate) unsafe fn run<'s, D: Driver>(
+    before: &'s [Step<D>],
     call: &FwdCall<'_>,
     mut whole: FwdParams,
     own: Workspace,
-) -> Result<(FwdParams, &'s [Step<Device>])> {
+) -> Result<(FwdParams, &'s [Step<D>])> {
     if !cache_update::is_wanted(call.problem) {
         return Ok((whole, before));
     }

@@ -1,17 +1,17 @@
 //! The backward kernels of mma.sync, for every architecture from sm_80 on.
 
+use crate::{simt, sm80, sm80_bwd};
 use fmha_core::bwd_workspace::{BwdWorkspace, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe};
-use fmha_kernels_cuda::{simt, sm80, sm80_bwd};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps};
 
-use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, ROW_CTAS_PER_SM, Steps};
+use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, ROW_CTAS_PER_SM};
 
 /// The kernels, with what their launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Sm80Bwd {
+pub struct Sm80Bwd {
     chosen: Option<Chosen>,
 }
 
@@ -22,7 +22,7 @@ struct Chosen {
     stores_vectors: bool,
 }
 
-impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
+impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
     fn name(&self) -> &'static str {
         sm80::NAME
     }
@@ -32,12 +32,14 @@ impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<BwdKernel>, Refusal> {
-        let refuse = |reason: String| Refusal::new(self.name(), reason);
-        facts.needs(super::sm80::runs_on(facts), super::sm80::INSTRUCTIONS).map_err(refuse)?;
+    ) -> Result<Choice<BwdKernel<V>>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
+        facts
+            .needs(crate::sm80::recipe::runs_on(facts), crate::sm80::recipe::INSTRUCTIONS)
+            .map_err(refuse)?;
         sm80_bwd::accepts(problem)?;
         let spec = BwdSpec::of(problem);
-        let mut tiles = sm80_bwd::choose_tiles(problem, &spec, super::sm80::room(facts));
+        let mut tiles = sm80_bwd::choose_tiles(problem, &spec, crate::sm80::recipe::room(facts));
         for tile in &mut tiles {
             for (key, value) in &options.tile {
                 tile.set(key, value).map_err(refuse)?;
@@ -128,10 +130,10 @@ impl Recipe<ValidBwd, Cuda> for Sm80Bwd {
             ("dk", args.dk.as_mut_ptr() as u64, 16, stores_vectors && has_keys),
             ("dv", args.dv.as_mut_ptr() as u64, 16, stores_vectors && has_keys),
         ];
-        check_addresses(self.name(), operands)
+        check_addresses(sm80::NAME, operands)
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &BwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
         let Some(Chosen { workspace, .. }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm80 has 0 workspaces chosen").into());
         };

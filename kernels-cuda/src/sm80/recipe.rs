@@ -1,23 +1,24 @@
 //! The kernel of mma.sync, for every architecture from sm_80 on: which problems it takes, its tile.
 
+use crate::keep_mask;
+use crate::schedule::TileSchedule;
+use crate::sm80::{self, Room, Sm80Tile};
+use crate::split::{self, KvParts};
+use crate::tree_mask;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::keep_mask;
-use fmha_kernels_cuda::schedule::TileSchedule;
-use fmha_kernels_cuda::sm80::{self, Room, Sm80Tile};
-use fmha_kernels_cuda::split::{self, KvParts};
-use fmha_kernels_cuda::tree_mask;
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
 
-use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps, parts, row_launch, update};
+use crate::cache_update::launch as update;
+use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
+use crate::split::launch as parts;
 
 /// The kernel, with what its launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Sm80 {
+pub struct Sm80 {
     chosen: Option<(Sm80Tile, TileSchedule)>,
 }
 
@@ -28,7 +29,7 @@ const UPDATE_NAME: &str = "sm80_update";
 /// The name of the kernel that writes dropout's keep mask.
 const KEEP_MASK_NAME: &str = "sm80_keep_mask";
 
-impl Recipe<ValidFwd, Cuda> for Sm80 {
+impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
     fn name(&self) -> &'static str {
         sm80::NAME
     }
@@ -38,8 +39,8 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel>, Refusal> {
-        let refuse = |reason: String| Refusal::new(self.name(), reason);
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         sm80::accepts(problem, facts.instructions.converts_fp8)?;
         // A launch of its own writes the keep mask.
@@ -78,7 +79,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         let tree = problem.cache.tree_mask;
         let source = if tree { sm80::fwd_tree(&own_spec, &tile) } else { sm80::fwd(&own_spec, &tile) };
         let main = Launch {
-            kernel: self.name(),
+            kernel: sm80::NAME,
             source,
             grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), tile.num_threads().unsigned_abs()),
             shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
@@ -137,7 +138,7 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         check_addresses(sm80::NAME, operands)
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm80 has 0 tiles chosen").into());
         };
@@ -184,24 +185,24 @@ impl Recipe<ValidFwd, Cuda> for Sm80 {
         }
     }
 
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
         Some(self)
     }
 }
 
-pub(super) fn room(facts: &DeviceFacts) -> Room {
+pub(crate) fn room(facts: &DeviceFacts) -> Room {
     Room { smem_bytes: i32::try_from(facts.smem_bytes).unwrap_or(i32::MAX), num_sms: facts.num_sms }
 }
 
 /// What the kernels are made of.
-pub(super) const INSTRUCTIONS: &str = "cp.async with mma.sync of bf16";
+pub(crate) const INSTRUCTIONS: &str = "cp.async with mma.sync of bf16";
 
 /// Whether the device has it.
-pub(super) fn runs_on(facts: &DeviceFacts) -> bool {
+pub(crate) fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.mma_sync
 }
 
-impl Tunable<ValidFwd, Cuda> for Sm80 {
+impl<V: Nvidia> Tunable<ValidFwd, V> for Sm80 {
     fn label(&self) -> &'static str {
         sm80::NAME
     }
@@ -220,7 +221,7 @@ impl Tunable<ValidFwd, Cuda> for Sm80 {
         facts: &DeviceFacts,
         _: &PlanOptions,
     ) -> Result<TileOptions, Refusal> {
-        Sm80::default().choose(problem, facts, &PlanOptions::default())?;
+        <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
         Ok(knob_values(&sm80::choose_tile(problem, room(facts))))
     }
 

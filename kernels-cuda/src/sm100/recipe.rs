@@ -1,28 +1,29 @@
 //! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
 
+use crate::schedule::TileSchedule;
+use crate::sm100::split::{self, KvParts};
+use crate::sm100::{self, Sm100Tile};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::schedule::TileSchedule;
-use fmha_kernels_cuda::sm100::split::{self, KvParts};
-use fmha_kernels_cuda::sm100::{self, Sm100Tile};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
 
-use super::maps::{Boxes, Maps};
-use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps, parts};
+use crate::maps::{Boxes, Maps};
+use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
+use crate::split::launch as parts;
 
+/// The forward on tcgen05.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Sm100 {
+pub struct Sm100 {
     chosen: Option<(Sm100Tile, TileSchedule)>,
 }
 
 /// What TMA and 16-byte stores ask of addresses.
 const ALIGN: u64 = 16;
 
-impl Recipe<ValidFwd, Cuda> for Sm100 {
+impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
     fn name(&self) -> &'static str {
         sm100::NAME
     }
@@ -32,8 +33,8 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel>, Refusal> {
-        let refuse = |reason: String| Refusal::new(self.name(), reason);
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm100::NAME, reason);
         facts.needs(runs_on(facts), "TMA with tcgen05").map_err(refuse)?;
         sm100::accepts(problem)?;
         let spec = FwdSpec::of(problem);
@@ -78,7 +79,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
         };
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let main = Launch {
-            kernel: self.name(),
+            kernel: sm100::NAME,
             source: sm100::fwd(&own_spec, &tile),
             grid,
             shared_bytes: smem_bytes,
@@ -135,13 +136,13 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
         check_addresses(sm100::NAME, operands)
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 tiles chosen").into());
         };
         let fwd = steps.main();
         let mut maps = match tile.copy_bytes {
-            0 => fwd.kept.of(call, None, || boxes(call.problem, &tile))?,
+            0 => fwd.kept.of::<V::Driver>(call, None, || boxes(call.problem, &tile))?,
             _ => Maps::UNREAD,
         };
         let mut whole = bind::fwd_params(call.problem, call.args);
@@ -162,7 +163,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
         unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
     }
 
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
         Some(self)
     }
 }
@@ -172,7 +173,7 @@ fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.tcgen05
 }
 
-impl Tunable<ValidFwd, Cuda> for Sm100 {
+impl<V: Nvidia> Tunable<ValidFwd, V> for Sm100 {
     fn label(&self) -> &'static str {
         sm100::NAME
     }
@@ -191,7 +192,7 @@ impl Tunable<ValidFwd, Cuda> for Sm100 {
         facts: &DeviceFacts,
         _: &PlanOptions,
     ) -> Result<TileOptions, Refusal> {
-        Sm100::default().choose(problem, facts, &PlanOptions::default())?;
+        <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
         Ok(knob_values(&sm100::choose_tile(problem, &facts.arch)))
     }
 
@@ -205,7 +206,7 @@ impl Tunable<ValidFwd, Cuda> for Sm100 {
 }
 
 /// What TMA brings at once.
-pub(super) fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
+pub(crate) fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
     let spec = FwdSpec::of(problem);
     Boxes {
         q: tile.q_box(&spec, problem.gqa_ratio() as i32),

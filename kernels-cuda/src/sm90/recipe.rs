@@ -1,5 +1,9 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
+use crate::schedule::TileSchedule;
+use crate::sm80;
+use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
+use crate::split::{self, KvParts};
 use fmha_core::abi::DevPtr;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::FieldValue;
@@ -9,22 +13,19 @@ use fmha_core::tune::{Candidates, TileClass, TileOptions};
 use fmha_core::{
     Accuracy, Dims, MaskKind, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses,
 };
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::schedule::TileSchedule;
-use fmha_kernels_cuda::sm80;
-use fmha_kernels_cuda::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
-use fmha_kernels_cuda::split::{self, KvParts};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
 
-use super::maps::{BlocksOfV, Boxes, Maps};
-use super::sm80::room;
-use super::tile::settle;
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, Steps, parts};
+use crate::maps::{BlocksOfV, Boxes, Maps};
+use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
+use crate::sm80::recipe::room;
+use crate::split::launch as parts;
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm90_merge";
 
+/// The forward on wgmma.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Sm90 {
+pub struct Sm90 {
     chosen: Option<Chosen>,
 }
 
@@ -103,9 +104,9 @@ fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> (Sm90Tile, Candidates<Ti
 /// What TMA and 16-byte stores ask of addresses.
 const ALIGN: u64 = 16;
 
-impl Recipe<ValidFwd, Cuda> for Sm90 {
+impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
     fn name(&self) -> &'static str {
-        "sm90"
+        sm90::NAME
     }
 
     fn choose(
@@ -113,7 +114,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel>, Refusal> {
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
         let refuse = |reason: String| Refusal::new("sm90", reason);
         facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
         sm90::accepts(problem)?;
@@ -178,7 +179,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
             is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, spec.dtype_qk), facts));
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let main = Launch {
-            kernel: self.name(),
+            kernel: sm90::NAME,
             source: sm90::fwd(&own_spec, &tile),
             grid,
             shared_bytes: smem_bytes,
@@ -246,7 +247,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         check_addresses(sm90::NAME, operands)
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let Some(Chosen { tile, mut schedule, values }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
@@ -255,7 +256,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         let workspace = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let prepared = values.map(|plan| plan.map(&tile, &FwdSpec::of(call.problem), workspace));
         let mut maps = match tile.copy_bytes {
-            0 => fwd.kept.of(call, prepared, || boxes(call.problem, &tile, prepared))?,
+            0 => fwd.kept.of::<V::Driver>(call, prepared, || boxes(call.problem, &tile, prepared))?,
             _ => Maps::UNREAD,
         };
         let mut prepared = values.map(|plan| plan.at(workspace));
@@ -287,7 +288,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         unsafe { fwd.launch(&mut arguments[..count], call.stream) }
     }
 
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Cuda>> {
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
         Some(self)
     }
 }
@@ -297,7 +298,7 @@ fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.wgmma
 }
 
-impl Tunable<ValidFwd, Cuda> for Sm90 {
+impl<V: Nvidia> Tunable<ValidFwd, V> for Sm90 {
     fn label(&self) -> &'static str {
         sm90::NAME
     }
@@ -316,7 +317,7 @@ impl Tunable<ValidFwd, Cuda> for Sm90 {
         facts: &DeviceFacts,
         _: &PlanOptions,
     ) -> Result<TileOptions, Refusal> {
-        Sm90::default().choose(problem, facts, &PlanOptions::default())?;
+        <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
         Ok(knob_values(&own_tile(problem, facts).0))
     }
 
@@ -384,7 +385,8 @@ fn schedule_words(tile: &Sm90Tile) -> String {
 }
 
 /// What TMA brings at once.
-pub(super) fn boxes(problem: &ValidFwd, tile: &Sm90Tile, prepared_v: Option<BlocksOfV>) -> Boxes {
+#[must_use]
+pub fn boxes(problem: &ValidFwd, tile: &Sm90Tile, prepared_v: Option<BlocksOfV>) -> Boxes {
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };
     let q = problem.dims.head_dim_qk as i32;
     Boxes {

@@ -1,19 +1,20 @@
 //! The kernel that computes every spec.
 
+use crate::simt;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{PlanOptions, ValidFwd, Workspace, bind};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, deterministic_rows};
-use fmha_kernels_cuda::simt;
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows};
 
-use super::{Cuda, DeviceFacts, FwdCall, FwdKernel, ROW_CTAS_PER_SM, Steps};
+use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, ROW_CTAS_PER_SM};
 
+/// Takes every forward problem, a warp to a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Simt;
+pub struct Simt;
 
-impl Recipe<ValidFwd, Cuda> for Simt {
+impl<V: Nvidia> Recipe<ValidFwd, V> for Simt {
     fn name(&self) -> &'static str {
-        "simt"
+        simt::NAME
     }
 
     fn is_fallback(&self) -> bool {
@@ -25,16 +26,16 @@ impl Recipe<ValidFwd, Cuda> for Simt {
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel>, Refusal> {
-        problem.refuse_cache_updates(self.name())?;
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        problem.refuse_cache_updates(simt::NAME)?;
         if let Some((key, value)) = options.tile.first() {
-            return Err(Refusal::new(self.name(), format!("tile {key}={value}: it has no tile to set")));
+            return Err(Refusal::new(simt::NAME, format!("tile {key}={value}: it has no tile to set")));
         }
         let grid = Grid::new(simt::grid(problem, facts.num_sms), simt::NUM_THREADS);
         Ok(Choice {
             kernel: Kernel::new(*self),
             launches: Launches::from(Launch {
-                kernel: self.name(),
+                kernel: simt::NAME,
                 source: simt::fwd(&FwdSpec::of(problem)),
                 grid,
                 shared_bytes: 0,
@@ -48,7 +49,7 @@ impl Recipe<ValidFwd, Cuda> for Simt {
         })
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &FwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let fwd = steps.main();
         let mut params = bind::fwd_params(call.problem, call.args);
         // SAFETY: the kernel takes one FwdParams; `check_fwd` saw that its memory covers the problem.

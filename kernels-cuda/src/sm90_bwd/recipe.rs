@@ -1,5 +1,6 @@
 //! The Hopper backward: its launches, its workspace, its tensor maps.
 
+use crate::sm90_bwd::{self, DqFinish, DqPath, Sm90BwdSchedule, Sm90BwdTile};
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
@@ -9,15 +10,14 @@ use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
     Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind, check_addresses,
 };
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Tunable, exactly};
-use fmha_kernels_cuda::sm90_bwd::{self, DqFinish, DqPath, Sm90BwdSchedule, Sm90BwdTile};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
 
-use super::tile::settle;
-use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, Steps};
-use crate::driver::{TensorMap, TensorMapFacts};
+use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia};
+use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
+/// The backward on wgmma, its rows before and after.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Sm90Bwd {
+pub struct Sm90Bwd {
     chosen: Option<Chosen>,
 }
 
@@ -47,7 +47,7 @@ struct Maps {
 /// What TMA and 16-byte loads and stores ask of addresses.
 const ALIGN: u64 = 16;
 
-impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
+impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
     fn name(&self) -> &'static str {
         sm90_bwd::NAME
     }
@@ -57,8 +57,8 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<BwdKernel>, Refusal> {
-        let refuse = |reason: String| Refusal::new(self.name(), reason);
+    ) -> Result<Choice<BwdKernel<V>>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm90_bwd::NAME, reason);
         facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
         sm90_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
@@ -149,7 +149,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
                     schedule.num_first_q_blocks.unsigned_abs(),
                 )],
                 Launch {
-                    kernel: self.name(),
+                    kernel: sm90_bwd::NAME,
                     source: sm90_bwd::main(&spec, &tile),
                     grid: grid(ctas, tile.num_threads().unsigned_abs()),
                     shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
@@ -229,10 +229,10 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
             ("dk", args.dk.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
             ("dv", args.dv.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
         ];
-        check_addresses(self.name(), operands)
+        check_addresses(sm90_bwd::NAME, operands)
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &BwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
         let Some(Chosen { tile, mut schedule, dbias, postprocesses, repairs, workspace, head_sums }) =
             self.chosen
         else {
@@ -252,7 +252,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
             unsafe { preprocess.launch(&mut arguments, call.stream)? };
         }
         if schedule.num_tiles > 0 {
-            let mut maps = maps(call, &tile)?;
+            let mut maps = maps::<V::Driver>(call, &tile)?;
             let mut arguments =
                 [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
             // SAFETY: as above; the maps were made for the same extents.
@@ -280,7 +280,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
         if let Some(mut schedule) = dbias.filter(|schedule| schedule.num_bias_blocks > 0) {
             let tile = tile.of_dbias();
             let [dbias] = exactly(dbias_step)?;
-            let mut maps = maps(call, &tile)?;
+            let mut maps = maps::<V::Driver>(call, &tile)?;
             let mut arguments =
                 [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
             // SAFETY: as above.
@@ -289,7 +289,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
         Ok(())
     }
 
-    fn tunable(&self) -> Option<&dyn Tunable<ValidBwd, Cuda>> {
+    fn tunable(&self) -> Option<&dyn Tunable<ValidBwd, V>> {
         Some(self)
     }
 }
@@ -299,7 +299,7 @@ fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.wgmma
 }
 
-impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
+impl<V: Nvidia> Tunable<ValidBwd, V> for Sm90Bwd {
     fn label(&self) -> &'static str {
         sm90_bwd::LABEL
     }
@@ -319,7 +319,7 @@ impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
         options: &PlanOptions,
     ) -> Result<TileOptions, Refusal> {
         let without_tile = options.clone().tile(Vec::<(String, String)>::new());
-        Sm90Bwd::default().choose(problem, facts, &without_tile)?;
+        <Self as Recipe<ValidBwd, V>>::choose(&Self::default(), problem, facts, &without_tile)?;
         Ok(knob_values(&table_tile(problem, &spec_of(problem, options), facts)))
     }
 
@@ -337,20 +337,27 @@ fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
 }
 
 /// What the table gives, on a device.
-pub(super) fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
+pub(crate) fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
     let tile = sm90_bwd::choose_tile(problem, spec);
     Sm90BwdTile { head_parts: tile.wants_head_parts(problem, spec, facts.num_sms), ..tile }
 }
 
 /// The tensor maps.
-fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
+fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
     let [q, k, v, dout, o] = map_facts(call, tile);
-    Ok(Maps { q: q.encode()?, k: k.encode()?, v: v.encode()?, dout: dout.encode()?, o: o.encode()? })
+    Ok(Maps {
+        q: q.encode::<D>()?,
+        k: k.encode::<D>()?,
+        v: v.encode::<D>()?,
+        dout: dout.encode::<D>()?,
+        o: o.encode::<D>()?,
+    })
 }
 
 /// What the maps of Q, K, V, dO and O say, `(dim, row, head, batch)`. Where nobody brings O by its map, whose
 /// strides it may not take, there is dO again.
-pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 5] {
+#[must_use]
+pub fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 5] {
     let (problem, args) = (call.problem, call.args);
     let fwd = problem.fwd();
     let extents = fwd.extents(args.seq.totals);

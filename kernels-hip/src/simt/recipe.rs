@@ -1,17 +1,19 @@
 //! The kernel that computes every forward problem.
 
+use crate::{Device, simt};
 use fmha_core::{Call, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, bind};
-use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, deterministic_rows};
-use fmha_kernels_hip::{Device, simt};
+use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows};
 
-use super::{DeviceFacts, Rocm, Steps, launch, lay_out, update};
+use crate::cache_update::launch as update;
+use crate::device::{Amd, DeviceFacts, launch, lay_out};
 
+/// Takes every forward problem, a wave to a row.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Simt {
+pub struct Simt {
     device: Option<Device>,
 }
 
-impl Recipe<ValidFwd, Rocm> for Simt {
+impl<V: Amd> Recipe<ValidFwd, V> for Simt {
     fn name(&self) -> &'static str {
         simt::NAME
     }
@@ -25,7 +27,7 @@ impl Recipe<ValidFwd, Rocm> for Simt {
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidFwd, Rocm>>, Refusal> {
+    ) -> Result<Choice<Kernel<ValidFwd, V>>, Refusal> {
         let spec = simt::accept(problem, options)?;
         let workgroups = simt::num_workgroups(problem);
         Ok(Choice {
@@ -46,7 +48,7 @@ impl Recipe<ValidFwd, Rocm> for Simt {
         lay_out(self.device, launch, usage);
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidFwd>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         let whole = bind::fwd_params(call.problem, call.args);
         // SAFETY: the caller's promise; the workspace is as large as the plan said.
         let mut params = unsafe { update::run(steps, call, &whole, 0)? };

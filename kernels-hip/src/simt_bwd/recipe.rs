@@ -1,17 +1,18 @@
 //! The kernels that compute every backward problem.
 
+use crate::{Device, simt, simt_bwd};
 use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
-use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, deterministic_rows, exactly};
-use fmha_kernels_hip::{Device, simt, simt_bwd};
+use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows, exactly};
 
-use super::{DeviceFacts, Rocm, Steps, launch, lay_out};
+use crate::device::{Amd, DeviceFacts, launch, lay_out};
 
+/// Takes every backward problem, a wave to a row.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SimtBwd {
+pub struct SimtBwd {
     chosen: Option<(simt_bwd::SimtBwd, Device)>,
 }
 
-impl Recipe<ValidBwd, Rocm> for SimtBwd {
+impl<V: Amd> Recipe<ValidBwd, V> for SimtBwd {
     fn name(&self) -> &'static str {
         simt::NAME
     }
@@ -25,7 +26,7 @@ impl Recipe<ValidBwd, Rocm> for SimtBwd {
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidBwd, Rocm>>, Refusal> {
+    ) -> Result<Choice<Kernel<ValidBwd, V>>, Refusal> {
         let chosen = simt_bwd::accept(problem, options)?;
         let rows = |kernel, source, workgroups| launch(kernel, source, workgroups, simt::NUM_THREADS);
         Ok(Choice {
@@ -45,7 +46,7 @@ impl Recipe<ValidBwd, Rocm> for SimtBwd {
         lay_out(self.chosen.map(|(_, device)| device), launch, usage);
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidBwd>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let Some((chosen, _)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel simt has 0 workspaces chosen").into());
         };

@@ -5,13 +5,13 @@ use std::sync::Mutex;
 use fmha_core::error::Result;
 use fmha_core::{Bias, DType, QLayout, Shape, Strides, Totals, VLayout};
 
-use super::FwdCall;
-use crate::driver::{TensorMap, TensorMapFacts};
+use crate::nvidia::FwdCall;
+use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
 /// A kernel argument: maps, adjacent. A kernel without a bias by TMA may take the first three.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
-pub(crate) struct Maps {
+pub struct Maps {
     q: TensorMap,
     k: TensorMap,
     v: TensorMap,
@@ -19,26 +19,28 @@ pub(crate) struct Maps {
 }
 
 /// Elements that a kernel's TMA brings at once.
-pub(crate) struct Boxes {
+pub struct Boxes {
     /// (dim, heads of a group, rows, kv heads, batch).
-    pub(crate) q: [i32; 5],
+    pub q: [i32; 5],
     /// (dim, rows, heads, batch).
-    pub(crate) k: [i32; 4],
+    pub k: [i32; 4],
     /// Likewise; (rows, dim, heads, batch) of a column-major V.
-    pub(crate) v: [i32; 4],
+    pub v: [i32; 4],
     /// (key, query, head, batch) of an elementwise bias, where TMA brings it.
-    pub(crate) bias: Option<[i32; 4]>,
+    pub bias: Option<[i32; 4]>,
     /// Where V comes from, if not from where the caller has it.
-    pub(crate) prepared_v: Option<BlocksOfV>,
+    pub prepared_v: Option<BlocksOfV>,
 }
 
 /// A V that lies in the workspace block by block, as a kernel's tiles have it.
 #[derive(Clone, Copy)]
-pub(crate) struct BlocksOfV {
-    pub(crate) address: u64,
-    pub(crate) dtype: DType,
+pub struct BlocksOfV {
+    /// Of the first block, on the device.
+    pub address: u64,
+    /// Of its elements.
+    pub dtype: DType,
     /// (columns, rows, blocks, sequences times kv heads).
-    pub(crate) dims: [u64; 4],
+    pub dims: [u64; 4],
 }
 
 impl BlocksOfV {
@@ -66,7 +68,7 @@ struct Places {
 /// The maps of a step's last call: most calls lie where the one before them lay, and on the host of an H200 the driver takes
 /// 65 ns to encode each map, of some 3.7 us that a call of the C library takes from Python.
 #[derive(Default)]
-pub(crate) struct LastMaps(Mutex<Option<(Places, Maps)>>);
+pub struct LastMaps(Mutex<Option<(Places, Maps)>>);
 
 impl LastMaps {
     /// Of a call of the plan whose step this is. Beside another thread's call they are encoded anew, nobody waits.
@@ -74,7 +76,7 @@ impl LastMaps {
     ///
     /// # Errors
     /// What the driver refuses.
-    pub(crate) fn of(
+    pub fn of<D: EncodeTensorMap>(
         &self,
         call: &FwdCall<'_>,
         v: Option<BlocksOfV>,
@@ -91,7 +93,7 @@ impl LastMaps {
         {
             return Ok(*maps);
         }
-        let maps = MapFacts::of(call, &boxes()).encode()?;
+        let maps = MapFacts::of(call, &boxes()).encode::<D>()?;
         if let Ok(mut last) = self.0.try_lock() {
             *last = Some((places, maps));
         }
@@ -107,16 +109,21 @@ impl Maps {
 
 /// What the maps say: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias `(key,
 /// query, head, batch)`.
-pub(crate) struct MapFacts {
-    pub(crate) q: TensorMapFacts<5, 4>,
-    pub(crate) k: TensorMapFacts<4, 3>,
-    pub(crate) v: TensorMapFacts<4, 3>,
+pub struct MapFacts {
+    /// Of Q.
+    pub q: TensorMapFacts<5, 4>,
+    /// Of K.
+    pub k: TensorMapFacts<4, 3>,
+    /// Of V, or of what is prepared of it.
+    pub v: TensorMapFacts<4, 3>,
     /// Where TMA brings it.
-    pub(crate) bias: Option<TensorMapFacts<4, 3>>,
+    pub bias: Option<TensorMapFacts<4, 3>>,
 }
 
 impl MapFacts {
-    pub(crate) fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Self {
+    /// Of a call whose kernel brings boxes.
+    #[must_use]
+    pub fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Self {
         let problem = call.problem;
         let dims = problem.dims;
         let ratio = problem.gqa_ratio();
@@ -188,9 +195,9 @@ impl MapFacts {
 
     /// # Errors
     /// What the driver refuses.
-    fn encode(&self) -> Result<Maps> {
-        let bias = self.bias.as_ref().map_or(Ok(TensorMap::UNREAD), TensorMapFacts::encode)?;
-        Ok(Maps { q: self.q.encode()?, k: self.k.encode()?, v: self.v.encode()?, bias })
+    fn encode<D: EncodeTensorMap>(&self) -> Result<Maps> {
+        let bias = self.bias.as_ref().map_or(Ok(TensorMap::UNREAD), TensorMapFacts::encode::<D>)?;
+        Ok(Maps { q: self.q.encode::<D>()?, k: self.k.encode::<D>()?, v: self.v.encode::<D>()?, bias })
     }
 }
 

@@ -1,17 +1,18 @@
 //! The kernel that merges partial results.
 
+use crate::{Device, combine};
 use fmha_core::{Call, PlanOptions, Refusal, ResourceUsage, Result, ValidCombine, Workspace, bind};
-use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, deterministic_rows};
-use fmha_kernels_hip::{Device, combine};
+use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows};
 
-use super::{DeviceFacts, Rocm, Steps, launch, lay_out};
+use crate::device::{Amd, DeviceFacts, launch, lay_out};
 
+/// Merges parts that the caller brings.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Merge {
+pub struct Merge {
     device: Option<Device>,
 }
 
-impl Recipe<ValidCombine, Rocm> for Merge {
+impl<V: Amd> Recipe<ValidCombine, V> for Merge {
     fn name(&self) -> &'static str {
         combine::NAME
     }
@@ -21,7 +22,7 @@ impl Recipe<ValidCombine, Rocm> for Merge {
         problem: &ValidCombine,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidCombine, Rocm>>, Refusal> {
+    ) -> Result<Choice<Kernel<ValidCombine, V>>, Refusal> {
         if let Some((key, value)) = options.tile.first() {
             return Err(Refusal::new(combine::NAME, format!("tile {key}={value}: it has no tile to set")));
         }
@@ -41,7 +42,7 @@ impl Recipe<ValidCombine, Rocm> for Merge {
         lay_out(self.device, launch, usage);
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidCombine>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidCombine>) -> Result<()> {
         let mut params = bind::combine_params(call.problem, call.args);
         // SAFETY: the kernel takes one CombineParams; core saw that its memory covers the problem.
         unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) }

@@ -1,22 +1,23 @@
 //! The kernels that compute every backward spec.
 
+use crate::simt;
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{PlanOptions, ValidBwd, Workspace, bind};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, deterministic_rows, exactly};
-use fmha_kernels_cuda::simt;
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows, exactly};
 
-use super::{BwdCall, BwdKernel, Cuda, DeviceFacts, ROW_CTAS_PER_SM, Steps};
+use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, ROW_CTAS_PER_SM};
 
+/// Takes every backward problem, a warp to a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct SimtBwd {
+pub struct SimtBwd {
     chosen: Option<BwdWorkspace>,
 }
 
-impl Recipe<ValidBwd, Cuda> for SimtBwd {
+impl<V: Nvidia> Recipe<ValidBwd, V> for SimtBwd {
     fn name(&self) -> &'static str {
-        "simt"
+        simt::NAME
     }
 
     fn is_fallback(&self) -> bool {
@@ -28,8 +29,8 @@ impl Recipe<ValidBwd, Cuda> for SimtBwd {
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<BwdKernel>, Refusal> {
-        let refuse = |reason: String| Refusal::new(self.name(), reason);
+    ) -> Result<Choice<BwdKernel<V>>, Refusal> {
+        let refuse = |reason: String| Refusal::new(simt::NAME, reason);
         if let Some((key, value)) = options.tile.first() {
             return Err(refuse(format!("tile {key}={value}: it has no tile to set")));
         }
@@ -53,7 +54,7 @@ impl Recipe<ValidBwd, Cuda> for SimtBwd {
             kernel: Kernel::new(SimtBwd { chosen: Some(workspace) }),
             launches: Launches::new(
                 [launch("simt_bwd_stats", simt::bwd_stats(&spec), rows.queries)],
-                launch(self.name(), simt::bwd(&spec), rows.all()),
+                launch(simt::NAME, simt::bwd(&spec), rows.all()),
                 [],
             ),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
@@ -62,7 +63,7 @@ impl Recipe<ValidBwd, Cuda> for SimtBwd {
         })
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &BwdCall<'_>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
         let ([stats], rows) = (exactly(steps.before())?, steps.main());
         let Some(workspace) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel simt has 0 workspaces chosen").into());

@@ -1,15 +1,15 @@
 //! Split-KV's second launch, which sm80, sm90 and sm100 have in common.
 
+use crate::split::{self, Merging};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, ValidFwd};
 use fmha_gpu::{Grid, Launch};
-use fmha_kernels_cuda::split::{self, Merging};
 
-use super::{DeviceFacts, row_launch};
+use crate::nvidia::{DeviceFacts, row_launch};
 
 /// Merges the parts of a problem's keys, `keys` each, under the name of `kernel` in plans. It starts while the parts' grid
 /// ends where the device can do so.
-pub(super) fn merge(
+pub(crate) fn merge(
     kernel: &'static str,
     problem: &ValidFwd,
     (keys, stored): (i32, DType),

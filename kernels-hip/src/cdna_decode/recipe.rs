@@ -1,18 +1,20 @@
 //! Decode on MFMA.
 
+use crate::{CdnaDecodeTile, Device, cdna_decode};
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
     Accuracy, Call, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result, ValidFwd, bind,
 };
 use fmha_gpu::{
-    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Tunable, deterministic_rows, exactly, settle,
+    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tunable, deterministic_rows, exactly, settle,
 };
-use fmha_kernels_hip::{CdnaDecodeTile, Device, cdna_decode};
 
-use super::{DeviceFacts, Rocm, Steps, launch, lay_out, update};
+use crate::cache_update::launch as update;
+use crate::device::{Amd, DeviceFacts, launch, lay_out};
 
+/// The forward of short queries over long caches, split over the keys.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct CdnaDecode {
+pub struct CdnaDecode {
     chosen: Option<Chosen>,
 }
 
@@ -26,7 +28,7 @@ struct Chosen {
 
 impl CdnaDecode {
     /// What is launched, and what it promises.
-    fn choice(chosen: Chosen, problem: &ValidFwd) -> Choice<Kernel<ValidFwd, Rocm>> {
+    fn choice<V: Amd>(chosen: Chosen, problem: &ValidFwd) -> Choice<Kernel<ValidFwd, V>> {
         let kernel = chosen.kernel;
         let main = launch(cdna_decode::NAME, kernel.source(), kernel.workgroups(), kernel.num_threads());
         let update = update::launch_before(problem);
@@ -47,7 +49,7 @@ impl CdnaDecode {
     }
 }
 
-impl Recipe<ValidFwd, Rocm> for CdnaDecode {
+impl<V: Amd> Recipe<ValidFwd, V> for CdnaDecode {
     fn name(&self) -> &'static str {
         cdna_decode::NAME
     }
@@ -57,7 +59,7 @@ impl Recipe<ValidFwd, Rocm> for CdnaDecode {
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidFwd, Rocm>>, Refusal> {
+    ) -> Result<Choice<Kernel<ValidFwd, V>>, Refusal> {
         let set = |tile: &TileOptions| {
             cdna_decode::accept(problem, facts.device, &options.clone().tile(tile.clone()))
         };
@@ -79,7 +81,7 @@ impl Recipe<ValidFwd, Rocm> for CdnaDecode {
         self.chosen.map_or(Ok(()), |chosen| chosen.kernel.takes_addresses(call.problem, call.args))
     }
 
-    fn for_any_address(&self, problem: &ValidFwd) -> AnyAddress<ValidFwd, Rocm> {
+    fn for_any_address(&self, problem: &ValidFwd) -> AnyAddress<ValidFwd, V> {
         let other = self
             .chosen
             .and_then(|chosen| Some(Chosen { kernel: chosen.kernel.for_any_address()?, ..chosen }));
@@ -91,7 +93,7 @@ impl Recipe<ValidFwd, Rocm> for CdnaDecode {
         }
     }
 
-    unsafe fn launch(&self, steps: &Steps, call: &Call<'_, ValidFwd>) -> Result<()> {
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         let Some(Chosen { kernel, .. }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel cdna_decode has 0 tiles chosen").into());
         };
@@ -108,12 +110,12 @@ impl Recipe<ValidFwd, Rocm> for CdnaDecode {
         }
     }
 
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Rocm>> {
+    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
         Some(self)
     }
 }
 
-impl Tunable<ValidFwd, Rocm> for CdnaDecode {
+impl<V: Amd> Tunable<ValidFwd, V> for CdnaDecode {
     fn label(&self) -> &'static str {
         cdna_decode::NAME
     }

@@ -1,0 +1,61 @@
+//! What TMA has to know of a tensor (CUDA Driver API, "Tensor Map Object Management").
+
+use fmha_core::{DType, Result};
+
+/// A driver that encodes tensor maps.
+pub trait EncodeTensorMap {
+    /// Encodes a map, in the calling thread's context.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    fn encode<const AXES: usize, const STRIDES: usize>(
+        facts: &TensorMapFacts<AXES, STRIDES>,
+    ) -> Result<TensorMap>;
+}
+
+/// What TMA knows of a tensor; opaque to all but the driver.
+#[derive(Clone, Copy)]
+#[repr(C, align(128))]
+pub struct TensorMap(pub [u64; 16]);
+
+impl TensorMap {
+    /// In the place of a map that no kernel reads.
+    pub const UNREAD: Self = Self([0; 16]);
+}
+
+/// The facts of a tiled tensor map of 16-bit elements with `AXES` axes, `STRIDES` one fewer. Axis 0 has
+/// stride 1.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
+    /// For errors: which operand.
+    pub name: &'static str,
+    /// f16, bf16 or a type of 8 bits.
+    pub dtype: DType,
+    /// Of the first element, on the device.
+    pub address: u64,
+    /// Extents, from axis 0.
+    pub dims: [u64; AXES],
+    /// Strides in bytes, from axis 1.
+    pub strides_bytes: [u64; STRIDES],
+    /// Elements of a box, from axis 0. Axis 0 times the element's bytes is the swizzle: 32, 64 or 128.
+    pub box_dims: [u32; AXES],
+}
+
+impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
+    const ONE_STRIDE_FEWER: () = assert!(STRIDES + 1 == AXES, "a map has a stride an axis, but for axis 0");
+
+    /// Bytes of a row of the box, which are the swizzle's width.
+    #[must_use]
+    pub fn row_bytes(&self) -> u64 {
+        u64::from(self.box_dims[0]) * self.dtype.size_bytes()
+    }
+
+    /// The map, encoded by a driver in the calling thread's context.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn encode<D: EncodeTensorMap>(&self) -> Result<TensorMap> {
+        const { Self::ONE_STRIDE_FEWER };
+        D::encode(self)
+    }
+}

@@ -1,0 +1,28 @@
+//! The recipes, best first: a line each. What a recipe is made of lies in its folder, its device text under `fmha/`.
+
+use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel, Kernel};
+
+use crate::device::Amd;
+use crate::{cdna, cdna_bwd, cdna_decode, combine, simt, simt_bwd};
+
+/// Of the forward.
+#[must_use]
+pub fn forward<V: Amd>() -> Vec<FwdKernel<V>> {
+    vec![
+        Kernel::new(cdna_decode::recipe::CdnaDecode::default()),
+        Kernel::new(cdna::recipe::Cdna::default()),
+        Kernel::new(simt::recipe::Simt::default()),
+    ]
+}
+
+/// Of the backward.
+#[must_use]
+pub fn backward<V: Amd>() -> Vec<BwdKernel<V>> {
+    vec![Kernel::new(cdna_bwd::recipe::CdnaBwd::default()), Kernel::new(simt_bwd::recipe::SimtBwd::default())]
+}
+
+/// Of the merging of partial results.
+#[must_use]
+pub fn combine<V: Amd>() -> Vec<CombineKernel<V>> {
+    vec![Kernel::new(combine::recipe::Merge::default())]
+}
