@@ -39,6 +39,16 @@ impl<S: Simd> Op<S> for Dots<'_> {
     }
 }
 
+/// Elements converted to f32: the same code for every set that extends a plain one, compiled for that one alone.
+struct AsF32<'a, 'b, E>(&'b Dots<'a>, E);
+
+impl<S: Simd, E: Elem> Op<S> for AsF32<'_, '_, E> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        self.0.windows::<S, E, { met::AS_F32 }>(s, self.1);
+    }
+}
+
 impl Dots<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
@@ -50,7 +60,7 @@ impl Dots<'_> {
         } else if S::BF16_DOT && E::IS_BF16 && pairs {
             self.windows::<S, E, { met::IN_PAIRS }>(s, elem);
         } else {
-            self.windows::<S, E, { met::AS_F32 }>(s, elem);
+            s.plain().run(AsF32(self, elem));
         }
     }
 

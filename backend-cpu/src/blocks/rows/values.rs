@@ -48,11 +48,23 @@ impl<S: Simd> Op<S> for AddValues<'_> {
     }
 }
 
+/// Elements converted to f32: the same code for every set that extends a plain one, compiled for that one alone.
+struct AsF32<'a, 'b, E>(&'b AddValues<'a>, E);
+
+impl<S: Simd, E: Elem> Op<S> for AsF32<'_, '_, E> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        self.0.windows::<S, E, { met::AS_F32 }>(s, self.1);
+    }
+}
+
 impl AddValues<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
         let codes = E::BYTES == 1 && !self.values.codes.is_empty();
-        let pairs = S::BF16_DOT && self.order == Order::Fours;
+        // Sums are in fours on no other set, and codes are met there in pairs alone: what a set never meets is not compiled.
+        let pairs = S::BF16_DOT && S::DOTS_OUTRUN_FMAS && self.order == Order::Fours;
+        debug_assert!(pairs || !(S::DOTS_OUTRUN_FMAS && codes), "codes are bf16, whose sums are in fours");
         if pairs {
             for head in 0..self.values.heads {
                 let partial = self.partial.iter().map(|(row, _)| row);
@@ -61,14 +73,14 @@ impl AddValues<'_> {
                 }
             }
         }
-        if S::BF16_DOT && E::BYTES == 1 && codes && pairs {
+        if S::BF16_DOT && S::DOTS_OUTRUN_FMAS && E::BYTES == 1 && codes {
             self.windows::<S, E, { met::CODES_IN_PAIRS }>(s, elem);
         } else if S::WIDENS_CODES && E::BYTES == 1 && codes {
             self.windows::<S, E, { met::CODES_AS_F32 }>(s, elem);
-        } else if S::BF16_DOT && E::IS_BF16 && pairs {
+        } else if S::BF16_DOT && S::DOTS_OUTRUN_FMAS && E::IS_BF16 && pairs {
             self.windows::<S, E, { met::IN_PAIRS }>(s, elem);
         } else {
-            self.windows::<S, E, { met::AS_F32 }>(s, elem);
+            s.plain().run(AsF32(self, elem));
         }
     }
 
