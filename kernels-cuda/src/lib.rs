@@ -155,7 +155,6 @@ pub fn headers() -> Vec<Header> {
         "sm90/mla/epilogue.cuh",
         "sm90/mla/fwd.cuh",
         "sm90/mla/load.cuh",
-        "sm90/mla/merge.cuh",
         "sm90/mla/products.cuh",
         "sm90/mla/work.cuh",
         "simt/bwd.cuh",

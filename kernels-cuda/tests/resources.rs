@@ -382,13 +382,17 @@ fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Of latent attention: whole rows and parts of the keys, contiguous and in pages.
+/// Of latent attention and of wide heads: whole rows and parts of the keys, contiguous and in pages.
 fn latent_kernels() -> Vec<(String, KernelSource)> {
-    let plain = |mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, 576, mask) };
+    let wide = |dim, mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, mask) };
+    let plain = |mask| wide(576, mask);
     let (full, upper) = (plain(MaskKind::Full), plain(MaskKind::Upper));
     let paged = FwdSpec { kv_layout: KvKind::Paged, ..upper };
     let part = split::part_spec(&paged);
-    let tile = Sm90MlaTile { box_rows: 64, lazy_rescale_log2: 8, vector_store: true, split_keys: 0 };
+    let tile =
+        Sm90MlaTile { box_rows: 64, lazy_rescale_log2: 8, vector_store: true, v_in_k: true, split_keys: 0 };
+    let apart = Sm90MlaTile { v_in_k: false, ..tile };
+    let of_512 = wide(512, MaskKind::Upper);
     [
         ("full", full, tile),
         ("part_of_pages", part, Sm90MlaTile { split_keys: 64, ..tile }),
@@ -400,6 +404,20 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
             FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..upper },
             tile,
         ),
+        ("bias", FwdSpec { bias: BiasKind::Elementwise, dtype_bias: DType::Bf16, ..upper }, tile),
+        ("upper_apart", upper, apart),
+        ("512_upper", of_512, apart),
+        (
+            "512_band_copied",
+            FwdSpec { softcap: true, ..wide(512, MaskKind::Band) },
+            Sm90MlaTile { box_rows: 0, ..apart },
+        ),
+        (
+            "512_part_of_pages",
+            split::part_spec(&FwdSpec { bias: BiasKind::Alibi, kv_layout: KvKind::Paged, ..of_512 }),
+            Sm90MlaTile { split_keys: 64, ..apart },
+        ),
+        ("320_upper", FwdSpec { head_dim_v: 320, ..wide(320, MaskKind::Upper) }, apart),
     ]
     .map(|(name, spec, tile)| (format!("sm90_mla_{name}"), sm90_mla::fwd(&spec, &tile)))
     .into()

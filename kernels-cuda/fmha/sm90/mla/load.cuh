@@ -1,7 +1,7 @@
-// The load role, a warpgroup: Q, and the blocks of K into their two slots, each in two parts as they are released.
+// The load role, a warpgroup: Q, and the blocks of K and V, in parts as their places are released.
 //
 // Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is copied, and
-// these are zeros: memory there may hold NaN, which is V's too. So are all blocks where pages are not whole boxes.
+// these are zeros: memory there may hold NaN, of V too. So are all blocks where pages are not whole boxes.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
 #include <fmha/ptx/collective.cuh>
@@ -14,11 +14,12 @@ namespace fmha::mla {
 template <FwdSpec spec, Sm90MlaTile tile>
 struct Loader {
   const FwdParams& p;
-  const ptx::TensorMap& map;
+  const Maps& maps;
   const Work& work;
-  Smem& smem;
+  Smem<spec, tile>& smem;
   ptx::CacheHint hint;
   Copier<16, CopyWarps<0, 15>> copier;
+  using P = Plan<spec, tile>;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   static constexpr int kRowsOfWarp = kRows / 4;  // a warp copies rows `warp`, `warp + 4`, ...
@@ -32,81 +33,72 @@ struct Loader {
     const int64_t at = row_offset(p.q, work.span.storage_batch, work.span.q_row + i, work.head_of(p, row, i));
     return static_cast<Row>(p.q.data) + at;
   }
-  FMHA_DEVICE Row key_row(int32_t first_key) const {
+  FMHA_DEVICE Row key_row(const View& view, int32_t first_key) const {
     const int32_t j = first_key + warp + 4 * (lane % kRowsOfWarp);
     if (j >= work.end) return nullptr;
-    return static_cast<Row>(p.k.data) + row_offset(p.k, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
+    return static_cast<Row>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
   }
 
   FMHA_DEVICE static Row row_of(Row own, int32_t r) {
     return reinterpret_cast<Row>(ptx::shfl_idx(reinterpret_cast<uint64_t>(own), r));
   }
-  FMHA_DEVICE static void copy_word(uint32_t to, Row from, const void* any) {
-    ptx::cp_async<16>(to, from ? from : any, from ? 16 : 0);
-  }
-  // A half's columns of all rows: a warp copies a row at a time.
-  FMHA_DEVICE void copy_half(const LatentTile& to, int half, Row own, const void* any) const {
-    using Tile = LatentTile::Half;
+  // Chunks of all rows from chunk `first` of rows of `dim` elements on: a warp copies 64 columns of four rows, or 256 of one, at
+  // a time.
+  template <int dim, int count>
+  FMHA_DEVICE void copy_chunks(const Chunk* to, int32_t first, Row own, const void* any) const {
 #pragma unroll 4
-    for (int32_t r = 0; r < kRowsOfWarp; ++r) {
+    for (int32_t at = lane / 8; at < kRowsOfWarp * count; at += 4) {
+      const int32_t r = at / count, chunk = at - r * count, column = lane % 8 * 8, from_column = (first + chunk) * kSpan + column;
       const Row from = row_of(own, r);
-      const int32_t column = 8 * lane;
-      copy_word(to.half[half].address() + fmha::mma::word_offset<Tile>(warp + 4 * r, column),
-                from ? from + half * kHalf + column : nullptr, any);
+      const int32_t there = from ? clamp(dim - from_column, 0, 8) : 0;
+      ptx::cp_async<16>(to[chunk].address() + fmha::mma::word_offset<Chunk>(warp + 4 * r, column),
+                        there > 0 ? static_cast<const void*>(from + from_column) : any, 2 * there);
     }
   }
-  // The last columns: a warp copies four rows at a time.
-  FMHA_DEVICE void copy_tail(const LatentTile& to, Row own, const void* any) const {
-    using Tile = LatentTile::Tail;
-#pragma unroll
-    for (int32_t r = 0; r < kRowsOfWarp; r += 4) {
-      const Row from = row_of(own, r + lane / 8);
-      const int32_t column = lane % 8 * 8;
-      copy_word(to.tail.address() + fmha::mma::word_offset<Tile>(warp + 4 * (r + lane / 8), column),
-                from ? from + kDimV + column : nullptr, any);
+  // The boxes of a part's chunks, dealt out to the lanes of one warp.
+  template <int count>
+  FMHA_DEVICE void bring_chunks(const ptx::TensorMap& map, Barrier& full, const Chunk* to, int32_t first, int32_t first_key) const {
+    constexpr int box_rows = tile.box_rows > 0 ? tile.box_rows : kKeys, boxes = kKeys / box_rows;
+    for (int32_t at = lane; at < count * boxes; at += 32) {
+      const int32_t chunk = at / boxes, row = at % boxes * box_rows;
+      const KvRow key = kv_row(p, spec.kv_layout, work.span, first_key + row);
+      const int32_t batch = spec.kv_layout == KvKind::Packed ? 0 : key.batch;
+      ptx::cp_async_bulk_tensor_4d(to[chunk].address() + row * Chunk::span_bytes, map, full, (first + chunk) * kSpan, key.row,
+                                   work.i_head_kv, batch, hint);
     }
   }
 
   FMHA_DEVICE void load_q() {
-    const Row own = query_row();
-    copy_half(smem.q, 0, own, p.q.data);
-    copy_half(smem.q, 1, own, p.q.data);
-    copy_tail(smem.q, own, p.q.data);
+    copy_chunks<spec.head_dim_qk, P::chunks_k>(smem.q, 0, query_row(), p.q.data);
     copier.finish(smem.q_full);
   }
 
-  FMHA_DEVICE void copy_part(int32_t slot, int half, int32_t first_key) {
-    const Row own = key_row(first_key);
-    copy_half(smem.k[slot], half, own, p.k.data);
-    if (half == half_with_tail(slot)) copy_tail(smem.k[slot], own, p.k.data);
-    copier.finish(smem.k_full[slot][half]);
-  }
-
-  // The boxes of a part, dealt out to the lanes of one warp.
-  FMHA_DEVICE void bring_part(int32_t slot, int half, int32_t first_key) {
-    using Half = LatentTile::Half;
-    using Tail = LatentTile::Tail;
-    Barrier& full = smem.k_full[slot][half];
+  // Chunks `first` to `first + count` of a block's K or V; with them the tail, if they have it.
+  template <int dim, int count>
+  FMHA_DEVICE void load_part(int32_t part, const View& view, const ptx::TensorMap& map, const Chunk* block, int32_t first,
+                             bool with_tail, int32_t first_key, uint32_t phase) {
+    constexpr int tail = 2 * P::chunks_half;
+    Barrier& full = smem.full[part];
+    copier.wait(smem.empty[part], phase ^ 1);
+    // What follows the last key that some row sees is to be zeros.
+    if (tile.box_rows == 0 || first_key + kKeys > work.end) {
+      const Row own = key_row(view, first_key);
+      copy_chunks<dim, count>(block + first, first, own, view.data);
+      if (with_tail) copy_chunks<dim, 1>(block + tail, tail, own, view.data);
+      copier.finish(full);
+      return;
+    }
+    // What was copied before is needed first.
+    copier.flush();
     if (warp > 0) return ptx::mbarrier_arrive_if(full, true);
-    const bool with_tail = half == half_with_tail(slot);
     if (lane == 0) {
-      ptx::mbarrier_arrive_expect_tx(full, Half::tile_bytes + (with_tail ? Tail::tile_bytes : 0));
+      ptx::mbarrier_arrive_expect_tx(full, (count + with_tail) * Chunk::tile_bytes);
     } else {
       ptx::mbarrier_arrive_if(full, true);
     }
     __syncwarp();
-    constexpr int box_rows = tile.box_rows > 0 ? tile.box_rows : kKeys, boxes = kKeys / box_rows;
-    const LatentTile& to = smem.k[slot];
-    for (int32_t at = lane; at < (Half::num_chunks + with_tail) * boxes; at += 32) {
-      const int32_t chunk = at / boxes, row = at % boxes * box_rows;
-      const bool is_tail = chunk == Half::num_chunks;
-      const uint32_t chunk_address = is_tail ? to.tail.address() : to.half[half].address() + chunk * Half::chunk_bytes;
-      const int32_t column = is_tail ? kDimV : half * kHalf + chunk * Half::span;
-      const KvRow key = kv_row(p, spec.kv_layout, work.span, first_key + row);
-      const int32_t batch = spec.kv_layout == KvKind::Packed ? 0 : key.batch;
-      ptx::cp_async_bulk_tensor_4d(chunk_address + row * Half::span_bytes, map, full, column, key.row, work.i_head_kv, batch,
-                                   hint);
-    }
+    bring_chunks<count>(map, full, block + first, first, first_key);
+    if (with_tail) bring_chunks<1>(map, full, block + tail, tail, first_key);
     __syncwarp();
   }
 
@@ -114,19 +106,17 @@ struct Loader {
     load_q();
 #pragma unroll 1
     for (int32_t i = 0; i < work.num_blocks; ++i) {
-      const int32_t slot = i % 2, first_key = (work.last_block - i) * kKeys;
-      const uint32_t phase = i / 2 % 2;
-      // What follows the last key that some row sees is to be zeros.
-      const bool copies = tile.box_rows == 0 || first_key + kKeys > work.end;
+      const int32_t slot = P::slot_of(i), first_key = (work.last_block - i) * kKeys;
+      const uint32_t phase = P::phase_of(i);
+      if constexpr (!P::v_in_k) load_part<spec.head_dim_qk, P::chunks_k>(0, p.k, maps.k, smem.k[0], 0, false, first_key, phase);
 #pragma unroll 1
       for (int32_t half = 0; half < 2; ++half) {
-        copier.wait(smem.k_empty[slot][half], phase ^ 1);
-        if (copies) {
-          copy_part(slot, half, first_key);
+        const int32_t part = P::part_of(slot, half), first = half * P::chunks_half;
+        if constexpr (P::v_in_k) {
+          const bool with_tail = half == P::half_with_tail(slot);
+          load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, maps.k, smem.k[slot], first, with_tail, first_key, phase);
         } else {
-          // What was copied before is needed first.
-          copier.flush();
-          bring_part(slot, half, first_key);
+          load_part<spec.head_dim_v, P::chunks_half>(part, p.v, maps.v, smem.v, first, false, first_key, phase);
         }
       }
     }
