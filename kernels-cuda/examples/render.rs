@@ -47,6 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 lazy_rescale_log2: 8,
                 vector_store: true,
                 v_in_k: (spec.head_dim_qk, spec.head_dim_v) == (576, 512),
+                stored: spec.dtype_qk,
                 split_keys: 0,
             };
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {

@@ -48,6 +48,8 @@ abi_spec! {
         pub vector_store: bool,
         /// V is the first elements of K's rows, which are read once; else it is read by itself, whatever it lies in.
         pub v_in_k: bool = Takes::nothing(),
+        /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
+        pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
     }
@@ -80,6 +82,12 @@ impl Sm90MlaTile {
     /// A text that names the field and what does not go with it.
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
         let most = box_rows(problem);
+        if self.box_rows > 0 && self.stored.is_fp8() {
+            return Err(format!(
+                "tile box_rows={}: a cache of {} is widened on its way, which TMA does not",
+                self.box_rows, self.stored
+            ));
+        }
         if self.box_rows > 0 && (most == 0 || most % self.box_rows != 0) {
             return Err(format!(
                 "tile box_rows={}: {most} rows of K lie one after another wherever a box of them begins",
@@ -147,6 +155,11 @@ fn units(problem: &FwdProblem) -> (u64, u64) {
     (u64::from(batch).saturating_mul(num_heads_kv.into()).saturating_mul(num_m_blocks), num_m_blocks)
 }
 
+/// K and V as they lie in memory.
+fn stored(problem: &FwdProblem) -> DType {
+    problem.cache.dtype.unwrap_or(problem.dtypes.qk)
+}
+
 /// Rows of K that lie one after another wherever a multiple of so many keys begins, as boxes of TMA have them; 0: none.
 fn box_rows(problem: &FwdProblem) -> i32 {
     match problem.layout.kv {
@@ -185,7 +198,14 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         return refuse(format!("dtype_o {o} is not of 16 or 32 bits"));
     }
     if let Some(cache) = problem.cache.dtype {
-        return refuse(format!("dtype_cache {cache} beside {qk} is not taken"));
+        if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
+            return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+        }
+        if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
+            return refuse(format!(
+                "dtype_cache {cache} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole copies of 16"
+            ));
+        }
     }
     if problem.cache.tree_mask {
         return refuse(format!("tree_mask of {seqlen_q} queries"));
@@ -210,10 +230,12 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    let odd = |&(_, _, stride): &(&str, &str, i64)| stride % 8 != 0 || stride >= 1 << 39;
+    let multiple = |name: &str| if name != "q" && problem.cache.dtype.is_some() { 16 } else { 8 };
+    let odd = |&(name, _, stride): &(&str, &str, i64)| stride % multiple(name) != 0 || stride >= 1 << 39;
     if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
         return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as copies of 16 bytes and TMA need"
+            "{name}.{axis} stride {stride} is not a multiple of {} below 2^39, as copies of 16 bytes and TMA need",
+            multiple(name)
         ));
     }
     Ok(())
@@ -226,7 +248,8 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let elems = 16 / problem.dtypes.o.size_bytes() as i64;
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
     Sm90MlaTile {
-        box_rows: box_rows(problem),
+        box_rows: if problem.cache.dtype.is_some() { 0 } else { box_rows(problem) },
+        stored: stored(problem),
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
         lazy_rescale_log2: 8,
         v_in_k: problem.cache.v_in_k
@@ -336,7 +359,8 @@ mod tests {
         appended.cache.append = Some(Append::batch(&appended, 1));
         assert!(accepts(&appended).is_ok());
         type Change = fn(&mut FwdProblem);
-        let taken: [Change; 4] = [
+        let taken: [Change; 5] = [
+            |p| p.cache.dtype = Some(DType::E4m3Fn),
             |p| p.cache.v_in_k = false,
             |p| p.dims.head_dim_v = 256,
             |p| p.score.softcap = Some(30.0),
@@ -347,11 +371,12 @@ mod tests {
             change(&mut problem);
             assert!(accepts(&problem).is_ok(), "{:?}", accepts(&problem));
         }
-        let refused: [(&str, Change); 7] = [
+        let refused: [(&str, Change); 8] = [
             ("head_dim_v 256: neither", |p| (p.dims.head_dim_qk, p.dims.head_dim_v) = (256, 256)),
             ("head_dim_v 520", |p| p.dims.head_dim_v = 520),
             ("v_layout col-major", |p| p.layout.v = VLayout::ColMajor),
-            ("dtype_cache e4m3fn", |p| p.cache.dtype = Some(DType::E4m3Fn)),
+            ("dtype_cache e4m3fnuz", |p| p.cache.dtype = Some(DType::E4m3Fnuz)),
+            ("k.seq stride 584", |p| (p.cache.dtype, p.strides.k.seq) = (Some(DType::E4m3Fn), 584)),
             ("sink_columns 4", |p| p.mask.sink_columns = 4),
             ("k.seq stride 580", |p| p.strides.k.seq = 580),
             ("dtype_o e4m3fn", |p| p.dtypes.o = DType::E4m3Fn),

@@ -99,7 +99,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
       if (!ptx::uniform(lanes >> lane & 1)) continue;
       const int32_t packed_row = work.first_row + ptx::shfl_idx(consumer.tile_row + 8 * r, lane);
       const int32_t i = Work::query_of(p, packed_row);
-      RecomputedRow<spec> again{p, work.span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, work.part_keys};
+      RecomputedRow<spec, tile.stored> again{p, work.span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, work.part_keys};
       again.run();
     }
   }

@@ -2,8 +2,12 @@
 //
 // Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is copied, and
 // these are zeros: memory there may hold NaN, of V too. So are all blocks where pages are not whole boxes.
+//
+// Caches in FP8 are read into registers, 16 bytes a lane, and widened on the way into shared memory. What a thread has under way
+// is too little to wait for memory with: a block's lines are brought into the L2 two blocks before.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
+#include <fmha/common/widen.cuh>
 #include <fmha/ptx/collective.cuh>
 #include <fmha/ptx/tma.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -24,8 +28,11 @@ struct Loader {
 
   static constexpr int kRowsOfWarp = kRows / 4;  // a warp copies rows `warp`, `warp + 4`, ...
 
+  static constexpr bool widens = is_fp8(tile.stored);
+
   // Where row `warp + 4 * lane` lies, of the first sixteen lanes; null: zeros.
   using Row = const uint16_t*;
+  using NarrowRow = const uint8_t*;
 
   FMHA_DEVICE Row query_row() const {
     const int32_t row = work.first_row + warp + 4 * (lane % kRowsOfWarp), i = Work::query_of(p, row);
@@ -33,12 +40,14 @@ struct Loader {
     const int64_t at = row_offset(p.q, work.span.storage_batch, work.span.q_row + i, work.head_of(p, row, i));
     return static_cast<Row>(p.q.data) + at;
   }
+  template <class Row>
   FMHA_DEVICE Row key_row(const View& view, int32_t first_key) const {
     const int32_t j = first_key + warp + 4 * (lane % kRowsOfWarp);
     if (j >= work.end) return nullptr;
     return static_cast<Row>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
   }
 
+  template <class Row>
   FMHA_DEVICE static Row row_of(Row own, int32_t r) {
     return reinterpret_cast<Row>(ptx::shfl_idx(reinterpret_cast<uint64_t>(own), r));
   }
@@ -68,6 +77,68 @@ struct Loader {
     }
   }
 
+  // Up to four chunks of all rows of a cache in FP8: a lane has sixteen elements, four neighbours a chunk's row. Loads are under
+  // way before their place is free.
+  template <int dim, int count>
+  FMHA_DEVICE void widen_chunks(const Chunk* to, int32_t first, NarrowRow own, float descale, Barrier& empty, uint32_t phase) const {
+    constexpr int words = 2 * count;
+    uint32_t bytes[words][4];
+#pragma unroll
+    for (int word = 0; word < words; ++word) {
+      const int32_t at = 8 * word + lane / 4, column = (first + at % count) * kSpan + lane % 4 * 16;
+      const NarrowRow from = row_of(own, at / count);
+      const bool there = from != nullptr && column < dim;
+      ptx::ld_global_v4_b32_if(bytes[word], from + (there ? column : 0), there);
+    }
+    ptx::mbarrier_wait_parity(empty, phase ^ 1);
+#pragma unroll
+    for (int word = 0; word < words; ++word) {
+      const int32_t at = 8 * word + lane / 4;
+      const uint32_t chunk = to[at % count].address();
+      // Of a warp's stores at a time, half write the first and half the second of their two words, in different banks.
+      const bool second_first = lane & 4;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const bool second = second_first != (k == 1);
+        const uint32_t eight[2] = {second ? bytes[word][2] : bytes[word][0], second ? bytes[word][3] : bytes[word][1]};
+        uint32_t packed[4];
+        widen_word<tile.stored, spec.dtype_qk, true>(eight, descale, packed);
+        const int32_t column = lane % 4 * 16 + (second ? 8 : 0);
+        ptx::st_shared_v4(chunk + fmha::mma::word_offset<Chunk>(warp + 4 * (at / count), column), packed);
+      }
+    }
+  }
+  template <int dim, int count>
+  FMHA_DEVICE void widen_part(int32_t part, const View& view, const HeadScalars& descales, const Chunk* block, int32_t first,
+                              bool with_tail, int32_t first_key, uint32_t phase) const {
+    constexpr int tail = 2 * P::chunks_half;
+    const NarrowRow own = key_row<NarrowRow>(view, first_key);
+    const float descale = scalar_of(descales, work.span.i_batch, work.i_head_kv, 1.f);
+    Barrier& empty = smem.empty[part];
+#pragma unroll 1
+    for (int32_t chunk = 0; chunk < count / 4 * 4; chunk += 4)
+      widen_chunks<dim, 4>(block + first + chunk, first + chunk, own, descale, empty, phase);
+    constexpr int rest = count % 4, rest_at = count - rest;
+    if constexpr (rest > 0) widen_chunks<dim, rest>(block + first + rest_at, first + rest_at, own, descale, empty, phase);
+    if (with_tail) widen_chunks<dim, 1>(block + tail, tail, own, descale, empty, phase);
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive_if(smem.full[part], true);
+  }
+  // Two threads a row.
+  template <int dim>
+  FMHA_DEVICE void prefetch(const View& view, int32_t first_key) const {
+    const int32_t j = first_key + int32_t(threadIdx.x % kWarpgroup) / 2;
+    if (j < 0 || j >= work.end) return;
+    const NarrowRow from = static_cast<NarrowRow>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
+    for (int32_t at = threadIdx.x % 2 * 128; at < dim; at += 256) ptx::prefetch_global_l2(from + at);
+  }
+  FMHA_DEVICE void prefetch_block(int32_t i) const {
+    if (i >= work.num_blocks) return;
+    const int32_t first_key = (work.last_block - i) * kKeys;
+    prefetch<spec.head_dim_qk>(p.k, first_key);
+    if constexpr (!P::v_in_k) prefetch<spec.head_dim_v>(p.v, first_key);
+  }
+
   FMHA_DEVICE void load_q() {
     copy_chunks<spec.head_dim_qk, P::chunks_k>(smem.q, 0, query_row(), p.q.data);
     copier.finish(smem.q_full);
@@ -75,14 +146,15 @@ struct Loader {
 
   // Chunks `first` to `first + count` of a block's K or V; with them the tail, if they have it.
   template <int dim, int count>
-  FMHA_DEVICE void load_part(int32_t part, const View& view, const ptx::TensorMap& map, const Chunk* block, int32_t first,
-                             bool with_tail, int32_t first_key, uint32_t phase) {
+  FMHA_DEVICE void load_part(int32_t part, const View& view, const HeadScalars& descales, const ptx::TensorMap& map, const Chunk* block,
+                             int32_t first, bool with_tail, int32_t first_key, uint32_t phase) {
+    if constexpr (widens) return widen_part<dim, count>(part, view, descales, block, first, with_tail, first_key, phase);
     constexpr int tail = 2 * P::chunks_half;
     Barrier& full = smem.full[part];
     copier.wait(smem.empty[part], phase ^ 1);
     // What follows the last key that some row sees is to be zeros.
     if (tile.box_rows == 0 || first_key + kKeys > work.end) {
-      const Row own = key_row(view, first_key);
+      const Row own = key_row<Row>(view, first_key);
       copy_chunks<dim, count>(block + first, first, own, view.data);
       if (with_tail) copy_chunks<dim, 1>(block + tail, tail, own, view.data);
       copier.finish(full);
@@ -103,20 +175,28 @@ struct Loader {
   }
 
   FMHA_DEVICE void run() {
+    if constexpr (widens) {
+      prefetch_block(0);
+      prefetch_block(1);
+    }
     load_q();
+    if constexpr (widens) copier.flush();
 #pragma unroll 1
     for (int32_t i = 0; i < work.num_blocks; ++i) {
       const int32_t slot = P::slot_of(i), first_key = (work.last_block - i) * kKeys;
       const uint32_t phase = P::phase_of(i);
-      if constexpr (!P::v_in_k) load_part<spec.head_dim_qk, P::chunks_k>(0, p.k, maps.k, smem.k[0], 0, false, first_key, phase);
+      if constexpr (widens) prefetch_block(i + 2);
+      if constexpr (!P::v_in_k)
+        load_part<spec.head_dim_qk, P::chunks_k>(0, p.k, p.descale_k, maps.k, smem.k[0], 0, false, first_key, phase);
 #pragma unroll 1
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t part = P::part_of(slot, half), first = half * P::chunks_half;
         if constexpr (P::v_in_k) {
           const bool with_tail = half == P::half_with_tail(slot);
-          load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, maps.k, smem.k[slot], first, with_tail, first_key, phase);
+          load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, p.descale_k, maps.k, smem.k[slot], first, with_tail, first_key,
+                                                      phase);
         } else {
-          load_part<spec.head_dim_v, P::chunks_half>(part, p.v, maps.v, smem.v, first, false, first_key, phase);
+          load_part<spec.head_dim_v, P::chunks_half>(part, p.v, p.descale_v, maps.v, smem.v, first, false, first_key, phase);
         }
       }
     }
