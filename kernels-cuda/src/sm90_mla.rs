@@ -1,4 +1,5 @@
-//! Latent attention on Hopper (MLA, absorbed): keys of 576 elements, whose first 512 are the values.
+//! Wide heads on Hopper: rows of Q and K of up to 576 elements and of V of up to 512; among them latent attention (MLA,
+//! absorbed), whose values are the first 512 elements of its keys.
 
 pub mod recipe;
 
@@ -6,10 +7,10 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{Bias, DType, Dims, FwdProblem, KvLayout, Refusal, Workspace, abi_spec, abi_struct};
+use fmha_core::{Bias, DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec, abi_struct};
 
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
-use crate::{sm90, split};
+use crate::{schedule, sm90, split};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90_mla";
@@ -22,25 +23,35 @@ pub const ROWS: u32 = 64;
 /// Keys of a block.
 pub const KEYS: u32 = 64;
 
-/// Elements of a key, and of a value.
+/// Most elements of a key, and of a value; those of latent attention.
 const DIM_QK: u32 = 576;
 const DIM_V: u32 = 512;
+
+/// Elements of a key, and of a value, up to which `sm90` takes them.
+const NARROW: u32 = 256;
 
 /// Threads of a CTA.
 pub const NUM_THREADS: u32 = 384;
 
-/// Dynamic shared memory of a CTA, of which Q and two blocks of K are 216 KiB; the entry asserts that the device agrees.
-pub const SMEM_BYTES: u32 = 3 * ROWS * DIM_QK * 2 + 2048;
+/// Columns of a chunk.
+const SPAN: i32 = 64;
+
+/// Bytes of a chunk of 64 rows or keys.
+const CHUNK_BYTES: i32 = SPAN * ROWS as i32 * 2;
 
 abi_spec! {
     /// How the kernel computes.
     pub struct Sm90MlaTile {
-        /// Rows of K that TMA brings at once, which lie in one page; 0: threads copy all of them.
+        /// Rows of K, and of V, that TMA brings at once, which lie in one page; 0: threads copy all of them.
         pub box_rows: i32 = Takes::among(&[0, 16, 32, 64]).tuned_over(&[0, 64]),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
+        /// V is the first elements of K's rows, which are read once; else it is read by itself, whatever it lies in.
+        pub v_in_k: bool = Takes::nothing(),
+        /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
+        pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
     }
@@ -53,8 +64,6 @@ abi_struct! {
         pub num_m_blocks: i32,
         /// Parts of the longest sequence's keys.
         pub num_parts: i32,
-        /// Keys of a part; 0 where there is one.
-        pub part_keys: i32,
         /// All tiles: of each kv head of each sequence, for each part.
         pub num_tiles: i32,
     }
@@ -75,6 +84,12 @@ impl Sm90MlaTile {
     /// A text that names the field and what does not go with it.
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
         let most = box_rows(problem);
+        if self.box_rows > 0 && self.stored.is_fp8() {
+            return Err(format!(
+                "tile box_rows={}: a cache of {} is widened on its way, which TMA does not",
+                self.box_rows, self.stored
+            ));
+        }
         if self.box_rows > 0 && (most == 0 || most % self.box_rows != 0) {
             return Err(format!(
                 "tile box_rows={}: {most} rows of K lie one after another wherever a box of them begins",
@@ -82,6 +97,15 @@ impl Sm90MlaTile {
             ));
         }
         Ok(())
+    }
+
+    /// Dynamic shared memory of a CTA: Q, and two blocks of K or one of K, one of V and P. The entry asserts that the device
+    /// agrees.
+    #[must_use]
+    pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
+        let (k, v) = (chunks(spec.head_dim_qk), 2 * chunks_of_half(spec));
+        let blocks = if self.v_in_k { 2 * k } else { k + v + 1 };
+        (k + blocks) * CHUNK_BYTES + 2048
     }
 
     /// Workspace: the parts of a split.
@@ -107,10 +131,19 @@ impl Sm90MlaTile {
         Ok(MlaSchedule {
             num_m_blocks: num_m_blocks as i32,
             num_parts: num_parts as i32,
-            part_keys: self.split_keys,
             num_tiles: num_tiles as i32,
         })
     }
+}
+
+/// Of a row's elements, the last one filled up with zeros.
+const fn chunks(dim: i32) -> i32 {
+    (dim + SPAN - 1) / SPAN
+}
+
+/// Of the columns of V, and of O, that a consumer warpgroup has.
+const fn chunks_of_half(spec: &FwdSpec) -> i32 {
+    (spec.head_dim_v + 2 * SPAN - 1) / (2 * SPAN)
 }
 
 /// Most tiles of a grid.
@@ -122,6 +155,11 @@ fn units(problem: &FwdProblem) -> (u64, u64) {
     let rows = u64::from(seqlen_q) * u64::from(problem.gqa_ratio());
     let num_m_blocks = rows.div_ceil(ROWS.into()).max(1);
     (u64::from(batch).saturating_mul(num_heads_kv.into()).saturating_mul(num_m_blocks), num_m_blocks)
+}
+
+/// K and V as they lie in memory.
+fn stored(problem: &FwdProblem) -> DType {
+    problem.cache.dtype.unwrap_or(problem.dtypes.qk)
 }
 
 /// Rows of K that lie one after another wherever a multiple of so many keys begins, as boxes of TMA have them; 0: none.
@@ -141,13 +179,18 @@ fn box_rows(problem: &FwdProblem) -> i32 {
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     let Dims { head_dim_qk, head_dim_v, seqlen_q, seqlen_k, .. } = problem.dims;
-    if (head_dim_qk, head_dim_v) != (DIM_QK, DIM_V) {
+    if head_dim_qk > DIM_QK || head_dim_v > DIM_V {
         return refuse(format!(
-            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v} is not {DIM_QK} with {DIM_V}"
+            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v} is larger than {DIM_QK} with {DIM_V}"
         ));
     }
-    if !problem.cache.v_in_k {
-        return refuse(format!("v_in_k is not said: V is the first {head_dim_v} elements of K's rows"));
+    if head_dim_qk <= NARROW && head_dim_v <= NARROW {
+        return refuse(format!(
+            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v}: neither is larger than {NARROW}"
+        ));
+    }
+    if problem.layout.v == VLayout::ColMajor {
+        return refuse("v_layout col-major: rows of V are read".to_owned());
     }
     let (qk, v, o) = (problem.dtypes.qk, problem.dtypes.v, problem.dtypes.o);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
@@ -157,16 +200,23 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         return refuse(format!("dtype_o {o} is not of 16 or 32 bits"));
     }
     if let Some(cache) = problem.cache.dtype {
-        return refuse(format!("dtype_cache {cache} beside {qk} is not taken"));
+        if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
+            return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+        }
+        if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
+            return refuse(format!(
+                "dtype_cache {cache} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole copies of 16"
+            ));
+        }
     }
     if problem.cache.tree_mask {
         return refuse(format!("tree_mask of {seqlen_q} queries"));
     }
-    if let Some(cap) = problem.score.softcap {
-        return refuse(format!("softcap {cap} is not taken"));
-    }
-    if problem.score.bias != Bias::None {
-        return refuse(format!("bias {:?} is not taken", problem.score.bias));
+    // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
+    let scale = problem.resolved_softmax_scale();
+    let alibi_alone = matches!(problem.score.bias, Bias::Alibi { .. }) && problem.score.softcap.is_none();
+    if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
+        return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
     }
     if problem.drops() || problem.dropout.write_keep_mask {
         return refuse(format!("dropout of p_drop {} is not taken", problem.dropout.p_drop));
@@ -182,10 +232,12 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    let odd = |&(_, _, stride): &(&str, &str, i64)| stride % 8 != 0 || stride >= 1 << 39;
+    let multiple = |name: &str| if name != "q" && problem.cache.dtype.is_some() { 16 } else { 8 };
+    let odd = |&(name, _, stride): &(&str, &str, i64)| stride % multiple(name) != 0 || stride >= 1 << 39;
     if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
         return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as copies of 16 bytes and TMA need"
+            "{name}.{axis} stride {stride} is not a multiple of {} below 2^39, as copies of 16 bytes and TMA need",
+            multiple(name)
         ));
     }
     Ok(())
@@ -198,10 +250,14 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let elems = 16 / problem.dtypes.o.size_bytes() as i64;
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
     Sm90MlaTile {
-        box_rows: box_rows(problem),
+        box_rows: if problem.cache.dtype.is_some() { 0 } else { box_rows(problem) },
+        stored: stored(problem),
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
         lazy_rescale_log2: 8,
-        vector_store: whole(strides.batch, shape.batch)
+        v_in_k: problem.cache.v_in_k
+            && (problem.dims.head_dim_qk, problem.dims.head_dim_v) == (DIM_QK, DIM_V),
+        vector_store: i64::from(problem.dims.head_dim_v) % elems == 0
+            && whole(strides.batch, shape.batch)
             && whole(strides.seq, shape.seq)
             && whole(strides.head, shape.head),
         split_keys: split_keys(problem, num_sms),
@@ -237,7 +293,7 @@ fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
     }
 }
 
-/// The kernel for a spec and a tile: arguments `FwdParams`, K's tensor map, [`MlaSchedule`].
+/// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`].
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
     // How long a part is, is an argument: the text says only that there are some.
@@ -247,57 +303,24 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
         include: HEADER,
         constants: &constants,
         bounds: "__launch_bounds__(mla::kNumThreads, 1)",
-        params: "const __grid_constant__ FwdParams p, const __grid_constant__ ptx::TensorMap map, \
+        params: "const __grid_constant__ FwdParams p, const __grid_constant__ mla::Maps maps, \
                  const __grid_constant__ MlaSchedule schedule",
         call: &format!(
-            "static_assert(mla::kNumThreads == {NUM_THREADS} && sizeof(mla::Smem) <= {SMEM_BYTES}, \
-             \"host and device disagree\"); mla::fwd<kSpec, kTile>(p, map, schedule);"
+            "static_assert(mla::kNumThreads == {NUM_THREADS} && sizeof(mla::Smem<kSpec, kTile>) <= {}, \
+             \"host and device disagree\"); mla::fwd<kSpec, kTile>(p, maps, schedule);",
+            tile.smem_bytes(spec)
         ),
     };
-    let dtype = spec.dtype_qk;
+    let (dtype, half) = (spec.dtype_qk, chunks_of_half(spec) * SPAN);
     crate::source(entry.render(), move || {
         let sums = Sums::F32;
         let shapes = [
             WgmmaShape { dtype, n: 64, a: OperandA::Shared, sums },
-            WgmmaShape { dtype, n: 256, a: OperandA::Shared, sums },
-            WgmmaShape { dtype, n: 256, a: OperandA::Registers, sums },
+            WgmmaShape { dtype, n: half, a: OperandA::Shared, sums },
+            WgmmaShape { dtype, n: half, a: OperandA::Registers, sums },
         ];
-        [wgmma::header(&shapes), host_header()]
+        [wgmma::header(&shapes), schedule::header(), host_header()]
     })
-}
-
-/// Threads of a CTA of the merging kernel, which merges one row.
-pub const MERGE_THREADS: u32 = 512;
-
-/// The merging kernel: `FwdParams` of the whole call, and [`KvParts`](split::KvParts).
-#[must_use]
-pub fn merge(spec: &FwdSpec, part_keys: i32) -> KernelSource {
-    let constants: [(&str, &dyn Literal); 1] = [("kSpec", spec)];
-    let entry = Entry {
-        include: "fmha/sm90/mla/merge.cuh",
-        constants: &constants,
-        bounds: "__launch_bounds__(mla::kMergeThreads)",
-        params: "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts",
-        call: &format!(
-            "static_assert(mla::kMergeThreads == {MERGE_THREADS}, \"host and device disagree\"); mla::merge<kSpec, {part_keys}>(p, parts);"
-        ),
-    };
-    crate::source(entry.render(), || [split::header()])
-}
-
-/// CTAs of the merging kernel, one a row.
-///
-/// # Errors
-/// More rows than a grid has.
-pub fn merge_grid(problem: &FwdProblem) -> Result<u32, String> {
-    let Dims { batch, seqlen_q, num_heads_q, .. } = problem.dims;
-    let rows = u64::from(batch).saturating_mul(num_heads_q.into()).saturating_mul(seqlen_q.into());
-    match u32::try_from(rows) {
-        Ok(rows) if u64::from(rows) <= MAX_TILES => Ok(rows.max(1)),
-        _ => Err(format!(
-            "batch {batch}, num_heads_q {num_heads_q} and seqlen_q {seqlen_q} make {rows} rows to merge"
-        )),
-    }
 }
 
 /// `fmha/sm90_mla_host.h`: what this file shares with the device.
@@ -312,7 +335,7 @@ fn host_header() -> Header {
 
 #[cfg(test)]
 mod tests {
-    use fmha_core::{Append, VLayout};
+    use fmha_core::Append;
 
     use super::*;
 
@@ -338,11 +361,24 @@ mod tests {
         appended.cache.append = Some(Append::batch(&appended, 1));
         assert!(accepts(&appended).is_ok());
         type Change = fn(&mut FwdProblem);
-        let refused: [(&str, Change); 7] = [
-            ("v_in_k", |p| p.cache.v_in_k = false),
-            ("head_dim_v 256", |p| p.dims.head_dim_v = 256),
-            ("softcap 30", |p| p.score.softcap = Some(30.0)),
-            ("dtype_cache e4m3fn", |p| p.cache.dtype = Some(DType::E4m3Fn)),
+        let taken: [Change; 5] = [
+            |p| p.cache.dtype = Some(DType::E4m3Fn),
+            |p| p.cache.v_in_k = false,
+            |p| p.dims.head_dim_v = 256,
+            |p| p.score.softcap = Some(30.0),
+            |p| (p.dims.head_dim_qk, p.dims.head_dim_v) = (16, 257),
+        ];
+        for change in taken {
+            let mut problem = latent(2, 16, 100);
+            change(&mut problem);
+            assert!(accepts(&problem).is_ok(), "{:?}", accepts(&problem));
+        }
+        let refused: [(&str, Change); 8] = [
+            ("head_dim_v 256: neither", |p| (p.dims.head_dim_qk, p.dims.head_dim_v) = (256, 256)),
+            ("head_dim_v 520", |p| p.dims.head_dim_v = 520),
+            ("v_layout col-major", |p| p.layout.v = VLayout::ColMajor),
+            ("dtype_cache e4m3fnuz", |p| p.cache.dtype = Some(DType::E4m3Fnuz)),
+            ("k.seq stride 584", |p| (p.cache.dtype, p.strides.k.seq) = (Some(DType::E4m3Fn), 584)),
             ("sink_columns 4", |p| p.mask.sink_columns = 4),
             ("k.seq stride 580", |p| p.strides.k.seq = 580),
             ("dtype_o e4m3fn", |p| p.dtypes.o = DType::E4m3Fn),

@@ -382,13 +382,24 @@ fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Of latent attention: whole rows and parts of the keys, contiguous and in pages.
+/// Of latent attention and of wide heads: whole rows and parts of the keys, contiguous and in pages.
 fn latent_kernels() -> Vec<(String, KernelSource)> {
-    let plain = |mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, 576, mask) };
+    let wide = |dim, mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, mask) };
+    let plain = |mask| wide(576, mask);
     let (full, upper) = (plain(MaskKind::Full), plain(MaskKind::Upper));
     let paged = FwdSpec { kv_layout: KvKind::Paged, ..upper };
     let part = split::part_spec(&paged);
-    let tile = Sm90MlaTile { box_rows: 64, lazy_rescale_log2: 8, vector_store: true, split_keys: 0 };
+    let tile = Sm90MlaTile {
+        box_rows: 64,
+        lazy_rescale_log2: 8,
+        vector_store: true,
+        v_in_k: true,
+        stored: DType::Bf16,
+        split_keys: 0,
+    };
+    let narrow = Sm90MlaTile { box_rows: 0, stored: DType::E4m3Fn, ..tile };
+    let apart = Sm90MlaTile { v_in_k: false, ..tile };
+    let of_512 = wide(512, MaskKind::Upper);
     [
         ("full", full, tile),
         ("part_of_pages", part, Sm90MlaTile { split_keys: 64, ..tile }),
@@ -398,8 +409,24 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         (
             "upper_f16",
             FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..upper },
-            tile,
+            Sm90MlaTile { stored: DType::F16, ..tile },
         ),
+        ("bias", FwdSpec { bias: BiasKind::Elementwise, dtype_bias: DType::Bf16, ..upper }, tile),
+        ("upper_apart", upper, apart),
+        ("512_upper", of_512, apart),
+        (
+            "512_band_copied",
+            FwdSpec { softcap: true, ..wide(512, MaskKind::Band) },
+            Sm90MlaTile { box_rows: 0, ..apart },
+        ),
+        (
+            "512_part_of_pages",
+            split::part_spec(&FwdSpec { bias: BiasKind::Alibi, kv_layout: KvKind::Paged, ..of_512 }),
+            Sm90MlaTile { split_keys: 64, ..apart },
+        ),
+        ("part_of_fp8", split::part_spec(&upper), Sm90MlaTile { split_keys: 64, ..narrow }),
+        ("512_upper_fp8", of_512, Sm90MlaTile { v_in_k: false, ..narrow }),
+        ("320_upper", FwdSpec { head_dim_v: 320, ..wide(320, MaskKind::Upper) }, apart),
     ]
     .map(|(name, spec, tile)| (format!("sm90_mla_{name}"), sm90_mla::fwd(&spec, &tile)))
     .into()

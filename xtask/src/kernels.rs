@@ -326,17 +326,20 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..AMPERE
     },
-    // Latent attention: several blocks, which two warpgroups take in turn, by TMA and by copies; keys in parts.
+    // Wide heads and latent attention: several blocks, which two warpgroups take in turn, by TMA and by copies; keys in parts.
     Row {
         kernel: Some("sm90_mla"),
-        in_test: Cases { filter: "^decode/latent/bf16/s(1x130|2x330)/", deal: 1 },
-        in_all: Cases { filter: "^decode/(latent|v_in_k/.*d576x512)/.*b?f16", deal: 1 },
+        in_test: Cases {
+            filter: "^decode/(latent/bf16/s(1x130|2x330)|wide/bf16/d(576x512|64x384))/",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/(latent|wide|v_in_k/.*d576x512)/.*b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
     Row {
         kernel: Some("sm90_mla"),
         tile: Some("split_keys=64"),
-        in_all: Cases { filter: "^decode/latent/.*b?f16", deal: 1 },
+        in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
     // Less shared memory, other tiles.

@@ -1,4 +1,4 @@
-//! Latent attention on Hopper: which problems it takes, its tile, its launches.
+//! Wide heads and latent attention on Hopper: which problems it takes, its tile, its launches.
 
 use crate::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
 use crate::split::{self, KvParts};
@@ -6,12 +6,13 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind, check_addresses};
+use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidFwd, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
 
 use crate::cache_update::launch as update;
-use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
-use crate::tma::{TensorMap, TensorMapFacts};
+use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
+use crate::split::launch as parts;
+use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
 /// The kernel, with what its launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -54,7 +55,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
             let mut tile = own;
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             tile.check(problem)?;
-            facts.has_room_for(&tile, text::SMEM_BYTES as i32, 1)?;
+            facts.has_room_for(&tile, tile.smem_bytes(&spec), 1)?;
             Ok(tile)
         };
         // Tiles are measured as a plan without options has them.
@@ -73,16 +74,12 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
             kernel: text::NAME,
             source: text::fwd(&own_spec, &own_tile),
             grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), text::NUM_THREADS),
-            shared_bytes: text::SMEM_BYTES,
+            shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: facts.num_sms.into(),
         };
-        let mut merge = None;
-        if is_split {
-            let groups = text::merge_grid(problem).map_err(refuse)?;
-            let grid = Grid { dependent: true, ..Grid::new(groups, text::MERGE_THREADS) };
-            merge = Some(row_launch(MERGE_NAME, text::merge(&spec, tile.split_keys), grid, facts));
-        }
+        let merge =
+            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, tile.stored), facts));
         let update = update::launch_before(UPDATE_NAME, problem, facts);
         let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
         Ok(Choice {
@@ -99,7 +96,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
             },
             details: vec![
-                ("tile", "64 x 64, 2 stages".to_owned()),
+                ("tile", format!("64 x 64, {}", if tile.v_in_k { "2 stages" } else { "1 stage" })),
                 tile_from.detail(),
                 ("order", "a CTA a tile, row blocks of a part side by side".to_owned()),
                 ("schedule", schedule_words(&tile, &schedule)),
@@ -118,6 +115,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
         let operands = [
             ("q", args.q.as_ptr() as u64, ALIGN, !turned),
             ("k", args.k_slice().as_ptr() as u64, ALIGN, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, ALIGN, has_keys && !tile.v_in_k),
             ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
         ];
         check_addresses(text::NAME, operands)
@@ -128,19 +126,18 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
             return Err(ProblemError::new("plan", "plan: kernel sm90_mla has 0 tiles chosen").into());
         };
         let fwd = steps.main();
-        let mut map =
-            if tile.box_rows > 0 { map_facts(call, &tile).encode::<V::Driver>()? } else { TensorMap::UNREAD };
+        let mut maps = Maps::of::<V::Driver>(call, &tile)?;
         let whole = bind::fwd_params(call.problem, call.args);
         // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
         let (mut whole, _) =
             unsafe { update::run(steps.before(), call, whole, tile.workspace(call.problem))? };
         let mut parts = KvParts::new(call.problem, tile.split_keys, text::KEYS as i32, whole.workspace.0);
         let mut part = if tile.split_keys > 0 { parts.params(&whole) } else { whole };
-        // SAFETY: the kernel takes FwdParams, K's map and MlaSchedule; `check_fwd` saw that the memory covers the problem, and
+        // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the problem, and
         // that the workspace, in which O and LSE of parts lie, is as large as the plan says.
         unsafe {
             fwd.launch(
-                &mut [(&raw mut part).cast(), (&raw mut map).cast(), (&raw mut schedule).cast()],
+                &mut [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()],
                 call.stream,
             )?;
         }
@@ -157,24 +154,58 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
     }
 }
 
-/// What TMA has to know of K: (dim, row, head, batch or page).
-fn map_facts(call: &FwdCall<'_>, tile: &Sm90MlaTile) -> TensorMapFacts<4, 3> {
-    let problem = call.problem;
-    let k = problem.extents(call.args.seq.totals).k;
-    let strides = problem.strides.k;
+/// A kernel argument: what TMA has to know of K and V.
+#[derive(Clone, Copy)]
+#[repr(C, align(128))]
+struct Maps {
+    k: TensorMap,
+    v: TensorMap,
+}
+
+impl Maps {
+    /// Of a call; unread where threads copy, and V's where it lies in K.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    fn of<D: EncodeTensorMap>(call: &FwdCall<'_>, tile: &Sm90MlaTile) -> Result<Self> {
+        let mut maps = Self { k: TensorMap::UNREAD, v: TensorMap::UNREAD };
+        if tile.box_rows > 0 {
+            let (problem, extents) = (call.problem, call.problem.extents(call.args.seq.totals));
+            let args = call.args;
+            maps.k =
+                map_facts(call, tile, ("k", args.k_slice().as_ptr() as u64, extents.k, problem.strides.k))
+                    .encode::<D>()?;
+            if !tile.v_in_k {
+                maps.v = map_facts(
+                    call,
+                    tile,
+                    ("v", args.v_slice().as_ptr() as u64, extents.v, problem.strides.v),
+                )
+                .encode::<D>()?;
+            }
+        }
+        Ok(maps)
+    }
+}
+
+/// Of K or V, which are named with their address, extents and strides: (dim, row, head, batch or page).
+fn map_facts(
+    call: &FwdCall<'_>,
+    tile: &Sm90MlaTile,
+    (name, address, shape, strides): (&'static str, u64, Shape, Strides),
+) -> TensorMapFacts<4, 3> {
     // The driver wants a stride for an axis of one too: any that it takes.
     let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
-    let there = k.seq > 0 && k.batch > 0;
     TensorMapFacts {
-        name: "k",
-        dtype: problem.dtypes.qk,
+        name,
+        dtype: call.problem.dtypes.qk,
         // A tensor without rows is never read, but a map needs an address.
-        address: if there { call.args.k_slice().as_ptr() as u64 } else { call.args.q.as_ptr() as u64 },
-        dims: [k.dim, k.seq.max(1), k.head, k.batch.max(1)].map(u64::from),
+        address: if shape.seq > 0 && shape.batch > 0 { address } else { call.args.q.as_ptr() as u64 },
+        dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch.max(1)].map(u64::from),
         strides_bytes: [
-            bytes(strides.seq, k.seq),
-            bytes(strides.head, k.head),
-            bytes(strides.batch, k.batch),
+            bytes(strides.seq, shape.seq),
+            bytes(strides.head, shape.head),
+            bytes(strides.batch, shape.batch),
         ],
         box_dims: [64, tile.box_rows.unsigned_abs(), 1, 1],
     }
@@ -218,10 +249,12 @@ impl<V: Nvidia> Tunable<ValidFwd, V> for Sm90Mla {
 }
 
 fn schedule_words(tile: &Sm90MlaTile, schedule: &MlaSchedule) -> String {
-    let mut words = vec!["K read once for its values too, 2 consumer warpgroups".to_owned()];
+    let of_v = if tile.v_in_k { "K read once for its values too" } else { "K and V read by themselves" };
+    let mut words = vec![format!("{of_v}, 2 consumer warpgroups")];
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.push(match tile.box_rows {
+        0 if tile.stored.is_fp8() => format!("loads of 16 bytes, widened from {}", tile.stored),
         0 => "loads by copies of 16 bytes".to_owned(),
         rows => format!("TMA of {rows} keys at a time"),
     });

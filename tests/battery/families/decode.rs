@@ -2,7 +2,8 @@
 //! laws that such calls keep.
 
 use fmha_core::{
-    Append, DType, Descale, Dims, FwdProblem, KvLayout, QLayout, Rotary, RotaryPairs, Strides, Totals,
+    Append, Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,
+    Rotary, RotaryPairs, Strides, Totals,
 };
 
 use super::edges::{data, masked};
@@ -23,6 +24,7 @@ pub(crate) fn cases() -> Vec<Case> {
     quantised(&mut cases);
     latent(&mut cases);
     latent_blocks(&mut cases);
+    wide_blocks(&mut cases);
     trees(&mut cases);
     trees_apart(&mut cases);
     mixed(&mut cases);
@@ -324,6 +326,50 @@ fn latent_blocks(cases: &mut Vec<Case>) {
         let mut problem = FwdProblem::group(dtype, sizes).mask(masked(dtype, sizes, "b").mask);
         (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
         push(cases, name, problem, Lengths::packed(&[(3, 200), (1, 65), (2, 0)]));
+    }
+}
+
+/// Rows of K and V beyond 256 elements, apart, over several blocks of keys: more of K or of V, halves of V with and without a
+/// last chunk of their own, an odd and an even number of blocks, rows of more than one tile, pages, modifiers.
+fn wide_blocks(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (qk, v, (seqlen_q, seqlen_k), (heads, heads_kv), mask, page_size, modifier) in [
+            (512, 512, (70, 200), (2, 1), "b", None, ""),
+            (576, 512, (1, 260), (16, 1), "0", None, "sink"),
+            (512, 512, (3, 321), (4, 2), "b:100,0", Some(64), "alibi"),
+            (320, 320, (130, 130), (2, 2), "t:60,70", None, "softcap"),
+            (512, 64, (2, 129), (40, 1), "b", Some(1), ""),
+            (64, 384, (5, 190), (2, 1), "b", Some(16), "bias"),
+            (264, 272, (2, 90), (2, 2), "0", Some(7), "negative"),
+        ] {
+            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let name = format!("decode/wide/{dtype}/d{qk}x{v}/s{seqlen_q}x{seqlen_k}/{mask}/{layout}");
+            let sizes = Dims { head_dim_v: v, batch: 2, ..dims(seqlen_q, seqlen_k, (heads, heads_kv), qk) };
+            let mut problem = masked(dtype, sizes, mask);
+            let most = seqlen_k.cast_signed();
+            problem.layout.seqused_k = true;
+            let mut lengths = Lengths { seqused_k: vec![most - 3, most / 2], ..Lengths::default() };
+            if let Some(page_size) = page_size {
+                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+            }
+            match modifier {
+                "sink" => problem.score.sink = true,
+                "negative" => problem.score.softmax_scale = Some(-0.05),
+                "softcap" => problem.score.softcap = Some(5.0),
+                "alibi" => problem.score.bias = Bias::Alibi { per_batch: false },
+                "bias" => {
+                    let broadcast = BiasBroadcast::OneHead;
+                    let strides = Strides::bhsd(problem.shape_bias(broadcast));
+                    problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+                }
+                _ => {}
+            }
+            push(cases, name, problem, lengths);
+        }
+        let name = format!("decode/wide/{dtype}/packed");
+        let sizes = dims(130, 200, (4, 2), 512);
+        let problem = FwdProblem::group(dtype, sizes).mask(masked(dtype, sizes, "b").mask);
+        push(cases, name, problem, Lengths::packed(&[(130, 200), (1, 65), (2, 0)]));
     }
 }
 

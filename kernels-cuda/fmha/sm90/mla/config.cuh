@@ -1,8 +1,10 @@
-// The derived numbers, the roles and the shared memory of the latent-attention kernel.
+// The derived numbers, the roles and the shared memory of the kernel of wide heads.
 #pragma once
+#include <fmha/common/score_modifiers.cuh>
 #include <fmha/common/softmax.cuh>
 #include <fmha/mma/sm90.cuh>
 #include <fmha/ptx/mbarrier.cuh>
+#include <fmha/ptx/tma.cuh>
 #include <fmha/range.h>
 #include <fmha/sm90_mla_host.h>
 
@@ -10,14 +12,11 @@ namespace fmha::mla {
 
 namespace mma = fmha::mma::sm90;
 
-using mma::SmemTile;
 using ptx::Barrier;
 
 constexpr int kRows = 64;   // (query, head) pairs of a CTA
 constexpr int kKeys = 64;   // of a block
-constexpr int kHalf = 256;  // columns of V, and of O, to a consumer warpgroup
-constexpr int kTail = 64;   // columns of Q and K that V lacks
-constexpr int kDimQk = 2 * kHalf + kTail, kDimV = 2 * kHalf;
+constexpr int kSpan = 64;   // columns of a chunk, 128 bytes
 
 constexpr int kWarpgroup = mma::kWarpgroup;
 constexpr int kNumThreads = 3 * kWarpgroup;  // one warpgroup loads, two consume
@@ -33,10 +32,11 @@ constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
 constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1
 constexpr int kBothGroups = 2 * kWarpgroup;
 
-// What headers read that know no architecture: the fields of this tile, and what others have and it has not.
+// What headers read that know no architecture: the fields of this tile, and what others have and it has not. With
+// `bias_stages` a bias is not prefetched into registers, of which O leaves too few.
 struct SharedTile {
   int32_t block_m, block_n, lazy_rescale_log2;
-  static constexpr int cluster = 1, bias_stages = 0, wait_anchor = 0;
+  static constexpr int cluster = 1, bias_stages = 1, wait_anchor = 0;
   static constexpr bool pack_gqa = true, fast_softcap = false, cluster_heads = false;
 };
 FMHA_DEVICE constexpr bool sums_output_first(const SharedTile&) { return false; }
@@ -47,32 +47,78 @@ FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90MlaTile& 
   return spec.dtype_v == DType::Bf16 ? offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2) : 0;
 }
 
-// 64 rows of Q, or a block of K, whose first 512 columns are V's. Each half of them is what one warpgroup multiplies P by.
-struct LatentTile {
-  using Half = SmemTile<uint16_t, kRows, kHalf>;
-  using Tail = SmemTile<uint16_t, kRows, kTail>;
-  Half half[2];
-  Tail tail;
-};
+// 64 rows or keys by 64 columns. Rows of Q, K and V are chunks, zeros behind their last element; so are O's columns dealt out:
+// each warpgroup has a half of V's chunks.
+using Chunk = mma::SmemTile<uint16_t, kRows, kSpan>;
 static_assert(kRows == kKeys, "queries and keys lie alike");
 
-// Two blocks of K are in shared memory at a time: an even one in slot 0, whose scores warpgroup 0 computes, and an odd one in
-// slot 1, of warpgroup 1. Once a block's scores are there its tail is read no more, and takes its probabilities.
+// A block of keys comes in parts, each with barriers of its own.
 //
-// A slot is filled and released in two parts, one a warpgroup: the half of V that it multiplies P by, and the tail to the
-// part of the warpgroup that reads the other's probabilities there.
-struct Smem {
-  LatentTile q;
-  LatentTile k[2];
-  float row_max[2][kRows];  // the running maxima after the last block of either slot
+// Where V is the first columns of K (`v_in_k`), two blocks are in shared memory at a time: an even one in slot 0, whose scores
+// warpgroup 0 computes, and an odd one in slot 1, of warpgroup 1. A part is what one warpgroup multiplies P by: a half of V's
+// chunks. Once a block's scores are there its last chunk, the tail, is read no more, and takes its probabilities; it comes
+// with the part of the warpgroup that reads the other's probabilities there.
+//
+// Else there is one slot of K and one of V: the next K comes beneath the exponentials and the products of V, the next V
+// beneath the scores. Parts are K, and the halves of V.
+template <FwdSpec spec, Sm90MlaTile tile>
+struct Plan {
+  static constexpr bool v_in_k = tile.v_in_k;
+  static constexpr int chunks_k = ceil_div(spec.head_dim_qk, kSpan);
+  static constexpr int chunks_half = ceil_div(spec.head_dim_v, 2 * kSpan), columns_half = chunks_half * kSpan;
+  static constexpr int slots = v_in_k ? 2 : 1, parts = v_in_k ? 4 : 3;
+  static_assert(!v_in_k || (spec.head_dim_v % (2 * kSpan) == 0 && spec.head_dim_qk == spec.head_dim_v + kSpan),
+                "sm90_mla: a V in K leaves one chunk of K for P");
+
+  FMHA_DEVICE static int32_t slot_of(int32_t block) { return v_in_k ? block % 2 : 0; }
+  FMHA_DEVICE static uint32_t phase_of(int32_t block) { return v_in_k ? block / 2 % 2 : block % 2; }
+  // The part with a half of a slot's V.
+  FMHA_DEVICE static constexpr int part_of(int slot, int half) { return v_in_k ? 2 * slot + half : 1 + half; }
+  // The half with which the tail of a slot comes.
+  FMHA_DEVICE static constexpr int half_with_tail(int slot) { return 1 - slot; }
+};
+
+// V and the probabilities where they have room of their own.
+template <int chunks_half, bool v_in_k>
+struct ValueChunks {
+  Chunk v[2 * chunks_half];
+  Chunk probs;
+};
+template <int chunks_half>
+struct ValueChunks<chunks_half, true> {};
+
+template <FwdSpec spec, Sm90MlaTile tile>
+struct Smem : ValueChunks<Plan<spec, tile>::chunks_half, tile.v_in_k> {
+  using P = Plan<spec, tile>;
+  Chunk q[P::chunks_k];
+  Chunk k[P::slots][P::chunks_k];
+  float row_max[2][kRows];  // the running maxima after the last block of either warpgroup
   float row_sum[2][kRows];  // each warpgroup's part
   uint32_t suspect[kRows];  // rows that warpgroup 1 has found not finite
   Barrier q_full;           // one arrival per thread of the load role
-  Barrier k_full[2][2];     // by slot and half of V; one arrival per thread of the load role, and TMA's bytes
-  Barrier k_empty[2][2];    // one arrival per warp of the half's warpgroup
+  Barrier full[P::parts];   // one arrival per thread of the load role, and TMA's bytes
+  Barrier empty[P::parts];  // one arrival per warp of the warpgroup that reads it: of V's half, or of K's block
+
+  FMHA_DEVICE const Chunk* half_of_v(int slot, int half) const {
+    if constexpr (P::v_in_k) {
+      return k[slot] + half * P::chunks_half;
+    } else {
+      return this->v + half * P::chunks_half;
+    }
+  }
+  // Where the probabilities of a slot's block lie.
+  FMHA_DEVICE const Chunk& probs_of(int slot) const {
+    if constexpr (P::v_in_k) {
+      return k[slot][2 * P::chunks_half];
+    } else {
+      return this->probs;
+    }
+  }
 };
 
-// The half with which the tail of a slot is filled and released: that of the warpgroup which reads P there.
-FMHA_DEVICE constexpr int half_with_tail(int slot) { return 1 - slot; }
+// Of K and V: (dim, row, head, batch or page).
+struct Maps {
+  ptx::TensorMap k, v;
+};
 
 }  // namespace fmha::mla

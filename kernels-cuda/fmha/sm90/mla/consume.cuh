@@ -1,4 +1,4 @@
-// The consume role: two warpgroups, 64 rows together. Of O each has 256 columns; of the blocks warpgroup 0 has the even ones
+// The consume role: two warpgroups, 64 rows together. Of O each has half of the columns; of the blocks warpgroup 0 has the even ones
 // and warpgroup 1 the odd ones, counted as the tile walks them: it computes their scores and probabilities, once, multiplies
 // them by its half of V, and leaves them in shared memory for the other half.
 //
@@ -20,13 +20,15 @@ struct Consumer {
   static constexpr DType dtype = spec.dtype_qk;
   static constexpr int other = 1 - group, sign = spec.negative_scale ? -1 : 1;
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
+  using P = Plan<spec, tile>;
   using RowSoftmax = Softmax<shared(tile), p_offset_log2(spec, tile)>;
+  using Output = mma::Accumulator<P::columns_half>;
 
   const FwdParams& p;
   const Work& work;
-  Smem& smem;
-  // A scale of 0 would turn the -inf of hidden scores into NaN: f32's smallest number scales every score to 0 too.
-  const float scale_log2 = fmaxf(fabsf(p.softmax_scale), 1.4e-45f) * kLog2E;
+  Smem<spec, tile>& smem;
+  const Modifiers<spec, shared(tile)> modifiers{p, 1.f};
+  const float scale_log2 = modifiers.scale_log2();
   const int32_t tile_row = mma::fragment_row();  // the thread's first of two, 8 apart
   const bool first_lane = threadIdx.x % 32 == 0;
 
@@ -39,16 +41,38 @@ struct Consumer {
 
   // S of the i-th block, this warpgroup's. Starts, does not wait.
   FMHA_DEVICE void start_scores(int32_t i) {
-    const uint32_t phase = i / 2 % 2;
-    const LatentTile& k = smem.k[group];
-    ptx::mbarrier_wait_parity(smem.k_full[group][0], phase);
-    ptx::wgmma_fence();
-    issue_abt<dtype, sign>(s, smem.q.half[0], k.half[0], false);
-    ptx::mbarrier_wait_parity(smem.k_full[group][1], phase);
-    ptx::wgmma_fence();
-    issue_abt<dtype, sign>(s, smem.q.half[1], k.half[1], true);
-    issue_abt<dtype, sign>(s, smem.q.tail, k.tail, true);
+    const uint32_t phase = P::phase_of(i);
+    if constexpr (P::v_in_k) {
+      constexpr int half = P::chunks_half;
+      const Chunk* k = smem.k[group];
+      ptx::mbarrier_wait_parity(smem.full[P::part_of(group, 0)], phase);
+      ptx::wgmma_fence();
+      issue_abt<dtype, sign, half>(s, smem.q, k, false);
+      ptx::mbarrier_wait_parity(smem.full[P::part_of(group, 1)], phase);
+      ptx::wgmma_fence();
+      issue_abt<dtype, sign, half>(s, smem.q + half, k + half, true);
+      issue_abt<dtype, sign, 1>(s, smem.q + 2 * half, k + 2 * half, true);
+    } else {
+      ptx::mbarrier_wait_parity(smem.full[0], phase);
+      ptx::wgmma_fence();
+      issue_abt<dtype, sign, P::chunks_k>(s, smem.q, smem.k[0], false);
+    }
     ptx::wgmma_commit_group();
+  }
+
+  // What scores are besides products of Q and K.
+  FMHA_DEVICE void modify(int32_t i) {
+    if constexpr (modifies_score(spec)) {
+      fmha::Work tile_work;
+      tile_work.i_batch = work.span.i_batch;
+      tile_work.storage_batch = work.span.storage_batch;
+      tile_work.q_row = work.span.q_row;
+      tile_work.k_row = work.span.k_row;
+      tile_work.seqlen_q = work.span.seqlen_q;
+      tile_work.seqlen_k = work.span.seqlen_k;
+      tile_work.i_head = work.i_head_kv * p.gqa_ratio;
+      modifiers.apply(s, {}, tile_work, work.first_row + tile_row, work.last_block - i);
+    }
   }
 
   // -inf where the mask or the sequence's end hides a key of the i-th block.
@@ -121,9 +145,10 @@ struct Consumer {
   }
   // P to shared memory, and with the running maxima to the other warpgroup.
   FMHA_DEVICE void hand_over() {
-    // Every warp's products of scores have read the tail that takes P.
+    // Where V is in K every warp's products of scores have read the tail that takes P; else its products with the other
+    // warpgroup's P have read the chunk that takes this one.
     ptx::bar_sync<kWarpgroup>(kScoresRead + group);
-    store_probs(smem.k[group].tail, probs);
+    store_probs(smem.probs_of(group), probs);
     if (threadIdx.x % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) smem.row_max[group][tile_row + 8 * r] = softmax.rows[r].row_max;
@@ -154,37 +179,44 @@ struct Consumer {
     }
   }
 
-  FMHA_DEVICE void start_other() { mla::start_other<dtype>(o, smem.k[other].tail, smem.k[other].half[group]); }
-
-  // The products of a slot are done with this warpgroup's part of it.
+  // The products are done with this warpgroup's half of a block's V.
   FMHA_DEVICE void finish_and_release(int32_t slot) {
     ptx::wgmma_wait_group<0>();
     ptx::written_here(o.elems);
-    ptx::mbarrier_arrive_if(smem.k_empty[slot][group], first_lane);
+    release(P::part_of(slot, group));
+  }
+  FMHA_DEVICE void release(int part) { ptx::mbarrier_arrive_if(smem.empty[part], first_lane); }
+  // Of a V of its own the half is waited for.
+  FMHA_DEVICE void wait_for_values(int32_t i) {
+    if constexpr (!P::v_in_k) ptx::mbarrier_wait_parity(smem.full[P::part_of(0, group)], P::phase_of(i));
   }
 
   // Its own i-th block: scores, probabilities, products with its half of V.
   FMHA_DEVICE void do_own(int32_t i) {
     start_scores(i);
     wait_for_scores();
+    if constexpr (!P::v_in_k) release(0);
+    modify(i);
     mask(i);
     float shift[2];
     raise_maxima(shift);
     rescale();
+    wait_for_values(i);
     // The products with the first half of P run beneath the exponentials of the second.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       exponentiate(half, shift);
-      mla::start_own<dtype>(o, probs, smem.k[group].half[group], half);
+      mla::start_own<dtype>(o, probs, smem.half_of_v(group, group), half);
     }
     hand_over();
     finish_and_release(group);
   }
   // The other's block: products with its half of V.
-  FMHA_DEVICE void do_other() {
+  FMHA_DEVICE void do_other(int32_t i) {
     adopt_maxima();
     rescale();
-    start_other();
+    wait_for_values(i);
+    mla::start_other<dtype>(o, smem.probs_of(other), smem.half_of_v(other, group));
     finish_and_release(other);
   }
 
@@ -199,12 +231,12 @@ struct Consumer {
 #pragma unroll 1
     for (; i + 1 < num_blocks; i += 2) {
       if constexpr (group == 0) do_own(i);
-      do_other();
+      do_other(group == 0 ? i + 1 : i);
       if constexpr (group == 1) do_own(i + 1);
     }
     if (i == num_blocks) return;
     if constexpr (group == 0) do_own(i);
-    if constexpr (group == 1) do_other();
+    if constexpr (group == 1) do_other(i);
   }
 };
 

@@ -7,7 +7,9 @@
 
 namespace fmha::mla {
 
-// A row's part of f32, 16 bytes at a time: of two 8-column groups even lanes store the first, odd ones the second.
+// A row's part of f32, the first `columns`, 16 bytes at a time: of two 8-column groups even lanes store the first, odd ones
+// the second.
+template <int columns, class Output>
 FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;
   const bool odd = quad_lane & 1;
@@ -21,23 +23,28 @@ FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, b
       sent[k] = ptx::shfl_xor(odd ? first : second, 1);
     }
     const uint32_t words[4] = {odd ? sent[0] : own[0], odd ? sent[1] : own[1], odd ? own[0] : sent[0], odd ? own[1] : sent[1]};
-    ptx::st_global_v4_b32_if(out + 2 * e - 4 * r + (odd ? 8 : 0) + 2 * (quad_lane & 2), words, stored);
+    const int32_t column = 2 * e - 4 * r + (odd ? 8 : 0) + 2 * (quad_lane & 2);
+    ptx::st_global_v4_b32_if(out + column, words, stored && column < columns);
   }
 }
 
 // As the stores see it: a row that ends with the warpgroup's columns.
-FMHA_DEVICE constexpr FwdSpec half_of(FwdSpec spec) {
-  spec.head_dim_v = kHalf;
-  return spec;
+template <FwdSpec spec, Sm90MlaTile tile, int group>
+FMHA_DEVICE constexpr FwdSpec half_of() {
+  constexpr int columns = Plan<spec, tile>::columns_half;
+  FwdSpec half = spec;
+  half.head_dim_v = clamp(spec.head_dim_v - group * columns, 0, columns);
+  return half;
 }
 
 template <FwdSpec spec, Sm90MlaTile tile, int group>
-FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const MlaSchedule& schedule) {
+FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
   using RowSoftmax = typename Consumer<spec, tile, group>::RowSoftmax;
   constexpr bool in_parts = tile.split_keys > 0;
   const FwdParams& p = consumer.p;
   const Work& work = consumer.work;
-  Smem& smem = consumer.smem;
+  Smem<spec, tile>& smem = consumer.smem;
+  constexpr FwdSpec half = half_of<spec, tile, group>();
   const int32_t quad_lane = threadIdx.x % 4;
   // The parts of a split have batches of their own, one after another, of packed sequences too.
   const int32_t o_batch = in_parts ? work.part * p.batch + work.span.i_batch : work.span.storage_batch;
@@ -63,13 +70,13 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const MlaSchedule&
     suspect[r] = stored && RowSoftmax::is_too_large(row_max, consumer.scale_log2);
     // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
     if constexpr (may_be_non_finite(spec)) suspect[r] |= stored && has_non_finite(consumer.o, r) && result.lse < infinity();
-    const int64_t at = o_batch * p.o.batch + int64_t(o_row + i) * p.o.row + i_head * p.o.head + group * kHalf;
+    const int64_t at = o_batch * p.o.batch + int64_t(o_row + i) * p.o.row + i_head * p.o.head + group * Plan<spec, tile>::columns_half;
     if constexpr (!tile.vector_store) {
-      store_elements<half_of(spec), false>(p.o.data, at, consumer.o, r, result.factor, stored);
+      store_elements<half, false>(p.o.data, at, consumer.o, r, result.factor, stored);
     } else if constexpr (spec.dtype_o == DType::F32) {
-      store_quads(static_cast<float*>(p.o.data) + at, consumer.o, r, result.factor, stored);
+      store_quads<half.head_dim_v>(static_cast<float*>(p.o.data) + at, consumer.o, r, result.factor, stored);
     } else {
-      store_vectors<half_of(spec), false>(static_cast<uint16_t*>(p.o.data) + at, consumer.o, r, result.factor, stored);
+      store_vectors<half, false>(static_cast<uint16_t*>(p.o.data) + at, consumer.o, r, result.factor, stored);
     }
     if constexpr (spec.write_lse && group == 0) {
       ptx::st_global_f32_if(p.lse + o_batch * p.lse_batch + i_head * p.lse_head + o_row + i, result.lse, stored && quad_lane == 0);
@@ -92,12 +99,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const MlaSchedule&
       if (!ptx::uniform(lanes >> lane & 1)) continue;
       const int32_t packed_row = work.first_row + ptx::shfl_idx(consumer.tile_row + 8 * r, lane);
       const int32_t i = Work::query_of(p, packed_row);
-      Range keys = {0, work.span.seqlen_k};
-      if constexpr (in_parts) {
-        const int32_t begin = work.part * schedule.part_keys;
-        keys = {min(begin, keys.end), min(begin + schedule.part_keys, keys.end)};
-      }
-      RecomputedRow<spec> again{p, work.span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, keys};
+      RecomputedRow<spec, tile.stored> again{p, work.span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, work.part_keys};
       again.run();
     }
   }

@@ -1,5 +1,6 @@
-// Latent attention (DeepSeek's MLA, absorbed) on Hopper: keys of 576 elements, whose first 512 are the values, of few kv heads,
-// in most models one, with 16 to 128 query heads each.
+// Wide heads on Hopper, whose O takes the registers of two warpgroups: rows of Q and K of up to 576 elements and of V of up to
+// 512; among them latent attention (DeepSeek's MLA, absorbed), whose values are the first 512 elements of its keys, of few kv
+// heads, in most models one, with 16 to 128 query heads each.
 //
 // A CTA has 64 rows, (query, head) pairs, and one part of the keys, which are read into shared memory once. That two warpgroups
 // share the rows, and each computes every second block's scores for both, is the idea of FlashMLA (DeepSeek, 2025): consume.cuh.
@@ -11,36 +12,38 @@
 namespace fmha::mla {
 
 template <FwdSpec spec, Sm90MlaTile tile>
-FMHA_DEVICE void consume(const FwdParams& p, const MlaSchedule& schedule, const Work& work, Smem& smem) {
+FMHA_DEVICE void consume(const FwdParams& p, const Work& work, Smem<spec, tile>& smem) {
   ptx::setmaxnreg_inc<Regs::consume>();
   if (ptx::uniform(threadIdx.x / kWarpgroup) == 1) {
     Consumer<spec, tile, 0> consumer{p, work, smem};
     consumer.run();
-    store(consumer, schedule);
+    store(consumer);
   } else {
     Consumer<spec, tile, 1> consumer{p, work, smem};
     consumer.run();
-    store(consumer, schedule);
+    store(consumer);
   }
 }
 
 template <FwdSpec spec, Sm90MlaTile tile>
-FMHA_DEVICE void fwd(const FwdParams& p, const ptx::TensorMap& map, const MlaSchedule& schedule) {
-  static_assert(spec.head_dim_qk == kDimQk && spec.head_dim_v == kDimV, "sm90_mla: rows of 576, values of 512");
+FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule) {
+  static_assert(spec.head_dim_qk <= 576 && spec.head_dim_v <= 512, "sm90_mla: rows of 576 elements, values of 512");
   static_assert(spec.dtype_qk == spec.dtype_v && size_bytes(spec.dtype_qk) == 2 && !is_fp8(spec.dtype_qk),
                 "sm90_mla: one 16-bit type");
-  static_assert(!is_fp8(spec.dtype_o) && !spec.dropout && !modifies_score(spec) && !spec.sink_columns,
-                "sm90_mla: nothing but a band and a sink modifies scores");
+  static_assert(!is_fp8(spec.dtype_o) && !spec.dropout && !spec.sink_columns && spec.v_layout == VLayout::RowMajor,
+                "sm90_mla: O of 16 or 32 bits, no dropout, no sink columns, rows of V");
+  using Shared = Smem<spec, tile>;
   extern __shared__ __align__(1024) unsigned char raw[];
-  Smem& smem = *reinterpret_cast<Smem*>(raw);
+  Shared& smem = *reinterpret_cast<Shared*>(raw);
   if (threadIdx.x == 0) {
-    if constexpr (tile.box_rows > 0) ptx::prefetch_tensormap(map);
+    if constexpr (tile.box_rows > 0) {
+      ptx::prefetch_tensormap(maps.k);
+      if constexpr (!tile.v_in_k) ptx::prefetch_tensormap(maps.v);
+    }
     ptx::mbarrier_init(smem.q_full, kWarpgroup);
-    for (int slot = 0; slot < 2; ++slot) {
-      for (int half = 0; half < 2; ++half) {
-        ptx::mbarrier_init(smem.k_full[slot][half], kWarpgroup);
-        ptx::mbarrier_init(smem.k_empty[slot][half], kWarpgroup / 32);
-      }
+    for (int part = 0; part < Shared::P::parts; ++part) {
+      ptx::mbarrier_init(smem.full[part], kWarpgroup);
+      ptx::mbarrier_init(smem.empty[part], kWarpgroup / 32);
     }
     ptx::fence_mbarrier_init();
   }
@@ -53,10 +56,10 @@ FMHA_DEVICE void fwd(const FwdParams& p, const ptx::TensorMap& map, const MlaSch
     ptx::setmaxnreg_dec<Regs::load>();
     // Keys that no other CTA reads need not stay in the L2.
     const ptx::CacheHint hint = schedule.num_m_blocks > 1 ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst;
-    Loader<spec, tile> loader{p, map, work, smem, hint};
+    Loader<spec, tile> loader{p, maps, work, smem, hint};
     loader.run();
   } else {
-    consume<spec, tile>(p, schedule, work, smem);
+    consume<spec, tile>(p, work, smem);
   }
 }
 

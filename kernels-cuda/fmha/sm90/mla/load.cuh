@@ -1,9 +1,13 @@
-// The load role, a warpgroup: Q, and the blocks of K into their two slots, each in two parts as they are released.
+// The load role, a warpgroup: Q, and the blocks of K and V, in parts as their places are released.
 //
 // Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is copied, and
-// these are zeros: memory there may hold NaN, which is V's too. So are all blocks where pages are not whole boxes.
+// these are zeros: memory there may hold NaN, of V too. So are all blocks where pages are not whole boxes.
+//
+// Caches in FP8 are read into registers, 16 bytes a lane, and widened on the way into shared memory. What a thread has under way
+// is too little to wait for memory with: a block's lines are brought into the L2 two blocks before.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
+#include <fmha/common/widen.cuh>
 #include <fmha/ptx/collective.cuh>
 #include <fmha/ptx/tma.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -14,17 +18,21 @@ namespace fmha::mla {
 template <FwdSpec spec, Sm90MlaTile tile>
 struct Loader {
   const FwdParams& p;
-  const ptx::TensorMap& map;
+  const Maps& maps;
   const Work& work;
-  Smem& smem;
+  Smem<spec, tile>& smem;
   ptx::CacheHint hint;
   Copier<16, CopyWarps<0, 15>> copier;
+  using P = Plan<spec, tile>;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   static constexpr int kRowsOfWarp = kRows / 4;  // a warp copies rows `warp`, `warp + 4`, ...
 
+  static constexpr bool widens = is_fp8(tile.stored);
+
   // Where row `warp + 4 * lane` lies, of the first sixteen lanes; null: zeros.
   using Row = const uint16_t*;
+  using NarrowRow = const uint8_t*;
 
   FMHA_DEVICE Row query_row() const {
     const int32_t row = work.first_row + warp + 4 * (lane % kRowsOfWarp), i = Work::query_of(p, row);
@@ -32,101 +40,163 @@ struct Loader {
     const int64_t at = row_offset(p.q, work.span.storage_batch, work.span.q_row + i, work.head_of(p, row, i));
     return static_cast<Row>(p.q.data) + at;
   }
-  FMHA_DEVICE Row key_row(int32_t first_key) const {
+  template <class Row>
+  FMHA_DEVICE Row key_row(const View& view, int32_t first_key) const {
     const int32_t j = first_key + warp + 4 * (lane % kRowsOfWarp);
     if (j >= work.end) return nullptr;
-    return static_cast<Row>(p.k.data) + row_offset(p.k, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
+    return static_cast<Row>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
   }
 
+  template <class Row>
   FMHA_DEVICE static Row row_of(Row own, int32_t r) {
     return reinterpret_cast<Row>(ptx::shfl_idx(reinterpret_cast<uint64_t>(own), r));
   }
-  FMHA_DEVICE static void copy_word(uint32_t to, Row from, const void* any) {
-    ptx::cp_async<16>(to, from ? from : any, from ? 16 : 0);
-  }
-  // A half's columns of all rows: a warp copies a row at a time.
-  FMHA_DEVICE void copy_half(const LatentTile& to, int half, Row own, const void* any) const {
-    using Tile = LatentTile::Half;
+  // Chunks of all rows from chunk `first` of rows of `dim` elements on: a warp copies 64 columns of four rows, or 256 of one, at
+  // a time.
+  template <int dim, int count>
+  FMHA_DEVICE void copy_chunks(const Chunk* to, int32_t first, Row own, const void* any) const {
 #pragma unroll 4
-    for (int32_t r = 0; r < kRowsOfWarp; ++r) {
+    for (int32_t at = lane / 8; at < kRowsOfWarp * count; at += 4) {
+      const int32_t r = at / count, chunk = at - r * count, column = lane % 8 * 8, from_column = (first + chunk) * kSpan + column;
       const Row from = row_of(own, r);
-      const int32_t column = 8 * lane;
-      copy_word(to.half[half].address() + fmha::mma::word_offset<Tile>(warp + 4 * r, column),
-                from ? from + half * kHalf + column : nullptr, any);
+      const int32_t there = from ? clamp(dim - from_column, 0, 8) : 0;
+      ptx::cp_async<16>(to[chunk].address() + fmha::mma::word_offset<Chunk>(warp + 4 * r, column),
+                        there > 0 ? static_cast<const void*>(from + from_column) : any, 2 * there);
     }
   }
-  // The last columns: a warp copies four rows at a time.
-  FMHA_DEVICE void copy_tail(const LatentTile& to, Row own, const void* any) const {
-    using Tile = LatentTile::Tail;
-#pragma unroll
-    for (int32_t r = 0; r < kRowsOfWarp; r += 4) {
-      const Row from = row_of(own, r + lane / 8);
-      const int32_t column = lane % 8 * 8;
-      copy_word(to.tail.address() + fmha::mma::word_offset<Tile>(warp + 4 * (r + lane / 8), column),
-                from ? from + kDimV + column : nullptr, any);
+  // The boxes of a part's chunks, dealt out to the lanes of one warp.
+  template <int count>
+  FMHA_DEVICE void bring_chunks(const ptx::TensorMap& map, Barrier& full, const Chunk* to, int32_t first, int32_t first_key) const {
+    constexpr int box_rows = tile.box_rows > 0 ? tile.box_rows : kKeys, boxes = kKeys / box_rows;
+    for (int32_t at = lane; at < count * boxes; at += 32) {
+      const int32_t chunk = at / boxes, row = at % boxes * box_rows;
+      const KvRow key = kv_row(p, spec.kv_layout, work.span, first_key + row);
+      const int32_t batch = spec.kv_layout == KvKind::Packed ? 0 : key.batch;
+      ptx::cp_async_bulk_tensor_4d(to[chunk].address() + row * Chunk::span_bytes, map, full, (first + chunk) * kSpan, key.row,
+                                   work.i_head_kv, batch, hint);
     }
+  }
+
+  // Up to four chunks of all rows of a cache in FP8: a lane has sixteen elements, four neighbours a chunk's row. Loads are under
+  // way before their place is free.
+  template <int dim, int count>
+  FMHA_DEVICE void widen_chunks(const Chunk* to, int32_t first, NarrowRow own, float descale, Barrier& empty, uint32_t phase) const {
+    constexpr int words = 2 * count;
+    uint32_t bytes[words][4];
+#pragma unroll
+    for (int word = 0; word < words; ++word) {
+      const int32_t at = 8 * word + lane / 4, column = (first + at % count) * kSpan + lane % 4 * 16;
+      const NarrowRow from = row_of(own, at / count);
+      const bool there = from != nullptr && column < dim;
+      ptx::ld_global_v4_b32_if(bytes[word], from + (there ? column : 0), there);
+    }
+    ptx::mbarrier_wait_parity(empty, phase ^ 1);
+#pragma unroll
+    for (int word = 0; word < words; ++word) {
+      const int32_t at = 8 * word + lane / 4;
+      const uint32_t chunk = to[at % count].address();
+      // Of a warp's stores at a time, half write the first and half the second of their two words, in different banks.
+      const bool second_first = lane & 4;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const bool second = second_first != (k == 1);
+        const uint32_t eight[2] = {second ? bytes[word][2] : bytes[word][0], second ? bytes[word][3] : bytes[word][1]};
+        uint32_t packed[4];
+        widen_word<tile.stored, spec.dtype_qk, true>(eight, descale, packed);
+        const int32_t column = lane % 4 * 16 + (second ? 8 : 0);
+        ptx::st_shared_v4(chunk + fmha::mma::word_offset<Chunk>(warp + 4 * (at / count), column), packed);
+      }
+    }
+  }
+  template <int dim, int count>
+  FMHA_DEVICE void widen_part(int32_t part, const View& view, const HeadScalars& descales, const Chunk* block, int32_t first,
+                              bool with_tail, int32_t first_key, uint32_t phase) const {
+    constexpr int tail = 2 * P::chunks_half;
+    const NarrowRow own = key_row<NarrowRow>(view, first_key);
+    const float descale = scalar_of(descales, work.span.i_batch, work.i_head_kv, 1.f);
+    Barrier& empty = smem.empty[part];
+#pragma unroll 1
+    for (int32_t chunk = 0; chunk < count / 4 * 4; chunk += 4)
+      widen_chunks<dim, 4>(block + first + chunk, first + chunk, own, descale, empty, phase);
+    constexpr int rest = count % 4, rest_at = count - rest;
+    if constexpr (rest > 0) widen_chunks<dim, rest>(block + first + rest_at, first + rest_at, own, descale, empty, phase);
+    if (with_tail) widen_chunks<dim, 1>(block + tail, tail, own, descale, empty, phase);
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive_if(smem.full[part], true);
+  }
+  // Two threads a row.
+  template <int dim>
+  FMHA_DEVICE void prefetch(const View& view, int32_t first_key) const {
+    const int32_t j = first_key + int32_t(threadIdx.x % kWarpgroup) / 2;
+    if (j < 0 || j >= work.end) return;
+    const NarrowRow from = static_cast<NarrowRow>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
+    for (int32_t at = threadIdx.x % 2 * 128; at < dim; at += 256) ptx::prefetch_global_l2(from + at);
+  }
+  FMHA_DEVICE void prefetch_block(int32_t i) const {
+    if (i >= work.num_blocks) return;
+    const int32_t first_key = (work.last_block - i) * kKeys;
+    prefetch<spec.head_dim_qk>(p.k, first_key);
+    if constexpr (!P::v_in_k) prefetch<spec.head_dim_v>(p.v, first_key);
   }
 
   FMHA_DEVICE void load_q() {
-    const Row own = query_row();
-    copy_half(smem.q, 0, own, p.q.data);
-    copy_half(smem.q, 1, own, p.q.data);
-    copy_tail(smem.q, own, p.q.data);
+    copy_chunks<spec.head_dim_qk, P::chunks_k>(smem.q, 0, query_row(), p.q.data);
     copier.finish(smem.q_full);
   }
 
-  FMHA_DEVICE void copy_part(int32_t slot, int half, int32_t first_key) {
-    const Row own = key_row(first_key);
-    copy_half(smem.k[slot], half, own, p.k.data);
-    if (half == half_with_tail(slot)) copy_tail(smem.k[slot], own, p.k.data);
-    copier.finish(smem.k_full[slot][half]);
-  }
-
-  // The boxes of a part, dealt out to the lanes of one warp.
-  FMHA_DEVICE void bring_part(int32_t slot, int half, int32_t first_key) {
-    using Half = LatentTile::Half;
-    using Tail = LatentTile::Tail;
-    Barrier& full = smem.k_full[slot][half];
+  // Chunks `first` to `first + count` of a block's K or V; with them the tail, if they have it.
+  template <int dim, int count>
+  FMHA_DEVICE void load_part(int32_t part, const View& view, const HeadScalars& descales, const ptx::TensorMap& map, const Chunk* block,
+                             int32_t first, bool with_tail, int32_t first_key, uint32_t phase) {
+    if constexpr (widens) return widen_part<dim, count>(part, view, descales, block, first, with_tail, first_key, phase);
+    constexpr int tail = 2 * P::chunks_half;
+    Barrier& full = smem.full[part];
+    copier.wait(smem.empty[part], phase ^ 1);
+    // What follows the last key that some row sees is to be zeros.
+    if (tile.box_rows == 0 || first_key + kKeys > work.end) {
+      const Row own = key_row<Row>(view, first_key);
+      copy_chunks<dim, count>(block + first, first, own, view.data);
+      if (with_tail) copy_chunks<dim, 1>(block + tail, tail, own, view.data);
+      copier.finish(full);
+      return;
+    }
+    // What was copied before is needed first.
+    copier.flush();
     if (warp > 0) return ptx::mbarrier_arrive_if(full, true);
-    const bool with_tail = half == half_with_tail(slot);
     if (lane == 0) {
-      ptx::mbarrier_arrive_expect_tx(full, Half::tile_bytes + (with_tail ? Tail::tile_bytes : 0));
+      ptx::mbarrier_arrive_expect_tx(full, (count + with_tail) * Chunk::tile_bytes);
     } else {
       ptx::mbarrier_arrive_if(full, true);
     }
     __syncwarp();
-    constexpr int box_rows = tile.box_rows > 0 ? tile.box_rows : kKeys, boxes = kKeys / box_rows;
-    const LatentTile& to = smem.k[slot];
-    for (int32_t at = lane; at < (Half::num_chunks + with_tail) * boxes; at += 32) {
-      const int32_t chunk = at / boxes, row = at % boxes * box_rows;
-      const bool is_tail = chunk == Half::num_chunks;
-      const uint32_t chunk_address = is_tail ? to.tail.address() : to.half[half].address() + chunk * Half::chunk_bytes;
-      const int32_t column = is_tail ? kDimV : half * kHalf + chunk * Half::span;
-      const KvRow key = kv_row(p, spec.kv_layout, work.span, first_key + row);
-      const int32_t batch = spec.kv_layout == KvKind::Packed ? 0 : key.batch;
-      ptx::cp_async_bulk_tensor_4d(chunk_address + row * Half::span_bytes, map, full, column, key.row, work.i_head_kv, batch,
-                                   hint);
-    }
+    bring_chunks<count>(map, full, block + first, first, first_key);
+    if (with_tail) bring_chunks<1>(map, full, block + tail, tail, first_key);
     __syncwarp();
   }
 
   FMHA_DEVICE void run() {
+    if constexpr (widens) {
+      prefetch_block(0);
+      prefetch_block(1);
+    }
     load_q();
+    if constexpr (widens) copier.flush();
 #pragma unroll 1
     for (int32_t i = 0; i < work.num_blocks; ++i) {
-      const int32_t slot = i % 2, first_key = (work.last_block - i) * kKeys;
-      const uint32_t phase = i / 2 % 2;
-      // What follows the last key that some row sees is to be zeros.
-      const bool copies = tile.box_rows == 0 || first_key + kKeys > work.end;
+      const int32_t slot = P::slot_of(i), first_key = (work.last_block - i) * kKeys;
+      const uint32_t phase = P::phase_of(i);
+      if constexpr (widens) prefetch_block(i + 2);
+      if constexpr (!P::v_in_k)
+        load_part<spec.head_dim_qk, P::chunks_k>(0, p.k, p.descale_k, maps.k, smem.k[0], 0, false, first_key, phase);
 #pragma unroll 1
       for (int32_t half = 0; half < 2; ++half) {
-        copier.wait(smem.k_empty[slot][half], phase ^ 1);
-        if (copies) {
-          copy_part(slot, half, first_key);
+        const int32_t part = P::part_of(slot, half), first = half * P::chunks_half;
+        if constexpr (P::v_in_k) {
+          const bool with_tail = half == P::half_with_tail(slot);
+          load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, p.descale_k, maps.k, smem.k[slot], first, with_tail, first_key,
+                                                      phase);
         } else {
-          // What was copied before is needed first.
-          copier.flush();
-          bring_part(slot, half, first_key);
+          load_part<spec.head_dim_v, P::chunks_half>(part, p.v, p.descale_v, maps.v, smem.v, first, false, first_key, phase);
         }
       }
     }

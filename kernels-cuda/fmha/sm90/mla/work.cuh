@@ -1,5 +1,6 @@
 // A CTA's work: which rows of which sequence, and which of the keys.
 #pragma once
+#include <fmha/common/part_keys.cuh>
 #include <fmha/mask.h>
 #include <fmha/seq.h>
 #include <fmha/sm90/mla/config.cuh>
@@ -10,6 +11,7 @@ struct Work {
   SeqSpan span;
   MaskBand band;
   int32_t i_head_kv, first_row, part;
+  Range part_keys;     // the part's, or all
   int32_t end;         // keys from here on are seen by no row of the tile
   int32_t last_block;  // blocks go down from this one,
   int32_t num_blocks;  // this many; 0 where no row sees a key
@@ -26,7 +28,9 @@ struct Work {
 template <FwdSpec spec, bool in_parts>
 FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_t index) {
   Work work;
-  const int32_t heads_and_parts = index / schedule.num_m_blocks, m_block = index - heads_and_parts * schedule.num_m_blocks;
+  const int32_t heads_and_parts = index / schedule.num_m_blocks, i_m = index - heads_and_parts * schedule.num_m_blocks;
+  // Those that see most keys start first.
+  const int32_t m_block = spec.mask == MaskKind::Full ? i_m : schedule.num_m_blocks - 1 - i_m;
   const int32_t sequence_and_head = in_parts ? heads_and_parts / schedule.num_parts : heads_and_parts;
   work.part = heads_and_parts - sequence_and_head * (in_parts ? schedule.num_parts : 1);
   const int32_t i_batch = sequence_and_head / p.num_heads_kv;
@@ -42,11 +46,13 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
   work.band = resolve_band(p.mask, seqlen_q, seqlen_k);
   const Range queries = {Work::query_of(p, work.first_row), Work::query_of(p, last_row) + 1};
   Range keys = k_range(work.band, queries, seqlen_k);
+  work.part_keys = {0, seqlen_k};
   if constexpr (in_parts) {
     // The merge knows how many parts a sequence has: one without keys has the first.
-    const int32_t begin = work.part * schedule.part_keys;
+    const int32_t part_keys = keys_of_a_part(seqlen_k, schedule.num_parts, kKeys), begin = work.part * part_keys;
     if (work.part > 0 && begin >= seqlen_k) work.has_rows = false;
-    keys = {max(keys.begin, begin), min(keys.end, min(begin, seqlen_k) + schedule.part_keys)};
+    work.part_keys = {min(begin, seqlen_k), min(begin + part_keys, seqlen_k)};
+    keys = {max(keys.begin, work.part_keys.begin), min(keys.end, work.part_keys.end)};
   }
   work.end = keys.end;
   work.last_block = ceil_div(keys.end, kKeys) - 1;
