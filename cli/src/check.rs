@@ -21,6 +21,18 @@ pub(super) enum Verify {
     Sample,
 }
 
+impl Verify {
+    /// The word that is read as it.
+    pub(super) fn word(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Auto => "auto",
+            Self::Full => "full",
+            Self::Sample => "sample",
+        }
+    }
+}
+
 /// Reads `full`, `sample`, `none` = `0`, and `1`: all or a sample by size.
 pub(super) fn verify(text: &str) -> Result<Verify, String> {
     match text {

@@ -187,11 +187,15 @@ impl BackendArgs {
         Ok(fmha::Device::open(self.choice()?)?)
     }
 
-    /// The CPU, which ranks of this command are processes of.
+    /// What a rank of this command computes on: the CPU, or the first GPU that it sees.
     pub(super) fn open_for_ranks(&self, ranks: u32) -> Result<fmha::Device, Failure> {
         match self.choice()? {
             Backend::Auto | Backend::Cpu => Ok(fmha::Device::open(Backend::Cpu)?),
-            _ => Err(Failure::wrong(format!("ranks {ranks} are processes of the CPU: --backend cpu"))),
+            first @ (Backend::Cuda { ordinal: 0, emulate: None }
+            | Backend::Rocm { ordinal: 0, emulate: None }) => Ok(fmha::Device::open(first)?),
+            _ => Err(Failure::wrong(format!(
+                "ranks {ranks} are processes of the CPU, or a GPU each: --backend cpu, cuda or rocm"
+            ))),
         }
     }
 
@@ -216,6 +220,18 @@ impl BackendArgs {
             (self.accuracy != Accuracy::default()).then(|| format!("--accuracy {}", self.accuracy));
         let invariant = self.batch_invariant.then(|| "--batch-invariant".to_owned());
         emulate.chain(kernel).chain(tile).chain(accuracy).chain(invariant).collect::<Vec<_>>().join(" ")
+    }
+
+    /// The same with the backend's name and all else, as another process of this command reads them.
+    pub(super) fn all_words(&self) -> Vec<String> {
+        let mut words = vec![format!("--backend={}", self.backend)];
+        words.extend(self.words().split_whitespace().map(str::to_owned));
+        for (given, word) in
+            [(self.allow_fallback, "--allow-fallback"), (self.check_lengths, "--check-lengths")]
+        {
+            words.extend(given.then(|| word.to_owned()));
+        }
+        words
     }
 
     /// How to plan; what the problem itself wishes is added by [`Setup::options`](crate::setup::Setup::options).

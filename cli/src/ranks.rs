@@ -1,14 +1,17 @@
 //! `fmha run --ranks N`: one problem over N processes, each with its part of the rows, held against one rank and f64.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use fmha::{Bias, BwdArgs, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, Strides};
+use fmha::{Bias, BwdArgs, DevBuffer, Device, FwdArgs, MemorySpace, PlanOptions, Stream, Strides};
 use fmha_conformance::tensor::{Operand, Operands};
-use fmha_dist::{BwdPlan, FwdPlan, Group, Links, Options, Partition, Problem, Rendezvous, Scheme, connect};
+use fmha_dist::{
+    BwdPlan, FwdPlan, Group, Links, Nccl, Options, Partition, Problem, Rendezvous, Scheme, connect,
+};
 
 use crate::failure::Failure;
 use crate::job::Call;
@@ -20,7 +23,7 @@ use crate::target;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Ranks")]
 pub(super) struct RankArgs {
-    /// Over N ranks, each with its part of the rows; `run`: N processes of the CPU
+    /// Over N ranks, each with its part of the rows: processes of the CPU, or a GPU each
     #[arg(long, value_name = "N", value_parser = at_least_1("ranks"), allow_negative_numbers = true)]
     pub(super) ranks: Option<u32>,
 
@@ -57,6 +60,14 @@ impl RankArgs {
         let wrong = || Failure::wrong(format!("rank-of `{text}` is no RANK,FOLDER"));
         let (rank, folder) = text.split_once(',').ok_or_else(wrong)?;
         Ok(Some((rank.parse().map_err(|_| wrong())?, folder.into())))
+    }
+
+    /// The words of a command that goes over so many ranks in the same way.
+    pub(super) fn words(&self, ranks: u32) -> Vec<String> {
+        let mut words = vec![format!("--ranks={ranks}"), format!("--partition={}", self.partition)];
+        words.extend(self.scheme.map(|scheme| format!("--scheme={scheme}")));
+        words.extend(self.links.as_ref().map(|path| format!("--links={}", path.display())));
+        words
     }
 
     fn partition(&self, rows: u32, ranks: u32) -> Partition {
@@ -130,60 +141,75 @@ impl RankArgs {
         let ranks = self.ranks.unwrap_or(1);
         let problem = self.problem(setup, ranks);
         let options = self.options(options)?;
-        let group: Arc<dyn Group> =
-            Arc::new(connect(&Rendezvous::file(folder.join("rendezvous"), rank, ranks), TIMEOUT)?);
+        let control = connect(&Rendezvous::file(folder.join("rendezvous"), rank, ranks), TIMEOUT)?;
+        let group: Arc<dyn Group> = match device.memory().space() {
+            MemorySpace::Host => Arc::new(control),
+            MemorySpace::Device => Arc::new(Nccl::new(control, None)?),
+        };
         let operands = call.operands();
         let of = |operand| {
             place(&problem, operands, operand)
                 .map_or_else(Vec::new, |place| place.split(operands, operand, rank))
         };
-        let [q, k, v] = [Operand::Q, Operand::K, Operand::V].map(of);
-        let [q, k, v] = [&q, &k, &v].map(|bytes| DevSlice::host(&bytes[..]));
+        let own = |operand| placed(device, &of(operand));
+        let [q, k, v] = [own(Operand::Q)?, own(Operand::K)?, own(Operand::V)?];
+        let [q, k, v] = [q.slice(), k.slice(), v.slice()];
+        let whole = |operand| operands.get(operand).map(|tensor| placed(device, tensor.elems())).transpose();
+        let (slopes, sink) = (whole(Operand::AlibiSlopes)?, whole(Operand::Sink)?);
+        let descales = [whole(Operand::DescaleQ)?, whole(Operand::DescaleK)?, whole(Operand::DescaleV)?];
+        let [descale_q, descale_k, descale_v] =
+            descales.each_ref().map(|descale| descale.as_ref().map(DevBuffer::slice));
         let score = fmha::ScoreArgs::default()
-            .alibi_slopes(operands.input(Operand::AlibiSlopes))
-            .sink(operands.input(Operand::Sink))
-            .descale_q(operands.input(Operand::DescaleQ))
-            .descale_k(operands.input(Operand::DescaleK))
-            .descale_v(operands.input(Operand::DescaleV))
+            .alibi_slopes(slopes.as_ref().map(DevBuffer::slice))
+            .sink(sink.as_ref().map(DevBuffer::slice))
+            .descale_q(descale_q)
+            .descale_k(descale_k)
+            .descale_v(descale_v)
             .dropout(setup.dropout);
         let stream = device.default_stream();
-        let write = |operand: Operand, bytes: &[u8]| {
+        let write = |operand: Operand, buffer: &DevBuffer, count: usize| {
+            let mut bytes = vec![0; count];
+            device.memory().download(buffer, &mut bytes)?;
             let path = folder.join(format!("{rank}.{operand:?}"));
             std::fs::write(&path, bytes).map_err(|error| Failure::file(&path, &error))
         };
         let (explained, seconds) = match call {
             Call::Forward(..) => {
                 let mut plan = FwdPlan::new(&problem, group.clone(), device, &options)?;
-                let (mut o, mut lse) = (of(Operand::O), vec![0; lse_bytes(&problem, rank)]);
-                let seconds = fastest(&*group, || {
-                    let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
-                    args.lse = Some(DevSliceMut::host(&mut lse));
+                let bytes = [of(Operand::O).len(), lse_bytes(&problem, rank)];
+                let mut o = placed(device, &vec![0; bytes[0]])?;
+                let mut lse = placed(device, &vec![0; bytes[1]])?;
+                let seconds = fastest(&*group, &stream, || {
+                    let mut args = FwdArgs::new(q, k, v, o.slice_mut());
+                    args.lse = Some(lse.slice_mut());
                     args.score = score;
                     plan.run(&mut args, &stream)
                 })?;
-                write(Operand::O, &o)?;
-                write(Operand::Lse, &lse)?;
+                write(Operand::O, &o, bytes[0])?;
+                write(Operand::Lse, &lse, bytes[1])?;
                 (plan.explain(), seconds)
             }
             Call::Backward(host, _) => {
                 let wanted = (host.problem.dtype_grad, host.problem.write_dsink);
                 let mut plan = BwdPlan::new(&problem, wanted, group.clone(), device, &options)?;
-                let given = [Operand::O, Operand::Lse, Operand::Dout].map(of);
-                let [o, lse, dout] = given.each_ref().map(|bytes| DevSlice::host(&bytes[..]));
-                let mut grads = [Operand::Dq, Operand::Dk, Operand::Dv].map(of);
-                let mut sinks = vec![0f32; problem.whole.dims.num_heads_q as usize];
-                let seconds = fastest(&*group, || {
-                    let [dq, dk, dv] = grads.each_mut().map(|bytes| DevSliceMut::host(&mut bytes[..]));
-                    let dsink = wanted.1.then(|| DevSliceMut::host(&mut sinks));
+                let [o, lse, dout] = [own(Operand::O)?, own(Operand::Lse)?, own(Operand::Dout)?];
+                let [o, lse, dout] = [o.slice(), lse.slice(), dout.slice()];
+                let results = [Operand::Dq, Operand::Dk, Operand::Dv];
+                let mut grads = [own(results[0])?, own(results[1])?, own(results[2])?];
+                let sink_bytes = 4 * problem.whole.dims.num_heads_q as usize;
+                let mut sinks = placed(device, &vec![0; sink_bytes])?;
+                let seconds = fastest(&*group, &stream, || {
+                    let [dq, dk, dv] = grads.each_mut().map(DevBuffer::slice_mut);
+                    let dsink = wanted.1.then(|| sinks.slice_mut());
                     plan.run(
                         &mut BwdArgs::new([q, k, v], [o, lse, dout], [dq, dk, dv]).dsink(dsink).score(score),
                         &stream,
                     )
                 })?;
-                for (operand, bytes) in GRADIENTS.iter().zip(&grads) {
-                    write(*operand, bytes)?;
+                for (operand, grad) in results.into_iter().zip(&grads) {
+                    write(operand, grad, of(operand).len())?;
                 }
-                write(Operand::Dsink, bytemuck::cast_slice(&sinks))?;
+                write(Operand::Dsink, &sinks, sink_bytes)?;
                 (plan.explain(), seconds)
             }
         };
@@ -210,7 +236,15 @@ impl RankArgs {
             child
                 .args(std::env::args_os().skip(1))
                 .arg(format!("--rank-of={rank},{}", folder.path().display()));
-            child.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            // Of as many GPUs as there are ranks, one each.
+            for name in ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"] {
+                let among = std::env::var(name).unwrap_or_default();
+                let own = among.split(',').filter(|device| !device.is_empty()).nth(rank as usize);
+                child.env(name, own.map_or_else(|| rank.to_string(), str::to_owned));
+            }
+            let path = folder.path().join(format!("{rank}.stderr"));
+            let says = File::create(&path).map_err(|error| Failure::file(&path, &error))?;
+            child.stdin(Stdio::null()).stdout(Stdio::null()).stderr(says);
             children.push(child.spawn().map_err(|error| Failure::wrong(format!("rank {rank}: {error}")))?);
         }
         for (rank, child) in children.iter_mut().enumerate() {
@@ -222,7 +256,11 @@ impl RankArgs {
             if let Ok(error) = read(rank, "err") {
                 return Err(Failure::wrong(String::from_utf8_lossy(&error)));
             }
-            let said = read(rank, "txt").map_err(|_| Failure::wrong(format!("rank {rank} has died")))?;
+            let died = |_| {
+                let says = read(rank, "stderr").unwrap_or_default();
+                Failure::wrong(format!("rank {rank} has died: {}", String::from_utf8_lossy(&says).trim()))
+            };
+            let said = read(rank, "txt").map_err(died)?;
             let said = String::from_utf8_lossy(&said).into_owned();
             let (seconds, text) = said.split_once('\n').unwrap_or_default();
             slowest = slowest.max(seconds.parse().unwrap_or(f64::INFINITY));
@@ -253,13 +291,25 @@ impl RankArgs {
     }
 }
 
+/// Bytes in the memory of a rank's device.
+fn placed(device: &Device, bytes: &[u8]) -> Result<DevBuffer, Failure> {
+    let mut buffer = device.memory().alloc((bytes.len() as u64).max(1))?;
+    device.memory().upload(bytes, &mut buffer)?;
+    Ok(buffer)
+}
+
 /// The fastest of three runs that all ranks begin together.
-fn fastest(group: &dyn Group, mut run: impl FnMut() -> fmha_dist::Result<()>) -> Result<f64, Failure> {
+fn fastest(
+    group: &dyn Group,
+    stream: &Stream,
+    mut run: impl FnMut() -> fmha_dist::Result<()>,
+) -> Result<f64, Failure> {
     let mut fastest = f64::INFINITY;
     for _ in 0..3 {
         group.share(&[])?;
         let start = Instant::now();
         run()?;
+        stream.synchronize()?;
         fastest = fastest.min(start.elapsed().as_secs_f64());
     }
     Ok(fastest)

@@ -101,7 +101,6 @@ impl RunArgs {
         if let Some(own) = &own {
             own.fits(&setup)?;
         }
-        // Ranks are processes of the CPU.
         let opened = match self.ranks.ranks {
             None => self.backend.open()?,
             Some(ranks) => self.backend.open_for_ranks(ranks)?,

@@ -69,3 +69,31 @@ fn a_list_runs_nothing() {
     assert_eq!(ran.status, 0);
     assert!(ran.out.contains("S32") && !ran.out.contains("S16"), "{}", ran.out);
 }
+
+#[test]
+fn rows_go_over_ranks_beside_one_device() {
+    let folder = folder();
+    let ran = fmha_in(folder.path(), "bench t.toml --ranks 3 --rows S32 --scheme gather");
+    assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
+    for words in
+        ["## t: a title, over ranks", "| B1 H2 S32 D16 b:8,0 bf16 | 2 | gather | ", " | 3 | gather | "]
+    {
+        assert!(ran.out.contains(words), "{words}: {}", ran.out);
+    }
+    let ran = fmha_in(folder.path(), "bench t.toml --ranks 2 --rows S16 --scheme decode --format json");
+    assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
+    let report: serde_json::Value = serde_json::from_str(&ran.out).unwrap();
+    let reason = report[0]["absent"].as_str().unwrap();
+    assert!(
+        report[0]["ranks"] == 2 && reason.contains("decode: each of 2 ranks needs all queries"),
+        "{reason}"
+    );
+    let ran = fmha_in(folder.path(), "bench t.toml --ranks 2 --peers peers.jsonl");
+    assert!(ran.status == 2 && ran.err.contains("ranks 2: a table of scaling has no peers"), "{}", ran.err);
+    let ran = fmha_in(folder.path(), "bench t.toml --ranks 2 --emulate sm_90a");
+    assert!(
+        ran.status == 2 && ran.err.contains("ranks 2 are processes of the CPU, or a GPU each"),
+        "{}",
+        ran.err
+    );
+}

@@ -27,6 +27,14 @@ pub(crate) fn agree(group: &dyn Group, mine: &Result<Vec<(String, String)>>) -> 
     }
 }
 
+/// Takes this rank's part in a plan that the others make, where it cannot make its own: on every rank
+/// [`FwdPlan::new`](crate::FwdPlan::new) or [`BwdPlan::new`](crate::BwdPlan::new) fails by the error that this returns, which
+/// is that of the lowest rank that has one.
+#[must_use]
+pub fn refuse(group: &dyn Group, error: Error) -> Error {
+    agree(group, &Err(error.clone())).err().unwrap_or(error)
+}
+
 /// By rank: whether it is wrong, then field and text by turns.
 fn disagreement(all: &[Vec<String>]) -> Option<Error> {
     for (rank, words) in (0..).zip(all) {

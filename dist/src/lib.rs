@@ -55,6 +55,7 @@ mod problem;
 mod program;
 mod scheme;
 
+pub use agree::refuse;
 pub use error::{Error, Result};
 pub use group::{Block, Exchange, Group, Host, Nccl, Parcel, Rendezvous, connect, threads};
 pub use model::{Estimate, Links};

@@ -8,6 +8,9 @@
 // The same without a quiet machine, in instructions a call:
 //   LD_LIBRARY_PATH=. valgrind --tool=callgrind --toggle-collect=fmha_run ./issue target/release/libfmha_c.so 1000
 //
+// On a GPU, in bursts of 20 calls that its queue holds, each waited for before the next; the least of them is the host's cost:
+//   ./issue target/release/libfmha_c.so 0 20
+//
 // Build with CARGO_INCREMENTAL unset: an incremental build inlines less, and a call takes a third longer.
 
 #define _POSIX_C_SOURCE 199309L
@@ -32,26 +35,29 @@ static int ascending(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-static FmhaTensor tensor(size_t batch, size_t rows, size_t heads, size_t dim) {
-  size_t bytes = (batch * rows * heads * dim * 2 + 255) / 256 * 256;
-  int64_t row = heads * dim;
-  return (FmhaTensor){aligned_alloc(256, bytes), rows * row, row, dim, 1};
-}
-
 int main(int count, char **words) {
   void *library = count > 1 ? dlopen(words[1], RTLD_NOW) : NULL;
   if (!library) return fprintf(stderr, "usage: issue libfmha_c.so [CALLS]: %s\n", dlerror()), 2;
   int (*plan_call)(const FmhaCall *, const FmhaOptions *, FmhaPlan **) = dlsym(library, "fmha_plan");
   int (*run)(const FmhaPlan *, const FmhaCall *) = dlsym(library, "fmha_run");
   const char *(*error)(void) = dlsym(library, "fmha_last_error");
-  long calls = count > 2 ? atol(words[2]) : 1000000;
+  int (*alloc)(const FmhaOptions *, uint64_t, FmhaBuffer **) = dlsym(library, "fmha_buffer");
+  void *(*data)(const FmhaBuffer *) = dlsym(library, "fmha_buffer_data");
+  int (*download)(const FmhaBuffer *, void *, uint64_t) = dlsym(library, "fmha_download");
+  long calls = count > 2 ? atol(words[2]) : 1000000, burst = count > 3 ? atol(words[3]) : 0;
 
   const int rows[][4] = {{1, 128, 4, 64}, {2, 512, 16, 128}};
   for (int i = 0; i < 4; ++i) {
     int batch = rows[i / 2][0], seqlen = rows[i / 2][1], heads = rows[i / 2][2], dim = rows[i / 2][3];
     float scale = 0.125f;
     FmhaTensor t[4];
-    for (int k = 0; k < 4; ++k) t[k] = tensor(batch, seqlen, heads, dim);
+    FmhaBuffer *last = NULL;
+    for (int k = 0; k < 4; ++k) {
+      size_t bytes = ((size_t)batch * seqlen * heads * dim * 2 + 255) / 256 * 256;
+      if (burst && alloc(NULL, bytes, &last)) return fprintf(stderr, "%s\n", error()), 1;
+      void *at = burst ? data(last) : aligned_alloc(256, bytes);
+      t[k] = (FmhaTensor){at, (int64_t)seqlen * heads * dim, (int64_t)heads * dim, dim, 1};
+    }
     FmhaCall call = {
         .struct_bytes = sizeof call, .batch = batch, .seqlen_q = seqlen, .seqlen_k = seqlen,
         .num_heads_q = heads, .num_heads_kv = heads, .head_dim_qk = dim, .head_dim_v = dim,
@@ -61,12 +67,15 @@ int main(int count, char **words) {
     FmhaPlan *plan;
     if (plan_call(&call, NULL, &plan)) return fprintf(stderr, "%s\n", error()), 1;
     double times[TIMES];
+    long at_once = burst ? burst : calls / TIMES;
     for (int k = 0; k < TIMES; ++k) {
+      char byte;
+      if (burst && download(last, &byte, 1)) return fprintf(stderr, "%s\n", error()), 1;
       double start = nanoseconds();
-      for (long n = 0; n < calls / TIMES; ++n) {
+      for (long n = 0; n < at_once; ++n) {
         if (run(plan, &call)) return fprintf(stderr, "%s\n", error()), 1;
       }
-      times[k] = (nanoseconds() - start) / (calls / TIMES);
+      times[k] = (nanoseconds() - start) / at_once;
     }
     qsort(times, TIMES, sizeof times[0], ascending);
     printf("B%d H%d S%d D%d %s: %.0f ns in the middle, %.0f at the least\n", batch, heads, seqlen, dim,

@@ -261,8 +261,11 @@ pub(crate) fn combine(
         stream: _,
         dtype_part,
         dtype_o,
+        merge,
+        reserved,
     } = given;
-    number!(planned, struct_bytes, num_parts, batch, seqlen_q, num_heads_q, head_dim_v, dtype_part, dtype_o);
+    number!(planned, struct_bytes, num_parts, batch, seqlen_q, num_heads_q, head_dim_v);
+    number!(planned, dtype_part, dtype_o, merge, reserved);
     if *seqlen_q != 0 {
         presence!(planned, lse);
     }

@@ -4,15 +4,15 @@ use std::ffi::{CStr, CString, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
-    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, Part, PlanOptions, ProblemError, QLayout, Rotary,
-    RotaryPairs, Shape, Strides, Totals, VLayout,
+    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, Merge, Part, PlanOptions, ProblemError, QLayout,
+    Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::Result;
 use crate::structs::{
-    FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT, FMHA_F16, FMHA_F32,
-    FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients,
-    FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
+    FMHA_ADD_TO, FMHA_BF16, FMHA_BY_LSE, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT,
+    FMHA_F16, FMHA_F32, FMHA_FAST, FMHA_SUM, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall,
+    FmhaCombine, FmhaGradients, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 /// What a call points to in host memory.
@@ -248,6 +248,10 @@ fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
 pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
     struct_bytes::<FmhaCombine>(call.struct_bytes)?;
     let num_parts = size("num_parts", call.num_parts)?;
+    let by_lse = merge(call.merge)? == Merge::ByLse;
+    if num_parts == 0 && !by_lse {
+        return Ok(&[]);
+    }
     if call.parts.is_null() || num_parts == 0 {
         let text = format!("parts is null or num_parts {num_parts} is 0");
         return Err(ProblemError::new("num_parts", text).into());
@@ -256,15 +260,23 @@ pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
     let parts = unsafe { std::slice::from_raw_parts(call.parts, num_parts as usize) };
     for (i, part) in parts.iter().enumerate() {
         crate::agree::strides(format_args!("parts[{i}].o"), &part.o, &parts[0].o, "that of parts[0].o")?;
-        if part.lse.is_null() && call.seqlen_q != 0 {
+        if by_lse && part.lse.is_null() && call.seqlen_q != 0 {
             return Err(ProblemError::new("parts", format!("parts[{i}].lse is null (0)")).into());
         }
     }
     Ok(parts)
 }
 
+/// The part that the others are held to. Of none, rows lie as those of O do.
+pub(crate) fn first_part(call: &FmhaCombine, parts: &[FmhaPartial]) -> FmhaPartial {
+    parts.first().copied().unwrap_or(FmhaPartial { o: call.o, lse: std::ptr::null() })
+}
+
 /// The problem of a combine call.
 pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<CombineProblem> {
+    if call.reserved != 0 {
+        return Err(ProblemError::new("reserved", format!("reserved {} is not 0", call.reserved)).into());
+    }
     let num_parts = size("num_parts", call.num_parts)?;
     let rows = Shape {
         batch: size("batch", call.batch)?,
@@ -276,7 +288,8 @@ pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<Combine
     Ok(CombineProblem::new(num_parts, dtype_part, dtype_o, rows)
         .strides_part(strides(&first.o))
         .strides_o(strides(&call.o))
-        .write_lse(!call.lse.is_null()))
+        .write_lse(!call.lse.is_null())
+        .merge(merge(call.merge)?))
 }
 
 /// What `FmhaOptions` say.
@@ -333,13 +346,16 @@ unsafe fn c_str<'a>(pointer: *const c_char) -> Option<&'a CStr> {
 
 /// # Safety
 /// As [`c_str`].
-unsafe fn text<'a>(field: &'static str, pointer: *const c_char) -> Result<Option<&'a str>, ProblemError> {
+pub(crate) unsafe fn text<'a>(
+    field: &'static str,
+    pointer: *const c_char,
+) -> Result<Option<&'a str>, ProblemError> {
     // SAFETY: passed on.
     let Some(text) = (unsafe { c_str(pointer) }) else { return Ok(None) };
     text.to_str().map(Some).map_err(|_| ProblemError::new(field, format!("{field} {text:?} is not UTF-8")))
 }
 
-fn struct_bytes<T>(given: u64) -> Result<(), ProblemError> {
+pub(crate) fn struct_bytes<T>(given: u64) -> Result<(), ProblemError> {
     let wanted = size_of::<T>() as u64;
     if given == wanted {
         return Ok(());
@@ -460,7 +476,7 @@ pub(crate) fn strides(tensor: &FmhaTensor) -> Strides {
     }
 }
 
-fn size(field: &'static str, value: i64) -> Result<u32, ProblemError> {
+pub(crate) fn size(field: &'static str, value: i64) -> Result<u32, ProblemError> {
     u32::try_from(value).map_err(|_| ProblemError::new(field, format!("{field} {value} is not in 0..2^32")))
 }
 
@@ -483,6 +499,18 @@ fn accuracy(value: i32) -> Result<Accuracy, ProblemError> {
     }
 }
 
+fn merge(value: i32) -> Result<Merge, ProblemError> {
+    match value {
+        FMHA_BY_LSE => Ok(Merge::ByLse),
+        FMHA_SUM => Ok(Merge::Sum),
+        FMHA_ADD_TO => Ok(Merge::AddTo),
+        _ => {
+            let text = format!("merge {value} is not in 0..=2 (FMHA_BY_LSE, FMHA_SUM, FMHA_ADD_TO)");
+            Err(ProblemError::new("merge", text))
+        }
+    }
+}
+
 fn v_layout(value: i32) -> Result<VLayout, ProblemError> {
     match value {
         FMHA_V_ROW_MAJOR => Ok(VLayout::RowMajor),
@@ -494,7 +522,7 @@ fn v_layout(value: i32) -> Result<VLayout, ProblemError> {
     }
 }
 
-fn dtype(field: &'static str, code: i32) -> Result<DType, ProblemError> {
+pub(crate) fn dtype(field: &'static str, code: i32) -> Result<DType, ProblemError> {
     Ok(match code {
         FMHA_F16 => DType::F16,
         FMHA_BF16 => DType::Bf16,

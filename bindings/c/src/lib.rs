@@ -1,4 +1,5 @@
-//! The C ABI of `fmha`: attention forward and backward, and combine, on the caller's pointers and stream.
+//! The C ABI of `fmha`: attention forward and backward, combine, and attention over ranks, on the caller's pointers and
+//! stream.
 //!
 //! `fmha.h` is generated from this crate and committed. A call is a struct; a plan is made from one and
 //! runs with any that agrees with it, field by field. No panic crosses the boundary.
@@ -6,8 +7,11 @@
 #![allow(rustdoc::broken_intra_doc_links, reason = "the text is the header's, where [batch] is a shape")]
 
 mod agree;
+#[cfg(test)]
+mod contract;
 mod host;
 mod plan;
+mod ranks;
 mod structs;
 #[cfg(test)]
 mod tests;
@@ -20,6 +24,7 @@ use fmha::{Backend, DevBuffer, Device, Error, ProblemError};
 
 use host::Choice;
 pub use plan::FmhaPlan;
+pub use ranks::*;
 pub use structs::*;
 
 /// What a call gives here: the library's error where none is named.
@@ -36,9 +41,14 @@ thread_local! {
 
 /// Runs `body`; 0, or 1 with the error or panic kept for this thread.
 fn guard(body: impl FnOnce() -> Result<()>) -> c_int {
+    guard_text(|| body().map_err(|error| error.to_string()))
+}
+
+/// The same, of errors that are told as they are.
+fn guard_text(body: impl FnOnce() -> Result<(), String>) -> c_int {
     let text = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return 0,
-        Ok(Err(error)) => error.to_string(),
+        Ok(Err(text)) => text,
         Err(_) => "internal error: a panic was caught at the C boundary".to_owned(),
     };
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();

@@ -62,7 +62,7 @@ impl FmhaPlan {
     /// `parts` is null or as many as `num_parts` says.
     pub(crate) unsafe fn combine(device: &Device, call: &FmhaCombine, choice: &Choice) -> Result<Self> {
         // SAFETY: passed on.
-        let first = unsafe { host::parts(call)? }[0];
+        let first = host::first_part(call, unsafe { host::parts(call)? });
         let plan = device.plan_combine(&host::combine(call, &first)?.validate()?, &choice.plan)?;
         let (scratch, text) = (plan.workspace(), plan.to_string());
         let planned = Planned::Combine { plan, call: *call, first };
@@ -197,16 +197,18 @@ impl FmhaPlan {
         };
         // SAFETY: passed on.
         let parts = unsafe { host::parts(call)? };
-        agree::combine(planned, first, call, &parts[0])?;
+        agree::combine(planned, first, call, &host::first_part(call, parts))?;
         let memory = Memory(self.space);
         let problem = plan.problem();
         let lse_bytes = problem.lse_elems() * 4;
+        // Parts that are added have no LSE that anybody reads.
+        let part_lse_bytes = if problem.adds() { 0 } else { lse_bytes };
         let mut inputs = Vec::with_capacity(parts.len());
         for part in parts {
             // SAFETY: passed on.
             let (o, lse) = unsafe {
                 let o = memory.input("parts.o", &part.o, problem.shape(), problem.dtype_part)?;
-                (o, memory.read(part.lse.cast(), lse_bytes))
+                (o, memory.read(part.lse.cast(), part_lse_bytes))
             };
             inputs.push(PartialResult { o, lse });
         }
@@ -230,9 +232,14 @@ fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
 
 /// Where the pointers of a struct point.
 #[derive(Clone, Copy)]
-struct Memory(MemorySpace);
+pub(crate) struct Memory(MemorySpace);
 
 impl Memory {
+    /// A device's.
+    pub(crate) fn of(device: &Device) -> Self {
+        Self(device.memory().space())
+    }
+
     /// Q, K, V and O of a forward call.
     ///
     /// # Safety
@@ -384,7 +391,7 @@ impl Memory {
     /// # Safety
     /// As [`FmhaPlan::run`].
     #[inline]
-    unsafe fn score<'a>(self, problem: &FwdProblem, call: &FmhaCall) -> Result<ScoreArgs<'a>> {
+    pub(crate) unsafe fn score<'a>(self, problem: &FwdProblem, call: &FmhaCall) -> Result<ScoreArgs<'a>> {
         let Dims { batch, num_heads_q, num_heads_kv, .. } = problem.dims;
         let heads = u64::from(num_heads_q) * 4;
         let slopes = if call.alibi_per_batch == 0 { heads } else { heads * u64::from(batch) };
@@ -455,14 +462,19 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn write_if<'a>(self, wanted: bool, pointer: *mut u8, bytes: u64) -> Option<DevSliceMut<'a>> {
+    pub(crate) unsafe fn write_if<'a>(
+        self,
+        wanted: bool,
+        pointer: *mut u8,
+        bytes: u64,
+    ) -> Option<DevSliceMut<'a>> {
         // SAFETY: as above.
         wanted.then(|| unsafe { self.write(pointer, bytes) })
     }
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn read<'a>(self, pointer: *const u8, bytes: u64) -> DevSlice<'a> {
+    pub(crate) unsafe fn read<'a>(self, pointer: *const u8, bytes: u64) -> DevSlice<'a> {
         let pointer = if pointer.is_null() { NOWHERE } else { pointer };
         // SAFETY: passed on.
         unsafe { DevSlice::from_raw(self.0, pointer, bytes) }
@@ -470,7 +482,7 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn write<'a>(self, pointer: *mut u8, bytes: u64) -> DevSliceMut<'a> {
+    pub(crate) unsafe fn write<'a>(self, pointer: *mut u8, bytes: u64) -> DevSliceMut<'a> {
         let pointer = if pointer.is_null() { NOWHERE.cast_mut() } else { pointer };
         // SAFETY: passed on.
         unsafe { DevSliceMut::from_raw(self.0, pointer, bytes) }

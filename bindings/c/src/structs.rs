@@ -28,6 +28,13 @@ pub const FMHA_FAST: i32 = 0;
 /// The true running maximum is subtracted, or a refusal.
 pub const FMHA_EXACT: i32 = 1;
 
+/// Partial results are weighted by their LSE: the default.
+pub const FMHA_BY_LSE: i32 = 0;
+/// Partial results are added as they are, in f32 and in their order, and rounded once: gradients of parts.
+pub const FMHA_SUM: i32 = 1;
+/// The same, to what O holds: the first term.
+pub const FMHA_ADD_TO: i32 = 2;
+
 /// A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
 /// batch and head.
 #[repr(C)]
@@ -257,17 +264,17 @@ pub struct FmhaCall {
 pub struct FmhaPartial {
     /// O of this part [batch, seqlen_q, num_heads_q, head_dim_v].
     pub o: FmhaTensor,
-    /// LSE of this part, f32 [batch, num_heads_q, seqlen_q].
+    /// LSE of this part, f32 [batch, num_heads_q, seqlen_q]; not read, and may be null, where parts are added.
     pub lse: *const f32,
 }
 
-/// A combine call: partial results over the same rows, merged by their LSE. Packed rows are a batch of 1.
+/// A combine call: partial results over the same rows, merged by their LSE, or added. Packed rows are a batch of 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCombine {
     /// sizeof(FmhaCombine).
     pub struct_bytes: u64,
-    /// Parts to merge.
+    /// Parts to merge: 1 or more; of none, O is 0, or what it was, where they are added.
     pub num_parts: i64,
     /// Sequences.
     pub batch: i64,
@@ -277,11 +284,11 @@ pub struct FmhaCombine {
     pub num_heads_q: i64,
     /// Elements of a row.
     pub head_dim_v: i64,
-    /// Host memory: num_parts of them, all with the same strides.
+    /// Host memory: num_parts of them, all with the same strides; null of none.
     pub parts: *const FmhaPartial,
-    /// The combined O: written.
+    /// The combined O: written; with FMHA_ADD_TO read first.
     pub o: FmhaTensor,
-    /// The combined LSE, f32 [batch, num_heads_q, seqlen_q]: written; null: not wanted.
+    /// The combined LSE, f32 [batch, num_heads_q, seqlen_q]: written; null: not wanted, as where parts are added.
     pub lse: *mut f32,
     /// As in FmhaCall.
     pub stream: *mut c_void,
@@ -289,6 +296,10 @@ pub struct FmhaCombine {
     pub dtype_part: i32,
     /// Of the combined O, likewise.
     pub dtype_o: i32,
+    /// How parts become one: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
+    pub merge: i32,
+    /// 0.
+    pub reserved: i32,
 }
 
 /// How to choose a kernel. Null instead of it, and 0 in every field, is the default.

@@ -10,8 +10,8 @@ use proptest::prelude::*;
 
 use crate::host::Choice;
 use crate::{
-    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial,
-    FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
+    FMHA_BY_LSE, FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients,
+    FmhaPartial, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
 };
 
 const NONE: FmhaTensor =
@@ -662,6 +662,8 @@ fn parts_of_no_rows_may_be_null() {
         stream: null_mut(),
         dtype_part: FMHA_F16,
         dtype_o: FMHA_F16,
+        merge: FMHA_BY_LSE,
+        reserved: 0,
     };
     // SAFETY: of 0 elements nothing is read or written.
     unsafe {
@@ -698,7 +700,7 @@ fn the_committed_header_is_the_generated_one() {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/");
     let config = cbindgen::Config::from_file(format!("{root}cbindgen.toml")).expect("cbindgen.toml");
     let mut builder = cbindgen::Builder::new().with_config(config);
-    for file in ["structs", "plan", "lib"] {
+    for file in ["structs", "plan", "ranks", "lib"] {
         builder = builder.with_src(format!("{root}src/{file}.rs"));
     }
     let mut generated = Vec::new();

@@ -177,6 +177,30 @@ fn the_example_in_cpp_is_right_on_the_cpu_and_on_an_emulated_hopper() {
     passes_on_every_device(&cpp, "gradients.cpp", &["-std=c++17"]);
 }
 
+/// Two processes that find each other by a file, each held against one process.
+#[test]
+#[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
+fn the_example_over_two_processes_is_right_on_both() {
+    let installed = Installed::new();
+    let Some(flags) = installed.flags(&["--cflags", "--libs"]) else { return };
+    let words: Vec<String> =
+        ["-std=c11".to_owned()].into_iter().chain(flags).chain(["-lm".to_owned()]).collect();
+    let program = installed.compiled(&compiler("CC", "cc"), &source().join("examples/ranks.c"), &words);
+    let address = format!("file:{}", installed.0.path().join("rendezvous").display());
+    let start = |rank: &str| {
+        let piped = std::process::Stdio::piped;
+        installed.run(&program, &[rank, "2", &address]).stdout(piped()).stderr(piped()).spawn().unwrap()
+    };
+    let ranks = ["0", "1"].map(start);
+    let said = ranks.map(|rank| {
+        let ran = rank.wait_with_output().unwrap();
+        assert!(ran.status.success(), "{}", said(&ran));
+        said(&ran)
+    });
+    assert!(said[0].contains("scheme ") && said[0].contains("rank 0: 25 of 51 rows"), "{}", said[0]);
+    assert!(said[1].contains("rank 1: 26 of 51 rows") && said[1].contains("PASS"), "{}", said[1]);
+}
+
 #[test]
 #[ignore = "cargo-c builds every crate once more"]
 fn cargo_c_installs_what_xtask_does() {
@@ -203,13 +227,18 @@ fn cargo_c_installs_what_xtask_does() {
     }
 }
 
-/// The adapter of the comparison kit (`bench/ours.py`) spells the structs out again for Python.
+/// The adapter of the comparison kit (`bench/ours.py`) and Python's calls over ranks spell the structs out again.
 #[test]
-fn the_kits_adapter_has_the_headers_fields_in_their_order() {
+fn what_python_spells_of_the_structs_has_the_headers_fields_in_their_order() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let header = std::fs::read_to_string(root.join("fmha.h")).unwrap();
     let adapter = std::fs::read_to_string(root.join("../../bench/ours.py")).unwrap();
-    for name in ["FmhaTensor", "FmhaGradients", "FmhaCache", "FmhaPart", "FmhaCall", "FmhaOptions"] {
+    let ranks = std::fs::read_to_string(root.join("../python/fmha/_c.py")).unwrap();
+    let ours = ["FmhaTensor", "FmhaGradients", "FmhaCache", "FmhaPart", "FmhaCall", "FmhaOptions"];
+    let python =
+        ["FmhaTensor", "FmhaGradients", "FmhaCall", "FmhaOptions", "FmhaJoin", "FmhaRun", "FmhaRanks"];
+    let all = ours.map(|name| (name, &adapter)).into_iter().chain(python.map(|name| (name, &ranks)));
+    for (name, adapter) in all {
         let body =
             header.split(&format!("typedef struct {name} {{")).nth(1).unwrap().split('}').next().unwrap();
         let fields: Vec<&str> = body

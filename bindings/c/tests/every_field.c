@@ -149,6 +149,8 @@ static const Field COMBINE[] = {
     FIELD(FmhaCombine, stream, FREE),
     FIELD(FmhaCombine, dtype_part, INT32),
     FIELD(FmhaCombine, dtype_o, INT32),
+    FIELD(FmhaCombine, merge, INT32),
+    FIELD(FmhaCombine, reserved, INT32),
 };
 
 // Every byte of the struct belongs to a field of the table.
@@ -522,6 +524,47 @@ static void buffers(const FmhaOptions *options) {
   fmha_drop_buffer(NULL);
 }
 
+// Parts that are added, whose LSE nobody reads: alone, to what O holds, and none of them.
+static void added(const FmhaOptions *options, FmhaCombine call) {
+  FmhaPartial parts[PARTS];
+  for (int i = 0; i < PARTS; ++i) {
+    parts[i].o = tensor(part_o[i], HEADS);
+    parts[i].lse = NULL;
+  }
+  call.parts = parts;
+  for (int adds_to = 0; adds_to < 2; ++adds_to) {
+    for (int count = 0; count <= PARTS; count += PARTS) {
+      FmhaPlan *plan = NULL;
+      call.merge = adds_to ? FMHA_ADD_TO : FMHA_SUM;
+      call.num_parts = count;
+      if (!count) call.parts = NULL;
+      call.lse = lse;
+      clear();
+      refused(fmha_plan_combine(&call, options, &plan), "write_lse", "0 LSEs");
+      call.lse = NULL;
+      CHECK(fmha_plan_combine(&call, options, &plan) == 0, "a sum of %d parts is not planned", count);
+      if (!plan) return;
+      for (int i = 0; i < Q_ELEMS; ++i) o[i] = 0.5f;
+      CHECK(fmha_run_combine(plan, &call) == 0, "a sum of %d parts does not run", count);
+      for (int i = 0; i < Q_ELEMS; ++i) {
+        float wanted = (adds_to ? 0.5f : 0.0f) + (float)count * part_o[0][i];
+        CHECK(o[i] == wanted, "element %d of a sum of %d parts is %f, not %f", i, count, o[i], wanted);
+      }
+      call.merge = adds_to ? FMHA_SUM : FMHA_ADD_TO;
+      clear();
+      refused(fmha_run_combine(plan, &call), "merge", adds_to ? " 1 " : " 2 ");
+      fmha_drop(plan);
+      call.parts = parts;
+    }
+  }
+  FmhaPlan *plan = NULL;
+  call.merge = 3;
+  refused(fmha_plan_combine(&call, options, &plan), "merge", " 3 ");
+  call.merge = FMHA_SUM;
+  call.reserved = 1;
+  refused(fmha_plan_combine(&call, options, &plan), "reserved", " 1 ");
+}
+
 static void combine(const FmhaOptions *options) {
   FmhaPartial parts[PARTS];
   FmhaCombine call = good_combine(parts);
@@ -554,6 +597,7 @@ static void combine(const FmhaOptions *options) {
   FmhaCall attention = good();
   refused(fmha_run(plan, &attention), "plan", "1 plan of combine");
   fmha_drop(plan);
+  added(options, call);
 }
 
 // What a plan refuses by itself.

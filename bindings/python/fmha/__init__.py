@@ -29,6 +29,7 @@ __all__ = [
     "NONE",
     "FmhaError",
     "Mask",
+    "add_parts",
     "attention",
     "attention_out",
     "attention_with_kvcache",
@@ -199,6 +200,25 @@ def combine(o_parts: Tensor, lse_parts: Tensor, *, dtype_o: Any = None) -> Tuple
         ``(O, LSE)``; differentiable.
     """
     return _door(o_parts).combine(o_parts, lse_parts, _arguments.bind(dtype_o=dtype_o)[1])
+
+
+def add_parts(o_parts: Tensor, o: Optional[Tensor] = None, *, dtype_o: Any = None) -> Any:
+    """Adds partial results over the same rows as they are, without an LSE: gradients of parts. Sums are f32, in the order
+    of the parts, and rounded once.
+
+    Args:
+        o_parts: ``[parts, batch, seqlen, num_heads, head_dim]``, f32, f16 or bf16; of 0 parts the sum is 0.
+        o: ``[batch, seqlen, num_heads, head_dim]``, f32, f16 or bf16: the first term, and written; ``None``: none.
+        dtype_o: type of a sum that is made; ``None`` is that of the parts.
+
+    Returns:
+        The sum, differentiable; or ``o``, of which there is no gradient.
+
+    Raises:
+        FmhaError: what is wrong with a tensor, by its name, with its numbers.
+        ValueError: ``o`` where a gradient is wanted.
+    """
+    return _door(o_parts).add_parts(o_parts, o, _arguments.bind(dtype_o=dtype_o)[1])
 
 
 @_arguments.documented

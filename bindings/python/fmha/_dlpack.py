@@ -130,6 +130,14 @@ def kvcache(
     return o, lse
 
 
+def add_parts(o_parts: Any, o: Any, numbers: Tuple[Any, ...]) -> numpy.ndarray:
+    parts = array("o_parts", o_parts)
+    option = _native.OPTIONS["adds" if o is None else "adds_to"]
+    o = numpy.zeros(parts.shape[1:], _o_dtype(parts, numbers)) if o is None else writable("o", o)
+    _run((*numbers[:-1], numbers[-1] | option), [("o_parts", parts), ("o", o)])
+    return o
+
+
 def combine(o_parts: Any, lse_parts: Any, numbers: Tuple[Any, ...]) -> Tuple[numpy.ndarray, numpy.ndarray]:
     parts = array("o_parts", o_parts)
     lse_parts = numpy.ascontiguousarray(array("lse_parts", lse_parts))

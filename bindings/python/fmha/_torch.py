@@ -20,6 +20,8 @@ forward_out = torch.ops.fmha.forward_out.default
 backward = torch.ops.fmha.backward.default
 kvcache_op = torch.ops.fmha.kvcache.default
 combine_op = torch.ops.fmha.combine.default
+add_parts_op = torch.ops.fmha.add_parts.default
+add_parts_to = torch.ops.fmha.add_parts_to.default
 plain = torch.ops.fmha.plain.default
 plain_o = torch.ops.fmha.plain_o.default
 plain_backward = torch.ops.fmha.plain_backward.default
@@ -85,6 +87,16 @@ def _(o_parts, lse_parts, *numbers):
         o_parts.new_empty(o_parts.shape[1:], dtype=_dtype_o(o_parts, numbers)),
         lse_parts.new_empty(lse_parts.shape[1:]),
     )
+
+
+@torch.library.register_fake("fmha::add_parts")
+def _(o_parts, *numbers):
+    return o_parts.new_empty(o_parts.shape[1:], dtype=_dtype_o(o_parts, numbers))
+
+
+@torch.library.register_fake("fmha::add_parts_to")
+def _(*_arguments):
+    return None
 
 
 @torch.library.register_fake("fmha::plain")
@@ -273,6 +285,29 @@ def combine(
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (o_parts, lse_parts)):
         return _Combine.apply(o_parts, lse_parts, numbers)
     return combine_op(o_parts, lse_parts, *numbers)
+
+
+class _AddParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, o_parts, numbers):
+        ctx.of = o_parts.shape, o_parts.dtype
+        return add_parts_op(o_parts, *numbers)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        shape, dtype = ctx.of
+        return dout.to(dtype).expand(shape), None
+
+
+def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[Any, ...]) -> torch.Tensor:
+    wants_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (o_parts, o))
+    if o is None:
+        return _AddParts.apply(o_parts, numbers) if wants_grad else add_parts_op(o_parts, *numbers)
+    if wants_grad:
+        raise ValueError("o is given (1), but there is no gradient of what is added in place")
+    add_parts_to(o_parts, o, *numbers)
+    return o
 
 
 def attention_out(

@@ -1,12 +1,12 @@
-//! Merging partial results: from a request's `o_parts` and `lse_parts` to the C struct.
+//! Merging partial results by their LSE, or adding them: from a request's `o_parts` and `lse_parts` to the C struct.
 
 use std::ffi::c_void;
 use std::ptr;
 
-use fmha_c::{FMHA_F32, FmhaCombine, FmhaPartial, FmhaTensor};
+use fmha_c::{FMHA_ADD_TO, FMHA_BY_LSE, FMHA_F32, FMHA_SUM, FmhaCombine, FmhaPartial, FmhaTensor};
 
 use crate::call::{Key, Wrong, ensure, word};
-use crate::request::{Request, Slot};
+use crate::request::{ADDS, ADDS_TO, Request, Slot};
 use crate::shapes::{attention_type, contiguous, of_type, one_device, shape};
 use crate::tensor::{Device, Tensor, element_bytes, is_fp8};
 
@@ -34,20 +34,33 @@ impl Combine {
     /// The first tensor that is missing, or does not go with the others, with both numbers.
     pub fn new(request: &Request) -> Result<Self, Wrong> {
         let device = one_device(request, Slot::OParts)?;
-        let (parts, lse_parts) = (request.required(Slot::OParts)?, request.required(Slot::LseParts)?);
-        let (o, lse) = (request.required(Slot::O)?, request.required(Slot::Lse)?);
+        let (parts, o) = (request.required(Slot::OParts)?, request.required(Slot::O)?);
         let [count, batch, seqlen, heads, dim] = axes(parts)?;
-        for (name, tensor, wanted) in [
-            ("lse_parts", lse_parts, &[count, batch, heads, seqlen][..]),
-            ("o", o, &[batch, seqlen, heads, dim][..]),
-            ("lse", lse, &[batch, heads, seqlen][..]),
-        ] {
+        let merge = match (request.asks(ADDS), request.asks(ADDS_TO)) {
+            (false, false) => FMHA_BY_LSE,
+            (true, false) => FMHA_SUM,
+            (_, true) => FMHA_ADD_TO,
+        };
+        let fits = |name: &str, tensor: &Tensor, wanted: &[i64]| {
             ensure!(tensor.shape() == wanted, "{name} has shape {:?}, not {wanted:?}", tensor.shape());
+            Ok(())
+        };
+        fits("o", o, &[batch, seqlen, heads, dim])?;
+        let mut lses = [ptr::null_mut(); 2];
+        if merge == FMHA_BY_LSE {
+            let slots = [
+                ("lse_parts", Slot::LseParts, &[count, batch, heads, seqlen][..]),
+                ("lse", Slot::Lse, &[batch, heads, seqlen][..]),
+            ];
+            for (data, (name, slot, wanted)) in lses.iter_mut().zip(slots) {
+                let tensor = request.required(slot)?;
+                fits(name, tensor, wanted)?;
+                of_type(name, tensor, &[FMHA_F32])?;
+                contiguous(name, tensor)?;
+                *data = tensor.data;
+            }
         }
-        for (name, tensor) in [("lse_parts", lse_parts), ("lse", lse)] {
-            of_type(name, tensor, &[FMHA_F32])?;
-            contiguous(name, tensor)?;
-        }
+        let [lse_parts, lse] = lses;
         for (name, tensor) in [("o_parts", parts), ("o", o)] {
             attention_type(name, tensor)?;
             ensure!(
@@ -65,7 +78,10 @@ impl Combine {
         let steps = parts.steps();
         let partial = |i: i64| FmhaPartial {
             o: rows(at(parts.data, i * steps[0] * bytes), &steps[1..], dim),
-            lse: at(lse_parts.data, i * batch * heads * seqlen * 4).cast_const().cast(),
+            lse: match merge {
+                FMHA_BY_LSE => at(lse_parts, i * batch * heads * seqlen * 4).cast_const().cast(),
+                _ => ptr::null(),
+            },
         };
         Ok(Self {
             call: FmhaCombine {
@@ -77,10 +93,12 @@ impl Combine {
                 head_dim_v: dim,
                 parts: ptr::null(),
                 o: rows(o.data, o.steps(), dim),
-                lse: lse.data.cast(),
+                lse: lse.cast(),
                 stream: ptr::with_exposed_provenance_mut(word(request.stream) as usize),
                 dtype_part: parts.dtype,
                 dtype_o: o.dtype,
+                merge,
+                reserved: 0,
             },
             parts: (0..count).map(partial).collect(),
             options: request.numbers.options,

@@ -10,6 +10,8 @@ pub mod call;
 pub mod combine;
 mod operands;
 pub mod plans;
+#[cfg(test)]
+mod reach;
 pub mod request;
 mod shapes;
 pub mod tensor;

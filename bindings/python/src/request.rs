@@ -194,7 +194,7 @@ pub fn kept(at: i64) -> Result<Numbers, String> {
 }
 
 /// Names of the bits of [`Numbers::options`], from the lowest.
-pub const OPTIONS: [&str; 7] = [
+pub const OPTIONS: [&str; 9] = [
     "allow_fallback",
     "exact",
     "deterministic",
@@ -202,6 +202,8 @@ pub const OPTIONS: [&str; 7] = [
     "check_lengths",
     "wants_dbias",
     "wants_dsink",
+    "adds",
+    "adds_to",
 ];
 
 /// A kernel that is correct but far from fast may serve.
@@ -218,6 +220,10 @@ pub const CHECK_LENGTHS: i64 = 16;
 pub const WANTS_DBIAS: i64 = 32;
 /// Backward: the sinks' gradient is wanted.
 pub const WANTS_DSINK: i64 = 64;
+/// Combine: parts are added as they are.
+pub const ADDS: i64 = 128;
+/// Combine: parts are added to what O holds.
+pub const ADDS_TO: i64 = 256;
 
 /// One forward, backward or combine call.
 #[derive(Clone, Copy, Debug)]
@@ -288,8 +294,17 @@ mod tests {
 
     #[test]
     fn every_bit_of_the_options_has_its_name() {
-        let bits =
-            [ALLOW_FALLBACK, EXACT, DETERMINISTIC, BATCH_INVARIANT, CHECK_LENGTHS, WANTS_DBIAS, WANTS_DSINK];
+        let bits = [
+            ALLOW_FALLBACK,
+            EXACT,
+            DETERMINISTIC,
+            BATCH_INVARIANT,
+            CHECK_LENGTHS,
+            WANTS_DBIAS,
+            WANTS_DSINK,
+            ADDS,
+            ADDS_TO,
+        ];
         assert_eq!(bits.len(), OPTIONS.len());
         for (i, bit) in bits.into_iter().enumerate() {
             assert_eq!(bit, 1 << i, "{}", OPTIONS[i]);

@@ -175,6 +175,25 @@ def test_a_paged_cache_with_new_rows_and_rotary():
     assert torch.allclose(v_cache[table[0, row[0]], row[1]], v_new[0, 0])
 
 
+def test_parts_are_added_in_f32_and_rounded_once():
+    parts = torch.randn(3, 1, 5, 2, 4, dtype=torch.bfloat16)
+    wanted = parts.float().sum(0)
+    assert torch.equal(fmha.add_parts(parts), wanted.to(torch.bfloat16))
+    assert torch.equal(fmha.add_parts(parts, dtype_o=torch.float32), wanted)
+    into = torch.full((1, 5, 2, 4), 0.5)
+    assert fmha.add_parts(parts, into) is into
+    assert torch.allclose(into, wanted + 0.5, atol=1e-6)
+    assert torch.equal(fmha.add_parts(parts[:0]), torch.zeros_like(parts[0]))
+    moving = parts.float().requires_grad_()
+    dout = torch.randn(1, 5, 2, 4)
+    fmha.add_parts(moving).backward(dout)
+    assert torch.equal(moving.grad, dout.expand(3, -1, -1, -1, -1))
+    with pytest.raises(ValueError, match="o is given"):
+        fmha.add_parts(moving, into)
+    with pytest.raises(RuntimeError, match="o has shape"):
+        fmha.add_parts(parts, into[:, :4])
+
+
 def test_combine_of_halves_is_the_whole_and_differentiable():
     q, k, v = tensors(grad=True)
     whole, whole_lse = fmha.attention(q, k, v, return_lse=True)

@@ -78,6 +78,14 @@ def test_a_cache_is_written_where_it_lies(rng):
         fmha.attention_with_kvcache(q, k, v, new_k, new_v, seqused_k=used)
 
 
+def test_parts_are_added(rng):
+    parts = rng.standard_normal((3, 1, 5, 2, 4)).astype(np.float32)
+    assert np.allclose(fmha.add_parts(parts), parts.sum(0), atol=1e-6)
+    into = np.ones((1, 5, 2, 4), np.float32)
+    assert fmha.add_parts(parts, into) is into
+    assert np.allclose(into, 1 + parts.sum(0), atol=1e-6)
+
+
 def test_parts_are_combined(rng):
     q, k, v = qkv(rng)
     parts = [fmha.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 3), slice(3, 7))]

@@ -4,6 +4,7 @@ pub(super) mod measure;
 pub(super) mod peers;
 mod plot;
 mod render;
+mod scaling;
 pub(super) mod table;
 
 use std::io::Write;
@@ -17,6 +18,7 @@ use crate::check::{Verify, verify};
 use crate::failure::Failure;
 use crate::options::{BackendArgs, at_least_0, at_least_1};
 use crate::progress::Progress;
+use crate::ranks::RankArgs;
 use crate::report::label;
 use crate::target::{self, write_text};
 use measure::{Measured, Protocol, measure};
@@ -32,6 +34,8 @@ Examples:
   fmha bench bench/grid.toml --list  what is in it
   fmha bench bench/grid.toml --tables b128c --rows S8192 --backend cuda
   fmha bench bench/shapes.toml --tables a --peers compare.jsonl --plot a.svg
+  fmha bench bench/shapes.toml --tables a --ranks 4 --backend cuda
+      each row over 2 and 4 GPUs beside one
 
 A file has tables; a table has rows; a row is options of `fmha run`, over the table's common ones:
   [[table]]
@@ -86,6 +90,9 @@ pub(super) struct BenchArgs {
     #[arg(long, value_enum, default_value = "markdown")]
     format: Format,
 
+    #[command(flatten)]
+    ranks: RankArgs,
+
     /// Write there instead of printing
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -121,6 +128,9 @@ impl BenchArgs {
             return Ok(Verdict::Right);
         }
         self.targets(&tables)?;
+        if let Some(ranks) = self.ranks.ranks {
+            return self.over_ranks(&tables, ranks, out);
+        }
         let peers = self.peers.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
         let backend = self.backend.open()?;
         let protocol = match self.protocol {

@@ -56,7 +56,22 @@ pub(crate) struct Table {
     pub(super) name: String,
     pub(super) title: String,
     pub(super) unit: Unit,
-    pub(super) rows: Vec<ProblemArgs>,
+    pub(super) rows: Vec<Problem>,
+}
+
+/// A row: the words that it was made of, and what they say.
+#[derive(Debug)]
+pub(crate) struct Problem {
+    pub(super) words: Vec<String>,
+    args: ProblemArgs,
+}
+
+impl std::ops::Deref for Problem {
+    type Target = ProblemArgs;
+
+    fn deref(&self) -> &ProblemArgs {
+        &self.args
+    }
 }
 
 /// A row as a command line without a command.
@@ -97,7 +112,7 @@ impl RawTable {
     }
 }
 
-fn problem(options: &Options) -> Result<ProblemArgs, String> {
+fn problem(options: &Options) -> Result<Problem, String> {
     let mut args = Vec::new();
     for (name, value) in options {
         args.push(match value {
@@ -115,8 +130,9 @@ fn problem(options: &Options) -> Result<ProblemArgs, String> {
             other => return Err(format!("{name} is a {}, not an option's value", other.type_str())),
         });
     }
-    let args = argv::normalise(args).map_err(|failure| failure.to_string())?;
-    Row::try_parse_from(args).map(|row| row.problem).map_err(|error| crate::one_line(&error))
+    let words = argv::normalise(args).map_err(|failure| failure.to_string())?;
+    let row = Row::try_parse_from(&words).map_err(|error| crate::one_line(&error))?;
+    Ok(Problem { words, args: row.problem })
 }
 
 #[cfg(test)]

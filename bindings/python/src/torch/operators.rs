@@ -8,7 +8,7 @@ use super::shims::{Kernel, Shims};
 use super::{Results, gradient, kernel, made};
 use crate::call::{Wrong, ensure};
 use crate::combine;
-use crate::request::{NUM_COMMON, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name};
+use crate::request::{ADDS, ADDS_TO, NUM_COMMON, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name};
 use crate::shapes::attention_type;
 use crate::tensor::{Tensor, is_fp8};
 
@@ -97,7 +97,7 @@ macro_rules! tensors {
     };
 }
 
-pub(super) static OPERATORS: [Operator; 8] = [
+pub(super) static OPERATORS: [Operator; 10] = [
     Operator {
         name: "forward",
         tensors: tensors!(
@@ -221,6 +221,29 @@ pub(super) static OPERATORS: [Operator; 8] = [
         results: |shims, request| outputs(shims, request, false),
         kernel: kernel::<7>,
     },
+    // Partial gradients: added as they are, `combine` without an LSE.
+    Operator {
+        name: "add_parts",
+        tensors: &[(Slot::OParts, Given)],
+        numbers: Spelt::Each(NUM_COMMON),
+        num_results: 1,
+        results: |shims, request| {
+            request.numbers.options |= ADDS;
+            added(shims, request)
+        },
+        kernel: kernel::<8>,
+    },
+    Operator {
+        name: "add_parts_to",
+        tensors: &[(Slot::OParts, Given), (Slot::O, Written)],
+        numbers: Spelt::Each(NUM_COMMON),
+        num_results: 0,
+        results: |_, request| {
+            request.numbers.options |= ADDS_TO;
+            Ok(Results::new())
+        },
+        kernel: kernel::<9>,
+    },
 ];
 
 /// The type of an O that is made: what was asked for, else that of what it is made from, bf16 for FP8.
@@ -298,14 +321,21 @@ fn gradients(shims: &'static Shims, request: &mut Request) -> Result<Results, Wr
 
 /// O and LSE of all parts together.
 fn combined(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
+    let mut results = added(shims, request)?;
+    let parts = *request.required(Slot::OParts)?;
+    let [_, batch, seqlen, heads, _] = combine::axes(&parts)?;
+    results.push(made(shims, request, Slot::Lse, (&[batch, heads, seqlen], FMHA_F32, parts.device))?);
+    Ok(results)
+}
+
+/// O of all parts together.
+fn added(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
     let parts = *request.required(Slot::OParts)?;
     attention_type("o_parts", &parts)?;
     let [_, batch, seqlen, heads, dim] = combine::axes(&parts)?;
     let dtype = dtype_o(request, &parts);
-    Ok(Results::from_iter([
-        made(shims, request, Slot::O, (&[batch, seqlen, heads, dim], dtype, parts.device))?,
-        made(shims, request, Slot::Lse, (&[batch, heads, seqlen], FMHA_F32, parts.device))?,
-    ]))
+    let o = made(shims, request, Slot::O, (&[batch, seqlen, heads, dim], dtype, parts.device))?;
+    Ok(Results::from_iter([o]))
 }
 
 #[cfg(test)]
@@ -323,6 +353,7 @@ mod tests {
         assert!(schema(4).starts_with("combine(Tensor o_parts, Tensor lse_parts, "));
         assert!(schema(4).ends_with("-> (Tensor, Tensor)"));
         assert_eq!(schema(5), "plain(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor, Tensor)");
+        assert!(schema(9).starts_with("add_parts_to(Tensor o_parts, Tensor(a!) o, "));
         assert_eq!(schema(7), "plain_o(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor)");
     }
 }

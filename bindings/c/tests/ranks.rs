@@ -1,0 +1,255 @@
+//! Calls over ranks as C makes them, two ranks in threads of one process: what is wrong on one, both are told.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::ffi::{CStr, CString};
+use std::path::Path;
+use std::ptr::{null, null_mut};
+
+use fmha_c::{
+    FMHA_CONTIGUOUS, FMHA_F32, FMHA_NCCL, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaCall, FmhaDistPlan, FmhaGroup,
+    FmhaJoin, FmhaOptions, FmhaRanks, FmhaRun, FmhaTensor, fmha_dist_drop, fmha_dist_fail, fmha_dist_join,
+    fmha_dist_leave, fmha_dist_plan, fmha_dist_plan_text, fmha_dist_rows, fmha_dist_run, fmha_last_error,
+};
+
+// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
+const NO_CALL: FmhaCall = unsafe { std::mem::zeroed() };
+// SAFETY: as above.
+const NO_RANKS: FmhaRanks = unsafe { std::mem::zeroed() };
+// SAFETY: as above.
+const NO_JOIN: FmhaJoin = unsafe { std::mem::zeroed() };
+// SAFETY: as above.
+const NO_OPTIONS: FmhaOptions = unsafe { std::mem::zeroed() };
+
+const ROWS: i64 = 5;
+const DIM: i64 = 8;
+
+fn last_error() -> String {
+    // SAFETY: it gives a C string of this thread.
+    unsafe { CStr::from_ptr(fmha_last_error()) }.to_string_lossy().into_owned()
+}
+
+fn join(folder: &Path, rank: i64) -> *mut FmhaGroup {
+    let address = CString::new(format!("file:{}", folder.join("rendezvous").display())).unwrap();
+    let join = FmhaJoin {
+        struct_bytes: size_of::<FmhaJoin>() as u64,
+        rank,
+        size: 2,
+        address: address.as_ptr(),
+        timeout_seconds: 20.0,
+        ..NO_JOIN
+    };
+    let mut group = null_mut();
+    // SAFETY: the struct is as the header says.
+    assert_eq!(unsafe { fmha_dist_join(&raw const join, &raw mut group) }, 0, "{}", last_error());
+    group
+}
+
+/// A rank's rows of a whole of twice as many.
+fn tensor(data: &mut [f32]) -> FmhaTensor {
+    FmhaTensor {
+        data: data.as_mut_ptr().cast(),
+        batch_stride: ROWS * DIM,
+        seqlen_stride: DIM,
+        head_stride: DIM,
+        dim_stride: 1,
+    }
+}
+
+/// What a rank does with a group, once it has changed something of its plan; what it is told.
+fn on_two_ranks(change: fn(i64, &mut FmhaCall, &mut FmhaRanks)) -> [Result<Vec<f32>, String>; 2] {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let run = |rank: i64| {
+        let group = join(folder, rank);
+        let mut q = [0.5f32; (ROWS * DIM) as usize];
+        let (mut k, mut v, mut o) = (q, q.map(|q| q + rank as f32), q);
+        let mut call = FmhaCall {
+            struct_bytes: size_of::<FmhaCall>() as u64,
+            batch: 1,
+            seqlen_q: 2 * ROWS,
+            seqlen_k: 2 * ROWS,
+            num_heads_q: 1,
+            num_heads_kv: 1,
+            head_dim_qk: DIM,
+            head_dim_v: DIM,
+            q: tensor(&mut q),
+            k: tensor(&mut k),
+            v: tensor(&mut v),
+            o: tensor(&mut o),
+            dtype_qk: FMHA_F32,
+            dtype_v: FMHA_F32,
+            dtype_o: FMHA_F32,
+            ..NO_CALL
+        };
+        let mut ranks = FmhaRanks {
+            struct_bytes: size_of::<FmhaRanks>() as u64,
+            own_rows_q: ROWS,
+            own_rows_k: ROWS,
+            partition_q: FMHA_CONTIGUOUS,
+            partition_k: FMHA_CONTIGUOUS,
+            ..NO_RANKS
+        };
+        let options = FmhaOptions {
+            struct_bytes: size_of::<FmhaOptions>() as u64,
+            backend: c"cpu".as_ptr(),
+            ..NO_OPTIONS
+        };
+        change(rank, &mut call, &mut ranks);
+        let mut plan: *mut FmhaDistPlan = null_mut();
+        // SAFETY: the structs are as the header says, or refused before what is wrong is followed.
+        unsafe {
+            let planned =
+                fmha_dist_plan(&raw const call, &raw const ranks, &raw const options, group, &raw mut plan);
+            let mut failed = planned != 0;
+            if planned == 0 {
+                assert!(CStr::from_ptr(fmha_dist_plan_text(plan)).to_string_lossy().contains("scheme"));
+                failed = fmha_dist_run(plan, &raw const call) != 0;
+            }
+            let told = if failed { Err(last_error()) } else { Ok(o.to_vec()) };
+            fmha_dist_drop(plan);
+            fmha_dist_leave(group);
+            told
+        }
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| run(1));
+        [run(0), other.join().unwrap()]
+    })
+}
+
+#[test]
+fn ranks_see_each_others_keys() {
+    for told in on_two_ranks(|_, _, _| ()) {
+        // Equal scores: the mean of 0.5 and 1.5.
+        assert!(told.unwrap().iter().all(|o| (o - 1.0).abs() < 1e-5));
+    }
+    let whole = on_two_ranks(|_, _, ranks| {
+        static RUNS: [FmhaRun; 2] =
+            [FmhaRun { rank: 0, begin: 0, end: 5 }, FmhaRun { rank: 1, begin: 5, end: 10 }];
+        (ranks.partition_q, ranks.runs_q, ranks.num_runs_q) = (FMHA_RUNS, RUNS.as_ptr(), 2);
+        ranks.scheme = c"ring".as_ptr();
+    });
+    assert!(whole.into_iter().all(|told| told.unwrap().iter().all(|o| (o - 1.0).abs() < 1e-5)));
+}
+
+#[test]
+fn what_is_wrong_on_one_rank_both_are_told_with_the_rank_and_the_field() {
+    let cases: [(fn(i64, &mut FmhaCall, &mut FmhaRanks), &str, &str); 8] = [
+        (|rank, _, ranks| ranks.own_rows_k += rank, "rank 1", "own_rows_k 6 is not the 5 rows"),
+        (|rank, call, _| call.q.seqlen_stride += rank, "rank 1", "q.seqlen_stride 9 is not 8"),
+        (|rank, call, _| call.mask = if rank == 1 { c"b".as_ptr() } else { null() }, "rank 1", "mask"),
+        (
+            |rank, call, _| {
+                if rank == 1 {
+                    call.v.data = null_mut()
+                }
+            },
+            "rank 1",
+            "v.data is null",
+        ),
+        (
+            |rank, call, _| {
+                if rank == 1 {
+                    call.page_size = 16
+                }
+            },
+            "rank 1",
+            "block_table",
+        ),
+        (|_, _, ranks| ranks.scheme = c"star".as_ptr(), "rank ", "scheme `star` is none of"),
+        (
+            |rank, _, ranks| {
+                if rank == 0 {
+                    ranks.partition_q = 9
+                }
+            },
+            "rank 0",
+            "partition_q 9 is not in",
+        ),
+        (
+            |rank, _, ranks| {
+                if rank == 0 {
+                    ranks.partition_k = FMHA_ZIG_ZAG;
+                    ranks.num_runs_k = 1
+                }
+            },
+            "rank 0",
+            "0 runs",
+        ),
+    ];
+    for (change, rank, words) in cases {
+        let [first, second] = on_two_ranks(change).map(Result::unwrap_err);
+        assert_eq!(first, second);
+        assert!(first.contains(rank) && first.contains(words), "{rank}, {words}: {first}");
+    }
+}
+
+#[test]
+fn a_rank_that_gives_up_says_why_and_nobody_waits_for_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let group = join(folder, 1);
+            // SAFETY: a group of ours and C strings.
+            unsafe {
+                fmha_dist_fail(group, c"arguments".as_ptr(), c"q is no tensor".as_ptr());
+                fmha_dist_leave(group);
+            }
+        });
+        let group = join(folder, 0);
+        // SAFETY: null is refused by its name.
+        unsafe {
+            let mut plan = null_mut();
+            let refused = fmha_dist_plan(null(), null(), null(), group, &raw mut plan);
+            // Whichever of the two comes first is what both are told.
+            assert!(
+                refused != 0
+                    && (last_error().contains("q is no tensor") || last_error().contains("call is null"))
+            );
+            fmha_dist_leave(group);
+        }
+    });
+}
+
+#[test]
+fn a_join_that_is_wrong_is_refused_by_its_field() {
+    let good = FmhaJoin {
+        struct_bytes: size_of::<FmhaJoin>() as u64,
+        size: 1,
+        address: c"127.0.0.1:0".as_ptr(),
+        ..NO_JOIN
+    };
+    for (join, words) in [
+        (FmhaJoin { struct_bytes: 8, ..good }, "struct_bytes 8"),
+        (FmhaJoin { rank: -1, ..good }, "rank -1"),
+        (FmhaJoin { rank: 3, ..good }, "rank 3 is not below"),
+        (FmhaJoin { timeout_seconds: -1.0, ..good }, "timeout_seconds -1"),
+        (FmhaJoin { timeout_seconds: f64::NAN, ..good }, "timeout_seconds NaN"),
+        (FmhaJoin { space: 7, ..good }, "space 7"),
+        (FmhaJoin { reserved: 7, ..good }, "reserved 7"),
+        (FmhaJoin { nccl_library: c"x".as_ptr(), ..good }, "nccl_library"),
+        (FmhaJoin { space: FMHA_NCCL, nccl_library: c"/no/such.so".as_ptr(), ..good }, "rank 0, nccl: "),
+        (FmhaJoin { address: null(), ..good }, "address is null"),
+    ] {
+        let mut group = null_mut();
+        // SAFETY: the struct's strings are C strings.
+        assert_ne!(unsafe { fmha_dist_join(&raw const join, &raw mut group) }, 0, "{words}");
+        assert!(group.is_null() && last_error().contains(words), "{words}: {}", last_error());
+    }
+    // SAFETY: null is refused, or taken.
+    unsafe {
+        assert_ne!(fmha_dist_join(null(), null_mut()), 0);
+        assert_ne!(fmha_dist_run(null(), null()), 0);
+        assert_ne!(fmha_dist_rows(FMHA_ZIG_ZAG, 10, 2, 0, null_mut(), null_mut()), 0);
+        assert!(fmha_dist_plan_text(null()).is_null());
+        fmha_dist_drop(null_mut());
+        fmha_dist_leave(null_mut());
+        fmha_dist_fail(null(), null(), null());
+        let (mut runs, mut count) = ([FmhaRun { rank: 0, begin: 0, end: 0 }; 2], 0);
+        assert_eq!(fmha_dist_rows(FMHA_ZIG_ZAG, 10, 2, 0, runs.as_mut_ptr(), &raw mut count), 0);
+        assert_eq!(runs.map(|run| (run.begin, run.end)), [(0, 3), (8, 10)]);
+        assert_ne!(fmha_dist_rows(FMHA_RUNS, 10, 2, 0, runs.as_mut_ptr(), &raw mut count), 0);
+    }
+}

@@ -1,0 +1,182 @@
+"""The structs of ``fmha.h`` that calls over ranks are made of, as ctypes has them; a test holds them to the header."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from typing import Any
+
+from . import _native
+
+
+class FmhaTensor(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("batch_stride", c_int64),
+        ("seqlen_stride", c_int64),
+        ("head_stride", c_int64),
+        ("dim_stride", c_int64),
+    ]
+
+
+class FmhaGradients(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        ("dout", FmhaTensor),
+        ("dq", FmhaTensor),
+        ("dk", FmhaTensor),
+        ("dv", FmhaTensor),
+        ("dbias", FmhaTensor),
+        ("dlse", c_void_p),
+        ("dsink", c_void_p),
+        ("dtype_grad", c_int32),
+        ("dtype_dbias", c_int32),
+    ]
+
+
+class FmhaCall(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        ("batch", c_int64),
+        ("seqlen_q", c_int64),
+        ("seqlen_k", c_int64),
+        ("num_heads_q", c_int64),
+        ("num_heads_kv", c_int64),
+        ("head_dim_qk", c_int64),
+        ("head_dim_v", c_int64),
+        ("total_q", c_int64),
+        ("total_k", c_int64),
+        ("page_size", c_int64),
+        ("num_pages", c_int64),
+        ("max_pages", c_int64),
+        ("q", FmhaTensor),
+        ("k", FmhaTensor),
+        ("v", FmhaTensor),
+        ("o", FmhaTensor),
+        ("bias", FmhaTensor),
+        ("lse", c_void_p),
+        ("keep_mask", c_void_p),
+        ("cu_seqlens_q", c_void_p),
+        ("cu_seqlens_k", c_void_p),
+        ("seqused_q", c_void_p),
+        ("seqused_k", c_void_p),
+        ("block_table", c_void_p),
+        ("alibi_slopes", c_void_p),
+        ("sink", c_void_p),
+        ("descale_q", c_void_p),
+        ("descale_k", c_void_p),
+        ("descale_v", c_void_p),
+        ("scale_o", c_void_p),
+        ("mask", c_char_p),
+        ("softmax_scale", ctypes.POINTER(c_float)),
+        ("softcap", ctypes.POINTER(c_float)),
+        ("stream", c_void_p),
+        ("gradients", ctypes.POINTER(FmhaGradients)),
+        ("cache", c_void_p),
+        ("part", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_uint64),
+        ("dropout_seed", c_uint64),
+        ("dropout_offset", c_uint64),
+        ("p_drop", c_float),
+        ("dtype_qk", c_int32),
+        ("dtype_v", c_int32),
+        ("dtype_o", c_int32),
+        ("dtype_bias", c_int32),
+        ("v_layout", c_int32),
+        ("alibi_per_batch", c_int32),
+        ("descale_per_tensor", c_int32),
+    ]
+
+
+class FmhaOptions(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        ("backend", c_char_p),
+        ("kernel", c_char_p),
+        ("tile", c_char_p),
+        ("allow_fallback", c_int32),
+        ("accuracy", c_int32),
+        ("deterministic", c_int32),
+        ("batch_invariant", c_int32),
+        ("check_lengths", c_int32),
+        ("caller_workspace", c_int32),
+    ]
+
+
+class FmhaJoin(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        ("rank", c_int64),
+        ("size", c_int64),
+        ("address", c_char_p),
+        ("timeout_seconds", c_double),
+        ("nccl_comm", c_void_p),
+        ("nccl_library", c_char_p),
+        ("space", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class FmhaRun(Structure):
+    _fields_ = [
+        ("rank", c_int64),
+        ("begin", c_int64),
+        ("end", c_int64),
+    ]
+
+
+class FmhaRanks(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        ("own_rows_q", c_int64),
+        ("own_rows_k", c_int64),
+        ("runs_q", ctypes.POINTER(FmhaRun)),
+        ("num_runs_q", c_int64),
+        ("runs_k", ctypes.POINTER(FmhaRun)),
+        ("num_runs_k", c_int64),
+        ("scheme", c_char_p),
+        ("links", c_char_p),
+        ("partition_q", c_int32),
+        ("partition_k", c_int32),
+    ]
+
+
+def new(struct: Any) -> Any:
+    """A struct with its own size and nothing else."""
+    return struct(struct_bytes=ctypes.sizeof(struct))
+
+
+library = _native.library
+library.fmha_last_error.restype = c_char_p
+library.fmha_dist_plan_text.restype = c_char_p
+library.fmha_dist_plan_text.argtypes = [c_void_p]
+library.fmha_dist_join.argtypes = [ctypes.POINTER(FmhaJoin), ctypes.POINTER(c_void_p)]
+library.fmha_dist_leave.argtypes = [c_void_p]
+library.fmha_dist_leave.restype = None
+library.fmha_dist_fail.argtypes = [c_void_p, c_char_p, c_char_p]
+library.fmha_dist_fail.restype = None
+library.fmha_dist_rows.argtypes = [
+    c_int32,
+    c_int64,
+    c_int64,
+    c_int64,
+    ctypes.POINTER(FmhaRun),
+    ctypes.POINTER(c_int64),
+]
+library.fmha_dist_plan.argtypes = [
+    ctypes.POINTER(FmhaCall),
+    ctypes.POINTER(FmhaRanks),
+    ctypes.POINTER(FmhaOptions),
+    c_void_p,
+    ctypes.POINTER(c_void_p),
+]
+library.fmha_dist_run.argtypes = [c_void_p, ctypes.POINTER(FmhaCall)]
+library.fmha_dist_drop.argtypes = [c_void_p]
+library.fmha_dist_drop.restype = None
+
+
+def check(code: int) -> None:
+    """Raises what the C library said."""
+    if code:
+        raise _native.FmhaError(library.fmha_last_error().decode("utf-8", "replace"))

@@ -1,0 +1,584 @@
+"""Attention over the ranks of a torch process group: each has some rows of sequences that no rank has whole.
+
+Every rank calls :func:`attention` with its own rows, at the same place of its program. Positions are those of the whole
+sequence for mask, ALiBi and dropout, and the result is that of one device. On GPUs keys and values go over the group's own NCCL
+communicator; on the CPU over TCP connections between the ranks, which meet by way of the group. What goes wrong on one
+rank is an exception on all of them, which names the rank and the field.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.distributed as _torch_dist
+
+from . import _c, _native
+from ._mask import CAUSAL, Mask, MaskLike, mask as _mask
+from ._numbers import flag, integer, real, scale, word
+from ._torch import last_is_dense
+
+if TYPE_CHECKING:
+    Group = Optional[_torch_dist.ProcessGroup]
+
+    #: Who has which rows: a name, or for each rank its runs ``[begin, end)``, ascending.
+    Partition = Union[str, Sequence[Sequence[Tuple[int, int]]]]
+
+__all__ = ["attention", "explain", "leave", "rows", "shard"]
+
+_PARTITIONS = {"contiguous": 0, "zig_zag": 1, "replicated": 2}
+_RUNS = 3
+_HOST, _NCCL = 0, 1
+
+#: Seconds that a rank may be late: one of them may be compiling.
+_TIMEOUT = 600.0
+
+
+class _Joined:
+    """A group of ours on the ranks of one of torch's, and its plans."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.rank, self.size = _torch_dist.get_rank(group), _torch_dist.get_world_size(group)
+        join = _c.new(_c.FmhaJoin)
+        join.rank, join.size, join.timeout_seconds = self.rank, self.size, _TIMEOUT
+        handle = ctypes.c_void_p()
+        with _meeting(group, self.rank) as address, _current(device):
+            join.address = address.encode()
+            if device.type == "cuda":
+                join.space, join.nccl_comm = _NCCL, _communicator(group, device)
+            _c.check(_c.library.fmha_dist_join(ctypes.byref(join), ctypes.byref(handle)))
+        self.handle = handle.value
+        #: By what a plan depends on; the same on every rank.
+        self.plans: Dict[Any, _Plan] = {}
+        self.lock = threading.Lock()
+        weakref.finalize(self, _let_go, _c.library.fmha_dist_leave, self.handle, os.getpid())
+
+
+class _Plan:
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        weakref.finalize(self, _let_go, _c.library.fmha_dist_drop, handle, os.getpid())
+
+
+def _let_go(drop: Any, handle: int, pid: int) -> None:
+    """Gives back what the library made; in a forked child it is its parent's."""
+    if os.getpid() == pid:
+        drop(handle)
+
+
+#: By torch's group, then by the kind of memory.
+_joined: "weakref.WeakKeyDictionary[Any, Dict[str, _Joined]]" = weakref.WeakKeyDictionary()
+
+
+def _ours(group: Any, device: torch.device) -> _Joined:
+    if group is None:
+        group = _torch_dist.group.WORLD
+    if group is None:
+        raise ValueError("group: torch.distributed has no process group (0 ranks); call init_process_group first")
+    if not isinstance(group, _torch_dist.ProcessGroup):
+        raise TypeError(f"group: {type(group).__name__} is no process group that this rank is in")
+    kinds = _joined.setdefault(group, {})
+    if str(device) not in kinds:
+        kinds[str(device)] = _Joined(group, device)
+    return kinds[str(device)]
+
+
+def leave(group: Group = None) -> None:
+    """Leaves the groups that were joined for the ranks of ``group`` (by default all ranks), with their plans and the
+    plans' memory. The next call joins anew. Before ``destroy_process_group`` of a group over NCCL it is needed."""
+    if group is None:
+        group = _torch_dist.group.WORLD
+    if group is not None:
+        _joined.pop(group, None)
+
+
+@contextlib.contextmanager
+def _meeting(group: Any, rank: int) -> Iterator[str]:
+    """Where rank 0 of the group listens. The port is held until the library has it: a socket that is bound and does not
+    listen keeps others from it, and lets one that reuses addresses listen there."""
+    with socket.socket() as held:
+        said: List[Any] = [None]
+        if rank == 0:
+            try:
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                held.bind((_host(), 0))
+                said = ["{}:{}".format(*held.getsockname())]
+            except OSError as error:
+                said = [error]
+        _torch_dist.broadcast_object_list(said, src=_torch_dist.get_global_rank(group, 0), group=group)
+        if not isinstance(said[0], str):
+            raise _native.FmhaError(f"rank 0, group: no address to listen at: {said[0]}")
+        yield said[0]
+
+
+def _host() -> str:
+    """This host's address on the way to where torch's ranks have met."""
+    master = os.environ.get("MASTER_ADDR")
+    store = _torch_dist.distributed_c10d._get_default_store()
+    while store is not None:
+        master = getattr(store, "host", master)
+        store = getattr(store, "underlying_store", None)
+    try:
+        if master is None:
+            return socket.gethostbyname(socket.gethostname())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((master, 9))
+            return way.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+
+
+def _communicator(group: Any, device: torch.device) -> Optional[int]:
+    """The ``ncclComm_t`` of torch's group on this device; None where torch does not show it: ours is made then."""
+    try:
+        backend = group._get_backend(device)
+        # Torch makes it with the first collective.
+        _torch_dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return int(backend._comm_ptr()) or None
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _current(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def rows(seqlen: int, group: Group = None, partition: str = "zig_zag") -> List[Tuple[int, int]]:
+    """The rows ``[begin, end)`` of a sequence of ``seqlen`` that this rank has.
+
+    Args:
+        seqlen: rows of the whole: of a sequence, or of a packed tensor.
+        group: torch's process group; ``None`` is all ranks.
+        partition: ``"zig_zag"``: of twice as many runs as ranks the r-th and the r-th from the end, which a causal mask gives
+            equal work; ``"contiguous"``: one run a rank; ``"replicated"``: all rows. Lengths differ by 1 at most.
+    """
+    return _rows(integer("seqlen", seqlen), _torch_dist.get_rank(group), _torch_dist.get_world_size(group), partition)
+
+
+def _rows(seqlen: int, rank: int, size: int, partition: str) -> List[Tuple[int, int]]:
+    if partition not in _PARTITIONS:
+        raise ValueError(f"partition: {partition!r} is none of {', '.join(map(repr, _PARTITIONS))}")
+    runs, count = (_c.FmhaRun * 2)(), ctypes.c_int64()
+    _c.check(_c.library.fmha_dist_rows(_PARTITIONS[partition], seqlen, size, rank, runs, ctypes.byref(count)))
+    return [(run.begin, run.end) for run in runs[: count.value]]
+
+
+def shard(x: torch.Tensor, dim: int = 1, group: Group = None, partition: str = "zig_zag") -> torch.Tensor:
+    """This rank's rows of a tensor that every rank has whole, along ``dim``: a copy; of an LSE ``dim`` is the last."""
+    runs = rows(x.shape[dim], group, partition)
+    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in runs] or [x.narrow(dim, 0, 0)], dim)
+
+
+def _text(mask: Mask) -> bytes:
+    kind, left, right, sink_columns = mask
+    if kind == 0:
+        return b"0"
+    if kind == 3:
+        return f"g:{left},{right}".encode()
+    sink = f",{sink_columns}" if sink_columns else ""
+    return f"{'tb'[kind - 1]}:{left},{right}{sink}".encode()
+
+
+class _Side:
+    """Queries or keys: who has which rows, how many the whole has, and where packed sequences begin."""
+
+    def __init__(
+        self, side: str, x: torch.Tensor, ours: _Joined, seqlen: Optional[int], cu_seqlens: Any, partition: Any
+    ) -> None:
+        packed = x.dim() == 3
+        if x.dim() not in (3, 4):
+            raise ValueError(f"{side} has {x.dim()} axes of {tuple(x.shape)}, neither 4 nor, packed, 3")
+        if packed != (cu_seqlens is not None):
+            raise ValueError(f"cu_seqlens_{side} goes with packed rows, of 3 axes; {side} has {x.dim()}")
+        self.own = x.shape[0 if packed else 1]
+        self.offsets: Optional[Tuple[int, ...]] = None
+        if packed:
+            offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
+            self.offsets = tuple(integer(f"cu_seqlens_{side}", offset) for offset in offsets)
+            if len(self.offsets) < 2:
+                raise ValueError(f"cu_seqlens_{side} has {len(self.offsets)} offsets, less than 2")
+            self.seqlen = max(max(b - a for a, b in zip(self.offsets, self.offsets[1:])), 0)
+            self.total = self.offsets[-1]
+        self.batch = len(self.offsets) - 1 if self.offsets else x.shape[0]
+        if isinstance(partition, str):
+            if partition not in _PARTITIONS:
+                raise ValueError(f"partition: {partition!r} is none of {', '.join(map(repr, _PARTITIONS))}")
+            self.kind, self.runs = _PARTITIONS[partition], ()
+            whole = self.own if partition == "replicated" else self.own * ours.size
+        else:
+            self.kind = _RUNS
+            self.runs = tuple(
+                (rank, integer("begin", begin), integer("end", end))
+                for rank, of in enumerate(partition)
+                for begin, end in of
+            )
+            whole = sum(end - begin for _, begin, end in self.runs)
+        if not packed:
+            self.seqlen = self.total = whole if seqlen is None else integer(f"seqlen_{side}", seqlen)
+
+    def key(self) -> Any:
+        return self.kind, self.runs, self.own, self.seqlen, self.offsets
+
+
+def _tensor(x: Optional[torch.Tensor], rows: int, heads: int) -> _c.FmhaTensor:
+    if x is None:
+        return _c.FmhaTensor()
+    dim = x.shape[-1]
+    data = x.data_ptr() if x.numel() else None
+    return _c.FmhaTensor(data, rows * heads * dim, heads * dim, dim, 1)
+
+
+def _dtype(name: str, x: torch.Tensor) -> int:
+    code = _native.DTYPES.get(str(x.dtype).rpartition(".")[2], _native.OTHER)
+    if not 0 <= code < 100:
+        raise TypeError(f"{name} is of {x.dtype}, which attention does not take")
+    return code
+
+
+def _of(name: str, x: Any, like: torch.Tensor, dtype: Optional[torch.dtype] = None) -> Any:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: {type(x).__name__} is no tensor of torch")
+    if x.device != like.device or dtype is not None and x.dtype != dtype:
+        wanted = f"{dtype or x.dtype} on {like.device}"
+        raise ValueError(f"{name} is {x.dtype} on {x.device}, not {wanted}")
+    return x
+
+
+class _Call:
+    """A call's numbers, and what its plans are made and kept by."""
+
+    def __init__(self, q, k, v, ours, sides, mask, numbers, modifiers, options, scheme) -> None:
+        self.ours, self.sides, self.scheme = ours, sides, scheme
+        self.mask = _text(mask)
+        self.softmax_scale, self.softcap, self.p_drop, self.seed, self.offset = numbers
+        self.bias, self.alibi_slopes = modifiers
+        self.options = options
+        self.heads = q.shape[-2], k.shape[-2]
+        self.dims = q.shape[-1], v.shape[-1]
+        self.device = q.device
+        self.dtypes = _dtype("q", q), _dtype("v", v)
+        bias = self.bias
+        of_bias = None if bias is None else (bias.shape, bias.stride(), bias.dtype)
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes.dim()
+        self.key = (
+            *(side.key() for side in sides),
+            sides[0].batch,
+            self.mask,
+            self.softmax_scale,
+            self.softcap,
+            self.p_drop,
+            of_bias,
+            slopes,
+            options,
+            scheme,
+            self.heads,
+            self.dims,
+            self.dtypes,
+        )
+
+    def struct(self, q, k, v, o, lse, sink) -> Tuple[_c.FmhaCall, List[Any]]:
+        """The C struct, and what has to outlive it."""
+        queries, keys = self.sides
+        call = _c.new(_c.FmhaCall)
+        alive: List[Any] = [q, k, v, o, lse, sink]
+        call.batch = queries.batch
+        call.seqlen_q, call.seqlen_k = queries.seqlen, keys.seqlen
+        call.num_heads_q, call.num_heads_kv = self.heads
+        call.head_dim_qk, call.head_dim_v = self.dims
+        call.q, call.o = _tensor(q, queries.own, self.heads[0]), _tensor(o, queries.own, self.heads[0])
+        call.k, call.v = _tensor(k, keys.own, self.heads[1]), _tensor(v, keys.own, self.heads[1])
+        call.lse = lse.data_ptr() or None
+        if queries.offsets is not None:
+            for side, name in ((queries, "q"), (keys, "k")):
+                offsets = (ctypes.c_int32 * len(side.offsets))(*side.offsets)
+                alive.append(offsets)
+                setattr(call, f"cu_seqlens_{name}", ctypes.addressof(offsets))
+                setattr(call, f"total_{name}", side.total)
+        if sink is not None:
+            call.sink = sink.data_ptr()
+        if self.alibi_slopes is not None:
+            call.alibi_slopes = self.alibi_slopes.data_ptr()
+            call.alibi_per_batch = int(self.alibi_slopes.dim() == 2)
+        if self.bias is not None:
+            steps = [0 if size == 1 else step for size, step in zip(self.bias.shape[:2], self.bias.stride())]
+            call.bias = _c.FmhaTensor(self.bias.data_ptr(), *steps[:1], self.bias.stride(2), *steps[1:], 1)
+            call.dtype_bias = _dtype("bias", self.bias)
+        call.mask = self.mask
+        for name in ("softmax_scale", "softcap"):
+            number = getattr(self, name)
+            if number is not None:
+                number = ctypes.c_float(number)
+                alive.append(number)
+                setattr(call, name, ctypes.pointer(number))
+        call.p_drop, call.dropout_seed, call.dropout_offset = self.p_drop, self.seed, self.offset
+        call.dtype_qk, call.dtype_v = self.dtypes
+        call.dtype_o = self.dtypes[0]
+        if self.device.type == "cuda":
+            call.stream = torch.cuda.current_stream(self.device).cuda_stream or None
+        return call, alive
+
+    def plan(self, call: _c.FmhaCall, gradients: Any) -> _Plan:
+        """Of this call: made by all ranks together, once."""
+        key = (self.key, bool(call.sink), gradients)
+        plan = self.ours.plans.get(key)
+        if plan is not None:
+            return plan
+        ranks, queries, keys = _c.new(_c.FmhaRanks), *self.sides
+        ranks.own_rows_q, ranks.own_rows_k = queries.own, keys.own
+        for side, name in ((queries, "q"), (keys, "k")):
+            setattr(ranks, f"partition_{name}", side.kind)
+            if side.kind == _RUNS:
+                setattr(ranks, f"runs_{name}", (_c.FmhaRun * len(side.runs))(*side.runs))
+                setattr(ranks, f"num_runs_{name}", len(side.runs))
+        ranks.scheme = None if self.scheme is None else self.scheme.encode()
+        options = _c.new(_c.FmhaOptions)
+        kind = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda"}.get(self.device.type)
+        if kind is None:
+            raise ValueError(f"q is on {self.device}, neither the CPU nor a GPU")
+        options.backend = (kind if kind == "cpu" else f"{kind}:{self.device.index or 0}").encode()
+        options.allow_fallback, options.accuracy, options.deterministic, options.batch_invariant = self.options
+        made = ctypes.c_void_p()
+        with _current(self.device):
+            self._held(
+                _c.library.fmha_dist_plan(
+                    ctypes.byref(call),
+                    ctypes.byref(ranks),
+                    ctypes.byref(options),
+                    self.ours.handle,
+                    ctypes.byref(made),
+                )
+            )
+        plan = self.ours.plans[key] = _Plan(made.value)
+        return plan
+
+    def _held(self, code: int) -> None:
+        if code:
+            _forget(self.ours)
+        _c.check(code)
+
+    def run(self, plan: _Plan, call: _c.FmhaCall) -> None:
+        with _current(self.device):
+            self._held(_c.library.fmha_dist_run(plan.handle, ctypes.byref(call)))
+
+    def forward(self, q, k, v, sink) -> Tuple[torch.Tensor, torch.Tensor]:
+        o = q.new_empty((*q.shape[:-1], self.dims[1]))
+        packed = q.dim() == 3
+        lse = q.new_empty(
+            (self.heads[0], q.shape[0]) if packed else (q.shape[0], self.heads[0], q.shape[1]), dtype=torch.float32
+        )
+        call, alive = self.struct(q, k, v, o, lse, sink)
+        with self.ours.lock:
+            self.run(self.plan(call, None), call)
+        del alive
+        return o, lse
+
+    def backward(self, q, k, v, o, lse, sink, dout, wants_dsink) -> Tuple[Any, ...]:
+        queries, keys = self.sides
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dsink = torch.empty_like(sink) if wants_dsink else None
+        call, alive = self.struct(q, k, v, o, lse, sink)
+        gradients = _c.new(_c.FmhaGradients)
+        gradients.dout = _tensor(dout, queries.own, self.heads[0])
+        gradients.dq = _tensor(dq, queries.own, self.heads[0])
+        gradients.dk, gradients.dv = (_tensor(x, keys.own, self.heads[1]) for x in (dk, dv))
+        gradients.dsink = None if dsink is None else dsink.data_ptr()
+        gradients.dtype_grad = self.dtypes[0]
+        call.gradients = ctypes.pointer(gradients)
+        with self.ours.lock:
+            self.run(self.plan(call, wants_dsink), call)
+        del alive
+        return dq, dk, dv, dsink
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sink, call):
+        o, lse = call.forward(q, k, v, sink)
+        ctx.save_for_backward(q, k, v, o, lse, sink)
+        ctx.call = call
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(True)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _dlse):
+        q, k, v, o, lse, sink = ctx.saved_tensors
+        wants_dsink = sink is not None and ctx.needs_input_grad[3]
+        dout = last_is_dense(dout).contiguous()
+        return (*ctx.call.backward(q, k, v, o, lse, sink, dout, wants_dsink), None)
+
+
+@torch.compiler.disable
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Group = None,
+    causal: bool = False,
+    mask: MaskLike = None,
+    softmax_scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    bias: Optional[torch.Tensor] = None,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    sink: Optional[torch.Tensor] = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqlen_q: Optional[int] = None,
+    seqlen_k: Optional[int] = None,
+    partition: Partition = "zig_zag",
+    partition_k: Optional[Partition] = None,
+    p_drop: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    scheme: Optional[str] = None,
+    allow_fallback: bool = True,
+    accuracy: str = "fast",
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of the rows of this rank's queries over the keys of all ranks; differentiable.
+
+    All ranks call it, and then its backward, in the same order and with the same arguments but for the tensors. The first call
+    of a kind plans it, which waits for all ranks; later ones queue work and, on a GPU, wait for nobody. Use
+    one thread a rank.
+
+    Args:
+        q: this rank's rows ``[batch, own rows, num_heads_q, head_dim_qk]``; packed ``[own rows, num_heads_q, ..]``.
+        k, v: this rank's rows ``[batch, own rows, num_heads_kv, ..]``, or packed. 16 bits or f32; copied where they are not
+            contiguous.
+        group: torch's process group: NCCL's for tensors on GPUs, any other's for those of the CPU; ``None`` is all ranks.
+        causal: bottom-right, over the whole sequence; or ``mask`` as in :func:`fmha.attention`.
+        softmax_scale, softcap, p_drop, seed, offset: as in :func:`fmha.attention`; the same on every rank.
+        bias: this rank's queries against all keys, ``[batch or 1, num_heads_q or 1, own rows, seqlen_k]``, with no gradient.
+        alibi_slopes: f32 ``[num_heads_q]`` or ``[batch, num_heads_q]``, the same on every rank.
+        sink: f32 ``[num_heads_q]``, the same on every rank; its gradient is that of all ranks' rows, on each of them.
+        cu_seqlens_q, cu_seqlens_k: ``[batch + 1]`` offsets of the packed sequences of the *whole*, numbers of the host (those
+            of a GPU's tensor are read back).
+        seqlen_q, seqlen_k: rows of the whole sequence; ``None``: as many as this rank has, times the ranks.
+        partition: who has which rows: ``"zig_zag"``, ``"contiguous"`` (:func:`rows`, :func:`shard`), ``"replicated"`` (queries
+            of a step of decoding), or for each rank its runs ``[(begin, end), ...]``. Of packed rows they may span sequences.
+        partition_k: the same for keys; ``None``: as the queries.
+        scheme: ``"gather"``, ``"ring"``, ``"ulysses"`` or ``"decode"``; ``None``: what the model of kernels and links finds
+            fastest. :func:`explain` says what was chosen.
+        deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
+        batch_invariant: bits that do not depend on the number of ranks, or a refusal.
+        return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, own rows]`` or ``[num_heads_q, own rows]``; it has no
+            gradient here.
+
+    Returns:
+        O of this rank's queries, or ``(O, LSE)``.
+
+    Raises:
+        FmhaError: on every rank: the rank that is wrong, late or gone, the field, and the numbers. No output is then a
+            result; the next call joins anew.
+        TypeError, ValueError: an argument of this rank that is no tensor or no number, by its name.
+    """
+    call, tensors = _bound(**locals())
+    wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    o, lse = _Attention.apply(*tensors, call) if wants_grad else call.forward(*tensors)
+    return (o, lse) if flag("return_lse", return_lse) else o
+
+
+def _bound(q: Any, group: Any, **given: Any) -> Any:
+    """As :func:`_bind`; what is wrong here, the other ranks are told, who wait for this one."""
+    ours = _ours(group, _of("q", q, q).device)
+    try:
+        return _bind(q, ours, **given)
+    except Exception as error:
+        _c.library.fmha_dist_fail(ours.handle, b"arguments", f"{type(error).__name__}: {error}".encode())
+        _forget(ours)
+        raise
+
+
+def _forget(ours: _Joined) -> None:
+    """After an error no call of a group succeeds, on any rank: the next one joins anew."""
+    for kinds in list(_joined.values()):
+        for device in [device for device, other in kinds.items() if other is ours]:
+            del kinds[device]
+
+
+def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, return_lse=False, **given):
+    """The call, and Q, K, V and the sinks as it takes them."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _of(name, x, q)
+    sides = (
+        _Side("q", q, ours, given["seqlen_q"], given["cu_seqlens_q"], partition),
+        _Side(
+            "k", k, ours, given["seqlen_k"], given["cu_seqlens_k"], partition if partition_k is None else partition_k
+        ),
+    )
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != q.dim() or x.shape[:-1] != k.shape[:-1] or x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)}, which does not go with q, {q.dtype} {tuple(q.shape)}, and k"
+            )
+    if k.shape[-1] != q.shape[-1] or sides[0].batch != sides[1].batch:
+        raise ValueError(f"k has shape {tuple(k.shape)}, which does not go with q's {tuple(q.shape)}")
+    heads = q.shape[-2]
+    if bias is not None:
+        _of("bias", bias, q)
+        wanted = [sides[0].batch, heads, sides[0].own, sides[1].seqlen]
+        fits = bias.dim() == 4 and all(a == b or at < 2 and a == 1 for at, (a, b) in enumerate(zip(bias.shape, wanted)))
+        if not fits or bias.stride(3) != 1:
+            raise ValueError(f"bias has shape {tuple(bias.shape)} and strides {bias.stride()}, not {wanted}")
+        if bias.requires_grad and torch.is_grad_enabled():
+            raise ValueError("bias: there is no gradient of it over ranks (requires_grad 1)")
+    for name, x, shapes in (
+        ("alibi_slopes", alibi_slopes, ((heads,), (sides[0].batch, heads))),
+        ("sink", sink, ((heads,),)),
+    ):
+        if x is not None:
+            _of(name, x, q, torch.float32)
+            if tuple(x.shape) not in shapes:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}, not {' or '.join(map(str, shapes))}")
+    mask = _mask(given["mask"])
+    if flag("causal", given["causal"]):
+        if given["mask"] is not None:
+            raise ValueError("mask is given (1) beside causal, which is one")
+        mask = CAUSAL
+    if given["accuracy"] not in ("fast", "exact"):
+        raise ValueError(f"accuracy: {given['accuracy']!r} is neither 'fast' nor 'exact'")
+    softmax_scale, softcap = given["softmax_scale"], given["softcap"]
+    numbers = (
+        None if softmax_scale is None else scale(softmax_scale),
+        real("softcap", softcap) or None if softcap is not None else None,
+        real("p_drop", given["p_drop"]),
+        word("seed", given["seed"]),
+        word("offset", given["offset"]),
+    )
+    options = (
+        int(flag("allow_fallback", given["allow_fallback"])),
+        int(given["accuracy"] == "exact"),
+        int(flag("deterministic", given["deterministic"]) or torch.are_deterministic_algorithms_enabled()),
+        int(flag("batch_invariant", given["batch_invariant"])),
+    )
+    modifiers = bias, None if alibi_slopes is None else alibi_slopes.detach().contiguous()
+    call = _Call(q, k, v, ours, sides, mask, numbers, modifiers, options, given["scheme"])
+    return call, (q.contiguous(), k.contiguous(), v.contiguous(), None if sink is None else sink.contiguous())
+
+
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> str:
+    """What :func:`attention` with these arguments would do: what each scheme would cost, the one that serves and why, every
+    step of this rank. All ranks call it; it plans, and runs nothing."""
+    import inspect
+
+    bound = inspect.signature(attention).bind(q, k, v, **options)
+    bound.apply_defaults()
+    call, (q, k, v, sink) = _bound(**bound.arguments)
+    with torch.no_grad():
+        o = q.new_empty((*q.shape[:-1], call.dims[1]))
+        lse = q.new_empty((*q.shape[:-1],), dtype=torch.float32)
+        struct, alive = call.struct(q, k, v, o, lse, sink)
+        with call.ours.lock:
+            plan = call.plan(struct, None)
+    del alive
+    return _c.library.fmha_dist_plan_text(plan.handle).decode("utf-8", "replace")

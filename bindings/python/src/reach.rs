@@ -1,0 +1,228 @@
+//! Every field of the C library's structs can be set from Python, but for those that are named here with the reason. That the
+//! structs reach every field of the contract is the C library's own test.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::c_void;
+
+use fmha_c::{FMHA_BF16, FMHA_E4M3FN, FMHA_F16, FMHA_F32};
+
+use crate::call::Call;
+use crate::combine::Combine;
+use crate::request::{ADDS_TO, OPTIONS, Request, Slot};
+use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
+
+/// What Python does not set, and why.
+const NOT_SET: [(&str, &str); 7] = [
+    ("cache.reserved", "0"),
+    ("call.part", "`fmha.dist` makes parts of a whole, and runs them"),
+    ("call.workspace", "from the caller's allocator, at each run"),
+    ("call.workspace_bytes", "likewise"),
+    ("combine.reserved", "0"),
+    ("options.kernel", "left to the planner, who says what it chose"),
+    ("options.tile", "likewise"),
+];
+
+#[derive(Default)]
+struct Seen(BTreeMap<String, BTreeSet<String>>);
+
+impl Seen {
+    fn add(&mut self, what: &str, value: &dyn std::fmt::Debug) {
+        let mut path = vec![what.to_owned()];
+        for line in format!("{value:#?}").lines().map(str::trim) {
+            match line.split_once(": ") {
+                Some((name, "FmhaTensor {")) => path.push(name.to_owned()),
+                Some((name, held)) => {
+                    let field = format!("{}.{name}", path.join("."));
+                    let held = held.trim_end_matches(',');
+                    let address = held.strip_prefix("0x");
+                    let held = address
+                        .map_or(held, |digits| if digits.chars().all(|c| c == '0') { "0" } else { "given" });
+                    self.0.entry(field).or_default().insert(held.to_owned());
+                }
+                None if path.len() > 1 => drop(path.pop()),
+                None => (),
+            }
+        }
+    }
+
+    fn call(&mut self, request: &Request) {
+        let mut call = Call::new(request).unwrap();
+        let backend = std::ffi::CString::new(call.device.name()).unwrap();
+        self.add("options", &call.options(&backend));
+        call.with(|call| {
+            self.add("call", call);
+            // SAFETY: null, or this call's own structs.
+            let (gradients, cache) = unsafe { (call.gradients.as_ref(), call.cache.as_ref()) };
+            gradients.into_iter().for_each(|gradients| self.add("gradients", gradients));
+            cache.into_iter().for_each(|cache| self.add("cache", cache));
+        });
+    }
+}
+
+/// Never followed: a struct says whether a tensor is there.
+fn tensor(sizes: &[i64], dtype: i32) -> Tensor {
+    let mut tensor = Tensor { num_dims: sizes.len() as i32, dtype, ..Tensor::ABSENT };
+    tensor.data = std::ptr::without_provenance_mut::<c_void>(256);
+    let mut stride = 1;
+    for axis in (0..sizes.len()).rev() {
+        (tensor.sizes[axis], tensor.strides[axis]) = (sizes[axis], stride);
+        stride *= sizes[axis];
+    }
+    assert!(sizes.len() <= MAX_DIMS);
+    tensor
+}
+
+fn request(tensors: &[(Slot, Tensor)]) -> Request {
+    let mut request = Request::new();
+    tensors.iter().for_each(|&(slot, tensor)| request.set(slot, tensor));
+    request
+}
+
+fn plain(n: i64, dtype: i32) -> Vec<(Slot, Tensor)> {
+    let (batch, seqlen_q, seqlen_k, kv, dim, dim_v) = (n, n + 1, n + 2, n, 8 * n, 16 * n);
+    let heads = 2 * kv;
+    vec![
+        (Slot::Q, tensor(&[batch, seqlen_q, heads, dim], dtype)),
+        (Slot::K, tensor(&[batch, seqlen_k, kv, dim], dtype)),
+        (Slot::V, tensor(&[batch, seqlen_k, kv, dim_v], dtype)),
+        (Slot::O, tensor(&[batch, seqlen_q, heads, dim_v], dtype)),
+    ]
+}
+
+fn and(mut tensors: Vec<(Slot, Tensor)>, more: &[(Slot, Tensor)]) -> Vec<(Slot, Tensor)> {
+    tensors.extend_from_slice(more);
+    tensors
+}
+
+/// Calls of two sequences of 3 queries and 4 keys, with all that they may have.
+fn requests() -> Vec<Request> {
+    use Slot::*;
+    let (f32s, i32s) = (|sizes: &[i64]| tensor(sizes, FMHA_F32), |sizes: &[i64]| tensor(sizes, I32));
+    let two = || plain(2, FMHA_F16);
+    let lse = (Lse, f32s(&[2, 4, 3]));
+    let mut all = vec![
+        request(&plain(1, FMHA_F16)),
+        request(&and(two(), &[lse, (KeepMask, tensor(&[2, 4, 3, 4], U8)), (Bias, f32s(&[2, 4, 3, 4]))])),
+        request(&and(
+            two(),
+            &[
+                (AlibiSlopes, f32s(&[2, 4])),
+                (Sink, f32s(&[4])),
+                (SequsedQ, i32s(&[2])),
+                (SequsedK, i32s(&[2])),
+            ],
+        )),
+    ];
+    let mut columns = two();
+    columns[2].1.strides = [128, 1, 512, 4, 0];
+    columns[2].1.sizes = [2, 4, 2, 32, 0];
+    all.push(request(&columns));
+    let fp8 = plain(2, FMHA_E4M3FN);
+    let mut fp8 =
+        and(fp8, &[(DescaleQ, f32s(&[])), (DescaleK, f32s(&[])), (DescaleV, f32s(&[])), (ScaleO, f32s(&[]))]);
+    fp8[3].1.dtype = FMHA_BF16;
+    all.push(request(&fp8));
+    let packed = [
+        (Q, tensor(&[6, 4, 16], FMHA_F16)),
+        (K, tensor(&[8, 2, 16], FMHA_F16)),
+        (V, tensor(&[8, 2, 32], FMHA_F16)),
+        (O, tensor(&[6, 4, 32], FMHA_F16)),
+        (CuSeqlensQ, i32s(&[3])),
+        (CuSeqlensK, i32s(&[3])),
+    ];
+    let mut packed = request(&packed);
+    (packed.numbers.max_seqlen_q, packed.numbers.max_seqlen_k) = (3, 4);
+    all.push(packed);
+    let pages = [
+        (Q, tensor(&[2, 3, 4, 16], FMHA_F16)),
+        (K, tensor(&[5, 16, 2, 16], FMHA_E4M3FN)),
+        (V, tensor(&[5, 16, 2, 32], FMHA_E4M3FN)),
+        (O, tensor(&[2, 3, 4, 32], FMHA_F16)),
+        (BlockTable, i32s(&[2, 2])),
+        (SequsedK, i32s(&[2])),
+        (TreeMask, tensor(&[2, 3, 1], U32)),
+    ];
+    all.push(request(&pages));
+    let turning = [
+        (KNew, tensor(&[2, 1, 2, 16], FMHA_F16)),
+        (VNew, tensor(&[2, 1, 2, 32], FMHA_F16)),
+        (RotaryCos, f32s(&[9, 4])),
+        (RotarySin, f32s(&[9, 4])),
+        (SequsedK, i32s(&[2])),
+    ];
+    let mut turning = request(&and(two(), &turning));
+    turning.numbers.rotary_interleaved = 1;
+    all.push(turning);
+    let new = [
+        (KNew, tensor(&[3, 2, 16], FMHA_F16)),
+        (VNew, tensor(&[3, 2, 32], FMHA_F16)),
+        (CuSeqlensNew, i32s(&[3])),
+        (SequsedK, i32s(&[2])),
+    ];
+    let mut new = request(&and(two(), &new));
+    new.numbers.max_seqlen_new = 2;
+    all.push(new);
+    let mut in_k = two();
+    in_k.remove(2);
+    in_k[1].1 = tensor(&[2, 4, 2, 16], FMHA_F16);
+    in_k[2].1 = tensor(&[2, 3, 4, 8], FMHA_F16);
+    let mut in_k = request(&in_k);
+    in_k.numbers.head_dim_v = 8;
+    all.push(in_k);
+    for (n, dtype) in [(1, FMHA_F16), (2, FMHA_F32)] {
+        let tensors = plain(n, dtype);
+        let like = |slot: Slot| tensors.iter().find(|(other, _)| *other == slot).unwrap().1;
+        let gradients =
+            [(Dout, like(O)), (Dq, like(Q)), (Dk, like(K)), (Dv, like(V)), (Lse, f32s(&[n, 2 * n, n + 1]))];
+        let mut gradients = and(tensors, &gradients);
+        if n == 2 {
+            gradients.extend([
+                (Bias, f32s(&[2, 4, 3, 4])),
+                (Dbias, f32s(&[2, 4, 3, 4])),
+                (Sink, f32s(&[4])),
+                (Dsink, f32s(&[4])),
+                (Dlse, f32s(&[2, 4, 3])),
+            ]);
+        }
+        all.push(request(&gradients));
+    }
+    let mut numbers = request(&plain(1, FMHA_F16));
+    numbers.stream = 256;
+    (numbers.numbers.softmax_scale, numbers.numbers.softcap, numbers.numbers.p_drop) = (0.5, 0.5, 0.5);
+    (numbers.numbers.seed, numbers.numbers.offset) = (3, 4);
+    numbers.numbers.options = (1 << OPTIONS.len()) - 1;
+    (numbers.numbers.mask, numbers.numbers.left, numbers.numbers.right) = (2, 3, 0);
+    all.push(numbers);
+    let mut elsewhere = plain(1, FMHA_F16);
+    elsewhere.iter_mut().for_each(|(_, tensor)| tensor.device = Device { kind: 1, index: 1 });
+    all.push(request(&elsewhere));
+    all
+}
+
+#[test]
+fn every_field_of_the_structs_can_be_set_but_for_those_that_have_a_reason() {
+    let mut seen = Seen::default();
+    requests().iter().for_each(|request| seen.call(request));
+    for (n, dtype, adds) in [(1, FMHA_F16, 0), (2, FMHA_F32, ADDS_TO)] {
+        let rows = [n, n + 1, n + 2, n + 3];
+        let mut request = request(&[
+            (Slot::OParts, tensor(&[n, n, n + 1, n + 2, n + 3], dtype)),
+            (Slot::O, tensor(&rows, dtype)),
+            (Slot::LseParts, tensor(&[n, n, n + 2, n + 1], FMHA_F32)),
+            (Slot::Lse, tensor(&[n, n + 2, n + 1], FMHA_F32)),
+        ]);
+        request.numbers.options = adds;
+        request.stream = n - 1;
+        let mut combine = Combine::new(&request).unwrap();
+        seen.add("combine", combine.call());
+    }
+    let zero = |held: &BTreeSet<String>| held.iter().all(|held| held == "0" || held == "0.0");
+    let not_set: Vec<&str> =
+        seen.0.iter().filter(|(_, held)| zero(held)).map(|(field, _)| &**field).collect();
+    let mut known = NOT_SET.map(|(field, _)| field);
+    known.sort_unstable();
+    assert_eq!(not_set, known, "not set from Python, or not tried here");
+    assert!(seen.0.len() > 120, "{:#?}", seen.0.keys());
+}

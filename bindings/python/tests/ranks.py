@@ -1,0 +1,182 @@
+"""Ranks of a process group on the CPU, each of which holds its rows of every case against one process that has all of them.
+
+``ranks.py SIZE FOLDER``: this process imports torch once and forks the ranks.
+"""
+
+import os
+import pathlib
+import socket
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+
+import fmha
+import fmha.dist as ranks
+
+
+def attend(function, tensors, dout, **options):
+    """O, LSE, and the gradients of the tensors."""
+    tensors = [None if x is None else x.detach().requires_grad_() for x in tensors]
+    q, k, v, sink = tensors
+    o, lse = function(q, k, v, sink=sink, return_lse=True, **options)
+    o.backward(dout)
+    return [o.detach(), lse.detach(), *(None if x is None else x.grad for x in tensors)]
+
+
+def case(name, partition="zig_zag", partition_k=None, tolerance=1e-4, sq=24, sk=None, heads=(4, 2), dim=8, dim_v=8, **given):
+    """One call of a rank and of one process: equal within the tolerance."""
+    size = dist.get_world_size()
+    sk, over = sk or sq, dict(given.pop("over", {}))
+    partition_k = partition if partition_k is None else partition_k
+    dtype, cu, sinks = given.pop("dtype", torch.float32), given.pop("cu", None), given.pop("sinks", False)
+    batch, rows_axis = (1, 0) if cu else (2, 1)
+    generator = torch.Generator().manual_seed(len(name))
+
+    def noise(rows, heads, dim):
+        x = torch.randn(batch, rows, heads, dim, generator=generator).to(dtype)
+        return x[0] if cu else x
+
+    q, k, v = noise(sq, heads[0], dim), noise(sk, heads[1], dim), noise(sk, heads[1], dim_v)
+    dout = noise(sq, heads[0], dim_v)
+    sink = torch.randn(heads[0], generator=generator) if sinks else None
+
+    def mine(x, partition, axis=rows_axis):
+        if isinstance(partition, str):
+            return ranks.shard(x, axis, partition=partition)
+        return torch.cat([x.narrow(axis, a, b - a) for a, b in partition[dist.get_rank()]], axis)
+
+    one = dict(given)
+    if cu:
+        offsets = torch.tensor(cu, dtype=torch.int32)
+        longest = max(b - a for a, b in zip(cu, cu[1:]))
+        one.update(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+        over.update(cu_seqlens_q=cu, cu_seqlens_k=offsets)
+    elif sq % size or sk % size:
+        over.update(seqlen_q=sq, seqlen_k=sk)
+    over.update(partition=partition, partition_k=partition_k, **given)
+    if one.get("causal"):
+        one["mask"] = "causal"
+    one.pop("causal", None)
+    wanted = attend(fmha.attention, (q, k, v, sink), dout, **one)
+    own = [mine(q, partition), mine(k, partition_k), mine(v, partition_k)]
+    if partition == "replicated":
+        with torch.no_grad():
+            got = [*ranks.attention(*own, sink=sink, return_lse=True, **over)]
+    else:
+        got = attend(ranks.attention, (*own, sink), mine(dout, partition), **over)
+    lse_axis = 1 if cu else 2
+    cut = [
+        mine(wanted[0], partition),
+        mine(wanted[1], partition, lse_axis),
+        mine(wanted[2], partition),
+        mine(wanted[3], partition_k),
+        mine(wanted[4], partition_k),
+        wanted[5],
+    ]
+    for what, a, b in zip(("o", "lse", "dq", "dk", "dv", "dsink"), got, cut):
+        if b is not None:
+            assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {what} {a.shape} {a.dtype}, not {b.shape}"
+            off = (a.float() - b.float()).abs().max().item() if a.numel() else 0.0
+            assert off <= tolerance, f"{name}: {what} is off by {off}"
+
+
+def cases(size):
+    case("causal, grouped heads", causal=True)
+    case("all keys, plan kept", mask=None)
+    case("uneven rows", sq=37, partition="contiguous", mask="b:9,0", dim=16)
+    case("more keys than queries", sq=24, sk=40, mask="b:30,0", softmax_scale=0.3, softcap=5.0)
+    case("packed sequences", sq=41, cu=[0, 13, 13, 30, 41], causal=True)
+    case("dropout", p_drop=0.2, seed=(1 << 63) + 5, offset=7, causal=True)
+    case("sinks and slopes", sinks=True, causal=True, alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    case("bf16", dtype=torch.bfloat16, causal=True, tolerance=0.05, dim_v=16)
+    case("ring", causal=True, over=dict(scheme="ring"), deterministic=True)
+    case("ulysses", heads=(8, 4), causal=True, over=dict(scheme="ulysses"))
+    runs = [[(2 * r, 2 * r + 2), (2 * size + 3 * r, 2 * size + 3 * r + 3)] for r in range(size)]
+    case("runs of one's own", sq=5 * size, partition=runs, causal=True)
+    case("a split cache", sq=1, sk=33, partition="replicated", partition_k="contiguous", mask="b:-1,0")
+
+
+def alike(text):
+    """The same on every rank."""
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, text)
+    assert len(set(said)) == 1, said
+    return text
+
+
+def refusals(size):
+    rank = dist.get_rank()
+    x = torch.randn(1, 4, 2, 8)
+    for options, words in (
+        (dict(mask="b:3,0" if rank == 1 else None), "rank 1, mask"),
+        (dict(seqlen_q=4 * size + (rank == 1)), "rank 1"),
+        (dict(scheme="star"), "scheme `star` is none of"),
+        (dict(p_drop=1.5), "p_drop"),
+    ):
+        try:
+            ranks.attention(x, x, x, **options)
+        except fmha.FmhaError as error:
+            assert words in alike(str(error)), error
+        else:
+            raise AssertionError(f"{options}: taken")
+    # An argument that is no such thing is this rank's own exception, and the others are told of it.
+    try:
+        ranks.attention(x, x, x, softmax_scale="x" if rank == 0 else None)
+    except TypeError as error:
+        assert rank == 0 and "softmax_scale" in str(error)
+    except fmha.FmhaError as error:
+        assert rank != 0 and "rank 0, arguments: TypeError: softmax_scale" in str(error), error
+    else:
+        raise AssertionError("a text is taken for a number")
+    # The next call joins anew.
+    case("after errors", causal=True)
+
+
+def one_group(rank, size, folder):
+    if size == 2:
+        where = f"file://{folder}/meeting"
+    else:
+        where = "tcp://127.0.0.1:" + (pathlib.Path(folder) / "port").read_text()
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    cases(size)
+    refusals(size)
+    # A group of some of the ranks.
+    pair = dist.new_group([size - 2, size - 1])
+    if rank >= size - 2:
+        assert ranks.rows(7, pair) == ([(0, 2), (6, 7)] if rank == size - 2 else [(2, 4), (4, 6)])
+        x = torch.full((1, 3, 1, 4), float(rank))
+        assert torch.allclose(ranks.attention(x * 0, x * 0, x, group=pair), torch.full_like(x, size - 1.5))
+        text = ranks.explain(x, x, x, group=pair, causal=True)
+        assert "scheme" in text and "of 2" in text, text
+    ranks.leave(pair if rank >= size - 2 else None)
+    dist.barrier()
+    ranks.leave()
+    dist.destroy_process_group()
+
+
+def main():
+    size, folder = int(sys.argv[1]), sys.argv[2]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (pathlib.Path(folder) / "port").write_text(str(free.getsockname()[1]))
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            try:
+                one_group(rank, size, folder)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(codes)
+    sys.exit(any(codes))
+
+
+main()

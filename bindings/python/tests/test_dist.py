@@ -1,0 +1,31 @@
+"""``fmha.dist``: ranks that are processes of the CPU, against one process; `ranks.py` has the cases."""
+
+import pathlib
+
+import pytest
+import torch
+from run import run_python
+
+import fmha
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_compute_what_one_process_does_and_are_told_what_is_wrong_on_one(size, tmp_path):
+    run_python(str(HERE / "ranks.py"), str(size), str(tmp_path))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+def test_without_a_group_the_call_says_what_to_do():
+    import fmha.dist
+
+    x = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="init_process_group"):
+        fmha.dist.attention(x, x, x)
+    with pytest.raises(TypeError, match="group"):
+        fmha.dist.attention(x, x, x, group="all")
+    for name in fmha.dist.__all__:
+        value = getattr(fmha.dist, name)
+        assert value.__doc__ and "return" in value.__annotations__, name
