@@ -1,5 +1,5 @@
-//! Writes `docs/kernels/cdna-fwd.tsv` and `cdna-bwd.tsv`: registers, occupancy and the modelled passes of the
-//! main loops. `modelled fwd` and `modelled bwd` write one of them.
+//! Writes `docs/kernels/cdna-fwd.tsv`, `cdna-bwd.tsv` and `cdna-decode.tsv`: registers, occupancy and the modelled passes of
+//! the main loops. `modelled fwd`, `modelled bwd` and `modelled decode` write one of them.
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -18,6 +18,9 @@ fn main() -> std::io::Result<()> {
     }
     if is_wanted("bwd") {
         std::fs::write(format!("{folder}/cdna-bwd.tsv"), table::bwd_table())?;
+    }
+    if is_wanted("decode") {
+        std::fs::write(format!("{folder}/cdna-decode.tsv"), table::decode_table())?;
     }
     Ok(())
 }

@@ -145,6 +145,15 @@ fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
         quantised.cache.dtype = Some(fp8);
         all.push((format!("{fp8} cache/d{qk}x{v}"), quantised));
     }
+    // Rows that waves share: latent ones, and K and V apart.
+    let mut latent = paged(DType::Bf16, (576, 512));
+    (latent.cache.v_in_k, latent.strides.v) = (true, latent.strides.k);
+    all.push(("latent".to_owned(), latent.clone()));
+    all.push(("latent softcap".to_owned(), latent.softcap(20.0)));
+    for (qk, v) in [(512, 512), (576, 512), (513, 511)] {
+        all.push((format!("d{qk}x{v}"), paged(DType::Bf16, (qk, v))));
+    }
+    all.push(("softcap/d512".to_owned(), paged(DType::F16, (512, 512)).softcap(20.0)));
     all
 }
 
@@ -161,9 +170,14 @@ fn no_decode_spills(compiles: fn(usize, usize) -> bool) {
                 continue;
             }
             let options = PlanOptions::default().kernel("cdna_decode");
-            let code = support::code_object(&backend, &problem.validate().unwrap(), &options);
+            let problem = problem.validate().unwrap();
+            let code = support::code_object(&backend, &problem, &options);
             let found = Resources::of(&code).unwrap();
             assert_eq!((found.vgpr_spills, found.sgpr_spills), (0, 0), "{arch:?} {name}: {found:?}");
+            // Two waves a SIMD, as the plan's parts count on: by registers, and by a compute unit's LDS.
+            if problem.dims.head_dim_qk > 256 {
+                assert!(found.vgprs <= 256 && found.lds_bytes <= 32 << 10, "{arch:?} {name}: {found:?}");
+            }
         }
     };
     std::thread::scope(|scope| {
@@ -197,9 +211,13 @@ fn what_decode_does_not_take_is_refused_with_field_and_number() {
         problem.cache.dtype = Some(cache);
         problem
     };
+    let mut latent_fp8 = paged(dims(576, 512));
+    latent_fp8.cache.dtype = Some(DType::E4m3Fnuz);
     let named = PlanOptions::default().kernel("cdna_decode");
     for (arch, problem, options, part) in [
-        ("gfx942", paged(dims(576, 512)), named.clone(), "head_dim_qk 576 is larger than 256"),
+        ("gfx942", paged(dims(577, 512)), named.clone(), "head_dim_qk 577 is larger than 576"),
+        ("gfx942", paged(dims(576, 513)), named.clone(), "head_dim_v 513 is larger than 512"),
+        ("gfx942", latent_fp8, named.clone(), "head_dim_qk 576 of dtype_cache e4m3fnuz is larger than 256"),
         ("gfx942", paged(DIMS).p_drop(0.25), named.clone(), "p_drop 0.25 is not taken"),
         (
             "gfx90a",
@@ -288,7 +306,7 @@ fn what_the_kernel_does_not_take_is_refused_with_field_and_number() {
     };
     let bf16 = || FwdProblem::batch(DType::Bf16, DIMS);
     for (problem, tile, part) in [
-        (FwdProblem::batch(DType::Bf16, dims(320, 128)), &[][..], "head_dim_qk 320 is larger than 256"),
+        (FwdProblem::batch(DType::Bf16, dims(640, 128)), &[][..], "head_dim_qk 640 is larger than 256"),
         (FwdProblem::batch(DType::F32, DIMS), &[], "dtype_qk f32"),
         (FwdProblem::batch(DType::E4m3Fn, DIMS), &[], "dtype_qk e4m3fn"),
         (bf16(), &[("block_m", "100")], "block_m=100"),

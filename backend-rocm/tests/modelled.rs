@@ -18,6 +18,19 @@ fn the_committed_table_of_modelled_figures_is_current() {
 }
 
 #[test]
+fn the_committed_table_of_decodes_modelled_figures_is_current() {
+    if !support::clang_is_there() || !table::tools_are_there() {
+        return;
+    }
+    let committed = include_str!("../../docs/kernels/cdna-decode.tsv");
+    let current = table::decode_table();
+    for (ours, theirs) in committed.lines().zip(current.lines()) {
+        assert_eq!(ours, theirs, "make it anew: cargo run --release -p fmha-rocm --example modelled");
+    }
+    assert_eq!(committed.lines().count(), current.lines().count());
+}
+
+#[test]
 fn the_committed_table_of_the_backwards_modelled_figures_is_current() {
     if !support::clang_is_there() || !table::tools_are_there() {
         return;

@@ -21,7 +21,37 @@ fn one_command_writes_a_report_of_the_battery_and_exits_as_it_went() {
         .unwrap();
     let text = std::fs::read_to_string(&report).unwrap();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    for part in ["## Machine", "gfx942", "emulated", "8 passed, 0 failed", "nothing was timed"] {
+    for part in
+        ["## Machine", "gfx942", "emulated", "K is read once", "8 passed, 0 failed", "nothing was timed"]
+    {
         assert!(text.contains(part), "`{part}` is not in the report:\n{text}");
+    }
+}
+
+/// The peers' script calls the command as it is, over latent rows too.
+#[test]
+fn the_peers_script_of_amd_calls_the_command_as_it_is() {
+    let python = "import importlib.util as u, json, sys\n\
+                  spec = u.spec_from_file_location('amd_peers', sys.argv[1])\n\
+                  peers = u.module_from_spec(spec)\n\
+                  spec.loader.exec_module(peers)\n\
+                  row = ('backward', 1, 64, 64, 2, 1, 32, False)\n\
+                  print(json.dumps([peers.command('fmha', row)[1:], peers.common.amount(*row)]))\n\
+                  print(json.dumps([peers.latent_command('fmha', 2, 96, 4)[1:], peers.latent_bytes(2, 96, 4)]))\n";
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/amd-peers.py");
+    let Ok(output) = Command::new("python3").args(["-Bc", python]).arg(script).output() else {
+        return println!("absent: python3");
+    };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(said.lines().count(), 2, "{said}");
+    for (line, of) in said.lines().zip(["bwd", "pages of 64, V in K"]) {
+        let (words, amount): (Vec<String>, f64) = serde_json::from_str(line).unwrap();
+        let words: Vec<&str> = words.iter().map(|word| if word == "rocm" { "cpu" } else { word }).collect();
+        let output = Command::new(env!("CARGO_BIN_EXE_fmha")).args(&words).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+        let run: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert!(run["problem"].as_str().unwrap().contains(of) && amount > 0.0, "{words:?}: {text}");
     }
 }

@@ -1,7 +1,8 @@
 //! `cdna_decode`: short queries over long, paged and quantised caches, on MFMA.
 //!
 //! A wave has 32 rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch behind merges
-//! the parts.
+//! the parts. Of head dimensions above 256, four waves have a quarter of the columns each: latent attention (576/512) reads K
+//! once for its values too, and no other kernel takes such rows at any length.
 
 pub mod recipe;
 
@@ -35,7 +36,15 @@ const WAVE_THREADS: u32 = 64;
 pub const MERGE_THREADS: u32 = 256;
 /// Rows of a wave, and keys of a step.
 const EDGE: u32 = 32;
-const MAX_HEAD_DIM: u32 = 256;
+/// Elements of a row, at most, that a wave has alone.
+const WAVE_HEAD_DIM: u32 = 256;
+/// Waves that share longer rows.
+const COLUMN_WAVES: u32 = 4;
+/// Of the longest rows a wave has 144 columns of Q and 128 of O, as registers allow.
+const MAX_HEAD_DIM_QK: u32 = 576;
+const MAX_HEAD_DIM_V: u32 = 512;
+/// Latent attention's keys and the values in them.
+const LATENT: (u32, u32) = (576, 512);
 /// Queries of a call that has its keys in one piece, at most: longer ones are the forward kernel's.
 const SHORT_QUERY: u32 = 64;
 /// Keys of such a call, at least: of fewer the forward kernel is done in one launch.
@@ -43,6 +52,8 @@ const LONG_CACHE: u32 = 512;
 /// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
 /// which the partial results of eight rows, written and read, are 12 %.
 const LEAST_KEYS: u32 = 128;
+/// The same of rows that waves share: of the 295 KB of 256 latent keys the results of 32 rows are 44 %, of 16 rows half.
+const LEAST_SHARED_KEYS: u32 = 256;
 /// Keys of a part whose bits do not depend on the device or on what else is in the call: 6 %.
 const INVARIANT_KEYS: u32 = 256;
 /// Parts of a sequence, at most: what a wave of the merging launch reads in four turns.
@@ -50,6 +61,7 @@ const MOST_PARTS: u32 = 128;
 /// Waves that a SIMD is to have, so that one's loads are under way while the other computes.
 const WAVES_OF_A_SIMD: u32 = 2;
 const SIMDS: u32 = 4;
+const SHARED_GROUPS_OF_A_UNIT: u32 = WAVES_OF_A_SIMD * SIMDS / COLUMN_WAVES;
 const DWORD: i64 = 4;
 
 abi_spec! {
@@ -59,10 +71,14 @@ abi_spec! {
         pub dtype: DType,
         /// K and V in memory.
         pub stored: DType,
-        /// Elements of a query's or key's row, padded to whole 32.
+        /// Elements of a query's or key's row, padded to whole 32; of shared rows to whole 64.
         pub head_dim_qk: i32,
-        /// Elements of a value's or output's row, padded to 32, 64, 128 or 256.
+        /// Elements of a value's or output's row, padded to 32, 64, 128, 256 or 512.
         pub head_dim_v: i32,
+        /// Waves that share the columns of their rows: 4 where a row is longer than 256, else 1.
+        pub column_waves: i32,
+        /// Whether V is the first 512 columns of K, which are read once for both.
+        pub v_in_k: bool,
         /// Whether a query's or key's row ends before it is padded to.
         pub ends_early: bool,
         /// Whether there may be a soft-cap, a bias or slopes.
@@ -101,10 +117,12 @@ abi_struct! {
         pub num_parts: i32,
         /// Blocks of 32 rows of the longest query.
         pub row_blocks: i32,
-        /// Of the first launch.
+        /// Pieces of work of the first launch: a wave each, or a workgroup of waves that share rows.
         pub num_waves: i32,
         /// Of a workgroup.
         pub waves_of_group: i32,
+        /// Dies that pieces of other keys are dealt to in turn; those of the same keys are kept on one.
+        pub num_xcds: i64,
     }
 }
 
@@ -118,6 +136,7 @@ pub struct CdnaDecode {
     row_blocks: u32,
     num_parts: u32,
     num_waves: u32,
+    num_xcds: u32,
 }
 
 /// Whether this kernel computes `problem` on `device`, and in which parts.
@@ -156,6 +175,7 @@ pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Re
         row_blocks: row_blocks as u32,
         num_parts,
         num_waves: num_waves as u32,
+        num_xcds: dies(num_waves / row_blocks.max(1), device.arch),
     };
     if chosen.workspace_bytes() >= 1 << 62 {
         refuse!(NAME, "the workspace would be 2^62 bytes or more");
@@ -175,9 +195,14 @@ fn takes(problem: &FwdProblem, arch: Arch) -> Result<(), Refusal> {
         refuse!(NAME, "dtype_cache {cache} has no conversion on {}", arch.name());
     }
     let dims = problem.dims;
-    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > MAX_HEAD_DIM {
-            refuse!(NAME, "{field} {dim} is larger than {MAX_HEAD_DIM}");
+    let rows =
+        [("head_dim_qk", dims.head_dim_qk, MAX_HEAD_DIM_QK), ("head_dim_v", dims.head_dim_v, MAX_HEAD_DIM_V)];
+    for (field, dim, most) in rows {
+        if dim > most {
+            refuse!(NAME, "{field} {dim} is larger than {most}");
+        }
+        if let Some(cache) = problem.cache.dtype.filter(|_| dim > WAVE_HEAD_DIM) {
+            refuse!(NAME, "{field} {dim} of dtype_cache {cache} is larger than {WAVE_HEAD_DIM}");
         }
     }
     if problem.drops() {
@@ -224,30 +249,51 @@ fn default_keys(problem: &FwdProblem, device: Device, groups: u64, options: &Pla
     if options.batch_invariant {
         return INVARIANT_KEYS as i32;
     }
-    let wanted = u64::from(device.num_compute_units * SIMDS * WAVES_OF_A_SIMD);
+    let (of_a_unit, least) = if shares_rows(problem) {
+        (SHARED_GROUPS_OF_A_UNIT, LEAST_SHARED_KEYS)
+    } else {
+        (SIMDS * WAVES_OF_A_SIMD, LEAST_KEYS)
+    };
+    let wanted = u64::from(device.num_compute_units * of_a_unit);
     let parts = wanted.div_ceil(groups.max(1)).min(MOST_PARTS.into()) as u32;
     let keys = problem.dims.seqlen_k.div_ceil(parts).next_multiple_of(EDGE);
-    keys.max(LEAST_KEYS) as i32
+    keys.max(least) as i32
+}
+
+/// Whether a row is longer than what a wave has alone.
+fn shares_rows(problem: &FwdProblem) -> bool {
+    problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > WAVE_HEAD_DIM
+}
+
+/// Of an architecture's dies those, a power of two, that so many sets of keys are dealt out to evenly.
+fn dies(sets_of_keys: u64, arch: Arch) -> u32 {
+    1 << sets_of_keys.trailing_zeros().min(arch.num_xcds().unsigned_abs().trailing_zeros())
 }
 
 fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
     let dims = problem.dims;
-    let padded = |dim: u32| dim.max(1).next_multiple_of(EDGE) as i32;
-    let head_dim_v = (dims.head_dim_v.max(1).next_power_of_two().max(EDGE)) as i32;
-    let load = if loads_wide(problem, head_dim_v) { LoadPath::Chunks } else { LoadPath::Element };
+    let (column_waves, whole_qk) =
+        if shares_rows(problem) { (COLUMN_WAVES, 16 * COLUMN_WAVES) } else { (1, EDGE) };
+    let padded = |dim: u32| dim.max(1).next_multiple_of(whole_qk) as i32;
+    let head_dim_v = dims.head_dim_v.max(1).next_power_of_two().max(EDGE * column_waves);
+    let wide = loads_wide(problem, head_dim_v / column_waves / EDGE);
+    let load = if wide { LoadPath::Chunks } else { LoadPath::Element };
+    let head_dim_v = head_dim_v as i32;
     CdnaDecodeSpec {
         dtype: problem.dtypes.qk,
         stored: problem.stored_k(),
         head_dim_qk: padded(dims.head_dim_qk),
         head_dim_v,
+        column_waves: column_waves as i32,
+        v_in_k: wide && problem.cache.v_in_k && (dims.head_dim_qk, dims.head_dim_v) == LATENT,
         ends_early: dims.head_dim_qk as i32 != padded(dims.head_dim_qk),
         modifies: problem.score.softcap.is_some() || problem.score.bias != Bias::None,
         load,
     }
 }
 
-/// Whether rows are whole chunks, a lane's run of V is one load, and all of them begin on dwords.
-fn loads_wide(problem: &FwdProblem, padded_v: i32) -> bool {
+/// Whether rows are whole chunks, a lane's run of V, so many columns, is one load, and all of them begin on dwords.
+fn loads_wide(problem: &FwdProblem, columns: u32) -> bool {
     let cache_bytes = problem.stored_k().size_bytes() as i64;
     let whole = |strides: Strides, shape: Shape, bytes: i64| {
         let live = |extent: u32, stride: i64| if extent > 1 { stride } else { 0 };
@@ -255,7 +301,6 @@ fn loads_wide(problem: &FwdProblem, padded_v: i32) -> bool {
             .iter()
             .all(|stride| stride.wrapping_mul(bytes) % DWORD == 0)
     };
-    let columns = padded_v.unsigned_abs() / EDGE;
     let elems_of_chunk = 16 / problem.stored_k().size_bytes() as u32;
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(elems_of_chunk)
@@ -269,14 +314,18 @@ impl CdnaDecode {
     /// The first launch.
     #[must_use]
     pub fn source(&self) -> KernelSource {
-        // Rows of 256 take more than half of a SIMD's registers.
-        let waves = if self.spec.head_dim_qk.max(self.spec.head_dim_v) > 128 { 1 } else { WAVES_OF_A_SIMD };
-        let most = MOST_WAVES * WAVE_THREADS;
+        // Rows of 256 take more than half of a SIMD's registers, the quarters of longer ones do not.
+        let is_wide = self.spec.head_dim_qk.max(self.spec.head_dim_v) > 128;
+        let waves = if is_wide && self.column_waves() == 1 { 1 } else { WAVES_OF_A_SIMD };
+        let (least, most) = match self.column_waves() {
+            1 => (WAVE_THREADS, MOST_WAVES * WAVE_THREADS),
+            _ => (self.num_threads(), self.num_threads()),
+        };
         let entry = Entry {
             include: HEADER,
             constants: &[("kSpec", &self.spec)],
             bounds: &format!(
-                "__attribute__((amdgpu_flat_work_group_size({WAVE_THREADS}, {most}), \
+                "__attribute__((amdgpu_flat_work_group_size({least}, {most}), \
                  amdgpu_waves_per_eu({waves}, {waves})))"
             ),
             params: "CdnaDecodeParams p",
@@ -302,14 +351,20 @@ impl CdnaDecode {
 
     /// Waves that have the same keys for other rows are a workgroup, and find them in one compute unit's cache; others are
     /// workgroups of their own, so that few of them are dealt to many compute units.
+    ///
+    /// Waves that share their rows' columns have one piece of work.
     fn waves_of_group(&self) -> u32 {
-        self.row_blocks.clamp(1, MOST_WAVES)
+        if self.column_waves() > 1 { 1 } else { self.row_blocks.clamp(1, MOST_WAVES) }
+    }
+
+    fn column_waves(&self) -> u32 {
+        self.spec.column_waves.unsigned_abs()
     }
 
     /// Threads of a workgroup of the first launch.
     #[must_use]
     pub fn num_threads(&self) -> u32 {
-        self.waves_of_group() * WAVE_THREADS
+        self.waves_of_group() * self.column_waves() * WAVE_THREADS
     }
 
     /// Workgroups of the first launch.
@@ -362,6 +417,7 @@ impl CdnaDecode {
             row_blocks: self.row_blocks as i32,
             num_waves: self.num_waves as i32,
             waves_of_group: self.waves_of_group() as i32,
+            num_xcds: self.num_xcds.into(),
         }
     }
 
@@ -387,7 +443,7 @@ impl CdnaDecode {
     /// The kernel that takes any address, where it is another one.
     #[must_use]
     pub fn for_any_address(&self) -> Option<Self> {
-        let spec = CdnaDecodeSpec { load: LoadPath::Element, ..self.spec };
+        let spec = CdnaDecodeSpec { load: LoadPath::Element, v_in_k: false, ..self.spec };
         (spec != self.spec).then_some(Self { spec, ..*self })
     }
 
@@ -411,6 +467,13 @@ impl CdnaDecode {
             ("parts", format!("{num_parts} of the longest sequence, merged by a second launch")),
             ("loads", format!("{:?}, K and V straight to registers", spec.load)),
         ];
+        if spec.column_waves > 1 {
+            let once = if spec.v_in_k { "; K is read once, for its values too" } else { "" };
+            details.push((
+                "columns",
+                format!("a quarter of a row's to each of {} waves{once}", spec.column_waves),
+            ));
+        }
         if spec.stored != spec.dtype {
             details.push(("cache", format!("{} widened to {} on load", spec.stored, spec.dtype)));
         }

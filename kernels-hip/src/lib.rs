@@ -193,6 +193,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/bwd/main.h",
         "cdna/decode/config.h",
         "cdna/decode/load.h",
+        "cdna/decode/columns.h",
         "cdna/decode/main.h",
         "cdna/decode/merge.h",
         "cdna/decode/update.h",

@@ -381,6 +381,23 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(paged|layouts|long|tree)/.*bf16", deal: 1 },
         ..amd("gfx942", NONE)
     },
+    // Rows that four waves share: latent ones, whose K is read once, and K and V apart.
+    Row {
+        kernel: Some("cdna_decode"),
+        in_test: Cases {
+            filter: "^decode/(latent/bf16/(s1x130|s2x330|s3x257|packed)|head_dim/bf16/d(320|512))",
+            deal: 1,
+        },
+        in_all: NONE,
+        ..amd("gfx942", NONE)
+    },
+    Row {
+        kernel: Some("cdna_decode"),
+        tile: Some("split_keys=64"),
+        in_test: NONE,
+        in_all: Cases { filter: "^decode/(latent|v_in_k/.*d576x512)/.*b?f16", deal: 1 },
+        ..amd("gfx950", NONE)
+    },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),

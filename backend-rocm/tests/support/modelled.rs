@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use fmha_core::{BwdProblem, DType, Dims, FwdProblem, PlanOptions};
+use fmha_core::{BwdProblem, DType, Dims, FwdProblem, KvLayout, PlanOptions, QLayout};
 use fmha_rocm::{Arch, Resources};
 
 const OBJDUMP: &str = "llvm-objdump-22";
@@ -105,6 +105,80 @@ fn bwd_rows(arch: Arch, head_dim: u32) -> String {
         figures(arch, &format!("{kernel}/bf16/d{head_dim}/mask 0"), code, waves)
     };
     super::support::products(&backend, &problem, &options).iter().map(row).collect()
+}
+
+const DECODE_COLUMNS: &str = "arch\tcall\tvgprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tunit_bytes\tpercent_at_400ns\tpercent_at_800ns\tpercent_at_1600ns\n";
+/// Keys of a step of decode's loop.
+const DECODE_KEYS: u64 = 32;
+
+/// A compute unit's share of memory, in bytes a cycle: rates and clocks as AMD states them, of one die of MI250X, of
+/// MI300X, of MI355X; and the clock in GHz.
+fn memory_share(arch: Arch) -> (f64, f64) {
+    let (bytes_per_second, ghz) = match arch {
+        Arch::Gfx90a => (1.6e12, 1.7),
+        Arch::Gfx942 => (5.3e12, 2.1),
+        _ => (8.0e12, 2.4),
+    };
+    (bytes_per_second / f64::from(arch.num_compute_units()) / (ghz * 1e9), ghz)
+}
+
+/// The table of decode: what the waves of a compute unit ask of memory, in per cent of its share, where a load takes so long.
+pub(crate) fn decode_table() -> String {
+    let mut text = DECODE_COLUMNS.to_owned();
+    let of_arch =
+        |arch: Arch| [(128, 128), (512, 512), (576, 512)].map(|dims| decode_row(arch, dims)).concat();
+    std::thread::scope(|scope| {
+        let threads = Arch::ALL.map(|arch| scope.spawn(move || of_arch(arch)));
+        for thread in threads {
+            text += &thread.join().unwrap();
+        }
+    });
+    text
+}
+
+/// Paged rows of so many elements, as `compiles.rs` has them; 576/512 has V in K.
+fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
+    let dims = Dims { seqlen_q: 2, head_dim_qk, head_dim_v, ..super::support::DIMS };
+    let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, dims);
+    let latent = head_dim_qk != head_dim_v;
+    if latent {
+        (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+    }
+    let backend = fmha_rocm::pretend(arch.name()).unwrap();
+    let options = PlanOptions::default().kernel("cdna_decode");
+    let problem = problem.validate().unwrap();
+    let code = super::support::code_object(&backend, &problem, &options);
+    let found = Resources::of(&code).unwrap();
+    let shared_by = if head_dim_qk > 256 { 4 } else { 1 };
+    let file = scratch(arch, "co");
+    std::fs::write(&file, &code).unwrap();
+    // Without the loads, whose latency is what the figures are of.
+    let step: Vec<String> =
+        main_loop(&file).into_iter().filter(|text| !text.starts_with("global_load")).collect();
+    std::fs::remove_file(&file).unwrap();
+    let passes = passes(arch, &step);
+    let row_elems = if latent { head_dim_qk } else { head_dim_qk + head_dim_v };
+    let waves = waves_per_simd(arch, &found, shared_by).min(2);
+    let unit_bytes = 4 * waves * DECODE_KEYS * u64::from(row_elems) * 2 / shared_by;
+    let (share, ghz) = memory_share(arch);
+    // None of a wave's own work beside its loads, and the waves of a SIMD one after another.
+    let percent = |nanoseconds: f64| {
+        let work = 4.0 * passes.total;
+        let cycles = (work + nanoseconds * ghz).max(waves as f64 * work);
+        100.0 * unit_bytes as f64 / cycles / share
+    };
+    format!(
+        "{}\tbf16/{head_dim_qk}x{head_dim_v}\t{}\t{}\t{}\t{waves}\t{:.0}\t{:.0}\t{unit_bytes}\t{:.0}\t{:.0}\t{:.0}\n",
+        arch.name(),
+        found.vgprs,
+        found.vgpr_spills + found.sgpr_spills,
+        found.lds_bytes,
+        passes.total,
+        passes.mfma,
+        percent(400.0),
+        percent(800.0),
+        percent(1600.0),
+    )
 }
 
 /// A line of a table: of a kernel whose workgroups have so many waves.

@@ -1,9 +1,11 @@
 // The decode kernel's work and numbers.
 //
 // A wave has 32 rows, which are (query, head of a KV head's group) pairs, query by query, and one part of the keys of their
-// sequence. It shares nothing with other waves: its O and the statistics of its softmax go to the workspace, and a second
-// launch merges the parts (merge.h).
+// sequence. Up to head dimension 256 it shares nothing with other waves. Above, O of 32 rows does not fit a wave's registers
+// beside Q and a tile: the four waves of a workgroup have the same rows and keys, and a quarter of the columns each
+// (columns.h). O and the statistics of the softmax go to the workspace, and a second launch merges the parts (merge.h).
 #pragma once
+#include <fmha/cdna/config.h>
 #include <fmha/cdna/decode/tile.h>
 #include <fmha/cdna/span.h>
 #include <fmha/isa/sched.h>
@@ -18,23 +20,39 @@ constexpr int kTileKeys = kEdge;  // keys of a step of the loop
 template <CdnaDecodeSpec spec>
 struct Config {
   static constexpr int stored_bytes = size_bytes(spec.stored);
-  // Steps of K Q over a padded row, 16 elements each, and those that a 16-byte load of a lane serves.
-  static constexpr int qk_steps = spec.head_dim_qk / 16;
+  // Waves that share the columns of their rows.
+  static constexpr int column_waves = spec.column_waves;
+  // Steps of K Q over a wave's columns of a padded row, 16 elements each, and those that a 16-byte load of a lane serves.
+  static constexpr int qk_steps = spec.head_dim_qk / column_waves / 16;
   static constexpr int steps_of_load = 2 / stored_bytes;
   // V's columns are dealt out to the 32 lanes of half a wave: adjacent ones to a lane, so that a load of all lanes is two
   // whole rows. Column n of each lane makes block n of O.
-  static constexpr int columns = spec.head_dim_v / kEdge;
+  static constexpr int columns = spec.head_dim_v / column_waves / kEdge;
+  static constexpr int wave_columns = columns * kEdge;
   static constexpr int pv_steps = kTileKeys / 16;
   static constexpr int v_bytes = columns * stored_bytes;  // of a lane and key
   static constexpr int v_words = ceil_div(v_bytes, 4);
-  static_assert(spec.head_dim_qk % kEdge == 0, "rows of Q and K are padded to whole pairs of steps");
+  // Steps whose columns of K are columns of V as well, read once for both.
+  static constexpr int latent_steps = spec.v_in_k ? wave_columns / 16 : 0;
+  static_assert(spec.head_dim_qk % (column_waves == 1 ? kEdge : 16 * column_waves) == 0, "a wave has whole steps");
+  static_assert(column_waves == 1 || stored_bytes == 2, "a load serves one step of a quarter of the columns");
+  static_assert(!spec.v_in_k || (column_waves > 1 && spec.load != LoadPath::Element), "latent rows are loaded wide");
   static_assert(columns == 1 || columns == 2 || columns == 4 || columns == 8, "a lane's columns are one load");
   static_assert(size_bytes(spec.dtype) == 2, "products are of 16-bit operands");
 };
 
 // The first element of a row that a lane has in step `step` of K Q. A lane's elements of two steps are adjacent: of a
-// cache of one byte an element they are one load. Any order would do, since K and Q have the same.
-FMHA_DEVICE constexpr int first_elem(int step, int half) { return step / 2 * 32 + half * 16 + step % 2 * 8; }
+// cache of one byte an element they are one load. Any order would do, since K and Q have the same. Of waves that share
+// columns, each has a run of them; where V lies in K the run that it has of V, and then its part of what lies behind.
+template <CdnaDecodeSpec spec>
+FMHA_DEVICE constexpr int first_elem(int step, int half, int i_wave) {
+  using C = Config<spec>;
+  if constexpr (C::column_waves == 1) return step / 2 * 32 + half * 16 + step % 2 * 8;
+  if (!spec.v_in_k) return (i_wave * C::qk_steps + step) * 16 + half * 8;
+  if (step < C::latent_steps) return i_wave * C::wave_columns + step * 16 + half * 8;
+  const int behind = i_wave * (C::qk_steps - C::latent_steps) + step - C::latent_steps;
+  return spec.head_dim_v + behind * 16 + half * 8;
+}
 
 // Key of register or element `j` of step `step` of P V, within a tile: where K Q left its probability.
 FMHA_DEVICE constexpr int key_of(int step, int j, int half) { return acc_row(8 * step + j, half); }
@@ -62,6 +80,12 @@ FMHA_DEVICE MaskBand band_of(const CdnaDecodeParams& params, const SeqSpan& span
   MaskParams mask = params.call.fwd.mask;
   if (params.tree_mask) mask = {kUnboundedLo, kUnboundedHi, 0, 0};
   return resolve_band(mask, span.seqlen_q, span.seqlen_k);
+}
+
+// The wave's number among those that share their rows' columns.
+template <CdnaDecodeSpec spec>
+FMHA_DEVICE int column_wave() {
+  return Config<spec>::column_waves == 1 ? 0 : v_readfirstlane_b32(thread_idx() / kWaveSize);
 }
 
 // Work `at` of the launch. Waves of one workgroup have the same keys where there are more rows than one wave takes, and

@@ -118,14 +118,15 @@ struct KTile {
   static constexpr int loads = C::qk_steps / C::steps_of_load;
   Frag chunks[loads];
 
+  // From step `latent_steps` on: columns before come with V.
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& k = params.call.fwd.k;
     const uint8_t* row = static_cast<const uint8_t*>(k.data) + row_offset(k, at, job.i_head_kv) * C::stored_bytes;
-    const int half = lane_half();
+    const int half = lane_half(), i_wave = column_wave<spec>();
 #pragma unroll
-    for (int c = 0; c < loads; ++c) {
-      chunks[c] = load_chunk<spec.load, C::stored_bytes, spec.ends_early>(row, first_elem(c * C::steps_of_load, half),
-                                                                          params.call.head_dim_qk);
+    for (int c = C::latent_steps; c < loads; ++c) {
+      chunks[c] = load_chunk<spec.load, C::stored_bytes, spec.ends_early>(
+          row, first_elem<spec>(c * C::steps_of_load, half, i_wave), params.call.head_dim_qk);
     }
   }
 
@@ -151,7 +152,7 @@ struct VTile {
     const View& v = params.call.fwd.v;
     const int64_t offset = row_offset(v, at, job.i_head_kv) * C::stored_bytes;
     const float low = float_of(uint32_t(offset)), high = float_of(uint32_t(offset >> 32));  // bits
-    const int half = lane_half(), first = lane_col() * C::columns;
+    const int half = lane_half(), first = column_wave<spec>() * C::wave_columns + lane_col() * C::columns;
 #pragma unroll
     for (int s = 0; s < C::pv_steps; ++s) {
 #pragma unroll
@@ -160,6 +161,8 @@ struct VTile {
         const uint64_t there = uint64_t(bits_of(ds_bpermute_b32(from, high))) << 32 | bits_of(ds_bpermute_b32(from, low));
         load(words[s][j], static_cast<const uint8_t*>(v.data) + int64_t(there), first, params.call.head_dim_v, v.dim);
       }
+      // Else the addresses of both halves are there together, in registers that rows of 512 do not leave.
+      if constexpr (C::column_waves > 1) sched_barrier();
     }
   }
 

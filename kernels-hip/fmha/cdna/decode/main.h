@@ -1,10 +1,12 @@
-// Decode: short queries over a long cache, each wave 32 rows and a part of the keys (config.h).
+// Decode: short queries over a long cache, each wave 32 rows and a part of the keys (config.h). Rows of more than 256
+// elements are a workgroup's, at any length of queries.
 //
 //   step n    S^T = K(n) Q^T    K(n + 1) is issued    P(n) = exp2(S(n) - max)    O^T += V(n)^T P(n)^T    V(n + 1) is issued
 //
 // The matrix work of a step is a tenth of the time that its bytes take, so that registers hold one tile of K and one of V
 // and are filled again as soon as they have been read: one of the two, or both, is always on its way.
 #pragma once
+#include <fmha/cdna/decode/columns.h>
 #include <fmha/cdna/decode/load.h>
 #include <fmha/cdna/nonfinite.h>
 #include <fmha/cdna/score.h>
@@ -43,10 +45,11 @@ struct Wave {
     const View& view = params.call.fwd.q;
     const int64_t at = row_offset(view, job.span.storage_batch, int64_t(job.span.q_row) + query, i_head);
     const uint8_t* from = static_cast<const uint8_t*>(view.data) + at * 2;
-    const int half = lane_half();
+    const int half = lane_half(), i_wave = column_wave<spec>();
 #pragma unroll
     for (int s = 0; s < C::qk_steps; ++s) {
-      q[s] = load_chunk<spec.load, 2, spec.ends_early>(from, first_elem(s, half), params.call.head_dim_qk);
+      const int first = first_elem<spec>(s, half, i_wave);
+      q[s] = load_chunk<spec.load, 2, spec.ends_early>(from, first, params.call.head_dim_qk);
     }
   }
 
@@ -71,11 +74,13 @@ struct Wave {
     return block_class(job.band, job.queries, keys) != BlockClass::Inside;
   }
 
-  FMHA_DEVICE Acc scores(const KTile<spec>& k) const {
+  // Over the wave's columns. `latent`: those of K that came with V.
+  template <class Latent>
+  FMHA_DEVICE Acc scores(const KTile<spec>& k, const Latent& latent) const {
     Acc s = {};
 #pragma unroll
     for (int c = 0; c < C::qk_steps; ++c) {
-      const Frag frag = k.frag(c, descale_k);
+      const Frag frag = c < C::latent_steps ? latent.frag(c) : k.frag(c, descale_k);
 #pragma unroll
       for (int part = 0; part < Mma<spec.dtype>::parts; ++part) s = mma_part<spec.dtype>(frag, q[c], part, s);
     }
@@ -162,7 +167,13 @@ struct Wave {
     return zeroed;
   }
 
+  // Whether the lane's row is not behind the last. Opaque, as in row_of_parts: kept across the loop, what is worked out here
+  // would be registers that rows of 512 do not leave.
+  FMHA_DEVICE bool is_a_row() const { return job.first_row + lane_col(opaque_thread_idx()) < job.num_rows; }
+
   FMHA_DEVICE int64_t row_of_parts(const FwdParams& p) const {
+    int32_t query = this->query, i_head = this->i_head;
+    opaque_in_vgpr(query), opaque_in_vgpr(i_head);
     const int64_t of_batch = int64_t(job.span.i_batch) * p.num_heads_q + i_head;
     const int64_t rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
     return job.part * rows + of_batch * p.seqlen_q + query;
@@ -170,15 +181,15 @@ struct Wave {
 
   // The part's O, divided by its own sum, and its statistics.
   FMHA_DEVICE void store(const CdnaDecodeParams& params) {
-    if (job.first_row + lane_col() >= job.num_rows) return;
+    if (!is_a_row()) return;
     sums.row_sum += other_half(sums.row_sum);
     const float normaliser = sums.normaliser();
-    const int half = lane_half();
+    const int half = lane_half(), i_wave = column_wave<spec>();
     const int64_t at = row_of_parts(params.call.fwd);
     float FMHA_GLOBAL* to = (float FMHA_GLOBAL*)params.o + at * spec.head_dim_v;
 #pragma unroll
     for (int i = 0; i < 16; i += kRun) {
-      const int32_t first = acc_row(i, half) * C::columns;
+      const int32_t first = i_wave * C::wave_columns + acc_row(i, half) * C::columns;
       if (first >= params.call.head_dim_v) continue;
 #pragma unroll
       for (int r = 0; r < kRun; ++r) {
@@ -186,7 +197,7 @@ struct Wave {
         for (int n = 0; n < C::columns; ++n) to[first + r * C::columns + n] = o[n][i + r] * normaliser;
       }
     }
-    if (half == 0) {
+    if (half == 0 && i_wave == 0) {
       const float unscale = float_of(uint32_t(127 - p_scale_log2()) << 23);
       float FMHA_GLOBAL* stats = (float FMHA_GLOBAL*)params.stats + 2 * at;
       stats[0] = sums.row_max;
@@ -197,7 +208,7 @@ struct Wave {
   // What add_values took for 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements
   // that it has stored itself.
   FMHA_DEVICE void add_back_nonfinite(const CdnaDecodeParams& params, int32_t first_key) const {
-    if (job.first_row + lane_col() >= job.num_rows) return;
+    if (!is_a_row()) return;
     const FwdParams& p = params.call.fwd;
     float* const to = params.o + row_of_parts(p) * spec.head_dim_v;
     const int32_t end = min(first_key + kTileKeys, job.span.seqlen_k);
@@ -207,7 +218,8 @@ struct Wave {
       const int64_t from = row_offset(p.v, kv_row(p, job.layout, job.span, key), job.i_head_kv);
 #pragma nounroll
       for (int32_t i = 0; i < 16 * C::columns; ++i) {
-        const int32_t d = acc_row(i / C::columns, lane_half()) * C::columns + i % C::columns;
+        const int32_t d = column_wave<spec>() * C::wave_columns + acc_row(i / C::columns, lane_half()) * C::columns +
+                          i % C::columns;
         if (d >= params.call.head_dim_v) continue;
         float value = load_elem<spec.stored>(p.v.data, from + d * p.v.dim);
         if constexpr (is_fp8(spec.stored)) value = round_to<spec.dtype>(value * descale_v);
@@ -220,8 +232,9 @@ struct Wave {
 // Parameters are read anew for each piece of work: kept from one to the next, they would fill the scalar registers.
 FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
 
-template <CdnaDecodeSpec spec>
-FMHA_DEVICE void compute(const Job& job) {
+// `columns`: how waves that share columns meet (columns.h).
+template <CdnaDecodeSpec spec, class Columns>
+FMHA_DEVICE void compute(const Job& job, Columns columns) {
   using C = Config<spec>;
   Wave<spec> wave{again().call.fwd, job};
 #pragma unroll
@@ -241,7 +254,8 @@ FMHA_DEVICE void compute(const Job& job) {
     for (int32_t n = 0; n < tiles.count; ++n) {
       const int32_t first_key = tiles.first_key(n);
       const bool more = n + 1 < tiles.count, is_partly_masked = wave.is_partly_masked(again(), first_key);
-      Acc s = wave.scores(k);
+      columns.put_latent(v);
+      Acc s = wave.scores(k, columns);
       sched_barrier();
       if (more) {
         at = places.row(again().call.fwd, job);
@@ -249,6 +263,7 @@ FMHA_DEVICE void compute(const Job& job) {
         places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(n + 2, tiles.count - 1)));
       }
       sched_barrier();
+      columns.add_others(s);
       wave.modify_and_mask(s, again(), first_key, is_partly_masked);
       wave.raise_row_max(s);
       const auto probabilities = wave.probabilities(s);
@@ -266,15 +281,33 @@ FMHA_DEVICE void compute(const Job& job) {
   }
 }
 
+// Work of this workgroup, or of this wave of it; -1 behind the last.
+template <CdnaDecodeSpec spec>
+FMHA_DEVICE int32_t work_of(const CdnaDecodeParams& params) {
+  int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
+  if constexpr (Config<spec>::column_waves > 1) {
+    // Workgroups are dealt to the dies in turn: those with other rows of the same keys are kept on one, whose L2 has the keys.
+    const int32_t num_xcds = int32_t(params.num_xcds), turn = workgroup_idx() / num_xcds;
+    const int32_t keys = turn / params.row_blocks * num_xcds + workgroup_idx() % num_xcds;
+    at = keys * params.row_blocks + turn % params.row_blocks;
+  }
+  return at < params.num_waves ? at : -1;
+}
+
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE void run(const CdnaDecodeParams& params) {
-  const int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
-  if (at >= params.num_waves) return;
+  const int32_t at = work_of<spec>(params);
+  if (at < 0) return;
   const Job job = job_of(params, at);
   if (job.first_row >= job.num_rows) return;
   // The merge reads a part of each sequence even where it has no keys.
   if (job.part > 0 && int64_t(job.part) * params.part_keys >= job.span.seqlen_k) return;
-  compute<spec>(job);
+  if constexpr (Config<spec>::column_waves == 1) {
+    compute<spec>(job, AllColumns{});
+  } else {
+    __shared__ typename SharedColumns<spec>::Lds lds;
+    compute<spec>(job, SharedColumns<spec>(lds));
+  }
 }
 
 }  // namespace fmha::cdna::decode

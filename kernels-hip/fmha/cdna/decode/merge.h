@@ -77,11 +77,14 @@ FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
   s_barrier();
   const float factor = p.scale_o ? *p.scale_o : 1.f;
   const int64_t to = row_offset(p.o, span.storage_batch, int64_t(span.q_row) + i, i_head);
-  if (thread < params.call.head_dim_v) {
-    float x = of_waves[0][thread];
 #pragma unroll
-    for (int w = 1; w < kMergeWaves; ++w) x += of_waves[w][thread];
-    store_of_type(params, to + thread, x * factor);
+  for (int first = 0; first < row_elems; first += kMergeThreads) {
+    const int d = first + thread;
+    if (d >= params.call.head_dim_v) break;
+    float x = of_waves[0][d];
+#pragma unroll
+    for (int w = 1; w < kMergeWaves; ++w) x += of_waves[w][d];
+    store_of_type(params, to + d, x * factor);
   }
   if (p.lse && thread == 0) p.lse[lse_offset(p, span, i_head, i)] = all.log();
 }

@@ -44,7 +44,8 @@ impl Counters {
         self.executed[class as usize]
     }
 
-    pub(crate) fn add(&mut self, other: &Self) {
+    /// Takes in what another launch, or another workgroup, counted.
+    pub fn add(&mut self, other: &Self) {
         for (sum, count) in self.executed.iter_mut().zip(other.executed) {
             *sum += count;
         }

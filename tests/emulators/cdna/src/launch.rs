@@ -23,6 +23,8 @@ pub struct Options {
     pub profile: bool,
     /// Run workgroups one after the other on the calling thread: the same order of float atomics every time.
     pub sequential: bool,
+    /// Run workgroups likewise, but in an order that this seed draws.
+    pub order: Option<u64>,
     /// Instructions that one wave may execute before it counts as hung.
     pub limit: u64,
 }
@@ -30,7 +32,7 @@ pub struct Options {
 impl Default for Options {
     /// All checks, no profile, all cores, ten thousand million instructions a wave.
     fn default() -> Self {
-        Self { checks: Checks::ALL, profile: false, sequential: false, limit: 10_000_000_000 }
+        Self { checks: Checks::ALL, profile: false, sequential: false, order: None, limit: 10_000_000_000 }
     }
 }
 
@@ -258,6 +260,17 @@ fn lds_grain(program: &Program) -> u32 {
         .unwrap_or(2)
 }
 
+/// Puts items into an order that the seed draws (Fisher and Yates' shuffle; numbers as SplitMix64 draws them).
+fn shuffle(items: &mut [u64], seed: u64) {
+    let mut state = seed;
+    for last in (1..items.len()).rev() {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut drawn = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        drawn = (drawn ^ drawn >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        items.swap(last, ((drawn ^ drawn >> 31) % (last as u64 + 1)) as usize);
+    }
+}
+
 /// One launch under way.
 struct Run<'l> {
     device: &'l Device,
@@ -284,10 +297,15 @@ impl Run<'_> {
         let [x, y, z] = self.launch.grid.map(u64::from);
         let room = || Room { waves: Vec::new(), lds: Lds::new(), marks: Vec::new() };
         let place = |i: u64| [(i % x) as u32, (i / x % y) as u32, (i / x / y) as u32];
-        if self.device.options.sequential {
+        let Options { sequential, order, .. } = self.device.options;
+        if sequential || order.is_some() {
             let mut room = room();
             let mut total = Counters::default();
-            for i in 0..x * y * z {
+            let mut workgroups: Vec<u64> = (0..x * y * z).collect();
+            if let Some(seed) = order {
+                shuffle(&mut workgroups, seed);
+            }
+            for i in workgroups {
                 total.add(&self.workgroup(&mut room, place(i))?);
             }
             return Ok(total);

@@ -64,6 +64,7 @@ static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
     let options = Options {
         checks,
         sequential: std::env::var_os("FMHA_EMULATE_SEQUENTIAL").is_some(),
+        order: std::env::var("FMHA_EMULATE_ORDER").ok().map(|seed| seed.trim().parse().unwrap_or(1)),
         ..Options::default()
     };
     let mut devices = Vec::new();
