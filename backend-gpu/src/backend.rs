@@ -8,8 +8,8 @@ use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, M
 use fmha_core::source::ENTRY;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
-    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, FwdProblem, LaunchShape, PlanOptions,
-    PlanParts, Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
+    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, PlanOptions, PlanParts,
+    Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
     ValidCombine, ValidFwd,
 };
 
@@ -80,12 +80,6 @@ impl<V: Vendor> Backend<V> {
         select(&self.name, P::OPERATION, &V::recipes(), options, |kernel| {
             kernel.choose(problem, &self.facts, options)
         })
-    }
-
-    /// Refuses, for every kernel, what the ABI says no positions for. The mask's are in its bounds.
-    fn takes_part(&self, problem: &FwdProblem) -> Result<()> {
-        let refused = problem.refuse_score_of_part("every kernel");
-        refused.map_err(|refusal| unsupported(&self.name, vec![refusal]))
     }
 
     fn plan<P: Problem>(&self, problem: &P, options: &PlanOptions) -> Result<Planned<P>>
@@ -324,12 +318,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {
-        self.takes_part(problem)?;
         self.plan(problem, options)
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
-        self.takes_part(problem.fwd())?;
         self.plan(problem, options)
     }
 

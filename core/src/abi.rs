@@ -401,6 +401,8 @@ abi_struct! {
         pub mask: MaskParams,
         /// 1: `ALiBi` measures from the diagonal `seqlen_k - seqlen_q`; 0: from 0.
         pub alibi_bottom_right: i32,
+        /// Added to that diagonal: where the diagonal of the whole lies in a call that is a part.
+        pub alibi_shift: i32,
         /// Multiplies `Q K^T`.
         pub softmax_scale: f32,
         /// The soft-cap; 0 when there is none.
@@ -415,6 +417,16 @@ abi_struct! {
         pub dropout_key_high: u32,
         /// Last word of the counter.
         pub dropout_offset: u32,
+        /// Position of the call's first query in the whole that it is a part of.
+        pub dropout_first_query: i32,
+        /// Of the whole's keys, taken by fours, those that the call's first key is among.
+        pub dropout_first_quad: i32,
+        /// Which of the four it is; 0 for kernels that decide four keys at once.
+        pub dropout_key_of_quad: i32,
+        /// `i_batch * num_heads_q + i_head` of its first sequence and head in the whole.
+        pub dropout_first_head: i32,
+        /// Query heads of the whole.
+        pub dropout_num_heads: i32,
     }
 }
 

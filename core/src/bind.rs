@@ -97,6 +97,9 @@ fn inputs(
     let lse_batch = if packed_q { 0 } else { i64::from(dims.num_heads_q) * i64::from(total_q) };
     let lse_head = i64::from(total_q);
     let block_table = seq.block_table;
+    let part = problem.part;
+    let heads_of_whole = part.num_heads_q.unwrap_or(dims.num_heads_q);
+    let (alibi_align, alibi_shift) = part.diagonal_on_device(problem.mask.alibi_align());
     let (bias, slopes_batch) = match problem.score.bias {
         Bias::Elementwise(bias) => {
             let (batch, head) = broadcast_strides(bias.broadcast, bias.strides);
@@ -145,7 +148,8 @@ fn inputs(
         num_heads_kv: dims.num_heads_kv as i32,
         gqa_ratio: problem.gqa_ratio() as i32,
         mask: MaskParams::from(problem.device_mask()),
-        alibi_bottom_right: i32::from(problem.mask.alibi_align() == MaskAlign::BottomRight),
+        alibi_bottom_right: i32::from(alibi_align == MaskAlign::BottomRight),
+        alibi_shift: alibi_shift as i32,
         softmax_scale: problem.resolved_softmax_scale(),
         softcap: problem.score.softcap.unwrap_or(0.0),
         // 2^32 (keep all) is a kernel compiled without dropout.
@@ -154,6 +158,12 @@ fn inputs(
         dropout_key_low: score.dropout.seed as u32,
         dropout_key_high: (score.dropout.seed >> 32) as u32,
         dropout_offset: score.dropout.offset as u32,
+        dropout_first_query: part.position_q as i32,
+        dropout_first_quad: (part.position_k / 4) as i32,
+        dropout_key_of_quad: (part.position_k % 4) as i32,
+        // Below 2^32, which the problem has checked; the kernels count modulo 2^32.
+        dropout_first_head: part.batch.wrapping_mul(heads_of_whole).wrapping_add(part.head) as i32,
+        dropout_num_heads: heads_of_whole as i32,
     }
 }
 

@@ -204,6 +204,7 @@ const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    problem.refuse_dropout_between_quads(NAME)?;
     problem.refuse_mixed_layouts(NAME)?;
     problem.refuse_cache_updates(NAME)?;
     let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);

@@ -224,6 +224,7 @@ const fn tile_bytes(elems: i32) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    problem.refuse_dropout_between_quads(NAME)?;
     if let Some(cache) = problem.cache.dtype {
         if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
             return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));

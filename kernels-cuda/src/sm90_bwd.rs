@@ -675,6 +675,7 @@ const fn tile_bytes(rows: i32, dim: i32) -> i32 {
 /// The first fact that they do not take.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    problem.fwd.refuse_dropout_between_quads(NAME)?;
     let fwd = &problem.fwd;
     let (qk, v) = (fwd.dtypes.qk, fwd.dtypes.v);
     if qk.is_fp8() || v.is_fp8() {

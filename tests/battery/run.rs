@@ -177,7 +177,7 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
     let most = 2.0 * u * crate::init::CONSTANT_V;
     let o = host.operands.expect(Operand::O);
     for span in &host.spans {
-        let band = problem.mask.band(span.seqlen_q, span.seqlen_k);
+        let band = problem.band(span.seqlen_q, span.seqlen_k);
         for i in 0..span.seqlen_q {
             if !(0..span.seqlen_k).any(|j| band.visible(i, j)) {
                 continue;
@@ -236,7 +236,7 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
         }
         Plant::HiddenKeys => {
             for span in spans {
-                let band = host.problem.mask.band(span.seqlen_q, span.seqlen_k);
+                let band = host.problem.band(span.seqlen_q, span.seqlen_k);
                 let hidden = (0..span.seqlen_k).filter(|&j| !(0..span.seqlen_q).any(|i| band.visible(i, j)));
                 for j in hidden {
                     for (operand, dim) in [(Operand::K, dims.head_dim_qk), (Operand::V, dims.head_dim_v)] {

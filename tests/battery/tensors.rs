@@ -553,7 +553,7 @@ fn fill_bias(tensor: &mut Tensor, problem: &FwdProblem, spans: &[SeqSpan], data:
             used.fill(false);
             let sharers = spans.iter().filter(|span| batch == 1 || span.i_batch == b);
             for span in sharers.filter(|span| i < span.seqlen_q) {
-                let band = problem.mask.band(span.seqlen_q, span.seqlen_k);
+                let band = problem.band(span.seqlen_q, span.seqlen_k);
                 let keys = band.k_range(i..i + 1, span.seqlen_k);
                 for j in band.sink_range(i..i + 1, span.seqlen_k).chain(keys) {
                     used[j as usize] = true;

@@ -47,7 +47,7 @@ pub(crate) struct Cases {
 const NONE: Cases = Cases { filter: "", deal: 0 };
 
 /// Families that every forward kernel takes in `--all`.
-const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|rare)/";
+const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|parts|rare)/";
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
@@ -88,6 +88,8 @@ pub(crate) const ROWS: &[Row] = &[
         ..HOPPER
     },
     Row { in_test: Cases { filter: "^addresses/.*bf16", deal: 2 }, ..HOPPER },
+    // Positions of a larger call, in everything that has them.
+    Row { in_test: Cases { filter: "^(backward/)?parts/bf16/alibi_dropout/b/quad/", deal: 1 }, ..HOPPER },
     Row {
         in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 72 },
         in_all: Cases { filter: FORWARD, deal: 1 },

@@ -18,15 +18,23 @@ FMHA_DEVICE Array<uint32_t, 4> philox4x32_10(Array<uint32_t, 4> counter, uint32_
   return counter;
 }
 
-// The words of keys 4 * j_quad .. 4 * j_quad + 3 for query i; `batch_head` is
-// i_batch * num_heads_q + i_head.
+// i_batch * num_heads_q + i_head in the whole that the call is a part of, of the call's own sequence and head: what the
+// functions below call `batch_head`. Their i and j are the call's.
+FMHA_DEVICE int32_t head_of_whole(const FwdParams& p, int32_t i_batch, int32_t i_head) {
+  return p.dropout_first_head + i_batch * p.dropout_num_heads + i_head;
+}
+
+// The words of four keys for query i: of the whole's fours the one that is `j_quad` behind that of the call's first key. Where
+// that key is the first of its four, keys 4 * j_quad .. 4 * j_quad + 3.
 FMHA_DEVICE Array<uint32_t, 4> dropout_words(const FwdParams& p, int32_t batch_head, int32_t i, int32_t j_quad) {
-  return philox4x32_10({{uint32_t(j_quad), uint32_t(i), uint32_t(batch_head), p.dropout_offset}},
+  const int32_t quad = j_quad + p.dropout_first_quad, query = i + p.dropout_first_query;
+  return philox4x32_10({{uint32_t(quad), uint32_t(query), uint32_t(batch_head), p.dropout_offset}},
                        p.dropout_key_low, p.dropout_key_high);
 }
 
 FMHA_DEVICE bool dropout_keeps(const FwdParams& p, int32_t batch_head, int32_t i, int32_t j) {
-  return dropout_words(p, batch_head, i, j / 4)[j % 4] < p.dropout_threshold;
+  const int32_t key = j + p.dropout_key_of_quad;
+  return dropout_words(p, batch_head, i, key / 4)[key % 4] < p.dropout_threshold;
 }
 
 }  // namespace fmha

@@ -61,7 +61,7 @@ struct BwdHead {
   const SeqSpan span;
   const int32_t i_head;
   const int32_t i_head_kv = i_head / p.fwd.gqa_ratio;
-  const int32_t batch_head = span.i_batch * p.fwd.num_heads_q + i_head;
+  const int32_t batch_head = head_of_whole(p.fwd, span.i_batch, i_head);
   const MaskBand band = resolve_band(p.fwd.mask, span.seqlen_q, span.seqlen_k);
   const float descale_q = scalar_of(p.fwd.descale_q, span.i_batch, i_head_kv, 1.f);
   const float descale_k = scalar_of(p.fwd.descale_k, span.i_batch, i_head_kv, 1.f);

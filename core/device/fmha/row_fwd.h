@@ -33,7 +33,6 @@ struct FwdRow {
   const int32_t i_head, i;
   const int32_t lane = Lanes::index();
   const int32_t i_head_kv = i_head / p.gqa_ratio;
-  const int32_t batch_head = span.i_batch * p.num_heads_q + i_head;
   const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
 
   float row_max = -infinity();  // of the natural scores so far
@@ -61,13 +60,15 @@ struct FwdRow {
     return dot;
   }
 
+  FMHA_DEVICE bool keeps(int32_t j) const { return dropout_keeps(p, head_of_whole(p, span.i_batch, i_head), i, j); }
+
   // P as it enters the product with V: scaled and rounded to V's type, 0 where dropped. The factor of what is kept
   // comes last.
   FMHA_DEVICE float kept(float weight, int32_t j) const {
     constexpr float scale = p_scale(spec.dtype_v);
     const float rounded = round_to<spec.dtype_v>(weight * scale) / scale;
     if constexpr (!spec.dropout) return rounded;
-    return dropout_keeps(p, batch_head, i, j) ? rounded : 0.f;
+    return keeps(j) ? rounded : 0.f;
   }
 
   // e^(a - b).
@@ -151,9 +152,10 @@ struct FwdRow {
   // The keep bits of every key of the sequence, masked or not.
   FMHA_DEVICE void store_keep_mask() const {
     if constexpr (spec.write_keep_mask) {
-      uint8_t* row = p.keep_mask + (int64_t(batch_head) * p.seqlen_q + i) * p.seqlen_k;
+      const int64_t batch_head = int64_t(span.i_batch) * p.num_heads_q + i_head;
+      uint8_t* row = p.keep_mask + (batch_head * p.seqlen_q + i) * p.seqlen_k;
       for (int32_t j = lane; j < span.seqlen_k; j += Lanes::count)
-        row[j] = !spec.dropout || dropout_keeps(p, batch_head, i, j);
+        row[j] = !spec.dropout || keeps(j);
     }
   }
 

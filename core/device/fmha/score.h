@@ -30,7 +30,7 @@ FMHA_DEVICE ScoreModifier score_modifier(const FwdParams& p, const SeqSpan& span
   }
   if constexpr (spec.bias == BiasKind::Alibi) {
     m.alibi_slope = scalar_of(p.alibi_slopes, span.i_batch, i_head, 0.f);
-    m.alibi_diag = p.alibi_bottom_right ? span.seqlen_k - span.seqlen_q : 0;
+    m.alibi_diag = alibi_diagonal(p, span.seqlen_q, span.seqlen_k);
   }
   return m;
 }

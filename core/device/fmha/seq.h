@@ -71,6 +71,11 @@ FMHA_DEVICE int64_t lse_offset(const FwdParams& p, const SeqSpan& span, int32_t 
   return span.storage_batch * p.lse_batch + i_head * p.lse_head + span.q_row + i;
 }
 
+// j - i of the call's query and key that ALiBi measures its distance from.
+FMHA_DEVICE int32_t alibi_diagonal(const FwdParams& p, int32_t seqlen_q, int32_t seqlen_k) {
+  return p.alibi_shift + (p.alibi_bottom_right ? seqlen_k - seqlen_q : 0);
+}
+
 FMHA_DEVICE float scalar_of(const HeadScalars& x, int32_t i_batch, int32_t i_head, float if_none) {
   return x.data ? x.data[int64_t(i_batch) * x.batch + int64_t(i_head) * x.head] : if_none;
 }

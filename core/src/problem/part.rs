@@ -4,7 +4,6 @@ use crate::dropout::{DropoutSeed, KeepMask};
 use crate::error::{ProblemError, Refusal, ensure};
 use crate::mask::{MaskAlign, MaskBand, MaskBounds};
 use crate::problem::{FwdProblem, MAX_SEQLEN};
-use crate::score::Bias;
 
 /// Where a call's first query, key, sequence and head stand in the whole that it is a part of. Mask, ALiBi and dropout
 /// see those of the whole, so a part computes what it would inside it. The default is a call that is whole.
@@ -58,6 +57,15 @@ impl Part {
             MaskAlign::BottomRight => whole_k - whole_q + q - k,
         }
     }
+
+    /// The same diagonal as a device resolves it for each sequence: from which diagonal of the call, and how far from it.
+    pub(crate) fn diagonal_on_device(&self, align: MaskAlign) -> (MaskAlign, i64) {
+        match (align, self.seqlens) {
+            // The whole ends where the part does, so its last query stands on its last key.
+            (MaskAlign::BottomRight, None) => (MaskAlign::BottomRight, 0),
+            _ => (MaskAlign::TopLeft, self.diagonal(align, 0, 0)),
+        }
+    }
 }
 
 impl FwdProblem {
@@ -95,28 +103,21 @@ impl FwdProblem {
     pub(crate) fn device_mask(&self) -> (MaskBounds, u32) {
         let MaskBounds { lo, hi, align } = self.mask.bounds();
         let sinks = self.mask.sink_columns.saturating_sub(self.part.position_k);
-        let (shift, align) = match (align, self.part.seqlens) {
-            // The whole ends where the part does, so its last query stands on its last key.
-            (MaskAlign::BottomRight, None) => (0, MaskAlign::BottomRight),
-            _ => (self.part.diagonal(align, 0, 0), MaskAlign::TopLeft),
-        };
+        let (align, shift) = self.part.diagonal_on_device(align);
         (MaskBounds { lo: lo.map(|lo| lo + shift), hi: hi.map(|hi| hi + shift), align }, sinks)
     }
 
-    /// For kernels whose ALiBi and dropout see the call's own positions, sequence and head.
+    /// For kernels that decide what dropout keeps of four keys at once, by one call of the generator.
     ///
     /// # Errors
-    /// ALiBi or dropout of a call that is a part.
-    pub fn refuse_score_of_part(&self, kernel: &str) -> Result<(), Refusal> {
-        let what = match self.score.bias {
-            _ if self.part.is_whole() => return Ok(()),
-            Bias::Alibi { .. } => "bias alibi".to_owned(),
-            _ if self.drops() => format!("p_drop {}", self.dropout.p_drop),
-            _ => return Ok(()),
-        };
-        let Part { position_q, position_k, .. } = self.part;
-        let reason =
-            format!("part at position_q {position_q}, position_k {position_k}: {what} is not taken there");
+    /// Dropout of a part whose first key is not the first of such four in the whole.
+    pub fn refuse_dropout_between_quads(&self, kernel: &str) -> Result<(), Refusal> {
+        let position_k = self.part.position_k;
+        if !(self.drops() || self.dropout.write_keep_mask) || position_k.is_multiple_of(4) {
+            return Ok(());
+        }
+        let p_drop = self.dropout.p_drop;
+        let reason = format!("position_k {position_k} is not a multiple of 4, with p_drop {p_drop}");
         Err(Refusal::new(kernel, reason))
     }
 

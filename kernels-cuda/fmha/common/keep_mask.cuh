@@ -20,7 +20,8 @@ FMHA_DEVICE void write_keep_mask(const FwdParams& p) {
     uint8_t* row = p.keep_mask + at * p.seqlen_k;
 #pragma unroll 1
     for (int32_t j = threadIdx.x % warp * 4; j < span.seqlen_k; j += warp * 4) {
-      const Array<uint32_t, 4> words = dropout_words(p, batch_head, i, j / 4);
+      const int32_t head = head_of_whole(p, batch_head / p.num_heads_q, batch_head % p.num_heads_q);
+      const Array<uint32_t, 4> words = dropout_words(p, head, i, j / 4);
 #pragma unroll
       for (int32_t k = 0; k < 4; ++k)
         if (j + k < span.seqlen_k) row[j + k] = !spec.dropout || words[k] < p.dropout_threshold;

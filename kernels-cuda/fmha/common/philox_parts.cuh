@@ -1,7 +1,7 @@
 // The generator of philox.h in parts, for a kernel that asks it for many keys of many queries: of its twenty products four
 // depend on the keys and the head alone and one on the query, so that they are computed once for many pairs.
 #pragma once
-#include <fmha/params.h>
+#include <fmha/philox.h>
 
 namespace fmha {
 
@@ -24,11 +24,12 @@ FMHA_DEVICE void philox_rounds(Array<uint32_t, 4> (&counters)[n], uint32_t key0,
   }
 }
 
-// The counter of keys 4 * j_quad .. 4 * j_quad + 3 and query i is (j_quad, i, batch_head, offset), `batch_head` being
-// i_batch * num_heads_q + i_head. Of the first three rounds' six products five are of the quad or of the query alone: what
+// The counter of keys 4 * j_quad .. 4 * j_quad + 3 and query i is (j_quad, i, batch_head, offset), each of the whole that the
+// call is a part of, `batch_head` being head_of_whole's (philox.h). Of the first three rounds' six products five are of the quad or of the query alone: what
 // they leave of a quad, for every query of its head,
 FMHA_DEVICE Array<uint32_t, 4> dropout_quad(const FwdParams& p, int32_t batch_head, int32_t j_quad) {
-  const uint64_t a1 = uint64_t(kPhiloxM0) * uint32_t(j_quad), b1 = uint64_t(kPhiloxM1) * uint32_t(batch_head);
+  const uint32_t whole_quad = j_quad + p.dropout_first_quad;
+  const uint64_t a1 = uint64_t(kPhiloxM0) * whole_quad, b1 = uint64_t(kPhiloxM1) * uint32_t(batch_head);
   const uint64_t b2 = uint64_t(kPhiloxM1) * (uint32_t(a1 >> 32) ^ p.dropout_offset ^ p.dropout_key_high);
   const uint64_t a3 = uint64_t(kPhiloxM0) * (uint32_t(b2 >> 32) ^ uint32_t(b1) ^ (p.dropout_key_low + kPhiloxW0));
   return {{uint32_t(a1), uint32_t(b2) ^ (p.dropout_key_low + 2 * kPhiloxW0),
@@ -37,7 +38,8 @@ FMHA_DEVICE Array<uint32_t, 4> dropout_quad(const FwdParams& p, int32_t batch_he
 // and of a query, for every quad.
 FMHA_DEVICE Array<uint32_t, 2> dropout_row(const FwdParams& p, int32_t batch_head, int32_t i) {
   const uint64_t b1 = uint64_t(kPhiloxM1) * uint32_t(batch_head);
-  const uint64_t a2 = uint64_t(kPhiloxM0) * (uint32_t(b1 >> 32) ^ uint32_t(i) ^ p.dropout_key_low);
+  const uint32_t query = i + p.dropout_first_query;
+  const uint64_t a2 = uint64_t(kPhiloxM0) * (uint32_t(b1 >> 32) ^ query ^ p.dropout_key_low);
   return {{uint32_t(a2 >> 32) ^ (p.dropout_key_high + kPhiloxW1), uint32_t(a2)}};
 }
 // A quad to its counter of a query before the fourth round.

@@ -95,7 +95,7 @@ struct Modifiers {
 
   template <int n>
   FMHA_DEVICE void add_alibi(mma::Accumulator<n>& s, const Work& work, int32_t row, int32_t block) const {
-    const int32_t diag = p.alibi_bottom_right ? work.seqlen_k - work.seqlen_q : 0;
+    const int32_t diag = alibi_diagonal(p, work.seqlen_q, work.seqlen_k);
     const int32_t first_key = block * tile.block_n + mma::fragment_column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -54,12 +54,13 @@ FMHA_DEVICE void move_sign_to_q(Job& job, Array<Frag, steps>& q) {
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range queries) {
   const FwdParams& p = params.fwd;
-  const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+  const int64_t batch_head = int64_t(job.span.i_batch) * p.num_heads_q + job.i_head;
+  const int32_t head = head_of_whole(p, job.span.i_batch, job.i_head);
   const int32_t end = min(queries.end, job.span.seqlen_q);
   for (int32_t i = queries.begin; i < end; ++i) {
-    uint8_t* row = p.keep_mask + (int64_t(batch_head) * p.seqlen_q + i) * p.seqlen_k;
+    uint8_t* row = p.keep_mask + (batch_head * p.seqlen_q + i) * p.seqlen_k;
     for (int32_t j = thread_idx(); j < job.span.seqlen_k; j += Config<spec, tile>::num_threads) {
-      const bool keeps = dropout_keeps(p, batch_head, i, j);
+      const bool keeps = dropout_keeps(p, head, i, j);
       row[j] = keeps | !params.drops;
     }
   }

@@ -91,7 +91,7 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
       if (value - value == 0.f) continue;
       value *= scale;
       if constexpr (spec.dropout) {
-        const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+        const int32_t batch_head = head_of_whole(p, job.span.i_batch, job.i_head);
         if (params.drops && !dropout_keeps(p, batch_head, wave.query, key)) value *= 0.f;
       }
       with_dtype_o<spec>(params, [&](auto dtype) __attribute__((always_inline)) {

@@ -52,7 +52,7 @@ FMHA_DEVICE void modify_block(Acc& scores, const CdnaParams& params, const Score
   }
   if (p.alibi_slopes.data) {
     const float slope = scalar_of(p.alibi_slopes, at.i_batch, at.i_head, 0.f);
-    const int32_t distance = at.query + (p.alibi_bottom_right ? at.seqlen_k - at.seqlen_q : 0) - first_key;
+    const int32_t distance = at.query + alibi_diagonal(p, at.seqlen_q, at.seqlen_k) - first_key;
 #pragma unroll
     for (int i = 0; i < 16; ++i) scores[i] -= slope * abs_of(float(distance - acc_row(i, 0)));
   }

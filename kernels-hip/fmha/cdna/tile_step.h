@@ -245,7 +245,7 @@ FMHA_DEVICE void drop_four(Acc& p_tile, int i, const CdnaParams& params, const J
                           int32_t first_key) {
   if (!params.drops) return;
   const FwdParams& p = params.fwd;
-  const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+  const int32_t batch_head = head_of_whole(p, job.span.i_batch, job.i_head);
   const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, (first_key + acc_row(i, lane_half())) / kRun);
 #pragma unroll
   for (int r = 0; r < kRun; ++r) p_tile[i + r] = words[r] < p.dropout_threshold ? p_tile[i + r] : 0.f;

@@ -2,7 +2,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fmha_core::dropout::KeepMask;
 use fmha_core::reference::{HeadForward, Inputs, Precision, forward_rows, is_far};
 use fmha_core::{FwdProblem, ProblemError, Result};
 use rayon::prelude::*;
@@ -207,7 +206,7 @@ fn check_keep_mask(host: &HostFwd, i_span: usize, i_head: u32, rows: &[u32], fau
     let Some(written) = host.operands.get(Operand::KeepMask) else { return };
     let (problem, span) = (&*host.problem, host.spans[i_span]);
     let dims = problem.dims;
-    let mask = KeepMask::new(problem.dropout.p_drop, host.dropout, span.i_batch, i_head, dims.num_heads_q);
+    let mask = problem.keep(host.dropout, span.i_batch, i_head);
     let head = (span.i_batch * dims.num_heads_q + i_head) as usize;
     for &i in rows {
         let row = (head * dims.seqlen_q as usize + i as usize) * dims.seqlen_k as usize;

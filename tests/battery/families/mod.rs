@@ -12,6 +12,7 @@ mod guards;
 mod heads;
 mod laws;
 mod pairwise;
+mod parts;
 mod rare;
 mod recipe;
 
@@ -32,6 +33,7 @@ pub(crate) fn all() -> Vec<Case> {
         guards::cases(),
         backward::cases(),
         combine::cases(),
+        parts::cases(),
         decode::cases(),
     ]
     .into_iter()

@@ -184,7 +184,7 @@ struct SoftmaxRole {
   // Zeros what dropout drops of a chunk of P. One call of the generator decides four keys; the calls are a loop, whose
   // results are a bit a key: unrolled, they take the registers that P has.
   FMHA_DEVICE void drop(float (&s)[n], int first, int32_t block) const {
-    const int32_t batch_head = work().i_batch * p.num_heads_q + i_head, first_quad = (block * n + first) / 4;
+    const int32_t batch_head = head_of_whole(p, work().i_batch, i_head), first_quad = (block * n + first) / 4;
     uint32_t kept = 0;
 #pragma unroll 1
     for (int quad = 0; quad < chunk / 4; ++quad) {

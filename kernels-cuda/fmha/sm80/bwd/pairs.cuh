@@ -51,7 +51,7 @@ struct Pairs {
   FMHA_DEVICE Kept kept_of(int32_t i_head, int32_t row, int32_t column) const {
     Kept kept = {};
     if constexpr (kFwd.dropout) {
-      const int32_t batch_head = span.i_batch * p.fwd.num_heads_q + i_head;
+      const int32_t batch_head = head_of_whole(p.fwd, span.i_batch, i_head);
 #pragma unroll
       for (int w = 0; w < ceil_div(columns / 2, 32); ++w) {
         uint32_t word = 0;

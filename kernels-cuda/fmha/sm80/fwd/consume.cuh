@@ -98,7 +98,7 @@ struct Consumer {
       const int32_t at = row(m) + 8 * r;
       i[r] = query_of<tile>(p, at);
       const int32_t i_head = tile.pack_gqa ? work.i_head + at - i[r] * p.gqa_ratio : work.i_head;
-      batch_head[r] = work.i_batch * p.num_heads_q + i_head;
+      batch_head[r] = head_of_whole(p, work.i_batch, i_head);
     }
     DroppedBits<n> dropped;
     dropped.template decide<n, !tile.pack_gqa>(p, smem.quads[warp], i, batch_head, block * n);

@@ -129,7 +129,7 @@ struct Pairs {
   // Which elements dropout keeps, or a part of that: asked while products are under way that have nothing else beside them.
   template <int part = 0, int parts = 1>
   FMHA_DEVICE void decide(Kept& kept, const Work& work, const QueryTile& at) const {
-    const int32_t batch_head = work.span.i_batch * p.fwd.num_heads_q + at.i_head;
+    const int32_t batch_head = head_of_whole(p.fwd, work.span.i_batch, at.i_head);
     if constexpr (spec.fwd.dropout) kept.template decide<part, parts>(p.fwd, batch_head, first_key(work), at.first_query);
   }
 

@@ -321,7 +321,7 @@ struct Consumer {
       const int32_t row = rows.row + 8 * r;
       i[r] = query_of<tile>(p, row);
       const int32_t i_head = tile.pack_gqa ? work.i_head + row - i[r] * p.gqa_ratio : work.i_head;
-      batch_head[r] = work.i_batch * p.num_heads_q + i_head;
+      batch_head[r] = head_of_whole(p, work.i_batch, i_head);
     }
     dropped.template decide<n, !tile.pack_gqa>(p, smem.quads[(threadIdx.x / 32) % (4 * consumers)], i, batch_head, block * tile.block_n);
     // A store to a word that nobody reads, and that the wait for S may not pass: without it ptxas moves the generator

@@ -66,7 +66,7 @@ struct Pairs {
     }
     if (p.alibi_slopes.data) {
       const float slope = scalar_of(p.alibi_slopes, span.i_batch, i_head, 0.f);
-      const int32_t diag = p.alibi_bottom_right ? span.seqlen_k - span.seqlen_q : 0;
+      const int32_t diag = alibi_diagonal(p, span.seqlen_q, span.seqlen_k);
 #pragma unroll
       for (int i = 0; i < 16; ++i) s[i] -= slope * abs_of(float(query_of(at, i) + diag - key_of(at, i)));
     }
@@ -80,7 +80,7 @@ struct Pairs {
 #pragma nounroll
     for (int call = 0; call < (queries_own ? 4 : 16); ++call) {
       const FwdParams& p = reload_params<CdnaBwdParams>().bwd.fwd;
-      const int32_t batch_head = span.i_batch * p.num_heads_q + i_head;
+      const int32_t batch_head = head_of_whole(p, span.i_batch, i_head);
       if constexpr (queries_own) {
         // A run of registers is four adjacent keys: the words of one call.
         const auto words = dropout_words(p, batch_head, at.own, (at.walked + 8 * call) / kRun);

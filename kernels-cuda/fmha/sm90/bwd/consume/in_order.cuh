@@ -71,7 +71,7 @@ struct InOrder {
   }
 
   FMHA_DEVICE int32_t batch_head(const Work& work, int32_t i_head) const {
-    return work.span.i_batch * c.p.fwd.num_heads_q + i_head;
+    return head_of_whole(c.p.fwd, work.span.i_batch, i_head);
   }
   FMHA_DEVICE auto& dropout_parts() const { return c.smem.dropout_parts[threadIdx.x / 32 - 4]; }
   // What dropout's generator has of the keys is made once for all queries of a head.

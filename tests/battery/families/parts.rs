@@ -1,0 +1,63 @@
+//! Calls that are a part of a larger one: mask, ALiBi and dropout see the positions, sequence and head of the whole.
+
+use fmha_core::{Bias, BwdProblem, DType, Dims, FwdProblem, Part};
+
+use super::edges::{data, masked};
+use crate::case::Case;
+use crate::tensors::Lengths;
+
+/// Where a part's keys begin: at the first of four keys, which one call of dropout's generator decides, and between them.
+const POSITIONS_K: [(u32, &str); 2] = [(132, "quad"), (133, "between_quads")];
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for (position_k, place) in POSITIONS_K {
+            for modifier in ["alibi", "dropout", "alibi_dropout"] {
+                for mask in ["0", "b", "t:150,20,140"] {
+                    // The whole's lengths, or a whole that ends where the part does.
+                    for (seqlens, end) in [(Some([300, 411]), "inside"), (None, "at_the_end")] {
+                        let part = Part {
+                            position_q: 70,
+                            position_k,
+                            seqlens,
+                            batch: 3,
+                            head: 4,
+                            num_heads_q: Some(11),
+                        };
+                        let what = format!("{dtype}/{modifier}/{mask}/{place}/{end}");
+                        let name = format!("parts/{what}");
+                        let numbers = data(&name);
+                        let problem = part_of(dtype, mask, modifier, part);
+                        cases.push(Case::forward(name, problem, Lengths::default(), numbers));
+                        let name = format!("backward/parts/{what}");
+                        let numbers = data(&name);
+                        let problem = BwdProblem::new(part_of(dtype, mask, modifier, part));
+                        cases.push(Case::backward(name, problem, Lengths::default(), numbers));
+                    }
+                }
+            }
+        }
+    }
+    cases
+}
+
+fn part_of(dtype: DType, mask: &str, modifier: &str, part: Part) -> FwdProblem {
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 75,
+        seqlen_k: 150,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    let mut problem = masked(dtype, dims, mask).part(part);
+    if modifier.contains("alibi") {
+        problem.score.bias = Bias::Alibi { per_batch: false };
+    }
+    if modifier.contains("dropout") {
+        problem.dropout.p_drop = 0.3;
+    }
+    problem
+}
