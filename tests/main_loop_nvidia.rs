@@ -59,11 +59,14 @@ fn sum_of(launches: &str, counter: &str) -> u64 {
 
 /// The emulated device; where it or its compiler is not here, that is said.
 fn opened() -> Option<Device> {
+    opened_as(ARCH)
+}
+fn opened_as(arch: &str) -> Option<Device> {
     if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
         println!("absent: {reason}");
         return None;
     }
-    fmha_cuda::open(0, Some(ARCH)).map_err(|error| println!("absent: {error}")).ok()
+    fmha_cuda::open(0, Some(arch)).map_err(|error| println!("absent: {error}")).ok()
 }
 
 /// Gradients with every sum, under a mask that cuts blocks.
@@ -146,6 +149,34 @@ fn no_access_to_shared_memory_waits_for_another() {
         assert_eq!(outcome, Outcome::Passed, "{text}");
         let launches = emulated_launches().unwrap();
         let what = format!("head_dim {head_dim}, {seqlen_q} queries, V {v_layout:?}, tile {tile}");
+        assert!(sum_of(&launches, "shared_bytes") > 1000, "{what}: {launches}");
+        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "{what}");
+    }
+}
+
+/// Products of FP8, V both ways, and blocks that TMA brings.
+#[test]
+fn no_access_of_newer_devices_to_shared_memory_waits_for_another() {
+    let _alone = ALONE.lock().unwrap();
+    for (arch, dtype, head_dim, v_layout) in [
+        ("sm_89", DType::E4m3Fn, 64, VLayout::RowMajor),
+        ("sm_89", DType::E4m3Fn, 128, VLayout::RowMajor),
+        ("sm_89", DType::E4m3Fn, 128, VLayout::ColMajor),
+        ("sm_120a", DType::Bf16, 128, VLayout::RowMajor),
+    ] {
+        let Some(backend) = opened_as(arch) else { return };
+        let dims = problem(head_dim, 128, VLayout::RowMajor).dims;
+        let mut problem = FwdProblem::batch(dtype, dims).dtype_o(DType::Bf16);
+        if v_layout == VLayout::ColMajor {
+            (problem.layout.v, problem.strides.v) = (v_layout, Strides::bhds(problem.shape_v()));
+        }
+        let case = Case::forward("banks", problem, Lengths::default(), Data { seed: 3, ..Data::default() });
+        let plan = PlanOptions::default().kernel("sm80");
+        let _ = emulated_launches();
+        let (outcome, text) = case.run(&backend, &Options { plan, ..Options::default() });
+        assert_eq!(outcome, Outcome::Passed, "{text}");
+        let launches = emulated_launches().unwrap();
+        let what = format!("{arch}, {dtype}, head_dim {head_dim}, V {v_layout:?}");
         assert!(sum_of(&launches, "shared_bytes") > 1000, "{what}: {launches}");
         assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "{what}");
     }

@@ -114,6 +114,7 @@ impl Instructions {
             "sm_90a" => Self { wgmma: true, ..tma },
             "sm_100a" => Self { tcgen05: true, ..tma },
             "sm_103a" => Self { tcgen05: true, reducing_loads: true, ..tma },
+            "sm_120a" | "sm_121a" => tma,
             _ => every,
         }
     }
@@ -134,9 +135,16 @@ impl MatrixSums {
         of_fp8: ScoreSums::Cut { products: 32, bits: 14 },
     };
 
+    /// Ada's FP8 sums have 13 bits behind the leading one (SageAttention2, arXiv 2411.10958); of 16 bits nothing is known.
+    const ADA: Self = Self { of_16_bits: ScoreSums::F32, of_fp8: ScoreSums::Cut { products: 32, bits: 14 } };
+
     /// Of an architecture; f32 where nothing is known.
     fn of_arch(arch: &str) -> Self {
-        if arch == "sm_90a" { Self::HOPPER } else { Self::default() }
+        match arch {
+            "sm_90a" => Self::HOPPER,
+            "sm_89" => Self::ADA,
+            _ => Self::default(),
+        }
     }
 
     /// Of products of a type.
@@ -319,6 +327,8 @@ mod tests {
             ("sm_90a", [true, true, true, true, false, false]),
             ("sm_100a", [true, true, true, false, true, false]),
             ("sm_103a", [true, true, true, false, true, true]),
+            ("sm_120a", [true, true, true, false, false, false]),
+            ("sm_121a", [true, true, true, false, false, false]),
         ] {
             assert_eq!(of(arch), has, "{arch}");
         }

@@ -19,6 +19,8 @@ pub const NAME: &str = "sm80";
 
 /// The header that its entry includes.
 pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
+/// The one whose K and V come by TMA.
+pub const TMA_HEADER: &str = "fmha/sm80/fwd/tma.cuh";
 /// The one under a tree mask.
 const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
 
@@ -61,6 +63,8 @@ abi_spec! {
         pub converts_fp8: bool = Takes::nothing(),
         /// The next grid, the merge of the parts, may start while this one ends (programmatic dependent launch).
         pub launches_merge: bool = Takes::nothing(),
+        /// K and V come by TMA, which a warp of its own issues; else all warps copy.
+        pub tma: bool = Takes::all(),
     }
 }
 
@@ -68,15 +72,17 @@ impl Sm80Tile {
     /// Threads of a CTA.
     #[must_use]
     pub const fn num_threads(&self) -> i32 {
-        32 * self.warps
+        32 * (self.warps + self.tma as i32)
     }
 
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
-        let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
-        let (k, v_block) = (tile_bytes(self.block_n * qk), tile_bytes(self.block_n * v));
-        let blocks = if self.widens_blocks() {
+        let (of_qk, of_v) =
+            (row_bytes(spec.head_dim_qk, spec.dtype_qk), row_bytes(spec.head_dim_v, spec.dtype_v));
+        let (k, v_block) = (tile_bytes(self.block_n * of_qk), tile_bytes(self.block_n * of_v));
+        let blocks = if self.widens_blocks(spec) {
+            let (qk, v) = (of_qk / 2, of_v / 2);
             let wide = if k > v_block { k } else { v_block };
             let wide = if self.reads_raw_blocks(spec) { 0 } else { wide };
             wide + self.stages * self.block_n * (qk + v)
@@ -85,18 +91,20 @@ impl Sm80Tile {
         };
         // 32 quads of 16 bytes for each warp.
         let quads = if spec.dropout { self.warps * 512 } else { 0 };
-        let quads = (quads + 1023) / 1024 * 1024;
-        (tile_bytes(self.block_m * qk) + blocks + quads + 1023) / 1024 * 1024
+        // Four barriers a slot of the rings.
+        let barriers = if self.tma { self.stages * 32 } else { 0 };
+        let quads = (quads + barriers + 1023) / 1024 * 1024;
+        (tile_bytes(self.block_m * of_qk) + blocks + quads + 1023) / 1024 * 1024
     }
 
     /// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory.
-    const fn widens_blocks(&self) -> bool {
-        self.stored.is_fp8() && self.copy_bytes >= 4
+    const fn widens_blocks(&self, spec: &FwdSpec) -> bool {
+        self.stored.is_fp8() && !spec.dtype_qk.is_fp8() && self.copy_bytes >= 4
     }
 
     /// Whether the products read them as they lie: one warp's, whose lanes have whole sixteen bytes.
     pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
-        self.widens_blocks()
+        self.widens_blocks(spec)
             && self.warps == 1
             && self.block_m == 16
             && spec.head_dim_qk % 16 == 0
@@ -155,7 +163,13 @@ impl Sm80Tile {
                 self.value_parts - 1
             ));
         }
-        if self.warps * self.ctas * 32 > MAX_THREADS {
+        if self.tma && (self.split_keys > 0 || self.value_parts > 1) {
+            return Err(format!(
+                "tile tma=1 with split_keys={} and value_parts={}: TMA brings whole sequences, for warps with rows of their own",
+                self.split_keys, self.value_parts
+            ));
+        }
+        if self.num_threads() * self.ctas > MAX_THREADS {
             return Err(format!(
                 "tile warps={} with ctas={}: a multiprocessor holds {MAX_THREADS} threads at least",
                 self.warps, self.ctas
@@ -176,6 +190,15 @@ impl Sm80Tile {
     /// A text that names the tile's field and the stride.
     pub fn check_loads(&self, problem: &FwdProblem) -> Result<(), String> {
         let bytes = self.copy_bytes;
+        if !is_whole_steps(self.block_n, problem.dtypes.v) {
+            return Err(format!(
+                "tile block_n={} with dtype_v {}: P V contracts 32 keys at a time",
+                self.block_n, problem.dtypes.v
+            ));
+        }
+        if self.tma {
+            takes_tma(problem).map_err(|reason| format!("tile tma=1: {reason}"))?;
+        }
         let odd = |&(name, _, stride): &(&str, &str, i64)| !is_whole_copies(problem, bytes, (name, stride));
         if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
             return Err(format!(
@@ -207,18 +230,29 @@ pub const MOST_DIM_QK: u32 = 576;
 /// Threads that a multiprocessor of any of these architectures holds.
 const MAX_THREADS: i32 = 1536;
 
-/// A head dimension as the tiles have it: whole steps of a product.
+/// Whether products of P V contract blocks of so many keys in whole steps: of 8 bits 32 keys each.
+const fn is_whole_steps(block_n: i32, dtype_v: DType) -> bool {
+    block_n % (32 / dtype_v.size_bytes() as i32) == 0
+}
+
+/// Bytes of a row as the tiles have it: whole steps of a product, 32 bytes.
+const fn row_bytes(head_dim: i32, dtype: DType) -> i32 {
+    (head_dim * dtype.size_bytes() as i32 + 31) / 32 * 32
+}
+
+/// A head dimension of 16 bits as the tiles have it: whole steps of a product.
 #[must_use]
 pub const fn padded_dim(head_dim: i32) -> i32 {
     (head_dim + 15) / 16 * 16
 }
 
-/// Of so many 16-bit elements.
-const fn tile_bytes(elems: i32) -> i32 {
-    (elems * 2 + 1023) / 1024 * 1024
+/// Of a tile whose rows are so many bytes in all.
+const fn tile_bytes(bytes: i32) -> i32 {
+    (bytes + 1023) / 1024 * 1024
 }
 
-/// Whether the kernel computes this problem, on a device that converts to OCP FP8 or on one that does not; and if not, why.
+/// Whether the kernel computes this problem, on a device that converts to OCP FP8 and multiplies it or on one that does neither; and
+/// if not, why.
 ///
 /// # Errors
 /// The first fact that it does not take.
@@ -236,7 +270,9 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
         }
     }
     let (qk, v, o) = (problem.dtypes.qk, problem.dtypes.v, problem.dtypes.o);
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
+    if qk.is_fp8() {
+        takes_fp8(problem, converts_fp8).map_err(|reason| Refusal::new(NAME, reason))?;
+    } else if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
         return refuse(format!("dtype_qk {qk} with dtype_v {v} is not one 16-bit type"));
     }
     if o.is_fp8() && (!matches!(o, DType::E4m3Fn | DType::E5m2) || !converts_fp8) {
@@ -264,6 +300,26 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     Ok(())
 }
 
+/// Whether Q and K, and V beside them, are FP8 that the products take.
+fn takes_fp8(problem: &FwdProblem, multiplies_fp8: bool) -> Result<(), String> {
+    let (qk, v, dims) = (problem.dtypes.qk, problem.dtypes.v, problem.dims);
+    let takes = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
+    if !takes(qk) || (v.is_fp8() && v != qk) || !(v.is_fp8() || matches!(v, DType::F16 | DType::Bf16)) {
+        return Err(format!(
+            "dtype_qk {qk} with dtype_v {v} is not OCP FP8, all of it or beside a V of 16 bits"
+        ));
+    }
+    if !multiplies_fp8 {
+        return Err(format!("dtype_qk {qk}: mma.sync multiplies FP8 from sm_89 on"));
+    }
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > 256 {
+            return Err(format!("{field} {dim} is larger than 256, in FP8"));
+        }
+    }
+    Ok(())
+}
+
 /// The most bytes that a copy can take where strides allow any: a packed sequence's keys begin anywhere, which are the
 /// elements side by side of a column-major V.
 fn most_copied(problem: &FwdProblem) -> i32 {
@@ -271,7 +327,35 @@ fn most_copied(problem: &FwdProblem) -> i32 {
     if anywhere { 2 } else { 16 }
 }
 
-/// The kernel for a spec and a tile: arguments `FwdParams`, [`TileSchedule`].
+/// Whether TMA can bring a problem's K and V, and if not, why: one row after another, at strides of whole 16 bytes, as they are.
+pub(crate) fn takes_tma(problem: &FwdProblem) -> Result<(), String> {
+    problem.refuse_mixed_layouts(NAME).map_err(|refusal| refusal.reason)?;
+    problem.refuse_cache_updates(NAME).map_err(|refusal| refusal.reason)?;
+    match sm90::odd_stride(problem) {
+        Some((name, axis, stride, multiple)) => {
+            Err(format!("{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Boxes of K and V as (dim, rows, heads, batch), of a column-major V (rows, dim, heads, batch), where TMA brings them.
+#[must_use]
+pub fn boxes(spec: &FwdSpec, tile: &Sm80Tile) -> [[i32; 4]; 2] {
+    let span = |elems: i32, dtype: DType| {
+        let size = dtype.size_bytes() as i32;
+        [128, 64, 32].into_iter().find(|bytes| elems * size % bytes == 0).unwrap_or(32) / size
+    };
+    let padded = |dim: i32, dtype: DType| row_bytes(dim, dtype) / dtype.size_bytes() as i32;
+    let (qk, v) = (padded(spec.head_dim_qk, spec.dtype_qk), padded(spec.head_dim_v, spec.dtype_v));
+    let of_v = match spec.v_layout {
+        VLayout::RowMajor => [span(v, spec.dtype_v), tile.block_n, 1, 1],
+        VLayout::ColMajor => [span(tile.block_n, spec.dtype_v), v, 1, 1],
+    };
+    [[span(qk, spec.dtype_qk), tile.block_n, 1, 1], of_v]
+}
+
+/// The kernel for a spec and a tile: arguments `FwdParams`, [`TileSchedule`] and, where TMA loads, three tensor maps.
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, false)
@@ -284,8 +368,10 @@ pub fn fwd_tree(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
 }
 
 fn source(spec: &FwdSpec, tile: &Sm80Tile, tree: bool) -> KernelSource {
-    let (include, tree_param, call) = if tree {
+    let (include, last_param, call) = if tree {
         (TREE_HEADER, tree_mask::PARAM, "fwd_tree<kSpec, kTile>(p, schedule, tree)")
+    } else if tile.tma {
+        (TMA_HEADER, ", const __grid_constant__ sm80::Maps maps", "fwd_tma<kSpec, kTile>(p, schedule, maps)")
     } else {
         (HEADER, "", "fwd<kSpec, kTile>(p, schedule)")
     };
@@ -295,7 +381,7 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, tree: bool) -> KernelSource {
         constants: &constants,
         bounds: "__launch_bounds__(sm80::num_threads(kTile), kTile.ctas)",
         params: &format!(
-            "const __grid_constant__ FwdParams p, const __grid_constant__ TileSchedule schedule{tree_param}"
+            "const __grid_constant__ FwdParams p, const __grid_constant__ TileSchedule schedule{last_param}"
         ),
         call: &format!(
             "static_assert(sizeof(sm80::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
@@ -315,11 +401,25 @@ fn host_header() -> Header {
     Header::rendered("fmha/sm80_host.h", text)
 }
 
-/// Whether a stride of an operand is whole copies of so many bytes. A cache in FP8 whose rows begin anywhere is read byte by byte.
+/// Q's, K's or V's type in memory.
+fn stored(problem: &FwdProblem, name: &str) -> DType {
+    match name {
+        "q" => problem.dtypes.qk,
+        "k" => problem.stored_k(),
+        _ => problem.cache.dtype.unwrap_or(problem.dtypes.v),
+    }
+}
+
+/// Bytes of which addresses of Q, K or V are multiples, where copies take so many: FP8 whose rows begin anywhere is read byte by byte.
+#[must_use]
+pub fn bytes_at_a_time(problem: &FwdProblem, name: &str, copy_bytes: i32) -> i32 {
+    if stored(problem, name).is_fp8() && copy_bytes == 2 { 1 } else { copy_bytes }
+}
+
+/// Whether a stride of an operand is whole copies of so many bytes.
 fn is_whole_copies(problem: &FwdProblem, bytes: i32, (name, stride): (&str, i64)) -> bool {
-    let of_cache = name != "q" && problem.cache.dtype.is_some();
-    let size = if of_cache { 1 } else { 2 };
-    (of_cache && bytes == 2) || stride.wrapping_mul(size) % i64::from(bytes) == 0
+    let size = stored(problem, name).size_bytes() as i64;
+    stride.wrapping_mul(size) % i64::from(bytes_at_a_time(problem, name, bytes)) == 0
 }
 
 /// Whether no block of so many keys lies in two pages.

@@ -425,7 +425,7 @@ pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static st
 }
 
 /// The first stride that TMA does not take, and what it would have to be a multiple of: of 16 bytes.
-fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
+pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
     strides(problem).find_map(|(name, axis, stride)| {
         let size = i64::from(elem_bytes(if name == "v" { problem.dtypes.v } else { problem.dtypes.qk }));
         let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;

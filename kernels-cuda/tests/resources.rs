@@ -382,6 +382,50 @@ fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
+/// Products of FP8, of a device with an RTX 4090's room.
+fn fp8_kernels_of_mma_sync() -> Vec<(String, KernelSource)> {
+    let ada = Room { smem_bytes: 101_376, num_sms: 128 };
+    let plain = |dtype: DType, dim| FwdSpec {
+        dtype_qk: dtype,
+        dtype_v: dtype,
+        ..FwdSpec::plain(DType::Bf16, dim, MaskKind::Upper)
+    };
+    let spec = plain(DType::E4m3Fn, 128);
+    [
+        ("128_upper", spec),
+        ("64_upper", plain(DType::E5m2, 64)),
+        ("256_upper", plain(DType::E4m3Fn, 256)),
+        ("128_v_columns", FwdSpec { v_layout: VLayout::ColMajor, ..spec }),
+        ("128_v_bf16", FwdSpec { dtype_v: DType::Bf16, ..spec }),
+    ]
+    .map(|(name, spec)| {
+        let tile = Sm80Tile { vector_store: true, ..sm80::default_tile(&spec, ada) };
+        (format!("sm80_fp8_{name}"), sm80::fwd(&spec, &tile))
+    })
+    .into()
+}
+
+/// K and V by TMA, of a device with an RTX 5090's room.
+fn tma_kernels_of_mma_sync() -> Vec<(String, KernelSource)> {
+    let room = Room { smem_bytes: 101_376, num_sms: 170 };
+    [(DType::Bf16, 128), (DType::Bf16, 64), (DType::Bf16, 192), (DType::Bf16, 256), (DType::E4m3Fn, 128)]
+        .map(|(dtype, dim)| {
+            let dims = Dims {
+                batch: 1,
+                seqlen_q: 1024,
+                seqlen_k: 1024,
+                num_heads_q: 1,
+                num_heads_kv: 1,
+                head_dim_qk: dim,
+                head_dim_v: dim,
+            };
+            let problem = FwdProblem::batch(dtype, dims).dtype_o(DType::Bf16);
+            let tile = sm80::choose_tile(&problem, room).by_tma(&problem, room).unwrap();
+            (format!("sm80_tma_{dim}_{dtype}"), sm80::fwd(&FwdSpec::of(&problem), &tile))
+        })
+        .into()
+}
+
 /// Of latent attention and of wide heads: whole rows and parts of the keys, contiguous and in pages.
 fn latent_kernels() -> Vec<(String, KernelSource)> {
     let wide = |dim, mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, mask) };
@@ -446,12 +490,16 @@ fn every_kernel_of_latent_attention_compiles_in_the_registers_of_the_table_witho
 #[test]
 fn a_sample_of_kernels_of_mma_sync_compiles_in_the_registers_of_the_table_without_spills() {
     as_in_the_table("sm_80", include_str!("resources_sm80.txt"), mma_sync_kernels(), SAMPLE);
+    as_in_the_table("sm_89", include_str!("resources_sm89.txt"), fp8_kernels_of_mma_sync(), SAMPLE);
+    as_in_the_table("sm_120a", include_str!("resources_sm120.txt"), tma_kernels_of_mma_sync(), SAMPLE);
 }
 
 #[test]
 #[ignore = "every kernel of the table is compiled: cargo xtask test --all"]
 fn every_kernel_of_mma_sync_compiles_in_the_registers_of_the_table_without_spills() {
     as_in_the_table("sm_80", include_str!("resources_sm80.txt"), mma_sync_kernels(), 1);
+    as_in_the_table("sm_89", include_str!("resources_sm89.txt"), fp8_kernels_of_mma_sync(), 1);
+    as_in_the_table("sm_120a", include_str!("resources_sm120.txt"), tma_kernels_of_mma_sync(), 1);
 }
 
 /// One in so many of them, from the first: ptxas takes seconds a kernel.

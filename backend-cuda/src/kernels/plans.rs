@@ -389,6 +389,53 @@ fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
     assert_eq!(tile_on("sm_89", 256), "64 x 48, 1 stages");
 }
 
+/// The kernel's schedule in words, or why it refuses.
+fn schedule_of_mma_sync(problem: &FwdProblem, arch: &str, words: &str) -> Result<String, String> {
+    let problem = problem.clone().validate().unwrap();
+    let choice =
+        Sm80::default().choose(&problem, &stated(arch), &tile(words)).map_err(|error| error.to_string())?;
+    Ok(detail(&choice, "schedule").unwrap())
+}
+
+#[test]
+fn products_of_fp8_are_refused_by_the_number_where_mma_sync_has_none() {
+    let fp8 = in_fp8([4096, 4096], [4, 4], 128);
+    for arch in ["sm_80", "sm_86"] {
+        let said = schedule_of_mma_sync(&fp8, arch, "").unwrap_err();
+        assert!(said.contains("dtype_qk e4m3fn: mma.sync multiplies FP8 from sm_89 on"), "{said}");
+    }
+    for arch in ["sm_89", "sm_120a"] {
+        assert!(schedule_of_mma_sync(&fp8, arch, "").is_ok(), "{arch}");
+    }
+    let fnuz = FwdProblem::batch(DType::E4m3Fnuz, fp8.dims).dtype_o(DType::Bf16);
+    let said = schedule_of_mma_sync(&fnuz, "sm_89", "").unwrap_err();
+    assert!(said.contains("dtype_qk e4m3fnuz with dtype_v e4m3fnuz is not OCP FP8"), "{said}");
+    let said = schedule_of_mma_sync(&in_fp8([64, 64], [1, 1], 512), "sm_89", "").unwrap_err();
+    assert!(said.contains("head_dim_qk 512 is larger than 256, in FP8"), "{said}");
+    let said = schedule_of_mma_sync(&fp8, "sm_89", "block_n=48").unwrap_err();
+    assert!(said.contains("block_n=48 with dtype_v e4m3fn"), "{said}");
+}
+
+#[test]
+fn geforce_s_loads_of_long_rows_are_tma_s_where_it_can_bring_them() {
+    let loads = |problem: &FwdProblem, arch| {
+        schedule_of_mma_sync(problem, arch, "").map(|words| words.contains("loads by TMA"))
+    };
+    let plain = of_lengths([4096, 4096], [4, 4], 128, "0");
+    assert_eq!(["sm_89", "sm_120a", "sm_90a"].map(|arch| loads(&plain, arch)), [false, true, false].map(Ok));
+    let mut odd = plain.clone();
+    odd.strides.k.seq = 4 * 128 + 4;
+    let short = of_lengths([1, 8192], [4, 4], 128, "0");
+    let wide = of_lengths([4096, 4096], [4, 4], 512, "0");
+    for problem in [&odd, &short, &wide] {
+        assert_eq!(loads(problem, "sm_120a"), Ok(false));
+    }
+    let said = schedule_of_mma_sync(&odd, "sm_120a", "tma=1").unwrap_err();
+    assert!(said.contains("copy_bytes=8") || said.contains("tma=1: k.seq stride 516"), "{said}");
+    let said = schedule_of_mma_sync(&plain, "sm_89", "tma=1").unwrap_err();
+    assert!(said.contains("the device is sm_89, which has no TMA"), "{said}");
+}
+
 #[test]
 fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     let mut odd = of_lengths([512, 512], [4, 4], 128, "0");

@@ -32,6 +32,13 @@ FMHA_DEVICE constexpr float power_of_two(int n) {
   return power;
 }
 
+// The inverse, of a power of two that is at least 1.
+FMHA_DEVICE constexpr int log2_of_power(float power) {
+  int log2 = 0;
+  for (; power > 1.f; power /= 2.f) ++log2;
+  return log2;
+}
+
 // A V of bf16 may reach f32's largest number, and a running maximum that is too low lets P reach 2^rescale_threshold_log2: a
 // product, or the sum of a few, would leave f32 where O does not. So P lies lower, in the exponent, where it costs nothing, with
 // room for 32 values that weigh 1. Under a mask rows that are not finite are computed again, and P stays, since an O that lies

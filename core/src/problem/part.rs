@@ -166,7 +166,7 @@ impl FwdProblem {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::problem::Dims;
+    use crate::problem::{Bias, Dims};
 
     const WHOLE: [u32; 2] = [7, 9];
 

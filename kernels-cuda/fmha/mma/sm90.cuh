@@ -2,6 +2,7 @@
 //
 // Warp w of the warpgroup has rows 16 w to 16 w + 15 of an accumulator and of A in registers (mma/fragment.cuh).
 #pragma once
+#include <fmha/mma/fp8_operand.cuh>
 #include <fmha/mma/fragment.cuh>
 #include <fmha/mma/sm90/descriptor.cuh>
 #include <fmha/ptx/num.cuh>
@@ -12,6 +13,9 @@ namespace fmha::mma::sm90 {
 using mma::Accumulator;
 using mma::fragment_column;
 using mma::kDepth;
+using mma::key_at;
+using mma::KeyOrder;
+using mma::pack_operand;
 using mma::RegisterTile;
 using mma::SmemTile;
 using mma::Storage;

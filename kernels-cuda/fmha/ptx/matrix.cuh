@@ -47,4 +47,23 @@ FMHA_DEVICE void mma_m16n8k16(float* d, const uint32_t (&a)[4], const uint32_t (
   }
 }
 
+// needs: sm_89. d += A B of 16 x 32 and 32 x 8 in OCP FP8, f32 sums. Lane l has of A rows l / 4 (a[0], a[2]) and that + 8, columns
+// 4 (l % 4) and the three after (a[0], a[1]) and those + 16; of B column l / 4, rows likewise; of D as of the 16-bit product.
+// PTX ISA: mma.m16n8k32.
+template <DType dtype>
+FMHA_DEVICE void mma_m16n8k32(float* d, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  static_assert(dtype == DType::E4m3Fn || dtype == DType::E5m2, "mma_m16n8k32 takes OCP types");
+  if constexpr (dtype == DType::E4m3Fn) {
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
 }  // namespace fmha::ptx

@@ -13,6 +13,7 @@ use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind, check_addresses
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
 
 use crate::cache_update::launch as update;
+use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
 use crate::split::launch as parts;
 
@@ -45,7 +46,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
         sm80::accepts(problem, facts.instructions.converts_fp8)?;
         // A launch of its own writes the keep mask.
         let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
-        let mut own = sm80::choose_tile(problem, room(facts));
+        let mut own = own_tile(problem, facts);
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
@@ -58,10 +59,11 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
             let mut tile = own;
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             tile.place_blocks(problem);
-            tile.converts_fp8 = facts.instructions.converts_fp8 && tile.stored.is_fp8();
+            tile.converts_fp8 = facts.instructions.converts_fp8 && problem.cache.dtype.is_some();
             tile.launches_merge = tile.split_keys > 0 && facts.instructions.tma;
             tile.check()?;
             tile.check_loads(problem)?;
+            facts.needs(!tile.tma || facts.instructions.tma, "TMA")?;
             if tile.split_keys > 0 {
                 split::splits(problem)
                     .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
@@ -113,26 +115,25 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
                 tile_from.detail(),
                 ("order", format!("a CTA a tile, L2 groups of {} heads", schedule.heads_per_l2_group)),
-                ("schedule", schedule_words(&tile)),
+                ("schedule", schedule_words(&tile, problem.cache.dtype.is_some())),
             ],
         })
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
         let Some((tile, _)) = self.chosen else { return Ok(()) };
-        let loads = u64::from(tile.copy_bytes.unsigned_abs());
         let stores_vectors = tile.vector_store && tile.split_keys == 0;
         let args = call.args;
         // A tensor without rows may lie anywhere.
         let has_keys = call.problem.shape_k().seq > 0;
         // Turned queries lie in the workspace.
         let turned = call.problem.cache.rotary.is_some();
-        // A cache in FP8 whose rows begin on odd bytes is read byte by byte.
-        let loads_of_cache = if tile.stored.is_fp8() && loads == 2 { 1 } else { loads };
+        let loads =
+            |name| u64::from(sm80::bytes_at_a_time(call.problem, name, tile.copy_bytes).unsigned_abs());
         let operands = [
-            ("q", args.q.as_ptr() as u64, loads, !turned),
-            ("k", args.k_slice().as_ptr() as u64, loads_of_cache, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, loads_of_cache, has_keys),
+            ("q", args.q.as_ptr() as u64, loads("q"), !turned),
+            ("k", args.k_slice().as_ptr() as u64, loads("k"), has_keys),
+            ("v", args.v_slice().as_ptr() as u64, loads("v"), has_keys),
             ("o", args.o.as_mut_ptr() as u64, 16, stores_vectors),
         ];
         check_addresses(sm80::NAME, operands)
@@ -159,13 +160,15 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
             whole = tree_mask::without_upper_end(&whole);
         }
         if tile.split_keys == 0 {
-            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask; `check_fwd` saw that the
-            // memory covers the problem.
+            let mut maps = match tile.tma {
+                true => fwd.kept.of::<V::Driver>(call, None, || boxes(call.problem, &tile))?,
+                false => Maps::UNREAD,
+            };
+            let last = if tile.tma { (&raw mut maps).cast() } else { tree_argument };
+            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, or, where TMA loads, Maps, which
+            // were made for the same extents; `check_fwd` saw that the memory covers the problem.
             return unsafe {
-                fwd.launch(
-                    &mut [(&raw mut whole).cast(), (&raw mut schedule).cast(), tree_argument],
-                    call.stream,
-                )
+                fwd.launch(&mut [(&raw mut whole).cast(), (&raw mut schedule).cast(), last], call.stream)
             };
         }
         let [merge] = exactly(steps.after())?;
@@ -194,6 +197,26 @@ pub(crate) fn room(facts: &DeviceFacts) -> Room {
     Room { smem_bytes: i32::try_from(facts.smem_bytes).unwrap_or(i32::MAX), num_sms: facts.num_sms }
 }
 
+/// Whether K and V come by TMA where they can: where mma.sync is all that the tensor cores have (GeForce). Hopper and Blackwell have
+/// kernels of their own, beside which this one serves what they refuse.
+fn prefers_tma(facts: &DeviceFacts) -> bool {
+    let has = facts.instructions;
+    has.tma && !has.wgmma && !has.tcgen05
+}
+
+/// The table's tile, whose K and V come by TMA where that is better.
+fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Sm80Tile {
+    let tile = sm80::choose_tile(problem, room(facts));
+    if prefers_tma(facts) { tile.by_tma(problem, room(facts)).unwrap_or(tile) } else { tile }
+}
+
+/// Boxes of the maps. Q's is not read.
+fn boxes(problem: &ValidFwd, tile: &Sm80Tile) -> Boxes {
+    let spec = FwdSpec::of(problem);
+    let [k, v] = sm80::boxes(&spec, tile);
+    Boxes { q: [k[0], 1, 1, 1, 1], k, v, bias: None, prepared_v: None }
+}
+
 /// What the kernels are made of.
 pub(crate) const INSTRUCTIONS: &str = "cp.async with mma.sync of bf16";
 
@@ -208,7 +231,7 @@ impl<V: Nvidia> Tunable<ValidFwd, V> for Sm80 {
     }
 
     fn headers(&self) -> &'static [&'static str] {
-        &[sm80::HEADER]
+        &[sm80::HEADER, sm80::TMA_HEADER]
     }
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
@@ -222,7 +245,7 @@ impl<V: Nvidia> Tunable<ValidFwd, V> for Sm80 {
         _: &PlanOptions,
     ) -> Result<TileOptions, Refusal> {
         <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(knob_values(&sm80::choose_tile(problem, room(facts))))
+        Ok(knob_values(&own_tile(problem, facts)))
     }
 
     fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
@@ -234,13 +257,14 @@ impl<V: Nvidia> Tunable<ValidFwd, V> for Sm80 {
     }
 }
 
-fn schedule_words(tile: &Sm80Tile) -> String {
+fn schedule_words(tile: &Sm80Tile, widens: bool) -> String {
     let mut words = vec![format!("{} warps, {} CTAs a multiprocessor", tile.warps, tile.ctas)];
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
+    words.extend(tile.tma.then(|| "loads by TMA".to_owned()));
     words.extend((tile.copy_bytes < 16).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
-    words.extend(tile.stored.is_fp8().then(|| format!("K and V widened from {}", tile.stored)));
+    words.extend(widens.then(|| format!("K and V widened from {}", tile.stored)));
     words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
     words.join(", ")
 }

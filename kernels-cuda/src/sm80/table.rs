@@ -1,9 +1,10 @@
 //! Which tile a problem gets, by its head dimensions and by what a multiprocessor has.
 
 use fmha_core::FwdProblem;
+use fmha_core::VLayout;
 use fmha_core::spec::{BiasKind, FwdSpec};
 
-use super::{Sm80Tile, is_whole_copies, most_copied, padded_dim, value_parts};
+use super::{Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma, value_parts};
 use crate::{sm90, split};
 
 /// What tiles have to fit into, and how many there should be.
@@ -80,6 +81,9 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
     // Rows, keys and warps, best first. What modifies scores takes registers.
     let candidates: &[(i32, i32, i32)] = match widest {
         ..=128 if modifies => &[(128, 64, 8), (64, 64, 4)],
+        // Sums of P V that are apart, as those of FP8 are, take registers: 128 keys, or 32 rows to a warp above 64, would spill.
+        ..=64 if spec.dtype_v.is_fp8() => &[(128, 64, 4), (64, 64, 4)],
+        65..=128 if spec.dtype_v.is_fp8() => &[(128, 64, 8), (64, 64, 4)],
         ..=64 => &[(128, 128, 4), (128, 64, 4), (64, 64, 4)],
         65..=128 => &[(128, 64, 4), (64, 64, 4)],
         129..=192 => &[(128, 64, 8), (64, 48, 4)],
@@ -87,6 +91,7 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         // Two warps, or three, have the same rows.
         _ => &[(64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)],
     };
+    let columns_of_16_bits = spec.v_layout == VLayout::ColMajor && !spec.dtype_v.is_fp8();
     let value_parts = value_parts(spec.head_dim_v.unsigned_abs()).unwrap_or(1);
     let of = |&(block_m, block_n, warps): &(i32, i32, i32)| Sm80Tile {
         block_m,
@@ -95,9 +100,10 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         value_parts,
         stages: 1,
         ctas: 1,
-        fragments_ahead: 1,
-        // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
-        lazy_rescale_log2: 8,
+        // A column-major V's at 128 dimensions spill: 24 bytes with one or two ahead.
+        fragments_ahead: if columns_of_16_bits && (65..=128).contains(&widest) { 0 } else { 1 },
+        // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room. That of 8 bits needs its range.
+        lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { 8 },
         pack_gqa: false,
         fast_softcap: spec.softcap && spec.bias == BiasKind::None,
         vector_store: false,
@@ -107,8 +113,11 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         split_keys: 0,
         converts_fp8: false,
         launches_merge: false,
+        tma: false,
     };
-    let fits = |tile: &Sm80Tile| tile.smem_bytes(spec) <= room.smem_bytes;
+    let fits = |tile: &Sm80Tile| {
+        tile.smem_bytes(spec) <= room.smem_bytes && is_whole_steps(tile.block_n, spec.dtype_v)
+    };
     let last = of(&candidates[candidates.len() - 1]);
     let mut tile = candidates.iter().map(of).find(fits).unwrap_or(last);
     tile.fill(spec, room);
@@ -121,6 +130,24 @@ impl Sm80Tile {
     fn take_raw_blocks(&mut self, spec: &FwdSpec, room: Room) {
         (self.block_n, self.stages) = (self.block_n.min(32), 2);
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, 8);
+    }
+
+    /// The same tile with K and V by TMA, where it can bring them, there are 64 rows or more, and shared memory holds the barriers too.
+    /// A CTA has a warp more, so one of eight warps takes the place of two of four, which would leave a thread 200 registers. Nine warps
+    /// leave it 168, with which head dimensions above 192 spill.
+    #[must_use]
+    pub fn by_tma(self, problem: &FwdProblem, room: Room) -> Option<Self> {
+        let spec = FwdSpec::of(problem);
+        let whole = self.split_keys == 0 && self.value_parts == 1 && self.copy_bytes == 16 && self.warps >= 4;
+        if !whole || takes_tma(problem).is_err() || (self.ctas > 1 && self.block_m < 128) {
+            return None;
+        }
+        let warps = if self.ctas > 1 { 8 } else { self.warps };
+        if warps == 8 && spec.head_dim_qk.max(spec.head_dim_v) > 192 {
+            return None;
+        }
+        let of = |stages| Self { tma: true, ctas: 1, warps, stages, fragments_ahead: 1, ..self };
+        [2, 1].map(of).into_iter().find(|tile| tile.smem_bytes(&spec) <= room.smem_bytes)
     }
 
     /// As many CTAs to a multiprocessor as registers allow, two of four warps, and as many stages, up to two, as they leave

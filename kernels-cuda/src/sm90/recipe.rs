@@ -83,7 +83,9 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
     if !is_short || 4 * tiles > u64::from(facts.num_sms) {
         return Ok(());
     }
-    let taken = sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
+    // Of FP8 queries nothing was measured.
+    let taken =
+        !problem.dtypes.qk.is_fp8() && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
     if taken && sm80::choose_tile(problem, room(facts)).split_keys > 0 {
         return Err(format!(
             "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",

@@ -22,7 +22,7 @@ namespace mma = fmha::mma::sm80;
 using mma::SmemTile;
 
 FMHA_DEVICE constexpr int num_threads(const Sm80BwdTile& tile) { return 32 * tile.warps; }
-FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth); }
+FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth<uint16_t>); }
 FMHA_DEVICE constexpr bool sums_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::Dq; }
 FMHA_DEVICE constexpr bool owns_queries(const Sm80BwdTile& tile) { return sums_dq(tile) || tile.sums == BwdSums::DBias; }
 FMHA_DEVICE constexpr bool sums_dk(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dk; }

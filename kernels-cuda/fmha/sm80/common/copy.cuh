@@ -11,46 +11,59 @@
 
 namespace fmha::sm80 {
 
-constexpr int kWord = 8;  // elements of 16 bytes
+constexpr int kWord = 8;  // elements of 16 bits in 16 bytes
+template <class Elem>
+constexpr int kWordOf = 16 / int(sizeof(Elem));
+
+// Sixteen bytes of elements that are found one by one.
+template <class Elem, class ElemAt>
+FMHA_DEVICE void gather_word(uint32_t (&words)[4], ElemAt elem_at) {
+  constexpr int in_register = 4 / sizeof(Elem);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    words[k] = 0;
+#pragma unroll
+    for (int e = 0; e < in_register; ++e) words[k] |= elem_at(k * in_register + e) << 8 * int(sizeof(Elem)) * e;
+  }
+}
 
 // One word of a row: its first `there` elements from `from` on, then zeros. `any` is an address that may be named where
 // nothing is read. Fewer than 4 bytes at a time are read element by element.
-template <int bytes>
-FMHA_DEVICE void copy_word(uint32_t to, const uint16_t* from, int32_t there, const void* any) {
+template <int bytes, class Elem>
+FMHA_DEVICE void copy_word(uint32_t to, const Elem* from, int32_t there, const void* any) {
+  constexpr int size = sizeof(Elem), all = kWordOf<Elem>;
   if constexpr (bytes >= 4) {
-    constexpr int elems = bytes / 2;
+    constexpr int elems = bytes / size;
 #pragma unroll
-    for (int e = 0; e < kWord; e += elems) {
+    for (int e = 0; e < all; e += elems) {
       const int32_t here = clamp(there - e, 0, elems);
-      ptx::cp_async<bytes>(to + 2 * e, here > 0 ? static_cast<const void*>(from + e) : any, 2 * here);
+      ptx::cp_async<bytes>(to + size * e, here > 0 ? static_cast<const void*>(from + e) : any, size * here);
     }
   } else {
     uint32_t words[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint32_t low = 2 * k < there ? from[2 * k] : 0, high = 2 * k + 1 < there ? from[2 * k + 1] : 0;
-      words[k] = low | high << 16;
-    }
+    gather_word<Elem>(words, [&](int e) -> uint32_t { return e < there ? from[e] : 0; });
     ptx::st_shared_v4(to, words);
   }
 }
 
-// A tile, of whose row r the elements are where `row_of(r)` says (null: zeros); `there_of(r, column)` of the eight from a
-// column on are there. Not waited for.
+// A tile, of whose row r the elements are where `row_of(r)` says (null: zeros); `there_of(r, column)` of the sixteen
+// bytes from a column on are there. Not waited for.
 template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
-  constexpr int words = Tile::span / kWord, step = threads / words;  // words of a row in a span; rows in a pass
+  using Elem = typename Tile::Elem;
+  constexpr int word_elems = kWordOf<Elem>;
+  constexpr int words = Tile::span / word_elems, step = threads / words;  // words of a row in a span; rows in a pass
   static_assert(threads % words == 0, "a pass takes whole rows");
   const int32_t word = threadIdx.x % words, first_row = threadIdx.x / words;
 #pragma unroll
   for (int pass = 0; pass < ceil_div(Tile::rows, step); ++pass) {
     const int32_t row = first_row + pass * step;
     if (Tile::rows % step != 0 && row >= Tile::rows) break;
-    const uint16_t* from = row_of(row);
-    const uint32_t to = tile.address() + fmha::mma::word_offset<Tile>(row, word * kWord);
+    const Elem* from = row_of(row);
+    const uint32_t to = tile.address() + fmha::mma::word_offset<Tile>(row, word * word_elems);
 #pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-      const int32_t column = chunk * Tile::span + word * kWord;
+      const int32_t column = chunk * Tile::span + word * word_elems;
       copy_word<bytes>(to + chunk * Tile::chunk_bytes, from + column, from ? there_of(row, column) : 0, any);
     }
   }
@@ -59,9 +72,9 @@ FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, Ther
 // A tile whose rows lie anywhere: `row_of(base, within, step)` is row `base + within`, where `within` is below `step`.
 template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_scattered_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
-  constexpr int step = threads / (Tile::span / kWord), passes = ceil_div(Tile::rows, step);
-  const int32_t first_row = threadIdx.x / (Tile::span / kWord);
-  const uint16_t* rows[passes];
+  constexpr int words = Tile::span_bytes / 16, step = threads / words, passes = ceil_div(Tile::rows, step);
+  const int32_t first_row = threadIdx.x / words;
+  const typename Tile::Elem* rows[passes];
 #pragma unroll
   for (int pass = 0; pass < passes; ++pass) {
     rows[pass] = row_of(pass * step, first_row, step);
@@ -151,10 +164,11 @@ FMHA_DEVICE void widen_odd_tile(const Tile& tile, float descale, RowOf row_of, T
   }
 }
 
-// Of the eight elements from `column` on, those that a row of `dim` has.
-template <int dim>
+// Of the sixteen bytes of elements from `column` on, those that a row of `dim` has.
+template <int dim, class Elem = uint16_t>
 FMHA_DEVICE int32_t elems_there(int32_t column) {
-  return dim % kWord == 0 ? (column < dim ? kWord : 0) : clamp(dim - column, 0, kWord);
+  constexpr int all = kWordOf<Elem>;
+  return dim % all == 0 ? (column < dim ? all : 0) : clamp(dim - column, 0, all);
 }
 
 }  // namespace fmha::sm80

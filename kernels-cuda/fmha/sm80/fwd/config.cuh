@@ -4,6 +4,7 @@
 #include <fmha/common/work.cuh>
 #include <fmha/mma/sm80.cuh>
 #include <fmha/num.h>
+#include <fmha/ptx/mbarrier.cuh>
 #include <fmha/range.h>
 #include <fmha/sm80/common/copy.cuh>
 #include <fmha/sm80_host.h>
@@ -14,15 +15,16 @@ namespace mma = fmha::mma::sm80;
 
 using mma::SmemTile;
 
-// Every warp loads and consumes.
-FMHA_DEVICE constexpr int num_threads(const Sm80Tile& tile) { return 32 * tile.warps; }
+// Every warp consumes; all of them load, but where one more issues TMA.
+FMHA_DEVICE constexpr int num_consumers(const Sm80Tile& tile) { return 32 * tile.warps; }
+FMHA_DEVICE constexpr int num_threads(const Sm80Tile& tile) { return num_consumers(tile) + (tile.tma ? 32 : 0); }
 // 16 rows of a product, times which a warp has rows. `value_parts` warps have the same rows, S and P, and each its part of O's
 // columns, where all of them would take more than a warp's registers.
 FMHA_DEVICE constexpr int m_tiles(const Sm80Tile& tile) { return tile.block_m * tile.value_parts / (mma::kRows * tile.warps); }
 FMHA_DEVICE constexpr int warp_rows(const Sm80Tile& tile) { return mma::kRows * m_tiles(tile); }
 
-// A head dimension as the tiles have it: whole steps of a product. The copies fill with zeros what the tensor lacks.
-FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth); }
+// A head dimension as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what the tensor lacks.
+FMHA_DEVICE constexpr int padded_dim(int dim, DType dtype) { return round_up(dim, 32 / size_bytes(dtype)); }
 
 // What headers read that know no architecture: the fields of this tile, and what others have and it has not.
 struct SharedTile {
@@ -36,9 +38,12 @@ FMHA_DEVICE constexpr SharedTile shared(const Sm80Tile& tile) {
   return {tile.block_m, tile.block_n, tile.split_keys, tile.lazy_rescale_log2, tile.pack_gqa, tile.fast_softcap};
 }
 
-// P of bf16 is scaled in the exponent (range.h).
+// P of bf16 is scaled in the exponent (range.h); that of 8 bits to their range, which leaves room for the factor by which a row's
+// maximum may be surpassed before it is raised.
 FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm80Tile& tile) {
-  return spec.dtype_v == DType::Bf16 ? offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2) : 0;
+  if (spec.dtype_v == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
+  if (!is_fp8(spec.dtype_v)) return 0;
+  return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
 }
 
 // What dropout's generator has in common, of each warp.
@@ -49,18 +54,21 @@ struct QuadsOfWarps {
 template <>
 struct QuadsOfWarps<0> {};
 
-// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory, one at a time, for the products.
-FMHA_DEVICE constexpr bool widens_blocks(const Sm80Tile& tile) { return is_fp8(tile.stored) && tile.copy_bytes >= 4; }
+// Whether K and V are of an FP8 cache beside queries of 16 bits.
+FMHA_DEVICE constexpr bool widens_cache(const FwdSpec& spec, const Sm80Tile& tile) { return is_fp8(tile.stored) && !is_fp8(spec.dtype_qk); }
+
+// Whether its blocks come as they lie in memory, and are widened in shared memory, one at a time, for the products.
+FMHA_DEVICE constexpr bool widens_blocks(const FwdSpec& spec, const Sm80Tile& tile) { return widens_cache(spec, tile) && tile.copy_bytes >= 4; }
 
 // Whether the products read them as they lie (fp8_product.cuh): where one warp has all rows, and lanes whole sixteen bytes.
 FMHA_DEVICE constexpr bool reads_raw_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
-  return widens_blocks(tile) && tile.warps == 1 && tile.block_m == mma::kRows && spec.head_dim_qk % 16 == 0 &&
+  return widens_blocks(spec, tile) && tile.warps == 1 && tile.block_m == mma::kRows && spec.head_dim_qk % 16 == 0 &&
          spec.head_dim_v % 128 == 0 && spec.head_dim_v <= 256;
 }
 
 enum class Form { Wide, Widened, Raw };
 FMHA_DEVICE constexpr Form form_of_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
-  return !widens_blocks(tile) ? Form::Wide : reads_raw_blocks(spec, tile) ? Form::Raw : Form::Widened;
+  return !widens_blocks(spec, tile) ? Form::Wide : reads_raw_blocks(spec, tile) ? Form::Raw : Form::Widened;
 }
 
 // The rings of K and V; of an FP8 cache as it lies in memory, and beside it the one block that is widened, if one is.
@@ -84,13 +92,26 @@ struct Blocks<KTile, VTile, RawK, RawV, stages, Form::Widened> {
   RawV raw_v[stages];
 };
 
+// Of rings that TMA fills.
+template <int stages>
+struct Rings {
+  ptx::Barrier k_full[stages], v_full[stages];    // TMA's bytes of a block
+  ptx::Barrier k_empty[stages], v_empty[stages];  // one arrival per consumer warp
+};
+template <>
+struct Rings<0> {};
+
 template <FwdSpec spec, Sm80Tile tile>
-struct Smem : QuadsOfWarps<spec.dropout ? tile.warps : 0> {
-  static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
+struct Smem : QuadsOfWarps<spec.dropout ? tile.warps : 0>, Rings<tile.tma ? tile.stages : 0> {
+  static constexpr int dim_qk = padded_dim(spec.head_dim_qk, spec.dtype_qk), dim_v = padded_dim(spec.head_dim_v, spec.dtype_v);
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
-  using QTile = SmemTile<uint16_t, tile.block_m, dim_qk>;
-  using KTile = SmemTile<uint16_t, tile.block_n, dim_qk>;
-  using VTile = SmemTile<uint16_t, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
+  // Whether a thread has four neighbours of every sixteen of O's columns (mma/sm80.cuh).
+  static constexpr bool turned = is_fp8(spec.dtype_v) && !v_columns;
+  using Elem = mma::Storage<spec.dtype_qk>;
+  using Value = mma::Storage<spec.dtype_v>;
+  using QTile = SmemTile<Elem, tile.block_m, dim_qk>;
+  using KTile = SmemTile<Elem, tile.block_n, dim_qk>;
+  using VTile = SmemTile<Value, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
 
   QTile q;
   Blocks<KTile, VTile, RawTile<tile.block_n, dim_qk>, RawTile<tile.block_n, dim_v>, tile.stages,

@@ -27,12 +27,14 @@ struct Consumer {
   const int32_t warp = threadIdx.x / 32, warp_row = warp / tile.value_parts * warp_rows(tile), first_row = work.first_row + warp_row;
   const int32_t part = warp % tile.value_parts;  // of O's columns
   const int32_t first_query = query_of<tile>(p, first_row), last_query = query_of<tile>(p, first_row + warp_rows(tile) - 1);
-  const ScoreModifiers modifiers = {p, 1.f};
+  // Of FP8 scores.
+  const float descale = is_fp8(spec.dtype_qk) ? scalar_of(p.descale_q, work.i_batch, work.i_head_kv, 1.f) * scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f) : 1.f;
+  const ScoreModifiers modifiers = {p, fabsf(descale)};
   const float scale_log2 = modifiers.scale_log2();
 
   Output o[rows_of_sixteen];
   RowSoftmax softmax[rows_of_sixteen];
-  mma::RegisterTile<uint16_t, n> probs[rows_of_sixteen];
+  mma::RegisterTile<typename Shared::Value, n> probs[rows_of_sixteen];
 
   // Of a cache that the products read as it lies.
   static constexpr bool reads_raw = reads_raw_blocks(spec, tile);
@@ -91,7 +93,8 @@ struct Consumer {
     }
   }
 
-  FMHA_DEVICE void drop(int m, int32_t block) {
+  // Which of the scores dropout zeros.
+  FMHA_DEVICE DroppedBits<n> dropped_of(int m, int32_t block) {
     int32_t i[2], batch_head[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -102,7 +105,17 @@ struct Consumer {
     }
     DroppedBits<n> dropped;
     dropped.template decide<n, !tile.pack_gqa>(p, smem.quads[warp], i, batch_head, block * n);
-    dropped.drop(probs[m], n);
+    return dropped;
+  }
+
+  // P of sixteen rows, packed. That of 8 bits is dropped before.
+  FMHA_DEVICE void take_probs(int m, Scores& s, int32_t block) {
+    if constexpr (is_fp8(spec.dtype_v)) {
+      if constexpr (spec.dropout) dropped_of(m, block).drop(s);
+      mma::pack_operand<spec.dtype_v, Shared::turned ? mma::KeyOrder::OfAccumulator : mma::KeyOrder::OfMemory>(probs[m], s, 0);
+    } else {
+      probs[m].template from<spec.dtype_v>(s, 0);
+    }
   }
 
   // S of a block, and P of it; running maxima and sums, and O, which is relative to them, follow.
@@ -122,16 +135,17 @@ struct Consumer {
     const bool edge = is_edge(block);
 #pragma unroll
     for (int m = 0; m < rows_of_sixteen; ++m) {
-      if constexpr (spec.negative_scale) {
+      // Descales that are negative together turn S around, as a negative scale does.
+      if (spec.negative_scale != (is_fp8(spec.dtype_qk) && descale < 0.f)) {
 #pragma unroll
         for (int e = 0; e < Scores::num_elems; ++e) s[m][e] = -s[m][e];
       }
       modifiers.apply(s[m], bias[m], work, row(m), block);
       if (edge) mask(s[m], row(m), block);
       softmax[m].step(s[m], scale_log2, 0, [] {});
-      probs[m].template from<spec.dtype_v>(s[m], 0);
+      take_probs(m, s[m], block);
       rescale(m);
-      if constexpr (spec.dropout) drop(m, block);
+      if constexpr (spec.dropout && !is_fp8(spec.dtype_v)) dropped_of(m, block).drop(probs[m], n);
     }
   }
 

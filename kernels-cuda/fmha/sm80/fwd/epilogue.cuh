@@ -16,6 +16,7 @@ FMHA_DEVICE constexpr FwdSpec spec_of_part() {
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
   using RowSoftmax = typename Consumer<spec, tile, Keys>::RowSoftmax;
+  constexpr bool turned = Smem<spec, tile>::turned;
   const FwdParams& p = consumer.p;
   const Work& work = consumer.work;
   const float scale_log2 = consumer.scale_log2, offset_log2 = consumer.modifiers.offset_log2();
@@ -37,6 +38,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       // Where the two differ beyond rounding, the row is computed again.
       const float max_log2 = RowSoftmax::shift_of(stats.row_max, scale_log2) + offset_log2;
       RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, stored ? i_head : 0);
+      if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
       if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
       if constexpr (spec.dropout) result.factor *= p.dropout_scale;
       suspect[m][r] = stored && RowSoftmax::is_too_large(stats.row_max, scale_log2);
@@ -46,11 +48,11 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       if constexpr (reads_raw_blocks(spec, tile)) {
         store_lane_rows<spec, tile.vector_store>(p.o.data, at, o, r, result.factor, stored);
       } else if constexpr (!tile.vector_store || spec.dtype_o == DType::F32) {
-        store_elements<output, false>(p.o.data, at, o, r, result.factor, stored);
+        store_elements<output, turned>(p.o.data, at, o, r, result.factor, stored);
       } else if constexpr (is_fp8(spec.dtype_o)) {
-        store_bytes<output, false>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
+        store_bytes<output, turned>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
       } else {
-        store_vectors<output, false>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
+        store_vectors<output, turned>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
       }
       if constexpr (spec.write_lse) {
         float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;

@@ -13,14 +13,14 @@ namespace fmha::sm80 {
 // s = Q K^T, K raw: lane l reads of key 8 g + l / 4 elements 2 (l % 4) and the next, and those eight further on.
 template <FwdSpec spec, Sm80Tile tile, class QTile, class Raw, int n>
 FMHA_DEVICE void raw_product_abt(mma::Accumulator<n>& s, const QTile& q, const Raw& k, float descale) {
-  constexpr int steps = QTile::dim / mma::kDepth;
+  constexpr int depth = mma::kDepth<uint16_t>, steps = QTile::dim / depth;
   const int32_t key = threadIdx.x % 32 / 4, byte = threadIdx.x % 4 * 2;
   const mma::LaneAddress<QTile> q0(q, mma::rows_first());
   s.clear();
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
     uint32_t a[4];
-    ptx::ldmatrix_x4(a, q0.plus(0, step * mma::kDepth));
+    ptx::ldmatrix_x4(a, q0.plus(0, step * depth));
 #pragma unroll
     for (int group = 0; group < n / 8; ++group) {
       const uint32_t at = k.word_address(8 * group + key, step) + byte;
@@ -37,7 +37,7 @@ template <FwdSpec spec, Sm80Tile tile, class Raw, int n, int depth>
 FMHA_DEVICE void raw_product_ab(mma::Accumulator<n>& o, const mma::RegisterTile<uint16_t, depth>& probs, const Raw& v, float descale) {
   const int32_t key = threadIdx.x % 4 * 2, word = threadIdx.x % 32 / 4;
 #pragma unroll
-  for (int step = 0; step < depth / mma::kDepth; ++step) {
+  for (int step = 0; step < depth / mma::kDepth<uint16_t>; ++step) {
     uint32_t a[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) a[k] = probs.elems[step][k];
@@ -46,7 +46,7 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n>& o, const mma::RegisterTile<
       uint32_t bytes[4][4];
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        ptx::ld_shared_v4_b32(bytes[k], v.word_address(step * mma::kDepth + key + k % 2 + k / 2 * 8, 8 * chunk + word));
+        ptx::ld_shared_v4_b32(bytes[k], v.word_address(step * mma::kDepth<uint16_t> + key + k % 2 + k / 2 * 8, 8 * chunk + word));
 #pragma unroll
       for (int quad = 0; quad < 4; ++quad) {
 #pragma unroll

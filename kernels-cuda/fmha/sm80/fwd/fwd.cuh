@@ -135,7 +135,10 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile>& loader, Consumer<spec, 
 
 template <FwdSpec spec, Sm80Tile tile, class Keys = EveryKey>
 FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Keys& keys = {}) {
-  static_assert(spec.dtype_qk == spec.dtype_v && size_bytes(spec.dtype_qk) == 2 && !is_fp8(spec.dtype_qk), "sm80: one 16-bit type");
+  static_assert(spec.dtype_qk == spec.dtype_v || is_fp8(spec.dtype_qk), "sm80: Q, K and V share a type, or Q and K are FP8");
+  static_assert(size_bytes(spec.dtype_qk) <= 2 && size_bytes(spec.dtype_v) <= 2, "sm80: mma.sync takes 8 and 16 bits");
+  static_assert(!is_fp8(spec.dtype_v) || tile.block_n % mma::kDepth<uint8_t> == 0, "sm80: blocks are whole steps of P V");
+  static_assert(!is_fp8(spec.dtype_v) || tile.value_parts == 1, "sm80: a warp has all of O's columns beside an FP8 V");
   static_assert(!spec.write_keep_mask, "sm80: it does not write the keep mask");
   static_assert(tile.block_m * tile.value_parts % (mma::kRows * tile.warps) == 0, "sm80: a warp has whole sixteens of rows");
   static_assert(tile.value_parts == 1 || spec.head_dim_v % (64 * tile.value_parts) == 0, "sm80: parts of O are whole spans");
@@ -151,7 +154,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
   Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
   if constexpr (reads_raw_blocks(spec, tile)) {
     walk_raw(loader, consumer, work);
-  } else if constexpr (widens_blocks(tile)) {
+  } else if constexpr (widens_blocks(spec, tile)) {
     walk_widening(loader, consumer, work);
   } else {
     walk(loader, consumer, work);

@@ -6,21 +6,10 @@
 
 namespace fmha::sm80 {
 
-// An element of K and V in memory.
-template <DType stored>
-struct StoredElem {
-  using type = uint16_t;
-};
-template <DType stored>
-  requires(is_fp8(stored))
-struct StoredElem<stored> {
-  using type = uint8_t;
-};
-
 template <FwdSpec spec, Sm80Tile tile>
 struct Loader {
   using Shared = Smem<spec, tile>;
-  static constexpr int bytes = tile.copy_bytes, threads = num_threads(tile);
+  static constexpr int bytes = tile.copy_bytes, threads = num_consumers(tile);
 
   const FwdParams& p;
   const Work& work;
@@ -28,13 +17,15 @@ struct Loader {
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
 
   FMHA_DEVICE void load_q() const {
-    const uint16_t* data = static_cast<const uint16_t*>(p.q.data);
-    const auto row_of = [&](int32_t row) -> const uint16_t* {
+    using Elem = typename Shared::Elem;
+    const Elem* data = static_cast<const Elem*>(p.q.data);
+    const auto row_of = [&](int32_t row) -> const Elem* {
       const int32_t packed_row = work.first_row + row, i = query_of<tile>(p, packed_row);
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
       return i < work.seqlen_q ? data + row_offset(p.q, work.storage_batch, work.q_row + i, i_head) : nullptr;
     };
-    copy_tile<bytes, threads>(smem.q, data, row_of, [](int32_t, int32_t column) { return elems_there<spec.head_dim_qk>(column); });
+    copy_tile<bytes, threads>(smem.q, data, row_of,
+                              [](int32_t, int32_t column) { return elems_there<spec.head_dim_qk, Elem>(column); });
   }
 
   // The key behind the last one that the i-th block of the tile has: beyond come zeros, and in the first block those that
@@ -69,10 +60,10 @@ struct Loader {
     return found;
   }
 
-  // Rows of a [keys, dim] tile; raw ones of an FP8 cache that is widened later.
-  template <int dim, class Tile>
+  // Rows of a [keys, dim] tile, of elements of `own` where they are of no cache; raw ones of an FP8 cache that is widened later.
+  template <int dim, DType own, class Tile>
   FMHA_DEVICE void load_rows(const Tile& to, const View& view, const HeadScalars& descales, int32_t i, const KeyRows& keys) const {
-    using Elem = typename StoredElem<tile.stored>::type;
+    using Elem = mma::Storage<widens_cache(spec, tile) ? tile.stored : own>;
     const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
     const Elem* data = static_cast<const Elem*>(view.data);
     int64_t offsets[KeyRows::count];
@@ -96,12 +87,12 @@ struct Loader {
       }
       return j >= 0 && j < end ? data + offset : nullptr;
     };
-    const auto there_of = [](int32_t, int32_t column) { return elems_there<dim>(column); };
-    if constexpr (is_fp8(tile.stored) && !widens_blocks(tile)) {
+    const auto there_of = [](int32_t, int32_t column) { return elems_there<dim, mma::Storage<own>>(column); };
+    if constexpr (widens_cache(spec, tile) && !widens_blocks(spec, tile)) {
       widen_odd_tile<tile.stored, spec.dtype_qk, tile.converts_fp8, threads>(to, descale_of(descales), row_of, there_of);
-    } else if constexpr (is_fp8(tile.stored) && in_a_row) {
+    } else if constexpr (widens_cache(spec, tile) && in_a_row) {
       copy_raw_tile<bytes, dim, threads>(to, data, [&](int32_t base, int32_t within, int32_t) { return row_of(base + within); });
-    } else if constexpr (is_fp8(tile.stored)) {
+    } else if constexpr (widens_cache(spec, tile)) {
       copy_raw_tile<bytes, dim, threads>(to, data, scattered_row_of);
     } else if constexpr (!in_a_row) {
       copy_scattered_tile<bytes, threads>(to, data, scattered_row_of, there_of);
@@ -114,50 +105,47 @@ struct Loader {
   template <class Tile>
   FMHA_DEVICE void load_columns(const Tile& to, const View& view, int32_t i) const {
     const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
-    const uint16_t* data = static_cast<const uint16_t*>(view.data);
-    constexpr int words = Tile::span / kWord;
-    static_assert(Tile::num_chunks * words * kWord == tile.block_n, "a tile's row is a block's keys");
+    using Elem = typename Tile::Elem;
+    constexpr int word_elems = kWordOf<Elem>;
+    const Elem* data = static_cast<const Elem*>(view.data);
+    static_assert(Tile::dim == tile.block_n, "a tile's row is a block's keys");
     if constexpr (spec.kv_layout == KvKind::Paged && !tile.block_in_page) {
-      // Eight keys, which may lie in two pages: one by one.
-      constexpr int all_words = tile.block_n / kWord;
+      // A word's keys, which may lie in several pages: one by one.
+      constexpr int all_words = tile.block_n / word_elems;
 #pragma unroll 1
       for (int32_t at = threadIdx.x; at < Tile::rows * all_words; at += threads) {
-        const int32_t d = at / all_words, column = at % all_words * kWord;
-        uint32_t elems[kWord];
-#pragma unroll
-        for (int e = 0; e < kWord; ++e) {
+        const int32_t d = at / all_words, column = at % all_words * word_elems;
+        uint32_t packed[4];
+        gather_word<Elem>(packed, [&](int e) -> uint32_t {
           const int32_t j = first_key + column + e;
-          const bool is_there = d < spec.head_dim_v && j >= 0 && j < end;
-          elems[e] = is_there ? data[offset_of(view, j) + d * view.dim] : 0;
-        }
-        const uint32_t packed[4] = {elems[0] | elems[1] << 16, elems[2] | elems[3] << 16, elems[4] | elems[5] << 16,
-                                    elems[6] | elems[7] << 16};
+          return d < spec.head_dim_v && j >= 0 && j < end ? data[offset_of(view, j) + d * view.dim] : 0;
+        });
         ptx::st_shared_v4(to.address() + fmha::mma::word_offset<Tile>(d, column), packed);
       }
     } else {
-      const uint16_t* first = first_key < end ? data + offset_of(view, first_key) : data;
-      const auto row_of = [&](int32_t d) -> const uint16_t* {
+      const Elem* first = first_key < end ? data + offset_of(view, first_key) : data;
+      const auto row_of = [&](int32_t d) -> const Elem* {
         return d < spec.head_dim_v && first_key >= 0 ? first + d * view.dim : nullptr;
       };
       copy_tile<bytes, threads>(to, data, row_of,
-                                [&](int32_t, int32_t column) { return clamp(end - first_key - column, 0, kWord); });
+                                [&](int32_t, int32_t column) { return clamp(end - first_key - column, 0, word_elems); });
     }
   }
 
   FMHA_DEVICE void load_k(int32_t i, const KeyRows& keys) const {
-    if constexpr (widens_blocks(tile)) {
-      load_rows<spec.head_dim_qk>(smem.blocks.raw_k[i % tile.stages], p.k, p.descale_k, i, keys);
+    if constexpr (widens_blocks(spec, tile)) {
+      load_rows<spec.head_dim_qk, spec.dtype_qk>(smem.blocks.raw_k[i % tile.stages], p.k, p.descale_k, i, keys);
     } else {
-      load_rows<spec.head_dim_qk>(smem.blocks.k[i % tile.stages], p.k, p.descale_k, i, keys);
+      load_rows<spec.head_dim_qk, spec.dtype_qk>(smem.blocks.k[i % tile.stages], p.k, p.descale_k, i, keys);
     }
   }
   FMHA_DEVICE void load_v(int32_t i, const KeyRows& keys) const {
-    if constexpr (widens_blocks(tile)) {
-      load_rows<spec.head_dim_v>(smem.blocks.raw_v[i % tile.stages], p.v, p.descale_v, i, keys);
+    if constexpr (widens_blocks(spec, tile)) {
+      load_rows<spec.head_dim_v, spec.dtype_v>(smem.blocks.raw_v[i % tile.stages], p.v, p.descale_v, i, keys);
     } else if constexpr (Shared::v_columns) {
       load_columns(smem.blocks.v[i % tile.stages], p.v, i);
     } else {
-      load_rows<spec.head_dim_v>(smem.blocks.v[i % tile.stages], p.v, p.descale_v, i, keys);
+      load_rows<spec.head_dim_v, spec.dtype_v>(smem.blocks.v[i % tile.stages], p.v, p.descale_v, i, keys);
     }
   }
 

@@ -100,9 +100,7 @@ struct Maps {
 FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90Tile& tile) {
   if (operand_v(spec, tile) == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
   if (!is_fp8(operand_v(spec, tile))) return 0;
-  int log2 = 0;
-  for (float power = p_scale(spec.dtype_v); power > 1.f; power /= 2.f) ++log2;
-  return log2 - tile.lazy_rescale_log2;
+  return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
 }
 
 // Columns of O that one product of P V computes, where its sums are taken out of the tensor cores.

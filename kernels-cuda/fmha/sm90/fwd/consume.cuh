@@ -22,7 +22,7 @@
 // products of the others alone.
 #pragma once
 #include <fmha/common/scheduler.cuh>
-#include <fmha/mma/sm90/fp8_operand.cuh>
+#include <fmha/mma/fp8_operand.cuh>
 #include <fmha/mma/sm90/register_product.cuh>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/cluster.cuh>

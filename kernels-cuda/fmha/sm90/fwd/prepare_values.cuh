@@ -11,7 +11,7 @@
 // alone, however few CTAs run at a time.
 #pragma once
 #include <fmha/common/work.cuh>
-#include <fmha/mma/sm90/fp8_operand.cuh>
+#include <fmha/mma/fp8_operand.cuh>
 #include <fmha/ptx/flag.cuh>
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/grid.cuh>

@@ -307,22 +307,31 @@ fn a_missing_wait_for_the_load_is_a_race() {
 
 #[test]
 fn mma_sync_gives_the_integer_product() {
-    let (k, device) = (16usize, Device::new());
+    for (kind, bytes) in [("bf16", 2), ("e4m3", 1), ("e5m2", 1)] {
+        integer_product(kind, bytes);
+    }
+}
+
+/// One instruction: 32 bytes of either operand's inner dimension, each register four of them.
+fn integer_product(kind: &str, bytes: usize) {
+    let (k, device) = (32 / bytes, Device::new());
+    let per_register = 4 / bytes;
     let mut random = Random(11);
     let a: Vec<i32> = (0..16 * k).map(|_| random.small(3)).collect();
     let b: Vec<i32> = (0..8 * k).map(|_| random.small(3)).collect();
-    let h = |v: i32| encode("bf16", v);
+    let register = |of: &[i32], at: usize| {
+        (0..per_register).fold(0, |word, e| word | encode(kind, of[at + e]) << (8 * bytes * e))
+    };
     let mut words = Vec::new();
     for r in 0..4 {
         words.extend((0..32).map(|l| {
-            let at = (l / 4 + 8 * (r % 2)) * k + 2 * (l % 4) + 8 * (r / 2);
-            h(a[at]) | h(a[at + 1]) << 16
+            let row = l / 4 + 8 * (r % 2);
+            register(&a, row * k + per_register * (l % 4 + 4 * (r / 2)))
         }));
     }
     for r in 0..2 {
         words.extend((0..32).map(|l| {
-            let at = l / 4 * k + 2 * (l % 4) + 8 * r;
-            h(b[at]) | h(b[at + 1]) << 16
+            register(&b, l / 4 * k + per_register * (l % 4 + 4 * r))
         }));
     }
     let (input, out) = (upload(&device, &words), device.alloc(512));
@@ -334,7 +343,7 @@ fn mma_sync_gives_the_integer_product() {
         ld.param.u64 %i, [i]; ld.param.u64 %o, [o]; mov.u32 %t, %tid.x; mul.wide.u32 %l, %t, 4;
         add.s64 %i, %i, %l; add.s64 %o, %o, %l; {loads}
         mov.f32 %f0, 0f3F800000;
-        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{%f0,%f1,%f2,%f3}}, {{%r0,%r1,%r2,%r3}}, {{%r4,%r5}}, {{%f0,%f0,%f0,%f0}};
+        mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%f0,%f1,%f2,%f3}}, {{%r0,%r1,%r2,%r3}}, {{%r4,%r5}}, {{%f0,%f0,%f0,%f0}};
         {stores} ret; }}"
     );
     let args: Vec<u8> = [input, out].iter().flat_map(|v| v.to_le_bytes()).collect();
@@ -343,7 +352,7 @@ fn mma_sync_gives_the_integer_product() {
         let (r, l) = (i / 32, i % 32);
         let (row, column) = (l / 4 + 8 * (r / 2), 2 * (l % 4) + r % 2);
         let want: i32 = (0..k).map(|j| a[row * k + j] * b[column * k + j]).sum();
-        assert_eq!(f32::from_bits(bits), want as f32 + 1.0, "({row}, {column})");
+        assert_eq!(f32::from_bits(bits), want as f32 + 1.0, "{kind} ({row}, {column})");
     }
 }
 

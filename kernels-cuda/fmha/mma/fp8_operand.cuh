@@ -6,11 +6,11 @@
 // its keys in that order too (`KeyOrder::OfAccumulator`: a V that the kernel turns itself), which costs nothing; or the
 // quad's lanes exchange them (`KeyOrder::OfMemory`: a column-major V, as TMA brings it), a shuffle a register.
 #pragma once
-#include <fmha/mma/sm90.cuh>
+#include <fmha/mma/fragment.cuh>
 #include <fmha/ptx/collective.cuh>
 #include <fmha/ptx/fp8.cuh>
 
-namespace fmha::mma::sm90 {
+namespace fmha::mma {
 
 enum class KeyOrder { OfMemory, OfAccumulator };
 
@@ -47,4 +47,4 @@ FMHA_DEVICE void pack_operand(RegisterTile<uint8_t, depth>& a, const Accumulator
   }
 }
 
-}  // namespace fmha::mma::sm90
+}  // namespace fmha::mma
