@@ -123,8 +123,10 @@ fn a_process_that_plans_forward() {
         refusals(plan(DType::F32, &PlanOptions::default())),
         [&f32_is_none[..], &[not_allowed]].concat()
     );
-    let unknown =
-        Refusal::new("fast", "there is no such forward kernel (known: cdna_decode, cdna_fwd, simt)");
+    let unknown = Refusal::new(
+        "fast",
+        "there is no such forward kernel (known: cdna_decode, cdna_fwd, simt)",
+    );
     assert_eq!(refusals(plan(DType::Bf16, &asking("fast"))), [unknown]);
 }
 
@@ -237,7 +239,8 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
-        assert_eq!(backend.kernels(), ["cdna_decode", "cdna_fwd", "simt", "cdna_bwd", "combine"]);
+        let kernels = ["cdna_decode", "cdna_fwd", "simt", "cdna_bwd", "combine"];
+        assert_eq!(backend.kernels(), kernels);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));
         }

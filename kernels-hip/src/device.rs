@@ -1,8 +1,15 @@
 //! What a recipe knows of a device, and how a launch lies over it.
 
-use fmha_core::ResourceUsage;
+use fmha_core::{Refusal, ResourceUsage};
 
 use crate::arch::Arch;
+
+macro_rules! refuse {
+    ($kernel:expr, $($reason:tt)+) => {
+        return Err(fmha_core::Refusal::new($kernel, format!($($reason)+)))
+    };
+}
+pub(crate) use refuse;
 
 /// What a choice depends on besides the problem.
 #[derive(Clone, Copy, Debug)]
@@ -36,9 +43,10 @@ impl Device {
     }
 }
 
-macro_rules! refuse {
-    ($kernel:expr, $($reason:tt)+) => {
-        return Err(fmha_core::Refusal::new($kernel, format!($($reason)+)))
-    };
+/// A kernel on MFMA runs on CDNA alone.
+pub(crate) fn needs_mfma(arch: Arch, kernel: &'static str) -> Result<(), Refusal> {
+    if arch.is_rdna() {
+        refuse!(kernel, "{} has no MFMA: not on RDNA", arch.name());
+    }
+    Ok(())
 }
-pub(crate) use refuse;
