@@ -5,6 +5,7 @@ mod cdna;
 mod cdna_bwd;
 mod cdna_decode;
 mod combine;
+mod rdna;
 mod simt;
 mod simt_bwd;
 mod update;
@@ -20,6 +21,7 @@ use cdna::Cdna;
 use cdna_bwd::CdnaBwd;
 use cdna_decode::CdnaDecode;
 use combine::Merge;
+use rdna::Rdna;
 use simt::Simt;
 use simt_bwd::SimtBwd;
 
@@ -36,7 +38,12 @@ impl Vendor for Rocm {
 
 impl Family<ValidFwd> for Rocm {
     fn recipes() -> Vec<Kernel<ValidFwd, Self>> {
-        vec![Kernel::new(CdnaDecode::default()), Kernel::new(Cdna::default()), Kernel::new(Simt::default())]
+        vec![
+            Kernel::new(CdnaDecode::default()),
+            Kernel::new(Cdna::default()),
+            Kernel::new(Rdna::default()),
+            Kernel::new(Simt::default()),
+        ]
     }
 }
 
