@@ -1,4 +1,4 @@
-//! Writes the code object of one plain call: `code_object ARCH DTYPE HEAD_DIM MASK FILE [name=value ...]`.
+//! Writes the code object of one plain call: `code_object ARCH DTYPE HEAD_DIM MASK FILE [kernel=NAME] [name=value ...]`.
 
 use fmha_core::{AnyProblem, Dims, FwdProblem, PlanOptions};
 
@@ -20,9 +20,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut problem = FwdProblem::batch(dtype.parse()?, dims);
     problem.mask = mask.parse()?;
     problem.write_lse = true;
-    let tile = tile.iter().filter_map(|pair| pair.split_once('='));
+    let (kernel, tile): (Vec<_>, Vec<_>) =
+        tile.iter().filter_map(|pair| pair.split_once('=')).partition(|(name, _)| *name == "kernel");
+    let options = PlanOptions::default().tile(tile);
+    let options = kernel.iter().fold(options, |options, (_, name)| options.kernel(*name));
     let backend = fmha_rocm::pretend(arch)?;
-    let (problem, options) = (problem.validate()?, PlanOptions::default().tile(tile));
+    let problem = problem.validate()?;
     print!("{}", backend.plan_fwd(&problem, &options)?);
     let compiler = backend.precompiler().ok_or("no compiler")?;
     let jobs = compiler.jobs(AnyProblem::Forward(&problem), &options)?;

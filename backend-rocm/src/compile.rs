@@ -8,6 +8,7 @@ use fmha_core::cache::{self, CompilerOutput, KernelJob, dump_source};
 use fmha_core::env::HIP_CLANG;
 use fmha_core::source::KernelSource;
 use fmha_core::{Error, Result};
+use fmha_kernels_hip::Arch;
 use tempfile::TempDir;
 
 use crate::driver::{owned, search, sys::Handle, sys::Hiprtc};
@@ -39,6 +40,15 @@ const CLANG_FLAGS: [&str; 8] = [
 
 /// What either compiler is told of the code.
 pub(crate) const COMPILE_OPTIONS: [&str; 2] = ["-O3", "-std=c++20"];
+
+/// What either compiler is told of an architecture alone. On gfx1100 LLVM gives half registers numbers of their own
+/// ("true16"), which no kernel here gains by and which the emulator does not read.
+pub(crate) const fn options_of(arch: Arch) -> &'static [&'static str] {
+    match arch {
+        Arch::Gfx1100 => &["-Xclang", "-target-feature", "-Xclang", "-real-true16"],
+        _ => &[],
+    }
+}
 
 impl Compiler {
     /// `FMHA_HIP_CLANG`, then a clang that runs and knows AMDGPU, then hipRTC.

@@ -26,7 +26,7 @@ use crate::driver::{Driver, search};
 use crate::kernels::Rocm;
 use fmha_kernels_hip::DeviceFacts;
 
-/// Device `ordinal` of the machine, or with `emulate` (`gfx90a`, `gfx942`, `gfx950`) of the
+/// Device `ordinal` of the machine, or with `emulate` of the architectures of [`Arch`] of the
 /// emulator, whose driver library lies in `FMHA_EMULATOR_DIR` or beside the program.
 ///
 /// # Errors
@@ -49,8 +49,7 @@ pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Device> {
     backend(name, facts, Some(driver))
 }
 
-/// No device: plans for `arch` (`gfx90a`, `gfx942`, `gfx950`), compiles where there is a compiler,
-/// runs nothing.
+/// No device: plans for `arch`, one of [`Arch`]'s names, compiles where there is a compiler, runs nothing.
 ///
 /// # Errors
 /// [`Error::NoDevice`](fmha_core::Error::NoDevice) for an architecture that the kernels do not know; a bundle of
@@ -61,7 +60,8 @@ pub fn pretend(arch: &str) -> Result<Device> {
 }
 
 fn backend(name: String, facts: DeviceFacts, driver: Option<Driver>) -> Result<Device> {
-    let flags = COMPILE_OPTIONS.iter().map(|&flag| flag.to_owned()).collect();
+    let of_arch = compile::options_of(facts.device.arch);
+    let flags = COMPILE_OPTIONS.iter().chain(of_arch).map(|&flag| flag.to_owned()).collect();
     let (clang, driver) = (Installed::default(), driver.map(Arc::new));
     let backend: Backend<Rocm> = Backend::new(name, facts, clang, driver, (flags, ImageKind::Machine))?;
     Ok(Device::new(backend))

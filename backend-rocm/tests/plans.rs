@@ -108,6 +108,7 @@ fn a_process_that_plans_forward() {
     let f32_is_none = [
         Refusal::new("cdna_decode", "dtype_qk f32 with dtype_v f32 is not one 16-bit type"),
         Refusal::new("cdna_fwd", "dtype_qk f32 is no operand of gfx942's matrix instructions"),
+        Refusal::new("rdna_fwd", "gfx942 has no WMMA"),
     ];
     let slow = plan(DType::F32, &slow_too()).unwrap();
     assert_eq!((slow.kernel(), slow.is_fallback()), ("simt", true));
@@ -123,8 +124,10 @@ fn a_process_that_plans_forward() {
         refusals(plan(DType::F32, &PlanOptions::default())),
         [&f32_is_none[..], &[not_allowed]].concat()
     );
-    let unknown =
-        Refusal::new("fast", "there is no such forward kernel (known: cdna_decode, cdna_fwd, simt)");
+    let unknown = Refusal::new(
+        "fast",
+        "there is no such forward kernel (known: cdna_decode, cdna_fwd, rdna_fwd, simt)",
+    );
     assert_eq!(refusals(plan(DType::Bf16, &asking("fast"))), [unknown]);
 }
 
@@ -237,11 +240,32 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
-        assert_eq!(backend.kernels(), ["cdna_decode", "cdna_fwd", "simt", "cdna_bwd", "combine"]);
+        let kernels = ["cdna_decode", "cdna_fwd", "rdna_fwd", "simt", "cdna_bwd", "combine"];
+        assert_eq!(backend.kernels(), kernels);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));
         }
     }
+}
+
+#[test]
+fn rdna_computes_forward_on_wmma_and_refuses_the_kernels_on_mfma_by_name() {
+    for arch in Arch::RDNA {
+        let backend = fmha_rocm::pretend(arch.name()).unwrap();
+        let reason = format!("{} has no MFMA: not on RDNA", arch.name());
+        let plan = backend.plan_fwd(&forward(DType::Bf16), &PlanOptions::default()).unwrap();
+        let refused = ["cdna_decode", "cdna_fwd"].map(|kernel| Refusal::new(kernel, reason.clone()));
+        assert_eq!((plan.kernel(), plan.is_fallback(), plan.refusals()), ("rdna_fwd", false, &refused[..]));
+        let backward = backward();
+        let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
+        let refused = refusals(backend.plan_bwd(&backward, &PlanOptions::default()));
+        assert_eq!(refused, [Refusal::new("cdna_bwd", reason), not_allowed]);
+        assert_eq!(backend.plan_bwd(&backward, &slow_too()).unwrap().kernel(), "simt");
+    }
+    let backend = fmha_rocm::pretend("gfx1100").unwrap();
+    let fp8 = refusals(backend.plan_fwd(&forward(DType::E4m3Fn), &asking("rdna_fwd")));
+    let reason = "dtype_qk e4m3fn is no operand of gfx1100's matrix instructions";
+    assert_eq!(fp8, [Refusal::new("rdna_fwd", reason)]);
 }
 
 #[test]

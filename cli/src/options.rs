@@ -176,7 +176,7 @@ pub(super) struct BackendArgs {
     #[arg(long)]
     check_lengths: bool,
 
-    /// Interpret the kernels of this architecture (sm_80, sm_90a, sm_100a, gfx942): no device needed, slow
+    /// Interpret the kernels of this architecture (sm_80, sm_90a, sm_100a, gfx942, gfx1100): no device needed, slow
     #[arg(long, value_name = "ARCH")]
     emulate: Option<String>,
 }

@@ -2,7 +2,7 @@
 
 use fmha_core::{DType, Error, ResourceUsage, Result, Roofline};
 
-/// An architecture with MFMA.
+/// An architecture with matrix instructions: MFMA on CDNA, WMMA on RDNA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Arch {
     /// CDNA 2: MI210, MI250, MI250X. No FP8.
@@ -11,11 +11,19 @@ pub enum Arch {
     Gfx942,
     /// CDNA 4: MI350X, MI355X. FP8 in the OCP forms.
     Gfx950,
+    /// RDNA 3: RX 7900 XTX, PRO W7900. No FP8.
+    Gfx1100,
+    /// RDNA 4: RX 9070 XT, AI PRO R9700. FP8 in the OCP forms.
+    Gfx1201,
 }
 
 impl Arch {
-    /// All of them, oldest first.
-    pub const ALL: [Arch; 3] = [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950];
+    /// All of them.
+    pub const ALL: [Arch; 5] = [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950, Arch::Gfx1100, Arch::Gfx1201];
+    /// With MFMA and waves of 64, oldest first.
+    pub const CDNA: [Arch; 3] = [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950];
+    /// With WMMA and waves of 32, oldest first.
+    pub const RDNA: [Arch; 2] = [Arch::Gfx1100, Arch::Gfx1201];
 
     /// From a `gcnArchName` such as `gfx942:sramecc+:xnack-`, or the bare name.
     ///
@@ -25,8 +33,8 @@ impl Arch {
         let bare = name.split(':').next().unwrap_or(name);
         Self::ALL.into_iter().find(|arch| arch.name() == bare).ok_or_else(|| {
             Error::NoDevice(format!(
-                "{name} is no architecture that these kernels know (gfx90a, gfx942, gfx950): they are written \
-                 for waves of 64 and MFMA, which RDNA has not"
+                "{name} is no architecture that these kernels know ({})",
+                Self::ALL.map(Arch::name).join(", ")
             ))
         })
     }
@@ -38,40 +46,63 @@ impl Arch {
             Arch::Gfx90a => "gfx90a",
             Arch::Gfx942 => "gfx942",
             Arch::Gfx950 => "gfx950",
+            Arch::Gfx1100 => "gfx1100",
+            Arch::Gfx1201 => "gfx1201",
         }
     }
 
-    /// LDS of a compute unit, all of which one workgroup may take.
+    /// Whether it has WMMA and waves of 32, not MFMA and waves of 64.
+    #[must_use]
+    pub const fn is_rdna(self) -> bool {
+        matches!(self, Arch::Gfx1100 | Arch::Gfx1201)
+    }
+
+    /// Threads of a wave.
+    #[must_use]
+    pub const fn wave_threads(self) -> u32 {
+        if self.is_rdna() { 32 } else { 64 }
+    }
+
+    /// LDS that one workgroup may take: all of a compute unit's on CDNA, half of what two have in common on RDNA.
     #[must_use]
     pub const fn lds_bytes(self) -> u32 {
         match self {
-            Arch::Gfx90a | Arch::Gfx942 => 64 * 1024,
+            Arch::Gfx90a | Arch::Gfx942 | Arch::Gfx1100 | Arch::Gfx1201 => 64 * 1024,
             Arch::Gfx950 => 160 * 1024,
         }
     }
 
-    /// Compute units of the largest device (of one die of MI250X; MI300X; MI355X).
+    /// Compute units of the largest device (of one die of MI250X; MI300X; MI355X), of RDNA pairs of them, which HIP
+    /// counts (RX 7900 XTX; RX 9070 XT).
     pub const fn num_compute_units(self) -> u32 {
         match self {
             Arch::Gfx90a => 110,
             Arch::Gfx942 => 304,
             Arch::Gfx950 => 256,
+            Arch::Gfx1100 => 48,
+            Arch::Gfx1201 => 32,
         }
     }
 
-    /// Workgroups of `threads` threads that a compute unit holds: four SIMDs, 512 vector registers a lane of each,
-    /// given out in eights, eight waves at most; one where the compiler did not say what a kernel takes.
+    /// Workgroups of `threads` threads that a compute unit holds: on CDNA four SIMDs, 512 vector registers a lane of
+    /// each, given out in eights, eight waves at most; a pair on RDNA four SIMDs, 1536 registers, given out in
+    /// twenty-fours, sixteen waves at most; one where the compiler did not say what a kernel takes.
     pub fn workgroups_per_compute_unit(self, usage: &ResourceUsage, threads: u32) -> u32 {
         let (Some(registers), Some(lds_bytes)) = (usage.registers, usage.shared_bytes) else { return 1 };
-        let waves = 4 * (512 / registers.max(1).next_multiple_of(8)).min(8);
-        let by_waves = waves / threads.div_ceil(64).max(1);
-        by_waves.min(self.lds_bytes() / lds_bytes.max(1)).max(1)
+        let waves = if self.is_rdna() {
+            4 * (1536 / registers.max(1).next_multiple_of(24)).min(16)
+        } else {
+            4 * (512 / registers.max(1).next_multiple_of(8)).min(8)
+        };
+        let by_waves = waves / threads.div_ceil(self.wave_threads()).max(1);
+        let lds = if self.is_rdna() { 2 * self.lds_bytes() } else { self.lds_bytes() };
+        by_waves.min(lds / lds_bytes.max(1)).max(1)
     }
 
     /// Dies with an L2 of their own that workgroups are dealt to in turn.
     pub const fn num_xcds(self) -> i32 {
         match self {
-            Arch::Gfx90a => 1,
+            Arch::Gfx90a | Arch::Gfx1100 | Arch::Gfx1201 => 1,
             Arch::Gfx942 | Arch::Gfx950 => 8,
         }
     }
@@ -82,7 +113,7 @@ impl Arch {
         match dtype {
             DType::F32 => false,
             DType::F16 | DType::Bf16 => true,
-            DType::E4m3Fn | DType::E5m2 => matches!(self, Arch::Gfx950),
+            DType::E4m3Fn | DType::E5m2 => matches!(self, Arch::Gfx950 | Arch::Gfx1201),
             DType::E4m3Fnuz | DType::E5m2Fnuz => matches!(self, Arch::Gfx942),
         }
     }
@@ -93,6 +124,8 @@ impl Arch {
             Arch::Gfx90a => (383.0e12, None, 3.2e12, "MI250X"),
             Arch::Gfx942 => (1307.4e12, Some(2614.9e12), 5.3e12, "MI300X"),
             Arch::Gfx950 => (2516.6e12, Some(5033.2e12), 8.0e12, "MI355X"),
+            Arch::Gfx1100 => (122.8e12, None, 0.96e12, "RX 7900 XTX"),
+            Arch::Gfx1201 => (194.6e12, Some(389.3e12), 0.64e12, "RX 9070 XT"),
         };
         let (flops, types) = match fp8.filter(|_| dtype.is_fp8()) {
             Some(fp8) => (fp8, "FP8"),
@@ -133,13 +166,18 @@ mod tests {
         // More waves than a compute unit has registers for are the compiler's fault; they run one by one.
         assert_eq!(holds(512, 0, 512), 1);
         assert_eq!(Arch::Gfx942.workgroups_per_compute_unit(&ResourceUsage::default(), 64), 1);
+        // RDNA: 1536 / 216 = 7 waves of 32 a SIMD.
+        let usage = ResourceUsage { registers: Some(200), shared_bytes: Some(0), ..ResourceUsage::default() };
+        assert_eq!(Arch::Gfx1100.workgroups_per_compute_unit(&usage, 128), 7);
     }
 
     #[test]
     fn fp8_is_held_against_its_own_peak_where_there_is_one() {
         let peak = |arch: Arch, dtype| arch.roofline(dtype).flops_per_second.unwrap();
         assert_eq!(peak(Arch::Gfx90a, DType::E4m3Fnuz), peak(Arch::Gfx90a, DType::Bf16));
-        for (arch, fp8) in [(Arch::Gfx942, DType::E4m3Fnuz), (Arch::Gfx950, DType::E4m3Fn)] {
+        for (arch, fp8) in
+            [(Arch::Gfx942, DType::E4m3Fnuz), (Arch::Gfx950, DType::E4m3Fn), (Arch::Gfx1201, DType::E4m3Fn)]
+        {
             let ratio = peak(arch, fp8) / peak(arch, DType::Bf16);
             assert!((ratio - 2.0).abs() < 1e-3, "{arch:?}: {ratio}");
         }
@@ -147,8 +185,8 @@ mod tests {
 
     #[test]
     fn an_unknown_architecture_is_refused_by_its_name() {
-        let error = Arch::from_gcn_name("gfx1100").unwrap_err().to_string();
-        assert!(error.starts_with("gfx1100 is no architecture"), "{error}");
+        let error = Arch::from_gcn_name("gfx1030").unwrap_err().to_string();
+        assert!(error.starts_with("gfx1030 is no architecture"), "{error}");
     }
 
     #[test]

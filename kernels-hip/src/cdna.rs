@@ -12,7 +12,7 @@ use fmha_core::{
 };
 
 use crate::arch::Arch;
-use crate::device::{Device, refuse};
+use crate::device::{Device, needs_mfma, refuse};
 use crate::order::{Tiles, Why};
 use crate::{CdnaParams, CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
 
@@ -51,6 +51,7 @@ pub struct Cdna {
 /// The field that it does not take, and its number.
 pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
     let arch = device.arch;
+    needs_mfma(arch, NAME)?;
     problem.refuse_mixed_layouts(NAME)?;
     problem.refuse_cache_updates(NAME)?;
     problem.refuse_dropout_between_quads(NAME)?;
@@ -130,7 +131,7 @@ impl Knobs {
 /// What the kernel is compiled for. Whatever leaves its main loop alone is a number at run time: exact head dims, O's
 /// type, the mode, LSE, sinks, the bounds of a band. Modified scores have one kernel for all modifiers, masks and sink
 /// columns, and rows of 64, 128, 192 (Q and K alone) and 256; and so has what no wide load can read.
-fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
+pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
     let by_element = load == LoadPath::Element;
     let dropout = by_element || problem.drops() || problem.dropout.write_keep_mask;
     let modifies = dropout || problem.score.softcap.is_some() || problem.score.bias != Bias::None;
@@ -261,7 +262,7 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
 }
 
 /// Whether every run of four elements of O is aligned to its size.
-fn stores_runs(problem: &FwdProblem) -> bool {
+pub(crate) fn stores_runs(problem: &FwdProblem) -> bool {
     let (o, shape) = (problem.strides.o, problem.shape_o());
     problem.dims.head_dim_v.is_multiple_of(4)
         && (shape.batch <= 1 || o.batch % 4 == 0)

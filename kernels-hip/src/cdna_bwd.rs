@@ -16,7 +16,7 @@ use fmha_core::{
     abi_struct, check_addresses,
 };
 
-use crate::device::{Device, refuse};
+use crate::device::{Device, needs_mfma, refuse};
 use crate::simt::NUM_THREADS as ROW_THREADS;
 use crate::{LoadPath, StorePath};
 use tiles::{LoadsAndStores, tiles};
@@ -175,6 +175,7 @@ pub struct CdnaBwd {
 /// # Errors
 /// The field that it does not take, and its number.
 pub fn accept(problem: &BwdProblem, device: Device, options: &PlanOptions) -> Result<CdnaBwd, Refusal> {
+    needs_mfma(device.arch, NAME)?;
     let fwd = &problem.fwd;
     fwd.refuse_cache_updates(NAME)?;
     fwd.refuse_dropout_between_quads(NAME)?;

@@ -18,7 +18,7 @@ use fmha_core::{
 
 use crate::arch::Arch;
 use crate::cdna::Cdna;
-use crate::device::{Device, refuse};
+use crate::device::{Device, needs_mfma, refuse};
 use crate::{CdnaParams, LoadPath, cdna};
 
 /// The kernel's name in plans and refusals.
@@ -145,6 +145,7 @@ pub struct CdnaDecode {
 /// The field that it does not take, and its number.
 pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<CdnaDecode, Refusal> {
     let is_named = options.kernel.as_deref() == Some(NAME);
+    needs_mfma(device.arch, NAME)?;
     takes(problem, device.arch)?;
     leaves_to_forward(problem, device, options, is_named)?;
     let dims = problem.dims;

@@ -2,10 +2,17 @@
 
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TunedTiles;
-use fmha_core::{DType, ResourceUsage, Result, Roofline};
+use fmha_core::{DType, Refusal, ResourceUsage, Result, Roofline};
 use fmha_gpu::{Facts, Launch, Vendor, tuned_kernels};
 
 use crate::arch::Arch;
+
+macro_rules! refuse {
+    ($kernel:expr, $($reason:tt)+) => {
+        return Err(fmha_core::Refusal::new($kernel, format!($($reason)+)))
+    };
+}
+pub(crate) use refuse;
 
 /// What a choice depends on besides the problem.
 #[derive(Clone, Copy, Debug)]
@@ -113,9 +120,13 @@ pub(crate) fn lay_out(device: Option<Device>, launch: &mut Launch, usage: Option
     }
 }
 
-macro_rules! refuse {
-    ($kernel:expr, $($reason:tt)+) => {
-        return Err(fmha_core::Refusal::new($kernel, format!($($reason)+)))
-    };
+/// A kernel on MFMA runs on CDNA alone.
+///
+/// # Errors
+/// The architecture.
+pub(crate) fn needs_mfma(arch: Arch, kernel: &'static str) -> Result<(), Refusal> {
+    if arch.is_rdna() {
+        refuse!(kernel, "{} has no MFMA: not on RDNA", arch.name());
+    }
+    Ok(())
 }
-pub(crate) use refuse;

@@ -2,7 +2,7 @@
 //! a program can compile it wherever it finds clang or hipRTC.
 //!
 //! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma`
-//! (typed tiles) below `cdna` (forward, decode, backward) and `combine.h`. What all vendors share comes from
+//! (typed tiles) below `cdna` (forward, decode, backward), `rdna` (forward) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
 //!
 //! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid, its launches, for any
@@ -16,6 +16,7 @@ pub mod cdna_decode;
 pub mod combine;
 mod device;
 mod order;
+pub mod rdna;
 pub mod recipes;
 pub mod simt;
 pub mod simt_bwd;
@@ -164,12 +165,14 @@ pub fn headers() -> Vec<Header> {
         "isa/hip.h",
         "isa/lane.h",
         "isa/mfma.h",
+        "isa/wmma.h",
         "isa/buffer.h",
         "isa/sync.h",
         "isa/sched.h",
         "isa/num.h",
         "isa/widen.h",
         "mma/cdna.h",
+        "mma/rdna.h",
         "cdna/config.h",
         "cdna/load.h",
         "cdna/direct.h",
@@ -197,6 +200,11 @@ pub fn headers() -> Vec<Header> {
         "cdna/decode/main.h",
         "cdna/decode/merge.h",
         "cdna/decode/update.h",
+        "rdna/config.h",
+        "rdna/load.h",
+        "rdna/tile_step.h",
+        "rdna/epilogue.h",
+        "rdna/fwd.h",
         "simt/bwd.h",
         "simt/fwd.h",
         "combine.h",
@@ -204,6 +212,7 @@ pub fn headers() -> Vec<Header> {
     headers.push(Header::rendered("fmha/cdna/tile.h", tile_h()));
     headers.push(cdna_bwd::tile_header());
     headers.push(cdna_decode::tile_header());
+    headers.push(rdna::tile_header());
     headers
 }
 

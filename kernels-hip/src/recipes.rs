@@ -3,7 +3,7 @@
 use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel, Kernel};
 
 use crate::device::Amd;
-use crate::{cdna, cdna_bwd, cdna_decode, combine, simt, simt_bwd};
+use crate::{cdna, cdna_bwd, cdna_decode, combine, rdna, simt, simt_bwd};
 
 /// Of the forward.
 #[must_use]
@@ -11,6 +11,7 @@ pub fn forward<V: Amd>() -> Vec<FwdKernel<V>> {
     vec![
         Kernel::new(cdna_decode::recipe::CdnaDecode::default()),
         Kernel::new(cdna::recipe::Cdna::default()),
+        Kernel::new(rdna::recipe::Rdna::default()),
         Kernel::new(simt::recipe::Simt::default()),
     ]
 }

@@ -6,19 +6,25 @@ use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{FwdProblem, PlanOptions, Refusal};
 
+use crate::arch::Arch;
 use crate::device::refuse;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "simt";
 /// Threads of a workgroup.
 pub const NUM_THREADS: u32 = 256;
-const ROWS_OF_A_WORKGROUP: u64 = 4;
+
+/// Rows of a workgroup: a wave to each.
+#[must_use]
+pub const fn rows_of_a_workgroup(arch: Arch) -> u64 {
+    (NUM_THREADS / arch.wave_threads()) as u64
+}
 
 /// Whether the kernel computes this problem.
 ///
 /// # Errors
 /// The number that is too large, or a tile that it has not.
-pub fn accept(problem: &FwdProblem, options: &PlanOptions) -> Result<FwdSpec, Refusal> {
+pub fn accept(problem: &FwdProblem, arch: Arch, options: &PlanOptions) -> Result<FwdSpec, Refusal> {
     if let Some(cache) = problem.cache.dtype {
         refuse!(NAME, "dtype_cache {cache} beside {} is not taken", problem.dtypes.qk);
     }
@@ -29,7 +35,7 @@ pub fn accept(problem: &FwdProblem, options: &PlanOptions) -> Result<FwdSpec, Re
     if let Some((name, value)) = options.tile.first() {
         refuse!(NAME, "tile {name}={value}: it has no tile to set");
     }
-    let (workgroups, most) = (num_workgroups(problem), u64::from(u32::MAX / NUM_THREADS));
+    let (workgroups, most) = (num_workgroups(problem, arch), u64::from(u32::MAX / NUM_THREADS));
     if workgroups > most {
         refuse!(NAME, "seqlen_q, num_heads_q and batch make {workgroups} workgroups, more than {most}");
     }
@@ -38,10 +44,10 @@ pub fn accept(problem: &FwdProblem, options: &PlanOptions) -> Result<FwdSpec, Re
 
 /// Workgroups of a launch.
 #[must_use]
-pub fn num_workgroups(problem: &FwdProblem) -> u64 {
+pub fn num_workgroups(problem: &FwdProblem, arch: Arch) -> u64 {
     let dims = problem.dims;
     let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-    rows.div_ceil(ROWS_OF_A_WORKGROUP)
+    rows.div_ceil(rows_of_a_workgroup(arch))
 }
 
 /// What is compiled.

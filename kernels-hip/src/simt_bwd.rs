@@ -7,12 +7,12 @@ use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, PlanOptions, Refusal};
 
+use crate::arch::Arch;
 use crate::device::refuse;
-use crate::simt::{NAME, NUM_THREADS};
+use crate::simt::{NAME, NUM_THREADS, rows_of_a_workgroup};
 
 /// The first launch's name in a plan; the second bears the kernel's.
 pub const STATS: &str = "simt_bwd_stats";
-const ROWS_OF_A_WORKGROUP: u64 = 4;
 
 /// Chosen for a problem.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,18 +21,21 @@ pub struct SimtBwd {
     /// Where its numbers lie in the workspace.
     pub workspace: BwdWorkspace,
     rows: BwdRows,
+    /// Of a workgroup.
+    group_rows: u64,
 }
 
 /// Whether the kernels compute this problem.
 ///
 /// # Errors
 /// The number that is too large, or a tile that it has not.
-pub fn accept(problem: &BwdProblem, options: &PlanOptions) -> Result<SimtBwd, Refusal> {
+pub fn accept(problem: &BwdProblem, arch: Arch, options: &PlanOptions) -> Result<SimtBwd, Refusal> {
     if let Some((name, value)) = options.tile.first() {
         refuse!(NAME, "tile {name}={value}: it has no tile to set");
     }
     let rows = BwdRows::of(problem);
-    let most = u64::from(u32::MAX / NUM_THREADS) * ROWS_OF_A_WORKGROUP;
+    let group_rows = rows_of_a_workgroup(arch);
+    let most = u64::from(u32::MAX / NUM_THREADS) * group_rows;
     if rows.all() > most {
         refuse!(NAME, "lengths, heads and batch make {} rows of gradients, more than {most}", rows.all());
     }
@@ -40,7 +43,7 @@ pub fn accept(problem: &BwdProblem, options: &PlanOptions) -> Result<SimtBwd, Re
     let Some(workspace) = BwdWorkspace::new(problem, 1, ScoreOrigins::OfRows, None, 0) else {
         refuse!(NAME, "the workspace would be 2^62 bytes or more");
     };
-    Ok(SimtBwd { spec: BwdSpec::of(problem), workspace, rows })
+    Ok(SimtBwd { spec: BwdSpec::of(problem), workspace, rows, group_rows })
 }
 
 impl SimtBwd {
@@ -59,13 +62,13 @@ impl SimtBwd {
     /// Workgroups of the first launch.
     #[must_use]
     pub fn stats_workgroups(&self) -> u64 {
-        self.rows.queries.div_ceil(ROWS_OF_A_WORKGROUP)
+        self.rows.queries.div_ceil(self.group_rows)
     }
 
     /// Of the second.
     #[must_use]
     pub fn workgroups(&self) -> u64 {
-        self.rows.all().div_ceil(ROWS_OF_A_WORKGROUP)
+        self.rows.all().div_ceil(self.group_rows)
     }
 
     fn source(&self, call: &str) -> KernelSource {

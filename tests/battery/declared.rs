@@ -54,7 +54,7 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backend: "rocm",
-        what: "gfx942 computes in the FNUZ FP8 types, gfx950 in OCP: each takes two of the four",
+        what: "gfx942 computes in the FNUZ FP8 types, gfx950 and gfx1201 in OCP, gfx90a and gfx1100 in none",
         applies: |_, problem| uses(problem, DType::is_fp8),
     },
     Declared {
@@ -64,7 +64,7 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backend: "rocm",
-        what: "FP8 caches: gfx90a converts from none of the four types, gfx942 from FNUZ, gfx950 from OCP",
+        what: "FP8 caches: gfx90a and RDNA take none of the four types, gfx942 FNUZ, gfx950 OCP",
         applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
     },
 ];

@@ -48,6 +48,8 @@ const NONE: Cases = Cases { filter: "", deal: 0 };
 
 /// Families that every forward kernel takes in `--all`.
 const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|parts|rare)/";
+/// What RDNA's forward kernel is asked by name: no gradients, no merging.
+const RDNA_CASES: &str = "^(addresses|definition|edges|fp8|guards|heads/(batch|group)|rare)/";
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
@@ -412,6 +414,26 @@ pub(crate) const ROWS: &[Row] = &[
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
+    // RDNA, whose two architectures lay their matrices out in two ways: tiles cut short, packed heads; FP8 on gfx1201. The
+    // fallback, in waves of 32, computes what they leave.
+    Row {
+        kernel: Some("rdna_fwd"),
+        in_test: Cases { filter: "^(edges/(off_tile|nan|gqa)|heads/(batch|group))/.*bf16", deal: 4 },
+        in_all: Cases { filter: RDNA_CASES, deal: 1 },
+        ..amd("gfx1100", NONE)
+    },
+    Row {
+        kernel: Some("rdna_fwd"),
+        in_test: Cases { filter: "^(edges/(off_tile|nan|gqa)/.*bf16|fp8/blocks/e4m3fn/d128x128)", deal: 4 },
+        in_all: Cases { filter: RDNA_CASES, deal: 1 },
+        ..amd("gfx1201", NONE)
+    },
+    Row {
+        kernel: Some("simt"),
+        in_test: NONE,
+        in_all: Cases { filter: "^(backward|guards)/", deal: 1 },
+        ..amd("gfx1100", NONE)
+    },
 ];
 
 /// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector clocks where
@@ -429,6 +451,8 @@ pub(crate) const QUICK: &[Row] = &[
     quick("cdna_bwd", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
     quick("cdna_decode", "^decode/paged/bf16/p16/s3x129/b/nhd$", amd("gfx942", NONE)),
     quick("simt", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
+    quick("rdna_fwd", OFF_TILE, amd("gfx1100", NONE)),
+    quick("rdna_fwd", OFF_TILE, amd("gfx1201", NONE)),
 ];
 
 /// Two tiles of queries, the second one row long, under a causal mask.

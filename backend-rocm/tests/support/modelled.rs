@@ -40,7 +40,7 @@ pub(crate) fn tools_are_there() -> bool {
 pub(crate) fn table() -> String {
     let mut text = COLUMNS.to_owned();
     let mut kinds = Vec::new();
-    for arch in Arch::ALL {
+    for arch in Arch::CDNA {
         let fp8 = if arch == Arch::Gfx950 { DType::E4m3Fn } else { DType::E4m3Fnuz };
         kinds.extend([DType::F16, DType::Bf16, fp8].map(|dtype| (arch, dtype)));
     }
@@ -85,7 +85,7 @@ pub(crate) fn bwd_table() -> String {
     let mut text = COLUMNS.to_owned();
     let of_arch = |arch: Arch| [64, 128].map(|head_dim| bwd_rows(arch, head_dim)).concat();
     std::thread::scope(|scope| {
-        let threads = Arch::ALL.map(|arch| scope.spawn(move || of_arch(arch)));
+        let threads = Arch::CDNA.map(|arch| scope.spawn(move || of_arch(arch)));
         for thread in threads {
             text += &thread.join().unwrap();
         }

@@ -19,7 +19,7 @@ FMHA_DEVICE void with_dtype_o(const CdnaParams& p, Body body) {
     if (dtype == DType::E4m3Fnuz) return body(DTypeConstant<DType::E4m3Fnuz>{});
     if (dtype == DType::E5m2Fnuz) return body(DTypeConstant<DType::E5m2Fnuz>{});
   }
-  if constexpr (spec.output != OutputKind::Wide && kArch == Arch::Gfx950) {
+  if constexpr (spec.output != OutputKind::Wide && (kArch == Arch::Gfx950 || kArch == Arch::Gfx1201)) {
     if (dtype == DType::E4m3Fn) return body(DTypeConstant<DType::E4m3Fn>{});
     if (dtype == DType::E5m2) return body(DTypeConstant<DType::E5m2>{});
   }

@@ -31,9 +31,13 @@ using u32x2 = Vec<uint32_t, 2>;
 using u32x4 = Vec<uint32_t, 4>;
 using s32x8 = Vec<int, 8>;
 
-enum class Arch { Gfx90a, Gfx942, Gfx950 };
+enum class Arch { Gfx90a, Gfx942, Gfx950, Gfx1100, Gfx1201 };
 
-#if defined(__gfx950__)
+#if defined(__gfx1100__)
+constexpr Arch kArch = Arch::Gfx1100;
+#elif defined(__gfx1201__)
+constexpr Arch kArch = Arch::Gfx1201;
+#elif defined(__gfx950__)
 constexpr Arch kArch = Arch::Gfx950;
 #elif defined(__gfx942__)
 constexpr Arch kArch = Arch::Gfx942;

@@ -4,7 +4,8 @@
 
 namespace fmha {
 
-constexpr int kWaveSize = 64;
+// RDNA's waves are of 32, CDNA's of 64.
+constexpr int kWaveSize = kArch == Arch::Gfx1100 || kArch == Arch::Gfx1201 ? 32 : 64;
 
 // needs: gfx90a. VGPR initialisation: work-item id X.
 // https://llvm.org/docs/AMDGPUUsage.html#initial-kernel-execution-state
@@ -52,6 +53,10 @@ FMHA_DEVICE u32x2 ds_read_b64_tr_b8(const void FMHA_LDS* from) {
 #endif
 
 // needs: gfx90a. V_CMP with a scalar destination, CDNA3 ISA 12.9: a bit for each lane.
+#if defined(__gfx1100__) || defined(__gfx1201__)
+FMHA_DEVICE uint64_t v_cmp_ballot(bool x) { return __builtin_amdgcn_ballot_w32(x); }
+#else
 FMHA_DEVICE uint64_t v_cmp_ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
+#endif
 
 }  // namespace fmha

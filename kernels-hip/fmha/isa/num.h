@@ -30,9 +30,9 @@ FMHA_DEVICE uint32_t v_perm_b32(uint32_t high, uint32_t low, uint32_t selector) 
   return __builtin_amdgcn_perm(high, low, selector);
 }
 
-#if defined(__gfx942__) || defined(__gfx950__)
+#if defined(__gfx942__) || defined(__gfx950__) || defined(__gfx1201__)
 // needs: gfx942. V_CVT_PK_FP8_F32, CDNA3 ISA 12.11: two values into the word's low or high half, to
-// nearest even; overflow gives NaN, so clamp first. FNUZ on gfx942, OCP on gfx950.
+// nearest even; overflow gives NaN, so clamp first. FNUZ on gfx942, OCP on gfx950 and gfx1201.
 template <bool high>
 FMHA_DEVICE uint32_t v_cvt_pk_fp8_f32(float a, float b, uint32_t word) {
   return __builtin_amdgcn_cvt_pk_fp8_f32(a, b, word, high);

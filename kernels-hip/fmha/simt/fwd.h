@@ -5,7 +5,7 @@
 
 namespace fmha::simt {
 
-constexpr int kWavesPerGroup = 4;
+constexpr int kWavesPerGroup = 256 / kWaveSize;
 
 struct Wave {
   static constexpr int32_t count = kWaveSize;

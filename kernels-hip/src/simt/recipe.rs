@@ -28,8 +28,9 @@ impl<V: Amd> Recipe<ValidFwd, V> for Simt {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<ValidFwd, V>>, Refusal> {
-        let spec = simt::accept(problem, options)?;
-        let workgroups = simt::num_workgroups(problem);
+        let arch = facts.device.arch;
+        let spec = simt::accept(problem, arch, options)?;
+        let workgroups = simt::num_workgroups(problem, arch);
         Ok(Choice {
             kernel: Kernel::new(Self { device: Some(facts.device) }),
             launches: Launches::new(
@@ -40,7 +41,7 @@ impl<V: Amd> Recipe<ValidFwd, V> for Simt {
             workspace: update::workspace(problem, 0),
             // A row is one wave's, its keys in one order, whatever the other rows are.
             promises: deterministic_rows(),
-            details: vec![("tile", "a wave to a row, 64 keys at a time".to_owned())],
+            details: vec![("tile", format!("a wave to a row, {} keys at a time", arch.wave_threads()))],
         })
     }
 

@@ -27,7 +27,8 @@ impl<V: Amd> Recipe<ValidBwd, V> for SimtBwd {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<ValidBwd, V>>, Refusal> {
-        let chosen = simt_bwd::accept(problem, options)?;
+        let arch = facts.device.arch;
+        let chosen = simt_bwd::accept(problem, arch, options)?;
         let rows = |kernel, source, workgroups| launch(kernel, source, workgroups, simt::NUM_THREADS);
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some((chosen, facts.device)) }),
@@ -38,7 +39,7 @@ impl<V: Amd> Recipe<ValidBwd, V> for SimtBwd {
             ),
             workspace: Workspace { bytes: chosen.workspace.bytes, zeroed_bytes: 0 },
             promises: deterministic_rows(),
-            details: vec![("tile", "a wave to a row, 64 pairs at a time".to_owned())],
+            details: vec![("tile", format!("a wave to a row, {} pairs at a time", arch.wave_threads()))],
         })
     }
 

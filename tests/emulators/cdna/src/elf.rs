@@ -17,11 +17,19 @@ pub enum Arch {
     Gfx942,
     /// CDNA 4: MI350X, MI355X.
     Gfx950,
+    /// RDNA 3: RX 7900 XTX. Waves of 32.
+    Gfx1100,
+    /// RDNA 4: RX 9070 XT. Waves of 32.
+    Gfx1201,
 }
 
 impl Arch {
     /// All of them, oldest first.
-    pub const ALL: [Self; 3] = [Self::Gfx90a, Self::Gfx942, Self::Gfx950];
+    pub const ALL: [Self; 5] = [Self::Gfx90a, Self::Gfx942, Self::Gfx950, Self::Gfx1100, Self::Gfx1201];
+    /// With MFMA and waves of 64.
+    pub const CDNA: [Self; 3] = [Self::Gfx90a, Self::Gfx942, Self::Gfx950];
+    /// With WMMA and waves of 32.
+    pub const RDNA: [Self; 2] = [Self::Gfx1100, Self::Gfx1201];
 
     /// LLVM's name, such as `gfx942`.
     #[must_use]
@@ -30,6 +38,8 @@ impl Arch {
             Self::Gfx90a => "gfx90a",
             Self::Gfx942 => "gfx942",
             Self::Gfx950 => "gfx950",
+            Self::Gfx1100 => "gfx1100",
+            Self::Gfx1201 => "gfx1201",
         }
     }
 
@@ -40,11 +50,23 @@ impl Arch {
         Self::ALL.into_iter().find(|arch| arch.name() == base)
     }
 
+    /// Whether its waves are of 32 lanes and its encodings those of RDNA.
+    #[must_use]
+    pub fn is_rdna(self) -> bool {
+        matches!(self, Self::Gfx1100 | Self::Gfx1201)
+    }
+
+    /// Lanes of a wave.
+    #[must_use]
+    pub fn wave_lanes(self) -> u32 {
+        if self.is_rdna() { 32 } else { 64 }
+    }
+
     /// LDS a workgroup may have, in bytes.
     #[must_use]
     pub fn lds_bytes(self) -> u32 {
         match self {
-            Self::Gfx90a | Self::Gfx942 => 64 << 10,
+            Self::Gfx90a | Self::Gfx942 | Self::Gfx1100 | Self::Gfx1201 => 64 << 10,
             Self::Gfx950 => 160 << 10,
         }
     }
@@ -54,6 +76,8 @@ impl Arch {
             0x3f => Some(Self::Gfx90a),
             0x4c => Some(Self::Gfx942),
             0x4f => Some(Self::Gfx950),
+            0x41 => Some(Self::Gfx1100),
+            0x4e => Some(Self::Gfx1201),
             _ => None,
         }
     }

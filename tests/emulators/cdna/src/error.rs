@@ -12,7 +12,9 @@ pub enum LoadError {
     #[error("ELF machine {0} is not AMDGPU (224)")]
     WrongMachine(u16),
     /// The ELF flags name a processor this crate does not execute.
-    #[error("processor 0x{0:x} in the ELF flags is none of gfx90a (0x3f), gfx942 (0x4c), gfx950 (0x4f)")]
+    #[error(
+        "processor 0x{0:x} in the ELF flags is none of gfx90a (3f), gfx942 (4c), gfx950 (4f), gfx1100 (41), gfx1201 (4e)"
+    )]
     UnknownArch(u32),
     /// The code object is for another architecture than the device's.
     #[error("the code object is for {object}, the device is {device}")]

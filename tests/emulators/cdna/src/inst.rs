@@ -89,11 +89,18 @@ pub(crate) enum Ty {
     Mix,
     /// 64-bit lane mask in scalar registers.
     Mask,
+    /// 32-bit lane mask in a scalar register.
+    Mask32,
     /// Plain registers, that many.
     Regs(u8),
 }
 
 impl Ty {
+    /// A lane mask.
+    pub(crate) fn is_mask(self) -> bool {
+        matches!(self, Self::Mask | Self::Mask32)
+    }
+
     /// Registers an operand of this type takes.
     pub(crate) fn dwords(self) -> u8 {
         match self {
@@ -286,4 +293,6 @@ pub(crate) struct Inst {
     /// whose result nobody reads. The low half of the result is defined by the low halves.
     pub(crate) halves: bool,
     pub(crate) words: [u32; 4],
+    /// RDNA's VOPD: a second operation, whose sources are read before the first's result is written.
+    pub(crate) dual: Option<Box<Inst>>,
 }

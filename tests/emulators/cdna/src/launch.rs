@@ -284,6 +284,9 @@ struct Run<'l> {
     packet: u64,
 }
 
+/// The first trap register's number as an operand.
+const TTMP: u8 = 108;
+
 /// What a thread keeps between workgroups.
 struct Room {
     waves: Vec<Wave>,
@@ -322,7 +325,7 @@ impl Run<'_> {
     fn workgroup(&self, room: &mut Room, id: [u32; 3]) -> Result<Counters, LaunchError> {
         let options = &self.device.options;
         let items = self.launch.block.iter().product::<u32>();
-        let count = items.div_ceil(LANES as u32) as usize;
+        let count = items.div_ceil(self.device.arch.wave_lanes()) as usize;
         while room.waves.len() < count {
             room.waves.push(Wave::new());
         }
@@ -399,14 +402,17 @@ impl Run<'_> {
     fn start(&self, wave: &mut Wave, w: u32, id: [u32; 3], items: u32) -> Result<(), LaunchError> {
         let descriptor = &self.info.descriptor;
         let checks = self.device.options.checks;
-        let first = w * LANES as u32;
-        let active = (items - first).min(LANES as u32);
+        let lanes = self.device.arch.wave_lanes();
+        let first = w * lanes;
+        let active = (items - first).min(lanes);
         let launched = if active == 64 { !0 } else { (1u64 << active) - 1 };
         wave.id = w;
         wave.scc = false;
         wave.state = State::Running;
+        wave.signalled = false;
         wave.executed = 0;
         wave.launched = launched;
+        wave.absent = if lanes == 64 { 0 } else { !0 << lanes };
         wave.checks.reset(checks);
         // A value that no correct kernel depends on.
         wave.s = [0xdead_beef; 128];
@@ -418,12 +424,12 @@ impl Run<'_> {
         wave.scratch_defined.resize(wave.scratch.len(), false);
         salu::set_mode(wave, descriptor.rsrc1 >> 12 & 0xff).map_err(|stop| self.fault(*stop, wave, id))?;
 
-        let mut next = 0u8;
-        let mut push = |wave: &mut Wave, words: &[u32]| {
+        let next = std::cell::Cell::new(0u8);
+        let push = |wave: &mut Wave, words: &[u32]| {
             for word in words {
-                wave.s[usize::from(next)] = *word;
-                wave.checks.define_s(next, 1);
-                next += 1;
+                wave.s[usize::from(next.get())] = *word;
+                wave.checks.define_s(next.get(), 1);
+                next.set(next.get() + 1);
             }
         };
         let pair = |value: u64| [value as u32, (value >> 32) as u32];
@@ -460,7 +466,17 @@ impl Run<'_> {
                 push(wave, &[word]);
             }
         }
-        for (axis, group) in id.iter().enumerate() {
+        if self.device.arch == Arch::Gfx1201 {
+            // Trap registers 9 and 7 hold the workgroup's place.
+            for (reg, value) in [(TTMP + 9, id[0]), (TTMP + 7, id[1] | id[2] << 16)] {
+                wave.s[usize::from(reg)] = value;
+                wave.checks.define_s(reg, 1);
+            }
+        }
+        // The workgroup's place stands behind as many as the descriptor says, of which gfx1100 has some for nothing.
+        next.set(next.get().max((descriptor.rsrc2 >> 1 & 31) as u8));
+        let user = self.device.arch != Arch::Gfx1201;
+        for (axis, group) in id.iter().enumerate().filter(|_| user) {
             if descriptor.rsrc2 >> (7 + axis) & 1 == 1 {
                 push(wave, &[*group]);
             }

@@ -133,7 +133,7 @@ pub fn run(words: &[&str]) -> Result<(), String> {
 fn one(title: &str, launch: &Recording, rows: &mut Rows) -> Result<String, LaunchError> {
     let sound = launch.run_as(&launch.code, options())?;
     let object = CodeObject::parse(&launch.code)?;
-    let synchronises = |inst: &Instruction| matches!(inst.mnemonic.as_str(), "s_waitcnt" | "s_barrier");
+    let synchronises = |inst: &Instruction| waits(inst) || inst.mnemonic.starts_with("s_barrier");
     let all: Vec<Instruction> = object.disassemble().into_iter().filter(synchronises).collect();
     let outcomes: Vec<Outcome> = all.par_iter().map(|inst| outcome(inst, launch, &sound)).collect();
     let (mut executed, mut caught, mut idle) = (0, 0, 0);
@@ -166,6 +166,13 @@ fn one(title: &str, launch: &Recording, rows: &mut Rows) -> Result<String, Launc
     ))
 }
 
+/// CDNA's and gfx11's `s_waitcnt`, gfx12's waits for loads, LDS and scalar memory apart.
+fn waits(inst: &Instruction) -> bool {
+    const NAMES: [&str; 5] =
+        ["s_waitcnt", "s_wait_loadcnt", "s_wait_dscnt", "s_wait_kmcnt", "s_wait_loadcnt_dscnt"];
+    NAMES.contains(&inst.mnemonic.as_str())
+}
+
 fn outcome(inst: &Instruction, launch: &Recording, sound: &Ended) -> Outcome {
     const S_NOP: u32 = 0xbf80_0000;
     if !sound.counters.synchronised.contains(&inst.pc) {
@@ -178,7 +185,7 @@ fn outcome(inst: &Instruction, launch: &Recording, sound: &Ended) -> Outcome {
         Err(LaunchError::Refused(text)) => Outcome::Caught(text),
         Ok(broken) => {
             let same = broken.memory == sound.memory;
-            let idle = inst.mnemonic == "s_waitcnt" && !sound.counters.useful_waits.contains(&inst.pc);
+            let idle = waits(inst) && !sound.counters.useful_waits.contains(&inst.pc);
             if idle && same { Outcome::Idle } else { Outcome::Survived(same) }
         }
     }

@@ -11,6 +11,8 @@ macro_rules! ops {
             Memory,
             /// A matrix instruction: [`crate::exec::mfma::Shape`] says which.
             Mfma,
+            /// RDNA's matrix instruction: [`crate::exec::wmma`] goes by its name.
+            Wmma,
             /// A vector comparison: the VOPC opcode in `imm` says which.
             Cmp,
             $($variant,)*
@@ -22,6 +24,7 @@ macro_rules! ops {
                 match name {
                     $($name => Self::$variant,)*
                     _ if name.starts_with("v_cmp") => Self::Cmp,
+                    _ if name.starts_with("v_wmma") => Self::Wmma,
                     _ => Self::Unknown,
                 }
             }
@@ -65,6 +68,11 @@ impl Op {
                 | Self::VRcpF64
                 | Self::VRsqF64
                 | Self::VSqrtF64
+                | Self::VSExpF32
+                | Self::VSLogF32
+                | Self::VSRcpF32
+                | Self::VSRsqF32
+                | Self::VSSqrtF32
         )
     }
 
@@ -522,4 +530,80 @@ ops! {
     VPkMovB32 = "v_pk_mov_b32",
     VAccvgprReadB32 = "v_accvgpr_read_b32",
     VAccvgprWriteB32 = "v_accvgpr_write_b32",
+    SPackHlB32B16 = "s_pack_hl_b32_b16",
+    SAddF32 = "s_add_f32",
+    SSubF32 = "s_sub_f32",
+    SMinNumF32 = "s_min_num_f32",
+    SMaxNumF32 = "s_max_num_f32",
+    SMulF32 = "s_mul_f32",
+    SFmaakF32 = "s_fmaak_f32",
+    SFmamkF32 = "s_fmamk_f32",
+    SFmacF32 = "s_fmac_f32",
+    SAddNcU64 = "s_add_nc_u64",
+    SSubNcU64 = "s_sub_nc_u64",
+    SMulU64 = "s_mul_u64",
+    SWaitcntVscnt = "s_waitcnt_vscnt",
+    SAndSaveexecB32 = "s_and_saveexec_b32",
+    SOrSaveexecB32 = "s_or_saveexec_b32",
+    SXorSaveexecB32 = "s_xor_saveexec_b32",
+    SNandSaveexecB32 = "s_nand_saveexec_b32",
+    SNorSaveexecB32 = "s_nor_saveexec_b32",
+    SXnorSaveexecB32 = "s_xnor_saveexec_b32",
+    SAndNot0SaveexecB32 = "s_and_not0_saveexec_b32",
+    SOrNot0SaveexecB32 = "s_or_not0_saveexec_b32",
+    SAndNot1SaveexecB32 = "s_and_not1_saveexec_b32",
+    SOrNot1SaveexecB32 = "s_or_not1_saveexec_b32",
+    SAndNot0WrexecB32 = "s_and_not0_wrexec_b32",
+    SAndNot1WrexecB32 = "s_and_not1_wrexec_b32",
+    SBarrierSignal = "s_barrier_signal",
+    SCeilF32 = "s_ceil_f32",
+    SFloorF32 = "s_floor_f32",
+    STruncF32 = "s_trunc_f32",
+    SRndneF32 = "s_rndne_f32",
+    SCvtF32I32 = "s_cvt_f32_i32",
+    SCvtF32U32 = "s_cvt_f32_u32",
+    SCvtI32F32 = "s_cvt_i32_f32",
+    SCvtU32F32 = "s_cvt_u32_f32",
+    SCmpLtF32 = "s_cmp_lt_f32",
+    SCmpEqF32 = "s_cmp_eq_f32",
+    SCmpLeF32 = "s_cmp_le_f32",
+    SCmpGtF32 = "s_cmp_gt_f32",
+    SCmpLgF32 = "s_cmp_lg_f32",
+    SCmpGeF32 = "s_cmp_ge_f32",
+    SCmpOF32 = "s_cmp_o_f32",
+    SCmpUF32 = "s_cmp_u_f32",
+    SCmpNgeF32 = "s_cmp_nge_f32",
+    SCmpNlgF32 = "s_cmp_nlg_f32",
+    SCmpNgtF32 = "s_cmp_ngt_f32",
+    SCmpNleF32 = "s_cmp_nle_f32",
+    SCmpNeqF32 = "s_cmp_neq_f32",
+    SCmpNltF32 = "s_cmp_nlt_f32",
+    SSetInstPrefetchDistance = "s_set_inst_prefetch_distance",
+    SClause = "s_clause",
+    SDelayAlu = "s_delay_alu",
+    SWaitcntDepctr = "s_waitcnt_depctr",
+    SWaitAlu = "s_wait_alu",
+    SWaitIdle = "s_wait_idle",
+    SBarrierWait = "s_barrier_wait",
+    SCodeEnd = "s_code_end",
+    SWaitLoadcnt = "s_wait_loadcnt",
+    SWaitStorecnt = "s_wait_storecnt",
+    SWaitSamplecnt = "s_wait_samplecnt",
+    SWaitBvhcnt = "s_wait_bvhcnt",
+    SWaitExpcnt = "s_wait_expcnt",
+    SWaitDscnt = "s_wait_dscnt",
+    SWaitKmcnt = "s_wait_kmcnt",
+    SWaitLoadcntDscnt = "s_wait_loadcnt_dscnt",
+    SWaitStorecntDscnt = "s_wait_storecnt_dscnt",
+    VXor3B32 = "v_xor3_b32",
+    VPermlane16B32 = "v_permlane16_b32",
+    VPermlanex16B32 = "v_permlanex16_b32",
+    VCndmaskB16 = "v_cndmask_b16",
+    VMaxminF32 = "v_maxmin_f32",
+    VMinmaxF32 = "v_minmax_f32",
+    VSExpF32 = "v_s_exp_f32",
+    VSLogF32 = "v_s_log_f32",
+    VSRcpF32 = "v_s_rcp_f32",
+    VSRsqF32 = "v_s_rsq_f32",
+    VSSqrtF32 = "v_s_sqrt_f32",
 }

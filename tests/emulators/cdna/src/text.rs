@@ -30,16 +30,22 @@ impl Inst {
             }
         } else if self.name.starts_with("v_read") && self.name.contains("lane") {
             out.push(scalar_name(self.sdst, 1));
-        } else if self.dst_ty == Ty::Mask {
-            out.push(scalar_name(self.sdst, 2));
+        } else if self.dst_ty.is_mask() {
+            // RDNA's v_cmpx names no destination: it writes EXEC alone.
+            if !(self.dst_ty == Ty::Mask32 && self.name.starts_with("v_cmpx")) {
+                out.push(scalar_name(self.sdst, self.dst_ty.dwords()));
+            }
         } else if !matches!(self.name, "v_nop") {
             out.push(vector_name(self.vdst, self.dst_ty.dwords()));
             let carries = self.name.contains("_co_u32")
+                || self.name.contains("_co_ci_u32")
+                || self.name.starts_with("v_mad_co_")
                 || self.name.starts_with("v_mad_u64")
                 || self.name.starts_with("v_mad_i64")
                 || self.name.starts_with("v_div_scale");
             if carries {
-                out.push(scalar_name(self.sdst, 2));
+                let wave32 = self.writes.contains(&crate::inst::Regs::S(self.sdst, 1));
+                out.push(scalar_name(self.sdst, if wave32 { 1 } else { 2 }));
             }
         }
         for i in 0..3 {

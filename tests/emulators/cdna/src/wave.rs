@@ -1,7 +1,7 @@
 //! The architectural state of one wave.
 
 use crate::checks::regs::RegChecks;
-use crate::inst::{EXEC, Src, VReg};
+use crate::inst::{EXEC, Src, VCC, VReg};
 
 /// Lanes of a wave.
 pub(crate) const LANES: usize = 64;
@@ -48,8 +48,12 @@ pub(crate) struct Wave {
     /// The MODE register: rounding and denormal control.
     pub(crate) mode: u32,
     pub(crate) state: State,
+    /// gfx12: it has signalled a barrier that it has not waited for.
+    pub(crate) signalled: bool,
     /// Wave in the workgroup.
     pub(crate) id: u32,
+    /// Lanes 32 to 63 of a wave of 32, which are never active: their values are nobody's.
+    pub(crate) absent: u64,
     /// EXEC when the wave began.
     pub(crate) launched: u64,
     /// Private memory, `scratch_bytes` a lane.
@@ -78,7 +82,9 @@ impl Wave {
             pc: 0,
             mode: 0,
             state: State::Ended,
+            signalled: false,
             id: 0,
+            absent: 0,
             launched: 0,
             scratch: Vec::new(),
             scratch_bytes: 0,
@@ -100,6 +106,28 @@ impl Wave {
     #[inline(always)]
     pub(crate) fn vreg_mut(&mut self, reg: VReg) -> &mut Lanes {
         &mut self.v[usize::from(reg) % VREGS]
+    }
+
+    /// Every lane that there is is active.
+    #[inline(always)]
+    pub(crate) fn is_whole(&self) -> bool {
+        self.exec() | self.absent == !0
+    }
+
+    /// Writes a lane mask: two registers, of a wave of 32 one.
+    #[inline(always)]
+    pub(crate) fn set_mask(&mut self, reg: u8, mask: u64) {
+        if self.absent == 0 {
+            self.set_s64(reg, mask);
+        } else {
+            self.s[usize::from(reg & 127)] = mask as u32;
+        }
+    }
+
+    /// VCC: of a wave of 32 its low half alone.
+    #[inline(always)]
+    pub(crate) fn vcc(&self) -> u64 {
+        self.s64(VCC) & !self.absent
     }
 
     #[inline(always)]
@@ -127,7 +155,7 @@ impl Wave {
             Src::S(reg) => self.s[usize::from(reg & 127)],
             Src::K(lo, _) => lo,
             Src::Scc => u32::from(self.scc),
-            Src::Vccz => u32::from(self.s64(crate::inst::VCC) == 0),
+            Src::Vccz => u32::from(self.vcc() == 0),
             Src::Execz => u32::from(self.exec() == 0),
             Src::V(_) | Src::None => 0,
         }

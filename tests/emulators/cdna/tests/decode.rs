@@ -12,7 +12,12 @@ fn objdump(code: &[u8], tag: &str) -> Option<Vec<(u64, String, Vec<String>)>> {
     let path = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("objdump.{tag}.co"));
     std::fs::write(&path, code).expect("the test's own folder");
     let tool = "llvm-objdump-22";
-    let Ok(output) = Command::new(tool).arg("-d").arg(&path).output() else {
+    let mut command = Command::new(tool);
+    if tag.ends_with("gfx1100") {
+        // As it was compiled: half registers have no numbers of their own.
+        command.arg("--mattr=-real-true16");
+    }
+    let Ok(output) = command.arg("-d").arg(&path).output() else {
         absent(&format!("{tool} (the decoder was held against nothing)"));
         return None;
     };
@@ -32,7 +37,7 @@ fn objdump(code: &[u8], tag: &str) -> Option<Vec<(u64, String, Vec<String>)>> {
 #[test]
 fn every_instruction_of_the_kernels_reads_as_llvm_reads_it() {
     for arch in Arch::ALL {
-        for kernel in ["attention.hip", "axpy.hip", "ops.hip"] {
+        for kernel in [if arch.is_rdna() { "wmma.hip" } else { "attention.hip" }, "axpy.hip", "ops.hip"] {
             let Some(code) = compile(kernel, arch) else { return };
             let Some(theirs) = objdump(&code, &format!("{kernel}.{arch}")) else { return };
             let ours = CodeObject::parse(&code).expect("a code object").disassemble();
@@ -47,7 +52,14 @@ fn every_instruction_of_the_kernels_reads_as_llvm_reads_it() {
                 assert_eq!(inst.mnemonic, name, "{arch} {kernel} 0x{pc:x}");
                 // Immediates of scalar control have names of their own in LLVM's text.
                 let control = [
-                    "s_waitcnt",
+                    "s_wait",
+                    "s_delay_alu",
+                    "buffer_gl",
+                    "global_inv",
+                    "global_wb",
+                    "s_clause",
+                    "s_sendmsg",
+                    "s_set_inst",
                     "s_branch",
                     "s_cbranch",
                     "s_nop",

@@ -34,12 +34,16 @@ mod offset {
     pub(super) const GCN_ARCH_NAME: usize = 1160;
 }
 
-/// Compute units, clock in kHz, memory bus in bits, L2 in bytes: of MI250X (one die), MI300X and MI355X.
+/// Compute units, clock in kHz, memory bus in bits, L2 in bytes: of MI250X (one die), MI300X, MI355X, RX 7900
+/// XTX and RX 9070 XT.
 fn numbers(arch: Arch) -> (c_int, c_int, c_int, c_int) {
     match arch {
         Arch::Gfx90a => (110, 1_700_000, 4096, 8 << 20),
         Arch::Gfx942 => (304, 2_100_000, 8192, 4 << 20),
         Arch::Gfx950 => (256, 2_400_000, 8192, 4 << 20),
+        // HIP counts pairs of compute units here.
+        Arch::Gfx1100 => (48, 2_500_000, 384, 6 << 20),
+        Arch::Gfx1201 => (32, 2_970_000, 256, 8 << 20),
     }
 }
 
@@ -49,7 +53,7 @@ fn name(arch: Arch) -> String {
 
 /// As a driver spells it, features included.
 fn gcn_arch_name(arch: Arch) -> String {
-    format!("{arch}:sramecc+:xnack-")
+    if arch.is_rdna() { arch.to_string() } else { format!("{arch}:sramecc+:xnack-") }
 }
 
 fn version(arch: Arch) -> (c_int, c_int) {
@@ -57,6 +61,8 @@ fn version(arch: Arch) -> (c_int, c_int) {
         Arch::Gfx90a => (9, 0),
         Arch::Gfx942 => (9, 4),
         Arch::Gfx950 => (9, 5),
+        Arch::Gfx1100 => (11, 0),
+        Arch::Gfx1201 => (12, 0),
     }
 }
 
@@ -126,7 +132,7 @@ fn properties(arch: Arch) -> [u8; PROPERTIES_BYTES] {
     put(offset::TOTAL_GLOBAL_MEM, &TOTAL_MEMORY.to_le_bytes());
     put(offset::SHARED_MEM_PER_BLOCK, &lds.to_le_bytes());
     put(offset::REGS_PER_BLOCK, &65536i32.to_le_bytes());
-    put(offset::WARP_SIZE, &64i32.to_le_bytes());
+    put(offset::WARP_SIZE, &arch.wave_lanes().to_le_bytes());
     put(offset::MAX_THREADS_PER_BLOCK, &1024i32.to_le_bytes());
     for axis in 0..3 {
         put(offset::MAX_THREADS_DIM + 4 * axis, &1024i32.to_le_bytes());
@@ -169,7 +175,7 @@ pub unsafe extern "C" fn hipDeviceGetAttribute(value: *mut c_int, attribute: c_i
             61 => minor,
             63 => units,
             74..=76 => lds,
-            87 => 64,
+            87 => d.arch.wave_lanes() as c_int,
             10 | 16 | 24 | 67..=69 => 0,
             88 => 1,
             _ => return Err(Status::INVALID_VALUE),

@@ -56,7 +56,8 @@ pub(crate) struct Stream {
 
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
     // Nobody loads this library but to emulate: unless told otherwise it has one device of each kind.
-    let names = std::env::var("FMHA_EMULATE").unwrap_or_else(|_| "gfx90a,gfx942,gfx950".to_owned());
+    let names =
+        std::env::var("FMHA_EMULATE").unwrap_or_else(|_| "gfx90a,gfx942,gfx950,gfx1100,gfx1201".to_owned());
     let checks = match std::env::var("FMHA_EMULATE_CHECKS").as_deref() {
         Ok("none") => Checks::NONE,
         _ => Checks::ALL,
@@ -71,7 +72,7 @@ static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
     for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
         match Arch::from_name(name) {
             Some(arch) => devices.push(Arc::new(Device::with_index(arch, options, devices.len() as u8))),
-            None => eprintln!("FMHA_EMULATE: {name} is none of gfx90a, gfx942, gfx950"),
+            None => eprintln!("FMHA_EMULATE: {name} is none of gfx90a, gfx942, gfx950, gfx1100, gfx1201"),
         }
     }
     let mut state = State { next_handle: 0x1000, ..State::default() };

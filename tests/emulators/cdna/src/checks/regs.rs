@@ -13,6 +13,8 @@ pub(crate) struct Outstanding {
     pub(crate) vm: bool,
     /// Counted by lgkmcnt, not yet waited for.
     pub(crate) lgkm: bool,
+    /// Counted by RDNA 4's count of scalar loads (KMCNT), not yet waited for.
+    pub(crate) km: bool,
     /// Completes in any order: scalar loads, flat accesses.
     pub(crate) unordered: bool,
     /// Registers it fills.
@@ -409,16 +411,17 @@ impl RegChecks {
 
     /// `s_waitcnt`: what is now certainly complete leaves the queue; the direct-to-LDS writes among it are returned.
     /// Also says whether the wait changed anything.
-    pub(crate) fn wait(&mut self, vm: usize, lgkm: usize) -> (Arrivals, bool) {
+    pub(crate) fn wait(&mut self, vm: usize, lgkm: usize, km: usize) -> (Arrivals, bool) {
         if self.queue.is_empty() {
             return (Vec::new(), false);
         }
         let by_vm = settle(&mut self.queue, vm, |a| &mut a.vm);
         let by_lgkm = settle(&mut self.queue, lgkm, |a| &mut a.lgkm);
+        let by_km = settle(&mut self.queue, km, |a| &mut a.km);
         let mut done = Vec::new();
         let mut freed = Vec::new();
         self.queue.retain_mut(|access| {
-            let finished = !access.vm && !access.lgkm;
+            let finished = !access.vm && !access.lgkm && !access.km;
             if finished {
                 done.extend(access.dma.take());
                 freed.extend(access.fills);
@@ -434,7 +437,7 @@ impl RegChecks {
                 self.set_pending(regs, true);
             }
         }
-        (done, by_vm || by_lgkm)
+        (done, by_vm || by_lgkm || by_km)
     }
 }
 

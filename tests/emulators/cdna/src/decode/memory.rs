@@ -71,7 +71,7 @@ pub(super) fn smem(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
 }
 
 /// A row whose operation has no executor: it decodes, and faults when it is reached.
-fn unknown_mem(pc: u64, words: &[u32], name: &'static str, size: u8) -> Option<Inst> {
+pub(super) fn unknown_mem(pc: u64, words: &[u32], name: &'static str, size: u8) -> Option<Inst> {
     let mut inst = blank(pc, words, name);
     inst.size = size;
     inst.class = Class::Vmem;
@@ -114,7 +114,7 @@ pub(super) fn ds(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     Some(inst)
 }
 
-fn ds_kind(name: &str) -> Option<MemKind> {
+pub(super) fn ds_kind(name: &str) -> Option<MemKind> {
     let rest = name.strip_prefix("ds_")?;
     Some(match rest {
         "permute_b32" => MemKind::Permute,
@@ -230,7 +230,7 @@ fn wide(base: &str) -> Option<u8> {
 }
 
 /// The operation of a flat, global, scratch or buffer instruction, its name without the prefix.
-fn vmem_kind(name: &str, returns: bool, to_lds: bool) -> Option<MemKind> {
+pub(super) fn vmem_kind(name: &str, returns: bool, to_lds: bool) -> Option<MemKind> {
     if let Some(what) = name.strip_prefix("load_lds_") {
         let MemKind::Load { bytes, sext, .. } = load_of(what)? else { return None };
         return Some(MemKind::ToLds { bytes, sext });
@@ -353,7 +353,7 @@ pub(super) fn mubuf(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
 }
 
 /// Registers that a vector memory or LDS instruction reads and writes.
-fn effects(inst: &mut Inst) {
+pub(super) fn effects(inst: &mut Inst) {
     let Some(mem) = inst.mem else { return };
     let dwords = |bytes: u8| bytes.div_ceil(4);
     if mem.kind == MemKind::Cache {

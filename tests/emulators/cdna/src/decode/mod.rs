@@ -2,6 +2,7 @@
 
 mod memory;
 mod operand;
+mod rdna;
 pub(crate) mod table;
 mod vector;
 
@@ -100,6 +101,7 @@ fn blank(pc: u64, words: &[u32], name: &'static str) -> Inst {
         copies: false,
         halves: false,
         words: copy,
+        dual: None,
     }
 }
 
@@ -109,6 +111,9 @@ fn bits(word: u32, lo: u32, len: u32) -> u32 {
 }
 
 fn try_decode(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
+    if arch.is_rdna() {
+        return rdna::decode(arch, pc, words);
+    }
     let word = *words.first()?;
     match word >> 26 {
         0b11_0000 => return memory::smem(arch, pc, words),

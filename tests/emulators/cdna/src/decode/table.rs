@@ -30,6 +30,8 @@ pub(crate) enum Enc {
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) name: &'static str,
+    /// What executes it goes by CDNA's name, where that differs.
+    pub(crate) canonical: &'static str,
     /// Destination first. For scalar, LDS and matrix rows `Ty::Regs`.
     pub(crate) operands: Vec<Ty>,
 }
@@ -37,6 +39,7 @@ pub(crate) struct Row {
 /// Rows by architecture, encoding and opcode.
 pub(crate) struct Table {
     rows: HashMap<(Arch, Enc, u16), Row>,
+    comparisons: HashMap<&'static str, u16>,
 }
 
 impl Table {
@@ -57,11 +60,30 @@ impl Table {
         };
         Some((enc, self.get(arch, enc, opcode)?))
     }
+
+    /// The same of RDNA, whose VOP3 forms of VOP1 lie elsewhere.
+    pub(crate) fn vop3_of_rdna(&self, arch: Arch, opcode: u32) -> Option<(Enc, &Row)> {
+        if let Some(row) = self.get(arch, Enc::Vop3, opcode) {
+            return Some((Enc::Vop3, row));
+        }
+        let (enc, opcode) = match opcode {
+            0..0x100 => (Enc::Vopc, opcode),
+            0x100..0x140 => (Enc::Vop2, opcode - 0x100),
+            0x180..0x200 => (Enc::Vop1, opcode - 0x180),
+            _ => return None,
+        };
+        Some((enc, self.get(arch, enc, opcode)?))
+    }
+
+    /// CDNA's opcode of a comparison, by which it is executed.
+    pub(crate) fn comparison(&self, name: &str) -> Option<u16> {
+        self.comparisons.get(name).copied()
+    }
 }
 
 /// The table of all architectures.
 pub(crate) static TABLE: LazyLock<Table> = LazyLock::new(|| {
-    let mut rows = HashMap::new();
+    let (mut rows, mut comparisons) = (HashMap::new(), HashMap::new());
     for line in include_str!("isa.txt").lines().filter(|line| !line.starts_with('#')) {
         let mut words = line.split(' ');
         let mut word = || words.next().unwrap_or_default();
@@ -70,11 +92,29 @@ pub(crate) static TABLE: LazyLock<Table> = LazyLock::new(|| {
         for (letter, arch) in [('a', Arch::Gfx90a), ('b', Arch::Gfx942), ('c', Arch::Gfx950)] {
             if archs.contains(letter) {
                 let operands = operands.split(',').filter(|o| !o.is_empty()).map(ty_of).collect();
-                rows.insert((arch, enc, opcode), Row { name, operands });
+                rows.insert((arch, enc, opcode), Row { name, canonical: name, operands });
+            }
+        }
+        if enc == Enc::Vopc {
+            comparisons.insert(name, opcode);
+        }
+    }
+    for line in include_str!("isa_rdna.txt").lines().filter(|line| !line.starts_with('#')) {
+        let mut words = line.split(' ');
+        let mut word = || words.next().unwrap_or_default();
+        let (enc, opcode, archs, name, canonical) = (word(), word(), word(), word(), word());
+        let operands = word();
+        let (Some(enc), Ok(opcode)) = (enc_of(enc), u16::from_str_radix(opcode, 16)) else { continue };
+        for (letter, arch) in [('d', Arch::Gfx1100), ('e', Arch::Gfx1201)] {
+            if archs.contains(letter) {
+                let types = operands.split(',').filter(|o| !o.is_empty());
+                // A lane mask of 32 is one register.
+                let operands = types.map(|o| if o == "mask" { Ty::Mask32 } else { ty_of(o) }).collect();
+                rows.insert((arch, enc, opcode), Row { name, canonical, operands });
             }
         }
     }
-    Table { rows }
+    Table { rows, comparisons }
 });
 
 fn enc_of(word: &str) -> Option<Enc> {

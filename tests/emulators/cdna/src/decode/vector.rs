@@ -77,7 +77,7 @@ pub(super) fn vop12c(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
         "v_madak_f32" | "v_fmaak_f32" | "v_madak_f16" => inst.src[2] = Src::K(source.literal()?, 0),
         _ => {}
     }
-    if inst.src_ty[2] == Ty::Mask {
+    if inst.src_ty[2].is_mask() {
         inst.src[2] = Src::S(VCC);
     }
     if row.name == "v_accvgpr_mov_b32" {
@@ -224,9 +224,9 @@ fn shift_to_agpr(src: &mut Src) {
     }
 }
 
-fn set_types(inst: &mut Inst, row: &Row) {
+pub(super) fn set_types(inst: &mut Inst, row: &Row) {
     inst.class = Class::Valu;
-    let skip = if row.operands.get(1) == Some(&Ty::Mask) { 2 } else { 1 };
+    let skip = if row.operands.get(1).is_some_and(|ty| ty.is_mask()) { 2 } else { 1 };
     inst.dst_ty = row.operands.first().copied().unwrap_or(Ty::B32);
     for (i, ty) in row.operands.iter().skip(skip).take(3).enumerate() {
         inst.src_ty[i] = *ty;
@@ -234,7 +234,7 @@ fn set_types(inst: &mut Inst, row: &Row) {
 }
 
 /// Which registers are read and written, and the class.
-fn finish(inst: &mut Inst, row: &Row) {
+pub(super) fn finish(inst: &mut Inst, row: &Row) {
     inst.plain = inst.neg == 0
         && inst.abs == 0
         && inst.op_sel == 0
@@ -275,15 +275,15 @@ fn finish(inst: &mut Inst, row: &Row) {
             inst.reads.push(dst);
             inst.writes.push(dst);
         }
-        _ if inst.dst_ty == Ty::Mask => {
-            inst.writes.push(Regs::S(inst.sdst, 2));
+        _ if inst.dst_ty.is_mask() => {
+            inst.writes.push(Regs::S(inst.sdst, inst.dst_ty.dwords()));
             if row.name.starts_with("v_cmpx") {
                 inst.writes.push(Regs::S(crate::inst::EXEC, 2));
             }
         }
         _ => {
-            if row.operands.get(1) == Some(&Ty::Mask) {
-                inst.writes.push(Regs::S(inst.sdst, 2));
+            if let Some(mask) = row.operands.get(1).filter(|ty| ty.is_mask()) {
+                inst.writes.push(Regs::S(inst.sdst, mask.dwords()));
             }
             if !row.operands.is_empty() {
                 inst.writes.push(dst);

@@ -67,7 +67,7 @@ fn compare_body(wave: &mut Wave, inst: &Inst) -> Exec {
         _ => return Err(Stop::new(FaultKind::UnknownInstruction, inst.name)),
     };
     let mask = mask & wave.exec();
-    wave.set_s64(inst.sdst, mask);
+    wave.set_mask(inst.sdst, mask);
     if inst.name.starts_with("v_cmpx") {
         wave.set_s64(EXEC, mask);
     }

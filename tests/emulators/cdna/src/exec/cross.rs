@@ -75,9 +75,10 @@ fn swap_rows(wave: &mut Wave, inst: &Inst, width: usize) -> Exec {
 }
 
 /// `ds_bpermute_b32`: each lane pulls from the lane its address names; inactive lanes read as zero.
-pub(crate) fn bpermute(addresses: &Lanes, offset: i32, data: &Lanes, exec: u64) -> Lanes {
+pub(crate) fn bpermute(addresses: &Lanes, offset: i32, data: &Lanes, exec: u64, lanes: u64) -> Lanes {
+    let last = lanes.count_ones() as usize - 1;
     Lanes(std::array::from_fn(|l| {
-        let from = (addresses.0[l].wrapping_add_signed(offset) / 4) as usize & 63;
+        let from = (addresses.0[l].wrapping_add_signed(offset) / 4) as usize & last;
         if exec >> from & 1 == 1 { data.0[from] } else { 0 }
     }))
 }

@@ -58,7 +58,9 @@ impl Group<'_> {
                 let address = mem.vaddr.map_or(Lanes::ZERO, |reg| *wave.vreg(reg));
                 let out = match mem.kind {
                     MemKind::Permute => permute(&address, mem.offset, wave.vreg(mem.data), exec),
-                    MemKind::Bpermute => bpermute(&address, mem.offset, wave.vreg(mem.data), exec),
+                    MemKind::Bpermute => {
+                        bpermute(&address, mem.offset, wave.vreg(mem.data), exec, !wave.absent)
+                    }
                     _ => swizzle(mem.offset, &address, exec),
                 };
                 masked(wave.vreg_mut(inst.vdst), &out, exec);
@@ -69,6 +71,7 @@ impl Group<'_> {
         self.issue(wave, check, || Outstanding {
             vm: false,
             lgkm: true,
+            km: false,
             unordered: false,
             fills,
             touches,

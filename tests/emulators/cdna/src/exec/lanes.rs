@@ -43,7 +43,7 @@ fn modified_into_slot(wave: &mut Wave, inst: &Inst, k: usize) {
 /// Where a result may be written at once, if it may.
 #[inline(always)]
 pub(crate) fn destination(wave: &Wave, inst: &Inst) -> usize {
-    let direct = inst.plain && wave.plain_mode && wave.exec() == !0;
+    let direct = inst.plain && wave.plain_mode && wave.is_whole();
     if direct { usize::from(inst.vdst) % VREGS } else { RESULT }
 }
 
@@ -166,6 +166,8 @@ pub(crate) fn dpp_source(ctrl: u16, lane: usize) -> Option<usize> {
         0x143 => (lane >= 32).then_some(31),
         // gfx90a: lane `shift` of each row to the whole row.
         0x150..=0x15f => Some(row | shift),
+        // RDNA: row_xmask.
+        0x160..=0x16f => Some(row | (in_row ^ shift)),
         _ => None,
     }
 }

@@ -128,7 +128,7 @@ impl Shape {
         // Multiply-adds a pass; they give the published peak rates.
         let per_pass = match (arch, self.a.bits().max(self.b.bits())) {
             (_, 32) => 128,
-            (Arch::Gfx90a, _) => 512,
+            (Arch::Gfx90a | Arch::Gfx1100 | Arch::Gfx1201, _) => 512,
             (Arch::Gfx942, 16) => 1024,
             (Arch::Gfx950, 8) if self.mixed => 4096,
             (Arch::Gfx942, _) | (Arch::Gfx950, 8 | 16) => 2048,

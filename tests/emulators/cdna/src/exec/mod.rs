@@ -34,11 +34,13 @@ mod ds;
 mod lanes;
 pub(crate) mod mfma;
 mod packed;
+mod rdna;
 pub(crate) mod salu;
 mod smem;
 mod valu;
 mod vmem;
 mod wide;
+mod wmma;
 
 use crate::checks::Checks;
 use crate::checks::lds::Lds;
@@ -47,7 +49,7 @@ use crate::counters::Counters;
 use crate::decode::Program;
 use crate::elf::Arch;
 use crate::error::{Exec, FaultKind, Stop};
-use crate::inst::{Class, Inst, VCC};
+use crate::inst::{Class, Inst};
 use crate::memory::View;
 use crate::op::Op;
 use crate::wave::{State, Wave};
@@ -100,7 +102,9 @@ impl Group<'_> {
             let Some(inst) = program.insts.get(wave.pc as usize) else {
                 return Err(Stop::new(FaultKind::OutOfBounds, "execution left the code"));
             };
-            if check {
+            if let Some(second) = &inst.dual {
+                self.dual(wave, inst, second, check)?;
+            } else if check {
                 let exec = wave.exec();
                 wave.checks.before(inst, exec)?;
                 // The destination's lanes are those active before: v_cmpx and saveexec write EXEC itself.
@@ -132,6 +136,7 @@ impl Group<'_> {
                     self.vector(wave, inst, check)?;
                 }
             }
+            Class::Mfma if inst.op == Op::Wmma => wmma::wmma(wave, inst, self.arch)?,
             Class::Mfma => {
                 mfma::mfma(wave, inst, self.arch)?;
                 if let Some(shape) = &inst.mfma {
@@ -169,6 +174,7 @@ impl Group<'_> {
             || convert::convert(wave, inst, self.arch)?
             || wide::wide_ops(wave, inst)?
             || cross::cross(wave, inst, check)?
+            || rdna::vector(wave, inst)?
         {
             return Ok(());
         }
@@ -187,8 +193,8 @@ impl Group<'_> {
             Op::SBranch => true,
             Op::SCbranchScc0 => !wave.scc,
             Op::SCbranchScc1 => wave.scc,
-            Op::SCbranchVccz => wave.s64(VCC) == 0,
-            Op::SCbranchVccnz => wave.s64(VCC) != 0,
+            Op::SCbranchVccz => wave.vcc() == 0,
+            Op::SCbranchVccnz => wave.vcc() != 0,
             Op::SCbranchExecz => wave.exec() == 0,
             Op::SCbranchExecnz => wave.exec() != 0,
             Op::SCallB64 => {
@@ -202,18 +208,13 @@ impl Group<'_> {
                 return Ok(());
             }
             Op::SBarrier => {
-                if self.checks.barriers && wave.exec() != wave.launched {
-                    let missing = wave.launched & !wave.exec();
-                    return Err(Stop::lane(
-                        FaultKind::DivergentBarrier,
-                        missing.trailing_zeros() as usize % 64,
-                        "a barrier is reached with lanes switched off",
-                    ));
-                }
+                self.all_lanes_at_barrier(wave)?;
                 wave.state = State::AtBarrier;
                 self.mark(wave, EXECUTED);
                 false
             }
+            Op::SWaitcnt if self.arch.is_rdna() => self.wait_of_rdna(wave, inst),
+            _ if self.rdna_control(wave, inst)? => false,
             Op::SWaitcnt => {
                 let imm = inst.imm as u32;
                 let vm = imm & 15 | (imm >> 14 & 3) << 4;
@@ -240,6 +241,18 @@ impl Group<'_> {
         Ok(())
     }
 
+    fn all_lanes_at_barrier(&self, wave: &Wave) -> Exec {
+        if self.checks.barriers && wave.exec() != wave.launched {
+            let missing = wave.launched & !wave.exec();
+            return Err(Stop::lane(
+                FaultKind::DivergentBarrier,
+                missing.trailing_zeros() as usize % 64,
+                "a barrier is reached with lanes switched off",
+            ));
+        }
+        Ok(())
+    }
+
     /// On the instruction that the wave executes.
     #[inline(always)]
     fn mark(&mut self, wave: &Wave, mark: u8) {
@@ -249,7 +262,12 @@ impl Group<'_> {
     }
 
     fn wait(&mut self, wave: &mut Wave, vm: usize, lgkm: usize) -> bool {
-        let (arrived, useful) = wave.checks.wait(vm, lgkm);
+        self.wait_for(wave, vm, lgkm, 0)
+    }
+
+    /// As [`Group::wait`], with RDNA 4's count of scalar loads.
+    fn wait_for(&mut self, wave: &mut Wave, vm: usize, lgkm: usize, km: usize) -> bool {
+        let (arrived, useful) = wave.checks.wait(vm, lgkm, km);
         for write in arrived {
             self.lds.arrive(&write, wave.id);
         }

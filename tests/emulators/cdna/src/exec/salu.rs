@@ -149,6 +149,7 @@ pub(crate) fn salu(wave: &mut Wave, inst: &Inst, next_pc: u64) -> Exec {
         Op::SSetregB32 | Op::SSetregImm32B32 => return setreg(wave, inst),
         _ => match condition(wave, inst) {
             Some(scc) => (Out::Nothing, Some(scc)),
+            None if super::rdna::scalar(wave, inst) => return Ok(()),
             None => {
                 return Err(Stop::new(
                     FaultKind::UnknownInstruction,

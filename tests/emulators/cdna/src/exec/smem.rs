@@ -2,6 +2,7 @@
 
 use super::{Group, unknown};
 use crate::checks::regs::Outstanding;
+use crate::elf::Arch;
 use crate::error::{Exec, FaultKind, Stop};
 use crate::inst::{Inst, MemKind, Space};
 use crate::op::Op;
@@ -21,9 +22,11 @@ impl Group<'_> {
             _ => return Err(unknown(inst)),
         }
         let fills = inst.writes.first().copied();
+        let apart = self.arch == Arch::Gfx1201;
         self.issue(wave, check, || Outstanding {
             vm: false,
-            lgkm: true,
+            lgkm: !apart,
+            km: apart,
             unordered: true,
             fills,
             touches: [None, None],

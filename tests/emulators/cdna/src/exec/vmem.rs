@@ -41,6 +41,10 @@ impl Group<'_> {
             }
             _ => return Err(unknown(inst)),
         }
+        // RDNA counts stores apart (VSCNT, STORECNT), and nothing here is read again before the kernel's end.
+        if self.arch.is_rdna() && inst.writes.is_empty() && dma.is_none() {
+            return Ok(());
+        }
         let flat = mem.space == Space::Flat;
         let fills = inst.writes.first().copied();
         // A direct load must arrive late even where nothing is checked.
@@ -48,6 +52,7 @@ impl Group<'_> {
         self.issue(wave, queue, || Outstanding {
             vm: true,
             lgkm: flat,
+            km: false,
             unordered: flat,
             fills,
             touches: [None, None],

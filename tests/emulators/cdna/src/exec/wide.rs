@@ -3,7 +3,7 @@
 use super::lanes::{put, put64, source, source_hi};
 use super::valu::{binary, frexp, ldexp, ternary};
 use crate::error::Exec;
-use crate::inst::{Inst, VCC};
+use crate::inst::Inst;
 use crate::op::Op;
 use crate::wave::{LANES, Lanes, Wave};
 
@@ -65,7 +65,7 @@ fn set_mask(wave: &mut Wave, inst: &Inst, f: impl Fn(usize) -> bool) {
         mask |= u64::from(f(l)) << l;
     }
     let mask = mask & wave.exec();
-    wave.set_s64(inst.sdst, mask);
+    wave.set_mask(inst.sdst, mask);
 }
 
 /// Sum or difference with carry in and out.
@@ -82,7 +82,7 @@ fn carry(wave: &mut Wave, inst: &Inst, carry_in: bool, f: impl Fn(u32, u32, u32)
     }
     let carries = carries & wave.exec();
     put(wave, inst, out);
-    wave.set_s64(inst.sdst, carries);
+    wave.set_mask(inst.sdst, carries);
 }
 
 #[inline(always)]
@@ -228,7 +228,7 @@ fn wide_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
             put(wave, inst, Lanes(std::array::from_fn(|l| scaled(l).0.to_bits())));
         }
         Op::VDivFmasF32 => {
-            let vcc = wave.s64(VCC);
+            let vcc = wave.vcc();
             let (a, b, c) = (narrow(wave, inst, 0), narrow(wave, inst, 1), narrow(wave, inst, 2));
             let out = std::array::from_fn(|l| {
                 let f = f32::from_bits;

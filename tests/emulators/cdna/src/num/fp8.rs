@@ -44,12 +44,12 @@ impl Format {
 
     /// What an architecture calls `fp8`.
     pub(crate) fn fp8(arch: Arch) -> Self {
-        if arch == Arch::Gfx950 { Self::E4M3_OCP } else { Self::E4M3_FNUZ }
+        if matches!(arch, Arch::Gfx950 | Arch::Gfx1201) { Self::E4M3_OCP } else { Self::E4M3_FNUZ }
     }
 
     /// What an architecture calls `bf8`.
     pub(crate) fn bf8(arch: Arch) -> Self {
-        if arch == Arch::Gfx950 { Self::E5M2_OCP } else { Self::E5M2_FNUZ }
+        if matches!(arch, Arch::Gfx950 | Arch::Gfx1201) { Self::E5M2_OCP } else { Self::E5M2_FNUZ }
     }
 
     /// Bits of a code, sign included.

@@ -27,6 +27,7 @@ pub(crate) fn compile_with(name: &str, arch: Arch, options: &[&str]) -> Option<V
             "-gline-tables-only",
             &format!("--offload-arch={arch}"),
         ])
+        .args(arch_options(arch))
         .args(options)
         .arg(&source)
         .arg("-o")
@@ -45,6 +46,14 @@ pub(crate) fn compile_with(name: &str, arch: Arch, options: &[&str]) -> Option<V
             absent(&format!("{compiler} (kernel {name} for {arch} was not compiled, nothing was run)"));
             None
         }
+    }
+}
+
+/// What fmha tells clang of an architecture.
+fn arch_options(arch: Arch) -> &'static [&'static str] {
+    match arch {
+        Arch::Gfx1100 => &["-Xclang", "-target-feature", "-Xclang", "-real-true16"],
+        _ => &[],
     }
 }
 

@@ -1,0 +1,79 @@
+// Numbers that follow from the spec and the tile, and what lies in LDS.
+#pragma once
+#include <fmha/mma/rdna.h>
+#include <fmha/rdna/tile.h>
+
+namespace fmha::rdna {
+
+using cdna::CdnaParams;
+using cdna::CdnaSpec;
+using cdna::LoadPath;
+using cdna::OutputKind;
+using cdna::StorePath;
+
+// A matrix in LDS, its rows so far apart that 16 lanes that read one place of 16 rows meet in no bank: reads of 16
+// bytes, eight lanes a cycle, by an odd number of them; of 8 bytes, 16 lanes a cycle, likewise.
+template <int rows, int row_elems, int elem_bytes>
+struct LdsRows {
+  static constexpr int pad = 8 * elem_bytes, stride = row_elems * elem_bytes + pad;
+  alignas(16) uint8_t bytes[rows * stride];
+
+  // Elements 16 step .. + 15 of row 16 block + l % 16, as lane l's operand; on gfx12 its half of them.
+  template <DType dtype>
+  FMHA_DEVICE Operand<dtype> operand(int lane_offset, int block, int step) const {
+    static_assert(size_bytes(dtype) == elem_bytes);
+    const uint8_t* const from = &bytes[lane_offset + block * kEdge * stride + step * kEdge * elem_bytes];
+    Operand<dtype> x;
+    constexpr int words = Fragment<dtype>::words, at_once = words < 4 ? words : 4;
+#pragma unroll
+    for (int w = 0; w < words; w += at_once) {
+      const auto piece = *reinterpret_cast<const Vec<uint32_t, at_once>*>(from + 4 * w);
+#pragma unroll
+      for (int i = 0; i < at_once; ++i) x[w + i] = piece[i];
+    }
+    return x;
+  }
+
+  // A lane's part of the address.
+  static FMHA_DEVICE int lane_offset(int thread) {
+    return lane_col(thread) * stride + (kRepeats ? 0 : lane_half(thread) * kOperandElems * elem_bytes);
+  }
+};
+
+template <CdnaSpec spec, RdnaTile tile>
+struct Config {
+  static constexpr int qk_bytes = size_bytes(spec.dtype_qk), v_bytes = size_bytes(spec.dtype_v);
+  static constexpr int num_waves = tile.block_m / kEdge, num_threads = num_waves * kWaveSize;
+  static constexpr int n_blocks = tile.block_n / kEdge;    // of keys, of a tile
+  static constexpr int d_blocks = spec.head_dim_v / kEdge;  // of O^T
+  static constexpr int qk_steps = spec.head_dim_qk / kEdge;
+  static constexpr bool by_element = tile.load == LoadPath::Element;
+  // On gfx11 a lane's operands of wide rows of Q are more than it has registers for beside O: it keeps half of each.
+  static constexpr bool halves_of_q = spec.head_dim_qk > 128;
+  // Operands of V that are read ahead of their products: the scheduler would read all, into registers that are not there.
+  static constexpr int blocks_ahead = spec.head_dim_qk + spec.head_dim_v > 448   ? 1
+                                      : spec.head_dim_qk + spec.head_dim_v > 256 ? 2
+                                                                                 : 4;
+  static constexpr int q_words = halves_of_q ? Fragment<spec.dtype_qk>::half_words : Fragment<spec.dtype_qk>::words;
+
+  using K = LdsRows<tile.block_n, spec.head_dim_qk, qk_bytes>;
+  // V transposed: a row a head dim, its keys in the order of places (mma/rdna.h).
+  using V = LdsRows<spec.head_dim_v, tile.block_n, v_bytes>;
+
+  struct Lds {
+    union {
+      struct {
+        K k;
+        V v;
+      };
+      float o[num_waves][kEdge * kEdge];  // a block of O of each wave, once K and V are done with
+    };
+    int32_t zeroed[num_waves];  // whether a wave has replaced a value of V that is not finite
+  };
+  static_assert(sizeof(Lds) <= 64 * 1024, "K and V do not fit the LDS");
+
+  // P is scaled by this power of two before it is rounded, so that FP8's range is used in full.
+  static constexpr int p_scale_log2 = spec.dtype_v == DType::E4m3Fn ? 8 : is_fp8(spec.dtype_v) ? 15 : 0;
+};
+
+}  // namespace fmha::rdna

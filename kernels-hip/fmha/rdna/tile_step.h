@@ -1,0 +1,222 @@
+// One step of the main loop, for one wave: 16 queries against one tile of keys.
+//
+//   S^T = K Q^T     accumulators hold keys along registers, queries along lanes
+//   P^T = exp2(S^T) becomes the operand of the next product: in place on gfx12, by an exchange of half waves on gfx11
+//   O^T += V^T P^T
+#pragma once
+#include <fmha/isa/sched.h>
+#include <fmha/mask.h>
+#include <fmha/online_softmax.h>
+#include <fmha/philox.h>
+#include <fmha/range.h>
+#include <fmha/rdna/load.h>
+#include <fmha/score.h>
+
+namespace fmha::rdna {
+
+// What one workgroup works on.
+struct Job {
+  SeqSpan span;
+  int32_t i_head, i_head_kv;
+  MaskBand band;
+  float scale;  // of raw scores: to natural ones where they are modified, else to log2
+};
+
+// A wave's state for its 16 queries. Lanes l and l + 16 share query l: each has half of a tile's keys and half of the
+// head dims of O.
+template <CdnaSpec spec, RdnaTile tile>
+struct Wave {
+  using C = Config<spec, tile>;
+  int32_t first_query, query;
+  Array<Vec<uint32_t, C::q_words>, C::qk_steps> q;
+  Array<Acc, C::d_blocks> o;
+  OnlineRow row;  // row_sum: this lane's half; row_max is natural where scores are modified
+};
+
+template <CdnaSpec spec>
+constexpr float kMaxToLog2 = spec.modifies ? kLog2E : 1.f;
+
+// P's scale, in log2. That of bf16, whose V may reach f32's largest number, lies below 1 by the number of keys, so that
+// no sum of P V leaves f32 where O does not.
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE int p_scale_log2(const Job& job) {
+  if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
+  return __builtin_clz(job.span.seqlen_k | 1) - 32;
+}
+
+template <CdnaSpec spec, RdnaTile tile>
+using Scores = Array<Acc, Config<spec, tile>::n_blocks>;
+
+template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
+FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typename C::K& k) {
+  const int lane = C::K::lane_offset(opaque_thread_idx());
+  Scores<spec, tile> s;
+#pragma unroll
+  for (int n = 0; n < C::n_blocks; ++n) s[n] = Acc{};
+#pragma unroll
+  for (int c = 0; c < C::qk_steps; ++c) {
+    Operand<spec.dtype_qk> q;
+    if constexpr (C::halves_of_q) q = joined<spec.dtype_qk>(wave.q[c]);
+    else q = wave.q[c];
+#pragma unroll
+    for (int n = 0; n < C::n_blocks; ++n) {
+      s[n] = mma<spec.dtype_qk>(k.template operand<spec.dtype_qk>(lane, n, c), q, s[n]);
+      if constexpr (C::blocks_ahead == 1) sched_barrier();
+    }
+    // Else all of K is read ahead, into registers that are not there.
+    sched_barrier();
+  }
+  // Products without effects would be moved behind the branches on the mask, and all operands kept until then.
+#pragma unroll
+  for (int n = 0; n < C::n_blocks; ++n) opaque_in_vgpr(s[n]);
+  return s;
+}
+
+// Calls `change(score, key)` for all of a lane's scores.
+template <CdnaSpec spec, RdnaTile tile, class Change>
+FMHA_DEVICE void for_each_score(Scores<spec, tile>& s, int32_t first_key, Change change) {
+  const int half = lane_half(opaque_thread_idx());
+#pragma unroll
+  for (int n = 0; n < Config<spec, tile>::n_blocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < kAccElems; ++i)
+      s[n][i] = change(s[n][i], first_key + n * kEdge + acc_row(i, half));
+  }
+}
+
+// Raw scores become natural ones. Which modifiers a call has is decided here, for a tile at once.
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, int32_t query,
+                        int32_t first_key) {
+  const FwdParams& p = params.fwd;
+  const int32_t last_query = job.span.seqlen_q - 1, last_key = job.span.seqlen_k - 1;
+  if (p.softcap > 0.f) {
+    for_each_score<spec, tile>(s, first_key, [&](float x, int32_t) { return capped_score(x, p.softcap); });
+  }
+  if (p.bias.data) {
+    // Clamped: the bias ends where the sequence does.
+    const int64_t row = job.span.i_batch * p.bias.batch + job.i_head * p.bias.head + min(query, last_query) * p.bias.row;
+    const auto add = [&](const auto* bias) __attribute__((always_inline)) {
+      for_each_score<spec, tile>(
+          s, first_key, [&](float x, int32_t key) { return x + float(bias[row + min(key, last_key)]); });
+    };
+    switch (DType(params.dtype_bias)) {
+      case DType::F16: add(static_cast<const f16*>(p.bias.data)); break;
+      case DType::Bf16: add(static_cast<const bf16*>(p.bias.data)); break;
+      default: add(static_cast<const float*>(p.bias.data));
+    }
+  }
+  if (p.alibi_slopes.data) {
+    const float slope = scalar_of(p.alibi_slopes, job.span.i_batch, job.i_head, 0.f);
+    const int32_t at = min(query, last_query) + (p.alibi_bottom_right ? job.span.seqlen_k - job.span.seqlen_q : 0);
+    for_each_score<spec, tile>(
+        s, first_key, [&](float x, int32_t key) { return x - slope * abs_of(float(at - key)); });
+  }
+}
+
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, int32_t query, int32_t first_key) {
+  for_each_score<spec, tile>(s, first_key, [&](float x, int32_t key) {
+    const bool seen = key < job.span.seqlen_k && (spec.mask == MaskKind::Full || visible(job.band, query, key));
+    return seen ? x : -infinity();
+  });
+}
+
+// Whether the wave's tile needs no mask.
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE bool needs_no_mask(const Job& job, int32_t first_query, int32_t first_key) {
+  const Range queries = {first_query, first_query + kEdge}, keys = {first_key, first_key + tile.block_n};
+  return keys.end <= job.span.seqlen_k &&
+         (spec.mask == MaskKind::Full || block_class(job.band, queries, keys) == BlockClass::Inside);
+}
+
+// Updates the running maximum; sums and O are rescaled only if it rose for some query of the wave.
+template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
+FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Scores<spec, tile>& s) {
+  // Two chains: each step waits for the one before.
+  float most[2] = {-infinity(), -infinity()};
+#pragma unroll
+  for (int n = 0; n < C::n_blocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < kAccElems; i += 2) most[i / 2 % 2] = v_max3_f32(most[i / 2 % 2], s[n][i], s[n][i + 1]);
+  }
+  float tile_max = v_max_f32(most[0], most[1]);
+  tile_max = v_max_f32(tile_max, other_half(tile_max));
+  if (v_cmp_ballot(tile_max > wave.row.row_max) == 0) return;
+  const float before = wave.row.row_max;
+  wave.row.row_max = v_max_f32(before, tile_max);
+  const float correction = exp2_of((before - finite_or_zero(wave.row.row_max)) * kMaxToLog2<spec>);
+  wave.row.row_sum *= correction;
+#pragma unroll
+  for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
+}
+
+// Scores become P, their sum is added to the row's.
+template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
+FMHA_DEVICE void probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const Job& job) {
+  const float row_max = finite_or_zero(wave.row.row_max), scale_of_p = float(p_scale_log2<spec, tile>(job));
+  float sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < C::n_blocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < kAccElems; ++i) {
+      // The maximum is subtracted from scores that were rounded as it was: as one multiply-add it would not cancel.
+      s[n][i] = v_exp_f32((s[n][i] - row_max) * kMaxToLog2<spec> + scale_of_p);
+      sum[i % 2] += s[n][i];
+    }
+  }
+  wave.row.row_sum += sum[0] + sum[1];
+}
+
+// Sets P of dropped pairs to 0. Four adjacent keys share a call of Philox.
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, int32_t query, int32_t first_key) {
+  if (!params.drops) return;
+  const FwdParams& p = params.fwd;
+  const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+  const int half = lane_half(opaque_thread_idx());
+#pragma unroll
+  for (int n = 0; n < Config<spec, tile>::n_blocks; ++n) {
+    // Registers of a lane that lie in one group of four keys.
+    constexpr int at_once = kRepeats ? 2 : 4;
+#pragma unroll
+    for (int i = 0; i < kAccElems; i += at_once) {
+      const int32_t key = first_key + n * kEdge + acc_row(i, half);
+      const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, key / 4);
+#pragma unroll
+      for (int r = 0; r < at_once; ++r) {
+        const uint32_t word = kRepeats ? (half ? words[2 * r + 1] : words[2 * r]) : words[r];
+        s[n][i + r] = word < p.dropout_threshold ? s[n][i + r] : 0.f;
+      }
+    }
+  }
+}
+
+template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
+FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const Scores<spec, tile>& p, const typename C::V& v) {
+  const int lane = C::V::lane_offset(opaque_thread_idx());
+#pragma unroll
+  for (int n = 0; n < C::n_blocks; ++n) {
+    const Operand<spec.dtype_v> p_operand = joined<spec.dtype_v>(packed_p<spec.dtype_v>(p[n]));
+#pragma unroll
+    for (int d = 0; d < C::d_blocks; ++d) {
+      wave.o[d] = mma<spec.dtype_v>(v.template operand<spec.dtype_v>(lane, d, n), p_operand, wave.o[d]);
+      if (d % C::blocks_ahead == C::blocks_ahead - 1) sched_barrier();
+    }
+  }
+}
+
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE void tile_step(Wave<spec, tile>& wave, const typename Config<spec, tile>::Lds& lds, const CdnaParams& p,
+                           const Job& job, int32_t first_key) {
+  Scores<spec, tile> s = scores<spec, tile>(wave, lds.k);
+  for_each_score<spec, tile>(s, first_key, [&](float x, int32_t) { return x * job.scale; });
+  if constexpr (spec.modifies) modify<spec, tile>(s, p, job, wave.query, first_key);
+  if (!needs_no_mask<spec, tile>(job, wave.first_query, first_key)) mask<spec, tile>(s, job, wave.query, first_key);
+  raise_row_max<spec, tile>(wave, s);
+  probabilities<spec, tile>(s, wave, job);
+  if constexpr (spec.dropout) drop<spec, tile>(s, p, job, wave.query, first_key);
+  weighted_values<spec, tile>(wave, s, lds.v);
+}
+
+}  // namespace fmha::rdna

@@ -1,0 +1,254 @@
+//! `rdna_fwd`: forward on WMMA, gfx1100 and gfx1201.
+
+pub mod recipe;
+
+use fmha_core::abi::FwdParams;
+use fmha_core::abi_spec;
+use fmha_core::fields::{Fields as _, Takes, knob_values};
+use fmha_core::source::{Entry, Header, KernelSource};
+use fmha_core::tune::TileOptions;
+use fmha_core::{
+    FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, Shape, Strides, VLayout, check_addresses,
+};
+
+use crate::arch::Arch;
+use crate::cdna;
+use crate::device::{Device, refuse};
+use crate::{CdnaParams, CdnaSpec, LoadPath, StorePath};
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "rdna_fwd";
+/// What its entry includes.
+pub const HEADER: &str = "fmha/rdna/fwd.h";
+
+/// Rows of a matrix instruction, hence queries of a wave.
+const WAVE_ROWS: u32 = 16;
+const MAX_HEAD_DIM: u32 = 256;
+/// Bytes of the widest load of a lane.
+const CHUNK: i64 = 16;
+
+abi_spec! {
+    /// How the RDNA forward kernel computes.
+    pub struct RdnaTile {
+        /// Queries of a workgroup: 16 a wave.
+        pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 128]),
+        /// Keys of a step of the main loop.
+        pub block_n: i32 = Takes::among(&[16, 32, 64]).tuned_over(&[32, 64]),
+        /// How Q, K and V are read: by chunks of 16 bytes, or by elements.
+        pub load: LoadPath = Takes::nothing(),
+        /// How O is written.
+        pub store: StorePath = Takes::nothing(),
+    }
+}
+
+/// The kernel, with all that was chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rdna {
+    spec: CdnaSpec,
+    /// How it computes.
+    pub tile: RdnaTile,
+}
+
+/// Whether this kernel computes `problem` on `device`, and with which tile.
+///
+/// # Errors
+/// The field that it does not take, and its number.
+pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Rdna, Refusal> {
+    let arch = device.arch;
+    if !arch.is_rdna() {
+        refuse!(NAME, "{} has no WMMA", arch.name());
+    }
+    problem.refuse_mixed_layouts(NAME)?;
+    problem.refuse_cache_updates(NAME)?;
+    for (field, dtype) in [("dtype_qk", problem.dtypes.qk), ("dtype_v", problem.dtypes.v)] {
+        if !arch.multiplies(dtype) {
+            refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());
+        }
+    }
+    if problem.dtypes.o.is_fp8() && !arch.multiplies(problem.dtypes.o) {
+        refuse!(NAME, "dtype_o {} has no conversion on {}", problem.dtypes.o, arch.name());
+    }
+    let dims = problem.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > MAX_HEAD_DIM {
+            refuse!(NAME, "{field} {dim} is larger than {MAX_HEAD_DIM}");
+        }
+    }
+    let load = if loads_chunks(problem) { LoadPath::Chunks } else { LoadPath::Element };
+    let chosen = Rdna::of(problem, arch, load, &options.tile)?;
+    let (tiles, most) = (chosen.num_tiles(problem), u64::from(u32::MAX / chosen.num_threads()));
+    if tiles > most {
+        refuse!(
+            NAME,
+            "seqlen_q, num_heads_q and batch make {tiles} tiles of {} queries, more than {most}",
+            chosen.tile.block_m
+        );
+    }
+    Ok(chosen)
+}
+
+/// Whether every row of Q, K and V is whole chunks long and starts on one.
+fn loads_chunks(problem: &FwdProblem) -> bool {
+    let fits = |strides: Strides, shape: Shape, size: u64| {
+        let size = size.cast_signed();
+        let whole = |count: u32, stride: i64| count <= 1 || (stride * size) % CHUNK == 0;
+        (i64::from(shape.dim) * size) % CHUNK == 0
+            && whole(shape.batch, strides.batch)
+            && whole(shape.head, strides.head)
+            && whole(shape.seq, strides.seq)
+    };
+    let (qk, v) = (problem.dtypes.qk.size_bytes(), problem.dtypes.v.size_bytes());
+    problem.layout.v == VLayout::RowMajor
+        && fits(problem.strides.q, problem.shape_q(), qk)
+        && fits(problem.strides.k, problem.shape_k(), qk)
+        && fits(problem.strides.v, problem.shape_v(), v)
+}
+
+impl Rdna {
+    fn of(
+        problem: &FwdProblem,
+        arch: Arch,
+        load: LoadPath,
+        asked: &[(String, String)],
+    ) -> Result<Self, Refusal> {
+        let spec = cdna::spec(problem, load);
+        let widest = spec.head_dim_qk.max(spec.head_dim_v);
+        let few_queries = problem.dims.seqlen_q <= 64;
+        let by_element = load == LoadPath::Element;
+        let mut tile = RdnaTile {
+            // Eight waves share the tiles of K and V where rows leave registers for them.
+            block_m: if few_queries || widest > 128 { 64 } else { 128 },
+            block_n: match widest {
+                // Addresses of single elements take registers too.
+                193.. if by_element => 16,
+                129.. => 32,
+                _ => 64,
+            },
+            load,
+            store: if by_element || !cdna::stores_runs(problem) {
+                StorePath::Element
+            } else {
+                StorePath::Vector
+            },
+        };
+        for (name, value) in asked {
+            tile.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
+        }
+        let chosen = Self { spec, tile };
+        let lds = chosen.lds_bytes();
+        if lds > arch.lds_bytes() {
+            let block_n = tile.block_n;
+            refuse!(NAME, "tile block_n={block_n} takes {lds} bytes of LDS, more than {}", arch.lds_bytes());
+        }
+        Ok(chosen)
+    }
+
+    /// Threads of a workgroup.
+    #[must_use]
+    pub fn num_threads(&self) -> u32 {
+        self.num_waves() * 32
+    }
+
+    fn num_waves(&self) -> u32 {
+        self.tile.block_m.unsigned_abs() / WAVE_ROWS
+    }
+
+    /// A tile of K and one of V transposed, whose rows are some bytes apart, or a block of O a wave.
+    fn lds_bytes(&self) -> u32 {
+        let Self { spec, tile } = self;
+        let rows = |rows: i32, elems: i32, size: u64| {
+            let size = size as u32;
+            rows.unsigned_abs() * (elems.unsigned_abs() * size + 8 * size)
+        };
+        let k = rows(tile.block_n, spec.head_dim_qk, spec.dtype_qk.size_bytes()).next_multiple_of(16);
+        let v = rows(spec.head_dim_v, tile.block_n, spec.dtype_v.size_bytes()).next_multiple_of(16);
+        let o = self.num_waves() * WAVE_ROWS * WAVE_ROWS * 4;
+        (k + v).max(o) + (4 * self.num_waves()).next_multiple_of(16)
+    }
+
+    /// Tiles: `block_m` queries of a head, a workgroup to each.
+    #[must_use]
+    pub fn num_tiles(&self, problem: &FwdProblem) -> u64 {
+        let dims = problem.dims;
+        let m_blocks = dims.seqlen_q.div_ceil(self.tile.block_m.unsigned_abs());
+        u64::from(m_blocks).saturating_mul(u64::from(dims.num_heads_q) * u64::from(dims.batch))
+    }
+
+    /// What is compiled.
+    #[must_use]
+    pub fn source(&self) -> KernelSource {
+        let threads = self.num_threads();
+        let entry = Entry {
+            include: HEADER,
+            constants: &[("kSpec", &self.spec), ("kTile", &self.tile)],
+            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({threads}, {threads})))"),
+            params: "CdnaParams p",
+            call: "rdna::fwd<kSpec, kTile>(p);",
+        };
+        let text = entry.render().replace(
+            "using namespace fmha;",
+            "using namespace fmha;\nusing namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;",
+        );
+        KernelSource::new(text, crate::headers)
+    }
+
+    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
+    /// made.
+    ///
+    /// # Errors
+    /// The operand, its address and the alignment that it lacks.
+    pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+        let loads = if self.tile.load == LoadPath::Element { 1 } else { CHUNK.unsigned_abs() };
+        let stores =
+            if self.tile.store == StorePath::Element { 1 } else { 4 * problem.dtypes.o.size_bytes() };
+        let operands = [
+            ("q", args.q.as_ptr() as u64, loads, true),
+            ("k", args.k_slice().as_ptr() as u64, loads, true),
+            ("v", args.v_slice().as_ptr() as u64, loads, true),
+            ("o", args.o.as_mut_ptr() as u64, stores, true),
+        ];
+        check_addresses(NAME, operands)
+    }
+
+    /// The kernel that takes any address, where it is another one.
+    #[must_use]
+    pub fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {
+        let tile = RdnaTile { load: LoadPath::Element, store: StorePath::Element, ..self.tile };
+        (tile != self.tile).then(|| Self { tile, spec: cdna::spec(problem, tile.load) })
+    }
+
+    /// What a launch reads.
+    #[must_use]
+    pub fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
+        cdna::Cdna::params(problem, fwd)
+    }
+
+    /// The fields of its tile that a user sets, spelt out.
+    #[must_use]
+    pub fn knobs(&self) -> TileOptions {
+        knob_values(&self.tile)
+    }
+
+    /// The rows that a plan prints.
+    #[must_use]
+    pub fn details(&self) -> Vec<(&'static str, String)> {
+        let Self { spec, tile } = self;
+        vec![
+            ("tile", format!("block_m {} block_n {}", tile.block_m, tile.block_n)),
+            ("loads", format!("{:?}", tile.load)),
+            ("stores", format!("{:?}", tile.store)),
+            ("lds", format!("{} bytes", self.lds_bytes())),
+            ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, spec.dtype_v)),
+        ]
+    }
+}
+
+pub(crate) fn tile_header() -> Header {
+    use fmha_core::abi::AbiLiteral as _;
+    let text = format!(
+        "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::rdna {{\n\nusing namespace fmha::cdna;\n\n{}\n\
+         }}  // namespace fmha::rdna\n",
+        RdnaTile::c_definition()
+    );
+    Header::rendered("fmha/rdna/tile.h", text)
+}
