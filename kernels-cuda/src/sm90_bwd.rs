@@ -45,7 +45,7 @@ pub enum BwdWalk {
     /// The same, with the next block's scores started before this block's dK is waited for; two blocks of Q
     /// are then held at a time, and a third stage hides their loading.
     EarlyScores,
-    /// At 192 with a V of at most 128: P and dS of half of a block's queries at a time.
+    /// From 129 to 192, where both dimensions together are at most 320: P and dS of half of a block's queries at a time.
     HalfBlocks,
     /// Beyond 128: all consumers have the CTA's 64 keys, and each 32 of the queries of S and a part of the
     /// dimension of dQ, dK and dV.
@@ -185,8 +185,13 @@ abi_struct! {
         pub num_bias_blocks: i32,
         /// Multiprocessors: CTAs that run at a time.
         pub num_sms: i32,
-        /// Tiles that share a kv head's query heads.
+        /// Parts of a kv head's query heads, where tiles share them.
         pub num_head_parts: i32,
+        /// Parts of the query blocks of each of these.
+        pub num_query_parts: i32,
+        /// With ordered additions to dQ, of so many heads the key blocks of one are launched beside those of others, and
+        /// behind a mask walk their queries from the last one down. Without a mask all heads, which is 1, or none.
+        pub side_by_side_period: i32,
         /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
         /// of; else all of them.
         pub num_first_query_heads: i32,
@@ -199,6 +204,21 @@ abi_struct! {
 
 /// Threads of a CTA of the kernels before and after the main one.
 pub const ROW_THREADS: u32 = 256;
+
+/// How tiles share a kv head's queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadParts {
+    /// Parts of its query heads: a divisor of the GQA ratio.
+    pub heads: u32,
+    /// Parts of the query blocks of each of these.
+    pub queries: u32,
+}
+
+/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down.
+const SIDE_BY_SIDE_PERIOD: u32 = 8;
+
+/// CTAs that add a key block's parts with `head_parts`: they divide `block_n`.
+pub const HEAD_SUMS_CTAS: u32 = 8;
 
 /// Registers of a consumer's accumulators that leave room for the rest.
 const MAX_ACCUMULATORS: i32 = 216;
@@ -227,18 +247,27 @@ impl Sm90BwdTile {
             let columns = dim / self.num_consumers();
             (SPLIT_QUERIES, columns, columns)
         } else {
-            (self.block_m / self.walk.score_parts(), dim, self.v_columns(spec))
+            (
+                self.block_m / self.walk.score_parts(),
+                own_width(spec.fwd.head_dim_qk),
+                own_width(spec.fwd.head_dim_v),
+            )
         }
     }
 
+    /// dQ's dimension among its sums.
+    const fn dq_dim(&self, spec: &BwdSpec) -> i32 {
+        if self.walk.score_parts() > 1 { own_width(spec.fwd.head_dim_qk) } else { padded_dim(spec) }
+    }
+
     /// Columns of a consumer's share of dQ.
-    const fn dq_columns(&self, dim: i32) -> i32 {
-        if self.walk.transposes_dq(dim) {
+    const fn dq_columns(&self, spec: &BwdSpec) -> i32 {
+        if self.walk.transposes_dq(padded_dim(spec)) {
             self.block_m
         } else if self.walk.splits_dims() || self.walk.score_parts() > 1 {
-            dim / self.num_consumers()
+            self.dq_dim(spec) / self.num_consumers()
         } else {
-            dim
+            padded_dim(spec)
         }
     }
 
@@ -282,8 +311,9 @@ impl Sm90BwdTile {
         let queries =
             self.stages_q * tile_bytes(self.block_m, dim) + self.stages_dout * tile_bytes(self.block_m, of_v);
         let ds = self.ds_bytes();
-        let dq = if self.adds_from_registers() { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
-        let sums = if self.finishes_dq() { round_up(4 * self.block_m * dim, 1024) } else { 0 };
+        let dq_bytes = round_up(4 * self.block_m * self.dq_dim(spec), 1024);
+        let dq = if self.adds_from_registers() { 1024 } else { dq_bytes };
+        let sums = if self.finishes_dq() { dq_bytes } else { 0 };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
         let barriers =
             8 * (7 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
@@ -335,7 +365,7 @@ impl Sm90BwdTile {
         let (set, v) = (walk.name(), spec.fwd.head_dim_v);
         let takes_dims = match walk {
             BwdWalk::InOrder | BwdWalk::LateDp | BwdWalk::EarlyScores => dim <= 128,
-            BwdWalk::HalfBlocks => dim == 192 && v <= 128,
+            BwdWalk::HalfBlocks => fits_half_blocks(spec),
             BwdWalk::SplitDims | BwdWalk::SplitEarly => dim > 128,
             BwdWalk::InClusters => dim == 256,
         };
@@ -448,7 +478,7 @@ impl Sm90BwdTile {
                 "block_m {block_m}: of a consumer's {queries} queries dropout decides {decided} at a time"
             ));
         }
-        let accumulators = queries.max(self.dq_columns(dim) / 2) + (of_dk + of_dv) / 2;
+        let accumulators = queries.max(self.dq_columns(spec) / 2) + (of_dk + of_dv) / 2;
         if accumulators > MAX_ACCUMULATORS {
             return Err(format!(
                 "block_m {block_m}: {accumulators} accumulators a thread are more than {MAX_ACCUMULATORS}"
@@ -498,52 +528,66 @@ impl Sm90BwdTile {
         }
     }
 
-    /// Flags, one to each consumer warp of each tile and one to each query block of each head: whether its dK
+    /// CTAs of the launch that finishes dQ to a query block: a piece of it for each of their threads, so that none waits
+    /// for memory twice. D 256, two sequences of 480, 8 heads: 20 us of 57 with one.
+    #[must_use]
+    pub const fn finish_ctas(&self, spec: &BwdSpec) -> i32 {
+        let dim = padded_dim(spec);
+        let piece = if self.walk.transposes_dq(dim) { 32 } else { 16 };
+        let ctas = self.block_m * self.dq_dim(spec) / (piece * ROW_THREADS as i32);
+        if self.finishes_dq() || ctas < 1 { 1 } else { ctas }
+    }
+
+    /// Flags, one to each consumer warp of each tile and one to each CTA that finishes dQ, or each query block: whether its dK
     /// and dV, or its dQ, have a number that is not finite. None without [`repairs`].
     #[must_use]
     pub fn num_non_finite_flags(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
         if repairs(spec) {
-            4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) + u64::from(q_blocks)
+            let of_queries = u64::from(q_blocks) * u64::from(self.finish_ctas(spec).unsigned_abs());
+            4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) + of_queries
         } else {
             0
         }
     }
 
-    /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to
-    /// a multiprocessor, or where the [model](Self::head_parts_candidates) has it faster. Not where the bits
-    /// of a sequence are to be the same in any batch.
+    /// Whether tiles are to share a kv head's queries: where the [model](Self::head_parts_candidates) has it faster, or of
+    /// packed sequences, whose lengths it does not know, where there are fewer tiles than two to a multiprocessor.
+    /// Deterministic calls by a rule of their own, which no batch changes.
     #[must_use]
     pub fn wants_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> bool {
-        if spec.deterministic || problem.fwd.gqa_ratio() == 1 {
-            return false;
-        }
-        let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
-        let modelled = self.head_parts_candidates(problem, spec, num_sms);
-        is_short || modelled.cheapest(cost::LEAST_GAIN).is_some_and(|best| best.choice > 1)
+        let parts = self.parts(problem, spec, num_sms);
+        parts.heads * parts.queries > 1
     }
 
-    /// In how many parts a kv head's query heads may be shared out to tiles, with what the model says of
-    /// each; the first is that of the rule. Empty for packed sequences, deterministic calls and equal heads.
+    /// In how many parts a kv head's queries may be shared out to tiles, with what the model says of each; the first is
+    /// that of the rule. Empty for packed sequences and deterministic calls.
     #[must_use]
     pub fn head_parts_candidates(
         &self,
         problem: &BwdProblem,
         spec: &BwdSpec,
         num_sms: u32,
-    ) -> Candidates<u32> {
-        if spec.deterministic || problem.fwd.gqa_ratio() == 1 || num_sms == 0 {
+    ) -> Candidates<HeadParts> {
+        if spec.deterministic || num_sms == 0 {
             return Candidates::default();
         }
-        let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
-        let least = if is_short { self.parts_by_rule(problem, num_sms) } else { 1 };
-        cost::head_parts(self, problem, spec, num_sms, least)
+        let ratio = problem.fwd.gqa_ratio();
+        let tiles = self.tiles_of_all_heads(problem);
+        let by_rule = if tiles < 2 * u64::from(num_sms) { self.parts_by_rule(problem, num_sms) } else { 1 };
+        // Many tiles fill the multiprocessors as they are. The main kernel finishes dQ by heads, whole ones.
+        let may_split_queries = tiles * u64::from(ratio) < 4 * u64::from(num_sms) && !self.finishes_dq();
+        let most = if may_split_queries { 4 } else { 1 };
+        let heads = std::iter::once(by_rule)
+            .chain((1..=ratio).filter(|&parts| parts != by_rule && ratio.is_multiple_of(parts)));
+        let parts = heads.flat_map(|heads| (1..=most).map(move |queries| HeadParts { heads, queries }));
+        cost::head_parts(self, problem, spec, num_sms, parts)
     }
 
     /// Microseconds that the main kernel takes, by the model, where `parts` tiles share a kv head's query
     /// heads: a divisor of the GQA ratio.
     #[must_use]
     pub fn model_of_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts: u32) -> f64 {
-        cost::of_parts(self, problem, spec, num_sms, parts)
+        cost::of_parts(self, problem, spec, num_sms, HeadParts { heads: parts, queries: 1 })
     }
 
     fn tiles_of_all_heads(&self, problem: &BwdProblem) -> u64 {
@@ -563,14 +607,46 @@ impl Sm90BwdTile {
         (1..ratio).find(divides).unwrap_or(ratio)
     }
 
-    /// As many parts as the model takes, or the rule where the model knows no lengths.
-    fn num_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
-        if !self.head_parts {
+    /// Parts of a deterministic call: from the heads and the longest length, so that a plan gives a sequence the same bits
+    /// in any batch. Where sequences are long, enough for eight heads, of which one goes the other way: sums cost
+    /// some 600 keys' worth of products. Where lengths are equal, enough for 48 tiles of a sequence.
+    fn ordered_parts(&self, problem: &BwdProblem) -> u32 {
+        let (dims, ratio) = (problem.fwd.dims, problem.fwd.gqa_ratio());
+        let (kv_heads, is_packed) = (dims.num_heads_kv.max(1), problem.fwd.layout.q == QLayout::Packed);
+        // A window leaves a key few products. Packed, 15 heads over 3 of 64 to 640 keys: 123 TFLOP/s in five parts.
+        if problem.fwd.mask.kind() == MaskKind::Band {
             return 1;
         }
+        let of_heads = if dims.seqlen_k >= 4096 { 8_u32.div_ceil(kv_heads) } else { 1 };
+        let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs()).max(1);
+        let of_tiles = if is_packed { 1 } else { 48_u32.div_ceil(kv_heads.saturating_mul(key_blocks)) };
+        let wanted = of_heads.max(of_tiles);
+        (1..ratio).find(|&parts| ratio.is_multiple_of(parts) && parts >= wanted).unwrap_or(ratio)
+    }
+
+    /// As many parts as the model takes, or the rule where the model knows no lengths.
+    fn parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
+        let of_heads = |heads| HeadParts { heads, queries: 1 };
+        if spec.deterministic {
+            return of_heads(self.ordered_parts(problem));
+        }
         let modelled = self.head_parts_candidates(problem, spec, num_sms);
-        let best = modelled.cheapest(cost::LEAST_GAIN);
-        best.map_or_else(|| self.parts_by_rule(problem, num_sms), |best| best.choice)
+        let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
+        let by_rule = || of_heads(if is_short { self.parts_by_rule(problem, num_sms) } else { 1 });
+        modelled.cheapest(cost::LEAST_GAIN).map_or_else(by_rule, |best| best.choice)
+    }
+
+    fn num_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
+        let one = HeadParts { heads: 1, queries: 1 };
+        if !self.head_parts {
+            return one;
+        }
+        let best = self.parts(problem, spec, num_sms);
+        // A tile that was asked to share takes the cheapest way to.
+        let modelled = self.head_parts_candidates(problem, spec, num_sms);
+        let shared = modelled.iter().filter(|candidate| candidate.choice != one);
+        let cheapest = shared.min_by(|a, b| a.micros.total_cmp(&b.micros)).map(|candidate| candidate.choice);
+        if best == one { cheapest.unwrap_or(one) } else { best }
     }
 
     /// The f32 sums of dK and dV of all tiles, in bytes; 0 where each tile has a kv head's query heads alone.
@@ -578,6 +654,34 @@ impl Sm90BwdTile {
     pub fn head_sums_bytes(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
         let keys = u64::from(schedule.num_tiles.unsigned_abs()) * u64::from(self.block_n.unsigned_abs());
         if self.head_parts { keys * 8 * u64::from(padded_dim(spec).unsigned_abs()) } else { 0 }
+    }
+
+    /// Heads, or parts of them, whose tiles run before the next ones'.
+    fn heads_per_l2_group(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+        parts: HeadParts,
+    ) -> i64 {
+        let dims = problem.fwd.dims;
+        let cluster_keys = (self.block_n * self.walk.cluster()).unsigned_abs();
+        let keys = dims.seqlen_k.div_ceil(cluster_keys) * self.walk.cluster().unsigned_abs();
+        // Masked, key blocks differ in length, and the last head's longest would end alone; ordered additions
+        // want a head's one after another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128
+        // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337,
+        // 348 at 2k. D 64 at 512 207, 201.
+        let in_groups =
+            problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
+        let heads_of_sequence = dims.num_heads_kv * parts.heads * parts.queries;
+        let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
+        let head_bytes =
+            i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts.heads) * row_bytes;
+        // Some two tiles to a multiprocessor, or the launch ends with few heads' longest ones.
+        let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
+        let group_bytes = if in_groups { L2_GROUP_BYTES.max(least * head_bytes) } else { 0 };
+        let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
+        heads_per_l2_group(num_heads, head_bytes, 1, group_bytes)
     }
 
     /// How the work of a problem is cut.
@@ -611,35 +715,48 @@ impl Sm90BwdTile {
         });
         let num_bias_blocks = i32::try_from(bias_blocks)
             .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
-        // Masked, key blocks differ in length, and the last head's longest would end alone; ordered additions
-        // want a head's one after another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128
-        // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337,
-        // 348 at 2k. D 64 at 512 207, 201.
-        let in_groups =
-            problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
-        let parts = self.num_head_parts(problem, spec, num_sms);
-        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv) * i64::from(parts);
-        let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
-        let head_bytes = i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts) * row_bytes;
-        // Some two tiles to a multiprocessor, or the launch ends with few heads' longest ones.
+        let parts_of_heads = self.num_parts(problem, spec, num_sms);
+        let HeadParts { heads: parts, queries: query_parts } = parts_of_heads;
+        let heads_of_sequence = dims.num_heads_kv * parts * query_parts;
+        let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
+        let in_l2 = self.heads_per_l2_group(problem, spec, num_sms, parts_of_heads);
+        // Some two tiles to a multiprocessor.
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
-        let group_bytes = if in_groups { L2_GROUP_BYTES.max(least * head_bytes) } else { 0 };
-        let heads_per_l2_group = heads_per_l2_group(num_heads, head_bytes, 1, group_bytes);
+        let is_packed = problem.fwd.layout.q == QLayout::Packed;
+        // Ordered additions: key blocks of a head that are at work together would wait for each other at each of few query
+        // blocks, so those of all heads come side by side. 64 queries over 11931 keys of D 256: 0.17 of the rate without order.
+        let key_blocks = keys / cluster;
+        let at_a_time = (num_sms / cluster).max(1);
+        let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
+        let is_side_by_side =
+            spec.deterministic && !is_packed && problem.fwd.mask.kind() == MaskKind::Full && queries < group;
+        let heads_per_l2_group = if is_side_by_side { num_heads } else { in_l2 };
+        // The device's `place_in_order`.
+        let all_upward = !is_packed && u64::from(dims.seqlen_q) * 2 < u64::from(dims.seqlen_k);
+        let side_by_side_period = match problem.fwd.mask.kind() {
+            MaskKind::Full if is_side_by_side => 1,
+            MaskKind::Full => SIDE_BY_SIDE_PERIOD,
+            _ if all_upward => 1,
+            _ => heads_of_sequence.clamp(1, SIDE_BY_SIDE_PERIOD),
+        };
         // Those of the first tiles.
         let first_heads =
             if self.makes_delta() { heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
-        let first_query_heads = first_heads * i64::from(problem.fwd.gqa_ratio() / parts);
+        let first_query_heads =
+            first_heads / i64::from(query_parts) * i64::from(problem.fwd.gqa_ratio() / parts);
         Ok(Sm90BwdSchedule {
             num_first_query_heads: first_query_heads as i32,
             num_first_q_blocks: (first_query_heads * i64::from(queries)) as i32,
             num_bias_blocks,
             num_heads: num_heads as i32,
             heads_per_l2_group: heads_per_l2_group as i32,
-            num_tiles: count("seqlen_k", keys, dims.num_heads_kv * parts)?,
+            num_tiles: count("seqlen_k", keys, heads_of_sequence)?,
             num_key_blocks: keys as i32,
             num_q_blocks: queries as i32,
             num_sms: num_sms as i32,
             num_head_parts: parts as i32,
+            num_query_parts: query_parts as i32,
+            side_by_side_period: side_by_side_period as i32,
             head_sums: DevPtr::NULL,
         })
     }
@@ -658,6 +775,17 @@ pub const fn padded_dim(spec: &BwdSpec) -> i32 {
     let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
     let dim = if qk > v { qk } else { v };
     round_up(dim, 64)
+}
+
+/// A head dimension as products take it, 16 at a time.
+const fn own_width(dim: i32) -> i32 {
+    round_up(dim, 16)
+}
+
+/// Whether [`BwdWalk::HalfBlocks`] has registers for dK and dV of 64 keys, and three chunks of dQ to share out.
+const fn fits_half_blocks(spec: &BwdSpec) -> bool {
+    let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
+    qk > 128 && padded_dim(spec) == 192 && own_width(qk) + own_width(v) <= 320
 }
 
 const fn round_up(a: i32, b: i32) -> i32 {
@@ -833,7 +961,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let dim = padded_dim(spec);
     let full = spec.fwd.mask == MaskKind::Full;
     let modifiers = num_modifiers(spec);
-    let in_parts = dim == 192 && spec.fwd.head_dim_v <= 128;
+    let in_parts = fits_half_blocks(spec);
     // TFLOP/s on an H200, bf16, S 4096.
     let (block_m, walk) = match dim {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
@@ -863,7 +991,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         block_m,
         block_n: if split_dims { 64 } else { 128 },
         stages_q: 2,
-        stages_dout: if in_clusters { 1 } else { 2 },
+        // A V of three chunks leaves room for one block of dO.
+        stages_dout: if in_clusters || (in_parts && spec.fwd.head_dim_v > 128) { 1 } else { 2 },
         stages_ds: if dim == 192 { 1 } else { 2 },
         stages_dbias: if dim > 128 { 1 } else { 2 },
         walk,
@@ -973,11 +1102,10 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 
 fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
     let dtype = spec.fwd.dtype_qk;
-    let dim = padded_dim(spec);
     let (queries, of_dk, of_dv) = tile.consumer_columns(spec);
     let shape = |n, a| WgmmaShape { dtype, n, a, sums: Sums::F32 };
     let operand = if tile.walk.splits_dims() { OperandA::Shared } else { OperandA::Registers };
-    let dq = tile.dq_columns(dim) / tile.walk.cluster();
+    let dq = tile.dq_columns(spec) / tile.walk.cluster();
     let mut shapes = vec![
         shape(queries, OperandA::Shared),
         shape(of_dk, operand),
@@ -1006,6 +1134,8 @@ fn host_header() -> Header {
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n\
          // Threads of a CTA of the kernels before and after the main one.\n\
          constexpr int kRowThreads = {ROW_THREADS};\n\
+         // CTAs that add the parts of a key block.\n\
+         constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
          constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),

@@ -476,12 +476,16 @@ fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
 #[test]
 fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
     let few = BwdProblem::new(of_lengths([1024, 1024], [8, 1], 128, "0"));
-    // 8 blocks of keys and 396 tiles wanted: as many parts as there are heads.
+    // 8 blocks of keys: as many parts as there are heads, and two of each head's query blocks are still less than a round.
     let choice = backward(&few, &tile("")).unwrap();
-    assert_eq!(detail(&choice, "query heads").unwrap(), "8 of a kv head shared by 8 tiles");
+    let shared = detail(&choice, "query heads").unwrap();
+    assert_eq!(shared, "8 of a kv head shared by 8 tiles, and their queries by 2 each");
     let sums: Vec<_> = choice.launches.iter().filter(|launch| launch.kernel == "head_sums").collect();
-    assert_eq!(sums.iter().map(|launch| launch.grid.groups).collect::<Vec<_>>(), [8]);
-    let apart = BwdProblem::new(of_lengths([1024, 1024], [8, 8], 128, "0"));
+    assert_eq!(
+        sums.iter().map(|launch| launch.grid.groups).collect::<Vec<_>>(),
+        [8 * fmha_kernels_cuda::sm90_bwd::HEAD_SUMS_CTAS]
+    );
+    let apart = BwdProblem::new(of_lengths([8192, 8192], [8, 8], 128, "0"));
     assert_eq!(detail(&backward(&apart, &tile("")).unwrap(), "query heads"), None);
 }
 

@@ -12,27 +12,45 @@ use fmha_core::spec::BwdSpec;
 use fmha_core::tune::Candidates;
 use fmha_core::{BwdProblem, MaskKind, QLayout};
 
-use super::{BwdWalk, DqFinish, DqPath, Sm90BwdTile, padded_dim};
+use super::{BwdWalk, DqFinish, DqPath, HeadParts, Sm90BwdTile, own_width, padded_dim};
 
-/// Rate of a multiprocessor that always has a tile, TFLOP/s of the padded head dimension's operations: a
+/// Rate of a multiprocessor that always has a tile, TFLOP/s of the [operations](operations_of_pair) that it does: a
 /// 132nd of an H200's. From long full rows.
 fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
     let device = match (dim, walk) {
         (64, _) => 600.0,
         (128, _) => 655.0,
-        (192, BwdWalk::HalfBlocks) => 640.0,
+        (192, BwdWalk::HalfBlocks) => 555.0,
         (192, _) => 400.0,
         _ => 525.0,
     };
     device / 132.0
 }
 
+/// Operations that a tile does for a query and a key: five products, of the columns that each takes.
+fn operations_of_pair(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
+    let dim = padded_dim(spec);
+    let (qk, v) = (own_width(spec.fwd.head_dim_qk), own_width(spec.fwd.head_dim_v));
+    let (dk, dv) = if tile.walk.splits_dims() { (dim, dim) } else { (qk, v) };
+    f64::from(2 * (qk + v + dk + dv + tile.dq_dim(spec)))
+}
+
 /// Of a masked call's longest tile, the part for which the launch waits at its end, and for tiles that have
 /// come apart from those whose Q and dO they share in the L2.
 const TAIL_BEHIND_MASK: f64 = 0.22;
 
-/// Microseconds a megabyte of f32 sums of dK and dV, written and read again.
-const SUMS_MICROS_A_MB: f64 = 0.5;
+/// Microseconds a megabyte of f32 sums of dK and dV, written and read again: in the L2, and beyond it in memory.
+const SUMS_MICROS_A_MB: f64 = 0.2;
+const FAR_SUMS_MICROS_A_MB: f64 = 0.3;
+
+/// Megabytes of them that the L2 keeps.
+const NEAR_SUMS_MB: f64 = 40.0;
+
+/// The launch that adds them.
+const SUMS_MICROS: f64 = 4.0;
+
+/// From a tile's last product to the next one's first.
+const TILE_MICROS: f64 = 2.0;
 
 /// More tiles of unlike length a multiprocessor than this come out even but for the tail: they are not gone
 /// through one by one.
@@ -42,54 +60,57 @@ const EVEN_TILES: usize = 4;
 /// than its own error.
 pub(super) const LEAST_GAIN: f64 = 0.05;
 
-/// The candidates for a problem, from `least` parts on, each a divisor of the GQA ratio; none where lengths
-/// are not the problem's.
+/// Those of the given parts that a problem may have, priced; none where lengths are not the problem's.
 pub(super) fn head_parts(
     tile: &Sm90BwdTile,
     problem: &BwdProblem,
     spec: &BwdSpec,
     num_sms: u32,
-    least: u32,
-) -> Candidates<u32> {
+    parts: impl Iterator<Item = HeadParts>,
+) -> Candidates<HeadParts> {
     if problem.fwd.layout.q == QLayout::Packed {
         return Candidates::default();
     }
-    let ratio = problem.fwd.gqa_ratio();
-    let steps = steps_of_key_blocks(tile, problem);
-    let divides = (least..=ratio).filter(|&parts| ratio.is_multiple_of(parts));
-    Candidates::of(divides.map(|parts| (parts, micros(tile, problem, spec, num_sms, &steps, parts))))
+    let whole = steps_of_key_blocks(tile, problem, 1);
+    Candidates::of(parts.map(|parts| {
+        let shared = (parts.queries > 1).then(|| steps_of_key_blocks(tile, problem, parts.queries));
+        (parts, micros(tile, problem, spec, num_sms, shared.as_ref().unwrap_or(&whole), parts))
+    }))
 }
 
-/// Of each key block (of a cluster) of a head, how many query blocks see it.
-fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem) -> Vec<u32> {
+/// Of each key block (of a cluster) of a head, how many query blocks of each of so many parts see it: part after part.
+fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u32) -> Vec<u32> {
     let dims = problem.fwd.dims;
     let keys = (tile.block_n * tile.walk.cluster()).unsigned_abs();
     let rows = tile.block_m.unsigned_abs();
     let band = problem.fwd.mask.band(dims.seqlen_q, dims.seqlen_k);
-    // Where a query block's key blocks begin and end, summed up at last.
-    let mut changes = vec![0_i64; dims.seqlen_k.div_ceil(keys) as usize + 1];
-    for first in (0..dims.seqlen_q).step_by(rows as usize) {
-        let queries = first..(first + rows).min(dims.seqlen_q);
-        let range = band.k_range(queries.clone(), dims.seqlen_k);
-        let sinks = band.sink_range(queries, dims.seqlen_k);
-        let (begin, end) = (range.start / keys, range.end.div_ceil(keys));
-        let sinks_end = sinks.end.div_ceil(keys).min(if range.is_empty() { u32::MAX } else { begin });
-        for (begin, end) in [(begin, end), (sinks.start / keys, sinks_end)] {
-            if begin < end {
-                changes[begin as usize] += 1;
-                changes[end as usize] -= 1;
+    let (num_blocks, num_keys) = (dims.seqlen_q.div_ceil(rows), dims.seqlen_k.div_ceil(keys) as usize);
+    let mut steps = Vec::with_capacity(num_keys * query_parts as usize);
+    for part in 0..query_parts {
+        // Where a query block's key blocks begin and end, summed up at last.
+        let mut changes = vec![0_i64; num_keys + 1];
+        for block in num_blocks * part / query_parts..num_blocks * (part + 1) / query_parts {
+            let first = block * rows;
+            let queries = first..(first + rows).min(dims.seqlen_q);
+            let range = band.k_range(queries.clone(), dims.seqlen_k);
+            let sinks = band.sink_range(queries, dims.seqlen_k);
+            let (begin, end) = (range.start / keys, range.end.div_ceil(keys));
+            let sinks_end = sinks.end.div_ceil(keys).min(if range.is_empty() { u32::MAX } else { begin });
+            for (begin, end) in [(begin, end), (sinks.start / keys, sinks_end)] {
+                if begin < end {
+                    changes[begin as usize] += 1;
+                    changes[end as usize] -= 1;
+                }
             }
         }
-    }
-    changes.pop();
-    let mut seen = 0;
-    changes
-        .into_iter()
-        .map(|change| {
+        changes.pop();
+        let mut seen = 0;
+        steps.extend(changes.into_iter().map(|change| {
             seen += change;
             u32::try_from(seen).unwrap_or(0)
-        })
-        .collect()
+        }));
+    }
+    steps
 }
 
 /// What the model says of a number of parts.
@@ -98,9 +119,9 @@ pub(super) fn of_parts(
     problem: &BwdProblem,
     spec: &BwdSpec,
     num_sms: u32,
-    parts: u32,
+    parts: HeadParts,
 ) -> f64 {
-    micros(tile, problem, spec, num_sms, &steps_of_key_blocks(tile, problem), parts)
+    micros(tile, problem, spec, num_sms, &steps_of_key_blocks(tile, problem, parts.queries), parts)
 }
 
 fn micros(
@@ -109,12 +130,12 @@ fn micros(
     spec: &BwdSpec,
     num_sms: u32,
     steps: &[u32],
-    parts: u32,
+    parts: HeadParts,
 ) -> f64 {
     let dims = problem.fwd.dims;
     let dim = padded_dim(spec);
-    let heads_a_tile = problem.fwd.gqa_ratio() / parts;
-    let heads = dims.batch as usize * dims.num_heads_kv as usize * parts as usize;
+    let heads_a_tile = problem.fwd.gqa_ratio() / parts.heads;
+    let heads = dims.batch as usize * dims.num_heads_kv as usize * parts.heads as usize;
     let work: u64 = steps.iter().map(|&steps| u64::from(steps)).sum::<u64>() * heads as u64;
     let units = (num_sms / tile.walk.cluster().unsigned_abs()).max(1);
     let even = work as f64 / f64::from(units);
@@ -122,19 +143,29 @@ fn micros(
     let tail = if problem.fwd.mask.kind() == MaskKind::Full { 0.0 } else { TAIL_BEHIND_MASK };
     let tiles = steps.len() * heads;
     let are_alike = steps.iter().all(|&of_one| Some(&of_one) == steps.first());
+    let rounds = tiles.div_ceil(units as usize);
+    let group = tile.heads_per_l2_group(problem, spec, num_sms, parts).unsigned_abs() as usize;
+    let heads_at_a_time = (group / parts.queries as usize).max(1);
     let last = if are_alike {
-        tiles.div_ceil(units as usize) as f64 * longest
+        rounds as f64 * longest
     } else if tiles > EVEN_TILES * units as usize {
         even
     } else {
-        f64::from(end_of_last(steps, heads, units))
+        f64::from(end_of_last(steps, heads, heads_at_a_time, units))
     };
-    let flops_a_step = 10.0 * f64::from(tile.block_m) * f64::from(tile.block_n) * f64::from(dim);
+    let flops_a_step = f64::from(tile.block_m) * f64::from(tile.block_n) * operations_of_pair(tile, spec);
     let step_micros = flops_a_step / tflops_of_sm(dim, tile.walk) * 1e-6;
     let key_rows = f64::from(dims.batch) * f64::from(dims.num_heads_kv) * f64::from(dims.seqlen_k);
-    let sums_mb = if parts > 1 { f64::from(parts) * key_rows * f64::from(dim) * 16.0 * 1e-6 } else { 0.0 };
+    let num_parts = parts.heads * parts.queries;
+    let sums = if num_parts > 1 {
+        let mb = f64::from(num_parts) * key_rows * f64::from(dim) * 16.0 * 1e-6;
+        let near = mb.min(NEAR_SUMS_MB);
+        SUMS_MICROS + near * SUMS_MICROS_A_MB + (mb - near) * FAR_SUMS_MICROS_A_MB
+    } else {
+        0.0
+    };
     let in_steps = last.max(even + tail * longest);
-    in_steps * f64::from(heads_a_tile) * step_micros + sums_mb * SUMS_MICROS_A_MB
+    in_steps * f64::from(heads_a_tile) * step_micros + rounds as f64 * TILE_MICROS + sums
 }
 
 /// What the ways of dQ cost, at 16k tokens of 16 heads of 128, an H200: 2^25 elements of Q. All but the shares grow with them.
@@ -161,7 +192,7 @@ impl OfDq {
             zeros_micros: if is_64 { 17.0 } else { 34.0 },
             semaphore_share: if is_64 { 0.0 } else { 0.0235 },
             finish_micros: 51.0,
-            beside_share: if is_64 && matches!(mask, MaskKind::Full) { 0.0335 } else { 0.0 },
+            beside_share: if is_64 && matches!(mask, MaskKind::Full) { 0.028 } else { 0.0 },
             beside_with_delta_micros: if is_64 { 540.0 } else { 465.0 },
         }
     }
@@ -169,6 +200,10 @@ impl OfDq {
 
 /// Of a launch that does next to nothing, though it starts while the one before ends.
 const LAUNCH_MICROS: f64 = 2.0;
+
+/// What a finish of dQ beside the products leaves for the launch's end, where a warp brings a query block's sums from memory.
+/// D 128, launch and beside: B3 H2 S987 48.1 and 57.7 us, B4 H8 S344 36.2 and 40.7, B1 H8 S1602 causal 75.5 and 82.7.
+const BESIDE_MICROS: f64 = 11.0;
 
 /// Longer sequences choose as these do.
 const LONGEST: u32 = 1 << 17;
@@ -192,7 +227,7 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
     (dims.seqlen_q, dims.seqlen_k) = (dims.seqlen_q.min(LONGEST), dims.seqlen_k.min(LONGEST));
     let dims = *dims;
     let in_parts = tile.head_parts_candidates(&problem, spec, NUM_SMS);
-    let in_one = || of_parts(tile, &problem, spec, NUM_SMS, 1);
+    let in_one = || of_parts(tile, &problem, spec, NUM_SMS, HeadParts { heads: 1, queries: 1 });
     let main = in_parts.cheapest(LEAST_GAIN).map_or_else(in_one, |best| best.micros);
     let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
     let size = rows * f64::from(padded_dim(spec)) / f64::from(1 << 25);
@@ -203,7 +238,7 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
     };
     let (launch, finish, beside) = match tile.dq_finish {
         DqFinish::Launch => (LAUNCH_MICROS, costs.finish_micros, 0.0),
-        DqFinish::Beside | DqFinish::BesideWithDelta => (0.0, 0.0, costs.beside_share),
+        DqFinish::Beside | DqFinish::BesideWithDelta => (BESIDE_MICROS, 0.0, costs.beside_share),
     };
     let main = main * (1.0 + semaphores + beside);
     let (main, delta) = if tile.makes_delta() {
@@ -216,15 +251,17 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
 }
 
 /// When the last of `units` has done its tiles, in steps of a tile with one query head: each takes the next
-/// tile when it has none, key block after key block of all heads.
-fn end_of_last(steps: &[u32], heads: usize, units: u32) -> u32 {
+/// tile when it has none, key block after key block of all heads of an L2 group, group after group.
+fn end_of_last(steps: &[u32], heads: usize, heads_at_a_time: usize, units: u32) -> u32 {
     let mut free: BinaryHeap<Reverse<u32>> = (0..units).map(|_| Reverse(0)).collect();
     let mut last = 0;
-    for &steps in steps {
-        for _ in 0..heads {
-            let Some(Reverse(time)) = free.pop() else { return last };
-            last = last.max(time + steps);
-            free.push(Reverse(time + steps));
+    for first in (0..heads).step_by(heads_at_a_time) {
+        for &steps in steps {
+            for _ in first..(first + heads_at_a_time).min(heads) {
+                let Some(Reverse(time)) = free.pop() else { return last };
+                last = last.max(time + steps);
+                free.push(Reverse(time + steps));
+            }
         }
     }
     last

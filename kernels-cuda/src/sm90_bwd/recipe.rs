@@ -1,6 +1,6 @@
 //! The Hopper backward: its launches, its workspace, its tensor maps.
 
-use crate::sm90_bwd::{self, DqFinish, DqPath, Sm90BwdSchedule, Sm90BwdTile};
+use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
@@ -116,13 +116,14 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
             tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
         };
         // Where the main kernel does not finish dQ; after it heads of dSink too.
-        let finished = if tile.finishes_dq() { 0 } else { q_blocks };
+        let finished = if tile.finishes_dq() { 0 } else { q_blocks * tile.finish_ctas(&spec).unsigned_abs() };
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
         let postprocess = (!tile.finishes_dq() || problem.write_dsink)
             .then(|| rows("postprocess", sm90_bwd::postprocess(&spec, &tile), finished + sinks));
         let sums = tile.head_parts.then(|| {
-            let blocks = tiles / schedule.num_head_parts.unsigned_abs();
-            rows("head_sums", sm90_bwd::head_sums(&spec, &tile), blocks)
+            let parts = (schedule.num_head_parts * schedule.num_query_parts).unsigned_abs();
+            let blocks = tiles / parts.max(1);
+            rows("head_sums", sm90_bwd::head_sums(&spec, &tile), blocks * sm90_bwd::HEAD_SUMS_CTAS)
         });
         // And where a mask may have let hidden infinities through, a warp to each block.
         let repair = sm90_bwd::repairs(&spec).then(|| {
@@ -192,12 +193,21 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
             .into_iter()
             .chain(tile.head_parts.then(|| {
                 let (heads, parts) = (problem.fwd().gqa_ratio(), schedule.num_head_parts);
-                ("query heads", format!("{heads} of a kv head shared by {parts} tiles"))
+                let queries = match schedule.num_query_parts {
+                    1 => String::new(),
+                    queries => format!(", and their queries by {queries} each"),
+                };
+                ("query heads", format!("{heads} of a kv head shared by {parts} tiles{queries}"))
             }))
-            .chain(
-                (!modelled.is_empty())
-                    .then(|| ("tiles to a kv head", modelled.words(|parts| format!("{parts}:")))),
-            )
+            .chain((!modelled.is_empty()).then(|| {
+                (
+                    "tiles to a kv head",
+                    modelled.words(|parts| {
+                        let HeadParts { heads, queries } = parts;
+                        if *queries == 1 { format!("{heads}:") } else { format!("{heads} by {queries}:") }
+                    }),
+                )
+            }))
             .chain((dq_ways.iter().count() > 1).then(|| {
                 let name =
                     |(path, finish): &(DqPath, DqFinish)| format!("{}, {}", path.name(), finish.name());

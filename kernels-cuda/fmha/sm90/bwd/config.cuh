@@ -78,12 +78,13 @@ struct Maps {
   TensorMap o;  // where delta is made beside the products
 };
 
-// dQ's columns where two consumers share out a dimension of three chunks of 64: a chunk each, and of the one between
-// them half each, since a product's columns lie in one chunk or begin one.
+// dQ's columns where two consumers share out a dimension of more than two chunks of 64 and at most three: a chunk each,
+// and half each of what the third has, since a product's columns lie in one chunk or begin one.
+template <int dim>
 struct ThreeChunks {
-  static constexpr int whole = 64, half = 32;
-  FMHA_DEVICE static constexpr int32_t first_of_whole(int32_t consumer) { return 2 * whole * consumer; }
-  FMHA_DEVICE static constexpr int32_t first_of_half(int32_t consumer) { return whole + half * consumer; }
+  static constexpr int whole = 64, half = dim / 2 - whole;
+  FMHA_DEVICE static constexpr int32_t first_of_whole(int32_t consumer) { return whole * consumer; }
+  FMHA_DEVICE static constexpr int32_t first_of_half(int32_t consumer) { return 2 * whole + half * consumer; }
 };
 
 template <BwdSpec spec, Sm90BwdTile tile>
@@ -91,25 +92,28 @@ struct Shape {
   static constexpr DType dtype = spec.fwd.dtype_qk;
   static constexpr int dim = padded_dim(spec.fwd);
   static constexpr int consumers = num_consumers(tile);
-  // What of V's dimension its padding leaves to be multiplied.
-  static constexpr int dim_v = round_up(spec.fwd.head_dim_v, 64);
+  // What of the dimensions their padding leaves to be multiplied: products take 16 at a time.
+  static constexpr int dim_qk = round_up(spec.fwd.head_dim_qk, 16), dim_v = round_up(spec.fwd.head_dim_v, 16);
   // V's dimension in shared memory: where there is no room for that of Q and K, its own.
-  static constexpr int v_columns = halves_blocks(tile) ? dim_v : dim;
+  static constexpr int v_columns = halves_blocks(tile) ? round_up(spec.fwd.head_dim_v, 64) : dim;
   // Of dK and dV, of a consumer.
-  static constexpr int dk_columns = splits_dims(tile) ? dim / consumers : dim;
-  static constexpr int dv_columns = splits_dims(tile) ? dim / consumers : v_columns;
+  static constexpr int dk_columns = splits_dims(tile) ? dim / consumers : dim_qk;
+  static constexpr int dv_columns = splits_dims(tile) ? dim / consumers : dim_v;
+  // dQ's dimension among its sums.
+  static constexpr int dq_dim = halves_blocks(tile) ? dim_qk : dim;
   // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half
   // of it, or by its rows.
   static constexpr bool transposes_dq = bwd_transposes_dq(tile.walk, dim);
   static constexpr bool dq_by_columns = splits_dims(tile) || halves_blocks(tile);
   static constexpr int dq_columns =
-      transposes_dq ? tile.block_m : dim / (dq_by_columns ? consumers * cluster_size(tile) : 1);
+      transposes_dq ? tile.block_m : dq_dim / (dq_by_columns ? consumers * cluster_size(tile) : 1);
   static constexpr int dq_rows = transposes_dq ? dim : dq_by_columns ? tile.block_m * consumers : tile.block_m;
   // f32 numbers of one consumer's share, and of the block.
   static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers * cluster_size(tile);
   static constexpr int cluster_columns = dim / cluster_size(tile);  // of a CTA's share of dQ
-  using Chunks = ThreeChunks;
-  static_assert(!halves_blocks(tile) || dq_columns == Chunks::whole + Chunks::half, "in parts, three chunks of dQ");
+  using Chunks = ThreeChunks<dq_dim>;
+  static_assert(!halves_blocks(tile) || (dq_columns == Chunks::whole + Chunks::half && Chunks::half > 0),
+                "in parts, three chunks of dQ");
   // Where a consumer's columns of dK and dV begin.
   FMHA_DEVICE static int32_t first_column(int32_t consumer) { return splits_dims(tile) ? consumer * dk_columns : 0; }
 

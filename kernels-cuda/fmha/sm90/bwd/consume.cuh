@@ -70,14 +70,14 @@ FMHA_DEVICE void store_gradients(const Consumer<spec, tile>& c, const Sm90BwdSch
   const float dv_factor = spec.fwd.dropout ? p.fwd.dropout_scale : 1.f;
   const float dk_factor = p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
   if constexpr (tile.head_parts) {
-    float* sums = head_sums_of<spec, tile>(p, schedule, work.span.i_batch, work.i_head_kv, work.i_part);
-    Work of_sequence = work;
-    of_sequence.span.k_row = 0;
-    constexpr int64_t to_next_key = kHeadSumsRow<spec, tile>;
-    // By whole eights, as they are read; behind the dimension they are zeros.
-    const View dk{sums, 0, to_next_key, 0, 1}, dv{sums + S::dim, 0, to_next_key, 0, 1};
-    store_elems<DType::F32, round_up(v, 8)>(c.dv, dv, of_sequence, row, column, dv_factor);
-    store_elems<DType::F32, round_up(qk, 8)>(c.dk, dk, of_sequence, row, column, dk_factor);
+    constexpr int of_dv = mma::kRows * S::dv_columns, share = of_dv + mma::kRows * S::dk_columns;
+    if (!work.keys.empty()) {
+      float* sums = head_sums_of<spec, tile>(p, schedule, work.span.i_batch, work.i_head_kv, work.i_part) +
+                    int64_t(work.keys.begin) * kHeadSumsRow<spec, tile> + c.index * share;
+      store_head_sums(sums, c.dv, dv_factor);
+      store_head_sums(sums + of_dv, c.dk, dk_factor);
+    }
+    __syncwarp();
   } else if constexpr (tile.vector_store && dtype != DType::F32) {
     static_assert(num_consumer_warps(tile) * kStagingBytes <= sizeof(c.smem.ds), "rows find room where dS was");
     const uint32_t staging = ptx::shared_address(&c.smem.ds) + (threadIdx.x / 32 - 4) * kStagingBytes;

@@ -67,7 +67,7 @@ FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, c
 #pragma unroll
   for (int part = 0; part < n; part += kStagedColumns) {
 #pragma unroll
-    for (int c = 0; c < pieces; c += 2) {
+    for (int c = 0; c < pieces && part + 8 * c < n; c += 2) {
       const int e = part / 2 + 4 * c;
       uint32_t words[4];
 #pragma unroll

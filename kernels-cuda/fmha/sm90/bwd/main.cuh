@@ -55,7 +55,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
                 "sm90 backward: Q, K, V and dO share a type");
   static_assert(spec.fwd.dtype_qk == DType::F16 || spec.fwd.dtype_qk == DType::Bf16, "sm90 backward: 16-bit types");
   using S = Shape<spec, tile>;
-  static_assert(S::dq_rows == mma::kRows * S::consumers && S::dq_block == tile.block_m * S::dim,
+  static_assert(S::dq_rows == mma::kRows * S::consumers && S::dq_block == tile.block_m * S::dq_dim,
                 "a consumer has 64 rows of dQ, or of its transpose");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);

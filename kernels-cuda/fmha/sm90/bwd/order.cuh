@@ -18,16 +18,19 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   const int32_t num_heads = min(schedule.heads_per_l2_group, schedule.num_heads - first_head);
   const int32_t i_block = within / num_heads;
   int32_t head = first_head + within - i_block * num_heads, i_part = 0;
-  if constexpr (tile.head_parts) {
-    const int32_t part = head;
-    head = part / schedule.num_head_parts;
-    i_part = part - head * schedule.num_head_parts;
-  }
   int32_t key_block = i_block;
   if constexpr (is_ordered_behind_mask<spec>()) {
-    const Place place = place_in_order(i_cluster, num_key_blocks, p.fwd.batch, p.fwd.num_heads_kv);
+    const int32_t heads_of_sequence = p.fwd.num_heads_kv * num_parts<tile>(schedule);
+    const Place place =
+        place_in_order(i_cluster, num_key_blocks, p.fwd.batch, heads_of_sequence, schedule.side_by_side_period);
     head = place.head;
     key_block = place.key_block;
+  }
+  // Of a kv head, if it has several.
+  if constexpr (tile.head_parts) {
+    const int32_t part = head;
+    head = part / num_parts<tile>(schedule);
+    i_part = part - head * num_parts<tile>(schedule);
   }
   const int32_t cluster_key = key_block * cluster_keys(tile);
   const int32_t first_key = cluster_key + (index - i_cluster * cluster_size(tile)) * tile.block_n;
@@ -44,6 +47,13 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   if (!work.cluster_keys.empty()) {
     const Range queries = query_range(work.band, work.cluster_keys, work.span.seqlen_q);
     if (!queries.empty()) work.q_blocks = {queries.begin / tile.block_m, ceil_div(queries.end, tile.block_m)};
+    if constexpr (tile.head_parts) {
+      // Parts by query blocks have the same bounds for all key blocks, so that each query block is of one part.
+      const int32_t q_parts = schedule.num_query_parts, i_q_part = i_part % q_parts;
+      const int32_t num_blocks = ceil_div(work.span.seqlen_q, tile.block_m);
+      work.q_blocks.begin = max(work.q_blocks.begin, num_blocks * i_q_part / q_parts);
+      work.q_blocks.end = min(work.q_blocks.end, num_blocks * (i_q_part + 1) / q_parts);
+    }
   }
   work.uncut = uncut_queries<spec, tile>(work);
   return work;
@@ -81,7 +91,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   }
   bool is_downward = false;
   if constexpr (is_ordered_behind_mask<spec>()) {
-    is_downward = goes_upward(work.i_head_kv);
+    is_downward = goes_upward(schedule, order_head<tile>(schedule, work));
     if (is_downward) start = work.q_blocks.end - 1;
   }
   return {work.q_blocks, start, none ? first_head : first_head + num_heads, first_head, start, is_downward};

@@ -33,14 +33,16 @@ FMHA_DEVICE void sink_gradient(const BwdParams& p, int32_t i_head) {
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   wait_for_launch_before();
-  // CTAs: query blocks, then a head of dSink each.
-  const int32_t num_q_blocks = finishes_dq(tile) ? 0 : num_q_blocks_of_all(p, schedule);
-  if (spec.write_dsink && int32_t(blockIdx.x) >= num_q_blocks) {
-    sink_gradient<spec>(p, blockIdx.x - num_q_blocks);
+  // CTAs: those of query blocks, then a head of dSink each.
+  constexpr int ctas = finish_ctas<spec, tile>();
+  const int32_t num_of_blocks = finishes_dq(tile) ? 0 : num_q_blocks_of_all(p, schedule) * ctas;
+  if (spec.write_dsink && int32_t(blockIdx.x) >= num_of_blocks) {
+    sink_gradient<spec>(p, blockIdx.x - num_of_blocks);
     return;
   }
-  const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
-  const bool non_finite = finish_from_memory<spec, tile>(p, block, threadIdx.x, kRowThreads);
+  const int32_t i_block = blockIdx.x / ctas, first = (blockIdx.x - i_block * ctas) * kRowThreads;
+  const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, i_block);
+  const bool non_finite = finish_from_memory<spec, tile>(p, block, first + threadIdx.x, ctas * kRowThreads);
   if constexpr (repairs<spec>()) {
     const bool all_finite = ptx::bar_red_and<kRowThreads>(0, !non_finite);
     if (threadIdx.x == 0) non_finite_queries<tile>(p, schedule)[blockIdx.x] = !all_finite;

@@ -175,7 +175,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
     if (!ptx::bar_red_and<kRowThreads>(0, !any_far)) measure_far_rows<spec, tile>(p, block);
   }
   if constexpr (!has_semaphores<spec, tile>()) {
-    float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim);
+    float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dq_dim);
     for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kRowThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
   }
 }

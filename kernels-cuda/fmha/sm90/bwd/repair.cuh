@@ -51,9 +51,10 @@ FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   const int32_t q_block = index - schedule.num_tiles;
   if (q_block >= num_q_blocks_of_all(p, schedule)) return;
   const bool is_tile = q_block < 0;
-  const int32_t* found =
-      is_tile ? non_finite_keys(p) + int64_t(index) * words : non_finite_queries<tile>(p, schedule) + q_block;
-  const uint32_t non_finite = ptx::vote_ballot(lane < (is_tile ? words : 1) && found[lane] != 0);
+  constexpr int words_of_queries = finish_ctas<spec, tile>();
+  const int32_t* found = is_tile ? non_finite_keys(p) + int64_t(index) * words
+                                 : non_finite_queries<tile>(p, schedule) + int64_t(q_block) * words_of_queries;
+  const uint32_t non_finite = ptx::vote_ballot(lane < (is_tile ? words : words_of_queries) && found[lane] != 0);
   if (non_finite == 0) return;
   if (is_tile) {
     repair_keys<spec, tile>(p, schedule, index, non_finite);

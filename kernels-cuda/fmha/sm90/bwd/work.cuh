@@ -11,7 +11,7 @@ namespace fmha::sm90::bwd {
 struct Work {
   SeqSpan span;
   MaskBand band;
-  int32_t i_part;                // of the kv head's query heads, where tiles share them (`head_parts`)
+  int32_t i_part;                // of the kv head's queries, where tiles share them (`head_parts`)
   int32_t i_head_kv, key_block;  // the block counted in those of clusters, whose CTAs walk the same query blocks
   Range keys;          // of the sequence; empty: the sequence has no such block
   Range cluster_keys;  // those of all CTAs of the cluster
@@ -81,6 +81,13 @@ FMHA_DEVICE int32_t num_q_blocks_of_all(const BwdParams& p, const Sm90BwdSchedul
   return schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
 }
 
+// With `head_parts` a kv head's queries are shared out to `num_parts` tiles: by query heads, and each of these parts by
+// query blocks.
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t num_parts(const Sm90BwdSchedule& schedule) {
+  return tile.head_parts ? schedule.num_head_parts * schedule.num_query_parts : 1;
+}
+
 // Query heads of a tile, and the first of them.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_query_heads(const BwdParams& p, const Sm90BwdSchedule& schedule) {
@@ -88,7 +95,8 @@ FMHA_DEVICE int32_t num_query_heads(const BwdParams& p, const Sm90BwdSchedule& s
 }
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t first_query_head(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
-  return work.i_head_kv * p.fwd.gqa_ratio + work.i_part * num_query_heads<tile>(p, schedule);
+  const int32_t of_heads = tile.head_parts ? work.i_part / schedule.num_query_parts : 0;
+  return work.i_head_kv * p.fwd.gqa_ratio + of_heads * num_query_heads<tile>(p, schedule);
 }
 
 // Dropout's factor 1 / (1 - p_drop) is in every term of dS but delta's, so dS is made without it, delta being divided,

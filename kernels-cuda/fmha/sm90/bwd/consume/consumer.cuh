@@ -84,7 +84,7 @@ struct Consumer {
 
   // S and dP of part `part` of the block's queries, where it has parts (half_blocks.cuh).
   FMHA_DEVICE void start_scores(Scores& s, int32_t slot, int part = 0) const {
-    mma::start_product_abt<dtype, 1>(s, smem.k, pairs.own_key(), smem.q[slot], pairs.own_query(part));
+    mma::start_product_abt<dtype, 1, S::dim_qk>(s, smem.k, pairs.own_key(), smem.q[slot], pairs.own_query(part));
   }
   FMHA_DEVICE void start_dp(Scores& dp, int32_t slot, int part = 0) const {
     mma::start_product_abt<dtype, 1, S::dim_v>(dp, smem.v, pairs.own_key(), smem.dout[slot], pairs.own_query(part));

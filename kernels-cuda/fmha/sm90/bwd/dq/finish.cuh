@@ -68,7 +68,7 @@ FMHA_DEVICE bool has_sums(const BwdParams& p, const QueryBlock& block) {
 }
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE const float* sums_of_block(const BwdParams& p, const QueryBlock& block) {
-  return p.dq_sums + stats_offset(p, block.span, block.i_head, block.first) * Shape<spec, tile>::dim;
+  return p.dq_sums + stats_offset(p, block.span, block.i_head, block.first) * Shape<spec, tile>::dq_dim;
 }
 template <BwdSpec spec>
 FMHA_DEVICE float dq_factor(const BwdParams& p) {
@@ -88,6 +88,7 @@ FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const QueryBlock& block,
   const float factor = dq_factor<spec>(p);
   for (int32_t i = thread; i < U::count; i += threads) {
     const U unit(i);
+    if (unit.dim >= dim) continue;  // of the padding: `DqOutput::is_of_head`
     float4 sums[U::fours];
 #pragma unroll
     for (int f = 0; f < U::fours; ++f)

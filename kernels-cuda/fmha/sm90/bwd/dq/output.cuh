@@ -53,18 +53,29 @@ struct DqOutput {
   FMHA_DEVICE void add_elems(float* to, const Dq& dq, bool is_first) const {
     if (is_first) {
 #pragma unroll
-      for (int e = first; e < last; e += 4)
-        ptx::st_global_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+      for (int e = first; e < last; e += 4) {
+        if (is_of_head(e)) ptx::st_global_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+      }
     } else {
 #pragma unroll
-      for (int e = first; e < last; e += 4)
-        ptx::red_global_add_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+      for (int e = first; e < last; e += 4) {
+        if (is_of_head(e)) ptx::red_global_add_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+      }
     }
+  }
+  // Whether the warp's elements `e` to `e + 3` are of dims that the head has: what only its padding has is neither added
+  // nor read, and L2's additions bound these loops.
+  FMHA_DEVICE bool is_of_head(int e) const {
+    if constexpr (spec.fwd.head_dim_qk == S::dim) return true;
+    const int32_t warp_row = ptx::uniform(threadIdx.x % mma::kWarpgroup / 32) * 16;
+    const int32_t first_dim = S::transposes_dq ? index * mma::kRows + warp_row
+                                               : (S::dq_by_columns ? share() * S::dq_columns : 0) + Dq::column(e);
+    return first_dim < spec.fwd.head_dim_qk;
   }
   FMHA_DEVICE int32_t share() const { return cluster_rank(tile) * S::consumers + index; }
   FMHA_DEVICE float* share_of(const Work& work, const QueryBlocks& blocks) const {
     const int32_t within = share() * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
-    return p.dq_sums + first_row_of<tile>(p, work, blocks) * S::dim + within;
+    return p.dq_sums + first_row_of<tile>(p, work, blocks) * S::dq_dim + within;
   }
 
   // Where additions have an order: waits until the polling thread (semaphore.cuh) has seen that all before this CTA's

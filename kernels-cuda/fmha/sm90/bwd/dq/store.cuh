@@ -82,7 +82,7 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
       const int64_t row = first_row_of<tile>(p, work, blocks);
-      float* sums = p.dq_sums + row * S::dim;
+      float* sums = p.dq_sums + row * S::dq_dim;
       bool is_first = false;  // stores, so that preprocess need not write zeros
       if constexpr (start == DqStart::Ordered) {
         ptx::mbarrier_wait_parity(smem.dq_full[S::consumers - 1], phase);

@@ -51,8 +51,15 @@ constexpr int32_t kUntouched = 0, kStoring = 1, kStored = 2;
 // delta is to be made.
 constexpr int32_t kNextTile = 0, kNextDqBlock = 1, kNextDeltaBlock = 2, kNumSchedulers = 3;
 
+// CTAs of the launch that finishes dQ to a query block.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE constexpr int finish_ctas() {
+  using S = Shape<spec, tile>;
+  return finishes_dq(tile) ? 1 : max(1, S::dq_block / ((S::transposes_dq ? 32 : 16) * kRowThreads));
+}
+
 // Of each consumer warp of each tile, whether its dK or dV have a number that is not finite; of each query block
-// whether its dQ has.
+// whether its dQ has, or of each CTA that finishes a part of it.
 FMHA_DEVICE int32_t* non_finite_keys(const BwdParams& p) { return p.non_finite; }
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t* non_finite_queries(const BwdParams& p, const Sm90BwdSchedule& schedule) {
@@ -64,7 +71,8 @@ FMHA_DEVICE int32_t* non_finite_queries(const BwdParams& p, const Sm90BwdSchedul
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
   int32_t* first = p.non_finite;
-  if constexpr (repairs<spec>()) first = non_finite_queries<tile>(p, schedule) + num_q_blocks_of_all(p, schedule);
+  if constexpr (repairs<spec>())
+    first = non_finite_queries<tile>(p, schedule) + num_q_blocks_of_all(p, schedule) * finish_ctas<spec, tile>();
   return first + head / num_query_heads<tile>(p, schedule);
 }
 
@@ -84,23 +92,34 @@ struct Place {
 
 // Behind a mask, the order in which key blocks are launched: head after head, of each the last key block first, since a
 // query block's key blocks add in that order and each begins at its diagonal, a step behind its successor. A head's
-// longest key block is then its last, and would be the launch's. So every eighth kv head goes the other way, its key
+// longest key block is then its last, and would be the launch's. So every eighth head goes the other way, its key
 // blocks from the first one on and its queries from the last one down, and these heads come at the end, side by side:
 // CTAs get there one by one, as their order wants it, and the shortest are the last. TFLOP/s, causal, S 8192: D 128 506
 // to 525, D 256 463 to 487.
-constexpr int32_t kUpwardPeriod = 8;
-FMHA_DEVICE bool goes_upward(int32_t i_head_kv) { return i_head_kv % kUpwardPeriod == kUpwardPeriod - 1; }
-FMHA_DEVICE Place place_in_order(int32_t index, int32_t num_key_blocks, int32_t batch, int32_t num_heads_kv) {
-  const int32_t upward = num_heads_kv / kUpwardPeriod, downward = num_heads_kv - upward;  // of a sequence
+// Of fewer heads the last one of a sequence goes so; where a sequence's keys are far more than its queries, all of them
+// do (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that
+// are at work together would wait for each other at each.
+//
+// Heads here are the parts of kv heads, where tiles share these.
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t order_head(const Sm90BwdSchedule& schedule, const Work& work) {
+  return work.i_head_kv * num_parts<tile>(schedule) + work.i_part;
+}
+FMHA_DEVICE bool goes_upward(const Sm90BwdSchedule& schedule, int32_t head) {
+  return head % schedule.side_by_side_period == schedule.side_by_side_period - 1;
+}
+FMHA_DEVICE Place place_in_order(int32_t index, int32_t num_key_blocks, int32_t batch, int32_t num_heads,
+                                 int32_t period) {
+  const int32_t upward = num_heads / period, downward = num_heads - upward;  // of a sequence
   const int32_t within = index - batch * downward * num_key_blocks;
   if (within < 0) {
     const int32_t i_head = index / num_key_blocks, i_batch = i_head / downward, nth = i_head - i_batch * downward;
-    const int32_t head = i_batch * num_heads_kv + nth + nth / (kUpwardPeriod - 1);
+    const int32_t head = i_batch * num_heads + nth + nth / (period - 1);
     return {head, num_key_blocks - 1 - (index - i_head * num_key_blocks)};
   }
   const int32_t side_by_side = batch * upward, key_block = within / side_by_side;
   const int32_t i_head = within - key_block * side_by_side, i_batch = i_head / upward, nth = i_head - i_batch * upward;
-  return {i_batch * num_heads_kv + nth * kUpwardPeriod + kUpwardPeriod - 1, key_block};
+  return {i_batch * num_heads + nth * period + period - 1, key_block};
 }
 
 // Without a mask, key blocks begin their walks at query blocks that are `stride` apart, in groups of CTAs that run at a
@@ -114,7 +133,9 @@ FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work
   const int32_t num_blocks = ceil_div(work.span.seqlen_k, cluster_keys(tile));
   const int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
   const int32_t first = work.key_block / group * group, size = min(group, num_blocks - first);
-  return {first, size, (work.q_blocks.end - work.q_blocks.begin) / size};
+  // Where heads are launched side by side, members of a group do not run at a time.
+  const int32_t stride = schedule.side_by_side_period == 1 ? 0 : (work.q_blocks.end - work.q_blocks.begin) / size;
+  return {first, size, stride};
 }
 
 // Ordered: how many key blocks add to query block `block` before this tile's does.
@@ -136,7 +157,7 @@ FMHA_DEVICE int32_t position_at(const Sm90BwdSchedule& schedule, const Work& wor
     // Of the key blocks that add, from the first one on.
     const bool in_band = !keys.empty() && work.key_block >= band_begin;
     const int32_t nth = in_band ? sinks + work.key_block - band_begin : work.key_block;
-    return goes_upward(work.i_head_kv) ? nth : sinks + band_end - band_begin - 1 - nth;
+    return goes_upward(schedule, order_head<tile>(schedule, work)) ? nth : sinks + band_end - band_begin - 1 - nth;
   } else {
     const Stagger stagger = stagger_of<spec, tile>(schedule, work);
     const int32_t member = work.key_block - stagger.first;
