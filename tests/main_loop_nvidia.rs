@@ -81,17 +81,19 @@ fn no_access_of_the_backward_to_shared_memory_waits_for_another() {
     // The test beside this one counts launches of the same process.
     let _alone = ALONE.lock().unwrap();
     let columns = [(64, VLayout::ColMajor), (128, VLayout::ColMajor)];
-    for (head_dim, v_layout) in
-        [32, 64, 80, 128, 192].map(|head_dim| (head_dim, VLayout::RowMajor)).into_iter().chain(columns)
-    {
+    let rows = [32, 64, 80, 128, 192].map(|head_dim| (head_dim, VLayout::RowMajor));
+    let two_passes =
+        rows.into_iter().chain(columns).map(|(head_dim, v_layout)| (head_dim, v_layout, "one_pass=0"));
+    let one_pass = [32, 64, 128].map(|head_dim| (head_dim, VLayout::RowMajor, "one_pass=1"));
+    for (head_dim, v_layout, tile) in two_passes.chain(one_pass) {
         let _ = emulated_launches();
-        let plan = PlanOptions::default().kernel("sm80");
+        let plan = PlanOptions::default().kernel("sm80").tile(tile_fields(tile));
         let (outcome, text) =
             backward(head_dim, v_layout).run(&backend, &Options { plan, ..Options::default() });
         assert_eq!(outcome, Outcome::Passed, "{text}");
         let launches = emulated_launches().unwrap();
         assert!(sum_of(&launches, "shared_bytes") > 1000, "head_dim {head_dim}: {launches}");
-        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "head_dim {head_dim}, V {v_layout:?}");
+        assert_eq!(sum_of(&launches, "bank_conflicts"), 0, "head_dim {head_dim}, V {v_layout:?}, {tile}");
     }
 }
 

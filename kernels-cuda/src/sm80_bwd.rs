@@ -9,6 +9,8 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec};
+use fmha_core::tune::Candidates;
+use fmha_core::work::visible_pairs;
 use fmha_core::{
     Bias, BiasBroadcast, BwdProblem, DType, ElementwiseBias, Refusal, Shape, Strides, VLayout, abi_enum,
     abi_spec,
@@ -21,6 +23,9 @@ pub const HEADER: &str = "fmha/sm80/bwd/main.cuh";
 
 /// Threads of a CTA that sums a head's dSink.
 pub const DSINK_THREADS: u32 = 256;
+
+/// Threads of a CTA that finishes a block of dQ.
+pub const FINISH_THREADS: u32 = 128;
 
 /// What a launch sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -35,9 +40,11 @@ pub enum BwdSums {
     Dv,
     /// dBias of a block of queries by a block of keys.
     DBias,
+    /// dK and dV of a block of keys, which adds to dQ in memory besides.
+    All,
 }
 
-abi_enum!(BwdSums { Dq, DkDv, Dk, Dv, DBias });
+abi_enum!(BwdSums { Dq, DkDv, Dk, Dv, DBias, All });
 
 impl BwdSums {
     /// The launch's name in plans.
@@ -49,6 +56,7 @@ impl BwdSums {
             Self::Dk => "sm80_dk",
             Self::Dv => "sm80_dv",
             Self::DBias => "sm80_dbias",
+            Self::All => "sm80_all",
         }
     }
 }
@@ -74,6 +82,8 @@ abi_spec! {
         pub fast_softcap: bool,
         /// Gradients of 16 bits, whose rows are whole 16 bytes and begin on such, are stored 16 bytes at a time.
         pub vector_store: bool,
+        /// dQ is summed in memory, in no order, while dK and dV are; else by a launch of its own.
+        pub one_pass: bool = Takes::all(),
         /// What the launch sums.
         pub sums: BwdSums = Takes::nothing(),
     }
@@ -98,7 +108,8 @@ impl Sm80BwdTile {
         } else {
             self.stages * self.columns * 12
         };
-        (own + self.stages * block + stats + 1023) / 1024 * 1024
+        let ds = if matches!(self.sums, BwdSums::All) { tile_bytes(self.rows * self.columns) } else { 0 };
+        (own + ds + self.stages * block + stats + 1023) / 1024 * 1024
     }
 
     /// Sets one field from its name and value.
@@ -124,6 +135,82 @@ impl Sm80BwdTile {
             None => Ok(()),
         }
     }
+}
+
+impl Sm80BwdTile {
+    /// Whether all warps have whole products of a block's dQ: sixteen queries each, and of the columns a power of two or all.
+    ///
+    /// # Errors
+    /// A text that names the fields and numbers that do not go together.
+    pub fn check_one_pass(&self, spec: &BwdSpec) -> Result<(), String> {
+        let (groups, dim) = (self.columns / 16, padded_dim(spec.fwd.head_dim_qk));
+        let parts = self.warps / groups.max(1);
+        let whole = parts > 0 && self.warps % groups == 0 && dim % (16 * parts) == 0;
+        if self.sums != BwdSums::All || (whole && (parts == 1 || dim.unsigned_abs().is_power_of_two())) {
+            return Ok(());
+        }
+        Err(format!(
+            "tile one_pass=1 with columns={}, {} warps and head_dim_qk {}: a warp has 16 queries and whole columns of dQ",
+            self.columns, self.warps, spec.fwd.head_dim_qk
+        ))
+    }
+}
+
+/// Whether dQ can be summed beside dK and dV: what modifies scores, and wide rows, leave no registers for it.
+///
+/// # Errors
+/// A text with the field and its number.
+pub fn takes_one_pass(spec: &BwdSpec) -> Result<(), String> {
+    let fwd = &spec.fwd;
+    for (field, dim) in [("head_dim_qk", fwd.head_dim_qk), ("head_dim_v", fwd.head_dim_v)] {
+        if padded_dim(dim) > 128 {
+            return Err(format!("one_pass=1: {field} {dim} is larger than 128"));
+        }
+    }
+    let dim = padded_dim(fwd.head_dim_qk);
+    if dim < 32 || !dim.unsigned_abs().is_power_of_two() {
+        return Err(format!(
+            "one_pass=1: head_dim_qk {} is not 32, 64 or 128 in whole sixteens",
+            fwd.head_dim_qk
+        ));
+    }
+    if fwd.softcap || fwd.bias != BiasKind::None || fwd.dropout {
+        return Err("one_pass=1: 1 of soft-cap, bias and dropout modifies the scores".to_owned());
+    }
+    Ok(())
+}
+
+/// Operations that a multiprocessor has done, by both ways, and what sums in memory cost besides: cleared, added to, read again. Of an
+/// H200's rows in docs/kernels/sm80.md; other devices are given its proportions.
+struct Rates {
+    two_passes: f64,
+    one_pass: f64,
+    micros_a_mb: f64,
+}
+const fn rates(widest: i32) -> Rates {
+    if widest <= 64 {
+        Rates { two_passes: 177e6 / 132.0, one_pass: 228e6 / 132.0, micros_a_mb: 2.0 }
+    } else {
+        Rates { two_passes: 206e6 / 132.0, one_pass: 250e6 / 132.0, micros_a_mb: 2.0 }
+    }
+}
+
+/// Both ways to sum dQ, whether in one pass, with the microseconds that the model has for them; the two passes alone where they are the
+/// only one.
+#[must_use]
+pub fn ways_of_dq(problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> Candidates<bool> {
+    let dims = problem.fwd.dims;
+    let widest = padded_dim(dims.head_dim_qk as i32).max(padded_dim(dims.head_dim_v as i32));
+    let heads = f64::from(dims.batch) * f64::from(dims.num_heads_q);
+    let pairs = visible_pairs(problem.fwd.mask, dims.seqlen_q, dims.seqlen_k) as f64 * heads;
+    let flops = 2.0 * pairs * f64::from(3 * dims.head_dim_qk + 2 * dims.head_dim_v);
+    let sum_bytes = 4.0 * heads * f64::from(dims.seqlen_q) * f64::from(padded_dim(dims.head_dim_qk as i32));
+    let rates = rates(widest);
+    let micros = |flops_a_sm: f64| flops / (flops_a_sm * f64::from(num_sms));
+    let two = (false, micros(rates.two_passes));
+    let sums = sum_bytes / 1e6 * rates.micros_a_mb * 132.0 / f64::from(num_sms);
+    let one = takes_one_pass(spec).is_ok().then(|| (true, micros(rates.one_pass) + sums));
+    Candidates::of([two].into_iter().chain(one))
 }
 
 /// Of so many 16-bit elements.
@@ -191,13 +278,18 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The launches' tiles, on a device with such room: dQ's first.
+/// The launches' tiles, on a device with such room: dQ's first, or, `one_pass`, that of all three.
 #[must_use]
-pub fn choose_tiles(problem: &BwdProblem, spec: &BwdSpec, room: Room) -> Vec<Sm80BwdTile> {
+pub fn choose_tiles(problem: &BwdProblem, spec: &BwdSpec, room: Room, one_pass: bool) -> Vec<Sm80BwdTile> {
     let widest = padded_dim(spec.fwd.head_dim_qk).max(padded_dim(spec.fwd.head_dim_v));
     // dK and dV of a warp's 16 keys take `head_dim / 2` registers each, which beside S and dP is too much from 144 on.
-    let sums: &[BwdSums] =
-        if widest <= 128 { &[BwdSums::Dq, BwdSums::DkDv] } else { &[BwdSums::Dq, BwdSums::Dk, BwdSums::Dv] };
+    let sums: &[BwdSums] = if one_pass {
+        &[BwdSums::All]
+    } else if widest <= 128 {
+        &[BwdSums::Dq, BwdSums::DkDv]
+    } else {
+        &[BwdSums::Dq, BwdSums::Dk, BwdSums::Dv]
+    };
     let dbias = problem.dbias.map(|_| &BwdSums::DBias);
     sums.iter().chain(dbias).map(|&sums| choose_tile(problem, spec, room, sums)).collect()
 }
@@ -208,7 +300,7 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
     // What modifies scores takes registers.
     let modifies = spec.fwd.softcap || spec.fwd.bias != BiasKind::None || spec.fwd.dropout;
     // dK and dV at once leave S and dP the registers of 32 queries above head dimension 64.
-    let both = sums == BwdSums::DkDv;
+    let both = matches!(sums, BwdSums::DkDv | BwdSums::All);
     let columns = if widest <= 64 || widest <= 128 && !modifies && !both { 64 } else { 32 };
     let whole = |(_, _, stride): (&str, &str, i64)| stride % 8 == 0;
     let gradients = [
@@ -230,6 +322,7 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
             && dims.head_dim_qk.is_multiple_of(8)
             && dims.head_dim_v.is_multiple_of(8)
             && strides(gradients).all(whole),
+        one_pass: sums == BwdSums::All,
         sums,
     };
     // Eight warps share the blocks that they walk. Twice four do not wait for each other, where there is room for what both
@@ -258,7 +351,7 @@ pub fn grid(problem: &BwdProblem, tile: &Sm80BwdTile) -> Option<u32> {
     let blocks_of = |rows: u32, size: i32| u64::from(rows).div_ceil(u64::from(size.unsigned_abs()));
     let (planes, blocks) = match tile.sums {
         BwdSums::Dq => ([dims.batch, dims.num_heads_q], blocks_of(dims.seqlen_q, tile.rows)),
-        BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv => {
+        BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv | BwdSums::All => {
             ([dims.batch, dims.num_heads_kv], blocks_of(dims.seqlen_k, tile.rows))
         }
         BwdSums::DBias => {
@@ -289,6 +382,14 @@ pub fn main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
         tile.smem_bytes(spec)
     );
     entry(&constants, "__launch_bounds__(sm80::bwd::num_threads(kTile), kTile.ctas)", &call)
+}
+
+/// The launch that finishes dQ where it was summed in memory, a CTA to a block of queries of a head.
+#[must_use]
+pub fn finish_dq(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let bounds = format!("__launch_bounds__({FINISH_THREADS})");
+    entry(&constants, &bounds, "sm80::bwd::finish_dq<kSpec, kTile>(p);")
 }
 
 /// The launch that sums dSink, a CTA to a head.

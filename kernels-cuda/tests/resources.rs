@@ -375,7 +375,10 @@ fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
         let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
         let strides = problem.fwd.strides.q;
         problem.dbias = spec.write_dbias.then_some(BiasGrad { dtype: spec.dtype_dbias, strides });
-        for tile in sm80_bwd::choose_tiles(&problem, &spec, a100) {
+        let one_pass = sm80_bwd::takes_one_pass(&spec).is_ok();
+        let all = one_pass.then(|| sm80_bwd::choose_tiles(&problem, &spec, a100, true));
+        let tiles = sm80_bwd::choose_tiles(&problem, &spec, a100, false);
+        for tile in tiles.into_iter().chain(all.into_iter().flatten()) {
             kernels.push((format!("{}_{name}", tile.sums.name()), sm80_bwd::main(&spec, &tile)));
         }
     }

@@ -118,8 +118,12 @@ fn the_tiles_of_the_backward_of_mma_sync_fit_every_device() {
         let problem = BwdProblem::new(fwd);
         let spec = BwdSpec::of(&problem);
         for room in ROOMS {
-            for tile in sm80_bwd::choose_tiles(&problem, &spec, room) {
+            let all = sm80_bwd::takes_one_pass(&spec).is_ok();
+            let one_pass = all.then(|| sm80_bwd::choose_tiles(&problem, &spec, room, true));
+            let tiles = sm80_bwd::choose_tiles(&problem, &spec, room, false);
+            for tile in tiles.into_iter().chain(one_pass.into_iter().flatten()) {
                 assert_eq!(tile.check_loads(&problem), Ok(()));
+                assert_eq!(tile.check_one_pass(&spec), Ok(()), "{tile:?}");
                 let bytes = tile.smem_bytes(&spec);
                 assert!(bytes <= room.smem_bytes, "{bytes} of {room:?}: {tile:?}");
             }

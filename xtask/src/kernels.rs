@@ -330,6 +330,17 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..AMPERE
     },
+    // dQ summed in memory, which the model leaves to longer rows than the battery's.
+    Row {
+        tile: Some("one_pass=1"),
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^backward/(head_dim/bf16/d(64|128)|edges/bf16/s65x130/.*)$", deal: 1 },
+        in_all: Cases {
+            filter: "^backward/(head_dim/b?f16/d(32|64|128)|edges/b?f16/.*|hidden/b?f16/.*)$",
+            deal: 1,
+        },
+        ..AMPERE
+    },
     // Wide heads and latent attention: several blocks, which two warpgroups take in turn, by TMA and by copies; keys in parts.
     Row {
         kernel: Some("sm90_mla"),

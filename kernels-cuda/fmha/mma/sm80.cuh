@@ -144,6 +144,32 @@ FMHA_DEVICE void product_ab(Accumulator<n> (&d)[m_tiles], const RegisterTile<uin
   }
 }
 
+// d += A^T B: the rows of both tiles are the inner dimension. A's sixteen columns from `a_column` on against B's from `b_column` on,
+// which is a multiple of n, a power of two or all of B.
+template <DType dtype, int ahead, int n, class TileA, class TileB>
+FMHA_DEVICE void product_atb(Accumulator<n>& d, const TileA& a, int32_t a_column, const TileB& b, int32_t b_column) {
+  static_assert(TileA::rows == TileB::rows, "A and B share their inner dimension");
+  static_assert(n == TileB::dim || (n & (n - 1)) == 0, "columns of a part differ in bits of their own");
+  constexpr int depth = kDepth<uint16_t>, groups = n / 16, loads = TileA::rows / depth * groups;
+  const LanePlace a_place = depth_first(), b_place = rows_first();
+  const LaneAddress<TileA> a0(a, {a_place.row, a_place.word + a_column / 8});
+  const LaneAddress<TileB> b0(b, {b_place.row, b_place.word + b_column / 8});
+  FragmentRing<ahead> b_words;
+  const auto load_b = [&](int i) { ptx::ldmatrix_x4_trans(b_words[i], b0.plus(i / groups * depth, i % groups * 16)); };
+#pragma unroll
+  for (int i = 0; i < ahead && i < loads; ++i) load_b(i);
+  uint32_t a_words[4];
+#pragma unroll
+  for (int i = 0; i < loads; ++i) {
+    if (i + ahead < loads) load_b(i + ahead);
+    if (i % groups == 0) ptx::ldmatrix_x4_trans(a_words, a0.plus(i / groups * depth, 0));
+    const uint32_t (&w)[4] = b_words[i];
+    const uint32_t first[2] = {w[0], w[1]}, second[2] = {w[2], w[3]};
+    multiply<dtype>(&d.elems[8 * (i % groups)], a_words, first);
+    multiply<dtype>(&d.elems[8 * (i % groups) + 4], a_words, second);
+  }
+}
+
 // product_ab of 8-bit elements. The tensor cores of sm_89 keep some 14 bits of such sums (SageAttention2, arXiv 2411.10958: FP22),
 // so a block's products are added up apart, and then to d in f32.
 //

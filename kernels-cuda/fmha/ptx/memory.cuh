@@ -22,6 +22,18 @@ FMHA_DEVICE void st_global_f32_if(float* address, float value, bool condition) {
                : "memory");
 }
 
+// needs: sm_70. `address` is a multiple of 4.
+// PTX ISA: st.
+FMHA_DEVICE void st_shared_b32(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// needs: sm_70. Adds to a number, in no order.
+// PTX ISA: red.
+FMHA_DEVICE void red_global_add_f32(float* address, float a) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(a) : "memory");
+}
+
 // needs: sm_90. Adds to four numbers, each by itself atomic; `address` is a multiple of 16.
 // PTX ISA: red.
 FMHA_DEVICE void red_global_add_v4_f32(float* address, float a, float b, float c, float d) {

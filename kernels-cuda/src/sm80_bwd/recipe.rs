@@ -1,9 +1,10 @@
 //! The backward kernels of mma.sync, for every architecture from sm_80 on.
 
 use crate::{simt, sm80, sm80_bwd};
-use fmha_core::bwd_workspace::{BwdWorkspace, ScoreOrigins};
+use fmha_core::bwd_workspace::{BwdWorkspace, DqSums, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
+use fmha_core::tune::Candidates;
 use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps};
 
@@ -39,15 +40,29 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
             .map_err(refuse)?;
         sm80_bwd::accepts(problem)?;
         let spec = BwdSpec::of(problem);
-        let mut tiles = sm80_bwd::choose_tiles(problem, &spec, crate::sm80::recipe::room(facts));
+        let ways = sm80_bwd::ways_of_dq(problem, &spec, facts.num_sms);
+        let one_pass = adds_dq(&ways, options);
+        if one_pass {
+            sm80_bwd::takes_one_pass(&spec).map_err(refuse)?;
+        }
+        let mut tiles = sm80_bwd::choose_tiles(problem, &spec, crate::sm80::recipe::room(facts), one_pass);
         for tile in &mut tiles {
             for (key, value) in &options.tile {
                 tile.set(key, value).map_err(refuse)?;
             }
             tile.check_loads(problem).map_err(refuse)?;
+            tile.check_one_pass(&spec).map_err(refuse)?;
             facts.has_room_for(tile, tile.smem_bytes(&spec), 1).map_err(refuse)?;
         }
-        let workspace = BwdWorkspace::new(problem, 1, ScoreOrigins::OfRows, None, 0)
+        // Sums of dQ begin at whole blocks of queries.
+        let (block_m, dq_sums) = match one_pass {
+            true => {
+                let dim = sm80::padded_dim(spec.fwd.head_dim_qk).unsigned_abs();
+                (tiles[0].columns.unsigned_abs(), Some(DqSums { dim, has_semaphores: false }))
+            }
+            false => (1, None),
+        };
+        let workspace = BwdWorkspace::new(problem, block_m, ScoreOrigins::OfRows, dq_sums, 0)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
@@ -81,11 +96,19 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
                 tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
             });
         }
+        if one_pass {
+            let blocks = u64::from(dims.seqlen_q.div_ceil(block_m)) * rows / u64::from(dims.seqlen_q.max(1));
+            let groups = u32::try_from(blocks).ok().filter(|&ctas| ctas < 1 << 31);
+            let groups =
+                groups.ok_or_else(|| refuse(format!("{rows} rows of dQ make 2^31 blocks or more")))?;
+            let grid = Grid::new(groups.max(1), sm80_bwd::FINISH_THREADS);
+            sums.insert(1, row_launch("sm80_finish_dq", sm80_bwd::finish_dq(&spec, &tiles[0]), grid));
+        }
         if problem.write_dsink {
             let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
             sums.push(row_launch("sm80_dsink", sm80_bwd::dsink(&spec), grid));
         }
-        // dQ's, of which every problem has one.
+        // dQ's, of which every problem has one, or that of all three.
         let main = sums.remove(0);
         let of = |tile: &sm80_bwd::Sm80BwdTile| {
             format!("{} {} x {}, {} stages", tile.sums.name(), tile.rows, tile.columns, tile.stages)
@@ -98,18 +121,22 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some(chosen) }),
             launches: Launches::new([stats], main, sums),
-            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
+            workspace: Workspace {
+                bytes: workspace.bytes,
+                zeroed_bytes: if one_pass { workspace.bytes } else { 0 },
+            },
             promises: Promises {
                 // A row's gradients are one warp's sums, over blocks of its own sequence that begin at its first row.
-                deterministic: true,
-                batch_invariant: options.tile.is_empty(),
+                deterministic: !one_pass,
+                batch_invariant: options.tile.is_empty() && !one_pass,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
             },
             details: vec![
                 ("tile", tiles.iter().map(of).collect::<Vec<_>>().join("; ")),
-                ("sums", "in registers, each row's in one order; scores computed twice".to_owned()),
+                ("sums", sums_words(one_pass).to_owned()),
+                ("ways of dQ", ways.words(|&one| if one { "one pass" } else { "two" }.to_owned())),
             ],
         })
     }
@@ -145,5 +172,27 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
             unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
         }
         Ok(())
+    }
+}
+
+/// The model's error.
+const LEAST_GAIN: f64 = 0.03;
+
+/// Whether dQ is summed in memory while dK and dV are: as the tile says, else by the model, unless the sums are to have an order.
+fn adds_dq(ways: &Candidates<bool>, options: &PlanOptions) -> bool {
+    match options.tile.iter().find(|(key, _)| key == "one_pass") {
+        Some((_, value)) => matches!(value.as_str(), "1" | "true"),
+        None => {
+            let ordered = options.deterministic || options.batch_invariant || !options.tile.is_empty();
+            !ordered && ways.cheapest(LEAST_GAIN).is_some_and(|best| best.choice)
+        }
+    }
+}
+
+/// How the sums are made, in words.
+fn sums_words(one_pass: bool) -> &'static str {
+    match one_pass {
+        true => "dK and dV in registers, dQ in memory, in no order; scores computed once",
+        false => "in registers, each row's in one order; scores computed twice",
     }
 }

@@ -5,6 +5,7 @@
 #pragma once
 #include <fmha/ptx/copy.cuh>
 #include <fmha/ptx/warp.cuh>
+#include <fmha/sm80/bwd/add_dq.cuh>
 #include <fmha/sm80/bwd/pairs.cuh>
 #include <fmha/sm80/common/copy.cuh>
 
@@ -175,11 +176,22 @@ struct Owner {
     return of_band == BlockClass::Inside && !whole ? BlockClass::Edge : of_band;
   }
 
-  // What a block adds to the sums.
+  // What a block adds to the sums; and to dQ, by all warps together.
   template <class Queries>
   FMHA_DEVICE void add(int32_t slot, int32_t block, const Queries& queries) {
     const BlockClass kind = class_of(block);
-    if (kind == BlockClass::Skipped) return;
+    if (kind != BlockClass::Skipped) {
+      add_to_own(slot, block, kind, queries);
+    } else if constexpr (adds_dq(tile)) {
+      put_ds<decltype(smem.ds), Operand>(smem.ds, warp_row, nullptr);
+    }
+    if constexpr (adds_dq(tile)) {
+      __syncthreads();
+      add_dq<spec, tile>(DqShape<spec, tile>::block_of(p, span, i_head, block * columns), smem.ds, smem.own_score);
+    }
+  }
+  template <class Queries>
+  FMHA_DEVICE void add_to_own(int32_t slot, int32_t block, BlockClass kind, const Queries& queries) {
     const bool edge = kind == BlockClass::Edge;
     const int32_t row = first + threadIdx.x % 32 / 4, column = block * columns + fmha::mma::fragment_column();
     const auto& score = smem.score[slot];
@@ -204,6 +216,7 @@ struct Owner {
       pairs.template differentiate<true>(dp[0], s[0], slopes, kept, row, column, edge, queries);
       Operand ds[1];
       ds[0].template from<kFwd.dtype_qk>(dp[0], 0);
+      if constexpr (adds_dq(tile)) put_ds(smem.ds, warp_row, &ds[0]);
       mma::product_ab<kFwd.dtype_qk, ahead, false>(dscore, ds, score);
     }
   }

@@ -1,0 +1,85 @@
+// dQ in one pass: every CTA of keys adds its dS K to sums in memory, in no order, and a launch that follows scales and rounds them.
+//
+// A block's dS lies in shared memory as [keys, queries] for that product, whose rows are queries and whose inner dimension are the
+// CTA's keys: its warps have sixteen queries each and a part of the columns. The sums lie in the order of the accumulators, so that
+// the lanes of an addition have 128 bytes side by side.
+#pragma once
+#include <fmha/ptx/memory.cuh>
+#include <fmha/ptx/shared.cuh>
+#include <fmha/simt/bwd.cuh>
+#include <fmha/sm80/bwd/config.cuh>
+
+namespace fmha::sm80::bwd {
+
+// What a warp has of a block's dQ.
+template <BwdSpec spec, Sm80BwdTile tile>
+struct DqShape {
+  static constexpr int dim = padded_dim(spec.fwd.head_dim_qk);
+  static constexpr int row_groups = tile.columns / mma::kRows, parts = tile.warps / row_groups, n = dim / parts;
+  static_assert(tile.warps % row_groups == 0 && dim % parts == 0 && n % 16 == 0, "sm80: all warps have whole products of dQ");
+
+  // Where a block's sums begin.
+  FMHA_DEVICE static float* block_of(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t first_query) {
+    return p.dq_sums + stats_offset(p, span, i_head, first_query) * dim;
+  }
+  // Where an element of a block lies from there on.
+  FMHA_DEVICE static int32_t index_of(int32_t row, int32_t column) {
+    const int32_t warp = column / n * row_groups + row / mma::kRows, within = column % n;
+    const int32_t e = within / 8 * 4 + row / 8 % 2 * 2 + within % 2, lane = row % 8 * 4 + within % 8 / 2;
+    return warp * (mma::kRows * n) + e * 32 + lane;
+  }
+};
+
+// A warp's 16 keys of dS, or zeros.
+template <class Tile, class Operand>
+FMHA_DEVICE void put_ds(const Tile& tile, int32_t warp_row, const Operand* ds) {
+  const int32_t row = warp_row + threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int f = 0; f < Tile::dim / 4; ++f) {
+    const uint32_t at = tile.address() + fmha::mma::word_offset<Tile>(row + f % 2 * 8, f / 2 * 8) + threadIdx.x % 4 * 4;
+    ptx::st_shared_b32(at, ds ? ds->elems[f / 4][f % 4] : 0);
+  }
+}
+
+// What the CTA's keys add to dQ of the block of queries whose dS is there.
+template <BwdSpec spec, Sm80BwdTile tile, class Gradients, class Keys>
+FMHA_DEVICE void add_dq(float* sums, const Gradients& ds, const Keys& keys) {
+  using Shape = DqShape<spec, tile>;
+  const int32_t warp = threadIdx.x / 32;
+  mma::Accumulator<Shape::n> dq;
+  dq.clear();
+  mma::product_atb<spec.fwd.dtype_qk, tile.fragments_ahead>(dq, ds, warp % Shape::row_groups * mma::kRows, keys,
+                                                            warp / Shape::row_groups * Shape::n);
+  float* own = sums + warp * (mma::kRows * Shape::n) + threadIdx.x % 32;
+#pragma unroll
+  for (int e = 0; e < dq.num_elems; ++e) ptx::red_global_add_f32(own + e * 32, dq[e]);
+}
+
+// The launch that follows, a CTA to a block of queries of a head: the sums scaled and rounded once. Rows that a hidden NaN or infinity
+// has reached are computed again.
+template <BwdSpec spec, Sm80BwdTile tile>
+FMHA_DEVICE void finish_dq(const BwdParams& p) {
+  using Shape = DqShape<spec, tile>;
+  const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, head = blockIdx.x % heads;
+  const int32_t i_batch = head / p.fwd.num_heads_q, i_head = head % p.fwd.num_heads_q;
+  const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
+  const int32_t first = blockIdx.x / heads * tile.columns;
+  if (first >= span.seqlen_q) return;
+  const float* sums = Shape::block_of(p, span, i_head, first);
+#pragma unroll 1
+  for (int32_t row = threadIdx.x / 32; row < tile.columns && first + row < span.seqlen_q; row += blockDim.x / 32) {
+    const int64_t at = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + first + row, i_head);
+    bool finite = true;
+#pragma unroll
+    for (int32_t c = threadIdx.x % 32; c < spec.fwd.head_dim_qk; c += 32) {
+      const float sum = sums[Shape::index_of(row, c)];
+      finite &= fabsf(sum) < infinity();
+      store_elem<spec.dtype_grad>(const_cast<void*>(static_cast<const void*>(p.dq.data)), at + c, sum * p.fwd.softmax_scale);
+    }
+    if constexpr (spec.fwd.mask != MaskKind::Full) {
+      if (__any_sync(ptx::kAllLanes, !finite)) bwd_query_row<spec, simt::Warp>(p, span, i_head, first + row);
+    }
+  }
+}
+
+}  // namespace fmha::sm80::bwd
