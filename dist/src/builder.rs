@@ -25,7 +25,7 @@ impl Held {
     }
 
     /// From this head on.
-    pub(crate) fn from_head(self, head: u32) -> Self {
+    pub(crate) fn of_head(self, head: u32) -> Self {
         Self { head, ..self }
     }
 

@@ -51,7 +51,7 @@ fn gather(b: &mut Builder<'_>, heads: &Heads) -> Result<Operands> {
         }
     }
     b.exchange(&moves)?;
-    Ok(Operands { q: b.own(Kind::Q).from_head(heads.q.start), k, v })
+    Ok(Operands { q: b.own(Kind::Q).of_head(heads.q.start), k, v })
 }
 
 /// Each piece of queries with the whole sequence of keys that it sees.
@@ -82,7 +82,7 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     let gathered = groups.iter().map(|heads| gather(b, heads)).collect::<Result<Vec<_>>>()?;
     for (heads, operands) in groups.iter().zip(&gathered) {
         let lse = HeldLse { head: heads.q.start, ..b.own_lse() };
-        let out = (b.own(Kind::O).from_head(heads.q.start), lse);
+        let out = (b.own(Kind::O).of_head(heads.q.start), lse);
         for (q, keys) in pairs(b) {
             b.forward_into((&q, &keys), heads, operands, (q.row, keys.whole_row), out)?;
         }
