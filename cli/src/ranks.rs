@@ -27,7 +27,7 @@ pub(super) struct RankArgs {
     #[arg(long, value_name = "N", value_parser = at_least_1("ranks"), allow_negative_numbers = true)]
     pub(super) ranks: Option<u32>,
 
-    /// gather, ring, ulysses (default: what the model of kernels and links finds fastest)
+    /// gather, ring, ulysses, mixed (default: what the model of kernels and links finds fastest)
     #[arg(long, value_name = "NAME", requires = "ranks")]
     scheme: Option<Scheme>,
 
@@ -35,7 +35,8 @@ pub(super) struct RankArgs {
     #[arg(long, value_name = "HOW", default_value = "zig-zag", value_parser = ["contiguous", "zig-zag"])]
     partition: String,
 
-    /// What links and kernels do: lines bytes_per_second, latency, fwd_flops, bwd_flops, memory = NUMBER
+    /// What links and kernels do: lines NAME = NUMBER of bytes_per_second, latency, fwd_flops,
+    /// bwd_flops, memory, ranks_per_host, host_bytes_per_second, host_latency
     #[arg(long, value_name = "FILE", requires = "ranks")]
     links: Option<PathBuf>,
 

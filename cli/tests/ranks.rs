@@ -24,7 +24,7 @@ fn a_run_over_ranks_ends_in_pass() {
 fn what_does_not_go_over_ranks_is_refused_with_the_reason() {
     for (options, says) in [
         ("--ranks 3 --scheme ulysses", "rank 0, scheme: ulysses: num_heads_q 4 is not a multiple of 3 ranks"),
-        ("--ranks 2 --scheme star", "scheme `star` is none of gather, ulysses, ring, decode"),
+        ("--ranks 2 --scheme star", "scheme `star` is none of gather, ulysses, ring, mixed, decode"),
         ("--ranks 2 --bias e:2", "bias e: each rank has its own rows of it"),
         ("--ranks 2 --iperm", "tensors are contiguous b*s*h*d"),
         ("--ranks 65", "ranks 65 are more than the 64 processes"),

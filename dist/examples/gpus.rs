@@ -7,20 +7,33 @@
 //!  done; wait
 //! ```
 //!
-//! Arguments: forward, backward, deterministic (backward) or decode; tokens, mask, schemes, the library's path. bf16, batch 1, 32 query heads, 8 of
-//! keys, head dim 128; decode: one query that all ranks have, against a cache of so many tokens, of which each has a part.
+//! Arguments: what to do, tokens, masks, schemes, the library's path (or `-`), how often to run for equal bits (0: plan alone, which
+//! compiles what is not in the cache yet). bf16, batch 1, 32 query heads, 8 of keys, head dim 128.
+//!
+//! - forward, backward, deterministic (backward)
+//! - modified: forward with ALiBi and dropout
+//! - packed: forward of documents of unlike lengths
+//! - decode: one query that all ranks have, against a cache of so many tokens, of which each has a part
+//!
+//! `gather:whole` gathers all heads at once; `mixed` takes two GPUs for a host. The first rank prints what the model of scale
+//! predicts from one device's speed.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use fmha::{
-    Backend, BwdArgs, BwdProblem, DType, DevBuffer, Device, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions,
-    Stream, bf16,
+    Backend, Bias, BwdArgs, BwdProblem, DType, DevBuffer, Device, Dims, DropoutSeed, FwdArgs, FwdProblem,
+    MaskSpec, PlanOptions, ScoreArgs, Stream, bf16,
 };
-use fmha_dist::{BwdPlan, FwdPlan, Group, Nccl, Options, Partition, Problem, Rendezvous, Scheme, connect};
+use fmha_dist::{
+    BwdPlan, FwdPlan, Group, Links, Nccl, Options, Partition, Problem, Rendezvous, Scheme, choose, connect,
+};
 
 type AnyError = Box<dyn std::error::Error>;
+
+/// How many numbers are drawn before they repeat: drawing takes longer than all else. Odd, so that rows differ.
+const DRAWN: usize = (1 << 23) + 1237;
 
 /// Numbers that every rank makes alike.
 fn noise(seed: u64, count: usize) -> Vec<bf16> {
@@ -31,7 +44,12 @@ fn noise(seed: u64, count: usize) -> Vec<bf16> {
         state ^= state << 17;
         bf16::from_f32((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
     };
-    (0..count).map(next).collect()
+    let drawn: Vec<bf16> = (0..count.min(DRAWN)).map(next).collect();
+    let mut all = Vec::with_capacity(count);
+    while all.len() < count {
+        all.extend_from_slice(&drawn[..drawn.len().min(count - all.len())]);
+    }
+    all
 }
 
 fn upload(device: &Device, bytes: &[u8]) -> Result<DevBuffer, fmha::Error> {
@@ -40,17 +58,9 @@ fn upload(device: &Device, bytes: &[u8]) -> Result<DevBuffer, fmha::Error> {
     Ok(buffer)
 }
 
-/// The fastest of some calls, in seconds.
-fn fastest(stream: &Stream, mut call: impl FnMut() -> Result<(), AnyError>) -> Result<f64, AnyError> {
-    let mut fastest = f64::INFINITY;
-    for _ in 0..8 {
-        let (start, stop) = (stream.device().event()?, stream.device().event()?);
-        start.record(stream)?;
-        call()?;
-        stop.record(stream)?;
-        fastest = fastest.min(stop.seconds_since(&start)?);
-    }
-    Ok(fastest)
+/// Of tokens that take seconds, two calls.
+fn calls(tokens: u32) -> usize {
+    if tokens > 1 << 18 { 2 } else { 5 }
 }
 
 /// Rows of a tensor and their heads.
@@ -64,6 +74,12 @@ struct Bench {
     whole: FwdProblem,
     queries: Partition,
     keys: Partition,
+    /// The first row of each document, and the end.
+    offsets: Option<(Vec<u32>, DevBuffer)>,
+    slopes: DevBuffer,
+    calls: usize,
+    /// How often each plan runs, for the same bits each time.
+    repeats: usize,
 }
 
 /// Q, K, V and dO of all ranks; O and LSE of one device.
@@ -78,6 +94,29 @@ fn bytes(elems: &[bf16]) -> &[u8] {
 }
 
 impl Bench {
+    /// The fastest of some calls, in seconds, behind one that makes connections. Before each all ranks rest: a busy GPU's clock
+    /// falls within a tenth of a second, and one device's calls are longer than its share of them.
+    fn fastest(&self, mut call: impl FnMut() -> Result<(), AnyError>) -> Result<f64, AnyError> {
+        let mut fastest = f64::INFINITY;
+        call()?;
+        for _ in 0..self.calls {
+            self.stream.synchronize()?;
+            std::thread::sleep(Duration::from_millis(250));
+            self.group.share(&[])?;
+            let (start, stop) = (self.device.event()?, self.device.event()?);
+            start.record(&self.stream)?;
+            call()?;
+            stop.record(&self.stream)?;
+            fastest = fastest.min(stop.seconds_since(&start)?);
+        }
+        Ok(fastest)
+    }
+
+    fn score(&self) -> ScoreArgs<'_> {
+        let slopes = matches!(self.whole.score.bias, Bias::Alibi { .. }).then(|| self.slopes.slice());
+        ScoreArgs::default().alibi_slopes(slopes).dropout(DropoutSeed { seed: 7, offset: 0 })
+    }
+
     fn is_first(&self) -> bool {
         self.group.rank() == 0
     }
@@ -111,14 +150,68 @@ impl Bench {
         );
     }
 
+    /// Runs again, and says how often the bits were others than the first time.
+    fn again(&self, what: &str, mut run: impl FnMut() -> Result<Vec<u8>, AnyError>) -> Result<(), AnyError> {
+        if self.repeats < 2 {
+            return Ok(());
+        }
+        let first = run()?;
+        let mut others = 0;
+        for _ in 1..self.repeats {
+            others += usize::from(run()? != first);
+        }
+        let all = self.group.share(&(others as u64).to_le_bytes())?;
+        let others: u64 =
+            all.iter().filter_map(|bytes| Some(u64::from_le_bytes(bytes[..].try_into().ok()?))).sum();
+        if self.is_first() {
+            println!("{what}: of {} runs of {} ranks {others} had other bits", self.repeats, all.len());
+        }
+        Ok(())
+    }
+
+    /// What the model predicts where one device takes so long.
+    fn predicted(
+        &self,
+        problem: &Problem,
+        options: &Options,
+        scheme: Scheme,
+        (backward, alone): (bool, f64),
+    ) -> Option<f64> {
+        let mut options = options.clone();
+        // Of any rate, one device's seconds; from those the rate that it has.
+        let rate = |links: &mut Links, flops: f64| (links.fwd_flops, links.bwd_flops) = (flops, flops);
+        rate(&mut options.links, 1e12);
+        let ranks = self.group.size();
+        let seconds = |options: &Options| {
+            let choice = choose(problem, ranks, backward, options).ok()?;
+            choice.considered.into_iter().find(|(of, _)| *of == scheme)?.1.ok()
+        };
+        let at_1e12 = seconds(&options)?;
+        let one = at_1e12.efficiency * at_1e12.seconds * f64::from(ranks);
+        rate(&mut options.links, 1e12 * one / alone);
+        Some(seconds(&options)?.seconds)
+    }
+
     /// The slowest rank's seconds, and the share of so many times one device's speed.
-    fn report(&self, scheme: Scheme, alone: f64, seconds: f64) -> Result<(), AnyError> {
+    fn report(
+        &self,
+        (name, scheme): (&str, Scheme),
+        (problem, options): (&Problem, &Options),
+        (backward, alone): (bool, f64),
+        seconds: f64,
+    ) -> Result<(), AnyError> {
         let all = self.group.share(&seconds.to_le_bytes())?;
         let slowest = all.iter().filter_map(|bytes| Some(f64::from_le_bytes(bytes[..].try_into().ok()?)));
         let (slowest, ranks) = (slowest.fold(0.0, f64::max), self.group.size());
         if self.is_first() {
             let share = alone / (f64::from(ranks) * slowest);
-            println!("{scheme}: {:.3} ms, {share:.3} of {ranks} devices", slowest * 1e3);
+            let predicted = self.predicted(problem, options, scheme, (backward, alone)).unwrap_or(f64::NAN);
+            println!(
+                "{name}: {:.3} ms, {share:.3} of {ranks} devices; predicted {:.3} ms ({:+.1} %)",
+                slowest * 1e3,
+                predicted * 1e3,
+                100.0 * (predicted / slowest - 1.0)
+            );
         }
         Ok(())
     }
@@ -135,9 +228,15 @@ impl Bench {
         ];
         let (mut o, mut lse) = (memory.alloc(rows * 32 * 256)?, memory.alloc(rows * 128)?);
         let mut workspace = memory.workspace(plan.workspace())?;
-        let seconds = fastest(&self.stream, || {
+        let seconds = self.fastest(|| {
             let workspace = workspace.as_mut().map(DevBuffer::slice_mut);
-            let args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+            let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut()).score(self.score());
+            if let Some((rows, offsets)) = &self.offsets {
+                let total = rows.last().copied().unwrap_or(0);
+                args.seq.totals = fmha::Totals::packed(total, total);
+                args.seq.cu_seqlens_q = Some(offsets.slice());
+                args.seq.cu_seqlens_k = Some(offsets.slice());
+            }
             Ok(plan.run(&mut args.lse(lse.slice_mut()).workspace(workspace), &self.stream)?)
         })?;
         if self.is_first() {
@@ -149,6 +248,7 @@ impl Bench {
 
     fn forward(
         &self,
+        name: &str,
         scheme: Scheme,
         problem: &Problem,
         options: &Options,
@@ -162,17 +262,19 @@ impl Bench {
         let [k, v] = [self.own(&self.keys, bytes(k), 8)?, self.own(&self.keys, bytes(v), 8)?];
         let mut o = self.device.memory().alloc(rows * 32 * 256)?;
         let mut lse = self.device.memory().alloc(rows * 128)?;
-        let seconds = fastest(&self.stream, || {
-            let args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+        let mut run = |o: &mut DevBuffer| -> Result<(), AnyError> {
+            let args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut()).score(self.score());
             Ok(plan.run(&mut args.lse(lse.slice_mut()), &self.stream)?)
-        })?;
+        };
+        let seconds = self.fastest(|| run(&mut o))?;
         self.stream.synchronize()?;
         self.compare("O", &self.download(&o, rows * 32 * 256)?, &self.queries, &whole.o, 32);
-        self.report(scheme, alone, seconds)?;
-        if self.is_first() {
-            print!("{}", plan.explain());
-        }
-        Ok(())
+        self.report((name, scheme), (problem, options), (false, alone), seconds)?;
+        self.again(name, || {
+            run(&mut o)?;
+            self.stream.synchronize()?;
+            self.download(&o, rows * 32 * 256)
+        })
     }
 
     /// dQ, dK and dV of one device, and its seconds.
@@ -184,7 +286,7 @@ impl Bench {
         let mut grads =
             [q, k, v].into_iter().map(|x| upload(&self.device, bytes(x))).collect::<Result<Vec<_>, _>>()?;
         let mut workspace = self.device.memory().workspace(plan.workspace())?;
-        let seconds = fastest(&self.stream, || {
+        let seconds = self.fastest(|| {
             let mut args = arguments(&all, &mut grads)?;
             args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
             Ok(plan.run(&mut args, &self.stream)?)
@@ -201,6 +303,7 @@ impl Bench {
 
     fn backward(
         &self,
+        name: &str,
         scheme: Scheme,
         problem: &Problem,
         options: &Options,
@@ -225,20 +328,24 @@ impl Bench {
         let alloc =
             |&(_, _, (rows, heads)): &(_, _, RowsOf)| self.device.memory().alloc((rows * heads * 256) as u64);
         let mut grads = tensors.iter().map(alloc).collect::<Result<Vec<_>, _>>()?;
-        let seconds =
-            fastest(&self.stream, || Ok(plan.run(&mut arguments(&all, &mut grads)?, &self.stream)?))?;
+        let seconds = self.fastest(|| Ok(plan.run(&mut arguments(&all, &mut grads)?, &self.stream)?))?;
         self.stream.synchronize()?;
         for ((name, part, (rows, heads)), (grad, expected)) in
-            tensors.into_iter().zip(grads.iter().zip(expected))
+            tensors.iter().copied().zip(grads.iter().zip(expected))
         {
             let own = self.download(grad, (rows * heads * 256) as u64)?;
             self.compare(name, &own, part, expected, heads as u64);
         }
-        self.report(scheme, *alone, seconds)?;
-        if self.is_first() {
-            print!("{}", plan.explain());
-        }
-        Ok(())
+        self.report((name, scheme), (problem, options), (true, *alone), seconds)?;
+        self.again(name, || {
+            plan.run(&mut arguments(&all, &mut grads)?, &self.stream)?;
+            self.stream.synchronize()?;
+            let mut bytes = Vec::new();
+            for ((_, _, (rows, heads)), grad) in tensors.iter().zip(&grads) {
+                bytes.extend(self.download(grad, (rows * heads * 256) as u64)?);
+            }
+            Ok(bytes)
+        })
     }
 }
 
@@ -252,13 +359,26 @@ fn arguments<'a>(inputs: &'a [DevBuffer], grads: &'a mut [DevBuffer]) -> Result<
     Ok(BwdArgs::new([q, k, v], [o, lse, dout], [dq, dk, dv]))
 }
 
+/// The first row of documents of unlike lengths, and the end.
+fn documents(tokens: u32) -> Vec<u32> {
+    let mut ends = vec![0];
+    let mut state = 12345u32;
+    while let Some(&last) = ends.last()
+        && last < tokens
+    {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        ends.push(tokens.min(last + 1000 + (state >> 8) % (tokens / 6)));
+    }
+    ends
+}
+
 fn main() -> Result<(), AnyError> {
     let args: Vec<String> = std::env::args().collect();
     let arg = |at: usize, default: &str| args.get(at).map_or(default, String::as_str).to_owned();
     let operation = arg(1, "forward");
     let tokens: u32 = arg(2, "32768").parse()?;
-    let mask: MaskSpec = arg(3, "b").parse()?;
-    let library = args.get(5).map(PathBuf::from);
+    let library = args.get(5).filter(|path| *path != "-").map(PathBuf::from);
+    let repeats: usize = arg(6, "1").parse()?;
 
     let control = connect(&Rendezvous::from_env()?, Duration::from_secs(60))?;
     let ranks = control.size();
@@ -267,41 +387,95 @@ fn main() -> Result<(), AnyError> {
 
     let seqlen_q = if operation == "decode" { 1 } else { tokens };
     let (seqlen_k, num_heads_q, num_heads_kv) = (tokens, 32, 8);
-    let dims =
+    let mut dims =
         Dims { batch: 1, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk: 128, head_dim_v: 128 };
     let (queries, keys) = if operation == "decode" {
         (Partition::replicated(1, ranks), Partition::contiguous(tokens, ranks))
     } else {
         (Partition::zig_zag(tokens, ranks), Partition::zig_zag(tokens, ranks))
     };
-    let bench = Bench {
+    let mut offsets = None;
+    if operation == "packed" {
+        let rows = documents(tokens);
+        dims.batch = rows.len() as u32 - 1;
+        let longest = rows.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
+        (dims.seqlen_q, dims.seqlen_k) = (longest, longest);
+        let buffer = upload(&device, bytemuck::cast_slice(&rows))?;
+        offsets = Some((rows, buffer));
+    }
+    let mut whole = match &offsets {
+        None => FwdProblem::batch(DType::Bf16, dims),
+        Some(_) => FwdProblem::group(DType::Bf16, dims),
+    };
+    if operation == "modified" {
+        whole = whole.p_drop(0.1).bias(Bias::Alibi { per_batch: false });
+    }
+    let slopes: Vec<f32> = (1..=32).map(|head| (-0.25 * head as f32).exp2()).collect();
+    let inputs = [(1, seqlen_q, 32), (2, tokens, 8), (3, tokens, 8), (4, seqlen_q, 32)]
+        .map(|(seed, rows, heads)| noise(seed, rows as usize * heads * 128 * usize::from(repeats > 0)));
+    let mut bench = Bench {
         stream: device.stream()?,
+        slopes: upload(&device, bytemuck::cast_slice(&slopes))?,
         device,
         group,
-        whole: FwdProblem::batch(DType::Bf16, dims).mask(mask).write_lse(true),
+        whole,
         queries,
         keys,
+        offsets,
+        calls: calls(tokens),
+        repeats,
     };
-    let inputs = [(1, seqlen_q, 32), (2, tokens, 8), (3, tokens, 8), (4, seqlen_q, 32)]
-        .map(|(seed, rows, heads)| noise(seed, rows as usize * heads * 128));
     let kernels = PlanOptions::default().deterministic(operation == "deterministic");
-    if bench.is_first() {
-        println!("{operation}, {tokens} tokens, mask {mask}");
-    }
-    let (whole, alone) = bench.alone(inputs, &kernels)?;
-    let gradients = match operation.as_str() {
-        "backward" | "deterministic" => Some(bench.backward_alone(&whole, &kernels)?),
-        _ => None,
-    };
-    for scheme in arg(4, if operation == "decode" { "decode" } else { "gather,ring" }).split(',') {
-        let scheme: Scheme = scheme.parse()?;
-        let problem = Problem::new(bench.whole.clone(), bench.queries.clone()).keys(bench.keys.clone());
-        let options = Options::default().scheme(scheme).kernels(kernels.clone());
-        match &gradients {
-            Some(gradients) => bench.backward(scheme, &problem, &options, &whole, gradients)?,
-            None => bench.forward(scheme, &problem, &options, &whole, alone)?,
+    for mask in arg(3, "b").split('/') {
+        let mask: MaskSpec = mask.parse()?;
+        bench.whole = bench.whole.clone().mask(mask).write_lse(true);
+        if bench.is_first() {
+            println!("{operation}, {tokens} tokens, mask {mask}");
         }
+        let backward = matches!(operation.as_str(), "backward" | "deterministic");
+        let alone = match repeats {
+            0 => {
+                bench.device.plan_fwd(&bench.whole.clone().validate()?, &kernels)?;
+                if backward {
+                    bench.device.plan_bwd(&BwdProblem::new(bench.whole.clone()).validate()?, &kernels)?;
+                }
+                None
+            }
+            _ => {
+                let (whole, alone) = bench.alone(inputs.clone(), &kernels)?;
+                let gradients = backward.then(|| bench.backward_alone(&whole, &kernels)).transpose()?;
+                Some((whole, alone, gradients))
+            }
+        };
+        for name in arg(4, if operation == "decode" { "decode" } else { "gather,ring" }).split(',') {
+            let (of, by_heads) = name.strip_suffix(":whole").map_or((name, None), |of| (of, Some(false)));
+            let scheme: Scheme = of.parse()?;
+            let problem = Problem::new(bench.whole.clone(), bench.queries.clone()).keys(bench.keys.clone());
+            let problem = match &bench.offsets {
+                None => problem,
+                Some((rows, _)) => problem.packed(rows.clone(), rows.clone()),
+            };
+            let mut links = Links::default();
+            links.ranks_per_host = (scheme == Scheme::Mixed).then_some(2);
+            let options =
+                Options::default().scheme(scheme).kernels(kernels.clone()).by_heads(by_heads).links(links);
+            let group = bench.group.clone();
+            match &alone {
+                None if backward => {
+                    BwdPlan::new(&problem, (DType::Bf16, false), group, &bench.device, &options)?;
+                }
+                None => {
+                    FwdPlan::new(&problem, group, &bench.device, &options)?;
+                }
+                Some((whole, _, Some(gradients))) => {
+                    bench.backward(name, scheme, &problem, &options, whole, gradients)?;
+                }
+                Some((whole, alone, None)) => {
+                    bench.forward(name, scheme, &problem, &options, whole, *alone)?;
+                }
+            }
+        }
+        bench.group.share(&[])?;
     }
-    bench.group.share(&[])?;
     Ok(())
 }

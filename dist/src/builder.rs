@@ -1,5 +1,7 @@
 //! What schemes are written in: attention of pieces, merging, sums, and moves.
 
+use std::ops::Range;
+
 use fmha::{Bias, CombinePlan, CombineProblem, DType, Device, Merge, PlanOptions, Shape, Strides, VLayout};
 
 use crate::error::{Error, Result};
@@ -13,11 +15,22 @@ use crate::program::{At, Backward, Buf, Part, Program, Step};
 pub(crate) struct Held {
     pub(crate) buf: Buf,
     pub(crate) tensor: Tensor,
+    /// The first of its heads that a kernel reads or writes.
+    head: u32,
 }
 
 impl Held {
+    pub(crate) fn new(buf: Buf, tensor: Tensor) -> Self {
+        Self { buf, tensor, head: 0 }
+    }
+
+    /// From this head on.
+    pub(crate) fn of_head(self, head: u32) -> Self {
+        Self { head, ..self }
+    }
+
     pub(crate) fn at(&self, row: u32) -> At {
-        At(self.buf, self.tensor.at(row))
+        At(self.buf, self.tensor.at(row) + self.tensor.at_head(self.head))
     }
 
     pub(crate) fn rows(&self, row: u32, count: u32) -> Part {
@@ -30,6 +43,8 @@ impl Held {
 pub(crate) struct HeldLse {
     pub(crate) buf: Buf,
     pub(crate) rows: Rows,
+    /// The first of its heads that a kernel writes.
+    pub(crate) head: u32,
 }
 
 /// O in f32 and LSE of some queries over the keys so far.
@@ -134,7 +149,7 @@ impl<'a> Builder<'a> {
     }
 
     pub(crate) fn hold(&mut self, tensor: Tensor) -> Held {
-        Held { buf: self.scratch_of(tensor.size, tensor.bytes()), tensor }
+        Held::new(self.scratch_of(tensor.size, tensor.bytes()), tensor)
     }
 
     /// Scratch for elements of so many bytes.
@@ -165,7 +180,7 @@ impl<'a> Builder<'a> {
     }
 
     pub(crate) fn hold_lse(&mut self, rows: Rows) -> HeldLse {
-        HeldLse { buf: self.scratch_of(4, rows.bytes()), rows }
+        HeldLse { buf: self.scratch_of(4, rows.bytes()), rows, head: 0 }
     }
 
     /// The type of elements of a tensor of the call.
@@ -203,12 +218,12 @@ impl<'a> Builder<'a> {
             Kind::V => Buf::V,
             Kind::O => Buf::O,
         };
-        Held { buf, tensor: self.tensor_of(kind, self.rank(), self.dtype(kind)) }
+        Held::new(buf, self.tensor_of(kind, self.rank(), self.dtype(kind)))
     }
 
     /// This rank's own dO, dQ, dK or dV.
     pub(crate) fn own_as(&self, buf: Buf, kind: Kind, dtype: DType) -> Held {
-        Held { buf, tensor: self.tensor_of(kind, self.rank(), dtype) }
+        Held::new(buf, self.tensor_of(kind, self.rank(), dtype))
     }
 
     /// This rank's own LSE.
@@ -216,7 +231,7 @@ impl<'a> Builder<'a> {
         let axis = &self.whole.q;
         let rows = axis.partition.rows_of(self.rank());
         let heads = self.whole.fwd.dims.num_heads_q;
-        HeldLse { buf: Buf::Lse, rows: Rows { batch: axis.tensor_batch(), heads, rows } }
+        HeldLse { buf: Buf::Lse, rows: Rows { batch: axis.tensor_batch(), heads, rows }, head: 0 }
     }
 
     pub(crate) fn queries(&self) -> Vec<Piece> {
@@ -269,6 +284,29 @@ impl<'a> Builder<'a> {
         }
         self.free.extend(scratch);
         Ok(())
+    }
+
+    /// These heads of `count` rows of a tensor from `row` on, as a contiguous tensor of their own.
+    pub(crate) fn heads_alone(
+        &mut self,
+        held: Held,
+        (row, count): (u32, u32),
+        heads: &Range<u32>,
+    ) -> Result<Part> {
+        let dtype = self.dtype_of(held.buf).ok_or_else(|| {
+            let text = format!("heads {heads:?} of rows of 8 bits an element are not taken apart");
+            Error::new(self.rank(), "dtype", text)
+        })?;
+        let blocks = held.tensor.rows_of_heads(row, count, heads);
+        let bytes = blocks.iter().map(Block::bytes).sum();
+        let alone = self.scratch_of(dtype.size_bytes(), bytes);
+        let mut offset = 0;
+        for block in blocks {
+            let to = Block { offset, stride: block.row_bytes, ..block };
+            offset += block.bytes();
+            self.merge((alone, to), vec![(held.buf, block)], (dtype, dtype), Merge::Sum)?;
+        }
+        Ok((alone, Block { offset: 0, rows: 1, row_bytes: bytes, stride: bytes }))
     }
 
     /// Where a block of many stretches lies in one, and the type of its elements.
@@ -344,9 +382,9 @@ impl<'a> Builder<'a> {
         let all = 0..heads.num_q();
         let from =
             alone.blocks(0, q.rows(), &all).into_iter().map(|block| (part.buf, block)).collect::<Vec<_>>();
-        let to = lse_blocks(lse, q, rows.0);
+        let to = lse_blocks(lse, q, rows.0, heads.num_q());
+        // Not used again: a piece that wrote it too would wait until this one is copied.
         self.copy(&from, &to)?;
-        self.free.push((part.buf, part.rows.bytes()));
         Ok(())
     }
 
@@ -408,7 +446,7 @@ impl<'a> Builder<'a> {
         let all = 0..heads;
         let from =
             alone.blocks(0, q.rows(), &all).into_iter().map(|block| (lse.buf, block)).collect::<Vec<_>>();
-        self.copy(&from, &lse_blocks(own, q, q.row))?;
+        self.copy(&from, &lse_blocks(own, q, q.row, heads))?;
         Ok(())
     }
 
@@ -424,7 +462,7 @@ impl<'a> Builder<'a> {
             .into_iter()
             .map(|block| (part.buf, block))
             .collect::<Vec<_>>();
-        self.copy(&lse_blocks(lse, q, row), &to)?;
+        self.copy(&lse_blocks(lse, q, row, heads), &to)?;
         Ok(part)
     }
 
@@ -553,9 +591,10 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Where a piece's rows are in an LSE of more.
-fn lse_blocks(lse: HeldLse, q: &Piece, row: u32) -> Vec<Part> {
-    lse.rows.blocks(row, q.rows(), &(0..lse.rows.heads)).into_iter().map(|block| (lse.buf, block)).collect()
+/// Where a piece's rows of so many heads are in an LSE of more.
+fn lse_blocks(lse: HeldLse, q: &Piece, row: u32, heads: u32) -> Vec<Part> {
+    let heads = lse.head..lse.head + heads;
+    lse.rows.blocks(row, q.rows(), &heads).into_iter().map(|block| (lse.buf, block)).collect()
 }
 
 /// What a forward call of a piece writes.

@@ -29,12 +29,27 @@ pub struct Links {
     pub bwd_flops: f64,
     /// Bytes that a rank may hold besides its own tensors.
     pub memory: f64,
+    /// Neighbouring ranks that these links join; `None`: all.
+    pub ranks_per_host: Option<u32>,
+    /// What a rank sends a second to ranks of other hosts while it receives as much.
+    pub host_bytes_per_second: f64,
+    /// Seconds of an exchange of nothing between hosts.
+    pub host_latency: f64,
 }
 
-/// NVLink of four H100: 64 MiB a ring step in 259 us, 256 MiB in 890 us; half of the card's memory.
+/// NVLink of four H100: 64 MiB a ring step in 259 us, 256 MiB in 890 us; half of the card's memory; 400 Gb/s between hosts.
 impl Default for Links {
     fn default() -> Self {
-        Self { bytes_per_second: 3.19e11, latency: 48e-6, fwd_flops: 6e14, bwd_flops: 5.2e14, memory: 4e10 }
+        Self {
+            bytes_per_second: 3.19e11,
+            latency: 48e-6,
+            fwd_flops: 6e14,
+            bwd_flops: 5.2e14,
+            memory: 4e10,
+            ranks_per_host: None,
+            host_bytes_per_second: 4.5e10,
+            host_latency: 60e-6,
+        }
     }
 }
 
@@ -54,14 +69,22 @@ impl FromStr for Links {
             if !(value.is_finite() && value > 0.0) {
                 return Err(format!("`{line}`: {value} is not finite and positive"));
             }
+            if name.trim() == "ranks_per_host" {
+                let ranks = number.trim().parse::<u32>();
+                links.ranks_per_host = Some(ranks.map_err(|error| format!("`{line}`: {error}"))?.max(1));
+                continue;
+            }
             *match name.trim() {
                 "bytes_per_second" => &mut links.bytes_per_second,
                 "latency" => &mut links.latency,
                 "fwd_flops" => &mut links.fwd_flops,
                 "bwd_flops" => &mut links.bwd_flops,
                 "memory" => &mut links.memory,
+                "host_bytes_per_second" => &mut links.host_bytes_per_second,
+                "host_latency" => &mut links.host_latency,
                 other => {
-                    let known = "bytes_per_second, latency, fwd_flops, bwd_flops, memory";
+                    let known = "bytes_per_second, latency, fwd_flops, bwd_flops, memory, ranks_per_host, \
+                                 host_bytes_per_second, host_latency";
                     return Err(format!("`{other}` is none of {known}"));
                 }
             } = value;
@@ -138,20 +161,50 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let rows_q = f64::from(whole.q.partition.rows()) * batch * heads_q;
     let kv = rows_k * (qk * size(dtypes.qk) + v * size(dtypes.v));
     let dkv = if backward { rows_k * (qk + v) * 4.0 } else { 0.0 };
-    let others = (ranks - 1.0) / ranks;
-    let sent = |bytes: f64| bytes / links.bytes_per_second;
-    let (compute, bytes_sent, memory, exchanges, hidden) = match scheme {
-        Scheme::Gather => (
-            seconds_of(slowest),
-            (kv + dkv) * others,
-            kv + 2.0 * dkv,
-            if backward { 2.0 } else { 1.0 },
-            false,
-        ),
+    // Of what a rank gets from all alike, what comes from its own host and what from others.
+    let per_host = f64::from(whole.ranks_per_host.min(whole.ranks));
+    let (hosts, across) = (ranks / per_host, per_host < ranks);
+    let (near, far) = ((per_host - 1.0) / ranks, (ranks - per_host) / ranks);
+    let all_to_all = |bytes: f64| Moved { near: bytes * near, far: bytes * far, ..Moved::default() };
+    let (compute, moved, memory) = match scheme {
+        Scheme::Gather => {
+            let mut moved = all_to_all(kv + dkv);
+            moved.exchanges = if backward { 2.0 } else { 1.0 };
+            // All but the first group of heads comes beside kernels.
+            if whole.by_heads {
+                moved.hidden = 1.0 - 1.0 / heads_kv;
+            }
+            (seconds_of(slowest), moved, kv + 2.0 * dkv)
+        }
         Scheme::Ring => {
             let parts = if backward { dkv / ranks * 3.0 } else { 3.0 * rows_q / ranks * (v + 1.0) * 4.0 };
             let steps = if backward { 2.0 * ranks - 1.0 } else { ranks - 1.0 };
-            (seconds_of(slowest), kv * others + dkv, 2.0 * kv / ranks + parts, steps, true)
+            let bytes = kv * (ranks - 1.0) / ranks + dkv;
+            // A step is as slow as its slowest link.
+            let (near, far) = if across { (0.0, bytes) } else { (bytes, 0.0) };
+            (
+                seconds_of(slowest),
+                Moved { near, far, exchanges: steps, hidden: 1.0 },
+                2.0 * kv / ranks + parts,
+            )
+        }
+        Scheme::Mixed => {
+            let inside = (per_host - 1.0) / per_host;
+            let share = |bytes: f64| bytes / ranks;
+            let parts = if backward {
+                dkv / hosts + share(dkv) * (per_host + 2.0)
+            } else {
+                3.0 * rows_q / ranks * (v + 1.0) * 4.0
+            };
+            let (near, far) = ((kv + dkv) * inside, share(kv) * (hosts - 1.0) + share(dkv) * hosts);
+            let exchanges = if backward { 4.0 * hosts } else { 2.0 * hosts - 1.0 };
+            // The first host's keys come before there is anything to compute.
+            let hidden = 1.0 - 1.0 / hosts;
+            (
+                seconds_of(slowest),
+                Moved { near, far, exchanges, hidden },
+                2.0 * kv / hosts + 2.0 * share(kv) + parts,
+            )
         }
         Scheme::Ulysses => {
             let share = rows_k.max(rows_k / heads_kv * ranks) / ranks;
@@ -162,18 +215,37 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
             } else {
                 0.0
             };
-            (seconds_of(all / ranks), (own + more) * others, own + more, 2.0, false)
+            let moved = Moved { exchanges: 2.0, ..all_to_all(own + more) };
+            (seconds_of(all / ranks), moved, own + more)
         }
         Scheme::Decode => {
             let part = rows_q * (v + 1.0) * 4.0;
-            (seconds_of(all / ranks), part * (ranks - 1.0), part * (ranks + 2.0), 1.0, false)
+            let moved = Moved { exchanges: 1.0, ..all_to_all(part * ranks) };
+            (seconds_of(all / ranks), moved, part * (ranks + 2.0))
         }
     };
-    let exchanges = if whole.ranks == 1 { 0.0 } else { exchanges };
-    let transfer = sent(bytes_sent) + exchanges * links.latency;
-    // A ring's transfers run beside its kernels, but for the last step's way home.
-    let seconds = if hidden { compute.max(transfer) } else { compute + transfer };
+    let exchanges = if whole.ranks == 1 { 0.0 } else { moved.exchanges };
+    let latency = if across { links.host_latency } else { links.latency };
+    // Both kinds of links work at once.
+    let sent = (moved.near / links.bytes_per_second).max(moved.far / links.host_bytes_per_second);
+    let transfer = sent + exchanges * latency;
+    let hidden = moved.hidden * transfer;
+    let seconds = compute.max(hidden) + transfer - hidden;
     let one = seconds_of(all);
     let efficiency = if seconds > 0.0 { one / (ranks * seconds) } else { 1.0 };
+    let bytes_sent = moved.near + moved.far;
     Estimate { compute, transfer, seconds, bytes_sent, memory, efficiency }
+}
+
+/// What a rank sends.
+#[derive(Clone, Copy, Default)]
+struct Moved {
+    /// Bytes to ranks of its host.
+    near: f64,
+    /// Bytes to others.
+    far: f64,
+    /// How often ranks wait for each other.
+    exchanges: f64,
+    /// The part of all that that runs beside kernels.
+    hidden: f64,
 }

@@ -240,6 +240,19 @@ impl Axis {
         pieces
     }
 
+    /// The same with hosts of `size` neighbouring ranks in place of ranks: a host has its ranks' rows in their order in the
+    /// whole.
+    pub(crate) fn by_hosts(&self, size: u32) -> Result<Self> {
+        let host = |ranks: &[Vec<Range<u32>>]| {
+            let mut runs: Vec<Range<u32>> = ranks.iter().flatten().cloned().collect();
+            runs.sort_unstable_by_key(|run| run.start);
+            runs
+        };
+        let runs = self.partition.runs.chunks(size.max(1) as usize).map(host).collect();
+        let partition = Partition::new(self.partition.rows, runs)?;
+        Ok(Self { batch: self.batch, cu_seqlens: self.cu_seqlens.clone(), partition })
+    }
+
     /// Every sequence whole, as a rank that had all of them would have it.
     pub(crate) fn whole(&self) -> Vec<Piece> {
         self.sequences()

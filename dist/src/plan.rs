@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use fmha::{
-    BwdArgs, DType, DevBuffer, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, ScoreArgs, Stream,
+    Bias, BwdArgs, DType, Descale, DevBuffer, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, ScoreArgs,
+    Stream,
 };
 
 use crate::agree::agree;
@@ -26,6 +27,10 @@ pub struct Options {
     pub kernels: PlanOptions,
     /// What the planner compares schemes by.
     pub links: Links,
+    /// Whether `gather`'s forward attends to some heads while the others' keys and values come, wherever heads can be taken
+    /// apart: of more than 8 bits, with no operand that has a number for each head and sequence. `None`: on devices with streams,
+    /// where the exchange takes longer than the launches that this adds.
+    pub by_heads: Option<bool>,
 }
 
 impl Options {
@@ -40,6 +45,13 @@ impl Options {
     #[must_use]
     pub fn kernels(mut self, kernels: PlanOptions) -> Self {
         self.kernels = kernels;
+        self
+    }
+
+    /// Whether `gather`'s forward attends to some heads while the others' keys and values come.
+    #[must_use]
+    pub fn by_heads(mut self, by_heads: impl Into<Option<bool>>) -> Self {
+        self.by_heads = by_heads.into();
         self
     }
 
@@ -81,8 +93,29 @@ impl fmt::Display for Choice {
 /// # Errors
 /// What is wrong with the problem; of no scheme that takes it, each one's refusal.
 pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) -> Result<Choice> {
-    choose_for(&Whole::new(problem, 0, ranks)?, backward, options)
+    let whole = Whole::new(problem, 0, ranks)?.on_hosts(options.links.ranks_per_host);
+    let whole = overlapping(whole, backward, true, options);
+    choose_for(&whole, backward, options)
 }
+
+/// Decides whether keys and values come by groups of heads.
+fn overlapping(mut whole: Whole, backward: bool, has_streams: bool, options: &Options) -> Whole {
+    let fwd = &whole.fwd;
+    let of_each_head = [fwd.scales.descale_q, fwd.scales.descale_k, fwd.scales.descale_v]
+        .contains(&Descale::PerKvHead)
+        || matches!(fwd.score.bias, Bias::Elementwise(_) | Bias::Alibi { per_batch: true });
+    let is_16_bits = [fwd.dtypes.qk, fwd.dtypes.v].iter().all(|dtype| !dtype.is_fp8());
+    let possible = !backward && fwd.dims.num_heads_kv > 1 && is_16_bits && !of_each_head;
+    let pays =
+        || has_streams && estimate(Scheme::Gather, &whole, false, &options.links).transfer > LEAST_HIDDEN;
+    let by_heads = possible && whole.ranks > 1 && options.by_heads.unwrap_or_else(pays);
+    whole.by_heads = by_heads;
+    whole
+}
+
+/// Seconds of an exchange that are worth hiding: a group of heads costs a copy of this rank's K and V, an exchange and a launch
+/// for each run of queries, some ten microseconds each.
+const LEAST_HIDDEN: f64 = 150e-6;
 
 fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Result<Choice> {
     let mut considered = Vec::new();
@@ -142,7 +175,8 @@ struct Planned {
     program: Program,
     streams: Option<Streams>,
     scratch: Vec<DevBuffer>,
-    workspace: Option<DevBuffer>,
+    /// Of each stream that attention is launched on.
+    workspaces: [Option<DevBuffer>; 2],
 }
 
 /// A tensor of the call that a rank brings.
@@ -163,15 +197,19 @@ impl Planned {
         let (rank, ranks) = (group.rank(), group.size());
         let backward = gradients.is_some();
         let chosen = Whole::new(problem, rank, ranks).and_then(|whole| {
+            let whole = whole.on_hosts(options.links.ranks_per_host);
+            let whole = overlapping(whole, backward, device.has_streams(), options);
             let choice = choose_for(&whole, backward, options)?;
             Ok((whole, choice))
         });
-        let says = chosen.as_ref().map_err(Clone::clone).map(|(_, choice)| {
+        let says = chosen.as_ref().map_err(Clone::clone).map(|(whole, choice)| {
             let mut fields = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
             fields.extend(problem.description());
             fields.extend([
                 ("gradients".to_owned(), format!("{gradients:?}")),
                 ("scheme".to_owned(), choice.scheme.to_string()),
+                ("by_heads".to_owned(), whole.by_heads.to_string()),
+                ("ranks_per_host".to_owned(), format!("{:?}", options.links.ranks_per_host)),
                 ("batch_invariant".to_owned(), options.kernels.batch_invariant.to_string()),
                 ("deterministic".to_owned(), options.kernels.deterministic.to_string()),
             ]);
@@ -182,10 +220,10 @@ impl Planned {
         let built = Self::build(&whole, choice.scheme, &*group, device, &options.kernels, gradients);
         // A rank whose device has no kernel for its part says so now, and not in the middle of a run.
         agree(&*group, &built.as_ref().map(|_| Vec::new()).map_err(Clone::clone))?;
-        let (program, scratch, workspace) = built?;
+        let (program, scratch, workspaces) = built?;
         let streams =
             Streams::new(device, &program, ranks).map_err(|error| group.fail(Error::of(rank, &error)))?;
-        Ok(Self { group, device: device.clone(), whole, choice, program, streams, scratch, workspace })
+        Ok(Self { group, device: device.clone(), whole, choice, program, streams, scratch, workspaces })
     }
 
     #[allow(clippy::type_complexity)]
@@ -196,7 +234,7 @@ impl Planned {
         device: &Device,
         options: &PlanOptions,
         gradients: Option<Gradients>,
-    ) -> Result<(Program, Vec<DevBuffer>, Option<DevBuffer>)> {
+    ) -> Result<(Program, Vec<DevBuffer>, [Option<DevBuffer>; 2])> {
         let rank = whole.rank;
         let space = device.memory().space();
         if space != group.space() {
@@ -212,8 +250,10 @@ impl Planned {
         }?;
         let alloc = |bytes: u64| device.memory().alloc(bytes.max(1)).map_err(|error| Error::of(rank, &error));
         let scratch = program.scratch.iter().map(|&bytes| alloc(bytes)).collect::<Result<_>>()?;
-        let workspace = (program.workspace > 0).then(|| alloc(program.workspace)).transpose()?;
-        Ok((program, scratch, workspace))
+        let workspace =
+            |wanted: bool| (wanted && program.workspace > 0).then(|| alloc(program.workspace)).transpose();
+        let workspaces = [workspace(true)?, workspace(device.has_streams() && whole.ranks > 1)?];
+        Ok((program, scratch, workspaces))
     }
 
     fn operand(
@@ -247,7 +287,7 @@ impl Planned {
         let call = call.map_err(|error| self.group.fail(error))?;
         let executor = Executor { group: &*self.group, stream, streams: self.streams.as_ref(), score };
         let mut buffers = Buffers::new(call, std::mem::take(&mut self.scratch));
-        let ran = executor.run(&self.program, &mut buffers, &mut self.workspace);
+        let ran = executor.run(&self.program, &mut buffers, &mut self.workspaces);
         self.scratch = buffers.into_scratch();
         ran.map_err(|error| self.group.fail(error))?;
         if self.group.space() == fmha::MemorySpace::Host && self.group.size() > 1 {

@@ -118,6 +118,10 @@ pub(crate) struct Whole {
     pub(crate) fwd: FwdProblem,
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
+    /// Neighbours whose links are faster than those to the others; `ranks`, where all are alike.
+    pub(crate) ranks_per_host: u32,
+    /// Gathered keys and values come by groups of heads.
+    pub(crate) by_heads: bool,
     pub(crate) q: Axis,
     pub(crate) k: Axis,
 }
@@ -228,7 +232,13 @@ impl Whole {
         if k.partition.is_replicated() && ranks > 1 {
             return wrong("partition", "partition: keys that every rank has need 1 rank".to_owned());
         }
-        Ok(Self { fwd: whole, rank, ranks, q, k })
+        Ok(Self { fwd: whole, rank, ranks, ranks_per_host: ranks, by_heads: false, q, k })
+    }
+
+    /// With so many ranks to a host; `None`: all.
+    pub(crate) fn on_hosts(mut self, ranks_per_host: Option<u32>) -> Self {
+        self.ranks_per_host = ranks_per_host.unwrap_or(self.ranks);
+        self
     }
 
     pub(crate) fn all_heads(&self) -> Heads {
@@ -389,6 +399,11 @@ impl Tensor {
 
     pub(crate) fn bytes(&self) -> u64 {
         u64::from(self.batch) * u64::from(self.rows) * self.row_bytes()
+    }
+
+    /// Where a head of a row begins in it.
+    pub(crate) fn at_head(&self, head: u32) -> u64 {
+        u64::from(head) * self.head_bytes()
     }
 
     /// Where a row of the first sequence begins.

@@ -171,10 +171,12 @@ impl Step {
     }
 }
 
-/// Two streams of a device: rows move on the second while kernels run on the first. A step waits for the last one of the
-/// other stream that wrote what it touches, or read what it writes, and for no other; nothing waits on the host.
+/// Streams of a device: the caller's; one on which rows move; and one that has every second launch of attention, so that where
+/// two do not wait for each other, the last tiles of one leave no processor idle. A step waits for the last one of each other
+/// stream that wrote what it touches, or read what it writes, and for no other; nothing waits on the host.
 pub(crate) struct Streams {
     moving: Stream,
+    second: Stream,
     /// The caller's stream has got so far before the run, and then one for each step.
     begun: Event,
     done: Vec<Event>,
@@ -187,16 +189,20 @@ impl Streams {
             return Ok(None);
         }
         let done = program.steps.iter().map(|_| device.event()).collect::<Result<_, fmha::Error>>()?;
-        Ok(Some(Self { moving: device.stream()?, begun: device.event()?, done }))
+        let (moving, second) = (device.stream()?, device.stream()?);
+        Ok(Some(Self { moving, second, begun: device.event()?, done }))
     }
 }
 
 /// The last step of each stream that wrote a buffer, and that read it.
 #[derive(Clone, Copy, Default)]
 struct Last {
-    wrote: [Option<usize>; 2],
-    read: [Option<usize>; 2],
+    wrote: [Option<usize>; STREAMS],
+    read: [Option<usize>; STREAMS],
 }
+
+/// The caller's, the one on which rows move, the second one for attention.
+const STREAMS: usize = 3;
 
 /// Memory of a run.
 pub(crate) enum Memory<'a> {
@@ -286,7 +292,7 @@ impl Executor<'_> {
         &self,
         program: &Program,
         buffers: &mut Buffers<'_>,
-        workspace: &mut Option<DevBuffer>,
+        workspaces: &mut [Option<DevBuffer>; 2],
     ) -> Result<()> {
         let rank = self.group.rank();
         let said = |error: fmha::Error| Error::of(rank, &error);
@@ -294,18 +300,29 @@ impl Executor<'_> {
         if let Some(streams) = self.streams {
             streams.begun.record(self.stream).map_err(said)?;
             streams.moving.wait(&streams.begun).map_err(said)?;
+            streams.second.wait(&streams.begun).map_err(said)?;
         }
+        let mut launches = 0usize;
         for (number, step) in program.steps.iter().enumerate() {
             let (here, stream) = match (step, self.streams) {
                 (Step::Exchange { .. }, Some(streams)) => (1, &streams.moving),
+                (Step::Forward { .. }, Some(streams)) => {
+                    launches += 1;
+                    if launches.is_multiple_of(2) { (2, &streams.second) } else { (0, self.stream) }
+                }
                 _ => (0, self.stream),
             };
+            let workspace = &mut workspaces[usize::from(here == 2)];
             if let Some(streams) = self.streams {
                 let (reads, writes) = step.touches();
-                let wrote = reads.iter().chain(&writes).filter_map(|buf| last[buf.index()].wrote[1 - here]);
-                let read = writes.iter().filter_map(|buf| last[buf.index()].read[1 - here]);
-                if let Some(before) = wrote.chain(read).max() {
-                    stream.wait(&streams.done[before]).map_err(said)?;
+                for other in (0..STREAMS).filter(|&other| other != here) {
+                    // Rows of O and LSE are written once, so their writers wait for none.
+                    let rewritten = writes.iter().filter(|buf| !matches!(buf, Buf::O | Buf::Lse));
+                    let wrote = reads.iter().chain(rewritten).map(|buf| last[buf.index()].wrote[other]);
+                    let read = writes.iter().map(|buf| last[buf.index()].read[other]);
+                    if let Some(before) = wrote.chain(read).flatten().max() {
+                        stream.wait(&streams.done[before]).map_err(said)?;
+                    }
                 }
                 reads.iter().for_each(|buf| last[buf.index()].read[here] = Some(number));
                 writes.iter().for_each(|buf| last[buf.index()].wrote[here] = Some(number));
@@ -374,9 +391,11 @@ impl Executor<'_> {
             }
         }
         // The caller's stream has all of it behind it.
-        let moved = last.iter().filter_map(|last| last.wrote[1].max(last.read[1])).max();
-        if let (Some(streams), Some(step)) = (self.streams, moved) {
-            self.stream.wait(&streams.done[step]).map_err(said)?;
+        for other in 1..STREAMS {
+            let ended = last.iter().filter_map(|last| last.wrote[other].max(last.read[other])).max();
+            if let (Some(streams), Some(step)) = (self.streams, ended) {
+                self.stream.wait(&streams.done[step]).map_err(said)?;
+            }
         }
         Ok(())
     }

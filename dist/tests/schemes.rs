@@ -10,7 +10,7 @@ use fmha_conformance::check::{Selection, check_bwd, check_fwd};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Room};
 use fmha_conformance::tensors::{Data, HostBwd, HostFwd, Lengths};
-use fmha_dist::{Options, Partition, Problem, Scheme};
+use fmha_dist::{Links, Options, Partition, Problem, Scheme};
 
 const PLACEMENT: fmha_conformance::memory::Placement = fmha_conformance::memory::Placement::Margins;
 const DATA: Data = Data { init: Init::Normal, seed: 7, room: Room { placement: PLACEMENT, shift: 0 } };
@@ -57,6 +57,12 @@ fn cases() -> Vec<Case> {
         "f32",
         FwdProblem::batch(DType::F32, dims((40, 40), (8, 4))).mask("t".parse().unwrap()).write_lse(true),
     ));
+    // Bytes travel, whatever they hold.
+    all.push(case("fp8", {
+        FwdProblem::batch(DType::E4m3Fn, dims((61, 90), (4, 2))).dtype_o(DType::Bf16).write_lse(true)
+    }));
+    // Parts whose LSE lie so far apart that e to their difference is beyond f32.
+    all.push(case("far parts", causal((4, 2)).softmax_scale(60.0)));
     all.push(case("dropout", causal((4, 2)).p_drop(0.3)));
     all.push(case("alibi", causal((4, 2)).bias(Bias::Alibi { per_batch: false })));
     all.push(case(
@@ -134,7 +140,14 @@ impl Case {
         ]
     }
 
+    fn has_gradients(&self) -> bool {
+        !self.whole.dtypes.qk.is_fp8()
+    }
+
     fn takes(&self, scheme: Scheme, ranks: u32) -> bool {
+        if scheme == Scheme::Mixed {
+            return ranks > 2 && ranks.is_multiple_of(2);
+        }
         let elementwise = matches!(self.whole.score.bias, Bias::Elementwise(_));
         match scheme {
             Scheme::Ulysses => {
@@ -150,6 +163,22 @@ impl Case {
     }
 }
 
+/// Hosts of two ranks, for `mixed`.
+fn hosts_of_two() -> Links {
+    let mut links = Links::default();
+    links.ranks_per_host = Some(2);
+    links
+}
+
+/// Schemes, and whether keys and values come by groups of heads.
+const WAYS: [(Scheme, bool); 5] = [
+    (Scheme::Gather, false),
+    (Scheme::Gather, true),
+    (Scheme::Ring, false),
+    (Scheme::Mixed, false),
+    (Scheme::Ulysses, false),
+];
+
 fn passes(verdict: &fmha_conformance::verdict::Verdict, what: &str) {
     assert!(verdict.pass(), "{what}: {:?} {:?}", verdict.tensors, verdict.faults);
 }
@@ -161,15 +190,16 @@ fn forward_over_ranks_is_that_of_one_device() {
         let mut alone = new();
         support::forward_alone(&mut alone);
         for (name, problem) in case.problems() {
-            for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Ulysses] {
-                let what = format!("{}, {name}, {scheme}", case.name);
+            for (scheme, by_heads) in WAYS {
+                let what = format!("{}, {name}, {scheme}, by heads {by_heads}", case.name);
                 // A row's bits may depend on how many come in one call, unless kernels promise that they do not.
                 let same = PlanOptions::default().batch_invariant(scheme.has_bits_of_one_device());
-                let options = Options::default().scheme(scheme).kernels(same);
+                let options =
+                    Options::default().scheme(scheme).kernels(same).links(hosts_of_two()).by_heads(by_heads);
                 let mut host = new();
                 let done = support::forward(&mut host, &problem, &options, 2);
                 if !case.takes(scheme, problem.q.ranks()) {
-                    assert!(done.unwrap_err().text.starts_with("ulysses: "), "{what}");
+                    assert!(done.unwrap_err().text.starts_with(&format!("{scheme}: ")), "{what}");
                     continue;
                 }
                 done.unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -188,7 +218,7 @@ fn forward_over_ranks_is_that_of_one_device() {
 
 #[test]
 fn backward_over_ranks_is_that_of_one_device() {
-    for case in cases() {
+    for case in cases().into_iter().filter(Case::has_gradients) {
         let wanted = BwdProblem::new(case.whole.clone()).write_dsink(case.whole.score.sink);
         let new = || {
             let mut host = HostBwd::new(wanted.clone(), &case.lengths, DATA).unwrap();
@@ -198,12 +228,12 @@ fn backward_over_ranks_is_that_of_one_device() {
         let mut alone = new();
         support::backward_alone(&mut alone);
         for (name, problem) in case.problems() {
-            for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Ulysses] {
+            for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
                 let what = format!("{}, {name}, {scheme}", case.name);
                 if !case.takes(scheme, problem.q.ranks()) {
                     continue;
                 }
-                let options = Options::default().scheme(scheme);
+                let options = Options::default().scheme(scheme).links(hosts_of_two());
                 let mut host = new();
                 support::backward(&mut host, &problem, &options)
                     .unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -241,4 +271,97 @@ fn totals_of_lengths_are_those_of_the_partition() {
     let case = cases().pop().unwrap();
     let [q, k] = case.rows();
     assert_eq!(case.lengths.totals, Totals::packed(q, k));
+}
+
+/// What one rank gives in every case and scheme that so many ranks take, forward and backward, a line each.
+fn told(group: &std::sync::Arc<dyn fmha_dist::Group>) -> String {
+    let (rank, ranks) = (group.rank(), group.size());
+    let hash = |results: &[Vec<u8>]| {
+        let bytes = results.iter().flatten();
+        bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, &byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        })
+    };
+    let mut lines = String::new();
+    for case in cases() {
+        let problem = case.over(|rows| Partition::zig_zag(rows, ranks));
+        let host = HostFwd::new(case.whole.clone(), &case.lengths, DATA).unwrap();
+        let gradients = case.has_gradients().then(|| {
+            let wanted = BwdProblem::new(case.whole.clone()).write_dsink(case.whole.score.sink);
+            let mut host = HostBwd::new(wanted, &case.lengths, DATA).unwrap();
+            host.fill_forward().unwrap();
+            host
+        });
+        for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
+            if !case.takes(scheme, ranks) {
+                continue;
+            }
+            let options = Options::default().scheme(scheme).links(hosts_of_two());
+            let what = |error| format!("{}, {scheme}: {error}", case.name);
+            let forward = support::forward_rank(&host, &problem, group.clone(), &options, 1);
+            let forward = hash(&forward.unwrap_or_else(|error| panic!("{}", what(error))));
+            let backward = gradients.as_ref().map(|host| {
+                let results = support::backward_rank(host, &problem, group.clone(), &options);
+                hash(&results.unwrap_or_else(|error| panic!("{}", what(error))))
+            });
+            lines += &format!("{rank} of {ranks}, {}, {scheme}: {forward:x} {backward:x?}\n", case.name);
+        }
+    }
+    lines
+}
+
+/// The child's half of the test below: nothing where nobody asks for it.
+#[test]
+fn a_rank_that_is_a_process() {
+    let var = |name: &str| std::env::var(name).ok();
+    let Some(folder) = var("DIST_TEST_SCHEMES") else { return };
+    let number = |name: &str| var(name).unwrap().parse::<u32>().unwrap();
+    let (rank, size) = (number("DIST_TEST_RANK"), number("DIST_TEST_SIZE"));
+    let folder = std::path::Path::new(&folder);
+    let rendezvous = fmha_dist::Rendezvous::file(folder.join("rendezvous"), rank, size);
+    let group = fmha_dist::connect(&rendezvous, std::time::Duration::from_secs(60)).unwrap();
+    let group: std::sync::Arc<dyn fmha_dist::Group> = std::sync::Arc::new(group);
+    std::fs::write(folder.join(format!("{rank}.txt")), told(&group)).unwrap();
+}
+
+/// Threads' results are held against one device and f64 above.
+#[test]
+fn processes_give_the_bits_of_threads_in_every_case_and_scheme() {
+    for size in [1, 3, 8] {
+        let folder = tempfile::tempdir().unwrap();
+        let children: Vec<_> = (0..size)
+            .map(|rank: u32| {
+                let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+                child.args(["--exact", "a_rank_that_is_a_process"]).env("DIST_TEST_SCHEMES", folder.path());
+                child.env("DIST_TEST_RANK", rank.to_string()).env("DIST_TEST_SIZE", size.to_string());
+                child.stdout(std::process::Stdio::null()).spawn().unwrap()
+            })
+            .collect();
+        let expected = support::on_ranks(size, support::TIMEOUT, |group| told(&group));
+        for (rank, mut child) in children.into_iter().enumerate() {
+            assert!(child.wait().unwrap().success(), "rank {rank} of {size}");
+            let said = std::fs::read_to_string(folder.path().join(format!("{rank}.txt"))).unwrap();
+            assert!(said.lines().count() > 20, "rank {rank} of {size}: {said}");
+            assert_eq!(said, expected[rank], "rank {rank} of {size}");
+        }
+    }
+}
+
+/// Where links between hosts are slow, the mix sends an eighth of what a ring sends over them, and hides it sooner.
+#[test]
+fn the_model_prefers_the_mix_where_links_between_hosts_are_slow() {
+    let sizes = Dims { batch: 1, ..dims((1 << 17, 1 << 17), (32, 32)) };
+    let sizes = Dims { head_dim_qk: 128, head_dim_v: 128, ..sizes };
+    let whole = FwdProblem::batch(DType::Bf16, sizes).mask("b".parse().unwrap());
+    let problem = Problem::new(whole, Partition::zig_zag(1 << 17, 64));
+    let links: Links =
+        "ranks_per_host = 8\nhost_bytes_per_second = 2e10 # slow\nmemory = 1.5e9".parse().unwrap();
+    let choice = fmha_dist::choose(&problem, 64, false, &Options::default().links(links)).unwrap();
+    assert_eq!(choice.scheme, Scheme::Mixed, "{choice}");
+    // On one host there is no other to mix with.
+    let choice = fmha_dist::choose(&problem, 64, false, &Options::default()).unwrap();
+    let mixed = choice.considered.iter().find(|(scheme, _)| *scheme == Scheme::Mixed).unwrap();
+    let refusal = mixed.1.as_ref().unwrap_err();
+    assert!(refusal.contains("ranks_per_host 64 does not cut 64 ranks"), "{refusal}");
+    assert!("ranks_per_host = 2.5".parse::<Links>().is_err());
 }

@@ -166,7 +166,8 @@ impl FwdProblem {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::problem::{Bias, Dims};
+    use crate::problem::Dims;
+    use crate::score::Bias;
 
     const WHOLE: [u32; 2] = [7, 9];
 
@@ -268,5 +269,16 @@ mod tests {
         assert!(tree.clone().validate().is_ok());
         let error = tree.part(Part { position_q: 1, ..Part::default() }).validate().unwrap_err();
         assert_eq!(error.field, "part");
+    }
+
+    #[test]
+    fn dropout_that_begins_between_two_fours_of_keys_is_refused_by_the_kernels_that_decide_four() {
+        let at = |position_k| {
+            problem("b", 3, 4).part(Part { position_k, seqlens: Some(WHOLE), ..Part::default() })
+        };
+        assert!(at(4).refuse_dropout_between_quads("tiles").is_ok());
+        let refusal = at(5).refuse_dropout_between_quads("tiles").unwrap_err().to_string();
+        assert!(refusal.contains("position_k 5 is not a multiple of 4, with p_drop 0.5"), "{refusal}");
+        assert!(at(5).p_drop(0.0).refuse_dropout_between_quads("tiles").is_ok());
     }
 }

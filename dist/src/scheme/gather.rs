@@ -4,16 +4,19 @@
 //!  rank 0   K0 V0 ──┐      ┌─► K0 K1 K2 K3   queries of rank 0: one launch each run
 //!  rank 1   K1 V1 ──┼──────┼─► K0 K1 K2 K3   queries of rank 1
 //!  ...              │ once │
+//!
+//!  on a GPU   moves    kv head 0  the other heads
+//!             kernels             head 0           the other heads
 //! ```
 //!
 //! Keys lie where one device has them, so tiles begin at the same keys and every row's sums have the same order.
 
 use fmha::DType;
 
-use crate::builder::{Builder, Given, Grads, Held, Moves, Operands, Wanted};
+use crate::builder::{Builder, Given, Grads, Held, HeldLse, Moves, Operands, Wanted};
 use crate::error::Result;
 use crate::partition::Piece;
-use crate::problem::Kind;
+use crate::problem::{Heads, Kind, Whole};
 use crate::program::{At, Buf};
 
 /// Whether `rank`'s queries see some of these keys.
@@ -21,28 +24,34 @@ fn needs(b: &Builder<'_>, rank: u32, keys: &Piece) -> bool {
     b.whole.q.pieces(rank).iter().any(|q| b.whole.sees(q, keys).is_some())
 }
 
-/// K and V of the whole, as far as this rank's queries see them.
-fn gather(b: &mut Builder<'_>) -> Result<Operands> {
-    let heads = b.whole.fwd.dims.num_heads_kv;
+/// These heads of K and V of the whole, as far as this rank's queries see them.
+fn gather(b: &mut Builder<'_>, heads: &Heads) -> Result<Operands> {
     let whole = |b: &mut Builder<'_>, kind| {
-        let tensor = b.tensor_of_all(kind, heads, b.dtype(kind));
+        let tensor = b.tensor_of_all(kind, heads.num_kv(), b.dtype(kind));
         b.hold(tensor)
     };
     let (k, v) = (whole(b, Kind::K), whole(b, Kind::V));
+    let some = *heads != b.whole.all_heads();
     let mut moves = Moves::default();
-    for peer in 0..b.ranks() {
-        for (kind, all) in [(Kind::K, k), (Kind::V, v)] {
-            let own = b.own(kind);
-            for keys in b.keys_of(b.rank()).iter().filter(|keys| needs(b, peer, keys)) {
-                moves.send(peer, own.rows(keys.row, keys.rows()));
-            }
+    for (kind, all) in [(Kind::K, k), (Kind::V, v)] {
+        let own = b.own(kind);
+        for keys in b.keys_of(b.rank()) {
+            let peers: Vec<u32> = (0..b.ranks()).filter(|&peer| needs(b, peer, &keys)).collect();
+            let rows = (keys.row, keys.rows());
+            let part = match some && !peers.is_empty() {
+                true => b.heads_alone(own, rows, &heads.kv)?,
+                false => own.rows(rows.0, rows.1),
+            };
+            peers.into_iter().for_each(|peer| moves.send(peer, part));
+        }
+        for peer in 0..b.ranks() {
             for keys in b.keys_of(peer).iter().filter(|keys| needs(b, b.rank(), keys)) {
                 moves.receive(peer, all.rows(keys.whole_row, keys.rows()));
             }
         }
     }
     b.exchange(&moves)?;
-    Ok(Operands { q: b.own(Kind::Q), k, v })
+    Ok(Operands { q: b.own(Kind::Q).of_head(heads.q.start), k, v })
 }
 
 /// Each piece of queries with the whole sequence of keys that it sees.
@@ -56,19 +65,34 @@ fn pairs(b: &Builder<'_>) -> Vec<(Piece, Piece)> {
     b.queries().into_iter().map(|q| (q.clone(), whole(&q))).collect()
 }
 
+/// One kv head and the others: attention takes so much longer than its keys' way that the first one hides the rest.
+fn groups(whole: &Whole) -> Vec<Heads> {
+    let heads = whole.fwd.dims.num_heads_kv;
+    if !whole.by_heads {
+        return vec![whole.all_heads()];
+    }
+    let ratio = whole.fwd.gqa_ratio();
+    [0..1, 1..heads].map(|kv| Heads { q: kv.start * ratio..kv.end * ratio, kv }).to_vec()
+}
+
+/// Each group of heads comes while the one before is attended to: what is not hidden is the first, a small one. A group's heads
+/// are sums of their own, so the bits are those of all heads at once.
 pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
-    let operands = gather(b)?;
-    let heads = b.whole.all_heads();
-    let out = (b.own(Kind::O), b.own_lse());
-    for (q, keys) in pairs(b) {
-        b.forward_into((&q, &keys), &heads, &operands, (q.row, keys.whole_row), out)?;
+    let groups = groups(b.whole);
+    let gathered = groups.iter().map(|heads| gather(b, heads)).collect::<Result<Vec<_>>>()?;
+    for (heads, operands) in groups.iter().zip(&gathered) {
+        let lse = HeldLse { head: heads.q.start, ..b.own_lse() };
+        let out = (b.own(Kind::O).of_head(heads.q.start), lse);
+        for (q, keys) in pairs(b) {
+            b.forward_into((&q, &keys), heads, operands, (q.row, keys.whole_row), out)?;
+        }
     }
     Ok(())
 }
 
 pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
-    let operands = gather(b)?;
     let heads = b.whole.all_heads();
+    let operands = gather(b, &heads)?;
     let given =
         Given { o: b.own(Kind::O), dout: b.own_as(Buf::Dout, Kind::O, b.dtype(Kind::O)), lse: b.own_lse() };
     let f32_of_all = |b: &mut Builder<'_>, kind| {

@@ -24,6 +24,8 @@ pub enum Scheme {
     Gather,
     /// Keys and values go round; each rank attends to those it has, and merges. Memory: two ranks' K and V.
     Ring,
+    /// Keys and values are gathered inside a host and go round hosts, whose links are slower. Memory: two hosts' K and V.
+    Mixed,
     /// Heads travel: every rank has some heads of all rows. The bits of one device; as many ranks as heads divide into.
     Ulysses,
     /// Every rank has all queries and a part of the cache; O and LSE are exchanged once. Forward alone.
@@ -31,7 +33,8 @@ pub enum Scheme {
 }
 
 /// All of them, as a planner tries them.
-pub const SCHEMES: [Scheme; 4] = [Scheme::Gather, Scheme::Ulysses, Scheme::Ring, Scheme::Decode];
+pub const SCHEMES: [Scheme; 5] =
+    [Scheme::Gather, Scheme::Ulysses, Scheme::Ring, Scheme::Mixed, Scheme::Decode];
 
 impl Scheme {
     /// The name in options and plans.
@@ -40,6 +43,7 @@ impl Scheme {
         match self {
             Self::Gather => "gather",
             Self::Ring => "ring",
+            Self::Mixed => "mixed",
             Self::Ulysses => "ulysses",
             Self::Decode => "decode",
         }
@@ -71,6 +75,7 @@ impl Scheme {
         }
         match self {
             Self::Gather | Self::Ring => Ok(()),
+            Self::Mixed => ring::takes_hosts(whole),
             Self::Ulysses => ulysses::takes(whole),
             Self::Decode => decode::takes(whole, backward),
         }
@@ -80,7 +85,8 @@ impl Scheme {
         let mut builder = Builder::new(whole, device, options);
         match self {
             Self::Gather => gather::forward(&mut builder),
-            Self::Ring => ring::forward(&mut builder),
+            Self::Ring => ring::forward(&mut builder, 1),
+            Self::Mixed => ring::forward(&mut builder, whole.ranks_per_host),
             Self::Ulysses => ulysses::forward(&mut builder),
             Self::Decode => decode::forward(&mut builder),
         }?;
@@ -97,7 +103,8 @@ impl Scheme {
         let mut builder = Builder::new(whole, device, options);
         match self {
             Self::Gather => gather::backward(&mut builder, wanted),
-            Self::Ring => ring::backward(&mut builder, wanted),
+            Self::Ring => ring::backward(&mut builder, wanted, 1),
+            Self::Mixed => ring::backward(&mut builder, wanted, whole.ranks_per_host),
             Self::Ulysses => ulysses::backward(&mut builder, wanted),
             Self::Decode => decode::takes(whole, true),
         }?;
