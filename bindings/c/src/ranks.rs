@@ -684,9 +684,12 @@ unsafe fn partition(
         return built(field, kind, rows, ranks);
     }
     let mut by_rank = vec![Vec::new(); ranks as usize];
-    // SAFETY: the caller promised so many.
-    let given =
-        if count == 0 || runs.is_null() { &[] } else { unsafe { std::slice::from_raw_parts(runs, count) } };
+    let given = if count == 0 || runs.is_null() {
+        &[]
+    } else {
+        // SAFETY: the caller promised so many.
+        unsafe { std::slice::from_raw_parts(runs, count) }
+    };
     if given.len() != count {
         return Err(refused(field, format!("{field}: runs is null (0), but {count} are said")));
     }
