@@ -126,7 +126,10 @@ def _host() -> str:
         store = getattr(store, "underlying_store", None)
     try:
         if master is None:
-            return socket.gethostbyname(socket.gethostname())
+            own = socket.gethostbyname(socket.gethostname())
+            with socket.socket() as tried:
+                tried.bind((own, 0))
+            return own
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
             way.connect((master, 9))
             return way.getsockname()[0]
