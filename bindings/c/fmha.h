@@ -87,14 +87,15 @@ typedef struct FmhaJoin {
   int64_t rank;
   // How many there are; 0 without an address.
   int64_t size;
-  // Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that every rank of
-  // this host sees; null: RANK, WORLD_SIZE, MASTER_ADDR and the port above MASTER_PORT, as torchrun sets them.
+  // Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
+  // every rank of this host sees; null: RANK, WORLD_SIZE, MASTER_ADDR and the port above MASTER_PORT, as
+  // torchrun sets them.
   const char *address;
   // Seconds that a rank may be late, when it joins and at every later step; 0: 60.
   double timeout_seconds;
-  // FMHA_NCCL: a live ncclComm_t of the same ranks, which outlives the group and which nobody uses at the same time; it
-  // stays the caller's, and is aborted when a rank has failed. Null: one of the group's own, on the device that is
-  // current on this thread.
+  // FMHA_NCCL: a live ncclComm_t of the same ranks, which outlives the group and which nobody uses at the
+  // same time; it stays the caller's, and is aborted when a rank has failed. Null: one of the group's own,
+  // on the device that is current on this thread.
   void *nccl_comm;
   // Host memory: the path of NCCL or RCCL; null: where the system finds it.
   const char *nccl_library;
@@ -327,8 +328,8 @@ typedef struct FmhaCall {
   int32_t descale_per_tensor;
 } FmhaCall;
 
-// Which rows of the whole each rank has, the same on every rank but for own_rows_q and own_rows_k. Rows are positions of
-// every sequence, or rows of a packed tensor.
+// Which rows of the whole each rank has, the same on every rank but for own_rows_q and own_rows_k. Rows are
+// positions of every sequence, or rows of a packed tensor.
 typedef struct FmhaRanks {
   // sizeof(FmhaRanks).
   uint64_t struct_bytes;
@@ -344,9 +345,11 @@ typedef struct FmhaRanks {
   const struct FmhaRun *runs_k;
   // How many; else 0.
   int64_t num_runs_k;
-  // Host memory: "gather", "ring", "ulysses" or "decode"; null: what the model of kernels and links finds fastest.
+  // Host memory: "gather", "ring", "ulysses" or "decode"; null: what the model of kernels and links finds
+  // fastest.
   const char *scheme;
-  // Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's own figures.
+  // Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's
+  // own figures.
   const char *links;
   // FMHA_CONTIGUOUS, ...
   int32_t partition_q;
@@ -424,24 +427,24 @@ typedef struct FmhaCombine {
 extern "C" {
 #endif // __cplusplus
 
-// Joins a group, and waits for all of its ranks. Every rank then makes the same calls in the same order: what goes wrong on
-// one is an error on all, which names the rank and the field, and after one no call of the group succeeds.
-// Returns 0 and sets `*group`, or not 0 (see `fmha_last_error`) with `*group` untouched.
+// Joins a group, and waits for all of its ranks. Every rank then makes the same calls in the same order: what
+// goes wrong on one is an error on all, which names the rank and the field, and after one no call of the group
+// succeeds. Returns 0 and sets `*group`, or not 0 (see `fmha_last_error`) with `*group` untouched.
 //
 // # Safety
 // `join` is null or as the struct says; `group` is null or writable.
 int fmha_dist_join(const struct FmhaJoin *join,
                    struct FmhaGroup **group);
 
-// Leaves a group. The other ranks' calls that are still to come fail; plans of this rank keep it until they are dropped. Null
-// is taken.
+// Leaves a group. The other ranks' calls that are still to come fail; plans of this rank keep it until they
+// are dropped. Null is taken.
 //
 // # Safety
 // `group` is null or from `fmha_dist_join`, and not left before.
 void fmha_dist_leave(struct FmhaGroup *group);
 
-// Tells the other ranks that this one cannot go on: their calls fail by this rank, `field` and `text` at once, and need not
-// wait for it until it is late. No call of the group succeeds any more. Null is taken.
+// Tells the other ranks that this one cannot go on: their calls fail by this rank, `field` and `text` at once,
+// and need not wait for it until it is late. No call of the group succeeds any more. Null is taken.
 //
 // # Safety
 // `group` is null or from `fmha_dist_join`; `field` and `text` are null or C strings.
@@ -449,8 +452,8 @@ void fmha_dist_fail(const struct FmhaGroup *group,
                     const char *field,
                     const char *text);
 
-// The rows of `rank` where `rows` are cut for `size` ranks by FMHA_CONTIGUOUS, FMHA_ZIG_ZAG or FMHA_REPLICATED: at most two
-// runs, their number in `*num_runs`.
+// The rows of `rank` where `rows` are cut for `size` ranks by FMHA_CONTIGUOUS, FMHA_ZIG_ZAG or
+// FMHA_REPLICATED: at most two runs, their number in `*num_runs`.
 //
 // # Safety
 // `runs` is null or room for two; `num_runs` is null or writable.
@@ -461,11 +464,11 @@ int fmha_dist_rows(int32_t partition,
                    struct FmhaRun *runs,
                    int64_t *num_runs);
 
-// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those of one device
-// that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows, num_heads_q, head_dim], K and V
-// likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis, and cu_seqlens_q and cu_seqlens_k are host
-// memory, read here. A bias is [.., own queries, all keys]. Paged, appended and used lengths, gradients of LSE and of a bias
-// are refused. The plan has scratch of its own.
+// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those
+// of one device that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows,
+// num_heads_q, head_dim], K and V likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis,
+// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. Paged,
+// appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 // Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
 //
 // # Safety
@@ -476,17 +479,17 @@ int fmha_dist_plan(const struct FmhaCall *call,
                    const struct FmhaGroup *group,
                    struct FmhaDistPlan **plan);
 
-// Runs a plan, on every rank; `call` is what was planned but for addresses, stream, dropout_seed and dropout_offset, which the
-// ranks have alike. On a device it is queued on the stream; on the host it is done when this returns.
-// Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
+// Runs a plan, on every rank; `call` is what was planned but for addresses, stream, dropout_seed and
+// dropout_offset, which the ranks have alike. On a device it is queued on the stream; on the host it is done
+// when this returns. Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
 //
-// # Safety
-// `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large as the plan's.
+// # Safety `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large
+// as the plan's.
 int fmha_dist_run(const struct FmhaDistPlan *plan,
                   const struct FmhaCall *call);
 
-// The plan for a reader: what each scheme would cost, the one that serves and why, every step of this rank. Lives as long as
-// the plan.
+// The plan for a reader: what each scheme would cost, the one that serves and why, every step of this rank.
+// Lives as long as the plan.
 //
 // # Safety
 // `plan` is null (then so is the text) or from `fmha_dist_plan`.
@@ -594,24 +597,24 @@ void fmha_drop_buffer(struct FmhaBuffer *buffer);
 // What the last call on this thread that did not return 0 had to say; valid until the next such.
 const char *fmha_last_error(void);
 
-// Joins a group, and waits for all of its ranks. Every rank then makes the same calls in the same order: what goes wrong on
-// one is an error on all, which names the rank and the field, and after one no call of the group succeeds.
-// Returns 0 and sets `*group`, or not 0 (see `fmha_last_error`) with `*group` untouched.
+// Joins a group, and waits for all of its ranks. Every rank then makes the same calls in the same order: what
+// goes wrong on one is an error on all, which names the rank and the field, and after one no call of the group
+// succeeds. Returns 0 and sets `*group`, or not 0 (see `fmha_last_error`) with `*group` untouched.
 //
 // # Safety
 // `join` is null or as the struct says; `group` is null or writable.
 int fmha_dist_join(const struct FmhaJoin *join,
                    struct FmhaGroup **group);
 
-// Leaves a group. The other ranks' calls that are still to come fail; plans of this rank keep it until they are dropped. Null
-// is taken.
+// Leaves a group. The other ranks' calls that are still to come fail; plans of this rank keep it until they
+// are dropped. Null is taken.
 //
 // # Safety
 // `group` is null or from `fmha_dist_join`, and not left before.
 void fmha_dist_leave(struct FmhaGroup *group);
 
-// Tells the other ranks that this one cannot go on: their calls fail by this rank, `field` and `text` at once, and need not
-// wait for it until it is late. No call of the group succeeds any more. Null is taken.
+// Tells the other ranks that this one cannot go on: their calls fail by this rank, `field` and `text` at once,
+// and need not wait for it until it is late. No call of the group succeeds any more. Null is taken.
 //
 // # Safety
 // `group` is null or from `fmha_dist_join`; `field` and `text` are null or C strings.
@@ -619,8 +622,8 @@ void fmha_dist_fail(const struct FmhaGroup *group,
                     const char *field,
                     const char *text);
 
-// The rows of `rank` where `rows` are cut for `size` ranks by FMHA_CONTIGUOUS, FMHA_ZIG_ZAG or FMHA_REPLICATED: at most two
-// runs, their number in `*num_runs`.
+// The rows of `rank` where `rows` are cut for `size` ranks by FMHA_CONTIGUOUS, FMHA_ZIG_ZAG or
+// FMHA_REPLICATED: at most two runs, their number in `*num_runs`.
 //
 // # Safety
 // `runs` is null or room for two; `num_runs` is null or writable.
@@ -631,11 +634,11 @@ int fmha_dist_rows(int32_t partition,
                    struct FmhaRun *runs,
                    int64_t *num_runs);
 
-// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those of one device
-// that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows, num_heads_q, head_dim], K and V
-// likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis, and cu_seqlens_q and cu_seqlens_k are host
-// memory, read here. A bias is [.., own queries, all keys]. Paged, appended and used lengths, gradients of LSE and of a bias
-// are refused. The plan has scratch of its own.
+// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those
+// of one device that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows,
+// num_heads_q, head_dim], K and V likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis,
+// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. Paged,
+// appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 // Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
 //
 // # Safety
@@ -646,17 +649,17 @@ int fmha_dist_plan(const struct FmhaCall *call,
                    const struct FmhaGroup *group,
                    struct FmhaDistPlan **plan);
 
-// Runs a plan, on every rank; `call` is what was planned but for addresses, stream, dropout_seed and dropout_offset, which the
-// ranks have alike. On a device it is queued on the stream; on the host it is done when this returns.
-// Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
+// Runs a plan, on every rank; `call` is what was planned but for addresses, stream, dropout_seed and
+// dropout_offset, which the ranks have alike. On a device it is queued on the stream; on the host it is done
+// when this returns. Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
 //
-// # Safety
-// `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large as the plan's.
+// # Safety `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large
+// as the plan's.
 int fmha_dist_run(const struct FmhaDistPlan *plan,
                   const struct FmhaCall *call);
 
-// The plan for a reader: what each scheme would cost, the one that serves and why, every step of this rank. Lives as long as
-// the plan.
+// The plan for a reader: what each scheme would cost, the one that serves and why, every step of this rank.
+// Lives as long as the plan.
 //
 // # Safety
 // `plan` is null (then so is the text) or from `fmha_dist_plan`.

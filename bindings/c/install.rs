@@ -5,8 +5,6 @@ use std::fs;
 use std::io::{Error, ErrorKind, Result};
 use std::path::Path;
 
-const VERSION: &str = env!("CARGO_PKG_VERSION");
-
 /// What the static library needs besides itself: `rustc --print native-static-libs` on Linux.
 const STATIC_LIBRARIES: &str = "-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc";
 
@@ -17,12 +15,23 @@ fn abi(version: &str) -> Option<&str> {
     Some(if major == "0" { &version[..major.len() + 1 + minor.len()] } else { major })
 }
 
+/// The library's version, whichever crate this file is part of: the workspace's.
+fn version(source: &Path) -> Result<String> {
+    let manifest = source.join("../../Cargo.toml");
+    let text = fs::read_to_string(&manifest).map_err(|error| at(&manifest, &error))?;
+    let package = text.split("[workspace.package]").nth(1).unwrap_or_default();
+    let line = package.lines().find_map(|line| line.strip_prefix("version = "));
+    let version = line.map(|version| version.trim_matches('"').to_owned());
+    version.ok_or_else(|| at(&manifest, &Error::new(ErrorKind::InvalidData, "the workspace has no version")))
+}
+
 /// Installs the libraries that lie in `built` with the header `fmha.h` of `source`, the folder `bindings/c`. `prefix` may
 /// be moved afterwards.
 ///
 /// # Errors
 /// What cannot be read or written, with its path.
 pub(crate) fn install(prefix: &Path, built: &Path, source: &Path) -> Result<()> {
+    let version = version(source)?;
     let (include, lib) = (prefix.join("include"), prefix.join("lib"));
     let pkgconfig = lib.join("pkgconfig");
     for folder in [&include, &pkgconfig] {
@@ -30,21 +39,21 @@ pub(crate) fn install(prefix: &Path, built: &Path, source: &Path) -> Result<()> 
     }
     copy(&source.join("fmha.h"), &include.join("fmha.h"))?;
     copy(&built.join("libfmha_c.a"), &lib.join("libfmha.a"))?;
-    let shared = format!("libfmha.so.{VERSION}");
+    let shared = format!("libfmha.so.{version}");
     copy(&built.join("libfmha_c.so"), &lib.join(&shared))?;
-    let abi = abi(VERSION).ok_or_else(|| Error::new(ErrorKind::InvalidData, VERSION))?;
+    let abi = abi(&version).ok_or_else(|| Error::new(ErrorKind::InvalidData, version.clone()))?;
     for name in [format!("libfmha.so.{abi}"), "libfmha.so".to_owned()] {
         link(&shared, &lib.join(name))?;
     }
     let file = pkgconfig.join("fmha.pc");
-    fs::write(&file, pkg_config()).map_err(|error| at(&file, &error))
+    fs::write(&file, pkg_config(&version)).map_err(|error| at(&file, &error))
 }
 
-fn pkg_config() -> String {
+fn pkg_config(version: &str) -> String {
     format!(
         "prefix=${{pcfiledir}}/../..\nlibdir=${{prefix}}/lib\nincludedir=${{prefix}}/include\n\nName: fmha\n\
          Description: Fused multi-head attention on NVIDIA, AMD and the CPU\n\
-         URL: https://github.com/fmha-rs/fmha\nVersion: {VERSION}\n\
+         URL: https://github.com/fmha-rs/fmha\nVersion: {version}\n\
          Libs: -L${{libdir}} -lfmha\nLibs.private: {STATIC_LIBRARIES}\nCflags: -I${{includedir}}\n"
     )
 }

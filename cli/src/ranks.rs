@@ -217,8 +217,8 @@ impl RankArgs {
         Ok(format!("{seconds}\n{explained}"))
     }
 
-    /// Starts the ranks, waits for them, and puts their results into `operands`: the slowest one's seconds, and what rank 0
-    /// says of its plan.
+    /// Starts the ranks, waits for them, and puts their results into `operands`: the slowest one's seconds, and what
+    /// rank 0 says of its plan.
     pub(super) fn over_processes(&self, setup: &Setup, call: &mut Call) -> Result<(f64, String), Failure> {
         let ranks = self.ranks.unwrap_or(1);
         if ranks > MAX_PROCESSES {

@@ -8,7 +8,8 @@
 // The same without a quiet machine, in instructions a call:
 //   LD_LIBRARY_PATH=. valgrind --tool=callgrind --toggle-collect=fmha_run ./issue target/release/libfmha_c.so 1000
 //
-// On a GPU, in bursts of 20 calls that its queue holds, each waited for before the next; the least of them is the host's cost:
+// On a GPU, in bursts of 20 calls that its queue holds, each waited for before the next; the least of them is the
+// host's cost:
 //   ./issue target/release/libfmha_c.so 0 20
 //
 // Build with CARGO_INCREMENTAL unset: an incremental build inlines less, and a call takes a third longer.

@@ -3,8 +3,9 @@
 //   cc ranks.c -o ranks $(pkg-config --cflags --libs fmha) -lm
 //   ./ranks 0 2 127.0.0.1:29600 & ./ranks 1 2 127.0.0.1:29600; wait
 //
-// Arguments: rank, ranks, and where rank 0 listens (or file:PATH). A program on GPUs sets FmhaJoin.space to FMHA_NCCL and
-// nccl_comm to its own communicator, FmhaOptions.backend to "cuda", and its stream into FmhaCall.stream.
+// Arguments: rank, ranks, and where rank 0 listens (or file:PATH). A program on GPUs sets FmhaJoin.space to
+// FMHA_NCCL and nccl_comm to its own communicator, FmhaOptions.backend to "cuda", and its stream into
+// FmhaCall.stream.
 
 #include <fmha.h>
 

@@ -1,18 +1,21 @@
 //! Attention over ranks, behind the C ABI: a group, a plan that all of its ranks make together, its runs.
 
+mod local;
+
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use fmha::{BwdArgs, DType, DevSlice, DevSliceMut, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
-use fmha_dist::{BwdPlan, FwdPlan, Group, Nccl, Options, Partition, Problem, Rendezvous};
+use fmha::{BwdArgs, DevSlice, DevSliceMut, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
+use fmha_dist::{BwdPlan, FwdPlan, Group, Nccl, Partition, Rendezvous};
 
 use crate::agree;
-use crate::host::{self, Choice, Pointed, size, struct_bytes, text};
+use crate::guard_text;
+use crate::host::{self, Pointed, size, struct_bytes, text};
 use crate::plan::Memory;
-use crate::structs::{FmhaCall, FmhaGradients, FmhaOptions, FmhaTensor};
-use crate::{guard_text, open};
+use crate::structs::{FmhaCall, FmhaOptions, FmhaTensor};
+use local::{Local, built};
 
 /// Ranks of processes that compute on host memory.
 pub const FMHA_HOST: i32 = 0;
@@ -38,14 +41,15 @@ pub struct FmhaJoin {
     pub rank: i64,
     /// How many there are; 0 without an address.
     pub size: i64,
-    /// Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that every rank of
-    /// this host sees; null: RANK, WORLD_SIZE, MASTER_ADDR and the port above MASTER_PORT, as torchrun sets them.
+    /// Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
+    /// every rank of this host sees; null: RANK, WORLD_SIZE, MASTER_ADDR and the port above MASTER_PORT, as
+    /// torchrun sets them.
     pub address: *const c_char,
     /// Seconds that a rank may be late, when it joins and at every later step; 0: 60.
     pub timeout_seconds: f64,
-    /// FMHA_NCCL: a live ncclComm_t of the same ranks, which outlives the group and which nobody uses at the same time; it
-    /// stays the caller's, and is aborted when a rank has failed. Null: one of the group's own, on the device that is
-    /// current on this thread.
+    /// FMHA_NCCL: a live ncclComm_t of the same ranks, which outlives the group and which nobody uses at the
+    /// same time; it stays the caller's, and is aborted when a rank has failed. Null: one of the group's own,
+    /// on the device that is current on this thread.
     pub nccl_comm: *mut c_void,
     /// Host memory: the path of NCCL or RCCL; null: where the system finds it.
     pub nccl_library: *const c_char,
@@ -67,8 +71,8 @@ pub struct FmhaRun {
     pub end: i64,
 }
 
-/// Which rows of the whole each rank has, the same on every rank but for own_rows_q and own_rows_k. Rows are positions of
-/// every sequence, or rows of a packed tensor.
+/// Which rows of the whole each rank has, the same on every rank but for own_rows_q and own_rows_k. Rows are
+/// positions of every sequence, or rows of a packed tensor.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaRanks {
@@ -86,9 +90,11 @@ pub struct FmhaRanks {
     pub runs_k: *const FmhaRun,
     /// How many; else 0.
     pub num_runs_k: i64,
-    /// Host memory: "gather", "ring", "ulysses" or "decode"; null: what the model of kernels and links finds fastest.
+    /// Host memory: "gather", "ring", "ulysses" or "decode"; null: what the model of kernels and links finds
+    /// fastest.
     pub scheme: *const c_char,
-    /// Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's own figures.
+    /// Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's
+    /// own figures.
     pub links: *const c_char,
     /// FMHA_CONTIGUOUS, ...
     pub partition_q: i32,
@@ -140,9 +146,9 @@ fn refused(field: &'static str, text: String) -> Error {
     ProblemError::new(field, text).into()
 }
 
-/// Joins a group, and waits for all of its ranks. Every rank then makes the same calls in the same order: what goes wrong on
-/// one is an error on all, which names the rank and the field, and after one no call of the group succeeds.
-/// Returns 0 and sets `*group`, or not 0 (see `fmha_last_error`) with `*group` untouched.
+/// Joins a group, and waits for all of its ranks. Every rank then makes the same calls in the same order: what
+/// goes wrong on one is an error on all, which names the rank and the field, and after one no call of the group
+/// succeeds. Returns 0 and sets `*group`, or not 0 (see `fmha_last_error`) with `*group` untouched.
 ///
 /// # Safety
 /// `join` is null or as the struct says; `group` is null or writable.
@@ -222,8 +228,8 @@ unsafe fn joined(join: &FmhaJoin) -> Text<Arc<dyn Group>> {
     Ok(Arc::new(group.map_err(|error| error.to_string())?))
 }
 
-/// Leaves a group. The other ranks' calls that are still to come fail; plans of this rank keep it until they are dropped. Null
-/// is taken.
+/// Leaves a group. The other ranks' calls that are still to come fail; plans of this rank keep it until they
+/// are dropped. Null is taken.
 ///
 /// # Safety
 /// `group` is null or from `fmha_dist_join`, and not left before.
@@ -238,8 +244,8 @@ pub unsafe extern "C" fn fmha_dist_leave(group: *mut FmhaGroup) {
     });
 }
 
-/// Tells the other ranks that this one cannot go on: their calls fail by this rank, `field` and `text` at once, and need not
-/// wait for it until it is late. No call of the group succeeds any more. Null is taken.
+/// Tells the other ranks that this one cannot go on: their calls fail by this rank, `field` and `text` at once,
+/// and need not wait for it until it is late. No call of the group succeeds any more. Null is taken.
 ///
 /// # Safety
 /// `group` is null or from `fmha_dist_join`; `field` and `text` are null or C strings.
@@ -257,8 +263,8 @@ pub unsafe extern "C" fn fmha_dist_fail(group: *const FmhaGroup, field: *const c
     });
 }
 
-/// The rows of `rank` where `rows` are cut for `size` ranks by FMHA_CONTIGUOUS, FMHA_ZIG_ZAG or FMHA_REPLICATED: at most two
-/// runs, their number in `*num_runs`.
+/// The rows of `rank` where `rows` are cut for `size` ranks by FMHA_CONTIGUOUS, FMHA_ZIG_ZAG or
+/// FMHA_REPLICATED: at most two runs, their number in `*num_runs`.
 ///
 /// # Safety
 /// `runs` is null or room for two; `num_runs` is null or writable.
@@ -297,25 +303,11 @@ pub unsafe extern "C" fn fmha_dist_rows(
     })
 }
 
-/// A partition that a name says.
-fn built(field: &'static str, kind: i32, rows: u32, ranks: u32) -> crate::Result<Partition> {
-    match kind {
-        FMHA_CONTIGUOUS => Ok(Partition::contiguous(rows, ranks)),
-        FMHA_ZIG_ZAG => Ok(Partition::zig_zag(rows, ranks)),
-        FMHA_REPLICATED => Ok(Partition::replicated(rows, ranks)),
-        _ => {
-            let text =
-                format!("{field} {kind} is not in 0..=2 (FMHA_CONTIGUOUS, FMHA_ZIG_ZAG, FMHA_REPLICATED)");
-            Err(refused(field, text))
-        }
-    }
-}
-
-/// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those of one device
-/// that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows, num_heads_q, head_dim], K and V
-/// likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis, and cu_seqlens_q and cu_seqlens_k are host
-/// memory, read here. A bias is [.., own queries, all keys]. Paged, appended and used lengths, gradients of LSE and of a bias
-/// are refused. The plan has scratch of its own.
+/// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those
+/// of one device that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows,
+/// num_heads_q, head_dim], K and V likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis,
+/// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. Paged,
+/// appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 /// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
 ///
 /// # Safety
@@ -349,12 +341,12 @@ pub unsafe extern "C" fn fmha_dist_plan(
     })
 }
 
-/// Runs a plan, on every rank; `call` is what was planned but for addresses, stream, dropout_seed and dropout_offset, which the
-/// ranks have alike. On a device it is queued on the stream; on the host it is done when this returns.
-/// Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
+/// Runs a plan, on every rank; `call` is what was planned but for addresses, stream, dropout_seed and
+/// dropout_offset, which the ranks have alike. On a device it is queued on the stream; on the host it is done
+/// when this returns. Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
 ///
-/// # Safety
-/// `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large as the plan's.
+/// # Safety `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large
+/// as the plan's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const FmhaCall) -> c_int {
     guard_text(|| {
@@ -365,8 +357,8 @@ pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const F
     })
 }
 
-/// The plan for a reader: what each scheme would cost, the one that serves and why, every step of this rank. Lives as long as
-/// the plan.
+/// The plan for a reader: what each scheme would cost, the one that serves and why, every step of this rank.
+/// Lives as long as the plan.
 ///
 /// # Safety
 /// `plan` is null (then so is the text) or from `fmha_dist_plan`.
@@ -389,145 +381,6 @@ pub unsafe extern "C" fn fmha_dist_drop(plan: *mut FmhaDistPlan) {
         }
         Ok(())
     });
-}
-
-/// What this rank says of a call, before the others are asked.
-struct Local {
-    call: FmhaCall,
-    pointed: Pointed,
-    problem: Problem,
-    gradients: Option<(FmhaGradients, DType)>,
-    device: Device,
-    options: Options,
-    own: FwdProblem,
-    bytes: Sizes,
-}
-
-impl Local {
-    /// # Safety
-    /// As [`fmha_dist_plan`].
-    unsafe fn read(
-        call: Option<&FmhaCall>,
-        ranks: Option<&FmhaRanks>,
-        options: *const FmhaOptions,
-        group: &dyn Group,
-    ) -> crate::Result<Self> {
-        let call = *call.ok_or_else(|| refused("call", "call is null (0)".to_owned()))?;
-        let ranks = ranks.ok_or_else(|| refused("ranks", "ranks is null (0)".to_owned()))?;
-        struct_bytes::<FmhaRanks>(ranks.struct_bytes)?;
-        // SAFETY: passed on.
-        let (pointed, choice) = unsafe { (Pointed::read(&call)?, Choice::read(options)?) };
-        if choice.caller_workspace {
-            let text = "caller_workspace 1: a plan over ranks has scratch of its own";
-            return Err(refused("caller_workspace", text.to_owned()));
-        }
-        // SAFETY: the caller promised C strings, and so many runs and offsets.
-        let (scheme, links, cu_q, cu_k) = unsafe {
-            (
-                text("scheme", ranks.scheme)?,
-                text("links", ranks.links)?,
-                offsets("total_q", call.cu_seqlens_q, &call, call.total_q)?,
-                offsets("total_k", call.cu_seqlens_k, &call, call.total_k)?,
-            )
-        };
-        let whole = pointed.forward(&contiguous(&call))?;
-        let dims = whole.dims;
-        let rows =
-            |cu: &Option<Vec<u32>>, seqlen| cu.as_ref().and_then(|cu| cu.last().copied()).unwrap_or(seqlen);
-        // SAFETY: passed on.
-        let (q, k) = unsafe {
-            (
-                partition(
-                    ("partition_q", ranks.partition_q),
-                    (ranks.runs_q, ranks.num_runs_q),
-                    rows(&cu_q, dims.seqlen_q),
-                    group.size(),
-                )?,
-                partition(
-                    ("partition_k", ranks.partition_k),
-                    (ranks.runs_k, ranks.num_runs_k),
-                    rows(&cu_k, dims.seqlen_k),
-                    group.size(),
-                )?,
-            )
-        };
-        let at = group.rank();
-        let own = |field, partition: &Partition, said: i64| -> crate::Result<u32> {
-            let has = partition.rows_of(at);
-            if said == i64::from(has) {
-                return Ok(has);
-            }
-            Err(refused(
-                field,
-                format!("{field} {said} is not the {has} rows that the partition gives rank {at}"),
-            ))
-        };
-        let own_rows = [own("own_rows_q", &q, ranks.own_rows_q)?, own("own_rows_k", &k, ranks.own_rows_k)?];
-        let packed = cu_q.is_some();
-        rows_are_contiguous(&call, pointed.gradients.as_ref(), own_rows, packed)?;
-        let bytes = sizes(&whole, pointed.gradients.as_ref(), own_rows, packed)?;
-        let mut own = whole.clone();
-        own.dims.seqlen_q = own_rows[0];
-        let mut problem = Problem::new(whole, q).keys(k);
-        if let (Some(q), Some(k)) = (cu_q, cu_k) {
-            problem = problem.packed(q, k);
-        }
-        let mut options = Options::default().kernels(choice.plan);
-        if let Some(scheme) = scheme {
-            options =
-                options.scheme(scheme.parse::<fmha_dist::Scheme>().map_err(|text| refused("scheme", text))?);
-        }
-        if let Some(links) = links {
-            options = options.links(links.parse().map_err(|text: String| refused("links", text))?);
-        }
-        let typed = |gradients: FmhaGradients| {
-            Ok::<_, Error>((gradients, host::dtype("dtype_grad", gradients.dtype_grad)?))
-        };
-        let gradients = pointed.gradients.map(typed).transpose()?;
-        if let Some((gradients, _)) = &gradients {
-            for (field, given) in
-                [("dlse", !gradients.dlse.is_null()), ("dbias", !gradients.dbias.data.is_null())]
-            {
-                if given {
-                    return Err(refused(
-                        field,
-                        format!("{field} is given (1), and is taken over 1 rank alone"),
-                    ));
-                }
-            }
-        }
-        let device = open(choice.backend.as_ref())?;
-        Ok(Self { call, pointed, problem, gradients, device, options, own, bytes })
-    }
-
-    fn plan(self, group: &Arc<dyn Group>) -> Text<FmhaDistPlan> {
-        let Self { call, pointed, problem, gradients, device, options, own, bytes } = self;
-        let (ready, text) = match gradients {
-            None => FwdPlan::new(&problem, group.clone(), &device, &options).map(|plan| {
-                let text = plan.explain();
-                (Ready::Forward(plan), text)
-            }),
-            Some((gradients, dtype)) => {
-                let wanted = (dtype, !gradients.dsink.is_null());
-                BwdPlan::new(&problem, wanted, group.clone(), &device, &options).map(|plan| {
-                    let text = plan.explain();
-                    (Ready::Backward(plan), text)
-                })
-            }
-        }
-        .map_err(|error| error.to_string())?;
-        let text = CString::new(text).unwrap_or_default();
-        Ok(FmhaDistPlan {
-            ready: Mutex::new(ready),
-            group: group.clone(),
-            device,
-            call,
-            pointed,
-            own,
-            bytes,
-            text,
-        })
-    }
 }
 
 impl FmhaDistPlan {
@@ -636,169 +489,4 @@ fn there(name: &'static str, tensor: &FmhaTensor, bytes: u64) -> crate::Result<(
         return Ok(());
     }
     Err(refused(name, format!("{name}.data is null, but {bytes} bytes are needed")))
-}
-
-/// The offsets of packed sequences.
-///
-/// # Safety
-/// `pointer` is null or `batch + 1` numbers of host memory.
-unsafe fn offsets(
-    field: &'static str,
-    pointer: *const i32,
-    call: &FmhaCall,
-    total: i64,
-) -> crate::Result<Option<Vec<u32>>> {
-    if pointer.is_null() {
-        return Ok(None);
-    }
-    let count = size("batch", call.batch)? as usize + 1;
-    // SAFETY: the caller promised so many.
-    let given = unsafe { std::slice::from_raw_parts(pointer, count) };
-    let unsigned = |&at: &i32| {
-        u32::try_from(at).map_err(|_| refused(field, format!("{field}: an offset of {at} is below 0")))
-    };
-    let offsets = given.iter().map(unsigned).collect::<crate::Result<Vec<u32>>>()?;
-    let last = given.last().copied().unwrap_or(0);
-    if i64::from(last) != total {
-        return Err(refused(field, format!("{field} {total} is not where the last sequence ends, {last}")));
-    }
-    Ok(Some(offsets))
-}
-
-/// # Safety
-/// `runs` is null or so many of host memory.
-unsafe fn partition(
-    (field, kind): (&'static str, i32),
-    (runs, count): (*const FmhaRun, i64),
-    rows: u32,
-    ranks: u32,
-) -> crate::Result<Partition> {
-    let count = size(field, count)? as usize;
-    if kind != FMHA_RUNS {
-        if count != 0 || !runs.is_null() {
-            return Err(refused(
-                field,
-                format!("{field} {kind} goes with 0 runs: they go with 3 (FMHA_RUNS)"),
-            ));
-        }
-        return built(field, kind, rows, ranks);
-    }
-    let mut by_rank = vec![Vec::new(); ranks as usize];
-    let given = if count == 0 || runs.is_null() {
-        &[]
-    } else {
-        // SAFETY: the caller promised so many.
-        unsafe { std::slice::from_raw_parts(runs, count) }
-    };
-    if given.len() != count {
-        return Err(refused(field, format!("{field}: runs is null (0), but {count} are said")));
-    }
-    for run in given {
-        let (rank, begin, end) = (size("rank", run.rank)?, size("begin", run.begin)?, size("end", run.end)?);
-        let Some(runs) = by_rank.get_mut(rank as usize) else {
-            return Err(refused(field, format!("{field}: a run of rank {rank}, of {ranks} ranks")));
-        };
-        if end < begin {
-            return Err(refused(field, format!("{field}: a run ends at {end}, before it begins at {begin}")));
-        }
-        runs.push(begin..end);
-    }
-    Partition::new(rows, by_rank).map_err(|error| refused(field, error.to_string()))
-}
-
-/// The call of one device that has the whole, contiguous: the strides of a rank's rows would make its rows overlap.
-fn contiguous(call: &FmhaCall) -> FmhaCall {
-    let mut whole = *call;
-    let tensor = |tensor: FmhaTensor, rows: i64, heads: i64, dim: i64| dense(tensor, rows, heads, dim);
-    whole.q = tensor(call.q, call.seqlen_q, call.num_heads_q, call.head_dim_qk);
-    whole.k = tensor(call.k, call.seqlen_k, call.num_heads_kv, call.head_dim_qk);
-    whole.v = tensor(call.v, call.seqlen_k, call.num_heads_kv, call.head_dim_v);
-    whole.o = tensor(call.o, call.seqlen_q, call.num_heads_q, call.head_dim_v);
-    whole
-}
-
-fn dense(tensor: FmhaTensor, rows: i64, heads: i64, dim: i64) -> FmhaTensor {
-    let seqlen_stride = heads.wrapping_mul(dim);
-    FmhaTensor {
-        batch_stride: seqlen_stride.wrapping_mul(rows),
-        seqlen_stride,
-        head_stride: dim,
-        dim_stride: 1,
-        ..tensor
-    }
-}
-
-/// Refuses a rank's tensor whose rows do not lie one after another.
-fn rows_are_contiguous(
-    call: &FmhaCall,
-    gradients: Option<&FmhaGradients>,
-    [own_q, own_k]: [u32; 2],
-    packed: bool,
-) -> crate::Result<()> {
-    let (heads_q, heads_kv) = (call.num_heads_q, call.num_heads_kv);
-    let (qk, v) = (call.head_dim_qk, call.head_dim_v);
-    let mut tensors = vec![
-        ("q", &call.q, own_q, heads_q, qk),
-        ("k", &call.k, own_k, heads_kv, qk),
-        ("v", &call.v, own_k, heads_kv, v),
-        ("o", &call.o, own_q, heads_q, v),
-    ];
-    if let Some(gradients) = gradients {
-        tensors.extend([
-            ("dout", &gradients.dout, own_q, heads_q, v),
-            ("dq", &gradients.dq, own_q, heads_q, qk),
-            ("dk", &gradients.dk, own_k, heads_kv, qk),
-            ("dv", &gradients.dv, own_k, heads_kv, v),
-        ]);
-    }
-    for (name, tensor, rows, heads, dim) in tensors {
-        let wanted = dense(*tensor, rows.into(), heads, dim);
-        // An axis of one element has no stride that matters.
-        for (axis, given, wanted, elems) in [
-            ("batch_stride", tensor.batch_stride, wanted.batch_stride, if packed { 1 } else { call.batch }),
-            ("seqlen_stride", tensor.seqlen_stride, wanted.seqlen_stride, rows.into()),
-            ("head_stride", tensor.head_stride, wanted.head_stride, heads),
-            ("dim_stride", tensor.dim_stride, 1, dim),
-        ] {
-            if given != wanted && elems > 1 && rows > 0 {
-                let text = format!("{name}.{axis} {given} is not {wanted}: a rank's rows are contiguous");
-                return Err(refused(name, text));
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Bytes of a rank's tensors.
-fn sizes(
-    whole: &FwdProblem,
-    gradients: Option<&FmhaGradients>,
-    [own_q, own_k]: [u32; 2],
-    packed: bool,
-) -> crate::Result<Sizes> {
-    let (dims, dtypes) = (whole.dims, whole.dtypes);
-    let sequences = if packed { 1 } else { u64::from(dims.batch) };
-    let of = |rows: u32, heads: u32, dim: u32, bytes: u64| {
-        let elems = [rows, heads, dim].into_iter().fold(sequences, |elems, n| elems.saturating_mul(n.into()));
-        elems.saturating_mul(bytes)
-    };
-    let dtype_grad =
-        gradients.map(|gradients| host::dtype("dtype_grad", gradients.dtype_grad)).transpose()?;
-    let (qk, v, grad) =
-        (dtypes.qk.size_bytes(), dtypes.v.size_bytes(), dtype_grad.map_or(0, DType::size_bytes));
-    let (heads_q, heads_kv) = (dims.num_heads_q, dims.num_heads_kv);
-    Ok(Sizes {
-        qkv: [
-            of(own_q, heads_q, dims.head_dim_qk, qk),
-            of(own_k, heads_kv, dims.head_dim_qk, qk),
-            of(own_k, heads_kv, dims.head_dim_v, v),
-        ],
-        o: of(own_q, heads_q, dims.head_dim_v, dtypes.o.size_bytes()),
-        lse: of(own_q, heads_q, 1, 4),
-        grads: [
-            of(own_q, heads_q, dims.head_dim_qk, grad),
-            of(own_k, heads_kv, dims.head_dim_qk, grad),
-            of(own_k, heads_kv, dims.head_dim_v, grad),
-        ],
-    })
 }

@@ -45,6 +45,9 @@ fn join(folder: &Path, rank: i64) -> *mut FmhaGroup {
     group
 }
 
+/// What a rank, by its number, changes of its call.
+type Change = fn(i64, &mut FmhaCall, &mut FmhaRanks);
+
 /// A rank's rows of a whole of twice as many.
 fn tensor(data: &mut [f32]) -> FmhaTensor {
     FmhaTensor {
@@ -57,7 +60,7 @@ fn tensor(data: &mut [f32]) -> FmhaTensor {
 }
 
 /// What a rank does with a group, once it has changed something of its plan; what it is told.
-fn on_two_ranks(change: fn(i64, &mut FmhaCall, &mut FmhaRanks)) -> [Result<Vec<f32>, String>; 2] {
+fn on_two_ranks(change: Change) -> [Result<Vec<f32>, String>; 2] {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let run = |rank: i64| {
@@ -135,14 +138,14 @@ fn ranks_see_each_others_keys() {
 
 #[test]
 fn what_is_wrong_on_one_rank_both_are_told_with_the_rank_and_the_field() {
-    let cases: [(fn(i64, &mut FmhaCall, &mut FmhaRanks), &str, &str); 8] = [
+    let cases: [(Change, &str, &str); 8] = [
         (|rank, _, ranks| ranks.own_rows_k += rank, "rank 1", "own_rows_k 6 is not the 5 rows"),
         (|rank, call, _| call.q.seqlen_stride += rank, "rank 1", "q.seqlen_stride 9 is not 8"),
         (|rank, call, _| call.mask = if rank == 1 { c"b".as_ptr() } else { null() }, "rank 1", "mask"),
         (
             |rank, call, _| {
                 if rank == 1 {
-                    call.v.data = null_mut()
+                    call.v.data = null_mut();
                 }
             },
             "rank 1",
@@ -151,7 +154,7 @@ fn what_is_wrong_on_one_rank_both_are_told_with_the_rank_and_the_field() {
         (
             |rank, call, _| {
                 if rank == 1 {
-                    call.page_size = 16
+                    call.page_size = 16;
                 }
             },
             "rank 1",
@@ -161,7 +164,7 @@ fn what_is_wrong_on_one_rank_both_are_told_with_the_rank_and_the_field() {
         (
             |rank, _, ranks| {
                 if rank == 0 {
-                    ranks.partition_q = 9
+                    ranks.partition_q = 9;
                 }
             },
             "rank 0",
@@ -171,7 +174,7 @@ fn what_is_wrong_on_one_rank_both_are_told_with_the_rank_and_the_field() {
             |rank, _, ranks| {
                 if rank == 0 {
                     ranks.partition_k = FMHA_ZIG_ZAG;
-                    ranks.num_runs_k = 1
+                    ranks.num_runs_k = 1;
                 }
             },
             "rank 0",

@@ -203,8 +203,8 @@ def combine(o_parts: Tensor, lse_parts: Tensor, *, dtype_o: Any = None) -> Tuple
 
 
 def add_parts(o_parts: Tensor, o: Optional[Tensor] = None, *, dtype_o: Any = None) -> Any:
-    """Adds partial results over the same rows as they are, without an LSE: gradients of parts. Sums are f32, in the order
-    of the parts, and rounded once.
+    """Adds partial results over the same rows as they are, without an LSE: gradients of parts. Sums are f32, in the
+    order of the parts, and rounded once.
 
     Args:
         o_parts: ``[parts, batch, seqlen, num_heads, head_dim]``, f32, f16 or bf16; of 0 parts the sum is 0.

@@ -83,6 +83,8 @@ def _(q, k, v, *rest):
 
 @torch.library.register_fake("fmha::combine")
 def _(o_parts, lse_parts, *numbers):
+    if lse_parts is None:
+        raise ValueError("lse_parts is missing (0 given)")
     return (
         o_parts.new_empty(o_parts.shape[1:], dtype=_dtype_o(o_parts, numbers)),
         lse_parts.new_empty(lse_parts.shape[1:]),

@@ -1,9 +1,9 @@
 """Attention over the ranks of a torch process group: each has some rows of sequences that no rank has whole.
 
-Every rank calls :func:`attention` with its own rows, at the same place of its program. Positions are those of the whole
-sequence for mask, ALiBi and dropout, and the result is that of one device. On GPUs keys and values go over the group's own NCCL
-communicator; on the CPU over TCP connections between the ranks, which meet by way of the group. What goes wrong on one
-rank is an exception on all of them, which names the rank and the field.
+Every rank calls :func:`attention` with its own rows, at the same place of its program. Positions are those of the
+whole sequence for mask, ALiBi and dropout, and the result is that of one device. On GPUs keys and values go over the
+group's own NCCL communicator; on the CPU over TCP connections between the ranks, which meet by way of the group.
+What goes wrong on one rank is an exception on all of them, which names the rank and the field.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def leave(group: Group = None) -> None:
 
 @contextlib.contextmanager
 def _meeting(group: Any, rank: int) -> Iterator[str]:
-    """Where rank 0 of the group listens. The port is held until the library has it: a socket that is bound and does not
-    listen keeps others from it, and lets one that reuses addresses listen there."""
+    """Where rank 0 of the group listens. The port is held until the library has it: a socket that is bound and does
+    not listen keeps others from it, and lets one that reuses addresses listen there."""
     with socket.socket() as held:
         said: List[Any] = [None]
         if rank == 0:
@@ -126,7 +126,10 @@ def _host() -> str:
         store = getattr(store, "underlying_store", None)
     try:
         if master is None:
-            return socket.gethostbyname(socket.gethostname())
+            own = socket.gethostbyname(socket.gethostname())
+            with socket.socket() as tried:
+                tried.bind((own, 0))
+            return own
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
             way.connect((master, 9))
             return way.getsockname()[0]
@@ -155,8 +158,9 @@ def rows(seqlen: int, group: Group = None, partition: str = "zig_zag") -> List[T
     Args:
         seqlen: rows of the whole: of a sequence, or of a packed tensor.
         group: torch's process group; ``None`` is all ranks.
-        partition: ``"zig_zag"``: of twice as many runs as ranks the r-th and the r-th from the end, which a causal mask gives
-            equal work; ``"contiguous"``: one run a rank; ``"replicated"``: all rows. Lengths differ by 1 at most.
+        partition: ``"zig_zag"``: of twice as many runs as ranks the r-th and the r-th from the end, which a causal
+            mask gives equal work; ``"contiguous"``: one run a rank; ``"replicated"``: all rows. Lengths differ by 1
+            at most.
     """
     return _rows(integer("seqlen", seqlen), _torch_dist.get_rank(group), _torch_dist.get_world_size(group), partition)
 
@@ -170,7 +174,8 @@ def _rows(seqlen: int, rank: int, size: int, partition: str) -> List[Tuple[int, 
 
 
 def shard(x: torch.Tensor, dim: int = 1, group: Group = None, partition: str = "zig_zag") -> torch.Tensor:
-    """This rank's rows of a tensor that every rank has whole, along ``dim``: a copy; of an LSE ``dim`` is the last."""
+    """This rank's rows of a tensor that every rank has whole, along ``dim``: a copy; of an LSE ``dim`` is the
+    last."""
     runs = rows(x.shape[dim], group, partition)
     return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in runs] or [x.narrow(dim, 0, 0)], dim)
 
@@ -447,39 +452,42 @@ def attention(
 ) -> Any:
     """Attention of the rows of this rank's queries over the keys of all ranks; differentiable.
 
-    All ranks call it, and then its backward, in the same order and with the same arguments but for the tensors. The first call
-    of a kind plans it, which waits for all ranks; later ones queue work and, on a GPU, wait for nobody. Use
-    one thread a rank.
+    All ranks call it, and then its backward, in the same order and with the same arguments but for the tensors. The
+    first call of a kind plans it, which waits for all ranks; later ones queue work and, on a GPU, wait for nobody.
+    Use one thread a rank.
 
     Args:
         q: this rank's rows ``[batch, own rows, num_heads_q, head_dim_qk]``; packed ``[own rows, num_heads_q, ..]``.
-        k, v: this rank's rows ``[batch, own rows, num_heads_kv, ..]``, or packed. 16 bits or f32; copied where they are not
-            contiguous.
-        group: torch's process group: NCCL's for tensors on GPUs, any other's for those of the CPU; ``None`` is all ranks.
+        k, v: this rank's rows ``[batch, own rows, num_heads_kv, ..]``, or packed. 16 bits or f32; copied where they
+            are not contiguous.
+        group: torch's process group: NCCL's for tensors on GPUs, any other's for those of the CPU; ``None`` is all
+            ranks.
         causal: bottom-right, over the whole sequence; or ``mask`` as in :func:`fmha.attention`.
         softmax_scale, softcap, p_drop, seed, offset: as in :func:`fmha.attention`; the same on every rank.
-        bias: this rank's queries against all keys, ``[batch or 1, num_heads_q or 1, own rows, seqlen_k]``, with no gradient.
+        bias: this rank's queries against all keys, ``[batch or 1, num_heads_q or 1, own rows, seqlen_k]``, with no
+            gradient.
         alibi_slopes: f32 ``[num_heads_q]`` or ``[batch, num_heads_q]``, the same on every rank.
         sink: f32 ``[num_heads_q]``, the same on every rank; its gradient is that of all ranks' rows, on each of them.
-        cu_seqlens_q, cu_seqlens_k: ``[batch + 1]`` offsets of the packed sequences of the *whole*, numbers of the host (those
-            of a GPU's tensor are read back).
+        cu_seqlens_q, cu_seqlens_k: ``[batch + 1]`` offsets of the packed sequences of the *whole*, numbers of the
+            host (those of a GPU's tensor are read back).
         seqlen_q, seqlen_k: rows of the whole sequence; ``None``: as many as this rank has, times the ranks.
-        partition: who has which rows: ``"zig_zag"``, ``"contiguous"`` (:func:`rows`, :func:`shard`), ``"replicated"`` (queries
-            of a step of decoding), or for each rank its runs ``[(begin, end), ...]``. Of packed rows they may span sequences.
+        partition: who has which rows: ``"zig_zag"``, ``"contiguous"`` (:func:`rows`, :func:`shard`),
+            ``"replicated"`` (queries of a step of decoding), or for each rank its runs ``[(begin, end), ...]``. Of
+            packed rows they may span sequences.
         partition_k: the same for keys; ``None``: as the queries.
-        scheme: ``"gather"``, ``"ring"``, ``"ulysses"`` or ``"decode"``; ``None``: what the model of kernels and links finds
-            fastest. :func:`explain` says what was chosen.
+        scheme: ``"gather"``, ``"ring"``, ``"ulysses"`` or ``"decode"``; ``None``: what the model of kernels and
+            links finds fastest. :func:`explain` says what was chosen.
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: bits that do not depend on the number of ranks, or a refusal.
-        return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, own rows]`` or ``[num_heads_q, own rows]``; it has no
-            gradient here.
+        return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, own rows]`` or ``[num_heads_q, own rows]``; it
+            has no gradient here.
 
     Returns:
         O of this rank's queries, or ``(O, LSE)``.
 
     Raises:
-        FmhaError: on every rank: the rank that is wrong, late or gone, the field, and the numbers. No output is then a
-            result; the next call joins anew.
+        FmhaError: on every rank: the rank that is wrong, late (by 10 minutes) or gone, the field, and the numbers.
+            No output is then a result; the next call joins anew.
         TypeError, ValueError: an argument of this rank that is no tensor or no number, by its name.
     """
     call, tensors = _bound(**locals())
@@ -527,7 +535,8 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
     if bias is not None:
         _of("bias", bias, q)
         wanted = [sides[0].batch, heads, sides[0].own, sides[1].seqlen]
-        fits = bias.dim() == 4 and all(a == b or at < 2 and a == 1 for at, (a, b) in enumerate(zip(bias.shape, wanted)))
+        pairs = enumerate(zip(bias.shape, wanted))
+        fits = bias.dim() == 4 and all(a == b or at < 2 and a == 1 for at, (a, b) in pairs)
         if not fits or bias.stride(3) != 1:
             raise ValueError(f"bias has shape {tuple(bias.shape)} and strides {bias.stride()}, not {wanted}")
         if bias.requires_grad and torch.is_grad_enabled():
@@ -567,8 +576,8 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> str:
-    """What :func:`attention` with these arguments would do: what each scheme would cost, the one that serves and why, every
-    step of this rank. All ranks call it; it plans, and runs nothing."""
+    """What :func:`attention` with these arguments would do: what each scheme would cost, the one that serves and
+    why, every step of this rank. All ranks call it; it plans, and runs nothing."""
     import inspect
 
     bound = inspect.signature(attention).bind(q, k, v, **options)

@@ -229,6 +229,7 @@ class Calls:
                         dict(q=q, k_cache=k, v_cache=v, cache_seqlens=n["sk"] // 2, causal=True),
                     ),
                     (fmha.combine, dict(o_parts=parts, lse_parts=torch.randn(3, n["b"], n["hq"], n["sq"]))),
+                    (fmha.add_parts, dict(o_parts=parts, o=torch.zeros_like(parts[0]))),
                     (fmha.explain, dict(q=q, k=k, v=v, mask="causal", backward=self.random() < 0.5)),
                     (fmha.attention_out, dict(o=torch.empty_like(q), q=q, k=k, v=v)),
                 ]

@@ -1,4 +1,4 @@
-"""Ranks of a process group on the CPU, each of which holds its rows of every case against one process that has all of them.
+"""Ranks of a process group on the CPU: each holds its rows of every case against one process that has all of them.
 
 ``ranks.py SIZE FOLDER``: this process imports torch once and forks the ranks.
 """
@@ -25,10 +25,10 @@ def attend(function, tensors, dout, **options):
     return [o.detach(), lse.detach(), *(None if x is None else x.grad for x in tensors)]
 
 
-def case(name, partition="zig_zag", partition_k=None, tolerance=1e-4, sq=24, sk=None, heads=(4, 2), dim=8, dim_v=8, **given):
+def case(name, partition="zig_zag", partition_k=None, tolerance=1e-4, sq=24, sk=None, heads=(4, 2), dim_v=8, **given):
     """One call of a rank and of one process: equal within the tolerance."""
     size = dist.get_world_size()
-    sk, over = sk or sq, dict(given.pop("over", {}))
+    sk, over, dim = sk or sq, dict(given.pop("over", {})), given.pop("dim", 8)
     partition_k = partition if partition_k is None else partition_k
     dtype, cu, sinks = given.pop("dtype", torch.float32), given.pop("cu", None), given.pop("sinks", False)
     batch, rows_axis = (1, 0) if cu else (2, 1)
@@ -135,6 +135,8 @@ def refusals(size):
 
 
 def one_group(rank, size, folder):
+    # Whether this machine's name has an address is nothing that is tested here.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if size == 2:
         where = f"file://{folder}/meeting"
     else:

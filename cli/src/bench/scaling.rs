@@ -1,4 +1,5 @@
-//! `fmha bench --ranks N`: each row over 2, 4, ... N ranks beside one device, by `fmha run --ranks`, which checks its result.
+//! `fmha bench --ranks N`: each row over 2, 4, ... N ranks beside one device, by `fmha run --ranks`, which checks its
+//! result.
 
 use std::fmt::Write as _;
 use std::io::Write;
@@ -138,10 +139,8 @@ fn markdown(all: &[Scaled], tables: &[Table], on_cpu: bool) -> String {
                         if on_cpu { "-".to_owned() } else { format!("{:.3}", speed_up / f64::from(*ranks)) };
                     let bits = if *equal_bits { "one device's" } else { "other" };
                     let (alone, seconds) = (alone * 1e3, seconds * 1e3);
-                    let _ = writeln!(
-                        text,
-                        "| {row} | {ranks} | {scheme} | {alone:.3} ms | {seconds:.3} ms | {speed_up:.3} | {share} | {bits} |"
-                    );
+                    let times = format!("{alone:.3} ms | {seconds:.3} ms | {speed_up:.3} | {share}");
+                    let _ = writeln!(text, "| {row} | {ranks} | {scheme} | {times} | {bits} |");
                 }
                 Outcome::Absent(reason) => {
                     let reason = reason.replace('|', "\\|");

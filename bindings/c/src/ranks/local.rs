@@ -1,0 +1,334 @@
+//! What a rank's structs say of a call over ranks, read and checked before the others are asked.
+
+use std::ffi::CString;
+use std::sync::{Arc, Mutex};
+
+use fmha::{DType, Device, Error, FwdProblem};
+use fmha_dist::{BwdPlan, FwdPlan, Group, Options, Partition, Problem};
+
+use super::{
+    FMHA_CONTIGUOUS, FMHA_REPLICATED, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaDistPlan, FmhaRanks, FmhaRun, Ready,
+    Sizes, Text, refused,
+};
+use crate::host::{self, Choice, Pointed, size, struct_bytes, text};
+use crate::open;
+use crate::structs::{FmhaCall, FmhaGradients, FmhaOptions, FmhaTensor};
+
+/// A partition that a name says.
+pub(super) fn built(field: &'static str, kind: i32, rows: u32, ranks: u32) -> crate::Result<Partition> {
+    match kind {
+        FMHA_CONTIGUOUS => Ok(Partition::contiguous(rows, ranks)),
+        FMHA_ZIG_ZAG => Ok(Partition::zig_zag(rows, ranks)),
+        FMHA_REPLICATED => Ok(Partition::replicated(rows, ranks)),
+        _ => {
+            let text =
+                format!("{field} {kind} is not in 0..=2 (FMHA_CONTIGUOUS, FMHA_ZIG_ZAG, FMHA_REPLICATED)");
+            Err(refused(field, text))
+        }
+    }
+}
+
+/// What this rank says of a call, before the others are asked.
+pub(super) struct Local {
+    call: FmhaCall,
+    pointed: Pointed,
+    problem: Problem,
+    gradients: Option<(FmhaGradients, DType)>,
+    device: Device,
+    options: Options,
+    own: FwdProblem,
+    bytes: Sizes,
+}
+
+impl Local {
+    /// # Safety
+    /// As [`super::fmha_dist_plan`].
+    pub(super) unsafe fn read(
+        call: Option<&FmhaCall>,
+        ranks: Option<&FmhaRanks>,
+        options: *const FmhaOptions,
+        group: &dyn Group,
+    ) -> crate::Result<Self> {
+        let call = *call.ok_or_else(|| refused("call", "call is null (0)".to_owned()))?;
+        let ranks = ranks.ok_or_else(|| refused("ranks", "ranks is null (0)".to_owned()))?;
+        struct_bytes::<FmhaRanks>(ranks.struct_bytes)?;
+        // SAFETY: passed on.
+        let (pointed, choice) = unsafe { (Pointed::read(&call)?, Choice::read(options)?) };
+        if choice.caller_workspace {
+            let text = "caller_workspace 1: a plan over ranks has scratch of its own";
+            return Err(refused("caller_workspace", text.to_owned()));
+        }
+        // SAFETY: the caller promised C strings, and so many runs and offsets.
+        let (scheme, links, cu_q, cu_k) = unsafe {
+            (
+                text("scheme", ranks.scheme)?,
+                text("links", ranks.links)?,
+                offsets("total_q", call.cu_seqlens_q, &call, call.total_q)?,
+                offsets("total_k", call.cu_seqlens_k, &call, call.total_k)?,
+            )
+        };
+        let whole = pointed.forward(&contiguous(&call))?;
+        let dims = whole.dims;
+        let rows =
+            |cu: &Option<Vec<u32>>, seqlen| cu.as_ref().and_then(|cu| cu.last().copied()).unwrap_or(seqlen);
+        // SAFETY: passed on.
+        let (q, k) = unsafe {
+            (
+                partition(
+                    ("partition_q", ranks.partition_q),
+                    (ranks.runs_q, ranks.num_runs_q),
+                    rows(&cu_q, dims.seqlen_q),
+                    group.size(),
+                )?,
+                partition(
+                    ("partition_k", ranks.partition_k),
+                    (ranks.runs_k, ranks.num_runs_k),
+                    rows(&cu_k, dims.seqlen_k),
+                    group.size(),
+                )?,
+            )
+        };
+        let at = group.rank();
+        let own = |field, partition: &Partition, said: i64| -> crate::Result<u32> {
+            let has = partition.rows_of(at);
+            if said == i64::from(has) {
+                return Ok(has);
+            }
+            Err(refused(
+                field,
+                format!("{field} {said} is not the {has} rows that the partition gives rank {at}"),
+            ))
+        };
+        let own_rows = [own("own_rows_q", &q, ranks.own_rows_q)?, own("own_rows_k", &k, ranks.own_rows_k)?];
+        let packed = cu_q.is_some();
+        rows_are_contiguous(&call, pointed.gradients.as_ref(), own_rows, packed)?;
+        let bytes = sizes(&whole, pointed.gradients.as_ref(), own_rows, packed)?;
+        let mut own = whole.clone();
+        own.dims.seqlen_q = own_rows[0];
+        let mut problem = Problem::new(whole, q).keys(k);
+        if let (Some(q), Some(k)) = (cu_q, cu_k) {
+            problem = problem.packed(q, k);
+        }
+        let mut options = Options::default().kernels(choice.plan);
+        if let Some(scheme) = scheme {
+            options =
+                options.scheme(scheme.parse::<fmha_dist::Scheme>().map_err(|text| refused("scheme", text))?);
+        }
+        if let Some(links) = links {
+            options = options.links(links.parse().map_err(|text: String| refused("links", text))?);
+        }
+        let typed = |gradients: FmhaGradients| {
+            Ok::<_, Error>((gradients, host::dtype("dtype_grad", gradients.dtype_grad)?))
+        };
+        let gradients = pointed.gradients.map(typed).transpose()?;
+        if let Some((gradients, _)) = &gradients {
+            for (field, given) in
+                [("dlse", !gradients.dlse.is_null()), ("dbias", !gradients.dbias.data.is_null())]
+            {
+                if given {
+                    return Err(refused(
+                        field,
+                        format!("{field} is given (1), and is taken over 1 rank alone"),
+                    ));
+                }
+            }
+        }
+        let device = open(choice.backend.as_ref())?;
+        Ok(Self { call, pointed, problem, gradients, device, options, own, bytes })
+    }
+
+    pub(super) fn plan(self, group: &Arc<dyn Group>) -> Text<FmhaDistPlan> {
+        let Self { call, pointed, problem, gradients, device, options, own, bytes } = self;
+        let (ready, text) = match gradients {
+            None => FwdPlan::new(&problem, group.clone(), &device, &options).map(|plan| {
+                let text = plan.explain();
+                (Ready::Forward(plan), text)
+            }),
+            Some((gradients, dtype)) => {
+                let wanted = (dtype, !gradients.dsink.is_null());
+                BwdPlan::new(&problem, wanted, group.clone(), &device, &options).map(|plan| {
+                    let text = plan.explain();
+                    (Ready::Backward(plan), text)
+                })
+            }
+        }
+        .map_err(|error| error.to_string())?;
+        let text = CString::new(text).unwrap_or_default();
+        Ok(FmhaDistPlan {
+            ready: Mutex::new(ready),
+            group: group.clone(),
+            device,
+            call,
+            pointed,
+            own,
+            bytes,
+            text,
+        })
+    }
+}
+
+/// The offsets of packed sequences.
+///
+/// # Safety
+/// `pointer` is null or `batch + 1` numbers of host memory.
+unsafe fn offsets(
+    field: &'static str,
+    pointer: *const i32,
+    call: &FmhaCall,
+    total: i64,
+) -> crate::Result<Option<Vec<u32>>> {
+    if pointer.is_null() {
+        return Ok(None);
+    }
+    let count = size("batch", call.batch)? as usize + 1;
+    // SAFETY: the caller promised so many.
+    let given = unsafe { std::slice::from_raw_parts(pointer, count) };
+    let unsigned = |&at: &i32| {
+        u32::try_from(at).map_err(|_| refused(field, format!("{field}: an offset of {at} is below 0")))
+    };
+    let offsets = given.iter().map(unsigned).collect::<crate::Result<Vec<u32>>>()?;
+    let last = given.last().copied().unwrap_or(0);
+    if i64::from(last) != total {
+        return Err(refused(field, format!("{field} {total} is not where the last sequence ends, {last}")));
+    }
+    Ok(Some(offsets))
+}
+
+/// # Safety
+/// `runs` is null or so many of host memory.
+unsafe fn partition(
+    (field, kind): (&'static str, i32),
+    (runs, count): (*const FmhaRun, i64),
+    rows: u32,
+    ranks: u32,
+) -> crate::Result<Partition> {
+    let count = size(field, count)? as usize;
+    if kind != FMHA_RUNS {
+        if count != 0 || !runs.is_null() {
+            return Err(refused(
+                field,
+                format!("{field} {kind} goes with 0 runs: they go with 3 (FMHA_RUNS)"),
+            ));
+        }
+        return built(field, kind, rows, ranks);
+    }
+    let mut by_rank = vec![Vec::new(); ranks as usize];
+    let given = if count == 0 || runs.is_null() {
+        &[]
+    } else {
+        // SAFETY: the caller promised so many.
+        unsafe { std::slice::from_raw_parts(runs, count) }
+    };
+    if given.len() != count {
+        return Err(refused(field, format!("{field}: runs is null (0), but {count} are said")));
+    }
+    for run in given {
+        let (rank, begin, end) = (size("rank", run.rank)?, size("begin", run.begin)?, size("end", run.end)?);
+        let Some(runs) = by_rank.get_mut(rank as usize) else {
+            return Err(refused(field, format!("{field}: a run of rank {rank}, of {ranks} ranks")));
+        };
+        if end < begin {
+            return Err(refused(field, format!("{field}: a run ends at {end}, before it begins at {begin}")));
+        }
+        runs.push(begin..end);
+    }
+    Partition::new(rows, by_rank).map_err(|error| refused(field, error.to_string()))
+}
+
+/// The call of one device that has the whole, contiguous: the strides of a rank's rows would make its rows
+/// overlap.
+fn contiguous(call: &FmhaCall) -> FmhaCall {
+    let mut whole = *call;
+    let tensor = |tensor: FmhaTensor, rows: i64, heads: i64, dim: i64| dense(tensor, rows, heads, dim);
+    whole.q = tensor(call.q, call.seqlen_q, call.num_heads_q, call.head_dim_qk);
+    whole.k = tensor(call.k, call.seqlen_k, call.num_heads_kv, call.head_dim_qk);
+    whole.v = tensor(call.v, call.seqlen_k, call.num_heads_kv, call.head_dim_v);
+    whole.o = tensor(call.o, call.seqlen_q, call.num_heads_q, call.head_dim_v);
+    whole
+}
+
+fn dense(tensor: FmhaTensor, rows: i64, heads: i64, dim: i64) -> FmhaTensor {
+    let seqlen_stride = heads.wrapping_mul(dim);
+    FmhaTensor {
+        batch_stride: seqlen_stride.wrapping_mul(rows),
+        seqlen_stride,
+        head_stride: dim,
+        dim_stride: 1,
+        ..tensor
+    }
+}
+
+/// Refuses a rank's tensor whose rows do not lie one after another.
+fn rows_are_contiguous(
+    call: &FmhaCall,
+    gradients: Option<&FmhaGradients>,
+    [own_q, own_k]: [u32; 2],
+    packed: bool,
+) -> crate::Result<()> {
+    let (heads_q, heads_kv) = (call.num_heads_q, call.num_heads_kv);
+    let (qk, v) = (call.head_dim_qk, call.head_dim_v);
+    let mut tensors = vec![
+        ("q", &call.q, own_q, heads_q, qk),
+        ("k", &call.k, own_k, heads_kv, qk),
+        ("v", &call.v, own_k, heads_kv, v),
+        ("o", &call.o, own_q, heads_q, v),
+    ];
+    if let Some(gradients) = gradients {
+        tensors.extend([
+            ("dout", &gradients.dout, own_q, heads_q, v),
+            ("dq", &gradients.dq, own_q, heads_q, qk),
+            ("dk", &gradients.dk, own_k, heads_kv, qk),
+            ("dv", &gradients.dv, own_k, heads_kv, v),
+        ]);
+    }
+    for (name, tensor, rows, heads, dim) in tensors {
+        let wanted = dense(*tensor, rows.into(), heads, dim);
+        // An axis of one element has no stride that matters.
+        for (axis, given, wanted, elems) in [
+            ("batch_stride", tensor.batch_stride, wanted.batch_stride, if packed { 1 } else { call.batch }),
+            ("seqlen_stride", tensor.seqlen_stride, wanted.seqlen_stride, rows.into()),
+            ("head_stride", tensor.head_stride, wanted.head_stride, heads),
+            ("dim_stride", tensor.dim_stride, 1, dim),
+        ] {
+            if given != wanted && elems > 1 && rows > 0 {
+                let text = format!("{name}.{axis} {given} is not {wanted}: a rank's rows are contiguous");
+                return Err(refused(name, text));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of a rank's tensors.
+fn sizes(
+    whole: &FwdProblem,
+    gradients: Option<&FmhaGradients>,
+    [own_q, own_k]: [u32; 2],
+    packed: bool,
+) -> crate::Result<Sizes> {
+    let (dims, dtypes) = (whole.dims, whole.dtypes);
+    let sequences = if packed { 1 } else { u64::from(dims.batch) };
+    let of = |rows: u32, heads: u32, dim: u32, bytes: u64| {
+        let elems = [rows, heads, dim].into_iter().fold(sequences, |elems, n| elems.saturating_mul(n.into()));
+        elems.saturating_mul(bytes)
+    };
+    let dtype_grad =
+        gradients.map(|gradients| host::dtype("dtype_grad", gradients.dtype_grad)).transpose()?;
+    let (qk, v, grad) =
+        (dtypes.qk.size_bytes(), dtypes.v.size_bytes(), dtype_grad.map_or(0, DType::size_bytes));
+    let (heads_q, heads_kv) = (dims.num_heads_q, dims.num_heads_kv);
+    Ok(Sizes {
+        qkv: [
+            of(own_q, heads_q, dims.head_dim_qk, qk),
+            of(own_k, heads_kv, dims.head_dim_qk, qk),
+            of(own_k, heads_kv, dims.head_dim_v, v),
+        ],
+        o: of(own_q, heads_q, dims.head_dim_v, dtypes.o.size_bytes()),
+        lse: of(own_q, heads_q, 1, 4),
+        grads: [
+            of(own_q, heads_q, dims.head_dim_qk, grad),
+            of(own_k, heads_kv, dims.head_dim_qk, grad),
+            of(own_k, heads_kv, dims.head_dim_v, grad),
+        ],
+    })
+}
