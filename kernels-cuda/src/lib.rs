@@ -77,6 +77,7 @@ pub fn headers() -> Vec<Header> {
         "common/store_rows.cuh",
         "common/tree_keys.cuh",
         "common/update_cache.cuh",
+        "common/widen.cuh",
         "common/work.cuh",
         "common/zero_rows.cuh",
         "mma/fragment.cuh",

@@ -42,12 +42,16 @@ abi_spec! {
     pub struct Sm90MlaTile {
         /// Rows of K, and of V, that TMA brings at once, which lie in one page; 0: threads copy all of them.
         pub box_rows: i32 = Takes::among(&[0, 16, 32, 64]).tuned_over(&[0, 64]),
+        /// CTAs with neighbouring tiles of rows that share what TMA brings: 1 or 2.
+        pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
         /// V is the first elements of K's rows, which are read once; else it is read by itself, whatever it lies in.
         pub v_in_k: bool = Takes::nothing(),
+        /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
+        pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
     }
@@ -56,7 +60,7 @@ abi_spec! {
 abi_struct! {
     /// The tiles, a kernel argument.
     pub struct MlaSchedule {
-        /// Tiles of 64 rows of the longest query.
+        /// Tiles of 64 rows of the longest query, whole clusters.
         pub num_m_blocks: i32,
         /// Parts of the longest sequence's keys.
         pub num_parts: i32,
@@ -80,6 +84,15 @@ impl Sm90MlaTile {
     /// A text that names the field and what does not go with it.
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
         let most = box_rows(problem);
+        if self.box_rows > 0 && self.stored.is_fp8() {
+            return Err(format!(
+                "tile box_rows={}: a cache of {} is widened on its way, which TMA does not",
+                self.box_rows, self.stored
+            ));
+        }
+        if self.cluster > 1 && self.box_rows == 0 {
+            return Err(format!("tile cluster={} with box_rows=0: a cluster loads by TMA", self.cluster));
+        }
         if self.box_rows > 0 && (most == 0 || most % self.box_rows != 0) {
             return Err(format!(
                 "tile box_rows={}: {most} rows of K lie one after another wherever a box of them begins",
@@ -110,7 +123,7 @@ impl Sm90MlaTile {
     /// More tiles than a grid has.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<MlaSchedule, String> {
         let num_parts = split::num_parts(problem, self.split_keys);
-        let (units, num_m_blocks) = units(problem);
+        let (units, num_m_blocks) = units(problem, self.cluster);
         let num_tiles = units.saturating_mul(u64::from(num_parts));
         if num_tiles > MAX_TILES {
             let Dims { batch, seqlen_q, num_heads_q, .. } = problem.dims;
@@ -139,12 +152,17 @@ const fn chunks_of_half(spec: &FwdSpec) -> i32 {
 /// Most tiles of a grid.
 const MAX_TILES: u64 = (1 << 31) - 1;
 
-/// Tiles before keys are split, and those of one kv head of a sequence.
-fn units(problem: &FwdProblem) -> (u64, u64) {
+/// Tiles before keys are split, and those of one kv head of a sequence, whole clusters.
+fn units(problem: &FwdProblem, cluster: i32) -> (u64, u64) {
     let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
     let rows = u64::from(seqlen_q) * u64::from(problem.gqa_ratio());
-    let num_m_blocks = rows.div_ceil(ROWS.into()).max(1);
+    let num_m_blocks = rows.div_ceil(ROWS.into()).max(1).next_multiple_of(cluster.unsigned_abs().into());
     (u64::from(batch).saturating_mul(num_heads_kv.into()).saturating_mul(num_m_blocks), num_m_blocks)
+}
+
+/// K and V as they lie in memory.
+fn stored(problem: &FwdProblem) -> DType {
+    problem.cache.dtype.unwrap_or(problem.dtypes.qk)
 }
 
 /// Rows of K that lie one after another wherever a multiple of so many keys begins, as boxes of TMA have them; 0: none.
@@ -185,7 +203,14 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         return refuse(format!("dtype_o {o} is not of 16 or 32 bits"));
     }
     if let Some(cache) = problem.cache.dtype {
-        return refuse(format!("dtype_cache {cache} beside {qk} is not taken"));
+        if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
+            return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+        }
+        if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
+            return refuse(format!(
+                "dtype_cache {cache} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole copies of 16"
+            ));
+        }
     }
     if problem.cache.tree_mask {
         return refuse(format!("tree_mask of {seqlen_q} queries"));
@@ -210,10 +235,12 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    let odd = |&(_, _, stride): &(&str, &str, i64)| stride % 8 != 0 || stride >= 1 << 39;
+    let multiple = |name: &str| if name != "q" && problem.cache.dtype.is_some() { 16 } else { 8 };
+    let odd = |&(name, _, stride): &(&str, &str, i64)| stride % multiple(name) != 0 || stride >= 1 << 39;
     if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
         return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as copies of 16 bytes and TMA need"
+            "{name}.{axis} stride {stride} is not a multiple of {} below 2^39, as copies of 16 bytes and TMA need",
+            multiple(name)
         ));
     }
     Ok(())
@@ -226,7 +253,9 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let elems = 16 / problem.dtypes.o.size_bytes() as i64;
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
     Sm90MlaTile {
-        box_rows: box_rows(problem),
+        box_rows: if problem.cache.dtype.is_some() { 0 } else { box_rows(problem) },
+        stored: stored(problem),
+        cluster: 1,
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
         lazy_rescale_log2: 8,
         v_in_k: problem.cache.v_in_k
@@ -251,7 +280,7 @@ fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
         return 0;
     }
     let blocks = u64::from(problem.dims.seqlen_k.div_ceil(KEYS));
-    let (units, sms) = (units(problem).0, u64::from(num_sms.max(1)));
+    let (units, sms) = (units(problem, 1).0, u64::from(num_sms.max(1)));
     let cost = |blocks_of_part: u64| {
         let parts = blocks.div_ceil(blocks_of_part);
         let waves = units.saturating_mul(parts).div_ceil(sms);
@@ -277,7 +306,11 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
     let entry = Entry {
         include: HEADER,
         constants: &constants,
-        bounds: "__launch_bounds__(mla::kNumThreads, 1)",
+        bounds: if tile.cluster > 1 {
+            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(mla::kNumThreads, 1)"
+        } else {
+            "__launch_bounds__(mla::kNumThreads, 1)"
+        },
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ mla::Maps maps, \
                  const __grid_constant__ MlaSchedule schedule",
         call: &format!(
@@ -336,7 +369,8 @@ mod tests {
         appended.cache.append = Some(Append::batch(&appended, 1));
         assert!(accepts(&appended).is_ok());
         type Change = fn(&mut FwdProblem);
-        let taken: [Change; 4] = [
+        let taken: [Change; 5] = [
+            |p| p.cache.dtype = Some(DType::E4m3Fn),
             |p| p.cache.v_in_k = false,
             |p| p.dims.head_dim_v = 256,
             |p| p.score.softcap = Some(30.0),
@@ -347,11 +381,12 @@ mod tests {
             change(&mut problem);
             assert!(accepts(&problem).is_ok(), "{:?}", accepts(&problem));
         }
-        let refused: [(&str, Change); 7] = [
+        let refused: [(&str, Change); 8] = [
             ("head_dim_v 256: neither", |p| (p.dims.head_dim_qk, p.dims.head_dim_v) = (256, 256)),
             ("head_dim_v 520", |p| p.dims.head_dim_v = 520),
             ("v_layout col-major", |p| p.layout.v = VLayout::ColMajor),
-            ("dtype_cache e4m3fn", |p| p.cache.dtype = Some(DType::E4m3Fn)),
+            ("dtype_cache e4m3fnuz", |p| p.cache.dtype = Some(DType::E4m3Fnuz)),
+            ("k.seq stride 584", |p| (p.cache.dtype, p.strides.k.seq) = (Some(DType::E4m3Fn), 584)),
             ("sink_columns 4", |p| p.mask.sink_columns = 4),
             ("k.seq stride 580", |p| p.strides.k.seq = 580),
             ("dtype_o e4m3fn", |p| p.dtypes.o = DType::E4m3Fn),

@@ -389,8 +389,16 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
     let (full, upper) = (plain(MaskKind::Full), plain(MaskKind::Upper));
     let paged = FwdSpec { kv_layout: KvKind::Paged, ..upper };
     let part = split::part_spec(&paged);
-    let tile =
-        Sm90MlaTile { box_rows: 64, lazy_rescale_log2: 8, vector_store: true, v_in_k: true, split_keys: 0 };
+    let tile = Sm90MlaTile {
+        box_rows: 64,
+        cluster: 1,
+        lazy_rescale_log2: 8,
+        vector_store: true,
+        v_in_k: true,
+        stored: DType::Bf16,
+        split_keys: 0,
+    };
+    let narrow = Sm90MlaTile { box_rows: 0, stored: DType::E4m3Fn, ..tile };
     let apart = Sm90MlaTile { v_in_k: false, ..tile };
     let of_512 = wide(512, MaskKind::Upper);
     [
@@ -402,7 +410,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         (
             "upper_f16",
             FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..upper },
-            tile,
+            Sm90MlaTile { stored: DType::F16, ..tile },
         ),
         ("bias", FwdSpec { bias: BiasKind::Elementwise, dtype_bias: DType::Bf16, ..upper }, tile),
         ("upper_apart", upper, apart),
@@ -417,6 +425,10 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
             split::part_spec(&FwdSpec { bias: BiasKind::Alibi, kv_layout: KvKind::Paged, ..of_512 }),
             Sm90MlaTile { split_keys: 64, ..apart },
         ),
+        ("part_of_fp8", split::part_spec(&upper), Sm90MlaTile { split_keys: 64, ..narrow }),
+        ("512_upper_fp8", of_512, Sm90MlaTile { v_in_k: false, ..narrow }),
+        ("upper_cluster", upper, Sm90MlaTile { cluster: 2, ..tile }),
+        ("512_upper_cluster", of_512, Sm90MlaTile { cluster: 2, ..apart }),
         ("320_upper", FwdSpec { head_dim_v: 320, ..wide(320, MaskKind::Upper) }, apart),
     ]
     .map(|(name, spec, tile)| (format!("sm90_mla_{name}"), sm90_mla::fwd(&spec, &tile)))

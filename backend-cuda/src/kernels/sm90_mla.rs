@@ -54,7 +54,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
             let mut tile = own;
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             tile.check(problem)?;
-            facts.has_room_for(&tile, tile.smem_bytes(&spec), 1)?;
+            facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
             Ok(tile)
         };
         // Tiles are measured as a plan without options has them.
@@ -78,7 +78,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90Mla {
             tiles_at_once: facts.num_sms.into(),
         };
         let merge =
-            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, spec.dtype_qk), facts));
+            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, tile.stored), facts));
         let update = update::launch_before(UPDATE_NAME, problem, facts);
         let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
         Ok(Choice {
@@ -253,9 +253,11 @@ fn schedule_words(tile: &Sm90MlaTile, schedule: &MlaSchedule) -> String {
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.push(match tile.box_rows {
+        0 if tile.stored.is_fp8() => format!("loads of 16 bytes, widened from {}", tile.stored),
         0 => "loads by copies of 16 bytes".to_owned(),
         rows => format!("TMA of {rows} keys at a time"),
     });
+    words.extend((tile.cluster > 1).then(|| format!("clusters of {} row blocks", tile.cluster)));
     words.extend(
         (tile.split_keys > 0)
             .then(|| format!("keys in {} parts of {}, merged", schedule.num_parts, tile.split_keys)),

@@ -4,10 +4,9 @@
 // Threads walk a tile in the order in which it lies in shared memory, so that eight neighbours write 128 bytes side by side:
 // no bank is written twice. A span of the swizzle, 32 to 128 bytes, is also what they read side by side of a row.
 #pragma once
+#include <fmha/common/widen.cuh>
 #include <fmha/mma/smem_tile.cuh>
 #include <fmha/ptx/copy.cuh>
-#include <fmha/ptx/fp8.cuh>
-#include <fmha/ptx/num.cuh>
 #include <fmha/ptx/shared.cuh>
 
 namespace fmha::sm80 {
@@ -68,40 +67,6 @@ FMHA_DEVICE void copy_scattered_tile(const Tile& tile, const void* any, RowOf ro
     rows[pass] = row_of(pass * step, first_row, step);
   }
   copy_tile<bytes, threads>(tile, any, [&](int32_t row) { return rows[(row - first_row) / step]; }, there_of);
-}
-
-// Two FP8 numbers, the first in the low byte, to f32. `converts`: the device has conversions of e4m3.
-template <DType stored, bool converts>
-FMHA_DEVICE void unpack_fp8x2(uint32_t pair, float& low, float& high) {
-  static_assert(stored == DType::E4m3Fn || stored == DType::E5m2, "sm80: caches are of OCP FP8");
-  if constexpr (stored == DType::E5m2) {
-    // The upper halves of two f16.
-    ptx::unpack_f16x2(ptx::prmt(pair, 0, 0x1404), low, high);
-  } else if constexpr (converts) {
-    ptx::unpack_f16x2(ptx::cvt_rn_f16x2_e4m3x2(pair), low, high);
-  } else {
-    // f16 with the same bits of exponent and mantissa, whose bias is 8 larger; the largest of them is NaN.
-    const uint32_t first = pair & 0x7fu, second = pair & 0x7f00u;
-    ptx::unpack_f16x2(first << 7 | (pair & 0x80u) << 8 | second << 15 | (pair & 0x8000u) << 16, low, high);
-    low = first == 0x7fu ? float_of(0x7fffffffu) : low * 256.f;
-    high = second == 0x7f00u ? float_of(0x7fffffffu) : high * 256.f;
-  }
-}
-
-// Two of them, the first in the low byte, to 16 bits, each times `descale`, rounded to f32 and then to its type once, as a cache that
-// was widened before has it.
-template <DType stored, DType wide, bool converts>
-FMHA_DEVICE uint32_t widen_pair(uint32_t pair, float descale) {
-  float low, high;
-  unpack_fp8x2<stored, converts>(pair, low, high);
-  return ptx::cvt_rn_x2<wide>(low * descale, high * descale);
-}
-// Eight of them.
-template <DType stored, DType wide, bool converts>
-FMHA_DEVICE void widen_word(const uint32_t (&bytes)[2], float descale, uint32_t (&packed)[4]) {
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair)
-    packed[pair] = widen_pair<stored, wide, converts>(bytes[pair / 2] >> 16 * (pair % 2) & 0xffffu, descale);
 }
 
 // Rows of FP8 in shared memory, sixteen bytes after sixteen bytes as in memory, but exchanged within a row so that neither lanes that
