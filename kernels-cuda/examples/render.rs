@@ -44,6 +44,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         if fields.contains(&("kernel", "sm90_mla")) {
             let mut tile = Sm90MlaTile {
                 box_rows: 64,
+                cluster: 1,
                 lazy_rescale_log2: 8,
                 vector_store: true,
                 v_in_k: (spec.head_dim_qk, spec.head_dim_v) == (576, 512),

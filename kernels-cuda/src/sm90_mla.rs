@@ -44,6 +44,8 @@ abi_spec! {
     pub struct Sm90MlaTile {
         /// Rows of K, and of V, that TMA brings at once, which lie in one page; 0: threads copy all of them.
         pub box_rows: i32 = Takes::among(&[0, 16, 32, 64]).tuned_over(&[0, 64]),
+        /// CTAs with neighbouring tiles of rows that share what TMA brings: 1 or 2.
+        pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time; else element by element.
@@ -60,7 +62,7 @@ abi_spec! {
 abi_struct! {
     /// The tiles, a kernel argument.
     pub struct MlaSchedule {
-        /// Tiles of 64 rows of the longest query.
+        /// Tiles of 64 rows of the longest query, whole clusters.
         pub num_m_blocks: i32,
         /// Parts of the longest sequence's keys.
         pub num_parts: i32,
@@ -89,6 +91,9 @@ impl Sm90MlaTile {
                 "tile box_rows={}: a cache of {} is widened on its way, which TMA does not",
                 self.box_rows, self.stored
             ));
+        }
+        if self.cluster > 1 && self.box_rows == 0 {
+            return Err(format!("tile cluster={} with box_rows=0: a cluster loads by TMA", self.cluster));
         }
         if self.box_rows > 0 && (most == 0 || most % self.box_rows != 0) {
             return Err(format!(
@@ -120,7 +125,7 @@ impl Sm90MlaTile {
     /// More tiles than a grid has.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<MlaSchedule, String> {
         let num_parts = split::num_parts(problem, self.split_keys);
-        let (units, num_m_blocks) = units(problem);
+        let (units, num_m_blocks) = units(problem, self.cluster);
         let num_tiles = units.saturating_mul(u64::from(num_parts));
         if num_tiles > MAX_TILES {
             let Dims { batch, seqlen_q, num_heads_q, .. } = problem.dims;
@@ -149,11 +154,11 @@ const fn chunks_of_half(spec: &FwdSpec) -> i32 {
 /// Most tiles of a grid.
 const MAX_TILES: u64 = (1 << 31) - 1;
 
-/// Tiles before keys are split, and those of one kv head of a sequence.
-fn units(problem: &FwdProblem) -> (u64, u64) {
+/// Tiles before keys are split, and those of one kv head of a sequence, whole clusters.
+fn units(problem: &FwdProblem, cluster: i32) -> (u64, u64) {
     let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
     let rows = u64::from(seqlen_q) * u64::from(problem.gqa_ratio());
-    let num_m_blocks = rows.div_ceil(ROWS.into()).max(1);
+    let num_m_blocks = rows.div_ceil(ROWS.into()).max(1).next_multiple_of(cluster.unsigned_abs().into());
     (u64::from(batch).saturating_mul(num_heads_kv.into()).saturating_mul(num_m_blocks), num_m_blocks)
 }
 
@@ -252,6 +257,7 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     Sm90MlaTile {
         box_rows: if problem.cache.dtype.is_some() { 0 } else { box_rows(problem) },
         stored: stored(problem),
+        cluster: 1,
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
         lazy_rescale_log2: 8,
         v_in_k: problem.cache.v_in_k
@@ -276,7 +282,7 @@ fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
         return 0;
     }
     let blocks = u64::from(problem.dims.seqlen_k.div_ceil(KEYS));
-    let (units, sms) = (units(problem).0, u64::from(num_sms.max(1)));
+    let (units, sms) = (units(problem, 1).0, u64::from(num_sms.max(1)));
     let cost = |blocks_of_part: u64| {
         let parts = blocks.div_ceil(blocks_of_part);
         let waves = units.saturating_mul(parts).div_ceil(sms);
@@ -302,7 +308,11 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
     let entry = Entry {
         include: HEADER,
         constants: &constants,
-        bounds: "__launch_bounds__(mla::kNumThreads, 1)",
+        bounds: if tile.cluster > 1 {
+            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(mla::kNumThreads, 1)"
+        } else {
+            "__launch_bounds__(mla::kNumThreads, 1)"
+        },
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ mla::Maps maps, \
                  const __grid_constant__ MlaSchedule schedule",
         call: &format!(

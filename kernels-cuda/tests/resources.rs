@@ -438,6 +438,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
     let part = split::part_spec(&paged);
     let tile = Sm90MlaTile {
         box_rows: 64,
+        cluster: 1,
         lazy_rescale_log2: 8,
         vector_store: true,
         v_in_k: true,
@@ -473,6 +474,8 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         ),
         ("part_of_fp8", split::part_spec(&upper), Sm90MlaTile { split_keys: 64, ..narrow }),
         ("512_upper_fp8", of_512, Sm90MlaTile { v_in_k: false, ..narrow }),
+        ("upper_cluster", upper, Sm90MlaTile { cluster: 2, ..tile }),
+        ("512_upper_cluster", of_512, Sm90MlaTile { cluster: 2, ..apart }),
         ("320_upper", FwdSpec { head_dim_v: 320, ..wide(320, MaskKind::Upper) }, apart),
     ]
     .map(|(name, spec, tile)| (format!("sm90_mla_{name}"), sm90_mla::fwd(&spec, &tile)))

@@ -345,16 +345,24 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("sm90_mla"),
         in_test: Cases {
-            filter: "^decode/(latent/bf16/s(1x130|2x330)|wide/bf16/d(576x512|64x384))/",
+            filter: "^decode/(latent/bf16/s(1x130|2x330)|wide/bf16/d(576x512|64x384)|wide_fp8/e4m3fn/bf16/.*s1x130)/",
             deal: 1,
         },
-        in_all: Cases { filter: "^decode/(latent|wide|v_in_k/.*d576x512)/.*b?f16", deal: 1 },
+        in_all: Cases { filter: "^decode/(latent|wide|wide_fp8|v_in_k/.*d576x512)/.*b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
     Row {
         kernel: Some("sm90_mla"),
         tile: Some("split_keys=64"),
         in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    // Two tiles of rows that share what TMA brings.
+    Row {
+        kernel: Some("sm90_mla"),
+        tile: Some("cluster=2"),
+        in_test: Cases { filter: "^decode/latent/bf16/s70x150/h1/b/strided$", deal: 1 },
+        in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16.*(strided|packed|p64)$", deal: 1 },
         ..HOPPER_WALKING
     },
     // Less shared memory, other tiles.

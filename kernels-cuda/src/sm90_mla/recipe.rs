@@ -55,7 +55,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
             let mut tile = own;
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             tile.check(problem)?;
-            facts.has_room_for(&tile, tile.smem_bytes(&spec), 1)?;
+            facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
             Ok(tile)
         };
         // Tiles are measured as a plan without options has them.
@@ -258,6 +258,7 @@ fn schedule_words(tile: &Sm90MlaTile, schedule: &MlaSchedule) -> String {
         0 => "loads by copies of 16 bytes".to_owned(),
         rows => format!("TMA of {rows} keys at a time"),
     });
+    words.extend((tile.cluster > 1).then(|| format!("clusters of {} row blocks", tile.cluster)));
     words.extend(
         (tile.split_keys > 0)
             .then(|| format!("keys in {} parts of {}, merged", schedule.num_parts, tile.split_keys)),

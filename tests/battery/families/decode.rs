@@ -25,6 +25,7 @@ pub(crate) fn cases() -> Vec<Case> {
     latent(&mut cases);
     latent_blocks(&mut cases);
     wide_blocks(&mut cases);
+    wide_quantised(&mut cases);
     trees(&mut cases);
     trees_apart(&mut cases);
     mixed(&mut cases);
@@ -326,6 +327,36 @@ fn latent_blocks(cases: &mut Vec<Case>) {
         let mut problem = FwdProblem::group(dtype, sizes).mask(masked(dtype, sizes, "b").mask);
         (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
         push(cases, name, problem, Lengths::packed(&[(3, 200), (1, 65), (2, 0)]));
+    }
+}
+
+/// FP8 caches of more than 256 elements a row beside 16-bit queries: V in K, with a descale of its own too, and apart.
+fn wide_quantised(cases: &mut Vec<Case>) {
+    for dtype in [DType::F16, DType::Bf16] {
+        for (cache, (qk, v), (seqlen_q, seqlen_k), heads, descale, page_size) in [
+            (DType::E4m3Fn, (576, 512), (1, 130), 16, Descale::PerTensor, None),
+            (DType::E5m2, (576, 512), (2, 200), 5, Descale::PerKvHead, Some(7)),
+            (DType::E4m3Fn, (576, 512), (1, 70), 70, Descale::None, Some(64)),
+            (DType::E4m3Fn, (512, 512), (5, 140), 2, Descale::PerKvHead, Some(16)),
+            (DType::E5m2, (336, 272), (2, 90), 3, Descale::PerTensor, None),
+        ] {
+            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let name = format!("decode/wide_fp8/{cache}/{dtype}/d{qk}x{v}/s{seqlen_q}x{seqlen_k}/{layout}");
+            let sizes = Dims { head_dim_v: v, batch: 2, ..dims(seqlen_q, seqlen_k, (heads, 1), qk) };
+            let mut problem = masked(dtype, sizes, "b");
+            problem.cache.dtype = Some(cache);
+            (problem.scales.descale_k, problem.scales.descale_v) = (descale, descale);
+            let most = seqlen_k.cast_signed();
+            problem.layout.seqused_k = true;
+            let mut lengths = Lengths { seqused_k: vec![most - 3, most / 2], ..Lengths::default() };
+            if let Some(page_size) = page_size {
+                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+            }
+            if qk == 576 {
+                (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+            }
+            push(cases, name, problem, lengths);
+        }
     }
 }
 

@@ -21,11 +21,11 @@ constexpr int kSpan = 64;   // columns of a chunk, 128 bytes
 constexpr int kWarpgroup = mma::kWarpgroup;
 constexpr int kNumThreads = 3 * kWarpgroup;  // one warpgroup loads, two consume
 
-// Registers of a thread, by role: within the 65536 of a multiprocessor.
+// Registers of a thread, by role: within the 65536 of a multiprocessor. Loading takes more where it widens.
 struct Regs {
-  static constexpr int load = 72, consume = 216;
+  int load, consume;
 };
-static_assert((Regs::load + 2 * Regs::consume) * kWarpgroup <= 65536, "registers of all threads");
+FMHA_DEVICE constexpr Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{96, 208} : Regs{72, 216}; }
 
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
@@ -49,7 +49,8 @@ FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90MlaTile& 
 
 // 64 rows or keys by 64 columns. Rows of Q, K and V are chunks, zeros behind their last element; so are O's columns dealt out:
 // each warpgroup has a half of V's chunks.
-using Chunk = mma::SmemTile<uint16_t, kRows, kSpan>;
+template <bool clustered>
+using ChunkOf = mma::SmemTile<uint16_t, kRows, kSpan, clustered>;
 static_assert(kRows == kKeys, "queries and keys lie alike");
 
 // A block of keys comes in parts, each with barriers of its own.
@@ -63,6 +64,7 @@ static_assert(kRows == kKeys, "queries and keys lie alike");
 // beneath the scores. Parts are K, and the halves of V.
 template <FwdSpec spec, Sm90MlaTile tile>
 struct Plan {
+  using Chunk = ChunkOf<(tile.cluster > 1)>;
   static constexpr bool v_in_k = tile.v_in_k;
   static constexpr int chunks_k = ceil_div(spec.head_dim_qk, kSpan);
   static constexpr int chunks_half = ceil_div(spec.head_dim_v, 2 * kSpan), columns_half = chunks_half * kSpan;
@@ -79,17 +81,18 @@ struct Plan {
 };
 
 // V and the probabilities where they have room of their own.
-template <int chunks_half, bool v_in_k>
+template <class Chunk, int chunks_half, bool v_in_k>
 struct ValueChunks {
   Chunk v[2 * chunks_half];
   Chunk probs;
 };
-template <int chunks_half>
-struct ValueChunks<chunks_half, true> {};
+template <class Chunk, int chunks_half>
+struct ValueChunks<Chunk, chunks_half, true> {};
 
 template <FwdSpec spec, Sm90MlaTile tile>
-struct Smem : ValueChunks<Plan<spec, tile>::chunks_half, tile.v_in_k> {
+struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::chunks_half, tile.v_in_k> {
   using P = Plan<spec, tile>;
+  using Chunk = typename P::Chunk;
   Chunk q[P::chunks_k];
   Chunk k[P::slots][P::chunks_k];
   float row_max[2][kRows];  // the running maxima after the last block of either warpgroup
@@ -97,7 +100,7 @@ struct Smem : ValueChunks<Plan<spec, tile>::chunks_half, tile.v_in_k> {
   uint32_t suspect[kRows];  // rows that warpgroup 1 has found not finite
   Barrier q_full;           // one arrival per thread of the load role
   Barrier full[P::parts];   // one arrival per thread of the load role, and TMA's bytes
-  Barrier empty[P::parts];  // one arrival per warp of the warpgroup that reads it: of V's half, or of K's block
+  Barrier empty[P::parts];  // one arrival per warp of the cluster that reads it: the warpgroup's of V's half, or of K's block
 
   FMHA_DEVICE const Chunk* half_of_v(int slot, int half) const {
     if constexpr (P::v_in_k) {
@@ -115,6 +118,9 @@ struct Smem : ValueChunks<Plan<spec, tile>::chunks_half, tile.v_in_k> {
     }
   }
 };
+
+// This CTA's place in its cluster, whose CTAs have neighbouring tiles of rows and walk the same blocks.
+FMHA_DEVICE uint32_t rank_in(const Sm90MlaTile& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 
 // Of K and V: (dim, row, head, batch or page).
 struct Maps {

@@ -9,6 +9,7 @@
 // follow them, so that the result is that of one warpgroup that walks all blocks.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm90/mla/products.cuh>
 #include <fmha/sm90/mla/work.cuh>
@@ -21,6 +22,7 @@ struct Consumer {
   static constexpr int other = 1 - group, sign = spec.negative_scale ? -1 : 1;
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
   using P = Plan<spec, tile>;
+  using Chunk = typename P::Chunk;
   using RowSoftmax = Softmax<shared(tile), p_offset_log2(spec, tile)>;
   using Output = mma::Accumulator<P::columns_half>;
 
@@ -30,7 +32,6 @@ struct Consumer {
   const Modifiers<spec, shared(tile)> modifiers{p, 1.f};
   const float scale_log2 = modifiers.scale_log2();
   const int32_t tile_row = mma::fragment_row();  // the thread's first of two, 8 apart
-  const bool first_lane = threadIdx.x % 32 == 0;
 
   Output o;
   Scores s;
@@ -185,7 +186,15 @@ struct Consumer {
     ptx::written_here(o.elems);
     release(P::part_of(slot, group));
   }
-  FMHA_DEVICE void release(int part) { ptx::mbarrier_arrive_if(smem.empty[part], first_lane); }
+  // One arrival for the warp, in each CTA whose loads fill the part.
+  FMHA_DEVICE void release(int part) {
+    if constexpr (tile.cluster > 1) {
+      const uint32_t rank = threadIdx.x % 32;
+      ptx::mbarrier_arrive_at_if(smem.empty[part], rank, rank < uint32_t(tile.cluster));
+    } else {
+      ptx::mbarrier_arrive_if(smem.empty[part], threadIdx.x % 32 == 0);
+    }
+  }
   // Of a V of its own the half is waited for.
   FMHA_DEVICE void wait_for_values(int32_t i) {
     if constexpr (!P::v_in_k) ptx::mbarrier_wait_parity(smem.full[P::part_of(0, group)], P::phase_of(i));

@@ -50,6 +50,17 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
   const int32_t o_batch = in_parts ? work.part * p.batch + work.span.i_batch : work.span.storage_batch;
   const int32_t o_row = in_parts ? 0 : work.span.q_row;
 
+  // A V in an FP8 K was widened with K's descale. Another one of its own is made up for here, to the rounding of 16 bits, where it
+  // is not far from K's; else rows are computed again.
+  float to_descale_v = 1.f;
+  bool is_far = false;
+  if constexpr (is_fp8(tile.stored) && tile.v_in_k) {
+    const float of_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
+    const float of_v = scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
+    if (of_k != of_v) to_descale_v = of_v / of_k;
+    is_far = !(to_descale_v >= 0.25f && to_descale_v <= 4.f);
+  }
+
   float row_sum[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -66,8 +77,9 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
     const float sum = smem.row_sum[0][row] + smem.row_sum[1][row], row_max = consumer.softmax.rows[r].row_max;
     // Where the two differ beyond rounding, the row is computed again.
     const float max_log2 = RowSoftmax::shift_of(row_max, consumer.scale_log2);
-    const RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, sum, stored ? i_head : 0);
-    suspect[r] = stored && RowSoftmax::is_too_large(row_max, consumer.scale_log2);
+    RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, sum, stored ? i_head : 0);
+    result.factor *= to_descale_v;
+    suspect[r] = stored && (is_far || RowSoftmax::is_too_large(row_max, consumer.scale_log2));
     // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
     if constexpr (may_be_non_finite(spec)) suspect[r] |= stored && has_non_finite(consumer.o, r) && result.lse < infinity();
     const int64_t at = o_batch * p.o.batch + int64_t(o_row + i) * p.o.row + i_head * p.o.head + group * Plan<spec, tile>::columns_half;

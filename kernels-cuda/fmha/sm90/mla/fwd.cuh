@@ -13,7 +13,7 @@ namespace fmha::mla {
 
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE void consume(const FwdParams& p, const Work& work, Smem<spec, tile>& smem) {
-  ptx::setmaxnreg_inc<Regs::consume>();
+  ptx::setmaxnreg_inc<regs(tile).consume>();
   if (ptx::uniform(threadIdx.x / kWarpgroup) == 1) {
     Consumer<spec, tile, 0> consumer{p, work, smem};
     consumer.run();
@@ -32,6 +32,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
                 "sm90_mla: one 16-bit type");
   static_assert(!is_fp8(spec.dtype_o) && !spec.dropout && !spec.sink_columns && spec.v_layout == VLayout::RowMajor,
                 "sm90_mla: O of 16 or 32 bits, no dropout, no sink columns, rows of V");
+  static_assert((regs(tile).load + 2 * regs(tile).consume) * kWarpgroup <= 65536, "sm90_mla: registers of all threads");
   using Shared = Smem<spec, tile>;
   extern __shared__ __align__(1024) unsigned char raw[];
   Shared& smem = *reinterpret_cast<Shared*>(raw);
@@ -43,24 +44,30 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
     ptx::mbarrier_init(smem.q_full, kWarpgroup);
     for (int part = 0; part < Shared::P::parts; ++part) {
       ptx::mbarrier_init(smem.full[part], kWarpgroup);
-      ptx::mbarrier_init(smem.empty[part], kWarpgroup / 32);
+      ptx::mbarrier_init(smem.empty[part], tile.cluster * kWarpgroup / 32);
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();
+  if constexpr (tile.cluster > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
   // The merge's CTAs find no room before these end, and wait for all of them.
   if constexpr (tile.split_keys > 0) ptx::launch_dependents();
-  const Work work = resolve<spec, (tile.split_keys > 0)>(p, schedule, blockIdx.x);
+  const Work work = resolve<spec, tile>(p, schedule, blockIdx.x);
   if (!work.has_rows) return;
   if (ptx::uniform(threadIdx.x / kWarpgroup) == 0) {
-    ptx::setmaxnreg_dec<Regs::load>();
-    // Keys that no other CTA reads need not stay in the L2.
-    const ptx::CacheHint hint = schedule.num_m_blocks > 1 ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst;
+    ptx::setmaxnreg_dec<regs(tile).load>();
+    // Keys that no other cluster reads need not stay in the L2.
+    const ptx::CacheHint hint = schedule.num_m_blocks > tile.cluster ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst;
     Loader<spec, tile> loader{p, maps, work, smem, hint};
     loader.run();
   } else {
     consume<spec, tile>(p, work, smem);
   }
+  // A CTA stays until the other has received what it loads for it, and it what the other loads for it.
+  if constexpr (tile.cluster > 1) ptx::cluster_sync();
 }
 
 }  // namespace fmha::mla

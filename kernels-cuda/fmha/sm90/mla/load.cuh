@@ -24,6 +24,7 @@ struct Loader {
   ptx::CacheHint hint;
   Copier<16, CopyWarps<0, 15>> copier;
   using P = Plan<spec, tile>;
+  using Chunk = typename P::Chunk;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   static constexpr int kRowsOfWarp = kRows / 4;  // a warp copies rows `warp`, `warp + 4`, ...
@@ -64,7 +65,8 @@ struct Loader {
                         there > 0 ? static_cast<const void*>(from + from_column) : any, 2 * there);
     }
   }
-  // The boxes of a part's chunks, dealt out to the lanes of one warp.
+  // The boxes of a part's chunks, dealt out to the lanes of one warp. Of a cluster's two CTAs each brings every second chunk, for
+  // both.
   template <int count>
   FMHA_DEVICE void bring_chunks(const ptx::TensorMap& map, Barrier& full, const Chunk* to, int32_t first, int32_t first_key) const {
     constexpr int box_rows = tile.box_rows > 0 ? tile.box_rows : kKeys, boxes = kKeys / box_rows;
@@ -72,55 +74,94 @@ struct Loader {
       const int32_t chunk = at / boxes, row = at % boxes * box_rows;
       const KvRow key = kv_row(p, spec.kv_layout, work.span, first_key + row);
       const int32_t batch = spec.kv_layout == KvKind::Packed ? 0 : key.batch;
-      ptx::cp_async_bulk_tensor_4d(to[chunk].address() + row * Chunk::span_bytes, map, full, (first + chunk) * kSpan, key.row,
-                                   work.i_head_kv, batch, hint);
-    }
-  }
-
-  // Up to four chunks of all rows of a cache in FP8: a lane has sixteen elements, four neighbours a chunk's row. Loads are under
-  // way before their place is free.
-  template <int dim, int count>
-  FMHA_DEVICE void widen_chunks(const Chunk* to, int32_t first, NarrowRow own, float descale, Barrier& empty, uint32_t phase) const {
-    constexpr int words = 2 * count;
-    uint32_t bytes[words][4];
-#pragma unroll
-    for (int word = 0; word < words; ++word) {
-      const int32_t at = 8 * word + lane / 4, column = (first + at % count) * kSpan + lane % 4 * 16;
-      const NarrowRow from = row_of(own, at / count);
-      const bool there = from != nullptr && column < dim;
-      ptx::ld_global_v4_b32_if(bytes[word], from + (there ? column : 0), there);
-    }
-    ptx::mbarrier_wait_parity(empty, phase ^ 1);
-#pragma unroll
-    for (int word = 0; word < words; ++word) {
-      const int32_t at = 8 * word + lane / 4;
-      const uint32_t chunk = to[at % count].address();
-      // Of a warp's stores at a time, half write the first and half the second of their two words, in different banks.
-      const bool second_first = lane & 4;
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const bool second = second_first != (k == 1);
-        const uint32_t eight[2] = {second ? bytes[word][2] : bytes[word][0], second ? bytes[word][3] : bytes[word][1]};
-        uint32_t packed[4];
-        widen_word<tile.stored, spec.dtype_qk, true>(eight, descale, packed);
-        const int32_t column = lane % 4 * 16 + (second ? 8 : 0);
-        ptx::st_shared_v4(chunk + fmha::mma::word_offset<Chunk>(warp + 4 * (at / count), column), packed);
+      const uint32_t address = to[chunk].address() + row * Chunk::span_bytes;
+      const int32_t column = (first + chunk) * kSpan;
+      if constexpr (tile.cluster > 1) {
+        if ((first + chunk) % tile.cluster == rank_in(tile))
+          ptx::cp_async_bulk_tensor_4d_multicast(address, map, full, column, key.row, work.i_head_kv, batch,
+                                                 (1 << tile.cluster) - 1, hint);
+      } else {
+        ptx::cp_async_bulk_tensor_4d(address, map, full, column, key.row, work.i_head_kv, batch, hint);
       }
     }
   }
+
+  // One or two chunks of all rows of a cache in FP8, in registers: a lane has sixteen elements of a row, four neighbours a chunk's.
+  struct Narrow {
+    uint32_t bytes[4][4];
+  };
+  // Of the first of its words; the next is so many rows of its warp, and so many of the chunk, further.
+  template <int count>
+  FMHA_DEVICE int32_t first_row() const { return lane / (4 * count); }
+  template <int count>
+  FMHA_DEVICE int32_t chunk_of_lane() const { return lane / 4 % count; }
+  template <int count>
+  static constexpr int kRowsApart = 8 / count;
+  template <int count>
+  static constexpr int kBytesApart = 4 * kRowsApart<count> * Chunk::span_bytes;
+
+  template <int dim, int count>
+  FMHA_DEVICE void read_chunks(Narrow& narrow, int32_t first, NarrowRow own) const {
+    const int32_t column = (first + chunk_of_lane<count>()) * kSpan + lane % 4 * 16;
+#pragma unroll
+    for (int word = 0; word < 2 * count; ++word) {
+      const NarrowRow from = row_of(own, first_row<count>() + word * kRowsApart<count>);
+      ptx::ld_global_v4_b32_if(narrow.bytes[word], from + column, from != nullptr && (dim % kSpan == 0 || column < dim));
+    }
+  }
+  template <int count>
+  FMHA_DEVICE void widen_chunks(const Chunk* to, const Narrow& narrow, float descale) const {
+    // Of a warp's stores at a time, half write the first and half the second of their two words, in different banks. Words apart
+    // lie alike in the swizzle.
+    static_assert(kBytesApart<count> % (8 * Chunk::span_bytes) == 0, "whole swizzle atoms from word to word");
+    const bool second_first = lane & 4;
+    const uint32_t of_lane = to[chunk_of_lane<count>()].address() +
+                             fmha::mma::word_offset<Chunk>(warp + 4 * first_row<count>(), lane % 4 * 16 + (second_first ? 8 : 0));
+#pragma unroll
+    for (int word = 0; word < 2 * count; ++word) {
+      const uint32_t (&bytes)[4] = narrow.bytes[word];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const bool second = second_first != (k == 1);
+        const uint32_t eight[2] = {second ? bytes[2] : bytes[0], second ? bytes[3] : bytes[1]};
+        uint32_t packed[4];
+        widen_word<tile.stored, spec.dtype_qk, true>(eight, descale, packed);
+        ptx::st_shared_v4((of_lane ^ 16 * k) + word * kBytesApart<count>, packed);
+      }
+    }
+  }
+  // Chunks `first` to `first + count`, two at a time, the next two under way while these are widened; the first two before their
+  // place is free.
   template <int dim, int count>
   FMHA_DEVICE void widen_part(int32_t part, const View& view, const HeadScalars& descales, const Chunk* block, int32_t first,
                               bool with_tail, int32_t first_key, uint32_t phase) const {
-    constexpr int tail = 2 * P::chunks_half;
+    constexpr int tail = 2 * P::chunks_half, pairs = count / 2;
     const NarrowRow own = key_row<NarrowRow>(view, first_key);
     const float descale = scalar_of(descales, work.span.i_batch, work.i_head_kv, 1.f);
-    Barrier& empty = smem.empty[part];
-#pragma unroll 1
-    for (int32_t chunk = 0; chunk < count / 4 * 4; chunk += 4)
-      widen_chunks<dim, 4>(block + first + chunk, first + chunk, own, descale, empty, phase);
-    constexpr int rest = count % 4, rest_at = count - rest;
-    if constexpr (rest > 0) widen_chunks<dim, rest>(block + first + rest_at, first + rest_at, own, descale, empty, phase);
-    if (with_tail) widen_chunks<dim, 1>(block + tail, tail, own, descale, empty, phase);
+    Narrow narrow[2];
+    if constexpr (pairs > 0) {
+      read_chunks<dim, 2>(narrow[0], first, own);
+    } else {
+      read_chunks<dim, 1>(narrow[0], first, own);
+    }
+    ptx::mbarrier_wait_parity(smem.empty[part], phase ^ 1);
+    // Unrolled twice and not throughout, which spills.
+#pragma unroll 2
+    for (int pair = 0; pair < pairs; ++pair) {
+      if (pair + 1 < pairs) {
+        read_chunks<dim, 2>(narrow[(pair + 1) % 2], first + 2 * pair + 2, own);
+      } else if constexpr (count % 2 == 1) {
+        read_chunks<dim, 1>(narrow[(pair + 1) % 2], first + 2 * pair + 2, own);
+      } else if (with_tail) {
+        read_chunks<dim, 1>(narrow[(pair + 1) % 2], tail, own);
+      }
+      widen_chunks<2>(block + first + 2 * pair, narrow[pair % 2], descale);
+    }
+    if constexpr (count % 2 == 1) {
+      widen_chunks<1>(block + first + 2 * pairs, narrow[pairs % 2], descale);
+    } else if (with_tail) {
+      widen_chunks<1>(block + tail, narrow[pairs % 2], descale);
+    }
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(smem.full[part], true);
   }
@@ -130,6 +171,7 @@ struct Loader {
     const int32_t j = first_key + int32_t(threadIdx.x % kWarpgroup) / 2;
     if (j < 0 || j >= work.end) return;
     const NarrowRow from = static_cast<NarrowRow>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
+#pragma unroll 1
     for (int32_t at = threadIdx.x % 2 * 128; at < dim; at += 256) ptx::prefetch_global_l2(from + at);
   }
   FMHA_DEVICE void prefetch_block(int32_t i) const {

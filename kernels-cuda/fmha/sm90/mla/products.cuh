@@ -12,7 +12,7 @@ using Probs = mma::RegisterTile<uint16_t, kKeys>;
 constexpr int kDepth = mma::kDepth<uint16_t>;
 
 // d (+)= sign * A B^T over so many chunks. Issues, opens and closes no group.
-template <DType dtype, int sign, int chunks>
+template <DType dtype, int sign, int chunks, class Chunk>
 FMHA_DEVICE void issue_abt(Scores& d, const Chunk* a, const Chunk* b, bool adds) {
   constexpr int steps_per_chunk = kSpan / kDepth;
   const mma::Descriptor a0 = mma::descriptor<Chunk::span_bytes>(a->offset(), 16);
@@ -25,7 +25,7 @@ FMHA_DEVICE void issue_abt(Scores& d, const Chunk* a, const Chunk* b, bool adds)
 }
 
 // o += P V over half of a block's keys, P in registers, V a half of its columns. Starts, does not wait.
-template <DType dtype, class Output>
+template <DType dtype, class Output, class Chunk>
 FMHA_DEVICE void start_own(Output& o, const Probs& p, const Chunk* v, int half) {
   constexpr int steps = kKeys / kDepth / 2;
   const mma::Descriptor v0 = mma::descriptor<Chunk::span_bytes>(v->offset(), Chunk::chunk_bytes);
@@ -37,7 +37,7 @@ FMHA_DEVICE void start_own(Output& o, const Probs& p, const Chunk* v, int half) 
 }
 
 // o += P V over all keys, of a P that the other warpgroup has left in shared memory.
-template <DType dtype, class Output>
+template <DType dtype, class Output, class Chunk>
 FMHA_DEVICE void start_other(Output& o, const Chunk& p, const Chunk* v) {
   const mma::Descriptor p0 = mma::descriptor<Chunk::span_bytes>(p.offset(), 16);
   const mma::Descriptor v0 = mma::descriptor<Chunk::span_bytes>(v->offset(), Chunk::chunk_bytes);
@@ -50,6 +50,7 @@ FMHA_DEVICE void start_other(Output& o, const Chunk& p, const Chunk* v) {
 }
 
 // P into a chunk, where the products of the other warpgroup read it.
+template <class Chunk>
 FMHA_DEVICE void store_probs(const Chunk& to, const Probs& p) {
   const int32_t lane = threadIdx.x % 32, row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
 #pragma unroll

@@ -12,10 +12,10 @@ struct Work {
   MaskBand band;
   int32_t i_head_kv, first_row, part;
   Range part_keys;     // the part's, or all
-  int32_t end;         // keys from here on are seen by no row of the tile
+  int32_t end;         // keys from here on are seen by no row of the cluster
   int32_t last_block;  // blocks go down from this one,
   int32_t num_blocks;  // this many; 0 where no row sees a key
-  bool has_rows;       // else there is nothing to do
+  bool has_rows;       // of the cluster; else there is nothing to do
 
   // The query of a row, which is (query, head of the kv head's group).
   FMHA_DEVICE static int32_t query_of(const FwdParams& p, int32_t row) { return row / p.gqa_ratio; }
@@ -24,13 +24,17 @@ struct Work {
   }
 };
 
-// Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2.
-template <FwdSpec spec, bool in_parts>
+// Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2, and those of a cluster
+// in shared memory: these walk the blocks that any of their rows sees.
+template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_t index) {
+  constexpr bool in_parts = tile.split_keys > 0;
+  constexpr int32_t cluster_rows = tile.cluster * kRows;
   Work work;
   const int32_t heads_and_parts = index / schedule.num_m_blocks, i_m = index - heads_and_parts * schedule.num_m_blocks;
+  const int32_t clusters = schedule.num_m_blocks / tile.cluster, i_cluster = i_m / tile.cluster;
   // Those that see most keys start first.
-  const int32_t m_block = spec.mask == MaskKind::Full ? i_m : schedule.num_m_blocks - 1 - i_m;
+  const int32_t cluster_row = (spec.mask == MaskKind::Full ? i_cluster : clusters - 1 - i_cluster) * cluster_rows;
   const int32_t sequence_and_head = in_parts ? heads_and_parts / schedule.num_parts : heads_and_parts;
   work.part = heads_and_parts - sequence_and_head * (in_parts ? schedule.num_parts : 1);
   const int32_t i_batch = sequence_and_head / p.num_heads_kv;
@@ -38,13 +42,13 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
   work.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
   const int32_t seqlen_q = work.span.seqlen_q, seqlen_k = work.span.seqlen_k;
 
-  work.first_row = m_block * kRows;
+  work.first_row = cluster_row + rank_in(tile) * kRows;
   const int32_t num_rows = seqlen_q * p.gqa_ratio;
-  work.has_rows = work.first_row < num_rows;
+  work.has_rows = cluster_row < num_rows;
   if (!work.has_rows) return work;
-  const int32_t last_row = min(work.first_row + kRows, num_rows) - 1;
+  const int32_t last_row = min(cluster_row + cluster_rows, num_rows) - 1;
   work.band = resolve_band(p.mask, seqlen_q, seqlen_k);
-  const Range queries = {Work::query_of(p, work.first_row), Work::query_of(p, last_row) + 1};
+  const Range queries = {Work::query_of(p, cluster_row), Work::query_of(p, last_row) + 1};
   Range keys = k_range(work.band, queries, seqlen_k);
   work.part_keys = {0, seqlen_k};
   if constexpr (in_parts) {
