@@ -393,7 +393,7 @@ fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
 fn schedule_of_mma_sync(problem: &FwdProblem, arch: &str, words: &str) -> Result<String, String> {
     let problem = problem.clone().validate().unwrap();
     let choice =
-        Sm80::default().choose(&problem, &stated(arch), &tile(words)).map_err(|error| error.to_string())?;
+        choose(&Sm80::default(), &problem, &stated(arch), &tile(words)).map_err(|error| error.to_string())?;
     Ok(detail(&choice, "schedule").unwrap())
 }
 

@@ -330,9 +330,7 @@ fn integer_product(kind: &str, bytes: usize) {
         }));
     }
     for r in 0..2 {
-        words.extend((0..32).map(|l| {
-            register(&b, l / 4 * k + per_register * (l % 4 + 4 * r))
-        }));
+        words.extend((0..32).map(|l| register(&b, l / 4 * k + per_register * (l % 4 + 4 * r))));
     }
     let (input, out) = (upload(&device, &words), device.alloc(512));
     let loads: String = (0..6).map(|i| format!("ld.global.b32 %r{i}, [%i+{}];", i * 128)).collect();
