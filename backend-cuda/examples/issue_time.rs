@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use fmha_core::{DType, DevBuffer, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions};
+use fmha_core::{DType, DevBuffer, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Shape};
 
 const CALLS: usize = 4000;
 /// Calls before the host waits for the device: fewer than a stream queues.
@@ -22,16 +22,20 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         head_dim_qk: dim,
         head_dim_v: dim,
     };
+    let decode = |seqlen_q| Dims { seqlen_q, num_heads_kv: 8, ..dims(4096, 32, 128) };
     let dynamic = vec![("order".to_owned(), "dynamic".to_owned())];
     for (name, dims, mask, tile) in [
         ("one wave", dims(64, 4, 64), MaskSpec::NONE, Vec::new()),
         ("claimed tiles", dims(512, 40, 128), MaskSpec::CAUSAL, dynamic),
+        ("one token, parts and their merge", decode(1), MaskSpec::NONE, Vec::new()),
+        ("eight tokens, parts and their merge", decode(8), MaskSpec::NONE, Vec::new()),
     ] {
         let problem = FwdProblem::batch(DType::Bf16, dims).mask(mask).validate()?;
         let plan = backend.plan_fwd(&problem, &PlanOptions::default().tile(tile))?;
         let memory = backend.memory();
-        let tensor = || memory.alloc(problem.shape_q().num_elems() * 2);
-        let (q, k, v, mut o) = (tensor()?, tensor()?, tensor()?, tensor()?);
+        let tensor = |shape: Shape| memory.alloc(shape.num_elems() * 2);
+        let (q, mut o) = (tensor(problem.shape_q())?, tensor(problem.shape_o())?);
+        let (k, v) = (tensor(problem.shape_k())?, tensor(problem.shape_v())?);
         let mut workspace = memory.workspace(plan.workspace())?;
         let stream = backend.stream()?;
         let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());

@@ -24,6 +24,8 @@ abi_struct! {
         pub num_tiles: i32,
         /// Row blocks of the longest sequence; pairs of them where a cluster has two.
         pub num_m_blocks: i32,
+        /// The first of them, where a launch has only some.
+        pub first_m_block: i32,
         /// Sequences times heads, times the parts of their keys: query heads (pairs of them where a cluster has two), or
         /// kv heads when they are packed.
         pub num_heads: i32,
@@ -92,6 +94,7 @@ impl TileSchedule {
         Ok(Self {
             num_tiles: num_tiles as i32,
             num_m_blocks: num_m_blocks as i32,
+            first_m_block: 0,
             num_heads: num_heads as i32,
             heads_per_l2_group: heads_per_l2_group as i32,
         })
@@ -99,6 +102,13 @@ impl TileSchedule {
 }
 
 impl TileSchedule {
+    /// That of `count` row blocks from the `first` on, as far as there are so many.
+    #[must_use]
+    pub fn of_blocks(&self, first: i32, count: i32) -> Self {
+        let num_m_blocks = count.min(self.num_m_blocks - first).max(0);
+        Self { num_tiles: self.num_heads * num_m_blocks, num_m_blocks, first_m_block: first, ..*self }
+    }
+
     /// Bytes of the counter that so many CTAs (or clusters) claim tiles from. Where each has one tile at most, the first
     /// ones are all, and no run has a counter to clear: a step of its stream less.
     #[must_use]

@@ -141,6 +141,12 @@ impl Sm100Tile {
         )
     }
 
+    /// How it cuts the keys of sequences.
+    #[must_use]
+    pub const fn cut(&self) -> split::Cut {
+        split::Cut { keys: self.split_keys, block_n: self.block_n, fixed: false }
+    }
+
     /// CTAs to launch.
     #[must_use]
     pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {

@@ -7,7 +7,8 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileSchedule, UnitOfWork};
-use crate::{sm90, split, tree_mask};
+use crate::split::{self, Cut, RowsAtOnce};
+use crate::{sm90, tree_mask};
 
 pub mod recipe;
 mod table;
@@ -16,6 +17,12 @@ pub use table::{Room, choose_tile, default_tile};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm80";
+
+/// Blocks of K, and of V, in shared memory at a time, at most.
+const MOST_STAGES: i32 = 4;
+
+/// Elements of O that a warp's registers hold beside fragments of FP8 on their way: two sixteens of rows of 128.
+const MOST_RAW_OUTPUT: i32 = 32 * 128;
 
 /// The header that its entry includes.
 pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
@@ -36,7 +43,7 @@ abi_spec! {
         /// Warps that have the same rows, and each a part of O's columns, which together take more than a warp's registers.
         pub value_parts: i32 = Takes::nothing(),
         /// Blocks of K, and of V, in shared memory at a time.
-        pub stages: i32 = Takes::within(1, 4).tuned_over(&[1, 2, 3]),
+        pub stages: i32 = Takes::within(1, MOST_STAGES).tuned_over(&[1, 2, 3]),
         /// CTAs that a multiprocessor is to hold, which bounds a thread's registers.
         pub ctas: i32 = Takes::within(1, 12).tuned_over(&[1, 2, 3]),
         /// Fragments of K and V that a warp reads from shared memory before the products that take them.
@@ -59,6 +66,8 @@ abi_spec! {
         pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 64, 256, 512, 1024]),
+        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts follow the longest one.
+        pub fixed_parts: bool = Takes::all(),
         /// The device converts from e4m3, in which a cache may be stored.
         pub converts_fp8: bool = Takes::nothing(),
         /// The next grid, the merge of the parts, may start while this one ends (programmatic dependent launch).
@@ -102,14 +111,13 @@ impl Sm80Tile {
         self.stored.is_fp8() && !spec.dtype_qk.is_fp8() && self.copy_bytes >= 4
     }
 
-    /// Whether the products read them as they lie: one warp's, whose lanes have whole sixteen bytes.
+    /// Whether the products read them as they lie: one warp's of up to two sixteens of rows, whose lanes have whole sixteen bytes.
     pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
         self.widens_blocks(spec)
             && self.warps == 1
-            && self.block_m == 16
             && spec.head_dim_qk % 16 == 0
             && spec.head_dim_v % 128 == 0
-            && spec.head_dim_v <= 256
+            && self.block_m * spec.head_dim_v <= MOST_RAW_OUTPUT
     }
 
     /// The order of tiles for a problem's maximal lengths.
@@ -117,17 +125,45 @@ impl Sm80Tile {
     /// # Errors
     /// More tiles than a schedule counts.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<TileSchedule, String> {
-        let kv_parts = split::num_parts(problem, self.split_keys) as i32;
+        let kv_parts = self.cut().num_parts(problem) as i32;
         TileSchedule::new(
             problem,
             UnitOfWork { rows: self.block_m, heads: 1, pack_gqa: self.pack_gqa, kv_parts },
         )
     }
 
+    /// How it cuts the keys of sequences.
+    #[must_use]
+    pub const fn cut(&self) -> Cut {
+        Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts }
+    }
+
+    /// The queries of a call whose parts lie in the workspace at a time.
+    #[must_use]
+    pub fn rows_at_once(&self, problem: &FwdProblem) -> RowsAtOnce {
+        self.cut().rows_at_once(problem, self.block_m, self.pack_gqa)
+    }
+
     /// Workspace: the parts of a split.
     #[must_use]
     pub fn workspace(&self, problem: &FwdProblem) -> Workspace {
-        Workspace { bytes: split::workspace_bytes(problem, self.split_keys), zeroed_bytes: 0 }
+        let bytes = self.cut().workspace_bytes(problem, self.rows_at_once(problem).queries);
+        Workspace { bytes, zeroed_bytes: 0 }
+    }
+
+    /// So that a row's bits depend on its own sequence alone: the blocks of keys that the spec's table has, and
+    /// parts of as many keys of every sequence. Few CTAs of one warp have more blocks under way each, which changes no sum.
+    pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room) {
+        let spec = FwdSpec::of(problem);
+        self.block_n = default_tile(&spec, room).block_n;
+        self.split_keys = split::fixed_keys(problem, self.block_n);
+        self.fixed_parts = self.split_keys > 0;
+        let deep = Self { stages: MOST_STAGES, ..*self };
+        let ctas = room.ctas(deep.smem_bytes(&spec));
+        let tiles = self.schedule(problem).map_or(u32::MAX, |schedule| schedule.num_tiles.unsigned_abs());
+        if self.warps == 1 && ctas >= 1 && tiles <= room.num_sms * ctas.unsigned_abs() {
+            (self.stages, self.ctas) = (MOST_STAGES, ctas.min(self.ctas));
+        }
     }
 
     /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`.

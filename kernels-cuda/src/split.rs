@@ -42,30 +42,128 @@ abi_struct! {
         pub count: i32,
         /// Of whole blocks of so many keys a part consists.
         pub block_n: i32,
-        /// Nothing.
-        pub reserved: i32,
+        /// Keys of a part, whatever the sequence's length; 0: by `count`.
+        pub keys: i32,
+        /// The first query whose parts these are.
+        pub first_row: i32,
+        /// Queries of every sequence and head whose parts these are.
+        pub num_rows: i32,
     }
+}
+
+/// How a tile cuts the keys of sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Keys of a part of the longest sequence; with `fixed` of every sequence. 0: they are not cut.
+    pub keys: i32,
+    /// Keys of a block, of which a part has whole ones.
+    pub block_n: i32,
+    /// Parts are counted from each sequence's first key, whatever the longest's length.
+    pub fixed: bool,
+}
+
+impl Cut {
+    /// Parts that a launch has for each sequence.
+    #[must_use]
+    pub fn num_parts(self, problem: &FwdProblem) -> u32 {
+        num_parts(problem, self.keys)
+    }
+
+    /// Workspace of the parts of so many queries, the tile counter's bytes before them included; 0 where there are none.
+    #[must_use]
+    pub fn workspace_bytes(self, problem: &FwdProblem, queries: u32) -> u64 {
+        if self.keys == 0 {
+            return 0;
+        }
+        rows_of(problem, queries, self.num_parts(problem))
+            .saturating_mul(row_bytes(problem))
+            .saturating_add(FIRST_BYTE + 16)
+    }
+
+    /// The launches of a call: its queries some row blocks at a time, whose parts lie in the workspace meanwhile. Parts by the
+    /// longest sequence are of short queries, all at once.
+    #[must_use]
+    pub fn rows_at_once(self, problem: &FwdProblem, block_m: i32, pack_gqa: bool) -> RowsAtOnce {
+        let ratio = if pack_gqa { problem.gqa_ratio() } else { 1 };
+        let block_m = block_m.unsigned_abs();
+        let queries = problem.dims.seqlen_q;
+        // Row blocks that end with a query.
+        let blocks = if block_m.is_multiple_of(ratio) { 1 } else { ratio };
+        let step = RowsAtOnce { blocks, queries: blocks * block_m / ratio };
+        let all = queries.div_ceil(step.queries).max(1);
+        let bytes =
+            rows_of(problem, step.queries, self.num_parts(problem)).saturating_mul(row_bytes(problem));
+        let fitting = if self.fixed { MOST_BYTES / bytes.max(1) } else { u64::from(all) };
+        let steps = fitting.clamp(1, all.into()) as u32;
+        RowsAtOnce { blocks: step.blocks * steps, queries: (step.queries * steps).min(queries) }
+    }
+
+    /// The parts of `queries` of every sequence and head, in a workspace.
+    #[must_use]
+    pub fn parts(self, problem: &FwdProblem, queries: std::ops::Range<u32>, workspace: u64) -> KvParts {
+        let num_rows = queries.len() as u32;
+        let lse = workspace + FIRST_BYTE;
+        let o = (lse + rows_of(problem, num_rows, self.num_parts(problem)) * 4).next_multiple_of(16);
+        KvParts {
+            o: DevPtr::new(o),
+            lse: DevPtr::new(lse),
+            row: row_elems(problem),
+            count: self.num_parts(problem) as i32,
+            block_n: self.block_n,
+            keys: if self.fixed { self.keys } else { 0 },
+            first_row: queries.start as i32,
+            num_rows: num_rows as i32,
+        }
+    }
+}
+
+/// Queries, and the row blocks that they are, whose parts lie in the workspace at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowsAtOnce {
+    /// Row blocks of every head.
+    pub blocks: u32,
+    /// Queries of every sequence.
+    pub queries: u32,
+}
+
+/// What the parts of several row blocks may take of the workspace: one launch writes them and the next reads them.
+const MOST_BYTES: u64 = 256 << 20;
+
+/// Keys of a part of a batch-invariant plan, counted from a sequence's first key. More than what fills a device: a long query, whose
+/// last token is to have the bits of the same token alone, writes and reads a row of O for each part that it sees.
+const FIXED_KEYS: i32 = 2048;
+
+/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Which calls are cut at all is
+/// decided by what one part and a whole sequence round alike: a sink and an O of 8 bits enter a merge otherwise.
+#[must_use]
+pub fn fixed_keys(problem: &FwdProblem, block_n: i32) -> i32 {
+    let is_cut = splits(problem).is_ok()
+        && !problem.score.sink
+        && !problem.dtypes.o.is_fp8()
+        && !problem.dtypes.qk.is_fp8();
+    let keys = FIXED_KEYS.unsigned_abs().next_multiple_of(block_n.unsigned_abs());
+    if is_cut && problem.dims.seqlen_k > keys { keys as i32 } else { 0 }
 }
 
 impl KvParts {
     /// Those of a problem, of so many `keys` each where a sequence is the longest, in blocks of `block_n`, in a workspace.
     #[must_use]
     pub fn new(problem: &FwdProblem, keys: i32, block_n: i32, workspace: u64) -> Self {
-        let lse = workspace + FIRST_BYTE;
-        let o = (lse + part_rows(problem, keys) * 4).next_multiple_of(16);
-        let (row, count) = (row_elems(problem), num_parts(problem, keys) as i32);
-        Self { o: DevPtr::new(o), lse: DevPtr::new(lse), row, count, block_n, reserved: 0 }
+        Cut { keys, block_n, fixed: false }.parts(problem, 0..problem.dims.seqlen_q, workspace)
     }
 
     /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead of those of
     /// the `whole` call.
     #[must_use]
     pub fn params(&self, whole: &FwdParams) -> FwdParams {
-        let (rows, row) = (i64::from(whole.seqlen_q), i64::from(self.row));
+        let (rows, row) = (i64::from(self.num_rows), i64::from(self.row));
         let heads = i64::from(whole.num_heads_q);
-        let o =
-            View { data: DevPtr::new(self.o.0), batch: heads * rows * row, row, head: rows * row, dim: 1 };
-        FwdParams { o, lse: self.lse, lse_batch: heads * rows, lse_head: rows, ..*whole }
+        // Queries count from the sequence's first: where that one's would lie.
+        let first = i64::from(self.first_row);
+        let o = DevPtr::new(self.o.0.wrapping_sub((first * row * 4).cast_unsigned()));
+        let lse = DevPtr::new(self.lse.0.wrapping_sub((first * 4).cast_unsigned()));
+        let o = View { data: o, batch: heads * rows * row, row, head: rows * row, dim: 1 };
+        FwdParams { o, lse, lse_batch: heads * rows, lse_head: rows, ..*whole }
     }
 }
 
@@ -74,11 +172,16 @@ fn row_elems(problem: &FwdProblem) -> i32 {
     problem.dims.head_dim_v.next_multiple_of(4) as i32
 }
 
-/// Rows of all parts.
-fn part_rows(problem: &FwdProblem, keys: i32) -> u64 {
+/// Rows of all parts of so many queries.
+fn rows_of(problem: &FwdProblem, queries: u32, parts: u32) -> u64 {
     let dims = problem.dims;
-    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-    rows.saturating_mul(u64::from(num_parts(problem, keys)))
+    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(queries);
+    rows.saturating_mul(parts.into())
+}
+
+/// Bytes of a partial row's O and LSE.
+fn row_bytes(problem: &FwdProblem) -> u64 {
+    4 + 4 * u64::from(row_elems(problem).unsigned_abs())
 }
 
 /// Parts of so many keys of the longest sequence; 1 where a tile sees all keys, which 0 says.
@@ -90,11 +193,7 @@ pub(crate) fn num_parts(problem: &FwdProblem, keys: i32) -> u32 {
 
 /// Workspace of the parts, the tile counter's bytes before them included; 0 where there are none.
 pub(crate) fn workspace_bytes(problem: &FwdProblem, keys: i32) -> u64 {
-    if keys == 0 {
-        return 0;
-    }
-    let row_bytes = 4 + 4 * u64::from(row_elems(problem).unsigned_abs());
-    part_rows(problem, keys).saturating_mul(row_bytes).saturating_add(FIRST_BYTE + 16)
+    Cut { keys, block_n: 1, fixed: false }.workspace_bytes(problem, problem.dims.seqlen_q)
 }
 
 /// Why a problem's keys cannot be split.
@@ -146,18 +245,20 @@ pub struct Merging {
 }
 
 impl Merging {
-    /// Of a problem's parts of so many `keys` each: a warp has some eight parts of a row, which it loads at once.
+    /// Of a problem's parts: a warp has some eight parts of a row, which it loads at once. Warps' sums are added in their order, so
+    /// that where parts are fixed the bound on all lengths does not decide how many warps there are: one, since a long query has rows
+    /// enough.
     #[must_use]
-    pub fn new(problem: &FwdProblem, keys: i32, stored: DType, dependent: bool) -> Self {
-        let warps = num_parts(problem, keys).div_ceil(8).next_power_of_two().min(MERGE_THREADS / 32);
+    pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
+        let parts = if cut.fixed { 1 } else { num_parts(problem, cut.keys) };
+        let warps = parts.div_ceil(8).next_power_of_two().min(MERGE_THREADS / 32);
         Self { stored, warps, dependent }
     }
 
-    /// CTAs of the merging kernel.
+    /// CTAs of the merging kernel, for so many `queries` of every sequence and head.
     #[must_use]
-    pub fn grid(&self, problem: &FwdProblem, num_sms: u32) -> u32 {
-        let dims = problem.dims;
-        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+    pub fn grid(&self, problem: &FwdProblem, queries: u32, num_sms: u32) -> u32 {
+        let rows = rows_of(problem, queries, 1);
         crate::row_grid(rows, MERGE_THREADS / self.warps, num_sms)
     }
 }
@@ -244,6 +345,49 @@ mod tests {
         }
         for block_n in [32, 64, 96, 128] {
             assert_eq!(split_keys(&decode(1, 1, 5000), block_n) % block_n, 0);
+        }
+    }
+
+    #[test]
+    fn which_calls_have_fixed_parts_depends_on_no_batch_and_no_number_of_queries() {
+        for (seqlen_k, keys) in [(1, 0), (2048, 0), (2049, 2048), (1 << 20, 2048)] {
+            for queries in [1, 4096] {
+                let mut problem = decode(3, 8, seqlen_k);
+                problem.dims.seqlen_q = queries;
+                assert_eq!(fixed_keys(&problem, 128), keys, "{queries} queries, {seqlen_k} keys");
+                assert_eq!(fixed_keys(&problem.clone().sink(true), 128), 0);
+                assert_eq!(fixed_keys(&problem.clone().dtype_o(DType::E4m3Fn), 128), 0);
+                let cut = Cut { keys, block_n: 128, fixed: true };
+                assert!(cut.num_parts(&problem) * 2048 >= seqlen_k);
+                let merging = Merging::new(&problem, cut, DType::Bf16, true);
+                assert_eq!(
+                    merging.warps, 1,
+                    "sums of a row are added in an order of their own by each count"
+                );
+            }
+        }
+    }
+
+    /// Every row block and every query once, in launches whose parts fit the workspace.
+    #[test]
+    fn a_long_query_is_some_row_blocks_at_a_time() {
+        for (heads, queries, pack_gqa, block_m) in
+            [(1, 5000, false, 128), (3, 5000, true, 64), (8, 700, true, 128)]
+        {
+            let mut problem = decode(4, 24, 65536);
+            (problem.dims.num_heads_kv, problem.dims.seqlen_q) = (24 / heads, queries);
+            let cut = Cut { keys: 2048, block_n: 128, fixed: true };
+            let at_once = cut.rows_at_once(&problem, block_m, pack_gqa);
+            assert!(
+                at_once.queries < queries && cut.workspace_bytes(&problem, at_once.queries) < 2 * MOST_BYTES
+            );
+            let rows = at_once.blocks * block_m.unsigned_abs();
+            assert_eq!(rows, at_once.queries * if pack_gqa { heads } else { 1 }, "whole queries");
+            let short = Cut { fixed: false, ..cut }.rows_at_once(&problem, block_m, pack_gqa);
+            assert_eq!(short.queries, queries, "parts by the longest sequence are all at once");
+            let last = queries / at_once.queries * at_once.queries;
+            let parts = cut.parts(&problem, last..queries, 0x1000);
+            assert_eq!((parts.first_row as u32, parts.num_rows as u32), (last, queries - last));
         }
     }
 

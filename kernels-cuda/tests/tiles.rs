@@ -67,6 +67,8 @@ fn the_tile_that_the_hopper_table_chooses_is_one_that_its_kernel_takes() {
         for made_invariant in [false, true] {
             if made_invariant {
                 tile.make_batch_invariant(&spec);
+                tile.take_fixed_parts(&problem);
+                assert!(tile.is_batch_invariant(&spec), "{tile:?}");
             }
             let refusal = tile.check(&spec, problem.gqa_ratio());
             assert_eq!(refusal, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
@@ -101,10 +103,14 @@ fn the_tile_that_the_table_of_mma_sync_chooses_is_one_that_its_kernel_takes() {
         assert_eq!(sm80::accepts(&problem, true), Ok(()));
         for room in ROOMS {
             let tile = sm80::choose_tile(&problem, room);
-            let checked = tile.check().and_then(|()| tile.check_loads(&problem));
-            assert_eq!(checked, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
-            let bytes = tile.smem_bytes(&FwdSpec::of(&problem));
-            assert!(bytes <= room.smem_bytes, "{bytes} of {room:?}: {tile:?}");
+            let mut invariant = tile;
+            invariant.make_batch_invariant(&problem, room);
+            for tile in [tile, invariant] {
+                let checked = tile.check().and_then(|()| tile.check_loads(&problem));
+                assert_eq!(checked, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
+                let bytes = tile.smem_bytes(&FwdSpec::of(&problem));
+                assert!(bytes <= room.smem_bytes, "{bytes} of {room:?}: {tile:?}");
+            }
             packed += usize::from(tile.pack_gqa);
             split += usize::from(tile.split_keys > 0);
         }

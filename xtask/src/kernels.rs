@@ -172,6 +172,12 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^edges/short_query.*/b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
+    // Batch-invariant calls in parts: sm90's, and sm80's of pages.
+    Row {
+        in_test: Cases { filter: "^decode/fixed_parts/bf16/(q3/p32|packed)$", deal: 1 },
+        in_all: Cases { filter: "^decode/fixed_parts/", deal: 1 },
+        ..HOPPER_WALKING
+    },
     // The same bits whoever claims a tile.
     Row {
         kernel: Some("sm90"),

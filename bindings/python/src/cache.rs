@@ -8,7 +8,27 @@ use smallvec::SmallVec;
 use crate::call::{NO_TENSOR, Wrong, ensure};
 use crate::request::{Request, Slot, name};
 use crate::shapes::{Sizes, is_cache, of_type, operand, plain, rows, shape};
-use crate::tensor::{I32, U32};
+use crate::tensor::{I32, Tensor, U32};
+
+/// Whether V is a view of the first elements of K's rows, as address and strides show, in a call that may take it for that: a
+/// gradient is of a V of its own, and new values and factors are V's alone.
+fn is_front_of_k(v: &Tensor, k: &Tensor, request: &Request) -> bool {
+    let data = |slot| request.get(slot).map(|tensor| tensor.data);
+    let (Some((dim_v, axes_v)), Some((dim_k, axes_k))) = (v.shape().split_last(), k.shape().split_last())
+    else {
+        return false;
+    };
+    !v.data.is_null()
+        && v.data == k.data
+        && v.dtype == k.dtype
+        && dim_v <= dim_k
+        && axes_v == axes_k
+        && v.steps() == k.steps()
+        && v.steps().last() == Some(&1)
+        && data(Slot::DescaleV) == data(Slot::DescaleK)
+        && request.get(Slot::VNew).is_none()
+        && !request.is_backward()
+}
 
 /// What happens to the cache besides being read; `None`: nothing.
 pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache>, Wrong> {
@@ -24,7 +44,8 @@ pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache
         );
     }
     let is_cache = is_cache(q, k);
-    let v_in_k = request.get(Slot::V).is_none();
+    // A V that is the front of K's rows is read once, be it not given or given as what it is.
+    let v_in_k = request.get(Slot::V).is_none_or(|v| is_front_of_k(v, k, request));
     let touched = [Slot::KNew, Slot::RotaryCos, Slot::TreeMask];
     if !is_cache && !v_in_k && touched.iter().all(|&slot| request.get(slot).is_none()) {
         return Ok(None);

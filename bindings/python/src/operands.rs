@@ -61,11 +61,14 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
                 2
             );
         }
-        None => ensure!(
-            sizes.dim_v >= 1,
-            "v is missing (0 given), and head_dim_v {} says nothing of k's rows that hold it",
-            sizes.dim_v
-        ),
+        None => {
+            ensure!(
+                sizes.dim_v >= 1,
+                "v is missing (0 given), and head_dim_v {} says nothing of k's rows that hold it",
+                sizes.dim_v
+            );
+            call.v = FmhaTensor { data: std::ptr::null_mut(), ..call.k };
+        }
     }
     ensure!(
         k.dtype == q.dtype || is_cache(q, k),

@@ -194,6 +194,19 @@ def test_parts_are_added_in_f32_and_rounded_once():
         fmha.add_parts(parts, into[:, :4])
 
 
+def test_a_v_cache_that_is_a_view_of_k_is_the_front_of_its_rows():
+    """Address and strides show it: new keys bring their values, which a V of its own would lack."""
+    q, k_new = torch.randn(2, 1, 4, 24), torch.randn(2, 1, 1, 24)
+    used = torch.tensor([4, 7], dtype=torch.int32)
+    told, seen = (torch.arange(2 * 9 * 24.0).sin().reshape(2, 9, 1, 24) for _ in range(2))
+    wanted = fmha.attention_with_kvcache(q, told, None, k_new, head_dim_v=16, seqused_k=used)
+    o = fmha.attention_with_kvcache(q, seen, seen[..., :16], k_new, seqused_k=used)
+    assert torch.equal(o, wanted) and torch.equal(seen, told)
+    for other in (seen[..., 8:], seen[..., :16].clone()):
+        with pytest.raises(RuntimeError, match="v_new is missing"):
+            fmha.attention_with_kvcache(q, seen, other, k_new, seqused_k=used)
+
+
 def test_combine_of_halves_is_the_whole_and_differentiable():
     q, k, v = tensors(grad=True)
     whole, whole_lse = fmha.attention(q, k, v, return_lse=True)

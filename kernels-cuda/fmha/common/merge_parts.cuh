@@ -8,6 +8,7 @@
 #include <fmha/common/part_keys.cuh>
 #include <fmha/common/recompute_row.cuh>
 #include <fmha/kv_parts.h>
+#include <fmha/mask.h>
 #include <fmha/num.h>
 #include <fmha/online_softmax.h>
 #include <fmha/ptx/grid.cuh>
@@ -61,15 +62,15 @@ struct RowPart {
 
   FMHA_DEVICE static int32_t column(int32_t chunk) { return chunk * 4 * kWarp + threadIdx.x % kWarp * 4; }
   // A row of a part begins on 16 bytes, and its last four may reach beyond `dim`, where nobody has written.
-  FMHA_DEVICE void load(const float* from) {
+  FMHA_DEVICE void load(const float* from, bool there) {
 #pragma unroll
     for (int32_t chunk = 0; chunk < chunks; ++chunk) {
       const int32_t at = column(chunk);
       if constexpr (dim % 4 == 0) {
-        ptx::ld_global_v4_f32_if(elems[chunk], from + at, at < dim);
+        ptx::ld_global_v4_f32_if(elems[chunk], from + at, there && at < dim);
       } else {
 #pragma unroll
-        for (int32_t e = 0; e < 4; ++e) elems[chunk][e] = at + e < dim ? from[at + e] : 0.f;
+        for (int32_t e = 0; e < 4; ++e) elems[chunk][e] = there && at + e < dim ? from[at + e] : 0.f;
       }
     }
   }
@@ -85,11 +86,11 @@ FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_
     float weight[under_way];
 #pragma unroll
     for (int32_t k = 0; k < under_way; ++k) {
-      // Beyond the last part: the first of the batch once more, without weight.
-      const int32_t n = begin + k * step, there = n < merged.num_parts ? n : begin;
-      const int64_t row = there * merged.part_rows + merged.row;
-      weight[k] = n < merged.num_parts ? parts.lse[row] : -infinity();
-      part[k].load(parts.o + row * parts.row);
+      const int32_t n = begin + k * step;
+      const bool there = n < merged.num_parts;
+      const int64_t row = n * merged.part_rows + merged.row;
+      weight[k] = there ? parts.lse[row] : -infinity();
+      part[k].load(parts.o + row * parts.row, there);
     }
 #pragma unroll
     for (int32_t k = 0; k < under_way; ++k) {
@@ -114,13 +115,13 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
   __shared__ float sums[warps > 1 ? threads / kWarp : 1][warps > 1 ? Part::chunks * 4 * kWarp : 1];
   if constexpr (dependent) ptx::wait_for_grids_before();
   const int32_t warp = threadIdx.x / kWarp, of_row = warp % warps, lane = threadIdx.x % kWarp;
-  const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
+  const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * parts.num_rows;
   for (int64_t first = int64_t(blockIdx.x) * rows; first < num_rows; first += int64_t(gridDim.x) * rows) {
-    const int64_t at = first + warp / warps, batch_head = at / p.seqlen_q;
+    const int64_t at = first + warp / warps, batch_head = at / parts.num_rows;
     const int32_t i_batch = int32_t(batch_head / p.num_heads_q);
     MergedRow merged;
     merged.i_head = int32_t(batch_head % p.num_heads_q);
-    merged.i = int32_t(at % p.seqlen_q);
+    merged.i = parts.first_row + int32_t(at % parts.num_rows);
     bool there = at < num_rows, again = false;
     Part o = {};
     if (there) {
@@ -128,14 +129,16 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
       there = merged.i < merged.span.seqlen_q;
     }
     if (there) {
-      // What the forward kernel has written: a sequence without keys has one part.
-      const int32_t keys = keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
-      merged.num_parts = max(ceil_div(merged.span.seqlen_k, keys), 1);
+      // What the forward kernel has written: parts up to the last key that the row sees, and the first in any case.
+      const int32_t keys =
+          parts.keys > 0 ? parts.keys : keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
+      const MaskBand band = resolve_band(p.mask, merged.span.seqlen_q, merged.span.seqlen_k);
+      merged.num_parts = max(ceil_div(row_range(band, merged.i, merged.span.seqlen_k).end, keys), 1);
       merged.row = at;
       merged.part_rows = num_rows;
       weigh<spec>(p, parts, merged);
-      // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs.
-      again = fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;
+      // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs beside others.
+      again = (merged.num_parts > 1 || spec.sink) && fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;
       if (!again) add_parts<dim>(parts, merged, of_row, warps, o);
     }
     if constexpr (warps > 1) {

@@ -85,4 +85,20 @@ FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n
   }
 }
 
+// A row of a part, whose rows begin on 16 bytes and are whole ones, its last columns beyond O's among them.
+template <FwdSpec spec, bool turned, int n>
+FMHA_DEVICE void store_part(float* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
+  const int32_t quad_lane = threadIdx.x % 4;
+#pragma unroll
+  for (int first = 0; first < o.num_elems; first += 8) {
+    float x[4];
+    four_of<turned>(o, first, r, factor, x);
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      const int32_t column = 2 * first + (turned ? 4 * quad_lane + k : 4 * k + 2 * quad_lane);
+      ptx::st_global_v2_f32_if(out + column, x[k], x[k + 1], stored && column < spec.head_dim_v);
+    }
+  }
+}
+
 }  // namespace fmha

@@ -45,6 +45,17 @@ FMHA_DEVICE constexpr int split_keys() {
   }
 }
 
+// Split-KV in parts of `split_keys` keys of every sequence, whatever the longest's length, so that a row's bits do not depend on the
+// batch around it; else parts follow the longest sequence.
+template <auto tile>
+FMHA_DEVICE constexpr bool fixed_parts() {
+  if constexpr (requires { tile.fixed_parts; }) {
+    return tile.fixed_parts;
+  } else {
+    return false;
+  }
+}
+
 // Parts of the longest sequence's keys.
 template <auto tile>
 FMHA_DEVICE int32_t most_parts(const FwdParams& p) { return max(ceil_div(p.seqlen_k, split_keys<tile>()), 1); }
@@ -52,7 +63,11 @@ FMHA_DEVICE int32_t most_parts(const FwdParams& p) { return max(ceil_div(p.seqle
 // Keys of a part of a sequence.
 template <auto tile>
 FMHA_DEVICE int32_t part_keys(const FwdParams& p, int32_t seqlen_k) {
-  return keys_of_a_part(seqlen_k, most_parts<tile>(p), tile.block_n);
+  if constexpr (fixed_parts<tile>()) {
+    return split_keys<tile>();
+  } else {
+    return keys_of_a_part(seqlen_k, most_parts<tile>(p), tile.block_n);
+  }
 }
 
 // The part that a tile sees. It has a block there even if its queries see none of the part's keys.
@@ -99,7 +114,7 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
     head = head_and_part / num_parts;
     part = head_and_part - head * num_parts;
   }
-  const int32_t m_block = spec.mask == MaskKind::Full ? i_m : schedule.num_m_blocks - 1 - i_m;
+  const int32_t m_block = schedule.first_m_block + (spec.mask == MaskKind::Full ? i_m : schedule.num_m_blocks - 1 - i_m);
 
   Work work;
   constexpr int heads_at_once = tile.cluster_heads ? tile.cluster : 1;
@@ -130,8 +145,8 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   if constexpr (split_keys<tile>() > 0) {
     static_assert(!spec.sink_columns && split_keys<tile>() % tile.block_n == 0, "a part is whole blocks of the band's");
     const Range own = keys_of_part<tile>(p, part, span.seqlen_k);
-    // The merge knows how many parts a sequence has: one without keys has the first.
-    if (part > 0 && own.empty()) return work;
+    // The merge knows how many parts a row sees, and reads no others: one without keys has the first.
+    if (part > 0 && (own.empty() || own.begin >= keys.end)) return work;
     keys = {max(keys.begin, own.begin), min(keys.end, own.end)};
   }
   const Range sinks = spec.sink_columns ? sink_range(band, queries, span.seqlen_k) : Range{0, 0};

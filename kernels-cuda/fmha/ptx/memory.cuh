@@ -47,6 +47,14 @@ FMHA_DEVICE void st_global_v4_f32(float* address, float a, float b, float c, flo
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
+// needs: sm_70. `address` is a multiple of 8.
+// PTX ISA: st.
+FMHA_DEVICE void st_global_v2_f32_if(float* address, float a, float b, bool condition) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.f32 [%0], {%1, %2}; }" ::"l"(address), "f"(a), "f"(b),
+               "r"(int(condition))
+               : "memory");
+}
+
 // needs: sm_70.
 // PTX ISA: st.
 FMHA_DEVICE void st_global_u16_if(uint16_t* address, uint16_t value, bool condition) {

@@ -87,8 +87,14 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
             // One CTA an SM: it takes all of tensor memory.
             tiles_at_once: u64::from(facts.num_sms / tile.cluster.unsigned_abs()),
         };
-        let merge = is_split
-            .then(|| parts::merge(split::MERGE_NAME, problem, (tile.split_keys, spec.dtype_qk), facts));
+        let merge = is_split.then(|| {
+            parts::merge(
+                split::MERGE_NAME,
+                problem,
+                (tile.cut(), problem.dims.seqlen_q, spec.dtype_qk),
+                facts,
+            )
+        });
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
             launches: Launches::new([], main, merge),
@@ -228,7 +234,7 @@ fn schedule_words(tile: &Sm100Tile) -> String {
     );
     words.extend(tile.load_max.then(|| "maxima by the loads".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
-    words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
+    words.extend(parts::words(tile.cut()));
     words.extend((tile.cluster > 1).then(|| "pairs of CTAs".to_owned()));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));

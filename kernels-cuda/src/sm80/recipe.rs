@@ -3,7 +3,7 @@
 use crate::keep_mask;
 use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, Sm80Tile};
-use crate::split::{self, KvParts};
+use crate::split;
 use crate::tree_mask;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
@@ -50,10 +50,8 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
-        // Merged parts round differently from the whole, which a longer query has.
         if options.batch_invariant {
-            own.split_keys = 0;
-            own.block_n = sm80::default_tile(&spec, room(facts)).block_n;
+            own.make_batch_invariant(problem, room(facts));
         }
         let set = |fields: &TileOptions| {
             let mut tile = own;
@@ -77,19 +75,21 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
         let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
+        let at_once = tile.rows_at_once(problem);
+        let num_tiles = schedule.of_blocks(0, at_once.blocks.cast_signed()).num_tiles;
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let tree = problem.cache.tree_mask;
         let source = if tree { sm80::fwd_tree(&own_spec, &tile) } else { sm80::fwd(&own_spec, &tile) };
         let main = Launch {
             kernel: sm80::NAME,
             source,
-            grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), tile.num_threads().unsigned_abs()),
+            grid: Grid::new(num_tiles.max(1).unsigned_abs(), tile.num_threads().unsigned_abs()),
             shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
         };
-        let merge =
-            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, tile.stored), facts));
+        let merge = is_split
+            .then(|| parts::merge(MERGE_NAME, problem, (tile.cut(), at_once.queries, tile.stored), facts));
         let update = update::launch_before(UPDATE_NAME, problem, facts);
         let keep_mask = problem.dropout.write_keep_mask.then(|| {
             let grid = Grid::new(keep_mask::grid(problem, facts.num_sms), keep_mask::NUM_THREADS);
@@ -103,8 +103,9 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
             promises: Promises {
                 deterministic: true,
                 // A row's key blocks begin at the sequence's first key, their size is the head dimensions', and blocks that
-                // only other rows see are left out or add zeros. But a short query's keys may be split, a long one's not.
-                batch_invariant: !is_split
+                // only other rows see are left out or add zeros. But a short query's keys may be split, a long one's not, unless
+                // parts have as many keys of every sequence.
+                batch_invariant: (!is_split || tile.fixed_parts)
                     && tile.block_n == sm80::default_tile(&spec, room(facts)).block_n
                     && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
                 graph_capturable: true,
@@ -172,20 +173,27 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
             };
         }
         let [merge] = exactly(steps.after())?;
-        let mut parts = KvParts::new(call.problem, tile.split_keys, tile.block_n, whole.workspace.0);
-        let mut part = parts.params(&whole);
-        // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
-        // says.
-        unsafe {
-            fwd.launch(
-                &mut [(&raw mut part).cast(), (&raw mut schedule).cast(), tree_argument],
-                call.stream,
-            )?;
+        let at_once = tile.rows_at_once(call.problem);
+        let launches = parts::launches(call.problem, tile.cut(), at_once, schedule, whole.workspace.0);
+        for (mut rows, mut parts) in launches {
+            let mut part = parts.params(&whole);
+            // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
+            // says.
+            unsafe {
+                fwd.launch(
+                    &mut [(&raw mut part).cast(), (&raw mut rows).cast(), tree_argument],
+                    call.stream,
+                )?;
+            }
+            // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask, whose memory was checked likewise.
+            unsafe {
+                merge.launch(
+                    &mut [(&raw mut whole).cast(), (&raw mut parts).cast(), tree_argument],
+                    call.stream,
+                )?;
+            }
         }
-        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask, whose memory was checked likewise.
-        unsafe {
-            merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast(), tree_argument], call.stream)
-        }
+        Ok(())
     }
 
     fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
@@ -265,6 +273,6 @@ fn schedule_words(tile: &Sm80Tile, widens: bool) -> String {
     words.extend(tile.tma.then(|| "loads by TMA".to_owned()));
     words.extend((tile.copy_bytes < 16).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend(widens.then(|| format!("K and V widened from {}", tile.stored)));
-    words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
+    words.extend(parts::words(tile.cut()));
     words.join(", ")
 }

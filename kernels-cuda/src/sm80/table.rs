@@ -43,6 +43,11 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         && block_m < tile.block_m
     {
         (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
+        // What is widened in registers serves two sixteens at one's price.
+        let one_warp = Sm80Tile { warps: 1, ..tile };
+        if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
+            tile.warps = 1;
+        }
         tile.fill(&spec, room);
         if tile.reads_raw_blocks(&spec) {
             tile.take_raw_blocks(&spec, room);
@@ -111,6 +116,7 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         block_in_page: true,
         stored: spec.dtype_qk,
         split_keys: 0,
+        fixed_parts: false,
         converts_fp8: false,
         launches_merge: false,
         tma: false,

@@ -3,7 +3,7 @@
 use crate::schedule::TileSchedule;
 use crate::sm80;
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
-use crate::split::{self, KvParts};
+use crate::split;
 use fmha_core::abi::DevPtr;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::FieldValue;
@@ -130,6 +130,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         }
         if options.batch_invariant {
             own.make_batch_invariant(&spec);
+            own.take_fixed_parts(problem);
         }
         let set = |fields: &TileOptions| {
             let mut tile = own;
@@ -154,9 +155,12 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
+        let at_once = tile.rows_at_once(problem);
+        let is_split = tile.split_keys > 0;
+        let of_launch = if is_split { schedule.of_blocks(0, at_once.blocks.cast_signed()) } else { schedule };
         let grid = Grid {
             dependent: tile.dependent_launch,
-            ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
+            ..Grid::new(tile.grid(&of_launch, facts.num_sms), tile.num_threads().unsigned_abs())
         };
         // The tile counter; behind it a V that is prepared.
         let counter_bytes = tile.counter_bytes(&schedule, facts.num_sms);
@@ -176,9 +180,8 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             tiles: plan.values.grid().into(),
             tiles_at_once: u64::from(2048 / sm90::PREPARE_THREADS * facts.num_sms),
         });
-        let is_split = tile.split_keys > 0;
-        let merge =
-            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, spec.dtype_qk), facts));
+        let merge = is_split
+            .then(|| parts::merge(MERGE_NAME, problem, (tile.cut(), at_once.queries, spec.dtype_qk), facts));
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let main = Launch {
             kernel: sm90::NAME,
@@ -195,7 +198,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             workspace,
             promises: Promises {
                 deterministic: true,
-                // A short query's keys may be split, a long one's not.
+                // A short query's keys may be split, a long one's not, unless parts have as many keys of every sequence.
                 batch_invariant: tile.is_batch_invariant(&spec)
                     && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
                 graph_capturable: true,
@@ -271,15 +274,20 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         }
         if tile.split_keys > 0 {
             let [merge] = exactly(steps.after())?;
-            let mut parts = KvParts::new(call.problem, tile.split_keys, tile.block_n, workspace);
-            let mut part = parts.params(&params);
-            let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
-            // SAFETY: as below; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
-            // says.
-            unsafe { fwd.launch(&mut arguments, call.stream)? };
-            let mut arguments = [(&raw mut params).cast(), (&raw mut parts).cast()];
-            // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
-            return unsafe { merge.launch(&mut arguments, call.stream) };
+            let at_once = tile.rows_at_once(call.problem);
+            for (mut rows, mut parts) in
+                parts::launches(call.problem, tile.cut(), at_once, schedule, workspace)
+            {
+                let mut part = parts.params(&params);
+                let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut rows).cast()];
+                // SAFETY: as below; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the
+                // plan says.
+                unsafe { fwd.launch(&mut arguments, call.stream)? };
+                let mut arguments = [(&raw mut params).cast(), (&raw mut parts).cast()];
+                // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
+                unsafe { merge.launch(&mut arguments, call.stream)? };
+            }
+            return Ok(());
         }
         let last = prepared.as_mut().map_or(std::ptr::null_mut(), |values| (&raw mut *values).cast());
         let mut arguments =
@@ -381,7 +389,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
         format!("P V summed in 14 bits and added to f32 after each {} keys{parts}", tile.block_n)
     }));
     words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
-    words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
+    words.extend(parts::words(tile.cut()));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }

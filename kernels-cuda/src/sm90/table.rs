@@ -114,6 +114,7 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
         return whole;
     }
     tile.split_keys = best.0 as i32;
+    tile.launch_beside_merge();
     tile
 }
 
@@ -382,6 +383,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,
         split_keys: 0,
+        fixed_parts: false,
     };
     if spec.dtype_v.is_fp8() {
         tile.take_fp8(spec);

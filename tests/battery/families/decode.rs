@@ -584,6 +584,30 @@ fn split(cases: &mut Vec<Case>) {
     }
 }
 
+/// Batch-invariant calls that are long enough for parts: one token and several, and sequences that alone are one part and in their
+/// pack are beside several.
+fn fixed_parts(cases: &mut Vec<Case>) {
+    for dtype in [DType::F16, DType::Bf16] {
+        for seqlen_q in [3, 40] {
+            for page_size in [None, Some(32)] {
+                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let name = format!("decode/fixed_parts/{dtype}/q{seqlen_q}/{layout}");
+                let mut problem = masked(dtype, dims(seqlen_q, 4500, (2, 1), 64), "b");
+                let mut lengths = used(&mut problem);
+                if let Some(page_size) = page_size {
+                    (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                }
+                push_law(cases, name, problem, lengths, LawKind::LastOfMany);
+            }
+        }
+        let name = format!("decode/fixed_parts/{dtype}/packed");
+        let sizes = dims(3, 4500, (2, 1), 64);
+        let problem = FwdProblem::group(dtype, sizes).mask(masked(dtype, sizes, "b").mask).write_lse(true);
+        let lengths = Lengths::packed(&[(3, 4500), (1, 900), (2, 2300)]);
+        push_law(cases, name, problem, lengths, LawKind::AloneIsInPack);
+    }
+}
+
 fn laws(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for seqlen_q in [1, 5, 20] {
@@ -618,6 +642,7 @@ fn laws(cases: &mut Vec<Case>) {
             }
         }
     }
+    fixed_parts(cases);
     for (cache, dtype) in
         [(DType::E4m3Fn, DType::F16), (DType::E5m2, DType::Bf16), (DType::E4m3Fnuz, DType::Bf16)]
     {

@@ -29,13 +29,13 @@ FMHA_DEVICE constexpr int padded_dim(int dim, DType dtype) { return round_up(dim
 // What headers read that know no architecture: the fields of this tile, and what others have and it has not.
 struct SharedTile {
   int32_t block_m, block_n, split_keys, lazy_rescale_log2;
-  bool pack_gqa, fast_softcap;
+  bool fixed_parts, pack_gqa, fast_softcap;
   static constexpr int cluster = 1, bias_stages = 0, wait_anchor = 0;
   static constexpr bool cluster_heads = false;
 };
 FMHA_DEVICE constexpr bool sums_output_first(const SharedTile&) { return false; }
 FMHA_DEVICE constexpr SharedTile shared(const Sm80Tile& tile) {
-  return {tile.block_m, tile.block_n, tile.split_keys, tile.lazy_rescale_log2, tile.pack_gqa, tile.fast_softcap};
+  return {tile.block_m, tile.block_n, tile.split_keys, tile.lazy_rescale_log2, tile.fixed_parts, tile.pack_gqa, tile.fast_softcap};
 }
 
 // P of bf16 is scaled in the exponent (range.h); that of 8 bits to their range, which leaves room for the factor by which a row's
@@ -60,10 +60,13 @@ FMHA_DEVICE constexpr bool widens_cache(const FwdSpec& spec, const Sm80Tile& til
 // Whether its blocks come as they lie in memory, and are widened in shared memory, one at a time, for the products.
 FMHA_DEVICE constexpr bool widens_blocks(const FwdSpec& spec, const Sm80Tile& tile) { return widens_cache(spec, tile) && tile.copy_bytes >= 4; }
 
+// Elements of O that a warp's registers hold beside fragments on their way.
+constexpr int kMostRawOutput = 32 * 128;
+
 // Whether the products read them as they lie (fp8_product.cuh): where one warp has all rows, and lanes whole sixteen bytes.
 FMHA_DEVICE constexpr bool reads_raw_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
-  return widens_blocks(spec, tile) && tile.warps == 1 && tile.block_m == mma::kRows && spec.head_dim_qk % 16 == 0 &&
-         spec.head_dim_v % 128 == 0 && spec.head_dim_v <= 256;
+  return widens_blocks(spec, tile) && tile.warps == 1 && spec.head_dim_qk % 16 == 0 && spec.head_dim_v % 128 == 0 &&
+         tile.block_m * spec.head_dim_v <= kMostRawOutput;
 }
 
 enum class Form { Wide, Widened, Raw };

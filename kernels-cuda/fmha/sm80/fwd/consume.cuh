@@ -128,7 +128,7 @@ struct Consumer {
     }
     Scores s[rows_of_sixteen];
     if constexpr (reads_raw) {
-      raw_product_abt<spec, tile>(s[0], smem.q, k, descale_k);
+      raw_product_abt<spec, tile>(s, smem.q, k, descale_k);
     } else {
       mma::product_abt<spec.dtype_qk, tile.fragments_ahead>(s, smem.q, warp_row, k);
     }
@@ -164,7 +164,7 @@ struct Consumer {
   template <class VTile>
   FMHA_DEVICE void accumulate(const VTile& v) {
     if constexpr (reads_raw) {
-      raw_product_ab<spec, tile>(o[0], probs[0], v, descale_v);
+      raw_product_ab<spec, tile>(o, probs, v, descale_v);
     } else {
       mma::product_ab<spec.dtype_v, tile.fragments_ahead, Shared::v_columns>(o, probs, v, part);
     }

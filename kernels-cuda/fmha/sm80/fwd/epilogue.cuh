@@ -47,6 +47,8 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head + first_column;
       if constexpr (reads_raw_blocks(spec, tile)) {
         store_lane_rows<spec, tile.vector_store>(p.o.data, at, o, r, result.factor, stored);
+      } else if constexpr (tile.split_keys > 0) {
+        store_part<output, false>(static_cast<float*>(p.o.data) + at, o, r, result.factor, stored);
       } else if constexpr (!tile.vector_store || spec.dtype_o == DType::F32) {
         store_elements<output, turned>(p.o.data, at, o, r, result.factor, stored);
       } else if constexpr (is_fp8(spec.dtype_o)) {

@@ -1,4 +1,4 @@
-// Products of a warp's sixteen rows with blocks of an FP8 cache as they lie in shared memory: elements are widened in registers, on
+// Products of a warp's sixteen rows, or two sixteens, with blocks of an FP8 cache as they lie in shared memory: elements are widened in registers, on
 // their way into fragments, and no wide copy of a block is written or read.
 //
 // Every product contracts what those of a widened block do, in the same order: the bits are the same. But any column of B may be
@@ -11,36 +11,43 @@
 namespace fmha::sm80 {
 
 // s = Q K^T, K raw: lane l reads of key 8 g + l / 4 elements 2 (l % 4) and the next, and those eight further on.
-template <FwdSpec spec, Sm80Tile tile, class QTile, class Raw, int n>
-FMHA_DEVICE void raw_product_abt(mma::Accumulator<n>& s, const QTile& q, const Raw& k, float descale) {
-  constexpr int depth = mma::kDepth<uint16_t>, steps = QTile::dim / depth;
+template <FwdSpec spec, Sm80Tile tile, class QTile, class Raw, int n, int sixteens>
+FMHA_DEVICE void raw_product_abt(mma::Accumulator<n> (&s)[sixteens], const QTile& q, const Raw& k, float descale) {
+  constexpr int steps = QTile::dim / mma::kDepth<uint16_t>;
   const int32_t key = threadIdx.x % 32 / 4, byte = threadIdx.x % 4 * 2;
   const mma::LaneAddress<QTile> q0(q, mma::rows_first());
-  s.clear();
+#pragma unroll
+  for (int m = 0; m < sixteens; ++m) s[m].clear();
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
-    uint32_t a[4];
-    ptx::ldmatrix_x4(a, q0.plus(0, step * depth));
+    uint32_t a[sixteens][4];
+#pragma unroll
+    for (int m = 0; m < sixteens; ++m) ptx::ldmatrix_x4(a[m], q0.plus(m * mma::kRows, step * mma::kDepth));
 #pragma unroll
     for (int group = 0; group < n / 8; ++group) {
       const uint32_t at = k.word_address(8 * group + key, step) + byte;
       const uint32_t b[2] = {widen_pair<tile.stored, spec.dtype_qk, tile.converts_fp8>(ptx::ld_shared_u16(at), descale),
                              widen_pair<tile.stored, spec.dtype_qk, tile.converts_fp8>(ptx::ld_shared_u16(at + 8), descale)};
-      ptx::mma_m16n8k16<spec.dtype_qk>(&s.elems[4 * group], a, b);
+#pragma unroll
+      for (int m = 0; m < sixteens; ++m) ptx::mma_m16n8k16<spec.dtype_qk>(&s[m].elems[4 * group], a[m], b);
     }
   }
 }
 
 // o += P V, V raw: lane l reads sixteen bytes, from 16 (l / 4) of every 128 on, of the four keys that fragments want of it. Column
 // l / 4 of the g-th eight of these 128 is element 16 (l / 4) + g.
-template <FwdSpec spec, Sm80Tile tile, class Raw, int n, int depth>
-FMHA_DEVICE void raw_product_ab(mma::Accumulator<n>& o, const mma::RegisterTile<uint16_t, depth>& probs, const Raw& v, float descale) {
+template <FwdSpec spec, Sm80Tile tile, class Raw, int n, int depth, int sixteens>
+FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::RegisterTile<uint16_t, depth> (&probs)[sixteens],
+                                const Raw& v, float descale) {
   const int32_t key = threadIdx.x % 4 * 2, word = threadIdx.x % 32 / 4;
 #pragma unroll
   for (int step = 0; step < depth / mma::kDepth<uint16_t>; ++step) {
-    uint32_t a[4];
+    uint32_t a[sixteens][4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) a[k] = probs.elems[step][k];
+    for (int m = 0; m < sixteens; ++m) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) a[m][k] = probs[m].elems[step][k];
+    }
 #pragma unroll
     for (int chunk = 0; chunk < n / 128; ++chunk) {
       uint32_t bytes[4][4];
@@ -60,7 +67,9 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n>& o, const mma::RegisterTile<
             const uint32_t b[2] = {
                 widen_pair<tile.stored, spec.dtype_v, tile.converts_fp8>(k == 0 ? low & 0xffffu : low >> 16, descale),
                 widen_pair<tile.stored, spec.dtype_v, tile.converts_fp8>(k == 0 ? high & 0xffffu : high >> 16, descale)};
-            ptx::mma_m16n8k16<spec.dtype_v>(&o.elems[4 * (16 * chunk + 4 * quad + 2 * half + k)], a, b);
+#pragma unroll
+            for (int m = 0; m < sixteens; ++m)
+              ptx::mma_m16n8k16<spec.dtype_v>(&o[m].elems[4 * (16 * chunk + 4 * quad + 2 * half + k)], a[m], b);
           }
         }
       }

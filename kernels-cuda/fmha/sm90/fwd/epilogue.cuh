@@ -59,7 +59,9 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     if constexpr (may_be_non_finite(spec)) suspect[r] |= stored && has_non_finite(o, r) && result.lse < infinity();
     const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head;
 
-    if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
+    if constexpr (split_keys<tile>() > 0) {
+      store_part<spec, turned>(static_cast<float*>(p.o.data) + at, o, r, result.factor, stored);
+    } else if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
       store_bytes<spec, turned>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
     } else if constexpr (tile.vector_store && spec.dtype_o != DType::F32) {
       store_vectors<spec, turned>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
