@@ -1,4 +1,5 @@
-//! Writes the code object of one plain call: `code_object ARCH DTYPE HEAD_DIM MASK FILE [kernel=NAME] [name=value ...]`.
+//! Writes the code object of one plain call:
+//! `code_object ARCH DTYPE HEAD_DIM MASK FILE [kernel=NAME] [name=value ...]`.
 
 use fmha_core::{AnyProblem, Dims, FwdProblem, PlanOptions};
 

@@ -49,7 +49,7 @@ const NONE: Cases = Cases { filter: "", deal: 0 };
 /// Families that every forward kernel takes in `--all`.
 const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|parts|rare)/";
 /// What RDNA's forward kernel is asked by name: no gradients, no merging.
-const RDNA_CASES: &str = "^(addresses|definition|edges|fp8|guards|heads/(batch|group)|rare)/";
+const RDNA_CASES: &str = "^(definition|edges|fp8|guards|heads/(batch|group)|rare)/";
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
@@ -454,11 +454,11 @@ pub(crate) const ROWS: &[Row] = &[
         ..amd("gfx1201", NONE)
     },
     Row {
-        kernel: Some("simt"),
         in_test: NONE,
-        in_all: Cases { filter: "^(backward|guards)/", deal: 1 },
+        in_all: Cases { filter: "^(addresses|backward|laws)/", deal: 1 },
         ..amd("gfx1100", NONE)
     },
+    Row { in_test: NONE, in_all: Cases { filter: "^(addresses|laws)/", deal: 1 }, ..amd("gfx1201", NONE) },
 ];
 
 /// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector clocks where

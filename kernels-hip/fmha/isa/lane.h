@@ -53,10 +53,12 @@ FMHA_DEVICE u32x2 ds_read_b64_tr_b8(const void FMHA_LDS* from) {
 #endif
 
 // needs: gfx90a. V_CMP with a scalar destination, CDNA3 ISA 12.9: a bit for each lane.
+FMHA_DEVICE uint64_t v_cmp_ballot(bool x) {
 #if defined(__gfx1100__) || defined(__gfx1201__)
-FMHA_DEVICE uint64_t v_cmp_ballot(bool x) { return __builtin_amdgcn_ballot_w32(x); }
+  return __builtin_amdgcn_ballot_w32(x);
 #else
-FMHA_DEVICE uint64_t v_cmp_ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
+  return __builtin_amdgcn_ballot_w64(x);
 #endif
+}
 
 }  // namespace fmha

@@ -21,7 +21,7 @@ struct LdsRows {
   // Elements 16 step .. + 15 of row 16 block + l % 16, as lane l's operand; on gfx12 its half of them.
   template <DType dtype>
   FMHA_DEVICE Operand<dtype> operand(int lane_offset, int block, int step) const {
-    static_assert(size_bytes(dtype) == elem_bytes);
+    static_assert(size_bytes(dtype) == elem_bytes, "an operand is of its matrix' type");
     const uint8_t* const from = &bytes[lane_offset + block * kEdge * stride + step * kEdge * elem_bytes];
     Operand<dtype> x;
     constexpr int words = Fragment<dtype>::words, at_once = words < 4 ? words : 4;

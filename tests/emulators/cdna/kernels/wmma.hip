@@ -35,6 +35,13 @@ extern "C" __attribute__((global)) void exchange(const int *in, int *out) {
   out[i] = tile[63 - i] + in[0];
 }
 
+// Products of 64 bits with a constant whose top bit is set, of a scalar and of a lane's number.
+extern "C" __attribute__((global)) void products(const unsigned *in, unsigned *out) {
+  int i = __builtin_amdgcn_workitem_id_x();
+  unsigned long uniform = 0xD2511F53ul * in[0], own = 0xD2511F53ul * in[i];
+  out[i] = (unsigned)(uniform >> 32) ^ (unsigned)uniform ^ (unsigned)(own >> 32);
+}
+
 // Lane i of a row gets lane 15 - i of the row beside.
 extern "C" __attribute__((global)) void across(const int *in, int *out) {
   int i = __builtin_amdgcn_workitem_id_x();

@@ -98,6 +98,19 @@ fn operands_that_lanes_16_to_31_do_not_repeat_are_a_fault_on_gfx11() {
 }
 
 #[test]
+fn products_of_64_bits_take_a_literal_without_its_sign() {
+    for arch in Arch::RDNA {
+        let Some(code) = compile("wmma.hip", arch) else { return };
+        let input: Vec<u32> = (0..32).map(|i| 0x9e37_79b9u32.wrapping_mul(i + 1)).collect();
+        let got =
+            run(arch, &code, "products", &[bytes(&input)], 32).unwrap_or_else(|e| panic!("{arch}: {e}"));
+        let product = |x: u32| 0xd251_1f53u64 * u64::from(x);
+        let of = |x: u32| (product(input[0]) >> 32 ^ product(input[0]) ^ product(x) >> 32) as u32;
+        assert_eq!(got, input.iter().map(|x| of(*x)).collect::<Vec<u32>>(), "{arch}");
+    }
+}
+
+#[test]
 fn rows_change_places() {
     for arch in Arch::RDNA {
         let Some(code) = compile("wmma.hip", arch) else { return };

@@ -13,6 +13,7 @@ use crate::op::Op;
 const DPP16: u32 = 250;
 /// Operand number of the register that reads as zero and keeps nothing.
 const NULL: u32 = 124;
+const LITERAL: u32 = 255;
 /// Where M0 stands; CDNA has it where RDNA has NULL, and the wave keeps it there.
 const M0_OF_RDNA: u32 = 125;
 
@@ -28,6 +29,8 @@ impl<'w> Source<'w> {
         match code {
             NULL => Some(Src::K(0, 0)),
             M0_OF_RDNA => Some(Src::S(M0)),
+            // A literal of 64 bits is the word and zeros: s_mul_u64 of Philox's constants is one of 32 bits each.
+            LITERAL if ty == Ty::B64 => Some(Src::K(self.0.literal()?, 0)),
             _ => self.0.read(code, ty),
         }
     }
