@@ -1,7 +1,7 @@
 //! Wide heads and latent attention on Hopper: which problems it takes, its tile, its launches.
 
 use crate::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
-use crate::split::{self, KvParts};
+use crate::split;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
@@ -78,8 +78,9 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: facts.num_sms.into(),
         };
-        let merge =
-            is_split.then(|| parts::merge(MERGE_NAME, problem, (tile.split_keys, tile.stored), facts));
+        let merge = is_split.then(|| {
+            parts::merge(MERGE_NAME, problem, (tile.cut(), problem.dims.seqlen_q, tile.stored), facts)
+        });
         let update = update::launch_before(UPDATE_NAME, problem, facts);
         let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
         Ok(Choice {
@@ -131,7 +132,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
         // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
         let (mut whole, _) =
             unsafe { update::run(steps.before(), call, whole, tile.workspace(call.problem))? };
-        let mut parts = KvParts::new(call.problem, tile.split_keys, text::KEYS as i32, whole.workspace.0);
+        let mut parts = tile.cut().parts(call.problem, 0..call.problem.dims.seqlen_q, whole.workspace.0);
         let mut part = if tile.split_keys > 0 { parts.params(&whole) } else { whole };
         // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the problem, and
         // that the workspace, in which O and LSE of parts lie, is as large as the plan says.

@@ -22,7 +22,7 @@ FMHA_DEVICE void raw_product_abt(mma::Accumulator<n> (&s)[sixteens], const QTile
   for (int step = 0; step < steps; ++step) {
     uint32_t a[sixteens][4];
 #pragma unroll
-    for (int m = 0; m < sixteens; ++m) ptx::ldmatrix_x4(a[m], q0.plus(m * mma::kRows, step * mma::kDepth));
+    for (int m = 0; m < sixteens; ++m) ptx::ldmatrix_x4(a[m], q0.plus(m * mma::kRows, step * mma::kDepth<uint16_t>));
 #pragma unroll
     for (int group = 0; group < n / 8; ++group) {
       const uint32_t at = k.word_address(8 * group + key, step) + byte;
