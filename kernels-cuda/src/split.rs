@@ -129,12 +129,12 @@ pub struct RowsAtOnce {
 /// What the parts of several row blocks may take of the workspace: one launch writes them and the next reads them.
 const MOST_BYTES: u64 = 256 << 20;
 
-/// Keys of a part of a batch-invariant plan, counted from a sequence's first key. More than what fills a device: a long query, whose
-/// last token is to have the bits of the same token alone, writes and reads a row of O for each part that it sees.
+/// Keys of a part of a batch-invariant plan, counted from a sequence's first key. More than what fills a device: a long query,
+/// whose last token is to have the bits of the same token alone, writes and reads a row of O for each part that it sees.
 const FIXED_KEYS: i32 = 2048;
 
-/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Which calls are cut at all is
-/// decided by what one part and a whole sequence round alike: a sink and an O of 8 bits enter a merge otherwise.
+/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Which calls are cut at
+/// all is decided by what one part and a whole sequence round alike: a sink and an O of 8 bits enter a merge otherwise.
 #[must_use]
 pub fn fixed_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     let is_cut = splits(problem).is_ok()
@@ -245,9 +245,9 @@ pub struct Merging {
 }
 
 impl Merging {
-    /// Of a problem's parts: a warp has some eight parts of a row, which it loads at once. Warps' sums are added in their order, so
-    /// that where parts are fixed the bound on all lengths does not decide how many warps there are: one, since a long query has rows
-    /// enough.
+    /// Of a problem's parts: a warp has some eight parts of a row, which it loads at once. Warps' sums are added in their
+    /// order, so where parts are fixed the bound on all lengths does not decide how many warps there are: one, since a long
+    /// query has rows enough.
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
         let parts = if cut.fixed { 1 } else { num_parts(problem, cut.keys) };

@@ -172,12 +172,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
         ("256_full", 256, MaskKind::Full),
     ] {
         let spec = all(dim, mask);
-        let mut tile = Sm90Tile {
-            prepare_v: PrepareV::Beside,
-            stages: 3,
-            vector_store: true,
-            ..sm90::default_tile(&spec)
-        };
+        let mut tile = Sm90Tile { prepare_v: PrepareV::Beside, stages: 3, ..sm90::default_tile(&spec) };
         if dim == 128 {
             (tile.block_m, tile.block_n, tile.wait_anchor) = (128, 128, 32);
         }

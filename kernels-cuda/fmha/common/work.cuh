@@ -45,8 +45,8 @@ FMHA_DEVICE constexpr int split_keys() {
   }
 }
 
-// Split-KV in parts of `split_keys` keys of every sequence, whatever the longest's length, so that a row's bits do not depend on the
-// batch around it; else parts follow the longest sequence.
+// Split-KV in parts of `split_keys` keys of every sequence, whatever the longest's length, so that a row's bits do not depend on
+// the batch around it; else parts follow the longest sequence.
 template <auto tile>
 FMHA_DEVICE constexpr bool fixed_parts() {
   if constexpr (requires { tile.fixed_parts; }) {

@@ -1,5 +1,5 @@
-// Products of a warp's sixteen rows, or two sixteens, with blocks of an FP8 cache as they lie in shared memory: elements are widened in registers, on
-// their way into fragments, and no wide copy of a block is written or read.
+// Products of a warp's sixteen rows, or two sixteens, with blocks of an FP8 cache as they lie in shared memory: elements are
+// widened in registers, on their way into fragments, once for all rows, and no wide copy of a block is written or read.
 //
 // Every product contracts what those of a widened block do, in the same order: the bits are the same. But any column of B may be
 // any of O's, to the end, where a lane has 32 of a row side by side (store_lane_rows).
