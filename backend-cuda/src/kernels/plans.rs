@@ -533,7 +533,7 @@ fn the_row_kernels_count_16_ctas_to_a_multiprocessor() {
 
 #[test]
 fn the_fallback_is_taken_where_it_is_allowed_or_named() {
-    let problem = of_lengths([64, 64], [1, 1], 264, "0").validate().unwrap();
+    let problem = of_lengths([64, 64], [1, 1], 584, "0").validate().unwrap();
     let backward = BwdProblem::new(FwdProblem::clone(&problem)).validate().unwrap();
     let facts = stated("sm_90a");
     let named = PlanOptions::default().kernel("simt");
