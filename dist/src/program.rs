@@ -472,8 +472,8 @@ mod tests {
         }
         for (number, step) in program.steps.iter().enumerate() {
             let (reads, writes) = step.touches();
-            for before in 0..number {
-                let (read, wrote) = program.steps[before].touches();
+            for (before, earlier) in program.steps[..number].iter().enumerate() {
+                let (read, wrote) = earlier.touches();
                 let once = |buf: &&Buf| !matches!(buf, Buf::O | Buf::Lse);
                 let shared = reads.iter().any(|buf| wrote.contains(buf))
                     || writes.iter().any(|buf| read.contains(buf))
