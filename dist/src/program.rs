@@ -180,6 +180,7 @@ pub(crate) struct Streams {
     /// The caller's stream has got so far before the run, and then one for each step.
     begun: Event,
     done: Vec<Event>,
+    turns: Vec<Turn>,
 }
 
 impl Streams {
@@ -190,7 +191,7 @@ impl Streams {
         }
         let done = program.steps.iter().map(|_| device.event()).collect::<Result<_, fmha::Error>>()?;
         let (moving, second) = (device.stream()?, device.stream()?);
-        Ok(Some(Self { moving, second, begun: device.event()?, done }))
+        Ok(Some(Self { moving, second, begun: device.event()?, done, turns: turns(program) }))
     }
 }
 
@@ -203,6 +204,43 @@ struct Last {
 
 /// The caller's, the one on which rows move, the second one for attention.
 const STREAMS: usize = 3;
+const MOVING: usize = 1;
+const SECOND: usize = 2;
+
+/// Which stream a step has, and which steps of other streams it waits for.
+struct Turn {
+    stream: usize,
+    after: Vec<usize>,
+}
+
+/// A step waits for the last one of each other stream that wrote what it touches, or read what it writes. Rows of O and LSE are
+/// written once, so those that write them wait for none that do.
+fn turns(program: &Program) -> Vec<Turn> {
+    let mut last = vec![Last::default(); CALLS + program.scratch.len()];
+    let mut launches = 0u32;
+    let turn = |(number, step): (usize, &Step)| {
+        let stream = match step {
+            Step::Exchange { .. } => MOVING,
+            Step::Forward { .. } => {
+                launches += 1;
+                if launches.is_multiple_of(2) { SECOND } else { 0 }
+            }
+            _ => 0,
+        };
+        let (reads, writes) = step.touches();
+        let before = |other: usize| {
+            let rewritten = writes.iter().filter(|buf| !matches!(buf, Buf::O | Buf::Lse));
+            let wrote = reads.iter().chain(rewritten).map(|buf| last[buf.index()].wrote[other]);
+            let read = writes.iter().map(|buf| last[buf.index()].read[other]);
+            wrote.chain(read).flatten().max()
+        };
+        let after = (0..STREAMS).filter(|&other| other != stream).filter_map(before).collect();
+        reads.iter().for_each(|buf| last[buf.index()].read[stream] = Some(number));
+        writes.iter().for_each(|buf| last[buf.index()].wrote[stream] = Some(number));
+        Turn { stream, after }
+    };
+    program.steps.iter().enumerate().map(turn).collect()
+}
 
 /// Memory of a run.
 pub(crate) enum Memory<'a> {
@@ -296,36 +334,24 @@ impl Executor<'_> {
     ) -> Result<()> {
         let rank = self.group.rank();
         let said = |error: fmha::Error| Error::of(rank, &error);
-        let mut last = vec![Last::default(); CALLS + program.scratch.len()];
         if let Some(streams) = self.streams {
             streams.begun.record(self.stream).map_err(said)?;
             streams.moving.wait(&streams.begun).map_err(said)?;
             streams.second.wait(&streams.begun).map_err(said)?;
         }
-        let mut launches = 0usize;
         for (number, step) in program.steps.iter().enumerate() {
-            let (here, stream) = match (step, self.streams) {
-                (Step::Exchange { .. }, Some(streams)) => (1, &streams.moving),
-                (Step::Forward { .. }, Some(streams)) => {
-                    launches += 1;
-                    if launches.is_multiple_of(2) { (2, &streams.second) } else { (0, self.stream) }
-                }
-                _ => (0, self.stream),
+            let turn = self.streams.map(|streams| (streams, &streams.turns[number]));
+            let stream = match turn {
+                Some((streams, Turn { stream: MOVING, .. })) => &streams.moving,
+                Some((streams, Turn { stream: SECOND, .. })) => &streams.second,
+                _ => self.stream,
             };
-            let workspace = &mut workspaces[usize::from(here == 2)];
-            if let Some(streams) = self.streams {
-                let (reads, writes) = step.touches();
-                for other in (0..STREAMS).filter(|&other| other != here) {
-                    // Rows of O and LSE are written once, so their writers wait for none.
-                    let rewritten = writes.iter().filter(|buf| !matches!(buf, Buf::O | Buf::Lse));
-                    let wrote = reads.iter().chain(rewritten).map(|buf| last[buf.index()].wrote[other]);
-                    let read = writes.iter().map(|buf| last[buf.index()].read[other]);
-                    if let Some(before) = wrote.chain(read).flatten().max() {
-                        stream.wait(&streams.done[before]).map_err(said)?;
-                    }
+            let is_second = turn.is_some_and(|(_, turn)| turn.stream == SECOND);
+            let workspace = &mut workspaces[usize::from(is_second)];
+            if let Some((streams, turn)) = turn {
+                for &before in &turn.after {
+                    stream.wait(&streams.done[before]).map_err(said)?;
                 }
-                reads.iter().for_each(|buf| last[buf.index()].read[here] = Some(number));
-                writes.iter().for_each(|buf| last[buf.index()].wrote[here] = Some(number));
             }
             let taken = match step {
                 Step::Exchange { exchange, sources, sinks } => {
@@ -391,10 +417,11 @@ impl Executor<'_> {
             }
         }
         // The caller's stream has all of it behind it.
-        for other in 1..STREAMS {
-            let ended = last.iter().filter_map(|last| last.wrote[other].max(last.read[other])).max();
-            if let (Some(streams), Some(step)) = (self.streams, ended) {
-                self.stream.wait(&streams.done[step]).map_err(said)?;
+        if let Some(streams) = self.streams {
+            for other in [MOVING, SECOND] {
+                if let Some(last) = streams.turns.iter().rposition(|turn| turn.stream == other) {
+                    self.stream.wait(&streams.done[last]).map_err(said)?;
+                }
             }
         }
         Ok(())
@@ -415,5 +442,72 @@ impl Executor<'_> {
         score.descale_k = skip(all.descale_k, descale_k);
         score.descale_v = skip(all.descale_v, descale_v);
         score
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fmha::{Backend, DType, Dims, FwdProblem, MaskSpec, PlanOptions};
+
+    use super::*;
+    use crate::partition::Partition;
+    use crate::problem::{Gradients, Problem, Whole};
+    use crate::scheme::Scheme;
+
+    /// Whether each step comes behind all before it with which it shares a buffer that one of them writes, by the streams'
+    /// order and by what it waits for.
+    fn is_ordered(program: &Program) {
+        let turns = turns(program);
+        let mut behind: Vec<Vec<bool>> = Vec::new();
+        for (number, turn) in turns.iter().enumerate() {
+            let mut own = vec![false; number];
+            let same = (0..number).rev().find(|&before| turns[before].stream == turn.stream);
+            for before in turn.after.iter().copied().chain(same) {
+                own[before] = true;
+                for (at, is) in behind[before].iter().enumerate() {
+                    own[at] |= is;
+                }
+            }
+            behind.push(own);
+        }
+        for (number, step) in program.steps.iter().enumerate() {
+            let (reads, writes) = step.touches();
+            for (before, earlier) in program.steps[..number].iter().enumerate() {
+                let (read, wrote) = earlier.touches();
+                let once = |buf: &&Buf| !matches!(buf, Buf::O | Buf::Lse);
+                let shared = reads.iter().any(|buf| wrote.contains(buf))
+                    || writes.iter().any(|buf| read.contains(buf))
+                    || writes.iter().filter(once).any(|buf| wrote.contains(buf));
+                assert!(!shared || behind[number][before], "step {number} may run before {before}");
+            }
+        }
+    }
+
+    #[test]
+    fn steps_that_share_a_buffer_are_in_order_on_streams_of_their_own() {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 64,
+            seqlen_k: 64,
+            num_heads_q: 8,
+            num_heads_kv: 4,
+            head_dim_qk: 16,
+            head_dim_v: 16,
+        };
+        let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
+        let problem = Problem::new(whole, Partition::zig_zag(64, 4));
+        let (device, options) = (Device::open(Backend::Cpu).unwrap(), PlanOptions::default());
+        for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
+            for rank in 0..4 {
+                let mut whole = Whole::new(&problem, rank, 4).unwrap().on_hosts(Some(2));
+                whole.by_heads = scheme == Scheme::Gather;
+                let forward = scheme.forward(&whole, &device, &options).unwrap();
+                let second = turns(&forward).iter().filter(|turn| turn.stream == SECOND).count();
+                assert!(second > 0 || scheme == Scheme::Ulysses, "{scheme} has {second} launches there");
+                is_ordered(&forward);
+                let wanted = Gradients { dtype: DType::Bf16, dsink: false };
+                is_ordered(&scheme.backward(&whole, wanted, &device, &options).unwrap());
+            }
+        }
     }
 }
