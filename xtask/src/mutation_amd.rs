@@ -1,4 +1,4 @@
-//! `cargo xtask mutation-amd`: the CDNA kernel's waits and barriers left out one by one in the emulator.
+//! `cargo xtask mutation-amd`: the CDNA kernels' waits and barriers left out one by one in the emulator.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,8 +8,9 @@ use crate::setup::{self, loudly};
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
 /// Kernels, and a problem for each: some whole tiles, an edge, two workgroups. `FP8` is the architecture's own e4m3.
-/// The last two take the simple loop, whose tiles come by wide loads and by elements.
-const KERNELS: [(&str, &str); 7] = [
+/// The last two forward kernels take the simple loop, whose tiles come by wide loads and by elements. Of decode the first
+/// launch is broken, whose waves are alone (D 128) or share their rows' columns.
+const KERNELS: [(&str, &str); 9] = [
     ("bf16 D128 causal", "-b 1 --heads 1 -s 300 --seqlen-k 400 -d 128 --prec bf16 --mask b"),
     (
         "f16 D64 full, a scale below 0, sinks",
@@ -28,6 +29,15 @@ const KERNELS: [(&str, &str); 7] = [
     (
         "f16 D33 full, by elements, walks over tiles",
         "-b 1 --heads 4 -s 100 --seqlen-k 100 -d 33 --prec fp16 --tile order=static,workgroups=2",
+    ),
+    (
+        "decode bf16 D128 causal, paged",
+        "-b 1 --heads 4 --heads-kv 2 -s 3 --seqlen-k 100 -d 128 --prec bf16 --mask b --page-size 16 --kernel cdna_decode",
+    ),
+    (
+        "decode bf16 576/512, V in K, causal, paged",
+        "-b 1 --heads 16 --heads-kv 1 -s 1 --seqlen-k 100 -d 576 --head-dim-v 512 --v-in-k --prec bf16 --mask b \
+         --page-size 16",
     ),
 ];
 
