@@ -1,4 +1,4 @@
-//! `cargo xtask mutation-amd`: the waits and barriers of the forward kernels of CDNA and RDNA left out one by one in the emulator.
+//! `cargo xtask mutation-amd`: the waits and barriers of CDNA's and RDNA's kernels left out one by one in the emulator.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,8 +8,9 @@ use crate::setup::{self, loudly};
 const ARCHS: [&str; 5] = ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"];
 
 /// Kernels, and a problem for each: some whole tiles, an edge, two workgroups. `FP8` is the architecture's own e4m3.
-/// Those with dropout and by elements take the simple loop, whose tiles come by wide loads and by elements.
-const KERNELS: [(&str, &str); 7] = [
+/// Those of the forward with dropout and by elements take the simple loop, whose tiles come by wide loads and by elements. Of
+/// decode, which is CDNA's, the first launch is broken, whose waves are alone (D 128) or share their rows' columns.
+const KERNELS: [(&str, &str); 9] = [
     ("bf16 D128 causal", "-b 1 --heads 1 -s 300 --seqlen-k 400 -d 128 --prec bf16 --mask b"),
     (
         "f16 D64 full, a scale below 0, sinks",
@@ -29,6 +30,15 @@ const KERNELS: [(&str, &str); 7] = [
         "f16 D33 full, by elements, walks over tiles",
         "-b 1 --heads 4 -s 100 --seqlen-k 100 -d 33 --prec fp16 --tile order=static,workgroups=2",
     ),
+    (
+        "decode bf16 D128 causal, paged",
+        "-b 1 --heads 4 --heads-kv 2 -s 3 --seqlen-k 100 -d 128 --prec bf16 --mask b --page-size 16 --kernel cdna_decode",
+    ),
+    (
+        "decode bf16 576/512, V in K, causal, paged",
+        "-b 1 --heads 16 --heads-kv 1 -s 1 --seqlen-k 100 -d 576 --head-dim-v 512 --v-in-k --prec bf16 --mask b \
+         --page-size 16",
+    ),
 ];
 
 /// Records the launches, breaks them, writes `target/nightly/cdna-mutation.md`.
@@ -43,8 +53,8 @@ pub(crate) fn run() -> Result<(), String> {
         for (i, (title, problem)) in KERNELS.iter().enumerate() {
             let fp8 = match arch {
                 "gfx942" => "e4m3fnuz",
-                // RDNA's kernel has one tile a workgroup.
-                _ if arch.starts_with("gfx1") && problem.contains("order=") => continue,
+                // RDNA's kernel has one tile a workgroup, and decodes nothing by itself.
+                _ if arch.starts_with("gfx1") && (problem.contains("order=") || title.starts_with("decode")) => continue,
                 "gfx950" | "gfx1201" => "fp8",
                 _ if problem.contains("FP8") => continue,
                 _ => "",

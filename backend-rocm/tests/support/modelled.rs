@@ -107,7 +107,7 @@ fn bwd_rows(arch: Arch, head_dim: u32) -> String {
     super::support::products(&backend, &problem, &options).iter().map(row).collect()
 }
 
-const DECODE_COLUMNS: &str = "arch\tcall\tvgprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tunit_bytes\tpercent_at_400ns\tpercent_at_800ns\tpercent_at_1600ns\n";
+const DECODE_COLUMNS: &str = "arch\tcall\tvgprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tloads_beside\tunit_bytes\tpercent_at_400ns\tpercent_at_800ns\tpercent_at_1600ns\n";
 /// Keys of a step of decode's loop.
 const DECODE_KEYS: u64 = 32;
 
@@ -157,6 +157,10 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
         main_loop(&file).into_iter().filter(|text| !text.starts_with("global_load")).collect();
     std::fs::remove_file(&file).unwrap();
     let passes = passes(arch, &step);
+    // What the strictest wait of the step leaves under way: of K and V apart the other's tile, of latent rows nothing.
+    let left =
+        step.iter().filter_map(|text| text.split_once("vmcnt(")?.1.split(')').next()?.parse::<u32>().ok());
+    let loads_beside = left.min().unwrap_or(0);
     let row_elems = if latent { head_dim_qk } else { head_dim_qk + head_dim_v };
     let waves = waves_per_simd(arch, &found, shared_by).min(2);
     let unit_bytes = 4 * waves * DECODE_KEYS * u64::from(row_elems) * 2 / shared_by;
@@ -168,7 +172,7 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
         100.0 * unit_bytes as f64 / cycles / share
     };
     format!(
-        "{}\tbf16/{head_dim_qk}x{head_dim_v}\t{}\t{}\t{}\t{waves}\t{:.0}\t{:.0}\t{unit_bytes}\t{:.0}\t{:.0}\t{:.0}\n",
+        "{}\tbf16/{head_dim_qk}x{head_dim_v}\t{}\t{}\t{}\t{waves}\t{:.0}\t{:.0}\t{loads_beside}\t{unit_bytes}\t{:.0}\t{:.0}\t{:.0}\n",
         arch.name(),
         found.vgprs,
         found.vgpr_spills + found.sgpr_spills,

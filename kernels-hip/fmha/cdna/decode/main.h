@@ -253,15 +253,15 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
 #pragma nounroll
     for (int32_t n = 0; n < tiles.count; ++n) {
       const int32_t first_key = tiles.first_key(n);
-      const bool more = n + 1 < tiles.count, is_partly_masked = wave.is_partly_masked(again(), first_key);
+      const bool is_partly_masked = wave.is_partly_masked(again(), first_key);
       columns.put_latent(v);
       Acc s = wave.scores(k, columns);
       sched_barrier();
-      if (more) {
-        at = places.row(again().call.fwd, job);
-        k.issue(again(), job, at);
-        places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(n + 2, tiles.count - 1)));
-      }
+      // On the last step the last tile once more, here and below, for nobody: behind a branch the compiler does not know how
+      // many loads are younger than a tile's, and waits for them too, K(n + 1) before V(n) is used and V(n) before K(n).
+      at = places.row(again().call.fwd, job);
+      k.issue(again(), job, at);
+      places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(n + 2, tiles.count - 1)));
       sched_barrier();
       columns.add_others(s);
       wave.modify_and_mask(s, again(), first_key, is_partly_masked);
@@ -269,7 +269,7 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       const auto probabilities = wave.probabilities(s);
       zeroed |= wave.add_values(v, probabilities, is_partly_masked);
       sched_barrier();
-      if (more) v.issue(again(), job, at);
+      v.issue(again(), job, at);
     }
   }
   wave.store(again());

@@ -12,6 +12,7 @@ use crate::error::{Fault, LaunchError, LoadError, Stop};
 use crate::exec::{Group, PRIVATE_BUFFER, USEFUL, salu};
 use crate::inst::{EXEC, MemKind, Space};
 use crate::memory::{DeviceMemory, View};
+use crate::order;
 use crate::wave::{LANES, State, Wave};
 
 /// How a device executes.
@@ -260,17 +261,6 @@ fn lds_grain(program: &Program) -> u32 {
         .unwrap_or(2)
 }
 
-/// Puts items into an order that the seed draws (Fisher and Yates' shuffle; numbers as SplitMix64 draws them).
-fn shuffle(items: &mut [u64], seed: u64) {
-    let mut state = seed;
-    for last in (1..items.len()).rev() {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut drawn = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        drawn = (drawn ^ drawn >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        items.swap(last, ((drawn ^ drawn >> 31) % (last as u64 + 1)) as usize);
-    }
-}
-
 /// One launch under way.
 struct Run<'l> {
     device: &'l Device,
@@ -300,15 +290,11 @@ impl Run<'_> {
         let [x, y, z] = self.launch.grid.map(u64::from);
         let room = || Room { waves: Vec::new(), lds: Lds::new(), marks: Vec::new() };
         let place = |i: u64| [(i % x) as u32, (i / x % y) as u32, (i / x / y) as u32];
-        let Options { sequential, order, .. } = self.device.options;
-        if sequential || order.is_some() {
+        let Options { sequential, order: seed, .. } = self.device.options;
+        if sequential || seed.is_some() {
             let mut room = room();
             let mut total = Counters::default();
-            let mut workgroups: Vec<u64> = (0..x * y * z).collect();
-            if let Some(seed) = order {
-                shuffle(&mut workgroups, seed);
-            }
-            for i in workgroups {
+            for i in order::of(x * y * z, seed) {
                 total.add(&self.workgroup(&mut room, place(i))?);
             }
             return Ok(total);

@@ -34,6 +34,7 @@ mod memory;
 pub mod mutation;
 mod num;
 mod op;
+mod order;
 mod recording;
 mod text;
 mod wave;
