@@ -48,8 +48,6 @@ const NONE: Cases = Cases { filter: "", deal: 0 };
 
 /// Families that every forward kernel takes in `--all`.
 const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|parts|rare)/";
-/// What RDNA's forward kernel is asked by name: no gradients, no merging.
-const RDNA_CASES: &str = "^(definition|edges|fp8|guards|heads/(batch|group)|rare)/";
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
@@ -444,13 +442,13 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("rdna_fwd"),
         in_test: Cases { filter: "^(edges/(off_tile|nan|gqa)|heads/(batch|group))/.*bf16", deal: 4 },
-        in_all: Cases { filter: RDNA_CASES, deal: 1 },
+        in_all: NONE,
         ..amd("gfx1100", NONE)
     },
     Row {
         kernel: Some("rdna_fwd"),
         in_test: Cases { filter: "^(edges/(off_tile|nan|gqa)/.*bf16|fp8/blocks/e4m3fn/d128x128)", deal: 4 },
-        in_all: Cases { filter: RDNA_CASES, deal: 1 },
+        in_all: NONE,
         ..amd("gfx1201", NONE)
     },
     Row {

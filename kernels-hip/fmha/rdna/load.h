@@ -69,9 +69,9 @@ FMHA_DEVICE void copy_k(typename C::K& k, const Rows& rows) {
       else *reinterpret_cast<uint16_t*>(to) = uint16_t(x);
     }
   } else {
-    // Rows of fewer than eight pieces: neighbours in a row would meet a bank of the next one.
+    // Rows shorter than all banks are wide: neighbours in a row would meet a bank of the next one.
     constexpr int size = C::qk_bytes == 2 ? 16 : 8, pieces = spec.head_dim_qk * C::qk_bytes / size;
-    constexpr bool rows_first = pieces % 8 != 0;
+    constexpr bool rows_first = pieces * size % 128 != 0;
     using Piece = Vec<uint32_t, size / 4>;
 #pragma unroll 4
     for (int id = opaque_thread_idx(); id < tile.block_n * pieces; id += C::num_threads) {

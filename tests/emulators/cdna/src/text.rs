@@ -2,6 +2,7 @@
 
 use crate::inst::{Inst, Mem, MemKind, Space, Src, Ty};
 use crate::num::f16;
+use crate::op::Op;
 
 impl Inst {
     /// The mnemonic with the name of its address space, without LLVM's encoding suffix.
@@ -28,7 +29,9 @@ impl Inst {
             if has_dst || self.name.starts_with("s_cmpk") {
                 out.push(scalar_name(self.sdst, self.dst_ty.dwords()));
             }
-        } else if self.name.starts_with("v_read") && self.name.contains("lane") {
+        } else if self.name.starts_with("v_read") && self.name.contains("lane")
+            || self.name.starts_with("v_s_")
+        {
             out.push(scalar_name(self.sdst, 1));
         } else if self.dst_ty.is_mask() {
             // RDNA's v_cmpx names no destination: it writes EXEC alone.
@@ -49,7 +52,9 @@ impl Inst {
             }
         }
         for i in 0..3 {
-            if self.src[i] == Src::None {
+            // Read without being named: what s_fmac adds to, and VCC in VOPD.
+            let is_silent = i == 2 && (self.op == Op::SFmacF32 || self.name.starts_with("v_dual_cndmask"));
+            if self.src[i] == Src::None || is_silent {
                 continue;
             }
             let text = source_name(self.src[i], self.src_ty[i]);
@@ -141,6 +146,8 @@ fn scalar_name(reg: u8, count: u8) -> String {
         (106, _) => "vcc_lo".to_owned(),
         (107, _) => "vcc_hi".to_owned(),
         (124, _) => "m0".to_owned(),
+        // Of RDNA, where what goes to NULL is put.
+        (125, _) => "null".to_owned(),
         (126, 2) => "exec".to_owned(),
         (126, _) => "exec_lo".to_owned(),
         (127, _) => "exec_hi".to_owned(),
