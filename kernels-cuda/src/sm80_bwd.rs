@@ -195,6 +195,9 @@ const fn rates(widest: i32) -> Rates {
     }
 }
 
+/// The model's own error.
+pub const LEAST_GAIN_OF_ONE_PASS: f64 = 0.03;
+
 /// Both ways to sum dQ, whether in one pass, with the microseconds that the model has for them; the two passes alone where they are the
 /// only one.
 #[must_use]

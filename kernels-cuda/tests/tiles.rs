@@ -683,3 +683,25 @@ fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
         assert_eq!((tile.dq_path, tile.dq_finish), (first, launch), "2 heads, S {seqlen}");
     }
 }
+
+/// Rows of docs/kernels/sm80.md, causal, 16384 tokens of 2048 elements on an H200.
+#[test]
+fn dq_is_summed_in_one_pass_where_that_was_measured_to_be_faster() {
+    let causal = |head_dim: u32, seqlen: u32| {
+        let heads = 2048 / head_dim;
+        let sizes = Dims { batch: 16384 / seqlen, ..dims(1, (seqlen, seqlen), (head_dim, head_dim)) };
+        let sizes = Dims { num_heads_q: heads, num_heads_kv: heads, ..sizes };
+        BwdProblem::new(FwdProblem::batch(DType::Bf16, sizes).mask(MaskSpec::CAUSAL))
+    };
+    for head_dim in [64, 128] {
+        for (seqlen, one_pass) in [(512, false), (4096, true), (16384, true)] {
+            let problem = causal(head_dim, seqlen);
+            let ways = sm80_bwd::ways_of_dq(&problem, &BwdSpec::of(&problem), 132);
+            let best = ways.cheapest(sm80_bwd::LEAST_GAIN_OF_ONE_PASS).map(|best| best.choice);
+            assert_eq!(best, Some(one_pass), "{head_dim}, {seqlen}: {}", ways.words(bool::to_string));
+        }
+    }
+    let wide = causal(256, 4096);
+    let ways = sm80_bwd::ways_of_dq(&wide, &BwdSpec::of(&wide), 132);
+    assert_eq!(ways.iter().map(|way| way.choice).collect::<Vec<_>>(), [false]);
+}

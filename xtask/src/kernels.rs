@@ -340,7 +340,7 @@ pub(crate) const ROWS: &[Row] = &[
         mode: Mode::HappensBefore,
         in_test: Cases { filter: "^backward/(head_dim/bf16/d(64|128)|edges/bf16/s65x130/.*)$", deal: 1 },
         in_all: Cases {
-            filter: "^backward/(head_dim/b?f16/d(32|64|128)|edges/b?f16/.*|hidden/b?f16/.*)$",
+            filter: "^backward/(head_dim/b?f16/d(32|64|128)|edges/b?f16/.*|hidden/b?f16/d(64|128)/.*)$",
             deal: 1,
         },
         ..AMPERE

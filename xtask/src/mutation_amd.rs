@@ -54,7 +54,11 @@ pub(crate) fn run() -> Result<(), String> {
             let fp8 = match arch {
                 "gfx942" => "e4m3fnuz",
                 // RDNA's kernel has one tile a workgroup, and decodes nothing by itself.
-                _ if arch.starts_with("gfx1") && (problem.contains("order=") || title.starts_with("decode")) => continue,
+                _ if arch.starts_with("gfx1")
+                    && (problem.contains("order=") || title.starts_with("decode")) =>
+                {
+                    continue;
+                }
                 "gfx950" | "gfx1201" => "fp8",
                 _ if problem.contains("FP8") => continue,
                 _ => "",

@@ -13,6 +13,7 @@ use fmha_kernels_cuda::nvidia::Instructions;
 use fmha_kernels_cuda::simt::recipe::Simt;
 use fmha_kernels_cuda::simt::recipe_bwd::SimtBwd;
 use fmha_kernels_cuda::sm80::recipe::Sm80;
+use fmha_kernels_cuda::sm80_bwd::recipe::Sm80Bwd;
 use fmha_kernels_cuda::sm90::recipe::Sm90;
 use fmha_kernels_cuda::sm90_bwd::recipe::Sm90Bwd;
 use fmha_kernels_cuda::sm100::recipe::Sm100;
@@ -387,6 +388,29 @@ fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
     assert_eq!(tile_on("sm_80", 128), "128 x 64, 1 stages");
     assert_eq!(tile_on("sm_80", 256), "128 x 64, 1 stages");
     assert_eq!(tile_on("sm_89", 256), "64 x 48, 1 stages");
+}
+
+#[test]
+fn dq_of_mma_sync_has_one_order_where_that_is_asked_for_and_one_pass_where_it_can() {
+    let launches = |problem: &FwdProblem, options: &PlanOptions| {
+        let problem = BwdProblem::new(problem.clone()).validate().unwrap();
+        let choice = choose(&Sm80Bwd::default(), &problem, &stated("sm_80"), options);
+        let choice = choice.map_err(|refusal| refusal.to_string())?;
+        let names: Vec<_> = choice.launches.iter().map(|launch| launch.kernel).collect();
+        Ok::<_, String>((names, choice.promises.deterministic))
+    };
+    let (long, wide) = (of_lengths([8192, 8192], [4, 4], 128, "b"), of_lengths([64, 64], [1, 1], 256, "b"));
+    let two = (vec!["sm80_stats", "sm80_dq", "sm80_dkdv"], true);
+    assert_eq!(
+        launches(&long, &PlanOptions::default()),
+        Ok((vec!["sm80_stats", "sm80_all", "sm80_finish_dq"], false))
+    );
+    assert_eq!(launches(&long, &PlanOptions::default().deterministic(true)), Ok(two.clone()));
+    assert_eq!(launches(&long, &tile("one_pass=0")), Ok(two));
+    let said = launches(&wide, &tile("one_pass=1")).unwrap_err();
+    assert!(said.contains("one_pass=1: head_dim_qk 256 is larger than 128"), "{said}");
+    let said = launches(&long.softcap(2.0), &tile("one_pass=1")).unwrap_err();
+    assert!(said.contains("one_pass=1: 1 of soft-cap, bias and dropout"), "{said}");
 }
 
 /// The kernel's schedule in words, or why it refuses.

@@ -175,16 +175,13 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
     }
 }
 
-/// The model's error.
-const LEAST_GAIN: f64 = 0.03;
-
 /// Whether dQ is summed in memory while dK and dV are: as the tile says, else by the model, unless the sums are to have an order.
 fn adds_dq(ways: &Candidates<bool>, options: &PlanOptions) -> bool {
     match options.tile.iter().find(|(key, _)| key == "one_pass") {
         Some((_, value)) => matches!(value.as_str(), "1" | "true"),
         None => {
             let ordered = options.deterministic || options.batch_invariant || !options.tile.is_empty();
-            !ordered && ways.cheapest(LEAST_GAIN).is_some_and(|best| best.choice)
+            !ordered && ways.cheapest(sm80_bwd::LEAST_GAIN_OF_ONE_PASS).is_some_and(|best| best.choice)
         }
     }
 }
