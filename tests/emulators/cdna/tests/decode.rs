@@ -72,9 +72,12 @@ fn every_instruction_of_the_kernels_reads_as_llvm_reads_it() {
                 if control.iter().chain(&immediate).any(|c| name.starts_with(c)) {
                     continue;
                 }
-                // RDNA's NULL reads as 0.
+                // RDNA's NULL reads as 0; its trap registers are scalars from 108 on.
                 let reads_null = |(at, word): (usize, &String)| {
                     let ours = inst.operands.get(at).map(String::as_str);
+                    if let Some(trap) = word.strip_prefix("ttmp").and_then(|n| n.parse::<u32>().ok()) {
+                        return format!("s{}", 108 + trap);
+                    }
                     if word == "null" && ours == Some("0") { "0".to_owned() } else { word.clone() }
                 };
                 let operands: Vec<String> = operands.iter().enumerate().map(reads_null).collect();

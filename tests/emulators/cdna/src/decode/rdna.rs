@@ -51,7 +51,7 @@ pub(super) fn decode(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
         0b11_1101 => smem(arch, pc, words),
         0b11_0101 => vop3(arch, pc, words),
         0b11_0011 => vop3p(arch, pc, words),
-        0b11_0010 => vopd(pc, words),
+        0b11_0010 => vopd(arch, pc, words),
         0b11_0110 => ds(arch, pc, words),
         0b11_0111 if arch == Arch::Gfx1100 => flat(pc, words),
         0b11_1000 if arch == Arch::Gfx1100 => mubuf(pc, words),
@@ -385,7 +385,7 @@ const DUAL: [(&str, &str); 19] = [
 ];
 
 /// Two operations at once, X and Y; a literal is both's.
-fn vopd(pc: u64, words: &[u32]) -> Option<Inst> {
+fn vopd(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     let (word, second) = (words[0], *words.get(1)?);
     let x_dst = bits(second, 24, 8);
     // Y's destination is even where X's is odd, and odd where it is even: its low bit is not stored.
@@ -393,6 +393,11 @@ fn vopd(pc: u64, words: &[u32]) -> Option<Inst> {
     let mut source = Source::new(words, 2);
     let mut half = |opcode: u32, src0: u32, src1: u32, dst: u32| -> Option<Inst> {
         let (name, canonical) = *DUAL.get(opcode as usize)?;
+        let name = match (arch, name) {
+            (Arch::Gfx1201, "v_dual_max_f32") => "v_dual_max_num_f32",
+            (Arch::Gfx1201, "v_dual_min_f32") => "v_dual_min_num_f32",
+            _ => name,
+        };
         let mut inst = blank(pc, words, canonical);
         let ty = if canonical.ends_with("f32") { Ty::F32 } else { Ty::B32 };
         inst.class = Class::Valu;
