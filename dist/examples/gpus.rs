@@ -15,7 +15,7 @@
 //! - packed: forward of documents of unlike lengths
 //! - decode: one query that all ranks have, against a cache of so many tokens, of which each has a part
 //!
-//! `gather:whole` gathers all heads at once; `mixed` takes two GPUs for a host. The first rank prints what the model of scale
+//! `gather:heads` attends to one kv head while the others come; `mixed` takes two GPUs for a host. The first rank prints what the model of scale
 //! predicts from one device's speed.
 
 use std::path::PathBuf;
@@ -448,7 +448,7 @@ fn main() -> Result<(), AnyError> {
             }
         };
         for name in arg(4, if operation == "decode" { "decode" } else { "gather,ring" }).split(',') {
-            let (of, by_heads) = name.strip_suffix(":whole").map_or((name, None), |of| (of, Some(false)));
+            let (of, by_heads) = name.strip_suffix(":heads").map_or((name, false), |of| (of, true));
             let scheme: Scheme = of.parse()?;
             let problem = Problem::new(bench.whole.clone(), bench.queries.clone()).keys(bench.keys.clone());
             let problem = match &bench.offsets {

@@ -28,9 +28,9 @@ pub struct Options {
     /// What the planner compares schemes by.
     pub links: Links,
     /// Whether `gather`'s forward attends to some heads while the others' keys and values come, wherever heads can be taken
-    /// apart: of more than 8 bits, with no operand that has a number for each head and sequence. `None`: on devices with streams,
-    /// where the exchange takes longer than the launches that this adds.
-    pub by_heads: Option<bool>,
+    /// apart: of more than 8 bits, with no operand that has a number for each head and sequence. Launches take turns on two streams
+    /// then. Off unless it is asked for: what it gains has not been measured on GPUs.
+    pub by_heads: bool,
 }
 
 impl Options {
@@ -50,8 +50,8 @@ impl Options {
 
     /// Whether `gather`'s forward attends to some heads while the others' keys and values come.
     #[must_use]
-    pub fn by_heads(mut self, by_heads: impl Into<Option<bool>>) -> Self {
-        self.by_heads = by_heads.into();
+    pub fn by_heads(mut self, by_heads: bool) -> Self {
+        self.by_heads = by_heads;
         self
     }
 
@@ -94,28 +94,21 @@ impl fmt::Display for Choice {
 /// What is wrong with the problem; of no scheme that takes it, each one's refusal.
 pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) -> Result<Choice> {
     let whole = Whole::new(problem, 0, ranks)?.on_hosts(options.links.ranks_per_host);
-    let whole = overlapping(whole, backward, true, options);
+    let whole = overlapping(whole, backward, options);
     choose_for(&whole, backward, options)
 }
 
 /// Decides whether keys and values come by groups of heads.
-fn overlapping(mut whole: Whole, backward: bool, has_streams: bool, options: &Options) -> Whole {
+fn overlapping(mut whole: Whole, backward: bool, options: &Options) -> Whole {
     let fwd = &whole.fwd;
     let of_each_head = [fwd.scales.descale_q, fwd.scales.descale_k, fwd.scales.descale_v]
         .contains(&Descale::PerKvHead)
         || matches!(fwd.score.bias, Bias::Elementwise(_) | Bias::Alibi { per_batch: true });
     let is_16_bits = [fwd.dtypes.qk, fwd.dtypes.v].iter().all(|dtype| !dtype.is_fp8());
     let possible = !backward && fwd.dims.num_heads_kv > 1 && is_16_bits && !of_each_head;
-    let pays =
-        || has_streams && estimate(Scheme::Gather, &whole, false, &options.links).transfer > LEAST_HIDDEN;
-    let by_heads = possible && whole.ranks > 1 && options.by_heads.unwrap_or_else(pays);
-    whole.by_heads = by_heads;
+    whole.by_heads = possible && whole.ranks > 1 && options.by_heads;
     whole
 }
-
-/// Seconds of an exchange that are worth hiding: a group of heads costs a copy of this rank's K and V, an exchange and a launch
-/// for each run of queries, some ten microseconds each.
-const LEAST_HIDDEN: f64 = 150e-6;
 
 fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Result<Choice> {
     let mut considered = Vec::new();
@@ -198,7 +191,7 @@ impl Planned {
         let backward = gradients.is_some();
         let chosen = Whole::new(problem, rank, ranks).and_then(|whole| {
             let whole = whole.on_hosts(options.links.ranks_per_host);
-            let whole = overlapping(whole, backward, device.has_streams(), options);
+            let whole = overlapping(whole, backward, options);
             let choice = choose_for(&whole, backward, options)?;
             Ok((whole, choice))
         });

@@ -84,6 +84,8 @@ pub(crate) struct Program {
     pub(crate) steps: Vec<Step>,
     pub(crate) scratch: Vec<u64>,
     pub(crate) workspace: u64,
+    /// Whether forward launches take turns on two streams.
+    pub(crate) takes_turns: bool,
 }
 
 impl Program {
@@ -223,7 +225,7 @@ fn turns(program: &Program) -> Vec<Turn> {
             Step::Exchange { .. } => MOVING,
             Step::Forward { .. } => {
                 launches += 1;
-                if launches.is_multiple_of(2) { SECOND } else { 0 }
+                if program.takes_turns && launches.is_multiple_of(2) { SECOND } else { 0 }
             }
             _ => 0,
         };
@@ -501,7 +503,10 @@ mod tests {
             for rank in 0..4 {
                 let mut whole = Whole::new(&problem, rank, 4).unwrap().on_hosts(Some(2));
                 whole.by_heads = scheme == Scheme::Gather;
-                let forward = scheme.forward(&whole, &device, &options).unwrap();
+                let mut forward = scheme.forward(&whole, &device, &options).unwrap();
+                assert_eq!(forward.takes_turns, whole.by_heads);
+                is_ordered(&forward);
+                forward.takes_turns = true;
                 let second = turns(&forward).iter().filter(|turn| turn.stream == SECOND).count();
                 assert!(second > 0 || scheme == Scheme::Ulysses, "{scheme} has {second} launches there");
                 is_ordered(&forward);
