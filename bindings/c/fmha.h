@@ -345,7 +345,7 @@ typedef struct FmhaRanks {
   const struct FmhaRun *runs_k;
   // How many; else 0.
   int64_t num_runs_k;
-  // Host memory: "gather", "ring", "ulysses" or "decode"; null: what the model of kernels and links finds
+  // Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
   // fastest.
   const char *scheme;
   // Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's

@@ -29,13 +29,15 @@ impl Work {
         let (qk, v) = (u128::from(dims.head_dim_qk), u128::from(dims.head_dim_v));
         let (heads_q, heads_kv) = (u128::from(dims.num_heads_q), u128::from(dims.num_heads_kv));
         let size = |dtype: DType| u128::from(dtype.size_bytes());
+        // Values that lie in the rows of K are read with them.
+        let values = if problem.cache.v_in_k { 0 } else { v * size(problem.dtypes.v) };
         // 32 bits of heads, 32 of sequences, 62 of a sequence's pairs: 128 hold the sums.
         let (mut pairs, mut bytes) = (0u128, 0u128);
         for span in spans {
             pairs += u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k));
             let (rows_q, rows_k) = (u128::from(span.seqlen_q), u128::from(span.seqlen_k));
             bytes += rows_q * heads_q * (qk * size(problem.dtypes.qk) + v * size(problem.dtypes.o))
-                + rows_k * heads_kv * (qk * size(problem.dtypes.qk) + v * size(problem.dtypes.v));
+                + rows_k * heads_kv * (qk * size(problem.dtypes.qk) + values);
         }
         let fits = |what: &str, count: Option<u128>| {
             count.and_then(|count| u64::try_from(count).ok()).ok_or_else(|| {
@@ -153,6 +155,9 @@ mod tests {
         let wide = FwdProblem::batch(DType::F32, dims).mask(problem.mask);
         let bytes = (5 + 3) * 6 * (24 + 40) * 4 + (7 + 2) * 2 * (24 + 40) * 4;
         assert_eq!(Work::count(&wide, &[span(5, 7), span(3, 2)]).unwrap().fwd_bytes, bytes);
+        let latent = wide.v_in_k(true);
+        let bytes = bytes - (7 + 2) * 2 * 40 * 4;
+        assert_eq!(Work::count(&latent, &[span(5, 7), span(3, 2)]).unwrap().fwd_bytes, bytes);
     }
 
     #[test]

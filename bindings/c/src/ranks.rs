@@ -90,7 +90,7 @@ pub struct FmhaRanks {
     pub runs_k: *const FmhaRun,
     /// How many; else 0.
     pub num_runs_k: i64,
-    /// Host memory: "gather", "ring", "ulysses" or "decode"; null: what the model of kernels and links finds
+    /// Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
     /// fastest.
     pub scheme: *const c_char,
     /// Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's

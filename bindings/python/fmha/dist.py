@@ -475,8 +475,8 @@ def attention(
             ``"replicated"`` (queries of a step of decoding), or for each rank its runs ``[(begin, end), ...]``. Of
             packed rows they may span sequences.
         partition_k: the same for keys; ``None``: as the queries.
-        scheme: ``"gather"``, ``"ring"``, ``"ulysses"`` or ``"decode"``; ``None``: what the model of kernels and
-            links finds fastest. :func:`explain` says what was chosen.
+        scheme: ``"gather"``, ``"ring"``, ``"mixed"``, ``"ulysses"`` or ``"decode"``; ``None``: what the model of
+            kernels and links finds fastest. :func:`explain` says what was chosen.
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: bits that do not depend on the number of ranks, or a refusal.
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, own rows]`` or ``[num_heads_q, own rows]``; it
