@@ -110,12 +110,8 @@ const MOST_STRETCHES: u64 = 32;
 
 impl<'a> Builder<'a> {
     pub(crate) fn new(whole: &'a Whole, device: &'a Device, options: &'a PlanOptions) -> Self {
-        let program = Program {
-            steps: Vec::new(),
-            scratch: Vec::new(),
-            workspace: 0,
-            takes_turns: whole.by_heads,
-        };
+        let program =
+            Program { steps: Vec::new(), scratch: Vec::new(), workspace: 0, takes_turns: whole.by_heads };
         Self { whole, device, options, program, free: Vec::new(), elem_bytes: Vec::new() }
     }
 
