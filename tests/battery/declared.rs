@@ -25,6 +25,10 @@ fn updates_the_cache(case: &Case, problem: Option<&FwdProblem>) -> bool {
         || matches!(&case.body, Body::Law(law) if matches!(law.kind, LawKind::AppendIsWritten(_)))
 }
 
+fn dropout_between_quads(_: &Case, problem: Option<&FwdProblem>) -> bool {
+    problem.is_some_and(|p| p.refuse_dropout_between_quads("").is_err())
+}
+
 fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
     let is_tiny = problem.score.softmax_scale.is_some_and(|scale| scale != 0.0 && scale.abs() < 1e-30);
     is_tiny && matches!(problem.score.bias, Bias::Alibi { .. })
@@ -46,6 +50,16 @@ pub const DECLARED: &[Declared] = &[
         backend: "cuda",
         what: "Hopper's kernel takes ALiBi's slope from scores that are not scaled: a scale below 1e-30 is simt's",
         applies: |_, problem| problem.is_some_and(alibi_beside_a_tiny_scale),
+    },
+    Declared {
+        backend: "cuda",
+        what: "dropout of a part whose keys begin amid four of the whole's: kernels of tiles decide for four keys at once",
+        applies: dropout_between_quads,
+    },
+    Declared {
+        backend: "rocm",
+        what: "dropout of a part whose keys begin amid four of the whole's: kernels of tiles decide for four keys at once",
+        applies: dropout_between_quads,
     },
     Declared {
         backend: "rocm",
