@@ -172,6 +172,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     // Batch-invariant calls in parts: sm90's, and sm80's of pages.
     Row {
+        kernel: None,
         in_test: Cases { filter: "^decode/fixed_parts/bf16/(q3/p32|packed)$", deal: 1 },
         in_all: Cases { filter: "^decode/fixed_parts/", deal: 1 },
         ..HOPPER_WALKING
