@@ -20,7 +20,7 @@ use fmha_core::{AnyProblem, Device, PlanOptions};
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
 /// Of the tile kernels of an architecture, one in so many; those of one are not those of another.
-const PARTS: u64 = 60;
+const PARTS: u64 = 90;
 /// What may be wrong on one architecture alone: its matrix instructions, its waits.
 const EVERYWHERE: [&str; 2] = ["edges/off_tile/bf16", "combine/bf16"];
 

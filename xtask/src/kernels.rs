@@ -91,7 +91,7 @@ pub(crate) const ROWS: &[Row] = &[
     // Positions of a larger call, in everything that has them.
     Row { in_test: Cases { filter: "^(backward/)?parts/bf16/alibi_dropout/b/quad/", deal: 1 }, ..HOPPER },
     Row {
-        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 72 },
+        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 108 },
         in_all: Cases { filter: FORWARD, deal: 1 },
         ..HOPPER
     },
@@ -236,7 +236,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         kernel: Some("simt"),
-        in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 96 },
+        in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 144 },
         in_all: Cases {
             filter: "^(addresses|definition|edges|fp8|guards|heads/[a-z_]*/(bf16|f16)/[^d]|rare)/",
             deal: 1,
@@ -254,7 +254,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         kernel: None,
-        in_test: Cases { filter: FORWARD, deal: 64 },
+        in_test: Cases { filter: FORWARD, deal: 96 },
         in_all: Cases { filter: FORWARD, deal: 1 },
         ..BLACKWELL
     },
