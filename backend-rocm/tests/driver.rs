@@ -118,7 +118,7 @@ fn each_architecture_has_its_device_which_says_what_it_is() {
     for arch in Arch::ALL {
         let units = arch.num_compute_units();
         let Some(backend) = device(arch.name()) else { return };
-        let (start, middle) = (format!("rocm:0 (fmha emulator ({0}), {0}:", arch.name()), backend.name());
+        let (start, middle) = (format!("rocm:0 (fmha emulator ({0}), {0}", arch.name()), backend.name());
         assert!(middle.starts_with(&start), "{middle}");
         assert!(middle.contains(&format!(", {units} compute units, HIP ")), "{middle}");
         assert!(middle.ends_with(", emulated)"), "{middle}");
