@@ -79,42 +79,6 @@ typedef struct FmhaGroup FmhaGroup;
 // A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
 typedef struct FmhaPlan FmhaPlan;
 
-// How a rank finds the others. Set everything to 0 first, then what is wanted.
-typedef struct FmhaJoin {
-  // sizeof(FmhaJoin).
-  uint64_t struct_bytes;
-  // Which rank this one is, from 0; 0 without an address.
-  int64_t rank;
-  // How many there are; 0 without an address.
-  int64_t size;
-  // Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
-  // every rank of this host sees; null: RANK, WORLD_SIZE, MASTER_ADDR and the port above MASTER_PORT, as
-  // torchrun sets them.
-  const char *address;
-  // Seconds that a rank may be late, when it joins and at every later step; 0: 60.
-  double timeout_seconds;
-  // FMHA_NCCL: a live ncclComm_t of the same ranks, which outlives the group and which nobody uses at the
-  // same time; it stays the caller's, and is aborted when a rank has failed. Null: one of the group's own,
-  // on the device that is current on this thread.
-  void *nccl_comm;
-  // Host memory: the path of NCCL or RCCL; null: where the system finds it.
-  const char *nccl_library;
-  // FMHA_HOST or FMHA_NCCL.
-  int32_t space;
-  // 0.
-  int32_t reserved;
-} FmhaJoin;
-
-// A stretch of rows that a rank has.
-typedef struct FmhaRun {
-  // Which rank.
-  int64_t rank;
-  // The first row.
-  int64_t begin;
-  // One past the last.
-  int64_t end;
-} FmhaRun;
-
 // A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
 // batch and head.
 typedef struct FmhaTensor {
@@ -328,35 +292,6 @@ typedef struct FmhaCall {
   int32_t descale_per_tensor;
 } FmhaCall;
 
-// Which rows of the whole each rank has, the same on every rank but for own_rows_q and own_rows_k. Rows are
-// positions of every sequence, or rows of a packed tensor.
-typedef struct FmhaRanks {
-  // sizeof(FmhaRanks).
-  uint64_t struct_bytes;
-  // Rows of this rank's Q and O, as partition_q gives them.
-  int64_t own_rows_q;
-  // Rows of this rank's K and V, as partition_k gives them.
-  int64_t own_rows_k;
-  // Host memory: FMHA_RUNS: who has which queries, a rank's runs ascending; else null.
-  const struct FmhaRun *runs_q;
-  // How many; else 0.
-  int64_t num_runs_q;
-  // Likewise for keys.
-  const struct FmhaRun *runs_k;
-  // How many; else 0.
-  int64_t num_runs_k;
-  // Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
-  // fastest.
-  const char *scheme;
-  // Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's
-  // own figures.
-  const char *links;
-  // FMHA_CONTIGUOUS, ...
-  int32_t partition_q;
-  // Likewise for keys.
-  int32_t partition_k;
-} FmhaRanks;
-
 // How to choose a kernel. Null instead of it, and 0 in every field, is the default.
 typedef struct FmhaOptions {
   // sizeof(FmhaOptions).
@@ -423,83 +358,74 @@ typedef struct FmhaCombine {
   int32_t reserved;
 } FmhaCombine;
 
+// How a rank finds the others. Set everything to 0 first, then what is wanted.
+typedef struct FmhaJoin {
+  // sizeof(FmhaJoin).
+  uint64_t struct_bytes;
+  // Which rank this one is, from 0; 0 without an address.
+  int64_t rank;
+  // How many there are; 0 without an address.
+  int64_t size;
+  // Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
+  // every rank of this host sees; null: RANK, WORLD_SIZE, MASTER_ADDR and the port above MASTER_PORT, as
+  // torchrun sets them.
+  const char *address;
+  // Seconds that a rank may be late, when it joins and at every later step; 0: 60.
+  double timeout_seconds;
+  // FMHA_NCCL: a live ncclComm_t of the same ranks, which outlives the group and which nobody uses at the
+  // same time; it stays the caller's, and is aborted when a rank has failed. Null: one of the group's own,
+  // on the device that is current on this thread.
+  void *nccl_comm;
+  // Host memory: the path of NCCL or RCCL; null: where the system finds it.
+  const char *nccl_library;
+  // FMHA_HOST or FMHA_NCCL.
+  int32_t space;
+  // 0.
+  int32_t reserved;
+} FmhaJoin;
+
+// A stretch of rows that a rank has.
+typedef struct FmhaRun {
+  // Which rank.
+  int64_t rank;
+  // The first row.
+  int64_t begin;
+  // One past the last.
+  int64_t end;
+} FmhaRun;
+
+// Which rows of the whole each rank has, the same on every rank but for own_rows_q and own_rows_k. Rows are
+// positions of every sequence, or rows of a packed tensor.
+typedef struct FmhaRanks {
+  // sizeof(FmhaRanks).
+  uint64_t struct_bytes;
+  // Rows of this rank's Q and O, as partition_q gives them.
+  int64_t own_rows_q;
+  // Rows of this rank's K and V, as partition_k gives them.
+  int64_t own_rows_k;
+  // Host memory: FMHA_RUNS: who has which queries, a rank's runs ascending; else null.
+  const struct FmhaRun *runs_q;
+  // How many; else 0.
+  int64_t num_runs_q;
+  // Likewise for keys.
+  const struct FmhaRun *runs_k;
+  // How many; else 0.
+  int64_t num_runs_k;
+  // Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
+  // fastest.
+  const char *scheme;
+  // Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's
+  // own figures.
+  const char *links;
+  // FMHA_CONTIGUOUS, ...
+  int32_t partition_q;
+  // Likewise for keys.
+  int32_t partition_k;
+} FmhaRanks;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
-
-// Joins a group, and waits for all of its ranks. Every rank then makes the same calls in the same order: what
-// goes wrong on one is an error on all, which names the rank and the field, and after one no call of the group
-// succeeds. Returns 0 and sets `*group`, or not 0 (see `fmha_last_error`) with `*group` untouched.
-//
-// # Safety
-// `join` is null or as the struct says; `group` is null or writable.
-int fmha_dist_join(const struct FmhaJoin *join,
-                   struct FmhaGroup **group);
-
-// Leaves a group. The other ranks' calls that are still to come fail; plans of this rank keep it until they
-// are dropped. Null is taken.
-//
-// # Safety
-// `group` is null or from `fmha_dist_join`, and not left before.
-void fmha_dist_leave(struct FmhaGroup *group);
-
-// Tells the other ranks that this one cannot go on: their calls fail by this rank, `field` and `text` at once,
-// and need not wait for it until it is late. No call of the group succeeds any more. Null is taken.
-//
-// # Safety
-// `group` is null or from `fmha_dist_join`; `field` and `text` are null or C strings.
-void fmha_dist_fail(const struct FmhaGroup *group,
-                    const char *field,
-                    const char *text);
-
-// The rows of `rank` where `rows` are cut for `size` ranks by FMHA_CONTIGUOUS, FMHA_ZIG_ZAG or
-// FMHA_REPLICATED: at most two runs, their number in `*num_runs`.
-//
-// # Safety
-// `runs` is null or room for two; `num_runs` is null or writable.
-int fmha_dist_rows(int32_t partition,
-                   int64_t rows,
-                   int64_t size,
-                   int64_t rank,
-                   struct FmhaRun *runs,
-                   int64_t *num_runs);
-
-// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those
-// of one device that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows,
-// num_heads_q, head_dim], K and V likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis,
-// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. Paged,
-// appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
-// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
-//
-// # Safety
-// As `fmha_plan`; `ranks` is null or as the struct says; `group` is null or from `fmha_dist_join`.
-int fmha_dist_plan(const struct FmhaCall *call,
-                   const struct FmhaRanks *ranks,
-                   const struct FmhaOptions *options,
-                   const struct FmhaGroup *group,
-                   struct FmhaDistPlan **plan);
-
-// Runs a plan, on every rank; `call` is what was planned but for addresses, stream, dropout_seed and
-// dropout_offset, which the ranks have alike. On a device it is queued on the stream; on the host it is done
-// when this returns. Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
-//
-// # Safety `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large
-// as the plan's.
-int fmha_dist_run(const struct FmhaDistPlan *plan,
-                  const struct FmhaCall *call);
-
-// The plan for a reader: what each scheme would cost, the one that serves and why, every step of this rank.
-// Lives as long as the plan.
-//
-// # Safety
-// `plan` is null (then so is the text) or from `fmha_dist_plan`.
-const char *fmha_dist_plan_text(const struct FmhaDistPlan *plan);
-
-// Drops a plan whose work is done. Null is taken.
-//
-// # Safety
-// `plan` is null or from `fmha_dist_plan`, and not dropped before.
-void fmha_dist_drop(struct FmhaDistPlan *plan);
 
 // Chooses and compiles a kernel; may take seconds the first time. Nothing on the device is read.
 // Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`) with `*plan` untouched.
