@@ -326,16 +326,8 @@ impl Cdna {
     /// # Errors
     /// The operand, its address and the alignment that it lacks.
     pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
-        let loads = if self.tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
-        let stores =
-            if self.tile.store == StorePath::Element { 1 } else { 4 * problem.dtypes.o.size_bytes() };
-        let operands = [
-            ("q", args.q.as_ptr() as u64, loads, true),
-            ("k", args.k_slice().as_ptr() as u64, loads, true),
-            ("v", args.v_slice().as_ptr() as u64, loads, true),
-            ("o", args.o.as_mut_ptr() as u64, stores, true),
-        ];
-        check_addresses(NAME, operands)
+        let load = if self.tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
+        takes_addresses(NAME, (load, self.tile.store), problem, args)
     }
 
     /// The kernel that takes any address, where it is another one.
@@ -396,4 +388,24 @@ impl Cdna {
             ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, spec.dtype_v)),
         ]
     }
+}
+
+/// That the operands of a tile kernel, forward, begin where its loads (so many bytes each) and its stores do.
+///
+/// # Errors
+/// The operand, its address and the alignment that it lacks.
+pub(crate) fn takes_addresses(
+    kernel: &str,
+    (load, store): (u64, StorePath),
+    problem: &FwdProblem,
+    args: &FwdArgs<'_>,
+) -> Result<(), ProblemError> {
+    let store = if store == StorePath::Element { 1 } else { 4 * problem.dtypes.o.size_bytes() };
+    let operands = [
+        ("q", args.q.as_ptr() as u64, load, true),
+        ("k", args.k_slice().as_ptr() as u64, load, true),
+        ("v", args.v_slice().as_ptr() as u64, load, true),
+        ("o", args.o.as_mut_ptr() as u64, store, true),
+    ];
+    check_addresses(kernel, operands)
 }

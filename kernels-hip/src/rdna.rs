@@ -7,9 +7,7 @@ use fmha_core::abi_spec;
 use fmha_core::fields::{Fields as _, Takes, knob_values};
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::tune::TileOptions;
-use fmha_core::{
-    FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, Shape, Strides, VLayout, check_addresses,
-};
+use fmha_core::{FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, Shape, Strides, VLayout};
 
 use crate::arch::Arch;
 use crate::cdna;
@@ -198,16 +196,8 @@ impl Rdna {
     /// # Errors
     /// The operand, its address and the alignment that it lacks.
     pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
-        let loads = if self.tile.load == LoadPath::Element { 1 } else { CHUNK.unsigned_abs() };
-        let stores =
-            if self.tile.store == StorePath::Element { 1 } else { 4 * problem.dtypes.o.size_bytes() };
-        let operands = [
-            ("q", args.q.as_ptr() as u64, loads, true),
-            ("k", args.k_slice().as_ptr() as u64, loads, true),
-            ("v", args.v_slice().as_ptr() as u64, loads, true),
-            ("o", args.o.as_mut_ptr() as u64, stores, true),
-        ];
-        check_addresses(NAME, operands)
+        let load = if self.tile.load == LoadPath::Element { 1 } else { CHUNK.unsigned_abs() };
+        cdna::takes_addresses(NAME, (load, self.tile.store), problem, args)
     }
 
     /// The kernel that takes any address, where it is another one.
