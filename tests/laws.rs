@@ -116,6 +116,31 @@ fn every_static_assert_says_what_it_means() {
     none(&broken);
 }
 
+/// What `](...)` of a line's prose names, pages of the web and marks within a page apart.
+fn linked(line: &str) -> impl Iterator<Item = &str> {
+    let prose = line.split('`').step_by(2);
+    prose
+        .flat_map(|text| text.split("](").skip(1))
+        .filter_map(|rest| rest.split(')').next())
+        .map(|target| target.split('#').next().unwrap_or(target))
+        .filter(|target| {
+            !target.is_empty() && !target.contains("://") && !target.contains(char::is_whitespace)
+        })
+}
+
+#[test]
+fn every_link_of_a_page_leads_somewhere() {
+    let broken = violations(&files("", &[".md"]), |page, line| {
+        let folder = root().join(page).parent().expect("a page is in a folder").to_owned();
+        linked(line).any(|target| !folder.join(target).exists())
+    });
+    none(&broken);
+    assert_eq!(
+        linked("[a](b.md#c) `[d](e)` [f](https://g.h) [i](#j) [k](l/)").collect::<Vec<_>>(),
+        ["b.md", "l/"]
+    );
+}
+
 #[test]
 fn nothing_asks_to_be_kept_in_sync_and_nothing_is_left_to_do() {
     none(&violations(&files("", SOURCE), |_, line| {
