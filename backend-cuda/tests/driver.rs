@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use fmha_core::{DType, Device, Stream, Workspace};
+use fmha_core::{DType, DevBuffer, Device, MemorySpace, Stream, Workspace};
 use libloading::os::unix::{Library, Symbol};
 
 type Status = c_int;
@@ -84,6 +84,25 @@ fn the_threads_context_is_the_callers_again_after_each_call() {
         drop(buffer);
         still("a dropped buffer");
     }
+}
+
+#[test]
+fn a_buffer_is_made_zeros_to_its_last_byte() {
+    let backend = device();
+    let memory = backend.memory();
+    for bytes in [0, 1, 4099] {
+        let mut buffer = memory.alloc(bytes).unwrap();
+        memory.upload(&vec![7; bytes as usize], &mut buffer).unwrap();
+        memory.zero(&mut buffer).unwrap();
+        let mut seen = vec![9; bytes as usize];
+        memory.download(&buffer, &mut seen).unwrap();
+        assert_eq!(seen, vec![0; bytes as usize]);
+    }
+    let nothing = std::ptr::NonNull::dangling().as_ptr();
+    // SAFETY: 0 bytes, which nobody frees.
+    let mut of_the_host = unsafe { DevBuffer::from_raw(MemorySpace::Host, nothing, 0, Box::new(|_| ())) };
+    let refused = memory.zero(&mut of_the_host).unwrap_err().to_string();
+    assert!(refused.contains("host memory"), "{refused}");
 }
 
 #[test]

@@ -50,6 +50,19 @@ impl<D: Driver> DeviceMemory for Memory<D> {
         unsafe { self.driver()?.upload(bytes, to.as_ptr() as u64) }
     }
 
+    fn zero(&self, buffer: &mut DevBuffer) -> Result<()> {
+        fits("buffer", 0, buffer)?;
+        if buffer.bytes() == 0 {
+            return Ok(());
+        }
+        let driver = self.driver()?;
+        // SAFETY: the buffer is borrowed alone, so no queued work may use it, and 0 is the default stream.
+        unsafe {
+            driver.zero(buffer.as_ptr(), buffer.bytes(), 0)?;
+            driver.synchronize(0)
+        }
+    }
+
     fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
         fits("from", bytes.len(), from)?;
         if bytes.is_empty() {

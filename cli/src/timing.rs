@@ -91,7 +91,7 @@ pub(super) struct Burst {
     pub(super) idle: Duration,
     /// Seconds of calls in a round,
     pub(super) seconds: f64,
-    /// but no more calls than this: the flushes between them take a hundred times as long as a short call.
+    /// but no more calls than this: a flush before each takes longer than a short call.
     pub(super) calls: usize,
 }
 

@@ -130,6 +130,15 @@ pub trait DeviceMemory: Send + Sync {
     /// [`Error::Problem`] when `to` is too small, or what the driver said.
     fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()>;
 
+    /// Makes all bytes of `buffer` 0, and waits for that. Where nothing better is known the zeros are uploaded.
+    ///
+    /// # Errors
+    /// As [`upload`](Self::upload), and [`Error::System`] where the host has no room for the zeros.
+    fn zero(&self, buffer: &mut DevBuffer) -> Result<()> {
+        let zeros = zeros("a buffer's zeros", buffer.bytes())?;
+        self.upload(&zeros, buffer)
+    }
+
     /// Copies the front of `from` to `bytes`.
     ///
     /// # Errors
@@ -151,6 +160,19 @@ pub trait DeviceMemory: Send + Sync {
     fn alloc_at_edge(&self, _bytes: u64, _at_end: bool) -> Result<Option<DevBuffer>> {
         Ok(None)
     }
+}
+
+/// Zeros of the host, for `purpose`.
+pub(crate) fn zeros(purpose: &str, bytes: u64) -> Result<Vec<u8>> {
+    let refused = || Error::System {
+        what: format!("{bytes} bytes for {purpose}"),
+        text: "the system has no such memory".to_owned(),
+    };
+    let size = usize::try_from(bytes).map_err(|_| refused())?;
+    let mut buffer = Vec::new();
+    buffer.try_reserve_exact(size).map_err(|_| refused())?;
+    buffer.resize(size, 0);
+    Ok(buffer)
 }
 
 /// Memory that a [`DeviceMemory`] gave out; goes back when dropped.

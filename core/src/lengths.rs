@@ -1,7 +1,8 @@
 //! The checking mode: a call's lengths, read back from the device and checked before anything is launched.
 
 use crate::args::{BlockTable, DevSlice, SeqArgs};
-use crate::error::{Error, Result};
+use crate::backend::zeros;
+use crate::error::Result;
 use crate::problem::FwdProblem;
 use crate::seq::spans;
 
@@ -21,7 +22,7 @@ pub fn check_lengths(
 ) -> Result<()> {
     let mut copy = |slice: Option<DevSlice<'_>>, elems: u64| -> Result<Option<Vec<u8>>> {
         let Some(slice) = slice else { return Ok(None) };
-        let mut bytes = zeros(slice.bytes().min(elems.saturating_mul(4)))?;
+        let mut bytes = zeros("a copy of the lengths", slice.bytes().min(elems.saturating_mul(4)))?;
         read(slice, &mut bytes)?;
         Ok(Some(bytes))
     };
@@ -46,22 +47,11 @@ pub fn check_lengths(
     Ok(())
 }
 
-fn zeros(bytes: u64) -> Result<Vec<u8>> {
-    let refused = || Error::System {
-        what: format!("{bytes} bytes for a copy of the lengths"),
-        text: "the system has no such memory".to_owned(),
-    };
-    let size = usize::try_from(bytes).map_err(|_| refused())?;
-    let mut buffer = Vec::new();
-    buffer.try_reserve_exact(size).map_err(|_| refused())?;
-    buffer.resize(size, 0);
-    Ok(buffer)
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 mod tests {
     use super::*;
+    use crate::error::Error;
     use crate::{DType, Dims, KvLayout, QLayout, Totals};
 
     const DIMS: Dims = Dims {
