@@ -93,14 +93,15 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), has_semaphores };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
-        // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done;
-        // and where it makes delta, of each query head's blocks that are made.
+        // Flags: what is not finite, query blocks with far queries; where the main kernel finishes dQ, the number of each
+        // head's key blocks that are done; and where it makes delta, of each query head's blocks that are made.
         let non_finite = tile.num_non_finite_flags(&spec, &schedule, q_blocks);
         let done = if tile.finishes_dq() { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
         let made = if tile.makes_delta() { u64::from(dims.num_heads_q) * u64::from(dims.batch) } else { 0 };
-        let origins = if sm90_bwd::modifies_score(&spec) { ScoreOrigins::OfRows } else { ScoreOrigins::Zero };
+        let far = if sm90_bwd::leaves_far_queries(&spec) { u64::from(q_blocks) } else { 0 };
         let block_m = tile.block_m.unsigned_abs();
-        let workspace = BwdWorkspace::new(problem, block_m, origins, Some(sums), non_finite + done + made)
+        let flags = non_finite + far + done + made;
+        let workspace = BwdWorkspace::new(problem, block_m, ScoreOrigins::OfRows, Some(sums), flags)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // Behind it the sums of heads' parts.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
@@ -125,10 +126,10 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
             let blocks = tiles / parts.max(1);
             rows("head_sums", sm90_bwd::head_sums(&spec, &tile), blocks * sm90_bwd::HEAD_SUMS_CTAS)
         });
-        // And where a mask may have let hidden infinities through, a warp to each block.
-        let repair = sm90_bwd::repairs(&spec).then(|| {
-            let warps = (q_blocks + tiles).div_ceil(sm90_bwd::ROW_THREADS / 32);
-            rows("repair", sm90_bwd::repair(&spec, &tile), warps)
+        let repairs = sm90_bwd::repairs(&spec) || sm90_bwd::leaves_far_queries(&spec);
+        let repair = repairs.then(|| {
+            let ctas = sm90_bwd::repair_ctas(problem, &spec, &schedule, q_blocks);
+            rows("repair", sm90_bwd::repair(&spec, &tile), ctas)
         });
         let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
         Ok(Choice {
