@@ -4,13 +4,13 @@ use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90Bw
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums, ScoreOrigins};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::{FieldValue as _, Fields as _, knob_values, knobs};
+use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
     Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind, check_addresses,
 };
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
 
 use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
@@ -310,36 +310,28 @@ fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.wgmma
 }
 
-impl<V: Nvidia> Tunable<ValidBwd, V> for Sm90Bwd {
+impl<V: Nvidia> Tiled<ValidBwd, V> for Sm90Bwd {
+    type Tile = Sm90BwdTile;
+
+    const HEADERS: &'static [&'static str] = &sm90_bwd::HEADERS;
+
     fn label(&self) -> &'static str {
         sm90_bwd::LABEL
-    }
-
-    fn headers(&self) -> &'static [&'static str] {
-        &sm90_bwd::HEADERS
     }
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
         runs_on(facts)
     }
 
-    fn own_tile(
+    fn table_tile(
         &self,
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
+    ) -> Result<Sm90BwdTile, Refusal> {
         let without_tile = options.clone().tile(Vec::<(String, String)>::new());
         <Self as Recipe<ValidBwd, V>>::choose(&Self::default(), problem, facts, &without_tile)?;
-        Ok(knob_values(&table_tile(problem, &spec_of(problem, options), facts)))
-    }
-
-    fn class(&self, problem: &ValidBwd, options: &PlanOptions) -> TileClass {
-        TileClass::of_bwd(problem, &spec_of(problem, options))
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        knobs::<Sm90BwdTile>()
+        Ok(table_tile(problem, &spec_of(problem, options), facts))
     }
 }
 
