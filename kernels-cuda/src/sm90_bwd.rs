@@ -220,6 +220,9 @@ const SIDE_BY_SIDE_PERIOD: u32 = 8;
 /// CTAs that add a key block's parts with `head_parts`: they divide `block_n`.
 pub const HEAD_SUMS_CTAS: u32 = 8;
 
+/// Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.
+const TILE_INDEX_SLOTS: i32 = 2;
+
 /// Registers of a consumer's accumulators that leave room for the rest.
 const MAX_ACCUMULATORS: i32 = 216;
 
@@ -315,15 +318,51 @@ impl Sm90BwdTile {
         let dq = if self.adds_from_registers() { 1024 } else { dq_bytes };
         let sums = if self.finishes_dq() { dq_bytes } else { 0 };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
-        let barriers =
-            8 * (7 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
         // Of each warp four quads and the queries of a block: the device's `DropoutParts`.
         let parts = if spec.fwd.dropout && matches!(self.walk, BwdWalk::LateDp) {
             round_up(4 * self.num_consumers() * (4 * 16 + 8 * self.block_m), 1024)
         } else {
             0
         };
-        parts + round_up(keys + queries + ds + dq + sums + stats + barriers + 3 * 4, 1024)
+        // Behind the barriers the tiles' indices, and a flag.
+        let words = 4 * (TILE_INDEX_SLOTS + 1);
+        parts + round_up(keys + queries + ds + dq + sums + stats + 8 * self.num_barriers() + words, 1024)
+    }
+
+    /// The main kernel's mbarriers, and how many there are of each: the device's `Smem`.
+    #[must_use]
+    pub const fn barriers(&self) -> [(&'static str, i32); 17] {
+        let (of_q, of_dout, of_ds) = (self.stages_q, self.stages_dout, self.stages_ds);
+        let of_dq = self.num_consumers();
+        [
+            ("k_full", 1),
+            ("v_full", 1),
+            ("kv_empty", 1),
+            ("q_full", of_q),
+            ("q_empty", of_q),
+            ("dout_full", of_dout),
+            ("dout_empty", of_dout),
+            ("other_ds_full", of_ds),
+            ("other_ds_empty", of_ds),
+            ("dq_full", of_dq),
+            ("dq_empty", of_dq),
+            ("sums_full", 1),
+            ("dq_admitted", 1),
+            ("dq_added", 1),
+            ("dq_added_seen", 1),
+            ("tile_index_full", TILE_INDEX_SLOTS),
+            ("tile_index_empty", TILE_INDEX_SLOTS),
+        ]
+    }
+
+    const fn num_barriers(&self) -> i32 {
+        let barriers = self.barriers();
+        let (mut i, mut sum) = (0, 0);
+        while i < barriers.len() {
+            sum += barriers[i].1;
+            i += 1;
+        }
+        sum
     }
 
     /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block,
@@ -1161,6 +1200,8 @@ fn host_header() -> Header {
          constexpr int kRowThreads = {ROW_THREADS};\n\
          // CTAs that add the parts of a key block.\n\
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
+         // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
+         constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
          constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),
