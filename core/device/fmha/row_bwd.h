@@ -40,7 +40,7 @@ FMHA_DEVICE bool is_marked_far(float lse_log2) { return lse_log2 > 0x1p110f && l
 FMHA_DEVICE float unmarked(float lse_log2) { return is_marked_far(lse_log2) ? lse_log2 * 0x1p-100f - 4096.f : lse_log2; }
 
 FMHA_DEVICE RowOrigin row_origin(const BwdParams& p, int64_t stats) {
-  return {p.score_origin ? p.score_origin[stats] : 0.f, unmarked(p.lse_log2[stats])};
+  return {p.score_origin[stats], unmarked(p.lse_log2[stats])};
 }
 // exp(score - LSE) of a score less the origin: 1 at most, whatever has been rounded.
 FMHA_DEVICE float probability(float score, float lse_log2) { return exp2_of(min(score * kLog2E - lse_log2, 0.f)); }

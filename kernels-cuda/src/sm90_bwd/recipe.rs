@@ -2,7 +2,7 @@
 
 use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
 use fmha_core::abi::DevPtr;
-use fmha_core::bwd_workspace::{BwdWorkspace, DqSums, ScoreOrigins};
+use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::BwdSpec;
@@ -101,7 +101,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         let far = if sm90_bwd::leaves_far_queries(&spec) { u64::from(q_blocks) } else { 0 };
         let block_m = tile.block_m.unsigned_abs();
         let flags = non_finite + far + done + made;
-        let workspace = BwdWorkspace::new(problem, block_m, ScoreOrigins::OfRows, Some(sums), flags)
+        let workspace = BwdWorkspace::new(problem, block_m, Some(sums), flags)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // Behind it the sums of heads' parts.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
