@@ -21,17 +21,20 @@ const SUM: (usize, usize) = (60, 20);
 
 /// Sequences, query heads and kv heads.
 const HEADS: [usize; 3] = [1, 2, 1];
-const HEAD_DIM: usize = 64;
 
+#[derive(Clone, Copy)]
 struct Call {
     dtype: DType,
     mask: &'static str,
+    head_dim: usize,
+    /// Whether each head has a sink, equal to the bit to the scores of [`ONE`] and [`TWO`]: LSE is as large in every row.
+    sink: bool,
 }
 
 impl Call {
     fn dims(&self) -> Dims {
         let [batch, num_heads_q, num_heads_kv] = HEADS.map(|n| n as u32);
-        let [head_dim_qk, head_dim_v] = [HEAD_DIM as u32; 2];
+        let [head_dim_qk, head_dim_v] = [self.head_dim as u32; 2];
         Dims {
             batch,
             seqlen_q: QUERIES as u32,
@@ -101,13 +104,15 @@ struct Tensors {
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    sink: f64,
+    dsink: Tensor,
 }
 
 /// The inputs, O and LSE as a forward call gives them, and the gradients, in f64.
 fn tensors(call: &Call) -> Tensors {
     let dims = call.dims();
     let [b, hq, hk] = HEADS;
-    let [dim, dim_v] = [HEAD_DIM; 2];
+    let [dim, dim_v] = [call.head_dim; 2];
     let mut state = 0x9E37_79B9_7F4A_7C15u64;
     let mut random = |shape: [usize; 4], first: usize| {
         let mut tensor = Tensor::zeros(shape);
@@ -146,6 +151,8 @@ fn tensors(call: &Call) -> Tensors {
     let mask: MaskSpec = call.mask.parse().unwrap();
     let band = mask.band(dims.seqlen_q, dims.seqlen_k);
     let mut all = Tensors {
+        sink: if call.sink { scale * size * peak } else { f64::NEG_INFINITY },
+        dsink: Tensor::zeros([1, 1, hq, 1]),
         o: Tensor::zeros(dout.shape),
         lse: Tensor::zeros([b, hq, QUERIES, 1]),
         dq: Tensor::zeros(q.shape),
@@ -163,8 +170,9 @@ fn tensors(call: &Call) -> Tensors {
         let (q, dout) = (all.q.at(batch, i, head).to_vec(), all.dout.at(batch, i, head).to_vec());
         let keys: Vec<usize> = (0..KEYS).filter(|&j| band.visible(i as u32, j as u32)).collect();
         let scores: Vec<f64> = keys.iter().map(|&j| scale * dot(&q, all.k.at(batch, j, kv))).collect();
-        let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+        let top = scores.iter().copied().fold(all.sink, f64::max);
+        let of_sink = (all.sink - top).exp();
+        let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum::<f64>() + of_sink;
         all.lse.row(batch, head, i)[0] = top + sum.ln();
         let probs: Vec<f64> = scores.iter().map(|s| (s - top).exp() / sum).collect();
         for (&j, p) in keys.iter().zip(&probs) {
@@ -172,6 +180,7 @@ fn tensors(call: &Call) -> Tensors {
             all.o.row(batch, i, head).iter_mut().zip(v).for_each(|(o, v)| *o += p * v);
         }
         let delta = dot(&dout, all.o.at(batch, i, head));
+        all.dsink.row(0, 0, head)[0] -= of_sink / sum * delta;
         for (&j, p) in keys.iter().zip(&probs) {
             let ds = scale * p * (dot(&dout, all.v.at(batch, j, kv)) - delta);
             let k = all.k.at(batch, j, kv).to_vec();
@@ -183,10 +192,11 @@ fn tensors(call: &Call) -> Tensors {
     all
 }
 
-fn gradients(backend: &Device, call: &Call, options: &PlanOptions, t: &Tensors) -> [Vec<f64>; 3] {
+fn gradients(backend: &Device, call: &Call, options: &PlanOptions, t: &Tensors) -> [Vec<f64>; 4] {
     let mut fwd = FwdProblem::batch(call.dtype, call.dims());
     fwd.mask = call.mask.parse().unwrap();
-    let mut problem = BwdProblem::new(fwd);
+    fwd.score.sink = call.sink;
+    let mut problem = BwdProblem::new(fwd).write_dsink(call.sink);
     problem.dtype_grad = DType::F32;
     let plan = backend.plan_bwd(&problem.validate().unwrap(), options).unwrap();
     let memory = backend.memory();
@@ -197,8 +207,9 @@ fn gradients(backend: &Device, call: &Call, options: &PlanOptions, t: &Tensors) 
     };
     let [q, k, v, o, dout] = [&t.q, &t.k, &t.v, &t.o, &t.dout].map(|x| upload(&x.bytes(call.dtype)));
     let lse = upload(&t.lse.bytes(DType::F32));
-    let sizes = [&t.dq, &t.dk, &t.dv].map(|x| x.elems.len());
-    let [mut dq, mut dk, mut dv] = sizes.map(|len| upload(&vec![0xff; 4 * len]));
+    let sizes = [&t.dq, &t.dk, &t.dv, &t.dsink].map(|x| x.elems.len());
+    let [mut dq, mut dk, mut dv, mut dsink] = sizes.map(|len| upload(&vec![0xff; 4 * len]));
+    let sinks = upload(&Tensor { shape: t.dsink.shape, elems: vec![t.sink; sizes[3]] }.bytes(DType::F32));
     let mut scratch = memory.workspace(plan.workspace()).unwrap();
     let mut args = BwdArgs::new(
         [q.slice(), k.slice(), v.slice()],
@@ -206,10 +217,13 @@ fn gradients(backend: &Device, call: &Call, options: &PlanOptions, t: &Tensors) 
         [dq.slice_mut(), dk.slice_mut(), dv.slice_mut()],
     )
     .workspace(scratch.as_mut().map(DevBuffer::slice_mut));
+    if call.sink {
+        (args.score.sink, args.dsink) = (Some(sinks.slice()), Some(dsink.slice_mut()));
+    }
     let stream = backend.default_stream();
     plan.run(&mut args, &stream).unwrap();
     stream.synchronize().unwrap();
-    [(&dq, sizes[0]), (&dk, sizes[1]), (&dv, sizes[2])].map(|(buffer, len)| {
+    [(&dq, sizes[0]), (&dk, sizes[1]), (&dv, sizes[2]), (&dsink, sizes[3])].map(|(buffer, len)| {
         let mut out = vec![0f32; len];
         memory.download(buffer, bytemuck::cast_slice_mut(&mut out)).unwrap();
         out.into_iter().map(f64::from).collect()
@@ -218,8 +232,13 @@ fn gradients(backend: &Device, call: &Call, options: &PlanOptions, t: &Tensors) 
 
 fn holds(backend: &Device, call: &Call, options: &PlanOptions) {
     let t = tensors(call);
-    let [dq, dk, dv] = gradients(backend, call, options, &t);
-    let what = format!("{} {:?}, {}, mask {}", backend.name(), options.kernel, call.dtype, call.mask);
+    let [dq, dk, dv, dsink] = gradients(backend, call, options, &t);
+    let Call { dtype, mask, head_dim, sink } = call;
+    let what = format!(
+        "{} {:?}, {dtype}, mask {mask}, head_dim {head_dim}, sink {sink}",
+        backend.name(),
+        options.kernel
+    );
     let [b, hq, hk] = HEADS;
     // Largest error of a row over its largest element.
     let off = |found: &[f64], right: &Tensor, at: (usize, usize, usize)| {
@@ -231,7 +250,8 @@ fn holds(backend: &Device, call: &Call, options: &PlanOptions) {
             .zip(&found[first..])
             .map(|(x, y)| (x - y).abs())
             .fold(0.0, |worst: f64, x| if x.is_nan() { f64::INFINITY } else { worst.max(x) });
-        worst / size
+        // Nothing reaches a key behind a sink: all of it is 0.
+        if worst == 0.0 { 0.0 } else { worst / size }
     };
     for batch in 0..b {
         for head in 0..hk {
@@ -245,23 +265,31 @@ fn holds(backend: &Device, call: &Call, options: &PlanOptions) {
             }
         }
         for head in 0..hq {
-            let off = off(&dq, &t.dq, (batch, TWO.0, head));
-            assert!(off < 0.03, "{what}: dQ of query {} of head {head} is {off:.2e} of its size off", TWO.0);
+            let of_dq = off(&dq, &t.dq, (batch, TWO.0, head));
+            assert!(
+                of_dq < 0.03,
+                "{what}: dQ of query {} of head {head} is {of_dq:.2e} of its size off",
+                TWO.0
+            );
+            let of_dsink = if *sink { off(&dsink, &t.dsink, (0, 0, head)) } else { 0.0 };
+            assert!(of_dsink < 0.03, "{what}: dSink of head {head} is {of_dsink:.2e} of its size off");
         }
     }
     let finite = [dq, dk, dv].iter().all(|x| x.iter().all(|x| x.is_finite()));
     assert!(finite, "{what}: a gradient is not finite");
 }
 
-const SMALL: Call = Call { dtype: DType::Bf16, mask: "0" };
+const SMALL: Call = Call { dtype: DType::Bf16, mask: "0", head_dim: 64, sink: false };
+const SINK: Call = Call { sink: true, mask: "b", ..SMALL };
 
 #[test]
 fn far_products_have_their_gradients_on_the_cpu() {
     let backend = fmha::Device::open(fmha::Backend::Cpu).unwrap();
     for dtype in [DType::F32, DType::Bf16, DType::F16] {
         for mask in ["0", "b"] {
-            holds(&backend, &Call { dtype, mask }, &PlanOptions::default());
+            holds(&backend, &Call { dtype, mask, ..SMALL }, &PlanOptions::default());
         }
+        holds(&backend, &Call { dtype, ..SINK }, &PlanOptions::default());
     }
 }
 
@@ -271,12 +299,18 @@ fn far_products_have_their_gradients_on_an_emulated_sm_90a() {
         return println!("absent: {reason}");
     }
     let backend = fmha_cuda::open(0, Some("sm_90a")).unwrap();
-    holds(&backend, &SMALL, &PlanOptions::default().kernel("simt"));
+    for kernel in ["simt", "sm80"] {
+        holds(&backend, &SINK, &PlanOptions::default().kernel(kernel));
+    }
+    for call in [SMALL, SINK, Call { dtype: DType::F16, mask: "b", head_dim: 256, ..SMALL }] {
+        holds(&backend, &call, &PlanOptions::default().kernel("sm90"));
+    }
 }
 
 #[test]
 fn far_products_have_their_gradients_on_an_emulated_gfx942() {
     if let Some(backend) = amd::open("gfx942", "far products") {
-        holds(&backend, &SMALL, &PlanOptions::default().kernel("simt"));
+        holds(&backend, &SINK, &PlanOptions::default().kernel("simt"));
+        holds(&backend, &SINK, &PlanOptions::default().kernel("cdna_bwd"));
     }
 }

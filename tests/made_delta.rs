@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use fmha_conformance::case::Case;
+use fmha_conformance::case::{Backward, Body, Case};
 use fmha_conformance::run::{Options, Outcome, tile_fields};
+use fmha_conformance::tensor::Operand;
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, PlanOptions};
 
@@ -40,7 +41,15 @@ fn gradients_are_right_with_delta_made_beside_the_products() {
             let name = format!(
                 "delta/b{batch}/h{num_heads_q}kv{num_heads_kv}/s{seqlen_q}x{seqlen_k}/d{dim}/{mask}/{dtype}"
             );
-            let case = Case::backward(&name, BwdProblem::new(fwd), Lengths::default(), Data::default());
+            // The last sequence's last query head has a query of two keys far above all others, LSE some 2.6e5.
+            let (b, h, kv) = (batch - 1, num_heads_q - 1, num_heads_kv - 1);
+            let far = [(Operand::Q, [b, 47, h, 1], 32000.0)];
+            let keys = [9, 10].map(|key| (Operand::K, [b, key, kv, 1], 64.0));
+            let is_long = seqlen_q > 47 && seqlen_k > 10;
+            let planted = far.into_iter().chain(keys).filter(|_| is_long).collect();
+            let (problem, lengths, data) = (BwdProblem::new(fwd), Lengths::default(), Data::default());
+            let body = Backward { problem, lengths, data, deterministic: false, planted };
+            let case = Case { name: name.clone(), body: Body::Backward(Box::new(body)) };
             let tile = tile_fields(&format!("dq_finish=beside_with_delta,load_registers={registers}"));
             let plan = PlanOptions::default().tile(tile).kernel("sm90");
             let (outcome, said) = case.run(&backend, &Options { plan, ..Options::default() });

@@ -23,8 +23,8 @@ mod tile;
 pub use backend::{Backend, tuned_kernels};
 pub use driver::{Driver, Toolchain};
 pub use recipe::{
-    AnyAddress, BwdKernel, Choice, CombineKernel, Facts, Family, FwdKernel, Grid, Kernel, Launch, Launches,
-    Recipe, Tunable, Vendor, deterministic_rows,
+    AnyAddress, BwdKernel, Choice, Classed, CombineKernel, Facts, Family, FwdKernel, Grid, Kernel, Launch,
+    Launches, Recipe, Tiled, Tunable, Vendor, deterministic_rows,
 };
 pub use select::{Selected, select};
 pub use steps::{Step, Steps, exactly};

@@ -2,7 +2,9 @@
 
 use std::ops::Deref;
 
+use fmha_core::fields::{Fields, knob_values, knobs};
 use fmha_core::source::KernelSource;
+use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
 use fmha_core::{
     Accuracy, Call, DType, PlanOptions, Problem, ProblemError, Promises, Refusal, ResourceUsage, Result,
@@ -131,6 +133,86 @@ pub trait Tunable<P: Problem, V: Vendor> {
     /// Microseconds of a call with a tile whose fields are these, by a model; `None` without one, or of a tile that does not fit.
     fn modelled_micros(&self, _problem: &P, _facts: &V::Facts, _tile: &TileOptions) -> Option<f64> {
         None
+    }
+}
+
+/// A problem whose tiles are kept by class.
+pub trait Classed: Problem {
+    /// The class of problems that a plan's tile is kept for.
+    fn tile_class(&self, options: &PlanOptions) -> TileClass;
+}
+
+impl Classed for ValidFwd {
+    fn tile_class(&self, _: &PlanOptions) -> TileClass {
+        TileClass::of_fwd(self)
+    }
+}
+
+impl Classed for ValidBwd {
+    fn tile_class(&self, options: &PlanOptions) -> TileClass {
+        let spec = BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(self) };
+        TileClass::of_bwd(self, &spec)
+    }
+}
+
+/// A recipe whose tile is a struct of listed fields, and so [`Tunable`].
+pub trait Tiled<P: Classed, V: Vendor>: Recipe<P, V> {
+    /// Its tile.
+    type Tile: Fields;
+
+    /// As [`Tunable::headers`].
+    const HEADERS: &'static [&'static str];
+
+    /// As [`Tunable::label`].
+    fn label(&self) -> &'static str {
+        self.name()
+    }
+
+    /// As [`Tunable::runs_on`].
+    fn runs_on(&self, _facts: &V::Facts) -> bool {
+        true
+    }
+
+    /// Its own choice for a problem that it takes.
+    ///
+    /// # Errors
+    /// Why it does not take the problem.
+    fn table_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions)
+    -> Result<Self::Tile, Refusal>;
+
+    /// As [`Tunable::modelled_micros`].
+    fn modelled_micros(&self, _problem: &P, _facts: &V::Facts, _tile: &TileOptions) -> Option<f64> {
+        None
+    }
+}
+
+impl<P: Classed, V: Vendor, R: Tiled<P, V>> Tunable<P, V> for R {
+    fn label(&self) -> &'static str {
+        Tiled::label(self)
+    }
+
+    fn headers(&self) -> &'static [&'static str] {
+        R::HEADERS
+    }
+
+    fn runs_on(&self, facts: &V::Facts) -> bool {
+        Tiled::runs_on(self, facts)
+    }
+
+    fn own_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<TileOptions, Refusal> {
+        Ok(knob_values(&self.table_tile(problem, facts, options)?))
+    }
+
+    fn class(&self, problem: &P, options: &PlanOptions) -> TileClass {
+        problem.tile_class(options)
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
+        knobs::<R::Tile>()
+    }
+
+    fn modelled_micros(&self, problem: &P, facts: &V::Facts, tile: &TileOptions) -> Option<f64> {
+        Tiled::modelled_micros(self, problem, facts, tile)
     }
 }
 

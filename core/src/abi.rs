@@ -455,7 +455,7 @@ abi_struct! {
         /// a row that adds nothing.
         pub lse_log2: DevPtr<f32>,
         /// Likewise what the row's scores are measured from: 0, or where LSE is so large that its own rounding would
-        /// show in P, about LSE (`fmha/row_bwd.h`); null in kernels that measure every row from 0.
+        /// show in P, about LSE (`fmha/row_bwd.h`).
         pub score_origin: DevPtr<f32>,
         /// Likewise `dO . O - dLSE`.
         pub delta: DevPtr<f32>,

@@ -9,7 +9,7 @@ use crate::score::Bias;
 pub struct BwdWorkspace {
     lse_log2: u64,
     delta: u64,
-    score_origin: Option<u64>,
+    score_origin: u64,
     dq_sums: Option<u64>,
     semaphores: Option<u64>,
     flags: u64,
@@ -17,15 +17,6 @@ pub struct BwdWorkspace {
     pub bytes: u64,
     stats_head: i64,
     stats_batch: i64,
-}
-
-/// What the scores of a query row are measured from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScoreOrigins {
-    /// 0 in every row.
-    Zero,
-    /// Each row's own: 0, or about its LSE.
-    OfRows,
 }
 
 /// Sums of dQ in memory, to which blocks of keys add.
@@ -41,13 +32,7 @@ impl BwdWorkspace {
     /// For a kernel with query blocks of `block_m` rows, with these sums if it has any, and `flags` numbers
     /// of the kernel's own. `None`: it would be 2^62 bytes or more.
     #[must_use]
-    pub fn new(
-        problem: &BwdProblem,
-        block_m: u32,
-        origins: ScoreOrigins,
-        sums: Option<DqSums>,
-        flags: u64,
-    ) -> Option<Self> {
+    pub fn new(problem: &BwdProblem, block_m: u32, sums: Option<DqSums>, flags: u64) -> Option<Self> {
         let dq_dim = sums.map_or(0, |sums| sums.dim);
         let dims = problem.fwd.dims;
         let block = u64::from(block_m);
@@ -58,8 +43,7 @@ impl BwdWorkspace {
         let sum_bytes = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
         // The schedulers' counters, then what has rows.
         let first = 256;
-        let num_stats = if origins == ScoreOrigins::OfRows { 3 } else { 2 };
-        let all_stats = stats.checked_mul(num_stats)?;
+        let all_stats = stats.checked_mul(3)?;
         let semaphores = all_stats.checked_add(sum_bytes)?.checked_add(first)?;
         let has_semaphores = sums.is_some_and(|sums| sums.has_semaphores);
         let first_flag = semaphores.checked_add(if has_semaphores { elems / block * 4 } else { 0 })?;
@@ -67,7 +51,7 @@ impl BwdWorkspace {
         (bytes < 1 << 62).then_some(Self {
             lse_log2: first,
             delta: first + stats,
-            score_origin: (origins == ScoreOrigins::OfRows).then_some(first + 2 * stats),
+            score_origin: first + 2 * stats,
             dq_sums: sums.is_some().then_some(first + all_stats),
             semaphores: has_semaphores.then_some(semaphores),
             flags: first_flag,
@@ -85,7 +69,7 @@ impl BwdWorkspace {
             non_finite: DevPtr::new(address + self.flags),
             lse_log2: DevPtr::new(address + self.lse_log2),
             delta: DevPtr::new(address + self.delta),
-            score_origin: self.score_origin.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
+            score_origin: DevPtr::new(address + self.score_origin),
             dq_sums: self.dq_sums.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
             dq_semaphores: self.semaphores.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
             stats_head: self.stats_head,
@@ -155,24 +139,17 @@ mod tests {
 
     #[test]
     fn every_part_lies_behind_the_one_before_and_inside() {
-        for (block, has_semaphores, origins) in [
-            (1, false, ScoreOrigins::OfRows),
-            (64, false, ScoreOrigins::Zero),
-            (64, true, ScoreOrigins::Zero),
-            (64, true, ScoreOrigins::OfRows),
-        ] {
+        for (block, has_semaphores) in [(1, false), (64, false), (64, true)] {
             let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
             let sums = Some(DqSums { dim: 8, has_semaphores });
-            let workspace = BwdWorkspace::new(&problem, block, origins, sums, 5).unwrap();
+            let workspace = BwdWorkspace::new(&problem, block, sums, 5).unwrap();
             let padded = u64::from(DIMS.seqlen_q.div_ceil(block) * block);
             assert_eq!(workspace.stats_batch, padded as i64);
             let rows = padded * 3 * 2;
             let sums = workspace.dq_sums.unwrap();
             assert!(workspace.lse_log2 >= 4 && workspace.delta >= workspace.lse_log2 + rows * 4);
-            let last = workspace.score_origin.unwrap_or(workspace.delta);
-            assert!(last >= workspace.delta && sums >= last + rows * 4);
-            assert_eq!(workspace.score_origin.is_some(), origins == ScoreOrigins::OfRows);
-            assert_ne!(workspace.score_origin, Some(workspace.delta));
+            assert!(workspace.score_origin >= workspace.delta + rows * 4);
+            assert!(sums >= workspace.score_origin + rows * 4);
             let end = sums + rows * 8 * 4;
             let semaphores = if has_semaphores { rows / u64::from(block) * 4 } else { 0 };
             assert_eq!(
@@ -188,6 +165,6 @@ mod tests {
         let dims = Dims { batch: 1 << 30, seqlen_q: 1 << 30, ..DIMS };
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
         let sums = Some(DqSums { dim: 128, has_semaphores: false });
-        assert_eq!(BwdWorkspace::new(&problem, 64, ScoreOrigins::Zero, sums, 0), None);
+        assert_eq!(BwdWorkspace::new(&problem, 64, sums, 0), None);
     }
 }

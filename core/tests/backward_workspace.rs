@@ -5,7 +5,7 @@
 mod support;
 
 use fmha_core::abi::View;
-use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, DqSums, ScoreOrigins};
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, DqSums};
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,
     Strides, bind,
@@ -27,25 +27,21 @@ const DIMS: Dims = Dims {
 fn each_part_is_bound_behind_the_one_before() {
     let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
     let params = bind::bwd_params(&problem, &bwd_args());
-    let workspace_of = |origins: ScoreOrigins, sums: Option<DqSums>| {
-        BwdWorkspace::new(&problem, 64, origins, sums, 5).unwrap().bind(params, 1 << 20)
-    };
-    let workspace = |sums: Option<DqSums>| workspace_of(ScoreOrigins::Zero, sums);
+    let workspace =
+        |sums: Option<DqSums>| BwdWorkspace::new(&problem, 64, sums, 5).unwrap().bind(params, 1 << 20);
     // Two blocks of 64 rows a sequence, 3 sequences, 4 heads.
     let (rows, start) = (128 * 3 * 4, 1 << 20);
     let whole = workspace(Some(DqSums { dim: 8, has_semaphores: true }));
     assert_eq!((whole.schedulers.0, whole.lse_log2.0), (start, start + 256));
     let delta = start + 256 + rows * 4;
-    assert_eq!((whole.delta.0, whole.dq_sums.0), (delta, delta + rows * 4));
-    let semaphores = delta + rows * 4 + rows * 8 * 4;
+    let behind_stats = delta + 2 * rows * 4;
+    assert_eq!((whole.delta.0, whole.score_origin.0), (delta, delta + rows * 4));
+    assert_eq!(whole.dq_sums.0, behind_stats);
+    let semaphores = behind_stats + rows * 8 * 4;
     assert_eq!((whole.dq_semaphores.0, whole.non_finite.0), (semaphores, semaphores + rows / 64 * 4));
     assert_eq!((whole.stats_batch, whole.stats_head), (128, 128 * 3));
     let bare = workspace(None);
-    assert_eq!((bare.dq_sums.0, bare.dq_semaphores.0, bare.non_finite.0), (0, 0, delta + rows * 4));
-    assert_eq!((whole.score_origin.0, bare.score_origin.0), (0, 0));
-    let measured = workspace_of(ScoreOrigins::OfRows, Some(DqSums { dim: 8, has_semaphores: true }));
-    assert_eq!((measured.delta.0, measured.score_origin.0), (delta, delta + rows * 4));
-    assert_eq!((measured.dq_sums.0, measured.dq_semaphores.0), (delta + rows * 8, semaphores + rows * 4));
+    assert_eq!((bare.dq_sums.0, bare.dq_semaphores.0, bare.non_finite.0), (0, 0, behind_stats));
 }
 
 #[test]

@@ -220,6 +220,9 @@ const SIDE_BY_SIDE_PERIOD: u32 = 8;
 /// CTAs that add a key block's parts with `head_parts`: they divide `block_n`.
 pub const HEAD_SUMS_CTAS: u32 = 8;
 
+/// Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.
+const TILE_INDEX_SLOTS: i32 = 2;
+
 /// Registers of a consumer's accumulators that leave room for the rest.
 const MAX_ACCUMULATORS: i32 = 216;
 
@@ -315,15 +318,51 @@ impl Sm90BwdTile {
         let dq = if self.adds_from_registers() { 1024 } else { dq_bytes };
         let sums = if self.finishes_dq() { dq_bytes } else { 0 };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
-        let barriers =
-            8 * (7 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
         // Of each warp four quads and the queries of a block: the device's `DropoutParts`.
         let parts = if spec.fwd.dropout && matches!(self.walk, BwdWalk::LateDp) {
             round_up(4 * self.num_consumers() * (4 * 16 + 8 * self.block_m), 1024)
         } else {
             0
         };
-        parts + round_up(keys + queries + ds + dq + sums + stats + barriers + 3 * 4, 1024)
+        // Behind the barriers the tiles' indices, and a flag.
+        let words = 4 * (TILE_INDEX_SLOTS + 1);
+        parts + round_up(keys + queries + ds + dq + sums + stats + 8 * self.num_barriers() + words, 1024)
+    }
+
+    /// The main kernel's mbarriers, and how many there are of each: the device's `Smem`.
+    #[must_use]
+    pub const fn barriers(&self) -> [(&'static str, i32); 17] {
+        let (of_q, of_dout, of_ds) = (self.stages_q, self.stages_dout, self.stages_ds);
+        let of_dq = self.num_consumers();
+        [
+            ("k_full", 1),
+            ("v_full", 1),
+            ("kv_empty", 1),
+            ("q_full", of_q),
+            ("q_empty", of_q),
+            ("dout_full", of_dout),
+            ("dout_empty", of_dout),
+            ("other_ds_full", of_ds),
+            ("other_ds_empty", of_ds),
+            ("dq_full", of_dq),
+            ("dq_empty", of_dq),
+            ("sums_full", 1),
+            ("dq_admitted", 1),
+            ("dq_added", 1),
+            ("dq_added_seen", 1),
+            ("tile_index_full", TILE_INDEX_SLOTS),
+            ("tile_index_empty", TILE_INDEX_SLOTS),
+        ]
+    }
+
+    const fn num_barriers(&self) -> i32 {
+        let barriers = self.barriers();
+        let (mut i, mut sum) = (0, 0);
+        while i < barriers.len() {
+            sum += barriers[i].1;
+            i += 1;
+        }
+        sum
     }
 
     /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block,
@@ -769,6 +808,24 @@ pub fn repairs(spec: &BwdSpec) -> bool {
     spec.fwd.mask != MaskKind::Full
 }
 
+/// Whether queries of a large LSE are left to [`repair`], with P of 0 before: those of scores that nothing modifies. A
+/// branch for them in the main kernel's loop costs 2 to 10 %.
+#[must_use]
+pub fn leaves_far_queries(spec: &BwdSpec) -> bool {
+    !modifies_score(spec)
+}
+
+/// CTAs of [`repair`], which has none where nothing is left to it: one to a kv head of each sequence and to a head's sink,
+/// for far queries; and a warp to each query block and each tile, for rows that are not finite.
+#[must_use]
+pub fn repair_ctas(problem: &BwdProblem, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u32 {
+    let dims = problem.fwd.dims;
+    let sinks = if spec.write_dsink { dims.num_heads_q } else { 0 };
+    let of_far_queries = if leaves_far_queries(spec) { dims.batch * dims.num_heads_kv + sinks } else { 0 };
+    let warps = if repairs(spec) { q_blocks + schedule.num_tiles.unsigned_abs() } else { 0 };
+    of_far_queries + warps.div_ceil(ROW_THREADS / 32)
+}
+
 /// Both head dimensions as the tiles have them; TMA fills the rest with zeros.
 #[must_use]
 pub const fn padded_dim(spec: &BwdSpec) -> i32 {
@@ -1068,10 +1125,11 @@ pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("postprocess", spec, tile)
 }
 
-/// The kernel after that where [`repairs`]: arguments likewise, a warp to a query block of a query head and to a tile.
+/// The kernel after that, of [`repair_ctas`] CTAs: arguments likewise.
 #[must_use]
 pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    rows("repair", spec, tile)
+    // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as its CTAs take turns.
+    rows_at_once("repair", spec, tile, Some(4))
 }
 
 /// The kernel after the main one with `head_parts`: arguments likewise, a CTA to a key block of a kv head.
@@ -1088,11 +1146,17 @@ pub fn dbias(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 }
 
 fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    rows_at_once(name, spec, tile, None)
+}
+
+/// With registers for so many CTAs to a multiprocessor at least.
+fn rows_at_once(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile, ctas: Option<u32>) -> KernelSource {
+    let ctas = ctas.map_or_else(String::new, |ctas| format!(", {ctas}"));
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
         include: &format!("fmha/sm90/bwd/{name}.cuh"),
         constants: &constants,
-        bounds: &format!("__launch_bounds__({ROW_THREADS})"),
+        bounds: &format!("__launch_bounds__({ROW_THREADS}{ctas})"),
         params: "const __grid_constant__ BwdParams p, const __grid_constant__ Sm90BwdSchedule schedule",
         call: &format!("sm90::bwd::{name}<kSpec, kTile>(p, schedule);"),
     };
@@ -1136,6 +1200,8 @@ fn host_header() -> Header {
          constexpr int kRowThreads = {ROW_THREADS};\n\
          // CTAs that add the parts of a key block.\n\
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
+         // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
+         constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
          constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),

@@ -320,6 +320,20 @@ fn the_headers_of_the_backward_are_those_that_its_entries_include() {
     }
 }
 
+/// The host counts their bytes.
+#[test]
+fn the_barriers_of_the_backward_are_those_of_its_shared_memory() {
+    let headers = fmha_kernels_cuda::headers();
+    let config = headers.iter().find(|header| header.name == "fmha/sm90/bwd/config.cuh").unwrap();
+    let there: Vec<_> = config
+        .text
+        .lines()
+        .filter_map(|line| line.trim_start().strip_prefix("Barrier ")?.split([';', '[']).next())
+        .collect();
+    let tile = sm90_bwd::default_tile(&BwdSpec::plain(DType::Bf16, 64, MaskKind::Upper));
+    assert_eq!(there, tile.barriers().map(|(name, _)| name));
+}
+
 /// Without a mask each key block of a group waits for another of it, so all of them must be running.
 #[test]
 fn staggered_key_blocks_in_an_order_have_no_tile_index_ahead() {

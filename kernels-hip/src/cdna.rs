@@ -3,9 +3,8 @@
 pub mod recipe;
 
 use fmha_core::abi::FwdParams;
-use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
+use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::source::{Entry, KernelSource};
-use fmha_core::tune::TileOptions;
 use fmha_core::{
     Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, ProblemError, Refusal, Strides,
     VLayout, check_addresses,
@@ -367,12 +366,6 @@ impl Cdna {
             TileOrder::Single => tiles,
             TileOrder::Static => tiles.min(self.workgroups.map_or(places, u64::from)),
         }
-    }
-
-    /// The fields of its tile that a user sets, spelt out.
-    #[must_use]
-    pub fn knobs(&self) -> TileOptions {
-        knob_values(&self.tile)
     }
 
     /// The rows that a plan prints.

@@ -7,7 +7,7 @@ pub mod recipe;
 mod tiles;
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, BwdParams, DevPtr};
-use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, ScoreOrigins};
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::BwdSpec;
@@ -224,7 +224,7 @@ pub fn accept(problem: &BwdProblem, device: Device, options: &PlanOptions) -> Re
     let launches_of_keys = tiles.len() as u64 - 1;
     let flags =
         words(dims.num_heads_q, dims.seqlen_q) + launches_of_keys * words(dims.num_heads_kv, dims.seqlen_k);
-    let Some(workspace) = BwdWorkspace::new(problem, WAVE_ROWS, ScoreOrigins::OfRows, None, flags) else {
+    let Some(workspace) = BwdWorkspace::new(problem, WAVE_ROWS, None, flags) else {
         refuse!(NAME, "the workspace would be 2^62 bytes or more");
     };
     let far_bytes = (u64::from(dims.batch) * u64::from(dims.num_heads_kv) * 4).next_multiple_of(256);

@@ -8,9 +8,8 @@ pub mod recipe;
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::cache_update;
-use fmha_core::fields::{Fields as _, Takes, knob_values};
+use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource};
-use fmha_core::tune::TileOptions;
 use fmha_core::{
     Bias, DType, FwdArgs, FwdProblem, KvLayout, PlanOptions, ProblemError, QLayout, Refusal, Shape, Strides,
     VLayout, abi_spec, abi_struct, check_addresses,
@@ -446,12 +445,6 @@ impl CdnaDecode {
     pub fn for_any_address(&self) -> Option<Self> {
         let spec = CdnaDecodeSpec { load: LoadPath::Element, v_in_k: false, ..self.spec };
         (spec != self.spec).then_some(Self { spec, ..*self })
-    }
-
-    /// The fields of its tile that a user sets, spelt out.
-    #[must_use]
-    pub fn knobs(&self) -> TileOptions {
-        knob_values(&self.tile)
     }
 
     /// The rows that a plan prints.

@@ -4,9 +4,8 @@ pub mod recipe;
 
 use fmha_core::abi::FwdParams;
 use fmha_core::abi_spec;
-use fmha_core::fields::{Fields as _, Takes, knob_values};
+use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource};
-use fmha_core::tune::TileOptions;
 use fmha_core::{FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, Shape, Strides, VLayout};
 
 use crate::arch::Arch;
@@ -211,12 +210,6 @@ impl Rdna {
     #[must_use]
     pub fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
         cdna::Cdna::params(problem, fwd)
-    }
-
-    /// The fields of its tile that a user sets, spelt out.
-    #[must_use]
-    pub fn knobs(&self) -> TileOptions {
-        knob_values(&self.tile)
     }
 
     /// The rows that a plan prints.

@@ -2,7 +2,7 @@
 
 pub mod recipe;
 
-use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, ScoreOrigins};
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, PlanOptions, Refusal};
@@ -40,7 +40,7 @@ pub fn accept(problem: &BwdProblem, arch: Arch, options: &PlanOptions) -> Result
         refuse!(NAME, "lengths, heads and batch make {} rows of gradients, more than {most}", rows.all());
     }
     // Nothing is padded: a block is a row.
-    let Some(workspace) = BwdWorkspace::new(problem, 1, ScoreOrigins::OfRows, None, 0) else {
+    let Some(workspace) = BwdWorkspace::new(problem, 1, None, 0) else {
         refuse!(NAME, "the workspace would be 2^62 bytes or more");
     };
     Ok(SimtBwd { spec: BwdSpec::of(problem), workspace, rows, group_rows })

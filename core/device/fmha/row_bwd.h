@@ -40,7 +40,7 @@ FMHA_DEVICE bool is_marked_far(float lse_log2) { return lse_log2 > 0x1p110f && l
 FMHA_DEVICE float unmarked(float lse_log2) { return is_marked_far(lse_log2) ? lse_log2 * 0x1p-100f - 4096.f : lse_log2; }
 
 FMHA_DEVICE RowOrigin row_origin(const BwdParams& p, int64_t stats) {
-  return {p.score_origin ? p.score_origin[stats] : 0.f, unmarked(p.lse_log2[stats])};
+  return {p.score_origin[stats], unmarked(p.lse_log2[stats])};
 }
 // exp(score - LSE) of a score less the origin: 1 at most, whatever has been rounded.
 FMHA_DEVICE float probability(float score, float lse_log2) { return exp2_of(min(score * kLog2E - lse_log2, 0.f)); }
@@ -144,12 +144,16 @@ struct RowSums {
       if (d < dim) sums[c] += factor * load_elem<dtype>(data, row + d);
     }
   }
-  template <DType dtype>
+  // To memory; with `adds` to what lies there.
+  template <DType dtype, bool adds = false>
   FMHA_DEVICE void store(void* data, int64_t row, float factor) const {
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * Lanes::count + Lanes::index();
-      if (d < dim) store_elem<dtype>(data, row + d, sums[c] * factor);
+      if (d >= dim) continue;
+      float sum = sums[c] * factor;
+      if constexpr (adds) sum += load_elem<dtype>(data, row + d);
+      store_elem<dtype>(data, row + d, sum);
     }
   }
 };
@@ -220,9 +224,14 @@ FMHA_DEVICE void bwd_query_row(const BwdParams& p, const SeqSpan& span, int32_t 
   dq.template store<spec.dtype_grad>(p.dq.data, head.q_row(p.dq, i), p.fwd.softmax_scale * head.descale_k);
 }
 
-// dK and dV of key j.
-template <BwdSpec spec, class Lanes>
-FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_head_kv, int32_t j) {
+// All queries of a head.
+struct AllQueries {
+  FMHA_DEVICE bool operator()(int32_t i_head, int32_t i) const { return true; }
+};
+
+// dK and dV of key j. With `adds` what those queries of which `takes(i_head, i)` add to dK and dV in memory.
+template <BwdSpec spec, class Lanes, bool adds = false, class Takes = AllQueries>
+FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_head_kv, int32_t j, Takes takes = {}) {
   RowSums<spec.fwd.head_dim_qk, Lanes> dk;
   RowSums<spec.fwd.head_dim_v, Lanes> dv;
   for (int32_t g = 0; g < p.fwd.gqa_ratio; ++g) {
@@ -230,7 +239,7 @@ FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_
     const Range queries = query_range(head.band, {j, j + 1}, span.seqlen_q);
     for (int32_t first = queries.begin; first < queries.end; first += Lanes::count) {
       const int32_t i = first + Lanes::index();
-      const bool seen = i < queries.end && visible(head.band, i, j);
+      const bool seen = i < queries.end && visible(head.band, i, j) && takes(head.i_head, i);
       const uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
       BwdPair pair = {0.f, 0.f, 0.f};
@@ -243,8 +252,8 @@ FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_
     }
   }
   const BwdHead<spec, Lanes> head{p, span, i_head_kv * p.fwd.gqa_ratio};
-  dk.template store<spec.dtype_grad>(p.dk.data, head.k_row(p.dk, j), p.fwd.softmax_scale * head.descale_q);
-  dv.template store<spec.dtype_grad>(p.dv.data, head.k_row(p.dv, j), 1.f);
+  dk.template store<spec.dtype_grad, adds>(p.dk.data, head.k_row(p.dk, j), p.fwd.softmax_scale * head.descale_q);
+  dv.template store<spec.dtype_grad, adds>(p.dv.data, head.k_row(p.dv, j), 1.f);
 }
 
 // Row i of dBias of (`i_batch`, `i_head`), or of all that share it; whole, zeros included.
@@ -268,11 +277,13 @@ FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_hea
 }
 
 // What the query whose LSE and delta are at `stats` adds to dSink: exp(sink - LSE) (dLSE - dO . O).
-FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink) {
-  const RowOrigin row = row_origin(p, stats);
+FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink, RowOrigin row) {
   // +infinity stands for a row that saw nothing, its sink neither: both are -infinity.
   if (row.lse_log2 == infinity()) return 0.f;
   return -probability(sink - row.origin, row.lse_log2) * p.delta[stats];
+}
+FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink) {
+  return sink_term(p, stats, sink, row_origin(p, stats));
 }
 
 // dSink of a head, over all its queries.

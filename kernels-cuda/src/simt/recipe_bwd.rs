@@ -1,7 +1,7 @@
 //! The kernels that compute every backward spec.
 
 use crate::simt;
-use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, ScoreOrigins};
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{PlanOptions, ValidBwd, Workspace, bind};
@@ -35,7 +35,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for SimtBwd {
             return Err(refuse(format!("tile {key}={value}: it has no tile to set")));
         }
         // Nothing is padded: a block is a row.
-        let workspace = BwdWorkspace::new(problem, 1, ScoreOrigins::OfRows, None, 0)
+        let workspace = BwdWorkspace::new(problem, 1, None, 0)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let spec = BwdSpec::of(problem);
         let launch = |kernel, source, rows| {

@@ -4,11 +4,10 @@ use crate::schedule::TileSchedule;
 use crate::sm100::split::{self, KvParts};
 use crate::sm100::{self, Sm100Tile};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
 
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
@@ -179,35 +178,23 @@ fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.tcgen05
 }
 
-impl<V: Nvidia> Tunable<ValidFwd, V> for Sm100 {
-    fn label(&self) -> &'static str {
-        sm100::NAME
-    }
+impl<V: Nvidia> Tiled<ValidFwd, V> for Sm100 {
+    type Tile = Sm100Tile;
 
-    fn headers(&self) -> &'static [&'static str] {
-        &[sm100::HEADER]
-    }
+    const HEADERS: &'static [&'static str] = &[sm100::HEADER];
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
         runs_on(facts)
     }
 
-    fn own_tile(
+    fn table_tile(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
+    ) -> Result<Sm100Tile, Refusal> {
         <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(knob_values(&sm100::choose_tile(problem, &facts.arch)))
-    }
-
-    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
-        TileClass::of_fwd(problem)
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        knobs::<Sm100Tile>()
+        Ok(sm100::choose_tile(problem, &facts.arch))
     }
 }
 

@@ -6,11 +6,10 @@ use crate::sm80::{self, Room, Sm80Tile};
 use crate::split;
 use crate::tree_mask;
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
 
 use crate::cache_update::launch as update;
 use crate::maps::{Boxes, Maps};
@@ -233,35 +232,23 @@ pub(crate) fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.mma_sync
 }
 
-impl<V: Nvidia> Tunable<ValidFwd, V> for Sm80 {
-    fn label(&self) -> &'static str {
-        sm80::NAME
-    }
+impl<V: Nvidia> Tiled<ValidFwd, V> for Sm80 {
+    type Tile = Sm80Tile;
 
-    fn headers(&self) -> &'static [&'static str] {
-        &[sm80::HEADER, sm80::TMA_HEADER]
-    }
+    const HEADERS: &'static [&'static str] = &[sm80::HEADER, sm80::TMA_HEADER];
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
         runs_on(facts)
     }
 
-    fn own_tile(
+    fn table_tile(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
+    ) -> Result<Sm80Tile, Refusal> {
         <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(knob_values(&own_tile(problem, facts)))
-    }
-
-    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
-        TileClass::of_fwd(problem)
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        knobs::<Sm80Tile>()
+        Ok(own_tile(problem, facts))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The backward kernels of mma.sync, for every architecture from sm_80 on.
 
 use crate::{simt, sm80, sm80_bwd};
-use fmha_core::bwd_workspace::{BwdWorkspace, DqSums, ScoreOrigins};
+use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::Candidates;
@@ -62,7 +62,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
             }
             false => (1, None),
         };
-        let workspace = BwdWorkspace::new(problem, block_m, ScoreOrigins::OfRows, dq_sums, 0)
+        let workspace = BwdWorkspace::new(problem, block_m, dq_sums, 0)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);

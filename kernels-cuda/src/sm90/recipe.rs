@@ -7,13 +7,12 @@ use crate::split;
 use fmha_core::abi::DevPtr;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::FieldValue;
-use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{Candidates, TileClass, TileOptions};
 use fmha_core::{
     Accuracy, Dims, MaskKind, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses,
 };
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
@@ -308,35 +307,23 @@ fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.wgmma
 }
 
-impl<V: Nvidia> Tunable<ValidFwd, V> for Sm90 {
-    fn label(&self) -> &'static str {
-        sm90::NAME
-    }
+impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90 {
+    type Tile = Sm90Tile;
 
-    fn headers(&self) -> &'static [&'static str] {
-        &[sm90::HEADER]
-    }
+    const HEADERS: &'static [&'static str] = &[sm90::HEADER];
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
         runs_on(facts)
     }
 
-    fn own_tile(
+    fn table_tile(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
+    ) -> Result<Sm90Tile, Refusal> {
         <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(knob_values(&own_tile(problem, facts).0))
-    }
-
-    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
-        TileClass::of_fwd(problem)
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        knobs::<Sm90Tile>()
+        Ok(own_tile(problem, facts).0)
     }
 
     fn modelled_micros(&self, problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {

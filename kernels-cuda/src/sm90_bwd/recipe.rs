@@ -2,15 +2,15 @@
 
 use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
 use fmha_core::abi::DevPtr;
-use fmha_core::bwd_workspace::{BwdWorkspace, DqSums, ScoreOrigins};
+use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::{FieldValue as _, Fields as _, knob_values, knobs};
+use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
     Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind, check_addresses,
 };
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
 
 use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
@@ -93,14 +93,15 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), has_semaphores };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
-        // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done;
-        // and where it makes delta, of each query head's blocks that are made.
+        // Flags: what is not finite, query blocks with far queries; where the main kernel finishes dQ, the number of each
+        // head's key blocks that are done; and where it makes delta, of each query head's blocks that are made.
         let non_finite = tile.num_non_finite_flags(&spec, &schedule, q_blocks);
         let done = if tile.finishes_dq() { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
         let made = if tile.makes_delta() { u64::from(dims.num_heads_q) * u64::from(dims.batch) } else { 0 };
-        let origins = if sm90_bwd::modifies_score(&spec) { ScoreOrigins::OfRows } else { ScoreOrigins::Zero };
+        let far = if sm90_bwd::leaves_far_queries(&spec) { u64::from(q_blocks) } else { 0 };
         let block_m = tile.block_m.unsigned_abs();
-        let workspace = BwdWorkspace::new(problem, block_m, origins, Some(sums), non_finite + done + made)
+        let flags = non_finite + far + done + made;
+        let workspace = BwdWorkspace::new(problem, block_m, Some(sums), flags)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // Behind it the sums of heads' parts.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
@@ -125,10 +126,10 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
             let blocks = tiles / parts.max(1);
             rows("head_sums", sm90_bwd::head_sums(&spec, &tile), blocks * sm90_bwd::HEAD_SUMS_CTAS)
         });
-        // And where a mask may have let hidden infinities through, a warp to each block.
-        let repair = sm90_bwd::repairs(&spec).then(|| {
-            let warps = (q_blocks + tiles).div_ceil(sm90_bwd::ROW_THREADS / 32);
-            rows("repair", sm90_bwd::repair(&spec, &tile), warps)
+        let repairs = sm90_bwd::repairs(&spec) || sm90_bwd::leaves_far_queries(&spec);
+        let repair = repairs.then(|| {
+            let ctas = sm90_bwd::repair_ctas(problem, &spec, &schedule, q_blocks);
+            rows("repair", sm90_bwd::repair(&spec, &tile), ctas)
         });
         let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
         Ok(Choice {
@@ -309,36 +310,28 @@ fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.wgmma
 }
 
-impl<V: Nvidia> Tunable<ValidBwd, V> for Sm90Bwd {
+impl<V: Nvidia> Tiled<ValidBwd, V> for Sm90Bwd {
+    type Tile = Sm90BwdTile;
+
+    const HEADERS: &'static [&'static str] = &sm90_bwd::HEADERS;
+
     fn label(&self) -> &'static str {
         sm90_bwd::LABEL
-    }
-
-    fn headers(&self) -> &'static [&'static str] {
-        &sm90_bwd::HEADERS
     }
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
         runs_on(facts)
     }
 
-    fn own_tile(
+    fn table_tile(
         &self,
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
+    ) -> Result<Sm90BwdTile, Refusal> {
         let without_tile = options.clone().tile(Vec::<(String, String)>::new());
         <Self as Recipe<ValidBwd, V>>::choose(&Self::default(), problem, facts, &without_tile)?;
-        Ok(knob_values(&table_tile(problem, &spec_of(problem, options), facts)))
-    }
-
-    fn class(&self, problem: &ValidBwd, options: &PlanOptions) -> TileClass {
-        TileClass::of_bwd(problem, &spec_of(problem, options))
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        knobs::<Sm90BwdTile>()
+        Ok(table_tile(problem, &spec_of(problem, options), facts))
     }
 }
 

@@ -3,11 +3,10 @@
 use crate::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
 use crate::split;
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::{knob_values, knobs};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tunable, exactly, settle};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
 
 use crate::cache_update::launch as update;
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
@@ -217,35 +216,23 @@ fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.wgmma
 }
 
-impl<V: Nvidia> Tunable<ValidFwd, V> for Sm90Mla {
-    fn label(&self) -> &'static str {
-        text::NAME
-    }
+impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90Mla {
+    type Tile = Sm90MlaTile;
 
-    fn headers(&self) -> &'static [&'static str] {
-        &[text::HEADER]
-    }
+    const HEADERS: &'static [&'static str] = &[text::HEADER];
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
         runs_on(facts)
     }
 
-    fn own_tile(
+    fn table_tile(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
+    ) -> Result<Sm90MlaTile, Refusal> {
         <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(knob_values(&text::choose_tile(problem, facts.num_sms)))
-    }
-
-    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
-        TileClass::of_fwd(problem)
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        knobs::<Sm90MlaTile>()
+        Ok(text::choose_tile(problem, facts.num_sms))
     }
 }
 

@@ -1,12 +1,12 @@
 //! The forward on MFMA.
 
-use crate::{Device, cdna};
+use crate::{CdnaTile, Device, cdna};
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
     Accuracy, Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind,
 };
 use fmha_gpu::{
-    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tunable, deterministic_rows, settle,
+    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows, settle,
 };
 
 use crate::device::{Amd, DeviceFacts, launch};
@@ -88,33 +88,17 @@ impl<V: Amd> Recipe<ValidFwd, V> for Cdna {
     }
 }
 
-impl<V: Amd> Tunable<ValidFwd, V> for Cdna {
-    fn label(&self) -> &'static str {
-        cdna::NAME
-    }
+impl<V: Amd> Tiled<ValidFwd, V> for Cdna {
+    type Tile = CdnaTile;
 
-    fn headers(&self) -> &'static [&'static str] {
-        &[cdna::HEADER]
-    }
+    const HEADERS: &'static [&'static str] = &[cdna::HEADER];
 
-    fn runs_on(&self, _: &DeviceFacts) -> bool {
-        true
-    }
-
-    fn own_tile(
+    fn table_tile(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
-        cdna::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.knobs())
-    }
-
-    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
-        TileClass::of_fwd(problem)
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        fmha_core::fields::knobs::<crate::CdnaTile>()
+    ) -> Result<CdnaTile, Refusal> {
+        cdna::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.tile)
     }
 }

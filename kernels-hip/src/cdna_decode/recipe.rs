@@ -6,7 +6,8 @@ use fmha_core::{
     Accuracy, Call, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result, ValidFwd, bind,
 };
 use fmha_gpu::{
-    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tunable, deterministic_rows, exactly, settle,
+    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows, exactly,
+    settle,
 };
 
 use crate::cache_update::launch as update;
@@ -115,35 +116,19 @@ impl<V: Amd> Recipe<ValidFwd, V> for CdnaDecode {
     }
 }
 
-impl<V: Amd> Tunable<ValidFwd, V> for CdnaDecode {
-    fn label(&self) -> &'static str {
-        cdna_decode::NAME
-    }
+impl<V: Amd> Tiled<ValidFwd, V> for CdnaDecode {
+    type Tile = CdnaDecodeTile;
 
-    fn headers(&self) -> &'static [&'static str] {
-        &[cdna_decode::HEADER]
-    }
+    const HEADERS: &'static [&'static str] = &[cdna_decode::HEADER];
 
-    fn runs_on(&self, _: &DeviceFacts) -> bool {
-        true
-    }
-
-    fn own_tile(
+    fn table_tile(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
+    ) -> Result<CdnaDecodeTile, Refusal> {
         let own = PlanOptions::default();
         let options = options.kernel.iter().fold(own, |own, name| own.kernel(name.clone()));
-        cdna_decode::accept(problem, facts.device, &options).map(|chosen| chosen.knobs())
-    }
-
-    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
-        TileClass::of_fwd(problem)
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        fmha_core::fields::knobs::<CdnaDecodeTile>()
+        cdna_decode::accept(problem, facts.device, &options).map(|chosen| chosen.tile)
     }
 }

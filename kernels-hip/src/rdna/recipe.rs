@@ -1,12 +1,13 @@
 //! The forward on WMMA.
 
-use crate::{Device, rdna};
+use crate::Device;
+use crate::rdna::{self, RdnaTile};
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
     Accuracy, Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind,
 };
 use fmha_gpu::{
-    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tunable, deterministic_rows, settle,
+    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows, settle,
 };
 
 use crate::device::{Amd, DeviceFacts, launch, lay_out};
@@ -84,33 +85,21 @@ impl<V: Amd> Recipe<ValidFwd, V> for Rdna {
     }
 }
 
-impl<V: Amd> Tunable<ValidFwd, V> for Rdna {
-    fn label(&self) -> &'static str {
-        rdna::NAME
-    }
+impl<V: Amd> Tiled<ValidFwd, V> for Rdna {
+    type Tile = RdnaTile;
 
-    fn headers(&self) -> &'static [&'static str] {
-        &[rdna::HEADER]
-    }
+    const HEADERS: &'static [&'static str] = &[rdna::HEADER];
 
     fn runs_on(&self, facts: &DeviceFacts) -> bool {
         facts.device.arch.is_rdna()
     }
 
-    fn own_tile(
+    fn table_tile(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
-        rdna::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.knobs())
-    }
-
-    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
-        TileClass::of_fwd(problem)
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        fmha_core::fields::knobs::<rdna::RdnaTile>()
+    ) -> Result<RdnaTile, Refusal> {
+        rdna::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.tile)
     }
 }

@@ -172,9 +172,6 @@ struct FinishSmem<spec, tile, true> {
   };
 };
 
-// Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.
-constexpr int kTileIndexSlots = 2;
-
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec, tile> {
   using S = Shape<spec, tile>;

@@ -15,6 +15,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 struct DeltaMaker {
   using Rows = typename Shape<spec, tile>::DoutTile;
   static_assert(tile.block_m % 32 == 0, "a lane has a row of each 32");
+  static_assert(leaves_far_queries<spec>(), "a far row is measured by the launch behind");
   const BwdParams& p;
   const Maps& maps;
   const Sm90BwdSchedule& schedule;
@@ -55,7 +56,13 @@ struct DeltaMaker {
       const bool there = i < span.seqlen_q;
       const float lse = there ? p.fwd.lse[lse_offset(p.fwd, span, block.i_head, i)] : 0.f;
       store_row_stats<spec>(p, block, i, there, lse, dot_of_row(row));
+      if (has_origin<spec>(lse)) mark_far(block);
     }
+  }
+  FMHA_DEVICE void mark_far(const QueryBlock& block) const {
+    const int32_t head = block.span.i_batch * p.fwd.num_heads_q + block.i_head;
+    const int32_t index = head * schedule.num_q_blocks + block.first / tile.block_m;
+    ptx::red_release_gpu_add(far_queries<spec, tile>(p, schedule, index), 1);
   }
   // dO . O of a row. Eight lanes beside each other have the same columns of eight rows, which lie in different banks.
   FMHA_DEVICE float dot_of_row(int32_t row) const {

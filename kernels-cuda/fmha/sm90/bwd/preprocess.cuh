@@ -1,10 +1,10 @@
-// What the main kernel wants of each query row: LSE in log2, where scores are modified what they are measured from, and
+// What the main kernel wants of each query row: LSE in log2, what scores are measured from, and
 // delta = dO . O - dLSE; and zeros where it sums dQ, or in the semaphore that a block of dQ has. With
 // DqFinish::BesideWithDelta of the first heads' rows alone: the others' are made beside the products
 // (make_delta.cuh).
 //
 // Rows behind a sequence in its last block get LSE = +infinity, so that their P are 0 and add nothing; so do rows that
-// see no key, whose LSE is -infinity.
+// see no key, whose LSE is -infinity, and far ones that are left to the launch behind (repair.cuh).
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
@@ -47,29 +47,18 @@ FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (
   }
   return dot;
 }
-// An exponent is the difference of an exact product and LSE in log2. From this size on LSE's errors, three of its last places
-// at most, are more than the exponents of f16 bear, so that P could be infinite.
-constexpr float kLargestExponent = 1 << 25;
-// LSE in log2 for scores that nothing modifies, which have no origin but 0 (modified ones: `is_far`): beyond that size so
-// much larger that no P exceeds 1, and P of 0 where f32 has no LSE in log2.
-FMHA_DEVICE float lse_log2_from_zero(float lse) {
-  const float lse_log2 = lse * kLog2E, size = abs_of(lse_log2);
-  if (size == infinity()) return infinity();
-  return size >= kLargestExponent ? lse_log2 + size / (1 << 21) : lse_log2;
-}
-
 // What becomes of a row whose dO . O is known: `there` is whether the sequence has it.
 template <BwdSpec spec>
 FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, int32_t i, bool there, float lse, float dot) {
   float lse_log2 = infinity(), delta = 0.f;
   if (there) {
-    if (lse != -infinity()) lse_log2 = modifies_score(spec.fwd) ? lse * kLog2E : lse_log2_from_zero(lse);
+    if (lse != -infinity() && !(leaves_far_queries<spec>() && has_origin<spec>(lse))) lse_log2 = lse * kLog2E;
     delta = spec.has_dlse ? dot - p.dlse[lse_offset(p.fwd, block.span, block.i_head, i)] : dot;
   }
   const int64_t at = stats_offset(p, block.span, block.i_head, i);
   p.lse_log2[at] = lse_log2;
   p.delta[at] = delta;
-  if constexpr (modifies_score(spec.fwd)) p.score_origin[at] = 0.f;
+  p.score_origin[at] = 0.f;
 }
 
 // The origins of a block's far rows, a warp to a row.
@@ -79,7 +68,7 @@ FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block) {
 #pragma unroll 1
   for (int32_t i = block.first + threadIdx.x / 32; i < end; i += kRowThreads / 32) {
     const float lse = p.fwd.lse[lse_offset(p.fwd, block.span, block.i_head, i)];
-    if (!is_far(lse)) continue;
+    if (!has_origin<spec>(lse)) continue;
     const int64_t at = stats_offset(p, block.span, block.i_head, i);
     const RowOrigin row = origin_of_far_row<spec, simt::Warp>(p, block.span, block.i_head, i, lse, p.delta[at]);
     if (threadIdx.x % 32 == 0) {
@@ -107,6 +96,12 @@ FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedul
     if constexpr (makes_delta(tile)) num += p.fwd.batch * p.fwd.num_heads_q;
     int32_t* first = done_key_blocks<spec, tile>(p, schedule, 0);
     for (int32_t i = thread; i < num; i += threads) first[i] = 0;
+  }
+  if constexpr (makes_delta(tile)) {
+    // Of blocks whose rows the main kernel looks at.
+    const int32_t end = num_q_blocks_of_all(p, schedule);
+    for (int32_t i = schedule.num_first_q_blocks + thread; i < end; i += threads)
+      *far_queries<spec, tile>(p, schedule, i) = 0;
   }
 }
 
@@ -142,7 +137,7 @@ struct DotOfRow {
 constexpr int kRowsAhead = 4;
 
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
+FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block) {
   using S = Shape<spec, tile>;
   constexpr int lanes = tile.vector_load && S::dim <= 128 ? S::dim / 8 : 32;  // of a row: a power of two
   constexpr int rows_at_once = kRowThreads / lanes;
@@ -162,7 +157,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
       const bool there = row < tile.block_m && block.first + row < span.seqlen_q;
       dots[n].ask(p, first_o + row * p.fwd.o.row, first_dout + row * p.dout.row, lane, there);
       lses[n] = ptx::ld_global_f32_if(lse + row, there);
-      if constexpr (modifies_score(spec.fwd)) any_far |= there && is_far(lses[n]);
+      any_far |= there && has_origin<spec>(lses[n]);
     }
 #pragma unroll
     for (int n = 0; n < kRowsAhead; ++n) {
@@ -171,8 +166,11 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
       if (lane == 0 && row < tile.block_m) store_row_stats<spec>(p, block, i, i < span.seqlen_q, lses[n], dot);
     }
   }
-  if constexpr (modifies_score(spec.fwd)) {
-    if (!ptx::bar_red_and<kRowThreads>(0, !any_far)) measure_far_rows<spec, tile>(p, block);
+  any_far = !ptx::bar_red_and<kRowThreads>(0, !any_far);
+  if constexpr (leaves_far_queries<spec>()) {
+    if (threadIdx.x == 0) *far_queries<spec, tile>(p, schedule, blockIdx.x) = any_far;
+  } else {
+    if (any_far) measure_far_rows<spec, tile>(p, block);
   }
   if constexpr (!has_semaphores<spec, tile>()) {
     float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dq_dim);
@@ -184,7 +182,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   wait_for_launch_before();
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
-  if (block.first < block.span.seqlen_q) preprocess_block<spec, tile>(p, block);
+  if (block.first < block.span.seqlen_q) preprocess_block<spec, tile>(p, schedule, block);
   clear_counts<spec, tile>(p, schedule);
 }
 

@@ -1,5 +1,6 @@
-// Rows of any gradient that are not finite where a mask may have let a hidden infinity through: computed again, pair by
-// pair. A launch of its own, since its registers would slow down the conversion of dQ.
+// What the launches before leave wrong, computed pair by pair as fmha/row_bwd.h has it: rows of any gradient that are
+// not finite where a mask may have let a hidden infinity through, and what far queries add (`leaves_far_queries`). A
+// launch of its own, since its registers would slow down the conversion of dQ.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
@@ -9,6 +10,8 @@
 
 namespace fmha::sm90::bwd {
 
+constexpr int kRowWarps = kRowThreads / 32;
+
 template <DType dtype, int dim>
 FMHA_DEVICE bool has_non_finite(const View& x, int64_t row) {
   float zero = 0.f;
@@ -16,9 +19,150 @@ FMHA_DEVICE bool has_non_finite(const View& x, int64_t row) {
   return __any_sync(ptx::kAllLanes, is_nan(zero));
 }
 
+// ---- Far queries.
+
+template <BwdSpec spec, Sm90BwdTile tile>
+struct FarQueries {
+  const BwdParams& p;
+  const Sm90BwdSchedule& schedule;
+  const SeqSpan span;
+
+  // What preprocess, or the warp that makes delta, found in a query block.
+  FMHA_DEVICE bool in_block(int32_t i_head, int32_t block) const {
+    const int32_t head = span.i_batch * p.fwd.num_heads_q + i_head;
+    return *far_queries<spec, tile>(p, schedule, head * schedule.num_q_blocks + block) != 0;
+  }
+  // Whether this thread, one of `threads`, finds a block with such queries in `heads`; together they look at all.
+  FMHA_DEVICE bool any(Range heads, int32_t thread, int32_t threads) const {
+    const int32_t blocks = ceil_div(span.seqlen_q, tile.block_m), num = (heads.end - heads.begin) * blocks;
+    bool found = false;
+#pragma unroll 4
+    for (int32_t at = thread; at < num; at += threads) found |= in_block(heads.begin + at / blocks, at % blocks);
+    return found;
+  }
+  FMHA_DEVICE bool operator()(int32_t i_head, int32_t i) const {
+    return has_origin<spec>(p.fwd.lse[lse_offset(p.fwd, span, i_head, i)]);
+  }
+  FMHA_DEVICE RowOrigin origin(int32_t i_head, int32_t i) const {
+    const float lse = p.fwd.lse[lse_offset(p.fwd, span, i_head, i)];
+    return origin_of_far_row<spec, simt::Warp>(p, span, i_head, i, lse, p.delta[stats_offset(p, span, i_head, i)]);
+  }
+  // This warp's share of a head's far queries.
+  template <class Row>
+  FMHA_DEVICE void for_each(int32_t i_head, Row row) const {
+#pragma unroll 1
+    for (int32_t first = 0; first < span.seqlen_q; first += tile.block_m) {
+      if (!in_block(i_head, first / tile.block_m)) continue;
+      const int32_t end = min(first + tile.block_m, span.seqlen_q);
+#pragma unroll 1
+      for (int32_t i = first + threadIdx.x / 32; i < end; i += kRowWarps) {
+        if ((*this)(i_head, i)) row(i);
+      }
+    }
+  }
+};
+
+FMHA_DEVICE Range query_heads_of(const BwdParams& p, int32_t i_head_kv) {
+  return {i_head_kv * p.fwd.gqa_ratio, (i_head_kv + 1) * p.fwd.gqa_ratio};
+}
+
+// Of a kv head with far queries the whole: their origins and dQ, then what they add to each key's dK and dV; and rows
+// that are not finite, since those are made of these origins too. One CTA to a head, however many such queries there
+// are: 4096 of them, and as many keys, take it seconds.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void repair_head(const FarQueries<spec, tile>& far, int32_t i_head_kv) {
+  const BwdParams& p = far.p;
+  const SeqSpan& span = far.span;
+  const Range heads = query_heads_of(p, i_head_kv);
+  for (int32_t i_head = heads.begin; i_head < heads.end; ++i_head) {
+    far.for_each(i_head, [&](int32_t i) {
+      const RowOrigin row = far.origin(i_head, i);
+      if (threadIdx.x % 32 == 0) {
+        const int64_t at = stats_offset(p, span, i_head, i);
+        p.score_origin[at] = row.origin;
+        p.lse_log2[at] = row.lse_log2;
+      }
+      __syncwarp();
+      bwd_query_row<spec, simt::Warp>(p, span, i_head, i);
+    });
+  }
+  __syncthreads();
+  if constexpr (repairs<spec>()) {
+    for (int32_t i_head = heads.begin; i_head < heads.end; ++i_head) {
+      for (int32_t i = threadIdx.x / 32; i < span.seqlen_q; i += kRowWarps) {
+        const int64_t row = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + i, i_head);
+        if (has_non_finite<spec.dtype_grad, spec.fwd.head_dim_qk>(p.dq, row))
+          bwd_query_row<spec, simt::Warp>(p, span, i_head, i);
+      }
+    }
+  }
+#pragma unroll 1
+  for (int32_t j = threadIdx.x / 32; j < span.seqlen_k; j += kRowWarps) {
+    if constexpr (repairs<spec>()) {
+      const int64_t key = span.k_row + int64_t(j);
+      const int64_t dk = row_offset(p.dk, span.i_batch, key, i_head_kv), dv = row_offset(p.dv, span.i_batch, key, i_head_kv);
+      if (has_non_finite<spec.dtype_grad, spec.fwd.head_dim_qk>(p.dk, dk) ||
+          has_non_finite<spec.dtype_grad, spec.fwd.head_dim_v>(p.dv, dv)) {
+        bwd_key_row<spec, simt::Warp>(p, span, i_head_kv, j);
+        continue;
+      }
+    }
+    bwd_key_row<spec, simt::Warp, true>(p, span, i_head_kv, j, far);
+  }
+}
+
+// What far queries of all sequences add to dSink of a head, in one order.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void repair_sink(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_head) {
+  __shared__ float sums[kRowWarps];
+  const float sink = scalar_of(p.fwd.sink, 0, i_head, -infinity());
+  float sum = 0.f;
+  for (int32_t b = 0; b < p.fwd.batch; ++b) {
+    const FarQueries<spec, tile> far{p, schedule, resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b)};
+    far.for_each(i_head, [&](int32_t i) {
+      sum += sink_term(p, stats_offset(p, far.span, i_head, i), sink, far.origin(i_head, i));
+    });
+  }
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int32_t warp = 1; warp < kRowWarps; ++warp) sum += sums[warp];
+  p.dsink[i_head] += sum;
+}
+
+// CTAs of far queries: one to a kv head of a sequence, then one to a head's sink.
+template <BwdSpec spec>
+FMHA_DEVICE int32_t num_ctas_of_far_queries(const BwdParams& p) {
+  if (!leaves_far_queries<spec>()) return 0;
+  return p.fwd.batch * p.fwd.num_heads_kv + (spec.write_dsink ? p.fwd.num_heads_q : 0);
+}
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void repair_far(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
+  const int32_t i_batch = index / p.fwd.num_heads_kv, i_head_kv = index - i_batch * p.fwd.num_heads_kv;
+  if (i_batch >= p.fwd.batch) {
+    if constexpr (spec.write_dsink) repair_sink<spec, tile>(p, schedule, index - p.fwd.batch * p.fwd.num_heads_kv);
+    return;
+  }
+  const FarQueries<spec, tile> far{p, schedule, resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch)};
+  const bool found = far.any(query_heads_of(p, i_head_kv), threadIdx.x, kRowThreads);
+  if (!ptx::bar_red_and<kRowThreads>(0, !found)) repair_head(far, i_head_kv);
+}
+
+// ---- Rows that are not finite.
+
+// Whether `repair_head` computes these rows anew, by a warp.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE bool is_repaired_with_far(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span,
+                                      int32_t i_head_kv) {
+  if constexpr (!leaves_far_queries<spec>()) return false;
+  const FarQueries<spec, tile> far{p, schedule, span};
+  return __any_sync(ptx::kAllLanes, far.any(query_heads_of(p, i_head_kv), threadIdx.x % 32, 32));
+}
+
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, index);
+  if (is_repaired_with_far<spec, tile>(p, schedule, block.span, block.i_head / p.fwd.gqa_ratio)) return;
   for (int32_t i = block.first; i < min(block.first + tile.block_m, block.span.seqlen_q); ++i) {
     const int64_t row = row_offset(p.dq, block.span.storage_batch, int64_t(block.span.q_row) + i, block.i_head);
     if (has_non_finite<spec.dtype_grad, spec.fwd.head_dim_qk>(p.dq, row))
@@ -30,6 +174,7 @@ FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& sched
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, uint32_t warps) {
   const Work work = resolve_work<spec, tile>(p, schedule, index);
+  if (is_repaired_with_far<spec, tile>(p, schedule, work.span, work.i_head_kv)) return;
   // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
   constexpr int sharers = splits_dims(tile) ? num_consumers(tile) : 1;
   for (int32_t row = 0; work.keys.begin + row < work.keys.end; ++row) {
@@ -44,10 +189,9 @@ FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule
 // behind other work a launch's code comes from memory line by line, and one that finds nothing took 8 us for the tile's
 // place alone.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
-  wait_for_launch_before();
+FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_cta) {
   constexpr int words = num_consumer_warps(tile);
-  const int32_t index = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int32_t index = i_cta * kRowWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int32_t q_block = index - schedule.num_tiles;
   if (q_block >= num_q_blocks_of_all(p, schedule)) return;
   const bool is_tile = q_block < 0;
@@ -60,6 +204,17 @@ FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
     repair_keys<spec, tile>(p, schedule, index, non_finite);
   } else {
     repair_queries<spec, tile>(p, schedule, q_block);
+  }
+}
+
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+  wait_for_launch_before();
+  const int32_t of_far_queries = num_ctas_of_far_queries<spec>(p), i_cta = blockIdx.x;
+  if (i_cta < of_far_queries) {
+    if constexpr (leaves_far_queries<spec>()) repair_far<spec, tile>(p, schedule, i_cta);
+  } else {
+    if constexpr (repairs<spec>()) repair_non_finite<spec, tile>(p, schedule, i_cta - of_far_queries);
   }
 }
 

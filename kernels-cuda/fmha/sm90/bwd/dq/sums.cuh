@@ -83,6 +83,16 @@ FMHA_DEVICE int32_t* made_query_blocks(const BwdParams& p, const Sm90BwdSchedule
   return done_key_blocks<spec, tile>(p, schedule, 0) + schedule.num_heads + head;
 }
 
+// Of each query block whether it has far queries, where these are left to the launch behind: written by preprocess, and
+// where the main kernel makes delta set by it. Of blocks behind their sequence nothing is written.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t* far_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t q_block) {
+  int32_t* first = done_key_blocks<spec, tile>(p, schedule, 0);
+  if constexpr (finishes_dq(tile)) first += schedule.num_heads;
+  if constexpr (makes_delta(tile)) first += p.fwd.batch * p.fwd.num_heads_q;
+  return first + q_block;
+}
+
 // ---- The order of additions.
 
 // A key block of a kv head, the heads of all sequences counted.

@@ -11,7 +11,7 @@ use crate::inst::{Class, Inst, Regs, Src, Ty};
 use crate::op::Op;
 use operand::Source;
 pub(crate) use operand::{PRIVATE_APERTURE, SHARED_APERTURE};
-use table::{Enc, TABLE};
+use table::{Enc, Row, TABLE};
 
 /// All instructions of a code object's text section, in order of address.
 pub(crate) struct Program {
@@ -138,19 +138,24 @@ fn try_decode(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     None
 }
 
-fn scalar(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
-    let word = words[0];
-    let (enc, opcode) = match word >> 23 {
+/// Encoding and opcode of a scalar instruction, on CDNA and RDNA.
+fn scalar_opcode(word: u32) -> (Enc, u32) {
+    match word >> 23 {
         0b1_0111_1101 => (Enc::Sop1, bits(word, 8, 8)),
         0b1_0111_1110 => (Enc::Sopc, bits(word, 16, 7)),
         0b1_0111_1111 => (Enc::Sopp, bits(word, 16, 7)),
         _ if word >> 28 == 0b1011 => (Enc::Sopk, bits(word, 23, 5)),
         _ => (Enc::Sop2, bits(word, 23, 7)),
-    };
-    let row = TABLE.get(arch, enc, opcode)?;
-    let mut inst = blank(pc, words, row.name);
-    let mut source = Source::new(words, 1);
-    inst.sdst = bits(word, 16, 7) as u8;
+    }
+}
+
+/// Its sources and immediate; `read` is how the architecture numbers operands, and `inst` has its destination.
+fn scalar_operands(
+    inst: &mut Inst,
+    (enc, word): (Enc, u32),
+    row: &Row,
+    mut read: impl FnMut(u32, Ty) -> Option<Src>,
+) -> Option<()> {
     let width = |i: usize| row.operands.get(i).map_or(1, |ty| ty.dwords());
     let ty = |i: usize| if width(i) == 2 { Ty::B64 } else { Ty::B32 };
     inst.dst_ty = ty(0);
@@ -158,30 +163,41 @@ fn scalar(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     match enc {
         Enc::Sop2 => {
             inst.src_ty = [ty(1), ty(2), Ty::B32];
-            inst.src[0] = source.read(bits(word, 0, 8), ty(1))?;
-            inst.src[1] = source.read(bits(word, 8, 8), ty(2))?;
+            inst.src[0] = read(bits(word, 0, 8), ty(1))?;
+            inst.src[1] = read(bits(word, 8, 8), ty(2))?;
         }
         Enc::Sop1 => {
             // s_setpc_b64 has no destination: its only operand is the source.
             let last = row.operands.len().saturating_sub(1);
             inst.src_ty[0] = ty(last);
-            inst.src[0] = source.read(bits(word, 0, 8), ty(last))?;
+            inst.src[0] = read(bits(word, 0, 8), ty(last))?;
         }
         Enc::Sopc => {
             inst.src_ty = [ty(0), ty(1), Ty::B32];
-            inst.src[0] = source.read(bits(word, 0, 8), ty(0))?;
-            inst.src[1] = source.read(bits(word, 8, 8), ty(1))?;
+            inst.src[0] = read(bits(word, 0, 8), ty(0))?;
+            inst.src[1] = read(bits(word, 8, 8), ty(1))?;
         }
         Enc::Sopk => {
             inst.imm = simm;
-            if row.name == "s_setreg_imm32_b32" {
-                inst.src[0] = source.read(255, Ty::B32)?;
-            } else if row.name == "s_setreg_b32" {
+            if inst.op == Op::SSetregImm32B32 {
+                inst.src[0] = read(255, Ty::B32)?;
+            } else if inst.op == Op::SSetregB32 {
                 inst.src[0] = Src::S(inst.sdst);
             }
         }
         _ => inst.imm = simm,
     }
+    Some(())
+}
+
+fn scalar(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
+    let word = words[0];
+    let (enc, opcode) = scalar_opcode(word);
+    let row = TABLE.get(arch, enc, opcode)?;
+    let mut inst = blank(pc, words, row.name);
+    let mut source = Source::new(words, 1);
+    inst.sdst = bits(word, 16, 7) as u8;
+    scalar_operands(&mut inst, (enc, word), row, |code, ty| source.read(code, ty))?;
     inst.size = source.size();
     if matches!(enc, Enc::Sopp) || inst.op.branches() {
         inst.class = Class::Control;

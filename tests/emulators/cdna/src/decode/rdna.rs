@@ -5,7 +5,7 @@ use super::memory::{ds_kind, effects, unknown_mem, vmem_kind};
 use super::operand;
 use super::table::{Enc, Row, TABLE};
 use super::vector::{finish, set_types};
-use super::{bits, blank, scalar_effects};
+use super::{bits, blank, scalar_effects, scalar_opcode, scalar_operands};
 use crate::elf::Arch;
 use crate::inst::{Class, Dpp, EXEC, Inst, M0, Mem, MemKind, Regs, Space, Src, Ty, VCC};
 use crate::op::Op;
@@ -82,57 +82,22 @@ fn of_row(pc: u64, words: &[u32], row: &Row) -> Inst {
 
 fn scalar(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     let word = words[0];
-    let (enc, opcode) = match word >> 23 {
-        0b1_0111_1101 => (Enc::Sop1, bits(word, 8, 8)),
-        0b1_0111_1110 => (Enc::Sopc, bits(word, 16, 7)),
-        0b1_0111_1111 => (Enc::Sopp, bits(word, 16, 7)),
-        _ if word >> 28 == 0b1011 => (Enc::Sopk, bits(word, 23, 5)),
-        _ => (Enc::Sop2, bits(word, 23, 7)),
-    };
+    let (enc, opcode) = scalar_opcode(word);
     let row = TABLE.get(arch, enc, opcode)?;
     let mut inst = of_row(pc, words, row);
     // What the scalar unit reads and writes goes by CDNA's names.
     inst.name = row.canonical;
     let mut source = Source::new(words, 1);
     inst.sdst = destination(bits(word, 16, 7));
-    let width = |i: usize| row.operands.get(i).map_or(1, |ty| ty.dwords());
-    let ty = |i: usize| if width(i) == 2 { Ty::B64 } else { Ty::B32 };
-    inst.dst_ty = ty(0);
-    let simm = i32::from(word as u16 as i16);
-    match enc {
-        Enc::Sop2 => {
-            inst.src_ty = [ty(1), ty(2), Ty::B32];
-            inst.src[0] = source.read(bits(word, 0, 8), ty(1))?;
-            inst.src[1] = source.read(bits(word, 8, 8), ty(2))?;
-            match inst.op {
-                Op::SFmaakF32 => inst.src[2] = Src::K(source.0.literal()?, 0),
-                Op::SFmamkF32 => {
-                    inst.src[2] = inst.src[1];
-                    inst.src[1] = Src::K(source.0.literal()?, 0);
-                }
-                Op::SFmacF32 => inst.src[2] = Src::S(inst.sdst),
-                _ => {}
-            }
+    scalar_operands(&mut inst, (enc, word), row, |code, ty| source.read(code, ty))?;
+    match inst.op {
+        Op::SFmaakF32 => inst.src[2] = Src::K(source.0.literal()?, 0),
+        Op::SFmamkF32 => {
+            inst.src[2] = inst.src[1];
+            inst.src[1] = Src::K(source.0.literal()?, 0);
         }
-        Enc::Sop1 => {
-            let last = row.operands.len().saturating_sub(1);
-            inst.src_ty[0] = ty(last);
-            inst.src[0] = source.read(bits(word, 0, 8), ty(last))?;
-        }
-        Enc::Sopc => {
-            inst.src_ty = [ty(0), ty(1), Ty::B32];
-            inst.src[0] = source.read(bits(word, 0, 8), ty(0))?;
-            inst.src[1] = source.read(bits(word, 8, 8), ty(1))?;
-        }
-        Enc::Sopk => {
-            inst.imm = simm;
-            if inst.op == Op::SSetregImm32B32 {
-                inst.src[0] = source.read(255, Ty::B32)?;
-            } else if inst.op == Op::SSetregB32 {
-                inst.src[0] = Src::S(inst.sdst);
-            }
-        }
-        _ => inst.imm = simm,
+        Op::SFmacF32 => inst.src[2] = Src::S(inst.sdst),
+        _ => {}
     }
     inst.size = source.0.size();
     let control = matches!(inst.op, Op::SBarrierSignal | Op::SWaitcntVscnt);
