@@ -217,6 +217,9 @@ pub struct HeadParts {
 /// Heads of a sequence of which ordered additions behind a mask have one go from the last query down.
 const SIDE_BY_SIDE_PERIOD: u32 = 8;
 
+/// Keys from which on a deterministic call's sequence has its kv heads in parts, where it has few; packed ones each by its own.
+const LEAST_KEYS_IN_PARTS: u32 = 4096;
+
 /// CTAs that add a key block's parts with `head_parts`: they divide `block_n`.
 pub const HEAD_SUMS_CTAS: u32 = 8;
 
@@ -607,9 +610,10 @@ impl Sm90BwdTile {
         (1..ratio).find(divides).unwrap_or(ratio)
     }
 
-    /// Parts of a deterministic call: from the heads and the longest length, so that a plan gives a sequence the same bits
-    /// in any batch. Where sequences are long, enough for eight heads, of which one goes the other way: sums cost
-    /// some 600 keys' worth of products. Where lengths are equal, enough for 48 tiles of a sequence.
+    /// Parts of a deterministic call: from the heads and the length, never the batch, so that a sequence has the same bits
+    /// in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where sequences are
+    /// long, enough for eight heads, of which one goes the other way: sums cost some 600 keys' worth of products. Where
+    /// lengths are equal, enough for 48 tiles of a sequence.
     fn ordered_parts(&self, problem: &BwdProblem) -> u32 {
         let (dims, ratio) = (problem.fwd.dims, problem.fwd.gqa_ratio());
         let (kv_heads, is_packed) = (dims.num_heads_kv.max(1), problem.fwd.layout.q == QLayout::Packed);
@@ -617,7 +621,8 @@ impl Sm90BwdTile {
         if problem.fwd.mask.kind() == MaskKind::Band {
             return 1;
         }
-        let of_heads = if dims.seqlen_k >= 4096 { 8_u32.div_ceil(kv_heads) } else { 1 };
+        let of_heads =
+            if dims.seqlen_k >= LEAST_KEYS_IN_PARTS { SIDE_BY_SIDE_PERIOD.div_ceil(kv_heads) } else { 1 };
         let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs()).max(1);
         let of_tiles = if is_packed { 1 } else { 48_u32.div_ceil(kv_heads.saturating_mul(key_blocks)) };
         let wanted = of_heads.max(of_tiles);
@@ -1136,6 +1141,8 @@ fn host_header() -> Header {
          constexpr int kRowThreads = {ROW_THREADS};\n\
          // CTAs that add the parts of a key block.\n\
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
+         // Ordered additions: of so many heads of a sequence one goes upward; from so many keys on a sequence has parts.\n\
+         constexpr int kSideBySidePeriod = {SIDE_BY_SIDE_PERIOD}, kLeastKeysInParts = {LEAST_KEYS_IN_PARTS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
          constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),

@@ -73,7 +73,7 @@ FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   int32_t* first = p.non_finite;
   if constexpr (repairs<spec>())
     first = non_finite_queries<tile>(p, schedule) + num_q_blocks_of_all(p, schedule) * finish_ctas<spec, tile>();
-  return first + head / num_query_heads<tile>(p, schedule);
+  return first + head / (tile.head_parts ? p.fwd.gqa_ratio / schedule.num_head_parts : p.fwd.gqa_ratio);
 }
 
 // Where it makes delta: of how many of a query head's blocks LSE and delta are made; preprocess makes the first heads',
@@ -85,9 +85,10 @@ FMHA_DEVICE int32_t* made_query_blocks(const BwdParams& p, const Sm90BwdSchedule
 
 // ---- The order of additions.
 
-// A key block of a kv head, the heads of all sequences counted.
+// A key block of a kv head, the heads of all sequences counted: from the first one on, or else from the last one down.
 struct Place {
-  int32_t head, key_block;
+  int32_t head, nth_block;
+  bool is_upward;
 };
 
 // Behind a mask, the order in which key blocks are launched: head after head, of each the last key block first, since a
@@ -100,13 +101,17 @@ struct Place {
 // do (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that
 // are at work together would wait for each other at each.
 //
-// Heads here are the parts of kv heads, where tiles share these.
-template <Sm90BwdTile tile>
-FMHA_DEVICE int32_t order_head(const Sm90BwdSchedule& schedule, const Work& work) {
-  return work.i_head_kv * num_parts<tile>(schedule) + work.i_part;
-}
-FMHA_DEVICE bool goes_upward(const Sm90BwdSchedule& schedule, int32_t head) {
-  return head % schedule.side_by_side_period == schedule.side_by_side_period - 1;
+// Heads here are the parts of kv heads, where tiles share these; of a sequence with parts of its own
+// (`has_own_parts`) those that it has. Such a head's key blocks are launched in its own order wherever it is launched.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE bool goes_upward(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
+  int32_t parts = num_parts<tile>(schedule), period = schedule.side_by_side_period;
+  if constexpr (has_own_parts<spec, tile>()) {
+    parts = num_head_parts<spec, tile>(schedule, work.span);
+    period = min(kSideBySidePeriod, p.fwd.num_heads_kv * parts);
+  }
+  const int32_t head = work.i_head_kv * parts + work.i_part;
+  return head % period == period - 1;
 }
 FMHA_DEVICE Place place_in_order(int32_t index, int32_t num_key_blocks, int32_t batch, int32_t num_heads,
                                  int32_t period) {
@@ -115,11 +120,11 @@ FMHA_DEVICE Place place_in_order(int32_t index, int32_t num_key_blocks, int32_t 
   if (within < 0) {
     const int32_t i_head = index / num_key_blocks, i_batch = i_head / downward, nth = i_head - i_batch * downward;
     const int32_t head = i_batch * num_heads + nth + nth / (period - 1);
-    return {head, num_key_blocks - 1 - (index - i_head * num_key_blocks)};
+    return {head, index - i_head * num_key_blocks, false};
   }
-  const int32_t side_by_side = batch * upward, key_block = within / side_by_side;
-  const int32_t i_head = within - key_block * side_by_side, i_batch = i_head / upward, nth = i_head - i_batch * upward;
-  return {i_batch * num_heads + nth * period + period - 1, key_block};
+  const int32_t side_by_side = batch * upward, nth_block = within / side_by_side;
+  const int32_t i_head = within - nth_block * side_by_side, i_batch = i_head / upward, nth = i_head - i_batch * upward;
+  return {i_batch * num_heads + nth * period + period - 1, nth_block, true};
 }
 
 // Without a mask, key blocks begin their walks at query blocks that are `stride` apart, in groups of CTAs that run at a
@@ -140,7 +145,7 @@ FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work
 
 // Ordered: how many key blocks add to query block `block` before this tile's does.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE int32_t position_at(const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
+FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
   if constexpr (is_ordered_behind_mask<spec>()) {
     const int32_t first_query = block * tile.block_m;
     const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
@@ -157,7 +162,7 @@ FMHA_DEVICE int32_t position_at(const Sm90BwdSchedule& schedule, const Work& wor
     // Of the key blocks that add, from the first one on.
     const bool in_band = !keys.empty() && work.key_block >= band_begin;
     const int32_t nth = in_band ? sinks + work.key_block - band_begin : work.key_block;
-    return goes_upward(schedule, order_head<tile>(schedule, work)) ? nth : sinks + band_end - band_begin - 1 - nth;
+    return goes_upward<spec, tile>(p, schedule, work) ? nth : sinks + band_end - band_begin - 1 - nth;
   } else {
     const Stagger stagger = stagger_of<spec, tile>(schedule, work);
     const int32_t member = work.key_block - stagger.first;
