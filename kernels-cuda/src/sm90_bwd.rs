@@ -192,6 +192,11 @@ abi_struct! {
         /// With ordered additions to dQ, of so many heads the key blocks of one are launched beside those of others, and
         /// behind a mask walk their queries from the last one down. Without a mask all heads, which is 1, or none.
         pub side_by_side_period: i32,
+        /// Behind a mask, so many of them at a time.
+        pub side_by_side_heads: i32,
+        /// With ordered additions to dQ and no mask, key blocks (of clusters) that run at a time and begin their walks apart;
+        /// 0: as many as a packed sequence's own length gives.
+        pub key_blocks_in_group: i32,
         /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
         /// of; else all of them.
         pub num_first_query_heads: i32,
@@ -214,11 +219,23 @@ pub struct HeadParts {
     pub queries: u32,
 }
 
-/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down.
-const SIDE_BY_SIDE_PERIOD: u32 = 8;
+/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down. Half of them: their
+/// longest key blocks begin when the others' shortest are done. By a simulation of the order, of the rate without order, with
+/// one of eight and with one of two: B1 H40/8 S4224 D128 0.66 and 1.0 (measured with one of eight 0.74), B2 H16/8 S1792 D64
+/// 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0 (0.73), B4 H32 S4096 D128 level.
+const SIDE_BY_SIDE_PERIOD: u32 = 2;
 
-/// Keys from which on a deterministic call's sequence has its kv heads in parts, where it has few; packed ones each by its own.
+/// Such heads are launched side by side in groups of so many at least, since key blocks that begin together wait for each
+/// other at their first query block.
+const LEAST_SIDE_BY_SIDE: i64 = 16;
+
+/// Heads that a deterministic call's sequence is to have, its kv heads being shared out where it has fewer, from so many
+/// queries and keys on; packed ones each by its own.
+const ORDERED_HEADS: u32 = 8;
 const LEAST_KEYS_IN_PARTS: u32 = 4096;
+
+/// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in the L2.
+const ORDERED_L2_BYTES: i64 = 40 << 20;
 
 /// CTAs that add a key block's parts with `head_parts`: they divide `block_n`.
 pub const HEAD_SUMS_CTAS: u32 = 8;
@@ -368,7 +385,7 @@ impl Sm90BwdTile {
         let (set, v) = (walk.name(), spec.fwd.head_dim_v);
         let takes_dims = match walk {
             BwdWalk::InOrder | BwdWalk::LateDp | BwdWalk::EarlyScores => dim <= 128,
-            BwdWalk::HalfBlocks => fits_half_blocks(spec),
+            BwdWalk::HalfBlocks => fits_half_blocks(spec) || has_dq_by_chunks(spec),
             BwdWalk::SplitDims | BwdWalk::SplitEarly => dim > 128,
             BwdWalk::InClusters => dim == 256,
         };
@@ -481,7 +498,8 @@ impl Sm90BwdTile {
                 "block_m {block_m}: of a consumer's {queries} queries dropout decides {decided} at a time"
             ));
         }
-        let accumulators = queries.max(self.dq_columns(spec) / 2) + (of_dk + of_dv) / 2;
+        let of_dq = if in_parts && has_dq_by_chunks(spec) { 64 } else { self.dq_columns(spec) };
+        let accumulators = queries.max(of_dq / 2) + (of_dk + of_dv) / 2;
         if accumulators > MAX_ACCUMULATORS {
             return Err(format!(
                 "block_m {block_m}: {accumulators} accumulators a thread are more than {MAX_ACCUMULATORS}"
@@ -614,26 +632,63 @@ impl Sm90BwdTile {
     /// in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where sequences are
     /// long, enough for eight heads, of which one goes the other way: sums cost some 600 keys' worth of products. Where
     /// lengths are equal, enough for 48 tiles of a sequence.
-    fn ordered_parts(&self, problem: &BwdProblem) -> u32 {
+    fn ordered_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let (dims, ratio) = (problem.fwd.dims, problem.fwd.gqa_ratio());
         let (kv_heads, is_packed) = (dims.num_heads_kv.max(1), problem.fwd.layout.q == QLayout::Packed);
+        let is_full = problem.fwd.mask.kind() == MaskKind::Full;
         // A window leaves a key few products. Packed, 15 heads over 3 of 64 to 640 keys: 123 TFLOP/s in five parts.
-        if problem.fwd.mask.kind() == MaskKind::Band {
+        if problem.fwd.mask.kind() == MaskKind::Band || is_packed && is_full {
             return 1;
         }
-        let of_heads =
-            if dims.seqlen_k >= LEAST_KEYS_IN_PARTS { SIDE_BY_SIDE_PERIOD.div_ceil(kv_heads) } else { 1 };
+        let divisor = |wanted: u32| {
+            (1..ratio).find(|&parts| ratio.is_multiple_of(parts) && parts >= wanted).unwrap_or(ratio)
+        };
+        let is_long = dims.seqlen_q.min(dims.seqlen_k) >= LEAST_KEYS_IN_PARTS;
+        let of_heads = if is_long { divisor(ORDERED_HEADS.div_ceil(kv_heads)) } else { 1 };
+        // Without a mask all key blocks are alike, and heads are wanted for groups that fill the multiprocessors alone.
+        let of_heads = if is_full {
+            let rounds = |parts: u32| {
+                let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
+                f64::from(groups) / f64::from(heads)
+            };
+            if rounds(of_heads) <= 0.85 * rounds(1) { of_heads } else { 1 }
+        } else {
+            of_heads
+        };
         let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs()).max(1);
         let of_tiles = if is_packed { 1 } else { 48_u32.div_ceil(kv_heads.saturating_mul(key_blocks)) };
-        let wanted = of_heads.max(of_tiles);
-        (1..ratio).find(|&parts| ratio.is_multiple_of(parts) && parts >= wanted).unwrap_or(ratio)
+        of_heads.max(divisor(of_tiles))
+    }
+
+    /// Of a deterministic call without a mask: in how many groups a head's key blocks (of clusters) run, a group at a time, and
+    /// groups of how many heads side by side. A head's 82 key blocks leave 50 of 132 multiprocessors to the next head, whose
+    /// others have yet to run, and it waits for them: two groups of 41, three heads side by side, leave nine. By the heads of
+    /// a sequence, of which there are `parts` to a kv head, whatever the batch.
+    fn ordered_groups(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts: u32) -> (u32, u32) {
+        let dims = problem.fwd.dims;
+        let cluster = self.walk.cluster().unsigned_abs();
+        let units = (num_sms / cluster).max(1);
+        let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs() * cluster).max(1);
+        // Q and dO, and the sums of dQ: of one query head of a tile at a time.
+        let head_bytes = i64::from(dims.seqlen_q) * i64::from(padded_dim(spec)) * 8;
+        let near = u32::try_from(ORDERED_L2_BYTES / head_bytes.max(1)).unwrap_or(u32::MAX);
+        let heads = (dims.num_heads_kv * parts).min(near).max(1);
+        let least = key_blocks.div_ceil(units);
+        let of = |groups: u32| {
+            let side_by_side = (units / key_blocks.div_ceil(groups)).clamp(1, heads);
+            (groups, side_by_side)
+        };
+        let rounds = |(groups, heads): (u32, u32)| f64::from(groups) / f64::from(heads);
+        (least + 1..=key_blocks.min(least + 7)).fold(of(least), |best, groups| {
+            if rounds(of(groups)) < 0.95 * rounds(best) { of(groups) } else { best }
+        })
     }
 
     /// As many parts as the model takes, or the rule where the model knows no lengths.
     fn parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
         let of_heads = |heads| HeadParts { heads, queries: 1 };
         if spec.deterministic {
-            return of_heads(self.ordered_parts(problem));
+            return of_heads(self.ordered_parts(problem, spec, num_sms));
         }
         let modelled = self.head_parts_candidates(problem, spec, num_sms);
         let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
@@ -679,14 +734,19 @@ impl Sm90BwdTile {
         let in_groups =
             problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
         let heads_of_sequence = dims.num_heads_kv * parts.heads * parts.queries;
-        let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
-        let head_bytes =
-            i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts.heads) * row_bytes;
+        let head_bytes = self.head_bytes(problem, parts.heads);
         // Some two tiles to a multiprocessor, or the launch ends with few heads' longest ones.
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
         let group_bytes = if in_groups { L2_GROUP_BYTES.max(least * head_bytes) } else { 0 };
         let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
         heads_per_l2_group(num_heads, head_bytes, 1, group_bytes)
+    }
+
+    /// Q, dO and the sums of dQ of a kv head's query heads, or of one of so many parts of them.
+    fn head_bytes(&self, problem: &BwdProblem, parts: u32) -> i64 {
+        let dims = problem.fwd.dims;
+        let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
+        i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts) * row_bytes
     }
 
     /// How the work of a problem is cut.
@@ -735,7 +795,6 @@ impl Sm90BwdTile {
         let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
         let is_side_by_side =
             spec.deterministic && !is_packed && problem.fwd.mask.kind() == MaskKind::Full && queries < group;
-        let heads_per_l2_group = if is_side_by_side { num_heads } else { in_l2 };
         // The device's `place_in_order`.
         let all_upward = !is_packed && u64::from(dims.seqlen_q) * 2 < u64::from(dims.seqlen_k);
         let side_by_side_period = match problem.fwd.mask.kind() {
@@ -743,6 +802,24 @@ impl Sm90BwdTile {
             MaskKind::Full => SIDE_BY_SIDE_PERIOD,
             _ if all_upward => 1,
             _ => heads_of_sequence.clamp(1, SIDE_BY_SIDE_PERIOD),
+        };
+        let (mut key_blocks_in_group, mut side_by_side_heads) = (0, 0);
+        let heads_per_l2_group = if is_side_by_side {
+            num_heads
+        } else if !spec.deterministic {
+            in_l2
+        } else if problem.fwd.mask.kind() != MaskKind::Full {
+            let upward = num_heads / i64::from(side_by_side_period.max(1));
+            let near = L2_GROUP_BYTES.checked_div(self.head_bytes(problem, parts)).unwrap_or(0);
+            let groups = (upward / near.max(LEAST_SIDE_BY_SIDE)).max(1);
+            side_by_side_heads = (upward + groups - 1).div_euclid(groups).max(1);
+            in_l2
+        } else if is_packed {
+            in_l2
+        } else {
+            let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
+            key_blocks_in_group = key_blocks.div_ceil(groups.max(1));
+            i64::from(heads)
         };
         // Those of the first tiles.
         let first_heads =
@@ -762,6 +839,8 @@ impl Sm90BwdTile {
             num_head_parts: parts as i32,
             num_query_parts: query_parts as i32,
             side_by_side_period: side_by_side_period as i32,
+            side_by_side_heads: side_by_side_heads as i32,
+            key_blocks_in_group: key_blocks_in_group as i32,
             head_sums: DevPtr::NULL,
         })
     }
@@ -791,6 +870,12 @@ const fn own_width(dim: i32) -> i32 {
 const fn fits_half_blocks(spec: &BwdSpec) -> bool {
     let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
     qk > 128 && padded_dim(spec) == 192 && own_width(qk) + own_width(v) <= 320
+}
+
+/// Whether dK and dV take 16 registers more than that, for which consumers have one chunk of dQ after the other.
+const fn has_dq_by_chunks(spec: &BwdSpec) -> bool {
+    let (qk, v) = (own_width(spec.fwd.head_dim_qk), own_width(spec.fwd.head_dim_v));
+    spec.fwd.head_dim_qk > 128 && padded_dim(spec) == 192 && qk + v > 320 && qk + v <= 352
 }
 
 const fn round_up(a: i32, b: i32) -> i32 {

@@ -23,7 +23,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   if constexpr (is_ordered_behind_mask<spec>()) {
     const int32_t heads_of_sequence = p.fwd.num_heads_kv * num_parts<tile>(schedule);
     const Place place =
-        place_in_order(i_cluster, num_key_blocks, p.fwd.batch, heads_of_sequence, schedule.side_by_side_period);
+        place_in_order(schedule, i_cluster, num_key_blocks, p.fwd.batch, heads_of_sequence);
     head = place.head;
     nth_block = place.nth_block;
     is_upward = place.is_upward;

@@ -88,7 +88,7 @@ FMHA_DEVICE int32_t num_parts(const Sm90BwdSchedule& schedule) {
   return tile.head_parts ? schedule.num_head_parts * schedule.num_query_parts : 1;
 }
 
-// Whether a sequence's parts are by its own length, those of the schedule being the longest one's: of packed sequences
+// Whether a sequence's parts are by its own lengths, those of the schedule being by the longest: of packed sequences
 // whose additions have an order, so that a sequence's bits do not depend on the batch. Tiles of parts that a sequence
 // has not are empty.
 template <BwdSpec spec, Sm90BwdTile tile>
@@ -99,7 +99,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_head_parts(const Sm90BwdSchedule& schedule, const SeqSpan& span) {
   if constexpr (!tile.head_parts) return 1;
   if constexpr (has_own_parts<spec, tile>()) {
-    if (span.seqlen_k < kLeastKeysInParts) return 1;
+    if (min(span.seqlen_q, span.seqlen_k) < kLeastKeysInParts) return 1;
   }
   return schedule.num_head_parts;
 }

@@ -30,11 +30,12 @@ struct HalfBlocks {
     Scores s, dp;
     c.take_q(work, blocks.current, c.q_slot);
     c.start_scores(s, c.q_slot.index, 0);
-    c.take_v_and_start_dp(dp, work, blocks);
     QueryTile at = c.query_tile(blocks, 0);
-    typename C::Biases biases = c.pairs.biases(work, at);
     Kept kept;
+    // Before dP is started: the generator wants its registers (D 192 with V of 128: 640 bytes spilled and read, so 396).
     c.pairs.decide(kept, work, at);
+    c.take_v_and_start_dp(dp, work, blocks);
+    typename C::Biases biases = c.pairs.biases(work, at);
     ptx::wgmma_wait_group<1>();  // S(0)
     Slopes slopes;
     Scores x = c.template probs<Edges::Some>(s, work, at, biases, slopes);
@@ -43,10 +44,10 @@ struct HalfBlocks {
     ptx::wgmma_wait_group<1>();  // dP(0)
     store_ds<0>(c, half_of_ds(dp, x, at, slopes, kept));
     start_half_of_dv<0>(of_dv);
-    c.start_dp(dp, c.dout_slot.index, 1);
     at = c.query_tile(blocks, 1);
-    biases = c.pairs.biases(work, at);
     c.pairs.decide(kept, work, at);
+    c.start_dp(dp, c.dout_slot.index, 1);
+    biases = c.pairs.biases(work, at);
     ptx::wgmma_wait_group<2>();  // S(1)
     x = c.template probs<Edges::Some>(s, work, at, biases, slopes);
     ptx::wgmma_wait_group<0>();  // dV(0), dP(1)
@@ -58,13 +59,27 @@ struct HalfBlocks {
     ptx::wgmma_wait_group<0>();  // dV(1): dQ takes its operand's registers
     c.release(c.smem.dout_empty[c.dout_slot.index]);
     const auto& ds = c.smem.ds[c.ds_slot.index][0];
-    mma::Accumulator<S::Chunks::whole> dq;
-    mma::Accumulator<S::Chunks::half> dq_of_half;
-    mma::start_product_ab<C::dtype>(dq, ds, 0, c.smem.k, S::Chunks::first_of_whole(c.index));
-    mma::start_product_ab<C::dtype>(dq_of_half, ds, 0, c.smem.k, S::Chunks::first_of_half(c.index));
-    mma::start_product_atb<C::dtype>(c.dk, ds, c.index * mma::kRows, c.smem.q[c.q_slot.index], 0);
-    ptx::wgmma_wait_group<1>();  // dQ
-    c.dq_output.hand_over(dq, dq_of_half);
+    if constexpr (S::dk_columns + S::dv_columns > 320) {
+      mma::Accumulator<S::Chunks::whole> dq;
+      mma::start_product_ab<C::dtype>(dq, ds, 0, c.smem.k, S::Chunks::first_of_whole(c.index));
+      ptx::wgmma_wait_group<0>();
+      c.dq_output.begin();
+      c.dq_output.put(dq, 0);
+      mma::Accumulator<S::Chunks::half> dq_of_half;
+      mma::start_product_ab<C::dtype>(dq_of_half, ds, 0, c.smem.k, S::Chunks::first_of_half(c.index));
+      mma::start_product_atb<C::dtype>(c.dk, ds, c.index * mma::kRows, c.smem.q[c.q_slot.index], 0);
+      ptx::wgmma_wait_group<1>();  // dQ
+      c.dq_output.put(dq_of_half, dq.num_elems);
+      c.dq_output.end();
+    } else {
+      mma::Accumulator<S::Chunks::whole> dq;
+      mma::Accumulator<S::Chunks::half> dq_of_half;
+      mma::start_product_ab<C::dtype>(dq, ds, 0, c.smem.k, S::Chunks::first_of_whole(c.index));
+      mma::start_product_ab<C::dtype>(dq_of_half, ds, 0, c.smem.k, S::Chunks::first_of_half(c.index));
+      mma::start_product_atb<C::dtype>(c.dk, ds, c.index * mma::kRows, c.smem.q[c.q_slot.index], 0);
+      ptx::wgmma_wait_group<1>();  // dQ
+      c.dq_output.hand_over(dq, dq_of_half);
+    }
     ptx::wgmma_wait_group<0>();  // dK
     c.release(c.smem.q_empty[c.q_slot.index]);
     c.advance_slots();

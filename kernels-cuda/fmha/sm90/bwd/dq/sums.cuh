@@ -93,13 +93,13 @@ struct Place {
 
 // Behind a mask, the order in which key blocks are launched: head after head, of each the last key block first, since a
 // query block's key blocks add in that order and each begins at its diagonal, a step behind its successor. A head's
-// longest key block is then its last, and would be the launch's. So every eighth head goes the other way, its key
-// blocks from the first one on and its queries from the last one down, and these heads come at the end, side by side:
-// CTAs get there one by one, as their order wants it, and the shortest are the last. TFLOP/s, causal, S 8192: D 128 506
-// to 525, D 256 463 to 487.
-// Of fewer heads the last one of a sequence goes so; where a sequence's keys are far more than its queries, all of them
-// do (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that
-// are at work together would wait for each other at each.
+// longest key block is then its last, and would be the launch's. So every other head goes the other way, its key
+// blocks from the first one on and its queries from the last one down, and these heads come at the end, a group of them
+// side by side: CTAs get there one by one, as their order wants it, and the shortest are the last. TFLOP/s, causal, S
+// 8192, one way and with every eighth head the other: D 128 506 to 525, D 256 463 to 487.
+// A sequence's lone head goes so; where a sequence's keys are far more than its queries, all of them do
+// (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that are
+// at work together would wait for each other at each.
 //
 // Heads here are the parts of kv heads, where tiles share these; of a sequence with parts of its own
 // (`has_own_parts`) those that it has. Such a head's key blocks are launched in its own order wherever it is launched.
@@ -113,8 +113,9 @@ FMHA_DEVICE bool goes_upward(const BwdParams& p, const Sm90BwdSchedule& schedule
   const int32_t head = work.i_head_kv * parts + work.i_part;
   return head % period == period - 1;
 }
-FMHA_DEVICE Place place_in_order(int32_t index, int32_t num_key_blocks, int32_t batch, int32_t num_heads,
-                                 int32_t period) {
+FMHA_DEVICE Place place_in_order(const Sm90BwdSchedule& schedule, int32_t index, int32_t num_key_blocks, int32_t batch,
+                                 int32_t num_heads) {
+  const int32_t period = schedule.side_by_side_period;
   const int32_t upward = num_heads / period, downward = num_heads - upward;  // of a sequence
   const int32_t within = index - batch * downward * num_key_blocks;
   if (within < 0) {
@@ -122,8 +123,11 @@ FMHA_DEVICE Place place_in_order(int32_t index, int32_t num_key_blocks, int32_t 
     const int32_t head = i_batch * num_heads + nth + nth / (period - 1);
     return {head, index - i_head * num_key_blocks, false};
   }
-  const int32_t side_by_side = batch * upward, nth_block = within / side_by_side;
-  const int32_t i_head = within - nth_block * side_by_side, i_batch = i_head / upward, nth = i_head - i_batch * upward;
+  const int32_t group = within / (schedule.side_by_side_heads * num_key_blocks);
+  const int32_t first = group * schedule.side_by_side_heads, in_group = within - first * num_key_blocks;
+  const int32_t side_by_side = min(schedule.side_by_side_heads, batch * upward - first);
+  const int32_t nth_block = in_group / side_by_side, i_head = first + in_group - nth_block * side_by_side;
+  const int32_t i_batch = i_head / upward, nth = i_head - i_batch * upward;
   return {i_batch * num_heads + nth * period + period - 1, nth_block, true};
 }
 
@@ -136,7 +140,10 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work) {
   // From the sequence's own length, so that its bits do not depend on the batch.
   const int32_t num_blocks = ceil_div(work.span.seqlen_k, cluster_keys(tile));
-  const int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
+  int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
+  if constexpr (is_ordered<spec>()) {
+    if (schedule.key_blocks_in_group > 0) group = schedule.key_blocks_in_group;
+  }
   const int32_t first = work.key_block / group * group, size = min(group, num_blocks - first);
   // Where heads are launched side by side, members of a group do not run at a time.
   const int32_t stride = schedule.side_by_side_period == 1 ? 0 : (work.q_blocks.end - work.q_blocks.begin) / size;
