@@ -32,7 +32,7 @@ struct HalfBlocks {
     c.start_scores(s, c.q_slot.index, 0);
     QueryTile at = c.query_tile(blocks, 0);
     Kept kept;
-    // Before dP is started: the generator wants its registers (D 192 with V of 128: 640 bytes spilled and read, so 396).
+    // Before dP is started: the generator wants its registers (D 192 with V of 128: 852 bytes spilled and read, so 572).
     c.pairs.decide(kept, work, at);
     c.take_v_and_start_dp(dp, work, blocks);
     typename C::Biases biases = c.pairs.biases(work, at);
