@@ -219,20 +219,33 @@ pub struct HeadParts {
     pub queries: u32,
 }
 
-/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down. Half of them: their
-/// longest key blocks begin when the others' shortest are done. By a simulation of the order, of the rate without order, with
-/// one of eight and with one of two: B1 H40/8 S4224 D128 0.66 and 1.0 (measured with one of eight 0.74), B2 H16/8 S1792 D64
-/// 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0 (0.73), B4 H32 S4096 D128 level.
-const SIDE_BY_SIDE_PERIOD: u32 = 2;
+/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down: of packed sequences, and
+/// of long ones.
+const SIDE_BY_SIDE_PERIOD: u32 = 8;
 
-/// Such heads are launched side by side in groups of so many at least, since key blocks that begin together wait for each
-/// other at their first query block.
+/// Of short ones half: their longest key blocks begin when the others' shortest are done. By a simulation of the order, of the
+/// rate without order, with one of eight and with one of two: B1 H40/8 S4224 D128 0.66 and 1.0 (measured with one of eight
+/// 0.74), B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0 (0.73).
+const SHORT_PERIOD: u32 = 2;
+
+/// What half of a short sequence's heads have of Q, dO and the sums of dQ, at most: key blocks of heads side by side come to a
+/// query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S 3520 to 6912, D 128, an H100, with
+/// half of the heads upward 0.76 of the rate without order.
+const SHORT_BYTES: i64 = 20 << 20;
+
+/// Where half of the heads go upward, they are launched side by side in groups of so many at least, since key blocks that
+/// begin together wait for each other at their first query block.
 const LEAST_SIDE_BY_SIDE: i64 = 16;
 
 /// Heads that a deterministic call's sequence is to have, its kv heads being shared out where it has fewer, from so many
 /// queries and keys on; packed ones each by its own.
 const ORDERED_HEADS: u32 = 8;
 const LEAST_KEYS_IN_PARTS: u32 = 4096;
+
+/// Tiles that it is to have, likewise, where it has few: B64 H48/16 S193 D144, 32 tiles, in three parts had 0.57 of the rate
+/// without order.
+const ORDERED_TILES: u32 = 48;
+const FEW_TILES: u32 = 32;
 
 /// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
@@ -385,7 +398,7 @@ impl Sm90BwdTile {
         let (set, v) = (walk.name(), spec.fwd.head_dim_v);
         let takes_dims = match walk {
             BwdWalk::InOrder | BwdWalk::LateDp | BwdWalk::EarlyScores => dim <= 128,
-            BwdWalk::HalfBlocks => fits_half_blocks(spec) || has_dq_by_chunks(spec),
+            BwdWalk::HalfBlocks => fits_half_blocks(spec),
             BwdWalk::SplitDims | BwdWalk::SplitEarly => dim > 128,
             BwdWalk::InClusters => dim == 256,
         };
@@ -498,8 +511,7 @@ impl Sm90BwdTile {
                 "block_m {block_m}: of a consumer's {queries} queries dropout decides {decided} at a time"
             ));
         }
-        let of_dq = if in_parts && has_dq_by_chunks(spec) { 64 } else { self.dq_columns(spec) };
-        let accumulators = queries.max(of_dq / 2) + (of_dk + of_dv) / 2;
+        let accumulators = queries.max(self.dq_columns(spec) / 2) + (of_dk + of_dv) / 2;
         if accumulators > MAX_ACCUMULATORS {
             return Err(format!(
                 "block_m {block_m}: {accumulators} accumulators a thread are more than {MAX_ACCUMULATORS}"
@@ -631,7 +643,8 @@ impl Sm90BwdTile {
     /// Parts of a deterministic call: from the heads and the length, never the batch, so that a sequence has the same bits
     /// in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where sequences are
     /// long, enough for eight heads, of which one goes the other way: sums cost some 600 keys' worth of products. Where
-    /// lengths are equal, enough for 48 tiles of a sequence.
+    /// lengths are equal, enough for 48 tiles of a sequence that
+    /// has fewer than 32.
     fn ordered_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let (dims, ratio) = (problem.fwd.dims, problem.fwd.gqa_ratio());
         let (kv_heads, is_packed) = (dims.num_heads_kv.max(1), problem.fwd.layout.q == QLayout::Packed);
@@ -656,7 +669,8 @@ impl Sm90BwdTile {
             of_heads
         };
         let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs()).max(1);
-        let of_tiles = if is_packed { 1 } else { 48_u32.div_ceil(kv_heads.saturating_mul(key_blocks)) };
+        let tiles = kv_heads.saturating_mul(key_blocks);
+        let of_tiles = if is_packed || tiles >= FEW_TILES { 1 } else { ORDERED_TILES.div_ceil(tiles) };
         of_heads.max(divisor(of_tiles))
     }
 
@@ -734,19 +748,14 @@ impl Sm90BwdTile {
         let in_groups =
             problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
         let heads_of_sequence = dims.num_heads_kv * parts.heads * parts.queries;
-        let head_bytes = self.head_bytes(problem, parts.heads);
+        let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
+        let head_bytes =
+            i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts.heads) * row_bytes;
         // Some two tiles to a multiprocessor, or the launch ends with few heads' longest ones.
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
         let group_bytes = if in_groups { L2_GROUP_BYTES.max(least * head_bytes) } else { 0 };
         let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
         heads_per_l2_group(num_heads, head_bytes, 1, group_bytes)
-    }
-
-    /// Q, dO and the sums of dQ of a kv head's query heads, or of one of so many parts of them.
-    fn head_bytes(&self, problem: &BwdProblem, parts: u32) -> i64 {
-        let dims = problem.fwd.dims;
-        let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
-        i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts) * row_bytes
     }
 
     /// How the work of a problem is cut.
@@ -797,10 +806,15 @@ impl Sm90BwdTile {
             spec.deterministic && !is_packed && problem.fwd.mask.kind() == MaskKind::Full && queries < group;
         // The device's `place_in_order`.
         let all_upward = !is_packed && u64::from(dims.seqlen_q) * 2 < u64::from(dims.seqlen_k);
+        // Q and dO, and the sums of dQ.
+        let row_bytes = 2 * i64::from(dims.head_dim_qk + dims.head_dim_v) + 4 * i64::from(padded_dim(spec));
+        let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
+        let is_short = !is_packed && i64::from(heads_of_sequence / SHORT_PERIOD) * head_bytes <= SHORT_BYTES;
         let side_by_side_period = match problem.fwd.mask.kind() {
             MaskKind::Full if is_side_by_side => 1,
             MaskKind::Full => SIDE_BY_SIDE_PERIOD,
             _ if all_upward => 1,
+            _ if is_short => heads_of_sequence.clamp(1, SHORT_PERIOD),
             _ => heads_of_sequence.clamp(1, SIDE_BY_SIDE_PERIOD),
         };
         let (mut key_blocks_in_group, mut side_by_side_heads) = (0, 0);
@@ -809,10 +823,12 @@ impl Sm90BwdTile {
         } else if !spec.deterministic {
             in_l2
         } else if problem.fwd.mask.kind() != MaskKind::Full {
-            let upward = num_heads / i64::from(side_by_side_period.max(1));
-            let near = L2_GROUP_BYTES.checked_div(self.head_bytes(problem, parts)).unwrap_or(0);
-            let groups = (upward / near.max(LEAST_SIDE_BY_SIDE)).max(1);
-            side_by_side_heads = (upward + groups - 1).div_euclid(groups).max(1);
+            let upward = (num_heads / i64::from(side_by_side_period.max(1))).max(1);
+            let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
+            let at_a_time = if side_by_side_period == SHORT_PERIOD { near } else { upward };
+            // As many in each group.
+            let groups = (upward + at_a_time - 1).div_euclid(at_a_time);
+            side_by_side_heads = (upward + groups - 1).div_euclid(groups);
             in_l2
         } else if is_packed {
             in_l2
@@ -870,12 +886,6 @@ const fn own_width(dim: i32) -> i32 {
 const fn fits_half_blocks(spec: &BwdSpec) -> bool {
     let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
     qk > 128 && padded_dim(spec) == 192 && own_width(qk) + own_width(v) <= 320
-}
-
-/// Whether dK and dV take 16 registers more than that, for which consumers have one chunk of dQ after the other.
-const fn has_dq_by_chunks(spec: &BwdSpec) -> bool {
-    let (qk, v) = (own_width(spec.fwd.head_dim_qk), own_width(spec.fwd.head_dim_v));
-    spec.fwd.head_dim_qk > 128 && padded_dim(spec) == 192 && qk + v > 320 && qk + v <= 352
 }
 
 const fn round_up(a: i32, b: i32) -> i32 {

@@ -29,21 +29,14 @@ struct DqOutput {
   // To the store warp: accumulators, one behind the other.
   template <class... Accumulators>
   FMHA_DEVICE void hand_over(const Accumulators&... dq) {
-    begin();
-    int first = 0;
-    ((put(dq, first), first += dq.num_elems), ...);
-    end();
-  }
-  // The same piece by piece: `put` an accumulator whose first element is `first` of the share.
-  FMHA_DEVICE void begin() const { ptx::mbarrier_wait_parity(smem.dq_empty[index], phase ^ 1); }
-  template <class Accumulator>
-  FMHA_DEVICE void put(const Accumulator& part, int first) const {
-    uint32_t to = ptx::shared_address(smem.dq[index]) + (threadIdx.x % mma::kWarpgroup + first / 4 * mma::kWarpgroup) * 16;
+    ptx::mbarrier_wait_parity(smem.dq_empty[index], phase ^ 1);
+    uint32_t to = ptx::shared_address(smem.dq[index]) + threadIdx.x % mma::kWarpgroup * 16;
+    const auto store = [&](const auto& part) {
 #pragma unroll
-    for (int e = 0; e < part.num_elems; e += 4, to += mma::kWarpgroup * 16)
-      ptx::st_shared_v4_f32(to, part[e], part[e + 1], part[e + 2], part[e + 3]);
-  }
-  FMHA_DEVICE void end() {
+      for (int e = 0; e < part.num_elems; e += 4, to += mma::kWarpgroup * 16)
+        ptx::st_shared_v4_f32(to, part[e], part[e + 1], part[e + 2], part[e + 3]);
+    };
+    (store(dq), ...);
     ptx::fence_proxy_async();
     __syncwarp();
     ptx::mbarrier_arrive_if(smem.dq_full[index], signals);

@@ -93,13 +93,13 @@ struct Place {
 
 // Behind a mask, the order in which key blocks are launched: head after head, of each the last key block first, since a
 // query block's key blocks add in that order and each begins at its diagonal, a step behind its successor. A head's
-// longest key block is then its last, and would be the launch's. So every other head goes the other way, its key
-// blocks from the first one on and its queries from the last one down, and these heads come at the end, a group of them
-// side by side: CTAs get there one by one, as their order wants it, and the shortest are the last. TFLOP/s, causal, S
-// 8192, one way and with every eighth head the other: D 128 506 to 525, D 256 463 to 487.
-// A sequence's lone head goes so; where a sequence's keys are far more than its queries, all of them do
-// (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that are
-// at work together would wait for each other at each.
+// longest key block is then its last, and would be the launch's. So every eighth head goes the other way, its key
+// blocks from the first one on and its queries from the last one down, and these heads come at the end, side by side:
+// CTAs get there one by one, as their order wants it, and the shortest are the last. TFLOP/s, causal, S 8192: D 128 506
+// to 525, D 256 463 to 487. Of short sequences every other head, as many at a time as the L2 has Q, dO and sums of.
+// Of fewer heads the last one of a sequence goes so; where a sequence's keys are far more than its queries, all of them
+// do (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that
+// are at work together would wait for each other at each.
 //
 // Heads here are the parts of kv heads, where tiles share these; of a sequence with parts of its own
 // (`has_own_parts`) those that it has. Such a head's key blocks are launched in its own order wherever it is launched.
