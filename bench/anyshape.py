@@ -8,16 +8,26 @@ lengths (short, odd, long, unequal), head dimensions 32 to 256, mask, packed or 
     backward       the same
     deterministic  our backward with the same bits every run / without; no peer
     fp8            e4m3 with O in bf16; D 64, 96, 128, 192, 256
-`--inputs` draws one of the kit's kinds of inputs a row. Every output is held to float64 first, as compare.py does.
-A row that no peer takes, or we refuse, is listed with its reason and counted apart. At the end: the geometric mean of the
-ratios, their least, tenth and middle, the share of rows below bounds that `--below` gives, and the ten least rows. With
-`$OUT` set each row is a line of $OUT/anyshape.jsonl. `--list` prints the rows and needs no GPU.
+`--also NAME=WORDS` times variants of ours beside it, WORDS as in variants.py (`same=deterministic`); each has its ratio
+to ours and its own summary. `--inputs` draws one of the kit's kinds of inputs a row.
+
+Kernels of later rows are compiled by `--jobs` processes while earlier rows are timed, which they bound: some four
+seconds of a core to a row of backward, seven with a variant. cuDNN takes 1.5 s for a backward row's plan, FlashAttention
+nothing. Calls are timed in turns, ours and the peers' each once with the L2 flushed before it, some `--milliseconds` of
+each or `--calls` of them; the median counts.
+Every output is right before it is timed: all outputs of a row agree in all their numbers, within twice the kit's bound,
+or are held to float64 as compare.py does it; so is every `--exactly`-th row, and a row with one output.
+
+A row that no peer takes, or we refuse, is listed with its reason and counted apart. At the end: the geometric mean of
+the ratios, their least, tenth and middle, the share of rows below bounds that `--below` gives, and the ten least rows.
+With `$OUT` set each row is a line of $OUT/anyshape.jsonl. `--list` prints the rows and needs no GPU.
 """
 
 import argparse
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
 import random
 import statistics
@@ -34,7 +44,11 @@ parser.add_argument("--peers", default="fa3,cudnn", help="comma-separated; not f
 parser.add_argument("--inputs", default="normal", help="comma-separated kinds, one drawn a row")
 parser.add_argument("--below", default="0.85,0.93,0.95", help="bounds whose share of rows is printed")
 parser.add_argument("--least-us", type=float, default=10.0, help="shorter rows are left out of the shares and the least")
-parser.add_argument("--rounds", type=int, default=1, help="of bursts, peers in turns")
+parser.add_argument("--also", action="append", default=[], metavar="NAME=WORDS", help="a variant of ours")
+parser.add_argument("--calls", type=int, default=20, help="timed of each, at most; at least 5")
+parser.add_argument("--milliseconds", type=float, default=15.0, help="timed of each, about")
+parser.add_argument("--exactly", type=int, default=8, metavar="N", help="every N-th row is held to float64")
+parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
 parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="then start no row")
 parser.add_argument("--list", action="store_true", help="print the rows that the seed draws and stop")
 arguments = parser.parse_args()
@@ -107,7 +121,14 @@ import ours  # noqa: E402
 import peers  # noqa: E402
 from peers import torch  # noqa: E402
 
-DETERMINISTIC = "ours, deterministic"
+LIBRARY = os.environ.get("FMHA_LIB", "")
+VARIANTS = {"ours": []}
+if arguments.what == "deterministic":
+    VARIANTS["deterministic"] = ["deterministic"]
+for also in arguments.also:
+    name, _, words = also.partition("=")
+    VARIANTS[name] = words.split("+") if words else []
+PEERS = [] if arguments.what == "deterministic" else [name for name in arguments.peers.split(",") if name]
 banded = compare.visible
 
 
@@ -122,80 +143,227 @@ compare.visible = visible
 
 
 def maker(name, w, inputs):
-    if name in ("ours", DETERMINISTIC):
-        os.environ["OURS_DETERMINISTIC"] = "1" if name == DETERMINISTIC else ""
-        return ours.make(w, *inputs)
-    return peers.make(name, w, inputs)
+    if name not in VARIANTS:
+        return peers.make(name, w, inputs)
+    words = VARIANTS[name]
+    libraries = [word.removeprefix("lib=") for word in words if word.startswith("lib=")]
+    library = libraries[0] if libraries else LIBRARY
+    if os.environ.get("FMHA_LIB") != library:
+        os.environ["FMHA_LIB"] = library
+        ours._library.cache_clear()
+    os.environ["OURS_TILE"] = ",".join(word for word in words if "=" in word and not word.startswith("lib="))
+    os.environ["OURS_DETERMINISTIC"] = "1" if "deterministic" in words else ""
+    return ours.make(w, *inputs)
 
 
-def row(w: Workload, kind: str, names):
-    """{peer: {"ms", "error"} or {"absent"}}: right outputs alone are timed."""
-    inputs = peers.make_inputs(w)
-    peers.INPUTS[kind](w, *inputs[:3])
-    results, fns, outputs = {}, {}, {}
-    for name in names:
+def compiled(at: int) -> int:
+    """In a process of its own: ours and its variants of a row are planned, for tensors without memory."""
+    w, _ = ROWS[at]
+
+    def empty(seqlen, heads, head_dim):
+        rows = (sum(w.lengths),) if w.lengths else (w.batch, seqlen)
+        return torch.empty(*rows, heads, head_dim, device="meta", dtype=peers.torch_dtype(w))
+
+    inputs = [
+        empty(w.seqlen_q, w.num_heads_q, w.head_dim_qk),
+        empty(w.seqlen_k, w.num_heads_kv, w.head_dim_qk),
+        empty(w.seqlen_k, w.num_heads_kv, w.head_dim_v),
+        *[empty(w.seqlen_q, w.num_heads_q, w.head_dim_v)] * w.backward,
+    ]
+    for name in VARIANTS:
         try:
-            fns[name] = maker(name, w, inputs)
-            out = fns[name]()
-            torch.cuda.synchronize()
+            maker(name, w, inputs)
+        except Exception:  # the row says so when its turn comes
+            pass
+    return at
+
+
+def backward_error(w: Workload, q, k, v, dout, outputs: dict, block=2048) -> dict:
+    """As compare.backward_error, but that a row of dQ has the scale of what cancels in it too.
+
+    dQ is a difference of dP and delta = dO . O, where O was rounded to the inputs' type before: of a row that sees few
+    keys, and nearly one alone, nothing else may be left. Of long causal sequences one head in six has such a row
+    beyond the kit's bound, by the rounding of O alone.
+    """
+    index, kv_head = len(w.segments) // 2, w.num_heads_kv - 1
+    group = w.num_heads_q // w.num_heads_kv
+    heads = slice(kv_head * group, (kv_head + 1) * group)
+    seqlen_q, seqlen_k = w.segments[index]
+    k1, v1 = (compare.sequence(w, x, index)[:, kv_head].double() for x in (k, v))
+    q1, dout1 = (compare.sequence(w, x, index)[:, heads].double() for x in (q, dout))
+    dq, dk, dv = torch.empty_like(q1), torch.zeros_like(k1), torch.zeros_like(v1)
+    cancelled = torch.empty(q1.shape[:-1], device=q1.device, dtype=q1.dtype)
+    for head in range(group):
+        for row in torch.arange(seqlen_q, device=q.device).split(block):
+            hidden = ~visible(w, row, seqlen_q, seqlen_k)
+            p = torch.softmax((q1[row, head] @ k1.T * w.softmax_scale).masked_fill_(hidden, -math.inf), -1)
+            p = p.nan_to_num_(0.0)  # a row that sees no key
+            terms = dout1[row, head] * (p @ v1)
+            ds = p * (dout1[row, head] @ v1.T - terms.sum(-1, keepdim=True)) * w.softmax_scale
+            dq[row, head] = ds @ k1
+            cancelled[row, head] = terms.norm(dim=-1) * (p @ k1).norm(dim=-1) * w.softmax_scale
+            dk += ds.T @ q1[row, head]
+            dv += p.T @ dout1[row, head]
+
+    def error_of(out):
+        norm = dq.norm(dim=-1)
+        of_dq = (compare.sequence(w, out[0], index)[:, heads].double() - dq).norm(dim=-1) / (
+            norm + norm.mean() + cancelled
+        )
+        of_keys = (
+            compare.relative_error(compare.sequence(w, x, index)[:, kv_head], r) for x, r in zip(out[1:], (dk, dv))
+        )
+        worst = max(of_dq.max().item(), *of_keys)
+        return worst if math.isfinite(worst) else math.inf
+
+    return {name: error_of(out) for name, out in outputs.items()}
+
+
+def wrong_outputs(w: Workload, inputs, outputs: dict, exactly: bool) -> dict:
+    """{name: relative error} of outputs beyond the kit's bound."""
+    tensors = {name: out if isinstance(out, tuple) else (out,) for name, out in outputs.items()}
+    first, *others = tensors
+    if others and not exactly:
+        expected = [x.double() for x in tensors[first]]
+        bound = 2 * compare.tolerance(w)
+        agree = (
+            compare.relative_error(x, e) < bound for name in others for x, e in zip(tensors[name], expected)
+        )
+        if all(agree):
+            return {}
+    errors = (backward_error if w.backward else compare.forward_error)(w, *inputs, outputs)
+    return {name: error for name, error in errors.items() if not error < compare.tolerance(w)}
+
+
+def in_turns(fns: dict) -> dict:
+    """{name: milliseconds}, the median of calls in turns."""
+
+    def once():
+        events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in fns}
+        for name, (begin, end) in events.items():
+            # Long enough that the call is queued before the device comes to it.
+            for _ in range(4):
+                compare._flush_l2()
+            begin.record()
+            fns[name]()
+            end.record()
+        return events
+
+    def elapsed(events):
+        torch.cuda.synchronize()
+        return {name: begin.elapsed_time(end) for name, (begin, end) in events.items()}
+
+    once()
+    slowest = max(elapsed(once()).values())
+    calls = max(5, min(arguments.calls, int(arguments.milliseconds / slowest)))
+    timed = [elapsed_of for elapsed_of in map(elapsed, [once() for _ in range(calls)])]
+    return {name: statistics.median(times[name] for times in timed) for name in fns}
+
+
+SPENT = dict.fromkeys(("compiler", "inputs", *VARIANTS, *PEERS, "checks", "turns"), 0.0)
+
+
+class Spent:
+    """Adds the seconds of a block to SPENT."""
+
+    def __init__(self, on):
+        self.on = on
+
+    def __enter__(self):
+        self.began = time.monotonic()
+
+    def __exit__(self, *_):
+        SPENT[self.on] += time.monotonic() - self.began
+
+
+def row(w: Workload, kind: str, exactly: bool):
+    """{name: {"ms"} or {"absent"}}: right outputs alone are timed."""
+    with Spent("inputs"):
+        inputs = peers.make_inputs(w)
+        peers.INPUTS[kind](w, *inputs[:3])
+    results, fns, outputs = {}, {}, {}
+    for name in (*VARIANTS, *PEERS):
+        try:
+            with Spent(name):
+                fns[name] = maker(name, w, inputs)
+                out = fns[name]()
+                torch.cuda.synchronize()
             scale = getattr(fns[name], "scale_o", 1.0)
             outputs[name] = out if w.backward else out.float() / scale
         except Exception as error:  # a refusal, or whatever a peer throws
             fns.pop(name, None)
             results[name] = dict(absent=" ".join(str(error).split())[:160])
-    errors = (compare.backward_error if w.backward else compare.forward_error)(w, *inputs, outputs)
+    with Spent("checks"):
+        errors = wrong_outputs(w, inputs, outputs, exactly) if outputs else {}
     del outputs
     for name, error in errors.items():
-        if not error < compare.tolerance(w):
-            results[name] = dict(absent=f"wrong: relative error {error:.1e}", wrong=True)
-            del fns[name]
-    for name, timing in compare.burst(fns, w, arguments.rounds).items():
-        results[name] = dict(ms=timing["ms"], error=errors[name])
+        results[name] = dict(absent=f"wrong: relative error {error:.1e}", wrong=True)
+        del fns[name]
+    with Spent("turns"):
+        results.update((name, dict(ms=ms)) for name, ms in (in_turns(fns) if fns else {}).items())
     return results
 
 
-names = ["ours", DETERMINISTIC] if arguments.what == "deterministic" else ["ours", *arguments.peers.split(",")]
-log = open(Path(os.environ["OUT"]) / "anyshape.jsonl", "a") if os.environ.get("OUT") else None
-started, ratios, lone, wrong, not_run = time.monotonic(), [], [], [], 0
-print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.what}, seed {arguments.seed}", flush=True)
-for at, (w, kind) in enumerate(ROWS):
-    if time.monotonic() - started > arguments.budget:
-        not_run = len(ROWS) - at
-        break
-    results = row(w, kind, names)
-    text = f"{described(w)} {kind}"
-    if log:
-        log.write(json.dumps(dict(row=text, what=arguments.what, seed=arguments.seed, results=results)) + "\n")
-        log.flush()
-    wrong += [f"{text}: {name} {r['absent']}" for name, r in results.items() if "wrong" in r]
-    # The time that counts as ours, and those that it is held to.
-    mine, others = (DETERMINISTIC, ["ours"]) if arguments.what == "deterministic" else ("ours", names[1:])
-    timed = {name: r["ms"] for name, r in results.items() if "ms" in r}
-    best = min((name for name in others if name in timed), key=timed.get, default=None)
-    if mine not in timed or best is None:
-        reasons = "; ".join(f"{name}: {r['absent']}" for name, r in results.items() if "absent" in r)
-        lone.append(f"{text}: {reasons}")
-        continue
-    ratio = timed[best] / timed[mine]
-    ratios.append((ratio, timed[mine] * 1e3, text, best))
-    cells = "  ".join(f"{name} {compare.speed(w, ms):.0f}" for name, ms in timed.items())
-    print(f"{text:64} {cells}  {ratio:.3f} ({timed[mine] * 1e3:.0f} us)", flush=True)
-
-print(f"\n{len(ratios)} rows compared, {len(lone)} not, {len(wrong)} wrong outputs, {not_run} out of budget")
-if ratios:
+def summary(title: str, ratios: list):
+    """Of (ratio, microseconds, row, held to) each."""
+    if not ratios:
+        return
     values = sorted(ratio for ratio, *_ in ratios)
     long = sorted(r for r in ratios if r[1] > arguments.least_us)
-    tenth = values[len(values) // 10]
     print(
-        f"ratio: geometric mean {statistics.geometric_mean(values):.3f}, least {values[0]:.3f}, tenth {tenth:.3f}, "
-        f"median {statistics.median(values):.3f}"
+        f"{title}: geometric mean {statistics.geometric_mean(values):.3f} of {len(values)}, least {values[0]:.3f}, "
+        f"tenth {values[len(values) // 10]:.3f}, median {statistics.median(values):.3f}"
     )
     for bound in map(float, arguments.below.split(",")):
         below = sum(ratio < bound for ratio, *_ in long)
         print(f"below {bound}: {below} of {len(long)} rows of more than {arguments.least_us:.0f} us")
     for ratio, us, text, best in long[:10]:
         print(f"  {ratio:.3f} of {best}, {us:.0f} us: {text}")
+
+
+# Before anything of CUDA is in this process, since a copy of it could not use that.
+pool = multiprocessing.get_context("fork").Pool(arguments.jobs) if arguments.jobs > 0 else None
+planned = pool.imap(compiled, range(len(ROWS))) if pool else iter(range(len(ROWS)))
+log = open(Path(os.environ["OUT"]) / "anyshape.jsonl", "a") if os.environ.get("OUT") else None
+started, lone, wrong, not_run = time.monotonic(), [], [], 0
+# Ours by the best peer; each variant by ours.
+ratios = {name: [] for name in VARIANTS}
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.what}, seed {arguments.seed}", flush=True)
+for at, (w, kind) in enumerate(ROWS):
+    with Spent("compiler"):
+        next(planned)
+    if time.monotonic() - started > arguments.budget:
+        not_run = len(ROWS) - at
+        break
+    results = row(w, kind, at % arguments.exactly == 0)
+    text = f"{described(w)} {kind}"
+    if log:
+        log.write(json.dumps(dict(row=text, what=arguments.what, seed=arguments.seed, results=results)) + "\n")
+        log.flush()
+    wrong += [f"{text}: {name} {r['absent']}" for name, r in results.items() if "wrong" in r]
+    timed = {name: r["ms"] for name, r in results.items() if "ms" in r}
+    best = min((name for name in PEERS if name in timed), key=timed.get, default=None)
+    reasons = "; ".join(f"{name}: {r['absent']}" for name, r in results.items() if "absent" in r)
+    if "ours" not in timed or (PEERS and best is None):
+        lone.append(f"{text}: {reasons}")
+    found = []
+    for name in VARIANTS:
+        held_to = best if name == "ours" else "ours"
+        if name in timed and held_to in timed:
+            ratio = timed[held_to] / timed[name]
+            ratios[name].append((ratio, timed[name] * 1e3, text, held_to))
+            found.append(f"{ratio:.3f}")
+    cells = "  ".join(f"{name} {ms * 1e3:.1f}" for name, ms in timed.items())
+    print(f"{text:64} {cells} us  {' '.join(found)}", flush=True)
+
+seconds = ", ".join(f"{name} {spent:.0f}" for name, spent in SPENT.items())
+print(f"\n{len(ROWS) - not_run} rows, {len(lone)} not compared, {len(wrong)} wrong outputs, {not_run} out of budget")
+print(f"{time.monotonic() - started:.0f} seconds: {seconds}")
+for name in VARIANTS:
+    summary("ours by the best peer" if name == "ours" else f"{name} by ours", ratios[name])
 for title, texts in (("not compared", lone), ("wrong", wrong)):
     for text in texts:
         print(f"{title}: {text}")
-sys.exit(any(": ours" in text for text in wrong))
+if pool:
+    pool.terminate()
+sys.exit(any(f": {name} wrong" in text for text in wrong for name in VARIANTS))

@@ -8,6 +8,7 @@ The shared library is $FMHA_LIB (`cargo build --release -p fmha-c`: target/relea
     OURS_O=f32                       O in f32, where FP8's is bf16 else
     OURS_FALLBACK=1                  a kernel that is correct but slow may serve
 The words of tile and kernel are those of the call that is timed: of backward, in its tables.
+Of tensors without memory (torch's device "meta") `make` plans the calls and runs none: their kernels are then compiled.
 """
 
 from __future__ import annotations
@@ -111,9 +112,10 @@ def _library():
     return lib
 
 
-def _options(timed: bool, backward: bool) -> FmhaOptions:
+def _options(timed: bool, backward: bool, caller_workspace: bool) -> FmhaOptions:
     word = lambda name: os.environ.get(name, "").encode() or None
     options = FmhaOptions(struct_bytes=sizeof(FmhaOptions), allow_fallback=bool(word("OURS_FALLBACK")))
+    options.caller_workspace = caller_workspace
     if timed:
         options.kernel, options.tile = word("OURS_KERNEL"), word("OURS_TILE")
     options.accuracy = {None: 0, b"fast": 0, b"exact": 1}[word("OURS_ACCURACY")]
@@ -121,9 +123,13 @@ def _options(timed: bool, backward: bool) -> FmhaOptions:
     return options
 
 
+def _address(x) -> int:
+    return 1 << 20 if x.is_meta else x.data_ptr()
+
+
 def _tensor(x) -> FmhaTensor:
     batch_stride = 0 if x.dim() == 3 else x.stride(0)
-    return FmhaTensor(x.data_ptr(), batch_stride, x.stride(-3), x.stride(-2), x.stride(-1))
+    return FmhaTensor(_address(x), batch_stride, x.stride(-3), x.stride(-2), x.stride(-1))
 
 
 def _runner(call: FmhaCall, options: FmhaOptions):
@@ -152,7 +158,7 @@ def make(w: Workload, q, k, v, dout=None):
 
     def address(name, x):
         held[name] = x
-        setattr(call, name, x.data_ptr())
+        setattr(call, name, _address(x))
 
     fp8_o = torch.float32 if os.environ.get("OURS_O") == "f32" else torch.bfloat16
     dtype_o = fp8_o if w.dtype == "e4m3" else q.dtype
@@ -163,7 +169,7 @@ def make(w: Workload, q, k, v, dout=None):
         num_heads_q=w.num_heads_q, num_heads_kv=w.num_heads_kv, head_dim_qk=w.head_dim_qk, head_dim_v=w.head_dim_v,
         mask=w.mask.encode(), softmax_scale=pointer(c_float(w.softmax_scale)),
         dtype_qk=DTYPE[q.dtype], dtype_v=DTYPE[v.dtype], dtype_o=DTYPE[o.dtype],
-        stream=torch.cuda.current_stream().cuda_stream,
+        stream=None if q.is_meta else torch.cuda.current_stream().cuda_stream,
     )
     if w.page_size:
         k, v, table = to_pages(w, k, v)
@@ -181,7 +187,7 @@ def make(w: Workload, q, k, v, dout=None):
 
     if dout is not None:
         address("lse", torch.empty(q.shape[:-1].numel(), device=q.device))
-    forward = _runner(call, _options(timed=dout is None, backward=False))
+    forward = _runner(call, _options(timed=dout is None, backward=False, caller_workspace=q.is_meta))
 
     def run():
         forward()
@@ -191,13 +197,14 @@ def make(w: Workload, q, k, v, dout=None):
     if dout is None:
         return run
 
-    run()
+    if not q.is_meta:
+        run()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     gradients = FmhaGradients(struct_bytes=sizeof(FmhaGradients), dtype_grad=DTYPE[dq.dtype])
     for name, x in dict(dout=dout, dq=dq, dk=dk, dv=dv).items():
         setattr(gradients, name, _tensor(x))
     call.gradients = pointer(gradients)
-    backward = _runner(call, _options(timed=True, backward=True))
+    backward = _runner(call, _options(timed=True, backward=True, caller_workspace=q.is_meta))
 
     def run_backward():
         backward()

@@ -140,6 +140,11 @@ impl Host {
 
     /// dQ, dK, dV as a kernel gives them.
     fn run(&self, backend: &Device, options: &PlanOptions) -> [Vec<bf16>; 3] {
+        self.run_in(backend, options, bf16::NAN)
+    }
+
+    /// The same of a type of elements that is the problem's `dtype_grad`.
+    fn run_in<T: bytemuck::Pod>(&self, backend: &Device, options: &PlanOptions, before: T) -> [Vec<T>; 3] {
         let plan = backend.plan_bwd(&self.problem.clone().validate().unwrap(), options).unwrap();
         let memory = backend.memory();
         let up = |bytes: &[u8]| {
@@ -149,7 +154,7 @@ impl Host {
         };
         let tensor = |elems: &[bf16]| up(bytemuck::cast_slice(elems));
         // Nothing that was there before may come through.
-        let nan = |elems: usize| tensor(&vec![bf16::NAN; elems]);
+        let nan = |elems: usize| up(bytemuck::cast_slice(&vec![before; elems]));
         let (q, k, v, o, dout) =
             (tensor(&self.q), tensor(&self.k), tensor(&self.v), tensor(&self.o), tensor(&self.dout));
         let lse = up(bytemuck::cast_slice(&self.lse));
@@ -176,7 +181,7 @@ impl Host {
         let lengths = [self.q.len(), self.k.len(), self.v.len()];
         let mut index = 0;
         grads.map(|buffer| {
-            let mut elems = vec![bf16::ZERO; lengths[index]];
+            let mut elems = vec![before; lengths[index]];
             index += 1;
             memory.download(&buffer, bytemuck::cast_slice_mut(&mut elems)).unwrap();
             elems
@@ -296,6 +301,37 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
         });
         let options = with(TILES[2]).deterministic(deterministic);
         host.check(&host.run(&backend, &options), "packed");
+    }
+}
+
+/// The long one's kv head is in parts (`LEAST_KEYS_IN_PARTS`), whose sums have bits of their own; so has the order of its heads.
+#[test]
+fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
+    let Some(backend) = device() else { return };
+    let (own, long) = ((70, 400), (1, 4100));
+    let of = |lengths: &[(i32, i32)]| {
+        let longest = |of: fn(&(i32, i32)) -> i32| lengths.iter().map(of).max().unwrap() as u32;
+        let dims = Dims {
+            batch: lengths.len() as u32,
+            seqlen_q: longest(|l| l.0),
+            seqlen_k: longest(|l| l.1),
+            ..DIMS
+        };
+        let fwd = FwdProblem::group(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true);
+        let host =
+            Host::new(BwdProblem::new(fwd).dtype_grad(DType::F32), Packed { lengths }, |[q, k, _, _]| {
+                // Sums of unlike numbers, whose order shows.
+                q.iter_mut().chain(k).for_each(|x| *x = bf16::from_f32(x.to_f32() * 3.0));
+            });
+        let options = PlanOptions::default().kernel("sm90").deterministic(true);
+        let [dq, dk, dv] = host.run_in(&backend, &options, f32::NAN);
+        let (queries, keys) = (own.0 as usize * 2 * 64, own.1 as usize * 64);
+        [&dq[..queries], &dk[..keys], &dv[..keys]]
+            .map(|rows| rows.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+    };
+    for (name, (alone, beside)) in ["dq", "dk", "dv"].iter().zip(of(&[own]).iter().zip(&of(&[own, long]))) {
+        let differing = alone.iter().zip(beside).filter(|(a, b)| a != b).count();
+        assert_eq!(differing, 0, "{name}: of {} numbers", alone.len());
     }
 }
 

@@ -192,6 +192,11 @@ abi_struct! {
         /// With ordered additions to dQ, of so many heads the key blocks of one are launched beside those of others, and
         /// behind a mask walk their queries from the last one down. Without a mask all heads, which is 1, or none.
         pub side_by_side_period: i32,
+        /// Behind a mask, so many of them at a time.
+        pub side_by_side_heads: i32,
+        /// With ordered additions to dQ and no mask, key blocks (of clusters) that run at a time and begin their walks apart;
+        /// 0: as many as a packed sequence's own length gives.
+        pub key_blocks_in_group: i32,
         /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
         /// of; else all of them.
         pub num_first_query_heads: i32,
@@ -214,8 +219,36 @@ pub struct HeadParts {
     pub queries: u32,
 }
 
-/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down.
+/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down: of packed sequences, and
+/// of long ones.
 const SIDE_BY_SIDE_PERIOD: u32 = 8;
+
+/// Of short ones half: their longest key blocks begin when the others' shortest are done. By a simulation of the order, of the
+/// rate without order, with one of eight and with one of two: B1 H40/8 S4224 D128 0.66 and 1.0 (measured with one of eight
+/// 0.74), B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0 (0.73).
+const SHORT_PERIOD: u32 = 2;
+
+/// What half of a short sequence's heads have of Q, dO and the sums of dQ, at most: key blocks of heads side by side come to a
+/// query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S 3520 to 6912, D 128, an H100, with
+/// half of the heads upward 0.76 of the rate without order.
+const SHORT_BYTES: i64 = 20 << 20;
+
+/// Where half of the heads go upward, they are launched side by side in groups of so many at least, since key blocks that
+/// begin together wait for each other at their first query block.
+const LEAST_SIDE_BY_SIDE: i64 = 16;
+
+/// Heads that a deterministic call's sequence is to have, its kv heads being shared out where it has fewer, from so many
+/// queries and keys on; packed ones each by its own.
+const ORDERED_HEADS: u32 = 8;
+const LEAST_KEYS_IN_PARTS: u32 = 4096;
+
+/// Tiles that it is to have, likewise, where it has few: B64 H48/16 S193 D144, 32 tiles, in three parts had 0.57 of the rate
+/// without order.
+const ORDERED_TILES: u32 = 48;
+const FEW_TILES: u32 = 32;
+
+/// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in the L2.
+const ORDERED_L2_BYTES: i64 = 40 << 20;
 
 /// CTAs that add a key block's parts with `head_parts`: they divide `block_n`.
 pub const HEAD_SUMS_CTAS: u32 = 8;
@@ -646,28 +679,69 @@ impl Sm90BwdTile {
         (1..ratio).find(divides).unwrap_or(ratio)
     }
 
-    /// Parts of a deterministic call: from the heads and the longest length, so that a plan gives a sequence the same bits
-    /// in any batch. Where sequences are long, enough for eight heads, of which one goes the other way: sums cost
-    /// some 600 keys' worth of products. Where lengths are equal, enough for 48 tiles of a sequence.
-    fn ordered_parts(&self, problem: &BwdProblem) -> u32 {
+    /// Parts of a deterministic call: from the heads and the length, never the batch, so that a sequence has the same bits
+    /// in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where sequences are
+    /// long, enough for eight heads, of which one goes the other way: sums cost some 600 keys' worth of products. Where
+    /// lengths are equal, enough for 48 tiles of a sequence that
+    /// has fewer than 32.
+    fn ordered_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let (dims, ratio) = (problem.fwd.dims, problem.fwd.gqa_ratio());
         let (kv_heads, is_packed) = (dims.num_heads_kv.max(1), problem.fwd.layout.q == QLayout::Packed);
+        let is_full = problem.fwd.mask.kind() == MaskKind::Full;
         // A window leaves a key few products. Packed, 15 heads over 3 of 64 to 640 keys: 123 TFLOP/s in five parts.
-        if problem.fwd.mask.kind() == MaskKind::Band {
+        if problem.fwd.mask.kind() == MaskKind::Band || is_packed && is_full {
             return 1;
         }
-        let of_heads = if dims.seqlen_k >= 4096 { 8_u32.div_ceil(kv_heads) } else { 1 };
+        let divisor = |wanted: u32| {
+            (1..ratio).find(|&parts| ratio.is_multiple_of(parts) && parts >= wanted).unwrap_or(ratio)
+        };
+        let is_long = dims.seqlen_q.min(dims.seqlen_k) >= LEAST_KEYS_IN_PARTS;
+        let of_heads = if is_long { divisor(ORDERED_HEADS.div_ceil(kv_heads)) } else { 1 };
+        // Without a mask all key blocks are alike, and heads are wanted for groups that fill the multiprocessors alone.
+        let of_heads = if is_full {
+            let rounds = |parts: u32| {
+                let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
+                f64::from(groups) / f64::from(heads)
+            };
+            if rounds(of_heads) <= 0.85 * rounds(1) { of_heads } else { 1 }
+        } else {
+            of_heads
+        };
         let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs()).max(1);
-        let of_tiles = if is_packed { 1 } else { 48_u32.div_ceil(kv_heads.saturating_mul(key_blocks)) };
-        let wanted = of_heads.max(of_tiles);
-        (1..ratio).find(|&parts| ratio.is_multiple_of(parts) && parts >= wanted).unwrap_or(ratio)
+        let tiles = kv_heads.saturating_mul(key_blocks);
+        let of_tiles = if is_packed || tiles >= FEW_TILES { 1 } else { ORDERED_TILES.div_ceil(tiles) };
+        of_heads.max(divisor(of_tiles))
+    }
+
+    /// Of a deterministic call without a mask: in how many groups a head's key blocks (of clusters) run, a group at a time, and
+    /// groups of how many heads side by side. A head's 82 key blocks leave 50 of 132 multiprocessors to the next head, whose
+    /// others have yet to run, and it waits for them: two groups of 41, three heads side by side, leave nine. By the heads of
+    /// a sequence, of which there are `parts` to a kv head, whatever the batch.
+    fn ordered_groups(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts: u32) -> (u32, u32) {
+        let dims = problem.fwd.dims;
+        let cluster = self.walk.cluster().unsigned_abs();
+        let units = (num_sms / cluster).max(1);
+        let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs() * cluster).max(1);
+        // Q and dO, and the sums of dQ: of one query head of a tile at a time.
+        let head_bytes = i64::from(dims.seqlen_q) * i64::from(padded_dim(spec)) * 8;
+        let near = u32::try_from(ORDERED_L2_BYTES / head_bytes.max(1)).unwrap_or(u32::MAX);
+        let heads = (dims.num_heads_kv * parts).min(near).max(1);
+        let least = key_blocks.div_ceil(units);
+        let of = |groups: u32| {
+            let side_by_side = (units / key_blocks.div_ceil(groups)).clamp(1, heads);
+            (groups, side_by_side)
+        };
+        let rounds = |(groups, heads): (u32, u32)| f64::from(groups) / f64::from(heads);
+        (least + 1..=key_blocks.min(least + 7)).fold(of(least), |best, groups| {
+            if rounds(of(groups)) < 0.95 * rounds(best) { of(groups) } else { best }
+        })
     }
 
     /// As many parts as the model takes, or the rule where the model knows no lengths.
     fn parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
         let of_heads = |heads| HeadParts { heads, queries: 1 };
         if spec.deterministic {
-            return of_heads(self.ordered_parts(problem));
+            return of_heads(self.ordered_parts(problem, spec, num_sms));
         }
         let modelled = self.head_parts_candidates(problem, spec, num_sms);
         let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
@@ -769,14 +843,38 @@ impl Sm90BwdTile {
         let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
         let is_side_by_side =
             spec.deterministic && !is_packed && problem.fwd.mask.kind() == MaskKind::Full && queries < group;
-        let heads_per_l2_group = if is_side_by_side { num_heads } else { in_l2 };
         // The device's `place_in_order`.
         let all_upward = !is_packed && u64::from(dims.seqlen_q) * 2 < u64::from(dims.seqlen_k);
+        // Q and dO, and the sums of dQ.
+        let row_bytes = 2 * i64::from(dims.head_dim_qk + dims.head_dim_v) + 4 * i64::from(padded_dim(spec));
+        let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
+        let is_short = !is_packed && i64::from(heads_of_sequence / SHORT_PERIOD) * head_bytes <= SHORT_BYTES;
         let side_by_side_period = match problem.fwd.mask.kind() {
             MaskKind::Full if is_side_by_side => 1,
             MaskKind::Full => SIDE_BY_SIDE_PERIOD,
             _ if all_upward => 1,
+            _ if is_short => heads_of_sequence.clamp(1, SHORT_PERIOD),
             _ => heads_of_sequence.clamp(1, SIDE_BY_SIDE_PERIOD),
+        };
+        let (mut key_blocks_in_group, mut side_by_side_heads) = (0, 0);
+        let heads_per_l2_group = if is_side_by_side {
+            num_heads
+        } else if !spec.deterministic {
+            in_l2
+        } else if problem.fwd.mask.kind() != MaskKind::Full {
+            let upward = (num_heads / i64::from(side_by_side_period.max(1))).max(1);
+            let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
+            let at_a_time = if side_by_side_period == SHORT_PERIOD { near } else { upward };
+            // As many in each group.
+            let groups = (upward + at_a_time - 1).div_euclid(at_a_time);
+            side_by_side_heads = (upward + groups - 1).div_euclid(groups);
+            in_l2
+        } else if is_packed {
+            in_l2
+        } else {
+            let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
+            key_blocks_in_group = key_blocks.div_ceil(groups.max(1));
+            i64::from(heads)
         };
         // Those of the first tiles.
         let first_heads =
@@ -796,6 +894,8 @@ impl Sm90BwdTile {
             num_head_parts: parts as i32,
             num_query_parts: query_parts as i32,
             side_by_side_period: side_by_side_period as i32,
+            side_by_side_heads: side_by_side_heads as i32,
+            key_blocks_in_group: key_blocks_in_group as i32,
             head_sums: DevPtr::NULL,
         })
     }
@@ -1202,6 +1302,8 @@ fn host_header() -> Header {
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
          // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
          constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
+         // Ordered additions: of so many heads of a sequence one goes upward; from so many keys on a sequence has parts.\n\
+         constexpr int kSideBySidePeriod = {SIDE_BY_SIDE_PERIOD}, kLeastKeysInParts = {LEAST_KEYS_IN_PARTS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
          constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),

@@ -543,10 +543,35 @@ fn a_deterministic_calls_parts_are_those_of_any_batch() {
         (schedule.num_head_parts, schedule.side_by_side_period)
     };
     for (heads, seqlen, expected) in
-        [((24, 3), 6144, (4, 8)), ((32, 8), 8192, (1, 8)), ((32, 4), 448, (4, 8)), ((4, 4), 4096, (1, 4))]
+        [((24, 3), 6144, (4, 8)), ((32, 8), 8192, (1, 8)), ((32, 4), 448, (4, 2)), ((40, 8), 4224, (1, 2))]
     {
         for batch in [1, 3, 64] {
             assert_eq!(of(batch, heads, seqlen), expected, "{heads:?} S {seqlen} B {batch}");
+        }
+    }
+}
+
+/// A wave of ordered key blocks, groups of some heads side by side, runs as a whole: else it would wait for what has yet to run.
+#[test]
+fn groups_of_ordered_key_blocks_run_at_a_time_and_fill_the_multiprocessors() {
+    let of = |(batch, heads, kv): (u32, u32, u32), seqlen, dim| {
+        let dims = Dims { batch, num_heads_q: heads, num_heads_kv: kv, ..dims(1, seqlen, (dim, dim)) };
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
+        let spec = BwdSpec { deterministic: true, ..BwdSpec::of(&problem) };
+        let mut tile = sm90_bwd::choose_tile(&problem, &spec);
+        tile.head_parts = tile.wants_head_parts(&problem, &spec, 132);
+        let schedule = tile.schedule(&problem, &spec, 132).unwrap();
+        let wave = schedule.heads_per_l2_group * schedule.key_blocks_in_group * tile.walk.cluster();
+        assert!(schedule.side_by_side_period == 1 || wave <= 132, "{wave} CTAs");
+        (schedule.num_head_parts, schedule.key_blocks_in_group, schedule.heads_per_l2_group)
+    };
+    assert_eq!(of((3, 5, 1), (8320, 10491), 128), (5, 41, 3));
+    assert_eq!(of((2, 16, 4), (5523, 5523), 256), (1, 22, 3));
+    // Heads whose Q, dO and sums fill the L2 run one by one, and their kv heads want no parts.
+    assert_eq!(of((1, 8, 2), (13473, 13473), 128), (1, 106, 1));
+    for seqlen in [64, 577, 1024, 4096, 20000] {
+        for dim in [64, 128, 192, 256] {
+            of((2, 24, 3), (seqlen, seqlen), dim);
         }
     }
 }

@@ -44,6 +44,7 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
   wait_for_launch_before();
   const int32_t i_batch = head / p.fwd.num_heads_kv, i_head_kv = head - i_batch * p.fwd.num_heads_kv;
   const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
+  const int32_t num_parts = num_head_parts<spec, tile>(schedule, span) * schedule.num_query_parts;
   const int64_t first_key = int64_t(key_block) * tile.block_n;
   const float* first_part =
       head_sums_of<spec, tile>(p, schedule, i_batch, i_head_kv, 0) + first_key * kHeadSumsRow<spec, tile>;
@@ -58,10 +59,13 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
     const int64_t key = first_key + (splits_dims(tile) ? 0 : consumer * mma::kRows) + warp * 16 + quad;
     if (key >= span.seqlen_k || column >= dim) continue;
     const float* from = first_part + consumer * share + (group * mma::kWarpgroup + warp * 32 + quad * 4) * 4;
-    float sums[2][8] = {};
+    // So that a lone part keeps its zeros' signs, as a tile with all query heads does.
+    float sums[2][8];
+#pragma unroll
+    for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] = -0.f;
     // Two parts' loads are under way at a time.
 #pragma unroll 2
-    for (int32_t part = 0; part < num_parts<tile>(schedule); ++part) {
+    for (int32_t part = 0; part < num_parts; ++part) {
       const float4* fours = reinterpret_cast<const float4*>(from + part * to_next_part);
 #pragma unroll
       for (int lane = 0; lane < 4; ++lane) {

@@ -18,13 +18,15 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   const int32_t num_heads = min(schedule.heads_per_l2_group, schedule.num_heads - first_head);
   const int32_t i_block = within / num_heads;
   int32_t head = first_head + within - i_block * num_heads, i_part = 0;
-  int32_t key_block = i_block;
+  int32_t nth_block = i_block;
+  bool is_upward = true;
   if constexpr (is_ordered_behind_mask<spec>()) {
     const int32_t heads_of_sequence = p.fwd.num_heads_kv * num_parts<tile>(schedule);
     const Place place =
-        place_in_order(i_cluster, num_key_blocks, p.fwd.batch, heads_of_sequence, schedule.side_by_side_period);
+        place_in_order(schedule, i_cluster, num_key_blocks, p.fwd.batch, heads_of_sequence);
     head = place.head;
-    key_block = place.key_block;
+    nth_block = place.nth_block;
+    is_upward = place.is_upward;
   }
   // Of a kv head, if it has several.
   if constexpr (tile.head_parts) {
@@ -32,14 +34,18 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
     head = part / num_parts<tile>(schedule);
     i_part = part - head * num_parts<tile>(schedule);
   }
-  const int32_t cluster_key = key_block * cluster_keys(tile);
-  const int32_t first_key = cluster_key + (index - i_cluster * cluster_size(tile)) * tile.block_n;
   const int32_t i_batch = head / p.fwd.num_heads_kv;
   Work work;
   work.i_part = i_part;
   work.i_head_kv = head - i_batch * p.fwd.num_heads_kv;
-  work.key_block = key_block;
   work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
+  if constexpr (has_own_parts<spec, tile>()) {
+    is_upward = spec.fwd.mask == MaskKind::Full || goes_upward<spec, tile>(p, schedule, work);
+    if (i_part >= num_head_parts<spec, tile>(schedule, work.span)) work.span.seqlen_k = 0;
+  }
+  work.key_block = is_upward ? nth_block : num_key_blocks - 1 - nth_block;
+  const int32_t cluster_key = work.key_block * cluster_keys(tile);
+  const int32_t first_key = cluster_key + (index - i_cluster * cluster_size(tile)) * tile.block_n;
   work.band = resolve_band(p.fwd.mask, work.span.seqlen_q, work.span.seqlen_k);
   work.keys = {first_key, min(first_key + tile.block_n, work.span.seqlen_k)};
   work.cluster_keys = {cluster_key, min(cluster_key + cluster_keys(tile), work.span.seqlen_k)};
@@ -79,7 +85,8 @@ struct QueryBlocks {
 };
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
-  const int32_t num_heads = num_query_heads<tile>(p, schedule), first_head = first_query_head<tile>(p, schedule, work);
+  const int32_t num_heads = num_query_heads<spec, tile>(p, schedule, work.span);
+  const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
   // Else all key blocks would meet at the first query block, and wait for one of them.
@@ -91,7 +98,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   }
   bool is_downward = false;
   if constexpr (is_ordered_behind_mask<spec>()) {
-    is_downward = goes_upward(schedule, order_head<tile>(schedule, work));
+    is_downward = goes_upward<spec, tile>(p, schedule, work);
     if (is_downward) start = work.q_blocks.end - 1;
   }
   return {work.q_blocks, start, none ? first_head : first_head + num_heads, first_head, start, is_downward};

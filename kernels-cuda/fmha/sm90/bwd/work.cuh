@@ -103,15 +103,31 @@ FMHA_DEVICE int32_t num_parts(const Sm90BwdSchedule& schedule) {
   return tile.head_parts ? schedule.num_head_parts * schedule.num_query_parts : 1;
 }
 
-// Query heads of a tile, and the first of them.
-template <Sm90BwdTile tile>
-FMHA_DEVICE int32_t num_query_heads(const BwdParams& p, const Sm90BwdSchedule& schedule) {
-  return tile.head_parts ? p.fwd.gqa_ratio / schedule.num_head_parts : p.fwd.gqa_ratio;
+// Whether a sequence's parts are by its own lengths, those of the schedule being by the longest: of packed sequences
+// whose additions have an order, so that a sequence's bits do not depend on the batch. Tiles of parts that a sequence
+// has not are empty.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE constexpr bool has_own_parts() {
+  return tile.head_parts && spec.deterministic && spec.fwd.q_layout == QLayout::Packed;
 }
-template <Sm90BwdTile tile>
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t num_head_parts(const Sm90BwdSchedule& schedule, const SeqSpan& span) {
+  if constexpr (!tile.head_parts) return 1;
+  if constexpr (has_own_parts<spec, tile>()) {
+    if (min(span.seqlen_q, span.seqlen_k) < kLeastKeysInParts) return 1;
+  }
+  return schedule.num_head_parts;
+}
+
+// Query heads of a tile, and the first of them.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t num_query_heads(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span) {
+  return p.fwd.gqa_ratio / num_head_parts<spec, tile>(schedule, span);
+}
+template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t first_query_head(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
   const int32_t of_heads = tile.head_parts ? work.i_part / schedule.num_query_parts : 0;
-  return work.i_head_kv * p.fwd.gqa_ratio + of_heads * num_query_heads<tile>(p, schedule);
+  return work.i_head_kv * p.fwd.gqa_ratio + of_heads * num_query_heads<spec, tile>(p, schedule, work.span);
 }
 
 // Dropout's factor 1 / (1 - p_drop) is in every term of dS but delta's, so dS is made without it, delta being divided,

@@ -30,11 +30,13 @@ struct HalfBlocks {
     Scores s, dp;
     c.take_q(work, blocks.current, c.q_slot);
     c.start_scores(s, c.q_slot.index, 0);
-    c.take_v_and_start_dp(dp, work, blocks);
     QueryTile at = c.query_tile(blocks, 0);
-    typename C::Biases biases = c.pairs.biases(work, at);
     Kept kept;
+    // Before dP is started: the generator wants its registers. D 192 with V of 128 spilled and read 852 bytes, so 572; B2
+    // H8 S4096 full 1438 us to 1198, causal 840 to 660 (an H100).
     c.pairs.decide(kept, work, at);
+    c.take_v_and_start_dp(dp, work, blocks);
+    typename C::Biases biases = c.pairs.biases(work, at);
     ptx::wgmma_wait_group<1>();  // S(0)
     Slopes slopes;
     Scores x = c.template probs<Edges::Some>(s, work, at, biases, slopes);
@@ -43,10 +45,10 @@ struct HalfBlocks {
     ptx::wgmma_wait_group<1>();  // dP(0)
     store_ds<0>(c, half_of_ds(dp, x, at, slopes, kept));
     start_half_of_dv<0>(of_dv);
-    c.start_dp(dp, c.dout_slot.index, 1);
     at = c.query_tile(blocks, 1);
-    biases = c.pairs.biases(work, at);
     c.pairs.decide(kept, work, at);
+    c.start_dp(dp, c.dout_slot.index, 1);
+    biases = c.pairs.biases(work, at);
     ptx::wgmma_wait_group<2>();  // S(1)
     x = c.template probs<Edges::Some>(s, work, at, biases, slopes);
     ptx::wgmma_wait_group<0>();  // dV(0), dP(1)

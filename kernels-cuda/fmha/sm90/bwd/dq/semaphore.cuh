@@ -15,7 +15,7 @@ FMHA_DEVICE void for_each_addition(const BwdParams& p, const Sm90BwdSchedule& sc
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
       visit(dq_semaphore<tile>(p, first_row_of<tile>(p, work, blocks)),
-            position_at<spec, tile>(schedule, work, blocks.current));
+            position_at<spec, tile>(p, schedule, work, blocks.current));
     }
   });
 }

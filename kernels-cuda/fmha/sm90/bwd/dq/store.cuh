@@ -116,7 +116,7 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
     if constexpr (finishes_dq(tile)) {
       ptx::cp_async_bulk_wait_group<0>();
       ptx::fence_proxy_async_global();
-      const int32_t head = work.span.i_batch * p.fwd.num_heads_q + first_query_head<tile>(p, schedule, work);
+      const int32_t head = work.span.i_batch * p.fwd.num_heads_q + first_query_head<spec, tile>(p, schedule, work);
       ptx::red_release_gpu_add(done_key_blocks<spec, tile>(p, schedule, head), 1);
     }
   });

@@ -73,7 +73,7 @@ FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   int32_t* first = p.non_finite;
   if constexpr (repairs<spec>())
     first = non_finite_queries<tile>(p, schedule) + num_q_blocks_of_all(p, schedule) * finish_ctas<spec, tile>();
-  return first + head / num_query_heads<tile>(p, schedule);
+  return first + head / (tile.head_parts ? p.fwd.gqa_ratio / schedule.num_head_parts : p.fwd.gqa_ratio);
 }
 
 // Where it makes delta: of how many of a query head's blocks LSE and delta are made; preprocess makes the first heads',
@@ -95,9 +95,10 @@ FMHA_DEVICE int32_t* far_queries(const BwdParams& p, const Sm90BwdSchedule& sche
 
 // ---- The order of additions.
 
-// A key block of a kv head, the heads of all sequences counted.
+// A key block of a kv head, the heads of all sequences counted: from the first one on, or else from the last one down.
 struct Place {
-  int32_t head, key_block;
+  int32_t head, nth_block;
+  bool is_upward;
 };
 
 // Behind a mask, the order in which key blocks are launched: head after head, of each the last key block first, since a
@@ -105,31 +106,39 @@ struct Place {
 // longest key block is then its last, and would be the launch's. So every eighth head goes the other way, its key
 // blocks from the first one on and its queries from the last one down, and these heads come at the end, side by side:
 // CTAs get there one by one, as their order wants it, and the shortest are the last. TFLOP/s, causal, S 8192: D 128 506
-// to 525, D 256 463 to 487.
+// to 525, D 256 463 to 487. Of short sequences every other head, as many at a time as the L2 has Q, dO and sums of.
 // Of fewer heads the last one of a sequence goes so; where a sequence's keys are far more than its queries, all of them
 // do (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that
 // are at work together would wait for each other at each.
 //
-// Heads here are the parts of kv heads, where tiles share these.
-template <Sm90BwdTile tile>
-FMHA_DEVICE int32_t order_head(const Sm90BwdSchedule& schedule, const Work& work) {
-  return work.i_head_kv * num_parts<tile>(schedule) + work.i_part;
+// Heads here are the parts of kv heads, where tiles share these; of a sequence with parts of its own
+// (`has_own_parts`) those that it has. Such a head's key blocks are launched in its own order wherever it is launched.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE bool goes_upward(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
+  int32_t parts = num_parts<tile>(schedule), period = schedule.side_by_side_period;
+  if constexpr (has_own_parts<spec, tile>()) {
+    parts = num_head_parts<spec, tile>(schedule, work.span);
+    period = min(kSideBySidePeriod, p.fwd.num_heads_kv * parts);
+  }
+  const int32_t head = work.i_head_kv * parts + work.i_part;
+  return head % period == period - 1;
 }
-FMHA_DEVICE bool goes_upward(const Sm90BwdSchedule& schedule, int32_t head) {
-  return head % schedule.side_by_side_period == schedule.side_by_side_period - 1;
-}
-FMHA_DEVICE Place place_in_order(int32_t index, int32_t num_key_blocks, int32_t batch, int32_t num_heads,
-                                 int32_t period) {
+FMHA_DEVICE Place place_in_order(const Sm90BwdSchedule& schedule, int32_t index, int32_t num_key_blocks, int32_t batch,
+                                 int32_t num_heads) {
+  const int32_t period = schedule.side_by_side_period;
   const int32_t upward = num_heads / period, downward = num_heads - upward;  // of a sequence
   const int32_t within = index - batch * downward * num_key_blocks;
   if (within < 0) {
     const int32_t i_head = index / num_key_blocks, i_batch = i_head / downward, nth = i_head - i_batch * downward;
     const int32_t head = i_batch * num_heads + nth + nth / (period - 1);
-    return {head, num_key_blocks - 1 - (index - i_head * num_key_blocks)};
+    return {head, index - i_head * num_key_blocks, false};
   }
-  const int32_t side_by_side = batch * upward, key_block = within / side_by_side;
-  const int32_t i_head = within - key_block * side_by_side, i_batch = i_head / upward, nth = i_head - i_batch * upward;
-  return {i_batch * num_heads + nth * period + period - 1, key_block};
+  const int32_t group = within / (schedule.side_by_side_heads * num_key_blocks);
+  const int32_t first = group * schedule.side_by_side_heads, in_group = within - first * num_key_blocks;
+  const int32_t side_by_side = min(schedule.side_by_side_heads, batch * upward - first);
+  const int32_t nth_block = in_group / side_by_side, i_head = first + in_group - nth_block * side_by_side;
+  const int32_t i_batch = i_head / upward, nth = i_head - i_batch * upward;
+  return {i_batch * num_heads + nth * period + period - 1, nth_block, true};
 }
 
 // Without a mask, key blocks begin their walks at query blocks that are `stride` apart, in groups of CTAs that run at a
@@ -141,7 +150,10 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work) {
   // From the sequence's own length, so that its bits do not depend on the batch.
   const int32_t num_blocks = ceil_div(work.span.seqlen_k, cluster_keys(tile));
-  const int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
+  int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
+  if constexpr (is_ordered<spec>()) {
+    if (schedule.key_blocks_in_group > 0) group = schedule.key_blocks_in_group;
+  }
   const int32_t first = work.key_block / group * group, size = min(group, num_blocks - first);
   // Where heads are launched side by side, members of a group do not run at a time.
   const int32_t stride = schedule.side_by_side_period == 1 ? 0 : (work.q_blocks.end - work.q_blocks.begin) / size;
@@ -150,7 +162,7 @@ FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work
 
 // Ordered: how many key blocks add to query block `block` before this tile's does.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE int32_t position_at(const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
+FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
   if constexpr (is_ordered_behind_mask<spec>()) {
     const int32_t first_query = block * tile.block_m;
     const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
@@ -167,7 +179,7 @@ FMHA_DEVICE int32_t position_at(const Sm90BwdSchedule& schedule, const Work& wor
     // Of the key blocks that add, from the first one on.
     const bool in_band = !keys.empty() && work.key_block >= band_begin;
     const int32_t nth = in_band ? sinks + work.key_block - band_begin : work.key_block;
-    return goes_upward(schedule, order_head<tile>(schedule, work)) ? nth : sinks + band_end - band_begin - 1 - nth;
+    return goes_upward<spec, tile>(p, schedule, work) ? nth : sinks + band_end - band_begin - 1 - nth;
   } else {
     const Stagger stagger = stagger_of<spec, tile>(schedule, work);
     const int32_t member = work.key_block - stagger.first;
