@@ -155,6 +155,7 @@ fn a_process_that_plans_backward_and_combine() {
     let said = [
         arch.clone(),
         ("tile", tiles.to_owned()),
+        ("tile from", "the table".to_owned()),
         ("loads", "Chunks".to_owned()),
         ("stores", "Vector".to_owned()),
         ("sums", "in registers, each row's in one order; scores computed twice".to_owned()),
