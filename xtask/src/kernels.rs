@@ -439,7 +439,7 @@ pub(crate) const ROWS: &[Row] = &[
         ..amd("gfx950", NONE)
     },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
-    amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 4 }),
+    amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 6 }),
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     // RDNA, whose two architectures lay their matrices out in two ways: tiles cut short, packed heads; FP8 on gfx1201. The
     // fallback, in waves of 32, computes what they leave.
