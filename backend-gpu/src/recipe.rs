@@ -180,6 +180,19 @@ pub trait Tiled<P: Classed, V: Vendor>: Recipe<P, V> {
     fn table_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions)
     -> Result<Self::Tile, Refusal>;
 
+    /// As [`Tunable::own_tile`]; of launches with unlike tiles the fields that all have in common.
+    ///
+    /// # Errors
+    /// As [`table_tile`](Self::table_tile).
+    fn own_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<TileOptions, Refusal> {
+        Ok(knob_values(&self.table_tile(problem, facts, options)?))
+    }
+
+    /// As [`Tunable::class`].
+    fn class(&self, problem: &P, options: &PlanOptions) -> TileClass {
+        problem.tile_class(options)
+    }
+
     /// As [`Tunable::modelled_micros`].
     fn modelled_micros(&self, _problem: &P, _facts: &V::Facts, _tile: &TileOptions) -> Option<f64> {
         None
@@ -200,11 +213,11 @@ impl<P: Classed, V: Vendor, R: Tiled<P, V>> Tunable<P, V> for R {
     }
 
     fn own_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<TileOptions, Refusal> {
-        Ok(knob_values(&self.table_tile(problem, facts, options)?))
+        Tiled::own_tile(self, problem, facts, options)
     }
 
     fn class(&self, problem: &P, options: &PlanOptions) -> TileClass {
-        problem.tile_class(options)
+        Tiled::class(self, problem, options)
     }
 
     fn fields(&self) -> Vec<(&'static str, Vec<String>)> {

@@ -7,7 +7,9 @@ use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
 use fmha_core::emulators::Double;
-use fmha_core::{DevBuffer, Device, Error, Stream, Workspace};
+use fmha_core::{
+    AnyProblem, BwdProblem, DType, DevBuffer, Device, Dims, Error, FwdProblem, PlanOptions, Stream, Workspace,
+};
 use fmha_rocm::Arch;
 use libloading::{Library, Symbol};
 
@@ -123,6 +125,34 @@ fn each_architecture_has_its_device_which_says_what_it_is() {
         assert!(middle.contains(&format!(", {units} compute units, HIP ")), "{middle}");
         assert!(middle.ends_with(", emulated)"), "{middle}");
     }
+}
+
+/// Fields in which the backward's launches differ are left to each: of head dim 128 all have the same here.
+#[test]
+fn the_backwards_tiles_can_be_tuned() {
+    let Some(backend) = device("gfx942") else { return };
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 300,
+        seqlen_k: 500,
+        num_heads_q: 8,
+        num_heads_kv: 4,
+        head_dim_qk: 128,
+        head_dim_v: 128,
+    };
+    let own = |seqlen_k| {
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, Dims { seqlen_k, ..dims }));
+        let problem = problem.validate().unwrap();
+        let (problem, options) = (AnyProblem::Backward(&problem), PlanOptions::default());
+        let tuner = backend.tuner().unwrap();
+        let knobs = tuner.knobs(problem, &options).unwrap();
+        assert_eq!(knobs.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["rows", "columns", "stages"]);
+        let own = tuner.default_tile(problem, &options).unwrap();
+        own.into_iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
+    };
+    assert_eq!(own(500), "rows=256,columns=32,stages=2");
+    // Few keys take four waves, of which a compute unit holds two workgroups.
+    assert_eq!(own(100), "columns=32");
 }
 
 #[test]

@@ -3,8 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{
-    Accuracy, BwdPlan, BwdProblem, CombineProblem, DType, Dims, Error, FwdPlan, FwdProblem, LaunchShape,
-    PlanOptions, Promises, Refusal, Result, ScoreSums, Shape, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Accuracy, Append, BwdPlan, BwdProblem, CombineProblem, DType, Dims, Error, FwdPlan, FwdProblem, KvLayout,
+    LaunchShape, PlanOptions, Promises, QLayout, Refusal, Result, ScoreSums, Shape, ValidBwd, ValidCombine,
+    ValidFwd, Workspace,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -154,6 +155,7 @@ fn a_process_that_plans_backward_and_combine() {
     let said = [
         arch.clone(),
         ("tile", tiles.to_owned()),
+        ("tile from", "the table".to_owned()),
         ("loads", "Chunks".to_owned()),
         ("stores", "Vector".to_owned()),
         ("sums", "in registers, each row's in one order; scores computed twice".to_owned()),
@@ -266,6 +268,37 @@ fn rdna_computes_forward_on_wmma_and_refuses_the_kernels_on_mfma_by_name() {
     let fp8 = refusals(backend.plan_fwd(&forward(DType::E4m3Fn), &asking("rdna_fwd")));
     let reason = "dtype_qk e4m3fn is no operand of gfx1100's matrix instructions";
     assert_eq!(fp8, [Refusal::new("rdna_fwd", reason)]);
+}
+
+/// What decode does on MFMA: the fallback computes it, where a caller allows one.
+#[test]
+fn rdna_refuses_pages_appends_and_parts_of_the_keys_by_name() {
+    let short = Dims { seqlen_q: 1, ..DIMS };
+    let paged = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, short);
+    let mut appended = FwdProblem::batch(DType::Bf16, short);
+    appended.layout.seqused_k = true;
+    appended.cache.append = Some(Append::batch(&appended, 1));
+    let plain = FwdProblem::batch(DType::Bf16, short);
+    let parts = [("split_keys", "128")];
+    for arch in Arch::RDNA {
+        let backend = fmha_rocm::pretend(arch.name()).unwrap();
+        for (problem, tile, reason) in [
+            (&paged, &[][..], "q_layout Batch with kv_layout Paged { page_size: 16 } is not 1 batch axis"),
+            (&appended, &[][..], "append of seqlen_new 1 is not taken"),
+            (&plain, &parts[..], "tile split_keys=128: there is no such field"),
+        ] {
+            let problem = problem.clone().validate().unwrap();
+            let options = asking("rdna_fwd").tile(tile.iter().copied());
+            let refused = refusals(backend.plan_fwd(&problem, &options));
+            assert!(
+                matches!(&refused[..], [one] if one.kernel == "rdna_fwd" && one.reason.starts_with(reason)),
+                "{refused:?}"
+            );
+            let fallback = backend.plan_fwd(&problem, &slow_too()).unwrap();
+            let kernel = if tile.is_empty() { "simt" } else { "rdna_fwd" };
+            assert_eq!((fallback.kernel(), fallback.is_fallback()), (kernel, tile.is_empty()));
+        }
+    }
 }
 
 #[test]

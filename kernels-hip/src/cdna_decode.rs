@@ -201,9 +201,6 @@ fn takes(problem: &FwdProblem, arch: Arch) -> Result<(), Refusal> {
         if dim > most {
             refuse!(NAME, "{field} {dim} is larger than {most}");
         }
-        if let Some(cache) = problem.cache.dtype.filter(|_| dim > WAVE_HEAD_DIM) {
-            refuse!(NAME, "{field} {dim} of dtype_cache {cache} is larger than {WAVE_HEAD_DIM}");
-        }
     }
     if problem.drops() {
         refuse!(NAME, "p_drop {} is not taken", problem.dropout.p_drop);
@@ -272,8 +269,10 @@ fn dies(sets_of_keys: u64, arch: Arch) -> u32 {
 
 fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
     let dims = problem.dims;
+    // A wave has whole loads of its columns: steps of 16 elements, and of one-byte caches pairs of them.
+    let whole_load = 32 / problem.stored_k().size_bytes() as u32;
     let (column_waves, whole_qk) =
-        if shares_rows(problem) { (COLUMN_WAVES, 16 * COLUMN_WAVES) } else { (1, EDGE) };
+        if shares_rows(problem) { (COLUMN_WAVES, whole_load * COLUMN_WAVES) } else { (1, EDGE) };
     let padded = |dim: u32| dim.max(1).next_multiple_of(whole_qk) as i32;
     let head_dim_v = dims.head_dim_v.max(1).next_power_of_two().max(EDGE * column_waves);
     let wide = loads_wide(problem, head_dim_v / column_waves / EDGE);
@@ -285,7 +284,11 @@ fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
         head_dim_qk: padded(dims.head_dim_qk),
         head_dim_v,
         column_waves: column_waves as i32,
-        v_in_k: wide && problem.cache.v_in_k && (dims.head_dim_qk, dims.head_dim_v) == LATENT,
+        // Codes are widened by descales of their own: K's and V's columns are apart then, and lie in the caches.
+        v_in_k: wide
+            && problem.cache.v_in_k
+            && problem.cache.dtype.is_none()
+            && (dims.head_dim_qk, dims.head_dim_v) == LATENT,
         ends_early: dims.head_dim_qk as i32 != padded(dims.head_dim_qk),
         modifies: problem.score.softcap.is_some() || problem.score.bias != Bias::None,
         load,

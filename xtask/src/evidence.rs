@@ -177,9 +177,10 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
             let base = Path::new(folder);
             let begins = |header: &PathBuf| {
                 let Ok(name) = header.strip_prefix(base.join("fmha")) else { return false };
-                // A file, or a folder of an architecture's.
-                let first = name.iter().next().and_then(|first| first.to_str()).unwrap_or_default();
-                kernel.starts_with(first) || entries.iter().any(|entry| *header == base.join(entry))
+                // A file, or a folder of an architecture's; of `cdna_bwd` cdna's folder or file `bwd`.
+                let own = kernel.replacen('_', "/", 1);
+                name.to_string_lossy().starts_with(&own)
+                    || entries.iter().any(|entry| *header == base.join(entry))
             };
             open.extend(files_below(&[&format!("{folder}/fmha")])?.into_iter().filter(begins));
         }
@@ -384,6 +385,8 @@ mod tests {
         assert_ne!(hash("sm90"), hash("simt"));
         assert_ne!(hash("sm100"), hash("sm90"));
         assert_ne!(hash("combine"), hash("combine+sm90"));
+        let of_cdna = |kernel| text_hash("rocm", kernel).unwrap_or_default();
+        assert_ne!(of_cdna("cdna_bwd"), of_cdna("cdna_decode"));
         assert!(text_hash("tpu", "sm90").is_err());
     }
 

@@ -216,7 +216,10 @@ pub(crate) const ROWS: &[Row] = &[
     },
     // AMD's on MFMA where it takes a problem, else the fallback; and the fallback alone.
     Row {
-        in_test: Cases { filter: "^backward/(modifiers/bf16/d64/|in_turns/short_group/bf16/d128)", deal: 12 },
+        in_test: Cases {
+            filter: "^backward/(pairs.*/b?f16/|modifiers/bf16/d64/|in_turns/short_group/bf16/d128)",
+            deal: 12,
+        },
         in_all: Cases { filter: "^(backward|decode)/", deal: 1 },
         ..amd("gfx942", NONE)
     },
@@ -436,7 +439,7 @@ pub(crate) const ROWS: &[Row] = &[
         ..amd("gfx950", NONE)
     },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
-    amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),
+    amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 6 }),
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     // RDNA, whose two architectures lay their matrices out in two ways: tiles cut short, packed heads; FP8 on gfx1201. The
     // fallback, in waves of 32, computes what they leave.

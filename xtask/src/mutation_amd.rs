@@ -9,8 +9,9 @@ const ARCHS: [&str; 5] = ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"];
 
 /// Kernels, and a problem for each: some whole tiles, an edge, two workgroups. `FP8` is the architecture's own e4m3.
 /// Those of the forward with dropout and by elements take the simple loop, whose tiles come by wide loads and by elements. Of
-/// decode, which is CDNA's, the first launch is broken, whose waves are alone (D 128) or share their rows' columns.
-const KERNELS: [(&str, &str); 9] = [
+/// decode, which is CDNA's, the first launch is broken, whose waves are alone (D 128) or share their rows' columns. The
+/// backward is CDNA's too: all its launches are broken, masked and not, of dK with dV and of each alone.
+const KERNELS: [(&str, &str); 11] = [
     ("bf16 D128 causal", "-b 1 --heads 1 -s 300 --seqlen-k 400 -d 128 --prec bf16 --mask b"),
     (
         "f16 D64 full, a scale below 0, sinks",
@@ -39,7 +40,33 @@ const KERNELS: [(&str, &str); 9] = [
         "-b 1 --heads 16 --heads-kv 1 -s 1 --seqlen-k 100 -d 576 --head-dim-v 512 --v-in-k --prec bf16 --mask b \
          --page-size 16",
     ),
+    (
+        "backward bf16 D128 causal",
+        "--backward -b 1 --heads 1 -s 70 --seqlen-k 100 -d 128 --prec bf16 --mask b",
+    ),
+    (
+        "backward f16 D64 full, dropout, a group of heads",
+        "--backward -b 1 --heads 2 --heads-kv 1 -s 130 --seqlen-k 40 -d 64 --prec fp16 --p-drop 0.2",
+    ),
 ];
+
+/// The launches of a recording that are broken, and what they are called.
+fn broken(folder: &Path, title: &str) -> Result<Vec<(String, String)>, String> {
+    let entries = std::fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let mut files: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    files.sort();
+    if title.starts_with("backward") {
+        // The forward's, whose O and LSE the gradients are of.
+        files = files.split_off(files.len().min(1));
+    } else {
+        files.truncate(1);
+    }
+    let named = |(at, file): (usize, &std::path::PathBuf)| {
+        let launch = if files.len() > 1 { format!(", launch {at}") } else { String::new() };
+        (format!("{title}{launch}"), file.display().to_string())
+    };
+    Ok(files.iter().enumerate().map(named).collect())
+}
 
 /// Records the launches, breaks them, writes `target/nightly/cdna-mutation.md`.
 pub(crate) fn run() -> Result<(), String> {
@@ -53,9 +80,11 @@ pub(crate) fn run() -> Result<(), String> {
         for (i, (title, problem)) in KERNELS.iter().enumerate() {
             let fp8 = match arch {
                 "gfx942" => "e4m3fnuz",
-                // RDNA's kernel has one tile a workgroup, and decodes nothing by itself.
+                // RDNA's kernel has one tile a workgroup, decodes nothing by itself and has no backward.
                 _ if arch.starts_with("gfx1")
-                    && (problem.contains("order=") || title.starts_with("decode")) =>
+                    && (problem.contains("order=")
+                        || title.starts_with("decode")
+                        || title.starts_with("backward")) =>
                 {
                     continue;
                 }
@@ -68,25 +97,18 @@ pub(crate) fn run() -> Result<(), String> {
             let _ = std::fs::remove_dir_all(&folder);
             std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
             let mut record = Command::new(release.join("fmha"));
+            let lse = if title.starts_with("backward") { None } else { Some("--lse") };
             record
-                .args([
-                    "run",
-                    "--backend",
-                    "rocm",
-                    "--emulate",
-                    arch,
-                    "--warmup",
-                    "0",
-                    "--repeat",
-                    "1",
-                    "--lse",
-                ])
+                .args(["run", "--backend", "rocm", "--emulate", arch, "--warmup", "0", "--repeat", "1"])
+                .args(lse)
                 .args(problem.replace("FP8", fp8).split_whitespace())
                 .env("FMHA_EMULATE_RECORD", &folder)
                 .envs(environment.iter().cloned())
                 .current_dir(&root);
             loudly(&mut record)?;
-            mutate.arg(format!("{arch}, {title}={}", folder.join("0000-fmha_kernel.launch").display()));
+            for (name, file) in broken(&folder, title)? {
+                mutate.arg(format!("{arch}, {name}={file}"));
+            }
         }
     }
     mutate.args(["--sources", "kernels-hip", "--sources", "core/device"]).args([

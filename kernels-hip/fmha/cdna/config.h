@@ -25,7 +25,10 @@ FMHA_DEVICE constexpr int reversed(uint32_t x) {
 // Each bit of the row's number flips one bit of a chunk's position in its bank row. Where a row is shorter than a bank
 // row, the lowest bits do so without a swizzle; the XOR takes care of the others. Pieces flip the position's bits in
 // reverse order, so that more pieces split a bank row into halves, then quarters, and the chunks fill what is left.
-template <int num_rows, int row_bytes, int piece_rows = 0>
+//
+// Lanes that write two rows `apart` rows from each other at once, half a bank row of each, would meet in one half of it
+// where all rows begin on halves: then every second run of `apart` rows has its pairs of rows exchanged.
+template <int num_rows, int row_bytes, int piece_rows = 0, int apart = 0>
 struct LdsMatrix {
   static constexpr int swizzle_period = max(kChunksPerBankRow, piece_rows * kChunksPerBankRow);
   static constexpr int chunks = row_bytes / kFragBytes;
@@ -49,8 +52,14 @@ struct LdsMatrix {
     return chunk ^ swizzle(row);
   }
 
+  // The row of LDS that has row `row`.
+  static FMHA_DEVICE constexpr int place_of_row(int row) {
+    if constexpr (apart == 0 || rows_per_line != 2) return row;
+    else return row ^ row / apart % 2;
+  }
+
   static FMHA_DEVICE constexpr int offset(int row, int chunk) {
-    return ((row * chunks + chunk) ^ swizzle(row)) * kFragBytes;
+    return ((place_of_row(row) * chunks + chunk) ^ swizzle(row)) * kFragBytes;
   }
 
   // The offset `rows` rows below the one at `at`; `rows` has no bit in common with that row's number. The part that

@@ -1,8 +1,12 @@
 //! The backward on MFMA.
 
-use crate::{Device, cdna_bwd, simt};
+use crate::{CdnaBwdTile, Device, cdna_bwd, simt};
+use fmha_core::spec::BwdSpec;
+use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
-use fmha_gpu::{AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows};
+use fmha_gpu::{
+    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows, settle,
+};
 
 use crate::device::{Amd, DeviceFacts, launch, lay_out};
 
@@ -61,7 +65,13 @@ impl<V: Amd> Recipe<ValidBwd, V> for CdnaBwd {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<ValidBwd, V>>, Refusal> {
-        Self::choice(cdna_bwd::accept(problem, facts.device, options)?, problem, facts.device)
+        let set =
+            |tile: &TileOptions| cdna_bwd::accept(problem, facts.device, &options.clone().tile(tile.clone()));
+        let tuned = facts.tuned.get(cdna_bwd::NAME, &class_of(problem));
+        let (chosen, tile_from) = settle(&options.tile, tuned, set)?;
+        let mut choice = Self::choice(chosen, problem, facts.device)?;
+        choice.details.insert(1, tile_from.detail());
+        Ok(choice)
     }
 
     fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
@@ -99,5 +109,46 @@ impl<V: Amd> Recipe<ValidBwd, V> for CdnaBwd {
             unsafe { step.launch(&mut [argument], call.stream)? };
         }
         Ok(())
+    }
+
+    fn tunable(&self) -> Option<&dyn Tunable<ValidBwd, V>> {
+        Some(self)
+    }
+}
+
+/// Sums have one order whether it is asked for or not.
+fn class_of(problem: &ValidBwd) -> TileClass {
+    TileClass::of_bwd(problem, &BwdSpec { deterministic: true, ..BwdSpec::of(problem) })
+}
+
+impl<V: Amd> Tiled<ValidBwd, V> for CdnaBwd {
+    type Tile = CdnaBwdTile;
+
+    const HEADERS: &'static [&'static str] = &[cdna_bwd::HEADER];
+
+    /// That of the launch of dQ.
+    fn table_tile(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<CdnaBwdTile, Refusal> {
+        let own = cdna_bwd::accept(problem, facts.device, &PlanOptions::default())?;
+        own.tiles.first().copied().ok_or_else(|| Refusal::new(cdna_bwd::NAME, "it has no launch of products"))
+    }
+
+    /// A field that is set is set for every launch: those in which they differ are left to each.
+    fn own_tile(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<TileOptions, Refusal> {
+        let own = cdna_bwd::accept(problem, facts.device, &PlanOptions::default())?;
+        Ok(cdna_bwd::common_knobs(&own.tiles))
+    }
+
+    fn class(&self, problem: &ValidBwd, _: &PlanOptions) -> TileClass {
+        class_of(problem)
     }
 }

@@ -339,6 +339,8 @@ fn wide_quantised(cases: &mut Vec<Case>) {
             (DType::E4m3Fn, (576, 512), (1, 70), 70, Descale::None, Some(64)),
             (DType::E4m3Fn, (512, 512), (5, 140), 2, Descale::PerKvHead, Some(16)),
             (DType::E5m2, (336, 272), (2, 90), 3, Descale::PerTensor, None),
+            (DType::E4m3Fnuz, (576, 512), (2, 130), 16, Descale::PerKvHead, Some(7)),
+            (DType::E5m2Fnuz, (336, 272), (3, 90), 3, Descale::PerTensor, None),
         ] {
             let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
             let name = format!("decode/wide_fp8/{cache}/{dtype}/d{qk}x{v}/s{seqlen_q}x{seqlen_k}/{layout}");

@@ -41,7 +41,8 @@ struct Walked {
   static constexpr int row_bytes = dim * kElemBytes;
   // A thread loads four rows of one 16-byte chunk, and writes them as chunks of rows and as runs of columns.
   static constexpr int elems_of_chunk = kFragBytes / kElemBytes;
-  using Rows = LdsMatrix<num_rows, row_bytes>;
+  // Lanes that write at once have rows of two runs whose columns share a chunk: eight rows apart in KeyOrder.
+  using Rows = LdsMatrix<num_rows, row_bytes, 0, 2 * kRun>;
   using Columns = TransposedOnWriting<dim, num_rows, kElemBytes, elems_of_chunk>;
   static constexpr int steps = row_bytes / kStepBytes, blocks = dim / kEdge;
   static constexpr bool has_rows = by_row, has_columns = by_column;

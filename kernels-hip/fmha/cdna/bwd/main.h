@@ -287,9 +287,11 @@ FMHA_DEVICE void main(const CdnaBwdParams& params) {
     }
     if constexpr (C::makes_dv) {
       const View& view = then.bwd.dv;
+      // In f32: P times it would be rounded once more, every P of 1 by the same share.
+      const float dropout_scale = spec.dropout ? then.bwd.fwd.dropout_scale : 1.f;
       store_row<spec.dtype_grad, tile.store>(
           view, row_offset(view, job.span.i_batch, job.span.k_row + row, job.i_head_kv), owner.dvalue,
-          1.f / Owner<spec, tile>::p_scale, then.head_dim_v);
+          dropout_scale / Owner<spec, tile>::p_scale, then.head_dim_v);
     }
   }
   if constexpr (spec.mask != MaskKind::Full) {

@@ -113,7 +113,7 @@ struct Owner {
       Acc probs = s;
       if constexpr (spec.dropout) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) probs[i] = kept >> i & 1 ? s[i] * p.dropout_scale : 0.f;
+        for (int i = 0; i < 16; ++i) probs[i] = kept >> i & 1 ? s[i] : 0.f;
       }
       if constexpr (p_scale != 1.f) probs *= p_scale;
       const BlockFrags frags = block_frags<dtype>(probs);

@@ -35,8 +35,9 @@ struct Config {
   // Steps whose columns of K are columns of V as well, read once for both.
   static constexpr int latent_steps = spec.v_in_k ? wave_columns / 16 : 0;
   static_assert(spec.head_dim_qk % (column_waves == 1 ? kEdge : 16 * column_waves) == 0, "a wave has whole steps");
-  static_assert(column_waves == 1 || stored_bytes == 2, "a load serves one step of a quarter of the columns");
-  static_assert(!spec.v_in_k || (column_waves > 1 && spec.load != LoadPath::Element), "latent rows are loaded wide");
+  static_assert(qk_steps % steps_of_load == 0, "a wave has whole loads");
+  static_assert(!spec.v_in_k || (column_waves > 1 && spec.load != LoadPath::Element && stored_bytes == 2),
+                "latent rows are loaded wide, and as they are used");
   static_assert(columns == 1 || columns == 2 || columns == 4 || columns == 8, "a lane's columns are one load");
   static_assert(size_bytes(spec.dtype) == 2, "products are of 16-bit operands");
 };
@@ -48,6 +49,7 @@ template <CdnaDecodeSpec spec>
 FMHA_DEVICE constexpr int first_elem(int step, int half, int i_wave) {
   using C = Config<spec>;
   if constexpr (C::column_waves == 1) return step / 2 * 32 + half * 16 + step % 2 * 8;
+  if (C::stored_bytes == 1) return i_wave * C::qk_steps * 16 + step / 2 * 32 + half * 16 + step % 2 * 8;
   if (!spec.v_in_k) return (i_wave * C::qk_steps + step) * 16 + half * 8;
   if (step < C::latent_steps) return i_wave * C::wave_columns + step * 16 + half * 8;
   const int behind = i_wave * (C::qk_steps - C::latent_steps) + step - C::latent_steps;
