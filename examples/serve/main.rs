@@ -109,7 +109,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut alone = attention(&device, ALONE)?;
     let mut worst = 0f32;
     for (number, sequence) in answered.iter().enumerate() {
-        let error = check(&model, &mut alone, sequence).map_err(|text| format!("request {number}: {text}"))?;
+        let error =
+            check(&model, &mut alone, sequence).map_err(|text| format!("request {number}: {text}"))?;
         worst = worst.max(error);
     }
     println!(
@@ -144,9 +145,12 @@ fn check(model: &Model, alone: &mut Attention, sequence: &Sequence) -> Result<f3
         }
         let expected = &expected[end - 1];
         let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-        let error = expected.iter().zip(logits).fold(0f32, |error, (a, b)| error.max((a - b).abs())) / largest;
-        if !(error <= TOLERANCE) {
-            return Err(format!("token {at} of the answer is {error:e} of its largest logit from the reference"));
+        let error =
+            expected.iter().zip(logits).fold(0f32, |error, (a, b)| error.max((a - b).abs())) / largest;
+        if error.is_nan() || error > TOLERANCE {
+            return Err(format!(
+                "token {at} of the answer is {error:e} of its largest logit from the reference"
+            ));
         }
         worst = worst.max(error);
         cached = end;
