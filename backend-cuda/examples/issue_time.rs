@@ -1,14 +1,23 @@
-//! How long the host takes to issue a forward call: checks, arguments, tensor maps, the driver.
+//! How long the host takes to issue a forward call: checks, arguments, tensor maps, the driver; and beside it the driver alone,
+//! which launches an empty kernel with as many bytes of parameters.
 //!
 //! `cargo run --release -p fmha-cuda --example issue_time`, on a machine with a device.
 
 use std::time::Instant;
 
-use fmha_core::{DType, DevBuffer, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Shape};
+use std::ffi::c_void;
+
+use fmha_core::source::{ENTRY, KernelSource};
+use fmha_core::{DType, DevBuffer, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Result, Shape, Stream};
+use fmha_cuda::own::OwnKernels;
 
 const CALLS: usize = 4000;
 /// Calls before the host waits for the device: fewer than a stream queues.
 const BURST: usize = 200;
+/// As an engine issues them, which waits for a step's tokens.
+const SHORT_BURST: usize = 8;
+/// Of a forward launch, bytes.
+const PARAMETERS: usize = 1024;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let backend = fmha_cuda::open(0, None)?;
@@ -40,29 +49,69 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let stream = backend.stream()?;
         let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
         args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
-        let mut seconds = Vec::with_capacity(CALLS);
-        for call in 0..CALLS + BURST {
-            let start = Instant::now();
-            plan.run(&mut args, &stream)?;
-            // The first burst warms up.
-            if call >= BURST {
-                seconds.push(start.elapsed().as_secs_f64());
-            }
-            if call % BURST == 0 {
-                stream.synchronize()?;
-            }
-        }
-        stream.synchronize()?;
-        let on_device = stream.seconds(|| (0..BURST).try_for_each(|_| plan.run(&mut args, &stream)))?;
-        seconds.sort_unstable_by(f64::total_cmp);
-        println!(
-            "{name} ({}): issued in {:.2} us in the middle, {:.2} at the least, of {CALLS}; {:.2} us a call in a burst \
-             of {BURST}, by the device's clock",
-            plan.kernel(),
-            seconds[CALLS / 2] * 1e6,
-            seconds[0] * 1e6,
-            on_device * 1e6 / BURST as f64
-        );
+        let timed = Issued::of(&stream, || plan.run(&mut args, &stream))?;
+        println!("{name} ({}): {timed}", plan.kernel());
+    }
+    let kernels = OwnKernels::open(0, None)?;
+    let entry = format!(
+        "struct Bytes {{ char at[{PARAMETERS}]; }};\nextern \"C\" __global__ void {ENTRY}(Bytes) {{}}\n"
+    );
+    let empty = kernels.load("empty", KernelSource::with(entry, Vec::new()), 32, 0)?;
+    let stream = backend.stream()?;
+    let mut bytes = [0u8; PARAMETERS];
+    for launches in [1, 2] {
+        let timed = Issued::of(&stream, || {
+            (0..launches).try_for_each(|_| {
+                // SAFETY: the kernel takes these bytes, and reads nothing.
+                unsafe { kernels.launch(&empty, 1, &mut [(&raw mut bytes).cast::<c_void>()], &stream) }
+            })
+        })?;
+        println!("the driver alone, {launches} of an empty kernel: {timed}");
     }
     Ok(())
+}
+
+/// What a call took, over all of them.
+struct Issued {
+    /// Least, middle, and that of 9 in 10 calls, in us, with up to so many calls queued before the host waits.
+    by_burst: [(usize, [f64; 3]); 2],
+    on_device: f64,
+}
+
+impl Issued {
+    /// Of [`CALLS`] calls.
+    fn of(stream: &Stream, mut call: impl FnMut() -> Result<()>) -> Result<Self> {
+        let mut by_burst = [(BURST, [0.0; 3]), (SHORT_BURST, [0.0; 3])];
+        for (burst, figures) in &mut by_burst {
+            let mut us = Vec::with_capacity(CALLS);
+            for i in 0..CALLS + *burst {
+                let start = Instant::now();
+                call()?;
+                // The first burst warms up.
+                if i >= *burst {
+                    us.push(start.elapsed().as_secs_f64() * 1e6);
+                }
+                if i % *burst == 0 {
+                    stream.synchronize()?;
+                }
+            }
+            us.sort_unstable_by(f64::total_cmp);
+            *figures = [us[0], us[CALLS / 2], us[CALLS * 9 / 10]];
+        }
+        stream.synchronize()?;
+        let on_device = stream.seconds(|| (0..BURST).try_for_each(|_| call()))? * 1e6 / BURST as f64;
+        Ok(Self { by_burst, on_device })
+    }
+}
+
+impl std::fmt::Display for Issued {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (burst, [least, middle, most]) in self.by_burst {
+            write!(
+                f,
+                "{least:.2} us at the least, {middle:.2} in the middle, 9 of 10 in {most:.2} (bursts of {burst}); "
+            )?;
+        }
+        write!(f, "{:.2} us by the device's clock", self.on_device)
+    }
 }

@@ -8,7 +8,7 @@
 //!
 //! At the end each request is computed again alone, in a cache of its own, its prompt in one call and its answer token by
 //! token; because the plans are batch-invariant, the logits of every step are the same to the bit. So is the last step's
-//! when the whole request is computed in one call.
+//! when the whole request is computed in one call. And once more without a cache or a device, with attention by its definition.
 
 mod attention;
 mod engine;
@@ -107,15 +107,24 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
 
     let mut alone = attention(&device, ALONE)?;
+    let mut worst = 0f32;
     for (number, sequence) in answered.iter().enumerate() {
-        check(&model, &mut alone, sequence).map_err(|text| format!("request {number}: {text}"))?;
+        let error =
+            check(&model, &mut alone, sequence).map_err(|text| format!("request {number}: {text}"))?;
+        worst = worst.max(error);
     }
-    println!("every token's logits have the bits of its request alone");
+    println!(
+        "every token's logits have the bits of its request alone, and are within {worst:.1e} of their largest of the reference"
+    );
     Ok(())
 }
 
-/// The logits of every step against those of the request alone.
-fn check(model: &Model, alone: &mut Attention, sequence: &Sequence) -> Result<(), String> {
+/// Of a token's largest logit, how far one may be from the reference: operands and O are of f16.
+const TOLERANCE: f32 = 2e-3;
+
+/// The logits of every step against those of the request alone, to the bit, and the reference: the worst error, of a token's
+/// largest logit.
+fn check(model: &Model, alone: &mut Attention, sequence: &Sequence) -> Result<f32, String> {
     let prompt = sequence.request.prompt.len();
     let mut logits_after = |cached: usize, end: usize| {
         let table = (0..MAX_PAGES.cast_signed()).collect();
@@ -123,6 +132,8 @@ fn check(model: &Model, alone: &mut Attention, sequence: &Sequence) -> Result<()
         model.step(alone, &step).map(|mut logits| logits.swap_remove(0)).map_err(|error| error.to_string())
     };
     let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+    let expected = model.reference(&sequence.tokens).map_err(|error| error.to_string())?;
+    let mut worst = 0f32;
     let mut cached = 0;
     for (at, logits) in sequence.logits.iter().enumerate() {
         if !logits.iter().all(|x| x.is_finite()) {
@@ -132,12 +143,22 @@ fn check(model: &Model, alone: &mut Attention, sequence: &Sequence) -> Result<()
         if !same(&logits_after(cached, end)?, logits) {
             return Err(format!("token {at} of the answer has other bits than alone"));
         }
+        let expected = &expected[end - 1];
+        let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+        let error =
+            expected.iter().zip(logits).fold(0f32, |error, (a, b)| error.max((a - b).abs())) / largest;
+        if error.is_nan() || error > TOLERANCE {
+            return Err(format!(
+                "token {at} of the answer is {error:e} of its largest logit from the reference"
+            ));
+        }
+        worst = worst.max(error);
         cached = end;
     }
     match sequence.logits.last() {
         Some(logits) if !same(&logits_after(0, cached)?, logits) => {
             Err("the last token has other bits than in one call".into())
         }
-        _ => Ok(()),
+        _ => Ok(worst),
     }
 }

@@ -1,7 +1,7 @@
 //! A tiny decoder with random weights by seed. Its matrices are multiplied on the host, a row at a time, so that a row's
 //! result does not depend on the rows beside it; its attention is the device's.
 
-use fmha::Error;
+use fmha::{Error, f16};
 
 use crate::attention::{Attention, Step};
 
@@ -88,12 +88,30 @@ impl Model {
     /// The logits after the last token of each request that has new ones; empty where it has none.
     pub(crate) fn step(&self, attention: &mut Attention, step: &Step<'_>) -> Result<Vec<Vec<f32>>, Error> {
         let offsets = attention.begin(step)?;
+        let x = self.layers(&step.tokens.concat(), |at, q, k, v| attention.layer(at, q, k, v))?;
+        let last = |ends: &[i32]| match (ends[0], ends[1]) {
+            (begin, end) if begin == end => Vec::new(),
+            (_, end) => self.head.times(&x[(end as usize - 1) * WIDTH..end as usize * WIDTH]),
+        };
+        Ok(offsets.windows(2).map(last).collect())
+    }
+
+    /// The logits after each token of a request, with attention by its definition, in f64: no cache, no device.
+    pub(crate) fn reference(&self, tokens: &[usize]) -> Result<Vec<Vec<f32>>, Error> {
+        let x = self.layers(tokens, |_, q, k, v| Ok(self.attend(q, k, v)))?;
+        Ok(x.chunks(WIDTH).map(|row| self.head.times(row)).collect())
+    }
+
+    /// Rows of tokens through all layers, whose attention is `attend(layer, q, k, v)`.
+    fn layers(
+        &self,
+        tokens: &[usize],
+        mut attend: impl FnMut(usize, &[f32], &[f32], &[f32]) -> Result<Vec<f32>, Error>,
+    ) -> Result<Vec<f32>, Error> {
         let row = |&token: &usize| &self.embedding.weights[token * WIDTH..][..WIDTH];
-        let mut x: Vec<f32> =
-            step.tokens.iter().flat_map(|tokens| tokens.iter().flat_map(row)).copied().collect();
+        let mut x: Vec<f32> = tokens.iter().flat_map(row).copied().collect();
         for (at, layer) in self.layers.iter().enumerate() {
-            let (q, k_new, v_new) = (layer.q.times(&x), layer.k.times(&x), layer.v.times(&x));
-            let o = attention.layer(at, &q, &k_new, &v_new)?;
+            let o = attend(at, &layer.q.times(&x), &layer.k.times(&x), &layer.v.times(&x))?;
             for (x, o) in x.iter_mut().zip(layer.o.times(&o)) {
                 *x += o;
             }
@@ -102,11 +120,42 @@ impl Model {
                 *x += y;
             }
         }
-        let last = |ends: &[i32]| match (ends[0], ends[1]) {
-            (begin, end) if begin == end => Vec::new(),
-            (_, end) => self.head.times(&x[(end as usize - 1) * WIDTH..end as usize * WIDTH]),
+        Ok(x)
+    }
+
+    /// Causal attention of one request's rows, turned to their positions, of operands in f16 as the cache has them.
+    fn attend(&self, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
+        let dim = HEAD_DIM as usize;
+        let rounded = |x: &f32| f64::from(f16::from_f32(*x).to_f32());
+        let turned = |row: &[f32], position: usize| -> Vec<f64> {
+            let (half, row) = (dim / 2, row.iter().map(rounded).collect::<Vec<_>>());
+            let factors = |at: usize| {
+                let at = position * half + at % half;
+                (f64::from(self.cos[at]), f64::from(self.sin[at]))
+            };
+            let other = |at: usize| if at < half { -row[at + half] } else { row[at - half] };
+            (0..dim).map(|at| row[at] * factors(at).0 + other(at) * factors(at).1).collect()
         };
-        Ok(offsets.windows(2).map(last).collect())
+        let mut o = Vec::with_capacity(q.len());
+        for (position, row) in q.chunks(WIDTH).enumerate() {
+            for (head, row) in row.chunks(dim).enumerate() {
+                let at = head / (HEADS_Q / HEADS_KV) as usize * dim;
+                let row = turned(row, position);
+                let score = |(j, key): (usize, &[f32])| {
+                    let key = turned(&key[at..at + dim], j);
+                    row.iter().zip(key).map(|(q, k)| q * k).sum::<f64>() / f64::from(HEAD_DIM).sqrt()
+                };
+                let scores: Vec<f64> = k.chunks(WIDTH_KV).enumerate().take(position + 1).map(score).collect();
+                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                o.extend((0..dim).map(|column| {
+                    let of_key = |(weight, value): (&f64, &[f32])| weight * rounded(&value[at + column]);
+                    (weights.iter().zip(v.chunks(WIDTH_KV)).map(of_key).sum::<f64>() / sum) as f32
+                }));
+            }
+        }
+        o
     }
 }
 

@@ -195,7 +195,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v} is larger than {DIM_QK} with {DIM_V}"
         ));
     }
-    if head_dim_qk <= NARROW && head_dim_v <= NARROW {
+    if head_dim_qk <= NARROW && head_dim_v <= NARROW && problem.cache.dtype.is_none() {
         return refuse(format!(
             "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v}: neither is larger than {NARROW}"
         ));
@@ -249,6 +249,20 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         return refuse(format!(
             "{name}.{axis} stride {stride} is not a multiple of {} below 2^39, as copies of 16 bytes and TMA need",
             multiple(name)
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses what `sm80` serves unless this kernel is asked for: FP8 caches of heads that `sm90` takes in 16 bits.
+///
+/// # Errors
+/// The head dimensions.
+pub fn leave_narrow(problem: &FwdProblem) -> Result<(), String> {
+    let Dims { head_dim_qk, head_dim_v, .. } = problem.dims;
+    if head_dim_qk <= NARROW && head_dim_v <= NARROW {
+        return Err(format!(
+            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v}: neither is larger than {NARROW}, and sm80 widens"
         ));
     }
     Ok(())
@@ -377,7 +391,8 @@ mod tests {
         appended.cache.append = Some(Append::batch(&appended, 1));
         assert!(accepts(&appended).is_ok());
         type Change = fn(&mut FwdProblem);
-        let taken: [Change; 5] = [
+        let taken: [Change; 6] = [
+            |p| (p.dims.head_dim_qk, p.dims.head_dim_v, p.cache.dtype) = (128, 128, Some(DType::E4m3Fn)),
             |p| p.cache.dtype = Some(DType::E4m3Fn),
             |p| p.cache.v_in_k = false,
             |p| p.dims.head_dim_v = 256,

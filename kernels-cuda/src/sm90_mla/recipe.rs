@@ -41,6 +41,9 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
         let refuse = |reason: String| Refusal::new(text::NAME, reason);
         facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
         text::accepts(problem)?;
+        if options.kernel.is_none() && options.tile.is_empty() {
+            text::leave_narrow(problem).map_err(refuse)?;
+        }
         let spec = FwdSpec::of(problem);
         let mut own = text::choose_tile(problem, facts.num_sms);
         if options.accuracy == Accuracy::Exact {

@@ -41,12 +41,12 @@ FMHA_DEVICE constexpr Role role_of(const Sm100Tile& tile, int32_t warp) {
   return Role(int(Role::Issue) + warp % 4);
 }
 
-// Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
+// Registers a thread after setmaxnreg; role by role they sum to those of the launch, 168 of each of 384 threads or 128 of 512.
 struct Regs {
   int softmax, correct, others;
 };
 FMHA_DEVICE constexpr Regs regs(const Sm100Tile& tile) {
-  if (num_q_tiles(tile) == 1) return {232, 160, 120};
+  if (num_q_tiles(tile) == 1) return {232, 160, 112};
   return tile.copy_bytes > 0 ? Regs{176, 80, 80} : Regs{184, 88, 56};
 }
 

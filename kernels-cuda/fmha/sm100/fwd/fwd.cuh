@@ -64,6 +64,9 @@ FMHA_DEVICE void leave() {
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
   using Tmem = TmemPlan<spec, tile>;
+  static_assert(num_q_tiles(tile) * regs(tile).softmax + regs(tile).correct + regs(tile).others <=
+                    (num_q_tiles(tile) + 2) * (65536 / num_threads(tile) / 8 * 8),
+                "sm100: registers of all threads, within those of the launch");
   static_assert(!spec.write_keep_mask, "sm100: it does not write the keep mask");
   static_assert(!is_pair(tile) || (tile.copy_bytes == 0 && tile.split_keys == 0),
                 "sm100: a pair loads by TMA, and sees all keys");

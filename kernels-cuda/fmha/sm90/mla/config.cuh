@@ -21,11 +21,13 @@ constexpr int kSpan = 64;   // columns of a chunk, 128 bytes
 constexpr int kWarpgroup = mma::kWarpgroup;
 constexpr int kNumThreads = 3 * kWarpgroup;  // one warpgroup loads, two consume
 
-// Registers of a thread, by role: within the 65536 of a multiprocessor. Loading takes more where it widens.
+// Registers of a thread, by role: within those of the launch, which is all that `setmaxnreg` deals out. With 96 and twice 208,
+// which the multiprocessor has, an H200 waits for ever. Loading takes more where it widens.
+constexpr int kLaunchRegs = 65536 / kNumThreads / 8 * 8;
 struct Regs {
   int load, consume;
 };
-FMHA_DEVICE constexpr Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{96, 208} : Regs{72, 216}; }
+FMHA_DEVICE constexpr Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{88, 208} : Regs{72, 216}; }
 
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
@@ -68,6 +70,7 @@ struct Plan {
   static constexpr bool v_in_k = tile.v_in_k;
   static constexpr int chunks_k = ceil_div(spec.head_dim_qk, kSpan);
   static constexpr int chunks_half = ceil_div(spec.head_dim_v, 2 * kSpan), columns_half = chunks_half * kSpan;
+  static constexpr int chunks = v_in_k ? chunks_k : chunks_k + 2 * chunks_half;  // of a block
   static constexpr int slots = v_in_k ? 2 : 1, parts = v_in_k ? 4 : 3;
   static_assert(!v_in_k || (spec.head_dim_v % (2 * kSpan) == 0 && spec.head_dim_qk == spec.head_dim_v + kSpan),
                 "sm90_mla: a V in K leaves one chunk of K for P");

@@ -32,7 +32,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
                 "sm90_mla: one 16-bit type");
   static_assert(!is_fp8(spec.dtype_o) && !spec.dropout && !spec.sink_columns && spec.v_layout == VLayout::RowMajor,
                 "sm90_mla: O of 16 or 32 bits, no dropout, no sink columns, rows of V");
-  static_assert((regs(tile).load + 2 * regs(tile).consume) * kWarpgroup <= 65536, "sm90_mla: registers of all threads");
+  static_assert(regs(tile).load + 2 * regs(tile).consume <= 3 * kLaunchRegs, "sm90_mla: registers of all threads");
   using Shared = Smem<spec, tile>;
   extern __shared__ __align__(1024) unsigned char raw[];
   Shared& smem = *reinterpret_cast<Shared*>(raw);

@@ -86,39 +86,68 @@ struct Loader {
     }
   }
 
-  // One or two chunks of all rows of a cache in FP8, in registers: a lane has sixteen elements of a row, four neighbours a chunk's.
+  // A chunk of all rows of a cache in FP8, in registers: a lane has sixteen elements of each of two rows, eight of its warp's apart.
   struct Narrow {
-    uint32_t bytes[4][4];
+    uint32_t bytes[2][4];
   };
-  // Of the first of its words; the next is so many rows of its warp, and so many of the chunk, further.
-  template <int count>
-  FMHA_DEVICE int32_t first_row() const { return lane / (4 * count); }
-  template <int count>
-  FMHA_DEVICE int32_t chunk_of_lane() const { return lane / 4 % count; }
-  template <int count>
-  static constexpr int kRowsApart = 8 / count;
-  template <int count>
-  static constexpr int kBytesApart = 4 * kRowsApart<count> * Chunk::span_bytes;
+  static constexpr int kRowsApart = 8, kBytesApart = 4 * kRowsApart * Chunk::span_bytes;
 
-  template <int dim, int count>
-  FMHA_DEVICE void read_chunks(Narrow& narrow, int32_t first, NarrowRow own) const {
-    const int32_t column = (first + chunk_of_lane<count>()) * kSpan + lane % 4 * 16;
-#pragma unroll
-    for (int word = 0; word < 2 * count; ++word) {
-      const NarrowRow from = row_of(own, first_row<count>() + word * kRowsApart<count>);
-      ptx::ld_global_v4_b32_if(narrow.bytes[word], from + column, from != nullptr && (dim % kSpan == 0 || column < dim));
+  // A chunk's place among those of its block, in the order in which they are read, parts one after another.
+  struct Place {
+    int32_t chunk, part;
+    bool of_v;         // of V, which lies apart
+    bool first, last;  // of its part
+  };
+  FMHA_DEVICE static Place place_of(int32_t slot, int32_t at) {
+    if constexpr (P::v_in_k) {
+      // The tail is the last chunk of its half.
+      const bool tail_first = P::half_with_tail(slot) == 0;
+      const int32_t second = P::chunks_half + tail_first;  // the first of the second half
+      const int32_t chunk = !tail_first || at < P::chunks_half ? at : at == P::chunks_half ? 2 * P::chunks_half : at - 1;
+      return {chunk, P::part_of(slot, at >= second), false, at == 0 || at == second, at == second - 1 || at == P::chunks - 1};
+    } else {
+      const int32_t of_v = at - P::chunks_k;
+      if (of_v < 0) return {at, 0, false, at == 0, at == P::chunks_k - 1};
+      const int32_t half = of_v >= P::chunks_half, of_half = of_v - half * P::chunks_half;
+      return {of_v, P::part_of(0, half), true, of_half == 0, of_half == P::chunks_half - 1};
     }
   }
-  template <int count>
-  FMHA_DEVICE void widen_chunks(const Chunk* to, const Narrow& narrow, float descale) const {
+
+  // Of the chunks of all blocks the one that is read next, and where the rows of its block lie.
+  struct Reader {
+    int32_t block = 0, at = 0;
+    NarrowRow own = nullptr;
+  };
+  FMHA_DEVICE void read_next(Reader& reader, Narrow& narrow) const {
+    const Place place = place_of(P::slot_of(reader.block), reader.at);
+    const int32_t first_key = (work.last_block - reader.block) * kKeys;
+    if (reader.at == 0) {
+      reader.own = key_row<NarrowRow>(p.k, first_key);
+      prefetch_block(reader.block + 2);
+    }
+    if constexpr (!P::v_in_k) {
+      if (reader.at == P::chunks_k) reader.own = key_row<NarrowRow>(p.v, first_key);
+    }
+    const int32_t column = place.chunk * kSpan + lane % 4 * 16, dim = place.of_v ? spec.head_dim_v : spec.head_dim_qk;
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      const NarrowRow from = row_of(reader.own, lane / 4 + word * kRowsApart);
+      ptx::ld_global_v4_b32_if(narrow.bytes[word], from + column, from != nullptr && column < dim);
+    }
+    if (++reader.at == P::chunks) {
+      reader.at = 0;
+      ++reader.block;
+    }
+  }
+  FMHA_DEVICE void widen(const Chunk& to, const Narrow& narrow, float descale) const {
     // Of a warp's stores at a time, half write the first and half the second of their two words, in different banks. Words apart
     // lie alike in the swizzle.
-    static_assert(kBytesApart<count> % (8 * Chunk::span_bytes) == 0, "whole swizzle atoms from word to word");
+    static_assert(kBytesApart % (8 * Chunk::span_bytes) == 0, "whole swizzle atoms from word to word");
     const bool second_first = lane & 4;
-    const uint32_t of_lane = to[chunk_of_lane<count>()].address() +
-                             fmha::mma::word_offset<Chunk>(warp + 4 * first_row<count>(), lane % 4 * 16 + (second_first ? 8 : 0));
+    const uint32_t of_lane =
+        to.address() + fmha::mma::word_offset<Chunk>(warp + 4 * (lane / 4), lane % 4 * 16 + (second_first ? 8 : 0));
 #pragma unroll
-    for (int word = 0; word < 2 * count; ++word) {
+    for (int word = 0; word < 2; ++word) {
       const uint32_t (&bytes)[4] = narrow.bytes[word];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -126,44 +155,49 @@ struct Loader {
         const uint32_t eight[2] = {second ? bytes[2] : bytes[0], second ? bytes[3] : bytes[1]};
         uint32_t packed[4];
         widen_word<tile.stored, spec.dtype_qk, true>(eight, descale, packed);
-        ptx::st_shared_v4((of_lane ^ 16 * k) + word * kBytesApart<count>, packed);
+        ptx::st_shared_v4((of_lane ^ 16 * k) + word * kBytesApart, packed);
       }
     }
   }
-  // Chunks `first` to `first + count`, two at a time, the next two under way while these are widened; the first two before their
-  // place is free.
-  template <int dim, int count>
-  FMHA_DEVICE void widen_part(int32_t part, const View& view, const HeadScalars& descales, const Chunk* block, int32_t first,
-                              bool with_tail, int32_t first_key, uint32_t phase) const {
-    constexpr int tail = 2 * P::chunks_half, pairs = count / 2;
-    const NarrowRow own = key_row<NarrowRow>(view, first_key);
-    const float descale = scalar_of(descales, work.span.i_batch, work.i_head_kv, 1.f);
-    Narrow narrow[2];
-    if constexpr (pairs > 0) {
-      read_chunks<dim, 2>(narrow[0], first, own);
-    } else {
-      read_chunks<dim, 1>(narrow[0], first, own);
+  // All chunks of all blocks. The next kAhead are under way while one is widened, whatever part or block they are of: a part's
+  // place need not be free for them.
+  FMHA_DEVICE void widen_all() {
+    constexpr int kAhead = 4;
+    const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
+    const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
+    const int32_t count = work.num_blocks * P::chunks;
+    Narrow narrow[kAhead];
+    Reader reader;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (k < count) read_next(reader, narrow[k]);
     }
-    ptx::mbarrier_wait_parity(smem.empty[part], phase ^ 1);
-    // Unrolled twice and not throughout, which spills.
-#pragma unroll 2
-    for (int pair = 0; pair < pairs; ++pair) {
-      if (pair + 1 < pairs) {
-        read_chunks<dim, 2>(narrow[(pair + 1) % 2], first + 2 * pair + 2, own);
-      } else if constexpr (count % 2 == 1) {
-        read_chunks<dim, 1>(narrow[(pair + 1) % 2], first + 2 * pair + 2, own);
-      } else if (with_tail) {
-        read_chunks<dim, 1>(narrow[(pair + 1) % 2], tail, own);
+    // Q's copies are waited for.
+    copier.flush();
+    int32_t block = 0, at = 0;
+#pragma unroll 1
+    for (int32_t done = 0; done < count; done += kAhead) {
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (done + k >= count) break;
+        const Place place = place_of(P::slot_of(block), at);
+        if (place.first) ptx::mbarrier_wait_parity(smem.empty[place.part], P::phase_of(block) ^ 1);
+        if constexpr (P::v_in_k) {
+          widen(smem.k[P::slot_of(block)][place.chunk], narrow[k], descale_k);
+        } else {
+          widen(place.of_v ? smem.v[place.chunk] : smem.k[0][place.chunk], narrow[k], place.of_v ? descale_v : descale_k);
+        }
+        if (place.last) {
+          ptx::fence_proxy_async();
+          ptx::mbarrier_arrive_if(smem.full[place.part], true);
+        }
+        if (done + k + kAhead < count) read_next(reader, narrow[k]);
+        if (++at == P::chunks) {
+          at = 0;
+          ++block;
+        }
       }
-      widen_chunks<2>(block + first + 2 * pair, narrow[pair % 2], descale);
     }
-    if constexpr (count % 2 == 1) {
-      widen_chunks<1>(block + first + 2 * pairs, narrow[pairs % 2], descale);
-    } else if (with_tail) {
-      widen_chunks<1>(block + tail, narrow[pairs % 2], descale);
-    }
-    ptx::fence_proxy_async();
-    ptx::mbarrier_arrive_if(smem.full[part], true);
   }
   // Two threads a row.
   template <int dim>
@@ -188,9 +222,8 @@ struct Loader {
 
   // Chunks `first` to `first + count` of a block's K or V; with them the tail, if they have it.
   template <int dim, int count>
-  FMHA_DEVICE void load_part(int32_t part, const View& view, const HeadScalars& descales, const ptx::TensorMap& map, const Chunk* block,
-                             int32_t first, bool with_tail, int32_t first_key, uint32_t phase) {
-    if constexpr (widens) return widen_part<dim, count>(part, view, descales, block, first, with_tail, first_key, phase);
+  FMHA_DEVICE void load_part(int32_t part, const View& view, const ptx::TensorMap& map, const Chunk* block, int32_t first,
+                             bool with_tail, int32_t first_key, uint32_t phase) {
     constexpr int tail = 2 * P::chunks_half;
     Barrier& full = smem.full[part];
     copier.wait(smem.empty[part], phase ^ 1);
@@ -220,25 +253,28 @@ struct Loader {
     if constexpr (widens) {
       prefetch_block(0);
       prefetch_block(1);
+      load_q();
+      widen_all();
+    } else {
+      load_q();
+      copy_all();
     }
-    load_q();
-    if constexpr (widens) copier.flush();
+  }
+  FMHA_DEVICE void copy_all() {
 #pragma unroll 1
     for (int32_t i = 0; i < work.num_blocks; ++i) {
       const int32_t slot = P::slot_of(i), first_key = (work.last_block - i) * kKeys;
       const uint32_t phase = P::phase_of(i);
-      if constexpr (widens) prefetch_block(i + 2);
       if constexpr (!P::v_in_k)
-        load_part<spec.head_dim_qk, P::chunks_k>(0, p.k, p.descale_k, maps.k, smem.k[0], 0, false, first_key, phase);
+        load_part<spec.head_dim_qk, P::chunks_k>(0, p.k, maps.k, smem.k[0], 0, false, first_key, phase);
 #pragma unroll 1
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t part = P::part_of(slot, half), first = half * P::chunks_half;
         if constexpr (P::v_in_k) {
           const bool with_tail = half == P::half_with_tail(slot);
-          load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, p.descale_k, maps.k, smem.k[slot], first, with_tail, first_key,
-                                                      phase);
+          load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, maps.k, smem.k[slot], first, with_tail, first_key, phase);
         } else {
-          load_part<spec.head_dim_v, P::chunks_half>(part, p.v, p.descale_v, maps.v, smem.v, first, false, first_key, phase);
+          load_part<spec.head_dim_v, P::chunks_half>(part, p.v, maps.v, smem.v, first, false, first_key, phase);
         }
       }
     }

@@ -195,6 +195,15 @@ fn a_register_budget_beyond_the_file_is_refused_or_waits() {
     let balanced = "setp.lt.u32 %p, %t, 128; @%p bra P; setmaxnreg.inc.sync.aligned.u32 240; bra E;
         P: setmaxnreg.dec.sync.aligned.u32 24; E:";
     assert_eq!(kind(balanced, 384, &options), None);
+    // 96 and twice 208 fit the register file, but not three times 168: an H200 waits for ever. 88 and twice 208 do.
+    let three = |loads: u32| {
+        format!(
+            "setp.lt.u32 %p, %t, 128; @%p bra P; setmaxnreg.inc.sync.aligned.u32 208; bra E;
+            P: setmaxnreg.dec.sync.aligned.u32 {loads}; bar.sync 1, 128; E: bar.sync 0;"
+        )
+    };
+    assert_eq!(kind(&three(96), 384, &options), Some(FaultKind::Deadlock));
+    assert_eq!(kind(&three(88), 384, &options), None);
 }
 
 #[test]

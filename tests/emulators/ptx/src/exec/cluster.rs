@@ -47,7 +47,8 @@ pub(crate) struct Block {
     pub(crate) shared: Shared,
     pub(crate) barriers: [NamedBarrier; 16],
     pub(crate) mbarriers: HashMap<u32, Mbarrier>,
-    /// Registers of the file that no warp holds, in units of one thread's register.
+    /// Registers of the launch that no warp holds, in units of one thread's register: `setmaxnreg` deals out no others, though
+    /// the file may have them (an H200 waits for ever).
     pub(crate) free_registers: i64,
     pub(crate) warpgroups: Vec<Warpgroup>,
     pub(crate) tmem: TensorMemory,
@@ -130,7 +131,7 @@ impl Cluster {
                 shared: Shared::new(program.dynamic_base + config.dynamic_shared),
                 barriers: Default::default(),
                 mbarriers: HashMap::new(),
-                free_registers: 65536 - i64::from(launch.registers) * i64::from(num_warps * 32),
+                free_registers: 0,
                 warpgroups: (0..num_warps.div_ceil(4)).map(|_| Warpgroup::default()).collect(),
                 tmem: TensorMemory::default(),
                 operands: OperandCache::default(),
