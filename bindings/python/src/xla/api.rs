@@ -143,6 +143,8 @@ struct ErrorText {
     extension: *mut Extension,
     error: *mut XlaError,
     message: *const c_char,
+    /// Written from API 0.4 on, so it has to be there.
+    code: i32,
 }
 
 #[repr(C)]
@@ -375,7 +377,7 @@ impl CallFrame {
         if error.is_null() {
             return Ok(());
         }
-        let mut text = arguments!(ErrorText { error: error, message: std::ptr::null() });
+        let mut text = arguments!(ErrorText { error: error, message: std::ptr::null(), code: 0 });
         let mut destroy = arguments!(ErrorDestroy { error: error });
         // SAFETY: an error is read, and then destroyed once; its text is a C string until then.
         unsafe {
@@ -395,7 +397,7 @@ mod tests {
 
     use super::*;
 
-    /// What `offsetof` and `sizeof` give for the header of jaxlib 0.10.2, whose fields keep their places.
+    /// What `offsetof` and `sizeof` give for the headers of jaxlib 0.10.2 and 0.11.2, whose fields keep their places.
     #[test]
     fn structs_lie_as_the_header_has_them() {
         assert_eq!(size_of::<CallFrame>(), 176);
@@ -411,7 +413,7 @@ mod tests {
         assert_eq!([offset_of!(Buffer, dims), offset_of!(Metadata, traits)], [40, 32]);
         assert_eq!(
             [size_of::<ErrorCreate>(), size_of::<ErrorText>(), size_of::<ErrorDestroy>()],
-            [32, 32, 24]
+            [32, 40, 24]
         );
         assert_eq!(
             [size_of::<StreamGet>(), size_of::<OrdinalGet>(), offset_of!(OrdinalGet, ordinal)],
@@ -444,7 +446,8 @@ mod tests {
 
     unsafe extern "C" fn text(args: *mut ErrorText) {
         // SAFETY: as above.
-        unsafe { (*args).message = c"no memory".as_ptr() };
+        let args = unsafe { &mut *args };
+        (args.message, args.code) = (c"no memory".as_ptr(), INVALID_ARGUMENT);
     }
 
     unsafe extern "C" fn destroy(_: *mut ErrorDestroy) {
