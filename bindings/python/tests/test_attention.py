@@ -235,7 +235,7 @@ def test_explain_names_the_kernel():
         ),
         (lambda q, k, v: fmha.attention(q, k[:1], v), "k has batch 1"),
         (lambda q, k, v: fmha.attention(q, k, v[:, :5]), "v has shape"),
-        (lambda q, k, v: fmha.attention(q.double(), k, v), "q is of"),
+        (lambda q, k, v: fmha.attention(q.double(), k, v), "q is of float64"),
         (lambda q, k, v: fmha.attention(q, k.half(), v), "k is of float16"),
         (lambda q, k, v: fmha.attention(q[0, 0, 0], k, v), "q has 1 axes"),
         (lambda q, k, v: fmha.attention(q, k, v, bias=torch.zeros(3, 4, 7, 11)), "bias has shape"),
