@@ -2,10 +2,10 @@
 
     python bindings/python/bench/small_model.py [cpu] [f32]
 
-In f32, where no two scores tie, tokens of 100 prompts and losses of training steps are equal to those by torch's plain
-attention; with the word `f32` that is all. In bf16 it prints how far each model's logits are from those in f64, how many
-prompts are continued by equal tokens, losses, and tokens a second. torch's own two backends (FlashAttention and the plain
-one) are compared likewise: that is how far torch is from itself.
+In f32, where no two scores tie, tokens of 100 prompts and losses of training steps are equal to those by torch's
+plain attention; with the word `f32` that is all. In bf16 it prints how far each model's logits are from those in f64,
+how many prompts are continued by equal tokens, losses, and tokens a second. torch's own two backends (FlashAttention
+and the plain one) are compared likewise: that is how far torch is from itself.
 """
 
 from __future__ import annotations

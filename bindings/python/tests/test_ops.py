@@ -114,12 +114,8 @@ def test_opcheck_with_outputs_and_cache():
         ),
         test_utils=schema,
     )
-    torch.library.opcheck(
-        _torch.add_parts_op, (torch.stack([o, o]), *NUMBERS), test_utils=schema
-    )
-    torch.library.opcheck(
-        _torch.add_parts_to, (torch.stack([o, o]), o.clone(), *NUMBERS), test_utils=schema
-    )
+    torch.library.opcheck(_torch.add_parts_op, (torch.stack([o, o]), *NUMBERS), test_utils=schema)
+    torch.library.opcheck(_torch.add_parts_to, (torch.stack([o, o]), o.clone(), *NUMBERS), test_utils=schema)
     torch.library.opcheck(
         _torch.combine_op, (torch.stack([o, o]), torch.stack([lse, lse]) * 0, *NUMBERS), test_utils=schema
     )
