@@ -87,11 +87,10 @@ impl Environment {
     }
 
     /// The tests of the package, on the library that this build has made.
-    pub(crate) fn tests(&self, random_calls: u32) -> Step {
+    pub(crate) fn tests(&self) -> Step {
         let words =
             [&self.python.display().to_string(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"];
         Step::tests("bindings/python".to_owned(), words.map(str::to_owned).to_vec(), package())
-            .with(vec![("FMHA_FUZZ_CALLS".to_owned(), random_calls.to_string())])
     }
 }
 

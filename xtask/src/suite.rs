@@ -88,10 +88,7 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
             match python {
                 Some(Ok(python)) => {
                     python.absent().for_each(|line| tally.say(&line));
-                    all.insert(
-                        0,
-                        python.tests(if matches!(extent, Extent::All { .. }) { 10_000 } else { 2_000 }),
-                    );
+                    all.insert(0, python.tests());
                 }
                 Some(Err(reason)) => tally.say(&format!("absent: bindings/python: {reason}")),
                 None => {}
@@ -121,7 +118,7 @@ pub(crate) fn python_alone() -> Result<(), String> {
     let mut tally = Tally::default();
     python.absent().for_each(|line| tally.say(&line));
     let mut took = vec![Took::building("set-up and building", start.elapsed().as_secs_f64())];
-    took.extend(run_all(&[python.tests(2_000)], &[], &mut tally));
+    took.extend(run_all(&[python.tests()], &[], &mut tally));
     println!("{}", table(&mut took, start.elapsed().as_secs_f64()));
     println!("{tally}");
     if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }

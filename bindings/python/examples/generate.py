@@ -1,4 +1,4 @@
-"""Generation over a paged cache: requests of several lengths share a pool of pages, and each step adds a token to each."""
+"""Generation over a paged cache: requests of several lengths share a pool of pages; each step adds a token to each."""
 
 import torch
 

@@ -7,8 +7,8 @@ import fmha
 from model import CONTEXT, DEVICE, Transformer
 
 TEXT = (
-    "Attention is a mean: each query weighs every key that it may see, and takes that much of its value. The weights are "
-    "a softmax of products, so they are positive and sum to one. Nothing of the matrix of weights need be kept. "
+    "Attention is a mean: each query weighs every key that it may see, and takes that much of its value. The weights "
+    "are a softmax of products, so they are positive and sum to one. Nothing of the matrix of weights need be kept. "
 )
 
 

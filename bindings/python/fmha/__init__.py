@@ -232,7 +232,7 @@ def explain(
     **options: Unpack[Options],
 ) -> str:
     """Which kernel would take the call, or with ``backward`` its gradients', with tile and promises, a fact a line.
-    Plans it, which compiles the kernel, and runs nothing. With ``return_lse`` it is the call that asks for the LSE, which
+    Plans it, which compiles the kernel, and runs nothing. With ``return_lse`` it is the call that asks for LSE, which
     may be another kernel where nobody wants a gradient.
 
     Raises:

@@ -21,9 +21,11 @@ DTYPES = {
     "int32": 100,
     "uint8": 101,
     "uint32": 102,
+    "float64": 103,
+    "int64": 104,
 }
 
-#: Of an operand that attention does not take, whatever it is.
+#: Of any other type, which attention does not take.
 OTHER = -1
 
 

@@ -9,10 +9,15 @@ NAN = float("nan")
 
 
 def real(name: str, number: Any) -> float:
+    if type(number) is float:
+        return number
     try:
-        return float(number)
+        # float("1") is 1, which nobody means.
+        if not isinstance(number, (str, bytes)):
+            return float(number)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}: {number!r} is no number") from None
+        pass
+    raise TypeError(f"{name}: {number!r} is no number")
 
 
 def flag(name: str, value: Any) -> bool:

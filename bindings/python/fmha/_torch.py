@@ -239,8 +239,8 @@ def attention(
 
 
 def _is_plain(tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:
-    """Whether a call's numbers are worth keeping: a seed is another one each time, and what a compiler makes outlives the
-    process that has kept them."""
+    """Whether a call's numbers are worth keeping: a seed is another one each time, and what a compiler makes outlives
+    the process that has kept them."""
     return tensors is NO_TENSORS and not numbers[_AT_P_DROP] and not torch.compiler.is_compiling()
 
 

@@ -176,7 +176,7 @@ pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Fmh
 pub(crate) fn attention_type(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
     ensure!(
         matches!(tensor.dtype, FMHA_F16 | FMHA_BF16 | FMHA_F32) || is_fp8(tensor.dtype),
-        "{name} is of {} (code {}), which attention does not take",
+        "{name} is of {} (code {}), not of float16, bfloat16, float32 or FP8",
         dtype_name(tensor.dtype),
         tensor.dtype
     );

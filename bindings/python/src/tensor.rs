@@ -11,7 +11,11 @@ pub const I32: i32 = 100;
 pub const U8: i32 = 101;
 /// Words of a tree mask.
 pub const U32: i32 = 102;
-/// A type that no operand of attention has.
+/// What NumPy makes where nobody names a type. No operand has it; a refusal says its name.
+pub const F64: i32 = 103;
+/// Likewise.
+pub const I64: i32 = 104;
+/// Any other type that no operand of attention has.
 pub const OTHER: i32 = -1;
 
 /// Where a tensor lies.
@@ -139,6 +143,8 @@ pub fn dtype_name(dtype: i32) -> &'static str {
         I32 => "int32",
         U8 => "uint8",
         U32 => "uint32",
+        F64 => "float64",
+        I64 => "int64",
         _ => "a type that no operand has",
     }
 }

@@ -22,7 +22,7 @@ except ImportError:
     collect_ignore = sorted(
         path.name
         for path in HERE.glob("test_*.py")
-        if path.name not in ("test_jax.py", "test_numpy.py", "test_wheel.py")
+        if path.name not in ("test_jax.py", "test_jax_cuda.py", "test_numpy.py", "test_wheel.py")
     )
     ABSENT.append(f"{len(collect_ignore)} files of torch's tests: torch is not installed")
 else:

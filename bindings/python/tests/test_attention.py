@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fmha
-from reference import DEVICE, attention as by_definition, close, offsets, tensors, tolerance
+from reference import DEVICE, appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MASKS = [None, "causal", "t", "b:3,0", "b:2,1", "t:4,-1", "g:3,5", "b:2,0,2"]
@@ -142,12 +142,13 @@ def test_fp8_with_descales(dtype):
     close(o, wanted, 0.15)
 
 
-def test_a_paged_cache_with_new_rows_and_rotary():
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=appends_in_f32), torch.bfloat16], ids=str)
+def test_a_paged_cache_with_new_rows_and_rotary(dtype):
     pages, size, hk, d = 6, 4, 2, 16
-    k_cache, v_cache = torch.randn(pages, size, hk, d), torch.randn(pages, size, hk, d)
+    k_cache, v_cache = (torch.randn(pages, size, hk, d).to(dtype) for _ in range(2))
     table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32)
     used = torch.tensor([5, 9], dtype=torch.int32)
-    q, k_new, v_new = torch.randn(2, 2, 4, d), torch.randn(2, 2, hk, d), torch.randn(2, 2, hk, d)
+    q, k_new, v_new = (torch.randn(2, 2, heads, d).to(dtype) for heads in (4, hk, hk))
     angles = torch.rand(16, d // 2) * 6
     cos, sin = angles.cos(), angles.sin()
 
@@ -170,7 +171,7 @@ def test_a_paged_cache_with_new_rows_and_rotary():
     o = fmha.attention_with_kvcache(
         q, k_cache, v_cache, k_new, v_new, seqused_k=used, block_table=table, rotary_cos=cos, rotary_sin=sin
     )
-    close(o, torch.cat(wanted), 2e-5)
+    close(o, torch.cat(wanted), 2e-5 if dtype == torch.float32 else tolerance(dtype))
     row = used[0] // size, used[0] % size
     assert torch.allclose(v_cache[table[0, row[0]], row[1]], v_new[0, 0])
 
@@ -194,6 +195,7 @@ def test_parts_are_added_in_f32_and_rounded_once():
         fmha.add_parts(parts, into[:, :4])
 
 
+@appends_in_f32
 def test_a_v_cache_that_is_a_view_of_k_is_the_front_of_its_rows():
     """Address and strides show it: new keys bring their values, which a V of its own would lack."""
     q, k_new = torch.randn(2, 1, 4, 24), torch.randn(2, 1, 1, 24)
@@ -235,7 +237,7 @@ def test_explain_names_the_kernel():
         ),
         (lambda q, k, v: fmha.attention(q, k[:1], v), "k has batch 1"),
         (lambda q, k, v: fmha.attention(q, k, v[:, :5]), "v has shape"),
-        (lambda q, k, v: fmha.attention(q.double(), k, v), "q is of"),
+        (lambda q, k, v: fmha.attention(q.double(), k, v), "q is of float64"),
         (lambda q, k, v: fmha.attention(q, k.half(), v), "k is of float16"),
         (lambda q, k, v: fmha.attention(q[0, 0, 0], k, v), "q has 1 axes"),
         (lambda q, k, v: fmha.attention(q, k, v, bias=torch.zeros(3, 4, 7, 11)), "bias has shape"),

@@ -6,8 +6,6 @@ import pytest
 import torch
 from run import run_python
 
-import fmha
-
 HERE = pathlib.Path(__file__).parent
 
 

@@ -8,7 +8,7 @@ import torch
 
 import fmha
 from fmha import bert_padding, flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
-from reference import attention as by_definition, close, offsets, tensors, tolerance
+from reference import appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance
 from run import run_python
 
 TAIL2 = (
@@ -224,6 +224,7 @@ def test_descales_may_be_expanded():
     close(out, by_definition(*(x.double() * 0.5 for x in (q, k, v)))[0], 0.1)
 
 
+@appends_in_f32
 def test_a_cache_with_new_rows_chosen_by_batch_index():
     cache_k, cache_v = torch.randn(5, 16, 2, 16), torch.randn(5, 16, 2, 16)
     q, new_k, new_v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16)
@@ -269,6 +270,7 @@ def test_padding_in_front_of_a_cache_is_left_out():
         fa2.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=used, cache_leftpad=pad)
 
 
+@appends_in_f32
 def test_rotary_is_interleaved_by_default_and_turns_only_beside_new_rows():
     q, k, v = tensors(sq=1, sk=12, hq=2)
     used = torch.tensor([3, 7], dtype=torch.int32)

@@ -13,7 +13,7 @@ import torch
 
 import fmha
 from fmha import _arguments, _torch
-from reference import DEVICE, tensors
+from reference import DEVICE, appends_in_f32, tensors
 from run import run_python
 
 NUMBERS = _arguments.bind(mask="causal")[1]
@@ -88,7 +88,9 @@ def test_opcheck_with_outputs_and_cache():
         _torch.forward_out, (q, k, v, *NONE7, None, None, None, None, None, o, lse, None, *NUMBERS), test_utils=schema
     )
     used = torch.tensor([3, 4], dtype=torch.int32)
-    new = torch.randn(2, 1, 2, 16)
+    # In 16 bits, in which a GPU's kernels append too.
+    q, k, v = tensors(dtype=torch.bfloat16)
+    new = torch.randn(2, 1, 2, 16).bfloat16()
     rest = (None, None, None, None)
     torch.library.opcheck(
         _torch.kvcache_op,
@@ -114,12 +116,8 @@ def test_opcheck_with_outputs_and_cache():
         ),
         test_utils=schema,
     )
-    torch.library.opcheck(
-        _torch.add_parts_op, (torch.stack([o, o]), *NUMBERS), test_utils=schema
-    )
-    torch.library.opcheck(
-        _torch.add_parts_to, (torch.stack([o, o]), o.clone(), *NUMBERS), test_utils=schema
-    )
+    torch.library.opcheck(_torch.add_parts_op, (torch.stack([o, o]), *NUMBERS), test_utils=schema)
+    torch.library.opcheck(_torch.add_parts_to, (torch.stack([o, o]), o.clone(), *NUMBERS), test_utils=schema)
     torch.library.opcheck(
         _torch.combine_op, (torch.stack([o, o]), torch.stack([lse, lse]) * 0, *NUMBERS), test_utils=schema
     )
@@ -259,6 +257,7 @@ def test_flash_attentions_functions_compile_too():
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@appends_in_f32
 def test_a_cache_that_a_compiled_step_writes_to_is_written():
     """The schema says what is written: a compiler that did not know would drop or reorder it."""
 

@@ -1,7 +1,7 @@
 """What torch checks of every implementation of its flash attention, written for this one.
 
-The checks are those of ``FlashAttentionTestMixin`` (pytorch, ``test/nn/attention/_fa_test_common.py``), which torch's own
-tests of FlashAttention 3 and 4 inherit; each test names the one whose matter it has. On a GPU they go through
+The checks are those of ``FlashAttentionTestMixin`` (pytorch, ``test/nn/attention/_fa_test_common.py``), which torch's
+own tests of FlashAttention 3 and 4 inherit; each test names the one whose matter it has. On a GPU they go through
 ``torch.nn.functional.scaled_dot_product_attention``, as torch's do. Torch asks for a flash kernel on GPUs alone: on the
 CPU the same kernels stand under the CPU's key, and the operator that torch would call is called. Errors are taken
 against float64, and may be twice those of torch's plain attention in the inputs' type.

@@ -8,7 +8,7 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use super::operators::Operator;
 use crate::call::Wrong;
-use crate::tensor::{Device, I32, MAX_DIMS, OTHER, Tensor, U8, U32, element_bytes};
+use crate::tensor::{Device, F64, I32, I64, MAX_DIMS, OTHER, Tensor, U8, U32, element_bytes};
 
 /// `StableIValue`: a tensor's handle, an integer, the bits of an f64, or for an optional 0 or the address of one.
 pub(super) type Value = u64;
@@ -34,7 +34,7 @@ macro_rules! shims {
             $($name: $type,)*
             delete_value: Delete,
             current_stream: Option<unsafe extern "C" fn(i32, *mut *mut c_void) -> Code>,
-            dtypes: [(i32, i32); 10],
+            dtypes: [(i32, i32); 12],
             device_cpu: i32,
             device_cuda: i32,
             is_rocm: bool,
@@ -64,7 +64,7 @@ enum Delete {
 struct Rest {
     delete_value: Delete,
     current_stream: Option<unsafe extern "C" fn(i32, *mut *mut c_void) -> Code>,
-    dtypes: [(i32, i32); 10],
+    dtypes: [(i32, i32); 12],
     device_cpu: i32,
     device_cuda: i32,
     is_rocm: bool,
@@ -127,8 +127,10 @@ impl Shims {
             ("aoti_torch_dtype_int32", I32),
             ("aoti_torch_dtype_uint8", U8),
             ("aoti_torch_dtype_uint32", U32),
+            ("aoti_torch_dtype_float64", F64),
+            ("aoti_torch_dtype_int64", I64),
         ];
-        let mut codes = [(0, 0); 10];
+        let mut codes = [(0, 0); 12];
         for (to, (name, ours)) in codes.iter_mut().zip(dtypes) {
             *to = (constant(name)?, ours);
         }

@@ -15,6 +15,9 @@ const INVALID_ARGUMENT: i32 = 3;
 /// `XLA_FFI_AttrType_ARRAY`.
 const ARRAY: i32 = 1;
 
+/// XLA refuses to allocate memory that is to be aligned to more bytes (`Unsupported alignment: 256`, jaxlib 0.11.2).
+const MOST_ALIGNED: usize = 16;
+
 /// `XLA_FFI_DataType_S64`.
 const S64: i32 = 5;
 
@@ -143,6 +146,8 @@ struct ErrorText {
     extension: *mut Extension,
     error: *mut XlaError,
     message: *const c_char,
+    /// Written from API 0.4 on, so it has to be there.
+    code: i32,
 }
 
 #[repr(C)]
@@ -342,22 +347,27 @@ impl CallFrame {
         Ok(get.ordinal)
     }
 
-    /// Device memory for this call.
+    /// Device memory for this call, at a multiple of `alignment`, a power of two.
     ///
     /// # Errors
     /// What the framework said.
     pub(super) fn scratch(&self, bytes: u64, alignment: usize) -> Result<(Scratch<'_>, *mut u8), String> {
-        let bytes = usize::try_from(bytes).map_err(|error| format!("workspace of {bytes} bytes: {error}"))?;
+        // Memory comes aligned to 16 bytes at least; the rest of the way is within what is asked for more.
+        let more = alignment.saturating_sub(MOST_ALIGNED);
+        let bytes = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_add(more));
+        let bytes = bytes.ok_or_else(|| format!("workspace of {bytes:?} bytes is beyond an address"))?;
         let mut allocate = arguments!(MemoryAllocate {
             context: self.context,
             size: bytes,
-            alignment: alignment,
+            alignment: alignment.min(MOST_ALIGNED),
             data: std::ptr::null_mut(),
         });
         // SAFETY: the function's own struct.
         unsafe { self.said((self.api().memory_allocate)(&raw mut allocate)) }
             .map_err(|text| format!("workspace of {bytes} bytes: {text}"))?;
-        Ok((Scratch { frame: self, data: allocate.data, bytes }, allocate.data.cast()))
+        let scratch = Scratch { frame: self, data: allocate.data, bytes };
+        let offset = allocate.data.addr().next_multiple_of(alignment) - allocate.data.addr();
+        Ok((scratch, allocate.data.cast::<u8>().wrapping_add(offset)))
     }
 
     /// A refusal, as the framework hands it to its user.
@@ -375,7 +385,7 @@ impl CallFrame {
         if error.is_null() {
             return Ok(());
         }
-        let mut text = arguments!(ErrorText { error: error, message: std::ptr::null() });
+        let mut text = arguments!(ErrorText { error: error, message: std::ptr::null(), code: 0 });
         let mut destroy = arguments!(ErrorDestroy { error: error });
         // SAFETY: an error is read, and then destroyed once; its text is a C string until then.
         unsafe {
@@ -395,7 +405,7 @@ mod tests {
 
     use super::*;
 
-    /// What `offsetof` and `sizeof` give for the header of jaxlib 0.10.2, whose fields keep their places.
+    /// What `offsetof` and `sizeof` give for the headers of jaxlib 0.10.2 and 0.11.2, whose fields keep their places.
     #[test]
     fn structs_lie_as_the_header_has_them() {
         assert_eq!(size_of::<CallFrame>(), 176);
@@ -411,7 +421,7 @@ mod tests {
         assert_eq!([offset_of!(Buffer, dims), offset_of!(Metadata, traits)], [40, 32]);
         assert_eq!(
             [size_of::<ErrorCreate>(), size_of::<ErrorText>(), size_of::<ErrorDestroy>()],
-            [32, 32, 24]
+            [32, 40, 24]
         );
         assert_eq!(
             [size_of::<StreamGet>(), size_of::<OrdinalGet>(), offset_of!(OrdinalGet, ordinal)],
@@ -444,7 +454,8 @@ mod tests {
 
     unsafe extern "C" fn text(args: *mut ErrorText) {
         // SAFETY: as above.
-        unsafe { (*args).message = c"no memory".as_ptr() };
+        let args = unsafe { &mut *args };
+        (args.message, args.code) = (c"no memory".as_ptr(), INVALID_ARGUMENT);
     }
 
     unsafe extern "C" fn destroy(_: *mut ErrorDestroy) {
@@ -460,10 +471,10 @@ mod tests {
     unsafe extern "C" fn allocate(args: *mut MemoryAllocate) -> *mut XlaError {
         // SAFETY: as above.
         let args = unsafe { &mut *args };
-        if args.size > 1 << 20 {
+        if args.size > 1 << 20 || args.alignment > 16 {
             return ptr::with_exposed_provenance_mut(1);
         }
-        args.data = ptr::with_exposed_provenance_mut(4096);
+        args.data = ptr::with_exposed_provenance_mut(4096 + 16);
         asked(format!("allocate {} by {}", args.size, args.alignment))
     }
 
@@ -520,12 +531,12 @@ mod tests {
         let frame = frame(&api);
         assert_eq!((frame.stream(), frame.ordinal()), (Ok(77), Ok(7)));
         let (scratch, address) = frame.scratch(1000, 256).unwrap();
-        assert_eq!(address as usize, 4096);
+        assert_eq!(address as usize, 4096 + 256);
         drop(scratch);
         let refused = frame.scratch(1 << 21, 256).err();
-        assert_eq!(refused.as_deref(), Some("workspace of 2097152 bytes: no memory"));
+        assert_eq!(refused.as_deref(), Some("workspace of 2097392 bytes: no memory"));
         let seen = ASKED.with(RefCell::take);
-        assert_eq!(seen, ["allocate 1000 by 256", "free 1000 at 4096", "destroy"]);
+        assert_eq!(seen, ["allocate 1240 by 16", "free 1240 at 4112", "destroy"]);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use crate::call::{Wrong, ensure};
 use crate::plans;
 use crate::request::{NUM_SLOTS, NUMBERS, Numbers, Request};
-use crate::tensor::{Device, I32, MAX_DIMS, OTHER, Tensor, U8, U32};
+use crate::tensor::{Device, F64, I32, I64, MAX_DIMS, OTHER, Tensor, U8, U32};
 use api::Buffer;
 pub use api::{CallFrame, XlaError};
 
@@ -129,6 +129,8 @@ fn dtype(theirs: i32) -> i32 {
         4 => I32,
         6 => U8,
         8 => U32,
+        12 => F64,
+        5 => I64,
         _ => OTHER,
     }
 }
