@@ -47,3 +47,11 @@ extern "C" __attribute__((global)) void across(const int *in, int *out) {
   int i = __builtin_amdgcn_workitem_id_x();
   out[i] = __builtin_amdgcn_permlanex16(in[i], in[i], 0x89abcdef, 0x01234567, false, false);
 }
+
+// Bytes and halves that all lanes read alike, with and without their signs, so far from the beginning as the last word says.
+extern "C" __attribute__((global)) void parts(const int *in, int *out) {
+  int i = __builtin_amdgcn_workitem_id_x(), from = in[31];
+  int byte = ((const signed char *)in)[from + 3], half = ((const short *)in)[from + 3];
+  unsigned plain = ((const unsigned char *)in)[from + 7], wide = ((const unsigned short *)in)[from + 5];
+  out[i] = i == 0 ? byte : i == 1 ? (int)plain : i == 2 ? half : i == 3 ? (int)wide : in[i];
+}

@@ -224,6 +224,11 @@ pub(crate) enum MemKind {
     ScalarLoad {
         dwords: u8,
     },
+    /// One or two bytes, of RDNA 4, to a register.
+    ScalarLoadPart {
+        bytes: u8,
+        sext: bool,
+    },
     ScalarStore {
         dwords: u8,
     },

@@ -69,7 +69,12 @@ impl Inst {
         let bytes_regs = |bytes: u8| bytes.div_ceil(4);
         let mut out = Vec::new();
         if matches!(mem.space, Space::Scalar | Space::ScalarBuffer) {
-            if let (MemKind::ScalarLoad { dwords }, Some(base)) = (mem.kind, mem.sbase) {
+            let dwords = match mem.kind {
+                MemKind::ScalarLoad { dwords } => Some(dwords),
+                MemKind::ScalarLoadPart { .. } => Some(1),
+                _ => None,
+            };
+            if let (Some(dwords), Some(base)) = (dwords, mem.sbase) {
                 out.push(scalar_name(self.sdst, dwords));
                 out.push(scalar_name(base, if mem.space == Space::Scalar { 2 } else { 4 }));
             }

@@ -111,6 +111,29 @@ fn products_of_64_bits_take_a_literal_without_its_sign() {
 }
 
 #[test]
+fn bytes_and_halves_that_all_lanes_read_keep_their_signs() {
+    for arch in Arch::RDNA {
+        let Some(code) = compile("wmma.hip", arch) else { return };
+        let all = CodeObject::parse(&code).expect("a code object").disassemble();
+        for name in ["s_load_i8", "s_load_u8", "s_load_i16", "s_load_u16"] {
+            let is_there = all.iter().any(|inst| inst.mnemonic == name);
+            assert_eq!(is_there, arch == Arch::Gfx1201, "{arch}: {name} is gfx12's");
+        }
+        let mut input: Vec<u32> = (0..32).map(|i| 0x9180_8182 + 0x0102_0304 * i).collect();
+        input[31] = 0;
+        let got = run(arch, &code, "parts", &[bytes(&input)], 32).unwrap_or_else(|e| panic!("{arch}: {e}"));
+        let (byte, half) = ((input[0] >> 24) as u8, (input[1] >> 16) as u16);
+        let parts = [
+            i32::from(byte.cast_signed()).cast_unsigned(),
+            input[1] >> 24,
+            i32::from(half.cast_signed()).cast_unsigned(),
+            input[2] >> 16,
+        ];
+        assert_eq!(got, [&parts, &input[4..]].concat(), "{arch}");
+    }
+}
+
+#[test]
 fn rows_change_places() {
     for arch in Arch::RDNA {
         let Some(code) = compile("wmma.hip", arch) else { return };

@@ -116,8 +116,18 @@ fn smem(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     let newer = arch == Arch::Gfx1201;
     let opcode = if newer { bits(word, 13, 6) } else { bits(word, 18, 8) };
     let row = TABLE.get(arch, Enc::Smem, opcode)?;
-    let (_, count) = row.canonical.split_once("load_dword")?;
-    let dwords = count.trim_start_matches('x').parse().unwrap_or(1);
+    let part = |bytes, sext| (MemKind::ScalarLoadPart { bytes, sext }, 1);
+    let (kind, dwords) = match row.canonical {
+        "s_load_i8" => part(1, true),
+        "s_load_u8" => part(1, false),
+        "s_load_i16" => part(2, true),
+        "s_load_u16" => part(2, false),
+        whole => {
+            let (_, count) = whole.split_once("load_dword")?;
+            let dwords = count.trim_start_matches('x').parse().unwrap_or(1);
+            (MemKind::ScalarLoad { dwords }, dwords)
+        }
+    };
     let mut inst = of_row(pc, words, row);
     inst.size = 8;
     inst.class = Class::Smem;
@@ -138,7 +148,6 @@ fn smem(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     }
     inst.writes.push(Regs::S(inst.sdst, dwords));
     let space = if buffer { Space::ScalarBuffer } else { Space::Scalar };
-    let kind = MemKind::ScalarLoad { dwords };
     inst.mem = Some(Mem { sbase: Some(sbase), soffset, offset, ..mem(space, kind) });
     Some(inst)
 }

@@ -19,6 +19,14 @@ impl Group<'_> {
                 wave.set_s64(inst.sdst, now);
             }
             MemKind::ScalarLoad { dwords } => self.scalar_load(wave, inst, dwords)?,
+            MemKind::ScalarLoadPart { bytes, sext } => {
+                let base = wave.s64(mem.sbase.unwrap_or(0));
+                let offset = i64::from(wave.scalar(mem.soffset)) + i64::from(mem.offset);
+                let value = self.scalar_bytes(wave, base.wrapping_add_signed(offset), usize::from(bytes))?;
+                let unused = 32 - 8 * u32::from(bytes);
+                let extended = if sext { ((value << unused) as i32 >> unused) as u32 } else { value };
+                wave.s[usize::from(inst.sdst) & 127] = extended;
+            }
             _ => return Err(unknown(inst)),
         }
         let fills = inst.writes.first().copied();
@@ -54,30 +62,31 @@ impl Group<'_> {
             let at = address + 4 * d as u64;
             let value = match limit {
                 Some(limit) if (offset as u64 & !3) + 4 * d as u64 + 4 > limit => 0,
-                _ => self.scalar_word(wave, at)?,
+                _ => self.scalar_bytes(wave, at, 4)?,
             };
             wave.s[(usize::from(inst.sdst) + d) & 127] = value;
         }
         Ok(())
     }
 
-    fn scalar_word(&self, wave: &mut Wave, address: u64) -> Exec<u32> {
+    /// Up to four bytes, in the low ones of a word.
+    fn scalar_bytes(&self, wave: &mut Wave, address: u64, bytes: usize) -> Exec<u32> {
         let view = self.memory;
         if let Some(index) = view.find(address, wave.last_allocation) {
             let allocation = &view.allocations[index];
             let at = (address - allocation.base) as usize;
-            if at + 4 <= allocation.bytes {
-                if self.checks.uninit_memory && !allocation.is_written(at, 4) {
-                    return Err(Stop::new(
-                        FaultKind::UninitMemory,
-                        format!("4 bytes at 0x{address:x} (offset {at} of an allocation) were never written"),
-                    ));
+            if at + bytes <= allocation.bytes {
+                if self.checks.uninit_memory && !allocation.is_written(at, bytes) {
+                    let text = format!(
+                        "{bytes} bytes at 0x{address:x} (offset {at} of an allocation) were never written"
+                    );
+                    return Err(Stop::new(FaultKind::UninitMemory, text));
                 }
                 let mut value = [0; 4];
-                allocation.read(at, 4, &mut value);
+                allocation.read(at, bytes, &mut value);
                 return Ok(value[0]);
             }
         }
-        Err(Stop::new(FaultKind::OutOfBounds, view.describe(address, 4)))
+        Err(Stop::new(FaultKind::OutOfBounds, view.describe(address, bytes)))
     }
 }
