@@ -61,13 +61,9 @@ fn upload(device: &Device, bytes: &[u8]) -> Result<DevBuffer, fmha::Error> {
     Ok(buffer)
 }
 
-/// Of tokens that take seconds, one call.
+/// Of tokens that take seconds, two calls.
 fn calls(tokens: u32) -> usize {
-    match tokens {
-        0..=65536 => 5,
-        65537..=262_144 => 3,
-        _ => 1,
-    }
+    if tokens > 1 << 18 { 2 } else { 5 }
 }
 
 /// Queries whose results are compared with one device's: of more, the host would take longer than the devices.
@@ -114,13 +110,11 @@ fn bytes(elems: &[bf16]) -> &[u8] {
 }
 
 impl Bench {
-    /// The fastest of some calls, in seconds, behind one that makes connections, unless a call takes seconds. Before each all ranks rest: a busy GPU's clock
+    /// The fastest of some calls, in seconds, behind one that makes connections. Before each all ranks rest: a busy GPU's clock
     /// falls within a tenth of a second, and one device's calls are longer than its share of them.
     fn fastest(&self, mut call: impl FnMut() -> Result<(), AnyError>) -> Result<f64, AnyError> {
         let mut fastest = f64::INFINITY;
-        if self.calls > 1 {
-            call()?;
-        }
+        call()?;
         for _ in 0..self.calls {
             self.stream.synchronize()?;
             std::thread::sleep(Duration::from_millis(250));

@@ -28,8 +28,8 @@ pub struct Options {
     /// What the planner compares schemes by.
     pub links: Links,
     /// Whether `gather`'s keys and values come while its kernels run, which wait for each piece's flag: ranks of one host, a
-    /// process each, whose devices share memory, rows that are not packed, a kernel that waits. `None`: wherever that can be;
-    /// `Some(true)`: there or a refusal; `Some(false)`: all of them come first.
+    /// process each, whose devices share memory, rows that are not packed, a kernel that waits. `None`: where that can be and
+    /// the model has it faster; `Some(true)`: a refusal where it cannot; `Some(false)`: all of them come first.
     pub flags: Option<bool>,
 }
 
@@ -94,15 +94,15 @@ impl fmt::Display for Choice {
 /// What is wrong with the problem; of no scheme that takes it, each one's refusal.
 pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) -> Result<Choice> {
     let whole = Whole::new(problem, 0, ranks)?.on_hosts(options.links.ranks_per_host);
-    let whole = Whole { flags: may_wait(&whole, options).is_ok(), ..whole };
+    let whole = Whole { flags: may_wait(&whole, backward, options).is_ok(), ..whole };
     choose_for(&whole, backward, options)
 }
 
-/// Whether gathered keys may come while kernels wait for them, as far as the problem says: of ranks that no device has been asked.
+/// Whether gathered keys should come while kernels wait for them, as far as problem and model say: no device has been asked.
 ///
 /// # Errors
 /// Why not.
-fn may_wait(whole: &Whole, options: &Options) -> Result<(), String> {
+fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Result<(), String> {
     if options.flags == Some(false) {
         return Err("flags false was asked for".to_owned());
     }
@@ -114,6 +114,16 @@ fn may_wait(whole: &Whole, options: &Options) -> Result<(), String> {
     }
     if whole.k.cu_seqlens.is_some() {
         return Err(format!("packed rows of {} sequences are a launch each", whole.k.batch));
+    }
+    if options.flags.is_none() {
+        let of = |flags| {
+            estimate(Scheme::Gather, &Whole { flags, ..whole.clone() }, backward, &options.links).seconds
+                * 1e3
+        };
+        let [first, beside] = [false, true].map(of);
+        if beside >= first {
+            return Err(format!("{first:.3} ms, and {beside:.3} with kernels that wait, by the model"));
+        }
     }
     Ok(())
 }
@@ -203,7 +213,7 @@ impl Planned {
         let backward = gradients.is_some();
         let chosen = Whole::new(problem, rank, ranks).and_then(|whole| {
             let whole = whole.on_hosts(options.links.ranks_per_host);
-            let why_not = may_wait(&whole, options).and_then(|()| match group.space() {
+            let why_not = may_wait(&whole, backward, options).and_then(|()| match group.space() {
                 fmha::MemorySpace::Host => Err("host memory is read at once".to_owned()),
                 _ => Ok(()),
             });
@@ -567,5 +577,41 @@ impl BwdPlan {
             Ok(call)
         });
         self.planned.run(call, score, stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fmha::{Dims, FwdProblem, MaskSpec};
+
+    use super::*;
+    use crate::partition::Partition;
+
+    fn waits(tokens: u32, options: &Options) -> Result<(), String> {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: tokens,
+            seqlen_k: tokens,
+            num_heads_q: 32,
+            num_heads_kv: 8,
+            head_dim_qk: 128,
+            head_dim_v: 128,
+        };
+        let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
+        let whole = Whole::new(&Problem::new(whole, Partition::zig_zag(tokens, 2)), 0, 2).unwrap();
+        may_wait(&whole.on_hosts(options.links.ranks_per_host), false, options)
+    }
+
+    #[test]
+    fn kernels_wait_where_the_keys_way_is_longer_than_waiting_costs_unless_told_otherwise() {
+        let options = Options::default();
+        assert_eq!(waits(8192, &options), Ok(()));
+        let reason = waits(131_072, &options).unwrap_err();
+        assert!(reason.ends_with("with kernels that wait, by the model"), "{reason}");
+        assert_eq!(waits(131_072, &options.clone().flags(true)), Ok(()));
+        assert_eq!(waits(8192, &options.clone().flags(false)).unwrap_err(), "flags false was asked for");
+        let links: Links = "ranks_per_host = 1".parse().unwrap();
+        let reason = waits(8192, &options.links(links)).unwrap_err();
+        assert_eq!(reason, "2 ranks are on hosts of 1");
     }
 }
