@@ -56,14 +56,15 @@ pub use half::{bf16, f16};
 // By name, each of them: a glob would bring what is internal to the workspace, a `Result` that hides std's, and
 // modules that hide `core`'s.
 pub use fmha_core::{
-    Accuracy, AnyProblem, Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan, BwdProblem,
-    CacheArgs, CacheSlice, CacheUse, Call, CombineArgs, CombinePlan, CombineProblem, DType, DTypes, Descale,
-    DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Dims, Dropout, DropoutSeed, ElementwiseBias, Error,
-    Event, Explain, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, Launch, LaunchShape,
-    Layouts, MaskAlign, MaskShape, MaskSpec, MemorySpace, Merge, Operation, Part, PartialResult, Plan,
-    PlanOptions, PlanParts, Planned, Problem, ProblemError, Promises, QLayout, Queues, Recording, Refusal,
-    ResourceUsage, Roofline, Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SeqArgs, Shape, Step,
-    Stream, Strides, TensorStrides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Accuracy, AnyProblem, Append, Arrivals, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan,
+    BwdProblem, CacheArgs, CacheSlice, CacheUse, Call, CombineArgs, CombinePlan, CombineProblem, DType,
+    DTypes, Descale, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Dims, Dropout, DropoutSeed,
+    ElementwiseBias, Error, Event, Explain, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout,
+    Launch, LaunchShape, Layouts, MAX_ARRIVALS, MaskAlign, MaskShape, MaskSpec, MemorySpace, Merge,
+    Operation, Part, PartialResult, Peers, Plan, PlanOptions, PlanParts, Planned, Problem, ProblemError,
+    Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, Scales,
+    Score, ScoreArgs, ScoreSums, SeqArgs, Shape, Step, Stream, Strides, TensorStrides, Totals, VLayout,
+    ValidBwd, ValidCombine, ValidFwd, Word, Workspace,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};

@@ -172,10 +172,12 @@ unsafe impl FmhaBackend for CpuBackend {
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {
+        plan::takes(problem, "cpu-fwd")?;
         plan::forward(self, self.engine, problem, options)
     }
 
-    fn plan_bwd(&self, _: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
+    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
+        plan::takes(problem, "cpu-bwd")?;
         plan::backward(self, options)
     }
 

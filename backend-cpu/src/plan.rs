@@ -32,6 +32,11 @@ const PROMISES: Promises = Promises {
 /// The largest tile side: scratch stays within a few megabytes a thread.
 const MAX_BLOCK: usize = 1024;
 
+/// Whether all of a problem's keys are there before its call: in host memory nothing else fills them meanwhile.
+pub(crate) fn takes(problem: &impl Problem, kernel: &str) -> Result<()> {
+    problem.refuse_arrivals(kernel).map_err(|refusal| unsupported("cpu", vec![refusal]))
+}
+
 /// A forward plan.
 pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     backend: &CpuBackend,

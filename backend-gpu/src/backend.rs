@@ -8,7 +8,7 @@ use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, M
 use fmha_core::source::ENTRY;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
-    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, PlanOptions, PlanParts,
+    AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, Peers, PlanOptions, PlanParts,
     Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
     ValidCombine, ValidFwd,
 };
@@ -78,6 +78,9 @@ impl<V: Vendor> Backend<V> {
         V: Family<P>,
     {
         select(&self.name, P::OPERATION, &V::recipes(), options, |kernel| {
+            if !kernel.waits_for_keys() {
+                problem.refuse_arrivals(kernel.name())?;
+            }
             kernel.choose(problem, &self.facts, options)
         })
     }
@@ -315,6 +318,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
 
     fn memory(&self) -> &dyn DeviceMemory {
         &self.memory
+    }
+
+    fn peers(&self) -> Option<&dyn Peers> {
+        self.driver()?.peers()
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {

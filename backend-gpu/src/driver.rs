@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use fmha_core::cache::Compiler;
-use fmha_core::{DevBuffer, Queues, Result};
+use fmha_core::{DevBuffer, Peers, Queues, Result};
 
 use crate::recipe::Grid;
 
@@ -27,6 +27,11 @@ pub unsafe trait Driver: Queues + 'static {
 
     /// Whether it is a test double, whose times and bounds are no device's.
     fn is_emulated(&self) -> bool;
+
+    /// Its part in memory that processes of a host share, if it has one.
+    fn peers(&self) -> Option<&dyn Peers> {
+        None
+    }
 
     /// Makes the device the calling thread's.
     ///

@@ -57,6 +57,11 @@ pub trait Recipe<P: Problem, V: Vendor>: Send + Sync + 'static {
         false
     }
 
+    /// Whether it can wait for keys that come while it runs.
+    fn waits_for_keys(&self) -> bool {
+        false
+    }
+
     /// Takes the problem, or says why not.
     ///
     /// # Errors

@@ -431,6 +431,22 @@ abi_struct! {
 }
 
 abi_struct! {
+    /// When the keys of a call come, as [`Arrivals`](crate::Arrivals) has it.
+    pub struct ArrivalParams {
+        /// One past the last row of each piece.
+        pub ends: DevPtr<u32>,
+        /// A flag each, and the kernel's own word.
+        pub flags: DevPtr<u32>,
+        /// Pieces that are there before the call.
+        pub here: u64,
+        /// How long a thread waits for one.
+        pub timeout_ns: u64,
+        /// How many there are.
+        pub count: i64,
+    }
+}
+
+abi_struct! {
     /// What a backward kernel reads and writes. Facts known at compile time are in
     /// [`BwdSpec`](crate::spec::BwdSpec), not here.
     pub struct BwdParams {

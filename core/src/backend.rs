@@ -7,6 +7,7 @@ use crate::call::Planned;
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::peers::Peers;
 use crate::plan::{PlanOptions, Workspace};
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
@@ -83,6 +84,11 @@ pub unsafe trait FmhaBackend: Send + Sync {
 
     /// Where its memory is.
     fn memory(&self) -> &dyn DeviceMemory;
+
+    /// Its part in memory that processes of a host share, if it has one.
+    fn peers(&self) -> Option<&dyn Peers> {
+        None
+    }
 
     /// Chooses a forward kernel, and loads it where there is a device; may take seconds the first time.
     ///

@@ -1,7 +1,8 @@
 //! A call's pointers and numbers as the kernels of every vendor take them.
 
 use crate::abi::{
-    BwdParams, CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View,
+    ArrivalParams, BwdParams, CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams,
+    PartPointers, View,
 };
 use crate::args::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, ScoreArgs, SeqArgs};
 use crate::bwd::BwdProblem;
@@ -164,6 +165,19 @@ fn inputs(
         // Below 2^32, which the problem has checked; the kernels count modulo 2^32.
         dropout_first_head: part.batch.wrapping_mul(heads_of_whole).wrapping_add(part.head) as i32,
         dropout_num_heads: heads_of_whole as i32,
+    }
+}
+
+/// When the keys come, as a kernel that waits for them has it; `args` have passed the check of their call.
+#[must_use]
+pub fn arrival_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ArrivalParams {
+    let (here, timeout_ns) = seq.arrivals.map_or((0, 0), |keys| (keys.here, keys.timeout_ns));
+    ArrivalParams {
+        ends: pointer(seq.arrivals.as_ref().map(|keys| &keys.ends)),
+        flags: pointer(seq.arrivals.as_ref().map(|keys| &keys.flags)),
+        here,
+        timeout_ns,
+        count: problem.arrivals.into(),
     }
 }
 

@@ -7,7 +7,7 @@ use crate::args::{
 };
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
-use crate::error::{ProblemError, Result};
+use crate::error::{ProblemError, Refusal, Result};
 use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
 use crate::problem::{FwdProblem, ValidFwd};
@@ -56,6 +56,26 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     #[doc(hidden)]
     fn is_empty(&self) -> bool;
 
+    /// In how many pieces its keys come while it runs.
+    #[doc(hidden)]
+    fn arrivals(&self) -> u32 {
+        0
+    }
+
+    /// For kernels that read K and V at once.
+    ///
+    /// # Errors
+    /// Pieces of keys that come while the call runs.
+    #[doc(hidden)]
+    fn refuse_arrivals(&self, kernel: &str) -> Result<(), Refusal> {
+        match self.arrivals() {
+            0 => Ok(()),
+            pieces => {
+                Err(Refusal::new(kernel, format!("arrivals {pieces}: it does not wait for pieces of keys")))
+            }
+        }
+    }
+
     /// The arguments for as long as they are borrowed.
     #[doc(hidden)]
     fn borrowed<'a>(args: &'a Self::Args<'_>) -> &'a Self::Args<'a>;
@@ -88,6 +108,10 @@ impl Problem for ValidFwd {
         self.dims.seqlen_q == 0 && self.cache.append.is_none()
     }
 
+    fn arrivals(&self) -> u32 {
+        self.arrivals
+    }
+
     fn borrowed<'a>(args: &'a FwdArgs<'_>) -> &'a FwdArgs<'a> {
         args
     }
@@ -118,6 +142,10 @@ impl Problem for ValidBwd {
     fn is_empty(&self) -> bool {
         // Without a query dK and dV are 0, and somebody has to write that.
         false
+    }
+
+    fn arrivals(&self) -> u32 {
+        self.fwd().arrivals
     }
 
     fn borrowed<'a>(args: &'a BwdArgs<'_>) -> &'a BwdArgs<'a> {

@@ -11,6 +11,7 @@ use crate::call::{Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{Error, ProblemError, Result};
+use crate::peers::Peers;
 use crate::plan::{BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions};
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
@@ -101,6 +102,12 @@ impl Device {
     #[must_use]
     pub fn memory(&self) -> &dyn DeviceMemory {
         self.0.memory()
+    }
+
+    /// Its part in memory that processes of a host share, if it has one.
+    #[must_use]
+    pub fn peers(&self) -> Option<&dyn Peers> {
+        self.0.peers()
     }
 
     /// Chooses a forward kernel.

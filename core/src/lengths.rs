@@ -42,6 +42,7 @@ pub fn check_lengths(
         seqused_k: seqused_k.as_deref().map(DevSlice::host),
         block_table: pages.as_deref().map(|pages| BlockTable { pages: DevSlice::host(pages), max_pages }),
         totals: seq.totals,
+        arrivals: None,
     };
     spans(problem, &copied)?;
     Ok(())

@@ -78,6 +78,7 @@ pub mod lengths;
 pub mod mask;
 #[doc(hidden)]
 pub mod operation;
+mod peers;
 #[doc(hidden)]
 pub mod plan;
 #[doc(hidden)]
@@ -108,8 +109,8 @@ pub mod work;
 #[doc(hidden)]
 pub use args::check_addresses;
 pub use args::{
-    BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace,
-    PartialResult, ScoreArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, FwdArgs,
+    MemorySpace, PartialResult, ScoreArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
@@ -127,13 +128,14 @@ pub use layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 pub use mask::{BlockClass, MaskBand, MaskBounds, MaskKind};
 pub use mask::{MaskAlign, MaskShape, MaskSpec};
 pub use operation::{AnyProblem, Operation};
+pub use peers::{Peers, Word};
 pub use plan::{
     Accuracy, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts, Promises,
     ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
-    CacheUse, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts, Part, Scales, Score, TensorStrides,
-    ValidFwd,
+    CacheUse, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts, MAX_ARRIVALS, Part, Scales, Score,
+    TensorStrides, ValidFwd,
 };
 pub use queues::Queues;
 pub use roofline::Roofline;

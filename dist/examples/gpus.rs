@@ -14,20 +14,23 @@
 //! - modified: forward with ALiBi and dropout
 //! - packed: forward of documents of unlike lengths
 //! - decode: one query that all ranks have, against a cache of so many tokens, of which each has a part
+//! - capture: forward, recorded once and replayed as often as it is to run
+//! - slow, dead: forward, whose last rank comes late, or ends itself, before the last run; what the others hear, and when
 //!
-//! `gather:heads` attends to one kv head while the others come; `mixed` takes two GPUs for a host. The first rank prints what the model of scale
-//! predicts from one device's speed.
+//! `gather:whole` brings all keys before the kernels, `gather:flags` while they run or not at all; `mixed` takes two GPUs for a
+//! host. The first rank measures the links, and prints what the model of scale predicts from them and one device's speed.
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fmha::{
     Backend, Bias, BwdArgs, BwdProblem, DType, DevBuffer, Device, Dims, DropoutSeed, FwdArgs, FwdProblem,
     MaskSpec, PlanOptions, ScoreArgs, Stream, bf16,
 };
 use fmha_dist::{
-    BwdPlan, FwdPlan, Group, Links, Nccl, Options, Partition, Problem, Rendezvous, Scheme, choose, connect,
+    Block, BwdPlan, Exchange, FwdPlan, Group, Links, Nccl, Options, Parcel, Partition, Problem, Rendezvous,
+    Scheme, choose, connect,
 };
 
 type AnyError = Box<dyn std::error::Error>;
@@ -63,11 +66,24 @@ fn calls(tokens: u32) -> usize {
     if tokens > 1 << 18 { 2 } else { 5 }
 }
 
+/// Queries whose results are compared with one device's: of more, the host would take longer than the devices.
+const MOST_COMPARED: u32 = 65536;
+
 /// Rows of a tensor and their heads.
 type RowsOf = (usize, usize);
 
+/// What is wrong with the last rank.
+#[derive(Clone, Copy, Debug)]
+enum Trouble {
+    Slow,
+    Dead,
+}
+
 /// What all runs have in common.
 struct Bench {
+    /// Whether runs are recorded and replayed.
+    captures: bool,
+    trouble: Option<Trouble>,
     device: Device,
     group: Arc<dyn Group>,
     stream: Stream,
@@ -115,6 +131,10 @@ impl Bench {
     fn score(&self) -> ScoreArgs<'_> {
         let slopes = matches!(self.whole.score.bias, Bias::Alibi { .. }).then(|| self.slopes.slice());
         ScoreArgs::default().alibi_slopes(slopes).dropout(DropoutSeed { seed: 7, offset: 0 })
+    }
+
+    fn compares(&self) -> bool {
+        self.queries.rows() <= MOST_COMPARED
     }
 
     fn is_first(&self) -> bool {
@@ -192,6 +212,44 @@ impl Bench {
         Some(seconds(&options)?.seconds)
     }
 
+    /// Bytes a second of an exchange that all ranks have with their neighbours, and seconds of one of nothing.
+    fn links(&self) -> Result<Links, AnyError> {
+        const BYTES: [u64; 2] = [32 << 20, 256 << 20];
+        let (rank, size) = (self.group.rank(), self.group.size());
+        let from = self.device.memory().alloc(BYTES[1])?;
+        let mut to = self.device.memory().alloc(BYTES[1])?;
+        let mut seconds = [0.0; 2];
+        for (seconds, bytes) in seconds.iter_mut().zip(BYTES) {
+            let block = Block { offset: 0, rows: 1, row_bytes: bytes, stride: bytes };
+            let parcel = |peer| Parcel { peer, buffer: 0, block };
+            let exchange = Exchange {
+                sends: vec![parcel((rank + 1) % size)],
+                receives: vec![parcel((rank + size - 1) % size)],
+            };
+            let once = || {
+                Ok(self.group.exchange(&exchange, &[from.slice()], &mut [to.slice_mut()], &self.stream)?)
+            };
+            *seconds = self.slowest(self.fastest(once)?)?;
+        }
+        let mut links = Links::default();
+        links.bytes_per_second = (BYTES[1] - BYTES[0]) as f64 / (seconds[1] - seconds[0]);
+        links.latency = (seconds[0] - BYTES[0] as f64 / links.bytes_per_second).max(1e-6);
+        if self.is_first() {
+            let (rate, latency) = (links.bytes_per_second * 1e-9, links.latency * 1e6);
+            println!("links: {rate:.0} GB/s each way, {latency:.0} us");
+        }
+        Ok(links)
+    }
+
+    /// The most of all ranks' seconds.
+    fn slowest(&self, seconds: f64) -> Result<f64, AnyError> {
+        let all = self.group.share(&seconds.to_le_bytes())?;
+        Ok(all
+            .iter()
+            .filter_map(|bytes| Some(f64::from_le_bytes(bytes[..].try_into().ok()?)))
+            .fold(0.0, f64::max))
+    }
+
     /// The slowest rank's seconds, and the share of so many times one device's speed.
     fn report(
         &self,
@@ -200,9 +258,7 @@ impl Bench {
         (backward, alone): (bool, f64),
         seconds: f64,
     ) -> Result<(), AnyError> {
-        let all = self.group.share(&seconds.to_le_bytes())?;
-        let slowest = all.iter().filter_map(|bytes| Some(f64::from_le_bytes(bytes[..].try_into().ok()?)));
-        let (slowest, ranks) = (slowest.fold(0.0, f64::max), self.group.size());
+        let (slowest, ranks) = (self.slowest(seconds)?, self.group.size());
         if self.is_first() {
             let share = alone / (f64::from(ranks) * slowest);
             let predicted = self.predicted(problem, options, scheme, (backward, alone)).unwrap_or(f64::NAN);
@@ -242,7 +298,12 @@ impl Bench {
         if self.is_first() {
             println!("{}: one device {:.3} ms ({})", self.device.name(), seconds * 1e3, plan.kernel());
         }
-        let (o, lse) = (self.download(&o, rows * 32 * 256)?, self.download(&lse, rows * 128)?);
+        // What backward reads, or what is compared.
+        let wanted = self.compares() || !inputs[3].is_empty();
+        let (o, lse) = match wanted {
+            true => (self.download(&o, rows * 32 * 256)?, self.download(&lse, rows * 128)?),
+            false => (Vec::new(), Vec::new()),
+        };
         Ok((Whole { inputs, o, lse }, seconds))
     }
 
@@ -256,6 +317,10 @@ impl Bench {
         alone: f64,
     ) -> Result<(), AnyError> {
         let mut plan = FwdPlan::new(problem, self.group.clone(), &self.device, options)?;
+        if self.is_first() {
+            let text = plan.explain();
+            text.lines().filter(|line| line.starts_with("keys")).for_each(|line| println!("{name}: {line}"));
+        }
         let rows = u64::from(self.queries.rows_of(self.group.rank()));
         let [q, k, v, _] = &whole.inputs;
         let q = self.own(&self.queries, bytes(q), 32)?;
@@ -266,15 +331,60 @@ impl Bench {
             let args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut()).score(self.score());
             Ok(plan.run(&mut args.lse(lse.slice_mut()), &self.stream)?)
         };
+        if let Some(trouble) = self.trouble {
+            return self.in_trouble(trouble, || run(&mut o));
+        }
         let seconds = self.fastest(|| run(&mut o))?;
         self.stream.synchronize()?;
-        self.compare("O", &self.download(&o, rows * 32 * 256)?, &self.queries, &whole.o, 32);
+        if self.compares() {
+            self.compare("O", &self.download(&o, rows * 32 * 256)?, &self.queries, &whole.o, 32);
+        }
         self.report((name, scheme), (problem, options), (false, alone), seconds)?;
+        let recording = match self.captures {
+            false => None,
+            true => Some(
+                self.stream
+                    .capture(|| run(&mut o).map_err(|error| fmha::Error::NoDevice(error.to_string())))?,
+            ),
+        };
         self.again(name, || {
-            run(&mut o)?;
+            match &recording {
+                None => run(&mut o)?,
+                // SAFETY: what the run names lives until the stream has done it, which is waited for below.
+                Some(recording) => unsafe { recording.replay(&self.stream)? },
+            }
             self.stream.synchronize()?;
             self.download(&o, rows * 32 * 256)
         })
+    }
+
+    /// What the other ranks hear of one that is late, or gone, and when.
+    fn in_trouble(
+        &self,
+        trouble: Trouble,
+        mut run: impl FnMut() -> Result<(), AnyError>,
+    ) -> Result<(), AnyError> {
+        run()?;
+        self.stream.synchronize()?;
+        self.group.share(&[])?;
+        let start = Instant::now();
+        let is_last = self.group.rank() + 1 == self.group.size();
+        match trouble {
+            Trouble::Slow if is_last => std::thread::sleep(self.group.timeout() * 2),
+            Trouble::Dead if is_last => std::process::abort(),
+            _ => {}
+        }
+        let queued = run();
+        self.stream.synchronize()?;
+        // A moment for what the device has found.
+        std::thread::sleep(Duration::from_millis(200));
+        let heard = queued.and_then(|()| run()).err().map_or("nothing".to_owned(), |error| error.to_string());
+        let (rank, seconds) = (self.group.rank(), start.elapsed().as_secs_f64());
+        println!(
+            "{trouble:?}: rank {rank} heard after {seconds:.1} s of a timeout of {:?}: {heard}",
+            self.group.timeout()
+        );
+        Ok(())
     }
 
     /// dQ, dK and dV of one device, and its seconds.
@@ -294,7 +404,10 @@ impl Bench {
         if self.is_first() {
             println!("backward: one device {:.3} ms ({})", seconds * 1e3, plan.kernel());
         }
-        let mut host = [q, k, v].map(|x| bytes(x).to_vec());
+        let mut host = match self.compares() {
+            true => [q, k, v].map(|x| bytes(x).to_vec()),
+            false => Default::default(),
+        };
         for (host, buffer) in host.iter_mut().zip(&grads) {
             self.device.memory().download(buffer, host)?;
         }
@@ -333,8 +446,10 @@ impl Bench {
         for ((name, part, (rows, heads)), (grad, expected)) in
             tensors.iter().copied().zip(grads.iter().zip(expected))
         {
-            let own = self.download(grad, (rows * heads * 256) as u64)?;
-            self.compare(name, &own, part, expected, heads as u64);
+            if self.compares() {
+                let own = self.download(grad, (rows * heads * 256) as u64)?;
+                self.compare(name, &own, part, expected, heads as u64);
+            }
         }
         self.report((name, scheme), (problem, options), (true, *alone), seconds)?;
         self.again(name, || {
@@ -380,7 +495,13 @@ fn main() -> Result<(), AnyError> {
     let library = args.get(5).filter(|path| *path != "-").map(PathBuf::from);
     let repeats: usize = arg(6, "1").parse()?;
 
-    let control = connect(&Rendezvous::from_env()?, Duration::from_secs(60))?;
+    let trouble = match &*operation {
+        "slow" => Some(Trouble::Slow),
+        "dead" => Some(Trouble::Dead),
+        _ => None,
+    };
+    let timeout = Duration::from_secs(if trouble.is_some() { 3 } else { 60 });
+    let control = connect(&Rendezvous::from_env()?, timeout)?;
     let ranks = control.size();
     let device = Device::open(Backend::Cuda { ordinal: 0, emulate: None })?;
     let group: Arc<dyn Group> = Arc::new(Nccl::new(control, library.as_deref())?);
@@ -411,9 +532,13 @@ fn main() -> Result<(), AnyError> {
         whole = whole.p_drop(0.1).bias(Bias::Alibi { per_batch: false });
     }
     let slopes: Vec<f32> = (1..=32).map(|head| (-0.25 * head as f32).exp2()).collect();
-    let inputs = [(1, seqlen_q, 32), (2, tokens, 8), (3, tokens, 8), (4, seqlen_q, 32)]
+    let is_backward = matches!(operation.as_str(), "backward" | "deterministic");
+    let rows_of_dout = if is_backward { seqlen_q } else { 0 };
+    let inputs = [(1, seqlen_q, 32), (2, tokens, 8), (3, tokens, 8), (4, rows_of_dout, 32)]
         .map(|(seed, rows, heads)| noise(seed, rows as usize * heads * 128 * usize::from(repeats > 0)));
     let mut bench = Bench {
+        captures: operation == "capture",
+        trouble,
         stream: device.stream()?,
         slopes: upload(&device, bytemuck::cast_slice(&slopes))?,
         device,
@@ -426,13 +551,14 @@ fn main() -> Result<(), AnyError> {
         repeats,
     };
     let kernels = PlanOptions::default().deterministic(operation == "deterministic");
+    let measured = if repeats > 0 && trouble.is_none() { bench.links()? } else { Links::default() };
     for mask in arg(3, "b").split('/') {
         let mask: MaskSpec = mask.parse()?;
         bench.whole = bench.whole.clone().mask(mask).write_lse(true);
         if bench.is_first() {
             println!("{operation}, {tokens} tokens, mask {mask}");
         }
-        let backward = matches!(operation.as_str(), "backward" | "deterministic");
+        let backward = is_backward;
         let alone = match repeats {
             0 => {
                 bench.device.plan_fwd(&bench.whole.clone().validate()?, &kernels)?;
@@ -448,17 +574,22 @@ fn main() -> Result<(), AnyError> {
             }
         };
         for name in arg(4, if operation == "decode" { "decode" } else { "gather,ring" }).split(',') {
-            let (of, by_heads) = name.strip_suffix(":heads").map_or((name, false), |of| (of, true));
+            let (of, way) = name.split_once(':').unwrap_or((name, ""));
+            let flags = match way {
+                "flags" => Some(true),
+                "whole" => Some(false),
+                _ => None,
+            };
             let scheme: Scheme = of.parse()?;
             let problem = Problem::new(bench.whole.clone(), bench.queries.clone()).keys(bench.keys.clone());
             let problem = match &bench.offsets {
                 None => problem,
                 Some((rows, _)) => problem.packed(rows.clone(), rows.clone()),
             };
-            let mut links = Links::default();
+            let mut links = measured;
             links.ranks_per_host = (scheme == Scheme::Mixed).then_some(2);
             let options =
-                Options::default().scheme(scheme).kernels(kernels.clone()).by_heads(by_heads).links(links);
+                Options::default().scheme(scheme).kernels(kernels.clone()).flags(flags).links(links);
             let group = bench.group.clone();
             match &alone {
                 None if backward => {

@@ -1,9 +1,8 @@
 //! What schemes are written in: attention of pieces, merging, sums, and moves.
 
-use std::ops::Range;
-
 use fmha::{Bias, CombinePlan, CombineProblem, DType, Device, Merge, PlanOptions, Shape, Strides, VLayout};
 
+use crate::arrivals::Coming;
 use crate::error::{Error, Result};
 use crate::group::{Block, Exchange, Parcel};
 use crate::partition::Piece;
@@ -15,22 +14,15 @@ use crate::program::{At, Backward, Buf, Part, Program, Step};
 pub(crate) struct Held {
     pub(crate) buf: Buf,
     pub(crate) tensor: Tensor,
-    /// The first of its heads that a kernel reads or writes.
-    head: u32,
 }
 
 impl Held {
     pub(crate) fn new(buf: Buf, tensor: Tensor) -> Self {
-        Self { buf, tensor, head: 0 }
-    }
-
-    /// From this head on.
-    pub(crate) fn of_head(self, head: u32) -> Self {
-        Self { head, ..self }
+        Self { buf, tensor }
     }
 
     pub(crate) fn at(&self, row: u32) -> At {
-        At(self.buf, self.tensor.at(row) + self.tensor.at_head(self.head))
+        At(self.buf, self.tensor.at(row))
     }
 
     pub(crate) fn rows(&self, row: u32, count: u32) -> Part {
@@ -59,6 +51,8 @@ pub(crate) struct Operands {
     pub(crate) q: Held,
     pub(crate) k: Held,
     pub(crate) v: Held,
+    /// In how many pieces K and V come while kernels run; 0: they are there.
+    pub(crate) arrivals: u32,
 }
 
 /// A side of an exchange that is being put together.
@@ -110,8 +104,13 @@ const MOST_STRETCHES: u64 = 32;
 
 impl<'a> Builder<'a> {
     pub(crate) fn new(whole: &'a Whole, device: &'a Device, options: &'a PlanOptions) -> Self {
-        let program =
-            Program { steps: Vec::new(), scratch: Vec::new(), workspace: 0, takes_turns: whole.by_heads };
+        let program = Program {
+            steps: Vec::new(),
+            scratch: Vec::new(),
+            workspace: 0,
+            coming: None,
+            takes_turns: false,
+        };
         Self { whole, device, options, program, free: Vec::new(), elem_bytes: Vec::new() }
     }
 
@@ -133,6 +132,26 @@ impl<'a> Builder<'a> {
 
     fn push(&mut self, step: Step) {
         self.program.steps.push(step);
+    }
+
+    /// Forward launches from here on take turns on two streams.
+    pub(crate) fn take_turns(&mut self) {
+        self.program.takes_turns = true;
+    }
+
+    /// Keys come from here on, for kernels that wait for them.
+    pub(crate) fn come(&mut self, coming: Coming) {
+        self.push(Step::Send);
+        self.push(Step::Fill { sinks: coming.buffers });
+        self.program.coming = Some(coming);
+    }
+
+    /// No later step reads what has come.
+    pub(crate) fn read_all_that_came(&mut self) {
+        if let Some(coming) = &self.program.coming {
+            let sinks = coming.buffers;
+            self.push(Step::Release { sinks });
+        }
     }
 
     pub(crate) fn scratch(&mut self, bytes: u64) -> Buf {
@@ -287,29 +306,6 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    /// These heads of `count` rows of a tensor from `row` on, as a contiguous tensor of their own.
-    pub(crate) fn heads_alone(
-        &mut self,
-        held: Held,
-        (row, count): (u32, u32),
-        heads: &Range<u32>,
-    ) -> Result<Part> {
-        let dtype = self.dtype_of(held.buf).ok_or_else(|| {
-            let text = format!("heads {heads:?} of rows of 8 bits an element are not taken apart");
-            Error::new(self.rank(), "dtype", text)
-        })?;
-        let blocks = held.tensor.rows_of_heads(row, count, heads);
-        let bytes = blocks.iter().map(Block::bytes).sum();
-        let alone = self.scratch_of(dtype.size_bytes(), bytes);
-        let mut offset = 0;
-        for block in blocks {
-            let to = Block { offset, stride: block.row_bytes, ..block };
-            offset += block.bytes();
-            self.merge((alone, to), vec![(held.buf, block)], (dtype, dtype), Merge::Sum)?;
-        }
-        Ok((alone, Block { offset: 0, rows: 1, row_bytes: bytes, stride: bytes }))
-    }
-
     /// Where a block of many stretches lies in one, and the type of its elements.
     fn packed(&mut self, (buf, block): Part) -> Option<(Part, DType)> {
         let dtype = self.dtype_of(buf)?;
@@ -320,8 +316,19 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// Brings an LSE of a piece alone into one of more rows, or back: a copy.
-    pub(crate) fn copy(&mut self, from: &[Part], to: &[Part]) -> Result<()> {
+    /// Brings an LSE of a piece alone into one of more rows, or back, by a kernel of this device.
+    fn copy_lse(&mut self, from: &[Part], to: &[Part]) -> Result<()> {
+        let shape = |part: &Part| (part.1.rows, part.1.row_bytes);
+        if !from.iter().map(shape).eq(to.iter().map(shape)) {
+            return self.copy(from, to);
+        }
+        from.iter()
+            .zip(to)
+            .try_for_each(|(&from, &to)| self.merge(to, vec![from], (DType::F32, DType::F32), Merge::Sum))
+    }
+
+    /// Copies rows of this rank.
+    fn copy(&mut self, from: &[Part], to: &[Part]) -> Result<()> {
         let mut moves = Moves::default();
         let rank = self.rank();
         from.iter().for_each(|&part| moves.send(rank, part));
@@ -352,7 +359,8 @@ impl<'a> Builder<'a> {
             .strides_q(operands.q.tensor.strides())
             .strides_k(operands.k.tensor.strides())
             .strides_v(operands.v.tensor.strides())
-            .strides_o(o.tensor.strides());
+            .strides_o(o.tensor.strides())
+            .arrivals(operands.arrivals);
         let valid = problem.validate().map_err(|error| self.wrong(&error.into()))?;
         let plan = self.device.plan_fwd(&valid, self.options).map_err(|error| self.wrong(&error))?;
         self.program.workspace = self.program.workspace.max(plan.workspace().bytes);
@@ -385,7 +393,7 @@ impl<'a> Builder<'a> {
             alone.blocks(0, q.rows(), &all).into_iter().map(|block| (part.buf, block)).collect::<Vec<_>>();
         let to = lse_blocks(lse, q, rows.0, heads.num_q());
         // Not used again: a piece that wrote it too would wait until this one is copied.
-        self.copy(&from, &to)?;
+        self.copy_lse(&from, &to)?;
         Ok(())
     }
 
@@ -400,7 +408,8 @@ impl<'a> Builder<'a> {
     pub(crate) fn nothing(&mut self, q: &Piece, part: Partial, sinks: bool) -> Result<()> {
         let heads = self.whole.all_heads();
         let none = q.without_rows();
-        let operands = Operands { q: self.own(Kind::Q), k: self.own(Kind::K), v: self.own(Kind::V) };
+        let operands =
+            Operands { q: self.own(Kind::Q), k: self.own(Kind::K), v: self.own(Kind::V), arrivals: 0 };
         let how = Forward { dtype: DType::F32, row: 0, sink: sinks, all_seen: true };
         self.forward((q, &none), &heads, &operands, (q.row, 0), (part.o, part.lse), how)
     }
@@ -447,7 +456,7 @@ impl<'a> Builder<'a> {
         let all = 0..heads;
         let from =
             alone.blocks(0, q.rows(), &all).into_iter().map(|block| (lse.buf, block)).collect::<Vec<_>>();
-        self.copy(&from, &lse_blocks(own, q, q.row, heads))?;
+        self.copy_lse(&from, &lse_blocks(own, q, q.row, heads))?;
         Ok(())
     }
 
@@ -463,7 +472,7 @@ impl<'a> Builder<'a> {
             .into_iter()
             .map(|block| (part.buf, block))
             .collect::<Vec<_>>();
-        self.copy(&lse_blocks(lse, q, row, heads), &to)?;
+        self.copy_lse(&lse_blocks(lse, q, row, heads), &to)?;
         Ok(part)
     }
 
@@ -485,7 +494,8 @@ impl<'a> Builder<'a> {
             .strides_q(operands.q.tensor.strides())
             .strides_k(operands.k.tensor.strides())
             .strides_v(operands.v.tensor.strides())
-            .strides_o(given.o.tensor.strides());
+            .strides_o(given.o.tensor.strides())
+            .arrivals(operands.arrivals);
         let [dq, dk, dv] = grads;
         let problem = self
             .whole

@@ -45,6 +45,7 @@
 //! ```
 
 mod agree;
+mod arrivals;
 mod builder;
 mod error;
 mod group;

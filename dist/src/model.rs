@@ -4,6 +4,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use fmha::MAX_ARRIVALS;
+
 use crate::problem::Whole;
 use crate::scheme::Scheme;
 
@@ -27,6 +29,10 @@ pub struct Links {
     pub fwd_flops: f64,
     /// Operations a second of the backward kernel.
     pub bwd_flops: f64,
+    /// Processors of a device, of which each computes a tile of 128 queries of a head at a time.
+    pub processors: f64,
+    /// What a device reads or writes a second in its own memory.
+    pub memory_bytes_per_second: f64,
     /// Bytes that a rank may hold besides its own tensors.
     pub memory: f64,
     /// Neighbouring ranks that these links join; `None`: all.
@@ -45,6 +51,8 @@ impl Default for Links {
             latency: 48e-6,
             fwd_flops: 6e14,
             bwd_flops: 5.2e14,
+            processors: 132.0,
+            memory_bytes_per_second: 3e12,
             memory: 4e10,
             ranks_per_host: None,
             host_bytes_per_second: 4.5e10,
@@ -79,11 +87,14 @@ impl FromStr for Links {
                 "latency" => &mut links.latency,
                 "fwd_flops" => &mut links.fwd_flops,
                 "bwd_flops" => &mut links.bwd_flops,
+                "processors" => &mut links.processors,
+                "memory_bytes_per_second" => &mut links.memory_bytes_per_second,
                 "memory" => &mut links.memory,
                 "host_bytes_per_second" => &mut links.host_bytes_per_second,
                 "host_latency" => &mut links.host_latency,
                 other => {
-                    let known = "bytes_per_second, latency, fwd_flops, bwd_flops, memory, ranks_per_host, \
+                    let known = "bytes_per_second, latency, fwd_flops, bwd_flops, processors, \
+                                 memory_bytes_per_second, memory, ranks_per_host, \
                                  host_bytes_per_second, host_latency";
                     return Err(format!("`{other}` is none of {known}"));
                 }
@@ -138,6 +149,18 @@ fn pairs_by_rank(whole: &Whole) -> Vec<f64> {
     (0..whole.ranks).map(of).collect()
 }
 
+/// The time of a forward that waits for flags, over that of one whose keys are there: two H100, 131072 tokens, causal, 88.9 ms, and
+/// 86.9 of which 0.9 are the keys' way.
+const COST_OF_WAITING: f64 = 1.033;
+
+/// The time of kernels over runs of keys that write f32, over that of one over all keys: a ring of two H200, 131072 tokens,
+/// causal, forward 97.4 ms and backward 314, of one device 177 and 585; the model has the rest.
+const COST_OF_PARTS: f64 = 1.05;
+
+/// Seconds that a launch of a rank and what belongs to it take to begin (copies of its rows, its LSE, the host), measured on two
+/// H200 from 8192 tokens on.
+const LAUNCH: f64 = 40e-6;
+
 /// What `scheme` would cost.
 pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Links) -> Estimate {
     let dims = whole.fwd.dims;
@@ -166,13 +189,46 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let (hosts, across) = (ranks / per_host, per_host < ranks);
     let (near, far) = ((per_host - 1.0) / ranks, (ranks - per_host) / ranks);
     let all_to_all = |bytes: f64| Moved { near: bytes * near, far: bytes * far, ..Moved::default() };
+    // What a rank loses besides: its launches begin, and their last tiles leave processors idle for half of a tile's time; partial
+    // results are written and read again.
+    let idle = |keys: f64| 0.5 * 128.0 * keys * flops * links.processors / rate;
+    let stored = |bytes: f64| bytes / links.memory_bytes_per_second;
+    let sequences = if whole.k.cu_seqlens.is_some() { f64::from(whole.k.batch) } else { 1.0 };
+    let keys = f64::from(whole.k.partition.rows()) / sequences;
+    let own_q = rows_q / ranks;
+    let begin = if backward { 3.0 * LAUNCH } else { LAUNCH };
+    let pieces = whole.q.pieces(whole.rank).len() as f64;
+    let seen = if all > 0.0 { all / (rows_q * f64::from(whole.k.partition.rows())) } else { 0.0 };
+    // Of a ring of so many steps, a launch for each run of queries and each run of keys that it sees; of f32 dQ, dK and dV, each
+    // step's is added to the sum.
+    let of_ring = |steps: f64| {
+        let launches = (pieces * pieces * steps * seen).max(steps);
+        let bytes = if backward {
+            4.0 * (steps * own_q * qk * 4.0 + steps * dkv / ranks)
+        } else {
+            2.0 * launches * own_q / pieces.max(1.0) * (v + 1.0) * 4.0
+        };
+        launches * (begin + idle(keys / (pieces * steps).max(1.0))) + stored(bytes)
+    };
+    let (besides, slower) = match scheme {
+        _ if whole.ranks == 1 => (0.0, 1.0),
+        Scheme::Gather => {
+            let bytes = if backward { 2.0 * own_q * qk * 4.0 + 6.0 * dkv } else { 0.0 };
+            let slower = if whole.flags { COST_OF_WAITING } else { 1.0 };
+            (pieces * begin + idle(keys) + stored(2.0 * kv / ranks + bytes), slower)
+        }
+        Scheme::Ring => (of_ring(ranks), COST_OF_PARTS),
+        Scheme::Mixed => (of_ring(hosts), COST_OF_PARTS),
+        Scheme::Ulysses => (begin + idle(keys), 1.0),
+        Scheme::Decode => (0.0, 1.0),
+    };
     let (compute, moved, memory) = match scheme {
         Scheme::Gather => {
             let mut moved = all_to_all(kv + dkv);
             moved.exchanges = if backward { 2.0 } else { 1.0 };
-            // All but the first group of heads comes beside kernels.
-            if whole.by_heads {
-                moved.hidden = 1.0 - 1.0 / heads_kv;
+            // Beside kernels comes all but the first piece that one waits for; gradients go home behind them.
+            if whole.flags {
+                moved.hidden = (1.0 - 1.0 / f64::from(MAX_ARRIVALS)) * kv / (kv + dkv);
             }
             (seconds_of(slowest), moved, kv + 2.0 * dkv)
         }
@@ -224,6 +280,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
             (seconds_of(all / ranks), moved, part * (ranks + 2.0))
         }
     };
+    let compute = compute * slower + besides;
     let exchanges = if whole.ranks == 1 { 0.0 } else { moved.exchanges };
     let latency = if across { links.host_latency } else { links.latency };
     // Both kinds of links work at once.

@@ -4,11 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use fmha::{
-    Bias, BwdArgs, DType, Descale, DevBuffer, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, ScoreArgs,
-    Stream,
+    BwdArgs, DType, DevBuffer, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, ScoreArgs, Stream,
 };
 
 use crate::agree::agree;
+use crate::arrivals::Meeting;
 use crate::builder::Builder;
 use crate::error::{Error, Result};
 use crate::group::Group;
@@ -27,10 +27,10 @@ pub struct Options {
     pub kernels: PlanOptions,
     /// What the planner compares schemes by.
     pub links: Links,
-    /// Whether `gather`'s forward attends to some heads while the others' keys and values come, wherever heads can be taken
-    /// apart: of more than 8 bits, with no operand that has a number for each head and sequence. Launches take turns on two streams
-    /// then. Off unless it is asked for: what it gains has not been measured on GPUs.
-    pub by_heads: bool,
+    /// Whether `gather`'s keys and values come while its kernels run, which wait for each piece's flag: ranks of one host, a
+    /// process each, whose devices share memory, rows that are not packed, a kernel that waits. `None`: where that can be and
+    /// the model has it faster; `Some(true)`: a refusal where it cannot; `Some(false)`: all of them come first.
+    pub flags: Option<bool>,
 }
 
 impl Options {
@@ -48,10 +48,10 @@ impl Options {
         self
     }
 
-    /// Whether `gather`'s forward attends to some heads while the others' keys and values come.
+    /// Whether `gather`'s keys and values come while its kernels run.
     #[must_use]
-    pub fn by_heads(mut self, by_heads: bool) -> Self {
-        self.by_heads = by_heads;
+    pub fn flags(mut self, flags: impl Into<Option<bool>>) -> Self {
+        self.flags = flags.into();
         self
     }
 
@@ -94,20 +94,38 @@ impl fmt::Display for Choice {
 /// What is wrong with the problem; of no scheme that takes it, each one's refusal.
 pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) -> Result<Choice> {
     let whole = Whole::new(problem, 0, ranks)?.on_hosts(options.links.ranks_per_host);
-    let whole = overlapping(whole, backward, options);
+    let whole = Whole { flags: may_wait(&whole, backward, options).is_ok(), ..whole };
     choose_for(&whole, backward, options)
 }
 
-/// Decides whether keys and values come by groups of heads.
-fn overlapping(mut whole: Whole, backward: bool, options: &Options) -> Whole {
-    let fwd = &whole.fwd;
-    let of_each_head = [fwd.scales.descale_q, fwd.scales.descale_k, fwd.scales.descale_v]
-        .contains(&Descale::PerKvHead)
-        || matches!(fwd.score.bias, Bias::Elementwise(_) | Bias::Alibi { per_batch: true });
-    let is_16_bits = [fwd.dtypes.qk, fwd.dtypes.v].iter().all(|dtype| !dtype.is_fp8());
-    let possible = !backward && fwd.dims.num_heads_kv > 1 && is_16_bits && !of_each_head;
-    whole.by_heads = possible && whole.ranks > 1 && options.by_heads;
-    whole
+/// Whether gathered keys should come while kernels wait for them, as far as problem and model say: no device has been asked.
+///
+/// # Errors
+/// Why not.
+fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Result<(), String> {
+    if options.flags == Some(false) {
+        return Err("flags false was asked for".to_owned());
+    }
+    if whole.ranks == 1 {
+        return Err("1 rank has all keys".to_owned());
+    }
+    if whole.ranks_per_host < whole.ranks {
+        return Err(format!("{} ranks are on hosts of {}", whole.ranks, whole.ranks_per_host));
+    }
+    if whole.k.cu_seqlens.is_some() {
+        return Err(format!("packed rows of {} sequences are a launch each", whole.k.batch));
+    }
+    if options.flags.is_none() {
+        let of = |flags| {
+            estimate(Scheme::Gather, &Whole { flags, ..whole.clone() }, backward, &options.links).seconds
+                * 1e3
+        };
+        let [first, beside] = [false, true].map(of);
+        if beside >= first {
+            return Err(format!("{first:.3} ms, and {beside:.3} with kernels that wait, by the model"));
+        }
+    }
+    Ok(())
 }
 
 fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Result<Choice> {
@@ -161,6 +179,10 @@ fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Result<Choice
 
 /// A program with its buffers, on one rank.
 struct Planned {
+    /// Where keys come that kernels wait for; dropped before the buffers.
+    meeting: Option<Meeting>,
+    /// Why gathered keys come before the kernels.
+    why_not: Option<String>,
     group: Arc<dyn Group>,
     device: Device,
     whole: Whole,
@@ -191,17 +213,25 @@ impl Planned {
         let backward = gradients.is_some();
         let chosen = Whole::new(problem, rank, ranks).and_then(|whole| {
             let whole = whole.on_hosts(options.links.ranks_per_host);
-            let whole = overlapping(whole, backward, options);
+            let why_not = may_wait(&whole, backward, options).and_then(|()| match group.space() {
+                fmha::MemorySpace::Host => Err("host memory is read at once".to_owned()),
+                _ => Ok(()),
+            });
+            let whole = Whole { flags: why_not.is_ok(), ..whole };
             let choice = choose_for(&whole, backward, options)?;
-            Ok((whole, choice))
+            let why_not = why_not.err().filter(|_| choice.scheme == Scheme::Gather);
+            if let (Some(true), Some(reason)) = (options.flags, &why_not) {
+                return Err(Error::new(rank, "flags", reason.clone()));
+            }
+            Ok((whole, choice, why_not))
         });
-        let says = chosen.as_ref().map_err(Clone::clone).map(|(whole, choice)| {
+        let says = chosen.as_ref().map_err(Clone::clone).map(|(whole, choice, _)| {
             let mut fields = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
             fields.extend(problem.description());
             fields.extend([
                 ("gradients".to_owned(), format!("{gradients:?}")),
                 ("scheme".to_owned(), choice.scheme.to_string()),
-                ("by_heads".to_owned(), whole.by_heads.to_string()),
+                ("flags".to_owned(), format!("{}, {:?}", whole.flags, options.flags)),
                 ("ranks_per_host".to_owned(), format!("{:?}", options.links.ranks_per_host)),
                 ("batch_invariant".to_owned(), options.kernels.batch_invariant.to_string()),
                 ("deterministic".to_owned(), options.kernels.deterministic.to_string()),
@@ -209,14 +239,45 @@ impl Planned {
             fields
         });
         agree(&*group, &says)?;
-        let (whole, choice) = chosen?;
-        let built = Self::build(&whole, choice.scheme, &*group, device, &options.kernels, gradients);
+        let (mut whole, choice, mut why_not) = chosen?;
+        let build =
+            |whole: &Whole| Self::build(whole, choice.scheme, &*group, device, &options.kernels, gradients);
+        let mut built = build(&whole);
+        let mut meeting = None;
+        if whole.flags && choice.scheme == Scheme::Gather {
+            let mine = match &built {
+                Ok((Program { coming: Some(coming), .. }, scratch, _)) => {
+                    let buffer = |buf| match buf {
+                        Buf::Scratch(number) => scratch.get(number).ok_or("no buffer for keys to come to"),
+                        _ => Err("keys come to a buffer of the call"),
+                    };
+                    let [k, v] = coming.buffers.map(buffer);
+                    k.and_then(|k| Ok((coming.clone(), [k, v?]))).map_err(str::to_owned)
+                }
+                Ok(_) => Err("its program waits for no keys".to_owned()),
+                Err(error) => Err(error.text.clone()),
+            };
+            match Meeting::new(mine, &group, device)? {
+                Ok(met) => meeting = Some(met),
+                Err(reason) => {
+                    if options.flags == Some(true) {
+                        return Err(group.fail(Error::new(rank, "flags", reason)));
+                    }
+                    // With all of the keys before the kernels, and in their memory what was for the others'.
+                    whole.flags = false;
+                    drop(built);
+                    built = build(&whole);
+                    why_not = Some(reason);
+                }
+            }
+        }
         // A rank whose device has no kernel for its part says so now, and not in the middle of a run.
         agree(&*group, &built.as_ref().map(|_| Vec::new()).map_err(Clone::clone))?;
         let (program, scratch, workspaces) = built?;
         let streams =
             Streams::new(device, &program, ranks).map_err(|error| group.fail(Error::of(rank, &error)))?;
-        Ok(Self { group, device: device.clone(), whole, choice, program, streams, scratch, workspaces })
+        let device = device.clone();
+        Ok(Self { meeting, why_not, group, device, whole, choice, program, streams, scratch, workspaces })
     }
 
     #[allow(clippy::type_complexity)]
@@ -241,11 +302,21 @@ impl Planned {
             None => scheme.forward(whole, device, options),
             Some(gradients) => scheme.backward(whole, gradients, device, options),
         }?;
-        let alloc = |bytes: u64| device.memory().alloc(bytes.max(1)).map_err(|error| Error::of(rank, &error));
+        let alloc = |bytes: u64| {
+            // What other processes map are whole pages of 2 MiB, which no other buffer shares.
+            let page = if whole.flags && device.has_clock() { 2 << 20 } else { 1 };
+            let mut buffer = device.memory().alloc(bytes.max(1).next_multiple_of(page))?;
+            if device.memory().checks_bounds() {
+                // Rows that no query sees do not come, and a block of keys may have some: an emulated device wants them written.
+                device.memory().upload(&vec![0; buffer.bytes() as usize], &mut buffer)?;
+            }
+            Ok(buffer)
+        };
+        let alloc = |bytes| alloc(bytes).map_err(|error| Error::of(rank, &error));
         let scratch = program.scratch.iter().map(|&bytes| alloc(bytes)).collect::<Result<_>>()?;
         let workspace =
             |wanted: bool| (wanted && program.workspace > 0).then(|| alloc(program.workspace)).transpose();
-        let workspaces = [workspace(true)?, workspace(device.has_streams() && whole.ranks > 1)?];
+        let workspaces = [workspace(true)?, workspace(program.takes_turns && device.has_streams())?];
         Ok((program, scratch, workspaces))
     }
 
@@ -278,7 +349,11 @@ impl Planned {
         stream: &Stream,
     ) -> Result<()> {
         let call = call.map_err(|error| self.group.fail(error))?;
-        let executor = Executor { group: &*self.group, stream, streams: self.streams.as_ref(), score };
+        if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
+            return Err(self.group.fail(error));
+        }
+        let (streams, meeting) = (self.streams.as_ref(), self.meeting.as_ref());
+        let executor = Executor { group: &*self.group, stream, streams, score, meeting };
         let mut buffers = Buffers::new(call, std::mem::take(&mut self.scratch));
         let ran = executor.run(&self.program, &mut buffers, &mut self.workspaces);
         self.scratch = buffers.into_scratch();
@@ -292,8 +367,15 @@ impl Planned {
 
     fn explain(&self) -> String {
         let rank = self.whole.rank;
+        let keys = match (&self.meeting, &self.why_not) {
+            (Some(_), _) => {
+                "keys        come while the kernels run, which wait for each piece's flag\n".to_owned()
+            }
+            (None, Some(reason)) => format!("keys        come before the kernels: {reason}\n"),
+            (None, None) => String::new(),
+        };
         format!(
-            "rank        {rank} of {}\n{}sends       {} bytes\n{}",
+            "rank        {rank} of {}\n{}{keys}sends       {} bytes\n{}",
             self.whole.ranks,
             self.choice,
             self.program.bytes_sent(rank),
@@ -495,5 +577,41 @@ impl BwdPlan {
             Ok(call)
         });
         self.planned.run(call, score, stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fmha::{Dims, FwdProblem, MaskSpec};
+
+    use super::*;
+    use crate::partition::Partition;
+
+    fn waits(tokens: u32, options: &Options) -> Result<(), String> {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: tokens,
+            seqlen_k: tokens,
+            num_heads_q: 32,
+            num_heads_kv: 8,
+            head_dim_qk: 128,
+            head_dim_v: 128,
+        };
+        let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
+        let whole = Whole::new(&Problem::new(whole, Partition::zig_zag(tokens, 2)), 0, 2).unwrap();
+        may_wait(&whole.on_hosts(options.links.ranks_per_host), false, options)
+    }
+
+    #[test]
+    fn kernels_wait_where_the_keys_way_is_longer_than_waiting_costs_unless_told_otherwise() {
+        let options = Options::default();
+        assert_eq!(waits(8192, &options), Ok(()));
+        let reason = waits(131_072, &options).unwrap_err();
+        assert!(reason.ends_with("with kernels that wait, by the model"), "{reason}");
+        assert_eq!(waits(131_072, &options.clone().flags(true)), Ok(()));
+        assert_eq!(waits(8192, &options.clone().flags(false)).unwrap_err(), "flags false was asked for");
+        let links: Links = "ranks_per_host = 1".parse().unwrap();
+        let reason = waits(8192, &options.links(links)).unwrap_err();
+        assert_eq!(reason, "2 ranks are on hosts of 1");
     }
 }

@@ -120,8 +120,8 @@ pub(crate) struct Whole {
     pub(crate) ranks: u32,
     /// Neighbours whose links are faster than those to the others; `ranks`, where all are alike.
     pub(crate) ranks_per_host: u32,
-    /// Gathered keys and values come by groups of heads.
-    pub(crate) by_heads: bool,
+    /// Gathered keys come while the kernels run, which wait for each piece's flag.
+    pub(crate) flags: bool,
     pub(crate) q: Axis,
     pub(crate) k: Axis,
 }
@@ -232,7 +232,7 @@ impl Whole {
         if k.partition.is_replicated() && ranks > 1 {
             return wrong("partition", "partition: keys that every rank has need 1 rank".to_owned());
         }
-        Ok(Self { fwd: whole, rank, ranks, ranks_per_host: ranks, by_heads: false, q, k })
+        Ok(Self { fwd: whole, rank, ranks, ranks_per_host: ranks, flags: false, q, k })
     }
 
     /// With so many ranks to a host; `None`: all.
@@ -399,11 +399,6 @@ impl Tensor {
 
     pub(crate) fn bytes(&self) -> u64 {
         u64::from(self.batch) * u64::from(self.rows) * self.row_bytes()
-    }
-
-    /// Where a head of a row begins in it.
-    pub(crate) fn at_head(&self, head: u32) -> u64 {
-        u64::from(head) * self.head_bytes()
     }
 
     /// Where a row of the first sequence begins.

@@ -6,10 +6,11 @@
 use std::fmt::Write as _;
 
 use fmha::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, Device, Event, FwdArgs,
-    FwdPlan, Merge, PartialResult, ScoreArgs, Stream,
+    Arrivals, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, Device, Event,
+    FwdArgs, FwdPlan, Merge, PartialResult, ScoreArgs, Stream,
 };
 
+use crate::arrivals::{Coming, Meeting};
 use crate::error::{Error, Result};
 use crate::group::{Block, Exchange, Group};
 use crate::problem::ScoreOffsets;
@@ -67,6 +68,12 @@ pub(crate) struct Backward {
 }
 
 pub(crate) enum Step {
+    /// This rank's keys go, piece by piece, to where other ranks' kernels wait for them.
+    Send,
+    /// This rank's own keys go to their places among them.
+    Fill { sinks: [Buf; 2] },
+    /// What has come was read: the next run may send again.
+    Release { sinks: [Buf; 2] },
     /// Rows move between ranks.
     Exchange { exchange: Exchange, sources: Vec<Buf>, sinks: Vec<Buf> },
     /// Attention of some queries over some keys: Q, K and V; O; LSE.
@@ -84,6 +91,8 @@ pub(crate) struct Program {
     pub(crate) steps: Vec<Step>,
     pub(crate) scratch: Vec<u64>,
     pub(crate) workspace: u64,
+    /// Of keys that kernels wait for.
+    pub(crate) coming: Option<Coming>,
     /// Whether forward launches take turns on two streams.
     pub(crate) takes_turns: bool,
 }
@@ -93,6 +102,7 @@ impl Program {
     pub(crate) fn bytes_sent(&self, rank: u32) -> u64 {
         let of = |step: &Step| match step {
             Step::Exchange { exchange, .. } => exchange.bytes_sent(rank),
+            Step::Send => self.coming.as_ref().map_or(0, Coming::bytes_sent),
             _ => 0,
         };
         self.steps.iter().map(of).sum()
@@ -103,6 +113,15 @@ impl Program {
         let mut text = String::new();
         for (number, step) in self.steps.iter().enumerate() {
             let line = match step {
+                Step::Send => {
+                    let (pieces, bytes) = self
+                        .coming
+                        .as_ref()
+                        .map_or((0, 0), |coming| (coming.sends.len(), coming.bytes_sent()));
+                    format!("send {bytes} bytes in {pieces} pieces by copy engines, a flag behind each")
+                }
+                Step::Fill { .. } => "copy".to_owned(),
+                Step::Release { .. } => "let the next run send".to_owned(),
                 Step::Exchange { exchange, .. } => {
                     let mut peers: Vec<u32> = exchange
                         .sends
@@ -158,6 +177,10 @@ impl Step {
     fn touches(&self) -> (Vec<Buf>, Vec<Buf>) {
         let bufs = |places: &[At]| places.iter().map(|at| at.0).collect::<Vec<_>>();
         match self {
+            // Other ranks write the buffers that come; those who read them wait for flags.
+            Step::Send => (vec![Buf::K, Buf::V], vec![]),
+            Step::Fill { sinks } => (vec![Buf::K, Buf::V], sinks.to_vec()),
+            Step::Release { sinks } => (vec![], sinks.to_vec()),
             Step::Exchange { sources, sinks, .. } => (sources.clone(), sinks.clone()),
             Step::Forward { inputs, o, lse, .. } => (bufs(inputs), vec![o.0, lse.0]),
             Step::Backward(step) => {
@@ -222,7 +245,7 @@ fn turns(program: &Program) -> Vec<Turn> {
     let mut launches = 0u32;
     let turn = |(number, step): (usize, &Step)| {
         let stream = match step {
-            Step::Exchange { .. } => MOVING,
+            Step::Exchange { .. } | Step::Send => MOVING,
             Step::Forward { .. } => {
                 launches += 1;
                 if program.takes_turns && launches.is_multiple_of(2) { SECOND } else { 0 }
@@ -324,6 +347,8 @@ pub(crate) struct Executor<'a> {
     pub(crate) stream: &'a Stream,
     pub(crate) streams: Option<&'a Streams>,
     pub(crate) score: ScoreArgs<'a>,
+    /// Where keys come that kernels wait for.
+    pub(crate) meeting: Option<&'a Meeting>,
 }
 
 impl Executor<'_> {
@@ -338,8 +363,12 @@ impl Executor<'_> {
         let said = |error: fmha::Error| Error::of(rank, &error);
         if let Some(streams) = self.streams {
             streams.begun.record(self.stream).map_err(said)?;
-            streams.moving.wait(&streams.begun).map_err(said)?;
-            streams.second.wait(&streams.begun).map_err(said)?;
+            // A stream without steps is left out: of a recorded run it would not come back to the caller's.
+            for (other, stream) in [(MOVING, &streams.moving), (SECOND, &streams.second)] {
+                if streams.turns.iter().any(|turn| turn.stream == other) {
+                    stream.wait(&streams.begun).map_err(said)?;
+                }
+            }
         }
         for (number, step) in program.steps.iter().enumerate() {
             let turn = self.streams.map(|streams| (streams, &streams.turns[number]));
@@ -356,6 +385,21 @@ impl Executor<'_> {
                 }
             }
             let taken = match step {
+                Step::Send | Step::Fill { .. } | Step::Release { .. } => {
+                    let Some(meeting) = self.meeting else { continue };
+                    let address = |buf: Buf| buffers.read(At(buf, 0)).as_ptr() as u64;
+                    match step {
+                        Step::Send => meeting.send(address, stream)?,
+                        Step::Fill { .. } => meeting.fill(address, stream)?,
+                        _ => meeting.release(stream)?,
+                    }
+                    // An emulated device does at once what is queued, and nothing comes while a kernel runs: before one all
+                    // have sent.
+                    if matches!(step, Step::Send) && !stream.device().has_clock() {
+                        self.group.share(&[])?;
+                    }
+                    Ok(())
+                }
                 Step::Exchange { exchange, sources, sinks } => {
                     buffers.with(sinks, |buffers, taken| {
                         let sources: Vec<_> = sources.iter().map(|&buf| buffers.read(At(buf, 0))).collect();
@@ -372,6 +416,7 @@ impl Executor<'_> {
                         let mut args = FwdArgs::new(q, k, v, to_o.skip(o.1));
                         args.lse = plan.problem().write_lse.then(|| to_lse.skip(lse.1));
                         args.score = self.score(*score, plan.problem());
+                        args.seq.arrivals = self.arrivals(plan.problem());
                         args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
                         plan.run(&mut args, stream)
                     })
@@ -392,6 +437,7 @@ impl Executor<'_> {
                             .dsink(slices.next())
                             .score(self.score(step.score, step.plan.problem().fwd()))
                             .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
+                        args.seq.arrivals = self.arrivals(step.plan.problem().fwd());
                         step.plan.run(&mut args, stream)
                     })
                 }
@@ -427,6 +473,11 @@ impl Executor<'_> {
             }
         }
         Ok(())
+    }
+
+    /// When a step's keys come, if they do while it runs.
+    fn arrivals(&self, part: &fmha::FwdProblem) -> Option<Arrivals<'_>> {
+        self.meeting.filter(|_| part.arrivals > 0).map(Meeting::arrivals)
     }
 
     /// The operands of the score that a part has, from where its own begin.
@@ -501,10 +552,9 @@ mod tests {
         let (device, options) = (Device::open(Backend::Cpu).unwrap(), PlanOptions::default());
         for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
             for rank in 0..4 {
-                let mut whole = Whole::new(&problem, rank, 4).unwrap().on_hosts(Some(2));
-                whole.by_heads = scheme == Scheme::Gather;
+                let whole = Whole::new(&problem, rank, 4).unwrap().on_hosts(Some(2));
                 let mut forward = scheme.forward(&whole, &device, &options).unwrap();
-                assert_eq!(forward.takes_turns, whole.by_heads);
+                assert_eq!(forward.takes_turns, scheme == Scheme::Gather);
                 is_ordered(&forward);
                 forward.takes_turns = true;
                 let second = turns(&forward).iter().filter(|turn| turn.stream == SECOND).count();

@@ -170,14 +170,7 @@ fn hosts_of_two() -> Links {
     links
 }
 
-/// Schemes, and whether keys and values come by groups of heads.
-const WAYS: [(Scheme, bool); 5] = [
-    (Scheme::Gather, false),
-    (Scheme::Gather, true),
-    (Scheme::Ring, false),
-    (Scheme::Mixed, false),
-    (Scheme::Ulysses, false),
-];
+const SCHEMES: [Scheme; 4] = [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses];
 
 fn passes(verdict: &fmha_conformance::verdict::Verdict, what: &str) {
     assert!(verdict.pass(), "{what}: {:?} {:?}", verdict.tensors, verdict.faults);
@@ -190,12 +183,11 @@ fn forward_over_ranks_is_that_of_one_device() {
         let mut alone = new();
         support::forward_alone(&mut alone);
         for (name, problem) in case.problems() {
-            for (scheme, by_heads) in WAYS {
-                let what = format!("{}, {name}, {scheme}, by heads {by_heads}", case.name);
+            for scheme in SCHEMES {
+                let what = format!("{}, {name}, {scheme}", case.name);
                 // A row's bits may depend on how many come in one call, unless kernels promise that they do not.
                 let same = PlanOptions::default().batch_invariant(scheme.has_bits_of_one_device());
-                let options =
-                    Options::default().scheme(scheme).kernels(same).links(hosts_of_two()).by_heads(by_heads);
+                let options = Options::default().scheme(scheme).kernels(same).links(hosts_of_two());
                 let mut host = new();
                 let done = support::forward(&mut host, &problem, &options, 2);
                 if !case.takes(scheme, problem.q.ranks()) {
@@ -228,7 +220,7 @@ fn backward_over_ranks_is_that_of_one_device() {
         let mut alone = new();
         support::backward_alone(&mut alone);
         for (name, problem) in case.problems() {
-            for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
+            for scheme in SCHEMES {
                 let what = format!("{}, {name}, {scheme}", case.name);
                 if !case.takes(scheme, problem.q.ranks()) {
                     continue;

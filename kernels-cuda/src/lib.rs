@@ -61,6 +61,7 @@ pub fn headers() -> Vec<Header> {
         "ptx/tmem.cuh",
         "ptx/warp.cuh",
         "ptx/wgmma.cuh",
+        "common/arrivals.cuh",
         "common/copy_tile.cuh",
         "common/dropout.cuh",
         "common/exp2.cuh",

@@ -1,6 +1,6 @@
 //! The Hopper forward kernel: its tile, its schedule, its entry.
 
-use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, ArrivalParams};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
@@ -283,6 +283,12 @@ impl Sm90Tile {
         (self.split_keys, self.fixed_parts) = (keys, true);
     }
 
+    /// Whether one thread loads K and V, which can wait for those that come while the kernel runs.
+    #[must_use]
+    pub fn waits_for_keys(&self) -> bool {
+        self.copy_bytes == 0 && self.split_keys == 0 && self.prepare_v == PrepareV::InTile
+    }
+
     /// Whether a row's bits depend on its own sequence alone.
     #[must_use]
     pub fn is_batch_invariant(&self, spec: &FwdSpec) -> bool {
@@ -498,14 +504,36 @@ pub fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64)> {
 /// The kernel for a spec and a tile. What it binds is in the crate's README.
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
+    of_keys(spec, tile, false)
+}
+
+/// The same of keys that come while it runs: [`ArrivalParams`] behind its other arguments, for tiles that
+/// [wait](Sm90Tile::waits_for_keys).
+#[must_use]
+pub fn fwd_of_arriving_keys(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
+    of_keys(spec, tile, true)
+}
+
+fn of_keys(spec: &FwdSpec, tile: &Sm90Tile, arriving: bool) -> KernelSource {
     let beside = tile.prepare_v == PrepareV::Beside;
     let smem_assert = format!(
         "static_assert(sizeof(sm90::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
          {}sm90::fwd<kSpec, kTile>(p, maps, schedule{});",
         tile.smem_bytes(spec),
         if beside { values::assert_units(spec, tile) } else { String::new() },
-        if beside { ", values" } else { "" },
+        match (beside, arriving) {
+            (true, _) => ", values",
+            (false, true) => ", {}, ArrivingKeys<ArrivalParams>(arrivals)",
+            (false, false) => "",
+        },
     );
+    let operands = "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
+                    const __grid_constant__ TileSchedule schedule";
+    let more = match (beside, arriving) {
+        (true, _) => ", const __grid_constant__ PreparedValues values",
+        (false, true) => ", const __grid_constant__ ArrivalParams arrivals",
+        (false, false) => "",
+    };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
         include: HEADER,
@@ -515,13 +543,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
         } else {
             "__launch_bounds__(sm90::num_threads(kTile), 1)"
         },
-        params: if beside {
-            "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
-             const __grid_constant__ TileSchedule schedule, const __grid_constant__ PreparedValues values"
-        } else {
-            "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
-             const __grid_constant__ TileSchedule schedule"
-        },
+        params: &format!("{operands}{more}"),
         call: &smem_assert,
     };
     let (spec, tile) = (*spec, *tile);
@@ -551,13 +573,14 @@ fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
 /// `fmha/sm90_host.h`: what this file shares with the device.
 fn host_header() -> Header {
     let text = format!(
-        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n}}  // namespace fmha\n",
+        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n{}\n}}  // namespace fmha\n",
         PingPong::c_definition(),
         Lookahead::c_definition(),
         ValueProduct::c_definition(),
         PrepareV::c_definition(),
         Sm90Tile::c_definition(),
         PreparedValues::c_definition(),
+        ArrivalParams::c_definition(),
     );
     Header::rendered("fmha/sm90_host.h", text)
 }

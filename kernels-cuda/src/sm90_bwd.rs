@@ -1,6 +1,6 @@
 //! The Hopper backward kernels: their tile, their workspace, their entries.
 
-use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr};
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, ArrivalParams, DevPtr};
 use fmha_core::fields::{FieldValue as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
@@ -695,7 +695,8 @@ impl Sm90BwdTile {
         let divisor = |wanted: u32| {
             (1..ratio).find(|&parts| ratio.is_multiple_of(parts) && parts >= wanted).unwrap_or(ratio)
         };
-        let is_long = dims.seqlen_q.min(dims.seqlen_k) >= LEAST_KEYS_IN_PARTS;
+        let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
+        let is_long = seqlen_q.min(seqlen_k) >= LEAST_KEYS_IN_PARTS;
         let of_heads = if is_long { divisor(ORDERED_HEADS.div_ceil(kv_heads)) } else { 1 };
         // Without a mask all key blocks are alike, and heads are wanted for groups that fill the multiprocessors alone.
         let of_heads = if is_full {
@@ -843,12 +844,15 @@ impl Sm90BwdTile {
         let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
         let is_side_by_side =
             spec.deterministic && !is_packed && problem.fwd.mask.kind() == MaskKind::Full && queries < group;
-        // The device's `place_in_order`.
-        let all_upward = !is_packed && u64::from(dims.seqlen_q) * 2 < u64::from(dims.seqlen_k);
+        // The device's `place_in_order`. A part of a whole adds to dQ in the whole's order, and has its bits.
+        let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
+        let all_upward = !is_packed && u64::from(seqlen_q) * 2 < u64::from(seqlen_k);
         // Q and dO, and the sums of dQ.
         let row_bytes = 2 * i64::from(dims.head_dim_qk + dims.head_dim_v) + 4 * i64::from(padded_dim(spec));
         let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
-        let is_short = !is_packed && i64::from(heads_of_sequence / SHORT_PERIOD) * head_bytes <= SHORT_BYTES;
+        let side_by_side_bytes =
+            i64::from(heads_of_sequence / SHORT_PERIOD) * i64::from(seqlen_q) * row_bytes;
+        let is_short = !is_packed && side_by_side_bytes <= SHORT_BYTES;
         let side_by_side_period = match problem.fwd.mask.kind() {
             MaskKind::Full if is_side_by_side => 1,
             MaskKind::Full => SIDE_BY_SIDE_PERIOD,
@@ -899,6 +903,12 @@ impl Sm90BwdTile {
             head_sums: DevPtr::NULL,
         })
     }
+}
+
+/// Queries and keys of a sequence, of the whole one where the call has a part of it.
+fn lengths_of_whole(problem: &BwdProblem) -> [u32; 2] {
+    let dims = problem.fwd.dims;
+    problem.fwd.part.seqlens.unwrap_or([dims.seqlen_q, dims.seqlen_k])
 }
 
 /// Whether a mask may hide a key or a query from some of a block and not from all, so that 0 times its infinity reaches
@@ -1188,16 +1198,31 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
 /// The main kernel: arguments `BwdParams`, five tensor maps, `Sm90BwdSchedule`.
 #[must_use]
 pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    with_maps("main", "Smem", tile.smem_bytes(spec), spec, tile)
+    with_maps("main", ("Smem", tile.smem_bytes(spec)), (spec, tile), ["", ""])
 }
 
-fn with_maps(name: &str, smem: &str, smem_bytes: i32, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+/// The same of keys that come while it runs: [`ArrivalParams`] behind its other arguments.
+#[must_use]
+pub fn main_of_arriving_keys(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    let more =
+        [", const __grid_constant__ ArrivalParams arrivals", ", ArrivingKeys<ArrivalParams>(arrivals)"];
+    with_maps("main", ("Smem", tile.smem_bytes(spec)), (spec, tile), more)
+}
+
+/// `more`: a parameter, and its argument.
+fn with_maps(
+    name: &str,
+    (smem, smem_bytes): (&str, i32),
+    (spec, tile): (&BwdSpec, &Sm90BwdTile),
+    more: [&str; 2],
+) -> KernelSource {
     let (threads, cluster) = (tile.num_threads(), tile.walk.cluster());
     let call = format!(
         "static_assert(sizeof(sm90::bwd::{smem}<kSpec, kTile>) == {smem_bytes}, \"{smem}: host and device disagree\"); \
          static_assert(sm90::bwd::num_threads(kTile) == {threads}, \"threads: host and device disagree\"); \
          static_assert(sm90::bwd::cluster_size(kTile) == {cluster}, \"cluster: host and device disagree\"); \
-         sm90::bwd::{name}<kSpec, kTile>(p, maps, schedule);",
+         sm90::bwd::{name}<kSpec, kTile>(p, maps, schedule{});",
+        more[1],
     );
     let clusters = if cluster > 1 { format!("__cluster_dims__({cluster}, 1, 1) ") } else { String::new() };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
@@ -1205,8 +1230,11 @@ fn with_maps(name: &str, smem: &str, smem_bytes: i32, spec: &BwdSpec, tile: &Sm9
         include: &format!("fmha/sm90/bwd/{name}.cuh"),
         constants: &constants,
         bounds: &format!("{clusters}__launch_bounds__({threads}, 1)"),
-        params: "const __grid_constant__ BwdParams p, const __grid_constant__ sm90::bwd::Maps maps, \
-                 const __grid_constant__ Sm90BwdSchedule schedule",
+        params: &format!(
+            "const __grid_constant__ BwdParams p, const __grid_constant__ sm90::bwd::Maps maps, \
+             const __grid_constant__ Sm90BwdSchedule schedule{}",
+            more[0]
+        ),
         call: &call,
     };
     let (spec, tile) = (*spec, *tile);
@@ -1242,7 +1270,7 @@ pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 /// [its own tile](Sm90BwdTile::of_dbias).
 #[must_use]
 pub fn dbias(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    with_maps("dbias", "BiasSmem", tile.dbias_smem_bytes(spec), spec, tile)
+    with_maps("dbias", ("BiasSmem", tile.dbias_smem_bytes(spec)), (spec, tile), ["", ""])
 }
 
 fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
@@ -1295,7 +1323,7 @@ fn host_header() -> Header {
         .map(|dim| format!("dim == {dim} && ({})", any_of(&|walk| walk.transposes_dq(dim))))
         .to_vec();
     let text = format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n\
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n\
          // Threads of a CTA of the kernels before and after the main one.\n\
          constexpr int kRowThreads = {ROW_THREADS};\n\
          // CTAs that add the parts of a key block.\n\
@@ -1311,6 +1339,7 @@ fn host_header() -> Header {
         DqFinish::c_definition(),
         Sm90BwdTile::c_definition(),
         Sm90BwdSchedule::c_definition(),
+        ArrivalParams::c_definition(),
         any_of(&BwdWalk::splits_dims),
         transposes.join(" ||\n         "),
     );

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use fmha_core::{DevBuffer, MemorySpace, Queues, Result};
+use fmha_core::{DevBuffer, MemorySpace, Peers, Queues, Result, Word};
 use fmha_gpu::{Driver, Grid};
 
 use super::mapped::Mapped;
@@ -18,6 +18,10 @@ unsafe impl Driver for Device {
 
     fn is_emulated(&self) -> bool {
         self.emulated
+    }
+
+    fn peers(&self) -> Option<&dyn Peers> {
+        Some(self)
     }
 
     fn enter(&self) -> Result<Entered> {
@@ -153,5 +157,48 @@ impl Queues for Device {
     unsafe fn destroy_graph(&self, graph: u64) {
         // A graph that cannot be destroyed went with its context.
         let _ = self.enter().and_then(|_entered| call!(cuGraphExecDestroy(graph as sys::Handle)));
+    }
+}
+
+impl Peers for Device {
+    fn export(&self, buffer: &DevBuffer) -> Result<[u8; 64]> {
+        let _entered = self.enter()?;
+        let mut name = sys::IpcHandle([0; 64]);
+        call!(cuIpcGetMemHandle(&raw mut name, buffer.slice().as_ptr() as u64))?;
+        Ok(name.0)
+    }
+
+    fn import(&self, name: &[u8; 64]) -> Result<u64> {
+        let _entered = self.enter()?;
+        let mut address = 0;
+        call!(cuIpcOpenMemHandle_v2(&raw mut address, sys::IpcHandle(*name), sys::IPC_LAZY_PEER_ACCESS))?;
+        Ok(address)
+    }
+
+    unsafe fn release(&self, address: u64) {
+        // What cannot be unmapped went with its context.
+        let _ = self.enter().and_then(|_entered| call!(cuIpcCloseMemHandle(address)));
+    }
+
+    unsafe fn copy(&self, from: u64, to: u64, bytes: u64, stream: u64) -> Result<()> {
+        let _entered = self.enter()?;
+        call!(cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream as sys::Handle))
+    }
+
+    unsafe fn words(&self, words: &[Word], stream: u64) -> Result<()> {
+        let _entered = self.enter()?;
+        for some in words.chunks(sys::MOST_MEM_OPS) {
+            let mut ops: Vec<sys::MemOp> = some.iter().map(sys::MemOp::from).collect();
+            call!(cuStreamBatchMemOp_v2(stream as sys::Handle, ops.len() as u32, ops.as_mut_ptr(), 0))?;
+        }
+        Ok(())
+    }
+
+    unsafe fn read_word(&self, at: u64, stream: u64) -> Result<u32> {
+        let _entered = self.enter()?;
+        let mut word = [0u8; 4];
+        call!(cuMemcpyDtoHAsync_v2(word.as_mut_ptr().cast(), at, 4, stream as sys::Handle))?;
+        call!(cuStreamSynchronize(stream as sys::Handle))?;
+        Ok(u32::from_le_bytes(word))
     }
 }

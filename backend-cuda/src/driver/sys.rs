@@ -6,6 +6,7 @@
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 
+use fmha_core::Word;
 use libloading::Library;
 use once_cell::sync::OnceCell;
 
@@ -120,6 +121,46 @@ pub(crate) struct MemAccessDesc {
     pub(crate) flags: c_int,
 }
 
+/// `CUipcMemHandle`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct IpcHandle(pub(crate) [u8; 64]);
+
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
+pub(crate) const IPC_LAZY_PEER_ACCESS: c_uint = 1;
+/// `CU_STREAM_MEM_OP_WAIT_VALUE_32`.
+pub(crate) const MEM_OP_WAIT_32: c_uint = 1;
+/// `CU_STREAM_MEM_OP_WRITE_VALUE_32`.
+pub(crate) const MEM_OP_WRITE_32: c_uint = 2;
+/// `CU_STREAM_WAIT_VALUE_EQ`.
+pub(crate) const WAIT_VALUE_EQ: c_uint = 1;
+/// How many are given at a time: the driver takes fewer than 256.
+pub(crate) const MOST_MEM_OPS: usize = 128;
+
+/// `CUstreamBatchMemOpParams`, of waits and writes, which have the same fields.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct MemOp {
+    pub(crate) operation: c_uint,
+    pub(crate) pad: c_uint,
+    pub(crate) address: Address,
+    pub(crate) value: u64,
+    pub(crate) flags: c_uint,
+    pub(crate) pad_flags: c_uint,
+    pub(crate) rest: [u64; 2],
+}
+
+impl From<&Word> for MemOp {
+    fn from(word: &Word) -> Self {
+        let (operation, address, value, flags) = match *word {
+            // By default a write has a barrier of the whole system before it.
+            Word::Write { at, value } => (MEM_OP_WRITE_32, at, value, 0),
+            Word::Await { at, value } => (MEM_OP_WAIT_32, at, value, WAIT_VALUE_EQ),
+        };
+        Self { operation, pad: 0, address, value: value.into(), flags, pad_flags: 0, rest: [0; 2] }
+    }
+}
+
 macro_rules! functions {
     ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?);)*) => {
         /// The driver's functions; `None` where the library is too old for one.
@@ -174,6 +215,12 @@ functions! {
     fn cuMemFree_v2(address: Address);
     fn cuMemcpyHtoD_v2(to: Address, from: *const c_void, bytes: usize);
     fn cuMemcpyDtoH_v2(to: *mut c_void, from: Address, bytes: usize);
+    fn cuMemcpyDtoDAsync_v2(to: Address, from: Address, bytes: usize, stream: Handle);
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: Address, bytes: usize, stream: Handle);
+    fn cuIpcGetMemHandle(name: *mut IpcHandle, address: Address);
+    fn cuIpcOpenMemHandle_v2(address: *mut Address, name: IpcHandle, flags: c_uint);
+    fn cuIpcCloseMemHandle(address: Address);
+    fn cuStreamBatchMemOp_v2(stream: Handle, count: c_uint, ops: *mut MemOp, flags: c_uint);
     fn cuMemsetD8Async(address: Address, byte: c_uchar, bytes: usize, stream: Handle);
     fn cuMemGetAllocationGranularity(granule: *mut usize, prop: *const MemAllocationProp, option: c_int);
     fn cuMemAddressReserve(base: *mut Address, bytes: usize, align: usize, wanted: Address, flags: c_ulonglong);
@@ -304,6 +351,12 @@ mod tests {
         alike!(MemAllocationProp, CUmemAllocationProp: kind = type_, handle_types = requestedHandleTypes,
                location = location, win32_metadata = win32HandleMetaData, flags = allocFlags);
         alike!(MemAccessDesc, CUmemAccessDesc: location = location, flags = flags);
+        alike!(IpcHandle, CUipcMemHandle: );
+        assert_eq!(size_of::<MemOp>(), size_of::<theirs::CUstreamBatchMemOpParams>());
+        use theirs::CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st as TheirWrite;
+        assert_eq!(offset_of!(MemOp, address), offset_of!(TheirWrite, address));
+        assert_eq!(offset_of!(MemOp, value), offset_of!(TheirWrite, __bindgen_anon_1));
+        assert_eq!(offset_of!(MemOp, flags), offset_of!(TheirWrite, flags));
     }
 
     #[test]
@@ -336,6 +389,10 @@ mod tests {
             STREAM_NON_BLOCKING => CUstream_flags::CU_STREAM_NON_BLOCKING,
             CAPTURE_MODE_THREAD_LOCAL => CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
             EVENT_DEFAULT => CUevent_flags::CU_EVENT_DEFAULT,
+            IPC_LAZY_PEER_ACCESS => CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
+            MEM_OP_WAIT_32 => CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_32,
+            MEM_OP_WRITE_32 => CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_32,
+            WAIT_VALUE_EQ => CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_EQ,
             FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES =>
                 CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION =>

@@ -179,6 +179,9 @@ impl Operands {
         self.read("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, batch + 1)?;
         self.read("seqused_q", &seq.seqused_q, problem.layout.seqused_q, batch)?;
         self.read("seqused_k", &seq.seqused_k, problem.layout.seqused_k, batch)?;
+        let pieces = u64::from(problem.arrivals);
+        self.read("arrivals.ends", &seq.arrivals.map(|keys| keys.ends), pieces > 0, pieces)?;
+        self.read("arrivals.flags", &seq.arrivals.map(|keys| keys.flags), pieces > 0, pieces + 1)?;
 
         let table_elems = match (problem.layout.kv.page_size(), &seq.block_table) {
             (Some(page_size), Some(table)) => {

@@ -212,6 +212,25 @@ pub struct SeqArgs<'a> {
     pub seqused_q: Option<DevSlice<'a>>,
     /// i32 `[batch]`: logical keys in the cache before the call, where the problem says so.
     pub seqused_k: Option<DevSlice<'a>>,
+    /// When K and V come, iff the problem's [`arrivals`](crate::FwdProblem::arrivals) is not 0.
+    pub arrivals: Option<Arrivals<'a>>,
+}
+
+/// K and V that come while the call runs, in `n` pieces of rows: a kernel reads rows of a piece once its flag is not 0. What
+/// writes a piece writes its flag afterwards, with a barrier of the whole system between; it is queued before the call, and needs
+/// no multiprocessor.
+#[derive(Clone, Copy, Debug)]
+pub struct Arrivals<'a> {
+    /// u32 `[n]`: one past each piece's last row of every sequence. Ascending; the last is `seqlen_k`.
+    pub ends: DevSlice<'a>,
+    /// u32 `[n + 1]`: the flags, written while the call runs. The last one is the kernel's: not 0, it tells every waiting thread to
+    /// go on with whatever is there, and a thread that has waited for piece `i` beyond the timeout writes `i + 1`. No result of
+    /// such a call is one.
+    pub flags: DevSlice<'a>,
+    /// Pieces, a bit each, that are there before the call.
+    pub here: u64,
+    /// Nanoseconds that a thread waits for a piece.
+    pub timeout_ns: u64,
 }
 
 /// Operands of the score and of the FP8 scales; each is there iff the problem says so.

@@ -1,8 +1,8 @@
 //! Arguments built by name: what every call of a kind has in `new`, the rest by setters of the fields' names.
 
 use super::{
-    BlockTable, BwdArgs, CacheArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, PartialResult, ScoreArgs,
-    SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, PartialResult,
+    ScoreArgs, SeqArgs,
 };
 use crate::dropout::DropoutSeed;
 use crate::layout::Totals;
@@ -24,6 +24,8 @@ impl<'a> SeqArgs<'a> {
         seqused_q: impl Into<Option<DevSlice<'a>>> => seqused_q;
         /// i32 `[batch]`: logical keys in the cache before the call.
         seqused_k: impl Into<Option<DevSlice<'a>>> => seqused_k;
+        /// When K and V come.
+        arrivals: impl Into<Option<Arrivals<'a>>> => arrivals;
     }
 }
 

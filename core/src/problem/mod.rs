@@ -92,7 +92,13 @@ pub struct FwdProblem {
     /// Whether LSE is written: f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
     #[doc(alias = "softmax_lse")]
     pub write_lse: bool,
+    /// In how many pieces K and V come while the call runs, at most [`MAX_ARRIVALS`]; 0: they are there before it. The
+    /// operands are [`Arrivals`](crate::Arrivals).
+    pub arrivals: u32,
 }
+
+/// Most pieces in which K and V come: a bit each of a 64-bit word.
+pub const MAX_ARRIVALS: u32 = 64;
 
 impl FwdProblem {
     /// Batch mode, contiguous b·s·h·d, one type throughout; every option off. The setters turn them on.
@@ -127,6 +133,7 @@ impl FwdProblem {
             cache: CacheUse::default(),
             part: Part::default(),
             write_lse: false,
+            arrivals: 0,
         };
         problem.strides.q = Strides::bshd(problem.shape_q());
         problem.strides.k = Strides::bshd(problem.shape_k());
@@ -196,6 +203,8 @@ impl FwdProblem {
         part: Part => part;
         /// Whether LSE is written.
         write_lse: bool => write_lse;
+        /// In how many pieces K and V come while the call runs.
+        arrivals: u32 => arrivals;
         /// Whether the dropout keep mask is written.
         write_keep_mask: bool => dropout.write_keep_mask;
     }
@@ -329,6 +338,13 @@ impl FwdProblem {
         }
         const MOST: u32 = i32::MAX.unsigned_abs();
         ensure!(batch <= MOST, "batch", "batch {batch} is larger than {MOST}");
+        let arrivals = self.arrivals;
+        ensure!(arrivals <= MAX_ARRIVALS, "arrivals", "arrivals {arrivals} is larger than {MAX_ARRIVALS}");
+        ensure!(
+            arrivals == 0 || self.layout.kv == KvLayout::Strided && self.cache == CacheUse::default(),
+            "arrivals",
+            "arrivals {arrivals}: keys that come in pieces are strided, and nothing happens to their cache"
+        );
         for (field, value) in [("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)] {
             ensure!(value <= MAX_SEQLEN, field, "{field} {value} is larger than {MAX_SEQLEN}");
         }

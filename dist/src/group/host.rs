@@ -113,16 +113,6 @@ impl Host {
         Self { rank, size, timeout, mailbox, link }
     }
 
-    /// What has gone wrong on any rank so far, as far as it is known here.
-    pub(super) fn failure(&self) -> Option<Error> {
-        let state = self.mailbox.lock();
-        let died = |(rank, peer): (u32, &Peer)| {
-            let how = peer.gone.filter(|how| how.contains("died"))?;
-            Some(Error::new(rank, "group", format!("rank {rank} {how}")))
-        };
-        state.failure.clone().or_else(|| (0..).zip(&state.peers).find_map(died))
-    }
-
     fn others(&self) -> impl Iterator<Item = u32> {
         let rank = self.rank;
         (0..self.size).filter(move |&other| other != rank)
@@ -254,6 +244,19 @@ impl Group for Host {
             }
         }
         Ok(())
+    }
+
+    fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    fn failure(&self) -> Option<Error> {
+        let state = self.mailbox.lock();
+        let died = |(rank, peer): (u32, &Peer)| {
+            let how = peer.gone.filter(|how| how.contains("died"))?;
+            Some(Error::new(rank, "group", format!("rank {rank} {how}")))
+        };
+        state.failure.clone().or_else(|| (0..).zip(&state.peers).find_map(died))
     }
 
     fn fail(&self, error: Error) -> Error {

@@ -15,6 +15,8 @@ mod nccl;
 mod tcp;
 mod threads;
 
+use std::time::Duration;
+
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 
 pub use host::Host;
@@ -136,6 +138,16 @@ pub trait Group: Send + Sync {
         sinks: &mut [DevSliceMut<'_>],
         stream: &Stream,
     ) -> Result<()>;
+
+    /// How long a rank waits for another one.
+    fn timeout(&self) -> Duration {
+        Duration::from_secs(60)
+    }
+
+    /// What has gone wrong on any rank so far, as far as it is known here.
+    fn failure(&self) -> Option<Error> {
+        None
+    }
 
     /// Tells every rank that this one cannot go on, and why; gives the error that all have from now on: the first.
     fn fail(&self, error: Error) -> Error;

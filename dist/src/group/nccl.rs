@@ -270,6 +270,14 @@ impl Group for Nccl {
         queued.map_err(|error| self.fail(error))
     }
 
+    fn timeout(&self) -> Duration {
+        self.control.timeout()
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.control.failure()
+    }
+
     fn fail(&self, error: Error) -> Error {
         self.control.fail(error)
     }

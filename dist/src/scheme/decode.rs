@@ -32,7 +32,7 @@ pub(super) fn takes(whole: &Whole, backward: bool) -> Result<()> {
 
 pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     let heads = b.whole.all_heads();
-    let operands = Operands { q: b.own(Kind::Q), k: b.own(Kind::K), v: b.own(Kind::V) };
+    let operands = Operands { q: b.own(Kind::Q), k: b.own(Kind::K), v: b.own(Kind::V), arrivals: 0 };
     let keys = b.keys_of(b.rank());
     let mut moves = Moves::default();
     let mut gathered = Vec::new();

@@ -5,18 +5,21 @@
 //!  rank 1   K1 V1 ──┼──────┼─► K0 K1 K2 K3   queries of rank 1
 //!  ...              │ once │
 //!
-//!  on a GPU   moves    kv head 0  the other heads
-//!             kernels             head 0           the other heads
+//!  GPUs of    moves    K3 V3   K1 V1   ...
+//!  one host   kernel   one launch, which waits for each piece's flag
 //! ```
 //!
 //! Keys lie where one device has them, so tiles begin at the same keys and every row's sums have the same order.
 
+use std::ops::Range;
+
 use fmha::DType;
 
-use crate::builder::{Builder, Given, Grads, Held, HeldLse, Moves, Operands, Wanted};
-use crate::error::Result;
+use crate::arrivals::{self, Coming, Rows};
+use crate::builder::{Builder, Given, Grads, Held, Moves, Operands, Wanted};
+use crate::error::{Error, Result};
 use crate::partition::Piece;
-use crate::problem::{Heads, Kind, Whole};
+use crate::problem::Kind;
 use crate::program::{At, Buf};
 
 /// Whether `rank`'s queries see some of these keys.
@@ -24,25 +27,26 @@ fn needs(b: &Builder<'_>, rank: u32, keys: &Piece) -> bool {
     b.whole.q.pieces(rank).iter().any(|q| b.whole.sees(q, keys).is_some())
 }
 
-/// These heads of K and V of the whole, as far as this rank's queries see them.
-fn gather(b: &mut Builder<'_>, heads: &Heads) -> Result<Operands> {
+/// K and V of the whole, as far as this rank's queries see them.
+fn gather(b: &mut Builder<'_>, order: Order) -> Result<Operands> {
+    let heads = b.whole.all_heads();
     let whole = |b: &mut Builder<'_>, kind| {
         let tensor = b.tensor_of_all(kind, heads.num_kv(), b.dtype(kind));
         b.hold(tensor)
     };
     let (k, v) = (whole(b, Kind::K), whole(b, Kind::V));
-    let some = *heads != b.whole.all_heads();
+    if b.whole.flags {
+        let coming = coming(b, [k, v], order)?;
+        let arrivals = coming.pieces.len() as u32;
+        b.come(coming);
+        return Ok(Operands { q: b.own(Kind::Q), k, v, arrivals });
+    }
     let mut moves = Moves::default();
     for (kind, all) in [(Kind::K, k), (Kind::V, v)] {
         let own = b.own(kind);
         for keys in b.keys_of(b.rank()) {
-            let peers: Vec<u32> = (0..b.ranks()).filter(|&peer| needs(b, peer, &keys)).collect();
-            let rows = (keys.row, keys.rows());
-            let part = match some && !peers.is_empty() {
-                true => b.heads_alone(own, rows, &heads.kv)?,
-                false => own.rows(rows.0, rows.1),
-            };
-            peers.into_iter().for_each(|peer| moves.send(peer, part));
+            let part = own.rows(keys.row, keys.rows());
+            (0..b.ranks()).filter(|&peer| needs(b, peer, &keys)).for_each(|peer| moves.send(peer, part));
         }
         for peer in 0..b.ranks() {
             for keys in b.keys_of(peer).iter().filter(|keys| needs(b, b.rank(), keys)) {
@@ -51,7 +55,52 @@ fn gather(b: &mut Builder<'_>, heads: &Heads) -> Result<Operands> {
         }
     }
     b.exchange(&moves)?;
-    Ok(Operands { q: b.own(Kind::Q).of_head(heads.q.start), k, v })
+    Ok(Operands { q: b.own(Kind::Q), k, v, arrivals: 0 })
+}
+
+/// Which keys kernels read first: forward, a tile's last ones; backward, the sequence's first ones.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Order {
+    LastFirst,
+    FirstFirst,
+}
+
+/// The same, in pieces for which the kernels wait.
+fn coming(b: &Builder<'_>, all: [Held; 2], order: Order) -> Result<Coming> {
+    let own = [b.own(Kind::K), b.own(Kind::V)];
+    let row_bytes = own.iter().map(|held| held.rows(0, 1).1.bytes()).sum();
+    let pieces = arrivals::pieces(b.whole, row_bytes).map_err(|text| Error::new(b.rank(), "flags", text))?;
+    let rows = |own_row: u32, whole_row: u32, count: u32| {
+        [0, 1].map(|of| Rows { from: own[of].rows(own_row, count), to: all[of].rows(whole_row, count) })
+    };
+    // A piece is needed by whom its run is needed.
+    let mut runs: Vec<(Range<u32>, Vec<bool>)> = Vec::new();
+    for owner in 0..b.ranks() {
+        for run in b.keys_of(owner) {
+            let by = (0..b.ranks()).map(|rank| needs(b, rank, &run)).collect();
+            runs.push((run.whole_row..run.whole_row + run.rows(), by));
+        }
+    }
+    let needed = |piece: &arrivals::Piece, rank: u32| {
+        let run = runs.iter().find(|(rows, _)| rows.contains(&piece.rows.start));
+        run.is_some_and(|(_, by)| by[rank as usize])
+    };
+    let mut sends = Vec::new();
+    let mut expected = Vec::new();
+    for (at, piece) in pieces.iter().enumerate() {
+        let count = piece.rows.end - piece.rows.start;
+        if piece.owner != b.rank() {
+            expected.extend(needed(piece, b.rank()).then_some(at));
+            continue;
+        }
+        let peers = (0..b.ranks()).filter(|&peer| peer != b.rank() && needed(piece, peer));
+        sends.extend(peers.map(|peer| (peer, at, rows(piece.own_row, piece.rows.start, count))));
+    }
+    if order == Order::LastFirst {
+        sends.reverse();
+    }
+    let own = b.keys_of(b.rank()).iter().flat_map(|run| rows(run.row, run.whole_row, run.rows())).collect();
+    Ok(Coming { pieces, buffers: all.map(|held| held.buf), own, sends, expected })
 }
 
 /// Each piece of queries with the whole sequence of keys that it sees.
@@ -65,34 +114,24 @@ fn pairs(b: &Builder<'_>) -> Vec<(Piece, Piece)> {
     b.queries().into_iter().map(|q| (q.clone(), whole(&q))).collect()
 }
 
-/// One kv head and the others: attention takes so much longer than its keys' way that the first one hides the rest.
-fn groups(whole: &Whole) -> Vec<Heads> {
-    let heads = whole.fwd.dims.num_heads_kv;
-    if !whole.by_heads {
-        return vec![whole.all_heads()];
-    }
-    let ratio = whole.fwd.gqa_ratio();
-    [0..1, 1..heads].map(|kv| Heads { q: kv.start * ratio..kv.end * ratio, kv }).to_vec()
-}
-
-/// Each group of heads comes while the one before is attended to: what is not hidden is the first, a small one. A group's heads
-/// are sums of their own, so the bits are those of all heads at once.
 pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
-    let groups = groups(b.whole);
-    let gathered = groups.iter().map(|heads| gather(b, heads)).collect::<Result<Vec<_>>>()?;
-    for (heads, operands) in groups.iter().zip(&gathered) {
-        let lse = HeldLse { head: heads.q.start, ..b.own_lse() };
-        let out = (b.own(Kind::O).of_head(heads.q.start), lse);
-        for (q, keys) in pairs(b) {
-            b.forward_into((&q, &keys), heads, operands, (q.row, keys.whole_row), out)?;
-        }
+    let operands = gather(b, Order::LastFirst)?;
+    let (heads, out) = (b.whole.all_heads(), (b.own(Kind::O), b.own_lse()));
+    // The longest launch first, and two side by side: the last tiles of one leave processors to the next. Its tiles begin with
+    // keys that are here under a causal mask, and each run's way takes as long as a tile has to do with the one before.
+    let mut pairs = pairs(b);
+    pairs.sort_by_key(|(q, keys)| std::cmp::Reverse(b.whole.pairs(q, keys)));
+    b.take_turns();
+    for (q, keys) in pairs {
+        b.forward_into((&q, &keys), &heads, &operands, (q.row, keys.whole_row), out)?;
     }
+    b.read_all_that_came();
     Ok(())
 }
 
 pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
     let heads = b.whole.all_heads();
-    let operands = gather(b, &heads)?;
+    let operands = gather(b, Order::FirstFirst)?;
     let given =
         Given { o: b.own(Kind::O), dout: b.own_as(Buf::Dout, Kind::O, b.dtype(Kind::O)), lse: b.own_lse() };
     let f32_of_all = |b: &mut Builder<'_>, kind| {
@@ -129,6 +168,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         }
         b.sum(dq_out.rows(q.row, q.rows()), vec![dq.rows(q.row, q.rows())], wanted.dtype)?;
     }
+    b.read_all_that_came();
     bring_home(b, [(Kind::K, dk, Buf::Dk), (Kind::V, dv, Buf::Dv)], wanted.dtype)?;
     if wanted.dsink {
         b.sum_dsink(&dsinks)?;

@@ -170,7 +170,7 @@ impl Keys {
             let then = self.share(b, step + 1);
             pass_on(b, self.hosts, &[(share[0], then[0]), (share[1], then[1])])?;
         }
-        Ok(Operands { q: b.own(Kind::Q), k, v })
+        Ok(Operands { q: b.own(Kind::Q), k, v, arrivals: 0 })
     }
 
     /// The shares of all ranks of this host.
@@ -424,7 +424,7 @@ fn sinks(b: &mut Builder<'_>, queries: &[Piece], given: &Given) -> Result<Vec<At
     for q in queries {
         let none = q.without_rows();
         let at = At(b.scratch(4 * u64::from(heads.num_q())), 0);
-        let operands = Operands { q: b.own(Kind::Q), k: b.own(Kind::K), v: b.own(Kind::V) };
+        let operands = Operands { q: b.own(Kind::Q), k: b.own(Kind::K), v: b.own(Kind::V), arrivals: 0 };
         let grads = Grads { parts: parts(b, q, &none).map(|held| (held, 0)), dsink: Some(at) };
         b.backward((q, &none), &heads, &operands, (q.row, 0), given, grads)?;
         all.push(at);

@@ -129,7 +129,7 @@ fn swap_in_all(b: &mut Builder<'_>, moves: &mut Moves) -> Operands {
         let own = b.own(kind);
         swap_in(b, moves, kind, own)
     });
-    Operands { q, k, v }
+    Operands { q, k, v, arrivals: 0 }
 }
 
 /// Every sequence whole, with its keys.

@@ -16,6 +16,28 @@ FMHA_DEVICE int32_t ld_acquire_gpu(const int32_t* address) {
   return value;
 }
 
+// needs: sm_70. As above, of releases by other devices and by the host's streams too.
+// PTX ISA: ld.
+FMHA_DEVICE uint32_t ld_acquire_sys(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// needs: sm_70. Nanoseconds of the device's clock, which some devices advance by a microsecond at a time.
+// PTX ISA, Special Registers: %globaltimer
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-globaltimer
+FMHA_DEVICE uint64_t globaltimer() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
+// needs: sm_70. Lets other warps run for about so many nanoseconds.
+// PTX ISA, Miscellaneous Instructions: nanosleep
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-nanosleep
+FMHA_DEVICE void nanosleep(uint32_t nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
+
 // needs: sm_70. What this thread has done before is seen by who acquires.
 // PTX ISA: red.
 FMHA_DEVICE void red_release_gpu_add(int32_t* address, int32_t value) {

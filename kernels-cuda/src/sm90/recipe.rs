@@ -110,6 +110,10 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         sm90::NAME
     }
 
+    fn waits_for_keys(&self) -> bool {
+        true
+    }
+
     fn choose(
         &self,
         problem: &ValidFwd,
@@ -146,6 +150,12 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
                     .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
             }
             facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
+            if problem.arrivals > 0 && !tile.waits_for_keys() {
+                return Err(format!(
+                    "arrivals {}: its tile does not wait for pieces of keys",
+                    problem.arrivals
+                ));
+            }
             Ok(tile)
         };
         // Tiles are measured as a plan without options has them.
@@ -184,7 +194,10 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let main = Launch {
             kernel: sm90::NAME,
-            source: sm90::fwd(&own_spec, &tile),
+            source: match problem.arrivals {
+                0 => sm90::fwd(&own_spec, &tile),
+                _ => sm90::fwd_of_arriving_keys(&own_spec, &tile),
+            },
             grid,
             shared_bytes: smem_bytes,
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
@@ -288,12 +301,17 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             }
             return Ok(());
         }
-        let last = prepared.as_mut().map_or(std::ptr::null_mut(), |values| (&raw mut *values).cast());
+        let mut arrivals = bind::arrival_params(call.problem, &call.args.seq);
+        let last = match &mut prepared {
+            _ if call.problem.arrivals > 0 => (&raw mut arrivals).cast(),
+            Some(values) => (&raw mut *values).cast(),
+            None => std::ptr::null_mut(),
+        };
         let mut arguments =
             [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast(), last];
-        let count = if tile.prepare_v == PrepareV::Beside { 4 } else { 3 };
-        // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues; `check_fwd` saw
-        // that the memory covers the problem, and the maps were made for the same extents.
+        let count = 3 + usize::from(call.problem.arrivals > 0 || tile.prepare_v == PrepareV::Beside);
+        // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues, or of keys that come
+        // ArrivalParams; `check_fwd` saw that the memory covers the problem, and the maps were made for the same extents.
         unsafe { fwd.launch(&mut arguments[..count], call.stream) }
     }
 

@@ -52,6 +52,10 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         sm90_bwd::NAME
     }
 
+    fn waits_for_keys(&self) -> bool {
+        true
+    }
+
     fn choose(
         &self,
         problem: &ValidBwd,
@@ -152,7 +156,10 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
                 )],
                 Launch {
                     kernel: sm90_bwd::NAME,
-                    source: sm90_bwd::main(&spec, &tile),
+                    source: match problem.fwd().arrivals {
+                        0 => sm90_bwd::main(&spec, &tile),
+                        _ => sm90_bwd::main_of_arriving_keys(&spec, &tile),
+                    },
                     grid: grid(ctas, tile.num_threads().unsigned_abs()),
                     shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
                     tiles: tiles.into(),
@@ -264,10 +271,17 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         }
         if schedule.num_tiles > 0 {
             let mut maps = maps::<V::Driver>(call, &tile)?;
-            let mut arguments =
-                [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
-            // SAFETY: as above; the maps were made for the same extents.
-            unsafe { main.launch(&mut arguments, call.stream)? };
+            let fwd = call.problem.fwd();
+            let mut arrivals = bind::arrival_params(fwd, &call.args.seq);
+            let mut arguments = [
+                (&raw mut params).cast(),
+                (&raw mut maps).cast(),
+                (&raw mut schedule).cast(),
+                (&raw mut arrivals).cast(),
+            ];
+            let count = if fwd.arrivals > 0 { 4 } else { 3 };
+            // SAFETY: as above; the maps were made for the same extents; of keys that come it takes ArrivalParams too.
+            unsafe { main.launch(&mut arguments[..count], call.stream)? };
         }
         // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
         if postprocesses && (schedule.num_q_blocks > 0 || call.problem.write_dsink) {

@@ -1,5 +1,6 @@
 // The load role: one thread keeps TMA fed.
 #pragma once
+#include <fmha/common/arrivals.cuh>
 #include <fmha/ptx/bulk.cuh>
 #include <fmha/ptx/flag.cuh>
 #include <fmha/sm90/bwd/order.cuh>
@@ -36,13 +37,15 @@ FMHA_DEVICE int32_t k_batch_of(const SeqSpan& span) {
   return spec.fwd.kv_layout == KvKind::Packed ? 0 : span.i_batch;
 }
 
-template <BwdSpec spec, Sm90BwdTile tile>
+// `ArrivedKeys`: what waits for keys that come while the kernel runs, if they do.
+template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys>
 struct Loader {
   using S = Shape<spec, tile>;
   const BwdParams& p;
   const Maps& maps;
   const Sm90BwdSchedule& schedule;
   Smem<spec, tile>& smem;
+  ArrivedKeys& arrived;
   Slot<tile.stages_q> q_slot;
   Slot<tile.stages_dout> dout_slot;
   uint32_t tile_phase = 0;
@@ -80,6 +83,8 @@ struct Loader {
   }
 
   FMHA_DEVICE void load_tile(const Work& work) {
+    arrived.wait(work.span.k_row + work.keys.begin, tile.block_n);
+    if constexpr (in_clusters(tile)) arrived.wait(work.span.k_row + first_key_of_other<tile>(work), tile.block_n);
     const int32_t k_row = work.span.k_row + work.keys.begin;
     const int32_t k_batch = k_batch_of<spec>(work.span);
     bool first = true;
@@ -110,9 +115,10 @@ struct Loader {
   }
 };
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
-  Loader<spec, tile> loader{p, maps, schedule, smem};
+template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys>
+FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule, ArrivedKeys arrived,
+                      Smem<spec, tile>& smem) {
+  Loader<spec, tile, ArrivedKeys> loader{p, maps, schedule, smem, arrived};
   const auto load_tile = [&](int32_t index) {
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     if (!work.q_blocks.empty()) loader.load_tile(work);

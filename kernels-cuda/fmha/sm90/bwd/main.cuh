@@ -49,8 +49,8 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule) {
+template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys = AllKeysHere>
+FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule, ArrivedKeys arrived = {}) {
   static_assert(spec.fwd.dtype_qk == spec.fwd.dtype_v && spec.fwd.dtype_o == spec.fwd.dtype_v,
                 "sm90 backward: Q, K, V and dO share a type");
   static_assert(spec.fwd.dtype_qk == DType::F16 || spec.fwd.dtype_qk == DType::Bf16, "sm90 backward: 16-bit types");
@@ -70,7 +70,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     ptx::setmaxnreg_dec<tile.load_registers>();
     const int32_t warp = ptx::uniform(threadIdx.x / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
-    if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, smem);
+    if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, arrived, smem);
     if constexpr (!adds_from_registers(tile)) {
       if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
       if constexpr (kDqStart<spec, tile> == DqStart::Ordered) {

@@ -41,8 +41,9 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const PreparedValues& values = {}) {
+template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys = AllKeysHere>
+FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const PreparedValues& values = {},
+                     ArrivedKeys arrived = {}) {
   static_assert(spec.dtype_qk == spec.dtype_v || is_fp8(spec.dtype_qk), "sm90: Q, K and V share a type, or Q and K are FP8");
   static_assert(size_bytes(spec.dtype_qk) <= 2 && size_bytes(spec.dtype_v) <= 2, "sm90: types of 16 and 8 bits");
   static_assert(!is_fp8(spec.dtype_qk) || tile.copy_bytes == 0, "sm90: FP8 comes by TMA");
@@ -60,6 +61,8 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
                 "sm90: a spare warp of the load role brings a bias of 16 bits, its rows those of one head");
   static_assert(tile.split_keys == 0 || (tile.cluster == 1 && !tile.skip_row_max && !takes_prepared_v(tile)),
                 "sm90: a part of the keys is one CTA's, and does not end at the sequence's first key");
+  static_assert(!ArrivedKeys::waits || (tile.copy_bytes == 0 && !takes_prepared_v(tile)),
+                "sm90: one thread loads keys that come while the kernel runs");
   static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
   static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only TMA loads a column-major V");
   static_assert(tile.cluster == 1 || tile.copy_bytes == 0,
@@ -88,7 +91,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
     ptx::wait_for_grids_before();
   }
   if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
-    load<spec, tile>(p, maps, schedule, values, smem);
+    load<spec, tile>(p, maps, schedule, values, arrived, smem);
   } else {
     consume<spec, tile>(p, smem);
   }

@@ -1,6 +1,7 @@
 // The load role: one thread issues TMA loads, or three warps copy themselves.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
+#include <fmha/common/arrivals.cuh>
 #include <fmha/common/scheduler.cuh>
 #include <fmha/sm90/fwd/load_bias.cuh>
 #include <fmha/sm90/fwd/prepare_values.cuh>
@@ -9,13 +10,15 @@
 
 namespace fmha::sm90 {
 
-template <FwdSpec spec, Sm90Tile tile>
+// `ArrivedKeys`: what waits for keys that come while the kernel runs, if they do.
+template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys>
 struct Loader {
   using Shared = Smem<spec, tile>;
   const FwdParams& p;
   const Maps& maps;
   const PreparedValues& values;
   Shared& smem;
+  ArrivedKeys& arrived;
   Slot<Shared::q_buffers> q_slot;
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
@@ -143,6 +146,7 @@ struct Loader {
     if constexpr (copies) {
       copy_block(smem.k, p.k, spec.head_dim_qk, smem.k_full, smem.k_empty, k_slot, keys, i);
     } else {
+      arrived.wait(keys.row(i), tile.block_n);
       load_block<false>(smem.k, maps.k, smem.k_full[k_slot.index], smem.k_empty, k_slot, keys, i);
     }
   }
@@ -219,12 +223,12 @@ struct Loader {
   }
 };
 
-template <FwdSpec spec, Sm90Tile tile>
+template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys>
 FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const PreparedValues& values,
-                      Smem<spec, tile>& smem) {
+                      ArrivedKeys arrived, Smem<spec, tile>& smem) {
   ptx::setmaxnreg_dec<regs(tile).load>();
   if (threadIdx.x == 0 || (tile.copy_bytes > 0 && threadIdx.x / 32 != 1)) {
-    Loader<spec, tile> loader{p, maps, values, smem};
+    Loader<spec, tile, ArrivedKeys> loader{p, maps, values, smem, arrived};
     loader.run();
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);

@@ -2,6 +2,8 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
+use std::time::{Duration, Instant};
+
 use fmha_emu_ptx::{Asynchrony, Kernel, LaunchConfig};
 
 use crate::error::{INVALID_HANDLE, INVALID_VALUE, LAUNCH_FAILED, Result, SUCCESS, put};
@@ -10,12 +12,45 @@ use crate::state::{Handle, state};
 /// One piece of work on a stream. Host addresses are numbers: the caller promised they stay valid.
 #[derive(Clone, Debug)]
 pub(crate) enum Node {
-    HostToDevice { to: u64, from: usize, bytes: usize },
-    DeviceToHost { to: usize, from: u64, bytes: usize },
-    DeviceToDevice { to: u64, from: u64, bytes: usize },
-    Fill { to: u64, pattern: u32, width: usize, count: usize },
-    Launch { kernel: Kernel, config: LaunchConfig, args: Vec<u8> },
-    Call { function: extern "C" fn(*mut c_void), data: usize },
+    HostToDevice {
+        to: u64,
+        from: usize,
+        bytes: usize,
+    },
+    DeviceToHost {
+        to: usize,
+        from: u64,
+        bytes: usize,
+    },
+    DeviceToDevice {
+        to: u64,
+        from: u64,
+        bytes: usize,
+    },
+    Fill {
+        to: u64,
+        pattern: u32,
+        width: usize,
+        count: usize,
+    },
+    Launch {
+        kernel: Kernel,
+        config: LaunchConfig,
+        args: Vec<u8>,
+    },
+    /// A word of 32 bits gets a value, or is waited for until it has it.
+    Write {
+        at: u64,
+        value: u32,
+    },
+    Await {
+        at: u64,
+        value: u32,
+    },
+    Call {
+        function: extern "C" fn(*mut c_void),
+        data: usize,
+    },
 }
 
 impl Node {
@@ -25,12 +60,16 @@ impl Node {
             function(data as *mut c_void);
             return SUCCESS;
         }
+        if let Self::Await { at, value } = *self {
+            return wait_for(at, value);
+        }
         let mut state = state();
         if let Some(code) = state.sticky {
             return code;
         }
         let device = &state.device;
         let result = match self {
+            Self::Write { at, value } => device.upload(*at, &value.to_le_bytes()),
             Self::HostToDevice { to, from, bytes } => {
                 // SAFETY: the caller of the copy gave `bytes` readable bytes at `from`, valid until it is done.
                 let data = unsafe { std::slice::from_raw_parts(*from as *const u8, *bytes) };
@@ -76,7 +115,7 @@ impl Node {
                 state.observer.note(kernel, config, &report);
                 return SUCCESS;
             }
-            Self::Call { .. } => Ok(()),
+            Self::Call { .. } | Self::Await { .. } => Ok(()),
         };
         match result {
             Ok(()) => SUCCESS,
@@ -86,6 +125,24 @@ impl Node {
             }
         }
     }
+}
+
+/// Waits for another thread's write, with the device free for it; a device would wait for ever.
+fn wait_for(at: u64, value: u32) -> Result {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(30) {
+        let mut word = [0; 4];
+        if let Err(fault) = state().device.download(at, &mut word) {
+            state().report("wait", &fault);
+            return INVALID_VALUE;
+        }
+        if u32::from_le_bytes(word) == value {
+            return SUCCESS;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    eprintln!("emulated driver: word {at:#x} was not {value} within 30 s");
+    LAUNCH_FAILED
 }
 
 /// Runs `node`, or captures it when `stream` is capturing.

@@ -6,6 +6,7 @@ use std::time::Instant;
 use crate::error::{
     INVALID_HANDLE, INVALID_VALUE, NOT_READY, Result, STREAM_CAPTURE_UNSUPPORTED, SUCCESS, put,
 };
+use crate::graph::{Node, submit};
 use crate::state::{Handle, Stream, state};
 
 /// Handles that name the default streams.
@@ -90,6 +91,41 @@ pub(crate) extern "C" fn cuStreamAttachMemAsync(
     _bytes: usize,
     _flags: c_uint,
 ) -> Result {
+    SUCCESS
+}
+
+/// `CUstreamBatchMemOpParams`, of waits and writes.
+#[repr(C)]
+pub(crate) struct MemOp {
+    operation: c_uint,
+    address: u64,
+    value: u64,
+    flags: c_uint,
+    rest: [u64; 2],
+}
+
+/// Waits for equality and writes, of 32 bits.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamBatchMemOp_v2(
+    stream: Handle,
+    count: c_uint,
+    ops: *const MemOp,
+    _flags: c_uint,
+) -> Result {
+    // SAFETY: the caller gives so many steps.
+    let ops = unsafe { std::slice::from_raw_parts(ops, count as usize) };
+    for op in ops {
+        let (at, value) = (op.address, op.value as u32);
+        let node = match (op.operation, op.flags) {
+            (1, 1) => Node::Await { at, value },
+            (2, 0) => Node::Write { at, value },
+            _ => return INVALID_VALUE,
+        };
+        match submit(stream, node) {
+            SUCCESS => {}
+            failed => return failed,
+        }
+    }
     SUCCESS
 }
 
