@@ -304,7 +304,8 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     }
 }
 
-/// The long one's kv head is in parts (`LEAST_KEYS_IN_PARTS`), whose sums have bits of their own; so has the order of its heads.
+/// The long one's kv head is in parts (`LEAST_KEYS_IN_PARTS`), whose sums have bits of their own; so has the order of
+/// its heads.
 #[test]
 fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
     let Some(backend) = device() else { return };

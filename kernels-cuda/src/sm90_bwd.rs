@@ -194,8 +194,8 @@ abi_struct! {
         pub side_by_side_period: i32,
         /// Behind a mask, so many of them at a time.
         pub side_by_side_heads: i32,
-        /// With ordered additions to dQ and no mask, key blocks (of clusters) that run at a time and begin their walks apart;
-        /// 0: as many as a packed sequence's own length gives.
+        /// With ordered additions to dQ and no mask, key blocks (of clusters) that run at a time and begin their
+        /// walks apart; 0: as many as a packed sequence's own length gives.
         pub key_blocks_in_group: i32,
         /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
         /// of; else all of them.
@@ -219,35 +219,37 @@ pub struct HeadParts {
     pub queries: u32,
 }
 
-/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down: of packed sequences, and
-/// of long ones.
+/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down: of packed
+/// sequences, and of long ones.
 const SIDE_BY_SIDE_PERIOD: u32 = 8;
 
-/// Of short ones half: their longest key blocks begin when the others' shortest are done. By a simulation of the order, of the
-/// rate without order, with one of eight and with one of two: B1 H40/8 S4224 D128 0.66 and 1.0 (measured with one of eight
-/// 0.74), B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0 (0.73).
+/// Of short ones half: their longest key blocks begin when the others' shortest are done. By a simulation of the
+/// order, of the rate without order, with one of eight and with one of two: B1 H40/8 S4224 D128 0.66 and 1.0
+/// (measured with one of eight 0.74), B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0
+/// (0.73).
 const SHORT_PERIOD: u32 = 2;
 
-/// What half of a short sequence's heads have of Q, dO and the sums of dQ, at most: key blocks of heads side by side come to a
-/// query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S 3520 to 6912, D 128, an H100, with
-/// half of the heads upward 0.76 of the rate without order.
+/// What half of a short sequence's heads have of Q, dO and the sums of dQ, at most: key blocks of heads side by side
+/// come to a query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S 3520 to 6912,
+/// D 128, an H100, with half of the heads upward 0.76 of the rate without order.
 const SHORT_BYTES: i64 = 20 << 20;
 
-/// Where half of the heads go upward, they are launched side by side in groups of so many at least, since key blocks that
-/// begin together wait for each other at their first query block.
+/// Where half of the heads go upward, they are launched side by side in groups of so many at least, since key blocks
+/// that begin together wait for each other at their first query block.
 const LEAST_SIDE_BY_SIDE: i64 = 16;
 
-/// Heads that a deterministic call's sequence is to have, its kv heads being shared out where it has fewer, from so many
-/// queries and keys on; packed ones each by its own.
+/// Heads that a deterministic call's sequence is to have, its kv heads being shared out where it has fewer, from so
+/// many queries and keys on; packed ones each by its own.
 const ORDERED_HEADS: u32 = 8;
 const LEAST_KEYS_IN_PARTS: u32 = 4096;
 
-/// Tiles that it is to have, likewise, where it has few: B64 H48/16 S193 D144, 32 tiles, in three parts had 0.57 of the rate
-/// without order.
+/// Tiles that it is to have, likewise, where it has few: B64 H48/16 S193 D144, 32 tiles, in three parts had 0.57 of
+/// the rate without order.
 const ORDERED_TILES: u32 = 48;
 const FEW_TILES: u32 = 32;
 
-/// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in the L2.
+/// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in
+/// the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
 
 /// CTAs that add a key block's parts with `head_parts`: they divide `block_n`.
@@ -679,11 +681,10 @@ impl Sm90BwdTile {
         (1..ratio).find(divides).unwrap_or(ratio)
     }
 
-    /// Parts of a deterministic call: from the heads and the length, never the batch, so that a sequence has the same bits
-    /// in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where sequences are
-    /// long, enough for eight heads, of which one goes the other way: sums cost some 600 keys' worth of products. Where
-    /// lengths are equal, enough for 48 tiles of a sequence that
-    /// has fewer than 32.
+    /// Parts of a deterministic call: from the heads and the length, never the batch, so that a sequence has the same
+    /// bits in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where
+    /// sequences are long, enough for eight heads, of which one goes the other way: sums cost some 600 keys' worth of
+    /// products. Where lengths are equal, enough for 48 tiles of a sequence that has fewer than 32.
     fn ordered_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let (dims, ratio) = (problem.fwd.dims, problem.fwd.gqa_ratio());
         let (kv_heads, is_packed) = (dims.num_heads_kv.max(1), problem.fwd.layout.q == QLayout::Packed);
@@ -714,10 +715,10 @@ impl Sm90BwdTile {
         of_heads.max(divisor(of_tiles))
     }
 
-    /// Of a deterministic call without a mask: in how many groups a head's key blocks (of clusters) run, a group at a time, and
-    /// groups of how many heads side by side. A head's 82 key blocks leave 50 of 132 multiprocessors to the next head, whose
-    /// others have yet to run, and it waits for them: two groups of 41, three heads side by side, leave nine. By the heads of
-    /// a sequence, of which there are `parts` to a kv head, whatever the batch.
+    /// Of a deterministic call without a mask: in how many groups a head's key blocks (of clusters) run, a group at a
+    /// time, and groups of how many heads side by side. A head's 82 key blocks leave 50 of 132 multiprocessors to the
+    /// next head, whose others have yet to run, and it waits for them: two groups of 41, three heads side by side,
+    /// leave nine. By the heads of a sequence, of which there are `parts` to a kv head, whatever the batch.
     fn ordered_groups(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts: u32) -> (u32, u32) {
         let dims = problem.fwd.dims;
         let cluster = self.walk.cluster().unsigned_abs();
@@ -1330,7 +1331,8 @@ fn host_header() -> Header {
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
          // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
          constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
-         // Ordered additions: of so many heads of a sequence one goes upward; from so many keys on a sequence has parts.\n\
+         // Ordered additions: of so many heads of a sequence one goes upward; from so many keys on a sequence has
+         // parts.\n\
          constexpr int kSideBySidePeriod = {SIDE_BY_SIDE_PERIOD}, kLeastKeysInParts = {LEAST_KEYS_IN_PARTS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
          constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",

@@ -551,7 +551,8 @@ fn a_deterministic_calls_parts_are_those_of_any_batch() {
     }
 }
 
-/// A wave of ordered key blocks, groups of some heads side by side, runs as a whole: else it would wait for what has yet to run.
+/// A wave of ordered key blocks, groups of some heads side by side, runs as a whole: else it would wait for what has
+/// yet to run.
 #[test]
 fn groups_of_ordered_key_blocks_run_at_a_time_and_fill_the_multiprocessors() {
     let of = |(batch, heads, kv): (u32, u32, u32), seqlen, dim| {
