@@ -1331,7 +1331,7 @@ fn host_header() -> Header {
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
          // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
          constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
-         // Ordered additions: of so many heads of a sequence one goes upward; from so many keys on a sequence has
+         // Ordered additions: of so many heads of a sequence one goes upward; from so many keys on a sequence has\n\
          // parts.\n\
          constexpr int kSideBySidePeriod = {SIDE_BY_SIDE_PERIOD}, kLeastKeysInParts = {LEAST_KEYS_IN_PARTS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
