@@ -197,7 +197,8 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let keys = f64::from(whole.k.partition.rows()) / sequences;
     let own_q = rows_q / ranks;
     let begin = if backward { 3.0 * LAUNCH } else { LAUNCH };
-    let pieces = whole.q.pieces(whole.rank).len() as f64;
+    // Of the rank that has most: all ranks are to find the same.
+    let pieces = (0..whole.ranks).map(|rank| whole.q.pieces(rank).len()).max().unwrap_or(0) as f64;
     let seen = if all > 0.0 { all / (rows_q * f64::from(whole.k.partition.rows())) } else { 0.0 };
     // Of a ring of so many steps, a launch for each run of queries and each run of keys that it sees; of f32 dQ, dK and dV, each
     // step's is added to the sum.

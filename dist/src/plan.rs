@@ -614,4 +614,29 @@ mod tests {
         let reason = waits(8192, &options.links(links)).unwrap_err();
         assert_eq!(reason, "2 ranks are on hosts of 1");
     }
+
+    #[test]
+    fn all_ranks_find_the_same_costs_whatever_their_rows() {
+        let offsets = vec![0, 13, 13, 30, 41];
+        let dims = Dims {
+            batch: 4,
+            seqlen_q: 17,
+            seqlen_k: 17,
+            num_heads_q: 4,
+            num_heads_kv: 4,
+            head_dim_qk: 16,
+            head_dim_v: 16,
+        };
+        let whole = FwdProblem::group(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
+        for ranks in [2, 3, 4] {
+            let problem = Problem::new(whole.clone(), Partition::zig_zag(41, ranks));
+            let problem = problem.packed(offsets.clone(), offsets.clone());
+            let found = |rank| {
+                let whole = Whole::new(&problem, rank, ranks).unwrap();
+                format!("{:?}", choose_for(&whole, false, &Options::default()).unwrap())
+            };
+            let first = found(0);
+            assert!((1..ranks).all(|rank| found(rank) == first), "{ranks} ranks");
+        }
+    }
 }
