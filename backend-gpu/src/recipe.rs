@@ -178,20 +178,17 @@ pub trait Tiled<P: Classed, V: Vendor>: Recipe<P, V> {
         true
     }
 
-    /// Its own choice for a problem that it takes.
+    /// Its own choice for a problem that it takes: of each launch that has a tile. A field that is set is set for all of
+    /// them; those in which they differ are left to each.
     ///
     /// # Errors
     /// Why it does not take the problem.
-    fn table_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions)
-    -> Result<Self::Tile, Refusal>;
-
-    /// As [`Tunable::own_tile`]; of launches with unlike tiles the fields that all have in common.
-    ///
-    /// # Errors
-    /// As [`table_tile`](Self::table_tile).
-    fn own_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<TileOptions, Refusal> {
-        Ok(knob_values(&self.table_tile(problem, facts, options)?))
-    }
+    fn table_tiles(
+        &self,
+        problem: &P,
+        facts: &V::Facts,
+        options: &PlanOptions,
+    ) -> Result<Vec<Self::Tile>, Refusal>;
 
     /// As [`Tunable::class`].
     fn class(&self, problem: &P, options: &PlanOptions) -> TileClass {
@@ -218,7 +215,11 @@ impl<P: Classed, V: Vendor, R: Tiled<P, V>> Tunable<P, V> for R {
     }
 
     fn own_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<TileOptions, Refusal> {
-        Tiled::own_tile(self, problem, facts, options)
+        let mut launches =
+            self.table_tiles(problem, facts, options)?.into_iter().map(|tile| knob_values(&tile));
+        let mut common = launches.next().unwrap_or_default();
+        launches.for_each(|others| common.retain(|knob| others.contains(knob)));
+        Ok(common)
     }
 
     fn class(&self, problem: &P, options: &PlanOptions) -> TileClass {

@@ -8,10 +8,9 @@ mod tiles;
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, BwdParams, DevPtr};
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
-use fmha_core::fields::{Takes, knob_values};
+use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::BwdSpec;
-use fmha_core::tune::TileOptions;
 use fmha_core::{
     Bias, BwdArgs, BwdProblem, DType, MaskKind, PlanOptions, ProblemError, Refusal, abi_enum, abi_spec,
     abi_struct, check_addresses,
@@ -230,15 +229,6 @@ pub fn accept(problem: &BwdProblem, device: Device, options: &PlanOptions) -> Re
     };
     let far_bytes = (u64::from(dims.batch) * u64::from(dims.num_heads_kv) * 4).next_multiple_of(256);
     Ok(CdnaBwd { spec, rows_spec: BwdSpec::of(problem), tiles, workspace, far_bytes, stats_rows, rows })
-}
-
-/// The fields of a tile that a user sets, where all launches have the same.
-pub(crate) fn common_knobs(tiles: &[CdnaBwdTile]) -> TileOptions {
-    let (first, others) = match tiles {
-        [first, others @ ..] => (knob_values(first), others),
-        [] => return TileOptions::new(),
-    };
-    first.into_iter().filter(|knob| others.iter().all(|tile| knob_values(tile).contains(knob))).collect()
 }
 
 /// What the products are compiled for. Modified scores have one kernel for all modifiers and masks.

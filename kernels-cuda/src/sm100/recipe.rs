@@ -187,14 +187,14 @@ impl<V: Nvidia> Tiled<ValidFwd, V> for Sm100 {
         runs_on(facts)
     }
 
-    fn table_tile(
+    fn table_tiles(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<Sm100Tile, Refusal> {
+    ) -> Result<Vec<Sm100Tile>, Refusal> {
         <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(sm100::choose_tile(problem, &facts.arch))
+        Ok(vec![sm100::choose_tile(problem, &facts.arch)])
     }
 }
 

@@ -241,14 +241,14 @@ impl<V: Nvidia> Tiled<ValidFwd, V> for Sm80 {
         runs_on(facts)
     }
 
-    fn table_tile(
+    fn table_tiles(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<Sm80Tile, Refusal> {
+    ) -> Result<Vec<Sm80Tile>, Refusal> {
         <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(own_tile(problem, facts))
+        Ok(vec![own_tile(problem, facts)])
     }
 }
 

@@ -334,14 +334,14 @@ impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90 {
         runs_on(facts)
     }
 
-    fn table_tile(
+    fn table_tiles(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<Sm90Tile, Refusal> {
+    ) -> Result<Vec<Sm90Tile>, Refusal> {
         <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(own_tile(problem, facts).0)
+        Ok(vec![own_tile(problem, facts).0])
     }
 
     fn modelled_micros(&self, problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {

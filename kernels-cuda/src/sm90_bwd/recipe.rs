@@ -337,15 +337,15 @@ impl<V: Nvidia> Tiled<ValidBwd, V> for Sm90Bwd {
         runs_on(facts)
     }
 
-    fn table_tile(
+    fn table_tiles(
         &self,
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Sm90BwdTile, Refusal> {
+    ) -> Result<Vec<Sm90BwdTile>, Refusal> {
         let without_tile = options.clone().tile(Vec::<(String, String)>::new());
         <Self as Recipe<ValidBwd, V>>::choose(&Self::default(), problem, facts, &without_tile)?;
-        Ok(table_tile(problem, &spec_of(problem, options), facts))
+        Ok(vec![table_tile(problem, &spec_of(problem, options), facts)])
     }
 }
 

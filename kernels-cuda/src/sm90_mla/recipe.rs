@@ -228,14 +228,14 @@ impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90Mla {
         runs_on(facts)
     }
 
-    fn table_tile(
+    fn table_tiles(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<Sm90MlaTile, Refusal> {
+    ) -> Result<Vec<Sm90MlaTile>, Refusal> {
         <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(text::choose_tile(problem, facts.num_sms))
+        Ok(vec![text::choose_tile(problem, facts.num_sms)])
     }
 }
 

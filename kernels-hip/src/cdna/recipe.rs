@@ -93,12 +93,12 @@ impl<V: Amd> Tiled<ValidFwd, V> for Cdna {
 
     const HEADERS: &'static [&'static str] = &[cdna::HEADER];
 
-    fn table_tile(
+    fn table_tiles(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<CdnaTile, Refusal> {
-        cdna::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.tile)
+    ) -> Result<Vec<CdnaTile>, Refusal> {
+        cdna::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| vec![chosen.tile])
     }
 }

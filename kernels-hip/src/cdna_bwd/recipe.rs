@@ -126,26 +126,13 @@ impl<V: Amd> Tiled<ValidBwd, V> for CdnaBwd {
 
     const HEADERS: &'static [&'static str] = &[cdna_bwd::HEADER];
 
-    /// That of the launch of dQ.
-    fn table_tile(
+    fn table_tiles(
         &self,
         problem: &ValidBwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<CdnaBwdTile, Refusal> {
-        let own = cdna_bwd::accept(problem, facts.device, &PlanOptions::default())?;
-        own.tiles.first().copied().ok_or_else(|| Refusal::new(cdna_bwd::NAME, "it has no launch of products"))
-    }
-
-    /// A field that is set is set for every launch: those in which they differ are left to each.
-    fn own_tile(
-        &self,
-        problem: &ValidBwd,
-        facts: &DeviceFacts,
-        _: &PlanOptions,
-    ) -> Result<TileOptions, Refusal> {
-        let own = cdna_bwd::accept(problem, facts.device, &PlanOptions::default())?;
-        Ok(cdna_bwd::common_knobs(&own.tiles))
+    ) -> Result<Vec<CdnaBwdTile>, Refusal> {
+        cdna_bwd::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.tiles)
     }
 
     fn class(&self, problem: &ValidBwd, _: &PlanOptions) -> TileClass {

@@ -121,14 +121,14 @@ impl<V: Amd> Tiled<ValidFwd, V> for CdnaDecode {
 
     const HEADERS: &'static [&'static str] = &[cdna_decode::HEADER];
 
-    fn table_tile(
+    fn table_tiles(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<CdnaDecodeTile, Refusal> {
+    ) -> Result<Vec<CdnaDecodeTile>, Refusal> {
         let own = PlanOptions::default();
         let options = options.kernel.iter().fold(own, |own, name| own.kernel(name.clone()));
-        cdna_decode::accept(problem, facts.device, &options).map(|chosen| chosen.tile)
+        cdna_decode::accept(problem, facts.device, &options).map(|chosen| vec![chosen.tile])
     }
 }

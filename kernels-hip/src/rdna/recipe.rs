@@ -94,12 +94,12 @@ impl<V: Amd> Tiled<ValidFwd, V> for Rdna {
         facts.device.arch.is_rdna()
     }
 
-    fn table_tile(
+    fn table_tiles(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<RdnaTile, Refusal> {
-        rdna::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.tile)
+    ) -> Result<Vec<RdnaTile>, Refusal> {
+        rdna::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| vec![chosen.tile])
     }
 }
