@@ -25,38 +25,33 @@ fn gradients_are_right_with_delta_made_beside_the_products() {
         Ok(backend) => backend,
         Err(error) => return println!("absent: {error}"),
     };
-    for ([batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, dim], mask, dtype) in PROBLEMS {
-        for registers in ["24", "40"] {
-            let dims = Dims {
-                batch,
-                seqlen_q,
-                seqlen_k,
-                num_heads_q,
-                num_heads_kv,
-                head_dim_qk: dim,
-                head_dim_v: dim,
-            };
-            let mut fwd = FwdProblem::batch(dtype, dims);
-            fwd.mask = mask.parse().unwrap();
-            let name = format!(
-                "delta/b{batch}/h{num_heads_q}kv{num_heads_kv}/s{seqlen_q}x{seqlen_k}/d{dim}/{mask}/{dtype}"
-            );
-            // The last sequence's last query head has a query of two keys far above all others, LSE some 2.6e5.
-            let (b, h, kv) = (batch - 1, num_heads_q - 1, num_heads_kv - 1);
-            let far = [(Operand::Q, [b, 47, h, 1], 32000.0)];
-            let keys = [9, 10].map(|key| (Operand::K, [b, key, kv, 1], 64.0));
-            let is_long = seqlen_q > 47 && seqlen_k > 10;
-            let planted = far.into_iter().chain(keys).filter(|_| is_long).collect();
-            let (problem, lengths, data) = (BwdProblem::new(fwd), Lengths::default(), Data::default());
-            let body = Backward { problem, lengths, data, deterministic: false, planted };
-            let case = Case { name: name.clone(), body: Body::Backward(Box::new(body)) };
-            let tile = tile_fields(&format!("dq_finish=beside_with_delta,load_registers={registers}"));
-            let plan = PlanOptions::default().tile(tile).kernel("sm90");
-            let (outcome, said) = case.run(&backend, &Options { plan, ..Options::default() });
-            if said.contains("libnvrtc") && outcome == Outcome::Failed {
-                return println!("absent: {said}");
-            }
-            assert_eq!(outcome, Outcome::Passed, "{name}, {registers} registers: {said}");
+    for (at, ([batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, dim], mask, dtype)) in
+        PROBLEMS.into_iter().enumerate()
+    {
+        // How many registers the load warp has is no fact of a problem: each number has three of them.
+        let registers = ["24", "40"][at % 2];
+        let dims =
+            Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk: dim, head_dim_v: dim };
+        let mut fwd = FwdProblem::batch(dtype, dims);
+        fwd.mask = mask.parse().unwrap();
+        let name = format!(
+            "delta/b{batch}/h{num_heads_q}kv{num_heads_kv}/s{seqlen_q}x{seqlen_k}/d{dim}/{mask}/{dtype}"
+        );
+        // The last sequence's last query head has a query of two keys far above all others, LSE some 2.6e5.
+        let (b, h, kv) = (batch - 1, num_heads_q - 1, num_heads_kv - 1);
+        let far = [(Operand::Q, [b, 47, h, 1], 32000.0)];
+        let keys = [9, 10].map(|key| (Operand::K, [b, key, kv, 1], 64.0));
+        let is_long = seqlen_q > 47 && seqlen_k > 10;
+        let planted = far.into_iter().chain(keys).filter(|_| is_long).collect();
+        let (problem, lengths, data) = (BwdProblem::new(fwd), Lengths::default(), Data::default());
+        let body = Backward { problem, lengths, data, deterministic: false, planted };
+        let case = Case { name: name.clone(), body: Body::Backward(Box::new(body)) };
+        let tile = tile_fields(&format!("dq_finish=beside_with_delta,load_registers={registers}"));
+        let plan = PlanOptions::default().tile(tile).kernel("sm90");
+        let (outcome, said) = case.run(&backend, &Options { plan, ..Options::default() });
+        if said.contains("libnvrtc") && outcome == Outcome::Failed {
+            return println!("absent: {said}");
         }
+        assert_eq!(outcome, Outcome::Passed, "{name}, {registers} registers: {said}");
     }
 }

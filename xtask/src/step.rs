@@ -15,6 +15,7 @@ pub(crate) struct Step {
     folder: Option<PathBuf>,
     environment: Vec<(String, String)>,
     kind: Kind,
+    at_least: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,13 +38,27 @@ impl Step {
     /// A program that Cargo's test harness is in.
     pub(crate) fn tests(name: String, words: Vec<String>, folder: PathBuf) -> Self {
         let manifest = ("CARGO_MANIFEST_DIR".to_owned(), folder.display().to_string());
-        Self { name, words, folder: Some(folder), environment: vec![manifest], kind: Kind::Tests }
+        Self {
+            name,
+            words,
+            folder: Some(folder),
+            environment: vec![manifest],
+            kind: Kind::Tests,
+            at_least: 0,
+        }
     }
 
     /// `cargo` or another program with such output.
     pub(crate) fn cargo(name: &str, words: &[&str]) -> Self {
         let words = std::iter::once(env!("CARGO")).chain(words.iter().copied()).map(str::to_owned).collect();
-        Self { name: name.to_owned(), words, folder: None, environment: Vec::new(), kind: Kind::Tests }
+        let (folder, environment) = (None, Vec::new());
+        Self { name: name.to_owned(), words, folder, environment, kind: Kind::Tests, at_least: 0 }
+    }
+
+    /// The same step, failed where fewer than so many of its tests pass: a filter of names that finds none says nothing.
+    pub(crate) fn at_least(mut self, tests: u64) -> Self {
+        self.at_least = tests;
+        self
     }
 
     /// The same step with these variables.
@@ -54,7 +69,7 @@ impl Step {
 
     /// `fmha conformance`.
     pub(crate) fn battery(name: String, words: Vec<String>, environment: Vec<(String, String)>) -> Self {
-        Self { name, words, folder: None, environment, kind: Kind::Battery }
+        Self { name, words, folder: None, environment, kind: Kind::Battery, at_least: 0 }
     }
 
     /// Runs it to its end; what it prints is shown when it has ended.
@@ -62,7 +77,8 @@ impl Step {
         let start = Instant::now();
         let mut own = Tally::default();
         let mut text = String::new();
-        let failed = self.follow(environment, &mut own, &mut text).err();
+        let ended = self.follow(environment, &mut own, &mut text);
+        let failed = ended.and_then(|()| self.enough(own.passed)).err();
         if let Some(reason) = failed.filter(|_| own.failed == 0) {
             // A program that aborts, or is not there, counts as one failure.
             own.read(&format!("battery {}: 0 passed, 1 failed, 0 refused, 0 absent: {reason}", self.name));
@@ -79,6 +95,13 @@ impl Step {
         let _ = writeln!(out, "\n== {} ({:.0} s)\n{text}", self.name, took.seconds);
         tally.merge(own);
         took
+    }
+
+    fn enough(&self, passed: u64) -> Result<(), String> {
+        match passed < self.at_least {
+            true => Err(format!("{passed} tests passed, and {} are there at least", self.at_least)),
+            false => Ok(()),
+        }
     }
 
     fn follow(
@@ -169,5 +192,16 @@ mod tests {
         assert_eq!((tally.passed, tally.failed), (4, 3));
         let table = table(&mut took, 1.0);
         assert!(table.contains("| aborts | 0 | 0 | 1 |"), "{table}");
+    }
+
+    #[test]
+    fn a_filter_that_finds_no_test_is_a_failure() {
+        let found = |counts: &str| {
+            let mut tally = Tally::default();
+            run_all(&[shell("filtered", &format!("echo 'all {counts}'")).at_least(1)], &[], &mut tally);
+            (tally.passed, tally.failed)
+        };
+        assert_eq!(found("1 passed, 0 failed, 0 refused, 0 absent"), (1, 0));
+        assert_eq!(found("0 passed, 0 failed, 0 refused, 0 absent"), (0, 1));
     }
 }
