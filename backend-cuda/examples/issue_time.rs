@@ -1,5 +1,5 @@
-//! How long the host takes to issue a forward call: checks, arguments, tensor maps, the driver; and beside it the driver alone,
-//! which launches an empty kernel with as many bytes of parameters.
+//! How long the host takes to issue a call, forward and backward: checks, arguments, tensor maps, the driver; and beside it the
+//! driver alone, which launches an empty kernel with as many bytes of parameters.
 //!
 //! `cargo run --release -p fmha-cuda --example issue_time`, on a machine with a device.
 
@@ -8,7 +8,10 @@ use std::time::Instant;
 use std::ffi::c_void;
 
 use fmha_core::source::{ENTRY, KernelSource};
-use fmha_core::{DType, DevBuffer, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Result, Shape, Stream};
+use fmha_core::{
+    BwdArgs, BwdProblem, DType, DevBuffer, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Result, Shape,
+    Stream,
+};
 use fmha_cuda::own::OwnKernels;
 
 const CALLS: usize = 4000;
@@ -49,6 +52,27 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let stream = backend.stream()?;
         let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
         args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
+        let timed = Issued::of(&stream, || plan.run(&mut args, &stream))?;
+        println!("{name} ({}): {timed}", plan.kernel());
+    }
+    // Without a mask a launch more than before far queries had their gradients: the one that repairs.
+    for (name, mask) in [("backward", MaskSpec::NONE), ("backward, causal", MaskSpec::CAUSAL)] {
+        let fwd = FwdProblem::batch(DType::Bf16, dims(64, 4, 64)).mask(mask);
+        let problem = BwdProblem::new(fwd).validate()?;
+        let plan = backend.plan_bwd(&problem, &PlanOptions::default())?;
+        let memory = backend.memory();
+        let fwd = &plan.problem().fwd;
+        let tensor = |shape: Shape| memory.alloc(shape.num_elems() * 4);
+        let [q, o, dout, lse] = [(); 4].map(|()| tensor(fwd.shape_q()));
+        let [k, v] = [(); 2].map(|()| tensor(fwd.shape_k()));
+        let (q, k, v, o, dout, lse) = (q?, k?, v?, o?, dout?, lse?);
+        let (mut dq, mut dk, mut dv) =
+            (tensor(fwd.shape_q())?, tensor(fwd.shape_k())?, tensor(fwd.shape_k())?);
+        let mut workspace = memory.workspace(plan.workspace())?;
+        let stream = backend.stream()?;
+        let inputs = ([q.slice(), k.slice(), v.slice()], [o.slice(), lse.slice(), dout.slice()]);
+        let mut args = BwdArgs::new(inputs.0, inputs.1, [dq.slice_mut(), dk.slice_mut(), dv.slice_mut()])
+            .workspace(workspace.as_mut().map(DevBuffer::slice_mut));
         let timed = Issued::of(&stream, || plan.run(&mut args, &stream))?;
         println!("{name} ({}): {timed}", plan.kernel());
     }
