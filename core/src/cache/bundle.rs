@@ -24,9 +24,9 @@ const PLAIN: u32 = 2;
 /// Of one whose payload is frames of packed kernels.
 const PACKED: u32 = 3;
 
-/// Kernels that are packed together. Alike ones lie side by side, so that each is little more than its difference from the
-/// one before: 27 of Hopper, 6.7 MB, take 0.71 MB by eights and 0.67 by sixteens, and eight of them are unpacked in 12 to 140 ms
-/// of a busy core. By a wheel's own compression, which looks back 32 kB, they take 1.43 MB.
+/// Kernels that are packed together. Alike ones lie side by side, so that each is little more than its difference from
+/// the one before: 27 of Hopper, 6.7 MB, take 0.71 MB by eights and 0.67 by sixteens, and eight of them are unpacked in
+/// 12 to 140 ms of a busy core. By a wheel's own compression, which looks back 32 kB, they take 1.43 MB.
 const FRAME_KERNELS: usize = 8;
 
 /// How hard the packer tries, of 9.
@@ -36,8 +36,8 @@ const PRESET: u32 = 4;
 const HEADER_BYTES: usize = 8 + 4 + 8 + 32;
 
 /// Compiled kernels by their keys. A file of them is read whole or refused: it has its version, its
-/// length and its hash in front. Its kernels are packed, a few to a frame, and a frame is unpacked when the first of its
-/// kernels is asked for.
+/// length and its hash in front. Its kernels are packed, a few to a frame, and a frame is unpacked when
+/// the first of its kernels is asked for.
 #[derive(Clone, Debug, Default)]
 pub struct Bundle {
     name: String,

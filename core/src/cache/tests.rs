@@ -96,7 +96,7 @@ fn a_bundle_reads_back_whole() {
     assert_eq!(plain.kernels().unwrap(), bundle.kernels().unwrap());
 }
 
-/// Kernels are packed by eights, with those that are alike, and only the frame of a kernel that is asked for is unpacked.
+/// Kernels are packed by eights, beside those that are alike; only the frame of one that is asked for is unpacked.
 #[test]
 fn alike_kernels_are_packed_together_and_unpacked_when_one_is_asked_for() {
     let code: Vec<u8> = (0u32..40_000).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
