@@ -27,12 +27,15 @@ fn package() -> PathBuf {
 /// Where not even NumPy's tests can run, with the reason.
 pub(crate) fn environment() -> Result<Environment, String> {
     let python = created(&target().join("python"))?;
+    let mut absent = Vec::new();
     let has = |module: &str| runs(Command::new(&python).args(["-c", &format!("import {module}")]));
     if !(has("numpy") && has("pytest")) {
         println!("setting up numpy and pytest");
         install(&python, &["numpy", "pytest", "setuptools"])?;
     }
-    let mut absent = Vec::new();
+    if !has("mypy") && install(&python, &["mypy"]).is_err() {
+        absent.push("mypy; the package's types are not checked".to_owned());
+    }
     if !has("torch") {
         println!("setting up torch");
         let first =

@@ -19,7 +19,7 @@ from ._numbers import flag as _flag, integer as _integer
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ._arguments import Options, Tensor
+    from ._arguments import Options, Tensor, Unmasked
 
 __version__ = "0.1.0"
 
@@ -152,7 +152,7 @@ def attention_with_kvcache(
     rotary_interleaved: bool = False,
     return_lse: bool = False,
     mask: MaskLike = "causal",
-    **options: Unpack[Options],
+    **options: Unpack[Unmasked],
 ) -> Any:
     """Attention over a KV cache, to which new rows are appended first where ``k`` and ``v`` are given.
 

@@ -22,10 +22,9 @@ _ALLOW_FALLBACK, _EXACT, _DETERMINISTIC, _BATCH_INVARIANT, _CHECK_LENGTHS = (
 )
 
 
-class Options(TypedDict, total=False):
-    """What :func:`fmha.attention` takes besides Q, K and V; its docstring says what each means."""
+class Unmasked(TypedDict, total=False):
+    """:class:`Options` without the mask, for functions with a default of their own."""
 
-    mask: MaskLike
     softmax_scale: Optional[float]
     softcap: Optional[float]
     bias: Optional[Tensor]
@@ -50,6 +49,12 @@ class Options(TypedDict, total=False):
     deterministic: bool
     batch_invariant: bool
     check_lengths: bool
+
+
+class Options(Unmasked, total=False):
+    """What :func:`fmha.attention` takes besides Q, K and V; its docstring says what each means."""
+
+    mask: MaskLike
 
 
 #: The tensors of :class:`Options`, in the order in which operators take them.

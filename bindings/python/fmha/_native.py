@@ -92,15 +92,14 @@ _slots, _numbers, _options = (line.split() for line in text().split("\n"))
 SLOTS = {name: at for at, name in enumerate(_slots)}
 #: A request's numbers, in the order in which operators take them.
 NUMBERS: Tuple[str, ...] = tuple(number.partition(":")[0] for number in _numbers)
+#: Those that are no whole numbers.
+FLOATS = {number.partition(":")[0] for number in _numbers if number.endswith(":float")}
 #: What is wanted of a plan: bits of the number ``options``.
 OPTIONS = {name: 1 << at for at, name in enumerate(_options)}
 
 
 class Numbers(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_double if spelt == "float" else ctypes.c_int64)
-        for name, _, spelt in (number.partition(":") for number in _numbers)
-    ]
+    _fields_ = [(name, ctypes.c_double if name in FLOATS else ctypes.c_int64) for name in NUMBERS]
 
 
 class Request(ctypes.Structure):

@@ -53,11 +53,17 @@ class _Joined:
             if device.type == "cuda":
                 join.space, join.nccl_comm = _NCCL, _communicator(group, device)
             _c.check(_c.library.fmha_dist_join(ctypes.byref(join), ctypes.byref(handle)))
-        self.handle = handle.value
+        self.handle = _made(handle)
         #: By what a plan depends on; the same on every rank.
         self.plans: Dict[Any, _Plan] = {}
         self.lock = threading.Lock()
         weakref.finalize(self, _let_go, _c.library.fmha_dist_leave, self.handle, os.getpid())
+
+
+def _made(handle: ctypes.c_void_p) -> int:
+    if handle.value is None:
+        raise _native.FmhaError("the library has made nothing, and said nothing")
+    return handle.value
 
 
 class _Plan:
@@ -120,7 +126,7 @@ def _meeting(group: Any, rank: int) -> Iterator[str]:
 def _host() -> str:
     """This host's address on the way to where torch's ranks have met."""
     master = os.environ.get("MASTER_ADDR")
-    store = _torch_dist.distributed_c10d._get_default_store()
+    store: Any = _torch_dist.distributed_c10d._get_default_store()
     while store is not None:
         master = getattr(store, "host", master)
         store = getattr(store, "underlying_store", None)
@@ -211,10 +217,11 @@ class _Side:
             self.seqlen = max(max(b - a for a, b in zip(self.offsets, self.offsets[1:])), 0)
             self.total = self.offsets[-1]
         self.batch = len(self.offsets) - 1 if self.offsets else x.shape[0]
+        self.runs: Tuple[Tuple[int, int, int], ...] = ()
         if isinstance(partition, str):
             if partition not in _PARTITIONS:
                 raise ValueError(f"partition: {partition!r} is none of {', '.join(map(repr, _PARTITIONS))}")
-            self.kind, self.runs = _PARTITIONS[partition], ()
+            self.kind = _PARTITIONS[partition]
             whole = self.own if partition == "replicated" else self.own * ours.size
         else:
             self.kind = _RUNS
@@ -334,7 +341,8 @@ class _Call:
         plan = self.ours.plans.get(key)
         if plan is not None:
             return plan
-        ranks, queries, keys = _c.new(_c.FmhaRanks), *self.sides
+        ranks = _c.new(_c.FmhaRanks)
+        queries, keys = self.sides
         ranks.own_rows_q, ranks.own_rows_k = queries.own, keys.own
         for side, name in ((queries, "q"), (keys, "k")):
             setattr(ranks, f"partition_{name}", side.kind)
@@ -359,7 +367,7 @@ class _Call:
                     ctypes.byref(made),
                 )
             )
-        plan = self.ours.plans[key] = _Plan(made.value)
+        plan = self.ours.plans[key] = _Plan(_made(made))
         return plan
 
     def _held(self, code: int) -> None:

@@ -35,6 +35,13 @@ def _s_dmask(q: torch.Tensor, k: torch.Tensor, seqlens: Tuple[int, int], **call:
     return keep.to(q.dtype) * 2 - 1
 
 
+def _packed(name: str, x: torch.Tensor, axis: int, count: int) -> Tuple[torch.Tensor, ...]:
+    """The tensors that lie in one, side by side on an axis."""
+    if x.dim() != axis + 3 or x.shape[axis] != count:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, not {axis + 3} axes with {count} on axis {axis}")
+    return x.unbind(axis)
+
+
 def _call(
     q,
     k,
@@ -107,8 +114,11 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ):
     """QKV ``(batch, seqlen, 3, nheads, headdim)``; read where it lies."""
+    q, k, v = _packed("qkv", qkv, 2, 3)
     return flash_attn_func(
-        *qkv.unbind(2),
+        q,
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -133,9 +143,11 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ):
     """Q ``(batch, seqlen_q, nheads, headdim)``, KV ``(batch, seqlen_k, 2, nheads_k, headdim)``."""
+    k, v = _packed("kv", kv, 2, 2)
     return flash_attn_func(
         q,
-        *kv.unbind(2),
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -215,8 +227,11 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ):
     """QKV ``(total, 3, nheads, headdim)``."""
+    q, k, v = _packed("qkv", qkv, 1, 3)
     return flash_attn_varlen_func(
-        *qkv.unbind(1),
+        q,
+        k,
+        v,
         cu_seqlens,
         cu_seqlens,
         max_seqlen,
@@ -249,9 +264,11 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ):
     """Q ``(total_q, nheads, headdim)``, KV ``(total_k, 2, nheads_k, headdim)``."""
+    k, v = _packed("kv", kv, 1, 2)
     return flash_attn_varlen_func(
         q,
-        *kv.unbind(1),
+        k,
+        v,
         cu_seqlens_q,
         cu_seqlens_k,
         max_seqlen_q,

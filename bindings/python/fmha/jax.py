@@ -52,7 +52,6 @@ for _platform, _handler in (("cpu", "cpu"), ("CUDA", "cuda"), ("ROCM", "rocm")):
 _NOWHERE = 256
 
 _AT = {name: at for at, name in enumerate(_native.NUMBERS)}
-_FLOATS = {name for name, kind in _native.Numbers._fields_ if kind is _native.ctypes.c_double}
 _WANTS_DBIAS, _WANTS_DSINK = (_native.OPTIONS[name] for name in ("wants_dbias", "wants_dsink"))
 
 #: Arguments in whose presence rows are left out.
@@ -130,7 +129,7 @@ def _results(static: _Static, arrays: Sequence[Any]) -> List[_Result]:
 def _words(numbers: Tuple[Any, ...]) -> numpy.ndarray:
     """A request's numbers, 8 bytes each."""
     numbers = (*numbers, *(0,) * (len(_native.NUMBERS) - len(numbers)))
-    packed = (struct.pack("d" if name in _FLOATS else "q", x) for name, x in zip(_native.NUMBERS, numbers))
+    packed = (struct.pack("d" if name in _native.FLOATS else "q", x) for name, x in zip(_native.NUMBERS, numbers))
     return numpy.frombuffer(b"".join(packed), numpy.int64)
 
 

@@ -103,8 +103,13 @@ def _sdpa_backward(
     *,
     scale=None,
 ):
+    dout, q, k, v, o = _dense(grad_out, query, key, value, out)
     gradients = _backward(
-        *_dense(grad_out, query, key, value, out),
+        dout,
+        q,
+        k,
+        v,
+        o,
         logsumexp,
         (None,) * 4,
         philox_seed,

@@ -12,7 +12,7 @@ batches come out wrong. A padded batch arrives as a 2-D mask of rows in use, and
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
@@ -60,7 +60,7 @@ def attention_forward(
     else:
         band = NONE if sliding_window is None else Mask(2, sliding_window - 1, sliding_window - 1)
     seed = int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")) if dropout else 0
-    shared = dict(
+    shared: Dict[str, Any] = dict(
         mask=band,
         softmax_scale=scaling,
         softcap=softcap,

@@ -162,6 +162,10 @@ def test_packed_forms_are_views_with_gradients():
     assert torch.equal(fa3.flash_attn_qkvpacked_func(joined, num_heads_q=4), fa3.flash_attn_func(q, k[:, :7], v[:, :7]))
     with pytest.raises(ValueError, match="num_heads_q 3"):
         fa3.flash_attn_qkvpacked_func(joined, num_heads_q=3)
+    with pytest.raises(ValueError, match=r"qkv has shape \(2, 7, 2, 4, 16\), not 5 axes with 3 on axis 2"):
+        fa2.flash_attn_qkvpacked_func(qkv[:, :, :2])
+    with pytest.raises(ValueError, match="kv has shape .*not 4 axes with 2 on axis 1"):
+        fa2.flash_attn_varlen_kvpacked_func(q[0], kv, None, None, 7, 7)
 
 
 def test_varlen_of_each_generation():

@@ -5,8 +5,10 @@ import inspect
 import pathlib
 import re
 
+import pytest
+
 import fmha
-from fmha import _arguments
+from fmha import _arguments, _native
 from run import run_python
 
 HERE = pathlib.Path(__file__).parents[1]
@@ -35,6 +37,19 @@ def test_every_public_function_has_a_docstring_and_types():
             assert value.__doc__, name
             assert "return" in value.__annotations__, name
     assert (pathlib.Path(fmha.__file__).parent / "py.typed").exists()
+
+
+def test_the_library_bears_its_own_soname():
+    """A process that has the C library too would take one for the other."""
+    library = _native._path().read_bytes()
+    assert b"\0libfmha_native.so\0" in library and b"\0libfmha.so." not in library
+
+
+def test_the_packages_types_are_right(tmp_path):
+    """By mypy, which sees the package alone: torch's types take it half a minute."""
+    pytest.importorskip("mypy", reason="mypy is not installed: the package's types are not checked")
+    words = ["--no-site-packages", "--ignore-missing-imports", "--check-untyped-defs", "--cache-dir", str(tmp_path)]
+    run_python("-m", "mypy", *words, str(HERE / "fmha"))
 
 
 def test_the_texts_snippets_run():

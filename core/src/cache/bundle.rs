@@ -4,34 +4,110 @@ use std::collections::BTreeMap;
 use std::fs::Permissions;
 use std::io::{Read, Write as _};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+use lzma_rust2::{LzmaOptions, LzmaReader, LzmaWriter};
+use serde::{Deserialize, Serialize};
 
 use super::{CompiledKernel, SourceKey, hash};
 use crate::error::{Error, Result};
 
+/// Kilobytes that unpacking may take: the window of [`PRESET`] is 4 MB.
+const MOST_UNPACKING_KB: u32 = 64 << 10;
+
 /// What a file begins with.
 const MAGIC: &[u8; 8] = b"fmha-krn";
 
-/// Changes with every change of [`CompiledKernel`] or of what is around it.
-const VERSION: u32 = 2;
+/// The version of a file whose payload is the kernels. Both versions change with every change of [`CompiledKernel`].
+const PLAIN: u32 = 2;
+
+/// Of one whose payload is frames of packed kernels.
+const PACKED: u32 = 3;
+
+/// Kernels that are packed together. Alike ones lie side by side, so that each is little more than its difference from
+/// the one before: 27 of Hopper, 6.7 MB, take 0.71 MB by eights and 0.67 by sixteens, and eight of them are unpacked in
+/// 12 to 140 ms of a busy core. By a wheel's own compression, which looks back 32 kB, they take 1.43 MB.
+const FRAME_KERNELS: usize = 8;
+
+/// How hard the packer tries, of 9.
+const PRESET: u32 = 4;
 
 /// Magic, version, the payload's length and its hash.
 const HEADER_BYTES: usize = 8 + 4 + 8 + 32;
 
 /// Compiled kernels by their keys. A file of them is read whole or refused: it has its version, its
-/// length and its hash in front.
+/// length and its hash in front. Its kernels are packed, a few to a frame, and a frame is unpacked when
+/// the first of its kernels is asked for.
 #[derive(Clone, Debug, Default)]
 pub struct Bundle {
     name: String,
-    kernels: BTreeMap<SourceKey, Arc<CompiledKernel>>,
+    frames: Vec<Arc<Frame>>,
+    /// Which frame has a kernel.
+    places: BTreeMap<SourceKey, usize>,
+}
+
+/// Kernels that are packed together.
+#[derive(Debug)]
+struct Frame {
+    stored: Stored,
+    kernels: OnceLock<std::result::Result<Vec<Arc<CompiledKernel>>, String>>,
+}
+
+/// A frame, as a file has it.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Stored {
+    keys: Vec<SourceKey>,
+    /// How long they are unpacked.
+    plain_bytes: u64,
+    /// The kernels, in the order of their keys, packed by LZMA.
+    bytes: Vec<u8>,
+}
+
+impl Frame {
+    fn made(kernels: Vec<Arc<CompiledKernel>>) -> Self {
+        Self { stored: Stored::default(), kernels: Ok(kernels).into() }
+    }
+
+    fn kernels(&self) -> std::result::Result<&[Arc<CompiledKernel>], String> {
+        self.kernels.get_or_init(|| self.stored.unpacked()).as_ref().map(Vec::as_slice).map_err(String::clone)
+    }
+}
+
+impl Stored {
+    fn new(kernels: &[&CompiledKernel]) -> std::result::Result<Self, String> {
+        let keys = kernels.iter().map(|kernel| kernel.key).collect();
+        let plain = postcard::to_allocvec(kernels).map_err(|error| error.to_string())?;
+        let plain_bytes = plain.len() as u64;
+        let pack = || -> std::io::Result<Vec<u8>> {
+            let options = LzmaOptions::with_preset(PRESET);
+            let mut writer = LzmaWriter::new_use_header(Vec::new(), &options, Some(plain_bytes))?;
+            writer.write_all(&plain)?;
+            writer.finish()
+        };
+        Ok(Self { keys, plain_bytes, bytes: pack().map_err(|error| error.to_string())? })
+    }
+
+    fn unpacked(&self) -> std::result::Result<Vec<Arc<CompiledKernel>>, String> {
+        let mut plain = Vec::new();
+        LzmaReader::new_mem_limit(self.bytes.as_slice(), MOST_UNPACKING_KB, None)
+            .and_then(|reader| reader.take(self.plain_bytes).read_to_end(&mut plain))
+            .map_err(|error| error.to_string())?;
+        let kernels: Vec<CompiledKernel> = postcard::from_bytes(&plain).map_err(|error| error.to_string())?;
+        if !kernels.iter().map(|kernel| kernel.key).eq(self.keys.iter().copied()) {
+            return Err(format!("a frame of {} kernels has others", self.keys.len()));
+        }
+        Ok(kernels.into_iter().map(Arc::new).collect())
+    }
 }
 
 impl Bundle {
     /// These kernels; `name` is for messages.
     #[must_use]
     pub fn new(name: impl Into<String>, kernels: impl IntoIterator<Item = Arc<CompiledKernel>>) -> Self {
-        let kernels = kernels.into_iter().map(|kernel| (kernel.key, kernel)).collect();
-        Self { name: name.into(), kernels }
+        let kernels: BTreeMap<_, _> = kernels.into_iter().map(|kernel| (kernel.key, kernel)).collect();
+        let places = kernels.keys().map(|&key| (key, 0)).collect();
+        let frames = vec![Arc::new(Frame::made(kernels.into_values().collect()))];
+        Self { name: name.into(), frames, places }
     }
 
     /// Where it came from.
@@ -43,36 +119,76 @@ impl Bundle {
     /// How many kernels it has.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.kernels.len()
+        self.places.len()
     }
 
     /// Whether it has none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.kernels.is_empty()
+        self.places.is_empty()
     }
 
-    /// The kernel of a key.
-    #[must_use]
-    pub fn get(&self, key: SourceKey) -> Option<Arc<CompiledKernel>> {
-        self.kernels.get(&key).cloned()
+    /// The kernel of a key; `None` where it has none.
+    ///
+    /// # Errors
+    /// [`Error::System`] with `name` where a file's hash is right and a kernel in it cannot be read.
+    pub fn get(&self, key: SourceKey) -> Result<Option<Arc<CompiledKernel>>> {
+        let Some(&frame) = self.places.get(&key) else { return Ok(None) };
+        let kernels = self.frames[frame].kernels().map_err(|why| self.refused(&why))?;
+        Ok(kernels.iter().find(|kernel| kernel.key == key).cloned())
     }
 
     /// Every kernel, by key.
-    pub fn kernels(&self) -> impl Iterator<Item = &CompiledKernel> {
-        self.kernels.values().map(|kernel| &**kernel)
+    ///
+    /// # Errors
+    /// As of [`get`](Self::get).
+    pub fn kernels(&self) -> Result<Vec<Arc<CompiledKernel>>> {
+        Ok(self
+            .places
+            .keys()
+            .map(|&key| self.get(key))
+            .collect::<Result<Vec<_>>>()?
+            .into_iter()
+            .flatten()
+            .collect())
     }
 
-    /// The file's bytes.
+    /// How many of its frames are unpacked, and how many there are.
+    #[cfg(test)]
+    pub(super) fn frames_unpacked(&self) -> (usize, usize) {
+        let unpacked = self.frames.iter().filter(|frame| frame.kernels.get().is_some());
+        (unpacked.count(), self.frames.len())
+    }
+
+    /// The file's bytes: its kernels packed, those side by side that are alike.
     ///
     /// # Errors
     /// What the encoder said.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
-        let kernels: Vec<&CompiledKernel> = self.kernels().collect();
-        let payload = postcard::to_allocvec(&kernels).map_err(|error| self.refused(&error.to_string()))?;
+        let mut kernels = self.kernels()?;
+        let of = |kernel: &CompiledKernel| (kernel.arch.clone(), kernel.kernel.clone(), kernel.entry.clone());
+        kernels.sort_by_cached_key(|kernel| of(kernel));
+        let kernels: Vec<&CompiledKernel> = kernels.iter().map(|kernel| &**kernel).collect();
+        let frames = kernels.chunks(FRAME_KERNELS).map(Stored::new);
+        let frames = frames.collect::<std::result::Result<Vec<_>, _>>().map_err(|why| self.refused(&why))?;
+        self.file(PACKED, postcard::to_allocvec(&frames))
+    }
+
+    /// The same without packing, which takes longer than writing a kernel that was just compiled.
+    ///
+    /// # Errors
+    /// What the encoder said.
+    pub(super) fn to_plain_bytes(&self) -> Result<Vec<u8>> {
+        let kernels = self.kernels()?;
+        let kernels: Vec<&CompiledKernel> = kernels.iter().map(|kernel| &**kernel).collect();
+        self.file(PLAIN, postcard::to_allocvec(&kernels))
+    }
+
+    fn file(&self, version: u32, payload: postcard::Result<Vec<u8>>) -> Result<Vec<u8>> {
+        let payload = payload.map_err(|error| self.refused(&error.to_string()))?;
         let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
         bytes.extend_from_slice(MAGIC);
-        bytes.extend_from_slice(&VERSION.to_le_bytes());
+        bytes.extend_from_slice(&version.to_le_bytes());
         bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
         bytes.extend_from_slice(&hash([payload.as_slice()]));
         bytes.extend_from_slice(&payload);
@@ -109,8 +225,9 @@ impl Bundle {
         if &header[..8] != MAGIC {
             return refused("it is no bundle of kernels: its first 8 bytes are others");
         }
-        if number(8, 12) != u64::from(VERSION) {
-            return refused(&format!("its format is version {}, not {VERSION}", number(8, 12)));
+        let version = number(8, 12);
+        if version != u64::from(PLAIN) && version != u64::from(PACKED) {
+            return refused(&format!("its format is version {version}, neither {PLAIN} nor {PACKED}"));
         }
         let payload_bytes = number(12, 20);
         let payload = part(payload_bytes.saturating_add(1))?;
@@ -121,10 +238,21 @@ impl Bundle {
         if header[20..] != hash([payload.as_slice()]) {
             return refused(&format!("the hash of its {payload_bytes} bytes is another"));
         }
-        match postcard::from_bytes::<Vec<CompiledKernel>>(&payload) {
-            Ok(kernels) => Ok(Self::new(name, kernels.into_iter().map(Arc::new))),
-            Err(error) => refused(&error.to_string()),
+        if version == u64::from(PLAIN) {
+            return match postcard::from_bytes::<Vec<CompiledKernel>>(&payload) {
+                Ok(kernels) => Ok(Self::new(name, kernels.into_iter().map(Arc::new))),
+                Err(error) => refused(&error.to_string()),
+            };
         }
+        let frames = match postcard::from_bytes::<Vec<Stored>>(&payload) {
+            Ok(frames) => frames,
+            Err(error) => return refused(&error.to_string()),
+        };
+        let keys =
+            |(at, frame): (usize, &Stored)| frame.keys.iter().map(move |&key| (key, at)).collect::<Vec<_>>();
+        let places = frames.iter().enumerate().flat_map(keys).collect();
+        let made = |stored| Arc::new(Frame { stored, kernels: OnceLock::new() });
+        Ok(Self { frames: frames.into_iter().map(made).collect(), places, ..empty })
     }
 
     /// Reads a file.

@@ -85,7 +85,7 @@ impl Disk {
     /// The kernel, if a whole file has it. Any other file is as good as none: it will be replaced.
     pub(super) fn load(&self, name: &KernelName) -> Option<CompiledKernel> {
         let path = self.path(name);
-        let kernel = Bundle::open(&path).ok()?.get(name.key)?;
+        let kernel = Bundle::open(&path).ok()?.get(name.key).ok()??;
         if KernelName::of(&kernel) != *name {
             return None;
         }
@@ -99,7 +99,7 @@ impl Disk {
     pub(super) fn store(&self, kernel: &Arc<CompiledKernel>) -> io::Result<()> {
         fs::create_dir_all(&self.folder)?;
         let bytes = Bundle::new("", [Arc::clone(kernel)])
-            .to_bytes()
+            .to_plain_bytes()
             .map_err(|error| io::Error::other(error.to_string()))?;
         write_whole(&self.path(&KernelName::of(kernel)), &bytes)?;
         self.trim()

@@ -326,7 +326,7 @@ impl Cache {
         compiler: impl FnOnce() -> Result<C>,
     ) -> Result<(Arc<CompiledKernel>, Origin)> {
         for bundle in self.bundles() {
-            if let Some(kernel) = bundle.get(key).filter(|kernel| kernel.image(job.image).is_some()) {
+            if let Some(kernel) = bundle.get(key)?.filter(|kernel| kernel.image(job.image).is_some()) {
                 return Ok((kernel, Origin::Bundle(bundle.name().to_owned())));
             }
         }

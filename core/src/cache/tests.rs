@@ -89,9 +89,36 @@ fn a_bundle_reads_back_whole() {
     let bundle = Bundle::new("b", [made("one"), made("two")]);
     let read = Bundle::from_bytes("b", &bundle.to_bytes().unwrap()).unwrap();
     assert_eq!(read.len(), 2);
-    assert!(read.kernels().eq(bundle.kernels()));
-    assert_eq!(read.get(job("two").key()), Some(made("two")));
-    assert_eq!(read.get(job("three").key()), None);
+    assert_eq!(read.kernels().unwrap(), bundle.kernels().unwrap());
+    assert_eq!(read.get(job("two").key()).unwrap(), Some(made("two")));
+    assert_eq!(read.get(job("three").key()).unwrap(), None);
+    let plain = Bundle::from_bytes("b", &bundle.to_plain_bytes().unwrap()).unwrap();
+    assert_eq!(plain.kernels().unwrap(), bundle.kernels().unwrap());
+}
+
+/// Kernels are packed by eights, beside those that are alike; only the frame of one that is asked for is unpacked.
+#[test]
+fn alike_kernels_are_packed_together_and_unpacked_when_one_is_asked_for() {
+    let code: Vec<u8> = (0u32..40_000).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let kernels: Vec<_> = (0..20)
+        .map(|i| {
+            let mut kernel = Arc::unwrap_or_clone(made(&format!("entry {i}")));
+            kernel.machine.clone_from(&code);
+            kernel.machine[i * 100] ^= 1;
+            Arc::new(kernel)
+        })
+        .collect();
+    let bundle = Bundle::new("b", kernels.iter().cloned());
+    let bytes = bundle.to_bytes().unwrap();
+    assert!(bytes.len() < 4 * code.len(), "{} bytes", bytes.len());
+    assert!(bundle.to_plain_bytes().unwrap().len() > 20 * code.len());
+    let read = Bundle::from_bytes("b", &bytes).unwrap();
+    assert_eq!((read.len(), read.frames_unpacked()), (20, (0, 3)));
+    for kernel in &kernels {
+        assert_eq!(read.get(kernel.key).unwrap().as_ref(), Some(kernel));
+        assert!(read.frames_unpacked().0 > 0);
+    }
+    assert_eq!(read.frames_unpacked(), (3, 3));
 }
 
 #[test]
@@ -119,7 +146,7 @@ fn a_bundle_is_written_beside_where_it_will_be_and_read_back_from_there() {
     let bundle = Bundle::new("b", [made("one")]);
     bundle.write(&path).unwrap();
     let read = Bundle::open(&path).unwrap();
-    assert!(read.kernels().eq(bundle.kernels()));
+    assert_eq!(read.kernels().unwrap(), bundle.kernels().unwrap());
     assert_eq!([read.is_empty(), Bundle::default().is_empty()], [false, true]);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
 
@@ -340,7 +367,7 @@ fn as_many_kernels_go_as_the_limit_asks_and_no_more() {
     let folder = tempfile::tempdir().unwrap();
     // Names as long as each other, so files as large.
     let kernels = ["one", "two", "six", "ten"].map(made);
-    let size = Bundle::new("", [Arc::clone(&kernels[0])]).to_bytes().unwrap().len() as u64;
+    let size = Bundle::new("", [Arc::clone(&kernels[0])]).to_plain_bytes().unwrap().len() as u64;
     let disk = Disk::new(folder.path());
     for (kernel, age) in kernels.iter().zip([400, 300, 200]) {
         store_aged(&disk, kernel, age);
@@ -414,7 +441,7 @@ fn a_lock_that_is_released_in_time_is_had_and_no_word_said_before_it_is_time() {
 fn beyond_its_limit_the_cache_forgets_what_was_unused_for_longest() {
     let folder = tempfile::tempdir().unwrap();
     let kernels = ["one", "two", "three"].map(made);
-    let size = Bundle::new("", [Arc::clone(&kernels[0])]).to_bytes().unwrap().len() as u64;
+    let size = Bundle::new("", [Arc::clone(&kernels[0])]).to_plain_bytes().unwrap().len() as u64;
     let disk = Disk::with_limit(folder.path(), 2 * size + 500);
     store_aged(&disk, &kernels[0], 300);
     store_aged(&disk, &kernels[1], 200);
