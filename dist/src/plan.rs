@@ -251,8 +251,8 @@ impl Planned {
                         Buf::Scratch(number) => scratch.get(number).ok_or("no buffer for keys to come to"),
                         _ => Err("keys come to a buffer of the call"),
                     };
-                    let [k, v] = coming.buffers.map(buffer);
-                    k.and_then(|k| Ok((coming.clone(), [k, v?]))).map_err(str::to_owned)
+                    let all: Result<Vec<_>, _> = coming.all_buffers().into_iter().map(buffer).collect();
+                    all.map(|all| (coming.clone(), all)).map_err(str::to_owned)
                 }
                 Ok(_) => Err("its program waits for no keys".to_owned()),
                 Err(error) => Err(error.text.clone()),
