@@ -14,7 +14,7 @@
 //! - modified: forward with ALiBi and dropout
 //! - packed: forward of documents of unlike lengths
 //! - decode: one query that all ranks have, against a cache of so many tokens, of which each has a part
-//! - capture: forward, recorded once and replayed as often as it is to run
+//! - capture: forward, of one query where the scheme is decode, recorded once and replayed as often as it is to run
 //! - slow, dead: forward, whose last rank comes late, or ends itself, before the last run; what the others hear, and when
 //!
 //! `gather:whole` brings all keys before the kernels, `gather:flags` while they run or not at all; `mixed` takes two GPUs for a
@@ -595,7 +595,8 @@ impl Job {
             "dead" => Some(Trouble::Dead),
             _ => None,
         };
-        let seqlen_q = if self.operation == "decode" { 1 } else { tokens };
+        let decodes = self.operation == "decode" || self.schemes == ["decode"];
+        let seqlen_q = if decodes { 1 } else { tokens };
         let (seqlen_k, num_heads_q, num_heads_kv) = (tokens, 32, 8);
         let mut dims = Dims {
             batch: 1,
@@ -606,7 +607,7 @@ impl Job {
             head_dim_qk: 128,
             head_dim_v: 128,
         };
-        let (queries, keys) = if self.operation == "decode" {
+        let (queries, keys) = if decodes {
             (Partition::replicated(1, ranks), Partition::contiguous(tokens, ranks))
         } else {
             (Partition::zig_zag(tokens, ranks), Partition::zig_zag(tokens, ranks))
