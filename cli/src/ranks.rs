@@ -36,7 +36,8 @@ pub(super) struct RankArgs {
     partition: String,
 
     /// What links and kernels do: lines NAME = NUMBER of bytes_per_second, latency, fwd_flops,
-    /// bwd_flops, memory, ranks_per_host, host_bytes_per_second, host_latency
+    /// bwd_flops, processors, memory_bytes_per_second, memory, ranks_per_host,
+    /// host_bytes_per_second, host_latency
     #[arg(long, value_name = "FILE", requires = "ranks")]
     links: Option<PathBuf>,
 
@@ -110,6 +111,17 @@ impl RankArgs {
         let problem = self.problem(setup, ranks);
         let choice = fmha_dist::choose(&problem, ranks, setup.bwd.is_some(), &self.options(kernels)?);
         Ok(choice?.to_string())
+    }
+
+    /// What is wrong by the words of the command alone: before anything is computed.
+    pub(super) fn check(&self, setup: &Setup, kernels: PlanOptions) -> Result<(), Failure> {
+        let Some(ranks) = self.ranks else { return Ok(()) };
+        if ranks > MAX_PROCESSES {
+            return Err(Failure::wrong(format!(
+                "ranks {ranks} are more than the {MAX_PROCESSES} processes of this command"
+            )));
+        }
+        self.explain(setup, ranks, kernels).map(drop)
     }
 
     /// One rank's part, timed; its results go to the folder, and what it has to say.
@@ -221,11 +233,6 @@ impl RankArgs {
     /// rank 0 says of its plan.
     pub(super) fn over_processes(&self, setup: &Setup, call: &mut Call) -> Result<(f64, String), Failure> {
         let ranks = self.ranks.unwrap_or(1);
-        if ranks > MAX_PROCESSES {
-            return Err(Failure::wrong(format!(
-                "ranks {ranks} are more than the {MAX_PROCESSES} processes of this command"
-            )));
-        }
         let problem = self.problem(setup, ranks);
         takes(setup, &problem, call)?;
         let folder = tempfile::tempdir().map_err(|error| Failure::file(&std::env::temp_dir(), &error))?;

@@ -101,6 +101,7 @@ impl RunArgs {
         if let Some(own) = &own {
             own.fits(&setup)?;
         }
+        self.ranks.check(&setup, setup.options(&self.backend.plan_options()))?;
         let opened = match self.ranks.ranks {
             None => self.backend.open()?,
             Some(ranks) => self.backend.open_for_ranks(ranks)?,

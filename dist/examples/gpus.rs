@@ -3,30 +3,31 @@
 //! ```text
 //!  for r in 0 1; do
 //!    CUDA_VISIBLE_DEVICES=$r RANK=$r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
-//!      cargo run --release -p fmha-dist --features cuda --example gpus -- forward 32768 b gather,ring [libnccl.so.2] &
+//!      cargo run --release -p fmha-dist --features cuda --example gpus -- - forward 32768 b gather,ring 1 + backward 8192 b gather 1 &
 //!  done; wait
 //! ```
 //!
-//! Arguments: what to do, tokens, masks, schemes, the library's path (or `-`), how often to run for equal bits (0: plan alone, which
-//! compiles what is not in the cache yet). bf16, batch 1, 32 query heads, 8 of keys, head dim 128.
+//! Arguments: NCCL's path (or `-`), and jobs with `+` between them: what to do, tokens, masks, schemes, how often to run for equal
+//! bits (0: plan alone, which compiles what is not in the cache yet). bf16, batch 1, 32 query heads, 8 of keys, head dim 128.
 //!
 //! - forward, backward, deterministic (backward)
 //! - modified: forward with ALiBi and dropout
 //! - packed: forward of documents of unlike lengths
 //! - decode: one query that all ranks have, against a cache of so many tokens, of which each has a part
-//! - capture: forward, recorded once and replayed as often as it is to run
+//! - capture: forward, of one query where the scheme is decode, recorded once and replayed as often as it is to run
 //! - slow, dead: forward, whose last rank comes late, or ends itself, before the last run; what the others hear, and when
 //!
 //! `gather:whole` brings all keys before the kernels, `gather:flags` while they run or not at all; `mixed` takes two GPUs for a
-//! host. The first rank measures the links, and prints what the model of scale predicts from them and one device's speed.
+//! host. The first rank measures the links, and prints what the model of scale predicts from them and one device's speed. Tensors
+//! are made on the devices and compared by their bits on the host, of each 1 GiB at most.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fmha::{
-    Backend, Bias, BwdArgs, BwdProblem, DType, DevBuffer, Device, Dims, DropoutSeed, FwdArgs, FwdProblem,
-    MaskSpec, PlanOptions, ScoreArgs, Stream, bf16,
+    Backend, Bias, BwdArgs, BwdProblem, DType, DevBuffer, DevSliceMut, Device, Dims, DropoutSeed, FwdArgs,
+    FwdProblem, MaskSpec, PlanOptions, ScoreArgs, Stream, bf16,
 };
 use fmha_dist::{
     Block, BwdPlan, Exchange, FwdPlan, Group, Links, Nccl, Options, Parcel, Partition, Problem, Rendezvous,
@@ -38,6 +39,19 @@ type AnyError = Box<dyn std::error::Error>;
 /// How many numbers are drawn before they repeat: drawing takes longer than all else. Odd, so that rows differ.
 const DRAWN: usize = (1 << 23) + 1237;
 
+/// Bits of a tensor that are compared, at most: of more, the host would take longer than the devices.
+const MOST_COMPARED: u64 = 1 << 30;
+
+/// Bytes of an exchange by which links are measured.
+const MOST_SENT: u64 = 256 << 20;
+
+/// A call that takes longer than this is not repeated for a better time.
+const LONG: f64 = 1.0;
+
+/// Calls that take less run one behind another, until they take as long together: what begins a call on the host is then beside
+/// the one before, as it is in a model of many layers.
+const TOGETHER: f64 = 20e-3;
+
 /// Numbers that every rank makes alike.
 fn noise(seed: u64, count: usize) -> Vec<bf16> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
@@ -47,12 +61,7 @@ fn noise(seed: u64, count: usize) -> Vec<bf16> {
         state ^= state << 17;
         bf16::from_f32((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
     };
-    let drawn: Vec<bf16> = (0..count.min(DRAWN)).map(next).collect();
-    let mut all = Vec::with_capacity(count);
-    while all.len() < count {
-        all.extend_from_slice(&drawn[..drawn.len().min(count - all.len())]);
-    }
-    all
+    (0..count.min(DRAWN)).map(next).collect()
 }
 
 fn upload(device: &Device, bytes: &[u8]) -> Result<DevBuffer, fmha::Error> {
@@ -60,14 +69,6 @@ fn upload(device: &Device, bytes: &[u8]) -> Result<DevBuffer, fmha::Error> {
     device.memory().upload(bytes, &mut buffer)?;
     Ok(buffer)
 }
-
-/// Of tokens that take seconds, two calls.
-fn calls(tokens: u32) -> usize {
-    if tokens > 1 << 18 { 2 } else { 5 }
-}
-
-/// Queries whose results are compared with one device's: of more, the host would take longer than the devices.
-const MOST_COMPARED: u32 = 65536;
 
 /// Rows of a tensor and their heads.
 type RowsOf = (usize, usize);
@@ -93,48 +94,99 @@ struct Bench {
     /// The first row of each document, and the end.
     offsets: Option<(Vec<u32>, DevBuffer)>,
     slopes: DevBuffer,
-    calls: usize,
+    start: Instant,
+    /// From where and to where links are measured.
+    links: [DevBuffer; 2],
     /// How often each plan runs, for the same bits each time.
     repeats: usize,
 }
 
-/// Q, K, V and dO of all ranks; O and LSE of one device.
+/// Q, K, V and dO of all ranks; O and LSE of one device. On each device.
 struct Whole {
-    inputs: [Vec<bf16>; 4],
-    o: Vec<u8>,
-    lse: Vec<u8>,
-}
-
-fn bytes(elems: &[bf16]) -> &[u8] {
-    bytemuck::cast_slice(elems)
+    inputs: [DevBuffer; 4],
+    o: DevBuffer,
+    lse: DevBuffer,
 }
 
 impl Bench {
     /// The fastest of some calls, in seconds, behind one that makes connections. Before each all ranks rest: a busy GPU's clock
-    /// falls within a tenth of a second, and one device's calls are longer than its share of them.
+    /// falls within a tenth of a second, and one device's calls are longer than its share of them. Ranks begin together: an
+    /// exchange of nothing much on the stream is before the first call.
     fn fastest(&self, mut call: impl FnMut() -> Result<(), AnyError>) -> Result<f64, AnyError> {
-        let mut fastest = f64::INFINITY;
-        call()?;
-        for _ in 0..self.calls {
-            self.stream.synchronize()?;
-            std::thread::sleep(Duration::from_millis(250));
-            self.group.share(&[])?;
+        let mut timed = |count: usize| -> Result<f64, AnyError> {
             let (start, stop) = (self.device.event()?, self.device.event()?);
+            self.stream.synchronize()?;
+            self.meet(1 << 10)?;
             start.record(&self.stream)?;
-            call()?;
+            for _ in 0..count {
+                call()?;
+            }
             stop.record(&self.stream)?;
-            fastest = fastest.min(stop.seconds_since(&start)?);
+            self.slowest(stop.seconds_since(&start)? / count as f64)
+        };
+        let mut fastest = timed(1)?;
+        let (calls, together) = match fastest {
+            // One that takes so long has its first call's connections and modules in no digit that is read.
+            LONG.. => (usize::from(fastest < 5.0), 1),
+            TOGETHER.. => (3, 1),
+            _ => {
+                fastest = timed(1)?;
+                (4, (TOGETHER / fastest).clamp(1.0, 32.0) as usize)
+            }
+        };
+        for _ in 0..calls {
+            std::thread::sleep(Duration::from_millis(200));
+            fastest = fastest.min(timed(together)?);
         }
         Ok(fastest)
+    }
+
+    /// An exchange of so many bytes that all ranks have with their neighbours, behind which none begins before another.
+    fn meet(&self, bytes: u64) -> Result<(), AnyError> {
+        let (rank, size) = (self.group.rank(), self.group.size());
+        if size == 1 {
+            return Ok(());
+        }
+        let [from, to] = &self.links;
+        let block = Block { offset: 0, rows: 1, row_bytes: bytes, stride: bytes };
+        let parcel = |peer| Parcel { peer, buffer: 0, block };
+        let exchange = Exchange {
+            sends: vec![parcel((rank + 1) % size)],
+            receives: vec![parcel((rank + size - 1) % size)],
+        };
+        // SAFETY: the buffer is written by exchanges alone, one behind another on the stream.
+        let to = unsafe { DevSliceMut::from_raw(to.space(), to.as_ptr(), to.bytes()) };
+        Ok(self.group.exchange(&exchange, &[from.slice()], &mut [to], &self.stream)?)
+    }
+
+    fn copy(&self, from: u64, to: u64, bytes: u64) -> Result<(), AnyError> {
+        let peers = self.device.peers().ok_or("a device of NVIDIA's")?;
+        // SAFETY: callers name places of live buffers of this device.
+        Ok(unsafe { peers.copy(from, to, bytes, self.stream.as_raw()) }?)
+    }
+
+    /// A tensor that all ranks make alike.
+    fn noise(&self, seed: u64, rows: u32, heads: u64) -> Result<DevBuffer, AnyError> {
+        let bytes = u64::from(rows) * heads * 256;
+        let buffer = self.device.memory().alloc(bytes.max(1))?;
+        let drawn = upload(&self.device, bytemuck::cast_slice(&noise(seed, (bytes / 2) as usize)))?;
+        let mut at = 0;
+        while at < bytes {
+            let count = drawn.bytes().min(bytes - at);
+            self.copy(drawn.as_ptr() as u64, buffer.as_ptr() as u64 + at, count)?;
+            at += count;
+        }
+        self.stream.synchronize()?;
+        Ok(buffer)
+    }
+
+    fn say(&self, text: &str) {
+        println!("[{:5.1} s] {text}", self.start.elapsed().as_secs_f64());
     }
 
     fn score(&self) -> ScoreArgs<'_> {
         let slopes = matches!(self.whole.score.bias, Bias::Alibi { .. }).then(|| self.slopes.slice());
         ScoreArgs::default().alibi_slopes(slopes).dropout(DropoutSeed { seed: 7, offset: 0 })
-    }
-
-    fn compares(&self) -> bool {
-        self.queries.rows() <= MOST_COMPARED
     }
 
     fn is_first(&self) -> bool {
@@ -147,27 +199,54 @@ impl Bench {
         Ok(host)
     }
 
-    /// This rank's rows of a tensor of all, on its device.
-    fn own(&self, partition: &Partition, whole: &[u8], heads: u64) -> Result<DevBuffer, AnyError> {
-        Ok(upload(&self.device, &partition.split(whole, 1, heads * 256, self.group.rank()))?)
-    }
-
-    /// This rank's rows of an LSE `[heads, rows]` of all.
-    fn own_lse(&self, whole: &[u8]) -> Result<DevBuffer, AnyError> {
-        Ok(upload(&self.device, &self.queries.split(whole, 32, 4, self.group.rank()))?)
+    /// This rank's rows of a tensor `[planes, rows]` of all, on its device.
+    fn own(
+        &self,
+        partition: &Partition,
+        whole: &DevBuffer,
+        planes: u64,
+        row: u64,
+    ) -> Result<DevBuffer, AnyError> {
+        let runs = partition.runs(self.group.rank());
+        let rows = u64::from(partition.rows_of(self.group.rank()));
+        let own = self.device.memory().alloc((planes * rows * row).max(1))?;
+        let mut at = own.as_ptr() as u64;
+        for plane in 0..planes {
+            for run in runs {
+                let bytes = u64::from(run.end - run.start) * row;
+                let first = (plane * u64::from(partition.rows()) + u64::from(run.start)) * row;
+                self.copy(whole.as_ptr() as u64 + first, at, bytes)?;
+                at += bytes;
+            }
+        }
+        self.stream.synchronize()?;
+        Ok(own)
     }
 
     /// What this rank computed against its rows of what one device did.
-    fn compare(&self, what: &str, own: &[u8], partition: &Partition, whole: &[u8], heads: u64) {
-        let wanted = partition.split(whole, 1, heads * 256, self.group.rank());
-        let (own, wanted): (&[bf16], &[bf16]) = (bytemuck::cast_slice(own), bytemuck::cast_slice(&wanted));
-        let off = own.iter().zip(wanted).map(|(a, b)| (a.to_f32() - b.to_f32()).abs()).fold(0f32, f32::max);
-        let differ = own.iter().zip(wanted).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-        println!(
-            "rank {} {what}: {differ} of {} elements differ, by {off:e} at most",
-            self.group.rank(),
-            own.len()
-        );
+    fn compare(
+        &self,
+        what: &str,
+        own: &DevBuffer,
+        partition: &Partition,
+        whole: &DevBuffer,
+        heads: u64,
+    ) -> Result<(), AnyError> {
+        let wanted = self.own(partition, whole, 1, heads * 256)?;
+        let count = wanted.bytes().min(MOST_COMPARED);
+        let (own, wanted) = (self.download(own, count)?, self.download(&wanted, count)?);
+        let (mut differ, mut off) = (0, 0f32);
+        if own != wanted {
+            let (own, wanted): (&[bf16], &[bf16]) =
+                (bytemuck::cast_slice(&own), bytemuck::cast_slice(&wanted));
+            for (a, b) in own.iter().zip(wanted).filter(|(a, b)| a.to_bits() != b.to_bits()) {
+                differ += 1;
+                off = off.max((a.to_f32() - b.to_f32()).abs());
+            }
+        }
+        let (rank, count) = (self.group.rank(), count / 2);
+        self.say(&format!("rank {rank} {what}: {differ} of {count} elements differ, by {off:e} at most"));
+        Ok(())
     }
 
     /// Runs again, and says how often the bits were others than the first time.
@@ -184,7 +263,8 @@ impl Bench {
         let others: u64 =
             all.iter().filter_map(|bytes| Some(u64::from_le_bytes(bytes[..].try_into().ok()?))).sum();
         if self.is_first() {
-            println!("{what}: of {} runs of {} ranks {others} had other bits", self.repeats, all.len());
+            let (runs, ranks) = (self.repeats, all.len());
+            self.say(&format!("{what}: of {runs} runs of {ranks} ranks {others} had other bits"));
         }
         Ok(())
     }
@@ -214,29 +294,16 @@ impl Bench {
 
     /// Bytes a second of an exchange that all ranks have with their neighbours, and seconds of one of nothing.
     fn links(&self) -> Result<Links, AnyError> {
-        const BYTES: [u64; 2] = [32 << 20, 256 << 20];
-        let (rank, size) = (self.group.rank(), self.group.size());
-        let from = self.device.memory().alloc(BYTES[1])?;
-        let mut to = self.device.memory().alloc(BYTES[1])?;
-        let mut seconds = [0.0; 2];
-        for (seconds, bytes) in seconds.iter_mut().zip(BYTES) {
-            let block = Block { offset: 0, rows: 1, row_bytes: bytes, stride: bytes };
-            let parcel = |peer| Parcel { peer, buffer: 0, block };
-            let exchange = Exchange {
-                sends: vec![parcel((rank + 1) % size)],
-                receives: vec![parcel((rank + size - 1) % size)],
-            };
-            let once = || {
-                Ok(self.group.exchange(&exchange, &[from.slice()], &mut [to.slice_mut()], &self.stream)?)
-            };
-            *seconds = self.slowest(self.fastest(once)?)?;
-        }
         let mut links = Links::default();
-        links.bytes_per_second = (BYTES[1] - BYTES[0]) as f64 / (seconds[1] - seconds[0]);
-        links.latency = (seconds[0] - BYTES[0] as f64 / links.bytes_per_second).max(1e-6);
+        if self.group.size() == 1 {
+            return Ok(links);
+        }
+        links.latency = self.fastest(|| self.meet(1 << 10))?.max(1e-6);
+        let seconds = self.fastest(|| self.meet(MOST_SENT))?;
+        links.bytes_per_second = MOST_SENT as f64 / (seconds - links.latency).max(1e-6);
         if self.is_first() {
             let (rate, latency) = (links.bytes_per_second * 1e-9, links.latency * 1e6);
-            println!("links: {rate:.0} GB/s each way, {latency:.0} us");
+            self.say(&format!("links: {rate:.0} GB/s each way, {latency:.0} us"));
         }
         Ok(links)
     }
@@ -262,29 +329,24 @@ impl Bench {
         if self.is_first() {
             let share = alone / (f64::from(ranks) * slowest);
             let predicted = self.predicted(problem, options, scheme, (backward, alone)).unwrap_or(f64::NAN);
-            println!(
+            self.say(&format!(
                 "{name}: {:.3} ms, {share:.3} of {ranks} devices; predicted {:.3} ms ({:+.1} %)",
                 slowest * 1e3,
                 predicted * 1e3,
                 100.0 * (predicted / slowest - 1.0)
-            );
+            ));
         }
         Ok(())
     }
 
-    /// O and LSE of one device, and its seconds.
-    fn alone(&self, inputs: [Vec<bf16>; 4], kernels: &PlanOptions) -> Result<(Whole, f64), AnyError> {
+    /// O and LSE of one device, and its seconds; of no time where backward is what is wanted.
+    fn alone(&self, inputs: [DevBuffer; 4], is_timed: bool) -> Result<(Whole, f64), AnyError> {
         let (memory, rows) = (self.device.memory(), u64::from(self.queries.rows()));
-        let plan = self.device.plan_fwd(&self.whole.clone().validate()?, kernels)?;
+        let plan = self.device.plan_fwd(&self.whole.clone().validate()?, &PlanOptions::default())?;
         let [q, k, v, _] = &inputs;
-        let [q, k, v] = [
-            upload(&self.device, bytes(q))?,
-            upload(&self.device, bytes(k))?,
-            upload(&self.device, bytes(v))?,
-        ];
         let (mut o, mut lse) = (memory.alloc(rows * 32 * 256)?, memory.alloc(rows * 128)?);
         let mut workspace = memory.workspace(plan.workspace())?;
-        let seconds = self.fastest(|| {
+        let mut call = || -> Result<(), AnyError> {
             let workspace = workspace.as_mut().map(DevBuffer::slice_mut);
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut()).score(self.score());
             if let Some((rows, offsets)) = &self.offsets {
@@ -294,16 +356,18 @@ impl Bench {
                 args.seq.cu_seqlens_k = Some(offsets.slice());
             }
             Ok(plan.run(&mut args.lse(lse.slice_mut()).workspace(workspace), &self.stream)?)
-        })?;
-        if self.is_first() {
-            println!("{}: one device {:.3} ms ({})", self.device.name(), seconds * 1e3, plan.kernel());
-        }
-        // What backward reads, or what is compared.
-        let wanted = self.compares() || !inputs[3].is_empty();
-        let (o, lse) = match wanted {
-            true => (self.download(&o, rows * 32 * 256)?, self.download(&lse, rows * 128)?),
-            false => (Vec::new(), Vec::new()),
         };
+        let mut seconds = 0.0;
+        if is_timed {
+            seconds = self.fastest(call)?;
+        } else {
+            call()?;
+        }
+        self.stream.synchronize()?;
+        if self.is_first() {
+            let (name, kernel) = (self.device.name(), plan.kernel());
+            self.say(&format!("{name}: one device {:.3} ms ({kernel})", seconds * 1e3));
+        }
         Ok((Whole { inputs, o, lse }, seconds))
     }
 
@@ -319,12 +383,14 @@ impl Bench {
         let mut plan = FwdPlan::new(problem, self.group.clone(), &self.device, options)?;
         if self.is_first() {
             let text = plan.explain();
-            text.lines().filter(|line| line.starts_with("keys")).for_each(|line| println!("{name}: {line}"));
+            text.lines()
+                .filter(|line| line.starts_with("keys"))
+                .for_each(|line| self.say(&format!("{name}: {line}")));
         }
         let rows = u64::from(self.queries.rows_of(self.group.rank()));
         let [q, k, v, _] = &whole.inputs;
-        let q = self.own(&self.queries, bytes(q), 32)?;
-        let [k, v] = [self.own(&self.keys, bytes(k), 8)?, self.own(&self.keys, bytes(v), 8)?];
+        let q = self.own(&self.queries, q, 1, 32 * 256)?;
+        let [k, v] = [self.own(&self.keys, k, 1, 8 * 256)?, self.own(&self.keys, v, 1, 8 * 256)?];
         let mut o = self.device.memory().alloc(rows * 32 * 256)?;
         let mut lse = self.device.memory().alloc(rows * 128)?;
         let mut run = |o: &mut DevBuffer| -> Result<(), AnyError> {
@@ -336,10 +402,8 @@ impl Bench {
         }
         let seconds = self.fastest(|| run(&mut o))?;
         self.stream.synchronize()?;
-        if self.compares() {
-            self.compare("O", &self.download(&o, rows * 32 * 256)?, &self.queries, &whole.o, 32);
-        }
         self.report((name, scheme), (problem, options), (false, alone), seconds)?;
+        self.compare("O", &o, &self.queries, &whole.o, 32)?;
         let recording = match self.captures {
             false => None,
             true => Some(
@@ -388,30 +452,26 @@ impl Bench {
     }
 
     /// dQ, dK and dV of one device, and its seconds.
-    fn backward_alone(&self, whole: &Whole, kernels: &PlanOptions) -> Result<([Vec<u8>; 3], f64), AnyError> {
+    fn backward_alone(
+        &self,
+        whole: &Whole,
+        kernels: &PlanOptions,
+    ) -> Result<([DevBuffer; 3], f64), AnyError> {
         let plan = self.device.plan_bwd(&BwdProblem::new(self.whole.clone()).validate()?, kernels)?;
+        let memory = self.device.memory();
         let [q, k, v, dout] = &whole.inputs;
-        let all = [bytes(q), bytes(k), bytes(v), &whole.o, &whole.lse, bytes(dout)];
-        let all = all.into_iter().map(|bytes| upload(&self.device, bytes)).collect::<Result<Vec<_>, _>>()?;
-        let mut grads =
-            [q, k, v].into_iter().map(|x| upload(&self.device, bytes(x))).collect::<Result<Vec<_>, _>>()?;
-        let mut workspace = self.device.memory().workspace(plan.workspace())?;
+        let all = [q, k, v, &whole.o, &whole.lse, dout];
+        let mut grads = [memory.alloc(q.bytes())?, memory.alloc(k.bytes())?, memory.alloc(v.bytes())?];
+        let mut workspace = memory.workspace(plan.workspace())?;
         let seconds = self.fastest(|| {
-            let mut args = arguments(&all, &mut grads)?;
+            let mut args = arguments(all, &mut grads);
             args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
             Ok(plan.run(&mut args, &self.stream)?)
         })?;
         if self.is_first() {
-            println!("backward: one device {:.3} ms ({})", seconds * 1e3, plan.kernel());
+            self.say(&format!("backward: one device {:.3} ms ({})", seconds * 1e3, plan.kernel()));
         }
-        let mut host = match self.compares() {
-            true => [q, k, v].map(|x| bytes(x).to_vec()),
-            false => Default::default(),
-        };
-        for (host, buffer) in host.iter_mut().zip(&grads) {
-            self.device.memory().download(buffer, host)?;
-        }
-        Ok((host, seconds))
+        Ok((grads, seconds))
     }
 
     fn backward(
@@ -421,39 +481,36 @@ impl Bench {
         problem: &Problem,
         options: &Options,
         whole: &Whole,
-        (expected, alone): &([Vec<u8>; 3], f64),
+        (expected, alone): &([DevBuffer; 3], f64),
     ) -> Result<(), AnyError> {
         let mut plan =
             BwdPlan::new(problem, (DType::Bf16, false), self.group.clone(), &self.device, options)?;
         let [q, k, v, dout] = &whole.inputs;
         let (queries, keys) = (&self.queries, &self.keys);
         let all = [
-            self.own(queries, bytes(q), 32)?,
-            self.own(keys, bytes(k), 8)?,
-            self.own(keys, bytes(v), 8)?,
-            self.own(queries, &whole.o, 32)?,
-            self.own_lse(&whole.lse)?,
-            self.own(queries, bytes(dout), 32)?,
+            self.own(queries, q, 1, 32 * 256)?,
+            self.own(keys, k, 1, 8 * 256)?,
+            self.own(keys, v, 1, 8 * 256)?,
+            self.own(queries, &whole.o, 1, 32 * 256)?,
+            self.own(queries, &whole.lse, 32, 4)?,
+            self.own(queries, dout, 1, 32 * 256)?,
         ];
+        let all = all.each_ref();
         let tensors: [(&str, &Partition, RowsOf); 3] =
             [("dQ", queries, 32), ("dK", keys, 8), ("dV", keys, 8)]
                 .map(|(name, part, heads)| (name, part, (part.rows_of(self.group.rank()) as usize, heads)));
         let alloc =
             |&(_, _, (rows, heads)): &(_, _, RowsOf)| self.device.memory().alloc((rows * heads * 256) as u64);
-        let mut grads = tensors.iter().map(alloc).collect::<Result<Vec<_>, _>>()?;
-        let seconds = self.fastest(|| Ok(plan.run(&mut arguments(&all, &mut grads)?, &self.stream)?))?;
+        let [dq, dk, dv] = tensors.each_ref().map(alloc);
+        let mut grads = [dq?, dk?, dv?];
+        let seconds = self.fastest(|| Ok(plan.run(&mut arguments(all, &mut grads), &self.stream)?))?;
         self.stream.synchronize()?;
-        for ((name, part, (rows, heads)), (grad, expected)) in
-            tensors.iter().copied().zip(grads.iter().zip(expected))
-        {
-            if self.compares() {
-                let own = self.download(grad, (rows * heads * 256) as u64)?;
-                self.compare(name, &own, part, expected, heads as u64);
-            }
-        }
         self.report((name, scheme), (problem, options), (true, *alone), seconds)?;
+        for (&(name, part, (_, heads)), (grad, expected)) in tensors.iter().zip(grads.iter().zip(expected)) {
+            self.compare(name, grad, part, expected, heads as u64)?;
+        }
         self.again(name, || {
-            plan.run(&mut arguments(&all, &mut grads)?, &self.stream)?;
+            plan.run(&mut arguments(all, &mut grads), &self.stream)?;
             self.stream.synchronize()?;
             let mut bytes = Vec::new();
             for ((_, _, (rows, heads)), grad) in tensors.iter().zip(&grads) {
@@ -465,13 +522,9 @@ impl Bench {
 }
 
 /// Q, K, V, O, LSE and dO; dQ, dK and dV.
-fn arguments<'a>(inputs: &'a [DevBuffer], grads: &'a mut [DevBuffer]) -> Result<BwdArgs<'a>, AnyError> {
-    let ([q, k, v, o, lse, dout], [dq, dk, dv]) = (inputs, grads) else {
-        return Err("6 inputs and 3 gradients".into());
-    };
-    let [q, k, v, o, lse, dout] = [q, k, v, o, lse, dout].map(DevBuffer::slice);
-    let [dq, dk, dv] = [dq, dk, dv].map(DevBuffer::slice_mut);
-    Ok(BwdArgs::new([q, k, v], [o, lse, dout], [dq, dk, dv]))
+fn arguments<'a>(inputs: [&'a DevBuffer; 6], grads: &'a mut [DevBuffer; 3]) -> BwdArgs<'a> {
+    let [q, k, v, o, lse, dout] = inputs.map(DevBuffer::slice);
+    BwdArgs::new([q, k, v], [o, lse, dout], grads.each_mut().map(DevBuffer::slice_mut))
 }
 
 /// The first row of documents of unlike lengths, and the end.
@@ -488,92 +541,147 @@ fn documents(tokens: u32) -> Vec<u32> {
 }
 
 fn main() -> Result<(), AnyError> {
-    let args: Vec<String> = std::env::args().collect();
-    let arg = |at: usize, default: &str| args.get(at).map_or(default, String::as_str).to_owned();
-    let operation = arg(1, "forward");
-    let tokens: u32 = arg(2, "32768").parse()?;
-    let library = args.get(5).filter(|path| *path != "-").map(PathBuf::from);
-    let repeats: usize = arg(6, "1").parse()?;
-
-    let trouble = match &*operation {
-        "slow" => Some(Trouble::Slow),
-        "dead" => Some(Trouble::Dead),
-        _ => None,
-    };
-    let timeout = Duration::from_secs(if trouble.is_some() { 3 } else { 60 });
+    let start = Instant::now();
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let (library, jobs) = args.split_first().ok_or("NCCL's path or -, and jobs")?;
+    let library = Some(library).filter(|path| *path != "-").map(PathBuf::from);
+    let jobs: Vec<&[String]> = jobs.split(|word| word == "+").collect();
+    let troubled = |job: &&[String]| matches!(job.first().map(String::as_str), Some("slow" | "dead"));
+    let timeout = Duration::from_secs(if jobs.iter().any(troubled) { 3 } else { 60 });
     let control = connect(&Rendezvous::from_env()?, timeout)?;
-    let ranks = control.size();
     let device = Device::open(Backend::Cuda { ordinal: 0, emulate: None })?;
     let group: Arc<dyn Group> = Arc::new(Nccl::new(control, library.as_deref())?);
+    let mut measured = None;
+    for job in jobs {
+        let job = Job::parse(job)?;
+        job.run(&device, &group, (start, &mut measured))?;
+        group.share(&[])?;
+    }
+    Ok(())
+}
 
-    let seqlen_q = if operation == "decode" { 1 } else { tokens };
-    let (seqlen_k, num_heads_q, num_heads_kv) = (tokens, 32, 8);
-    let mut dims =
-        Dims { batch: 1, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk: 128, head_dim_v: 128 };
-    let (queries, keys) = if operation == "decode" {
-        (Partition::replicated(1, ranks), Partition::contiguous(tokens, ranks))
-    } else {
-        (Partition::zig_zag(tokens, ranks), Partition::zig_zag(tokens, ranks))
-    };
-    let mut offsets = None;
-    if operation == "packed" {
-        let rows = documents(tokens);
-        dims.batch = rows.len() as u32 - 1;
-        let longest = rows.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
-        (dims.seqlen_q, dims.seqlen_k) = (longest, longest);
-        let buffer = upload(&device, bytemuck::cast_slice(&rows))?;
-        offsets = Some((rows, buffer));
+/// What is to be done.
+struct Job {
+    operation: String,
+    tokens: u32,
+    masks: Vec<MaskSpec>,
+    schemes: Vec<String>,
+    repeats: usize,
+}
+
+impl Job {
+    fn parse(words: &[String]) -> Result<Self, AnyError> {
+        let [operation, tokens, masks, schemes, repeats] = words else {
+            return Err(format!("{words:?} is not what, tokens, masks, schemes, how often").into());
+        };
+        Ok(Self {
+            operation: operation.clone(),
+            tokens: tokens.parse()?,
+            masks: masks.split('/').map(str::parse).collect::<Result<_, _>>()?,
+            schemes: schemes.split(',').map(str::to_owned).collect(),
+            repeats: repeats.parse()?,
+        })
     }
-    let mut whole = match &offsets {
-        None => FwdProblem::batch(DType::Bf16, dims),
-        Some(_) => FwdProblem::group(DType::Bf16, dims),
-    };
-    if operation == "modified" {
-        whole = whole.p_drop(0.1).bias(Bias::Alibi { per_batch: false });
-    }
-    let slopes: Vec<f32> = (1..=32).map(|head| (-0.25 * head as f32).exp2()).collect();
-    let is_backward = matches!(operation.as_str(), "backward" | "deterministic");
-    let rows_of_dout = if is_backward { seqlen_q } else { 0 };
-    let inputs = [(1, seqlen_q, 32), (2, tokens, 8), (3, tokens, 8), (4, rows_of_dout, 32)]
-        .map(|(seed, rows, heads)| noise(seed, rows as usize * heads * 128 * usize::from(repeats > 0)));
-    let mut bench = Bench {
-        captures: operation == "capture",
-        trouble,
-        stream: device.stream()?,
-        slopes: upload(&device, bytemuck::cast_slice(&slopes))?,
-        device,
-        group,
-        whole,
-        queries,
-        keys,
-        offsets,
-        calls: calls(tokens),
-        repeats,
-    };
-    let kernels = PlanOptions::default().deterministic(operation == "deterministic");
-    let measured = if repeats > 0 && trouble.is_none() { bench.links()? } else { Links::default() };
-    for mask in arg(3, "b").split('/') {
-        let mask: MaskSpec = mask.parse()?;
-        bench.whole = bench.whole.clone().mask(mask).write_lse(true);
-        if bench.is_first() {
-            println!("{operation}, {tokens} tokens, mask {mask}");
+
+    fn run(
+        &self,
+        device: &Device,
+        group: &Arc<dyn Group>,
+        (start, measured): (Instant, &mut Option<Links>),
+    ) -> Result<(), AnyError> {
+        let (tokens, ranks) = (self.tokens, group.size());
+        let trouble = match &*self.operation {
+            "slow" => Some(Trouble::Slow),
+            "dead" => Some(Trouble::Dead),
+            _ => None,
+        };
+        let decodes = self.operation == "decode" || self.schemes == ["decode"];
+        let seqlen_q = if decodes { 1 } else { tokens };
+        let (seqlen_k, num_heads_q, num_heads_kv) = (tokens, 32, 8);
+        let mut dims = Dims {
+            batch: 1,
+            seqlen_q,
+            seqlen_k,
+            num_heads_q,
+            num_heads_kv,
+            head_dim_qk: 128,
+            head_dim_v: 128,
+        };
+        let (queries, keys) = if decodes {
+            (Partition::replicated(1, ranks), Partition::contiguous(tokens, ranks))
+        } else {
+            (Partition::zig_zag(tokens, ranks), Partition::zig_zag(tokens, ranks))
+        };
+        let mut offsets = None;
+        if self.operation == "packed" {
+            let rows = documents(tokens);
+            dims.batch = rows.len() as u32 - 1;
+            let longest = rows.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(0);
+            (dims.seqlen_q, dims.seqlen_k) = (longest, longest);
+            let buffer = upload(device, bytemuck::cast_slice(&rows))?;
+            offsets = Some((rows, buffer));
         }
-        let backward = is_backward;
-        let alone = match repeats {
+        let mut whole = match &offsets {
+            None => FwdProblem::batch(DType::Bf16, dims),
+            Some(_) => FwdProblem::group(DType::Bf16, dims),
+        };
+        if self.operation == "modified" {
+            whole = whole.p_drop(0.1).bias(Bias::Alibi { per_batch: false });
+        }
+        let slopes: Vec<f32> = (1..=32).map(|head| (-0.25 * head as f32).exp2()).collect();
+        let mut bench = Bench {
+            captures: self.operation == "capture",
+            trouble,
+            stream: device.stream()?,
+            slopes: upload(device, bytemuck::cast_slice(&slopes))?,
+            links: [device.memory().alloc(MOST_SENT)?, device.memory().alloc(MOST_SENT)?],
+            device: device.clone(),
+            group: group.clone(),
+            whole,
+            queries,
+            keys,
+            offsets,
+            start,
+            repeats: self.repeats,
+        };
+        if measured.is_none() && self.repeats > 0 && trouble.is_none() {
+            *measured = Some(bench.links()?);
+        }
+        for &mask in &self.masks {
+            bench.whole = bench.whole.clone().mask(mask).write_lse(true);
+            if bench.is_first() {
+                bench.say(&format!("{}, {tokens} tokens, mask {mask}, {ranks} devices", self.operation));
+            }
+            self.each(&bench, measured.unwrap_or_default())?;
+        }
+        Ok(())
+    }
+
+    fn each(&self, bench: &Bench, measured: Links) -> Result<(), AnyError> {
+        let backward = matches!(&*self.operation, "backward" | "deterministic");
+        let kernels = PlanOptions::default().deterministic(self.operation == "deterministic");
+        let alone = match self.repeats {
             0 => {
-                bench.device.plan_fwd(&bench.whole.clone().validate()?, &kernels)?;
+                bench.device.plan_fwd(&bench.whole.clone().validate()?, &PlanOptions::default())?;
                 if backward {
                     bench.device.plan_bwd(&BwdProblem::new(bench.whole.clone()).validate()?, &kernels)?;
                 }
                 None
             }
             _ => {
-                let (whole, alone) = bench.alone(inputs.clone(), &kernels)?;
+                let rows = bench.queries.rows();
+                let inputs = [
+                    bench.noise(1, rows, 32)?,
+                    bench.noise(2, self.tokens, 8)?,
+                    bench.noise(3, self.tokens, 8)?,
+                    bench.noise(4, if backward { rows } else { 0 }, 32)?,
+                ];
+                let (whole, alone) = bench.alone(inputs, !backward)?;
                 let gradients = backward.then(|| bench.backward_alone(&whole, &kernels)).transpose()?;
                 Some((whole, alone, gradients))
             }
         };
-        for name in arg(4, if operation == "decode" { "decode" } else { "gather,ring" }).split(',') {
+        for name in &self.schemes {
             let (of, way) = name.split_once(':').unwrap_or((name, ""));
             let flags = match way {
                 "flags" => Some(true),
@@ -606,7 +714,6 @@ fn main() -> Result<(), AnyError> {
                 }
             }
         }
-        bench.group.share(&[])?;
+        Ok(())
     }
-    Ok(())
 }

@@ -12,6 +12,8 @@
 //! - `flags`, one a piece: the piece has come. Set by its owner; reset at the run's end, when all have come.
 //! - `late`: the kernels' own. Not 0: a piece did not come within the timeout, and no result of the run is one.
 //! - `free`, one a rank: that rank's buffers may be written again. Set by it at a run's end, reset by who writes there.
+//! - `home` and `home_free`, one a rank: the same of dK and dV, which go the other way, each to the owner of its keys as soon as no
+//!   later kernel of the rank changes it.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher as _, Hasher as _};
@@ -99,6 +101,24 @@ impl Rows {
     }
 }
 
+/// dK and dV on their way to the owners of their keys.
+#[derive(Clone, Debug)]
+pub(crate) struct Home {
+    /// Where those of this rank's keys come to: a slot for each rank, in the order of the ranks.
+    pub(crate) slots: [Buf; 2],
+    /// Behind each kernel: to which rank, dK and dV that no later one changes.
+    pub(crate) steps: Vec<Vec<(u32, [Rows; 2])>>,
+    /// Ranks that send some here.
+    pub(crate) from: Vec<u32>,
+}
+
+impl Home {
+    /// Bytes that go behind a kernel.
+    pub(crate) fn bytes_sent(&self, step: usize) -> u64 {
+        self.steps[step].iter().flat_map(|(_, rows)| rows).map(|rows| rows.from.1.bytes()).sum()
+    }
+}
+
 /// What a program says of its arriving keys.
 #[derive(Clone, Debug)]
 pub(crate) struct Coming {
@@ -111,12 +131,19 @@ pub(crate) struct Coming {
     pub(crate) sends: Vec<(u32, usize, [Rows; 2])>,
     /// Pieces that others send here.
     pub(crate) expected: Vec<usize>,
+    /// Backward: what goes back.
+    pub(crate) home: Option<Home>,
 }
 
 impl Coming {
     /// Bytes that this rank sends to others.
     pub(crate) fn bytes_sent(&self) -> u64 {
         self.sends.iter().flat_map(|(.., rows)| rows).map(|rows| rows.from.1.bytes()).sum()
+    }
+
+    /// The buffers that other ranks write.
+    pub(crate) fn all_buffers(&self) -> Vec<Buf> {
+        self.buffers.into_iter().chain(self.home.iter().flat_map(|home| home.slots)).collect()
     }
 
     fn receivers(&self) -> Vec<u32> {
@@ -135,9 +162,10 @@ impl Coming {
 }
 
 /// Another rank's memory, as this device has it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Remote {
-    buffers: [u64; 2],
+    /// As [`Coming::all_buffers`] has them.
+    buffers: Vec<u64>,
     words: u64,
     imported: bool,
 }
@@ -160,6 +188,7 @@ pub(crate) struct Meeting {
 struct Words {
     address: u64,
     pieces: u64,
+    ranks: u64,
 }
 
 impl Words {
@@ -174,38 +203,47 @@ impl Words {
     fn free(self, rank: u32) -> u64 {
         self.late() + 4 + 4 * u64::from(rank)
     }
+
+    fn home(self, rank: u32) -> u64 {
+        self.free(rank) + 4 * self.ranks
+    }
+
+    fn home_free(self, rank: u32) -> u64 {
+        self.home(rank) + 4 * self.ranks
+    }
 }
 
-/// What a rank tells the others: its host's boot, its process, where its buffers are, and their names.
+/// What a rank tells the others: its host's boot, its process, where its buffers and then its words are, and their names.
 struct Name {
     boot: Vec<u8>,
     process: u64,
-    addresses: [u64; 3],
-    names: [[u8; 64]; 3],
+    places: Vec<(u64, [u8; 64])>,
 }
 
 impl Name {
     fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![1];
+        let mut bytes = vec![1, self.places.len() as u8];
         bytes.extend(self.process.to_le_bytes());
-        self.addresses.iter().for_each(|address| bytes.extend(address.to_le_bytes()));
-        self.names.iter().for_each(|name| bytes.extend(name));
+        for (address, name) in &self.places {
+            bytes.extend(address.to_le_bytes());
+            bytes.extend(name);
+        }
         bytes.extend(&self.boot);
         bytes
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (process, rest) = bytes.get(1..)?.split_at_checked(8)?;
-        let (addresses, rest) = rest.split_at_checked(24)?;
-        let (names, boot) = rest.split_at_checked(3 * 64)?;
-        let address =
-            |at: usize| Some(u64::from_le_bytes(addresses.get(8 * at..8 * at + 8)?.try_into().ok()?));
-        let name = |at: usize| names.get(64 * at..64 * at + 64)?.try_into().ok();
+        let (&count, rest) = bytes.get(1..)?.split_first()?;
+        let (process, rest) = rest.split_at_checked(8)?;
+        let (places, boot) = rest.split_at_checked(usize::from(count) * 72)?;
+        let place = |bytes: &[u8]| {
+            let (address, name) = bytes.split_at_checked(8)?;
+            Some((u64::from_le_bytes(address.try_into().ok()?), name.try_into().ok()?))
+        };
         Some(Self {
             boot: boot.to_vec(),
             process: u64::from_le_bytes(process.try_into().ok()?),
-            addresses: [address(0)?, address(1)?, address(2)?],
-            names: [name(0)?, name(1)?, name(2)?],
+            places: places.chunks(72).map(place).collect::<Option<_>>()?,
         })
     }
 }
@@ -231,13 +269,13 @@ fn all_say(group: &dyn Group, mine: &Result<Vec<u8>, String>) -> Result<Result<V
 }
 
 impl Meeting {
-    /// All ranks call it together: `mine` is what this one's program needs and its two buffers, or why it has none. On all ranks
-    /// the same: a meeting, or why there is none.
+    /// All ranks call it together: `mine` is what this one's program needs and its buffers that others write, or why it has none. On
+    /// all ranks the same: a meeting, or why there is none.
     ///
     /// # Errors
     /// The rank that is gone, late or has failed.
     pub(crate) fn new(
-        mine: Result<(Coming, [&DevBuffer; 2]), String>,
+        mine: Result<(Coming, Vec<&DevBuffer>), String>,
         group: &Arc<dyn Group>,
         device: &Device,
     ) -> Result<Result<Self, String>> {
@@ -247,9 +285,11 @@ impl Meeting {
             let peers = device.peers().ok_or("its device shares no memory with other processes")?;
             let pieces = coming.pieces.len();
             let ends: Vec<u32> = coming.pieces.iter().map(|piece| piece.rows.end).collect();
-            // Nothing has come, nothing is late, all is free.
+            // Nothing has come, nothing is late, all is free; nothing has come home, and all is free for that.
             let mut first = vec![0u32; pieces + 1];
-            first.resize(pieces + 1 + ranks as usize, 1);
+            for value in [1, 0, 1] {
+                first.resize(first.len() + ranks as usize, value);
+            }
             let page = if device.has_clock() { 2 << 20 } else { 1 };
             let [ends, words] = [ends, first].map(|words| -> Result<DevBuffer, fmha::Error> {
                 let bytes = (4 * words.len() as u64).next_multiple_of(page);
@@ -258,17 +298,15 @@ impl Meeting {
                 Ok(buffer)
             });
             let (ends, words) = (ends.map_err(said)?, words.map_err(said)?);
-            let all = [buffers[0], buffers[1], &words];
             // Ranks that are threads have each other's addresses; of several devices that is not arranged.
-            let mut names = [[0; 64]; 3];
-            if device.has_clock() {
-                for (name, buffer) in names.iter_mut().zip(all) {
-                    *name = peers.export(buffer).map_err(said)?;
-                }
-            }
+            let place = |buffer: &DevBuffer| {
+                let name = if device.has_clock() { peers.export(buffer)? } else { [0; 64] };
+                Ok((buffer.as_ptr() as u64, name))
+            };
+            let all = buffers.into_iter().chain([&words]);
+            let places = all.map(place).collect::<Result<_, fmha::Error>>().map_err(said)?;
             let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-            let addresses = all.map(|buffer| buffer.as_ptr() as u64);
-            let name = Name { boot, process: process(), addresses, names };
+            let name = Name { boot, process: process(), places };
             Ok((name, coming, ends, words))
         });
         let says = prepared.as_ref().map(|(name, ..)| name.to_bytes()).map_err(Clone::clone);
@@ -297,7 +335,7 @@ impl Meeting {
         std::mem::forget(words);
         let mut meeting = Self {
             device: device.clone(),
-            words: Words { address, pieces: coming.pieces.len() as u64 },
+            words: Words { address, pieces: coming.pieces.len() as u64, ranks: ranks.into() },
             coming,
             rank,
             timeout: group.timeout(),
@@ -318,20 +356,28 @@ impl Meeting {
             if name.boot != own.boot {
                 return Err(format!("rank {other} is on another host than rank {rank}"));
             }
-            let [k, v, words] = name.addresses;
-            let mut remote = Remote { buffers: [k, v], words, imported: false };
-            if other != rank && device.has_clock() {
-                if name.process == own.process {
-                    return Err(format!("ranks {rank} and {other} are threads of 1 process"));
-                }
-                let mut addresses = [0; 3];
-                for (address, name) in addresses.iter_mut().zip(&name.names) {
-                    *address = peers.import(name).map_err(|error| error.to_string())?;
-                }
-                remote =
-                    Remote { buffers: [addresses[0], addresses[1]], words: addresses[2], imported: true };
+            if name.places.len() != own.places.len() {
+                let (here, there) = (own.places.len(), name.places.len());
+                return Err(format!("rank {other} has {there} buffers for others, rank {rank} {here}"));
             }
-            remotes.push(remote);
+            let imported = other != rank && device.has_clock();
+            if imported && name.process == own.process {
+                return Err(format!("ranks {rank} and {other} are threads of 1 process"));
+            }
+            let mut addresses = Vec::new();
+            for (address, name) in &name.places {
+                match imported.then(|| peers.import(name)) {
+                    None => addresses.push(*address),
+                    Some(Ok(address)) => addresses.push(address),
+                    Some(Err(error)) => {
+                        // SAFETY: imported above, and not used yet.
+                        addresses.iter().for_each(|&address| unsafe { peers.release(address) });
+                        return Err(error.to_string());
+                    }
+                }
+            }
+            let words = addresses.pop().unwrap_or_default();
+            remotes.push(Remote { buffers: addresses, words, imported });
             Ok(())
         };
         let outcome = (0..).zip(all).try_for_each(&mut one);
@@ -365,7 +411,7 @@ impl Meeting {
         // SAFETY: the words are this meeting's own.
         unsafe { peers.words(&waits, raw) }.map_err(|error| self.said(&error))?;
         for &(rank, piece, rows) in &self.coming.sends {
-            for (rows, base) in rows.iter().zip(self.remotes[rank as usize].buffers) {
+            for (rows, base) in rows.iter().zip(&self.remotes[rank as usize].buffers) {
                 for (from, to, bytes) in rows.stretches() {
                     // SAFETY: the rows lie in the call's tensor, which was checked, and in the other rank's buffer, which is free.
                     unsafe { peers.copy(address(rows.from.0) + from, base + to, bytes, raw) }
@@ -392,6 +438,49 @@ impl Meeting {
         Ok(())
     }
 
+    /// dK and dV that are whole behind a kernel go to their owners.
+    pub(crate) fn send_home(&self, step: usize, address: impl Fn(Buf) -> u64, stream: &Stream) -> Result<()> {
+        let (Some(home), peers, raw) = (&self.coming.home, self.peers()?, stream.as_raw()) else {
+            return Ok(());
+        };
+        // SAFETY: words of this meeting and of the other ranks'.
+        let say = |words: &[Word]| unsafe { peers.words(words, raw) }.map_err(|error| self.said(&error));
+        let all = &home.steps[step];
+        let goes_in = |mut steps: Range<usize>, rank| {
+            steps.any(|step| home.steps[step].iter().any(|&(to, _)| to == rank))
+        };
+        for (at, &(rank, rows)) in all.iter().enumerate() {
+            let before = goes_in(0..step, rank) || all[..at].iter().any(|&(to, _)| to == rank);
+            if !before {
+                let at = self.words.home_free(rank);
+                say(&[Word::Await { at, value: 1 }, Word::Write { at, value: 0 }])?;
+            }
+            let slots = self.remotes[rank as usize].buffers.iter().skip(self.coming.buffers.len());
+            for (rows, base) in rows.iter().zip(slots) {
+                for (from, to, bytes) in rows.stretches() {
+                    // SAFETY: the rows lie in the program's buffer, and in this rank's slot of the other's, which is free.
+                    unsafe { peers.copy(address(rows.from.0) + from, base + to, bytes, raw) }
+                        .map_err(|error| self.said(&error))?;
+                }
+            }
+            let behind =
+                goes_in(step + 1..home.steps.len(), rank) || all[at + 1..].iter().any(|&(to, _)| to == rank);
+            if !behind {
+                say(&[Word::Write { at: self.words_of(rank).home(self.rank), value: 1 }])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until dK and dV of all who send some are here.
+    pub(crate) fn await_home(&self, stream: &Stream) -> Result<()> {
+        let from = self.coming.home.iter().flat_map(|home| &home.from);
+        let words: Vec<Word> =
+            from.map(|&rank| Word::Await { at: self.words.home(rank), value: 1 }).collect();
+        // SAFETY: the words are this meeting's own.
+        unsafe { self.peers()?.words(&words, stream.as_raw()) }.map_err(|error| self.said(&error))
+    }
+
     /// The run's last step: when all has come and been read, flags are 0 again and the others may write.
     pub(crate) fn release(&self, stream: &Stream) -> Result<()> {
         let flags = |value| self.coming.expected.iter().map(move |&piece| (self.words.flag(piece), value));
@@ -399,6 +488,10 @@ impl Meeting {
         words.extend(flags(0).map(|(at, value)| Word::Write { at, value }));
         let free = |rank| Word::Write { at: self.words_of(rank).free(self.rank), value: 1 };
         words.extend(self.coming.senders().into_iter().map(free));
+        for &rank in self.coming.home.iter().flat_map(|home| &home.from) {
+            words.push(Word::Write { at: self.words.home(rank), value: 0 });
+            words.push(Word::Write { at: self.words_of(rank).home_free(self.rank), value: 1 });
+        }
         // SAFETY: words of this meeting and of the other ranks'.
         unsafe { self.peers()?.words(&words, stream.as_raw()) }.map_err(|error| self.said(&error))
     }
@@ -451,7 +544,8 @@ impl Meeting {
             // Kernels first, which then end; nothing is a result any more.
             let mut all = vec![Word::Write { at: words.late(), value: u32::MAX }];
             all.extend((0..owners.len()).map(|piece| Word::Write { at: words.flag(piece), value: 1 }));
-            all.extend((0..ranks).map(|rank| Word::Write { at: words.free(rank), value: 1 }));
+            let of = |rank| [words.free(rank), words.home(rank), words.home_free(rank)];
+            all.extend((0..ranks).flat_map(of).map(|at| Word::Write { at, value: 1 }));
             // SAFETY: as above.
             unsafe { peers.words(&all, stream.as_raw()) }
         };
@@ -467,7 +561,7 @@ impl Meeting {
 
 fn release(peers: &dyn Peers, remotes: &[Remote]) {
     for remote in remotes.iter().filter(|remote| remote.imported) {
-        for address in remote.buffers.into_iter().chain([remote.words]) {
+        for &address in remote.buffers.iter().chain([&remote.words]) {
             // SAFETY: imported once, and not used again.
             unsafe { peers.release(address) };
         }

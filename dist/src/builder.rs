@@ -2,7 +2,7 @@
 
 use fmha::{Bias, CombinePlan, CombineProblem, DType, Device, Merge, PlanOptions, Shape, Strides, VLayout};
 
-use crate::arrivals::Coming;
+use crate::arrivals::{Coming, Home};
 use crate::error::{Error, Result};
 use crate::group::{Block, Exchange, Parcel};
 use crate::partition::Piece;
@@ -146,12 +146,29 @@ impl<'a> Builder<'a> {
         self.program.coming = Some(coming);
     }
 
-    /// No later step reads what has come.
+    /// No later step reads what has come, home or to be read.
     pub(crate) fn read_all_that_came(&mut self) {
         if let Some(coming) = &self.program.coming {
-            let sinks = coming.buffers;
+            let sinks = coming.all_buffers();
             self.push(Step::Release { sinks });
         }
+    }
+
+    /// dK and dV go home beside kernels that come.
+    pub(crate) fn go_home(&mut self, home: Home) {
+        if let Some(coming) = &mut self.program.coming {
+            coming.home = Some(home);
+        }
+    }
+
+    /// Behind so many kernels: what of these no later one changes, to its owners.
+    pub(crate) fn send_home(&mut self, step: usize, sources: [Buf; 2]) {
+        self.push(Step::SendHome { step, sources });
+    }
+
+    /// What others send home is here.
+    pub(crate) fn await_home(&mut self, sinks: [Buf; 2]) {
+        self.push(Step::AwaitHome { sinks });
     }
 
     pub(crate) fn scratch(&mut self, bytes: u64) -> Buf {
@@ -179,6 +196,13 @@ impl<'a> Builder<'a> {
             self.elem_bytes[number] = elem_bytes;
         }
         buf
+    }
+
+    /// Scratch that no other step has before or behind: other ranks write it.
+    pub(crate) fn keep(&mut self, elem_bytes: u64, bytes: u64) -> Buf {
+        self.program.scratch.push(bytes);
+        self.elem_bytes.push(elem_bytes);
+        Buf::Scratch(self.program.scratch.len() - 1)
     }
 
     /// A type whose values a copy by numbers keeps to the bit; none of 8 bits.

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use fmha::MAX_ARRIVALS;
 
 use crate::problem::Whole;
-use crate::scheme::Scheme;
+use crate::scheme::{Scheme, last_home};
 
 /// What a device computes and what a link carries. In text: lines `name = number`, `#` begins a comment.
 ///
@@ -227,9 +227,11 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
         Scheme::Gather => {
             let mut moved = all_to_all(kv + dkv);
             moved.exchanges = if backward { 2.0 } else { 1.0 };
-            // Beside kernels comes all but the first piece that one waits for; gradients go home behind them.
+            // Beside kernels comes all but the first piece that one waits for, and goes what the last one does not change.
             if whole.flags {
-                moved.hidden = (1.0 - 1.0 / f64::from(MAX_ARRIVALS)) * kv / (kv + dkv);
+                let home =
+                    if backward { dkv * (1.0 - last_home(whole) * ranks / (ranks - 1.0)) } else { 0.0 };
+                moved.hidden = ((1.0 - 1.0 / f64::from(MAX_ARRIVALS)) * kv + home) / (kv + dkv);
             }
             (seconds_of(slowest), moved, kv + 2.0 * dkv)
         }

@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use fmha::{
-    BwdArgs, DType, DevBuffer, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, ScoreArgs, Stream,
+    BwdArgs, DType, DevBuffer, DevSlice, DevSliceMut, Device, FwdArgs, MAX_ARRIVALS, PlanOptions, ScoreArgs,
+    Stream,
 };
 
 use crate::agree::agree;
@@ -114,6 +115,10 @@ fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Result<(), Stri
     }
     if whole.k.cu_seqlens.is_some() {
         return Err(format!("packed rows of {} sequences are a launch each", whole.k.batch));
+    }
+    let runs: usize = (0..whole.ranks).map(|rank| whole.k.pieces(rank).len()).sum();
+    if runs > MAX_ARRIVALS as usize {
+        return Err(format!("{runs} runs of keys are more than {MAX_ARRIVALS}"));
     }
     if options.flags.is_none() {
         let of = |flags| {
@@ -251,8 +256,8 @@ impl Planned {
                         Buf::Scratch(number) => scratch.get(number).ok_or("no buffer for keys to come to"),
                         _ => Err("keys come to a buffer of the call"),
                     };
-                    let [k, v] = coming.buffers.map(buffer);
-                    k.and_then(|k| Ok((coming.clone(), [k, v?]))).map_err(str::to_owned)
+                    let all: Result<Vec<_>, _> = coming.all_buffers().into_iter().map(buffer).collect();
+                    all.map(|all| (coming.clone(), all)).map_err(str::to_owned)
                 }
                 Ok(_) => Err("its program waits for no keys".to_owned()),
                 Err(error) => Err(error.text.clone()),
@@ -586,8 +591,9 @@ mod tests {
 
     use super::*;
     use crate::partition::Partition;
+    use crate::scheme::last_home;
 
-    fn waits(tokens: u32, options: &Options) -> Result<(), String> {
+    fn zig_zag(tokens: u32, ranks: u32) -> Whole {
         let dims = Dims {
             batch: 1,
             seqlen_q: tokens,
@@ -598,8 +604,29 @@ mod tests {
             head_dim_v: 128,
         };
         let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
-        let whole = Whole::new(&Problem::new(whole, Partition::zig_zag(tokens, 2)), 0, 2).unwrap();
-        may_wait(&whole.on_hosts(options.links.ranks_per_host), false, options)
+        Whole::new(&Problem::new(whole, Partition::zig_zag(tokens, ranks)), 0, ranks).unwrap()
+    }
+
+    fn waits(tokens: u32, options: &Options) -> Result<(), String> {
+        may_wait(&zig_zag(tokens, 2).on_hosts(options.links.ranks_per_host), false, options)
+    }
+
+    /// Of two ranks the second one's shorter queries are the second of four runs: they see the first run, which is the other
+    /// rank's, and its own. Of four, those of the last rank see the first three.
+    #[test]
+    fn what_goes_home_behind_the_last_kernel_is_what_the_shortest_queries_see_of_others() {
+        for (ranks, part) in [(2, 0.25), (4, 0.375)] {
+            assert!((last_home(&zig_zag(8192, ranks)) - part).abs() < 1e-9, "{ranks}");
+        }
+        let seconds = |flags| {
+            let whole = Whole { flags, ..zig_zag(8192, 4) };
+            estimate(Scheme::Gather, &whole, true, &Links::default())
+        };
+        let (first, beside) = (seconds(false), seconds(true));
+        // Of 3 / 4 of dK and dV, half is beside the other kernels.
+        let hidden = first.transfer - (beside.seconds - beside.compute);
+        let home = 8192.0 * 8.0 * 256.0 * 4.0 * 0.375 / Links::default().bytes_per_second;
+        assert!(hidden > home, "{first}, {beside}");
     }
 
     #[test]
@@ -610,6 +637,8 @@ mod tests {
         assert!(reason.ends_with("with kernels that wait, by the model"), "{reason}");
         assert_eq!(waits(131_072, &options.clone().flags(true)), Ok(()));
         assert_eq!(waits(8192, &options.clone().flags(false)).unwrap_err(), "flags false was asked for");
+        let reason = may_wait(&zig_zag(8192, 64), false, &options).unwrap_err();
+        assert_eq!(reason, "128 runs of keys are more than 64");
         let links: Links = "ranks_per_host = 1".parse().unwrap();
         let reason = waits(8192, &options.links(links)).unwrap_err();
         assert_eq!(reason, "2 ranks are on hosts of 1");

@@ -73,7 +73,11 @@ pub(crate) enum Step {
     /// This rank's own keys go to their places among them.
     Fill { sinks: [Buf; 2] },
     /// What has come was read: the next run may send again.
-    Release { sinks: [Buf; 2] },
+    Release { sinks: Vec<Buf> },
+    /// dK and dV that no later kernel changes go to where their owners add them, behind so many kernels.
+    SendHome { step: usize, sources: [Buf; 2] },
+    /// Those of this rank's keys are here.
+    AwaitHome { sinks: [Buf; 2] },
     /// Rows move between ranks.
     Exchange { exchange: Exchange, sources: Vec<Buf>, sinks: Vec<Buf> },
     /// Attention of some queries over some keys: Q, K and V; O; LSE.
@@ -103,9 +107,14 @@ impl Program {
         let of = |step: &Step| match step {
             Step::Exchange { exchange, .. } => exchange.bytes_sent(rank),
             Step::Send => self.coming.as_ref().map_or(0, Coming::bytes_sent),
+            &Step::SendHome { step, .. } => self.sent_home(step),
             _ => 0,
         };
         self.steps.iter().map(of).sum()
+    }
+
+    fn sent_home(&self, step: usize) -> u64 {
+        self.coming.as_ref().and_then(|coming| coming.home.as_ref()).map_or(0, |home| home.bytes_sent(step))
     }
 
     /// One line a step.
@@ -122,6 +131,10 @@ impl Program {
                 }
                 Step::Fill { .. } => "copy".to_owned(),
                 Step::Release { .. } => "let the next run send".to_owned(),
+                &Step::SendHome { step, .. } => {
+                    format!("send {} bytes of dK and dV home by copy engines", self.sent_home(step))
+                }
+                Step::AwaitHome { .. } => "wait for the others' dK and dV".to_owned(),
                 Step::Exchange { exchange, .. } => {
                     let mut peers: Vec<u32> = exchange
                         .sends
@@ -180,7 +193,9 @@ impl Step {
             // Other ranks write the buffers that come; those who read them wait for flags.
             Step::Send => (vec![Buf::K, Buf::V], vec![]),
             Step::Fill { sinks } => (vec![Buf::K, Buf::V], sinks.to_vec()),
-            Step::Release { sinks } => (vec![], sinks.to_vec()),
+            Step::Release { sinks } => (vec![], sinks.clone()),
+            Step::SendHome { sources, .. } => (sources.to_vec(), vec![]),
+            Step::AwaitHome { sinks } => (vec![], sinks.to_vec()),
             Step::Exchange { sources, sinks, .. } => (sources.clone(), sinks.clone()),
             Step::Forward { inputs, o, lse, .. } => (bufs(inputs), vec![o.0, lse.0]),
             Step::Backward(step) => {
@@ -245,7 +260,7 @@ fn turns(program: &Program) -> Vec<Turn> {
     let mut launches = 0u32;
     let turn = |(number, step): (usize, &Step)| {
         let stream = match step {
-            Step::Exchange { .. } | Step::Send => MOVING,
+            Step::Exchange { .. } | Step::Send | Step::SendHome { .. } => MOVING,
             Step::Forward { .. } => {
                 launches += 1;
                 if program.takes_turns && launches.is_multiple_of(2) { SECOND } else { 0 }
@@ -385,12 +400,18 @@ impl Executor<'_> {
                 }
             }
             let taken = match step {
-                Step::Send | Step::Fill { .. } | Step::Release { .. } => {
+                Step::Send
+                | Step::Fill { .. }
+                | Step::Release { .. }
+                | Step::SendHome { .. }
+                | Step::AwaitHome { .. } => {
                     let Some(meeting) = self.meeting else { continue };
                     let address = |buf: Buf| buffers.read(At(buf, 0)).as_ptr() as u64;
                     match step {
                         Step::Send => meeting.send(address, stream)?,
                         Step::Fill { .. } => meeting.fill(address, stream)?,
+                        &Step::SendHome { step, .. } => meeting.send_home(step, address, stream)?,
+                        Step::AwaitHome { .. } => meeting.await_home(stream)?,
                         _ => meeting.release(stream)?,
                     }
                     // An emulated device does at once what is queued, and nothing comes while a kernel runs: before one all

@@ -209,20 +209,27 @@ fn keys_that_come_while_kernels_wait_give_the_bits_of_one_device() {
             // In f32: what another order of dQ's sums changes, bf16 hides.
             let wanted = (DType::F32, false);
             let mut plan = BwdPlan::new(&problem, wanted, group.clone(), &device, &options).unwrap();
-            let mut grads = [HEADS[0], HEADS[1], HEADS[1]].map(|heads| {
-                uploaded(&device, &vec![0; (2 * row(heads) * u64::from(rows.rows_of(rank))) as usize])
-            });
-            let [dq, dk, dv] = &mut grads;
-            let mut args = BwdArgs::new(
-                [q.slice(), k.slice(), v.slice()],
-                [o.slice(), lse.slice(), dout.slice()],
-                [dq.slice_mut(), dk.slice_mut(), dv.slice_mut()],
-            );
-            plan.run(&mut args, &stream).unwrap();
-            stream.synchronize().unwrap();
-            grads.each_ref().map(|grad| downloaded(&device, grad))
+            let text = plan.explain();
+            assert!(!flags || text.contains("of dK and dV home by copy engines"), "{text}");
+            // Twice: the second run's slots are the first one's.
+            [(); 2].map(|()| {
+                let mut grads = [HEADS[0], HEADS[1], HEADS[1]].map(|heads| {
+                    uploaded(&device, &vec![0; (2 * row(heads) * u64::from(rows.rows_of(rank))) as usize])
+                });
+                let [dq, dk, dv] = &mut grads;
+                let mut args = BwdArgs::new(
+                    [q.slice(), k.slice(), v.slice()],
+                    [o.slice(), lse.slice(), dout.slice()],
+                    [dq.slice_mut(), dk.slice_mut(), dv.slice_mut()],
+                );
+                plan.run(&mut args, &stream).unwrap();
+                stream.synchronize().unwrap();
+                grads.each_ref().map(|grad| downloaded(&device, grad))
+            })
         });
         assert!(first == second, "gradients, {rank}");
+        let [first, again] = first;
+        assert!(first == again, "gradients of a second run, {rank}");
         assert!(first[0] == rows.split(&expected[2], 1, 2 * row(HEADS[0]), rank), "dQ, {rank}");
     });
 }

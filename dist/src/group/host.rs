@@ -230,7 +230,10 @@ impl Group for Host {
                 from => self.receive(from)?,
             };
             if bytes.len() as u64 != wanted {
-                let text = format!("rank {from} sent {} bytes, but {wanted} were to come", bytes.len());
+                let text = format!(
+                    "rank {from} sent {} bytes, but {wanted} were to come: it plans another problem, or is at another call",
+                    bytes.len()
+                );
                 return Err(self.fail(Error::new(from, "exchange", text)));
             }
             let mut rest = &bytes[..];

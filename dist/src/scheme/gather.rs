@@ -15,12 +15,13 @@ use std::ops::Range;
 
 use fmha::DType;
 
-use crate::arrivals::{self, Coming, Rows};
+use crate::arrivals::{self, Coming, Home, Rows};
 use crate::builder::{Builder, Given, Grads, Held, Moves, Operands, Wanted};
 use crate::error::{Error, Result};
+use crate::group::Block;
 use crate::partition::Piece;
-use crate::problem::Kind;
-use crate::program::{At, Buf};
+use crate::problem::{Kind, Whole};
+use crate::program::{At, Buf, Part};
 
 /// Whether `rank`'s queries see some of these keys.
 fn needs(b: &Builder<'_>, rank: u32, keys: &Piece) -> bool {
@@ -100,18 +101,24 @@ fn coming(b: &Builder<'_>, all: [Held; 2], order: Order) -> Result<Coming> {
         sends.reverse();
     }
     let own = b.keys_of(b.rank()).iter().flat_map(|run| rows(run.row, run.whole_row, run.rows())).collect();
-    Ok(Coming { pieces, buffers: all.map(|held| held.buf), own, sends, expected })
+    Ok(Coming { pieces, buffers: all.map(|held| held.buf), own, sends, expected, home: None })
 }
 
-/// Each piece of queries with the whole sequence of keys that it sees.
-fn pairs(b: &Builder<'_>) -> Vec<(Piece, Piece)> {
-    let sequences = b.whole.k.whole();
-    let whole = |q: &Piece| {
+/// Each piece of a rank's queries with the whole sequence of keys that it sees; the one with most to compute first.
+fn pairs_of(whole: &Whole, rank: u32) -> Vec<(Piece, Piece)> {
+    let sequences = whole.k.whole();
+    let keys = |q: &Piece| {
         // A sequence without keys has no rows: any piece of it will do.
         let none = Piece { positions: 0..0, row: 0, whole_row: 0, seqlen: 0, ..q.clone() };
         sequences.iter().find(|keys| keys.sequences == q.sequences).cloned().unwrap_or(none)
     };
-    b.queries().into_iter().map(|q| (q.clone(), whole(&q))).collect()
+    let mut pairs: Vec<_> = whole.q.pieces(rank).into_iter().map(|q| (q.clone(), keys(&q))).collect();
+    pairs.sort_by_key(|(q, keys)| std::cmp::Reverse(whole.pairs(q, keys)));
+    pairs
+}
+
+fn pairs(b: &Builder<'_>) -> Vec<(Piece, Piece)> {
+    pairs_of(b.whole, b.rank())
 }
 
 pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
@@ -119,10 +126,8 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     let (heads, out) = (b.whole.all_heads(), (b.own(Kind::O), b.own_lse()));
     // The longest launch first, and two side by side: the last tiles of one leave processors to the next. Its tiles begin with
     // keys that are here under a causal mask, and each run's way takes as long as a tile has to do with the one before.
-    let mut pairs = pairs(b);
-    pairs.sort_by_key(|(q, keys)| std::cmp::Reverse(b.whole.pairs(q, keys)));
     b.take_turns();
-    for (q, keys) in pairs {
+    for (q, keys) in pairs(b) {
         b.forward_into((&q, &keys), &heads, &operands, (q.row, keys.whole_row), out)?;
     }
     b.read_all_that_came();
@@ -139,6 +144,12 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         b.hold(tensor)
     };
     let (dk, dv) = (f32_of_all(b, Kind::K), f32_of_all(b, Kind::V));
+    // The longest kernel first: most of what it gives others goes home beside the shorter ones.
+    let pairs = pairs(b);
+    let home = b.whole.flags.then(|| home(b, [dk, dv], &pairs));
+    if let Some((home, _)) = &home {
+        b.go_home(home.clone());
+    }
     let dq_out = b.own_as(Buf::Dq, Kind::Q, wanted.dtype);
     let dq = {
         let tensor = b.tensor_of(Kind::Q, b.rank(), DType::F32);
@@ -146,7 +157,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
     };
     let mut dsinks = Vec::new();
     let mut written: Vec<u32> = Vec::new();
-    for (q, keys) in pairs(b) {
+    for (step, (q, keys)) in pairs.into_iter().enumerate() {
         let dsink = wanted.dsink.then(|| At(b.scratch(4 * u64::from(heads.num_q())), 0));
         dsinks.extend(dsink);
         let rows = (q.row, keys.whole_row);
@@ -157,8 +168,11 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
             });
             let parts = [(dq, q.row), (more_k, 0), (more_v, 0)];
             b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
-            for (sum, term) in [(dk, more_k), (dv, more_v)] {
-                b.add(sum.rows(keys.whole_row, keys.rows()), term.rows(0, keys.rows()))?;
+            for rows in seen(b.whole, &q) {
+                for (sum, term) in [(dk, more_k), (dv, more_v)] {
+                    let count = rows.end - rows.start;
+                    b.add(sum.rows(rows.start, count), term.rows(rows.start - keys.whole_row, count))?;
+                }
             }
             b.release([more_k, more_v]);
         } else {
@@ -166,10 +180,20 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
             let parts = [(dq, q.row), (dk, keys.whole_row), (dv, keys.whole_row)];
             b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
         }
+        if home.as_ref().is_some_and(|(home, _)| !home.steps[step].is_empty()) {
+            b.send_home(step, [dk.buf, dv.buf]);
+        }
         b.sum(dq_out.rows(q.row, q.rows()), vec![dq.rows(q.row, q.rows())], wanted.dtype)?;
     }
+    let grads = [(Kind::K, dk, Buf::Dk), (Kind::V, dv, Buf::Dv)];
+    match home {
+        Some((home, slots)) => {
+            b.await_home(home.slots);
+            add_up(b, grads, &slots, wanted.dtype)?;
+        }
+        None => bring_home(b, grads, wanted.dtype)?,
+    }
     b.read_all_that_came();
-    bring_home(b, [(Kind::K, dk, Buf::Dk), (Kind::V, dv, Buf::Dv)], wanted.dtype)?;
     if wanted.dsink {
         b.sum_dsink(&dsinks)?;
     }
@@ -193,17 +217,110 @@ fn bring_home(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], dtype: DType) 
             for keys in own.iter().filter(|keys| needs(b, peer, keys)) {
                 moves.receive(peer, slot.rows(keys.row, keys.rows()));
             }
-            slots.push((peer, kind, slot));
+            slots.push(Slot { of: peer, kind, held: slot, offset: 0 });
         }
     }
     b.exchange(&moves)?;
-    for (kind, _, buf) in grads {
+    add_up(b, grads, &slots, dtype)
+}
+
+/// A rank's part of dK or dV, as it lies at the owner of the keys.
+struct Slot {
+    of: u32,
+    kind: Kind,
+    held: Held,
+    /// Of its first byte in the buffer.
+    offset: u64,
+}
+
+impl Slot {
+    fn rows(&self, row: u32, count: u32) -> Part {
+        let (buf, block) = self.held.rows(row, count);
+        (buf, Block { offset: self.offset + block.offset, ..block })
+    }
+}
+
+/// The owner adds the parts of its keys' dK and dV in the order of the ranks; its own, if it has no slot, from where it is.
+fn add_up(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], slots: &[Slot], dtype: DType) -> Result<()> {
+    for (kind, sum, buf) in grads {
         let out = b.own_as(buf, kind, dtype);
-        for keys in &own {
-            let parts = slots.iter().filter(|(peer, of, _)| *of == kind && needs(b, *peer, keys));
-            let terms = parts.map(|(_, _, slot)| slot.rows(keys.row, keys.rows())).collect();
+        for keys in b.keys_of(b.rank()) {
+            let part = |peer: u32| match slots.iter().find(|slot| slot.of == peer && slot.kind == kind) {
+                Some(slot) => slot.rows(keys.row, keys.rows()),
+                None => sum.rows(keys.whole_row, keys.rows()),
+            };
+            let terms = (0..b.ranks()).filter(|&peer| needs(b, peer, &keys)).map(part).collect();
             b.sum(out.rows(keys.row, keys.rows()), terms, dtype)?;
         }
     }
     Ok(())
+}
+
+/// Rows of keys of the whole that these queries see: runs that touch are one.
+fn seen(whole: &Whole, q: &Piece) -> Vec<Range<u32>> {
+    let mut runs: Vec<Range<u32>> = (0..whole.ranks)
+        .flat_map(|rank| whole.k.pieces(rank))
+        .filter(|keys| whole.sees(q, keys).is_some())
+        .map(|keys| keys.whole_row..keys.whole_row + keys.rows())
+        .collect();
+    runs.sort_unstable_by_key(|run| run.start);
+    let mut merged: Vec<Range<u32>> = Vec::new();
+    for run in runs {
+        match merged.last_mut() {
+            Some(last) if last.end == run.start => last.end = run.end,
+            _ => merged.push(run),
+        }
+    }
+    merged
+}
+
+/// How this rank's parts of dK and dV go to the owners of the keys beside its kernels, and where others' come to.
+fn home(b: &mut Builder<'_>, grads: [Held; 2], pairs: &[(Piece, Piece)]) -> (Home, Vec<Slot>) {
+    let kinds = [Kind::K, Kind::V];
+    // A slot for each rank, in their order.
+    let slot = |b: &Builder<'_>, buf, kind, owner, of: u32| {
+        let tensor = b.tensor_of(kind, owner, DType::F32);
+        Slot { of, kind, held: Held::new(buf, tensor), offset: u64::from(of) * tensor.bytes() }
+    };
+    let mut slots = Vec::new();
+    let bufs = kinds.map(|kind| {
+        let one = b.tensor_of(kind, b.rank(), DType::F32);
+        // Others write there at any time of a run: no step before or behind has this buffer.
+        let buf = b.keep(4, u64::from(b.ranks()) * one.bytes());
+        let peers = (0..b.ranks()).filter(|&peer| peer != b.rank());
+        slots.extend(peers.map(|peer| slot(b, buf, kind, b.rank(), peer)));
+        buf
+    });
+    let mut steps: Vec<Vec<_>> = pairs.iter().map(|_| Vec::new()).collect();
+    for owner in (0..b.ranks()).filter(|&owner| owner != b.rank()) {
+        for keys in b.keys_of(owner) {
+            // Behind the last kernel whose queries see them.
+            let seen = |(q, _): &(Piece, Piece)| b.whole.sees(q, &keys).is_some();
+            let Some(step) = pairs.iter().rposition(seen) else { continue };
+            let rows = [0, 1].map(|of| {
+                let there = slot(b, bufs[of], kinds[of], owner, b.rank());
+                Rows {
+                    from: grads[of].rows(keys.whole_row, keys.rows()),
+                    to: there.rows(keys.row, keys.rows()),
+                }
+            });
+            steps[step].push((owner, rows));
+        }
+    }
+    let own = b.keys_of(b.rank());
+    let sends = |&peer: &u32| peer != b.rank() && own.iter().any(|keys| needs(b, peer, keys));
+    let from = (0..b.ranks()).filter(sends).collect();
+    (Home { slots: bufs, steps, from }, slots)
+}
+
+/// The most of dK and dV of others' keys, as a part of all, that a rank has to send when its last kernel is done.
+pub(crate) fn last_home(whole: &Whole) -> f64 {
+    let rows = |rank: u32| -> u32 {
+        let pairs = pairs_of(whole, rank);
+        let Some((last, _)) = pairs.last() else { return 0 };
+        let others = (0..whole.ranks).filter(|&owner| owner != rank).flat_map(|owner| whole.k.pieces(owner));
+        others.filter(|keys| whole.sees(last, keys).is_some()).map(|keys| keys.rows()).sum()
+    };
+    let most = (0..whole.ranks).map(rows).max().unwrap_or(0);
+    f64::from(most) / f64::from(whole.k.partition.rows().max(1))
 }

@@ -6,6 +6,8 @@ mod gather;
 mod ring;
 mod ulysses;
 
+pub(crate) use gather::last_home;
+
 use std::fmt;
 
 use fmha::Device;
