@@ -1,4 +1,5 @@
-"""Times what is installed beside `fmha run` on the same problems, forward, backward and decode: amd-peers.py FMHA
+"""Times what is installed beside `fmha run` on the same problems, forward, backward and decode: amd-peers.py FMHA.
+`amd-peers.py --list` says which peers are installed, and stops.
 
 AITER (package aiter), CK (package flash-attn, which ROCm builds on it) and PyTorch's own. Rows, times and counts of work are
 nvidia-peers.py's; a peer that refuses a row says so. Latent attention is AITER's alone: absorbed, 576/512, pages of one row.
@@ -13,6 +14,9 @@ import sys
 spec = importlib.util.spec_from_file_location("peers", pathlib.Path(__file__).with_name("nvidia-peers.py"))
 common = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(common)
+
+# A peer's name and its package.
+PACKAGES = (("PyTorch", "torch"), ("AITER", "aiter"), ("CK (flash-attn)", "flash_attn"))
 
 # (batch, keys, query heads) of one token over latent rows.
 LATENT = [(b, keys, h) for b, keys, h in ((1, 8192, 16), (64, 8192, 16), (64, 8192, 128))]
@@ -30,7 +34,7 @@ def peers():
             )
 
     found = {"PyTorch": of_torch}
-    for name, package in (("AITER", "aiter"), ("CK (flash-attn)", "flash_attn")):
+    for name, package in PACKAGES[1:]:
         try:
             attend = importlib.import_module(package).flash_attn_func
         except (ImportError, AttributeError) as error:
@@ -95,12 +99,24 @@ def latent_rows(program):
         print(*row, "|", " | ".join("-" if figure is None else f"{figure:.0f}" for figure in figures), flush=True)
 
 
+def list_packages():
+    """Names every peer, without importing it: AITER builds kernels when it is imported."""
+    for name, package in PACKAGES:
+        print(f"{'installed' if importlib.util.find_spec(package) else 'absent'}: {name} (package {package})")
+
+
 def main():
+    if sys.argv[1:] == ["--list"]:
+        return list_packages()
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"amd-peers.py takes the program fmha or --list, not {sys.argv[1:]}")
     try:
         import torch
-    except ImportError as error:
-        sys.exit(f"absent: PyTorch ({error})")
+    except ImportError:
+        list_packages()
+        sys.exit("absent: PyTorch, whose tensors the peers take")
     if not torch.cuda.is_available() or not torch.version.hip:
+        list_packages()
         sys.exit(f"absent: an AMD GPU for PyTorch {torch.__version__}")
     others = peers()
     print("kind b queries keys heads kv d causal |", " | ".join(["fmha", *others]), "| TFLOP/s, of decode GB/s")

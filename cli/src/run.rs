@@ -17,7 +17,7 @@ use crate::progress::Progress;
 use crate::ranks::RankArgs;
 use crate::report::{Speed, describe, time};
 use crate::setup::Setup;
-use crate::timing::{Timing, duration, in_a_row};
+use crate::timing::{Timing, duration, in_a_row, is_emulated};
 
 /// Options of `fmha run`.
 #[derive(Debug, Args)]
@@ -135,8 +135,12 @@ impl RunArgs {
         let timing = in_a_row(&mut || job.run(), self.warmup, self.repeat)?;
         let speed = Speed::of(&setup, &timing, &backend.roofline(setup.product_dtype()))?;
         if !self.json {
-            writeln!(out, "{:<18} {}", "time", time(&timing))?;
-            writeln!(out, "{:<18} {speed}", "speed")?;
+            if is_emulated(backend) {
+                writeln!(out, "{:<18} {}: an interpreter's, no GPU's", "time", time(&timing))?;
+            } else {
+                writeln!(out, "{:<18} {}", "time", time(&timing))?;
+                writeln!(out, "{:<18} {speed}", "speed")?;
+            }
             out.flush()?;
         }
 
@@ -149,6 +153,11 @@ impl RunArgs {
         if self.json {
             let mut report = report(&setup, &job, &timing, &speed, &checked);
             report["device"] = backend.name().into();
+            if is_emulated(backend) {
+                for speed in ["tflops", "gb_per_second", "roofline_share", "roofline_source"] {
+                    report[speed] = Value::Null;
+                }
+            }
             report["ranks"] = over_ranks;
             report["passed"] = passed.into();
             report["exported"] = exported.map(|path| path.display().to_string()).into();

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use fmha::Device;
 use fmha_conformance::execute::CallTime;
 
 use crate::failure::Failure;
@@ -82,6 +83,11 @@ pub(super) fn back_to_back(call: &mut Call<'_>, seconds: f64) -> Result<Timing, 
         times.push(call()?);
     }
     Ok(Timing::of(&times[times.len() / 2..]))
+}
+
+/// Whether the device is emulated: work is queued, and there is no clock to time it by. Seconds are an interpreter's then.
+pub(super) fn is_emulated(device: &Device) -> bool {
+    device.has_streams() && !device.has_clock()
 }
 
 /// The burst protocol: short enough that a device limited by power keeps its clock.

@@ -21,10 +21,43 @@ fn one_command_writes_a_report_of_the_battery_and_exits_as_it_went() {
         .unwrap();
     let text = std::fs::read_to_string(&report).unwrap();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    for part in
-        ["## Machine", "gfx942", "emulated", "K is read once", "8 passed, 0 failed", "nothing was timed"]
-    {
+    for part in [
+        "## Machine",
+        "gfx942",
+        "emulated",
+        "K is read once",
+        "8 passed, 0 failed",
+        "nothing was timed",
+        "| cdna_fwd | - |",
+        "| cdna_bwd | - |",
+        "| cdna_decode | - |",
+        "3 of 3 rows: emulated: checked against f64, not timed",
+    ] {
         assert!(text.contains(part), "`{part}` is not in the report:\n{text}");
+    }
+}
+
+/// With the figures of those that are there beside ours, an owner is told by name which are not.
+#[test]
+fn the_peers_of_amd_are_named_whether_they_are_there_or_not() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/amd-peers.py");
+    let run = |words: &[&str]| Command::new("python3").arg("-B").arg(&script).args(words).output();
+    let Ok(listed) = run(&["--list"]) else {
+        return println!("absent: python3");
+    };
+    let said = String::from_utf8_lossy(&listed.stdout).into_owned();
+    assert!(listed.status.success() && said.lines().count() == 3, "{said}");
+    for (line, name) in said.lines().zip(["PyTorch", "AITER", "CK (flash-attn)"]) {
+        let told = ["installed", "absent"].map(|word| line.starts_with(&format!("{word}: {name} (package ")));
+        assert!(told[0] != told[1], "{line}");
+    }
+    for words in [&[][..], &["--lists"], &["fmha", "more"]] {
+        let refused = run(words).unwrap();
+        let why = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(
+            !refused.status.success() && why.contains("takes the program fmha or --list"),
+            "{words:?}: {why}"
+        );
     }
 }
 

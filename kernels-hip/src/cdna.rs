@@ -53,7 +53,6 @@ pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Re
     needs_mfma(arch, NAME)?;
     problem.refuse_mixed_layouts(NAME)?;
     problem.refuse_cache_updates(NAME)?;
-    problem.refuse_dropout_between_quads(NAME)?;
     for (field, dtype) in [("dtype_qk", problem.dtypes.qk), ("dtype_v", problem.dtypes.v)] {
         if !arch.multiplies(dtype) {
             refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());

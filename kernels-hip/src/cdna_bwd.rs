@@ -178,7 +178,6 @@ pub fn accept(problem: &BwdProblem, device: Device, options: &PlanOptions) -> Re
     needs_mfma(device.arch, NAME)?;
     let fwd = &problem.fwd;
     fwd.refuse_cache_updates(NAME)?;
-    fwd.refuse_dropout_between_quads(NAME)?;
     let (qk, v, o) = (fwd.dtypes.qk, fwd.dtypes.v, fwd.dtypes.o);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || o != qk {
         refuse!(NAME, "dtype_qk {qk}, dtype_v {v}, dtype_o {o} are not three times f16 or three times bf16");

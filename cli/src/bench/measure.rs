@@ -10,7 +10,7 @@ use crate::job::{Job, Source};
 use crate::progress::Progress;
 use crate::report::Speed;
 use crate::setup::Setup;
-use crate::timing::{Burst, Timing, back_to_back};
+use crate::timing::{Burst, Timing, back_to_back, is_emulated};
 
 /// How calls are timed.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +32,12 @@ pub(crate) enum Measured {
         kernel: String,
         timing: Timing,
         speed: Speed,
+    },
+    /// Run once on an emulated device, whose seconds say nothing of a GPU's: not timed.
+    Emulated {
+        kernel: String,
+        /// Whether its result was compared with f64.
+        checked: bool,
     },
     /// No kernel takes it, or it was not run: why.
     Absent(String),
@@ -70,6 +76,9 @@ pub(crate) fn measure(
     progress.finish();
     if !checked.passed() {
         return Ok(Measured::Wrong(checked.lines().join("; ")));
+    }
+    if is_emulated(backend) {
+        return Ok(Measured::Emulated { kernel: job.kernel().to_owned(), checked: verify != Verify::None });
     }
     let timing = match protocol {
         Protocol::Hot => back_to_back(&mut || job.run(), 0.7)?,

@@ -44,7 +44,8 @@ A file has tables; a table has rows; a row is options of `fmha run`, over the ta
   common = { b = 4, h = 32, d = 128, prec = \"fp16\", mask = \"b\" }
   rows = [{ s = 1024 }, { s = 2048 }]
 Peers' figures: a .jsonl or .csv with row (the label that is printed), peer and speed.
-Each row is checked against f64 before it is timed; a wrong one makes exit status 1.")]
+Each row is checked against f64 before it is timed; a wrong one makes exit status 1.
+On an emulated device each row is run once and checked; its time says nothing of a GPU.")]
 pub(super) struct BenchArgs {
     /// The file of tables (bench/*.toml)
     #[arg(value_name = "FILE")]

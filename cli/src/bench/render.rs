@@ -116,6 +116,11 @@ fn geometric_mean(ratios: &[f64]) -> f64 {
     (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / ratios.len() as f64).exp()
 }
 
+/// What is said of a row that ran on an emulated device.
+const fn emulated_words(checked: bool) -> &'static str {
+    if checked { "emulated: checked against f64, not timed" } else { "emulated: neither checked nor timed" }
+}
+
 /// A line of a Markdown table.
 fn line(cells: &[String]) -> String {
     let cells: Vec<String> = cells.iter().map(|cell| cell.replace('|', "\\|")).collect();
@@ -153,6 +158,10 @@ pub(super) fn markdown(all: &[Results], device: &str) -> String {
                     format!("{:.1} %", (timing.slowest() / timing.fastest() - 1.0) * 100.0),
                     speed.share.map_or("-".into(), |share| format!("{:.0} %", share * 100.0)),
                 ]),
+                Measured::Emulated { kernel, checked } => {
+                    cells.extend([kernel.as_str(), "-", "-", "-", "-"].map(str::to_owned));
+                    *reasons.entry(emulated_words(*checked).to_owned()).or_default() += 1;
+                }
                 Measured::Absent(reason) => {
                     cells.extend(["-", "-", "-", "-", "-"].map(str::to_owned));
                     *reasons.entry(reason.clone()).or_default() += 1;
@@ -195,6 +204,9 @@ pub(super) fn csv(all: &[Results]) -> Result<String, String> {
                 speed = results.ours(row).map_or(String::new(), |speed| speed.to_string());
                 [median, fastest, slowest] =
                     [timing.median(), timing.fastest(), timing.slowest()].map(|seconds| seconds.to_string());
+            }
+            if let Measured::Emulated { kernel: name, .. } = &row.outcome {
+                kernel.clone_from(name);
             }
             let (name, unit) = (results.name.as_str(), results.unit.name());
             let ours = [name, &row.label, OURS, &kernel, &speed, unit, &median, &fastest, &slowest];
@@ -239,6 +251,10 @@ fn row_json(results: &Results, index: usize, row: &Row) -> Value {
             object["flops"] = speed.flops.into();
             object["bytes"] = speed.bytes.into();
             object["roofline_share"] = speed.share.into();
+        }
+        Measured::Emulated { kernel, checked } => {
+            object["kernel"] = kernel.as_str().into();
+            object["emulated"] = emulated_words(*checked).into();
         }
         Measured::Absent(reason) => object["absent"] = reason.as_str().into(),
         Measured::Wrong(reason) => object["wrong"] = reason.as_str().into(),

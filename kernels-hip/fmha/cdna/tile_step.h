@@ -7,7 +7,7 @@
 #include <fmha/cdna/config.h>
 #include <fmha/mask.h>
 #include <fmha/online_softmax.h>
-#include <fmha/philox.h>
+#include <fmha/dropout.h>
 #include <fmha/range.h>
 #include <fmha/cdna/score.h>
 
@@ -239,14 +239,14 @@ FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, const Wave<spec, tile>& w
   }
 }
 
-// Dropout for four consecutive keys, which one call of Philox serves.
+// Dropout for four consecutive keys.
 template <CdnaSpec spec>
 FMHA_DEVICE void drop_four(Acc& p_tile, int i, const CdnaParams& params, const Job& job, int32_t query,
                           int32_t first_key) {
   if (!params.drops) return;
   const FwdParams& p = params.fwd;
   const int32_t batch_head = head_of_whole(p, job.span.i_batch, job.i_head);
-  const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, (first_key + acc_row(i, lane_half())) / kRun);
+  const Array<uint32_t, 4> words = dropout_words_of_keys(p, batch_head, query, first_key + acc_row(i, lane_half()));
 #pragma unroll
   for (int r = 0; r < kRun; ++r) p_tile[i + r] = words[r] < p.dropout_threshold ? p_tile[i + r] : 0.f;
 }

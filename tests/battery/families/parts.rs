@@ -9,37 +9,47 @@ use crate::tensors::Lengths;
 /// Where a part's keys begin: at the first of four keys, which one call of dropout's generator decides, and between them.
 const POSITIONS_K: [(u32, &str); 2] = [(132, "quad"), (133, "between_quads")];
 
+/// The other places among four keys, of one mask alone.
+const REST_OF_QUAD: [(u32, &str); 2] = [(134, "two_on"), (135, "three_on")];
+
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
-        for (position_k, place) in POSITIONS_K {
+        for at in POSITIONS_K {
             for modifier in ["alibi", "dropout", "alibi_dropout"] {
                 for mask in ["0", "b", "t:150,20,140"] {
                     // The whole's lengths, or a whole that ends where the part does.
-                    for (seqlens, end) in [(Some([300, 411]), "inside"), (None, "at_the_end")] {
-                        let part = Part {
-                            position_q: 70,
-                            position_k,
-                            seqlens,
-                            batch: 3,
-                            head: 4,
-                            num_heads_q: Some(11),
-                        };
-                        let what = format!("{dtype}/{modifier}/{mask}/{place}/{end}");
-                        let name = format!("parts/{what}");
-                        let numbers = data(&name);
-                        let problem = part_of(dtype, mask, modifier, part);
-                        cases.push(Case::forward(name, problem, Lengths::default(), numbers));
-                        let name = format!("backward/parts/{what}");
-                        let numbers = data(&name);
-                        let problem = BwdProblem::new(part_of(dtype, mask, modifier, part));
-                        cases.push(Case::backward(name, problem, Lengths::default(), numbers));
+                    for end in [(Some([300, 411]), "inside"), (None, "at_the_end")] {
+                        cases.extend(both_ways(dtype, at, modifier, mask, end));
                     }
                 }
             }
         }
+        for at in REST_OF_QUAD {
+            cases.extend(both_ways(dtype, at, "dropout", "b", (Some([300, 411]), "inside")));
+        }
     }
     cases
+}
+
+/// The forward and the backward of a part whose keys begin at `position_k`.
+fn both_ways(
+    dtype: DType,
+    (position_k, place): (u32, &str),
+    modifier: &str,
+    mask: &str,
+    (seqlens, end): (Option<[u32; 2]>, &str),
+) -> [Case; 2] {
+    let part = Part { position_q: 70, position_k, seqlens, batch: 3, head: 4, num_heads_q: Some(11) };
+    let problem = part_of(dtype, mask, modifier, part);
+    let name = format!("parts/{dtype}/{modifier}/{mask}/{place}/{end}");
+    let numbers = data(&name);
+    let backward = format!("backward/{name}");
+    let numbers_of_backward = data(&backward);
+    [
+        Case::forward(name, problem.clone(), Lengths::default(), numbers),
+        Case::backward(backward, BwdProblem::new(problem), Lengths::default(), numbers_of_backward),
+    ]
 }
 
 fn part_of(dtype: DType, mask: &str, modifier: &str, part: Part) -> FwdProblem {

@@ -2,8 +2,8 @@
 #pragma once
 #include <fmha/cdna/bwd/config.h>
 #include <fmha/cdna/score.h>
+#include <fmha/dropout.h>
 #include <fmha/mask.h>
-#include <fmha/philox.h>
 
 namespace fmha::cdna::bwd {
 
@@ -82,13 +82,14 @@ struct Pairs {
       const FwdParams& p = reload_params<CdnaBwdParams>().bwd.fwd;
       const int32_t batch_head = head_of_whole(p, span.i_batch, i_head);
       if constexpr (queries_own) {
-        // A run of registers is four adjacent keys: the words of one call.
-        const auto words = dropout_words(p, batch_head, at.own, (at.walked + 8 * call) / kRun);
+        // A run of registers is four adjacent keys.
+        const auto words = dropout_words_of_keys(p, batch_head, at.own, at.walked + 8 * call);
 #pragma unroll
         for (int i = 0; i < kRun; ++i) kept |= uint32_t(words[i] < p.dropout_threshold) << (call * kRun + i);
       } else {
-        const int32_t query = at.walked + 8 * (call / kRun) + call % kRun, word = at.own % kRun;
-        const auto words = dropout_words(p, batch_head, query, at.own / kRun);
+        const int32_t query = at.walked + 8 * (call / kRun) + call % kRun;
+        const int32_t key = at.own + p.dropout_key_of_quad, word = key % kRun;
+        const auto words = dropout_words(p, batch_head, query, key / kRun);
         // Selects: an array of registers that lanes index differently would lie in scratch memory.
         const uint32_t low = word % 2 ? words[1] : words[0], high = word % 2 ? words[3] : words[2];
         kept |= uint32_t((word / 2 ? high : low) < p.dropout_threshold) << call;
