@@ -253,7 +253,8 @@ impl Split for RdnaDecode {
 fn block_n(spec: &CdnaSpec, load: LoadPath) -> i32 {
     match spec.head_dim_qk.max(spec.head_dim_v) {
         257.. => 16,
-        193.. if load == LoadPath::Element => 16,
+        // Addresses of single elements, and modifiers, take registers too.
+        193.. if load == LoadPath::Element || spec.modifies => 16,
         _ => STEP.cast_signed(),
     }
 }

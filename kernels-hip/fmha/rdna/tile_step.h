@@ -126,9 +126,9 @@ FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, int32_t query, int3
   });
   if constexpr (tile.split) {
     if (!job.has_tree) return;
-    for_each_score<spec, tile>(s, first_key, [&](float x, int32_t key) {
-      return job.sees_in_tree(query, key) ? x : -infinity();
-    });
+    static_assert(tile.block_n <= 32, "a tile's keys are the bits of a word");
+    const uint32_t seen = job.in_tree(query, first_key);
+    for_each_score<spec, tile>(s, 0, [&](float x, int32_t key) { return seen >> key & 1 ? x : -infinity(); });
   }
 }
 

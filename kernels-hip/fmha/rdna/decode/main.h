@@ -24,16 +24,24 @@ struct Job : cdna::decode::Job {
   float scale;    // of raw scores
   bool has_tree;  // a tree mask, which is of the last keys, as many as there are queries
 
-  FMHA_DEVICE bool sees_in_tree(int32_t query, int32_t key) const {
-    const int32_t bit = key - (span.seqlen_k - span.seqlen_q);
-    if (bit < 0 || bit >= span.seqlen_q) return bit < 0;
+  // Word `i` of the query's row of the tree mask. All keys before the mask's are seen; those behind, nobody asks for.
+  FMHA_DEVICE uint32_t tree_word(int32_t query, int32_t i) const {
+    if (i < 0) return ~0u;
+    if (i * 32 >= span.seqlen_q) return 0;
     const CdnaDecodeParams& params = again();
     const int64_t of_row = span.storage_batch * params.tree_mask_batch + span.q_row + query;
-    return params.tree_mask[of_row * params.tree_mask_words + bit / 32] >> (bit % 32) & 1;
+    return ((const uint32_t FMHA_GLOBAL*)params.tree_mask)[of_row * params.tree_mask_words + i];
+  }
+
+  // A bit for each of 32 keys from `first_key` on: whether the tree mask shows it to the query.
+  FMHA_DEVICE uint32_t in_tree(int32_t query, int32_t first_key) const {
+    const int32_t bit = first_key - (span.seqlen_k - span.seqlen_q);
+    const uint64_t words = uint64_t(tree_word(query, (bit >> 5) + 1)) << 32 | tree_word(query, bit >> 5);
+    return uint32_t(words >> (bit & 31));
   }
 
   FMHA_DEVICE bool sees(int32_t query, int32_t key) const {
-    return key < span.seqlen_k && visible(band, query, key) && (!has_tree || sees_in_tree(query, key));
+    return key < span.seqlen_k && visible(band, query, key) && (!has_tree || in_tree(query, key) & 1);
   }
 };
 
@@ -214,6 +222,9 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
       // On the last step the last tile's once more, for nobody.
       const KeyPlaces next = places_of(min(n + 1, tiles.count - 1));
       tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key, SharedColumns<spec, tile>{lds});
+      // Else the products are moved behind the branch in `put`, and all operands of V kept until then: 442 spills at D 256.
+#pragma unroll
+      for (int d = 0; d < C::d_blocks; ++d) opaque_in_vgpr(wave.o[d]);
       put(next);
     }
   }
