@@ -214,6 +214,7 @@ pub fn headers() -> Vec<Header> {
         "simt/bwd.h",
         "simt/fwd.h",
         "combine.h",
+        "dropout.h",
     ));
     headers.push(Header::rendered("fmha/cdna/tile.h", tile_h()));
     headers.push(cdna_bwd::tile_header());

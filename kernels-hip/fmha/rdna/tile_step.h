@@ -4,10 +4,10 @@
 //   P^T = exp2(S^T) becomes the operand of the next product: in place on gfx12, by an exchange of half waves on gfx11
 //   O^T += V^T P^T
 #pragma once
+#include <fmha/dropout.h>
 #include <fmha/isa/sched.h>
 #include <fmha/mask.h>
 #include <fmha/online_softmax.h>
-#include <fmha/philox.h>
 #include <fmha/range.h>
 #include <fmha/rdna/load.h>
 #include <fmha/score.h>
@@ -181,7 +181,7 @@ FMHA_DEVICE void probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, co
   wave.row.row_sum += sum[0] + sum[1];
 }
 
-// Sets P of dropped pairs to 0. Four adjacent keys share a call of Philox.
+// Sets P of dropped pairs to 0.
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, const Wave<spec, tile>& wave,
                       int32_t first_key) {
@@ -196,7 +196,7 @@ FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job
 #pragma unroll
     for (int i = 0; i < kAccElems; i += at_once) {
       const int32_t key = first_key + n * kEdge + acc_row(i, half);
-      const Array<uint32_t, 4> words = dropout_words(p, batch_head, wave.query, key / 4);
+      const Array<uint32_t, 4> words = dropout_words_of_keys(p, batch_head, wave.query, key & ~3);
 #pragma unroll
       for (int r = 0; r < at_once; ++r) {
         const uint32_t word = kRepeats ? (half ? words[2 * r + 1] : words[2 * r]) : words[r];
