@@ -131,18 +131,21 @@ FMHA_DEVICE uint32_t copy_v(typename C::V& v, const Source& rows, bool partly_ma
     }
   } else {
     // A lane transposes four head dims of the keys of a word; neighbours have neighbouring words of a row. Where a row
-    // has only 16 words, lanes 16 to 31 go to rows 16 banks away: by four, of one-byte rows by eight.
+    // has only 16 words, lanes 16 to 31 go to rows 16 banks away: by four, of one-byte rows by eight. Where it has eight, lanes
+    // 16 to 31 have their head dims in another order, which is 24 banks away.
     constexpr int kDims = 4, groups = spec.head_dim_v / kDims;
     using Piece = Vec<uint32_t, C::v_bytes>;
 #pragma unroll 2
     for (int id = opaque_thread_idx(); id < columns * groups; id += C::num_threads) {
       const int column = id % columns, at = id / columns;
       const int group = C::v_bytes == 2 ? at : (at & ~3) | (at & 1) << 1 | (at >> 1 & 1);
+      const int flip = C::v_bytes == 2 && columns == 8 ? at & 2 : 0;
       Piece of_key[per_word];
 #pragma unroll
       for (int i = 0; i < per_word; ++i) {
         const int place = column * per_word + i, key = place / kEdge * kEdge + key_of_place(place % kEdge);
         of_key[i] = rows.template piece<Piece, C::v_bytes>(key, group * kDims);
+        if constexpr (C::v_bytes == 2 && columns == 8) of_key[i] = flip ? of_key[i].yx : of_key[i];
       }
 #pragma unroll
       for (int d = 0; d < kDims; ++d) {
@@ -155,7 +158,7 @@ FMHA_DEVICE uint32_t copy_v(typename C::V& v, const Source& rows, bool partly_ma
           for (int i = 0; i < per_word; ++i) word |= (of_key[i][0] >> (8 * d) & 0xff) << (8 * i);
         }
         if (partly_masked) zeroed |= zero_nonfinite<spec.dtype_v>(word);
-        *reinterpret_cast<uint32_t*>(&v.bytes[(group * kDims + d) * C::V::stride + column * 4]) = word;
+        *reinterpret_cast<uint32_t*>(&v.bytes[(group * kDims + (d ^ flip)) * C::V::stride + column * 4]) = word;
       }
     }
   }

@@ -49,7 +49,7 @@ template <CdnaSpec spec, RdnaTile tile>
 struct Lds {
   using C = Config<spec, tile>;
   typename C::Lds tiles;
-  int64_t k_places[tile.block_n], v_places[tile.block_n];  // of the tile's keys, in bytes
+  Places<tile.block_n> k_places, v_places;
   f32x4 sums[C::column_waves == 1 ? 1 : C::num_waves][C::n_blocks * 2][kWaveSize];  // of scores, over a wave's columns
 };
 
@@ -200,8 +200,8 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
       const FwdParams& p = again().call.fwd;
       const KvRow row = places.row(p, job);
       if (at >= tile.block_n) return;
-      lds.k_places[at] = row_offset(p.k, row, job.i_head_kv) * bytes;
-      lds.v_places[at] = row_offset(p.v, row, job.i_head_kv) * bytes;
+      lds.k_places.put(at, row_offset(p.k, row, job.i_head_kv) * bytes);
+      lds.v_places.put(at, row_offset(p.v, row, job.i_head_kv) * bytes);
     };
     put(places_of(0));
 #pragma nounroll
@@ -211,10 +211,10 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
       const FwdParams& p = params.call.fwd;
       const int32_t i_batch = job.span.i_batch, i_head = job.i_head_kv;
       s_barrier();  // all waves have read the previous tile; this one's places are there
-      copy_k<spec, tile>(lds.tiles.k, CacheRows<spec.dtype_qk, stored>{
+      copy_k<spec, tile>(lds.tiles.k, CacheRows<spec.dtype_qk, stored, tile.block_n>{
           static_cast<const uint8_t*>(p.k.data), lds.k_places, bytes, num_keys, params.call.head_dim_qk,
           is_fp8(stored) ? scalar_of(p.descale_k, i_batch, i_head, 1.f) : 1.f});
-      zeroed |= copy_v<spec, tile>(lds.tiles.v, CacheRows<spec.dtype_v, stored>{
+      zeroed |= copy_v<spec, tile>(lds.tiles.v, CacheRows<spec.dtype_v, stored, tile.block_n>{
           static_cast<const uint8_t*>(p.v.data), lds.v_places, p.v.dim * bytes, num_keys, params.call.head_dim_v,
           is_fp8(stored) ? scalar_of(p.descale_v, i_batch, i_head, 1.f) : 1.f},
           !needs_no_mask<spec, tile>(job, job.queries, first_key));
