@@ -204,13 +204,13 @@ fn no_decode_spills(compiles: fn(usize, usize) -> bool) {
             let problem = problem.validate().unwrap();
             let code = support::code_object(&backend, &problem, &options);
             let found = Resources::of(&code).unwrap();
-            println!("{arch:?} {name}: {found:?}");
             assert_eq!((found.vgpr_spills, found.sgpr_spills), (0, 0), "{arch:?} {name}: {found:?}");
             if arch.is_rdna() {
-                continue;
-            }
-            // Two waves a SIMD, as the plan's parts count on: by registers, and by a compute unit's LDS.
-            if problem.dims.head_dim_qk > 256 {
+                // Two workgroups of rows that waves share, and three at least of others, on a pair of compute units.
+                let most = if problem.dims.head_dim_qk > 256 { 64 << 10 } else { 128 / 3 << 10 };
+                assert!(found.lds_bytes <= most, "{arch:?} {name}: {found:?}");
+            } else if problem.dims.head_dim_qk > 256 {
+                // Two waves a SIMD, as the plan's parts count on: by registers, and by a compute unit's LDS.
                 assert!(found.vgprs <= 256 && found.lds_bytes <= 32 << 10, "{arch:?} {name}: {found:?}");
             }
         }
@@ -228,7 +228,7 @@ fn decode_compiles_somewhere_without_spills() {
 }
 
 #[test]
-#[ignore = "some 40 kernels are compiled: cargo xtask test --all"]
+#[ignore = "some 110 kernels are compiled: cargo xtask test --all"]
 fn decode_compiles_everywhere_without_spills() {
     no_decode_spills(|_, _| true);
 }

@@ -276,8 +276,9 @@ impl Split for CdnaDecode {
             params: "CdnaDecodeParams p",
             call: "cdna::decode::run<kSpec>(p);",
         };
-        let text =
-            entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
+        let text = entry
+            .render()
+            .replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
         KernelSource::new(text, crate::headers)
     }
 

@@ -5,8 +5,8 @@ use fmha_core::fields::Fields;
 use fmha_core::source::KernelSource;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
-    Accuracy, Call, FwdArgs, FwdProblem, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result, ValidFwd,
-    bind, check_addresses,
+    Accuracy, Call, FwdArgs, FwdProblem, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result,
+    ValidFwd, bind, check_addresses,
 };
 use fmha_gpu::{
     AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows, exactly,

@@ -218,7 +218,7 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
           static_cast<const uint8_t*>(p.v.data), lds.v_places, p.v.dim * bytes, num_keys, params.call.head_dim_v,
           is_fp8(stored) ? scalar_of(p.descale_v, i_batch, i_head, 1.f) : 1.f},
           !needs_no_mask<spec, tile>(job, job.queries, first_key));
-      s_barrier();
+      s_barrier();  // all waves have copied the tile, and may read it
       // On the last step the last tile's once more, for nobody.
       const KeyPlaces next = places_of(min(n + 1, tiles.count - 1));
       tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key, SharedColumns<spec, tile>{lds});

@@ -206,7 +206,8 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
         }
         for (at, (name, _)) in decode_of_rdna(KEYS).into_iter().enumerate() {
             let one_part = PlanOptions::default().kernel("rdna_decode").tile([("split_keys", "1024")]);
-            let of = |keys| counted(&backend, decode_of_rdna(keys).swap_remove(at).1, one_part.clone(), folder);
+            let of =
+                |keys| counted(&backend, decode_of_rdna(keys).swap_remove(at).1, one_part.clone(), folder);
             add(&mut table, arch, &name, &[KEYS, 2 * KEYS].map(of));
         }
     }
@@ -228,7 +229,11 @@ fn no_banks_conflict_in_rdnas_main_loop_nor_in_the_backward() {
             if name == "bf16/decode d128" || name == "bf16/latent 576x512" {
                 let named = PlanOptions::default().kernel("rdna_decode");
                 let counters = counted(&backend, problem, named, &records.folder);
-                assert_eq!(counters.lds_conflict_cycles, 0, "{arch} {name}: {} cycles", counters.lds_cycles_min);
+                assert_eq!(
+                    counters.lds_conflict_cycles, 0,
+                    "{arch} {name}: {} cycles",
+                    counters.lds_cycles_min
+                );
             }
         }
     }
