@@ -207,7 +207,7 @@ fn no_decode_spills(compiles: fn(usize, usize) -> bool) {
             assert_eq!((found.vgpr_spills, found.sgpr_spills), (0, 0), "{arch:?} {name}: {found:?}");
             if arch.is_rdna() {
                 // Two workgroups of rows that waves share, and three at least of others, on a pair of compute units.
-                let most = if problem.dims.head_dim_qk > 256 { 64 << 10 } else { 128 / 3 << 10 };
+                let most = if problem.dims.head_dim_qk > 256 { 64 << 10 } else { (128 << 10) / 3 };
                 assert!(found.lds_bytes <= most, "{arch:?} {name}: {found:?}");
             } else if problem.dims.head_dim_qk > 256 {
                 // Two waves a SIMD, as the plan's parts count on: by registers, and by a compute unit's LDS.
