@@ -202,6 +202,8 @@ FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job
         const uint32_t word = kRepeats ? (half ? words[2 * r + 1] : words[2 * r]) : words[r];
         s[n][i + r] = word < p.dropout_threshold ? s[n][i + r] : 0.f;
       }
+      // Else several generators are under way together: 24 spills at D 256 on gfx1100.
+      opaque_in_vgpr(s[n]), sched_barrier();
     }
   }
 }
