@@ -109,6 +109,7 @@ fn a_process_that_plans_forward() {
     let f32_is_none = [
         Refusal::new("cdna_decode", "dtype_qk f32 with dtype_v f32 is not one 16-bit type"),
         Refusal::new("cdna_fwd", "dtype_qk f32 is no operand of gfx942's matrix instructions"),
+        Refusal::new("rdna_decode", "gfx942 has no WMMA"),
         Refusal::new("rdna_fwd", "gfx942 has no WMMA"),
     ];
     let slow = plan(DType::F32, &slow_too()).unwrap();
@@ -127,7 +128,7 @@ fn a_process_that_plans_forward() {
     );
     let unknown = Refusal::new(
         "fast",
-        "there is no such forward kernel (known: cdna_decode, cdna_fwd, rdna_fwd, simt)",
+        "there is no such forward kernel (known: cdna_decode, cdna_fwd, rdna_decode, rdna_fwd, simt)",
     );
     assert_eq!(refusals(plan(DType::Bf16, &asking("fast"))), [unknown]);
 }
@@ -242,7 +243,7 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
-        let kernels = ["cdna_decode", "cdna_fwd", "rdna_fwd", "simt", "cdna_bwd", "combine"];
+        let kernels = ["cdna_decode", "cdna_fwd", "rdna_decode", "rdna_fwd", "simt", "cdna_bwd", "combine"];
         assert_eq!(backend.kernels(), kernels);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));
@@ -256,7 +257,12 @@ fn rdna_computes_forward_on_wmma_and_refuses_the_kernels_on_mfma_by_name() {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         let reason = format!("{} has no MFMA: not on RDNA", arch.name());
         let plan = backend.plan_fwd(&forward(DType::Bf16), &PlanOptions::default()).unwrap();
-        let refused = ["cdna_decode", "cdna_fwd"].map(|kernel| Refusal::new(kernel, reason.clone()));
+        let mut refused =
+            ["cdna_decode", "cdna_fwd"].map(|kernel| Refusal::new(kernel, reason.clone())).to_vec();
+        refused.push(Refusal::new(
+            "rdna_decode",
+            "seqlen_q 300 is more than 64, and rdna_fwd takes it".to_owned(),
+        ));
         assert_eq!((plan.kernel(), plan.is_fallback(), plan.refusals()), ("rdna_fwd", false, &refused[..]));
         let backward = backward();
         let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
@@ -270,22 +276,32 @@ fn rdna_computes_forward_on_wmma_and_refuses_the_kernels_on_mfma_by_name() {
     assert_eq!(fp8, [Refusal::new("rdna_fwd", reason)]);
 }
 
-/// What decode does on MFMA: the fallback computes it, where a caller allows one.
+/// What the forward on WMMA refuses by name, decode takes: no fallback is asked for.
 #[test]
-fn rdna_refuses_pages_appends_and_parts_of_the_keys_by_name() {
+fn rdna_decodes_pages_appends_and_parts_of_the_keys() {
     let short = Dims { seqlen_q: 1, ..DIMS };
     let paged = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, short);
     let mut appended = FwdProblem::batch(DType::Bf16, short);
     appended.layout.seqused_k = true;
     appended.cache.append = Some(Append::batch(&appended, 1));
     let plain = FwdProblem::batch(DType::Bf16, short);
+    let wide = FwdProblem::batch(DType::Bf16, Dims { head_dim_qk: 576, head_dim_v: 512, ..DIMS });
+    let mut quantised = paged.clone();
+    quantised.cache.dtype = Some(DType::E5m2);
     let parts = [("split_keys", "128")];
     for arch in Arch::RDNA {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
-        for (problem, tile, reason) in [
-            (&paged, &[][..], "q_layout Batch with kv_layout Paged { page_size: 16 } is not 1 batch axis"),
-            (&appended, &[][..], "append of seqlen_new 1 is not taken"),
-            (&plain, &parts[..], "tile split_keys=128: there is no such field"),
+        for (problem, tile, steps, reason) in [
+            (&paged, &[][..], 2, "q_layout Batch with kv_layout Paged { page_size: 16 } is not 1 batch axis"),
+            (&appended, &[][..], 3, "append of seqlen_new 1 is not taken"),
+            (&plain, &parts[..], 2, "tile split_keys=128: there is no such field"),
+            (&wide, &[][..], 2, "head_dim_qk 576 is larger than 256"),
+            (
+                &quantised,
+                &[][..],
+                2,
+                "q_layout Batch with kv_layout Paged { page_size: 16 } is not 1 batch axis",
+            ),
         ] {
             let problem = problem.clone().validate().unwrap();
             let options = asking("rdna_fwd").tile(tile.iter().copied());
@@ -294,9 +310,33 @@ fn rdna_refuses_pages_appends_and_parts_of_the_keys_by_name() {
                 matches!(&refused[..], [one] if one.kernel == "rdna_fwd" && one.reason.starts_with(reason)),
                 "{refused:?}"
             );
-            let fallback = backend.plan_fwd(&problem, &slow_too()).unwrap();
-            let kernel = if tile.is_empty() { "simt" } else { "rdna_fwd" };
-            assert_eq!((fallback.kernel(), fallback.is_fallback()), (kernel, tile.is_empty()));
+            let options = if tile.is_empty() { PlanOptions::default() } else { asking("rdna_decode") };
+            let plan = backend.plan_fwd(&problem, &options.tile(tile.iter().copied())).unwrap();
+            assert_eq!(
+                (plan.kernel(), plan.is_fallback(), plan.steps().len()),
+                ("rdna_decode", false, steps)
+            );
+        }
+        for (problem, options, reason) in [
+            (paged.clone().p_drop(0.25), asking("rdna_decode"), "p_drop 0.25 is not taken"),
+            (
+                plain.clone(),
+                PlanOptions::default().batch_invariant(true),
+                "batch_invariant: rdna_fwd takes a query of 1",
+            ),
+            (
+                wide.clone(),
+                asking("rdna_decode").tile([("block_m", "64")]),
+                "tile block_m=64 is more than 32",
+            ),
+        ] {
+            let plan = backend.plan_fwd(&problem.validate().unwrap(), &options);
+            let refused = match plan {
+                Ok(plan) => plan.refusals().to_vec(),
+                refused @ Err(_) => refusals(refused),
+            };
+            let is_said = |one: &Refusal| one.kernel == "rdna_decode" && one.reason.starts_with(reason);
+            assert!(refused.iter().any(is_said), "{refused:?}");
         }
     }
 }

@@ -4,21 +4,18 @@
 //! the parts. Of head dimensions above 256, four waves have a quarter of the columns each: latent attention (576/512) reads K
 //! once for its values too, and no other kernel takes such rows at any length.
 
-pub mod recipe;
-
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
-use fmha_core::cache_update;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::{
-    Bias, DType, FwdArgs, FwdProblem, KvLayout, PlanOptions, ProblemError, QLayout, Refusal, Shape, Strides,
-    VLayout, abi_spec, abi_struct, check_addresses,
+    Bias, DType, FwdArgs, FwdProblem, PlanOptions, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct,
 };
 
 use crate::arch::Arch;
-use crate::cdna::Cdna;
+use crate::decode::recipe::Split;
+use crate::decode::{Parts, cache_details, default_keys, leaves_to_forward, row_blocks};
 use crate::device::{Device, needs_mfma, refuse};
-use crate::{CdnaParams, LoadPath, cdna};
+use crate::{CdnaParams, LoadPath};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "cdna_decode";
@@ -26,13 +23,10 @@ pub const NAME: &str = "cdna_decode";
 pub const MERGE: &str = "cdna_decode_merge";
 /// What its entry includes.
 pub const HEADER: &str = "fmha/cdna/decode/main.h";
-const MERGE_HEADER: &str = "fmha/cdna/decode/merge.h";
 
 /// Waves of a workgroup, at most.
 const MOST_WAVES: u32 = 4;
 const WAVE_THREADS: u32 = 64;
-/// Threads of a workgroup of the launch behind.
-pub const MERGE_THREADS: u32 = 256;
 /// Rows of a wave, and keys of a step.
 const EDGE: u32 = 32;
 /// Elements of a row, at most, that a wave has alone.
@@ -44,19 +38,11 @@ const MAX_HEAD_DIM_QK: u32 = 576;
 const MAX_HEAD_DIM_V: u32 = 512;
 /// Latent attention's keys and the values in them.
 const LATENT: (u32, u32) = (576, 512);
-/// Queries of a call that has its keys in one piece, at most: longer ones are the forward kernel's.
-const SHORT_QUERY: u32 = 64;
-/// Keys of such a call, at least: of fewer the forward kernel is done in one launch.
-const LONG_CACHE: u32 = 512;
 /// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
 /// which the partial results of eight rows, written and read, are 12 %.
 const LEAST_KEYS: u32 = 128;
 /// The same of rows that waves share: of the 295 KB of 256 latent keys the results of 32 rows are 44 %, of 16 rows half.
 const LEAST_SHARED_KEYS: u32 = 256;
-/// Keys of a part whose bits do not depend on the device or on what else is in the call: 6 %.
-const INVARIANT_KEYS: u32 = 256;
-/// Parts of a sequence, at most: what a wave of the merging launch reads in four turns.
-const MOST_PARTS: u32 = 128;
 /// Waves that a SIMD is to have, so that one's loads are under way while the other computes.
 const WAVES_OF_A_SIMD: u32 = 2;
 const SIMDS: u32 = 4;
@@ -96,7 +82,7 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// What both launches read.
+    /// What both launches read, of every decode kernel.
     pub struct CdnaDecodeParams {
         /// The call.
         pub call: CdnaParams,
@@ -114,7 +100,7 @@ abi_struct! {
         pub part_keys: i32,
         /// Parts of the longest sequence.
         pub num_parts: i32,
-        /// Blocks of 32 rows of the longest query.
+        /// Blocks of rows of the longest query.
         pub row_blocks: i32,
         /// Pieces of work of the first launch: a wave each, or a workgroup of waves that share rows.
         pub num_waves: i32,
@@ -131,56 +117,8 @@ pub struct CdnaDecode {
     spec: CdnaDecodeSpec,
     /// How it computes.
     pub tile: CdnaDecodeTile,
-    rows: u64,
-    row_blocks: u32,
-    num_parts: u32,
-    num_waves: u32,
+    parts: Parts,
     num_xcds: u32,
-}
-
-/// Whether this kernel computes `problem` on `device`, and in which parts.
-///
-/// # Errors
-/// The field that it does not take, and its number.
-pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<CdnaDecode, Refusal> {
-    let is_named = options.kernel.as_deref() == Some(NAME);
-    needs_mfma(device.arch, NAME)?;
-    takes(problem, device.arch)?;
-    leaves_to_forward(problem, device, options, is_named)?;
-    let dims = problem.dims;
-    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-    let group_rows = u64::from(dims.seqlen_q) * u64::from(problem.gqa_ratio());
-    let row_blocks = group_rows.div_ceil(EDGE.into());
-    let groups = row_blocks.saturating_mul(u64::from(dims.batch) * u64::from(dims.num_heads_kv));
-    let mut tile = CdnaDecodeTile { split_keys: default_keys(problem, device, groups, options) };
-    for (name, value) in &options.tile {
-        tile.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
-    }
-    let num_parts = dims.seqlen_k.div_ceil(tile.split_keys.unsigned_abs()).max(1);
-    let num_waves = groups.saturating_mul(num_parts.into());
-    // The merge has a workgroup for each row.
-    let most = u64::from(u32::MAX / MERGE_THREADS);
-    if num_waves > most || rows > most {
-        refuse!(
-            NAME,
-            "lengths, heads and batch make {num_waves} waves of {} keys and {rows} rows, more than {most}",
-            tile.split_keys
-        );
-    }
-    let spec = spec(problem);
-    let chosen = CdnaDecode {
-        spec,
-        tile,
-        rows,
-        row_blocks: row_blocks as u32,
-        num_parts,
-        num_waves: num_waves as u32,
-        num_xcds: dies(num_waves / row_blocks.max(1), device.arch),
-    };
-    if chosen.workspace_bytes() >= 1 << 62 {
-        refuse!(NAME, "the workspace would be 2^62 bytes or more");
-    }
-    Ok(chosen)
 }
 
 /// What no tile would change.
@@ -209,52 +147,6 @@ fn takes(problem: &FwdProblem, arch: Arch) -> Result<(), Refusal> {
         refuse!(NAME, "write_keep_mask: keys that the mask hides are not walked");
     }
     crate::cache_update::takes(problem, NAME)
-}
-
-/// Calls that the forward kernel takes as well, and is as fast at, or whose bits would else depend on how many queries
-/// come at once.
-fn leaves_to_forward(
-    problem: &FwdProblem,
-    device: Device,
-    options: &PlanOptions,
-    is_named: bool,
-) -> Result<(), Refusal> {
-    let whole = PlanOptions::default();
-    if is_named || cdna::accept(problem, device, &whole).is_err() {
-        return Ok(());
-    }
-    let dims = problem.dims;
-    if options.batch_invariant {
-        refuse!(
-            NAME,
-            "batch_invariant: {} takes a query of {} tokens alone or among many",
-            cdna::NAME,
-            dims.seqlen_q
-        );
-    }
-    if dims.seqlen_q > SHORT_QUERY {
-        refuse!(NAME, "seqlen_q {} is more than {SHORT_QUERY}, and {} takes it", dims.seqlen_q, cdna::NAME);
-    }
-    if dims.seqlen_k < LONG_CACHE {
-        refuse!(NAME, "seqlen_k {} is less than {LONG_CACHE}, and {} takes it", dims.seqlen_k, cdna::NAME);
-    }
-    Ok(())
-}
-
-/// Keys of a part, so that there are waves for all SIMDs: whole tiles, within bounds.
-fn default_keys(problem: &FwdProblem, device: Device, groups: u64, options: &PlanOptions) -> i32 {
-    if options.batch_invariant {
-        return INVARIANT_KEYS as i32;
-    }
-    let (of_a_unit, least) = if shares_rows(problem) {
-        (SHARED_GROUPS_OF_A_UNIT, LEAST_SHARED_KEYS)
-    } else {
-        (SIMDS * WAVES_OF_A_SIMD, LEAST_KEYS)
-    };
-    let wanted = u64::from(device.num_compute_units * of_a_unit);
-    let parts = wanted.div_ceil(groups.max(1)).min(MOST_PARTS.into()) as u32;
-    let keys = problem.dims.seqlen_k.div_ceil(parts).next_multiple_of(EDGE);
-    keys.max(least) as i32
 }
 
 /// Whether a row is longer than what a wave has alone.
@@ -314,9 +206,59 @@ fn loads_wide(problem: &FwdProblem, columns: u32) -> bool {
 }
 
 impl CdnaDecode {
-    /// The first launch.
-    #[must_use]
-    pub fn source(&self) -> KernelSource {
+    /// Waves that have the same keys for other rows are a workgroup, and find them in one compute unit's cache; others are
+    /// workgroups of their own, so that few of them are dealt to many compute units.
+    ///
+    /// Waves that share their rows' columns have one piece of work.
+    fn waves_of_group(&self) -> u32 {
+        if self.column_waves() > 1 { 1 } else { self.parts.row_blocks.clamp(1, MOST_WAVES) }
+    }
+
+    fn column_waves(&self) -> u32 {
+        self.spec.column_waves.unsigned_abs()
+    }
+}
+
+impl Split for CdnaDecode {
+    const NAME: &'static str = NAME;
+    const MERGE: &'static str = MERGE;
+    const HEADER: &'static str = HEADER;
+    const IS_RDNA: bool = false;
+
+    type Tile = CdnaDecodeTile;
+
+    fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal> {
+        needs_mfma(device.arch, NAME)?;
+        takes(problem, device.arch)?;
+        leaves_to_forward(NAME, problem, device, options)?;
+        let dims = problem.dims;
+        let sets = u64::from(dims.batch) * u64::from(dims.num_heads_kv);
+        let groups = row_blocks(problem, EDGE).saturating_mul(sets);
+        let (of_a_unit, least) = if shares_rows(problem) {
+            (SHARED_GROUPS_OF_A_UNIT, LEAST_SHARED_KEYS)
+        } else {
+            (SIMDS * WAVES_OF_A_SIMD, LEAST_KEYS)
+        };
+        let split_keys = default_keys(problem, device, groups, options, (of_a_unit, least, EDGE));
+        let mut tile = CdnaDecodeTile { split_keys };
+        for (name, value) in &options.tile {
+            tile.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
+        }
+        let spec = spec(problem);
+        let parts = Parts::of(NAME, problem, device.arch, EDGE, (tile.split_keys, spec.head_dim_v))?;
+        let num_xcds = dies((parts.pieces / parts.row_blocks.max(1)).into(), device.arch);
+        Ok(Self { spec, tile, parts, num_xcds })
+    }
+
+    fn tile(&self) -> CdnaDecodeTile {
+        self.tile
+    }
+
+    fn parts(&self) -> &Parts {
+        &self.parts
+    }
+
+    fn source(&self) -> KernelSource {
         // Rows of 256 take more than half of a SIMD's registers, the quarters of longer ones do not.
         let is_wide = self.spec.head_dim_qk.max(self.spec.head_dim_v) > 128;
         let waves = if is_wide && self.column_waves() == 1 { 1 } else { WAVES_OF_A_SIMD };
@@ -334,136 +276,39 @@ impl CdnaDecode {
             params: "CdnaDecodeParams p",
             call: "cdna::decode::run<kSpec>(p);",
         };
-        rendered(entry)
+        let text = entry
+            .render()
+            .replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
+        KernelSource::new(text, crate::headers)
     }
 
-    /// The launch behind.
-    #[must_use]
-    pub fn merge_source(&self) -> KernelSource {
-        let entry = Entry {
-            include: MERGE_HEADER,
-            constants: &[],
-            bounds: &format!(
-                "__attribute__((amdgpu_flat_work_group_size({MERGE_THREADS}, {MERGE_THREADS})))"
-            ),
-            params: "CdnaDecodeParams p",
-            call: &format!("cdna::decode::merge<{}>(p);", self.spec.head_dim_v),
-        };
-        rendered(entry)
-    }
-
-    /// Waves that have the same keys for other rows are a workgroup, and find them in one compute unit's cache; others are
-    /// workgroups of their own, so that few of them are dealt to many compute units.
-    ///
-    /// Waves that share their rows' columns have one piece of work.
-    fn waves_of_group(&self) -> u32 {
-        if self.column_waves() > 1 { 1 } else { self.row_blocks.clamp(1, MOST_WAVES) }
-    }
-
-    fn column_waves(&self) -> u32 {
-        self.spec.column_waves.unsigned_abs()
-    }
-
-    /// Threads of a workgroup of the first launch.
-    #[must_use]
-    pub fn num_threads(&self) -> u32 {
+    fn num_threads(&self) -> u32 {
         self.waves_of_group() * self.column_waves() * WAVE_THREADS
     }
 
-    /// Workgroups of the first launch.
-    #[must_use]
-    pub fn workgroups(&self) -> u64 {
-        self.num_waves.div_ceil(self.waves_of_group()).into()
+    fn workgroups(&self) -> u64 {
+        self.parts.pieces.div_ceil(self.waves_of_group()).into()
     }
 
-    /// Workgroups of the launch behind: a row each.
-    #[must_use]
-    pub const fn merge_workgroups(&self) -> u64 {
-        self.rows
+    fn load(&self) -> LoadPath {
+        self.spec.load
     }
 
-    /// Bytes of the parts.
-    #[must_use]
-    pub fn workspace_bytes(&self) -> u64 {
-        let row_bytes = 4 * (u64::from(self.spec.head_dim_v.unsigned_abs()) + 2);
-        self.part_rows().saturating_mul(row_bytes)
-    }
-
-    fn part_rows(&self) -> u64 {
-        self.rows.saturating_mul(self.num_parts.into())
-    }
-
-    /// What the launches read; the parts lie at `workspace`.
-    #[must_use]
-    pub fn params(
-        &self,
-        problem: &FwdProblem,
-        args: &FwdArgs<'_>,
-        fwd: &FwdParams,
-        workspace: u64,
-    ) -> CdnaDecodeParams {
-        let rows = match problem.layout.q {
-            QLayout::Packed => 0,
-            QLayout::Batch => problem.dims.seqlen_q,
-        };
-        CdnaDecodeParams {
-            call: Cdna::params(problem, fwd),
-            o: DevPtr::new(workspace),
-            stats: DevPtr::new(
-                workspace + self.part_rows() * 4 * u64::from(self.spec.head_dim_v.unsigned_abs()),
-            ),
-            tree_mask: DevPtr::new(args.cache.tree_mask.as_ref().map_or(0, |mask| mask.as_ptr() as u64)),
-            tree_mask_batch: rows.into(),
-            tree_mask_words: problem.tree_mask_words() as i32,
-            part_keys: self.tile.split_keys,
-            num_parts: self.num_parts as i32,
-            row_blocks: self.row_blocks as i32,
-            num_waves: self.num_waves as i32,
-            waves_of_group: self.waves_of_group() as i32,
-            num_xcds: self.num_xcds.into(),
-        }
-    }
-
-    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
-    /// made.
-    ///
-    /// # Errors
-    /// The operand, its address and the alignment that it lacks.
-    pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
-        let loads = if self.spec.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
-        // Turned queries lie in the workspace.
-        let turned = problem.cache.rotary.is_some();
-        // A tensor without rows may lie anywhere.
-        let has_keys = problem.shape_k().seq > 0;
-        let operands = [
-            ("q", args.q.as_ptr() as u64, loads, !turned),
-            ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
-        ];
-        check_addresses(NAME, operands)
-    }
-
-    /// The kernel that takes any address, where it is another one.
-    #[must_use]
-    pub fn for_any_address(&self) -> Option<Self> {
+    fn for_any_address(&self) -> Option<Self> {
         let spec = CdnaDecodeSpec { load: LoadPath::Element, v_in_k: false, ..self.spec };
         (spec != self.spec).then_some(Self { spec, ..*self })
     }
 
-    /// The rows that a plan prints.
-    #[must_use]
-    pub fn details(&self, problem: &FwdProblem) -> Vec<(&'static str, String)> {
-        let Self { spec, tile, row_blocks, num_parts, .. } = self;
-        let ratio = problem.gqa_ratio();
-        let mut details = vec![
-            ("tile", format!("{EDGE} rows, {EDGE} keys a step, split_keys {}", tile.split_keys)),
-            (
-                "rows",
-                format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q),
-            ),
-            ("parts", format!("{num_parts} of the longest sequence, merged by a second launch")),
-            ("loads", format!("{:?}, K and V straight to registers", spec.load)),
-        ];
+    fn params(&self, problem: &FwdProblem, args: &FwdArgs<'_>, fwd: &FwdParams) -> CdnaDecodeParams {
+        self.parts.params(problem, args, fwd, (self.waves_of_group(), self.num_xcds))
+    }
+
+    fn details(&self, problem: &FwdProblem) -> Vec<(&'static str, String)> {
+        let Self { spec, tile, parts, .. } = self;
+        let mut details =
+            vec![("tile", format!("{EDGE} rows, {EDGE} keys a step, split_keys {}", tile.split_keys))];
+        details.extend(parts.details(problem));
+        details.push(("loads", format!("{:?}, K and V straight to registers", spec.load)));
         if spec.column_waves > 1 {
             let once = if spec.v_in_k { "; K is read once, for its values too" } else { "" };
             details.push((
@@ -471,23 +316,9 @@ impl CdnaDecode {
                 format!("a quarter of a row's to each of {} waves{once}", spec.column_waves),
             ));
         }
-        if spec.stored != spec.dtype {
-            details.push(("cache", format!("{} widened to {} on load", spec.stored, spec.dtype)));
-        }
-        if cache_update::is_wanted(problem) {
-            details.push(("before", format!("{} writes new keys and values", crate::cache_update::NAME)));
-        }
-        if let KvLayout::Paged { page_size } = problem.layout.kv {
-            details.push(("pages", format!("{page_size} keys each, looked up a tile ahead")));
-        }
+        details.extend(cache_details(problem));
         details
     }
-}
-
-fn rendered(entry: Entry<'_>) -> KernelSource {
-    let text =
-        entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
-    KernelSource::new(text, crate::headers)
 }
 
 /// `fmha/cdna/decode/tile.h`: what this file shares with the device.

@@ -14,9 +14,11 @@ pub mod cdna;
 pub mod cdna_bwd;
 pub mod cdna_decode;
 pub mod combine;
+mod decode;
 mod device;
 mod order;
 pub mod rdna;
+pub mod rdna_decode;
 pub mod recipes;
 pub mod simt;
 pub mod simt_bwd;
@@ -25,6 +27,7 @@ pub use arch::Arch;
 pub use cdna_bwd::{BwdSums, CdnaBwdParams, CdnaBwdSpec, CdnaBwdTile};
 pub use cdna_decode::{CdnaDecodeParams, CdnaDecodeSpec, CdnaDecodeTile};
 pub use device::{Amd, Device, DeviceFacts, Grid};
+pub use rdna_decode::RdnaDecodeTile;
 
 use fmha_core::abi::{AbiStruct, FwdParams};
 use fmha_core::fields::Takes;
@@ -194,6 +197,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/bwd/store.h",
         "cdna/bwd/rest.h",
         "cdna/bwd/main.h",
+        "cdna/decode/work.h",
         "cdna/decode/config.h",
         "cdna/decode/load.h",
         "cdna/decode/columns.h",
@@ -205,6 +209,8 @@ pub fn headers() -> Vec<Header> {
         "rdna/tile_step.h",
         "rdna/epilogue.h",
         "rdna/fwd.h",
+        "rdna/decode/load.h",
+        "rdna/decode/main.h",
         "simt/bwd.h",
         "simt/fwd.h",
         "combine.h",

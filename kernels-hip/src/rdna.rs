@@ -35,6 +35,10 @@ abi_spec! {
         pub load: LoadPath = Takes::nothing(),
         /// How O is written.
         pub store: StorePath = Takes::nothing(),
+        /// Waves that share the columns of their rows.
+        pub column_waves: i32 = Takes::nothing(),
+        /// Whether a workgroup has a part of the keys, whose results a second launch merges.
+        pub split: bool = Takes::nothing(),
     }
 }
 
@@ -127,6 +131,8 @@ impl Rdna {
             } else {
                 StorePath::Vector
             },
+            column_waves: 1,
+            split: false,
         };
         for (name, value) in asked {
             tile.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;

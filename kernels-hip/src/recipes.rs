@@ -2,15 +2,19 @@
 
 use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel, Kernel};
 
+use crate::cdna_decode::CdnaDecode;
+use crate::decode::recipe::Decode;
 use crate::device::Amd;
-use crate::{cdna, cdna_bwd, cdna_decode, combine, rdna, simt, simt_bwd};
+use crate::rdna_decode::RdnaDecode;
+use crate::{cdna, cdna_bwd, combine, rdna, simt, simt_bwd};
 
 /// Of the forward.
 #[must_use]
 pub fn forward<V: Amd>() -> Vec<FwdKernel<V>> {
     vec![
-        Kernel::new(cdna_decode::recipe::CdnaDecode::default()),
+        Kernel::new(Decode::<CdnaDecode>::default()),
         Kernel::new(cdna::recipe::Cdna::default()),
+        Kernel::new(Decode::<RdnaDecode>::default()),
         Kernel::new(rdna::recipe::Rdna::default()),
         Kernel::new(simt::recipe::Simt::default()),
     ]

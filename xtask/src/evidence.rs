@@ -18,10 +18,12 @@ const END: &str = "<!-- end of support -->";
 const FOLDER: &str = "tests/evidence";
 
 /// Headers outside a kernel's own folder that its launches begin with: kernel and header.
-const ENTRIES: [(&str, &str); 3] = [
+const ENTRIES: [(&str, &str); 5] = [
     ("combine", "fmha/combine.cuh"),
     ("combine", "fmha/combine.h"),
     ("sm100", "fmha/common/merge_parts.cuh"),
+    ("rdna_decode", "fmha/cdna/decode/merge.h"),
+    ("rdna_decode", "fmha/cdna/decode/update.h"),
 ];
 const FALLBACK: &str = "simt";
 

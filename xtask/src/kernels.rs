@@ -455,6 +455,24 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: NONE,
         ..amd("gfx1201", NONE)
     },
+    // Their decode: pages, appended and turned rows, FP8 caches, a tree mask, parts of one tile; rows that four waves share.
+    Row {
+        kernel: Some("rdna_decode"),
+        in_test: Cases {
+            filter: "^decode/(append/bf16/new4/q4/p5|paged/bf16/p7/s17x90/b|fp8_cache/e4m3fn/bf16/descale_head/q1/p16|\
+                tree/random/bf16/q33|latent/bf16/s2x330/h5/b/p1)",
+            deal: 1,
+        },
+        in_all: NONE,
+        ..amd("gfx1100", NONE)
+    },
+    Row {
+        kernel: Some("rdna_decode"),
+        tile: Some("split_keys=32"),
+        in_test: Cases { filter: "^decode/(paged/bf16/p64/s3x129/b|head_dim/bf16/d512$)", deal: 1 },
+        in_all: Cases { filter: "^decode/(paged|layouts|long|tree|latent)/.*bf16", deal: 1 },
+        ..amd("gfx1201", NONE)
+    },
     Row {
         in_test: NONE,
         in_all: Cases { filter: "^(addresses|backward|laws)/", deal: 1 },
@@ -480,6 +498,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("simt", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
     quick("rdna_fwd", OFF_TILE, amd("gfx1100", NONE)),
     quick("rdna_fwd", OFF_TILE, amd("gfx1201", NONE)),
+    quick("rdna_decode", "^decode/paged/bf16/p16/s3x129/b/nhd$", amd("gfx1100", NONE)),
 ];
 
 /// Two tiles of queries, the second one row long, under a causal mask.

@@ -9,8 +9,8 @@ const ARCHS: [&str; 5] = ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"];
 
 /// Kernels, and a problem for each: some whole tiles, an edge, two workgroups. `FP8` is the architecture's own e4m3.
 /// Those of the forward with dropout and by elements take the simple loop, whose tiles come by wide loads and by elements. Of
-/// decode, which is CDNA's, the first launch is broken, whose waves are alone (D 128) or share their rows' columns. The
-/// backward is CDNA's too: all its launches are broken, masked and not, of dK with dV and of each alone.
+/// decode the first launch is broken, whose waves are alone (D 128) or share their rows' columns. The
+/// backward is CDNA's: all its launches are broken, masked and not, of dK with dV and of each alone.
 const KERNELS: [(&str, &str); 11] = [
     ("bf16 D128 causal", "-b 1 --heads 1 -s 300 --seqlen-k 400 -d 128 --prec bf16 --mask b"),
     (
@@ -33,7 +33,7 @@ const KERNELS: [(&str, &str); 11] = [
     ),
     (
         "decode bf16 D128 causal, paged",
-        "-b 1 --heads 4 --heads-kv 2 -s 3 --seqlen-k 100 -d 128 --prec bf16 --mask b --page-size 16 --kernel cdna_decode",
+        "-b 1 --heads 4 --heads-kv 2 -s 3 --seqlen-k 100 -d 128 --prec bf16 --mask b --page-size 16 --kernel DECODE",
     ),
     (
         "decode bf16 576/512, V in K, causal, paged",
@@ -80,11 +80,9 @@ pub(crate) fn run() -> Result<(), String> {
         for (i, (title, problem)) in KERNELS.iter().enumerate() {
             let fp8 = match arch {
                 "gfx942" => "e4m3fnuz",
-                // RDNA's kernel has one tile a workgroup, decodes nothing by itself and has no backward.
+                // RDNA's kernel has one tile a workgroup and no backward.
                 _ if arch.starts_with("gfx1")
-                    && (problem.contains("order=")
-                        || title.starts_with("decode")
-                        || title.starts_with("backward")) =>
+                    && (problem.contains("order=") || title.starts_with("backward")) =>
                 {
                     continue;
                 }
@@ -92,6 +90,7 @@ pub(crate) fn run() -> Result<(), String> {
                 _ if problem.contains("FP8") => continue,
                 _ => "",
             };
+            let decode = if arch.starts_with("gfx1") { "rdna_decode" } else { "cdna_decode" };
             let folder = setup::target().join("mutation-amd").join(format!("{arch}-{i}"));
             // What an earlier run left there is of other kernels.
             let _ = std::fs::remove_dir_all(&folder);
@@ -101,7 +100,7 @@ pub(crate) fn run() -> Result<(), String> {
             record
                 .args(["run", "--backend", "rocm", "--emulate", arch, "--warmup", "0", "--repeat", "1"])
                 .args(lse)
-                .args(problem.replace("FP8", fp8).split_whitespace())
+                .args(problem.replace("FP8", fp8).replace("DECODE", decode).split_whitespace())
                 .env("FMHA_EMULATE_RECORD", &folder)
                 .envs(environment.iter().cloned())
                 .current_dir(&root);

@@ -43,17 +43,19 @@ struct LdsRows {
 template <CdnaSpec spec, RdnaTile tile>
 struct Config {
   static constexpr int qk_bytes = size_bytes(spec.dtype_qk), v_bytes = size_bytes(spec.dtype_v);
-  static constexpr int num_waves = tile.block_m / kEdge, num_threads = num_waves * kWaveSize;
+  static constexpr int column_waves = tile.column_waves;  // that share the columns of their rows
+  static constexpr int num_waves = tile.block_m / kEdge * column_waves, num_threads = num_waves * kWaveSize;
   static constexpr int n_blocks = tile.block_n / kEdge;    // of keys, of a tile
-  static constexpr int d_blocks = spec.head_dim_v / kEdge;  // of O^T
-  static constexpr int qk_steps = spec.head_dim_qk / kEdge;
+  static constexpr int wave_dim_qk = spec.head_dim_qk / column_waves, wave_dim_v = spec.head_dim_v / column_waves;
+  static constexpr int d_blocks = wave_dim_v / kEdge;       // of O^T, of a wave
+  static constexpr int qk_steps = wave_dim_qk / kEdge;
+  static_assert(spec.head_dim_qk % (kEdge * column_waves) == 0 && spec.head_dim_v % (kEdge * column_waves) == 0,
+                "a wave has whole blocks of columns");
   static constexpr bool by_element = tile.load == LoadPath::Element;
   // On gfx11 a lane's operands of wide rows of Q are more than it has registers for beside O: it keeps half of each.
-  static constexpr bool halves_of_q = spec.head_dim_qk > 128;
+  static constexpr bool halves_of_q = wave_dim_qk > 128;
   // Operands of V that are read ahead of their products: the scheduler would read all, into registers that are not there.
-  static constexpr int blocks_ahead = spec.head_dim_qk + spec.head_dim_v > 448   ? 1
-                                      : spec.head_dim_qk + spec.head_dim_v > 256 ? 2
-                                                                                 : 4;
+  static constexpr int blocks_ahead = wave_dim_qk + wave_dim_v > 448 ? 1 : wave_dim_qk + wave_dim_v > 256 ? 2 : 4;
   static constexpr int q_words = halves_of_q ? Fragment<spec.dtype_qk>::half_words : Fragment<spec.dtype_qk>::words;
 
   using K = LdsRows<tile.block_n, spec.head_dim_qk, qk_bytes>;
@@ -75,5 +77,11 @@ struct Config {
   // P is scaled by this power of two before it is rounded, so that FP8's range is used in full.
   static constexpr int p_scale_log2 = spec.dtype_v == DType::E4m3Fn ? 8 : is_fp8(spec.dtype_v) ? 15 : 0;
 };
+
+// The wave's number among those that share their rows' columns.
+template <class C>
+FMHA_DEVICE int column_wave() {
+  return C::column_waves == 1 ? 0 : v_readfirstlane_b32(thread_idx() / kWaveSize) % C::column_waves;
+}
 
 }  // namespace fmha::rdna

@@ -34,6 +34,14 @@ FMHA_DEVICE void store_run(uint8_t* to, float a, float b, float c, float d) {
   }
 }
 
+// What one workgroup works on.
+struct Job {
+  SeqSpan span;
+  int32_t i_head, i_head_kv;
+  MaskBand band;
+  float scale;  // of raw scores: to natural ones where they are modified, else to log2
+};
+
 // Element of O's first dimension, for a query.
 FMHA_DEVICE int64_t first_of_o(const FwdParams& p, const Job& job, int32_t query) {
   return row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + query, job.i_head);
@@ -76,7 +84,7 @@ FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<sp
     lds_in_order();
 #pragma nounroll
     for (int id = lane; id < kEdge * kEdge; id += kWaveSize) {
-      const int32_t query = wave.first_query + id / kEdge, dim = d * kEdge + id % kEdge;
+      const int32_t query = wave.queries.begin + id / kEdge, dim = d * kEdge + id % kEdge;
       const float x = block[id];
       if (query >= job.span.seqlen_q || dim >= p.head_dim_v) continue;
       cdna::with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
@@ -143,7 +151,7 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
       if (value - value == 0.f) continue;
       value *= scale;
       if constexpr (spec.dropout) {
-        const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+        const int32_t batch_head = head_of_whole(p, job.span.i_batch, job.i_head);
         if (params.drops && !dropout_keeps(p, batch_head, wave.query, key)) value *= 0.f;
       }
       cdna::with_dtype_o<spec>(params, [&](auto dtype) __attribute__((always_inline)) {

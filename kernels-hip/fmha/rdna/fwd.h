@@ -50,11 +50,12 @@ FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, int32_t first_k
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range queries) {
   const FwdParams& p = params.fwd;
-  const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+  const int64_t batch_head = int64_t(job.span.i_batch) * p.num_heads_q + job.i_head;
+  const int32_t head = head_of_whole(p, job.span.i_batch, job.i_head);
   for (int32_t i = queries.begin; i < queries.end; ++i) {
-    uint8_t* const row = p.keep_mask + (int64_t(batch_head) * p.seqlen_q + i) * p.seqlen_k;
+    uint8_t* const row = p.keep_mask + (batch_head * p.seqlen_q + i) * p.seqlen_k;
     for (int32_t j = thread_idx(); j < job.span.seqlen_k; j += Config<spec, tile>::num_threads) {
-      const bool keeps = dropout_keeps(p, batch_head, i, j);
+      const bool keeps = dropout_keeps(p, head, i, j);
       row[j] = keeps | !params.drops;
     }
   }
@@ -80,8 +81,10 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& params, typename Config<spec, tile>:
 
   Wave<spec, tile> wave;
   const int i_wave = v_readfirstlane_b32(thread_idx() / kWaveSize);
-  wave.first_query = queries.begin + i_wave * kEdge;
-  wave.query = wave.first_query + lane_col();
+  wave.queries.begin = queries.begin + i_wave * kEdge;
+  wave.queries.end = wave.queries.begin + kEdge;
+  wave.query = wave.queries.begin + lane_col();
+  wave.i_head = i_head;
   const Rows q = rows_of(p.q, span.storage_batch, span.q_row, i_head, 1, C::qk_bytes, span.seqlen_q, params.head_dim_qk);
   load_q<spec, tile>(wave.q, q, wave.query);
 #pragma unroll
@@ -104,7 +107,7 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& params, typename Config<spec, tile>:
                                                 params.head_dim_v),
                                  is_partly_masked<spec, tile>(job, queries, first_key));
     s_barrier();
-    tile_step<spec, tile>(wave, lds, params, job, first_key);
+    tile_step<spec, tile>(wave, lds, params, job, first_key, AllColumns{});
   }
   // Every wave must know whether any has zeroed values: each has its own word.
   const bool wave_zeroed = v_cmp_ballot(zeroed != 0) != 0;

@@ -5,17 +5,22 @@
 
 namespace fmha::rdna {
 
-// Rows of a tensor, of one head: those from `num_rows` on, and elements from `num_elems` on, read as 0.
+// Words whose address is a multiple of 4, and no more than that is known of it.
+template <class Piece>
+using OnDwords __attribute__((aligned(4))) = Piece;
+
+// Rows of a tensor, of one head, some bytes from each other: those from `num_rows` on, and elements from `num_elems` on,
+// read as 0.
 struct Rows {
   const uint8_t* data;
   int64_t row_bytes, elem_bytes;  // from row to row, from element to element of a row
   int32_t num_rows, num_elems;
 
   // `Piece` bytes that begin at an element, all of them inside a row or all outside.
-  template <class Piece>
-  FMHA_DEVICE Piece piece(int32_t row, int32_t elem, int size) const {
+  template <class Piece, int size>
+  FMHA_DEVICE Piece piece(int32_t row, int32_t elem) const {
     if (row >= num_rows || elem >= num_elems) return Piece{};
-    return *reinterpret_cast<const Piece*>(data + row * row_bytes + elem * size);
+    return *reinterpret_cast<const OnDwords<Piece>*>(data + row * row_bytes + elem * size);
   }
 
   template <int size>
@@ -27,11 +32,11 @@ struct Rows {
   }
 };
 
-// Row `row` of Q as operands; of halves this lane's, else all that its instruction wants of a lane.
+// Row `row` of Q as operands, of the wave's columns; of halves this lane's, else all that its instruction wants of a lane.
 template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
 FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const Rows& rows, int32_t row) {
   constexpr int elems = C::q_words * 4 / C::qk_bytes;
-  const int first = elems == kEdge ? 0 : lane_half() * elems;
+  const int first = column_wave<C>() * C::wave_dim_qk + (elems == kEdge ? 0 : lane_half() * elems);
 #pragma unroll
   for (int c = 0; c < C::qk_steps; ++c) {
     const int32_t elem = c * kEdge + first;
@@ -49,7 +54,7 @@ FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const 
       constexpr int at_once = C::q_words < 4 ? C::q_words : 4;
 #pragma unroll
       for (int w = 0; w < C::q_words; w += at_once) {
-        const auto piece = rows.piece<Vec<uint32_t, at_once>>(row, elem + w * 4 / C::qk_bytes, C::qk_bytes);
+        const auto piece = rows.piece<Vec<uint32_t, at_once>, C::qk_bytes>(row, elem + w * 4 / C::qk_bytes);
 #pragma unroll
         for (int i = 0; i < at_once; ++i) q[c][w + i] = piece[i];
       }
@@ -57,14 +62,15 @@ FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const 
   }
 }
 
-template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
-FMHA_DEVICE void copy_k(typename C::K& k, const Rows& rows) {
+// `Source`: Rows, or others that have its `piece` and `elem`.
+template <CdnaSpec spec, RdnaTile tile, class Source, class C = Config<spec, tile>>
+FMHA_DEVICE void copy_k(typename C::K& k, const Source& rows) {
   if constexpr (C::by_element) {
 #pragma nounroll
     for (int id = opaque_thread_idx(); id < tile.block_n * spec.head_dim_qk; id += C::num_threads) {
       const int row = id / spec.head_dim_qk, elem = id % spec.head_dim_qk;
       uint8_t* const to = &k.bytes[row * C::K::stride + elem * C::qk_bytes];
-      const uint32_t x = rows.elem<C::qk_bytes>(row, elem);
+      const uint32_t x = rows.template elem<C::qk_bytes>(row, elem);
       if constexpr (C::qk_bytes == 1) *to = uint8_t(x);
       else *reinterpret_cast<uint16_t*>(to) = uint16_t(x);
     }
@@ -78,7 +84,7 @@ FMHA_DEVICE void copy_k(typename C::K& k, const Rows& rows) {
       const int row = rows_first ? id % tile.block_n : id / pieces;
       const int piece = rows_first ? id / tile.block_n : id % pieces;
       *reinterpret_cast<Piece*>(&k.bytes[row * C::K::stride + piece * size]) =
-          rows.piece<Piece>(row, piece * size / C::qk_bytes, C::qk_bytes);
+          rows.template piece<Piece, C::qk_bytes>(row, piece * size / C::qk_bytes);
     }
   }
 }
@@ -106,8 +112,8 @@ FMHA_DEVICE uint32_t zero_nonfinite(uint32_t& word) {
   return found;
 }
 
-template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
-FMHA_DEVICE uint32_t copy_v(typename C::V& v, const Rows& rows, bool partly_masked) {
+template <CdnaSpec spec, RdnaTile tile, class Source, class C = Config<spec, tile>>
+FMHA_DEVICE uint32_t copy_v(typename C::V& v, const Source& rows, bool partly_masked) {
   constexpr int per_word = 4 / C::v_bytes, columns = tile.block_n / per_word;
   uint32_t zeroed = 0;
   if constexpr (C::by_element) {
@@ -118,25 +124,28 @@ FMHA_DEVICE uint32_t copy_v(typename C::V& v, const Rows& rows, bool partly_mask
 #pragma unroll
       for (int i = 0; i < per_word; ++i) {
         const int place = column * per_word + i, key = place / kEdge * kEdge + key_of_place(place % kEdge);
-        word |= rows.elem<C::v_bytes>(key, dim) << (8 * C::v_bytes * i);
+        word |= rows.template elem<C::v_bytes>(key, dim) << (8 * C::v_bytes * i);
       }
       if (partly_masked) zeroed |= zero_nonfinite<spec.dtype_v>(word);
       *reinterpret_cast<uint32_t*>(&v.bytes[dim * C::V::stride + column * 4]) = word;
     }
   } else {
     // A lane transposes four head dims of the keys of a word; neighbours have neighbouring words of a row. Where a row
-    // has only 16 words, lanes 16 to 31 go to rows 16 banks away: by four, of one-byte rows by eight.
+    // has only 16 words, lanes 16 to 31 go to rows 16 banks away: by four, of one-byte rows by eight. Where it has eight, lanes
+    // 16 to 31 have their head dims in another order, which is 24 banks away.
     constexpr int kDims = 4, groups = spec.head_dim_v / kDims;
     using Piece = Vec<uint32_t, C::v_bytes>;
 #pragma unroll 2
     for (int id = opaque_thread_idx(); id < columns * groups; id += C::num_threads) {
       const int column = id % columns, at = id / columns;
       const int group = C::v_bytes == 2 ? at : (at & ~3) | (at & 1) << 1 | (at >> 1 & 1);
+      const int flip = C::v_bytes == 2 && columns == 8 ? at & 2 : 0;
       Piece of_key[per_word];
 #pragma unroll
       for (int i = 0; i < per_word; ++i) {
         const int place = column * per_word + i, key = place / kEdge * kEdge + key_of_place(place % kEdge);
-        of_key[i] = rows.piece<Piece>(key, group * kDims, C::v_bytes);
+        of_key[i] = rows.template piece<Piece, C::v_bytes>(key, group * kDims);
+        if constexpr (C::v_bytes == 2 && columns == 8) of_key[i] = flip ? of_key[i].yx : of_key[i];
       }
 #pragma unroll
       for (int d = 0; d < kDims; ++d) {
@@ -149,7 +158,7 @@ FMHA_DEVICE uint32_t copy_v(typename C::V& v, const Rows& rows, bool partly_mask
           for (int i = 0; i < per_word; ++i) word |= (of_key[i][0] >> (8 * d) & 0xff) << (8 * i);
         }
         if (partly_masked) zeroed |= zero_nonfinite<spec.dtype_v>(word);
-        *reinterpret_cast<uint32_t*>(&v.bytes[(group * kDims + d) * C::V::stride + column * 4]) = word;
+        *reinterpret_cast<uint32_t*>(&v.bytes[(group * kDims + (d ^ flip)) * C::V::stride + column * 4]) = word;
       }
     }
   }

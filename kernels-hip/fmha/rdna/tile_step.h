@@ -4,41 +4,44 @@
 //   P^T = exp2(S^T) becomes the operand of the next product: in place on gfx12, by an exchange of half waves on gfx11
 //   O^T += V^T P^T
 #pragma once
+#include <fmha/dropout.h>
 #include <fmha/isa/sched.h>
 #include <fmha/mask.h>
 #include <fmha/online_softmax.h>
-#include <fmha/philox.h>
 #include <fmha/range.h>
 #include <fmha/rdna/load.h>
 #include <fmha/score.h>
 
 namespace fmha::rdna {
 
-// What one workgroup works on.
-struct Job {
-  SeqSpan span;
-  int32_t i_head, i_head_kv;
-  MaskBand band;
-  float scale;  // of raw scores: to natural ones where they are modified, else to log2
-};
-
-// A wave's state for its 16 queries. Lanes l and l + 16 share query l: each has half of a tile's keys and half of the
-// head dims of O.
+// A wave's state for its 16 rows. Lanes l and l + 16 share row l: each has half of a tile's keys and half of the head
+// dims of O.
 template <CdnaSpec spec, RdnaTile tile>
 struct Wave {
   using C = Config<spec, tile>;
-  int32_t first_query, query;
+  Range queries;          // of the wave's rows
+  int32_t query, i_head;  // of the lane's row
   Array<Vec<uint32_t, C::q_words>, C::qk_steps> q;
   Array<Acc, C::d_blocks> o;
-  OnlineRow row;  // row_sum: this lane's half; row_max is natural where scores are modified
+  OnlineRow row;  // row_sum: this lane's half; row_max is natural where scores are
 };
 
-template <CdnaSpec spec>
-constexpr float kMaxToLog2 = spec.modifies ? kLog2E : 1.f;
+// Of a wave that has all columns of its rows.
+struct AllColumns {
+  template <class Scores>
+  FMHA_DEVICE void add_others(Scores&) const {}
+};
+
+// Whether scores are natural: where they are modified, and where parts of the keys are merged. Else they are in log2.
+template <CdnaSpec spec, RdnaTile tile>
+constexpr bool kNatural = spec.modifies || tile.split;
+
+template <CdnaSpec spec, RdnaTile tile>
+constexpr float kMaxToLog2 = kNatural<spec, tile> ? kLog2E : 1.f;
 
 // P's scale, in log2. That of bf16, whose V may reach f32's largest number, lies below 1 by the number of keys, so that
 // no sum of P V leaves f32 where O does not.
-template <CdnaSpec spec, RdnaTile tile>
+template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE int p_scale_log2(const Job& job) {
   if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
   return __builtin_clz(job.span.seqlen_k | 1) - 32;
@@ -47,9 +50,10 @@ FMHA_DEVICE int p_scale_log2(const Job& job) {
 template <CdnaSpec spec, RdnaTile tile>
 using Scores = Array<Acc, Config<spec, tile>::n_blocks>;
 
+// Over the wave's columns.
 template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
 FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typename C::K& k) {
-  const int lane = C::K::lane_offset(opaque_thread_idx());
+  const int lane = C::K::lane_offset(opaque_thread_idx()) + column_wave<C>() * C::wave_dim_qk * C::qk_bytes;
   Scores<spec, tile> s;
 #pragma unroll
   for (int n = 0; n < C::n_blocks; ++n) s[n] = Acc{};
@@ -85,17 +89,17 @@ FMHA_DEVICE void for_each_score(Scores<spec, tile>& s, int32_t first_key, Change
 }
 
 // Raw scores become natural ones. Which modifiers a call has is decided here, for a tile at once.
-template <CdnaSpec spec, RdnaTile tile>
-FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, int32_t query,
+template <CdnaSpec spec, RdnaTile tile, class Job>
+FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, const Wave<spec, tile>& wave,
                         int32_t first_key) {
   const FwdParams& p = params.fwd;
-  const int32_t last_query = job.span.seqlen_q - 1, last_key = job.span.seqlen_k - 1;
+  const int32_t query = min(wave.query, job.span.seqlen_q - 1), last_key = job.span.seqlen_k - 1;
   if (p.softcap > 0.f) {
     for_each_score<spec, tile>(s, first_key, [&](float x, int32_t) { return capped_score(x, p.softcap); });
   }
   if (p.bias.data) {
     // Clamped: the bias ends where the sequence does.
-    const int64_t row = job.span.i_batch * p.bias.batch + job.i_head * p.bias.head + min(query, last_query) * p.bias.row;
+    const int64_t row = job.span.i_batch * p.bias.batch + wave.i_head * p.bias.head + query * p.bias.row;
     const auto add = [&](const auto* bias) __attribute__((always_inline)) {
       for_each_score<spec, tile>(
           s, first_key, [&](float x, int32_t key) { return x + float(bias[row + min(key, last_key)]); });
@@ -107,25 +111,34 @@ FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& params, const J
     }
   }
   if (p.alibi_slopes.data) {
-    const float slope = scalar_of(p.alibi_slopes, job.span.i_batch, job.i_head, 0.f);
-    const int32_t at = min(query, last_query) + (p.alibi_bottom_right ? job.span.seqlen_k - job.span.seqlen_q : 0);
+    const float slope = scalar_of(p.alibi_slopes, job.span.i_batch, wave.i_head, 0.f);
+    const int32_t at = query + alibi_diagonal(p, job.span.seqlen_q, job.span.seqlen_k);
     for_each_score<spec, tile>(
         s, first_key, [&](float x, int32_t key) { return x - slope * abs_of(float(at - key)); });
   }
 }
 
-template <CdnaSpec spec, RdnaTile tile>
+template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, int32_t query, int32_t first_key) {
   for_each_score<spec, tile>(s, first_key, [&](float x, int32_t key) {
     const bool seen = key < job.span.seqlen_k && (spec.mask == MaskKind::Full || visible(job.band, query, key));
     return seen ? x : -infinity();
   });
+  if constexpr (tile.split) {
+    if (!job.has_tree) return;
+    static_assert(tile.block_n <= 32, "a tile's keys are the bits of a word");
+    const uint32_t seen = job.in_tree(query, first_key);
+    for_each_score<spec, tile>(s, 0, [&](float x, int32_t key) { return seen >> key & 1 ? x : -infinity(); });
+  }
 }
 
-// Whether the wave's tile needs no mask.
-template <CdnaSpec spec, RdnaTile tile>
-FMHA_DEVICE bool needs_no_mask(const Job& job, int32_t first_query, int32_t first_key) {
-  const Range queries = {first_query, first_query + kEdge}, keys = {first_key, first_key + tile.block_n};
+// Whether all of `queries` see all keys of a tile.
+template <CdnaSpec spec, RdnaTile tile, class Job>
+FMHA_DEVICE bool needs_no_mask(const Job& job, Range queries, int32_t first_key) {
+  const Range keys = {first_key, first_key + tile.block_n};
+  if constexpr (tile.split) {
+    if (job.has_tree && keys.end > job.span.seqlen_k - job.span.seqlen_q) return false;
+  }
   return keys.end <= job.span.seqlen_k &&
          (spec.mask == MaskKind::Full || block_class(job.band, queries, keys) == BlockClass::Inside);
 }
@@ -145,14 +158,14 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Scores<spec, tile>&
   if (v_cmp_ballot(tile_max > wave.row.row_max) == 0) return;
   const float before = wave.row.row_max;
   wave.row.row_max = v_max_f32(before, tile_max);
-  const float correction = exp2_of((before - finite_or_zero(wave.row.row_max)) * kMaxToLog2<spec>);
+  const float correction = exp2_of((before - finite_or_zero(wave.row.row_max)) * kMaxToLog2<spec, tile>);
   wave.row.row_sum *= correction;
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
 // Scores become P, their sum is added to the row's.
-template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
+template <CdnaSpec spec, RdnaTile tile, class Job, class C = Config<spec, tile>>
 FMHA_DEVICE void probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const Job& job) {
   const float row_max = finite_or_zero(wave.row.row_max), scale_of_p = float(p_scale_log2<spec, tile>(job));
   float sum[2] = {0.f, 0.f};
@@ -161,19 +174,20 @@ FMHA_DEVICE void probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, co
 #pragma unroll
     for (int i = 0; i < kAccElems; ++i) {
       // The maximum is subtracted from scores that were rounded as it was: as one multiply-add it would not cancel.
-      s[n][i] = v_exp_f32((s[n][i] - row_max) * kMaxToLog2<spec> + scale_of_p);
+      s[n][i] = v_exp_f32((s[n][i] - row_max) * kMaxToLog2<spec, tile> + scale_of_p);
       sum[i % 2] += s[n][i];
     }
   }
   wave.row.row_sum += sum[0] + sum[1];
 }
 
-// Sets P of dropped pairs to 0. Four adjacent keys share a call of Philox.
-template <CdnaSpec spec, RdnaTile tile>
-FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, int32_t query, int32_t first_key) {
+// Sets P of dropped pairs to 0.
+template <CdnaSpec spec, RdnaTile tile, class Job>
+FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, const Wave<spec, tile>& wave,
+                      int32_t first_key) {
   if (!params.drops) return;
   const FwdParams& p = params.fwd;
-  const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+  const int32_t batch_head = head_of_whole(p, job.span.i_batch, wave.i_head);
   const int half = lane_half(opaque_thread_idx());
 #pragma unroll
   for (int n = 0; n < Config<spec, tile>::n_blocks; ++n) {
@@ -182,19 +196,21 @@ FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job
 #pragma unroll
     for (int i = 0; i < kAccElems; i += at_once) {
       const int32_t key = first_key + n * kEdge + acc_row(i, half);
-      const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, key / 4);
+      const Array<uint32_t, 4> words = dropout_words_of_keys(p, batch_head, wave.query, key & ~3);
 #pragma unroll
       for (int r = 0; r < at_once; ++r) {
         const uint32_t word = kRepeats ? (half ? words[2 * r + 1] : words[2 * r]) : words[r];
         s[n][i + r] = word < p.dropout_threshold ? s[n][i + r] : 0.f;
       }
+      // Else several generators are under way together: 24 spills at D 256 on gfx1100.
+      opaque_in_vgpr(s[n]), sched_barrier();
     }
   }
 }
 
 template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
 FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const Scores<spec, tile>& p, const typename C::V& v) {
-  const int lane = C::V::lane_offset(opaque_thread_idx());
+  const int lane = C::V::lane_offset(opaque_thread_idx()) + column_wave<C>() * C::wave_dim_v * C::V::stride;
 #pragma unroll
   for (int n = 0; n < C::n_blocks; ++n) {
     const Operand<spec.dtype_v> p_operand = joined<spec.dtype_v>(packed_p<spec.dtype_v>(p[n]));
@@ -206,16 +222,18 @@ FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const Scores<spec, tile
   }
 }
 
-template <CdnaSpec spec, RdnaTile tile>
+// `columns`: how waves that share columns meet.
+template <CdnaSpec spec, RdnaTile tile, class Job, class Columns>
 FMHA_DEVICE void tile_step(Wave<spec, tile>& wave, const typename Config<spec, tile>::Lds& lds, const CdnaParams& p,
-                           const Job& job, int32_t first_key) {
+                           const Job& job, int32_t first_key, const Columns& columns) {
   Scores<spec, tile> s = scores<spec, tile>(wave, lds.k);
+  columns.add_others(s);
   for_each_score<spec, tile>(s, first_key, [&](float x, int32_t) { return x * job.scale; });
-  if constexpr (spec.modifies) modify<spec, tile>(s, p, job, wave.query, first_key);
-  if (!needs_no_mask<spec, tile>(job, wave.first_query, first_key)) mask<spec, tile>(s, job, wave.query, first_key);
+  if constexpr (spec.modifies) modify<spec, tile>(s, p, job, wave, first_key);
+  if (!needs_no_mask<spec, tile>(job, wave.queries, first_key)) mask<spec, tile>(s, job, wave.query, first_key);
   raise_row_max<spec, tile>(wave, s);
   probabilities<spec, tile>(s, wave, job);
-  if constexpr (spec.dropout) drop<spec, tile>(s, p, job, wave.query, first_key);
+  if constexpr (spec.dropout) drop<spec, tile>(s, p, job, wave, first_key);
   weighted_values<spec, tile>(wave, s, lds.v);
 }
 

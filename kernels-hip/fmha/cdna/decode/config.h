@@ -6,10 +6,8 @@
 // (columns.h). O and the statistics of the softmax go to the workspace, and a second launch merges the parts (merge.h).
 #pragma once
 #include <fmha/cdna/config.h>
-#include <fmha/cdna/decode/tile.h>
-#include <fmha/cdna/span.h>
+#include <fmha/cdna/decode/work.h>
 #include <fmha/isa/sched.h>
-#include <fmha/mask.h>
 #include <fmha/mma/cdna.h>
 #include <fmha/range.h>
 
@@ -59,79 +57,12 @@ FMHA_DEVICE constexpr int first_elem(int step, int half, int i_wave) {
 // Key of register or element `j` of step `step` of P V, within a tile: where K Q left its probability.
 FMHA_DEVICE constexpr int key_of(int step, int j, int half) { return acc_row(8 * step + j, half); }
 
-// One wave's work.
-struct Job {
-  SeqSpan span;
-  KvKind layout;
-  MaskBand band;
-  int32_t i_head_kv, part;
-  int32_t first_row, num_rows;  // of the group's rows; rows that there are
-  Range queries;                // of the wave's rows
-};
-
-FMHA_DEVICE KvKind layout_of(const FwdParams& p) {
-  return p.block_table ? KvKind::Paged : p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided;
-}
-
-FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) {
-  return uniform(resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch, layout_of(p), i_batch));
-}
-
-// A tree mask alone says who sees whom: its band hides nothing.
-FMHA_DEVICE MaskBand band_of(const CdnaDecodeParams& params, const SeqSpan& span) {
-  MaskParams mask = params.call.fwd.mask;
-  if (params.tree_mask) mask = {kUnboundedLo, kUnboundedHi, 0, 0};
-  return resolve_band(mask, span.seqlen_q, span.seqlen_k);
-}
-
 // The wave's number among those that share their rows' columns.
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE int column_wave() {
   return Config<spec>::column_waves == 1 ? 0 : v_readfirstlane_b32(thread_idx() / kWaveSize);
 }
 
-// Work `at` of the launch. Waves of one workgroup have the same keys where there are more rows than one wave takes, and
-// find them in the cache of their compute unit.
-FMHA_DEVICE Job job_of(const CdnaDecodeParams& params, int32_t at) {
-  const FwdParams& p = params.call.fwd;
-  const int32_t i_rows = at % params.row_blocks, rest = at / params.row_blocks;
-  const int32_t batch_head = rest / params.num_parts;
-  Job job;
-  job.part = rest % params.num_parts;
-  job.i_head_kv = batch_head % p.num_heads_kv;
-  job.span = span_of(p, batch_head / p.num_heads_kv);
-  job.layout = layout_of(p);
-  job.band = band_of(params, job.span);
-  job.first_row = i_rows * kEdge;
-  job.num_rows = job.span.seqlen_q * p.gqa_ratio;
-  const int32_t last_row = min(job.first_row + kEdge, job.num_rows) - 1;
-  job.queries = {job.first_row / p.gqa_ratio, last_row / p.gqa_ratio + 1};
-  return job;
-}
-
-// Tiles of a part that some row of the wave sees, those of sink columns first. Tiles and parts begin at multiples of
-// kTileKeys from the sequence's first key, so that a row's sums have one order whatever other rows see.
-struct Tiles {
-  int32_t first_sink, num_sinks, first, count;
-
-  static FMHA_DEVICE Tiles of(const Job& job, int32_t part_keys) {
-    const int32_t begin = job.part * part_keys;
-    const int32_t end = int32_t(min<int64_t>(int64_t(begin) + part_keys, job.span.seqlen_k));
-    const Range seen = k_range(job.band, job.queries, job.span.seqlen_k);
-    const Range sinks = sink_range(job.band, job.queries, job.span.seqlen_k);
-    Tiles tiles;
-    tiles.first = max(begin, seen.begin) / kTileKeys;
-    const int32_t num = max(ceil_div(min(end, seen.end), kTileKeys) - tiles.first, 0);
-    tiles.first_sink = begin / kTileKeys;
-    tiles.num_sinks = max(ceil_div(min(end, sinks.end), kTileKeys) - tiles.first_sink, 0);
-    if (num > 0) tiles.num_sinks = min(tiles.num_sinks, tiles.first - tiles.first_sink);
-    tiles.count = num + tiles.num_sinks;
-    return tiles;
-  }
-
-  FMHA_DEVICE int32_t first_key(int32_t n) const {
-    return (n < num_sinks ? first_sink + n : first + n - num_sinks) * kTileKeys;
-  }
-};
+using Tiles = PartTiles<kTileKeys>;
 
 }  // namespace fmha::cdna::decode

@@ -87,30 +87,6 @@ FMHA_DEVICE Frag widened_chunk(uint32_t low, uint32_t high, float descale) {
   return frag;
 }
 
-// Where the keys of a tile lie: a key to each lane of half a wave, both halves alike.
-struct KeyPlaces {
-  int32_t key;   // clamped to the sequence
-  int32_t page;  // its page, as the block table has it
-
-  // The table's entry is read a tile before it is needed.
-  static FMHA_DEVICE KeyPlaces of(const FwdParams& p, const Job& job, int32_t first_key) {
-    KeyPlaces places;
-    places.key = min(first_key + lane_col(), job.span.seqlen_k - 1);
-    places.page = 0;
-    if (job.layout == KvKind::Paged) {
-      const int64_t entry = job.span.i_batch * p.block_table_batch + uint32_t(places.key) / uint32_t(p.page_size);
-      places.page = ((const int32_t FMHA_GLOBAL*)p.block_table)[entry];
-    }
-    return places;
-  }
-
-  // As kv_row has it.
-  FMHA_DEVICE KvRow row(const FwdParams& p, const Job& job) const {
-    if (job.layout != KvKind::Paged) return {job.span.i_batch, job.span.k_row + key};
-    return {clamp(page, 0, p.num_pages - 1), int32_t(uint32_t(key) % uint32_t(p.page_size))};
-  }
-};
-
 // A tile of K in registers, as stored.
 template <CdnaDecodeSpec spec>
 struct KTile {

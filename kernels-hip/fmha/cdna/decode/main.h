@@ -245,10 +245,10 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
     wave.load_q(again());
     KTile<spec> k;
     VTile<spec> v;
-    KeyPlaces places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(0));
+    KeyPlaces places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(0) + lane_col());
     KvRow at = places.row(again().call.fwd, job);
     k.issue(again(), job, at);
-    places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(1, tiles.count - 1)));
+    places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(1, tiles.count - 1)) + lane_col());
     v.issue(again(), job, at);
 #pragma nounroll
     for (int32_t n = 0; n < tiles.count; ++n) {
@@ -261,7 +261,7 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       // many loads are younger than a tile's, and waits for them too, K(n + 1) before V(n) is used and V(n) before K(n).
       at = places.row(again().call.fwd, job);
       k.issue(again(), job, at);
-      places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(n + 2, tiles.count - 1)));
+      places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(n + 2, tiles.count - 1)) + lane_col());
       sched_barrier();
       columns.add_others(s);
       wave.modify_and_mask(s, again(), first_key, is_partly_masked);
@@ -298,7 +298,7 @@ template <CdnaDecodeSpec spec>
 FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   const int32_t at = work_of<spec>(params);
   if (at < 0) return;
-  const Job job = job_of(params, at);
+  const Job job = job_of<kEdge>(params, at);
   if (job.first_row >= job.num_rows) return;
   // The merge reads a part of each sequence even where it has no keys.
   if (job.part > 0 && int64_t(job.part) * params.part_keys >= job.span.seqlen_k) return;

@@ -4,7 +4,7 @@
 // A workgroup has one row. Every wave knows all weights; each adds every fourth part's O, and the four sums are added
 // through LDS in one order.
 #pragma once
-#include <fmha/cdna/decode/config.h>
+#include <fmha/cdna/decode/work.h>
 #include <fmha/exp_sum.h>
 #include <fmha/isa/sync.h>
 #include <fmha/num.h>
@@ -17,7 +17,7 @@ constexpr int kMergeThreads = kMergeWaves * kWaveSize;
 FMHA_DEVICE ExpSum over_lanes(ExpSum x) {
 #pragma unroll
   for (int step = kWaveSize / 2; step > 0; step /= 2) {
-    const int from = lane_idx() ^ step;
+    const int from = thread_idx() % kWaveSize ^ step;
     x.merge({ds_bpermute_b32(from, x.top), ds_bpermute_b32(from, x.sum)});
   }
   // Lanes have added in unlike orders; one of them speaks for all.
@@ -52,7 +52,7 @@ FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
   const int64_t rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
   const float FMHA_GLOBAL* stats = (const float FMHA_GLOBAL*)params.stats + 2 * int64_t(at);
   const float FMHA_GLOBAL* parts = (const float FMHA_GLOBAL*)params.o + int64_t(at) * row_elems;
-  const int thread = thread_idx(), lane = lane_idx(), i_wave = v_readfirstlane_b32(thread / kWaveSize);
+  const int thread = thread_idx(), lane = thread % kWaveSize, i_wave = v_readfirstlane_b32(thread / kWaveSize);
 
   ExpSum all;
   for (int32_t n = lane; n < num_parts; n += kWaveSize) all.merge({stats[2 * n * rows], stats[2 * n * rows + 1]});

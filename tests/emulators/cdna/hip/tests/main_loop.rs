@@ -105,6 +105,21 @@ fn shared_rows(head_dim_qk: u32, seqlen_k: u32) -> FwdProblem {
     problem
 }
 
+/// Of RDNA's decode: a token of a group of 16 heads, each way that tiles go to LDS.
+fn decode_of_rdna(seqlen_k: u32) -> Vec<(String, FwdProblem)> {
+    let of = |head_dim| {
+        let mut problem = shared_rows(head_dim, seqlen_k);
+        problem = FwdProblem::batch(DType::Bf16, Dims { head_dim_v: head_dim, ..problem.dims });
+        (format!("bf16/decode d{head_dim}"), problem)
+    };
+    let mut all: Vec<_> = [64, 128, 192, 256, 512].map(of).into();
+    let (_, mut quantised) = of(128);
+    quantised.cache.dtype = Some(DType::E4m3Fn);
+    all.push(("bf16/decode d128, e4m3fn cache".to_owned(), quantised));
+    all.push(("bf16/latent 576x512".to_owned(), shared_rows(576, seqlen_k)));
+    all
+}
+
 fn counted(backend: &Device, problem: FwdProblem, plan: PlanOptions, folder: &Path) -> Counters {
     let case = Case::forward("main loop", problem, Lengths::default(), Data { seed: 3, ..Data::default() });
     recorded(backend, &case, plan, folder)
@@ -189,6 +204,12 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
             let of = |keys| counted(&backend, call.problem(keys), PlanOptions::default(), folder);
             add(&mut table, arch, &call.name(), &[KEYS, 2 * KEYS].map(of));
         }
+        for (at, (name, _)) in decode_of_rdna(KEYS).into_iter().enumerate() {
+            let one_part = PlanOptions::default().kernel("rdna_decode").tile([("split_keys", "1024")]);
+            let of =
+                |keys| counted(&backend, decode_of_rdna(keys).swap_remove(at).1, one_part.clone(), folder);
+            add(&mut table, arch, &name, &[KEYS, 2 * KEYS].map(of));
+        }
     }
     let committed = include_str!("../../../../evidence/cdna-loop-memory.tsv");
     assert_eq!(table, committed, "tests/evidence/cdna-loop-memory.tsv is to be:\n{table}");
@@ -204,6 +225,17 @@ fn no_banks_conflict_in_rdnas_main_loop_nor_in_the_backward() {
         let counters = counted(&backend, call.problem(KEYS / 4), PlanOptions::default(), &records.folder);
         assert!(counters.lds_accesses > 0);
         assert_eq!(counters.lds_conflict_cycles, 0, "{arch}: {} cycles", counters.lds_cycles_min);
+        for (name, problem) in decode_of_rdna(KEYS / 4) {
+            if name == "bf16/decode d128" || name == "bf16/latent 576x512" {
+                let named = PlanOptions::default().kernel("rdna_decode");
+                let counters = counted(&backend, problem, named, &records.folder);
+                assert_eq!(
+                    counters.lds_conflict_cycles, 0,
+                    "{arch} {name}: {} cycles",
+                    counters.lds_cycles_min
+                );
+            }
+        }
     }
     // Rows of half a line of banks, of which two are written at once.
     let Some(backend) = amd::open("gfx950", "the main loop") else { return };

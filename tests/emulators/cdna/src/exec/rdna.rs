@@ -103,6 +103,10 @@ pub(super) fn vector(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
     match inst.op {
         Op::VXor3B32 => ternary(wave, inst, |a, b, c| a ^ b ^ c),
         Op::VMaxminF32 => ternary(wave, inst, |a, b, c| f(a).max(f(b)).min(f(c)).to_bits()),
+        Op::VMaxminU32 => ternary(wave, inst, |a, b, c| a.max(b).min(c)),
+        Op::VMinmaxU32 => ternary(wave, inst, |a, b, c| a.min(b).max(c)),
+        Op::VMaxminI32 => ternary(wave, inst, |a, b, c| (a as i32).max(b as i32).min(c as i32) as u32),
+        Op::VMinmaxI32 => ternary(wave, inst, |a, b, c| (a as i32).min(b as i32).max(c as i32) as u32),
         Op::VMinmaxF32 => ternary(wave, inst, |a, b, c| f(a).min(f(b)).max(f(c)).to_bits()),
         Op::VCndmaskB16 => {
             let mask = wave.scalar64(inst.src[2]);

@@ -1,0 +1,261 @@
+// The RDNA decode kernel: a workgroup has `block_m` rows, (query, head of a KV head's group) pairs, query by query, and one
+// part of the keys of their sequence. Tiles go through LDS as the forward's do (tile_step.h); O and the statistics of the
+// softmax go to the workspace, and a second launch merges the parts (cdna/decode/merge.h).
+//
+//   step n    barrier    K(n), V(n) to LDS    barrier    entry(n + 1) of the table    tile_step    places of n + 1 to LDS
+//
+// Of rows of more than 256 elements, O of 16 does not fit a wave's registers beside Q: four waves have a quarter of the
+// columns each, and add their products through LDS (SharedColumns).
+#pragma once
+#include <fmha/cdna/decode/work.h>
+#include <fmha/rdna/decode/load.h>
+#include <fmha/rdna/tile_step.h>
+#include <fmha/isa/sync.h>
+
+namespace fmha::rdna::decode {
+
+using cdna::CdnaDecodeParams;
+using cdna::decode::KeyPlaces;
+
+// Parameters are read anew for each piece of work: kept from one to the next, they would fill the scalar registers.
+FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
+
+struct Job : cdna::decode::Job {
+  float scale;    // of raw scores
+  bool has_tree;  // a tree mask, which is of the last keys, as many as there are queries
+
+  // Word `i` of the query's row of the tree mask. All keys before the mask's are seen; those behind, nobody asks for.
+  FMHA_DEVICE uint32_t tree_word(int32_t query, int32_t i) const {
+    if (i < 0) return ~0u;
+    if (i * 32 >= span.seqlen_q) return 0;
+    const CdnaDecodeParams& params = again();
+    const int64_t of_row = span.storage_batch * params.tree_mask_batch + span.q_row + query;
+    return ((const uint32_t FMHA_GLOBAL*)params.tree_mask)[of_row * params.tree_mask_words + i];
+  }
+
+  // A bit for each of 32 keys from `first_key` on: whether the tree mask shows it to the query.
+  FMHA_DEVICE uint32_t in_tree(int32_t query, int32_t first_key) const {
+    const int32_t bit = first_key - (span.seqlen_k - span.seqlen_q);
+    const uint64_t words = uint64_t(tree_word(query, (bit >> 5) + 1)) << 32 | tree_word(query, bit >> 5);
+    return uint32_t(words >> (bit & 31));
+  }
+
+  FMHA_DEVICE bool sees(int32_t query, int32_t key) const {
+    return key < span.seqlen_k && visible(band, query, key) && (!has_tree || in_tree(query, key) & 1);
+  }
+};
+
+template <CdnaSpec spec, RdnaTile tile>
+struct Lds {
+  using C = Config<spec, tile>;
+  typename C::Lds tiles;
+  Places<tile.block_n> k_places, v_places;
+  f32x4 sums[C::column_waves == 1 ? 1 : C::num_waves][C::n_blocks * 2][kWaveSize];  // of scores, over a wave's columns
+};
+
+// Adds the products of the waves that share columns: sums of two waves first, then those of both pairs, so that all four
+// get the same bits. The barriers between tiles keep the next tile's sums from these.
+template <CdnaSpec spec, RdnaTile tile>
+struct SharedColumns {
+  using C = Config<spec, tile>;
+  Lds<spec, tile>& lds;
+
+  FMHA_DEVICE void add_others(Scores<spec, tile>& s) const {
+    if constexpr (C::column_waves == 1) return;
+    static_assert(C::column_waves == 1 || C::column_waves == 4, "two pairs of waves");
+    const int thread = opaque_thread_idx(), lane = thread % kWaveSize, i_wave = v_readfirstlane_b32(thread / kWaveSize);
+#pragma unroll
+    for (int n = 0; n < 2 * C::n_blocks; ++n) {
+      const Acc& own = s[n / 2];
+      const int i = n % 2 * 4;
+      lds.sums[i_wave][n][lane] = f32x4{own[i], own[i + 1], own[i + 2], own[i + 3]};
+    }
+    s_barrier();
+#pragma unroll
+    for (int n = 0; n < 2 * C::n_blocks; ++n) {
+      const f32x4 mate = lds.sums[i_wave ^ 1][n][lane], first = lds.sums[i_wave ^ 2][n][lane],
+                  second = lds.sums[i_wave ^ 3][n][lane];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = n % 2 * 4 + i;
+        s[n / 2][at] = (s[n / 2][at] + mate[i]) + (first[i] + second[i]);
+      }
+      sched_barrier();
+    }
+  }
+};
+
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE Wave<spec, tile> wave_of(const FwdParams& p, const Job& job) {
+  using C = Config<spec, tile>;
+  Wave<spec, tile> wave;
+  const int32_t first = job.first_row + v_readfirstlane_b32(thread_idx() / kWaveSize) / C::column_waves * kEdge;
+  const int32_t last = job.num_rows - 1;
+  wave.queries = {min(first, last) / p.gqa_ratio, min(first + kEdge - 1, last) / p.gqa_ratio + 1};
+  // Lanes behind the last row compute it too, and store nothing.
+  const int32_t row = min(first + lane_col(), last);
+  wave.query = row / p.gqa_ratio;
+  wave.i_head = job.i_head_kv * p.gqa_ratio + row % p.gqa_ratio;
+#pragma unroll
+  for (int d = 0; d < C::d_blocks; ++d) wave.o[d] = Acc{};
+  return wave;
+}
+
+// Whether the lane's row is not behind the last.
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE bool is_a_row(const Job& job) {
+  const int thread = opaque_thread_idx();
+  const int i_rows = thread / kWaveSize / Config<spec, tile>::column_waves;
+  return job.first_row + i_rows * kEdge + lane_col(thread) < job.num_rows;
+}
+
+// Of the workspace, where the lane's row of the part lies.
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE int64_t row_of_parts(const FwdParams& p, const Wave<spec, tile>& wave, const Job& job) {
+  const int64_t of_batch = int64_t(job.span.i_batch) * p.num_heads_q + wave.i_head;
+  return job.part * (int64_t(p.batch) * p.num_heads_q * p.seqlen_q) + of_batch * p.seqlen_q + wave.query;
+}
+
+// The lane's first column of block `d` of O: it has eight adjacent ones.
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE int32_t first_column(int d) {
+  using C = Config<spec, tile>;
+  return column_wave<C>() * C::wave_dim_v + d * kEdge + lane_half(opaque_thread_idx()) * kAccElems;
+}
+
+// The part's O, divided by its own sum, and its statistics.
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE void store(Wave<spec, tile>& wave, const Job& job) {
+  using C = Config<spec, tile>;
+  wave.row.row_sum += other_half(wave.row.row_sum);
+  const float normaliser = wave.row.normaliser();
+  const CdnaDecodeParams& params = again();
+  const bool is_there = is_a_row<spec, tile>(job);
+  const int64_t at = row_of_parts(params.call.fwd, wave, job);
+  float FMHA_GLOBAL* const to = (float FMHA_GLOBAL*)params.o + at * spec.head_dim_v;
+#pragma unroll
+  for (int d = 0; d < C::d_blocks; ++d) {
+    // All lanes: half waves exchange rows.
+    const Array<float, kAccElems> x = rows_in_order(wave.o[d] * normaliser);
+    const int32_t first = first_column<spec, tile>(d);
+    if (!is_there || first >= params.call.head_dim_v) continue;
+#pragma unroll
+    for (int i = 0; i < kAccElems; i += 4) {
+      *(f32x4 FMHA_GLOBAL*)(to + first + i) = f32x4{x[i], x[i + 1], x[i + 2], x[i + 3]};
+    }
+  }
+  if (is_there && lane_half() == 0 && column_wave<C>() == 0) {
+    const float unscale = float_of(uint32_t(127 - p_scale_log2<spec, tile>(job)) << 23);
+    float FMHA_GLOBAL* const stats = (float FMHA_GLOBAL*)params.stats + 2 * at;
+    stats[0] = wave.row.row_max;
+    stats[1] = wave.row.row_sum * unscale;
+  }
+}
+
+// What went to LDS as 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements that it
+// has stored itself.
+template <CdnaSpec spec, RdnaTile tile, DType stored>
+FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const Job& job, int32_t first_key) {
+  if (!is_a_row<spec, tile>(job)) return;
+  const CdnaDecodeParams& params = again();
+  const FwdParams& p = params.call.fwd;
+  float* const to = params.o + row_of_parts(p, wave, job) * spec.head_dim_v;
+  const float descale = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f);
+  const int32_t end = min(first_key + tile.block_n, job.span.seqlen_k);
+#pragma nounroll
+  for (int32_t key = first_key; key < end; ++key) {
+    if (!job.sees(wave.query, key)) continue;
+    const int64_t from = row_offset(p.v, kv_row(p, job.layout, job.span, key), job.i_head_kv);
+#pragma nounroll
+    for (int32_t i = 0; i < Config<spec, tile>::d_blocks * kAccElems; ++i) {
+      const int32_t column = first_column<spec, tile>(i / kAccElems) + i % kAccElems;
+      if (column >= params.call.head_dim_v) continue;
+      float value = load_elem<stored>(p.v.data, from + column * p.v.dim);
+      if constexpr (is_fp8(stored)) value = round_to<spec.dtype_v>(value * descale);
+      if (value - value != 0.f) to[column] += value;
+    }
+  }
+}
+
+template <CdnaSpec spec, RdnaTile tile, DType stored>
+FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
+  using C = Config<spec, tile>;
+  static_assert(tile.block_n <= C::num_threads, "a key of a tile to each thread");
+  constexpr int bytes = size_bytes(stored);
+  Wave<spec, tile> wave = wave_of<spec, tile>(again().call.fwd, job);
+  const auto tiles = cdna::decode::PartTiles<tile.block_n>::of(job, again().part_keys);
+  uint32_t zeroed = 0;
+  if (tiles.count > 0) {
+    {
+      const FwdParams& p = again().call.fwd;
+      const int64_t at = row_offset(p.q, job.span.storage_batch, int64_t(job.span.q_row) + wave.query, wave.i_head);
+      const Rows row = {static_cast<const uint8_t*>(p.q.data) + at * C::qk_bytes, 0, C::qk_bytes, 1, again().call.head_dim_qk};
+      load_q<spec, tile>(wave.q, row, 0);
+    }
+    const auto places_of = [&](int32_t n) __attribute__((always_inline)) {
+      return KeyPlaces::of(again().call.fwd, job, tiles.first_key(n) + opaque_thread_idx());
+    };
+    const auto put = [&](const KeyPlaces& places) __attribute__((always_inline)) {
+      const int at = opaque_thread_idx();
+      const FwdParams& p = again().call.fwd;
+      const KvRow row = places.row(p, job);
+      if (at >= tile.block_n) return;
+      lds.k_places.put(at, row_offset(p.k, row, job.i_head_kv) * bytes);
+      lds.v_places.put(at, row_offset(p.v, row, job.i_head_kv) * bytes);
+    };
+    put(places_of(0));
+#pragma nounroll
+    for (int32_t n = 0; n < tiles.count; ++n) {
+      const int32_t first_key = tiles.first_key(n), num_keys = job.span.seqlen_k - first_key;
+      const CdnaDecodeParams& params = again();
+      const FwdParams& p = params.call.fwd;
+      const int32_t i_batch = job.span.i_batch, i_head = job.i_head_kv;
+      s_barrier();  // all waves have read the previous tile; this one's places are there
+      copy_k<spec, tile>(lds.tiles.k, CacheRows<spec.dtype_qk, stored, tile.block_n>{
+          static_cast<const uint8_t*>(p.k.data), lds.k_places, bytes, num_keys, params.call.head_dim_qk,
+          is_fp8(stored) ? scalar_of(p.descale_k, i_batch, i_head, 1.f) : 1.f});
+      zeroed |= copy_v<spec, tile>(lds.tiles.v, CacheRows<spec.dtype_v, stored, tile.block_n>{
+          static_cast<const uint8_t*>(p.v.data), lds.v_places, p.v.dim * bytes, num_keys, params.call.head_dim_v,
+          is_fp8(stored) ? scalar_of(p.descale_v, i_batch, i_head, 1.f) : 1.f},
+          !needs_no_mask<spec, tile>(job, job.queries, first_key));
+      s_barrier();  // all waves have copied the tile, and may read it
+      // On the last step the last tile's once more, for nobody.
+      const KeyPlaces next = places_of(min(n + 1, tiles.count - 1));
+      tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key, SharedColumns<spec, tile>{lds});
+      // Else the products are moved behind the branch in `put`, and all operands of V kept until then: 442 spills at D 256.
+#pragma unroll
+      for (int d = 0; d < C::d_blocks; ++d) opaque_in_vgpr(wave.o[d]);
+      put(next);
+    }
+  }
+  // Every wave must know whether any has zeroed values: each has its own word.
+  const bool wave_zeroed = v_cmp_ballot(zeroed != 0) != 0;
+  if (lane_idx() == 0) lds.tiles.zeroed[thread_idx() / kWaveSize] = wave_zeroed;
+  store<spec, tile>(wave, job);
+  s_barrier();
+  bool any = false;
+#pragma unroll
+  for (int w = 0; w < C::num_waves; ++w) any |= lds.tiles.zeroed[w] != 0;
+  if (!v_readfirstlane_b32(any)) return;
+#pragma nounroll
+  for (int32_t n = 0; n < tiles.count; ++n) {
+    const int32_t first_key = tiles.first_key(n);
+    if (!needs_no_mask<spec, tile>(job, job.queries, first_key)) add_back_nonfinite<spec, tile, stored>(wave, job, first_key);
+  }
+}
+
+template <CdnaSpec spec, RdnaTile tile, DType stored>
+FMHA_DEVICE void run(const CdnaDecodeParams& params) {
+  __shared__ Lds<spec, tile> lds;
+  const FwdParams& p = params.call.fwd;
+  Job job;
+  static_cast<cdna::decode::Job&>(job) = cdna::decode::job_of<tile.block_m>(params, workgroup_idx());
+  if (job.first_row >= job.num_rows) return;
+  // The merge reads a part of each sequence even where it has no keys.
+  if (job.part > 0 && int64_t(job.part) * params.part_keys >= job.span.seqlen_k) return;
+  job.scale = p.softmax_scale;
+  job.has_tree = params.tree_mask != nullptr;
+  compute<spec, tile, stored>(job, lds);
+}
+
+}  // namespace fmha::rdna::decode

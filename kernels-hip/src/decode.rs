@@ -1,0 +1,227 @@
+//! What the decode kernels have in common: rows of a group and parts of the keys as pieces of work, the launch behind that
+//! merges the parts, and the recipe ([`recipe`]).
+
+pub(crate) mod recipe;
+
+use fmha_core::abi::{DevPtr, FwdParams};
+use fmha_core::source::{Entry, KernelSource};
+use fmha_core::{FwdArgs, FwdProblem, KvLayout, PlanOptions, QLayout, Refusal, cache_update};
+
+use crate::arch::Arch;
+use crate::cdna::Cdna;
+use crate::device::{Device, refuse};
+use crate::{CdnaDecodeParams, cdna, rdna};
+
+const MERGE_HEADER: &str = "fmha/cdna/decode/merge.h";
+/// Waves of a workgroup of the launch behind.
+const MERGE_WAVES: u32 = 4;
+/// Queries of a call that has its keys in one piece, at most: longer ones are the forward kernel's.
+const SHORT_QUERY: u32 = 64;
+/// Keys of such a call, at least: of fewer the forward kernel is done in one launch.
+const LONG_CACHE: u32 = 512;
+/// Keys of a part whose bits do not depend on the device or on what else is in the call: 6 %.
+const INVARIANT_KEYS: u32 = 256;
+/// Parts of a sequence, at most: what a wave of 32 of the merging launch reads in four turns.
+const MOST_PARTS: u32 = 128;
+
+/// What the pieces of work are: `block_rows` rows of a group, and a part of the keys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Parts {
+    pub(crate) split_keys: i32,
+    /// Elements of a part's row of O.
+    pub(crate) row_elems: i32,
+    /// Rows of the call.
+    pub(crate) rows: u64,
+    pub(crate) row_blocks: u32,
+    pub(crate) num_parts: u32,
+    /// Pieces of work.
+    pub(crate) pieces: u32,
+}
+
+impl Parts {
+    /// Of parts of so many keys.
+    ///
+    /// # Errors
+    /// In `kernel`'s name, numbers that no grid has.
+    pub(crate) fn of(
+        kernel: &'static str,
+        problem: &FwdProblem,
+        arch: Arch,
+        block_rows: u32,
+        (split_keys, row_elems): (i32, i32),
+    ) -> Result<Self, Refusal> {
+        let dims = problem.dims;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let row_blocks = row_blocks(problem, block_rows);
+        let num_parts = dims.seqlen_k.div_ceil(split_keys.unsigned_abs()).max(1);
+        let pieces = row_blocks
+            .saturating_mul(u64::from(dims.batch) * u64::from(dims.num_heads_kv))
+            .saturating_mul(num_parts.into());
+        // The merge has a workgroup for each row.
+        let most = u64::from(u32::MAX / merge_threads(arch));
+        if pieces > most || rows > most {
+            refuse!(
+                kernel,
+                "lengths, heads and batch make {pieces} waves of {split_keys} keys and {rows} rows, more than {most}"
+            );
+        }
+        let parts = Self {
+            split_keys,
+            row_elems,
+            rows,
+            row_blocks: row_blocks as u32,
+            num_parts,
+            pieces: pieces as u32,
+        };
+        if parts.workspace_bytes() >= 1 << 62 {
+            refuse!(kernel, "the workspace would be 2^62 bytes or more");
+        }
+        Ok(parts)
+    }
+
+    /// Bytes of the parts.
+    pub(crate) fn workspace_bytes(&self) -> u64 {
+        self.part_rows().saturating_mul(4 * (u64::from(self.row_elems.unsigned_abs()) + 2))
+    }
+
+    fn part_rows(&self) -> u64 {
+        self.rows.saturating_mul(self.num_parts.into())
+    }
+
+    /// The launch behind.
+    pub(crate) fn merge_source(&self, arch: Arch) -> KernelSource {
+        let threads = merge_threads(arch);
+        let entry = Entry {
+            include: MERGE_HEADER,
+            constants: &[],
+            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({threads}, {threads})))"),
+            params: "CdnaDecodeParams p",
+            call: &format!("cdna::decode::merge<{}>(p);", self.row_elems),
+        };
+        let text = entry
+            .render()
+            .replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
+        KernelSource::new(text, crate::headers)
+    }
+
+    /// What both launches read; the parts lie at `workspace`.
+    pub(crate) fn params(
+        &self,
+        problem: &FwdProblem,
+        args: &FwdArgs<'_>,
+        fwd: &FwdParams,
+        (waves_of_group, num_xcds): (u32, u32),
+    ) -> CdnaDecodeParams {
+        let rows = match problem.layout.q {
+            QLayout::Packed => 0,
+            QLayout::Batch => problem.dims.seqlen_q,
+        };
+        let workspace = fwd.workspace.0;
+        CdnaDecodeParams {
+            call: Cdna::params(problem, fwd),
+            o: DevPtr::new(workspace),
+            stats: DevPtr::new(workspace + self.part_rows() * 4 * u64::from(self.row_elems.unsigned_abs())),
+            tree_mask: DevPtr::new(args.cache.tree_mask.as_ref().map_or(0, |mask| mask.as_ptr() as u64)),
+            tree_mask_batch: rows.into(),
+            tree_mask_words: problem.tree_mask_words() as i32,
+            part_keys: self.split_keys,
+            num_parts: self.num_parts as i32,
+            row_blocks: self.row_blocks as i32,
+            num_waves: self.pieces as i32,
+            waves_of_group: waves_of_group as i32,
+            num_xcds: num_xcds.into(),
+        }
+    }
+
+    /// What a plan prints of them.
+    pub(crate) fn details(&self, problem: &FwdProblem) -> [(&'static str, String); 2] {
+        let Self { row_blocks, num_parts, .. } = self;
+        let ratio = problem.gqa_ratio();
+        [
+            (
+                "rows",
+                format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q),
+            ),
+            ("parts", format!("{num_parts} of the longest sequence, merged by a second launch")),
+        ]
+    }
+}
+
+/// What a plan prints of where the keys come from.
+pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)> {
+    let mut details = Vec::new();
+    if problem.stored_k() != problem.dtypes.qk {
+        details.push(("cache", format!("{} widened to {} on load", problem.stored_k(), problem.dtypes.qk)));
+    }
+    if cache_update::is_wanted(problem) {
+        details.push(("before", format!("{} writes new keys and values", crate::cache_update::NAME)));
+    }
+    if let KvLayout::Paged { page_size } = problem.layout.kv {
+        details.push(("pages", format!("{page_size} keys each, looked up a tile ahead")));
+    }
+    details
+}
+
+/// Blocks of so many rows of the longest query of a group.
+pub(crate) fn row_blocks(problem: &FwdProblem, block_rows: u32) -> u64 {
+    (u64::from(problem.dims.seqlen_q) * u64::from(problem.gqa_ratio())).div_ceil(block_rows.into())
+}
+
+/// Threads of a workgroup of the launch behind.
+pub(crate) const fn merge_threads(arch: Arch) -> u32 {
+    MERGE_WAVES * arch.wave_threads()
+}
+
+/// Keys of a part, so that a compute unit has `of_a_unit` pieces of work: whole steps of `edge`, `least` at least, where
+/// there are `groups` of rows.
+pub(crate) fn default_keys(
+    problem: &FwdProblem,
+    device: Device,
+    groups: u64,
+    options: &PlanOptions,
+    (of_a_unit, least, edge): (u32, u32, u32),
+) -> i32 {
+    if options.batch_invariant {
+        return INVARIANT_KEYS as i32;
+    }
+    let wanted = u64::from(device.num_compute_units * of_a_unit);
+    let parts = wanted.div_ceil(groups.max(1)).min(MOST_PARTS.into()) as u32;
+    let keys = problem.dims.seqlen_k.div_ceil(parts).next_multiple_of(edge);
+    keys.max(least) as i32
+}
+
+/// Calls that the forward kernel of the architecture takes as well, and is as fast at, or whose bits would else depend on how
+/// many queries come at once.
+///
+/// # Errors
+/// In `kernel`'s name, why the call is left to it.
+pub(crate) fn leaves_to_forward(
+    kernel: &'static str,
+    problem: &FwdProblem,
+    device: Device,
+    options: &PlanOptions,
+) -> Result<(), Refusal> {
+    let whole = PlanOptions::default();
+    let (forward, is_taken) = match device.arch.is_rdna() {
+        true => (rdna::NAME, rdna::accept(problem, device, &whole).is_ok()),
+        false => (cdna::NAME, cdna::accept(problem, device, &whole).is_ok()),
+    };
+    if options.kernel.as_deref() == Some(kernel) || !is_taken {
+        return Ok(());
+    }
+    let dims = problem.dims;
+    if options.batch_invariant {
+        refuse!(
+            kernel,
+            "batch_invariant: {forward} takes a query of {} tokens alone or among many",
+            dims.seqlen_q
+        );
+    }
+    if dims.seqlen_q > SHORT_QUERY {
+        refuse!(kernel, "seqlen_q {} is more than {SHORT_QUERY}, and {forward} takes it", dims.seqlen_q);
+    }
+    if dims.seqlen_k < LONG_CACHE {
+        refuse!(kernel, "seqlen_k {} is less than {LONG_CACHE}, and {forward} takes it", dims.seqlen_k);
+    }
+    Ok(())
+}

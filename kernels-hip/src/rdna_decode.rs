@@ -1,0 +1,260 @@
+//! `rdna_decode`: short queries over long, paged and quantised caches, on WMMA.
+//!
+//! A workgroup has some rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch behind
+//! merges the parts. Of head dimensions above 256, four waves have a quarter of the columns each, and no other kernel takes
+//! such rows at any length.
+
+use fmha_core::abi::FwdParams;
+use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::source::{Entry, KernelSource};
+use fmha_core::{
+    Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, Shape, Strides, VLayout, abi_spec,
+};
+
+use crate::decode::recipe::Split;
+use crate::decode::{Parts, cache_details, default_keys, leaves_to_forward, row_blocks};
+use crate::device::{Device, refuse};
+use crate::rdna::RdnaTile;
+use crate::{CdnaDecodeParams, CdnaSpec, LoadPath, OutputKind, StorePath};
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "rdna_decode";
+/// The launch behind.
+pub const MERGE: &str = "rdna_decode_merge";
+/// What its entry includes.
+pub const HEADER: &str = "fmha/rdna/decode/main.h";
+
+const WAVE_THREADS: u32 = 32;
+/// Rows of a wave.
+const WAVE_ROWS: u32 = 16;
+/// Elements of a row, at most, that a wave has alone.
+const WAVE_HEAD_DIM: u32 = 256;
+/// Waves that share longer rows.
+const COLUMN_WAVES: u32 = 4;
+const MAX_HEAD_DIM_QK: u32 = 576;
+const MAX_HEAD_DIM_V: u32 = 512;
+/// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
+/// which the partial results of eight rows, written and read, are 12 %.
+const LEAST_KEYS: u32 = 128;
+/// The same of rows that waves share: of the 295 KB of 256 latent keys the results of 16 rows are 22 %.
+const LEAST_SHARED_KEYS: u32 = 256;
+/// Pieces of work that a pair of compute units is to have at once: 128 KB of LDS hold six tiles of 32 keys at D 128.
+const GROUPS_OF_A_UNIT: u32 = 6;
+/// Of rows that waves share, of 512 elements: two fit.
+const SHARED_GROUPS_OF_A_UNIT: u32 = 2;
+/// Keys of a step, at most.
+const STEP: u32 = 32;
+const DWORD: i64 = 4;
+
+abi_spec! {
+    /// How the decode kernel computes.
+    pub struct RdnaDecodeTile {
+        /// Keys of a part.
+        pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
+        /// Rows of a workgroup: 16 a wave.
+        pub block_m: i32 = Takes::among(&[16, 32, 64, 128]).tuned(),
+    }
+}
+
+/// The kernel, with all that was chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RdnaDecode {
+    spec: CdnaSpec,
+    stored: DType,
+    tile: RdnaTile,
+    parts: Parts,
+}
+
+/// What no tile would change.
+fn takes(problem: &FwdProblem, device: Device) -> Result<(), Refusal> {
+    if !device.arch.is_rdna() {
+        refuse!(NAME, "{} has no WMMA", device.arch.name());
+    }
+    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
+        refuse!(NAME, "dtype_qk {qk} with dtype_v {v} is not one 16-bit type");
+    }
+    let dims = problem.dims;
+    let rows =
+        [("head_dim_qk", dims.head_dim_qk, MAX_HEAD_DIM_QK), ("head_dim_v", dims.head_dim_v, MAX_HEAD_DIM_V)];
+    for (field, dim, most) in rows {
+        if dim > most {
+            refuse!(NAME, "{field} {dim} is larger than {most}");
+        }
+    }
+    if problem.drops() {
+        refuse!(NAME, "p_drop {} is not taken", problem.dropout.p_drop);
+    }
+    if problem.dropout.write_keep_mask {
+        refuse!(NAME, "write_keep_mask: keys that the mask hides are not walked");
+    }
+    crate::cache_update::takes(problem, NAME)
+}
+
+/// Whether a row is longer than what a wave has alone.
+fn shares_rows(problem: &FwdProblem) -> bool {
+    problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > WAVE_HEAD_DIM
+}
+
+fn spec(problem: &FwdProblem) -> CdnaSpec {
+    let whole = if shares_rows(problem) { COLUMN_WAVES * WAVE_ROWS } else { 2 * WAVE_ROWS };
+    let padded = |dim: u32| dim.max(1).next_multiple_of(whole).cast_signed();
+    CdnaSpec {
+        dtype_qk: problem.dtypes.qk,
+        dtype_v: problem.dtypes.v,
+        // The launch behind writes O.
+        output: OutputKind::Wide,
+        head_dim_qk: padded(problem.dims.head_dim_qk),
+        head_dim_v: padded(problem.dims.head_dim_v),
+        v_layout: VLayout::RowMajor,
+        mask: MaskKind::Band,
+        sink_columns: true,
+        modifies: problem.score.softcap.is_some() || problem.score.bias != Bias::None,
+        dropout: false,
+    }
+}
+
+/// Whether rows are whole pieces, of eight elements of Q and K and of four of V, and all of them begin on dwords.
+fn loads_wide(problem: &FwdProblem) -> bool {
+    let cache_bytes = problem.stored_k().size_bytes() as i64;
+    let whole = |strides: Strides, shape: Shape, bytes: i64| {
+        let live = |extent: u32, stride: i64| if extent > 1 { stride } else { 0 };
+        [live(shape.batch, strides.batch), strides.seq, live(shape.head, strides.head)]
+            .iter()
+            .all(|stride| stride.wrapping_mul(bytes) % DWORD == 0)
+    };
+    problem.layout.v == VLayout::RowMajor
+        && problem.dims.head_dim_qk.is_multiple_of(8)
+        && problem.dims.head_dim_v.is_multiple_of(4)
+        && whole(problem.strides.q, problem.shape_q(), 2)
+        && whole(problem.strides.k, problem.shape_k(), cache_bytes)
+        && whole(problem.strides.v, problem.shape_v(), cache_bytes)
+}
+
+/// Rows of a workgroup: those of a short query, and of a long one as many as share a tile of K and V.
+fn default_block_m(problem: &FwdProblem) -> i32 {
+    let most = if shares_rows(problem) { 2 * WAVE_ROWS } else { 4 * WAVE_ROWS };
+    let rows = row_blocks(problem, 1).clamp(WAVE_ROWS.into(), most.into()) as u32;
+    rows.next_power_of_two().cast_signed()
+}
+
+impl RdnaDecode {
+    fn num_waves(&self) -> u32 {
+        self.tile.block_m.unsigned_abs() / WAVE_ROWS * self.tile.column_waves.unsigned_abs()
+    }
+}
+
+impl Split for RdnaDecode {
+    const NAME: &'static str = NAME;
+    const MERGE: &'static str = MERGE;
+    const HEADER: &'static str = HEADER;
+    const IS_RDNA: bool = true;
+
+    type Tile = RdnaDecodeTile;
+
+    fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal> {
+        takes(problem, device)?;
+        leaves_to_forward(NAME, problem, device, options)?;
+        let dims = problem.dims;
+        let shares_rows = shares_rows(problem);
+        let mut asked = RdnaDecodeTile { split_keys: 0, block_m: default_block_m(problem) };
+        for (name, value) in &options.tile {
+            asked.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
+        }
+        let block_rows = asked.block_m.unsigned_abs();
+        if shares_rows && block_rows > 2 * WAVE_ROWS {
+            refuse!(NAME, "tile block_m={block_rows} is more than {} of shared rows", 2 * WAVE_ROWS);
+        }
+        if asked.split_keys == 0 {
+            let sets = u64::from(dims.batch) * u64::from(dims.num_heads_kv);
+            let groups = row_blocks(problem, block_rows).saturating_mul(sets);
+            let (of_a_unit, least) = match shares_rows {
+                true => (SHARED_GROUPS_OF_A_UNIT, LEAST_SHARED_KEYS),
+                false => (GROUPS_OF_A_UNIT, LEAST_KEYS),
+            };
+            asked.split_keys = default_keys(problem, device, groups, options, (of_a_unit, least, STEP));
+        }
+        let spec = spec(problem);
+        let load = if loads_wide(problem) { LoadPath::Chunks } else { LoadPath::Element };
+        let tile = RdnaTile {
+            block_m: asked.block_m,
+            block_n: block_n(&spec, load),
+            load,
+            store: StorePath::Vector,
+            column_waves: if shares_rows { COLUMN_WAVES.cast_signed() } else { 1 },
+            split: true,
+        };
+        let parts = Parts::of(NAME, problem, device.arch, block_rows, (asked.split_keys, spec.head_dim_v))?;
+        Ok(Self { spec, stored: problem.stored_k(), tile, parts })
+    }
+
+    fn tile(&self) -> RdnaDecodeTile {
+        RdnaDecodeTile { split_keys: self.parts.split_keys, block_m: self.tile.block_m }
+    }
+
+    fn parts(&self) -> &Parts {
+        &self.parts
+    }
+
+    fn source(&self) -> KernelSource {
+        let threads = self.num_threads();
+        let entry = Entry {
+            include: HEADER,
+            constants: &[("kSpec", &self.spec), ("kTile", &self.tile), ("kStored", &self.stored)],
+            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({threads}, {threads})))"),
+            params: "CdnaDecodeParams p",
+            call: "rdna::decode::run<kSpec, kTile, kStored>(p);",
+        };
+        let text = entry.render().replace(
+            "using namespace fmha;",
+            "using namespace fmha;\nusing namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;",
+        );
+        KernelSource::new(text, crate::headers)
+    }
+
+    fn num_threads(&self) -> u32 {
+        self.num_waves() * WAVE_THREADS
+    }
+
+    fn workgroups(&self) -> u64 {
+        self.parts.pieces.into()
+    }
+
+    fn load(&self) -> LoadPath {
+        self.tile.load
+    }
+
+    fn for_any_address(&self) -> Option<Self> {
+        let load = LoadPath::Element;
+        let tile = RdnaTile { load, block_n: block_n(&self.spec, load), ..self.tile };
+        (tile != self.tile).then_some(Self { tile, ..*self })
+    }
+
+    fn params(&self, problem: &FwdProblem, args: &FwdArgs<'_>, fwd: &FwdParams) -> CdnaDecodeParams {
+        self.parts.params(problem, args, fwd, (1, 1))
+    }
+
+    fn details(&self, problem: &FwdProblem) -> Vec<(&'static str, String)> {
+        let Self { tile, parts, .. } = self;
+        let (rows, keys) = (tile.block_m, tile.block_n);
+        let mut details =
+            vec![("tile", format!("{rows} rows, {keys} keys a step, split_keys {}", parts.split_keys))];
+        details.extend(parts.details(problem));
+        details.push(("loads", format!("{:?}, K and V to LDS", tile.load)));
+        if tile.column_waves > 1 {
+            details.push(("columns", format!("a quarter of a row's to each of {} waves", tile.column_waves)));
+        }
+        details.extend(cache_details(problem));
+        details
+    }
+}
+
+/// Keys of a step: as many as registers and LDS leave room for.
+fn block_n(spec: &CdnaSpec, load: LoadPath) -> i32 {
+    match spec.head_dim_qk.max(spec.head_dim_v) {
+        257.. => 16,
+        // Addresses of single elements, and modifiers, take registers too.
+        193.. if load == LoadPath::Element || spec.modifies => 16,
+        _ => STEP.cast_signed(),
+    }
+}
