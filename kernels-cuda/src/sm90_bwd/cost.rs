@@ -62,7 +62,8 @@ pub(super) const LEAST_GAIN: f64 = 0.05;
 
 /// Of packed sequences, whose lengths a plan does not know: the part of all tiles of the longest length that they have
 /// work for, and the part of the longest tile that the launch may end with, since the longest sequence may come last.
-/// B8 H16/1 causal, lengths up to eight times the least, an H200: 6374 us in one part, deterministic in eight 4143.
+/// B8 H16/1 D128 causal of 2081 to 9348 keys, an H100: 6374 us in one part, deterministic in up to eight 4143. The two
+/// shares are reasoned, not fitted.
 const PACKED_SHARE: f64 = 0.5;
 const PACKED_TAIL: f64 = 1.0;
 
