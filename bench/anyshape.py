@@ -19,8 +19,11 @@ Every output is right before it is timed: all outputs of a row agree in all thei
 or are held to float64 as compare.py does it; so is every `--exactly`-th row, and a row with one output.
 
 A row that no peer takes, or we refuse, is listed with its reason and counted apart. At the end: the geometric mean of
-the ratios, their least, tenth and middle, the share of rows below bounds that `--below` gives, and the ten least rows.
-With `$OUT` set each row is a line of $OUT/anyshape.jsonl. `--list` prints the rows and needs no GPU.
+the ratios, their least, tenth and middle, the share of rows below bounds that `--below` gives, and the `--worst` least
+rows. With `$OUT` set each row is a line of $OUT/anyshape.jsonl. `--list` prints the rows and needs no GPU.
+
+On several GPUs each process has a `--part` of the rows; `--compile` fills the kernels' cache beforehand, and
+`--summary LOG...` prints the end of all their logs together.
 """
 
 import argparse
@@ -36,7 +39,7 @@ import time
 from pathlib import Path
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("kit")
+parser.add_argument("kit", nargs="?")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--what", choices=("forward", "backward", "deterministic", "fp8"), default="forward")
 parser.add_argument("--rows", type=int, default=200)
@@ -50,8 +53,63 @@ parser.add_argument("--milliseconds", type=float, default=15.0, help="timed of e
 parser.add_argument("--exactly", type=int, default=8, metavar="N", help="every N-th row is held to float64")
 parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
 parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="then start no row")
+parser.add_argument("--worst", type=int, default=10, metavar="N", help="least rows that are printed")
+parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th row from the I-th on")
+parser.add_argument("--compile", action="store_true", help="compile the rows' kernels and stop")
 parser.add_argument("--list", action="store_true", help="print the rows that the seed draws and stop")
+parser.add_argument("--summary", nargs="+", metavar="LOG", help="print the summary of logs and stop")
 arguments = parser.parse_args()
+
+
+def report(records: list) -> bool:
+    """Of rows as they are logged; whether each output of ours was right."""
+    # Ours by the best peer; each variant by ours.
+    ratios, lone, wrong = {}, [], []
+    for record in records:
+        text, results, variants = record["row"], record["results"], record["variants"]
+        wrong += [(name, f"{text}: {name} {r['absent']}") for name, r in results.items() if "wrong" in r]
+        timed = {name: r["ms"] for name, r in results.items() if "ms" in r}
+        peers_of_row = [name for name in results if name not in variants]
+        best = min((name for name in peers_of_row if name in timed), key=timed.get, default=None)
+        if "ours" not in timed or (peers_of_row and best is None):
+            reasons = "; ".join(f"{name}: {r['absent']}" for name, r in results.items() if "absent" in r)
+            lone.append(f"{text}: {reasons}")
+        for name in variants:
+            held_to = best if name == "ours" else "ours"
+            if name in timed and held_to in timed:
+                ratio = timed[held_to] / timed[name]
+                ratios.setdefault(name, []).append((ratio, timed[name] * 1e3, text, held_to))
+    print(f"\n{len(records)} rows, {len(lone)} not compared, {len(wrong)} wrong outputs")
+    for name, of_name in ratios.items():
+        summary("ours by the best peer" if name == "ours" else f"{name} by ours", of_name)
+    for text in lone:
+        print(f"not compared: {text}")
+    for _, text in wrong:
+        print(f"wrong: {text}")
+    variants_of_all = {name for record in records for name in record["variants"]}
+    return not any(name in variants_of_all for name, _ in wrong)
+
+
+def summary(title: str, ratios: list):
+    """Of (ratio, microseconds, row, held to) each."""
+    values = sorted(ratio for ratio, *_ in ratios)
+    long = sorted(r for r in ratios if r[1] > arguments.least_us)
+    print(
+        f"{title}: geometric mean {statistics.geometric_mean(values):.3f} of {len(values)}, least {values[0]:.3f}, "
+        f"tenth {values[len(values) // 10]:.3f}, median {statistics.median(values):.3f}"
+    )
+    for bound in map(float, arguments.below.split(",")):
+        below = sum(ratio < bound for ratio, *_ in long)
+        print(f"below {bound}: {below} of {len(long)} rows of more than {arguments.least_us:.0f} us")
+    for ratio, us, text, best in long[: arguments.worst]:
+        print(f"  {ratio:.3f} of {best}, {us:.0f} us: {text}")
+
+
+if arguments.summary:
+    lines = [line for log in arguments.summary for line in Path(log).read_text().splitlines()]
+    sys.exit(not report([json.loads(line) for line in lines]))
+if not arguments.kit:
+    parser.error("KIT is missing")
 sys.path.insert(0, arguments.kit)
 from peers import Workload  # noqa: E402
 
@@ -104,6 +162,8 @@ def problem(draw: random.Random, what: str) -> Workload:
 
 draw = random.Random(f"{arguments.seed} {arguments.what}")
 ROWS = [(problem(draw, arguments.what), draw.choice(arguments.inputs.split(","))) for _ in range(arguments.rows)]
+PART, PARTS = map(int, arguments.part.split("/"))
+ROWS = ROWS[PART::PARTS]
 
 
 def described(w: Workload) -> str:
@@ -304,66 +364,35 @@ def row(w: Workload, kind: str, exactly: bool):
     return results
 
 
-def summary(title: str, ratios: list):
-    """Of (ratio, microseconds, row, held to) each."""
-    if not ratios:
-        return
-    values = sorted(ratio for ratio, *_ in ratios)
-    long = sorted(r for r in ratios if r[1] > arguments.least_us)
-    print(
-        f"{title}: geometric mean {statistics.geometric_mean(values):.3f} of {len(values)}, least {values[0]:.3f}, "
-        f"tenth {values[len(values) // 10]:.3f}, median {statistics.median(values):.3f}"
-    )
-    for bound in map(float, arguments.below.split(",")):
-        below = sum(ratio < bound for ratio, *_ in long)
-        print(f"below {bound}: {below} of {len(long)} rows of more than {arguments.least_us:.0f} us")
-    for ratio, us, text, best in long[:10]:
-        print(f"  {ratio:.3f} of {best}, {us:.0f} us: {text}")
-
-
 # Before anything of CUDA is in this process, since a copy of it could not use that.
 pool = multiprocessing.get_context("fork").Pool(arguments.jobs) if arguments.jobs > 0 else None
+if arguments.compile:
+    began = time.monotonic()
+    done = len(list(pool.imap_unordered(compiled, range(len(ROWS)))) if pool else [])
+    sys.exit(print(f"{arguments.what}: kernels of {done} rows in {time.monotonic() - began:.0f} seconds"))
 planned = pool.imap(compiled, range(len(ROWS))) if pool else iter(range(len(ROWS)))
 log = open(Path(os.environ["OUT"]) / "anyshape.jsonl", "a") if os.environ.get("OUT") else None
-started, lone, wrong, not_run = time.monotonic(), [], [], 0
-# Ours by the best peer; each variant by ours.
-ratios = {name: [] for name in VARIANTS}
+started, records = time.monotonic(), []
 print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.what}, seed {arguments.seed}", flush=True)
 for at, (w, kind) in enumerate(ROWS):
     with Spent("compiler"):
         next(planned)
     if time.monotonic() - started > arguments.budget:
-        not_run = len(ROWS) - at
         break
-    results = row(w, kind, at % arguments.exactly == 0)
     text = f"{described(w)} {kind}"
+    results = row(w, kind, at % arguments.exactly == 0)
+    records.append(
+        dict(row=text, what=arguments.what, seed=arguments.seed, variants=list(VARIANTS), results=results)
+    )
     if log:
-        log.write(json.dumps(dict(row=text, what=arguments.what, seed=arguments.seed, results=results)) + "\n")
+        log.write(json.dumps(records[-1]) + "\n")
         log.flush()
-    wrong += [f"{text}: {name} {r['absent']}" for name, r in results.items() if "wrong" in r]
-    timed = {name: r["ms"] for name, r in results.items() if "ms" in r}
-    best = min((name for name in PEERS if name in timed), key=timed.get, default=None)
-    reasons = "; ".join(f"{name}: {r['absent']}" for name, r in results.items() if "absent" in r)
-    if "ours" not in timed or (PEERS and best is None):
-        lone.append(f"{text}: {reasons}")
-    found = []
-    for name in VARIANTS:
-        held_to = best if name == "ours" else "ours"
-        if name in timed and held_to in timed:
-            ratio = timed[held_to] / timed[name]
-            ratios[name].append((ratio, timed[name] * 1e3, text, held_to))
-            found.append(f"{ratio:.3f}")
-    cells = "  ".join(f"{name} {ms * 1e3:.1f}" for name, ms in timed.items())
-    print(f"{text:64} {cells} us  {' '.join(found)}", flush=True)
+    cells = "  ".join(f"{name} {r['ms'] * 1e3:.1f}" for name, r in results.items() if "ms" in r)
+    print(f"{text:64} {cells} us", flush=True)
 
 seconds = ", ".join(f"{name} {spent:.0f}" for name, spent in SPENT.items())
-print(f"\n{len(ROWS) - not_run} rows, {len(lone)} not compared, {len(wrong)} wrong outputs, {not_run} out of budget")
-print(f"{time.monotonic() - started:.0f} seconds: {seconds}")
-for name in VARIANTS:
-    summary("ours by the best peer" if name == "ours" else f"{name} by ours", ratios[name])
-for title, texts in (("not compared", lone), ("wrong", wrong)):
-    for text in texts:
-        print(f"{title}: {text}")
+print(f"{len(ROWS) - len(records)} rows out of budget; {time.monotonic() - started:.0f} seconds: {seconds}")
+is_right = report(records) if records else True
 if pool:
     pool.terminate()
-sys.exit(any(f": {name} wrong" in text for text in wrong for name in VARIANTS))
+sys.exit(not is_right)

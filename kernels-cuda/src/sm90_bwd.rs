@@ -624,8 +624,7 @@ impl Sm90BwdTile {
         }
     }
 
-    /// Whether tiles are to share a kv head's queries: where the [model](Self::head_parts_candidates) has it faster, or of
-    /// packed sequences, whose lengths it does not know, where there are fewer tiles than two to a multiprocessor.
+    /// Whether tiles are to share a kv head's queries: where the [model](Self::head_parts_candidates) has it faster.
     /// Deterministic calls by a rule of their own, which no batch changes.
     #[must_use]
     pub fn wants_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> bool {
@@ -634,7 +633,7 @@ impl Sm90BwdTile {
     }
 
     /// In how many parts a kv head's queries may be shared out to tiles, with what the model says of each; the first is
-    /// that of the rule. Empty for packed sequences and deterministic calls.
+    /// that of the rule. Empty for deterministic calls.
     #[must_use]
     pub fn head_parts_candidates(
         &self,
@@ -649,7 +648,9 @@ impl Sm90BwdTile {
         let tiles = self.tiles_of_all_heads(problem);
         let by_rule = if tiles < 2 * u64::from(num_sms) { self.parts_by_rule(problem, num_sms) } else { 1 };
         // Many tiles fill the multiprocessors as they are. The main kernel finishes dQ by heads, whole ones.
-        let may_split_queries = tiles * u64::from(ratio) < 4 * u64::from(num_sms) && !self.finishes_dq();
+        let is_packed = problem.fwd.layout.q == QLayout::Packed;
+        let may_split_queries =
+            tiles * u64::from(ratio) < 4 * u64::from(num_sms) && !self.finishes_dq() && !is_packed;
         let most = if may_split_queries { 4 } else { 1 };
         let heads = std::iter::once(by_rule)
             .chain((1..=ratio).filter(|&parts| parts != by_rule && ratio.is_multiple_of(parts)));

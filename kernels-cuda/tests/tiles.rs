@@ -504,6 +504,20 @@ fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
     assert_eq!(of(3, 24, MaskSpec::NONE), "1");
 }
 
+/// Packed sequences may end with the longest one's longest tile, of all query heads of a kv head; where there are many
+/// tiles beside it the sums of parts cost more.
+#[test]
+fn packed_sequences_share_a_heads_query_heads_where_one_tile_may_be_the_launch() {
+    let of = |batch, num_heads_q, num_heads_kv, seqlen| {
+        let dims = Dims { batch, num_heads_q, num_heads_kv, ..dims(1, (seqlen, seqlen), (128, 128)) };
+        chosen(&BwdProblem::new(FwdProblem::group(DType::Bf16, dims).mask(MaskSpec::CAUSAL)), "parts")
+            .parse::<u32>()
+            .unwrap()
+    };
+    assert!(of(8, 16, 1, 16384) >= 4);
+    assert_eq!(of(16, 32, 8, 3979), 1);
+}
+
 /// 104 tiles, of which the longest is the launch: a head's query blocks are shared out too, and preprocess and dQ still have each
 /// of them once.
 #[test]

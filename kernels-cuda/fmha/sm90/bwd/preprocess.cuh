@@ -29,6 +29,17 @@ FMHA_DEVICE QueryBlock resolve_query_block(const BwdParams& p, const Sm90BwdSche
           (index - head * schedule.num_q_blocks) * tile.block_m};
 }
 
+// Whether some query of a block, of which the sequence has one, may see a key: of a block that sees none dQ has no sums,
+// neither zeros before nor any read behind. B3 H40/8 of 11611 queries over 192 keys, D 248: 1417 us with them.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE bool sees_keys(const BwdParams& p, const QueryBlock& block) {
+  if constexpr (spec.fwd.mask == MaskKind::Full) return true;
+  const SeqSpan& span = block.span;
+  const MaskBand band = resolve_band(p.fwd.mask, span.seqlen_q, span.seqlen_k);
+  const Range queries = {block.first, min(block.first + tile.block_m, span.seqlen_q)};
+  return !k_range(band, queries, span.seqlen_k).empty() || !sink_range(band, queries, span.seqlen_k).empty();
+}
+
 // `dot`, and dO . O of eight columns, 16 bytes of each.
 template <DType dtype>
 FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (&ys)[4]) {
@@ -174,7 +185,8 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& sch
   }
   if constexpr (!has_semaphores<spec, tile>()) {
     float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dq_dim);
-    for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kRowThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
+    const int32_t end = sees_keys<spec, tile>(p, block) ? S::dq_block / 4 : 0;
+    for (int32_t at = threadIdx.x; at < end; at += kRowThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
   }
 }
 

@@ -58,12 +58,12 @@ struct Unit {
   static constexpr int kSumRows = mma::kRows / 2;  // rows eight apart are one thread's
 };
 
-// Whether key blocks have left sums of a query block. Of one behind its sequence there are none, and where the first
-// addition stores, a block that no key block has seen was never written.
+// Whether key blocks have left sums of a query block. Of one behind its sequence there are none, and one that no key
+// block has seen was never written.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool has_sums(const BwdParams& p, const QueryBlock& block) {
   if (block.first >= block.span.seqlen_q) return false;
-  if constexpr (!has_semaphores<spec, tile>()) return true;
+  if constexpr (!has_semaphores<spec, tile>()) return sees_keys<spec, tile>(p, block);
   return ptx::ld_acquire_gpu(dq_semaphore<tile>(p, stats_offset(p, block.span, block.i_head, block.first))) != 0;
 }
 template <BwdSpec spec, Sm90BwdTile tile>
