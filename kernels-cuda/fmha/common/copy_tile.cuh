@@ -25,10 +25,10 @@ struct CopyWarps {
   }
 };
 
-// `depth` tiles' copies stay under way while the next one's are issued, each with a barrier that is arrived at once they are there.
-template <int bytes, class Threads, int depth = 1>
+template <int bytes, class Threads>
 struct Copier {
-  ptx::Barrier* pending[depth] = {};  // by age, the newest last; null: none
+  // One tile's copies stay under way while the next one's are issued; its barrier is arrived at after those.
+  ptx::Barrier* pending = nullptr;
 
   // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them. Fewer than 4 bytes at a
   // time are read element by element.
@@ -63,41 +63,28 @@ struct Copier {
   }
 
   // The tensor cores read what ordinary writes have put there: a fence, then the arrival.
-  FMHA_DEVICE static void arrive(ptx::Barrier*& barrier) {
+  FMHA_DEVICE void arrive() {
     ptx::fence_proxy_async();
-    ptx::mbarrier_arrive_if(*barrier, true);
-    barrier = nullptr;
-  }
-  // Arrives at the barriers of all but the newest `kept` tiles.
-  template <int kept>
-  FMHA_DEVICE void retire() {
-    static_assert(kept < depth, "one at the least");
-    if (!pending[depth - 1 - kept]) return;
-    ptx::cp_async_wait_group<kept>();
-#pragma unroll
-    for (int at = 0; at < depth - kept; ++at) {
-      if (pending[at]) arrive(pending[at]);
-    }
+    ptx::mbarrier_arrive_if(*pending, true);
   }
   // `full` is arrived at when what was copied last is there.
   FMHA_DEVICE void finish(ptx::Barrier& full) {
     ptx::cp_async_commit_group();
-    if (pending[0]) {
-      ptx::cp_async_wait_group<depth>();
-      arrive(pending[0]);
+    if (pending) {
+      ptx::cp_async_wait_group<1>();
+      arrive();
     }
-#pragma unroll
-    for (int at = 0; at + 1 < depth; ++at) pending[at] = pending[at + 1];
-    pending[depth - 1] = &full;
+    pending = &full;
   }
-  FMHA_DEVICE void flush() { retire<0>(); }
-  // Waits for a slot to be free. Whoever frees it may itself wait for what is pending here, the oldest first.
+  FMHA_DEVICE void flush() {
+    if (!pending) return;
+    ptx::cp_async_wait_group<0>();
+    arrive();
+    pending = nullptr;
+  }
+  // Waits for a slot to be free. Whoever frees it may itself wait for what is pending here.
   FMHA_DEVICE void wait(ptx::Barrier& barrier, uint32_t parity) {
     if (ptx::mbarrier_test_parity(barrier, parity)) return;
-    if constexpr (depth > 1) {
-      retire<1>();
-      if (ptx::mbarrier_test_parity(barrier, parity)) return;
-    }
     flush();
     ptx::mbarrier_wait_parity(barrier, parity);
   }

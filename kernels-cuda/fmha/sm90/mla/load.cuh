@@ -22,7 +22,7 @@ struct Loader {
   const Work& work;
   Smem<spec, tile>& smem;
   ptx::CacheHint hint;
-  Copier<16, CopyWarps<0, 15>, 2> copier;
+  Copier<16, CopyWarps<0, 15>> copier;
   using P = Plan<spec, tile>;
   using Chunk = typename P::Chunk;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -41,20 +41,11 @@ struct Loader {
     const int64_t at = row_offset(p.q, work.span.storage_batch, work.span.q_row + i, work.head_of(p, row, i));
     return static_cast<Row>(p.q.data) + at;
   }
-  // Of the i-th block: where the lane's key lies, before it is an address. Nothing waits for the block table's entry until then, so
-  // that it is looked up a block ahead.
-  struct LookedUp {
-    KvRow at;
-    bool there;  // false: zeros
-  };
-  FMHA_DEVICE LookedUp look_up(int32_t i) const {
-    const int32_t j = (work.last_block - i) * kKeys + warp + 4 * (lane % kRowsOfWarp);
-    if (i >= work.num_blocks || j >= work.end) return {{0, 0}, false};
-    return {kv_row(p, spec.kv_layout, work.span, j), true};
-  }
   template <class Row>
-  FMHA_DEVICE Row key_row(const View& view, const LookedUp& key) const {
-    return key.there ? static_cast<Row>(view.data) + row_offset(view, key.at, work.i_head_kv) : nullptr;
+  FMHA_DEVICE Row key_row(const View& view, int32_t first_key) const {
+    const int32_t j = first_key + warp + 4 * (lane % kRowsOfWarp);
+    if (j >= work.end) return nullptr;
+    return static_cast<Row>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
   }
 
   template <class Row>
@@ -122,20 +113,20 @@ struct Loader {
     }
   }
 
-  // Of the chunks of all blocks the one that is read next, and where the rows of its block and of the two after it lie.
+  // Of the chunks of all blocks the one that is read next, and where the rows of its block lie.
   struct Reader {
     int32_t block = 0, at = 0;
     NarrowRow own = nullptr;
-    LookedUp ahead[3] = {};
   };
   FMHA_DEVICE void read_next(Reader& reader, Narrow& narrow) const {
     const Place place = place_of(P::slot_of(reader.block), reader.at);
+    const int32_t first_key = (work.last_block - reader.block) * kKeys;
     if (reader.at == 0) {
-      prefetch(reader.ahead[2]);
-      reader.own = key_row<NarrowRow>(p.k, reader.ahead[0]);
+      reader.own = key_row<NarrowRow>(p.k, first_key);
+      prefetch_block(reader.block + 2);
     }
     if constexpr (!P::v_in_k) {
-      if (reader.at == P::chunks_k) reader.own = key_row<NarrowRow>(p.v, reader.ahead[0]);
+      if (reader.at == P::chunks_k) reader.own = key_row<NarrowRow>(p.v, first_key);
     }
     const int32_t column = place.chunk * kSpan + lane % 4 * 16, dim = place.of_v ? spec.head_dim_v : spec.head_dim_qk;
 #pragma unroll
@@ -146,13 +137,7 @@ struct Loader {
     if (++reader.at == P::chunks) {
       reader.at = 0;
       ++reader.block;
-      next_rows(reader);
     }
-  }
-  FMHA_DEVICE void next_rows(Reader& reader) const {
-    reader.ahead[0] = reader.ahead[1];
-    reader.ahead[1] = reader.ahead[2];
-    reader.ahead[2] = look_up(reader.block + 2);
   }
   FMHA_DEVICE void widen(const Chunk& to, const Narrow& narrow, float descale) const {
     // Of a warp's stores at a time, half write the first and half the second of their two words, in different banks. Words apart
@@ -176,12 +161,13 @@ struct Loader {
   }
   // All chunks of all blocks. The next kAhead are under way while one is widened, whatever part or block they are of: a part's
   // place need not be free for them.
-  FMHA_DEVICE void widen_all(Reader& reader) {
+  FMHA_DEVICE void widen_all() {
     constexpr int kAhead = 4;
     const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
     const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
     const int32_t count = work.num_blocks * P::chunks;
     Narrow narrow[kAhead];
+    Reader reader;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       if (k < count) read_next(reader, narrow[k]);
@@ -213,16 +199,20 @@ struct Loader {
       }
     }
   }
-  // Lines of a block into the L2: two lanes a row.
-  FMHA_DEVICE void prefetch(const LookedUp& key) const {
-    if (!key.there) return;
-    prefetch_row<spec.head_dim_qk>(key_row<NarrowRow>(p.k, key));
-    if constexpr (!P::v_in_k) prefetch_row<spec.head_dim_v>(key_row<NarrowRow>(p.v, key));
-  }
+  // Two threads a row.
   template <int dim>
-  FMHA_DEVICE void prefetch_row(NarrowRow from) const {
+  FMHA_DEVICE void prefetch(const View& view, int32_t first_key) const {
+    const int32_t j = first_key + int32_t(threadIdx.x % kWarpgroup) / 2;
+    if (j < 0 || j >= work.end) return;
+    const NarrowRow from = static_cast<NarrowRow>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
 #pragma unroll 1
-    for (int32_t at = lane / kRowsOfWarp * 128; at < dim; at += 256) ptx::prefetch_global_l2(from + at);
+    for (int32_t at = threadIdx.x % 2 * 128; at < dim; at += 256) ptx::prefetch_global_l2(from + at);
+  }
+  FMHA_DEVICE void prefetch_block(int32_t i) const {
+    if (i >= work.num_blocks) return;
+    const int32_t first_key = (work.last_block - i) * kKeys;
+    prefetch<spec.head_dim_qk>(p.k, first_key);
+    if constexpr (!P::v_in_k) prefetch<spec.head_dim_v>(p.v, first_key);
   }
 
   FMHA_DEVICE void load_q() {
@@ -233,14 +223,13 @@ struct Loader {
   // Chunks `first` to `first + count` of a block's K or V; with them the tail, if they have it.
   template <int dim, int count>
   FMHA_DEVICE void load_part(int32_t part, const View& view, const ptx::TensorMap& map, const Chunk* block, int32_t first,
-                             bool with_tail, int32_t i, const LookedUp& looked_up, uint32_t phase) {
-    const int32_t first_key = (work.last_block - i) * kKeys;
+                             bool with_tail, int32_t first_key, uint32_t phase) {
     constexpr int tail = 2 * P::chunks_half;
     Barrier& full = smem.full[part];
     copier.wait(smem.empty[part], phase ^ 1);
     // What follows the last key that some row sees is to be zeros.
     if (tile.box_rows == 0 || first_key + kKeys > work.end) {
-      const Row own = key_row<Row>(view, tile.box_rows == 0 ? looked_up : look_up(i));
+      const Row own = key_row<Row>(view, first_key);
       copy_chunks<dim, count>(block + first, first, own, view.data);
       if (with_tail) copy_chunks<dim, 1>(block + tail, tail, own, view.data);
       copier.finish(full);
@@ -262,37 +251,30 @@ struct Loader {
 
   FMHA_DEVICE void run() {
     if constexpr (widens) {
-      Reader reader;
-#pragma unroll
-      for (int i = 0; i < 3; ++i) reader.ahead[i] = look_up(i);
-      prefetch(reader.ahead[0]);
-      prefetch(reader.ahead[1]);
+      prefetch_block(0);
+      prefetch_block(1);
       load_q();
-      widen_all(reader);
+      widen_all();
     } else {
       load_q();
       copy_all();
     }
   }
   FMHA_DEVICE void copy_all() {
-    LookedUp next = {};
-    if constexpr (tile.box_rows == 0) next = look_up(0);
 #pragma unroll 1
     for (int32_t i = 0; i < work.num_blocks; ++i) {
-      const int32_t slot = P::slot_of(i);
+      const int32_t slot = P::slot_of(i), first_key = (work.last_block - i) * kKeys;
       const uint32_t phase = P::phase_of(i);
-      const LookedUp keys = next;
-      if constexpr (tile.box_rows == 0) next = look_up(i + 1);
       if constexpr (!P::v_in_k)
-        load_part<spec.head_dim_qk, P::chunks_k>(0, p.k, maps.k, smem.k[0], 0, false, i, keys, phase);
+        load_part<spec.head_dim_qk, P::chunks_k>(0, p.k, maps.k, smem.k[0], 0, false, first_key, phase);
 #pragma unroll 1
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t part = P::part_of(slot, half), first = half * P::chunks_half;
         if constexpr (P::v_in_k) {
           const bool with_tail = half == P::half_with_tail(slot);
-          load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, maps.k, smem.k[slot], first, with_tail, i, keys, phase);
+          load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, maps.k, smem.k[slot], first, with_tail, first_key, phase);
         } else {
-          load_part<spec.head_dim_v, P::chunks_half>(part, p.v, maps.v, smem.v, first, false, i, keys, phase);
+          load_part<spec.head_dim_v, P::chunks_half>(part, p.v, maps.v, smem.v, first, false, first_key, phase);
         }
       }
     }
