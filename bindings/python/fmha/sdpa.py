@@ -36,6 +36,11 @@ def _seed(dropout_p: float) -> torch.Tensor:
     )
 
 
+def _state(seed: torch.Tensor) -> torch.Tensor:
+    """The seed as torch's kernels give it, two numbers of 64 bits: what torch compiled asserts shape and type."""
+    return torch.stack([seed, torch.zeros_like(seed)]).view(torch.uint64)
+
+
 def _o_like(query: torch.Tensor, head_dim_v: int) -> torch.Tensor:
     """O with the order of the query's axes in memory, as torch's own kernels have it."""
     if query.shape[-1] == head_dim_v:
@@ -70,19 +75,30 @@ def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debu
         None,
         query.shape[2],
         key.shape[2],
-        seed,
-        torch.zeros((), dtype=torch.int64),
+        _state(seed),
+        torch.zeros((), dtype=torch.uint64),
         query.new_empty(0),
     )
 
 
+def _as_torch_lays(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """With the strides of ``empty_like(x)``, which torch compiled asserts; a copy where the operator has others."""
+    if gradient.stride() == x.stride():
+        return gradient
+    wanted = torch.empty_like(x)
+    return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
+
+
 def _backward(
-    dout, q, k, v, o, lse, lengths: Tuple[Any, ...], seed: torch.Tensor, **call: Any
+    dout, q, k, v, o, lse, lengths: Tuple[Any, ...], state: torch.Tensor, **call: Any
 ) -> Tuple[torch.Tensor, ...]:
     _, numbers = _arguments.bind(
-        seed=int(seed) if call["p_drop"] else 0, **call, deterministic=torch.are_deterministic_algorithms_enabled()
+        seed=int(state[0]) if call["p_drop"] else 0, **call, deterministic=torch.are_deterministic_algorithms_enabled()
     )
-    return _torch.backward(_torch.last_is_dense(dout), q, k, v, o, lse, None, None, None, None, *lengths, *numbers)[:3]
+    gradients = _torch.backward(
+        _torch.last_is_dense(dout), q, k, v, o, lse, None, None, None, None, *lengths, *numbers
+    )
+    return tuple(_as_torch_lays(gradient, x) for gradient, x in zip(gradients, (q, k, v)))
 
 
 def _sdpa_backward(
@@ -181,8 +197,7 @@ def _flash_forward(
         batch_invariant=num_splits == 1,
         **call,
     )
-    state = torch.stack([seed, torch.zeros_like(seed)])
-    return o, lse, state, torch.zeros((), dtype=torch.int64), query.new_empty(0)
+    return o, lse, _state(seed), torch.zeros((), dtype=torch.uint64), query.new_empty(0)
 
 
 def _flash_backward(
@@ -217,7 +232,7 @@ def _flash_backward(
         out,
         logsumexp,
         lengths,
-        rng_state.flatten()[0],
+        rng_state,
         mask=_window(window_size_left, window_size_right, is_causal),
         softmax_scale=scale,
         p_drop=dropout_p,

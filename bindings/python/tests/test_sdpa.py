@@ -58,13 +58,38 @@ def test_dropout_of_backward_is_forwards(kernels):
     q, k, v = (x.transpose(1, 2) for x in tensors(sq=9, sk=9, hk=4, grad=True))
     torch.manual_seed(3)
     o, _, _, _, _, _, seed, _, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.4, False, False)
-    again = fmha.attention(*(x.transpose(1, 2) for x in (q, k, v)), p_drop=0.4, seed=int(seed))
+    again = fmha.attention(*(x.transpose(1, 2) for x in (q, k, v)), p_drop=0.4, seed=int(seed[0]))
     assert torch.equal(o.transpose(1, 2), again)
     dout = torch.randn_like(o)
     for a, b in zip(
         torch.autograd.grad(o, (q, k, v), dout), torch.autograd.grad(again, (q, k, v), dout.transpose(1, 2))
     ):
         assert torch.equal(a, b)
+
+
+def test_what_comes_back_is_what_torch_tells_its_compiler(kernels):
+    inputs = [x.transpose(1, 2) for x in tensors(sq=9, sk=9, hk=4)]
+    given, told = (
+        aten._scaled_dot_product_flash_attention(*(x.to(device) for x in inputs), 0.0, True, False)
+        for device in ("cpu", "meta")
+    )
+    kinds = [[(x.shape, x.dtype) if torch.is_tensor(x) else x for x in outputs] for outputs in (given, told)]
+    assert kinds[0] == kinds[1]
+    assert (given[0].stride(), given[1].stride()) == (told[0].stride(), told[1].stride())
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_compiled_it_has_the_results_of_eager(kernels, heads_first):
+    def attention(q, k, v):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)[0]
+
+    inputs = [x.transpose(1, 2) for x in tensors(sq=9, sk=9, hk=4)]
+    inputs = [(x.contiguous() if heads_first else x).requires_grad_() for x in inputs]
+    results = []
+    for function in (attention, torch.compile(attention, fullgraph=True)):
+        o = function(*inputs)
+        results.append((o, *torch.autograd.grad(o.square().sum(), inputs)))
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(*results))
 
 
 def test_the_registry_knows_it_and_forgets_it():
