@@ -7,13 +7,13 @@
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource};
-use fmha_core::{
-    Bias, DType, FwdArgs, FwdProblem, PlanOptions, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct,
-};
+use fmha_core::{Bias, DType, FwdArgs, FwdProblem, PlanOptions, Refusal, VLayout, abi_spec, abi_struct};
 
 use crate::arch::Arch;
 use crate::decode::recipe::Split;
-use crate::decode::{Parts, cache_details, default_keys, leaves_to_forward, row_blocks};
+use crate::decode::{
+    Parts, cache_details, default_keys, leaves_to_forward, row_blocks, shares_rows, strides_are_dwords,
+};
 use crate::device::{Device, needs_mfma, refuse};
 use crate::{CdnaParams, LoadPath};
 
@@ -29,8 +29,6 @@ const MOST_WAVES: u32 = 4;
 const WAVE_THREADS: u32 = 64;
 /// Rows of a wave, and keys of a step.
 const EDGE: u32 = 32;
-/// Elements of a row, at most, that a wave has alone.
-const WAVE_HEAD_DIM: u32 = 256;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
 /// Of the longest rows a wave has 144 columns of Q and 128 of O, as registers allow.
@@ -47,7 +45,6 @@ const LEAST_SHARED_KEYS: u32 = 256;
 const WAVES_OF_A_SIMD: u32 = 2;
 const SIMDS: u32 = 4;
 const SHARED_GROUPS_OF_A_UNIT: u32 = WAVES_OF_A_SIMD * SIMDS / COLUMN_WAVES;
-const DWORD: i64 = 4;
 
 abi_spec! {
     /// What a decode kernel is compiled for.
@@ -149,11 +146,6 @@ fn takes(problem: &FwdProblem, arch: Arch) -> Result<(), Refusal> {
     crate::cache_update::takes(problem, NAME)
 }
 
-/// Whether a row is longer than what a wave has alone.
-fn shares_rows(problem: &FwdProblem) -> bool {
-    problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > WAVE_HEAD_DIM
-}
-
 /// Of an architecture's dies those, a power of two, that so many sets of keys are dealt out to evenly.
 fn dies(sets_of_keys: u64, arch: Arch) -> u32 {
     1 << sets_of_keys.trailing_zeros().min(arch.num_xcds().unsigned_abs().trailing_zeros())
@@ -189,20 +181,11 @@ fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
 
 /// Whether rows are whole chunks, a lane's run of V, so many columns, is one load, and all of them begin on dwords.
 fn loads_wide(problem: &FwdProblem, columns: u32) -> bool {
-    let cache_bytes = problem.stored_k().size_bytes() as i64;
-    let whole = |strides: Strides, shape: Shape, bytes: i64| {
-        let live = |extent: u32, stride: i64| if extent > 1 { stride } else { 0 };
-        [live(shape.batch, strides.batch), strides.seq, live(shape.head, strides.head)]
-            .iter()
-            .all(|stride| stride.wrapping_mul(bytes) % DWORD == 0)
-    };
     let elems_of_chunk = 16 / problem.stored_k().size_bytes() as u32;
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(elems_of_chunk)
         && problem.dims.head_dim_v.is_multiple_of(columns)
-        && whole(problem.strides.q, problem.shape_q(), 2)
-        && whole(problem.strides.k, problem.shape_k(), cache_bytes)
-        && whole(problem.strides.v, problem.shape_v(), cache_bytes)
+        && strides_are_dwords(problem)
 }
 
 impl CdnaDecode {

@@ -5,7 +5,7 @@ pub(crate) mod recipe;
 
 use fmha_core::abi::{DevPtr, FwdParams};
 use fmha_core::source::{Entry, KernelSource};
-use fmha_core::{FwdArgs, FwdProblem, KvLayout, PlanOptions, QLayout, Refusal, cache_update};
+use fmha_core::{FwdArgs, FwdProblem, KvLayout, PlanOptions, QLayout, Refusal, Shape, Strides, cache_update};
 
 use crate::arch::Arch;
 use crate::cdna::Cdna;
@@ -23,6 +23,29 @@ const LONG_CACHE: u32 = 512;
 const INVARIANT_KEYS: u32 = 256;
 /// Parts of a sequence, at most: what a wave of 32 of the merging launch reads in four turns.
 const MOST_PARTS: u32 = 128;
+
+/// Elements of a row, at most, that a wave has alone.
+const WAVE_HEAD_DIM: u32 = 256;
+const DWORD: i64 = 4;
+
+/// Whether a row is longer than what a wave has alone.
+pub(crate) fn shares_rows(problem: &FwdProblem) -> bool {
+    problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > WAVE_HEAD_DIM
+}
+
+/// Whether all rows of Q, K and V begin on dwords where the first one does.
+pub(crate) fn strides_are_dwords(problem: &FwdProblem) -> bool {
+    let cache_bytes = problem.stored_k().size_bytes() as i64;
+    let whole = |strides: Strides, shape: Shape, bytes: i64| {
+        let live = |extent: u32, stride: i64| if extent > 1 { stride } else { 0 };
+        [live(shape.batch, strides.batch), strides.seq, live(shape.head, strides.head)]
+            .iter()
+            .all(|stride| stride.wrapping_mul(bytes) % DWORD == 0)
+    };
+    whole(problem.strides.q, problem.shape_q(), 2)
+        && whole(problem.strides.k, problem.shape_k(), cache_bytes)
+        && whole(problem.strides.v, problem.shape_v(), cache_bytes)
+}
 
 /// What the pieces of work are: `block_rows` rows of a group, and a part of the keys.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -188,11 +188,7 @@ impl Rdna {
             params: "CdnaParams p",
             call: "rdna::fwd<kSpec, kTile>(p);",
         };
-        let text = entry.render().replace(
-            "using namespace fmha;",
-            "using namespace fmha;\nusing namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;",
-        );
-        KernelSource::new(text, crate::headers)
+        source_of(&entry)
     }
 
     /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
@@ -240,4 +236,13 @@ pub(crate) fn tile_header() -> Header {
         RdnaTile::c_definition()
     );
     Header::rendered("fmha/rdna/tile.h", text)
+}
+
+/// An entry of RDNA's kernels, which use CDNA's scalar text.
+pub(crate) fn source_of(entry: &Entry<'_>) -> KernelSource {
+    let text = entry.render().replace(
+        "using namespace fmha;",
+        "using namespace fmha;\nusing namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;",
+    );
+    KernelSource::new(text, crate::headers)
 }

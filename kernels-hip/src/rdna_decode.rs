@@ -7,14 +7,14 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, KernelSource};
-use fmha_core::{
-    Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, Shape, Strides, VLayout, abi_spec,
-};
+use fmha_core::{Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, VLayout, abi_spec};
 
 use crate::decode::recipe::Split;
-use crate::decode::{Parts, cache_details, default_keys, leaves_to_forward, row_blocks};
+use crate::decode::{
+    Parts, cache_details, default_keys, leaves_to_forward, row_blocks, shares_rows, strides_are_dwords,
+};
 use crate::device::{Device, refuse};
-use crate::rdna::RdnaTile;
+use crate::rdna::{RdnaTile, source_of};
 use crate::{CdnaDecodeParams, CdnaSpec, LoadPath, OutputKind, StorePath};
 
 /// The kernel's name in plans and refusals.
@@ -27,8 +27,6 @@ pub const HEADER: &str = "fmha/rdna/decode/main.h";
 const WAVE_THREADS: u32 = 32;
 /// Rows of a wave.
 const WAVE_ROWS: u32 = 16;
-/// Elements of a row, at most, that a wave has alone.
-const WAVE_HEAD_DIM: u32 = 256;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
 const MAX_HEAD_DIM_QK: u32 = 576;
@@ -44,7 +42,6 @@ const GROUPS_OF_A_UNIT: u32 = 6;
 const SHARED_GROUPS_OF_A_UNIT: u32 = 2;
 /// Keys of a step, at most.
 const STEP: u32 = 32;
-const DWORD: i64 = 4;
 
 abi_spec! {
     /// How the decode kernel computes.
@@ -91,11 +88,6 @@ fn takes(problem: &FwdProblem, device: Device) -> Result<(), Refusal> {
     crate::cache_update::takes(problem, NAME)
 }
 
-/// Whether a row is longer than what a wave has alone.
-fn shares_rows(problem: &FwdProblem) -> bool {
-    problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > WAVE_HEAD_DIM
-}
-
 fn spec(problem: &FwdProblem) -> CdnaSpec {
     let whole = if shares_rows(problem) { COLUMN_WAVES * WAVE_ROWS } else { 2 * WAVE_ROWS };
     let padded = |dim: u32| dim.max(1).next_multiple_of(whole).cast_signed();
@@ -116,19 +108,10 @@ fn spec(problem: &FwdProblem) -> CdnaSpec {
 
 /// Whether rows are whole pieces, of eight elements of Q and K and of four of V, and all of them begin on dwords.
 fn loads_wide(problem: &FwdProblem) -> bool {
-    let cache_bytes = problem.stored_k().size_bytes() as i64;
-    let whole = |strides: Strides, shape: Shape, bytes: i64| {
-        let live = |extent: u32, stride: i64| if extent > 1 { stride } else { 0 };
-        [live(shape.batch, strides.batch), strides.seq, live(shape.head, strides.head)]
-            .iter()
-            .all(|stride| stride.wrapping_mul(bytes) % DWORD == 0)
-    };
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(8)
         && problem.dims.head_dim_v.is_multiple_of(4)
-        && whole(problem.strides.q, problem.shape_q(), 2)
-        && whole(problem.strides.k, problem.shape_k(), cache_bytes)
-        && whole(problem.strides.v, problem.shape_v(), cache_bytes)
+        && strides_are_dwords(problem)
 }
 
 /// Rows of a workgroup: those of a short query, and of a long one as many as share a tile of K and V.
@@ -205,11 +188,7 @@ impl Split for RdnaDecode {
             params: "CdnaDecodeParams p",
             call: "rdna::decode::run<kSpec, kTile, kStored>(p);",
         };
-        let text = entry.render().replace(
-            "using namespace fmha;",
-            "using namespace fmha;\nusing namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;",
-        );
-        KernelSource::new(text, crate::headers)
+        source_of(&entry)
     }
 
     fn num_threads(&self) -> u32 {
