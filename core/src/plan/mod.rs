@@ -13,6 +13,7 @@ use std::sync::Arc;
 pub use explain::{Explain, LaunchShape, ResourceUsage};
 pub use options::{Accuracy, PlanOptions, Promises};
 pub use sums::ScoreSums;
+pub(crate) use sums::in_order;
 
 use crate::args::MemorySpace;
 use crate::bwd::ValidBwd;

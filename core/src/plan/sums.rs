@@ -36,7 +36,7 @@ impl ScoreSums {
     /// product after the other in the operands' own type.
     pub(crate) fn dot<T: Float>(self, a: &[T], b: &[T]) -> T {
         let Self::Cut { products, bits } = self else {
-            return a.iter().zip(b).fold(T::zero(), |sum, (&a, &b)| sum + a * b);
+            return in_order(a, [b])[0];
         };
         let wide = |x: T| x.to_f64().unwrap_or(f64::NAN);
         let width = usize::from(products.max(1));
@@ -52,6 +52,19 @@ impl ScoreSums {
         });
         T::from(sum).unwrap_or_else(T::nan)
     }
+}
+
+/// The dot product of `a` with each of `rows`, which are as long, one product after the other. Eight rows at once take little
+/// longer than one, in which each addition waits for the last.
+pub(crate) fn in_order<T: Float, const N: usize>(a: &[T], rows: [&[T]; N]) -> [T; N] {
+    let rows = rows.map(|row| &row[..a.len()]);
+    let mut sums = [T::zero(); N];
+    for (d, &a) in a.iter().enumerate() {
+        for (sum, row) in sums.iter_mut().zip(rows) {
+            *sum = *sum + a * row[d];
+        }
+    }
+    sums
 }
 
 /// The exponent of the leading bit, below every product's for zero.
@@ -89,6 +102,16 @@ mod tests {
         assert_eq!(FP8.dot(&two_steps, &[1.5, 1.0, 1.5, 0.0]), 0.0);
         let one_step = ScoreSums::Cut { products: 4, bits: 14 };
         assert_eq!(one_step.dot(&two_steps, &[1.5, 1.0, 1.5, 0.0]), small);
+    }
+
+    #[test]
+    fn rows_at_once_have_the_bits_of_each_alone() {
+        let of = |seed: u32| {
+            (0..77u32).map(|d| ((d * 37 + seed * 11) % 101) as f32 / 7.0 - 6.0).collect::<Vec<f32>>()
+        };
+        let (a, rows) = (of(0), [1, 2, 3, 4, 5, 6, 7, 8].map(of));
+        let alone = |row: &Vec<f32>| a.iter().zip(row).fold(0.0, |sum, (a, b)| sum + a * b);
+        assert_eq!(in_order(&a, rows.each_ref().map(Vec::as_slice)), rows.each_ref().map(alone));
     }
 
     #[test]

@@ -231,8 +231,7 @@ impl<'a> OneHead<'a> {
             let o: Vec<T> = o.iter().map(|&o| real(head.as_result(o, fwd.dtypes.o))).collect();
             let dlse = self.dlse_at(i)?;
             let query = Query::new(&head, i, row(&dout, i, head.head_dim_v), &o, softmax.lse, dlse);
-            for (&j, &p) in softmax.visible.iter().zip(&p) {
-                let pair = query.pair(&head, j, p, problem.dtype_grad);
+            for (j, pair) in query.pairs(&head, &softmax.visible, &p, problem.dtype_grad) {
                 sums.add_to_row(&head, i as usize, j, &pair);
                 sums.add_to_key(j as usize, &query, &pair);
             }
@@ -266,11 +265,10 @@ impl<'a> OneHead<'a> {
         let own: Vec<Option<Softmax<T>>> =
             queries.iter().map(|query| rounded(query.lse).then(|| Softmax::of_row(&head, query.i))).collect();
         let pair = |query: &Query<'_, T>, j: u32| {
-            let score = head.capped(query.i, j).0 + head.bias(query.i, j);
             // A row that saw nothing has P = 0 = exp(S - inf).
             let lse = if query.lse == T::neg_infinity() { T::infinity() } else { query.lse };
             let p = match &own[query.i as usize] {
-                None => (score - lse).exp(),
+                None => (head.score(query.i, j) - lse).exp(),
                 Some(row) => {
                     row.visible.binary_search(&j).map_or(T::zero(), |at| row.weights[at] / row.row_sum)
                 }

@@ -143,7 +143,7 @@ impl<T: Float> Softmax<T> {
 
     pub(super) fn of_row(head: &Head<'_, T>, i: u32) -> Self {
         let visible = head.visible(i);
-        let scores: Vec<T> = visible.iter().map(|&j| head.capped(i, j).0 + head.bias(i, j)).collect();
+        let scores = head.scores(i, &visible);
         let nothing: T = real(f64::NEG_INFINITY);
         let row_max = scores
             .iter()

@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::error::ProblemError;
 use crate::layout::Strides;
 use crate::mask::MaskBand;
-use crate::plan::ScoreSums;
+use crate::plan::{ScoreSums, in_order};
 use crate::problem::FwdProblem;
 use crate::score::{Bias, Descale};
 use crate::seq::SeqSpan;
@@ -152,21 +152,46 @@ impl<'a, T: Float> Head<'a, T> {
         self.band.sink_range(i..i + 1, self.span.seqlen_k).chain(keys).collect()
     }
 
-    /// `softmax_scale * Q[i] . K[j]`, soft-capped, and what the cap's slope is there.
-    pub(super) fn capped(&self, i: u32, j: u32) -> (T, T) {
-        let sums = match self.precision {
+    fn score_sums(&self) -> ScoreSums {
+        match self.precision {
             Precision::AsInput(sums) => sums,
             Precision::Exact => ScoreSums::F32,
-        };
-        let (q, k) = (row(&self.q, i, self.head_dim_qk), row(&self.k, j, self.head_dim_qk));
-        let scaled = self.softmax_scale * sums.dot(q, k);
-        match self.softcap {
-            None => (scaled, T::one()),
-            Some(softcap) => {
-                let tanh = (scaled / softcap).tanh();
-                (softcap * tanh, T::one() - tanh * tanh)
-            }
         }
+    }
+
+    /// `Q[i] . K[j]`.
+    fn product(&self, i: u32, j: u32) -> T {
+        let (q, k) = (row(&self.q, i, self.head_dim_qk), row(&self.k, j, self.head_dim_qk));
+        self.score_sums().dot(q, k)
+    }
+
+    fn capped(&self, product: T) -> T {
+        let scaled = self.softmax_scale * product;
+        self.softcap.map_or(scaled, |softcap| softcap * (scaled / softcap).tanh())
+    }
+
+    /// `softmax_scale * Q[i] . K[j]`, soft-capped, with its bias.
+    pub(super) fn score(&self, i: u32, j: u32) -> T {
+        self.capped(self.product(i, j)) + self.bias(i, j)
+    }
+
+    /// [`score`](Self::score) of query `i` and each of `keys`.
+    pub(super) fn scores(&self, i: u32, keys: &[u32]) -> Vec<T> {
+        let products = match self.score_sums() {
+            ScoreSums::F32 => {
+                dots(row(&self.q, i, self.head_dim_qk), keys, |j| row(&self.k, j, self.head_dim_qk))
+            }
+            ScoreSums::Cut { .. } => keys.iter().map(|&j| self.product(i, j)).collect(),
+        };
+        keys.iter().zip(products).map(|(&j, product)| self.capped(product) + self.bias(i, j)).collect()
+    }
+
+    /// What the soft cap's slope is at (i, j).
+    pub(super) fn slope(&self, i: u32, j: u32) -> T {
+        self.softcap.map_or(T::one(), |softcap| {
+            let tanh = (self.softmax_scale * self.product(i, j) / softcap).tanh();
+            T::one() - tanh * tanh
+        })
     }
 
     /// What is added to the score of (i, j).
@@ -259,7 +284,14 @@ pub(super) fn row<T>(matrix: &[T], index: u32, dim: usize) -> &[T] {
 }
 
 pub(super) fn dot<T: Float>(a: &[T], b: &[T]) -> T {
-    a.iter().zip(b).fold(T::zero(), |sum, (&a, &b)| sum + a * b)
+    in_order(a, [b])[0]
+}
+
+/// The dot product of `a` with the row of each of `keys`.
+pub(super) fn dots<'a, T: Float + 'a>(a: &[T], keys: &[u32], row: impl Fn(u32) -> &'a [T]) -> Vec<T> {
+    let (eights, rest) = keys.as_chunks::<8>();
+    let eights = eights.iter().flat_map(|keys| in_order(a, keys.map(&row)));
+    eights.chain(rest.iter().map(|&j| in_order(a, [row(j)])[0])).collect()
 }
 
 /// To the arithmetic's own type.

@@ -3,7 +3,7 @@
 use num_traits::Float;
 
 use super::backward::{BackwardSpread, HeadBackward, is_far};
-use super::head::{Head, dot, row};
+use super::head::{Head, dot, dots, row};
 use crate::dtype::DType;
 use crate::seq::SeqSpan;
 
@@ -43,12 +43,30 @@ impl<'a, T: Float> Query<'a, T> {
 
     /// With key `j`, whose P is `p`.
     pub(super) fn pair(&self, head: &Head<'_, T>, j: u32, p: T, dtype_grad: DType) -> Pair<T> {
+        self.pair_of(head, j, p, dot(self.dout, row(&head.v, j, head.head_dim_v)), dtype_grad)
+    }
+
+    /// With each of `keys`, whose P are `p`.
+    pub(super) fn pairs<'h>(
+        &'h self,
+        head: &'h Head<'_, T>,
+        keys: &'h [u32],
+        p: &'h [T],
+        dtype_grad: DType,
+    ) -> impl Iterator<Item = (u32, Pair<T>)> + 'h {
+        let products = dots(self.dout, keys, |j| row(&head.v, j, head.head_dim_v));
+        let with_p = keys.iter().zip(p).zip(products);
+        with_p.map(move |((&j, &p), product)| (j, self.pair_of(head, j, p, product, dtype_grad)))
+    }
+
+    /// `product`: `dO[i] . V[j]`.
+    fn pair_of(&self, head: &Head<'_, T>, j: u32, p: T, product: T, dtype_grad: DType) -> Pair<T> {
         let &Self { i, dlse, d, d_square, .. } = self;
         let keep = head.keep_factor(i, j);
-        let dp = keep * dot(self.dout, row(&head.v, j, head.head_dim_v));
+        let dp = keep * product;
         let ds = p * (dp - d + dlse);
         let ds_size = p * (dp * dp + d_square + dlse * dlse).sqrt();
-        let (_, slope) = head.capped(i, j);
+        let slope = head.slope(i, j);
         Pair {
             weight: head.probability(p) * keep,
             ds,
