@@ -14,7 +14,7 @@ fn main() -> std::io::Result<()> {
     let wanted = std::env::args().nth(1);
     let is_wanted = |name| wanted.as_deref().is_none_or(|wanted| wanted == name);
     if is_wanted("fwd") {
-        std::fs::write(format!("{folder}/cdna-fwd.tsv"), table::table())?;
+        std::fs::write(format!("{folder}/cdna-fwd.tsv"), table::table(|_| true))?;
     }
     if is_wanted("bwd") {
         std::fs::write(format!("{folder}/cdna-bwd.tsv"), table::bwd_table())?;

@@ -1,20 +1,40 @@
 //! The committed table of modelled figures is what the compiler and llvm-mca say today.
 
+use fmha_core::DType;
+
 mod support;
 #[path = "support/modelled.rs"]
 mod table;
 
+/// Without the rows of f16: their kernels differ from bf16's in the products' mnemonic and in conversions.
 #[test]
 fn the_committed_table_of_modelled_figures_is_current() {
+    rows_are_current(|dtype| dtype != DType::F16);
+}
+
+#[test]
+#[ignore = "half a minute of kernels that have a twin of bf16: cargo xtask test --all"]
+fn the_rows_of_f16_in_the_committed_table_of_modelled_figures_are_current() {
+    rows_are_current(|dtype| dtype == DType::F16);
+}
+
+fn rows_are_current(dtypes: fn(DType) -> bool) {
     if !support::clang_is_there() || !table::tools_are_there() {
         return;
     }
-    let committed = include_str!("../../docs/kernels/cdna-fwd.tsv");
-    let current = table::table();
-    for (ours, theirs) in committed.lines().zip(current.lines()) {
-        assert_eq!(ours, theirs, "make it anew: cargo run --release -p fmha-rocm --example modelled");
+    // A header, then rows whose second column begins with their type.
+    let is_of = |line: &&str| {
+        let call = line.split('\t').nth(1).and_then(|call| call.split('/').next());
+        call.and_then(|dtype| dtype.parse().ok()).is_none_or(dtypes)
+    };
+    let committed: Vec<&str> =
+        include_str!("../../docs/kernels/cdna-fwd.tsv").lines().filter(is_of).collect();
+    let current = table::table(dtypes);
+    for (ours, theirs) in committed.iter().zip(current.lines()) {
+        assert_eq!(*ours, theirs, "make it anew: cargo run --release -p fmha-rocm --example modelled");
     }
-    assert_eq!(committed.lines().count(), current.lines().count());
+    assert_eq!(committed.len(), current.lines().count());
+    assert!(committed.len() > 10);
 }
 
 #[test]

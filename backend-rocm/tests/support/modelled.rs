@@ -36,15 +36,15 @@ pub(crate) fn tools_are_there() -> bool {
     there
 }
 
-/// The table, tab-separated, with a header line.
-pub(crate) fn table() -> String {
+/// The table, tab-separated, with a header line: the rows of `dtypes`.
+pub(crate) fn table(dtypes: fn(DType) -> bool) -> String {
     let mut text = COLUMNS.to_owned();
     let mut kinds = Vec::new();
     for arch in Arch::CDNA {
         let fp8 = if arch == Arch::Gfx950 { DType::E4m3Fn } else { DType::E4m3Fnuz };
         kinds.extend([DType::F16, DType::Bf16, fp8].map(|dtype| (arch, dtype)));
     }
-    kinds.retain(|(arch, dtype)| arch.multiplies(*dtype));
+    kinds.retain(|(arch, dtype)| arch.multiplies(*dtype) && dtypes(*dtype));
     let rows_of = |&(arch, dtype): &(Arch, DType)| {
         [
             (64, "0", "single"),
