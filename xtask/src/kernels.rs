@@ -91,7 +91,7 @@ pub(crate) const ROWS: &[Row] = &[
     // Positions of a larger call, in everything that has them.
     Row { in_test: Cases { filter: "^(backward/)?parts/bf16/alibi_dropout/b/quad/", deal: 1 }, ..HOPPER },
     Row {
-        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 108 },
+        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 216 },
         in_all: Cases { filter: FORWARD, deal: 1 },
         ..HOPPER
     },
@@ -239,7 +239,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         kernel: Some("simt"),
-        in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 144 },
+        in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 288 },
         in_all: Cases {
             filter: "^(addresses|definition|edges|fp8|guards|heads/[a-z_]*/(bf16|f16)/[^d]|rare)/",
             deal: 1,
@@ -257,7 +257,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         kernel: None,
-        in_test: Cases { filter: FORWARD, deal: 96 },
+        in_test: Cases { filter: FORWARD, deal: 192 },
         in_all: Cases { filter: FORWARD, deal: 1 },
         ..BLACKWELL
     },
@@ -438,7 +438,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent|v_in_k/.*d576x512)/.*b?f16", deal: 1 },
         ..amd("gfx950", NONE)
     },
-    amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
+    amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 16 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 6 }),
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     // RDNA, whose two architectures lay their matrices out in two ways: tiles cut short, packed heads; FP8 on gfx1201. The

@@ -45,8 +45,10 @@ impl Extent {
 }
 
 /// Programs that take longest, by the package or target they come from: they start first, so that none is left over.
-const LONGEST: [&str; 9] = [
+const LONGEST: [&str; 11] = [
     "conformance",
+    "candle_door",
+    "fmha_cpu",
     "emulated_amd",
     "cuda sm_90a",
     "silicon",
@@ -144,11 +146,15 @@ const BUILD: [&str; 8] = [
     "--message-format=json-render-diagnostics",
 ];
 
-/// All there is of both workspaces. The emulators come last: what runs on them is built by then.
+/// All there is of both workspaces, beside each other: each ends in a chain of crates that one processor builds.
 fn build(environment: &[(String, String)]) -> Result<Vec<Program>, String> {
-    let mut own = Command::new(env!("CARGO"));
-    let mut programs = built(own.args(BUILD), environment)?;
-    programs.extend(built(&mut setup::cargo_of_emulators(&BUILD), environment)?);
+    let (own, emulators) = std::thread::scope(|scope| {
+        let emulators = scope.spawn(|| built(&mut setup::cargo_of_emulators(&BUILD), environment));
+        let own = built(Command::new(env!("CARGO")).args(BUILD), environment);
+        (own, emulators.join().unwrap_or_else(|_| Err("the emulators' build panicked".to_owned())))
+    });
+    let mut programs = own?;
+    programs.extend(emulators?);
     Ok(programs)
 }
 
