@@ -363,14 +363,19 @@ fn rocm(_: u32, _: Option<&str>) -> Result<fmha_core::Device> {
     Err(Error::NoDevice("this build has no rocm backend".into()))
 }
 
-/// What the last launches (at most 64) on this process's emulated NVIDIA device did: a JSON array, oldest
-/// first, of `kernel`, `grid`, `block`, `counters` and `instructions`. Asking forgets them. `None` where
-/// no such device is emulated.
+/// What the last launches (at most 64) on this process's emulated GPU did: a JSON array, oldest first, of `kernel`, `grid`,
+/// `block`, `counters` and `instructions`. Asking forgets them; an AMD device's are counted from the first asking on. `None`
+/// where no device is emulated.
 #[must_use]
 pub fn emulated_launches() -> Option<String> {
     #[cfg(feature = "cuda")]
-    return fmha_cuda::emulated_launches();
-    #[cfg(not(feature = "cuda"))]
+    if let Some(launches) = fmha_cuda::emulated_launches() {
+        return Some(launches);
+    }
+    #[cfg(feature = "rocm")]
+    if let Some(launches) = fmha_rocm::emulated_launches() {
+        return Some(launches);
+    }
     None
 }
 

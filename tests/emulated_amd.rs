@@ -15,6 +15,8 @@ use fmha_conformance::case::{Body, Case, all};
 use fmha_conformance::deal::Deal;
 use fmha_conformance::report::run_cases;
 use fmha_conformance::run::{Options, Outcome};
+use fmha_conformance::tensor::Operand;
+use fmha_conformance::tensors::HostFwd;
 use fmha_core::{AnyProblem, Device, PlanOptions};
 
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
@@ -28,11 +30,33 @@ const EVERYWHERE: [&str; 2] = ["edges/off_tile/bf16", "combine/bf16"];
 const FOR_A_WHOLE_DEVICE: &str = "bits/many/";
 
 /// Cases that an architecture's hardware fails, with why. They are reported absent, and must fail.
-const BEYOND_THE_HARDWARE: [(&str, &str, &str); 2] = [
+const BEYOND_THE_HARDWARE: [(&str, &str, &str); 4] = [
     ("gfx90a", "definition/random_269/f16/group/d64x64/h8kv2/s1x1/b:-1,3", SUBNORMAL),
+    ("gfx90a", "definition/pairs2_024/f16/gaps/d128x128/h9kv3/s64x64/b:0,0", SUBNORMAL),
+    ("gfx90a", "edges/nan_beside_sink_columns/f16/g:0,-3,12", SUBNORMAL),
     ("gfx90a", "guards/ends_at_unmapped/f16/d33/s1x1/0", SUBNORMAL),
 ];
 const SUBNORMAL: &str = "Q or K has a subnormal f16, which this architecture's matrix instructions read as 0";
+
+/// A value that f16 has as a subnormal alone.
+fn is_subnormal(bytes: &[u8]) -> bool {
+    let bits = u16::from_le_bytes([bytes[0], bytes[1]]);
+    bits & 0x7C00 == 0 && bits & 0x03FF != 0
+}
+
+#[test]
+fn what_is_beyond_the_hardware_has_subnormals() {
+    let cases = all();
+    for (_, name, _) in BEYOND_THE_HARDWARE {
+        let Some(Body::Forward(forward)) = cases.iter().find(|case| case.name == name).map(|case| &case.body)
+        else {
+            panic!("{name} is no forward case")
+        };
+        let host = HostFwd::new(forward.problem.clone(), &forward.lengths, forward.data).unwrap();
+        let has = |operand| host.operands.get(operand).unwrap().elems().chunks(2).any(is_subnormal);
+        assert!(has(Operand::Q) || has(Operand::K), "{name}");
+    }
+}
 
 /// What would be compiled for a case; `None` where it is refused, or merges.
 fn kernel(backend: &Device, case: &Case) -> Option<String> {

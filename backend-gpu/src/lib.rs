@@ -28,4 +28,4 @@ pub use recipe::{
 };
 pub use select::{Selected, select};
 pub use steps::{Step, Steps, exactly};
-pub use tile::{TileFrom, settle};
+pub use tile::{TileFrom, settle, settle_fwd};

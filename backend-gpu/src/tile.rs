@@ -1,6 +1,9 @@
 //! Whose tile a plan has: the user's, a measured one, or the kernel's own.
 
-use fmha_core::tune::{TileOptions, TunedTile};
+use fmha_core::tune::{TileClass, TileOptions, TunedTile};
+use fmha_core::{Accuracy, PlanOptions, ValidFwd};
+
+use crate::recipe::Facts;
 
 /// Where a plan's tile comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,4 +41,21 @@ pub fn settle<T, E>(
         Some(tile) => Ok((tile, TileFrom::Tuned)),
         None => Ok((set(by_user)?, TileFrom::Table)),
     }
+}
+
+/// The tile of a plan of the forward, as [`settle`] finds it: what was measured of `kernel` on the device holds for plans that
+/// ask for neither exact maxima nor batch invariance, since tiles are measured as such a plan has them.
+///
+/// # Errors
+/// As of [`settle`].
+pub fn settle_fwd<T, E>(
+    kernel: &str,
+    problem: &ValidFwd,
+    facts: &impl Facts,
+    options: &PlanOptions,
+    set: impl Fn(&TileOptions) -> Result<T, E>,
+) -> Result<(T, TileFrom), E> {
+    let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
+    let tuned = facts.tuned().get(kernel, &TileClass::of_fwd(problem)).filter(|_| as_measured);
+    settle(&options.tile, tuned, set)
 }

@@ -8,16 +8,17 @@
 
 mod compile;
 mod driver;
+mod emulated;
 mod kernels;
 mod resources;
 
 use std::sync::{Arc, OnceLock};
 
 use fmha_core::cache::{self, ImageKind};
-use fmha_core::emulators::Double;
 use fmha_core::{Device, Result};
 use fmha_gpu::{Backend, Toolchain};
 
+pub use crate::emulated::emulated_launches;
 pub use crate::resources::Resources;
 pub use fmha_kernels_hip::Arch;
 
@@ -36,7 +37,7 @@ use fmha_kernels_hip::DeviceFacts;
 pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Device> {
     let driver = match emulate {
         None => Driver::open(search::hip()?, ordinal, false)?,
-        Some(arch) => emulated(Arch::from_gcn_name(arch)?, ordinal)?,
+        Some(arch) => emulated::open(Arch::from_gcn_name(arch)?, ordinal)?,
     };
     let info = driver.info()?;
     let emulated = if emulate.is_some() { ", emulated" } else { "" };
@@ -80,21 +81,3 @@ impl Toolchain for Installed {
         Ok(self.0.get_or_init(|| found))
     }
 }
-
-/// The `ordinal`-th device of `arch` among those of the emulator's library.
-fn emulated(arch: Arch, ordinal: usize) -> Result<Driver> {
-    let mut driver = Driver::open(search::hip_at(&[EMULATED_HIP.find()?])?, 0, true)?;
-    let mut left = ordinal;
-    loop {
-        if driver.info()?.gcn_arch_name.split(':').next() == Some(arch.name()) {
-            if left == 0 {
-                return Ok(driver);
-            }
-            left -= 1;
-        }
-        driver = driver.next()?;
-    }
-}
-
-/// HIP's test double.
-const EMULATED_HIP: Double = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu-hip" };

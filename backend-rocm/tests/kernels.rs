@@ -2,9 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::collections::BTreeSet;
+
+use fmha_core::cache::{Precompile, backward_table};
 use fmha_core::{
     AnyProblem, Bias, BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, PlanOptions,
-    Strides, VLayout,
+    Strides, VLayout, ValidBwd,
 };
 
 use support::DIMS;
@@ -25,6 +28,9 @@ fn kernel(problem: &FwdProblem) -> String {
         .unwrap();
     jobs[0].source.entry.clone()
 }
+
+/// Around each length from which on some tile is another, and beyond.
+const LENGTHS: [u32; 9] = [1, 64, 65, 128, 129, 256, 257, 1000, 10000];
 
 /// Name, problem.
 type Calls = Vec<(&'static str, FwdProblem)>;
@@ -140,4 +146,34 @@ fn what_the_backwards_products_do_not_meet_asks_for_no_other_kernels() {
     let alibi = BwdProblem::new(bf16(DIMS).bias(Bias::Alibi { per_batch: false }).mask("b".parse().unwrap()));
     assert_eq!(products(softcap.clone()), products(alibi));
     assert_ne!(products(softcap), products(BwdProblem::new(bf16(DIMS))));
+}
+
+/// What would be compiled for a problem's gradients.
+fn gradients(compiler: &dyn Precompile, problem: &ValidBwd) -> Vec<String> {
+    let jobs = compiler.jobs(AnyProblem::Backward(problem), &PlanOptions::default()).unwrap();
+    jobs.into_iter().map(|job| job.source.entry).collect()
+}
+
+/// Launches have tiles by their own rows: dQ's by the number of queries, dK's and dV's by that of keys.
+#[test]
+fn a_bundles_table_has_the_backwards_kernels_of_every_length() {
+    let table = backward_table().unwrap();
+    for arch in ["gfx90a", "gfx942", "gfx950"] {
+        let device = fmha_rocm::pretend(arch).unwrap();
+        let compiler = device.precompiler().unwrap();
+        let bundled: BTreeSet<_> =
+            table.iter().flat_map(|entry| gradients(compiler, &entry.problem)).collect();
+        for entry in table.iter().filter(|entry| entry.name.ends_with("/batch/lse/q512k512/gqa4")) {
+            for (seqlen_q, seqlen_k) in LENGTHS.iter().flat_map(|q| LENGTHS.map(|k| (*q, k))) {
+                let of = &entry.problem.fwd;
+                let dims = Dims { seqlen_q, seqlen_k, ..of.dims };
+                let forward = FwdProblem::batch(of.dtypes.qk, dims).mask(of.mask).write_lse(true);
+                let problem = BwdProblem::new(forward).validate().unwrap();
+                for wanted in gradients(compiler, &problem) {
+                    let name = &entry.name;
+                    assert!(bundled.contains(&wanted), "{arch}: {name}, {seqlen_q} x {seqlen_k}: {wanted}");
+                }
+            }
+        }
+    }
 }

@@ -7,8 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
-use fmha::{AnyProblem, BwdProblem, Device, Error, FwdProblem, PlanOptions};
-use fmha_core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, forward_table};
+use fmha::{AnyProblem, Device, Error, PlanOptions};
+use fmha_core::cache::{
+    Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, backward_table, forward_table,
+};
 use rayon::prelude::*;
 
 use crate::Verdict;
@@ -43,7 +45,7 @@ pub(super) struct BundleArgs {
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
 
-    /// The backward of those problems that have LSE too, deterministic and not
+    /// The backward of those problems that have LSE too, and of 128 queries and keys, deterministic and not
     #[arg(long)]
     backward: bool,
 
@@ -118,12 +120,12 @@ impl BundleArgs {
         };
         for entry in forward_table()?.iter().filter(|entry| self.wants(&entry.name)) {
             add(AnyProblem::Forward(&entry.problem), &PlanOptions::default())?;
-            if self.backward && entry.problem.write_lse {
-                let problem = BwdProblem::new(FwdProblem::clone(&entry.problem)).validate()?;
-                for deterministic in [false, true] {
-                    let options = PlanOptions::default().deterministic(deterministic);
-                    add(AnyProblem::Backward(&problem), &options)?;
-                }
+        }
+        let backward = if self.backward { backward_table()? } else { Vec::new() };
+        for entry in backward.iter().filter(|entry| self.wants(&entry.name)) {
+            for deterministic in [false, true] {
+                let options = PlanOptions::default().deterministic(deterministic);
+                add(AnyProblem::Backward(&entry.problem), &options)?;
             }
         }
         writeln!(out, "{name}: {problems} problems, {kernels} kernels, {refused} problems refused")?;

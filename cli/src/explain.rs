@@ -68,11 +68,11 @@ impl ExplainArgs {
         let plan = match &setup.bwd {
             None => {
                 let plan = backend.plan_fwd(&setup.fwd.clone().validate()?, &options);
-                plan.map(|plan| (plan.to_string(), as_json(&plan), modelled(&plan)))
+                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan)))
             }
             Some(bwd) => {
                 let plan = backend.plan_bwd(&bwd.clone().validate()?, &options);
-                plan.map(|plan| (plan.to_string(), as_json(&plan), modelled(&plan)))
+                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan)))
             }
         };
         let work = Work::count(&setup.fwd, &setup.spans()?)?;
@@ -137,7 +137,7 @@ impl ExplainArgs {
 }
 
 /// What a time can be modelled from: a slow kernel's has nothing to do with the device's peaks.
-fn modelled<P: Problem>(plan: &Plan<P>) -> Option<Explain> {
+pub(super) fn model_of<P: Problem>(plan: &Plan<P>) -> Option<Explain> {
     (!plan.is_fallback()).then(|| plan.explain().clone())
 }
 

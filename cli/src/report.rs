@@ -110,12 +110,7 @@ pub(super) struct Speed {
 
 impl Speed {
     pub(super) fn of(setup: &Setup, timing: &Timing, roofline: &Roofline) -> Result<Self, Failure> {
-        let work = Work::count(&setup.fwd, &setup.spans()?)?;
-        let (flops, bytes) = match &setup.bwd {
-            None => (work.fwd_flops, work.fwd_bytes),
-            // Q, K, V, O and dO are read, dQ, dK, dV written: twice the forward's, to a close bound.
-            Some(_) => (work.bwd_flops, 2 * work.fwd_bytes),
-        };
+        let (flops, bytes) = work_of(setup)?;
         let seconds = timing.median();
         let at_best = |amount: u64, rate: Option<f64>| rate.map(|rate| amount as f64 / rate / seconds);
         let share = [at_best(flops, roofline.flops_per_second), at_best(bytes, roofline.bytes_per_second)]
@@ -131,6 +126,16 @@ impl Speed {
             source: roofline.source.clone(),
         })
     }
+}
+
+/// Operations and bytes of a call.
+pub(super) fn work_of(setup: &Setup) -> Result<(u64, u64), Failure> {
+    let work = Work::count(&setup.fwd, &setup.spans()?)?;
+    Ok(match &setup.bwd {
+        None => (work.fwd_flops, work.fwd_bytes),
+        // Q, K, V, O and dO are read, dQ, dK, dV written: twice the forward's, to a close bound.
+        Some(_) => (work.bwd_flops, 2 * work.fwd_bytes),
+    })
 }
 
 /// Median and spread.

@@ -4,11 +4,13 @@ use fmha::{DevBuffer, Device, Error, MemorySpace, PlanOptions};
 use fmha_conformance::init::Init;
 use fmha_conformance::memory::Bytes;
 
+use super::counted::Counted;
 use crate::check::{Verify, check};
+use crate::explain::model_of;
 use crate::failure::Failure;
 use crate::job::{Job, Source};
 use crate::progress::Progress;
-use crate::report::Speed;
+use crate::report::{Speed, work_of};
 use crate::setup::Setup;
 use crate::timing::{Burst, Timing, back_to_back, is_emulated};
 
@@ -38,6 +40,7 @@ pub(crate) enum Measured {
         kernel: String,
         /// Whether its result was compared with f64.
         checked: bool,
+        counted: Counted,
     },
     /// No kernel takes it, or it was not run: why.
     Absent(String),
@@ -60,17 +63,20 @@ pub(crate) fn measure(
     let options = &setup.options(options);
     // Planned first: no tensors are made for a row that is refused.
     let planned = match &setup.bwd {
-        None => backend.plan_fwd(&setup.fwd.clone().validate()?, options).map(drop),
-        Some(bwd) => backend.plan_bwd(&bwd.clone().validate()?, options).map(drop),
+        None => backend.plan_fwd(&setup.fwd.clone().validate()?, options).map(|plan| model_of(&plan)),
+        Some(bwd) => backend.plan_bwd(&bwd.clone().validate()?, options).map(|plan| model_of(&plan)),
     };
-    match planned {
+    let model = match planned {
         Err(error @ Error::Unsupported { .. }) => return Ok(Measured::Absent(error.to_string())),
         Err(other) => return Err(other.into()),
-        Ok(()) => {}
-    }
+        Ok(model) => model,
+    };
     let source = Source::made_up(Init::Normal, 0);
     let mut job = Job::new(backend, setup, options, source)?;
+    // What was launched before is forgotten.
+    let _ = fmha::emulated_launches();
     job.run()?;
+    let launches = fmha::emulated_launches();
     let progress = Progress::new("checking against f64");
     let checked = check(job.read_back()?, verify, None, &progress)?;
     progress.finish();
@@ -78,7 +84,14 @@ pub(crate) fn measure(
         return Ok(Measured::Wrong(checked.lines().join("; ")));
     }
     if is_emulated(backend) {
-        return Ok(Measured::Emulated { kernel: job.kernel().to_owned(), checked: verify != Verify::None });
+        let (flops, bytes) = work_of(setup)?;
+        let roofline = backend.roofline(setup.product_dtype());
+        let modelled = model.and_then(|model| model.modelled_seconds(&roofline, flops, bytes));
+        return Ok(Measured::Emulated {
+            kernel: job.kernel().to_owned(),
+            checked: verify != Verify::None,
+            counted: Counted::new(launches.as_deref(), modelled),
+        });
     }
     let timing = match protocol {
         Protocol::Hot => back_to_back(&mut || job.run(), 0.7)?,

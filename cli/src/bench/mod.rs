@@ -1,5 +1,6 @@
 //! `fmha bench`: tables of shapes, timed as libraries are compared.
 
+mod counted;
 pub(super) mod measure;
 pub(super) mod peers;
 mod plot;
@@ -45,7 +46,8 @@ A file has tables; a table has rows; a row is options of `fmha run`, over the ta
   rows = [{ s = 1024 }, { s = 2048 }]
 Peers' figures: a .jsonl or .csv with row (the label that is printed), peer and speed.
 Each row is checked against f64 before it is timed; a wrong one makes exit status 1.
-On an emulated device each row is run once and checked; its time says nothing of a GPU.")]
+On an emulated device each row is run once, checked and counted: instructions, bytes, conflicts,
+and the least time by the device's stated rates, called modelled; nothing is timed.")]
 pub(super) struct BenchArgs {
     /// The file of tables (bench/*.toml)
     #[arg(value_name = "FILE")]

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
+use super::counted;
 use super::measure::Measured;
 use super::peers::Peers;
 use super::plot::{Label, Series, svg};
@@ -121,6 +122,10 @@ const fn emulated_words(checked: bool) -> &'static str {
     if checked { "emulated: checked against f64, not timed" } else { "emulated: neither checked nor timed" }
 }
 
+/// What stands above the counters of rows that ran on an emulated device.
+const COUNTED: &str = "Counted in the emulator, a call's launches together; modelled from the operations and bytes of the \
+    problem at the device's stated rates, with its units idle as the launch leaves them. Nothing here was timed.";
+
 /// A line of a Markdown table.
 fn line(cells: &[String]) -> String {
     let cells: Vec<String> = cells.iter().map(|cell| cell.replace('|', "\\|")).collect();
@@ -147,7 +152,7 @@ pub(super) fn markdown(all: &[Results], device: &str) -> String {
         let _ = writeln!(text, "{}", line(&head));
         let _ = writeln!(text, "|{}", "---|".repeat(head.len()));
         let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
-        let mut ratios = Vec::new();
+        let (mut ratios, mut emulated) = (Vec::new(), Vec::new());
         for (index, row) in results.rows.iter().enumerate() {
             let mut cells = vec![row.label.clone()];
             match &row.outcome {
@@ -158,7 +163,8 @@ pub(super) fn markdown(all: &[Results], device: &str) -> String {
                     format!("{:.1} %", (timing.slowest() / timing.fastest() - 1.0) * 100.0),
                     speed.share.map_or("-".into(), |share| format!("{:.0} %", share * 100.0)),
                 ]),
-                Measured::Emulated { kernel, checked } => {
+                Measured::Emulated { kernel, checked, counted } => {
+                    emulated.push((row.label.as_str(), counted));
                     cells.extend([kernel.as_str(), "-", "-", "-", "-"].map(str::to_owned));
                     *reasons.entry(emulated_words(*checked).to_owned()).or_default() += 1;
                 }
@@ -181,6 +187,15 @@ pub(super) fn markdown(all: &[Results], device: &str) -> String {
         }
         for (reason, rows) in reasons {
             let _ = writeln!(text, "\n{rows} of {} rows: {reason}", results.rows.len());
+        }
+        if !emulated.is_empty() {
+            let _ = writeln!(text, "\n{COUNTED}\n");
+            for (at, cells) in counted::table(&emulated).iter().enumerate() {
+                let _ = writeln!(text, "{}", line(cells));
+                if at == 0 {
+                    let _ = writeln!(text, "|{}", "---|".repeat(cells.len()));
+                }
+            }
         }
         if !ratios.is_empty() {
             let mean = geometric_mean(&ratios);
@@ -252,9 +267,11 @@ fn row_json(results: &Results, index: usize, row: &Row) -> Value {
             object["bytes"] = speed.bytes.into();
             object["roofline_share"] = speed.share.into();
         }
-        Measured::Emulated { kernel, checked } => {
+        Measured::Emulated { kernel, checked, counted } => {
             object["kernel"] = kernel.as_str().into();
             object["emulated"] = emulated_words(*checked).into();
+            object["counted"] = counted.json();
+            object["modelled_seconds"] = counted.modelled_seconds.into();
         }
         Measured::Absent(reason) => object["absent"] = reason.as_str().into(),
         Measured::Wrong(reason) => object["wrong"] = reason.as_str().into(),

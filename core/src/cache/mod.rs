@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 pub use bundle::Bundle;
 pub use dump::dump_source;
 pub use modules::{Loader, Module, Modules, Target, only_plans};
-pub use table::{TableEntry, forward_table};
+pub use table::{TableEntry, backward_table, forward_table};
 
 use crate::env;
 use crate::error::{Error, Result};

@@ -1,17 +1,25 @@
-//! The forward table: the problems whose kernels a bundle has.
+//! The tables: the problems whose kernels a bundle has.
 
+use crate::bwd::{BwdProblem, ValidBwd};
 use crate::dtype::DType;
 use crate::error::ProblemError;
 use crate::mask::{MaskAlign, MaskShape, MaskSpec};
 use crate::problem::{Dims, FwdProblem, ValidFwd};
 
-/// A problem of the table.
+/// Queries and keys.
+type Lengths = (u32, u32);
+
+const LENGTHS: [Lengths; 5] = [(1, 4096), (512, 512), (2048, 2048), (4096, 4096), (16384, 16384)];
+/// A backward has a launch whose tile is by the number of queries (dQ's) and one by that of keys.
+const SHORT: Lengths = (128, 128);
+
+/// A problem of a table.
 #[derive(Clone, Debug)]
-pub struct TableEntry {
+pub struct TableEntry<P = ValidFwd> {
     /// `bf16/d128x128/causal/batch/lse/q2048k2048/gqa4`.
     pub name: String,
     /// What a backend is asked to plan.
-    pub problem: ValidFwd,
+    pub problem: P,
 }
 
 /// Plain attention in every combination of:
@@ -30,8 +38,24 @@ pub struct TableEntry {
 /// # Errors
 /// None for the table as it stands: each problem is validated.
 pub fn forward_table() -> Result<Vec<TableEntry>, ProblemError> {
+    table(&LENGTHS)
+}
+
+/// The backward of the problems of [`forward_table`] that have LSE, and of as many of 128 queries and keys.
+///
+/// # Errors
+/// As there.
+pub fn backward_table() -> Result<Vec<TableEntry<ValidBwd>>, ProblemError> {
+    let forward = table(&[&LENGTHS[..], &[SHORT]].concat())?;
+    let backward = forward.into_iter().filter(|entry| entry.problem.write_lse).map(|entry| {
+        let problem = BwdProblem::new(FwdProblem::clone(&entry.problem)).validate()?;
+        Ok(TableEntry { name: entry.name, problem })
+    });
+    backward.collect()
+}
+
+fn table(lengths: &[Lengths]) -> Result<Vec<TableEntry>, ProblemError> {
     const DIMS: [(u32, u32); 6] = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)];
-    const LENGTHS: [(u32, u32); 5] = [(1, 4096), (512, 512), (2048, 2048), (4096, 4096), (16384, 16384)];
     const HEADS_Q: u32 = 32;
     const WINDOW: MaskShape =
         MaskShape::Window { left: Some(512), right: Some(0), align: MaskAlign::BottomRight };
@@ -42,7 +66,7 @@ pub fn forward_table() -> Result<Vec<TableEntry>, ProblemError> {
         for (head_dim_qk, head_dim_v) in DIMS {
             for (mask_name, mask) in masks {
                 for (group, write_lse) in [(false, true), (false, false), (true, true), (true, false)] {
-                    for (seqlen_q, seqlen_k) in LENGTHS {
+                    for &(seqlen_q, seqlen_k) in lengths {
                         for num_heads_kv in [32, 8, 4] {
                             let dims = Dims {
                                 batch: 2,

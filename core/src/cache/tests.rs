@@ -475,6 +475,9 @@ fn the_table_names_each_problem_once() {
     let table = forward_table().unwrap();
     let names: std::collections::BTreeSet<_> = table.iter().map(|entry| &entry.name).collect();
     assert_eq!((names.len(), table.len()), (2160, 2160));
+    let backward = backward_table().unwrap();
+    let names: std::collections::BTreeSet<_> = backward.iter().map(|entry| &entry.name).collect();
+    assert_eq!((names.len(), backward.len()), (1296, 1296));
 }
 
 #[test]

@@ -5,9 +5,9 @@ use crate::sm100::split::{self, KvParts};
 use crate::sm100::{self, Sm100Tile};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
-use fmha_core::tune::{TileClass, TileOptions};
+use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
 
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
@@ -65,10 +65,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
             facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
             Ok(tile)
         };
-        // Tiles are measured as a plan without options has them.
-        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
-        let tuned = facts.tuned.get(sm100::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
-        let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
+        let (tile, tile_from) = settle_fwd(sm100::NAME, problem, facts, options, set).map_err(refuse)?;
         let is_split = tile.split_keys > 0;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;

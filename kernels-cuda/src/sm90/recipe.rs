@@ -8,11 +8,11 @@ use fmha_core::abi::DevPtr;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::FieldValue;
 use fmha_core::spec::FwdSpec;
-use fmha_core::tune::{Candidates, TileClass, TileOptions};
+use fmha_core::tune::{Candidates, TileOptions};
 use fmha_core::{
     Accuracy, Dims, MaskKind, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses,
 };
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
@@ -158,10 +158,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             }
             Ok(tile)
         };
-        // Tiles are measured as a plan without options has them.
-        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
-        let tuned = facts.tuned.get(sm90::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
-        let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
+        let (tile, tile_from) = settle_fwd(sm90::NAME, problem, facts, options, set).map_err(refuse)?;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let at_once = tile.rows_at_once(problem);

@@ -4,9 +4,9 @@ use crate::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
 use crate::split;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
-use fmha_core::tune::{TileClass, TileOptions};
+use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
 
 use crate::cache_update::launch as update;
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
@@ -60,10 +60,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
             facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
             Ok(tile)
         };
-        // Tiles are measured as a plan without options has them.
-        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
-        let tuned = facts.tuned.get(text::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
-        let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
+        let (tile, tile_from) = settle_fwd(text::NAME, problem, facts, options, set).map_err(refuse)?;
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         // Parts are f32 in the workspace, which begin on 16 bytes.

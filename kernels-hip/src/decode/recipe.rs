@@ -3,14 +3,14 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::Fields;
 use fmha_core::source::KernelSource;
-use fmha_core::tune::{TileClass, TileOptions};
+use fmha_core::tune::TileOptions;
 use fmha_core::{
-    Accuracy, Call, FwdArgs, FwdProblem, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result,
-    ValidFwd, bind, check_addresses,
+    Call, FwdArgs, FwdProblem, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result, ValidFwd,
+    bind, check_addresses,
 };
 use fmha_gpu::{
     AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows, exactly,
-    settle,
+    settle_fwd,
 };
 
 use crate::cache_update::launch as update;
@@ -119,10 +119,7 @@ impl<V: Amd, K: Split> Recipe<ValidFwd, V> for Decode<K> {
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<ValidFwd, V>>, Refusal> {
         let set = |tile: &TileOptions| K::accept(problem, facts.device, &options.clone().tile(tile.clone()));
-        // Tiles are measured as a plan without options has them.
-        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
-        let tuned = facts.tuned.get(K::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
-        let (kernel, tile_from) = settle(&options.tile, tuned, set)?;
+        let (kernel, tile_from) = settle_fwd(K::NAME, problem, facts, options, set)?;
         let chosen = Chosen { kernel, device: facts.device, is_batch_invariant: options.batch_invariant };
         let mut choice = Self::choice(chosen, problem);
         choice.details.insert(1, tile_from.detail());

@@ -2,12 +2,11 @@
 
 use crate::Device;
 use crate::rdna::{self, RdnaTile};
-use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{
-    Accuracy, Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind,
-};
+use fmha_core::tune::TileOptions;
+use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind};
 use fmha_gpu::{
-    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows, settle,
+    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows,
+    settle_fwd,
 };
 
 use crate::device::{Amd, DeviceFacts, launch, lay_out};
@@ -46,10 +45,7 @@ impl<V: Amd> Recipe<ValidFwd, V> for Rdna {
     ) -> Result<Choice<Kernel<ValidFwd, V>>, Refusal> {
         let set =
             |tile: &TileOptions| rdna::accept(problem, facts.device, &options.clone().tile(tile.clone()));
-        // Tiles are measured as a plan without options has them.
-        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
-        let tuned = facts.tuned.get(rdna::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
-        let (chosen, tile_from) = settle(&options.tile, tuned, set)?;
+        let (chosen, tile_from) = settle_fwd(rdna::NAME, problem, facts, options, set)?;
         let mut choice = Self::choice(chosen, problem, facts.device);
         choice.details.insert(1, tile_from.detail());
         Ok(choice)

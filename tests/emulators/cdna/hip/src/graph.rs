@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+use crate::observe;
 use crate::runtime::{Failure, Loaded, execute, put, state};
 use crate::status::{Call, Status, report};
 
@@ -44,8 +45,14 @@ impl Node {
         match self {
             Self::Kernel { on, name, grid, block, dynamic_lds, args } => {
                 let launch = Launch { grid: *grid, block: *block, dynamic_lds: *dynamic_lds, args };
-                record(|| Recording::new(&on.device, &on.module, name, &launch));
+                let recording = || Recording::new(&on.device, &on.module, name, &launch);
+                record(recording);
+                // Taken before the launch writes, and only where somebody asks for counters.
+                let again = observe::is_asked().then(recording);
                 on.device.launch(&on.module, name, &launch).map_err(Failure::Launch)?;
+                if let Some(again) = again {
+                    observe::note(&again, &launch);
+                }
                 Ok(())
             }
             // SAFETY: whoever made the node promised that the host side of the copy is valid until it has run.

@@ -8,6 +8,7 @@
 //! - Streams execute at once. A kernel's fault is reported as a GPU would, by the next call that waits: 700
 //!   (hipErrorIllegalAddress) for addresses, 702 for a hang, 719 for the rest. It is then forgotten, so that a process
 //!   may go on. Its description goes to stderr, and to `fmhaEmulatorLastFault`.
+//! - `fmhaEmulatorLaunches` tells what the launches since it was last asked did, in counters.
 #![allow(non_snake_case, reason = "the names are HIP's")]
 #![allow(
     clippy::missing_safety_doc,
@@ -19,6 +20,7 @@ mod device;
 mod graph;
 mod memory;
 mod module;
+mod observe;
 mod runtime;
 mod status;
 mod stream;

@@ -1,0 +1,62 @@
+//! The emulated device: a test double of HIP's library, opened by path.
+
+use std::ffi::{CStr, c_char};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use fmha_core::Result;
+use fmha_core::emulators::Double;
+use fmha_kernels_hip::Arch;
+use libloading::Library;
+
+use crate::driver::{Driver, search};
+
+const HIP: Double = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu-hip" };
+
+/// The double that this process runs on.
+static DOUBLE: OnceLock<PathBuf> = OnceLock::new();
+
+/// The `ordinal`-th device of `arch` among those of the double.
+///
+/// # Errors
+/// [`Error::NoDevice`](fmha_core::Error::NoDevice) where the double's file is not found or does not open, or has no such
+/// device.
+pub(crate) fn open(arch: Arch, ordinal: usize) -> Result<Driver> {
+    let path = HIP.find()?;
+    let mut driver = Driver::open(search::hip_at(std::slice::from_ref(&path))?, 0, true)?;
+    DOUBLE.get_or_init(|| path);
+    let mut left = ordinal;
+    loop {
+        if driver.info()?.gcn_arch_name.split(':').next() == Some(arch.name()) {
+            if left == 0 {
+                return Ok(driver);
+            }
+            left -= 1;
+        }
+        driver = driver.next()?;
+    }
+}
+
+/// What the launches on the double did since this was last asked (of the first time none, for counting begins with it), as a
+/// JSON array, oldest first, of 64 at most: `kernel`, `grid`, `block`, `counters` and `instructions` by name. `None` where
+/// this process runs on no double.
+#[must_use]
+pub fn emulated_launches() -> Option<String> {
+    let path = DOUBLE.get()?;
+    // SAFETY: the double is open already: this is one more handle of it.
+    let library = unsafe { Library::new(path) }.ok()?;
+    // SAFETY: the double's own functions have these types.
+    let (launches, forget) = unsafe {
+        (
+            library.get::<unsafe extern "C" fn() -> *mut c_char>(b"fmhaEmulatorLaunches\0").ok()?,
+            library.get::<unsafe extern "C" fn(*mut c_char)>(b"fmhaEmulatorForget\0").ok()?,
+        )
+    };
+    // SAFETY: it takes nothing.
+    let text = unsafe { launches() };
+    // SAFETY: the double gives a string that lives until it is told to forget it.
+    let launches = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+    // SAFETY: it came from there, and is not used again.
+    unsafe { forget(text) };
+    Some(launches)
+}

@@ -1,0 +1,95 @@
+//! What the double tells of the launches it carried out: counters.
+
+use std::collections::VecDeque;
+use std::ffi::{CString, c_char};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+use fmha_emu_cdna::{Checks, Class, Counters, Launch, Options, Recording};
+
+/// Launches whose counters are kept until somebody asks.
+const KEPT: usize = 64;
+/// Bytes of a line of the cache, which is what memory instructions are counted in.
+const LINE_BYTES: u64 = 128;
+
+/// Whether somebody has asked; until then nothing is counted, which takes a second run of each launch.
+static ASKED: AtomicBool = AtomicBool::new(false);
+static LAUNCHES: Mutex<VecDeque<String>> = Mutex::new(VecDeque::new());
+
+pub(crate) fn is_asked() -> bool {
+    ASKED.load(Relaxed)
+}
+
+/// Runs a launch again in memory of its own, counting bank conflicts and lines, and keeps what was counted.
+pub(crate) fn note(recording: &Recording, launch: &Launch<'_>) {
+    let options = Options { checks: Checks::NONE, profile: true, ..Options::default() };
+    let counted = recording.prepare(&recording.code, options).and_then(|ready| ready.run());
+    match counted {
+        Ok(counters) => {
+            let mut launches = LAUNCHES.lock().unwrap_or_else(PoisonError::into_inner);
+            if launches.len() == KEPT {
+                launches.pop_front();
+            }
+            launches.push_back(json(&recording.kernel, launch, &counters));
+        }
+        Err(error) => eprintln!("emulated driver: {} is not counted: {error}", recording.kernel),
+    }
+}
+
+const fn words(class: Class) -> &'static str {
+    match class {
+        Class::Salu => "scalar",
+        Class::Control => "branch, wait, barrier",
+        Class::Smem => "scalar memory",
+        Class::Valu => "vector",
+        Class::ValuPacked => "packed vector",
+        Class::Transcendental => "transcendental",
+        Class::Mfma => "matrix",
+        Class::Lds => "LDS",
+        Class::Vmem => "memory",
+    }
+}
+
+fn json(kernel: &str, launch: &Launch<'_>, counters: &Counters) -> String {
+    let object = |pairs: &[(&str, u64)]| {
+        let fields: Vec<String> = pairs.iter().map(|(name, value)| format!("\"{name}\":{value}")).collect();
+        format!("{{{}}}", fields.join(","))
+    };
+    let instructions = object(&Class::ALL.map(|class| (words(class), counters.of(class))));
+    let counters = object(&[
+        ("wave_instructions", counters.total()),
+        ("matrix_instructions", counters.of(Class::Mfma)),
+        ("matrix_passes", counters.mfma_passes),
+        ("lds_accesses", counters.lds_accesses),
+        ("lds_cycles", counters.lds_cycles_min + counters.lds_conflict_cycles),
+        ("bank_conflicts", counters.lds_conflict_cycles),
+        ("memory_accesses", counters.vmem_accesses),
+        ("line_bytes", LINE_BYTES * counters.vmem_lines),
+        ("line_bytes_if_packed", LINE_BYTES * counters.vmem_lines_min),
+    ]);
+    let name = kernel.replace(['"', '\\'], "_");
+    format!(
+        "{{\"kernel\":\"{name}\",\"grid\":{:?},\"block\":{:?},\"counters\":{counters},\"instructions\":{instructions}}}",
+        launch.grid, launch.block
+    )
+}
+
+/// Not of HIP's interface: what the last launches (at most 64) did, as a JSON array, oldest first. Asking forgets them; the
+/// first time there are none, since counting begins with it. The text is the caller's until [`fmhaEmulatorForget`].
+#[unsafe(no_mangle)]
+pub extern "C" fn fmhaEmulatorLaunches() -> *mut c_char {
+    ASKED.store(true, Relaxed);
+    let mut launches = LAUNCHES.lock().unwrap_or_else(PoisonError::into_inner);
+    let launches: Vec<String> = launches.drain(..).collect();
+    // The objects hold no zero byte: names and numbers.
+    CString::new(format!("[{}]", launches.join(","))).unwrap_or_default().into_raw()
+}
+
+/// Frees a text of [`fmhaEmulatorLaunches`], which is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmhaEmulatorForget(text: *mut c_char) {
+    if !text.is_null() {
+        // SAFETY: the caller promises that `into_raw` made it, and that this is its last use.
+        drop(unsafe { CString::from_raw(text) });
+    }
+}
