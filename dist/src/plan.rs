@@ -217,7 +217,8 @@ impl Planned {
         let (rank, ranks) = (group.rank(), group.size());
         let backward = gradients.is_some();
         let chosen = Whole::new(problem, rank, ranks).and_then(|whole| {
-            let whole = whole.on_hosts(options.links.ranks_per_host);
+            let whole =
+                Whole { most_rows: group.most_rows(), ..whole.on_hosts(options.links.ranks_per_host) };
             let why_not = may_wait(&whole, backward, options).and_then(|()| match group.space() {
                 fmha::MemorySpace::Host => Err("host memory is read at once".to_owned()),
                 _ => Ok(()),
@@ -307,6 +308,13 @@ impl Planned {
             None => scheme.forward(whole, device, options),
             Some(gradients) => scheme.backward(whole, gradients, device, options),
         }?;
+        let (rows, most) = (program.most_rows(), group.most_rows());
+        if rows > most {
+            let text = format!(
+                "{scheme}: an exchange of {rows} rows is more than the {most} that are sent one by one"
+            );
+            return Err(Error::new(rank, "scheme", text));
+        }
         let alloc = |bytes: u64| {
             // What other processes map are whole pages of 2 MiB, which no other buffer shares.
             let page = if whole.flags && device.has_clock() { 2 << 20 } else { 1 };

@@ -113,6 +113,12 @@ impl Program {
         self.steps.iter().map(of).sum()
     }
 
+    /// Rows of the exchange that has most.
+    pub(crate) fn most_rows(&self) -> u64 {
+        let of = |step: &Step| if let Step::Exchange { exchange, .. } = step { exchange.rows() } else { 0 };
+        self.steps.iter().map(of).max().unwrap_or(0)
+    }
+
     fn sent_home(&self, step: usize) -> u64 {
         self.coming.as_ref().and_then(|coming| coming.home.as_ref()).map_or(0, |home| home.bytes_sent(step))
     }

@@ -11,6 +11,7 @@ use fmha::{Bias, DType, Descale};
 
 use crate::builder::{Builder, Given, Grads, Held, HeldLse, Moves, Operands, Wanted};
 use crate::error::{Error, Result};
+use crate::partition::Axis;
 use crate::problem::{Heads, Kind, Rows, Whole};
 use crate::program::{At, Buf, Part};
 
@@ -48,6 +49,22 @@ pub(super) fn takes(whole: &Whole) -> Result<()> {
     let scales = whole.fwd.scales;
     if ranks > 1 && [scales.descale_q, scales.descale_k, scales.descale_v].contains(&Descale::PerKvHead) {
         return refuse("descale", format!("a descale for each kv head has the heads of all {ranks} ranks"));
+    }
+    // Rows of 8 bits are not packed by kernels, which compute in numbers: each is a message. Half of what may be is for the rest.
+    let dtypes = whole.fwd.dtypes;
+    let sides = [(dtypes.qk, &whole.q), (dtypes.qk, &whole.k), (dtypes.v, &whole.k)];
+    let rows = |(_, axis): (_, &Axis)| {
+        let most = (0..ranks).map(|rank| axis.partition.rows_of(rank)).max().unwrap_or(0);
+        u64::from(axis.tensor_batch())
+            * (u64::from(axis.partition.rows()) + u64::from(ranks) * u64::from(most))
+    };
+    let rows: u64 = sides.into_iter().filter(|(dtype, _)| dtype.is_fp8()).map(rows).sum();
+    if ranks > 1 && rows > whole.most_rows / 2 {
+        let most = whole.most_rows / 2;
+        return refuse(
+            "dtype_qk",
+            format!("{rows} rows of 8 bits are more than the {most} that are sent one by one"),
+        );
     }
     Ok(())
 }
@@ -111,7 +128,7 @@ fn lse_parts(b: &Builder<'_>, all: HeldLse, peer: u32) -> (Vec<Part>, Vec<Part>)
     let own = b.own_lse();
     let theirs = heads_of(b.whole, peer).q;
     let of = |lse: HeldLse, row, count, heads: &std::ops::Range<u32>| -> Vec<Part> {
-        lse.rows.blocks(row, count, heads).into_iter().map(|block| (lse.buf, block)).collect()
+        lse.rows.blocks_of_heads(row, count, heads).into_iter().map(|block| (lse.buf, block)).collect()
     };
     let rows_of_peer = b.whole.q.pieces(peer);
     let (mut of_all, mut of_own) = (Vec::new(), Vec::new());
