@@ -131,6 +131,11 @@ fn is_long(block: Block) -> bool {
     block.rows > MOST_ROWS
 }
 
+/// How many messages a block of so many rows is, which kernels pack or do not.
+pub(crate) fn messages(rows: u64, packs: bool) -> u64 {
+    if packs && rows > MOST_ROWS { 1 } else { rows }
+}
+
 /// What comes packed by an exchange, and the scratch that it leaves once it is in its place.
 #[derive(Default)]
 pub(crate) struct Came {

@@ -196,6 +196,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let sequences = if whole.k.cu_seqlens.is_some() { f64::from(whole.k.batch) } else { 1.0 };
     let keys = f64::from(whole.k.partition.rows()) / sequences;
     let own_q = rows_q / ranks;
+    let groups = f64::from(whole.head_groups);
     let begin = if backward { 3.0 * LAUNCH } else { LAUNCH };
     // Of the rank that has most: all ranks are to find the same.
     let pieces = (0..whole.ranks).map(|rank| whole.q.pieces(rank).len()).max().unwrap_or(0) as f64;
@@ -220,7 +221,12 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
         }
         Scheme::Ring => (of_ring(ranks), COST_OF_PARTS),
         Scheme::Mixed => (of_ring(hosts), COST_OF_PARTS),
-        Scheme::Ulysses => (begin + idle(keys), 1.0),
+        // What moves is packed before, or unpacked after; launches of groups fill each other's idle ends.
+        Scheme::Ulysses => {
+            let bytes = rows_q / ranks * (qk * size(dtypes.qk) + v * size(dtypes.o)) + kv / ranks;
+            let packed = if backward { 2.5 * bytes } else { bytes };
+            (sequences * groups * begin + idle(keys) + stored(2.0 * packed), 1.0)
+        }
         Scheme::Decode => (0.0, 1.0),
     };
     let (compute, moved, memory) = match scheme {
@@ -274,7 +280,9 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
             } else {
                 0.0
             };
-            let moved = Moved { exchanges: 2.0, ..all_to_all(own + more) };
+            // Beside kernels comes all but the first group, and goes all but the last.
+            let moved =
+                Moved { exchanges: 2.0 * groups, hidden: 1.0 - 1.0 / groups, ..all_to_all(own + more) };
             (seconds_of(all / ranks), moved, own + more)
         }
         Scheme::Decode => {

@@ -16,7 +16,7 @@ use crate::group::Group;
 use crate::model::{Estimate, Links, estimate};
 use crate::problem::{Gradients, Kind, Problem, Whole};
 use crate::program::{Buf, Buffers, Executor, Memory, Program, Streams};
-use crate::scheme::{SCHEMES, Scheme};
+use crate::scheme::{SCHEMES, Scheme, most_groups};
 
 /// What the caller asks of a plan over ranks. All ranks ask the same.
 #[derive(Clone, Debug, Default)]
@@ -96,6 +96,7 @@ impl fmt::Display for Choice {
 pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) -> Result<Choice> {
     let whole = Whole::new(problem, 0, ranks)?.on_hosts(options.links.ranks_per_host);
     let whole = Whole { flags: may_wait(&whole, backward, options).is_ok(), ..whole };
+    let whole = Whole { head_groups: head_groups(&whole, backward, options), ..whole };
     choose_for(&whole, backward, options)
 }
 
@@ -131,6 +132,16 @@ fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Result<(), Stri
         }
     }
     Ok(())
+}
+
+/// In how many groups heads should travel by Ulysses: as many as can be, or one, whichever the model has faster. Backward takes one.
+fn head_groups(whole: &Whole, backward: bool, options: &Options) -> u32 {
+    let seconds = |head_groups| {
+        let whole = Whole { head_groups, ..whole.clone() };
+        estimate(Scheme::Ulysses, &whole, backward, &options.links).seconds
+    };
+    let most = if backward { 1 } else { most_groups(whole) };
+    if most > 1 && seconds(most) < seconds(1) { most } else { 1 }
 }
 
 fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Result<Choice> {
@@ -224,6 +235,7 @@ impl Planned {
                 _ => Ok(()),
             });
             let whole = Whole { flags: why_not.is_ok(), ..whole };
+            let whole = Whole { head_groups: head_groups(&whole, backward, options), ..whole };
             let choice = choose_for(&whole, backward, options)?;
             let why_not = why_not.err().filter(|_| choice.scheme == Scheme::Gather);
             if let (Some(true), Some(reason)) = (options.flags, &why_not) {
@@ -238,6 +250,7 @@ impl Planned {
                 ("gradients".to_owned(), format!("{gradients:?}")),
                 ("scheme".to_owned(), choice.scheme.to_string()),
                 ("flags".to_owned(), format!("{}, {:?}", whole.flags, options.flags)),
+                ("head_groups".to_owned(), whole.head_groups.to_string()),
                 ("ranks_per_host".to_owned(), format!("{:?}", options.links.ranks_per_host)),
                 ("batch_invariant".to_owned(), options.kernels.batch_invariant.to_string()),
                 ("deterministic".to_owned(), options.kernels.deterministic.to_string()),

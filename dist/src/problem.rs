@@ -122,6 +122,8 @@ pub(crate) struct Whole {
     pub(crate) ranks_per_host: u32,
     /// Gathered keys come while the kernels run, which wait for each piece's flag.
     pub(crate) flags: bool,
+    /// In how many groups the heads of a rank travel, by Ulysses.
+    pub(crate) head_groups: u32,
     /// Rows that an exchange of the group may have at most.
     pub(crate) most_rows: u64,
     pub(crate) q: Axis,
@@ -234,7 +236,17 @@ impl Whole {
         if k.partition.is_replicated() && ranks > 1 {
             return wrong("partition", "partition: keys that every rank has need 1 rank".to_owned());
         }
-        Ok(Self { fwd: whole, rank, ranks, ranks_per_host: ranks, flags: false, most_rows: u64::MAX, q, k })
+        Ok(Self {
+            fwd: whole,
+            rank,
+            ranks,
+            ranks_per_host: ranks,
+            flags: false,
+            head_groups: 1,
+            most_rows: u64::MAX,
+            q,
+            k,
+        })
     }
 
     /// With so many ranks to a host; `None`: all.
