@@ -278,7 +278,7 @@ impl Bench {
         scheme: Scheme,
         (backward, alone): (bool, f64),
     ) -> Option<f64> {
-        let mut options = options.clone();
+        let (mut options, measured) = (options.clone(), options.links);
         // Of any rate, one device's seconds; from those the rate that it has.
         let rate = |links: &mut Links, flops: f64| (links.fwd_flops, links.bwd_flops) = (flops, flops);
         rate(&mut options.links, 1e12);
@@ -289,7 +289,7 @@ impl Bench {
         };
         let at_1e12 = seconds(&options)?;
         let one = at_1e12.efficiency * at_1e12.seconds * f64::from(ranks);
-        rate(&mut options.links, 1e12 * one / alone);
+        rate(&mut options.links, 1e12 * measured.kept_up(one) / measured.kept_up(alone));
         Some(seconds(&options)?.seconds)
     }
 

@@ -654,9 +654,9 @@ mod tests {
     fn kernels_wait_where_the_keys_way_is_longer_than_waiting_costs_unless_told_otherwise() {
         let options = Options::default();
         assert_eq!(waits(8192, &options), Ok(()));
-        let reason = waits(131_072, &options).unwrap_err();
+        let reason = waits(524_288, &options).unwrap_err();
         assert!(reason.ends_with("with kernels that wait, by the model"), "{reason}");
-        assert_eq!(waits(131_072, &options.clone().flags(true)), Ok(()));
+        assert_eq!(waits(524_288, &options.clone().flags(true)), Ok(()));
         assert_eq!(waits(8192, &options.clone().flags(false)).unwrap_err(), "flags false was asked for");
         let reason = may_wait(&zig_zag(8192, 64), false, &options).unwrap_err();
         assert_eq!(reason, "128 runs of keys are more than 64");
