@@ -666,6 +666,33 @@ mod tests {
     }
 
     #[test]
+    fn heads_travel_in_groups_where_their_way_is_longer_than_launches_cost() {
+        let groups = |whole: &Whole, backward, links: &str| {
+            let options = Options::default().links(links.parse().unwrap());
+            head_groups(whole, backward, &options)
+        };
+        // Of two ranks each has 4 kv heads, of 16 a half.
+        let [two, many] = [2, 16].map(|ranks| zig_zag(32_768, ranks));
+        assert_eq!(groups(&two, false, ""), 4);
+        assert_eq!(groups(&two, false, "latency = 1"), 1);
+        assert_eq!(groups(&two, true, ""), 1);
+        assert_eq!(groups(&many, false, ""), 1);
+    }
+
+    #[test]
+    fn heads_whose_rows_the_group_would_refuse_do_not_travel() {
+        let mut whole = Whole { most_rows: 4096, ..zig_zag(4096, 2) };
+        assert!(choose_for(&whole, false, &Options::default().scheme(Scheme::Ulysses)).is_ok());
+        whole.fwd = whole.fwd.dtype_o(DType::Bf16);
+        whole.fwd.dtypes.qk = DType::E4m3Fn;
+        whole.fwd.dtypes.v = DType::E4m3Fn;
+        let error = choose_for(&whole, false, &Options::default().scheme(Scheme::Ulysses)).unwrap_err();
+        assert_eq!(error.field, "scheme");
+        assert!(error.text.starts_with("ulysses: 24") && error.text.contains("more than 4096"), "{error}");
+        assert_ne!(choose_for(&whole, false, &Options::default()).unwrap().scheme, Scheme::Ulysses);
+    }
+
+    #[test]
     fn all_ranks_find_the_same_costs_whatever_their_rows() {
         let offsets = vec![0, 13, 13, 30, 41];
         let dims = Dims {
