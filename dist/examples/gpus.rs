@@ -9,6 +9,7 @@
 //!
 //! Arguments: NCCL's path (or `-`), and jobs with `+` between them: what to do, tokens, masks, schemes, how often to run for equal
 //! bits (0: plan alone, which compiles what is not in the cache yet). bf16, batch 1, 32 query heads, 8 of keys, head dim 128.
+//! `emulated:N` in place of a path plans alone, as N ranks would: kernels for a machine that is to compile none.
 //!
 //! - forward, backward, deterministic (backward)
 //! - modified: forward with ALiBi and dropout
@@ -277,7 +278,7 @@ impl Bench {
         scheme: Scheme,
         (backward, alone): (bool, f64),
     ) -> Option<f64> {
-        let mut options = options.clone();
+        let (mut options, measured) = (options.clone(), options.links);
         // Of any rate, one device's seconds; from those the rate that it has.
         let rate = |links: &mut Links, flops: f64| (links.fwd_flops, links.bwd_flops) = (flops, flops);
         rate(&mut options.links, 1e12);
@@ -288,7 +289,7 @@ impl Bench {
         };
         let at_1e12 = seconds(&options)?;
         let one = at_1e12.efficiency * at_1e12.seconds * f64::from(ranks);
-        rate(&mut options.links, 1e12 * one / alone);
+        rate(&mut options.links, 1e12 * measured.kept_up(one) / measured.kept_up(alone));
         Some(seconds(&options)?.seconds)
     }
 
@@ -543,9 +544,13 @@ fn documents(tokens: u32) -> Vec<u32> {
 fn main() -> Result<(), AnyError> {
     let start = Instant::now();
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let (library, jobs) = args.split_first().ok_or("NCCL's path or -, and jobs")?;
+    let (library, jobs) = args.split_first().ok_or("NCCL's path, - or emulated:ranks, and jobs")?;
+    let emulated = library.strip_prefix("emulated:").map(str::parse::<u32>).transpose()?;
     let library = Some(library).filter(|path| *path != "-").map(PathBuf::from);
     let jobs: Vec<&[String]> = jobs.split(|word| word == "+").collect();
+    if let Some(ranks) = emulated {
+        return plan_emulated(ranks, &jobs, start);
+    }
     let troubled = |job: &&[String]| matches!(job.first().map(String::as_str), Some("slow" | "dead"));
     let timeout = Duration::from_secs(if jobs.iter().any(troubled) { 3 } else { 60 });
     let control = connect(&Rendezvous::from_env()?, timeout)?;
@@ -558,6 +563,64 @@ fn main() -> Result<(), AnyError> {
         group.share(&[])?;
     }
     Ok(())
+}
+
+/// Plans jobs as so many ranks would, on an emulated sm_90a: compiles their kernels where there is no device.
+fn plan_emulated(ranks: u32, jobs: &[&[String]], start: Instant) -> Result<(), AnyError> {
+    let device = Device::open(Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) })?;
+    let plan = |host: fmha_dist::Host| -> Result<(), String> {
+        let group: Arc<dyn Group> = Arc::new(Planning(host));
+        for job in jobs {
+            let job = Job { repeats: 0, ..Job::parse(job).map_err(|error| error.to_string())? };
+            job.run(&device, &group, (start, &mut None)).map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let hosts = fmha_dist::threads(ranks, Duration::from_secs(3600));
+        let ranks: Vec<_> = hosts.into_iter().map(|host| scope.spawn(|| plan(host))).collect();
+        ranks.into_iter().try_for_each(|rank| Ok(rank.join().map_err(|_| "a rank has panicked")??))
+    })
+}
+
+/// Ranks that plan for devices, and move nothing.
+struct Planning(fmha_dist::Host);
+
+impl Group for Planning {
+    fn rank(&self) -> u32 {
+        self.0.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.0.size()
+    }
+
+    fn space(&self) -> fmha::MemorySpace {
+        fmha::MemorySpace::Device
+    }
+
+    fn share(&self, mine: &[u8]) -> fmha_dist::Result<Vec<Vec<u8>>> {
+        self.0.share(mine)
+    }
+
+    fn exchange(
+        &self,
+        exchange: &Exchange,
+        _sources: &[fmha::DevSlice<'_>],
+        _sinks: &mut [DevSliceMut<'_>],
+        _stream: &Stream,
+    ) -> fmha_dist::Result<()> {
+        let text = format!("{} rows are planned, and not moved", exchange.rows());
+        Err(fmha_dist::Error::new(self.rank(), "exchange", text))
+    }
+
+    fn timeout(&self) -> Duration {
+        self.0.timeout()
+    }
+
+    fn fail(&self, error: fmha_dist::Error) -> fmha_dist::Error {
+        self.0.fail(error)
+    }
 }
 
 /// What is to be done.
@@ -629,12 +692,13 @@ impl Job {
             whole = whole.p_drop(0.1).bias(Bias::Alibi { per_batch: false });
         }
         let slopes: Vec<f32> = (1..=32).map(|head| (-0.25 * head as f32).exp2()).collect();
+        let most_sent = if self.repeats > 0 { MOST_SENT } else { 1 << 10 };
         let mut bench = Bench {
             captures: self.operation == "capture",
             trouble,
             stream: device.stream()?,
             slopes: upload(device, bytemuck::cast_slice(&slopes))?,
-            links: [device.memory().alloc(MOST_SENT)?, device.memory().alloc(MOST_SENT)?],
+            links: [device.memory().alloc(most_sent)?, device.memory().alloc(most_sent)?],
             device: device.clone(),
             group: group.clone(),
             whole,

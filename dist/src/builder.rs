@@ -84,6 +84,31 @@ impl Moves {
             self.exchange.receives.push(Parcel { peer, buffer, block });
         }
     }
+
+    /// What a rank sends to itself beside where it is to be, in parts of as many rows; none if they have other rows.
+    fn of(&self, rank: u32) -> Option<Vec<(Part, Part)>> {
+        let of = |parcels: &[Parcel], bufs: &[Buf]| -> Vec<Part> {
+            let own = parcels.iter().filter(|parcel| parcel.peer == rank);
+            own.map(|parcel| (bufs[parcel.buffer], parcel.block)).rev().collect()
+        };
+        let (mut from, mut to) =
+            (of(&self.exchange.sends, &self.sources), of(&self.exchange.receives, &self.sinks));
+        let mut pairs = Vec::new();
+        while let (Some(source), Some(sink)) = (from.pop(), to.pop()) {
+            if source.1.row_bytes != sink.1.row_bytes {
+                return None;
+            }
+            let rows = source.1.rows.min(sink.1.rows);
+            for (left, (buf, block)) in [(&mut from, source), (&mut to, sink)] {
+                if block.rows > rows {
+                    let offset = block.offset + rows * block.stride;
+                    left.push((buf, Block { offset, rows: block.rows - rows, ..block }));
+                }
+            }
+            pairs.push(((source.0, Block { rows, ..source.1 }), (sink.0, Block { rows, ..sink.1 })));
+        }
+        (from.is_empty() && to.is_empty()).then_some(pairs)
+    }
 }
 
 /// Puts a program together for one rank.
@@ -98,9 +123,25 @@ pub(crate) struct Builder<'a> {
     elem_bytes: Vec<u64>,
 }
 
-/// A block of more stretches than this is packed before it moves, and unpacked where it arrives: a stretch is a message, of
-/// some microseconds.
-const MOST_STRETCHES: u64 = 32;
+/// A block of more rows than this is one message, packed before it moves and unpacked where it arrives if its rows do not lie one
+/// behind the other: of fewer each is a message, of some microseconds.
+const MOST_ROWS: u64 = 32;
+
+fn is_long(block: Block) -> bool {
+    block.rows > MOST_ROWS
+}
+
+/// How many messages a block of so many rows is, which kernels pack or do not.
+pub(crate) fn messages(rows: u64, packs: bool) -> u64 {
+    if packs && rows > MOST_ROWS { 1 } else { rows }
+}
+
+/// What comes packed by an exchange, and the scratch that it leaves once it is in its place.
+#[derive(Default)]
+pub(crate) struct Came {
+    unpack: Vec<(Part, Part, DType)>,
+    scratch: Vec<(Buf, u64)>,
+}
 
 impl<'a> Builder<'a> {
     pub(crate) fn new(whole: &'a Whole, device: &'a Device, options: &'a PlanOptions) -> Self {
@@ -190,7 +231,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Scratch for elements of so many bytes.
-    fn scratch_of(&mut self, elem_bytes: u64, bytes: u64) -> Buf {
+    pub(crate) fn scratch_of(&mut self, elem_bytes: u64, bytes: u64) -> Buf {
         let buf = self.scratch(bytes);
         if let Buf::Scratch(number) = buf {
             self.elem_bytes[number] = elem_bytes;
@@ -298,46 +339,74 @@ impl<'a> Builder<'a> {
     }
 
     pub(crate) fn exchange(&mut self, moves: &Moves) -> Result<()> {
-        if moves.exchange == Exchange::default() {
-            return Ok(());
-        }
-        let mut packed = Moves::default();
-        let (mut unpack, mut scratch) = (Vec::new(), Vec::new());
-        for &Parcel { peer, buffer, block } in &moves.exchange.sends {
+        let came = self.begin_exchange(moves)?;
+        self.unpack(came)
+    }
+
+    /// An exchange of which what comes packed is not in its place before [`unpack`](Self::unpack).
+    pub(crate) fn begin_exchange(&mut self, moves: &Moves) -> Result<Came> {
+        let (mut packed, mut came, mut scratch) = (Moves::default(), Came::default(), Vec::new());
+        // What stays on this rank is copied at once where it is no copy of few rows.
+        let own = moves.of(self.rank());
+        let copies = own.filter(|own| own.iter().any(|(from, to)| is_long(from.1) || is_long(to.1)));
+        let copies = copies.and_then(|own| {
+            own.into_iter()
+                .map(|(from, to)| Some((from, to, self.dtype_of(from.0)?)))
+                .collect::<Option<Vec<_>>>()
+        });
+        let stays = |peer: u32, rank: u32| copies.is_some() && peer == rank;
+        let rank = self.rank();
+        for &Parcel { peer, buffer, block } in
+            moves.exchange.sends.iter().filter(|one| !stays(one.peer, rank))
+        {
             let part = (moves.sources[buffer], block);
-            let to = self.packed(part);
-            if let Some((to, dtype)) = to {
+            let as_one = self.as_one(part);
+            if let Some((to, dtype)) = as_one.filter(|(to, _)| to.0 != part.0) {
                 self.merge(to, vec![part], (dtype, dtype), Merge::Sum)?;
                 scratch.push((to.0, block.bytes()));
             }
-            packed.send(peer, to.map_or(part, |(to, _)| to));
+            packed.send(peer, as_one.map_or(part, |(to, _)| (to.0, to.1.as_one_row())));
         }
-        for &Parcel { peer, buffer, block } in &moves.exchange.receives {
+        for &Parcel { peer, buffer, block } in
+            moves.exchange.receives.iter().filter(|one| !stays(one.peer, rank))
+        {
             let part = (moves.sinks[buffer], block);
-            let from = self.packed(part);
-            if let Some((from, dtype)) = from {
-                unpack.push((from, part, dtype));
-                scratch.push((from.0, block.bytes()));
+            let as_one = self.as_one(part);
+            if let Some((from, dtype)) = as_one.filter(|(from, _)| from.0 != part.0) {
+                came.unpack.push((from, part, dtype));
+                came.scratch.push((from.0, block.bytes()));
             }
-            packed.receive(peer, from.map_or(part, |(from, _)| from));
+            packed.receive(peer, as_one.map_or(part, |(from, _)| (from.0, from.1.as_one_row())));
         }
-        let Moves { exchange, sources, sinks } = packed;
-        self.push(Step::Exchange { exchange, sources, sinks });
-        for (from, to, dtype) in unpack {
+        for (from, to, dtype) in copies.into_iter().flatten() {
             self.merge(to, vec![from], (dtype, dtype), Merge::Sum)?;
         }
+        if packed.exchange != Exchange::default() {
+            let Moves { exchange, sources, sinks } = packed;
+            self.push(Step::Exchange { exchange, sources, sinks });
+        }
         self.free.extend(scratch);
+        Ok(came)
+    }
+
+    /// Brings what has come packed to its places.
+    pub(crate) fn unpack(&mut self, came: Came) -> Result<()> {
+        for (from, to, dtype) in came.unpack {
+            self.merge(to, vec![from], (dtype, dtype), Merge::Sum)?;
+        }
+        self.free.extend(came.scratch);
         Ok(())
     }
 
-    /// Where a block of many stretches lies in one, and the type of its elements.
-    fn packed(&mut self, (buf, block): Part) -> Option<(Part, DType)> {
-        let dtype = self.dtype_of(buf)?;
-        let is_long = block.stride != block.row_bytes && block.rows > MOST_STRETCHES;
-        is_long.then(|| {
-            let whole = Block { offset: 0, stride: block.row_bytes, ..block };
-            ((self.scratch_of(dtype.size_bytes(), block.bytes()), whole), dtype)
-        })
+    /// Where a block of many rows lies in one, and the type of its elements: itself, if it does, or scratch. What is one on a
+    /// rank is so on the other one, whose rows are as many and of the same type.
+    fn as_one(&mut self, (buf, block): Part) -> Option<(Part, DType)> {
+        let dtype = self.dtype_of(buf).filter(|_| is_long(block))?;
+        if block.stride == block.row_bytes {
+            return Some(((buf, block), dtype));
+        }
+        let whole = Block { offset: 0, stride: block.row_bytes, ..block };
+        Some(((self.scratch_of(dtype.size_bytes(), block.bytes()), whole), dtype))
     }
 
     /// Brings an LSE of a piece alone into one of more rows, or back, by a kernel of this device.

@@ -25,10 +25,14 @@ pub struct Links {
     pub bytes_per_second: f64,
     /// Seconds of an exchange of nothing.
     pub latency: f64,
-    /// Operations a second of the forward kernel.
+    /// Operations a second of the forward kernel, as a device keeps them up.
     pub fwd_flops: f64,
-    /// Operations a second of the backward kernel.
+    /// Operations a second of the backward kernel, as a device keeps them up.
     pub bwd_flops: f64,
+    /// How much faster a device is that has rested, before its power makes its clock fall.
+    pub burst: f64,
+    /// For how many seconds it is.
+    pub burst_seconds: f64,
     /// Processors of a device, of which each computes a tile of 128 queries of a head at a time.
     pub processors: f64,
     /// What a device reads or writes a second in its own memory.
@@ -43,7 +47,8 @@ pub struct Links {
     pub host_latency: f64,
 }
 
-/// NVLink of four H100: 64 MiB a ring step in 259 us, 256 MiB in 890 us; half of the card's memory; 400 Gb/s between hosts.
+/// NVLink of four H100: 64 MiB a ring step in 259 us, 256 MiB in 890 us; half of the card's memory; 400 Gb/s between hosts. The clock's
+/// fall is that of H200s, of which four take 0.24 of one device's 181 ms, and 0.25 of its 3.0 s.
 impl Default for Links {
     fn default() -> Self {
         Self {
@@ -51,6 +56,8 @@ impl Default for Links {
             latency: 48e-6,
             fwd_flops: 6e14,
             bwd_flops: 5.2e14,
+            burst: 1.2,
+            burst_seconds: 0.1,
             processors: 132.0,
             memory_bytes_per_second: 3e12,
             memory: 4e10,
@@ -58,6 +65,19 @@ impl Default for Links {
             host_bytes_per_second: 4.5e10,
             host_latency: 60e-6,
         }
+    }
+}
+
+impl Links {
+    /// What a device that has rested does in so many seconds, in seconds of one that has not.
+    #[must_use]
+    pub fn kept_up(&self, seconds: f64) -> f64 {
+        seconds + (self.burst - 1.0) * seconds.min(self.burst_seconds)
+    }
+
+    /// In how many seconds a device that has rested does what takes one that has not so many.
+    fn rested(&self, kept_up: f64) -> f64 {
+        (kept_up / self.burst).max(kept_up - (self.burst - 1.0) * self.burst_seconds)
     }
 }
 
@@ -87,14 +107,16 @@ impl FromStr for Links {
                 "latency" => &mut links.latency,
                 "fwd_flops" => &mut links.fwd_flops,
                 "bwd_flops" => &mut links.bwd_flops,
+                "burst" => &mut links.burst,
+                "burst_seconds" => &mut links.burst_seconds,
                 "processors" => &mut links.processors,
                 "memory_bytes_per_second" => &mut links.memory_bytes_per_second,
                 "memory" => &mut links.memory,
                 "host_bytes_per_second" => &mut links.host_bytes_per_second,
                 "host_latency" => &mut links.host_latency,
                 other => {
-                    let known = "bytes_per_second, latency, fwd_flops, bwd_flops, processors, \
-                                 memory_bytes_per_second, memory, ranks_per_host, \
+                    let known = "bytes_per_second, latency, fwd_flops, bwd_flops, burst, burst_seconds, \
+                                 processors, memory_bytes_per_second, memory, ranks_per_host, \
                                  host_bytes_per_second, host_latency";
                     return Err(format!("`{other}` is none of {known}"));
                 }
@@ -149,17 +171,20 @@ fn pairs_by_rank(whole: &Whole) -> Vec<f64> {
     (0..whole.ranks).map(of).collect()
 }
 
-/// The time of a forward that waits for flags, over that of one whose keys are there: two H100, 131072 tokens, causal, 88.9 ms, and
-/// 86.9 of which 0.9 are the keys' way.
-const COST_OF_WAITING: f64 = 1.033;
+/// The time of a kernel that waits for flags, over that of one whose keys are there: two and four H200, 131072 and 524288 tokens,
+/// forward, 0.993 to 1.028, with what the keys' way takes where they come first left out.
+const COST_OF_WAITING: f64 = 1.005;
 
 /// The time of kernels over runs of keys that write f32, over that of one over all keys: a ring of two H200, 131072 tokens,
 /// causal, forward 97.4 ms and backward 314, of one device 177 and 585; the model has the rest.
 const COST_OF_PARTS: f64 = 1.05;
 
-/// Seconds that a launch of a rank and what belongs to it take to begin (copies of its rows, its LSE, the host), measured on two
-/// H200 from 8192 tokens on.
-const LAUNCH: f64 = 40e-6;
+/// Seconds that a launch of a rank and what belongs to it (copies of its rows, its LSE, its sums) take to begin, where calls follow
+/// each other: two H200, 8192 and 16384 tokens. Of keys that are gathered, or of a ring; forward, or backward.
+const LAUNCH: f64 = 10e-6;
+const LAUNCH_BACKWARD: f64 = 120e-6;
+const LAUNCH_OF_RING: f64 = 62e-6;
+const LAUNCH_OF_RING_BACKWARD: f64 = 235e-6;
 
 /// What `scheme` would cost.
 pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Links) -> Estimate {
@@ -196,7 +221,9 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let sequences = if whole.k.cu_seqlens.is_some() { f64::from(whole.k.batch) } else { 1.0 };
     let keys = f64::from(whole.k.partition.rows()) / sequences;
     let own_q = rows_q / ranks;
-    let begin = if backward { 3.0 * LAUNCH } else { LAUNCH };
+    let groups = f64::from(whole.head_groups);
+    let (begin, begin_of_ring) =
+        if backward { (LAUNCH_BACKWARD, LAUNCH_OF_RING_BACKWARD) } else { (LAUNCH, LAUNCH_OF_RING) };
     // Of the rank that has most: all ranks are to find the same.
     let pieces = (0..whole.ranks).map(|rank| whole.q.pieces(rank).len()).max().unwrap_or(0) as f64;
     let seen = if all > 0.0 { all / (rows_q * f64::from(whole.k.partition.rows())) } else { 0.0 };
@@ -209,7 +236,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
         } else {
             2.0 * launches * own_q / pieces.max(1.0) * (v + 1.0) * 4.0
         };
-        launches * (begin + idle(keys / (pieces * steps).max(1.0))) + stored(bytes)
+        launches * (begin_of_ring + idle(keys / (pieces * steps).max(1.0))) + stored(bytes)
     };
     let (besides, slower) = match scheme {
         _ if whole.ranks == 1 => (0.0, 1.0),
@@ -220,7 +247,12 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
         }
         Scheme::Ring => (of_ring(ranks), COST_OF_PARTS),
         Scheme::Mixed => (of_ring(hosts), COST_OF_PARTS),
-        Scheme::Ulysses => (begin + idle(keys), 1.0),
+        // What moves is packed before, or unpacked after; launches of groups fill each other's idle ends.
+        Scheme::Ulysses => {
+            let bytes = rows_q / ranks * (qk * size(dtypes.qk) + v * size(dtypes.o)) + kv / ranks;
+            let packed = if backward { 2.5 * bytes } else { bytes };
+            (sequences * groups * begin + idle(keys) + stored(2.0 * packed), 1.0)
+        }
         Scheme::Decode => (0.0, 1.0),
     };
     let (compute, moved, memory) = match scheme {
@@ -274,7 +306,9 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
             } else {
                 0.0
             };
-            let moved = Moved { exchanges: 2.0, ..all_to_all(own + more) };
+            // Beside kernels comes all but the first group, and goes all but the last.
+            let moved =
+                Moved { exchanges: 2.0 * groups, hidden: 1.0 - 1.0 / groups, ..all_to_all(own + more) };
             (seconds_of(all / ranks), moved, own + more)
         }
         Scheme::Decode => {
@@ -283,7 +317,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
             (seconds_of(all / ranks), moved, part * (ranks + 2.0))
         }
     };
-    let compute = compute * slower + besides;
+    let compute = links.rested(compute * slower) + besides;
     let exchanges = if whole.ranks == 1 { 0.0 } else { moved.exchanges };
     let latency = if across { links.host_latency } else { links.latency };
     // Both kinds of links work at once.
@@ -291,7 +325,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let transfer = sent + exchanges * latency;
     let hidden = moved.hidden * transfer;
     let seconds = compute.max(hidden) + transfer - hidden;
-    let one = seconds_of(all);
+    let one = links.rested(seconds_of(all));
     let efficiency = if seconds > 0.0 { one / (ranks * seconds) } else { 1.0 };
     let bytes_sent = moved.near + moved.far;
     Estimate { compute, transfer, seconds, bytes_sent, memory, efficiency }

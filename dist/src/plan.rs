@@ -16,7 +16,7 @@ use crate::group::Group;
 use crate::model::{Estimate, Links, estimate};
 use crate::problem::{Gradients, Kind, Problem, Whole};
 use crate::program::{Buf, Buffers, Executor, Memory, Program, Streams};
-use crate::scheme::{SCHEMES, Scheme};
+use crate::scheme::{SCHEMES, Scheme, most_groups};
 
 /// What the caller asks of a plan over ranks. All ranks ask the same.
 #[derive(Clone, Debug, Default)]
@@ -96,6 +96,7 @@ impl fmt::Display for Choice {
 pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) -> Result<Choice> {
     let whole = Whole::new(problem, 0, ranks)?.on_hosts(options.links.ranks_per_host);
     let whole = Whole { flags: may_wait(&whole, backward, options).is_ok(), ..whole };
+    let whole = Whole { head_groups: head_groups(&whole, backward, options), ..whole };
     choose_for(&whole, backward, options)
 }
 
@@ -131,6 +132,16 @@ fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Result<(), Stri
         }
     }
     Ok(())
+}
+
+/// In how many groups heads should travel by Ulysses: as many as can be, or one, whichever the model has faster. Backward takes one.
+fn head_groups(whole: &Whole, backward: bool, options: &Options) -> u32 {
+    let seconds = |head_groups| {
+        let whole = Whole { head_groups, ..whole.clone() };
+        estimate(Scheme::Ulysses, &whole, backward, &options.links).seconds
+    };
+    let most = if backward { 1 } else { most_groups(whole) };
+    if most > 1 && seconds(most) < seconds(1) { most } else { 1 }
 }
 
 fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Result<Choice> {
@@ -217,12 +228,14 @@ impl Planned {
         let (rank, ranks) = (group.rank(), group.size());
         let backward = gradients.is_some();
         let chosen = Whole::new(problem, rank, ranks).and_then(|whole| {
-            let whole = whole.on_hosts(options.links.ranks_per_host);
+            let whole =
+                Whole { most_rows: group.most_rows(), ..whole.on_hosts(options.links.ranks_per_host) };
             let why_not = may_wait(&whole, backward, options).and_then(|()| match group.space() {
                 fmha::MemorySpace::Host => Err("host memory is read at once".to_owned()),
                 _ => Ok(()),
             });
             let whole = Whole { flags: why_not.is_ok(), ..whole };
+            let whole = Whole { head_groups: head_groups(&whole, backward, options), ..whole };
             let choice = choose_for(&whole, backward, options)?;
             let why_not = why_not.err().filter(|_| choice.scheme == Scheme::Gather);
             if let (Some(true), Some(reason)) = (options.flags, &why_not) {
@@ -237,6 +250,7 @@ impl Planned {
                 ("gradients".to_owned(), format!("{gradients:?}")),
                 ("scheme".to_owned(), choice.scheme.to_string()),
                 ("flags".to_owned(), format!("{}, {:?}", whole.flags, options.flags)),
+                ("head_groups".to_owned(), whole.head_groups.to_string()),
                 ("ranks_per_host".to_owned(), format!("{:?}", options.links.ranks_per_host)),
                 ("batch_invariant".to_owned(), options.kernels.batch_invariant.to_string()),
                 ("deterministic".to_owned(), options.kernels.deterministic.to_string()),
@@ -307,6 +321,13 @@ impl Planned {
             None => scheme.forward(whole, device, options),
             Some(gradients) => scheme.backward(whole, gradients, device, options),
         }?;
+        let (rows, most) = (program.most_rows(), group.most_rows());
+        if rows > most {
+            let text = format!(
+                "{scheme}: an exchange of {rows} rows is more than the {most} that are sent one by one"
+            );
+            return Err(Error::new(rank, "scheme", text));
+        }
         let alloc = |bytes: u64| {
             // What other processes map are whole pages of 2 MiB, which no other buffer shares.
             let page = if whole.flags && device.has_clock() { 2 << 20 } else { 1 };
@@ -633,15 +654,42 @@ mod tests {
     fn kernels_wait_where_the_keys_way_is_longer_than_waiting_costs_unless_told_otherwise() {
         let options = Options::default();
         assert_eq!(waits(8192, &options), Ok(()));
-        let reason = waits(131_072, &options).unwrap_err();
+        let reason = waits(524_288, &options).unwrap_err();
         assert!(reason.ends_with("with kernels that wait, by the model"), "{reason}");
-        assert_eq!(waits(131_072, &options.clone().flags(true)), Ok(()));
+        assert_eq!(waits(524_288, &options.clone().flags(true)), Ok(()));
         assert_eq!(waits(8192, &options.clone().flags(false)).unwrap_err(), "flags false was asked for");
         let reason = may_wait(&zig_zag(8192, 64), false, &options).unwrap_err();
         assert_eq!(reason, "128 runs of keys are more than 64");
         let links: Links = "ranks_per_host = 1".parse().unwrap();
         let reason = waits(8192, &options.links(links)).unwrap_err();
         assert_eq!(reason, "2 ranks are on hosts of 1");
+    }
+
+    #[test]
+    fn heads_travel_in_groups_where_their_way_is_longer_than_launches_cost() {
+        let groups = |whole: &Whole, backward, links: &str| {
+            let options = Options::default().links(links.parse().unwrap());
+            head_groups(whole, backward, &options)
+        };
+        // Of two ranks each has 4 kv heads, of 16 a half.
+        let [two, many] = [2, 16].map(|ranks| zig_zag(32_768, ranks));
+        assert_eq!(groups(&two, false, ""), 4);
+        assert_eq!(groups(&two, false, "latency = 1"), 1);
+        assert_eq!(groups(&two, true, ""), 1);
+        assert_eq!(groups(&many, false, ""), 1);
+    }
+
+    #[test]
+    fn heads_whose_rows_the_group_would_refuse_do_not_travel() {
+        let mut whole = Whole { most_rows: 4096, ..zig_zag(4096, 2) };
+        assert!(choose_for(&whole, false, &Options::default().scheme(Scheme::Ulysses)).is_ok());
+        whole.fwd = whole.fwd.dtype_o(DType::Bf16);
+        whole.fwd.dtypes.qk = DType::E4m3Fn;
+        whole.fwd.dtypes.v = DType::E4m3Fn;
+        let error = choose_for(&whole, false, &Options::default().scheme(Scheme::Ulysses)).unwrap_err();
+        assert_eq!(error.field, "scheme");
+        assert!(error.text.starts_with("ulysses: 24") && error.text.contains("more than 4096"), "{error}");
+        assert_ne!(choose_for(&whole, false, &Options::default()).unwrap().scheme, Scheme::Ulysses);
     }
 
     #[test]

@@ -122,6 +122,10 @@ pub(crate) struct Whole {
     pub(crate) ranks_per_host: u32,
     /// Gathered keys come while the kernels run, which wait for each piece's flag.
     pub(crate) flags: bool,
+    /// In how many groups the heads of a rank travel, by Ulysses.
+    pub(crate) head_groups: u32,
+    /// Rows that an exchange of the group may have at most.
+    pub(crate) most_rows: u64,
     pub(crate) q: Axis,
     pub(crate) k: Axis,
 }
@@ -232,7 +236,17 @@ impl Whole {
         if k.partition.is_replicated() && ranks > 1 {
             return wrong("partition", "partition: keys that every rank has need 1 rank".to_owned());
         }
-        Ok(Self { fwd: whole, rank, ranks, ranks_per_host: ranks, flags: false, q, k })
+        Ok(Self {
+            fwd: whole,
+            rank,
+            ranks,
+            ranks_per_host: ranks,
+            flags: false,
+            head_groups: 1,
+            most_rows: u64::MAX,
+            q,
+            k,
+        })
     }
 
     /// With so many ranks to a host; `None`: all.
@@ -465,17 +479,27 @@ impl Rows {
     /// `count` rows from `row` on, of some heads of every sequence: a block for each sequence, or one of all.
     pub(crate) fn blocks(&self, row: u32, count: u32, heads: &Range<u32>) -> Vec<Block> {
         let stride = 4 * u64::from(self.rows);
-        let row_bytes = 4 * u64::from(count);
-        let block = |first: u64, rows: u32| Block {
-            offset: first * stride + 4 * u64::from(row),
-            rows: rows.into(),
-            row_bytes,
+        if *heads == (0..self.heads) {
+            return vec![Block {
+                offset: 4 * u64::from(row),
+                rows: (self.batch * self.heads).into(),
+                row_bytes: 4 * u64::from(count),
+                stride,
+            }];
+        }
+        self.blocks_of_heads(row, count, heads)
+    }
+
+    /// The same, a block for each sequence whatever the heads: rows that another rank has of more heads.
+    pub(crate) fn blocks_of_heads(&self, row: u32, count: u32, heads: &Range<u32>) -> Vec<Block> {
+        let stride = 4 * u64::from(self.rows);
+        let block = |sequence: u32| Block {
+            offset: (u64::from(sequence) * u64::from(self.heads) + u64::from(heads.start)) * stride
+                + 4 * u64::from(row),
+            rows: (heads.end - heads.start).into(),
+            row_bytes: 4 * u64::from(count),
             stride,
         };
-        if *heads == (0..self.heads) {
-            return vec![block(0, self.batch * self.heads)];
-        }
-        let first = |sequence: u32| u64::from(sequence) * u64::from(self.heads) + u64::from(heads.start);
-        (0..self.batch).map(|sequence| block(first(sequence), heads.end - heads.start)).collect()
+        (0..self.batch).map(block).collect()
     }
 }

@@ -113,6 +113,12 @@ impl Program {
         self.steps.iter().map(of).sum()
     }
 
+    /// Rows of the exchange that has most.
+    pub(crate) fn most_rows(&self) -> u64 {
+        let of = |step: &Step| if let Step::Exchange { exchange, .. } = step { exchange.rows() } else { 0 };
+        self.steps.iter().map(of).max().unwrap_or(0)
+    }
+
     fn sent_home(&self, step: usize) -> u64 {
         self.coming.as_ref().and_then(|coming| coming.home.as_ref()).map_or(0, |home| home.bytes_sent(step))
     }
@@ -563,8 +569,8 @@ mod tests {
             batch: 1,
             seqlen_q: 64,
             seqlen_k: 64,
-            num_heads_q: 8,
-            num_heads_kv: 4,
+            num_heads_q: 16,
+            num_heads_kv: 8,
             head_dim_qk: 16,
             head_dim_v: 16,
         };
@@ -574,15 +580,91 @@ mod tests {
         for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
             for rank in 0..4 {
                 let whole = Whole::new(&problem, rank, 4).unwrap().on_hosts(Some(2));
-                let mut forward = scheme.forward(&whole, &device, &options).unwrap();
-                assert_eq!(forward.takes_turns, scheme == Scheme::Gather);
-                is_ordered(&forward);
-                forward.takes_turns = true;
-                let second = turns(&forward).iter().filter(|turn| turn.stream == SECOND).count();
-                assert!(second > 0 || scheme == Scheme::Ulysses, "{scheme} has {second} launches there");
-                is_ordered(&forward);
+                // Of Ulysses heads come in groups, or at once.
+                for head_groups in [1, 2] {
+                    let whole = Whole { head_groups, ..whole.clone() };
+                    let mut forward = scheme.forward(&whole, &device, &options).unwrap();
+                    let in_groups = scheme == Scheme::Ulysses && head_groups > 1;
+                    assert_eq!(forward.takes_turns, scheme == Scheme::Gather || in_groups);
+                    is_ordered(&forward);
+                    forward.takes_turns = true;
+                    let second = turns(&forward).iter().filter(|turn| turn.stream == SECOND).count();
+                    assert!(
+                        second > 0 || scheme == Scheme::Ulysses && !in_groups,
+                        "{scheme}: {second} launches there"
+                    );
+                    is_ordered(&forward);
+                }
                 let wanted = Gradients { dtype: DType::Bf16, dsink: false };
                 is_ordered(&scheme.backward(&whole, wanted, &device, &options).unwrap());
+            }
+        }
+    }
+
+    /// What ranks send to each other and expect of each other, a message for each row, as the GPUs' group has it.
+    #[test]
+    fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
+        let device = Device::open(Backend::Cpu).unwrap();
+        let options = PlanOptions::default();
+        let dims = |batch, tokens| Dims {
+            batch,
+            seqlen_q: tokens,
+            seqlen_k: tokens,
+            num_heads_q: 8,
+            num_heads_kv: 4,
+            head_dim_qk: 16,
+            head_dim_v: 16,
+        };
+        let offsets = vec![0, 70, 70, 101, 256];
+        let packed = FwdProblem::group(DType::Bf16, dims(4, 155)).mask(MaskSpec::CAUSAL).write_lse(true);
+        let problem = |dtype, batch, tokens: u32| {
+            let whole = FwdProblem::batch(dtype, dims(batch, tokens)).dtype_o(DType::Bf16);
+            let whole = whole.mask(MaskSpec::CAUSAL).write_lse(true);
+            Problem::new(whole, Partition::zig_zag(tokens, 4))
+        };
+        let cases = [
+            (problem(DType::Bf16, 1, 1024), 1),
+            (problem(DType::Bf16, 2, 512), 1),
+            (problem(DType::Bf16, 40, 32), 32),
+            (problem(DType::E4m3Fn, 2, 256), 256),
+            (Problem::new(packed, Partition::zig_zag(256, 4)).packed(offsets.clone(), offsets), 8),
+        ];
+        for (number, (problem, rows_each)) in cases.iter().enumerate() {
+            for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
+                for backward in [false, true] {
+                    if backward && problem.whole.dtypes.qk.is_fp8() {
+                        continue;
+                    }
+                    let programs: Vec<_> = (0..4)
+                        .map(|rank| {
+                            let whole = Whole::new(problem, rank, 4).unwrap().on_hosts(Some(2));
+                            let wanted = Gradients { dtype: DType::Bf16, dsink: false };
+                            match backward {
+                                false => scheme.forward(&whole, &device, &options),
+                                true => scheme.backward(&whole, wanted, &device, &options),
+                            }
+                            .unwrap()
+                        })
+                        .collect();
+                    let what = format!("case {number}, {scheme}, backward: {backward}");
+                    // By rank and peer, of all exchanges.
+                    let messages = |rank: u32, peer: u32, sent: bool| -> Vec<u64> {
+                        let steps = programs[rank as usize].steps.iter();
+                        let exchanges = steps.filter_map(|step| match step {
+                            Step::Exchange { exchange, .. } => Some(exchange),
+                            _ => None,
+                        });
+                        let parcels = exchanges.flat_map(|all| if sent { &all.sends } else { &all.receives });
+                        let to = parcels.filter(|parcel| parcel.peer == peer);
+                        to.flat_map(|parcel| (0..parcel.block.rows).map(|_| parcel.block.row_bytes)).collect()
+                    };
+                    for (rank, peer) in (0..4).flat_map(|rank| (0..4).map(move |peer| (rank, peer))) {
+                        let sent = messages(rank, peer, true);
+                        assert_eq!(sent, messages(peer, rank, false), "{what}: {rank} to {peer}");
+                    }
+                    let most = programs.iter().map(Program::most_rows).max().unwrap();
+                    assert!(most < 512 * rows_each, "{what}: {most} rows");
+                }
             }
         }
     }

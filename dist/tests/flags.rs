@@ -56,6 +56,7 @@ impl Group for OnDevice {
         sinks: &mut [DevSliceMut<'_>],
         stream: &Stream,
     ) -> Result<()> {
+        assert!(exchange.rows() <= self.most_rows(), "{} rows", exchange.rows());
         let from: Vec<_> =
             sources.iter().map(|s| bytes_of(&self.device, s.as_ptr().cast_mut(), s.bytes())).collect();
         let mut to: Vec<_> =
@@ -71,6 +72,11 @@ impl Group for OnDevice {
             self.device.memory().upload(bytes, &mut buffer).unwrap();
         }
         Ok(())
+    }
+
+    /// Fewer than tokens: rows of heads are packed.
+    fn most_rows(&self) -> u64 {
+        64
     }
 
     fn timeout(&self) -> Duration {
@@ -192,8 +198,11 @@ fn keys_that_come_while_kernels_wait_give_the_bits_of_one_device() {
         let mut plan = FwdPlan::new(&problem, group.clone(), &device, &forward).unwrap();
         assert!(plan.explain().contains("come while the kernels run"), "{}", plan.explain());
         let stream = device.stream().unwrap();
-        // Twice: the second run's flags are those of the first one, reset.
-        for _ in 0..2 {
+        // Twice: the second run's flags are those of the first one, reset. Then with heads that travel, packed.
+        let by_heads = forward.scheme(Scheme::Ulysses).flags(None);
+        let mut by_heads = FwdPlan::new(&problem, group.clone(), &device, &by_heads).unwrap();
+        for run in 0..3 {
+            let plan = if run < 2 { &mut plan } else { &mut by_heads };
             let (mut o, mut lse) = (own(&inputs[3], HEADS[0]), uploaded(&device, &own_lse()));
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut()).lse(lse.slice_mut());
             plan.run(&mut args, &stream).unwrap();

@@ -52,6 +52,11 @@ impl Block {
         if self.bytes() == 0 { 0 } else { self.offset + (self.rows - 1) * self.stride + self.row_bytes }
     }
 
+    /// The same bytes as one row, where rows lie one behind the other.
+    pub(crate) fn as_one_row(&self) -> Self {
+        Self { rows: 1, row_bytes: self.bytes(), stride: self.bytes(), ..*self }
+    }
+
     /// The contiguous stretches that it consists of, `(offset, bytes)`: one where rows lie one behind the other.
     pub(crate) fn stretches(self) -> impl Iterator<Item = (u64, u64)> {
         let (count, bytes) =
@@ -81,6 +86,12 @@ pub struct Exchange {
 }
 
 impl Exchange {
+    /// How many rows move, in or out: each is a message on GPUs.
+    #[must_use]
+    pub fn rows(&self) -> u64 {
+        self.sends.iter().chain(&self.receives).map(|parcel| parcel.block.rows).sum()
+    }
+
     /// Bytes that leave this rank for others.
     #[must_use]
     pub fn bytes_sent(&self, rank: u32) -> u64 {
@@ -138,6 +149,11 @@ pub trait Group: Send + Sync {
         sinks: &mut [DevSliceMut<'_>],
         stream: &Stream,
     ) -> Result<()>;
+
+    /// Rows that an exchange may have at most, those that go and those that come; a plan with more is refused.
+    fn most_rows(&self) -> u64 {
+        u64::MAX
+    }
 
     /// How long a rank waits for another one.
     fn timeout(&self) -> Duration {

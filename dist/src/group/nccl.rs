@@ -249,7 +249,7 @@ impl Group for Nccl {
     ) -> Result<()> {
         let rank = self.rank();
         exchange.check(rank, sources, sinks).map_err(|error| self.fail(error))?;
-        let rows: u64 = exchange.sends.iter().chain(&exchange.receives).map(|parcel| parcel.block.rows).sum();
+        let rows = exchange.rows();
         if rows > Self::MAX_ROWS {
             let text = format!(
                 "an exchange of {rows} rows is more than the {} that are sent one by one",
@@ -268,6 +268,10 @@ impl Group for Nccl {
         };
         drop(comm);
         queued.map_err(|error| self.fail(error))
+    }
+
+    fn most_rows(&self) -> u64 {
+        Self::MAX_ROWS
     }
 
     fn timeout(&self) -> Duration {

@@ -7,6 +7,7 @@ mod ring;
 mod ulysses;
 
 pub(crate) use gather::last_home;
+pub(crate) use ulysses::most_groups;
 
 use std::fmt;
 

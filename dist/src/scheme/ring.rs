@@ -68,7 +68,8 @@ impl Turns {
     /// Large enough for any rank's rows.
     fn new(b: &mut Builder<'_>, kind: Kind, dtype: DType) -> Self {
         let most = (0..b.ranks()).map(|rank| b.tensor_of(kind, rank, dtype).bytes()).max().unwrap_or(0);
-        Self { kind, dtype, bufs: [b.scratch(most), b.scratch(most)] }
+        let size = dtype.size_bytes();
+        Self { kind, dtype, bufs: [b.scratch_of(size, most), b.scratch_of(size, most)] }
     }
 
     /// What `rank` has, at a step.
@@ -144,7 +145,7 @@ impl Keys {
             [(Kind::K, dtypes[0]), (Kind::V, dtypes[1])].map(|(kind, dtype)| {
                 let bytes = |host| rows.tensor(b, kind, host, dtype).bytes();
                 let most = (0..hosts.count).map(bytes).max().unwrap_or(0);
-                [b.scratch(most), b.scratch(most)]
+                [(); 2].map(|()| b.scratch_of(dtype.size_bytes(), most))
             })
         });
         let [k, v] = dtypes;
@@ -354,12 +355,12 @@ impl HostGrads {
         let parts = [Kind::K, Kind::V].map(|kind| {
             let bytes = |host| keys.rows.tensor(b, kind, host, DType::F32).bytes();
             let most = (0..hosts.count).map(bytes).max().unwrap_or(0);
-            b.scratch(most)
+            b.scratch_of(4, most)
         });
         let slot = |b: &mut Builder<'_>| {
             [Kind::K, Kind::V].map(|kind| {
                 let most = (0..b.ranks()).map(|rank| b.tensor_of(kind, rank, DType::F32).bytes()).max();
-                b.scratch(most.unwrap_or(0))
+                b.scratch_of(4, most.unwrap_or(0))
             })
         };
         Some(Self { parts, slots: (0..hosts.size).map(|_| slot(b)).collect() })
