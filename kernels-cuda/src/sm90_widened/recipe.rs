@@ -143,7 +143,7 @@ impl<V: Nvidia> Chosen<V> {
     /// A call as its reader has it.
     fn with_wide<T>(&self, call: &FwdCall<'_>, then: impl FnOnce(&FwdCall<'_>) -> T) -> T {
         let (args, places) = (call.args, &self.places);
-        let start = args.workspace.as_ref().map_or(std::ptr::null_mut(), |slice| slice.as_mut_ptr());
+        let start = args.workspace.as_ref().map_or(std::ptr::null_mut(), DevSliceMut::as_mut_ptr);
         let written = |slice: &DevSliceMut<'_>| {
             // SAFETY: the memory of the call's operand, which the reader alone writes while it is borrowed here.
             unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes()) }
