@@ -95,7 +95,7 @@ impl<V: Vendor> Backend<V> {
         details.extend(own);
         let (launches, main) = launches.into_parts();
         let (steps, explained) = self.compiled(&kernel, launches)?;
-        let chosen = Ready { kernel, steps: Steps { all: steps, main } };
+        let chosen = Ready { kernel, steps: Steps::new(steps, main) };
         let fallback = match self.for_any_address(&chosen.kernel, problem, options) {
             Ok(None) => None,
             // The slow kernel need not take all that a fast one does.
@@ -113,7 +113,7 @@ impl<V: Vendor> Backend<V> {
                     Ok((all, _)) => {
                         let refused = all.iter().find_map(|step| step.module.as_ref().err());
                         let served = refused.map_or_else(|| words, |why| format!("refused: {why}"));
-                        (served, Some(Ready { kernel, steps: Steps { all, main } }))
+                        (served, Some(Ready { kernel, steps: Steps::new(all, main) }))
                     }
                     // A bundle that has the chosen kernel serves without a compiler.
                     Err(Error::NoDevice(why)) => (format!("refused: {why}"), None),

@@ -344,6 +344,13 @@ impl Launches {
         Self { all, main: index }
     }
 
+    /// The same behind one that prepares the operands.
+    #[must_use]
+    pub fn behind(mut self, first: Launch) -> Self {
+        self.all.insert(0, first);
+        Self { main: self.main + 1, ..self }
+    }
+
     /// All, and which of them is the kernel itself.
     pub(crate) fn into_parts(self) -> (Vec<Launch>, usize) {
         (self.all, self.main)

@@ -39,15 +39,34 @@ impl<D: Driver> Step<D> {
 
 /// The steps of a plan, in the stages of its recipe's [`Launches`](crate::Launches).
 pub struct Steps<D: Driver> {
-    pub(crate) all: Vec<Step<D>>,
-    pub(crate) main: usize,
+    all: Arc<[Step<D>]>,
+    /// Those before it are another recipe's.
+    first: usize,
+    main: usize,
 }
 
 impl<D: Driver> Steps<D> {
+    /// `all`, of which the kernel itself is the one at `main`.
+    pub(crate) fn new(all: Vec<Step<D>>, main: usize) -> Self {
+        Self { all: all.into(), first: 0, main }
+    }
+
+    /// The first step, which prepares the operands of a recipe that another one is made of, and the steps of that one.
+    ///
+    /// # Errors
+    /// Both counts: a plan that begins with the kernel itself.
+    pub fn split_first(&self) -> Result<(&Step<D>, Self)> {
+        let [first, ..] = self.before() else {
+            let text = format!("plan has 0 steps before its kernel, of {}", self.len());
+            return Err(ProblemError::new("plan", text).into());
+        };
+        Ok((first, Self { all: Arc::clone(&self.all), first: self.first + 1, main: self.main }))
+    }
+
     /// What prepares the operands.
     #[must_use]
     pub fn before(&self) -> &[Step<D>] {
-        &self.all[..self.main]
+        &self.all[self.first..self.main]
     }
 
     /// The kernel itself.
@@ -67,7 +86,7 @@ impl<D: Driver> Deref for Steps<D> {
     type Target = [Step<D>];
 
     fn deref(&self) -> &[Step<D>] {
-        &self.all
+        &self.all[self.first..]
     }
 }
 

@@ -18,6 +18,7 @@ pub mod sm80_bwd;
 pub mod sm90;
 pub mod sm90_bwd;
 pub mod sm90_mla;
+pub mod sm90_widened;
 pub mod split;
 pub mod tma;
 pub mod tree_mask;
@@ -83,6 +84,7 @@ pub fn headers() -> Vec<Header> {
         "common/tree_keys.cuh",
         "common/update_cache.cuh",
         "common/widen.cuh",
+        "common/widen_cache.cuh",
         "common/work.cuh",
         "common/zero_rows.cuh",
         "mma/fp8_operand.cuh",

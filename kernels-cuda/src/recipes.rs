@@ -3,7 +3,7 @@
 use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel, Kernel};
 
 use crate::nvidia::Nvidia;
-use crate::{combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100};
+use crate::{combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm90_widened, sm100};
 
 /// Of the forward.
 #[must_use]
@@ -11,6 +11,7 @@ pub fn forward<V: Nvidia>() -> Vec<FwdKernel<V>> {
     vec![
         Kernel::new(sm100::recipe::Sm100::default()),
         Kernel::new(sm90::recipe::Sm90::default()),
+        Kernel::new(sm90_widened::recipe::Sm90Widened::default()),
         Kernel::new(sm90_mla::recipe::Sm90Mla::default()),
         Kernel::new(sm80::recipe::Sm80::default()),
         Kernel::new(simt::recipe::Simt),

@@ -111,12 +111,12 @@ impl Sm80Tile {
         self.stored.is_fp8() && !spec.dtype_qk.is_fp8() && self.copy_bytes >= 4
     }
 
-    /// Whether the products read them as they lie: one warp's of up to two sixteens of rows, whose lanes have whole sixteen bytes.
+    /// Whether the products read them as they lie: one warp's of up to two sixteens of rows, whose lanes have whole words.
     pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
         self.widens_blocks(spec)
             && self.warps == 1
             && spec.head_dim_qk % 16 == 0
-            && spec.head_dim_v % 128 == 0
+            && spec.head_dim_v % 64 == 0
             && self.block_m * spec.head_dim_v <= MOST_RAW_OUTPUT
     }
 

@@ -14,6 +14,12 @@ FMHA_DEVICE void ld_shared_v2_f32(float (&v)[2], uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(address) : "memory");
 }
 
+// needs: sm_70. `address` is a multiple of 8.
+// PTX ISA: ld.
+FMHA_DEVICE void ld_shared_v2_b32(uint32_t (&v)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address) : "memory");
+}
+
 // needs: sm_70. `address` is a multiple of 2.
 // PTX ISA: ld.
 FMHA_DEVICE uint32_t ld_shared_u16(uint32_t address) {

@@ -29,6 +29,7 @@ pub(crate) fn cases() -> Vec<Case> {
     trees(&mut cases);
     trees_apart(&mut cases);
     mixed(&mut cases);
+    mixed_quantised(&mut cases);
     modified(&mut cases);
     long(&mut cases);
     split(&mut cases);
@@ -519,6 +520,40 @@ fn mixed(cases: &mut Vec<Case>) {
     }
 }
 
+/// Packed queries over FP8 caches, whatever these lie in, V in K's rows among them.
+fn mixed_quantised(cases: &mut Vec<Case>) {
+    for (word, kv_layout) in [
+        ("strided", KvLayout::Strided),
+        ("packed", KvLayout::Packed),
+        ("paged", KvLayout::Paged { page_size: 6 }),
+    ] {
+        for v_in_k in [false, true] {
+            let of_v = if v_in_k { "v_in_k" } else { "apart" };
+            let name = format!("decode/fp8_layouts/e4m3fn/bf16/Packed_over_{word}/{of_v}");
+            let sizes = Dims { head_dim_v: if v_in_k { 32 } else { 48 }, ..dims(19, 140, (4, 2), 48) };
+            let mut problem = FwdProblem::new(QLayout::Packed, kv_layout, DType::Bf16, sizes);
+            problem.mask = masked(DType::Bf16, sizes, "b").mask;
+            problem.write_lse = true;
+            problem.cache.dtype = Some(DType::E4m3Fn);
+            let descale = if v_in_k { Descale::None } else { Descale::PerKvHead };
+            (problem.scales.descale_k, problem.scales.descale_v) = (descale, descale);
+            if v_in_k {
+                (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+            }
+            let mut lengths = Lengths::packed(&[(1, 140), (19, 43), (0, 7)]);
+            if kv_layout != KvLayout::Packed {
+                lengths.totals.total_k = None;
+                lengths.seqused_k = used(&mut problem).seqused_k;
+            }
+            if let Some(page_size) = kv_layout.page_size() {
+                let (table, num_pages) = pages(&problem, page_size, data(&name).seed);
+                (lengths.block_table, lengths.totals.num_pages) = (table, Some(num_pages));
+            }
+            push(cases, name, problem, lengths);
+        }
+    }
+}
+
 /// Everything that changes a score, with few queries.
 fn modified(cases: &mut Vec<Case>) {
     use fmha_core::{Bias, BiasBroadcast, ElementwiseBias};
@@ -659,9 +694,10 @@ fn laws(cases: &mut Vec<Case>) {
         }
     }
     for (cache, dtype) in [(DType::E4m3Fn, DType::Bf16), (DType::E5m2, DType::F16)] {
-        for seqlen_q in [1, 3] {
-            let name = format!("decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/d128/q{seqlen_q}");
-            let mut problem = masked(dtype, dims(seqlen_q, 150, (4, 2), 128), "b");
+        for (seqlen_q, head_dim) in [(1, 128), (3, 128), (1, 64), (15, 192)] {
+            let name =
+                format!("decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/d{head_dim}/q{seqlen_q}");
+            let mut problem = masked(dtype, dims(seqlen_q, 150, (4, 2), head_dim), "b");
             problem.cache.dtype = Some(cache);
             (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
             let lengths = used(&mut problem);

@@ -90,6 +90,12 @@ struct alignas(16) RawTile {
   static_assert(num_bytes % 16 == 0, "rows are whole copies");
   uint8_t elems[num_rows][num_bytes];
   FMHA_DEVICE uint32_t word_address(int32_t row, int32_t word) const {
+    if constexpr (words == 4) {
+      // Two rows a line of 128 bytes. Eight rows' words of one column lie in different banks, and so do two columns' of four even
+      // rows, which are what products read at a time.
+      const int32_t line = row / 2, exchanged = (line & 3) | (line & 1) << 2;
+      return ptx::shared_address(this) + line * 128 + ((row % 2 * 4 + word) ^ exchanged) * 16;
+    }
     constexpr int exchanged = words % 8 == 0 ? 7 : 0;
     return ptx::shared_address(this) + row * row_bytes + (word ^ (row & exchanged)) * 16;
   }

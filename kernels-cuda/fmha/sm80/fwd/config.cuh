@@ -63,9 +63,9 @@ FMHA_DEVICE constexpr bool widens_blocks(const FwdSpec& spec, const Sm80Tile& ti
 // Elements of O that a warp's registers hold beside fragments on their way.
 constexpr int kMostRawOutput = 32 * 128;
 
-// Whether the products read them as they lie (fp8_product.cuh): where one warp has all rows, and lanes whole sixteen bytes.
+// Whether the products read them as they lie (fp8_product.cuh): where one warp has all rows, and lanes whole words.
 FMHA_DEVICE constexpr bool reads_raw_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
-  return widens_blocks(spec, tile) && tile.warps == 1 && spec.head_dim_qk % 16 == 0 && spec.head_dim_v % 128 == 0 &&
+  return widens_blocks(spec, tile) && tile.warps == 1 && spec.head_dim_qk % 16 == 0 && spec.head_dim_v % 64 == 0 &&
          tile.block_m * spec.head_dim_v <= kMostRawOutput;
 }
 

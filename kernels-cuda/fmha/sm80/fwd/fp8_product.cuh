@@ -2,7 +2,7 @@
 // widened in registers, on their way into fragments, once for all rows, and no wide copy of a block is written or read.
 //
 // Every product contracts what those of a widened block do, in the same order: the bits are the same. But any column of B may be
-// any of O's, to the end, where a lane has 32 of a row side by side (store_lane_rows).
+// any of O's, to the end, where a lane has 32 or 16 of a row side by side (store_lane_rows).
 #pragma once
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/shared.cuh>
@@ -34,12 +34,16 @@ FMHA_DEVICE void raw_product_abt(mma::Accumulator<n> (&s)[sixteens], const QTile
   }
 }
 
-// o += P V, V raw: lane l reads sixteen bytes, from 16 (l / 4) of every 128 on, of the four keys that fragments want of it. Column
-// l / 4 of the g-th eight of these 128 is element 16 (l / 4) + g.
+// Elements of V's rows that a warp's loads take at a time, an eighth of them a lane.
+FMHA_DEVICE constexpr int raw_span(int columns) { return columns % 128 == 0 ? 128 : 64; }
+
+// o += P V, V raw: lane l reads of every span, at its (l / 4)-th eighth, the four keys that fragments want of it. Column l / 4 of
+// the g-th eight of a span is element g of that eighth.
 template <FwdSpec spec, Sm80Tile tile, class Raw, int n, int depth, int sixteens>
 FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::RegisterTile<uint16_t, depth> (&probs)[sixteens],
                                 const Raw& v, float descale) {
-  const int32_t key = threadIdx.x % 4 * 2, word = threadIdx.x % 32 / 4;
+  constexpr int span = raw_span(n), own = span / 8;  // bytes of a lane
+  const int32_t key = threadIdx.x % 4 * 2, byte = threadIdx.x % 32 / 4 * own;
 #pragma unroll
   for (int step = 0; step < depth / mma::kDepth<uint16_t>; ++step) {
     uint32_t a[sixteens][4];
@@ -49,13 +53,17 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
       for (int k = 0; k < 4; ++k) a[m][k] = probs[m].elems[step][k];
     }
 #pragma unroll
-    for (int chunk = 0; chunk < n / 128; ++chunk) {
-      uint32_t bytes[4][4];
+    for (int chunk = 0; chunk < n / span; ++chunk) {
+      uint32_t bytes[4][own / 4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        ptx::ld_shared_v4_b32(bytes[k], v.word_address(step * mma::kDepth<uint16_t> + key + k % 2 + k / 2 * 8, 8 * chunk + word));
+      for (int k = 0; k < 4; ++k) {
+        const int32_t row = step * mma::kDepth<uint16_t> + key + k % 2 + k / 2 * 8;
+        const uint32_t at = v.word_address(row, chunk * (span / 16) + byte / 16);
+        if constexpr (own == 16) ptx::ld_shared_v4_b32(bytes[k], at);
+        else ptx::ld_shared_v2_b32(bytes[k], at + byte % 16);
+      }
 #pragma unroll
-      for (int quad = 0; quad < 4; ++quad) {
+      for (int quad = 0; quad < own / 4; ++quad) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           // The same two elements of neighbouring keys.
@@ -69,7 +77,7 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
                 widen_pair<tile.stored, spec.dtype_v, tile.converts_fp8>(k == 0 ? high & 0xffffu : high >> 16, descale)};
 #pragma unroll
             for (int m = 0; m < sixteens; ++m)
-              ptx::mma_m16n8k16<spec.dtype_v>(&o[m].elems[4 * (16 * chunk + 4 * quad + 2 * half + k)], a[m], b);
+              ptx::mma_m16n8k16<spec.dtype_v>(&o[m].elems[4 * (own * chunk + 4 * quad + 2 * half + k)], a[m], b);
           }
         }
       }
@@ -77,15 +85,16 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
   }
 }
 
-// A row's part of such an O: of every 128 elements 32, from 32 (l % 4) on.
+// A row's part of such an O: of every span a quarter, the (l % 4)-th.
 template <FwdSpec spec, bool vectors, int n>
 FMHA_DEVICE void store_lane_rows(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
+  constexpr int span = raw_span(n), eighth = span / 8;
 #pragma unroll
-  for (int chunk = 0; chunk < n / 128; ++chunk) {
-    const int64_t first = at + 128 * chunk + threadIdx.x % 4 * 32;
-    const auto elem = [&](int e) { return o[4 * (16 * chunk + e % 16) + 2 * r + e / 16] * factor; };
+  for (int chunk = 0; chunk < n / span; ++chunk) {
+    const int64_t first = at + span * chunk + threadIdx.x % 4 * (2 * eighth);
+    const auto elem = [&](int e) { return o[4 * (eighth * chunk + e % eighth) + 2 * r + e / eighth] * factor; };
 #pragma unroll
-    for (int e = 0; e < 32; e += 8) {
+    for (int e = 0; e < 2 * eighth; e += 8) {
       if constexpr (spec.dtype_o == DType::F32) {
 #pragma unroll
         for (int k = 0; k < 8; k += 4)

@@ -1,0 +1,73 @@
+// A cache in FP8 brought to 16 bits once, in the workspace, for a kernel of 16-bit caches: key j of sequence b, whatever it lies in,
+// goes to row `b * seqlen_k + j`. With it go what that kernel reads of lengths. It reads whole blocks: a block's rows behind the last
+// key become zeros.
+#pragma once
+#include <fmha/common/widen.cuh>
+#include <fmha/ptx/memory.cuh>
+#include <fmha/seq.h>
+#include <fmha/widened_cache.h>
+
+namespace fmha::cache {
+
+constexpr int32_t kMostOfBlock = 256;  // keys
+
+// A CTA has `keys` keys of a sequence, of all heads; a thread takes sixteen elements at a time.
+template <WidenSpec spec, int32_t keys, int32_t threads>
+struct Widen {
+  const FwdParams& p;
+  const WidenedCache& to;
+
+  // Two words of a thread's are under way at a time.
+  template <int32_t dim>
+  FMHA_DEVICE void widen(const View& from, const View& wide, const HeadScalars& descale, const SeqSpan& span, int32_t first,
+                         int32_t count) const {
+    static_assert(dim % 16 == 0, "widen_cache: rows are whole words of 16 elements");
+    constexpr int32_t words = dim / 16, ahead = 2;
+    const int32_t all = count * p.num_heads_kv * words;
+    for (int32_t begin = threadIdx.x; begin < all; begin += ahead * threads) {
+      uint32_t bytes[ahead][4];
+      uint16_t* places[ahead];
+      float factors[ahead];
+#pragma unroll
+      for (int32_t k = 0; k < ahead; ++k) {
+        const int32_t at = begin + k * threads;
+        if (at >= all) continue;
+        const int32_t word = at % words, row = at / words, i_head = row % p.num_heads_kv, j = first + row / p.num_heads_kv;
+        const bool there = j < span.seqlen_k;
+        const int64_t narrow = there ? row_offset(from, kv_row(p, spec.kv_layout, span, j), i_head) + 16 * word : 0;
+        ptx::ld_global_v4_b32_if(bytes[k], static_cast<const uint8_t*>(from.data) + narrow, there);
+        places[k] = const_cast<uint16_t*>(static_cast<const uint16_t*>(wide.data)) +
+                    row_offset(wide, span.i_batch, int64_t(j), i_head) + 16 * word;
+        factors[k] = scalar_of(descale, span.i_batch, i_head, 1.f);
+      }
+#pragma unroll
+      for (int32_t k = 0; k < ahead; ++k) {
+        if (begin + k * threads >= all) continue;
+#pragma unroll
+        for (int32_t half = 0; half < 2; ++half) {
+          const uint32_t eight[2] = {bytes[k][2 * half], bytes[k][2 * half + 1]};
+          uint32_t packed[4];
+          widen_word<spec.stored, spec.dtype, true>(eight, factors[k], packed);
+          ptx::st_global_v4_b32_if(places[k] + 8 * half, packed, true);
+        }
+      }
+    }
+  }
+
+  FMHA_DEVICE void run() const {
+    const int32_t i_batch = blockIdx.x / to.num_blocks, first = blockIdx.x % to.num_blocks * keys;
+    // Of queries nothing is asked.
+    const SeqSpan span = resolve_seq(p, QLayout::Batch, spec.kv_layout, i_batch);
+    if (first == 0 && threadIdx.x == 0) {
+      to.seqused_k[i_batch] = span.seqlen_k;
+      if (i_batch == 0) to.cu_seqlens_k[0] = 0;
+      to.cu_seqlens_k[i_batch + 1] = (i_batch + 1) * p.seqlen_k;
+    }
+    const int32_t count = min(keys, min(span.seqlen_k + (kMostOfBlock - 1), p.seqlen_k) - first);
+    if (count <= 0) return;
+    widen<spec.head_dim_qk>(p.k, to.k, p.descale_k, span, first, count);
+    if constexpr (!spec.v_in_k) widen<spec.head_dim_v>(p.v, to.v, p.descale_v, span, first, count);
+  }
+};
+
+}  // namespace fmha::cache

@@ -1,0 +1,339 @@
+//! A KV cache in FP8 under many queries on Hopper: it is widened once into the workspace, and read there by the kernel of 16-bit
+//! caches.
+
+pub mod recipe;
+
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, View};
+use fmha_core::problem::MAX_SEQLEN;
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::KvKind;
+use fmha_core::work::visible_pairs;
+use fmha_core::{
+    DType, Descale, Dims, FwdProblem, KvLayout, QLayout, Refusal, Shape, Strides, VLayout, Workspace,
+    abi_spec, abi_struct,
+};
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "sm90_widened";
+
+/// The name of the launch that widens the cache.
+pub const WIDEN_NAME: &str = "widen_cache";
+
+/// Threads of a CTA of that launch.
+pub const NUM_THREADS: u32 = 256;
+
+/// Keys of a sequence that such a CTA widens.
+const KEYS: u32 = 64;
+
+/// Elements of a key, and of a value, up to which `sm90` reads them.
+const MOST_DIM: u32 = 256;
+
+/// The largest workspace that is taken unasked.
+const MOST_BYTES: u64 = 4 << 30;
+
+abi_spec! {
+    /// What the launch that widens is compiled for.
+    pub struct WidenSpec {
+        /// K and V as they lie in memory.
+        pub stored: DType,
+        /// What they become: Q's type.
+        pub dtype: DType,
+        /// Elements of a key's row.
+        pub head_dim_qk: i32,
+        /// Elements of a value's row.
+        pub head_dim_v: i32,
+        /// How K and V lie.
+        pub kv_layout: KvKind,
+        /// Whether V lies in K's rows.
+        pub v_in_k: bool,
+    }
+}
+
+abi_struct! {
+    /// The widened cache, a kernel argument.
+    pub struct WidenedCache {
+        /// K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`.
+        pub k: View,
+        /// V likewise; unread where it lies in K.
+        pub v: View,
+        /// `[batch]`, written: keys of each sequence.
+        pub seqused_k: DevPtr<i32>,
+        /// `[batch + 1]`, written: the first row of each sequence.
+        pub cu_seqlens_k: DevPtr<i32>,
+        /// Blocks of keys of the longest sequence.
+        pub num_blocks: i32,
+        /// Nothing.
+        pub reserved: i32,
+    }
+}
+
+/// Where the parts of the widened cache lie in the workspace, behind the reading kernel's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// The lengths, i32 `[batch]`.
+    pub seqused_k: u64,
+    /// The first rows, i32 `[batch + 1]`.
+    pub cu_seqlens_k: u64,
+    /// K.
+    pub k: u64,
+    /// V; its end, where it lies in K.
+    pub v: u64,
+    /// All of it.
+    pub bytes: u64,
+}
+
+impl Places {
+    /// Of a problem, behind a workspace of the reading kernel's `own`.
+    ///
+    /// # Errors
+    /// A workspace of 2^62 bytes or more.
+    pub fn new(problem: &FwdProblem, own: Workspace) -> Result<Self, String> {
+        let lengths = 4 * u64::from(problem.dims.batch);
+        let seqused_k = own.bytes.next_multiple_of(256);
+        let cu_seqlens_k = seqused_k + lengths;
+        let k = (cu_seqlens_k + lengths + 4).next_multiple_of(256);
+        let [of_k, of_v] = bytes(problem);
+        let fits = |at: Option<u64>| {
+            at.filter(|&at| at < 1 << 62).ok_or("the workspace would be 2^62 bytes or more".to_owned())
+        };
+        let v = fits(k.checked_add(of_k))?.next_multiple_of(256);
+        Ok(Self { seqused_k, cu_seqlens_k, k, v, bytes: fits(v.checked_add(of_v))? })
+    }
+
+    /// In a workspace that begins at an address.
+    #[must_use]
+    pub fn cache(&self, problem: &FwdProblem, workspace: u64) -> WidenedCache {
+        let [k, v] = strides(problem);
+        WidenedCache {
+            k: View::new(workspace + self.k, k, false),
+            v: View::new(workspace + self.v, v, false),
+            seqused_k: DevPtr::new(workspace + self.seqused_k),
+            cu_seqlens_k: DevPtr::new(workspace + self.cu_seqlens_k),
+            num_blocks: problem.dims.seqlen_k.div_ceil(KEYS).max(1).cast_signed(),
+            reserved: 0,
+        }
+    }
+}
+
+/// Shapes of K and V in the workspace, a batch axis on both.
+fn shapes(problem: &FwdProblem) -> [Shape; 2] {
+    let Dims { batch, seqlen_k, num_heads_kv, head_dim_qk, head_dim_v, .. } = problem.dims;
+    let k = Shape { batch, seq: seqlen_k, head: num_heads_kv, dim: head_dim_qk };
+    [k, Shape { dim: head_dim_v, ..k }]
+}
+
+fn strides(problem: &FwdProblem) -> [Strides; 2] {
+    shapes(problem).map(Strides::bshd)
+}
+
+/// Bytes of K and of V there.
+fn bytes(problem: &FwdProblem) -> [u64; 2] {
+    let [k, v] = shapes(problem).map(|shape| {
+        let rows = u64::from(shape.batch) * u64::from(shape.seq);
+        rows.saturating_mul(u64::from(shape.head) * u64::from(shape.dim)).saturating_mul(2)
+    });
+    [k, if leaves_v_in_k(problem) { 0 } else { v }]
+}
+
+/// Whether V lies in the widened K's rows too: where both have factors, V's may be others than K's.
+fn leaves_v_in_k(problem: &FwdProblem) -> bool {
+    problem.cache.v_in_k && problem.scales.descale_v == Descale::None
+}
+
+/// The problem that the kernel of 16-bit caches has. Packed queries have packed keys too, each sequence's as far from the last
+/// one's as the longest has rows.
+///
+/// # Errors
+/// The first fact that the launch which widens does not take.
+pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let Some(cache) = problem.cache.dtype else {
+        return refuse(format!("dtype_qk {}: the cache is not of 8 bits", problem.dtypes.qk));
+    };
+    if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
+        return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+    }
+    if problem.layout.v == VLayout::ColMajor {
+        return refuse(format!("dtype_cache {cache} with v_layout col-major: it is widened along its rows"));
+    }
+    let Dims { batch, seqlen_k, head_dim_qk, head_dim_v, .. } = problem.dims;
+    if head_dim_qk > MOST_DIM || head_dim_v > MOST_DIM {
+        return refuse(format!(
+            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v}: larger than {MOST_DIM}, which sm90_mla widens itself"
+        ));
+    }
+    if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
+        return refuse(format!(
+            "dtype_cache {cache} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole words of 16"
+        ));
+    }
+    for (name, strides) in [("k", problem.strides.k), ("v", problem.strides.v)] {
+        for (axis, stride) in [("batch", strides.batch), ("seq", strides.seq), ("head", strides.head)] {
+            if stride % 16 != 0 {
+                return refuse(format!("{name}.{axis} stride {stride} is not a multiple of 16"));
+            }
+        }
+    }
+    if u64::from(batch) * u64::from(seqlen_k) > u64::from(MAX_SEQLEN) {
+        return refuse(format!("batch {batch} times seqlen_k {seqlen_k} is larger than {MAX_SEQLEN}"));
+    }
+    let mut wide = problem.clone();
+    wide.cache.dtype = None;
+    (wide.scales.descale_k, wide.scales.descale_v) = (Descale::None, Descale::None);
+    wide.layout.seqused_k = problem.layout.seqused_k || problem.layout.kv == KvLayout::Packed;
+    wide.layout.kv = match problem.layout.q {
+        QLayout::Batch => KvLayout::Strided,
+        QLayout::Packed => KvLayout::Packed,
+    };
+    [wide.strides.k, wide.strides.v] = strides(problem);
+    wide.cache.v_in_k = leaves_v_in_k(problem);
+    if wide.cache.v_in_k {
+        wide.strides.v = wide.strides.k;
+    }
+    Ok(wide)
+}
+
+/// Bytes that an H200 reads or writes in a microsecond, at best.
+const BYTES_A_MICRO: f64 = 3.9e6;
+/// Operations of the kernel of 16-bit caches in a microsecond, amid a long walk.
+const FLOPS_A_MICRO: f64 = 6.5e8;
+/// Microseconds of a launch.
+const LAUNCH_MICROS: f64 = 4.0;
+/// Nanoseconds in which a multiprocessor widens a key's 256 elements, and multiplies 64 rows by them, where `sm80` does both.
+const DIRECT_NANOS: f64 = 20.0;
+
+/// What a call costs by the model, microseconds: widened once, and by the kernel that widens what it reads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Costs {
+    /// Widened in the workspace, then read in 16 bits.
+    pub staged: f64,
+    /// Widened by each tile of rows.
+    pub direct: f64,
+}
+
+impl Costs {
+    /// Of a problem's largest lengths, on a device of `num_sms` multiprocessors, whose kernel that widens what it reads has tiles
+    /// of `direct_rows` rows, and parts of the keys where it `splits`.
+    #[must_use]
+    pub fn new(problem: &FwdProblem, num_sms: u32, direct_rows: u32, splits: bool) -> Self {
+        let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =
+            problem.dims;
+        let elems = f64::from(head_dim_qk + head_dim_v);
+        let cache = f64::from(batch) * f64::from(num_heads_kv) * f64::from(seqlen_k) * elems;
+        let heads = f64::from(batch) * f64::from(num_heads_q);
+        let pairs = heads * visible_pairs(problem.mask, seqlen_q, seqlen_k) as f64;
+        let products = 2.0 * elems * pairs / FLOPS_A_MICRO;
+        let staged =
+            3.0 * cache / BYTES_A_MICRO + products.max(2.0 * cache / BYTES_A_MICRO) + 2.0 * LAUNCH_MICROS;
+        // Whole 64 rows of the group's heads, of the keys that a row sees in the middle.
+        let rows = u64::from(seqlen_q) * u64::from(problem.gqa_ratio());
+        let tiles =
+            |of: u32| rows.div_ceil(of.max(1).into()) as f64 * f64::from(batch) * f64::from(num_heads_kv);
+        let keys = pairs / (heads * f64::from(seqlen_q)).max(1.0);
+        let block = DIRECT_NANOS * 1e-3 * elems / 256.0 * keys;
+        let at_once = if splits { f64::from(num_sms) } else { tiles(direct_rows).min(num_sms.into()) };
+        let direct = (tiles(64) * block / at_once.max(1.0)).max(cache / BYTES_A_MICRO) + LAUNCH_MICROS;
+        Self { staged, direct }
+    }
+}
+
+/// The launch that widens: arguments `FwdParams` of the call, [`WidenedCache`].
+#[must_use]
+pub fn widen(spec: &WidenSpec) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 1] = [("kSpec", spec)];
+    let entry = Entry {
+        include: "fmha/common/widen_cache.cuh",
+        constants: &constants,
+        bounds: &format!("__launch_bounds__({NUM_THREADS})"),
+        params: "const __grid_constant__ FwdParams p, const __grid_constant__ WidenedCache to",
+        call: &format!("cache::Widen<kSpec, {KEYS}, {NUM_THREADS}>{{p, to}}.run();"),
+    };
+    crate::source(entry.render(), || [header()])
+}
+
+/// `fmha/widened_cache.h`: what this file shares with the device.
+fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
+        WidenSpec::c_definition(),
+        WidenedCache::c_definition()
+    );
+    Header::rendered("fmha/widened_cache.h", text)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+mod tests {
+    use fmha_core::MaskSpec;
+
+    use super::*;
+
+    fn cached(batch: u32, seqlen_q: u32, seqlen_k: u32, heads: (u32, u32)) -> FwdProblem {
+        let dims = Dims {
+            batch,
+            seqlen_q,
+            seqlen_k,
+            num_heads_q: heads.0,
+            num_heads_kv: heads.1,
+            head_dim_qk: 128,
+            head_dim_v: 128,
+        };
+        let mut problem = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL);
+        problem.cache.dtype = Some(DType::E4m3Fn);
+        problem
+    }
+
+    #[test]
+    fn many_queries_have_their_cache_widened_once_and_few_in_each_tile() {
+        for (problem, rows, splits, staged) in [
+            (cached(1, 512, 65536, (8, 1)), 128, false, true),
+            (cached(1, 2048, 2048, (32, 8)), 128, false, true),
+            (cached(16, 64, 4096, (32, 8)), 128, false, true),
+            (cached(16, 1, 32768, (32, 8)), 16, true, false),
+            (cached(16, 16, 32768, (32, 8)), 64, true, false),
+        ] {
+            let costs = Costs::new(&problem, 132, rows, splits);
+            assert_eq!(costs.staged < costs.direct, staged, "{:?}: {costs:?}", problem.dims);
+        }
+    }
+
+    #[test]
+    fn the_widened_cache_lies_behind_the_reader_s_workspace_and_is_valid() {
+        for (q, kv) in [
+            (QLayout::Batch, KvLayout::Strided),
+            (QLayout::Packed, KvLayout::Paged { page_size: 16 }),
+            (QLayout::Packed, KvLayout::Packed),
+        ] {
+            let of = cached(3, 40, 100, (4, 2));
+            let mut problem = FwdProblem::new(q, kv, DType::Bf16, of.dims);
+            problem.cache.dtype = of.cache.dtype;
+            let wide = wide_problem(&problem).unwrap();
+            assert_eq!(wide.layout.kv == KvLayout::Packed, q == QLayout::Packed);
+            assert_eq!(wide.layout.seqused_k, kv == KvLayout::Packed);
+            assert!(wide.cache.dtype.is_none() && wide.validate().is_ok());
+            let own = Workspace { bytes: 1000, zeroed_bytes: 4 };
+            let places = Places::new(&problem, own).unwrap();
+            assert!(places.seqused_k >= own.bytes && places.cu_seqlens_k >= places.seqused_k + 3 * 4);
+            assert!(places.k >= places.cu_seqlens_k + 4 * 4);
+            let bytes = 3 * 100 * 2 * 128 * 2;
+            assert!(places.v >= places.k + bytes && places.bytes >= places.v + bytes);
+        }
+    }
+
+    #[test]
+    fn what_is_not_taken_is_named_with_its_number() {
+        let refused = |change: fn(&mut FwdProblem)| {
+            let mut problem = cached(1, 512, 4096, (4, 1));
+            change(&mut problem);
+            wide_problem(&problem).unwrap_err().to_string()
+        };
+        assert!(refused(|problem| problem.cache.dtype = None).contains("dtype_qk bf16"));
+        assert!(refused(|problem| problem.cache.dtype = Some(DType::E4m3Fnuz)).contains("e4m3fnuz"));
+        assert!(refused(|problem| problem.dims.head_dim_v = 320).contains("head_dim_v 320: larger than 256"));
+        assert!(refused(|problem| problem.dims.head_dim_qk = 72).contains("head_dim_qk 72"));
+        assert!(refused(|problem| problem.strides.k.seq = 520).contains("k.seq stride 520"));
+        assert!(
+            refused(|problem| problem.dims.batch = 1 << 20).contains("batch 1048576 times seqlen_k 4096")
+        );
+    }
+}

@@ -1,0 +1,185 @@
+//! An FP8 cache that is widened once: which problems it takes, the launch before the kernel that reads it in 16 bits.
+
+use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
+use crate::sm80::{self, recipe::room};
+use crate::sm90::{self, recipe::Sm90};
+use crate::sm90_widened::{self as text, Costs, Places, WidenSpec};
+use fmha_core::args::{CacheSlice, DevSlice, DevSliceMut, FwdArgs, MemorySpace};
+use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::{Call, KvLayout, PlanOptions, ValidFwd, Workspace, bind, check_addresses};
+use fmha_gpu::{Choice, Grid, Kernel, Recipe, Steps};
+
+/// The cache in the workspace, and the kernel that reads it there.
+pub struct Sm90Widened<V> {
+    chosen: Option<Chosen<V>>,
+}
+
+struct Chosen<V> {
+    wide: ValidFwd,
+    places: Places,
+    reader: FwdKernel<V>,
+}
+
+impl<V> Default for Sm90Widened<V> {
+    fn default() -> Self {
+        Self { chosen: None }
+    }
+}
+
+/// What copies of 16 bytes ask of addresses.
+const ALIGN: u64 = 16;
+
+/// Refuses, unasked, what the model has cheaper in a kernel that widens what it reads, and workspaces that are too large.
+fn is_worth_it(problem: &ValidFwd, facts: &DeviceFacts, places: &Places) -> Result<(), String> {
+    if places.bytes > text::MOST_BYTES {
+        return Err(format!(
+            "its workspace of {} bytes is more than {}, unless it is asked for",
+            places.bytes,
+            text::MOST_BYTES
+        ));
+    }
+    if sm80::accepts(problem, facts.instructions.converts_fp8).is_err() {
+        return Ok(());
+    }
+    let tile = sm80::choose_tile(problem, room(facts));
+    let costs = Costs::new(problem, facts.num_sms, tile.block_m.unsigned_abs(), tile.split_keys > 0);
+    if costs.staged < costs.direct {
+        return Ok(());
+    }
+    Err(format!(
+        "by the model {:.0} us, and {:.0} where each tile of rows widens what it reads",
+        costs.staged, costs.direct
+    ))
+}
+
+impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
+    fn name(&self) -> &'static str {
+        text::NAME
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        let refuse = |reason: String| Refusal::new(text::NAME, reason);
+        let has = facts.instructions;
+        facts.needs(has.tma && has.wgmma, "TMA with wgmma").map_err(refuse)?;
+        let wide = text::wide_problem(problem)?
+            .validate()
+            .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
+        // The reader is asked for by name, or it would leave short queries to others.
+        let of_reader = options.clone().kernel(sm90::NAME);
+        let mut choice: Choice<FwdKernel<V>> = Sm90::default()
+            .choose(&wide, facts, &of_reader)
+            .map_err(|refusal| refuse(format!("the cache in 16 bits: {}", refusal.reason)))?;
+        let places = Places::new(problem, choice.workspace).map_err(refuse)?;
+        if options.kernel.is_none() {
+            is_worth_it(problem, facts, &places).map_err(refuse)?;
+        }
+        let cache = places.cache(problem, 0);
+        let groups = u64::from(problem.dims.batch) * u64::from(cache.num_blocks.unsigned_abs());
+        let groups = i32::try_from(groups)
+            .map_err(|_| refuse(format!("{groups} blocks of keys are not below 2^31")))?;
+        let widen = row_launch(
+            text::WIDEN_NAME,
+            text::widen(&WidenSpec {
+                stored: problem.stored_k(),
+                dtype: problem.dtypes.qk,
+                head_dim_qk: problem.dims.head_dim_qk.cast_signed(),
+                head_dim_v: problem.dims.head_dim_v.cast_signed(),
+                kv_layout: problem.layout.kv.into(),
+                v_in_k: wide.cache.v_in_k,
+            }),
+            Grid::new(groups.unsigned_abs(), text::NUM_THREADS),
+            facts,
+        );
+        let words = format!(
+            "widened from {} in {} bytes of the workspace, read by sm90",
+            problem.stored_k(),
+            places.bytes - places.k
+        );
+        choice.details.push(("cache", words));
+        let workspace = Workspace { bytes: places.bytes, ..choice.workspace };
+        Ok(Choice {
+            kernel: Kernel::new(Self { chosen: Some(Chosen { wide, places, reader: choice.kernel }) }),
+            launches: choice.launches.behind(widen),
+            workspace,
+            ..choice
+        })
+    }
+
+    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
+        let Some(chosen) = &self.chosen else { return Ok(()) };
+        let args = call.args;
+        // A tensor without rows may lie anywhere.
+        let has_keys = call.problem.shape_k().seq > 0;
+        let operands = [
+            ("k", args.k_slice().as_ptr() as u64, ALIGN, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, ALIGN, has_keys && !chosen.wide.cache.v_in_k),
+        ];
+        check_addresses(text::NAME, operands)?;
+        chosen.with_wide(call, |wide| chosen.reader.takes_addresses(wide))
+    }
+
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
+        let Some(chosen) = &self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel sm90_widened has 0 readers chosen").into());
+        };
+        let (widen, left) = steps.split_first()?;
+        let mut params = bind::fwd_params(call.problem, call.args);
+        let mut cache = chosen.places.cache(call.problem, params.workspace.0);
+        // SAFETY: the kernel takes FwdParams and WidenedCache; `check_fwd` saw that the memory covers the problem, and that the
+        // workspace, in which the cache lies, is as large as the plan says.
+        unsafe { widen.launch(&mut [(&raw mut params).cast(), (&raw mut cache).cast()], call.stream)? };
+        // SAFETY: the caller's promise, of operands of which the cache alone lies elsewhere: in the workspace, behind the reader's own
+        // part of it, as large as its problem says.
+        chosen.with_wide(call, |wide| unsafe { chosen.reader.launch(&left, wide) })
+    }
+}
+
+impl<V: Nvidia> Chosen<V> {
+    /// A call as its reader has it.
+    fn with_wide<T>(&self, call: &FwdCall<'_>, then: impl FnOnce(&FwdCall<'_>) -> T) -> T {
+        let (args, places) = (call.args, &self.places);
+        let start = args.workspace.as_ref().map_or(std::ptr::null_mut(), DevSliceMut::as_mut_ptr);
+        let written = |slice: &DevSliceMut<'_>| {
+            // SAFETY: the memory of the call's operand, which the reader alone writes while it is borrowed here.
+            unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes()) }
+        };
+        let part = |from: u64, to: u64| {
+            // SAFETY: of the workspace, which `check_fwd` saw to be as large as the plan says; the launch before the reader writes it.
+            unsafe {
+                DevSlice::from_raw(
+                    MemorySpace::Device,
+                    start.wrapping_add(from as usize).cast_const(),
+                    to - from,
+                )
+            }
+        };
+        let k = part(places.k, places.v);
+        let v = match self.wide.cache.v_in_k {
+            true => CacheSlice::InK,
+            false => CacheSlice::Read(part(places.v, places.bytes)),
+        };
+        let mut wide = FwdArgs::new(args.q, k, v, written(&args.o));
+        (wide.seq, wide.score, wide.cache) = (args.seq, args.score, args.cache);
+        (wide.score.descale_k, wide.score.descale_v) = (None, None);
+        wide.seq.block_table = None;
+        (wide.seq.totals.num_pages, wide.seq.totals.total_k) = (None, None);
+        wide.seq.cu_seqlens_k = None;
+        if self.wide.layout.kv == KvLayout::Packed {
+            wide.seq.cu_seqlens_k = Some(part(places.cu_seqlens_k, places.k));
+            wide.seq.totals.total_k = Some(call.problem.dims.batch * call.problem.dims.seqlen_k);
+        }
+        if self.wide.layout.seqused_k {
+            wide.seq.seqused_k = Some(part(places.seqused_k, places.cu_seqlens_k));
+        }
+        wide.scale_o = args.scale_o;
+        wide.lse = args.lse.as_ref().map(written);
+        wide.keep_mask = args.keep_mask.as_ref().map(written);
+        wide.workspace = args.workspace.as_ref().map(written);
+        then(&Call { problem: &self.wide, args: &wide, spans: call.spans, stream: call.stream })
+    }
+}
