@@ -3,8 +3,8 @@
 // Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is copied, and
 // these are zeros: memory there may hold NaN, of V too. So are all blocks where pages are not whole boxes.
 //
-// Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there. A block's lines are brought into the
-// L2 two blocks before.
+// Caches in FP8 are read into registers, 16 bytes a lane, and widened on the way into shared memory. What a thread has under way
+// is too little to wait for memory with: a block's lines are brought into the L2 two blocks before.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
 #include <fmha/common/widen.cuh>
@@ -86,83 +86,66 @@ struct Loader {
     }
   }
 
-  // Caches in FP8. A part's bytes are copied to the upper half of where its chunks will lie, and are widened from its first chunk
-  // upwards: what a chunk overwrites are its own bytes, or those of chunks before it. A thread widens what it has copied, and a
-  // warp's bytes lie in its own rows of the chunks, so that no warp waits for another one.
-  struct Part {
-    uint32_t address;      // of its first chunk
-    int32_t first, count;  // its chunks, one after another in shared memory and in the block ...
-    int32_t gap;           // ... but for the last, which lies so many behind
-    int32_t barrier;
-    uint32_t phase;
-    bool of_v;  // of V, which lies apart
-
-    FMHA_DEVICE int32_t place_of(int32_t at) const { return at + (at + 1 == count ? gap : 0); }
-    FMHA_DEVICE uint32_t chunk(int32_t at) const { return address + place_of(at) * Chunk::tile_bytes; }
-  };
-  static constexpr int kPartsOfBlock = P::v_in_k ? 2 : 3;
-  // The n-th part of all blocks, in the order in which they are widened.
-  FMHA_DEVICE Part part_of(int32_t n) const {
-    const int32_t block = n / kPartsOfBlock, at = n % kPartsOfBlock, slot = P::slot_of(block);
-    const uint32_t phase = P::phase_of(block);
-    if constexpr (P::v_in_k) {
-      const bool with_tail = at == P::half_with_tail(slot);
-      return {smem.k[slot][at * P::chunks_half].address(), at * P::chunks_half, P::chunks_half + with_tail,
-              with_tail && at == 0 ? P::chunks_half : 0, P::part_of(slot, at), phase, false};
-    } else {
-      if (at == 0) return {smem.k[0][0].address(), 0, P::chunks_k, 0, 0, phase, false};
-      const int32_t first = (at - 1) * P::chunks_half;
-      return {smem.v[first].address(), first, P::chunks_half, 0, P::part_of(0, at - 1), phase, true};
-    }
-  }
-
-  // Of a chunk a lane has sixteen elements of each of two rows, eight of its warp's apart, which lie alike in the swizzle.
+  // A chunk of all rows of a cache in FP8, in registers: a lane has sixteen elements of each of two rows, eight of its warp's apart.
   struct Narrow {
     uint32_t bytes[2][4];
   };
   static constexpr int kRowsApart = 8, kBytesApart = 4 * kRowsApart * Chunk::span_bytes;
-  static_assert(kBytesApart % (8 * Chunk::span_bytes) == 0, "whole swizzle atoms from word to word");
 
-  // Where a lane's bytes of the part's chunk `at` lie: halves of chunks, one a chunk, the upper half of them all.
-  FMHA_DEVICE uint32_t bytes_of_lane(const Part& part, int32_t at) const {
-    const int32_t half = part.count + at;
-    return part.chunk(half / 2) + (fmha::mma::word_offset<Chunk>(warp + 4 * (lane / 4), lane % 4 * 8) ^ half % 2 * 64);
+  // A chunk's place among those of its block, in the order in which they are read, parts one after another.
+  struct Place {
+    int32_t chunk, part;
+    bool of_v;         // of V, which lies apart
+    bool first, last;  // of its part
+  };
+  FMHA_DEVICE static Place place_of(int32_t slot, int32_t at) {
+    if constexpr (P::v_in_k) {
+      // The tail is the last chunk of its half.
+      const bool tail_first = P::half_with_tail(slot) == 0;
+      const int32_t second = P::chunks_half + tail_first;  // the first of the second half
+      const int32_t chunk = !tail_first || at < P::chunks_half ? at : at == P::chunks_half ? 2 * P::chunks_half : at - 1;
+      return {chunk, P::part_of(slot, at >= second), false, at == 0 || at == second, at == second - 1 || at == P::chunks - 1};
+    } else {
+      const int32_t of_v = at - P::chunks_k;
+      if (of_v < 0) return {at, 0, false, at == 0, at == P::chunks_k - 1};
+      const int32_t half = of_v >= P::chunks_half, of_half = of_v - half * P::chunks_half;
+      return {of_v, P::part_of(0, half), true, of_half == 0, of_half == P::chunks_half - 1};
+    }
   }
-  // Where a lane's two rows of a block lie.
-  FMHA_DEVICE void find_rows(const View& view, int32_t first_key, NarrowRow (&rows)[2]) const {
+
+  // Of the chunks of all blocks the one that is read next, and where the rows of its block lie.
+  struct Reader {
+    int32_t block = 0, at = 0;
+    NarrowRow own = nullptr;
+  };
+  FMHA_DEVICE void read_next(Reader& reader, Narrow& narrow) const {
+    const Place place = place_of(P::slot_of(reader.block), reader.at);
+    const int32_t first_key = (work.last_block - reader.block) * kKeys;
+    if (reader.at == 0) {
+      reader.own = key_row<NarrowRow>(p.k, first_key);
+      prefetch_block(reader.block + 2);
+    }
+    if constexpr (!P::v_in_k) {
+      if (reader.at == P::chunks_k) reader.own = key_row<NarrowRow>(p.v, first_key);
+    }
+    const int32_t column = place.chunk * kSpan + lane % 4 * 16, dim = place.of_v ? spec.head_dim_v : spec.head_dim_qk;
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
-      const int32_t j = first_key + warp + 4 * (lane / 4 + word * kRowsApart);
-      rows[word] = nullptr;
-      if (j < work.end)
-        rows[word] = static_cast<NarrowRow>(view.data) +
-                     row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
+      const NarrowRow from = row_of(reader.own, lane / 4 + word * kRowsApart);
+      ptx::ld_global_v4_b32_if(narrow.bytes[word], from + column, from != nullptr && column < dim);
+    }
+    if (++reader.at == P::chunks) {
+      reader.at = 0;
+      ++reader.block;
     }
   }
-  FMHA_DEVICE void copy_narrow(const Part& part, const NarrowRow (&rows)[2]) const {
-    const int32_t dim = part.of_v ? spec.head_dim_v : spec.head_dim_qk;
-#pragma unroll 1
-    for (int32_t at = 0; at < part.count; ++at) {
-      const uint32_t to = bytes_of_lane(part, at);
-      const int32_t column = (part.first + part.place_of(at)) * kSpan + lane % 4 * 16;
-#pragma unroll
-      for (int word = 0; word < 2; ++word) {
-        const bool there = rows[word] != nullptr && column < dim;
-        ptx::cp_async<16>(to + word * kBytesApart, there ? rows[word] + column : p.k.data, there ? 16 : 0);
-      }
-    }
-    ptx::cp_async_commit_group();
-  }
-  FMHA_DEVICE void read_narrow(const Part& part, int32_t at, Narrow& narrow) const {
-    const uint32_t from = bytes_of_lane(part, at);
-#pragma unroll
-    for (int word = 0; word < 2; ++word) ptx::ld_shared_v4_b32(narrow.bytes[word], from + word * kBytesApart);
-  }
-  FMHA_DEVICE void widen(uint32_t to, const Narrow& narrow, float descale) const {
-    // Of a warp's stores at a time, half write the first and half the second of their two words, in different banks.
+  FMHA_DEVICE void widen(const Chunk& to, const Narrow& narrow, float descale) const {
+    // Of a warp's stores at a time, half write the first and half the second of their two words, in different banks. Words apart
+    // lie alike in the swizzle.
+    static_assert(kBytesApart % (8 * Chunk::span_bytes) == 0, "whole swizzle atoms from word to word");
     const bool second_first = lane & 4;
     const uint32_t of_lane =
-        to + fmha::mma::word_offset<Chunk>(warp + 4 * (lane / 4), lane % 4 * 16 + (second_first ? 8 : 0));
+        to.address() + fmha::mma::word_offset<Chunk>(warp + 4 * (lane / 4), lane % 4 * 16 + (second_first ? 8 : 0));
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
       const uint32_t (&bytes)[4] = narrow.bytes[word];
@@ -176,61 +159,45 @@ struct Loader {
       }
     }
   }
-  FMHA_DEVICE void widen_part(const Part& part, float descale) const {
-    Narrow narrow;
-    read_narrow(part, 0, narrow);
-#pragma unroll 1
-    for (int32_t at = 0; at < part.count; ++at) {
-      Narrow next = narrow;
-      if (at + 1 < part.count) read_narrow(part, at + 1, next);
-      // Every lane has read what the chunk overwrites.
-      __syncwarp();
-      widen(part.chunk(at), narrow, descale);
-      narrow = next;
-    }
-    ptx::fence_proxy_async();
-    ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
-  }
-  // All parts of all blocks. Those whose places are free are under way while one is widened; only the one that is next is waited
-  // for, since who frees the places of later ones may itself wait for it.
+  // All chunks of all blocks. The next kAhead are under way while one is widened, whatever part or block they are of: a part's
+  // place need not be free for them.
   FMHA_DEVICE void widen_all() {
-    constexpr int kAhead = 3;
+    constexpr int kAhead = 4;
     const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
     const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
-    const int32_t count = ptx::uniform(work.num_blocks) * kPartsOfBlock;
-    NarrowRow rows[2];
-    int32_t copied = 0;
-#pragma unroll 1
-    for (int32_t done = 0; done < count; ++done) {
-#pragma unroll 1
-      while (copied < count && copied <= done + kAhead) {
-        const Part part = part_of(copied);
-        Barrier& empty = smem.empty[part.barrier];
-        if (copied > done && !ptx::uniform(ptx::mbarrier_test_parity(empty, part.phase ^ 1))) break;
-        ptx::mbarrier_wait_parity(empty, part.phase ^ 1);
-        const int32_t block = copied / kPartsOfBlock, at = copied % kPartsOfBlock, first_key = (work.last_block - block) * kKeys;
-        if (at == 0) {
-          find_rows(p.k, first_key, rows);
-          prefetch_block(block + 2);
-        }
-        if constexpr (!P::v_in_k) {
-          if (at == 1) find_rows(p.v, first_key, rows);
-        }
-        copy_narrow(part, rows);
-        ++copied;
-      }
-      switch (copied - done - 1) {
-        case 0: ptx::cp_async_wait_group<0>(); break;
-        case 1: ptx::cp_async_wait_group<1>(); break;
-        case 2: ptx::cp_async_wait_group<2>(); break;
-        default: ptx::cp_async_wait_group<3>();
-      }
-      // Q's copies were begun before.
-      if (done == 0) copier.arrive_at_pending();
-      const Part part = part_of(done);
-      widen_part(part, part.of_v ? descale_v : descale_k);
+    const int32_t count = work.num_blocks * P::chunks;
+    Narrow narrow[kAhead];
+    Reader reader;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (k < count) read_next(reader, narrow[k]);
     }
+    // Q's copies are waited for.
     copier.flush();
+    int32_t block = 0, at = 0;
+#pragma unroll 1
+    for (int32_t done = 0; done < count; done += kAhead) {
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (done + k >= count) break;
+        const Place place = place_of(P::slot_of(block), at);
+        if (place.first) ptx::mbarrier_wait_parity(smem.empty[place.part], P::phase_of(block) ^ 1);
+        if constexpr (P::v_in_k) {
+          widen(smem.k[P::slot_of(block)][place.chunk], narrow[k], descale_k);
+        } else {
+          widen(place.of_v ? smem.v[place.chunk] : smem.k[0][place.chunk], narrow[k], place.of_v ? descale_v : descale_k);
+        }
+        if (place.last) {
+          ptx::fence_proxy_async();
+          ptx::mbarrier_arrive_if(smem.full[place.part], true);
+        }
+        if (done + k + kAhead < count) read_next(reader, narrow[k]);
+        if (++at == P::chunks) {
+          at = 0;
+          ++block;
+        }
+      }
+    }
   }
   // Two threads a row.
   template <int dim>
