@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pathlib
+import re
 from typing import Any, Tuple
 
 MAX_DIMS = 5
@@ -83,6 +84,15 @@ def text() -> str:
 def check(code: int) -> None:
     if code:
         raise FmhaError(text())
+
+
+#: What the library calls a cache and its new rows, and :func:`fmha.attention_with_kvcache` does.
+_OF_A_CACHE = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
+
+
+def as_cache(said: str) -> str:
+    """A refusal in the words of a function that takes ``k_cache`` and, as ``k``, new rows."""
+    return re.sub(r"\b[kv](_new)?\b", lambda found: _OF_A_CACHE[found[0]], said)
 
 
 _bytes = library.fmha_py_describe()
