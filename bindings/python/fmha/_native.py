@@ -67,7 +67,12 @@ def _load() -> ctypes.CDLL:
     bundles = list(dict.fromkeys(bundle for bundle in bundles if bundle))
     if bundles:
         os.environ["FMHA_BUNDLE"] = os.pathsep.join(bundles)
-    found = ctypes.CDLL(str(_path()))
+    path = _path()
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        named = "FMHA_NATIVE" if os.environ.get("FMHA_NATIVE") else "the package's library"
+        raise ImportError(f"{named}: {error}", path=str(path)) from None
     found.fmha_py_text.restype = ctypes.c_char_p
     found.fmha_py_describe.restype = ctypes.c_size_t
     return found
