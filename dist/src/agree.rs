@@ -4,6 +4,23 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 
 const BETWEEN: char = '\x1f';
+const SAYS: &str = "says";
+const IS_WRONG: &str = "is wrong";
+
+/// Whether bytes are what a rank says of a problem that it plans; else they are of a call.
+pub(crate) fn is_said(bytes: &[u8]) -> bool {
+    let begins = |kind: &str| bytes.starts_with(kind.as_bytes()) && bytes.get(kind.len()) == Some(&b'\x1f');
+    begins(SAYS) || begins(IS_WRONG)
+}
+
+/// The fault of a rank that plans a problem where another one runs a call that was planned before.
+pub(crate) fn plans_another(rank: u32, other: u32) -> Error {
+    let text = format!(
+        "rank {rank} plans a problem where rank {other} runs a call that was planned before: \
+         rank {rank} has another shape, type, mask or option, or has made fewer or more calls"
+    );
+    Error::new(rank, "problem", text)
+}
 
 /// Compares what every rank says of each field. A rank that is wrong by itself says so, and all hear it.
 ///
@@ -14,9 +31,12 @@ pub(crate) fn agree(group: &dyn Group, mine: &Result<Vec<(String, String)>>) -> 
         Ok(fields) => fields.iter().flat_map(|(field, text)| [field.clone(), text.clone()]).collect(),
         Err(error) => vec![error.field.clone(), error.text.clone(), error.rank.to_string()],
     };
-    let kind = if mine.is_ok() { "says" } else { "is wrong" };
+    let kind = if mine.is_ok() { SAYS } else { IS_WRONG };
     let text = [kind.to_owned(), words.join(&BETWEEN.to_string())].join(&BETWEEN.to_string());
     let all = group.share(text.as_bytes())?;
+    if let Some(other) = (0..).zip(&all).find_map(|(rank, bytes)| (!is_said(bytes)).then_some(rank)) {
+        return Err(group.fail(plans_another(group.rank(), other)));
+    }
     let all: Vec<Vec<String>> = all
         .iter()
         .map(|bytes| String::from_utf8_lossy(bytes).split(BETWEEN).map(str::to_owned).collect())
@@ -39,7 +59,7 @@ pub fn refuse(group: &dyn Group, error: Error) -> Error {
 fn disagreement(all: &[Vec<String>]) -> Option<Error> {
     for (rank, words) in (0..).zip(all) {
         if let [kind, field, text, ..] = &words[..]
-            && kind == "is wrong"
+            && kind == IS_WRONG
         {
             let rank = words.get(3).and_then(|rank| rank.parse().ok()).unwrap_or(rank);
             return Some(Error::new(rank, field, text));

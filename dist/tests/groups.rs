@@ -77,6 +77,25 @@ fn a_rank_that_means_another_problem_is_named_on_every_rank() {
     all_say(run(&wrong), 2, "partition of keys", "");
 }
 
+/// As a caller does who plans at a new shape: the others see rows that they do not expect, or this one no word of a plan.
+#[test]
+fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
+    let right = problem(4);
+    let host = host(&right);
+    let mut wrong = right.clone();
+    wrong.whole.dims.seqlen_k = 96;
+    wrong.k = Partition::zig_zag(96, 4);
+    let results = support::on_ranks(4, support::TIMEOUT, |group| {
+        let runs = if group.rank() == 2 { 1 } else { 2 };
+        let ran = support::forward_rank(&host, &right, group.clone(), &ring(), runs)?;
+        if runs == 1 {
+            fmha_dist::FwdPlan::new(&wrong, group, &support::device(), &ring())?;
+        }
+        Ok(ran)
+    });
+    all_say(results, 2, "problem", "rank 2 plans a problem where rank");
+}
+
 #[test]
 fn a_rank_whose_tensor_is_too_short_is_named_on_every_rank() {
     let problem = problem(4);

@@ -184,7 +184,13 @@ def attention_with_kvcache(
         int(_flag("rotary_interleaved", rotary_interleaved)),
     )
     cache = (k, v, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask)
-    o, lse = _door(q).kvcache(q, k_cache, v_cache, cache, tensors, numbers)
+    try:
+        o, lse = _door(q).kvcache(q, k_cache, v_cache, cache, tensors, numbers)
+    except (RuntimeError, TypeError, ValueError) as error:
+        said = _native.as_cache(str(error))
+        if said == str(error):
+            raise
+        raise type(error)(said) from None
     return (o, lse) if _flag("return_lse", return_lse) else o
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
-from typing import Tuple
+from typing import Sequence, Tuple
 
 
 def _torch() -> Tuple[str, float]:
@@ -38,7 +39,10 @@ def _numpy() -> Tuple[str, float]:
     return f"numpy {numpy.__version__}", float(abs(fmha.attention(q, k, v, mask="causal") - wanted).max())
 
 
-def main() -> int:
+def main(words: Sequence[str]) -> int:
+    """0: every call was right; 1: one was not; as a command does, 2: a word that it does not know."""
+    parser = argparse.ArgumentParser(prog="python -m fmha", description="What there is to run on, and one call, checked.")
+    parser.parse_args(words)
     import fmha
 
     print(f"fmha {fmha.__version__}")
@@ -57,4 +61,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

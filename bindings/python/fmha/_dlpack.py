@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import numpy
 
@@ -33,9 +33,18 @@ def put(request: _native.Request, name: str, value: Any) -> Optional[numpy.ndarr
             raise ValueError(f"{name} has stride {stride} bytes on axis {axis}, no multiple of {size}")
     if not given.dtype.isnative:
         raise TypeError(f"{name} is of {given.dtype.str}, whose bytes are in another machine's order")
-    strides = [stride // size for stride in given.strides]
+    # NumPy makes arrays without elements with strides of 0, of which a dense last axis has 1.
+    strides = [stride // size for stride in given.strides] if given.size else _dense(given.shape)
     request.put(name, given.ctypes.data if given.size else 0, given.dtype.name, given.shape, strides)
     return given
+
+
+def _dense(shape: Tuple[int, ...]) -> List[int]:
+    """Strides in elements of axes one in the other; one of size 0 counts as 1."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(size, 1))
+    return strides[: len(shape)]
 
 
 def _run(numbers: Tuple[Any, ...], tensors: Any) -> None:

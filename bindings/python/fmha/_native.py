@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pathlib
+import re
 from typing import Any, Tuple
 
 MAX_DIMS = 5
@@ -66,7 +67,12 @@ def _load() -> ctypes.CDLL:
     bundles = list(dict.fromkeys(bundle for bundle in bundles if bundle))
     if bundles:
         os.environ["FMHA_BUNDLE"] = os.pathsep.join(bundles)
-    found = ctypes.CDLL(str(_path()))
+    path = _path()
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        named = "FMHA_NATIVE" if os.environ.get("FMHA_NATIVE") else "the package's library"
+        raise ImportError(f"{named}: {error}", path=str(path)) from None
     found.fmha_py_text.restype = ctypes.c_char_p
     found.fmha_py_describe.restype = ctypes.c_size_t
     return found
@@ -83,6 +89,15 @@ def text() -> str:
 def check(code: int) -> None:
     if code:
         raise FmhaError(text())
+
+
+#: What the library calls a cache and its new rows, and :func:`fmha.attention_with_kvcache` does.
+_OF_A_CACHE = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
+
+
+def as_cache(said: str) -> str:
+    """A refusal in the words of a function that takes ``k_cache`` and, as ``k``, new rows."""
+    return re.sub(r"\b[kv](_new)?\b", lambda found: _OF_A_CACHE[found[0]], said)
 
 
 _bytes = library.fmha_py_describe()

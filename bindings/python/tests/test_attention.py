@@ -205,8 +205,26 @@ def test_a_v_cache_that_is_a_view_of_k_is_the_front_of_its_rows():
     o = fmha.attention_with_kvcache(q, seen, seen[..., :16], k_new, seqused_k=used)
     assert torch.equal(o, wanted) and torch.equal(seen, told)
     for other in (seen[..., 8:], seen[..., :16].clone()):
-        with pytest.raises(RuntimeError, match="v_new is missing"):
+        with pytest.raises(RuntimeError, match="^v is missing"):
             fmha.attention_with_kvcache(q, seen, other, k_new, seqused_k=used)
+
+
+@appends_in_f32
+def test_refusals_over_a_cache_name_its_arguments():
+    q, k, v = torch.randn(2, 1, 4, 24), torch.randn(2, 9, 1, 24), torch.randn(2, 9, 1, 24)
+    used = torch.tensor([4, 7], dtype=torch.int32)
+
+    def refused(words, *tensors):
+        with pytest.raises(RuntimeError, match=words):
+            fmha.attention_with_kvcache(q, *tensors, seqused_k=used)
+
+    new = torch.randn(2, 1, 1, 24)
+    refused(r"^k_cache \(.*overlaps v_cache \(", k, k, new, new)
+    refused(r"^k_cache \(.*overlaps k \(", k, v, k[:, :1], new)
+    refused("^k_cache is of float64", k.double(), v)
+    refused("^v_cache has shape", k, v[:, :5])
+    refused("^k has shape", k, v, new[..., :8], new)
+    refused("^v has shape", k, v, new, new[..., :8])
 
 
 def test_combine_of_halves_is_the_whole_and_differentiable():

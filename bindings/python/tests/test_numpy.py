@@ -74,7 +74,7 @@ def test_a_cache_is_written_where_it_lies(rng):
     wanted, _ = by_definition(q[:1], k[:1, :4], v[:1, :4])
     assert np.abs(o[:1] - wanted).max() <= 2e-6
     k.flags.writeable = False
-    with pytest.raises(ValueError, match="k is read-only"):
+    with pytest.raises(ValueError, match="k_cache is read-only"):
         fmha.attention_with_kvcache(q, k, v, new_k, new_v, seqused_k=used)
 
 
@@ -102,6 +102,15 @@ def test_outputs_of_ones_own(rng):
     o.flags.writeable = False
     with pytest.raises(ValueError, match="o is read-only"):
         fmha.attention_out(o, q, k, v)
+
+
+def test_arrays_without_elements(rng):
+    """NumPy gives what it makes of no elements strides of 0."""
+    q, k, v = qkv(rng)
+    o, lse = fmha.attention(q[:, :0], k, v, return_lse=True)
+    assert o.shape == (*q[:, :0].shape[:-1], v.shape[-1]) and lse.size == 0
+    no_keys = [np.empty((x.shape[0], 0, *x.shape[2:]), np.float32) for x in (k, v)]
+    assert not fmha.attention(q, *no_keys).any()
 
 
 def test_whatever_speaks_dlpack(rng):

@@ -19,6 +19,15 @@ def test_the_command_says_what_there_is_and_passes():
     assert "cpu: " in text and "PASS" in text
 
 
+def test_the_command_takes_no_words_and_a_missing_library_is_named(monkeypatch):
+    assert "usage: python -m fmha" in run_python("-m", "fmha", "--help")
+    with pytest.raises(AssertionError, match="(?s)ended with 2.*unrecognized arguments: nonsense"):
+        run_python("-m", "fmha", "nonsense")
+    monkeypatch.setenv("FMHA_NATIVE", "/nowhere/at.so")
+    with pytest.raises(AssertionError, match="ImportError: FMHA_NATIVE: /nowhere/at.so"):
+        run_python("import fmha")
+
+
 def test_help_shows_every_argument_and_the_types_are_the_same_list():
     bound = inspect.signature(_arguments.bind).parameters
     shown = inspect.signature(fmha.attention).parameters

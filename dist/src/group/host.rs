@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 
 use super::{Exchange, Group, Parcel};
+use crate::agree;
 use crate::error::{Error, Result};
 
 /// What one rank tells another.
@@ -230,6 +231,9 @@ impl Group for Host {
                 from => self.receive(from)?,
             };
             if bytes.len() as u64 != wanted {
+                if agree::is_said(&bytes) {
+                    return Err(self.fail(agree::plans_another(from, self.rank)));
+                }
                 let text = format!(
                     "rank {from} sent {} bytes, but {wanted} were to come: it plans another problem, or is at another call",
                     bytes.len()

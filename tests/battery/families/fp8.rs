@@ -149,12 +149,12 @@ fn blocks(cases: &mut Vec<Case>) {
         columns(&mut used);
         push("nan_behind_the_keys_in_columns", used, lengths, Plant::HiddenKeys);
         let (row, kv) = (40, 0);
-        let nan_in_v = Plant::At(Operand::V, [0, row, kv, 5], f64::NAN);
+        let nan_in_v = |column| Plant::At(Operand::V, [0, row, kv, column], f64::NAN);
         let by_head = Descale::PerKvHead;
         let seen = of(128, 128, (150, 150), "t").descale_q(by_head).descale_k(by_head).descale_v(by_head);
-        push("nan_in_v", seen.clone(), Lengths::default(), nan_in_v);
+        push("nan_in_v", seen.clone(), Lengths::default(), nan_in_v(5));
         // Rows computed again are scaled and rounded as the others.
-        push("nan_in_v_o_fp8", seen.clone().dtype_o(dtype).scale_o(true), Lengths::default(), nan_in_v);
+        push("nan_in_v_o_fp8", seen.clone().dtype_o(dtype).scale_o(true), Lengths::default(), nan_in_v(101));
         // Scores turn round, as with a negative scale.
         push(
             "negative_descale",
@@ -180,7 +180,7 @@ fn blocks(cases: &mut Vec<Case>) {
         let used = wide("0").seqused_k(true);
         push("nan_behind_wide_keys", used, lengths, Plant::HiddenKeys);
         push("nan_nobody_sees_of_a_wide_v", wide("t"), Lengths::default(), Plant::HiddenKeys);
-        push("nan_in_a_wide_v", wide("t"), Lengths::default(), nan_in_v);
+        push("nan_in_a_wide_v", wide("t"), Lengths::default(), nan_in_v(203));
         // Beyond 192 dimensions of V maxima are taken as integers, where none is negative.
         for init in Init::OF_MAXIMA {
             let name = format!("fp8/blocks/{dtype}/d256x256/{init}");

@@ -275,6 +275,10 @@ fn case(dtype: DType, variant: &str, (what, init, cause): (&str, Init, Cause)) -
     let key = [batch, first + 375, 0, 5];
     let plant = match cause {
         Cause::Scores => Plant::Nothing,
+        // In a late column too, for kernels that look at some columns of O.
+        Cause::NanInV if dtype == DType::E5m2 || matches!(variant, "batch" | "ratio4" | "alibi") => {
+            Plant::At(Operand::V, [batch, first + 375, 0, problem.dims.head_dim_v - 5], f64::NAN)
+        }
         Cause::NanInV => Plant::At(Operand::V, key, f64::NAN),
         Cause::InfinityInV => Plant::At(Operand::V, key, f64::INFINITY),
         Cause::InfinitelyFar => Plant::FarBelow { begin: 128, end: 300, key: f64::INFINITY },
