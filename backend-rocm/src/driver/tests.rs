@@ -11,7 +11,7 @@ use super::*;
 use crate::compile::tests::kernel;
 
 fn driver() -> Option<Arc<Driver>> {
-    let driver = crate::emulated(Arch::Gfx942, 0);
+    let driver = crate::emulated::open(Arch::Gfx942, 0);
     driver.map(Arc::new).map_err(|error| println!("absent: no test double: {error}")).ok()
 }
 
