@@ -672,7 +672,7 @@ mod tests {
             head_groups(whole, backward, &options)
         };
         // Of two ranks each has 4 kv heads, of 16 a half.
-        let [two, many] = [2, 16].map(|ranks| zig_zag(32_768, ranks));
+        let [two, many] = [2, 16].map(|ranks| zig_zag(262_144, ranks));
         assert_eq!(groups(&two, false, ""), 4);
         assert_eq!(groups(&two, false, "latency = 1"), 1);
         assert_eq!(groups(&two, true, ""), 1);

@@ -55,6 +55,10 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
         };
         let mut parts = Vec::new();
         for peer in 0..b.ranks() {
+            if peer == b.rank() {
+                parts.push(own);
+                continue;
+            }
             let part = b.partial(&q, heads.num_q());
             for (own, part) in [
                 ((own.o.buf, own.o.tensor.block()), (part.o.buf, part.o.tensor.block())),
