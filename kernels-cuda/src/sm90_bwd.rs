@@ -206,11 +206,6 @@ abi_struct! {
         pub num_first_query_heads: i32,
         /// Their query blocks.
         pub num_first_q_blocks: i32,
-        /// Of packed sequences with ordered additions: parts that long ones have at least, and the steps that each part of any is
-        /// to have.
-        pub long_head_parts: i32,
-        /// See `long_head_parts`.
-        pub least_steps_of_part: i32,
         /// With `head_parts` f32 sums of dK and dV, part by part; set at each run.
         pub head_sums: DevPtr<f32>,
     }
@@ -254,9 +249,11 @@ const LEAST_KEYS_IN_PARTS: u32 = 4096;
 
 /// Tiles that it is to have, likewise, as far as each keeps the steps that repay its sums
 /// ([`cost::least_steps_of_part`]): a batch of many is slower by its sums alone, a batch of one faster by as much as
-/// multiprocessors were idle. An H200, of the rate without order, in parts whatever their steps and in none: B32 H40/8 S64 D128
-/// 0.49, B16 H40/8 S64/355 D160 0.35; B4 H8/1 of 320 to 896 packed 0.28, B3 H16/1 S448 D256 in a window 0.34.
-/// Behind a mask twice as many, whose longest is twice the average; and four times where steps are [`MANY_STEPS`] of that.
+/// multiprocessors were idle. An H200, in parts whatever their steps (48 tiles for fewer than 32) and so: B32 H40/8 S64 D128 169 and
+/// 77 us, B16 H40/8 S64/355 D160 349 and 127, B3 H16/1 S448 D256 in a window 335 and 100, B1 H32/2 S1024 causal 167 and 113;
+/// but B16 H15/3 S1792 D64 1109 and 1185.
+/// Behind a mask twice as many, whose longest is twice the average, where steps are half as many again; and of fewer than that
+/// four times as many, where steps are [`MANY_STEPS`] of what repays the sums.
 const ORDERED_TILES: u32 = 64;
 const MANY_STEPS: u32 = 6;
 
@@ -469,7 +466,8 @@ impl Sm90BwdTile {
         }
         // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
         // would wait behind its own CTA's present one.
-        if spec.deterministic && !self.keeps_dq_apart() && self.persistent && spec.fwd.mask == MaskKind::Full {
+        if spec.deterministic && !self.keeps_dq_apart() && self.persistent && spec.fwd.mask == MaskKind::Full
+        {
             return Err(
                 "persistent true: without a mask, ordered sums of dQ want all key blocks of a group at work"
                     .to_owned(),
@@ -611,7 +609,9 @@ impl Sm90BwdTile {
         let parts = self.dq_parts(problem);
         let bytes = rows.saturating_mul(u64::from(parts)).saturating_mul(4 * u64::from(dims.head_dim_qk));
         if self.keeps_dq_apart() && bytes > 4 << 30 {
-            return Err(format!("dq_path apart: sums of dQ of {parts} key blocks are {bytes} bytes, more than 4 GiB"));
+            return Err(format!(
+                "dq_path apart: sums of dQ of {parts} key blocks are {bytes} bytes, more than 4 GiB"
+            ));
         }
         Ok(())
     }
@@ -732,22 +732,19 @@ impl Sm90BwdTile {
     }
 
     /// Parts of a deterministic call: from the heads and the lengths, never the batch, so that a sequence has the same
-    /// bits in any; of packed ones as many as some length up to the longest wants, the device going by each one's own
-    /// (`num_head_parts`, which has the same rule). Where sequences are long, enough for eight heads, of which one goes the
-    /// other way; else enough for [`ORDERED_TILES`].
+    /// bits in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where
+    /// sequences are long, enough for eight heads, of which one goes the other way; where lengths are equal enough for
+    /// [`ORDERED_TILES`]. Packed sequences that are shorter have none: by a rule as that of equal ones, an H200, B8
+    /// H48/3 causal of 384 to 1920 1726 us for 1134, B64 H64/8 of 27 to 209 624 for 352, though B4 H8/1 of 320 to 896 108 for 247.
     fn ordered_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let dims = problem.fwd.dims;
-        let most = if problem.fwd.layout.q == QLayout::Packed {
-            let keys = self.block_n.unsigned_abs();
-            let blocks = dims.seqlen_k.div_ceil(keys).min(4 * ORDERED_TILES);
-            let of = |block: u32| self.parts_for_tiles(problem, spec, [dims.seqlen_q, (block * keys).min(dims.seqlen_k)]);
-            (1..=blocks).map(of).max().unwrap_or(1)
-        } else {
-            self.parts_for_tiles(problem, spec, [dims.seqlen_q, dims.seqlen_k])
+        let of_tiles = match problem.fwd.layout.q {
+            QLayout::Packed => 1,
+            QLayout::Batch => self.parts_for_tiles(problem, spec, [dims.seqlen_q, dims.seqlen_k]),
         };
         let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
         let is_long = seqlen_q.min(seqlen_k) >= LEAST_KEYS_IN_PARTS;
-        if is_long { most.max(self.parts_of_long(problem, spec, num_sms)) } else { most }
+        if is_long { of_tiles.max(self.parts_of_long(problem, spec, num_sms)) } else { of_tiles }
     }
 
     /// As many as give a long sequence eight heads.
@@ -788,8 +785,9 @@ impl Sm90BwdTile {
             q - q * q / (2 * k).max(1)
         };
         let width = (i64::from(band.hi) - i64::from(band.lo)).max(0);
-        let steps = rows.min(width) / i64::from(self.block_m) + i64::from(!is_full || q % i64::from(self.block_m) > 0);
-        let least = i64::from(cost::least_steps_of_part(self, problem, spec));
+        let steps = rows.min(width) / i64::from(self.block_m)
+            + i64::from(!is_full || q % i64::from(self.block_m) > 0);
+        let least = i64::from(cost::least_steps_of_part(self, spec));
         let of = |wanted: u32, least: i64| {
             let mut parts = divisor_from(ratio, wanted.div_ceil(tiles));
             while parts > 1 && !(ratio.is_multiple_of(parts) && steps * i64::from(ratio / parts) >= least) {
@@ -797,8 +795,14 @@ impl Sm90BwdTile {
             }
             parts
         };
-        let wanted = ORDERED_TILES * if is_full { 1 } else { 2 };
-        of(wanted, least).max(of(4 * ORDERED_TILES, i64::from(MANY_STEPS) * least))
+        let mut parts = of(ORDERED_TILES, least);
+        if !is_full {
+            parts = parts.max(of(2 * ORDERED_TILES, least + least / 2));
+        }
+        if tiles < 2 * ORDERED_TILES {
+            parts = parts.max(of(4 * ORDERED_TILES, i64::from(MANY_STEPS) * least));
+        }
+        parts
     }
 
     /// Of a deterministic call without a mask: in how many groups a head's key blocks (of clusters) run, a group at a
@@ -995,12 +999,6 @@ impl Sm90BwdTile {
             side_by_side_period: side_by_side_period as i32,
             side_by_side_heads: side_by_side_heads as i32,
             key_blocks_in_group: key_blocks_in_group as i32,
-            long_head_parts: if self.head_parts && spec.deterministic {
-                self.parts_of_long(problem, spec, num_sms) as i32
-            } else {
-                1
-            },
-            least_steps_of_part: cost::least_steps_of_part(self, problem, spec) as i32,
             head_sums: DevPtr::NULL,
         })
     }
@@ -1440,10 +1438,9 @@ fn host_header() -> Header {
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
          // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
          constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
-         // Ordered additions: of so many heads of a sequence one goes upward; from so many keys on a sequence is long,\n\
-         // and a shorter one is to have so many tiles.\n\
+         // Ordered additions: of so many heads of a sequence one goes upward; from so many keys on a sequence has\n\
+         // parts.\n\
          constexpr int kSideBySidePeriod = {SIDE_BY_SIDE_PERIOD}, kLeastKeysInParts = {LEAST_KEYS_IN_PARTS};\n\
-         constexpr int kOrderedTiles = {ORDERED_TILES}, kManySteps = {MANY_STEPS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
          constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),

@@ -44,7 +44,7 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
   wait_for_launch_before();
   const int32_t i_batch = head / p.fwd.num_heads_kv, i_head_kv = head - i_batch * p.fwd.num_heads_kv;
   const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
-  const int32_t num_parts = num_head_parts<spec, tile>(p, schedule, span) * schedule.num_query_parts;
+  const int32_t num_parts = num_head_parts<spec, tile>(schedule, span) * schedule.num_query_parts;
   const int64_t first_key = int64_t(key_block) * tile.block_n;
   const float* first_part =
       head_sums_of<spec, tile>(p, schedule, i_batch, i_head_kv, 0) + first_key * kHeadSumsRow<spec, tile>;

@@ -41,7 +41,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
   if constexpr (has_own_parts<spec, tile>()) {
     is_upward = !launches_in_order<spec, tile>() || goes_upward<spec, tile>(p, schedule, work);
-    if (i_part >= num_head_parts<spec, tile>(p, schedule, work.span)) work.span.seqlen_k = 0;
+    if (i_part >= num_head_parts<spec, tile>(schedule, work.span)) work.span.seqlen_k = 0;
   }
   work.key_block = is_upward ? nth_block : num_key_blocks - 1 - nth_block;
   const int32_t cluster_key = work.key_block * cluster_keys(tile);

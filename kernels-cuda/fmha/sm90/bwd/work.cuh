@@ -110,41 +110,19 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool has_own_parts() {
   return tile.head_parts && spec.deterministic && spec.fwd.q_layout == QLayout::Packed;
 }
-// As many as give it `kOrderedTiles` tiles, each with the steps that repay its sums of dK and dV; where it is long
-// `Sm90BwdSchedule::long_head_parts` at least.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE int32_t parts_of_length(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span) {
-  const int32_t ratio = p.fwd.gqa_ratio;
-  const int64_t q = span.seqlen_q, k = span.seqlen_k;
-  const int32_t tiles = max(ceil_div(span.seqlen_k, tile.block_n), 1) * p.fwd.num_heads_kv;
-  // Queries that see a key, on average.
-  int64_t rows = q;
-  if constexpr (spec.fwd.mask != MaskKind::Full) rows = q > k ? k / 2 : q - q * q / max(2 * k, int64_t(1));
-  const MaskBand band = resolve_band(p.fwd.mask, span.seqlen_q, span.seqlen_k);
-  rows = min(rows, max(int64_t(band.hi) - band.lo, int64_t(0)));
-  constexpr bool is_full = spec.fwd.mask == MaskKind::Full;
-  const int32_t steps = int32_t(rows / tile.block_m) + (!is_full || q % tile.block_m > 0);
-  const auto of = [&](int32_t wanted, int32_t least) {
-    int32_t parts = min(ceil_div(wanted, tiles), ratio);
-    while (ratio % parts != 0) ++parts;
-    while (parts > 1 && !(ratio % parts == 0 && steps * (ratio / parts) >= least)) --parts;
-    return parts;
-  };
-  const int32_t parts = max(of(is_full ? kOrderedTiles : 2 * kOrderedTiles, schedule.least_steps_of_part),
-                            of(4 * kOrderedTiles, kManySteps * schedule.least_steps_of_part));
-  return min(span.seqlen_q, span.seqlen_k) < kLeastKeysInParts ? parts : max(parts, schedule.long_head_parts);
-}
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE int32_t num_head_parts(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span) {
+FMHA_DEVICE int32_t num_head_parts(const Sm90BwdSchedule& schedule, const SeqSpan& span) {
   if constexpr (!tile.head_parts) return 1;
-  if constexpr (has_own_parts<spec, tile>()) return parts_of_length<spec, tile>(p, schedule, span);
+  if constexpr (has_own_parts<spec, tile>()) {
+    if (min(span.seqlen_q, span.seqlen_k) < kLeastKeysInParts) return 1;
+  }
   return schedule.num_head_parts;
 }
 
 // Query heads of a tile, and the first of them.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_query_heads(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span) {
-  return p.fwd.gqa_ratio / num_head_parts<spec, tile>(p, schedule, span);
+  return p.fwd.gqa_ratio / num_head_parts<spec, tile>(schedule, span);
 }
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t first_query_head(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {

@@ -133,7 +133,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool goes_upward(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
   int32_t parts = num_parts<tile>(schedule), period = schedule.side_by_side_period;
   if constexpr (has_own_parts<spec, tile>()) {
-    parts = num_head_parts<spec, tile>(p, schedule, work.span);
+    parts = num_head_parts<spec, tile>(schedule, work.span);
     period = min(kSideBySidePeriod, p.fwd.num_heads_kv * parts);
   }
   const int32_t head = work.i_head_kv * parts + work.i_part;
