@@ -109,9 +109,13 @@ pub enum DqPath {
     /// Of the key blocks that add to a query block's dQ the store warp of the first to come stores, the
     /// others' add behind it.
     FirstStores,
+    /// Each key block stores sums of its own, by whichever of the two ways its walk has, and the launch that finishes dQ
+    /// adds them in the order that they would have been added in: of deterministic calls, whose bits it does not
+    /// change. No key block waits for another; but each reads as many numbers as it writes.
+    Apart,
 }
 
-abi_enum!(DqPath { Registers, StoreWarp, FirstStores });
+abi_enum!(DqPath { Registers, StoreWarp, FirstStores, Apart });
 
 /// Where the sums of dQ become dQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -243,10 +247,15 @@ const LEAST_SIDE_BY_SIDE: i64 = 16;
 const ORDERED_HEADS: u32 = 8;
 const LEAST_KEYS_IN_PARTS: u32 = 4096;
 
-/// Tiles that it is to have, likewise, where it has few: B64 H48/16 S193 D144, 32 tiles, in three parts had 0.57 of
-/// the rate without order.
-const ORDERED_TILES: u32 = 48;
-const FEW_TILES: u32 = 32;
+/// Tiles that it is to have, likewise, as far as each keeps the steps that repay its sums
+/// ([`cost::least_steps_of_part`]): a batch of many is slower by its sums alone, a batch of one faster by as much as
+/// multiprocessors were idle. An H200, in parts whatever their steps (48 tiles for fewer than 32) and so: B32 H40/8 S64 D128 169 and
+/// 77 us, B16 H40/8 S64/355 D160 349 and 127, B3 H16/1 S448 D256 in a window 335 and 100, B1 H32/2 S1024 causal 167 and 113;
+/// but B16 H15/3 S1792 D64 1109 and 1185.
+/// Behind a mask twice as many, whose longest is twice the average, where steps are half as many again; and of fewer than that
+/// four times as many, where steps are [`MANY_STEPS`] of what repays the sums.
+const ORDERED_TILES: u32 = 64;
+const MANY_STEPS: u32 = 6;
 
 /// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in
 /// the L2.
@@ -457,7 +466,8 @@ impl Sm90BwdTile {
         }
         // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
         // would wait behind its own CTA's present one.
-        if spec.deterministic && self.persistent && spec.fwd.mask == MaskKind::Full {
+        if spec.deterministic && !self.keeps_dq_apart() && self.persistent && spec.fwd.mask == MaskKind::Full
+        {
             return Err(
                 "persistent true: without a mask, ordered sums of dQ want all key blocks of a group at work"
                     .to_owned(),
@@ -467,6 +477,9 @@ impl Sm90BwdTile {
             return Err(
                 "dq_path first_stores: not with deterministic, whose additions have an order".to_owned()
             );
+        }
+        if self.keeps_dq_apart() && !spec.deterministic {
+            return Err("dq_path apart: it is for deterministic, whose additions have an order".to_owned());
         }
         if self.finishes_dq() && !self.may_finish_dq(spec) {
             return Err(format!(
@@ -564,7 +577,43 @@ impl Sm90BwdTile {
     /// Whether consumers add dQ from their registers.
     #[must_use]
     pub const fn adds_from_registers(&self) -> bool {
-        matches!(self.dq_path, DqPath::Registers)
+        matches!(self.dq_path, DqPath::Registers) || self.keeps_dq_apart() && self.walk.splits_dims()
+    }
+
+    /// The same with each key block's sums of dQ apart: CTAs are persistent as they are without an order.
+    fn with_dq_apart(&self, spec: &BwdSpec) -> Self {
+        let without_order = default_tile(&BwdSpec { deterministic: false, ..*spec });
+        Self { dq_path: DqPath::Apart, persistent: without_order.persistent, ..*self }
+    }
+
+    /// Whether each key block has sums of dQ of its own.
+    #[must_use]
+    pub const fn keeps_dq_apart(&self) -> bool {
+        matches!(self.dq_path, DqPath::Apart)
+    }
+
+    /// Sums of dQ of a query row: those of each key block (of a cluster), or one.
+    #[must_use]
+    pub fn dq_parts(&self, problem: &BwdProblem) -> u32 {
+        let keys = (self.block_n * self.walk.cluster()).unsigned_abs();
+        if self.keeps_dq_apart() { problem.fwd.dims.seqlen_k.div_ceil(keys).max(1) } else { 1 }
+    }
+
+    /// Whether the sums of dQ that key blocks have apart are few enough.
+    ///
+    /// # Errors
+    /// More than 4 GiB of them.
+    pub fn check_room_for_dq(&self, problem: &BwdProblem) -> Result<(), String> {
+        let dims = problem.fwd.dims;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let parts = self.dq_parts(problem);
+        let bytes = rows.saturating_mul(u64::from(parts)).saturating_mul(4 * u64::from(dims.head_dim_qk));
+        if self.keeps_dq_apart() && bytes > 4 << 30 {
+            return Err(format!(
+                "dq_path apart: sums of dQ of {parts} key blocks are {bytes} bytes, more than 4 GiB"
+            ));
+        }
+        Ok(())
     }
 
     /// Whether the main kernel finishes dQ.
@@ -682,38 +731,78 @@ impl Sm90BwdTile {
         (1..ratio).find(divides).unwrap_or(ratio)
     }
 
-    /// Parts of a deterministic call: from the heads and the length, never the batch, so that a sequence has the same
+    /// Parts of a deterministic call: from the heads and the lengths, never the batch, so that a sequence has the same
     /// bits in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where
-    /// sequences are long, enough for eight heads, of which one goes the other way: sums cost some 600 keys' worth of
-    /// products. Where lengths are equal, enough for 48 tiles of a sequence that has fewer than 32.
+    /// sequences are long, enough for eight heads, of which one goes the other way; where lengths are equal enough for
+    /// [`ORDERED_TILES`]. Packed sequences that are shorter have none: by a rule as that of equal ones, an H200, B8
+    /// H48/3 causal of 384 to 1920 1726 us for 1134, B64 H64/8 of 27 to 209 624 for 352, though B4 H8/1 of 320 to 896 108 for 247.
     fn ordered_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
-        let (dims, ratio) = (problem.fwd.dims, problem.fwd.gqa_ratio());
-        let (kv_heads, is_packed) = (dims.num_heads_kv.max(1), problem.fwd.layout.q == QLayout::Packed);
-        let is_full = problem.fwd.mask.kind() == MaskKind::Full;
-        // A window leaves a key few products. Packed, 15 heads over 3 of 64 to 640 keys: 123 TFLOP/s in five parts.
-        if problem.fwd.mask.kind() == MaskKind::Band || is_packed && is_full {
-            return 1;
-        }
-        let divisor = |wanted: u32| {
-            (1..ratio).find(|&parts| ratio.is_multiple_of(parts) && parts >= wanted).unwrap_or(ratio)
+        let dims = problem.fwd.dims;
+        let of_tiles = match problem.fwd.layout.q {
+            QLayout::Packed => 1,
+            QLayout::Batch => self.parts_for_tiles(problem, spec, [dims.seqlen_q, dims.seqlen_k]),
         };
         let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
         let is_long = seqlen_q.min(seqlen_k) >= LEAST_KEYS_IN_PARTS;
-        let of_heads = if is_long { divisor(ORDERED_HEADS.div_ceil(kv_heads)) } else { 1 };
-        // Without a mask all key blocks are alike, and heads are wanted for groups that fill the multiprocessors alone.
-        let of_heads = if is_full {
-            let rounds = |parts: u32| {
-                let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
-                f64::from(groups) / f64::from(heads)
-            };
-            if rounds(of_heads) <= 0.85 * rounds(1) { of_heads } else { 1 }
+        if is_long { of_tiles.max(self.parts_of_long(problem, spec, num_sms)) } else { of_tiles }
+    }
+
+    /// As many as give a long sequence eight heads.
+    fn parts_of_long(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
+        let ratio = problem.fwd.gqa_ratio();
+        let kv_heads = problem.fwd.dims.num_heads_kv.max(1);
+        let of_heads = divisor_from(ratio, ORDERED_HEADS.div_ceil(kv_heads));
+        match problem.fwd.mask.kind() {
+            // A window leaves a key few products.
+            MaskKind::Band => 1,
+            MaskKind::Upper => of_heads,
+            MaskKind::Full if problem.fwd.layout.q == QLayout::Packed => 1,
+            // All key blocks are alike, and heads are wanted for groups that fill the multiprocessors alone.
+            MaskKind::Full => {
+                let rounds = |parts: u32| {
+                    let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
+                    f64::from(groups) / f64::from(heads)
+                };
+                if rounds(of_heads) <= 0.85 * rounds(1) { of_heads } else { 1 }
+            }
+        }
+    }
+
+    /// As many as give a sequence of these lengths [`ORDERED_TILES`], each with the steps that repay its sums.
+    fn parts_for_tiles(&self, problem: &BwdProblem, spec: &BwdSpec, [seqlen_q, seqlen_k]: [u32; 2]) -> u32 {
+        let ratio = problem.fwd.gqa_ratio();
+        let key_blocks = seqlen_k.div_ceil(self.block_n.unsigned_abs()).max(1);
+        let tiles = key_blocks.saturating_mul(problem.fwd.dims.num_heads_kv.max(1));
+        let band = problem.fwd.mask.band(seqlen_q, seqlen_k);
+        let (q, k) = (i64::from(seqlen_q), i64::from(seqlen_k));
+        let is_full = problem.fwd.mask.kind() == MaskKind::Full;
+        // Queries that see a key, on average.
+        let rows = if is_full {
+            q
+        } else if q > k {
+            k / 2
         } else {
-            of_heads
+            q - q * q / (2 * k).max(1)
         };
-        let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs()).max(1);
-        let tiles = kv_heads.saturating_mul(key_blocks);
-        let of_tiles = if is_packed || tiles >= FEW_TILES { 1 } else { ORDERED_TILES.div_ceil(tiles) };
-        of_heads.max(divisor(of_tiles))
+        let width = (i64::from(band.hi) - i64::from(band.lo)).max(0);
+        let steps = rows.min(width) / i64::from(self.block_m)
+            + i64::from(!is_full || q % i64::from(self.block_m) > 0);
+        let least = i64::from(cost::least_steps_of_part(self, spec));
+        let of = |wanted: u32, least: i64| {
+            let mut parts = divisor_from(ratio, wanted.div_ceil(tiles));
+            while parts > 1 && !(ratio.is_multiple_of(parts) && steps * i64::from(ratio / parts) >= least) {
+                parts -= 1;
+            }
+            parts
+        };
+        let mut parts = of(ORDERED_TILES, least);
+        if !is_full {
+            parts = parts.max(of(2 * ORDERED_TILES, least + least / 2));
+        }
+        if tiles < 2 * ORDERED_TILES {
+            parts = parts.max(of(4 * ORDERED_TILES, i64::from(MANY_STEPS) * least));
+        }
+        parts
     }
 
     /// Of a deterministic call without a mask: in how many groups a head's key blocks (of clusters) run, a group at a
@@ -738,6 +827,11 @@ impl Sm90BwdTile {
         (least + 1..=key_blocks.min(least + 7)).fold(of(least), |best, groups| {
             if rounds(of(groups)) < 0.95 * rounds(best) { of(groups) } else { best }
         })
+    }
+
+    /// Whether key blocks wait for each other, to add to dQ in an order.
+    const fn waits_in_order(&self, spec: &BwdSpec) -> bool {
+        spec.deterministic && !self.keeps_dq_apart()
     }
 
     /// As many parts as the model takes, or the rule where the model knows no lengths.
@@ -788,7 +882,7 @@ impl Sm90BwdTile {
         // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337,
         // 348 at 2k. D 64 at 512 207, 201.
         let in_groups =
-            problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
+            problem.fwd.mask.kind() != MaskKind::Full && !self.waits_in_order(spec) && dims.seqlen_k >= 1024;
         let heads_of_sequence = dims.num_heads_kv * parts.heads * parts.queries;
         let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
         let head_bytes =
@@ -863,14 +957,14 @@ impl Sm90BwdTile {
             _ => heads_of_sequence.clamp(1, SIDE_BY_SIDE_PERIOD),
         };
         let (mut key_blocks_in_group, mut side_by_side_heads) = (0, 0);
-        let heads_per_l2_group = if is_side_by_side {
+        let heads_per_l2_group = if is_side_by_side && self.waits_in_order(spec) {
             num_heads
         } else if !spec.deterministic {
             in_l2
         } else if problem.fwd.mask.kind() != MaskKind::Full {
             let upward = (num_heads / i64::from(side_by_side_period.max(1))).max(1);
             let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
-            let at_a_time = if side_by_side_period == SHORT_PERIOD { near } else { upward };
+            let at_a_time = if side_by_side_period <= SHORT_PERIOD { near } else { upward };
             // As many in each group.
             let groups = (upward + at_a_time - 1).div_euclid(at_a_time);
             side_by_side_heads = (upward + groups - 1).div_euclid(groups);
@@ -880,7 +974,10 @@ impl Sm90BwdTile {
         } else {
             let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
             key_blocks_in_group = key_blocks.div_ceil(groups.max(1));
-            i64::from(heads)
+            // Which heads run side by side changes no bits: as many as the batch has, of those that the L2 has room for.
+            let of_batch = i64::from(at_a_time) / i64::from(key_blocks_in_group.max(1));
+            let near = (ORDERED_L2_BYTES / head_bytes.max(1)).max(heads.into());
+            if self.waits_in_order(spec) { of_batch.min(near).clamp(1, num_heads.max(1)) } else { in_l2 }
         };
         // Those of the first tiles.
         let first_heads =
@@ -905,6 +1002,11 @@ impl Sm90BwdTile {
             head_sums: DevPtr::NULL,
         })
     }
+}
+
+/// The least divisor of a GQA ratio that is so many, or the ratio.
+fn divisor_from(ratio: u32, wanted: u32) -> u32 {
+    (1..ratio).find(|&parts| ratio.is_multiple_of(parts) && parts >= wanted).unwrap_or(ratio)
 }
 
 /// Queries and keys of a sequence, of the whole one where the call has a part of it.
@@ -1043,6 +1145,10 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     // The way of dQ that the model has cheapest, of those that the table's tile takes.
     if let Some(best) = dq_candidates_of(&tile, problem, spec).cheapest(0.0) {
         (tile.dq_path, tile.dq_finish) = best.choice;
+    }
+    let apart = tile.with_dq_apart(spec);
+    if spec.deterministic && cost::wants_dq_apart(&tile, &apart, problem, spec) {
+        tile = apart;
     }
     let is_full = spec.fwd.mask == MaskKind::Full;
     // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the

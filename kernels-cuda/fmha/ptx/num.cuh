@@ -63,6 +63,14 @@ FMHA_DEVICE float fma_rp(float x, float y, float z) {
   return w;
 }
 
+// needs: sm_50. The sum, subnormal numbers flushed to zeros, as `red.add.f32` has it in global memory.
+// PTX ISA: add.
+FMHA_DEVICE float add_rn_ftz(float x, float y) {
+  float z;
+  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // needs: sm_50. The sum, rounded down.
 // PTX ISA: add.
 FMHA_DEVICE float add_rm_ftz(float x, float y) {

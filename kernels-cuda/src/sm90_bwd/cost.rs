@@ -117,6 +117,92 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
     steps
 }
 
+/// Steps that a part of a kv head's queries is to have in an ordered call, whose batch is not asked: so that its sums of dK and dV
+/// are at most this share of its steps where the batch fills the multiprocessors.
+const MOST_SUMS_OF_PART: f64 = 0.52;
+pub(super) fn least_steps_of_part(tile: &Sm90BwdTile, spec: &BwdSpec) -> u32 {
+    let mb = f64::from(tile.block_n) * f64::from(padded_dim(spec)) * 16.0 * 1e-6;
+    let near_and_far = 0.5 * (SUMS_MICROS_A_MB + FAR_SUMS_MICROS_A_MB);
+    // Of one multiprocessor's part of the memory's rate.
+    let sums = mb * near_and_far * f64::from(NUM_SMS);
+    (sums / (MOST_SUMS_OF_PART * step_micros(tile, spec))).ceil() as u32
+}
+
+/// A query block against a tile's keys.
+fn step_micros(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
+    let flops = f64::from(tile.block_m) * f64::from(tile.block_n) * operations_of_pair(tile, spec);
+    flops / tflops_of_sm(padded_dim(spec), tile.walk) * 1e-6
+}
+
+/// Bytes of the sums of dQ that a call may have apart.
+pub(super) const MOST_APART_BYTES: u64 = 256 << 20;
+
+/// From a key block's addition to a query block by the store warp to the next one's behind it. An H200, of rows whose key blocks
+/// all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124 additions, B8 H1 S191/10560 283, 83.
+const ADDITION_MICROS: f64 = 3.2;
+
+/// Microseconds a megabyte of sums of dQ that are written and read apart: beyond what the L2 keeps, and within. Reasoned from the
+/// memory's rate.
+const APART_MICROS_A_MB: f64 = 0.5;
+const NEAR_APART_MICROS_A_MB: f64 = 0.2;
+
+/// Whether a deterministic call is faster with each key block's sums of dQ apart than with additions that wait for each
+/// other. Both have the same bits, so the batch may be asked. Of packed sequences the lengths are not known. From registers an
+/// addition takes 2.3 us, and the sums apart were slower: B4 H2 S345/5631 D64 causal 119 us for 106, B2 H32/8 S118/1856 D56 65
+/// for 59, an H200.
+pub(super) fn wants_dq_apart(
+    ordered: &Sm90BwdTile,
+    apart: &Sm90BwdTile,
+    problem: &BwdProblem,
+    spec: &BwdSpec,
+) -> bool {
+    let dims = problem.fwd.dims;
+    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+    let row_bytes = 4 * u64::from(padded_dim(spec).unsigned_abs());
+    let bytes = rows.saturating_mul(row_bytes).saturating_mul(apart.dq_parts(problem).into());
+    let is_packed = problem.fwd.layout.q == QLayout::Packed;
+    if is_packed || ordered.adds_from_registers() || bytes > MOST_APART_BYTES || bytes == 0 {
+        return false;
+    }
+    let parts = ordered.ordered_parts(problem, spec, NUM_SMS);
+    let steps = steps_of_key_blocks(ordered, problem, 1);
+    let micros = |tile| micros(tile, problem, spec, NUM_SMS, &steps, HeadParts { heads: parts, queries: 1 });
+    // Key blocks whose walks begin at one query block.
+    let first = match problem.fwd.mask.kind() {
+        MaskKind::Full => u64::from(dims.seqlen_q) < u64::from(dims.seqlen_k),
+        _ => u64::from(dims.seqlen_k) > u64::from(dims.seqlen_q),
+    };
+    if !first {
+        return false;
+    }
+    let keys = f64::from(ordered.block_n * ordered.walk.cluster());
+    let key_blocks = steps.iter().filter(|&&steps| steps > 0).count() as f64;
+    let meeting = match problem.fwd.mask.kind() {
+        MaskKind::Full => key_blocks,
+        _ => key_blocks.min(f64::from(dims.seqlen_k - dims.seqlen_q) / keys + 1.0),
+    };
+    let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv) * f64::from(parts);
+    let units = f64::from(NUM_SMS) / f64::from(ordered.walk.cluster());
+    // Heads at work at a time: all where they are launched side by side.
+    let at_a_time = heads.min(units);
+    let longest = steps.iter().copied().max().map_or(0.0, f64::from);
+    let heads_a_tile = f64::from(problem.fwd.gqa_ratio() / parts);
+    let tile_micros = longest * heads_a_tile * step_micros(ordered, spec);
+    let waits = meeting.min(units / at_a_time) * ADDITION_MICROS;
+    let in_order =
+        micros(ordered).max(heads * meeting * ADDITION_MICROS / at_a_time).max(tile_micros + waits);
+    let work: f64 = steps.iter().copied().map(f64::from).sum();
+    let mb = work
+        * f64::from(ordered.block_m)
+        * row_bytes as f64
+        * 1e-6
+        * f64::from(dims.batch)
+        * f64::from(dims.num_heads_q);
+    let near = mb.min(NEAR_SUMS_MB);
+    let alone = micros(apart) + near * NEAR_APART_MICROS_A_MB + (mb - near) * APART_MICROS_A_MB;
+    alone < 0.9 * in_order
+}
+
 /// What the model says of a number of parts.
 pub(super) fn of_parts(
     tile: &Sm90BwdTile,
@@ -163,8 +249,7 @@ fn micros(
     } else {
         f64::from(end_of_last(steps, heads, heads_at_a_time, units))
     };
-    let flops_a_step = f64::from(tile.block_m) * f64::from(tile.block_n) * operations_of_pair(tile, spec);
-    let step_micros = flops_a_step / tflops_of_sm(dim, tile.walk) * 1e-6;
+    let step_micros = step_micros(tile, spec);
     let key_rows = f64::from(batch) * f64::from(dims.num_heads_kv) * f64::from(dims.seqlen_k);
     let num_parts = parts.heads * parts.queries;
     let sums = if num_parts > 1 {
@@ -248,6 +333,7 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
     let costs = OfDq::of(padded_dim(spec), spec.fwd.mask);
     let (begin, semaphores) = match tile.dq_path {
         DqPath::FirstStores => (0.0, costs.semaphore_share),
+        DqPath::Apart => (0.0, 0.0),
         DqPath::StoreWarp | DqPath::Registers => (costs.zeros_micros, 0.0),
     };
     let (launch, finish, beside) = match tile.dq_finish {

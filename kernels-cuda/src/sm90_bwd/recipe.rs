@@ -82,6 +82,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
                 tile.dq_finish = DqFinish::Launch;
             }
             tile.check(&spec)?;
+            tile.check_room_for_dq(problem)?;
             let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
             facts.has_room_for(&tile, tile.smem_bytes(&spec).max(dbias_bytes), tile.walk.cluster())?;
             Ok(tile)
@@ -93,8 +94,14 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         let dq_ways = sm90_bwd::dq_candidates(problem, &spec);
         let dbias = dbias_tile(&tile);
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
-        let has_semaphores = spec.deterministic || tile.dq_path == DqPath::FirstStores;
-        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), has_semaphores };
+        let has_semaphores = match tile.dq_path {
+            DqPath::FirstStores => true,
+            DqPath::Apart => false,
+            DqPath::Registers | DqPath::StoreWarp => spec.deterministic,
+        };
+        // Those of all key blocks, where each has its own.
+        let parts = tile.dq_parts(problem);
+        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs() * parts, has_semaphores };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
         // Flags: what is not finite, query blocks with far queries; where the main kernel finishes dQ, the number of each
@@ -195,7 +202,13 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
                 ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),
                 tile_from.detail(),
                 ("stages", format!("{} Q, {} dO, {} dS", tile.stages_q, tile.stages_dout, tile.stages_ds)),
-                ("dQ", "f32 sums in memory".to_owned()),
+                (
+                    "dQ",
+                    match parts {
+                        1 => "f32 sums in memory".to_owned(),
+                        parts => format!("f32 sums in memory, of {parts} key blocks apart"),
+                    },
+                ),
                 ("launches", "start while the one before ends".to_owned()),
             ]
             .into_iter()

@@ -24,7 +24,10 @@ FMHA_DEVICE constexpr bool halves_blocks(const Sm90BwdTile& tile) { return tile.
 FMHA_DEVICE constexpr bool starts_dp_late(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::LateDp; }
 FMHA_DEVICE constexpr bool in_clusters(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::InClusters; }
 FMHA_DEVICE constexpr int cluster_size(const Sm90BwdTile& tile) { return in_clusters(tile) ? 2 : 1; }
-FMHA_DEVICE constexpr bool adds_from_registers(const Sm90BwdTile& tile) { return tile.dq_path == DqPath::Registers; }
+FMHA_DEVICE constexpr bool keeps_dq_apart(const Sm90BwdTile& tile) { return tile.dq_path == DqPath::Apart; }
+FMHA_DEVICE constexpr bool adds_from_registers(const Sm90BwdTile& tile) {
+  return tile.dq_path == DqPath::Registers || (keeps_dq_apart(tile) && splits_dims(tile));
+}
 FMHA_DEVICE constexpr bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq_finish != DqFinish::Launch; }
 FMHA_DEVICE constexpr bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
 
@@ -210,8 +213,9 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec,
 
 // Threads of the loading warpgroup that store dQ, or poll or release its semaphores (dq/).
 template <BwdSpec spec, Sm90BwdTile tile>
-constexpr int kNumDqThreads = adds_from_registers(tile)       ? (spec.deterministic ? 1 : 0)
-                            : spec.deterministic ? 3
+constexpr int kNumDqThreads = keeps_dq_apart(tile)        ? (adds_from_registers(tile) ? 0 : 1)
+                            : adds_from_registers(tile) ? (spec.deterministic ? 1 : 0)
+                            : spec.deterministic        ? 3
                             : tile.dq_path == DqPath::FirstStores ? 2
                                                                   : 1;
 

@@ -82,7 +82,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
       if constexpr (finishes_dq(tile)) {
         if (warp == 3) Finisher<spec, tile>{p, maps, schedule, smem}.run();
       }
-    } else if constexpr (is_ordered<spec>()) {
+    } else if constexpr (kDqStart<spec, tile> == DqStart::Ordered) {
       if (warp == 1 && first_lane) poll_order_for_consumers<spec, tile>(p, schedule, smem);
     }
   } else {

@@ -20,7 +20,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   int32_t head = first_head + within - i_block * num_heads, i_part = 0;
   int32_t nth_block = i_block;
   bool is_upward = true;
-  if constexpr (is_ordered_behind_mask<spec>()) {
+  if constexpr (launches_in_order<spec, tile>()) {
     const int32_t heads_of_sequence = p.fwd.num_heads_kv * num_parts<tile>(schedule);
     const Place place =
         place_in_order(schedule, i_cluster, num_key_blocks, p.fwd.batch, heads_of_sequence);
@@ -40,7 +40,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   work.i_head_kv = head - i_batch * p.fwd.num_heads_kv;
   work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
   if constexpr (has_own_parts<spec, tile>()) {
-    is_upward = spec.fwd.mask == MaskKind::Full || goes_upward<spec, tile>(p, schedule, work);
+    is_upward = !launches_in_order<spec, tile>() || goes_upward<spec, tile>(p, schedule, work);
     if (i_part >= num_head_parts<spec, tile>(schedule, work.span)) work.span.seqlen_k = 0;
   }
   work.key_block = is_upward ? nth_block : num_key_blocks - 1 - nth_block;
@@ -90,7 +90,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
   // Else all key blocks would meet at the first query block, and wait for one of them.
-  if constexpr (has_semaphores<spec, tile>() && spec.fwd.mask == MaskKind::Full) {
+  if constexpr ((has_semaphores<spec, tile>() || is_ordered<spec>()) && spec.fwd.mask == MaskKind::Full) {
     if (!none) {
       const Stagger stagger = stagger_of<spec, tile>(schedule, work);
       start += (work.key_block - stagger.first) * stagger.stride;

@@ -42,7 +42,7 @@ FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule
   }
   const int32_t i_block = blockIdx.x / ctas, first = (blockIdx.x - i_block * ctas) * kRowThreads;
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, i_block);
-  const bool non_finite = finish_from_memory<spec, tile>(p, block, first + threadIdx.x, ctas * kRowThreads);
+  const bool non_finite = finish_from_memory<spec, tile>(p, schedule, block, first + threadIdx.x, ctas * kRowThreads);
   if constexpr (repairs<spec>()) {
     const bool all_finite = ptx::bar_red_and<kRowThreads>(0, !non_finite);
     if (threadIdx.x == 0) non_finite_queries<tile>(p, schedule)[blockIdx.x] = !all_finite;

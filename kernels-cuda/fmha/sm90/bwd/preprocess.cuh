@@ -183,7 +183,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& sch
   } else {
     if (any_far) measure_far_rows<spec, tile>(p, block);
   }
-  if constexpr (!has_semaphores<spec, tile>()) {
+  if constexpr (kDqStart<spec, tile> == DqStart::Zeros) {
     float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dq_dim);
     const int32_t end = sees_keys<spec, tile>(p, block) ? S::dq_block / 4 : 0;
     for (int32_t at = threadIdx.x; at < end; at += kRowThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};

@@ -5,6 +5,7 @@
 #include <fmha/num.h>
 #include <fmha/ptx/bulk.cuh>
 #include <fmha/ptx/flag.cuh>
+#include <fmha/ptx/num.cuh>
 #include <fmha/ptx/shared.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
 #include <fmha/sm90/bwd/make_delta.cuh>
@@ -75,24 +76,63 @@ FMHA_DEVICE float dq_factor(const BwdParams& p) {
   return p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
 }
 
+// A thread's numbers of a block's sums that each key block has stored apart, added in their order: as the additions that they
+// stand for (`red.add.f32`) round and flush.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void add_parts(float4 (&sums)[Unit<spec, tile>::fours], const BwdParams& p, const float4* first_of_unit,
+                           const Additions<spec, tile>& additions) {
+  using U = Unit<spec, tile>;
+  const auto load = [&](float4 (&part)[U::fours], int32_t position) {
+    const float4* from = first_of_unit + part_of_sums<spec, tile>(p, additions.key_block_at(position)) / 4;
+#pragma unroll
+    for (int f = 0; f < U::fours; ++f) part[f] = from[f * U::stride];
+  };
+  load(sums, 0);
+  // So many parts' loads are under way at a time: of one after the other each takes 1.5 us, some 40 to 140 of them.
+  constexpr int at_once = 4;
+#pragma unroll 1
+  for (int32_t first = 1; first < additions.count; first += at_once) {
+    float4 parts[at_once][U::fours];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) load(parts[i], min(first + i, additions.count - 1));
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      if (first + i >= additions.count) break;
+#pragma unroll
+      for (int f = 0; f < U::fours; ++f) {
+        sums[f].x = ptx::add_rn_ftz(sums[f].x, parts[i][f].x);
+        sums[f].y = ptx::add_rn_ftz(sums[f].y, parts[i][f].y);
+        sums[f].z = ptx::add_rn_ftz(sums[f].z, parts[i][f].z);
+        sums[f].w = ptx::add_rn_ftz(sums[f].w, parts[i][f].w);
+      }
+    }
+  }
+}
+
 // From the sums in memory, by `threads` threads; whether some of what this one wrote is not finite, where that matters.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const QueryBlock& block, int32_t thread, int32_t threads) {
+FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
+                                    int32_t thread, int32_t threads) {
   using U = Unit<spec, tile>;
   constexpr int dim = spec.fwd.head_dim_qk;
   const SeqSpan& span = block.span;
   bool non_finite = false;
   if (block.first >= span.seqlen_q) return non_finite;
   const float4* block_sums = reinterpret_cast<const float4*>(sums_of_block<spec, tile>(p, block));
-  const bool none = !has_sums<spec, tile>(p, block);
+  const Additions<spec, tile> additions(p, schedule, span, block.i_head, block.first / tile.block_m);
+  const bool none = keeps_dq_apart(tile) ? additions.count == 0 : !has_sums<spec, tile>(p, block);
   const float factor = dq_factor<spec>(p);
   for (int32_t i = thread; i < U::count; i += threads) {
     const U unit(i);
     if (unit.dim >= dim) continue;  // of the padding: `DqOutput::is_of_head`
     float4 sums[U::fours];
+    if (keeps_dq_apart(tile) && !none) {
+      add_parts<spec, tile>(sums, p, block_sums + unit.first, additions);
+    } else {
 #pragma unroll
-    for (int f = 0; f < U::fours; ++f)
-      sums[f] = none ? float4{0.f, 0.f, 0.f, 0.f} : block_sums[unit.first + f * U::stride];
+      for (int f = 0; f < U::fours; ++f)
+        sums[f] = none ? float4{0.f, 0.f, 0.f, 0.f} : block_sums[unit.first + f * U::stride];
+    }
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       const int32_t query = block.first + unit.query + q * U::next_query;
@@ -184,7 +224,7 @@ struct Finisher {
   // multiprocessor.
   FMHA_DEVICE void run_from_memory() const {
     for_each_block(
-        [&](const QueryBlock& block) { return finish_from_memory<spec, tile>(p, block, threadIdx.x % 32, 32); },
+        [&](const QueryBlock& block) { return finish_from_memory<spec, tile>(p, schedule, block, threadIdx.x % 32, 32); },
         [] { return false; });
   }
 

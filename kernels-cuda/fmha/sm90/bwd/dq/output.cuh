@@ -75,7 +75,8 @@ struct DqOutput {
   FMHA_DEVICE int32_t share() const { return cluster_rank(tile) * S::consumers + index; }
   FMHA_DEVICE float* share_of(const Work& work, const QueryBlocks& blocks) const {
     const int32_t within = share() * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
-    return p.dq_sums + first_row_of<tile>(p, work, blocks) * S::dq_dim + within;
+    const int64_t part = part_of_sums<spec, tile>(p, work.key_block);
+    return p.dq_sums + part + first_row_of<tile>(p, work, blocks) * S::dq_dim + within;
   }
 
   // Where additions have an order: waits until the polling thread (semaphore.cuh) has seen that all before this CTA's
@@ -83,12 +84,13 @@ struct DqOutput {
   // who wait in shared memory: the counter's answer and the fence behind the additions took some 900 of a step's 4750
   // clocks at D 256, both together.
   FMHA_DEVICE bool acquire() const {
+    if constexpr (keeps_dq_apart(tile)) return true;
     if constexpr (!is_ordered<spec>()) return false;
     ptx::mbarrier_wait_parity(smem.dq_empty[0], phase);
     return smem.dq_is_first;
   }
   FMHA_DEVICE void release() {
-    if constexpr (is_ordered<spec>()) {
+    if constexpr (kDqStart<spec, tile> == DqStart::Ordered) {
       __syncwarp();
       ptx::mbarrier_arrive_if(smem.dq_full[index], signals);
       phase ^= 1;

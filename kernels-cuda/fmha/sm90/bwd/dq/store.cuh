@@ -82,8 +82,8 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
       const int64_t row = first_row_of<tile>(p, work, blocks);
-      float* sums = p.dq_sums + row * S::dq_dim;
-      bool is_first = false;  // stores, so that preprocess need not write zeros
+      float* sums = p.dq_sums + part_of_sums<spec, tile>(p, work.key_block) + row * S::dq_dim;
+      bool is_first = start == DqStart::Apart;  // stores, so that preprocess need not write zeros
       if constexpr (start == DqStart::Ordered) {
         ptx::mbarrier_wait_parity(smem.dq_full[S::consumers - 1], phase);
         // Before this block's position is waited for: the CTA that has it may wait for the block before.

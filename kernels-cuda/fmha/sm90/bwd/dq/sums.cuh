@@ -18,11 +18,15 @@ enum class DqStart {
   Zeros,       // preprocess has written zeros; all add, in any order
   FirstStores, // the CTA that comes first stores, the others add behind it in any order
   Ordered,     // CTAs add in one order, of which the first stores
+  Apart,       // each key block stores sums of its own, which finishing adds in the same order
 };
 template <BwdSpec spec, Sm90BwdTile tile>
-constexpr DqStart kDqStart = spec.deterministic ? DqStart::Ordered
+constexpr DqStart kDqStart = keeps_dq_apart(tile) ? DqStart::Apart
+                             : spec.deterministic ? DqStart::Ordered
                              : tile.dq_path == DqPath::FirstStores ? DqStart::FirstStores
                                                                    : DqStart::Zeros;
+// Whether a query block's additions have an order, by CTAs that wait for each other or at the end. Key blocks then walk their
+// queries in one order too, whichever it is, so that dK and dV have the same bits.
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool is_ordered() {
   return spec.deterministic;
@@ -31,10 +35,22 @@ template <BwdSpec spec>
 FMHA_DEVICE constexpr bool is_ordered_behind_mask() {
   return is_ordered<spec>() && spec.fwd.mask != MaskKind::Full;
 }
+// Whether CTAs wait for each other, and so are launched in the order of their additions.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE constexpr bool launches_in_order() {
+  return is_ordered_behind_mask<spec>() && kDqStart<spec, tile> == DqStart::Ordered;
+}
 // Whether a query block has a semaphore.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool has_semaphores() {
-  return kDqStart<spec, tile> != DqStart::Zeros;
+  return kDqStart<spec, tile> == DqStart::FirstStores || kDqStart<spec, tile> == DqStart::Ordered;
+}
+
+// Where a key block's sums of dQ begin, from those of the first one on: with DqStart::Apart each has its own.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int64_t part_of_sums(const BwdParams& p, int32_t key_block) {
+  if constexpr (!keeps_dq_apart(tile)) return 0;
+  return key_block * p.stats_head * p.fwd.num_heads_q * Shape<spec, tile>::dq_dim;
 }
 
 // ---- Counters in global memory. Preprocess clears them.
@@ -160,26 +176,37 @@ FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work
   return {first, size, stride};
 }
 
+// Behind a mask, the key blocks that add to a query block: those of sink columns before the band, and those of the band.
+struct AddingBlocks {
+  int32_t sinks;  // [0, sinks)
+  Range band;
+};
+template <Sm90BwdTile tile>
+FMHA_DEVICE AddingBlocks adding_blocks(const Work& work, int32_t block) {
+  const int32_t first_query = block * tile.block_m;
+  const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
+  // As query_range has it, seen from the queries: a key block that adds nothing has no position.
+  const bool has_width = work.band.lo <= work.band.hi;
+  const Range keys = has_width ? k_range(work.band, queries, work.span.seqlen_k) : Range{0, 0};
+  const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, cluster_keys(tile));
+  const int32_t band_begin = keys.empty() ? 0 : keys.begin / cluster_keys(tile);
+  const int32_t sink_end = has_width ? sink_range(work.band, queries, work.span.seqlen_k).end
+                                     : max(min(work.band.sink_columns, queries.end + work.band.hi), 0);
+  int32_t sinks = ceil_div(sink_end, cluster_keys(tile));
+  if (!keys.empty()) sinks = min(sinks, band_begin);
+  return {sinks, {band_begin, band_end}};
+}
+
 // Ordered: how many key blocks add to query block `block` before this tile's does.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
   if constexpr (is_ordered_behind_mask<spec>()) {
-    const int32_t first_query = block * tile.block_m;
-    const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
-    // As query_range has it, seen from the queries: a key block that adds nothing has no position.
-    const bool has_width = work.band.lo <= work.band.hi;
-    const Range keys = has_width ? k_range(work.band, queries, work.span.seqlen_k) : Range{0, 0};
-    const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, cluster_keys(tile));
-    const int32_t band_begin = keys.empty() ? 0 : keys.begin / cluster_keys(tile);
-    // Sink columns before the band.
-    const int32_t sink_end = has_width ? sink_range(work.band, queries, work.span.seqlen_k).end
-                                       : max(min(work.band.sink_columns, queries.end + work.band.hi), 0);
-    int32_t sinks = ceil_div(sink_end, cluster_keys(tile));
-    if (!keys.empty()) sinks = min(sinks, band_begin);
+    const AddingBlocks adding = adding_blocks<tile>(work, block);
     // Of the key blocks that add, from the first one on.
-    const bool in_band = !keys.empty() && work.key_block >= band_begin;
-    const int32_t nth = in_band ? sinks + work.key_block - band_begin : work.key_block;
-    return goes_upward<spec, tile>(p, schedule, work) ? nth : sinks + band_end - band_begin - 1 - nth;
+    const bool in_band = !adding.band.empty() && work.key_block >= adding.band.begin;
+    const int32_t nth = in_band ? adding.sinks + work.key_block - adding.band.begin : work.key_block;
+    const int32_t count = adding.sinks + adding.band.end - adding.band.begin;
+    return goes_upward<spec, tile>(p, schedule, work) ? nth : count - 1 - nth;
   } else {
     const Stagger stagger = stagger_of<spec, tile>(schedule, work);
     const int32_t member = work.key_block - stagger.first;
@@ -189,5 +216,48 @@ FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& sched
     return stagger.first + (member <= begun ? begun - member : begun + stagger.size - member);
   }
 }
+
+// The key blocks that add to a query block, in the order of additions: the inverse of `position_at`.
+template <BwdSpec spec, Sm90BwdTile tile>
+struct Additions {
+  const Sm90BwdSchedule& schedule;
+  Work work;  // of any key block of the head
+  int32_t block;
+  AddingBlocks adding;
+  bool is_upward;
+  int32_t count;
+
+  FMHA_DEVICE Additions(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span, int32_t i_head,
+                        int32_t block)
+      : schedule(schedule), block(block), adding{0, {0, 0}}, is_upward(true) {
+    work.span = span;
+    work.band = resolve_band(p.fwd.mask, span.seqlen_q, span.seqlen_k);
+    work.i_head_kv = i_head / p.fwd.gqa_ratio;
+    work.i_part = (i_head - work.i_head_kv * p.fwd.gqa_ratio) / num_query_heads<spec, tile>(p, schedule, span);
+    work.key_block = 0;
+    work.q_blocks = {0, ceil_div(span.seqlen_q, tile.block_m)};
+    if constexpr (is_ordered_behind_mask<spec>()) {
+      adding = adding_blocks<tile>(work, block);
+      is_upward = goes_upward<spec, tile>(p, schedule, work);
+      count = adding.sinks + adding.band.end - adding.band.begin;
+    } else {
+      count = ceil_div(span.seqlen_k, cluster_keys(tile));
+    }
+  }
+  FMHA_DEVICE int32_t key_block_at(int32_t position) const {
+    if constexpr (is_ordered_behind_mask<spec>()) {
+      const int32_t nth = is_upward ? position : count - 1 - position;
+      return nth < adding.sinks ? nth : adding.band.begin + nth - adding.sinks;
+    } else {
+      Work at = work;
+      at.key_block = position;  // of the group: its positions are its key blocks' numbers
+      const Stagger stagger = stagger_of<spec, tile>(schedule, at);
+      if (stagger.stride == 0) return position;
+      const int32_t within = position - stagger.first;
+      const int32_t begun = min((block - work.q_blocks.begin) / stagger.stride, stagger.size - 1);
+      return stagger.first + (within <= begun ? begun - within : begun + stagger.size - within);
+    }
+  }
+};
 
 }  // namespace fmha::sm90::bwd
