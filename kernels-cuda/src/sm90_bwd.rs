@@ -784,7 +784,7 @@ impl Sm90BwdTile {
         } else {
             q - q * q / (2 * k).max(1)
         };
-        let width = (i64::from(band.hi) - i64::from(band.lo)).max(0);
+        let width = (band.hi - band.lo).max(0);
         let steps = rows.min(width) / i64::from(self.block_m)
             + i64::from(!is_full || q % i64::from(self.block_m) > 0);
         let least = i64::from(cost::least_steps_of_part(self, spec));

@@ -141,6 +141,9 @@ pub(super) const MOST_APART_BYTES: u64 = 256 << 20;
 /// all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124 additions, B8 H1 S191/10560 283, 83.
 const ADDITION_MICROS: f64 = 3.2;
 
+/// Key blocks that begin at one query block, from which on their chain is asked for: shorter ones are near the model's error.
+const LEAST_MEETING: f64 = 12.0;
+
 /// Microseconds a megabyte of sums of dQ that are written and read apart: beyond what the L2 keeps, and within. Reasoned from the
 /// memory's rate.
 const APART_MICROS_A_MB: f64 = 0.5;
@@ -167,20 +170,20 @@ pub(super) fn wants_dq_apart(
     let parts = ordered.ordered_parts(problem, spec, NUM_SMS);
     let steps = steps_of_key_blocks(ordered, problem, 1);
     let micros = |tile| micros(tile, problem, spec, NUM_SMS, &steps, HeadParts { heads: parts, queries: 1 });
-    // Key blocks whose walks begin at one query block.
-    let first = match problem.fwd.mask.kind() {
-        MaskKind::Full => u64::from(dims.seqlen_q) < u64::from(dims.seqlen_k),
-        _ => u64::from(dims.seqlen_k) > u64::from(dims.seqlen_q),
+    // Key blocks whose walks begin at one query block: without a mask as far apart as the query blocks have room.
+    let keys = f64::from(ordered.block_n * ordered.walk.cluster());
+    let rows_of_block = ordered.block_m.unsigned_abs().min(dims.seqlen_q);
+    let meeting = match problem.fwd.mask.kind() {
+        MaskKind::Full if dims.seqlen_q >= dims.seqlen_k => 1.0,
+        MaskKind::Full => steps.len() as f64,
+        _ => {
+            let band = problem.fwd.mask.band(dims.seqlen_q, dims.seqlen_k);
+            band.k_range(0..rows_of_block, dims.seqlen_k).len() as f64 / keys
+        }
     };
-    if !first {
+    if meeting < LEAST_MEETING {
         return false;
     }
-    let keys = f64::from(ordered.block_n * ordered.walk.cluster());
-    let key_blocks = steps.iter().filter(|&&steps| steps > 0).count() as f64;
-    let meeting = match problem.fwd.mask.kind() {
-        MaskKind::Full => key_blocks,
-        _ => key_blocks.min(f64::from(dims.seqlen_k - dims.seqlen_q) / keys + 1.0),
-    };
     let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv) * f64::from(parts);
     let units = f64::from(NUM_SMS) / f64::from(ordered.walk.cluster());
     // Heads at work at a time: all where they are launched side by side.
