@@ -188,7 +188,7 @@ const LAUNCH_OF_RING_BACKWARD: f64 = 235e-6;
 
 /// Seconds that a launch takes that packs or unpacks rows of heads, and how many bytes it reads and writes a second: Ulysses of two
 /// and four H200, 16384 and 131072 tokens.
-const PACKING: f64 = 23e-6;
+const PACKING: f64 = 15e-6;
 const PACKED_BYTES_PER_SECOND: f64 = 5.5e11;
 
 /// What `scheme` would cost.
