@@ -25,7 +25,7 @@ fn gradients(device: &Device, problem: &BwdProblem, tile: &[(&str, &str)]) -> [V
     let memory = device.memory();
     let shapes = [problem.fwd.shape_q(), problem.fwd.shape_k(), problem.fwd.shape_v()];
     let count = |n: usize| shapes[n].num_elems() as usize;
-    let mut input = |n: usize, seed| {
+    let input = |n: usize, seed| {
         let mut buffer = memory.alloc(2 * count(n) as u64).unwrap();
         memory.upload(bytemuck::cast_slice(&numbers(count(n), seed)), &mut buffer).unwrap();
         buffer
