@@ -24,6 +24,8 @@ pub struct BwdWorkspace {
 pub struct DqSums {
     /// Columns of a row.
     pub dim: u32,
+    /// How many there are of each row: one to which all blocks of keys add, or one of each of so many.
+    pub parts: u32,
     /// With a semaphore to each query block: how many have added to it, or whether one has stored it.
     pub has_semaphores: bool,
 }
@@ -33,14 +35,14 @@ impl BwdWorkspace {
     /// of the kernel's own. `None`: it would be 2^62 bytes or more.
     #[must_use]
     pub fn new(problem: &BwdProblem, block_m: u32, sums: Option<DqSums>, flags: u64) -> Option<Self> {
-        let dq_dim = sums.map_or(0, |sums| sums.dim);
+        let dq_elems = sums.map_or(0, |sums| u64::from(sums.dim) * u64::from(sums.parts));
         let dims = problem.fwd.dims;
         let block = u64::from(block_m);
         let padded = u64::from(dims.seqlen_q).div_ceil(block) * block;
         let rows = padded.checked_mul(dims.batch.into())?;
         let elems = rows.checked_mul(dims.num_heads_q.into())?;
         let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
-        let sum_bytes = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
+        let sum_bytes = elems.checked_mul(4)?.checked_mul(dq_elems)?;
         // The schedulers' counters, then what has rows.
         let first = 256;
         let all_stats = stats.checked_mul(3)?;
@@ -139,9 +141,9 @@ mod tests {
 
     #[test]
     fn every_part_lies_behind_the_one_before_and_inside() {
-        for (block, has_semaphores) in [(1, false), (64, false), (64, true)] {
+        for (block, parts, has_semaphores) in [(1, 1, false), (64, 1, false), (64, 1, true), (64, 3, false)] {
             let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
-            let sums = Some(DqSums { dim: 8, has_semaphores });
+            let sums = Some(DqSums { dim: 8, parts, has_semaphores });
             let workspace = BwdWorkspace::new(&problem, block, sums, 5).unwrap();
             let padded = u64::from(DIMS.seqlen_q.div_ceil(block) * block);
             assert_eq!(workspace.stats_batch, padded as i64);
@@ -150,7 +152,7 @@ mod tests {
             assert!(workspace.lse_log2 >= 4 && workspace.delta >= workspace.lse_log2 + rows * 4);
             assert!(workspace.score_origin >= workspace.delta + rows * 4);
             assert!(sums >= workspace.score_origin + rows * 4);
-            let end = sums + rows * 8 * 4;
+            let end = sums + rows * 8 * 4 * u64::from(parts);
             let semaphores = if has_semaphores { rows / u64::from(block) * 4 } else { 0 };
             assert_eq!(
                 (workspace.semaphores, workspace.bytes),
@@ -164,7 +166,10 @@ mod tests {
     fn a_workspace_that_no_memory_holds_is_none() {
         let dims = Dims { batch: 1 << 30, seqlen_q: 1 << 30, ..DIMS };
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
-        let sums = Some(DqSums { dim: 128, has_semaphores: false });
+        let sums = Some(DqSums { dim: 128, parts: 1, has_semaphores: false });
         assert_eq!(BwdWorkspace::new(&problem, 64, sums, 0), None);
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, Dims { seqlen_q: 0, ..DIMS }));
+        let sums = Some(DqSums { dim: 256, parts: 1 << 24, has_semaphores: false });
+        assert!(BwdWorkspace::new(&problem, 64, sums, 0).is_some(), "many sums of no rows");
     }
 }

@@ -31,7 +31,7 @@ fn each_part_is_bound_behind_the_one_before() {
         |sums: Option<DqSums>| BwdWorkspace::new(&problem, 64, sums, 5).unwrap().bind(params, 1 << 20);
     // Two blocks of 64 rows a sequence, 3 sequences, 4 heads.
     let (rows, start) = (128 * 3 * 4, 1 << 20);
-    let whole = workspace(Some(DqSums { dim: 8, has_semaphores: true }));
+    let whole = workspace(Some(DqSums { dim: 8, parts: 1, has_semaphores: true }));
     assert_eq!((whole.schedulers.0, whole.lse_log2.0), (start, start + 256));
     let delta = start + 256 + rows * 4;
     let behind_stats = delta + 2 * rows * 4;

@@ -599,16 +599,23 @@ impl Sm90BwdTile {
         if self.keeps_dq_apart() { problem.fwd.dims.seqlen_k.div_ceil(keys).max(1) } else { 1 }
     }
 
+    /// Bytes of the sums of dQ of all its rows, 2^64 - 1 of more.
+    fn dq_bytes(&self, problem: &BwdProblem, spec: &BwdSpec) -> u64 {
+        let dims = problem.fwd.dims;
+        let rows =
+            u64::from(dims.batch).saturating_mul(u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q));
+        let row_bytes = 4 * u64::from(padded_dim(spec).unsigned_abs()) * u64::from(self.dq_parts(problem));
+        rows.saturating_mul(row_bytes)
+    }
+
     /// Whether the sums of dQ that key blocks have apart are few enough.
     ///
     /// # Errors
     /// More than 4 GiB of them.
-    pub fn check_room_for_dq(&self, problem: &BwdProblem) -> Result<(), String> {
-        let dims = problem.fwd.dims;
-        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-        let parts = self.dq_parts(problem);
-        let bytes = rows.saturating_mul(u64::from(parts)).saturating_mul(4 * u64::from(dims.head_dim_qk));
+    pub fn check_room_for_dq(&self, problem: &BwdProblem, spec: &BwdSpec) -> Result<(), String> {
+        let bytes = self.dq_bytes(problem, spec);
         if self.keeps_dq_apart() && bytes > 4 << 30 {
+            let parts = self.dq_parts(problem);
             return Err(format!(
                 "dq_path apart: sums of dQ of {parts} key blocks are {bytes} bytes, more than 4 GiB"
             ));

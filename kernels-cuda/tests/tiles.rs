@@ -609,6 +609,19 @@ fn sums_of_dq_are_kept_apart_where_a_chain_of_additions_is_longer_than_the_work(
         BwdSpec::of(&BwdProblem::new(FwdProblem::batch(DType::Bf16, dims(1, (191, 10560), (128, 128)))));
     let tile = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Apart, ..sm90_bwd::default_tile(&spec) };
     assert!(tile.check(&spec).unwrap_err().contains("deterministic"));
+    // 3.5 GB of 72 columns, which are 128 in memory.
+    let of = |seqlen_q| {
+        let dims =
+            Dims { batch: 1, num_heads_q: 1, num_heads_kv: 1, ..dims(1, (seqlen_q, 38_400), (72, 72)) };
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
+        let spec = BwdSpec { deterministic: true, ..BwdSpec::of(&problem) };
+        let tile =
+            sm90_bwd::Sm90BwdTile { dq_path: DqPath::Apart, block_n: 128, ..sm90_bwd::default_tile(&spec) };
+        tile.check_room_for_dq(&problem, &spec)
+    };
+    let said = of(40_000).unwrap_err();
+    assert!(said.contains("6144000000 bytes"), "{said}");
+    assert_eq!(of(20_000), Ok(()));
 }
 
 /// A wave of ordered key blocks, groups of some heads side by side, runs as a whole: else it would wait for what has

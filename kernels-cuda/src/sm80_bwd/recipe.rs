@@ -58,7 +58,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
         let (block_m, dq_sums) = match one_pass {
             true => {
                 let dim = sm80::padded_dim(spec.fwd.head_dim_qk).unsigned_abs();
-                (tiles[0].columns.unsigned_abs(), Some(DqSums { dim, has_semaphores: false }))
+                (tiles[0].columns.unsigned_abs(), Some(DqSums { dim, parts: 1, has_semaphores: false }))
             }
             false => (1, None),
         };

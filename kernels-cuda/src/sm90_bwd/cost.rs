@@ -160,9 +160,7 @@ pub(super) fn wants_dq_apart(
     spec: &BwdSpec,
 ) -> bool {
     let dims = problem.fwd.dims;
-    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-    let row_bytes = 4 * u64::from(padded_dim(spec).unsigned_abs());
-    let bytes = rows.saturating_mul(row_bytes).saturating_mul(apart.dq_parts(problem).into());
+    let bytes = apart.dq_bytes(problem, spec);
     let is_packed = problem.fwd.layout.q == QLayout::Packed;
     if is_packed || ordered.adds_from_registers() || bytes > MOST_APART_BYTES || bytes == 0 {
         return false;
@@ -197,7 +195,8 @@ pub(super) fn wants_dq_apart(
     let work: f64 = steps.iter().copied().map(f64::from).sum();
     let mb = work
         * f64::from(ordered.block_m)
-        * row_bytes as f64
+        * 4.0
+        * f64::from(padded_dim(spec))
         * 1e-6
         * f64::from(dims.batch)
         * f64::from(dims.num_heads_q);

@@ -82,7 +82,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
                 tile.dq_finish = DqFinish::Launch;
             }
             tile.check(&spec)?;
-            tile.check_room_for_dq(problem)?;
+            tile.check_room_for_dq(problem, &spec)?;
             let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
             facts.has_room_for(&tile, tile.smem_bytes(&spec).max(dbias_bytes), tile.walk.cluster())?;
             Ok(tile)
@@ -99,9 +99,8 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
             DqPath::Apart => false,
             DqPath::Registers | DqPath::StoreWarp => spec.deterministic,
         };
-        // Those of all key blocks, where each has its own.
         let parts = tile.dq_parts(problem);
-        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs() * parts, has_semaphores };
+        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), parts, has_semaphores };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
         // Flags: what is not finite, query blocks with far queries; where the main kernel finishes dQ, the number of each
