@@ -4,9 +4,9 @@
 //! for the driver afterwards, as `driver::sys` does, is given the double. A process has one driver: a real
 //! device and an emulated one do not go together.
 
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::ffi::{CString, c_char, c_int};
 
-use fmha_core::emulators::Double;
+use fmha_core::emulators::{Double, launches_of};
 use fmha_core::error::{Error, ProblemError, Result};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use once_cell::sync::OnceCell;
@@ -66,11 +66,6 @@ pub fn emulated_launches() -> Option<String> {
             library.get::<unsafe extern "C" fn(*mut c_char)>(b"fmha_emu_forget\0").ok()?,
         )
     };
-    // SAFETY: it takes nothing.
-    let text = unsafe { launches() };
     // SAFETY: the double gives a string that lives until it is told to forget it.
-    let launches = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
-    // SAFETY: it came from there, and is not used again.
-    unsafe { forget(text) };
-    Some(launches)
+    Some(unsafe { launches_of(*launches, *forget) })
 }

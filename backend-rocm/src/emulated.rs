@@ -1,11 +1,11 @@
 //! The emulated device: a test double of HIP's library, opened by path.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::c_char;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use fmha_core::Result;
-use fmha_core::emulators::Double;
+use fmha_core::emulators::{Double, launches_of};
 use fmha_kernels_hip::Arch;
 use libloading::Library;
 
@@ -52,11 +52,6 @@ pub fn emulated_launches() -> Option<String> {
             library.get::<unsafe extern "C" fn(*mut c_char)>(b"fmhaEmulatorForget\0").ok()?,
         )
     };
-    // SAFETY: it takes nothing.
-    let text = unsafe { launches() };
     // SAFETY: the double gives a string that lives until it is told to forget it.
-    let launches = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
-    // SAFETY: it came from there, and is not used again.
-    unsafe { forget(text) };
-    Some(launches)
+    Some(unsafe { launches_of(*launches, *forget) })
 }

@@ -4,6 +4,7 @@
 //! builds the double that it opens, and says so; elsewhere the double lies beside the program or where
 //! `FMHA_EMULATOR_DIR` says.
 
+use std::ffi::{CStr, c_char};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
@@ -18,6 +19,25 @@ pub struct Double {
     pub file: &'static str,
     /// In the workspace `tests/emulators`.
     pub package: &'static str,
+}
+
+/// What a double tells of its launches: its own text, copied and given back to it.
+///
+/// # Safety
+/// Both are functions of one open double: `launches` gives a string that ends in a zero byte and lives until `forget` is called with it.
+#[doc(hidden)]
+#[must_use]
+pub unsafe fn launches_of(
+    launches: unsafe extern "C" fn() -> *mut c_char,
+    forget: unsafe extern "C" fn(*mut c_char),
+) -> String {
+    // SAFETY: it takes nothing.
+    let text = unsafe { launches() };
+    // SAFETY: the caller's promise.
+    let told = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+    // SAFETY: it came from there, and is not used again.
+    unsafe { forget(text) };
+    told
 }
 
 impl Double {
