@@ -487,15 +487,29 @@ fn trees_apart(cases: &mut Vec<Case>) {
     }
 }
 
+const KV_LAYOUTS: [(&str, KvLayout); 3] = [
+    ("strided", KvLayout::Strided),
+    ("packed", KvLayout::Packed),
+    ("paged", KvLayout::Paged { page_size: 6 }),
+];
+
+/// Of lengths with offsets of packed keys those that the problem's layout of K has in their place: used ones, and pages.
+fn lengths_of_keys(problem: &mut FwdProblem, lengths: &mut Lengths, name: &str) {
+    if problem.layout.kv != KvLayout::Packed {
+        lengths.totals.total_k = None;
+        lengths.seqused_k = used(problem).seqused_k;
+    }
+    if let Some(page_size) = problem.layout.kv.page_size() {
+        let (table, num_pages) = pages(problem, page_size, data(name).seed);
+        (lengths.block_table, lengths.totals.num_pages) = (table, Some(num_pages));
+    }
+}
+
 /// Q and K laid out apart: packed queries over strided and paged caches, batched queries over packed keys.
 fn mixed(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for mask in ["0", "b", "t", "b:6,0,2"] {
-            for (word, kv_layout) in [
-                ("strided", KvLayout::Strided),
-                ("packed", KvLayout::Packed),
-                ("paged", KvLayout::Paged { page_size: 6 }),
-            ] {
+            for (word, kv_layout) in KV_LAYOUTS {
                 for q_layout in [QLayout::Batch, QLayout::Packed] {
                     let name = format!("decode/layouts/{dtype}/{q_layout:?}_over_{word}/{mask}");
                     let mut problem = FwdProblem::new(q_layout, kv_layout, dtype, dims(9, 40, (4, 2), 32));
@@ -505,14 +519,7 @@ fn mixed(cases: &mut Vec<Case>) {
                     if q_layout == QLayout::Batch {
                         lengths.totals.total_q = None;
                     }
-                    if kv_layout != KvLayout::Packed {
-                        lengths.totals.total_k = None;
-                        lengths.seqused_k = used(&mut problem).seqused_k;
-                    }
-                    if let Some(page_size) = kv_layout.page_size() {
-                        let (table, num_pages) = pages(&problem, page_size, data(&name).seed);
-                        (lengths.block_table, lengths.totals.num_pages) = (table, Some(num_pages));
-                    }
+                    lengths_of_keys(&mut problem, &mut lengths, &name);
                     push(cases, name, problem, lengths);
                 }
             }
@@ -522,11 +529,7 @@ fn mixed(cases: &mut Vec<Case>) {
 
 /// Packed queries over FP8 caches, whatever these lie in, V in K's rows among them.
 fn mixed_quantised(cases: &mut Vec<Case>) {
-    for (word, kv_layout) in [
-        ("strided", KvLayout::Strided),
-        ("packed", KvLayout::Packed),
-        ("paged", KvLayout::Paged { page_size: 6 }),
-    ] {
+    for (word, kv_layout) in KV_LAYOUTS {
         for v_in_k in [false, true] {
             let of_v = if v_in_k { "v_in_k" } else { "apart" };
             let name = format!("decode/fp8_layouts/e4m3fn/bf16/Packed_over_{word}/{of_v}");
@@ -541,14 +544,7 @@ fn mixed_quantised(cases: &mut Vec<Case>) {
                 (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
             }
             let mut lengths = Lengths::packed(&[(1, 140), (19, 43), (0, 7)]);
-            if kv_layout != KvLayout::Packed {
-                lengths.totals.total_k = None;
-                lengths.seqused_k = used(&mut problem).seqused_k;
-            }
-            if let Some(page_size) = kv_layout.page_size() {
-                let (table, num_pages) = pages(&problem, page_size, data(&name).seed);
-                (lengths.block_table, lengths.totals.num_pages) = (table, Some(num_pages));
-            }
+            lengths_of_keys(&mut problem, &mut lengths, &name);
             push(cases, name, problem, lengths);
         }
     }
