@@ -48,7 +48,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       if constexpr (reads_raw_blocks(spec, tile)) {
         store_lane_rows<spec, tile.vector_store>(p.o.data, at, o, r, result.factor, stored);
       } else if constexpr (tile.split_keys > 0) {
-        store_part<output, false>(static_cast<float*>(p.o.data) + at, o, r, result.factor, stored);
+        store_part<output, turned>(static_cast<float*>(p.o.data) + at, o, r, result.factor, stored);
       } else if constexpr (!tile.vector_store || spec.dtype_o == DType::F32) {
         store_elements<output, turned>(p.o.data, at, o, r, result.factor, stored);
       } else if constexpr (is_fp8(spec.dtype_o)) {
