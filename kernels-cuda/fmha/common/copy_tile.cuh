@@ -79,7 +79,11 @@ struct Copier {
   FMHA_DEVICE void flush() {
     if (!pending) return;
     ptx::cp_async_wait_group<0>();
-    arrive();
+    arrive_at_pending();
+  }
+  // What was copied last is there, as its thread has seen.
+  FMHA_DEVICE void arrive_at_pending() {
+    if (pending) arrive();
     pending = nullptr;
   }
   // Waits for a slot to be free. Whoever frees it may itself wait for what is pending here.

@@ -199,6 +199,146 @@ struct Loader {
       }
     }
   }
+  // Caches in FP8, copied as they are. A part's bytes lie in the upper half of where its chunks will, and are widened from its
+  // first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before it. A thread widens what it has
+  // copied, and a warp's bytes lie in the sixteen rows of the chunks that are its own here, so that no warp waits for another one.
+  struct Part {
+    uint32_t address;      // of its first chunk
+    int32_t first, count;  // its chunks, one after another in shared memory and in the block ...
+    int32_t gap;           // ... but for the last, which lies so many behind
+    int32_t barrier;
+    uint32_t phase;
+    bool of_v;  // of V, which lies apart
+
+    FMHA_DEVICE int32_t place_of(int32_t at) const { return at + (at + 1 == count ? gap : 0); }
+    FMHA_DEVICE uint32_t chunk(int32_t at) const { return address + place_of(at) * Chunk::tile_bytes; }
+  };
+  static constexpr int kPartsOfBlock = P::v_in_k ? 2 : 3;
+  // The n-th part of all blocks, in the order in which they are widened.
+  FMHA_DEVICE Part part_of(int32_t n) const {
+    const int32_t block = n / kPartsOfBlock, at = n % kPartsOfBlock, slot = P::slot_of(block);
+    const uint32_t phase = P::phase_of(block);
+    if constexpr (P::v_in_k) {
+      const bool with_tail = at == P::half_with_tail(slot);
+      return {smem.k[slot][at * P::chunks_half].address(), at * P::chunks_half, P::chunks_half + with_tail,
+              with_tail && at == 0 ? P::chunks_half : 0, P::part_of(slot, at), phase, false};
+    } else {
+      if (at == 0) return {smem.k[0][0].address(), 0, P::chunks_k, 0, 0, phase, false};
+      const int32_t first = (at - 1) * P::chunks_half;
+      return {smem.v[first].address(), first, P::chunks_half, 0, P::part_of(0, at - 1), phase, true};
+    }
+  }
+  // Of a chunk a lane has sixteen elements of each of two rows, eight apart. Eight lanes, of two neighbouring rows, have words in
+  // different banks both as bytes, of which odd rows have their halves exchanged, and as 16 bits.
+  static constexpr int kLaneRowsApart = 8 * Chunk::span_bytes;
+  const int32_t lane_row = warp * kRowsOfWarp + lane / 4;
+  const uint32_t bytes_of_lane = fmha::mma::word_offset<Chunk>(lane_row, (lane % 4 + lane / 4 % 2 * 4) * 8);
+  const uint32_t wide_of_lane = fmha::mma::word_offset<Chunk>(lane_row, lane % 4 * 16);
+
+  // Where the lane's bytes of the part's chunk `at` lie: halves of chunks, one a chunk, the upper half of them all.
+  FMHA_DEVICE uint32_t bytes_at(const Part& part, int32_t at) const {
+    const int32_t half = part.count + at;
+    return part.chunk(half / 2) + (bytes_of_lane ^ half % 2 * 64);
+  }
+  // Where the lane's two rows of a block lie; null: zeros.
+  FMHA_DEVICE void find_rows(const View& view, int32_t first_key, NarrowRow (&rows)[2]) const {
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      const int32_t j = first_key + lane_row + 8 * word;
+      rows[word] = nullptr;
+      if (j < work.end)
+        rows[word] = static_cast<NarrowRow>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
+    }
+  }
+  FMHA_DEVICE void copy_narrow(const Part& part, const NarrowRow (&rows)[2]) const {
+    const int32_t dim = part.of_v ? spec.head_dim_v : spec.head_dim_qk;
+#pragma unroll 1
+    for (int32_t at = 0; at < part.count; ++at) {
+      const uint32_t to = bytes_at(part, at);
+      const int32_t column = (part.first + part.place_of(at)) * kSpan + lane % 4 * 16;
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        const bool there = rows[word] != nullptr && column < dim;
+        ptx::cp_async<16>(to + word * kLaneRowsApart, there ? rows[word] + column : p.k.data, there ? 16 : 0);
+      }
+    }
+    ptx::cp_async_commit_group();
+  }
+  FMHA_DEVICE void read_narrow(const Part& part, int32_t at, Narrow& narrow) const {
+    const uint32_t from = bytes_at(part, at);
+#pragma unroll
+    for (int word = 0; word < 2; ++word) ptx::ld_shared_v4_b32(narrow.bytes[word], from + word * kLaneRowsApart);
+  }
+  FMHA_DEVICE void widen_part(const Part& part, float descale) const {
+    Narrow narrow;
+    read_narrow(part, 0, narrow);
+#pragma unroll 1
+    for (int32_t at = 0; at < part.count; ++at) {
+      Narrow next = narrow;
+      if (at + 1 < part.count) read_narrow(part, at + 1, next);
+      // Every lane has read what the chunk overwrites.
+      __syncwarp();
+      const uint32_t to = part.chunk(at) + wide_of_lane;
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const uint32_t eight[2] = {narrow.bytes[word][2 * k], narrow.bytes[word][2 * k + 1]};
+          uint32_t packed[4];
+          widen_word<tile.stored, spec.dtype_qk, true>(eight, descale, packed);
+          ptx::st_shared_v4((to ^ 16 * k) + word * kLaneRowsApart, packed);
+        }
+      }
+      narrow = next;
+    }
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
+  }
+  // All parts of all blocks. Those whose places are free are under way while one is widened. Only the one that is next is waited
+  // for, since who frees the places of later ones may itself wait for it; and of a V in K the other half of a block, which is freed
+  // soon after the first.
+  FMHA_DEVICE void widen_in_place() {
+    constexpr int kAhead = 3;
+    const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
+    const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
+    const int32_t num_blocks = ptx::uniform(work.num_blocks), count = num_blocks * kPartsOfBlock;
+    NarrowRow rows[2];
+    int32_t copied = 0;
+    find_rows(p.k, work.last_block * kKeys, rows);
+#pragma unroll 1
+    for (int32_t done = 0; done < count; ++done) {
+#pragma unroll 1
+      while (copied < count && copied <= done + kAhead) {
+        const Part part = part_of(copied);
+        Barrier& empty = smem.empty[part.barrier];
+        const bool waits = copied == done || (P::v_in_k && copied % kPartsOfBlock == 1);
+        if (!waits && !ptx::uniform(ptx::mbarrier_test_parity(empty, part.phase ^ 1))) break;
+        ptx::mbarrier_wait_parity(empty, part.phase ^ 1);
+        copy_narrow(part, rows);
+        ++copied;
+        // Rows are found, and lines brought into the L2, beneath the copies.
+        const int32_t block = copied / kPartsOfBlock, at = copied % kPartsOfBlock, first_key = (work.last_block - block) * kKeys;
+        if (at == 0 && block < num_blocks) {
+          find_rows(p.k, first_key, rows);
+          prefetch_block(block + 1);
+        }
+        if constexpr (!P::v_in_k) {
+          if (at == 1) find_rows(p.v, first_key, rows);
+        }
+      }
+      switch (copied - done - 1) {
+        case 0: ptx::cp_async_wait_group<0>(); break;
+        case 1: ptx::cp_async_wait_group<1>(); break;
+        case 2: ptx::cp_async_wait_group<2>(); break;
+        default: ptx::cp_async_wait_group<3>();
+      }
+      // Q's copies were begun before.
+      if (done == 0) copier.arrive_at_pending();
+      const Part part = part_of(done);
+      widen_part(part, part.of_v ? descale_v : descale_k);
+    }
+    copier.flush();
+  }
   // Two threads a row.
   template <int dim>
   FMHA_DEVICE void prefetch(const View& view, int32_t first_key) const {
@@ -254,7 +394,11 @@ struct Loader {
       prefetch_block(0);
       prefetch_block(1);
       load_q();
-      widen_all();
+      if constexpr (tile.widens_in_place) {
+        widen_in_place();
+      } else {
+        widen_all();
+      }
     } else {
       load_q();
       copy_all();
