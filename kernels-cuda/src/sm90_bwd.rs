@@ -1308,7 +1308,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
-        load_registers: 24,
+        // The consumers of a gradient each have enough in 232, and nothing spills (with 24 4 bytes, deterministic 96).
+        load_registers: if walk == BwdWalk::GradientEach { 40 } else { 24 },
         head_parts: false,
         // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
         // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376.

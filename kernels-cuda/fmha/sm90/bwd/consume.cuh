@@ -117,7 +117,6 @@ FMHA_DEVICE void store_gradients(const Consumer<spec, tile>& c, const Sm90BwdSch
 
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void consume(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
-  using S = Shape<spec, tile>;
   const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
   Consumer<spec, tile> c{p, smem, index, {p, index, p.fwd.softmax_scale * kLog2E}};
   for_each_tile<tile>(schedule, smem, c.signals, [&](int32_t i) {
@@ -131,8 +130,7 @@ FMHA_DEVICE void consume(const BwdParams& p, const Sm90BwdSchedule& schedule, Sm
     if constexpr (repairs<spec>()) {
       bool non_finite = false;
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-        non_finite |= has_non_finite(c.dk, r) || (S::dv_columns > 0 && has_non_finite(c.dv, r));
+      for (int r = 0; r < 2; ++r) non_finite |= has_non_finite(c.dk, r) || has_non_finite(c.dv, r);
       non_finite = __any_sync(ptx::kAllLanes, non_finite);
       const int32_t warp = threadIdx.x / 32 - 4;
       if (c.signals) non_finite_keys(p)[i * num_consumer_warps(tile) + warp] = non_finite;
