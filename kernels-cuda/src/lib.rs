@@ -125,6 +125,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/bwd/consume/cluster.cuh",
         "sm90/bwd/consume/consumer.cuh",
         "sm90/bwd/consume/early_scores.cuh",
+        "sm90/bwd/consume/gradient_each.cuh",
         "sm90/bwd/consume/half_blocks.cuh",
         "sm90/bwd/consume/in_order.cuh",
         "sm90/bwd/consume/split_dims.cuh",

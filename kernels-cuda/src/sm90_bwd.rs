@@ -55,10 +55,12 @@ pub enum BwdWalk {
     /// The same at 256 by two CTAs of a cluster, which have neighbouring key blocks, send each other their
     /// dS, and each add a half of dQ's dimension for both.
     InClusters,
+    /// The same at 192, whose thirds two consumers cannot share out: one has dK, the other dV, of all columns.
+    GradientEach,
 }
 
 impl BwdWalk {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::InOrder,
         Self::LateDp,
         Self::EarlyScores,
@@ -66,28 +68,29 @@ impl BwdWalk {
         Self::SplitDims,
         Self::SplitEarly,
         Self::InClusters,
+        Self::GradientEach,
     ];
 
     /// Whether consumers share out the dimension, and so have all keys of a CTA.
     #[must_use]
     pub const fn splits_dims(self) -> bool {
-        matches!(self, Self::SplitDims | Self::SplitEarly | Self::InClusters)
+        matches!(self, Self::SplitDims | Self::SplitEarly | Self::InClusters | Self::GradientEach)
     }
 
     /// Whether the next block's scores are under way while this block's gradients are.
     const fn has_next_scores(self) -> bool {
-        matches!(self, Self::EarlyScores | Self::SplitEarly | Self::InClusters)
+        matches!(self, Self::EarlyScores | Self::SplitEarly | Self::InClusters | Self::GradientEach)
     }
 
     /// Whether consumers compute dQ transposed, and share it out by its dimension, for a padded head dimension.
     const fn transposes_dq(self, dim: i32) -> bool {
-        dim == 128 || dim == 192 && self.splits_dims()
+        dim == 128 || dim == 192 && self.splits_dims() && self.cluster() == 1
     }
 
     /// CTAs of a cluster.
     #[must_use]
     pub const fn cluster(self) -> i32 {
-        if matches!(self, Self::InClusters) { 2 } else { 1 }
+        if matches!(self, Self::InClusters | Self::GradientEach) { 2 } else { 1 }
     }
 
     /// Of a block's queries, whose scores are made one after the other.
@@ -96,7 +99,16 @@ impl BwdWalk {
     }
 }
 
-abi_enum!(BwdWalk { InOrder, LateDp, EarlyScores, HalfBlocks, SplitDims, SplitEarly, InClusters });
+abi_enum!(BwdWalk {
+    InOrder,
+    LateDp,
+    EarlyScores,
+    HalfBlocks,
+    SplitDims,
+    SplitEarly,
+    InClusters,
+    GradientEach,
+});
 
 /// How a key block's share of dQ comes to the sums in memory (`dq/`). In deterministic calls additions have
 /// an order, and the first of it stores.
@@ -287,18 +299,17 @@ impl Sm90BwdTile {
         if self.walk.splits_dims() { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
     }
 
-    /// Queries of a consumer's S; columns of its dK and of its dV.
+    /// Queries of a consumer's S; columns of its dK and of its dV, or of the one that it has and none.
     const fn consumer_columns(&self, spec: &BwdSpec) -> (i32, i32, i32) {
         let dim = padded_dim(spec);
-        if self.walk.splits_dims() {
+        let (qk, v) = (own_width(spec.fwd.head_dim_qk), own_width(spec.fwd.head_dim_v));
+        if matches!(self.walk, BwdWalk::GradientEach) {
+            (SPLIT_QUERIES, if qk > v { qk } else { v }, 0)
+        } else if self.walk.splits_dims() {
             let columns = dim / self.num_consumers();
             (SPLIT_QUERIES, columns, columns)
         } else {
-            (
-                self.block_m / self.walk.score_parts(),
-                own_width(spec.fwd.head_dim_qk),
-                own_width(spec.fwd.head_dim_v),
-            )
+            (self.block_m / self.walk.score_parts(), qk, v)
         }
     }
 
@@ -307,9 +318,12 @@ impl Sm90BwdTile {
         if self.walk.score_parts() > 1 { own_width(spec.fwd.head_dim_qk) } else { padded_dim(spec) }
     }
 
-    /// Columns of a consumer's share of dQ.
+    /// Columns of a consumer's share of dQ, of all CTAs of its cluster.
     const fn dq_columns(&self, spec: &BwdSpec) -> i32 {
-        if self.walk.transposes_dq(padded_dim(spec)) {
+        if matches!(self.walk, BwdWalk::GradientEach) {
+            // A chunk; the third one's halves are multiplied as the whole.
+            64 * self.walk.cluster()
+        } else if self.walk.transposes_dq(padded_dim(spec)) {
             self.block_m
         } else if self.walk.splits_dims() || self.walk.score_parts() > 1 {
             self.dq_dim(spec) / self.num_consumers()
@@ -339,7 +353,7 @@ impl Sm90BwdTile {
         if self.walk.cluster() == 1 {
             return 0;
         }
-        tile_bytes(self.block_n, dim / self.walk.cluster())
+        tile_bytes(self.block_n, round_up(dim / self.walk.cluster(), 64))
             + self.stages_ds * tile_bytes(self.block_m, self.block_n)
     }
 
@@ -451,6 +465,7 @@ impl Sm90BwdTile {
             BwdWalk::HalfBlocks => fits_half_blocks(spec),
             BwdWalk::SplitDims | BwdWalk::SplitEarly => dim > 128,
             BwdWalk::InClusters => dim == 256,
+            BwdWalk::GradientEach => dim == 192,
         };
         if !takes_dims {
             return Err(format!("walk {set}: not for a padded head dimension of {dim} with a V of {v}"));
@@ -459,10 +474,8 @@ impl Sm90BwdTile {
         if block_n != keys {
             return Err(format!("block_n {block_n} is not {keys}: walk {set}"));
         }
-        if walk == BwdWalk::InClusters && self.persistent {
-            return Err(
-                "persistent true: the CTAs of a cluster have a key block each (walk in_clusters)".to_owned()
-            );
+        if walk.cluster() > 1 && self.persistent {
+            return Err(format!("persistent true: the CTAs of a cluster have a key block each (walk {set})"));
         }
         // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
         // would wait behind its own CTA's present one.
@@ -508,11 +521,11 @@ impl Sm90BwdTile {
         if in_parts && self.adds_from_registers() {
             return Err("dq_path registers: walk half_blocks hands dQ to the store warp".to_owned());
         }
-        if in_parts && self.edges_apart {
-            return Err("edges_apart true: walk half_blocks has one loop".to_owned());
+        if (in_parts || walk == BwdWalk::GradientEach) && self.edges_apart {
+            return Err(format!("edges_apart true: walk {set} has one loop"));
         }
-        // Two consumers with half of 256 each, or three with a third of 192.
-        let split_over = if dim == 192 { 96 } else { 64 };
+        // Two consumers with half of 256 each, or with a gradient each, or three with a third of 192.
+        let split_over = if dim == 192 && walk.cluster() == 1 { 96 } else { 64 };
         if walk.splits_dims() && block_m != split_over {
             return Err(format!("block_m {block_m} is not {split_over}: the padded head dimension is {dim}"));
         }
@@ -529,11 +542,15 @@ impl Sm90BwdTile {
         if walk.has_next_scores() && walk.splits_dims() && !self.adds_from_registers() {
             return Err(format!("dq_path {}: walk {set} adds dQ from registers", self.dq_path.name()));
         }
-        if walk == BwdWalk::SplitEarly && self.stages_dout < 2 {
+        if matches!(walk, BwdWalk::SplitEarly | BwdWalk::GradientEach) && self.stages_dout < 2 {
             return Err(format!(
-                "stages_dout {}: walk split_early holds two blocks of dO at a time",
+                "stages_dout {}: walk {set} holds two blocks of dO at a time",
                 self.stages_dout
             ));
+        }
+        // The next block's are stored while this one's are read.
+        if walk == BwdWalk::GradientEach && self.stages_ds < 2 {
+            return Err(format!("stages_ds {}: walk {set} holds two blocks of dS at a time", self.stages_ds));
         }
         if walk.has_next_scores() && self.stages_q < 2 {
             return Err(format!("stages_q {}: walk {set} holds two blocks of Q at a time", self.stages_q));
@@ -1254,13 +1271,13 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         128 => (64, BwdWalk::InOrder),
         // S 8192, 555; causal 522. As with a wider V, 315 and 280.
         192 if in_parts => (64, BwdWalk::HalfBlocks),
-        // 388; causal 328. Deterministic, S 2048, 222, without 213.
-        192 => (96, BwdWalk::SplitEarly),
+        // By split_early, 96 queries a block, 388; causal 328.
+        192 => (64, BwdWalk::GradientEach),
         // 491; causal 439. A CTA without another 426, 393; a CTA to a multiprocessor 483, 427.
         _ => (64, BwdWalk::InClusters),
     };
     let split_dims = walk.splits_dims();
-    let in_clusters = walk == BwdWalk::InClusters;
+    let in_clusters = walk.cluster() > 1;
     let dq_path = if split_dims || (dim == 64 && spec.deterministic) {
         // Deterministic at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
         DqPath::Registers
@@ -1274,8 +1291,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         block_n: if split_dims { 64 } else { 128 },
         stages_q: 2,
         // A V of three chunks leaves room for one block of dO.
-        stages_dout: if in_clusters || (in_parts && spec.fwd.head_dim_v > 128) { 1 } else { 2 },
-        stages_ds: if dim == 192 { 1 } else { 2 },
+        stages_dout: if dim == 256 || (in_parts && spec.fwd.head_dim_v > 128) { 1 } else { 2 },
+        stages_ds: if in_parts { 1 } else { 2 },
         stages_dbias: if dim > 128 { 1 } else { 2 },
         walk,
         dq_path,
@@ -1291,7 +1308,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
-        load_registers: if dim == 192 && !in_parts { 32 } else { 24 },
+        // The consumers of a gradient each have enough in 232, and nothing spills (with 24 4 bytes, deterministic 96).
+        load_registers: if walk == BwdWalk::GradientEach { 40 } else { 24 },
         head_parts: false,
         // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
         // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376.
@@ -1413,12 +1431,11 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
     let shape = |n, a| WgmmaShape { dtype, n, a, sums: Sums::F32 };
     let operand = if tile.walk.splits_dims() { OperandA::Shared } else { OperandA::Registers };
     let dq = tile.dq_columns(spec) / tile.walk.cluster();
-    let mut shapes = vec![
-        shape(queries, OperandA::Shared),
-        shape(of_dk, operand),
-        shape(of_dv, operand),
-        shape(dq, OperandA::Shared),
-    ];
+    let mut shapes = vec![shape(queries, OperandA::Shared), shape(of_dk, operand)];
+    if of_dv > 0 {
+        shapes.push(shape(of_dv, operand));
+    }
+    shapes.push(shape(dq, OperandA::Shared));
     if tile.walk.score_parts() > 1 {
         // A chunk of dQ's columns, half of one, and dK with dS from shared memory.
         shapes.extend([64, dq - 64, of_dk].map(|n| shape(n, OperandA::Shared)));

@@ -21,6 +21,7 @@ fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
         (64, _) => 600.0,
         (128, _) => 655.0,
         (192, BwdWalk::HalfBlocks) => 555.0,
+        (192, BwdWalk::GradientEach) => 480.0,
         (192, _) => 400.0,
         _ => 525.0,
     };
@@ -31,7 +32,8 @@ fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
 fn operations_of_pair(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
     let dim = padded_dim(spec);
     let (qk, v) = (own_width(spec.fwd.head_dim_qk), own_width(spec.fwd.head_dim_v));
-    let (dk, dv) = if tile.walk.splits_dims() { (dim, dim) } else { (qk, v) };
+    let splits_gradients = tile.walk.splits_dims() && tile.walk != BwdWalk::GradientEach;
+    let (dk, dv) = if splits_gradients { (dim, dim) } else { (qk, v) };
     f64::from(2 * (qk + v + dk + dv + tile.dq_dim(spec)))
 }
 

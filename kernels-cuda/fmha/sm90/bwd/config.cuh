@@ -22,7 +22,10 @@ using ptx::TensorMap;
 FMHA_DEVICE constexpr bool splits_dims(const Sm90BwdTile& tile) { return bwd_splits_dims(tile.walk); }
 FMHA_DEVICE constexpr bool halves_blocks(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::HalfBlocks; }
 FMHA_DEVICE constexpr bool starts_dp_late(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::LateDp; }
-FMHA_DEVICE constexpr bool in_clusters(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::InClusters; }
+FMHA_DEVICE constexpr bool has_gradient_each(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::GradientEach; }
+FMHA_DEVICE constexpr bool in_clusters(const Sm90BwdTile& tile) {
+  return tile.walk == BwdWalk::InClusters || has_gradient_each(tile);
+}
 FMHA_DEVICE constexpr int cluster_size(const Sm90BwdTile& tile) { return in_clusters(tile) ? 2 : 1; }
 FMHA_DEVICE constexpr bool keeps_dq_apart(const Sm90BwdTile& tile) { return tile.dq_path == DqPath::Apart; }
 FMHA_DEVICE constexpr bool adds_from_registers(const Sm90BwdTile& tile) {
@@ -32,7 +35,7 @@ FMHA_DEVICE constexpr bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq
 FMHA_DEVICE constexpr bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
 
 // One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and each 32 of the
-// queries of S and a part of the dimension of dQ, dK and dV.
+// queries of S and a part of the dimension of dQ, dK and dV, or of these two one each.
 constexpr int kSplitQueries = 32;
 FMHA_DEVICE constexpr int num_consumers(const Sm90BwdTile& tile) {
   return splits_dims(tile) ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
@@ -99,26 +102,35 @@ struct Shape {
   static constexpr int dim_qk = round_up(spec.fwd.head_dim_qk, 16), dim_v = round_up(spec.fwd.head_dim_v, 16);
   // V's dimension in shared memory: where there is no room for that of Q and K, its own.
   static constexpr int v_columns = halves_blocks(tile) ? round_up(spec.fwd.head_dim_v, 64) : dim;
-  // Of dK and dV, of a consumer.
-  static constexpr int dk_columns = splits_dims(tile) ? dim / consumers : dim_qk;
-  static constexpr int dv_columns = splits_dims(tile) ? dim / consumers : dim_v;
+  // Of dK and dV, of a consumer; where it has one of them, of that, as dK's.
+  static constexpr bool gradient_each = has_gradient_each(tile);
+  static constexpr int dk_columns = gradient_each ? max(dim_qk, dim_v) : splits_dims(tile) ? dim / consumers : dim_qk;
+  static constexpr int dv_columns = gradient_each ? 0 : splits_dims(tile) ? dim / consumers : dim_v;
   // dQ's dimension among its sums.
   static constexpr int dq_dim = halves_blocks(tile) ? dim_qk : dim;
   // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half
-  // of it, or by its rows.
+  // of it, or by its rows. Of three chunks of 64 two CTAs have one each, by their first consumers, and by their second
+  // ones half each of the third, which both multiply whole.
   static constexpr bool transposes_dq = bwd_transposes_dq(tile.walk, dim);
   static constexpr bool dq_by_columns = splits_dims(tile) || halves_blocks(tile);
-  static constexpr int dq_columns =
-      transposes_dq ? tile.block_m : dq_dim / (dq_by_columns ? consumers * cluster_size(tile) : 1);
+  static constexpr int dq_columns = gradient_each   ? mma::kRows
+                                    : transposes_dq ? tile.block_m
+                                                    : dq_dim / (dq_by_columns ? consumers * cluster_size(tile) : 1);
   static constexpr int dq_rows = transposes_dq ? dim : dq_by_columns ? tile.block_m * consumers : tile.block_m;
   // f32 numbers of one consumer's share, and of the block.
-  static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers * cluster_size(tile);
-  static constexpr int cluster_columns = dim / cluster_size(tile);  // of a CTA's share of dQ
+  static constexpr int dq_share = mma::kRows * dq_columns;
+  static constexpr int dq_shares = gradient_each ? dim / dq_columns : consumers * cluster_size(tile);
+  static constexpr int dq_block = dq_share * dq_shares;
+  static constexpr int cluster_columns = round_up(dim / cluster_size(tile), 64);  // of a CTA's share of dQ
   using Chunks = ThreeChunks<dq_dim>;
   static_assert(!halves_blocks(tile) || (dq_columns == Chunks::whole + Chunks::half && Chunks::half > 0),
                 "in parts, three chunks of dQ");
   // Where a consumer's columns of dK and dV begin.
-  FMHA_DEVICE static int32_t first_column(int32_t consumer) { return splits_dims(tile) ? consumer * dk_columns : 0; }
+  FMHA_DEVICE static int32_t first_column(int32_t consumer) {
+    return splits_dims(tile) && !gradient_each ? consumer * dk_columns : 0;
+  }
+  // Whether what a consumer has as dK's is dV.
+  FMHA_DEVICE static bool has_dv(int32_t consumer) { return gradient_each && consumer == 1; }
 
   using Elem = Storage<dtype>;
   template <int rows, int columns>

@@ -1,8 +1,8 @@
-// The consume role: a warpgroup's keys of the block against query block after query block, by one of six loops
+// The consume role: a warpgroup's keys of the block against query block after query block, by one of seven loops
 // (consume/), and then dK and dV to memory.
 #pragma once
-#include <fmha/sm90/bwd/consume/cluster.cuh>
 #include <fmha/sm90/bwd/consume/early_scores.cuh>
+#include <fmha/sm90/bwd/consume/gradient_each.cuh>
 #include <fmha/sm90/bwd/consume/half_blocks.cuh>
 #include <fmha/sm90/bwd/consume/in_order.cuh>
 #include <fmha/sm90/bwd/consume/split_early.cuh>
@@ -12,7 +12,7 @@
 namespace fmha::sm90::bwd {
 
 // The loop of a tile. The tables have InOrder and LateDp to D 128, HalfBlocks at D 192 with V of at most 128, else
-// SplitEarly at D 192, and InClusters at D 256.
+// GradientEach at D 192, and InClusters at D 256.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE auto loop_of(Consumer<spec, tile>& consumer) {
   if constexpr (tile.walk == BwdWalk::InOrder || tile.walk == BwdWalk::LateDp) {
@@ -25,6 +25,8 @@ FMHA_DEVICE auto loop_of(Consumer<spec, tile>& consumer) {
     return SplitDims<spec, tile>{consumer};
   } else if constexpr (tile.walk == BwdWalk::SplitEarly) {
     return SplitEarly<spec, tile>{consumer};
+  } else if constexpr (has_gradient_each(tile)) {
+    return GradientEach<spec, tile>{consumer};
   } else {
     return InClusters<spec, tile>{consumer};
   }
@@ -56,38 +58,60 @@ FMHA_DEVICE void walk_tile(Consumer<spec, tile>& c, const Sm90BwdSchedule& sched
   loop.walk(work, query_blocks<spec, tile>(c.p, schedule, work));
   c.arrive(c.smem.kv_empty);
   c.tile_phase ^= 1;
-  if constexpr (in_clusters(tile)) loop.wait_until_sent();
+  if constexpr (in_clusters(tile)) wait_until_sent(c);
+}
+
+template <BwdSpec spec>
+FMHA_DEVICE float dv_factor_of(const BwdParams& p) {
+  return spec.fwd.dropout ? p.fwd.dropout_scale : 1.f;
+}
+template <BwdSpec spec>
+FMHA_DEVICE float dk_factor_of(const BwdParams& p) {
+  return p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
+}
+
+// Calls `store.operator()<dim>` with each gradient that the consumer has, of `dim` columns in memory, and its factor.
+template <BwdSpec spec, Sm90BwdTile tile, class Store>
+FMHA_DEVICE void for_each_gradient(const Consumer<spec, tile>& c, Store store) {
+  using S = Shape<spec, tile>;
+  constexpr int qk = spec.fwd.head_dim_qk, v = spec.fwd.head_dim_v;
+  if constexpr (!S::gradient_each) store.template operator()<v>(c.dv, c.p.dv, dv_factor_of<spec>(c.p));
+  if (S::has_dv(c.index)) {
+    store.template operator()<v>(c.dk, c.p.dv, dv_factor_of<spec>(c.p));
+  } else {
+    store.template operator()<qk>(c.dk, c.p.dk, dk_factor_of<spec>(c.p));
+  }
 }
 
 // dK and dV to memory, through that of dS where rows are stored 16 bytes at a time.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void store_gradients(const Consumer<spec, tile>& c, const Sm90BwdSchedule& schedule, const Work& work) {
   using S = Shape<spec, tile>;
-  constexpr int qk = spec.fwd.head_dim_qk, v = spec.fwd.head_dim_v;
   constexpr DType dtype = spec.dtype_grad;
   const BwdParams& p = c.p;
   const int32_t row = c.pairs.own_key() + mma::fragment_row(), column = S::first_column(c.index);
-  const float dv_factor = spec.fwd.dropout ? p.fwd.dropout_scale : 1.f;
-  const float dk_factor = p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
   if constexpr (tile.head_parts) {
+    const float dv_factor = dv_factor_of<spec>(p), dk_factor = dk_factor_of<spec>(p);
     constexpr int of_dv = mma::kRows * S::dv_columns, share = of_dv + mma::kRows * S::dk_columns;
     if (!work.keys.empty()) {
       float* sums = head_sums_of<spec, tile>(p, schedule, work.span.i_batch, work.i_head_kv, work.i_part) +
                     int64_t(work.keys.begin) * kHeadSumsRow<spec, tile> + c.index * share;
-      store_head_sums(sums, c.dv, dv_factor);
-      store_head_sums(sums + of_dv, c.dk, dk_factor);
+      if constexpr (of_dv > 0) store_head_sums(sums, c.dv, dv_factor);
+      store_head_sums(sums + of_dv, c.dk, S::has_dv(c.index) ? dv_factor : dk_factor);
     }
     __syncwarp();
   } else if constexpr (tile.vector_store && dtype != DType::F32) {
     static_assert(num_consumer_warps(tile) * kStagingBytes <= sizeof(c.smem.ds), "rows find room where dS was");
     const uint32_t staging = ptx::shared_address(&c.smem.ds) + (threadIdx.x / 32 - 4) * kStagingBytes;
     c.sync_consumers();  // All have done their products with dS.
-    store_rows<dtype, v>(c.dv, p.dv, work, row, column, dv_factor, staging);
-    store_rows<dtype, qk>(c.dk, p.dk, work, row, column, dk_factor, staging);
+    for_each_gradient(c, [&]<int dim>(const auto& grad, const View& view, float factor) {
+      store_rows<dtype, dim>(grad, view, work, row, column, factor, staging);
+    });
     c.sync_consumers();
   } else {
-    store_elems<dtype, v>(c.dv, p.dv, work, row, column, dv_factor);
-    store_elems<dtype, qk>(c.dk, p.dk, work, row, column, dk_factor);
+    for_each_gradient(c, [&]<int dim>(const auto& grad, const View& view, float factor) {
+      store_elems<dtype, dim>(grad, view, work, row, column, factor);
+    });
   }
 }
 

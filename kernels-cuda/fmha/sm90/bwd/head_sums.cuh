@@ -53,8 +53,8 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
   for (int32_t i = first; i < units; i += kHeadSumsCtas * kRowThreads) {
     const int32_t quad = i % quads, group = i / quads % groups, warp = i / (quads * groups) % warps;
     const int32_t consumer = i / (quads * groups * warps);
-    const bool of_v = group < groups_of_dv;
-    const int32_t column = S::first_column(consumer) + 8 * (of_v ? group : group - groups_of_dv);
+    const bool of_v = S::has_dv(consumer) || group < groups_of_dv;
+    const int32_t column = S::first_column(consumer) + 8 * (group < groups_of_dv ? group : group - groups_of_dv);
     const int32_t dim = of_v ? spec.fwd.head_dim_v : spec.fwd.head_dim_qk;
     const int64_t key = first_key + (splits_dims(tile) ? 0 : consumer * mma::kRows) + warp * 16 + quad;
     if (key >= span.seqlen_k || column >= dim) continue;

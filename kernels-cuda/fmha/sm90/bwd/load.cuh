@@ -9,11 +9,12 @@ namespace fmha::sm90::bwd {
 
 template <class Tile>
 FMHA_DEVICE void load_rows(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row,
-                           int32_t i_head, ptx::CacheHint hint, int32_t first_column = 0) {
+                           int32_t i_head, ptx::CacheHint hint, int32_t first_column = 0,
+                           int32_t to_next_column = Tile::span) {
   // The loading thread has 24 registers: not enough for the addresses of many chunks at a time.
 #pragma unroll(Tile::num_chunks > 2 ? 1 : Tile::num_chunks)
   for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-    ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, first_column + chunk * Tile::span,
+    ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, first_column + chunk * to_next_column,
                                  row, i_head, i_batch, hint);
   }
 }
@@ -104,8 +105,9 @@ struct Loader {
         ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes + other_bytes);
         load_rows(smem.v, maps.v, smem.v_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
         if constexpr (in_clusters(tile)) {
+          const int32_t first_column = cluster_rank(tile) * (S::gradient_each ? 64 : S::cluster_columns);
           load_rows(smem.other_k, maps.k, smem.v_full, k_batch, work.span.k_row + first_key_of_other<tile>(work),
-                    work.i_head_kv, ptx::CacheHint::EvictFirst, cluster_rank(tile) * S::cluster_columns);
+                    work.i_head_kv, ptx::CacheHint::EvictFirst, first_column, S::gradient_each ? 128 - first_column : 64);
         }
         first = false;
       }

@@ -11,6 +11,44 @@
 
 namespace fmha::sm90::bwd {
 
+// This CTA's dS, of the current slot, to the other one, by one thread.
+template <class C>
+FMHA_DEVICE void send_ds(const C& c) {
+  if (threadIdx.x == mma::kWarpgroup) {
+    constexpr uint32_t bytes = C::S::DsTile::tile_bytes;
+    const int32_t other = cluster_rank(C::tile) ^ 1;
+    Barrier& full = c.smem.other_ds_full[c.ds_slot.index];
+    ptx::mbarrier_arrive_expect_tx_at(ptx::address_at(full, other), bytes);
+    ptx::cp_async_bulk_at(c.smem.other_ds[c.ds_slot.index].address(), other, c.smem.ds[c.ds_slot.index][0].address(),
+                          bytes, full);
+  }
+  __syncwarp();
+}
+// What the other one has sent in a slot has been used.
+template <class C>
+FMHA_DEVICE void release_other_ds(const C& c, Barrier& empty) {
+  ptx::mbarrier_arrive_at_if(empty, cluster_rank(C::tile) ^ 1, c.signals);
+}
+// dK and dV leave through the memory of dS: behind it the other CTA has what this one sent.
+template <class C>
+FMHA_DEVICE void wait_until_sent(const C& c) {
+  auto slot = c.ds_slot;
+  for (int i = 0; i < C::tile.stages_ds; ++i, slot.advance())
+    ptx::mbarrier_wait_parity(c.smem.other_ds_empty[slot.index], slot.phase ^ 1);
+}
+// This consumer's columns of dQ of this CTA's keys, and then of the other's.
+template <class C>
+FMHA_DEVICE void start_dq_of_own_keys(const C& c, typename C::Dq& dq, int32_t ds_slot) {
+  const int32_t first_column = c.dq_output.share() * C::S::dq_columns;
+  mma::start_product_ab<C::dtype>(dq, c.smem.ds[ds_slot][0], 0, c.smem.k, first_column);
+}
+template <class C, class DsSlot>
+FMHA_DEVICE void take_ds_and_start_dq(const C& c, typename C::Dq& dq, const DsSlot& slot) {
+  ptx::mbarrier_wait_parity(c.smem.other_ds_full[slot.index], slot.phase);
+  const auto& other_ds = c.smem.other_ds[slot.index];
+  mma::start_product_ab<C::dtype, true>(dq, other_ds, 0, c.smem.other_k, c.index * C::S::dq_columns);
+}
+
 template <BwdSpec spec, Sm90BwdTile tile>
 struct InClusters {
   using C = Consumer<spec, tile>;
@@ -27,13 +65,6 @@ struct InClusters {
         });
   }
 
-  // dK and dV leave through the memory of dS: behind it the other CTA has what this one sent.
-  FMHA_DEVICE void wait_until_sent() const {
-    Slot<tile.stages_ds> slot = c.ds_slot;
-    for (int i = 0; i < tile.stages_ds; ++i, slot.advance())
-      ptx::mbarrier_wait_parity(c.smem.other_ds_empty[slot.index], slot.phase ^ 1);
-  }
-
  private:
   template <bool last, Edges edges>
   FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks, Scores& s, Scores& dp, Kept& kept) {
@@ -45,16 +76,13 @@ struct InClusters {
     c.sync_consumers();
     start_own_dv(c);
     share_ds(c, dp, x, at, slopes, kept);
-    send_ds();
+    send_ds(c);
     start_own_dk(c);
     typename C::Dq dq;
-    const int32_t first_column = c.dq_output.share() * S::dq_columns;
-    mma::start_product_ab<C::dtype>(dq, c.smem.ds[c.ds_slot.index][0], 0, c.smem.k, first_column);
+    start_dq_of_own_keys(c, dq, c.ds_slot.index);
     ptx::wgmma_wait_group<2>();  // dV
     c.release(c.smem.dout_empty[c.dout_slot.index]);
-    ptx::mbarrier_wait_parity(c.smem.other_ds_full[c.ds_slot.index], c.ds_slot.phase);
-    const auto& other_ds = c.smem.other_ds[c.ds_slot.index];
-    mma::start_product_ab<C::dtype, true>(dq, other_ds, 0, c.smem.other_k, c.index * S::dq_columns);
+    take_ds_and_start_dq(c, dq, c.ds_slot);
     Barrier& done_q = c.smem.q_empty[c.q_slot.index];
     Barrier& done_ds = c.smem.other_ds_empty[c.ds_slot.index];
     c.advance_slots();
@@ -67,7 +95,7 @@ struct InClusters {
       c.start_scores(s, c.q_slot.index);
       ptx::wgmma_wait_group<1>();  // dK, dQ
       c.release(done_q);
-      ptx::mbarrier_arrive_at_if(done_ds, cluster_rank(tile) ^ 1, c.signals);
+      release_other_ds(c, done_ds);
       const bool is_first = c.dq_output.acquire();
       c.dq_output.template add_elems<0, half>(sums, dq, is_first);
       c.take_dout(work, next.current, c.dout_slot);
@@ -79,21 +107,9 @@ struct InClusters {
     } else {
       ptx::wgmma_wait_group<0>();
       c.release(done_q);
-      ptx::mbarrier_arrive_at_if(done_ds, cluster_rank(tile) ^ 1, c.signals);
+      release_other_ds(c, done_ds);
       c.dq_output.add(dq, work, blocks);
     }
-  }
-
-  // This CTA's dS to the other one, by one thread.
-  FMHA_DEVICE void send_ds() const {
-    if (threadIdx.x == mma::kWarpgroup) {
-      const int32_t other = cluster_rank(tile) ^ 1;
-      Barrier& full = c.smem.other_ds_full[c.ds_slot.index];
-      ptx::mbarrier_arrive_expect_tx_at(ptx::address_at(full, other), S::DsTile::tile_bytes);
-      ptx::cp_async_bulk_at(c.smem.other_ds[c.ds_slot.index].address(), other, c.smem.ds[c.ds_slot.index][0].address(),
-                            S::DsTile::tile_bytes, full);
-    }
-    __syncwarp();
   }
 };
 

@@ -40,7 +40,7 @@ struct Consumer {
   DqOutput<bwd_spec, bwd_tile> dq_output{p, smem, index};
   uint32_t tile_phase = 0;
   mma::Accumulator<S::dk_columns> dk;
-  mma::Accumulator<S::dv_columns> dv;
+  mma::Accumulator<max(S::dv_columns, 8)> dv;  // of no columns zeros, which nothing is added to
 
   FMHA_DEVICE void arrive(Barrier& barrier) const { ptx::mbarrier_arrive_if(barrier, signals); }
   // A block of Q or dO has been read: an arrival at each CTA that loads parts of it.

@@ -17,10 +17,10 @@ FMHA_DEVICE void share_probs(const C& c, const typename C::Scores& x, const type
   mma::store_transposed(c.smem.ds[c.ds_slot.index][1], c.operand_of_dv(x, kept), 0, c.pairs.own_query());
 }
 
-// dS of this consumer's queries; behind it that of all consumers is there, and their P.
+// dS of this consumer's queries, likewise.
 template <class C>
-FMHA_DEVICE void share_ds(const C& c, typename C::Scores& dp, const typename C::Scores& x, const QueryTile& at,
-                          const typename C::Slopes& slopes, const typename C::Kept& kept) {
+FMHA_DEVICE void store_own_ds(const C& c, typename C::Scores& dp, const typename C::Scores& x, const QueryTile& at,
+                              const typename C::Slopes& slopes, const typename C::Kept& kept) {
   c.pairs.differentiate(dp, x, c.smem.delta[c.dout_slot.index], at, kept);
   c.pairs.uncap(dp, slopes);
   typename C::Operand own;
@@ -29,6 +29,13 @@ FMHA_DEVICE void share_ds(const C& c, typename C::Scores& dp, const typename C::
   if constexpr (in_clusters(C::tile))
     ptx::mbarrier_wait_parity(c.smem.other_ds_empty[c.ds_slot.index], c.ds_slot.phase ^ 1);
   mma::store_transposed(c.smem.ds[c.ds_slot.index][0], own, 0, c.pairs.own_query());
+}
+
+// The same; behind it that of all consumers is there, and their P.
+template <class C>
+FMHA_DEVICE void share_ds(const C& c, typename C::Scores& dp, const typename C::Scores& x, const QueryTile& at,
+                          const typename C::Slopes& slopes, const typename C::Kept& kept) {
+  store_own_ds(c, dp, x, at, slopes, kept);
   ptx::fence_proxy_async();
   c.sync_consumers();
 }

@@ -66,13 +66,19 @@ struct DqOutput {
   // Whether the warp's elements `e` to `e + 3` are of dims that the head has: what only its padding has is neither added
   // nor read, and L2's additions bound these loops.
   FMHA_DEVICE bool is_of_head(int e) const {
-    if constexpr (spec.fwd.head_dim_qk == S::dim) return true;
+    if constexpr (spec.fwd.head_dim_qk == S::dim && !S::gradient_each) return true;
+    // Of the chunk that both CTAs multiply, this one's half.
+    constexpr int half = S::dq_columns / 2;
+    if (S::gradient_each && index == 1 && Dq::column(e) / half != cluster_rank(tile)) return false;
     const int32_t warp_row = ptx::uniform(threadIdx.x % mma::kWarpgroup / 32) * 16;
     const int32_t first_dim = S::transposes_dq ? index * mma::kRows + warp_row
                                                : (S::dq_by_columns ? share() * S::dq_columns : 0) + Dq::column(e);
     return first_dim < spec.fwd.head_dim_qk;
   }
-  FMHA_DEVICE int32_t share() const { return cluster_rank(tile) * S::consumers + index; }
+  FMHA_DEVICE int32_t share() const {
+    if constexpr (S::gradient_each) return index == 0 ? cluster_rank(tile) : S::dq_shares - 1;
+    return cluster_rank(tile) * S::consumers + index;
+  }
   FMHA_DEVICE float* share_of(const Work& work, const QueryBlocks& blocks) const {
     const int32_t within = share() * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
     const int64_t part = part_of_sums<spec, tile>(p, work.key_block);
