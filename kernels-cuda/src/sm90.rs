@@ -181,7 +181,9 @@ impl Sm90Tile {
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
-        let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
+        let in_columns = matches!(spec.v_layout, VLayout::ColMajor);
+        let qk = tile_dim(spec.head_dim_qk, spec.dtype_qk);
+        let v = if in_columns { padded_dim(spec.head_dim_v) } else { tile_dim(spec.head_dim_v, spec.dtype_v) };
         let q_buffers = match self.lookahead {
             Lookahead::SparePiece => self.num_consumers() + 1,
             Lookahead::SecondQ => 2,
@@ -316,7 +318,7 @@ impl Sm90Tile {
     /// swizzle.
     #[must_use]
     pub const fn box_dim(head_dim: i32, dtype: DType) -> i32 {
-        swizzle_span(padded_dim(head_dim), dtype)
+        swizzle_span(tile_dim(head_dim, dtype), dtype)
     }
 
     /// The box of the tensor map of K, or of V: a CTA's share of a block. Row-major `(dim, keys)`; of a
@@ -360,10 +362,21 @@ impl Sm90Tile {
     }
 }
 
-/// A head dimension as the tiles have it; TMA fills the rest with zeros.
+/// A head dimension as tiles have it in 8 bits and along columns; TMA fills the rest with zeros.
 #[must_use]
 pub const fn padded_dim(head_dim: i32) -> i32 {
     if head_dim <= 64 { 64 } else { (head_dim + 31) / 32 * 32 }
+}
+
+/// The same of rows in shared memory: beyond 128 those of 16 bits are whole swizzles of 128 bytes.
+const fn tile_dim(head_dim: i32, dtype: DType) -> i32 {
+    let whole = head_dim > 128 && elem_bytes(dtype) == 2;
+    if whole { (head_dim + 63) / 64 * 64 } else { padded_dim(head_dim) }
+}
+
+/// The same in products, of which those of 16 bits compute whole steps of the head dimension's own.
+const fn product_dim(head_dim: i32, dtype: DType) -> i32 {
+    if elem_bytes(dtype) == 2 { (head_dim + 15) / 16 * 16 } else { padded_dim(head_dim) }
 }
 
 /// Of the widest swizzle that divides a row, in elements.
@@ -562,7 +575,11 @@ fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
         WgmmaShape { dtype: spec.dtype_qk, n: (tile.block_n / 2 + depth - 1) / depth * depth, a: q, sums },
         WgmmaShape {
             dtype: operand_v,
-            n: if tile.output_columns > 0 { tile.output_columns } else { padded_dim(spec.head_dim_v) },
+            n: if tile.output_columns > 0 {
+                tile.output_columns
+            } else {
+                product_dim(spec.head_dim_v, spec.dtype_v)
+            },
             a: OperandA::Registers,
             sums,
         },

@@ -6,7 +6,7 @@ use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 use super::values::block_bytes;
 use super::{
     Lookahead, MAX_SMEM_BYTES, PingPong, PrepareV, Sm90Tile, TileOrder, ValueProduct, copy_bytes, elem_bytes,
-    odd_bias_stride, padded_dim,
+    odd_bias_stride, padded_dim, tile_dim,
 };
 use crate::split;
 
@@ -270,9 +270,9 @@ pub(super) fn adds_wide_elements(spec: &FwdSpec) -> bool {
     spec.bias == BiasKind::Elementwise && !spec.softcap && spec.dtype_bias.size_bytes() == 2
 }
 
-/// The larger head dimension, as the tiles have it.
+/// The larger head dimension, as rows in shared memory have it.
 const fn widest(spec: &FwdSpec) -> i32 {
-    let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
+    let (qk, v) = (tile_dim(spec.head_dim_qk, spec.dtype_qk), tile_dim(spec.head_dim_v, spec.dtype_v));
     if qk > v { qk } else { v }
 }
 
@@ -312,10 +312,10 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
 #[must_use]
 #[allow(clippy::match_same_arms, reason = "a table: a row a head dimension")]
 pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
-    let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
+    let v = tile_dim(spec.head_dim_v, spec.dtype_v);
     let full = spec.mask == MaskKind::Full;
     // (block_m, block_n, lookahead, wait_anchor)
-    let (block_m, block_n, lookahead, wait_anchor) = match qk.max(v) {
+    let (block_m, block_n, lookahead, wait_anchor) = match widest(spec) {
         // Anchor 0: full 559 beside 572 at 2k, 618 beside 640 at 16k; causal alike. 16: full 587 beside 596, causal 511 beside
         // 517 at 4k.
         64 => (192, 128, true, 8),
@@ -324,6 +324,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         128 if full => (128, 160, true, 40),
         // 144 keys: 8k 773 beside 784.
         128 => (128, 128, true, 32),
+        // Of 8 bits.
         160 => (128, 112, false, 0),
         192 if v <= 128 => (128, 128, false, 32),
         // 112 keys, which leave no room to look ahead: 8k full 831 beside 838, causal 808 beside 815. Causal at 8k with an
@@ -342,14 +343,14 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // dynamic. Tiles of D 64 are unlike without a mask too, where some take exact maxima; fixed and dynamic, normal
         // scores and eight times as far apart, bf16: 485, 490 and 421, 449 at 1k, 588, 598 and 482, 549 at 4k, 629, 637
         // and 585, 585 at 8k. D 128 full 574 and 569 at 512, 746 and 749 at 2k; D 256 600 and 592, 783 and 785.
-        order: if full && qk.max(v) != 64 && spec.kv_layout == KvKind::Strided {
+        order: if full && widest(spec) != 64 && spec.kv_layout == KvKind::Strided {
             TileOrder::Static
         } else {
             TileOrder::Dynamic
         },
         ping_pong: PingPong::AtIssue,
         // Where there is no room for a second Q.
-        lookahead: match (lookahead, qk.max(v) >= 192) {
+        lookahead: match (lookahead, widest(spec) >= 192) {
             (false, _) => Lookahead::Off,
             (true, false) => Lookahead::SecondQ,
             (true, true) => Lookahead::SparePiece,

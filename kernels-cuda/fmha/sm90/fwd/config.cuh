@@ -84,8 +84,17 @@ FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
   }
 }
 
-// A head dimension as the tiles have it: TMA fills with zeros what the tensor lacks.
+// A head dimension as the tiles have it, in 8 bits and along columns: TMA fills with zeros what the tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
+// The same of rows in shared memory. Beyond 128 those of 16 bits are whole swizzles of 128 bytes: TMA brings rows of 64 bytes at
+// half the rate, and a block of 160 or 224 columns has ten or fourteen of them a key.
+FMHA_DEVICE constexpr int tile_dim(int dim, DType dtype) {
+  return size_bytes(dtype) == 2 && dim > 128 ? round_up(dim, 64) : padded_dim(dim);
+}
+// The same in products: of 16 bits whole steps of the head dimension's own, whatever rows have beside it.
+FMHA_DEVICE constexpr int product_dim(int dim, DType dtype) {
+  return size_bytes(dtype) == 2 ? round_up(dim, mma::kDepth<uint16_t>) : padded_dim(dim);
+}
 
 // Four maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias
 // `(key, query, head, batch)`, which has one head or one batch where it is the same for all. A V that is prepared in the
@@ -105,7 +114,7 @@ FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90Tile& til
 
 // Columns of O that one product of P V computes, where its sums are taken out of the tensor cores.
 FMHA_DEVICE constexpr int output_columns(const FwdSpec& spec, const Sm90Tile& tile) {
-  return tile.output_columns > 0 ? tile.output_columns : padded_dim(spec.head_dim_v);
+  return tile.output_columns > 0 ? tile.output_columns : product_dim(spec.head_dim_v, spec.dtype_v);
 }
 
 // What a V that is prepared comes in.
@@ -149,10 +158,11 @@ struct Smem : RawValues<RawTile<spec, tile>, tile.stages, prepares_v(spec, tile)
   static constexpr int q_rows = splits_q(tile) ? mma::kRows : tile.block_m, q_pieces = tile.block_m / q_rows;
   static constexpr int q_buffers = splits_q(tile) ? q_pieces + 1 : looks_ahead(tile) ? 2 : 1;
   static constexpr bool clustered = tile.cluster > 1;
-  using QTile = SmemTile<Storage<spec.dtype_qk>, q_rows, padded_dim(spec.head_dim_qk), clustered>;
-  using KTile = SmemTile<Storage<spec.dtype_qk>, tile.block_n, padded_dim(spec.head_dim_qk), clustered>;
+  static constexpr int dim_qk = tile_dim(spec.head_dim_qk, spec.dtype_qk);
+  using QTile = SmemTile<Storage<spec.dtype_qk>, q_rows, dim_qk, clustered>;
+  using KTile = SmemTile<Storage<spec.dtype_qk>, tile.block_n, dim_qk, clustered>;
   static constexpr bool prepared = prepares_v(spec, tile), turned = turns_v(spec, tile), v_columns = spec.v_layout == VLayout::ColMajor || turned;
-  static constexpr int dim_v = padded_dim(spec.head_dim_v);
+  static constexpr int dim_v = v_columns ? padded_dim(spec.head_dim_v) : tile_dim(spec.head_dim_v, spec.dtype_v);
   using VTile = SmemTile<Storage<operand_v(spec, tile)>, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v, clustered>;
 
   QTile q[q_buffers];

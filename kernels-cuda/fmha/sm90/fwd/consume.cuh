@@ -40,7 +40,7 @@ struct Consumer {
   using Scores = mma::Accumulator<n>;  // of a block's first n keys
   template <int n>
   using ScoreSums = mma::Accumulator<n>;  // as the product leaves them
-  static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
+  static constexpr int dim_qk = product_dim(spec.head_dim_qk, spec.dtype_qk), dim_v = product_dim(spec.head_dim_v, spec.dtype_v);
   static constexpr DType type_v = operand_v(spec, tile);
   // Of a first block whose later keys the mask hides from the warpgroup, as on the diagonal from the upper one,
   // only so many are computed.
@@ -53,7 +53,7 @@ struct Consumer {
   static constexpr bool rescales_before_turn = dim_v > 128 && !flushes_output(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
   // Where these two were timed, and gained (TFLOP/s, H200).
-  static constexpr bool of_three = consumers == 3 && dim_v == 64 && !is_fp8(spec.dtype_qk);
+  static constexpr bool of_three = consumers == 3 && dim_v <= 64 && !is_fp8(spec.dtype_qk);
   // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096 rows. Full 583
   // and 600, causal 520 and 536.
   static constexpr bool may_have_no_rows = of_three && tile.bias_stages == 0;
@@ -70,7 +70,7 @@ struct Consumer {
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
 
   mma::Accumulator<dim_v> o;
-  mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
+  mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? Shared::dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
   mma::RegisterTile<Storage<type_v>, tile.block_n> probs;
   static constexpr int part = output_columns(spec, tile), num_parts = dim_v / part;
   static constexpr int num_recent = sums_output_first(tile) && num_parts > 1 ? 2 : 1;
@@ -170,7 +170,7 @@ struct Consumer {
     if constexpr (tile.q_in_registers) {
       mma::start_register_product_abt<spec.dtype_qk, sign>(s, q, smem.k[k_slot.index], 0, false);
     } else {
-      mma::start_product_abt<spec.dtype_qk, sign>(s, smem.q[q_index], q_row(), smem.k[k_slot.index]);
+      mma::start_product_abt<spec.dtype_qk, sign, dim_qk>(s, smem.q[q_index], q_row(), smem.k[k_slot.index]);
     }
   }
   FMHA_DEVICE void start_output() {

@@ -36,7 +36,7 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
 
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2, float offset_log2,
-                          mma::Accumulator<padded_dim(spec.head_dim_v)>& o) {
+                          mma::Accumulator<product_dim(spec.head_dim_v, spec.dtype_v)>& o) {
   using RowSoftmax = Softmax<tile, p_offset_log2(spec, tile)>;
   constexpr bool turned = turns_v(spec, tile);
   const OutputPlace place = output_place<tile>(p, work);
