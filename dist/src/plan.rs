@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::model::{Estimate, Links, estimate};
 use crate::problem::{Gradients, Kind, Problem, Whole};
-use crate::program::{Buf, Buffers, Executor, Memory, Program, Streams};
+use crate::program::{Buf, Buffers, Executor, Memory, Program, Scratch, Streams};
 use crate::scheme::{SCHEMES, Scheme, most_groups};
 
 /// What the caller asks of a plan over ranks. All ranks ask the same.
@@ -339,7 +339,18 @@ impl Planned {
             Ok(buffer)
         };
         let alloc = |bytes| alloc(bytes).map_err(|error| Error::of(rank, &error));
-        let scratch = program.scratch.iter().map(|&bytes| alloc(bytes)).collect::<Result<_>>()?;
+        let mut scratch: Vec<DevBuffer> = Vec::new();
+        for &Scratch { bytes, within } in &program.scratch {
+            let buffer = match within.and_then(|(of, offset)| Some((scratch.get(of)?, offset))) {
+                None => alloc(bytes)?,
+                Some((of, offset)) => {
+                    let place = of.as_ptr().wrapping_add(offset as usize);
+                    // SAFETY: a stretch of a buffer that is dropped with it, of which each step names the whole or stretches.
+                    unsafe { DevBuffer::from_raw(space, place, bytes, Box::new(|_| ())) }
+                }
+            };
+            scratch.push(buffer);
+        }
         let workspace =
             |wanted: bool| (wanted && program.workspace > 0).then(|| alloc(program.workspace)).transpose();
         let workspaces = [workspace(true)?, workspace(program.takes_turns && device.has_streams())?];

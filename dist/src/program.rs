@@ -80,6 +80,8 @@ pub(crate) enum Step {
     AwaitHome { sinks: [Buf; 2] },
     /// Rows move between ranks.
     Exchange { exchange: Exchange, sources: Vec<Buf>, sinks: Vec<Buf> },
+    /// Each rank's stretch of a buffer goes to all: `own` lie in this rank's, of so many bytes, `others` in those of the others.
+    AllGather { all: Buf, bytes: u64, own: Vec<Buf>, others: Vec<Buf> },
     /// Attention of some queries over some keys: Q, K and V; O; LSE.
     Forward { plan: FwdPlan, inputs: [At; 3], o: At, lse: At, score: ScoreOffsets },
     /// Gradients of some queries and keys: from Q, K, V, O, LSE and dO; dQ, dK and dV in f32.
@@ -90,15 +92,24 @@ pub(crate) enum Step {
     Sum { plan: CombinePlan, terms: Vec<At>, to: At },
 }
 
+/// A buffer of scratch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scratch {
+    pub(crate) bytes: u64,
+    /// Of one that is a stretch of another one: which, and where it begins.
+    pub(crate) within: Option<(usize, u64)>,
+}
+
 /// Steps in their order.
 pub(crate) struct Program {
     pub(crate) steps: Vec<Step>,
-    pub(crate) scratch: Vec<u64>,
+    pub(crate) scratch: Vec<Scratch>,
     pub(crate) workspace: u64,
     /// Of keys that kernels wait for.
     pub(crate) coming: Option<Coming>,
     /// Whether forward launches take turns on two streams.
     pub(crate) takes_turns: bool,
+    pub(crate) ranks: u32,
 }
 
 impl Program {
@@ -106,6 +117,7 @@ impl Program {
     pub(crate) fn bytes_sent(&self, rank: u32) -> u64 {
         let of = |step: &Step| match step {
             Step::Exchange { exchange, .. } => exchange.bytes_sent(rank),
+            Step::AllGather { bytes, .. } => bytes * u64::from(self.ranks - 1),
             Step::Send => self.coming.as_ref().map_or(0, Coming::bytes_sent),
             &Step::SendHome { step, .. } => self.sent_home(step),
             _ => 0,
@@ -156,6 +168,9 @@ impl Program {
                         format!("send {bytes} bytes to ranks {peers:?}")
                     }
                 }
+                Step::AllGather { bytes, .. } => {
+                    format!("gather {bytes} bytes of each of {} ranks on all, at once", self.ranks)
+                }
                 Step::Forward { plan, .. } => {
                     let (dims, part) = (plan.problem().dims, plan.problem().part);
                     let (i, j) = (part.position_q, part.position_k);
@@ -203,6 +218,7 @@ impl Step {
             Step::SendHome { sources, .. } => (sources.to_vec(), vec![]),
             Step::AwaitHome { sinks } => (vec![], sinks.to_vec()),
             Step::Exchange { sources, sinks, .. } => (sources.clone(), sinks.clone()),
+            Step::AllGather { own, others, .. } => (own.clone(), others.clone()),
             Step::Forward { inputs, o, lse, .. } => (bufs(inputs), vec![o.0, lse.0]),
             Step::Backward(step) => {
                 let mut writes = bufs(&step.grads);
@@ -266,7 +282,7 @@ fn turns(program: &Program) -> Vec<Turn> {
     let mut launches = 0u32;
     let turn = |(number, step): (usize, &Step)| {
         let stream = match step {
-            Step::Exchange { .. } | Step::Send | Step::SendHome { .. } => MOVING,
+            Step::Exchange { .. } | Step::AllGather { .. } | Step::Send | Step::SendHome { .. } => MOVING,
             Step::Forward { .. } => {
                 launches += 1;
                 if program.takes_turns && launches.is_multiple_of(2) { SECOND } else { 0 }
@@ -432,6 +448,12 @@ impl Executor<'_> {
                         let sources: Vec<_> = sources.iter().map(|&buf| buffers.read(At(buf, 0))).collect();
                         let mut sinks: Vec<_> = taken.iter_mut().map(Memory::slice_mut).collect();
                         self.group.exchange(exchange, &sources, &mut sinks, stream)
+                    })?;
+                    Ok(())
+                }
+                Step::AllGather { all, bytes, .. } => {
+                    buffers.with(std::slice::from_ref(all), |_, taken| {
+                        self.group.all_gather(*bytes, &mut taken[0].slice_mut(), stream)
                     })?;
                     Ok(())
                 }
