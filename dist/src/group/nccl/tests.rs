@@ -14,10 +14,13 @@ use crate::{FwdPlan, Options, Partition, Problem, Scheme};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What ranks of a communicator have sent each other, by who, to whom.
+/// What ranks have sent each other and not received yet, by who, to whom.
+type Letters = HashMap<(u32, u32), VecDeque<Vec<u8>>>;
+
+/// The ranks of a communicator.
 #[derive(Default)]
 struct World {
-    letters: Mutex<HashMap<(u32, u32), VecDeque<Vec<u8>>>>,
+    letters: Mutex<Letters>,
     come: Condvar,
 }
 
@@ -30,6 +33,7 @@ struct Rank {
 
 static WORLDS: LazyLock<Mutex<HashMap<[u8; 128], Arc<World>>>> = LazyLock::new(Mutex::default);
 
+#[derive(Clone, Copy)]
 enum Message {
     Send(*const c_void, usize, u32),
     Receive(*mut c_void, usize, u32),
