@@ -202,6 +202,8 @@ struct Planned {
     group: Arc<dyn Group>,
     device: Device,
     whole: Whole,
+    /// What its ranks have agreed on, by field.
+    says: Arc<[(String, String)]>,
     choice: Choice,
     program: Program,
     streams: Option<Streams>,
@@ -258,7 +260,7 @@ impl Planned {
             fields
         });
         agree(&*group, &says)?;
-        let (mut whole, choice, mut why_not) = chosen?;
+        let ((mut whole, choice, mut why_not), says) = (chosen?, says?);
         let build =
             |whole: &Whole| Self::build(whole, choice.scheme, &*group, device, &options.kernels, gradients);
         let mut built = build(&whole);
@@ -295,8 +297,20 @@ impl Planned {
         let (program, scratch, workspaces) = built?;
         let streams =
             Streams::new(device, &program, ranks).map_err(|error| group.fail(Error::of(rank, &error)))?;
-        let device = device.clone();
-        Ok(Self { meeting, why_not, group, device, whole, choice, program, streams, scratch, workspaces })
+        let (device, says) = (device.clone(), says.into());
+        Ok(Self {
+            meeting,
+            why_not,
+            group,
+            device,
+            whole,
+            says,
+            choice,
+            program,
+            streams,
+            scratch,
+            workspaces,
+        })
     }
 
     #[allow(clippy::type_complexity)]
@@ -385,6 +399,7 @@ impl Planned {
         score: ScoreArgs<'_>,
         stream: &Stream,
     ) -> Result<()> {
+        self.group.begins(&self.says);
         let call = call.map_err(|error| self.group.fail(error))?;
         if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
             return Err(self.group.fail(error));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 
 use super::{Exchange, Group, Parcel};
-use crate::agree;
+use crate::agree::{Fields, MOMENT, Said, out_of_turn};
 use crate::error::{Error, Result};
 
 /// What one rank tells another.
@@ -40,6 +40,9 @@ pub(super) struct Mailbox {
 struct State {
     peers: Vec<Peer>,
     failure: Option<Error>,
+    /// How many calls have begun here, and what the ranks have agreed on of the last one.
+    calls: u64,
+    planned: Arc<Fields>,
 }
 
 #[derive(Clone, Default)]
@@ -51,7 +54,8 @@ struct Peer {
 
 impl Mailbox {
     pub(super) fn new(size: u32) -> Arc<Self> {
-        let state = State { peers: vec![Peer::default(); size as usize], failure: None };
+        let peers = vec![Peer::default(); size as usize];
+        let state = State { peers, failure: None, calls: 0, planned: Arc::new([]) };
         Arc::new(Self { state: Mutex::new(state), changed: Condvar::new() })
     }
 
@@ -119,6 +123,25 @@ impl Host {
         (0..self.size).filter(move |&other| other != rank)
     }
 
+    /// Whose fault it is that some ranks have planned, as far as they have told, where this one has begun a call. None where none
+    /// has, or only ranks that are ahead.
+    fn out_of_turn(&self) -> Option<Error> {
+        let state = self.mailbox.lock();
+        let plans = |(rank, peer): (u32, &Peer)| {
+            let said = Said::read(peer.frames.front()?)?;
+            said.is_behind(state.calls).then_some((rank, said))
+        };
+        let said: Vec<_> = (0..).zip(&state.peers).filter_map(plans).collect();
+        out_of_turn(self.rank, self.size, &state.planned, &said)
+    }
+
+    /// The same, once all have had a moment to tell.
+    pub(super) fn judged(&self) -> Option<Error> {
+        self.out_of_turn()?;
+        std::thread::sleep(MOMENT.min(self.timeout / 4));
+        self.out_of_turn()
+    }
+
     /// Bytes, unless all is lost already.
     fn send(&self, to: u32, bytes: Vec<u8>) -> Result<()> {
         if let Some(error) = &self.mailbox.lock().failure {
@@ -182,6 +205,16 @@ impl Group for Host {
         MemorySpace::Host
     }
 
+    fn begins(&self, planned: &Arc<Fields>) {
+        let mut state = self.mailbox.lock();
+        state.calls += 1;
+        state.planned = planned.clone();
+    }
+
+    fn calls(&self) -> u64 {
+        self.mailbox.lock().calls
+    }
+
     fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         for to in self.others() {
             self.send(to, mine.to_vec())?;
@@ -231,8 +264,9 @@ impl Group for Host {
                 from => self.receive(from)?,
             };
             if bytes.len() as u64 != wanted {
-                if agree::is_said(&bytes) {
-                    return Err(self.fail(agree::plans_another(from, self.rank)));
+                self.mailbox.lock().peers[from as usize].frames.push_front(bytes.clone());
+                if let Some(error) = self.judged() {
+                    return Err(self.fail(error));
                 }
                 let text = format!(
                     "rank {from} sent {} bytes, but {wanted} were to come: it plans another problem, or is at another call",

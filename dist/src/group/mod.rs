@@ -16,6 +16,7 @@ mod nccl;
 mod tcp;
 mod threads;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
@@ -148,6 +149,17 @@ pub trait Group: Send + Sync {
 
     /// Where the buffers of an exchange lie.
     fn space(&self) -> MemorySpace;
+
+    /// A call begins, of a plan whose ranks have agreed on these fields: a group that keeps them can name the rank and the field
+    /// where some ranks plan anew and others run what was planned before.
+    fn begins(&self, planned: &Arc<[(String, String)]>) {
+        let _ = planned;
+    }
+
+    /// How many calls have begun; of a group that keeps no count 0 on every rank.
+    fn calls(&self) -> u64 {
+        0
+    }
 
     /// A few bytes of each rank to all, by rank. Waits on the host.
     ///

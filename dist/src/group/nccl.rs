@@ -2,7 +2,8 @@
 //!
 //! Both libraries have the same symbols, so one loader serves; it is found when it is asked for. Rows go by sends and receives
 //! in one group a step, on the caller's stream; what every rank sends to all by one all-gather. What ranks say to each other on the host goes over a [`Host`] group, which also
-//! says who has failed: a thread then aborts the communicator, so that no kernel waits for a rank that is gone.
+//! says who has failed: a thread then aborts the communicator, so that no kernel waits for a rank that is gone. The same thread
+//! finds a rank that plans where this one runs a call that was planned before, which nobody would wait for on the host.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -177,6 +178,10 @@ impl Nccl {
             let (control, api, held) = (control.clone(), api.clone(), held.clone());
             std::thread::Builder::new().name("fmha-nccl-watch".to_owned()).spawn(move || {
                 while !held.ended.load(Ordering::Acquire) {
+                    // Ranks that run wait for nobody on the host, so it is here that they find others at another call.
+                    if control.failure().is_none() {
+                        control.judged().map(|error| control.fail(error));
+                    }
                     if control.failure().is_some() {
                         if let Some(comm) = held.take() {
                             // SAFETY: taken, so nobody calls it again; its kernels end, and streams that wait for them go on.
@@ -254,6 +259,14 @@ impl Group for Nccl {
 
     fn space(&self) -> MemorySpace {
         MemorySpace::Device
+    }
+
+    fn begins(&self, planned: &Arc<[(String, String)]>) {
+        self.control.begins(planned);
+    }
+
+    fn calls(&self) -> u64 {
+        self.control.calls()
     }
 
     fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -9,6 +9,7 @@ use std::sync::{Condvar, LazyLock};
 use fmha::{Backend, DType, DevBuffer, Device, Dims, FwdArgs, FwdProblem, PlanOptions, bf16};
 
 use super::*;
+use crate::agree::agree;
 use crate::group::threads;
 use crate::{FwdPlan, Options, Partition, Problem, Scheme};
 
@@ -398,5 +399,38 @@ fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
             let given = number(&results[0][0], (i * heads[0] as usize + head) * 64 + d);
             assert!((given - o).abs() < 4e-3, "{given}, {o}");
         }
+    }
+}
+
+/// As over devices, nobody who runs waits on the host for one that plans, or reads what it says.
+#[test]
+fn a_rank_that_plans_where_the_others_run_is_named_with_the_field_long_before_the_timeout() {
+    let fields =
+        |keys: &str| vec![("seqlen_k".to_owned(), keys.to_owned()), ("sink".to_owned(), "false".to_owned())];
+    for plan in [vec![2], vec![0, 1]] {
+        let start = std::time::Instant::now();
+        let heard = on_ranks(3, |group| {
+            let planned: Arc<[_]> = fields("48").into();
+            agree(&group, &Ok(fields("48"))).unwrap();
+            group.begins(&planned);
+            if plan.contains(&group.rank()) {
+                return agree(&group, &Ok(fields("96"))).unwrap_err();
+            }
+            // Behind a call that all have begun nobody is out of turn.
+            std::thread::sleep(Duration::from_millis(300));
+            assert_eq!(group.failure(), None);
+            group.begins(&planned);
+            while group.failure().is_none() && start.elapsed() < TIMEOUT / 4 {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // No later call succeeds.
+            let stream = Device::open(Backend::Cpu).unwrap().default_stream();
+            group.exchange(&Exchange::default(), &[], &mut [], &stream).unwrap_err()
+        });
+        for error in heard {
+            assert_eq!((error.rank, &*error.field), (2, "seqlen_k"), "{error}");
+            assert!(error.text.contains("96") && error.text.contains("48"), "{error}");
+        }
+        assert!(start.elapsed() < TIMEOUT / 4);
     }
 }
