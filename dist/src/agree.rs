@@ -15,17 +15,27 @@ pub(crate) type Fields = [(String, String)];
 /// How long ranks are given to say what they do before one of them is blamed: which of them do the same is then known.
 pub(crate) const MOMENT: Duration = Duration::from_millis(100);
 
-/// What a rank says of a problem that it plans.
-#[derive(Debug)]
+/// What a rank says of a problem that it plans, or of a call that it runs.
+#[derive(Clone, Debug)]
 pub(crate) struct Said {
     /// How many calls have begun there.
-    calls: u64,
+    pub(crate) calls: u64,
     /// Of each field; or what is wrong with it.
     fields: Result<Vec<(String, String)>>,
 }
 
 impl Said {
-    fn to_bytes(&self) -> Vec<u8> {
+    /// Of a call that begins, which was planned by these fields.
+    pub(crate) fn of_call(number: u64, planned: &Fields) -> Self {
+        Self { calls: number, fields: Ok(planned.to_vec()) }
+    }
+
+    /// Whether it is that of these fields.
+    pub(crate) fn is_of(&self, planned: &Fields) -> bool {
+        self.fields.as_deref() == Ok(planned)
+    }
+
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let (kind, words) = match &self.fields {
             Ok(fields) => {
                 (SAYS, fields.iter().flat_map(|(field, text)| [field.clone(), text.clone()]).collect())
@@ -56,11 +66,6 @@ impl Said {
             }
         };
         Some(Self { calls, fields })
-    }
-
-    /// Whether a rank that has begun so many calls began one where this is planned.
-    pub(crate) fn is_behind(&self, calls: u64) -> bool {
-        self.calls < calls
     }
 }
 
@@ -138,7 +143,7 @@ pub fn refuse(group: &dyn Group, error: Error) -> Error {
 }
 
 /// By rank: who is wrong, or says something else than most.
-fn disagreement(all: &[Said]) -> Option<Error> {
+pub(crate) fn disagreement(all: &[Said]) -> Option<Error> {
     if let Some(error) = all.iter().find_map(|said| said.fields.as_ref().err()) {
         return Some(error.clone());
     }

@@ -3,7 +3,8 @@
 //! Both libraries have the same symbols, so one loader serves; it is found when it is asked for. Rows go by sends and receives
 //! in one group a step, on the caller's stream; what every rank sends to all by one all-gather. What ranks say to each other on the host goes over a [`Host`] group, which also
 //! says who has failed: a thread then aborts the communicator, so that no kernel waits for a rank that is gone. The same thread
-//! finds a rank that plans where this one runs a call that was planned before, which nobody would wait for on the host.
+//! finds a rank that plans, or runs another call, where this one runs a call that was planned before: nobody would wait for it on
+//! the host.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -180,6 +181,7 @@ impl Nccl {
                 while !held.ended.load(Ordering::Acquire) {
                     // Ranks that run wait for nobody on the host, so it is here that they find others at another call.
                     if control.failure().is_none() {
+                        control.tell();
                         control.judged().map(|error| control.fail(error));
                     }
                     if control.failure().is_some() {
@@ -262,7 +264,7 @@ impl Group for Nccl {
     }
 
     fn begins(&self, planned: &Arc<[(String, String)]>) {
-        self.control.begins(planned);
+        self.control.note(planned);
     }
 
     fn calls(&self) -> u64 {

@@ -402,35 +402,60 @@ fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
     }
 }
 
-/// As over devices, nobody who runs waits on the host for one that plans, or reads what it says.
-#[test]
-fn a_rank_that_plans_where_the_others_run_is_named_with_the_field_long_before_the_timeout() {
+/// What each of three ranks hears, of which these plan, or run, a call of 96 keys where the others run one of 48.
+fn hear_of(of_96: &[u32], plans: bool) -> Vec<Error> {
     let fields =
-        |keys: &str| vec![("seqlen_k".to_owned(), keys.to_owned()), ("sink".to_owned(), "false".to_owned())];
-    for plan in [vec![2], vec![0, 1]] {
-        let start = std::time::Instant::now();
-        let heard = on_ranks(3, |group| {
-            let planned: Arc<[_]> = fields("48").into();
-            agree(&group, &Ok(fields("48"))).unwrap();
-            group.begins(&planned);
-            if plan.contains(&group.rank()) {
-                return agree(&group, &Ok(fields("96"))).unwrap_err();
-            }
+        |keys: &str| vec![("sink".to_owned(), "false".to_owned()), ("seqlen_k".to_owned(), keys.to_owned())];
+    let start = std::time::Instant::now();
+    let heard = on_ranks(3, |group| {
+        let [short, long]: [Arc<[_]>; 2] = ["48", "96"].map(|keys| fields(keys).into());
+        for planned in [&short, &long] {
+            agree(&group, &Ok(planned.to_vec())).unwrap();
+        }
+        for planned in [&short, &long, &long, &short] {
+            group.begins(planned);
+        }
+        let is_of_96 = of_96.contains(&group.rank());
+        if is_of_96 && plans {
+            return agree(&group, &Ok(fields("96"))).unwrap_err();
+        }
+        if plans {
             // Behind a call that all have begun nobody is out of turn.
             std::thread::sleep(Duration::from_millis(300));
             assert_eq!(group.failure(), None);
-            group.begins(&planned);
-            while group.failure().is_none() && start.elapsed() < TIMEOUT / 4 {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            // No later call succeeds.
-            let stream = Device::open(Backend::Cpu).unwrap().default_stream();
-            group.exchange(&Exchange::default(), &[], &mut [], &stream).unwrap_err()
-        });
-        for error in heard {
-            assert_eq!((error.rank, &*error.field), (2, "seqlen_k"), "{error}");
-            assert!(error.text.contains("96") && error.text.contains("48"), "{error}");
         }
-        assert!(start.elapsed() < TIMEOUT / 4);
+        group.begins(if is_of_96 { &long } else { &short });
+        // As over devices, nobody waits on the host for another rank, or reads what it says.
+        while group.failure().is_none() && start.elapsed() < TIMEOUT / 4 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // No later call succeeds.
+        let stream = Device::open(Backend::Cpu).unwrap().default_stream();
+        group.exchange(&Exchange::default(), &[], &mut [], &stream).unwrap_err()
+    });
+    assert!(start.elapsed() < TIMEOUT / 4);
+    heard
+}
+
+#[test]
+fn a_rank_that_plans_where_the_others_run_is_named_with_the_field_long_before_the_timeout() {
+    for (of_96, text) in [
+        (vec![2], "rank 2 plans a problem of seqlen_k 96, where a call of 48 runs"),
+        (vec![0, 1], "rank 2 runs a call of seqlen_k 48, where most plan a problem of 96"),
+    ] {
+        let named = Error::new(2, "seqlen_k", text);
+        assert!(hear_of(&of_96, true).iter().all(|error| *error == named), "{of_96:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_runs_another_call_than_the_others_is_named_with_the_field_long_before_the_timeout() {
+    for (of_96, text) in [
+        (vec![2], "rank 2 says seqlen_k 96, but most say 48"),
+        (vec![0, 1], "rank 2 says seqlen_k 48, but most say 96"),
+    ] {
+        let named = Error::new(2, "seqlen_k", text);
+        let heard = hear_of(&of_96, false);
+        assert!(heard.iter().all(|error| *error == named), "{of_96:?}: {heard:?}");
     }
 }
