@@ -691,6 +691,27 @@ mod tests {
         assert_eq!(reason, "2 ranks are on hosts of 1");
     }
 
+    /// Four H200, of which one reads 1048576 keys in 0.931 ms, and an exchange of nothing takes 0.016.
+    #[test]
+    fn a_step_of_decoding_lasts_as_long_as_the_host_queues_its_message() {
+        let dims = Dims { seqlen_q: 1, seqlen_k: 1 << 20, ..zig_zag(1 << 20, 4).fwd.dims };
+        let whole = FwdProblem::batch(DType::Bf16, dims).write_lse(true);
+        let problem =
+            Problem::new(whole, Partition::replicated(1, 4)).keys(Partition::contiguous(1 << 20, 4));
+        let whole = Whole::new(&problem, 0, 4).unwrap();
+        let seconds = |queueing: &str| {
+            // Of a device that has rested.
+            let flops = 32.0 * 512.0 * f64::from(1 << 20) / (0.931e-3 * 1.2);
+            let links = format!("latency = 16e-6\nfwd_flops = {flops}\n{queueing}").parse().unwrap();
+            estimate(Scheme::Decode, &whole, false, &links).seconds
+        };
+        let alone = seconds("queueing = 1e-12");
+        assert!((alone / 0.279e-3 - 1.0).abs() < 0.01, "{alone}");
+        // One message, which costs the more the more ranks there are.
+        assert_eq!(seconds(""), alone);
+        assert!((seconds("queueing = 1e-3") - 4e-3).abs() < 1e-9);
+    }
+
     #[test]
     fn heads_travel_in_groups_where_their_way_is_longer_than_launches_cost() {
         let groups = |whole: &Whole, backward, links: &str| {
