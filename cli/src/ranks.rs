@@ -35,8 +35,8 @@ pub(super) struct RankArgs {
     #[arg(long, value_name = "HOW", default_value = "zig-zag", value_parser = ["contiguous", "zig-zag"])]
     partition: String,
 
-    /// What links and kernels do: lines NAME = NUMBER of bytes_per_second, latency, fwd_flops,
-    /// bwd_flops, burst, burst_seconds, processors, memory_bytes_per_second, memory,
+    /// What links and kernels do: lines NAME = NUMBER of bytes_per_second, latency, queueing,
+    /// fwd_flops, bwd_flops, burst, burst_seconds, processors, memory_bytes_per_second, memory,
     /// ranks_per_host, host_bytes_per_second, host_latency
     #[arg(long, value_name = "FILE", requires = "ranks")]
     links: Option<PathBuf>,

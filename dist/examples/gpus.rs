@@ -15,7 +15,7 @@
 //! - modified: forward with ALiBi and dropout
 //! - packed: forward of documents of unlike lengths
 //! - decode: one query that all ranks have, against a cache of so many tokens, of which each has a part
-//! - capture: forward, of one query where the scheme is decode, recorded once and replayed as often as it is to run
+//! - capture: forward, of one query where the scheme is decode, recorded once; what is timed, and run as often, are replays
 //! - slow, dead: forward, whose last rank comes late, or ends itself, before the last run; what the others hear, and when
 //!
 //! `gather:whole` brings all keys before the kernels, `gather:flags` while they run or not at all; `mixed` takes two GPUs for a
@@ -401,23 +401,28 @@ impl Bench {
         if let Some(trouble) = self.trouble {
             return self.in_trouble(trouble, || run(&mut o));
         }
-        let seconds = self.fastest(|| run(&mut o))?;
+        let recording = if self.captures {
+            // Connections are made by a run that is not recorded.
+            run(&mut o)?;
+            self.stream.synchronize()?;
+            let recorded = |error: AnyError| fmha::Error::NoDevice(error.to_string());
+            Some(self.stream.capture(|| run(&mut o).map_err(recorded))?)
+        } else {
+            None
+        };
+        let mut call = |o: &mut DevBuffer| -> Result<(), AnyError> {
+            match &recording {
+                None => run(o),
+                // SAFETY: what the run names lives until the stream has done it, which is waited for below.
+                Some(recording) => Ok(unsafe { recording.replay(&self.stream) }?),
+            }
+        };
+        let seconds = self.fastest(|| call(&mut o))?;
         self.stream.synchronize()?;
         self.report((name, scheme), (problem, options), (false, alone), seconds)?;
         self.compare("O", &o, &self.queries, &whole.o, 32)?;
-        let recording = match self.captures {
-            false => None,
-            true => Some(
-                self.stream
-                    .capture(|| run(&mut o).map_err(|error| fmha::Error::NoDevice(error.to_string())))?,
-            ),
-        };
         self.again(name, || {
-            match &recording {
-                None => run(&mut o)?,
-                // SAFETY: what the run names lives until the stream has done it, which is waited for below.
-                Some(recording) => unsafe { recording.replay(&self.stream)? },
-            }
+            call(&mut o)?;
             self.stream.synchronize()?;
             self.download(&o, rows * 32 * 256)
         })

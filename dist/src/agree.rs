@@ -1,5 +1,7 @@
 //! Whether all ranks mean the same.
 
+use std::time::{Duration, Instant};
+
 use crate::error::{Error, Result};
 use crate::group::Group;
 
@@ -7,14 +9,68 @@ const BETWEEN: char = '\x1f';
 const SAYS: &str = "says";
 const IS_WRONG: &str = "is wrong";
 
-/// Whether bytes are what a rank says of a problem that it plans; else they are of a call.
-pub(crate) fn is_said(bytes: &[u8]) -> bool {
-    let begins = |kind: &str| bytes.starts_with(kind.as_bytes()) && bytes.get(kind.len()) == Some(&b'\x1f');
-    begins(SAYS) || begins(IS_WRONG)
+/// What ranks say of a problem, by field.
+pub(crate) type Fields = [(String, String)];
+
+/// How long ranks are given to say what they do before one of them is blamed: which of them do the same is then known.
+pub(crate) const MOMENT: Duration = Duration::from_millis(100);
+
+/// What a rank says of a problem that it plans, or of a call that it runs.
+#[derive(Clone, Debug)]
+pub(crate) struct Said {
+    /// How many calls have begun there.
+    pub(crate) calls: u64,
+    /// Of each field; or what is wrong with it.
+    fields: Result<Vec<(String, String)>>,
+}
+
+impl Said {
+    /// Of a call that begins, which was planned by these fields.
+    pub(crate) fn of_call(number: u64, planned: &Fields) -> Self {
+        Self { calls: number, fields: Ok(planned.to_vec()) }
+    }
+
+    /// Whether it is that of these fields.
+    pub(crate) fn is_of(&self, planned: &Fields) -> bool {
+        self.fields.as_deref() == Ok(planned)
+    }
+
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let (kind, words) = match &self.fields {
+            Ok(fields) => {
+                (SAYS, fields.iter().flat_map(|(field, text)| [field.clone(), text.clone()]).collect())
+            }
+            Err(error) => (IS_WRONG, vec![error.rank.to_string(), error.field.clone(), error.text.clone()]),
+        };
+        let all = [vec![kind.to_owned(), self.calls.to_string()], words].concat();
+        all.join(&BETWEEN.to_string()).into_bytes()
+    }
+
+    /// None of what is no plan's words but rows of a call.
+    pub(crate) fn read(bytes: &[u8]) -> Option<Self> {
+        let begins = |kind: &str| {
+            bytes.starts_with(kind.as_bytes()) && bytes.get(kind.len()) == Some(&(BETWEEN as u8))
+        };
+        if !begins(SAYS) && !begins(IS_WRONG) {
+            return None;
+        }
+        let text = String::from_utf8_lossy(bytes);
+        let words: Vec<&str> = text.split(BETWEEN).collect();
+        let calls = words[1].parse().ok()?;
+        let fields = match &words[2..] {
+            [rank, field, text, ..] if words[0] == IS_WRONG => {
+                Err(Error::new(rank.parse().ok()?, *field, *text))
+            }
+            fields => {
+                Ok(fields.chunks_exact(2).map(|pair| (pair[0].to_owned(), pair[1].to_owned())).collect())
+            }
+        };
+        Some(Self { calls, fields })
+    }
 }
 
 /// The fault of a rank that plans a problem where another one runs a call that was planned before.
-pub(crate) fn plans_another(rank: u32, other: u32) -> Error {
+fn plans_another(rank: u32, other: u32) -> Error {
     let text = format!(
         "rank {rank} plans a problem where rank {other} runs a call that was planned before: \
          rank {rank} has another shape, type, mask or option, or has made fewer or more calls"
@@ -22,26 +78,57 @@ pub(crate) fn plans_another(rank: u32, other: u32) -> Error {
     Error::new(rank, "problem", text)
 }
 
+/// Whose fault it is that some ranks plan a problem, by `said`, where this one, of `ranks`, runs a call that was planned before by
+/// these fields: those that plan, or, if they are more than the others, this one.
+pub(crate) fn out_of_turn(rank: u32, ranks: u32, planned: &Fields, said: &[(u32, Said)]) -> Option<Error> {
+    let (other, first) = said.first()?;
+    let theirs = match &first.fields {
+        Ok(theirs) => theirs,
+        Err(error) => return Some(error.clone()),
+    };
+    let most_plan = said.len() as u32 > ranks / 2;
+    let differs = theirs.iter().find_map(|(field, theirs)| {
+        let (_, own) = planned.iter().find(|(known, own)| known == field && own != theirs)?;
+        Some((field, own, theirs))
+    });
+    Some(match differs {
+        None if most_plan => plans_another(rank, *other),
+        None => plans_another(*other, rank),
+        Some((field, own, theirs)) if most_plan => {
+            let text =
+                format!("rank {rank} runs a call of {field} {own}, where most plan a problem of {theirs}");
+            Error::new(rank, field, text)
+        }
+        Some((field, own, theirs)) => {
+            let text =
+                format!("rank {other} plans a problem of {field} {theirs}, where a call of {own} runs");
+            Error::new(*other, field, text)
+        }
+    })
+}
+
 /// Compares what every rank says of each field. A rank that is wrong by itself says so, and all hear it.
 ///
 /// # Errors
 /// The rank and the field, the same on every rank: one that is wrong, or that says something else than most do.
 pub(crate) fn agree(group: &dyn Group, mine: &Result<Vec<(String, String)>>) -> Result<()> {
-    let words: Vec<String> = match mine {
-        Ok(fields) => fields.iter().flat_map(|(field, text)| [field.clone(), text.clone()]).collect(),
-        Err(error) => vec![error.field.clone(), error.text.clone(), error.rank.to_string()],
-    };
-    let kind = if mine.is_ok() { SAYS } else { IS_WRONG };
-    let text = [kind.to_owned(), words.join(&BETWEEN.to_string())].join(&BETWEEN.to_string());
-    let all = group.share(text.as_bytes())?;
-    if let Some(other) = (0..).zip(&all).find_map(|(rank, bytes)| (!is_said(bytes)).then_some(rank)) {
-        return Err(group.fail(plans_another(group.rank(), other)));
+    let mine = Said { calls: group.calls(), fields: mine.clone() };
+    let all = group.share(&mine.to_bytes())?;
+    let mut said = Vec::new();
+    for (rank, bytes) in (0..).zip(&all) {
+        match Said::read(bytes) {
+            Some(other) => said.push(other),
+            None => {
+                // Who runs knows what was planned there, and tells.
+                let end = Instant::now() + 5 * MOMENT;
+                while group.failure().is_none() && Instant::now() < end {
+                    std::thread::sleep(MOMENT / 10);
+                }
+                return Err(group.fail(plans_another(group.rank(), rank)));
+            }
+        }
     }
-    let all: Vec<Vec<String>> = all
-        .iter()
-        .map(|bytes| String::from_utf8_lossy(bytes).split(BETWEEN).map(str::to_owned).collect())
-        .collect();
-    match disagreement(&all) {
+    match disagreement(&said) {
         None => Ok(()),
         Some(error) => Err(group.fail(error)),
     }
@@ -55,20 +142,17 @@ pub fn refuse(group: &dyn Group, error: Error) -> Error {
     agree(group, &Err(error.clone())).err().unwrap_or(error)
 }
 
-/// By rank: whether it is wrong, then field and text by turns.
-fn disagreement(all: &[Vec<String>]) -> Option<Error> {
-    for (rank, words) in (0..).zip(all) {
-        if let [kind, field, text, ..] = &words[..]
-            && kind == IS_WRONG
-        {
-            let rank = words.get(3).and_then(|rank| rank.parse().ok()).unwrap_or(rank);
-            return Some(Error::new(rank, field, text));
-        }
+/// By rank: who is wrong, or says something else than most.
+pub(crate) fn disagreement(all: &[Said]) -> Option<Error> {
+    if let Some(error) = all.iter().find_map(|said| said.fields.as_ref().err()) {
+        return Some(error.clone());
     }
-    let fields = |words: &[String]| -> Vec<(String, String)> {
-        words[1..].chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect()
+    // Those that agree on all else may have made unlike numbers of calls.
+    let fields = |said: &Said| {
+        let fields = said.fields.iter().flatten().cloned();
+        fields.chain([("calls".to_owned(), said.calls.to_string())]).collect::<Vec<_>>()
     };
-    let all: Vec<_> = all.iter().map(|words| fields(words)).collect();
+    let all: Vec<_> = all.iter().map(fields).collect();
     for (at, (field, first)) in all.first()?.iter().enumerate() {
         let said = |rank: usize| {
             all[rank].get(at).filter(|(other, _)| other == field).map_or("nothing", |(_, text)| text)
@@ -90,25 +174,62 @@ fn disagreement(all: &[Vec<String>]) -> Option<Error> {
 mod tests {
     use super::*;
 
-    fn says(words: &[&str]) -> Vec<String> {
-        std::iter::once("says").chain(words.iter().copied()).map(str::to_owned).collect()
+    fn said(calls: u64, fields: Result<Vec<(String, String)>>) -> Said {
+        Said::read(&Said { calls, fields }.to_bytes()).unwrap()
+    }
+
+    fn says(words: &[&str]) -> Said {
+        let fields = words.chunks(2).map(|pair| (pair[0].to_owned(), pair[1].to_owned()));
+        said(0, Ok(fields.collect()))
     }
 
     #[test]
     fn the_rank_that_says_something_else_than_most_is_named_with_the_field() {
-        let all = [says(&["a", "1", "b", "2"]), says(&["a", "1", "b", "2"]), says(&["a", "1", "b", "3"])];
+        let mut all = [says(&["a", "1", "b", "2"]), says(&["a", "1", "b", "2"]), says(&["a", "1", "b", "3"])];
         assert_eq!(disagreement(&all[..2]), None);
         let error = disagreement(&all).unwrap();
         assert_eq!((error.rank, &*error.field), (2, "b"));
         assert!(error.text.contains("rank 2 says b 3, but most say 2"), "{error}");
-        let first = [all[2].clone(), all[0].clone(), all[1].clone()];
-        assert_eq!(disagreement(&first).unwrap().rank, 0);
+        all.rotate_right(1);
+        assert_eq!(disagreement(&all).unwrap().rank, 0);
     }
 
     #[test]
     fn a_rank_that_is_wrong_by_itself_comes_before_all_else() {
-        let wrong: Vec<String> = ["is wrong", "seqlen_q", "seqlen_q 0", "1"].map(str::to_owned).to_vec();
+        let wrong = said(0, Err(Error::new(1, "seqlen_q", "seqlen_q 0")));
         let error = disagreement(&[says(&["a", "1"]), wrong]).unwrap();
         assert_eq!((error.rank, &*error.field), (1, "seqlen_q"));
+    }
+
+    #[test]
+    fn ranks_that_agree_on_all_else_may_have_made_unlike_numbers_of_calls() {
+        let error =
+            disagreement(&[said(2, Ok(Vec::new())), said(1, Ok(Vec::new())), said(2, Ok(Vec::new()))]);
+        let error = error.unwrap();
+        assert_eq!((error.rank, &*error.field), (1, "calls"));
+    }
+
+    #[test]
+    fn of_those_that_plan_and_those_that_run_the_fewer_are_to_blame_by_the_field_that_differs() {
+        let planned = [("a", "1"), ("b", "2")].map(|(field, text)| (field.to_owned(), text.to_owned()));
+        let of = |ranks: &[u32], fields: &[&str]| {
+            let said: Vec<_> = ranks.iter().map(|&rank| (rank, says(fields))).collect();
+            let error = out_of_turn(1, 4, &planned, &said)?;
+            Some((error.rank, error.field, error.text))
+        };
+        assert_eq!(of(&[], &[]), None);
+        let (rank, field, text) = of(&[3], &["a", "1", "b", "5"]).unwrap();
+        assert_eq!((rank, &*field), (3, "b"), "{text}");
+        assert_eq!(text, "rank 3 plans a problem of b 5, where a call of 2 runs");
+        let (rank, field, text) = of(&[0, 2, 3], &["a", "1", "b", "5"]).unwrap();
+        assert_eq!((rank, &*field), (1, "b"), "{text}");
+        assert_eq!(text, "rank 1 runs a call of b 2, where most plan a problem of 5");
+        // The same call again, of a rank that has made fewer: no field tells.
+        assert_eq!(
+            of(&[3], &["a", "1", "b", "2"]).map(|(rank, field, _)| (rank, field)),
+            Some((3, "problem".into()))
+        );
+        let wrong = [(2, said(0, Err(Error::new(2, "v", "v.data is null"))))];
+        assert_eq!(out_of_turn(1, 4, &planned, &wrong), Some(Error::new(2, "v", "v.data is null")));
     }
 }

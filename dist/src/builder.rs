@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::group::{Block, Exchange, Parcel};
 use crate::partition::Piece;
 use crate::problem::{Gradients, Heads, Kind, Rows, Tensor, Whole};
-use crate::program::{At, Backward, Buf, Part, Program, Step};
+use crate::program::{At, Backward, Buf, Part, Program, Scratch, Step};
 
 /// A tensor in a buffer.
 #[derive(Clone, Copy, Debug)]
@@ -123,6 +123,9 @@ pub(crate) struct Builder<'a> {
     elem_bytes: Vec<u64>,
 }
 
+/// Where tensors that lie side by side in a buffer may begin: at multiples of what a buffer of its own is aligned to.
+const PLACE: u64 = 256;
+
 /// A block of more rows than this is one message, packed before it moves and unpacked where it arrives if its rows do not lie one
 /// behind the other: of fewer each is a message, of some microseconds.
 const MOST_ROWS: u64 = 32;
@@ -151,6 +154,7 @@ impl<'a> Builder<'a> {
             workspace: 0,
             coming: None,
             takes_turns: false,
+            ranks: whole.ranks,
         };
         Self { whole, device, options, program, free: Vec::new(), elem_bytes: Vec::new() }
     }
@@ -171,7 +175,7 @@ impl<'a> Builder<'a> {
         Error::of(self.rank(), error)
     }
 
-    fn push(&mut self, step: Step) {
+    pub(crate) fn push(&mut self, step: Step) {
         self.program.steps.push(step);
     }
 
@@ -216,8 +220,12 @@ impl<'a> Builder<'a> {
         if let Some(at) = self.free.iter().position(|&(_, free)| free == bytes) {
             return self.free.swap_remove(at).0;
         }
-        self.program.scratch.push(bytes);
-        self.elem_bytes.push(0);
+        self.new_scratch(0, bytes, None)
+    }
+
+    fn new_scratch(&mut self, elem_bytes: u64, bytes: u64, within: Option<(usize, u64)>) -> Buf {
+        self.program.scratch.push(Scratch { bytes, within });
+        self.elem_bytes.push(elem_bytes);
         Buf::Scratch(self.program.scratch.len() - 1)
     }
 
@@ -241,9 +249,7 @@ impl<'a> Builder<'a> {
 
     /// Scratch that no other step has before or behind: other ranks write it.
     pub(crate) fn keep(&mut self, elem_bytes: u64, bytes: u64) -> Buf {
-        self.program.scratch.push(bytes);
-        self.elem_bytes.push(elem_bytes);
-        Buf::Scratch(self.program.scratch.len() - 1)
+        self.new_scratch(elem_bytes, bytes, None)
     }
 
     /// A type whose values a copy by numbers keeps to the bit; none of 8 bits.
@@ -495,6 +501,36 @@ impl<'a> Builder<'a> {
         let tensor = self.piece_tensor(Kind::O, q, heads, DType::F32);
         let rows = self.lse_rows(q, heads);
         Partial { o: self.hold(tensor), lse: self.hold_lse(rows) }
+    }
+
+    /// Partial results of all ranks, side by side in one buffer: by piece and rank; and the step that brings each rank's to all.
+    pub(crate) fn partials_of_all(&mut self, queries: &[Piece]) -> (Vec<Vec<Partial>>, Step) {
+        let heads = self.whole.fwd.dims.num_heads_q;
+        let (mut bytes, mut places) = (0u64, Vec::new());
+        let mut place = |of: u64| {
+            let at = bytes;
+            bytes = (bytes + of).next_multiple_of(PLACE);
+            at
+        };
+        for q in queries {
+            let tensor = self.piece_tensor(Kind::O, q, heads, DType::F32);
+            let rows = self.lse_rows(q, heads);
+            places.push(((tensor, place(tensor.bytes())), (rows, place(rows.bytes()))));
+        }
+        let (rank, ranks) = (self.rank(), self.ranks());
+        let number = self.program.scratch.len();
+        let all = self.keep(4, bytes * u64::from(ranks));
+        let (mut own, mut others) = (Vec::new(), Vec::new());
+        let mut of = |((tensor, o), (rows, lse)): ((Tensor, u64), (Rows, u64)), of_rank: u32| {
+            let first = u64::from(of_rank) * bytes;
+            let o = self.new_scratch(4, tensor.bytes(), Some((number, first + o)));
+            let lse = self.new_scratch(4, rows.bytes(), Some((number, first + lse)));
+            if of_rank == rank { &mut own } else { &mut others }.extend([o, lse]);
+            Partial { o: Held::new(o, tensor), lse: HeldLse { buf: lse, rows, head: 0 } }
+        };
+        let parts =
+            places.into_iter().map(|place| (0..ranks).map(|rank| of(place, rank)).collect()).collect();
+        (parts, Step::AllGather { all, bytes, own, others })
     }
 
     /// A part of no keys: O of 0 and an LSE of -inf, or of the sinks, if they are asked for and there are any.

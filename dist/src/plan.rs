@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::model::{Estimate, Links, estimate};
 use crate::problem::{Gradients, Kind, Problem, Whole};
-use crate::program::{Buf, Buffers, Executor, Memory, Program, Streams};
+use crate::program::{Buf, Buffers, Executor, Memory, Program, Scratch, Streams};
 use crate::scheme::{SCHEMES, Scheme, most_groups};
 
 /// What the caller asks of a plan over ranks. All ranks ask the same.
@@ -202,6 +202,8 @@ struct Planned {
     group: Arc<dyn Group>,
     device: Device,
     whole: Whole,
+    /// What its ranks have agreed on, by field.
+    says: Arc<[(String, String)]>,
     choice: Choice,
     program: Program,
     streams: Option<Streams>,
@@ -258,7 +260,7 @@ impl Planned {
             fields
         });
         agree(&*group, &says)?;
-        let (mut whole, choice, mut why_not) = chosen?;
+        let ((mut whole, choice, mut why_not), says) = (chosen?, says?);
         let build =
             |whole: &Whole| Self::build(whole, choice.scheme, &*group, device, &options.kernels, gradients);
         let mut built = build(&whole);
@@ -295,8 +297,20 @@ impl Planned {
         let (program, scratch, workspaces) = built?;
         let streams =
             Streams::new(device, &program, ranks).map_err(|error| group.fail(Error::of(rank, &error)))?;
-        let device = device.clone();
-        Ok(Self { meeting, why_not, group, device, whole, choice, program, streams, scratch, workspaces })
+        let (device, says) = (device.clone(), says.into());
+        Ok(Self {
+            meeting,
+            why_not,
+            group,
+            device,
+            whole,
+            says,
+            choice,
+            program,
+            streams,
+            scratch,
+            workspaces,
+        })
     }
 
     #[allow(clippy::type_complexity)]
@@ -339,7 +353,18 @@ impl Planned {
             Ok(buffer)
         };
         let alloc = |bytes| alloc(bytes).map_err(|error| Error::of(rank, &error));
-        let scratch = program.scratch.iter().map(|&bytes| alloc(bytes)).collect::<Result<_>>()?;
+        let mut scratch: Vec<DevBuffer> = Vec::new();
+        for &Scratch { bytes, within } in &program.scratch {
+            let buffer = match within.and_then(|(of, offset)| Some((scratch.get(of)?, offset))) {
+                None => alloc(bytes)?,
+                Some((of, offset)) => {
+                    let place = of.as_ptr().wrapping_add(offset as usize);
+                    // SAFETY: a stretch of a buffer that is dropped with it, of which each step names the whole or stretches.
+                    unsafe { DevBuffer::from_raw(space, place, bytes, Box::new(|_| ())) }
+                }
+            };
+            scratch.push(buffer);
+        }
         let workspace =
             |wanted: bool| (wanted && program.workspace > 0).then(|| alloc(program.workspace)).transpose();
         let workspaces = [workspace(true)?, workspace(program.takes_turns && device.has_streams())?];
@@ -374,6 +399,7 @@ impl Planned {
         score: ScoreArgs<'_>,
         stream: &Stream,
     ) -> Result<()> {
+        self.group.begins(&self.says);
         let call = call.map_err(|error| self.group.fail(error))?;
         if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
             return Err(self.group.fail(error));
@@ -663,6 +689,27 @@ mod tests {
         let links: Links = "ranks_per_host = 1".parse().unwrap();
         let reason = waits(8192, &options.links(links)).unwrap_err();
         assert_eq!(reason, "2 ranks are on hosts of 1");
+    }
+
+    /// Four H200, of which one reads 1048576 keys in 0.931 ms, and an exchange of nothing takes 0.016.
+    #[test]
+    fn a_step_of_decoding_lasts_as_long_as_the_host_queues_its_message() {
+        let dims = Dims { seqlen_q: 1, seqlen_k: 1 << 20, ..zig_zag(1 << 20, 4).fwd.dims };
+        let whole = FwdProblem::batch(DType::Bf16, dims).write_lse(true);
+        let problem =
+            Problem::new(whole, Partition::replicated(1, 4)).keys(Partition::contiguous(1 << 20, 4));
+        let whole = Whole::new(&problem, 0, 4).unwrap();
+        let seconds = |queueing: &str| {
+            // Of a device that has rested.
+            let flops = 32.0 * 512.0 * f64::from(1 << 20) / (0.931e-3 * 1.2);
+            let links = format!("latency = 16e-6\nfwd_flops = {flops}\n{queueing}").parse().unwrap();
+            estimate(Scheme::Decode, &whole, false, &links).seconds
+        };
+        let alone = seconds("queueing = 1e-12");
+        assert!((alone / 0.279e-3 - 1.0).abs() < 0.01, "{alone}");
+        // One message, which costs the more the more ranks there are.
+        assert_eq!(seconds(""), alone);
+        assert!((seconds("queueing = 1e-3") - 4e-3).abs() < 1e-9);
     }
 
     #[test]

@@ -66,7 +66,15 @@ impl Problem {
     pub(crate) fn description(&self) -> Vec<(String, String)> {
         let whole = &self.whole;
         let dims = whole.dims;
-        let mut fields = vec![
+        // A partition of other rows is of another length first.
+        let fields = vec![
+            ("batch", dims.batch.to_string()),
+            ("seqlen_q", dims.seqlen_q.to_string()),
+            ("seqlen_k", dims.seqlen_k.to_string()),
+            ("num_heads_q", dims.num_heads_q.to_string()),
+            ("num_heads_kv", dims.num_heads_kv.to_string()),
+            ("head_dim_qk", dims.head_dim_qk.to_string()),
+            ("head_dim_v", dims.head_dim_v.to_string()),
             ("mask", whole.mask.to_string()),
             ("softmax_scale", format!("{:?}", whole.score.softmax_scale)),
             ("softcap", format!("{:?}", whole.score.softcap)),
@@ -92,15 +100,6 @@ impl Problem {
             ("partition of queries", format!("{:?}", self.q)),
             ("partition of keys", format!("{:?}", self.k)),
         ];
-        fields.extend([
-            ("batch", dims.batch.to_string()),
-            ("seqlen_q", dims.seqlen_q.to_string()),
-            ("seqlen_k", dims.seqlen_k.to_string()),
-            ("num_heads_q", dims.num_heads_q.to_string()),
-            ("num_heads_kv", dims.num_heads_kv.to_string()),
-            ("head_dim_qk", dims.head_dim_qk.to_string()),
-            ("head_dim_v", dims.head_dim_v.to_string()),
-        ]);
         fields.into_iter().map(|(field, text)| (field.to_owned(), text)).collect()
     }
 }

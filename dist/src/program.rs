@@ -80,6 +80,8 @@ pub(crate) enum Step {
     AwaitHome { sinks: [Buf; 2] },
     /// Rows move between ranks.
     Exchange { exchange: Exchange, sources: Vec<Buf>, sinks: Vec<Buf> },
+    /// Each rank's stretch of a buffer goes to all: `own` lie in this rank's, of so many bytes, `others` in those of the others.
+    AllGather { all: Buf, bytes: u64, own: Vec<Buf>, others: Vec<Buf> },
     /// Attention of some queries over some keys: Q, K and V; O; LSE.
     Forward { plan: FwdPlan, inputs: [At; 3], o: At, lse: At, score: ScoreOffsets },
     /// Gradients of some queries and keys: from Q, K, V, O, LSE and dO; dQ, dK and dV in f32.
@@ -90,15 +92,24 @@ pub(crate) enum Step {
     Sum { plan: CombinePlan, terms: Vec<At>, to: At },
 }
 
+/// A buffer of scratch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scratch {
+    pub(crate) bytes: u64,
+    /// Of one that is a stretch of another one: which, and where it begins.
+    pub(crate) within: Option<(usize, u64)>,
+}
+
 /// Steps in their order.
 pub(crate) struct Program {
     pub(crate) steps: Vec<Step>,
-    pub(crate) scratch: Vec<u64>,
+    pub(crate) scratch: Vec<Scratch>,
     pub(crate) workspace: u64,
     /// Of keys that kernels wait for.
     pub(crate) coming: Option<Coming>,
     /// Whether forward launches take turns on two streams.
     pub(crate) takes_turns: bool,
+    pub(crate) ranks: u32,
 }
 
 impl Program {
@@ -106,6 +117,7 @@ impl Program {
     pub(crate) fn bytes_sent(&self, rank: u32) -> u64 {
         let of = |step: &Step| match step {
             Step::Exchange { exchange, .. } => exchange.bytes_sent(rank),
+            Step::AllGather { bytes, .. } => bytes * u64::from(self.ranks - 1),
             Step::Send => self.coming.as_ref().map_or(0, Coming::bytes_sent),
             &Step::SendHome { step, .. } => self.sent_home(step),
             _ => 0,
@@ -156,6 +168,9 @@ impl Program {
                         format!("send {bytes} bytes to ranks {peers:?}")
                     }
                 }
+                Step::AllGather { bytes, .. } => {
+                    format!("gather {bytes} bytes of each of {} ranks on all, at once", self.ranks)
+                }
                 Step::Forward { plan, .. } => {
                     let (dims, part) = (plan.problem().dims, plan.problem().part);
                     let (i, j) = (part.position_q, part.position_k);
@@ -203,6 +218,7 @@ impl Step {
             Step::SendHome { sources, .. } => (sources.to_vec(), vec![]),
             Step::AwaitHome { sinks } => (vec![], sinks.to_vec()),
             Step::Exchange { sources, sinks, .. } => (sources.clone(), sinks.clone()),
+            Step::AllGather { own, others, .. } => (own.clone(), others.clone()),
             Step::Forward { inputs, o, lse, .. } => (bufs(inputs), vec![o.0, lse.0]),
             Step::Backward(step) => {
                 let mut writes = bufs(&step.grads);
@@ -223,21 +239,36 @@ impl Step {
 pub(crate) struct Streams {
     moving: Stream,
     second: Stream,
-    /// The caller's stream has got so far before the run, and then one for each step.
-    begun: Event,
-    done: Vec<Event>,
+    /// The caller's stream has got so far before the run; none where each other stream's first step waits for one of its steps.
+    begun: Option<Event>,
+    /// Of each step that another stream waits for.
+    done: Vec<Option<Event>>,
     turns: Vec<Turn>,
 }
 
 impl Streams {
-    /// For a program on this device; none where work is done at return, or there is one rank.
+    /// For a program on this device; none where work is done at return, where there is one rank, or where each step waits for the
+    /// one before: all are then on the caller's stream, and there is no event for the host to queue.
     pub(crate) fn new(device: &Device, program: &Program, ranks: u32) -> Result<Option<Self>, fmha::Error> {
-        if !device.has_streams() || ranks == 1 {
+        if !device.has_streams() || ranks == 1 || is_one_behind_another(program) {
             return Ok(None);
         }
-        let done = program.steps.iter().map(|_| device.event()).collect::<Result<_, fmha::Error>>()?;
+        let turns = turns(program);
+        let event = |wanted: bool| wanted.then(|| device.event()).transpose();
+        let is_awaited = |number| turns.iter().any(|turn| turn.after.contains(&number));
+        let done = (0..program.steps.len()).map(|number| event(is_awaited(number)));
+        let done = done.collect::<Result<_, fmha::Error>>()?;
         let (moving, second) = (device.stream()?, device.stream()?);
-        Ok(Some(Self { moving, second, begun: device.event()?, done, turns: turns(program) }))
+        let begun = event([MOVING, SECOND].into_iter().any(|other| begins_with_the_run(&turns, other)))?;
+        Ok(Some(Self { moving, second, begun, done, turns }))
+    }
+
+    /// Behind the step, or the end of the run, for which a turn is.
+    fn wait(&self, turn: &Turn, stream: &Stream) -> Result<(), fmha::Error> {
+        turn.after
+            .iter()
+            .filter_map(|&before| self.done[before].as_ref())
+            .try_for_each(|done| stream.wait(done))
     }
 }
 
@@ -259,14 +290,50 @@ struct Turn {
     after: Vec<usize>,
 }
 
-/// A step waits for the last one of each other stream that wrote what it touches, or read what it writes. Rows of O and LSE are
-/// written once, so those that write them wait for none that do.
+/// Rows of O and LSE are written once, so those that write them wait for none that do.
+fn is_rewritten(buf: &&Buf) -> bool {
+    !matches!(buf, Buf::O | Buf::Lse)
+}
+
+/// Whether each step waits for the one before, so that no two could run beside each other. Where keys come while kernels run,
+/// other ranks' steps do.
+fn is_one_behind_another(program: &Program) -> bool {
+    let waits = |pair: &[Step]| {
+        let ((read, wrote), (reads, writes)) = (pair[0].touches(), pair[1].touches());
+        reads.iter().chain(writes.iter().filter(is_rewritten)).any(|buf| wrote.contains(buf))
+            || writes.iter().any(|buf| read.contains(buf))
+    };
+    program.coming.is_none() && program.steps.windows(2).all(waits)
+}
+
+/// Whether a stream's first step waits for none of the caller's, and so for what that has before the run.
+fn begins_with_the_run(turns: &[Turn], stream: usize) -> bool {
+    let first = turns.iter().find(|turn| turn.stream == stream);
+    first.is_some_and(|first| first.after.iter().all(|&before| turns[before].stream != 0))
+}
+
+/// A step waits for the last one of each other stream that wrote what it touches, or read what it writes, unless its own stream
+/// has waited for that one or a later one before. The last turn is the end of the run, behind all streams.
 fn turns(program: &Program) -> Vec<Turn> {
     let mut last = vec![Last::default(); CALLS + program.scratch.len()];
     let mut launches = 0u32;
-    let turn = |(number, step): (usize, &Step)| {
+    // Of each stream, up to which step of each other one it is behind.
+    let mut behind = [[None; STREAMS]; STREAMS];
+    let mut ends = [None; STREAMS];
+    let mut waits = move |stream: usize, before: [Option<usize>; STREAMS]| -> Vec<usize> {
+        let mut after = Vec::new();
+        for other in (0..STREAMS).filter(|&other| other != stream) {
+            if before[other] > behind[stream][other] {
+                behind[stream][other] = before[other];
+                after.extend(before[other]);
+            }
+        }
+        after
+    };
+    let mut turns = Vec::new();
+    for (number, step) in program.steps.iter().enumerate() {
         let stream = match step {
-            Step::Exchange { .. } | Step::Send | Step::SendHome { .. } => MOVING,
+            Step::Exchange { .. } | Step::AllGather { .. } | Step::Send | Step::SendHome { .. } => MOVING,
             Step::Forward { .. } => {
                 launches += 1;
                 if program.takes_turns && launches.is_multiple_of(2) { SECOND } else { 0 }
@@ -274,18 +341,19 @@ fn turns(program: &Program) -> Vec<Turn> {
             _ => 0,
         };
         let (reads, writes) = step.touches();
-        let before = |other: usize| {
-            let rewritten = writes.iter().filter(|buf| !matches!(buf, Buf::O | Buf::Lse));
+        let before = std::array::from_fn(|other| {
+            let rewritten = writes.iter().filter(is_rewritten);
             let wrote = reads.iter().chain(rewritten).map(|buf| last[buf.index()].wrote[other]);
             let read = writes.iter().map(|buf| last[buf.index()].read[other]);
             wrote.chain(read).flatten().max()
-        };
-        let after = (0..STREAMS).filter(|&other| other != stream).filter_map(before).collect();
+        });
         reads.iter().for_each(|buf| last[buf.index()].read[stream] = Some(number));
         writes.iter().for_each(|buf| last[buf.index()].wrote[stream] = Some(number));
-        Turn { stream, after }
-    };
-    program.steps.iter().enumerate().map(turn).collect()
+        ends[stream] = Some(number);
+        turns.push(Turn { stream, after: waits(stream, before) });
+    }
+    turns.push(Turn { stream: 0, after: waits(0, ends) });
+    turns
 }
 
 /// Memory of a run.
@@ -382,12 +450,12 @@ impl Executor<'_> {
     ) -> Result<()> {
         let rank = self.group.rank();
         let said = |error: fmha::Error| Error::of(rank, &error);
-        if let Some(streams) = self.streams {
-            streams.begun.record(self.stream).map_err(said)?;
+        if let Some((streams, begun)) = self.streams.and_then(|all| Some((all, all.begun.as_ref()?))) {
+            begun.record(self.stream).map_err(said)?;
             // A stream without steps is left out: of a recorded run it would not come back to the caller's.
             for (other, stream) in [(MOVING, &streams.moving), (SECOND, &streams.second)] {
-                if streams.turns.iter().any(|turn| turn.stream == other) {
-                    stream.wait(&streams.begun).map_err(said)?;
+                if begins_with_the_run(&streams.turns, other) {
+                    stream.wait(begun).map_err(said)?;
                 }
             }
         }
@@ -401,9 +469,7 @@ impl Executor<'_> {
             let is_second = turn.is_some_and(|(_, turn)| turn.stream == SECOND);
             let workspace = &mut workspaces[usize::from(is_second)];
             if let Some((streams, turn)) = turn {
-                for &before in &turn.after {
-                    stream.wait(&streams.done[before]).map_err(said)?;
-                }
+                streams.wait(turn, stream).map_err(said)?;
             }
             let taken = match step {
                 Step::Send
@@ -432,6 +498,12 @@ impl Executor<'_> {
                         let sources: Vec<_> = sources.iter().map(|&buf| buffers.read(At(buf, 0))).collect();
                         let mut sinks: Vec<_> = taken.iter_mut().map(Memory::slice_mut).collect();
                         self.group.exchange(exchange, &sources, &mut sinks, stream)
+                    })?;
+                    Ok(())
+                }
+                Step::AllGather { all, bytes, .. } => {
+                    buffers.with(std::slice::from_ref(all), |_, taken| {
+                        self.group.all_gather(*bytes, &mut taken[0].slice_mut(), stream)
                     })?;
                     Ok(())
                 }
@@ -487,17 +559,13 @@ impl Executor<'_> {
                 }),
             };
             taken.map_err(said)?;
-            if let Some(streams) = self.streams {
-                streams.done[number].record(stream).map_err(said)?;
+            if let Some(done) = self.streams.and_then(|streams| streams.done[number].as_ref()) {
+                done.record(stream).map_err(said)?;
             }
         }
         // The caller's stream has all of it behind it.
-        if let Some(streams) = self.streams {
-            for other in [MOVING, SECOND] {
-                if let Some(last) = streams.turns.iter().rposition(|turn| turn.stream == other) {
-                    self.stream.wait(&streams.done[last]).map_err(said)?;
-                }
-            }
+        if let Some((streams, end)) = self.streams.and_then(|all| Some((all, all.turns.last()?))) {
+            streams.wait(end, self.stream).map_err(said)?;
         }
         Ok(())
     }
@@ -550,6 +618,7 @@ mod tests {
             }
             behind.push(own);
         }
+        assert!(behind.pop().unwrap().into_iter().all(|is| is), "the run's end is not behind all steps");
         for (number, step) in program.steps.iter().enumerate() {
             let (reads, writes) = step.touches();
             for (before, earlier) in program.steps[..number].iter().enumerate() {
@@ -598,6 +667,51 @@ mod tests {
                 let wanted = Gradients { dtype: DType::Bf16, dsink: false };
                 is_ordered(&scheme.backward(&whole, wanted, &device, &options).unwrap());
             }
+        }
+    }
+
+    /// Of a step of decoding each part waits for the one before: no stream but the caller's, and so no event. Of a rank with two
+    /// runs of keys their kernels wait for nobody.
+    #[test]
+    fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
+        let dims = Dims {
+            batch: 2,
+            seqlen_q: 3,
+            seqlen_k: 64,
+            num_heads_q: 8,
+            num_heads_kv: 2,
+            head_dim_qk: 16,
+            head_dim_v: 24,
+        };
+        let whole = FwdProblem::batch(DType::Bf16, dims).write_lse(true);
+        let keys = Partition::new(64, vec![vec![0..9], vec![], vec![9..20, 40..64], vec![20..40]]).unwrap();
+        let problem = Problem::new(whole, Partition::replicated(3, 4)).keys(keys);
+        let (device, options) = (Device::open(Backend::Cpu).unwrap(), PlanOptions::default());
+        let part = 2 * 3 * 8 * 25 * 4;
+        for rank in 0..4 {
+            let whole = Whole::new(&problem, rank, 4).unwrap();
+            let program = Scheme::Decode.forward(&whole, &device, &options).unwrap();
+            is_ordered(&program);
+            assert_eq!(program.most_rows(), 0, "{rank}");
+            // O and LSE of all queries, each to a multiple of 256 bytes.
+            let sent = 3 * (part as u64).next_multiple_of(256);
+            assert_eq!(program.bytes_sent(rank), sent, "{rank}");
+            let kinds: Vec<&str> = program
+                .steps
+                .iter()
+                .map(|step| match step {
+                    Step::Forward { .. } => "forward",
+                    Step::AllGather { .. } => "all-gather",
+                    Step::Combine { .. } => "combine",
+                    _ => "another",
+                })
+                .collect();
+            if rank == 2 {
+                assert_eq!(kinds, ["forward", "forward", "combine", "all-gather", "combine"]);
+            } else {
+                assert_eq!(kinds, ["forward", "all-gather", "combine"], "{rank}");
+            }
+            assert_eq!(is_one_behind_another(&program), rank != 2);
         }
     }
 

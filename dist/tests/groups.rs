@@ -85,15 +85,54 @@ fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
     let mut wrong = right.clone();
     wrong.whole.dims.seqlen_k = 96;
     wrong.k = Partition::zig_zag(96, 4);
-    let results = support::on_ranks(4, support::TIMEOUT, |group| {
-        let runs = if group.rank() == 2 { 1 } else { 2 };
-        let ran = support::forward_rank(&host, &right, group.clone(), &ring(), runs)?;
-        if runs == 1 {
-            fmha_dist::FwdPlan::new(&wrong, group, &support::device(), &ring())?;
-        }
-        Ok(ran)
-    });
-    all_say(results, 2, "problem", "rank 2 plans a problem where rank");
+    let of_these_plan = |plan: &[u32]| {
+        support::on_ranks(4, support::TIMEOUT, |group| {
+            let plans = plan.contains(&group.rank());
+            let ran =
+                support::forward_rank(&host, &right, group.clone(), &ring(), if plans { 1 } else { 2 })?;
+            if plans {
+                fmha_dist::FwdPlan::new(&wrong, group, &support::device(), &ring())?;
+            }
+            Ok(ran)
+        })
+    };
+    let text = "rank 2 plans a problem of seqlen_k 96, where a call of 48 runs";
+    all_say(of_these_plan(&[2]), 2, "seqlen_k", text);
+    let text = "rank 2 runs a call of seqlen_k 48, where most plan a problem of 96";
+    all_say(of_these_plan(&[0, 1, 3]), 2, "seqlen_k", text);
+}
+
+/// Both calls were planned before, on all ranks.
+#[test]
+fn a_rank_that_runs_another_call_than_the_others_is_named_on_every_rank() {
+    let of_keys = |keys: u32| {
+        let mut problem = problem(4);
+        problem.whole.dims.seqlen_k = keys;
+        problem.k = Partition::zig_zag(keys, 4);
+        problem
+    };
+    for (long, text) in [
+        (&[2][..], "rank 2 says seqlen_k 96, but most say 48"),
+        (&[0, 1, 3][..], "rank 2 says seqlen_k 48, but most say 96"),
+    ] {
+        let results = support::on_ranks(4, support::TIMEOUT, |group| {
+            let device = support::device();
+            let rank = group.rank();
+            let plan = |keys| fmha_dist::FwdPlan::new(&of_keys(keys), group.clone(), &device, &ring());
+            let mut plans = [plan(48)?, plan(96)?];
+            for of in [0, 1, usize::from(long.contains(&rank))] {
+                let rows = 12 * (of + 1);
+                let (q, k, v) = (vec![0u8; 12 * 4 * 32], vec![0u8; rows * 2 * 32], vec![0u8; rows * 2 * 32]);
+                let (mut o, mut lse) = (vec![0u8; 12 * 4 * 32], vec![0u8; 12 * 4 * 4]);
+                let [q, k, v] = [&q, &k, &v].map(|bytes| fmha::DevSlice::host(&bytes[..]));
+                let mut args = fmha::FwdArgs::new(q, k, v, fmha::DevSliceMut::host(&mut o));
+                args.lse = Some(fmha::DevSliceMut::host(&mut lse));
+                plans[of].run(&mut args, &device.default_stream())?;
+            }
+            Ok(Vec::new())
+        });
+        all_say(results, 2, "seqlen_k", text);
+    }
 }
 
 #[test]

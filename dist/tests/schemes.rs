@@ -245,14 +245,26 @@ fn backward_over_ranks_is_that_of_one_device() {
 
 #[test]
 fn a_cache_over_ranks_decodes_as_on_one_device() {
-    for (mask, sink, seqlen_q) in [("0", false, 1), ("b", true, 3), ("b:30,0", false, 2)] {
-        let whole = plain((seqlen_q, 200), (8, 2)).mask(mask.parse().unwrap()).sink(sink);
-        for ranks in [1, 2, 5, 8] {
-            let keys = Partition::contiguous(200, ranks);
+    let cases = [
+        ("0", false, 1, DType::Bf16),
+        ("b", true, 3, DType::Bf16),
+        ("b:30,0", false, 2, DType::Bf16),
+        ("b", false, 2, DType::F16),
+        ("0", true, 5, DType::F32),
+        ("b", false, 3, DType::E4m3Fn),
+    ];
+    for (mask, sink, seqlen_q, dtype) in cases {
+        let whole = FwdProblem::batch(dtype, dims((seqlen_q, 200), (8, 2))).write_lse(true);
+        let whole = whole.mask(mask.parse().unwrap()).sink(sink);
+        // One rank has no keys, and one has two runs of them, whose results it merges before they go out.
+        let uneven = Partition::new(200, vec![vec![0..9], vec![], vec![9..20, 150..200], vec![20..150]]);
+        let evenly = [1, 2, 5, 8].map(|ranks| Partition::contiguous(200, ranks));
+        for keys in evenly.into_iter().chain([uneven.unwrap()]) {
+            let ranks = keys.ranks();
             let problem = Problem::new(whole.clone(), Partition::replicated(seqlen_q, ranks)).keys(keys);
             let mut host = HostFwd::new(whole.clone(), &Lengths::default(), DATA).unwrap();
             // The planner's own choice: no other scheme takes replicated queries.
-            let what = format!("{mask} over {ranks}");
+            let what = format!("{mask}, {dtype:?} over {ranks}");
             support::forward(&mut host, &problem, &Options::default(), 2)
                 .unwrap_or_else(|error| panic!("{what}: {error}"));
             passes(&check_fwd(&host, &Selection::default(), &|_, _| ()).unwrap(), &what);

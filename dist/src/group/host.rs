@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 
 use super::{Exchange, Group, Parcel};
-use crate::agree;
+use crate::agree::{Fields, MOMENT, Said, disagreement, out_of_turn};
 use crate::error::{Error, Result};
 
 /// What one rank tells another.
@@ -15,6 +15,8 @@ use crate::error::{Error, Result};
 pub(super) enum Frame {
     /// Bytes of a share or an exchange.
     Bytes(Vec<u8>),
+    /// A call has begun that was planned otherwise than the one before.
+    Begun(Vec<u8>),
     /// Which rank it has been waiting for, for half of its timeout: whom to blame if it comes late itself.
     Waits(u32),
     /// Nothing succeeds any more.
@@ -24,6 +26,9 @@ pub(super) enum Frame {
     /// Its connection broke without a farewell.
     Died,
 }
+
+/// How many calls that were planned otherwise than those before are kept, to be compared with what other ranks tell of theirs.
+const MOST_BEGUN: usize = 1 << 12;
 
 /// Carries frames to other ranks.
 pub(super) trait Link: Send + Sync {
@@ -40,18 +45,26 @@ pub(super) struct Mailbox {
 struct State {
     peers: Vec<Peer>,
     failure: Option<Error>,
+    /// How many calls have begun here, and of each that was planned otherwise than the one before its number and its fields.
+    calls: u64,
+    begun: VecDeque<(u64, Arc<Fields>)>,
+    /// Up to which call the other ranks have been told.
+    told: u64,
 }
 
 #[derive(Clone, Default)]
 struct Peer {
     frames: VecDeque<Vec<u8>>,
+    /// Its calls that were planned otherwise than those before, as far as they are not known to be those of this rank.
+    begun: VecDeque<Said>,
     waits_for: Option<u32>,
     gone: Option<&'static str>,
 }
 
 impl Mailbox {
     pub(super) fn new(size: u32) -> Arc<Self> {
-        let state = State { peers: vec![Peer::default(); size as usize], failure: None };
+        let peers = vec![Peer::default(); size as usize];
+        let state = State { peers, failure: None, calls: 0, begun: VecDeque::new(), told: 0 };
         Arc::new(Self { state: Mutex::new(state), changed: Condvar::new() })
     }
 
@@ -68,6 +81,7 @@ impl Mailbox {
                 peer.frames.push_back(bytes);
                 peer.waits_for = None;
             }
+            Frame::Begun(bytes) => peer.begun.extend(Said::read(&bytes)),
             Frame::Waits(rank) => peer.waits_for = Some(rank),
             Frame::Failed(error) => {
                 state.failure.get_or_insert(error);
@@ -80,6 +94,12 @@ impl Mailbox {
 }
 
 impl State {
+    /// What was planned of a call of this rank; none of one that has not begun, or too long ago.
+    fn planned(&self, call: u64) -> Option<&Arc<Fields>> {
+        let (_, planned) = self.begun.iter().rev().find(|(first, _)| *first <= call)?;
+        (call <= self.calls).then_some(planned)
+    }
+
     /// The rank that `from` waits for, or the one that that one waits for, and so on.
     fn culprit(&self, own: u32, from: u32) -> u32 {
         let mut rank = from;
@@ -117,6 +137,91 @@ impl Host {
     fn others(&self) -> impl Iterator<Item = u32> {
         let rank = self.rank;
         (0..self.size).filter(move |&other| other != rank)
+    }
+
+    /// Whose fault it is that some ranks have planned, as far as they have told, where this one has begun a call. None where none
+    /// has, or only ranks that are ahead.
+    fn out_of_turn(&self) -> Option<Error> {
+        let state = self.mailbox.lock();
+        let plans = |(rank, peer): (u32, &Peer)| {
+            let said = Said::read(peer.frames.front()?)?;
+            (said.calls < state.calls).then_some((rank, said))
+        };
+        let said: Vec<_> = (0..).zip(&state.peers).filter_map(plans).collect();
+        out_of_turn(self.rank, self.size, state.planned(state.calls)?, &said)
+    }
+
+    /// Whose fault it is that ranks have begun a call each that were planned otherwise, as far as they have told.
+    fn begun_otherwise(&self) -> Option<Error> {
+        let mut state = self.mailbox.lock();
+        let mut first: Option<u64> = None;
+        for rank in 0..state.peers.len() {
+            while let Some(said) = state.peers[rank].begun.front() {
+                match state.planned(said.calls) {
+                    Some(planned) if said.is_of(planned) => {}
+                    Some(_) => {
+                        first = Some(first.map_or(said.calls, |first| first.min(said.calls)));
+                        break;
+                    }
+                    // To come, or forgotten.
+                    None if said.calls > state.calls => break,
+                    None => {}
+                }
+                state.peers[rank].begun.pop_front();
+            }
+        }
+        let call = first?;
+        let own = Said::of_call(call, state.planned(call)?);
+        let of = |peer: &Peer| peer.begun.iter().find(|said| said.calls == call).unwrap_or(&own).clone();
+        disagreement(&state.peers.iter().map(of).collect::<Vec<_>>())
+    }
+
+    /// Whose fault it is that ranks are at unlike calls, once all have had a moment to tell.
+    pub(super) fn judged(&self) -> Option<Error> {
+        let fault = || self.out_of_turn().or_else(|| self.begun_otherwise());
+        fault()?;
+        std::thread::sleep(MOMENT.min(self.timeout / 4));
+        fault()
+    }
+
+    /// The same, by any rank that knows it: of two at unlike calls it may be the other one that can tell.
+    fn heard(&self) -> Option<Error> {
+        let end = Instant::now() + (5 * MOMENT).min(self.timeout / 2);
+        loop {
+            let failure = self.mailbox.lock().failure.clone();
+            let heard = failure.or_else(|| self.judged());
+            if heard.is_some() || Instant::now() > end {
+                return heard;
+            }
+            std::thread::sleep(MOMENT / 10);
+        }
+    }
+
+    /// A call begins; [`tell`](Self::tell) tells the other ranks.
+    pub(super) fn note(&self, planned: &Arc<Fields>) {
+        let mut state = self.mailbox.lock();
+        state.calls += 1;
+        let known = state.begun.back().is_some_and(|(_, last)| Arc::ptr_eq(last, planned) || last == planned);
+        if !known {
+            let call = state.calls;
+            state.begun.push_back((call, planned.clone()));
+            if state.begun.len() > MOST_BEGUN {
+                state.begun.pop_front();
+            }
+        }
+    }
+
+    /// Tells the other ranks of calls that have begun since it last did, and were planned otherwise than those before.
+    pub(super) fn tell(&self) {
+        let mut state = self.mailbox.lock();
+        let (told, calls) = (state.told, state.calls);
+        state.told = calls;
+        let new: Vec<_> = state.begun.iter().filter(|(call, _)| *call > told).cloned().collect();
+        drop(state);
+        for (call, planned) in new {
+            let bytes = Said::of_call(call, &planned).to_bytes();
+            self.others().for_each(|to| self.link.post(to, Frame::Begun(bytes.clone())));
+        }
     }
 
     /// Bytes, unless all is lost already.
@@ -182,6 +287,15 @@ impl Group for Host {
         MemorySpace::Host
     }
 
+    fn begins(&self, planned: &Arc<Fields>) {
+        self.note(planned);
+        self.tell();
+    }
+
+    fn calls(&self) -> u64 {
+        self.mailbox.lock().calls
+    }
+
     fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         for to in self.others() {
             self.send(to, mine.to_vec())?;
@@ -231,8 +345,9 @@ impl Group for Host {
                 from => self.receive(from)?,
             };
             if bytes.len() as u64 != wanted {
-                if agree::is_said(&bytes) {
-                    return Err(self.fail(agree::plans_another(from, self.rank)));
+                self.mailbox.lock().peers[from as usize].frames.push_front(bytes.clone());
+                if let Some(error) = self.heard() {
+                    return Err(self.fail(error));
                 }
                 let text = format!(
                     "rank {from} sent {} bytes, but {wanted} were to come: it plans another problem, or is at another call",

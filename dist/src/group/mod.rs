@@ -1,20 +1,22 @@
 //! Ranks that compute together, and what they move.
 //!
 //! ```text
-//!  Group     rank, size; share (a few bytes of each to all); exchange (rows of buffers); fail
+//!  Group     rank, size; share (a few bytes of each to all); exchange (rows of buffers); all_gather; fail
 //!    Host    over a Link: threads of one process, or TCP between processes
 //!    Nccl    over a communicator of NCCL or RCCL, on a stream
 //! ```
 //!
 //! All that attention moves is one [`Exchange`]: rows of some buffers to some ranks and from some ranks, at once. A step of a
 //! ring, an all-gather and an all-to-all are exchanges, and so is a copy, which is a rank's parcel to itself. An exchange is
-//! planned once, so that each rank knows how many bytes every other one sends.
+//! planned once, so that each rank knows how many bytes every other one sends. What all ranks send to all, and is as long on
+//! each, is an `all_gather`, which a group may do as one call in place of a message to and from every rank.
 
 mod host;
 mod nccl;
 mod tcp;
 mod threads;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
@@ -118,6 +120,22 @@ impl Exchange {
     }
 }
 
+/// Whether so many stretches lie in a buffer.
+///
+/// # Errors
+/// Both sizes, as a fault of `rank`.
+fn check_stretches(rank: u32, size: u32, bytes: u64, all: &DevSliceMut<'_>) -> Result<()> {
+    let (wanted, given) = (u64::from(size) * bytes, all.bytes());
+    if given < wanted {
+        return Err(Error::new(
+            rank,
+            "exchange",
+            format!("buffer 0 has {given} bytes, but {wanted} are moved"),
+        ));
+    }
+    Ok(())
+}
+
 /// Ranks that compute together. Every rank makes the same calls in the same order.
 ///
 /// What fails on one rank fails on all: an error names the rank whose fault it is, and after one no call succeeds. Nothing
@@ -131,6 +149,17 @@ pub trait Group: Send + Sync {
 
     /// Where the buffers of an exchange lie.
     fn space(&self) -> MemorySpace;
+
+    /// A call begins, of a plan whose ranks have agreed on these fields: a group that keeps them can name the rank and the field
+    /// where some ranks plan anew and others run what was planned before.
+    fn begins(&self, planned: &Arc<[(String, String)]>) {
+        let _ = planned;
+    }
+
+    /// How many calls have begun; of a group that keeps no count 0 on every rank.
+    fn calls(&self) -> u64 {
+        0
+    }
 
     /// A few bytes of each rank to all, by rank. Waits on the host.
     ///
@@ -149,6 +178,41 @@ pub trait Group: Send + Sync {
         sinks: &mut [DevSliceMut<'_>],
         stream: &Stream,
     ) -> Result<()>;
+
+    /// Brings what each rank has to all, in place and in the order of `stream`: `all` has a stretch of so many bytes for each
+    /// rank, by rank, of which this rank's own is filled.
+    ///
+    /// # Errors
+    /// As [`exchange`](Self::exchange).
+    fn all_gather(&self, bytes: u64, all: &mut DevSliceMut<'_>, stream: &Stream) -> Result<()> {
+        let (rank, size) = (self.rank(), self.size());
+        check_stretches(rank, size, bytes, all).map_err(|error| self.fail(error))?;
+        let at = |rank: u32| u64::from(rank) * bytes;
+        let block = |offset| Block { offset, rows: 1, row_bytes: bytes, stride: bytes };
+        let (space, first) = (all.space(), all.as_mut_ptr());
+        let place = |rank: u32| first.wrapping_add(at(rank) as usize);
+        // SAFETY: this rank's stretch, inside `all`, as was checked; it is borrowed as long as this is, and written by nobody.
+        let own = unsafe { DevSlice::from_raw(space, place(rank), bytes) };
+        // Those of the ranks below and of those above.
+        let mut sinks = Vec::new();
+        let mut exchange = Exchange::default();
+        for ranks in [0..rank, rank + 1..size] {
+            if ranks.is_empty() || bytes == 0 {
+                continue;
+            }
+            for peer in ranks.clone() {
+                exchange.sends.push(Parcel { peer, buffer: 0, block: block(0) });
+                exchange.receives.push(Parcel {
+                    peer,
+                    buffer: sinks.len(),
+                    block: block(at(peer - ranks.start)),
+                });
+            }
+            // SAFETY: as above, and neither the other sink nor `own` has a byte of it.
+            sinks.push(unsafe { DevSliceMut::from_raw(space, place(ranks.start), at(ranks.len() as u32)) });
+        }
+        self.exchange(&exchange, &[own], &mut sinks, stream)
+    }
 
     /// Rows that an exchange may have at most, those that go and those that come; a plan with more is refused.
     fn most_rows(&self) -> u64 {

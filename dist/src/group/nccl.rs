@@ -1,8 +1,10 @@
 //! Ranks that are GPUs, over a communicator of NCCL or RCCL: the caller's, or one of its own.
 //!
 //! Both libraries have the same symbols, so one loader serves; it is found when it is asked for. Rows go by sends and receives
-//! in one group a step, on the caller's stream. What ranks say to each other on the host goes over a [`Host`] group, which also
-//! says who has failed: a thread then aborts the communicator, so that no kernel waits for a rank that is gone.
+//! in one group a step, on the caller's stream; what every rank sends to all by one all-gather. What ranks say to each other on the host goes over a [`Host`] group, which also
+//! says who has failed: a thread then aborts the communicator, so that no kernel waits for a rank that is gone. The same thread
+//! finds a rank that plans, or runs another call, where this one runs a call that was planned before: nobody would wait for it on
+//! the host.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -14,7 +16,7 @@ use std::time::Duration;
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 use libloading::Library;
 
-use super::{Exchange, Group, Host, Parcel};
+use super::{Exchange, Group, Host, Parcel, check_stretches};
 use crate::error::{Error, Result};
 
 type Status = c_int;
@@ -38,8 +40,10 @@ struct Api {
     group_end: unsafe extern "C" fn() -> Status,
     send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status,
     recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status,
+    all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> Status,
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
-    _library: Library,
+    /// Whose functions these are; none of a test's.
+    _library: Option<Library>,
 }
 
 impl Api {
@@ -77,8 +81,9 @@ impl Api {
             group_end: symbol!(b"ncclGroupEnd\0"),
             send: symbol!(b"ncclSend\0"),
             recv: symbol!(b"ncclRecv\0"),
+            all_gather: symbol!(b"ncclAllGather\0"),
             error_string: symbol!(b"ncclGetErrorString\0"),
-            _library: library,
+            _library: Some(library),
         })
     }
 
@@ -129,8 +134,13 @@ impl Nccl {
     /// # Errors
     /// On every rank: the rank that has no library, or what it said.
     pub fn new(control: Host, path: Option<&Path>) -> Result<Self> {
+        let api = Api::load(path);
+        let api = api.map_err(|text| control.fail(Error::new(control.rank(), "nccl", text)))?;
+        Self::joined(control, api)
+    }
+
+    fn joined(control: Host, api: Api) -> Result<Self> {
         let rank = control.rank();
-        let api = Api::load(path).map_err(|text| control.fail(Error::new(rank, "nccl", text)))?;
         let mut id = UniqueId([0; 128]);
         if rank == 0 {
             // SAFETY: `id` is there to be filled.
@@ -169,6 +179,11 @@ impl Nccl {
             let (control, api, held) = (control.clone(), api.clone(), held.clone());
             std::thread::Builder::new().name("fmha-nccl-watch".to_owned()).spawn(move || {
                 while !held.ended.load(Ordering::Acquire) {
+                    // Ranks that run wait for nobody on the host, so it is here that they find others at another call.
+                    if control.failure().is_none() {
+                        control.tell();
+                        control.judged().map(|error| control.fail(error));
+                    }
                     if control.failure().is_some() {
                         if let Some(comm) = held.take() {
                             // SAFETY: taken, so nobody calls it again; its kernels end, and streams that wait for them go on.
@@ -181,6 +196,18 @@ impl Nccl {
             })
         };
         Self { control, api, held, watch: watch.ok() }
+    }
+
+    /// Queues something, unless a rank has failed; what goes wrong all ranks hear of.
+    fn with_comm(&self, queue: impl FnOnce(Comm) -> Result<()>) -> Result<()> {
+        if let Some(error) = self.control.failure() {
+            return Err(self.fail(error));
+        }
+        let comm = self.held.comm.lock().unwrap_or_else(PoisonError::into_inner);
+        let gone = || Error::new(self.rank(), "nccl", "the communicator was aborted, 0 are left");
+        let queued = comm.ok_or_else(gone).and_then(queue);
+        drop(comm);
+        queued.map_err(|error| self.fail(error))
     }
 
     fn queue(
@@ -236,6 +263,14 @@ impl Group for Nccl {
         MemorySpace::Device
     }
 
+    fn begins(&self, planned: &Arc<[(String, String)]>) {
+        self.control.note(planned);
+    }
+
+    fn calls(&self) -> u64 {
+        self.control.calls()
+    }
+
     fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.control.share(mine)
     }
@@ -257,17 +292,29 @@ impl Group for Nccl {
             );
             return Err(self.fail(Error::new(rank, "exchange", text)));
         }
-        if let Some(error) = self.control.failure() {
-            return Err(self.fail(error));
-        }
-        let comm = self.held.comm.lock().unwrap_or_else(PoisonError::into_inner);
-        let gone = || Error::new(rank, "nccl", "the communicator was aborted, 0 are left");
-        let queued = match *comm {
-            Some(comm) => self.queue(comm, exchange, sources, sinks, stream),
-            None => Err(gone()),
-        };
-        drop(comm);
-        queued.map_err(|error| self.fail(error))
+        self.with_comm(|comm| self.queue(comm, exchange, sources, sinks, stream))
+    }
+
+    fn all_gather(&self, bytes: u64, all: &mut DevSliceMut<'_>, stream: &Stream) -> Result<()> {
+        let rank = self.rank();
+        check_stretches(rank, self.size(), bytes, all).map_err(|error| self.fail(error))?;
+        self.with_comm(|comm| {
+            let to = all.as_mut_ptr();
+            let own = to.wrapping_add((u64::from(rank) * bytes) as usize);
+            // SAFETY: `all` was checked: device memory of as many stretches as there are ranks, which lives until the stream is
+            // done, and which nobody else touches.
+            let status = unsafe {
+                (self.api.all_gather)(
+                    own.cast(),
+                    to.cast(),
+                    bytes as usize,
+                    BYTES,
+                    comm,
+                    stream.as_raw() as *mut c_void,
+                )
+            };
+            self.api.check(rank, "ncclAllGather", status)
+        })
     }
 
     fn most_rows(&self) -> u64 {
@@ -299,3 +346,6 @@ impl Drop for Nccl {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -366,6 +366,7 @@ fn write_frame(to: &mut TcpStream, frame: &Frame) -> io::Result<()> {
             (2, error_text.as_bytes())
         }
         Frame::Left => (3, &[]),
+        Frame::Begun(bytes) => (4, bytes),
         Frame::Died => return Ok(()),
     };
     let mut head = [kind; 9];
@@ -398,6 +399,7 @@ fn read_frame(from: &mut TcpStream) -> io::Result<Frame> {
             Ok(Frame::Failed(Error::new(rank, next(), next())))
         }
         3 => Ok(Frame::Left),
+        4 => Ok(Frame::Begun(bytes)),
         _ => Err(io::ErrorKind::InvalidData.into()),
     }
 }

@@ -1,5 +1,6 @@
 //! Decode: every rank has all queries and a part of the cache. Each attends to its part; O and LSE go to all in one exchange,
-//! and each merges them in the order of the ranks, so that all have the same bits.
+//! and each merges them in the order of the ranks, so that all have the same bits. Both lie side by side in one buffer with those
+//! of the others, so that they are one all-gather and no message to and from each rank.
 //!
 //! ```text
 //!  rank 0   Q x K0 V0 ─► O, LSE ─┐          ┌─► merge in rank order ─► O
@@ -9,7 +10,7 @@
 use fmha::DType;
 
 use super::ring::Merging;
-use crate::builder::{Builder, Forward, Moves, Operands};
+use crate::builder::{Builder, Forward, Operands};
 use crate::error::{Error, Result};
 use crate::problem::{Kind, Whole};
 
@@ -34,51 +35,34 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     let heads = b.whole.all_heads();
     let operands = Operands { q: b.own(Kind::Q), k: b.own(Kind::K), v: b.own(Kind::V), arrivals: 0 };
     let keys = b.keys_of(b.rank());
-    let mut moves = Moves::default();
-    let mut gathered = Vec::new();
-    for q in b.queries() {
-        let mut merging = Merging::default();
-        for k in &keys {
-            let Some(all_seen) = b.whole.sees(&q, k) else { continue };
-            let part = merging.next(b, &q);
-            let how = Forward { dtype: DType::F32, row: 0, sink: false, all_seen };
-            b.forward((&q, k), &heads, &operands, (q.row, k.row), (part.o, part.lse), how)?;
-            merging.merge(b, &q, part)?;
-        }
-        let own = match merging.sum {
-            Some(own) => own,
-            None => {
-                let part = b.partial(&q, heads.num_q());
-                b.nothing(&q, part, false)?;
-                part
-            }
+    let queries = b.queries();
+    let (parts, gather) = b.partials_of_all(&queries);
+    for (q, parts) in queries.iter().zip(&parts) {
+        let own = parts[b.rank() as usize];
+        let seen: Vec<_> = keys.iter().filter_map(|k| Some((k, b.whole.sees(q, k)?))).collect();
+        let Some(((last, all_seen), before)) = seen.split_last() else {
+            b.nothing(q, own, false)?;
+            continue;
         };
-        let mut parts = Vec::new();
-        for peer in 0..b.ranks() {
-            if peer == b.rank() {
-                parts.push(own);
-                continue;
-            }
-            let part = b.partial(&q, heads.num_q());
-            for (own, part) in [
-                ((own.o.buf, own.o.tensor.block()), (part.o.buf, part.o.tensor.block())),
-                (lse_block(own.lse), lse_block(part.lse)),
-            ] {
-                moves.send(peer, own);
-                moves.receive(peer, part);
-            }
-            parts.push(part);
+        let how = |all_seen| Forward { dtype: DType::F32, row: 0, sink: false, all_seen };
+        let mut merging = Merging::default();
+        for &(k, all_seen) in before {
+            let part = merging.next(b, q);
+            b.forward((q, k), &heads, &operands, (q.row, k.row), (part.o, part.lse), how(all_seen))?;
+            merging.merge(b, q, part)?;
         }
-        gathered.push((q, parts));
+        // The last one, or what all of them are merged to, goes to the others from where it is written.
+        let part = if merging.sum.is_some() { merging.next(b, q) } else { own };
+        b.forward((q, last), &heads, &operands, (q.row, last.row), (part.o, part.lse), how(*all_seen))?;
+        if let Some(sum) = merging.sum {
+            b.combine(&[sum, part], (own.o, 0, DType::F32), Some(own.lse))?;
+        }
     }
-    b.exchange(&moves)?;
-    for (q, parts) in gathered {
-        b.conclude(&q, parts)?;
+    if b.ranks() > 1 {
+        b.push(gather);
+    }
+    for (q, parts) in queries.iter().zip(parts) {
+        b.conclude(q, parts)?;
     }
     Ok(())
-}
-
-fn lse_block(lse: crate::builder::HeldLse) -> crate::program::Part {
-    let bytes = lse.rows.bytes();
-    (lse.buf, crate::group::Block { offset: 0, rows: 1, row_bytes: bytes, stride: bytes })
 }
