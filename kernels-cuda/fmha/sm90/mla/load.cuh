@@ -199,19 +199,17 @@ struct Loader {
       }
     }
   }
-  // Caches in FP8, copied as they are. A part's bytes lie in the upper half of where its chunks will, and are widened from its
-  // first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before it. A thread widens what it has
-  // copied, and a warp's bytes lie in the sixteen rows of the chunks that are its own here, so that no warp waits for another one.
+  // Caches in FP8, copied as they are. The bytes of a part's chunks lie in the upper half of where these will, and are widened from
+  // its first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before it. The tail's lie in its own
+  // upper half. A thread widens what it has copied, and a warp's bytes lie in the sixteen rows of the chunks that are its own
+  // here, so that no warp waits for another one.
   struct Part {
-    uint32_t address;      // of its first chunk
-    int32_t first, count;  // its chunks, one after another in shared memory and in the block ...
-    int32_t gap;           // ... but for the last, which lies so many behind
+    uint32_t address;  // of its first chunk
+    int32_t first;     // chunk of the block
+    uint32_t tail;     // address of the tail, if that comes with it, or 0
     int32_t barrier;
     uint32_t phase;
     bool of_v;  // of V, which lies apart
-
-    FMHA_DEVICE int32_t place_of(int32_t at) const { return at + (at + 1 == count ? gap : 0); }
-    FMHA_DEVICE uint32_t chunk(int32_t at) const { return address + place_of(at) * Chunk::tile_bytes; }
   };
   static constexpr int kPartsOfBlock = P::v_in_k ? 2 : 3;
   // The n-th part of all blocks, in the order in which they are widened.
@@ -219,13 +217,12 @@ struct Loader {
     const int32_t block = n / kPartsOfBlock, at = n % kPartsOfBlock, slot = P::slot_of(block);
     const uint32_t phase = P::phase_of(block);
     if constexpr (P::v_in_k) {
-      const bool with_tail = at == P::half_with_tail(slot);
-      return {smem.k[slot][at * P::chunks_half].address(), at * P::chunks_half, P::chunks_half + with_tail,
-              with_tail && at == 0 ? P::chunks_half : 0, P::part_of(slot, at), phase, false};
+      const uint32_t tail = at == P::half_with_tail(slot) ? smem.k[slot][2 * P::chunks_half].address() : 0;
+      return {smem.k[slot][at * P::chunks_half].address(), at * P::chunks_half, tail, P::part_of(slot, at), phase, false};
     } else {
-      if (at == 0) return {smem.k[0][0].address(), 0, P::chunks_k, 0, 0, phase, false};
+      if (at == 0) return {smem.k[0][0].address(), 0, 0, 0, phase, false};
       const int32_t first = (at - 1) * P::chunks_half;
-      return {smem.v[first].address(), first, P::chunks_half, 0, P::part_of(0, at - 1), phase, true};
+      return {smem.v[first].address(), first, 0, P::part_of(0, at - 1), phase, true};
     }
   }
   // Of a chunk a lane has sixteen elements of each of two rows, eight apart. Eight lanes, of two neighbouring rows, have words in
@@ -235,10 +232,12 @@ struct Loader {
   const uint32_t bytes_of_lane = fmha::mma::word_offset<Chunk>(lane_row, (lane % 4 + lane / 4 % 2 * 4) * 8);
   const uint32_t wide_of_lane = fmha::mma::word_offset<Chunk>(lane_row, lane % 4 * 16);
 
-  // Where the lane's bytes of the part's chunk `at` lie: halves of chunks, one a chunk, the upper half of them all.
+  // Where the lane's bytes of chunk `at` of a part of so many lie; beyond them the tail's.
+  template <int count>
   FMHA_DEVICE uint32_t bytes_at(const Part& part, int32_t at) const {
-    const int32_t half = part.count + at;
-    return part.chunk(half / 2) + (bytes_of_lane ^ half % 2 * 64);
+    const int32_t half = count + at;
+    return at < count ? part.address + half / 2 * Chunk::tile_bytes + (bytes_of_lane ^ half % 2 * 64)
+                      : part.tail + (bytes_of_lane ^ 64);
   }
   // Where the lane's two rows of a block lie; null: zeros.
   FMHA_DEVICE void find_rows(const View& view, int32_t first_key, NarrowRow (&rows)[2]) const {
@@ -250,35 +249,39 @@ struct Loader {
         rows[word] = static_cast<NarrowRow>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
     }
   }
+  template <int dim, int count>
   FMHA_DEVICE void copy_narrow(const Part& part, const NarrowRow (&rows)[2]) const {
-    const int32_t dim = part.of_v ? spec.head_dim_v : spec.head_dim_qk;
-#pragma unroll 1
-    for (int32_t at = 0; at < part.count; ++at) {
-      const uint32_t to = bytes_at(part, at);
-      const int32_t column = (part.first + part.place_of(at)) * kSpan + lane % 4 * 16;
+    const auto copy = [&](int32_t at, int32_t chunk) {
+      const uint32_t to = bytes_at<count>(part, at);
+      const int32_t column = chunk * kSpan + lane % 4 * 16;
 #pragma unroll
       for (int word = 0; word < 2; ++word) {
-        const bool there = rows[word] != nullptr && column < dim;
+        const bool there = rows[word] != nullptr && (dim % kSpan == 0 || column < dim);
         ptx::cp_async<16>(to + word * kLaneRowsApart, there ? rows[word] + column : p.k.data, there ? 16 : 0);
       }
-    }
+    };
+#pragma unroll
+    for (int at = 0; at < count; ++at) copy(at, part.first + at);
+    if (part.tail != 0) copy(count, 2 * P::chunks_half);
     ptx::cp_async_commit_group();
   }
-  FMHA_DEVICE void read_narrow(const Part& part, int32_t at, Narrow& narrow) const {
-    const uint32_t from = bytes_at(part, at);
-#pragma unroll
-    for (int word = 0; word < 2; ++word) ptx::ld_shared_v4_b32(narrow.bytes[word], from + word * kLaneRowsApart);
-  }
+  template <int count>
   FMHA_DEVICE void widen_part(const Part& part, float descale) const {
+    const auto read = [&](int32_t at, Narrow& narrow) {
+      const uint32_t from = bytes_at<count>(part, at);
+#pragma unroll
+      for (int word = 0; word < 2; ++word) ptx::ld_shared_v4_b32(narrow.bytes[word], from + word * kLaneRowsApart);
+    };
+    const int32_t all = count + (part.tail != 0);
     Narrow narrow;
-    read_narrow(part, 0, narrow);
+    read(0, narrow);
 #pragma unroll 1
-    for (int32_t at = 0; at < part.count; ++at) {
+    for (int32_t at = 0; at < all; ++at) {
       Narrow next = narrow;
-      if (at + 1 < part.count) read_narrow(part, at + 1, next);
+      if (at + 1 < all) read(at + 1, next);
       // Every lane has read what the chunk overwrites.
       __syncwarp();
-      const uint32_t to = part.chunk(at) + wide_of_lane;
+      const uint32_t to = (at < count ? part.address + at * Chunk::tile_bytes : part.tail) + wide_of_lane;
 #pragma unroll
       for (int word = 0; word < 2; ++word) {
 #pragma unroll
@@ -298,7 +301,7 @@ struct Loader {
   // for, since who frees the places of later ones may itself wait for it; and of a V in K the other half of a block, which is freed
   // soon after the first.
   FMHA_DEVICE void widen_in_place() {
-    constexpr int kAhead = 3;
+    constexpr int kAhead = 3, kChunksOfK = P::v_in_k ? P::chunks_half : P::chunks_k;
     const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
     const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
     const int32_t num_blocks = ptx::uniform(work.num_blocks), count = num_blocks * kPartsOfBlock;
@@ -314,7 +317,11 @@ struct Loader {
         const bool waits = copied == done || (P::v_in_k && copied % kPartsOfBlock == 1);
         if (!waits && !ptx::uniform(ptx::mbarrier_test_parity(empty, part.phase ^ 1))) break;
         ptx::mbarrier_wait_parity(empty, part.phase ^ 1);
-        copy_narrow(part, rows);
+        if (part.of_v) {
+          copy_narrow<spec.head_dim_v, P::chunks_half>(part, rows);
+        } else {
+          copy_narrow<spec.head_dim_qk, kChunksOfK>(part, rows);
+        }
         ++copied;
         // Rows are found, and lines brought into the L2, beneath the copies.
         const int32_t block = copied / kPartsOfBlock, at = copied % kPartsOfBlock, first_key = (work.last_block - block) * kKeys;
@@ -335,7 +342,11 @@ struct Loader {
       // Q's copies were begun before.
       if (done == 0) copier.arrive_at_pending();
       const Part part = part_of(done);
-      widen_part(part, part.of_v ? descale_v : descale_k);
+      if (part.of_v) {
+        widen_part<P::chunks_half>(part, descale_v);
+      } else {
+        widen_part<kChunksOfK>(part, descale_k);
+      }
     }
     copier.flush();
   }
