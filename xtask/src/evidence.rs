@@ -25,6 +25,8 @@ const ENTRIES: [(&str, &str); 5] = [
     ("rdna_decode", "fmha/cdna/decode/merge.h"),
     ("rdna_decode", "fmha/cdna/decode/update.h"),
 ];
+/// Folders within a kernel's that are another one's: kernel and folder.
+const WITHIN: [(&str, &str); 1] = [("sm90", "sm90/mla")];
 const FALLBACK: &str = "simt";
 
 /// Figures of one run.
@@ -177,11 +179,13 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
             ENTRIES.iter().filter(|(of, _)| *of == kernel).map(|(_, header)| *header).collect();
         for folder in folders {
             let base = Path::new(folder);
+            let others = WITHIN.iter().filter(|(of, _)| *of == kernel);
             let begins = |header: &PathBuf| {
                 let Ok(name) = header.strip_prefix(base.join("fmha")) else { return false };
                 // A file, or a folder of an architecture's; of `cdna_bwd` cdna's folder or file `bwd`.
                 let own = kernel.replacen('_', "/", 1);
                 name.to_string_lossy().starts_with(&own)
+                    && !others.clone().any(|(_, folder)| name.starts_with(folder))
                     || entries.iter().any(|entry| *header == base.join(entry))
             };
             open.extend(files_below(&[&format!("{folder}/fmha")])?.into_iter().filter(begins));
@@ -386,6 +390,8 @@ mod tests {
         let hash = |kernel| text_hash("cuda", kernel).unwrap_or_default();
         assert_ne!(hash("sm90"), hash("simt"));
         assert_ne!(hash("sm100"), hash("sm90"));
+        assert_ne!(hash("sm90_mla"), hash("sm90"));
+        assert_ne!(hash("sm90+sm90_mla"), hash("sm90"));
         assert_ne!(hash("combine"), hash("combine+sm90"));
         let of_cdna = |kernel| text_hash("rocm", kernel).unwrap_or_default();
         assert_ne!(of_cdna("cdna_bwd"), of_cdna("cdna_decode"));

@@ -393,7 +393,10 @@ pub(crate) const ROWS: &[Row] = &[
     // Products of FP8, V both ways and of 16 bits.
     Row {
         arch: "sm_89",
-        in_test: Cases { filter: "^fp8/blocks/e4m3fn/(d64x64/b/r|d128x128/0/c|few_queries|v_bf16)$", deal: 1 },
+        in_test: Cases {
+            filter: "^fp8/blocks/e4m3fn/(d64x64/b/r|d128x128/0/c|few_queries|v_bf16)$",
+            deal: 1,
+        },
         in_all: Cases { filter: "^fp8/.*(e4m3fn|e5m2)(/|$)", deal: 1 },
         ..AMPERE
     },
