@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use fmha_core::{
-    AnyProblem, Append, BwdProblem, CombineProblem, DType, Device, Dims, FwdProblem, PlanOptions, Shape,
+    AnyProblem, Append, BwdProblem, CombineProblem, DType, Device, Dims, FwdProblem, KvLayout, PlanOptions,
+    Shape,
 };
 
 const DIMS: Dims = Dims {
@@ -79,6 +80,25 @@ fn the_jobs_of_a_plan_are_its_launches() {
     ] {
         let jobs = pretend(arch).precompiler().unwrap().jobs(problem, &PlanOptions::default()).unwrap();
         assert!(jobs.iter().all(|job| job.arch == arch));
+        assert_eq!(jobs.iter().map(|job| job.kernel).collect::<Vec<_>>(), names);
+    }
+}
+
+/// Pages under many queries are brought once to where `sm90` reads them; under few `sm80` reads them as they lie.
+#[test]
+fn hopper_gathers_pages_under_many_queries() {
+    let hopper = pretend("sm_90a");
+    for (seqlen_q, names) in [(512, &["widen_cache", "sm90", "sm90_merge"][..]), (1, &["sm80", "sm80_merge"])]
+    {
+        let dims = Dims { batch: 1, seqlen_q, seqlen_k: 65536, num_heads_q: 8, num_heads_kv: 1, ..DIMS };
+        let mut problem = FwdProblem::batch(DType::Bf16, dims);
+        problem.layout.kv = KvLayout::Paged { page_size: 16 };
+        let problem = problem.validate().unwrap();
+        let jobs = hopper
+            .precompiler()
+            .unwrap()
+            .jobs(AnyProblem::Forward(&problem), &PlanOptions::default())
+            .unwrap();
         assert_eq!(jobs.iter().map(|job| job.kernel).collect::<Vec<_>>(), names);
     }
 }

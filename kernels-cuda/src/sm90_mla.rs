@@ -54,8 +54,6 @@ abi_spec! {
         pub v_in_k: bool = Takes::nothing(),
         /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
         pub stored: DType = Takes::nothing(),
-        /// An FP8 cache is copied as it is and widened where it lies in shared memory; else through registers. Of no meaning else.
-        pub widens_in_place: bool = Takes::all().tuned(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
     }
@@ -279,7 +277,6 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     Sm90MlaTile {
         box_rows: if problem.cache.dtype.is_some() { 0 } else { box_rows(problem) },
         stored: stored(problem),
-        widens_in_place: false,
         cluster: 1,
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
         lazy_rescale_log2: 8,

@@ -1,5 +1,5 @@
-//! A KV cache in FP8 under many queries on Hopper: it is widened once into the workspace, and read there by the kernel of 16-bit
-//! caches.
+//! A KV cache in FP8, or in pages, under many queries on Hopper: it is brought once into the workspace, in 16 bits and one row after
+//! another, and read there by the kernel of such caches.
 
 pub mod recipe;
 
@@ -147,14 +147,27 @@ fn leaves_v_in_k(problem: &FwdProblem) -> bool {
 /// The first fact that the launch which widens does not take.
 pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    let Some(cache) = problem.cache.dtype else {
-        return refuse(format!("dtype_qk {}: the cache is not of 8 bits", problem.dtypes.qk));
+    let own = match problem.layout.q {
+        QLayout::Batch => KvLayout::Strided,
+        QLayout::Packed => KvLayout::Packed,
     };
-    if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
-        return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+    let stored = problem.stored_k();
+    match problem.cache.dtype {
+        Some(DType::E4m3Fn | DType::E5m2) => {}
+        Some(cache) => return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types")),
+        None if !matches!(stored, DType::F16 | DType::Bf16) || problem.dtypes.v != stored => {
+            return refuse(format!(
+                "dtype_k {stored} with dtype_v {} is not one 16-bit type",
+                problem.dtypes.v
+            ));
+        }
+        None if problem.layout.kv == own => {
+            return refuse(format!("dtype_k {stored}: its rows lie as sm90 reads them"));
+        }
+        None => {}
     }
     if problem.layout.v == VLayout::ColMajor {
-        return refuse(format!("dtype_cache {cache} with v_layout col-major: it is widened along its rows"));
+        return refuse(format!("dtype_k {stored} with v_layout col-major: a cache is read along its rows"));
     }
     let Dims { batch, seqlen_k, head_dim_qk, head_dim_v, .. } = problem.dims;
     if head_dim_qk > MOST_DIM || head_dim_v > MOST_DIM {
@@ -164,13 +177,14 @@ pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
     }
     if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
         return refuse(format!(
-            "dtype_cache {cache} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole words of 16"
+            "dtype_k {stored} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole words of 16"
         ));
     }
     for (name, strides) in [("k", problem.strides.k), ("v", problem.strides.v)] {
         for (axis, stride) in [("batch", strides.batch), ("seq", strides.seq), ("head", strides.head)] {
-            if stride % 16 != 0 {
-                return refuse(format!("{name}.{axis} stride {stride} is not a multiple of 16"));
+            let whole = 16 / stored.size_bytes() as i64;
+            if stride % whole != 0 {
+                return refuse(format!("{name}.{axis} stride {stride} is not a multiple of {whole}"));
             }
         }
     }
@@ -181,10 +195,7 @@ pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
     wide.cache.dtype = None;
     (wide.scales.descale_k, wide.scales.descale_v) = (Descale::None, Descale::None);
     wide.layout.seqused_k = problem.layout.seqused_k || problem.layout.kv == KvLayout::Packed;
-    wide.layout.kv = match problem.layout.q {
-        QLayout::Batch => KvLayout::Strided,
-        QLayout::Packed => KvLayout::Packed,
-    };
+    wide.layout.kv = own;
     [wide.strides.k, wide.strides.v] = strides(problem);
     wide.cache.v_in_k = leaves_v_in_k(problem);
     if wide.cache.v_in_k {
@@ -199,21 +210,24 @@ const BYTES_A_MICRO: f64 = 3.9e6;
 const FLOPS_A_MICRO: f64 = 6.5e8;
 /// Microseconds of a launch.
 const LAUNCH_MICROS: f64 = 4.0;
-/// Nanoseconds in which a multiprocessor widens a key's 256 elements, and multiplies 64 rows by them, where `sm80` does both.
-const DIRECT_NANOS: f64 = 20.0;
+/// Nanoseconds in which a multiprocessor reads a key's 256 elements, and multiplies 64 rows by them, where `sm80` does both; of
+/// FP8 it widens them too. Measured in chunked prefill: 12.7 to 17.5, and 17.7 to 30.
+const DIRECT_NANOS: f64 = 12.0;
+const DIRECT_NANOS_FP8: f64 = 20.0;
 
-/// What a call costs by the model, microseconds: widened once, and by the kernel that widens what it reads.
+/// What a call costs by the model, microseconds: of a cache brought once to where it is read, and by the kernel that reads it as it
+/// lies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
-    /// Widened in the workspace, then read in 16 bits.
+    /// Brought into the workspace, then read there in 16 bits.
     pub staged: f64,
-    /// Widened by each tile of rows.
+    /// Read as it lies, and widened, by each tile of rows.
     pub direct: f64,
 }
 
 impl Costs {
-    /// Of a problem's largest lengths, on a device of `num_sms` multiprocessors, whose kernel that widens what it reads has tiles
-    /// of `direct_rows` rows, and parts of the keys where it `splits`.
+    /// Of a problem's largest lengths, on a device of `num_sms` multiprocessors, whose kernel that reads the cache as it lies has
+    /// tiles of `direct_rows` rows, and parts of the keys where it `splits`.
     #[must_use]
     pub fn new(problem: &FwdProblem, num_sms: u32, direct_rows: u32, splits: bool) -> Self {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =
@@ -223,21 +237,25 @@ impl Costs {
         let heads = f64::from(batch) * f64::from(num_heads_q);
         let pairs = heads * visible_pairs(problem.mask, seqlen_q, seqlen_k) as f64;
         let products = 2.0 * elems * pairs / FLOPS_A_MICRO;
-        let staged =
-            3.0 * cache / BYTES_A_MICRO + products.max(2.0 * cache / BYTES_A_MICRO) + 2.0 * LAUNCH_MICROS;
+        let stored = problem.stored_k();
+        let (bytes, wide_bytes) = (stored.size_bytes() as f64 * cache, 2.0 * cache);
+        let staged = (bytes + wide_bytes) / BYTES_A_MICRO
+            + products.max(wide_bytes / BYTES_A_MICRO)
+            + 2.0 * LAUNCH_MICROS;
         // Whole 64 rows of the group's heads, of the keys that a row sees in the middle.
         let rows = u64::from(seqlen_q) * u64::from(problem.gqa_ratio());
         let tiles =
             |of: u32| rows.div_ceil(of.max(1).into()) as f64 * f64::from(batch) * f64::from(num_heads_kv);
         let keys = pairs / (heads * f64::from(seqlen_q)).max(1.0);
-        let block = DIRECT_NANOS * 1e-3 * elems / 256.0 * keys;
+        let nanos = if stored.is_fp8() { DIRECT_NANOS_FP8 } else { DIRECT_NANOS };
+        let block = nanos * 1e-3 * elems / 256.0 * keys;
         let at_once = if splits { f64::from(num_sms) } else { tiles(direct_rows).min(num_sms.into()) };
-        let direct = (tiles(64) * block / at_once.max(1.0)).max(cache / BYTES_A_MICRO) + LAUNCH_MICROS;
+        let direct = (tiles(64) * block / at_once.max(1.0)).max(bytes / BYTES_A_MICRO) + LAUNCH_MICROS;
         Self { staged, direct }
     }
 }
 
-/// The launch that widens: arguments `FwdParams` of the call, [`WidenedCache`].
+/// The launch that brings the cache there: arguments `FwdParams` of the call, [`WidenedCache`].
 #[must_use]
 pub fn widen(spec: &WidenSpec) -> KernelSource {
     let constants: [(&str, &dyn Literal); 1] = [("kSpec", spec)];
@@ -283,14 +301,25 @@ mod tests {
         problem
     }
 
+    fn paged(mut problem: FwdProblem) -> FwdProblem {
+        problem.cache.dtype = None;
+        problem.layout.kv = KvLayout::Paged { page_size: 16 };
+        problem
+    }
+
     #[test]
-    fn many_queries_have_their_cache_widened_once_and_few_in_each_tile() {
+    fn many_queries_have_their_cache_brought_once_and_few_read_it_as_it_lies() {
         for (problem, rows, splits, staged) in [
             (cached(1, 512, 65536, (8, 1)), 128, false, true),
             (cached(1, 2048, 2048, (32, 8)), 128, false, true),
             (cached(16, 64, 4096, (32, 8)), 128, false, true),
             (cached(16, 1, 32768, (32, 8)), 16, true, false),
             (cached(16, 16, 32768, (32, 8)), 64, true, false),
+            (paged(cached(1, 512, 65536, (8, 1))), 128, false, true),
+            (paged(cached(1, 512, 65536, (64, 8))), 128, false, true),
+            (paged(cached(1, 2048, 2048, (32, 8))), 128, false, true),
+            (paged(cached(16, 1, 32768, (32, 8))), 16, true, false),
+            (paged(cached(1, 16, 65536, (8, 1))), 64, true, false),
         ] {
             let costs = Costs::new(&problem, 132, rows, splits);
             assert_eq!(costs.staged < costs.direct, staged, "{:?}: {costs:?}", problem.dims);
@@ -308,6 +337,9 @@ mod tests {
             let mut problem = FwdProblem::new(q, kv, DType::Bf16, of.dims);
             problem.cache.dtype = of.cache.dtype;
             let wide = wide_problem(&problem).unwrap();
+            if matches!(kv, KvLayout::Paged { .. }) {
+                assert_eq!(wide_problem(&paged(problem.clone())).unwrap(), wide);
+            }
             assert_eq!(wide.layout.kv == KvLayout::Packed, q == QLayout::Packed);
             assert_eq!(wide.layout.seqused_k, kv == KvLayout::Packed);
             assert!(wide.cache.dtype.is_none() && wide.validate().is_ok());
@@ -327,7 +359,12 @@ mod tests {
             change(&mut problem);
             wide_problem(&problem).unwrap_err().to_string()
         };
-        assert!(refused(|problem| problem.cache.dtype = None).contains("dtype_qk bf16"));
+        assert!(refused(|problem| problem.cache.dtype = None).contains("dtype_k bf16: its rows lie as sm90"));
+        let pages_of_f32 = refused(|problem| {
+            *problem = paged(problem.clone());
+            (problem.dtypes.qk, problem.dtypes.v) = (DType::F32, DType::F32);
+        });
+        assert!(pages_of_f32.contains("dtype_k f32 with dtype_v f32"), "{pages_of_f32}");
         assert!(refused(|problem| problem.cache.dtype = Some(DType::E4m3Fnuz)).contains("e4m3fnuz"));
         assert!(refused(|problem| problem.dims.head_dim_v = 320).contains("head_dim_v 320: larger than 256"));
         assert!(refused(|problem| problem.dims.head_dim_qk = 72).contains("head_dim_qk 72"));

@@ -443,7 +443,6 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         vector_store: true,
         v_in_k: true,
         stored: DType::Bf16,
-        widens_in_place: false,
         split_keys: 0,
     };
     let narrow = Sm90MlaTile { box_rows: 0, stored: DType::E4m3Fn, ..tile };

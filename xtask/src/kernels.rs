@@ -353,7 +353,7 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("sm90_mla"),
         in_test: Cases {
-            filter: "^decode/(latent/bf16/s(1x130|2x330)|wide/bf16/d(576x512|64x384)|wide_fp8/e4m3fn/bf16/.*s1x130)/",
+            filter: "^decode/(latent/bf16/s(1x130|2x330)|wide/bf16/d(576x512|64x384)|wide_fp8/e4m3fn/bf16/.*s1x(130|460))/",
             deal: 1,
         },
         in_all: Cases { filter: "^decode/(latent|wide|wide_fp8|v_in_k/.*d576x512)/.*b?f16", deal: 1 },
@@ -365,14 +365,14 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
-    // An FP8 cache widened once in the workspace.
+    // A cache brought once to the workspace: of FP8, of pages.
     Row {
         kernel: Some("sm90_widened"),
         in_test: Cases {
-            filter: "^decode/(fp8_cache/e4m3fn/bf16/descale_head/q20/p7|fp8_layouts/.*(paged/apart|packed/v_in_k))$",
+            filter: "^decode/(fp8_cache/e4m3fn/bf16/descale_head/q20/p7|fp8_layouts/.*(paged/apart|packed/v_in_k)|paged/bf16/p3/s17x90/b/hnd)$",
             deal: 1,
         },
-        in_all: Cases { filter: "^decode/fp8_(cache|layouts)/e(4m3fn|5m2)/", deal: 1 },
+        in_all: Cases { filter: "^decode/(fp8_(cache|layouts)/e(4m3fn|5m2)|paged/b?f16)/", deal: 1 },
         ..HOPPER_WALKING
     },
     // Two tiles of rows that share what TMA brings.

@@ -1,6 +1,6 @@
-// A cache in FP8 brought to 16 bits once, in the workspace, for a kernel of 16-bit caches: key j of sequence b, whatever it lies in,
-// goes to row `b * seqlen_k + j`. With it go what that kernel reads of lengths. It reads whole blocks: a block's rows behind the last
-// key become zeros.
+// A cache brought once to the workspace, of FP8 in 16 bits, for a kernel of 16-bit caches without pages: key j of sequence b, whatever
+// it lies in, goes to row `b * seqlen_k + j`. With it go what that kernel reads of lengths. It reads whole blocks: a block's rows
+// behind the last key become zeros.
 #pragma once
 #include <fmha/common/widen.cuh>
 #include <fmha/ptx/memory.cuh>
@@ -22,10 +22,10 @@ struct Widen {
   FMHA_DEVICE void widen(const View& from, const View& wide, const HeadScalars& descale, const SeqSpan& span, int32_t first,
                          int32_t count) const {
     static_assert(dim % 16 == 0, "widen_cache: rows are whole words of 16 elements");
-    constexpr int32_t words = dim / 16, ahead = 2;
+    constexpr int32_t words = dim / 16, ahead = 2, size = size_bytes(spec.stored);
     const int32_t all = count * p.num_heads_kv * words;
     for (int32_t begin = threadIdx.x; begin < all; begin += ahead * threads) {
-      uint32_t bytes[ahead][4];
+      uint32_t bytes[ahead][size][4];
       uint16_t* places[ahead];
       float factors[ahead];
 #pragma unroll
@@ -35,7 +35,9 @@ struct Widen {
         const int32_t word = at % words, row = at / words, i_head = row % p.num_heads_kv, j = first + row / p.num_heads_kv;
         const bool there = j < span.seqlen_k;
         const int64_t narrow = there ? row_offset(from, kv_row(p, spec.kv_layout, span, j), i_head) + 16 * word : 0;
-        ptx::ld_global_v4_b32_if(bytes[k], static_cast<const uint8_t*>(from.data) + narrow, there);
+#pragma unroll
+        for (int32_t part = 0; part < size; ++part)
+          ptx::ld_global_v4_b32_if(bytes[k][part], static_cast<const uint8_t*>(from.data) + size * narrow + 16 * part, there);
         places[k] = const_cast<uint16_t*>(static_cast<const uint16_t*>(wide.data)) +
                     row_offset(wide, span.i_batch, int64_t(j), i_head) + 16 * word;
         factors[k] = scalar_of(descale, span.i_batch, i_head, 1.f);
@@ -45,10 +47,14 @@ struct Widen {
         if (begin + k * threads >= all) continue;
 #pragma unroll
         for (int32_t half = 0; half < 2; ++half) {
-          const uint32_t eight[2] = {bytes[k][2 * half], bytes[k][2 * half + 1]};
-          uint32_t packed[4];
-          widen_word<spec.stored, spec.dtype, true>(eight, factors[k], packed);
-          ptx::st_global_v4_b32_if(places[k] + 8 * half, packed, true);
+          if constexpr (is_fp8(spec.stored)) {
+            const uint32_t eight[2] = {bytes[k][0][2 * half], bytes[k][0][2 * half + 1]};
+            uint32_t packed[4];
+            widen_word<spec.stored, spec.dtype, true>(eight, factors[k], packed);
+            ptx::st_global_v4_b32_if(places[k] + 8 * half, packed, true);
+          } else {
+            ptx::st_global_v4_b32_if(places[k] + 8 * half, bytes[k][half], true);
+          }
         }
       }
     }

@@ -1,4 +1,5 @@
-//! An FP8 cache that is widened once: which problems it takes, the launch before the kernel that reads it in 16 bits.
+//! A cache in FP8 or in pages that is brought once to where the kernel of 16-bit caches reads it: which problems it takes, the launch
+//! before that kernel.
 
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
 use crate::sm80::{self, recipe::room};
@@ -29,7 +30,7 @@ impl<V> Default for Sm90Widened<V> {
 /// What copies of 16 bytes ask of addresses.
 const ALIGN: u64 = 16;
 
-/// Refuses, unasked, what the model has cheaper in a kernel that widens what it reads, and workspaces that are too large.
+/// Refuses, unasked, what the model has cheaper in a kernel that reads the cache as it lies, and workspaces that are too large.
 fn is_worth_it(problem: &ValidFwd, facts: &DeviceFacts, places: &Places) -> Result<(), String> {
     if places.bytes > text::MOST_BYTES {
         return Err(format!(
@@ -47,7 +48,7 @@ fn is_worth_it(problem: &ValidFwd, facts: &DeviceFacts, places: &Places) -> Resu
         return Ok(());
     }
     Err(format!(
-        "by the model {:.0} us, and {:.0} where each tile of rows widens what it reads",
+        "by the model {:.0} us, and {:.0} where each tile of rows reads the cache as it lies",
         costs.staged, costs.direct
     ))
 }
@@ -95,11 +96,11 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
             Grid::new(groups.unsigned_abs(), text::NUM_THREADS),
             facts,
         );
-        let words = format!(
-            "widened from {} in {} bytes of the workspace, read by sm90",
-            problem.stored_k(),
-            places.bytes - places.k
-        );
+        let how = match problem.cache.dtype {
+            Some(stored) => format!("widened from {stored}"),
+            None => "gathered".to_owned(),
+        };
+        let words = format!("{how} in {} bytes of the workspace, read by sm90", places.bytes - places.k);
         choice.details.push(("cache", words));
         let workspace = Workspace { bytes: places.bytes, ..choice.workspace };
         Ok(Choice {

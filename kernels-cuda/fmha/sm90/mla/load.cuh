@@ -3,8 +3,8 @@
 // Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is copied, and
 // these are zeros: memory there may hold NaN, of V too. So are all blocks where pages are not whole boxes.
 //
-// Caches in FP8 are read into registers, 16 bytes a lane, and widened on the way into shared memory. What a thread has under way
-// is too little to wait for memory with: a block's lines are brought into the L2 two blocks before.
+// Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there. A block's lines are brought into the
+// L2 while the block before it is copied.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
 #include <fmha/common/widen.cuh>
@@ -41,14 +41,12 @@ struct Loader {
     const int64_t at = row_offset(p.q, work.span.storage_batch, work.span.q_row + i, work.head_of(p, row, i));
     return static_cast<Row>(p.q.data) + at;
   }
-  template <class Row>
   FMHA_DEVICE Row key_row(const View& view, int32_t first_key) const {
     const int32_t j = first_key + warp + 4 * (lane % kRowsOfWarp);
     if (j >= work.end) return nullptr;
     return static_cast<Row>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
   }
 
-  template <class Row>
   FMHA_DEVICE static Row row_of(Row own, int32_t r) {
     return reinterpret_cast<Row>(ptx::shfl_idx(reinterpret_cast<uint64_t>(own), r));
   }
@@ -86,119 +84,6 @@ struct Loader {
     }
   }
 
-  // A chunk of all rows of a cache in FP8, in registers: a lane has sixteen elements of each of two rows, eight of its warp's apart.
-  struct Narrow {
-    uint32_t bytes[2][4];
-  };
-  static constexpr int kRowsApart = 8, kBytesApart = 4 * kRowsApart * Chunk::span_bytes;
-
-  // A chunk's place among those of its block, in the order in which they are read, parts one after another.
-  struct Place {
-    int32_t chunk, part;
-    bool of_v;         // of V, which lies apart
-    bool first, last;  // of its part
-  };
-  FMHA_DEVICE static Place place_of(int32_t slot, int32_t at) {
-    if constexpr (P::v_in_k) {
-      // The tail is the last chunk of its half.
-      const bool tail_first = P::half_with_tail(slot) == 0;
-      const int32_t second = P::chunks_half + tail_first;  // the first of the second half
-      const int32_t chunk = !tail_first || at < P::chunks_half ? at : at == P::chunks_half ? 2 * P::chunks_half : at - 1;
-      return {chunk, P::part_of(slot, at >= second), false, at == 0 || at == second, at == second - 1 || at == P::chunks - 1};
-    } else {
-      const int32_t of_v = at - P::chunks_k;
-      if (of_v < 0) return {at, 0, false, at == 0, at == P::chunks_k - 1};
-      const int32_t half = of_v >= P::chunks_half, of_half = of_v - half * P::chunks_half;
-      return {of_v, P::part_of(0, half), true, of_half == 0, of_half == P::chunks_half - 1};
-    }
-  }
-
-  // Of the chunks of all blocks the one that is read next, and where the rows of its block lie.
-  struct Reader {
-    int32_t block = 0, at = 0;
-    NarrowRow own = nullptr;
-  };
-  FMHA_DEVICE void read_next(Reader& reader, Narrow& narrow) const {
-    const Place place = place_of(P::slot_of(reader.block), reader.at);
-    const int32_t first_key = (work.last_block - reader.block) * kKeys;
-    if (reader.at == 0) {
-      reader.own = key_row<NarrowRow>(p.k, first_key);
-      prefetch_block(reader.block + 2);
-    }
-    if constexpr (!P::v_in_k) {
-      if (reader.at == P::chunks_k) reader.own = key_row<NarrowRow>(p.v, first_key);
-    }
-    const int32_t column = place.chunk * kSpan + lane % 4 * 16, dim = place.of_v ? spec.head_dim_v : spec.head_dim_qk;
-#pragma unroll
-    for (int word = 0; word < 2; ++word) {
-      const NarrowRow from = row_of(reader.own, lane / 4 + word * kRowsApart);
-      ptx::ld_global_v4_b32_if(narrow.bytes[word], from + column, from != nullptr && column < dim);
-    }
-    if (++reader.at == P::chunks) {
-      reader.at = 0;
-      ++reader.block;
-    }
-  }
-  FMHA_DEVICE void widen(const Chunk& to, const Narrow& narrow, float descale) const {
-    // Of a warp's stores at a time, half write the first and half the second of their two words, in different banks. Words apart
-    // lie alike in the swizzle.
-    static_assert(kBytesApart % (8 * Chunk::span_bytes) == 0, "whole swizzle atoms from word to word");
-    const bool second_first = lane & 4;
-    const uint32_t of_lane =
-        to.address() + fmha::mma::word_offset<Chunk>(warp + 4 * (lane / 4), lane % 4 * 16 + (second_first ? 8 : 0));
-#pragma unroll
-    for (int word = 0; word < 2; ++word) {
-      const uint32_t (&bytes)[4] = narrow.bytes[word];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const bool second = second_first != (k == 1);
-        const uint32_t eight[2] = {second ? bytes[2] : bytes[0], second ? bytes[3] : bytes[1]};
-        uint32_t packed[4];
-        widen_word<tile.stored, spec.dtype_qk, true>(eight, descale, packed);
-        ptx::st_shared_v4((of_lane ^ 16 * k) + word * kBytesApart, packed);
-      }
-    }
-  }
-  // All chunks of all blocks. The next kAhead are under way while one is widened, whatever part or block they are of: a part's
-  // place need not be free for them.
-  FMHA_DEVICE void widen_all() {
-    constexpr int kAhead = 4;
-    const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
-    const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
-    const int32_t count = work.num_blocks * P::chunks;
-    Narrow narrow[kAhead];
-    Reader reader;
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      if (k < count) read_next(reader, narrow[k]);
-    }
-    // Q's copies are waited for.
-    copier.flush();
-    int32_t block = 0, at = 0;
-#pragma unroll 1
-    for (int32_t done = 0; done < count; done += kAhead) {
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (done + k >= count) break;
-        const Place place = place_of(P::slot_of(block), at);
-        if (place.first) ptx::mbarrier_wait_parity(smem.empty[place.part], P::phase_of(block) ^ 1);
-        if constexpr (P::v_in_k) {
-          widen(smem.k[P::slot_of(block)][place.chunk], narrow[k], descale_k);
-        } else {
-          widen(place.of_v ? smem.v[place.chunk] : smem.k[0][place.chunk], narrow[k], place.of_v ? descale_v : descale_k);
-        }
-        if (place.last) {
-          ptx::fence_proxy_async();
-          ptx::mbarrier_arrive_if(smem.full[place.part], true);
-        }
-        if (done + k + kAhead < count) read_next(reader, narrow[k]);
-        if (++at == P::chunks) {
-          at = 0;
-          ++block;
-        }
-      }
-    }
-  }
   // Caches in FP8, copied as they are. The bytes of a part's chunks lie in the upper half of where these will, and are widened from
   // its first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before it. The tail's lie in its own
   // upper half. A thread widens what it has copied, and a warp's bytes lie in the sixteen rows of the chunks that are its own
@@ -227,6 +112,9 @@ struct Loader {
   }
   // Of a chunk a lane has sixteen elements of each of two rows, eight apart. Eight lanes, of two neighbouring rows, have words in
   // different banks both as bytes, of which odd rows have their halves exchanged, and as 16 bits.
+  struct Narrow {
+    uint32_t bytes[2][4];
+  };
   static constexpr int kLaneRowsApart = 8 * Chunk::span_bytes;
   const int32_t lane_row = warp * kRowsOfWarp + lane / 4;
   const uint32_t bytes_of_lane = fmha::mma::word_offset<Chunk>(lane_row, (lane % 4 + lane / 4 % 2 * 4) * 8);
@@ -300,7 +188,7 @@ struct Loader {
   // All parts of all blocks. Those whose places are free are under way while one is widened. Only the one that is next is waited
   // for, since who frees the places of later ones may itself wait for it; and of a V in K the other half of a block, which is freed
   // soon after the first.
-  FMHA_DEVICE void widen_in_place() {
+  FMHA_DEVICE void widen_all() {
     constexpr int kAhead = 3, kChunksOfK = P::v_in_k ? P::chunks_half : P::chunks_k;
     const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
     const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
@@ -380,7 +268,7 @@ struct Loader {
     copier.wait(smem.empty[part], phase ^ 1);
     // What follows the last key that some row sees is to be zeros.
     if (tile.box_rows == 0 || first_key + kKeys > work.end) {
-      const Row own = key_row<Row>(view, first_key);
+      const Row own = key_row(view, first_key);
       copy_chunks<dim, count>(block + first, first, own, view.data);
       if (with_tail) copy_chunks<dim, 1>(block + tail, tail, own, view.data);
       copier.finish(full);
@@ -405,11 +293,7 @@ struct Loader {
       prefetch_block(0);
       prefetch_block(1);
       load_q();
-      if constexpr (tile.widens_in_place) {
-        widen_in_place();
-      } else {
-        widen_all();
-      }
+      widen_all();
     } else {
       load_q();
       copy_all();
