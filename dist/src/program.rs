@@ -656,6 +656,8 @@ mod tests {
                     let in_groups = scheme == Scheme::Ulysses && head_groups > 1;
                     assert_eq!(forward.takes_turns, scheme == Scheme::Gather || in_groups);
                     is_ordered(&forward);
+                    // What goes first are rows that the caller's stream has before the run.
+                    assert!(begins_with_the_run(&turns(&forward), MOVING), "{scheme}");
                     forward.takes_turns = true;
                     let second = turns(&forward).iter().filter(|turn| turn.stream == SECOND).count();
                     assert!(
@@ -712,6 +714,8 @@ mod tests {
                 assert_eq!(kinds, ["forward", "all-gather", "combine"], "{rank}");
             }
             assert_eq!(is_one_behind_another(&program), rank != 2);
+            // Where there are streams, the exchange waits for a step of the caller's, and not for the run's beginning.
+            assert!(!begins_with_the_run(&turns(&program), MOVING));
         }
     }
 

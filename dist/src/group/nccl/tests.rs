@@ -183,11 +183,12 @@ unsafe extern "C" fn all_gather(
     _: *mut c_void,
 ) -> Status {
     called("ncclAllGather");
-    assert_eq!(kind, BYTES);
     // SAFETY: one of ours.
     let rank = unsafe { Rank::of(comm) };
     let place = |of: u32| to.wrapping_byte_add(of as usize * bytes);
-    assert_eq!(from, place(rank.rank).cast_const(), "not in place");
+    if kind != BYTES || from != place(rank.rank).cast_const() {
+        return 1;
+    }
     let others = || (0..rank.size).filter(|&other| other != rank.rank);
     let sent = others().map(|to| rank.carry(Message::Send(from, bytes, to))).max();
     let came = others().map(|of| rank.carry(Message::Receive(place(of), bytes, of))).max();
