@@ -63,7 +63,7 @@ fn the_tile_that_the_hopper_table_chooses_is_one_that_its_kernel_takes() {
     for problem in problems() {
         assert_eq!(sm90::accepts(&problem), Ok(()));
         let mut tile = sm90::choose_tile(&problem);
-        let spec = FwdSpec::of(&problem);
+        let spec = sm90::spec_of(&problem);
         for made_invariant in [false, true] {
             if made_invariant {
                 tile.make_batch_invariant(&spec);

@@ -1,4 +1,4 @@
-//! What a forward call costs, by a model, in each order of a masked call's tiles.
+//! What a forward call costs, by a model, in tiles of other shapes and in each order of a masked call's.
 //!
 //! A worker, a CTA or a cluster of them, takes tiles one after another, each some blocks of keys. A fixed order costs nothing to
 //! ask, and leaves workers idle where tiles are unlike; a counter is cleared by a step of the stream's before the launch, and
@@ -10,10 +10,11 @@ use std::collections::BinaryHeap;
 use fmha_core::tune::Candidates;
 use fmha_core::{FwdProblem, KvLayout, MaskKind, QLayout};
 
-use super::{Sm90Tile, TileOrder, padded_dim};
+use super::table::{default_tile, modifies, widest};
+use super::{Sm90Tile, TileOrder, product_dim, spec_of};
 use crate::schedule::TileSchedule;
 
-/// Rate of a multiprocessor amid a long walk of 16-bit blocks, TFLOP/s of the padded head dimension's operations: a 132nd of an
+/// Rate of a multiprocessor amid a long walk of 16-bit blocks, TFLOP/s of its products' operations: a 132nd of an
 /// H200's.
 fn tflops_of_sm(dim: i32) -> f64 {
     let device = match dim {
@@ -24,6 +25,24 @@ fn tflops_of_sm(dim: i32) -> f64 {
     };
     device / 132.0
 }
+
+/// What of that rate a tile of so many rows has: of fewer warpgroups nobody's products run beneath the exponentials of one.
+/// Fitted to calls whose longest tile is the call.
+fn share_of_rate(block_m: i32, row: i32) -> f64 {
+    match (row, block_m) {
+        (64, 128) => 0.88,
+        (64, 64) => 0.54,
+        (96, 128) => 0.93,
+        (_, 64) => 0.70,
+        _ => 1.0,
+    }
+}
+
+/// What a block takes besides its keys, in keys.
+const KEYS_BESIDE: f64 = 8.0;
+
+/// A gain by another shape is to be this share of it at least.
+pub const LEAST_GAIN_OF_SHAPE: f64 = 0.05;
 
 /// Microseconds of a launch besides its tiles.
 const LAUNCH_MICROS: f64 = 3.0;
@@ -59,13 +78,61 @@ pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
     }))
 }
 
+/// The shapes that a call's tiles may have, its own first; empty where the table's stands: where keys are cut or shared, scores are
+/// modified, lengths are not the problem's, and where tiles are many. Few tiles are faster of fewer rows, since the longest one is the
+/// call; few blocks of keys, without a mask, of a number of keys that leaves little of the last one empty.
+pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
+    let spec = spec_of(problem);
+    let dims = problem.dims;
+    let of_batch = problem.layout.q == QLayout::Batch && problem.layout.kv == KvLayout::Strided;
+    let is_plain = of_batch
+        && !modifies(&spec)
+        && !spec.dtype_v.is_fp8()
+        && tile.copy_bytes == 0
+        && tile.split_keys == 0
+        && tile.cluster == 1;
+    let known = spec.mask != MaskKind::Band && dims.seqlen_q > 0 && dims.seqlen_k > 0;
+    if !is_plain || !known {
+        return Candidates::default();
+    }
+    let (row, own) = (widest(&spec), (tile.block_m, tile.block_n));
+    let heights = [192, 128, 64].into_iter().filter(|&rows| rows < own.0);
+    let mut shapes = vec![own];
+    shapes.extend(heights.map(|rows| (rows, own.1)));
+    let is_short = dims.seqlen_k.div_ceil(own.1.unsigned_abs()) <= MOST_SHORT_BLOCKS;
+    if spec.mask == MaskKind::Full && is_short && dims.seqlen_k > own.1.unsigned_abs() {
+        // More keys than the table's have registers at D 128 alone.
+        let more = if row == 128 && own.0 == 128 { own.1 + 16 } else { own.1 };
+        let narrower = (1..=2).map(|steps| own.1 - 16 * steps).filter(|&keys| keys >= 48);
+        shapes.extend(narrower.chain([more]).filter(|&keys| keys != own.1).map(|keys| (own.0, keys)));
+    }
+    let priced = shapes.into_iter().filter_map(|shape| {
+        let tile = tile.of_shape(shape);
+        tile.check(&spec, problem.gqa_ratio()).ok()?;
+        let schedule = tile.schedule(problem).ok()?;
+        let in_rounds = schedule.num_tiles.unsigned_abs() <= MOST_ROUNDS * num_sms;
+        in_rounds.then(|| (shape, micros(&tile, problem, &schedule, num_sms)))
+    });
+    let priced: Vec<_> = priced.collect();
+    let has_own = priced.first().is_some_and(|&(shape, _)| shape == own);
+    if has_own && priced.len() > 1 { Candidates::of(priced) } else { Candidates::default() }
+}
+
+/// Beyond so many blocks of keys what the last one wastes is little.
+const MOST_SHORT_BLOCKS: u32 = 16;
+
 /// Microseconds of a call of the problem's largest lengths.
 pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> f64 {
     let cluster = tile.cluster.unsigned_abs();
     let workers = (num_sms / cluster).max(1) as usize;
-    let dim = padded_dim(problem.dims.head_dim_qk as i32).max(padded_dim(problem.dims.head_dim_v as i32));
-    let flops_a_block = 4.0 * f64::from(tile.block_m) * f64::from(tile.block_n) * f64::from(dim);
-    let block_micros = flops_a_block / tflops_of_sm(dim) * 1e-6;
+    let spec = spec_of(problem);
+    let row = widest(&spec);
+    let dim = product_dim(spec.head_dim_qk, spec.dtype_qk) + product_dim(spec.head_dim_v, spec.dtype_v);
+    // Those of a block beside its keys are in the rate of the table's.
+    let (keys, of_table) = (f64::from(tile.block_n), f64::from(default_tile(&spec).block_n));
+    let keys = keys + KEYS_BESIDE * (1.0 - keys / of_table);
+    let flops_a_block = 2.0 * f64::from(tile.block_m) * keys * f64::from(dim);
+    let block_micros = flops_a_block / (tflops_of_sm(row) * share_of_rate(tile.block_m, row)) * 1e-6;
     let lengths: Vec<f64> = blocks_of_rows(tile, problem, schedule)
         .into_iter()
         .map(|blocks| f64::from(blocks) * block_micros + TILE_MICROS)

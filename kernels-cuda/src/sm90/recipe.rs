@@ -94,12 +94,19 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
     Ok(())
 }
 
-/// The table's tile, in the order that the model has cheapest; and the orders that it was asked for.
-fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> (Sm90Tile, Candidates<TileOrder>) {
+/// The table's tile, of the shape and in the order that the model has cheapest; and what it was asked for.
+fn own_tile(
+    problem: &ValidFwd,
+    facts: &DeviceFacts,
+) -> (Sm90Tile, Candidates<(i32, i32)>, Candidates<TileOrder>) {
     let mut tile = sm90::choose_tile_in_parts(problem, facts.num_sms);
+    let shapes = tile.shapes(problem, facts.num_sms);
+    if let Some(best) = shapes.cheapest(sm90::LEAST_GAIN_OF_SHAPE) {
+        tile = tile.of_shape(best.choice);
+    }
     let orders = tile.orders(problem, facts.num_sms);
     tile.order = orders.cheapest(sm90::LEAST_GAIN_OF_ORDER).map_or(tile.order, |best| best.choice);
-    (tile, orders)
+    (tile, shapes, orders)
 }
 
 /// What TMA and 16-byte stores ask of addresses.
@@ -126,8 +133,8 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         if options.kernel.is_none() && options.tile.is_empty() && !options.batch_invariant {
             leave_to_parts(problem, facts).map_err(refuse)?;
         }
-        let spec = FwdSpec::of(problem);
-        let (mut own, orders) = own_tile(problem, facts);
+        let spec = sm90::spec_of(problem);
+        let (mut own, shapes, orders) = own_tile(problem, facts);
         if options.accuracy == Accuracy::Exact {
             (own.lazy_rescale_log2, own.skip_row_max) = (0, false);
         }
@@ -221,6 +228,10 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
                 ("schedule", schedule_words(&tile)),
             ]
             .into_iter()
+            .chain(
+                (!shapes.is_empty())
+                    .then(|| ("shapes", shapes.words(|(rows, keys)| format!("{rows} x {keys}")))),
+            )
             .chain((!orders.is_empty()).then(|| ("orders", orders.words(FieldValue::name))))
             .collect(),
         })
@@ -342,9 +353,9 @@ impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90 {
     }
 
     fn modelled_micros(&self, problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {
-        let (mut tile, _) = own_tile(problem, facts);
+        let (mut tile, ..) = own_tile(problem, facts);
         fields.iter().try_for_each(|(name, value)| tile.set(name, value)).ok()?;
-        tile.check(&FwdSpec::of(problem), problem.gqa_ratio()).ok()?;
+        tile.check(&sm90::spec_of(problem), problem.gqa_ratio()).ok()?;
         tile.modelled_micros(problem, facts.num_sms)
     }
 }

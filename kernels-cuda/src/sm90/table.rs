@@ -6,14 +6,14 @@ use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 use super::values::block_bytes;
 use super::{
     Lookahead, MAX_SMEM_BYTES, PingPong, PrepareV, Sm90Tile, TileOrder, ValueProduct, copy_bytes, elem_bytes,
-    odd_bias_stride, padded_dim, tile_dim,
+    odd_bias_stride, padded_dim, spec_of, strides, tile_dim,
 };
 use crate::split;
 
 /// The tile for a problem that the kernel accepts.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
-    let spec = FwdSpec::of(problem);
+    let spec = spec_of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
     let ratio = problem.gqa_ratio() as i32;
@@ -250,7 +250,7 @@ const fn wasted_by_192_rows(seqlen_q: i64) -> bool {
 }
 
 /// Whether scores or P are changed on the way.
-fn modifies(spec: &FwdSpec) -> bool {
+pub(super) fn modifies(spec: &FwdSpec) -> bool {
     modifies_score(spec) || spec.dropout
 }
 
@@ -270,9 +270,14 @@ pub(super) fn adds_wide_elements(spec: &FwdSpec) -> bool {
     spec.bias == BiasKind::Elementwise && !spec.softcap && spec.dtype_bias.size_bytes() == 2
 }
 
-/// The larger head dimension, as rows in shared memory have it.
-const fn widest(spec: &FwdSpec) -> i32 {
-    let (qk, v) = (tile_dim(spec.head_dim_qk, spec.dtype_qk), tile_dim(spec.head_dim_v, spec.dtype_v));
+/// A head dimension's row of the table: beyond 128 as rows in shared memory have it.
+const fn row_of(head_dim: i32, dtype: DType) -> i32 {
+    if head_dim > 128 { tile_dim(head_dim, dtype) } else { padded_dim(head_dim) }
+}
+
+/// The larger head dimension's row.
+pub(super) const fn widest(spec: &FwdSpec) -> i32 {
+    let (qk, v) = (row_of(spec.head_dim_qk, spec.dtype_qk), row_of(spec.head_dim_v, spec.dtype_v));
     if qk > v { qk } else { v }
 }
 
@@ -293,6 +298,8 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let least = match (widest(spec), spec.mask) {
         (128 | 256, MaskKind::Full) => 4096,
         (192, MaskKind::Full | MaskKind::Upper) => 8192,
+        // D 200 at 10752 1187 us alone, 1062 in clusters; D 248 spills in them, as 256 does.
+        (256, MaskKind::Upper) if begins_amid_sectors(problem) && dims.head_dim_v <= 240 => 8192,
         (128, MaskKind::Upper) if pairs_of_heads => 8192,
         (128, MaskKind::Upper) => 16384,
         _ => return,
@@ -308,11 +315,16 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     }
 }
 
+/// Whether rows of K or V begin amid the L2's sectors of 32 bytes.
+fn begins_amid_sectors(problem: &FwdProblem) -> bool {
+    strides(problem).any(|(name, _, stride)| name != "q" && stride % 16 != 0)
+}
+
 /// The tile for long sequences of a spec.
 #[must_use]
 #[allow(clippy::match_same_arms, reason = "a table: a row a head dimension")]
 pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
-    let v = tile_dim(spec.head_dim_v, spec.dtype_v);
+    let v = row_of(spec.head_dim_v, spec.dtype_v);
     let full = spec.mask == MaskKind::Full;
     // (block_m, block_n, lookahead, wait_anchor)
     let (block_m, block_n, lookahead, wait_anchor) = match widest(spec) {
@@ -454,6 +466,8 @@ impl Sm90Tile {
     fn take_bias(&mut self, spec: &FwdSpec) {
         self.bias_stages = 1;
         match widest(spec) {
+            // Beside rows of whole swizzles, as D 72 has, a second Q has no room.
+            ..=96 if tile_dim(spec.head_dim_qk, spec.dtype_qk) > 96 => self.lookahead = Lookahead::Off,
             ..=96 => {}
             128 => (self.block_n, self.wait_anchor, self.lookahead) = (128, 32, Lookahead::SparePiece),
             _ => {
