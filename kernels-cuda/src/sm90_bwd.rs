@@ -474,7 +474,7 @@ impl Sm90BwdTile {
         if block_n != keys {
             return Err(format!("block_n {block_n} is not {keys}: walk {set}"));
         }
-        if walk.cluster() > 1 && self.persistent {
+        if walk == BwdWalk::InClusters && self.persistent {
             return Err(format!("persistent true: the CTAs of a cluster have a key block each (walk {set})"));
         }
         // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
@@ -1277,7 +1277,6 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         _ => (64, BwdWalk::InClusters),
     };
     let split_dims = walk.splits_dims();
-    let in_clusters = walk.cluster() > 1;
     let dq_path = if split_dims || (dim == 64 && spec.deterministic) {
         // Deterministic at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
         DqPath::Registers
@@ -1313,7 +1312,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         head_parts: false,
         // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
         // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376.
-        persistent: !in_clusters && (!spec.deterministic || (dim == 128 && !full)),
+        persistent: walk != BwdWalk::InClusters && (!spec.deterministic || (dim == 128 && !full)),
         fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
