@@ -226,6 +226,9 @@ abi_struct! {
 /// Threads of a CTA of the kernels before and after the main one.
 pub const ROW_THREADS: u32 = 256;
 
+/// Four numbers each of dQ, so many times, that a thread adds up where key blocks keep their sums apart.
+const PART_FOURS: u32 = 2;
+
 /// How tiles share a kv head's queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadParts {
@@ -680,8 +683,12 @@ impl Sm90BwdTile {
     #[must_use]
     pub const fn finish_ctas(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
+        let of_block = self.block_m * self.dq_dim(spec);
+        if self.keeps_dq_apart() {
+            return (of_block as u32).div_ceil(4 * PART_FOURS * ROW_THREADS) as i32;
+        }
         let piece = if self.walk.transposes_dq(dim) { 32 } else { 16 };
-        let ctas = self.block_m * self.dq_dim(spec) / (piece * ROW_THREADS as i32);
+        let ctas = of_block / (piece * ROW_THREADS as i32);
         if self.finishes_dq() || ctas < 1 { 1 } else { ctas }
     }
 
@@ -1382,7 +1389,8 @@ pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 /// The kernel after the main one, likewise.
 #[must_use]
 pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    rows("postprocess", spec, tile)
+    // Sums apart want registers for the parts that are under way: of its own ptxas gives it 80.
+    rows_at_once("postprocess", spec, tile, tile.keeps_dq_apart().then_some(2))
 }
 
 /// The kernel after that, of [`repair_ctas`] CTAs: arguments likewise.
@@ -1457,6 +1465,8 @@ fn host_header() -> Header {
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n\
          // Threads of a CTA of the kernels before and after the main one.\n\
          constexpr int kRowThreads = {ROW_THREADS};\n\
+         // Four numbers each of dQ, so many times, that one adds up where key blocks keep their sums apart.\n\
+         constexpr int kPartFours = {PART_FOURS};\n\
          // CTAs that add the parts of a key block.\n\
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
          // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
