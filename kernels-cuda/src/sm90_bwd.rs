@@ -226,6 +226,9 @@ abi_struct! {
 /// Threads of a CTA of the kernels before and after the main one.
 pub const ROW_THREADS: u32 = 256;
 
+/// Four numbers each of dQ, so many times, that a thread adds up where key blocks keep their sums apart.
+const PART_FOURS: u32 = 2;
+
 /// How tiles share a kv head's queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadParts {
@@ -474,7 +477,7 @@ impl Sm90BwdTile {
         if block_n != keys {
             return Err(format!("block_n {block_n} is not {keys}: walk {set}"));
         }
-        if walk.cluster() > 1 && self.persistent {
+        if walk == BwdWalk::InClusters && self.persistent {
             return Err(format!("persistent true: the CTAs of a cluster have a key block each (walk {set})"));
         }
         // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
@@ -680,8 +683,12 @@ impl Sm90BwdTile {
     #[must_use]
     pub const fn finish_ctas(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
+        let of_block = self.block_m * self.dq_dim(spec);
+        if self.keeps_dq_apart() {
+            return (of_block as u32).div_ceil(4 * PART_FOURS * ROW_THREADS) as i32;
+        }
         let piece = if self.walk.transposes_dq(dim) { 32 } else { 16 };
-        let ctas = self.block_m * self.dq_dim(spec) / (piece * ROW_THREADS as i32);
+        let ctas = of_block / (piece * ROW_THREADS as i32);
         if self.finishes_dq() || ctas < 1 { 1 } else { ctas }
     }
 
@@ -1277,7 +1284,6 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         _ => (64, BwdWalk::InClusters),
     };
     let split_dims = walk.splits_dims();
-    let in_clusters = walk.cluster() > 1;
     let dq_path = if split_dims || (dim == 64 && spec.deterministic) {
         // Deterministic at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
         DqPath::Registers
@@ -1313,7 +1319,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         head_parts: false,
         // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
         // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376.
-        persistent: !in_clusters && (!spec.deterministic || (dim == 128 && !full)),
+        persistent: walk != BwdWalk::InClusters && (!spec.deterministic || (dim == 128 && !full)),
         fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
@@ -1383,7 +1389,8 @@ pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 /// The kernel after the main one, likewise.
 #[must_use]
 pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    rows("postprocess", spec, tile)
+    // Sums apart want registers for the parts that are under way: of its own ptxas gives it 80.
+    rows_at_once("postprocess", spec, tile, tile.keeps_dq_apart().then_some(2))
 }
 
 /// The kernel after that, of [`repair_ctas`] CTAs: arguments likewise.
@@ -1458,6 +1465,8 @@ fn host_header() -> Header {
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n\
          // Threads of a CTA of the kernels before and after the main one.\n\
          constexpr int kRowThreads = {ROW_THREADS};\n\
+         // Four numbers each of dQ, so many times, that one adds up where key blocks keep their sums apart.\n\
+         constexpr int kPartFours = {PART_FOURS};\n\
          // CTAs that add the parts of a key block.\n\
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
          // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\

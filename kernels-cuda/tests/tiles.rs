@@ -665,6 +665,37 @@ fn head_dimensions_to_160_have_the_tile_of_192_with_a_v_of_128() {
     }
 }
 
+/// Beyond, at 192, two CTAs of a cluster whose consumers have dK or dV each: what that walk cannot do is refused by its field.
+#[test]
+fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
+    let spec_of = |dim, deterministic| {
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims(1, (512, 512), (dim, dim))));
+        BwdSpec { deterministic, ..BwdSpec::of(&problem) }
+    };
+    for (dim, is_chosen) in [(128, false), (160, false), (168, true), (192, true), (200, false)] {
+        let tile = sm90_bwd::default_tile(&spec_of(dim, false));
+        assert_eq!(tile.walk == BwdWalk::GradientEach, is_chosen, "{dim}");
+    }
+    let spec = spec_of(192, false);
+    let tile = sm90_bwd::default_tile(&spec);
+    for (changed, said) in [
+        (sm90_bwd::Sm90BwdTile { stages_ds: 1, ..tile }, "stages_ds 1: walk gradient_each"),
+        (sm90_bwd::Sm90BwdTile { stages_dout: 1, ..tile }, "stages_dout 1: walk gradient_each"),
+        (sm90_bwd::Sm90BwdTile { edges_apart: true, ..tile }, "edges_apart true: walk gradient_each"),
+        (sm90_bwd::Sm90BwdTile { block_m: 96, load_registers: 32, ..tile }, "block_m 96 is not 64"),
+    ] {
+        let refusal = changed.check(&spec).unwrap_err();
+        assert!(refusal.contains(said), "{refusal}");
+    }
+    let wide = spec_of(256, false);
+    assert!(
+        tile.check(&wide).unwrap_err().contains("walk gradient_each: not for a padded head dimension of 256")
+    );
+    let ordered = spec_of(192, true);
+    assert!(!sm90_bwd::default_tile(&ordered).persistent);
+    assert!(tile.check(&ordered).unwrap_err().contains("persistent true: without a mask"));
+}
+
 /// A row of the forward's `measured.tsv`.
 struct MeasuredFwd {
     run: String,

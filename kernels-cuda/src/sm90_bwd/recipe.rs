@@ -141,7 +141,9 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
             let ctas = sm90_bwd::repair_ctas(problem, &spec, &schedule, q_blocks);
             rows("repair", sm90_bwd::repair(&spec, &tile), ctas)
         });
-        let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
+        let cluster = tile.walk.cluster().unsigned_abs();
+        let at_a_time = (facts.num_sms / cluster).max(1) * cluster;
+        let ctas = if tile.persistent { tiles.min(at_a_time) } else { tiles };
         Ok(Choice {
             kernel: Kernel::new(Sm90Bwd {
                 chosen: Some(Chosen {

@@ -127,6 +127,9 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   };
   if constexpr (!tile.persistent) {
     load_tile(blockIdx.x);
+  } else if (cluster_rank(tile) > 0) {
+    // The first CTA of a cluster claims for both.
+    for_each_tile<tile>(schedule, smem, true, load_tile);
   } else {
     Slot<kTileIndexSlots> slot;
     // Where warps wait for a head's tiles (dq/finish.cuh), a CTA's first index comes from the counter too: else a tile
@@ -137,9 +140,13 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
       ptx::mbarrier_wait_parity(smem.tile_index_empty[slot.index], slot.phase ^ 1);
       smem.tile_index[slot.index] = index;
       ptx::mbarrier_arrive_if(smem.tile_index_full[slot.index], true);
+      if constexpr (in_clusters(tile)) {
+        ptx::st_shared_at(smem.tile_index[slot.index], 1, index);
+        ptx::mbarrier_arrive_release_at(smem.tile_index_full[slot.index], 1);
+      }
       if (index >= schedule.num_tiles) return;
       load_tile(index);
-      index = (counts_all ? 0 : gridDim.x) + atomicAdd(p.schedulers + kNextTile, 1);
+      index = (counts_all ? 0 : gridDim.x) + atomicAdd(p.schedulers + kNextTile, 1) * cluster_size(tile);
       slot.advance();
     }
   }

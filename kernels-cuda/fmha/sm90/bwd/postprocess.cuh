@@ -40,9 +40,15 @@ FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule
     sink_gradient<spec>(p, blockIdx.x - num_of_blocks);
     return;
   }
-  const int32_t i_block = blockIdx.x / ctas, first = (blockIdx.x - i_block * ctas) * kRowThreads;
+  const int32_t i_block = blockIdx.x / ctas, i_cta = blockIdx.x - i_block * ctas;
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, i_block);
-  const bool non_finite = finish_from_memory<spec, tile>(p, schedule, block, first + threadIdx.x, ctas * kRowThreads);
+  bool non_finite;
+  if constexpr (keeps_dq_apart(tile)) {
+    non_finite = finish_parts<spec, tile>(p, schedule, block, i_cta);
+  } else {
+    const int32_t thread = i_cta * kRowThreads + threadIdx.x;
+    non_finite = finish_from_memory<spec, tile>(p, schedule, block, thread, ctas * kRowThreads);
+  }
   if constexpr (repairs<spec>()) {
     const bool all_finite = ptx::bar_red_and<kRowThreads>(0, !non_finite);
     if (threadIdx.x == 0) non_finite_queries<tile>(p, schedule)[blockIdx.x] = !all_finite;

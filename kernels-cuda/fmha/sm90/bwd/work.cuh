@@ -39,10 +39,19 @@ FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bo
   } else {
     Slot<kTileIndexSlots> slot;
     while (true) {
-      ptx::mbarrier_wait_parity(smem.tile_index_full[slot.index], slot.phase);
-      const int32_t index = smem.tile_index[slot.index];
+      Barrier &full = smem.tile_index_full[slot.index], &empty = smem.tile_index_empty[slot.index];
+      if constexpr (in_clusters(tile)) {
+        ptx::mbarrier_wait_parity_cluster(full, slot.phase);
+      } else {
+        ptx::mbarrier_wait_parity(full, slot.phase);
+      }
+      const int32_t index = smem.tile_index[slot.index] + cluster_rank(tile);
       __syncwarp(__activemask());
-      ptx::mbarrier_arrive_if(smem.tile_index_empty[slot.index], signals);
+      if constexpr (in_clusters(tile)) {
+        ptx::mbarrier_arrive_at_if(empty, 0, signals);
+      } else {
+        ptx::mbarrier_arrive_if(empty, signals);
+      }
       if (index >= schedule.num_tiles) return;
       run(index);
       slot.advance();

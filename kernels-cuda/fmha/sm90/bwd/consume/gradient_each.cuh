@@ -28,8 +28,7 @@ struct GradientEach {
     const QueryTile at = c.query_tile(blocks);
     c.pairs.decide(kept, work, at);
     const auto biases = c.pairs.biases(work, at);
-    ptx::wgmma_wait_group<0>();
-    store_pairs(s, dp, work, at, biases, kept);
+    store_pairs<0>(s, dp, work, at, biases, kept);
     c.sync_consumers();
     send_ds(c);
     typename C::Dq dq;
@@ -70,8 +69,7 @@ struct GradientEach {
       Kept kept;
       c.pairs.decide(kept, work, at);
       const auto biases = c.pairs.biases(work, at);
-      ptx::wgmma_wait_group<2>();  // S, dP
-      store_pairs(s, dp, work, at, biases, kept);
+      store_pairs<2>(s, dp, work, at, biases, kept);  // dQ
     }
     ptx::wgmma_wait_group<0>();  // dQ
     release_other_ds(c, c.smem.other_ds_empty[ds_slot.index]);
@@ -88,12 +86,16 @@ struct GradientEach {
     mma::start_product_atb<C::dtype>(c.dk, pairs, 0, rows, 0);
   }
 
-  // P and dS of this consumer's queries to shared memory; they are there for all behind `sync_consumers`.
+  // P and dS of this consumer's queries to shared memory; they are there for all behind `sync_consumers`. S and dP are
+  // under way, and so many products behind them.
+  template <int behind>
   FMHA_DEVICE void store_pairs(const Scores& s, Scores& dp, const Work& work, const QueryTile& at,
                                const typename C::Biases& biases, const Kept& kept) const {
     typename C::Slopes slopes;
+    ptx::wgmma_wait_group<behind + 1>();  // S
     const Scores x = c.template probs<Edges::Some>(s, work, at, biases, slopes);
     share_probs(c, x, kept);
+    ptx::wgmma_wait_group<behind>();  // dP
     store_own_ds(c, dp, x, at, slopes, kept);
     ptx::fence_proxy_async();
   }

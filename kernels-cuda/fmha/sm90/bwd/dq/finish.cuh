@@ -40,6 +40,12 @@ struct Unit {
       dim = first_dim(share, group);
     }
   }
+  // Of units whose numbers lie beside each other: of the `nth` `stride` of them number `pair`.
+  FMHA_DEVICE static int32_t beside(int32_t nth, int32_t pair) {
+    if constexpr (!S::transposes_dq) return nth;
+    constexpr int row_blocks = S::dq_rows / 16;
+    return nth / row_blocks * (row_blocks * stride) + pair * row_blocks + nth % row_blocks;
+  }
   // Of a share's group of eight columns.
   FMHA_DEVICE static int32_t first_dim(int32_t share, int32_t group) {
     if constexpr (halves_blocks(tile)) {
@@ -76,84 +82,118 @@ FMHA_DEVICE float dq_factor(const BwdParams& p) {
   return p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
 }
 
-// A thread's numbers of a block's sums that each key block has stored apart, added in their order: as the additions that they
-// stand for (`red.add.f32`) round and flush.
+// A unit's sums to dQ; whether some of what this thread wrote is not finite, where that matters.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void add_parts(float4 (&sums)[Unit<spec, tile>::fours], const BwdParams& p, const float4* first_of_unit,
-                           const Additions<spec, tile>& additions) {
+FMHA_DEVICE bool store_unit(const BwdParams& p, const QueryBlock& block, const Unit<spec, tile>& unit,
+                            const float4 (&sums)[Unit<spec, tile>::fours]) {
   using U = Unit<spec, tile>;
-  const auto load = [&](float4 (&part)[U::fours], int32_t position) {
-    const float4* from = first_of_unit + part_of_sums<spec, tile>(p, additions.key_block_at(position)) / 4;
+  constexpr int dim = spec.fwd.head_dim_qk;
+  const SeqSpan& span = block.span;
+  const float factor = dq_factor<spec>(p);
+  bool non_finite = false;
 #pragma unroll
-    for (int f = 0; f < U::fours; ++f) part[f] = from[f * U::stride];
+  for (int q = 0; q < 2; ++q) {
+    const int32_t query = block.first + unit.query + q * U::next_query;
+    const int64_t row = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + query, block.i_head);
+#pragma unroll
+    for (int piece = 0; piece < U::pieces; ++piece) {
+      const int32_t column = unit.dim + 8 * piece;
+      if (query >= span.seqlen_q || column >= dim) continue;
+      float values[8], zero = 0.f;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) values[k] = U::elem(sums, q, piece, k) * factor;
+      if constexpr (repairs<spec>()) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
+        non_finite |= is_nan(zero);
+      }
+      store_eight<spec.dtype_grad, tile.vector_store>(p.dq.data, row + column, dim - column, values);
+    }
+  }
+  return non_finite;
+}
+
+// From the sums in memory, by `threads` threads; likewise.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
+                                    int32_t thread, int32_t threads) {
+  using U = Unit<spec, tile>;
+  bool non_finite = false;
+  if (block.first >= block.span.seqlen_q) return non_finite;
+  const float4* block_sums = reinterpret_cast<const float4*>(sums_of_block<spec, tile>(p, block));
+  const bool none = !has_sums<spec, tile>(p, block);
+  for (int32_t i = thread; i < U::count; i += threads) {
+    const U unit(i);
+    if (unit.dim >= spec.fwd.head_dim_qk) continue;  // of the padding: `DqOutput::is_of_head`
+    float4 sums[U::fours];
+#pragma unroll
+    for (int f = 0; f < U::fours; ++f)
+      sums[f] = none ? float4{0.f, 0.f, 0.f, 0.f} : block_sums[unit.first + f * U::stride];
+    non_finite |= store_unit<spec, tile>(p, block, unit, sums);
+  }
+  return non_finite;
+}
+
+// From sums that each key block has stored apart, added in their order: as the additions that they stand for
+// (`red.add.f32`) round and flush. CTA `i_cta` of a query block's has so many of its units. A thread adds up few numbers,
+// of many parts at a time, or too few loads would be under way: with whole units to a thread an H200 took 3.1 us a part.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE bool finish_parts(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
+                              int32_t i_cta) {
+  using U = Unit<spec, tile>;
+  constexpr int fours = kPartFours * kRowThreads, units = fours / U::fours, at_once = 8;
+  __shared__ float4 shared[units][U::fours];
+  if (block.first >= block.span.seqlen_q) return false;
+  const Additions<spec, tile> additions(p, schedule, block.span, block.i_head, block.first / tile.block_m);
+  const float4* block_sums = reinterpret_cast<const float4*>(sums_of_block<spec, tile>(p, block));
+  const int32_t first_unit = i_cta * units;
+  float4* to[kPartFours];
+  const float4* from[kPartFours];
+  bool there[kPartFours];
+#pragma unroll
+  for (int n = 0; n < kPartFours; ++n) {
+    // Threads beside each other have numbers that lie beside each other.
+    const int32_t i = threadIdx.x + n * kRowThreads, within = i % (U::fours * U::stride);
+    const int32_t i_unit = U::beside(i / (U::fours * U::stride), within % U::stride), f = within / U::stride;
+    there[n] = first_unit + i_unit < U::count;
+    const U unit(there[n] ? first_unit + i_unit : 0);
+    there[n] &= unit.dim < spec.fwd.head_dim_qk && additions.count > 0;
+    to[n] = &shared[i_unit][f];
+    from[n] = block_sums + unit.first + f * U::stride;
+  }
+  float4 sums[kPartFours] = {};
+  const auto load = [&](float4 (&part)[kPartFours], int32_t position) {
+    const int64_t offset = part_of_sums<spec, tile>(p, additions.key_block_at(position)) / 4;
+#pragma unroll
+    for (int n = 0; n < kPartFours; ++n) {
+      if (there[n]) part[n] = from[n][offset];
+    }
   };
-  load(sums, 0);
-  // So many parts' loads are under way at a time: of one after the other each takes 1.5 us, some 40 to 140 of them.
-  constexpr int at_once = 4;
+  if (additions.count > 0) load(sums, 0);
 #pragma unroll 1
   for (int32_t first = 1; first < additions.count; first += at_once) {
-    float4 parts[at_once][U::fours];
+    float4 parts[at_once][kPartFours];
 #pragma unroll
     for (int i = 0; i < at_once; ++i) load(parts[i], min(first + i, additions.count - 1));
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
       if (first + i >= additions.count) break;
 #pragma unroll
-      for (int f = 0; f < U::fours; ++f) {
-        sums[f].x = ptx::add_rn_ftz(sums[f].x, parts[i][f].x);
-        sums[f].y = ptx::add_rn_ftz(sums[f].y, parts[i][f].y);
-        sums[f].z = ptx::add_rn_ftz(sums[f].z, parts[i][f].z);
-        sums[f].w = ptx::add_rn_ftz(sums[f].w, parts[i][f].w);
+      for (int n = 0; n < kPartFours; ++n) {
+        sums[n].x = ptx::add_rn_ftz(sums[n].x, parts[i][n].x);
+        sums[n].y = ptx::add_rn_ftz(sums[n].y, parts[i][n].y);
+        sums[n].z = ptx::add_rn_ftz(sums[n].z, parts[i][n].z);
+        sums[n].w = ptx::add_rn_ftz(sums[n].w, parts[i][n].w);
       }
     }
   }
-}
-
-// From the sums in memory, by `threads` threads; whether some of what this one wrote is not finite, where that matters.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
-                                    int32_t thread, int32_t threads) {
-  using U = Unit<spec, tile>;
-  constexpr int dim = spec.fwd.head_dim_qk;
-  const SeqSpan& span = block.span;
-  bool non_finite = false;
-  if (block.first >= span.seqlen_q) return non_finite;
-  const float4* block_sums = reinterpret_cast<const float4*>(sums_of_block<spec, tile>(p, block));
-  const Additions<spec, tile> additions(p, schedule, span, block.i_head, block.first / tile.block_m);
-  const bool none = keeps_dq_apart(tile) ? additions.count == 0 : !has_sums<spec, tile>(p, block);
-  const float factor = dq_factor<spec>(p);
-  for (int32_t i = thread; i < U::count; i += threads) {
-    const U unit(i);
-    if (unit.dim >= dim) continue;  // of the padding: `DqOutput::is_of_head`
-    float4 sums[U::fours];
-    if (keeps_dq_apart(tile) && !none) {
-      add_parts<spec, tile>(sums, p, block_sums + unit.first, additions);
-    } else {
 #pragma unroll
-      for (int f = 0; f < U::fours; ++f)
-        sums[f] = none ? float4{0.f, 0.f, 0.f, 0.f} : block_sums[unit.first + f * U::stride];
-    }
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-      const int32_t query = block.first + unit.query + q * U::next_query;
-      const int64_t row = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + query, block.i_head);
-#pragma unroll
-      for (int piece = 0; piece < U::pieces; ++piece) {
-        const int32_t column = unit.dim + 8 * piece;
-        if (query >= span.seqlen_q || column >= dim) continue;
-        float values[8], zero = 0.f;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) values[k] = U::elem(sums, q, piece, k) * factor;
-        if constexpr (repairs<spec>()) {
-#pragma unroll
-          for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
-          non_finite |= is_nan(zero);
-        }
-        store_eight<spec.dtype_grad, tile.vector_store>(p.dq.data, row + column, dim - column, values);
-      }
-    }
-  }
-  return non_finite;
+  for (int n = 0; n < kPartFours; ++n) *to[n] = sums[n];
+  __syncthreads();
+  const int32_t i_unit = threadIdx.x;
+  if (i_unit >= units || first_unit + i_unit >= U::count) return false;
+  const U unit(first_unit + i_unit);
+  return unit.dim < spec.fwd.head_dim_qk && store_unit<spec, tile>(p, block, unit, shared[i_unit]);
 }
 
 // A warp that takes query blocks from a scheduler's counter, and waits for all key blocks of each. Both counters go in

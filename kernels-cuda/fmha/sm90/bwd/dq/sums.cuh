@@ -71,6 +71,7 @@ constexpr int32_t kNextTile = 0, kNextDqBlock = 1, kNextDeltaBlock = 2, kNumSche
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr int finish_ctas() {
   using S = Shape<spec, tile>;
+  if (keeps_dq_apart(tile)) return ceil_div(S::dq_block, 4 * kPartFours * kRowThreads);
   return finishes_dq(tile) ? 1 : max(1, S::dq_block / ((S::transposes_dq ? 32 : 16) * kRowThreads));
 }
 
