@@ -385,10 +385,11 @@ pub const fn padded_dim(head_dim: i32) -> i32 {
     if head_dim <= 64 { 64 } else { (head_dim + 31) / 32 * 32 }
 }
 
-/// The same of rows in shared memory: beyond 128 those of 16 bits are whole swizzles of 128 bytes.
+/// The same of rows in shared memory: those of 16 bits are whole swizzles of 128 bytes beyond 128, and where rows in memory begin
+/// amid the L2's sectors.
 const fn tile_dim(head_dim: i32, dtype: DType) -> i32 {
-    let whole = head_dim > 128 && elem_bytes(dtype) == 2;
-    if whole { (head_dim + 63) / 64 * 64 } else { padded_dim(head_dim) }
+    let whole = head_dim > 128 || (head_dim > 64 && head_dim % 16 != 0);
+    if whole && elem_bytes(dtype) == 2 { (head_dim + 63) / 64 * 64 } else { padded_dim(head_dim) }
 }
 
 /// The same in products, of which those of 16 bits compute whole steps of the head dimension's own.

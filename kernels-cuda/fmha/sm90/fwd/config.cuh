@@ -86,10 +86,12 @@ FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
 
 // A head dimension as the tiles have it, in 8 bits and along columns: TMA fills with zeros what the tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
-// The same of rows in shared memory. Beyond 128 those of 16 bits are whole swizzles of 128 bytes: TMA brings rows of 64 bytes at
-// half the rate, and a block of 160 or 224 columns has ten or fourteen of them a key.
+// The same of rows in shared memory. Those of 16 bits are whole swizzles of 128 bytes beyond 128, and where rows in memory begin amid
+// the L2's sectors of 32 bytes: of two heads, one's pieces of 64 bytes are three sectors each, in two lines as often as not. D 136 causal
+// at 11456 queries 880 us in 160 columns, 620 in 192, D 144, whose rows begin on sectors, 618 and 578 (an H200).
 FMHA_DEVICE constexpr int tile_dim(int dim, DType dtype) {
-  return size_bytes(dtype) == 2 && dim > 128 ? round_up(dim, 64) : padded_dim(dim);
+  const bool whole = dim > 128 || (dim > 64 && dim % 16 != 0);
+  return size_bytes(dtype) == 2 && whole ? round_up(dim, 64) : padded_dim(dim);
 }
 // The same in products: of 16 bits whole steps of the head dimension's own, whatever rows have beside it.
 FMHA_DEVICE constexpr int product_dim(int dim, DType dtype) {
