@@ -759,7 +759,8 @@ fn the_shape_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
         let own = (tile.block_m, tile.block_n);
         let shapes = tile.shapes(&row.problem, 132);
         let chosen = shapes.cheapest(sm90::LEAST_GAIN_OF_SHAPE).map_or(own, |best| best.choice);
-        let with = |(rows_of, keys)| micros_with(&rows, &row.shape, &format!("block_m={rows_of},block_n={keys}"));
+        let with =
+            |(rows_of, keys)| micros_with(&rows, &row.shape, &format!("block_m={rows_of},block_n={keys}"));
         assert!(with(chosen) <= 1.01 * with(own), "{}: {chosen:?}, the table's {own:?}", row.shape);
         let least = rows.iter().filter(|other| other.shape == row.shape).map(|other| other.micros);
         if with(chosen) > 1.01 * least.fold(f64::INFINITY, f64::min) {
@@ -774,7 +775,8 @@ fn the_shape_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
 #[test]
 fn the_model_leaves_the_shape_to_the_table_where_it_knows_no_lengths() {
     let of = |seqlen, layout: (QLayout, KvLayout), mask: &str| {
-        let dims = Dims { batch: 1, num_heads_q: 2, num_heads_kv: 2, ..dims(1, (seqlen, seqlen), (128, 128)) };
+        let dims =
+            Dims { batch: 1, num_heads_q: 2, num_heads_kv: 2, ..dims(1, (seqlen, seqlen), (128, 128)) };
         let problem = FwdProblem::new(layout.0, layout.1, DType::Bf16, dims).mask(mask.parse().unwrap());
         sm90::choose_tile(&problem).shapes(&problem, 132).iter().count()
     };
