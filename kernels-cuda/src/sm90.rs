@@ -253,6 +253,16 @@ impl Sm90Tile {
         cost::shapes(self, problem, num_sms)
     }
 
+    /// Whether a call like the problem but for its sizes may have its tiles in 64 rows, being few.
+    #[must_use]
+    pub fn may_be_low(&self, problem: &FwdProblem) -> bool {
+        let spec = spec_of(problem);
+        let low = self.of_shape((64, self.block_n));
+        self.block_m > 64
+            && cost::takes_shapes(self, problem, &spec)
+            && low.check(&spec, problem.gqa_ratio()).is_ok()
+    }
+
     /// The tile with so many query rows and keys.
     #[must_use]
     pub const fn of_shape(&self, (block_m, block_n): (i32, i32)) -> Self {

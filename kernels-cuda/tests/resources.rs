@@ -109,6 +109,18 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_192_upper_cluster", upper(192), |tile| {
         (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
+    // Rows of whole swizzles beside narrower products; few tiles of few rows, and short blocks.
+    variant("sm90_72_full", FwdSpec::plain(DType::Bf16, 72, MaskKind::Full), |_| {});
+    variant("sm90_136_upper", upper(136), |_| {});
+    variant("sm90_240_upper_cluster", upper(240), |tile| {
+        (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
+    });
+    let low = |tile: &mut Sm90Tile| *tile = tile.of_shape((64, tile.block_n));
+    variant("sm90_64_full_low", FwdSpec::plain(DType::Bf16, 64, MaskKind::Full), low);
+    variant("sm90_256_upper_low", upper(256), low);
+    variant("sm90_128_full_144_keys", FwdSpec::plain(DType::Bf16, 128, MaskKind::Full), |tile| {
+        *tile = tile.of_shape((128, 144));
+    });
     variant("sm90_256_full_cluster", FwdSpec::plain(DType::Bf16, 256, MaskKind::Full), |tile| {
         (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });

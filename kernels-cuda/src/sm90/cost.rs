@@ -7,6 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use fmha_core::spec::FwdSpec;
 use fmha_core::tune::Candidates;
 use fmha_core::{FwdProblem, KvLayout, MaskKind, QLayout};
 
@@ -84,19 +85,13 @@ pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
 pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
     let spec = spec_of(problem);
     let dims = problem.dims;
-    let of_batch = problem.layout.q == QLayout::Batch && problem.layout.kv == KvLayout::Strided;
-    let is_plain = of_batch
-        && !modifies(&spec)
-        && !spec.dtype_v.is_fp8()
-        && tile.copy_bytes == 0
-        && tile.split_keys == 0
-        && tile.cluster == 1;
-    let known = spec.mask != MaskKind::Band && dims.seqlen_q > 0 && dims.seqlen_k > 0;
-    if !is_plain || !known {
+    if !takes_shapes(tile, problem, &spec) || dims.seqlen_q == 0 || dims.seqlen_k == 0 {
         return Candidates::default();
     }
     let (row, own) = (widest(&spec), (tile.block_m, tile.block_n));
-    let heights = [192, 128, 64].into_iter().filter(|&rows| rows < own.0);
+    // Of one or two blocks a call is its launch.
+    let has_walk = dims.seqlen_k > 2 * own.1.unsigned_abs();
+    let heights = [128, 64].into_iter().filter(|&rows| has_walk && rows < own.0);
     let mut shapes = vec![own];
     shapes.extend(heights.map(|rows| (rows, own.1)));
     let is_short = dims.seqlen_k.div_ceil(own.1.unsigned_abs()) <= MOST_SHORT_BLOCKS;
@@ -116,6 +111,18 @@ pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
     let priced: Vec<_> = priced.collect();
     let has_own = priced.first().is_some_and(|&(shape, _)| shape == own);
     if has_own && priced.len() > 1 { Candidates::of(priced) } else { Candidates::default() }
+}
+
+/// Whether a call of any lengths may have tiles of other shapes.
+pub(super) fn takes_shapes(tile: &Sm90Tile, problem: &FwdProblem, spec: &FwdSpec) -> bool {
+    problem.layout.q == QLayout::Batch
+        && problem.layout.kv == KvLayout::Strided
+        && spec.mask != MaskKind::Band
+        && !modifies(spec)
+        && !spec.dtype_v.is_fp8()
+        && tile.copy_bytes == 0
+        && tile.split_keys == 0
+        && tile.cluster == 1
 }
 
 /// Beyond so many blocks of keys what the last one wastes is little.

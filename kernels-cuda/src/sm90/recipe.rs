@@ -237,18 +237,24 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         })
     }
 
-    /// The order of a masked call's tiles is by how many there are.
+    /// The order of a masked call's tiles is by how many there are, and how many rows they have.
     fn tiles_of_other_sizes(&self, problem: &ValidFwd) -> Vec<TileOptions> {
-        let other = match self.chosen.map(|chosen| (chosen.tile.order, chosen.tile.cluster)) {
-            Some((TileOrder::Dynamic, 1)) => TileOrder::Static,
-            Some((TileOrder::Static, 1)) => TileOrder::Dynamic,
+        let Some(Chosen { tile, .. }) = self.chosen else { return Vec::new() };
+        let of = |name: &str, value: String| (name.to_owned(), value);
+        let other = match (tile.order, tile.cluster) {
+            (TileOrder::Dynamic, 1) => TileOrder::Static,
+            (TileOrder::Static, 1) => TileOrder::Dynamic,
             _ => return Vec::new(),
         };
-        if problem.mask.kind() == MaskKind::Upper {
-            vec![vec![("order".to_owned(), other.name())]]
-        } else {
-            Vec::new()
+        let orders = (problem.mask.kind() == MaskKind::Upper).then(|| of("order", other.name()));
+        let heights = tile.may_be_low(problem).then(|| of("block_m", "64".to_owned()));
+        let both = heights.clone().into_iter().chain(orders.clone()).collect::<TileOptions>();
+        let mut tiles: Vec<TileOptions> =
+            orders.into_iter().chain(heights).map(|field| vec![field]).collect();
+        if tiles.len() == 2 {
+            tiles.push(both);
         }
+        tiles
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
