@@ -210,43 +210,20 @@ const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    problem.refuse_dropout_between_quads(NAME)?;
-    problem.refuse_mixed_layouts(NAME)?;
-    problem.refuse_cache_updates(NAME)?;
-    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
-    let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
-    let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
-    if !(wide(qk) && v == qk || fp8(qk) && (fp8(v) || wide(v))) {
-        return refuse(format!(
-            "dtype_qk {qk} with dtype_v {v} is not one 16-bit type, OCP FP8, or OCP FP8 with a 16-bit V"
-        ));
-    }
-    if problem.dtypes.o.is_fp8() && !fp8(problem.dtypes.o) {
-        return refuse(format!("dtype_o {} is not f16, bf16, f32 or OCP FP8", problem.dtypes.o));
-    }
-    let dims = problem.dims;
-    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > 256 {
-            return refuse(format!("{field} {dim} is larger than 256"));
-        }
+    sm90::takes(problem, NAME)?;
+    let o = problem.dtypes.o;
+    if o.is_fp8() && !matches!(o, DType::E4m3Fn | DType::E5m2) {
+        return refuse(format!("dtype_o {o} is not f16, bf16, f32 or OCP FP8"));
     }
     // A subnormal factor of the exponents is 0 to this architecture's multiply-adds; scores of other types are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
     let is_subnormal = scale != 0.0 && scale.abs() * std::f32::consts::LOG2_E < f32::MIN_POSITIVE;
-    if qk == DType::Bf16
+    if problem.dtypes.qk == DType::Bf16
         && is_subnormal
         && problem.score.softcap.is_none()
         && problem.score.bias == Bias::None
     {
         return refuse(format!("softmax_scale {scale:e} is subnormal in log2"));
-    }
-    if problem.dropout.write_keep_mask {
-        return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
-    }
-    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
-        if length >= 1 << 29 {
-            return refuse(format!("{field} {length} is not below 2^29"));
-        }
     }
     Ok(())
 }

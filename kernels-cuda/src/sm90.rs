@@ -442,16 +442,15 @@ const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
         && (matches!(tile.pv, ValueProduct::F16) || matches!(spec.v_layout, VLayout::RowMajor))
 }
 
-/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
-/// be multiples of 16.
+/// What Hopper's kernel and Blackwell's do not take, in the name of either.
 ///
 /// # Errors
 /// The first fact that it does not take.
-pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
-    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    problem.refuse_dropout_between_quads(NAME)?;
-    problem.refuse_mixed_layouts(NAME)?;
-    problem.refuse_cache_updates(NAME)?;
+pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(kernel, reason));
+    problem.refuse_dropout_between_quads(kernel)?;
+    problem.refuse_mixed_layouts(kernel)?;
+    problem.refuse_cache_updates(kernel)?;
     let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
     let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
     let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
@@ -466,12 +465,6 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {dim} is larger than 256"));
         }
     }
-    // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
-    let scale = problem.resolved_softmax_scale();
-    let alibi_alone = matches!(problem.score.bias, Bias::Alibi { .. }) && problem.score.softcap.is_none();
-    if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
-        return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
-    }
     if problem.dropout.write_keep_mask {
         return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
     }
@@ -480,7 +473,24 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    let can_copy = problem.layout.v == VLayout::RowMajor && !fp8(qk);
+    Ok(())
+}
+
+/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
+/// be multiples of 16.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    takes(problem, NAME)?;
+    // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
+    let scale = problem.resolved_softmax_scale();
+    let alibi_alone = matches!(problem.score.bias, Bias::Alibi { .. }) && problem.score.softcap.is_none();
+    if problem.dtypes.qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
+        return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
+    }
+    let can_copy = problem.layout.v == VLayout::RowMajor && !problem.dtypes.qk.is_fp8();
     if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy) {
         return refuse(format!(
             "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which \

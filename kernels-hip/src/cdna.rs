@@ -1,19 +1,18 @@
 //! `cdna_fwd`: forward on MFMA.
 
-pub mod recipe;
-
-use fmha_core::abi::FwdParams;
 use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
     Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, ProblemError, Refusal, Strides,
-    VLayout, check_addresses,
+    VLayout,
 };
 
 use crate::arch::Arch;
 use crate::device::{Device, needs_mfma, refuse};
+use crate::forward::recipe::Whole;
+use crate::forward::{MAX_HEAD_DIM, takes, takes_addresses};
 use crate::order::{Tiles, Why};
-use crate::{CdnaParams, CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
+use crate::{CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "cdna_fwd";
@@ -23,7 +22,6 @@ pub const HEADER: &str = "fmha/cdna/fwd.h";
 /// Rows of a matrix instruction, hence queries of a wave.
 const WAVE_ROWS: i32 = 32;
 const WAVE_THREADS: i32 = 64;
-const MAX_HEAD_DIM: u32 = 256;
 /// Queries of the smallest workgroup that the plan picks: a wave for each SIMD.
 const MIN_BLOCK_M: i32 = 128;
 const DWORD: i64 = 4;
@@ -51,22 +49,7 @@ pub struct Cdna {
 pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
     let arch = device.arch;
     needs_mfma(arch, NAME)?;
-    problem.refuse_mixed_layouts(NAME)?;
-    problem.refuse_cache_updates(NAME)?;
-    for (field, dtype) in [("dtype_qk", problem.dtypes.qk), ("dtype_v", problem.dtypes.v)] {
-        if !arch.multiplies(dtype) {
-            refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());
-        }
-    }
-    if problem.dtypes.o.is_fp8() && !arch.multiplies(problem.dtypes.o) {
-        refuse!(NAME, "dtype_o {} has no conversion on {}", problem.dtypes.o, arch.name());
-    }
-    let dims = problem.dims;
-    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > MAX_HEAD_DIM {
-            refuse!(NAME, "{field} {dim} is larger than {MAX_HEAD_DIM}");
-        }
-    }
+    takes(problem, arch, NAME)?;
     let knobs = Knobs::of(options)?;
     let mut tile = tile(problem, arch, &knobs)?;
     let spec = spec(problem, tile.load);
@@ -311,65 +294,51 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
     KernelSource::new(text, crate::headers)
 }
 
-impl Cdna {
-    /// What is compiled.
-    #[must_use]
-    pub fn source(&self) -> KernelSource {
+impl Whole for Cdna {
+    const NAME: &'static str = NAME;
+    const HEADER: &'static str = HEADER;
+    const IS_RDNA: bool = false;
+
+    type Tile = CdnaTile;
+
+    fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal> {
+        accept(problem, device, options)
+    }
+
+    fn tile(&self) -> CdnaTile {
+        self.tile
+    }
+
+    fn source(&self) -> KernelSource {
         source(&self.spec, &self.tile)
     }
 
-    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
-    /// made.
-    ///
-    /// # Errors
-    /// The operand, its address and the alignment that it lacks.
-    pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
-        let load = if self.tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
-        takes_addresses(NAME, (load, self.tile.store), problem, args)
+    fn num_threads(&self) -> u32 {
+        num_threads(&self.tile).unsigned_abs()
     }
 
-    /// The kernel that takes any address, where it is another one.
-    #[must_use]
-    pub fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {
-        let tile = CdnaTile { load: LoadPath::Element, store: StorePath::Element, ..self.tile };
-        (tile != self.tile).then(|| Self { tile, spec: spec(problem, tile.load), ..*self })
-    }
-
-    /// What a launch reads.
-    #[must_use]
-    pub fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
-        let dtype_bias = match problem.score.bias {
-            Bias::Elementwise(bias) => bias.dtype,
-            Bias::None | Bias::Alibi { .. } => DType::F32,
-        };
-        CdnaParams {
-            fwd: *fwd,
-            head_dim_qk: problem.dims.head_dim_qk as i32,
-            head_dim_v: problem.dims.head_dim_v as i32,
-            dtype_o: problem.dtypes.o as i32,
-            dtype_bias: dtype_bias as i32,
-            drops: problem.drops().into(),
-        }
-    }
-
-    /// Tiles: `block_m` queries of a head.
-    #[must_use]
-    pub fn num_tiles(&self, problem: &FwdProblem) -> u64 {
+    fn num_tiles(&self, problem: &FwdProblem) -> u64 {
         num_tiles(problem, &self.tile).unsigned_abs()
     }
 
-    /// Workgroups for so many tiles where the device holds `places` of them.
-    #[must_use]
-    pub fn workgroups(&self, tiles: u64, places: u64) -> u64 {
+    fn workgroups(&self, tiles: u64, places: u64) -> u64 {
         match self.tile.order {
             TileOrder::Single => tiles,
             TileOrder::Static => tiles.min(self.workgroups.map_or(places, u64::from)),
         }
     }
 
-    /// The rows that a plan prints.
-    #[must_use]
-    pub fn details(&self) -> Vec<(&'static str, String)> {
+    fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+        let load = if self.tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
+        takes_addresses(NAME, (load, self.tile.store), problem, args)
+    }
+
+    fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {
+        let tile = CdnaTile { load: LoadPath::Element, store: StorePath::Element, ..self.tile };
+        (tile != self.tile).then(|| Self { tile, spec: spec(problem, tile.load), ..*self })
+    }
+
+    fn details(&self) -> Vec<(&'static str, String)> {
         let Self { spec, tile, why, .. } = self;
         vec![
             ("tile", format!("block_m {} block_n {}", tile.block_m, tile.block_n)),
@@ -380,24 +349,4 @@ impl Cdna {
             ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, spec.dtype_v)),
         ]
     }
-}
-
-/// That the operands of a tile kernel, forward, begin where its loads (so many bytes each) and its stores do.
-///
-/// # Errors
-/// The operand, its address and the alignment that it lacks.
-pub(crate) fn takes_addresses(
-    kernel: &str,
-    (load, store): (u64, StorePath),
-    problem: &FwdProblem,
-    args: &FwdArgs<'_>,
-) -> Result<(), ProblemError> {
-    let store = if store == StorePath::Element { 1 } else { 4 * problem.dtypes.o.size_bytes() };
-    let operands = [
-        ("q", args.q.as_ptr() as u64, load, true),
-        ("k", args.k_slice().as_ptr() as u64, load, true),
-        ("v", args.v_slice().as_ptr() as u64, load, true),
-        ("o", args.o.as_mut_ptr() as u64, store, true),
-    ];
-    check_addresses(kernel, operands)
 }

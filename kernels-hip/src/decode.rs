@@ -8,8 +8,8 @@ use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{FwdArgs, FwdProblem, KvLayout, PlanOptions, QLayout, Refusal, Shape, Strides, cache_update};
 
 use crate::arch::Arch;
-use crate::cdna::Cdna;
 use crate::device::{Device, refuse};
+use crate::forward::params;
 use crate::{CdnaDecodeParams, cdna, rdna};
 
 const MERGE_HEADER: &str = "fmha/cdna/decode/merge.h";
@@ -141,7 +141,7 @@ impl Parts {
         };
         let workspace = fwd.workspace.0;
         CdnaDecodeParams {
-            call: Cdna::params(problem, fwd),
+            call: params(problem, fwd),
             o: DevPtr::new(workspace),
             stats: DevPtr::new(workspace + self.part_rows() * 4 * u64::from(self.row_elems.unsigned_abs())),
             tree_mask: DevPtr::new(args.cache.tree_mask.as_ref().map_or(0, |mask| mask.as_ptr() as u64)),

@@ -16,6 +16,7 @@ pub mod cdna_decode;
 pub mod combine;
 mod decode;
 mod device;
+mod forward;
 mod order;
 pub mod rdna;
 pub mod rdna_decode;

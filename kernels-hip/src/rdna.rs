@@ -1,8 +1,5 @@
 //! `rdna_fwd`: forward on WMMA, gfx1100 and gfx1201.
 
-pub mod recipe;
-
-use fmha_core::abi::FwdParams;
 use fmha_core::abi_spec;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource};
@@ -11,7 +8,9 @@ use fmha_core::{FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, Shape, 
 use crate::arch::Arch;
 use crate::cdna;
 use crate::device::{Device, refuse};
-use crate::{CdnaParams, CdnaSpec, LoadPath, StorePath};
+use crate::forward::recipe::Whole;
+use crate::forward::{takes, takes_addresses};
+use crate::{CdnaSpec, LoadPath, StorePath};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "rdna_fwd";
@@ -20,7 +19,6 @@ pub const HEADER: &str = "fmha/rdna/fwd.h";
 
 /// Rows of a matrix instruction, hence queries of a wave.
 const WAVE_ROWS: u32 = 16;
-const MAX_HEAD_DIM: u32 = 256;
 /// Bytes of the widest load of a lane.
 const CHUNK: i64 = 16;
 
@@ -59,22 +57,7 @@ pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Re
     if !arch.is_rdna() {
         refuse!(NAME, "{} has no WMMA", arch.name());
     }
-    problem.refuse_mixed_layouts(NAME)?;
-    problem.refuse_cache_updates(NAME)?;
-    for (field, dtype) in [("dtype_qk", problem.dtypes.qk), ("dtype_v", problem.dtypes.v)] {
-        if !arch.multiplies(dtype) {
-            refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());
-        }
-    }
-    if problem.dtypes.o.is_fp8() && !arch.multiplies(problem.dtypes.o) {
-        refuse!(NAME, "dtype_o {} has no conversion on {}", problem.dtypes.o, arch.name());
-    }
-    let dims = problem.dims;
-    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > MAX_HEAD_DIM {
-            refuse!(NAME, "{field} {dim} is larger than {MAX_HEAD_DIM}");
-        }
-    }
+    takes(problem, arch, NAME)?;
     let load = if loads_chunks(problem) { LoadPath::Chunks } else { LoadPath::Element };
     let chosen = Rdna::of(problem, arch, load, &options.tile)?;
     let (tiles, most) = (chosen.num_tiles(problem), u64::from(u32::MAX / chosen.num_threads()));
@@ -146,12 +129,6 @@ impl Rdna {
         Ok(chosen)
     }
 
-    /// Threads of a workgroup.
-    #[must_use]
-    pub fn num_threads(&self) -> u32 {
-        self.num_waves() * 32
-    }
-
     fn num_waves(&self) -> u32 {
         self.tile.block_m.unsigned_abs() / WAVE_ROWS
     }
@@ -168,18 +145,38 @@ impl Rdna {
         let o = self.num_waves() * WAVE_ROWS * WAVE_ROWS * 4;
         (k + v).max(o) + (4 * self.num_waves()).next_multiple_of(16)
     }
+}
 
-    /// Tiles: `block_m` queries of a head, a workgroup to each.
-    #[must_use]
-    pub fn num_tiles(&self, problem: &FwdProblem) -> u64 {
+impl Whole for Rdna {
+    const NAME: &'static str = NAME;
+    const HEADER: &'static str = HEADER;
+    const IS_RDNA: bool = true;
+
+    type Tile = RdnaTile;
+
+    fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal> {
+        accept(problem, device, options)
+    }
+
+    fn tile(&self) -> RdnaTile {
+        self.tile
+    }
+
+    fn num_threads(&self) -> u32 {
+        self.num_waves() * 32
+    }
+
+    fn workgroups(&self, tiles: u64, _: u64) -> u64 {
+        tiles
+    }
+
+    fn num_tiles(&self, problem: &FwdProblem) -> u64 {
         let dims = problem.dims;
         let m_blocks = dims.seqlen_q.div_ceil(self.tile.block_m.unsigned_abs());
         u64::from(m_blocks).saturating_mul(u64::from(dims.num_heads_q) * u64::from(dims.batch))
     }
 
-    /// What is compiled.
-    #[must_use]
-    pub fn source(&self) -> KernelSource {
+    fn source(&self) -> KernelSource {
         let threads = self.num_threads();
         let entry = Entry {
             include: HEADER,
@@ -191,32 +188,17 @@ impl Rdna {
         source_of(&entry)
     }
 
-    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
-    /// made.
-    ///
-    /// # Errors
-    /// The operand, its address and the alignment that it lacks.
-    pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+    fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
         let load = if self.tile.load == LoadPath::Element { 1 } else { CHUNK.unsigned_abs() };
-        cdna::takes_addresses(NAME, (load, self.tile.store), problem, args)
+        takes_addresses(NAME, (load, self.tile.store), problem, args)
     }
 
-    /// The kernel that takes any address, where it is another one.
-    #[must_use]
-    pub fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {
+    fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {
         let tile = RdnaTile { load: LoadPath::Element, store: StorePath::Element, ..self.tile };
         (tile != self.tile).then(|| Self { tile, spec: cdna::spec(problem, tile.load) })
     }
 
-    /// What a launch reads.
-    #[must_use]
-    pub fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
-        cdna::Cdna::params(problem, fwd)
-    }
-
-    /// The rows that a plan prints.
-    #[must_use]
-    pub fn details(&self) -> Vec<(&'static str, String)> {
+    fn details(&self) -> Vec<(&'static str, String)> {
         let Self { spec, tile } = self;
         vec![
             ("tile", format!("block_m {} block_n {}", tile.block_m, tile.block_n)),

@@ -2,20 +2,23 @@
 
 use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel, Kernel};
 
+use crate::cdna::Cdna;
 use crate::cdna_decode::CdnaDecode;
 use crate::decode::recipe::Decode;
 use crate::device::Amd;
+use crate::forward::recipe::Forward;
+use crate::rdna::Rdna;
 use crate::rdna_decode::RdnaDecode;
-use crate::{cdna, cdna_bwd, combine, rdna, simt, simt_bwd};
+use crate::{cdna_bwd, combine, simt, simt_bwd};
 
 /// Of the forward.
 #[must_use]
 pub fn forward<V: Amd>() -> Vec<FwdKernel<V>> {
     vec![
         Kernel::new(Decode::<CdnaDecode>::default()),
-        Kernel::new(cdna::recipe::Cdna::default()),
+        Kernel::new(Forward::<Cdna>::default()),
         Kernel::new(Decode::<RdnaDecode>::default()),
-        Kernel::new(rdna::recipe::Rdna::default()),
+        Kernel::new(Forward::<Rdna>::default()),
         Kernel::new(simt::recipe::Simt::default()),
     ]
 }

@@ -500,7 +500,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("sm90", OFF_TILE, HOPPER_WALKING),
     quick("sm90", "^backward/head_dim/bf16/d64$", HOPPER_WALKING),
     quick("sm90_mla", "^decode/latent/bf16/s1x130/h16/0/strided$", HOPPER_WALKING),
-    quick("sm90_widened", "^decode/fp8_layouts/e4m3fn/bf16/Packed_over_paged/apart$", HOPPER_WALKING),
+    quick("sm90_widened", "^decode/fp8_layouts/e4m3fn/bf16/packed_over_paged/apart$", HOPPER_WALKING),
     quick("simt", OFF_TILE, HOPPER),
     quick("combine", "^combine/f32_to_f32/n3/s17/d128$", HOPPER),
     quick("sm80", OFF_TILE, Row { mode: Mode::HappensBefore, ..AMPERE }),

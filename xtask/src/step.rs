@@ -1,8 +1,9 @@
 //! What a test run is made of: programs that are run one by one or beside each other, and what each took.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -30,6 +31,7 @@ enum Kind {
 pub(crate) struct Took {
     name: String,
     seconds: f64,
+    processor_seconds: f64,
     passed: u64,
     failed: u64,
 }
@@ -78,7 +80,8 @@ impl Step {
         let mut own = Tally::default();
         let mut text = String::new();
         let ended = self.follow(environment, &mut own, &mut text);
-        let failed = ended.and_then(|()| self.enough(own.passed)).err();
+        let processor_seconds = *ended.as_ref().unwrap_or(&0.0);
+        let failed = ended.and_then(|_| self.enough(own.passed)).err();
         if let Some(reason) = failed.filter(|_| own.failed == 0) {
             // A program that aborts, or is not there, counts as one failure.
             own.read(&format!("battery {}: 0 passed, 1 failed, 0 refused, 0 absent: {reason}", self.name));
@@ -86,6 +89,7 @@ impl Step {
         let took = Took {
             name: self.name.clone(),
             seconds: start.elapsed().as_secs_f64(),
+            processor_seconds,
             passed: own.passed,
             failed: own.failed,
         };
@@ -104,12 +108,13 @@ impl Step {
         }
     }
 
+    /// Seconds of all processors, of what it has started and waited for too.
     fn follow(
         &self,
         environment: &[(String, String)],
         tally: &mut Tally,
         text: &mut String,
-    ) -> Result<(), String> {
+    ) -> Result<f64, String> {
         let (program, words) = self.words.split_first().ok_or("no program")?;
         let mut command = Command::new(program);
         command.args(words).envs(environment.iter().chain(&self.environment).cloned()).stdout(Stdio::piped());
@@ -126,9 +131,25 @@ impl Step {
             text.push_str(&line);
             text.push('\n');
         }
-        let status = child.wait().map_err(|error| error.to_string())?;
-        if status.success() { Ok(()) } else { Err(format!("ended with {status}")) }
+        let (status, seconds) = wait(&child).map_err(|error| error.to_string())?;
+        if status.success() { Ok(seconds) } else { Err(format!("ended with {status}")) }
     }
+}
+
+/// Waits for a process that nobody else waits for: how it ended, and the seconds of all processors that it took.
+fn wait(child: &Child) -> std::io::Result<(ExitStatus, f64)> {
+    let (mut status, mut usage) = (0, std::mem::MaybeUninit::<libc::rusage>::zeroed());
+    // SAFETY: both are places that the call may write.
+    while unsafe { libc::wait4(child.id().cast_signed(), &raw mut status, 0, usage.as_mut_ptr()) } < 0 {
+        let error = std::io::Error::last_os_error();
+        if error.kind() != std::io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+    // SAFETY: numbers, of which all bits may be 0.
+    let usage = unsafe { usage.assume_init() };
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
+    Ok((ExitStatus::from_raw(status), seconds(usage.ru_utime) + seconds(usage.ru_stime)))
 }
 
 /// Runs all steps, as many at a time as there are processors; the longest first, if they come so.
@@ -155,20 +176,23 @@ pub(crate) fn run_all(steps: &[Step], environment: &[(String, String)], tally: &
 }
 
 impl Took {
-    /// What Cargo took to build, which is no step.
+    /// What Cargo took to build, which is no step, by the clock.
     pub(crate) fn building(what: &str, seconds: f64) -> Self {
-        Self { name: what.to_owned(), seconds, passed: 0, failed: 0 }
+        Self { name: what.to_owned(), seconds, processor_seconds: 0.0, passed: 0, failed: 0 }
     }
 }
 
-/// Where the time went, longest first. Steps run beside each other: their seconds are more than the clock's.
+/// Where the time went, longest first. Steps run beside each other: their seconds are more than the clock's. Those of
+/// processors say what a step takes on a machine that others share.
 pub(crate) fn table(took: &mut [Took], total: f64) -> String {
     took.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-    let mut text = String::from("\n| step | seconds | passed | failed |\n|---|---|---|---|\n");
-    for Took { name, seconds, passed, failed } in took {
-        text += &format!("| {name} | {seconds:.0} | {passed} | {failed} |\n");
+    let mut text =
+        String::from("\n| step | seconds | of processors | passed | failed |\n|---|---|---|---|---|\n");
+    for Took { name, seconds, processor_seconds, passed, failed } in &*took {
+        text += &format!("| {name} | {seconds:.0} | {processor_seconds:.0} | {passed} | {failed} |\n");
     }
-    text + &format!("| all, by the clock | {total:.0} | | |\n")
+    let of_processors: f64 = took.iter().map(|took| took.processor_seconds).sum();
+    text + &format!("| all, by the clock | {total:.0} | {of_processors:.0} | | |\n")
 }
 
 #[cfg(test)]
@@ -191,7 +215,21 @@ mod tests {
         let mut took = run_all(&steps, &[], &mut tally);
         assert_eq!((tally.passed, tally.failed), (4, 3));
         let table = table(&mut took, 1.0);
-        assert!(table.contains("| aborts | 0 | 0 | 1 |"), "{table}");
+        assert!(table.contains("| aborts | 0 | 0 | 0 | 1 |"), "{table}");
+    }
+
+    #[test]
+    fn seconds_of_processors_are_those_of_what_a_step_has_started_too() {
+        let mut tally = Tally::default();
+        let counts = "echo 'all   1 passed, 0 failed, 0 refused, 0 absent'";
+        let busy = format!("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; {counts}");
+        let took = run_all(
+            &[shell("busy", &busy), shell("asleep", &format!("sleep 0.2; {counts}"))],
+            &[],
+            &mut tally,
+        );
+        let of = |name| took.iter().find(|took| took.name == name).map_or(0.0, |took| took.processor_seconds);
+        assert!(of("busy") > 0.02 && of("asleep") < of("busy"), "{} {}", of("busy"), of("asleep"));
     }
 
     #[test]

@@ -71,7 +71,9 @@ def _load() -> ctypes.CDLL:
     try:
         found = ctypes.CDLL(str(path))
     except OSError as error:
-        named = "FMHA_NATIVE" if os.environ.get("FMHA_NATIVE") else "the package's library"
+        named = "FMHA_NATIVE"
+        if not os.environ.get(named):
+            named = "the package's library, which in a checkout `cargo build --release -p fmha-py` makes"
         raise ImportError(f"{named}: {error}", path=str(path)) from None
     found.fmha_py_text.restype = ctypes.c_char_p
     found.fmha_py_describe.restype = ctypes.c_size_t

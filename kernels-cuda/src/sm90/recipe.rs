@@ -128,7 +128,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel<V>>, Refusal> {
         let refuse = |reason: String| Refusal::new("sm90", reason);
-        facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
+        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         sm90::accepts(problem)?;
         if options.kernel.is_none() && options.tile.is_empty() && !options.batch_invariant {
             leave_to_parts(problem, facts).map_err(refuse)?;
@@ -334,8 +334,11 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
     }
 }
 
-/// Whether the device has what the kernel is made of.
-fn runs_on(facts: &DeviceFacts) -> bool {
+/// What Hopper's kernels are made of.
+pub(crate) const INSTRUCTIONS: &str = "TMA with wgmma";
+
+/// Whether the device has it.
+pub(crate) fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.wgmma
 }
 

@@ -13,6 +13,7 @@ use fmha_core::{
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
 
 use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia};
+use crate::sm90::recipe::{INSTRUCTIONS, runs_on};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
 /// The backward on wgmma, its rows before and after.
@@ -63,7 +64,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         options: &PlanOptions,
     ) -> Result<Choice<BwdKernel<V>>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm90_bwd::NAME, reason);
-        facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
+        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         sm90_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
         let own = table_tile(problem, &spec, facts);
@@ -331,11 +332,6 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
     fn tunable(&self) -> Option<&dyn Tunable<ValidBwd, V>> {
         Some(self)
     }
-}
-
-/// Whether the device has what the kernel is made of.
-fn runs_on(facts: &DeviceFacts) -> bool {
-    facts.instructions.tma && facts.instructions.wgmma
 }
 
 impl<V: Nvidia> Tiled<ValidBwd, V> for Sm90Bwd {

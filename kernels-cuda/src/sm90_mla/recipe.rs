@@ -1,5 +1,6 @@
 //! Wide heads and latent attention on Hopper: which problems it takes, its tile, its launches.
 
+use crate::sm90::recipe::{INSTRUCTIONS, runs_on};
 use crate::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
 use crate::split;
 use fmha_core::error::{ProblemError, Refusal, Result};
@@ -39,7 +40,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel<V>>, Refusal> {
         let refuse = |reason: String| Refusal::new(text::NAME, reason);
-        facts.needs(runs_on(facts), "TMA with wgmma").map_err(refuse)?;
+        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         text::accepts(problem)?;
         if options.kernel.is_none() && options.tile.is_empty() {
             text::leave_narrow(problem).map_err(refuse)?;
@@ -209,11 +210,6 @@ fn map_facts(
         ],
         box_dims: [64, tile.box_rows.unsigned_abs(), 1, 1],
     }
-}
-
-/// Whether the device has what the kernel is made of.
-fn runs_on(facts: &DeviceFacts) -> bool {
-    facts.instructions.tma && facts.instructions.wgmma
 }
 
 impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90Mla {

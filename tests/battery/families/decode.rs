@@ -512,8 +512,8 @@ fn mixed(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for mask in ["0", "b", "t", "b:6,0,2"] {
             for (word, kv_layout) in KV_LAYOUTS {
-                for q_layout in [QLayout::Batch, QLayout::Packed] {
-                    let name = format!("decode/layouts/{dtype}/{q_layout:?}_over_{word}/{mask}");
+                for (q_word, q_layout) in [("batch", QLayout::Batch), ("packed", QLayout::Packed)] {
+                    let name = format!("decode/layouts/{dtype}/{q_word}_over_{word}/{mask}");
                     let mut problem = FwdProblem::new(q_layout, kv_layout, dtype, dims(9, 40, (4, 2), 32));
                     problem.mask = masked(dtype, problem.dims, mask).mask;
                     problem.write_lse = true;
@@ -534,7 +534,7 @@ fn mixed_quantised(cases: &mut Vec<Case>) {
     for (word, kv_layout) in KV_LAYOUTS {
         for v_in_k in [false, true] {
             let of_v = if v_in_k { "v_in_k" } else { "apart" };
-            let name = format!("decode/fp8_layouts/e4m3fn/bf16/Packed_over_{word}/{of_v}");
+            let name = format!("decode/fp8_layouts/e4m3fn/bf16/packed_over_{word}/{of_v}");
             let sizes = Dims { head_dim_v: if v_in_k { 32 } else { 48 }, ..dims(19, 140, (4, 2), 48) };
             let mut problem = FwdProblem::new(QLayout::Packed, kv_layout, DType::Bf16, sizes);
             problem.mask = masked(DType::Bf16, sizes, "b").mask;

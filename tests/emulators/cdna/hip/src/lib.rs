@@ -18,6 +18,8 @@
 
 mod device;
 mod graph;
+#[path = "../../../launches.rs"]
+mod launches;
 mod memory;
 mod module;
 mod observe;

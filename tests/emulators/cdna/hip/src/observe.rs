@@ -1,20 +1,20 @@
 //! What the double tells of the launches it carried out: counters.
 
 use std::collections::VecDeque;
-use std::ffi::{CString, c_char};
+use std::ffi::c_char;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
 use fmha_emu_cdna::{Checks, Class, Counters, Launch, Options, Recording};
 
-/// Launches whose counters are kept until somebody asks.
-const KEPT: usize = 64;
+use crate::launches::{self, Launches};
+
 /// Bytes of a line of the cache, which is what memory instructions are counted in.
 const LINE_BYTES: u64 = 128;
 
 /// Whether somebody has asked; until then nothing is counted, which takes a second run of each launch.
 static ASKED: AtomicBool = AtomicBool::new(false);
-static LAUNCHES: Mutex<VecDeque<String>> = Mutex::new(VecDeque::new());
+static LAUNCHES: Mutex<Launches> = Mutex::new(Launches(VecDeque::new()));
 
 pub(crate) fn is_asked() -> bool {
     ASKED.load(Relaxed)
@@ -27,10 +27,8 @@ pub(crate) fn note(recording: &Recording, launch: &Launch<'_>) {
     match counted {
         Ok(counters) => {
             let mut launches = LAUNCHES.lock().unwrap_or_else(PoisonError::into_inner);
-            if launches.len() == KEPT {
-                launches.pop_front();
-            }
-            launches.push_back(json(&recording.kernel, launch, &counters));
+            let instructions = Class::ALL.map(|class| (words(class), counters.of(class)));
+            launches.push(&recording.kernel, (launch.grid, launch.block), named(&counters), instructions);
         }
         Err(error) => eprintln!("emulated driver: {} is not counted: {error}", recording.kernel),
     }
@@ -50,13 +48,8 @@ const fn words(class: Class) -> &'static str {
     }
 }
 
-fn json(kernel: &str, launch: &Launch<'_>, counters: &Counters) -> String {
-    let object = |pairs: &[(&str, u64)]| {
-        let fields: Vec<String> = pairs.iter().map(|(name, value)| format!("\"{name}\":{value}")).collect();
-        format!("{{{}}}", fields.join(","))
-    };
-    let instructions = object(&Class::ALL.map(|class| (words(class), counters.of(class))));
-    let counters = object(&[
+fn named(counters: &Counters) -> [(&'static str, u64); 9] {
+    [
         ("wave_instructions", counters.total()),
         ("matrix_instructions", counters.of(Class::Mfma)),
         ("matrix_passes", counters.mfma_passes),
@@ -66,12 +59,7 @@ fn json(kernel: &str, launch: &Launch<'_>, counters: &Counters) -> String {
         ("memory_accesses", counters.vmem_accesses),
         ("line_bytes", LINE_BYTES * counters.vmem_lines),
         ("line_bytes_if_packed", LINE_BYTES * counters.vmem_lines_min),
-    ]);
-    let name = kernel.replace(['"', '\\'], "_");
-    format!(
-        "{{\"kernel\":\"{name}\",\"grid\":{:?},\"block\":{:?},\"counters\":{counters},\"instructions\":{instructions}}}",
-        launch.grid, launch.block
-    )
+    ]
 }
 
 /// Not of HIP's interface: what the last launches (at most 64) did, as a JSON array, oldest first. Asking forgets them; the
@@ -79,17 +67,12 @@ fn json(kernel: &str, launch: &Launch<'_>, counters: &Counters) -> String {
 #[unsafe(no_mangle)]
 pub extern "C" fn fmhaEmulatorLaunches() -> *mut c_char {
     ASKED.store(true, Relaxed);
-    let mut launches = LAUNCHES.lock().unwrap_or_else(PoisonError::into_inner);
-    let launches: Vec<String> = launches.drain(..).collect();
-    // The objects hold no zero byte: names and numbers.
-    CString::new(format!("[{}]", launches.join(","))).unwrap_or_default().into_raw()
+    launches::give(LAUNCHES.lock().unwrap_or_else(PoisonError::into_inner).take())
 }
 
 /// Frees a text of [`fmhaEmulatorLaunches`], which is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmhaEmulatorForget(text: *mut c_char) {
-    if !text.is_null() {
-        // SAFETY: the caller promises that `into_raw` made it, and that this is its last use.
-        drop(unsafe { CString::from_raw(text) });
-    }
+    // SAFETY: the caller's promise.
+    unsafe { launches::forget(text) }
 }

@@ -22,6 +22,8 @@ mod context;
 mod error;
 mod graph;
 mod launch;
+#[path = "../../../launches.rs"]
+mod launches;
 mod memory;
 mod module;
 mod observe;
