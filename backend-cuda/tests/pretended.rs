@@ -2,9 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+use std::collections::BTreeSet;
+
+use fmha_core::cache::forward_table;
 use fmha_core::{
     AnyProblem, Append, BwdProblem, CombineProblem, DType, Device, Dims, FwdProblem, KvLayout, PlanOptions,
-    Shape,
+    Shape, ValidFwd,
 };
 
 const DIMS: Dims = Dims {
@@ -80,8 +83,51 @@ fn the_jobs_of_a_plan_are_its_launches() {
     ] {
         let jobs = pretend(arch).precompiler().unwrap().jobs(problem, &PlanOptions::default()).unwrap();
         assert!(jobs.iter().all(|job| job.arch == arch));
-        assert_eq!(jobs.iter().map(|job| job.kernel).collect::<Vec<_>>(), names);
+        // The launches of other tiles, for calls of other sizes, are of the same kernels.
+        let mut kernels = jobs.iter().map(|job| job.kernel).collect::<Vec<_>>();
+        kernels.dedup();
+        assert_eq!(kernels, names);
     }
+}
+
+/// A machine without a compiler has what it needs for calls of any length: what the model chooses by lengths and heads is among
+/// what is compiled ahead for the tables' few lengths.
+#[test]
+fn a_bundle_has_the_tiles_of_lengths_that_its_table_lacks() {
+    let hopper = pretend("sm_90a");
+    let precompiler = hopper.precompiler().unwrap();
+    let options = PlanOptions::default();
+    let entries = |problem: &ValidFwd| {
+        let jobs = precompiler.jobs(AnyProblem::Forward(problem), &options).unwrap();
+        jobs.into_iter().map(|job| (job.kernel, job.source.entry)).collect::<Vec<_>>()
+    };
+    let is_asked_for =
+        |name: &str| name.contains("bf16/") && name.contains("/batch/lse/") && !name.contains("window");
+    let table: Vec<_> =
+        forward_table().unwrap().into_iter().filter(|entry| is_asked_for(&entry.name)).collect();
+    let bundled: BTreeSet<_> = table.iter().flat_map(|entry| entries(&entry.problem)).collect();
+    let mut missing = BTreeSet::new();
+    for entry in table.iter().filter(|entry| entry.name.contains("q512k512/gqa1")) {
+        for num_heads in [1, 3, 8, 24, 32, 64] {
+            for seqlen in [1, 17, 33, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200, 224, 240, 256, 272, 288, 320, 352, 384, 416, 519, 700, 960, 1172, 1670, 2304, 3968, 9000] {
+                let dims = Dims {
+                    batch: 1,
+                    seqlen_q: seqlen,
+                    seqlen_k: seqlen,
+                    num_heads_q: num_heads,
+                    num_heads_kv: num_heads,
+                    ..entry.problem.dims
+                };
+                let problem = FwdProblem::batch(DType::Bf16, dims).mask(entry.problem.mask).write_lse(true);
+                let problem = problem.validate().unwrap();
+                let own = precompiler.jobs(AnyProblem::Forward(&problem), &options).unwrap().swap_remove(0);
+                if !bundled.contains(&(own.kernel, own.source.entry.clone())) {
+                    missing.insert(format!("{} S {seqlen} H {num_heads}: {}", entry.name, own.source.entry.split("kTile").last().unwrap()));
+                }
+            }
+        }
+    }
+    assert!(missing.is_empty(), "{missing:#?}");
 }
 
 /// Pages under many queries are brought once to where `sm90` reads them; under few `sm80` reads them as they lie.

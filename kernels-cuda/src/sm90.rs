@@ -253,14 +253,10 @@ impl Sm90Tile {
         cost::shapes(self, problem, num_sms)
     }
 
-    /// Whether a call like the problem but for its sizes may have its tiles in 64 rows, being few.
+    /// Query rows and keys that tiles of a call like the problem but for its sizes may have, beside its own.
     #[must_use]
-    pub fn may_be_low(&self, problem: &FwdProblem) -> bool {
-        let spec = spec_of(problem);
-        let low = self.of_shape((64, self.block_n));
-        self.block_m > 64
-            && cost::takes_shapes(self, problem, &spec)
-            && low.check(&spec, problem.gqa_ratio()).is_ok()
+    pub fn shapes_of_other_sizes(&self, problem: &FwdProblem) -> Vec<(i32, i32)> {
+        cost::shapes_of_other_sizes(self, problem, &spec_of(problem))
     }
 
     /// The tile with so many query rows and keys.

@@ -9,9 +9,10 @@ use crate::problem::{Dims, FwdProblem, ValidFwd};
 /// Queries and keys.
 type Lengths = (u32, u32);
 
-const LENGTHS: [Lengths; 5] = [(1, 4096), (512, 512), (2048, 2048), (4096, 4096), (16384, 16384)];
-/// A backward has a launch whose tile is by the number of queries (dQ's) and one by that of keys.
-const SHORT: Lengths = (128, 128);
+/// Short ones in the middle of what Hopper's tiles differ for; a backward has a launch whose tile is by the number of queries (dQ's) and
+/// one by that of keys.
+const LENGTHS: [Lengths; 9] =
+    [(1, 4096), (96, 96), (128, 128), (192, 192), (208, 208), (512, 512), (2048, 2048), (4096, 4096), (16384, 16384)];
 
 /// A problem of a table.
 #[derive(Clone, Debug)]
@@ -28,8 +29,8 @@ pub struct TableEntry<P = ValidFwd> {
 /// - `head_dim_qk` x `head_dim_v`: 64, 96, 128, 192 and 256 square, and 192 x 128;
 /// - no mask, causal (bottom right), a window of 512 before and none after;
 /// - batch and group mode, with and without LSE;
-/// - one query over 4096 keys, and 512, 2048, 4096 and 16384 queries and keys: a backend may choose
-///   other tiles for other lengths;
+/// - one query over 4096 keys, and 96, 128, 192, 208, 512, 2048, 4096 and 16384 queries and keys: a backend
+///   may choose other tiles for other lengths;
 /// - 32 query heads over 32, 8 or 4 kv heads.
 ///
 /// Scores have no bias, cap or sink; tensors are dense, b·s·h·d. A backend plans them all; what it
@@ -38,15 +39,15 @@ pub struct TableEntry<P = ValidFwd> {
 /// # Errors
 /// None for the table as it stands: each problem is validated.
 pub fn forward_table() -> Result<Vec<TableEntry>, ProblemError> {
-    table(&LENGTHS)
+    table()
 }
 
-/// The backward of the problems of [`forward_table`] that have LSE, and of as many of 128 queries and keys.
+/// The backward of the problems of [`forward_table`] that have LSE.
 ///
 /// # Errors
 /// As there.
 pub fn backward_table() -> Result<Vec<TableEntry<ValidBwd>>, ProblemError> {
-    let forward = table(&[&LENGTHS[..], &[SHORT]].concat())?;
+    let forward = table()?;
     let backward = forward.into_iter().filter(|entry| entry.problem.write_lse).map(|entry| {
         let problem = BwdProblem::new(FwdProblem::clone(&entry.problem)).validate()?;
         Ok(TableEntry { name: entry.name, problem })
@@ -54,7 +55,7 @@ pub fn backward_table() -> Result<Vec<TableEntry<ValidBwd>>, ProblemError> {
     backward.collect()
 }
 
-fn table(lengths: &[Lengths]) -> Result<Vec<TableEntry>, ProblemError> {
+fn table() -> Result<Vec<TableEntry>, ProblemError> {
     const DIMS: [(u32, u32); 6] = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)];
     const HEADS_Q: u32 = 32;
     const WINDOW: MaskShape =
@@ -66,7 +67,7 @@ fn table(lengths: &[Lengths]) -> Result<Vec<TableEntry>, ProblemError> {
         for (head_dim_qk, head_dim_v) in DIMS {
             for (mask_name, mask) in masks {
                 for (group, write_lse) in [(false, true), (false, false), (true, true), (true, false)] {
-                    for &(seqlen_q, seqlen_k) in lengths {
+                    for &(seqlen_q, seqlen_k) in &LENGTHS {
                         for num_heads_kv in [32, 8, 4] {
                             let dims = Dims {
                                 batch: 2,

@@ -79,31 +79,47 @@ pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
     }))
 }
 
+/// Query rows and keys that tiles of a call like the problem but for its sizes may have, beside the tile's own: fewer rows where
+/// tiles are few, and without a mask other keys where blocks are few.
+pub(super) fn shapes_of_other_sizes(
+    tile: &Sm90Tile,
+    problem: &FwdProblem,
+    spec: &FwdSpec,
+) -> Vec<(i32, i32)> {
+    if !takes_shapes(tile, problem, spec) {
+        return Vec::new();
+    }
+    let (rows, keys) = (tile.block_m, tile.block_n);
+    let heights = [128, 64].into_iter().filter(|&lower| lower < rows).map(|lower| (lower, keys));
+    // More keys than the table's have registers at D 128 alone.
+    let more = (widest(spec) == 128 && rows == 128).then_some(keys + 16);
+    let widths = [keys - 16, keys - 32].into_iter().filter(|&fewer| fewer >= 48).chain(more);
+    let is_full = spec.mask == MaskKind::Full;
+    let widths = widths.filter(|_| is_full).map(|width| (rows, width));
+    let taken = |&shape: &_| tile.of_shape(shape).check(spec, problem.gqa_ratio()).is_ok();
+    heights.chain(widths).filter(taken).collect()
+}
+
 /// The shapes that a call's tiles may have, its own first; empty where the table's stands: where keys are cut or shared, scores are
 /// modified, lengths are not the problem's, and where tiles are many. Few tiles are faster of fewer rows, since the longest one is the
 /// call; few blocks of keys, without a mask, of a number of keys that leaves little of the last one empty.
 pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
     let spec = spec_of(problem);
     let dims = problem.dims;
-    if !takes_shapes(tile, problem, &spec) || dims.seqlen_q == 0 || dims.seqlen_k == 0 {
+    if dims.seqlen_q == 0 || dims.seqlen_k == 0 {
         return Candidates::default();
     }
-    let (row, own) = (widest(&spec), (tile.block_m, tile.block_n));
+    let own = (tile.block_m, tile.block_n);
     // Of one or two blocks a call is its launch.
     let has_walk = dims.seqlen_k > 2 * own.1.unsigned_abs();
-    let heights = [128, 64].into_iter().filter(|&rows| has_walk && rows < own.0);
-    let mut shapes = vec![own];
-    shapes.extend(heights.map(|rows| (rows, own.1)));
     let is_short = dims.seqlen_k.div_ceil(own.1.unsigned_abs()) <= MOST_SHORT_BLOCKS;
-    if spec.mask == MaskKind::Full && is_short && dims.seqlen_k > own.1.unsigned_abs() {
-        // More keys than the table's have registers at D 128 alone.
-        let more = if row == 128 && own.0 == 128 { own.1 + 16 } else { own.1 };
-        let narrower = (1..=2).map(|steps| own.1 - 16 * steps).filter(|&keys| keys >= 48);
-        shapes.extend(narrower.chain([more]).filter(|&keys| keys != own.1).map(|keys| (own.0, keys)));
-    }
-    let priced = shapes.into_iter().filter_map(|shape| {
+    let is_of_these_sizes = |&(rows, keys): &(i32, i32)| {
+        (rows == own.0 || has_walk) && (keys == own.1 || is_short && dims.seqlen_k > own.1.unsigned_abs())
+    };
+    let beside = shapes_of_other_sizes(tile, problem, &spec);
+    let shapes = [own].into_iter().chain(beside.into_iter().filter(is_of_these_sizes));
+    let priced = shapes.filter_map(|shape| {
         let tile = tile.of_shape(shape);
-        tile.check(&spec, problem.gqa_ratio()).ok()?;
         let schedule = tile.schedule(problem).ok()?;
         let in_rounds = schedule.num_tiles.unsigned_abs() <= MOST_ROUNDS * num_sms;
         in_rounds.then(|| (shape, micros(&tile, problem, &schedule, num_sms)))
@@ -114,7 +130,7 @@ pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
 }
 
 /// Whether a call of any lengths may have tiles of other shapes.
-pub(super) fn takes_shapes(tile: &Sm90Tile, problem: &FwdProblem, spec: &FwdSpec) -> bool {
+fn takes_shapes(tile: &Sm90Tile, problem: &FwdProblem, spec: &FwdSpec) -> bool {
     problem.layout.q == QLayout::Batch
         && problem.layout.kv == KvLayout::Strided
         && spec.mask != MaskKind::Band

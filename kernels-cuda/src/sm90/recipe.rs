@@ -237,7 +237,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         })
     }
 
-    /// The order of a masked call's tiles is by how many there are, and how many rows they have.
+    /// The order of a masked call's tiles is by how many there are, and their shape by that and by how many blocks they walk.
     fn tiles_of_other_sizes(&self, problem: &ValidFwd) -> Vec<TileOptions> {
         let Some(Chosen { tile, .. }) = self.chosen else { return Vec::new() };
         let of = |name: &str, value: String| (name.to_owned(), value);
@@ -246,15 +246,18 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             (TileOrder::Static, 1) => TileOrder::Dynamic,
             _ => return Vec::new(),
         };
-        let orders = (problem.mask.kind() == MaskKind::Upper).then(|| of("order", other.name()));
-        let heights = tile.may_be_low(problem).then(|| of("block_m", "64".to_owned()));
-        let both = heights.clone().into_iter().chain(orders.clone()).collect::<TileOptions>();
-        let mut tiles: Vec<TileOptions> =
-            orders.into_iter().chain(heights).map(|field| vec![field]).collect();
-        if tiles.len() == 2 {
-            tiles.push(both);
-        }
-        tiles
+        let order = (problem.mask.kind() == MaskKind::Upper).then(|| of("order", other.name()));
+        let shapes = tile.shapes_of_other_sizes(problem).into_iter().map(|shape| {
+            let Sm90Tile { block_m, block_n, wait_anchor, .. } = tile.of_shape(shape);
+            let fields = [("block_m", block_m), ("block_n", block_n), ("wait_anchor", wait_anchor)];
+            fields.map(|(name, value)| of(name, value.to_string())).into_iter().collect()
+        });
+        let in_own_order: Vec<TileOptions> = [TileOptions::default()].into_iter().chain(shapes).collect();
+        let in_the_other = order.into_iter().flat_map(|order| {
+            in_own_order.iter().map(move |tile| tile.iter().cloned().chain([order.clone()]).collect())
+        });
+        let in_the_other: Vec<TileOptions> = in_the_other.collect();
+        in_own_order.into_iter().skip(1).chain(in_the_other).collect()
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
