@@ -4,7 +4,7 @@
 // these are zeros: memory there may hold NaN, of V too. So are all blocks where pages are not whole boxes.
 //
 // Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there. A block's lines are brought into the
-// L2 while the block before it is copied.
+// L2 two blocks before.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
 #include <fmha/common/widen.cuh>
