@@ -109,7 +109,10 @@ fn a_bundle_has_the_tiles_of_lengths_that_its_table_lacks() {
     let mut missing = BTreeSet::new();
     for entry in table.iter().filter(|entry| entry.name.contains("q512k512/gqa1")) {
         for num_heads in [1, 3, 8, 24, 32, 64] {
-            for seqlen in [1, 17, 33, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200, 224, 240, 256, 272, 288, 320, 352, 384, 416, 519, 700, 960, 1172, 1670, 2304, 3968, 9000] {
+            for seqlen in [
+                1, 17, 33, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200, 224, 240, 256, 272, 288, 320,
+                352, 384, 416, 519, 700, 960, 1172, 1670, 2304, 3968, 9000,
+            ] {
                 let dims = Dims {
                     batch: 1,
                     seqlen_q: seqlen,
@@ -122,7 +125,11 @@ fn a_bundle_has_the_tiles_of_lengths_that_its_table_lacks() {
                 let problem = problem.validate().unwrap();
                 let own = precompiler.jobs(AnyProblem::Forward(&problem), &options).unwrap().swap_remove(0);
                 if !bundled.contains(&(own.kernel, own.source.entry.clone())) {
-                    missing.insert(format!("{} S {seqlen} H {num_heads}: {}", entry.name, own.source.entry.split("kTile").last().unwrap()));
+                    missing.insert(format!(
+                        "{} S {seqlen} H {num_heads}: {}",
+                        entry.name,
+                        own.source.entry.split("kTile").last().unwrap()
+                    ));
                 }
             }
         }

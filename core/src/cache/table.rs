@@ -11,8 +11,17 @@ type Lengths = (u32, u32);
 
 /// Short ones in the middle of what Hopper's tiles differ for; a backward has a launch whose tile is by the number of queries (dQ's) and
 /// one by that of keys.
-const LENGTHS: [Lengths; 9] =
-    [(1, 4096), (96, 96), (128, 128), (192, 192), (208, 208), (512, 512), (2048, 2048), (4096, 4096), (16384, 16384)];
+const LENGTHS: [Lengths; 9] = [
+    (1, 4096),
+    (96, 96),
+    (128, 128),
+    (192, 192),
+    (208, 208),
+    (512, 512),
+    (2048, 2048),
+    (4096, 4096),
+    (16384, 16384),
+];
 
 /// A problem of a table.
 #[derive(Clone, Debug)]

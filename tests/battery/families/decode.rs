@@ -362,6 +362,17 @@ fn wide_quantised(cases: &mut Vec<Case>) {
             }
             push(cases, name, problem, lengths);
         }
+        // A NaN in a cache without a descale, which of two queries the last one sees.
+        let name = format!("decode/wide_fp8/nan/{dtype}");
+        let sizes = Dims { head_dim_v: 512, batch: 2, ..dims(2, 130, (5, 1), 576) };
+        let mut problem = masked(dtype, sizes, "b");
+        (problem.cache.dtype, problem.cache.v_in_k) = (Some(DType::E4m3Fn), true);
+        problem.strides.v = problem.strides.k;
+        let mut case = Case::forward(name.clone(), problem, Lengths::default(), data(&name));
+        if let Body::Forward(forward) = &mut case.body {
+            forward.plant = Plant::At(Operand::K, [1, 129, 0, 20], f64::NAN);
+        }
+        cases.push(case);
     }
 }
 

@@ -4,7 +4,7 @@
 // these are zeros: memory there may hold NaN, of V too. So are all blocks where pages are not whole boxes.
 //
 // Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there. A block's lines are brought into the
-// L2 while the block before it is copied.
+// L2 two blocks before.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
 #include <fmha/common/widen.cuh>
@@ -153,34 +153,62 @@ struct Loader {
     if (part.tail != 0) copy(count, 2 * P::chunks_half);
     ptx::cp_async_commit_group();
   }
-  template <int count>
-  FMHA_DEVICE void widen_part(const Part& part, float descale) const {
+  // To where the lane's elements of a chunk lie in 16 bits; a factor of 1 is left out.
+  template <bool scales>
+  FMHA_DEVICE void store_wide(uint32_t to, const Narrow& narrow, float descale) const {
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t eight[2] = {narrow.bytes[word][2 * k], narrow.bytes[word][2 * k + 1]};
+        uint32_t packed[4];
+        widen_word<tile.stored, spec.dtype_qk, true>(eight, scales ? descale : 1.f, packed);
+        ptx::st_shared_v4((to ^ 16 * k) + word * kLaneRowsApart, packed);
+      }
+    }
+  }
+  template <int count, bool scales>
+  FMHA_DEVICE void widen_chunks(const Part& part, float descale) const {
     const auto read = [&](int32_t at, Narrow& narrow) {
       const uint32_t from = bytes_at<count>(part, at);
 #pragma unroll
       for (int word = 0; word < 2; ++word) ptx::ld_shared_v4_b32(narrow.bytes[word], from + word * kLaneRowsApart);
     };
-    const int32_t all = count + (part.tail != 0);
-    Narrow narrow;
-    read(0, narrow);
-#pragma unroll 1
-    for (int32_t at = 0; at < all; ++at) {
-      Narrow next = narrow;
-      if (at + 1 < all) read(at + 1, next);
-      // Every lane has read what the chunk overwrites.
+    const auto wide_at = [&](int32_t at) {
+      return (at < count ? part.address + at * Chunk::tile_bytes : part.tail) + wide_of_lane;
+    };
+    if constexpr (count <= 4) {
+      // Registers hold all of the part's bytes, so that no chunk waits for the next one's.
+      Narrow narrow[count], tail;
+#pragma unroll
+      for (int at = 0; at < count; ++at) read(at, narrow[at]);
+      if (part.tail != 0) read(count, tail);
+      // Every lane has read what is overwritten.
       __syncwarp();
-      const uint32_t to = (at < count ? part.address + at * Chunk::tile_bytes : part.tail) + wide_of_lane;
 #pragma unroll
-      for (int word = 0; word < 2; ++word) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const uint32_t eight[2] = {narrow.bytes[word][2 * k], narrow.bytes[word][2 * k + 1]};
-          uint32_t packed[4];
-          widen_word<tile.stored, spec.dtype_qk, true>(eight, descale, packed);
-          ptx::st_shared_v4((to ^ 16 * k) + word * kLaneRowsApart, packed);
-        }
+      for (int at = 0; at < count; ++at) store_wide<scales>(wide_at(at), narrow[at], descale);
+      if (part.tail != 0) store_wide<scales>(wide_at(count), tail, descale);
+    } else {
+      static_assert(!P::v_in_k, "sm90_mla: a part with a tail fits in registers");
+      Narrow narrow;
+      read(0, narrow);
+#pragma unroll 1
+      for (int32_t at = 0; at < count; ++at) {
+        Narrow next = narrow;
+        if (at + 1 < count) read(at + 1, next);
+        // Every lane has read what the chunk overwrites.
+        __syncwarp();
+        store_wide<scales>(wide_at(at), narrow, descale);
+        narrow = next;
       }
-      narrow = next;
+    }
+  }
+  template <int count>
+  FMHA_DEVICE void widen_part(const Part& part, float descale) const {
+    if (ptx::uniform(descale == 1.f)) {
+      widen_chunks<count, false>(part, descale);
+    } else {
+      widen_chunks<count, true>(part, descale);
     }
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
@@ -192,7 +220,7 @@ struct Loader {
     constexpr int kAhead = 3, kChunksOfK = P::v_in_k ? P::chunks_half : P::chunks_k;
     const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
     const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
-    const int32_t num_blocks = ptx::uniform(work.num_blocks), count = num_blocks * kPartsOfBlock;
+    const int32_t count = ptx::uniform(work.num_blocks) * kPartsOfBlock;
     NarrowRow rows[2];
     int32_t copied = 0;
     find_rows(p.k, work.last_block * kKeys, rows);
@@ -213,7 +241,7 @@ struct Loader {
         ++copied;
         // Rows are found, and lines brought into the L2, beneath the copies.
         const int32_t block = copied / kPartsOfBlock, at = copied % kPartsOfBlock, first_key = (work.last_block - block) * kKeys;
-        if (at == 0 && block < num_blocks) {
+        if (at == 0 && copied < count) {
           find_rows(p.k, first_key, rows);
           prefetch_block(block + 1);
         }
