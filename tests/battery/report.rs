@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use fmha_core::Device;
+use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
 use regex_lite::Regex;
 use serde::Serialize;
 
@@ -180,96 +181,27 @@ impl Report {
     /// # Errors
     /// What the writer said.
     pub fn write_junit(&self, to: &mut dyn Write) -> std::io::Result<()> {
-        let counts = |of: &Summary| {
-            let skipped = of.refused + of.absent;
-            format!(
-                "tests=\"{}\" failures=\"{}\" skipped=\"{skipped}\"",
-                of.passed + of.failed + skipped,
-                of.failed
-            )
-        };
-        let name = escaped(&format!("fmha conformance on {}", self.device));
-        writeln!(to, "<?xml version=\"1.0\" encoding=\"UTF-8\"?>")?;
-        writeln!(to, "<testsuites name=\"{name}\" {}>", counts(&self.summary))?;
-        for (family, summary) in self.families() {
-            writeln!(to, "  <testsuite name=\"{}\" {}>", escaped(&family), counts(&summary))?;
+        let mut report = quick_junit::Report::new(format!("fmha conformance on {}", self.device));
+        for (family, _) in self.families() {
+            let mut suite = TestSuite::new(family.clone());
             for case in self.cases.iter().filter(|case| case.name.split('/').next() == Some(&family)) {
-                let (name, text) = (escaped(&case.name), escaped(&case.text));
-                let inside = match case.outcome {
-                    Outcome::Passed => String::new(),
-                    Outcome::Failed => {
-                        format!("<failure message=\"{text}\">{}</failure>", escaped(&case.repro))
-                    }
-                    Outcome::Refused | Outcome::Absent => format!("<skipped message=\"{text}\"/>"),
+                let mut status = match case.outcome {
+                    Outcome::Passed => TestCaseStatus::success(),
+                    Outcome::Failed => TestCaseStatus::non_success(NonSuccessKind::Failure),
+                    Outcome::Refused | Outcome::Absent => TestCaseStatus::skipped(),
                 };
-                writeln!(
-                    to,
-                    "    <testcase name=\"{name}\" time=\"{:.3}\">{inside}</testcase>",
-                    case.seconds
-                )?;
+                if case.outcome != Outcome::Passed {
+                    status.set_message(case.text.clone());
+                }
+                if case.outcome == Outcome::Failed {
+                    status.set_description(case.repro.clone());
+                }
+                let mut test = TestCase::new(case.name.clone(), status);
+                test.set_time(std::time::Duration::from_secs_f64(case.seconds));
+                suite.add_test_case(test);
             }
-            writeln!(to, "  </testsuite>")?;
+            report.add_test_suite(suite);
         }
-        writeln!(to, "</testsuites>")
-    }
-}
-
-/// Text as an attribute or an element of XML has it; control characters, which XML has no way to say, become spaces.
-fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => escaped += "&amp;",
-            '<' => escaped += "&lt;",
-            '>' => escaped += "&gt;",
-            '"' => escaped += "&quot;",
-            '\n' => escaped += "&#10;",
-            c if c.is_control() || matches!(c, '\u{fffe}' | '\u{ffff}') => escaped.push(' '),
-            c => escaped.push(c),
-        }
-    }
-    escaped
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn junit_has_each_outcome_in_its_suite_with_text_that_xml_can_hold() {
-        let case = |name: &str, outcome, text: &str| CaseReport {
-            name: name.to_owned(),
-            seed: 1,
-            outcome,
-            kernel: String::new(),
-            text: text.to_owned(),
-            repro: "fmha conformance --filter '<a&b>'".to_owned(),
-            seconds: 0.25,
-        };
-        let cases = vec![
-            case("edges/a", Outcome::Passed, "within"),
-            case("laws/b", Outcome::Failed, "o \"differs\"\n\u{1b}[1mby 3 > 2"),
-            case("edges/c", Outcome::Refused, "head_dim_qk 300"),
-        ];
-        let report = Report {
-            backend: "cpu".to_owned(),
-            device: "a & b".to_owned(),
-            summary: Summary::of(&cases),
-            cases,
-        };
-        let mut xml = Vec::new();
-        report.write_junit(&mut xml).unwrap();
-        let wanted = r#"<?xml version="1.0" encoding="UTF-8"?>
-<testsuites name="fmha conformance on a &amp; b" tests="3" failures="1" skipped="1">
-  <testsuite name="edges" tests="2" failures="0" skipped="1">
-    <testcase name="edges/a" time="0.250"></testcase>
-    <testcase name="edges/c" time="0.250"><skipped message="head_dim_qk 300"/></testcase>
-  </testsuite>
-  <testsuite name="laws" tests="1" failures="1" skipped="0">
-    <testcase name="laws/b" time="0.250"><failure message="o &quot;differs&quot;&#10; [1mby 3 &gt; 2">fmha conformance --filter '&lt;a&amp;b&gt;'</failure></testcase>
-  </testsuite>
-</testsuites>
-"#;
-        assert_eq!(String::from_utf8(xml).unwrap(), wanted);
+        report.serialize(to).map_err(std::io::Error::other)
     }
 }
