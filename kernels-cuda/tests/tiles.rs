@@ -692,6 +692,14 @@ fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
         tile.check(&wide).unwrap_err().contains("walk gradient_each: not for a padded head dimension of 256")
     );
     let ordered = spec_of(192, true);
+    let apart = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Apart, ..sm90_bwd::default_tile(&ordered) };
+    assert_eq!(apart.check(&ordered), Ok(()));
+    for walk in [BwdWalk::SplitDims, BwdWalk::SplitEarly] {
+        let turned = sm90_bwd::Sm90BwdTile { walk, block_m: 96, stages_ds: 1, load_registers: 32, ..apart };
+        let ordered_tile = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Registers, ..turned };
+        assert_eq!(ordered_tile.check(&ordered), Ok(()), "{walk:?}");
+        assert!(turned.check(&ordered).unwrap_err().contains("dq_path apart: not with walk split_"));
+    }
     assert!(!sm90_bwd::default_tile(&ordered).persistent);
     assert!(tile.check(&ordered).unwrap_err().contains("persistent true: without a mask"));
 }
