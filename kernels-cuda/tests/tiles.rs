@@ -825,6 +825,10 @@ fn the_model_leaves_the_shape_to_the_table_where_it_knows_no_lengths() {
     assert_eq!(of(1500, (QLayout::Packed, KvLayout::Packed), "b"), 0);
     assert_eq!(of(1500, batch, "b:128,0"), 0);
     assert_eq!(of(65536, batch, "0"), 0, "clusters");
+    let own_lengths = FwdProblem::batch(DType::Bf16, dims(1, (1500, 1500), (128, 128)));
+    for problem in [own_lengths.clone().seqused_q(true), own_lengths.seqused_k(true)] {
+        assert_eq!(sm90::choose_tile(&problem).shapes(&problem, 132).iter().count(), 0);
+    }
 }
 
 /// A window that is longer than every sequence is a causal mask.
