@@ -519,7 +519,7 @@ impl<'a> Builder<'a> {
         }
         let (rank, ranks) = (self.rank(), self.ranks());
         let number = self.program.scratch.len();
-        let all = self.keep(4, bytes * u64::from(ranks));
+        let all = self.keep(4, bytes.saturating_mul(u64::from(ranks)));
         let (mut own, mut others) = (Vec::new(), Vec::new());
         let mut of = |((tensor, o), (rows, lse)): ((Tensor, u64), (Rows, u64)), of_rank: u32| {
             let first = u64::from(of_rank) * bytes;

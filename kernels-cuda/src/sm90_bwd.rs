@@ -497,6 +497,10 @@ impl Sm90BwdTile {
         if self.keeps_dq_apart() && !spec.deterministic {
             return Err("dq_path apart: it is for deterministic, whose additions have an order".to_owned());
         }
+        // A CTA of the launch that adds them has 64 pieces of 16 dims by two queries; eight queries of the transpose at 192 are 48.
+        if self.keeps_dq_apart() && dim == 192 && walk.transposes_dq(dim) {
+            return Err(format!("dq_path apart: not with walk {set} at a padded head dimension of {dim}"));
+        }
         if self.finishes_dq() && !self.may_finish_dq(spec) {
             return Err(format!(
                 "dq_finish {}: not with dq_path registers, walk half_blocks, deterministic, nor without persistent",

@@ -157,17 +157,18 @@ pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
         Some(cache) => return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types")),
         None if !matches!(stored, DType::F16 | DType::Bf16) || problem.dtypes.v != stored => {
             return refuse(format!(
-                "dtype_k {stored} with dtype_v {} is not one 16-bit type",
+                "dtype_qk {stored} with dtype_v {} is not one 16-bit type",
                 problem.dtypes.v
             ));
         }
         None if problem.layout.kv == own => {
-            return refuse(format!("dtype_k {stored}: its rows lie as sm90 reads them"));
+            return refuse(format!("dtype_qk {stored}: its rows lie as sm90 reads them"));
         }
         None => {}
     }
+    let field = if problem.cache.dtype.is_some() { "dtype_cache" } else { "dtype_qk" };
     if problem.layout.v == VLayout::ColMajor {
-        return refuse(format!("dtype_k {stored} with v_layout col-major: a cache is read along its rows"));
+        return refuse(format!("{field} {stored} with v_layout col-major: a cache is read along its rows"));
     }
     let Dims { batch, seqlen_k, head_dim_qk, head_dim_v, .. } = problem.dims;
     if head_dim_qk > MOST_DIM || head_dim_v > MOST_DIM {
@@ -177,7 +178,7 @@ pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
     }
     if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
         return refuse(format!(
-            "dtype_k {stored} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole words of 16"
+            "{field} {stored} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole words of 16"
         ));
     }
     for (name, strides) in [("k", problem.strides.k), ("v", problem.strides.v)] {
@@ -359,12 +360,14 @@ mod tests {
             change(&mut problem);
             wide_problem(&problem).unwrap_err().to_string()
         };
-        assert!(refused(|problem| problem.cache.dtype = None).contains("dtype_k bf16: its rows lie as sm90"));
+        assert!(
+            refused(|problem| problem.cache.dtype = None).contains("dtype_qk bf16: its rows lie as sm90")
+        );
         let pages_of_f32 = refused(|problem| {
             *problem = paged(problem.clone());
             (problem.dtypes.qk, problem.dtypes.v) = (DType::F32, DType::F32);
         });
-        assert!(pages_of_f32.contains("dtype_k f32 with dtype_v f32"), "{pages_of_f32}");
+        assert!(pages_of_f32.contains("dtype_qk f32 with dtype_v f32"), "{pages_of_f32}");
         assert!(refused(|problem| problem.cache.dtype = Some(DType::E4m3Fnuz)).contains("e4m3fnuz"));
         assert!(refused(|problem| problem.dims.head_dim_v = 320).contains("head_dim_v 320: larger than 256"));
         assert!(refused(|problem| problem.dims.head_dim_qk = 72).contains("head_dim_qk 72"));

@@ -692,6 +692,14 @@ fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
         tile.check(&wide).unwrap_err().contains("walk gradient_each: not for a padded head dimension of 256")
     );
     let ordered = spec_of(192, true);
+    let apart = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Apart, ..sm90_bwd::default_tile(&ordered) };
+    assert_eq!(apart.check(&ordered), Ok(()));
+    for walk in [BwdWalk::SplitDims, BwdWalk::SplitEarly] {
+        let turned = sm90_bwd::Sm90BwdTile { walk, block_m: 96, stages_ds: 1, load_registers: 32, ..apart };
+        let ordered_tile = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Registers, ..turned };
+        assert_eq!(ordered_tile.check(&ordered), Ok(()), "{walk:?}");
+        assert!(turned.check(&ordered).unwrap_err().contains("dq_path apart: not with walk split_"));
+    }
     assert!(!sm90_bwd::default_tile(&ordered).persistent);
     assert!(tile.check(&ordered).unwrap_err().contains("persistent true: without a mask"));
 }
@@ -817,6 +825,10 @@ fn the_model_leaves_the_shape_to_the_table_where_it_knows_no_lengths() {
     assert_eq!(of(1500, (QLayout::Packed, KvLayout::Packed), "b"), 0);
     assert_eq!(of(1500, batch, "b:128,0"), 0);
     assert_eq!(of(65536, batch, "0"), 0, "clusters");
+    let own_lengths = FwdProblem::batch(DType::Bf16, dims(1, (1500, 1500), (128, 128)));
+    for problem in [own_lengths.clone().seqused_q(true), own_lengths.seqused_k(true)] {
+        assert_eq!(sm90::choose_tile(&problem).shapes(&problem, 132).iter().count(), 0);
+    }
 }
 
 /// A window that is longer than every sequence is a causal mask.

@@ -81,7 +81,10 @@ impl Mailbox {
                 peer.frames.push_back(bytes);
                 peer.waits_for = None;
             }
-            Frame::Begun(bytes) => peer.begun.extend(Said::read(&bytes)),
+            Frame::Begun(bytes) => {
+                peer.begun.extend(Said::read(&bytes));
+                state.otherwise(from);
+            }
             Frame::Waits(rank) => peer.waits_for = Some(rank),
             Frame::Failed(error) => {
                 state.failure.get_or_insert(error);
@@ -98,6 +101,22 @@ impl State {
     fn planned(&self, call: u64) -> Option<&Arc<Fields>> {
         let (_, planned) = self.begun.iter().rev().find(|(first, _)| *first <= call)?;
         (call <= self.calls).then_some(planned)
+    }
+
+    /// The first call of a rank, as far as it has told, that was planned otherwise here. Those before it are forgotten.
+    fn otherwise(&mut self, rank: u32) -> Option<u64> {
+        let rank = rank as usize;
+        while let Some(said) = self.peers[rank].begun.front() {
+            match self.planned(said.calls) {
+                Some(planned) if said.is_of(planned) => {}
+                Some(_) => return Some(said.calls),
+                // To come, or forgotten.
+                None if said.calls > self.calls => return None,
+                None => {}
+            }
+            self.peers[rank].begun.pop_front();
+        }
+        None
     }
 
     /// The rank that `from` waits for, or the one that that one waits for, and so on.
@@ -154,23 +173,7 @@ impl Host {
     /// Whose fault it is that ranks have begun a call each that were planned otherwise, as far as they have told.
     fn begun_otherwise(&self) -> Option<Error> {
         let mut state = self.mailbox.lock();
-        let mut first: Option<u64> = None;
-        for rank in 0..state.peers.len() {
-            while let Some(said) = state.peers[rank].begun.front() {
-                match state.planned(said.calls) {
-                    Some(planned) if said.is_of(planned) => {}
-                    Some(_) => {
-                        first = Some(first.map_or(said.calls, |first| first.min(said.calls)));
-                        break;
-                    }
-                    // To come, or forgotten.
-                    None if said.calls > state.calls => break,
-                    None => {}
-                }
-                state.peers[rank].begun.pop_front();
-            }
-        }
-        let call = first?;
+        let call = (0..self.size).filter_map(|rank| state.otherwise(rank)).min()?;
         let own = Said::of_call(call, state.planned(call)?);
         let of = |peer: &Peer| peer.begun.iter().find(|said| said.calls == call).unwrap_or(&own).clone();
         disagreement(&state.peers.iter().map(of).collect::<Vec<_>>())
@@ -407,6 +410,36 @@ impl Drop for Host {
                 self.link.post(to, Frame::Failed(error.clone()));
             }
             self.link.post(to, Frame::Left);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Who runs two plans in turn tells of each call, and is not remembered by those who have begun as many.
+    #[test]
+    fn calls_that_all_have_begun_alike_are_forgotten() {
+        let hosts = crate::group::threads(3, Duration::from_secs(9));
+        let plans: [Arc<Fields>; 3] =
+            ["0", "b", "t"].map(|mask| [("mask".to_owned(), mask.to_owned())].into());
+        for call in 0..50 {
+            hosts.iter().for_each(|host| host.begins(&plans[call % 2]));
+        }
+        for host in &hosts {
+            let state = host.mailbox.lock();
+            assert_eq!(state.calls, 50);
+            assert!(state.peers.iter().all(|peer| peer.begun.len() <= 1));
+            drop(state);
+            assert_eq!(host.begun_otherwise(), None);
+        }
+        for (host, plan) in hosts.iter().zip([0, 2, 0]) {
+            host.begins(&plans[plan]);
+        }
+        for host in &hosts {
+            let error = host.begun_otherwise().map(|error| (error.rank, error.field));
+            assert_eq!(error, Some((1, "mask".to_owned())));
         }
     }
 }

@@ -125,7 +125,7 @@ impl Exchange {
 /// # Errors
 /// Both sizes, as a fault of `rank`.
 fn check_stretches(rank: u32, size: u32, bytes: u64, all: &DevSliceMut<'_>) -> Result<()> {
-    let (wanted, given) = (u64::from(size) * bytes, all.bytes());
+    let (wanted, given) = (u64::from(size).saturating_mul(bytes), all.bytes());
     if given < wanted {
         return Err(Error::new(
             rank,

@@ -1,10 +1,10 @@
 //! Ranks that are GPUs, over a communicator of NCCL or RCCL: the caller's, or one of its own.
 //!
 //! Both libraries have the same symbols, so one loader serves; it is found when it is asked for. Rows go by sends and receives
-//! in one group a step, on the caller's stream; what every rank sends to all by one all-gather. What ranks say to each other on the host goes over a [`Host`] group, which also
-//! says who has failed: a thread then aborts the communicator, so that no kernel waits for a rank that is gone. The same thread
-//! finds a rank that plans, or runs another call, where this one runs a call that was planned before: nobody would wait for it on
-//! the host.
+//! in one group a step, on the caller's stream; what every rank sends to all by one all-gather. What ranks say to each other on
+//! the host goes over a [`Host`] group, which also says who has failed: a thread then aborts the communicator, so that no kernel
+//! waits for a rank that is gone. The same thread finds a rank that plans, or runs another call, where this one runs a call that
+//! was planned before: nobody would wait for it on the host.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;

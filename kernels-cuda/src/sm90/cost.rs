@@ -58,18 +58,24 @@ const MOST_ROUNDS: u32 = 8;
 /// A fixed order evens out nothing that the model does not know of, such as rows that take exact maxima.
 pub const LEAST_GAIN_OF_ORDER: f64 = 0.02;
 
+/// Whether every sequence has the problem's lengths.
+fn knows_lengths(problem: &FwdProblem) -> bool {
+    let layout = problem.layout;
+    (layout.q, layout.kv) == (QLayout::Batch, KvLayout::Strided) && !layout.seqused_q && !layout.seqused_k
+}
+
 /// The orders that a call's tiles may have, the tile's own first; empty where the table's rule stands: unmasked or windowed calls,
 /// lengths that are not the problem's, clusters.
 pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
-    let of_known_lengths = problem.layout.q == QLayout::Batch
-        && problem.layout.kv == KvLayout::Strided
-        && !problem.layout.seqused_q
-        && !problem.layout.seqused_k;
     let is_unlike = problem.mask.kind() == MaskKind::Upper;
     let Ok(schedule) = tile.schedule(problem) else { return Candidates::default() };
     let tiles = schedule.num_tiles.unsigned_abs();
     let in_rounds = (num_sms + 1..=MOST_ROUNDS * num_sms).contains(&tiles);
-    if !of_known_lengths || !is_unlike || !in_rounds || tile.cluster != 1 || tile.order != TileOrder::Dynamic
+    if !knows_lengths(problem)
+        || !is_unlike
+        || !in_rounds
+        || tile.cluster != 1
+        || tile.order != TileOrder::Dynamic
     {
         return Candidates::default();
     }
@@ -131,8 +137,7 @@ pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
 
 /// Whether a call of any lengths may have tiles of other shapes.
 fn takes_shapes(tile: &Sm90Tile, problem: &FwdProblem, spec: &FwdSpec) -> bool {
-    problem.layout.q == QLayout::Batch
-        && problem.layout.kv == KvLayout::Strided
+    knows_lengths(problem)
         && spec.mask != MaskKind::Band
         && !modifies(spec)
         && !spec.dtype_v.is_fp8()

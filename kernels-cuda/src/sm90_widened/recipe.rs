@@ -3,7 +3,10 @@
 
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
 use crate::sm80::{self, recipe::room};
-use crate::sm90::{self, recipe::Sm90};
+use crate::sm90::{
+    self,
+    recipe::{INSTRUCTIONS, Sm90, runs_on},
+};
 use crate::sm90_widened::{self as text, Costs, Places, WidenSpec};
 use fmha_core::args::{CacheSlice, DevSlice, DevSliceMut, FwdArgs, MemorySpace};
 use fmha_core::error::{ProblemError, Refusal, Result};
@@ -65,8 +68,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel<V>>, Refusal> {
         let refuse = |reason: String| Refusal::new(text::NAME, reason);
-        let has = facts.instructions;
-        facts.needs(has.tma && has.wgmma, "TMA with wgmma").map_err(refuse)?;
+        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         let wide = text::wide_problem(problem)?
             .validate()
             .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
