@@ -474,10 +474,10 @@ fn a_dump_has_source_log_resources_and_metadata() {
 fn the_table_names_each_problem_once() {
     let table = forward_table().unwrap();
     let names: std::collections::BTreeSet<_> = table.iter().map(|entry| &entry.name).collect();
-    assert_eq!((names.len(), table.len()), (2160, 2160));
+    assert_eq!((names.len(), table.len()), (3888, 3888));
     let backward = backward_table().unwrap();
     let names: std::collections::BTreeSet<_> = backward.iter().map(|entry| &entry.name).collect();
-    assert_eq!((names.len(), backward.len()), (1296, 1296));
+    assert_eq!((names.len(), backward.len()), (1944, 1944));
 }
 
 #[test]
