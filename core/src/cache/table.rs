@@ -48,23 +48,6 @@ pub struct TableEntry<P = ValidFwd> {
 /// # Errors
 /// None for the table as it stands: each problem is validated.
 pub fn forward_table() -> Result<Vec<TableEntry>, ProblemError> {
-    table()
-}
-
-/// The backward of the problems of [`forward_table`] that have LSE.
-///
-/// # Errors
-/// As there.
-pub fn backward_table() -> Result<Vec<TableEntry<ValidBwd>>, ProblemError> {
-    let forward = table()?;
-    let backward = forward.into_iter().filter(|entry| entry.problem.write_lse).map(|entry| {
-        let problem = BwdProblem::new(FwdProblem::clone(&entry.problem)).validate()?;
-        Ok(TableEntry { name: entry.name, problem })
-    });
-    backward.collect()
-}
-
-fn table() -> Result<Vec<TableEntry>, ProblemError> {
     const DIMS: [(u32, u32); 6] = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)];
     const HEADS_Q: u32 = 32;
     const WINDOW: MaskShape =
@@ -109,4 +92,16 @@ fn table() -> Result<Vec<TableEntry>, ProblemError> {
         }
     }
     Ok(table)
+}
+
+/// The backward of the problems of [`forward_table`] that have LSE.
+///
+/// # Errors
+/// As there.
+pub fn backward_table() -> Result<Vec<TableEntry<ValidBwd>>, ProblemError> {
+    let backward = forward_table()?.into_iter().filter(|entry| entry.problem.write_lse).map(|entry| {
+        let problem = BwdProblem::new(FwdProblem::clone(&entry.problem)).validate()?;
+        Ok(TableEntry { name: entry.name, problem })
+    });
+    backward.collect()
 }
