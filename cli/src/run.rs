@@ -12,7 +12,7 @@ use crate::check::{Checked, Verify, check, verify};
 use crate::data::DataArgs;
 use crate::failure::Failure;
 use crate::job::{Job, Source, init};
-use crate::options::{BackendArgs, ProblemArgs, at_least_0, word};
+use crate::options::{BackendArgs, ProblemArgs, at_least_0, at_least_1, word};
 use crate::progress::Progress;
 use crate::ranks::RankArgs;
 use crate::report::{Speed, describe, time};
@@ -75,7 +75,7 @@ pub(super) struct RunArgs {
     warmup: Option<u32>,
 
     /// Timed calls (default: up to 20, about a second of them, at least 3)
-    #[arg(long, value_name = "N", value_parser = at_least_0("repeat"), allow_negative_numbers = true, help_heading = "Time and check")]
+    #[arg(long, value_name = "N", value_parser = at_least_1("repeat"), allow_negative_numbers = true, help_heading = "Time and check")]
     repeat: Option<u32>,
 
     /// Against f64: full; sample (some rows of some (sequence, head) pairs; of gradients, some queries'

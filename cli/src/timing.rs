@@ -66,7 +66,7 @@ pub(super) fn in_a_row(
     }
     let mut times = Vec::new();
     let enough = |times: &[CallTime]| match repeat {
-        Some(repeat) => times.len() >= repeat.max(1) as usize,
+        Some(repeat) => times.len() >= repeat as usize,
         None => times.len() >= 3 && (times.len() >= 20 || sum(times) >= 1.0),
     };
     while !enough(&times) {

@@ -167,6 +167,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run --init zz", &["init", "zz"]),
     ("run --seed -1", &["seed", "-1"]),
     ("run --repeat many", &["repeat", "many"]),
+    ("run --repeat 0", &["repeat 0"]),
     ("run -v 7", &["verify", "7"]),
     ("run -num_splits=4", &["num_splits 4"]),
     ("run -lse=2", &["lse 2"]),
