@@ -246,6 +246,12 @@ impl Sm90Tile {
         cost::orders(self, problem, num_sms)
     }
 
+    /// Whether tiles of a call like the problem but for its sizes may have either order.
+    #[must_use]
+    pub fn has_orders(problem: &FwdProblem) -> bool {
+        cost::has_orders(problem)
+    }
+
     /// Query rows and keys that the tiles of a call may have, its own first, with what the model says of each. Empty where the
     /// table's rule stands.
     #[must_use]
@@ -263,7 +269,9 @@ impl Sm90Tile {
     #[must_use]
     pub const fn of_shape(&self, (block_m, block_n): (i32, i32)) -> Self {
         let wait_anchor = self.wait_anchor * block_n / self.block_n;
-        Self { block_m, block_n, wait_anchor, ..*self }
+        let as_many_keys = self.stages * self.block_n / block_n;
+        let stages = if as_many_keys < self.stages && as_many_keys >= 2 { as_many_keys } else { self.stages };
+        Self { block_m, block_n, stages, wait_anchor, ..*self }
     }
 
     /// Microseconds of a call of the problem's largest lengths, by the model; `None` of more tiles than a schedule counts.

@@ -12,25 +12,30 @@ use fmha_core::tune::Candidates;
 use fmha_core::{FwdProblem, KvLayout, MaskKind, QLayout};
 
 use super::table::{default_tile, modifies, widest};
-use super::{Sm90Tile, TileOrder, product_dim, spec_of};
+use super::{PrepareV, Sm90Tile, TileOrder, product_dim, spec_of};
 use crate::schedule::TileSchedule;
 
-/// Rate of a multiprocessor amid a long walk of 16-bit blocks, TFLOP/s of its products' operations: a 132nd of an
-/// H200's.
-fn tflops_of_sm(dim: i32) -> f64 {
-    let device = match dim {
-        ..=64 => 640.0,
-        65..=128 => 790.0,
-        129..=192 => 820.0,
-        _ => 850.0,
+/// Rate of a multiprocessor amid a long walk of blocks, TFLOP/s of its products' operations: a 132nd of an H200's.
+fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
+    let device = match (dim, is_fp8) {
+        (..=64, false) => 640.0,
+        (65..=128, false) => 790.0,
+        (129..=192, false) => 820.0,
+        (_, false) => 850.0,
+        (..=64, true) => 690.0,
+        (65..=128, true) => 930.0,
+        (129..=192, true) => 1050.0,
+        (_, true) => 1150.0,
     };
     device / 132.0
 }
 
 /// What of that rate a tile of so many rows has: of fewer warpgroups nobody's products run beneath the exponentials of one.
 /// Fitted to calls whose longest tile is the call.
-fn share_of_rate(block_m: i32, row: i32) -> f64 {
+fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     match (row, block_m) {
+        (128, 128) if is_fp8 => 0.95,
+        (256, 64) if is_fp8 => 0.55,
         (64, 128) => 0.88,
         (64, 64) => 0.54,
         (96, 128) => 0.93,
@@ -64,15 +69,24 @@ fn knows_lengths(problem: &FwdProblem) -> bool {
     (layout.q, layout.kv) == (QLayout::Batch, KvLayout::Strided) && !layout.seqused_q && !layout.seqused_k
 }
 
-/// The orders that a call's tiles may have, the tile's own first; empty where the table's rule stands: unmasked or windowed calls,
-/// lengths that are not the problem's, clusters.
+/// Whether a call's tiles may have either order: of a causal mask, and of FP8 without one, whose tiles come as they do where many
+/// rescale their sums often.
+pub(super) fn has_orders(problem: &FwdProblem) -> bool {
+    match problem.mask.kind() {
+        MaskKind::Upper => true,
+        MaskKind::Full => problem.dtypes.v.is_fp8(),
+        MaskKind::Band => false,
+    }
+}
+
+/// The orders that a call's tiles may have, the tile's own first; empty where the table's rule stands: windowed calls and unmasked
+/// ones of 16 bits, lengths that are not the problem's, clusters.
 pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
-    let is_unlike = problem.mask.kind() == MaskKind::Upper;
     let Ok(schedule) = tile.schedule(problem) else { return Candidates::default() };
     let tiles = schedule.num_tiles.unsigned_abs();
     let in_rounds = (num_sms + 1..=MOST_ROUNDS * num_sms).contains(&tiles);
     if !knows_lengths(problem)
-        || !is_unlike
+        || !has_orders(problem)
         || !in_rounds
         || tile.cluster != 1
         || tile.order != TileOrder::Dynamic
@@ -96,13 +110,18 @@ pub(super) fn shapes_of_other_sizes(
         return Vec::new();
     }
     let (rows, keys) = (tile.block_m, tile.block_n);
+    let taken = |&shape: &_| tile.of_shape(shape).check(spec, problem.gqa_ratio()).is_ok();
+    if spec.dtype_v.is_fp8() {
+        // Fewer rows leave registers for more keys; of three warpgroups below D 128 no other ones gained.
+        let lower = [(128, 128), (64, keys.max(128))].into_iter().filter(|&(lower, _)| lower < rows);
+        return lower.filter(|_| widest(spec) >= 128).filter(taken).collect();
+    }
     let heights = [128, 64].into_iter().filter(|&lower| lower < rows).map(|lower| (lower, keys));
     // More keys than the table's have registers at D 128 alone.
     let more = (widest(spec) == 128 && rows == 128).then_some(keys + 16);
     let widths = [keys - 16, keys - 32].into_iter().filter(|&fewer| fewer >= 48).chain(more);
     let is_full = spec.mask == MaskKind::Full;
     let widths = widths.filter(|_| is_full).map(|width| (rows, width));
-    let taken = |&shape: &_| tile.of_shape(shape).check(spec, problem.gqa_ratio()).is_ok();
     heights.chain(widths).filter(taken).collect()
 }
 
@@ -120,7 +139,8 @@ pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
     let has_walk = dims.seqlen_k > 2 * own.1.unsigned_abs();
     let is_short = dims.seqlen_k.div_ceil(own.1.unsigned_abs()) <= MOST_SHORT_BLOCKS;
     let is_of_these_sizes = |&(rows, keys): &(i32, i32)| {
-        (rows == own.0 || has_walk) && (keys == own.1 || is_short && dims.seqlen_k > own.1.unsigned_abs())
+        let takes_keys = keys == own.1 || is_short && dims.seqlen_k > own.1.unsigned_abs();
+        if rows == own.0 { takes_keys } else { has_walk }
     };
     let beside = shapes_of_other_sizes(tile, problem, &spec);
     let shapes = [own].into_iter().chain(beside.into_iter().filter(is_of_these_sizes));
@@ -140,7 +160,7 @@ fn takes_shapes(tile: &Sm90Tile, problem: &FwdProblem, spec: &FwdSpec) -> bool {
     knows_lengths(problem)
         && spec.mask != MaskKind::Band
         && !modifies(spec)
-        && !spec.dtype_v.is_fp8()
+        && tile.prepare_v == PrepareV::InTile
         && tile.copy_bytes == 0
         && tile.split_keys == 0
         && tile.cluster == 1
@@ -160,7 +180,9 @@ pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSched
     let (keys, of_table) = (f64::from(tile.block_n), f64::from(default_tile(&spec).block_n));
     let keys = keys + KEYS_BESIDE * (1.0 - keys / of_table);
     let flops_a_block = 2.0 * f64::from(tile.block_m) * keys * f64::from(dim);
-    let block_micros = flops_a_block / (tflops_of_sm(row) * share_of_rate(tile.block_m, row)) * 1e-6;
+    let is_fp8 = spec.dtype_v.is_fp8();
+    let rate = tflops_of_sm(row, is_fp8) * share_of_rate(tile.block_m, row, is_fp8);
+    let block_micros = flops_a_block / rate * 1e-6;
     let lengths: Vec<f64> = blocks_of_rows(tile, problem, schedule)
         .into_iter()
         .map(|blocks| f64::from(blocks) * block_micros + TILE_MICROS)

@@ -454,7 +454,7 @@ impl Sm90Tile {
     const fn take_fp8_products(&mut self, spec: &FwdSpec) {
         (self.skip_row_max, self.lazy_rescale_log2) = (false, 0);
         (self.block_n, self.wait_anchor) = (128, 0);
-        self.output_columns = if padded_dim(spec.head_dim_v) == 256 { 64 } else { 32 };
+        self.output_columns = if padded_dim(spec.head_dim_v) % 64 == 0 { 64 } else { 32 };
         (self.pv, self.lookahead) = if padded_dim(spec.head_dim_v) > 192 {
             (ValueProduct::FlushedFirst, Lookahead::Off)
         } else {
