@@ -9,9 +9,7 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::FieldValue;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{Candidates, TileOptions};
-use fmha_core::{
-    Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses,
-};
+use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
@@ -249,8 +247,12 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         let order = Sm90Tile::has_orders(problem).then(|| of("order", other.name()));
         let shapes = tile.shapes_of_other_sizes(problem).into_iter().map(|shape| {
             let Sm90Tile { block_m, block_n, stages, wait_anchor, .. } = tile.of_shape(shape);
-            let fields =
-                [("block_m", block_m), ("block_n", block_n), ("stages", stages), ("wait_anchor", wait_anchor)];
+            let fields = [
+                ("block_m", block_m),
+                ("block_n", block_n),
+                ("stages", stages),
+                ("wait_anchor", wait_anchor),
+            ];
             fields.map(|(name, value)| of(name, value.to_string())).into_iter().collect()
         });
         let in_own_order: Vec<TileOptions> = [TileOptions::default()].into_iter().chain(shapes).collect();
