@@ -193,6 +193,16 @@ fn kernels() -> Vec<(String, KernelSource)> {
         kernels.push((format!("sm90_fp8_{name}_before"), sm90::fwd(&spec, &tile)));
         kernels.push((format!("sm90_fp8_{name}_prepare"), sm90::prepare_values(&spec, &tile)));
     }
+    // Few tiles, of fewer rows beside more keys.
+    for (name, dim, shape) in [
+        ("128_upper_lower", 128, (128, 128)),
+        ("128_upper_low", 128, (64, 128)),
+        ("192_upper_low", 192, (64, 128)),
+    ] {
+        let spec = all(dim, MaskKind::Upper);
+        let tile = sm90::default_tile(&spec).of_shape(shape);
+        kernels.push((format!("sm90_fp8_{name}"), sm90::fwd(&spec, &tile)));
+    }
     kernels
 }
 

@@ -793,7 +793,9 @@ fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
 #[test]
 fn the_shape_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
     the_shapes_of_a_run_are_the_better_ones("shape", 7, &["3 3/3 1137/1137 128/128 causal"]);
-    the_shapes_of_a_run_are_the_better_ones("shape_fp8", 7, &[]);
+    // A walk whose V is prepared in the workspace has the table's; 128 rows take 27.0 us and 64 28.4.
+    let missed = ["1 8/4 2048/2048 64/64 causal", "1 2/1 3000/3000 96/96 full"];
+    the_shapes_of_a_run_are_the_better_ones("shape_fp8", 18, &missed);
 }
 
 fn the_shapes_of_a_run_are_the_better_ones(run: &str, num_others: i32, missed_of_run: &[&str]) {
@@ -834,7 +836,7 @@ fn the_order_of_fp8_s_tiles_is_the_better_one_of_those_measured() {
         let least = of_static.min(row.micros);
         assert!(micros <= 1.01 * least, "{}: {chosen:?} {micros}, the better {least}", row.shape);
     }
-    assert_eq!(fixed, 6);
+    assert_eq!(fixed, 3);
 }
 
 /// Packed, paged and windowed calls have the table's shape, and many tiles.

@@ -35,7 +35,10 @@ fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
 fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     match (row, block_m) {
         (128, 128) if is_fp8 => 0.95,
-        (256, 64) if is_fp8 => 0.55,
+        (256, 64) if is_fp8 => 0.62,
+        (64, 128) if is_fp8 => 0.72,
+        (96, 128) if is_fp8 => 0.80,
+        (96, 64) if is_fp8 => 0.50,
         (64, 128) => 0.88,
         (64, 64) => 0.54,
         (96, 128) => 0.93,
@@ -112,9 +115,10 @@ pub(super) fn shapes_of_other_sizes(
     let (rows, keys) = (tile.block_m, tile.block_n);
     let taken = |&shape: &_| tile.of_shape(shape).check(spec, problem.gqa_ratio()).is_ok();
     if spec.dtype_v.is_fp8() {
-        // Fewer rows leave registers for more keys; of three warpgroups below D 128 no other ones gained.
-        let lower = [(128, 128), (64, keys.max(128))].into_iter().filter(|&(lower, _)| lower < rows);
-        return lower.filter(|_| widest(spec) >= 128).filter(taken).collect();
+        // Fewer rows leave registers for the keys that the table's have not at D 128.
+        let keys = if widest(spec) == 128 { keys.max(128) } else { keys };
+        let lower = [(128, keys), (64, keys)].into_iter().filter(|&(lower, _)| lower < rows);
+        return lower.filter(taken).collect();
     }
     let heights = [128, 64].into_iter().filter(|&lower| lower < rows).map(|lower| (lower, keys));
     // More keys than the table's have registers at D 128 alone.

@@ -219,6 +219,10 @@ fn prepare_values_once(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile
     let dims = problem.dims;
     let rows = u64::from(dims.seqlen_q) * u64::from(problem.gqa_ratio());
     let (prepare_v, least) = match (widest(spec), spec.mask) {
+        // D 192, us, in each tile, by a launch, beside: 6912 rows behind 5747 keys causal 901, 847; of 2985 rows full 697, 681, 670, of 3360
+        // 61.3, 59.0, 60.3.
+        (192, MaskKind::Upper) => (PrepareV::Before, PREPARE_BEFORE_ROWS * 7 / 8),
+        (192, MaskKind::Full) => (PrepareV::Beside, PREPARE_BESIDE_ROWS * 2 / 3),
         (64, MaskKind::Full) | (_, MaskKind::Upper) => (PrepareV::Before, PREPARE_BEFORE_ROWS),
         (_, MaskKind::Full) => (PrepareV::Beside, PREPARE_BESIDE_ROWS),
         // Few tiles read a block.
@@ -446,13 +450,16 @@ impl Sm90Tile {
         }
     }
 
-    /// With a P of 8 bits, whose products are summed in some 14 bits: flushed after each block, and with every row's maximum,
-    /// since the type leaves P no room above it. Registers, of which a thread has 232, decide: of S `block_n / 2`, of O
+    /// With a P of 8 bits, whose products are summed in some 14 bits: flushed after each block, and with every block's maxima,
+    /// since the type leaves P little room above them. Registers, of which a thread has 232, decide: of S `block_n / 2`, of O
     /// `head_dim_v / 2`, those of `output_columns`, of P `block_n / 8`.
     ///
-    /// D 256, TFLOP/s: beside the next S 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output first 1111.
+    /// D 256, TFLOP/s: beside the next S 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output first 1111. D 192, us, 32 columns
+    /// at a time and 64: 42.6 and 40.2 (B1 H8 S2048 causal), 722.8 and 697.9 (B32 H24/8 S995). Rescaled where a maximum grew by more
+    /// than 2^0 and 2^2, D 256: 500 and 494 (B4 H8 S4096), 526 and 520 (B2 H8 S8192 causal), D 192 696 and 679 (B32 H24/8 S995); the
+    /// needle's relative error (bench/needle.py) is 8.35e-4 and 8.49e-4, 8.45e-4 and 8.63e-4.
     const fn take_fp8_products(&mut self, spec: &FwdSpec) {
-        (self.skip_row_max, self.lazy_rescale_log2) = (false, 0);
+        (self.skip_row_max, self.lazy_rescale_log2) = (false, 2);
         (self.block_n, self.wait_anchor) = (128, 0);
         self.output_columns = if padded_dim(spec.head_dim_v) % 64 == 0 { 64 } else { 32 };
         (self.pv, self.lookahead) = if padded_dim(spec.head_dim_v) > 192 {

@@ -73,9 +73,7 @@ struct Consumer {
   mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? Shared::dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
   mma::RegisterTile<Storage<type_v>, tile.block_n> probs;
   static constexpr int part = output_columns(spec, tile), num_parts = dim_v / part;
-  // Two narrow parts at a time, or two of any where S has their registers else.
-  static constexpr int num_recent = num_parts > 1 && (sums_output_first(tile) || part <= 32) ? 2 : 1;
-  static constexpr int num_left = sums_output_first(tile) ? 1 : num_recent;  // parts that are under way beside the softmax, or at the end
+  static constexpr int num_recent = sums_output_first(tile) && num_parts > 1 ? 2 : 1;
   mma::Accumulator<flushes_output(tile) ? part : 8> recent[num_recent];  // of a block's P V: parts in turn
   float descale = 1.f;                          // of FP8 scores, of the same tile as scale_log2
   Softmax<tile, p_offset_log2(spec, tile)> softmax;
@@ -182,7 +180,7 @@ struct Consumer {
       for (int i = 0; i < num_parts; ++i) {
         mma::start_register_product_abt<type_v, 1>(recent[i % num_recent], probs, smem.v[v_slot.index], i * part, false);
         const int added = i + 1 - num_recent;
-        if (added < 0 || added + num_left >= num_parts) continue;
+        if (added < 0 || added + 1 == num_parts) continue;
         ptx::wgmma_wait_group<num_recent - 1>();
         add_recent(added);
       }
@@ -200,7 +198,7 @@ struct Consumer {
   }
   // `last`: of the tile.
   FMHA_DEVICE void finish_scores(bool last) {
-    ptx::wgmma_wait_group<sums_output_first(tile) ? 0 : num_left>();
+    ptx::wgmma_wait_group<sums_output_first(tile) ? 0 : 1>();
     release_k();
     if constexpr (release_q_early) release_q(last);
   }
@@ -230,10 +228,7 @@ struct Consumer {
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
     release_v();
-    if constexpr (flushes_output(tile)) {
-#pragma unroll
-      for (int i = num_parts - num_left; i < num_parts; ++i) add_recent(i);
-    }
+    if constexpr (flushes_output(tile)) add_recent(num_parts - 1);
   }
   FMHA_DEVICE void release_v() {
     release_slot(smem.v_empty[v_slot.index]);
