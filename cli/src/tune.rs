@@ -1,15 +1,19 @@
 //! `fmha tune`: the tile of one problem, measured knob by knob on the present device.
 
+use std::collections::VecDeque;
 use std::io::Write;
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use fmha::{AnyProblem, BwdProblem, Device, PlanOptions, Stream};
 use fmha_conformance::execute::Resident;
 use fmha_conformance::init::Init;
+use fmha_core::cache::Precompile;
 use fmha_core::tune::{
     Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, by_model, clock, search,
 };
+use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use crate::Verdict;
@@ -107,17 +111,20 @@ impl TuneArgs {
         });
         let limit = (self.seconds > 0).then(|| Duration::from_secs(self.seconds.into()));
         let until = limit.map(|limit| Instant::now() + limit);
-        let mut tiles = Tiles { backend, stream: &stream, options: &options, call, until };
+        let ahead = Ahead::new(backend.precompiler(), problem, &options);
+        let mut tiles = Tiles { backend, stream: &stream, options: &options, call, until, ahead: &ahead };
         let mut tried = Vec::new();
         if !self.json {
             writeln!(out, "{:<18} {}", "device", backend.name())?;
         }
-        let found = search(&mut tiles, &own, &changes, self.rounds, |one| {
-            if !self.json {
-                // A terminal that is gone is found out at the end.
-                let _ = writeln!(out, "{:<18} {}", one.changed, words(one)).and_then(|()| out.flush());
-            }
-            tried.push(one.clone());
+        let found = ahead.beside(|| {
+            search(&mut tiles, &own, &changes, self.rounds, |one| {
+                if !self.json {
+                    // A terminal that is gone is found out at the end.
+                    let _ = writeln!(out, "{:<18} {}", one.changed, words(one)).and_then(|()| out.flush());
+                }
+                tried.push(one.clone());
+            })
         });
         drop(tiles);
         let found = found.map_err(Failure::wrong)?;
@@ -201,7 +208,7 @@ fn changed(own: &TileOptions, knob: &str, value: &str) -> TileOptions {
     tile
 }
 
-/// Compiles each tile that is one knob away from `own`, and counts.
+/// Compiles each tile that is one knob away from `own`, on all cores, and counts.
 fn compile(
     backend: &Device,
     problem: AnyProblem<'_>,
@@ -210,14 +217,18 @@ fn compile(
     knobs: &[(&str, Vec<String>)],
     out: &mut dyn Write,
 ) -> Result<Verdict, Failure> {
-    let (mut compiled, mut refused) = (0, 0);
-    for (knob, value) in knobs.iter().flat_map(|(knob, values)| values.iter().map(move |v| (knob, v))) {
+    let changes: Vec<_> =
+        knobs.iter().flat_map(|(knob, values)| values.iter().map(move |v| (knob, v))).collect();
+    let planned = changes.par_iter().map(|(knob, value)| {
         let options = with_tile(options, &changed(own, knob, value));
-        let planned = match problem {
+        match problem {
             AnyProblem::Forward(problem) => backend.plan_fwd(problem, &options).map(drop),
             AnyProblem::Backward(problem) => backend.plan_bwd(problem, &options).map(drop),
             AnyProblem::Combine(problem) => backend.plan_combine(problem, &options).map(drop),
-        };
+        }
+    });
+    let (mut compiled, mut refused) = (0, 0);
+    for planned in planned.collect::<Vec<_>>() {
         match planned {
             Ok(()) => compiled += 1,
             Err(fmha::Error::Unsupported { .. }) => refused += 1,
@@ -228,6 +239,65 @@ fn compile(
     Ok(Verdict::Right)
 }
 
+/// Compiles the tiles that come next on the cores that the search leaves idle; it finds them on the disk. By the driver nothing is done
+/// here, as what is loaded beside a call that is being recorded would spoil the recording.
+struct Ahead<'a> {
+    compiler: Option<&'a dyn Precompile>,
+    problem: AnyProblem<'a>,
+    options: &'a PlanOptions,
+    /// `None` when the search is over.
+    coming: Mutex<Option<VecDeque<TileOptions>>>,
+    changed: Condvar,
+}
+
+impl<'a> Ahead<'a> {
+    fn new(compiler: Option<&'a dyn Precompile>, problem: AnyProblem<'a>, options: &'a PlanOptions) -> Self {
+        Self { compiler, problem, options, coming: Mutex::new(Some(VecDeque::new())), changed: Condvar::new() }
+    }
+
+    /// Runs a search, and compiles as long as it runs.
+    fn beside<T>(&self, search: impl FnOnce() -> T) -> T {
+        let others = std::thread::available_parallelism().map_or(0, |cores| cores.get() - 1);
+        std::thread::scope(|scope| {
+            if let Some(compiler) = self.compiler {
+                (0..others).for_each(|_| drop(scope.spawn(|| self.compile(compiler))));
+            }
+            let found = search();
+            self.set(None);
+            found
+        })
+    }
+
+    fn compile(&self, compiler: &dyn Precompile) {
+        while let Some(tile) = self.next() {
+            // Why a tile cannot be compiled is told when its turn has come.
+            let jobs = compiler.jobs(self.problem, &with_tile(self.options, &tile));
+            jobs.into_iter().flatten().for_each(|job| drop(compiler.precompile(&job)));
+        }
+    }
+
+    fn next(&self) -> Option<TileOptions> {
+        let mut coming = self.coming.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(tile) = coming.as_mut()?.pop_front() {
+                return Some(tile);
+            }
+            coming = self.changed.wait(coming).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn set(&self, coming: Option<VecDeque<TileOptions>>) {
+        *self.coming.lock().unwrap_or_else(PoisonError::into_inner) = coming;
+        self.changed.notify_all();
+    }
+
+    /// What the search has come to is compiled by the search, or is being compiled.
+    fn leave(&self, tile: &TileOptions) {
+        let mut coming = self.coming.lock().unwrap_or_else(PoisonError::into_inner);
+        coming.iter_mut().for_each(|coming| coming.retain(|other| other != tile));
+    }
+}
+
 /// Tiles of one call on one device, over the same numbers.
 struct Tiles<'a> {
     backend: &'a Device,
@@ -236,6 +306,7 @@ struct Tiles<'a> {
     call: Call,
     /// When no tile is begun any more.
     until: Option<Instant>,
+    ahead: &'a Ahead<'a>,
 }
 
 /// A tile's calls, and what they compute with.
@@ -272,7 +343,12 @@ impl<'a> Tiles<'a> {
 impl<'a> Timer for Tiles<'a> {
     type Ready = Ready<'a>;
 
+    fn coming(&mut self, tiles: Vec<TileOptions>) {
+        self.ahead.set(Some(tiles.into()));
+    }
+
     fn ready(&mut self, tile: &TileOptions) -> Result<Ready<'a>, String> {
+        self.ahead.leave(tile);
         self.ready_and_right(tile).map_err(|failure| failure.to_string())
     }
 
@@ -282,7 +358,11 @@ impl<'a> Timer for Tiles<'a> {
     }
 
     fn goes_on(&self) -> bool {
-        self.until.is_none_or(|until| Instant::now() < until)
+        let goes_on = self.until.is_none_or(|until| Instant::now() < until);
+        if !goes_on {
+            self.ahead.set(Some(VecDeque::new()));
+        }
+        goes_on
     }
 }
 

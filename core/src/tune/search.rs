@@ -7,6 +7,10 @@ pub trait Timer {
     /// A tile that was planned, compiled, and found right.
     type Ready;
 
+    /// Hears which tiles come next, in their order, as long as none of them is better than the best so far: what is compiled
+    /// meanwhile is there when it is asked for.
+    fn coming(&mut self, _tiles: Vec<TileOptions>) {}
+
     /// Makes a tile ready.
     ///
     /// # Errors
@@ -198,10 +202,11 @@ pub fn search<T: Timer>(
     rounds: u32,
     mut tell: impl FnMut(&Tried),
 ) -> Result<Found, String> {
+    timer.coming(changed(own, changes));
     let own_ready = timer.ready(own)?;
     let (mut best, mut best_ready): (TileOptions, Option<T::Ready>) = (own.clone(), None);
     let mut not_begun = 0;
-    for (knob, value) in changes {
+    for (at, (knob, value)) in changes.iter().enumerate() {
         let tile = with(&best, knob, value);
         if tile == best {
             continue;
@@ -219,6 +224,7 @@ pub fn search<T: Timer>(
         });
         tell(&Tried { changed: format!("{knob}={value}"), outcome });
         if let Some(ready) = challenger {
+            timer.coming(changed(&tile, &changes[at + 1..]));
             (best, best_ready) = (tile, Some(ready));
         }
     }
@@ -227,6 +233,11 @@ pub fn search<T: Timer>(
         None => None,
     };
     Ok(Found { tile: best, confirmed, not_begun })
+}
+
+/// The tile with each change that makes another of it.
+fn changed(tile: &TileOptions, changes: &[Change]) -> Vec<TileOptions> {
+    changes.iter().map(|(knob, value)| with(tile, knob, value)).filter(|changed| changed != tile).collect()
 }
 
 /// The tile with another value of a knob, said last: what cannot go with it yields.
@@ -396,6 +407,37 @@ mod tests {
         let found = search(&mut limited, &own, &changes, 7, |_| tried += 1).unwrap();
         assert_eq!((found.tile[0].1.as_str(), tried, found.not_begun), ("2", 1, 2));
         assert!(found.is_gain());
+    }
+
+    /// What was said to come, and what was asked for.
+    struct Listens(Made, Vec<String>);
+
+    impl Timer for Listens {
+        type Ready = u32;
+
+        fn coming(&mut self, tiles: Vec<TileOptions>) {
+            let values: Vec<_> = tiles.iter().map(|tile| tile[0].1.as_str()).collect();
+            self.1.push(format!("coming {}", values.join(",")));
+        }
+
+        fn ready(&mut self, tile: &TileOptions) -> Result<u32, String> {
+            self.1.push(tile[0].1.clone());
+            self.0.ready(tile)
+        }
+
+        fn burst(&mut self, ready: &u32) -> Result<f64, String> {
+            self.0.burst(ready)
+        }
+    }
+
+    #[test]
+    fn what_comes_next_is_said_before_the_first_tile_and_anew_of_a_better_one() {
+        let own = vec![("stages".to_owned(), "1".to_owned())];
+        let changes = ["1", "2", "3", "4", "5"].map(|value| ("stages", value.to_owned()));
+        let seconds = |value| [0.0, 1.0, 1.1, 1.0, 0.5, 0.9][value as usize];
+        let mut listens = Listens(Made::new(seconds, 0.0, 1), Vec::new());
+        search(&mut listens, &own, &changes, 3, |_| ()).unwrap();
+        assert_eq!(listens.1, ["coming 2,3,4,5", "1", "2", "3", "4", "coming 5", "5"]);
     }
 
     /// Which tile each burst was of.
