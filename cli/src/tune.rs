@@ -417,3 +417,61 @@ fn as_json(tried: &Tried) -> Value {
         Err(why) => json!({ "tile": tried.changed, "not_timed": why }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Sender, channel};
+
+    use fmha::{DType, Dims, Error, FwdProblem};
+    use fmha_core::cache::{CompiledKernel, KernelJob};
+
+    use super::*;
+
+    /// Tells the value of each tile that it is asked to compile.
+    struct Heard(Mutex<Sender<String>>);
+
+    impl Precompile for Heard {
+        fn jobs(&self, _: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>, Error> {
+            self.0.lock().unwrap().send(options.tile[0].1.clone()).unwrap();
+            Ok(Vec::new())
+        }
+
+        fn precompile(&self, job: &KernelJob) -> Result<std::sync::Arc<CompiledKernel>, Error> {
+            Err(Error::NoDevice(format!("no compiler for {}", job.kernel)))
+        }
+    }
+
+    fn tiles(values: &[&str]) -> VecDeque<TileOptions> {
+        values.iter().map(|value| vec![("stages".to_owned(), (*value).to_owned())]).collect()
+    }
+
+    #[test]
+    fn tiles_that_come_next_are_compiled_but_for_what_the_search_has_come_to() {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 64,
+            seqlen_k: 64,
+            num_heads_q: 1,
+            num_heads_kv: 1,
+            head_dim_qk: 64,
+            head_dim_v: 64,
+        };
+        let problem = FwdProblem::batch(DType::F16, dims).validate().unwrap();
+        let options = PlanOptions::default();
+        let (told, heard) = channel();
+        let compiler = Heard(Mutex::new(told));
+        let ahead = Ahead::new(Some(&compiler), AnyProblem::Forward(&problem), &options);
+        ahead.set(Some(tiles(&["1", "2", "3"])));
+        ahead.leave(&tiles(&["2"])[0]);
+        assert_eq!((ahead.next(), ahead.next()), (tiles(&["1"]).pop_front(), tiles(&["3"]).pop_front()));
+        if std::thread::available_parallelism().map_or(1, std::num::NonZero::get) > 1 {
+            let long = Duration::from_secs(60);
+            let first = ahead.beside(|| {
+                ahead.set(Some(tiles(&["4"])));
+                heard.recv_timeout(long).unwrap()
+            });
+            assert_eq!(first, "4", "compiled while the search waits");
+        }
+        assert_eq!(ahead.next(), None, "the search is over");
+    }
+}
