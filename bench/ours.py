@@ -112,7 +112,7 @@ def _library():
     return lib
 
 
-def _options(timed: bool, backward: bool, caller_workspace: bool) -> FmhaOptions:
+def _options(timed: bool, backward: bool, caller_workspace: bool = False) -> FmhaOptions:
     word = lambda name: os.environ.get(name, "").encode() or None
     options = FmhaOptions(struct_bytes=sizeof(FmhaOptions), allow_fallback=bool(word("OURS_FALLBACK")))
     options.caller_workspace = caller_workspace
