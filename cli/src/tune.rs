@@ -252,12 +252,19 @@ struct Ahead<'a> {
 
 impl<'a> Ahead<'a> {
     fn new(compiler: Option<&'a dyn Precompile>, problem: AnyProblem<'a>, options: &'a PlanOptions) -> Self {
-        Self { compiler, problem, options, coming: Mutex::new(Some(VecDeque::new())), changed: Condvar::new() }
+        Self {
+            compiler,
+            problem,
+            options,
+            coming: Mutex::new(Some(VecDeque::new())),
+            changed: Condvar::new(),
+        }
     }
 
     /// Runs a search, and compiles as long as it runs.
     fn beside<T>(&self, search: impl FnOnce() -> T) -> T {
-        let others = std::thread::available_parallelism().map_or(0, |cores| cores.get() - 1);
+        // Each tile is checked on the cores too.
+        let others = std::thread::available_parallelism().map_or(0, |cores| cores.get() / 4);
         std::thread::scope(|scope| {
             if let Some(compiler) = self.compiler {
                 (0..others).for_each(|_| drop(scope.spawn(|| self.compile(compiler))));

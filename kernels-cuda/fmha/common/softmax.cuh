@@ -87,10 +87,15 @@ struct Softmax {
 
   // S becomes P, unnormalised; the running maximum is the exact one, but for `lazy_rescale_log2`. `never` is an
   // address for the store that never happens; `have_max` is called between the maximum and the exponentials.
-  template <int n, class HaveMax>
+  // `nonnegative`: no running maximum that matters is negative.
+  template <bool nonnegative = false, int n, class HaveMax>
   FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never, HaveMax&& have_max) {
     float new_max[2] = {rows[0].row_max, rows[1].row_max};
-    raise(new_max, s);
+    if constexpr (nonnegative) {
+      raise_nonnegative(new_max, s);
+    } else {
+      raise(new_max, s);
+    }
 
     float shift[2], sums[2];
 #pragma unroll
@@ -124,9 +129,9 @@ struct Softmax {
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
-  // Whether some P may be beyond 2^lazy_rescale_log2. So do NaN and infinity count: they are the sums of a row whose running
-  // maximum is still -inf.
-  FMHA_DEVICE static bool exceeds_rescale_threshold(const float (&sums)[2]) { return exceed(sums, power_of_two(tile.lazy_rescale_log2 + p_offset_log2)); }
+  // Whether some P may be beyond a power of two. So do NaN and infinity count: they are the sums of a row whose running maximum
+  // is still -inf.
+  FMHA_DEVICE static bool exceed_power(const float (&sums)[2], int log2) { return exceed(sums, power_of_two(log2 + p_offset_log2)); }
   // Whether P may have overflowed f32, which leaves nothing to rescale. The limit is lower than f32's, since the
   // correction of a P beyond 2^126 would be 0.
   FMHA_DEVICE static bool overflows_f32(const float (&sums)[2]) { return exceed(sums, 1.2676506e30f); }  // 2^100

@@ -57,6 +57,9 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         _ => {}
     }
     take_short_rows(problem, &spec, &mut tile);
+    if sees_few_keys(problem, &spec) {
+        tile.skip_row_max = false;
+    }
     let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
     if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
         tile.block_m = 64;
@@ -195,6 +198,23 @@ fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
         }
         _ => {}
     }
+}
+
+/// Whether a causal call's queries see so few keys, on average, that exact maxima throughout cost nothing: a tile has no vote then, and
+/// inputs whose scores lie far apart gain.
+///
+/// An H200, bf16, microseconds without and with them, normal inputs and outliers. D 128: B32 H16 S512 102.8, 99.0 and 108.0, 99.0;
+/// B16 H16 S1024 141.9, 140.8 and 145.9, 140.0; B10 H16 S1536 172.4, 174.3 and 181.8, 174.2; packed to 1008 150.2, 149.0 and 155.5, 148.6.
+/// Normal: D 80 at 512 94.8, 93.0, at 1024 137.2, 137.9; D 64 74.7, 72.6 and 105.1, 105.5.
+fn sees_few_keys(problem: &FwdProblem, spec: &FwdSpec) -> bool {
+    let most = match (widest(spec), spec.mask) {
+        (128, MaskKind::Upper) => 512,
+        (64 | 96, MaskKind::Upper) => 256,
+        _ => return false,
+    };
+    let dims = problem.dims;
+    let seen = dims.seqlen_k - dims.seqlen_q.min(dims.seqlen_k) / 2;
+    seen <= most && !modifies(spec) && !spec.dtype_qk.is_fp8()
 }
 
 /// Query rows of a kv head from which on its V is prepared once, beside the tiles or by a launch before: so many tiles would

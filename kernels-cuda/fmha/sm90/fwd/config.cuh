@@ -114,6 +114,13 @@ FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90Tile& til
   return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
 }
 
+// How far, in log2, a row's scores may pass the running maximum in blocks that take no maxima of their own, before it is raised. A P of
+// bf16 has f32's range, and under a mask no offset; what of O then leaves f32 is computed again.
+FMHA_DEVICE constexpr int raise_beyond_log2(const FwdSpec& spec, const Sm90Tile& tile) {
+  const bool has_room = operand_v(spec, tile) == DType::Bf16 && spec.mask != MaskKind::Full;
+  return has_room ? 40 : tile.lazy_rescale_log2;
+}
+
 // Columns of O that one product of P V computes, where its sums are taken out of the tensor cores.
 FMHA_DEVICE constexpr int output_columns(const FwdSpec& spec, const Sm90Tile& tile) {
   return tile.output_columns > 0 ? tile.output_columns : product_dim(spec.head_dim_v, spec.dtype_v);
