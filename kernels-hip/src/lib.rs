@@ -9,6 +9,7 @@
 //! backend that is [`Amd`].
 
 pub mod arch;
+pub mod backward;
 pub mod cache_update;
 pub mod cdna;
 pub mod cdna_bwd;
@@ -25,7 +26,7 @@ pub mod simt;
 pub mod simt_bwd;
 
 pub use arch::Arch;
-pub use cdna_bwd::{BwdSums, CdnaBwdParams, CdnaBwdSpec, CdnaBwdTile};
+pub use backward::{BwdSums, CdnaBwdParams, CdnaBwdSpec, CdnaBwdTile};
 pub use cdna_decode::{CdnaDecodeParams, CdnaDecodeSpec, CdnaDecodeTile};
 pub use device::{Amd, Device, DeviceFacts, Grid};
 pub use rdna_decode::RdnaDecodeTile;
@@ -191,12 +192,14 @@ pub fn headers() -> Vec<Header> {
         "cdna/order.h",
         "cdna/span.h",
         "cdna/fwd.h",
+        "cdna/bwd/job.h",
         "cdna/bwd/config.h",
         "cdna/bwd/load.h",
         "cdna/bwd/pairs.h",
         "cdna/bwd/owner.h",
         "cdna/bwd/store.h",
         "cdna/bwd/rest.h",
+        "cdna/bwd/walk.h",
         "cdna/bwd/main.h",
         "cdna/decode/work.h",
         "cdna/decode/config.h",
@@ -218,7 +221,7 @@ pub fn headers() -> Vec<Header> {
         "dropout.h",
     ));
     headers.push(Header::rendered("fmha/cdna/tile.h", tile_h()));
-    headers.push(cdna_bwd::tile_header());
+    headers.push(backward::tile_header());
     headers.push(cdna_decode::tile_header());
     headers.push(rdna::tile_header());
     headers
