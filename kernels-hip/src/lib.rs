@@ -2,7 +2,7 @@
 //! a program can compile it wherever it finds clang or hipRTC.
 //!
 //! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma`
-//! (typed tiles) below `cdna` (forward, decode, backward), `rdna` (forward) and `combine.h`. What all vendors share comes from
+//! (typed tiles) below `cdna` (forward, decode, backward), `rdna` (the same) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
 //!
 //! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid, its launches, for any
@@ -20,6 +20,7 @@ mod device;
 mod forward;
 mod order;
 pub mod rdna;
+pub mod rdna_bwd;
 pub mod rdna_decode;
 pub mod recipes;
 pub mod simt;
@@ -213,6 +214,7 @@ pub fn headers() -> Vec<Header> {
         "rdna/tile_step.h",
         "rdna/epilogue.h",
         "rdna/fwd.h",
+        "rdna/bwd/main.h",
         "rdna/decode/load.h",
         "rdna/decode/main.h",
         "simt/bwd.h",

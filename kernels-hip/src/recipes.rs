@@ -10,6 +10,7 @@ use crate::decode::recipe::Decode;
 use crate::device::Amd;
 use crate::forward::recipe::Forward;
 use crate::rdna::Rdna;
+use crate::rdna_bwd::Wmma;
 use crate::rdna_decode::RdnaDecode;
 use crate::{combine, simt, simt_bwd};
 
@@ -28,7 +29,11 @@ pub fn forward<V: Amd>() -> Vec<FwdKernel<V>> {
 /// Of the backward.
 #[must_use]
 pub fn backward<V: Amd>() -> Vec<BwdKernel<V>> {
-    vec![Kernel::new(Products::<Mfma>::default()), Kernel::new(simt_bwd::recipe::SimtBwd::default())]
+    vec![
+        Kernel::new(Products::<Mfma>::default()),
+        Kernel::new(Products::<Wmma>::default()),
+        Kernel::new(simt_bwd::recipe::SimtBwd::default()),
+    ]
 }
 
 /// Of the merging of partial results.
