@@ -1,4 +1,4 @@
-//! Writes `docs/kernels/cdna-fwd.tsv`, `cdna-bwd.tsv` and `cdna-decode.tsv`: registers, occupancy and the modelled passes of
+//! Writes `docs/kernels/cdna-fwd.tsv`, `cdna-bwd.tsv`, `rdna-bwd.tsv` and `cdna-decode.tsv`: registers, occupancy and the modelled passes of
 //! the main loops. `modelled fwd`, `modelled bwd` and `modelled decode` write one of them.
 
 #[path = "../tests/support/mod.rs"]
@@ -18,6 +18,7 @@ fn main() -> std::io::Result<()> {
     }
     if is_wanted("bwd") {
         std::fs::write(format!("{folder}/cdna-bwd.tsv"), table::bwd_table())?;
+        std::fs::write(format!("{folder}/rdna-bwd.tsv"), table::rdna_bwd_table(|_, _| true))?;
     }
     if is_wanted("decode") {
         std::fs::write(format!("{folder}/cdna-decode.tsv"), table::decode_table())?;

@@ -1,6 +1,7 @@
 //! The committed table of modelled figures is what the compiler and llvm-mca say today.
 
 use fmha_core::DType;
+use fmha_rocm::Arch;
 
 mod support;
 #[path = "support/modelled.rs"]
@@ -35,6 +36,33 @@ fn rows_are_current(dtypes: fn(DType) -> bool) {
     }
     assert_eq!(committed.len(), current.lines().count());
     assert!(committed.len() > 10);
+}
+
+/// Of WMMA the narrowest rows; the others with `--all`.
+#[test]
+fn rows_of_the_committed_table_of_the_backward_on_wmma_are_current() {
+    rows_on_wmma_are_current(|_, head_dim| head_dim == 64);
+}
+
+#[test]
+#[ignore = "15 kernels are compiled: cargo xtask test --all"]
+fn the_committed_table_of_the_backward_on_wmma_is_current() {
+    rows_on_wmma_are_current(|_, _| true);
+}
+
+fn rows_on_wmma_are_current(rows: fn(Arch, u32) -> bool) {
+    if !support::clang_is_there() || !table::tools_are_there() {
+        return;
+    }
+    let committed: Vec<&str> = include_str!("../../docs/kernels/rdna-bwd.tsv").lines().collect();
+    let current = table::rdna_bwd_table(rows);
+    for line in current.lines() {
+        assert!(
+            committed.contains(&line),
+            "not `{line}`: make it anew: cargo run --release -p fmha-rocm --example modelled"
+        );
+    }
+    assert!(current.lines().count() > 2);
 }
 
 #[test]

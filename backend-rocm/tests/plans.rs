@@ -192,7 +192,11 @@ fn a_process_that_plans_backward_and_combine() {
         "dtype_qk f32, dtype_v f32, dtype_o f32 are not three times f16 or three times bf16",
     );
     let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
-    assert_eq!(refusals(backend.plan_bwd(&f32s, &PlanOptions::default())), [f32_is_none, not_allowed]);
+    let no_wmma = Refusal::new("rdna_bwd", "gfx942 has no WMMA");
+    assert_eq!(
+        refusals(backend.plan_bwd(&f32s, &PlanOptions::default())),
+        [f32_is_none, no_wmma, not_allowed]
+    );
     for (dims, tile, part) in [
         (Dims { head_dim_v: 320, ..DIMS }, &[][..], "head_dim_v 320 is larger than 256"),
         (DIMS, &[("rows", "96")], "rows=96 is not 64, 128 or 256"),
@@ -243,7 +247,8 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
-        let kernels = ["cdna_decode", "cdna_fwd", "rdna_decode", "rdna_fwd", "simt", "cdna_bwd", "combine"];
+        let kernels =
+            ["cdna_decode", "cdna_fwd", "rdna_decode", "rdna_fwd", "simt", "cdna_bwd", "rdna_bwd", "combine"];
         assert_eq!(backend.kernels(), kernels);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));
@@ -252,7 +257,7 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
 }
 
 #[test]
-fn rdna_computes_forward_on_wmma_and_refuses_the_kernels_on_mfma_by_name() {
+fn rdna_computes_on_wmma_and_refuses_the_kernels_on_mfma_by_name() {
     for arch in Arch::RDNA {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         let reason = format!("{} has no MFMA: not on RDNA", arch.name());
@@ -264,16 +269,48 @@ fn rdna_computes_forward_on_wmma_and_refuses_the_kernels_on_mfma_by_name() {
             "seqlen_q 300 is more than 64, and rdna_fwd takes it".to_owned(),
         ));
         assert_eq!((plan.kernel(), plan.is_fallback(), plan.refusals()), ("rdna_fwd", false, &refused[..]));
-        let backward = backward();
-        let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
-        let refused = refusals(backend.plan_bwd(&backward, &PlanOptions::default()));
-        assert_eq!(refused, [Refusal::new("cdna_bwd", reason), not_allowed]);
-        assert_eq!(backend.plan_bwd(&backward, &slow_too()).unwrap().kernel(), "simt");
+        let f32s = BwdProblem::new(FwdProblem::batch(DType::F32, DIMS)).validate().unwrap();
+        let refused = refusals(backend.plan_bwd(&f32s, &PlanOptions::default()));
+        let no_f32 = "dtype_qk f32, dtype_v f32, dtype_o f32 are not three times f16 or three times bf16";
+        assert_eq!(refused[..2], [Refusal::new("cdna_bwd", reason), Refusal::new("rdna_bwd", no_f32)]);
+        assert_eq!(backend.plan_bwd(&f32s, &slow_too()).unwrap().kernel(), "simt");
     }
+    rdna_sums_gradients_on_wmma();
     let backend = fmha_rocm::pretend("gfx1100").unwrap();
     let fp8 = refusals(backend.plan_fwd(&forward(DType::E4m3Fn), &asking("rdna_fwd")));
     let reason = "dtype_qk e4m3fn is no operand of gfx1100's matrix instructions";
     assert_eq!(fp8, [Refusal::new("rdna_fwd", reason)]);
+}
+
+fn rdna_sums_gradients_on_wmma() {
+    let backend = fmha_rocm::pretend("gfx1100").unwrap();
+    let plan = backend.plan_bwd(&backward(), &PlanOptions::default()).unwrap();
+    let refused = [Refusal::new("cdna_bwd", "gfx1100 has no MFMA: not on RDNA")];
+    assert_eq!((plan.kernel(), plan.is_fallback(), plan.refusals()), ("rdna_bwd", false, &refused[..]));
+    assert!(plan.promises().deterministic && plan.promises().batch_invariant);
+    let tiles = "rdna_bwd_dq 128 x 32, 1 stages, 27648 bytes of lds; \
+                 rdna_bwd_dkdv 128 x 32, 1 stages, 38144 bytes of lds";
+    assert_eq!(plan.details()[1], ("tile", tiles.to_owned()));
+    // Three blocks of 128 queries of 8 heads, four of keys of 4; eight waves of 16 rows.
+    let launches: Vec<_> = plan
+        .steps()
+        .iter()
+        .map(|step| (&*step.kernel, step.explain.launch.map(|launch| (launch.groups, launch.threads))))
+        .collect();
+    let of = |kernel, groups| (kernel, Some((groups, 256)));
+    let expected =
+        [of("rdna_bwd_stats", 640), of("rdna_bwd_dq", 24), of("rdna_bwd_dkdv", 16), of("rdna_bwd_rest", 36)];
+    assert_eq!(launches, expected);
+    for (dims, tile, part) in [
+        (Dims { head_dim_qk: 320, ..DIMS }, &[][..], "head_dim_qk 320 is larger than 256"),
+        (DIMS, &[("stages", "2")], "tile stages=2 is not 1"),
+        (DIMS, &[("columns", "64")], "tile columns=64,stages=1 takes 72192 bytes of LDS, more than 65536"),
+    ] {
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims)).validate().unwrap();
+        let options = asking("rdna_bwd").tile(tile.iter().copied());
+        let refused = refusals(backend.plan_bwd(&problem, &options));
+        assert!(refused[0].reason.contains(part), "{refused:?}");
+    }
 }
 
 /// What the forward on WMMA refuses by name, decode takes: no fallback is asked for.

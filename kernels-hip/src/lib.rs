@@ -2,13 +2,14 @@
 //! a program can compile it wherever it finds clang or hipRTC.
 //!
 //! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma`
-//! (typed tiles) below `cdna` (forward, decode, backward), `rdna` (forward) and `combine.h`. What all vendors share comes from
+//! (typed tiles) below `cdna` (forward, decode, backward), `rdna` (the same) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
 //!
 //! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid, its launches, for any
 //! backend that is [`Amd`].
 
 pub mod arch;
+pub mod backward;
 pub mod cache_update;
 pub mod cdna;
 pub mod cdna_bwd;
@@ -19,13 +20,14 @@ mod device;
 mod forward;
 mod order;
 pub mod rdna;
+pub mod rdna_bwd;
 pub mod rdna_decode;
 pub mod recipes;
 pub mod simt;
 pub mod simt_bwd;
 
 pub use arch::Arch;
-pub use cdna_bwd::{BwdSums, CdnaBwdParams, CdnaBwdSpec, CdnaBwdTile};
+pub use backward::{BwdSums, CdnaBwdParams, CdnaBwdSpec, CdnaBwdTile};
 pub use cdna_decode::{CdnaDecodeParams, CdnaDecodeSpec, CdnaDecodeTile};
 pub use device::{Amd, Device, DeviceFacts, Grid};
 pub use rdna_decode::RdnaDecodeTile;
@@ -191,12 +193,14 @@ pub fn headers() -> Vec<Header> {
         "cdna/order.h",
         "cdna/span.h",
         "cdna/fwd.h",
+        "cdna/bwd/job.h",
         "cdna/bwd/config.h",
         "cdna/bwd/load.h",
         "cdna/bwd/pairs.h",
         "cdna/bwd/owner.h",
         "cdna/bwd/store.h",
         "cdna/bwd/rest.h",
+        "cdna/bwd/walk.h",
         "cdna/bwd/main.h",
         "cdna/decode/work.h",
         "cdna/decode/config.h",
@@ -210,6 +214,7 @@ pub fn headers() -> Vec<Header> {
         "rdna/tile_step.h",
         "rdna/epilogue.h",
         "rdna/fwd.h",
+        "rdna/bwd/main.h",
         "rdna/decode/load.h",
         "rdna/decode/main.h",
         "simt/bwd.h",
@@ -218,7 +223,7 @@ pub fn headers() -> Vec<Header> {
         "dropout.h",
     ));
     headers.push(Header::rendered("fmha/cdna/tile.h", tile_h()));
-    headers.push(cdna_bwd::tile_header());
+    headers.push(backward::tile_header());
     headers.push(cdna_decode::tile_header());
     headers.push(rdna::tile_header());
     headers

@@ -2,14 +2,17 @@
 
 use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel, Kernel};
 
+use crate::backward::recipe::Products;
 use crate::cdna::Cdna;
+use crate::cdna_bwd::Mfma;
 use crate::cdna_decode::CdnaDecode;
 use crate::decode::recipe::Decode;
 use crate::device::Amd;
 use crate::forward::recipe::Forward;
 use crate::rdna::Rdna;
+use crate::rdna_bwd::Wmma;
 use crate::rdna_decode::RdnaDecode;
-use crate::{cdna_bwd, combine, simt, simt_bwd};
+use crate::{combine, simt, simt_bwd};
 
 /// Of the forward.
 #[must_use]
@@ -26,7 +29,11 @@ pub fn forward<V: Amd>() -> Vec<FwdKernel<V>> {
 /// Of the backward.
 #[must_use]
 pub fn backward<V: Amd>() -> Vec<BwdKernel<V>> {
-    vec![Kernel::new(cdna_bwd::recipe::CdnaBwd::default()), Kernel::new(simt_bwd::recipe::SimtBwd::default())]
+    vec![
+        Kernel::new(Products::<Mfma>::default()),
+        Kernel::new(Products::<Wmma>::default()),
+        Kernel::new(simt_bwd::recipe::SimtBwd::default()),
+    ]
 }
 
 /// Of the merging of partial results.

@@ -491,7 +491,11 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(addresses|backward|laws)/", deal: 1 },
         ..amd("gfx1100", NONE)
     },
-    Row { in_test: NONE, in_all: Cases { filter: "^(addresses|laws)/", deal: 1 }, ..amd("gfx1201", NONE) },
+    Row {
+        in_test: NONE,
+        in_all: Cases { filter: "^(addresses|backward|laws)/", deal: 1 },
+        ..amd("gfx1201", NONE)
+    },
 ];
 
 /// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector clocks where
@@ -512,6 +516,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("simt", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
     quick("rdna_fwd", OFF_TILE, amd("gfx1100", NONE)),
     quick("rdna_fwd", OFF_TILE, amd("gfx1201", NONE)),
+    quick("rdna_bwd", "^backward/head_dim/bf16/d64$", amd("gfx1100", NONE)),
     quick("rdna_decode", "^decode/paged/bf16/p16/s3x129/b/nhd$", amd("gfx1100", NONE)),
 ];
 

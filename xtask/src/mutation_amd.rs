@@ -80,12 +80,8 @@ pub(crate) fn run() -> Result<(), String> {
         for (i, (title, problem)) in KERNELS.iter().enumerate() {
             let fp8 = match arch {
                 "gfx942" => "e4m3fnuz",
-                // RDNA's kernel has one tile a workgroup and no backward.
-                _ if arch.starts_with("gfx1")
-                    && (problem.contains("order=") || title.starts_with("backward")) =>
-                {
-                    continue;
-                }
+                // RDNA's kernels have one tile a workgroup.
+                _ if arch.starts_with("gfx1") && problem.contains("order=") => continue,
                 "gfx950" | "gfx1201" => "fp8",
                 _ if problem.contains("FP8") => continue,
                 _ => "",

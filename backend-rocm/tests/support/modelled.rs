@@ -107,6 +107,66 @@ fn bwd_rows(arch: Arch, head_dim: u32) -> String {
     super::support::products(&backend, &problem, &options).iter().map(row).collect()
 }
 
+const RDNA_COLUMNS: &str = "arch\tcall\tvgprs\tspills\tlds_bytes\twaves_per_simd\twmma\tvector\ttranscendental\tlds_reads\tmatrix_percent\n";
+
+/// The table of the backward's products on WMMA: of one step of 32 walked rows that masks nothing what it issues, copying
+/// and reading own rows anew left out, and the matrix unit's share of it. llvm-mca 22 gives WMMA the rate of an addition: here a matrix instruction
+/// takes what the stated peak leaves it, a vector instruction one cycle, a transcendental one four.
+pub(crate) fn rdna_bwd_table(rows: fn(Arch, u32) -> bool) -> String {
+    let mut text = RDNA_COLUMNS.to_owned();
+    let of_arch = |arch: Arch| {
+        let head_dims = [64, 128, 192, 256].into_iter().filter(|&head_dim| rows(arch, head_dim));
+        head_dims.map(|head_dim| rdna_bwd_rows(arch, head_dim)).collect::<String>()
+    };
+    std::thread::scope(|scope| {
+        let threads = Arch::RDNA.map(|arch| scope.spawn(move || of_arch(arch)));
+        for thread in threads {
+            text += &thread.join().unwrap();
+        }
+    });
+    text
+}
+
+fn rdna_bwd_rows(arch: Arch, head_dim: u32) -> String {
+    let dims = Dims { head_dim_qk: head_dim, head_dim_v: head_dim, ..DIMS };
+    let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims)).validate().unwrap();
+    let backend = fmha_rocm::pretend(arch.name()).unwrap();
+    let options = PlanOptions::default().kernel("rdna_bwd");
+    let plan = backend.plan_bwd(&problem, &options).unwrap();
+    let row = |(kernel, code): &(String, Vec<u8>)| {
+        let step = plan.steps().iter().find(|step| *step.kernel == **kernel).unwrap();
+        let threads = step.explain.launch.unwrap().threads;
+        let found = Resources::of(code).unwrap();
+        let usage = fmha_core::ResourceUsage {
+            registers: u32::try_from(found.vgprs).ok(),
+            shared_bytes: u32::try_from(found.lds_bytes).ok(),
+            ..fmha_core::ResourceUsage::default()
+        };
+        let waves = arch.workgroups_per_compute_unit(&usage, threads) * (threads / 32) / 4;
+        let file = scratch(arch, "co");
+        std::fs::write(&file, code).unwrap();
+        let step = main_loop(&file);
+        std::fs::remove_file(&file).unwrap();
+        let count = |is: &dyn Fn(&str) -> bool| step.iter().filter(|text| is(text)).count() as u32;
+        let is_transcendental =
+            |text: &str| ["v_exp_f32", "v_rcp_f32", "v_log_f32"].iter().any(|name| text.starts_with(name));
+        let wmma = count(&|text| text.starts_with("v_wmma"));
+        let transcendental = count(&is_transcendental);
+        let vector = count(&|text| text.starts_with("v_")) - wmma - transcendental;
+        let matrix = wmma * if arch == Arch::Gfx1100 { 32 } else { 16 };
+        format!(
+            "{}\t{kernel}/bf16/d{head_dim}/mask 0\t{}\t{}\t{}\t{waves}\t{wmma}\t{vector}\t{transcendental}\t{}\t{:.1}\n",
+            arch.name(),
+            found.vgprs,
+            found.vgpr_spills + found.sgpr_spills,
+            found.lds_bytes,
+            count(&|text| text.starts_with("ds_load")),
+            100.0 * f64::from(matrix) / f64::from(matrix + vector + 4 * transcendental),
+        )
+    };
+    super::support::products(&backend, &problem, &options).iter().map(row).collect()
+}
+
 const DECODE_COLUMNS: &str = "arch\tcall\tvgprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tloads_beside\tunit_bytes\tpercent_at_400ns\tpercent_at_800ns\tpercent_at_1600ns\n";
 /// Keys of a step of decode's loop.
 const DECODE_KEYS: u64 = 32;
@@ -282,7 +342,7 @@ pub(crate) fn main_loop(code: &Path) -> Vec<String> {
         falls.then_some(i + 1).into_iter().chain(jumps).collect::<Vec<_>>()
     };
     let worth = |i: usize| {
-        let matrix = blocks[i].iter().filter(|(_, text)| text.contains("mfma")).count() as i64;
+        let matrix = blocks[i].iter().filter(|(_, text)| is_matrix(text)).count() as i64;
         (matrix, -(blocks[i].len() as i64))
     };
     let mut best: Option<((i64, i64), Vec<usize>)> = None;
@@ -314,6 +374,10 @@ pub(crate) fn main_loop(code: &Path) -> Vec<String> {
         .filter(|(_, text)| !text.contains("branch"))
         .flat_map(|(_, text)| without_swap(text))
         .collect()
+}
+
+fn is_matrix(text: &str) -> bool {
+    text.contains("mfma") || text.contains("wmma")
 }
 
 /// llvm-mca 22 never ends on some loops with V_PERMLANE32_SWAP_B32, its only vector instruction of two

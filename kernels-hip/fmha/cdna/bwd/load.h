@@ -5,17 +5,6 @@
 
 namespace fmha::cdna::bwd {
 
-// Rows of a tensor, from one of a (sequence, head) on: element by element at any address and stride.
-struct TensorRows {
-  const uint8_t* data;
-  int64_t row_bytes, elem_bytes;  // from row to row, from element to element of a row
-  int32_t num_rows, num_elems;    // beyond: 0
-
-  FMHA_DEVICE TensorRows from(int32_t row) const {
-    return {data + row * row_bytes, row_bytes, elem_bytes, num_rows - row, num_elems};
-  }
-};
-
 // What loads read through: 16 bytes at (row, byte), 0 outside.
 template <LoadPath load>
 class Reader {
@@ -122,6 +111,72 @@ class WalkedLoad {
   }
 
   Frag piece_[per_thread][kRun];
+};
+
+// Which of the walked rows a thread loads: the first half of the waves what scores are made of, the second what dP is.
+template <CdnaBwdSpec spec, CdnaBwdTile tile>
+struct BlockLoad {
+  using C = Config<spec, tile>;
+  static constexpr int threads = C::num_threads / 2;
+  // Rows of one length are loaded without a branch.
+  static constexpr bool alike = spec.head_dim_qk == spec.head_dim_v;
+  using ScoreLoad = WalkedLoad<spec.head_dim_qk, tile.columns, threads, tile.load>;
+  using ValueLoad = WalkedLoad<spec.head_dim_v, tile.columns, threads, tile.load>;
+  ScoreLoad score;
+  ValueLoad value;
+  bool loads_score, loads_stats;
+  int thread;
+  float stat;  // LSE of a walked query by one half of the threads that load them, delta by the other
+
+  TensorRows rows;  // of the first head, from the sequence's first row on
+  int64_t head_bytes;
+  const float* stats;  // LSE or delta of them
+
+  FMHA_DEVICE BlockLoad(const CdnaBwdParams& params, const Job& job) {
+    const int thread_of_group = opaque_thread_idx(), i_wave = v_readfirstlane_b32(thread_of_group / kWaveSize);
+    thread = thread_of_group % threads;
+    loads_score = i_wave < C::num_waves / 2;
+    loads_stats = !C::queries_own && i_wave < 2 * tile.columns / kWaveSize;
+    const FwdParams& p = params.bwd.fwd;
+    const int32_t dim = loads_score ? params.head_dim_qk : params.head_dim_v;
+    if constexpr (C::queries_own) {
+      rows = key_rows(loads_score ? p.k : p.v, job, 0, dim);
+      head_bytes = 0;
+    } else {
+      const View& view = loads_score ? p.q : params.bwd.dout;
+      rows = query_rows(view, job, job.first_head, 0, dim);
+      head_bytes = view.head * kElemBytes;
+      stats = (thread < tile.columns ? params.bwd.lse_log2 : params.bwd.delta) +
+              stats_offset(params.bwd, job.span, job.first_head, 0);
+    }
+  }
+
+  // Block `block` of the `i_head`-th head.
+  FMHA_DEVICE void issue(const CdnaBwdParams& params, int32_t i_head, int32_t block) {
+    const int32_t first = block * tile.columns;
+    TensorRows from = rows;
+    from.data += i_head * head_bytes;
+    from = from.from(first);
+    if (alike || loads_score) score.issue(from, thread);
+    else value.issue(from, thread);
+    if constexpr (!C::queries_own) {
+      // Stats are there for whole blocks of 32 queries; behind them a tile's block is past the lengths, and skipped.
+      const int32_t query = min(first + thread % tile.columns, int32_t(params.bwd.stats_batch) - 1);
+      if (loads_stats) stat = stats[i_head * params.bwd.stats_head + query];
+    }
+  }
+  FMHA_DEVICE void store(typename C::Stage& stage) const {
+    if constexpr (alike && C::Score::has_rows == C::Value::has_rows && C::Score::has_columns == C::Value::has_columns) {
+      score.store(loads_score ? stage.score : stage.value, thread);
+    } else {
+      if (loads_score) score.store(stage.score, thread);
+      else if constexpr (alike) score.store(stage.value, thread);
+      else value.store(stage.value, thread);
+    }
+    if constexpr (!C::queries_own) {
+      if (loads_stats) (thread < tile.columns ? stage.stats.lse_log2 : stage.stats.delta)[thread % tile.columns] = stat;
+    }
+  }
 };
 
 }  // namespace fmha::cdna::bwd

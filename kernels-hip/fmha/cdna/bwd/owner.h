@@ -1,99 +1,37 @@
-// A wave's own rows and their sums, and what a block of 32 walked rows adds to them.
+// A wave's own rows and their sums, and what a block of walked rows adds to them.
 #pragma once
 #include <fmha/cdna/bwd/pairs.h>
-#include <fmha/cdna/tile_step.h>
+#include <fmha/isa/num.h>
 
 namespace fmha::cdna::bwd {
 
-// C += A B over one step of 32 bytes.
-template <DType dtype>
-FMHA_DEVICE Acc mma_step(Frag a, Frag b, Acc c) {
-#pragma unroll
-  for (int part = 0; part < Mma<dtype>::parts; ++part) c = mma_part<dtype>(a, b, part, c);
-  return c;
-}
-
-// A block of P or dS as the B operand of sums: two steps of 16 walked rows, in KeyOrder.
-using BlockFrags = Array<Frag, 2>;
-template <DType dtype>
-FMHA_DEVICE BlockFrags block_frags(const Acc& x) {
-  BlockFrags frags = {};
-#pragma unroll
-  for (int i = 0; i < 16; i += 2) frags[i / 8][i % 8 / 2] = p_word<dtype>(x, i, 0);
-  return frags;
-}
-
-// LSE in log2 and delta of a lane's own query.
-struct OwnStats {
-  float lse_log2_, delta_;
-  FMHA_DEVICE float lse_log2(int) const { return lse_log2_; }
-  FMHA_DEVICE float delta(int) const { return delta_; }
-};
-
-// Those of a block's queries, which lie along a lane's registers.
-struct BlockStats {
-  f32x4 lse_log2_[4], delta_[4];
-  FMHA_DEVICE float lse_log2(int i) const { return lse_log2_[i / kRun][i % kRun]; }
-  FMHA_DEVICE float delta(int i) const { return delta_[i / kRun][i % kRun]; }
-
-  template <int columns>
-  static FMHA_DEVICE BlockStats of(const WalkedStats<columns>& stats, int b, int half) {
-    BlockStats block;
-#pragma unroll
-    for (int run = 0; run < 4; ++run) {
-      const int from = b * kEdge + acc_row(run * kRun, half);
-      block.lse_log2_[run] = *reinterpret_cast<const f32x4*>(&stats.lse_log2[from]);
-      block.delta_[run] = *reinterpret_cast<const f32x4*>(&stats.delta[from]);
-    }
-    return block;
-  }
-};
-
-template <CdnaBwdSpec spec, CdnaBwdTile tile>
+template <class U>
 struct Owner {
-  using C = Config<spec, tile>;
-  using P = Pairs<spec, tile>;
-  static constexpr DType dtype = spec.dtype;
-  // gfx90a's matrix unit flushes f16 subnormals to 0: P lies higher there, by a power of two.
-  static constexpr float p_scale = spec.dtype == DType::F16 && kArch == Arch::Gfx90a ? 4096.f : 1.f;
+  using C = typename U::C;
+  using Acc = typename U::Acc;
+  static constexpr CdnaBwdSpec spec = U::spec;
 
-  Array<Frag, C::score_steps> own_score;
-  Array<Frag, C::makes_ds ? C::value_steps : 1> own_value;
+  typename U::OwnScore own_score;
+  [[no_unique_address]] typename Maybe<C::makes_ds, typename U::OwnValue>::type own_value;
   Array<Acc, max(C::score_blocks, 1)> dscore;  // dQ^T or dK^T
   Array<Acc, max(C::value_blocks, 1)> dvalue;  // dV^T
-  typename C::Score::LaneAddresses score_lane;
-  // Rows of one length have the same addresses.
-  static constexpr bool alike = spec.head_dim_qk == spec.head_dim_v;
-  typename Choose<alike, Nothing, typename C::Value::LaneAddresses>::type own_value_lane;
+  typename U::Lanes lanes;
 
   FMHA_DEVICE void clear() {
 #pragma unroll
     for (int d = 0; d < C::score_blocks; ++d) dscore[d] = Acc{};
 #pragma unroll
     for (int d = 0; d < C::value_blocks; ++d) dvalue[d] = Acc{};
-    score_lane = C::Score::lane_addresses();
-    if constexpr (!alike) own_value_lane = C::Value::lane_addresses();
-  }
-  FMHA_DEVICE const auto& value_lane() const {
-    if constexpr (alike) return score_lane;
-    else return own_value_lane;
+    lanes.find();
   }
 
   // Block `b` of a stage. `edge`: some of its pairs are hidden, or past the lengths.
   template <class Stats>
-  FMHA_DEVICE void add(const P& pairs, const typename C::Stage& stage, int b, const PairPlace& at, bool edge,
+  FMHA_DEVICE void add(const Pairs<U>& pairs, const typename C::Stage& stage, int b, const PairPlace& at, bool edge,
                        const Stats& stats) {
-    Acc s = {}, slopes, dp = {};
-#pragma unroll
-    for (int c = 0; c < C::score_steps; ++c) {
-      s = mma_step<dtype>(stage.score.row_frag(score_lane, b, c), own_score[c], s);
-    }
-    if constexpr (C::makes_ds) {
-#pragma unroll
-      for (int c = 0; c < C::value_steps; ++c) {
-        dp = mma_step<dtype>(stage.value.row_frag(value_lane(), b, c), own_value[c], dp);
-      }
-    }
+    PairValues s, slopes, dp = {};
+    s = U::product(stage.score, lanes.score(), b, own_score);
+    if constexpr (C::makes_ds) dp = U::product(stage.value, lanes.value(), b, own_value);
 
     // Reloaded: kept across products, parameters would fill the scalar registers.
     const FwdParams& p = reload_params<CdnaBwdParams>().bwd.fwd;
@@ -110,21 +48,13 @@ struct Owner {
     if constexpr (spec.dropout) kept = pairs.kept(at);
 
     if constexpr (C::makes_dv) {
-      Acc probs = s;
+      PairValues probs = s;
       if constexpr (spec.dropout) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) probs[i] = kept >> i & 1 ? s[i] : 0.f;
       }
-      if constexpr (p_scale != 1.f) probs *= p_scale;
-      const BlockFrags frags = block_frags<dtype>(probs);
-#pragma unroll
-      for (int c = 0; c < C::steps_of_block; ++c) {
-#pragma unroll
-        for (int d = 0; d < C::value_blocks; ++d) {
-          const Frag column = stage.value.column_frag(value_lane(), d, C::steps_of_block * b + c);
-          dvalue[d] = mma_step<dtype>(column, frags[c], dvalue[d]);
-        }
-      }
+      if constexpr (U::p_scale != 1.f) probs *= U::p_scale;
+      U::add_to(dvalue, stage.value, lanes.value(), b, probs);
     }
     if constexpr (C::makes_ds) {
 #pragma unroll
@@ -133,15 +63,7 @@ struct Owner {
         dp[i] = s[i] * (dp[i] - stats.delta(i));
         if constexpr (spec.modifies) dp[i] *= slopes[i];
       }
-      const BlockFrags frags = block_frags<dtype>(dp);
-#pragma unroll
-      for (int c = 0; c < C::steps_of_block; ++c) {
-#pragma unroll
-        for (int d = 0; d < C::score_blocks; ++d) {
-          const Frag column = stage.score.column_frag(score_lane, d, C::steps_of_block * b + c);
-          dscore[d] = mma_step<dtype>(column, frags[c], dscore[d]);
-        }
-      }
+      U::add_to(dscore, stage.score, lanes.score(), b, dp);
     }
   }
 };

@@ -195,7 +195,11 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
             add(&mut table, arch, name, &[KEYS, 2 * KEYS].map(of));
         }
         for head_dim in BACKWARD_HEAD_DIMS {
-            assert_eq!(conflicts_of_backward(&backend, head_dim, folder), 0, "{arch}, head dim {head_dim}");
+            assert_eq!(
+                conflicts_of_backward(&backend, "cdna_bwd", head_dim, folder),
+                0,
+                "{arch}, head dim {head_dim}"
+            );
         }
     }
     for (arch, fp8) in RDNA {
@@ -203,6 +207,13 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
         for call in Call::of_rdna(fp8) {
             let of = |keys| counted(&backend, call.problem(keys), PlanOptions::default(), folder);
             add(&mut table, arch, &call.name(), &[KEYS, 2 * KEYS].map(of));
+        }
+        for head_dim in BACKWARD_HEAD_DIMS {
+            assert_eq!(
+                conflicts_of_backward(&backend, "rdna_bwd", head_dim, folder),
+                0,
+                "{arch}, head dim {head_dim}"
+            );
         }
         for (at, (name, _)) in decode_of_rdna(KEYS).into_iter().enumerate() {
             let one_part = PlanOptions::default().kernel("rdna_decode").tile([("split_keys", "1024")]);
@@ -225,6 +236,7 @@ fn no_banks_conflict_in_rdnas_main_loop_nor_in_the_backward() {
         let counters = counted(&backend, call.problem(KEYS / 4), PlanOptions::default(), &records.folder);
         assert!(counters.lds_accesses > 0);
         assert_eq!(counters.lds_conflict_cycles, 0, "{arch}: {} cycles", counters.lds_cycles_min);
+        assert_eq!(conflicts_of_backward(&backend, "rdna_bwd", 128, &records.folder), 0, "{arch}");
         for (name, problem) in decode_of_rdna(KEYS / 4) {
             if name == "bf16/decode d128" || name == "bf16/latent 576x512" {
                 let named = PlanOptions::default().kernel("rdna_decode");
@@ -239,11 +251,11 @@ fn no_banks_conflict_in_rdnas_main_loop_nor_in_the_backward() {
     }
     // Rows of half a line of banks, of which two are written at once.
     let Some(backend) = amd::open("gfx950", "the main loop") else { return };
-    assert_eq!(conflicts_of_backward(&backend, 64, &records.folder), 0);
+    assert_eq!(conflicts_of_backward(&backend, "cdna_bwd", 64, &records.folder), 0);
 }
 
 /// Cycles that bank conflicts add to a backward call's launches.
-fn conflicts_of_backward(backend: &Device, head_dim: u32, folder: &Path) -> u64 {
+fn conflicts_of_backward(backend: &Device, kernel: &str, head_dim: u32, folder: &Path) -> u64 {
     let dims = Dims {
         batch: 1,
         seqlen_q: 64,
@@ -255,7 +267,7 @@ fn conflicts_of_backward(backend: &Device, head_dim: u32, folder: &Path) -> u64 
     };
     let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
     let case = Case::backward("main loop", problem, Lengths::default(), Data { seed: 3, ..Data::default() });
-    let counters = recorded(backend, &case, PlanOptions::default().kernel("cdna_bwd"), folder);
+    let counters = recorded(backend, &case, PlanOptions::default().kernel(kernel), folder);
     assert!(counters.lds_accesses > 0);
     counters.lds_conflict_cycles
 }

@@ -1,6 +1,7 @@
-//! The backward on MFMA.
+//! The recipe of the backward kernels, `cdna_bwd` and `rdna_bwd`: launches of products between two by rows.
 
-use crate::{CdnaBwdTile, Device, cdna_bwd, simt};
+use crate::backward::{Backward, Unit, accept, num_threads};
+use crate::{CdnaBwdTile, Device, simt};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
@@ -10,35 +11,41 @@ use fmha_gpu::{
 
 use crate::device::{Amd, DeviceFacts, launch, lay_out};
 
-/// The backward on MFMA.
-#[derive(Clone, Debug, Default)]
-pub struct CdnaBwd {
-    chosen: Option<(cdna_bwd::CdnaBwd, Device)>,
+/// The backward on matrix instructions.
+#[derive(Clone, Debug)]
+pub(crate) struct Products<U> {
+    chosen: Option<(Backward<U>, Device)>,
 }
 
-impl CdnaBwd {
+impl<U> Default for Products<U> {
+    fn default() -> Self {
+        Self { chosen: None }
+    }
+}
+
+impl<U: Unit> Products<U> {
     /// What is launched, and what it promises.
     fn choice<V: Amd>(
-        chosen: cdna_bwd::CdnaBwd,
+        chosen: Backward<U>,
         problem: &ValidBwd,
         device: Device,
     ) -> Result<Choice<Kernel<ValidBwd, V>>, Refusal> {
         let mut products = Vec::new();
         for tile in &chosen.tiles {
-            let (workgroups, threads) = (cdna_bwd::CdnaBwd::workgroups(problem, tile), tile.num_threads());
+            let (workgroups, threads) = (Backward::<U>::workgroups(problem, tile), num_threads::<U>(tile));
             let most = u64::from(u32::MAX / threads);
             if workgroups > most {
                 let text = format!(
                     "lengths, heads and batch make {workgroups} workgroups of {} rows, more than {most}",
                     tile.rows
                 );
-                return Err(Refusal::new(cdna_bwd::NAME, text));
+                return Err(Refusal::new(U::NAME, text));
             }
-            products.push(launch(tile.sums.kernel(), chosen.source(tile), workgroups, threads));
+            products.push(launch(U::launch(tile.sums), chosen.source(tile), workgroups, threads));
         }
         let rows = |kernel, source, workgroups| launch(kernel, source, workgroups, simt::NUM_THREADS);
-        let stats = rows(cdna_bwd::STATS, chosen.stats_source(), chosen.stats_workgroups());
-        let rest = rows(cdna_bwd::REST, chosen.rest_source(), chosen.rest_workgroups(problem));
+        let stats = rows(U::STATS, chosen.stats_source(), chosen.stats_workgroups());
+        let rest = rows(U::REST, chosen.rest_source(), chosen.rest_workgroups(problem));
         // dQ's, of which every problem has one.
         let main = products.remove(0);
         let (bytes, zeroed_bytes) = chosen.workspace_bytes();
@@ -54,9 +61,9 @@ impl CdnaBwd {
     }
 }
 
-impl<V: Amd> Recipe<ValidBwd, V> for CdnaBwd {
+impl<V: Amd, U: Unit> Recipe<ValidBwd, V> for Products<U> {
     fn name(&self) -> &'static str {
-        cdna_bwd::NAME
+        U::NAME
     }
 
     fn choose(
@@ -66,8 +73,8 @@ impl<V: Amd> Recipe<ValidBwd, V> for CdnaBwd {
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<ValidBwd, V>>, Refusal> {
         let set =
-            |tile: &TileOptions| cdna_bwd::accept(problem, facts.device, &options.clone().tile(tile.clone()));
-        let tuned = facts.tuned.get(cdna_bwd::NAME, &class_of(problem));
+            |tile: &TileOptions| accept::<U>(problem, facts.device, &options.clone().tile(tile.clone()));
+        let tuned = facts.tuned.get(U::NAME, &class_of(problem));
         let (chosen, tile_from) = settle(&options.tile, tuned, set)?;
         let mut choice = Self::choice(chosen, problem, facts.device)?;
         choice.details.insert(1, tile_from.detail());
@@ -95,10 +102,14 @@ impl<V: Amd> Recipe<ValidBwd, V> for CdnaBwd {
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let Some((chosen, _)) = &self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel cdna_bwd has 0 workspaces chosen").into());
+            return Err(ProblemError::new(
+                "plan",
+                format!("plan: kernel {} has 0 workspaces chosen", U::NAME),
+            )
+            .into());
         };
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
-        let mut params = chosen.params(call.problem, bind::bwd_params(call.problem, call.args), address);
+        let mut params = chosen.params(call.problem, &bind::bwd_params(call.problem, call.args), address);
         let mut rows = params.bwd;
         let num = steps.len();
         for (at, step) in steps.iter().enumerate() {
@@ -121,10 +132,10 @@ fn class_of(problem: &ValidBwd) -> TileClass {
     TileClass::of_bwd(problem, &BwdSpec { deterministic: true, ..BwdSpec::of(problem) })
 }
 
-impl<V: Amd> Tiled<ValidBwd, V> for CdnaBwd {
+impl<V: Amd, U: Unit> Tiled<ValidBwd, V> for Products<U> {
     type Tile = CdnaBwdTile;
 
-    const HEADERS: &'static [&'static str] = &[cdna_bwd::HEADER];
+    const HEADERS: &'static [&'static str] = &[U::HEADER];
 
     fn table_tiles(
         &self,
@@ -132,7 +143,7 @@ impl<V: Amd> Tiled<ValidBwd, V> for CdnaBwd {
         facts: &DeviceFacts,
         _: &PlanOptions,
     ) -> Result<Vec<CdnaBwdTile>, Refusal> {
-        cdna_bwd::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.tiles)
+        accept::<U>(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.tiles)
     }
 
     fn class(&self, problem: &ValidBwd, _: &PlanOptions) -> TileClass {

@@ -1,0 +1,484 @@
+//! What the backward kernels, `cdna_bwd` and `rdna_bwd`, have in common: what they take, their launches, what these read, and the
+//! recipe ([`recipe`]). Both are deterministic.
+//!
+//! A launch before computes LSE and delta of each query; one sums dQ, one (of wide rows two) dK and dV, each workgroup the
+//! gradients of its own rows alone; one behind takes what the products cannot (`fmha/cdna/bwd/rest.h`).
+
+mod access;
+pub(crate) mod recipe;
+
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, BwdParams, DevPtr};
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
+use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::BwdSpec;
+use fmha_core::{
+    Bias, BwdArgs, BwdProblem, DType, MaskKind, PlanOptions, ProblemError, Refusal, abi_enum, abi_spec,
+    abi_struct, check_addresses,
+};
+
+use crate::arch::Arch;
+use crate::device::{Device, refuse};
+use crate::simt::NUM_THREADS as ROW_THREADS;
+use crate::{LoadPath, StorePath};
+pub(crate) use access::LoadsAndStores;
+
+const REST_HEADER: &str = "fmha/cdna/bwd/rest.h";
+
+/// Rows of a word of flags, and walked rows of a block.
+pub(crate) const BLOCK_ROWS: u32 = 32;
+const MAX_HEAD_DIM: u32 = 256;
+/// Rows from the first of a block to the last that a descriptor is to reach.
+const FURTHEST_ROW: i64 = 128;
+const WAVES_OF_A_ROW_WORKGROUP: u64 = 4;
+const DWORD: i64 = 4;
+pub(crate) const ELEM_BYTES: i64 = 2;
+
+/// What a launch sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BwdSums {
+    /// dQ of a block of queries.
+    Dq,
+    /// dK and dV of a block of keys.
+    DkDv,
+    /// dK alone.
+    Dk,
+    /// dV alone.
+    Dv,
+}
+
+abi_enum!(BwdSums { Dq, DkDv, Dk, Dv });
+
+impl BwdSums {
+    pub(crate) const fn makes_ds(self) -> bool {
+        !matches!(self, Self::Dv)
+    }
+
+    pub(crate) const fn makes_dv(self) -> bool {
+        matches!(self, Self::DkDv | Self::Dv)
+    }
+}
+
+abi_spec! {
+    /// What the products of a backward call are compiled for: what changes the instructions of the main loops. All else
+    /// of a problem is a number that they read.
+    pub struct CdnaBwdSpec {
+        /// Q, K, V and dO; P and dS as operands.
+        pub dtype: DType,
+        /// dQ, dK and dV.
+        pub dtype_grad: DType,
+        /// Elements of a query's or key's row, padded to whole 64.
+        pub head_dim_qk: i32,
+        /// Elements of a value's or output's row, padded to whole 64.
+        pub head_dim_v: i32,
+        /// `Full`: no band. Any other: the band of the call, bounded or not, and its sink columns.
+        pub mask: MaskKind,
+        /// Whether there may be a soft-cap, a bias or slopes.
+        pub modifies: bool,
+        /// Whether there may be dropout.
+        pub dropout: bool,
+    }
+}
+
+abi_spec! {
+    /// How a launch of products computes.
+    pub struct CdnaBwdTile {
+        /// Own rows of a workgroup, whose gradients it sums: 32 a wave.
+        pub rows: i32 = Takes::among(&[64, 128, 256]).tuned(),
+        /// Walked rows of a block.
+        pub columns: i32 = Takes::among(&[32, 64]).tuned(),
+        /// Blocks in LDS at a time.
+        pub stages: i32 = Takes::within(1, 2).tuned(),
+        /// Waves of a SIMD that the compiler leaves registers for.
+        pub waves: i32 = Takes::nothing(),
+        /// How Q, K, V and dO are read.
+        pub load: LoadPath = Takes::nothing(),
+        /// How gradients are written.
+        pub store: StorePath = Takes::nothing(),
+        /// What is summed.
+        pub sums: BwdSums = Takes::nothing(),
+        /// Of a workgroup; the device's text asserts it.
+        pub lds_bytes: i32 = Takes::nothing(),
+    }
+}
+
+abi_struct! {
+    /// What the launches of products read.
+    pub struct CdnaBwdParams {
+        /// What all backward kernels read.
+        pub bwd: BwdParams,
+        /// Elements of a query's or key's row.
+        pub head_dim_qk: i32,
+        /// Elements of a value's or output's row.
+        pub head_dim_v: i32,
+        /// The elementwise bias' type, as [`DType`] counts.
+        pub dtype_bias: i32,
+        /// 1: probabilities are dropped.
+        pub drops: i32,
+    }
+}
+
+/// A matrix unit's half of the kernel: its names, its text, its tiles.
+pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 'static {
+    /// The kernel's name in plans and refusals.
+    const NAME: &'static str;
+    /// The launch before: LSE and delta.
+    const STATS: &'static str;
+    /// The launch behind.
+    const REST: &'static str;
+    /// What the entries of products include.
+    const HEADER: &'static str;
+    /// The products' class in that header.
+    const CLASS: &'static str;
+    /// Own rows of a wave.
+    const WAVE_ROWS: u32;
+    /// Threads of a wave.
+    const WAVE_THREADS: u32;
+    /// Rows are padded to these many elements.
+    const LINE: u32;
+
+    /// That an architecture has the unit.
+    ///
+    /// # Errors
+    /// The architecture.
+    fn needs(arch: Arch) -> Result<(), Refusal>;
+
+    /// A launch's name in plans.
+    fn launch(sums: BwdSums) -> &'static str;
+
+    /// How operands are read and gradients written.
+    fn access(problem: &BwdProblem) -> LoadsAndStores;
+
+    /// Whether one launch sums dK and dV.
+    fn sums_keys_at_once(spec: &CdnaBwdSpec, arch: Arch, by: LoadsAndStores) -> bool;
+
+    /// The tile that a launch has where none is asked for; `lengths`: of queries and of keys.
+    fn tile(
+        spec: &CdnaBwdSpec,
+        arch: Arch,
+        by: LoadsAndStores,
+        sums: BwdSums,
+        lengths: (u32, u32),
+    ) -> CdnaBwdTile;
+
+    /// What of a tile follows from what was asked for.
+    ///
+    /// # Errors
+    /// A field, its number, and why the kernel has no such tile.
+    fn settled(tile: CdnaBwdTile) -> Result<CdnaBwdTile, Refusal>;
+
+    /// Bytes of LDS of so many walked rows of so many elements: as they are, and transposed.
+    fn form_bytes(rows: i32, elems: i32) -> (i32, i32);
+
+    /// What the compiler is told of a tile's registers: attributes.
+    fn registers(tile: &CdnaBwdTile) -> String;
+}
+
+/// Threads of a workgroup.
+pub(crate) const fn num_threads<U: Unit>(tile: &CdnaBwdTile) -> u32 {
+    tile.rows.unsigned_abs() / U::WAVE_ROWS * U::WAVE_THREADS
+}
+
+/// The tile with its bytes of LDS: walked rows lie there as they are for scores and dP, and transposed for sums.
+pub(crate) fn with_lds<U: Unit>(mut tile: CdnaBwdTile, spec: &CdnaBwdSpec) -> CdnaBwdTile {
+    let (makes_ds, makes_dv) = (i32::from(tile.sums.makes_ds()), i32::from(tile.sums.makes_dv()));
+    let (scores, scores_transposed) = U::form_bytes(tile.columns, spec.head_dim_qk);
+    let (values, values_transposed) = U::form_bytes(tile.columns, spec.head_dim_v);
+    // LSE and delta of walked queries, in f32.
+    let stats = if tile.sums == BwdSums::Dq { 0 } else { 2 * 4 * tile.columns };
+    let forms = scores + makes_ds * (scores_transposed + values) + makes_dv * values_transposed;
+    tile.lds_bytes = tile.stages * (forms + stats);
+    tile
+}
+
+/// The kernel, with all that was chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Backward<U> {
+    unit: std::marker::PhantomData<U>,
+    spec: CdnaBwdSpec,
+    rows_spec: BwdSpec,
+    /// Of each launch of products, dQ's first.
+    pub(crate) tiles: Vec<CdnaBwdTile>,
+    workspace: BwdWorkspace,
+    /// A number for each KV head of each sequence, in front of the workspace: whether it has far queries.
+    far_bytes: u64,
+    /// Of queries, each sequence's in whole words of 32.
+    stats_rows: u64,
+    rows: BwdRows,
+}
+
+/// Whether this kernel computes `problem` on `device`, and with which tiles.
+///
+/// # Errors
+/// The field that it does not take, and its number.
+pub(crate) fn accept<U: Unit>(
+    problem: &BwdProblem,
+    device: Device,
+    options: &PlanOptions,
+) -> Result<Backward<U>, Refusal> {
+    U::needs(device.arch)?;
+    let fwd = &problem.fwd;
+    fwd.refuse_cache_updates(U::NAME)?;
+    let (qk, v, o) = (fwd.dtypes.qk, fwd.dtypes.v, fwd.dtypes.o);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || o != qk {
+        refuse!(
+            U::NAME,
+            "dtype_qk {qk}, dtype_v {v}, dtype_o {o} are not three times f16 or three times bf16"
+        );
+    }
+    let dims = fwd.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > MAX_HEAD_DIM {
+            refuse!(U::NAME, "{field} {dim} is larger than {MAX_HEAD_DIM}");
+        }
+    }
+    let rows = BwdRows::of(problem);
+    let most_rows = u64::from(u32::MAX / ROW_THREADS) * WAVES_OF_A_ROW_WORKGROUP;
+    let stats_rows = u64::from(dims.batch)
+        * u64::from(dims.num_heads_q)
+        * u64::from(dims.seqlen_q).next_multiple_of(BLOCK_ROWS.into());
+    if rows.all().max(stats_rows) > most_rows {
+        refuse!(
+            U::NAME,
+            "lengths, heads and batch make {} rows of gradients, more than {most_rows}",
+            rows.all()
+        );
+    }
+    let spec = spec::<U>(problem);
+    let by = U::access(problem);
+    let mut tiles = tiles::<U>(&spec, device.arch, by, (dims.seqlen_q, dims.seqlen_k), &options.tile)?;
+    tiles.iter_mut().for_each(|tile| *tile = with_lds::<U>(*tile, &spec));
+    if let Some(tile) = tiles.iter().find(|tile| tile.columns > tile.rows / 2) {
+        refuse!(U::NAME, "tile columns={} is more than half of rows={}", tile.columns, tile.rows);
+    }
+    if let Some(tile) = tiles.iter().find(|tile| tile.lds_bytes.unsigned_abs() > device.arch.lds_bytes()) {
+        let most = device.arch.lds_bytes();
+        refuse!(
+            U::NAME,
+            "tile columns={},stages={} takes {} bytes of LDS, more than {most}",
+            tile.columns,
+            tile.stages,
+            tile.lds_bytes
+        );
+    }
+    let words = |heads: u32, length: u32| {
+        u64::from(dims.batch) * u64::from(heads) * u64::from(length.div_ceil(BLOCK_ROWS))
+    };
+    let launches_of_keys = tiles.len() as u64 - 1;
+    let flags =
+        words(dims.num_heads_q, dims.seqlen_q) + launches_of_keys * words(dims.num_heads_kv, dims.seqlen_k);
+    let Some(workspace) = BwdWorkspace::new(problem, BLOCK_ROWS, None, flags) else {
+        refuse!(U::NAME, "the workspace would be 2^62 bytes or more");
+    };
+    let far_bytes = (u64::from(dims.batch) * u64::from(dims.num_heads_kv) * 4).next_multiple_of(256);
+    let unit = std::marker::PhantomData;
+    Ok(Backward {
+        unit,
+        spec,
+        rows_spec: BwdSpec::of(problem),
+        tiles,
+        workspace,
+        far_bytes,
+        stats_rows,
+        rows,
+    })
+}
+
+/// What the products are compiled for. Modified scores have one kernel for all modifiers and masks.
+fn spec<U: Unit>(problem: &BwdProblem) -> CdnaBwdSpec {
+    let fwd = &problem.fwd;
+    let dropout = fwd.drops();
+    let modifies = dropout || fwd.score.softcap.is_some() || fwd.score.bias != Bias::None;
+    let padded = |dim: u32| dim.max(1).next_multiple_of(U::LINE).cast_signed();
+    CdnaBwdSpec {
+        dtype: fwd.dtypes.qk,
+        dtype_grad: problem.dtype_grad,
+        head_dim_qk: padded(fwd.dims.head_dim_qk),
+        head_dim_v: padded(fwd.dims.head_dim_v),
+        mask: if modifies || fwd.mask.kind() != MaskKind::Full { MaskKind::Band } else { MaskKind::Full },
+        modifies,
+        dropout,
+    }
+}
+
+fn tiles<U: Unit>(
+    spec: &CdnaBwdSpec,
+    arch: Arch,
+    by: LoadsAndStores,
+    lengths: (u32, u32),
+    asked: &[(String, String)],
+) -> Result<Vec<CdnaBwdTile>, Refusal> {
+    let keys: &[BwdSums] =
+        if U::sums_keys_at_once(spec, arch, by) { &[BwdSums::DkDv] } else { &[BwdSums::Dk, BwdSums::Dv] };
+    let tile_of = |&sums: &BwdSums| {
+        let mut tile = U::tile(spec, arch, by, sums, lengths);
+        for (name, value) in asked {
+            tile.set_field(name, value).map_err(|text| Refusal::new(U::NAME, format!("tile {text}")))?;
+        }
+        U::settled(tile)
+    };
+    [BwdSums::Dq].iter().chain(keys).map(tile_of).collect()
+}
+
+impl<U: Unit> Backward<U> {
+    /// The launch before.
+    #[must_use]
+    pub(crate) fn stats_source(&self) -> KernelSource {
+        self.row_source("cdna::bwd::stats<kSpec>(p);")
+    }
+
+    /// The launch behind.
+    #[must_use]
+    pub(crate) fn rest_source(&self) -> KernelSource {
+        self.row_source(&format!("cdna::bwd::rest<kSpec, {}>(p);", self.tiles.len() > 2))
+    }
+
+    /// Workgroups of the launch before.
+    #[must_use]
+    pub(crate) fn stats_workgroups(&self) -> u64 {
+        self.stats_rows.div_ceil(WAVES_OF_A_ROW_WORKGROUP)
+    }
+
+    /// Of the launch behind.
+    #[must_use]
+    pub(crate) fn rest_workgroups(&self, problem: &BwdProblem) -> u64 {
+        let dims = problem.fwd.dims;
+        let words = |heads: u32, length: u32| {
+            u64::from(dims.batch) * u64::from(heads) * u64::from(length.div_ceil(BLOCK_ROWS))
+        };
+        let words = words(dims.num_heads_q, dims.seqlen_q) + words(dims.num_heads_kv, dims.seqlen_k);
+        (words + self.rows.bias + self.rows.sinks).div_ceil(WAVES_OF_A_ROW_WORKGROUP)
+    }
+
+    /// Of a launch of products.
+    #[must_use]
+    pub(crate) fn workgroups(problem: &BwdProblem, tile: &CdnaBwdTile) -> u64 {
+        let dims = problem.fwd.dims;
+        let (heads, rows) = match tile.sums {
+            BwdSums::Dq => (dims.num_heads_q, dims.seqlen_q),
+            BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv => (dims.num_heads_kv, dims.seqlen_k),
+        };
+        let blocks = u64::from(rows).div_ceil(u64::from(tile.rows.unsigned_abs()));
+        u64::from(dims.batch) * u64::from(heads) * blocks
+    }
+
+    /// A launch of products.
+    #[must_use]
+    pub(crate) fn source(&self, tile: &CdnaBwdTile) -> KernelSource {
+        let threads = num_threads::<U>(tile);
+        let constants: [(&str, &dyn Literal); 2] = [("kSpec", &self.spec), ("kTile", tile)];
+        let entry = Entry {
+            include: U::HEADER,
+            constants: &constants,
+            bounds: &format!(
+                "__attribute__((amdgpu_flat_work_group_size({threads}, {threads}){}))",
+                U::registers(tile)
+            ),
+            params: "CdnaBwdParams p",
+            call: &format!("cdna::bwd::main<{}<kSpec, kTile>>(p);", U::CLASS),
+        };
+        let text = entry
+            .render()
+            .replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
+        KernelSource::new(text, crate::headers)
+    }
+
+    fn row_source(&self, call: &str) -> KernelSource {
+        let entry = Entry {
+            include: REST_HEADER,
+            constants: &[("kSpec", &self.rows_spec)],
+            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({ROW_THREADS}, {ROW_THREADS})))"),
+            params: "BwdParams p",
+            call,
+        };
+        KernelSource::new(entry.render(), crate::headers)
+    }
+
+    /// Bytes of the workspace, and how many of them each run clears.
+    #[must_use]
+    pub(crate) const fn workspace_bytes(&self) -> (u64, u64) {
+        (self.far_bytes + self.workspace.bytes, self.far_bytes)
+    }
+
+    /// What the launches read, with the workspace at `address`.
+    #[must_use]
+    pub(crate) fn params(&self, problem: &BwdProblem, params: &BwdParams, address: u64) -> CdnaBwdParams {
+        let bwd = self.workspace.bind(*params, address + self.far_bytes);
+        let fwd = &problem.fwd;
+        let dtype_bias = match fwd.score.bias {
+            Bias::Elementwise(bias) => bias.dtype,
+            Bias::None | Bias::Alibi { .. } => DType::F32,
+        };
+        CdnaBwdParams {
+            bwd: BwdParams { schedulers: DevPtr::new(address), ..bwd },
+            head_dim_qk: fwd.dims.head_dim_qk as i32,
+            head_dim_v: fwd.dims.head_dim_v as i32,
+            dtype_bias: dtype_bias as i32,
+            drops: fwd.drops().into(),
+        }
+    }
+
+    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
+    /// made.
+    ///
+    /// # Errors
+    /// The operand, its address and the alignment that it lacks.
+    pub(crate) fn takes_addresses(
+        &self,
+        problem: &BwdProblem,
+        args: &BwdArgs<'_>,
+    ) -> Result<(), ProblemError> {
+        let Some(tile) = self.tiles.first() else { return Ok(()) };
+        let loads = if tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
+        let stores = if tile.store == StorePath::Element { 1 } else { 4 * problem.dtype_grad.size_bytes() };
+        let operands = [
+            ("q", args.q.as_ptr() as u64, loads, true),
+            ("k", args.k.as_ptr() as u64, loads, true),
+            ("v", args.v.as_ptr() as u64, loads, true),
+            ("dout", args.dout.as_ptr() as u64, loads, true),
+            ("dq", args.dq.as_mut_ptr() as u64, stores, true),
+            ("dk", args.dk.as_mut_ptr() as u64, stores, true),
+            ("dv", args.dv.as_mut_ptr() as u64, stores, true),
+        ];
+        check_addresses(U::NAME, operands)
+    }
+
+    /// The kernel that takes any address, where it is another one.
+    #[must_use]
+    pub(crate) fn for_any_address(&self) -> Option<Self> {
+        let LoadsAndStores { load, store } = LoadsAndStores::BY_ELEMENT;
+        let tiles: Vec<_> = self.tiles.iter().map(|&tile| CdnaBwdTile { load, store, ..tile }).collect();
+        (tiles != self.tiles).then(|| Self { tiles, ..self.clone() })
+    }
+
+    /// The rows that a plan prints.
+    #[must_use]
+    pub(crate) fn details(&self) -> Vec<(&'static str, String)> {
+        let of = |tile: &CdnaBwdTile| {
+            let CdnaBwdTile { rows, columns, stages, lds_bytes, .. } = tile;
+            format!("{} {rows} x {columns}, {stages} stages, {lds_bytes} bytes of lds", U::launch(tile.sums))
+        };
+        let mut details = vec![("tile", self.tiles.iter().map(of).collect::<Vec<_>>().join("; "))];
+        if let Some(tile) = self.tiles.first() {
+            details.push(("loads", format!("{:?}", tile.load)));
+            details.push(("stores", format!("{:?}", tile.store)));
+        }
+        details.push(("sums", "in registers, each row's in one order; scores computed twice".to_owned()));
+        details
+    }
+}
+
+/// `fmha/cdna/bwd/tile.h`: what this file shares with the device.
+pub(crate) fn tile_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::cdna {{\n\n{}\n}}  // namespace fmha::cdna\n",
+        [
+            BwdSums::c_definition(),
+            CdnaBwdSpec::c_definition(),
+            CdnaBwdTile::c_definition(),
+            CdnaBwdParams::c_definition(),
+        ]
+        .concat()
+    );
+    Header::rendered("fmha/cdna/bwd/tile.h", text)
+}
