@@ -117,8 +117,8 @@ impl Group for Marked {
         self.group.space()
     }
 
-    fn begins(&self, planned: &Arc<[(String, String)]>) {
-        self.group.begins(planned);
+    fn begins(&self, planned: &Arc<[(String, String)]>) -> fmha_dist::Result<()> {
+        self.group.begins(planned)
     }
 
     fn calls(&self) -> u64 {

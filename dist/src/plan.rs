@@ -399,7 +399,15 @@ impl Planned {
         score: ScoreArgs<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        self.group.begins(&self.says);
+        let p_drop = self.whole.fwd.dropout.p_drop;
+        if p_drop > 0.0 {
+            // What a plan does not know: ranks that drop by other seeds do not compute one problem.
+            let mut says = self.says.to_vec();
+            says.push(("dropout".to_owned(), format!("{:?}", score.dropout)));
+            self.group.begins(&says.into())?;
+        } else {
+            self.group.begins(&self.says)?;
+        }
         let call = call.map_err(|error| self.group.fail(error))?;
         if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
             return Err(self.group.fail(error));
