@@ -452,6 +452,38 @@ impl Drop for Host {
 mod tests {
     use super::*;
 
+    fn plans() -> [Arc<Fields>; 3] {
+        ["0", "b", "t"].map(|mask| [("mask".to_owned(), mask.to_owned())].into())
+    }
+
+    /// Each rank knows by itself, whether it is it or the other one that begins what it began before.
+    #[test]
+    fn a_rank_goes_on_with_the_call_that_the_other_one_begins_and_with_no_other() {
+        let plans = plans();
+        let begin = |own: usize, theirs: (u64, usize)| {
+            let hosts = crate::group::threads(2, Duration::from_secs(9));
+            let mut last = None;
+            let mut both = |own: usize, (call, theirs): (u64, usize)| {
+                let said = Said::of_call(call, &plans[theirs]);
+                hosts[1].send(0, said.to_runners(last == Some(theirs)))?;
+                last = Some(theirs);
+                hosts[0].begins(&plans[own])
+            };
+            both(0, (1, 0))?;
+            both(1, (2, 1))?;
+            both(own, theirs)?;
+            assert_eq!(hosts[0].mailbox.lock().begun.len(), 1);
+            Ok(())
+        };
+        let fault =
+            |own, theirs| begin(own, theirs).map_err(|error: Error| (error.rank, error.field, error.text));
+        assert_eq!((fault(0, (3, 0)), fault(1, (3, 1))), (Ok(()), Ok(())));
+        let named = |field: &str, text: &str| Err((1, field.to_owned(), text.to_owned()));
+        assert_eq!(fault(0, (3, 1)), named("mask", "rank 1 says mask b, but most say 0"));
+        assert_eq!(fault(1, (3, 0)), named("mask", "rank 1 says mask 0, but most say b"));
+        assert_eq!(fault(1, (4, 1)), named("calls", "rank 1 says calls 4, but most say 3"));
+    }
+
     /// Who runs two plans in turn tells of each call, and is not remembered by those who have begun as many.
     #[test]
     fn calls_that_all_have_begun_alike_are_forgotten() {
@@ -460,8 +492,7 @@ mod tests {
             host.note(plan);
             host.tell();
         };
-        let plans: [Arc<Fields>; 3] =
-            ["0", "b", "t"].map(|mask| [("mask".to_owned(), mask.to_owned())].into());
+        let plans = plans();
         for call in 0..50 {
             hosts.iter().for_each(|host| begins(host, &plans[call % 2]));
         }
