@@ -714,7 +714,7 @@ mod tests {
             estimate(Scheme::Decode, &whole, false, &links).seconds
         };
         let alone = seconds("queueing = 1e-12");
-        assert!((alone / 0.279e-3 - 1.0).abs() < 0.01, "{alone}");
+        assert!((alone / 0.263e-3 - 1.0).abs() < 0.01, "{alone}");
         // One message, which costs the more the more ranks there are.
         assert_eq!(seconds(""), alone);
         assert!((seconds("queueing = 1e-3") - 4e-3).abs() < 1e-9);
