@@ -499,14 +499,14 @@ impl Bench {
         if let Some(trouble) = self.trouble {
             return self.in_trouble(trouble, || run(&mut o));
         }
-        let recording = if self.way != Way::Eager {
+        let recording = if self.way == Way::Eager {
+            None
+        } else {
             // Connections are made by a run that is not recorded.
             run(&mut o)?;
             self.stream.synchronize()?;
             let recorded = |error: AnyError| fmha::Error::NoDevice(error.to_string());
             Some(self.stream.capture(|| run(&mut o).map_err(recorded))?)
-        } else {
-            None
         };
         // SAFETY: what the run names lives until the stream has done it, which is waited for below.
         let replay = |of: &fmha::Recording| Ok(unsafe { of.replay(&self.stream) }?);
