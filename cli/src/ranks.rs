@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -51,6 +51,9 @@ const MAX_PROCESSES: u32 = 64;
 
 /// How long a rank may be late.
 const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long the others may take to hear of a rank that has failed.
+const MOMENT: Duration = Duration::from_secs(3);
 
 const FORWARD: &[Operand] = &[Operand::O, Operand::Lse];
 const GRADIENTS: &[Operand] = &[Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dsink];
@@ -255,18 +258,19 @@ impl RankArgs {
             child.stdin(Stdio::null()).stdout(Stdio::null()).stderr(says);
             children.push(child.spawn().map_err(|error| Failure::wrong(format!("rank {rank}: {error}")))?);
         }
-        for (rank, child) in children.iter_mut().enumerate() {
-            child.wait().map_err(|error| Failure::wrong(format!("rank {rank}: {error}")))?;
-        }
+        let failed = ended(&mut children)?;
         let read = |rank: u32, end: &str| std::fs::read(folder.path().join(format!("{rank}.{end}")));
         let (mut slowest, mut explained) = (0f64, String::new());
-        for rank in 0..ranks {
+        // Who failed first knows why; the others may only have waited for it.
+        for rank in failed.map(|(rank, _)| rank as u32).into_iter().chain(0..ranks) {
             if let Ok(error) = read(rank, "err") {
                 return Err(Failure::wrong(String::from_utf8_lossy(&error)));
             }
             let died = |_| {
                 let says = read(rank, "stderr").unwrap_or_default();
-                Failure::wrong(format!("rank {rank} has died: {}", String::from_utf8_lossy(&says).trim()))
+                let how = failed.map(|(_, status)| format!(", {status}")).unwrap_or_default();
+                let says = String::from_utf8_lossy(&says);
+                Failure::wrong(format!("rank {rank} has died{how}: {}", says.trim()))
             };
             let said = read(rank, "txt").map_err(died)?;
             let said = String::from_utf8_lossy(&said).into_owned();
@@ -296,6 +300,32 @@ impl RankArgs {
             }
         }
         Ok((slowest, explained))
+    }
+}
+
+/// Waits for all ranks: which one failed first, if one did, and how. The others have a moment from there on: what failed before it met
+/// them they would wait for until their timeout.
+fn ended(ranks: &mut [Child]) -> Result<Option<(usize, ExitStatus)>, Failure> {
+    let mut failed: Option<(usize, ExitStatus, Instant)> = None;
+    loop {
+        let mut all = true;
+        for (rank, child) in ranks.iter_mut().enumerate() {
+            let system = |error: std::io::Error| Failure::wrong(format!("rank {rank}: {error}"));
+            match child.try_wait().map_err(system)? {
+                Some(status) if !status.success() => {
+                    failed.get_or_insert((rank, status, Instant::now()));
+                }
+                Some(_) => {}
+                None if failed.is_some_and(|(_, _, since)| since.elapsed() > MOMENT) => {
+                    child.kill().and_then(|()| child.wait()).map_err(system)?;
+                }
+                None => all = false,
+            }
+        }
+        if all {
+            return Ok(failed.map(|(rank, status, _)| (rank, status)));
+        }
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
 
@@ -388,4 +418,27 @@ fn lse_rows(problem: &Problem) -> u32 {
 
 fn lse_bytes(problem: &Problem, rank: u32) -> usize {
     4 * lse_rows(problem) as usize * problem.q.rows_of(rank) as usize
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    /// As of more ranks than there are GPUs: the last one ends before it meets the others, which wait for it.
+    #[test]
+    fn a_rank_that_fails_before_it_meets_the_others_is_the_one_that_is_named_and_soon() {
+        let start = Instant::now();
+        let ranks = |words: &[&str]| {
+            let mut all: Vec<Child> =
+                words.iter().map(|words| Command::new("sh").args(["-c", words]).spawn().unwrap()).collect();
+            let failed = ended(&mut all).ok().unwrap().map(|(rank, status)| (rank, status.code()));
+            (failed, all.iter_mut().all(|child| child.try_wait().unwrap().is_some()))
+        };
+        assert_eq!(ranks(&["exit 0", "exit 0"]), (None, true));
+        assert_eq!(
+            ranks(&["exec sleep 60", "sleep 0.2; exit 2", "exec sleep 60"]),
+            (Some((1, Some(2))), true)
+        );
+        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+    }
 }

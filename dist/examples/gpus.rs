@@ -16,19 +16,21 @@
 //! - packed: forward of documents of unlike lengths
 //! - decode: one query that all ranks have, against a cache of so many tokens, of which each has a part
 //! - capture: forward, of one query where the scheme is decode, recorded once; what is timed, and run as often, are replays
+//! - parts: of a scheme that gathers, where a run's time goes: run and replayed in turn, the parts on each rank's stream, the host
 //! - slow, dead: forward, whose last rank comes late, or ends itself, before the last run; what the others hear, and when
 //!
 //! `gather:whole` brings all keys before the kernels, `gather:flags` while they run or not at all; `mixed` takes two GPUs for a
 //! host. The first rank measures the links, and prints what the model of scale predicts from them and one device's speed. Tensors
 //! are made on the devices and compared by their bits on the host, of each 1 GiB at most.
 
+use std::fmt::Write as _;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use fmha::{
-    Backend, Bias, BwdArgs, BwdProblem, DType, DevBuffer, DevSliceMut, Device, Dims, DropoutSeed, FwdArgs,
-    FwdProblem, MaskSpec, PlanOptions, ScoreArgs, Stream, bf16,
+    Backend, Bias, BwdArgs, BwdProblem, DType, DevBuffer, DevSliceMut, Device, Dims, DropoutSeed, Event,
+    FwdArgs, FwdProblem, MaskSpec, PlanOptions, ScoreArgs, Stream, bf16,
 };
 use fmha_dist::{
     Block, BwdPlan, Exchange, FwdPlan, Group, Links, Nccl, Options, Parcel, Partition, Problem, Rendezvous,
@@ -52,6 +54,9 @@ const LONG: f64 = 1.0;
 /// Calls that take less run one behind another, until they take as long together: what begins a call on the host is then beside
 /// the one before, as it is in a model of many layers.
 const TOGETHER: f64 = 20e-3;
+
+/// How many runs are taken apart, one behind another.
+const APART: usize = 32;
 
 /// Numbers that every rank makes alike.
 fn noise(seed: u64, count: usize) -> Vec<bf16> {
@@ -81,10 +86,102 @@ enum Trouble {
     Dead,
 }
 
+/// A group that marks on the stream where its gathers begin and end.
+struct Marked {
+    group: Arc<dyn Group>,
+    /// Those that have been reached, and those to come; the last first.
+    marks: Mutex<[Vec<[Event; 2]>; 2]>,
+}
+
+impl Marked {
+    /// The marks of gathers since the last time; from here on so many more are marked.
+    fn marks(&self, device: &Device, count: usize) -> Result<Vec<[Event; 2]>, fmha::Error> {
+        let new = (0..count).map(|_| Ok([device.event()?, device.event()?]));
+        let new = [Vec::new(), new.collect::<Result<_, fmha::Error>>()?];
+        let [reached, _] =
+            std::mem::replace(&mut *self.marks.lock().unwrap_or_else(PoisonError::into_inner), new);
+        Ok(reached)
+    }
+}
+
+impl Group for Marked {
+    fn rank(&self) -> u32 {
+        self.group.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.group.size()
+    }
+
+    fn space(&self) -> fmha::MemorySpace {
+        self.group.space()
+    }
+
+    fn begins(&self, planned: &Arc<[(String, String)]>) -> fmha_dist::Result<()> {
+        self.group.begins(planned)
+    }
+
+    fn calls(&self) -> u64 {
+        self.group.calls()
+    }
+
+    fn share(&self, mine: &[u8]) -> fmha_dist::Result<Vec<Vec<u8>>> {
+        self.group.share(mine)
+    }
+
+    fn exchange(
+        &self,
+        exchange: &Exchange,
+        sources: &[fmha::DevSlice<'_>],
+        sinks: &mut [DevSliceMut<'_>],
+        stream: &Stream,
+    ) -> fmha_dist::Result<()> {
+        self.group.exchange(exchange, sources, sinks, stream)
+    }
+
+    fn all_gather(&self, bytes: u64, all: &mut DevSliceMut<'_>, stream: &Stream) -> fmha_dist::Result<()> {
+        let said = |error: fmha::Error| fmha_dist::Error::new(self.rank(), "event", error.to_string());
+        let mut marks = self.marks.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some([begins, ends]) = marks[1].pop() else {
+            return self.group.all_gather(bytes, all, stream);
+        };
+        begins.record(stream).map_err(said)?;
+        self.group.all_gather(bytes, all, stream)?;
+        ends.record(stream).map_err(said)?;
+        marks[0].push([begins, ends]);
+        Ok(())
+    }
+
+    fn most_rows(&self) -> u64 {
+        self.group.most_rows()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.group.timeout()
+    }
+
+    fn failure(&self) -> Option<fmha_dist::Error> {
+        self.group.failure()
+    }
+
+    fn fail(&self, error: fmha_dist::Error) -> fmha_dist::Error {
+        self.group.fail(error)
+    }
+}
+
+/// What is done with a plan's runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Eager,
+    /// They are recorded and replayed.
+    Replayed,
+    /// They are taken apart.
+    Parts,
+}
+
 /// What all runs have in common.
 struct Bench {
-    /// Whether runs are recorded and replayed.
-    captures: bool,
+    way: Way,
     trouble: Option<Trouble>,
     device: Device,
     group: Arc<dyn Group>,
@@ -126,14 +223,14 @@ impl Bench {
             self.slowest(stop.seconds_since(&start)? / count as f64)
         };
         let mut fastest = timed(1)?;
+        if fastest < LONG {
+            // Behind the first call's connections and modules, which take longer than many a call.
+            fastest = timed(1)?;
+        }
         let (calls, together) = match fastest {
-            // One that takes so long has its first call's connections and modules in no digit that is read.
             LONG.. => (usize::from(fastest < 5.0), 1),
             TOGETHER.. => (3, 1),
-            _ => {
-                fastest = timed(1)?;
-                (4, (TOGETHER / fastest).clamp(1.0, 32.0) as usize)
-            }
+            _ => (4, (TOGETHER / fastest).clamp(1.0, 32.0) as usize),
         };
         for _ in 0..calls {
             std::thread::sleep(Duration::from_millis(200));
@@ -381,7 +478,8 @@ impl Bench {
         whole: &Whole,
         alone: f64,
     ) -> Result<(), AnyError> {
-        let mut plan = FwdPlan::new(problem, self.group.clone(), &self.device, options)?;
+        let marked = Arc::new(Marked { group: self.group.clone(), marks: Mutex::default() });
+        let mut plan = FwdPlan::new(problem, marked.clone(), &self.device, options)?;
         if self.is_first() {
             let text = plan.explain();
             text.lines()
@@ -401,21 +499,25 @@ impl Bench {
         if let Some(trouble) = self.trouble {
             return self.in_trouble(trouble, || run(&mut o));
         }
-        let recording = if self.captures {
+        let recording = if self.way == Way::Eager {
+            None
+        } else {
             // Connections are made by a run that is not recorded.
             run(&mut o)?;
             self.stream.synchronize()?;
             let recorded = |error: AnyError| fmha::Error::NoDevice(error.to_string());
             Some(self.stream.capture(|| run(&mut o).map_err(recorded))?)
-        } else {
-            None
         };
-        let mut call = |o: &mut DevBuffer| -> Result<(), AnyError> {
-            match &recording {
-                None => run(o),
-                // SAFETY: what the run names lives until the stream has done it, which is waited for below.
-                Some(recording) => Ok(unsafe { recording.replay(&self.stream) }?),
-            }
+        // SAFETY: what the run names lives until the stream has done it, which is waited for below.
+        let replay = |of: &fmha::Recording| Ok(unsafe { of.replay(&self.stream) }?);
+        if let (Way::Parts, Some(recording)) = (self.way, &recording) {
+            self.in_parts((name, alone), &marked, || run(&mut o), || replay(recording))?;
+            self.stream.synchronize()?;
+            return self.compare("O", &o, &self.queries, &whole.o, 32);
+        }
+        let mut call = |o: &mut DevBuffer| match &recording {
+            None => run(o),
+            Some(recording) => replay(recording),
         };
         let seconds = self.fastest(|| call(&mut o))?;
         self.stream.synchronize()?;
@@ -426,6 +528,89 @@ impl Bench {
             self.stream.synchronize()?;
             self.download(&o, rows * 32 * 256)
         })
+    }
+
+    /// Where the time of a run that gathers once goes: run and replayed in turn, and of some runs one behind another, by events on
+    /// each rank's stream, what is before the gather, the gather, what is behind it, and what is between two runs.
+    fn in_parts(
+        &self,
+        (name, alone): (&str, f64),
+        marked: &Marked,
+        mut run: impl FnMut() -> Result<(), AnyError>,
+        mut replay: impl FnMut() -> Result<(), AnyError>,
+    ) -> Result<(), AnyError> {
+        let ranks = self.group.size();
+        for _ in 0..3 {
+            let [eager, replayed] = [self.fastest(&mut run)?, self.fastest(&mut replay)?];
+            if self.is_first() {
+                let share = |seconds: f64| alone / (f64::from(ranks) * seconds);
+                let [shares, us] = [[eager, replayed].map(share), [eager, replayed].map(|s| s * 1e6)];
+                self.say(&format!(
+                    "{name}: run {:.1} us ({:.3}), replayed {:.1} us ({:.3})",
+                    us[0], shares[0], us[1], shares[1]
+                ));
+            }
+        }
+        let mut told = String::new();
+        for _ in 0..2 {
+            let events = (0..2 * APART).map(|_| self.device.event()).collect::<Result<Vec<_>, _>>()?;
+            marked.marks(&self.device, APART)?;
+            std::thread::sleep(Duration::from_millis(200));
+            self.stream.synchronize()?;
+            self.meet(1 << 10)?;
+            let begun = Instant::now();
+            for ends in events.chunks_exact(2) {
+                ends[0].record(&self.stream)?;
+                run()?;
+                ends[1].record(&self.stream)?;
+            }
+            let host = begun.elapsed().as_secs_f64() / APART as f64;
+            let marks = marked.marks(&self.device, 0)?;
+            let mut parts: [Vec<f64>; 5] = Default::default();
+            for (at, (ends, [from, to])) in events.chunks_exact(2).zip(&marks).enumerate() {
+                parts[0].push(from.seconds_since(&ends[0])?);
+                parts[1].push(to.seconds_since(from)?);
+                parts[2].push(ends[1].seconds_since(to)?);
+                parts[4].push(ends[1].seconds_since(&ends[0])?);
+                if let Some(next) = events.get(2 * at + 2) {
+                    parts[3].push(next.seconds_since(&ends[1])?);
+                }
+            }
+            let names = ["before the gather", "gather", "behind it", "to the next", "run"];
+            for (name, mut part) in names.into_iter().zip(parts) {
+                let first = part.first().copied().unwrap_or(f64::NAN);
+                part.sort_by(f64::total_cmp);
+                let [least, middle, most] = [0, part.len() / 2, part.len().saturating_sub(1)]
+                    .map(|at| part.get(at).copied().unwrap_or(f64::NAN) * 1e6);
+                let first = first * 1e6;
+                let _ = write!(told, "{name} {middle:.1} ({least:.1} to {most:.1}, first {first:.1}), ");
+            }
+            let _ = writeln!(told, "host {:.1} us a run", host * 1e6);
+        }
+        // What a run costs whom it waits for: from nothing queued until all is done, by the host's clock.
+        let seconds = |call: &mut dyn FnMut() -> Result<(), AnyError>| -> Result<[f64; 2], AnyError> {
+            let mut taken = Vec::new();
+            for _ in 0..APART {
+                self.group.share(&[])?;
+                let begun = Instant::now();
+                call()?;
+                let queued = begun.elapsed().as_secs_f64() * 1e6;
+                self.stream.synchronize()?;
+                taken.push([queued, begun.elapsed().as_secs_f64() * 1e6]);
+            }
+            Ok([0, 1].map(|which| {
+                taken.sort_by(|a, b| a[which].total_cmp(&b[which]));
+                taken[APART / 2][which]
+            }))
+        };
+        for (what, [queued, done]) in [("run", seconds(&mut run)?), ("replayed", seconds(&mut replay)?)] {
+            let _ = writeln!(told, "{what} alone: queued after {queued:.1} us, done after {done:.1}");
+        }
+        for (rank, told) in self.group.share(told.as_bytes())?.iter().enumerate().filter(|_| self.is_first())
+        {
+            String::from_utf8_lossy(told).lines().for_each(|line| self.say(&format!("rank {rank}: {line}")));
+        }
+        Ok(())
     }
 
     /// What the other ranks hear of one that is late, or gone, and when.
@@ -699,7 +884,11 @@ impl Job {
         let slopes: Vec<f32> = (1..=32).map(|head| (-0.25 * head as f32).exp2()).collect();
         let most_sent = if self.repeats > 0 { MOST_SENT } else { 1 << 10 };
         let mut bench = Bench {
-            captures: self.operation == "capture",
+            way: match &*self.operation {
+                "capture" => Way::Replayed,
+                "parts" => Way::Parts,
+                _ => Way::Eager,
+            },
             trouble,
             stream: device.stream()?,
             slopes: upload(device, bytemuck::cast_slice(&slopes))?,

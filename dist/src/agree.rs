@@ -8,6 +8,7 @@ use crate::group::Group;
 const BETWEEN: char = '\x1f';
 const SAYS: &str = "says";
 const IS_WRONG: &str = "is wrong";
+const RUNS: &str = "runs";
 
 /// What ranks say of a problem, by field.
 pub(crate) type Fields = [(String, String)];
@@ -33,6 +34,20 @@ impl Said {
     /// Whether it is that of these fields.
     pub(crate) fn is_of(&self, planned: &Fields) -> bool {
         self.fields.as_deref() == Ok(planned)
+    }
+
+    /// For ranks that begin a call too, and not for those that plan: of a call that is planned as the one before, which all ranks
+    /// know, its number alone.
+    pub(crate) fn to_runners(&self, is_again: bool) -> Vec<u8> {
+        let own = if is_again { self.calls.to_string().into_bytes() } else { self.to_bytes() };
+        [RUNS.as_bytes(), &[BETWEEN as u8], &own].concat()
+    }
+
+    /// What [`to_runners`](Self::to_runners) said, where the call before was planned by these fields; none of other bytes.
+    pub(crate) fn of_runner(bytes: &[u8], before: &Fields) -> Option<Self> {
+        let own = bytes.strip_prefix(RUNS.as_bytes())?.strip_prefix(&[BETWEEN as u8])?;
+        let again = || Some(Self::of_call(str::from_utf8(own).ok()?.parse().ok()?, before));
+        Self::read(own).or_else(again)
     }
 
     pub(crate) fn to_bytes(&self) -> Vec<u8> {

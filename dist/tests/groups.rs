@@ -4,7 +4,7 @@
 mod support;
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -235,11 +235,8 @@ fn a_rank_that_leaves_or_panics_is_named_on_every_other() {
 #[test]
 fn a_rank_of_a_group_of_processes() {
     let var = |name: &str| std::env::var(name).ok();
-    let Some(folder) = var("DIST_TEST_FOLDER") else { return };
-    let number = |name: &str| var(name).unwrap().parse::<u32>().unwrap();
-    let (rank, size) = (number("DIST_TEST_RANK"), number("DIST_TEST_SIZE"));
-    let timeout = Duration::from_millis(number("DIST_TEST_TIMEOUT").into());
-    let folder = Path::new(&folder);
+    let Some((folder, rank, size)) = support::as_process() else { return };
+    let timeout = Duration::from_millis(var("DIST_TEST_TIMEOUT").unwrap().parse().unwrap());
     let group = connect(&Rendezvous::file(folder.join("rendezvous"), rank, size), timeout).unwrap();
     match var("DIST_TEST_FATE").as_deref() {
         Some("dies") => std::process::abort(),
@@ -261,14 +258,12 @@ fn a_rank_of_a_group_of_processes() {
 fn children(folder: &Path, size: u32, timeout: u32, fate: Option<(u32, &str)>) -> Vec<Child> {
     (0..size)
         .map(|rank| {
-            let mut child = Command::new(std::env::current_exe().unwrap());
-            child.args(["--exact", "a_rank_of_a_group_of_processes"]).env("DIST_TEST_FOLDER", folder);
-            child.env("DIST_TEST_RANK", rank.to_string()).env("DIST_TEST_SIZE", size.to_string());
+            let mut child = support::process("a_rank_of_a_group_of_processes", folder, rank, size);
             child.env("DIST_TEST_TIMEOUT", timeout.to_string());
             if let Some((_, fate)) = fate.filter(|(fated, _)| *fated == rank) {
                 child.env("DIST_TEST_FATE", fate);
             }
-            child.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+            child.stderr(Stdio::null()).spawn().unwrap()
         })
         .collect()
 }

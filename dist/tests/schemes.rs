@@ -320,11 +320,7 @@ fn told(group: &std::sync::Arc<dyn fmha_dist::Group>) -> String {
 /// The child's half of the test below: nothing where nobody asks for it.
 #[test]
 fn a_rank_that_is_a_process() {
-    let var = |name: &str| std::env::var(name).ok();
-    let Some(folder) = var("DIST_TEST_SCHEMES") else { return };
-    let number = |name: &str| var(name).unwrap().parse::<u32>().unwrap();
-    let (rank, size) = (number("DIST_TEST_RANK"), number("DIST_TEST_SIZE"));
-    let folder = std::path::Path::new(&folder);
+    let Some((folder, rank, size)) = support::as_process() else { return };
     let rendezvous = fmha_dist::Rendezvous::file(folder.join("rendezvous"), rank, size);
     let group = fmha_dist::connect(&rendezvous, std::time::Duration::from_secs(60)).unwrap();
     let group: std::sync::Arc<dyn fmha_dist::Group> = std::sync::Arc::new(group);
@@ -337,11 +333,9 @@ fn processes_give_the_bits_of_threads_in_every_case_and_scheme() {
     for size in [1, 3, 8] {
         let folder = tempfile::tempdir().unwrap();
         let children: Vec<_> = (0..size)
-            .map(|rank: u32| {
-                let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-                child.args(["--exact", "a_rank_that_is_a_process"]).env("DIST_TEST_SCHEMES", folder.path());
-                child.env("DIST_TEST_RANK", rank.to_string()).env("DIST_TEST_SIZE", size.to_string());
-                child.stdout(std::process::Stdio::null()).spawn().unwrap()
+            .map(|rank| {
+                let mut child = support::process("a_rank_that_is_a_process", folder.path(), rank, size);
+                child.spawn().unwrap()
             })
             .collect();
         let expected = support::on_ranks(size, support::TIMEOUT, |group| told(&group));

@@ -30,6 +30,11 @@ pub(super) enum Frame {
 /// How many calls that were planned otherwise than those before are kept, to be compared with what other ranks tell of theirs.
 const MOST_BEGUN: usize = 1 << 12;
 
+/// Whether two calls were planned alike: mostly by one plan.
+fn is_same(a: &Arc<Fields>, b: &Arc<Fields>) -> bool {
+    Arc::ptr_eq(a, b) || a == b
+}
+
 /// Carries frames to other ranks.
 pub(super) trait Link: Send + Sync {
     /// Sends, without waiting. A rank that is gone has nobody to tell.
@@ -200,18 +205,18 @@ impl Host {
         }
     }
 
-    /// A call begins; [`tell`](Self::tell) tells the other ranks.
-    pub(super) fn note(&self, planned: &Arc<Fields>) {
+    /// A call begins; [`tell`](Self::tell) tells the other ranks. Its number, and how the one before was planned.
+    pub(super) fn note(&self, planned: &Arc<Fields>) -> (u64, Option<Arc<Fields>>) {
         let mut state = self.mailbox.lock();
         state.calls += 1;
-        let known = state.begun.back().is_some_and(|(_, last)| Arc::ptr_eq(last, planned) || last == planned);
-        if !known {
-            let call = state.calls;
+        let (call, before) = (state.calls, state.begun.back().map(|(_, before)| before.clone()));
+        if !before.as_ref().is_some_and(|before| is_same(before, planned)) {
             state.begun.push_back((call, planned.clone()));
             if state.begun.len() > MOST_BEGUN {
                 state.begun.pop_front();
             }
         }
+        (call, before)
     }
 
     /// Tells the other ranks of calls that have begun since it last did, and were planned otherwise than those before.
@@ -290,9 +295,45 @@ impl Group for Host {
         MemorySpace::Host
     }
 
-    fn begins(&self, planned: &Arc<Fields>) {
-        self.note(planned);
-        self.tell();
+    /// All ranks wait for each other, and go on if they begin the same call.
+    fn begins(&self, planned: &Arc<Fields>) -> Result<()> {
+        let (call, before) = self.note(planned);
+        let is_again = before.as_ref().is_some_and(|before| is_same(before, planned));
+        let own = Said::of_call(call, planned);
+        let mine = own.to_runners(is_again);
+        for to in self.others() {
+            self.send(to, mine.clone())?;
+        }
+        let (mut said, mut stranger) = (vec![own; self.size as usize], None);
+        for from in self.others() {
+            let bytes = self.receive(from)?;
+            if bytes == mine {
+                continue;
+            }
+            match Said::of_runner(&bytes, before.as_deref().unwrap_or(&[])) {
+                Some(other) => said[from as usize] = other,
+                None => {
+                    // It stays for who asks whose fault that is.
+                    self.mailbox.lock().peers[from as usize].frames.push_front(bytes);
+                    stranger = stranger.or(Some(from));
+                }
+            }
+        }
+        if let Some(rank) = stranger {
+            let text =
+                || format!("rank {rank} does something else, where rank {} begins call {call}", self.rank);
+            return Err(self.fail(self.heard().unwrap_or_else(|| Error::new(rank, "calls", text()))));
+        }
+        match disagreement(&said) {
+            Some(error) => Err(self.fail(error)),
+            None => {
+                // None of the calls before this one is asked for again.
+                let mut state = self.mailbox.lock();
+                let all = state.begun.len();
+                state.begun.drain(..all - 1);
+                Ok(())
+            }
+        }
     }
 
     fn calls(&self) -> u64 {
@@ -348,14 +389,7 @@ impl Group for Host {
                 from => self.receive(from)?,
             };
             if bytes.len() as u64 != wanted {
-                self.mailbox.lock().peers[from as usize].frames.push_front(bytes.clone());
-                if let Some(error) = self.heard() {
-                    return Err(self.fail(error));
-                }
-                let text = format!(
-                    "rank {from} sent {} bytes, but {wanted} were to come: it plans another problem, or is at another call",
-                    bytes.len()
-                );
+                let text = format!("rank {from} sent {} bytes, but {wanted} were to come", bytes.len());
                 return Err(self.fail(Error::new(from, "exchange", text)));
             }
             let mut rest = &bytes[..];
@@ -418,14 +452,49 @@ impl Drop for Host {
 mod tests {
     use super::*;
 
+    fn plans() -> [Arc<Fields>; 3] {
+        ["0", "b", "t"].map(|mask| [("mask".to_owned(), mask.to_owned())].into())
+    }
+
+    /// Each rank knows by itself, whether it is it or the other one that begins what it began before.
+    #[test]
+    fn a_rank_goes_on_with_the_call_that_the_other_one_begins_and_with_no_other() {
+        let plans = plans();
+        let begin = |own: usize, theirs: (u64, usize)| {
+            let hosts = crate::group::threads(2, Duration::from_secs(9));
+            let mut last = None;
+            let mut both = |own: usize, (call, theirs): (u64, usize)| {
+                let said = Said::of_call(call, &plans[theirs]);
+                hosts[1].send(0, said.to_runners(last == Some(theirs)))?;
+                last = Some(theirs);
+                hosts[0].begins(&plans[own])
+            };
+            both(0, (1, 0))?;
+            both(1, (2, 1))?;
+            both(own, theirs)?;
+            assert_eq!(hosts[0].mailbox.lock().begun.len(), 1);
+            Ok(())
+        };
+        let fault =
+            |own, theirs| begin(own, theirs).map_err(|error: Error| (error.rank, error.field, error.text));
+        assert_eq!((fault(0, (3, 0)), fault(1, (3, 1))), (Ok(()), Ok(())));
+        let named = |field: &str, text: &str| Err((1, field.to_owned(), text.to_owned()));
+        assert_eq!(fault(0, (3, 1)), named("mask", "rank 1 says mask b, but most say 0"));
+        assert_eq!(fault(1, (3, 0)), named("mask", "rank 1 says mask 0, but most say b"));
+        assert_eq!(fault(1, (4, 1)), named("calls", "rank 1 says calls 4, but most say 3"));
+    }
+
     /// Who runs two plans in turn tells of each call, and is not remembered by those who have begun as many.
     #[test]
     fn calls_that_all_have_begun_alike_are_forgotten() {
         let hosts = crate::group::threads(3, Duration::from_secs(9));
-        let plans: [Arc<Fields>; 3] =
-            ["0", "b", "t"].map(|mask| [("mask".to_owned(), mask.to_owned())].into());
+        let begins = |host: &Host, plan| {
+            host.note(plan);
+            host.tell();
+        };
+        let plans = plans();
         for call in 0..50 {
-            hosts.iter().for_each(|host| host.begins(&plans[call % 2]));
+            hosts.iter().for_each(|host| begins(host, &plans[call % 2]));
         }
         for host in &hosts {
             let state = host.mailbox.lock();
@@ -435,7 +504,7 @@ mod tests {
             assert_eq!(host.begun_otherwise(), None);
         }
         for (host, plan) in hosts.iter().zip([0, 2, 0]) {
-            host.begins(&plans[plan]);
+            begins(host, &plans[plan]);
         }
         for host in &hosts {
             let error = host.begun_otherwise().map(|error| (error.rank, error.field));

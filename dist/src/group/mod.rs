@@ -150,10 +150,15 @@ pub trait Group: Send + Sync {
     /// Where the buffers of an exchange lie.
     fn space(&self) -> MemorySpace;
 
-    /// A call begins, of a plan whose ranks have agreed on these fields: a group that keeps them can name the rank and the field
-    /// where some ranks plan anew and others run what was planned before.
-    fn begins(&self, planned: &Arc<[(String, String)]>) {
+    /// A call begins, of a plan whose ranks have agreed on these fields. A group that keeps them can name the rank and the field
+    /// where some ranks plan anew and others run what was planned before, or run another call: at once where ranks wait for each
+    /// other on the host, later, by [`failure`](Self::failure), where they do not.
+    ///
+    /// # Errors
+    /// The rank that is at another call, and the field that differs; as [`share`](Self::share).
+    fn begins(&self, planned: &Arc<[(String, String)]>) -> Result<()> {
         let _ = planned;
+        Ok(())
     }
 
     /// How many calls have begun; of a group that keeps no count 0 on every rank.

@@ -263,8 +263,10 @@ impl Group for Nccl {
         MemorySpace::Device
     }
 
-    fn begins(&self, planned: &Arc<[(String, String)]>) {
+    /// The thread that watches tells and compares.
+    fn begins(&self, planned: &Arc<[(String, String)]>) -> Result<()> {
         self.control.note(planned);
+        Ok(())
     }
 
     fn calls(&self) -> u64 {

@@ -54,12 +54,21 @@ impl Rendezvous {
     /// # Errors
     /// The variable that is missing or no number, with its text.
     pub fn from_env() -> Result<Self> {
-        let wrong = |name: &str, text: &str| Error::new(0, name, format!("{name} is `{text}`"));
-        let text = |name: &str| std::env::var(name).map_err(|error| wrong(name, &error.to_string()));
-        let number = |name: &str| text(name)?.parse::<u32>().map_err(|error| wrong(name, &error.to_string()));
+        Self::from_words(|name| std::env::var(name).map_err(|error| error.to_string()))
+    }
+
+    fn from_words(word: impl Fn(&str) -> Result<String, String>) -> Result<Self> {
+        let wrong = |name: &str, text: String| Error::new(0, name, format!("{name} {text}"));
+        let text = |name: &str| word(name).map_err(|error| wrong(name, format!("is not to be had: {error}")));
+        let number = |name: &str| -> Result<u32> {
+            let text = text(name)?;
+            text.parse().map_err(|error| wrong(name, format!("is `{text}`: {error}")))
+        };
         let port = number("MASTER_PORT")?;
-        let port = u16::try_from(port + 1).map_err(|_| wrong("MASTER_PORT", &port.to_string()))?;
-        Ok(Self::at(format!("{}:{port}", text("MASTER_ADDR")?), number("RANK")?, number("WORLD_SIZE")?))
+        let above = port.checked_add(1).and_then(|port| u16::try_from(port).ok());
+        let above =
+            above.ok_or_else(|| wrong("MASTER_PORT", format!("is {port}, and the port above is none")))?;
+        Ok(Self::at(format!("{}:{above}", text("MASTER_ADDR")?), number("RANK")?, number("WORLD_SIZE")?))
     }
 }
 
@@ -71,6 +80,9 @@ pub fn connect(rendezvous: &Rendezvous, timeout: Duration) -> Result<Host> {
     let Rendezvous { rank, size, ref place } = *rendezvous;
     if rank >= size {
         return Err(Error::new(rank, "rank", format!("rank {rank} is not below the group's size {size}")));
+    }
+    if size > MAX_RANKS {
+        return Err(Error::new(rank, "size", format!("{size} ranks are more than {MAX_RANKS}")));
     }
     let meet = Meeting { rank, size, end: Instant::now() + timeout };
     let streams = if rank == 0 { meet.as_root(place) } else { meet.as_member(place) }?;
@@ -86,6 +98,12 @@ pub fn connect(rendezvous: &Rendezvous, timeout: Duration) -> Result<Host> {
     }
     Ok(Host::new(rank, size, timeout, mailbox, Box::new(Mesh { writers })))
 }
+
+/// Ranks of a group: each has a connection and two threads for each other one.
+const MAX_RANKS: u32 = 1 << 14;
+
+/// How long who connects may take to say who it is: what never does would keep ranks waiting that come behind it.
+const HELLO: Duration = Duration::from_secs(2);
 
 /// One to each other rank, none to itself.
 type Streams = Vec<Option<TcpStream>>;
@@ -135,8 +153,9 @@ impl Meeting {
         std::thread::sleep(Duration::from_millis(2));
     }
 
-    fn listen(&self, at: impl ToSocketAddrs) -> Result<TcpListener> {
-        let listener = TcpListener::bind(at).map_err(|error| self.system(&error))?;
+    fn listen(&self, at: impl ToSocketAddrs + std::fmt::Debug) -> Result<TcpListener> {
+        let cannot = |error| self.system(&io::Error::other(format!("cannot listen at {at:?}: {error}")));
+        let listener = TcpListener::bind(&at).map_err(cannot)?;
         listener.set_nonblocking(true).map_err(|error| self.system(&error))?;
         Ok(listener)
     }
@@ -145,11 +164,9 @@ impl Meeting {
         Ok(listener.local_addr().map_err(|error| self.system(&error))?.port())
     }
 
-    /// Waits for reads no longer than the meeting lasts.
-    fn within(&self, stream: &TcpStream) -> io::Result<()> {
-        stream.set_nonblocking(false)?;
-        let left = self.end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        stream.set_read_timeout(Some(left))
+    /// How long the meeting lasts from here on.
+    fn left(&self) -> Duration {
+        self.end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
     }
 
     /// The ranks that `expected` says, each by its own hello and port.
@@ -163,7 +180,10 @@ impl Meeting {
         while let Some(missing) = expected.clone().find(|&rank| streams[rank as usize].is_none()) {
             match listener.accept() {
                 Ok((mut stream, mut address)) => {
-                    let hello = self.within(&stream).and_then(|()| Hello::read(&mut stream));
+                    let soon = self.left().min(HELLO);
+                    let hello =
+                        stream.set_nonblocking(false).and_then(|()| stream.set_read_timeout(Some(soon)));
+                    let hello = hello.and_then(|()| Hello::read(&mut stream));
                     // Who is none of the group is not answered.
                     let Ok(hello) = hello else { continue };
                     if hello.size != self.size {
@@ -194,8 +214,8 @@ impl Meeting {
         loop {
             let hello = Hello { rank: self.rank, size: self.size, port };
             let reached = address().and_then(|address| {
-                let mut stream = TcpStream::connect(address)?;
-                self.within(&stream)?;
+                let mut stream = TcpStream::connect_timeout(&address, self.left())?;
+                stream.set_read_timeout(Some(self.left()))?;
                 hello.write(&mut stream).map(|()| stream)
             });
             match reached {
@@ -401,5 +421,60 @@ fn read_frame(from: &mut TcpStream) -> io::Result<Frame> {
         3 => Ok(Frame::Left),
         4 => Ok(Frame::Begun(bytes)),
         _ => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_the_environment_are_refused_by_name_and_text() {
+        let from = |changed: &str, text: Option<&str>| {
+            let usual =
+                [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "29500")];
+            Rendezvous::from_words(|name| {
+                let usual = usual.into_iter().find(|(known, _)| *known == name).map(|(_, text)| text);
+                let text = if name == changed { text } else { usual };
+                text.map(str::to_owned).ok_or_else(|| "none".to_owned())
+            })
+        };
+        assert_eq!(from("", None), Ok(Rendezvous::at("here:29501", 1, 2)));
+        for (name, text, says) in [
+            ("RANK", Some("NaN"), "RANK is `NaN`: invalid digit found in string"),
+            ("WORLD_SIZE", Some("-2"), "WORLD_SIZE is `-2`: invalid digit found in string"),
+            ("WORLD_SIZE", Some(""), "WORLD_SIZE is ``: cannot parse integer from empty string"),
+            ("MASTER_ADDR", None, "MASTER_ADDR is not to be had: none"),
+            ("MASTER_PORT", Some("65535"), "MASTER_PORT is 65535, and the port above is none"),
+            ("MASTER_PORT", Some("4294967295"), "MASTER_PORT is 4294967295, and the port above is none"),
+        ] {
+            let error = from(name, text).unwrap_err();
+            assert_eq!((&*error.field, &*error.text), (name, says));
+        }
+    }
+
+    #[test]
+    fn a_group_of_too_many_ranks_is_refused_at_once() {
+        let error = connect(&Rendezvous::at("127.0.0.1:1", 0, u32::MAX), HELLO).err().unwrap();
+        assert_eq!((&*error.field, &*error.text), ("size", "4294967295 ranks are more than 16384"));
+    }
+
+    #[test]
+    fn who_connects_and_says_nothing_keeps_no_rank_waiting() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, timeout) = (folder.path().join("here"), 10 * HELLO);
+        let start = Instant::now();
+        let join = |rank| connect(&Rendezvous::file(&path, rank, 2), timeout).map(drop);
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| join(0));
+            let address = loop {
+                if let Ok(text) = std::fs::read_to_string(&path) {
+                    break text;
+                }
+            };
+            let _silent = TcpStream::connect(address).unwrap();
+            assert_eq!((join(1), first.join().unwrap()), (Ok(()), Ok(())));
+        });
+        assert!(start.elapsed() < timeout / 2, "{:?}", start.elapsed());
     }
 }

@@ -1,6 +1,8 @@
 //! Runs the battery's tensors over ranks, each with its own rows, and puts what they give together.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +17,25 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 /// A device of one thread: ranks are threads already.
 pub(crate) fn device() -> Device {
     Device::new(CpuBackend::with(Config { threads: Some(1), isa: None }).unwrap())
+}
+
+const FOLDER: &str = "DIST_TEST_FOLDER";
+const RANK: &str = "DIST_TEST_RANK";
+const SIZE: &str = "DIST_TEST_SIZE";
+
+/// A rank that is a process: one of this file's tests, by name, which asks [`as_process`] what it is.
+pub(crate) fn process(test: &str, folder: &Path, rank: u32, size: u32) -> Command {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", test]).env(FOLDER, folder).stdout(Stdio::null());
+    child.env(RANK, rank.to_string()).env(SIZE, size.to_string());
+    child
+}
+
+/// The folder, the rank and the size of a [`process`]; none of a test that nobody has begun as one.
+pub(crate) fn as_process() -> Option<(PathBuf, u32, u32)> {
+    let number = |name| std::env::var(name).unwrap().parse().unwrap();
+    let folder = std::env::var(FOLDER).ok()?;
+    Some((folder.into(), number(RANK), number(SIZE)))
 }
 
 /// What each rank's closure gives, by rank.

@@ -414,7 +414,7 @@ fn hear_of(of_96: &[u32], plans: bool) -> Vec<Error> {
             agree(&group, &Ok(planned.to_vec())).unwrap();
         }
         for planned in [&short, &long, &long, &short] {
-            group.begins(planned);
+            group.begins(planned).unwrap();
         }
         let is_of_96 = of_96.contains(&group.rank());
         if is_of_96 && plans {
@@ -425,7 +425,7 @@ fn hear_of(of_96: &[u32], plans: bool) -> Vec<Error> {
             std::thread::sleep(Duration::from_millis(300));
             assert_eq!(group.failure(), None);
         }
-        group.begins(if is_of_96 { &long } else { &short });
+        group.begins(if is_of_96 { &long } else { &short }).unwrap();
         // As over devices, nobody waits on the host for another rank, or reads what it says.
         while group.failure().is_none() && start.elapsed() < TIMEOUT / 4 {
             std::thread::sleep(Duration::from_millis(5));
