@@ -274,8 +274,9 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let (strides, shape) = (problem.strides.o, problem.shape_o());
     let elems = 16 / problem.dtypes.o.size_bytes() as i64;
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
+    let split_keys = split_keys(problem, num_sms);
     Sm90MlaTile {
-        box_rows: if problem.cache.dtype.is_some() { 0 } else { box_rows(problem) },
+        box_rows: if copies_rows(problem, split_keys) { 0 } else { KEYS as i32 },
         stored: stored(problem),
         cluster: 1,
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
@@ -286,8 +287,18 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
             && whole(strides.batch, shape.batch)
             && whole(strides.seq, shape.seq)
             && whole(strides.head, shape.head),
-        split_keys: split_keys(problem, num_sms),
+        split_keys,
     }
+}
+
+/// Whether threads copy rows of K one by one: of an FP8 cache, where a block of keys is not one box of TMA, and where one tile of
+/// rows reads all of a long V in K, which is bound by the memory: whole rows in turn come faster there than columns of 64 rows.
+fn copies_rows(problem: &FwdProblem, split_keys: i32) -> bool {
+    let Dims { seqlen_k, head_dim_qk, .. } = problem.dims;
+    let one_tile = units(problem, 1).1 == 1;
+    problem.cache.dtype.is_some()
+        || box_rows(problem) < KEYS as i32
+        || one_tile && split_keys == 0 && seqlen_k >= 2048 && problem.cache.v_in_k && head_dim_qk == DIM_QK
 }
 
 /// What a tile costs besides its blocks, in blocks: its start, the first block's way from memory, its results.
@@ -441,14 +452,33 @@ mod tests {
     }
 
     #[test]
+    fn rows_are_copied_where_one_tile_of_them_reads_long_keys_once() {
+        for (batch, heads, seqlen_k, rows) in
+            [(132, 16, 4096, 0), (66, 128, 8192, 64), (16, 16, 8192, 64), (132, 16, 130, 64)]
+        {
+            assert_eq!(
+                choose_tile(&latent(batch, heads, seqlen_k), 132).box_rows,
+                rows,
+                "{batch} of {heads} heads"
+            );
+        }
+    }
+
+    #[test]
     fn boxes_of_tma_lie_in_one_page() {
         for (page_size, rows) in [(1, 0), (16, 16), (48, 16), (96, 32), (192, 64)] {
-            let mut problem = latent(1, 16, 100);
+            let mut problem = latent(1, 128, 100);
             problem.layout.kv = KvLayout::Paged { page_size };
             let tile = choose_tile(&problem, 132);
-            assert_eq!(tile.box_rows, rows, "pages of {page_size}");
-            let larger = Sm90MlaTile { box_rows: 64, ..tile };
-            assert_eq!(larger.check(&problem).is_ok(), rows == 64, "pages of {page_size}");
+            assert_eq!(tile.box_rows, if rows == 64 { 64 } else { 0 }, "pages of {page_size}");
+            for box_rows in [16, 32, 64] {
+                let tile = Sm90MlaTile { box_rows, ..tile };
+                assert_eq!(
+                    tile.check(&problem).is_ok(),
+                    box_rows <= rows,
+                    "{box_rows} rows in pages of {page_size}"
+                );
+            }
         }
     }
 }

@@ -38,6 +38,12 @@ FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
       : "memory");
 }
 
+// needs: sm_80. Arrives once all that this thread has begun to copy by cp.async is there: an arrival that the barrier counts on.
+// PTX ISA: cp.async.mbarrier.arrive.
+FMHA_DEVICE void cp_async_mbarrier_arrive(Barrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
 // needs: sm_90. Whether the phase of this parity is complete.
 // PTX ISA: mbarrier.test_wait.
 FMHA_DEVICE bool mbarrier_test_parity(Barrier& barrier, uint32_t parity) {

@@ -161,10 +161,6 @@ FMHA_DEVICE void ld_global_v4_b32_if(uint32_t (&v)[4], const void* from, bool co
       : "l"(from), "r"(int(condition)));
 }
 
-// needs: sm_70. Brings the line of an address into the L2.
-// PTX ISA: prefetch.
-FMHA_DEVICE void prefetch_global_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
 // needs: sm_70. 16 zero bytes; `address` is a multiple of 16.
 // PTX ISA: st.
 FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {

@@ -340,6 +340,8 @@ fn wide_quantised(cases: &mut Vec<Case>) {
             (DType::E4m3Fn, (576, 512), (1, 70), 70, Descale::None, Some(64)),
             // Eight blocks of keys and four: places in shared memory are filled again, and again.
             (DType::E4m3Fn, (576, 512), (1, 460), 16, Descale::PerKvHead, Some(1)),
+            // Two tiles of rows over six blocks of keys.
+            (DType::E4m3Fn, (576, 512), (2, 330), 40, Descale::PerKvHead, Some(7)),
             (DType::E4m3Fn, (512, 512), (5, 140), 2, Descale::PerKvHead, Some(16)),
             (DType::E5m2, (336, 272), (2, 90), 3, Descale::PerTensor, None),
             (DType::E4m3Fnuz, (576, 512), (2, 130), 16, Descale::PerKvHead, Some(7)),

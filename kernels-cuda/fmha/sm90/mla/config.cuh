@@ -29,6 +29,10 @@ struct Regs {
 };
 FMHA_DEVICE constexpr Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{88, 208} : Regs{72, 216}; }
 
+// Whether threads copy every row from where it lies. Barriers count such copies as they land, and whoever waits for one puts the
+// fence between them and the tensor cores' reads.
+FMHA_DEVICE constexpr bool gathers(const Sm90MlaTile& tile) { return tile.box_rows == 0 && !is_fp8(tile.stored); }
+
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
 constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1

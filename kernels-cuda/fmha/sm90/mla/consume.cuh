@@ -40,21 +40,27 @@ struct Consumer {
 
   FMHA_DEVICE int32_t key_of(int32_t i) const { return (work.last_block - i) * kKeys; }
 
+  // Until what the load role brings is there, for the tensor cores to read.
+  FMHA_DEVICE static void wait_full(ptx::Barrier& full, uint32_t phase) {
+    ptx::mbarrier_wait_parity(full, phase);
+    if constexpr (gathers(tile)) ptx::fence_proxy_async();
+  }
+
   // S of the i-th block, this warpgroup's. Starts, does not wait.
   FMHA_DEVICE void start_scores(int32_t i) {
     const uint32_t phase = P::phase_of(i);
     if constexpr (P::v_in_k) {
       constexpr int half = P::chunks_half;
       const Chunk* k = smem.k[group];
-      ptx::mbarrier_wait_parity(smem.full[P::part_of(group, 0)], phase);
+      wait_full(smem.full[P::part_of(group, 0)], phase);
       ptx::wgmma_fence();
       issue_abt<dtype, sign, half>(s, smem.q, k, false);
-      ptx::mbarrier_wait_parity(smem.full[P::part_of(group, 1)], phase);
+      wait_full(smem.full[P::part_of(group, 1)], phase);
       ptx::wgmma_fence();
       issue_abt<dtype, sign, half>(s, smem.q + half, k + half, true);
       issue_abt<dtype, sign, 1>(s, smem.q + 2 * half, k + 2 * half, true);
     } else {
-      ptx::mbarrier_wait_parity(smem.full[0], phase);
+      wait_full(smem.full[0], phase);
       ptx::wgmma_fence();
       issue_abt<dtype, sign, P::chunks_k>(s, smem.q, smem.k[0], false);
     }
@@ -197,7 +203,7 @@ struct Consumer {
   }
   // Of a V of its own the half is waited for.
   FMHA_DEVICE void wait_for_values(int32_t i) {
-    if constexpr (!P::v_in_k) ptx::mbarrier_wait_parity(smem.full[P::part_of(0, group)], P::phase_of(i));
+    if constexpr (!P::v_in_k) wait_full(smem.full[P::part_of(0, group)], P::phase_of(i));
   }
 
   // Its own i-th block: scores, probabilities, products with its half of V.
@@ -234,7 +240,7 @@ struct Consumer {
   FMHA_DEVICE void run() {
     o.clear();
     softmax.reset();
-    ptx::mbarrier_wait_parity(smem.q_full, 0);
+    wait_full(smem.q_full, 0);
     const int32_t num_blocks = ptx::uniform(work.num_blocks);
     int32_t i = 0;
 #pragma unroll 1

@@ -1,10 +1,12 @@
 // The load role, a warpgroup: Q, and the blocks of K and V, in parts as their places are released.
 //
 // Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is copied, and
-// these are zeros: memory there may hold NaN, of V too. So are all blocks where pages are not whole boxes.
+// these are zeros: memory there may hold NaN, of V too.
 //
-// Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there. A block's lines are brought into the
-// L2 two blocks before.
+// Or every row is copied from where it lies, as where pages are not whole boxes, and barriers count the copies. The block table is
+// read a block ahead.
+//
+// Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
 #include <fmha/common/widen.cuh>
@@ -27,40 +29,68 @@ struct Loader {
   using Chunk = typename P::Chunk;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  static constexpr int kRowsOfWarp = kRows / 4;  // a warp copies rows `warp`, `warp + 4`, ...
-
   static constexpr bool widens = is_fp8(tile.stored);
 
-  // Where row `warp + 4 * lane` lies, of the first sixteen lanes; null: zeros.
   using Row = const uint16_t*;
   using NarrowRow = const uint8_t*;
 
+  // Whether the halves of V have no more chunks than its rows.
+  static constexpr bool kWholeV = spec.head_dim_v % (2 * kSpan) == 0;
+
+  // Rows that a warp copies: four of every sixteen. Lane l finds where the (l % 16)-th of them lies (null: zeros), and is told of
+  // four, sixteen apart, which lie alike in the swizzle: of a chunk of each it copies 16 bytes, eight lanes the whole.
+  static constexpr int kRowsOfLane = 4, kRowsApart = kRows / kRowsOfLane;
+  const int32_t found_row = 4 * warp + lane % 4 + lane / 4 % kRowsOfLane * kRowsApart;
+  struct Rows {
+    Row of_lane[kRowsOfLane];
+  };
+  FMHA_DEVICE Rows told(Row found) const {
+    Rows rows;
+#pragma unroll
+    for (int k = 0; k < kRowsOfLane; ++k)
+      rows.of_lane[k] = reinterpret_cast<Row>(ptx::shfl_idx(reinterpret_cast<uint64_t>(found), lane / 8 + 4 * k));
+    return rows;
+  }
   FMHA_DEVICE Row query_row() const {
-    const int32_t row = work.first_row + warp + 4 * (lane % kRowsOfWarp), i = Work::query_of(p, row);
+    const int32_t row = work.first_row + found_row, i = Work::query_of(p, row);
     if (i >= work.span.seqlen_q) return nullptr;
     const int64_t at = row_offset(p.q, work.span.storage_batch, work.span.q_row + i, work.head_of(p, row, i));
     return static_cast<Row>(p.q.data) + at;
   }
-  FMHA_DEVICE Row key_row(const View& view, int32_t first_key) const {
-    const int32_t j = first_key + warp + 4 * (lane % kRowsOfWarp);
+  // The block table's entry with key `j`, as it is read: nothing waits for it until it is an address.
+  FMHA_DEVICE int32_t entry_of(int32_t j) const {
+    if (spec.kv_layout != KvKind::Paged || j < 0 || j >= work.end) return 0;
+    return p.block_table[work.span.i_batch * p.block_table_batch + j / p.page_size];
+  }
+  // Where key `j` lies, whose entry that is; null: zeros.
+  template <class Pointer>
+  FMHA_DEVICE Pointer row_of(const View& view, int32_t j, int32_t entry) const {
     if (j >= work.end) return nullptr;
-    return static_cast<Row>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
+    const KvRow at = spec.kv_layout == KvKind::Paged ? KvRow{clamp(entry, 0, p.num_pages - 1), j % p.page_size}
+                                                     : kv_row(p, spec.kv_layout, work.span, j);
+    return static_cast<Pointer>(view.data) + row_offset(view, at, work.i_head_kv);
   }
 
-  FMHA_DEVICE static Row row_of(Row own, int32_t r) {
-    return reinterpret_cast<Row>(ptx::shfl_idx(reinterpret_cast<uint64_t>(own), r));
-  }
-  // Chunks of all rows from chunk `first` of rows of `dim` elements on: a warp copies 64 columns of four rows, or 256 of one, at
-  // a time.
-  template <int dim, int count>
-  FMHA_DEVICE void copy_chunks(const Chunk* to, int32_t first, Row own, const void* any) const {
-#pragma unroll 4
-    for (int32_t at = lane / 8; at < kRowsOfWarp * count; at += 4) {
-      const int32_t r = at / count, chunk = at - r * count, column = lane % 8 * 8, from_column = (first + chunk) * kSpan + column;
-      const Row from = row_of(own, r);
-      const int32_t there = from ? clamp(dim - from_column, 0, 8) : 0;
-      ptx::cp_async<16>(to[chunk].address() + fmha::mma::word_offset<Chunk>(warp + 4 * r, column),
-                        there > 0 ? static_cast<const void*>(from + from_column) : any, 2 * there);
+  // Chunks of all rows from chunk `first` of rows of `dim` elements on; `whole`: these are no more than the rows have.
+  template <int dim, int count, bool whole = dim % kSpan == 0>
+  FMHA_DEVICE void copy_chunks(const Chunk* to, int32_t first, const Rows& rows, const void* any) const {
+    const uint32_t of_lane = to->address() + fmha::mma::word_offset<Chunk>(4 * warp + lane / 8, lane % 8 * 8);
+    const int32_t first_column = first * kSpan + lane % 8 * 8;
+    Row from[kRowsOfLane];
+#pragma unroll
+    for (int k = 0; k < kRowsOfLane; ++k)
+      from[k] = rows.of_lane[k] ? rows.of_lane[k] + first_column : static_cast<Row>(any);
+    // Row by row, so that neighbouring lines of memory are asked for one after another.
+#pragma unroll
+    for (int k = 0; k < kRowsOfLane; ++k) {
+#pragma unroll
+      for (int chunk = 0; chunk < count; ++chunk) {
+        const int32_t column = chunk * kSpan;
+        const int32_t there = rows.of_lane[k] == nullptr ? 0 : whole ? 8 : clamp(dim - first_column - column, 0, 8);
+        // Without elements nothing is read.
+        ptx::cp_async<16>(of_lane + chunk * Chunk::tile_bytes + k * kRowsApart * Chunk::span_bytes,
+                          whole || there > 0 ? from[k] + column : static_cast<Row>(any), 2 * there);
+      }
     }
   }
   // The boxes of a part's chunks, dealt out to the lanes of one warp. Of a cluster's two CTAs each brings every second chunk, for
@@ -88,6 +118,7 @@ struct Loader {
   // its first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before it. The tail's lie in its own
   // upper half. A thread widens what it has copied, and a warp's bytes lie in the sixteen rows of the chunks that are its own
   // here, so that no warp waits for another one.
+  static constexpr int kRowsOfWarp = kRows / 4;
   struct Part {
     uint32_t address;  // of its first chunk
     int32_t first;     // chunk of the block
@@ -127,15 +158,14 @@ struct Loader {
     return at < count ? part.address + half / 2 * Chunk::tile_bytes + (bytes_of_lane ^ half % 2 * 64)
                       : part.tail + (bytes_of_lane ^ 64);
   }
-  // Where the lane's two rows of a block lie; null: zeros.
-  FMHA_DEVICE void find_rows(const View& view, int32_t first_key, NarrowRow (&rows)[2]) const {
+  // Of the lane's two rows of a block, entries as above, and where they lie; null: zeros.
+  FMHA_DEVICE void look_up(int32_t first_key, int32_t (&entries)[2]) const {
 #pragma unroll
-    for (int word = 0; word < 2; ++word) {
-      const int32_t j = first_key + lane_row + 8 * word;
-      rows[word] = nullptr;
-      if (j < work.end)
-        rows[word] = static_cast<NarrowRow>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
-    }
+    for (int word = 0; word < 2; ++word) entries[word] = entry_of(first_key + lane_row + 8 * word);
+  }
+  FMHA_DEVICE void find_rows(const View& view, int32_t first_key, const int32_t (&entries)[2], NarrowRow (&rows)[2]) const {
+#pragma unroll
+    for (int word = 0; word < 2; ++word) rows[word] = row_of<NarrowRow>(view, first_key + lane_row + 8 * word, entries[word]);
   }
   template <int dim, int count>
   FMHA_DEVICE void copy_narrow(const Part& part, const NarrowRow (&rows)[2]) const {
@@ -222,8 +252,10 @@ struct Loader {
     const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
     const int32_t count = ptx::uniform(work.num_blocks) * kPartsOfBlock;
     NarrowRow rows[2];
-    int32_t copied = 0;
-    find_rows(p.k, work.last_block * kKeys, rows);
+    int32_t entries[2], copied = 0;
+    look_up(work.last_block * kKeys, entries);
+    find_rows(p.k, work.last_block * kKeys, entries, rows);
+    if constexpr (P::v_in_k) look_up((work.last_block - 1) * kKeys, entries);
 #pragma unroll 1
     for (int32_t done = 0; done < count; ++done) {
 #pragma unroll 1
@@ -239,14 +271,17 @@ struct Loader {
           copy_narrow<spec.head_dim_qk, kChunksOfK>(part, rows);
         }
         ++copied;
-        // Rows are found, and lines brought into the L2, beneath the copies.
+        // Rows are found beneath the copies, and the next block's entries looked up.
         const int32_t block = copied / kPartsOfBlock, at = copied % kPartsOfBlock, first_key = (work.last_block - block) * kKeys;
         if (at == 0 && copied < count) {
-          find_rows(p.k, first_key, rows);
-          prefetch_block(block + 1);
+          find_rows(p.k, first_key, entries, rows);
+          if constexpr (P::v_in_k) look_up(first_key - kKeys, entries);
         }
         if constexpr (!P::v_in_k) {
-          if (at == 1) find_rows(p.v, first_key, rows);
+          if (at == 1) {
+            find_rows(p.v, first_key, entries, rows);
+            look_up(first_key - kKeys, entries);
+          }
         }
       }
       switch (copied - done - 1) {
@@ -266,39 +301,28 @@ struct Loader {
     }
     copier.flush();
   }
-  // Two threads a row.
-  template <int dim>
-  FMHA_DEVICE void prefetch(const View& view, int32_t first_key) const {
-    const int32_t j = first_key + int32_t(threadIdx.x % kWarpgroup) / 2;
-    if (j < 0 || j >= work.end) return;
-    const NarrowRow from = static_cast<NarrowRow>(view.data) + row_offset(view, kv_row(p, spec.kv_layout, work.span, j), work.i_head_kv);
-#pragma unroll 1
-    for (int32_t at = threadIdx.x % 2 * 128; at < dim; at += 256) ptx::prefetch_global_l2(from + at);
-  }
-  FMHA_DEVICE void prefetch_block(int32_t i) const {
-    if (i >= work.num_blocks) return;
-    const int32_t first_key = (work.last_block - i) * kKeys;
-    prefetch<spec.head_dim_qk>(p.k, first_key);
-    if constexpr (!P::v_in_k) prefetch<spec.head_dim_v>(p.v, first_key);
-  }
-
   FMHA_DEVICE void load_q() {
-    copy_chunks<spec.head_dim_qk, P::chunks_k>(smem.q, 0, query_row(), p.q.data);
-    copier.finish(smem.q_full);
+    copy_chunks<spec.head_dim_qk, P::chunks_k>(smem.q, 0, told(query_row()), p.q.data);
+    if constexpr (gathers(tile)) {
+      ptx::cp_async_mbarrier_arrive(smem.q_full);
+    } else {
+      copier.finish(smem.q_full);
+    }
   }
 
   // Chunks `first` to `first + count` of a block's K or V; with them the tail, if they have it.
-  template <int dim, int count>
+  template <int dim, int count, bool whole = dim % kSpan == 0>
   FMHA_DEVICE void load_part(int32_t part, const View& view, const ptx::TensorMap& map, const Chunk* block, int32_t first,
                              bool with_tail, int32_t first_key, uint32_t phase) {
     constexpr int tail = 2 * P::chunks_half;
     Barrier& full = smem.full[part];
     copier.wait(smem.empty[part], phase ^ 1);
     // What follows the last key that some row sees is to be zeros.
-    if (tile.box_rows == 0 || first_key + kKeys > work.end) {
-      const Row own = key_row(view, first_key);
-      copy_chunks<dim, count>(block + first, first, own, view.data);
-      if (with_tail) copy_chunks<dim, 1>(block + tail, tail, own, view.data);
+    if (first_key + kKeys > work.end) {
+      const int32_t j = first_key + found_row;
+      const Rows rows = told(row_of<Row>(view, j, entry_of(j)));
+      copy_chunks<dim, count, whole>(block + first, first, rows, view.data);
+      if (with_tail) copy_chunks<dim, 1>(block + tail, tail, rows, view.data);
       copier.finish(full);
       return;
     }
@@ -318,14 +342,54 @@ struct Loader {
 
   FMHA_DEVICE void run() {
     if constexpr (widens) {
-      prefetch_block(0);
-      prefetch_block(1);
       load_q();
       widen_all();
+    } else if constexpr (gathers(tile)) {
+      load_q();
+      gather_all();
     } else {
       load_q();
       copy_all();
     }
+  }
+  // Chunks of a block as above, row by row. Its barrier counts the copies as they land, so that nothing here waits for them.
+  template <int dim, int count, bool whole = dim % kSpan == 0>
+  FMHA_DEVICE void gather_part(int32_t part, const Chunk* block, int32_t first, bool with_tail, const Rows& rows, const void* any,
+                               uint32_t phase) const {
+    constexpr int tail = 2 * P::chunks_half;
+    ptx::mbarrier_wait_parity(smem.empty[part], phase ^ 1);
+    copy_chunks<dim, count, whole>(block + first, first, rows, any);
+    if (with_tail) copy_chunks<dim, 1>(block + tail, tail, rows, any);
+    ptx::cp_async_mbarrier_arrive(smem.full[part]);
+  }
+  FMHA_DEVICE void gather_all() const {
+    const int32_t num_blocks = ptx::uniform(work.num_blocks);
+    int32_t j = work.last_block * kKeys + found_row, entry = entry_of(j);
+#pragma unroll 1
+    for (int32_t i = 0; i < num_blocks; ++i, j -= kKeys) {
+      const int32_t slot = P::slot_of(i);
+      const uint32_t phase = P::phase_of(i);
+      const Row found = row_of<Row>(p.k, j, entry), found_v = P::v_in_k ? nullptr : row_of<Row>(p.v, j, entry);
+      // Of the next block, whose entries arrive beneath this one's copies.
+      entry = entry_of(j - kKeys);
+      if constexpr (P::v_in_k) {
+        const Rows rows = told(found);
+#pragma unroll 1
+        for (int32_t half = 0; half < 2; ++half)
+          gather_part<spec.head_dim_qk, P::chunks_half>(P::part_of(slot, half), smem.k[slot], half * P::chunks_half,
+                                                        half == P::half_with_tail(slot), rows, p.k.data, phase);
+      } else {
+        gather_part<spec.head_dim_qk, P::chunks_k>(0, smem.k[0], 0, false, told(found), p.k.data, phase);
+        const Rows rows = told(found_v);
+#pragma unroll 1
+        for (int32_t half = 0; half < 2; ++half)
+          gather_part<spec.head_dim_v, P::chunks_half, kWholeV>(P::part_of(0, half), smem.v, half * P::chunks_half, false, rows,
+                                                                p.v.data, phase);
+      }
+    }
+    // Copies of threads that have ended are not relied upon.
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
   }
   FMHA_DEVICE void copy_all() {
 #pragma unroll 1
@@ -341,7 +405,7 @@ struct Loader {
           const bool with_tail = half == P::half_with_tail(slot);
           load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, maps.k, smem.k[slot], first, with_tail, first_key, phase);
         } else {
-          load_part<spec.head_dim_v, P::chunks_half>(part, p.v, maps.v, smem.v, first, false, first_key, phase);
+          load_part<spec.head_dim_v, P::chunks_half, kWholeV>(part, p.v, maps.v, smem.v, first, false, first_key, phase);
         }
       }
     }

@@ -99,6 +99,41 @@ fn a_copy_into_shared_memory_needs_its_wait_group() {
 }
 
 #[test]
+fn a_copy_is_there_for_who_sees_the_phase_of_an_mbarrier_that_counts_it() {
+    // Warp 0 copies; warp 1 waits and reads.
+    let copy = |before: &str, after: &str, wait: &str| {
+        format!(
+            "setp.lt.u32 %p, %t, 32; setp.eq.u32 %q, %t, 0; add.u32 %w5, %s, 1024; shl.b32 %w0, %t, 4; add.u32 %w0, %s, %w0;
+             @%q mbarrier.init.shared::cta.b64 [%w5], 32; bar.sync 0; @!%p bra W;
+             {before} cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%w5]; {after} cp.async.wait_all; bra E;
+             W: {wait} ld.shared.b32 %w2, [%s]; E:"
+        )
+    };
+    let copies = "cp.async.cg.shared.global [%w0], [%g], 16;";
+    let wait = "V: mbarrier.try_wait.parity.shared::cta.b64 %q, [%w5], 0; @!%q bra V;";
+    let mut options = checked();
+    options.check_uninitialised = false;
+    assert_eq!(kind(&copy(copies, "", wait), 64, &options), None);
+    assert_eq!(kind(&copy(copies, "", ""), 64, &options), Some(FaultKind::Race));
+    // One that is issued after the arrival is not counted, whatever group it is of.
+    assert_eq!(kind(&copy("", copies, wait), 64, &options), Some(FaultKind::Race));
+    let twice = format!("{copies} cp.async.commit_group;");
+    assert_eq!(kind(&copy(&twice, "", wait), 64, &options), None);
+    assert_eq!(kind(&copy(&twice, copies, wait), 64, &options), Some(FaultKind::Race));
+    // An arrival ends no group: of two groups one is still under way.
+    let group = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%w6]; cp.async.cg.shared.global [%w0], [%g], 16; cp.async.commit_group;";
+    let left = |pending: u32| {
+        format!(
+            "add.u32 %w6, %s, 1024; shl.b32 %w0, %t, 4; add.u32 %w0, %s, %w0; setp.eq.u32 %q, %t, 0;
+             @%q mbarrier.init.shared::cta.b64 [%w6], 64; bar.sync 0;
+             {group} cp.async.commit_group; cp.async.wait_group {pending}; ld.shared.b32 %w2, [%w0];"
+        )
+    };
+    assert_eq!(kind(&left(1), 32, &options), None);
+    assert_eq!(kind(&left(2), 32, &options), Some(FaultKind::Race));
+}
+
+#[test]
 fn an_mbarrier_orders_what_was_before_the_arrival() {
     let pass = |wait: &str| {
         format!(

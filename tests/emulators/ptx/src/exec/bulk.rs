@@ -81,15 +81,21 @@ impl Cluster {
                 let (passes, ideal) = bank_waves(&written[..count], n);
                 self.counters.bank_conflicts += passes.saturating_sub(ideal);
             }
-            Code::CpAsyncCommit => warp.asynchrony.copy_committed += 1,
+            Code::CpAsyncCommit => {
+                let a = &mut warp.asynchrony;
+                a.copy_epoch += 1;
+                a.copy_groups.push_back(a.copy_epoch);
+            }
             Code::CpAsyncWait { all } => {
                 let n = warp.w[inst.src[0].row()][0];
                 let a = &mut warp.asynchrony;
                 if all {
-                    a.copy_committed += 1;
-                    a.copy_done = a.copy_committed;
-                } else {
-                    a.copy_done = a.copy_done.max(a.copy_committed.saturating_sub(n));
+                    a.copy_epoch += 1;
+                    a.copy_groups.clear();
+                    a.copy_done = a.copy_epoch;
+                }
+                while a.copy_groups.len() > n as usize {
+                    a.copy_done = a.copy_groups.pop_front().unwrap_or(a.copy_done);
                 }
                 if let Some(t) = &mut self.tracker {
                     t.copies_done(warp);

@@ -88,6 +88,9 @@ impl Cluster {
             return self.test_wait(warp, inst, mbar, active, parity, may_block);
         }
         self.events += 1;
+        if matches!(mbar.op, MbarOp::CpAsyncArrive { .. }) {
+            warp.asynchrony.copy_epoch += 1;
+        }
         for lane in lanes(active) {
             let (cta, at) = self.mbarrier_target(warp, mbar, inst, lane)?;
             let value = if inst.src[1].is_some() { warp.get(inst.src[1], lane) as u32 } else { 1 };
@@ -129,9 +132,15 @@ impl Cluster {
                 }
                 MbarOp::CpAsyncArrive { no_inc } => {
                     // Copies are carried out at issue; the arrival follows at once.
+                    let bar = self.barrier_at(cta, at)?;
                     if !no_inc {
-                        self.barrier_at(cta, at)?.pending += 1;
+                        bar.pending += 1;
                     }
+                    let mut gathered = std::mem::take(&mut bar.gathered);
+                    if let Some(t) = &self.tracker {
+                        t.copies_release(warp, &mut gathered);
+                    }
+                    self.barrier_at(cta, at)?.gathered = gathered;
                     self.arrive(warp, cta, at, 1, false, false, false)?;
                 }
                 MbarOp::Test { .. } | MbarOp::PendingCount => {}

@@ -90,7 +90,10 @@ pub(crate) struct Asynchrony {
     pub(crate) bulk_read: u32,
     /// `tcgen05` products and copies issued.
     pub(crate) tcgen_issued: u32,
-    pub(crate) copy_committed: u32,
+    /// Of `cp.async`: how often it was said what the copies so far are (a group's commit, an mbarrier's arrival), the value
+    /// of that at the end of each group that is not known complete, and up to which all are.
+    pub(crate) copy_epoch: u32,
+    pub(crate) copy_groups: VecDeque<u32>,
     pub(crate) copy_done: u32,
     /// Generation of the cluster barrier at the last arrival.
     pub(crate) cluster_generation: Option<u64>,

@@ -4,11 +4,20 @@ use super::{Access, Clocks, Exec, SeenReads, Touch, Tracker};
 use crate::exec::Warp;
 
 impl Tracker {
-    /// A `cp.async` by a warp, complete when its group is waited for.
+    /// A `cp.async` by a warp, complete when its group is waited for, or for who sees the phase of an mbarrier that counts it.
     pub(crate) fn copy_write(&mut self, warp: &Warp, cta: u32, at: u32, n: u32, lane: usize) -> Exec<()> {
         let id = self.id(warp);
-        let me = (self.copy_track(id), warp.asynchrony.copy_committed + 1, warp.current_pc, lane);
+        let me = (self.copy_track(id), warp.asynchrony.copy_epoch + 1, warp.current_pc, lane);
         self.at_the_time_of(id, |t, clocks| t.touch(Touch::Write, clocks, me, [cta, at, n]))
+    }
+
+    /// `cp.async.mbarrier.arrive`: whoever sees the barrier's phase sees the warp's copies so far complete.
+    pub(crate) fn copies_release(&self, warp: &Warp, into: &mut Clocks) {
+        let track = self.copy_track(self.id(warp)) as usize;
+        if into.v.len() <= track {
+            into.v.resize(track + 1, 0);
+        }
+        into.v[track] = into.v[track].max(warp.asynchrony.copy_epoch);
     }
 
     /// A `tcgen05` operation is issued: its clocks, ordered after the warp's earlier ones.
