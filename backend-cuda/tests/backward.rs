@@ -304,18 +304,19 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     }
 }
 
-/// The long one's kv head is in parts (`LEAST_KEYS_IN_PARTS`), whose sums have bits of their own; so has the order of
-/// its heads.
+/// Kv heads have as many parts as a sequence's own queries give (`num_head_parts`): the first one here one, the second two, and
+/// the last, which both have beside them, four. Their sums have bits of their own, and so has the order of heads.
 #[test]
 fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
     let Some(backend) = device() else { return };
-    let (own, long) = ((70, 400), (1, 4100));
-    let of = |lengths: &[(i32, i32)]| {
+    let long = (1100, 70);
+    let of = |lengths: &[(i32, i32)], parts: &str| {
         let longest = |of: fn(&(i32, i32)) -> i32| lengths.iter().map(of).max().unwrap() as u32;
         let dims = Dims {
             batch: lengths.len() as u32,
             seqlen_q: longest(|l| l.0),
             seqlen_k: longest(|l| l.1),
+            num_heads_q: 4,
             ..DIMS
         };
         let fwd = FwdProblem::group(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true);
@@ -325,14 +326,21 @@ fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
                 q.iter_mut().chain(k).for_each(|x| *x = bf16::from_f32(x.to_f32() * 3.0));
             });
         let options = PlanOptions::default().kernel("sm90").deterministic(true);
+        let plan = backend.plan_bwd(&host.problem.clone().validate().unwrap(), &options).unwrap();
+        let said =
+            plan.details().iter().find(|detail| detail.0 == "query heads").map(|detail| detail.1.clone());
+        assert_eq!(said.unwrap_or_default(), parts);
         let [dq, dk, dv] = host.run_in(&backend, &options, f32::NAN);
-        let (queries, keys) = (own.0 as usize * 2 * 64, own.1 as usize * 64);
+        let (queries, keys) = (lengths[0].0 as usize * 4 * 64, lengths[0].1 as usize * 64);
         [&dq[..queries], &dk[..keys], &dv[..keys]]
             .map(|rows| rows.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
     };
-    for (name, (alone, beside)) in ["dq", "dk", "dv"].iter().zip(of(&[own]).iter().zip(&of(&[own, long]))) {
-        let differing = alone.iter().zip(beside).filter(|(a, b)| a != b).count();
-        assert_eq!(differing, 0, "{name}: of {} numbers", alone.len());
+    for (own, parts) in [((70, 400), ""), ((300, 140), "4 of a kv head shared by 2 tiles")] {
+        let (alone, beside) = (of(&[own], parts), of(&[own, long], "4 of a kv head shared by 4 tiles"));
+        for (name, (alone, beside)) in ["dq", "dk", "dv"].iter().zip(alone.iter().zip(&beside)) {
+            let differing = alone.iter().zip(beside).filter(|(a, b)| a != b).count();
+            assert_eq!(differing, 0, "{name} of {own:?}: of {} numbers", alone.len());
+        }
     }
 }
 

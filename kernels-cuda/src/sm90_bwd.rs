@@ -205,6 +205,11 @@ abi_struct! {
         pub num_head_parts: i32,
         /// Parts of the query blocks of each of these.
         pub num_query_parts: i32,
+        /// Of packed sequences whose additions have an order, each with parts by its own queries: so many for each where it has few
+        /// tiles, else four times as many.
+        pub least_queries_of_part: i32,
+        /// And the key blocks of all parts of a kv head that are few.
+        pub few_tiles_of_head: i32,
         /// With ordered additions to dQ, of so many heads the key blocks of one are launched beside those of others, and
         /// behind a mask walk their queries from the last one down. Without a mask all heads, which is 1, or none.
         pub side_by_side_period: i32,
@@ -218,7 +223,8 @@ abi_struct! {
         pub num_first_query_heads: i32,
         /// Their query blocks.
         pub num_first_q_blocks: i32,
-        /// With `head_parts` f32 sums of dK and dV, part by part; set at each run.
+        /// With `head_parts` f32 sums of dK and dV, and where additions to them have an order how many there are of each of a
+        /// tile's consumer warps; set at each run.
         pub head_sums: DevPtr<f32>,
     }
 }
@@ -258,9 +264,17 @@ const SHORT_BYTES: i64 = 20 << 20;
 const LEAST_SIDE_BY_SIDE: i64 = 16;
 
 /// Heads that a deterministic call's sequence is to have, its kv heads being shared out where it has fewer, from so
-/// many queries and keys on; packed ones each by its own.
+/// many queries and keys on.
 const ORDERED_HEADS: u32 = 8;
 const LEAST_KEYS_IN_PARTS: u32 = 4096;
+
+/// Heads that a packed one has at most, where it has fewer than [`ORDERED_HEADS`]; and the tiles up to which its parts may have
+/// half of the steps that repay the sums, else twice as many. By the sequence's own length, so that a batch that fills the
+/// multiprocessors loses little by it. An H200, in one part, in parts of half of these steps, and of twice as many: B8 H5/1 of 130
+/// to 768 143, 76 and 143 us, B4 H48/3 causal of 105 to 376 225, 96 and 142, but B8 H48/3 causal of 384 to 1920 1138, 978 and 837,
+/// and of eight kv heads B64 H64/8 of 27 to 209 352, 420 and 352.
+const PACKED_HEADS: u32 = 16;
+const FEW_TILES: u32 = 64;
 
 /// Tiles that it is to have, likewise, as far as each keeps the steps that repay its sums
 /// ([`cost::least_steps_of_part`]): a batch of many is slower by its sums alone, a batch of one faster by as much as
@@ -476,9 +490,6 @@ impl Sm90BwdTile {
         let keys = if walk.splits_dims() { 64 } else { 128 };
         if block_n != keys {
             return Err(format!("block_n {block_n} is not {keys}: walk {set}"));
-        }
-        if walk == BwdWalk::InClusters && self.persistent {
-            return Err(format!("persistent true: the CTAs of a cluster have a key block each (walk {set})"));
         }
         // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
         // would wait behind its own CTA's present one.
@@ -733,12 +744,20 @@ impl Sm90BwdTile {
         let by_rule = if tiles < 2 * u64::from(num_sms) { self.parts_by_rule(problem, num_sms) } else { 1 };
         // Many tiles fill the multiprocessors as they are. The main kernel finishes dQ by heads, whole ones.
         let is_packed = problem.fwd.layout.q == QLayout::Packed;
-        let may_split_queries =
-            tiles * u64::from(ratio) < 4 * u64::from(num_sms) && !self.finishes_dq() && !is_packed;
-        let most = if may_split_queries { 4 } else { 1 };
+        let share = if is_packed { cost::PACKED_SHARE } else { 1.0 };
+        let with_work = share * tiles as f64 * f64::from(ratio);
+        let few_tiles = with_work < 4.0 * f64::from(num_sms) && !self.finishes_dq();
+        let queries: &[u32] = match problem.fwd.mask.kind() {
+            _ if !few_tiles => &[1],
+            // An H200, in one part, two and four: B2 H2 D168 of 2734 and 8736 918, 888 and 842 us; behind a mask B2 H3 D64 of 2560 and
+            // 3200 81, 78 and more, B2 H8 of 1001 and 1280 70 and 87; B8 H5/1 of 130 to 768 in five parts and ten 59 and 69.
+            MaskKind::Full if is_packed && ratio == 1 => &[1, 4],
+            _ if is_packed => &[1],
+            _ => &[1, 2, 3, 4],
+        };
         let heads = std::iter::once(by_rule)
             .chain((1..=ratio).filter(|&parts| parts != by_rule && ratio.is_multiple_of(parts)));
-        let parts = heads.flat_map(|heads| (1..=most).map(move |queries| HeadParts { heads, queries }));
+        let parts = heads.flat_map(|heads| queries.iter().map(move |&queries| HeadParts { heads, queries }));
         cost::head_parts(self, problem, spec, num_sms, parts)
     }
 
@@ -769,17 +788,34 @@ impl Sm90BwdTile {
     /// Parts of a deterministic call: from the heads and the lengths, never the batch, so that a sequence has the same
     /// bits in any; of packed ones the longest's, the device going by each one's own (`has_own_parts`). Where
     /// sequences are long, enough for eight heads, of which one goes the other way; where lengths are equal enough for
-    /// [`ORDERED_TILES`]. Packed sequences that are shorter have none: by a rule as that of equal ones, an H200, B8
-    /// H48/3 causal of 384 to 1920 1726 us for 1134, B64 H64/8 of 27 to 209 624 for 352, though B4 H8/1 of 320 to 896 108 for 247.
+    /// [`ORDERED_TILES`].
     fn ordered_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let dims = problem.fwd.dims;
-        let of_tiles = match problem.fwd.layout.q {
-            QLayout::Packed => 1,
-            QLayout::Batch => self.parts_for_tiles(problem, spec, [dims.seqlen_q, dims.seqlen_k]),
-        };
+        if problem.fwd.layout.q == QLayout::Packed {
+            let (most, least) = self.parts_of_packed(problem, spec);
+            return parts_of_queries(dims.seqlen_q, most, least);
+        }
+        let of_tiles = self.parts_for_tiles(problem, spec, [dims.seqlen_q, dims.seqlen_k]);
         let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
         let is_long = seqlen_q.min(seqlen_k) >= LEAST_KEYS_IN_PARTS;
         if is_long { of_tiles.max(self.parts_of_long(problem, spec, num_sms)) } else { of_tiles }
+    }
+
+    /// The most parts of a packed sequence, and the queries that it has for each: whatever the batch has.
+    fn parts_of_packed(&self, problem: &BwdProblem, spec: &BwdSpec) -> (u32, u32) {
+        let ratio = problem.fwd.gqa_ratio();
+        let heads = problem.fwd.dims.num_heads_kv.max(1);
+        let mut most =
+            if heads < ORDERED_HEADS { divisor_from(ratio, PACKED_HEADS.div_ceil(heads)) } else { 1 };
+        let rows = cost::least_steps_of_part(self, spec) * self.block_m.unsigned_abs() / 2;
+        // A window leaves a key no more queries than it has room for.
+        let bounds = problem.fwd.mask.bounds();
+        if let (Some(lo), Some(hi)) = (bounds.lo, bounds.hi) {
+            let width = u32::try_from((hi - lo).max(0)).unwrap_or(u32::MAX);
+            most = parts_of_queries(width, most, rows.div_ceil(ratio.max(1)));
+        }
+        let is_full = problem.fwd.mask.kind() == MaskKind::Full;
+        (most, (rows * if is_full { 1 } else { 2 }).div_ceil(ratio.max(1)))
     }
 
     /// As many as give a long sequence eight heads.
@@ -791,7 +827,6 @@ impl Sm90BwdTile {
             // A window leaves a key few products.
             MaskKind::Band => 1,
             MaskKind::Upper => of_heads,
-            MaskKind::Full if problem.fwd.layout.q == QLayout::Packed => 1,
             // All key blocks are alike, and heads are wanted for groups that fill the multiprocessors alone.
             MaskKind::Full => {
                 let rounds = |parts: u32| {
@@ -878,7 +913,7 @@ impl Sm90BwdTile {
         let modelled = self.head_parts_candidates(problem, spec, num_sms);
         let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
         let by_rule = || of_heads(if is_short { self.parts_by_rule(problem, num_sms) } else { 1 });
-        modelled.cheapest(cost::LEAST_GAIN).map_or_else(by_rule, |best| best.choice)
+        modelled.cheapest(cost::least_gain(problem)).map_or_else(by_rule, |best| best.choice)
     }
 
     fn num_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
@@ -894,11 +929,16 @@ impl Sm90BwdTile {
         if best == one { cheapest.unwrap_or(one) } else { best }
     }
 
-    /// The f32 sums of dK and dV of all tiles, in bytes; 0 where each tile has a kv head's query heads alone.
+    /// The f32 sums of dK and dV in bytes, those of a key block or, of deterministic calls of equal lengths, of each of its tiles, and
+    /// how many additions a key block's have had; 0 where each tile has a kv head's query heads alone.
     #[must_use]
     pub fn head_sums_bytes(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
-        let keys = u64::from(schedule.num_tiles.unsigned_abs()) * u64::from(self.block_n.unsigned_abs());
-        if self.head_parts { keys * 8 * u64::from(padded_dim(spec).unsigned_abs()) } else { 0 }
+        let parts = (schedule.num_head_parts * schedule.num_query_parts).unsigned_abs().max(1);
+        let apart = spec.deterministic && spec.fwd.q_layout == QLayout::Batch;
+        let tiles = u64::from(schedule.num_tiles.unsigned_abs() / if apart { 1 } else { parts });
+        let sums = u64::from(self.block_n.unsigned_abs()) * 8 * u64::from(padded_dim(spec).unsigned_abs());
+        let counts = 16 * u64::from(self.num_consumers().unsigned_abs());
+        if self.head_parts { tiles * (sums + counts) } else { 0 }
     }
 
     /// Heads, or parts of them, whose tiles run before the next ones'.
@@ -961,6 +1001,7 @@ impl Sm90BwdTile {
         let num_bias_blocks = i32::try_from(bias_blocks)
             .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
         let parts_of_heads = self.num_parts(problem, spec, num_sms);
+        let (_, least_queries_of_part) = self.parts_of_packed(problem, spec);
         let HeadParts { heads: parts, queries: query_parts } = parts_of_heads;
         let heads_of_sequence = dims.num_heads_kv * parts * query_parts;
         let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
@@ -988,6 +1029,8 @@ impl Sm90BwdTile {
             MaskKind::Full if is_side_by_side => 1,
             MaskKind::Full => SIDE_BY_SIDE_PERIOD,
             _ if all_upward => 1,
+            // Whose parts go the same way.
+            _ if is_packed => dims.num_heads_kv.clamp(1, SIDE_BY_SIDE_PERIOD),
             _ if is_short => heads_of_sequence.clamp(1, SHORT_PERIOD),
             _ => heads_of_sequence.clamp(1, SIDE_BY_SIDE_PERIOD),
         };
@@ -997,8 +1040,10 @@ impl Sm90BwdTile {
         } else if !spec.deterministic {
             in_l2
         } else if problem.fwd.mask.kind() != MaskKind::Full {
-            let upward = (num_heads / i64::from(side_by_side_period.max(1))).max(1);
+            let parts_together = if is_packed { i64::from(parts) } else { 1 };
+            let upward = (num_heads / parts_together / i64::from(side_by_side_period.max(1))).max(1);
             let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
+            let near = (near / parts_together).max(1);
             let at_a_time = if side_by_side_period <= SHORT_PERIOD { near } else { upward };
             // As many in each group.
             let groups = (upward + at_a_time - 1).div_euclid(at_a_time);
@@ -1031,12 +1076,28 @@ impl Sm90BwdTile {
             num_sms: num_sms as i32,
             num_head_parts: parts as i32,
             num_query_parts: query_parts as i32,
+            few_tiles_of_head: (FEW_TILES / dims.num_heads_kv.max(1)) as i32,
+            least_queries_of_part: least_queries_of_part.min(1 << 30) as i32,
             side_by_side_period: side_by_side_period as i32,
             side_by_side_heads: side_by_side_heads as i32,
             key_blocks_in_group: key_blocks_in_group as i32,
             head_sums: DevPtr::NULL,
         })
     }
+}
+
+/// The device's rule (`num_head_parts`) of few tiles: the most parts, halved until so many queries are left for each.
+fn parts_of_queries(queries: u32, most: u32, least: u32) -> u32 {
+    let mut parts = most;
+    while parts > 1 && u64::from(queries) < u64::from(least) * u64::from(parts) {
+        parts = fewer_parts(parts);
+    }
+    parts
+}
+
+/// Half of the parts, which divides the GQA ratio as they do, or one.
+const fn fewer_parts(parts: u32) -> u32 {
+    if parts.is_multiple_of(2) { parts / 2 } else { 1 }
 }
 
 /// The least divisor of a GQA ratio that is so many, or the ratio.
@@ -1177,6 +1238,9 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
             tile.take_registers();
         }
     }
+    if tile.walk == BwdWalk::InClusters && !spec.deterministic && half_a_cluster_is_idle(problem) {
+        tile.walk = BwdWalk::SplitDims;
+    }
     // The way of dQ that the model has cheapest, of those that the table's tile takes.
     if let Some(best) = dq_candidates_of(&tile, problem, spec).cheapest(0.0) {
         (tile.dq_path, tile.dq_finish) = best.choice;
@@ -1207,6 +1271,16 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         && whole(problem.dv, fwd.shape_v());
     tile.fit_finish(spec);
     tile
+}
+
+/// Whether the second CTA of a cluster of 128 keys would often have none: of short sequences, packed ones or those that end in a
+/// cluster's first half. An H200, D 256, with clusters and without: packed B3 H32/4 causal of 72 to 167 74 and 66 us, B64 H4 of 33 to
+/// 252 112 and 106; B32 H16 full of 48 97 and 83, 100 173 and 176, 128 179 and 189, 155 296 and 276, 192 312 and 293, 256 397 and
+/// 415, 320 590 and 559; B3 H16/1 S448 in a window 94 and 97, packed B4 H15/3 causal of 248 to 704 141 and 144.
+fn half_a_cluster_is_idle(problem: &BwdProblem) -> bool {
+    let keys = problem.fwd.dims.seqlen_k;
+    let is_packed = problem.fwd.layout.q == QLayout::Packed;
+    if is_packed { keys <= 256 } else { keys <= 320 && keys.div_ceil(64) % 2 == 1 }
 }
 
 /// The ways of dQ that a call may have, with what the model says of each: how it comes to its sums, and where these become dQ. Fewer
@@ -1284,7 +1358,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         192 if in_parts => (64, BwdWalk::HalfBlocks),
         // B4 H8 S4096 D 192 2397 us; causal 1290. By split_early, 96 queries a block, 2720 and 1464.
         192 => (64, BwdWalk::GradientEach),
-        // 491; causal 439. A CTA without another 426, 393; a CTA to a multiprocessor 483, 427.
+        // 491; causal 439. A CTA without another 426, 393.
         _ => (64, BwdWalk::InClusters),
     };
     let split_dims = walk.splits_dims();
@@ -1318,12 +1392,13 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
-        // The consumers of a gradient each have enough in 232; with 24 the polling thread spills 96 bytes.
-        load_registers: if walk == BwdWalk::GradientEach { 40 } else { 24 },
+        // The consumers of clusters have enough in 232. With 24 the polling thread spills 96 bytes, and the loading one 208 where it
+        // claims tiles at D 256.
+        load_registers: if walk.cluster() > 1 { 40 } else { 24 },
         head_parts: false,
         // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
         // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376.
-        persistent: walk != BwdWalk::InClusters && (!spec.deterministic || (dim == 128 && !full)),
+        persistent: !spec.deterministic || (dim == 128 && !full),
         fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
@@ -1475,9 +1550,6 @@ fn host_header() -> Header {
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
          // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
          constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
-         // Ordered additions: of so many heads of a sequence one goes upward; from so many keys on a sequence has\n\
-         // parts.\n\
-         constexpr int kSideBySidePeriod = {SIDE_BY_SIDE_PERIOD}, kLeastKeysInParts = {LEAST_KEYS_IN_PARTS};\n\
          constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
          constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),

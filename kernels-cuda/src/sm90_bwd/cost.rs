@@ -42,14 +42,12 @@ fn operations_of_pair(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
 /// come apart from those whose Q and dO they share in the L2.
 const TAIL_BEHIND_MASK: f64 = 0.22;
 
-/// Microseconds a megabyte of f32 sums of dK and dV, written and read again: in the L2, and beyond it in memory.
-const SUMS_MICROS_A_MB: f64 = 0.2;
-const FAR_SUMS_MICROS_A_MB: f64 = 0.3;
+/// Microseconds a megabyte of the f32 sums of dK and dV to which parts of a kv head add: made zeros and read at last, and for each part.
+/// An H200, D 128, a head's queries in one part and two: B2 H16 S1024 causal 74 and 127 us (34 MB), B1 H8 S2048 full 93 and 118 (17).
+const SUMS_MICROS_A_MB: f64 = 0.7;
+const ADDED_SUMS_MICROS_A_MB: f64 = 0.39;
 
-/// Megabytes of them that the L2 keeps.
-const NEAR_SUMS_MB: f64 = 40.0;
-
-/// The launch that adds them.
+/// The launch that rounds them.
 const SUMS_MICROS: f64 = 4.0;
 
 /// From a tile's last product to the next one's first.
@@ -61,14 +59,19 @@ const EVEN_TILES: usize = 4;
 
 /// Another number of parts than the rule's is taken where the model has it faster by more than this: more
 /// than its own error.
-pub(super) const LEAST_GAIN: f64 = 0.05;
+const LEAST_GAIN: f64 = 0.05;
+
+/// Of packed sequences, for whose lengths the rule was not made, the model's choice is taken.
+pub(super) fn least_gain(problem: &BwdProblem) -> f64 {
+    if problem.fwd.layout.q == QLayout::Packed { 0.0 } else { LEAST_GAIN }
+}
 
 /// Of packed sequences, whose lengths a plan does not know: the part of all tiles of the longest length that they have
 /// work for, and the part of the longest tile that the launch may end with, since the longest sequence may come last.
-/// B8 H16/1 D128 causal of 2081 to 9348 keys, an H100: 6374 us in one part, deterministic in up to eight 4143. The two
-/// shares are reasoned, not fitted.
-const PACKED_SHARE: f64 = 0.5;
-const PACKED_TAIL: f64 = 1.0;
+/// The first share is reasoned, the second fitted: with the whole of the longest tile B3 H64/4 full of 160 to 485 has 16 parts
+/// (143 us; 8 132, 4 127), B2 H48/16 of 448 and 783 three (192; one 178), an H200.
+pub(super) const PACKED_SHARE: f64 = 0.5;
+const PACKED_TAIL: f64 = 0.5;
 
 /// Those of the given parts that a problem may have, priced.
 pub(super) fn head_parts(
@@ -125,9 +128,8 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
 const MOST_SUMS_OF_PART: f64 = 0.52;
 pub(super) fn least_steps_of_part(tile: &Sm90BwdTile, spec: &BwdSpec) -> u32 {
     let mb = f64::from(tile.block_n) * f64::from(padded_dim(spec)) * 16.0 * 1e-6;
-    let near_and_far = 0.5 * (SUMS_MICROS_A_MB + FAR_SUMS_MICROS_A_MB);
-    // Of one multiprocessor's part of the memory's rate.
-    let sums = mb * near_and_far * f64::from(NUM_SMS);
+    // Of one multiprocessor's part of the memory's rate, where each part had sums of its own.
+    let sums = mb * 0.25 * f64::from(NUM_SMS);
     (sums / (MOST_SUMS_OF_PART * step_micros(tile, spec))).ceil() as u32
 }
 
@@ -136,6 +138,9 @@ fn step_micros(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
     let flops = f64::from(tile.block_m) * f64::from(tile.block_n) * operations_of_pair(tile, spec);
     flops / tflops_of_sm(padded_dim(spec), tile.walk) * 1e-6
 }
+
+/// Megabytes of sums that the L2 keeps.
+const NEAR_SUMS_MB: f64 = 40.0;
 
 /// Bytes of the sums of dQ that a call may have apart.
 pub(super) const MOST_APART_BYTES: u64 = 256 << 20;
@@ -247,7 +252,10 @@ fn micros(
     let rounds = tiles.div_ceil(units as usize);
     let group = tile.heads_per_l2_group(problem, spec, num_sms, parts).unsigned_abs() as usize;
     let heads_at_a_time = (group / parts.queries as usize).max(1);
-    let last = if are_alike {
+    let last = if is_packed {
+        // Tiles of other lengths fill what they leave.
+        longest
+    } else if are_alike {
         rounds as f64 * longest
     } else if tiles > EVEN_TILES * units as usize {
         even
@@ -258,9 +266,8 @@ fn micros(
     let key_rows = f64::from(batch) * f64::from(dims.num_heads_kv) * f64::from(dims.seqlen_k);
     let num_parts = parts.heads * parts.queries;
     let sums = if num_parts > 1 {
-        let mb = f64::from(num_parts) * key_rows * f64::from(dim) * 16.0 * 1e-6;
-        let near = mb.min(NEAR_SUMS_MB);
-        SUMS_MICROS + near * SUMS_MICROS_A_MB + (mb - near) * FAR_SUMS_MICROS_A_MB
+        let mb = key_rows * f64::from(dim) * 8.0 * 1e-6;
+        SUMS_MICROS + mb * (SUMS_MICROS_A_MB + f64::from(num_parts) * ADDED_SUMS_MICROS_A_MB)
     } else {
         0.0
     };
@@ -327,13 +334,11 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
     let dims = &mut problem.fwd.dims;
     (dims.seqlen_q, dims.seqlen_k) = (dims.seqlen_q.min(LONGEST), dims.seqlen_k.min(LONGEST));
     let dims = *dims;
-    // Ways of packed calls are compared by the longest length alone.
-    problem.fwd.layout.q = QLayout::Batch;
-    let in_parts =
-        if is_packed { Candidates::default() } else { tile.head_parts_candidates(&problem, spec, NUM_SMS) };
+    let in_parts = tile.head_parts_candidates(&problem, spec, NUM_SMS);
     let in_one = || of_parts(tile, &problem, spec, NUM_SMS, HeadParts { heads: 1, queries: 1 });
-    let main = in_parts.cheapest(LEAST_GAIN).map_or_else(in_one, |best| best.micros);
-    let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
+    let main = in_parts.cheapest(least_gain(&problem)).map_or_else(in_one, |best| best.micros);
+    let share = if is_packed { PACKED_SHARE } else { 1.0 };
+    let rows = share * f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
     let size = rows * f64::from(padded_dim(spec)) / f64::from(1 << 25);
     let costs = OfDq::of(padded_dim(spec), spec.fwd.mask);
     let (begin, semaphores) = match tile.dq_path {

@@ -72,8 +72,10 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         let set = |fields: &TileOptions| {
             let mut tile = own;
             fields.iter().try_for_each(|(key, value)| tile.set_field(key, value))?;
-            // The kernel before the main one clears the counter from which persistent CTAs take their tiles.
+            // The kernel before the main one clears the counter from which persistent CTAs take their tiles, and the sums to
+            // which parts of a kv head add.
             tile.persistent &= problem.fwd().dims.seqlen_q > 0;
+            tile.head_parts &= problem.fwd().dims.seqlen_q > 0;
             // Where it was asked for, `check` refuses it.
             if !fields.iter().any(|(key, _)| *key == "dq_finish") {
                 tile.fit_finish(&spec);
@@ -193,8 +195,10 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
             ),
             workspace: Workspace { bytes, zeroed_bytes: 0 },
             promises: Promises {
-                // Else the sums of dQ have no order where several key blocks add to them.
-                deterministic: spec.deterministic || schedule.num_key_blocks <= tile.walk.cluster(),
+                // Else the sums of dQ have no order where several key blocks add to them, nor those of dK and dV to which
+                // several tiles do.
+                deterministic: spec.deterministic
+                    || schedule.num_key_blocks <= tile.walk.cluster() && !tile.head_parts,
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,

@@ -38,6 +38,7 @@ pub(crate) fn cases() -> Vec<Case> {
     field(&mut cases);
     over_blocks(&mut cases);
     beside_the_products(&mut cases);
+    parts_in_turns(&mut cases);
     hidden_in_packed(&mut cases);
     packed_on_one_side(&mut cases);
     column_major(&mut cases);
@@ -397,6 +398,25 @@ fn over_blocks(cases: &mut Vec<Case>) {
         head_dim_v: 256,
     };
     push(name, dims, DType::Bf16, "0", true, Vec::new());
+}
+
+/// Four parts of a packed sequence's kv head that add to dK and dV in their order, and one beside them.
+fn parts_in_turns(cases: &mut Vec<Case>) {
+    let sequences = [(70, 300), (300, 200)];
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 300,
+        seqlen_k: 300,
+        num_heads_q: 8,
+        num_heads_kv: 1,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    let name = "backward/in_turns/parts/bf16/d64/b".to_owned();
+    let (problem, data) = (BwdProblem::new(group(DType::Bf16, dims, &sequences, "b")), data(&name));
+    let lengths = Lengths::packed(&sequences);
+    let body = Backward { problem, lengths, data, deterministic: true, planted: Vec::new() };
+    cases.push(Case { name, body: Body::Backward(Box::new(body)) });
 }
 
 /// Rows of the second of two packed sequences that a hidden number reaches, where queries and keys begin at unlike rows.

@@ -94,10 +94,17 @@ FMHA_DEVICE void store_gradients(const Consumer<spec, tile>& c, const Sm90BwdSch
     const float dv_factor = dv_factor_of<spec>(p), dk_factor = dk_factor_of<spec>(p);
     constexpr int of_dv = mma::kRows * S::dv_columns, share = of_dv + mma::kRows * S::dk_columns;
     if (!work.keys.empty()) {
-      float* sums = head_sums_of<spec, tile>(p, schedule, work.span.i_batch, work.i_head_kv, work.i_part) +
-                    int64_t(work.keys.begin) * kHeadSumsRow<spec, tile> + c.index * share;
-      if constexpr (of_dv > 0) store_head_sums(sums, c.dv, dv_factor);
-      store_head_sums(sums + of_dv, c.dk, S::has_dv(c.index) ? dv_factor : dk_factor);
+      const int64_t place = place_of_sums<spec, tile>(p, schedule, work);
+      constexpr bool in_order = has_own_parts<spec, tile>();
+      if constexpr (in_order) wait_for_parts_before<spec, tile>(schedule, work, place, c.signals);
+      const bool stores = keeps_head_sums_apart<spec, tile>() || (in_order && work.i_part == 0);
+      float* const sums = head_sums_of<spec, tile>(schedule, place) + c.index * share;
+      if constexpr (of_dv > 0) add_head_sums(sums, c.dv, dv_factor, stores);
+      add_head_sums(sums + of_dv, c.dk, S::has_dv(c.index) ? dv_factor : dk_factor, stores);
+      if constexpr (in_order) {
+        __syncwarp();
+        if (c.signals) ptx::red_release_gpu_add(added_parts<spec, tile>(schedule, place), 1);
+      }
     }
     __syncwarp();
   } else if constexpr (tile.vector_store && dtype != DType::F32) {

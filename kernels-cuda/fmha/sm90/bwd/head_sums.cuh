@@ -1,33 +1,62 @@
-// dK and dV of a kv head whose queries several tiles share (`head_parts`): each tile leaves the sums of its part in
-// memory, and a launch of its own adds them in the order of the parts, so that they have the same bits whoever was
-// first.
+// dK and dV of a kv head whose queries several tiles share (`head_parts`): the tiles of a key block add to the same f32
+// sums, which begin as the zeros that preprocess has written, and a launch of its own rounds these. In deterministic
+// calls additions have an order. Of packed sequences each warp waits until those of the parts before have added its keys,
+// and the first one stores; of equal lengths each part leaves sums of its own, and the launch adds them.
 #pragma once
+#include <fmha/ptx/flag.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
+#include <fmha/sm90/bwd/order.cuh>
 
 namespace fmha::sm90::bwd {
 
-// The numbers of a key, of dV and dK.
+// Key blocks of all kv heads, of which each has as many as the longest sequence; and the place of a tile's among them, or
+// of a part's where each has its own.
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t num_summed_blocks(const Sm90BwdSchedule& schedule) {
+  return schedule.num_tiles / num_parts<tile>(schedule);
+}
 template <BwdSpec spec, Sm90BwdTile tile>
-constexpr int kHeadSumsRow = 2 * Shape<spec, tile>::dim;
-
-// Those of a sequence's first key, of one part. A key block's are accumulators, consumer after consumer: dV and then dK,
-// four numbers of each thread of the warpgroup side by side.
+FMHA_DEVICE int64_t place_of_sums(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
+  const int64_t head = int64_t(work.span.i_batch) * p.fwd.num_heads_kv + work.i_head_kv;
+  const int64_t of_part = keeps_head_sums_apart<spec, tile>() ? work.i_part * int64_t(num_summed_blocks<tile>(schedule)) : 0;
+  return of_part + head * schedule.num_key_blocks + work.keys.begin / tile.block_n;
+}
+// Its sums are accumulators, consumer after consumer: dV and then dK, four numbers of each thread of the warpgroup side
+// by side.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE float* head_sums_of(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_batch, int32_t i_head_kv,
-                                int32_t i_part) {
-  const int64_t num_heads = int64_t(p.fwd.batch) * p.fwd.num_heads_kv;
-  const int64_t head = i_part * num_heads + int64_t(i_batch) * p.fwd.num_heads_kv + i_head_kv;
-  return schedule.head_sums + head * schedule.num_key_blocks * tile.block_n * kHeadSumsRow<spec, tile>;
+FMHA_DEVICE float* head_sums_of(const Sm90BwdSchedule& schedule, int64_t place) {
+  return schedule.head_sums + place * tile.block_n * kHeadSumsRow<spec, tile>;
+}
+// Of packed sequences in an order: how many parts' warps have added what this one has.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t* added_parts(const Sm90BwdSchedule& schedule, int64_t place) {
+  return reinterpret_cast<int32_t*>(schedule.head_sums + num_head_sums<spec, tile>(schedule)) +
+         place * num_consumer_warps(tile) + threadIdx.x / 32 - 4;
+}
+// Waits until those before have. `signals`: in one lane of a warp.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void wait_for_parts_before(const Sm90BwdSchedule& schedule, const Work& work, int64_t place, bool signals) {
+  if (signals) {
+    while (ptx::ld_acquire_gpu(added_parts<spec, tile>(schedule, place)) < work.i_part) {
+    }
+  }
+  __syncwarp();
 }
 
 // A consumer's accumulators to where its share begins, a thread's four numbers at a time.
 template <int n>
-FMHA_DEVICE void store_head_sums(float* share, const mma::Accumulator<n>& grad, float factor) {
+FMHA_DEVICE void add_head_sums(float* share, const mma::Accumulator<n>& grad, float factor, bool stores) {
   float* to = share + threadIdx.x % mma::kWarpgroup * 4;
+  const auto put = [&](auto put_four) {
 #pragma unroll
-  for (int e = 0; e < grad.num_elems; e += 4)
-    ptx::st_global_v4_f32(to + e * mma::kWarpgroup, grad[e] * factor, grad[e + 1] * factor, grad[e + 2] * factor,
-                          grad[e + 3] * factor);
+    for (int e = 0; e < grad.num_elems; e += 4)
+      put_four(to + e * mma::kWarpgroup, grad[e] * factor, grad[e + 1] * factor, grad[e + 2] * factor, grad[e + 3] * factor);
+  };
+  if (stores) {
+    put([](float* at, float a, float b, float c, float d) { ptx::st_global_v4_f32(at, a, b, c, d); });
+  } else {
+    put([](float* at, float a, float b, float c, float d) { ptx::red_global_add_v4_f32(at, a, b, c, d); });
+  }
 }
 
 // `kHeadSumsCtas` CTAs to a key block of a kv head. A thread takes eight columns of two keys eight apart, which four
@@ -44,12 +73,10 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
   wait_for_launch_before();
   const int32_t i_batch = head / p.fwd.num_heads_kv, i_head_kv = head - i_batch * p.fwd.num_heads_kv;
   const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
-  const int32_t num_parts = num_head_parts<spec, tile>(schedule, span) * schedule.num_query_parts;
   const int64_t first_key = int64_t(key_block) * tile.block_n;
-  const float* first_part =
-      head_sums_of<spec, tile>(p, schedule, i_batch, i_head_kv, 0) + first_key * kHeadSumsRow<spec, tile>;
-  const int64_t to_next_part =
-      int64_t(p.fwd.batch) * p.fwd.num_heads_kv * schedule.num_key_blocks * tile.block_n * kHeadSumsRow<spec, tile>;
+  const float* first_part = head_sums_of<spec, tile>(schedule, i_block);
+  const int32_t num_apart = keeps_head_sums_apart<spec, tile>() ? num_parts<tile>(schedule) : 1;
+  const int64_t to_next_part = int64_t(num_summed_blocks<tile>(schedule)) * tile.block_n * kHeadSumsRow<spec, tile>;
   for (int32_t i = first; i < units; i += kHeadSumsCtas * kRowThreads) {
     const int32_t quad = i % quads, group = i / quads % groups, warp = i / (quads * groups) % warps;
     const int32_t consumer = i / (quads * groups * warps);
@@ -65,7 +92,7 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
     for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] = -0.f;
     // Two parts' loads are under way at a time.
 #pragma unroll 2
-    for (int32_t part = 0; part < num_parts; ++part) {
+    for (int32_t part = 0; part < num_apart; ++part) {
       const float4* fours = reinterpret_cast<const float4*>(from + part * to_next_part);
 #pragma unroll
       for (int lane = 0; lane < 4; ++lane) {

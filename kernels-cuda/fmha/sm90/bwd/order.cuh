@@ -21,9 +21,9 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   int32_t nth_block = i_block;
   bool is_upward = true;
   if constexpr (launches_in_order<spec, tile>()) {
-    const int32_t heads_of_sequence = p.fwd.num_heads_kv * num_parts<tile>(schedule);
-    const Place place =
-        place_in_order(schedule, i_cluster, num_key_blocks, p.fwd.batch, heads_of_sequence);
+    const int32_t parts = num_parts<tile>(schedule), parts_together = has_own_parts<spec, tile>() ? parts : 1;
+    const Place place = place_in_order(schedule, i_cluster, num_key_blocks, p.fwd.batch,
+                                       p.fwd.num_heads_kv * parts / parts_together, parts_together);
     head = place.head;
     nth_block = place.nth_block;
     is_upward = place.is_upward;
@@ -40,7 +40,6 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   work.i_head_kv = head - i_batch * p.fwd.num_heads_kv;
   work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
   if constexpr (has_own_parts<spec, tile>()) {
-    is_upward = !launches_in_order<spec, tile>() || goes_upward<spec, tile>(p, schedule, work);
     if (i_part >= num_head_parts<spec, tile>(schedule, work.span)) work.span.seqlen_k = 0;
   }
   work.key_block = is_upward ? nth_block : num_key_blocks - 1 - nth_block;
@@ -98,7 +97,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   }
   bool is_downward = false;
   if constexpr (is_ordered_behind_mask<spec>()) {
-    is_downward = goes_upward<spec, tile>(p, schedule, work);
+    is_downward = goes_upward<spec, tile>(schedule, work);
     if (is_downward) start = work.q_blocks.end - 1;
   }
   return {work.q_blocks, start, none ? first_head : first_head + num_heads, first_head, start, is_downward};

@@ -119,13 +119,34 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool has_own_parts() {
   return tile.head_parts && spec.deterministic && spec.fwd.q_layout == QLayout::Packed;
 }
+// Whether each part leaves sums of dK and dV of its own, which a launch adds in their order (head_sums.cuh): of ordered
+// additions where lengths are equal. Else parts add to the same sums.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE constexpr bool keeps_head_sums_apart() {
+  return spec.deterministic && !has_own_parts<spec, tile>();
+}
+// The numbers of a key among them, of dV and dK; and those of all.
+template <BwdSpec spec, Sm90BwdTile tile>
+constexpr int kHeadSumsRow = 2 * Shape<spec, tile>::dim;
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int64_t num_head_sums(const Sm90BwdSchedule& schedule) {
+  const int32_t blocks = schedule.num_tiles / (keeps_head_sums_apart<spec, tile>() ? 1 : num_parts<tile>(schedule));
+  return int64_t(blocks) * tile.block_n * kHeadSumsRow<spec, tile>;
+}
+
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_head_parts(const Sm90BwdSchedule& schedule, const SeqSpan& span) {
   if constexpr (!tile.head_parts) return 1;
-  if constexpr (has_own_parts<spec, tile>()) {
-    if (min(span.seqlen_q, span.seqlen_k) < kLeastKeysInParts) return 1;
+  if constexpr (!has_own_parts<spec, tile>()) return schedule.num_head_parts;
+  const int32_t key_blocks = ceil_div(span.seqlen_k, tile.block_n);
+  int32_t parts = schedule.num_head_parts;
+  while (parts > 1) {
+    // Where a sequence has many tiles, a part is to have four times as many.
+    const int32_t rows = key_blocks * parts <= schedule.few_tiles_of_head ? parts : 4 * parts;
+    if (span.seqlen_q >= int64_t(schedule.least_queries_of_part) * rows) break;
+    parts = parts % 2 == 0 ? parts / 2 : 1;
   }
-  return schedule.num_head_parts;
+  return parts;
 }
 
 // Query heads of a tile, and the first of them.

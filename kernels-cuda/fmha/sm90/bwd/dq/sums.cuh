@@ -128,34 +128,34 @@ struct Place {
 // do (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that
 // are at work together would wait for each other at each.
 //
-// Heads here are the parts of kv heads, where tiles share these; of a sequence with parts of its own
-// (`has_own_parts`) those that it has. Such a head's key blocks are launched in its own order wherever it is launched.
+// Heads here are the parts of kv heads, where tiles share these; of sequences with parts of their own (`has_own_parts`)
+// kv heads, whose parts go the same way whatever their number, one after another or all upward side by side.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE bool goes_upward(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
-  int32_t parts = num_parts<tile>(schedule), period = schedule.side_by_side_period;
-  if constexpr (has_own_parts<spec, tile>()) {
-    parts = num_head_parts<spec, tile>(schedule, work.span);
-    period = min(kSideBySidePeriod, p.fwd.num_heads_kv * parts);
-  }
-  const int32_t head = work.i_head_kv * parts + work.i_part;
+FMHA_DEVICE bool goes_upward(const Sm90BwdSchedule& schedule, const Work& work) {
+  const int32_t period = schedule.side_by_side_period;
+  const int32_t head =
+      has_own_parts<spec, tile>() ? work.i_head_kv : work.i_head_kv * num_parts<tile>(schedule) + work.i_part;
   return head % period == period - 1;
 }
+// Tile `index`; each of a sequence's `num_heads` has `parts`.
 FMHA_DEVICE Place place_in_order(const Sm90BwdSchedule& schedule, int32_t index, int32_t num_key_blocks, int32_t batch,
-                                 int32_t num_heads) {
-  const int32_t period = schedule.side_by_side_period;
-  const int32_t upward = num_heads / period, downward = num_heads - upward;  // of a sequence
-  const int32_t within = index - batch * downward * num_key_blocks;
+                                 int32_t num_heads, int32_t parts) {
+  const int32_t period = schedule.side_by_side_period, tiles = parts * num_key_blocks;  // of a head
+  const int32_t upward = num_heads / period, downward = num_heads - upward;             // of a sequence
+  const int32_t within = index - batch * downward * tiles;
   if (within < 0) {
-    const int32_t i_head = index / num_key_blocks, i_batch = i_head / downward, nth = i_head - i_batch * downward;
+    const int32_t i_head = index / tiles, i_batch = i_head / downward, nth = i_head - i_batch * downward;
     const int32_t head = i_batch * num_heads + nth + nth / (period - 1);
-    return {head, index - i_head * num_key_blocks, false};
+    const int32_t in_head = index - i_head * tiles, part = in_head / num_key_blocks;
+    return {head * parts + part, in_head - part * num_key_blocks, false};
   }
-  const int32_t group = within / (schedule.side_by_side_heads * num_key_blocks);
-  const int32_t first = group * schedule.side_by_side_heads, in_group = within - first * num_key_blocks;
-  const int32_t side_by_side = min(schedule.side_by_side_heads, batch * upward - first);
-  const int32_t nth_block = in_group / side_by_side, i_head = first + in_group - nth_block * side_by_side;
+  const int32_t group = within / (schedule.side_by_side_heads * tiles);
+  const int32_t first = group * schedule.side_by_side_heads, in_group = within - first * tiles;
+  const int32_t side_by_side = min(schedule.side_by_side_heads, batch * upward - first) * parts;
+  const int32_t nth_block = in_group / side_by_side, in_block = in_group - nth_block * side_by_side;
+  const int32_t i_head = first + in_block / parts, part = in_block % parts;
   const int32_t i_batch = i_head / upward, nth = i_head - i_batch * upward;
-  return {i_batch * num_heads + nth * period + period - 1, nth_block, true};
+  return {(i_batch * num_heads + nth * period + period - 1) * parts + part, nth_block, true};
 }
 
 // Without a mask, key blocks begin their walks at query blocks that are `stride` apart, in groups of CTAs that run at a
@@ -207,7 +207,7 @@ FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& sched
     const bool in_band = !adding.band.empty() && work.key_block >= adding.band.begin;
     const int32_t nth = in_band ? adding.sinks + work.key_block - adding.band.begin : work.key_block;
     const int32_t count = adding.sinks + adding.band.end - adding.band.begin;
-    return goes_upward<spec, tile>(p, schedule, work) ? nth : count - 1 - nth;
+    return goes_upward<spec, tile>(schedule, work) ? nth : count - 1 - nth;
   } else {
     const Stagger stagger = stagger_of<spec, tile>(schedule, work);
     const int32_t member = work.key_block - stagger.first;
@@ -239,7 +239,7 @@ struct Additions {
     work.q_blocks = {0, ceil_div(span.seqlen_q, tile.block_m)};
     if constexpr (is_ordered_behind_mask<spec>()) {
       adding = adding_blocks<tile>(work, block);
-      is_upward = goes_upward<spec, tile>(p, schedule, work);
+      is_upward = goes_upward<spec, tile>(schedule, work);
       count = adding.sinks + adding.band.end - adding.band.begin;
     } else {
       count = ceil_div(span.seqlen_k, cluster_keys(tile));
