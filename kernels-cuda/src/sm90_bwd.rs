@@ -360,9 +360,21 @@ impl Sm90BwdTile {
         128 * (1 + self.num_consumers())
     }
 
+    /// Whether P have one place, those of a block after those of another.
+    const fn has_one_probs(&self) -> bool {
+        matches!(self.walk, BwdWalk::GradientEach) && !self.adds_from_registers()
+    }
+
     /// Shared memory of dS; and of P, where consumers need each other's.
     const fn ds_bytes(&self) -> i32 {
-        self.stages_ds * tile_bytes(self.block_m, self.block_n) * if self.walk.splits_dims() { 2 } else { 1 }
+        let of_probs = if self.has_one_probs() {
+            1
+        } else if self.walk.splits_dims() {
+            self.stages_ds
+        } else {
+            0
+        };
+        (self.stages_ds + of_probs) * tile_bytes(self.block_m, self.block_n)
     }
 
     /// Shared memory of what a CTA holds of the other one of its cluster: columns of K, and dS.
@@ -390,7 +402,7 @@ impl Sm90BwdTile {
             self.stages_q * tile_bytes(self.block_m, dim) + self.stages_dout * tile_bytes(self.block_m, of_v);
         let ds = self.ds_bytes();
         let dq_bytes = round_up(4 * self.block_m * self.dq_dim(spec), 1024);
-        let dq = if self.adds_from_registers() { 1024 } else { dq_bytes };
+        let dq = if self.adds_from_registers() { 1024 } else { dq_bytes / self.walk.cluster() };
         let sums = if self.finishes_dq() { dq_bytes } else { 0 };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
         // Of each warp four quads and the queries of a block: the device's `DropoutParts`.
@@ -406,7 +418,7 @@ impl Sm90BwdTile {
 
     /// The main kernel's mbarriers, and how many there are of each: the device's `Smem`.
     #[must_use]
-    pub const fn barriers(&self) -> [(&'static str, i32); 17] {
+    pub const fn barriers(&self) -> [(&'static str, i32); 18] {
         let (of_q, of_dout, of_ds) = (self.stages_q, self.stages_dout, self.stages_ds);
         let of_dq = self.num_consumers();
         [
@@ -419,6 +431,7 @@ impl Sm90BwdTile {
             ("dout_empty", of_dout),
             ("other_ds_full", of_ds),
             ("other_ds_empty", of_ds),
+            ("probs_empty", 1),
             ("dq_full", of_dq),
             ("dq_empty", of_dq),
             ("sums_full", 1),
@@ -557,7 +570,8 @@ impl Sm90BwdTile {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
         }
-        if walk.has_next_scores() && walk.splits_dims() && !self.adds_from_registers() {
+        let may_store = walk == BwdWalk::GradientEach && self.dq_path == DqPath::StoreWarp;
+        if walk.has_next_scores() && walk.splits_dims() && !self.adds_from_registers() && !may_store {
             return Err(format!("dq_path {}: walk {set} adds dQ from registers", self.dq_path.name()));
         }
         if matches!(walk, BwdWalk::SplitEarly | BwdWalk::GradientEach) && self.stages_dout < 2 {
@@ -672,7 +686,11 @@ impl Sm90BwdTile {
 
     /// Whether the main kernel may finish dQ, but for room in shared memory.
     const fn may_finish_dq(&self, spec: &BwdSpec) -> bool {
-        self.persistent && !self.adds_from_registers() && !spec.deterministic && self.walk.score_parts() == 1
+        self.persistent
+            && !self.adds_from_registers()
+            && !spec.deterministic
+            && self.walk.score_parts() == 1
+            && self.walk.cluster() == 1
     }
 
     /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros to write
@@ -1306,7 +1324,7 @@ fn dq_candidates_of(
             MaskKind::Upper => dims.seqlen_q <= dims.seqlen_k,
             MaskKind::Band => false,
         };
-    let stores_first = !spec.deterministic && tile.dq_path != DqPath::Registers;
+    let stores_first = !spec.deterministic && tile.walk.cluster() == 1 && tile.dq_path != DqPath::Registers;
     let paths: &[DqPath] = if stores_first {
         &[DqPath::FirstStores, DqPath::StoreWarp]
     } else {
@@ -1362,8 +1380,10 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         _ => (64, BwdWalk::InClusters),
     };
     let split_dims = walk.splits_dims();
-    let dq_path = if split_dims || (dim == 64 && spec.deterministic) {
-        // Deterministic at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
+    let hands_over = walk == BwdWalk::GradientEach && spec.deterministic;
+    let dq_path = if split_dims && !hands_over || (dim == 64 && spec.deterministic) {
+        // Deterministic at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608. D 192, 2580 us and
+        // stored 2327, causal 1315 and 1209; without an order 2367 and 2326, 1208 and 1193, but shorter 338 and 354, 198 and 204.
         DqPath::Registers
     } else if spec.deterministic {
         DqPath::StoreWarp
@@ -1392,13 +1412,14 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
-        // The consumers of clusters have enough in 232. With 24 the polling thread spills 96 bytes, and the loading one 208 where it
-        // claims tiles at D 256.
+        // The consumers of clusters have enough in 232; with 24 the thread that claims tiles spills 140 bytes, that polls 96.
         load_registers: if walk.cluster() > 1 { 40 } else { 24 },
         head_parts: false,
         // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
         // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376.
-        persistent: !spec.deterministic || (dim == 128 && !full),
+        // D 256, B4 H8 S4096, 2837 us and persistent 2812, causal 1537 and 1512, in an order 1558 and 1508; 85 queries over 32576
+        // keys, 1456 and 1128.
+        persistent: !spec.deterministic || (matches!(dim, 128 | 256) && !full),
         fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,

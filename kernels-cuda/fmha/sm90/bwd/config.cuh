@@ -34,6 +34,9 @@ FMHA_DEVICE constexpr bool adds_from_registers(const Sm90BwdTile& tile) {
 FMHA_DEVICE constexpr bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq_finish != DqFinish::Launch; }
 FMHA_DEVICE constexpr bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
 
+// A gradient each leaves room for dQ on its way out where a block's P are stored when those of the block before have been read.
+FMHA_DEVICE constexpr bool has_one_probs(const Sm90BwdTile& tile) { return has_gradient_each(tile) && !adds_from_registers(tile); }
+
 // One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and each 32 of the
 // queries of S and a part of the dimension of dQ, dK and dV, or of these two one each.
 constexpr int kSplitQueries = 32;
@@ -119,6 +122,12 @@ struct Shape {
   static constexpr int dq_rows = transposes_dq ? dim : dq_by_columns ? tile.block_m * consumers : tile.block_m;
   // f32 numbers of one consumer's share, and of the block.
   static constexpr int dq_share = mma::kRows * dq_columns;
+  // Of its share what a consumer adds: of the third chunk the CTA's half.
+  FMHA_DEVICE static constexpr int dq_added(int32_t consumer) { return gradient_each && consumer == 1 ? dq_share / 2 : dq_share; }
+  FMHA_DEVICE static int32_t share_of(int32_t consumer) {
+    if constexpr (gradient_each) return consumer == 0 ? cluster_rank(tile) : dq_shares - 1;
+    return cluster_rank(tile) * consumers + consumer;
+  }
   static constexpr int dq_shares = gradient_each ? dim / dq_columns : consumers * cluster_size(tile);
   static constexpr int dq_block = dq_share * dq_shares;
   static constexpr int cluster_columns = round_up(dim / cluster_size(tile), 64);  // of a CTA's share of dQ
@@ -172,6 +181,13 @@ struct DropoutSmem<spec, tile, true> {
   DropoutParts<tile.block_m> dropout_parts[num_consumer_warps(tile)];
 };
 
+template <BwdSpec spec, Sm90BwdTile tile, bool = has_one_probs(tile)>
+struct OneProbsSmem {};
+template <BwdSpec spec, Sm90BwdTile tile>
+struct OneProbsSmem<spec, tile, true> {
+  typename Shape<spec, tile>::DsTile one_probs;
+};
+
 // The sums of a query block whose dQ is being finished, as `Smem::dq` has them; or O and dO of one whose delta is being
 // made.
 template <BwdSpec spec, Sm90BwdTile tile, bool = finishes_dq(tile)>
@@ -188,15 +204,22 @@ struct FinishSmem<spec, tile, true> {
 };
 
 template <BwdSpec spec, Sm90BwdTile tile>
-struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec, tile> {
+struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spec, tile>, FinishSmem<spec, tile> {
   using S = Shape<spec, tile>;
   typename S::KTile k;
   typename S::VTile v;
   typename S::QTile q[tile.stages_q];
   typename S::DoutTile dout[tile.stages_dout];
-  typename S::DsTile ds[tile.stages_ds][splits_dims(tile) ? 2 : 1];  // dS; and P, where consumers need each other's
+  typename S::DsTile ds[tile.stages_ds][splits_dims(tile) && !has_one_probs(tile) ? 2 : 1];  // dS; and P, where consumers need each other's
+  FMHA_DEVICE const typename S::DsTile& probs(int32_t slot) const {
+    if constexpr (has_one_probs(tile)) {
+      return this->one_probs;
+    } else {
+      return ds[slot][1];
+    }
+  }
   // In the order of the accumulators: [element / 4][thread][4]. Nothing, where consumers add to memory themselves.
-  alignas(1024) float dq[S::consumers][adds_from_registers(tile) ? 1 : S::dq_share];
+  alignas(1024) float dq[adds_from_registers(tile) ? 1 : (S::consumers - 1) * S::dq_share + S::dq_added(S::consumers - 1)];
   alignas(1024) float lse_log2[tile.stages_q][tile.block_m];
   float delta[tile.stages_dout][tile.block_m];
   Barrier k_full;    // the bytes of a key block's K
@@ -208,6 +231,7 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec,
   Barrier dout_empty[tile.stages_dout];  // one arrival per consumer warp of the cluster
   Barrier other_ds_full[tile.stages_ds];   // the bytes of the other CTA's dS
   Barrier other_ds_empty[tile.stages_ds];  // one arrival per consumer warp there: what this CTA sent has been used
+  Barrier probs_empty;  // one arrival per warp of the consumer of dV: a block's P have been read
   // One arrival per warp of the consumer: its share is in `dq`; of DqPath::Registers, it has issued its additions.
   Barrier dq_full[S::consumers];
   // The store role's arrival: the share has been read. Of DqPath::Registers, of the first one the polling thread's:

@@ -38,6 +38,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
       ptx::mbarrier_init(smem.other_ds_empty[i], warps);
     }
   }
+  if constexpr (has_one_probs(tile)) ptx::mbarrier_init(smem.probs_empty, 4);
   if constexpr (finishes_dq(tile)) ptx::mbarrier_init(smem.sums_full, 1);
   ptx::mbarrier_init(smem.dq_admitted, 1);
   ptx::mbarrier_init(smem.dq_added, 1);

@@ -60,6 +60,7 @@ struct GradientEach {
     if (sums) add_dq(dq, sums);
     sums = next_sums;
     ptx::wgmma_wait_group<last ? 0 : 2>();  // dK or dV
+    if constexpr (has_one_probs(tile)) ptx::mbarrier_arrive_if(c.smem.probs_empty, c.signals && S::has_dv(c.index));
     c.release(done_q);
     c.release(done_dout);
     start_dq_of_own_keys(c, dq, ds_slot.index);
@@ -81,7 +82,7 @@ struct GradientEach {
 
   FMHA_DEVICE void start_own_gradient() const {
     const bool has_dv = S::has_dv(c.index);
-    const auto& pairs = c.smem.ds[c.ds_slot.index][has_dv ? 1 : 0];
+    const auto& pairs = has_dv ? c.smem.probs(c.ds_slot.index) : c.smem.ds[c.ds_slot.index][0];
     const auto& rows = has_dv ? c.smem.dout[c.dout_slot.index] : c.smem.q[c.q_slot.index];
     mma::start_product_atb<C::dtype>(c.dk, pairs, 0, rows, 0);
   }
@@ -101,8 +102,12 @@ struct GradientEach {
   }
 
   FMHA_DEVICE void add_dq(const typename C::Dq& dq, float* sums) {
-    c.dq_output.template add_elems<0, S::dq_columns / 2>(sums, dq, c.dq_output.acquire());
-    c.dq_output.release();
+    if constexpr (adds_from_registers(tile)) {
+      c.dq_output.template add_elems<0, S::dq_columns / 2>(sums, dq, c.dq_output.acquire());
+      c.dq_output.release();
+    } else {
+      c.dq_output.hand_over(dq);
+    }
   }
 };
 

@@ -14,7 +14,9 @@ template <class C>
 FMHA_DEVICE void share_probs(const C& c, const typename C::Scores& x, const typename C::Kept& kept) {
   // With a single slot: all consumers have read the block before's P and dS.
   if constexpr (C::tile.stages_ds == 1) c.sync_consumers();
-  mma::store_transposed(c.smem.ds[c.ds_slot.index][1], c.operand_of_dv(x, kept), 0, c.pairs.own_query());
+  // Or that of dV alone has; the slots of dS are two, so a slot's index is the block's parity.
+  if constexpr (has_one_probs(C::tile)) ptx::mbarrier_wait_parity(c.smem.probs_empty, c.ds_slot.index ^ 1);
+  mma::store_transposed(c.smem.probs(c.ds_slot.index), c.operand_of_dv(x, kept), 0, c.pairs.own_query());
 }
 
 // dS of this consumer's queries, likewise.
@@ -52,7 +54,7 @@ FMHA_DEVICE void start_own_dq(const C& c, typename C::Dq& dq) {
 }
 template <class C>
 FMHA_DEVICE void start_own_dv(C& c) {
-  const auto& probs = c.smem.ds[c.ds_slot.index][1];
+  const auto& probs = c.smem.probs(c.ds_slot.index);
   mma::start_product_atb<C::dtype>(c.dv, probs, 0, c.smem.dout[c.dout_slot.index], C::S::first_column(c.index));
 }
 template <class C>

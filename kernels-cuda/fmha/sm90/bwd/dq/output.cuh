@@ -30,11 +30,14 @@ struct DqOutput {
   template <class... Accumulators>
   FMHA_DEVICE void hand_over(const Accumulators&... dq) {
     ptx::mbarrier_wait_parity(smem.dq_empty[index], phase ^ 1);
-    uint32_t to = ptx::shared_address(smem.dq[index]) + threadIdx.x % mma::kWarpgroup * 16;
+    uint32_t to = ptx::shared_address(smem.dq + index * S::dq_share) + threadIdx.x % mma::kWarpgroup * 16;
     const auto store = [&](const auto& part) {
 #pragma unroll
-      for (int e = 0; e < part.num_elems; e += 4, to += mma::kWarpgroup * 16)
+      for (int e = 0; e < part.num_elems; e += 4) {
+        if (is_of_others(e)) continue;
         ptx::st_shared_v4_f32(to, part[e], part[e + 1], part[e + 2], part[e + 3]);
+        to += mma::kWarpgroup * 16;
+      }
     };
     (store(dq), ...);
     ptx::fence_proxy_async();
@@ -67,18 +70,18 @@ struct DqOutput {
   // nor read, and L2's additions bound these loops.
   FMHA_DEVICE bool is_of_head(int e) const {
     if constexpr (spec.fwd.head_dim_qk == S::dim && !S::gradient_each) return true;
-    // Of the chunk that both CTAs multiply, this one's half.
-    constexpr int half = S::dq_columns / 2;
-    if (S::gradient_each && index == 1 && Dq::column(e) / half != cluster_rank(tile)) return false;
+    if (is_of_others(e)) return false;
     const int32_t warp_row = ptx::uniform(threadIdx.x % mma::kWarpgroup / 32) * 16;
     const int32_t first_dim = S::transposes_dq ? index * mma::kRows + warp_row
                                                : (S::dq_by_columns ? share() * S::dq_columns : 0) + Dq::column(e);
     return first_dim < spec.fwd.head_dim_qk;
   }
-  FMHA_DEVICE int32_t share() const {
-    if constexpr (S::gradient_each) return index == 0 ? cluster_rank(tile) : S::dq_shares - 1;
-    return cluster_rank(tile) * S::consumers + index;
+  // Of the chunk that both CTAs multiply, the other one's half.
+  FMHA_DEVICE bool is_of_others(int e) const {
+    constexpr int half = S::dq_columns / 2;
+    return S::gradient_each && index == 1 && Dq::column(e) / half != cluster_rank(tile);
   }
+  FMHA_DEVICE int32_t share() const { return S::share_of(index); }
   FMHA_DEVICE float* share_of(const Work& work, const QueryBlocks& blocks) const {
     const int32_t within = share() * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
     const int64_t part = part_of_sums<spec, tile>(p, work.key_block);

@@ -73,7 +73,6 @@ FMHA_DEVICE void hand_back(Shared& smem) {
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   using S = Shape<spec, tile>;
-  constexpr uint32_t share_bytes = S::dq_share * sizeof(float);
   constexpr DqStart start = kDqStart<spec, tile>;
   uint32_t phase = 0;
   OrderedStore<spec, tile> ordered{smem};
@@ -96,11 +95,13 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
 #pragma unroll
       for (int c = 0; c < S::consumers; ++c) {
         ptx::mbarrier_wait_parity(smem.dq_full[c], phase);
-        float* to = sums + c * S::dq_share;
+        const bool is_whole = S::dq_added(c) == S::dq_share;
+        float* to = sums + S::share_of(c) * S::dq_share + (is_whole ? 0 : cluster_rank(tile) * S::dq_added(c));
+        const uint32_t from = ptx::shared_address(smem.dq + c * S::dq_share), bytes = S::dq_added(c) * sizeof(float);
         if (is_first) {
-          ptx::cp_async_bulk_store(to, ptx::shared_address(smem.dq[c]), share_bytes);
+          ptx::cp_async_bulk_store(to, from, bytes);
         } else {
-          ptx::cp_reduce_async_bulk_add_f32(to, ptx::shared_address(smem.dq[c]), share_bytes);
+          ptx::cp_reduce_async_bulk_add_f32(to, from, bytes);
         }
         ptx::cp_async_bulk_commit_group();
       }
