@@ -221,6 +221,31 @@ fn a_v_of_fp8_is_prepared_once_where_many_tiles_read_it() {
     }
 }
 
+#[test]
+fn causal_calls_whose_queries_see_few_keys_take_exact_maxima() {
+    let with = |lengths, head_dim, mask: &str, softcap| {
+        let mut problem = FwdProblem::batch(DType::Bf16, dims(1, lengths, (head_dim, head_dim)));
+        problem.score.softcap = softcap;
+        !sm90::choose_tile(&problem.mask(mask.parse().unwrap())).skip_row_max
+    };
+    for (lengths, head_dim, mask, softcap, exact) in [
+        ((1024, 1024), 128, "b", None, true),
+        ((1026, 1026), 128, "b", None, false),
+        ((1024, 1024), 128, "0", None, false),
+        ((300, 300), 128, "b", Some(30.0), false),
+        ((64, 544), 128, "b", None, true),
+        ((64, 546), 128, "b", None, false),
+        ((512, 512), 80, "b", None, true),
+        ((514, 514), 80, "b", None, false),
+        ((512, 512), 64, "b", None, true),
+        ((514, 514), 64, "b", None, false),
+        ((512, 512), 192, "b", None, false),
+    ] {
+        let found = with(lengths, head_dim, mask, softcap);
+        assert_eq!(found, exact, "{lengths:?} d{head_dim} {mask} softcap {softcap:?}");
+    }
+}
+
 /// What a plan keeps of it, for two sequences of two kv heads.
 #[test]
 fn the_workspace_of_v_has_every_block_of_the_longest_sequence() {
