@@ -62,7 +62,8 @@ struct Consumer {
   static constexpr bool marks_raised = of_three && takes_turns && !has_hi;
 
   // Where scores lie far apart, maxima are taken of three scores at a time in a loop of their own. Causal, x64 and normal: packed D 128 1.015 and
-  // 1.015, D 80 1.019 and 1.014; in clusters 0.982, without a mask 1.043 and 0.993, D 256 1.000 and 0.997 (an H200).
+  // 1.015. Not in clusters, x64 0.982; without a mask 1.043 and 0.993; D 256 1.000 and 0.997; of three warpgroups D 80 1.019 and 1.014, D 64
+  // 1.006 and 1.001, and at 512 keys 0.98 (an H200).
   static constexpr bool takes_three = has_hi && consumers == 2 && dim_v <= 128 && tile.cluster == 1 && !is_fp8(spec.dtype_qk);
 
   using Modifiers = fmha::Modifiers<spec, tile>;
