@@ -1,5 +1,5 @@
 //! What the backward kernels, `cdna_bwd` and `rdna_bwd`, have in common: what they take, their launches, what these read, and the
-//! recipe ([`recipe`]). Both are deterministic.
+//! recipe (the module `recipe`). Both are deterministic.
 //!
 //! A launch before computes LSE and delta of each query; one sums dQ, one (of wide rows two) dK and dV, each workgroup the
 //! gradients of its own rows alone; one behind takes what the products cannot (`fmha/cdna/bwd/rest.h`).
