@@ -51,6 +51,18 @@ type Other<P, V> = (Choice<Kernel<P, V>>, String);
 /// Steps, and what a plan says of each.
 type Compiled<V> = (Vec<Step<<V as Vendor>::Driver>>, Vec<Explained>);
 
+/// A choice without its launches, and these compiled.
+type StandIn<P, V> = (Choice<Kernel<P, V>>, Result<(usize, Compiled<V>)>);
+
+/// Why a kernel of these is not there: no compiler.
+fn lacking<V: Vendor>(compiled: &Result<(usize, Compiled<V>)>) -> Option<String> {
+    match compiled {
+        Ok((_, (steps, _))) => steps.iter().find_map(|step| step.module.as_ref().err().cloned()),
+        Err(Error::NoDevice(why)) => Some(why.clone()),
+        Err(_) => None,
+    }
+}
+
 impl<V: Vendor> Backend<V> {
     /// Over a device; without one (`driver` is `None`) it plans, compiles where there is a compiler, and runs nothing.
     /// `flags` are the compiler's options, but for the architecture; `image` is what the device runs.
@@ -89,12 +101,18 @@ impl<V: Vendor> Backend<V> {
     where
         V: Family<P>,
     {
-        let (choice, refusals) = self.choose(problem, options)?;
-        let Choice { kernel, launches, mut workspace, promises, details: own } = choice;
+        let (mut choice, refusals) = self.choose(problem, options)?;
+        let mut compiled = self.compiled_of(&mut choice);
+        if let Some(why) = lacking::<V>(&compiled)
+            && let Some((mut other, of_other)) = self.stand_in(problem, options)
+        {
+            other.details.push(("stands in", format!("for a tile that is in no bundle: {why}")));
+            (choice, compiled) = (other, of_other);
+        }
+        let (main, (steps, explained)) = compiled?;
+        let Choice { kernel, mut workspace, promises, details: own, .. } = choice;
         let mut details = vec![("arch", self.facts.arch().to_owned())];
         details.extend(own);
-        let (launches, main) = launches.into_parts();
-        let (steps, explained) = self.compiled(&kernel, launches)?;
         let chosen = Ready { kernel, steps: Steps::new(steps, main) };
         let fallback = match self.for_any_address(&chosen.kernel, problem, options) {
             Ok(None) => None,
@@ -134,6 +152,47 @@ impl<V: Vendor> Backend<V> {
         };
         let launch = Handle { driver: self.driver().cloned(), chosen, fallback };
         Ok(Planned { parts, launch: Box::new(launch) })
+    }
+
+    /// A choice's launches, compiled, and which of them is the kernel itself; the choice has none afterwards.
+    fn compiled_of<P: Problem>(&self, choice: &mut Choice<Kernel<P, V>>) -> Result<(usize, Compiled<V>)> {
+        let (launches, main) = choice.launches.take();
+        Ok((main, self.compiled(&choice.kernel, launches)?))
+    }
+
+    /// What serves where there is no compiler and no bundle has the chosen tile's kernels: of the tiles that are compiled ahead for
+    /// problems like this one but for their sizes, those of the nearest sizes whose kernels are there.
+    fn stand_in<P: Problem>(&self, problem: &P, options: &PlanOptions) -> Option<StandIn<P, V>>
+    where
+        V: Family<P>,
+    {
+        if !options.tile.is_empty() || !self.modules.has_bundles() {
+            return None;
+        }
+        let mut tried = Vec::new();
+        for like in problem.of_other_sizes_in_tables() {
+            let Ok((ahead, _)) = self.choose(&like, options) else { continue };
+            let name = ahead.kernel.name();
+            let Some(Ok(own)) = ahead.kernel.tunable().map(|of| of.own_tile(&like, &self.facts, options))
+            else {
+                continue;
+            };
+            let others = ahead.kernel.tiles_of_other_sizes(&like);
+            for fields in [TileOptions::default()].into_iter().chain(others) {
+                // A field that is set twice is what it is set to last.
+                let options = options.clone().kernel(name).tile(own.iter().cloned().chain(fields));
+                if tried.contains(&options) {
+                    continue;
+                }
+                tried.push(options.clone());
+                let Ok((mut choice, _)) = self.choose(problem, &options) else { continue };
+                let compiled = self.compiled_of(&mut choice);
+                if compiled.is_ok() && lacking::<V>(&compiled).is_none() {
+                    return Some((choice, compiled));
+                }
+            }
+        }
+        None
     }
 
     /// What takes operands wherever they lie, and how a plan tells it; `None` where the chosen kernel does, or the
@@ -225,7 +284,12 @@ impl<V: Vendor> Backend<V> {
         if options.tile.is_empty() {
             for tile in tiles {
                 let options = options.clone().kernel(name).tile(tile);
-                self.choose(problem, &options).map(|(other, _)| add(other.launches))?;
+                match self.choose(problem, &options) {
+                    Ok((other, _)) => add(other.launches),
+                    // No tile of a plan that asks for what it does not keep.
+                    Err(Error::Unsupported { .. }) => {}
+                    Err(error) => return Err(error),
+                }
             }
         }
         Ok(jobs)

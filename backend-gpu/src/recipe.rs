@@ -351,6 +351,11 @@ impl Launches {
         Self { main: self.main + 1, ..self }
     }
 
+    /// All of them, and which is the kernel itself; none are left.
+    pub(crate) fn take(&mut self) -> (Vec<Launch>, usize) {
+        (std::mem::take(&mut self.all), self.main)
+    }
+
     /// All, and which of them is the kernel itself.
     pub(crate) fn into_parts(self) -> (Vec<Launch>, usize) {
         (self.all, self.main)

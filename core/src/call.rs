@@ -6,6 +6,7 @@ use crate::args::{
     BwdArgs, CombineArgs, DevSliceMut, FwdArgs, MemorySpace, SeqArgs, check_bwd, check_combine, check_fwd,
 };
 use crate::bwd::ValidBwd;
+use crate::cache::{of_other_sizes, of_other_sizes_bwd};
 use crate::combine::ValidCombine;
 use crate::error::{ProblemError, Refusal, Result};
 use crate::operation::Operation;
@@ -39,6 +40,12 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         workspace: Workspace,
         space: MemorySpace,
     ) -> Result<(), ProblemError>;
+
+    /// The problems of the tables whose kernels a bundle has that differ from this one in sizes alone, nearest first.
+    #[doc(hidden)]
+    fn of_other_sizes_in_tables(&self) -> Vec<Self> {
+        Vec::new()
+    }
 
     /// Whether a call may have lengths.
     #[doc(hidden)]
@@ -86,6 +93,10 @@ impl Problem for ValidFwd {
     const OPERATION: Operation = Operation::Forward;
     const HAS_LENGTHS: bool = true;
 
+    fn of_other_sizes_in_tables(&self) -> Vec<Self> {
+        of_other_sizes(self)
+    }
+
     fn check(
         &self,
         args: &FwdArgs<'_>,
@@ -121,6 +132,10 @@ impl Problem for ValidBwd {
     type Args<'a> = BwdArgs<'a>;
     const OPERATION: Operation = Operation::Backward;
     const HAS_LENGTHS: bool = true;
+
+    fn of_other_sizes_in_tables(&self) -> Vec<Self> {
+        of_other_sizes_bwd(self)
+    }
 
     fn check(
         &self,

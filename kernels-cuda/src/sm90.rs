@@ -259,6 +259,25 @@ impl Sm90Tile {
         cost::shapes(self, problem, num_sms)
     }
 
+    /// The tiles that a call like the problem but for its sizes may have, beside this one and in its order: of other shapes, and where
+    /// kv heads are shared all of them with the heads of a group side by side and not, which is by how many rows that saves.
+    #[must_use]
+    pub fn of_other_sizes(&self, problem: &FwdProblem) -> Vec<Self> {
+        let spec = spec_of(problem);
+        let ratio = problem.gqa_ratio();
+        let shaped = |tile: Self| {
+            tile.shapes_of_other_sizes(problem).into_iter().map(move |shape| tile.of_shape(shape))
+        };
+        let other = Self { order: self.order, ..table::choose_tile_as(problem, Some(!self.pack_gqa)) };
+        let is_other =
+            other.pack_gqa != self.pack_gqa && other.cluster == 1 && other.prepare_v == self.prepare_v;
+        let repacked = [other]
+            .into_iter()
+            .filter(|_| is_other)
+            .flat_map(|other| [other].into_iter().chain(shaped(other)));
+        shaped(*self).chain(repacked.filter(|tile| tile.check(&spec, ratio).is_ok())).collect()
+    }
+
     /// Query rows and keys that tiles of a call like the problem but for its sizes may have, beside its own.
     #[must_use]
     pub fn shapes_of_other_sizes(&self, problem: &FwdProblem) -> Vec<(i32, i32)> {

@@ -21,6 +21,7 @@ pub use bundle::Bundle;
 pub use dump::dump_source;
 pub use modules::{Loader, Module, Modules, Target, only_plans};
 pub use table::{TableEntry, backward_table, forward_table};
+pub(crate) use table::{of_other_sizes, of_other_sizes_bwd};
 
 use crate::env;
 use crate::error::{Error, Result};
@@ -350,6 +351,12 @@ impl Cache {
         let kernel = Arc::new(compile(job, name, &compiler)?);
         let not_kept = disk.store(&kernel).err().map(|error| format!("{}: {error}", disk.folder().display()));
         Ok((kernel, Origin::Compiler { compiler: identity, not_kept }))
+    }
+
+    /// Whether there is a bundle to look into.
+    #[must_use]
+    pub fn has_bundles(&self) -> bool {
+        !self.bundles().is_empty()
     }
 
     /// Every bundle, in the order to look into them.

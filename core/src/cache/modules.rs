@@ -97,6 +97,12 @@ impl<L: Loader> Modules<L> {
         Self { target, loader, cache, loaded: Mutex::default(), slots: Mutex::default() }
     }
 
+    /// As [`Cache::has_bundles`].
+    #[must_use]
+    pub fn has_bundles(&self) -> bool {
+        self.cache.has_bundles()
+    }
+
     /// What is compiled for a source.
     pub fn job(&self, kernel: &'static str, source: KernelSource) -> KernelJob {
         let Target { arch, flags, image } = self.target.clone();

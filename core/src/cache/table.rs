@@ -3,8 +3,9 @@
 use crate::bwd::{BwdProblem, ValidBwd};
 use crate::dtype::DType;
 use crate::error::ProblemError;
+use crate::layout::{QLayout, Strides};
 use crate::mask::{MaskAlign, MaskShape, MaskSpec};
-use crate::problem::{Dims, FwdProblem, ValidFwd};
+use crate::problem::{Dims, FwdProblem, Score, ValidFwd};
 
 /// Queries and keys.
 type Lengths = (u32, u32);
@@ -22,6 +23,16 @@ const LENGTHS: [Lengths; 9] = [
     (4096, 4096),
     (16384, 16384),
 ];
+
+const DTYPES: [DType; 2] = [DType::F16, DType::Bf16];
+const DIMS: [(u32, u32); 6] = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)];
+const HEADS_Q: u32 = 32;
+const HEADS_KV: [u32; 3] = [32, 8, 4];
+
+const fn sizes(lengths: Lengths, num_heads_kv: u32, head_dims: (u32, u32)) -> Dims {
+    let ((seqlen_q, seqlen_k), (head_dim_qk, head_dim_v)) = (lengths, head_dims);
+    Dims { batch: 2, seqlen_q, seqlen_k, num_heads_q: HEADS_Q, num_heads_kv, head_dim_qk, head_dim_v }
+}
 
 /// A problem of a table.
 #[derive(Clone, Debug)]
@@ -48,28 +59,18 @@ pub struct TableEntry<P = ValidFwd> {
 /// # Errors
 /// None for the table as it stands: each problem is validated.
 pub fn forward_table() -> Result<Vec<TableEntry>, ProblemError> {
-    const DIMS: [(u32, u32); 6] = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)];
-    const HEADS_Q: u32 = 32;
     const WINDOW: MaskShape =
         MaskShape::Window { left: Some(512), right: Some(0), align: MaskAlign::BottomRight };
     let window = MaskSpec { shape: WINDOW, sink_columns: 0 };
     let masks = [("full", MaskSpec::NONE), ("causal", MaskSpec::CAUSAL), ("window", window)];
     let mut table = Vec::new();
-    for dtype in [DType::F16, DType::Bf16] {
+    for dtype in DTYPES {
         for (head_dim_qk, head_dim_v) in DIMS {
             for (mask_name, mask) in masks {
                 for (group, write_lse) in [(false, true), (false, false), (true, true), (true, false)] {
                     for &(seqlen_q, seqlen_k) in &LENGTHS {
-                        for num_heads_kv in [32, 8, 4] {
-                            let dims = Dims {
-                                batch: 2,
-                                seqlen_q,
-                                seqlen_k,
-                                num_heads_q: HEADS_Q,
-                                num_heads_kv,
-                                head_dim_qk,
-                                head_dim_v,
-                            };
+                        for num_heads_kv in HEADS_KV {
+                            let dims = sizes((seqlen_q, seqlen_k), num_heads_kv, (head_dim_qk, head_dim_v));
                             let problem = if group {
                                 FwdProblem::group(dtype, dims)
                             } else {
@@ -104,4 +105,54 @@ pub fn backward_table() -> Result<Vec<TableEntry<ValidBwd>>, ProblemError> {
         Ok(TableEntry { name: entry.name, problem })
     });
     backward.collect()
+}
+
+/// The problems of [`forward_table`] that differ from this one in sizes alone, and in how wide a window is, nearest first; none of a
+/// problem that is not plain attention of dense rows.
+pub(crate) fn of_other_sizes(problem: &FwdProblem) -> Vec<ValidFwd> {
+    let plain = |dims: Dims| {
+        let plain = match problem.layout.q {
+            QLayout::Batch => FwdProblem::batch(problem.dtypes.qk, dims),
+            QLayout::Packed => FwdProblem::group(problem.dtypes.qk, dims),
+        };
+        let score = Score { softmax_scale: problem.score.softmax_scale, ..plain.score };
+        FwdProblem { score, ..plain.mask(problem.mask).write_lse(problem.write_lse) }
+    };
+    let own = problem.dims;
+    let head_dims = (own.head_dim_qk, own.head_dim_v);
+    let strides = problem.strides;
+    let is_plain = FwdProblem { strides, ..plain(own) } == *problem;
+    let is_dense = [strides.q, strides.k, strides.v, strides.o].into_iter().all(has_whole_rows);
+    if !(is_plain && is_dense && DTYPES.contains(&problem.dtypes.qk) && DIMS.contains(&head_dims)) {
+        return Vec::new();
+    }
+    let all = LENGTHS.iter().flat_map(|&lengths| HEADS_KV.map(|heads| sizes(lengths, heads, head_dims)));
+    let far = |a: u32, b: u32| (f64::from(a.max(1)) / f64::from(b.max(1))).ln().abs();
+    let ratio = |dims: &Dims| dims.num_heads_q / dims.num_heads_kv.max(1);
+    let distance = |dims: &Dims| {
+        far(dims.seqlen_q, own.seqlen_q) + far(dims.seqlen_k, own.seqlen_k) + far(ratio(dims), ratio(&own))
+    };
+    let mut all: Vec<Dims> = all.collect();
+    all.sort_by(|a, b| distance(a).total_cmp(&distance(b)));
+    all.into_iter().filter_map(|dims| plain(dims).validate().ok()).collect()
+}
+
+/// As [`of_other_sizes`], of [`backward_table`].
+pub(crate) fn of_other_sizes_bwd(problem: &BwdProblem) -> Vec<ValidBwd> {
+    let BwdProblem { dout, dq, dk, dv, .. } = *problem;
+    let plain = BwdProblem { dout, dq, dk, dv, ..BwdProblem::new(problem.fwd.clone()) };
+    if plain != *problem || ![dout, dq, dk, dv].into_iter().all(has_whole_rows) {
+        return Vec::new();
+    }
+    let all = of_other_sizes(&problem.fwd).into_iter();
+    all.filter_map(|fwd| BwdProblem::new(FwdProblem::clone(&fwd)).validate().ok()).collect()
+}
+
+/// Whether rows begin at whole vectors of 16 bytes, as those of the tables' tensors do: what a kernel's tile has of strides is then as there.
+fn has_whole_rows(strides: Strides) -> bool {
+    let Strides { batch, seq, head, dim } = strides;
+    dim == 1
+        && [batch, seq, head].into_iter().all(|stride| (0..1 << 36).contains(&stride) && stride % 8 == 0)
+        && seq > 0
+        && head > 0
 }

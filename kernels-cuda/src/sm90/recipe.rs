@@ -6,7 +6,7 @@ use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder,
 use crate::split;
 use fmha_core::abi::DevPtr;
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::FieldValue;
+use fmha_core::fields::{FieldValue, knob_values};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{Candidates, TileOptions};
 use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
@@ -245,17 +245,8 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             _ => return Vec::new(),
         };
         let order = Sm90Tile::has_orders(problem).then(|| of("order", other.name()));
-        let shapes = tile.shapes_of_other_sizes(problem).into_iter().map(|shape| {
-            let Sm90Tile { block_m, block_n, stages, wait_anchor, .. } = tile.of_shape(shape);
-            let fields = [
-                ("block_m", block_m),
-                ("block_n", block_n),
-                ("stages", stages),
-                ("wait_anchor", wait_anchor),
-            ];
-            fields.map(|(name, value)| of(name, value.to_string())).into_iter().collect()
-        });
-        let in_own_order: Vec<TileOptions> = [TileOptions::default()].into_iter().chain(shapes).collect();
+        let others = tile.of_other_sizes(problem).into_iter().map(|tile| knob_values(&tile));
+        let in_own_order: Vec<TileOptions> = [TileOptions::default()].into_iter().chain(others).collect();
         let in_the_other = order.into_iter().flat_map(|order| {
             in_own_order.iter().map(move |tile| tile.iter().cloned().chain([order.clone()]).collect())
         });

@@ -13,6 +13,11 @@ use crate::split;
 /// The tile for a problem that the kernel accepts.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
+    choose_tile_as(problem, None)
+}
+
+/// The same, with the heads of a group side by side or not where `packs` says which; a tile that cannot have them so stays.
+pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90Tile {
     let spec = spec_of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
@@ -29,7 +34,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         let block_m = i64::from(tile.block_m);
         let apart = (seqlen_q + block_m - 1) / block_m * i64::from(ratio);
         let packed = (seqlen_q * i64::from(ratio) + block_m - 1) / block_m;
-        tile.pack_gqa = packed * 10 <= apart * 9;
+        tile.pack_gqa = packs.unwrap_or(packed * 10 <= apart * 9);
         if tile.pack_gqa && 64 % ratio != 0 && tile.splits_q() {
             tile.lookahead = Lookahead::Off;
         }

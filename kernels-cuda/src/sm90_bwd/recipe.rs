@@ -4,7 +4,7 @@ use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90Bw
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::{FieldValue as _, Fields as _};
+use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
@@ -26,6 +26,7 @@ pub struct Sm90Bwd {
 struct Chosen {
     tile: Sm90BwdTile,
     schedule: Sm90BwdSchedule,
+    deterministic: bool,
     /// Of the kernel of dBias, if that is wanted.
     dbias: Option<Sm90BwdSchedule>,
     postprocesses: bool,
@@ -152,6 +153,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
                 chosen: Some(Chosen {
                     tile,
                     schedule,
+                    deterministic: spec.deterministic,
                     dbias: dbias_schedule,
                     postprocesses: postprocess.is_some(),
                     repairs: repair.is_some(),
@@ -252,6 +254,18 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         })
     }
 
+    /// Whether tiles share a kv head's queries is by how many tiles there are.
+    fn tiles_of_other_sizes(&self, problem: &ValidBwd) -> Vec<TileOptions> {
+        let Some(Chosen { tile, deterministic: false, .. }) = self.chosen else { return Vec::new() };
+        let spec = BwdSpec::of(problem);
+        let mut shared = Sm90BwdTile { head_parts: !tile.head_parts, ..tile };
+        shared.fit_finish(&spec);
+        let fits = shared.check(&spec).is_ok() && problem.fwd().dims.seqlen_q > 0;
+        // No knob of a search: it is by the sizes alone.
+        let head_parts = ("head_parts".to_owned(), shared.head_parts.to_string());
+        fits.then(|| knob_values(&shared).into_iter().chain([head_parts]).collect()).into_iter().collect()
+    }
+
     fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
         let Some(Chosen { tile, .. }) = self.chosen else { return Ok(()) };
         let args = call.args;
@@ -270,7 +284,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
-        let Some(Chosen { tile, mut schedule, dbias, postprocesses, repairs, workspace, head_sums }) =
+        let Some(Chosen { tile, mut schedule, dbias, postprocesses, repairs, workspace, head_sums, .. }) =
             self.chosen
         else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
