@@ -166,7 +166,8 @@ impl<V: Vendor> Backend<V> {
     where
         V: Family<P>,
     {
-        if !options.tile.is_empty() || !self.modules.has_bundles() {
+        // Nearest sizes are another batch's too: a tile by them would not be the sequence's own.
+        if !options.tile.is_empty() || options.batch_invariant || !self.modules.has_bundles() {
             return None;
         }
         let mut tried = Vec::new();
