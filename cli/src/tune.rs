@@ -250,6 +250,15 @@ struct Ahead<'a> {
     changed: Condvar,
 }
 
+/// Ends the compiling ahead when it is dropped.
+struct Over<'a, 'b>(&'b Ahead<'a>);
+
+impl Drop for Over<'_, '_> {
+    fn drop(&mut self) {
+        self.0.set(None);
+    }
+}
+
 impl<'a> Ahead<'a> {
     fn new(compiler: Option<&'a dyn Precompile>, problem: AnyProblem<'a>, options: &'a PlanOptions) -> Self {
         Self {
@@ -263,15 +272,16 @@ impl<'a> Ahead<'a> {
 
     /// Runs a search, and compiles as long as it runs.
     fn beside<T>(&self, search: impl FnOnce() -> T) -> T {
-        // Each tile is checked on the cores too.
-        let others = std::thread::available_parallelism().map_or(0, |cores| cores.get() / 4);
+        // Each tile is checked on the cores too: a quarter of them, and one of two or three.
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let others = (cores / 4).max(usize::from(cores > 1));
         std::thread::scope(|scope| {
             if let Some(compiler) = self.compiler {
                 (0..others).for_each(|_| drop(scope.spawn(|| self.compile(compiler))));
             }
-            let found = search();
-            self.set(None);
-            found
+            // Also where the search panics: the scope waits for its threads.
+            let _over = Over(self);
+            search()
         })
     }
 

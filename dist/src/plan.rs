@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use fmha::{
-    BwdArgs, DType, DevBuffer, DevSlice, DevSliceMut, Device, FwdArgs, MAX_ARRIVALS, PlanOptions, ScoreArgs,
-    Stream,
+    BwdArgs, DType, DevBuffer, DevSlice, DevSliceMut, Device, DropoutSeed, FwdArgs, MAX_ARRIVALS,
+    PlanOptions, ScoreArgs, Stream,
 };
 
 use crate::agree::agree;
@@ -403,7 +403,8 @@ impl Planned {
         if p_drop > 0.0 {
             // What a plan does not know: ranks that drop by other seeds do not compute one problem.
             let mut says = self.says.to_vec();
-            says.push(("dropout".to_owned(), format!("{:?}", score.dropout)));
+            let DropoutSeed { seed, offset } = score.dropout;
+            says.push(("dropout".to_owned(), format!("seed {seed}, offset {offset}")));
             self.group.begins(&says.into())?;
         } else {
             self.group.begins(&self.says)?;

@@ -284,9 +284,10 @@ impl Sm90Tile {
         cost::shapes_of_other_sizes(self, problem, &spec_of(problem))
     }
 
-    /// The tile with so many query rows and keys.
+    /// The tile with so many query rows and keys, of these one at least; fewer stages where they hold as many keys as before.
     #[must_use]
     pub const fn of_shape(&self, (block_m, block_n): (i32, i32)) -> Self {
+        let block_n = if block_n > 1 { block_n } else { 1 };
         let wait_anchor = self.wait_anchor * block_n / self.block_n;
         let as_many_keys = self.stages * self.block_n / block_n;
         let stages = if as_many_keys < self.stages && as_many_keys >= 2 { as_many_keys } else { self.stages };

@@ -166,7 +166,7 @@ abi_spec! {
         pub dq_finish: DqFinish = Takes::all().tuned(),
         /// Registers of a thread beside the consumers, who have the others.
         pub load_registers: i32 = Takes::among(&[24, 32, 40]).tuned_over(&[24, 40]),
-        /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own adds; else one
+        /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own rounds; else one
         /// tile walks all of them.
         pub head_parts: bool = Takes::all(),
         /// Blocks that a mask or the end of the keys cuts have a loop of their own.
@@ -290,7 +290,7 @@ const MANY_STEPS: u32 = 6;
 /// the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
 
-/// CTAs that add a key block's parts with `head_parts`: they divide `block_n`.
+/// CTAs that round a key block's sums with `head_parts`, or add its parts': they divide `block_n`.
 pub const HEAD_SUMS_CTAS: u32 = 8;
 
 /// Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.
@@ -580,8 +580,8 @@ impl Sm90BwdTile {
                 self.stages_dout
             ));
         }
-        // The next block's are stored while this one's are read.
-        if walk == BwdWalk::GradientEach && self.stages_ds < 2 {
+        // The next block's are stored while this one's are read. P, which has one place where dQ is stored, is told by dS's slot.
+        if walk == BwdWalk::GradientEach && self.stages_ds != 2 {
             return Err(format!("stages_ds {}: walk {set} holds two blocks of dS at a time", self.stages_ds));
         }
         if walk.has_next_scores() && self.stages_q < 2 {
@@ -764,7 +764,7 @@ impl Sm90BwdTile {
         let is_packed = problem.fwd.layout.q == QLayout::Packed;
         let share = if is_packed { cost::PACKED_SHARE } else { 1.0 };
         let with_work = share * tiles as f64 * f64::from(ratio);
-        let few_tiles = with_work < 4.0 * f64::from(num_sms) && !self.finishes_dq();
+        let few_tiles = tiles > 0 && with_work < 4.0 * f64::from(num_sms) && !self.finishes_dq();
         let queries: &[u32] = match problem.fwd.mask.kind() {
             _ if !few_tiles => &[1],
             // An H200, in one part, two and four: B2 H2 D168 of 2734 and 8736 918, 888 and 842 us; behind a mask B2 H3 D64 of 2560 and
@@ -1004,8 +1004,9 @@ impl Sm90BwdTile {
         let queries = blocks(dims.seqlen_q, self.block_m);
         let count = |name: &str, blocks: u32, heads: u32| {
             let all = u64::from(blocks) * u64::from(heads) * u64::from(dims.batch);
-            i32::try_from(all).map_err(|_| {
-                Refusal::new(NAME, format!("{name}: {all} blocks of all heads are 2^31 or more"))
+            // Launches beside the main one have up to eight CTAs a block.
+            i32::try_from(all).ok().filter(|&all| all < 1 << 28).ok_or_else(|| {
+                Refusal::new(NAME, format!("{name}: {all} blocks of all heads are 2^28 or more"))
             })
         };
         count("seqlen_q", queries, dims.num_heads_q)?;

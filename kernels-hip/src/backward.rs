@@ -67,9 +67,9 @@ abi_spec! {
         pub dtype: DType,
         /// dQ, dK and dV.
         pub dtype_grad: DType,
-        /// Elements of a query's or key's row, padded to whole 64.
+        /// Elements of a query's or key's row, padded to whole lines of the unit: 64 of MFMA, 32 of WMMA.
         pub head_dim_qk: i32,
-        /// Elements of a value's or output's row, padded to whole 64.
+        /// Elements of a value's or output's row, padded likewise.
         pub head_dim_v: i32,
         /// `Full`: no band. Any other: the band of the call, bounded or not, and its sink columns.
         pub mask: MaskKind,
@@ -83,7 +83,7 @@ abi_spec! {
 abi_spec! {
     /// How a launch of products computes.
     pub struct CdnaBwdTile {
-        /// Own rows of a workgroup, whose gradients it sums: 32 a wave.
+        /// Own rows of a workgroup, whose gradients it sums: 32 a wave, of WMMA 16.
         pub rows: i32 = Takes::among(&[64, 128, 256]).tuned(),
         /// Walked rows of a block.
         pub columns: i32 = Takes::among(&[32, 64]).tuned(),
@@ -234,15 +234,11 @@ pub(crate) fn accept<U: Unit>(
     }
     let rows = BwdRows::of(problem);
     let most_rows = u64::from(u32::MAX / ROW_THREADS) * WAVES_OF_A_ROW_WORKGROUP;
-    let stats_rows = u64::from(dims.batch)
-        * u64::from(dims.num_heads_q)
-        * u64::from(dims.seqlen_q).next_multiple_of(BLOCK_ROWS.into());
-    if rows.all().max(stats_rows) > most_rows {
-        refuse!(
-            U::NAME,
-            "lengths, heads and batch make {} rows of gradients, more than {most_rows}",
-            rows.all()
-        );
+    let stats_rows = (u64::from(dims.batch) * u64::from(dims.num_heads_q))
+        .saturating_mul(u64::from(dims.seqlen_q).next_multiple_of(BLOCK_ROWS.into()));
+    let all_rows = rows.all().max(stats_rows);
+    if all_rows > most_rows {
+        refuse!(U::NAME, "lengths, heads and batch make {all_rows} rows of gradients, more than {most_rows}");
     }
     let spec = spec::<U>(problem);
     let by = U::access(problem);

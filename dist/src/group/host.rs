@@ -330,7 +330,7 @@ impl Group for Host {
                 // None of the calls before this one is asked for again.
                 let mut state = self.mailbox.lock();
                 let all = state.begun.len();
-                state.begun.drain(..all - 1);
+                state.begun.drain(..all.saturating_sub(1));
                 Ok(())
             }
         }
