@@ -46,7 +46,9 @@ fn gradients_are_right_with_delta_made_beside_the_products() {
         let (problem, lengths, data) = (BwdProblem::new(fwd), Lengths::default(), Data::default());
         let body = Backward { problem, lengths, data, deterministic: false, planted };
         let case = Case { name: name.clone(), body: Body::Backward(Box::new(body)) };
-        let tile = tile_fields(&format!("dq_finish=beside_with_delta,load_registers={registers}"));
+        let tile = tile_fields(&format!(
+            "dq_path=first_stores,dq_finish=beside_with_delta,load_registers={registers}"
+        ));
         let plan = PlanOptions::default().tile(tile).kernel("sm90");
         let (outcome, said) = case.run(&backend, &Options { plan, ..Options::default() });
         if said.contains("libnvrtc") && outcome == Outcome::Failed {
