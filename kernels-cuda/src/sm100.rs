@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
-use fmha_core::{Bias, DType, FwdProblem, KvLayout, MaskKind, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::sm90;
@@ -236,16 +236,16 @@ fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'s
     })
 }
 
-/// Whether TMA takes every stride: multiples of 16 bytes below 2^40.
+/// Whether TMA takes every stride, multiples of 16 bytes below 2^40, and every box begins at such a one.
 fn tma_loads(problem: &FwdProblem) -> bool {
-    stride_bytes(problem).all(|(_, _, bytes)| bytes % 16 == 0 && bytes < 1 << 40)
+    !sm90::keys_of_v_begin_anywhere(problem)
+        && stride_bytes(problem).all(|(_, _, bytes)| bytes % 16 == 0 && bytes < 1 << 40)
 }
 
 /// The most bytes that threads can copy at a time.
 fn most_copied(problem: &FwdProblem) -> i32 {
-    // A packed sequence's keys begin anywhere, which are a column-major V's elements.
-    let anywhere = problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed;
-    let most = if anywhere { problem.dtypes.v.size_bytes() as i64 } else { 16 };
+    let most =
+        if sm90::keys_of_v_begin_anywhere(problem) { problem.dtypes.v.size_bytes() as i64 } else { 16 };
     let divides = |&bytes: &i64| stride_bytes(problem).all(|(_, _, stride)| stride % bytes == 0);
     [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most).find(divides).unwrap_or(1) as i32
 }
@@ -264,9 +264,10 @@ pub fn check_loads(problem: &FwdProblem, tile: &Sm100Tile) -> Result<(), String>
             tile.copy_bytes
         ));
     }
-    if tile.copy_bytes > most_copied(problem) {
+    let by_tma = tile.copy_bytes == 0 && sm90::keys_of_v_begin_anywhere(problem);
+    if by_tma || tile.copy_bytes > most_copied(problem) {
         return Err(format!(
-            "tile copy_bytes={} with a packed column-major V, whose sequences begin at any element: at most {}",
+            "tile copy_bytes={} with a packed column-major V, whose sequences begin at any element: from 1 to {}",
             tile.copy_bytes,
             most_copied(problem)
         ));

@@ -359,14 +359,16 @@ fn takes_fp8(problem: &FwdProblem, multiplies_fp8: bool) -> Result<(), String> {
 /// The most bytes that a copy can take where strides allow any: a packed sequence's keys begin anywhere, which are the
 /// elements side by side of a column-major V.
 fn most_copied(problem: &FwdProblem) -> i32 {
-    let anywhere = problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed;
-    if anywhere { 2 } else { 16 }
+    if sm90::keys_of_v_begin_anywhere(problem) { 2 } else { 16 }
 }
 
 /// Whether TMA can bring a problem's K and V, and if not, why: one row after another, at strides of whole 16 bytes, as they are.
 pub(crate) fn takes_tma(problem: &FwdProblem) -> Result<(), String> {
     problem.refuse_mixed_layouts(NAME).map_err(|refusal| refusal.reason)?;
     problem.refuse_cache_updates(NAME).map_err(|refusal| refusal.reason)?;
+    if sm90::keys_of_v_begin_anywhere(problem) {
+        return Err("v_layout col-major with packed keys begins at any element".to_owned());
+    }
     match sm90::odd_stride(problem) {
         Some((name, axis, stride, multiple)) => {
             Err(format!("{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes"))

@@ -6,7 +6,8 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::Candidates;
 use fmha_core::{
-    Bias, DType, Dims, FwdProblem, MaskKind, Refusal, Strides, VLayout, Workspace, abi_enum, abi_spec,
+    Bias, DType, Dims, FwdProblem, KvLayout, MaskKind, Refusal, Strides, VLayout, Workspace, abi_enum,
+    abi_spec,
 };
 
 use crate::schedule::{self, UnitOfWork, WORK_BYTES, WORK_SLOTS};
@@ -514,6 +515,12 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     if problem.dtypes.qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
         return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
     }
+    if keys_of_v_begin_anywhere(problem) {
+        return refuse(
+            "v_layout col-major with packed keys: those of a sequence begin at any element, boxes of TMA at multiples of 16 bytes"
+                .to_owned(),
+        );
+    }
     let can_copy = problem.layout.v == VLayout::RowMajor && !problem.dtypes.qk.is_fp8();
     if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy) {
         return refuse(format!(
@@ -522,6 +529,12 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         ));
     }
     Ok(())
+}
+
+/// Whether V's innermost axis is one that sequences begin on, at any element. The address of a TMA box is then no multiple of 16
+/// bytes, which is an illegal instruction (an H200; Triton's issue 7385 has found the same).
+pub(crate) fn keys_of_v_begin_anywhere(problem: &FwdProblem) -> bool {
+    problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed
 }
 
 /// The strides that are used, but those of 1 between the elements of a row.

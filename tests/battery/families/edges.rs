@@ -1,7 +1,9 @@
 //! Where code goes wrong: empty and single rows, tile borders, hidden rows, odd strides, large scores,
 //! NaN beside what is read.
 
-use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, MaskSpec, Shape, Strides};
+use fmha_core::{
+    Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, MaskSpec, Shape, Strides, VLayout,
+};
 
 use crate::case::{Body, Case, Plant, WIDE, seed_of};
 use crate::init::Init;
@@ -15,6 +17,7 @@ pub(crate) fn cases() -> Vec<Case> {
     short_queries(&mut cases);
     masks(&mut cases);
     strides(&mut cases);
+    packed_columns(&mut cases);
     numbers(&mut cases);
     poison(&mut cases);
     growth(&mut cases);
@@ -289,6 +292,21 @@ fn strides(cases: &mut Vec<Case>) {
     }
 }
 
+/// Packed sequences whose keys begin at any element of a column-major V, of which 16 bytes and more may be copied at once.
+fn packed_columns(cases: &mut Vec<Case>) {
+    let sequences = [(20, 15), (33, 2), (5, 15), (70, 64)];
+    for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E4m3Fn, DType::E5m2] {
+        for (head_dim, mask) in [(64, "0"), (128, "b"), (136, "g:1,9"), (256, "b")] {
+            let mut problem = group(dtype, dims(70, 64, head_dim), &sequences, mask);
+            let lengths = Lengths::packed(&sequences);
+            problem.layout.v = VLayout::ColMajor;
+            problem.strides.v = Strides::bhds(problem.extents(lengths.totals).v);
+            let name = format!("edges/packed_columns/{dtype}/d{head_dim}/{mask}");
+            push(cases, name, problem, lengths);
+        }
+    }
+}
+
 /// Large scores, outliers, whole numbers, constants.
 fn numbers(cases: &mut Vec<Case>) {
     for dtype in WIDE {
@@ -364,7 +382,6 @@ fn numbers(cases: &mut Vec<Case>) {
     }
 }
 
-/// NaN and infinity: hidden ones reach nothing, seen ones what they touch.
 /// With a bias of the inputs' type for each head, whose heads lie `gap` elements further apart than they need.
 fn with_bias(mut problem: FwdProblem, gap: i64) -> FwdProblem {
     let (dtype, broadcast) = (problem.dtypes.qk, BiasBroadcast::OneHead);
@@ -374,6 +391,7 @@ fn with_bias(mut problem: FwdProblem, gap: i64) -> FwdProblem {
     problem
 }
 
+/// NaN and infinity: hidden ones reach nothing, seen ones what they touch.
 fn poison(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for mask in ["t", "b:2,0", "g:4,-9", "t:3,1", "g:1,2,3"] {

@@ -34,6 +34,11 @@ fn rows_a_bank_cycle_apart_conflict_and_a_swizzle_parts_them() {
 
 /// A tile of 64 rows from row `first` on of a tensor that has memory for 64 rows, and whose map says `rows`.
 fn tile(rows: u64, first: u32, inner: u32, options: &Options) -> Result<Report, Fault> {
+    tile_from((0, first), rows, inner, options)
+}
+
+/// The same from element `column` of its rows on.
+fn tile_from((column, first): (u32, u32), rows: u64, inner: u32, options: &Options) -> Result<Report, Fault> {
     let device = Device::new();
     let data = upload_bytes(&device, &[1; 64 * 256]);
     let map = TensorMap {
@@ -55,7 +60,7 @@ fn tile(rows: u64, first: u32, inner: u32, options: &Options) -> Result<Report, 
         mov.u32 %t, %tid.x; setp.eq.u32 %p, %t, 0; mov.u32 %a, raw; add.u32 %bar, %a, 32768;
         @%p mbarrier.init.shared::cta.b64 [%bar], 1; @%p fence.mbarrier_init.release.cluster; bar.sync 0;
         @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {};
-        @%p cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [map, {{0, {first}}}], [%bar];
+        @%p cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [map, {{{column}, {first}}}], [%bar];
         W: mbarrier.try_wait.parity.shared::cta.b64 %q, [%bar], 0; @!%q bra W; ret; }}",
         inner * 64 * 2
     );
@@ -71,6 +76,18 @@ fn an_inner_box_wider_than_the_swizzle_span_is_a_bad_descriptor() {
         "{fault}"
     );
     assert!(tile(64, 0, 64, &checked()).is_ok());
+}
+
+#[test]
+fn a_tile_that_begins_between_16_bytes_of_a_row_is_misaligned() {
+    for options in [Options::default(), checked()] {
+        assert!(tile_from((8, 0), 64, 64, &options).is_ok());
+        for column in [1, 4, 15] {
+            let fault = tile_from((column, 0), 64, 64, &options).unwrap_err();
+            assert_eq!(fault.kind, FaultKind::Misaligned, "{fault}");
+            assert!(fault.text.contains(&format!("begins {} bytes into a row", 2 * column)), "{fault}");
+        }
+    }
 }
 
 #[test]
