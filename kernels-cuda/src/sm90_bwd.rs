@@ -1377,6 +1377,10 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         192 if in_parts => (64, BwdWalk::HalfBlocks),
         // B4 H8 S4096 D 192 2397 us; causal 1290. By split_early, 96 queries a block, 2720 and 1464.
         192 => (64, BwdWalk::GradientEach),
+        // Of clusters ptxas serialises the products (C7514).
+        _ if spec.deterministic && spec.fwd.dropout && full && spec.fwd.head_dim_qk < 256 => {
+            (64, BwdWalk::SplitDims)
+        }
         // 491; causal 439. A CTA without another 426, 393.
         _ => (64, BwdWalk::InClusters),
     };

@@ -29,12 +29,13 @@ pub(crate) fn cases() -> Vec<Case> {
             problem.dtypes.o = DType::Bf16;
         }
         (problem.scales.scale_o, problem.dropout.write_keep_mask) = (false, false);
-        let (problem, deterministic) = options(problem, lengths.totals, seed);
+        let (problem, deterministic) = random_options(problem, lengths.totals, seed);
         let body = Backward { problem, lengths, data, deterministic, planted: Vec::new() };
         cases.push(Case { name: format!("{name}/{label}"), body: Body::Backward(Box::new(body)) });
     }
     edges(&mut cases);
     modifiers(&mut cases);
+    modifier_pairs(&mut cases);
     field(&mut cases);
     over_blocks(&mut cases);
     beside_the_products(&mut cases);
@@ -118,6 +119,43 @@ fn modifiers(cases: &mut Vec<Case>) {
     }
 }
 
+/// Two modifiers together and all of them, under each kind of mask, with and without an order: what a kernel has of registers, and
+/// whether ptxas can keep its products apart, follows from these together with the head dimension.
+fn modifier_pairs(cases: &mut Vec<Case>) {
+    let pairs =
+        ["softcap_dropout", "alibi_softcap", "alibi_dropout", "alibi_softcap_dropout", "bias_f32_softcap"]
+            .into_iter()
+            .chain(["bias_16_dropout", "dbias_one_one_dropout", "dbias_one_one_softcap_dropout", "dropout"]);
+    for (n, modifier) in pairs.enumerate() {
+        for (m, (qk, v)) in
+            [(64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (232, 232), (256, 256)]
+                .into_iter()
+                .enumerate()
+        {
+            for (mask, deterministic) in
+                ["0", "b", "b:40,3,2"].into_iter().flat_map(|mask| [(mask, false), (mask, true)])
+            {
+                let dtype = if (n + m).is_multiple_of(2) { DType::Bf16 } else { DType::F16 };
+                let order = if deterministic { "in_order" } else { "any_order" };
+                let name = format!("backward/pairs/{dtype}/{}/{modifier}/{mask}/{order}", label(qk, v));
+                let dims = Dims {
+                    batch: 1,
+                    seqlen_q: 70,
+                    seqlen_k: 75,
+                    num_heads_q: 2,
+                    num_heads_kv: 1,
+                    head_dim_qk: qk,
+                    head_dim_v: v,
+                };
+                let (problem, data) = (modified(masked(dtype, dims, mask), modifier), data(&name));
+                let (lengths, planted) = (Lengths::default(), Vec::new());
+                let body = Backward { problem, lengths, data, deterministic, planted };
+                cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+            }
+        }
+    }
+}
+
 fn label(head_dim: u32, head_dim_v: u32) -> String {
     if head_dim == head_dim_v { format!("d{head_dim}") } else { format!("d{head_dim}x{head_dim_v}") }
 }
@@ -136,7 +174,7 @@ fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     }
     fwd.score.sink = has("sink");
     let broadcast = match modifier {
-        "dbias_one_one" => BiasBroadcast::OneOne,
+        word if word.starts_with("dbias_one_one") => BiasBroadcast::OneOne,
         "dbias_batch_head" => BiasBroadcast::BatchHead,
         _ => BiasBroadcast::OneHead,
     };
@@ -595,7 +633,7 @@ fn far_products(cases: &mut Vec<Case>) {
 }
 
 /// Gradients on request, other types, other strides, and whether sums have one order, as the seed decides.
-fn options(fwd: FwdProblem, totals: Totals, seed: u64) -> (BwdProblem, bool) {
+pub(super) fn random_options(fwd: FwdProblem, totals: Totals, seed: u64) -> (BwdProblem, bool) {
     let word = mix(seed ^ 0xb);
     let mut problem = BwdProblem::new(fwd);
     problem.has_dlse = word & 1 == 1;
