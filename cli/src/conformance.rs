@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use fmha_conformance::Regex;
-use fmha_conformance::case::{self, Case};
+use fmha_conformance::case::{self, Case, Drawn};
 use fmha_conformance::deal::Deal;
 use fmha_conformance::report::{Report, run_cases};
 use fmha_conformance::run::Options;
@@ -24,6 +24,7 @@ Examples:
   fmha conformance --backend cpu --filter edges  cases with `edges` in the name
   fmha conformance --filter '^laws/.*bf16'       a regular expression
   fmha conformance --list --filter fp8           their names only
+  fmha conformance --drawn 7:5000                5000 cases that nobody has seen
   fmha conformance --json > report.json          every case, and a summary
   fmha conformance --junit report.xml            for CI
 
@@ -37,6 +38,10 @@ pub(super) struct ConformanceArgs {
     /// Only cases whose name this regular expression finds
     #[arg(long, value_name = "REGEX", value_parser = regex)]
     filter: Option<Regex>,
+
+    /// In place of the battery's, COUNT cases (1000 where it is left out) that SEED decides
+    #[arg(long, value_name = "SEED[:COUNT]")]
+    drawn: Option<Drawn>,
 
     /// Of their kernels only part I of N, with all cases that each of those serves
     #[arg(long, value_name = "I/N")]
@@ -65,10 +70,12 @@ fn regex(text: &str) -> Result<Regex, String> {
 
 impl ConformanceArgs {
     pub(super) fn carry_out(self, out: &mut dyn Write) -> Result<Verdict, Failure> {
-        let cases = case::matching(self.filter.as_ref());
+        let all = self.drawn.map_or_else(case::all, Drawn::cases);
+        let count = all.len();
+        let cases = case::filtered(all, self.filter.as_ref());
         if cases.is_empty() {
             let filter = self.filter.map(|filter| filter.to_string()).unwrap_or_default();
-            return Err(Failure::wrong(format!("filter `{filter}` finds 0 of {} cases", case::all().len())));
+            return Err(Failure::wrong(format!("filter `{filter}` finds 0 of {count} cases")));
         }
         // Which kernels a case needs is the backend's to say; names alone need none.
         if self.list && self.deal.is_none() {
@@ -88,8 +95,11 @@ impl ConformanceArgs {
         if self.list {
             return list(out, &cases);
         }
-        let options =
-            Options { plan, huge_on_device: self.huge_on_device, repro_words: self.backend.words() };
+        let mut repro_words = self.backend.words();
+        if let Some(drawn) = self.drawn {
+            repro_words = format!("{} --drawn {drawn}", repro_words.trim_end());
+        }
+        let options = Options { plan, huge_on_device: self.huge_on_device, repro_words };
         if !self.json {
             writeln!(out, "{} cases on {}", cases.len(), backend.name())?;
             out.flush()?;

@@ -53,3 +53,16 @@ fn junit_is_written_on_request() {
     let xml = std::fs::read_to_string(folder.path().join("r.xml")).unwrap();
     assert!(xml.contains("<testsuite") && xml.contains("<testcase"), "{xml}");
 }
+
+/// Cases that a seed decides pass on the CPU, and one of them alone is the same case.
+#[test]
+fn drawn_cases_run_and_are_repeated_by_name() {
+    let ran = fmha("conformance --backend cpu --drawn 5:24");
+    assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
+    assert!(ran.out.contains("24 passed, 0 failed, 0 refused, 0 absent"), "{}", ran.out);
+    let names = fmha("conformance --drawn 5:24 --list");
+    let name = names.out.lines().nth(20).unwrap();
+    assert!(name.starts_with("drawn/5_00020/"), "{name}");
+    let alone = fmha("conformance --backend cpu --drawn 5:21 --filter drawn/5_00020/ --list");
+    assert_eq!(alone.out.trim_end(), name);
+}

@@ -250,6 +250,8 @@ const TABLE: &[(&str, &[&str])] = &[
     ("bench", &["FILE"]),
     ("conformance --filter no-such-case", &["no-such-case", "0 of"]),
     ("conformance --filter (", &["filter", "("]),
+    ("conformance --drawn 3:0", &["drawn", "`3:0`", "100000"]),
+    ("conformance --drawn 3:2 --filter nobody", &["nobody", "0 of 2"]),
     ("conformance --backend rocm", &["rocm"]),
 ];
 

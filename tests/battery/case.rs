@@ -3,6 +3,7 @@
 use fmha_core::{BwdProblem, CombineProblem, DType, FwdProblem, PlanOptions};
 use regex_lite::Regex;
 
+pub use crate::families::drawn::Drawn;
 use crate::law::Law;
 use crate::memory::Placement;
 use crate::tensor::Operand;
@@ -177,10 +178,16 @@ pub fn all() -> Vec<Case> {
     crate::families::all()
 }
 
-/// Those of [`all`] whose name `filter` finds; a regular expression, so that a part of a name will do.
+/// Those of [`all`] whose name `filter` finds.
 #[must_use]
 pub fn matching(filter: Option<&Regex>) -> Vec<Case> {
-    all().into_iter().filter(|case| filter.is_none_or(|filter| filter.is_match(&case.name))).collect()
+    filtered(all(), filter)
+}
+
+/// Those of `cases` whose name `filter` finds; a regular expression, so that a part of a name will do.
+#[must_use]
+pub fn filtered(cases: Vec<Case>, filter: Option<&Regex>) -> Vec<Case> {
+    cases.into_iter().filter(|case| filter.is_none_or(|filter| filter.is_match(&case.name))).collect()
 }
 
 /// The seed of a case, from its name: renaming a case changes its numbers, reordering does not.

@@ -80,7 +80,7 @@ pub(crate) fn pages(problem: &FwdProblem, page_size: u32, seed: u64) -> (Vec<i32
 }
 
 /// `problem` with K and V in pages, and the table.
-fn in_pages(
+pub(super) fn in_pages(
     mut problem: FwdProblem,
     page_size: u32,
     mut lengths: Lengths,

@@ -6,6 +6,7 @@ mod bits;
 mod combine;
 mod decode;
 pub mod definition;
+pub(crate) mod drawn;
 mod edges;
 mod fp8;
 mod guards;

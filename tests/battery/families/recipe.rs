@@ -36,7 +36,7 @@ const MASKS: [&str; 14] = [
 const SOFTCAPS: [Option<f32>; 3] = [None, Some(20.0), Some(1.5)];
 const SCALES: [Option<f32>; 5] = [None, None, Some(0.31), Some(-0.2), Some(0.0)];
 const DROPS: [f32; 4] = [0.0, 0.0, 0.17, 0.8];
-const INITS: [Init; 7] = Init::ALL;
+pub(crate) const INITS: [Init; 7] = Init::ALL;
 const DESCALES: [Descale; 3] = [Descale::None, Descale::PerTensor, Descale::PerKvHead];
 
 /// Levels of each axis, in the order in which [`recipe`] reads them.
@@ -95,9 +95,7 @@ pub(crate) fn recipe(levels: &Levels, seed: u64) -> Recipe {
     }
     if dtype.is_fp8() {
         problem.dtypes.v = [dtype, DType::F16, DType::Bf16][levels[1]];
-        let kind = DESCALES[levels[16]];
-        (problem.scales.descale_q, problem.scales.descale_k) = (kind, kind);
-        problem.scales.descale_v = if problem.dtypes.v.is_fp8() { kind } else { Descale::None };
+        fp8_scales(DESCALES[levels[16]], &mut problem);
     }
     problem.dtypes.o = match levels[2] {
         0 => problem.dtypes.o,
@@ -122,6 +120,12 @@ pub(crate) fn recipe(levels: &Levels, seed: u64) -> Recipe {
     );
     let room = Room { placement: Placement::Margins, shift: (seed % 3) as u32 };
     Recipe { label, problem, lengths, data: Data { init: INITS[levels[15]], seed, room } }
+}
+
+/// Descales of Q, K and, where it is FP8, of V.
+pub(super) fn fp8_scales(kind: Descale, problem: &mut FwdProblem) {
+    (problem.scales.descale_q, problem.scales.descale_k) = (kind, kind);
+    problem.scales.descale_v = if problem.dtypes.v.is_fp8() { kind } else { Descale::None };
 }
 
 /// Batch or group, all rows logical or not.
@@ -163,7 +167,7 @@ fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) 
 }
 
 /// Strides of Q, K, V and O.
-fn layouts(level: usize, v_level: usize, totals: Totals, problem: &mut FwdProblem) {
+pub(super) fn layouts(level: usize, v_level: usize, totals: Totals, problem: &mut FwdProblem) {
     let Extents { q, k, v, o, .. } = problem.extents(totals);
     let of = |shape| match level {
         0 => Strides::bshd(shape),
@@ -189,7 +193,7 @@ fn layouts(level: usize, v_level: usize, totals: Totals, problem: &mut FwdProble
 }
 
 /// No bias, an elementwise one, or ALiBi.
-fn bias(level: usize, layout: usize, problem: &mut FwdProblem) {
+pub(super) fn bias(level: usize, layout: usize, problem: &mut FwdProblem) {
     let sixteen_bit = match (problem.dtypes.qk.is_fp8(), problem.dtypes.v.is_fp8()) {
         (true, true) => DType::F16,
         (true, false) => problem.dtypes.v,
