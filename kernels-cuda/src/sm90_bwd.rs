@@ -47,26 +47,23 @@ pub enum BwdWalk {
     EarlyScores,
     /// From 129 to 192, where both dimensions together are at most 320: P and dS of half of a block's queries at a time.
     HalfBlocks,
-    /// Beyond 128: all consumers have the CTA's 64 keys, and each 32 of the queries of S and a part of the
+    /// At 256: both consumers have the CTA's 64 keys, and each 32 of the queries of S and a half of the
     /// dimension of dQ, dK and dV.
     SplitDims,
-    /// The same, with the next block's scores started before this block's products are done.
-    SplitEarly,
-    /// The same at 256 by two CTAs of a cluster, which have neighbouring key blocks, send each other their
-    /// dS, and each add a half of dQ's dimension for both.
+    /// The same by two CTAs of a cluster, which have neighbouring key blocks, send each other their dS, and each add a half
+    /// of dQ's dimension for both; the next block's scores are started before this block's products are done.
     InClusters,
     /// The same at 192, whose thirds two consumers cannot share out: one has dK, the other dV, of all columns.
     GradientEach,
 }
 
 impl BwdWalk {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 7] = [
         Self::InOrder,
         Self::LateDp,
         Self::EarlyScores,
         Self::HalfBlocks,
         Self::SplitDims,
-        Self::SplitEarly,
         Self::InClusters,
         Self::GradientEach,
     ];
@@ -74,17 +71,12 @@ impl BwdWalk {
     /// Whether consumers share out the dimension, and so have all keys of a CTA.
     #[must_use]
     pub const fn splits_dims(self) -> bool {
-        matches!(self, Self::SplitDims | Self::SplitEarly | Self::InClusters | Self::GradientEach)
+        matches!(self, Self::SplitDims | Self::InClusters | Self::GradientEach)
     }
 
     /// Whether the next block's scores are under way while this block's gradients are.
     const fn has_next_scores(self) -> bool {
-        matches!(self, Self::EarlyScores | Self::SplitEarly | Self::InClusters | Self::GradientEach)
-    }
-
-    /// Whether consumers compute dQ transposed, and share it out by its dimension, for a padded head dimension.
-    const fn transposes_dq(self, dim: i32) -> bool {
-        dim == 128 || dim == 192 && self.splits_dims() && self.cluster() == 1
+        matches!(self, Self::EarlyScores | Self::InClusters | Self::GradientEach)
     }
 
     /// CTAs of a cluster.
@@ -99,16 +91,7 @@ impl BwdWalk {
     }
 }
 
-abi_enum!(BwdWalk {
-    InOrder,
-    LateDp,
-    EarlyScores,
-    HalfBlocks,
-    SplitDims,
-    SplitEarly,
-    InClusters,
-    GradientEach,
-});
+abi_enum!(BwdWalk { InOrder, LateDp, EarlyScores, HalfBlocks, SplitDims, InClusters, GradientEach });
 
 /// How a key block's share of dQ comes to the sums in memory (`dq/`). In deterministic calls additions have
 /// an order, and the first of it stores.
@@ -165,7 +148,7 @@ abi_spec! {
         /// Where the sums become dQ.
         pub dq_finish: DqFinish = Takes::all().tuned(),
         /// Registers of a thread beside the consumers, who have the others.
-        pub load_registers: i32 = Takes::among(&[24, 32, 40]).tuned_over(&[24, 40]),
+        pub load_registers: i32 = Takes::among(&[24, 40]).tuned(),
         /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own rounds; else one
         /// tile walks all of them.
         pub head_parts: bool = Takes::all(),
@@ -340,7 +323,7 @@ impl Sm90BwdTile {
         if matches!(self.walk, BwdWalk::GradientEach) {
             // A chunk; the third one's halves are multiplied as the whole.
             64 * self.walk.cluster()
-        } else if self.walk.transposes_dq(padded_dim(spec)) {
+        } else if transposes_dq(padded_dim(spec)) {
             self.block_m
         } else if self.walk.splits_dims() || self.walk.score_parts() > 1 {
             self.dq_dim(spec) / self.num_consumers()
@@ -493,8 +476,7 @@ impl Sm90BwdTile {
         let takes_dims = match walk {
             BwdWalk::InOrder | BwdWalk::LateDp | BwdWalk::EarlyScores => dim <= 128,
             BwdWalk::HalfBlocks => fits_half_blocks(spec),
-            BwdWalk::SplitDims | BwdWalk::SplitEarly => dim > 128,
-            BwdWalk::InClusters => dim == 256,
+            BwdWalk::SplitDims | BwdWalk::InClusters => dim == 256,
             BwdWalk::GradientEach => dim == 192,
         };
         if !takes_dims {
@@ -521,10 +503,6 @@ impl Sm90BwdTile {
         if self.keeps_dq_apart() && !spec.deterministic {
             return Err("dq_path apart: it is for deterministic, whose additions have an order".to_owned());
         }
-        // A CTA of the launch that adds them has 64 pieces of 16 dims by two queries; eight queries of the transpose at 192 are 48.
-        if self.keeps_dq_apart() && dim == 192 && walk.transposes_dq(dim) {
-            return Err(format!("dq_path apart: not with walk {set} at a padded head dimension of {dim}"));
-        }
         if self.finishes_dq() && !self.may_finish_dq(spec) {
             return Err(format!(
                 "dq_finish {}: not with dq_path registers, walk half_blocks, deterministic, nor without persistent",
@@ -538,15 +516,9 @@ impl Sm90BwdTile {
                     .to_owned(),
             );
         }
-        // Three consumers of 160 leave 32; of two, half the rest is to be whole eights.
-        let of_three = self.num_consumers() == 3;
-        if of_three != (self.load_registers == 32) {
-            let wanted = if of_three { "32" } else { "24 or 40" };
-            let consumers = self.num_consumers();
-            return Err(format!(
-                "load_registers {} is not {wanted} beside {consumers} consumers",
-                self.load_registers
-            ));
+        // Half of what they leave is to be whole eights.
+        if !matches!(self.load_registers, 24 | 40) {
+            return Err(format!("load_registers {} is not 24 or 40", self.load_registers));
         }
         let in_parts = walk.score_parts() > 1;
         if in_parts && self.adds_from_registers() {
@@ -555,10 +527,8 @@ impl Sm90BwdTile {
         if (in_parts || walk == BwdWalk::GradientEach) && self.edges_apart {
             return Err(format!("edges_apart true: walk {set} has one loop"));
         }
-        // Two consumers with half of 256 each, or with a gradient each, or three with a third of 192.
-        let split_over = if dim == 192 && walk.cluster() == 1 { 96 } else { 64 };
-        if walk.splits_dims() && block_m != split_over {
-            return Err(format!("block_m {block_m} is not {split_over}: the padded head dimension is {dim}"));
+        if walk.splits_dims() && block_m != 2 * SPLIT_QUERIES {
+            return Err(format!("block_m {block_m} is not {}: walk {set}", 2 * SPLIT_QUERIES));
         }
         for (field, stages) in [
             ("stages_q", self.stages_q),
@@ -571,10 +541,10 @@ impl Sm90BwdTile {
             }
         }
         let may_store = walk == BwdWalk::GradientEach && self.dq_path == DqPath::StoreWarp;
-        if walk.has_next_scores() && walk.splits_dims() && !self.adds_from_registers() && !may_store {
+        if walk.cluster() > 1 && !self.adds_from_registers() && !may_store {
             return Err(format!("dq_path {}: walk {set} adds dQ from registers", self.dq_path.name()));
         }
-        if matches!(walk, BwdWalk::SplitEarly | BwdWalk::GradientEach) && self.stages_dout < 2 {
+        if walk == BwdWalk::GradientEach && self.stages_dout < 2 {
             return Err(format!(
                 "stages_dout {}: walk {set} holds two blocks of dO at a time",
                 self.stages_dout
@@ -597,8 +567,8 @@ impl Sm90BwdTile {
             ));
         }
         let (what, shared_out) =
-            if walk.transposes_dq(dim) { ("the padded head dimension", dim) } else { ("block_m", block_m) };
-        let rows_of_all = (walk.splits_dims() || in_parts) && !walk.transposes_dq(dim);
+            if transposes_dq(dim) { ("the padded head dimension", dim) } else { ("block_m", block_m) };
+        let rows_of_all = walk.splits_dims() || in_parts;
         let wanted = if rows_of_all { 64 } else { 64 * self.num_consumers() };
         if shared_out != wanted {
             return Err(format!(
@@ -720,7 +690,7 @@ impl Sm90BwdTile {
         if self.keeps_dq_apart() {
             return (of_block as u32).div_ceil(4 * PART_FOURS * ROW_THREADS) as i32;
         }
-        let piece = if self.walk.transposes_dq(dim) { 32 } else { 16 };
+        let piece = if transposes_dq(dim) { 32 } else { 16 };
         let ctas = of_block / (piece * ROW_THREADS as i32);
         if self.finishes_dq() || ctas < 1 { 1 } else { ctas }
     }
@@ -1163,6 +1133,13 @@ pub const fn padded_dim(spec: &BwdSpec) -> i32 {
     round_up(dim, 64)
 }
 
+/// The padded head dimension whose dQ the consumers compute transposed, and share out by its dimension.
+const TRANSPOSED_DQ_DIM: i32 = 128;
+
+const fn transposes_dq(padded_dim: i32) -> bool {
+    padded_dim == TRANSPOSED_DQ_DIM
+}
+
 /// A head dimension as products take it, 16 at a time.
 const fn own_width(dim: i32) -> i32 {
     round_up(dim, 16)
@@ -1375,7 +1352,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         128 => (64, BwdWalk::InOrder),
         // S 8192, 555; causal 522. As with a wider V, 315 and 280.
         192 if in_parts => (64, BwdWalk::HalfBlocks),
-        // B4 H8 S4096 D 192 2397 us; causal 1290. By split_early, 96 queries a block, 2720 and 1464.
+        // B4 H8 S4096 D 192 2397 us; causal 1290. Without a cluster, 96 queries to 64 keys, 2720 and 1464.
         192 => (64, BwdWalk::GradientEach),
         // 491; causal 439. A CTA without another 426, 393.
         _ => (64, BwdWalk::InClusters),
@@ -1559,9 +1536,6 @@ fn host_header() -> Header {
         let words: Vec<_> = walks.iter().map(|walk| format!("walk == {}", walk.c_literal())).collect();
         if words.is_empty() { "false".to_owned() } else { words.join(" || ") }
     };
-    let transposes: Vec<_> = [64, 128, 192, 256]
-        .map(|dim| format!("dim == {dim} && ({})", any_of(&|walk| walk.transposes_dq(dim))))
-        .to_vec();
     let text = format!(
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n\
          // Threads of a CTA of the kernels before and after the main one.\n\
@@ -1572,8 +1546,9 @@ fn host_header() -> Header {
          constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
          // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
          constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
-         constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\
-         constexpr bool bwd_transposes_dq(BwdWalk walk, int32_t dim) {{\n  return {};\n}}\n\n}}  // namespace fmha\n",
+         // The padded head dimension whose dQ is computed transposed.\n\
+         constexpr int kTransposedDqDim = {TRANSPOSED_DQ_DIM};\n\
+         constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),
         DqPath::c_definition(),
         DqFinish::c_definition(),
@@ -1581,7 +1556,6 @@ fn host_header() -> Header {
         Sm90BwdSchedule::c_definition(),
         ArrivalParams::c_definition(),
         any_of(&BwdWalk::splits_dims),
-        transposes.join(" ||\n         "),
     );
     Header::rendered("fmha/sm90_bwd_host.h", text)
 }

@@ -22,8 +22,7 @@ fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
         (128, _) => 655.0,
         (192, BwdWalk::HalfBlocks) => 555.0,
         // From its steps: 2.19 us of 64 queries and keys.
-        (192, BwdWalk::GradientEach) => 474.0,
-        (192, _) => 400.0,
+        (192, _) => 474.0,
         _ => 525.0,
     };
     device / 132.0
