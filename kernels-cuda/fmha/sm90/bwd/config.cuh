@@ -242,8 +242,8 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
   Barrier dq_added;                      // the store role's arrival: what it has added to a block is in memory
   Barrier dq_added_seen;                 // the releasing thread's arrival: it has waited for `dq_added`
   Barrier tile_index_full[kTileIndexSlots];   // the load role's arrival: the next tile's index is there
-  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster the first CTA's, of both, and of the
-  // load role that does not claim.
+  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster's first CTA one more, of the other's load
+  // role, when all of these have arrived there.
   Barrier tile_index_empty[kTileIndexSlots];
   int32_t tile_index[kTileIndexSlots];
   int32_t dq_is_first;  // beside `dq_admitted`, or `dq_empty[0]`: nothing has been added to the block yet
