@@ -12,7 +12,10 @@ use fmha_core::spec::BwdSpec;
 use fmha_core::tune::Candidates;
 use fmha_core::{BwdProblem, MaskKind, QLayout};
 
-use super::{BwdWalk, DqFinish, DqPath, HeadParts, Sm90BwdTile, own_width, padded_dim};
+use super::head_parts::HeadParts;
+use super::spec::{own_width, padded_dim};
+use super::tile::Sm90BwdTile;
+use super::walk::{BwdWalk, DqFinish, DqPath};
 
 /// Rate of a multiprocessor that always has a tile, TFLOP/s of the [operations](operations_of_pair) that it does: a
 /// 132nd of an H200's. From long full rows.
