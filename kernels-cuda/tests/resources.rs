@@ -336,6 +336,12 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         let tile = sm90_bwd::Sm90BwdTile { load_registers: 40, ..tile };
         kernels.push((format!("sm90_bwd_{name}_40_registers"), sm90_bwd::main(&spec, &tile)));
     }
+    // Of short sequences, whose second CTA of a cluster would be idle.
+    for (name, spec) in [("full", plain(256, MaskKind::Full)), ("upper", plain(256, MaskKind::Upper))] {
+        let tile = sm90_bwd::default_tile(&spec);
+        let tile = sm90_bwd::Sm90BwdTile { walk: sm90_bwd::BwdWalk::SplitDims, ..tile };
+        kernels.push((format!("sm90_bwd_256_{name}_split_dims"), sm90_bwd::main(&spec, &tile)));
+    }
     kernels
 }
 

@@ -729,6 +729,43 @@ fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
     assert!(tile.check(&ordered).unwrap_err().contains("persistent true: without a mask"));
 }
 
+/// Of 256 a cluster has 128 keys: short sequences whose second CTA would have none have a CTA to 64 each.
+#[test]
+fn clusters_of_which_half_would_be_idle_are_none() {
+    let walk = |problem: FwdProblem, deterministic| {
+        let problem = BwdProblem::new(problem);
+        let spec = BwdSpec { deterministic, ..BwdSpec::of(&problem) };
+        sm90_bwd::choose_tile(&problem, &spec).walk
+    };
+    let of = |keys, is_packed: bool, deterministic| {
+        let mut problem = FwdProblem::batch(DType::Bf16, dims(1, (300, keys), (256, 256)));
+        if is_packed {
+            (problem.layout.q, problem.layout.kv) = (QLayout::Packed, KvLayout::Packed);
+        }
+        walk(problem, deterministic)
+    };
+    for (keys, splits) in [
+        (1, true),
+        (64, true),
+        (65, false),
+        (128, false),
+        (129, true),
+        (320, true),
+        (321, false),
+        (449, false),
+    ] {
+        assert_eq!(of(keys, false, false) == BwdWalk::SplitDims, splits, "{keys} keys");
+        assert_eq!(of(keys, false, true), BwdWalk::InClusters, "{keys} keys, deterministic");
+    }
+    for (keys, splits) in [(65, true), (128, true), (256, true), (257, false), (320, false)] {
+        assert_eq!(
+            of(keys, true, false) == BwdWalk::SplitDims,
+            splits,
+            "{keys} keys of the longest sequence"
+        );
+    }
+}
+
 /// A row of the forward's `measured.tsv`.
 struct MeasuredFwd {
     run: String,
