@@ -17,6 +17,7 @@
 // `U` is the matrix unit: OnMfma (main.h) or OnWmma (fmha/rdna/bwd/main.h), with the kernel's `spec`, `tile` and `C`,
 // the numbers and matrices that follow from them.
 #pragma once
+#include <fmha/blocks.h>
 #include <fmha/bwd.h>
 #include <fmha/cdna/bwd/tile.h>
 #include <fmha/cdna/span.h>
@@ -86,20 +87,6 @@ struct TensorRows {
     return {data + row * row_bytes, row_bytes, elem_bytes, num_rows - row, num_elems};
   }
 };
-
-// Blocks of walked rows that some own row sees, sink columns first.
-struct Blocks {
-  int32_t first, num, num_sinks;
-  FMHA_DEVICE int32_t at(int32_t i) const { return i < num_sinks ? i : first + i - num_sinks; }
-  FMHA_DEVICE int32_t count() const { return num_sinks + num; }
-};
-FMHA_DEVICE Blocks blocks_of(Range seen, Range sinks, int32_t columns) {
-  const int32_t first = seen.begin / columns, end = ceil_div(seen.end, columns);
-  Blocks blocks = {first, seen.empty() ? 0 : end - first, ceil_div(sinks.end, columns)};
-  // Blocks that the band walks already have their sink columns.
-  if (blocks.num > 0) blocks.num_sinks = min(blocks.num_sinks, first);
-  return blocks;
-}
 
 // What one workgroup works on.
 struct Job {
