@@ -60,7 +60,7 @@ struct WalkedStats {
 };
 
 // A stage: what scores are made of, Q or K, and what dP is made of, dO or V.
-template <class Score, class Value, CdnaBwdTile tile>
+template <class Score, class Value, MatrixBwdTile tile>
 struct WalkedLds {
   struct Stage {
     Score score;
@@ -107,7 +107,7 @@ FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) {
 // one after another, so that where heads are a multiple of them those of a head share an L2.
 template <class U>
 FMHA_DEVICE Job job_of(const FwdParams& p) {
-  constexpr CdnaBwdTile tile = U::tile;
+  constexpr MatrixBwdTile tile = U::tile;
   constexpr bool queries_own = owns_queries(tile.sums);
   const int32_t heads_of_batch = queries_own ? p.num_heads_q : p.num_heads_kv, heads = p.batch * heads_of_batch;
   const int32_t at = workgroup_idx() / heads, head = workgroup_idx() % heads, i_head = head % heads_of_batch;
