@@ -144,6 +144,7 @@ pub fn headers() -> Vec<Header> {
         };
     }
     let mut headers = Vec::from(embedded!(
+        "blocks.h",
         "bwd.h",
         "portable.h",
         "mask.h",

@@ -43,7 +43,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         if fields.contains(&("kernel", "sm90_mla")) {
             let mut tile = Sm90MlaTile {
-                box_rows: 64,
+                by_tma: true,
                 cluster: 1,
                 lazy_rescale_log2: 8,
                 vector_store: true,

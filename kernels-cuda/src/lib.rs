@@ -129,7 +129,6 @@ pub fn headers() -> Vec<Header> {
         "sm90/bwd/consume/half_blocks.cuh",
         "sm90/bwd/consume/in_order.cuh",
         "sm90/bwd/consume/split_dims.cuh",
-        "sm90/bwd/consume/split_early.cuh",
         "sm90/bwd/consume/whole_dims.cuh",
         "sm90/bwd/dbias.cuh",
         "sm90/bwd/dq/finish.cuh",

@@ -42,8 +42,8 @@ const CHUNK_BYTES: i32 = SPAN * ROWS as i32 * 2;
 abi_spec! {
     /// How the kernel computes.
     pub struct Sm90MlaTile {
-        /// Rows of K, and of V, that TMA brings at once, which lie in one page; 0: threads copy all of them.
-        pub box_rows: i32 = Takes::among(&[0, 16, 32, 64]).tuned_over(&[0, 64]),
+        /// TMA brings K and V, 64 keys at once, which lie in one page; else threads copy all rows.
+        pub by_tma: bool = Takes::all().tuned(),
         /// CTAs with neighbouring tiles of rows that share what TMA brings: 1 or 2.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
@@ -91,20 +91,21 @@ impl Sm90MlaTile {
     /// # Errors
     /// A text that names the field and what does not go with it.
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
-        let most = box_rows(problem);
-        if self.box_rows > 0 && self.stored.is_fp8() {
+        if !self.by_tma {
+            return match self.cluster {
+                ..=1 => Ok(()),
+                cluster => Err(format!("tile cluster={cluster} with by_tma=0: a cluster loads by TMA")),
+            };
+        }
+        if self.stored.is_fp8() {
             return Err(format!(
-                "tile box_rows={}: a cache of {} is widened on its way, which TMA does not",
-                self.box_rows, self.stored
+                "tile by_tma=1: a cache of {} is widened on its way, which TMA does not",
+                self.stored
             ));
         }
-        if self.cluster > 1 && self.box_rows == 0 {
-            return Err(format!("tile cluster={} with box_rows=0: a cluster loads by TMA", self.cluster));
-        }
-        if self.box_rows > 0 && (most == 0 || most % self.box_rows != 0) {
+        if let Some(page_size) = page_without_whole_boxes(problem) {
             return Err(format!(
-                "tile box_rows={}: {most} rows of K lie one after another wherever a box of them begins",
-                self.box_rows
+                "tile by_tma=1: pages of {page_size} rows are no whole boxes of {KEYS}, as TMA brings them"
             ));
         }
         Ok(())
@@ -173,13 +174,11 @@ fn stored(problem: &FwdProblem) -> DType {
     problem.cache.dtype.unwrap_or(problem.dtypes.qk)
 }
 
-/// Rows of K that lie one after another wherever a multiple of so many keys begins, as boxes of TMA have them; 0: none.
-fn box_rows(problem: &FwdProblem) -> i32 {
+/// Rows of a page, where they are no whole boxes of TMA.
+fn page_without_whole_boxes(problem: &FwdProblem) -> Option<u32> {
     match problem.layout.kv {
-        KvLayout::Strided | KvLayout::Packed => KEYS as i32,
-        KvLayout::Paged { page_size } => {
-            [64, 32, 16].into_iter().find(|&rows| page_size.is_multiple_of(rows)).unwrap_or(0) as i32
-        }
+        KvLayout::Paged { page_size } if !page_size.is_multiple_of(KEYS) => Some(page_size),
+        _ => None,
     }
 }
 
@@ -276,7 +275,7 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
     let split_keys = split_keys(problem, num_sms);
     Sm90MlaTile {
-        box_rows: if copies_rows(problem, split_keys) { 0 } else { KEYS as i32 },
+        by_tma: !copies_rows(problem, split_keys),
         stored: stored(problem),
         cluster: 1,
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
@@ -297,7 +296,7 @@ fn copies_rows(problem: &FwdProblem, split_keys: i32) -> bool {
     let Dims { seqlen_k, head_dim_qk, .. } = problem.dims;
     let one_tile = units(problem, 1).1 == 1;
     problem.cache.dtype.is_some()
-        || box_rows(problem) < KEYS as i32
+        || page_without_whole_boxes(problem).is_some()
         || one_tile && split_keys == 0 && seqlen_k >= 2048 && problem.cache.v_in_k && head_dim_qk == DIM_QK
 }
 
@@ -453,32 +452,24 @@ mod tests {
 
     #[test]
     fn rows_are_copied_where_one_tile_of_them_reads_long_keys_once() {
-        for (batch, heads, seqlen_k, rows) in
-            [(132, 16, 4096, 0), (66, 128, 8192, 64), (16, 16, 8192, 64), (132, 16, 130, 64)]
+        for (batch, heads, seqlen_k, by_tma) in
+            [(132, 16, 4096, false), (66, 128, 8192, true), (16, 16, 8192, true), (132, 16, 130, true)]
         {
-            assert_eq!(
-                choose_tile(&latent(batch, heads, seqlen_k), 132).box_rows,
-                rows,
-                "{batch} of {heads} heads"
-            );
+            let tile = choose_tile(&latent(batch, heads, seqlen_k), 132);
+            assert_eq!(tile.by_tma, by_tma, "{batch} of {heads} heads");
         }
     }
 
     #[test]
     fn boxes_of_tma_lie_in_one_page() {
-        for (page_size, rows) in [(1, 0), (16, 16), (48, 16), (96, 32), (192, 64)] {
+        for (page_size, are_whole) in [(1, false), (16, false), (96, false), (64, true), (192, true)] {
             let mut problem = latent(1, 128, 100);
             problem.layout.kv = KvLayout::Paged { page_size };
             let tile = choose_tile(&problem, 132);
-            assert_eq!(tile.box_rows, if rows == 64 { 64 } else { 0 }, "pages of {page_size}");
-            for box_rows in [16, 32, 64] {
-                let tile = Sm90MlaTile { box_rows, ..tile };
-                assert_eq!(
-                    tile.check(&problem).is_ok(),
-                    box_rows <= rows,
-                    "{box_rows} rows in pages of {page_size}"
-                );
-            }
+            assert_eq!(tile.by_tma, are_whole, "pages of {page_size}");
+            assert_eq!(tile.check(&problem), Ok(()));
+            let asked = Sm90MlaTile { by_tma: true, ..tile };
+            assert_eq!(asked.check(&problem).is_ok(), are_whole, "pages of {page_size}");
         }
     }
 }

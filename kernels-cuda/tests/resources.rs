@@ -336,6 +336,12 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         let tile = sm90_bwd::Sm90BwdTile { load_registers: 40, ..tile };
         kernels.push((format!("sm90_bwd_{name}_40_registers"), sm90_bwd::main(&spec, &tile)));
     }
+    // Of short sequences, whose second CTA of a cluster would be idle.
+    for (name, spec) in [("full", plain(256, MaskKind::Full)), ("upper", plain(256, MaskKind::Upper))] {
+        let tile = sm90_bwd::default_tile(&spec);
+        let tile = sm90_bwd::Sm90BwdTile { walk: sm90_bwd::BwdWalk::SplitDims, ..tile };
+        kernels.push((format!("sm90_bwd_256_{name}_split_dims"), sm90_bwd::main(&spec, &tile)));
+    }
     kernels
 }
 
@@ -459,7 +465,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
     let paged = FwdSpec { kv_layout: KvKind::Paged, ..upper };
     let part = split::part_spec(&paged);
     let tile = Sm90MlaTile {
-        box_rows: 64,
+        by_tma: true,
         cluster: 1,
         lazy_rescale_log2: 8,
         vector_store: true,
@@ -467,7 +473,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         stored: DType::Bf16,
         split_keys: 0,
     };
-    let narrow = Sm90MlaTile { box_rows: 0, stored: DType::E4m3Fn, ..tile };
+    let narrow = Sm90MlaTile { by_tma: false, stored: DType::E4m3Fn, ..tile };
     let apart = Sm90MlaTile { v_in_k: false, ..tile };
     let of_512 = wide(512, MaskKind::Upper);
     [
@@ -475,7 +481,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         ("part_of_pages", part, Sm90MlaTile { split_keys: 64, ..tile }),
         ("upper", upper, tile),
         ("band", plain(MaskKind::Band), tile),
-        ("upper_copied", paged, Sm90MlaTile { box_rows: 0, ..tile }),
+        ("upper_copied", paged, Sm90MlaTile { by_tma: false, ..tile }),
         (
             "upper_f16",
             FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..upper },
@@ -487,7 +493,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         (
             "512_band_copied",
             FwdSpec { softcap: true, ..wide(512, MaskKind::Band) },
-            Sm90MlaTile { box_rows: 0, ..apart },
+            Sm90MlaTile { by_tma: false, ..apart },
         ),
         (
             "512_part_of_pages",

@@ -708,7 +708,9 @@ fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
         (sm90_bwd::Sm90BwdTile { stages_ds: 1, ..tile }, "stages_ds 1: walk gradient_each"),
         (sm90_bwd::Sm90BwdTile { stages_dout: 1, ..tile }, "stages_dout 1: walk gradient_each"),
         (sm90_bwd::Sm90BwdTile { edges_apart: true, ..tile }, "edges_apart true: walk gradient_each"),
-        (sm90_bwd::Sm90BwdTile { block_m: 96, load_registers: 32, ..tile }, "block_m 96 is not 64"),
+        (sm90_bwd::Sm90BwdTile { block_m: 96, ..tile }, "block_m 96 is not 64"),
+        (sm90_bwd::Sm90BwdTile { load_registers: 32, ..tile }, "load_registers 32 is not 24 or 40"),
+        (sm90_bwd::Sm90BwdTile { walk: BwdWalk::SplitDims, ..tile }, "walk split_dims: not for a padded"),
     ] {
         let refusal = changed.check(&spec).unwrap_err();
         assert!(refusal.contains(said), "{refusal}");
@@ -720,17 +722,48 @@ fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
     let ordered = spec_of(192, true);
     let apart = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Apart, ..sm90_bwd::default_tile(&ordered) };
     assert_eq!(apart.check(&ordered), Ok(()));
-    for walk in [BwdWalk::SplitDims, BwdWalk::SplitEarly] {
-        let turned = sm90_bwd::Sm90BwdTile { walk, block_m: 96, stages_ds: 1, load_registers: 32, ..apart };
-        let ordered_tile = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Registers, ..turned };
-        assert_eq!(ordered_tile.check(&ordered), Ok(()), "{walk:?}");
-        assert!(turned.check(&ordered).unwrap_err().contains("dq_path apart: not with walk split_"));
-    }
     // In an order the store warp adds, for which P of all blocks have one place.
     let default = sm90_bwd::default_tile(&ordered);
     assert!(!default.persistent && default.dq_path == DqPath::StoreWarp);
     assert!(default.smem_bytes(&ordered) <= 227 * 1024);
     assert!(tile.check(&ordered).unwrap_err().contains("persistent true: without a mask"));
+}
+
+/// Of 256 a cluster has 128 keys: short sequences whose second CTA would have none have a CTA to 64 each.
+#[test]
+fn clusters_of_which_half_would_be_idle_are_none() {
+    let walk = |problem: FwdProblem, deterministic| {
+        let problem = BwdProblem::new(problem);
+        let spec = BwdSpec { deterministic, ..BwdSpec::of(&problem) };
+        sm90_bwd::choose_tile(&problem, &spec).walk
+    };
+    let of = |keys, is_packed: bool, deterministic| {
+        let mut problem = FwdProblem::batch(DType::Bf16, dims(1, (300, keys), (256, 256)));
+        if is_packed {
+            (problem.layout.q, problem.layout.kv) = (QLayout::Packed, KvLayout::Packed);
+        }
+        walk(problem, deterministic)
+    };
+    for (keys, splits) in [
+        (1, true),
+        (64, true),
+        (65, false),
+        (128, false),
+        (129, true),
+        (320, true),
+        (321, false),
+        (449, false),
+    ] {
+        assert_eq!(of(keys, false, false) == BwdWalk::SplitDims, splits, "{keys} keys");
+        assert_eq!(of(keys, false, true), BwdWalk::InClusters, "{keys} keys, deterministic");
+    }
+    for (keys, splits) in [(65, true), (128, true), (256, true), (257, false), (320, false)] {
+        assert_eq!(
+            of(keys, true, false) == BwdWalk::SplitDims,
+            splits,
+            "{keys} keys of the longest sequence"
+        );
+    }
 }
 
 /// A row of the forward's `measured.tsv`.

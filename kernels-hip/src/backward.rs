@@ -62,7 +62,7 @@ impl BwdSums {
 abi_spec! {
     /// What the products of a backward call are compiled for: what changes the instructions of the main loops. All else
     /// of a problem is a number that they read.
-    pub struct CdnaBwdSpec {
+    pub struct MatrixBwdSpec {
         /// Q, K, V and dO; P and dS as operands.
         pub dtype: DType,
         /// dQ, dK and dV.
@@ -82,7 +82,7 @@ abi_spec! {
 
 abi_spec! {
     /// How a launch of products computes.
-    pub struct CdnaBwdTile {
+    pub struct MatrixBwdTile {
         /// Own rows of a workgroup, whose gradients it sums: 32 a wave, of WMMA 16.
         pub rows: i32 = Takes::among(&[64, 128, 256]).tuned(),
         /// Walked rows of a block.
@@ -104,7 +104,7 @@ abi_spec! {
 
 abi_struct! {
     /// What the launches of products read.
-    pub struct CdnaBwdParams {
+    pub struct MatrixBwdParams {
         /// What all backward kernels read.
         pub bwd: BwdParams,
         /// Elements of a query's or key's row.
@@ -150,37 +150,37 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     fn access(problem: &BwdProblem) -> LoadsAndStores;
 
     /// Whether one launch sums dK and dV.
-    fn sums_keys_at_once(spec: &CdnaBwdSpec, arch: Arch, by: LoadsAndStores) -> bool;
+    fn sums_keys_at_once(spec: &MatrixBwdSpec, arch: Arch, by: LoadsAndStores) -> bool;
 
     /// The tile that a launch has where none is asked for; `lengths`: of queries and of keys.
     fn tile(
-        spec: &CdnaBwdSpec,
+        spec: &MatrixBwdSpec,
         arch: Arch,
         by: LoadsAndStores,
         sums: BwdSums,
         lengths: (u32, u32),
-    ) -> CdnaBwdTile;
+    ) -> MatrixBwdTile;
 
     /// What of a tile follows from what was asked for.
     ///
     /// # Errors
     /// A field, its number, and why the kernel has no such tile.
-    fn settled(tile: CdnaBwdTile) -> Result<CdnaBwdTile, Refusal>;
+    fn settled(tile: MatrixBwdTile) -> Result<MatrixBwdTile, Refusal>;
 
     /// Bytes of LDS of so many walked rows of so many elements: as they are, and transposed.
     fn form_bytes(rows: i32, elems: i32) -> (i32, i32);
 
     /// What the compiler is told of a tile's registers: attributes.
-    fn registers(tile: &CdnaBwdTile) -> String;
+    fn registers(tile: &MatrixBwdTile) -> String;
 }
 
 /// Threads of a workgroup.
-pub(crate) const fn num_threads<U: Unit>(tile: &CdnaBwdTile) -> u32 {
+pub(crate) const fn num_threads<U: Unit>(tile: &MatrixBwdTile) -> u32 {
     tile.rows.unsigned_abs() / U::WAVE_ROWS * U::WAVE_THREADS
 }
 
 /// The tile with its bytes of LDS: walked rows lie there as they are for scores and dP, and transposed for sums.
-pub(crate) fn with_lds<U: Unit>(mut tile: CdnaBwdTile, spec: &CdnaBwdSpec) -> CdnaBwdTile {
+pub(crate) fn with_lds<U: Unit>(mut tile: MatrixBwdTile, spec: &MatrixBwdSpec) -> MatrixBwdTile {
     let (makes_ds, makes_dv) = (i32::from(tile.sums.makes_ds()), i32::from(tile.sums.makes_dv()));
     let (scores, scores_transposed) = U::form_bytes(tile.columns, spec.head_dim_qk);
     let (values, values_transposed) = U::form_bytes(tile.columns, spec.head_dim_v);
@@ -195,10 +195,10 @@ pub(crate) fn with_lds<U: Unit>(mut tile: CdnaBwdTile, spec: &CdnaBwdSpec) -> Cd
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Backward<U> {
     unit: std::marker::PhantomData<U>,
-    spec: CdnaBwdSpec,
+    spec: MatrixBwdSpec,
     rows_spec: BwdSpec,
     /// Of each launch of products, dQ's first.
-    pub(crate) tiles: Vec<CdnaBwdTile>,
+    pub(crate) tiles: Vec<MatrixBwdTile>,
     workspace: BwdWorkspace,
     /// A number for each KV head of each sequence, in front of the workspace: whether it has far queries.
     far_bytes: u64,
@@ -281,12 +281,12 @@ pub(crate) fn accept<U: Unit>(
 }
 
 /// What the products are compiled for. Modified scores have one kernel for all modifiers and masks.
-fn spec<U: Unit>(problem: &BwdProblem) -> CdnaBwdSpec {
+fn spec<U: Unit>(problem: &BwdProblem) -> MatrixBwdSpec {
     let fwd = &problem.fwd;
     let dropout = fwd.drops();
     let modifies = dropout || fwd.score.softcap.is_some() || fwd.score.bias != Bias::None;
     let padded = |dim: u32| dim.max(1).next_multiple_of(U::LINE).cast_signed();
-    CdnaBwdSpec {
+    MatrixBwdSpec {
         dtype: fwd.dtypes.qk,
         dtype_grad: problem.dtype_grad,
         head_dim_qk: padded(fwd.dims.head_dim_qk),
@@ -298,12 +298,12 @@ fn spec<U: Unit>(problem: &BwdProblem) -> CdnaBwdSpec {
 }
 
 fn tiles<U: Unit>(
-    spec: &CdnaBwdSpec,
+    spec: &MatrixBwdSpec,
     arch: Arch,
     by: LoadsAndStores,
     lengths: (u32, u32),
     asked: &[(String, String)],
-) -> Result<Vec<CdnaBwdTile>, Refusal> {
+) -> Result<Vec<MatrixBwdTile>, Refusal> {
     let keys: &[BwdSums] =
         if U::sums_keys_at_once(spec, arch, by) { &[BwdSums::DkDv] } else { &[BwdSums::Dk, BwdSums::Dv] };
     let tile_of = |&sums: &BwdSums| {
@@ -348,7 +348,7 @@ impl<U: Unit> Backward<U> {
 
     /// Of a launch of products.
     #[must_use]
-    pub(crate) fn workgroups(problem: &BwdProblem, tile: &CdnaBwdTile) -> u64 {
+    pub(crate) fn workgroups(problem: &BwdProblem, tile: &MatrixBwdTile) -> u64 {
         let dims = problem.fwd.dims;
         let (heads, rows) = match tile.sums {
             BwdSums::Dq => (dims.num_heads_q, dims.seqlen_q),
@@ -360,7 +360,7 @@ impl<U: Unit> Backward<U> {
 
     /// A launch of products.
     #[must_use]
-    pub(crate) fn source(&self, tile: &CdnaBwdTile) -> KernelSource {
+    pub(crate) fn source(&self, tile: &MatrixBwdTile) -> KernelSource {
         let threads = num_threads::<U>(tile);
         let constants: [(&str, &dyn Literal); 2] = [("kSpec", &self.spec), ("kTile", tile)];
         let entry = Entry {
@@ -370,7 +370,7 @@ impl<U: Unit> Backward<U> {
                 "__attribute__((amdgpu_flat_work_group_size({threads}, {threads}){}))",
                 U::registers(tile)
             ),
-            params: "CdnaBwdParams p",
+            params: "MatrixBwdParams p",
             call: &format!("cdna::bwd::main<{}<kSpec, kTile>>(p);", U::CLASS),
         };
         let text = entry
@@ -398,14 +398,14 @@ impl<U: Unit> Backward<U> {
 
     /// What the launches read, with the workspace at `address`.
     #[must_use]
-    pub(crate) fn params(&self, problem: &BwdProblem, params: &BwdParams, address: u64) -> CdnaBwdParams {
+    pub(crate) fn params(&self, problem: &BwdProblem, params: &BwdParams, address: u64) -> MatrixBwdParams {
         let bwd = self.workspace.bind(*params, address + self.far_bytes);
         let fwd = &problem.fwd;
         let dtype_bias = match fwd.score.bias {
             Bias::Elementwise(bias) => bias.dtype,
             Bias::None | Bias::Alibi { .. } => DType::F32,
         };
-        CdnaBwdParams {
+        MatrixBwdParams {
             bwd: BwdParams { schedulers: DevPtr::new(address), ..bwd },
             head_dim_qk: fwd.dims.head_dim_qk as i32,
             head_dim_v: fwd.dims.head_dim_v as i32,
@@ -443,15 +443,15 @@ impl<U: Unit> Backward<U> {
     #[must_use]
     pub(crate) fn for_any_address(&self) -> Option<Self> {
         let LoadsAndStores { load, store } = LoadsAndStores::BY_ELEMENT;
-        let tiles: Vec<_> = self.tiles.iter().map(|&tile| CdnaBwdTile { load, store, ..tile }).collect();
+        let tiles: Vec<_> = self.tiles.iter().map(|&tile| MatrixBwdTile { load, store, ..tile }).collect();
         (tiles != self.tiles).then(|| Self { tiles, ..self.clone() })
     }
 
     /// The rows that a plan prints.
     #[must_use]
     pub(crate) fn details(&self) -> Vec<(&'static str, String)> {
-        let of = |tile: &CdnaBwdTile| {
-            let CdnaBwdTile { rows, columns, stages, lds_bytes, .. } = tile;
+        let of = |tile: &MatrixBwdTile| {
+            let MatrixBwdTile { rows, columns, stages, lds_bytes, .. } = tile;
             format!("{} {rows} x {columns}, {stages} stages, {lds_bytes} bytes of lds", U::launch(tile.sums))
         };
         let mut details = vec![("tile", self.tiles.iter().map(of).collect::<Vec<_>>().join("; "))];
@@ -470,9 +470,9 @@ pub(crate) fn tile_header() -> Header {
         "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::cdna {{\n\n{}\n}}  // namespace fmha::cdna\n",
         [
             BwdSums::c_definition(),
-            CdnaBwdSpec::c_definition(),
-            CdnaBwdTile::c_definition(),
-            CdnaBwdParams::c_definition(),
+            MatrixBwdSpec::c_definition(),
+            MatrixBwdTile::c_definition(),
+            MatrixBwdParams::c_definition(),
         ]
         .concat()
     );

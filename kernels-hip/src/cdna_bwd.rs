@@ -5,7 +5,7 @@ use fmha_core::{BwdProblem, Refusal};
 use crate::arch::Arch;
 use crate::backward::{BLOCK_ROWS, ELEM_BYTES, LoadsAndStores, Unit, with_lds};
 use crate::device::needs_mfma;
-use crate::{BwdSums, CdnaBwdSpec, CdnaBwdTile, LoadPath};
+use crate::{BwdSums, LoadPath, MatrixBwdSpec, MatrixBwdTile};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "cdna_bwd";
@@ -47,7 +47,7 @@ impl Unit for Mfma {
     /// Rows of 128 leave no registers for two waves a SIMD then: on gfx950, whose products take half as long, one wave
     /// with four products a block is as fast as two with five; on the others it is not. Rows of 256 and their transposes
     /// fill the LDS.
-    fn sums_keys_at_once(spec: &CdnaBwdSpec, arch: Arch, by: LoadsAndStores) -> bool {
+    fn sums_keys_at_once(spec: &MatrixBwdSpec, arch: Arch, by: LoadsAndStores) -> bool {
         let widest = spec.head_dim_qk.max(spec.head_dim_v);
         if widest > 128 {
             return spec.head_dim_qk + spec.head_dim_v <= 384;
@@ -58,18 +58,18 @@ impl Unit for Mfma {
     /// Two waves a SIMD, each of which hides what the other waits for, where registers are left for them: eight waves
     /// share the walked rows, or four where there are few own rows. Two stages where they fit the LDS.
     fn tile(
-        spec: &CdnaBwdSpec,
+        spec: &MatrixBwdSpec,
         arch: Arch,
         by: LoadsAndStores,
         sums: BwdSums,
         (seqlen_q, seqlen_k): (u32, u32),
-    ) -> CdnaBwdTile {
+    ) -> MatrixBwdTile {
         let widest = spec.head_dim_qk.max(spec.head_dim_v);
         let is_wide = widest > 128 || sums == BwdSums::DkDv && widest > 64;
         let waves = if is_wide || is_busy(spec, by) { 1 } else { 2 };
         let own = if sums == BwdSums::Dq { seqlen_q } else { seqlen_k };
         let rows = if waves == 2 && own > 128 { 256 } else { 128 };
-        let tile = CdnaBwdTile {
+        let tile = MatrixBwdTile {
             rows,
             columns: BLOCK_ROWS.cast_signed(),
             stages: 2,
@@ -86,11 +86,14 @@ impl Unit for Mfma {
         if groups * tile.lds_bytes.unsigned_abs() <= arch.lds_bytes() && !is_busy(spec, by) {
             return tile;
         }
-        CdnaBwdTile { stages: 1, ..tile }
+        MatrixBwdTile { stages: 1, ..tile }
     }
 
-    fn settled(tile: CdnaBwdTile) -> Result<CdnaBwdTile, Refusal> {
-        Ok(CdnaBwdTile { waves: tile.waves.max(tile.rows / (SIMDS * Self::WAVE_ROWS.cast_signed())), ..tile })
+    fn settled(tile: MatrixBwdTile) -> Result<MatrixBwdTile, Refusal> {
+        Ok(MatrixBwdTile {
+            waves: tile.waves.max(tile.rows / (SIMDS * Self::WAVE_ROWS.cast_signed())),
+            ..tile
+        })
     }
 
     fn form_bytes(rows: i32, elems: i32) -> (i32, i32) {
@@ -98,12 +101,12 @@ impl Unit for Mfma {
         (bytes, bytes)
     }
 
-    fn registers(tile: &CdnaBwdTile) -> String {
+    fn registers(tile: &MatrixBwdTile) -> String {
         format!(", amdgpu_waves_per_eu({waves}, {waves})", waves = tile.waves)
     }
 }
 
 /// Whether modifiers or loads of single elements take the registers of a second wave.
-fn is_busy(spec: &CdnaBwdSpec, by: LoadsAndStores) -> bool {
+fn is_busy(spec: &MatrixBwdSpec, by: LoadsAndStores) -> bool {
     spec.modifies || by.load == LoadPath::Element
 }

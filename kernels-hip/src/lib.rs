@@ -27,7 +27,7 @@ pub mod simt;
 pub mod simt_bwd;
 
 pub use arch::Arch;
-pub use backward::{BwdSums, CdnaBwdParams, CdnaBwdSpec, CdnaBwdTile};
+pub use backward::{BwdSums, MatrixBwdParams, MatrixBwdSpec, MatrixBwdTile};
 pub use cdna_decode::{CdnaDecodeParams, CdnaDecodeSpec, CdnaDecodeTile};
 pub use device::{Amd, Device, DeviceFacts, Grid};
 pub use rdna_decode::RdnaDecodeTile;

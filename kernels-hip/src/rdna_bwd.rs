@@ -5,7 +5,7 @@ use fmha_core::{BwdProblem, Refusal};
 use crate::arch::Arch;
 use crate::backward::{BLOCK_ROWS, ELEM_BYTES, LoadsAndStores, Unit};
 use crate::device::refuse;
-use crate::{BwdSums, CdnaBwdSpec, CdnaBwdTile, LoadPath};
+use crate::{BwdSums, LoadPath, MatrixBwdSpec, MatrixBwdTile};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "rdna_bwd";
@@ -51,21 +51,21 @@ impl Unit for Wmma {
 
     /// Sums of both, of wider rows, leave a lane too few of its 256 registers; of dropout gfx1100's compiler spills those
     /// of rows beyond 64.
-    fn sums_keys_at_once(spec: &CdnaBwdSpec, arch: Arch, _: LoadsAndStores) -> bool {
+    fn sums_keys_at_once(spec: &MatrixBwdSpec, arch: Arch, _: LoadsAndStores) -> bool {
         let most = if spec.dropout && arch == Arch::Gfx1100 { 128 } else { 256 };
         spec.head_dim_qk + spec.head_dim_v <= most
     }
 
     /// Eight waves share the walked rows, or four where there are few own rows.
     fn tile(
-        _: &CdnaBwdSpec,
+        _: &MatrixBwdSpec,
         _: Arch,
         by: LoadsAndStores,
         sums: BwdSums,
         (seqlen_q, seqlen_k): (u32, u32),
-    ) -> CdnaBwdTile {
+    ) -> MatrixBwdTile {
         let own = if sums == BwdSums::Dq { seqlen_q } else { seqlen_k };
-        CdnaBwdTile {
+        MatrixBwdTile {
             rows: if own <= 64 { 64 } else { 128 },
             columns: BLOCK_ROWS.cast_signed(),
             stages: 1,
@@ -77,7 +77,7 @@ impl Unit for Wmma {
         }
     }
 
-    fn settled(tile: CdnaBwdTile) -> Result<CdnaBwdTile, Refusal> {
+    fn settled(tile: MatrixBwdTile) -> Result<MatrixBwdTile, Refusal> {
         if tile.stages != 1 {
             refuse!(
                 NAME,
@@ -93,7 +93,7 @@ impl Unit for Wmma {
         (rows * (elems * size + PAD), elems * (rows * size + PAD))
     }
 
-    fn registers(_: &CdnaBwdTile) -> String {
+    fn registers(_: &MatrixBwdTile) -> String {
         String::new()
     }
 }

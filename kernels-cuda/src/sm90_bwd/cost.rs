@@ -12,7 +12,10 @@ use fmha_core::spec::BwdSpec;
 use fmha_core::tune::Candidates;
 use fmha_core::{BwdProblem, MaskKind, QLayout};
 
-use super::{BwdWalk, DqFinish, DqPath, HeadParts, Sm90BwdTile, own_width, padded_dim};
+use super::head_parts::HeadParts;
+use super::spec::{own_width, padded_dim};
+use super::tile::Sm90BwdTile;
+use super::walk::{BwdWalk, DqFinish, DqPath};
 
 /// Rate of a multiprocessor that always has a tile, TFLOP/s of the [operations](operations_of_pair) that it does: a
 /// 132nd of an H200's. From long full rows.
@@ -22,8 +25,7 @@ fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
         (128, _) => 655.0,
         (192, BwdWalk::HalfBlocks) => 555.0,
         // From its steps: 2.19 us of 64 queries and keys.
-        (192, BwdWalk::GradientEach) => 474.0,
-        (192, _) => 400.0,
+        (192, _) => 474.0,
         _ => 525.0,
     };
     device / 132.0

@@ -170,19 +170,14 @@ impl Maps {
     /// What the driver refuses.
     fn of<D: EncodeTensorMap>(call: &FwdCall<'_>, tile: &Sm90MlaTile) -> Result<Self> {
         let mut maps = Self { k: TensorMap::UNREAD, v: TensorMap::UNREAD };
-        if tile.box_rows > 0 {
+        if tile.by_tma {
             let (problem, extents) = (call.problem, call.problem.extents(call.args.seq.totals));
             let args = call.args;
-            maps.k =
-                map_facts(call, tile, ("k", args.k_slice().as_ptr() as u64, extents.k, problem.strides.k))
-                    .encode::<D>()?;
+            let of_k = ("k", args.k_slice().as_ptr() as u64, extents.k, problem.strides.k);
+            maps.k = map_facts(call, of_k).encode::<D>()?;
             if !tile.v_in_k {
-                maps.v = map_facts(
-                    call,
-                    tile,
-                    ("v", args.v_slice().as_ptr() as u64, extents.v, problem.strides.v),
-                )
-                .encode::<D>()?;
+                let of_v = ("v", args.v_slice().as_ptr() as u64, extents.v, problem.strides.v);
+                maps.v = map_facts(call, of_v).encode::<D>()?;
             }
         }
         Ok(maps)
@@ -192,7 +187,6 @@ impl Maps {
 /// Of K or V, which are named with their address, extents and strides: (dim, row, head, batch or page).
 fn map_facts(
     call: &FwdCall<'_>,
-    tile: &Sm90MlaTile,
     (name, address, shape, strides): (&'static str, u64, Shape, Strides),
 ) -> TensorMapFacts<4, 3> {
     // The driver wants a stride for an axis of one too: any that it takes.
@@ -208,7 +202,7 @@ fn map_facts(
             bytes(strides.head, shape.head),
             bytes(strides.batch, shape.batch),
         ],
-        box_dims: [64, tile.box_rows.unsigned_abs(), 1, 1],
+        box_dims: [64, text::KEYS, 1, 1],
     }
 }
 
@@ -237,10 +231,12 @@ fn schedule_words(tile: &Sm90MlaTile, schedule: &MlaSchedule) -> String {
     let mut words = vec![format!("{of_v}, 2 consumer warpgroups")];
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
-    words.push(match tile.box_rows {
-        0 if tile.stored.is_fp8() => format!("loads of 16 bytes, widened from {}", tile.stored),
-        0 => "loads by copies of 16 bytes".to_owned(),
-        rows => format!("TMA of {rows} keys at a time"),
+    words.push(if tile.by_tma {
+        format!("TMA of {} keys at a time", text::KEYS)
+    } else if tile.stored.is_fp8() {
+        format!("loads of 16 bytes, widened from {}", tile.stored)
+    } else {
+        "loads by copies of 16 bytes".to_owned()
     });
     words.extend((tile.cluster > 1).then(|| format!("clusters of {} row blocks", tile.cluster)));
     words.extend(

@@ -1,7 +1,7 @@
 //! The recipe of the backward kernels, `cdna_bwd` and `rdna_bwd`: launches of products between two by rows.
 
 use crate::backward::{Backward, Unit, accept, num_threads};
-use crate::{CdnaBwdTile, Device, simt};
+use crate::{Device, MatrixBwdTile, simt};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
@@ -115,7 +115,7 @@ impl<V: Amd, U: Unit> Recipe<ValidBwd, V> for Products<U> {
         for (at, step) in steps.iter().enumerate() {
             let of_rows = at == 0 || at + 1 == num;
             let argument = if of_rows { (&raw mut rows).cast() } else { (&raw mut params).cast() };
-            // SAFETY: the first and the last launch take one BwdParams, the others one CdnaBwdParams; core saw that its
+            // SAFETY: the first and the last launch take one BwdParams, the others one MatrixBwdParams; core saw that its
             // memory covers the problem, and the workspace is as large as the plan said.
             unsafe { step.launch(&mut [argument], call.stream)? };
         }
@@ -133,7 +133,7 @@ fn class_of(problem: &ValidBwd) -> TileClass {
 }
 
 impl<V: Amd, U: Unit> Tiled<ValidBwd, V> for Products<U> {
-    type Tile = CdnaBwdTile;
+    type Tile = MatrixBwdTile;
 
     const HEADERS: &'static [&'static str] = &[U::HEADER];
 
@@ -142,7 +142,7 @@ impl<V: Amd, U: Unit> Tiled<ValidBwd, V> for Products<U> {
         problem: &ValidBwd,
         facts: &DeviceFacts,
         _: &PlanOptions,
-    ) -> Result<Vec<CdnaBwdTile>, Refusal> {
+    ) -> Result<Vec<MatrixBwdTile>, Refusal> {
         accept::<U>(problem, facts.device, &PlanOptions::default()).map(|chosen| chosen.tiles)
     }
 

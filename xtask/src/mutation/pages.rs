@@ -389,8 +389,8 @@ const HOPPER_BACKWARD_KNOBS: &[&str] = &[
     "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile dq_path=registers",
     "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile dq_path=store_warp",
     "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile dq_finish=launch",
-    "-b 1 --heads 2 -s 200 -d 192 --prec bf16 --mask t --tile walk=split_dims,block_m=96,stages_ds=1,load_registers=32",
     "-b 1 --heads 2 -s 200 -d 256 --prec bf16 --tile walk=split_dims",
+    "-b 1 --heads 2 -s 200 -d 256 --prec bf16 --mask t --tile walk=split_dims,stages_ds=1",
     "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t",
 ];
 

@@ -3,6 +3,7 @@
 // The blocks have a ring of `stages`: with two or more, the next one is copied while this one is computed with, and one
 // barrier a block says both that it is there and that the slot to be filled has been read.
 #pragma once
+#include <fmha/blocks.h>
 #include <fmha/ptx/copy.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm80/bwd/add_dq.cuh>
@@ -10,20 +11,6 @@
 #include <fmha/sm80/common/copy.cuh>
 
 namespace fmha::sm80::bwd {
-
-// Blocks of `columns`, from a range of rows of the other side: those that some of the CTA's rows see, sink columns first.
-struct Blocks {
-  int32_t first, num, num_sinks;
-  FMHA_DEVICE int32_t at(int32_t i) const { return i < num_sinks ? i : first + i - num_sinks; }
-  FMHA_DEVICE int32_t count() const { return num_sinks + num; }
-};
-FMHA_DEVICE Blocks blocks_of(Range seen, Range sinks, int32_t columns) {
-  const int32_t first = seen.begin / columns, end = ceil_div(seen.end, columns);
-  Blocks blocks = {first, seen.empty() ? 0 : end - first, ceil_div(sinks.end, columns)};
-  // Blocks that the band walks already have their sink columns.
-  if (blocks.num > 0) blocks.num_sinks = min(blocks.num_sinks, first);
-  return blocks;
-}
 
 // What P and dS of a fragment take of its queries: of the thread's two rows, in registers.
 template <class Fragment>

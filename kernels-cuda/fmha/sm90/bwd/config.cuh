@@ -61,7 +61,7 @@ FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4
 
 // Registers a thread of the consumers after setmaxnreg; role by role they sum to the file's 64 K.
 FMHA_DEVICE constexpr int consume_regs(const Sm90BwdTile& tile) {
-  return num_consumers(tile) == 2 ? (504 - tile.load_registers) / 2 : 160;
+  return (504 - tile.load_registers) / num_consumers(tile);
 }
 
 // Both head dimensions as the tiles have them: TMA fills with zeros what the tensors lack.
@@ -114,7 +114,7 @@ struct Shape {
   // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half
   // of it, or by its rows. Of three chunks of 64 two CTAs have one each, by their first consumers, and by their second
   // ones half each of the third, which both multiply whole.
-  static constexpr bool transposes_dq = bwd_transposes_dq(tile.walk, dim);
+  static constexpr bool transposes_dq = dim == kTransposedDqDim;
   static constexpr bool dq_by_columns = splits_dims(tile) || halves_blocks(tile);
   static constexpr int dq_columns = gradient_each   ? mma::kRows
                                     : transposes_dq ? tile.block_m
@@ -242,8 +242,8 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
   Barrier dq_added;                      // the store role's arrival: what it has added to a block is in memory
   Barrier dq_added_seen;                 // the releasing thread's arrival: it has waited for `dq_added`
   Barrier tile_index_full[kTileIndexSlots];   // the load role's arrival: the next tile's index is there
-  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster the first CTA's, of both, and of the
-  // load role that does not claim.
+  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster's first CTA one more, of the other's load
+  // role, when all of these have arrived there.
   Barrier tile_index_empty[kTileIndexSlots];
   int32_t tile_index[kTileIndexSlots];
   int32_t dq_is_first;  // beside `dq_admitted`, or `dq_empty[0]`: nothing has been added to the block yet

@@ -1,11 +1,10 @@
-// The consume role: a warpgroup's keys of the block against query block after query block, by one of seven loops
+// The consume role: a warpgroup's keys of the block against query block after query block, by one of six loops
 // (consume/), and then dK and dV to memory.
 #pragma once
 #include <fmha/sm90/bwd/consume/early_scores.cuh>
 #include <fmha/sm90/bwd/consume/gradient_each.cuh>
 #include <fmha/sm90/bwd/consume/half_blocks.cuh>
 #include <fmha/sm90/bwd/consume/in_order.cuh>
-#include <fmha/sm90/bwd/consume/split_early.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
 #include <fmha/sm90/bwd/head_sums.cuh>
 
@@ -23,8 +22,6 @@ FMHA_DEVICE auto loop_of(Consumer<spec, tile>& consumer) {
     return HalfBlocks<spec, tile>{consumer};
   } else if constexpr (tile.walk == BwdWalk::SplitDims) {
     return SplitDims<spec, tile>{consumer};
-  } else if constexpr (tile.walk == BwdWalk::SplitEarly) {
-    return SplitEarly<spec, tile>{consumer};
   } else if constexpr (has_gradient_each(tile)) {
     return GradientEach<spec, tile>{consumer};
   } else {

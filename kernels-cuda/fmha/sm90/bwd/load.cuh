@@ -128,8 +128,19 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   if constexpr (!tile.persistent) {
     load_tile(blockIdx.x);
   } else if (cluster_rank(tile) > 0) {
-    // The first CTA of a cluster claims for both.
-    for_each_tile<tile>(schedule, smem, true, load_tile);
+    // The first CTA of a cluster claims for both. That all of this one have read a slot, which it writes next, it is told by
+    // one thread, since an arrival that orders reads here before writes from there makes who arrives wait for its stores.
+    Slot<kTileIndexSlots> slot;
+    for (int32_t round = 0;; ++round, slot.advance()) {
+      if (round >= kTileIndexSlots) {
+        ptx::mbarrier_wait_parity(smem.tile_index_empty[slot.index], slot.phase ^ 1);
+        ptx::mbarrier_arrive_release_at(smem.tile_index_empty[slot.index], 0);
+      }
+      ptx::mbarrier_wait_parity_cluster(smem.tile_index_full[slot.index], slot.phase);
+      const int32_t index = smem.tile_index[slot.index] + cluster_rank(tile);
+      if (index >= schedule.num_tiles) return;
+      load_tile(index);
+    }
   } else {
     Slot<kTileIndexSlots> slot;
     // Where warps wait for a head's tiles (dq/finish.cuh), a CTA's first index comes from the counter too: else a tile
@@ -137,7 +148,11 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     constexpr bool counts_all = finishes_dq(tile);
     int32_t index = counts_all ? atomicAdd(p.schedulers + kNextTile, 1) : int32_t(blockIdx.x);
     while (true) {
-      ptx::mbarrier_wait_parity(smem.tile_index_empty[slot.index], slot.phase ^ 1);
+      if constexpr (in_clusters(tile)) {
+        ptx::mbarrier_wait_parity_cluster(smem.tile_index_empty[slot.index], slot.phase ^ 1);
+      } else {
+        ptx::mbarrier_wait_parity(smem.tile_index_empty[slot.index], slot.phase ^ 1);
+      }
       smem.tile_index[slot.index] = index;
       ptx::mbarrier_arrive_if(smem.tile_index_full[slot.index], true);
       if constexpr (in_clusters(tile)) {

@@ -47,11 +47,7 @@ FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bo
       }
       const int32_t index = smem.tile_index[slot.index] + cluster_rank(tile);
       __syncwarp(__activemask());
-      if constexpr (in_clusters(tile)) {
-        ptx::mbarrier_arrive_at_if(empty, 0, signals);
-      } else {
-        ptx::mbarrier_arrive_if(empty, signals);
-      }
+      ptx::mbarrier_arrive_if(empty, signals);
       if (index >= schedule.num_tiles) return;
       run(index);
       slot.advance();

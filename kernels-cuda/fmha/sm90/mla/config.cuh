@@ -31,7 +31,7 @@ FMHA_DEVICE constexpr Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.st
 
 // Whether threads copy every row from where it lies. Barriers count such copies as they land, and whoever waits for one puts the
 // fence between them and the tensor cores' reads.
-FMHA_DEVICE constexpr bool gathers(const Sm90MlaTile& tile) { return tile.box_rows == 0 && !is_fp8(tile.stored); }
+FMHA_DEVICE constexpr bool gathers(const Sm90MlaTile& tile) { return !tile.by_tma && !is_fp8(tile.stored); }
 
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;

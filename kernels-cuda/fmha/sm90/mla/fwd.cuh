@@ -37,7 +37,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
   extern __shared__ __align__(1024) unsigned char raw[];
   Shared& smem = *reinterpret_cast<Shared*>(raw);
   if (threadIdx.x == 0) {
-    if constexpr (tile.box_rows > 0) {
+    if constexpr (tile.by_tma) {
       ptx::prefetch_tensormap(maps.k);
       if constexpr (!tile.v_in_k) ptx::prefetch_tensormap(maps.v);
     }

@@ -93,24 +93,22 @@ struct Loader {
       }
     }
   }
-  // The boxes of a part's chunks, dealt out to the lanes of one warp. Of a cluster's two CTAs each brings every second chunk, for
+  // A part's chunks, a box each, dealt out to the lanes of one warp. Of a cluster's two CTAs each brings every second chunk, for
   // both.
   template <int count>
   FMHA_DEVICE void bring_chunks(const ptx::TensorMap& map, Barrier& full, const Chunk* to, int32_t first, int32_t first_key) const {
-    constexpr int box_rows = tile.box_rows > 0 ? tile.box_rows : kKeys, boxes = kKeys / box_rows;
-    for (int32_t at = lane; at < count * boxes; at += 32) {
-      const int32_t chunk = at / boxes, row = at % boxes * box_rows;
-      const KvRow key = kv_row(p, spec.kv_layout, work.span, first_key + row);
-      const int32_t batch = spec.kv_layout == KvKind::Packed ? 0 : key.batch;
-      const uint32_t address = to[chunk].address() + row * Chunk::span_bytes;
-      const int32_t column = (first + chunk) * kSpan;
-      if constexpr (tile.cluster > 1) {
-        if ((first + chunk) % tile.cluster == rank_in(tile))
-          ptx::cp_async_bulk_tensor_4d_multicast(address, map, full, column, key.row, work.i_head_kv, batch,
-                                                 (1 << tile.cluster) - 1, hint);
-      } else {
-        ptx::cp_async_bulk_tensor_4d(address, map, full, column, key.row, work.i_head_kv, batch, hint);
-      }
+    static_assert(count <= 32, "a lane brings one");
+    if (lane >= count) return;
+    const KvRow key = kv_row(p, spec.kv_layout, work.span, first_key);
+    const int32_t batch = spec.kv_layout == KvKind::Packed ? 0 : key.batch;
+    const uint32_t address = to[lane].address();
+    const int32_t column = (first + lane) * kSpan;
+    if constexpr (tile.cluster > 1) {
+      if ((first + lane) % tile.cluster == rank_in(tile))
+        ptx::cp_async_bulk_tensor_4d_multicast(address, map, full, column, key.row, work.i_head_kv, batch,
+                                               (1 << tile.cluster) - 1, hint);
+    } else {
+      ptx::cp_async_bulk_tensor_4d(address, map, full, column, key.row, work.i_head_kv, batch, hint);
     }
   }
 

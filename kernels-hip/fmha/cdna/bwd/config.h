@@ -37,7 +37,7 @@ struct Walked : WalkedForms<WalkedRows<dim, num_rows>, WalkedColumns<dim, num_ro
   }
 };
 
-template <CdnaBwdSpec spec, CdnaBwdTile tile>
+template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct Config {
   static constexpr int num_waves = tile.rows / kEdge, num_threads = num_waves * kWaveSize;
   static constexpr bool makes_ds = sums_scores(tile.sums), makes_dv = sums_values(tile.sums);

@@ -17,6 +17,7 @@
 // `U` is the matrix unit: OnMfma (main.h) or OnWmma (fmha/rdna/bwd/main.h), with the kernel's `spec`, `tile` and `C`,
 // the numbers and matrices that follow from them.
 #pragma once
+#include <fmha/blocks.h>
 #include <fmha/bwd.h>
 #include <fmha/cdna/bwd/tile.h>
 #include <fmha/cdna/span.h>
@@ -59,7 +60,7 @@ struct WalkedStats {
 };
 
 // A stage: what scores are made of, Q or K, and what dP is made of, dO or V.
-template <class Score, class Value, CdnaBwdTile tile>
+template <class Score, class Value, MatrixBwdTile tile>
 struct WalkedLds {
   struct Stage {
     Score score;
@@ -87,20 +88,6 @@ struct TensorRows {
   }
 };
 
-// Blocks of walked rows that some own row sees, sink columns first.
-struct Blocks {
-  int32_t first, num, num_sinks;
-  FMHA_DEVICE int32_t at(int32_t i) const { return i < num_sinks ? i : first + i - num_sinks; }
-  FMHA_DEVICE int32_t count() const { return num_sinks + num; }
-};
-FMHA_DEVICE Blocks blocks_of(Range seen, Range sinks, int32_t columns) {
-  const int32_t first = seen.begin / columns, end = ceil_div(seen.end, columns);
-  Blocks blocks = {first, seen.empty() ? 0 : end - first, ceil_div(sinks.end, columns)};
-  // Blocks that the band walks already have their sink columns.
-  if (blocks.num > 0) blocks.num_sinks = min(blocks.num_sinks, first);
-  return blocks;
-}
-
 // What one workgroup works on.
 struct Job {
   SeqSpan span;
@@ -120,7 +107,7 @@ FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) {
 // one after another, so that where heads are a multiple of them those of a head share an L2.
 template <class U>
 FMHA_DEVICE Job job_of(const FwdParams& p) {
-  constexpr CdnaBwdTile tile = U::tile;
+  constexpr MatrixBwdTile tile = U::tile;
   constexpr bool queries_own = owns_queries(tile.sums);
   const int32_t heads_of_batch = queries_own ? p.num_heads_q : p.num_heads_kv, heads = p.batch * heads_of_batch;
   const int32_t at = workgroup_idx() / heads, head = workgroup_idx() % heads, i_head = head % heads_of_batch;

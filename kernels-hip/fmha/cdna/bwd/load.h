@@ -114,7 +114,7 @@ class WalkedLoad {
 };
 
 // Which of the walked rows a thread loads: the first half of the waves what scores are made of, the second what dP is.
-template <CdnaBwdSpec spec, CdnaBwdTile tile>
+template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct BlockLoad {
   using C = Config<spec, tile>;
   static constexpr int threads = C::num_threads / 2;
@@ -132,7 +132,7 @@ struct BlockLoad {
   int64_t head_bytes;
   const float* stats;  // LSE or delta of them
 
-  FMHA_DEVICE BlockLoad(const CdnaBwdParams& params, const Job& job) {
+  FMHA_DEVICE BlockLoad(const MatrixBwdParams& params, const Job& job) {
     const int thread_of_group = opaque_thread_idx(), i_wave = v_readfirstlane_b32(thread_of_group / kWaveSize);
     thread = thread_of_group % threads;
     loads_score = i_wave < C::num_waves / 2;
@@ -152,7 +152,7 @@ struct BlockLoad {
   }
 
   // Block `block` of the `i_head`-th head.
-  FMHA_DEVICE void issue(const CdnaBwdParams& params, int32_t i_head, int32_t block) {
+  FMHA_DEVICE void issue(const MatrixBwdParams& params, int32_t i_head, int32_t block) {
     const int32_t first = block * tile.columns;
     TensorRows from = rows;
     from.data += i_head * head_bytes;

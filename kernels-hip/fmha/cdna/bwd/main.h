@@ -26,7 +26,7 @@ FMHA_DEVICE BlockFrags block_frags(const Acc& x) {
 }
 
 // Addresses of a lane's operands in LDS.
-template <CdnaBwdSpec spec, class C>
+template <MatrixBwdSpec spec, class C>
 struct WalkedLanes {
   typename C::Score::LaneAddresses score_;
   // Rows of one length have the same addresses.
@@ -44,10 +44,10 @@ struct WalkedLanes {
   }
 };
 
-template <CdnaBwdSpec kSpec, CdnaBwdTile kTile>
+template <MatrixBwdSpec kSpec, MatrixBwdTile kTile>
 struct OnMfma {
-  static constexpr CdnaBwdSpec spec = kSpec;
-  static constexpr CdnaBwdTile tile = kTile;
+  static constexpr MatrixBwdSpec spec = kSpec;
+  static constexpr MatrixBwdTile tile = kTile;
   using C = Config<spec, tile>;
   using Acc = fmha::Acc;
   using Load = BlockLoad<spec, tile>;

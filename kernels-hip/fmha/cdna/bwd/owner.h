@@ -9,7 +9,7 @@ template <class U>
 struct Owner {
   using C = typename U::C;
   using Acc = typename U::Acc;
-  static constexpr CdnaBwdSpec spec = U::spec;
+  static constexpr MatrixBwdSpec spec = U::spec;
 
   typename U::OwnScore own_score;
   [[no_unique_address]] typename Maybe<C::makes_ds, typename U::OwnValue>::type own_value;
@@ -34,7 +34,7 @@ struct Owner {
     if constexpr (C::makes_ds) dp = U::product(stage.value, lanes.value(), b, own_value);
 
     // Reloaded: kept across products, parameters would fill the scalar registers.
-    const FwdParams& p = reload_params<CdnaBwdParams>().bwd.fwd;
+    const FwdParams& p = reload_params<MatrixBwdParams>().bwd.fwd;
     if constexpr (spec.modifies) pairs.modify(s, slopes, at);
     const float to_log2 = spec.modifies ? kLog2E : p.softmax_scale * kLog2E;
 #pragma unroll

@@ -14,7 +14,7 @@ struct PairPlace {
 
 template <class U>
 struct Pairs {
-  static constexpr CdnaBwdSpec spec = U::spec;
+  static constexpr MatrixBwdSpec spec = U::spec;
   static constexpr bool queries_own = owns_queries(U::tile.sums);
 
   const SeqSpan& span;
@@ -43,7 +43,7 @@ struct Pairs {
 
   // Raw scores to natural ones. `slopes` become the derivative of the soft-cap.
   FMHA_DEVICE void modify(PairValues& s, PairValues& slopes, const PairPlace& at) const {
-    const CdnaBwdParams& params = reload_params<CdnaBwdParams>();
+    const MatrixBwdParams& params = reload_params<MatrixBwdParams>();
     const FwdParams& p = params.bwd.fwd;
     s *= p.softmax_scale;
     slopes = PairValues{} + 1.f;
@@ -75,13 +75,13 @@ struct Pairs {
   // Which of a block's pairs dropout keeps, a bit to each. Parameters are reloaded for each call of the generator: kept
   // across the loop, the keys of its ten rounds would spill scalar registers.
   FMHA_DEVICE uint32_t kept(const PairPlace& at) const {
-    if (!reload_params<CdnaBwdParams>().drops) return 0xffff;
+    if (!reload_params<MatrixBwdParams>().drops) return 0xffff;
     uint32_t kept = 0;
     // Registers of a lane whose keys lie in one four.
     constexpr int of_four = U::walked_row(1, 0) == 1 ? 4 : 2;
 #pragma nounroll
     for (int call = 0; call < (queries_own ? 16 / of_four : 16); ++call) {
-      const FwdParams& p = reload_params<CdnaBwdParams>().bwd.fwd;
+      const FwdParams& p = reload_params<MatrixBwdParams>().bwd.fwd;
       const int32_t batch_head = head_of_whole(p, span.i_batch, i_head);
       if constexpr (queries_own) {
         const int32_t key = at.walked + U::walked_row(call * of_four, 0);

@@ -19,15 +19,15 @@ struct Place {
 template <class U>
 class Walk {
   using C = typename U::C;
-  static constexpr CdnaBwdTile tile = U::tile;
+  static constexpr MatrixBwdTile tile = U::tile;
 
  public:
   FMHA_DEVICE Walk(Owner<U>& owner, typename C::Lds& lds, const Job& job, int32_t first_of_wave,
-                   const OwnStats& own_stats, const CdnaBwdParams& params)
+                   const OwnStats& own_stats, const MatrixBwdParams& params)
       : owner_(owner), lds_(lds), job_(job), own_stats_(own_stats), first_of_wave_(first_of_wave),
         num_(job.blocks.count() * job.num_heads), load_(params, job) {}
 
-  FMHA_DEVICE void run(const CdnaBwdParams& params) {
+  FMHA_DEVICE void run(const MatrixBwdParams& params) {
     if (num_ == 0) return;
     issue(params);
     if constexpr (tile.stages == 2) {
@@ -45,7 +45,7 @@ class Walk {
       for (int32_t n = 0; n < num_; ++n) {
         s_barrier();  // all waves have read the block before
         load_.store(lds_.stage[0]);
-        issue(reload_params<CdnaBwdParams>());
+        issue(reload_params<MatrixBwdParams>());
         s_barrier();
         add_tile(lds_.stage[0], true);
       }
@@ -60,7 +60,7 @@ class Walk {
     return next.i_head < job_.num_heads ? next : place;
   }
 
-  FMHA_DEVICE void issue(const CdnaBwdParams& params) {
+  FMHA_DEVICE void issue(const MatrixBwdParams& params) {
     load_.issue(params, next_.i_head, job_.blocks.at(next_.i_block));
     next_ = after(next_);
   }
@@ -69,7 +69,7 @@ class Walk {
   FMHA_DEVICE void step(bool adds) {
     add_tile(lds_.stage[stage], adds);
     load_.store(lds_.stage[other]);
-    issue(reload_params<CdnaBwdParams>());
+    issue(reload_params<MatrixBwdParams>());
     s_barrier();
   }
 
@@ -112,7 +112,7 @@ class Walk {
 };
 
 template <class U>
-FMHA_DEVICE void main(const CdnaBwdParams& params) {
+FMHA_DEVICE void main(const MatrixBwdParams& params) {
   using C = typename U::C;
   __shared__ typename C::Lds lds;
   const BwdParams& p = params.bwd;
@@ -139,7 +139,7 @@ FMHA_DEVICE void main(const CdnaBwdParams& params) {
   }
   Walk<U>(owner, lds, job, first, own_stats, params).run(params);
 
-  const CdnaBwdParams& then = reload_params<CdnaBwdParams>();
+  const MatrixBwdParams& then = reload_params<MatrixBwdParams>();
   const int64_t row = own;
   if (own < end) {
     if constexpr (C::makes_ds) {

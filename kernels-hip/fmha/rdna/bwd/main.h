@@ -13,11 +13,11 @@ using cdna::bwd::Job;
 template <DType dtype, int dim>
 constexpr CdnaSpec kRowsSpec = {dtype, dtype, OutputKind::Wide, dim, dim, VLayout::RowMajor, MaskKind::Full,
                                 false, false, false};
-template <CdnaBwdTile tile>
+template <MatrixBwdTile tile>
 constexpr RdnaTile kRowsTile = {tile.rows, tile.columns, tile.load, tile.store, 1, false};
 
 // Rows and columns of them in LDS, from memory.
-template <DType dtype, CdnaBwdTile tile, int dim, bool by_row, bool by_column>
+template <DType dtype, MatrixBwdTile tile, int dim, bool by_row, bool by_column>
 struct Walked : WalkedForms<typename rdna::Config<kRowsSpec<dtype, dim>, kRowsTile<tile>>::K,
                             typename rdna::Config<kRowsSpec<dtype, dim>, kRowsTile<tile>>::V, by_row, by_column> {
   using OfRows = rdna::Config<kRowsSpec<dtype, dim>, kRowsTile<tile>>;
@@ -29,7 +29,7 @@ struct Walked : WalkedForms<typename rdna::Config<kRowsSpec<dtype, dim>, kRowsTi
   }
 };
 
-template <CdnaBwdSpec spec, CdnaBwdTile tile>
+template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct Config {
   static constexpr int num_threads = tile.rows / kEdge * kWaveSize;
   static constexpr bool makes_ds = sums_scores(tile.sums), makes_dv = sums_values(tile.sums);
@@ -54,20 +54,20 @@ struct Config {
 };
 
 // A block of walked rows on its way to LDS: where it lies, for it is copied without a stop in registers.
-template <CdnaBwdSpec spec, CdnaBwdTile tile>
+template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct BlockCopy {
   using C = Config<spec, tile>;
   const Job& job;
   int32_t i_head, first;
 
-  FMHA_DEVICE BlockCopy(const CdnaBwdParams&, const Job& job) : job(job) {}
+  FMHA_DEVICE BlockCopy(const MatrixBwdParams&, const Job& job) : job(job) {}
 
-  FMHA_DEVICE void issue(const CdnaBwdParams&, int32_t head_of_group, int32_t block) {
+  FMHA_DEVICE void issue(const MatrixBwdParams&, int32_t head_of_group, int32_t block) {
     i_head = job.first_head + head_of_group;
     first = block * tile.columns;
   }
   FMHA_DEVICE void store(typename C::Stage& stage) const {
-    const CdnaBwdParams& params = reload_params<CdnaBwdParams>();
+    const MatrixBwdParams& params = reload_params<MatrixBwdParams>();
     const FwdParams& p = params.bwd.fwd;
     const int32_t qk = params.head_dim_qk, v = params.head_dim_v;
     if constexpr (C::queries_own) {
@@ -87,10 +87,10 @@ struct BlockCopy {
   }
 };
 
-template <CdnaBwdSpec kSpec, CdnaBwdTile kTile>
+template <MatrixBwdSpec kSpec, MatrixBwdTile kTile>
 struct OnWmma {
-  static constexpr CdnaBwdSpec spec = kSpec;
-  static constexpr CdnaBwdTile tile = kTile;
+  static constexpr MatrixBwdSpec spec = kSpec;
+  static constexpr MatrixBwdTile tile = kTile;
   using C = Config<spec, tile>;
   using Acc = rdna::Acc;
   using Load = BlockCopy<spec, tile>;

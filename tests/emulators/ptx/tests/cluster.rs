@@ -154,3 +154,29 @@ fn a_descriptor_is_read_as_it_stands_rank_and_all() {
     assert_eq!(last_row("and.b32 %s, %s, 0x3ffff;"), [16.0, 16.0]);
     assert_eq!(last_row(""), [16.0, 8.0]);
 }
+
+#[test]
+fn a_word_of_another_block_is_written_behind_its_reads_by_arrivals_and_waits_of_cluster_scope_alone() {
+    let mut options = Options::default();
+    options.happens_before = true;
+    // Block 1 reads its word and arrives at block 0's barrier; block 0 waits there and writes that word.
+    let handed_back = |release: &str, acquire: &str| {
+        format!(
+            "mbarrier.init.shared::cta.b64 [%s], 1; fence.mbarrier_init.release.cluster; st.shared.b32 [%s+8], 5; {MEET}
+             setp.eq.u32 %p, %r, 0; @%p bra WAIT;
+             ld.shared.b32 %d, [%s+8]; mapa.shared::cluster.u32 %w0, %s, 0;
+             mbarrier.arrive{release}.shared::cluster.b64 _, [%w0]; bra DONE;
+             WAIT: mbarrier.try_wait.parity{acquire}.shared::cta.b64 %q, [%s], 0; @!%q bra WAIT;
+             mapa.shared::cluster.u32 %w0, %s, 1; mov.u32 %w1, 7; st.shared::cluster.b32 [%w0+8], %w1; DONE: {MEET}"
+        )
+    };
+    for (release, acquire, expected) in [
+        (".release.cluster", ".acquire.cluster", Ok(vec![0, 5])),
+        ("", ".acquire.cluster", Err(FaultKind::Race)),
+        (".release.cluster", "", Err(FaultKind::Race)),
+        ("", "", Err(FaultKind::Race)),
+    ] {
+        let found = two_blocks_apart(&handed_back(release, acquire), &options);
+        assert_eq!(found, expected, "arrive{release}, wait{acquire}");
+    }
+}

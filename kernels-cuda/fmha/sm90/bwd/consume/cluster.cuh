@@ -59,13 +59,23 @@ struct InClusters {
   C& c;
 
   FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
-    walk_with_next_scores(
-        c, work, blocks, [&]<bool last, Edges edges>(const QueryBlocks& at, Scores& s, Scores& dp, Kept& kept) {
-          step<last, edges>(work, at, s, dp, kept);
-        });
+    Scores s, dp;
+    c.take_q(work, blocks.current, c.q_slot);
+    c.start_scores(s, c.q_slot.index);
+    c.take_v_and_start_dp(dp, work, blocks);
+    Kept kept;
+    c.pairs.decide(kept, work, c.query_tile(blocks));
+    ptx::wgmma_wait_group<0>();
+    int32_t left = blocks.count();
+    c.for_each_block(work, blocks, [&] { return left > 1; }, [&]<Edges edges>() {
+      step<false, edges>(work, blocks, s, dp, kept);
+      --left;
+    });
+    step<true, Edges::Some>(work, blocks, s, dp, kept);
   }
 
  private:
+  // Finds the block's S and dP in `s` and `dp`, made, and leaves there the next block's.
   template <bool last, Edges edges>
   FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks, Scores& s, Scores& dp, Kept& kept) {
     typename C::Slopes slopes;

@@ -1,4 +1,4 @@
-// Steps of the loops that split dimensions, and the plainest of these loops. All consumers have the same 64 keys; each
+// Steps of the loops that split dimensions, and the plainest of these loops. Both consumers have the same 64 keys; each
 // makes S and P of 32 of the block's queries and shares P and dS through shared memory, and has a part of the dimension
 // of dQ, dK and dV.
 //
@@ -46,11 +46,7 @@ FMHA_DEVICE void share_ds(const C& c, typename C::Scores& dp, const typename C::
 template <class C>
 FMHA_DEVICE void start_own_dq(const C& c, typename C::Dq& dq) {
   const auto& ds = c.smem.ds[c.ds_slot.index][0];
-  if constexpr (C::S::transposes_dq) {
-    mma::start_product_atbt<C::dtype>(dq, c.smem.k, C::S::first_column(c.index), ds);
-  } else {
-    mma::start_product_ab<C::dtype>(dq, ds, 0, c.smem.k, C::S::first_column(c.index));
-  }
+  mma::start_product_ab<C::dtype>(dq, ds, 0, c.smem.k, C::S::first_column(c.index));
 }
 template <class C>
 FMHA_DEVICE void start_own_dv(C& c) {
@@ -61,25 +57,6 @@ template <class C>
 FMHA_DEVICE void start_own_dk(C& c) {
   const auto& ds = c.smem.ds[c.ds_slot.index][0];
   mma::start_product_atb<C::dtype>(c.dk, ds, 0, c.smem.q[c.q_slot.index], C::S::first_column(c.index));
-}
-
-// The loop of split_early.cuh and cluster.cuh: `step.operator()<last, edges>` finds the block's S and dP in `s` and
-// `dp`, made, and leaves there the next block's.
-template <class C, class Step>
-FMHA_DEVICE void walk_with_next_scores(C& c, const Work& work, QueryBlocks blocks, Step step) {
-  typename C::Scores s, dp;
-  c.take_q(work, blocks.current, c.q_slot);
-  c.start_scores(s, c.q_slot.index);
-  c.take_v_and_start_dp(dp, work, blocks);
-  typename C::Kept kept;
-  c.pairs.decide(kept, work, c.query_tile(blocks));
-  ptx::wgmma_wait_group<0>();
-  int32_t left = blocks.count();
-  c.for_each_block(work, blocks, [&] { return left > 1; }, [&]<Edges edges>() {
-    step.template operator()<false, edges>(blocks, s, dp, kept);
-    --left;
-  });
-  step.template operator()<true, Edges::Some>(blocks, s, dp, kept);
 }
 
 template <BwdSpec spec, Sm90BwdTile tile>

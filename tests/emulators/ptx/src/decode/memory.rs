@@ -187,7 +187,13 @@ impl Decoder<'_> {
             Some("mbarrier") => {
                 let (base, offset) = self.address(raw.operand(0)?)?;
                 let op = MbarOp::CpAsyncArrive { no_inc: raw.has("noinc") };
-                let mut inst = Inst::new(Code::Mbar(Mbar { op, space: space(raw), offset, relaxed: false }));
+                let mut inst = Inst::new(Code::Mbar(Mbar {
+                    op,
+                    space: space(raw),
+                    offset,
+                    relaxed: false,
+                    of_cluster: false,
+                }));
                 inst.src[0] = base;
                 Ok(inst)
             }

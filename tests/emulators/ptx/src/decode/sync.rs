@@ -176,8 +176,13 @@ impl Decoder<'_> {
             MbarOp::Arrive { .. } => (self.any(raw.operand(0)?, Ty::B64)?, 1),
             MbarOp::Test { .. } => (self.dst(raw.operand(0)?, Ty::Pred)?, 1),
             MbarOp::PendingCount => {
-                let mut inst =
-                    Inst::new(Code::Mbar(Mbar { op, space: space(raw), offset: 0, relaxed: false }));
+                let mut inst = Inst::new(Code::Mbar(Mbar {
+                    op,
+                    space: space(raw),
+                    offset: 0,
+                    relaxed: false,
+                    of_cluster: false,
+                }));
                 inst.dst[0] = self.dst(raw.operand(0)?, Ty::U32)?;
                 inst.src[1] = self.src(raw.operand(1)?, Ty::B64)?;
                 return Ok(inst);
@@ -185,7 +190,8 @@ impl Decoder<'_> {
             _ => (Reg::NONE, 0),
         };
         let (base, offset) = self.address(raw.operand(at)?)?;
-        let mbar = Mbar { op, space: space(raw), offset, relaxed: raw.has("relaxed") };
+        let (relaxed, of_cluster) = (raw.has("relaxed"), raw.has("cluster"));
+        let mbar = Mbar { op, space: space(raw), offset, relaxed, of_cluster };
         let mut inst = Inst::new(Code::Mbar(mbar));
         inst.dst[0] = dst;
         inst.src[0] = base;

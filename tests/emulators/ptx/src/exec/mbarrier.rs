@@ -127,7 +127,7 @@ impl Cluster {
                         self.expect(cta, at, value)?;
                     }
                     let count = if expect { 1 } else { value };
-                    let state = self.arrive(warp, cta, at, count, drop, no_complete, mbar.relaxed)?;
+                    let state = self.arrive(warp, cta, at, count, drop, no_complete, mbar)?;
                     warp.put(inst.dst[0], lane, state);
                 }
                 MbarOp::CpAsyncArrive { no_inc } => {
@@ -141,7 +141,7 @@ impl Cluster {
                         t.copies_release(warp, &mut gathered);
                     }
                     self.barrier_at(cta, at)?.gathered = gathered;
-                    self.arrive(warp, cta, at, 1, false, false, false)?;
+                    self.arrive(warp, cta, at, 1, false, false, mbar)?;
                 }
                 MbarOp::Test { .. } | MbarOp::PendingCount => {}
             }
@@ -182,13 +182,13 @@ impl Cluster {
         count: u32,
         drop: bool,
         no_complete: bool,
-        relaxed: bool,
+        mbar: Mbar,
     ) -> Exec<u64> {
         let mut gathered = std::mem::take(&mut self.barrier_at(cta, at)?.gathered);
         if let Some(t) = &mut self.tracker
-            && !relaxed
+            && !mbar.relaxed
         {
-            t.release(warp, &mut gathered);
+            t.release_to(warp, cta, mbar.of_cluster, &mut gathered);
         }
         self.arrive_plain(cta, at, count, drop, no_complete, gathered)
     }
@@ -267,7 +267,7 @@ impl Cluster {
                 let (phase, track) = (bar.phase, bar.track);
                 let published = std::mem::take(&mut bar.published);
                 if let Some(t) = &mut self.tracker {
-                    t.observe_phase(warp, track, phase, &published, mbar.relaxed);
+                    t.observe_phase(warp, track, phase, &published, mbar);
                 }
                 self.barrier_at(cta, at)?.published = published;
             } else {

@@ -45,7 +45,7 @@ impl Tracker {
             into.v.resize(track + 1, 0);
         }
         into.v[track] = into.v[track].max(warp.asynchrony.tcgen_issued);
-        self.clocks[id].v[id] += 1;
+        self.begin_epoch(id);
     }
 
     /// A `tcgen05` operation reads 16 bytes of shared memory.

@@ -147,6 +147,14 @@ impl Tracker {
         Clocks::at(v, track) >= epoch
     }
 
+    /// Whether an access may follow another one, that of `track` at the time of `clocks`.
+    fn may_follow(&self, access: Access, clocks: &Clocks, track: u32) -> bool {
+        let is_of_other_block = access.track() < self.warps
+            && track < self.warps
+            && access.track() / self.per_block != track / self.per_block;
+        self.ordered(access, if is_of_other_block { &clocks.g } else { &clocks.v })
+    }
+
     pub(super) fn describe(&self, access: Access) -> String {
         let (track, w) = (access.track(), self.warps);
         let of = |id: u32| format!("block rank {} warp {}", id / self.per_block, id % self.per_block);
@@ -219,7 +227,7 @@ impl Tracker {
         if !write.is_some() || write.bytes() & bytes == 0 {
             return Ok(());
         }
-        if !self.ordered(write, &clocks.v) {
+        if !self.may_follow(write, clocks, track) {
             return Err(self.race(what, "write", write, cta, at));
         }
         self.check_proxy(write, clocks, track, done, cta, at)
@@ -304,7 +312,7 @@ impl Tracker {
         let replaces = |old: &Access| {
             !old.is_some()
                 || old.is_beside(access)
-                || old.bytes() & !bytes == 0 && (old.track() == track || self.ordered(*old, &clocks.v))
+                || old.bytes() & !bytes == 0 && (old.track() == track || self.may_follow(*old, clocks, track))
         };
         let seat = match cell.reads.iter().position(replaces) {
             Some(i) => &mut cell.reads[i],
@@ -332,7 +340,10 @@ impl Tracker {
         if cell != known {
             self.check_last_write(cell.write, bytes, clocks, write.track(), ["write", "overwrite"], place)?;
             for &read in cell.reads.iter().chain(&cell.more) {
-                if read.is_some() && read.bytes() & bytes != 0 && !self.ordered(read, &clocks.v) {
+                if read.is_some()
+                    && read.bytes() & bytes != 0
+                    && !self.may_follow(read, clocks, write.track())
+                {
                     return Err(self.race("write", "read", read, place.0, place.1));
                 }
             }

@@ -2,7 +2,8 @@
 //!
 //! A warp is one thread of the relation (its lanes run in program order). An asynchronous operation has the clock
 //! component of whatever announces its end: a phase of an mbarrier, a bulk group, a wgmma group of four warps.
-//! Two clocks travel together: `v`, what has happened, and `a`, what of it the asynchronous proxy also sees.
+//! Clocks travel together: `v`, what has happened, `a`, what of it the asynchronous proxy also sees, and in a cluster `g`, what
+//! of it a load or store may follow that another block's warp made.
 //! `FastTrack` (Flanagan and Freund, PLDI 2009) gave the idea of one last write and few reads a cell.
 
 mod asynchronous;
@@ -19,14 +20,21 @@ use tensor_memory::TensorState;
 
 use crate::exec::Warp;
 use crate::fault::{Fault, FaultKind};
+use crate::op::Mbar;
 
 type Exec<T> = Result<T, Box<Fault>>;
 
-/// A pair of vector clocks.
+/// Vector clocks. The last two of clusters alone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clocks {
     v: Vec<u32>,
     a: Vec<u32>,
+    /// As `v`, but for arrivals at another block's barrier, and waits for such, that do not name the cluster as their scope: they
+    /// order loads and stores of one block's threads alone. What asynchronous operations do, which were waited for before, they
+    /// order all the same, as every pipeline of loads by TMA for a cluster has it.
+    g: Vec<u32>,
+    /// Of a barrier: what came by arrivals of other blocks at cluster scope, which a wait at that scope adds to `g`.
+    g_of_others: Vec<u32>,
 }
 
 fn join(to: &mut Vec<u32>, from: &[u32]) {
@@ -42,6 +50,7 @@ impl Clocks {
     fn join(&mut self, other: &Self) {
         join(&mut self.v, &other.v);
         join(&mut self.a, &other.a);
+        join(&mut self.g, &other.g);
     }
 
     fn at(clock: &[u32], track: u32) -> u32 {
@@ -76,6 +85,9 @@ impl Tracker {
         for (i, c) in clocks.iter_mut().enumerate() {
             c.v = vec![0; warps as usize];
             c.v[i] = 1;
+            if blocks > 1 {
+                c.g.clone_from(&c.v);
+            }
         }
         Self {
             warps,
@@ -124,7 +136,30 @@ impl Tracker {
     pub(crate) fn release(&mut self, warp: &Warp, into: &mut Clocks) {
         let id = self.id(warp) as usize;
         into.join(&self.clocks[id]);
-        self.clocks[id].v[id] += 1;
+        self.begin_epoch(id);
+    }
+
+    /// An arrival at a barrier of block `cta`.
+    pub(crate) fn release_to(&mut self, warp: &Warp, cta: u32, of_cluster: bool, into: &mut Clocks) {
+        if cta == warp.cta {
+            return self.release(warp, into);
+        }
+        let id = self.id(warp) as usize;
+        join(&mut into.v, &self.clocks[id].v);
+        join(&mut into.a, &self.clocks[id].a);
+        if of_cluster {
+            join(&mut into.g_of_others, &self.clocks[id].g);
+        }
+        self.begin_epoch(id);
+    }
+
+    /// What the warp does from here on is behind what it has released.
+    fn begin_epoch(&mut self, id: usize) {
+        let c = &mut self.clocks[id];
+        c.v[id] += 1;
+        if let Some(g) = c.g.get_mut(id) {
+            *g = c.v[id];
+        }
     }
 
     /// An acquire of what was released.
@@ -138,7 +173,7 @@ impl Tracker {
         let id = self.id(warp) as usize;
         let c = &mut self.clocks[id];
         join(&mut c.a, &c.v);
-        c.v[id] += 1;
+        self.begin_epoch(id);
         self.init_fence(warp);
     }
 
@@ -177,11 +212,15 @@ impl Tracker {
         track: u32,
         phase: u64,
         published: &Clocks,
-        relaxed: bool,
+        wait: Mbar,
     ) {
-        if !relaxed {
+        if !wait.relaxed {
             self.acquire(warp, published);
             self.advance(self.id(warp), track, phase as u32);
+            if wait.of_cluster {
+                let id = self.id(warp) as usize;
+                join(&mut self.clocks[id].g, &published.g_of_others);
+            }
         }
     }
 

@@ -71,7 +71,7 @@ impl Tracker {
                 state.open_store.get_or_insert(epoch);
             }
         }
-        let mut clocks = Clocks { v: state.visible.clone(), a: Vec::new() };
+        let mut clocks = Clocks { v: state.visible.clone(), ..Clocks::default() };
         // Its own accesses come in program order.
         set(&mut clocks.v, track, epoch);
         let me = (track, epoch, warp.current_pc, 0);
@@ -83,7 +83,7 @@ impl Tracker {
     pub(super) fn tensor_clocks(&self, warp: &Warp, issue: &Clocks) -> Clocks {
         let id = self.id(warp);
         let (state, products) = (&self.tensor[id as usize], self.tcgen_track(warp));
-        let mut clocks = Clocks { v: state.visible.clone(), a: Vec::new() };
+        let mut clocks = Clocks { v: state.visible.clone(), ..Clocks::default() };
         set(&mut clocks.v, self.tensor_track(id), state.waited());
         set(&mut clocks.v, products, Clocks::at(&issue.v, products));
         clocks

@@ -135,4 +135,6 @@ pub(crate) struct Mbar {
     pub(crate) space: Space,
     pub(crate) offset: i64,
     pub(crate) relaxed: bool,
+    /// `.cluster`: what it orders, it orders between blocks too; else among the threads of one.
+    pub(crate) of_cluster: bool,
 }

@@ -1,0 +1,197 @@
+//! The kernels' entries, the grids of those beside the main one, and what host and device share.
+
+use fmha_core::BwdProblem;
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, ArrivalParams};
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::BwdSpec;
+
+use super::schedule::Sm90BwdSchedule;
+use super::shared_memory::TILE_INDEX_SLOTS;
+use super::spec::{leaves_far_queries, padded_dim, repairs};
+use super::tile::{Sm90BwdTile, TRANSPOSED_DQ_DIM, transposes_dq};
+use super::walk::{BwdWalk, DqFinish, DqPath};
+use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
+
+/// Threads of a CTA of the kernels before and after the main one.
+pub const ROW_THREADS: u32 = 256;
+
+/// Four numbers each of dQ, so many times, that a thread adds up where key blocks keep their sums apart.
+const PART_FOURS: u32 = 2;
+
+/// CTAs that round a key block's sums with `head_parts`, or add its parts': they divide `block_n`.
+pub const HEAD_SUMS_CTAS: u32 = 8;
+
+/// The main kernel: arguments `BwdParams`, five tensor maps, `Sm90BwdSchedule`.
+#[must_use]
+pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    with_maps("main", ("Smem", tile.smem_bytes(spec)), (spec, tile), ["", ""])
+}
+
+/// The same of keys that come while it runs: [`ArrivalParams`] behind its other arguments.
+#[must_use]
+pub fn main_of_arriving_keys(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    let more =
+        [", const __grid_constant__ ArrivalParams arrivals", ", ArrivingKeys<ArrivalParams>(arrivals)"];
+    with_maps("main", ("Smem", tile.smem_bytes(spec)), (spec, tile), more)
+}
+
+/// The kernel of dBias, which wants nothing but what the first one leaves: arguments as of the main one, all of them by
+/// [its own tile](Sm90BwdTile::of_dbias).
+#[must_use]
+pub fn dbias(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    with_maps("dbias", ("BiasSmem", tile.dbias_smem_bytes(spec)), (spec, tile), ["", ""])
+}
+
+/// `more`: a parameter, and its argument.
+fn with_maps(
+    name: &str,
+    (smem, smem_bytes): (&str, i32),
+    (spec, tile): (&BwdSpec, &Sm90BwdTile),
+    more: [&str; 2],
+) -> KernelSource {
+    let (threads, cluster) = (tile.num_threads(), tile.walk.cluster());
+    let call = format!(
+        "static_assert(sizeof(sm90::bwd::{smem}<kSpec, kTile>) == {smem_bytes}, \"{smem}: host and device disagree\"); \
+         static_assert(sm90::bwd::num_threads(kTile) == {threads}, \"threads: host and device disagree\"); \
+         static_assert(sm90::bwd::cluster_size(kTile) == {cluster}, \"cluster: host and device disagree\"); \
+         sm90::bwd::{name}<kSpec, kTile>(p, maps, schedule{});",
+        more[1],
+    );
+    let clusters = if cluster > 1 { format!("__cluster_dims__({cluster}, 1, 1) ") } else { String::new() };
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: &format!("fmha/sm90/bwd/{name}.cuh"),
+        constants: &constants,
+        bounds: &format!("{clusters}__launch_bounds__({threads}, 1)"),
+        params: &format!(
+            "const __grid_constant__ BwdParams p, const __grid_constant__ sm90::bwd::Maps maps, \
+             const __grid_constant__ Sm90BwdSchedule schedule{}",
+            more[0]
+        ),
+        call: &call,
+    };
+    let (spec, tile) = (*spec, *tile);
+    crate::source(entry.render(), move || rendered(&spec, &tile))
+}
+
+/// The kernel before the main one: arguments `BwdParams`, `Sm90BwdSchedule`; a CTA to a query block of a query head.
+#[must_use]
+pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    rows("preprocess", spec, tile)
+}
+
+/// The kernel after the main one, likewise.
+#[must_use]
+pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    // Sums apart want registers for the parts that are under way: of its own ptxas gives it 80.
+    rows_at_once("postprocess", spec, tile, tile.keeps_dq_apart().then_some(2))
+}
+
+impl Sm90BwdTile {
+    /// CTAs of the launch that finishes dQ to a query block: a piece of it for each of their threads, so that none waits
+    /// for memory twice. D 256, two sequences of 480, 8 heads: 20 us of 57 with one.
+    #[must_use]
+    pub const fn finish_ctas(&self, spec: &BwdSpec) -> i32 {
+        let dim = padded_dim(spec);
+        let of_block = self.block_m * self.dq_dim(spec);
+        if self.keeps_dq_apart() {
+            return (of_block as u32).div_ceil(4 * PART_FOURS * ROW_THREADS) as i32;
+        }
+        let piece = if transposes_dq(dim) { 32 } else { 16 };
+        let ctas = of_block / (piece * ROW_THREADS as i32);
+        if self.finishes_dq() || ctas < 1 { 1 } else { ctas }
+    }
+}
+
+/// The kernel after the main one with `head_parts`: arguments likewise, a CTA to a key block of a kv head.
+#[must_use]
+pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    rows("head_sums", spec, tile)
+}
+
+/// The kernel after that, of [`repair_ctas`] CTAs: arguments likewise.
+#[must_use]
+pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as its CTAs take turns.
+    rows_at_once("repair", spec, tile, Some(4))
+}
+
+/// CTAs of [`repair`], which has none where nothing is left to it: one to a kv head of each sequence and to a head's sink,
+/// for far queries; and a warp to each query block and each tile, for rows that are not finite.
+#[must_use]
+pub fn repair_ctas(problem: &BwdProblem, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u32 {
+    let dims = problem.fwd.dims;
+    let sinks = if spec.write_dsink { dims.num_heads_q } else { 0 };
+    let of_far_queries = if leaves_far_queries(spec) { dims.batch * dims.num_heads_kv + sinks } else { 0 };
+    let warps = if repairs(spec) { q_blocks + schedule.num_tiles.unsigned_abs() } else { 0 };
+    of_far_queries + warps.div_ceil(ROW_THREADS / 32)
+}
+
+fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    rows_at_once(name, spec, tile, None)
+}
+
+/// With registers for so many CTAs to a multiprocessor at least.
+fn rows_at_once(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile, ctas: Option<u32>) -> KernelSource {
+    let ctas = ctas.map_or_else(String::new, |ctas| format!(", {ctas}"));
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: &format!("fmha/sm90/bwd/{name}.cuh"),
+        constants: &constants,
+        bounds: &format!("__launch_bounds__({ROW_THREADS}{ctas})"),
+        params: "const __grid_constant__ BwdParams p, const __grid_constant__ Sm90BwdSchedule schedule",
+        call: &format!("sm90::bwd::{name}<kSpec, kTile>(p, schedule);"),
+    };
+    let (spec, tile) = (*spec, *tile);
+    crate::source(entry.render(), move || rendered(&spec, &tile))
+}
+
+fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
+    let dtype = spec.fwd.dtype_qk;
+    let (queries, of_dk, of_dv) = tile.consumer_columns(spec);
+    let shape = |n, a| WgmmaShape { dtype, n, a, sums: Sums::F32 };
+    let operand = if tile.walk.splits_dims() { OperandA::Shared } else { OperandA::Registers };
+    let dq = tile.dq_columns(spec) / tile.walk.cluster();
+    let mut shapes = vec![shape(queries, OperandA::Shared), shape(of_dk, operand)];
+    if of_dv > 0 {
+        shapes.push(shape(of_dv, operand));
+    }
+    shapes.push(shape(dq, OperandA::Shared));
+    if tile.walk.score_parts() > 1 {
+        // A chunk of dQ's columns, half of one, and dK with dS from shared memory.
+        shapes.extend([64, dq - 64, of_dk].map(|n| shape(n, OperandA::Shared)));
+    }
+    [wgmma::header(&shapes), host_header()]
+}
+
+/// `fmha/sm90_bwd_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    // The walks of which something holds, as C++ has it.
+    let any_of = |holds: &dyn Fn(BwdWalk) -> bool| {
+        let walks: Vec<_> = BwdWalk::ALL.into_iter().filter(|&walk| holds(walk)).collect();
+        let words: Vec<_> = walks.iter().map(|walk| format!("walk == {}", walk.c_literal())).collect();
+        if words.is_empty() { "false".to_owned() } else { words.join(" || ") }
+    };
+    let text = format!(
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n\
+         // Threads of a CTA of the kernels before and after the main one.\n\
+         constexpr int kRowThreads = {ROW_THREADS};\n\
+         // Four numbers each of dQ, so many times, that one adds up where key blocks keep their sums apart.\n\
+         constexpr int kPartFours = {PART_FOURS};\n\
+         // CTAs that add the parts of a key block.\n\
+         constexpr int kHeadSumsCtas = {HEAD_SUMS_CTAS};\n\
+         // Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.\n\
+         constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
+         // The padded head dimension whose dQ is computed transposed.\n\
+         constexpr int kTransposedDqDim = {TRANSPOSED_DQ_DIM};\n\
+         constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\n}}  // namespace fmha\n",
+        BwdWalk::c_definition(),
+        DqPath::c_definition(),
+        DqFinish::c_definition(),
+        Sm90BwdTile::c_definition(),
+        Sm90BwdSchedule::c_definition(),
+        ArrivalParams::c_definition(),
+        any_of(&BwdWalk::splits_dims),
+    );
+    Header::rendered("fmha/sm90_bwd_host.h", text)
+}

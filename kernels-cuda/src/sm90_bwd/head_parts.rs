@@ -1,0 +1,110 @@
+//! In how many parts a kv head's queries are shared out to tiles: by the model, or of deterministic calls by `ordered_parts`.
+
+use fmha_core::spec::BwdSpec;
+use fmha_core::tune::Candidates;
+use fmha_core::{BwdProblem, MaskKind, QLayout};
+
+use super::cost;
+use super::tile::Sm90BwdTile;
+
+/// How tiles share a kv head's queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadParts {
+    /// Parts of its query heads: a divisor of the GQA ratio.
+    pub heads: u32,
+    /// Parts of the query blocks of each of these.
+    pub queries: u32,
+}
+
+impl Sm90BwdTile {
+    /// Whether tiles are to share a kv head's queries: where the [model](Self::head_parts_candidates) has it faster.
+    /// Deterministic calls by a rule of their own, which no batch changes.
+    #[must_use]
+    pub fn wants_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> bool {
+        let parts = self.parts(problem, spec, num_sms);
+        parts.heads * parts.queries > 1
+    }
+
+    pub(super) fn num_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
+        let one = HeadParts { heads: 1, queries: 1 };
+        if !self.head_parts {
+            return one;
+        }
+        let best = self.parts(problem, spec, num_sms);
+        // A tile that was asked to share takes the cheapest way to.
+        let modelled = self.head_parts_candidates(problem, spec, num_sms);
+        let shared = modelled.iter().filter(|candidate| candidate.choice != one);
+        let cheapest = shared.min_by(|a, b| a.micros.total_cmp(&b.micros)).map(|candidate| candidate.choice);
+        if best == one { cheapest.unwrap_or(one) } else { best }
+    }
+
+    /// As many parts as the model takes, or the rule where the model knows no lengths.
+    fn parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
+        let of_heads = |heads| HeadParts { heads, queries: 1 };
+        if spec.deterministic {
+            return of_heads(self.ordered_parts(problem, spec, num_sms));
+        }
+        let modelled = self.head_parts_candidates(problem, spec, num_sms);
+        let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
+        let by_rule = || of_heads(if is_short { self.parts_by_rule(problem, num_sms) } else { 1 });
+        modelled.cheapest(cost::least_gain(problem)).map_or_else(by_rule, |best| best.choice)
+    }
+
+    /// In how many parts a kv head's queries may be shared out to tiles, with what the model says of each; the first is
+    /// that of the rule. Empty for deterministic calls.
+    #[must_use]
+    pub fn head_parts_candidates(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+    ) -> Candidates<HeadParts> {
+        if spec.deterministic || num_sms == 0 {
+            return Candidates::default();
+        }
+        let ratio = problem.fwd.gqa_ratio();
+        let tiles = self.tiles_of_all_heads(problem);
+        let by_rule = if tiles < 2 * u64::from(num_sms) { self.parts_by_rule(problem, num_sms) } else { 1 };
+        // Many tiles fill the multiprocessors as they are. The main kernel finishes dQ by heads, whole ones.
+        let is_packed = problem.fwd.layout.q == QLayout::Packed;
+        let share = if is_packed { cost::PACKED_SHARE } else { 1.0 };
+        let with_work = share * tiles as f64 * f64::from(ratio);
+        let few_tiles = tiles > 0 && with_work < 4.0 * f64::from(num_sms) && !self.finishes_dq();
+        let queries: &[u32] = match problem.fwd.mask.kind() {
+            _ if !few_tiles => &[1],
+            // An H200, in one part, two and four: B2 H2 D168 of 2734 and 8736 918, 888 and 842 us; behind a mask B2 H3 D64 of 2560 and
+            // 3200 81, 78 and more, B2 H8 of 1001 and 1280 70 and 87; B8 H5/1 of 130 to 768 in five parts and ten 59 and 69.
+            MaskKind::Full if is_packed && ratio == 1 => &[1, 4],
+            _ if is_packed => &[1],
+            _ => &[1, 2, 3, 4],
+        };
+        let heads = std::iter::once(by_rule)
+            .chain((1..=ratio).filter(|&parts| parts != by_rule && ratio.is_multiple_of(parts)));
+        let parts = heads.flat_map(|heads| queries.iter().map(move |&queries| HeadParts { heads, queries }));
+        cost::head_parts(self, problem, spec, num_sms, parts)
+    }
+
+    /// Microseconds that the main kernel takes, by the model, where `parts` tiles share a kv head's query
+    /// heads: a divisor of the GQA ratio.
+    #[must_use]
+    pub fn model_of_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts: u32) -> f64 {
+        cost::of_parts(self, problem, spec, num_sms, HeadParts { heads: parts, queries: 1 })
+    }
+
+    fn tiles_of_all_heads(&self, problem: &BwdProblem) -> u64 {
+        let dims = problem.fwd.dims;
+        let keys = u64::from(dims.seqlen_k.div_ceil(self.block_n.unsigned_abs()));
+        keys * u64::from(dims.num_heads_kv) * u64::from(dims.batch)
+    }
+
+    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some three tiles,
+    /// behind a mask, where their lengths differ, four. Of MQA 32/1, S 8192, causal, 2, 4 and 8 parts 522,
+    /// 569 and 596 TFLOP/s; full, S 4096, 4 and 8 616 and 592.
+    fn parts_by_rule(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
+        let ratio = problem.fwd.gqa_ratio();
+        let tiles = if problem.fwd.mask.kind() == MaskKind::Full { 3 } else { 4 };
+        let wanted = (tiles * u64::from(num_sms)).div_ceil(self.tiles_of_all_heads(problem).max(1));
+        let divides = |&parts: &u32| ratio.is_multiple_of(parts) && u64::from(parts) >= wanted;
+        (1..ratio).find(divides).unwrap_or(ratio)
+    }
+}

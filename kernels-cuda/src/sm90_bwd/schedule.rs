@@ -1,0 +1,263 @@
+//! How the work of a problem is cut, and in which order key blocks run.
+
+use fmha_core::abi::DevPtr;
+use fmha_core::spec::BwdSpec;
+use fmha_core::{Bias, BwdProblem, MaskKind, QLayout, Refusal, abi_struct};
+
+use super::NAME;
+use super::head_parts::HeadParts;
+use super::ordered_parts::FEW_TILES;
+use super::spec::padded_dim;
+use super::tile::Sm90BwdTile;
+use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
+
+abi_struct! {
+    /// How the work is cut, as an argument of the kernels.
+    pub struct Sm90BwdSchedule {
+        /// Key blocks of all kv heads of all sequences.
+        pub num_tiles: i32,
+        /// Key blocks of the longest sequence.
+        pub num_key_blocks: i32,
+        /// Sequences times kv heads.
+        pub num_heads: i32,
+        /// Heads of an L2 head group, whose tiles run before the next group's: their Q, dO and sums of dQ share the L2.
+        pub heads_per_l2_group: i32,
+        /// Query blocks of the longest sequence.
+        pub num_q_blocks: i32,
+        /// Blocks of dBias, over the axes that it has; 0 where it is not wanted.
+        pub num_bias_blocks: i32,
+        /// Multiprocessors: CTAs that run at a time.
+        pub num_sms: i32,
+        /// Parts of a kv head's query heads, where tiles share them.
+        pub num_head_parts: i32,
+        /// Parts of the query blocks of each of these.
+        pub num_query_parts: i32,
+        /// Of packed sequences whose additions have an order, each with parts by its own queries: so many for each where it has few
+        /// tiles, else four times as many.
+        pub least_queries_of_part: i32,
+        /// And the key blocks of all parts of a kv head that are few.
+        pub few_tiles_of_head: i32,
+        /// With ordered additions to dQ, of so many heads the key blocks of one are launched beside those of others, and
+        /// behind a mask walk their queries from the last one down. Without a mask all heads, which is 1, or none.
+        pub side_by_side_period: i32,
+        /// Behind a mask, so many of them at a time.
+        pub side_by_side_heads: i32,
+        /// With ordered additions to dQ and no mask, key blocks (of clusters) that run at a time and begin their
+        /// walks apart; 0: as many as a packed sequence's own length gives.
+        pub key_blocks_in_group: i32,
+        /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
+        /// of; else all of them.
+        pub num_first_query_heads: i32,
+        /// Their query blocks.
+        pub num_first_q_blocks: i32,
+        /// With `head_parts` f32 sums of dK and dV, and where additions to them have an order how many there are of each of a
+        /// tile's consumer warps; set at each run.
+        pub head_sums: DevPtr<f32>,
+    }
+}
+
+/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down: of packed
+/// sequences, and of long ones.
+const SIDE_BY_SIDE_PERIOD: u32 = 8;
+
+/// Of short ones half: their longest key blocks begin when the others' shortest are done. By a simulation of the
+/// order, of the rate without order, with one of eight and with one of two: B1 H40/8 S4224 D128 0.66 and 1.0
+/// (measured with one of eight 0.74), B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0
+/// (0.73).
+const SHORT_PERIOD: u32 = 2;
+
+/// What half of a short sequence's heads have of Q, dO and the sums of dQ, at most: key blocks of heads side by side
+/// come to a query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S 3520 to 6912,
+/// D 128, an H100, with half of the heads upward 0.76 of the rate without order.
+const SHORT_BYTES: i64 = 20 << 20;
+
+/// Where half of the heads go upward, they are launched side by side in groups of so many at least, since key blocks
+/// that begin together wait for each other at their first query block.
+const LEAST_SIDE_BY_SIDE: i64 = 16;
+
+/// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in
+/// the L2.
+const ORDERED_L2_BYTES: i64 = 40 << 20;
+
+impl Sm90BwdTile {
+    /// How the work of a problem is cut.
+    ///
+    /// # Errors
+    /// More tiles than a grid can have.
+    pub fn schedule(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+    ) -> Result<Sm90BwdSchedule, Refusal> {
+        let dims = problem.fwd.dims;
+        let blocks = |rows: u32, block: i32| rows.div_ceil(block.unsigned_abs());
+        let cluster = self.walk.cluster().unsigned_abs();
+        let keys = blocks(dims.seqlen_k, self.block_n * self.walk.cluster()) * cluster;
+        let queries = blocks(dims.seqlen_q, self.block_m);
+        let count = |name: &str, blocks: u32, heads: u32| {
+            let all = u64::from(blocks) * u64::from(heads) * u64::from(dims.batch);
+            // Launches beside the main one have up to eight CTAs a block.
+            i32::try_from(all).ok().filter(|&all| all < 1 << 28).ok_or_else(|| {
+                Refusal::new(NAME, format!("{name}: {all} blocks of all heads are 2^28 or more"))
+            })
+        };
+        count("seqlen_q", queries, dims.num_heads_q)?;
+        let bias_shape = match (problem.dbias, problem.fwd.score.bias) {
+            (Some(_), Bias::Elementwise(bias)) => Some(problem.fwd.shape_bias(bias.broadcast)),
+            _ => None,
+        };
+        let bias_blocks = bias_shape.map_or(0, |shape| {
+            u64::from(shape.batch) * u64::from(shape.head) * u64::from(keys) * u64::from(queries)
+        });
+        let num_bias_blocks = i32::try_from(bias_blocks)
+            .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
+        let parts_of_heads = self.num_parts(problem, spec, num_sms);
+        let (_, least_queries_of_part) = self.parts_of_packed(problem, spec);
+        let HeadParts { heads: parts, queries: query_parts } = parts_of_heads;
+        let heads_of_sequence = dims.num_heads_kv * parts * query_parts;
+        let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
+        let in_l2 = self.heads_per_l2_group(problem, spec, num_sms, parts_of_heads);
+        // Some two tiles to a multiprocessor.
+        let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
+        let is_packed = problem.fwd.layout.q == QLayout::Packed;
+        // Ordered additions: key blocks of a head that are at work together would wait for each other at each of few query
+        // blocks, so those of all heads come side by side. 64 queries over 11931 keys of D 256: 0.17 of the rate without order.
+        let key_blocks = keys / cluster;
+        let at_a_time = (num_sms / cluster).max(1);
+        let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
+        let is_side_by_side =
+            spec.deterministic && !is_packed && problem.fwd.mask.kind() == MaskKind::Full && queries < group;
+        // The device's `place_in_order`. A part of a whole adds to dQ in the whole's order, and has its bits.
+        let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
+        let all_upward = !is_packed && u64::from(seqlen_q) * 2 < u64::from(seqlen_k);
+        // Q and dO, and the sums of dQ.
+        let row_bytes = 2 * i64::from(dims.head_dim_qk + dims.head_dim_v) + 4 * i64::from(padded_dim(spec));
+        let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
+        let side_by_side_bytes =
+            i64::from(heads_of_sequence / SHORT_PERIOD) * i64::from(seqlen_q) * row_bytes;
+        let is_short = !is_packed && side_by_side_bytes <= SHORT_BYTES;
+        let side_by_side_period = match problem.fwd.mask.kind() {
+            MaskKind::Full if is_side_by_side => 1,
+            MaskKind::Full => SIDE_BY_SIDE_PERIOD,
+            _ if all_upward => 1,
+            // Whose parts go the same way.
+            _ if is_packed => dims.num_heads_kv.clamp(1, SIDE_BY_SIDE_PERIOD),
+            _ if is_short => heads_of_sequence.clamp(1, SHORT_PERIOD),
+            _ => heads_of_sequence.clamp(1, SIDE_BY_SIDE_PERIOD),
+        };
+        let (mut key_blocks_in_group, mut side_by_side_heads) = (0, 0);
+        let heads_per_l2_group = if is_side_by_side && self.waits_in_order(spec) {
+            num_heads
+        } else if !spec.deterministic {
+            in_l2
+        } else if problem.fwd.mask.kind() != MaskKind::Full {
+            let parts_together = if is_packed { i64::from(parts) } else { 1 };
+            let upward = (num_heads / parts_together / i64::from(side_by_side_period.max(1))).max(1);
+            let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
+            let near = (near / parts_together).max(1);
+            let at_a_time = if side_by_side_period <= SHORT_PERIOD { near } else { upward };
+            // As many in each group.
+            let groups = (upward + at_a_time - 1).div_euclid(at_a_time);
+            side_by_side_heads = (upward + groups - 1).div_euclid(groups);
+            in_l2
+        } else if is_packed {
+            in_l2
+        } else {
+            let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
+            key_blocks_in_group = key_blocks.div_ceil(groups.max(1));
+            // Which heads run side by side changes no bits: as many as the batch has, of those that the L2 has room for.
+            let of_batch = i64::from(at_a_time) / i64::from(key_blocks_in_group.max(1));
+            let near = (ORDERED_L2_BYTES / head_bytes.max(1)).max(heads.into());
+            if self.waits_in_order(spec) { of_batch.min(near).clamp(1, num_heads.max(1)) } else { in_l2 }
+        };
+        // Those of the first tiles.
+        let first_heads =
+            if self.makes_delta() { heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
+        let first_query_heads =
+            first_heads / i64::from(query_parts) * i64::from(problem.fwd.gqa_ratio() / parts);
+        Ok(Sm90BwdSchedule {
+            num_first_query_heads: first_query_heads as i32,
+            num_first_q_blocks: (first_query_heads * i64::from(queries)) as i32,
+            num_bias_blocks,
+            num_heads: num_heads as i32,
+            heads_per_l2_group: heads_per_l2_group as i32,
+            num_tiles: count("seqlen_k", keys, heads_of_sequence)?,
+            num_key_blocks: keys as i32,
+            num_q_blocks: queries as i32,
+            num_sms: num_sms as i32,
+            num_head_parts: parts as i32,
+            num_query_parts: query_parts as i32,
+            few_tiles_of_head: (FEW_TILES / dims.num_heads_kv.max(1)) as i32,
+            least_queries_of_part: least_queries_of_part.min(1 << 30) as i32,
+            side_by_side_period: side_by_side_period as i32,
+            side_by_side_heads: side_by_side_heads as i32,
+            key_blocks_in_group: key_blocks_in_group as i32,
+            head_sums: DevPtr::NULL,
+        })
+    }
+
+    /// Heads, or parts of them, whose tiles run before the next ones'.
+    pub(super) fn heads_per_l2_group(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+        parts: HeadParts,
+    ) -> i64 {
+        let dims = problem.fwd.dims;
+        let cluster_keys = (self.block_n * self.walk.cluster()).unsigned_abs();
+        let keys = dims.seqlen_k.div_ceil(cluster_keys) * self.walk.cluster().unsigned_abs();
+        // Masked, key blocks differ in length, and the last head's longest would end alone; ordered additions
+        // want a head's one after another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128
+        // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337,
+        // 348 at 2k. D 64 at 512 207, 201.
+        let in_groups =
+            problem.fwd.mask.kind() != MaskKind::Full && !self.waits_in_order(spec) && dims.seqlen_k >= 1024;
+        let heads_of_sequence = dims.num_heads_kv * parts.heads * parts.queries;
+        let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
+        let head_bytes =
+            i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts.heads) * row_bytes;
+        // Some two tiles to a multiprocessor, or the launch ends with few heads' longest ones.
+        let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
+        let group_bytes = if in_groups { L2_GROUP_BYTES.max(least * head_bytes) } else { 0 };
+        let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
+        heads_per_l2_group(num_heads, head_bytes, 1, group_bytes)
+    }
+
+    /// Of a deterministic call without a mask: in how many groups a head's key blocks (of clusters) run, a group at a
+    /// time, and groups of how many heads side by side. A head's 82 key blocks leave 50 of 132 multiprocessors to the
+    /// next head, whose others have yet to run, and it waits for them: two groups of 41, three heads side by side,
+    /// leave nine. By the heads of a sequence, of which there are `parts` to a kv head, whatever the batch.
+    pub(super) fn ordered_groups(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+        parts: u32,
+    ) -> (u32, u32) {
+        let dims = problem.fwd.dims;
+        let cluster = self.walk.cluster().unsigned_abs();
+        let units = (num_sms / cluster).max(1);
+        let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs() * cluster).max(1);
+        // Q and dO, and the sums of dQ: of one query head of a tile at a time.
+        let head_bytes = i64::from(dims.seqlen_q) * i64::from(padded_dim(spec)) * 8;
+        let near = u32::try_from(ORDERED_L2_BYTES / head_bytes.max(1)).unwrap_or(u32::MAX);
+        let heads = (dims.num_heads_kv * parts).min(near).max(1);
+        let least = key_blocks.div_ceil(units);
+        let of = |groups: u32| {
+            let side_by_side = (units / key_blocks.div_ceil(groups)).clamp(1, heads);
+            (groups, side_by_side)
+        };
+        let rounds = |(groups, heads): (u32, u32)| f64::from(groups) / f64::from(heads);
+        (least + 1..=key_blocks.min(least + 7)).fold(of(least), |best, groups| {
+            if rounds(of(groups)) < 0.95 * rounds(best) { of(groups) } else { best }
+        })
+    }
+}
+
+/// Queries and keys of a sequence, of the whole one where the call has a part of it.
+pub(super) fn lengths_of_whole(problem: &BwdProblem) -> [u32; 2] {
+    let dims = problem.fwd.dims;
+    problem.fwd.part.seqlens.unwrap_or([dims.seqlen_q, dims.seqlen_k])
+}

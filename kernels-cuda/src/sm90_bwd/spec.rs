@@ -1,0 +1,45 @@
+//! What the kernels ask of a spec.
+
+use fmha_core::MaskKind;
+use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
+
+use super::shared_memory::round_up;
+
+/// Both head dimensions as the tiles have them; TMA fills the rest with zeros.
+#[must_use]
+pub const fn padded_dim(spec: &BwdSpec) -> i32 {
+    let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
+    let dim = if qk > v { qk } else { v };
+    round_up(dim, 64)
+}
+
+/// A head dimension as products take it, 16 at a time.
+pub(super) const fn own_width(dim: i32) -> i32 {
+    round_up(dim, 16)
+}
+
+/// Whether a score is more than a scaled product, so that its rows have origins.
+#[must_use]
+pub fn modifies_score(spec: &BwdSpec) -> bool {
+    spec.fwd.softcap || spec.fwd.bias != BiasKind::None
+}
+
+/// How many of bias, soft-cap and dropout there are: each wants registers.
+pub(super) fn num_modifiers(spec: &BwdSpec) -> i32 {
+    let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
+    i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout)
+}
+
+/// Whether a mask may hide a key or a query from some of a block and not from all, so that 0 times its infinity reaches
+/// rows that it must not; such rows are computed again.
+#[must_use]
+pub fn repairs(spec: &BwdSpec) -> bool {
+    spec.fwd.mask != MaskKind::Full
+}
+
+/// Whether queries of a large LSE are left to [`repair`](super::repair), with P of 0 before: those of scores that nothing modifies. A
+/// branch for them in the main kernel's loop costs 2 to 10 %.
+#[must_use]
+pub fn leaves_far_queries(spec: &BwdSpec) -> bool {
+    !modifies_score(spec)
+}

@@ -1,0 +1,193 @@
+//! The tile: its fields, how consumers share out its work, and what follows from its way of dQ.
+
+use fmha_core::abi_spec;
+use fmha_core::fields::Takes;
+use fmha_core::spec::BwdSpec;
+
+use super::shared_memory::round_up;
+use super::spec::{modifies_score, own_width, padded_dim};
+use super::walk::{BwdWalk, DqFinish, DqPath};
+use crate::sm90::MAX_SMEM_BYTES;
+
+abi_spec! {
+    /// How the kernels compute.
+    pub struct Sm90BwdTile {
+        /// Query rows of a block: a multiple of 16.
+        pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 128]),
+        /// Keys of a CTA: 64 to a consumer warpgroup, or 64 to all.
+        pub block_n: i32 = Takes::among(&[64, 128]),
+        /// Blocks of Q in shared memory at a time.
+        pub stages_q: i32 = Takes::within(1, 4).tuned_over(&[2, 3]),
+        /// Blocks of dO in shared memory at a time.
+        pub stages_dout: i32 = Takes::within(1, 4),
+        /// Blocks of dS in shared memory at a time.
+        pub stages_ds: i32 = Takes::within(1, 4),
+        /// Steps of dBias that are in shared memory at a time: K, V, Q and dO of each.
+        pub stages_dbias: i32 = Takes::within(1, 4),
+        /// The loop of the consume role.
+        pub walk: BwdWalk = Takes::all().tuned(),
+        /// How dQ comes to its sums.
+        pub dq_path: DqPath = Takes::all().tuned(),
+        /// Where the sums become dQ.
+        pub dq_finish: DqFinish = Takes::all().tuned(),
+        /// Registers of a thread beside the consumers, who have the others.
+        pub load_registers: i32 = Takes::among(&[24, 40]).tuned(),
+        /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own rounds; else one
+        /// tile walks all of them.
+        pub head_parts: bool = Takes::all(),
+        /// Blocks that a mask or the end of the keys cuts have a loop of their own.
+        pub edges_apart: bool = Takes::all().tuned(),
+        /// Of each 16 exponentials, how many are polynomials on the multiply-add pipe.
+        pub exp2_polynomials: i32 = Takes::within(0, 8).tuned_over(&[0, 2, 4, 6]),
+        /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
+        pub persistent: bool = Takes::all().tuned(),
+        /// Soft-caps by `tanh(y) = 1 - 2 / (1 + exp(2 y))`; else by a `tanh` that small scores lose nothing in.
+        pub fast_softcap: bool = Takes::all(),
+        /// O and dO are read 16 bytes at a time; else element by element.
+        pub vector_load: bool = Takes::nothing(),
+        /// Gradients are stored 16 bytes at a time; else element by element.
+        pub vector_store: bool = Takes::nothing(),
+    }
+}
+
+/// Queries of a consumer's S where dimensions are split.
+pub(super) const SPLIT_QUERIES: i32 = 32;
+
+/// The padded head dimension whose dQ the consumers compute transposed, and share out by its dimension.
+pub(super) const TRANSPOSED_DQ_DIM: i32 = 128;
+
+pub(super) const fn transposes_dq(padded_dim: i32) -> bool {
+    padded_dim == TRANSPOSED_DQ_DIM
+}
+
+impl Sm90BwdTile {
+    /// Consumer warpgroups.
+    #[must_use]
+    pub const fn num_consumers(&self) -> i32 {
+        if self.walk.splits_dims() { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
+    }
+
+    /// Threads of a CTA of the main kernel.
+    #[must_use]
+    pub const fn num_threads(&self) -> i32 {
+        128 * (1 + self.num_consumers())
+    }
+
+    /// Queries of a consumer's S; columns of its dK and of its dV, or of the one that it has and none.
+    pub(super) const fn consumer_columns(&self, spec: &BwdSpec) -> (i32, i32, i32) {
+        let dim = padded_dim(spec);
+        let (qk, v) = (own_width(spec.fwd.head_dim_qk), own_width(spec.fwd.head_dim_v));
+        if matches!(self.walk, BwdWalk::GradientEach) {
+            (SPLIT_QUERIES, if qk > v { qk } else { v }, 0)
+        } else if self.walk.splits_dims() {
+            let columns = dim / self.num_consumers();
+            (SPLIT_QUERIES, columns, columns)
+        } else {
+            (self.block_m / self.walk.score_parts(), qk, v)
+        }
+    }
+
+    /// dQ's dimension among its sums.
+    pub(super) const fn dq_dim(&self, spec: &BwdSpec) -> i32 {
+        if self.walk.score_parts() > 1 { own_width(spec.fwd.head_dim_qk) } else { padded_dim(spec) }
+    }
+
+    /// Columns of a consumer's share of dQ, of all CTAs of its cluster.
+    pub(super) const fn dq_columns(&self, spec: &BwdSpec) -> i32 {
+        if matches!(self.walk, BwdWalk::GradientEach) {
+            // A chunk; the third one's halves are multiplied as the whole.
+            64 * self.walk.cluster()
+        } else if transposes_dq(padded_dim(spec)) {
+            self.block_m
+        } else if self.walk.splits_dims() || self.walk.score_parts() > 1 {
+            self.dq_dim(spec) / self.num_consumers()
+        } else {
+            padded_dim(spec)
+        }
+    }
+
+    /// V's dimension in shared memory: that of Q and K, or where there is no room for it its own.
+    pub(super) const fn v_columns(&self, spec: &BwdSpec) -> i32 {
+        if self.walk.score_parts() > 1 { round_up(spec.fwd.head_dim_v, 64) } else { padded_dim(spec) }
+    }
+
+    /// Rows of Q and dO that a CTA loads at a time.
+    #[must_use]
+    pub const fn loaded_rows(&self) -> i32 {
+        self.block_m / self.walk.cluster()
+    }
+
+    /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block,
+    /// which divide the main kernel's, since that lays the rows' numbers out.
+    #[must_use]
+    pub const fn of_dbias(&self) -> Self {
+        Self {
+            block_m: if self.block_m % 64 == 0 { 64 } else { self.block_m },
+            block_n: 128,
+            walk: BwdWalk::InOrder,
+            dq_path: DqPath::StoreWarp,
+            dq_finish: DqFinish::Launch,
+            head_parts: false,
+            load_registers: 24,
+            ..*self
+        }
+    }
+}
+
+impl Sm90BwdTile {
+    /// Whether consumers add dQ from their registers.
+    #[must_use]
+    pub const fn adds_from_registers(&self) -> bool {
+        matches!(self.dq_path, DqPath::Registers) || self.keeps_dq_apart() && self.walk.splits_dims()
+    }
+
+    /// Whether each key block has sums of dQ of its own.
+    #[must_use]
+    pub const fn keeps_dq_apart(&self) -> bool {
+        matches!(self.dq_path, DqPath::Apart)
+    }
+
+    /// Whether key blocks wait for each other, to add to dQ in an order.
+    pub(super) const fn waits_in_order(&self, spec: &BwdSpec) -> bool {
+        spec.deterministic && !self.keeps_dq_apart()
+    }
+
+    /// Whether the main kernel finishes dQ.
+    #[must_use]
+    pub const fn finishes_dq(&self) -> bool {
+        !matches!(self.dq_finish, DqFinish::Launch)
+    }
+
+    /// Whether it makes delta too.
+    #[must_use]
+    pub const fn makes_delta(&self) -> bool {
+        matches!(self.dq_finish, DqFinish::BesideWithDelta)
+    }
+
+    /// Whether the main kernel may finish dQ, but for room in shared memory.
+    pub(super) const fn may_finish_dq(&self, spec: &BwdSpec) -> bool {
+        self.persistent
+            && !self.adds_from_registers()
+            && !spec.deterministic
+            && self.walk.score_parts() == 1
+            && self.walk.cluster() == 1
+    }
+
+    /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros to write
+    /// either. Modified scores of some rows are measured from an origin, for which preprocess alone has the registers.
+    pub(super) fn may_make_delta(&self, spec: &BwdSpec) -> bool {
+        let fits = matches!(self.dq_path, DqPath::FirstStores) && self.vector_load && self.block_m % 32 == 0;
+        fits && !modifies_score(spec)
+    }
+
+    /// Takes the nearest finish of dQ that the other fields allow and shared memory has room for: a launch of
+    /// its own where the main kernel may not finish it, and delta by preprocess where that may not make it.
+    pub fn fit_finish(&mut self, spec: &BwdSpec) {
+        if self.makes_delta() && !self.may_make_delta(spec) {
+            self.dq_finish = DqFinish::Beside;
+        }
+        if self.finishes_dq() && !(self.may_finish_dq(spec) && self.smem_bytes(spec) <= MAX_SMEM_BYTES) {
+            self.dq_finish = DqFinish::Launch;
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! What the kernels want of the workspace beside what every backward does.
+
+use fmha_core::spec::BwdSpec;
+use fmha_core::{BwdProblem, QLayout};
+
+use super::schedule::Sm90BwdSchedule;
+use super::spec::{padded_dim, repairs};
+use super::tile::Sm90BwdTile;
+
+impl Sm90BwdTile {
+    /// Sums of dQ of a query row: those of each key block (of a cluster), or one.
+    #[must_use]
+    pub fn dq_parts(&self, problem: &BwdProblem) -> u32 {
+        let keys = (self.block_n * self.walk.cluster()).unsigned_abs();
+        if self.keeps_dq_apart() { problem.fwd.dims.seqlen_k.div_ceil(keys).max(1) } else { 1 }
+    }
+
+    /// Bytes of the sums of dQ of all its rows, 2^64 - 1 of more.
+    pub(super) fn dq_bytes(&self, problem: &BwdProblem, spec: &BwdSpec) -> u64 {
+        let dims = problem.fwd.dims;
+        let rows =
+            u64::from(dims.batch).saturating_mul(u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q));
+        let row_bytes = 4 * u64::from(padded_dim(spec).unsigned_abs()) * u64::from(self.dq_parts(problem));
+        rows.saturating_mul(row_bytes)
+    }
+
+    /// Whether the sums of dQ that key blocks have apart are few enough.
+    ///
+    /// # Errors
+    /// More than 4 GiB of them.
+    pub fn check_room_for_dq(&self, problem: &BwdProblem, spec: &BwdSpec) -> Result<(), String> {
+        let bytes = self.dq_bytes(problem, spec);
+        if self.keeps_dq_apart() && bytes > 4 << 30 {
+            let parts = self.dq_parts(problem);
+            return Err(format!(
+                "dq_path apart: sums of dQ of {parts} key blocks are {bytes} bytes, more than 4 GiB"
+            ));
+        }
+        Ok(())
+    }
+
+    /// The f32 sums of dK and dV in bytes, those of a key block or, of deterministic calls of equal lengths, of each of its tiles, and
+    /// how many additions a key block's have had; 0 where each tile has a kv head's query heads alone.
+    #[must_use]
+    pub fn head_sums_bytes(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
+        let parts = (schedule.num_head_parts * schedule.num_query_parts).unsigned_abs().max(1);
+        let apart = spec.deterministic && spec.fwd.q_layout == QLayout::Batch;
+        let tiles = u64::from(schedule.num_tiles.unsigned_abs() / if apart { 1 } else { parts });
+        let sums = u64::from(self.block_n.unsigned_abs()) * 8 * u64::from(padded_dim(spec).unsigned_abs());
+        let counts = 16 * u64::from(self.num_consumers().unsigned_abs());
+        if self.head_parts { tiles * (sums + counts) } else { 0 }
+    }
+
+    /// Flags, one to each consumer warp of each tile and one to each CTA that finishes dQ, or each query block: whether its dK
+    /// and dV, or its dQ, have a number that is not finite. None without [`repairs`].
+    #[must_use]
+    pub fn num_non_finite_flags(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
+        if repairs(spec) {
+            let of_queries = u64::from(q_blocks) * u64::from(self.finish_ctas(spec).unsigned_abs());
+            4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) + of_queries
+        } else {
+            0
+        }
+    }
+}
