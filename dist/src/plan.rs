@@ -661,7 +661,8 @@ impl BwdPlan {
 
 /// f32 numbers that every rank has alike: the first of them to be read, and all by their hash, FNV-1a, which is that of any machine.
 fn numbers(bytes: &[u8]) -> String {
-    let numbers = bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
+    let numbers =
+        bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
     let (count, first): (_, Vec<_>) = (bytes.len() / 4, numbers.take(4).collect());
     let hash = bytes
         .iter()

@@ -74,7 +74,12 @@ fn pairs() -> Vec<Pair> {
         let mut whole = of(2, "b");
         whole.score.softmax_scale = scale;
         let problem = Problem::new(whole, Partition::replicated(2, RANKS));
-        Call { problem: problem.keys(Partition::contiguous(ROWS, RANKS)), backward: false, seed: 0, each: 0.0 }
+        Call {
+            problem: problem.keys(Partition::contiguous(ROWS, RANKS)),
+            backward: false,
+            seed: 0,
+            each: 0.0,
+        }
     });
     let scheme = Scheme::Decode;
     all.push(Pair { name: scheme.to_string(), scheme, calls, field: "softmax_scale" });

@@ -132,7 +132,12 @@ pub(crate) fn sizes(request: &Request) -> Result<Sizes, Wrong> {
 }
 
 /// A bound that nobody gave would leave every row out, which a GPU, where lengths are read as the kernel runs, tells nobody.
-pub(crate) fn longest_is_said(bound: &str, longest: i64, rows: &str, total: Option<i64>) -> Result<(), Wrong> {
+pub(crate) fn longest_is_said(
+    bound: &str,
+    longest: i64,
+    rows: &str,
+    total: Option<i64>,
+) -> Result<(), Wrong> {
     let total = total.unwrap_or(0);
     ensure!(longest != 0 || total == 0, "{bound} is 0 (its default), but {rows} has {total} packed rows");
     Ok(())
