@@ -579,8 +579,8 @@ int fmha_dist_plan(const struct FmhaCall *call,
 // dropout_offset, which the ranks have alike. On a device it is queued on the stream; on the host it is done
 // when this returns. Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
 //
-// # Safety `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large
-// as the plan's.
+// # Safety
+// `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large as the plan's.
 int fmha_dist_run(const struct FmhaDistPlan *plan,
                   const struct FmhaCall *call);
 

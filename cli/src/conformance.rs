@@ -86,6 +86,11 @@ impl ConformanceArgs {
         }
         let backend = self.backend.open()?;
         let mut plan = self.backend.plan_options();
+        let known = backend.kernels();
+        if let Some(kernel) = plan.kernel.as_ref().filter(|&kernel| !known.contains(&kernel.as_str())) {
+            let known = known.join(", ");
+            return Err(Failure::wrong(format!("kernel `{kernel}` is none of {}: {known}", backend.name())));
+        }
         // Any kernel that is right will do, unless it is one kernel that is asked about.
         plan.allow_fallback |= plan.kernel.is_none();
         let cases = match self.deal {

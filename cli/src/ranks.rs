@@ -10,7 +10,7 @@ use clap::Args;
 use fmha::{Bias, BwdArgs, DevBuffer, Device, FwdArgs, MemorySpace, PlanOptions, Stream, Strides};
 use fmha_conformance::tensor::{Operand, Operands};
 use fmha_dist::{
-    BwdPlan, FwdPlan, Group, Links, Nccl, Options, Partition, Problem, Rendezvous, Scheme, connect,
+    BwdPlan, FwdPlan, Group, Links, MAX_RANKS, Nccl, Options, Partition, Problem, Rendezvous, Scheme, connect,
 };
 
 use crate::failure::Failure;
@@ -111,12 +111,16 @@ impl RankArgs {
 
     /// Which scheme so many ranks would take, and what each would cost, by the model of kernels and links.
     pub(super) fn explain(&self, setup: &Setup, ranks: u32, kernels: PlanOptions) -> Result<String, Failure> {
+        if ranks > MAX_RANKS {
+            return Err(Failure::wrong(format!("ranks {ranks} are more than the {MAX_RANKS} of a group")));
+        }
         let problem = self.problem(setup, ranks);
         let choice = fmha_dist::choose(&problem, ranks, setup.bwd.is_some(), &self.options(kernels)?);
         Ok(choice?.to_string())
     }
 
-    /// What is wrong by the words of the command alone: before anything is computed.
+    /// What is wrong by the words of the command alone: before anything is computed. A bias and gradients of LSE too, which a
+    /// program that cuts its own tensors may have.
     pub(super) fn check(&self, setup: &Setup, kernels: PlanOptions) -> Result<(), Failure> {
         let Some(ranks) = self.ranks else { return Ok(()) };
         if ranks > MAX_PROCESSES {
@@ -124,6 +128,7 @@ impl RankArgs {
                 "ranks {ranks} are more than the {MAX_PROCESSES} processes of this command"
             )));
         }
+        cuts(setup, ranks)?;
         self.explain(setup, ranks, kernels).map(drop)
     }
 
@@ -237,7 +242,7 @@ impl RankArgs {
     pub(super) fn over_processes(&self, setup: &Setup, call: &mut Call) -> Result<(f64, String), Failure> {
         let ranks = self.ranks.unwrap_or(1);
         let problem = self.problem(setup, ranks);
-        takes(setup, &problem, call)?;
+        takes(&problem, call)?;
         let folder = tempfile::tempdir().map_err(|error| Failure::file(&std::env::temp_dir(), &error))?;
         let program =
             std::env::current_exe().map_err(|error| Failure::wrong(format!("this command: {error}")))?;
@@ -353,15 +358,23 @@ fn fastest(
     Ok(fastest)
 }
 
-/// What this command hands to ranks: contiguous rows, and operands that have none.
-fn takes(setup: &Setup, problem: &Problem, call: &Call) -> Result<(), Failure> {
-    let refuse = |what: &str| Err(Failure::wrong(format!("ranks {}: {what}", problem.q.ranks())));
-    let elementwise = matches!(setup.fwd.score.bias, Bias::Elementwise(_));
-    if elementwise {
+/// What this command hands to ranks besides rows of Q, K, V and O: operands that all have whole.
+fn cuts(setup: &Setup, ranks: u32) -> Result<(), Failure> {
+    let refuse = |what: &str| Err(Failure::wrong(format!("ranks {ranks}: {what}")));
+    if matches!(setup.fwd.score.bias, Bias::Elementwise(_)) {
         return refuse(
             "bias e: each rank has its own rows of it, which this command does not cut (a:N is taken)",
         );
     }
+    if setup.bwd.as_ref().is_some_and(|bwd| bwd.has_dlse) {
+        return refuse("dlse: gradients of LSE are for 1 device here");
+    }
+    Ok(())
+}
+
+/// Of tensors, those that are contiguous.
+fn takes(problem: &Problem, call: &Call) -> Result<(), Failure> {
+    let refuse = |what: &str| Err(Failure::wrong(format!("ranks {}: {what}", problem.q.ranks())));
     for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
         let tensor = call.operands().expect(operand);
         if tensor.strides != Strides::bshd(tensor.shape) {
@@ -369,11 +382,6 @@ fn takes(setup: &Setup, problem: &Problem, call: &Call) -> Result<(), Failure> {
                 "tensors are contiguous b*s*h*d, with no --iperm, --operm, --vlayout c or padding",
             );
         }
-    }
-    let own = call.operands();
-    let more = [Operand::Dlse, Operand::KeepMask].into_iter().any(|operand| own.get(operand).is_some());
-    if more {
-        return refuse("0 gradients of LSE and 0 keep masks go over ranks");
     }
     Ok(())
 }

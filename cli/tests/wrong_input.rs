@@ -76,6 +76,7 @@ fn put_files(folder: &Path) {
         "good.toml",
         b"[[table]]\nname = 't'\ntitle = ''\nrows = [{ b = 1, h = 1, s = 4, d = 8 }]\n".to_vec(),
     );
+    put("twice.txt", b"latency = 1 # seconds\nlatency = 2\n".to_vec());
     put("twice.toml", b"[[table]]\nname = 't'\nname = 't'\n".to_vec());
 }
 
@@ -253,6 +254,14 @@ const TABLE: &[(&str, &[&str])] = &[
     ("conformance --drawn 3:0", &["drawn", "`3:0`", "100000"]),
     ("conformance --drawn 3:2 --filter nobody", &["nobody", "0 of 2"]),
     ("conformance --backend rocm", &["rocm"]),
+    ("conformance --backend cpu --filter edges --kernel sm90", &["kernel `sm90`", "cpu-fwd"]),
+    // Ranks.
+    ("run -s 4 --ranks 65", &["ranks 65", "64"]),
+    ("explain -s 4 --ranks 1000000000", &["ranks 1000000000", "16384"]),
+    ("run -s 4 --ranks 2 --bias e", &["ranks 2", "bias e"]),
+    ("run -s 4 --ranks 2 --backward --dlse", &["ranks 2", "dlse"]),
+    ("run -s 4 --ranks 4 --page-size 2", &["rank 0, kv_layout: pages", "here 4"]),
+    ("explain -s 4 --ranks 4 --links twice.txt", &["`latency = 2`", "2 times"]),
 ];
 
 #[test]
@@ -284,6 +293,7 @@ fn every_wrong_input_gets_one_line_with_the_field_and_the_number() {
         let ran = fmha_in(folder.path(), line);
         assert_eq!(ran.status, 2, "`fmha {line}`: {}{}", ran.out, ran.err);
         assert_eq!(ran.err.lines().count(), 1, "`fmha {line}`: {}", ran.err);
+        assert!(!ran.out.contains("\ntime "), "`fmha {line}` computes first: {}", ran.out);
         assert!(ran.err.starts_with("error: "), "`fmha {line}`: {}", ran.err);
         assert!(!ran.err.contains("mask mask") && !ran.err.contains("backend backend"), "{}", ran.err);
         assert!(ran.err.matches("--help").count() <= 1, "`fmha {line}`: {}", ran.err);

@@ -58,7 +58,7 @@ mod scheme;
 
 pub use agree::refuse;
 pub use error::{Error, Result};
-pub use group::{Block, Exchange, Group, Host, Nccl, Parcel, Rendezvous, connect, threads};
+pub use group::{Block, Exchange, Group, Host, MAX_RANKS, Nccl, Parcel, Rendezvous, connect, threads};
 pub use model::{Estimate, Links};
 pub use partition::Partition;
 pub use plan::{BwdPlan, Choice, FwdPlan, Options, choose};

@@ -90,6 +90,7 @@ impl FromStr for Links {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut links = Self::default();
+        let mut said = Vec::new();
         for line in text.lines() {
             let line = line.split('#').next().unwrap_or_default().trim();
             if line.is_empty() {
@@ -101,6 +102,10 @@ impl FromStr for Links {
             if !(value.is_finite() && value > 0.0) {
                 return Err(format!("`{line}`: {value} is not finite and positive"));
             }
+            if said.contains(&name.trim()) {
+                return Err(format!("`{line}`: {} is said 2 times", name.trim()));
+            }
+            said.push(name.trim());
             if name.trim() == "ranks_per_host" {
                 let ranks = number.trim().parse::<u32>();
                 links.ranks_per_host = Some(ranks.map_err(|error| format!("`{line}`: {error}"))?.max(1));

@@ -399,15 +399,11 @@ impl Planned {
         score: ScoreArgs<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let p_drop = self.whole.fwd.dropout.p_drop;
-        if p_drop > 0.0 {
-            // What a plan does not know: ranks that drop by other seeds do not compute one problem.
-            let mut says = self.says.to_vec();
-            let DropoutSeed { seed, offset } = score.dropout;
-            says.push(("dropout".to_owned(), format!("seed {seed}, offset {offset}")));
-            self.group.begins(&says.into())?;
-        } else {
+        let brought = self.brought(score);
+        if brought.is_empty() {
             self.group.begins(&self.says)?;
+        } else {
+            self.group.begins(&self.says.iter().cloned().chain(brought).collect())?;
         }
         let call = call.map_err(|error| self.group.fail(error))?;
         if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
@@ -424,6 +420,28 @@ impl Planned {
             self.group.share(&[])?;
         }
         Ok(())
+    }
+
+    /// What a plan does not know: ranks that drop by other seeds do not compute one problem, nor do those with other slopes, sinks
+    /// or scales. What lies in a device's memory nobody here reads.
+    fn brought(&self, score: ScoreArgs<'_>) -> Vec<(String, String)> {
+        let mut says = Vec::new();
+        if self.whole.fwd.dropout.p_drop > 0.0 {
+            let DropoutSeed { seed, offset } = score.dropout;
+            says.push(("dropout".to_owned(), format!("seed {seed}, offset {offset}")));
+        }
+        for (field, slice) in [
+            ("alibi_slopes", score.alibi_slopes),
+            ("sink", score.sink),
+            ("descale_q", score.descale_q),
+            ("descale_k", score.descale_k),
+            ("descale_v", score.descale_v),
+        ] {
+            if let Some(bytes) = slice.as_ref().and_then(DevSlice::as_host) {
+                says.push((field.to_owned(), numbers(bytes)));
+            }
+        }
+        says
     }
 
     fn explain(&self) -> String {
@@ -639,6 +657,17 @@ impl BwdPlan {
         });
         self.planned.run(call, score, stream)
     }
+}
+
+/// f32 numbers that every rank has alike: the first of them to be read, and all by their hash, FNV-1a, which is that of any machine.
+fn numbers(bytes: &[u8]) -> String {
+    let numbers =
+        bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
+    let (count, first): (_, Vec<_>) = (bytes.len() / 4, numbers.take(4).collect());
+    let hash = bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+    format!("{first:?}, {count} numbers of hash {hash:016x}")
 }
 
 #[cfg(test)]

@@ -76,8 +76,8 @@ impl Problem {
             ("head_dim_qk", dims.head_dim_qk.to_string()),
             ("head_dim_v", dims.head_dim_v.to_string()),
             ("mask", whole.mask.to_string()),
-            ("softmax_scale", format!("{:?}", whole.score.softmax_scale)),
-            ("softcap", format!("{:?}", whole.score.softcap)),
+            ("softmax_scale", whole.resolved_softmax_scale().to_string()),
+            ("softcap", whole.score.softcap.map_or("none".to_owned(), |softcap| softcap.to_string())),
             (
                 "bias",
                 match whole.score.bias {
@@ -159,40 +159,25 @@ impl Whole {
         let unset = fmha::CacheUse::default();
         let fp8_o = whole.dtypes.o.is_fp8();
         for (field, there, what) in [
-            ("kv_layout", whole.layout.kv.is_paged(), "pages are of one device, 0 ranks share them"),
-            (
-                "v_layout",
-                whole.layout.v != VLayout::RowMajor,
-                "V column-major does not go over several ranks",
-            ),
-            (
-                "seqused_q",
-                whole.layout.seqused_q,
-                "lengths of a device are not known to 1 plan of several ranks",
-            ),
-            (
-                "seqused_k",
-                whole.layout.seqused_k,
-                "lengths of a device are not known to 1 plan of several ranks",
-            ),
-            ("cache", whole.cache != unset, "append, rotary, quantised caches and trees are of 1 device"),
-            ("write_keep_mask", whole.dropout.write_keep_mask, "the keep mask is written by 1 device alone"),
-            ("part", !whole.part.is_whole(), "the problem is the whole, and no part of 1"),
-            ("dtype_o", fp8_o, "an FP8 O is rounded by 1 device alone"),
+            ("kv_layout", whole.layout.kv.is_paged(), "pages are"),
+            ("v_layout", whole.layout.v != VLayout::RowMajor, "a column-major V is"),
+            ("seqused_q", whole.layout.seqused_q, "lengths that lie in memory are"),
+            ("seqused_k", whole.layout.seqused_k, "lengths that lie in memory are"),
+            ("cache", whole.cache != unset, "append, rotary, quantised caches and trees are"),
+            ("write_keep_mask", whole.dropout.write_keep_mask, "a keep mask is"),
+            ("part", !whole.part.is_whole(), "a part of a longer sequence is"),
+            ("dtype_o", fp8_o, "an FP8 O is"),
         ] {
             if there {
-                return wrong(field, format!("{field}: {what}"));
+                return wrong(field, format!("{what} for 1 device alone, not for ranks (here {ranks})"));
             }
         }
         let packed = (whole.layout.q == QLayout::Packed, whole.layout.kv == KvLayout::Packed);
         if packed.0 != packed.1 {
-            return wrong(
-                "kv_layout",
-                "kv_layout: queries and keys are packed both, or 0 of them".to_owned(),
-            );
+            return wrong("kv_layout", "queries and keys are packed both, or 0 of them".to_owned());
         }
         if packed.0 && matches!(whole.score.bias, Bias::Elementwise(_)) {
-            return wrong("bias", "bias: packed rows of several ranks take ALiBi or 0 bias".to_owned());
+            return wrong("bias", "packed rows of several ranks take ALiBi or 0 bias".to_owned());
         }
         let axis = |side: &str, partition: &Partition, cu: &Option<Vec<u32>>, seqlen: u32| -> Result<Axis> {
             let field = format!("cu_seqlens_{side}");
@@ -233,7 +218,7 @@ impl Whole {
         let q = axis("q", &problem.q, &problem.cu_seqlens_q, dims.seqlen_q)?;
         let k = axis("k", &problem.k, &problem.cu_seqlens_k, dims.seqlen_k)?;
         if k.partition.is_replicated() && ranks > 1 {
-            return wrong("partition", "partition: keys that every rank has need 1 rank".to_owned());
+            return wrong("partition", format!("keys that every rank has are for 1 rank, not for {ranks}"));
         }
         Ok(Self {
             fwd: whole,

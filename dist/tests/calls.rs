@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fmha::{
-    BwdArgs, DType, DevSlice, DevSliceMut, Device, Dims, DropoutSeed, FwdArgs, FwdProblem, ScoreArgs,
+    Bias, BwdArgs, DType, DevSlice, DevSliceMut, Device, Dims, DropoutSeed, FwdArgs, FwdProblem, ScoreArgs,
 };
 use fmha_dist::{
     BwdPlan, Error, FwdPlan, Group, Links, Options, Partition, Problem, Rendezvous, Scheme, connect,
@@ -28,6 +28,8 @@ struct Call {
     problem: Problem,
     backward: bool,
     seed: u64,
+    /// Each of the sinks and slopes, where it has some.
+    each: f32,
 }
 
 /// Two calls, whose tensors have the same bytes, and the field that tells them apart.
@@ -53,7 +55,7 @@ fn pairs() -> Vec<Pair> {
     };
     let call = |whole: FwdProblem, backward, seed| {
         let problem = Problem::new(whole, Partition::zig_zag(ROWS, RANKS));
-        Call { problem, backward, seed }
+        Call { problem, backward, seed, each: 0.0 }
     };
     let mut all = Vec::new();
     for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
@@ -72,10 +74,22 @@ fn pairs() -> Vec<Pair> {
         let mut whole = of(2, "b");
         whole.score.softmax_scale = scale;
         let problem = Problem::new(whole, Partition::replicated(2, RANKS));
-        Call { problem: problem.keys(Partition::contiguous(ROWS, RANKS)), backward: false, seed: 0 }
+        Call {
+            problem: problem.keys(Partition::contiguous(ROWS, RANKS)),
+            backward: false,
+            seed: 0,
+            each: 0.0,
+        }
     });
     let scheme = Scheme::Decode;
     all.push(Pair { name: scheme.to_string(), scheme, calls, field: "softmax_scale" });
+    let slopes = of(ROWS, "b").bias(Bias::Alibi { per_batch: false });
+    for (whole, scheme, field) in
+        [(of(ROWS, "b").sink(true), Scheme::Ring, "sink"), (slopes, Scheme::Gather, "alibi_slopes")]
+    {
+        let calls = [0.5, 0.75].map(|each| Call { each, ..call(whole.clone(), false, 0) });
+        all.push(Pair { name: scheme.to_string(), scheme, calls, field });
+    }
     all
 }
 
@@ -104,7 +118,12 @@ impl Plan {
         let lse = vec![0u8; queries * 4];
         let read = |bytes| DevSlice::host::<u8>(bytes);
         let fresh = |like: &[u8]| vec![UNTOUCHED; like.len()];
-        let score = ScoreArgs::default().dropout(DropoutSeed { seed: call.seed, offset: 0 });
+        let (of_each, modifiers) = ([call.each; HEADS], call.problem.whole.score);
+        let each = |wanted: bool| wanted.then(|| DevSlice::host(&of_each));
+        let score = ScoreArgs::default()
+            .dropout(DropoutSeed { seed: call.seed, offset: 0 })
+            .sink(each(modifiers.sink))
+            .alibi_slopes(each(matches!(modifiers.bias, Bias::Alibi { .. })));
         let stream = device.default_stream();
         let (ran, written) = match self {
             Self::Forward(plan) => {

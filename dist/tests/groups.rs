@@ -64,7 +64,7 @@ fn a_rank_that_means_another_problem_is_named_on_every_rank() {
     };
     let mut wrong = right.clone();
     wrong.whole.score.softcap = Some(2.0);
-    all_say(run(&wrong), 2, "softcap", "rank 2 says softcap Some(2.0), but most say None");
+    all_say(run(&wrong), 2, "softcap", "rank 2 says softcap 2, but most say none");
     let mut wrong = right.clone();
     wrong.whole.dims.num_heads_kv = 1;
     all_say(run(&wrong), 2, "num_heads_kv", "but most say 2");

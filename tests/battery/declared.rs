@@ -1,6 +1,6 @@
 //! Which refusals are part of a backend's promise. Any other is a failure.
 
-use fmha_core::{Bias, DType, FwdProblem};
+use fmha_core::{Bias, DType, FwdProblem, KvLayout, QLayout};
 
 use crate::case::{Body, Case};
 use crate::law::LawKind;
@@ -9,6 +9,8 @@ use crate::law::LawKind;
 pub struct Declared {
     /// [`fmha_core::Device::kind`].
     pub backend: &'static str,
+    /// Which of its kernels refuses, where that is the one that was asked for; `None`: any, so that a slow one may have to serve.
+    pub kernel: Option<&'static str>,
     /// What it does not take, for the report.
     pub what: &'static str,
     /// The cases it may refuse for it.
@@ -38,57 +40,106 @@ fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
 pub const DECLARED: &[Declared] = &[
     Declared {
         backend: "cuda",
+        kernel: None,
         what: "f32 inputs are the CPU backend's",
         applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
     },
     Declared {
         backend: "cuda",
+        kernel: None,
         what: "NVIDIA computes in the OCP FP8 types, not in FNUZ",
         applies: |_, problem| uses(problem, |dtype| matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz)),
     },
     Declared {
         backend: "cuda",
+        kernel: None,
         what: "Hopper's kernel takes ALiBi's slope from scores that are not scaled: a scale below 1e-30 is simt's",
         applies: |_, problem| problem.is_some_and(alibi_beside_a_tiny_scale),
     },
     Declared {
         backend: "cuda",
+        kernel: None,
         what: "dropout of a part whose keys begin amid four of the whole's: kernels of tiles decide for four keys at once",
         applies: dropout_between_quads,
     },
     Declared {
         backend: "rocm",
+        kernel: None,
         what: "dropout of a part whose keys begin amid four of the whole's: kernels of tiles decide for four keys at once",
         applies: dropout_between_quads,
     },
     Declared {
         backend: "rocm",
+        kernel: None,
         what: "f32 inputs are the CPU backend's",
         applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
     },
     Declared {
         backend: "rocm",
+        kernel: None,
         what: "gfx942 computes in the FNUZ FP8 types, gfx950 and gfx1201 in OCP, gfx90a and gfx1100 in none",
         applies: |_, problem| uses(problem, DType::is_fp8),
     },
     Declared {
         backend: "cuda",
+        kernel: None,
         what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks: kernels other than sm80's take none",
         applies: updates_the_cache,
     },
     Declared {
         backend: "rocm",
+        kernel: None,
         what: "FP8 caches: gfx90a and RDNA take none of the four types, gfx942 FNUZ, gfx950 OCP",
         applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
     },
+    Declared {
+        backend: "cuda",
+        kernel: Some("sm90_widened"),
+        what: "rows that sm90 reads as they lie: sm90_widened brings caches of FP8 or in another layout than Q's, and no others",
+        applies: is_no_cache_to_widen,
+    },
 ];
 
-/// Why `backend` may refuse `case`, if it may.
+/// Not a cache that another kernel's rows are made of: of FP8, or lying otherwise than Q, in whole words of 16 elements.
+fn is_no_cache_to_widen(case: &Case, problem: Option<&FwdProblem>) -> bool {
+    let is_one = problem.is_some_and(|problem| {
+        let own = if problem.layout.q == QLayout::Packed { KvLayout::Packed } else { KvLayout::Strided };
+        let whole = [problem.dims.head_dim_qk, problem.dims.head_dim_v].iter().all(|dim| dim % 16 == 0);
+        whole && (problem.cache.dtype.is_some() || problem.layout.kv != own)
+    });
+    !is_one || matches!(&case.body, Body::Law(_))
+}
+
+/// Why `backend` may refuse `case`, if it may; `kernel`, where one was asked for.
 #[must_use]
-pub fn why(backend: &str, case: &Case) -> Option<&'static str> {
+pub fn why(backend: &str, kernel: Option<&str>, case: &Case) -> Option<&'static str> {
     let problem = case.problem();
     DECLARED
         .iter()
-        .find(|declared| declared.backend == backend && (declared.applies)(case, problem))
+        .find(|declared| {
+            declared.backend == backend
+                && (declared.kernel.is_none() || declared.kernel == kernel)
+                && (declared.applies)(case, problem)
+        })
         .map(|declared| declared.what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a kernel need not take where it was asked for is no promise less of the others, or of the backend.
+    #[test]
+    fn a_kernel_that_was_asked_for_may_refuse_what_another_one_reads_as_it_lies() {
+        let declared = |kernel, name: &str| {
+            let case = crate::case::all().into_iter().find(|case| case.name == name);
+            case.map(|case| why("cuda", kernel, &case).is_some())
+        };
+        let (as_it_lies, in_pages) = ("decode/score/softcap/bf16/q4/b", "decode/paged/bf16/p3/s17x90/b/hnd");
+        assert_eq!(declared(Some("sm90_widened"), as_it_lies), Some(true));
+        assert_eq!(declared(Some("sm90_widened"), in_pages), Some(false));
+        for kernel in [None, Some("sm90"), Some("sm80")] {
+            assert_eq!(declared(kernel, as_it_lies), Some(false), "{kernel:?}");
+        }
+    }
 }

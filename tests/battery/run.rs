@@ -76,10 +76,12 @@ impl Case {
         match result {
             Ok(Ok(verdict)) if verdict.pass() => (Outcome::Passed, verdict.to_string()),
             Ok(Ok(verdict)) => (Outcome::Failed, verdict.to_string()),
-            Ok(Err(error @ Error::Unsupported { .. })) => match declared::why(backend.kind(), self) {
-                Some(why) => (Outcome::Refused, format!("{why}: {error}")),
-                None => (Outcome::Failed, format!("undeclared refusal: {error}")),
-            },
+            Ok(Err(error @ Error::Unsupported { .. })) => {
+                match declared::why(backend.kind(), options.plan.kernel.as_deref(), self) {
+                    Some(why) => (Outcome::Refused, format!("{why}: {error}")),
+                    None => (Outcome::Failed, format!("undeclared refusal: {error}")),
+                }
+            }
             Ok(Err(error)) => (Outcome::Failed, error.to_string()),
             Err(panic) => {
                 let text = panic

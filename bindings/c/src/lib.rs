@@ -52,7 +52,8 @@ fn guard_text(body: impl FnOnce() -> Result<(), String>) -> c_int {
         Err(_) => "internal error: a panic was caught at the C boundary".to_owned(),
     };
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-    LAST_ERROR.with(|last| *last.borrow_mut() = text);
+    // A thread that ends may have lost its text already, and calls on.
+    let _ = LAST_ERROR.try_with(|last| *last.borrow_mut() = text);
     1
 }
 
@@ -300,5 +301,5 @@ pub unsafe extern "C" fn fmha_drop_buffer(buffer: *mut FmhaBuffer) {
 /// What the last call on this thread that did not return 0 had to say; valid until the next such.
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_last_error() -> *const c_char {
-    LAST_ERROR.with(|last| last.borrow().as_ptr())
+    LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }

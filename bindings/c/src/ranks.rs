@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use fmha::{BwdArgs, DevSlice, DevSliceMut, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
-use fmha_dist::{BwdPlan, FwdPlan, Group, Nccl, Partition, Rendezvous};
+use fmha_dist::{BwdPlan, FwdPlan, Group, MAX_RANKS, Nccl, Partition, Rendezvous};
 
 use crate::agree;
 use crate::guard_text;
@@ -283,6 +283,9 @@ pub unsafe extern "C" fn fmha_dist_rows(
         }
         let cut = || -> crate::Result<(Partition, u32)> {
             let (rows, ranks) = (host::size("rows", rows)?, host::size("size", size)?);
+            if ranks > MAX_RANKS {
+                return Err(refused("size", format!("size {ranks} is more than the {MAX_RANKS} of a group")));
+            }
             let at = host::size("rank", rank)?;
             if at >= ranks {
                 return Err(refused("rank", format!("rank {at} is not below size {ranks}")));
@@ -345,8 +348,8 @@ pub unsafe extern "C" fn fmha_dist_plan(
 /// dropout_offset, which the ranks have alike. On a device it is queued on the stream; on the host it is done
 /// when this returns. Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
 ///
-/// # Safety `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large
-/// as the plan's.
+/// # Safety
+/// `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large as the plan's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const FmhaCall) -> c_int {
     guard_text(|| {

@@ -70,8 +70,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         k: ``[batch, seqlen_k, num_heads_kv, head_dim_qk]``, packed, or with ``block_table`` paged
             ``[num_pages, page_size, num_heads_kv, head_dim_qk]``. ``num_heads_q`` is a multiple of ``num_heads_kv``.
         v: as ``k``, of ``head_dim_v``.
-        mask: ``None``, ``"causal"`` (bottom-right), ``"b:left,right"``, ``"t:left,right"``, ``"g:y,x"``, or a
-            :class:`Mask`.
+        mask: ``None``, ``"causal"`` (bottom-right), ``"b:left,right"``, ``"t:left,right"``, ``"g:y,x"``, each with
+            ``",sink"`` for as many first keys that a left bound does not hide, or a :class:`Mask`.
         softmax_scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(head_dim_qk)``, 0 is 0.
         softcap: ``softcap * tanh(score / softcap)``; ``None`` or 0 is none.
         bias: ``[batch, num_heads_q, seqlen_q, seqlen_k]``, f32 or Q's type, axes of size 1 in front broadcast;
@@ -79,7 +79,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         alibi_slopes: f32 ``[num_heads_q]`` or ``[batch, num_heads_q]``.
         sink: f32 ``[num_heads_q]``, enters the softmax's denominator; differentiable.
         cu_seqlens_q, cu_seqlens_k: i32 ``[batch + 1]``, on the device: packed sequences. ``max_seqlen_q`` and
-            ``max_seqlen_k`` are upper bounds of their lengths then.
+            ``max_seqlen_k`` are upper bounds of their lengths, which have to be given then.
         seqused_q, seqused_k: i32 ``[batch]``, on the device: rows in use.
         block_table: i32 ``[batch, max_pages]``, on the device.
         descale_q, descale_k, descale_v: what FP8 tensors are multiplied by, f32 ``[batch, num_heads_kv]`` or one
@@ -174,8 +174,9 @@ def attention_with_kvcache(
         return_lse: as in :func:`attention`, whose other arguments are the same here.
 
     Returns:
-        O of Q's shape with V's last axis, or ``(O, LSE)``.
+        O of Q's shape with V's last axis, or ``(O, LSE)``; no gradients.
     """
+    wants_lse = _flag("return_lse", return_lse)
     tensors, numbers = _arguments.bind(mask=mask, **options)
     numbers = (
         *numbers,
@@ -191,7 +192,7 @@ def attention_with_kvcache(
         if said == str(error):
             raise
         raise type(error)(said) from None
-    return (o, lse) if _flag("return_lse", return_lse) else o
+    return (o, lse) if wants_lse else o
 
 
 def combine(o_parts: Tensor, lse_parts: Tensor, *, dtype_o: Any = None) -> Tuple[Any, Any]:

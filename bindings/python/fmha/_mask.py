@@ -48,10 +48,9 @@ def _parse(text: str) -> Mask:
         numbers = [int(part) for part in rest.split(",")]
     except ValueError:
         numbers = []
-    lengths = (2,) if kind == "g" else (2, 3)
-    if kind not in kinds or not colon or len(numbers) not in lengths:
+    if kind not in kinds or not colon or len(numbers) not in (2, 3):
         raise ValueError(
-            f"mask: {text!r} is none of '0', 't', 'b', 't:left,right[,sink]', 'b:left,right[,sink]', 'g:y,x'"
+            f"mask: {text!r} is none of '0', 't', 'b', 't:left,right[,sink]', 'b:left,right[,sink]', 'g:y,x[,sink]'"
         )
     return mask(Mask(kinds[kind], *numbers))
 

@@ -98,8 +98,10 @@ _OF_A_CACHE = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
 
 
 def as_cache(said: str) -> str:
-    """A refusal in the words of a function that takes ``k_cache`` and, as ``k``, new rows."""
-    return re.sub(r"\b[kv](_new)?\b", lambda found: _OF_A_CACHE[found[0]], said)
+    """A refusal in the words of a function that takes ``k_cache`` and, as ``k``, new rows. What a compiler said, or torch
+    quotes of a value, stays as it is."""
+    ours, *quoted = re.split(r"( does not compile \(|\nPosition: )", said, maxsplit=1)
+    return re.sub(r"\b[kv](_new)?\b", lambda found: _OF_A_CACHE[found[0]], ours) + "".join(quoted)
 
 
 _bytes = library.fmha_py_describe()

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, Dict, Optional, Tuple
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _native
-from ._arguments import NO_TENSORS
+from ._arguments import NO_TENSORS, TENSORS
 
 _native.check(_native.library.fmha_py_register_torch())
 
@@ -51,6 +52,13 @@ def _o_and_lse(q: torch.Tensor, head_dim_v: Any, numbers: Tuple[Any, ...]) -> Tu
     )
 
 
+def _of_one_device(q: torch.Tensor, *others: Any) -> None:
+    """A fake answers for tensors on ``meta`` too: beside others it would give them an O that nobody has computed."""
+    for name, tensor in zip(("k", "v", *TENSORS), others):
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, but q is on {q.device}")
+
+
 # Fakes get the arguments of their operator by position, the numbers last.
 
 
@@ -58,6 +66,7 @@ def _o_and_lse(q: torch.Tensor, head_dim_v: Any, numbers: Tuple[Any, ...]) -> Tu
 def _(q, k, v, *rest):
     if v is None:
         raise ValueError("v is missing (0 given)")
+    _of_one_device(q, k, v, *rest[:11])
     return _o_and_lse(q, v.shape[-1], rest[11:])
 
 
@@ -78,6 +87,7 @@ def _(dout, q, k, v, o, lse, dlse, bias, alibi_slopes, sink, cu_q, cu_k, used_q,
 @torch.library.register_fake("fmha::kvcache")
 def _(q, k, v, *rest):
     numbers = rest[17:]
+    _of_one_device(q, k, v)
     return _o_and_lse(q, v.shape[-1] if v is not None else numbers[_AT_HEAD_DIM_V], numbers)
 
 
@@ -103,11 +113,13 @@ def _(*_arguments):
 
 @torch.library.register_fake("fmha::plain")
 def _(q, k, v, numbers):
+    _of_one_device(q, k, v)
     return _o_and_lse(q, v.shape[-1], _SPELT[numbers])
 
 
 @torch.library.register_fake("fmha::plain_o")
 def _(q, k, v, numbers):
+    _of_one_device(q, k, v)
     return _o_and_lse(q, v.shape[-1], _SPELT[numbers])[0]
 
 
@@ -208,6 +220,8 @@ def attention(
     lse: bool = True,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """O and LSE of a bound call; ``None`` for an LSE that is not asked for and costs something."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v, *tensors)
     if torch.are_deterministic_algorithms_enabled():
         numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
     if _is_plain(tensors, numbers):
@@ -236,6 +250,13 @@ def attention(
                 raise ValueError(f"{name} is given (1), but there is no gradient of paged or FP8 tensors")
         return _Attention.apply(q, k, v, bias, sink, tensors[1], tensors[3:7], numbers)
     return forward(q, k, v, *tensors, *numbers)
+
+
+def _refuse_tangents(*given: Any) -> None:
+    """An operator drops the tangents of forward-mode differentiation, and a derivative would be 0 in silence."""
+    for name, x in zip(("q", "k", "v", *TENSORS), given):
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name} has a tangent (1), but attention has gradients backward alone")
 
 
 def _is_plain(tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:

@@ -190,10 +190,8 @@ def _text(mask: Mask) -> bytes:
     kind, left, right, sink_columns = mask
     if kind == 0:
         return b"0"
-    if kind == 3:
-        return f"g:{left},{right}".encode()
     sink = f",{sink_columns}" if sink_columns else ""
-    return f"{'tb'[kind - 1]}:{left},{right}{sink}".encode()
+    return f"{'tbg'[kind - 1]}:{left},{right}{sink}".encode()
 
 
 class _Side:

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use crate::call::{NO_TENSOR, Wrong, ensure};
 use crate::request::{Request, Slot, name};
-use crate::shapes::{Sizes, is_cache, of_type, operand, plain, rows, shape};
+use crate::shapes::{Sizes, is_cache, longest_is_said, of_type, operand, plain, rows, shape};
 use crate::tensor::{I32, Tensor, U32};
 
 /// Whether V is a view of the first elements of K's rows, as address and strides show, in a call that may take it for that: a
@@ -95,13 +95,14 @@ pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache
         if request.get(Slot::CuSeqlensNew).is_some() {
             cache.total_new = total;
             cache.seqlen_new = request.numbers.max_seqlen_new;
+            longest_is_said("max_seqlen_new", cache.seqlen_new, "k_new", Some(total))?;
             cache.cu_seqlens_new = plain(request, Slot::CuSeqlensNew, &[sizes.batch + 1], &[I32])?.cast();
         }
     }
     if let Some(cos) = request.get(Slot::RotaryCos) {
         let [max_pos, half] = shape("rotary_cos", cos, "max_pos, rotary_dim / 2")?;
-        let types = [FMHA_F32, q.dtype];
-        cache.rotary_cos = plain(request, Slot::RotaryCos, &[max_pos, half], &types)?;
+        let types = if q.dtype == FMHA_F32 { &[FMHA_F32][..] } else { &[FMHA_F32, q.dtype] };
+        cache.rotary_cos = plain(request, Slot::RotaryCos, &[max_pos, half], types)?;
         request.required(Slot::RotarySin)?;
         cache.rotary_sin = plain(request, Slot::RotarySin, &[max_pos, half], &[cos.dtype])?;
         cache.max_pos = max_pos;

@@ -66,7 +66,7 @@ impl Call {
             stream: ptr::with_exposed_provenance_mut(request.stream.cast_unsigned() as usize),
             dropout_seed: numbers.seed.cast_unsigned(),
             dropout_offset: numbers.offset.cast_unsigned(),
-            p_drop: numbers.p_drop as f32,
+            p_drop: single("p_drop", numbers.p_drop)?,
             ..NO_CALL
         };
         fill_dims(&mut call, &sizes, request)?;
@@ -78,8 +78,10 @@ impl Call {
             gradients: request.is_backward().then(|| gradients(&sizes, request)).transpose()?,
             cache: cache(&sizes, request)?,
             mask: mask(&numbers)?,
-            softmax_scale: (!numbers.softmax_scale.is_nan()).then_some(numbers.softmax_scale as f32),
-            softcap: (numbers.softcap != 0.0).then_some(numbers.softcap as f32),
+            softmax_scale: (!numbers.softmax_scale.is_nan())
+                .then(|| single("softmax_scale", numbers.softmax_scale))
+                .transpose()?,
+            softcap: (numbers.softcap != 0.0).then(|| single("softcap", numbers.softcap)).transpose()?,
             numbers,
             device,
         })
@@ -230,6 +232,19 @@ fn presence(key: &mut Key, absent: &[bool]) {
     key.push(absent.iter().fold(0, |bits, &null| bits << 1 | u64::from(null)));
 }
 
+/// A Python number in the C struct's 32 bits. Which numbers are sound is the library's to say; here, that it is asked of the number
+/// that was given: a soft-cap of 1e-60 is no call without one.
+fn single(name: &str, given: f64) -> Result<f32, Wrong> {
+    let rounded = given as f32;
+    ensure!(
+        (rounded == 0.0) == (given == 0.0)
+            && rounded.is_finite() == given.is_finite()
+            && (name != "p_drop" || (rounded < 1.0) == (given < 1.0)),
+        "{name} {given:?} is {rounded} as a 32-bit number, and not what was asked for"
+    );
+    Ok(rounded)
+}
+
 /// The text form of a mask.
 fn mask(numbers: &Numbers) -> Result<CString, Wrong> {
     let Numbers { mask, left, right, sink_columns, .. } = *numbers;
@@ -242,7 +257,7 @@ fn mask(numbers: &Numbers) -> Result<CString, Wrong> {
         0 => "0".to_owned(),
         1 => format!("t:{left},{right}{sink}"),
         2 => format!("b:{left},{right}{sink}"),
-        3 => format!("g:{left},{right}"),
+        3 => format!("g:{left},{right}{sink}"),
         other => return Err(format!("mask: kind {other} is none of 0 to 3")),
     };
     CString::new(text).map_err(|error| error.to_string())

@@ -46,6 +46,7 @@ impl Combine {
             Ok(())
         };
         fits("o", o, &[batch, seqlen, heads, dim])?;
+        ensure!(merge != FMHA_BY_LSE || count >= 1, "o_parts has {count} parts, not at least 1");
         let mut lses = [ptr::null_mut(); 2];
         if merge == FMHA_BY_LSE {
             let slots = [

@@ -121,11 +121,26 @@ pub(crate) fn sizes(request: &Request) -> Result<Sizes, Wrong> {
                 (seqlen, None, None, heads)
             }
         };
+    for (side, total, longest) in [("q", total_q, seqlen_q), ("k", total_k, seqlen_k)] {
+        longest_is_said(&format!("max_seqlen_{side}"), longest, side, total)?;
+    }
     let dim_v = match request.get(Slot::V) {
         Some(v) => *v.shape().last().ok_or("v has 0 axes")?,
         None => numbers.head_dim_v,
     };
     Ok(Sizes { batch, seqlen_q, seqlen_k, heads_q, heads_kv, dim_qk, dim_v, total_q, total_k, pages })
+}
+
+/// A bound that nobody gave would leave every row out, which a GPU, where lengths are read as the kernel runs, tells nobody.
+pub(crate) fn longest_is_said(
+    bound: &str,
+    longest: i64,
+    rows: &str,
+    total: Option<i64>,
+) -> Result<(), Wrong> {
+    let total = total.unwrap_or(0);
+    ensure!(longest != 0 || total == 0, "{bound} is 0 (its default), but {rows} has {total} packed rows");
+    Ok(())
 }
 
 /// Sequences that offsets tell apart.
@@ -169,7 +184,7 @@ pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Fmh
         batch_stride,
         seqlen_stride: row[0],
         head_stride: row[1],
-        dim_stride: if wanted.last() == Some(&1) { 1 } else { row[2] },
+        dim_stride: if wanted.last() == Some(&1) || wanted.contains(&0) { 1 } else { row[2] },
     })
 }
 

@@ -225,6 +225,10 @@ def test_refusals_over_a_cache_name_its_arguments():
     refused("^v_cache has shape", k, v[:, :5])
     refused("^k has shape", k, v, new[..., :8], new)
     refused("^v has shape", k, v, new, new[..., :8])
+    with pytest.raises(RuntimeError, match="argument 'k' .*\n.*\nValue: 'v'"):
+        fmha.attention_with_kvcache(q, k, v, "v", "v", seqused_k=used)
+    log = "sm80 does not compile (source and log in /k/v): error: v and k_new are not declared"
+    assert fmha._native.as_cache(log) == log
 
 
 def test_combine_of_halves_is_the_whole_and_differentiable():
@@ -288,10 +292,79 @@ def test_wrong_calls_are_refused_by_argument_and_number(call, words):
         call(*tensors())
 
 
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (dict(softcap=1e-60), "softcap 1e-60 is 0"),
+        (dict(softmax_scale=1e-300), "softmax_scale 1e-300 is 0"),
+        (dict(softmax_scale=1e300), "softmax_scale 1e300 is inf"),
+        (dict(p_drop=0.9999999999), "p_drop 0.9999999999 is 1"),
+    ],
+    ids=str,
+)
+def test_a_number_that_32_bits_do_not_hold_is_refused_and_not_another_one_taken(given, words):
+    with pytest.raises(RuntimeError, match=f"^{words} as a 32-bit number"):
+        fmha.attention(*tensors(), **given)
+
+
+def test_packed_rows_without_a_bound_of_their_lengths_are_refused_as_the_call_is_read():
+    """On a GPU lengths are read as the kernel runs: nothing would be computed, and nobody told."""
+    q, k, v = (x[0] for x in tensors(b=1))
+    cu_q, cu_k = offsets([3, 4]), offsets([5, 6])
+    call = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=4, max_seqlen_k=6)
+    fmha.explain(q, k, v, **call)
+    for name, rows in (("max_seqlen_q", "q has 7"), ("max_seqlen_k", "k has 11")):
+        with pytest.raises(RuntimeError, match=f"^{name} is 0 .*{rows} packed rows"):
+            fmha.explain(q, k, v, **{**call, name: 0})
+    empty = dict(cu_seqlens_q=offsets([0, 0]), cu_seqlens_k=offsets([0, 0]))
+    assert fmha.attention(q[:0], k[:0], v[:0], **empty).shape == (0, 4, 16)
+    cache, new = torch.zeros(2, 9, 2, 16), torch.randn(3, 2, 16)
+    with pytest.raises(RuntimeError, match="^max_seqlen_new is 0 .*k has 3 packed rows"):
+        fmha.attention_with_kvcache(
+            tensors()[0],
+            cache,
+            cache.clone(),
+            new,
+            new,
+            cu_seqlens_new=offsets([1, 2]),
+            seqused_k=torch.zeros(2, dtype=torch.int32),
+        )
+
+
+@pytest.mark.parametrize("sink_columns", [0, 3])
+def test_generic_coordinates_have_sink_columns_as_windows_do(sink_columns):
+    q, k, v = tensors()
+    text = "g:2,3" + (f",{sink_columns}" if sink_columns else "")
+    window = f"t:1,2,{sink_columns}"
+    assert fmha.mask(text) == fmha.Mask(3, 2, 3, sink_columns)
+    assert torch.equal(fmha.attention(q, k, v, mask=text), fmha.attention(q, k, v, mask=window))
+    without = fmha.attention(q, k, v, mask="t:1,2")
+    assert torch.equal(without, fmha.attention(q, k, v, mask=window)) == (sink_columns == 0)
+
+
+def test_a_tree_mask_stands_in_for_the_default_mask():
+    q, k, v = tensors(sq=4, dtype=torch.bfloat16)
+    # A root, two children of it, and a child of the second: each sees its ancestors and the 5 keys in use before.
+    ancestors = [0b0001, 0b0011, 0b0101, 0b1101]
+    words = torch.tensor(ancestors, dtype=torch.int32).view(1, 4, 1).repeat(2, 1, 1)
+    used = torch.tensor([9, 9], dtype=torch.int32)
+    seen = torch.tensor([[j < 5 or ancestors[i] >> (j - 5) & 1 for j in range(9)] for i in range(4)])
+    bias = torch.zeros(1, 1, 4, 9).masked_fill(~seen.bool(), -1e30)
+    wanted = by_definition(q, k[:, :9], v[:, :9], bias=bias)[0]
+    for mask in ({}, dict(mask="b"), dict(mask="b:-1,0")):
+        o = fmha.attention_with_kvcache(q, k, v, seqused_k=used, tree_mask=words, **mask)
+        close(o, wanted, tolerance(torch.bfloat16))
+    with pytest.raises(RuntimeError, match="^tree_mask stands in"):
+        fmha.attention_with_kvcache(q, k, v, seqused_k=used, tree_mask=words, mask="b:3,0")
+
+
 def test_tensors_of_no_elements():
-    q, k, v = tensors(sq=0)
+    q, k, v = tensors(sq=0, grad=True)
     o, lse = fmha.attention(q, k, v, return_lse=True)
     assert o.shape == (2, 0, 4, 16) and lse.shape == (2, 4, 0)
+    # What a sum of nothing gives back is a gradient of stride 0.
+    o.sum().backward()
+    assert q.grad.shape == q.shape and not k.grad.any() and not v.grad.any()
     q, k, v = tensors(sk=0)
     o, lse = fmha.attention(q, k, v, return_lse=True)
     assert torch.equal(o, torch.zeros_like(o)) and torch.isneginf(lse).all()

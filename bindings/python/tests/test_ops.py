@@ -49,6 +49,22 @@ def test_opcheck_of_plain_calls_and_their_numbers():
             _torch.plain(q, k, v, other)
 
 
+def test_what_no_kernel_computes_is_refused_and_not_answered():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="^k is on meta, but q is on"):
+        fmha.attention(q, k.to("meta"), v)
+    with pytest.raises(ValueError, match="^v is on meta, but q is on"):
+        fmha.attention(q, k, v.to("meta"), sink=torch.zeros(4))
+    assert fmha.attention(*(x.to("meta") for x in (q, k, v))).is_meta
+    with pytest.raises(RuntimeError, match="^v is missing"):
+        fmha.attention(q, k, None)
+    # Forward mode: an operator would drop the tangent, and a derivative be 0.
+    for named, given in (("q", (q, k, v)), ("k", (q, k, v))):
+        with pytest.raises(NotImplementedError, match=f"^{named} has a tangent"):
+            at = "qkv".index(named)
+            torch.func.jvp(lambda x: fmha.attention(*given[:at], x, *given[at + 1 :]), (given[at],), (given[at],))
+
+
 def test_an_lse_that_nobody_asks_for_is_not_made(monkeypatch):
     q, k, v = tensors()
     grad = q.clone().requires_grad_()

@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, ensure};
 use crate::kv::{Append, Rotary};
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
-use crate::mask::{MaskAlign, MaskShape, MaskSpec};
+use crate::mask::{MaskShape, MaskSpec};
 
 impl Append {
     /// `seqlen_new` rows a sequence of a problem's, contiguous b·s·h·d.
@@ -87,9 +87,10 @@ impl FwdProblem {
         if let Some(rotary) = &self.cache.rotary {
             self.check_rotary(rotary)?;
         }
-        let plain = MaskSpec { shape: MaskShape::Causal(MaskAlign::BottomRight), sink_columns: 0 };
+        // However it is written: `b:-1,0` is the same band.
+        let is_causal = self.mask.bounds() == MaskSpec::CAUSAL.bounds() && self.mask.sink_columns == 0;
         ensure!(
-            !self.cache.tree_mask || self.mask == plain,
+            !self.cache.tree_mask || is_causal,
             "tree_mask",
             "tree_mask stands in for the mask 2 (causal, bottom-right), not for {}",
             self.mask

@@ -23,7 +23,7 @@ use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 
 pub use host::Host;
 pub use nccl::Nccl;
-pub use tcp::{Rendezvous, connect};
+pub use tcp::{MAX_RANKS, Rendezvous, connect};
 pub use threads::threads;
 
 use crate::error::{Error, Result};

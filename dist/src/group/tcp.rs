@@ -99,8 +99,8 @@ pub fn connect(rendezvous: &Rendezvous, timeout: Duration) -> Result<Host> {
     Ok(Host::new(rank, size, timeout, mailbox, Box::new(Mesh { writers })))
 }
 
-/// Ranks of a group: each has a connection and two threads for each other one.
-const MAX_RANKS: u32 = 1 << 14;
+/// Ranks of a group at most: each has a connection and two threads for each other one.
+pub const MAX_RANKS: u32 = 1 << 14;
 
 /// How long who connects may take to say who it is: what never does would keep ranks waiting that come behind it.
 const HELLO: Duration = Duration::from_secs(2);
@@ -237,7 +237,9 @@ impl Meeting {
                 // Renamed, so that no rank reads half of it.
                 std::fs::write(&beside, format!("127.0.0.1:{}", self.port(&listener)?))
                     .and_then(|()| std::fs::rename(&beside, path))
-                    .map_err(|error| self.system(&error))?;
+                    .map_err(|error| {
+                        Error::new(self.rank, "group", format!("{}: {error}", path.display()))
+                    })?;
                 listener
             }
         };

@@ -288,7 +288,9 @@ impl Shims {
             ]
         };
         if codes != [0; 9] {
-            return Err(format!("{name}: torch does not describe a tensor of {dim} axes (codes {codes:?})"));
+            return Err(format!(
+                "{name} is missing (0 given), or a tensor that torch does not describe (codes {codes:?})"
+            ));
         }
         let num_dims = usize::try_from(dim).unwrap_or(usize::MAX);
         if num_dims > MAX_DIMS {
