@@ -97,3 +97,97 @@ impl Unit for Wmma {
         String::new()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use fmha_core::{DType, Dims, FwdProblem, PlanOptions};
+
+    use super::*;
+    use crate::backward::accept;
+    use crate::device::Device;
+
+    fn problem((head_dim_qk, head_dim_v): (u32, u32), (seqlen_q, seqlen_k): (u32, u32)) -> BwdProblem {
+        let heads = 2;
+        BwdProblem::new(FwdProblem::batch(
+            DType::Bf16,
+            Dims {
+                batch: 1,
+                seqlen_q,
+                seqlen_k,
+                num_heads_q: heads,
+                num_heads_kv: heads,
+                head_dim_qk,
+                head_dim_v,
+            },
+        ))
+    }
+
+    fn tiles(problem: &BwdProblem, arch: Arch) -> Vec<MatrixBwdTile> {
+        let device = Device { arch, num_compute_units: 48 };
+        accept::<Wmma>(problem, device, &PlanOptions::default()).unwrap().tiles
+    }
+
+    /// What is summed by each launch.
+    fn sums(problem: &BwdProblem, arch: Arch) -> Vec<BwdSums> {
+        tiles(problem, arch).iter().map(|tile| tile.sums).collect()
+    }
+
+    const LONG: (u32, u32) = (300, 300);
+    const AT_ONCE: [BwdSums; 2] = [BwdSums::Dq, BwdSums::DkDv];
+    const APART: [BwdSums; 3] = [BwdSums::Dq, BwdSums::Dk, BwdSums::Dv];
+
+    #[test]
+    fn wide_rows_and_dropout_where_it_spills_have_a_launch_for_each_gradient_of_keys() {
+        for arch in Arch::RDNA {
+            for (dims, expected) in [
+                ((128, 128), &AT_ONCE[..]),
+                ((192, 64), &AT_ONCE),
+                ((192, 72), &APART),
+                ((129, 128), &APART),
+                ((256, 256), &APART),
+            ] {
+                assert_eq!(sums(&problem(dims, LONG), arch), expected, "{arch:?} {dims:?}");
+            }
+            for (dim, on_rdna3) in [(64, &AT_ONCE[..]), (65, &APART), (128, &APART)] {
+                let mut drops = problem((dim, dim), LONG);
+                drops.fwd.dropout.p_drop = 0.2;
+                let expected = if arch == Arch::Gfx1100 { on_rdna3 } else { &AT_ONCE };
+                assert_eq!(sums(&drops, arch), expected, "{arch:?} {dim}");
+            }
+        }
+    }
+
+    #[test]
+    fn few_own_rows_have_a_smaller_workgroup() {
+        for (lengths, rows) in [((64, 65), [64, 128]), ((65, 64), [128, 64]), ((1, 300), [64, 128])] {
+            let tiles = tiles(&problem((64, 64), lengths), Arch::Gfx1201);
+            assert_eq!([tiles[0].rows, tiles[1].rows], rows, "{lengths:?}");
+        }
+    }
+
+    /// The text copies 16 bytes at a time, or elements.
+    #[test]
+    fn rows_of_no_whole_chunks_are_read_by_elements() {
+        let by = |problem: &BwdProblem| tiles(problem, Arch::Gfx1100)[0].load;
+        for (dims, load) in [
+            ((72, 64), LoadPath::Chunks),
+            ((70, 64), LoadPath::Element),
+            ((64, 70), LoadPath::Element),
+            ((33, 33), LoadPath::Element),
+        ] {
+            assert_eq!(by(&problem(dims, LONG)), load, "{dims:?}");
+        }
+        let mut odd = problem((64, 64), LONG);
+        odd.dout.seq += 1;
+        assert_eq!(by(&odd), LoadPath::Element);
+    }
+
+    #[test]
+    fn rows_are_padded_to_whole_32_elements() {
+        // 32 rows of 96 elements and 16 bytes, of K twice: as they lie, and 96 of 32 elements and 16 bytes; V as it lies.
+        let dq = tiles(&problem((72, 72), LONG), Arch::Gfx1201)[0];
+        assert_eq!(dq.lds_bytes, 2 * 32 * (96 * 2 + 16) + 96 * (32 * 2 + 16));
+    }
+}

@@ -45,6 +45,7 @@ pub(crate) fn cases() -> Vec<Case> {
     column_major(&mut cases);
     far_rows(&mut cases);
     far_products(&mut cases);
+    any_nan(&mut cases);
     cases
 }
 
@@ -628,6 +629,37 @@ fn far_products(cases: &mut Vec<Case>) {
         ] {
             let of = label(dims[0], dims[1]);
             push(format!("backward/far_products/{dtype}/{of}/{mask}"), dtype, [2, 1], dims, mask);
+        }
+    }
+}
+
+/// A NaN that a caller gives in f32 is one whatever its bits, which a kernel that rounds by an addition to them may carry beyond
+/// those of a NaN: in a bias that some queries see, in LSE's gradient, in a head's slope.
+fn any_nan(cases: &mut Vec<Case>) {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 70,
+        seqlen_k: 90,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    for (bits, value) in [("positive", i64::MAX as u64), ("negative", u64::MAX)] {
+        for dtype in [DType::F16, DType::Bf16] {
+            let value = f64::from_bits(value);
+            for (modifier, planted) in [
+                ("bias_f32", (Operand::Bias, [0, 17, 1, 5], value)),
+                ("dlse", (Operand::Dlse, [0, 0, 0, 41], value)),
+                ("alibi", (Operand::AlibiSlopes, [0, 0, 0, 1], value)),
+            ] {
+                let name = format!("backward/any_nan/{modifier}/{dtype}/{bits}");
+                let (mut problem, data) = (modified(masked(dtype, dims, "b"), modifier), data(&name));
+                problem.has_dlse |= modifier == "dlse";
+                let (lengths, planted) = (Lengths::default(), vec![planted]);
+                let body = Backward { problem, lengths, data, deterministic: false, planted };
+                cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+            }
         }
     }
 }

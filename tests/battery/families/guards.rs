@@ -3,9 +3,12 @@
 //! Every case of every family has margins and gaps full of NaN, and fails when one of its outputs'
 //! is written; these are the cases in which one byte too far ends the process.
 
-use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, Strides, VLayout};
+use fmha_core::{
+    Bias, BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, KvLayout, Strides, Totals,
+    VLayout,
+};
 
-use super::edges::{data, masked};
+use super::edges::{data, group, masked};
 use crate::case::Case;
 use crate::memory::Placement;
 use crate::tensor::Room;
@@ -17,6 +20,8 @@ pub(crate) fn cases() -> Vec<Case> {
         beside_unmapped(placement, &mut cases);
     }
     far_apart(&mut cases);
+    backward_far_apart(&mut cases);
+    pages_far_apart(&mut cases);
     cases
 }
 
@@ -69,13 +74,15 @@ fn beside_unmapped(placement: Placement, cases: &mut Vec<Case>) {
     }
 }
 
+const SPARSE: Room = Room { placement: Placement::Sparse, shift: 0 };
+const FAR: i64 = (1 << 31) + 4096;
+/// 65 rows end before 2^28 bytes: kernels that address tiles by 32 bits take them.
+const FAR_KEYS: u64 = (1 << 22) - (1 << 17);
+
 /// Offsets that do not fit 31 bits, along each axis; only the touched pages exist.
 fn far_apart(cases: &mut Vec<Case>) {
-    const FAR: i64 = (1 << 31) + 4096;
-    // 65 rows end before 2^28 bytes: kernels that address tiles by 32 bits take them.
-    const FAR_KEYS: u64 = (1 << 22) - (1 << 17);
     let mut push = |name: String, problem: FwdProblem, lengths: Lengths| {
-        let data = Data { room: Room { placement: Placement::Sparse, shift: 0 }, ..data(&name) };
+        let data = Data { room: SPARSE, ..data(&name) };
         cases.push(Case::forward(name, problem, lengths, data));
     };
     for dtype in [DType::Bf16, DType::F32] {
@@ -116,4 +123,72 @@ fn far_apart(cases: &mut Vec<Case>) {
         let lengths = Lengths::packed(&[(4, 4), (4, 4)]);
         push(format!("guards/offsets_beyond_2_31/{dtype}/packed"), problem, lengths);
     }
+}
+
+/// The same of every tensor of a backward call; and rows so far apart that 32 bits address a few blocks of them.
+fn backward_far_apart(cases: &mut Vec<Case>) {
+    let mut push = |name: String, fwd: FwdProblem, lengths: Lengths, set: &dyn Fn(&mut Strides)| {
+        let mut problem = BwdProblem::new(fwd);
+        let fwd = &mut problem.fwd.strides;
+        for strides in [&mut fwd.q, &mut fwd.k, &mut fwd.v, &mut fwd.o] {
+            set(strides);
+        }
+        for strides in [&mut problem.dout, &mut problem.dq, &mut problem.dk, &mut problem.dv] {
+            set(strides);
+        }
+        let data = Data { room: SPARSE, ..data(&name) };
+        cases.push(Case::backward(name, problem, lengths, data));
+    };
+    let two = |seqlen_q, seqlen_k| Dims { num_heads_q: 4, num_heads_kv: 2, ..dims(seqlen_q, seqlen_k, 32) };
+    for dtype in [DType::Bf16, DType::F32] {
+        let name = |axis| format!("guards/backward_beyond_2_31/{dtype}/{axis}");
+        push(name("batch"), masked(dtype, two(3, 40), "b"), Lengths::default(), &|strides| {
+            strides.batch = FAR
+        });
+        if dtype == DType::Bf16 {
+            // The second head of a group, and of keys, lies beyond 2^31 bytes.
+            let problem = masked(dtype, two(3, 40), "b");
+            push(name("head"), problem, Lengths::default(), &|strides| strides.head = FAR / 2 + 128);
+        }
+        // Three rows: the last lies beyond 2^31.
+        push(name("seq"), masked(dtype, two(3, 3), "b"), Lengths::default(), &|strides| {
+            strides.seq = FAR / 2 + 128;
+        });
+        let sequences = [(4, 4), (4, 4)];
+        let packed = group(dtype, two(4, 4), &sequences, "b");
+        push(name("packed"), packed, Lengths::packed(&sequences), &|strides| strides.seq = FAR / 4);
+    }
+    // 128 rows end before 2^28 bytes, and the last of these beyond 2^32.
+    for (side, seqlen_q, seqlen_k) in [("keys", 3, 2200), ("queries", 2200, 3)] {
+        let name = format!("guards/backward_rows_far_apart/bf16/{side}");
+        let one = Dims { batch: 1, num_heads_q: 1, num_heads_kv: 1, ..dims(seqlen_q, seqlen_k, 32) };
+        let far = (FAR_KEYS / 4).cast_signed();
+        push(name, masked(DType::Bf16, one, "0"), Lengths::default(), &|strides| {
+            (strides.seq, strides.head) = (far, 32);
+        });
+    }
+}
+
+/// Caches of 16 bits and of FP8 whose pages lie 2^31 elements apart, and a strided one whose heads do.
+fn pages_far_apart(cases: &mut Vec<Case>) {
+    let one = Dims { batch: 1, seqlen_q: 3, seqlen_k: 40, num_heads_kv: 2, ..dims(3, 40, 64) };
+    for dtype_cache in [None, Some(DType::E4m3Fn), Some(DType::E4m3Fnuz)] {
+        let stored = dtype_cache.unwrap_or(DType::Bf16);
+        let name = format!("guards/pages_beyond_2_31/bf16/{stored}");
+        let mut problem = masked(DType::Bf16, one, "b");
+        problem.cache.dtype = dtype_cache;
+        problem.layout.kv = KvLayout::Paged { page_size: 16 };
+        (problem.strides.k, problem.strides.v) =
+            (Strides::bshd(problem.shape_k()), Strides::bshd(problem.shape_v()));
+        (problem.strides.k.batch, problem.strides.v.batch) = (FAR, FAR);
+        let totals = Totals { num_pages: Some(4), ..Totals::default() };
+        let lengths = Lengths { block_table: vec![3, 0, 2], totals, ..Lengths::default() };
+        let data = Data { room: SPARSE, ..data(&name) };
+        cases.push(Case::forward(name, problem, lengths, data));
+    }
+    let name = "guards/long_cache_beyond_2_31/bf16".to_owned();
+    let mut problem = masked(DType::Bf16, Dims { seqlen_q: 1, seqlen_k: 600, ..one }, "b");
+    (problem.strides.k.head, problem.strides.v.head) = (FAR, FAR);
+    let data = Data { room: SPARSE, ..data(&name) };
+    cases.push(Case::forward(name, problem, Lengths::default(), data));
 }

@@ -1,6 +1,7 @@
 // What becomes of a block of scores and of dP: walked rows along the registers, an own row in each lane.
 #pragma once
 #include <fmha/cdna/bwd/job.h>
+#include <fmha/cdna/bwd/rest.h>
 #include <fmha/dropout.h>
 #include <fmha/mask.h>
 #include <fmha/range.h>
@@ -68,7 +69,7 @@ struct Pairs {
       const float slope = scalar_of(p.alibi_slopes, span.i_batch, i_head, 0.f);
       const int32_t diag = alibi_diagonal(p, span.seqlen_q, span.seqlen_k);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) s[i] -= slope * abs_of(float(query_of(at, i) + diag - key_of(at, i)));
+      for (int i = 0; i < 16; ++i) s[i] = usual_nan(s[i] - slope * abs_of(float(query_of(at, i) + diag - key_of(at, i))));
     }
   }
 
@@ -110,7 +111,7 @@ struct Pairs {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const int64_t query = min(query_of(at, i), span.seqlen_q - 1);
-      s[i] += float(bias[query * row + min(key_of(at, i), span.seqlen_k - 1)]);
+      s[i] = usual_nan(s[i] + float(bias[query * row + min(key_of(at, i), span.seqlen_k - 1)]));
     }
   }
 };

@@ -21,6 +21,10 @@ FMHA_DEVICE int64_t num_key_words(const BwdParams& p) {
   return int64_t(p.fwd.batch) * p.fwd.num_heads_kv * ceil_div(p.fwd.seqlen_k, kRowsOfWord);
 }
 
+// A NaN is one whatever its bits, and a caller's in f32 may have any; where the products round to bf16 by an addition to a
+// number's bits, those of the largest would become 0.
+FMHA_DEVICE float usual_nan(float x) { return is_nan(x) ? float_of(0x7fc00000) : x; }
+
 // The word of rows `first` ...: those of dQ, then of dK (with dV, where one launch sums both), then of dV.
 FMHA_DEVICE int32_t* nonfinite_of(const BwdParams& p, BwdSums sums, int32_t i_batch, int32_t head, int32_t first) {
   if (sums == BwdSums::Dq) {
@@ -54,7 +58,9 @@ FMHA_DEVICE void stats(const BwdParams& p) {
     p.delta[stats] = 0.f;
     return;
   }
-  const float lse_log2 = p.lse_log2[stats];
+  const float lse_log2 = usual_nan(p.lse_log2[stats]);
+  p.lse_log2[stats] = lse_log2;
+  p.delta[stats] = usual_nan(p.delta[stats]);
   if (p.score_origin[stats] == 0.f || lse_log2 == infinity()) return;
   p.lse_log2[stats] = marked_far(lse_log2);
   *has_far(p, span.i_batch, i_head / p.fwd.gqa_ratio) = 1;

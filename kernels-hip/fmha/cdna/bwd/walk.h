@@ -33,7 +33,7 @@ class Walk {
     if constexpr (tile.stages == 2) {
       load_.store(lds_.stage[0]);
       issue(params);
-      s_barrier();
+      s_barrier_of_lds();
       // Two at a time, so that stages are constants; the last step of an odd number adds nothing.
 #pragma nounroll
       for (int32_t n = 0; n < num_; n += 2) {
@@ -43,10 +43,10 @@ class Walk {
     } else {
 #pragma nounroll
       for (int32_t n = 0; n < num_; ++n) {
-        s_barrier();  // all waves have read the block before
+        s_barrier_of_lds();  // all waves have read the block before
         load_.store(lds_.stage[0]);
         issue(reload_params<MatrixBwdParams>());
-        s_barrier();
+        s_barrier_of_lds();
         add_tile(lds_.stage[0], true);
       }
     }
@@ -70,7 +70,7 @@ class Walk {
     add_tile(lds_.stage[stage], adds);
     load_.store(lds_.stage[other]);
     issue(reload_params<MatrixBwdParams>());
-    s_barrier();
+    s_barrier_of_lds();
   }
 
   FMHA_DEVICE void add_tile(const typename C::Stage& stage, bool adds) {
