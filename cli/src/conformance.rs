@@ -2,13 +2,14 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::mpsc;
 
 use clap::Args;
 use fmha_conformance::Regex;
 use fmha_conformance::case::{self, Case, Drawn};
 use fmha_conformance::deal::Deal;
 use fmha_conformance::report::{Report, run_cases};
-use fmha_conformance::run::Options;
+use fmha_conformance::run::{Options, Outcome};
 
 use crate::Verdict;
 use crate::failure::Failure;
@@ -113,7 +114,27 @@ impl ConformanceArgs {
         // A panic of a kernel is a failed case; the report has its message.
         std::panic::set_hook(Box::new(|_| ()));
         let progress = Progress::new("cases");
-        let report = run_cases(&backend, &cases, &options, &|done, total, _| progress.at(done, total));
+        let report = std::thread::scope(|scope| -> Result<Report, Failure> {
+            let (failed, found) = mpsc::channel();
+            let (progress, backend, cases, options) = (&progress, &backend, &cases, &options);
+            let running = scope.spawn(move || {
+                run_cases(backend, cases, options, &|done, total, case| {
+                    progress.at(done, total);
+                    if case.outcome == Outcome::Failed {
+                        // Nobody listens any more where the reader of the output is gone.
+                        let _ =
+                            failed.send(format!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro));
+                    }
+                })
+            });
+            // As they are found: a run may take hours.
+            for text in found {
+                if !self.json {
+                    progress.beside(|| writeln!(out, "{text}").and_then(|()| out.flush()))?;
+                }
+            }
+            running.join().map_err(|_| Failure::wrong("the battery's own thread has panicked"))
+        })?;
         progress.finish();
 
         if let Some(path) = &self.junit {
@@ -138,9 +159,6 @@ fn list(out: &mut dyn Write, cases: &[Case]) -> Result<Verdict, Failure> {
 }
 
 fn print(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
-    for case in report.failures() {
-        writeln!(out, "FAILED {}\n  {}\n  {}", case.name, case.text, case.repro)?;
-    }
     for (kernel, summary) in report.kernels() {
         writeln!(out, "kernel {kernel:<12} {summary}")?;
     }

@@ -28,6 +28,11 @@ impl Progress {
         }
     }
 
+    /// Does what writes to the terminal that the bar is on.
+    pub(super) fn beside<T>(&self, write: impl FnOnce() -> T) -> T {
+        self.0.suspend(write)
+    }
+
     pub(super) fn finish(&self) {
         self.0.finish_and_clear();
     }

@@ -143,7 +143,7 @@ fn backward_far_apart(cases: &mut Vec<Case>) {
     for dtype in [DType::Bf16, DType::F32] {
         let name = |axis| format!("guards/backward_beyond_2_31/{dtype}/{axis}");
         push(name("batch"), masked(dtype, two(3, 40), "b"), Lengths::default(), &|strides| {
-            strides.batch = FAR
+            strides.batch = FAR;
         });
         if dtype == DType::Bf16 {
             // The second head of a group, and of keys, lies beyond 2^31 bytes.
