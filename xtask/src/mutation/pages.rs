@@ -299,12 +299,13 @@ const HOPPER_BACKWARD: &[Broken] = &[
         ..MAIN
     },
     Broken {
-        title: "three consumers, causal, D 192",
+        title: "a gradient each, causal, D 192",
         problems: &[
             "-b 1 --heads 3 -s 300 --seqlen-k 120 -d 192 --prec bf16 --mask b",
             // Key blocks that nobody sees, one after another.
             "-b 1 --heads 40 -s 20 --seqlen-k 128 -d 192 --prec bf16 --mask t",
         ],
+        multiprocessors: 2,
         ..MAIN
     },
     Broken {
@@ -353,8 +354,18 @@ const HOPPER_BACKWARD: &[Broken] = &[
         ..MAIN
     },
     Broken {
-        title: "deterministic, three consumers, causal, D 192",
+        title: "a gradient each, deterministic, causal, D 192",
         problems: &["-b 1 --heads 2 -s 300 --seqlen-k 250 -d 192 --prec bf16 --mask b --deterministic"],
+        multiprocessors: 4,
+        ..MAIN
+    },
+    Broken {
+        // Clusters of several tiles, whose additions wait for each other's.
+        title: "in an order, persistent, clusters of two, causal, D 256",
+        problems: &[
+            "-b 1 --heads 2 -s 200 --seqlen-k 250 -d 256 --prec bf16 --mask b --deterministic",
+            "-b 1 --heads 6 -s 50 -d 256 --prec bf16 --mask b --deterministic",
+        ],
         multiprocessors: 4,
         ..MAIN
     },
