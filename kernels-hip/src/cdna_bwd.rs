@@ -82,8 +82,10 @@ impl Unit for Mfma {
         let tile = with_lds::<Self>(tile, spec);
         // Of workgroups of four waves with half of the registers, a compute unit is to hold two.
         let groups = if waves == 2 && rows == 128 { 2 } else { 1 };
+        // Of both gradients of rows this wide two steps in a row spill 4 to 20 registers on gfx950, and one does not.
+        let is_widest = sums == BwdSums::DkDv && spec.head_dim_qk + spec.head_dim_v > 320;
         // Two steps in a row take scalar registers, which modifiers need.
-        if groups * tile.lds_bytes.unsigned_abs() <= arch.lds_bytes() && !is_busy(spec, by) {
+        if groups * tile.lds_bytes.unsigned_abs() <= arch.lds_bytes() && !is_busy(spec, by) && !is_widest {
             return tile;
         }
         MatrixBwdTile { stages: 1, ..tile }
