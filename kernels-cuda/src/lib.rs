@@ -13,6 +13,7 @@ pub mod recipes;
 pub mod schedule;
 pub mod simt;
 pub mod sm100;
+pub mod sm100_bwd;
 pub mod sm80;
 pub mod sm80_bwd;
 pub mod sm90;
@@ -114,6 +115,16 @@ pub fn headers() -> Vec<Header> {
         "sm80/fwd/fwd_tree.cuh",
         "sm80/fwd/load.cuh",
         "sm80/fwd/tma.cuh",
+        "sm100/bwd/compute.cuh",
+        "sm100/bwd/config.cuh",
+        "sm100/bwd/epilogue.cuh",
+        "sm100/bwd/issue.cuh",
+        "sm100/bwd/load.cuh",
+        "sm100/bwd/main.cuh",
+        "sm100/bwd/order.cuh",
+        "sm100/bwd/reduce.cuh",
+        "sm100/bwd/work.cuh",
+        "sm100/common/store_columns.cuh",
         "sm100/fwd/config.cuh",
         "sm100/fwd/correct.cuh",
         "sm100/fwd/fwd.cuh",
