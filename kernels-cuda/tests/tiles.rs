@@ -11,7 +11,7 @@ use fmha_core::{
 use fmha_kernels_cuda::schedule::{MAX_TILES, TileOrder};
 use fmha_kernels_cuda::sm90::{PrepareV, PreparedValues};
 use fmha_kernels_cuda::sm90_bwd::{BwdWalk, DqFinish, DqPath};
-use fmha_kernels_cuda::{sm80, sm80_bwd, sm90, sm90_bwd, sm100};
+use fmha_kernels_cuda::{sm80, sm80_bwd, sm90, sm90_bwd, sm100, sm100_bwd};
 
 const RATIOS: [u32; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 128];
 const LENGTHS: [(u32, u32); 9] = [
@@ -135,6 +135,20 @@ fn the_tiles_of_the_backward_of_mma_sync_fit_every_device() {
             }
         }
     }
+}
+
+#[test]
+fn the_tiles_of_the_backward_of_blackwell_fit_its_shared_memory() {
+    let mut taken = 0;
+    for problem in problems().map(BwdProblem::new).filter(|problem| sm100_bwd::accepts(problem).is_ok()) {
+        let spec = BwdSpec::of(&problem);
+        let tile = sm100_bwd::choose_tile(&problem, &spec);
+        let bytes = tile.smem_bytes(&spec);
+        assert!(bytes <= sm100_bwd::MAX_SMEM_BYTES, "{bytes}: {tile:?}");
+        assert!(tile.stages_q == 2 && tile.stages_dout >= 1, "{tile:?}");
+        taken += 1;
+    }
+    assert!(taken > 1000, "{taken} problems taken");
 }
 
 /// The same of FP8, all of it or beside a V of f16, V both ways.
