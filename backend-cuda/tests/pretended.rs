@@ -79,6 +79,7 @@ fn the_jobs_of_a_plan_are_its_launches() {
         ("sm_100a", AnyProblem::Forward(&fwd), &["sm100"]),
         ("sm_90a", AnyProblem::Forward(&appends), &["sm80_update", "sm80"]),
         ("sm_90a", AnyProblem::Backward(&bwd), &["preprocess", "sm90", "postprocess", "head_sums", "repair"]),
+        ("sm_100a", AnyProblem::Backward(&bwd), &["sm100_stats", "sm100", "sm100_finish_dq"]),
         ("sm_90a", AnyProblem::Combine(&combine), &["combine"]),
     ] {
         let jobs = pretend(arch).precompiler().unwrap().jobs(problem, &PlanOptions::default()).unwrap();

@@ -1,13 +1,19 @@
 //! The command on emulated Blackwell devices. Where there is no NVRTC, a test says `absent`.
 
-use super::{fmha, fmha_in};
+use super::{Ran, command, fmha, fmha_in};
+
+/// Whether nothing compiles its kernels here.
+fn is_absent(arch: &str) -> bool {
+    let plan: serde_json::Value =
+        serde_json::from_str(&fmha(&format!("explain --arch {arch} --json")).out).unwrap();
+    let reason = plan["code"].as_str().unwrap().strip_prefix("none: ");
+    reason.inspect(|reason| println!("absent: {reason}")).is_some()
+}
 
 /// On sm_103a the loads of S from tensor memory find its maxima (`load_max`): the same number, so the same bits.
 #[test]
 fn maxima_that_the_loads_find_change_no_bit() {
-    let plan: serde_json::Value = serde_json::from_str(&fmha("explain --arch sm_103a --json").out).unwrap();
-    if let Some(reason) = plan["code"].as_str().unwrap().strip_prefix("none: ") {
-        println!("absent: {reason}");
+    if is_absent("sm_103a") {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -23,4 +29,24 @@ fn maxima_that_the_loads_find_change_no_bit() {
         });
         assert!(written[0] == written[1], "mask {mask}");
     }
+}
+
+/// CTAs run in another order with another seed, and so do their additions to dQ, unless these have an order.
+#[test]
+fn ordered_gradients_have_the_same_bits_in_whatever_order_ctas_run() {
+    if is_absent("sm_100a") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let written = ["1", "2"].map(|seed| {
+        let line = format!(
+            "run --backend cuda --emulate sm_100a --kernel sm100 --backward --deterministic --warmup 0 --repeat 1 -b 1 --heads 4 \
+             -s 256 --seqlen-k 1100 -d 64 --prec bf16 --mask 0 --out {seed}.safetensors"
+        );
+        let mut command = command(folder.path(), &line);
+        let ran = Ran::of(command.env("FMHA_EMULATE_ORDER", seed).env("FMHA_EMULATE_SMS", "9").output().unwrap());
+        assert!(ran.out.ends_with("PASS\n"), "`fmha {line}`: {}{}", ran.out, ran.err);
+        std::fs::read(folder.path().join(format!("{seed}.safetensors"))).unwrap()
+    });
+    assert!(written[0] == written[1]);
 }

@@ -13,6 +13,7 @@ pub mod recipes;
 pub mod schedule;
 pub mod simt;
 pub mod sm100;
+pub mod sm100_bwd;
 pub mod sm80;
 pub mod sm80_bwd;
 pub mod sm90;
@@ -66,6 +67,7 @@ pub fn headers() -> Vec<Header> {
         "common/copy_tile.cuh",
         "common/dropout.cuh",
         "common/exp2.cuh",
+        "common/finish_dq.cuh",
         "common/keep_mask.cuh",
         "common/merge_parts.cuh",
         "common/merge_tree.cuh",
@@ -76,8 +78,10 @@ pub fn headers() -> Vec<Header> {
         "common/pipeline.cuh",
         "common/quads.cuh",
         "common/recompute_row.cuh",
+        "common/rows_behind.cuh",
         "common/scheduler.cuh",
         "common/score_modifiers.cuh",
+        "common/score_pair.cuh",
         "common/seen_keys.cuh",
         "common/softmax.cuh",
         "common/store_rows.cuh",
@@ -111,6 +115,16 @@ pub fn headers() -> Vec<Header> {
         "sm80/fwd/fwd_tree.cuh",
         "sm80/fwd/load.cuh",
         "sm80/fwd/tma.cuh",
+        "sm100/bwd/compute.cuh",
+        "sm100/bwd/config.cuh",
+        "sm100/bwd/epilogue.cuh",
+        "sm100/bwd/issue.cuh",
+        "sm100/bwd/load.cuh",
+        "sm100/bwd/main.cuh",
+        "sm100/bwd/order.cuh",
+        "sm100/bwd/reduce.cuh",
+        "sm100/bwd/work.cuh",
+        "sm100/common/store_columns.cuh",
         "sm100/fwd/config.cuh",
         "sm100/fwd/correct.cuh",
         "sm100/fwd/fwd.cuh",

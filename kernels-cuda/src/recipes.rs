@@ -3,7 +3,7 @@
 use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel, Kernel};
 
 use crate::nvidia::Nvidia;
-use crate::{combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm90_widened, sm100};
+use crate::{combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm90_widened, sm100, sm100_bwd};
 
 /// Of the forward.
 #[must_use]
@@ -22,6 +22,7 @@ pub fn forward<V: Nvidia>() -> Vec<FwdKernel<V>> {
 #[must_use]
 pub fn backward<V: Nvidia>() -> Vec<BwdKernel<V>> {
     vec![
+        Kernel::new(sm100_bwd::recipe::Sm100Bwd::default()),
         Kernel::new(sm90_bwd::recipe::Sm90Bwd::default()),
         Kernel::new(sm80_bwd::recipe::Sm80Bwd::default()),
         Kernel::new(simt::recipe_bwd::SimtBwd::default()),

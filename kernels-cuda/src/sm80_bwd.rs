@@ -392,7 +392,7 @@ pub fn main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
 pub fn finish_dq(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let bounds = format!("__launch_bounds__({FINISH_THREADS})");
-    entry(&constants, &bounds, "sm80::bwd::finish_dq<kSpec, kTile>(p);")
+    entry(&constants, &bounds, "finish_dq<kSpec, sm80::bwd::DqShape<kSpec, kTile>>(p);")
 }
 
 /// The launch that sums dSink, a CTA to a head.

@@ -20,6 +20,7 @@ mod walk;
 mod workspace;
 
 pub use accepts::accepts;
+pub(crate) use accepts::{odd_stride, takes};
 pub use entries::{
     HEAD_SUMS_CTAS, ROW_THREADS, dbias, head_sums, main, main_of_arriving_keys, postprocess, preprocess,
     repair, repair_ctas,

@@ -16,7 +16,9 @@ use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::sm100::split;
-use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100};
+use fmha_kernels_cuda::{
+    COMPILE_OPTIONS, combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd,
+};
 use libloading::Library;
 
 /// Compiles with NVRTC and returns the log, or the compiler's complaint.
@@ -255,6 +257,46 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     kernels.push(("sm100_128_part_of_keys".to_owned(), sm100::fwd(&part, &tile)));
     let merging = split::Merging { stored: upper.dtype_qk, warps: 8, dependent: true };
     kernels.push(("sm100_merge_128".to_owned(), split::merge(&upper, merging)));
+    kernels.extend(blackwell_backward());
+    kernels
+}
+
+/// Of the Blackwell backward: each head dimension's tile, masks, what modifiers cost.
+fn blackwell_backward() -> Vec<(String, KernelSource)> {
+    type Change = fn(&mut BwdSpec);
+    let cases: [(&str, i32, MaskKind, Change); 10] = [
+        ("64_upper", 64, MaskKind::Upper, |_| {}),
+        ("128_full", 128, MaskKind::Full, |_| {}),
+        ("128_upper", 128, MaskKind::Upper, |_| {}),
+        ("128_band_f16", 128, MaskKind::Band, |spec| {
+            (spec.fwd.dtype_qk, spec.fwd.dtype_v, spec.fwd.dtype_o) = (DType::F16, DType::F16, DType::F16);
+            spec.dtype_grad = DType::F16;
+        }),
+        ("128_dropout", 128, MaskKind::Upper, |spec| spec.fwd.dropout = true),
+        ("128_softcap", 128, MaskKind::Upper, |spec| spec.fwd.softcap = true),
+        ("128_bias", 128, MaskKind::Upper, |spec| {
+            (spec.fwd.bias, spec.fwd.dtype_bias) = (BiasKind::Elementwise, DType::Bf16);
+        }),
+        ("128_everything_f32", 128, MaskKind::Upper, |spec| {
+            (spec.fwd.bias, spec.fwd.dropout, spec.fwd.softcap) = (BiasKind::Alibi, true, true);
+            spec.dtype_grad = DType::F32;
+        }),
+        ("128_group", 128, MaskKind::Upper, |spec| {
+            (spec.fwd.q_layout, spec.fwd.kv_layout) = (QLayout::Packed, KvKind::Packed);
+        }),
+        ("96_upper", 96, MaskKind::Upper, |_| {}),
+    ];
+    let mut kernels: Vec<_> = cases
+        .into_iter()
+        .map(|(name, dim, mask, change)| {
+            let mut spec = BwdSpec::plain(DType::Bf16, dim, mask);
+            change(&mut spec);
+            let source = sm100_bwd::main(&spec, &sm100_bwd::default_tile(&spec));
+            (format!("sm100_bwd_{name}"), source)
+        })
+        .collect();
+    let upper = BwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
+    kernels.push(("sm100_bwd_finish_dq_128".to_owned(), sm100_bwd::finish_dq(&upper)));
     kernels
 }
 

@@ -302,6 +302,19 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..BLACKWELL
     },
+    // Its backward, two blocks each way, the mask's edges, rows behind a sequence, additions in one order: every access ordered by
+    // vector clocks; and where it refuses, the kernels that serve.
+    Row {
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(4),
+        in_test: Cases {
+            filter: "^backward/(over_blocks/bf16/d64/b$|in_turns/more_queries/bf16/d64|field/dbias_of_used_rows/bf16$|\
+                modifiers/bf16/d64/bias_softcap_dropout/group)",
+            deal: 1,
+        },
+        ..BLACKWELL
+    },
+    Row { kernel: None, in_all: Cases { filter: "^backward/", deal: 1 }, ..BLACKWELL },
     // The kernels of mma.sync: what found planted faults, every access ordered by vector clocks; of the rest one in so many.
     Row {
         mode: Mode::HappensBefore,
@@ -510,6 +523,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("sm80", OFF_TILE, Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm80", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
+    quick("sm100", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),
     quick("cdna_bwd", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
     quick("cdna_decode", "^decode/paged/bf16/p16/s3x129/b/nhd$", amd("gfx942", NONE)),

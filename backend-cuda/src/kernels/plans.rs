@@ -17,6 +17,7 @@ use fmha_kernels_cuda::sm80_bwd::recipe::Sm80Bwd;
 use fmha_kernels_cuda::sm90::recipe::Sm90;
 use fmha_kernels_cuda::sm90_bwd::recipe::Sm90Bwd;
 use fmha_kernels_cuda::sm100::recipe::Sm100;
+use fmha_kernels_cuda::sm100_bwd::recipe::Sm100Bwd;
 
 /// `seqlens` of `heads` query heads and as many kv heads, dimension `dim`, bf16.
 pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
@@ -362,7 +363,8 @@ fn every_architecture_since_ampere_has_a_fast_kernel_and_older_ones_a_refusal_wi
         ("sm_86", "sm80", "sm80"),
         ("sm_89", "sm80", "sm80"),
         ("sm_90a", "sm90", "sm90"),
-        ("sm_100a", "sm100", "sm80"),
+        ("sm_100a", "sm100", "sm100"),
+        ("sm_103a", "sm100", "sm100"),
         ("sm_120a", "sm80", "sm80"),
     ] {
         assert_eq!(chosen_on(&stated(arch)), [Ok(forward), Ok(backward)], "{arch}");
@@ -411,6 +413,56 @@ fn dq_of_mma_sync_has_one_order_where_that_is_asked_for_and_one_pass_where_it_ca
     assert!(said.contains("one_pass=1: head_dim_qk 256 is larger than 128"), "{said}");
     let said = launches(&long.softcap(2.0), &tile("one_pass=1")).unwrap_err();
     assert!(said.contains("one_pass=1: 1 of soft-cap, bias and dropout"), "{said}");
+}
+
+#[test]
+fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
+    let choose = |problem: FwdProblem, arch: &str, words: &str| {
+        let problem = BwdProblem::new(problem).validate().unwrap();
+        let choice = choose(&Sm100Bwd::default(), &problem, &stated(arch), &tile(words));
+        let choice = choice.map_err(|refusal| refusal.to_string())?;
+        let names: Vec<_> = choice.launches.iter().map(|launch| launch.kernel).collect();
+        Ok::<_, String>((names, choice.promises.deterministic, detail(&choice, "stages").unwrap()))
+    };
+    let of = |keys: u32, dim: u32| of_lengths([512, keys], [4, 2], dim, "b");
+    let names = vec!["sm100_stats", "sm100", "sm100_finish_dq"];
+    // One block of keys adds to dQ alone.
+    for (problem, deterministic, stages) in [
+        (of(512, 128), false, "2 Q, 1 dO"),
+        (of(128, 64), true, "2 Q, 2 dO"),
+        (of(129, 24), false, "2 Q, 2 dO"),
+    ] {
+        let expected = Ok((names.clone(), deterministic, stages.to_owned()));
+        assert_eq!(choose(problem, "sm_100a", ""), expected);
+    }
+    let mut odd = of(512, 128);
+    odd.strides.k.seq += 4;
+    for (problem, arch, words, said) in [
+        (of(512, 136), "sm_100a", "", "backward: head_dim_qk 136 is larger than 128"),
+        (odd, "sm_100a", "", "backward: k.seq stride 260 is not a multiple of 8"),
+        (of(512, 128), "sm_120a", "", "the device is sm_120a, which has no TMA with tcgen05"),
+        (of(512, 128), "sm_90a", "", "the device is sm_90a, which has no TMA with tcgen05"),
+        (of(512, 128), "sm_100a", "stages_q=3", "bytes of shared memory"),
+        (of(512, 128), "sm_100a", "block_m=64", "tile block_m"),
+    ] {
+        let refusal = choose(problem, arch, words).unwrap_err();
+        assert!(refusal.contains(said), "{refusal}");
+    }
+}
+
+#[test]
+fn dq_of_blackwell_has_one_order_where_that_is_asked_for() {
+    let problem = BwdProblem::new(of_lengths([512, 512], [4, 2], 128, "b")).validate().unwrap();
+    let promised = |options: &PlanOptions| {
+        let choice = choose(&Sm100Bwd::default(), &problem, &stated("sm_100a"), options).unwrap();
+        (choice.promises.deterministic, choice.promises.batch_invariant, choice.workspace.bytes)
+    };
+    let plain = promised(&PlanOptions::default());
+    let ordered = promised(&PlanOptions::default().deterministic(true));
+    assert_eq!((plain.0, plain.1), (false, false));
+    // A count to each block of queries of each head.
+    assert_eq!(ordered, (true, true, plain.2 + 4 * 4 * 4));
+    assert_eq!(promised(&PlanOptions::default().batch_invariant(true)), ordered);
 }
 
 /// The kernel's schedule in words, or why it refuses.

@@ -26,13 +26,14 @@ struct Instruction {
   int m, n;
   bool negate_a = false;
   bool b_across_rows = false;  // B's tile is [k, n]
+  bool a_across_rows = false;  // A's is [k, m]
 
   FMHA_DEVICE constexpr int num_ctas() const { return m / kRows; }
   FMHA_DEVICE constexpr uint32_t bits() const {
     const uint32_t format = dtype == DType::Bf16 || dtype == DType::E5m2;  // else f16, e4m3
     constexpr uint32_t f32_sums = 1 << 4;
-    return f32_sums | format << 7 | format << 10 | uint32_t(negate_a) << 13 | uint32_t(b_across_rows) << 16 |
-           uint32_t(n / 8) << 17 | uint32_t(m / 16) << 24;
+    return f32_sums | format << 7 | format << 10 | uint32_t(negate_a) << 13 | uint32_t(a_across_rows) << 15 |
+           uint32_t(b_across_rows) << 16 | uint32_t(n / 8) << 17 | uint32_t(m / 16) << 24;
   }
 };
 
@@ -60,30 +61,45 @@ FMHA_DEVICE constexpr uint32_t step_along_rows(int step) {
   return step / steps_a_chunk * Tile::chunk_bytes + step % steps_a_chunk * kStepBytes;
 }
 
+// An operand's tile, read along its rows or across them: its descriptor, and where step `step` of a product begins in it.
+template <DType dtype, bool across_rows, class Tile>
+struct Operand {
+  const Descriptor first;
+
+  FMHA_DEVICE explicit Operand(const Tile& tile) : first(descriptor(tile, across_rows ? Tile::chunk_bytes : 16)) {}
+  FMHA_DEVICE uint64_t at(int step) const {
+    return first.plus_bytes(across_rows ? step * depth_of(dtype) * Tile::span_bytes : step_along_rows<Tile>(step)).bits();
+  }
+};
+
+// d (+)= A B over an inner dimension of `k` elements, both in shared memory. By one thread; starts, does not wait.
+template <Instruction instruction, int k, class TileA, class TileB>
+FMHA_DEVICE void start_product(uint32_t d, const TileA& a, const TileB& b, bool accumulate) {
+  const Operand<instruction.dtype, instruction.a_across_rows, TileA> a_steps(a);
+  const Operand<instruction.dtype, instruction.b_across_rows, TileB> b_steps(b);
+#pragma unroll
+  for (int step = 0; step < k / depth_of(instruction.dtype); ++step) {
+    ptx::tcgen05_mma_ss<instruction.num_ctas(), kind_of(instruction.dtype)>(d, a_steps.at(step), b_steps.at(step),
+                                                                           instruction.bits(), accumulate || step != 0);
+  }
+}
+
 // d = A B^T, both along their rows. By one thread; starts, does not wait.
 template <Instruction instruction, class TileA, class TileB>
 FMHA_DEVICE void start_product_abt(uint32_t d, const TileA& a, const TileB& b) {
   static_assert(TileA::dim == TileB::dim, "A and B share their inner dimension");
-  const Descriptor a0 = descriptor(a, 16), b0 = descriptor(b, 16);
-#pragma unroll
-  for (int step = 0; step < TileA::dim * TileA::elem_bytes / kStepBytes; ++step) {
-    ptx::tcgen05_mma_ss<instruction.num_ctas(), kind_of(instruction.dtype)>(
-        d, a0.plus_bytes(step_along_rows<TileA>(step)).bits(), b0.plus_bytes(step_along_rows<TileB>(step)).bits(),
-        instruction.bits(), step != 0);
-  }
+  start_product<instruction, TileA::dim>(d, a, b, false);
 }
 
 // d (+)= A B: A in tensor memory from column `a` on, of which the steps [first, end) are taken; B's tile is [k, n] or,
 // where its instruction says so, [n, k]. By one thread; starts, does not wait.
 template <Instruction instruction, int first, int end, class TileB>
 FMHA_DEVICE void start_product_tmem(uint32_t d, uint32_t a, const TileB& b, bool accumulate) {
-  constexpr int depth = depth_of(instruction.dtype);
-  const Descriptor b0 = descriptor(b, instruction.b_across_rows ? TileB::chunk_bytes : 16);
+  const Operand<instruction.dtype, instruction.b_across_rows, TileB> b_steps(b);
 #pragma unroll
   for (int step = first; step < end; ++step) {
-    const uint32_t at = instruction.b_across_rows ? step * depth * TileB::span_bytes : step_along_rows<TileB>(step);
     ptx::tcgen05_mma_ts<instruction.num_ctas(), kind_of(instruction.dtype)>(
-        d, a + step * (kStepBytes / 4), b0.plus_bytes(at).bits(), instruction.bits(), accumulate || step != 0);
+        d, a + step * (kStepBytes / 4), b_steps.at(step), instruction.bits(), accumulate || step != 0);
   }
 }
 

@@ -34,7 +34,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel<V>>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm100::NAME, reason);
-        facts.needs(runs_on(facts), "TMA with tcgen05").map_err(refuse)?;
+        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         sm100::accepts(problem)?;
         let spec = FwdSpec::of(problem);
         let mut own = sm100::choose_tile(problem, &facts.arch);
@@ -170,8 +170,11 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
     }
 }
 
-/// Whether the device has what the kernel is made of.
-fn runs_on(facts: &DeviceFacts) -> bool {
+/// What the kernel is made of.
+pub(crate) const INSTRUCTIONS: &str = "TMA with tcgen05";
+
+/// Whether the device has it.
+pub(crate) fn runs_on(facts: &DeviceFacts) -> bool {
     facts.instructions.tma && facts.instructions.tcgen05
 }
 

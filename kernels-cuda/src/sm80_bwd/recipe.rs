@@ -1,5 +1,6 @@
 //! The backward kernels of mma.sync, for every architecture from sm_80 on.
 
+use crate::sm80_bwd::Sm80BwdTile;
 use crate::{simt, sm80, sm80_bwd};
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
@@ -81,20 +82,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
         );
         let mut sums = Vec::new();
         for tile in &tiles {
-            let ctas = sm80_bwd::grid(problem, tile).ok_or_else(|| {
-                refuse(format!(
-                    "seqlen_q {}, seqlen_k {}, num_heads_q {} and batch {} make 2^31 tiles or more",
-                    dims.seqlen_q, dims.seqlen_k, dims.num_heads_q, dims.batch
-                ))
-            })?;
-            sums.push(Launch {
-                kernel: tile.sums.name(),
-                source: sm80_bwd::main(&spec, tile),
-                grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
-                shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
-                tiles: ctas.into(),
-                tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
-            });
+            sums.push(launch_of(problem, &spec, tile, facts).map_err(refuse)?);
         }
         if one_pass {
             let blocks = u64::from(dims.seqlen_q.div_ceil(block_m)) * rows / u64::from(dims.seqlen_q.max(1));
@@ -110,7 +98,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
         }
         // dQ's, of which every problem has one, or that of all three.
         let main = sums.remove(0);
-        let of = |tile: &sm80_bwd::Sm80BwdTile| {
+        let of = |tile: &Sm80BwdTile| {
             format!("{} {} x {}, {} stages", tile.sums.name(), tile.rows, tile.columns, tile.stages)
         };
         let chosen = Chosen {
@@ -173,6 +161,33 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
         }
         Ok(())
     }
+}
+
+/// A tile's launch, which takes [`BwdParams`](fmha_core::abi::BwdParams).
+///
+/// # Errors
+/// Of 2^31 CTAs or more.
+pub(crate) fn launch_of(
+    problem: &ValidBwd,
+    spec: &BwdSpec,
+    tile: &Sm80BwdTile,
+    facts: &DeviceFacts,
+) -> Result<Launch, String> {
+    let ctas = sm80_bwd::grid(problem, tile).ok_or_else(|| {
+        let dims = problem.fwd().dims;
+        format!(
+            "seqlen_q {}, seqlen_k {}, num_heads_q {} and batch {} make 2^31 tiles or more",
+            dims.seqlen_q, dims.seqlen_k, dims.num_heads_q, dims.batch
+        )
+    })?;
+    Ok(Launch {
+        kernel: tile.sums.name(),
+        source: sm80_bwd::main(spec, tile),
+        grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
+        shared_bytes: tile.smem_bytes(spec).unsigned_abs(),
+        tiles: ctas.into(),
+        tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
+    })
 }
 
 /// Whether dQ is summed in memory while dK and dV are: as the tile says, else by the model, unless the sums are to have an order.

@@ -10,8 +10,13 @@ use super::NAME;
 /// # Errors
 /// The first fact that they do not take.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
-    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    problem.fwd.refuse_dropout_between_quads(NAME)?;
+    takes(problem, NAME)
+}
+
+/// The same of any kernel of 16-bit products whose operands come by TMA, in its name.
+pub(crate) fn takes(problem: &BwdProblem, name: &'static str) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(name, reason));
+    problem.fwd.refuse_dropout_between_quads(name)?;
     let fwd = &problem.fwd;
     let (qk, v) = (fwd.dtypes.qk, fwd.dtypes.v);
     if qk.is_fp8() || v.is_fp8() {
@@ -54,7 +59,7 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
 }
 
 /// The first stride in use that is no whole number of 16 bytes of a 16-bit type, or too large for TMA.
-pub(super) fn odd_stride(strides: Strides, shape: Shape) -> Option<(&'static str, i64)> {
+pub(crate) fn odd_stride(strides: Strides, shape: Shape) -> Option<(&'static str, i64)> {
     [
         ("batch", strides.batch, shape.batch),
         ("seq", strides.seq, shape.seq),

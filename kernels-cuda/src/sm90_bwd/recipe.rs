@@ -403,6 +403,15 @@ fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Ma
 /// strides it may not take, there is dO again.
 #[must_use]
 pub fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 5] {
+    map_facts_of(call, [tile.loaded_rows(), tile.block_n], tile.makes_delta())
+}
+
+/// The same of boxes of so many queries and keys.
+pub(crate) fn map_facts_of(
+    call: &BwdCall<'_>,
+    [query_rows, key_rows]: [i32; 2],
+    brings_o: bool,
+) -> [TensorMapFacts<4, 3>; 5] {
     let (problem, args) = (call.problem, call.args);
     let fwd = problem.fwd();
     let extents = fwd.extents(args.seq.totals);
@@ -422,13 +431,13 @@ pub fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3
         ],
         box_dims: [64, rows.unsigned_abs(), 1, 1],
     };
-    let dout = || facts("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.loaded_rows());
-    let o = || facts("o", args.o.as_ptr() as u64, fwd.strides.o, extents.o, tile.loaded_rows());
+    let dout = || facts("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, query_rows);
+    let o = || facts("o", args.o.as_ptr() as u64, fwd.strides.o, extents.o, query_rows);
     [
-        facts("q", args.q.as_ptr() as u64, fwd.strides.q, extents.q, tile.loaded_rows()),
-        facts("k", k_address, fwd.strides.k, extents.k, tile.block_n),
-        facts("v", args.v.as_ptr() as u64, fwd.strides.v, extents.v, tile.block_n),
+        facts("q", args.q.as_ptr() as u64, fwd.strides.q, extents.q, query_rows),
+        facts("k", k_address, fwd.strides.k, extents.k, key_rows),
+        facts("v", args.v.as_ptr() as u64, fwd.strides.v, extents.v, key_rows),
         dout(),
-        if tile.makes_delta() { o() } else { dout() },
+        if brings_o { o() } else { dout() },
     ]
 }

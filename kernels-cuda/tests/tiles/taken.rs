@@ -2,7 +2,7 @@
 
 use fmha_core::BwdProblem;
 use fmha_core::spec::{BwdSpec, FwdSpec};
-use fmha_kernels_cuda::{sm80, sm80_bwd, sm90, sm100};
+use fmha_kernels_cuda::{sm80, sm80_bwd, sm90, sm100, sm100_bwd};
 
 use super::problems;
 
@@ -84,4 +84,18 @@ fn the_tiles_of_the_backward_of_mma_sync_fit_every_device() {
             }
         }
     }
+}
+
+#[test]
+fn the_tiles_of_the_backward_of_blackwell_fit_its_shared_memory() {
+    let mut taken = 0;
+    for problem in problems().map(BwdProblem::new).filter(|problem| sm100_bwd::accepts(problem).is_ok()) {
+        let spec = BwdSpec::of(&problem);
+        let tile = sm100_bwd::choose_tile(&problem, &spec);
+        let bytes = tile.smem_bytes(&spec);
+        assert!(bytes <= sm100_bwd::MAX_SMEM_BYTES, "{bytes}: {tile:?}");
+        assert!(tile.stages_q == 2 && tile.stages_dout >= 1, "{tile:?}");
+        taken += 1;
+    }
+    assert!(taken > 1000, "{taken} problems taken");
 }

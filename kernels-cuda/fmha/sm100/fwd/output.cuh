@@ -5,6 +5,7 @@
 #pragma once
 #include <fmha/common/output_place.cuh>
 #include <fmha/ptx/tmem.cuh>
+#include <fmha/sm100/common/store_columns.cuh>
 #include <fmha/sm100/fwd/config.cuh>
 
 namespace fmha::sm100 {
@@ -42,37 +43,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
       x[e] = float_of(words[e]) * result.factor;
       if constexpr (may_be_non_finite(spec)) zero = fmaf(x[e], 0.f, zero);
     }
-    if constexpr (tile.vector_store && spec.dtype_o == DType::F32) {
-#pragma unroll
-      for (int e = 0; e < chunk; e += 4) {
-        const uint32_t v[4] = {bits_of(x[e]), bits_of(x[e + 1]), bits_of(x[e + 2]), bits_of(x[e + 3])};
-        ptx::st_global_v4_b32_if(static_cast<float*>(p.o.data) + at + c + e, v, stored && c + e < dim);
-      }
-    } else if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
-#pragma unroll
-      for (int e = 0; e < chunk; e += 16) {
-        uint32_t v[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float* four = &x[e + 4 * k];
-          v[k] = ptx::cvt_rn_satfinite_x4<spec.dtype_o>(four[0], four[1], four[2], four[3]);
-        }
-        ptx::st_global_v4_b32_if(static_cast<uint8_t*>(p.o.data) + at + c + e, v, stored && c + e < dim);
-      }
-    } else if constexpr (tile.vector_store) {
-#pragma unroll
-      for (int e = 0; e < chunk; e += 8) {
-        uint32_t v[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) v[k] = ptx::cvt_rn_x2<spec.dtype_o>(x[e + 2 * k], x[e + 2 * k + 1]);
-        ptx::st_global_v4_b32_if(static_cast<uint16_t*>(p.o.data) + at + c + e, v, stored && c + e < dim);
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < chunk; ++e) {
-        store_o<spec.dtype_o>(p.o.data, at + c + e, x[e], stored && c + e < dim);
-      }
-    }
+    store_columns<spec.dtype_o, tile.vector_store>(p.o.data, at + c, x, dim - c, stored);
   }
   if constexpr (spec.write_lse) {
     float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;

@@ -4,9 +4,9 @@
 // CTA's keys: its warps have sixteen queries each and a part of the columns. The sums lie in the order of the accumulators, so that
 // the lanes of an addition have 128 bytes side by side.
 #pragma once
+#include <fmha/common/finish_dq.cuh>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/shared.cuh>
-#include <fmha/simt/bwd.cuh>
 #include <fmha/sm80/bwd/config.cuh>
 
 namespace fmha::sm80::bwd {
@@ -14,7 +14,7 @@ namespace fmha::sm80::bwd {
 // What a warp has of a block's dQ.
 template <BwdSpec spec, Sm80BwdTile tile>
 struct DqShape {
-  static constexpr int dim = padded_dim(spec.fwd.head_dim_qk);
+  static constexpr int rows = tile.columns, dim = padded_dim(spec.fwd.head_dim_qk);
   static constexpr int row_groups = tile.columns / mma::kRows, parts = tile.warps / row_groups, n = dim / parts;
   static_assert(tile.warps % row_groups == 0 && dim % parts == 0 && n % 16 == 0, "sm80: all warps have whole products of dQ");
 
@@ -53,33 +53,6 @@ FMHA_DEVICE void add_dq(float* sums, const Gradients& ds, const Keys& keys) {
   float* own = sums + warp * (mma::kRows * Shape::n) + threadIdx.x % 32;
 #pragma unroll
   for (int e = 0; e < dq.num_elems; ++e) ptx::red_global_add_f32(own + e * 32, dq[e]);
-}
-
-// The launch that follows, a CTA to a block of queries of a head: the sums scaled and rounded once. Rows that a hidden NaN or infinity
-// has reached are computed again.
-template <BwdSpec spec, Sm80BwdTile tile>
-FMHA_DEVICE void finish_dq(const BwdParams& p) {
-  using Shape = DqShape<spec, tile>;
-  const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, head = blockIdx.x % heads;
-  const int32_t i_batch = head / p.fwd.num_heads_q, i_head = head % p.fwd.num_heads_q;
-  const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
-  const int32_t first = blockIdx.x / heads * tile.columns;
-  if (first >= span.seqlen_q) return;
-  const float* sums = Shape::block_of(p, span, i_head, first);
-#pragma unroll 1
-  for (int32_t row = threadIdx.x / 32; row < tile.columns && first + row < span.seqlen_q; row += blockDim.x / 32) {
-    const int64_t at = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + first + row, i_head);
-    bool finite = true;
-#pragma unroll
-    for (int32_t c = threadIdx.x % 32; c < spec.fwd.head_dim_qk; c += 32) {
-      const float sum = sums[Shape::index_of(row, c)];
-      finite &= fabsf(sum) < infinity();
-      store_elem<spec.dtype_grad>(const_cast<void*>(static_cast<const void*>(p.dq.data)), at + c, sum * p.fwd.softmax_scale);
-    }
-    if constexpr (spec.fwd.mask != MaskKind::Full) {
-      if (__any_sync(ptx::kAllLanes, !finite)) bwd_query_row<spec, simt::Warp>(p, span, i_head, first + row);
-    }
-  }
 }
 
 }  // namespace fmha::sm80::bwd

@@ -13,6 +13,7 @@
 // Either way the fragment of scores has the owner's rows, so that P and dS, packed, are the operand A of the sums.
 #pragma once
 #include <fmha/bwd.h>
+#include <fmha/common/score_pair.cuh>
 #include <fmha/mma/sm80.cuh>
 #include <fmha/num.h>
 #include <fmha/sm80_bwd_host.h>
@@ -33,14 +34,6 @@ FMHA_DEVICE constexpr bool sums_dv(const Sm80BwdTile& tile) { return tile.sums =
 // Whether dS is made: of dV alone it is not.
 FMHA_DEVICE constexpr bool makes_ds(const Sm80BwdTile& tile) { return tile.sums != BwdSums::Dv; }
 
-// LSE in log2, delta and the scores' origins (row_bwd.h) of a block of queries.
-template <int columns>
-struct Stats {
-  alignas(16) float lse_log2[columns];
-  alignas(16) float delta[columns];
-  alignas(16) float origin[columns];
-};
-
 // What a CTA that makes dS has of its own rows besides.
 template <class Tile, bool has>
 struct OwnValues {
@@ -58,7 +51,7 @@ struct ScoreGradients<Tile, false> {};
 // What queries that are walked bring besides.
 template <int columns, int stages>
 struct StatsOfBlocks {
-  Stats<columns> stats[stages];
+  QueryStats<columns> stats[stages];
 };
 template <int columns>
 struct StatsOfBlocks<columns, 0> {};

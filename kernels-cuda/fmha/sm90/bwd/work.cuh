@@ -1,6 +1,7 @@
 // A tile of the backward: a key block of one kv head, and the query blocks that see it.
 #pragma once
 #include <fmha/bwd.h>
+#include <fmha/common/rows_behind.cuh>
 #include <fmha/mask.h>
 #include <fmha/row_bwd.h>
 #include <fmha/ptx/grid.cuh>
@@ -165,14 +166,6 @@ FMHA_DEVICE constexpr bool leaves_dropout_factor() {
 template <BwdSpec spec>
 FMHA_DEVICE float dropout_factor_of_ds(const FwdParams& p) {
   return leaves_dropout_factor<spec>() ? p.dropout_scale : 1.f;
-}
-
-// Whether rows of a block that lie behind its sequence may be another's, or anything: TMA puts zeros only behind the
-// tensor.
-template <BwdSpec spec>
-FMHA_DEVICE bool has_rows_behind(const BwdParams& p) {
-  constexpr bool is_strided = spec.fwd.q_layout == QLayout::Batch && spec.fwd.kv_layout == KvKind::Strided;
-  return !is_strided || p.fwd.seqused_q || p.fwd.seqused_k;
 }
 
 }  // namespace fmha::sm90::bwd

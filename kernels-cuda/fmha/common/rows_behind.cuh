@@ -1,0 +1,16 @@
+// What lies behind a sequence's rows.
+#pragma once
+#include <fmha/params.h>
+#include <fmha/spec.h>
+
+namespace fmha {
+
+// Whether rows of a block that lie behind its sequence may be another's, or anything: TMA puts zeros only behind the
+// tensor.
+template <BwdSpec spec>
+FMHA_DEVICE bool has_rows_behind(const BwdParams& p) {
+  constexpr bool is_strided = spec.fwd.q_layout == QLayout::Batch && spec.fwd.kv_layout == KvKind::Strided;
+  return !is_strided || p.fwd.seqused_q || p.fwd.seqused_k;
+}
+
+}  // namespace fmha

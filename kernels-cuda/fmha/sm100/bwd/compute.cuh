@@ -1,0 +1,239 @@
+// The compute role: two warpgroups turn a block's S^T to P and its dP^T to dS, a thread a key, a warpgroup half of the queries.
+//
+//   waits for S, loads it; P = exp2(S - LSE), stored over S for dV += P^T dO
+//   waits for dP, loads it; dS = P (dP - delta), stored to shared memory for dQ and dK
+//
+// What the mask hides of a key's row are queries before a first and from a last one on: two numbers a thread and block.
+#pragma once
+#include <fmha/philox.h>
+#include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/f32x2.cuh>
+#include <fmha/ptx/num.cuh>
+#include <fmha/ptx/shared.cuh>
+#include <fmha/ptx/tcgen05.cuh>
+#include <fmha/ptx/tmem.cuh>
+#include <fmha/ptx/warp.cuh>
+#include <fmha/sm100/bwd/work.cuh>
+
+namespace fmha::sm100::bwd {
+
+template <BwdSpec spec, Sm100BwdTile tile>
+struct ComputeRole {
+  using Shared = Smem<spec, tile>;
+  using Tmem = TmemPlan<spec>;
+  using Pair = ScorePair<spec, tile.fast_softcap>;
+  static constexpr FwdSpec kFwd = spec.fwd;
+  static constexpr DType dtype = kFwd.dtype_qk;
+  static constexpr int chunk = 32, num_chunks = kHalf / chunk;
+
+  const BwdParams& p;
+  Shared& smem;
+  const Work& work;
+  const uint32_t tmem;  // at the warp's lanes
+  const int32_t half;   // of a block's queries
+  const int32_t row = threadIdx.x % kBlock, key = work.keys.begin + row;
+  const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
+  const Pair pair = {p, work.span, work.band};
+
+  float probs[kHalf];
+  // The slopes of a block's soft-cap, in 0 .. 1, two f16 to a register.
+  uint32_t slopes[kFwd.softcap ? kHalf / 2 : 1];
+  uint32_t kept[kFwd.dropout ? num_chunks : 1];  // what dropout keeps, a bit a query
+
+  // The queries of the half that see the thread's key.
+  FMHA_DEVICE Range seen_of(int32_t first_query) const {
+    Range seen = {0, work.span.seqlen_q - first_query};
+    if constexpr (Pair::has_hi) seen.begin = key - work.band.hi - first_query;
+    if constexpr (Pair::has_lo) {
+      const bool is_sink = kFwd.sink_columns && key < work.band.sink_columns;
+      if (!is_sink) seen.end = min(seen.end, key - work.band.lo - first_query + 1);
+    }
+    if (key >= work.keys.end) seen.end = 0;
+    return {max(seen.begin, 0), seen.end};
+  }
+  // Zeros what is hidden of a chunk; 0 times a hidden NaN would be NaN.
+  FMHA_DEVICE static void hide(float* x, int c, Range seen) {
+#pragma unroll
+    for (int e = 0; e < chunk; ++e) {
+      if (c * chunk + e < seen.begin || c * chunk + e >= seen.end) x[e] = 0.f;
+    }
+  }
+
+  // One call of the generator decides four keys of a query, which four lanes have: each calls for every fourth query, then they
+  // exchange bits.
+  FMHA_DEVICE void decide(int32_t i_head, int32_t first_query) {
+    if constexpr (kFwd.dropout) {
+      const int32_t batch_head = head_of_whole(p.fwd, work.span.i_batch, i_head), own = threadIdx.x % 4;
+#pragma unroll
+      for (int c = 0; c < num_chunks; ++c) {
+        uint32_t called = 0;
+#pragma unroll 1
+        for (int32_t g = 0; g < chunk / 4; ++g) {
+          const auto words = dropout_words(p.fwd, batch_head, first_query + c * chunk + 4 * g + own, key / 4);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) called |= uint32_t(words[k] < p.fwd.dropout_threshold) << (4 * g + k);
+        }
+        kept[c] = 0;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint32_t other = __shfl_sync(ptx::kAllLanes, called, (threadIdx.x % 32 & ~3) + k);
+          kept[c] |= (other >> own & 0x11111111u) << k;
+        }
+      }
+    }
+  }
+
+  // A chunk of S or dP, which begins at `column`.
+  FMHA_DEVICE void load(float (&x)[chunk], int column, int c) const {
+    uint32_t words[chunk];
+    ptx::tcgen05_ld(words, tmem + column + half * kHalf + c * chunk);
+    ptx::tcgen05_wait_ld();
+    ptx::tcgen05_loaded(words);
+#pragma unroll
+    for (int e = 0; e < chunk; ++e) x[e] = float_of(words[e]);
+  }
+
+  // P of a chunk whose scores are `x`.
+  template <bool any_far>
+  FMHA_DEVICE void exponentiate(const float (&x)[chunk], int c, const ScoreModifier& modifier, const QueryStats<kBlock>& stats,
+                                int32_t first_query) {
+    const int first = half * kHalf + c * chunk;
+    float* const to = probs + c * chunk;
+    if constexpr (!any_far && !Pair::modifies) {
+      const ptx::F32x2 scale = {pair.scale_log2, pair.scale_log2};
+#pragma unroll
+      for (int e = 0; e < chunk; e += 2) {
+        const ptx::F32x2 y = ptx::fma_f32x2({x[e], x[e + 1]}, scale, {-stats.lse_log2[first + e], -stats.lse_log2[first + e + 1]});
+        to[e] = ptx::ex2_approx_ftz(y.low);
+        to[e + 1] = ptx::ex2_approx_ftz(y.high);
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < chunk; e += 2) {
+        float slope[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int32_t i = first_query + c * chunk + e + k;
+          const float lse = stats.lse_log2[first + e + k];
+          if constexpr (any_far) {
+            to[e + k] = pair.prob_from(stats.origin[first + e + k], x[e + k], modifier, lse, i, key, slope[k]);
+          } else {
+            to[e + k] = pair.prob(x[e + k], modifier, lse, i, key, slope[k]);
+          }
+        }
+        if constexpr (kFwd.softcap) slopes[(c * chunk + e) / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
+      }
+    }
+  }
+
+  // P as dV sees it, of a chunk: after dropout.
+  FMHA_DEVICE void store_probs(int c) const {
+    uint32_t words[chunk / 2];
+#pragma unroll
+    for (int w = 0; w < chunk / 2; ++w) {
+      float two[2] = {probs[c * chunk + 2 * w], probs[c * chunk + 2 * w + 1]};
+      if constexpr (kFwd.dropout) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) two[k] = kept[c] >> (2 * w + k) & 1 ? two[k] * p.fwd.dropout_scale : 0.f;
+      }
+      words[w] = ptx::cvt_rn_x2<dtype>(two[0], two[1]);
+    }
+    ptx::tcgen05_st(tmem + Tmem::p(half) + c * (chunk / 2), words);
+  }
+
+  // dS of a chunk whose dP are `x`.
+  FMHA_DEVICE void differentiate(float (&x)[chunk], int c, const QueryStats<kBlock>& stats) const {
+    const int first = half * kHalf + c * chunk;
+#pragma unroll
+    for (int e = 0; e < chunk; e += 2) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        float d = x[e + k];
+        if constexpr (kFwd.dropout) d = kept[c] >> (e + k) & 1 ? d * p.fwd.dropout_scale : 0.f;
+        x[e + k] = probs[c * chunk + e + k] * (d - stats.delta[first + e + k]);
+      }
+      if constexpr (kFwd.softcap) {
+        float low, high;
+        ptx::unpack_f16x2(slopes[(c * chunk + e) / 2], low, high);
+        x[e] *= low;
+        x[e + 1] *= high;
+      }
+    }
+  }
+  FMHA_DEVICE void store_ds(const float (&x)[chunk], int c) const {
+#pragma unroll
+    for (int e = 0; e < chunk; e += 8) {
+      float words[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] = float_of(ptx::cvt_rn_x2<dtype>(x[e + 2 * w], x[e + 2 * w + 1]));
+      const uint32_t at = fmha::mma::word_offset<typename Shared::DsTile>(row, half * kHalf + c * chunk + e);
+      ptx::st_shared_v4_f32(smem.ds.address() + at, words[0], words[1], words[2], words[3]);
+    }
+  }
+
+  template <bool any_far>
+  FMHA_DEVICE void make_probs(const ScoreModifier& modifier, const QueryStats<kBlock>& stats, int32_t first_query, Range seen,
+                              bool edge) {
+#pragma unroll
+    for (int c = 0; c < num_chunks; ++c) {
+      float x[chunk];
+      load(x, Tmem::s, c);
+      exponentiate<any_far>(x, c, modifier, stats, first_query);
+      if (edge) hide(probs + c * chunk, c, seen);
+      store_probs(c);
+    }
+  }
+
+  FMHA_DEVICE void step(const QueryBlock& block, const Slot<tile.stages_q>& slot, uint32_t phase) {
+    const int32_t first_query = block.first + half * kHalf;
+    const Range seen = seen_of(first_query);
+    const bool edge = __any_sync(ptx::kAllLanes, seen.begin > 0 || seen.end < kHalf);
+    const ScoreModifier modifier = score_modifier<kFwd>(p.fwd, work.span, block.i_head, p.fwd.softmax_scale);
+    decide(block.i_head, first_query);
+    ptx::mbarrier_wait_parity(smem.q_full[slot.index], slot.phase);
+    const QueryStats<kBlock>& stats = smem.stats[slot.index];
+    bool far = false;
+#pragma unroll
+    for (int c = 0; c < num_chunks; ++c) far |= stats.origin[half * kHalf + c * chunk + threadIdx.x % 32] != 0.f;
+    const bool any_far = __any_sync(ptx::kAllLanes, far);
+
+    ptx::mbarrier_wait_parity(smem.s_full, phase);
+    ptx::tcgen05_fence_after_thread_sync();
+    if (any_far) {
+      make_probs<true>(modifier, stats, first_query, seen, edge);
+    } else {
+      make_probs<false>(modifier, stats, first_query, seen, edge);
+    }
+    ptx::tcgen05_wait_st();
+    ptx::tcgen05_fence_before_thread_sync();
+    ptx::mbarrier_arrive_if(smem.p_full, signals);
+
+    ptx::mbarrier_wait_parity(smem.dp_full, phase);
+    ptx::tcgen05_fence_after_thread_sync();
+#pragma unroll
+    for (int c = 0; c < num_chunks; ++c) {
+      float x[chunk];
+      load(x, Tmem::dp, c);
+      differentiate(x, c, stats);
+      if (edge) hide(x, c, seen);
+      store_ds(x, c);
+    }
+    ptx::tcgen05_fence_before_thread_sync();
+    ptx::fence_proxy_async();
+    __syncwarp();
+    ptx::mbarrier_arrive_if(smem.ds_full, signals);
+    ptx::mbarrier_arrive_if(smem.q_empty[slot.index], signals);
+  }
+
+  FMHA_DEVICE void run() {
+    Slot<tile.stages_q> slot;
+    const int32_t steps = work.num_steps();
+#pragma unroll 1
+    for (int32_t i = 0; i < steps; ++i) {
+      step(work.at(i), slot, i & 1);
+      slot.advance();
+    }
+  }
+};
+
+}  // namespace fmha::sm100::bwd

@@ -1,0 +1,72 @@
+// dV and dK of the CTA's keys, scaled, from tensor memory to memory: a compute warpgroup each, a thread a key.
+#pragma once
+#include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/tcgen05.cuh>
+#include <fmha/ptx/tmem.cuh>
+#include <fmha/ptx/warp.cuh>
+#include <fmha/simt/bwd.cuh>
+#include <fmha/sm100/bwd/work.cuh>
+#include <fmha/sm100/common/store_columns.cuh>
+
+namespace fmha::sm100::bwd {
+
+// A row of a gradient, whose sums are at `sums` in tensor memory; zeros where there are none. By a whole warp. Whether it is finite.
+template <BwdSpec spec, Sm100BwdTile tile, int dim>
+FMHA_DEVICE bool store_gradient(const View& view, int64_t at, uint32_t sums, bool has_sums, float factor, bool there) {
+  constexpr int chunk = 32;
+  float zero = 0.f;  // NaN once a number is not finite
+#pragma unroll
+  for (int c = 0; c < product_dim(dim); c += chunk) {
+    float x[chunk] = {};
+    if (has_sums) {
+      uint32_t words[chunk];
+      ptx::tcgen05_ld(words, sums + c);
+      ptx::tcgen05_wait_ld();
+      ptx::tcgen05_loaded(words);
+#pragma unroll
+      for (int e = 0; e < chunk; ++e) {
+        x[e] = float_of(words[e]) * factor;
+        zero = fmaf(x[e], 0.f, zero);
+      }
+    }
+    store_columns<spec.dtype_grad, tile.vector_store>(view.data, at + c, x, dim - c, there);
+  }
+  return zero == 0.f;
+}
+
+// Rows that a hidden NaN or infinity has reached are computed again, pair by pair.
+template <BwdSpec spec, Sm100BwdTile tile>
+FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, const Work& work, int32_t half) {
+  using Tmem = TmemPlan<spec>;
+  const int32_t row = threadIdx.x % kBlock, key = work.keys.begin + row, warp = row / 32;
+  const bool there = key < work.keys.end, has_sums = work.num_steps() > 0;
+  if (has_sums) {
+    ptx::mbarrier_wait_parity(smem.grads_full, 0);
+    ptx::tcgen05_fence_after_thread_sync();
+  }
+  const auto place = [&](const View& view) {
+    return row_offset(view, kv_row(p.fwd, spec.fwd.kv_layout, work.span, there ? key : work.keys.begin), work.i_head_kv);
+  };
+  bool finite;
+  if (half == 0) {
+    finite = store_gradient<spec, tile, spec.fwd.head_dim_v>(p.dv, place(p.dv), tmem + Tmem::dv, has_sums, 1.f, there);
+  } else {
+    finite = store_gradient<spec, tile, spec.fwd.head_dim_qk>(p.dk, place(p.dk), tmem + Tmem::dk, has_sums, p.fwd.softmax_scale,
+                                                              there);
+  }
+  ptx::tcgen05_fence_before_thread_sync();
+  __syncwarp();
+  ptx::mbarrier_arrive_if(smem.done, threadIdx.x % 32 == 0);
+  if constexpr (spec.fwd.mask != MaskKind::Full) {
+    const uint32_t found = __ballot_sync(ptx::kAllLanes, there && !finite);
+    if (threadIdx.x % 32 == 0) smem.found[half][warp] = found;
+    ptx::bar_sync<32 * kComputeWarps>(kComputeBarrier);
+    // Of both gradients at once, by the warps of dV.
+    uint32_t rows = half == 0 ? smem.found[0][warp] | smem.found[1][warp] : 0;
+#pragma unroll 1
+    for (; rows != 0; rows &= rows - 1)
+      bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + 32 * warp + __ffs(rows) - 1);
+  }
+}
+
+}  // namespace fmha::sm100::bwd

@@ -1,0 +1,103 @@
+// The load role: one lane of a warp keeps TMA fed.
+//
+//   K, Q(0), V, dO(0), then Q(i), dO(i) of each block of queries
+//
+// Rows behind a sequence that has others or nothing known behind it may hold anything, and 0 times NaN is NaN: of a sequence's last
+// block the whole warp writes zeros there before the block is announced. V's need none: they reach the dP of their own keys alone.
+#pragma once
+#include <fmha/common/rows_behind.cuh>
+#include <fmha/common/zero_rows.cuh>
+#include <fmha/ptx/bulk.cuh>
+#include <fmha/sm100/bwd/work.cuh>
+
+namespace fmha::sm100::bwd {
+
+template <BwdSpec spec, Sm100BwdTile tile>
+struct Loader {
+  using Shared = Smem<spec, tile>;
+
+  const BwdParams& p;
+  const Maps& maps;
+  Shared& smem;
+  const Work& work;
+  const int32_t lane = threadIdx.x % 32;
+  uint32_t raw_phase = 0;
+
+  template <class Tile>
+  FMHA_DEVICE void start(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row, int32_t i_head,
+                         ptx::CacheHint hint) const {
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk)
+      ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, chunk * Tile::span, row, i_head, i_batch, hint);
+  }
+
+  // A tile of which the sequence has `there` rows; `full` is to count `more` bytes besides.
+  template <class Tile>
+  FMHA_DEVICE void load(const Tile& to, const TensorMap& map, Barrier& full, uint32_t more, int32_t i_batch, int32_t row,
+                        int32_t i_head, int32_t there, ptx::CacheHint hint) {
+    const bool dirty = there < kBlock && has_rows_behind<spec>(p);
+    if (lane == 0) {
+      Barrier& first = dirty ? smem.raw : full;
+      ptx::mbarrier_arrive_expect_tx(first, Tile::tile_bytes + (dirty ? 0 : more));
+      start(to, map, first, i_batch, row, i_head, hint);
+    }
+    if (!dirty) return;
+    __syncwarp();
+    ptx::mbarrier_wait_parity(smem.raw, raw_phase);
+    raw_phase ^= 1;
+    zero_rows(to, there, lane, 32);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, more);
+  }
+
+  FMHA_DEVICE void load_keys(const auto& to, const TensorMap& map, Barrier& full, int32_t there) {
+    const int32_t i_batch = spec.fwd.kv_layout == KvKind::Packed ? 0 : work.span.i_batch;
+    load(to, map, full, 0, i_batch, work.span.k_row + work.keys.begin, work.i_head_kv, there, ptx::CacheHint::EvictFirst);
+  }
+  FMHA_DEVICE void load_queries(const auto& to, const TensorMap& map, Barrier& full, uint32_t more, const QueryBlock& block) {
+    load(to, map, full, more, work.span.storage_batch, work.span.q_row + block.first, block.i_head,
+         work.span.seqlen_q - block.first, ptx::CacheHint::EvictLast);
+  }
+
+  FMHA_DEVICE void load_q(const Slot<tile.stages_q>& slot, const QueryBlock& block) {
+    constexpr uint32_t bytes = kBlock * sizeof(float);
+    ptx::mbarrier_wait_parity(smem.q_empty[slot.index], slot.phase ^ 1);
+    Barrier& full = smem.q_full[slot.index];
+    load_queries(smem.q[slot.index], maps.q, full, 3 * bytes, block);
+    if (lane != 0) return;
+    const QueryStats<kBlock>& stats = smem.stats[slot.index];
+    const int64_t at = stats_offset(p, work.span, block.i_head, block.first);
+    ptx::cp_async_bulk(ptx::shared_address(stats.lse_log2), p.lse_log2 + at, bytes, full);
+    ptx::cp_async_bulk(ptx::shared_address(stats.delta), p.delta + at, bytes, full);
+    ptx::cp_async_bulk(ptx::shared_address(stats.origin), p.score_origin + at, bytes, full);
+  }
+  FMHA_DEVICE void load_dout(const Slot<tile.stages_dout>& slot, const QueryBlock& block) {
+    ptx::mbarrier_wait_parity(smem.dout_empty[slot.index], slot.phase ^ 1);
+    load_queries(smem.dout[slot.index], maps.dout, smem.dout_full[slot.index], 0, block);
+  }
+
+  FMHA_DEVICE void run() {
+    if (lane == 0) {
+      ptx::prefetch_tensormap(maps.q);
+      ptx::prefetch_tensormap(maps.k);
+      ptx::prefetch_tensormap(maps.v);
+      ptx::prefetch_tensormap(maps.dout);
+    }
+    Slot<tile.stages_q> q;
+    Slot<tile.stages_dout> dout;
+    const int32_t steps = work.num_steps();
+#pragma unroll 1
+    for (int32_t i = 0; i < steps; ++i) {
+      const QueryBlock block = work.at(i);
+      if (i == 0) load_keys(smem.k, maps.k, smem.k_full, work.keys.end - work.keys.begin);
+      load_q(q, block);
+      if (i == 0) load_keys(smem.v, maps.v, smem.v_full, kBlock);
+      load_dout(dout, block);
+      q.advance();
+      dout.advance();
+    }
+  }
+};
+
+}  // namespace fmha::sm100::bwd

@@ -1,0 +1,89 @@
+// Attention backward on Blackwell: dK and dV of a block of keys, and what it adds to dQ; a role a warp, or a warpgroup.
+//
+//   load      TMA brings K and V once, Q and dO of each block of queries   load.cuh
+//   issue     starts the five products of each block in tensor memory      issue.cuh
+//   compute   S to P, dP to dS; at the end stores dK and dV                compute.cuh, epilogue.cuh
+//   reduce    adds dQ to sums in memory                                    reduce.cuh
+//
+// Scores lie transposed, a key to a lane: so P is operand A of dV as it lies in tensor memory, and one dS in shared memory is
+// operand A of dK read along its rows and of dQ read across them.
+#pragma once
+#include <fmha/common/finish_dq.cuh>
+#include <fmha/sm100/bwd/compute.cuh>
+#include <fmha/sm100/bwd/epilogue.cuh>
+#include <fmha/sm100/bwd/issue.cuh>
+#include <fmha/sm100/bwd/load.cuh>
+#include <fmha/sm100/bwd/reduce.cuh>
+
+namespace fmha::sm100::bwd {
+
+template <BwdSpec spec, Sm100BwdTile tile>
+FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
+  ptx::mbarrier_init(smem.k_full, 1);
+  ptx::mbarrier_init(smem.v_full, 1);
+  for (int i = 0; i < tile.stages_q; ++i) {
+    ptx::mbarrier_init(smem.q_full[i], 1);
+    ptx::mbarrier_init(smem.q_empty[i], 1 + kComputeWarps);
+  }
+  for (int i = 0; i < tile.stages_dout; ++i) {
+    ptx::mbarrier_init(smem.dout_full[i], 1);
+    ptx::mbarrier_init(smem.dout_empty[i], 1);
+  }
+  ptx::mbarrier_init(smem.raw, 1);
+  ptx::mbarrier_init(smem.s_full, 1);
+  ptx::mbarrier_init(smem.p_full, kComputeWarps);
+  ptx::mbarrier_init(smem.dp_full, 1);
+  ptx::mbarrier_init(smem.ds_full, kComputeWarps);
+  ptx::mbarrier_init(smem.dq_full, 1);
+  ptx::mbarrier_init(smem.dq_read, kReduceWarps);
+  ptx::mbarrier_init(smem.grads_full, 1);
+  ptx::mbarrier_init(smem.done, kComputeWarps + kReduceWarps);
+  ptx::fence_mbarrier_init();
+}
+
+template <BwdSpec spec, Sm100BwdTile tile>
+FMHA_DEVICE void main(const BwdParams& p, const Maps& maps) {
+  static_assert(spec.fwd.dtype_qk == spec.fwd.dtype_v && size_bytes(spec.fwd.dtype_qk) == 2, "sm100: one 16-bit type");
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
+  const Work work = work_of<spec>(p);
+  if (work.keys.empty()) return;
+  const int32_t warp = ptx::uniform(threadIdx.x / 32);
+  const Role role = role_of(warp);
+  if (threadIdx.x == 0) init_barriers(smem);
+  if (role == Role::Issue) {
+    ptx::tcgen05_alloc<1>(ptx::shared_address(&smem.tmem), TmemPlan<spec>::columns);
+    ptx::tcgen05_relinquish_alloc_permit<1>();
+  }
+  ptx::tcgen05_fence_before_thread_sync();  // behind the allocation
+  __syncthreads();
+  ptx::tcgen05_fence_after_thread_sync();  // behind the allocation
+
+  const uint32_t tmem = smem.tmem, lanes = tmem + (uint32_t(warp % 4 * 32) << 16);
+  if (role == Role::Compute) {
+    ptx::setmaxnreg_inc<kComputeRegs>();
+    const int32_t half = (warp - kReduceWarps) / 4;
+    {
+      ComputeRole<spec, tile> compute{p, smem, work, lanes, half};
+      compute.run();
+    }
+    store_keys<spec, tile>(p, smem, lanes, work, half);
+  } else if (role == Role::Reduce) {
+    ptx::setmaxnreg_dec<kReduceRegs>();
+    add_dq<spec, tile>(p, smem, lanes, work);
+  } else {
+    ptx::setmaxnreg_dec<kOtherRegs>();
+    if (role == Role::Issue) {
+      Issuer<spec, tile> issuer{smem, tmem, work.num_steps()};
+      issuer.run();
+      ptx::mbarrier_wait_parity(smem.done, 0);
+      ptx::tcgen05_fence_after_thread_sync();  // before the return
+      ptx::tcgen05_dealloc<1>(tmem, TmemPlan<spec>::columns);
+    } else if (role == Role::Load) {
+      Loader<spec, tile> loader{p, maps, smem, work};
+      loader.run();
+    }
+  }
+}
+
+}  // namespace fmha::sm100::bwd

@@ -1,0 +1,41 @@
+// The order in which blocks of keys add to dQ of a block of queries, where it is to have one: that of their launch, the first keys
+// first. So a CTA waits for CTAs that were launched before it, and for none of another head.
+#pragma once
+#include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/flag.cuh>
+#include <fmha/sm100/bwd/work.cuh>
+
+namespace fmha::sm100::bwd {
+
+// Of the blocks of keys before the CTA's own, how many add to a block of queries to which it adds. Those of sink columns do, and
+// of the band those from the first one on that reaches its first query: what `query_range` has, seen from the queries.
+FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
+  const int32_t own = work.keys.begin / kBlock, sinks = ceil_div(work.band.sink_columns, kBlock);
+  const int32_t first = max(first_query + work.band.lo, 0) / kBlock;
+  const int32_t of_band = work.band.lo <= work.band.hi ? max(own - max(sinks, first), 0) : 0;
+  return min(own, sinks) + of_band;
+}
+
+// By all threads of the reduce role: until it is the CTA's turn at a block of queries, and that it is the next one's.
+struct Turn {
+  int32_t* const added;  // how many blocks of keys have
+  static constexpr int kBarrier = 2, kThreads = 32 * kReduceWarps;
+
+  FMHA_DEVICE static Turn at(const BwdParams& p, const Work& work, const QueryBlock& block) {
+    return {p.dq_semaphores + stats_offset(p, work.span, block.i_head, block.first) / kBlock};
+  }
+  FMHA_DEVICE void wait(int32_t position) const {
+    if (threadIdx.x == 0) {
+      while (ptx::ld_acquire_gpu(added) < position) {
+      }
+    }
+    ptx::bar_sync<kThreads>(kBarrier);
+  }
+  FMHA_DEVICE void end() const {
+    ptx::bar_sync<kThreads>(kBarrier);
+    if (threadIdx.x == 0) ptx::red_release_gpu_add(added, 1);
+    __syncwarp();
+  }
+};
+
+}  // namespace fmha::sm100::bwd

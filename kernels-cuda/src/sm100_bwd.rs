@@ -1,0 +1,173 @@
+//! The Blackwell backward kernel: its tile, its entry.
+//!
+//! A CTA sums dK and dV of 128 keys in tensor memory and adds to dQ in memory (`fmha/sm100/bwd/main.cuh`). What comes before and
+//! after it are the launches of [`sm80_bwd`](crate::sm80_bwd) and [`simt`](crate::simt), which know no architecture.
+
+pub mod recipe;
+
+use fmha_core::abi::AbiLiteral as _;
+use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::BwdSpec;
+use fmha_core::{BwdProblem, Refusal, abi_spec};
+
+use crate::sm80_bwd::FINISH_THREADS;
+use crate::sm90_bwd;
+pub use crate::sm100::{ARCHS, MAX_SMEM_BYTES, NAME};
+
+/// The header that the entries include.
+pub const HEADER: &str = "fmha/sm100/bwd/main.cuh";
+
+/// Keys of a CTA, and queries of a block.
+pub const BLOCK: u32 = 128;
+
+/// Threads of a CTA.
+pub const THREADS: u32 = 512;
+
+abi_spec! {
+    /// How the kernel computes.
+    pub struct Sm100BwdTile {
+        /// Blocks of Q in shared memory at a time.
+        pub stages_q: i32 = Takes::within(1, 3),
+        /// Blocks of dO.
+        pub stages_dout: i32 = Takes::within(1, 3),
+        /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy.
+        pub fast_softcap: bool,
+        /// dK and dV are stored 16 bytes at a time: their rows are whole 16 bytes and begin on such.
+        pub vector_store: bool,
+    }
+}
+
+/// A head dimension as the tiles have it.
+const fn tile_dim(dim: i32) -> i32 {
+    (dim + 63) / 64 * 64
+}
+
+/// A head dimension as products have it.
+const fn product_dim(dim: i32) -> i32 {
+    (dim + 31) / 32 * 32
+}
+
+impl Sm100BwdTile {
+    /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
+        let block = BLOCK as i32;
+        let (qk, v) = (2 * block * tile_dim(spec.fwd.head_dim_qk), 2 * block * tile_dim(spec.fwd.head_dim_v));
+        let tiles = (1 + self.stages_q) * qk + (1 + self.stages_dout) * v + 2 * block * block;
+        let stats = self.stages_q * 3 * 4 * block;
+        let barriers = 8 * (11 + 2 * (self.stages_q + self.stages_dout));
+        // The address in tensor memory, and which rows are not finite.
+        let words = 4 * (1 + 8);
+        tiles + (stats + barriers + words + 1023) / 1024 * 1024
+    }
+
+    /// Sets one field from its name and value.
+    ///
+    /// # Errors
+    /// A text that names the field, the value and what the field takes.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))
+    }
+}
+
+/// Columns of a row of the sums of dQ.
+#[must_use]
+pub fn dq_dim(spec: &BwdSpec) -> u32 {
+    product_dim(spec.fwd.head_dim_qk).unsigned_abs()
+}
+
+/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must be multiples of 16.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
+    sm90_bwd::takes(problem, NAME)?;
+    let dims = problem.fwd.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > 128 {
+            let reason =
+                format!("backward: {field} {dim} is larger than 128, which tensor memory holds the sums of");
+            return Err(Refusal::new(NAME, reason));
+        }
+    }
+    Ok(())
+}
+
+/// The tile for a problem that the kernel [`accepts`].
+#[must_use]
+pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm100BwdTile {
+    let (fwd, dims) = (&problem.fwd, problem.fwd.dims);
+    let elems = 16 / problem.dtype_grad.size_bytes();
+    let whole = |strides, shape| sm90_bwd::odd_stride(strides, shape).is_none();
+    let mut tile = default_tile(spec);
+    tile.fast_softcap = fwd.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
+    // Strides of whole eights, which is more than f32 needs.
+    tile.vector_store = u64::from(dims.head_dim_qk).is_multiple_of(elems)
+        && u64::from(dims.head_dim_v).is_multiple_of(elems)
+        && whole(problem.dk, fwd.shape_k())
+        && whole(problem.dv, fwd.shape_v());
+    tile
+}
+
+/// The tile for long sequences of a spec: two blocks of Q, since the next one's scores are started before this one's dK; a second
+/// of dO where shared memory has room.
+#[must_use]
+pub fn default_tile(spec: &BwdSpec) -> Sm100BwdTile {
+    let one = Sm100BwdTile { stages_q: 2, stages_dout: 1, fast_softcap: true, vector_store: true };
+    let two = Sm100BwdTile { stages_dout: 2, ..one };
+    if two.smem_bytes(spec) <= MAX_SMEM_BYTES { two } else { one }
+}
+
+/// CTAs of the main launch: one to each block of keys; `None`: 2^31 or more.
+#[must_use]
+pub fn grid(problem: &BwdProblem) -> Option<u32> {
+    let dims = problem.fwd.dims;
+    blocks(dims.seqlen_k, dims.num_heads_kv, dims.batch)
+}
+
+/// CTAs of the launch that finishes dQ: one to each block of queries; `None`: 2^31 or more.
+#[must_use]
+pub fn finish_grid(problem: &BwdProblem) -> Option<u32> {
+    let dims = problem.fwd.dims;
+    blocks(dims.seqlen_q, dims.num_heads_q, dims.batch)
+}
+
+fn blocks(rows: u32, heads: u32, batch: u32) -> Option<u32> {
+    let blocks = u64::from(rows.div_ceil(BLOCK)).checked_mul(u64::from(heads))?.checked_mul(batch.into())?;
+    u32::try_from(blocks).ok().filter(|&ctas| ctas < 1 << 31)
+}
+
+/// The main launch: [`BwdParams`](fmha_core::abi::BwdParams), and the maps of Q, K, V and dO.
+#[must_use]
+pub fn main(spec: &BwdSpec, tile: &Sm100BwdTile) -> KernelSource {
+    let call = format!(
+        "static_assert(sizeof(sm100::bwd::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
+         sm100::bwd::main<kSpec, kTile>(p, maps);",
+        tile.smem_bytes(spec)
+    );
+    let params = "const __grid_constant__ BwdParams p, const __grid_constant__ sm100::bwd::Maps maps";
+    entry(&[("kSpec", spec), ("kTile", tile)], &format!("__launch_bounds__({THREADS}, 1)"), params, &call)
+}
+
+/// The launch that finishes dQ, a CTA to a block of queries of a head: [`BwdParams`](fmha_core::abi::BwdParams).
+#[must_use]
+pub fn finish_dq(spec: &BwdSpec) -> KernelSource {
+    let call = "finish_dq<kSpec, sm100::bwd::DqSums<kSpec>>(p);";
+    let bounds = format!("__launch_bounds__({FINISH_THREADS})");
+    entry(&[("kSpec", spec)], &bounds, "const __grid_constant__ BwdParams p", call)
+}
+
+fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, params: &str, call: &str) -> KernelSource {
+    let entry = Entry { include: HEADER, constants, bounds, params, call };
+    crate::source(entry.render(), || [host_header()])
+}
+
+/// `fmha/sm100_bwd_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        Sm100BwdTile::c_definition()
+    );
+    Header::rendered("fmha/sm100_bwd_host.h", text)
+}

@@ -1,0 +1,169 @@
+//! The Blackwell backward: its launches, its workspace, its tensor maps.
+
+use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
+use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::spec::BwdSpec;
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind, check_addresses};
+use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps};
+
+use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, row_launch};
+use crate::sm80_bwd::{self, BwdSums};
+use crate::sm90_bwd::recipe::map_facts_of;
+use crate::sm100_bwd::{self, BLOCK, Sm100BwdTile};
+use crate::tma::{EncodeTensorMap, TensorMap};
+use crate::{simt, sm80};
+
+/// The backward on tcgen05, its rows before and after.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sm100Bwd {
+    chosen: Option<(Sm100BwdTile, BwdWorkspace)>,
+}
+
+/// The main launch's second argument.
+#[repr(C, align(128))]
+struct Maps {
+    q: TensorMap,
+    k: TensorMap,
+    v: TensorMap,
+    dout: TensorMap,
+}
+
+/// What TMA and 16-byte stores ask of addresses.
+const ALIGN: u64 = 16;
+
+impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
+    fn name(&self) -> &'static str {
+        sm100_bwd::NAME
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<BwdKernel<V>>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm100_bwd::NAME, reason);
+        facts
+            .needs(crate::sm100::recipe::runs_on(facts), crate::sm100::recipe::INSTRUCTIONS)
+            .map_err(refuse)?;
+        sm100_bwd::accepts(problem)?;
+        // Of ordered sums a sequence has the same bits in any batch: blocks begin at its own first rows.
+        let is_ordered = options.deterministic || options.batch_invariant;
+        let of_rows = BwdSpec::of(problem);
+        let spec = BwdSpec { deterministic: is_ordered, ..of_rows };
+        let mut tile = sm100_bwd::choose_tile(problem, &spec);
+        for (key, value) in &options.tile {
+            tile.set(key, value).map_err(refuse)?;
+        }
+        facts.has_room_for(&tile, tile.smem_bytes(&spec), 1).map_err(refuse)?;
+        let sums = DqSums { dim: sm100_bwd::dq_dim(&spec), parts: 1, has_semaphores: is_ordered };
+        let workspace = BwdWorkspace::new(problem, BLOCK, Some(sums), 0)
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let dims = problem.fwd().dims;
+        let (ctas, finishing) =
+            sm100_bwd::grid(problem).zip(sm100_bwd::finish_grid(problem)).ok_or_else(|| {
+                refuse(format!(
+                    "seqlen_q {}, seqlen_k {}, num_heads_q {} and batch {} make 2^31 tiles or more",
+                    dims.seqlen_q, dims.seqlen_k, dims.num_heads_q, dims.batch
+                ))
+            })?;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let stats = row_launch(
+            "sm100_stats",
+            simt::bwd_stats(&of_rows),
+            Grid::new(simt::row_grid(rows, facts.num_sms), simt::NUM_THREADS),
+            facts,
+        );
+        let main = Launch {
+            kernel: sm100_bwd::NAME,
+            source: sm100_bwd::main(&spec, &tile),
+            grid: Grid::new(ctas.max(1), sm100_bwd::THREADS),
+            shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
+            tiles: ctas.into(),
+            // One CTA an SM: it takes all of tensor memory.
+            tiles_at_once: facts.num_sms.into(),
+        };
+        let finish = row_launch(
+            "sm100_finish_dq",
+            sm100_bwd::finish_dq(&of_rows),
+            Grid::new(finishing.max(1), sm80_bwd::FINISH_THREADS),
+            facts,
+        );
+        let dsink = problem.write_dsink.then(|| {
+            let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
+            row_launch("sm80_dsink", sm80_bwd::dsink(&of_rows), grid, facts)
+        });
+        let dbias = sm80_bwd::choose_tiles(problem, &of_rows, sm80::recipe::room(facts), false);
+        let dbias = dbias.into_iter().find(|tile| tile.sums == BwdSums::DBias);
+        let dbias = dbias
+            .map(|tile| sm80_bwd::recipe::launch_of(problem, &of_rows, &tile, facts))
+            .transpose()
+            .map_err(refuse)?;
+        Ok(Choice {
+            kernel: Kernel::new(Self { chosen: Some((tile, workspace)) }),
+            launches: Launches::new([stats], main, [finish].into_iter().chain(dsink).chain(dbias)),
+            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
+            promises: Promises {
+                // Else the sums of dQ have no order where several blocks of keys add to them.
+                deterministic: is_ordered || dims.seqlen_k <= BLOCK,
+                batch_invariant: is_ordered && options.tile.is_empty(),
+                graph_capturable: true,
+                accuracy: Accuracy::Exact,
+                score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
+            },
+            details: vec![
+                ("tile", format!("{BLOCK} queries x {BLOCK} keys")),
+                ("stages", format!("{} Q, {} dO", tile.stages_q, tile.stages_dout)),
+                ("dQ", format!("f32 sums in memory, in {} order", if is_ordered { "one" } else { "no" })),
+            ],
+        })
+    }
+
+    fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
+        let Some((tile, _)) = self.chosen else { return Ok(()) };
+        let args = call.args;
+        let fwd = call.problem.fwd();
+        let (has_queries, has_keys) = (fwd.shape_q().seq > 0, fwd.shape_k().seq > 0);
+        let operands = [
+            ("q", args.q.as_ptr() as u64, ALIGN, has_queries),
+            ("k", args.k.as_ptr() as u64, ALIGN, has_keys),
+            ("v", args.v.as_ptr() as u64, ALIGN, has_keys),
+            ("dout", args.dout.as_ptr() as u64, ALIGN, has_queries),
+            ("dk", args.dk.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
+            ("dv", args.dv.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
+        ];
+        check_addresses(sm100_bwd::NAME, operands)
+    }
+
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
+        let Some((_, workspace)) = self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 workspaces chosen").into());
+        };
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        for step in steps.before() {
+            // SAFETY: the kernel takes BwdParams; `check_bwd` saw that its memory covers the problem, and the workspace is as
+            // large as the plan said.
+            unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
+        }
+        // Without keys there is no block of them, nor a tensor for the maps.
+        if call.problem.fwd().dims.seqlen_k > 0 {
+            let mut maps = maps::<V::Driver>(call)?;
+            let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast()];
+            // SAFETY: the kernel takes BwdParams, as above, and Maps, made for the same extents.
+            unsafe { steps.main().launch(&mut arguments, call.stream)? };
+        }
+        for step in steps.after() {
+            // SAFETY: as of the first one.
+            unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
+        }
+        Ok(())
+    }
+}
+
+/// The tensor maps, by boxes of 64 columns.
+fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>) -> Result<Maps> {
+    let rows = BLOCK.cast_signed();
+    let [q, k, v, dout, _] = map_facts_of(call, [rows, rows], false);
+    Ok(Maps { q: q.encode::<D>()?, k: k.encode::<D>()?, v: v.encode::<D>()?, dout: dout.encode::<D>()? })
+}
