@@ -182,3 +182,17 @@ fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
     assert_eq!(kernel(1, 1, 32768, &any.clone().kernel("sm90")), "sm90");
     assert_eq!(kernel(1, 1, 32768, &any.batch_invariant(true)), "sm90");
 }
+
+/// Where a promise leaves one shape, what the others would cost was no choice.
+#[test]
+fn shapes_that_a_promise_leaves_no_choice_of_are_not_priced() {
+    let dims = Dims { seqlen_q: 300, seqlen_k: 300, num_heads_q: 8, num_heads_kv: 8, ..DIMS };
+    let problem = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
+    let priced = |options: PlanOptions| {
+        let plan = pretend("sm_90a").plan_fwd(&problem, &options).unwrap();
+        assert_eq!(plan.kernel(), "sm90");
+        plan.details().iter().filter(|(name, _)| ["shapes", "orders"].contains(name)).count()
+    };
+    assert!(priced(PlanOptions::default()) > 0);
+    assert_eq!(priced(PlanOptions::default().batch_invariant(true)), 0);
+}

@@ -194,6 +194,8 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
         let merge = is_split
             .then(|| parts::merge(MERGE_NAME, problem, (tile.cut(), at_once.queries, spec.dtype_qk), facts));
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
+        // One shape and one order keep the promise, whatever others would cost.
+        let is_priced = !options.batch_invariant;
         let main = Launch {
             kernel: sm90::NAME,
             source: match problem.arrivals {
@@ -227,10 +229,10 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             ]
             .into_iter()
             .chain(
-                (!shapes.is_empty())
+                (is_priced && !shapes.is_empty())
                     .then(|| ("shapes", shapes.words(|(rows, keys)| format!("{rows} x {keys}")))),
             )
-            .chain((!orders.is_empty()).then(|| ("orders", orders.words(FieldValue::name))))
+            .chain((is_priced && !orders.is_empty()).then(|| ("orders", orders.words(FieldValue::name))))
             .collect(),
         })
     }
