@@ -45,12 +45,12 @@ impl Unit for Mfma {
     }
 
     /// Rows of 128 leave no registers for two waves a SIMD then: on gfx950, whose products take half as long, one wave
-    /// with four products a block is as fast as two with five; on the others it is not. Rows of 256 and their transposes
-    /// fill the LDS.
+    /// with four products a block is as fast as two with five; on the others it is not. Of 384 columns together gfx950
+    /// spills 4 to 35 registers. Rows of 256 and their transposes fill the LDS.
     fn sums_keys_at_once(spec: &MatrixBwdSpec, arch: Arch, by: LoadsAndStores) -> bool {
         let widest = spec.head_dim_qk.max(spec.head_dim_v);
         if widest > 128 {
-            return spec.head_dim_qk + spec.head_dim_v <= 384;
+            return spec.head_dim_qk + spec.head_dim_v <= 320;
         }
         widest <= 64 || arch == Arch::Gfx950 || is_busy(spec, by)
     }
@@ -82,10 +82,8 @@ impl Unit for Mfma {
         let tile = with_lds::<Self>(tile, spec);
         // Of workgroups of four waves with half of the registers, a compute unit is to hold two.
         let groups = if waves == 2 && rows == 128 { 2 } else { 1 };
-        // Of both gradients of rows this wide two steps in a row spill 4 to 20 registers on gfx950, and one does not.
-        let is_widest = sums == BwdSums::DkDv && spec.head_dim_qk + spec.head_dim_v > 320;
         // Two steps in a row take scalar registers, which modifiers need.
-        if groups * tile.lds_bytes.unsigned_abs() <= arch.lds_bytes() && !is_busy(spec, by) && !is_widest {
+        if groups * tile.lds_bytes.unsigned_abs() <= arch.lds_bytes() && !is_busy(spec, by) {
             return tile;
         }
         MatrixBwdTile { stages: 1, ..tile }

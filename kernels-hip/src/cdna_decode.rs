@@ -119,15 +119,10 @@ pub struct CdnaDecode {
 }
 
 /// What no tile would change.
-fn takes(problem: &FwdProblem, arch: Arch) -> Result<(), Refusal> {
+fn takes(problem: &FwdProblem) -> Result<(), Refusal> {
     let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
         refuse!(NAME, "dtype_qk {qk} with dtype_v {v} is not one 16-bit type");
-    }
-    if let Some(cache) = problem.cache.dtype
-        && !arch.multiplies(cache)
-    {
-        refuse!(NAME, "dtype_cache {cache} has no conversion on {}", arch.name());
     }
     let dims = problem.dims;
     let rows =
@@ -212,7 +207,7 @@ impl Split for CdnaDecode {
 
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal> {
         needs_mfma(device.arch, NAME)?;
-        takes(problem, device.arch)?;
+        takes(problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
         let dims = problem.dims;
         let sets = u64::from(dims.batch) * u64::from(dims.num_heads_kv);
