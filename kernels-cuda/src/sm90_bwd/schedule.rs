@@ -79,6 +79,14 @@ const LEAST_SIDE_BY_SIDE: i64 = 16;
 /// the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
 
+/// The schedule's part of that name: fields likewise.
+struct Order {
+    heads_per_l2_group: i64,
+    side_by_side_period: u32,
+    side_by_side_heads: i64,
+    key_blocks_in_group: u32,
+}
+
 impl Sm90BwdTile {
     /// How the work of a problem is cut.
     ///
@@ -117,13 +125,48 @@ impl Sm90BwdTile {
         let HeadParts { heads: parts, queries: query_parts } = parts_of_heads;
         let heads_of_sequence = dims.num_heads_kv * parts * query_parts;
         let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
-        let in_l2 = self.heads_per_l2_group(problem, spec, num_sms, parts_of_heads);
+        let order = self.order(problem, spec, num_sms, parts_of_heads);
         // Some two tiles to a multiprocessor.
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
+        // Those of the first tiles.
+        let first_heads =
+            if self.makes_delta() { order.heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
+        let first_query_heads =
+            first_heads / i64::from(query_parts) * i64::from(problem.fwd.gqa_ratio() / parts);
+        Ok(Sm90BwdSchedule {
+            num_first_query_heads: first_query_heads as i32,
+            num_first_q_blocks: (first_query_heads * i64::from(queries)) as i32,
+            num_bias_blocks,
+            num_heads: num_heads as i32,
+            heads_per_l2_group: order.heads_per_l2_group as i32,
+            num_tiles: count("seqlen_k", keys, heads_of_sequence)?,
+            num_key_blocks: keys as i32,
+            num_q_blocks: queries as i32,
+            num_sms: num_sms as i32,
+            num_head_parts: parts as i32,
+            num_query_parts: query_parts as i32,
+            few_tiles_of_head: (FEW_TILES / dims.num_heads_kv.max(1)) as i32,
+            least_queries_of_part: least_queries_of_part.min(1 << 30) as i32,
+            side_by_side_period: order.side_by_side_period as i32,
+            side_by_side_heads: order.side_by_side_heads as i32,
+            key_blocks_in_group: order.key_blocks_in_group as i32,
+            head_sums: DevPtr::NULL,
+        })
+    }
+
+    /// The order in which key blocks run: by L2 head groups, and where additions to dQ have an order by that.
+    fn order(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts_of_heads: HeadParts) -> Order {
+        let dims = problem.fwd.dims;
+        let HeadParts { heads: parts, queries: query_parts } = parts_of_heads;
+        let heads_of_sequence = dims.num_heads_kv * parts * query_parts;
+        let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
+        let cluster = self.walk.cluster().unsigned_abs();
+        let key_blocks = dims.seqlen_k.div_ceil(self.block_n.unsigned_abs() * cluster);
+        let queries = dims.seqlen_q.div_ceil(self.block_m.unsigned_abs());
+        let in_l2 = self.heads_per_l2_group(problem, spec, num_sms, parts_of_heads);
         let is_packed = problem.fwd.layout.q == QLayout::Packed;
         // Ordered additions: key blocks of a head that are at work together would wait for each other at each of few query
         // blocks, so those of all heads come side by side. 64 queries over 11931 keys of D 256: 0.17 of the rate without order.
-        let key_blocks = keys / cluster;
         let at_a_time = (num_sms / cluster).max(1);
         let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
         let is_side_by_side =
@@ -171,30 +214,7 @@ impl Sm90BwdTile {
             let near = (ORDERED_L2_BYTES / head_bytes.max(1)).max(heads.into());
             if self.waits_in_order(spec) { of_batch.min(near).clamp(1, num_heads.max(1)) } else { in_l2 }
         };
-        // Those of the first tiles.
-        let first_heads =
-            if self.makes_delta() { heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
-        let first_query_heads =
-            first_heads / i64::from(query_parts) * i64::from(problem.fwd.gqa_ratio() / parts);
-        Ok(Sm90BwdSchedule {
-            num_first_query_heads: first_query_heads as i32,
-            num_first_q_blocks: (first_query_heads * i64::from(queries)) as i32,
-            num_bias_blocks,
-            num_heads: num_heads as i32,
-            heads_per_l2_group: heads_per_l2_group as i32,
-            num_tiles: count("seqlen_k", keys, heads_of_sequence)?,
-            num_key_blocks: keys as i32,
-            num_q_blocks: queries as i32,
-            num_sms: num_sms as i32,
-            num_head_parts: parts as i32,
-            num_query_parts: query_parts as i32,
-            few_tiles_of_head: (FEW_TILES / dims.num_heads_kv.max(1)) as i32,
-            least_queries_of_part: least_queries_of_part.min(1 << 30) as i32,
-            side_by_side_period: side_by_side_period as i32,
-            side_by_side_heads: side_by_side_heads as i32,
-            key_blocks_in_group: key_blocks_in_group as i32,
-            head_sums: DevPtr::NULL,
-        })
+        Order { heads_per_l2_group, side_by_side_period, side_by_side_heads, key_blocks_in_group }
     }
 
     /// Heads, or parts of them, whose tiles run before the next ones'.
