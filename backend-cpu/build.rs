@@ -1,8 +1,9 @@
-//! Tells the crate whether it is compiled without optimisation, whatever else the profile says.
+//! Tells the crate whether it is compiled without optimisation, whatever else the profile says; and the compiler that
+//! `--cfg baseline_alone` is known (`src/isa.rs`).
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rustc-check-cfg=cfg(unoptimised)");
+    println!("cargo::rustc-check-cfg=cfg(unoptimised, baseline_alone)");
     if std::env::var("OPT_LEVEL").is_ok_and(|level| level == "0") {
         println!("cargo::rustc-cfg=unoptimised");
     }

@@ -34,6 +34,11 @@
 //! # Ok::<(), fmha_core::Error>(())
 //! ```
 
+#![cfg_attr(
+    baseline_alone,
+    allow(dead_code, unused_imports, reason = "other sets' vectors have no kernels then")
+)]
+
 mod backward;
 mod blocks;
 mod combine;

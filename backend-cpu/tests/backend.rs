@@ -239,3 +239,30 @@ fn a_combine_plan_has_no_tile_to_set() {
         assert!(text.contains(&format!("{}=16: this kernel has no tile to set", tile.0)), "{text}");
     }
 }
+
+/// Whether the system gives this process tiles: `ARCH_REQ_XCOMP_PERM` of `arch_prctl(2)`, for the component of tile data.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn tiles_are_permitted() -> bool {
+    // SAFETY: the call changes nothing but the permission.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, 0x1023, 18) == 0 }
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[test]
+fn an_instruction_set_is_there_where_the_system_names_all_its_parts() {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+    let line = text.lines().find(|line| line.starts_with("flags")).unwrap();
+    let mut parts = vec!["avx2", "fma", "f16c"];
+    for (isa, more) in [
+        (Isa::Avx2, &[][..]),
+        (Isa::Avx512, &["avx512f", "avx512vl"]),
+        (Isa::Avx512Vbmi, &["avx512bw", "avx512vbmi"]),
+        (Isa::Avx512Bf16, &["avx512_bf16"]),
+        (Isa::Amx, &["avx512dq", "amx_tile", "amx_bf16"]),
+    ] {
+        parts.extend(more);
+        let named = parts.iter().all(|part| line.split_whitespace().any(|flag| flag == *part));
+        let wanted = named && (isa != Isa::Amx || tiles_are_permitted());
+        assert_eq!(isa.is_available(), wanted, "{isa}");
+    }
+}

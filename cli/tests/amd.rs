@@ -169,13 +169,30 @@ fn run_spoilt(planted: &Planted, folder: &Path) -> Ran {
     Ran::of(command.env("FMHA_HIP_CLANG", &script).env("FMHA_CACHE_DIR", "none").output().unwrap())
 }
 
+/// Instructions of the assembly, which no fault of `tests/planted/device.toml` leaves out, and one header.
+fn is_of_the_sample(planted: &Planted) -> bool {
+    !matches!(planted.change, Change::Header(file, ..) if file != "cdna/load.h")
+}
+
 #[test]
-fn every_planted_fault_is_caught_by_name() {
+fn each_planted_fault_of_a_sample_is_caught_by_name() {
+    are_caught(is_of_the_sample);
+}
+
+#[test]
+#[ignore = "a minute of kernels, of each of which tests/planted has a fault in CI: cargo xtask test --all"]
+fn each_other_planted_fault_is_caught_by_name() {
+    are_caught(|planted| !is_of_the_sample(planted));
+}
+
+fn are_caught(is_one: fn(&Planted) -> bool) {
     if !is_emulated_here() {
         return;
     }
     let mut missed = Vec::new();
-    for planted in &PLANTED {
+    let chosen: Vec<&Planted> = PLANTED.iter().filter(|planted| is_one(planted)).collect();
+    assert!(chosen.len() > 2, "{} faults", chosen.len());
+    for planted in &chosen {
         let folder = tempfile::tempdir().unwrap();
         let ran = run_spoilt(planted, folder.path());
         let said = format!("{}{}", ran.err, ran.out);
@@ -190,5 +207,5 @@ fn every_planted_fault_is_caught_by_name() {
         }
     }
     assert!(missed.is_empty(), "{}", missed.join("\n"));
-    println!("{} planted faults, all caught", PLANTED.len());
+    println!("{} of {} planted faults, all caught", chosen.len(), PLANTED.len());
 }

@@ -27,9 +27,10 @@ enum Kind {
     Battery,
 }
 
-/// What a step took, of one clock and of all processors.
+/// When a step began, from the run's beginning, and what it took, of one clock and of all processors.
 pub(crate) struct Took {
     name: String,
+    from: f64,
     seconds: f64,
     processor_seconds: f64,
     passed: u64,
@@ -75,7 +76,7 @@ impl Step {
     }
 
     /// Runs it to its end; what it prints is shown when it has ended.
-    fn run(&self, environment: &[(String, String)], tally: &Mutex<Tally>) -> Took {
+    fn run(&self, of: Instant, environment: &[(String, String)], tally: &Mutex<Tally>) -> Took {
         let start = Instant::now();
         let mut own = Tally::default();
         let mut text = String::new();
@@ -88,6 +89,7 @@ impl Step {
         }
         let took = Took {
             name: self.name.clone(),
+            from: (start - of).as_secs_f64(),
             seconds: start.elapsed().as_secs_f64(),
             processor_seconds,
             passed: own.passed,
@@ -148,12 +150,32 @@ fn wait(child: &Child) -> std::io::Result<(ExitStatus, f64)> {
     }
     // SAFETY: numbers, of which all bits may be 0.
     let usage = unsafe { usage.assume_init() };
-    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
-    Ok((ExitStatus::from_raw(status), seconds(usage.ru_utime) + seconds(usage.ru_stime)))
+    Ok((ExitStatus::from_raw(status), processor_seconds(&usage)))
 }
 
-/// Runs all steps, as many at a time as there are processors; the longest first, if they come so.
-pub(crate) fn run_all(steps: &[Step], environment: &[(String, String)], tally: &mut Tally) -> Vec<Took> {
+/// Of all processors, of every process that this one has waited for.
+fn of_children() -> f64 {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: a place that the call may write; numbers, of which all bits may be 0, where it fails.
+    let usage = unsafe {
+        libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
+        usage.assume_init()
+    };
+    processor_seconds(&usage)
+}
+
+fn processor_seconds(usage: &libc::rusage) -> f64 {
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
+    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+}
+
+/// Runs all steps of a run that began at `of`, as many at a time as there are processors; the longest first, if they come so.
+pub(crate) fn run_all(
+    steps: &[Step],
+    of: Instant,
+    environment: &[(String, String)],
+    tally: &mut Tally,
+) -> Vec<Took> {
     let workers = std::thread::available_parallelism().map_or(1, usize::from);
     let next = Mutex::new(steps.iter());
     let shared = Mutex::new(std::mem::take(tally));
@@ -162,7 +184,7 @@ pub(crate) fn run_all(steps: &[Step], environment: &[(String, String)], tally: &
         loop {
             let step = next.lock().unwrap_or_else(std::sync::PoisonError::into_inner).next();
             match step {
-                Some(step) => took.push(step.run(environment, &shared)),
+                Some(step) => took.push(step.run(of, environment, &shared)),
                 None => return took,
             }
         }
@@ -176,9 +198,19 @@ pub(crate) fn run_all(steps: &[Step], environment: &[(String, String)], tally: &
 }
 
 impl Took {
-    /// What Cargo took to build, which is no step, by the clock.
-    pub(crate) fn building(what: &str, seconds: f64) -> Self {
-        Self { name: what.to_owned(), seconds, processor_seconds: 0.0, passed: 0, failed: 0 }
+    /// Does what is no step of a run that began at `run`. Its seconds of processors are those of the processes that end meanwhile.
+    pub(crate) fn of<T>(what: &str, run: Instant, work: impl FnOnce() -> T) -> (T, Self) {
+        let (start, before) = (Instant::now(), of_children());
+        let result = work();
+        let took = Self {
+            name: what.to_owned(),
+            from: (start - run).as_secs_f64(),
+            seconds: start.elapsed().as_secs_f64(),
+            processor_seconds: of_children() - before,
+            passed: 0,
+            failed: 0,
+        };
+        (result, took)
     }
 }
 
@@ -186,13 +218,16 @@ impl Took {
 /// processors say what a step takes on a machine that others share.
 pub(crate) fn table(took: &mut [Took], total: f64) -> String {
     took.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-    let mut text =
-        String::from("\n| step | seconds | of processors | passed | failed |\n|---|---|---|---|---|\n");
-    for Took { name, seconds, processor_seconds, passed, failed } in &*took {
-        text += &format!("| {name} | {seconds:.0} | {processor_seconds:.0} | {passed} | {failed} |\n");
+    let mut text = String::from(
+        "\n| step | from | seconds | of processors | passed | failed |\n|---|---|---|---|---|---|\n",
+    );
+    for Took { name, from, seconds, processor_seconds, passed, failed } in &*took {
+        text += &format!(
+            "| {name} | {from:.0} | {seconds:.0} | {processor_seconds:.0} | {passed} | {failed} |\n"
+        );
     }
     let of_processors: f64 = took.iter().map(|took| took.processor_seconds).sum();
-    text + &format!("| all, by the clock | {total:.0} | {of_processors:.0} | | |\n")
+    text + &format!("| all, by the clock | 0 | {total:.0} | {of_processors:.0} | | |\n")
 }
 
 #[cfg(test)]
@@ -212,10 +247,10 @@ mod tests {
             shell("aborts", "exit 134"),
             shell("failing", "echo 'all   1 passed, 2 failed, 0 refused, 0 absent'; exit 1"),
         ];
-        let mut took = run_all(&steps, &[], &mut tally);
+        let mut took = run_all(&steps, Instant::now(), &[], &mut tally);
         assert_eq!((tally.passed, tally.failed), (4, 3));
         let table = table(&mut took, 1.0);
-        assert!(table.contains("| aborts | 0 | 0 | 0 | 1 |"), "{table}");
+        assert!(table.contains("| aborts | 0 | 0 | 0 | 0 | 1 |"), "{table}");
     }
 
     #[test]
@@ -225,6 +260,7 @@ mod tests {
         let busy = format!("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; {counts}");
         let took = run_all(
             &[shell("busy", &busy), shell("asleep", &format!("sleep 0.2; {counts}"))],
+            Instant::now(),
             &[],
             &mut tally,
         );
@@ -236,7 +272,12 @@ mod tests {
     fn a_filter_that_finds_no_test_is_a_failure() {
         let found = |counts: &str| {
             let mut tally = Tally::default();
-            run_all(&[shell("filtered", &format!("echo 'all {counts}'")).at_least(1)], &[], &mut tally);
+            run_all(
+                &[shell("filtered", &format!("echo 'all {counts}'")).at_least(1)],
+                Instant::now(),
+                &[],
+                &mut tally,
+            );
             (tally.passed, tally.failed)
         };
         assert_eq!(found("1 passed, 0 failed, 0 refused, 0 absent"), (1, 0));

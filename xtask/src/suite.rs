@@ -65,7 +65,19 @@ const LONGEST: [&str; 11] = [
 /// How many failed.
 pub(crate) fn run(extent: Extent) -> Result<(), String> {
     let start = Instant::now();
-    let mut environment = setup::run();
+    // What they download comes while Cargo builds, which asks for neither.
+    let compilers = std::thread::spawn(setup::run);
+    let python = (extent != Extent::Quick).then(|| std::thread::spawn(python::environment));
+
+    let (built, building) =
+        Took::of("building", start, || if extent == Extent::Quick { build_quick() } else { build() });
+    let ((compilers, python), waiting) = Took::of("waiting for downloads", start, || {
+        let python =
+            python.map(|set_up| set_up.join().unwrap_or_else(|_| Err("its set-up panicked".to_owned())));
+        (compilers.join(), python)
+    });
+    let mut took = vec![building, waiting];
+    let mut environment = compilers.map_err(|_| "the compilers' set-up panicked")?;
     // Tests share what they compile, with each other and with the next run of the same text.
     let cache = setup::target().join("test-cache");
     environment.push(("FMHA_CACHE_DIR".to_owned(), cache.display().to_string()));
@@ -74,16 +86,6 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
         environment.push(("FMHA_FUZZ_SECONDS".to_owned(), "60".to_owned()));
     }
     let mut tally = Tally::default();
-    let mut took = vec![Took::building("set-up", start.elapsed().as_secs_f64())];
-    // What it downloads comes while Cargo builds.
-    let python = (extent != Extent::Quick).then(|| std::thread::spawn(python::environment));
-
-    let building = Instant::now();
-    let built = if extent == Extent::Quick { build_quick(&environment) } else { build(&environment) };
-    took.push(Took::building("building", building.elapsed().as_secs_f64()));
-    let waiting = Instant::now();
-    let python = python.map(|set_up| set_up.join().unwrap_or_else(|_| Err("its set-up panicked".to_owned())));
-    took.push(Took::building("waiting for Python's packages", waiting.elapsed().as_secs_f64()));
     let steps = match built {
         Ok(programs) => {
             let mut all = steps(&programs, extent, &environment, &mut tally);
@@ -103,7 +105,7 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
             Vec::new()
         }
     };
-    took.extend(run_all(&steps, &environment, &mut tally));
+    took.extend(run_all(&steps, start, &environment, &mut tally));
     println!("{}", table(&mut took, start.elapsed().as_secs_f64()));
     println!("{tally}");
     if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
@@ -115,12 +117,16 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
 /// How many failed, or why none can run.
 pub(crate) fn python_alone() -> Result<(), String> {
     let start = Instant::now();
-    let python = python::environment()?;
-    setup::loudly(Command::new(env!("CARGO")).args(["build", "--release", "-p", "fmha-py"]))?;
+    let (python, building) = Took::of("set-up and building", start, || {
+        let python = python::environment()?;
+        setup::loudly(Command::new(env!("CARGO")).args(["build", "--release", "-p", "fmha-py"]))?;
+        Ok::<_, String>(python)
+    });
+    let python = python?;
     let mut tally = Tally::default();
     python.absent().for_each(|line| tally.say(&line));
-    let mut took = vec![Took::building("set-up and building", start.elapsed().as_secs_f64())];
-    took.extend(run_all(&[python.tests()], &[], &mut tally));
+    let mut took = vec![building];
+    took.extend(run_all(&[python.tests()], start, &[], &mut tally));
     println!("{}", table(&mut took, start.elapsed().as_secs_f64()));
     println!("{tally}");
     if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
@@ -147,10 +153,10 @@ const BUILD: [&str; 8] = [
 ];
 
 /// All there is of both workspaces, beside each other: each ends in a chain of crates that one processor builds.
-fn build(environment: &[(String, String)]) -> Result<Vec<Program>, String> {
+fn build() -> Result<Vec<Program>, String> {
     let (own, emulators) = std::thread::scope(|scope| {
-        let emulators = scope.spawn(|| built(&mut setup::cargo_of_emulators(&BUILD), environment));
-        let own = built(Command::new(env!("CARGO")).args(BUILD), environment);
+        let emulators = scope.spawn(|| built(&mut setup::cargo_of_emulators(&BUILD)));
+        let own = built(Command::new(env!("CARGO")).args(BUILD));
         (own, emulators.join().unwrap_or_else(|_| Err("the emulators' build panicked".to_owned())))
     });
     let mut programs = own?;
@@ -159,20 +165,19 @@ fn build(environment: &[(String, String)]) -> Result<Vec<Program>, String> {
 }
 
 /// The crates' own tests, the laws of the house, the command, and what `--emulate` opens.
-fn build_quick(environment: &[(String, String)]) -> Result<Vec<Program>, String> {
+fn build_quick() -> Result<Vec<Program>, String> {
     let mut own = Command::new(env!("CARGO"));
     own.args(["test", "--no-run", "--release", "--workspace", "--lib", "--bins"]);
     // The command's own test program has Cargo build the command.
     own.args(["--test", "laws", "--test", "command", "--message-format=json-render-diagnostics"]);
-    let mut programs = built(&mut own, environment)?;
+    let mut programs = built(&mut own)?;
     programs.retain(|program| program.name != "cli command");
     setup::build_emulators()?;
     Ok(programs)
 }
 
-fn built(cargo: &mut Command, environment: &[(String, String)]) -> Result<Vec<Program>, String> {
-    cargo.envs(environment.iter().cloned()).stderr(Stdio::inherit());
-    let output = cargo.output().map_err(|error| error.to_string())?;
+fn built(cargo: &mut Command) -> Result<Vec<Program>, String> {
+    let output = cargo.stderr(Stdio::inherit()).output().map_err(|error| error.to_string())?;
     if !output.status.success() {
         return Err("cargo build does not end well".to_owned());
     }
