@@ -96,8 +96,8 @@ fn is_dealt_to(arch: usize, backend: &Device, case: &Case) -> bool {
     (card >> 20) % PARTS == arch as u64
 }
 
-/// They were 1259 when each fact of a call was compiled in; 300 and 9 that FP8 over several blocks asks for are few, and 60 that
-/// read short queries' caches, which differ in layout and type.
+/// They were 1259 when each fact of a call was compiled in; 300 and 9 that FP8 over several blocks asks for are few, and 70 that
+/// read short queries' caches, which differ in layout and type (FP8's four types on gfx90a and gfx942, by their bits).
 #[test]
 fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {
@@ -108,7 +108,7 @@ fn the_battery_asks_for_few_kernels() {
         let decode = kernels.iter().filter(|entry| entry.contains("cdna/decode/")).count();
         let others = kernels.len() - decode;
         println!("{arch}: {others} kernels, and {decode} of decode");
-        assert!(others > 0 && others <= 320 && decode <= 60, "{arch}: {others} and {decode}");
+        assert!(others > 0 && others <= 320 && decode <= 70, "{arch}: {others} and {decode}");
     }
 }
 
@@ -123,11 +123,11 @@ fn products(backend: &Device, kernel: &str, case: &Case) -> Vec<String> {
 }
 
 /// Its products ask for few kernels: two or three for each of two types, of head dims in whole 64 (of RDNA 32), of five
-/// kinds of scores, of two ways to load and to store, of the gradients' types.
+/// kinds of scores and every two modifiers of them, of two ways to load and to store, of the gradients' types.
 #[test]
 fn the_batterys_backward_asks_for_few_products() {
     let of_cdna = ARCHS.map(|arch| (arch, "cdna_bwd", 240));
-    for (arch, kernel, most) in of_cdna.into_iter().chain([("gfx1100", "rdna_bwd", 320)]) {
+    for (arch, kernel, most) in of_cdna.into_iter().chain([("gfx1100", "rdna_bwd", 340)]) {
         let Ok(backend) = fmha_rocm::pretend(arch) else { panic!("{arch}") };
         let cases = all();
         let taken: Vec<Vec<String>> = cases.iter().map(|case| products(&backend, kernel, case)).collect();

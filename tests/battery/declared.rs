@@ -1,6 +1,6 @@
 //! Which refusals are part of a backend's promise. Any other is a failure.
 
-use fmha_core::{Bias, DType, FwdProblem, KvLayout, QLayout};
+use fmha_core::{Bias, DType, FwdProblem, KvLayout, QLayout, VLayout};
 
 use crate::case::{Body, Case};
 use crate::law::LawKind;
@@ -91,6 +91,14 @@ pub const DECLARED: &[Declared] = &[
         kernel: None,
         what: "FP8 caches: gfx90a and RDNA take none of the four types, gfx942 FNUZ, gfx950 OCP",
         applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
+    },
+    Declared {
+        backend: "cuda",
+        kernel: Some("sm90"),
+        what: "a packed column-major V: a sequence's keys begin at any element, boxes of TMA at multiples of 16 bytes",
+        applies: |_, problem| {
+            problem.is_some_and(|p| p.layout.v == VLayout::ColMajor && p.layout.kv == KvLayout::Packed)
+        },
     },
     Declared {
         backend: "cuda",
