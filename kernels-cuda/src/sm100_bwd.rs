@@ -13,7 +13,7 @@ use fmha_core::{BwdProblem, Refusal, abi_spec};
 
 use crate::sm80_bwd::FINISH_THREADS;
 use crate::sm90_bwd;
-pub use crate::sm100::{ARCHS, MAX_SMEM_BYTES, NAME};
+pub use crate::sm100::{MAX_SMEM_BYTES, NAME};
 
 /// The header that the entries include.
 pub const HEADER: &str = "fmha/sm100/bwd/main.cuh";
@@ -27,8 +27,8 @@ pub const THREADS: u32 = 512;
 abi_spec! {
     /// How the kernel computes.
     pub struct Sm100BwdTile {
-        /// Blocks of Q in shared memory at a time.
-        pub stages_q: i32 = Takes::within(1, 3),
+        /// Blocks of Q in shared memory at a time: the next one's scores are started before this one's dK has read it.
+        pub stages_q: i32 = Takes::within(2, 3),
         /// Blocks of dO.
         pub stages_dout: i32 = Takes::within(1, 3),
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy.

@@ -443,6 +443,7 @@ fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
         (of(512, 128), "sm_120a", "", "the device is sm_120a, which has no TMA with tcgen05"),
         (of(512, 128), "sm_90a", "", "the device is sm_90a, which has no TMA with tcgen05"),
         (of(512, 128), "sm_100a", "stages_q=3", "bytes of shared memory"),
+        (of(512, 128), "sm_100a", "stages_q=1", "stages_q"),
         (of(512, 128), "sm_100a", "block_m=64", "tile block_m"),
     ] {
         let refusal = choose(problem, arch, words).unwrap_err();

@@ -67,6 +67,7 @@ struct DqSums {
 
 template <BwdSpec spec, Sm100BwdTile tile>
 struct Smem {
+  static_assert(tile.stages_q >= 2, "the next block's scores are started before this one's Q has been read");
   static constexpr int dim_qk = tile_dim(spec.fwd.head_dim_qk), dim_v = tile_dim(spec.fwd.head_dim_v);
   using ScoreTile = SmemTile<uint16_t, kBlock, dim_qk>;
   using ValueTile = SmemTile<uint16_t, kBlock, dim_v>;
