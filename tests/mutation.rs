@@ -21,13 +21,17 @@ fn small() -> Vec<Case> {
             pairs * u64::from(dims.head_dim_qk + dims.head_dim_v)
         })
     };
-    all().into_iter().filter(|case| case.family() != "decode" && work(case) <= PLAIN_WORK).collect()
+    all().into_iter().filter(|case| takes(case) && work(case) <= PLAIN_WORK).collect()
+}
+
+fn takes(case: &Case) -> bool {
+    case.family() != "decode" && case.problem().is_none_or(|problem| !problem.layout.kv.is_paged())
 }
 
 /// Of those one in `step`; and all that reserve gigabytes.
 fn thinned(step: usize) -> Vec<Case> {
     let thin = small().into_iter().filter(|case| !case.is_huge()).step_by(step);
-    thin.chain(all().into_iter().filter(Case::is_huge)).collect()
+    thin.chain(all().into_iter().filter(|case| case.is_huge() && takes(case))).collect()
 }
 
 #[test]

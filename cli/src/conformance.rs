@@ -114,7 +114,7 @@ impl ConformanceArgs {
         // A panic of a kernel is a failed case; the report has its message.
         std::panic::set_hook(Box::new(|_| ()));
         let progress = Progress::new("cases");
-        let report = std::thread::scope(|scope| -> Result<Report, Failure> {
+        let ran = std::thread::scope(|scope| -> Result<Report, Failure> {
             let (failed, found) = mpsc::channel();
             let (progress, backend, cases, options) = (&progress, &backend, &cases, &options);
             let running = scope.spawn(move || {
@@ -133,9 +133,12 @@ impl ConformanceArgs {
                     progress.beside(|| writeln!(out, "{text}").and_then(|()| out.flush()))?;
                 }
             }
-            running.join().map_err(|_| Failure::wrong("the battery's own thread has panicked"))
-        })?;
+            running
+                .join()
+                .map_err(|_| Failure::wrong("the battery itself has panicked, not one of its cases"))
+        });
         progress.finish();
+        let report = ran?;
 
         if let Some(path) = &self.junit {
             let mut xml = Vec::new();

@@ -180,7 +180,7 @@ fn each_planted_fault_of_a_sample_is_caught_by_name() {
 }
 
 #[test]
-#[ignore = "a minute of kernels, of each of which tests/planted has a fault in CI: cargo xtask test --all"]
+#[ignore = "a minute of kernels, of each of which tests/planted has a fault: cargo xtask test --all"]
 fn each_other_planted_fault_is_caught_by_name() {
     are_caught(|planted| !is_of_the_sample(planted));
 }

@@ -89,7 +89,7 @@ pub const DECLARED: &[Declared] = &[
     Declared {
         backend: "rocm",
         kernel: None,
-        what: "FP8 caches: gfx90a and RDNA take none of the four types, gfx942 FNUZ, gfx950 OCP",
+        what: "FP8 caches: with dropout or rows wider than 576 and 512 they are no kernel's but the CPU's",
         applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
     },
     Declared {
@@ -108,14 +108,17 @@ pub const DECLARED: &[Declared] = &[
     },
 ];
 
-/// Not a cache that another kernel's rows are made of: of FP8, or lying otherwise than Q, in whole words of 16 elements.
+/// Not a cache that another kernel's rows are made of: of FP8, or lying otherwise than Q, in whole words of 16 elements up to 256.
 fn is_no_cache_to_widen(case: &Case, problem: Option<&FwdProblem>) -> bool {
     let is_one = problem.is_some_and(|problem| {
         let own = if problem.layout.q == QLayout::Packed { KvLayout::Packed } else { KvLayout::Strided };
-        let whole = [problem.dims.head_dim_qk, problem.dims.head_dim_v].iter().all(|dim| dim % 16 == 0);
+        let dims = [problem.dims.head_dim_qk, problem.dims.head_dim_v];
+        let whole =
+            problem.layout.v == VLayout::RowMajor && dims.iter().all(|&dim| dim % 16 == 0 && dim <= 256);
         whole && (problem.cache.dtype.is_some() || problem.layout.kv != own)
     });
-    !is_one || matches!(&case.body, Body::Law(_))
+    // The other call of such a law reads the cache that was widened before.
+    !is_one || matches!(&case.body, Body::Law(law) if law.kind == LawKind::WidenedCache)
 }
 
 /// Why `backend` may refuse `case`, if it may; `kernel`, where one was asked for.

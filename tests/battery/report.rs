@@ -107,7 +107,9 @@ pub fn run_cases(backend: &Device, cases: &[Case], options: &Options, on_case: O
     };
     let mut reports: Vec<(usize, CaseReport)> = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
-        workers.into_iter().filter_map(|worker| worker.join().ok()).flatten().collect()
+        let done = workers.into_iter().map(std::thread::ScopedJoinHandle::join);
+        // A thread's panic is the run's: without its cases the report would be shorter, and right.
+        done.flat_map(|cases| cases.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
     });
     reports.extend(huge.into_iter().map(one));
     reports.sort_by_key(|(index, _)| *index);

@@ -120,7 +120,7 @@ fn modifiers(cases: &mut Vec<Case>) {
     }
 }
 
-/// Two modifiers together and all of them, under each kind of mask, with and without an order: what a kernel has of registers, and
+/// Modifiers, two and three together, under each kind of mask, with and without an order: what a kernel has of registers, and
 /// whether ptxas can keep its products apart, follows from these together with the head dimension.
 fn modifier_pairs(cases: &mut Vec<Case>) {
     let pairs =

@@ -1,5 +1,5 @@
-//! Cases that a seed decides, beside the battery's: problems over all of the contract, from one row to several blocks and
-//! tiles, for a device that is to be tried for as long as one likes.
+//! Cases that a seed decides, beside the battery's: problems over the contract (but tree masks, parts of a larger call, packed appends, merging and
+//! laws), from one row to several blocks and tiles, for a device that is to be tried for as long as one likes.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,7 +17,7 @@ use crate::case::{Backward, Body, Case, seed_of};
 use crate::init::{Init, mix};
 use crate::tensors::{Data, Lengths};
 
-/// Products of Q and K and of P and V, in multiplications, that a case's f64 reference may take: a second of a processor.
+/// Products of Q and K and of P and V, in multiplications, that a case's f64 reference may take.
 const AFFORDABLE: u64 = 1 << 29;
 /// The same of a backward, which has five products in place of two.
 const AFFORDABLE_BACKWARD: u64 = AFFORDABLE / 4;
@@ -98,7 +98,7 @@ impl Draw {
         choices[self.below(N as u32) as usize]
     }
 
-    /// One of `1..=most`, as often below 16 as between 16 and 256.
+    /// One of `1..=most`, about as often below 16 as between 16 and 256.
     fn length(&mut self, most: u32) -> u32 {
         let bits = 1 + self.below(most.ilog2() + 1);
         1 + self.below((1u32 << bits).min(most))
@@ -108,7 +108,7 @@ impl Draw {
         self.below(1 << 20) as f32 / (1 << 20) as f32
     }
 
-    /// Widths of a head: whole copies of 16 bytes in the most.
+    /// Widths of a head: mostly whole copies of 16 bytes.
     fn head_dim(&mut self, most: u32) -> u32 {
         match self.below(8) {
             0 => 1 + self.below(most),
