@@ -158,13 +158,13 @@ impl Cluster {
             if bulk.dims > 0 {
                 let at = if bulk.route == Route::SharedToGlobal { dst } else { src };
                 let map = self.tensor_map(warp, at, lane)?;
+                map.validate().map_err(Box::new)?;
                 // The driver's rules for maps do not say so: an H200 ends in an illegal instruction.
                 let first = i64::from(coords[0]) * i64::from(map.element_bytes());
                 if first % 16 != 0 {
                     let text = format!("a box that begins {first} bytes into a row, no multiple of 16");
                     return Err(Fault::new(FaultKind::Misaligned, text).into());
                 }
-                map.validate().map_err(Box::new)?;
                 if map.rank != bulk.dims {
                     let text = format!("a {}-dimensional copy with a map of rank {}", bulk.dims, map.rank);
                     return Err(fault(FaultKind::Descriptor, text));
