@@ -47,6 +47,16 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
+    use crate::case::Body;
+
+    /// What is wrong with a case's problem.
+    pub(super) fn soundness(case: &Case) -> Result<(), fmha_core::ProblemError> {
+        match &case.body {
+            Body::Backward(backward) => backward.problem.clone().validate().map(|_| ()),
+            Body::Combine(combine) => combine.problem.clone().validate().map(|_| ()),
+            _ => case.problem().map_or(Ok(()), |problem| problem.clone().validate().map(|_| ())),
+        }
+    }
 
     #[test]
     fn there_are_thousands_of_cases_and_no_two_share_a_name() {
@@ -60,12 +70,7 @@ mod tests {
     fn every_problem_is_sound_and_every_list_is_the_same_each_time() {
         let cases = all();
         for case in &cases {
-            let valid = match &case.body {
-                crate::case::Body::Backward(backward) => backward.problem.clone().validate().map(|_| ()),
-                crate::case::Body::Combine(combine) => combine.problem.clone().validate().map(|_| ()),
-                _ => case.problem().map_or(Ok(()), |problem| problem.clone().validate().map(|_| ())),
-            };
-            assert_eq!(valid, Ok(()), "{}", case.name);
+            assert_eq!(soundness(case), Ok(()), "{}", case.name);
         }
         let again = all();
         assert!(cases.iter().zip(&again).all(|(a, b)| a.name == b.name && a.data() == b.data()));
