@@ -11,8 +11,8 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, Refusal, abi_spec};
 
-use crate::sm80_bwd::FINISH_THREADS;
-use crate::sm90_bwd;
+use crate::sm80_bwd::{self, FINISH_THREADS};
+use crate::sm90_bwd::{self, round_up};
 pub use crate::sm100::{MAX_SMEM_BYTES, NAME};
 
 /// The header that the entries include.
@@ -40,12 +40,12 @@ abi_spec! {
 
 /// A head dimension as the tiles have it.
 const fn tile_dim(dim: i32) -> i32 {
-    (dim + 63) / 64 * 64
+    round_up(dim, 64)
 }
 
 /// A head dimension as products have it.
 const fn product_dim(dim: i32) -> i32 {
-    (dim + 31) / 32 * 32
+    round_up(dim, 32)
 }
 
 impl Sm100BwdTile {
@@ -59,7 +59,7 @@ impl Sm100BwdTile {
         let barriers = 8 * (11 + 2 * (self.stages_q + self.stages_dout));
         // The address in tensor memory, and which rows are not finite.
         let words = 4 * (1 + 8);
-        tiles + (stats + barriers + words + 1023) / 1024 * 1024
+        tiles + round_up(stats + barriers + words, 1024)
     }
 
     /// Sets one field from its name and value.
@@ -123,19 +123,14 @@ pub fn default_tile(spec: &BwdSpec) -> Sm100BwdTile {
 #[must_use]
 pub fn grid(problem: &BwdProblem) -> Option<u32> {
     let dims = problem.fwd.dims;
-    blocks(dims.seqlen_k, dims.num_heads_kv, dims.batch)
+    sm80_bwd::ctas_of([dims.batch, dims.num_heads_kv], dims.seqlen_k.div_ceil(BLOCK).into())
 }
 
 /// CTAs of the launch that finishes dQ: one to each block of queries; `None`: 2^31 or more.
 #[must_use]
 pub fn finish_grid(problem: &BwdProblem) -> Option<u32> {
     let dims = problem.fwd.dims;
-    blocks(dims.seqlen_q, dims.num_heads_q, dims.batch)
-}
-
-fn blocks(rows: u32, heads: u32, batch: u32) -> Option<u32> {
-    let blocks = u64::from(rows.div_ceil(BLOCK)).checked_mul(u64::from(heads))?.checked_mul(batch.into())?;
-    u32::try_from(blocks).ok().filter(|&ctas| ctas < 1 << 31)
+    sm80_bwd::ctas_of([dims.batch, dims.num_heads_q], dims.seqlen_q.div_ceil(BLOCK).into())
 }
 
 /// The main launch: [`BwdParams`](fmha_core::abi::BwdParams), and the maps of Q, K, V and dO.

@@ -256,26 +256,35 @@ fn odd_stride(problem: &BwdProblem, bytes: i32) -> Option<(&'static str, &'stati
 /// # Errors
 /// The first fact that they do not take.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
-    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     let fwd = &problem.fwd;
     fwd.refuse_mixed_layouts(NAME)?;
     fwd.refuse_cache_updates(NAME)?;
-    let (qk, v) = (fwd.dtypes.qk, fwd.dtypes.v);
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || fwd.dtypes.o != qk {
-        return refuse(format!(
-            "backward: dtype_qk {qk}, dtype_v {v}, dtype_o {} are not three times f16 or three times bf16",
-            fwd.dtypes.o
+    takes_operands(problem).and_then(|()| takes_lengths(problem)).map_err(|reason| Refusal::new(NAME, reason))
+}
+
+/// Whether Q, K, V and O are of one 16-bit type and no wider than sums in registers, and if not, why.
+pub(crate) fn takes_operands(problem: &BwdProblem) -> Result<(), String> {
+    let (types, dims) = (problem.fwd.dtypes, problem.fwd.dims);
+    if !matches!(types.qk, DType::F16 | DType::Bf16) || types.v != types.qk || types.o != types.qk {
+        return Err(format!(
+            "backward: dtype_qk {}, dtype_v {}, dtype_o {} are not three times f16 or three times bf16",
+            types.qk, types.v, types.o
         ));
     }
-    let dims = fwd.dims;
     for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
         if dim > 256 {
-            return refuse(format!("backward: {field} {dim} is larger than 256"));
+            return Err(format!("backward: {field} {dim} is larger than 256"));
         }
     }
+    Ok(())
+}
+
+/// Whether rows are few enough for indices of 32 bits, and if not, why.
+pub(crate) fn takes_lengths(problem: &BwdProblem) -> Result<(), String> {
+    let dims = problem.fwd.dims;
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
         if length >= 1 << 29 {
-            return refuse(format!("backward: {field} {length} is not below 2^29"));
+            return Err(format!("backward: {field} {length} is not below 2^29"));
         }
     }
     Ok(())
@@ -371,6 +380,11 @@ pub fn grid(problem: &BwdProblem, tile: &Sm80BwdTile) -> Option<u32> {
             (planes, blocks_of(dims.seqlen_q, tile.rows).checked_mul(keys)?)
         }
     };
+    ctas_of(planes, blocks)
+}
+
+/// CTAs of so many blocks of each head, or of what else two numbers count; `None`: 2^31 or more.
+pub(crate) fn ctas_of(planes: [u32; 2], blocks: u64) -> Option<u32> {
     let ctas = u64::from(planes[0]).checked_mul(planes[1].into())?.checked_mul(blocks)?;
     u32::try_from(ctas).ok().filter(|&ctas| ctas < 1 << 31)
 }

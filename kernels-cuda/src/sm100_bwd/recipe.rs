@@ -60,13 +60,8 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
         let workspace = BwdWorkspace::new(problem, BLOCK, Some(sums), 0)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
-        let (ctas, finishing) =
-            sm100_bwd::grid(problem).zip(sm100_bwd::finish_grid(problem)).ok_or_else(|| {
-                refuse(format!(
-                    "seqlen_q {}, seqlen_k {}, num_heads_q {} and batch {} make 2^31 tiles or more",
-                    dims.seqlen_q, dims.seqlen_k, dims.num_heads_q, dims.batch
-                ))
-            })?;
+        let grids = sm100_bwd::grid(problem).zip(sm100_bwd::finish_grid(problem));
+        let (ctas, finishing) = grids.ok_or_else(|| refuse(sm80_bwd::recipe::too_many_tiles(dims)))?;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
         let stats = row_launch(
             "sm100_stats",

@@ -6,10 +6,10 @@ use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::Candidates;
-use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind, check_addresses};
+use fmha_core::{Accuracy, Dims, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps};
 
-use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, ROW_CTAS_PER_SM};
+use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, row_launch};
 
 /// The kernels, with what their launches need.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -67,18 +67,11 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-        let row_launch = |kernel, source, grid: Grid| Launch {
-            kernel,
-            source,
-            grid,
-            shared_bytes: 0,
-            tiles: grid.groups.into(),
-            tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-        };
         let stats = row_launch(
             "sm80_stats",
             simt::bwd_stats(&spec),
             Grid::new(simt::row_grid(rows, facts.num_sms), simt::NUM_THREADS),
+            facts,
         );
         let mut sums = Vec::new();
         for tile in &tiles {
@@ -90,11 +83,11 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
             let groups =
                 groups.ok_or_else(|| refuse(format!("{rows} rows of dQ make 2^31 blocks or more")))?;
             let grid = Grid::new(groups.max(1), sm80_bwd::FINISH_THREADS);
-            sums.insert(1, row_launch("sm80_finish_dq", sm80_bwd::finish_dq(&spec, &tiles[0]), grid));
+            sums.insert(1, row_launch("sm80_finish_dq", sm80_bwd::finish_dq(&spec, &tiles[0]), grid, facts));
         }
         if problem.write_dsink {
             let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
-            sums.push(row_launch("sm80_dsink", sm80_bwd::dsink(&spec), grid));
+            sums.push(row_launch("sm80_dsink", sm80_bwd::dsink(&spec), grid, facts));
         }
         // dQ's, of which every problem has one, or that of all three.
         let main = sums.remove(0);
@@ -173,13 +166,7 @@ pub(crate) fn launch_of(
     tile: &Sm80BwdTile,
     facts: &DeviceFacts,
 ) -> Result<Launch, String> {
-    let ctas = sm80_bwd::grid(problem, tile).ok_or_else(|| {
-        let dims = problem.fwd().dims;
-        format!(
-            "seqlen_q {}, seqlen_k {}, num_heads_q {} and batch {} make 2^31 tiles or more",
-            dims.seqlen_q, dims.seqlen_k, dims.num_heads_q, dims.batch
-        )
-    })?;
+    let ctas = sm80_bwd::grid(problem, tile).ok_or_else(|| too_many_tiles(problem.fwd().dims))?;
     Ok(Launch {
         kernel: tile.sums.name(),
         source: sm80_bwd::main(spec, tile),
@@ -188,6 +175,14 @@ pub(crate) fn launch_of(
         tiles: ctas.into(),
         tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
     })
+}
+
+/// Why a grid is refused.
+pub(crate) fn too_many_tiles(dims: Dims) -> String {
+    format!(
+        "seqlen_q {}, seqlen_k {}, num_heads_q {} and batch {} make 2^31 tiles or more",
+        dims.seqlen_q, dims.seqlen_k, dims.num_heads_q, dims.batch
+    )
 }
 
 /// Whether dQ is summed in memory while dK and dV are: as the tile says, else by the model, unless the sums are to have an order.

@@ -1,8 +1,9 @@
 //! What problems the kernels take.
 
-use fmha_core::{BwdProblem, DType, Refusal, Shape, Strides, VLayout};
+use fmha_core::{BwdProblem, Refusal, Shape, Strides, VLayout};
 
 use super::NAME;
+use crate::sm80_bwd;
 
 /// Whether the kernels compute this problem, and if not, why. Addresses, which a problem has not, must be multiples of
 /// 16.
@@ -22,26 +23,11 @@ pub(crate) fn takes(problem: &BwdProblem, name: &'static str) -> Result<(), Refu
     if qk.is_fp8() || v.is_fp8() {
         return refuse(format!("backward: dtype_qk {qk} with dtype_v {v}: its products are of 16-bit types"));
     }
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || fwd.dtypes.o != qk {
-        return refuse(format!(
-            "backward: dtype_qk {qk}, dtype_v {v}, dtype_o {} are not three times f16 or three times bf16",
-            fwd.dtypes.o
-        ));
-    }
-    let dims = fwd.dims;
-    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > 256 {
-            return refuse(format!("backward: {field} {dim} is larger than 256"));
-        }
-    }
+    sm80_bwd::takes_operands(problem).or_else(refuse)?;
     if fwd.layout.v == VLayout::ColMajor {
         return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
     }
-    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
-        if length >= 1 << 29 {
-            return refuse(format!("backward: {field} {length} is not below 2^29"));
-        }
-    }
+    sm80_bwd::takes_lengths(problem).or_else(refuse)?;
     let read = [
         ("q", fwd.strides.q, fwd.shape_q()),
         ("k", fwd.strides.k, fwd.shape_k()),

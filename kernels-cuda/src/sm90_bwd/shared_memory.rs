@@ -111,6 +111,6 @@ const fn tile_bytes(rows: i32, dim: i32) -> i32 {
     round_up(rows * dim * 2, 1024)
 }
 
-pub(super) const fn round_up(a: i32, b: i32) -> i32 {
+pub(crate) const fn round_up(a: i32, b: i32) -> i32 {
     (a + b - 1) / b * b
 }
