@@ -7,12 +7,10 @@ use fmha_core::spec::{FwdSpec, KvKind};
 use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WORK_SLOTS};
-use crate::sm90;
+use crate::{sm90, split};
 
 mod knobs;
 pub mod recipe;
-
-pub use crate::split;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm100";
@@ -136,7 +134,7 @@ impl Sm100Tile {
                 rows: self.block_m * row_blocks,
                 heads,
                 pack_gqa: self.pack_gqa,
-                kv_parts: split::num_parts(problem, self.split_keys) as i32,
+                kv_parts: self.cut().num_parts(problem) as i32,
             },
         )
     }
@@ -160,7 +158,8 @@ impl Sm100Tile {
     pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
         let workers = self.grid(schedule, num_sms) / self.cluster.unsigned_abs();
         let zeroed_bytes = schedule.counter_bytes(self.order, workers);
-        Workspace { bytes: split::workspace_bytes(problem, self.split_keys).max(zeroed_bytes), zeroed_bytes }
+        let parts = self.cut().workspace_bytes(problem, problem.dims.seqlen_q);
+        Workspace { bytes: parts.max(zeroed_bytes), zeroed_bytes }
     }
 
     /// The box of the tensor map of Q: (dim, heads of a group, rows, kv heads, batch).

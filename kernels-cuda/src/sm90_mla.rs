@@ -123,7 +123,7 @@ impl Sm90MlaTile {
     /// Workspace: the parts of a split.
     #[must_use]
     pub fn workspace(&self, problem: &FwdProblem) -> Workspace {
-        Workspace { bytes: split::workspace_bytes(problem, self.split_keys), zeroed_bytes: 0 }
+        Workspace { bytes: self.cut().workspace_bytes(problem, problem.dims.seqlen_q), zeroed_bytes: 0 }
     }
 
     /// The tiles of a problem's maximal lengths.
@@ -131,7 +131,7 @@ impl Sm90MlaTile {
     /// # Errors
     /// More tiles than a grid has.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<MlaSchedule, String> {
-        let num_parts = split::num_parts(problem, self.split_keys);
+        let num_parts = self.cut().num_parts(problem);
         let (units, num_m_blocks) = units(problem, self.cluster);
         let num_tiles = units.saturating_mul(u64::from(num_parts));
         if num_tiles > MAX_TILES {

@@ -12,9 +12,6 @@ use fmha_core::{DType, FwdProblem, abi_struct};
 
 use crate::tree_mask;
 
-/// The merging kernel's name in plans.
-pub const MERGE_NAME: &str = "sm100_merge";
-
 /// Threads of a CTA of the merging kernel.
 pub const MERGE_THREADS: u32 = 256;
 
@@ -63,10 +60,11 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Parts that a launch has for each sequence.
+    /// Parts that a launch has for each sequence, by the longest; 1 where keys are not cut.
     #[must_use]
     pub fn num_parts(self, problem: &FwdProblem) -> u32 {
-        num_parts(problem, self.keys)
+        let keys = self.keys.unsigned_abs();
+        if keys == 0 { 1 } else { problem.dims.seqlen_k.div_ceil(keys).max(1) }
     }
 
     /// Workspace of the parts of so many queries, the tile counter's bytes before them included; 0 where there are none.
@@ -146,12 +144,6 @@ pub fn fixed_keys(problem: &FwdProblem, block_n: i32) -> i32 {
 }
 
 impl KvParts {
-    /// Those of a problem, of so many `keys` each where a sequence is the longest, in blocks of `block_n`, in a workspace.
-    #[must_use]
-    pub fn new(problem: &FwdProblem, keys: i32, block_n: i32, workspace: u64) -> Self {
-        Cut { keys, block_n, fixed: false }.parts(problem, 0..problem.dims.seqlen_q, workspace)
-    }
-
     /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead of those of
     /// the `whole` call.
     #[must_use]
@@ -182,18 +174,6 @@ fn rows_of(problem: &FwdProblem, queries: u32, parts: u32) -> u64 {
 /// Bytes of a partial row's O and LSE.
 fn row_bytes(problem: &FwdProblem) -> u64 {
     4 + 4 * u64::from(row_elems(problem).unsigned_abs())
-}
-
-/// Parts of so many keys of the longest sequence; 1 where a tile sees all keys, which 0 says.
-#[must_use]
-pub(crate) fn num_parts(problem: &FwdProblem, keys: i32) -> u32 {
-    let keys = keys.unsigned_abs();
-    if keys == 0 { 1 } else { problem.dims.seqlen_k.div_ceil(keys).max(1) }
-}
-
-/// Workspace of the parts, the tile counter's bytes before them included; 0 where there are none.
-pub(crate) fn workspace_bytes(problem: &FwdProblem, keys: i32) -> u64 {
-    Cut { keys, block_n: 1, fixed: false }.workspace_bytes(problem, problem.dims.seqlen_q)
 }
 
 /// Why a problem's keys cannot be split.
@@ -250,7 +230,7 @@ impl Merging {
     /// query has rows enough.
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
-        let parts = if cut.fixed { 1 } else { num_parts(problem, cut.keys) };
+        let parts = if cut.fixed { 1 } else { cut.num_parts(problem) };
         let warps = parts.div_ceil(8).next_power_of_two().min(MERGE_THREADS / 32);
         Self { stored, warps, dependent }
     }
@@ -396,9 +376,10 @@ mod tests {
         let problem = decode(3, 5, 700).mask(MaskSpec::CAUSAL);
         let tile = crate::sm100::choose_tile(&problem, "sm_100a");
         assert_eq!(tile.split_keys, 256);
-        let parts = KvParts::new(&problem, tile.split_keys, tile.block_n, 0x1000);
+        let (cut, queries) = (tile.cut(), problem.dims.seqlen_q);
+        let parts = cut.parts(&problem, 0..queries, 0x1000);
         let rows = 3 * 5 * 3;
         assert!(parts.o.0 >= parts.lse.0 + rows * 4 && parts.lse.0 >= 0x1000 + 4);
-        assert!(parts.o.0 + rows * 128 * 4 <= 0x1000 + workspace_bytes(&problem, tile.split_keys));
+        assert!(parts.o.0 + rows * 128 * 4 <= 0x1000 + cut.workspace_bytes(&problem, queries));
     }
 }

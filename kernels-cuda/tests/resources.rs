@@ -15,7 +15,7 @@ use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
 use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
-use fmha_kernels_cuda::sm100::split;
+use fmha_kernels_cuda::split;
 use fmha_kernels_cuda::{
     COMPILE_OPTIONS, combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd,
 };

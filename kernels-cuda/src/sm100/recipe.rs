@@ -1,8 +1,8 @@
 //! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
 
 use crate::schedule::TileSchedule;
-use crate::sm100::split::{self, KvParts};
 use crate::sm100::{self, Sm100Tile};
+use crate::split;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
@@ -12,6 +12,9 @@ use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tun
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
 use crate::split::launch as parts;
+
+/// The merging kernel's name in plans.
+const MERGE_NAME: &str = "sm100_merge";
 
 /// The forward on tcgen05.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -84,12 +87,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
             tiles_at_once: u64::from(facts.num_sms / tile.cluster.unsigned_abs()),
         };
         let merge = is_split.then(|| {
-            parts::merge(
-                split::MERGE_NAME,
-                problem,
-                (tile.cut(), problem.dims.seqlen_q, spec.dtype_qk),
-                facts,
-            )
+            parts::merge(MERGE_NAME, problem, (tile.cut(), problem.dims.seqlen_q, spec.dtype_qk), facts)
         });
         Ok(Choice {
             kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
@@ -155,7 +153,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
             return unsafe { fwd.launch(&mut arguments, call.stream) };
         }
         let [merge] = exactly(steps.after())?;
-        let mut parts = KvParts::new(call.problem, tile.split_keys, tile.block_n, whole.workspace.0);
+        let mut parts = tile.cut().parts(call.problem, 0..call.problem.dims.seqlen_q, whole.workspace.0);
         let mut part = parts.params(&whole);
         let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
