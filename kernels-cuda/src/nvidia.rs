@@ -41,9 +41,6 @@ pub struct DeviceInfo {
 /// Threads that a multiprocessor holds at a time.
 const THREADS_PER_SM: u32 = 2048;
 
-/// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each.
-pub(crate) const ROW_CTAS_PER_SM: u32 = THREADS_PER_SM / 128;
-
 /// A launch whose CTAs take rows, without shared memory of the launch's: as many run at once as a multiprocessor has threads for.
 pub(crate) fn row_launch(
     kernel: &'static str,

@@ -4,9 +4,9 @@ use crate::simt;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{PlanOptions, ValidFwd, Workspace, bind};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows};
+use fmha_gpu::{Choice, Grid, Kernel, Launches, Recipe, Steps, deterministic_rows};
 
-use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, ROW_CTAS_PER_SM};
+use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
 
 /// Takes every forward problem, a warp to a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -34,14 +34,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Simt {
         let grid = Grid::new(simt::grid(problem, facts.num_sms), simt::NUM_THREADS);
         Ok(Choice {
             kernel: Kernel::new(*self),
-            launches: Launches::from(Launch {
-                kernel: simt::NAME,
-                source: simt::fwd(&FwdSpec::of(problem)),
-                grid,
-                shared_bytes: 0,
-                tiles: grid.groups.into(),
-                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }),
+            launches: Launches::from(row_launch(simt::NAME, simt::fwd(&FwdSpec::of(problem)), grid, facts)),
             workspace: Workspace::NONE,
             // A row is one warp's, its keys in one order, whatever the other rows are.
             promises: deterministic_rows(),

@@ -5,9 +5,9 @@ use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{PlanOptions, ValidBwd, Workspace, bind};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows, exactly};
+use fmha_gpu::{Choice, Grid, Kernel, Launches, Recipe, Steps, deterministic_rows, exactly};
 
-use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, ROW_CTAS_PER_SM};
+use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, row_launch};
 
 /// Takes every backward problem, a warp to a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -40,14 +40,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for SimtBwd {
         let spec = BwdSpec::of(problem);
         let launch = |kernel, source, rows| {
             let grid = Grid::new(simt::row_grid(rows, facts.num_sms), simt::NUM_THREADS);
-            Launch {
-                kernel,
-                source,
-                grid,
-                shared_bytes: 0,
-                tiles: grid.groups.into(),
-                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
-            }
+            row_launch(kernel, source, grid, facts)
         };
         let rows = BwdRows::of(problem);
         Ok(Choice {

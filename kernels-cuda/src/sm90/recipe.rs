@@ -13,7 +13,7 @@ use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
-use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
+use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
 use crate::sm80::recipe::room;
 use crate::split::launch as parts;
 
@@ -183,13 +183,9 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
                 (Some(values), workspace)
             }
         };
-        let before = values.filter(|_| tile.prepare_v == PrepareV::Before).map(|plan| Launch {
-            kernel: sm90::PREPARE_NAME,
-            source: sm90::prepare_values(&spec, &tile),
-            grid: Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) },
-            shared_bytes: 0,
-            tiles: plan.values.grid().into(),
-            tiles_at_once: u64::from(2048 / sm90::PREPARE_THREADS * facts.num_sms),
+        let before = values.filter(|_| tile.prepare_v == PrepareV::Before).map(|plan| {
+            let grid = Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) };
+            row_launch(sm90::PREPARE_NAME, sm90::prepare_values(&spec, &tile), grid, facts)
         });
         let merge = is_split
             .then(|| parts::merge(MERGE_NAME, problem, (tile.cut(), at_once.queries, spec.dtype_qk), facts));
