@@ -9,6 +9,7 @@ pub mod combine;
 pub mod keep_mask;
 pub mod maps;
 pub mod nvidia;
+mod operands;
 pub mod recipes;
 pub mod schedule;
 pub mod simt;

@@ -3,10 +3,10 @@
 use std::sync::Mutex;
 
 use fmha_core::error::Result;
-use fmha_core::{Bias, DType, QLayout, Shape, Strides, Totals, VLayout};
+use fmha_core::{Bias, DType, Totals, VLayout};
 
 use crate::nvidia::FwdCall;
-use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
+use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts, stride_bytes};
 
 /// A kernel argument: maps, adjacent. A kernel without a bias by TMA may take the first three.
 #[derive(Clone, Copy)]
@@ -125,70 +125,40 @@ impl MapFacts {
     #[must_use]
     pub fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Self {
         let problem = call.problem;
-        let dims = problem.dims;
         let ratio = problem.gqa_ratio();
         let extents = problem.extents(call.args.seq.totals);
-        // Forward kernels take problems that are packed on both sides or on neither.
-        let packed = problem.layout.q == QLayout::Packed;
-        let size = problem.dtypes.qk.size_bytes();
-        // The driver wants a stride for an axis of one too: any that it takes.
-        let bytes = |stride: i64, extent: u32, size: u64| {
-            if extent > 1 { stride.unsigned_abs() * size } else { 1 << 20 }
-        };
-        let batch_bytes = |stride: i64, shape: Shape, size: u64| {
-            if packed { 1 << 20 } else { bytes(stride, shape.batch, size) }
-        };
-
-        let q = extents.q;
+        let (q, strides, size) = (extents.q, problem.strides.q, problem.dtypes.qk.size_bytes());
         let q_address = call.args.q.as_ptr() as u64;
+        let num_heads_kv = problem.dims.num_heads_kv;
         let q_facts = TensorMapFacts {
             name: "q",
             dtype: problem.dtypes.qk,
             address: q_address,
-            dims: [q.dim, ratio, q.seq.max(1), dims.num_heads_kv, q.batch].map(u64::from),
+            dims: [q.dim, ratio, q.seq.max(1), num_heads_kv, q.batch].map(u64::from),
             strides_bytes: [
-                bytes(problem.strides.q.head, ratio, size),
-                bytes(problem.strides.q.seq, q.seq, size),
-                bytes(problem.strides.q.head * i64::from(ratio), dims.num_heads_kv, size),
-                batch_bytes(problem.strides.q.batch, q, size),
+                stride_bytes(strides.head, ratio, size),
+                stride_bytes(strides.seq, q.seq, size),
+                stride_bytes(strides.head * i64::from(ratio), num_heads_kv, size),
+                stride_bytes(strides.batch, q.batch, size),
             ],
             box_dims: boxes.q.map(i32::unsigned_abs),
         };
-        let columns = |name| name == "v" && problem.layout.v == VLayout::ColMajor;
-        let rows = |shape: Shape| shape.seq.max(1);
-        let kv_facts =
-            |name, address: u64, dtype: DType, strides: Strides, shape: Shape, box_dims: [i32; 4]| {
-                let size = dtype.size_bytes();
-                TensorMapFacts {
-                    name,
-                    dtype,
-                    // A tensor without rows is never read, but a map needs an address.
-                    address: if shape.seq == 0 { q_address } else { address },
-                    dims: {
-                        let (inner, outer) =
-                            if columns(name) { (rows(shape), shape.dim) } else { (shape.dim, rows(shape)) };
-                        [inner, outer, shape.head, shape.batch].map(u64::from)
-                    },
-                    strides_bytes: [
-                        if columns(name) {
-                            bytes(strides.dim, shape.dim, size)
-                        } else {
-                            bytes(strides.seq, shape.seq, size)
-                        },
-                        bytes(strides.head, shape.head, size),
-                        batch_bytes(strides.batch, shape, size),
-                    ],
-                    box_dims: box_dims.map(i32::unsigned_abs),
-                }
-            };
         let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
+        let of_k = ("k", problem.dtypes.qk);
+        let v_facts = || {
+            let (of_v, strides) = (("v", problem.dtypes.v), problem.strides.v);
+            let mut facts = TensorMapFacts::of_rows(of_v, [v, q_address], extents.v, strides, boxes.v);
+            if problem.layout.v == VLayout::ColMajor {
+                facts.dims.swap(0, 1);
+                facts.strides_bytes[0] =
+                    stride_bytes(strides.dim, extents.v.dim, problem.dtypes.v.size_bytes());
+            }
+            facts
+        };
         Self {
             q: q_facts,
-            k: kv_facts("k", k, problem.dtypes.qk, problem.strides.k, extents.k, boxes.k),
-            v: match boxes.prepared_v {
-                Some(prepared) => prepared.facts(boxes.v),
-                None => kv_facts("v", v, problem.dtypes.v, problem.strides.v, extents.v, boxes.v),
-            },
+            k: TensorMapFacts::of_rows(of_k, [k, q_address], extents.k, problem.strides.k, boxes.k),
+            v: boxes.prepared_v.map_or_else(v_facts, |prepared| prepared.facts(boxes.v)),
             bias: boxes.bias.and_then(|box_dims| bias_facts(call, box_dims)),
         }
     }

@@ -6,6 +6,7 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
 use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec};
 
+use crate::operands::{keys_of_v_begin_anywhere, stores_vectors, strides, swizzle_span};
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::{sm90, split};
 
@@ -187,17 +188,6 @@ impl Sm100Tile {
     }
 }
 
-/// Elements that the widest swizzle spans of rows of `elems`.
-const fn swizzle_span(elems: i32, dtype: DType) -> i32 {
-    let size = dtype.size_bytes() as i32;
-    let bytes = match elems * size {
-        row if row % 128 == 0 => 128,
-        row if row % 64 == 0 => 64,
-        _ => 32,
-    };
-    bytes / size
-}
-
 const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
     (rows * padded * dtype.size_bytes() as i32 + 1023) / 1024 * 1024
 }
@@ -229,7 +219,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
 
 /// The strides in bytes, with the tensor and the axis.
 fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
-    sm90::strides(problem).map(|(name, axis, stride)| {
+    strides(problem).map(|(name, axis, stride)| {
         let size = if name == "v" { problem.dtypes.v } else { problem.dtypes.qk }.size_bytes() as i64;
         (name, axis, stride.saturating_mul(size))
     })
@@ -237,14 +227,13 @@ fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'s
 
 /// Whether TMA takes every stride, multiples of 16 bytes below 2^40, and every box begins at such a one.
 fn tma_loads(problem: &FwdProblem) -> bool {
-    !sm90::keys_of_v_begin_anywhere(problem)
+    !keys_of_v_begin_anywhere(problem)
         && stride_bytes(problem).all(|(_, _, bytes)| bytes % 16 == 0 && bytes < 1 << 40)
 }
 
 /// The most bytes that threads can copy at a time.
 fn most_copied(problem: &FwdProblem) -> i32 {
-    let most =
-        if sm90::keys_of_v_begin_anywhere(problem) { problem.dtypes.v.size_bytes() as i64 } else { 16 };
+    let most = if keys_of_v_begin_anywhere(problem) { problem.dtypes.v.size_bytes() as i64 } else { 16 };
     let divides = |&bytes: &i64| stride_bytes(problem).all(|(_, _, stride)| stride % bytes == 0);
     [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most).find(divides).unwrap_or(1) as i32
 }
@@ -263,7 +252,7 @@ pub fn check_loads(problem: &FwdProblem, tile: &Sm100Tile) -> Result<(), String>
             tile.copy_bytes
         ));
     }
-    let by_tma = tile.copy_bytes == 0 && sm90::keys_of_v_begin_anywhere(problem);
+    let by_tma = tile.copy_bytes == 0 && keys_of_v_begin_anywhere(problem);
     if by_tma || tile.copy_bytes > most_copied(problem) {
         return Err(format!(
             "tile copy_bytes={} with a packed column-major V, whose sequences begin at any element: from 1 to {}",
@@ -311,15 +300,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     if copies {
         tile.copy_bytes = most_copied(problem);
     }
-    let (strides, shape) = (problem.strides.o, problem.shape_o());
-    let elems = 16 / problem.dtypes.o.size_bytes() as i64;
-    let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
-    tile.vector_store = i64::from(dims.head_dim_v) % elems == 0
-        && whole(strides.batch, shape.batch)
-        && whole(strides.seq, shape.seq)
-        && whole(strides.head, shape.head);
     // A part's rows are the kernel's own.
-    tile.vector_store |= tile.split_keys > 0;
+    tile.vector_store = stores_vectors(problem) || tile.split_keys > 0;
     tile
 }
 

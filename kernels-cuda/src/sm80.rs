@@ -6,9 +6,12 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
 
+use crate::operands::{
+    keys_of_v_begin_anywhere, odd_stride, refuse_faint_alibi, refuse_long_sequences, strides, swizzle_span,
+};
 use crate::schedule::{self, TileSchedule, UnitOfWork};
 use crate::split::{self, Cut, RowsAtOnce};
-use crate::{sm90, tree_mask};
+use crate::tree_mask;
 
 pub mod recipe;
 mod table;
@@ -236,7 +239,7 @@ impl Sm80Tile {
             takes_tma(problem).map_err(|reason| format!("tile tma=1: {reason}"))?;
         }
         let odd = |&(name, _, stride): &(&str, &str, i64)| !is_whole_copies(problem, bytes, (name, stride));
-        if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
+        if let Some((name, axis, stride)) = strides(problem).find(odd) {
             return Err(format!(
                 "tile copy_bytes={bytes}: {name}.{axis} stride {stride} is not whole copies"
             ));
@@ -321,19 +324,8 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     if value_parts(dims.head_dim_v).is_none() {
         return refuse(format!("head_dim_v {} is above 256, and not 384, 512 or 576", dims.head_dim_v));
     }
-    // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
-    let scale = problem.resolved_softmax_scale();
-    let alibi_alone =
-        matches!(problem.score.bias, fmha_core::Bias::Alibi { .. }) && problem.score.softcap.is_none();
-    if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
-        return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
-    }
-    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
-        if length >= 1 << 29 {
-            return refuse(format!("{field} {length} is not below 2^29"));
-        }
-    }
-    Ok(())
+    refuse_faint_alibi(problem, NAME)?;
+    refuse_long_sequences(problem, NAME)
 }
 
 /// Whether Q and K, and V beside them, are FP8 that the products take.
@@ -359,17 +351,17 @@ fn takes_fp8(problem: &FwdProblem, multiplies_fp8: bool) -> Result<(), String> {
 /// The most bytes that a copy can take where strides allow any: a packed sequence's keys begin anywhere, which are the
 /// elements side by side of a column-major V.
 fn most_copied(problem: &FwdProblem) -> i32 {
-    if sm90::keys_of_v_begin_anywhere(problem) { 2 } else { 16 }
+    if keys_of_v_begin_anywhere(problem) { 2 } else { 16 }
 }
 
 /// Whether TMA can bring a problem's K and V, and if not, why: one row after another, at strides of whole 16 bytes, as they are.
 pub(crate) fn takes_tma(problem: &FwdProblem) -> Result<(), String> {
     problem.refuse_mixed_layouts(NAME).map_err(|refusal| refusal.reason)?;
     problem.refuse_cache_updates(NAME).map_err(|refusal| refusal.reason)?;
-    if sm90::keys_of_v_begin_anywhere(problem) {
+    if keys_of_v_begin_anywhere(problem) {
         return Err("v_layout col-major with packed keys begins at any element".to_owned());
     }
-    match sm90::odd_stride(problem) {
+    match odd_stride(problem) {
         Some((name, axis, stride, multiple)) => {
             Err(format!("{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes"))
         }
@@ -380,17 +372,13 @@ pub(crate) fn takes_tma(problem: &FwdProblem) -> Result<(), String> {
 /// Boxes of K and V as (dim, rows, heads, batch), of a column-major V (rows, dim, heads, batch), where TMA brings them.
 #[must_use]
 pub fn boxes(spec: &FwdSpec, tile: &Sm80Tile) -> [[i32; 4]; 2] {
-    let span = |elems: i32, dtype: DType| {
-        let size = dtype.size_bytes() as i32;
-        [128, 64, 32].into_iter().find(|bytes| elems * size % bytes == 0).unwrap_or(32) / size
-    };
     let padded = |dim: i32, dtype: DType| row_bytes(dim, dtype) / dtype.size_bytes() as i32;
     let (qk, v) = (padded(spec.head_dim_qk, spec.dtype_qk), padded(spec.head_dim_v, spec.dtype_v));
     let of_v = match spec.v_layout {
-        VLayout::RowMajor => [span(v, spec.dtype_v), tile.block_n, 1, 1],
-        VLayout::ColMajor => [span(tile.block_n, spec.dtype_v), v, 1, 1],
+        VLayout::RowMajor => [swizzle_span(v, spec.dtype_v), tile.block_n, 1, 1],
+        VLayout::ColMajor => [swizzle_span(tile.block_n, spec.dtype_v), v, 1, 1],
     };
-    [[span(qk, spec.dtype_qk), tile.block_n, 1, 1], of_v]
+    [[swizzle_span(qk, spec.dtype_qk), tile.block_n, 1, 1], of_v]
 }
 
 /// The kernel for a spec and a tile: arguments `FwdParams`, [`TileSchedule`] and, where TMA loads, three tensor maps.

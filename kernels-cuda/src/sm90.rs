@@ -1,27 +1,27 @@
-//! The Hopper forward kernel: its tile, its schedule, its entry.
+//! The Hopper forward kernel: its tile, its schedule, its workspace, its boxes.
 
-use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, ArrivalParams};
 use fmha_core::fields::Takes;
-use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::Candidates;
-use fmha_core::{
-    Bias, DType, Dims, FwdProblem, KvLayout, MaskKind, Refusal, Strides, VLayout, Workspace, abi_enum,
-    abi_spec,
-};
+use fmha_core::{DType, Dims, FwdProblem, MaskKind, VLayout, Workspace, abi_enum, abi_spec};
 
-use crate::schedule::{self, UnitOfWork, WORK_BYTES, WORK_SLOTS};
+use crate::operands::swizzle_span;
 pub use crate::schedule::{TileOrder, TileSchedule};
+use crate::schedule::{UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::split::{self, Cut, RowsAtOnce};
-use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
+mod accepts;
 mod cost;
+mod entries;
 mod knobs;
 pub mod recipe;
 mod table;
 mod values;
 
+pub use accepts::accepts;
+pub(crate) use accepts::{odd_bias_stride, takes};
 pub use cost::{LEAST_GAIN_OF_ORDER, LEAST_GAIN_OF_SHAPE};
+pub use entries::{fwd, fwd_of_arriving_keys};
 use table::adds_wide_elements;
 pub use table::{
     PREPARE_BEFORE_ROWS, PREPARE_BESIDE_ROWS, PREPARED_BYTES, choose_tile, choose_tile_in_parts, default_tile,
@@ -432,20 +432,6 @@ const fn product_dim(head_dim: i32, dtype: DType) -> i32 {
     if elem_bytes(dtype) == 2 { (head_dim + 15) / 16 * 16 } else { padded_dim(head_dim) }
 }
 
-/// Of the widest swizzle that divides a row, in elements.
-const fn swizzle_span(elems: i32, dtype: DType) -> i32 {
-    let size = elem_bytes(dtype);
-    let row_bytes = elems * size;
-    let span_bytes = if row_bytes % 128 == 0 {
-        128
-    } else if row_bytes % 64 == 0 {
-        64
-    } else {
-        32
-    };
-    span_bytes / size
-}
-
 const fn elem_bytes(dtype: DType) -> i32 {
     dtype.size_bytes() as i32
 }
@@ -467,128 +453,6 @@ const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
         && (matches!(tile.pv, ValueProduct::F16) || matches!(spec.v_layout, VLayout::RowMajor))
 }
 
-/// What Hopper's kernel and Blackwell's do not take, in the name of either.
-///
-/// # Errors
-/// The first fact that it does not take.
-pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
-    let refuse = |reason: String| Err(Refusal::new(kernel, reason));
-    problem.refuse_dropout_between_quads(kernel)?;
-    problem.refuse_mixed_layouts(kernel)?;
-    problem.refuse_cache_updates(kernel)?;
-    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
-    let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
-    let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
-    if !(wide(qk) && v == qk || fp8(qk) && (fp8(v) || wide(v))) {
-        return refuse(format!(
-            "dtype_qk {qk} with dtype_v {v} is not one 16-bit type, OCP FP8, or OCP FP8 with a 16-bit V"
-        ));
-    }
-    let dims = problem.dims;
-    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > 256 {
-            return refuse(format!("{field} {dim} is larger than 256"));
-        }
-    }
-    if problem.dropout.write_keep_mask {
-        return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
-    }
-    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
-        if length >= 1 << 29 {
-            return refuse(format!("{field} {length} is not below 2^29"));
-        }
-    }
-    Ok(())
-}
-
-/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
-/// be multiples of 16.
-///
-/// # Errors
-/// The first fact that it does not take.
-pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
-    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    takes(problem, NAME)?;
-    // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
-    let scale = problem.resolved_softmax_scale();
-    let alibi_alone = matches!(problem.score.bias, Bias::Alibi { .. }) && problem.score.softcap.is_none();
-    if problem.dtypes.qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
-        return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
-    }
-    if keys_of_v_begin_anywhere(problem) {
-        return refuse(
-            "v_layout col-major with packed keys: those of a sequence begin at any element, boxes of TMA at multiples of 16 bytes"
-                .to_owned(),
-        );
-    }
-    let can_copy = problem.layout.v == VLayout::RowMajor && !problem.dtypes.qk.is_fp8();
-    if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy) {
-        return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which \
-             alone loads FP8 and a column-major V"
-        ));
-    }
-    Ok(())
-}
-
-/// Whether V's innermost axis is one that sequences begin on, at any element. The address of a TMA box is then no multiple of 16
-/// bytes, which is an illegal instruction (an H200; Triton's issue 7385 has found the same).
-pub(crate) fn keys_of_v_begin_anywhere(problem: &FwdProblem) -> bool {
-    problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed
-}
-
-/// The strides that are used, but those of 1 between the elements of a row.
-pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
-    let operands = [
-        ("q", problem.strides.q, problem.shape_q(), true),
-        ("k", problem.strides.k, problem.shape_k(), true),
-        ("v", problem.strides.v, problem.shape_v(), problem.layout.v == VLayout::RowMajor),
-    ];
-    operands.into_iter().flat_map(|(name, strides, shape, rows)| {
-        let inner = if rows { ("seq", strides.seq, shape.seq) } else { ("dim", strides.dim, shape.dim) };
-        [("batch", strides.batch, shape.batch), inner, ("head", strides.head, shape.head)]
-            .into_iter()
-            .filter(|&(_, _, extent)| extent > 1)
-            .map(move |(axis, stride, _)| (name, axis, stride))
-    })
-}
-
-/// The first stride that TMA does not take, and what it would have to be a multiple of: of 16 bytes.
-pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
-    strides(problem).find_map(|(name, axis, stride)| {
-        let size = i64::from(elem_bytes(if name == "v" { problem.dtypes.v } else { problem.dtypes.qk }));
-        let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;
-        odd.then_some((name, axis, stride, 16 / size))
-    })
-}
-
-/// [`Sm90Tile::copy_bytes`] for a problem: 0 where TMA takes its strides, else the most bytes
-/// that divide every one.
-pub(crate) fn copy_bytes(problem: &FwdProblem) -> i32 {
-    if odd_stride(problem).is_none() {
-        return 0;
-    }
-    let divides = |&bytes: &i32| strides(problem).all(|(_, _, stride)| stride * 2 % i64::from(bytes) == 0);
-    [16, 8, 4].into_iter().find(divides).unwrap_or(2)
-}
-
-/// The first stride of an elementwise bias that TMA does not take, if there is one.
-#[must_use]
-pub fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64)> {
-    let Bias::Elementwise(bias) = problem.score.bias else {
-        return None;
-    };
-    let shape = problem.shape_bias(bias.broadcast);
-    let Strides { batch, seq, head, .. } = bias.strides;
-    // A map has one head or one batch where their stride is 0, but all the rows.
-    [("seq", seq, shape.seq, 1), ("head", head, shape.head, 0), ("batch", batch, shape.batch, 0)]
-        .into_iter()
-        .find(|&(_, stride, extent, least)| {
-            extent > 1 && (stride < least || stride % 8 != 0 || stride >= 1 << 39)
-        })
-        .map(|(axis, stride, ..)| (axis, stride))
-}
-
 /// The spec of a problem: with a lower bound that hides nothing of the largest lengths, as a window longer than every sequence, that of
 /// the mask without it. B64 H16 S128 D128 in a window of 466 46.7 us, causal 44 (an H200).
 #[must_use]
@@ -602,92 +466,4 @@ pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
     } else {
         spec
     }
-}
-
-/// The kernel for a spec and a tile. What it binds is in the crate's README.
-#[must_use]
-pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
-    of_keys(spec, tile, false)
-}
-
-/// The same of keys that come while it runs: [`ArrivalParams`] behind its other arguments, for tiles that
-/// [wait](Sm90Tile::waits_for_keys).
-#[must_use]
-pub fn fwd_of_arriving_keys(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
-    of_keys(spec, tile, true)
-}
-
-fn of_keys(spec: &FwdSpec, tile: &Sm90Tile, arriving: bool) -> KernelSource {
-    let beside = tile.prepare_v == PrepareV::Beside;
-    let smem_assert = format!(
-        "static_assert(sizeof(sm90::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-         {}sm90::fwd<kSpec, kTile>(p, maps, schedule{});",
-        tile.smem_bytes(spec),
-        if beside { values::assert_units(spec, tile) } else { String::new() },
-        match (beside, arriving) {
-            (true, _) => ", values",
-            (false, true) => ", {}, ArrivingKeys<ArrivalParams>(arrivals)",
-            (false, false) => "",
-        },
-    );
-    let operands = "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
-                    const __grid_constant__ TileSchedule schedule";
-    let more = match (beside, arriving) {
-        (true, _) => ", const __grid_constant__ PreparedValues values",
-        (false, true) => ", const __grid_constant__ ArrivalParams arrivals",
-        (false, false) => "",
-    };
-    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
-    let entry = Entry {
-        include: HEADER,
-        constants: &constants,
-        bounds: if tile.cluster > 1 {
-            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::num_threads(kTile), 1)"
-        } else {
-            "__launch_bounds__(sm90::num_threads(kTile), 1)"
-        },
-        params: &format!("{operands}{more}"),
-        call: &smem_assert,
-    };
-    let (spec, tile) = (*spec, *tile);
-    crate::source(entry.render(), move || rendered(&spec, &tile))
-}
-
-/// The headers of an entry that are rendered: its products, the schedule, what the host shares.
-fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
-    let sums = Sums::F32;
-    let q = if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared };
-    // Keys that one product of P V contracts, of which a block computed in part has whole steps.
-    let operand_v = operand_v(spec, tile);
-    let depth = 32 / elem_bytes(operand_v);
-    let shapes = [
-        WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums },
-        WgmmaShape { dtype: spec.dtype_qk, n: (tile.block_n / 2 + depth - 1) / depth * depth, a: q, sums },
-        WgmmaShape {
-            dtype: operand_v,
-            n: if tile.output_columns > 0 {
-                tile.output_columns
-            } else {
-                product_dim(spec.head_dim_v, spec.dtype_v)
-            },
-            a: OperandA::Registers,
-            sums,
-        },
-    ];
-    [wgmma::header(&shapes), schedule::header(), host_header()]
-}
-
-/// `fmha/sm90_host.h`: what this file shares with the device.
-fn host_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n{}\n}}  // namespace fmha\n",
-        PingPong::c_definition(),
-        Lookahead::c_definition(),
-        ValueProduct::c_definition(),
-        PrepareV::c_definition(),
-        Sm90Tile::c_definition(),
-        PreparedValues::c_definition(),
-        ArrivalParams::c_definition(),
-    );
-    Header::rendered("fmha/sm90_host.h", text)
 }

@@ -7,10 +7,11 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{Bias, DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec, abi_struct};
+use fmha_core::{DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec, abi_struct};
 
+use crate::operands::{refuse_faint_alibi, refuse_long_sequences, stores_vectors, strides};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
-use crate::{schedule, sm90, split};
+use crate::{schedule, split};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90_mla";
@@ -188,7 +189,7 @@ fn page_without_whole_boxes(problem: &FwdProblem) -> Option<u32> {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    let Dims { head_dim_qk, head_dim_v, seqlen_q, seqlen_k, .. } = problem.dims;
+    let Dims { head_dim_qk, head_dim_v, seqlen_q, .. } = problem.dims;
     if head_dim_qk > DIM_QK || head_dim_v > DIM_V {
         return refuse(format!(
             "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v} is larger than {DIM_QK} with {DIM_V}"
@@ -222,12 +223,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     if problem.cache.tree_mask {
         return refuse(format!("tree_mask of {seqlen_q} queries"));
     }
-    // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
-    let scale = problem.resolved_softmax_scale();
-    let alibi_alone = matches!(problem.score.bias, Bias::Alibi { .. }) && problem.score.softcap.is_none();
-    if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
-        return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
-    }
+    refuse_faint_alibi(problem, NAME)?;
     if problem.drops() || problem.dropout.write_keep_mask {
         return refuse(format!("dropout of p_drop {} is not taken", problem.dropout.p_drop));
     }
@@ -237,14 +233,10 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             problem.mask.sink_columns
         ));
     }
-    for (field, length) in [("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)] {
-        if length >= 1 << 29 {
-            return refuse(format!("{field} {length} is not below 2^29"));
-        }
-    }
+    refuse_long_sequences(problem, NAME)?;
     let multiple = |name: &str| if name != "q" && problem.cache.dtype.is_some() { 16 } else { 8 };
     let odd = |&(name, _, stride): &(&str, &str, i64)| stride % multiple(name) != 0 || stride >= 1 << 39;
-    if let Some((name, axis, stride)) = sm90::strides(problem).find(odd) {
+    if let Some((name, axis, stride)) = strides(problem).find(odd) {
         return refuse(format!(
             "{name}.{axis} stride {stride} is not a multiple of {} below 2^39, as copies of 16 bytes and TMA need",
             multiple(name)
@@ -270,9 +262,6 @@ pub fn leave_narrow(problem: &FwdProblem) -> Result<(), String> {
 /// The tile for a problem that the kernel [`accepts`], on a device of `num_sms` multiprocessors.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
-    let (strides, shape) = (problem.strides.o, problem.shape_o());
-    let elems = 16 / problem.dtypes.o.size_bytes() as i64;
-    let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
     let split_keys = split_keys(problem, num_sms);
     Sm90MlaTile {
         by_tma: !copies_rows(problem, split_keys),
@@ -282,10 +271,7 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
         lazy_rescale_log2: 8,
         v_in_k: problem.cache.v_in_k
             && (problem.dims.head_dim_qk, problem.dims.head_dim_v) == (DIM_QK, DIM_V),
-        vector_store: i64::from(problem.dims.head_dim_v) % elems == 0
-            && whole(strides.batch, shape.batch)
-            && whole(strides.seq, shape.seq)
-            && whole(strides.head, shape.head),
+        vector_store: stores_vectors(problem),
         split_keys,
     }
 }

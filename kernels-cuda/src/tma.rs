@@ -1,6 +1,6 @@
 //! What TMA has to know of a tensor (CUDA Driver API, "Tensor Map Object Management").
 
-use fmha_core::{DType, Result};
+use fmha_core::{DType, Result, Shape, Strides};
 
 /// A driver that encodes tensor maps.
 pub trait EncodeTensorMap {
@@ -23,7 +23,7 @@ impl TensorMap {
     pub const UNREAD: Self = Self([0; 16]);
 }
 
-/// The facts of a tiled tensor map of 16-bit elements with `AXES` axes, `STRIDES` one fewer. Axis 0 has
+/// The facts of a tiled tensor map with `AXES` axes, `STRIDES` one fewer. Axis 0 has
 /// stride 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
@@ -57,5 +57,36 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
     pub fn encode<D: EncodeTensorMap>(&self) -> Result<TensorMap> {
         const { Self::ONE_STRIDE_FEWER };
         D::encode(self)
+    }
+}
+
+/// The stride of an axis in bytes. Of an axis of one the driver wants one too: any that it takes.
+pub(crate) fn stride_bytes(stride: i64, extent: u32, elem_bytes: u64) -> u64 {
+    if extent > 1 { stride.unsigned_abs() * elem_bytes } else { 1 << 20 }
+}
+
+impl TensorMapFacts<4, 3> {
+    /// Of a tensor's rows, `(dim, row, head, batch or page)`. One without rows is never read, but its map needs an address:
+    /// `elsewhere`.
+    pub(crate) fn of_rows(
+        (name, dtype): (&'static str, DType),
+        [address, elsewhere]: [u64; 2],
+        shape: Shape,
+        strides: Strides,
+        box_dims: [i32; 4],
+    ) -> Self {
+        let bytes = |stride, extent| stride_bytes(stride, extent, dtype.size_bytes());
+        Self {
+            name,
+            dtype,
+            address: if shape.seq > 0 && shape.batch > 0 { address } else { elsewhere },
+            dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch.max(1)].map(u64::from),
+            strides_bytes: [
+                bytes(strides.seq, shape.seq),
+                bytes(strides.head, shape.head),
+                bytes(strides.batch, shape.batch),
+            ],
+            box_dims: box_dims.map(i32::unsigned_abs),
+        }
     }
 }

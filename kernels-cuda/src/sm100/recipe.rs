@@ -6,11 +6,12 @@ use crate::split;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind, check_addresses};
+use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
 
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
+use crate::operands::check_begins;
 use crate::split::launch as parts;
 
 /// The merging kernel's name in plans.
@@ -21,9 +22,6 @@ const MERGE_NAME: &str = "sm100_merge";
 pub struct Sm100 {
     chosen: Option<(Sm100Tile, TileSchedule)>,
 }
-
-/// What TMA and 16-byte stores ask of addresses.
-const ALIGN: u64 = 16;
 
 impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
     fn name(&self) -> &'static str {
@@ -118,22 +116,9 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let tile = self.chosen.map(|(tile, _)| tile);
-        let stores_vectors = tile.is_some_and(|tile| tile.vector_store && tile.split_keys == 0);
-        let loads = match tile {
-            Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
-            _ => ALIGN,
-        };
-        let args = call.args;
-        // A tensor without rows may lie anywhere.
-        let has_keys = call.problem.shape_k().seq > 0;
-        let operands = [
-            ("q", args.q.as_ptr() as u64, loads, true),
-            ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
-            ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
-        ];
-        check_addresses(sm100::NAME, operands)
+        let Some((tile, _)) = self.chosen else { return Ok(()) };
+        let stores_vectors = tile.vector_store && tile.split_keys == 0;
+        check_begins(sm100::NAME, call, tile.copy_bytes, stores_vectors)
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {

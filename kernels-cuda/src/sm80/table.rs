@@ -5,7 +5,8 @@ use fmha_core::VLayout;
 use fmha_core::spec::{BiasKind, FwdSpec};
 
 use super::{Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma, value_parts};
-use crate::{sm90, split};
+use crate::operands::{stores_vectors, strides};
+use crate::split;
 
 /// What tiles have to fit into, and how many there should be.
 #[derive(Clone, Copy, Debug)]
@@ -59,18 +60,12 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     tile.fast_softcap &= problem.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
     tile.place_blocks(problem);
     let divides = |&bytes: &i32| {
-        sm90::strides(problem).all(|(name, _, stride)| is_whole_copies(problem, bytes, (name, stride)))
+        strides(problem).all(|(name, _, stride)| is_whole_copies(problem, bytes, (name, stride)))
     };
     tile.copy_bytes =
         [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most_copied(problem)).find(divides).unwrap_or(2);
 
-    let (strides, shape) = (problem.strides.o, problem.shape_o());
-    let elems = 16 / problem.dtypes.o.size_bytes() as i64;
-    let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
-    tile.vector_store = i64::from(dims.head_dim_v) % elems == 0
-        && whole(strides.batch, shape.batch)
-        && whole(strides.seq, shape.seq)
-        && whole(strides.head, shape.head);
+    tile.vector_store = stores_vectors(problem);
     tile
 }
 

@@ -14,6 +14,7 @@ use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tun
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
+use crate::operands::{ALIGN, check_begins};
 use crate::sm80::recipe::room;
 use crate::split::launch as parts;
 
@@ -92,6 +93,35 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
     Ok(())
 }
 
+/// The tile with some fields set, if it fits the problem and the device.
+///
+/// # Errors
+/// A text that names the fields and numbers that do not go together.
+fn fitted(
+    mut tile: Sm90Tile,
+    fields: &TileOptions,
+    problem: &ValidFwd,
+    facts: &DeviceFacts,
+    spec: &FwdSpec,
+) -> Result<Sm90Tile, String> {
+    fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+    tile.check(spec, problem.gqa_ratio())?;
+    if let (Some((axis, stride)), true) = (sm90::odd_bias_stride(problem), tile.bias_stages > 0) {
+        return Err(format!(
+            "tile bias_stages={}: bias.{axis} stride {stride} is not a positive multiple of 8 below 2^39, as TMA needs",
+            tile.bias_stages
+        ));
+    }
+    if tile.split_keys > 0 {
+        split::splits(problem).map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
+    }
+    facts.has_room_for(&tile, tile.smem_bytes(spec), tile.cluster)?;
+    if problem.arrivals > 0 && !tile.waits_for_keys() {
+        return Err(format!("arrivals {}: its tile does not wait for pieces of keys", problem.arrivals));
+    }
+    Ok(tile)
+}
+
 /// The table's tile, of the shape and in the order that the model has cheapest; and what it was asked for.
 fn own_tile(
     problem: &ValidFwd,
@@ -106,9 +136,6 @@ fn own_tile(
     tile.order = orders.cheapest(sm90::LEAST_GAIN_OF_ORDER).map_or(tile.order, |best| best.choice);
     (tile, shapes, orders)
 }
-
-/// What TMA and 16-byte stores ask of addresses.
-const ALIGN: u64 = 16;
 
 impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
     fn name(&self) -> &'static str {
@@ -140,29 +167,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             own.make_batch_invariant(&spec);
             own.take_fixed_parts(problem);
         }
-        let set = |fields: &TileOptions| {
-            let mut tile = own;
-            fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
-            tile.check(&spec, problem.gqa_ratio())?;
-            if let (Some((axis, stride)), true) = (sm90::odd_bias_stride(problem), tile.bias_stages > 0) {
-                return Err(format!(
-                    "tile bias_stages={}: bias.{axis} stride {stride} is not a positive multiple of 8 below 2^39, as TMA needs",
-                    tile.bias_stages
-                ));
-            }
-            if tile.split_keys > 0 {
-                split::splits(problem)
-                    .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
-            }
-            facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
-            if problem.arrivals > 0 && !tile.waits_for_keys() {
-                return Err(format!(
-                    "arrivals {}: its tile does not wait for pieces of keys",
-                    problem.arrivals
-                ));
-            }
-            Ok(tile)
-        };
+        let set = |fields: &TileOptions| fitted(own, fields, problem, facts, &spec);
         let (tile, tile_from) = settle_fwd(sm90::NAME, problem, facts, options, set).map_err(refuse)?;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
@@ -253,24 +258,11 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let tile = self.chosen.map(|chosen| chosen.tile);
-        let stores_vectors = tile.is_some_and(|tile| tile.vector_store && tile.split_keys == 0);
-        let brings_bias = tile.is_some_and(|tile| tile.bias_stages > 0);
-        let loads = match tile {
-            Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
-            _ => ALIGN,
-        };
-        let args = call.args;
-        // A tensor without rows may lie anywhere.
-        let has_keys = call.problem.shape_k().seq > 0;
-        let operands = [
-            ("q", args.q.as_ptr() as u64, loads, true),
-            ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
-            ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
-            ("bias", args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64), ALIGN, brings_bias),
-        ];
-        check_addresses(sm90::NAME, operands)
+        let Some(Chosen { tile, .. }) = self.chosen else { return Ok(()) };
+        let stores_vectors = tile.vector_store && tile.split_keys == 0;
+        check_begins(sm90::NAME, call, tile.copy_bytes, stores_vectors)?;
+        let bias = call.args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64);
+        check_addresses(sm90::NAME, [("bias", bias, ALIGN, tile.bias_stages > 0)])
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {

@@ -5,9 +5,10 @@ use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
 use super::values::block_bytes;
 use super::{
-    Lookahead, MAX_SMEM_BYTES, PingPong, PrepareV, Sm90Tile, TileOrder, ValueProduct, copy_bytes, elem_bytes,
-    odd_bias_stride, padded_dim, spec_of, strides, tile_dim,
+    Lookahead, MAX_SMEM_BYTES, PingPong, PrepareV, Sm90Tile, TileOrder, ValueProduct, elem_bytes,
+    odd_bias_stride, padded_dim, spec_of, tile_dim,
 };
+use crate::operands::{odd_stride, stores_vectors, strides};
 use crate::split;
 
 /// The tile for a problem that the kernel accepts.
@@ -84,15 +85,18 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     }
     prepare_values_once(problem, &spec, &mut tile);
 
-    let strides = problem.strides.o;
-    let shape = problem.shape_o();
-    let sixteen_bytes = 16 / elem_bytes(spec.dtype_o);
-    let whole = |stride: i64, extent: u32| extent <= 1 || stride % i64::from(sixteen_bytes) == 0;
-    tile.vector_store &= dims.head_dim_v.is_multiple_of(sixteen_bytes.unsigned_abs())
-        && whole(strides.batch, shape.batch)
-        && whole(strides.seq, shape.seq)
-        && whole(strides.head, shape.head);
+    tile.vector_store &= stores_vectors(problem);
     tile
+}
+
+/// [`Sm90Tile::copy_bytes`] for a problem: 0 where TMA takes its strides, else the most bytes
+/// that divide every one.
+fn copy_bytes(problem: &FwdProblem) -> i32 {
+    if odd_stride(problem).is_none() {
+        return 0;
+    }
+    let divides = |&bytes: &i32| strides(problem).all(|(_, _, stride)| stride * 2 % i64::from(bytes) == 0);
+    [16, 8, 4].into_iter().find(divides).unwrap_or(2)
 }
 
 /// The tile for a problem on a device of so many multiprocessors: that of [`choose_tile`], whose keys are in parts where its tiles

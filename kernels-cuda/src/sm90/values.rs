@@ -5,7 +5,8 @@ use fmha_core::source::{Entry, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{FwdProblem, abi_enum, abi_struct};
 
-use super::{Sm90Tile, ValueProduct, elem_bytes, padded_dim, rendered};
+use super::entries::rendered;
+use super::{Sm90Tile, ValueProduct, elem_bytes, padded_dim};
 use crate::schedule::TileSchedule;
 
 /// The launch's name in plans.

@@ -10,9 +10,12 @@ use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
     Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind, check_addresses,
 };
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle};
+use fmha_gpu::{
+    Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, TileFrom, Tiled, Tunable, exactly, settle,
+};
 
-use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia};
+use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, row_launch};
+use crate::operands::ALIGN;
 use crate::sm90::recipe::{INSTRUCTIONS, runs_on};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
@@ -45,9 +48,6 @@ struct Maps {
     dout: TensorMap,
     o: TensorMap,
 }
-
-/// What TMA and 16-byte loads and stores ask of addresses.
-const ALIGN: u64 = 16;
 
 impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
     fn name(&self) -> &'static str {
@@ -94,8 +94,6 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         let tuned = facts.tuned.get(sm90_bwd::LABEL, &TileClass::of_bwd(problem, &spec));
         let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
-        let modelled = tile.head_parts_candidates(problem, &spec, facts.num_sms);
-        let dq_ways = sm90_bwd::dq_candidates(problem, &spec);
         let dbias = dbias_tile(&tile);
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
         let has_semaphores = match tile.dq_path {
@@ -123,12 +121,8 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         let tiles = schedule.num_tiles.unsigned_abs();
         let grid = |ctas: u32, threads: u32| Grid { dependent: true, ..Grid::new(ctas.max(1), threads) };
         let rows = |kernel, source, blocks: u32| Launch {
-            kernel,
-            source,
-            grid: grid(blocks, sm90_bwd::ROW_THREADS),
-            shared_bytes: 0,
             tiles: blocks.into(),
-            tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
+            ..row_launch(kernel, source, grid(blocks, sm90_bwd::ROW_THREADS), facts)
         };
         // Where the main kernel does not finish dQ; after it heads of dSink too.
         let finished = if tile.finishes_dq() { 0 } else { q_blocks * tile.finish_ctas(&spec).unsigned_abs() };
@@ -206,51 +200,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
                 accuracy: Accuracy::Exact,
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
             },
-            details: vec![
-                ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),
-                tile_from.detail(),
-                ("stages", format!("{} Q, {} dO, {} dS", tile.stages_q, tile.stages_dout, tile.stages_ds)),
-                (
-                    "dQ",
-                    match parts {
-                        1 => "f32 sums in memory".to_owned(),
-                        parts => format!("f32 sums in memory, of {parts} key blocks apart"),
-                    },
-                ),
-                ("launches", "start while the one before ends".to_owned()),
-            ]
-            .into_iter()
-            .chain(tile.head_parts.then(|| {
-                let (heads, parts) = (problem.fwd().gqa_ratio(), schedule.num_head_parts);
-                let queries = match schedule.num_query_parts {
-                    1 => String::new(),
-                    queries => format!(", and their queries by {queries} each"),
-                };
-                ("query heads", format!("{heads} of a kv head shared by {parts} tiles{queries}"))
-            }))
-            .chain((!modelled.is_empty()).then(|| {
-                (
-                    "tiles to a kv head",
-                    modelled.words(|parts| {
-                        let HeadParts { heads, queries } = parts;
-                        if *queries == 1 { format!("{heads}:") } else { format!("{heads} by {queries}:") }
-                    }),
-                )
-            }))
-            .chain((dq_ways.iter().count() > 1).then(|| {
-                let name =
-                    |(path, finish): &(DqPath, DqFinish)| format!("{}, {}", path.name(), finish.name());
-                ("ways of dQ", dq_ways.words(name))
-            }))
-            .chain(tile.makes_delta().then(|| {
-                let first = schedule.num_first_query_heads;
-                ("delta", format!("of {first} query heads before the products, of the others beside them"))
-            }))
-            .chain(
-                (tile.walk.cluster() > 1)
-                    .then(|| ("clusters", format!("{} key blocks", tile.walk.cluster()))),
-            )
-            .collect(),
+            details: details(problem, facts, (&spec, &tile, &schedule), tile_from),
         })
     }
 
@@ -377,6 +327,58 @@ impl<V: Nvidia> Tiled<ValidBwd, V> for Sm90Bwd {
     }
 }
 
+/// The rows that a plan prints.
+fn details(
+    problem: &ValidBwd,
+    facts: &DeviceFacts,
+    (spec, tile, schedule): (&BwdSpec, &Sm90BwdTile, &Sm90BwdSchedule),
+    tile_from: TileFrom,
+) -> Vec<(&'static str, String)> {
+    let modelled = tile.head_parts_candidates(problem, spec, facts.num_sms);
+    let dq_ways = sm90_bwd::dq_candidates(problem, spec);
+    vec![
+        ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),
+        tile_from.detail(),
+        ("stages", format!("{} Q, {} dO, {} dS", tile.stages_q, tile.stages_dout, tile.stages_ds)),
+        (
+            "dQ",
+            match tile.dq_parts(problem) {
+                1 => "f32 sums in memory".to_owned(),
+                parts => format!("f32 sums in memory, of {parts} key blocks apart"),
+            },
+        ),
+        ("launches", "start while the one before ends".to_owned()),
+    ]
+    .into_iter()
+    .chain(tile.head_parts.then(|| {
+        let (heads, parts) = (problem.fwd().gqa_ratio(), schedule.num_head_parts);
+        let queries = match schedule.num_query_parts {
+            1 => String::new(),
+            queries => format!(", and their queries by {queries} each"),
+        };
+        ("query heads", format!("{heads} of a kv head shared by {parts} tiles{queries}"))
+    }))
+    .chain((!modelled.is_empty()).then(|| {
+        (
+            "tiles to a kv head",
+            modelled.words(|parts| {
+                let HeadParts { heads, queries } = parts;
+                if *queries == 1 { format!("{heads}:") } else { format!("{heads} by {queries}:") }
+            }),
+        )
+    }))
+    .chain((dq_ways.iter().count() > 1).then(|| {
+        let name = |(path, finish): &(DqPath, DqFinish)| format!("{}, {}", path.name(), finish.name());
+        ("ways of dQ", dq_ways.words(name))
+    }))
+    .chain(tile.makes_delta().then(|| {
+        let first = schedule.num_first_query_heads;
+        ("delta", format!("of {first} query heads before the products, of the others beside them"))
+    }))
+    .chain((tile.walk.cluster() > 1).then(|| ("clusters", format!("{} key blocks", tile.walk.cluster()))))
+    .collect()
+}
+
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) }
 }
@@ -415,21 +417,10 @@ pub(crate) fn map_facts_of(
     let (problem, args) = (call.problem, call.args);
     let fwd = problem.fwd();
     let extents = fwd.extents(args.seq.totals);
-    // The driver wants a stride for an axis of one too: any that it takes.
-    let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
     let k_address = args.k.as_ptr() as u64;
-    let facts = |name, address: u64, strides: Strides, shape: Shape, rows: i32| TensorMapFacts {
-        name,
-        dtype: fwd.dtypes.qk,
-        // A tensor without rows is never read, but a map needs an address.
-        address: if shape.seq == 0 { k_address } else { address },
-        dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from),
-        strides_bytes: [
-            bytes(strides.seq, shape.seq),
-            bytes(strides.head, shape.head),
-            bytes(strides.batch, shape.batch),
-        ],
-        box_dims: [64, rows.unsigned_abs(), 1, 1],
+    let facts = |name, address: u64, strides: Strides, shape: Shape, rows: i32| {
+        let of = (name, fwd.dtypes.qk);
+        TensorMapFacts::of_rows(of, [address, k_address], shape, strides, [64, rows, 1, 1])
     };
     let dout = || facts("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, query_rows);
     let o = || facts("o", args.o.as_ptr() as u64, fwd.strides.o, extents.o, query_rows);

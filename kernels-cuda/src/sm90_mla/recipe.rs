@@ -6,11 +6,12 @@ use crate::split;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidFwd, bind, check_addresses};
+use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, ValidFwd, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
 
 use crate::cache_update::launch as update;
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
+use crate::operands::ALIGN;
 use crate::split::launch as parts;
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
@@ -24,9 +25,6 @@ pub struct Sm90Mla {
 const MERGE_NAME: &str = "sm90_mla_merge";
 /// The name of the kernel that updates the cache.
 const UPDATE_NAME: &str = "sm90_mla_update";
-
-/// What copies of 16 bytes and TMA ask of addresses.
-const ALIGN: u64 = 16;
 
 impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
     fn name(&self) -> &'static str {
@@ -171,38 +169,20 @@ impl Maps {
     fn of<D: EncodeTensorMap>(call: &FwdCall<'_>, tile: &Sm90MlaTile) -> Result<Self> {
         let mut maps = Self { k: TensorMap::UNREAD, v: TensorMap::UNREAD };
         if tile.by_tma {
-            let (problem, extents) = (call.problem, call.problem.extents(call.args.seq.totals));
-            let args = call.args;
-            let of_k = ("k", args.k_slice().as_ptr() as u64, extents.k, problem.strides.k);
-            maps.k = map_facts(call, of_k).encode::<D>()?;
+            let (problem, args) = (call.problem, call.args);
+            let extents = problem.extents(args.seq.totals);
+            let rows = |name, slice: DevSlice<'_>, shape, strides| {
+                let addresses = [slice.as_ptr() as u64, args.q.as_ptr() as u64];
+                let box_dims = [64, text::KEYS as i32, 1, 1];
+                TensorMapFacts::of_rows((name, problem.dtypes.qk), addresses, shape, strides, box_dims)
+                    .encode::<D>()
+            };
+            maps.k = rows("k", args.k_slice(), extents.k, problem.strides.k)?;
             if !tile.v_in_k {
-                let of_v = ("v", args.v_slice().as_ptr() as u64, extents.v, problem.strides.v);
-                maps.v = map_facts(call, of_v).encode::<D>()?;
+                maps.v = rows("v", args.v_slice(), extents.v, problem.strides.v)?;
             }
         }
         Ok(maps)
-    }
-}
-
-/// Of K or V, which are named with their address, extents and strides: (dim, row, head, batch or page).
-fn map_facts(
-    call: &FwdCall<'_>,
-    (name, address, shape, strides): (&'static str, u64, Shape, Strides),
-) -> TensorMapFacts<4, 3> {
-    // The driver wants a stride for an axis of one too: any that it takes.
-    let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
-    TensorMapFacts {
-        name,
-        dtype: call.problem.dtypes.qk,
-        // A tensor without rows is never read, but a map needs an address.
-        address: if shape.seq > 0 && shape.batch > 0 { address } else { call.args.q.as_ptr() as u64 },
-        dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch.max(1)].map(u64::from),
-        strides_bytes: [
-            bytes(strides.seq, shape.seq),
-            bytes(strides.head, shape.head),
-            bytes(strides.batch, shape.batch),
-        ],
-        box_dims: [64, text::KEYS, 1, 1],
     }
 }
 

@@ -2,6 +2,7 @@
 //! before that kernel.
 
 use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
+use crate::operands::ALIGN;
 use crate::sm80::{self, recipe::room};
 use crate::sm90::{
     self,
@@ -29,9 +30,6 @@ impl<V> Default for Sm90Widened<V> {
         Self { chosen: None }
     }
 }
-
-/// What copies of 16 bytes ask of addresses.
-const ALIGN: u64 = 16;
 
 /// Refuses, unasked, what the model has cheaper in a kernel that reads the cache as it lies, and workspaces that are too large.
 fn is_worth_it(problem: &ValidFwd, facts: &DeviceFacts, places: &Places) -> Result<(), String> {

@@ -1,0 +1,115 @@
+//! What loads and stores ask of a forward call's operands, whichever kernel it is: strides, lengths, addresses.
+
+use fmha_core::{
+    Bias, DType, FwdProblem, KvLayout, ProblemError, Refusal, Strides, VLayout, check_addresses,
+};
+
+use crate::nvidia::FwdCall;
+
+/// What TMA and copies and stores of 16 bytes ask of addresses.
+pub(crate) const ALIGN: u64 = 16;
+
+/// The strides that are used, but those of 1 between the elements of a row: tensor, axis, elements.
+pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
+    let operands = [
+        ("q", problem.strides.q, problem.shape_q(), true),
+        ("k", problem.strides.k, problem.shape_k(), true),
+        ("v", problem.strides.v, problem.shape_v(), problem.layout.v == VLayout::RowMajor),
+    ];
+    operands.into_iter().flat_map(|(name, strides, shape, rows)| {
+        let inner = if rows { ("seq", strides.seq, shape.seq) } else { ("dim", strides.dim, shape.dim) };
+        [("batch", strides.batch, shape.batch), inner, ("head", strides.head, shape.head)]
+            .into_iter()
+            .filter(|&(_, _, extent)| extent > 1)
+            .map(move |(axis, stride, _)| (name, axis, stride))
+    })
+}
+
+/// The first stride that TMA does not take, and what it would have to be a multiple of: of 16 bytes.
+pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
+    strides(problem).find_map(|(name, axis, stride)| {
+        let dtype = if name == "v" { problem.dtypes.v } else { problem.dtypes.qk };
+        let size = dtype.size_bytes() as i64;
+        let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;
+        odd.then_some((name, axis, stride, 16 / size))
+    })
+}
+
+/// Whether V's innermost axis is one that sequences begin on, at any element. The address of a TMA box is then no multiple of 16
+/// bytes, which is an illegal instruction (an H200; Triton's issue 7385 has found the same).
+pub(crate) fn keys_of_v_begin_anywhere(problem: &FwdProblem) -> bool {
+    problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed
+}
+
+/// Whether O's rows are whole 16 bytes and begin on such, where its address does.
+pub(crate) fn stores_vectors(problem: &FwdProblem) -> bool {
+    let (Strides { batch, seq, head, .. }, shape) = (problem.strides.o, problem.shape_o());
+    let elems = 16 / problem.dtypes.o.size_bytes() as i64;
+    let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
+    i64::from(shape.dim) % elems == 0
+        && whole(batch, shape.batch)
+        && whole(seq, shape.seq)
+        && whole(head, shape.head)
+}
+
+/// Elements that the widest swizzle spans of rows of `elems`: of 128, 64 or 32 bytes.
+pub(crate) const fn swizzle_span(elems: i32, dtype: DType) -> i32 {
+    let size = dtype.size_bytes() as i32;
+    let bytes = match elems * size {
+        row if row % 128 == 0 => 128,
+        row if row % 64 == 0 => 64,
+        _ => 32,
+    };
+    bytes / size
+}
+
+/// Refuses sequences whose positions 32 bits do not hold beside what kernels add to them.
+///
+/// # Errors
+/// In `kernel`'s name, the length.
+pub(crate) fn refuse_long_sequences(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+    for (field, length) in [("seqlen_q", problem.dims.seqlen_q), ("seqlen_k", problem.dims.seqlen_k)] {
+        if length >= 1 << 29 {
+            return Err(Refusal::new(kernel, format!("{field} {length} is not below 2^29")));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses scales by which `ALiBi`'s slopes cannot be divided: they are subtracted from scores that are not scaled yet. Scores of
+/// other types than bf16 are 0 at such a scale.
+///
+/// # Errors
+/// In `kernel`'s name, the scale.
+pub(crate) fn refuse_faint_alibi(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+    let scale = problem.resolved_softmax_scale();
+    let alibi_alone = matches!(problem.score.bias, Bias::Alibi { .. }) && problem.score.softcap.is_none();
+    if problem.dtypes.qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
+        return Err(Refusal::new(kernel, format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi")));
+    }
+    Ok(())
+}
+
+/// Holds a call's addresses to a kernel whose loads are TMA's (`copy_bytes` 0) or copies of so many bytes, and which stores rows of
+/// O 16 bytes at a time or element by element.
+///
+/// # Errors
+/// The first operand that begins elsewhere, its address and the alignment that it lacks.
+pub(crate) fn check_begins(
+    kernel: &str,
+    call: &FwdCall<'_>,
+    copy_bytes: i32,
+    stores_vectors: bool,
+) -> Result<(), ProblemError> {
+    let loads = if copy_bytes > 0 { u64::from(copy_bytes.unsigned_abs()) } else { ALIGN };
+    let args = call.args;
+    // A tensor without rows may lie anywhere.
+    let has_keys = call.problem.shape_k().seq > 0;
+    let operands = [
+        ("q", args.q.as_ptr() as u64, loads, true),
+        ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
+        ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
+        ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
+    ];
+    check_addresses(kernel, operands)
+}

@@ -1,0 +1,76 @@
+//! What problems the kernel takes.
+
+use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout};
+
+use super::NAME;
+use crate::operands::{keys_of_v_begin_anywhere, odd_stride, refuse_faint_alibi, refuse_long_sequences};
+
+/// What Hopper's kernel and Blackwell's do not take, in the name of either.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(kernel, reason));
+    problem.refuse_dropout_between_quads(kernel)?;
+    problem.refuse_mixed_layouts(kernel)?;
+    problem.refuse_cache_updates(kernel)?;
+    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
+    let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
+    let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
+    if !(wide(qk) && v == qk || fp8(qk) && (fp8(v) || wide(v))) {
+        return refuse(format!(
+            "dtype_qk {qk} with dtype_v {v} is not one 16-bit type, OCP FP8, or OCP FP8 with a 16-bit V"
+        ));
+    }
+    let dims = problem.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > 256 {
+            return refuse(format!("{field} {dim} is larger than 256"));
+        }
+    }
+    if problem.dropout.write_keep_mask {
+        return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
+    }
+    refuse_long_sequences(problem, kernel)
+}
+
+/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
+/// be multiples of 16.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    takes(problem, NAME)?;
+    refuse_faint_alibi(problem, NAME)?;
+    if keys_of_v_begin_anywhere(problem) {
+        return refuse(
+            "v_layout col-major with packed keys: those of a sequence begin at any element, boxes of TMA at multiples of 16 bytes"
+                .to_owned(),
+        );
+    }
+    let can_copy = problem.layout.v == VLayout::RowMajor && !problem.dtypes.qk.is_fp8();
+    if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy) {
+        return refuse(format!(
+            "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which \
+             alone loads FP8 and a column-major V"
+        ));
+    }
+    Ok(())
+}
+
+/// The first stride of an elementwise bias that TMA does not take, if there is one.
+pub(crate) fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64)> {
+    let Bias::Elementwise(bias) = problem.score.bias else {
+        return None;
+    };
+    let shape = problem.shape_bias(bias.broadcast);
+    let Strides { batch, seq, head, .. } = bias.strides;
+    // A map has one head or one batch where their stride is 0, but all the rows.
+    [("seq", seq, shape.seq, 1), ("head", head, shape.head, 0), ("batch", batch, shape.batch, 0)]
+        .into_iter()
+        .find(|&(_, stride, extent, least)| {
+            extent > 1 && (stride < least || stride % 8 != 0 || stride >= 1 << 39)
+        })
+        .map(|(axis, stride, ..)| (axis, stride))
+}

@@ -1,0 +1,100 @@
+//! What is compiled: the kernel's entries, and what they share with the host.
+
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, ArrivalParams};
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::FwdSpec;
+
+use super::{
+    HEADER, Lookahead, PingPong, PrepareV, PreparedValues, Sm90Tile, ValueProduct, elem_bytes, operand_v,
+    product_dim, values,
+};
+use crate::schedule;
+use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
+
+/// The kernel for a spec and a tile. What it binds is in the crate's README.
+#[must_use]
+pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
+    of_keys(spec, tile, false)
+}
+
+/// The same of keys that come while it runs: [`ArrivalParams`] behind its other arguments, for tiles that
+/// [wait](Sm90Tile::waits_for_keys).
+#[must_use]
+pub fn fwd_of_arriving_keys(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
+    of_keys(spec, tile, true)
+}
+
+fn of_keys(spec: &FwdSpec, tile: &Sm90Tile, arriving: bool) -> KernelSource {
+    let beside = tile.prepare_v == PrepareV::Beside;
+    let smem_assert = format!(
+        "static_assert(sizeof(sm90::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
+         {}sm90::fwd<kSpec, kTile>(p, maps, schedule{});",
+        tile.smem_bytes(spec),
+        if beside { values::assert_units(spec, tile) } else { String::new() },
+        match (beside, arriving) {
+            (true, _) => ", values",
+            (false, true) => ", {}, ArrivingKeys<ArrivalParams>(arrivals)",
+            (false, false) => "",
+        },
+    );
+    let operands = "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
+                    const __grid_constant__ TileSchedule schedule";
+    let more = match (beside, arriving) {
+        (true, _) => ", const __grid_constant__ PreparedValues values",
+        (false, true) => ", const __grid_constant__ ArrivalParams arrivals",
+        (false, false) => "",
+    };
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: HEADER,
+        constants: &constants,
+        bounds: if tile.cluster > 1 {
+            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::num_threads(kTile), 1)"
+        } else {
+            "__launch_bounds__(sm90::num_threads(kTile), 1)"
+        },
+        params: &format!("{operands}{more}"),
+        call: &smem_assert,
+    };
+    let (spec, tile) = (*spec, *tile);
+    crate::source(entry.render(), move || rendered(&spec, &tile))
+}
+
+/// The headers of an entry that are rendered: its products, the schedule, what the host shares.
+pub(super) fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
+    let sums = Sums::F32;
+    let q = if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared };
+    // Keys that one product of P V contracts, of which a block computed in part has whole steps.
+    let operand_v = operand_v(spec, tile);
+    let depth = 32 / elem_bytes(operand_v);
+    let shapes = [
+        WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums },
+        WgmmaShape { dtype: spec.dtype_qk, n: (tile.block_n / 2 + depth - 1) / depth * depth, a: q, sums },
+        WgmmaShape {
+            dtype: operand_v,
+            n: if tile.output_columns > 0 {
+                tile.output_columns
+            } else {
+                product_dim(spec.head_dim_v, spec.dtype_v)
+            },
+            a: OperandA::Registers,
+            sums,
+        },
+    ];
+    [wgmma::header(&shapes), schedule::header(), host_header()]
+}
+
+/// `fmha/sm90_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n{}\n}}  // namespace fmha\n",
+        PingPong::c_definition(),
+        Lookahead::c_definition(),
+        ValueProduct::c_definition(),
+        PrepareV::c_definition(),
+        Sm90Tile::c_definition(),
+        PreparedValues::c_definition(),
+        ArrivalParams::c_definition(),
+    );
+    Header::rendered("fmha/sm90_host.h", text)
+}
