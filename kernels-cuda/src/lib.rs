@@ -196,6 +196,11 @@ fn row_grid(num_rows: u64, num_threads: u32, num_sms: u32) -> u32 {
     u32::try_from(needed).unwrap_or(u32::MAX).min(16 * num_sms)
 }
 
+/// `a`, or the next multiple of `b` after it.
+const fn round_up(a: i32, b: i32) -> i32 {
+    (a + b - 1) / b * b
+}
+
 /// An entry with what it includes of the headers above and of those rendered for it alone.
 fn source<const N: usize>(
     entry: String,

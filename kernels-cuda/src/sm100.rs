@@ -7,11 +7,14 @@ use fmha_core::spec::{FwdSpec, KvKind};
 use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::operands::{keys_of_v_begin_anywhere, stores_vectors, strides, swizzle_span};
+use crate::round_up;
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::{sm90, split};
 
 mod knobs;
 pub mod recipe;
+
+pub use crate::sm90::MAX_SMEM_BYTES;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm100";
@@ -24,9 +27,6 @@ pub const ARCHS: [&str; 2] = ["sm_100a", "sm_103a"];
 
 /// The one of them whose `tcgen05.ld` reduces.
 pub const REDUCING_ARCH: &str = "sm_103a";
-
-/// Shared memory that one CTA can have, bytes.
-pub const MAX_SMEM_BYTES: i32 = 232_448;
 
 /// Columns of tensor memory, which one CTA takes whole.
 pub const TMEM_COLUMNS: i32 = 512;
@@ -114,7 +114,7 @@ impl Sm100Tile {
         // Of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's claims.
         let barriers = 8 * (5 * tiles + 3 * self.stages + 3 * 2 + 1 + 2 * WORK_SLOTS + 2 + 2);
         let work = WORK_SLOTS * WORK_BYTES + 4 * 4;
-        q + (stats + barriers + work + 1023) / 1024 * 1024
+        q + round_up(stats + barriers + work, 1024)
     }
 
     /// Columns of tensor memory that S and O take.
@@ -189,7 +189,7 @@ impl Sm100Tile {
 }
 
 const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
-    (rows * padded * dtype.size_bytes() as i32 + 1023) / 1024 * 1024
+    round_up(rows * padded * dtype.size_bytes() as i32, 1024)
 }
 
 /// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must

@@ -9,6 +9,7 @@ use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_sp
 use crate::operands::{
     keys_of_v_begin_anywhere, odd_stride, refuse_faint_alibi, refuse_long_sequences, strides, swizzle_span,
 };
+use crate::round_up;
 use crate::schedule::{self, TileSchedule, UnitOfWork};
 use crate::split::{self, Cut, RowsAtOnce};
 use crate::tree_mask;
@@ -105,8 +106,8 @@ impl Sm80Tile {
         let quads = if spec.dropout { self.warps * 512 } else { 0 };
         // Four barriers a slot of the rings.
         let barriers = if self.tma { self.stages * 32 } else { 0 };
-        let quads = (quads + barriers + 1023) / 1024 * 1024;
-        (tile_bytes(self.block_m * of_qk) + blocks + quads + 1023) / 1024 * 1024
+        let quads = round_up(quads + barriers, 1024);
+        round_up(tile_bytes(self.block_m * of_qk) + blocks + quads, 1024)
     }
 
     /// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory.
@@ -177,7 +178,7 @@ impl Sm80Tile {
         let block_n = self.block_n;
         self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
         if block_n != self.block_n {
-            self.split_keys = (self.split_keys + self.block_n - 1) / self.block_n * self.block_n;
+            self.split_keys = round_up(self.split_keys, self.block_n);
         }
         Ok(())
     }
@@ -276,18 +277,18 @@ const fn is_whole_steps(block_n: i32, dtype_v: DType) -> bool {
 
 /// Bytes of a row as the tiles have it: whole steps of a product, 32 bytes.
 const fn row_bytes(head_dim: i32, dtype: DType) -> i32 {
-    (head_dim * dtype.size_bytes() as i32 + 31) / 32 * 32
+    round_up(head_dim * dtype.size_bytes() as i32, 32)
 }
 
 /// A head dimension of 16 bits as the tiles have it: whole steps of a product.
 #[must_use]
 pub const fn padded_dim(head_dim: i32) -> i32 {
-    (head_dim + 15) / 16 * 16
+    round_up(head_dim, 16)
 }
 
 /// Of a tile whose rows are so many bytes in all.
 const fn tile_bytes(bytes: i32) -> i32 {
-    (bytes + 1023) / 1024 * 1024
+    round_up(bytes, 1024)
 }
 
 /// Whether the kernel computes this problem, on a device that converts to OCP FP8 and multiplies it or on one that does neither; and

@@ -16,6 +16,7 @@ use fmha_core::{
     abi_spec,
 };
 
+use crate::round_up;
 use crate::sm80::{NAME, Room, padded_dim};
 
 /// The header that the entries include.
@@ -109,7 +110,7 @@ impl Sm80BwdTile {
             self.stages * self.columns * 12
         };
         let ds = if matches!(self.sums, BwdSums::All) { tile_bytes(self.rows * self.columns) } else { 0 };
-        (own + ds + self.stages * block + stats + 1023) / 1024 * 1024
+        round_up(own + ds + self.stages * block + stats, 1024)
     }
 
     /// Sets one field from its name and value.
@@ -218,7 +219,7 @@ pub fn ways_of_dq(problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> Candida
 
 /// Of so many 16-bit elements.
 const fn tile_bytes(elems: i32) -> i32 {
-    (elems * 2 + 1023) / 1024 * 1024
+    round_up(elems * 2, 1024)
 }
 
 /// The strides in use, but those of 1 between the elements of a row.

@@ -6,6 +6,7 @@ use fmha_core::tune::Candidates;
 use fmha_core::{DType, Dims, FwdProblem, MaskKind, VLayout, Workspace, abi_enum, abi_spec};
 
 use crate::operands::swizzle_span;
+use crate::round_up;
 pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::schedule::{UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::split::{self, Cut, RowsAtOnce};
@@ -208,7 +209,7 @@ impl Sm90Tile {
         let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 2 * WORK_SLOTS + 2);
         // Beside them the claimed index, a word that nothing reads, and two of each consumer.
         let work = WORK_SLOTS * WORK_BYTES + 4 * (2 + 2 * self.num_consumers());
-        (q + kv + bias + quads + barriers + work + 1023) / 1024 * 1024
+        round_up(q + kv + bias + quads + barriers + work, 1024)
     }
 
     /// The order of tiles for a problem's maximal lengths.
@@ -417,19 +418,19 @@ impl Sm90Tile {
 /// A head dimension as tiles have it in 8 bits and along columns; TMA fills the rest with zeros.
 #[must_use]
 pub const fn padded_dim(head_dim: i32) -> i32 {
-    if head_dim <= 64 { 64 } else { (head_dim + 31) / 32 * 32 }
+    if head_dim <= 64 { 64 } else { round_up(head_dim, 32) }
 }
 
 /// The same of rows in shared memory: those of 16 bits are whole swizzles of 128 bytes beyond 128, and where rows in memory begin
 /// amid the L2's sectors.
 const fn tile_dim(head_dim: i32, dtype: DType) -> i32 {
     let whole = head_dim > 128 || (head_dim > 64 && head_dim % 16 != 0);
-    if whole && elem_bytes(dtype) == 2 { (head_dim + 63) / 64 * 64 } else { padded_dim(head_dim) }
+    if whole && elem_bytes(dtype) == 2 { round_up(head_dim, 64) } else { padded_dim(head_dim) }
 }
 
 /// The same in products, of which those of 16 bits compute whole steps of the head dimension's own.
 const fn product_dim(head_dim: i32, dtype: DType) -> i32 {
-    if elem_bytes(dtype) == 2 { (head_dim + 15) / 16 * 16 } else { padded_dim(head_dim) }
+    if elem_bytes(dtype) == 2 { round_up(head_dim, 16) } else { padded_dim(head_dim) }
 }
 
 const fn elem_bytes(dtype: DType) -> i32 {
@@ -437,7 +438,7 @@ const fn elem_bytes(dtype: DType) -> i32 {
 }
 
 const fn tile_bytes(rows: i32, row_bytes: i32) -> i32 {
-    (rows * row_bytes + 1023) / 1024 * 1024
+    round_up(rows * row_bytes, 1024)
 }
 
 /// The type of P V's operands: as the device's function of that name.

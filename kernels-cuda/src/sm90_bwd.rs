@@ -27,11 +27,12 @@ pub use entries::{
 };
 pub use head_parts::HeadParts;
 pub use schedule::Sm90BwdSchedule;
-pub(crate) use shared_memory::round_up;
 pub use spec::{leaves_far_queries, modifies_score, padded_dim, repairs};
 pub use table::{choose_tile, default_tile, dq_candidates};
 pub use tile::Sm90BwdTile;
 pub use walk::{BwdWalk, DqFinish, DqPath};
+
+pub(crate) use crate::round_up;
 
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";

@@ -8,6 +8,7 @@ use super::{
     HEADER, Lookahead, PingPong, PrepareV, PreparedValues, Sm90Tile, ValueProduct, elem_bytes, operand_v,
     product_dim, values,
 };
+use crate::round_up;
 use crate::schedule;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
@@ -69,7 +70,7 @@ pub(super) fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
     let depth = 32 / elem_bytes(operand_v);
     let shapes = [
         WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums },
-        WgmmaShape { dtype: spec.dtype_qk, n: (tile.block_n / 2 + depth - 1) / depth * depth, a: q, sums },
+        WgmmaShape { dtype: spec.dtype_qk, n: round_up(tile.block_n / 2, depth), a: q, sums },
         WgmmaShape {
             dtype: operand_v,
             n: if tile.output_columns > 0 {

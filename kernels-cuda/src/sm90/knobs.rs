@@ -5,6 +5,7 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, MaskKind, VLayout};
 
 use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile, ValueProduct};
+use crate::round_up;
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with is given up: clusters, packed heads and copies a bias
@@ -33,7 +34,7 @@ impl Sm90Tile {
         } else if was.split_keys == self.split_keys && !self.takes_parts() {
             self.split_keys = 0;
         } else if was.block_n != self.block_n {
-            self.split_keys = (self.split_keys + self.block_n - 1) / self.block_n * self.block_n;
+            self.split_keys = round_up(self.split_keys, self.block_n);
         }
         if was.bias_stages == self.bias_stages && !loads_own_rows {
             self.bias_stages = 0;

@@ -5,6 +5,7 @@ use fmha_core::spec::BwdSpec;
 use super::spec::padded_dim;
 use super::tile::Sm90BwdTile;
 use super::walk::BwdWalk;
+use crate::round_up;
 
 /// Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.
 pub(super) const TILE_INDEX_SLOTS: i32 = 2;
@@ -109,8 +110,4 @@ impl Sm90BwdTile {
 
 const fn tile_bytes(rows: i32, dim: i32) -> i32 {
     round_up(rows * dim * 2, 1024)
-}
-
-pub(crate) const fn round_up(a: i32, b: i32) -> i32 {
-    (a + b - 1) / b * b
 }

@@ -3,7 +3,7 @@
 use fmha_core::MaskKind;
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
 
-use super::shared_memory::round_up;
+use crate::round_up;
 
 /// Both head dimensions as the tiles have them; TMA fills the rest with zeros.
 #[must_use]

@@ -4,9 +4,9 @@ use fmha_core::abi_spec;
 use fmha_core::fields::Takes;
 use fmha_core::spec::BwdSpec;
 
-use super::shared_memory::round_up;
 use super::spec::{modifies_score, own_width, padded_dim};
 use super::walk::{BwdWalk, DqFinish, DqPath};
+use crate::round_up;
 use crate::sm90::MAX_SMEM_BYTES;
 
 abi_spec! {
