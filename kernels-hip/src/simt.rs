@@ -32,9 +32,7 @@ pub fn accept(problem: &FwdProblem, arch: Arch, options: &PlanOptions) -> Result
         refuse!(NAME, "tree_mask of {} queries is not taken", problem.dims.seqlen_q);
     }
     crate::cache_update::takes(problem, NAME)?;
-    if let Some((name, value)) = options.tile.first() {
-        refuse!(NAME, "tile {name}={value}: it has no tile to set");
-    }
+    options.refuse_tile(NAME)?;
     let (workgroups, most) = (num_workgroups(problem, arch), u64::from(u32::MAX / NUM_THREADS));
     if workgroups > most {
         refuse!(NAME, "seqlen_q, num_heads_q and batch make {workgroups} workgroups, more than {most}");

@@ -30,9 +30,7 @@ pub struct SimtBwd {
 /// # Errors
 /// The number that is too large, or a tile that it has not.
 pub fn accept(problem: &BwdProblem, arch: Arch, options: &PlanOptions) -> Result<SimtBwd, Refusal> {
-    if let Some((name, value)) = options.tile.first() {
-        refuse!(NAME, "tile {name}={value}: it has no tile to set");
-    }
+    options.refuse_tile(NAME)?;
     let rows = BwdRows::of(problem);
     let group_rows = rows_of_a_workgroup(arch);
     let most = u64::from(u32::MAX / NUM_THREADS) * group_rows;

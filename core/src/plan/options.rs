@@ -108,6 +108,19 @@ impl PlanOptions {
         check_lengths: bool => check_lengths;
     }
 
+    /// Refuses a tile's fields in the name of a `kernel` that has no tile.
+    ///
+    /// # Errors
+    /// The first field that is set, with its value.
+    pub fn refuse_tile(&self, kernel: &str) -> Result<(), Refusal> {
+        match self.tile.first() {
+            None => Ok(()),
+            Some((name, value)) => {
+                Err(Refusal::new(kernel, format!("tile {name}={value}: it has no tile to set")))
+            }
+        }
+    }
+
     /// Whether a kernel that makes these promises does what is wished.
     ///
     /// # Errors

@@ -23,9 +23,7 @@ impl<V: Nvidia> Recipe<ValidCombine, V> for Merge {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<CombineKernel<V>>, Refusal> {
-        if let Some((key, value)) = options.tile.first() {
-            return Err(Refusal::new(combine::NAME, format!("tile {key}={value}: it has no tile to set")));
-        }
+        options.refuse_tile(combine::NAME)?;
         combine::accepts(problem)?;
         let grid = Grid::new(combine::grid(problem, facts.num_sms), combine::NUM_THREADS);
         Ok(Choice {

@@ -28,9 +28,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Simt {
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel<V>>, Refusal> {
         problem.refuse_cache_updates(simt::NAME)?;
-        if let Some((key, value)) = options.tile.first() {
-            return Err(Refusal::new(simt::NAME, format!("tile {key}={value}: it has no tile to set")));
-        }
+        options.refuse_tile(simt::NAME)?;
         let grid = Grid::new(simt::grid(problem, facts.num_sms), simt::NUM_THREADS);
         Ok(Choice {
             kernel: Kernel::new(*self),

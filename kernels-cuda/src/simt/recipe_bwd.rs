@@ -30,13 +30,10 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for SimtBwd {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<BwdKernel<V>>, Refusal> {
-        let refuse = |reason: String| Refusal::new(simt::NAME, reason);
-        if let Some((key, value)) = options.tile.first() {
-            return Err(refuse(format!("tile {key}={value}: it has no tile to set")));
-        }
+        options.refuse_tile(simt::NAME)?;
         // Nothing is padded: a block is a row.
         let workspace = BwdWorkspace::new(problem, 1, None, 0)
-            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+            .ok_or_else(|| Refusal::new(simt::NAME, "the workspace would be 2^62 bytes or more"))?;
         let spec = BwdSpec::of(problem);
         let launch = |kernel, source, rows| {
             let grid = Grid::new(simt::row_grid(rows, facts.num_sms), simt::NUM_THREADS);

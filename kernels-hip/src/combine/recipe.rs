@@ -23,9 +23,7 @@ impl<V: Amd> Recipe<ValidCombine, V> for Merge {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<ValidCombine, V>>, Refusal> {
-        if let Some((key, value)) = options.tile.first() {
-            return Err(Refusal::new(combine::NAME, format!("tile {key}={value}: it has no tile to set")));
-        }
+        options.refuse_tile(combine::NAME)?;
         let spec = combine::accept(problem)?;
         let (source, workgroups) = (combine::source(&spec), combine::num_workgroups(problem));
         Ok(Choice {
