@@ -1,11 +1,11 @@
 //! NVRTC, found at run time: never linked, never a panic.
 //!
-//! Looked for in `FMHA_NVRTC` (the library's path), `CUDA_HOME`, the `nvidia` packages that PyTorch's wheels bring
-//! along (of the virtual environment, of each Python on the path, of the user and the system), and last on the
-//! loader's path. The first whose machine code the driver takes is used. Its companion `libnvrtc-builtins` is opened
+//! The first that is found (`nvrtc/search.rs`) and whose machine code the driver takes is used. Its companion `libnvrtc-builtins` is opened
 //! first by path where it lies beside: NVRTC 13.0 looks for it on the loader's path alone.
 
-use std::ffi::{CStr, CString, OsString, c_char, c_int};
+mod search;
+
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -108,7 +108,7 @@ fn first(serves: impl Fn(&Nvrtc) -> std::result::Result<(), String>) -> Result<&
     static OPENED: Mutex<Vec<(PathBuf, Opened)>> = Mutex::new(Vec::new());
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     let mut tried = Vec::new();
-    for path in candidates()? {
+    for path in search::candidates()? {
         let known = opened.iter().find(|(known, _)| *known == path).map(|(_, opened)| opened.clone());
         let found = known.unwrap_or_else(|| {
             let found: Opened =
@@ -122,79 +122,6 @@ fn first(serves: impl Fn(&Nvrtc) -> std::result::Result<(), String>) -> Result<&
         }
     }
     Err(Error::NoDevice(format!("no NVRTC to compile kernels with; tried {}", tried.join(", "))))
-}
-
-/// A library's names, the newest first.
-const SONAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
-
-fn candidates() -> Result<Vec<PathBuf>> {
-    if let Some(path) = env::NVRTC.get()? {
-        // The user's word is not second-guessed.
-        return Ok(vec![PathBuf::from(path)]);
-    }
-    let found = installed(&|name| std::env::var_os(name), Path::new("/"));
-    Ok(found.into_iter().chain(SONAMES.map(PathBuf::from)).collect())
-}
-
-/// The libraries that lie in the places where toolkits and Python packages put them, below the file system's `root`.
-fn installed(variable: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<PathBuf> {
-    let mut folders = Vec::new();
-    for name in ["CUDA_HOME", "CUDA_PATH"] {
-        folders.extend(variable(name).map(|home| Path::new(&home).join("lib64")));
-    }
-    for prefix in python_prefixes(variable, root) {
-        folders.extend(site_folders(&prefix).iter().flat_map(|site| packages(site)));
-        // Where conda's own packages put theirs.
-        folders.push(prefix.join("lib"));
-    }
-    let paths = variable("PYTHONPATH").unwrap_or_default();
-    folders.extend(std::env::split_paths(&paths).flat_map(|site| packages(&site)));
-    folders.push(root.join("usr/local/cuda/lib64"));
-    let mut found: Vec<PathBuf> = Vec::new();
-    for path in folders.iter().flat_map(|folder| SONAMES.map(|name| folder.join(name))) {
-        if path.exists() && !found.contains(&path) {
-            found.push(path);
-        }
-    }
-    found
-}
-
-/// The installations of Python that a program started here would most likely mean, in that order. No Python is run.
-fn python_prefixes(variable: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<PathBuf> {
-    let mut prefixes: Vec<PathBuf> =
-        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable).map(PathBuf::from).collect();
-    // An environment that is used without being activated has its Python on the path alone.
-    let path = variable("PATH").unwrap_or_default();
-    let with_python = std::env::split_paths(&path).filter(|folder| folder.join("python3").exists());
-    prefixes.extend(with_python.filter_map(|folder| folder.parent().map(Path::to_owned)));
-    prefixes.extend(variable("PYTHONUSERBASE").map(PathBuf::from));
-    prefixes.extend(variable("HOME").map(|home| Path::new(&home).join(".local")));
-    prefixes.extend(["usr/local", "usr"].map(|folder| root.join(folder)));
-    prefixes
-}
-
-/// `lib/python3.12/site-packages` and the like, below an installation of Python.
-fn site_folders(prefix: &Path) -> Vec<PathBuf> {
-    let is_python =
-        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"));
-    let versions = ["lib", "lib64"].into_iter().flat_map(|lib| subfolders(&prefix.join(lib)));
-    versions
-        .filter(is_python)
-        .flat_map(|python| ["site-packages", "dist-packages"].map(|site| python.join(site)))
-        .collect()
-}
-
-/// `nvidia/cu13/lib`, `nvidia/cuda_nvrtc/lib`: each package of the vendor's has a folder of libraries.
-fn packages(site: &Path) -> Vec<PathBuf> {
-    subfolders(&site.join("nvidia")).into_iter().map(|package| package.join("lib")).collect()
-}
-
-/// What a folder has in it, by name; nothing where there is no such folder.
-fn subfolders(folder: &Path) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> =
-        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    found.sort();
-    found
 }
 
 fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
@@ -485,8 +412,6 @@ mod tests {
 
     #[test]
     fn a_compiler_says_which_build_it_is_and_what_it_adds() {
-        assert!(candidates().unwrap().iter().all(|path| !path.as_os_str().is_empty()));
-        assert!(!candidates().unwrap().is_empty());
         let Ok(nvrtc) = nvrtc() else { return println!("absent: NVRTC") };
         let (major, minor) = nvrtc.version;
         let identity = nvrtc.identity();
@@ -496,62 +421,6 @@ mod tests {
         assert_eq!(nvrtc.own_flags(), ["--ptxas-options=-v"]);
         assert_eq!(nvrtc.check(0), Ok(()));
         assert_eq!(nvrtc.check(1), Err("NVRTC_ERROR_OUT_OF_MEMORY".to_owned()));
-    }
-
-    /// A file below `root`, with the folders on its way.
-    fn put(root: &Path, name: &str) -> PathBuf {
-        let path = root.join(name);
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(&path, "").unwrap();
-        path
-    }
-
-    #[test]
-    fn the_library_is_found_beside_torch_in_each_sort_of_python_installation() {
-        let wheel = "lib/python3.12/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12";
-        for (variable, value, file) in [
-            ("CUDA_HOME", "toolkit", "toolkit/lib64/libnvrtc.so.12"),
-            ("CUDA_PATH", "toolkit", "toolkit/lib64/libnvrtc.so"),
-            ("VIRTUAL_ENV", "venv", &format!("venv/{wheel}")),
-            ("VIRTUAL_ENV", "venv", "venv/lib64/python3.13t/site-packages/nvidia/cu13/lib/libnvrtc.so.13"),
-            ("CONDA_PREFIX", "conda", &format!("conda/{wheel}")),
-            ("CONDA_PREFIX", "conda", "conda/lib/libnvrtc.so.12"),
-            ("PYTHONUSERBASE", "user", &format!("user/{wheel}")),
-            ("PYTHONPATH", "none:vendored", "vendored/nvidia/cu13/lib/libnvrtc.so.13"),
-            ("HOME", "home", &format!("home/.local/{wheel}")),
-            // The system's own; no variable leads there.
-            ("", "", "usr/lib/python3/dist-packages/nvidia/cu13/lib/libnvrtc.so.13"),
-            ("", "", "usr/local/lib/python3.11/dist-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"),
-            ("", "", "usr/local/cuda/lib64/libnvrtc.so.13"),
-        ] {
-            let root = tempfile::tempdir().unwrap();
-            let path = put(root.path(), file);
-            let below = |folder: &str| root.path().join(folder).display().to_string();
-            let value = value.split(':').map(below).collect::<Vec<_>>().join(":");
-            let environment = |name: &str| (name == variable).then(|| OsString::from(&value));
-            assert_eq!(installed(&environment, root.path()), [path], "{variable}");
-            let unset = installed(&|_| None, root.path());
-            assert_eq!(unset.is_empty(), !variable.is_empty(), "{variable}: {unset:?}");
-        }
-    }
-
-    #[test]
-    fn a_python_on_the_path_leads_to_its_packages_and_each_library_is_named_once() {
-        let root = tempfile::tempdir().unwrap();
-        let library = put(root.path(), "venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13");
-        let bin = root.path().join("venv/bin");
-        let of_path = |name: &str| (name == "PATH").then(|| bin.clone().into_os_string());
-        assert!(installed(&of_path, root.path()).is_empty(), "a folder on the path without a Python");
-        put(root.path(), "venv/bin/python3");
-        assert_eq!(installed(&of_path, root.path()), std::slice::from_ref(&library));
-        let environment = root.path().join("venv");
-        let both = |name: &str| match name {
-            "VIRTUAL_ENV" => Some(environment.clone().into_os_string()),
-            _ => of_path(name),
-        };
-        let older =
-            put(root.path(), "venv/lib/python3.12/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12");
-        assert_eq!(installed(&both, root.path()), [library, older]);
     }
 
     #[cfg(unix)]
