@@ -9,7 +9,7 @@ use fmha_kernels_cuda as text;
 
 use crate::backend;
 use crate::kernels::Cuda;
-use crate::kernels::plans::of_lengths;
+use crate::kernels::tests::of_lengths;
 use fmha_kernels_cuda::nvidia::DeviceFacts;
 use fmha_kernels_cuda::sm90_bwd::recipe::Sm90Bwd;
 

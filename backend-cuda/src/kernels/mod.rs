@@ -1,11 +1,7 @@
 //! NVIDIA's seat: its driver, its compiler, and the recipes of `fmha-kernels-cuda`.
 
 #[cfg(test)]
-mod operands;
-#[cfg(test)]
-pub(crate) mod plans;
-#[cfg(test)]
-mod tile;
+pub(crate) mod tests;
 
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
 use fmha_gpu::{BwdKernel, CombineKernel, Family, FwdKernel, Vendor};
@@ -42,15 +38,4 @@ impl Family<ValidCombine> for Cuda {
     fn recipes() -> Vec<CombineKernel<Self>> {
         recipes::combine()
     }
-}
-
-/// What a recipe chooses for this seat.
-#[cfg(test)]
-fn choose<P: fmha_core::Problem>(
-    recipe: &impl fmha_gpu::Recipe<P, Cuda>,
-    problem: &P,
-    facts: &DeviceFacts,
-    options: &fmha_core::PlanOptions,
-) -> Result<fmha_gpu::Choice<fmha_gpu::Kernel<P, Cuda>>, fmha_core::Refusal> {
-    recipe.choose(problem, facts, options)
 }

@@ -1,54 +1,15 @@
-//! What the kernels choose on the devices that NVIDIA states: launches, promises, words. Nothing is compiled or run.
+//! Forward plans: launches, promises, words.
 
 use fmha_core::{
-    Accuracy, BiasBroadcast, BiasGrad, BwdProblem, Dims, ElementwiseBias, FwdProblem, PlanOptions, Strides,
+    Accuracy, DType, Dims, FwdProblem, PlanOptions, Refusal, ScoreSums, Strides, VLayout, Workspace,
 };
-use fmha_core::{Bias, DType, ScoreSums, VLayout, ValidBwd, ValidFwd, Workspace};
-
-use super::*;
-use fmha_core::Operation;
-use fmha_core::error::Refusal;
-use fmha_gpu::{Choice, Grid, select};
-use fmha_kernels_cuda::nvidia::Instructions;
-use fmha_kernels_cuda::simt::recipe::Simt;
-use fmha_kernels_cuda::simt::recipe_bwd::SimtBwd;
+use fmha_gpu::{Choice, FwdKernel, Grid};
+use fmha_kernels_cuda::nvidia::DeviceFacts;
 use fmha_kernels_cuda::sm80::recipe::Sm80;
-use fmha_kernels_cuda::sm80_bwd::recipe::Sm80Bwd;
 use fmha_kernels_cuda::sm90::recipe::Sm90;
-use fmha_kernels_cuda::sm90_bwd::recipe::Sm90Bwd;
 use fmha_kernels_cuda::sm100::recipe::Sm100;
-use fmha_kernels_cuda::sm100_bwd::recipe::Sm100Bwd;
 
-/// `seqlens` of `heads` query heads and as many kv heads, dimension `dim`, bf16.
-pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: seqlens[0],
-        seqlen_k: seqlens[1],
-        num_heads_q: heads[0],
-        num_heads_kv: heads[1],
-        head_dim_qk: dim,
-        head_dim_v: dim,
-    };
-    FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap())
-}
-
-/// The same with a bf16 bias for each head, whose rows lie `row` elements apart.
-pub(super) fn biased(mut problem: FwdProblem, row: i64) -> FwdProblem {
-    let rows = i64::from(problem.dims.seqlen_q);
-    let strides = Strides { batch: 0, head: rows * row, seq: row, dim: 1 };
-    let broadcast = BiasBroadcast::OneHead;
-    problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::Bf16, broadcast, strides });
-    problem
-}
-
-pub(super) fn stated(arch: &str) -> DeviceFacts {
-    DeviceFacts::stated(arch).unwrap()
-}
-
-pub(super) fn tile(words: &str) -> PlanOptions {
-    PlanOptions::default().tile(words.split(',').filter_map(|pair| pair.split_once('=')))
-}
+use super::{Cuda, biased, choose, detail, in_fp8, of_lengths, stated, tile};
 
 fn on_hopper(problem: &FwdProblem, words: &str) -> Result<Choice<FwdKernel<Cuda>>, Refusal> {
     let problem = problem.clone().validate().unwrap();
@@ -58,15 +19,6 @@ fn on_hopper(problem: &FwdProblem, words: &str) -> Result<Choice<FwdKernel<Cuda>
 fn on_blackwell(problem: &FwdProblem, options: &PlanOptions) -> Result<Choice<FwdKernel<Cuda>>, Refusal> {
     let problem = problem.clone().validate().unwrap();
     choose(&Sm100::default(), &problem, &stated("sm_100a"), options)
-}
-
-fn backward(problem: &BwdProblem, options: &PlanOptions) -> Result<Choice<BwdKernel<Cuda>>, Refusal> {
-    let problem = problem.clone().validate().unwrap();
-    choose(&Sm90Bwd::default(), &problem, &stated("sm_90a"), options)
-}
-
-fn detail<K>(choice: &Choice<K>, name: &str) -> Option<String> {
-    choice.details.iter().find(|(known, _)| *known == name).map(|(_, words)| words.clone())
 }
 
 fn schedule(choice: &Choice<FwdKernel<Cuda>>) -> Vec<String> {
@@ -106,12 +58,6 @@ fn the_words_of_a_hopper_schedule_are_those_of_its_tile() {
     let odd = |tile: &str| on_hopper(&odd, tile).unwrap();
     assert!(schedule(&odd("")).contains(&"loads by copies of 8 bytes".to_owned()));
     assert!(!schedule(&choose("")).iter().any(|word| word.contains("copies")));
-}
-
-/// `of_lengths` in FP8, O in bf16.
-pub(super) fn in_fp8(seqlens: [u32; 2], heads: [u32; 2], dim: u32) -> FwdProblem {
-    let dims = of_lengths(seqlens, heads, dim, "0").dims;
-    FwdProblem::batch(DType::E4m3Fn, dims).dtype_o(DType::Bf16)
 }
 
 /// 8 blocks of 128 keys for each of 2 kv heads: 8 units of sixteen keys in f16, or 16 of 32 keys and 64 dimensions.
@@ -317,67 +263,6 @@ fn scores_are_summed_as_the_architecture_adds() {
 }
 
 #[test]
-fn a_stated_device_has_the_numbers_that_nvidia_states() {
-    let large = 227 << 10;
-    for (arch, num_sms, smem_bytes, flops, bytes) in [
-        ("sm_80", 108, 163 << 10, 312e12, 2.039e12),
-        ("sm_86", 82, 99 << 10, 71e12, 0.936e12),
-        ("sm_89", 128, 99 << 10, 165.2e12, 1.008e12),
-        ("sm_90a", 132, large, 989e12, 4.8e12),
-        ("sm_100a", 148, large, 2.25e15, 8e12),
-        ("sm_103a", 148, large, 2.25e15, 8e12),
-        ("sm_120a", 170, 99 << 10, 209.5e12, 1.792e12),
-    ] {
-        let facts = stated(arch);
-        assert_eq!((facts.num_sms, facts.smem_bytes), (num_sms, smem_bytes), "{arch}");
-        let stated = facts.roofline.flops_per_second.unwrap();
-        assert!((stated / flops - 1.0).abs() < 1e-3, "{arch}: {stated}");
-        assert_eq!(facts.roofline.bytes_per_second, Some(bytes));
-    }
-    assert!(DeviceFacts::stated("sm_75").is_err());
-}
-
-/// Of a forward and a backward, without a fallback: the kernel that takes them, and what the refusals say.
-fn chosen_on(facts: &DeviceFacts) -> [Result<&'static str, String>; 2] {
-    let forward = of_lengths([512, 512], [4, 4], 128, "b").validate().unwrap();
-    let backward = BwdProblem::new(FwdProblem::clone(&forward)).validate().unwrap();
-    let options = PlanOptions::default();
-    [
-        select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
-            k.choose(&forward, facts, &options)
-        })
-        .map(|(choice, _)| choice.kernel.name())
-        .map_err(|error| error.to_string()),
-        select("here", Operation::Backward, &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
-            k.choose(&backward, facts, &options)
-        })
-        .map(|(choice, _)| choice.kernel.name())
-        .map_err(|error| error.to_string()),
-    ]
-}
-
-#[test]
-fn every_architecture_since_ampere_has_a_fast_kernel_and_older_ones_a_refusal_with_the_number() {
-    for (arch, forward, backward) in [
-        ("sm_80", "sm80", "sm80"),
-        ("sm_86", "sm80", "sm80"),
-        ("sm_89", "sm80", "sm80"),
-        ("sm_90a", "sm90", "sm90"),
-        ("sm_100a", "sm100", "sm100"),
-        ("sm_103a", "sm100", "sm100"),
-        ("sm_120a", "sm80", "sm80"),
-    ] {
-        assert_eq!(chosen_on(&stated(arch)), [Ok(forward), Ok(backward)], "{arch}");
-    }
-    let turing =
-        DeviceFacts { arch: "sm_75".to_owned(), instructions: Instructions::default(), ..stated("sm_80") };
-    for chosen in chosen_on(&turing) {
-        let said = chosen.unwrap_err();
-        assert!(said.contains("sm80: the device is sm_75, which has no cp.async"), "{said}");
-    }
-}
-
-#[test]
 fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
     let tile_on = |arch: &str, dim: u32| {
         let problem = of_lengths([4096, 4096], [4, 4], dim, "0").validate().unwrap();
@@ -390,80 +275,6 @@ fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
     assert_eq!(tile_on("sm_80", 128), "128 x 64, 1 stages");
     assert_eq!(tile_on("sm_80", 256), "128 x 64, 1 stages");
     assert_eq!(tile_on("sm_89", 256), "64 x 48, 1 stages");
-}
-
-#[test]
-fn dq_of_mma_sync_has_one_order_where_that_is_asked_for_and_one_pass_where_it_can() {
-    let launches = |problem: &FwdProblem, options: &PlanOptions| {
-        let problem = BwdProblem::new(problem.clone()).validate().unwrap();
-        let choice = choose(&Sm80Bwd::default(), &problem, &stated("sm_80"), options);
-        let choice = choice.map_err(|refusal| refusal.to_string())?;
-        let names: Vec<_> = choice.launches.iter().map(|launch| launch.kernel).collect();
-        Ok::<_, String>((names, choice.promises.deterministic))
-    };
-    let (long, wide) = (of_lengths([8192, 8192], [4, 4], 128, "b"), of_lengths([64, 64], [1, 1], 256, "b"));
-    let two = (vec!["sm80_stats", "sm80_dq", "sm80_dkdv"], true);
-    assert_eq!(
-        launches(&long, &PlanOptions::default()),
-        Ok((vec!["sm80_stats", "sm80_all", "sm80_finish_dq"], false))
-    );
-    assert_eq!(launches(&long, &PlanOptions::default().deterministic(true)), Ok(two.clone()));
-    assert_eq!(launches(&long, &tile("one_pass=0")), Ok(two));
-    let said = launches(&wide, &tile("one_pass=1")).unwrap_err();
-    assert!(said.contains("one_pass=1: head_dim_qk 256 is larger than 128"), "{said}");
-    let said = launches(&long.softcap(2.0), &tile("one_pass=1")).unwrap_err();
-    assert!(said.contains("one_pass=1: 1 of soft-cap, bias and dropout"), "{said}");
-}
-
-#[test]
-fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
-    let choose = |problem: FwdProblem, arch: &str, words: &str| {
-        let problem = BwdProblem::new(problem).validate().unwrap();
-        let choice = choose(&Sm100Bwd::default(), &problem, &stated(arch), &tile(words));
-        let choice = choice.map_err(|refusal| refusal.to_string())?;
-        let names: Vec<_> = choice.launches.iter().map(|launch| launch.kernel).collect();
-        Ok::<_, String>((names, choice.promises.deterministic, detail(&choice, "stages").unwrap()))
-    };
-    let of = |keys: u32, dim: u32| of_lengths([512, keys], [4, 2], dim, "b");
-    let names = vec!["sm100_stats", "sm100", "sm100_finish_dq"];
-    // One block of keys adds to dQ alone.
-    for (problem, deterministic, stages) in [
-        (of(512, 128), false, "2 Q, 1 dO"),
-        (of(128, 64), true, "2 Q, 2 dO"),
-        (of(129, 24), false, "2 Q, 2 dO"),
-    ] {
-        let expected = Ok((names.clone(), deterministic, stages.to_owned()));
-        assert_eq!(choose(problem, "sm_100a", ""), expected);
-    }
-    let mut odd = of(512, 128);
-    odd.strides.k.seq += 4;
-    for (problem, arch, words, said) in [
-        (of(512, 136), "sm_100a", "", "backward: head_dim_qk 136 is larger than 128"),
-        (odd, "sm_100a", "", "backward: k.seq stride 260 is not a multiple of 8"),
-        (of(512, 128), "sm_120a", "", "the device is sm_120a, which has no TMA with tcgen05"),
-        (of(512, 128), "sm_90a", "", "the device is sm_90a, which has no TMA with tcgen05"),
-        (of(512, 128), "sm_100a", "stages_q=3", "bytes of shared memory"),
-        (of(512, 128), "sm_100a", "stages_q=1", "stages_q"),
-        (of(512, 128), "sm_100a", "block_m=64", "tile block_m"),
-    ] {
-        let refusal = choose(problem, arch, words).unwrap_err();
-        assert!(refusal.contains(said), "{refusal}");
-    }
-}
-
-#[test]
-fn dq_of_blackwell_has_one_order_where_that_is_asked_for() {
-    let problem = BwdProblem::new(of_lengths([512, 512], [4, 2], 128, "b")).validate().unwrap();
-    let promised = |options: &PlanOptions| {
-        let choice = choose(&Sm100Bwd::default(), &problem, &stated("sm_100a"), options).unwrap();
-        (choice.promises.deterministic, choice.promises.batch_invariant, choice.workspace.bytes)
-    };
-    let plain = promised(&PlanOptions::default());
-    let ordered = promised(&PlanOptions::default().deterministic(true));
-    assert_eq!((plain.0, plain.1), (false, false));
-    // A count to each block of queries of each head.
-    assert_eq!(ordered, (true, true, plain.2 + 4 * 4 * 4));
-    assert_eq!(promised(&PlanOptions::default().batch_invariant(true)), ordered);
 }
 
 /// The kernel's schedule in words, or why it refuses.
@@ -523,128 +334,4 @@ fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     assert!(words.contains("copies of 4 bytes"), "{words}");
     let refusal = choose("copy_bytes=16").err().unwrap().to_string();
     assert!(refusal.contains("copy_bytes=16: k.seq stride 514"), "{refusal}");
-}
-
-/// 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads in blocks of 64 are 64.
-#[test]
-fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
-    let fwd = of_lengths([1000, 1024], [4, 2], 128, "b").sink(true);
-    let mut problem = BwdProblem::new(biased(fwd, 1024)).write_dsink(true);
-    let Bias::Elementwise(bias) = problem.fwd.score.bias else { panic!("it has one") };
-    problem.dbias = Some(BiasGrad { dtype: DType::F32, strides: bias.strides });
-    let choice = backward(&problem, &tile("block_m=64,head_parts=0,persistent=0")).unwrap();
-    let launches: Vec<_> = choice.launches.iter().map(|launch| (launch.kernel, launch.grid)).collect();
-    let early = |groups, threads| Grid { groups, threads, dependent: true };
-    let (q_blocks, tiles) = (64, 16);
-    // The repair has a warp to a block, 8 to a CTA; dBias 4 heads of 16 by 8 blocks, a CTA to a multiprocessor at most.
-    let expected = [
-        ("preprocess", early(q_blocks, 256)),
-        ("sm90", early(tiles, 384)),
-        ("postprocess", early(q_blocks + 4, 256)),
-        ("repair", early((q_blocks + tiles) / 8, 256)),
-        ("dbias", Grid::new(132, 384)),
-    ];
-    assert_eq!(launches, expected);
-    let at_once: Vec<_> = choice.launches.iter().map(|launch| launch.tiles_at_once).collect();
-    // 2048 threads of a multiprocessor are 8 CTAs of 256.
-    assert_eq!(at_once, [8 * 132, 132, 8 * 132, 8 * 132, 132]);
-}
-
-#[test]
-fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
-    let few = BwdProblem::new(of_lengths([1024, 1024], [8, 1], 128, "0"));
-    // 8 blocks of keys: as many parts as there are heads, and two of each head's query blocks are still less than a round.
-    let choice = backward(&few, &tile("")).unwrap();
-    let shared = detail(&choice, "query heads").unwrap();
-    assert_eq!(shared, "8 of a kv head shared by 8 tiles, and their queries by 2 each");
-    let sums: Vec<_> = choice.launches.iter().filter(|launch| launch.kernel == "head_sums").collect();
-    assert_eq!(
-        sums.iter().map(|launch| launch.grid.groups).collect::<Vec<_>>(),
-        [8 * fmha_kernels_cuda::sm90_bwd::HEAD_SUMS_CTAS]
-    );
-    let apart = BwdProblem::new(of_lengths([8192, 8192], [8, 8], 128, "0"));
-    assert_eq!(detail(&backward(&apart, &tile("")).unwrap(), "query heads"), None);
-}
-
-/// Tiles are claimed from a number that the launch over queries sets: without queries there is none.
-#[test]
-fn tiles_of_keys_are_claimed_where_there_are_queries() {
-    for (queries, ctas) in [(1024, 132), (0, 4 * 64)] {
-        let problem = BwdProblem::new(of_lengths([queries, 8192], [4, 4], 128, "0"));
-        let choice = backward(&problem, &tile("persistent=1")).unwrap();
-        assert_eq!(choice.launches[1].grid.groups, ctas, "{queries} queries");
-    }
-}
-
-#[test]
-fn sums_have_an_order_where_one_cluster_has_all_keys_and_tiles_share_none() {
-    let promised = |keys: u32, dim: u32, parts: &str| {
-        let problem = BwdProblem::new(of_lengths([512, keys], [4, 4], dim, "0"));
-        backward(&problem, &tile(parts)).unwrap().promises.deterministic
-    };
-    for (keys, dim, deterministic) in
-        [(128, 128, true), (129, 128, false), (128, 256, true), (129, 256, false)]
-    {
-        assert_eq!(promised(keys, dim, "head_parts=0"), deterministic, "{keys} keys of {dim}");
-        assert!(
-            !promised(keys, dim, "head_parts=1"),
-            "{keys} keys of {dim}: tiles add to the same dK and dV"
-        );
-    }
-}
-
-#[test]
-fn pairs_of_backward_ctas_are_told_of() {
-    let wide = BwdProblem::new(of_lengths([512, 512], [4, 4], 256, "0"));
-    assert_eq!(detail(&backward(&wide, &tile("")).unwrap(), "clusters").unwrap(), "2 key blocks");
-    let narrow = BwdProblem::new(of_lengths([512, 512], [4, 4], 128, "0"));
-    assert_eq!(detail(&backward(&narrow, &tile("")).unwrap(), "clusters"), None);
-}
-
-#[test]
-fn the_row_kernels_count_16_ctas_to_a_multiprocessor() {
-    let problem = of_lengths([512, 512], [4, 4], 128, "0");
-    let bwd: ValidBwd = BwdProblem::new(problem.clone()).validate().unwrap();
-    let fwd: ValidFwd = problem.validate().unwrap();
-    let (facts, options) = (stated("sm_90a"), PlanOptions::default());
-    let forward = choose(&Simt, &fwd, &facts, &options).unwrap().launches;
-    let backward = choose(&SimtBwd::default(), &bwd, &facts, &options).unwrap().launches;
-    for launch in forward.iter().chain(backward.iter()) {
-        assert_eq!(launch.tiles_at_once, 16 * 132, "{}", launch.kernel);
-    }
-}
-
-#[test]
-fn the_fallback_is_taken_where_it_is_allowed_or_named() {
-    let problem = of_lengths([64, 64], [1, 1], 584, "0").validate().unwrap();
-    let backward = BwdProblem::new(FwdProblem::clone(&problem)).validate().unwrap();
-    let facts = stated("sm_90a");
-    let named = PlanOptions::default().kernel("simt");
-    for (options, taken) in [
-        (PlanOptions::default().allow_fallback(false), false),
-        (PlanOptions::default().allow_fallback(true), true),
-        (named.clone().allow_fallback(false), true),
-    ] {
-        let fwd = select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
-            k.choose(&problem, &facts, &options)
-        });
-        let bwd =
-            select("here", Operation::Backward, &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
-                k.choose(&backward, &facts, &options)
-            });
-        assert_eq!((fwd.is_ok(), bwd.is_ok()), (taken, taken), "{options:?}");
-        let error = (fwd.err(), bwd.err());
-        if let (Some(fwd), Some(bwd)) = error {
-            for text in [fwd.to_string(), bwd.to_string()] {
-                assert!(text.contains("simt") && text.contains("the slow fallback"), "{text}");
-            }
-        }
-    }
-    let small = of_lengths([64, 64], [1, 1], 64, "0").validate().unwrap();
-    let (choice, refusals) =
-        select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &named, |k| {
-            k.choose(&small, &facts, &named)
-        })
-        .unwrap();
-    assert_eq!((choice.kernel.name(), refusals.len()), ("simt", 0), "others were not asked");
 }

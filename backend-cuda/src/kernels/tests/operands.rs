@@ -8,8 +8,7 @@ use fmha_core::{
 use fmha_kernels_cuda::sm90::{PrepareV, ValueProduct};
 use fmha_kernels_cuda::sm90_bwd as bwd_text;
 
-use super::plans::{biased, of_lengths, stated, tile};
-use super::*;
+use super::{biased, choose, of_lengths, stated, tile};
 use fmha_kernels_cuda::maps::{BlocksOfV, Boxes, MapFacts};
 use fmha_kernels_cuda::sm90::recipe::{Sm90, boxes as sm90_boxes};
 use fmha_kernels_cuda::sm90_bwd::recipe::{Sm90Bwd, map_facts};

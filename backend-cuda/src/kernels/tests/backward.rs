@@ -1,0 +1,164 @@
+//! Backward plans: launches, promises, words.
+
+use fmha_core::{Bias, BiasGrad, BwdProblem, DType, FwdProblem, PlanOptions, Refusal};
+use fmha_gpu::{BwdKernel, Choice, Grid};
+use fmha_kernels_cuda::sm80_bwd::recipe::Sm80Bwd;
+use fmha_kernels_cuda::sm90_bwd::recipe::Sm90Bwd;
+use fmha_kernels_cuda::sm100_bwd::recipe::Sm100Bwd;
+
+use super::{Cuda, biased, choose, detail, of_lengths, stated, tile};
+
+fn backward(problem: &BwdProblem, options: &PlanOptions) -> Result<Choice<BwdKernel<Cuda>>, Refusal> {
+    let problem = problem.clone().validate().unwrap();
+    choose(&Sm90Bwd::default(), &problem, &stated("sm_90a"), options)
+}
+
+#[test]
+fn dq_of_mma_sync_has_one_order_where_that_is_asked_for_and_one_pass_where_it_can() {
+    let launches = |problem: &FwdProblem, options: &PlanOptions| {
+        let problem = BwdProblem::new(problem.clone()).validate().unwrap();
+        let choice = choose(&Sm80Bwd::default(), &problem, &stated("sm_80"), options);
+        let choice = choice.map_err(|refusal| refusal.to_string())?;
+        let names: Vec<_> = choice.launches.iter().map(|launch| launch.kernel).collect();
+        Ok::<_, String>((names, choice.promises.deterministic))
+    };
+    let (long, wide) = (of_lengths([8192, 8192], [4, 4], 128, "b"), of_lengths([64, 64], [1, 1], 256, "b"));
+    let two = (vec!["sm80_stats", "sm80_dq", "sm80_dkdv"], true);
+    assert_eq!(
+        launches(&long, &PlanOptions::default()),
+        Ok((vec!["sm80_stats", "sm80_all", "sm80_finish_dq"], false))
+    );
+    assert_eq!(launches(&long, &PlanOptions::default().deterministic(true)), Ok(two.clone()));
+    assert_eq!(launches(&long, &tile("one_pass=0")), Ok(two));
+    let said = launches(&wide, &tile("one_pass=1")).unwrap_err();
+    assert!(said.contains("one_pass=1: head_dim_qk 256 is larger than 128"), "{said}");
+    let said = launches(&long.softcap(2.0), &tile("one_pass=1")).unwrap_err();
+    assert!(said.contains("one_pass=1: 1 of soft-cap, bias and dropout"), "{said}");
+}
+
+#[test]
+fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
+    let choose = |problem: FwdProblem, arch: &str, words: &str| {
+        let problem = BwdProblem::new(problem).validate().unwrap();
+        let choice = choose(&Sm100Bwd::default(), &problem, &stated(arch), &tile(words));
+        let choice = choice.map_err(|refusal| refusal.to_string())?;
+        let names: Vec<_> = choice.launches.iter().map(|launch| launch.kernel).collect();
+        Ok::<_, String>((names, choice.promises.deterministic, detail(&choice, "stages").unwrap()))
+    };
+    let of = |keys: u32, dim: u32| of_lengths([512, keys], [4, 2], dim, "b");
+    let names = vec!["sm100_stats", "sm100", "sm100_finish_dq"];
+    // One block of keys adds to dQ alone.
+    for (problem, deterministic, stages) in [
+        (of(512, 128), false, "2 Q, 1 dO"),
+        (of(128, 64), true, "2 Q, 2 dO"),
+        (of(129, 24), false, "2 Q, 2 dO"),
+    ] {
+        let expected = Ok((names.clone(), deterministic, stages.to_owned()));
+        assert_eq!(choose(problem, "sm_100a", ""), expected);
+    }
+    let mut odd = of(512, 128);
+    odd.strides.k.seq += 4;
+    for (problem, arch, words, said) in [
+        (of(512, 136), "sm_100a", "", "backward: head_dim_qk 136 is larger than 128"),
+        (odd, "sm_100a", "", "backward: k.seq stride 260 is not a multiple of 8"),
+        (of(512, 128), "sm_120a", "", "the device is sm_120a, which has no TMA with tcgen05"),
+        (of(512, 128), "sm_90a", "", "the device is sm_90a, which has no TMA with tcgen05"),
+        (of(512, 128), "sm_100a", "stages_q=3", "bytes of shared memory"),
+        (of(512, 128), "sm_100a", "stages_q=1", "stages_q"),
+        (of(512, 128), "sm_100a", "block_m=64", "tile block_m"),
+    ] {
+        let refusal = choose(problem, arch, words).unwrap_err();
+        assert!(refusal.contains(said), "{refusal}");
+    }
+}
+
+#[test]
+fn dq_of_blackwell_has_one_order_where_that_is_asked_for() {
+    let problem = BwdProblem::new(of_lengths([512, 512], [4, 2], 128, "b")).validate().unwrap();
+    let promised = |options: &PlanOptions| {
+        let choice = choose(&Sm100Bwd::default(), &problem, &stated("sm_100a"), options).unwrap();
+        (choice.promises.deterministic, choice.promises.batch_invariant, choice.workspace.bytes)
+    };
+    let plain = promised(&PlanOptions::default());
+    let ordered = promised(&PlanOptions::default().deterministic(true));
+    assert_eq!((plain.0, plain.1), (false, false));
+    // A count to each block of queries of each head.
+    assert_eq!(ordered, (true, true, plain.2 + 4 * 4 * 4));
+    assert_eq!(promised(&PlanOptions::default().batch_invariant(true)), ordered);
+}
+
+/// 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads in blocks of 64 are 64.
+#[test]
+fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
+    let fwd = of_lengths([1000, 1024], [4, 2], 128, "b").sink(true);
+    let mut problem = BwdProblem::new(biased(fwd, 1024)).write_dsink(true);
+    let Bias::Elementwise(bias) = problem.fwd.score.bias else { panic!("it has one") };
+    problem.dbias = Some(BiasGrad { dtype: DType::F32, strides: bias.strides });
+    let choice = backward(&problem, &tile("block_m=64,head_parts=0,persistent=0")).unwrap();
+    let launches: Vec<_> = choice.launches.iter().map(|launch| (launch.kernel, launch.grid)).collect();
+    let early = |groups, threads| Grid { groups, threads, dependent: true };
+    let (q_blocks, tiles) = (64, 16);
+    // The repair has a warp to a block, 8 to a CTA; dBias 4 heads of 16 by 8 blocks, a CTA to a multiprocessor at most.
+    let expected = [
+        ("preprocess", early(q_blocks, 256)),
+        ("sm90", early(tiles, 384)),
+        ("postprocess", early(q_blocks + 4, 256)),
+        ("repair", early((q_blocks + tiles) / 8, 256)),
+        ("dbias", Grid::new(132, 384)),
+    ];
+    assert_eq!(launches, expected);
+    let at_once: Vec<_> = choice.launches.iter().map(|launch| launch.tiles_at_once).collect();
+    // 2048 threads of a multiprocessor are 8 CTAs of 256.
+    assert_eq!(at_once, [8 * 132, 132, 8 * 132, 8 * 132, 132]);
+}
+
+#[test]
+fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
+    let few = BwdProblem::new(of_lengths([1024, 1024], [8, 1], 128, "0"));
+    // 8 blocks of keys: as many parts as there are heads, and two of each head's query blocks are still less than a round.
+    let choice = backward(&few, &tile("")).unwrap();
+    let shared = detail(&choice, "query heads").unwrap();
+    assert_eq!(shared, "8 of a kv head shared by 8 tiles, and their queries by 2 each");
+    let sums: Vec<_> = choice.launches.iter().filter(|launch| launch.kernel == "head_sums").collect();
+    assert_eq!(
+        sums.iter().map(|launch| launch.grid.groups).collect::<Vec<_>>(),
+        [8 * fmha_kernels_cuda::sm90_bwd::HEAD_SUMS_CTAS]
+    );
+    let apart = BwdProblem::new(of_lengths([8192, 8192], [8, 8], 128, "0"));
+    assert_eq!(detail(&backward(&apart, &tile("")).unwrap(), "query heads"), None);
+}
+
+/// Tiles are claimed from a number that the launch over queries sets: without queries there is none.
+#[test]
+fn tiles_of_keys_are_claimed_where_there_are_queries() {
+    for (queries, ctas) in [(1024, 132), (0, 4 * 64)] {
+        let problem = BwdProblem::new(of_lengths([queries, 8192], [4, 4], 128, "0"));
+        let choice = backward(&problem, &tile("persistent=1")).unwrap();
+        assert_eq!(choice.launches[1].grid.groups, ctas, "{queries} queries");
+    }
+}
+
+#[test]
+fn sums_have_an_order_where_one_cluster_has_all_keys_and_tiles_share_none() {
+    let promised = |keys: u32, dim: u32, parts: &str| {
+        let problem = BwdProblem::new(of_lengths([512, keys], [4, 4], dim, "0"));
+        backward(&problem, &tile(parts)).unwrap().promises.deterministic
+    };
+    for (keys, dim, deterministic) in
+        [(128, 128, true), (129, 128, false), (128, 256, true), (129, 256, false)]
+    {
+        assert_eq!(promised(keys, dim, "head_parts=0"), deterministic, "{keys} keys of {dim}");
+        assert!(
+            !promised(keys, dim, "head_parts=1"),
+            "{keys} keys of {dim}: tiles add to the same dK and dV"
+        );
+    }
+}
+
+#[test]
+fn pairs_of_backward_ctas_are_told_of() {
+    let wide = BwdProblem::new(of_lengths([512, 512], [4, 4], 256, "0"));
+    assert_eq!(detail(&backward(&wide, &tile("")).unwrap(), "clusters").unwrap(), "2 key blocks");
+    let narrow = BwdProblem::new(of_lengths([512, 512], [4, 4], 128, "0"));
+    assert_eq!(detail(&backward(&narrow, &tile("")).unwrap(), "clusters"), None);
+}

@@ -1,0 +1,66 @@
+//! What the recipes choose for this seat, on the devices that NVIDIA states. Nothing is compiled or run.
+
+mod backward;
+mod choice;
+mod forward;
+mod operands;
+mod tile;
+
+use fmha_core::{
+    Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, PlanOptions, Problem, Refusal, Strides,
+};
+use fmha_gpu::{Choice, Kernel, Recipe};
+use fmha_kernels_cuda::nvidia::DeviceFacts;
+
+use super::Cuda;
+
+/// What a recipe chooses for this seat.
+fn choose<P: Problem>(
+    recipe: &impl Recipe<P, Cuda>,
+    problem: &P,
+    facts: &DeviceFacts,
+    options: &PlanOptions,
+) -> Result<Choice<Kernel<P, Cuda>>, Refusal> {
+    recipe.choose(problem, facts, options)
+}
+
+/// `seqlens` of `heads` query heads and as many kv heads, dimension `dim`, bf16.
+pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: seqlens[0],
+        seqlen_k: seqlens[1],
+        num_heads_q: heads[0],
+        num_heads_kv: heads[1],
+        head_dim_qk: dim,
+        head_dim_v: dim,
+    };
+    FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap())
+}
+
+/// The same with a bf16 bias for each head, whose rows lie `row` elements apart.
+fn biased(mut problem: FwdProblem, row: i64) -> FwdProblem {
+    let rows = i64::from(problem.dims.seqlen_q);
+    let strides = Strides { batch: 0, head: rows * row, seq: row, dim: 1 };
+    let broadcast = BiasBroadcast::OneHead;
+    problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::Bf16, broadcast, strides });
+    problem
+}
+
+fn stated(arch: &str) -> DeviceFacts {
+    DeviceFacts::stated(arch).unwrap()
+}
+
+fn tile(words: &str) -> PlanOptions {
+    PlanOptions::default().tile(words.split(',').filter_map(|pair| pair.split_once('=')))
+}
+
+fn detail<K>(choice: &Choice<K>, name: &str) -> Option<String> {
+    choice.details.iter().find(|(known, _)| *known == name).map(|(_, words)| words.clone())
+}
+
+/// `of_lengths` in FP8, O in bf16.
+fn in_fp8(seqlens: [u32; 2], heads: [u32; 2], dim: u32) -> FwdProblem {
+    let dims = of_lengths(seqlens, heads, dim, "0").dims;
+    FwdProblem::batch(DType::E4m3Fn, dims).dtype_o(DType::Bf16)
+}
