@@ -89,7 +89,7 @@ impl<V: Vendor> Backend<V> {
     where
         V: Family<P>,
     {
-        select(&self.name, P::OPERATION, &V::recipes(), options, |kernel| {
+        select(&self.name, &V::recipes(), options, |kernel| {
             if !kernel.waits_for_keys() {
                 problem.refuse_arrivals(kernel.name())?;
             }

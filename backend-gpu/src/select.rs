@@ -1,7 +1,7 @@
 //! Which recipe of a family takes a problem.
 
 use fmha_core::backend::unsupported;
-use fmha_core::{Operation, PlanOptions, Problem, Refusal, Result};
+use fmha_core::{PlanOptions, Problem, Refusal, Result};
 
 use crate::recipe::{Choice, Kernel, Vendor};
 
@@ -14,7 +14,6 @@ pub type Selected<P, V> = (Choice<Kernel<P, V>>, Vec<Refusal>);
 /// [`Error::Unsupported`](fmha_core::Error::Unsupported) with every refusal.
 pub fn select<P: Problem, V: Vendor>(
     backend: &str,
-    operation: Operation,
     family: &[Kernel<P, V>],
     options: &PlanOptions,
     choose: impl Fn(&Kernel<P, V>) -> Result<Choice<Kernel<P, V>>, Refusal>,
@@ -41,7 +40,7 @@ pub fn select<P: Problem, V: Vendor>(
     }
     if let (Some(name), true) = (&options.kernel, refusals.is_empty()) {
         let known = family.iter().map(|kernel| kernel.name()).collect::<Vec<_>>().join(", ");
-        let reason = format!("there is no such {operation} kernel (known: {known})");
+        let reason = format!("there is no such {} kernel (known: {known})", P::OPERATION);
         refusals.push(Refusal::new(name.clone(), reason));
     }
     Err(unsupported(backend, refusals))

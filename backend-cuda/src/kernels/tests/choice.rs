@@ -1,6 +1,6 @@
 //! Which kernel a device has, and what is stated of devices.
 
-use fmha_core::{BwdProblem, FwdProblem, Operation, PlanOptions, ValidBwd, ValidFwd};
+use fmha_core::{BwdProblem, FwdProblem, PlanOptions, ValidBwd, ValidFwd};
 use fmha_gpu::{Family, select};
 use fmha_kernels_cuda::nvidia::{DeviceFacts, Instructions};
 use fmha_kernels_cuda::simt::recipe::Simt;
@@ -35,12 +35,12 @@ fn chosen_on(facts: &DeviceFacts) -> [Result<&'static str, String>; 2] {
     let backward = BwdProblem::new(FwdProblem::clone(&forward)).validate().unwrap();
     let options = PlanOptions::default();
     [
-        select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
+        select("here", &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
             k.choose(&forward, facts, &options)
         })
         .map(|(choice, _)| choice.kernel.name())
         .map_err(|error| error.to_string()),
-        select("here", Operation::Backward, &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
+        select("here", &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
             k.choose(&backward, facts, &options)
         })
         .map(|(choice, _)| choice.kernel.name())
@@ -93,13 +93,12 @@ fn the_fallback_is_taken_where_it_is_allowed_or_named() {
         (PlanOptions::default().allow_fallback(true), true),
         (named.clone().allow_fallback(false), true),
     ] {
-        let fwd = select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
+        let fwd = select("here", &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
             k.choose(&problem, &facts, &options)
         });
-        let bwd =
-            select("here", Operation::Backward, &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
-                k.choose(&backward, &facts, &options)
-            });
+        let bwd = select("here", &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
+            k.choose(&backward, &facts, &options)
+        });
         assert_eq!((fwd.is_ok(), bwd.is_ok()), (taken, taken), "{options:?}");
         let error = (fwd.err(), bwd.err());
         if let (Some(fwd), Some(bwd)) = error {
@@ -110,9 +109,7 @@ fn the_fallback_is_taken_where_it_is_allowed_or_named() {
     }
     let small = of_lengths([64, 64], [1, 1], 64, "0").validate().unwrap();
     let (choice, refusals) =
-        select("here", Operation::Forward, &<Cuda as Family<ValidFwd>>::recipes(), &named, |k| {
-            k.choose(&small, &facts, &named)
-        })
-        .unwrap();
+        select("here", &<Cuda as Family<ValidFwd>>::recipes(), &named, |k| k.choose(&small, &facts, &named))
+            .unwrap();
     assert_eq!((choice.kernel.name(), refusals.len()), ("simt", 0), "others were not asked");
 }
