@@ -61,7 +61,7 @@ pub fn pretend(arch: &str) -> Result<Device> {
 }
 
 fn backend(name: String, facts: DeviceFacts, driver: Option<Driver>) -> Result<Device> {
-    let of_arch = compile::options_of(facts.device.arch);
+    let of_arch = compile::options_of(facts.arch());
     let flags = COMPILE_OPTIONS.iter().chain(of_arch).map(|&flag| flag.to_owned()).collect();
     let (clang, driver) = (Installed::default(), driver.map(Arc::new));
     let backend: Backend<Rocm> = Backend::new(name, facts, clang, driver, (flags, ImageKind::Machine))?;

@@ -17,10 +17,11 @@ use fmha_core::{
     abi_struct, check_addresses,
 };
 
+use crate::CDNA;
 use crate::arch::Arch;
 use crate::device::{Device, refuse};
+use crate::paths::{LoadPath, StorePath};
 use crate::simt::NUM_THREADS as ROW_THREADS;
-use crate::{LoadPath, StorePath};
 pub(crate) use access::LoadsAndStores;
 
 const REST_HEADER: &str = "fmha/cdna/bwd/rest.h";
@@ -36,7 +37,7 @@ pub(crate) const ELEM_BYTES: i64 = 2;
 
 /// What a launch sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum BwdSums {
+pub(crate) enum BwdSums {
     /// dQ of a block of queries.
     Dq,
     /// dK and dV of a block of keys.
@@ -373,17 +374,14 @@ impl<U: Unit> Backward<U> {
             params: "MatrixBwdParams p",
             call: &format!("cdna::bwd::main<{}<kSpec, kTile>>(p);", U::CLASS),
         };
-        let text = entry
-            .render()
-            .replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
-        KernelSource::new(text, crate::headers)
+        crate::source(&entry, CDNA)
     }
 
     fn row_source(&self, call: &str) -> KernelSource {
         let entry = Entry {
             include: REST_HEADER,
             constants: &[("kSpec", &self.rows_spec)],
-            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({ROW_THREADS}, {ROW_THREADS})))"),
+            bounds: &crate::group_of(ROW_THREADS),
             params: "BwdParams p",
             call,
         };

@@ -9,9 +9,9 @@ use fmha_core::{DType, FwdProblem, Refusal};
 use crate::device::refuse;
 
 /// The launch's name in plans.
-pub const NAME: &str = "cdna_update";
+pub(crate) const NAME: &str = "cdna_update";
 /// Threads of a workgroup; a wave takes a row at a time.
-pub const NUM_THREADS: u32 = 256;
+pub(crate) const NUM_THREADS: u32 = 256;
 const WAVES: u64 = 4;
 /// Workgroups, at most: a wave of many takes several rows.
 const MOST_WORKGROUPS: u64 = 1 << 14;
@@ -20,7 +20,7 @@ const MOST_WORKGROUPS: u64 = 1 << 14;
 ///
 /// # Errors
 /// In the name of the kernel behind it, the field that it does not take.
-pub fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
     let wants = fmha_core::cache_update::is_wanted(problem);
     let dtype = problem.dtypes.qk;
     if wants && !(matches!(dtype, DType::F16 | DType::Bf16) && problem.dtypes.v == dtype) {
@@ -31,18 +31,18 @@ pub fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> 
 
 /// Workgroups of the launch.
 #[must_use]
-pub fn num_workgroups(problem: &FwdProblem) -> u64 {
+pub(crate) fn num_workgroups(problem: &FwdProblem) -> u64 {
     num_rows(problem).div_ceil(WAVES).min(MOST_WORKGROUPS)
 }
 
 /// The kernel: arguments `FwdParams` of the call, [`CacheUpdate`](fmha_core::cache_update::CacheUpdate).
 #[must_use]
-pub fn source(problem: &FwdProblem) -> KernelSource {
+pub(crate) fn source(problem: &FwdProblem) -> KernelSource {
     let spec = CacheSpec::of(problem);
     let entry = Entry {
         include: "fmha/cdna/decode/update.h",
         constants: &[("kSpec", &spec)],
-        bounds: &format!("__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS})))"),
+        bounds: &crate::group_of(NUM_THREADS),
         params: "FwdParams p, CacheUpdate update",
         call: "cache::Update<kSpec, cache::Wave>{p, update}.run();",
     };

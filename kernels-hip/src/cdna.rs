@@ -1,23 +1,24 @@
 //! `cdna_fwd`: forward on MFMA.
 
-use fmha_core::fields::{FieldValue as _, Fields as _};
+use fmha_core::fields::{FieldValue as _, Fields as _, Takes};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
     Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, ProblemError, Refusal, Strides,
-    VLayout,
+    VLayout, abi_enum, abi_spec,
 };
 
+use crate::CDNA;
 use crate::arch::Arch;
 use crate::device::{Device, needs_mfma, refuse};
 use crate::forward::recipe::Whole;
-use crate::forward::{MAX_HEAD_DIM, takes, takes_addresses};
+use crate::forward::{CdnaSpec, MAX_HEAD_DIM, OutputKind, takes, takes_addresses};
 use crate::order::{Tiles, Why};
-use crate::{CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
+use crate::paths::{LoadPath, StorePath};
 
 /// The kernel's name in plans and refusals.
-pub const NAME: &str = "cdna_fwd";
+pub(crate) const NAME: &str = "cdna_fwd";
 /// What its entry includes.
-pub const HEADER: &str = "fmha/cdna/fwd.h";
+pub(crate) const HEADER: &str = "fmha/cdna/fwd.h";
 
 /// Rows of a matrix instruction, hence queries of a wave.
 const WAVE_ROWS: i32 = 32;
@@ -30,12 +31,53 @@ const CHUNK: u64 = 16;
 /// Tiles of K, and of V, in LDS.
 const STAGES: i64 = 2;
 
+/// How workgroups come by their tiles. A tile is `block_m` queries of one head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum TileOrder {
+    /// One tile a workgroup, in the hardware's order.
+    Single,
+    /// A workgroup walks over tiles by a stride, every second round backwards.
+    Static,
+}
+
+abi_enum!(TileOrder { Single, Static });
+
+abi_spec! {
+    /// How the CDNA forward kernel computes.
+    pub struct CdnaTile {
+        /// Queries of a workgroup: 32 a wave.
+        pub block_m: i32 = Takes::multiples(32, 32, 512).tuned_over(&[64, 128, 256]),
+        /// Keys of a step of the main loop.
+        pub block_n: i32 = Takes::among(&[32, 64, 128]).tuned(),
+        /// How Q, K and V are read.
+        pub load: LoadPath = Takes::nothing(),
+        /// How O is written.
+        pub store: StorePath = Takes::nothing(),
+        /// Dies that workgroups are dealt to in turn; neighbours in a head are kept on one.
+        pub num_xcds: i32 = Takes::nothing(),
+        /// Whether workgroups have one tile each or several.
+        pub order: TileOrder = Takes::all().tuned(),
+    }
+}
+
+impl CdnaTile {
+    /// None of a kernel: where names are read into.
+    const UNSET: Self = Self {
+        block_m: 0,
+        block_n: 0,
+        load: LoadPath::Element,
+        store: StorePath::Element,
+        num_xcds: 1,
+        order: TileOrder::Single,
+    };
+}
+
 /// The kernel, with all that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Cdna {
+pub(crate) struct Cdna {
     spec: CdnaSpec,
     /// How it computes.
-    pub tile: CdnaTile,
+    pub(crate) tile: CdnaTile,
     /// Why this order of tiles.
     why: Why,
     /// Workgroups that walk over tiles; `None`: as many as the device holds.
@@ -46,7 +88,7 @@ pub struct Cdna {
 ///
 /// # Errors
 /// The field that it does not take, and its number.
-pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
+pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
     let arch = device.arch;
     needs_mfma(arch, NAME)?;
     takes(problem, arch, NAME)?;
@@ -253,7 +295,7 @@ pub(crate) fn stores_runs(problem: &FwdProblem) -> bool {
 
 /// Threads of a workgroup.
 #[must_use]
-pub fn num_threads(tile: &CdnaTile) -> i32 {
+pub(crate) fn num_threads(tile: &CdnaTile) -> i32 {
     tile.block_m / WAVE_ROWS * WAVE_THREADS
 }
 
@@ -289,9 +331,7 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
         params: "CdnaParams p",
         call: "cdna::fwd<kSpec, kTile>(p);",
     };
-    let text =
-        entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
-    KernelSource::new(text, crate::headers)
+    crate::source(&entry, CDNA)
 }
 
 impl Whole for Cdna {

@@ -3,12 +3,14 @@
 use fmha_core::{BwdProblem, Refusal};
 
 use crate::arch::Arch;
-use crate::backward::{BLOCK_ROWS, ELEM_BYTES, LoadsAndStores, Unit, with_lds};
+use crate::backward::{
+    BLOCK_ROWS, BwdSums, ELEM_BYTES, LoadsAndStores, MatrixBwdSpec, MatrixBwdTile, Unit, with_lds,
+};
 use crate::device::needs_mfma;
-use crate::{BwdSums, LoadPath, MatrixBwdSpec, MatrixBwdTile};
+use crate::paths::LoadPath;
 
 /// The kernel's name in plans and refusals.
-pub const NAME: &str = "cdna_bwd";
+pub(crate) const NAME: &str = "cdna_bwd";
 
 const SIMDS: i32 = 4;
 

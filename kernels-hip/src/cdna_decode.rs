@@ -9,20 +9,22 @@ use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::{Bias, DType, FwdArgs, FwdProblem, PlanOptions, Refusal, VLayout, abi_spec, abi_struct};
 
+use crate::CDNA;
 use crate::arch::Arch;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Parts, cache_details, default_keys, leaves_to_forward, row_blocks, shares_rows, strides_are_dwords,
+    Parts, cache_details, default_keys, leaves_to_forward, row_blocks, shares_rows, strides_are_dwords, takes,
 };
-use crate::device::{Device, needs_mfma, refuse};
-use crate::{CdnaParams, LoadPath};
+use crate::device::{Device, needs_mfma};
+use crate::forward::CdnaParams;
+use crate::paths::LoadPath;
 
 /// The kernel's name in plans and refusals.
-pub const NAME: &str = "cdna_decode";
+pub(crate) const NAME: &str = "cdna_decode";
 /// The launch behind.
-pub const MERGE: &str = "cdna_decode_merge";
+pub(crate) const MERGE: &str = "cdna_decode_merge";
 /// What its entry includes.
-pub const HEADER: &str = "fmha/cdna/decode/main.h";
+pub(crate) const HEADER: &str = "fmha/cdna/decode/main.h";
 
 /// Waves of a workgroup, at most.
 const MOST_WAVES: u32 = 4;
@@ -31,9 +33,6 @@ const WAVE_THREADS: u32 = 64;
 const EDGE: u32 = 32;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
-/// Of the longest rows a wave has 144 columns of Q and 128 of O, as registers allow.
-const MAX_HEAD_DIM_QK: u32 = 576;
-const MAX_HEAD_DIM_V: u32 = 512;
 /// Latent attention's keys and the values in them.
 const LATENT: (u32, u32) = (576, 512);
 /// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
@@ -110,35 +109,12 @@ abi_struct! {
 
 /// The kernel, with all that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct CdnaDecode {
+pub(crate) struct CdnaDecode {
     spec: CdnaDecodeSpec,
     /// How it computes.
-    pub tile: CdnaDecodeTile,
+    pub(crate) tile: CdnaDecodeTile,
     parts: Parts,
     num_xcds: u32,
-}
-
-/// What no tile would change.
-fn takes(problem: &FwdProblem) -> Result<(), Refusal> {
-    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
-        refuse!(NAME, "dtype_qk {qk} with dtype_v {v} is not one 16-bit type");
-    }
-    let dims = problem.dims;
-    let rows =
-        [("head_dim_qk", dims.head_dim_qk, MAX_HEAD_DIM_QK), ("head_dim_v", dims.head_dim_v, MAX_HEAD_DIM_V)];
-    for (field, dim, most) in rows {
-        if dim > most {
-            refuse!(NAME, "{field} {dim} is larger than {most}");
-        }
-    }
-    if problem.drops() {
-        refuse!(NAME, "p_drop {} is not taken", problem.dropout.p_drop);
-    }
-    if problem.dropout.write_keep_mask {
-        refuse!(NAME, "write_keep_mask: keys that the mask hides are not walked");
-    }
-    crate::cache_update::takes(problem, NAME)
 }
 
 /// Of an architecture's dies those, a power of two, that so many sets of keys are dealt out to evenly.
@@ -207,7 +183,7 @@ impl Split for CdnaDecode {
 
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal> {
         needs_mfma(device.arch, NAME)?;
-        takes(problem)?;
+        takes(NAME, problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
         let dims = problem.dims;
         let sets = u64::from(dims.batch) * u64::from(dims.num_heads_kv);
@@ -254,10 +230,7 @@ impl Split for CdnaDecode {
             params: "CdnaDecodeParams p",
             call: "cdna::decode::run<kSpec>(p);",
         };
-        let text = entry
-            .render()
-            .replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
-        KernelSource::new(text, crate::headers)
+        crate::source(&entry, CDNA)
     }
 
     fn num_threads(&self) -> u32 {

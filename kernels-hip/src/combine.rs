@@ -1,6 +1,6 @@
 //! `combine`: merges partial results, an element a thread.
 
-pub mod recipe;
+pub(crate) mod recipe;
 
 use fmha_core::abi::MAX_PARTS;
 use fmha_core::source::{Entry, KernelSource};
@@ -10,15 +10,15 @@ use fmha_core::{CombineProblem, Refusal};
 use crate::device::refuse;
 
 /// The kernel's name in plans and refusals.
-pub const NAME: &str = "combine";
+pub(crate) const NAME: &str = "combine";
 /// Threads of a workgroup.
-pub const NUM_THREADS: u32 = 256;
+pub(crate) const NUM_THREADS: u32 = 256;
 
 /// Whether the kernel computes this problem.
 ///
 /// # Errors
 /// The number that is too large.
-pub fn accept(problem: &CombineProblem) -> Result<CombineSpec, Refusal> {
+pub(crate) fn accept(problem: &CombineProblem) -> Result<CombineSpec, Refusal> {
     let parts = problem.num_parts;
     if parts as usize > MAX_PARTS {
         refuse!(NAME, "num_parts {parts} is larger than {MAX_PARTS}");
@@ -36,17 +36,17 @@ pub fn accept(problem: &CombineProblem) -> Result<CombineSpec, Refusal> {
 
 /// Workgroups of a launch.
 #[must_use]
-pub fn num_workgroups(problem: &CombineProblem) -> u64 {
+pub(crate) fn num_workgroups(problem: &CombineProblem) -> u64 {
     problem.shape().num_elems().div_ceil(NUM_THREADS.into())
 }
 
 /// What is compiled.
 #[must_use]
-pub fn source(spec: &CombineSpec) -> KernelSource {
+pub(crate) fn source(spec: &CombineSpec) -> KernelSource {
     let entry = Entry {
         include: "fmha/combine.h",
         constants: &[("kSpec", spec)],
-        bounds: &format!("__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS})))"),
+        bounds: &crate::group_of(NUM_THREADS),
         params: "CombineParams p",
         call: "combine<kSpec>(p);",
     };

@@ -5,12 +5,15 @@ pub(crate) mod recipe;
 
 use fmha_core::abi::{DevPtr, FwdParams};
 use fmha_core::source::{Entry, KernelSource};
-use fmha_core::{FwdArgs, FwdProblem, KvLayout, PlanOptions, QLayout, Refusal, Shape, Strides, cache_update};
+use fmha_core::{
+    DType, FwdArgs, FwdProblem, KvLayout, PlanOptions, QLayout, Refusal, Shape, Strides, cache_update,
+};
 
 use crate::arch::Arch;
+use crate::cdna_decode::CdnaDecodeParams;
 use crate::device::{Device, refuse};
 use crate::forward::params;
-use crate::{CdnaDecodeParams, cdna, rdna};
+use crate::{CDNA, cdna, rdna};
 
 const MERGE_HEADER: &str = "fmha/cdna/decode/merge.h";
 /// Waves of a workgroup of the launch behind.
@@ -26,7 +29,36 @@ const MOST_PARTS: u32 = 128;
 
 /// Elements of a row, at most, that a wave has alone.
 const WAVE_HEAD_DIM: u32 = 256;
+/// Of the longest rows that waves share; on CDNA a wave has 144 columns of Q and 128 of O then, as registers allow.
+const MAX_HEAD_DIM_QK: u32 = 576;
+const MAX_HEAD_DIM_V: u32 = 512;
 const DWORD: i64 = 4;
+
+/// What no tile would change.
+///
+/// # Errors
+/// In `kernel`'s name, the field that it does not take, and its number.
+pub(crate) fn takes(kernel: &'static str, problem: &FwdProblem) -> Result<(), Refusal> {
+    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
+        refuse!(kernel, "dtype_qk {qk} with dtype_v {v} is not one 16-bit type");
+    }
+    let dims = problem.dims;
+    let rows =
+        [("head_dim_qk", dims.head_dim_qk, MAX_HEAD_DIM_QK), ("head_dim_v", dims.head_dim_v, MAX_HEAD_DIM_V)];
+    for (field, dim, most) in rows {
+        if dim > most {
+            refuse!(kernel, "{field} {dim} is larger than {most}");
+        }
+    }
+    if problem.drops() {
+        refuse!(kernel, "p_drop {} is not taken", problem.dropout.p_drop);
+    }
+    if problem.dropout.write_keep_mask {
+        refuse!(kernel, "write_keep_mask: keys that the mask hides are not walked");
+    }
+    crate::cache_update::takes(problem, kernel)
+}
 
 /// Whether a row is longer than what a wave has alone.
 pub(crate) fn shares_rows(problem: &FwdProblem) -> bool {
@@ -117,14 +149,11 @@ impl Parts {
         let entry = Entry {
             include: MERGE_HEADER,
             constants: &[],
-            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({threads}, {threads})))"),
+            bounds: &crate::group_of(threads),
             params: "CdnaDecodeParams p",
             call: &format!("cdna::decode::merge<{}>(p);", self.row_elems),
         };
-        let text = entry
-            .render()
-            .replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
-        KernelSource::new(text, crate::headers)
+        crate::source(&entry, CDNA)
     }
 
     /// What both launches read; the parts lie at `workspace`.

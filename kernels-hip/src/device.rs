@@ -1,4 +1,4 @@
-//! What a recipe knows of a device, and how a launch lies over it.
+//! What a recipe knows of a device, and how many workgroups it holds.
 
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TunedTiles;
@@ -16,33 +16,18 @@ pub(crate) use refuse;
 
 /// What a choice depends on besides the problem.
 #[derive(Clone, Copy, Debug)]
-pub struct Device {
+pub(crate) struct Device {
     /// Its architecture.
-    pub arch: Arch,
+    pub(crate) arch: Arch,
     /// Its compute units.
-    pub num_compute_units: u32,
-}
-
-/// How a launch lies over a device.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Grid {
-    /// Workgroups of the launch.
-    pub workgroups: u64,
-    /// Of one workgroup.
-    pub threads: u32,
-    /// Pieces of work.
-    pub tiles: u64,
-    /// Of these, as many as the device works on at a time.
-    pub tiles_at_once: u64,
+    pub(crate) num_compute_units: u32,
 }
 
 impl Device {
-    /// Of a kernel whose workgroups have one piece of work each.
-    #[must_use]
-    pub fn grid(&self, usage: Option<&ResourceUsage>, workgroups: u64, threads: u32) -> Grid {
+    /// Workgroups of so many threads that it holds at a time, of a kernel that takes so much.
+    pub(crate) fn workgroups_at_once(&self, usage: Option<&ResourceUsage>, threads: u32) -> u64 {
         let per_compute_unit = usage.map_or(1, |usage| self.arch.workgroups_per_compute_unit(usage, threads));
-        let tiles_at_once = (self.num_compute_units * per_compute_unit).into();
-        Grid { workgroups, threads, tiles: workgroups, tiles_at_once }
+        (self.num_compute_units * per_compute_unit).into()
     }
 }
 
@@ -54,12 +39,18 @@ impl<V: Vendor<Facts = DeviceFacts>> Amd for V {}
 /// What a choice depends on besides the problem.
 pub struct DeviceFacts {
     /// The device.
-    pub device: Device,
+    pub(crate) device: Device,
     /// Tiles that were measured on it.
-    pub tuned: TunedTiles,
+    pub(crate) tuned: TunedTiles,
 }
 
 impl DeviceFacts {
+    /// The architecture, which a compiler's options follow.
+    #[must_use]
+    pub fn arch(&self) -> Arch {
+        self.device.arch
+    }
+
     /// Of a device called `name`, of an architecture as HIP names it; an emulated one has no tiles of its own.
     ///
     /// # Errors
@@ -115,8 +106,7 @@ pub(crate) fn launch(kernel: &'static str, source: KernelSource, groups: u64, th
 /// Of a kernel whose workgroups have one piece of work each.
 pub(crate) fn lay_out(device: Option<Device>, launch: &mut Launch, usage: Option<&ResourceUsage>) {
     if let Some(device) = device {
-        launch.tiles_at_once =
-            device.grid(usage, launch.grid.groups.into(), launch.grid.threads).tiles_at_once;
+        launch.tiles_at_once = device.workgroups_at_once(usage, launch.grid.threads);
     }
 }
 
@@ -127,6 +117,17 @@ pub(crate) fn lay_out(device: Option<Device>, launch: &mut Launch, usage: Option
 pub(crate) fn needs_mfma(arch: Arch, kernel: &'static str) -> Result<(), Refusal> {
     if arch.is_rdna() {
         refuse!(kernel, "{} has no MFMA: not on RDNA", arch.name());
+    }
+    Ok(())
+}
+
+/// A kernel on WMMA runs on RDNA alone.
+///
+/// # Errors
+/// The architecture.
+pub(crate) fn needs_wmma(arch: Arch, kernel: &'static str) -> Result<(), Refusal> {
+    if !arch.is_rdna() {
+        refuse!(kernel, "{} has no WMMA", arch.name());
     }
     Ok(())
 }

@@ -3,12 +3,75 @@
 
 pub(crate) mod recipe;
 
-use fmha_core::abi::FwdParams;
-use fmha_core::{Bias, DType, FwdArgs, FwdProblem, ProblemError, Refusal, check_addresses};
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, FwdParams};
+use fmha_core::source::Header;
+use fmha_core::{
+    Bias, DType, FwdArgs, FwdProblem, MaskKind, ProblemError, Refusal, VLayout, abi_enum, abi_spec,
+    abi_struct, check_addresses,
+};
 
 use crate::arch::Arch;
+use crate::cdna::{CdnaTile, TileOrder};
 use crate::device::refuse;
-use crate::{CdnaParams, StorePath};
+use crate::paths::{LoadPath, StorePath};
+
+/// Which types of O a kernel writes; which of them a call wants is in [`CdnaParams`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum OutputKind {
+    /// f32, f16 or bf16.
+    Wide,
+    /// The FP8 types of the architecture.
+    Fp8,
+    /// All of these.
+    Any,
+}
+
+abi_enum!(OutputKind { Wide, Fp8, Any });
+
+abi_spec! {
+    /// What a forward kernel is compiled for, on either unit: what changes the instructions of its main loop. All else of a
+    /// problem is a number that it reads.
+    pub struct CdnaSpec {
+        /// Q and K.
+        pub dtype_qk: DType,
+        /// V, and P.
+        pub dtype_v: DType,
+        /// O.
+        pub output: OutputKind,
+        /// Elements of a query's or key's row, padded to whole 32.
+        pub head_dim_qk: i32,
+        /// Elements of a value's or output's row, padded to whole 32.
+        pub head_dim_v: i32,
+        /// Which axis of V has stride 1.
+        pub v_layout: VLayout,
+        /// `Full`: no band. Any other: the band of the call, bounded or not.
+        pub mask: MaskKind,
+        /// Whether there may be sink columns.
+        pub sink_columns: bool,
+        /// Whether there may be a soft-cap, a bias or slopes.
+        pub modifies: bool,
+        /// Whether there may be dropout, or its mask to write.
+        pub dropout: bool,
+    }
+}
+
+abi_struct! {
+    /// What a forward kernel reads, on either unit.
+    pub struct CdnaParams {
+        /// What all forward kernels read.
+        pub fwd: FwdParams,
+        /// Elements of a query's or key's row.
+        pub head_dim_qk: i32,
+        /// Elements of a value's or output's row.
+        pub head_dim_v: i32,
+        /// O's type, as [`DType`] counts.
+        pub dtype_o: i32,
+        /// The elementwise bias' type, as [`DType`] counts.
+        pub dtype_bias: i32,
+        /// 1: probabilities are dropped.
+        pub drops: i64,
+    }
+}
 
 pub(crate) const MAX_HEAD_DIM: u32 = 256;
 
@@ -70,4 +133,22 @@ pub(crate) fn takes_addresses(
         ("o", args.o.as_mut_ptr() as u64, store, true),
     ];
     check_addresses(kernel, operands)
+}
+
+/// `fmha/cdna/tile.h`: what this file and `cdna_fwd`'s share with the device.
+pub(crate) fn tile_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha::cdna {{\n\n{}\n}}  // namespace fmha::cdna\n",
+        [
+            LoadPath::c_definition(),
+            StorePath::c_definition(),
+            OutputKind::c_definition(),
+            TileOrder::c_definition(),
+            CdnaSpec::c_definition(),
+            CdnaTile::c_definition(),
+            CdnaParams::c_definition(),
+        ]
+        .concat()
+    );
+    Header::rendered("fmha/cdna/tile.h", text)
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use fmha_core::{FwdProblem, KvLayout, QLayout};
 
-use crate::TileOrder;
+use crate::cdna::TileOrder;
 
 /// A step of the main loop: the unit is a quarter of it, about half a microsecond of an MI300X at D 128.
 const STEP: u64 = 4;

@@ -5,17 +5,18 @@ use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::{FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, Shape, Strides, VLayout};
 
+use crate::RDNA;
 use crate::arch::Arch;
 use crate::cdna;
-use crate::device::{Device, refuse};
+use crate::device::{Device, needs_wmma, refuse};
 use crate::forward::recipe::Whole;
-use crate::forward::{takes, takes_addresses};
-use crate::{CdnaSpec, LoadPath, StorePath};
+use crate::forward::{CdnaSpec, takes, takes_addresses};
+use crate::paths::{LoadPath, StorePath};
 
 /// The kernel's name in plans and refusals.
-pub const NAME: &str = "rdna_fwd";
+pub(crate) const NAME: &str = "rdna_fwd";
 /// What its entry includes.
-pub const HEADER: &str = "fmha/rdna/fwd.h";
+pub(crate) const HEADER: &str = "fmha/rdna/fwd.h";
 
 /// Rows of a matrix instruction, hence queries of a wave.
 const WAVE_ROWS: u32 = 16;
@@ -42,21 +43,19 @@ abi_spec! {
 
 /// The kernel, with all that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rdna {
+pub(crate) struct Rdna {
     spec: CdnaSpec,
     /// How it computes.
-    pub tile: RdnaTile,
+    pub(crate) tile: RdnaTile,
 }
 
 /// Whether this kernel computes `problem` on `device`, and with which tile.
 ///
 /// # Errors
 /// The field that it does not take, and its number.
-pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Rdna, Refusal> {
+pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Rdna, Refusal> {
     let arch = device.arch;
-    if !arch.is_rdna() {
-        refuse!(NAME, "{} has no WMMA", arch.name());
-    }
+    needs_wmma(arch, NAME)?;
     takes(problem, arch, NAME)?;
     let load = if loads_chunks(problem) { LoadPath::Chunks } else { LoadPath::Element };
     let chosen = Rdna::of(problem, arch, load, &options.tile)?;
@@ -181,11 +180,11 @@ impl Whole for Rdna {
         let entry = Entry {
             include: HEADER,
             constants: &[("kSpec", &self.spec), ("kTile", &self.tile)],
-            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({threads}, {threads})))"),
+            bounds: &crate::group_of(threads),
             params: "CdnaParams p",
             call: "rdna::fwd<kSpec, kTile>(p);",
         };
-        source_of(&entry)
+        crate::source(&entry, RDNA)
     }
 
     fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
@@ -218,13 +217,4 @@ pub(crate) fn tile_header() -> Header {
         RdnaTile::c_definition()
     );
     Header::rendered("fmha/rdna/tile.h", text)
-}
-
-/// An entry of RDNA's kernels, which use CDNA's scalar text.
-pub(crate) fn source_of(entry: &Entry<'_>) -> KernelSource {
-    let text = entry.render().replace(
-        "using namespace fmha;",
-        "using namespace fmha;\nusing namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;",
-    );
-    KernelSource::new(text, crate::headers)
 }

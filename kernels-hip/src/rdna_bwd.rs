@@ -3,12 +3,12 @@
 use fmha_core::{BwdProblem, Refusal};
 
 use crate::arch::Arch;
-use crate::backward::{BLOCK_ROWS, ELEM_BYTES, LoadsAndStores, Unit};
-use crate::device::refuse;
-use crate::{BwdSums, LoadPath, MatrixBwdSpec, MatrixBwdTile};
+use crate::backward::{BLOCK_ROWS, BwdSums, ELEM_BYTES, LoadsAndStores, MatrixBwdSpec, MatrixBwdTile, Unit};
+use crate::device::{needs_wmma, refuse};
+use crate::paths::LoadPath;
 
 /// The kernel's name in plans and refusals.
-pub const NAME: &str = "rdna_bwd";
+pub(crate) const NAME: &str = "rdna_bwd";
 
 /// Bytes between the end of a row in LDS and the next.
 const PAD: i32 = 16;
@@ -28,10 +28,7 @@ impl Unit for Wmma {
     const LINE: u32 = 32;
 
     fn needs(arch: Arch) -> Result<(), Refusal> {
-        if !arch.is_rdna() {
-            refuse!(NAME, "{} has no WMMA", arch.name());
-        }
-        Ok(())
+        needs_wmma(arch, NAME)
     }
 
     fn launch(sums: BwdSums) -> &'static str {

@@ -9,28 +9,29 @@ use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, VLayout, abi_spec};
 
+use crate::RDNA;
+use crate::cdna_decode::CdnaDecodeParams;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Parts, cache_details, default_keys, leaves_to_forward, row_blocks, shares_rows, strides_are_dwords,
+    Parts, cache_details, default_keys, leaves_to_forward, row_blocks, shares_rows, strides_are_dwords, takes,
 };
-use crate::device::{Device, refuse};
-use crate::rdna::{RdnaTile, source_of};
-use crate::{CdnaDecodeParams, CdnaSpec, LoadPath, OutputKind, StorePath};
+use crate::device::{Device, needs_wmma, refuse};
+use crate::forward::{CdnaSpec, OutputKind};
+use crate::paths::{LoadPath, StorePath};
+use crate::rdna::RdnaTile;
 
 /// The kernel's name in plans and refusals.
-pub const NAME: &str = "rdna_decode";
+pub(crate) const NAME: &str = "rdna_decode";
 /// The launch behind.
-pub const MERGE: &str = "rdna_decode_merge";
+pub(crate) const MERGE: &str = "rdna_decode_merge";
 /// What its entry includes.
-pub const HEADER: &str = "fmha/rdna/decode/main.h";
+pub(crate) const HEADER: &str = "fmha/rdna/decode/main.h";
 
 const WAVE_THREADS: u32 = 32;
 /// Rows of a wave.
 const WAVE_ROWS: u32 = 16;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
-const MAX_HEAD_DIM_QK: u32 = 576;
-const MAX_HEAD_DIM_V: u32 = 512;
 /// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
 /// which the partial results of eight rows, written and read, are 12 %.
 const LEAST_KEYS: u32 = 128;
@@ -55,37 +56,11 @@ abi_spec! {
 
 /// The kernel, with all that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RdnaDecode {
+pub(crate) struct RdnaDecode {
     spec: CdnaSpec,
     stored: DType,
     tile: RdnaTile,
     parts: Parts,
-}
-
-/// What no tile would change.
-fn takes(problem: &FwdProblem, device: Device) -> Result<(), Refusal> {
-    if !device.arch.is_rdna() {
-        refuse!(NAME, "{} has no WMMA", device.arch.name());
-    }
-    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
-        refuse!(NAME, "dtype_qk {qk} with dtype_v {v} is not one 16-bit type");
-    }
-    let dims = problem.dims;
-    let rows =
-        [("head_dim_qk", dims.head_dim_qk, MAX_HEAD_DIM_QK), ("head_dim_v", dims.head_dim_v, MAX_HEAD_DIM_V)];
-    for (field, dim, most) in rows {
-        if dim > most {
-            refuse!(NAME, "{field} {dim} is larger than {most}");
-        }
-    }
-    if problem.drops() {
-        refuse!(NAME, "p_drop {} is not taken", problem.dropout.p_drop);
-    }
-    if problem.dropout.write_keep_mask {
-        refuse!(NAME, "write_keep_mask: keys that the mask hides are not walked");
-    }
-    crate::cache_update::takes(problem, NAME)
 }
 
 fn spec(problem: &FwdProblem) -> CdnaSpec {
@@ -136,7 +111,8 @@ impl Split for RdnaDecode {
     type Tile = RdnaDecodeTile;
 
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal> {
-        takes(problem, device)?;
+        needs_wmma(device.arch, NAME)?;
+        takes(NAME, problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
         let dims = problem.dims;
         let shares_rows = shares_rows(problem);
@@ -184,11 +160,11 @@ impl Split for RdnaDecode {
         let entry = Entry {
             include: HEADER,
             constants: &[("kSpec", &self.spec), ("kTile", &self.tile), ("kStored", &self.stored)],
-            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({threads}, {threads})))"),
+            bounds: &crate::group_of(threads),
             params: "CdnaDecodeParams p",
             call: "rdna::decode::run<kSpec, kTile, kStored>(p);",
         };
-        source_of(&entry)
+        crate::source(&entry, RDNA)
     }
 
     fn num_threads(&self) -> u32 {

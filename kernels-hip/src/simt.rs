@@ -1,6 +1,6 @@
 //! `simt`: every forward problem, a wave to a row. Correct for all, fast for none.
 
-pub mod recipe;
+pub(crate) mod recipe;
 
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;
@@ -10,13 +10,13 @@ use crate::arch::Arch;
 use crate::device::refuse;
 
 /// The kernel's name in plans and refusals.
-pub const NAME: &str = "simt";
+pub(crate) const NAME: &str = "simt";
 /// Threads of a workgroup.
-pub const NUM_THREADS: u32 = 256;
+pub(crate) const NUM_THREADS: u32 = 256;
 
 /// Rows of a workgroup: a wave to each.
 #[must_use]
-pub const fn rows_of_a_workgroup(arch: Arch) -> u64 {
+pub(crate) const fn rows_of_a_workgroup(arch: Arch) -> u64 {
     (NUM_THREADS / arch.wave_threads()) as u64
 }
 
@@ -24,7 +24,7 @@ pub const fn rows_of_a_workgroup(arch: Arch) -> u64 {
 ///
 /// # Errors
 /// The number that is too large, or a tile that it has not.
-pub fn accept(problem: &FwdProblem, arch: Arch, options: &PlanOptions) -> Result<FwdSpec, Refusal> {
+pub(crate) fn accept(problem: &FwdProblem, arch: Arch, options: &PlanOptions) -> Result<FwdSpec, Refusal> {
     if let Some(cache) = problem.cache.dtype {
         refuse!(NAME, "dtype_cache {cache} beside {} is not taken", problem.dtypes.qk);
     }
@@ -42,7 +42,7 @@ pub fn accept(problem: &FwdProblem, arch: Arch, options: &PlanOptions) -> Result
 
 /// Workgroups of a launch.
 #[must_use]
-pub fn num_workgroups(problem: &FwdProblem, arch: Arch) -> u64 {
+pub(crate) fn num_workgroups(problem: &FwdProblem, arch: Arch) -> u64 {
     let dims = problem.dims;
     let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
     rows.div_ceil(rows_of_a_workgroup(arch))
@@ -50,11 +50,11 @@ pub fn num_workgroups(problem: &FwdProblem, arch: Arch) -> u64 {
 
 /// What is compiled.
 #[must_use]
-pub fn source(spec: &FwdSpec) -> KernelSource {
+pub(crate) fn source(spec: &FwdSpec) -> KernelSource {
     let entry = Entry {
         include: "fmha/simt/fwd.h",
         constants: &[("kSpec", spec)],
-        bounds: &format!("__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS})))"),
+        bounds: &crate::group_of(NUM_THREADS),
         params: "FwdParams p",
         call: "simt::fwd<kSpec>(p);",
     };

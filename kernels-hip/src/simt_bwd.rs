@@ -1,6 +1,6 @@
 //! `simt` backward: every problem, a wave to a row, in two launches. Correct for all, fast for none.
 
-pub mod recipe;
+pub(crate) mod recipe;
 
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::source::{Entry, KernelSource};
@@ -12,14 +12,14 @@ use crate::device::refuse;
 use crate::simt::{NAME, NUM_THREADS, rows_of_a_workgroup};
 
 /// The first launch's name in a plan; the second bears the kernel's.
-pub const STATS: &str = "simt_bwd_stats";
+pub(crate) const STATS: &str = "simt_bwd_stats";
 
 /// Chosen for a problem.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SimtBwd {
+pub(crate) struct SimtBwd {
     spec: BwdSpec,
     /// Where its numbers lie in the workspace.
-    pub workspace: BwdWorkspace,
+    pub(crate) workspace: BwdWorkspace,
     rows: BwdRows,
     /// Of a workgroup.
     group_rows: u64,
@@ -29,7 +29,7 @@ pub struct SimtBwd {
 ///
 /// # Errors
 /// The number that is too large, or a tile that it has not.
-pub fn accept(problem: &BwdProblem, arch: Arch, options: &PlanOptions) -> Result<SimtBwd, Refusal> {
+pub(crate) fn accept(problem: &BwdProblem, arch: Arch, options: &PlanOptions) -> Result<SimtBwd, Refusal> {
     options.refuse_tile(NAME)?;
     let rows = BwdRows::of(problem);
     let group_rows = rows_of_a_workgroup(arch);
@@ -47,25 +47,25 @@ pub fn accept(problem: &BwdProblem, arch: Arch, options: &PlanOptions) -> Result
 impl SimtBwd {
     /// The first launch.
     #[must_use]
-    pub fn stats_source(&self) -> KernelSource {
+    pub(crate) fn stats_source(&self) -> KernelSource {
         self.source("simt::bwd_stats<kSpec>(p);")
     }
 
     /// The second.
     #[must_use]
-    pub fn source_of_rows(&self) -> KernelSource {
+    pub(crate) fn source_of_rows(&self) -> KernelSource {
         self.source("simt::bwd<kSpec>(p);")
     }
 
     /// Workgroups of the first launch.
     #[must_use]
-    pub fn stats_workgroups(&self) -> u64 {
+    pub(crate) fn stats_workgroups(&self) -> u64 {
         self.rows.queries.div_ceil(self.group_rows)
     }
 
     /// Of the second.
     #[must_use]
-    pub fn workgroups(&self) -> u64 {
+    pub(crate) fn workgroups(&self) -> u64 {
         self.rows.all().div_ceil(self.group_rows)
     }
 
@@ -73,7 +73,7 @@ impl SimtBwd {
         let entry = Entry {
             include: "fmha/simt/bwd.h",
             constants: &[("kSpec", &self.spec)],
-            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS})))"),
+            bounds: &crate::group_of(NUM_THREADS),
             params: "BwdParams p",
             call,
         };

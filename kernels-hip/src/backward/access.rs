@@ -3,7 +3,7 @@
 use fmha_core::{BwdProblem, Shape, Strides, VLayout};
 
 use super::{DWORD, ELEM_BYTES, FURTHEST_ROW};
-use crate::{LoadPath, StorePath};
+use crate::paths::{LoadPath, StorePath};
 
 /// How operands are read and gradients written.
 #[derive(Clone, Copy, Debug, PartialEq)]

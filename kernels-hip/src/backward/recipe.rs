@@ -1,7 +1,7 @@
 //! The recipe of the backward kernels, `cdna_bwd` and `rdna_bwd`: launches of products between two by rows.
 
-use crate::backward::{Backward, Unit, accept, num_threads};
-use crate::{Device, MatrixBwdTile, simt};
+use crate::backward::{Backward, MatrixBwdTile, Unit, accept, num_threads};
+use crate::simt;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
@@ -9,7 +9,7 @@ use fmha_gpu::{
     AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows, settle,
 };
 
-use crate::device::{Amd, DeviceFacts, launch, lay_out};
+use crate::device::{Amd, Device, DeviceFacts, launch, lay_out};
 
 /// The backward on matrix instructions.
 #[derive(Clone, Debug)]

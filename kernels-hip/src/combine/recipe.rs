@@ -1,14 +1,14 @@
 //! The kernel that merges partial results.
 
-use crate::{Device, combine};
+use crate::combine;
 use fmha_core::{Call, PlanOptions, Refusal, ResourceUsage, Result, ValidCombine, Workspace, bind};
 use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows};
 
-use crate::device::{Amd, DeviceFacts, launch, lay_out};
+use crate::device::{Amd, Device, DeviceFacts, launch, lay_out};
 
 /// Merges parts that the caller brings.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Merge {
+pub(crate) struct Merge {
     device: Option<Device>,
 }
 

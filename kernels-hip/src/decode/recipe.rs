@@ -14,9 +14,10 @@ use fmha_gpu::{
 };
 
 use crate::cache_update::launch as update;
+use crate::cdna_decode::CdnaDecodeParams;
 use crate::decode::{Parts, merge_threads};
 use crate::device::{Amd, Device, DeviceFacts, launch, lay_out};
-use crate::{CdnaDecodeParams, LoadPath};
+use crate::paths::LoadPath;
 
 /// A kernel whose pieces of work are some rows and a part of the keys.
 pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {

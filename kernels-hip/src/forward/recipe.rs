@@ -108,7 +108,7 @@ impl<V: Amd, K: Whole> Recipe<ValidFwd, V> for Forward<K> {
 
     fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
         let Some((chosen, device)) = self.chosen else { return };
-        launch.tiles_at_once = device.grid(usage, launch.tiles, launch.grid.threads).tiles_at_once;
+        launch.tiles_at_once = device.workgroups_at_once(usage, launch.grid.threads);
         let workgroups = chosen.workgroups(launch.tiles, launch.tiles_at_once);
         launch.grid.groups = u32::try_from(workgroups).unwrap_or(u32::MAX);
     }

@@ -1,15 +1,15 @@
 //! The kernel that computes every forward problem.
 
-use crate::{Device, simt};
+use crate::simt;
 use fmha_core::{Call, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, bind};
 use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows};
 
 use crate::cache_update::launch as update;
-use crate::device::{Amd, DeviceFacts, launch, lay_out};
+use crate::device::{Amd, Device, DeviceFacts, launch, lay_out};
 
 /// Takes every forward problem, a wave to a row.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Simt {
+pub(crate) struct Simt {
     device: Option<Device>,
 }
 

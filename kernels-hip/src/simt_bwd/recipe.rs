@@ -1,14 +1,14 @@
 //! The kernels that compute every backward problem.
 
-use crate::{Device, simt, simt_bwd};
+use crate::{simt, simt_bwd};
 use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
 use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows, exactly};
 
-use crate::device::{Amd, DeviceFacts, launch, lay_out};
+use crate::device::{Amd, Device, DeviceFacts, launch, lay_out};
 
 /// Takes every backward problem, a wave to a row.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct SimtBwd {
+pub(crate) struct SimtBwd {
     chosen: Option<(simt_bwd::SimtBwd, Device)>,
 }
 
