@@ -19,6 +19,17 @@ use crate::recipe::{AnyAddress, Choice, Facts as _, Family, Kernel, Launch, Laun
 use crate::select::{Selected, select};
 use crate::steps::{Handle, Ready, Step, Steps};
 
+/// The same of a problem, whichever operation's it is.
+macro_rules! whichever {
+    ($any:expr, $problem:ident => $value:expr) => {
+        match $any {
+            AnyProblem::Forward($problem) => $value,
+            AnyProblem::Backward($problem) => $value,
+            AnyProblem::Combine($problem) => $value,
+        }
+    };
+}
+
 /// A GPU behind its vendor's driver, or only its architecture.
 pub struct Backend<V: Vendor> {
     name: String,
@@ -404,11 +415,7 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
 
 impl<V: Vendor> Tune for Backend<V> {
     fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions> {
-        match problem {
-            AnyProblem::Forward(problem) => self.tuned(problem, options, |_, tile| tile),
-            AnyProblem::Backward(problem) => self.tuned(problem, options, |_, tile| tile),
-            AnyProblem::Combine(problem) => self.tuned(problem, options, |_, tile| tile),
-        }
+        whichever!(problem, it => self.tuned(it, options, |_, tile| tile))
     }
 
     fn knobs(
@@ -416,11 +423,7 @@ impl<V: Vendor> Tune for Backend<V> {
         problem: AnyProblem<'_>,
         options: &PlanOptions,
     ) -> Result<Vec<(&'static str, Vec<String>)>> {
-        match problem {
-            AnyProblem::Forward(problem) => self.tuned(problem, options, |of, _| of.fields()),
-            AnyProblem::Backward(problem) => self.tuned(problem, options, |of, _| of.fields()),
-            AnyProblem::Combine(problem) => self.tuned(problem, options, |of, _| of.fields()),
-        }
+        whichever!(problem, it => self.tuned(it, options, |of, _| of.fields()))
     }
 
     fn modelled_micros(
@@ -430,43 +433,23 @@ impl<V: Vendor> Tune for Backend<V> {
         tile: &TileOptions,
     ) -> Option<f64> {
         let facts = &self.facts;
-        match problem {
-            AnyProblem::Forward(problem) => {
-                self.tuned(problem, options, |of, _| of.modelled_micros(problem, facts, tile)).ok()?
-            }
-            AnyProblem::Backward(problem) => {
-                self.tuned(problem, options, |of, _| of.modelled_micros(problem, facts, tile)).ok()?
-            }
-            AnyProblem::Combine(_) => None,
-        }
+        whichever!(problem, it => self.tuned(it, options, |of, _| of.modelled_micros(it, facts, tile)).ok()?)
     }
 
     fn keep(&self, problem: AnyProblem<'_>, options: &PlanOptions, tile: TunedTile) -> Result<PathBuf> {
         if self.driver().is_some_and(|driver| driver.is_emulated()) {
             return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));
         }
-        let (label, class) = match problem {
-            AnyProblem::Forward(problem) => {
-                self.tuned(problem, options, |of, _| (of.label(), of.class(problem, options)))?
-            }
-            AnyProblem::Backward(problem) => {
-                self.tuned(problem, options, |of, _| (of.label(), of.class(problem, options)))?
-            }
-            AnyProblem::Combine(problem) => {
-                self.tuned(problem, options, |of, _| (of.label(), of.class(problem, options)))?
-            }
-        };
+        let (label, class) = whichever!(problem, it => {
+            self.tuned(it, options, |of, _| (of.label(), of.class(it, options)))?
+        });
         self.facts.tuned().keep(label, &class, tile)
     }
 }
 
 impl<V: Vendor> Precompile for Backend<V> {
     fn jobs(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>> {
-        match problem {
-            AnyProblem::Forward(problem) => self.jobs_of(problem, options),
-            AnyProblem::Backward(problem) => self.jobs_of(problem, options),
-            AnyProblem::Combine(problem) => self.jobs_of(problem, options),
-        }
+        whichever!(problem, it => self.jobs_of(it, options))
     }
 
     fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>> {
