@@ -1,0 +1,231 @@
+//! A device that is open: what plans are made on and run on.
+
+mod stream;
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+mod tests;
+
+pub use stream::{Event, Recording, Stream};
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::args::MemorySpace;
+use crate::backend::{DeviceMemory, FmhaBackend, unsupported};
+use crate::bwd::ValidBwd;
+use crate::cache::{Precompile, only_plans};
+use crate::call::{Planned, Problem};
+use crate::combine::ValidCombine;
+use crate::dtype::DType;
+use crate::error::{ProblemError, Result};
+use crate::peers::Peers;
+use crate::plan::{BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions};
+use crate::problem::ValidFwd;
+use crate::queues::Queues;
+use crate::roofline::Roofline;
+use crate::tune::Tune;
+
+/// A device that can run attention: a backend that is open, with all the kernels that it has loaded. A copy is cheap
+/// and is the same device.
+///
+/// ```text
+/// device.plan_fwd(&problem, &options)?     chooses and compiles; may take seconds the first time
+///       .run(&mut args, &stream)?          checks the operands, queues, returns
+/// ```
+///
+/// A run borrows its arguments, and so its outputs, exclusively: nobody else holds them, nor can two threads run one
+/// set of arguments.
+///
+/// ```compile_fail,E0308
+/// # use fmha_core::{FwdArgs, FwdPlan, Stream};
+/// fn run(plan: &FwdPlan, args: &FwdArgs<'_>, stream: &Stream) -> fmha_core::Result<()> {
+///     plan.run(args, stream)
+/// }
+/// ```
+///
+/// ```compile_fail,E0502
+/// # use fmha_core::{FwdArgs, FwdPlan, Stream};
+/// fn run(plan: &FwdPlan, mut args: FwdArgs<'_>, stream: &Stream) -> Option<u8> {
+///     let o = args.o.as_input();
+///     plan.run(&mut args, stream).ok()?;
+///     o.as_host()?.first().copied()
+/// }
+/// ```
+///
+/// ```
+/// # use fmha_core::{FwdArgs, FwdPlan, Stream};
+/// fn run(plan: &FwdPlan, mut args: FwdArgs<'_>, stream: &Stream) -> Option<u8> {
+///     plan.run(&mut args, stream).ok()?;
+///     args.o.as_input().as_host()?.first().copied()
+/// }
+/// ```
+#[derive(Clone)]
+pub struct Device(Arc<dyn FmhaBackend>);
+
+impl Device {
+    /// A backend as a device.
+    #[must_use]
+    pub fn new(backend: impl FmhaBackend + 'static) -> Self {
+        Self(Arc::new(backend))
+    }
+
+    /// The name that selects its backend: `cpu`.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        self.0.kind()
+    }
+
+    /// For people and logs: which device, how many cores, which instructions.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    /// What it could reach at best with products of `dtype`.
+    #[must_use]
+    pub fn roofline(&self, dtype: DType) -> Roofline {
+        self.0.roofline(dtype)
+    }
+
+    /// Every kernel that it has, best first.
+    #[must_use]
+    pub fn kernels(&self) -> Vec<&'static str> {
+        self.0.kernels()
+    }
+
+    /// Itself as a compiler of kernels, if it compiles any.
+    #[must_use]
+    pub fn precompiler(&self) -> Option<&dyn Precompile> {
+        self.0.precompiler()
+    }
+
+    /// Itself as something whose tiles can be measured, if they can.
+    #[must_use]
+    pub fn tuner(&self) -> Option<&dyn Tune> {
+        self.0.tuner()
+    }
+
+    /// Its memory.
+    #[must_use]
+    pub fn memory(&self) -> &dyn DeviceMemory {
+        self.0.memory()
+    }
+
+    /// Its part in memory that processes of a host share, if it has one.
+    #[must_use]
+    pub fn peers(&self) -> Option<&dyn Peers> {
+        self.0.peers()
+    }
+
+    /// Chooses a forward kernel.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) with every refusal, or what the compiler or driver said.
+    pub fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
+        self.seal(problem, options, self.0.plan_fwd(problem, options)?)
+    }
+
+    /// Chooses a backward kernel.
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    pub fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
+        self.seal(problem, options, self.0.plan_bwd(problem, options)?)
+    }
+
+    /// Chooses a combine kernel.
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    pub fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
+        self.seal(problem, options, self.0.plan_combine(problem, options)?)
+    }
+
+    fn seal<P: Problem>(&self, problem: &P, options: &PlanOptions, planned: Planned<P>) -> Result<Plan<P>> {
+        let parts = &planned.parts;
+        options
+            .check_promises(&parts.kernel, &parts.promises)
+            .map_err(|refusal| unsupported(self.name(), vec![refusal]))?;
+        Ok(Plan::new(self.clone(), problem.clone(), planned, options.check_lengths))
+    }
+
+    /// Whether work is queued and a run returns before it is done. Without streams a run computes before it returns.
+    #[must_use]
+    pub fn has_streams(&self) -> bool {
+        self.0.queues().is_some()
+    }
+
+    /// Whether it has a clock of its own: an emulated device has none, and the CPU is timed by the host's.
+    #[must_use]
+    pub fn has_clock(&self) -> bool {
+        self.0.queues().is_some_and(Queues::has_clock)
+    }
+
+    /// A new stream, which does not wait for the default one. On the CPU its work is done at return.
+    ///
+    /// # Errors
+    /// What the driver said.
+    pub fn stream(&self) -> Result<Stream> {
+        let handle = self.queues()?.map(Queues::create_stream).transpose()?;
+        Ok(Stream { device: self.clone(), handle: handle.unwrap_or(0), owned: handle.is_some() })
+    }
+
+    /// The stream that is always there.
+    #[must_use]
+    pub fn default_stream(&self) -> Stream {
+        Stream { device: self.clone(), handle: 0, owned: false }
+    }
+
+    /// A moment to record on a stream.
+    ///
+    /// # Errors
+    /// What the driver said, or that it has no events.
+    pub fn event(&self) -> Result<Event> {
+        let handle = self.queues()?.map(Queues::create_event).transpose()?;
+        Ok(Event { device: self.clone(), handle })
+    }
+
+    /// Waits until the work of the default stream is done.
+    ///
+    /// # Errors
+    /// What the driver said, of that work too.
+    pub fn synchronize(&self) -> Result<()> {
+        match self.queues()? {
+            // SAFETY: the default stream is always there.
+            Some(queues) => unsafe { queues.synchronize(0) },
+            None => Ok(()),
+        }
+    }
+
+    /// Whether both are one device, opened once.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Its queues; none where a run computes before it returns.
+    ///
+    /// # Errors
+    /// That it only plans.
+    pub(crate) fn queues(&self) -> Result<Option<&dyn Queues>> {
+        match self.0.queues() {
+            Some(queues) => Ok(Some(queues)),
+            None if self.memory().space() == MemorySpace::Host => Ok(None),
+            None => Err(only_plans()),
+        }
+    }
+
+    fn has_it(&self, field: &'static str, owner: &Self) -> Result<(), ProblemError> {
+        if self.is(owner) {
+            return Ok(());
+        }
+        let text = format!("{field} is of the device {}, and not of {}", owner.name(), self.name());
+        Err(ProblemError::new(field, text))
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Device({})", self.name())
+    }
+}

@@ -1,0 +1,226 @@
+//! A device's queues, moments on them, and what was recorded of them.
+
+use super::Device;
+use crate::error::{Error, ProblemError, Result};
+use crate::queues::Queues;
+
+/// A queue of a device's work, ended when it is dropped; work that it still has is done nevertheless.
+///
+/// Safe code has no other way to a stream than its device's:
+///
+/// ```compile_fail,E0451
+/// # fn forge(device: fmha_core::Device) -> fmha_core::Stream {
+/// fmha_core::Stream { device, handle: 0xbad, owned: false }
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Stream {
+    pub(super) device: Device,
+    /// The driver's own. 0: the default stream.
+    pub(super) handle: u64,
+    pub(super) owned: bool,
+}
+
+impl Stream {
+    /// A stream of the caller's own (a `CUstream`, a `hipStream_t`; 0 is the default one), which stays the caller's.
+    ///
+    /// # Safety
+    /// `handle` is a stream of the context that `device` computes in, and lives until this is dropped and its work done.
+    #[must_use]
+    pub unsafe fn from_raw(device: &Device, handle: u64) -> Self {
+        Self { device: device.clone(), handle, owned: false }
+    }
+
+    /// The driver's own handle, for other libraries. 0: the default stream.
+    #[must_use]
+    pub fn as_raw(&self) -> u64 {
+        self.handle
+    }
+
+    /// Its device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Waits until all work queued on it is done.
+    ///
+    /// # Errors
+    /// What the driver said, of that work too.
+    pub fn synchronize(&self) -> Result<()> {
+        match self.device.queues()? {
+            // SAFETY: it lives as long as `self`.
+            Some(queues) => unsafe { queues.synchronize(self.handle) },
+            None => Ok(()),
+        }
+    }
+
+    /// Lets work that is queued from here on begin when `event` is reached.
+    ///
+    /// # Errors
+    /// `event`, if it is another device's; what the driver said.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        self.device.has_it("event", &event.device)?;
+        match (self.device.queues()?, event.handle) {
+            // SAFETY: both live as long as they are borrowed.
+            (Some(queues), Some(event)) => unsafe { queues.wait_event(self.handle, event) },
+            _ => Ok(()),
+        }
+    }
+
+    /// Seconds, by the device's clock, of the work that `queue` puts on the stream; waits for it. An emulated device's
+    /// seconds are the emulator's.
+    ///
+    /// # Errors
+    /// What `queue` or the driver said; [`Error::NoDevice`] where there is no such clock.
+    pub fn seconds(&self, queue: impl FnOnce() -> Result<()>) -> Result<f64> {
+        let (start, stop) = (self.device.event()?, self.device.event()?);
+        start.record(self)?;
+        queue()?;
+        stop.record(self)?;
+        stop.seconds_since(&start)
+    }
+
+    /// Records what `queue` puts on the stream, which is not the default one, instead of running it.
+    ///
+    /// # Errors
+    /// What `queue` or the driver said; [`Error::NoDevice`] where there are no streams.
+    #[doc(alias = "graph")]
+    #[doc(alias = "record")]
+    pub fn capture(&self, mut queue: impl FnMut() -> Result<()>) -> Result<Recording> {
+        let queues = self.device.queues()?.ok_or_else(|| no_streams(&self.device))?;
+        // SAFETY: it lives as long as `self`.
+        let graph = unsafe { queues.capture(self.handle, &mut queue)? };
+        Ok(Recording { device: self.device.clone(), graph })
+    }
+
+    /// Its handle, for a plan of `device`.
+    ///
+    /// # Errors
+    /// `stream`, if it is another device's.
+    #[inline]
+    pub(crate) fn of(&self, device: &Device) -> Result<u64, ProblemError> {
+        device.has_it("stream", &self.device)?;
+        Ok(self.handle)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.owned
+            && let Ok(Some(queues)) = self.device.queues()
+        {
+            // A stream that cannot be ended went with its context.
+            // SAFETY: `Device::stream` made it, and nobody has it any more.
+            let _ = unsafe { queues.destroy_stream(self.handle) };
+        }
+    }
+}
+
+/// A moment on a stream.
+#[derive(Debug)]
+pub struct Event {
+    pub(super) device: Device,
+    /// None where all work is done at return.
+    pub(super) handle: Option<u64>,
+}
+
+impl Event {
+    /// Makes it the moment when the stream's work so far is done.
+    ///
+    /// # Errors
+    /// `stream`, if it is another device's; what the driver said.
+    pub fn record(&self, stream: &Stream) -> Result<()> {
+        let stream = stream.of(&self.device)?;
+        match self.queues()? {
+            // SAFETY: both live as long as they are borrowed.
+            Some((queues, event)) => unsafe { queues.record_event(event, stream) },
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until it is reached; at once where it was never recorded.
+    ///
+    /// # Errors
+    /// What the driver said, of the work before it too.
+    pub fn synchronize(&self) -> Result<()> {
+        match self.queues()? {
+            // SAFETY: it lives as long as `self`.
+            Some((queues, event)) => unsafe { queues.synchronize_event(event) },
+            None => Ok(()),
+        }
+    }
+
+    /// Seconds from `start` to here by the device's clock; waits for both.
+    ///
+    /// # Errors
+    /// `start`, if it is another device's; what the driver said; [`Error::NoDevice`] where there is no clock.
+    pub fn seconds_since(&self, start: &Event) -> Result<f64> {
+        self.device.has_it("start", &start.device)?;
+        match (self.queues()?, start.handle) {
+            // SAFETY: both live as long as they are borrowed.
+            (Some((queues, stop)), Some(start)) => unsafe {
+                queues.synchronize_event(stop)?;
+                queues.seconds_between(start, stop)
+            },
+            _ => Err(no_streams(&self.device)),
+        }
+    }
+
+    fn queues(&self) -> Result<Option<(&dyn Queues, u64)>> {
+        Ok(self.device.queues()?.zip(self.handle))
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(Some((queues, event))) = self.queues() {
+            // SAFETY: `Device::event` made it, and nobody has it any more.
+            unsafe { queues.destroy_event(event) };
+        }
+    }
+}
+
+/// Work that was recorded once and can be queued again with one call: a graph.
+#[derive(Debug)]
+pub struct Recording {
+    device: Device,
+    graph: u64,
+}
+
+impl Recording {
+    /// The device that it was recorded on.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Queues the work on `stream`. Lengths are read anew, in the buffers that the recorded calls named.
+    ///
+    /// # Safety
+    /// The memory that the recorded calls named is still there, and nothing else uses it until the work is done.
+    ///
+    /// # Errors
+    /// `stream`, if it is another device's; what the driver said.
+    pub unsafe fn replay(&self, stream: &Stream) -> Result<()> {
+        let stream = stream.of(&self.device)?;
+        match self.device.queues()? {
+            // SAFETY: the caller's promise; the graph lives as long as `self`.
+            Some(queues) => unsafe { queues.replay(self.graph, stream) },
+            None => Err(no_streams(&self.device)),
+        }
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        if let Ok(Some(queues)) = self.device.queues() {
+            // SAFETY: `Stream::capture` made it, and nobody has it any more.
+            unsafe { queues.destroy_graph(self.graph) };
+        }
+    }
+}
+
+fn no_streams(device: &Device) -> Error {
+    Error::NoDevice(format!("{} has 0 streams: its work is done at return", device.name()))
+}

@@ -1,0 +1,212 @@
+//! How a call is checked, cleared and launched, and what is ended when, on a device that writes down what it is asked for.
+
+use super::*;
+use crate::plan::Workspace;
+use crate::toy::{Log, Toy, problem};
+use crate::{DType, DevBuffer, DevSlice, Dims, Error, FwdArgs, FwdProblem, SeqArgs};
+
+fn open(toy: Toy) -> (Device, Log) {
+    let log = toy.log.clone();
+    (Device::new(toy), log)
+}
+
+/// Operands of a problem, in a device's memory.
+struct Operands {
+    inputs: [DevBuffer; 3],
+    o: DevBuffer,
+    workspace: Option<DevBuffer>,
+}
+
+impl Operands {
+    fn of(plan: &FwdPlan) -> Self {
+        let (memory, problem) = (plan.device().memory(), plan.problem());
+        let tensor = |elems: u64| memory.alloc(4 * elems).unwrap();
+        let shapes = [problem.shape_q(), problem.shape_k(), problem.shape_v()];
+        let workspace = (plan.workspace().bytes > 0).then(|| {
+            // As the driver gives it: aligned to 256 bytes.
+            memory.alloc(plan.workspace().bytes + 256).unwrap()
+        });
+        Self {
+            inputs: shapes.map(|shape| tensor(shape.num_elems())),
+            o: tensor(problem.shape_o().num_elems()),
+            workspace,
+        }
+    }
+
+    fn args(&mut self) -> FwdArgs<'_> {
+        let [q, k, v] = &self.inputs;
+        let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), self.o.slice_mut());
+        args.workspace = self.workspace.as_mut().map(|buffer| {
+            let skipped = buffer.as_ptr().align_offset(Workspace::ALIGN);
+            let bytes = buffer.bytes() - skipped as u64;
+            // SAFETY: inside the buffer.
+            unsafe {
+                crate::DevSliceMut::from_raw(crate::MemorySpace::Device, buffer.as_ptr().add(skipped), bytes)
+            }
+        });
+        args
+    }
+}
+
+#[test]
+fn a_call_is_checked_then_cleared_then_launched() {
+    let workspace = Workspace { bytes: 64, zeroed_bytes: 16 };
+    let (device, log) = open(Toy { workspace, ..Toy::on_a_device() });
+    let plan = device.plan_fwd(&problem(), &PlanOptions::default()).unwrap();
+    let mut operands = Operands::of(&plan);
+    let stream = device.stream().unwrap();
+    assert_eq!(log.take(), ["create stream"]);
+    plan.run(&mut operands.args(), &stream).unwrap();
+    assert_eq!(log.take(), ["zero 16 on 1", "launch on 1, 0 sequences"]);
+
+    let mut args = operands.args();
+    args.workspace = None;
+    assert!(plan.run(&mut args, &stream).unwrap_err().to_string().starts_with("workspace"));
+    let mut args = operands.args();
+    args.q = DevSlice::host(&[0u8; 4]);
+    assert!(plan.run(&mut args, &stream).unwrap_err().to_string().starts_with("q"));
+    assert_eq!(log.take(), Vec::<String>::new(), "something was queued");
+}
+
+#[test]
+fn an_address_that_a_kernel_does_not_take_is_refused_before_anything_is_queued() {
+    let workspace = Workspace::zeroed(16);
+    let (device, log) = open(Toy { workspace, refused: Some(0x1000), ..Toy::on_a_device() });
+    let plan = device.plan_fwd(&problem(), &PlanOptions::default()).unwrap();
+    let mut operands = Operands::of(&plan);
+    let mut args = operands.args();
+    // SAFETY: nobody reads it.
+    args.q = unsafe { DevSlice::from_raw(crate::MemorySpace::Device, 0x1000 as *const u8, 64) };
+    let error = plan.run(&mut args, &device.default_stream()).unwrap_err();
+    assert_eq!(error.to_string(), "q starts at 0x1000");
+    assert_eq!(log.take(), Vec::<String>::new());
+}
+
+#[test]
+fn a_call_that_writes_nothing_launches_nothing() {
+    let (device, log) = open(Toy::on_a_device());
+    let mut empty = FwdProblem::clone(&problem());
+    empty.dims.seqlen_q = 0;
+    let plan = device.plan_fwd(&empty.validate().unwrap(), &PlanOptions::default()).unwrap();
+    plan.run(&mut Operands::of(&plan).args(), &device.default_stream()).unwrap();
+    assert_eq!(log.take(), Vec::<String>::new());
+}
+
+const TWO: Dims = Dims {
+    batch: 2,
+    seqlen_q: 3,
+    seqlen_k: 3,
+    num_heads_q: 1,
+    num_heads_kv: 1,
+    head_dim_qk: 8,
+    head_dim_v: 8,
+};
+
+#[test]
+fn lengths_are_read_back_from_a_device_where_that_was_asked_for_and_on_the_host_always() {
+    let problem = FwdProblem::batch(DType::F32, TWO).seqused_k(true);
+    let problem = problem.validate().unwrap();
+    let checks = PlanOptions { check_lengths: true, ..PlanOptions::default() };
+    for (options, checked) in [(checks, true), (PlanOptions::default(), false)] {
+        let (device, log) = open(Toy::on_a_device());
+        let plan = device.plan_fwd(&problem, &options).unwrap();
+        assert_eq!(plan.promises().graph_capturable, !checked);
+        assert_eq!(plan.to_string().contains("read back and checked"), checked);
+        let mut lengths = device.memory().alloc(8).unwrap();
+        for (used, wrong) in [([3i32, 1], false), ([3, 9], true)] {
+            device.memory().upload(bytemuck::cast_slice(&used), &mut lengths).unwrap();
+            let mut operands = Operands::of(&plan);
+            let mut args = operands.args();
+            args.seq = SeqArgs { seqused_k: Some(lengths.slice()), ..SeqArgs::default() };
+            let ran = plan.run(&mut args, &device.default_stream());
+            let mut expected = if checked { vec!["synchronize 0", "read 8"] } else { Vec::new() };
+            match (checked, wrong) {
+                (true, true) => assert!(ran.unwrap_err().to_string().contains("seqused_k[1] 9")),
+                _ => {
+                    ran.unwrap();
+                    expected.push("launch on 0, 0 sequences");
+                }
+            }
+            assert_eq!(log.take(), expected);
+        }
+    }
+
+    let (device, log) = open(Toy::in_host_memory());
+    let plan = device.plan_fwd(&problem, &PlanOptions::default()).unwrap();
+    for (used, wrong) in [([3i32, 1], false), ([3, 9], true)] {
+        let mut operands = Operands::of(&plan);
+        let mut args = operands.args();
+        args.seq = SeqArgs { seqused_k: Some(DevSlice::host(&used)), ..SeqArgs::default() };
+        let ran = plan.run(&mut args, &device.default_stream());
+        assert_eq!(ran.is_err(), wrong);
+        assert_eq!(log.take().len(), usize::from(!wrong));
+    }
+}
+
+#[test]
+fn a_stream_an_event_and_a_recording_of_another_device_are_refused_by_name() {
+    let ((ours, log), (other, _)) = (open(Toy::on_a_device()), open(Toy::on_a_device()));
+    assert!(ours.is(&ours.clone()) && !ours.is(&other));
+    let plan = ours.plan_fwd(&problem(), &PlanOptions::default()).unwrap();
+    let (stream, event) = (ours.stream().unwrap(), other.event().unwrap());
+    let recording = other.stream().unwrap().capture(|| Ok(())).unwrap();
+    log.take();
+    for (error, name) in [
+        (plan.run(&mut Operands::of(&plan).args(), &other.default_stream()), "stream is of the device"),
+        (event.record(&stream), "stream is of the device"),
+        (stream.wait(&event), "event is of the device"),
+        (ours.event().unwrap().seconds_since(&event).map(drop), "start is of the device"),
+        // SAFETY: nothing was recorded.
+        (unsafe { recording.replay(&stream) }, "stream is of the device"),
+    ] {
+        let text = error.unwrap_err().to_string();
+        assert!(text.starts_with(name) && text.contains("toy:7"), "{text}");
+    }
+    assert_eq!(log.take(), ["destroy event 101"]);
+}
+
+#[test]
+fn what_a_device_made_is_destroyed_once_and_what_is_the_callers_never() {
+    let (device, log) = open(Toy::on_a_device());
+    let stream = device.stream().unwrap();
+    let event = device.event().unwrap();
+    event.record(&stream).unwrap();
+    stream.wait(&event).unwrap();
+    stream.synchronize().unwrap();
+    let recording = stream.capture(|| Ok(())).unwrap();
+    // SAFETY: nothing was recorded.
+    unsafe { recording.replay(&stream).unwrap() };
+    // SAFETY: the toy's streams are numbers.
+    let callers = unsafe { Stream::from_raw(&device, 5) };
+    callers.synchronize().unwrap();
+    assert_eq!((callers.as_raw(), device.default_stream().as_raw()), (5, 0));
+    let asked = ["create stream", "record 101 on 1", "1 waits for 101", "synchronize 1", "replay 201 on 1"];
+    assert_eq!(log.take(), [&asked[..], &["synchronize 5"]].concat());
+    drop((callers, device.default_stream()));
+    assert_eq!(log.take(), Vec::<String>::new());
+    drop((recording, event, stream));
+    assert_eq!(log.take(), ["destroy graph 201", "destroy event 101", "destroy stream 1"]);
+}
+
+#[test]
+fn without_streams_work_is_done_at_return_and_has_no_clock() {
+    let device = Device::new(Toy::in_host_memory());
+    assert!(!device.has_streams() && !device.has_clock());
+    let (stream, event) = (device.stream().unwrap(), device.event().unwrap());
+    event.record(&stream).unwrap();
+    stream.wait(&event).unwrap();
+    for done in [stream.synchronize(), event.synchronize(), device.synchronize()] {
+        done.unwrap();
+    }
+    for error in [stream.seconds(|| Ok(())).map(drop), stream.capture(|| Ok(())).map(drop)] {
+        assert!(matches!(error, Err(Error::NoDevice(text)) if text.contains("0 streams")));
+    }
+}
+
+#[test]
+fn a_plan_that_breaks_a_wish_is_refused_though_its_backend_made_it() {
+    let (device, _) = open(Toy { deterministic: false, ..Toy::on_a_device() });
+    let options = PlanOptions { deterministic: true, ..PlanOptions::default() };
+    let error = device.plan_fwd(&problem(), &options).unwrap_err().to_string();
+    assert!(error.contains("toy: deterministic true is not kept"), "{error}");
+}
