@@ -2,7 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{Avx2, BytePlanes, CodeParts, Op, Simd, Tables};
+use super::codes::CodeParts;
+use super::{Avx2, BytePlanes, Op, Simd, Tables, arithmetic};
 
 impl Simd for Avx2 {
     const LANES: usize = 8;
@@ -105,46 +106,14 @@ impl Simd for Avx2 {
         }
     }
 
-    #[inline(always)]
-    fn add(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_add_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_sub_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_mul_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_div_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_fmadd_ps(a, b, c) }
-    }
-
-    #[inline(always)]
-    fn max(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_max_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_min_ps(a, b) }
+    arithmetic! {
+        add(a, b) = _mm256_add_ps;
+        sub(a, b) = _mm256_sub_ps;
+        mul(a, b) = _mm256_mul_ps;
+        div(a, b) = _mm256_div_ps;
+        fma(a, b, c) = _mm256_fmadd_ps;
+        max(a, b) = _mm256_max_ps;
+        min(a, b) = _mm256_min_ps;
     }
 
     #[inline(always)]

@@ -8,10 +8,12 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+mod codes;
 mod math;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
+mod product;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
@@ -19,209 +21,34 @@ mod x86;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use amx::Amx;
+pub(crate) use codes::{BytePlanes, Tables};
 pub(crate) use math::{exp, tanh};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
 #[cfg(test)]
 pub(crate) use portable::{SoftDots, SoftTiles};
+pub(crate) use product::{Between, Nothing, TileProduct, TileRows};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, Avx512Bf16, Avx512Vbmi};
 
-use fmha_core::DType;
+/// Methods that are one instruction of the set each.
+macro_rules! arithmetic {
+    ($($name:ident($($arg:ident),*) = $instruction:path;)*) => {$(
+        #[inline(always)]
+        fn $name(self, $($arg: Self::V),*) -> Self::V {
+            // SAFETY: the processor has it, as `self` proves.
+            unsafe { $instruction($($arg),*) }
+        }
+    )*};
+}
+use arithmetic;
 
 /// A kernel: what [`Simd::run`] compiles for one instruction set.
 pub(crate) trait Op<S: Simd> {
     /// Runs it. Implementations are `#[inline(always)]`.
     fn call(self, simd: S);
 }
-
-/// `C (=|+=) A B` over a block of 32 x 32 f32: A has 32 rows of bf16, reduced 32 at a time (a *step*); B has
-/// a row of 32 pairs of bf16 for each pair of the reduction, 16 rows a step. Distances are in bytes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct TileProduct {
-    pub(crate) a: *const u8,
-    /// From row to row of A.
-    pub(crate) a_row: usize,
-    pub(crate) b: *const u8,
-    /// From row to row of B.
-    pub(crate) b_row: usize,
-    /// At least 1.
-    pub(crate) steps: usize,
-    pub(crate) c: *mut f32,
-    /// From row to row of C.
-    pub(crate) c_row: usize,
-    pub(crate) add: bool,
-}
-
-/// The first row of a tile, and how many bytes lie from one to the next.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct TileRows {
-    pub(crate) first: *const u8,
-    pub(crate) step: isize,
-}
-
-/// What runs beside tiles, a little after each of their steps.
-pub(crate) trait Between<S: Simd> {
-    /// Implementations are `#[inline(always)]`.
-    fn go_on(&mut self, s: S);
-}
-
-/// Nothing to do.
-pub(crate) struct Nothing;
-
-impl<S: Simd> Between<S> for Nothing {
-    #[inline(always)]
-    fn go_on(&mut self, _: S) {}
-}
-
-impl TileProduct {
-    /// Computes it, going on with `between` after each step.
-    ///
-    /// # Safety
-    /// A, B and C are there over their extents; this thread has entered tiles.
-    #[inline(always)]
-    pub(crate) unsafe fn run<S: Simd>(&self, s: S, between: &mut impl Between<S>) {
-        let (mut a, mut b) = (self.a, self.b);
-        // SAFETY: the caller's promise.
-        unsafe {
-            if self.add {
-                s.tile_load(self.c, self.c_row);
-            } else {
-                s.tile_zero();
-            }
-            for _ in 0..self.steps {
-                s.tile_step(a, self.a_row, b, self.b_row);
-                (a, b) = (a.add(64), b.add(16 * self.b_row));
-                between.go_on(s);
-            }
-            s.tile_store(self.c, self.c_row);
-        }
-    }
-}
-
-/// A 16-bit number for each byte: the low halves of all, then the high halves.
-#[derive(Clone)]
-pub(crate) struct BytePlanes {
-    planes: [[u8; 256]; 2],
-    parts: Option<CodeParts>,
-}
-
-/// The 16-bit number of an FP8 code times a descale, by its parts: the mantissa chooses one of a few numbers, and the
-/// exponent is added to that one's. To round and to multiply by a power of two can be done in either order.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct CodeParts {
-    /// Those numbers' low bytes, and high ones: by mantissa, of the exponent 0 as if there were a leading one; then of
-    /// subnormal codes; then of those that are infinite or NaN.
-    numbers: [[u8; 16]; 2],
-    /// The mantissa's bits, and the exponent's.
-    mantissa: u8,
-    exponent: u8,
-    /// What the exponent's bits are multiplied by to be the number's.
-    places: u16,
-    /// The bits that infinite and NaN codes have all of.
-    special: u8,
-    /// What is added to the mantissa of subnormal and of special codes to have their place in `numbers`. Where that has
-    /// bit 7, there is no place, and the number has the bits of `or`.
-    to_subnormal: u8,
-    to_special: u8,
-    or: u8,
-}
-
-impl CodeParts {
-    /// For codes of `from` that become `wide` of type `to`; `None` where that is not so for each.
-    fn new(from: DType, to: DType, wide: &impl Fn(u8) -> u16) -> Option<Self> {
-        let (mantissa, exponent, special, to_subnormal, to_special, or) = match from {
-            DType::E4m3Fn => (0x07, 0x78, 0x7f, 8, 0x80, 0xff),
-            DType::E5m2 => (0x03, 0x7c, 0x7c, 4, 8, 0),
-            _ => return None,
-        };
-        // Both types have the sign at bit 7; bf16 has seven bits of mantissa, f16 ten.
-        let (infinity, bits) = if to == DType::F16 { (0x7c00, 10) } else { (0x7f80, 7) };
-        let places = 1 << (bits - u32::from(mantissa).count_ones());
-        let mut numbers = [[0; 16]; 2];
-        let mut put = |at: u8, number: u16| {
-            for (numbers, byte) in numbers.iter_mut().zip(number.to_le_bytes()) {
-                numbers[usize::from(at)] = byte;
-            }
-        };
-        // An exponent in the middle of the range, so that it is no subnormal number by itself.
-        let middle = exponent & 0x40;
-        for at in 0..=mantissa {
-            put(at, wide(middle | at).wrapping_sub(u16::from(middle) * places));
-            put(to_subnormal + at, wide(at));
-            if to_special < 16 {
-                put(to_special + at, wide(special | at));
-            }
-        }
-        let parts = Self { numbers, mantissa, exponent, places, special, to_subnormal, to_special, or };
-        let is_nan = |bits: u16| bits & 0x7fff > infinity;
-        let same = |code: u8| {
-            let (found, wanted) = (parts.of(code), wide(code));
-            found == wanted || is_nan(found) && is_nan(wanted)
-        };
-        (0..=u8::MAX).all(same).then_some(parts)
-    }
-
-    /// That of one code.
-    pub(crate) fn of(&self, code: u8) -> u16 {
-        let is_special = code & self.special == self.special;
-        let exponent = if is_special { 0 } else { code & self.exponent };
-        let is_subnormal = code & self.exponent == 0;
-        let at = code & self.mantissa
-            | if is_subnormal { self.to_subnormal } else { 0 }
-            | if is_special { self.to_special } else { 0 };
-        let number = if at < 16 { self.numbers.map(|bytes| bytes[usize::from(at)]) } else { [0; 2] };
-        let number = number.map(|byte| if is_special { byte | self.or } else { byte });
-        let sign = u16::from(code & 0x80) << 8;
-        (u16::from_le_bytes(number) ^ sign).wrapping_add(u16::from(exponent) * self.places)
-    }
-}
-
-impl BytePlanes {
-    /// `wide`, of type `to`, for each byte, which is a code of `from`.
-    pub(crate) fn of_codes(from: DType, to: DType, wide: impl Fn(u8) -> u16) -> Self {
-        Self { parts: CodeParts::new(from, to, &wide), ..Self::new(wide) }
-    }
-
-    /// `wide` for each byte.
-    pub(crate) fn new(wide: impl Fn(u8) -> u16) -> Self {
-        let mut planes = [[0; 256]; 2];
-        for byte in 0..=u8::MAX {
-            let [low, high] = wide(byte).to_le_bytes();
-            (planes[0][usize::from(byte)], planes[1][usize::from(byte)]) = (low, high);
-        }
-        Self { planes, parts: None }
-    }
-
-    /// That of one byte.
-    pub(crate) fn of(&self, byte: u8) -> u16 {
-        let [low, high] = &self.planes;
-        u16::from_le_bytes([low[usize::from(byte)], high[usize::from(byte)]])
-    }
-
-    /// Whether 0 becomes 0 and a byte's highest bit changes its number's highest bit alone, as the sign of FP8 does where
-    /// there is a negative zero: then the lower 128 numbers say everything.
-    pub(crate) fn is_odd(&self) -> bool {
-        (0..0x80).all(|byte| self.of(byte | 0x80) == self.of(byte) ^ 0x8000) && self.of(0) & 0x7fff == 0
-    }
-
-    /// The lower 128 numbers.
-    #[inline(always)]
-    pub(crate) fn lower<S: Simd>(&self, s: S) -> [S::V; 4] {
-        let mut lower = [s.splat(0.0); 4];
-        for (n, lower) in lower.iter_mut().enumerate() {
-            // SAFETY: half a plane is two vectors where there is `widen_codes`, at most two elsewhere.
-            *lower = unsafe { s.load(self.planes[n / 2].as_ptr().add(n % 2 * 64).cast()) };
-        }
-        lower
-    }
-}
-
-/// What [`Simd::widen_codes`] looks up, as many vectors as an instruction set has use for: halves of planes, or the
-/// numbers of [`CodeParts`] in their order. Each in a vector of its own: taken out of one of them where they were used,
-/// they made AVX2 three times as slow.
-pub(crate) type Tables<V> = [V; 9];
 
 /// 2^100 in bf16. Of numbers below it a million, each times 2^8, add up to what f32 still holds.
 pub(crate) const LARGE_BF16: u16 = (100 + 127) << 7;

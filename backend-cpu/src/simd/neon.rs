@@ -4,7 +4,7 @@ use std::arch::aarch64::*;
 
 use half::f16;
 
-use super::{Op, Simd};
+use super::{Op, Simd, arithmetic};
 
 /// Advanced SIMD.
 #[derive(Clone, Copy, Debug)]
@@ -74,28 +74,11 @@ impl Simd for Neon {
         }
     }
 
-    #[inline(always)]
-    fn add(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { vaddq_f32(a, b) }
-    }
-
-    #[inline(always)]
-    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { vsubq_f32(a, b) }
-    }
-
-    #[inline(always)]
-    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { vmulq_f32(a, b) }
-    }
-
-    #[inline(always)]
-    fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { vdivq_f32(a, b) }
+    arithmetic! {
+        add(a, b) = vaddq_f32;
+        sub(a, b) = vsubq_f32;
+        mul(a, b) = vmulq_f32;
+        div(a, b) = vdivq_f32;
     }
 
     #[inline(always)]

@@ -1,5 +1,6 @@
 //! Every instruction set of this processor against the definitions.
 
+use fmha_core::DType;
 use half::{bf16, f16};
 
 use super::*;

@@ -214,46 +214,14 @@ macro_rules! avx512_methods {
             }
         }
 
-        #[inline(always)]
-        fn add(self, a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
-            unsafe { _mm512_add_ps(a, b) }
-        }
-
-        #[inline(always)]
-        fn sub(self, a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
-            unsafe { _mm512_sub_ps(a, b) }
-        }
-
-        #[inline(always)]
-        fn mul(self, a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
-            unsafe { _mm512_mul_ps(a, b) }
-        }
-
-        #[inline(always)]
-        fn div(self, a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
-            unsafe { _mm512_div_ps(a, b) }
-        }
-
-        #[inline(always)]
-        fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
-            unsafe { _mm512_fmadd_ps(a, b, c) }
-        }
-
-        #[inline(always)]
-        fn max(self, a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
-            unsafe { _mm512_max_ps(a, b) }
-        }
-
-        #[inline(always)]
-        fn min(self, a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
-            unsafe { _mm512_min_ps(a, b) }
+        $crate::simd::arithmetic! {
+            add(a, b) = _mm512_add_ps;
+            sub(a, b) = _mm512_sub_ps;
+            mul(a, b) = _mm512_mul_ps;
+            div(a, b) = _mm512_div_ps;
+            fma(a, b, c) = _mm512_fmadd_ps;
+            max(a, b) = _mm512_max_ps;
+            min(a, b) = _mm512_min_ps;
         }
 
         #[inline(always)]

@@ -1,0 +1,128 @@
+//! Codes of 8 bits as numbers of 16: what instruction sets look up to widen them.
+
+use fmha_core::DType;
+
+use super::Simd;
+
+/// A 16-bit number for each byte: the low halves of all, then the high halves.
+#[derive(Clone)]
+pub(crate) struct BytePlanes {
+    pub(super) planes: [[u8; 256]; 2],
+    pub(super) parts: Option<CodeParts>,
+}
+
+/// The 16-bit number of an FP8 code times a descale, by its parts: the mantissa chooses one of a few numbers, and the
+/// exponent is added to that one's. To round and to multiply by a power of two can be done in either order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct CodeParts {
+    /// Those numbers' low bytes, and high ones: by mantissa, of the exponent 0 as if there were a leading one; then of
+    /// subnormal codes; then of those that are infinite or NaN.
+    pub(super) numbers: [[u8; 16]; 2],
+    /// The mantissa's bits, and the exponent's.
+    pub(super) mantissa: u8,
+    pub(super) exponent: u8,
+    /// What the exponent's bits are multiplied by to be the number's.
+    pub(super) places: u16,
+    /// The bits that infinite and NaN codes have all of.
+    pub(super) special: u8,
+    /// What is added to the mantissa of subnormal and of special codes to have their place in `numbers`. Where that has
+    /// bit 7, there is no place, and the number has the bits of `or`.
+    pub(super) to_subnormal: u8,
+    pub(super) to_special: u8,
+    pub(super) or: u8,
+}
+
+impl CodeParts {
+    /// For codes of `from` that become `wide` of type `to`; `None` where that is not so for each.
+    fn new(from: DType, to: DType, wide: &impl Fn(u8) -> u16) -> Option<Self> {
+        let (mantissa, exponent, special, to_subnormal, to_special, or) = match from {
+            DType::E4m3Fn => (0x07, 0x78, 0x7f, 8, 0x80, 0xff),
+            DType::E5m2 => (0x03, 0x7c, 0x7c, 4, 8, 0),
+            _ => return None,
+        };
+        // Both types have the sign at bit 7; bf16 has seven bits of mantissa, f16 ten.
+        let (infinity, bits) = if to == DType::F16 { (0x7c00, 10) } else { (0x7f80, 7) };
+        let places = 1 << (bits - u32::from(mantissa).count_ones());
+        let mut numbers = [[0; 16]; 2];
+        let mut put = |at: u8, number: u16| {
+            for (numbers, byte) in numbers.iter_mut().zip(number.to_le_bytes()) {
+                numbers[usize::from(at)] = byte;
+            }
+        };
+        // An exponent in the middle of the range, so that it is no subnormal number by itself.
+        let middle = exponent & 0x40;
+        for at in 0..=mantissa {
+            put(at, wide(middle | at).wrapping_sub(u16::from(middle) * places));
+            put(to_subnormal + at, wide(at));
+            if to_special < 16 {
+                put(to_special + at, wide(special | at));
+            }
+        }
+        let parts = Self { numbers, mantissa, exponent, places, special, to_subnormal, to_special, or };
+        let is_nan = |bits: u16| bits & 0x7fff > infinity;
+        let same = |code: u8| {
+            let (found, wanted) = (parts.of(code), wide(code));
+            found == wanted || is_nan(found) && is_nan(wanted)
+        };
+        (0..=u8::MAX).all(same).then_some(parts)
+    }
+
+    /// That of one code.
+    pub(crate) fn of(&self, code: u8) -> u16 {
+        let is_special = code & self.special == self.special;
+        let exponent = if is_special { 0 } else { code & self.exponent };
+        let is_subnormal = code & self.exponent == 0;
+        let at = code & self.mantissa
+            | if is_subnormal { self.to_subnormal } else { 0 }
+            | if is_special { self.to_special } else { 0 };
+        let number = if at < 16 { self.numbers.map(|bytes| bytes[usize::from(at)]) } else { [0; 2] };
+        let number = number.map(|byte| if is_special { byte | self.or } else { byte });
+        let sign = u16::from(code & 0x80) << 8;
+        (u16::from_le_bytes(number) ^ sign).wrapping_add(u16::from(exponent) * self.places)
+    }
+}
+
+impl BytePlanes {
+    /// `wide`, of type `to`, for each byte, which is a code of `from`.
+    pub(crate) fn of_codes(from: DType, to: DType, wide: impl Fn(u8) -> u16) -> Self {
+        Self { parts: CodeParts::new(from, to, &wide), ..Self::new(wide) }
+    }
+
+    /// `wide` for each byte.
+    pub(crate) fn new(wide: impl Fn(u8) -> u16) -> Self {
+        let mut planes = [[0; 256]; 2];
+        for byte in 0..=u8::MAX {
+            let [low, high] = wide(byte).to_le_bytes();
+            (planes[0][usize::from(byte)], planes[1][usize::from(byte)]) = (low, high);
+        }
+        Self { planes, parts: None }
+    }
+
+    /// That of one byte.
+    pub(crate) fn of(&self, byte: u8) -> u16 {
+        let [low, high] = &self.planes;
+        u16::from_le_bytes([low[usize::from(byte)], high[usize::from(byte)]])
+    }
+
+    /// Whether 0 becomes 0 and a byte's highest bit changes its number's highest bit alone, as the sign of FP8 does where
+    /// there is a negative zero: then the lower 128 numbers say everything.
+    pub(crate) fn is_odd(&self) -> bool {
+        (0..0x80).all(|byte| self.of(byte | 0x80) == self.of(byte) ^ 0x8000) && self.of(0) & 0x7fff == 0
+    }
+
+    /// The lower 128 numbers.
+    #[inline(always)]
+    pub(crate) fn lower<S: Simd>(&self, s: S) -> [S::V; 4] {
+        let mut lower = [s.splat(0.0); 4];
+        for (n, lower) in lower.iter_mut().enumerate() {
+            // SAFETY: half a plane is two vectors where there is `widen_codes`, at most two elsewhere.
+            *lower = unsafe { s.load(self.planes[n / 2].as_ptr().add(n % 2 * 64).cast()) };
+        }
+        lower
+    }
+}
+
+/// What [`Simd::widen_codes`] looks up, as many vectors as an instruction set has use for: halves of planes, or the
+/// numbers of [`CodeParts`] in their order. Each in a vector of its own: taken out of one of them where they were used,
+/// they made AVX2 three times as slow.
+pub(crate) type Tables<V> = [V; 9];
