@@ -2,7 +2,7 @@
 
 use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
 use fmha_core::abi::DevPtr;
-use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
+use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
 use fmha_core::spec::BwdSpec;
@@ -69,51 +69,16 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         sm90_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
         let own = table_tile(problem, &spec, facts);
-        let dbias_tile = |tile: &Sm90BwdTile| problem.dbias.map(|_| tile.of_dbias());
-        let set = |fields: &TileOptions| {
-            let mut tile = own;
-            fields.iter().try_for_each(|(key, value)| tile.set_field(key, value))?;
-            // The kernel before the main one clears the counter from which persistent CTAs take their tiles, and the sums to
-            // which parts of a kv head add.
-            tile.persistent &= problem.fwd().dims.seqlen_q > 0;
-            tile.head_parts &= problem.fwd().dims.seqlen_q > 0;
-            // Where it was asked for, `check` refuses it.
-            if !fields.iter().any(|(key, _)| *key == "dq_finish") {
-                tile.fit_finish(&spec);
-            }
-            // Without keys there are no tiles, whose CTAs would finish it.
-            if problem.fwd().dims.seqlen_k == 0 {
-                tile.dq_finish = DqFinish::Launch;
-            }
-            tile.check(&spec)?;
-            tile.check_room_for_dq(problem, &spec)?;
-            let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
-            facts.has_room_for(&tile, tile.smem_bytes(&spec).max(dbias_bytes), tile.walk.cluster())?;
-            Ok(tile)
-        };
+        let set = |fields: &TileOptions| fitted(own, fields, problem, &spec, facts);
         let tuned = facts.tuned.get(sm90_bwd::LABEL, &TileClass::of_bwd(problem, &spec));
         let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
-        let dbias = dbias_tile(&tile);
+        let dbias = problem.dbias.map(|_| tile.of_dbias());
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
-        let has_semaphores = match tile.dq_path {
-            DqPath::FirstStores => true,
-            DqPath::Apart => false,
-            DqPath::Registers | DqPath::StoreWarp => spec.deterministic,
-        };
-        let parts = tile.dq_parts(problem);
-        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), parts, has_semaphores };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
-        // Flags: what is not finite, query blocks with far queries; where the main kernel finishes dQ, the number of each
-        // head's key blocks that are done; and where it makes delta, of each query head's blocks that are made.
-        let non_finite = tile.num_non_finite_flags(&spec, &schedule, q_blocks);
-        let done = if tile.finishes_dq() { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
-        let made = if tile.makes_delta() { u64::from(dims.num_heads_q) * u64::from(dims.batch) } else { 0 };
-        let far = if sm90_bwd::leaves_far_queries(&spec) { u64::from(q_blocks) } else { 0 };
-        let block_m = tile.block_m.unsigned_abs();
-        let flags = non_finite + far + done + made;
-        let workspace = BwdWorkspace::new(problem, block_m, Some(sums), flags)
+        let workspace = tile
+            .workspace(problem, &spec, &schedule, q_blocks)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // Behind it the sums of heads' parts.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
@@ -325,6 +290,38 @@ impl<V: Nvidia> Tiled<ValidBwd, V> for Sm90Bwd {
         <Self as Recipe<ValidBwd, V>>::choose(&Self::default(), problem, facts, &without_tile)?;
         Ok(vec![table_tile(problem, &spec_of(problem, options), facts)])
     }
+}
+
+/// The tile with some fields set, if it fits the problem and the device.
+///
+/// # Errors
+/// A text that names the fields and numbers that do not go together.
+fn fitted(
+    mut tile: Sm90BwdTile,
+    fields: &TileOptions,
+    problem: &ValidBwd,
+    spec: &BwdSpec,
+    facts: &DeviceFacts,
+) -> Result<Sm90BwdTile, String> {
+    fields.iter().try_for_each(|(key, value)| tile.set_field(key, value))?;
+    let dims = problem.fwd().dims;
+    // The kernel before the main one clears the counter from which persistent CTAs take their tiles, and the sums to
+    // which parts of a kv head add.
+    tile.persistent &= dims.seqlen_q > 0;
+    tile.head_parts &= dims.seqlen_q > 0;
+    // Where it was asked for, `check` refuses it.
+    if !fields.iter().any(|(key, _)| *key == "dq_finish") {
+        tile.fit_finish(spec);
+    }
+    // Without keys there are no tiles, whose CTAs would finish it.
+    if dims.seqlen_k == 0 {
+        tile.dq_finish = DqFinish::Launch;
+    }
+    tile.check(spec)?;
+    tile.check_room_for_dq(problem, spec)?;
+    let dbias_bytes = problem.dbias.map_or(0, |_| tile.of_dbias().dbias_smem_bytes(spec));
+    facts.has_room_for(&tile, tile.smem_bytes(spec).max(dbias_bytes), tile.walk.cluster())?;
+    Ok(tile)
 }
 
 /// The rows that a plan prints.

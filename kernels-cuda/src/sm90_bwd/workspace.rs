@@ -1,13 +1,40 @@
-//! What the kernels want of the workspace beside what every backward does.
+//! What the kernels want of the workspace.
 
+use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, QLayout};
 
 use super::schedule::Sm90BwdSchedule;
-use super::spec::{padded_dim, repairs};
+use super::spec::{leaves_far_queries, padded_dim, repairs};
 use super::tile::Sm90BwdTile;
+use super::walk::DqPath;
 
 impl Sm90BwdTile {
+    /// The statistics of `q_blocks` query blocks, the sums of dQ, and flags: what is not finite, query blocks with far queries;
+    /// where the main kernel finishes dQ, the number of each head's key blocks that are done; and where it makes delta, of each
+    /// query head's blocks that are made. `None`: 2^62 bytes or more.
+    pub(super) fn workspace(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        schedule: &Sm90BwdSchedule,
+        q_blocks: u32,
+    ) -> Option<BwdWorkspace> {
+        let has_semaphores = match self.dq_path {
+            DqPath::FirstStores => true,
+            DqPath::Apart => false,
+            DqPath::Registers | DqPath::StoreWarp => spec.deterministic,
+        };
+        let dim = padded_dim(spec).unsigned_abs();
+        let sums = DqSums { dim, parts: self.dq_parts(problem), has_semaphores };
+        let heads = u64::from(problem.fwd.dims.num_heads_q) * u64::from(problem.fwd.dims.batch);
+        let far = if leaves_far_queries(spec) { u64::from(q_blocks) } else { 0 };
+        let done = if self.finishes_dq() { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
+        let made = if self.makes_delta() { heads } else { 0 };
+        let flags = self.num_non_finite_flags(spec, schedule, q_blocks) + far + done + made;
+        BwdWorkspace::new(problem, self.block_m.unsigned_abs(), Some(sums), flags)
+    }
+
     /// Sums of dQ of a query row: those of each key block (of a cluster), or one.
     #[must_use]
     pub fn dq_parts(&self, problem: &BwdProblem) -> u32 {
@@ -53,8 +80,7 @@ impl Sm90BwdTile {
 
     /// Flags, one to each consumer warp of each tile and one to each CTA that finishes dQ, or each query block: whether its dK
     /// and dV, or its dQ, have a number that is not finite. None without [`repairs`].
-    #[must_use]
-    pub fn num_non_finite_flags(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
+    fn num_non_finite_flags(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
         if repairs(spec) {
             let of_queries = u64::from(q_blocks) * u64::from(self.finish_ctas(spec).unsigned_abs());
             4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) + of_queries
