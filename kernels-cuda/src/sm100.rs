@@ -11,7 +11,7 @@ use crate::round_up;
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::{sm90, split};
 
-mod knobs;
+mod check;
 pub mod recipe;
 
 pub use crate::sm90::MAX_SMEM_BYTES;

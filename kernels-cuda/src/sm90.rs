@@ -12,9 +12,9 @@ use crate::schedule::{UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::split::{self, Cut, RowsAtOnce};
 
 mod accepts;
+mod check;
 mod cost;
 mod entries;
-mod knobs;
 pub mod recipe;
 mod table;
 mod values;

@@ -92,8 +92,8 @@ pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions
     let arch = device.arch;
     needs_mfma(arch, NAME)?;
     takes(problem, arch, NAME)?;
-    let knobs = Knobs::of(options)?;
-    let mut tile = tile(problem, arch, &knobs)?;
+    let asked = Asked::of(options)?;
+    let mut tile = tile(problem, arch, &asked)?;
     let spec = spec(problem, tile.load);
     let tiles = num_tiles(problem, &tile);
     let most = i64::from(u32::MAX) / i64::from(num_threads(&tile));
@@ -105,7 +105,7 @@ pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions
         );
     }
     let why;
-    (tile.order, why) = match knobs.order {
+    (tile.order, why) = match asked.order {
         Some(order) => (order, Why::Asked),
         None => {
             let (block_m, block_n, num) = (tile.block_m, tile.block_n, tiles.unsigned_abs());
@@ -113,41 +113,41 @@ pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions
             Tiles { problem, block_m, block_n, num }.order(tile.num_xcds.unsigned_abs().into(), places.into())
         }
     };
-    if let (Some(asked), TileOrder::Single) = (knobs.workgroups, tile.order) {
-        refuse!(NAME, "tile workgroups={asked} is a stride's, and order is single");
+    if let (Some(workgroups), TileOrder::Single) = (asked.workgroups, tile.order) {
+        refuse!(NAME, "tile workgroups={workgroups} is a stride's, and order is single");
     }
-    Ok(Cdna { spec, tile, why, workgroups: knobs.workgroups })
+    Ok(Cdna { spec, tile, why, workgroups: asked.workgroups })
 }
 
 /// `PlanOptions::tile`, read: what was asked for of a tile's fields, and of the launch.
 #[derive(Default)]
-struct Knobs {
+struct Asked {
     block_m: Option<i32>,
     block_n: Option<i32>,
     order: Option<TileOrder>,
     workgroups: Option<u32>,
 }
 
-impl Knobs {
+impl Asked {
     fn of(options: &PlanOptions) -> Result<Self, Refusal> {
-        let mut knobs = Self::default();
+        let mut all = Self::default();
         let refusal = |text: String| Refusal::new(NAME, format!("tile {text}"));
         for (name, value) in &options.tile {
             if name == "workgroups" {
                 let asked = value.parse().ok().filter(|&asked| asked > 0);
                 let wrong = || refusal(format!("workgroups={value} is not a number from 1"));
-                knobs.workgroups = Some(asked.ok_or_else(wrong)?);
+                all.workgroups = Some(asked.ok_or_else(wrong)?);
                 continue;
             }
             let mut tile = CdnaTile::UNSET;
             tile.set_field(name, value).map_err(refusal)?;
             match name.as_str() {
-                "block_m" => knobs.block_m = Some(tile.block_m),
-                "block_n" => knobs.block_n = Some(tile.block_n),
-                _ => knobs.order = Some(tile.order),
+                "block_m" => all.block_m = Some(tile.block_m),
+                "block_n" => all.block_n = Some(tile.block_n),
+                _ => all.order = Some(tile.order),
             }
         }
-        Ok(knobs)
+        Ok(all)
     }
 }
 
@@ -182,13 +182,13 @@ pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
     }
 }
 
-fn tile(problem: &FwdProblem, arch: Arch, knobs: &Knobs) -> Result<CdnaTile, Refusal> {
-    let asked = knobs.block_m.unwrap_or(MIN_BLOCK_M);
+fn tile(problem: &FwdProblem, arch: Arch, asked: &Asked) -> Result<CdnaTile, Refusal> {
+    let block_m = asked.block_m.unwrap_or(MIN_BLOCK_M);
     // As wide a row as any kernel of the problem has; which of them it is depends on the tile.
     let widest = spec(problem, LoadPath::Element);
-    let block_n = knobs.block_n.unwrap_or_else(|| default_block_n(&widest, arch));
+    let block_n = asked.block_n.unwrap_or_else(|| default_block_n(&widest, arch));
     let mut tile = CdnaTile {
-        block_m: asked,
+        block_m,
         block_n,
         load: LoadPath::Dwords,
         store: if stores_runs(problem) { StorePath::Vector } else { StorePath::Element },
@@ -206,7 +206,7 @@ fn tile(problem: &FwdProblem, arch: Arch, knobs: &Knobs) -> Result<CdnaTile, Ref
     if lds > i64::from(arch.lds_bytes()) {
         refuse!(NAME, "tile block_n={block_n} takes {lds} bytes of LDS, more than {}", arch.lds_bytes());
     }
-    tile.block_m = knobs.block_m.unwrap_or_else(|| default_block_m(&spec, problem));
+    tile.block_m = asked.block_m.unwrap_or_else(|| default_block_m(&spec, problem));
     Ok(tile)
 }
 
