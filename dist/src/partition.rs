@@ -188,6 +188,11 @@ impl Piece {
         self.positions.end - self.positions.start
     }
 
+    /// How many sequences.
+    pub(crate) fn num_sequences(&self) -> u32 {
+        self.sequences.end - self.sequences.start
+    }
+
     /// None of its sequences' positions.
     pub(crate) fn without_rows(&self) -> Self {
         Self { positions: 0..0, row: 0, whole_row: 0, ..self.clone() }

@@ -10,12 +10,12 @@
 use fmha::DType;
 
 use super::ring::Merging;
-use crate::builder::{Builder, Forward, Operands};
+use crate::builder::{Builder, MAX_PARTS};
 use crate::error::{Error, Result};
-use crate::problem::{Kind, Whole};
+use crate::problem::Whole;
 
-/// Parts that one merge takes, the sinks' among them.
-const MAX_RANKS: u32 = 127;
+/// Each has a part, and the sinks are one.
+const MAX_RANKS: u32 = MAX_PARTS - 1;
 
 pub(super) fn takes(whole: &Whole, backward: bool) -> Result<()> {
     let refuse = |field: &str, text: String| Err(Error::new(whole.rank, field, format!("decode: {text}")));
@@ -32,10 +32,7 @@ pub(super) fn takes(whole: &Whole, backward: bool) -> Result<()> {
 }
 
 pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
-    let heads = b.whole.all_heads();
-    let operands = Operands { q: b.own(Kind::Q), k: b.own(Kind::K), v: b.own(Kind::V), arrivals: 0 };
-    let keys = b.keys_of(b.rank());
-    let queries = b.queries();
+    let (operands, queries, keys) = (b.own_operands(), b.queries(), b.keys_of(b.rank()));
     let (parts, gather) = b.partials_of_all(&queries);
     for (q, parts) in queries.iter().zip(&parts) {
         let own = parts[b.rank() as usize];
@@ -44,16 +41,15 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
             b.nothing(q, own, false)?;
             continue;
         };
-        let how = |all_seen| Forward { dtype: DType::F32, row: 0, sink: false, all_seen };
         let mut merging = Merging::default();
         for &(k, all_seen) in before {
             let part = merging.next(b, q);
-            b.forward((q, k), &heads, &operands, (q.row, k.row), (part.o, part.lse), how(all_seen))?;
+            b.forward_partial((q, k), &operands, part, all_seen)?;
             merging.merge(b, q, part)?;
         }
         // The last one, or what all of them are merged to, goes to the others from where it is written.
         let part = if merging.sum.is_some() { merging.next(b, q) } else { own };
-        b.forward((q, last), &heads, &operands, (q.row, last.row), (part.o, part.lse), how(*all_seen))?;
+        b.forward_partial((q, last), &operands, part, *all_seen)?;
         if let Some(sum) = merging.sum {
             b.combine(&[sum, part], (own.o, 0, DType::F32), Some(own.lse))?;
         }

@@ -16,26 +16,26 @@ use std::ops::Range;
 use fmha::DType;
 
 use crate::arrivals::{self, Coming, Home, Rows};
-use crate::builder::{Builder, Given, Grads, Held, Moves, Operands, Wanted};
+use crate::builder::{Builder, Grads, Held, Moves, Operands};
 use crate::error::{Error, Result};
 use crate::group::Block;
 use crate::partition::Piece;
-use crate::problem::{Kind, Whole};
-use crate::program::{At, Buf, Part};
+use crate::problem::{Gradients, Kind, Whole};
+use crate::program::{Buf, Part, Step};
 
 /// Whether `rank`'s queries see some of these keys.
 fn needs(b: &Builder<'_>, rank: u32, keys: &Piece) -> bool {
     b.whole.q.pieces(rank).iter().any(|q| b.whole.sees(q, keys).is_some())
 }
 
+/// Room for K or V of the whole, or for their gradient.
+fn hold_all(b: &mut Builder<'_>, kind: Kind, dtype: DType) -> Held {
+    b.hold(b.whole.tensor_of_all(kind, b.whole.fwd.dims.num_heads_kv, dtype))
+}
+
 /// K and V of the whole, as far as this rank's queries see them.
 fn gather(b: &mut Builder<'_>, order: Order) -> Result<Operands> {
-    let heads = b.whole.all_heads();
-    let whole = |b: &mut Builder<'_>, kind| {
-        let tensor = b.tensor_of_all(kind, heads.num_kv(), b.dtype(kind));
-        b.hold(tensor)
-    };
-    let (k, v) = (whole(b, Kind::K), whole(b, Kind::V));
+    let [k, v] = [Kind::K, Kind::V].map(|kind| hold_all(b, kind, b.whole.dtype(kind)));
     if b.whole.flags {
         let coming = coming(b, [k, v], order)?;
         let arrivals = coming.pieces.len() as u32;
@@ -134,16 +134,11 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
+pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients) -> Result<()> {
     let heads = b.whole.all_heads();
     let operands = gather(b, Order::FirstFirst)?;
-    let given =
-        Given { o: b.own(Kind::O), dout: b.own_as(Buf::Dout, Kind::O, b.dtype(Kind::O)), lse: b.own_lse() };
-    let f32_of_all = |b: &mut Builder<'_>, kind| {
-        let tensor = b.tensor_of_all(kind, heads.num_kv(), DType::F32);
-        b.hold(tensor)
-    };
-    let (dk, dv) = (f32_of_all(b, Kind::K), f32_of_all(b, Kind::V));
+    let given = b.own_given();
+    let [dk, dv] = [Kind::K, Kind::V].map(|kind| hold_all(b, kind, DType::F32));
     // The longest kernel first: most of what it gives others goes home beside the shorter ones.
     let pairs = pairs(b);
     let home = b.whole.flags.then(|| home(b, [dk, dv], &pairs));
@@ -151,21 +146,16 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
         b.go_home(home.clone());
     }
     let dq_out = b.own_as(Buf::Dq, Kind::Q, wanted.dtype);
-    let dq = {
-        let tensor = b.tensor_of(Kind::Q, b.rank(), DType::F32);
-        b.hold(tensor)
-    };
+    let dq = b.hold(b.whole.tensor_of(Kind::Q, b.rank(), DType::F32));
     let mut dsinks = Vec::new();
     let mut written: Vec<u32> = Vec::new();
     for (step, (q, keys)) in pairs.into_iter().enumerate() {
-        let dsink = wanted.dsink.then(|| At(b.scratch(4 * u64::from(heads.num_q())), 0));
+        let dsink = wanted.dsink.then(|| b.hold_dsink(heads.num_q()));
         dsinks.extend(dsink);
         let rows = (q.row, keys.whole_row);
         if written.contains(&q.sequences.start) {
-            let [more_k, more_v] = [Kind::K, Kind::V].map(|kind| {
-                let tensor = b.piece_tensor(kind, &keys, heads.num_kv(), DType::F32);
-                b.hold(tensor)
-            });
+            let [more_k, more_v] = [Kind::K, Kind::V]
+                .map(|kind| b.hold(b.whole.tensor_of_piece(kind, &keys, heads.num_kv(), DType::F32)));
             let parts = [(dq, q.row), (more_k, 0), (more_v, 0)];
             b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
             for rows in seen(b.whole, &q) {
@@ -181,14 +171,14 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
             b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
         }
         if home.as_ref().is_some_and(|(home, _)| !home.steps[step].is_empty()) {
-            b.send_home(step, [dk.buf, dv.buf]);
+            b.push(Step::SendHome { step, sources: [dk.buf, dv.buf] });
         }
         b.sum(dq_out.rows(q.row, q.rows()), vec![dq.rows(q.row, q.rows())], wanted.dtype)?;
     }
     let grads = [(Kind::K, dk, Buf::Dk), (Kind::V, dv, Buf::Dv)];
     match home {
         Some((home, slots)) => {
-            b.await_home(home.slots);
+            b.push(Step::AwaitHome { sinks: home.slots });
             add_up(b, grads, &slots, wanted.dtype)?;
         }
         None => bring_home(b, grads, wanted.dtype)?,
@@ -210,10 +200,7 @@ fn bring_home(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], dtype: DType) 
             for keys in b.keys_of(peer).iter().filter(|keys| needs(b, b.rank(), keys)) {
                 moves.send(peer, sum.rows(keys.whole_row, keys.rows()));
             }
-            let slot = {
-                let tensor = b.tensor_of(kind, b.rank(), DType::F32);
-                b.hold(tensor)
-            };
+            let slot = b.hold(b.whole.tensor_of(kind, b.rank(), DType::F32));
             for keys in own.iter().filter(|keys| needs(b, peer, keys)) {
                 moves.receive(peer, slot.rows(keys.row, keys.rows()));
             }
@@ -279,14 +266,14 @@ fn home(b: &mut Builder<'_>, grads: [Held; 2], pairs: &[(Piece, Piece)]) -> (Hom
     let kinds = [Kind::K, Kind::V];
     // A slot for each rank, in their order.
     let slot = |b: &Builder<'_>, buf, kind, owner, of: u32| {
-        let tensor = b.tensor_of(kind, owner, DType::F32);
-        Slot { of, kind, held: Held::new(buf, tensor), offset: u64::from(of) * tensor.bytes() }
+        let tensor = b.whole.tensor_of(kind, owner, DType::F32);
+        Slot { of, kind, held: Held { buf, tensor }, offset: u64::from(of) * tensor.bytes() }
     };
     let mut slots = Vec::new();
     let bufs = kinds.map(|kind| {
-        let one = b.tensor_of(kind, b.rank(), DType::F32);
+        let one = b.whole.tensor_of(kind, b.rank(), DType::F32);
         // Others write there at any time of a run: no step before or behind has this buffer.
-        let buf = b.keep(4, u64::from(b.ranks()) * one.bytes());
+        let buf = b.keep(DType::F32, u64::from(b.ranks()) * one.bytes());
         let peers = (0..b.ranks()).filter(|&peer| peer != b.rank());
         slots.extend(peers.map(|peer| slot(b, buf, kind, b.rank(), peer)));
         buf

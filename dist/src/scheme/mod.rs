@@ -11,12 +11,11 @@ pub(crate) use ulysses::most_groups;
 
 use std::fmt;
 
-use fmha::Device;
-use fmha::PlanOptions;
+use fmha::{Device, PlanOptions};
 
-use crate::builder::{Builder, Wanted};
+use crate::builder::Builder;
 use crate::error::{Error, Result};
-use crate::problem::Whole;
+use crate::problem::{Gradients, Whole};
 use crate::program::Program;
 
 /// How attention goes over ranks.
@@ -99,7 +98,7 @@ impl Scheme {
     pub(crate) fn backward(
         self,
         whole: &Whole,
-        wanted: Wanted,
+        wanted: Gradients,
         device: &Device,
         options: &PlanOptions,
     ) -> Result<Program> {

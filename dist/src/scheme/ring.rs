@@ -18,10 +18,10 @@
 
 use fmha::DType;
 
-use crate::builder::{Builder, Forward, Given, Grads, Held, Moves, Operands, Partial, Wanted};
+use crate::builder::{Builder, Given, Grads, Held, Moves, Operands, Partial};
 use crate::error::{Error, Result};
 use crate::partition::Piece;
-use crate::problem::{Kind, Tensor, Whole};
+use crate::problem::{Gradients, Kind, Tensor, Whole};
 use crate::program::{At, Buf};
 
 /// Hosts in a ring, and the ranks of each, which are neighbours; a plain ring's hosts have one.
@@ -67,14 +67,14 @@ struct Turns {
 impl Turns {
     /// Large enough for any rank's rows.
     fn new(b: &mut Builder<'_>, kind: Kind, dtype: DType) -> Self {
-        let most = (0..b.ranks()).map(|rank| b.tensor_of(kind, rank, dtype).bytes()).max().unwrap_or(0);
-        let size = dtype.size_bytes();
-        Self { kind, dtype, bufs: [b.scratch_of(size, most), b.scratch_of(size, most)] }
+        let most = (0..b.ranks()).map(|rank| b.whole.tensor_of(kind, rank, dtype).bytes()).max().unwrap_or(0);
+        Self { kind, dtype, bufs: [(); 2].map(|()| b.scratch(dtype, most)) }
     }
 
     /// What `rank` has, at a step.
     fn of(&self, b: &Builder<'_>, rank: u32, step: u32) -> Held {
-        Held::new(self.bufs[(step % 2) as usize], b.tensor_of(self.kind, rank, self.dtype))
+        let tensor = b.whole.tensor_of(self.kind, rank, self.dtype);
+        Held { buf: self.bufs[(step % 2) as usize], tensor }
     }
 }
 
@@ -84,8 +84,8 @@ fn pass_on(b: &mut Builder<'_>, hosts: Hosts, tensors: &[(Held, Held)]) -> Resul
         (hosts.counterpart(hosts.own() + 1), hosts.counterpart(hosts.own() + hosts.count - 1));
     let mut moves = Moves::default();
     for (now, then) in tensors {
-        moves.send(next, (now.buf, now.tensor.block()));
-        moves.receive(before, (then.buf, then.tensor.block()));
+        moves.send(next, now.block());
+        moves.receive(before, then.block());
     }
     b.exchange(&moves)
 }
@@ -140,12 +140,12 @@ struct Keys {
 impl Keys {
     fn new(b: &mut Builder<'_>, hosts: Hosts) -> Result<Self> {
         let rows = HostRows::new(b, hosts)?;
-        let dtypes = [b.dtype(Kind::K), b.dtype(Kind::V)];
+        let dtypes = [b.whole.dtype(Kind::K), b.whole.dtype(Kind::V)];
         let gathered = (hosts.size > 1).then(|| {
             [(Kind::K, dtypes[0]), (Kind::V, dtypes[1])].map(|(kind, dtype)| {
                 let bytes = |host| rows.tensor(b, kind, host, dtype).bytes();
                 let most = (0..hosts.count).map(bytes).max().unwrap_or(0);
-                [(); 2].map(|()| b.scratch_of(dtype.size_bytes(), most))
+                [(); 2].map(|()| b.scratch(dtype, most))
             })
         });
         let [k, v] = dtypes;
@@ -188,7 +188,8 @@ impl Keys {
         for ((all, share), (bufs, kind)) in
             all.iter_mut().zip(share).zip(bufs.into_iter().zip([Kind::K, Kind::V]))
         {
-            *all = Held::new(bufs[(step % 2) as usize], self.rows.tensor(b, kind, host, b.dtype(kind)));
+            let tensor = self.rows.tensor(b, kind, host, b.whole.dtype(kind));
+            *all = Held { buf: bufs[(step % 2) as usize], tensor };
             for (peer, owner) in hosts.ranks(hosts.own()).zip(hosts.ranks(host)) {
                 for (own, _, count) in self.rows.places(b, host, hosts.counterpart(host)) {
                     moves.send(peer, share.rows(own, count));
@@ -220,7 +221,6 @@ pub(super) fn takes_hosts(whole: &Whole) -> Result<()> {
 pub(super) fn forward(b: &mut Builder<'_>, ranks_per_host: u32) -> Result<()> {
     let hosts = Hosts::new(b, ranks_per_host);
     let keys = Keys::new(b, hosts)?;
-    let heads = b.whole.all_heads();
     let queries = b.queries();
     let mut merging: Vec<Merging> = queries.iter().map(|_| Merging::default()).collect();
     for step in 0..hosts.count {
@@ -229,8 +229,7 @@ pub(super) fn forward(b: &mut Builder<'_>, ranks_per_host: u32) -> Result<()> {
             for (q, merging) in queries.iter().zip(&mut merging) {
                 let Some(all_seen) = b.whole.sees(q, k) else { continue };
                 let part = merging.next(b, q);
-                let how = Forward { dtype: DType::F32, row: 0, sink: false, all_seen };
-                b.forward((q, k), &heads, &operands, (q.row, k.row), (part.o, part.lse), how)?;
+                b.forward_partial((q, k), &operands, part, all_seen)?;
                 merging.merge(b, q, part)?;
             }
         }
@@ -269,20 +268,16 @@ impl Merging {
     }
 }
 
-pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted, ranks_per_host: u32) -> Result<()> {
+pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients, ranks_per_host: u32) -> Result<()> {
     let hosts = Hosts::new(b, ranks_per_host);
     let keys = Keys::new(b, hosts)?;
     let heads = b.whole.all_heads();
     let queries = b.queries();
-    let given =
-        Given { o: b.own(Kind::O), dout: b.own_as(Buf::Dout, Kind::O, b.dtype(Kind::O)), lse: b.own_lse() };
+    let given = b.own_given();
     let travelling = [Turns::new(b, Kind::K, DType::F32), Turns::new(b, Kind::V, DType::F32)];
     let gathered = HostGrads::new(b, &keys);
-    let dq = {
-        let tensor = b.tensor_of(Kind::Q, b.rank(), DType::F32);
-        b.hold(tensor)
-    };
-    b.sum((dq.buf, dq.tensor.block()), Vec::new(), DType::F32)?;
+    let dq = b.hold(b.whole.tensor_of(Kind::Q, b.rank(), DType::F32));
+    b.sum(dq.block(), Vec::new(), DType::F32)?;
     let mut dsinks: Vec<At> = Vec::new();
     for step in 0..hosts.count {
         let operands = keys.step(b, step)?;
@@ -294,7 +289,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted, ranks_per_host: u32)
             // What a rank has of its own share begins at 0, and so does a host's part at every step.
             if step == 0 || gathered.is_some() && at == 0 {
                 for sum in pair {
-                    b.sum((sum.buf, sum.tensor.block()), Vec::new(), DType::F32)?;
+                    b.sum(sum.block(), Vec::new(), DType::F32)?;
                 }
             }
         }
@@ -328,11 +323,10 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted, ranks_per_host: u32)
     for (at, (kind, buf)) in [(Kind::K, Buf::Dk), (Kind::V, Buf::Dv)].into_iter().enumerate() {
         let home = travelling[at].of(b, rank, hosts.count);
         let out = b.own_as(buf, kind, wanted.dtype);
-        let all = |tensor: Tensor| tensor.rows(0, tensor.rows);
-        b.sum((out.buf, all(out.tensor)), vec![(home.buf, all(home.tensor))], wanted.dtype)?;
+        b.sum(out.all_rows(), vec![home.all_rows()], wanted.dtype)?;
     }
     let out = b.own_as(Buf::Dq, Kind::Q, wanted.dtype);
-    b.sum(out.rows(0, out.tensor.rows), vec![dq.rows(0, dq.tensor.rows)], wanted.dtype)?;
+    b.sum(out.all_rows(), vec![dq.all_rows()], wanted.dtype)?;
     if wanted.dsink {
         b.sum_dsink(&dsinks)?;
     }
@@ -355,12 +349,12 @@ impl HostGrads {
         let parts = [Kind::K, Kind::V].map(|kind| {
             let bytes = |host| keys.rows.tensor(b, kind, host, DType::F32).bytes();
             let most = (0..hosts.count).map(bytes).max().unwrap_or(0);
-            b.scratch_of(4, most)
+            b.scratch(DType::F32, most)
         });
         let slot = |b: &mut Builder<'_>| {
             [Kind::K, Kind::V].map(|kind| {
-                let most = (0..b.ranks()).map(|rank| b.tensor_of(kind, rank, DType::F32).bytes()).max();
-                b.scratch_of(4, most.unwrap_or(0))
+                let most = (0..b.ranks()).map(|rank| b.whole.tensor_of(kind, rank, DType::F32).bytes()).max();
+                b.scratch(DType::F32, most.unwrap_or(0))
             })
         };
         Some(Self { parts, slots: (0..hosts.size).map(|_| slot(b)).collect() })
@@ -368,8 +362,8 @@ impl HostGrads {
 
     fn of(&self, b: &Builder<'_>, keys: &Keys, step: u32) -> [Held; 2] {
         let host = keys.hosts.owner(step);
-        let [k, v] = [Kind::K, Kind::V].map(|kind| keys.rows.tensor(b, kind, host, DType::F32));
-        [Held::new(self.parts[0], k), Held::new(self.parts[1], v)]
+        let held = |(kind, buf)| Held { buf, tensor: keys.rows.tensor(b, kind, host, DType::F32) };
+        [(Kind::K, self.parts[0]), (Kind::V, self.parts[1])].map(held)
     }
 
     /// Each rank of the host adds its part to `shares`, in the order of the ranks.
@@ -389,7 +383,7 @@ impl HostGrads {
                 for (_, row, count) in keys.rows.places(b, host, owner) {
                     moves.send(peer, parts[at].rows(row, count));
                 }
-                let slot = Held::new(slots[at], shares[at].tensor);
+                let slot = Held { buf: slots[at], ..shares[at] };
                 for &(row, _, count) in &own {
                     moves.receive(peer, slot.rows(row, count));
                 }
@@ -398,9 +392,8 @@ impl HostGrads {
         b.exchange(&moves)?;
         for slots in &self.slots {
             for at in 0..2 {
-                let slot = Held::new(slots[at], shares[at].tensor);
-                let rows = slot.tensor.rows;
-                b.add(shares[at].rows(0, rows), slot.rows(0, rows))?;
+                let slot = Held { buf: slots[at], ..shares[at] };
+                b.add(shares[at].all_rows(), slot.all_rows())?;
             }
         }
         Ok(())
@@ -411,9 +404,9 @@ impl HostGrads {
 fn parts(b: &mut Builder<'_>, q: &Piece, k: &Piece) -> [Held; 3] {
     let dims = b.whole.fwd.dims;
     let tensors = [
-        b.piece_tensor(Kind::Q, q, dims.num_heads_q, DType::F32),
-        b.piece_tensor(Kind::K, k, dims.num_heads_kv, DType::F32),
-        b.piece_tensor(Kind::V, k, dims.num_heads_kv, DType::F32),
+        b.whole.tensor_of_piece(Kind::Q, q, dims.num_heads_q, DType::F32),
+        b.whole.tensor_of_piece(Kind::K, k, dims.num_heads_kv, DType::F32),
+        b.whole.tensor_of_piece(Kind::V, k, dims.num_heads_kv, DType::F32),
     ];
     tensors.map(|tensor| b.hold(tensor))
 }
@@ -424,8 +417,7 @@ fn sinks(b: &mut Builder<'_>, queries: &[Piece], given: &Given) -> Result<Vec<At
     let mut all = Vec::new();
     for q in queries {
         let none = q.without_rows();
-        let at = At(b.scratch(4 * u64::from(heads.num_q())), 0);
-        let operands = Operands { q: b.own(Kind::Q), k: b.own(Kind::K), v: b.own(Kind::V), arrivals: 0 };
+        let (at, operands) = (b.hold_dsink(heads.num_q()), b.own_operands());
         let grads = Grads { parts: parts(b, q, &none).map(|held| (held, 0)), dsink: Some(at) };
         b.backward((q, &none), &heads, &operands, (q.row, 0), given, grads)?;
         all.push(at);

@@ -14,12 +14,15 @@
 //!  kernels          heads 0   heads 1
 //! ```
 
+use std::ops::Range;
+
 use fmha::{Bias, DType, Descale};
 
-use crate::builder::{Builder, Given, Grads, Held, HeldLse, Moves, Operands, Wanted, messages};
+use crate::builder::{Builder, Given, Grads, Held, HeldLse, Moves, Operands, messages};
 use crate::error::{Error, Result};
-use crate::partition::Axis;
-use crate::problem::{Heads, Kind, Rows, Whole};
+use crate::group::Block;
+use crate::partition::{Axis, Piece};
+use crate::problem::{Gradients, Heads, Kind, Whole};
 use crate::program::{At, Buf, Part};
 
 /// The heads that a rank computes. Ranks share a kv head where there are more ranks than kv heads.
@@ -46,7 +49,7 @@ pub(crate) fn most_groups(whole: &Whole) -> u32 {
 /// One of the groups of a rank's heads.
 fn group_of(whole: &Whole, rank: u32, group: u32) -> Heads {
     let Heads { q, kv } = heads_of(whole, rank);
-    let part = |heads: std::ops::Range<u32>| {
+    let part = |heads: Range<u32>| {
         let each = (heads.end - heads.start) / whole.head_groups;
         heads.start + group * each..heads.start + (group + 1) * each
     };
@@ -113,23 +116,54 @@ fn rows_moved(whole: &Whole, rank: u32) -> u64 {
     tensors + 2 * of(&whole.q, dtypes.o) + lse
 }
 
+/// Room for all rows of a tensor, of some heads.
+fn hold_all(b: &mut Builder<'_>, kind: Kind, heads: &Heads, dtype: DType) -> Held {
+    b.hold(b.whole.tensor_of_all(kind, heads.of(kind).len() as u32, dtype))
+}
+
+/// Where `peer`'s heads of this rank's rows lie, and `peer`'s rows of this rank's heads: where rows of some heads lie in each of both
+/// is a function of the first row, of how many there are, and of the heads.
+fn parts(
+    b: &Builder<'_>,
+    (kind, peer): (Kind, u32),
+    own: impl Fn(u32, u32, &Range<u32>) -> Vec<Part>,
+    all: impl Fn(u32, u32, &Range<u32>) -> Vec<Part>,
+    heads: HeadsOf<'_>,
+) -> [Vec<Part>; 2] {
+    let (axis, theirs) = (b.whole.axis(kind), heads(b.whole, peer).of(kind));
+    let here = 0..heads(b.whole, b.rank()).of(kind).len() as u32;
+    [
+        axis.pieces(b.rank())
+            .iter()
+            .flat_map(|own_rows| own(own_rows.row, own_rows.rows(), &theirs))
+            .collect(),
+        axis.pieces(peer).iter().flat_map(|rows| all(rows.whole_row, rows.rows(), &here)).collect(),
+    ]
+}
+
+fn tensor_parts(
+    b: &Builder<'_>,
+    of: (Kind, u32),
+    own: Held,
+    all: Held,
+    heads: HeadsOf<'_>,
+) -> [Vec<Part>; 2] {
+    let rows = |held: Held| move |row, count, heads: &Range<u32>| held.rows_of_heads(row, count, heads);
+    parts(b, of, rows(own), rows(all), heads)
+}
+
+fn lse_parts(b: &Builder<'_>, peer: u32, all: HeldLse, heads: HeadsOf<'_>) -> [Vec<Part>; 2] {
+    let rows = |held: HeldLse| move |row, count, heads: &Range<u32>| held.rows_of_heads(row, count, heads);
+    parts(b, (Kind::Q, peer), rows(b.own_lse()), rows(all), heads)
+}
+
 /// Rows of all ranks, of this one's heads; the same tensor of the call.
 fn swap_in(b: &mut Builder<'_>, moves: &mut Moves, kind: Kind, own: Held, heads: HeadsOf<'_>) -> Held {
-    let dtype = b.dtype(kind);
-    let tensor = b.tensor_of_all(kind, of_kind(kind, &heads(b.whole, b.rank())).len() as u32, dtype);
-    let all = b.hold(tensor);
+    let all = hold_all(b, kind, &heads(b.whole, b.rank()), b.whole.dtype(kind));
     for peer in 0..b.ranks() {
-        let theirs = of_kind(kind, &heads(b.whole, peer));
-        for piece in pieces(b, kind, b.rank()) {
-            for block in own.tensor.rows_of_heads(piece.row, piece.rows(), &theirs) {
-                moves.send(peer, (own.buf, block));
-            }
-        }
-        for piece in pieces(b, kind, peer) {
-            for block in all.tensor.rows_of_heads(piece.whole_row, piece.rows(), &(0..all.tensor.heads)) {
-                moves.receive(peer, (all.buf, block));
-            }
-        }
+        let [of_own, of_all] = tensor_parts(b, (kind, peer), own, all, heads);
+        moves.send_all(peer, of_own);
+        moves.receive_all(peer, of_all);
     }
     all
 }
@@ -137,51 +171,10 @@ fn swap_in(b: &mut Builder<'_>, moves: &mut Moves, kind: Kind, own: Held, heads:
 /// This rank's rows of all heads, from the ranks that have the heads.
 fn swap_out(b: &Builder<'_>, moves: &mut Moves, kind: Kind, (all, own): (Held, Held), heads: HeadsOf<'_>) {
     for peer in 0..b.ranks() {
-        for piece in pieces(b, kind, peer) {
-            for block in all.tensor.rows_of_heads(piece.whole_row, piece.rows(), &(0..all.tensor.heads)) {
-                moves.send(peer, (all.buf, block));
-            }
-        }
-        let theirs = of_kind(kind, &heads(b.whole, peer));
-        for piece in pieces(b, kind, b.rank()) {
-            for block in own.tensor.rows_of_heads(piece.row, piece.rows(), &theirs) {
-                moves.receive(peer, (own.buf, block));
-            }
-        }
+        let [of_own, of_all] = tensor_parts(b, (kind, peer), own, all, heads);
+        moves.send_all(peer, of_all);
+        moves.receive_all(peer, of_own);
     }
-}
-
-fn of_kind(kind: Kind, heads: &Heads) -> std::ops::Range<u32> {
-    if matches!(kind, Kind::Q | Kind::O) { heads.q.clone() } else { heads.kv.clone() }
-}
-
-fn pieces(b: &Builder<'_>, kind: Kind, rank: u32) -> Vec<crate::partition::Piece> {
-    if matches!(kind, Kind::Q | Kind::O) { b.whole.q.pieces(rank) } else { b.whole.k.pieces(rank) }
-}
-
-/// An LSE's rows of the whole, of this rank's heads.
-fn lse_of_all(b: &mut Builder<'_>, heads: u32) -> HeldLse {
-    let axis = &b.whole.q;
-    let rows = Rows { batch: axis.tensor_batch(), heads, rows: axis.partition.rows() };
-    b.hold_lse(rows)
-}
-
-/// The parts of an LSE of the whole that `peer`'s rows are, and those of this rank's own that `peer`'s heads are.
-fn lse_parts(b: &Builder<'_>, all: HeldLse, peer: u32, heads: HeadsOf<'_>) -> (Vec<Part>, Vec<Part>) {
-    let own = b.own_lse();
-    let theirs = heads(b.whole, peer).q;
-    let of = |lse: HeldLse, row, count, heads: &std::ops::Range<u32>| -> Vec<Part> {
-        lse.rows.blocks_of_heads(row, count, heads).into_iter().map(|block| (lse.buf, block)).collect()
-    };
-    let rows_of_peer = b.whole.q.pieces(peer);
-    let (mut of_all, mut of_own) = (Vec::new(), Vec::new());
-    for q in &rows_of_peer {
-        of_all.extend(of(all, q.whole_row, q.rows(), &(0..all.rows.heads)));
-    }
-    for q in &b.queries() {
-        of_own.extend(of(own, q.row, q.rows(), &theirs));
-    }
-    (of_all, of_own)
 }
 
 fn swap_in_all(b: &mut Builder<'_>, moves: &mut Moves, heads: HeadsOf<'_>) -> Operands {
@@ -193,7 +186,7 @@ fn swap_in_all(b: &mut Builder<'_>, moves: &mut Moves, heads: HeadsOf<'_>) -> Op
 }
 
 /// Every sequence whole, with its keys.
-fn sequences(b: &Builder<'_>) -> Vec<(crate::partition::Piece, crate::partition::Piece)> {
+fn sequences(b: &Builder<'_>) -> Vec<(Piece, Piece)> {
     let pairs = b.whole.q.whole().into_iter().zip(b.whole.k.whole());
     pairs.filter(|(q, k)| q.rows() > 0 || k.rows() > 0).collect()
 }
@@ -216,11 +209,8 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
         b.unpack(came)?;
         let of = |whole: &Whole, rank| group_of(whole, rank, group);
         let heads = of(b.whole, b.rank());
-        let o = {
-            let tensor = b.tensor_of_all(Kind::O, heads.num_q(), b.dtype(Kind::O));
-            b.hold(tensor)
-        };
-        let lse = lse_of_all(b, heads.num_q());
+        let o = hold_all(b, Kind::O, &heads, b.whole.dtype(Kind::O));
+        let lse = b.hold_lse(b.whole.lse_of_all(heads.num_q()));
         for (q, keys) in sequences(b).iter().filter(|(q, _)| q.rows() > 0) {
             b.forward_into((q, keys), &heads, &operands, (q.whole_row, keys.whole_row), (o, lse))?;
         }
@@ -228,9 +218,9 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
         swap_out(b, &mut moves, Kind::O, (o, b.own(Kind::O)), &of);
         if b.whole.fwd.write_lse {
             for peer in 0..b.ranks() {
-                let (of_all, of_own) = lse_parts(b, lse, peer, &of);
-                of_all.into_iter().for_each(|part| moves.send(peer, part));
-                of_own.into_iter().for_each(|part| moves.receive(peer, part));
+                let [of_own, of_all] = lse_parts(b, peer, lse, &of);
+                moves.send_all(peer, of_all);
+                moves.receive_all(peer, of_own);
             }
         }
         gone.push(b.begin_exchange(&moves)?);
@@ -239,113 +229,92 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     gone.into_iter().try_for_each(|came| b.unpack(came))
 }
 
-pub(super) fn backward(b: &mut Builder<'_>, wanted: Wanted) -> Result<()> {
+pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients) -> Result<()> {
     let heads = heads_of(b.whole, b.rank());
     let mut moves = Moves::default();
     let operands = swap_in_all(b, &mut moves, &heads_of);
-    let own_dout = b.own_as(Buf::Dout, Kind::O, b.dtype(Kind::O));
-    let o = swap_in(b, &mut moves, Kind::O, b.own(Kind::O), &heads_of);
-    let dout = swap_in(b, &mut moves, Kind::O, own_dout, &heads_of);
-    let lse = lse_of_all(b, heads.num_q());
+    let own = b.own_given();
+    let [o, dout] = [own.o, own.dout].map(|own| swap_in(b, &mut moves, Kind::O, own, &heads_of));
+    let lse = b.hold_lse(b.whole.lse_of_all(heads.num_q()));
     for peer in 0..b.ranks() {
-        let (of_all, of_own) = lse_parts(b, lse, peer, &heads_of);
-        of_own.into_iter().for_each(|part| moves.send(peer, part));
-        of_all.into_iter().for_each(|part| moves.receive(peer, part));
+        let [of_own, of_all] = lse_parts(b, peer, lse, &heads_of);
+        moves.send_all(peer, of_own);
+        moves.receive_all(peer, of_all);
     }
     b.exchange(&moves)?;
     let given = Given { o, dout, lse };
-    let [dq, dk, dv] = [Kind::Q, Kind::K, Kind::V].map(|kind| {
-        let count = of_kind(kind, &heads).len() as u32;
-        let tensor = b.tensor_of_all(kind, count, DType::F32);
-        b.hold(tensor)
-    });
+    let [dq, dk, dv] = [Kind::Q, Kind::K, Kind::V].map(|kind| hold_all(b, kind, &heads, DType::F32));
     let mut dsinks = Vec::new();
     for (q, keys) in sequences(b) {
         // The call's sinks begin at this rank's heads; the others' gradient stays 0.
-        let dsink = wanted.dsink.then(|| At(b.scratch(4 * u64::from(heads.num_q())), 0));
+        let dsink = wanted.dsink.then(|| b.hold_dsink(heads.num_q()));
         dsinks.extend(dsink);
         let parts = [(dq, q.whole_row), (dk, keys.whole_row), (dv, keys.whole_row)];
         let rows = (q.whole_row, keys.whole_row);
         b.backward((&q, &keys), &heads, &operands, rows, &given, Grads { parts, dsink })?;
     }
     let mut moves = Moves::default();
-    let own_dq = {
-        let tensor = b.tensor_of(Kind::Q, b.rank(), DType::F32);
-        b.hold(tensor)
-    };
+    let own_dq = b.hold(b.whole.tensor_of(Kind::Q, b.rank(), DType::F32));
     swap_out(b, &mut moves, Kind::Q, (dq, own_dq), &heads_of);
-    let shared = [(Kind::K, dk, Buf::Dk), (Kind::V, dv, Buf::Dv)].map(|(kind, all, buf)| {
-        let slots: Vec<Held> = (0..b.ranks())
-            .map(|peer| {
-                // Each rank's part has the kv heads that it computes.
-                let count = heads_of(b.whole, peer).num_kv();
-                let tensor = b.whole.tensor(kind, b.whole.k.partition.rows_of(b.rank()), count, DType::F32);
-                b.hold(tensor)
-            })
-            .collect();
-        for peer in 0..b.ranks() {
-            for keys in b.keys_of(peer) {
-                moves.send(peer, all.rows(keys.whole_row, keys.rows()));
-            }
-            for keys in b.keys_of(b.rank()) {
-                moves.receive(peer, slots[peer as usize].rows(keys.row, keys.rows()));
-            }
-        }
-        (kind, slots, buf)
-    });
+    let [dk, dv] = [(Kind::K, dk), (Kind::V, dv)].map(|(kind, all)| bring_home(b, &mut moves, kind, all));
     b.exchange(&moves)?;
     let out = b.own_as(Buf::Dq, Kind::Q, wanted.dtype);
-    b.sum(out.rows(0, out.tensor.rows), vec![own_dq.rows(0, own_dq.tensor.rows)], wanted.dtype)?;
-    for (kind, slots, buf) in shared {
+    b.sum(out.all_rows(), vec![own_dq.all_rows()], wanted.dtype)?;
+    for (kind, buf, slots) in [(Kind::K, Buf::Dk, dk), (Kind::V, Buf::Dv, dv)] {
         let out = b.own_as(buf, kind, wanted.dtype);
-        let rows = out.tensor.rows;
-        for head in 0..b.whole.fwd.dims.num_heads_kv {
-            let parts: Vec<Vec<Part>> = (0..b.ranks())
-                .filter_map(|peer| {
-                    let kv = heads_of(b.whole, peer).kv;
-                    let slot = slots[peer as usize];
-                    let own = head.checked_sub(kv.start).filter(|_| kv.contains(&head))?;
-                    let blocks = slot.tensor.heads(0, rows, &(own..own + 1));
-                    Some(blocks.into_iter().flat_map(|block| by_sequence(block, slot, rows)).collect())
-                })
-                .collect();
-            let to = out.tensor.heads(0, rows, &(head..head + 1));
-            let to = to.into_iter().flat_map(|block| by_sequence(block, out, rows));
-            for (at, (_, block)) in to.enumerate() {
-                let terms = parts.iter().map(|part| part[at]).collect();
-                b.sum((out.buf, block), terms, wanted.dtype)?;
-            }
-        }
+        add_up(b, out, &slots, wanted.dtype)?;
     }
     if wanted.dsink {
-        // In this rank's heads' place among all; the sum over ranks then has each once.
-        let all = b.scratch(4 * u64::from(b.whole.fwd.dims.num_heads_q));
-        let bytes = |heads: u32| 4 * u64::from(heads);
-        let block = |first: u32, count: u32| crate::group::Block {
-            offset: bytes(first),
-            rows: 1,
-            row_bytes: bytes(count),
-            stride: bytes(count),
-        };
-        let num_heads = b.whole.fwd.dims.num_heads_q;
-        b.sum((all, block(0, num_heads)), Vec::new(), DType::F32)?;
-        let terms = dsinks.iter().map(|at| (at.0, block(0, heads.num_q()))).collect();
-        b.sum((all, block(heads.q.start, heads.num_q())), terms, DType::F32)?;
-        b.sum_dsink(&[At(all, 0)])?;
+        sum_dsink(b, &heads.q, &dsinks)?;
     }
     Ok(())
 }
 
-/// A block of all rows of a tensor that has one head only is one for all sequences: cut, so that it goes with those of others.
-fn by_sequence(block: crate::group::Block, held: Held, rows: u32) -> Vec<Part> {
-    let row_bytes = u64::from(held.tensor.dim) * held.tensor.size;
-    if held.tensor.heads > 1 {
-        return vec![(held.buf, block)];
+/// dK or dV of this rank's rows by every rank, which has it of the kv heads that it computes.
+fn bring_home(b: &mut Builder<'_>, moves: &mut Moves, kind: Kind, all: Held) -> Vec<Held> {
+    let own = b.keys_of(b.rank());
+    let rows = b.whole.k.partition.rows_of(b.rank());
+    let mut slots = Vec::new();
+    for peer in 0..b.ranks() {
+        for keys in b.keys_of(peer) {
+            moves.send(peer, all.rows(keys.whole_row, keys.rows()));
+        }
+        let slot = b.hold(b.whole.tensor(kind, rows, heads_of(b.whole, peer).num_kv(), DType::F32));
+        for keys in &own {
+            moves.receive(peer, slot.rows(keys.row, keys.rows()));
+        }
+        slots.push(slot);
     }
-    (0..held.tensor.batch)
-        .map(|sequence| {
-            let offset = block.offset + u64::from(sequence) * block.stride;
-            (held.buf, crate::group::Block { offset, rows: rows.into(), row_bytes, stride: row_bytes })
-        })
-        .collect()
+    slots
+}
+
+/// Of each kv head and sequence the parts of the ranks that compute it, in their order.
+fn add_up(b: &mut Builder<'_>, out: Held, slots: &[Held], dtype: DType) -> Result<()> {
+    let rows = out.tensor.rows;
+    for head in 0..out.tensor.heads {
+        let part = |(peer, slot): (u32, &Held)| {
+            let kv = heads_of(b.whole, peer).kv;
+            let at = head.checked_sub(kv.start).filter(|_| kv.contains(&head))?;
+            Some(slot.rows_of_heads(0, rows, &(at..at + 1)))
+        };
+        let parts: Vec<Vec<Part>> = (0..).zip(slots).filter_map(part).collect();
+        for (sequence, to) in out.rows_of_heads(0, rows, &(head..head + 1)).into_iter().enumerate() {
+            b.sum(to, parts.iter().map(|part| part[sequence]).collect(), dtype)?;
+        }
+    }
+    Ok(())
+}
+
+/// The sinks' gradient of this rank's heads goes to their place among all; the sum over ranks then has each once.
+fn sum_dsink(b: &mut Builder<'_>, heads: &Range<u32>, dsinks: &[At]) -> Result<()> {
+    let num_heads = b.whole.fwd.dims.num_heads_q;
+    let At(all, _) = b.hold_dsink(num_heads);
+    let block = |heads: Range<u32>| {
+        let row_bytes = 4 * heads.len() as u64;
+        Block { offset: 4 * u64::from(heads.start), rows: 1, row_bytes, stride: row_bytes }
+    };
+    b.sum((all, block(0..num_heads)), Vec::new(), DType::F32)?;
+    let terms = dsinks.iter().map(|at| (at.0, block(0..heads.len() as u32))).collect();
+    b.sum((all, block(heads.clone())), terms, DType::F32)?;
+    b.sum_dsink(&[At(all, 0)])
 }

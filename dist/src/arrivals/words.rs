@@ -1,0 +1,51 @@
+//! What streams and kernels wait for: words in each rank's own memory, written by the others.
+//!
+//! - `flag`, one a piece: the piece has come. Set by its owner; reset at the run's end, when all have come.
+//! - `late`: the kernels' own. Not 0: a piece did not come within the timeout, and no result of the run is one.
+//! - `free`, one a rank: that rank's buffers may be written again. Set by it at a run's end, reset by who writes there.
+//! - `home` and `home_free`, one a rank: the same of dK and dV, which go the other way, each to the owner of its keys as soon as no
+//!   later kernel of the rank changes it.
+
+/// Where a rank's words are.
+#[derive(Clone, Copy)]
+pub(super) struct Words {
+    pub(super) address: u64,
+    pub(super) pieces: u64,
+    pub(super) ranks: u64,
+}
+
+impl Words {
+    /// Before the first run nothing has come and nothing is late, all is free; nothing has come home, and all is free for that.
+    pub(super) fn at_first(pieces: usize, ranks: u32) -> Vec<u32> {
+        let mut words = vec![0; pieces + 1];
+        for value in [1, 0, 1] {
+            words.resize(words.len() + ranks as usize, value);
+        }
+        words
+    }
+
+    /// Bytes of the flags and of `late` behind them, which kernels are given.
+    pub(super) fn kernels_bytes(self) -> u64 {
+        4 * (self.pieces + 1)
+    }
+
+    pub(super) fn flag(self, piece: usize) -> u64 {
+        self.address + 4 * piece as u64
+    }
+
+    pub(super) fn late(self) -> u64 {
+        self.address + 4 * self.pieces
+    }
+
+    pub(super) fn free(self, rank: u32) -> u64 {
+        self.late() + 4 + 4 * u64::from(rank)
+    }
+
+    pub(super) fn home(self, rank: u32) -> u64 {
+        self.free(rank) + 4 * self.ranks
+    }
+
+    pub(super) fn home_free(self, rank: u32) -> u64 {
+        self.home(rank) + 4 * self.ranks
+    }
+}

@@ -1,0 +1,259 @@
+//! A group in host memory, over whatever carries frames from rank to rank.
+
+mod calls;
+mod mailbox;
+
+pub(super) use mailbox::Mailbox;
+
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
+
+use mailbox::Gone;
+
+use super::{Exchange, Group, Parcel};
+use crate::agree::Fields;
+use crate::error::{Error, Result};
+
+/// What one rank tells another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Frame {
+    /// Bytes of a share or an exchange.
+    Bytes(Vec<u8>),
+    /// A call has begun that was planned otherwise than the one before.
+    Begun(Vec<u8>),
+    /// Which rank it has been waiting for, for half of its timeout: whom to blame if it comes late itself.
+    Waits(u32),
+    /// Nothing succeeds any more.
+    Failed(Error),
+    /// It has finished, and sends nothing more.
+    Left,
+    /// Its connection broke without a farewell.
+    Died,
+}
+
+/// Carries frames to other ranks.
+pub(super) trait Link: Send + Sync {
+    /// Sends, without waiting. A rank that is gone has nobody to tell.
+    fn post(&self, to: u32, frame: Frame);
+}
+
+/// A rank of a group in host memory: of [`threads`](super::threads), or of processes that [`connect`](super::connect)ed.
+/// Dropped, it leaves the group.
+pub struct Host {
+    rank: u32,
+    size: u32,
+    timeout: Duration,
+    mailbox: Arc<Mailbox>,
+    link: Box<dyn Link>,
+}
+
+impl Host {
+    pub(super) fn new(
+        rank: u32,
+        size: u32,
+        timeout: Duration,
+        mailbox: Arc<Mailbox>,
+        link: Box<dyn Link>,
+    ) -> Self {
+        Self { rank, size, timeout, mailbox, link }
+    }
+
+    fn others(&self) -> impl Iterator<Item = u32> {
+        let rank = self.rank;
+        (0..self.size).filter(move |&other| other != rank)
+    }
+
+    /// Bytes, unless all is lost already.
+    fn send(&self, to: u32, bytes: Vec<u8>) -> Result<()> {
+        if let Some(error) = &self.mailbox.lock().failure {
+            return Err(error.clone());
+        }
+        self.link.post(to, Frame::Bytes(bytes));
+        Ok(())
+    }
+
+    /// The next bytes of `from`.
+    fn receive(&self, from: u32) -> Result<Vec<u8>> {
+        let start = Instant::now();
+        let mut told = false;
+        let mut state = self.mailbox.lock();
+        loop {
+            if let Some(error) = &state.failure {
+                return Err(error.clone());
+            }
+            if let Some(bytes) = state.peers[from as usize].frames.pop_front() {
+                return Ok(bytes);
+            }
+            if let Some(how) = state.peers[from as usize].gone {
+                drop(state);
+                return Err(self.fail(how.error(from)));
+            }
+            let waited = start.elapsed();
+            if waited >= self.timeout {
+                let late = state.culprit(self.rank, from);
+                drop(state);
+                let text = format!("rank {late} is late: waited {} ms for it", self.timeout.as_millis());
+                return Err(self.fail(Error::new(late, "exchange", text)));
+            }
+            if !told && waited >= self.timeout / 2 {
+                told = true;
+                drop(state);
+                self.others().for_each(|to| self.link.post(to, Frame::Waits(from)));
+                state = self.mailbox.lock();
+                continue;
+            }
+            let until = if told { self.timeout } else { self.timeout / 2 };
+            let (woken, _) = self
+                .mailbox
+                .changed
+                .wait_timeout(state, until.saturating_sub(waited))
+                .unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+        }
+    }
+}
+
+impl Group for Host {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn size(&self) -> u32 {
+        self.size
+    }
+
+    fn space(&self) -> MemorySpace {
+        MemorySpace::Host
+    }
+
+    fn begins(&self, planned: &Arc<Fields>) -> Result<()> {
+        self.begin(planned)
+    }
+
+    fn calls(&self) -> u64 {
+        self.mailbox.lock().calls
+    }
+
+    fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        for to in self.others() {
+            self.send(to, mine.to_vec())?;
+        }
+        (0..self.size)
+            .map(|from| if from == self.rank { Ok(mine.to_vec()) } else { self.receive(from) })
+            .collect()
+    }
+
+    fn exchange(
+        &self,
+        exchange: &Exchange,
+        sources: &[DevSlice<'_>],
+        sinks: &mut [DevSliceMut<'_>],
+        _stream: &Stream,
+    ) -> Result<()> {
+        exchange.check(self.rank, sources, sinks).map_err(|error| self.fail(error))?;
+        let on_a_device =
+            || self.fail(Error::new(self.rank, "exchange", "a buffer is in device memory, not the host's"));
+        // What goes to this rank itself is there without a frame.
+        let mut own = Vec::new();
+        for to in 0..self.size {
+            match packed(of(&exchange.sends, to), sources).ok_or_else(on_a_device)? {
+                bytes if to == self.rank => own = bytes,
+                bytes if bytes.is_empty() => {}
+                bytes => self.send(to, bytes)?,
+            }
+        }
+        for from in 0..self.size {
+            let wanted: u64 = of(&exchange.receives, from).map(|parcel| parcel.block.bytes()).sum();
+            let bytes = match from {
+                from if from == self.rank => std::mem::take(&mut own),
+                _ if wanted == 0 => continue,
+                from => self.receive(from)?,
+            };
+            if bytes.len() as u64 != wanted {
+                let text = format!("rank {from} sent {} bytes, but {wanted} were to come", bytes.len());
+                return Err(self.fail(Error::new(from, "exchange", text)));
+            }
+            unpack(&bytes, of(&exchange.receives, from), sinks).ok_or_else(on_a_device)?;
+        }
+        Ok(())
+    }
+
+    fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    fn failure(&self) -> Option<Error> {
+        let state = self.mailbox.lock();
+        let died = || (0..).zip(&state.peers).find(|(_, peer)| peer.gone == Some(Gone::Died));
+        state.failure.clone().or_else(|| died().map(|(rank, _)| Gone::Died.error(rank)))
+    }
+
+    fn fail(&self, error: Error) -> Error {
+        let first = {
+            let mut state = self.mailbox.lock();
+            if let Some(first) = &state.failure {
+                return first.clone();
+            }
+            state.failure.insert(error).clone()
+        };
+        self.mailbox.changed.notify_all();
+        self.others().for_each(|to| self.link.post(to, Frame::Failed(first.clone())));
+        first
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.fail(Error::new(self.rank, "group", format!("rank {} has panicked", self.rank)));
+        }
+        // What it failed of goes before its farewell: the rank that found it out may not have told everybody yet.
+        let failure = self.mailbox.lock().failure.clone();
+        for to in self.others() {
+            if let Some(error) = &failure {
+                self.link.post(to, Frame::Failed(error.clone()));
+            }
+            self.link.post(to, Frame::Left);
+        }
+    }
+}
+
+/// The parcels to a rank, or from it.
+fn of(parcels: &[Parcel], peer: u32) -> impl Iterator<Item = &Parcel> + Clone {
+    parcels.iter().filter(move |parcel| parcel.peer == peer)
+}
+
+/// The bytes of parcels, one behind another; none where a buffer is not the host's.
+fn packed<'a>(
+    parcels: impl Iterator<Item = &'a Parcel> + Clone,
+    sources: &[DevSlice<'_>],
+) -> Option<Vec<u8>> {
+    let bytes: u64 = parcels.clone().map(|parcel| parcel.block.bytes()).sum();
+    let mut packed = Vec::with_capacity(bytes as usize);
+    for Parcel { buffer, block, .. } in parcels {
+        let source = sources[*buffer].as_host()?;
+        for (offset, count) in block.stretches() {
+            packed.extend_from_slice(&source[offset as usize..(offset + count) as usize]);
+        }
+    }
+    Some(packed)
+}
+
+/// Brings them to their places; as many as are wanted.
+fn unpack<'a>(
+    mut bytes: &[u8],
+    parcels: impl Iterator<Item = &'a Parcel>,
+    sinks: &mut [DevSliceMut<'_>],
+) -> Option<()> {
+    for Parcel { buffer, block, .. } in parcels {
+        let sink = sinks[*buffer].as_host_mut()?;
+        for (offset, count) in block.stretches() {
+            let (now, later) = bytes.split_at(count as usize);
+            sink[offset as usize..(offset + count) as usize].copy_from_slice(now);
+            bytes = later;
+        }
+    }
+    Some(())
+}

@@ -1,0 +1,52 @@
+//! What is asked of a plan.
+
+use fmha::PlanOptions;
+
+use crate::model::Links;
+use crate::scheme::Scheme;
+
+/// What the caller asks of a plan over ranks. All ranks ask the same.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Options {
+    /// This scheme or a refusal; `None`: the planner's.
+    pub scheme: Option<Scheme>,
+    /// What is asked of each kernel.
+    pub kernels: PlanOptions,
+    /// What the planner compares schemes by.
+    pub links: Links,
+    /// Whether `gather`'s keys and values come while its kernels run, which wait for each piece's flag: ranks of one host, a
+    /// process each, whose devices share memory, rows that are not packed, a kernel that waits. `None`: where that can be and
+    /// the model has it faster; `Some(true)`: a refusal where it cannot; `Some(false)`: all of them come first.
+    pub flags: Option<bool>,
+}
+
+impl Options {
+    /// This scheme or a refusal.
+    #[must_use]
+    pub fn scheme(mut self, scheme: impl Into<Option<Scheme>>) -> Self {
+        self.scheme = scheme.into();
+        self
+    }
+
+    /// What is asked of each kernel.
+    #[must_use]
+    pub fn kernels(mut self, kernels: PlanOptions) -> Self {
+        self.kernels = kernels;
+        self
+    }
+
+    /// Whether `gather`'s keys and values come while its kernels run.
+    #[must_use]
+    pub fn flags(mut self, flags: impl Into<Option<bool>>) -> Self {
+        self.flags = flags.into();
+        self
+    }
+
+    /// What the planner compares schemes by.
+    #[must_use]
+    pub fn links(mut self, links: Links) -> Self {
+        self.links = links;
+        self
+    }
+}

@@ -1,0 +1,281 @@
+//! One rank's part of a plan, forward or backward: how the ranks come to agree on it, and how it runs.
+
+use std::sync::Arc;
+
+use fmha::{DevSlice, DevSliceMut, Device, DropoutSeed, MemorySpace, ScoreArgs, Stream};
+
+use super::built::Built;
+use super::choice::{Choice, choose_for, head_groups, may_wait};
+use super::options::Options;
+use crate::agree::agree;
+use crate::arrivals::Meeting;
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::problem::{Gradients, Kind, Problem, Whole};
+use crate::program::{Buf, Buffers, Executor, Memory, Streams};
+use crate::scheme::Scheme;
+
+/// A program with its buffers, on one rank.
+pub(super) struct Planned {
+    /// Where keys come that kernels wait for; dropped before the buffers.
+    meeting: Option<Meeting>,
+    /// Why gathered keys come before the kernels.
+    why_not: Option<String>,
+    group: Arc<dyn Group>,
+    pub(super) whole: Whole,
+    gradients: Option<Gradients>,
+    /// What its ranks have agreed on, by field.
+    says: Arc<[(String, String)]>,
+    pub(super) choice: Choice,
+    built: Built,
+    streams: Option<Streams>,
+}
+
+/// Tensors of a call, checked.
+pub(super) type Call<'a> = Vec<(Buf, Memory<'a>)>;
+
+impl Planned {
+    pub(super) fn new(
+        problem: &Problem,
+        group: Arc<dyn Group>,
+        device: &Device,
+        options: &Options,
+        gradients: Option<Gradients>,
+    ) -> Result<Self> {
+        let rank = group.rank();
+        let chosen = Chosen::new(problem, &*group, options, gradients);
+        let says =
+            chosen.as_ref().map_err(Clone::clone).map(|chosen| chosen.says(problem, options, gradients));
+        agree(&*group, &says)?;
+        let (Chosen { mut whole, choice, mut why_not }, says) = (chosen?, says?);
+        let build =
+            |whole: &Whole| Built::new(whole, choice.scheme, gradients, &*group, device, &options.kernels);
+        let mut built = build(&whole);
+        let mut meeting = None;
+        if whole.flags && choice.scheme == Scheme::Gather {
+            let mine = built.as_ref().map_err(|error| error.text.clone()).and_then(Built::coming);
+            match Meeting::new(mine, &group, device)? {
+                Ok(met) => meeting = Some(met),
+                Err(reason) => {
+                    if options.flags == Some(true) {
+                        return Err(group.fail(Error::new(rank, "flags", reason)));
+                    }
+                    // With all of the keys before the kernels, and in their memory what was for the others'.
+                    whole.flags = false;
+                    drop(built);
+                    built = build(&whole);
+                    why_not = Some(reason);
+                }
+            }
+        }
+        // A rank whose device has no kernel for its part says so now, and not in the middle of a run.
+        agree(&*group, &built.as_ref().map(|_| Vec::new()).map_err(Clone::clone))?;
+        let built = built?;
+        let streams = Streams::new(device, &built.program);
+        let streams = streams.map_err(|error| group.fail(Error::of(rank, &error)))?;
+        let says = says.into();
+        Ok(Self { meeting, why_not, group, whole, gradients, says, choice, built, streams })
+    }
+
+    /// Runs the program; what goes wrong on this rank, all ranks hear of.
+    pub(super) fn run(
+        &mut self,
+        call: Result<Call<'_>>,
+        score: ScoreArgs<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let brought = self.brought(score);
+        if brought.is_empty() {
+            self.group.begins(&self.says)?;
+        } else {
+            self.group.begins(&self.says.iter().cloned().chain(brought).collect())?;
+        }
+        let call = self.check_score(&score).and(call).map_err(|error| self.group.fail(error))?;
+        if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
+            return Err(self.group.fail(error));
+        }
+        let (streams, meeting) = (self.streams.as_ref(), self.meeting.as_ref());
+        let executor = Executor { group: &*self.group, stream, streams, score, meeting };
+        let Built { program, scratch, workspaces } = &mut self.built;
+        let mut buffers = Buffers::new(call, std::mem::take(scratch));
+        let ran = executor.run(program, &mut buffers, workspaces);
+        *scratch = buffers.into_scratch();
+        ran.map_err(|error| self.group.fail(error))?;
+        if self.group.space() == MemorySpace::Host && self.group.size() > 1 {
+            // No rank takes its output for a result while another one fails.
+            self.group.share(&[])?;
+        }
+        Ok(())
+    }
+
+    /// What a plan does not know: ranks that drop by other seeds do not compute one problem, nor do those with other slopes, sinks
+    /// or scales. What lies in a device's memory nobody here reads.
+    fn brought(&self, score: ScoreArgs<'_>) -> Vec<(String, String)> {
+        let mut says = Vec::new();
+        if self.whole.fwd.dropout.p_drop > 0.0 {
+            let DropoutSeed { seed, offset } = score.dropout;
+            says.push(("dropout".to_owned(), format!("seed {seed}, offset {offset}")));
+        }
+        for (field, slice) in [
+            ("alibi_slopes", score.alibi_slopes),
+            ("sink", score.sink),
+            ("descale_q", score.descale_q),
+            ("descale_k", score.descale_k),
+            ("descale_v", score.descale_v),
+        ] {
+            if let Some(bytes) = slice.as_ref().and_then(DevSlice::as_host) {
+                says.push((field.to_owned(), numbers(bytes)));
+            }
+        }
+        says
+    }
+
+    pub(super) fn explain(&self) -> String {
+        let rank = self.whole.rank;
+        let keys = match (&self.meeting, &self.why_not) {
+            (Some(_), _) => {
+                "keys        come while the kernels run, which wait for each piece's flag\n".to_owned()
+            }
+            (None, Some(reason)) => format!("keys        come before the kernels: {reason}\n"),
+            (None, None) => String::new(),
+        };
+        format!(
+            "rank        {rank} of {}\n{}{keys}sends       {} bytes\n{}",
+            self.whole.ranks,
+            self.choice,
+            self.built.program.bytes_sent(rank),
+            self.built.program.explain(rank)
+        )
+    }
+
+    pub(super) fn wrong(&self, field: &str, text: String) -> Error {
+        Error::new(self.whole.rank, field, text)
+    }
+
+    /// A tensor of the call that is read.
+    pub(super) fn read<'a>(&self, buf: Buf, slice: DevSlice<'a>) -> Result<(Buf, Memory<'a>)> {
+        self.check(buf, slice.bytes(), slice.space())?;
+        Ok((buf, Memory::Read(slice)))
+    }
+
+    /// A tensor of the call that is written; of none that is wanted, nothing.
+    pub(super) fn write<'a>(
+        &self,
+        buf: Buf,
+        slice: Option<&'a mut DevSliceMut<'_>>,
+    ) -> Result<(Buf, Memory<'a>)> {
+        let slice = slice.map_or_else(|| DevSliceMut::host::<u8>(&mut []), |slice| slice.skip(0));
+        self.check(buf, slice.bytes(), slice.space())?;
+        Ok((buf, Memory::Write(slice)))
+    }
+
+    fn check(&self, buf: Buf, bytes: u64, space: MemorySpace) -> Result<()> {
+        let (name, wanted) = self.own(buf);
+        if bytes < wanted {
+            return Err(self.wrong(name, format!("{name} has {bytes} bytes, but its rows here are {wanted}")));
+        }
+        if wanted > 0 && space != self.group.space() {
+            let text =
+                format!("{name}, of {bytes} bytes, is in {space:?} memory, not in {:?}", self.group.space());
+            return Err(self.wrong(name, text));
+        }
+        Ok(())
+    }
+
+    /// The name of a tensor of the call, and the bytes that this rank has of it.
+    fn own(&self, buf: Buf) -> (&'static str, u64) {
+        let whole = &self.whole;
+        let own = |kind, dtype| whole.tensor_of(kind, whole.rank, dtype).bytes();
+        let input = |kind| own(kind, whole.dtype(kind));
+        let grad = |kind| self.gradients.map_or(0, |gradients| own(kind, gradients.dtype));
+        match buf {
+            Buf::Q => ("q", input(Kind::Q)),
+            Buf::K => ("k", input(Kind::K)),
+            Buf::V => ("v", input(Kind::V)),
+            Buf::O => ("o", input(Kind::O)),
+            Buf::Lse => ("lse", whole.own_lse().bytes()),
+            Buf::Dout => ("dout", input(Kind::O)),
+            Buf::Dq => ("dq", grad(Kind::Q)),
+            Buf::Dk => ("dk", grad(Kind::K)),
+            Buf::Dv => ("dv", grad(Kind::V)),
+            Buf::Dsink => ("dsink", 4 * u64::from(whole.fwd.dims.num_heads_q)),
+            Buf::Scratch(_) => ("scratch", 0),
+        }
+    }
+
+    fn check_score(&self, score: &ScoreArgs<'_>) -> Result<()> {
+        let sinks = 4 * u64::from(self.whole.fwd.dims.num_heads_q);
+        let given = score.sink.as_ref().map_or(0, DevSlice::bytes);
+        if self.whole.fwd.score.sink && given < sinks {
+            return Err(self.wrong("sink", format!("sink has {given} bytes, but {sinks} are read")));
+        }
+        Ok(())
+    }
+}
+
+/// What a rank would have, before it knows that all mean the same.
+struct Chosen {
+    whole: Whole,
+    choice: Choice,
+    /// Of a gather, why its keys come before the kernels.
+    why_not: Option<String>,
+}
+
+impl Chosen {
+    fn new(
+        problem: &Problem,
+        group: &dyn Group,
+        options: &Options,
+        gradients: Option<Gradients>,
+    ) -> Result<Self> {
+        let (rank, backward) = (group.rank(), gradients.is_some());
+        let whole = Whole::new(problem, rank, group.size())?.on_hosts(options.links.ranks_per_host);
+        let whole = Whole { most_rows: group.most_rows(), ..whole };
+        let why_not = may_wait(&whole, backward, options).and_then(|()| match group.space() {
+            MemorySpace::Host => Err("host memory is read at once".to_owned()),
+            _ => Ok(()),
+        });
+        let whole = Whole { flags: why_not.is_ok(), ..whole };
+        let whole = Whole { head_groups: head_groups(&whole, backward, options), ..whole };
+        let choice = choose_for(&whole, backward, options)?;
+        let why_not = why_not.err().filter(|_| choice.scheme == Scheme::Gather);
+        if let (Some(true), Some(reason)) = (options.flags, &why_not) {
+            return Err(Error::new(rank, "flags", reason.clone()));
+        }
+        Ok(Self { whole, choice, why_not })
+    }
+
+    /// What all ranks must say alike, by field.
+    fn says(
+        &self,
+        problem: &Problem,
+        options: &Options,
+        gradients: Option<Gradients>,
+    ) -> Vec<(String, String)> {
+        let mut says = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
+        says.extend(problem.description());
+        let (whole, kernels) = (&self.whole, &options.kernels);
+        let more = [
+            ("gradients", format!("{gradients:?}")),
+            ("scheme", self.choice.scheme.to_string()),
+            ("flags", format!("{}, {:?}", whole.flags, options.flags)),
+            ("head_groups", whole.head_groups.to_string()),
+            ("ranks_per_host", format!("{:?}", options.links.ranks_per_host)),
+            ("batch_invariant", kernels.batch_invariant.to_string()),
+            ("deterministic", kernels.deterministic.to_string()),
+        ];
+        says.extend(more.map(|(field, text)| (field.to_owned(), text)));
+        says
+    }
+}
+
+/// f32 numbers that every rank has alike: the first of them to be read, and all by their hash, FNV-1a, which is that of any machine.
+fn numbers(bytes: &[u8]) -> String {
+    let numbers =
+        bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
+    let (count, first): (_, Vec<_>) = (bytes.len() / 4, numbers.take(4).collect());
+    let hash = bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+    format!("{first:?}, {count} numbers of hash {hash:016x}")
+}

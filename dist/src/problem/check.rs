@@ -1,0 +1,92 @@
+//! What is wrong with a problem, and what this crate does not take.
+
+use fmha::{Bias, CacheUse, KvLayout, QLayout, VLayout};
+
+use super::{Problem, Whole};
+use crate::error::{Error, Result};
+use crate::partition::{Axis, Partition};
+
+impl Whole {
+    /// Checks what `rank` says, and that this crate takes it.
+    ///
+    /// # Errors
+    /// The field, as a fault of `rank`.
+    pub(crate) fn new(problem: &Problem, rank: u32, ranks: u32) -> Result<Self> {
+        let wrong = |field: &str, text: String| Err(Error::new(rank, field, text));
+        let whole = &problem.whole;
+        whole.clone().validate().map_err(|error| Error::of(rank, &error.into()))?;
+        for (field, there, what) in [
+            ("kv_layout", whole.layout.kv.is_paged(), "pages are"),
+            ("v_layout", whole.layout.v != VLayout::RowMajor, "a column-major V is"),
+            ("seqused_q", whole.layout.seqused_q, "lengths that lie in memory are"),
+            ("seqused_k", whole.layout.seqused_k, "lengths that lie in memory are"),
+            ("cache", whole.cache != CacheUse::default(), "append, rotary, quantised caches and trees are"),
+            ("write_keep_mask", whole.dropout.write_keep_mask, "a keep mask is"),
+            ("part", !whole.part.is_whole(), "a part of a longer sequence is"),
+            ("dtype_o", whole.dtypes.o.is_fp8(), "an FP8 O is"),
+        ] {
+            if there {
+                return wrong(field, format!("{what} for 1 device alone, not for ranks (here {ranks})"));
+            }
+        }
+        let is_packed = whole.layout.q == QLayout::Packed;
+        if is_packed != (whole.layout.kv == KvLayout::Packed) {
+            return wrong("kv_layout", "queries and keys are packed both, or 0 of them".to_owned());
+        }
+        if is_packed && matches!(whole.score.bias, Bias::Elementwise(_)) {
+            return wrong("bias", "packed rows of several ranks take ALiBi or 0 bias".to_owned());
+        }
+        let axis = |side: &str, partition: &Partition, cu_seqlens: &Option<Vec<u32>>, seqlen| {
+            let wrong = |(field, text)| Error::new(rank, field, text);
+            if partition.ranks() != ranks {
+                let text = format!("partition has {} ranks, the group {ranks}", partition.ranks());
+                return Err(wrong(("partition".to_owned(), text)));
+            }
+            let field = format!("cu_seqlens_{side}");
+            let rows = match (is_packed, cu_seqlens) {
+                (false, None) => seqlen,
+                (true, Some(cu_seqlens)) => packed_rows(&field, cu_seqlens, whole.dims.batch, side, seqlen)
+                    .map_err(|text| wrong((field, text)))?,
+                _ => {
+                    let text = format!("{field} is given iff the problem is packed: {cu_seqlens:?}");
+                    return Err(wrong((field, text)));
+                }
+            };
+            if partition.rows() != rows {
+                let text =
+                    format!("partition has {} rows of side {side}, the problem {rows}", partition.rows());
+                return Err(wrong(("partition".to_owned(), text)));
+            }
+            let (batch, cu_seqlens) = (whole.dims.batch, cu_seqlens.clone());
+            Ok(Axis { batch, cu_seqlens, partition: partition.clone() })
+        };
+        let q = axis("q", &problem.q, &problem.cu_seqlens_q, whole.dims.seqlen_q)?;
+        let k = axis("k", &problem.k, &problem.cu_seqlens_k, whole.dims.seqlen_k)?;
+        if k.partition.is_replicated() && ranks > 1 {
+            return wrong("partition", format!("keys that every rank has are for 1 rank, not for {ranks}"));
+        }
+        Ok(Self {
+            fwd: whole.clone(),
+            rank,
+            ranks,
+            ranks_per_host: ranks,
+            flags: false,
+            head_groups: 1,
+            most_rows: u64::MAX,
+            q,
+            k,
+        })
+    }
+}
+
+/// Rows of a packed tensor, by where its sequences begin.
+fn packed_rows(field: &str, cu_seqlens: &[u32], batch: u32, side: &str, seqlen: u32) -> Result<u32, String> {
+    let ascends = cu_seqlens.first() == Some(&0) && cu_seqlens.is_sorted();
+    if !ascends || cu_seqlens.len() != batch as usize + 1 {
+        return Err(format!("{field} {cu_seqlens:?} does not ascend from 0 over {batch} sequences"));
+    }
+    if let Some(long) = cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]).find(|&rows| rows > seqlen) {
+        return Err(format!("{field} has a sequence of {long}, longer than seqlen_{side} {seqlen}"));
+    }
+    Ok(cu_seqlens.last().copied().unwrap_or(0))
+}

@@ -1,0 +1,119 @@
+//! The whole problem, and who has what of it.
+//!
+//! - [`Problem`]: as the caller says it.
+//! - [`Whole`]: checked, as one rank sees it; cut into the problems of [pieces](crate::partition::Piece).
+//! - [`Tensor`], [`LseRows`]: where rows lie in a tensor, and which blocks they are.
+
+mod check;
+mod tensor;
+mod whole;
+
+pub(crate) use tensor::{Kind, LseRows, Tensor};
+pub(crate) use whole::{Heads, ScoreOffsets, Whole};
+
+use fmha::{Bias, DType, FwdProblem};
+
+use crate::partition::Partition;
+
+/// Attention over a whole that no rank has: the problem of one device, and which rows each rank has.
+///
+/// A rank's tensors are contiguous: Q and O `[batch, own rows, num_heads_q, head_dim]`, K and V `[batch, own rows,
+/// num_heads_kv, head_dim]`, LSE `[batch, num_heads_q, own rows]`; packed, the batch is no axis, and rows are those of the
+/// packed tensor. The strides of `whole` play no part, its bias' apart: an elementwise bias is `[.., own queries, all keys]`.
+/// Operands that have no rows (ALiBi's slopes, sinks, descales) are the same on every rank.
+///
+/// ```
+/// use fmha::{DType, Dims, FwdProblem, MaskSpec};
+/// use fmha_dist::{Partition, Problem};
+///
+/// let dims = Dims {
+///     batch: 1, seqlen_q: 4096, seqlen_k: 4096, num_heads_q: 8, num_heads_kv: 2, head_dim_qk: 64, head_dim_v: 64,
+/// };
+/// let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
+/// let problem = Problem::new(whole, Partition::zig_zag(4096, 4));
+/// assert_eq!(problem.q.rows_of(2), 1024);
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Problem {
+    /// What one device would compute.
+    pub whole: FwdProblem,
+    /// Who has which queries.
+    pub q: Partition,
+    /// Who has which keys.
+    pub k: Partition,
+    /// Packed: the first row of each sequence of queries, and the end.
+    pub cu_seqlens_q: Option<Vec<u32>>,
+    /// Packed: the first row of each sequence of keys, and the end.
+    pub cu_seqlens_k: Option<Vec<u32>>,
+}
+
+impl Problem {
+    /// Queries and keys at the same rows of the same ranks.
+    #[must_use]
+    pub fn new(whole: FwdProblem, rows: Partition) -> Self {
+        Self { whole, q: rows.clone(), k: rows, cu_seqlens_q: None, cu_seqlens_k: None }
+    }
+
+    /// Keys at rows of their own: cross attention, or a cache that is split where the queries are not.
+    #[must_use]
+    pub fn keys(mut self, k: Partition) -> Self {
+        self.k = k;
+        self
+    }
+
+    /// Packed sequences, whose lengths every rank knows.
+    #[must_use]
+    pub fn packed(mut self, cu_seqlens_q: Vec<u32>, cu_seqlens_k: Vec<u32>) -> Self {
+        (self.cu_seqlens_q, self.cu_seqlens_k) = (Some(cu_seqlens_q), Some(cu_seqlens_k));
+        self
+    }
+
+    /// What every rank must say alike, field by field.
+    pub(crate) fn description(&self) -> Vec<(String, String)> {
+        let whole = &self.whole;
+        let dims = whole.dims;
+        // A partition of other rows is of another length first.
+        let fields = vec![
+            ("batch", dims.batch.to_string()),
+            ("seqlen_q", dims.seqlen_q.to_string()),
+            ("seqlen_k", dims.seqlen_k.to_string()),
+            ("num_heads_q", dims.num_heads_q.to_string()),
+            ("num_heads_kv", dims.num_heads_kv.to_string()),
+            ("head_dim_qk", dims.head_dim_qk.to_string()),
+            ("head_dim_v", dims.head_dim_v.to_string()),
+            ("mask", whole.mask.to_string()),
+            ("softmax_scale", whole.resolved_softmax_scale().to_string()),
+            ("softcap", whole.score.softcap.map_or("none".to_owned(), |softcap| softcap.to_string())),
+            (
+                "bias",
+                match whole.score.bias {
+                    // Its strides are the rank's own.
+                    Bias::Elementwise(bias) => format!("{} {:?}", bias.dtype, bias.broadcast),
+                    bias => format!("{bias:?}"),
+                },
+            ),
+            ("sink", whole.score.sink.to_string()),
+            ("p_drop", whole.dropout.p_drop.to_string()),
+            ("dtype_qk", whole.dtypes.qk.to_string()),
+            ("dtype_v", whole.dtypes.v.to_string()),
+            ("dtype_o", whole.dtypes.o.to_string()),
+            ("layout", format!("{:?}", whole.layout)),
+            ("scales", format!("{:?}", whole.scales)),
+            ("cache", format!("{:?}", whole.cache)),
+            ("write_lse", whole.write_lse.to_string()),
+            ("cu_seqlens_q", format!("{:?}", self.cu_seqlens_q)),
+            ("cu_seqlens_k", format!("{:?}", self.cu_seqlens_k)),
+            ("partition of queries", format!("{:?}", self.q)),
+            ("partition of keys", format!("{:?}", self.k)),
+        ];
+        fields.into_iter().map(|(field, text)| (field.to_owned(), text)).collect()
+    }
+}
+
+/// The gradients that are wanted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Gradients {
+    pub(crate) dtype: DType,
+    pub(crate) dsink: bool,
+}
