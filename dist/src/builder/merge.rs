@@ -118,6 +118,14 @@ impl Builder<'_> {
         if target.bytes() == 0 {
             return Ok(());
         }
+        // More than one merge takes are added in their order by several, whose sums are f32.
+        while terms.len() > MAX_PARTS as usize {
+            let rest = terms.split_off(MAX_PARTS as usize);
+            let block = Block { offset: 0, ..terms[0].1 };
+            let sum = (self.scratch(DType::F32, block.end()), block);
+            self.merge(sum, terms, (DType::F32, DType::F32), Merge::Sum)?;
+            terms = std::iter::once(sum).chain(rest).collect();
+        }
         // All parts of a call have the same strides: terms that lie otherwise than the first are copied to where they do not.
         let stride = |block: Block| if target.rows == 1 { block.row_bytes } else { block.stride };
         if terms.iter().any(|term| stride(term.1) != stride(terms[0].1)) {

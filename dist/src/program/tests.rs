@@ -4,6 +4,7 @@ use fmha::{Backend, DType, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
 
 use super::streams::{MOVING, SECOND, begins_with_the_run, is_one_behind_another, is_rewritten, turns};
 use super::{Program, Step};
+use crate::builder::MAX_PARTS;
 use crate::partition::Partition;
 use crate::problem::{Gradients, Problem, Whole};
 use crate::scheme::Scheme;
@@ -189,5 +190,44 @@ fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
                 assert!(most < 512 * rows_each, "{what}: {most} rows");
             }
         }
+    }
+}
+
+/// As many as a GPU's kernel takes: of dK and dV one of each rank, of the sinks' gradient one of each sequence.
+#[test]
+fn no_merge_has_more_parts_than_every_device_takes() {
+    assert_eq!(MAX_PARTS as usize, fmha_core::abi::MAX_PARTS);
+    let (device, options) = (Device::open(Backend::Cpu).unwrap(), PlanOptions::default());
+    let dims = |batch, tokens| Dims {
+        batch,
+        seqlen_q: tokens,
+        seqlen_k: tokens,
+        num_heads_q: 2,
+        num_heads_kv: 2,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+    };
+    let many_ranks =
+        Problem::new(FwdProblem::batch(DType::Bf16, dims(1, 200)), Partition::contiguous(200, 200));
+    let offsets: Vec<u32> = (0..=150).map(|at| 2 * at).collect();
+    let packed = FwdProblem::group(DType::Bf16, dims(150, 2)).sink(true);
+    let packed = Problem::new(packed, Partition::contiguous(300, 2)).packed(offsets.clone(), offsets);
+    for (problem, ranks, scheme) in [
+        (&many_ranks, 200, Scheme::Gather),
+        (&packed, 2, Scheme::Gather),
+        (&packed, 2, Scheme::Ring),
+        (&packed, 2, Scheme::Ulysses),
+    ] {
+        let whole = Whole::new(problem, 1, ranks).unwrap();
+        let wanted = Gradients { dtype: DType::Bf16, dsink: whole.fwd.score.sink };
+        let program = scheme.backward(&whole, wanted, &device, &options).unwrap();
+        let parts = |step: &Step| match step {
+            Step::Combine { parts, .. } => parts.len(),
+            Step::Sum { terms, .. } => terms.len(),
+            _ => 0,
+        };
+        let most = program.steps.iter().map(parts).max().unwrap();
+        assert!(most <= MAX_PARTS as usize, "{scheme}: {most} parts");
+        is_ordered(&program);
     }
 }
