@@ -108,7 +108,7 @@ impl FromStr for Links {
             said.push(name.trim());
             if name.trim() == "ranks_per_host" {
                 let ranks = number.trim().parse::<u32>();
-                links.ranks_per_host = Some(ranks.map_err(|error| format!("`{line}`: {error}"))?.max(1));
+                links.ranks_per_host = Some(ranks.map_err(|error| format!("`{line}`: {error}"))?);
                 continue;
             }
             *match name.trim() {

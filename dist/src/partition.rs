@@ -22,26 +22,27 @@ pub struct Partition {
     replicated: bool,
 }
 
-/// `rows` cut into `parts` runs, whose lengths differ by one at most, the longer ones first.
-fn cut(rows: u32, parts: u32) -> Vec<Range<u32>> {
-    let (each, more) = (rows / parts.max(1), rows % parts.max(1));
-    let at = |part: u32| part * each + part.min(more);
-    (0..parts).map(|part| at(part)..at(part + 1)).collect()
+/// One of `parts` runs that `rows` are cut into, whose lengths differ by one at most, the longer ones first.
+fn cut(rows: u32, parts: u64, part: u64) -> Range<u32> {
+    let (each, more) = (u64::from(rows) / parts, u64::from(rows) % parts);
+    let at = |part: u64| (part * each + part.min(more)) as u32;
+    at(part)..at(part + 1)
 }
 
 impl Partition {
     /// One run for each rank, in the order of the ranks.
     #[must_use]
     pub fn contiguous(rows: u32, ranks: u32) -> Self {
-        Self { rows, runs: cut(rows, ranks).into_iter().map(|run| vec![run]).collect(), replicated: false }
+        let own = |rank: u32| vec![cut(rows, ranks.into(), rank.into())];
+        Self { rows, runs: (0..ranks).map(own).collect(), replicated: false }
     }
 
     /// Twice as many runs as ranks; rank r has the r-th and the r-th from the end: equal work under a causal mask.
     #[must_use]
     pub fn zig_zag(rows: u32, ranks: u32) -> Self {
-        let runs = cut(rows, 2 * ranks);
-        let pair = |rank: usize| vec![runs[rank].clone(), runs[runs.len() - 1 - rank].clone()];
-        Self { rows, runs: (0..ranks as usize).map(pair).collect(), replicated: false }
+        let parts = 2 * u64::from(ranks);
+        let pair = |rank: u32| [rank.into(), parts - 1 - u64::from(rank)].map(|part| cut(rows, parts, part));
+        Self { rows, runs: (0..ranks).map(|rank| pair(rank).into()).collect(), replicated: false }
     }
 
     /// Every rank has all rows: the queries of a step of decoding.
@@ -129,12 +130,18 @@ impl Partition {
     }
 
     /// A rank's own tensor, out of the whole `[batch, rows]` of rows of `row_bytes`. An LSE is one of `batch * heads` by 4.
+    ///
+    /// # Panics
+    /// If `whole` is shorter than that.
     #[must_use]
     pub fn split(&self, whole: &[u8], batch: u32, row_bytes: u64, rank: u32) -> Vec<u8> {
         self.places(batch, row_bytes, rank).flat_map(|(at, _)| whole[at].iter().copied()).collect()
     }
 
     /// Puts a rank's own tensor into the whole, as [`split`](Self::split) took it.
+    ///
+    /// # Panics
+    /// If one of them is shorter than `split` had it.
     pub fn join(&self, whole: &mut [u8], own: &[u8], batch: u32, row_bytes: u64, rank: u32) {
         for (at, own_at) in self.places(batch, row_bytes, rank) {
             whole[at].copy_from_slice(&own[own_at]);
@@ -313,5 +320,13 @@ mod tests {
             pieces.iter().map(|piece| (piece.row, piece.whole_row)).collect::<Vec<_>>(),
             [(0, 0), (3, 8)]
         );
+    }
+
+    #[test]
+    fn rows_are_cut_for_as_many_ranks_as_there_can_be() {
+        let parts = 2 * u64::from(u32::MAX);
+        assert_eq!(cut(5, parts, 4), 4..5);
+        assert_eq!(cut(5, parts, parts - 1), 5..5);
+        assert_eq!(cut(u32::MAX, 2, 1), (1 << 31)..u32::MAX);
     }
 }

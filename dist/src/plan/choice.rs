@@ -121,7 +121,10 @@ pub(super) fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Re
     let reason = match takers().count() {
         1 => "the only one that takes the problem".to_owned(),
         _ if best.memory > room => format!("none fits {room:.3e} bytes, and it is the fastest"),
-        takers => format!("the fastest of {takers} that fit {room:.3e} bytes"),
+        _ => {
+            let fit = takers().filter(|(_, estimate)| estimate.memory <= room).count();
+            format!("the fastest of {fit} that fit {room:.3e} bytes")
+        }
     };
     Ok(Choice { scheme, reason, considered })
 }
@@ -257,5 +260,43 @@ mod tests {
             let first = found(0);
             assert!((1..ranks).all(|rank| found(rank) == first), "{ranks} ranks");
         }
+    }
+
+    #[test]
+    fn the_reason_counts_the_schemes_that_fit() {
+        let whole = zig_zag(65536, 8);
+        let within = |memory: f64| {
+            let links = format!("memory = {memory}").parse().unwrap();
+            choose_for(&whole, false, &Options::default().links(links)).unwrap()
+        };
+        let all = within(1e15).considered.into_iter();
+        let all: Vec<f64> = all.filter_map(|(_, outcome)| Some(outcome.ok()?.memory)).collect();
+        for room in &all {
+            let (fit, reason) = (all.iter().filter(|memory| *memory <= room).count(), within(*room).reason);
+            assert!(reason.starts_with(&format!("the fastest of {fit} that fit ")), "{reason}");
+        }
+    }
+
+    #[test]
+    fn a_group_of_no_ranks_is_refused_and_a_host_has_one_rank_at_least() {
+        let problem = Problem::new(zig_zag(64, 2).fwd, Partition::contiguous(64, 0));
+        let error = choose(&problem, 0, false, &Options::default()).unwrap_err();
+        assert_eq!((&*error.field, &*error.text), ("ranks", "0 ranks have no rows"));
+        let costs = |hosts| {
+            let whole = zig_zag(8192, 4).on_hosts(Some(hosts));
+            format!("{:?}", choose_for(&whole, false, &Options::default()).unwrap())
+        };
+        assert_eq!(costs(0), costs(1));
+    }
+
+    /// Each rank beside each other one would be minutes.
+    #[test]
+    fn as_many_ranks_as_a_group_may_have_are_priced_within_seconds() {
+        let (ranks, start) = (crate::group::MAX_RANKS, std::time::Instant::now());
+        let dims = Dims { num_heads_q: ranks, num_heads_kv: ranks, ..zig_zag(2 * ranks, 2).fwd.dims };
+        let problem =
+            Problem::new(FwdProblem::batch(DType::Bf16, dims), Partition::zig_zag(2 * ranks, ranks));
+        choose(&problem, ranks, true, &Options::default()).unwrap();
+        assert!(start.elapsed() < std::time::Duration::from_secs(20), "{:?}", start.elapsed());
     }
 }

@@ -14,6 +14,9 @@ impl Whole {
     pub(crate) fn new(problem: &Problem, rank: u32, ranks: u32) -> Result<Self> {
         let wrong = |field: &str, text: String| Err(Error::new(rank, field, text));
         let whole = &problem.whole;
+        if ranks == 0 {
+            return wrong("ranks", "0 ranks have no rows".to_owned());
+        }
         whole.clone().validate().map_err(|error| Error::of(rank, &error.into()))?;
         for (field, there, what) in [
             ("kv_layout", whole.layout.kv.is_paged(), "pages are"),
@@ -21,6 +24,7 @@ impl Whole {
             ("seqused_q", whole.layout.seqused_q, "lengths that lie in memory are"),
             ("seqused_k", whole.layout.seqused_k, "lengths that lie in memory are"),
             ("cache", whole.cache != CacheUse::default(), "append, rotary, quantised caches and trees are"),
+            ("arrivals", whole.arrivals > 0, "keys that come while a kernel runs are"),
             ("write_keep_mask", whole.dropout.write_keep_mask, "a keep mask is"),
             ("part", !whole.part.is_whole(), "a part of a longer sequence is"),
             ("dtype_o", whole.dtypes.o.is_fp8(), "an FP8 O is"),
@@ -89,4 +93,43 @@ fn packed_rows(field: &str, cu_seqlens: &[u32], batch: u32, side: &str, seqlen: 
         return Err(format!("{field} has a sequence of {long}, longer than seqlen_{side} {seqlen}"));
     }
     Ok(cu_seqlens.last().copied().unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use fmha::{DType, Dims, FwdProblem};
+
+    use super::*;
+
+    #[test]
+    fn what_one_device_alone_takes_is_refused_by_its_field() {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 8,
+            seqlen_k: 8,
+            num_heads_q: 1,
+            num_heads_kv: 1,
+            head_dim_qk: 8,
+            head_dim_v: 8,
+        };
+        let whole = FwdProblem::batch(DType::Bf16, dims);
+        let field = |whole: FwdProblem| {
+            let refused = Whole::new(&Problem::new(whole, Partition::contiguous(8, 2)), 1, 2).map(|_| ());
+            refused.map_err(|error| (error.rank, error.field))
+        };
+        assert_eq!(field(whole.clone()), Ok(()));
+        let keeps = {
+            let mut whole = whole.clone().p_drop(0.5);
+            whole.dropout.write_keep_mask = true;
+            whole
+        };
+        for (wanted, whole) in [
+            ("seqused_q", whole.clone().seqused_q(true)),
+            ("seqused_k", whole.clone().seqused_k(true)),
+            ("arrivals", whole.clone().arrivals(4)),
+            ("write_keep_mask", keeps),
+        ] {
+            assert_eq!(field(whole), Err((1, wanted.to_owned())));
+        }
+    }
 }

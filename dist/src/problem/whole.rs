@@ -50,7 +50,7 @@ impl Heads {
 impl Whole {
     /// With so many ranks to a host; `None`: all.
     pub(crate) fn on_hosts(mut self, ranks_per_host: Option<u32>) -> Self {
-        self.ranks_per_host = ranks_per_host.unwrap_or(self.ranks);
+        self.ranks_per_host = ranks_per_host.unwrap_or(self.ranks).max(1);
         self
     }
 

@@ -82,7 +82,7 @@ pub(super) fn takes(whole: &Whole) -> Result<()> {
     if ranks > 1 && [scales.descale_q, scales.descale_k, scales.descale_v].contains(&Descale::PerKvHead) {
         return refuse("descale", format!("a descale for each kv head has the heads of all {ranks} ranks"));
     }
-    let rows = (0..ranks).map(|rank| rows_moved(whole, rank)).max().unwrap_or(0);
+    let rows = most_rows_moved(whole);
     if ranks > 1 && rows > whole.most_rows {
         let (most, dtype) = (whole.most_rows, whole.fwd.dtypes.qk);
         return refuse(
@@ -96,24 +96,26 @@ pub(super) fn takes(whole: &Whole) -> Result<()> {
 /// Which heads of a rank move: those that a function of the rank gives.
 type HeadsOf<'a> = &'a dyn Fn(&Whole, u32) -> Heads;
 
-/// Rows of the largest exchange, backward's first, that a rank has with others: those of few rows, or of 8 bits, which kernels do
-/// not pack, since they compute in numbers.
-fn rows_moved(whole: &Whole, rank: u32) -> u64 {
-    let of = |axis: &Axis, dtype: DType| -> u64 {
-        let rows = |rank: u32| -> u64 {
-            let pieces = axis.pieces(rank).into_iter();
-            pieces.map(|piece| messages(piece.rows().into(), !dtype.is_fp8())).sum()
-        };
-        let all: u64 = (0..whole.ranks).map(rows).sum();
-        u64::from(axis.tensor_batch()) * (all + u64::from(whole.ranks) * rows(rank))
+/// Rows of the largest exchange, backward's first, that the rank that has most has with others: those of few rows, or of 8 bits, which
+/// kernels do not pack, since they compute in numbers.
+fn most_rows_moved(whole: &Whole) -> u64 {
+    let of = |axis: &Axis, dtype: DType| {
+        let messages = |piece: &Piece| messages(piece.rows().into(), !dtype.is_fp8());
+        let own = |rank| axis.pieces(rank).iter().map(messages).sum();
+        let own: Vec<u64> = (0..whole.ranks).map(own).collect();
+        let (batch, all): (_, u64) = (u64::from(axis.tensor_batch()), own.iter().sum());
+        move |rank: usize| batch * (all + own.len() as u64 * own[rank])
     };
     let dtypes = whole.fwd.dtypes;
-    // Q, K and V; O and dO; LSE, whose rows are heads.
-    let tensors = of(&whole.q, dtypes.qk) + of(&whole.k, dtypes.qk) + of(&whole.k, dtypes.v);
-    let heads = messages(heads_of(whole, rank).num_q().into(), true);
+    let [q, o] = [dtypes.qk, dtypes.o].map(|dtype| of(&whole.q, dtype));
+    let [k, v] = [dtypes.qk, dtypes.v].map(|dtype| of(&whole.k, dtype));
+    // LSE has a row for each head.
     let pieces: usize = (0..whole.ranks).map(|rank| whole.q.pieces(rank).len()).sum();
+    let heads = messages(heads_of(whole, 0).num_q().into(), true);
     let lse = 2 * u64::from(whole.q.tensor_batch()) * heads * pieces as u64;
-    tensors + 2 * of(&whole.q, dtypes.o) + lse
+    // Q, K and V; O and dO.
+    let tensors = |rank| q(rank) + k(rank) + v(rank) + 2 * o(rank);
+    (0..whole.ranks as usize).map(tensors).max().unwrap_or(0) + lse
 }
 
 /// Room for all rows of a tensor, of some heads.
