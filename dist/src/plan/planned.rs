@@ -261,6 +261,8 @@ impl Chosen {
             ("flags", format!("{}, {:?}", whole.flags, options.flags)),
             ("head_groups", whole.head_groups.to_string()),
             ("ranks_per_host", format!("{:?}", options.links.ranks_per_host)),
+            // Of Ulysses a rank's rows are computed by the others' kernels.
+            ("accuracy", kernels.accuracy.to_string()),
             ("batch_invariant", kernels.batch_invariant.to_string()),
             ("deterministic", kernels.deterministic.to_string()),
         ];
