@@ -8,11 +8,14 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fmha::{DType, Dims, FwdProblem, MaskSpec};
+use fmha::{Accuracy, Bias, DType, DevSlice, Dims, FwdProblem, MaskSpec, PlanOptions};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Room};
 use fmha_conformance::tensors::{Data, HostFwd, Lengths};
-use fmha_dist::{Error, Options, Partition, Problem, Rendezvous, Scheme, connect};
+use fmha_dist::{
+    Block, BwdPlan, Error, Exchange, FwdPlan, Group, Options, Parcel, Partition, Problem, Rendezvous, Scheme,
+    connect,
+};
 
 const SHORT: Duration = Duration::from_millis(600);
 
@@ -77,6 +80,97 @@ fn a_rank_that_means_another_problem_is_named_on_every_rank() {
     all_say(run(&wrong), 2, "partition of keys", "");
 }
 
+/// What ranks must say alike, of the problem and of the options: each field in its turn is another one on rank 2.
+#[test]
+fn a_field_of_the_problem_that_differs_on_one_rank_is_named_on_every_rank() {
+    let right = problem(4);
+    let packed = {
+        let whole = FwdProblem::group(DType::Bf16, dims()).mask(MaskSpec::CAUSAL).write_lse(true);
+        Problem::new(whole, Partition::zig_zag(48, 4)).packed(vec![0, 48], vec![0, 48])
+    };
+    let of = |problem: &Problem, change: &dyn Fn(&mut Problem)| {
+        let mut wrong = problem.clone();
+        change(&mut wrong);
+        wrong
+    };
+    let whole = |change: &dyn Fn(FwdProblem) -> FwdProblem| {
+        of(&right, &|problem| problem.whole = change(problem.whole.clone()))
+    };
+    let sizes = |change: &dyn Fn(&mut Dims)| {
+        let mut dims = dims();
+        change(&mut dims);
+        let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
+        Problem::new(whole, Partition::zig_zag(dims.seqlen_q, 4)).keys(Partition::zig_zag(dims.seqlen_k, 4))
+    };
+    let uneven = Partition::new(48, vec![vec![0..20], vec![20..24], vec![24..36], vec![36..48]]).unwrap();
+    for (field, first, other) in [
+        ("batch", &right, sizes(&|dims| dims.batch = 2)),
+        ("seqlen_q", &right, sizes(&|dims| dims.seqlen_q = 52)),
+        ("seqlen_k", &right, sizes(&|dims| dims.seqlen_k = 52)),
+        ("num_heads_q", &right, sizes(&|dims| dims.num_heads_q = 8)),
+        ("num_heads_kv", &right, sizes(&|dims| dims.num_heads_kv = 4)),
+        ("head_dim_qk", &right, sizes(&|dims| dims.head_dim_qk = 24)),
+        ("head_dim_v", &right, sizes(&|dims| dims.head_dim_v = 24)),
+        ("mask", &right, whole(&|whole| whole.mask("b:4,0".parse().unwrap()))),
+        ("softmax_scale", &right, whole(&|whole| whole.softmax_scale(0.25 + f32::EPSILON))),
+        ("softcap", &right, whole(&|whole| whole.softcap(1.0))),
+        ("bias", &right, whole(&|whole| whole.bias(Bias::Alibi { per_batch: true }))),
+        ("sink", &right, whole(&|whole| whole.sink(true))),
+        ("p_drop", &right, whole(&|whole| whole.p_drop(0.5))),
+        ("dtype_qk", &right, whole(&|whole| whole.dtype_qk(DType::F16).dtype_v(DType::F16))),
+        ("dtype_o", &right, whole(&|whole| whole.dtype_o(DType::F32))),
+        ("write_lse", &right, whole(&|whole| whole.write_lse(false))),
+        ("layout", &right, packed.clone()),
+        ("cu_seqlens_q", &packed, packed.clone().packed(vec![0, 47], vec![0, 48])),
+        ("partition of queries", &right, of(&right, &|problem| problem.q = uneven.clone())),
+        ("partition of keys", &right, of(&right, &|problem| problem.k = uneven.clone())),
+    ] {
+        let results = support::on_ranks(4, support::TIMEOUT, |group| {
+            let problem = if group.rank() == 2 { &other } else { first };
+            FwdPlan::new(problem, group, &support::device(), &ring()).map(|_| Vec::new())
+        });
+        // Offsets that end elsewhere have no rows to be cut: wrong by themselves.
+        let field = if field == "cu_seqlens_q" { "partition" } else { field };
+        all_say(results, 2, field, "");
+    }
+}
+
+#[test]
+fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
+    let (gather, problem) = (Options::default().scheme(Scheme::Gather), problem(4));
+    let kernels = |kernels: PlanOptions| gather.clone().kernels(kernels);
+    let links = |text: &str| gather.clone().links(text.parse().unwrap());
+    for (field, other) in [
+        ("scheme", ring()),
+        ("flags", gather.clone().flags(false)),
+        ("ranks_per_host", links("ranks_per_host = 2")),
+        ("batch_invariant", kernels(PlanOptions::default().batch_invariant(true))),
+        ("deterministic", kernels(PlanOptions::default().deterministic(true))),
+        ("accuracy", kernels(PlanOptions::default().accuracy(Accuracy::Exact))),
+    ] {
+        let results = support::on_ranks(4, support::TIMEOUT, |group| {
+            let options = if group.rank() == 2 { &other } else { &gather };
+            FwdPlan::new(&problem, group, &support::device(), options).map(|_| Vec::new())
+        });
+        all_say(results, 2, field, &format!("rank 2 says {field} "));
+    }
+    // What a rank's own kernels are, and how fast it takes its links to be, it says for itself alone.
+    for other in [kernels(PlanOptions::default().allow_fallback(true)), links("latency = 1")] {
+        let results = support::on_ranks(4, support::TIMEOUT, |group| {
+            let options = if group.rank() == 2 { &other } else { &gather };
+            FwdPlan::new(&problem, group, &support::device(), options).map(|_| ())
+        });
+        assert!(results.iter().all(Result::is_ok), "{results:?}");
+    }
+    for wanted in [(DType::F32, false), (DType::Bf16, true)] {
+        let results = support::on_ranks(4, support::TIMEOUT, |group| {
+            let wanted = if group.rank() == 2 { wanted } else { (DType::Bf16, false) };
+            BwdPlan::new(&problem, wanted, group, &support::device(), &gather).map(|_| Vec::new())
+        });
+        all_say(results, 2, "gradients", "rank 2 says gradients ");
+    }
+}
+
 /// As a caller does who plans at a new shape: the others see rows that they do not expect, or this one no word of a plan.
 #[test]
 fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
@@ -91,7 +185,7 @@ fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
             let ran =
                 support::forward_rank(&host, &right, group.clone(), &ring(), if plans { 1 } else { 2 })?;
             if plans {
-                fmha_dist::FwdPlan::new(&wrong, group, &support::device(), &ring())?;
+                FwdPlan::new(&wrong, group, &support::device(), &ring())?;
             }
             Ok(ran)
         })
@@ -118,7 +212,7 @@ fn a_rank_that_runs_another_call_than_the_others_is_named_on_every_rank() {
         let results = support::on_ranks(4, support::TIMEOUT, |group| {
             let device = support::device();
             let rank = group.rank();
-            let plan = |keys| fmha_dist::FwdPlan::new(&of_keys(keys), group.clone(), &device, &ring());
+            let plan = |keys| FwdPlan::new(&of_keys(keys), group.clone(), &device, &ring());
             let mut plans = [plan(48)?, plan(96)?];
             for of in [0, 1, usize::from(long.contains(&rank))] {
                 let rows = 12 * (of + 1);
@@ -142,7 +236,7 @@ fn a_rank_whose_tensor_is_too_short_is_named_on_every_rank() {
     let results = support::on_ranks(4, support::TIMEOUT, |group| {
         let device = support::device();
         let rank = group.rank();
-        let mut plan = fmha_dist::FwdPlan::new(&problem, group, &device, &ring())?;
+        let mut plan = FwdPlan::new(&problem, group, &device, &ring())?;
         let rows = if rank == 1 { 11 } else { 12 };
         let (q, k, v) = (vec![0u8; rows * 4 * 32], vec![0u8; 12 * 2 * 32], vec![0u8; 12 * 2 * 32]);
         let (mut o, mut lse) = (vec![0u8; 12 * 4 * 32], vec![0u8; 12 * 4 * 4]);
@@ -312,4 +406,60 @@ fn a_group_that_is_not_complete_names_who_has_not_come() {
     assert_eq!((error.rank, &*error.field), (0, "group"));
     let error = connect(&Rendezvous::at("127.0.0.1:1", 3, 2), SHORT).err().unwrap();
     assert_eq!((error.rank, &*error.field), (3, "rank"));
+}
+
+#[test]
+fn an_exchange_with_what_is_not_there_is_refused_with_the_number() {
+    let (bytes, stream) = ([0u8; 8], support::device().default_stream());
+    let row = Block { offset: 0, rows: 1, row_bytes: 8, stride: 8 };
+    let parcel = |peer, buffer, block| Parcel { peer, buffer, block };
+    let all = u64::MAX;
+    for (sent, text) in [
+        (parcel(2, 0, row), "rank 2 is none of 2"),
+        (parcel(1, 7, Block { rows: 0, ..row }), "buffer 7 is none of 1"),
+        (parcel(1, 0, Block { offset: 1, ..row }), "buffer 0 has 8 bytes, but 9 are moved"),
+        (parcel(1, 0, Block { offset: all, ..row }), "but 18446744073709551615 are moved"),
+        (parcel(1, 0, Block { rows: 3, stride: all, ..row }), "but 18446744073709551615 are moved"),
+        (parcel(1, 0, Block { rows: 1 << 61, ..row }), "are moved"),
+    ] {
+        let exchange = Exchange { sends: vec![sent], receives: Vec::new() };
+        let group = &fmha_dist::threads(2, SHORT)[0];
+        let error = group.exchange(&exchange, &[DevSlice::host(&bytes)], &mut [], &stream).unwrap_err();
+        assert_eq!((error.rank, &*error.field), (0, "exchange"), "{sent:?}: {error}");
+        assert!(error.text.contains(text), "{sent:?}: {error}");
+    }
+}
+
+#[test]
+fn a_timeout_may_be_longer_than_the_clock_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let join = |rank| connect(&Rendezvous::file(folder.path().join("here"), rank, 2), Duration::MAX);
+    let said = std::thread::scope(|scope| {
+        let other = scope.spawn(|| join(1).unwrap().share(&[1]));
+        [join(0).unwrap().share(&[0]).unwrap(), other.join().unwrap().unwrap()]
+    });
+    assert_eq!(said, [[[0], [1]], [[0], [1]]]);
+}
+
+/// Groups that meet by files of one folder write to nothing that is another one's.
+#[test]
+fn files_where_groups_meet_may_differ_in_their_ending_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("group.new"), "another one's").unwrap();
+    for name in ["group.1", "group.2"] {
+        let file = Rendezvous::file(folder.path().join(name), 0, 1);
+        assert!(connect(&file, SHORT).is_ok(), "{name}");
+    }
+    assert_eq!(std::fs::read_to_string(folder.path().join("group.new")).unwrap(), "another one's");
+}
+
+#[test]
+fn a_rank_whose_device_has_no_kernel_for_its_part_is_named_on_every_rank() {
+    let problem = problem(4);
+    let results = support::on_ranks(4, support::TIMEOUT, |group| {
+        let kernels = PlanOptions::default();
+        let kernels = if group.rank() == 2 { kernels.kernel("none-such") } else { kernels };
+        FwdPlan::new(&problem, group, &support::device(), &ring().kernels(kernels)).map(|_| Vec::new())
+    });
+    all_say(results, 2, "kernel", "none-such");
 }

@@ -45,13 +45,17 @@ impl Block {
     /// All bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.rows * self.row_bytes
+        self.rows.saturating_mul(self.row_bytes)
     }
 
     /// One past the last byte.
     #[must_use]
     pub fn end(&self) -> u64 {
-        if self.bytes() == 0 { 0 } else { self.offset + (self.rows - 1) * self.stride + self.row_bytes }
+        if self.bytes() == 0 {
+            return 0;
+        }
+        let last = (self.rows - 1).saturating_mul(self.stride);
+        self.offset.saturating_add(last).saturating_add(self.row_bytes)
     }
 
     /// The same bytes as one row, where rows lie one behind the other.
@@ -100,19 +104,32 @@ impl Exchange {
         self.sends.iter().filter(|parcel| parcel.peer != rank).map(|parcel| parcel.block.bytes()).sum()
     }
 
-    /// Whether every block lies in its buffer.
+    /// Whether every parcel's rank is one of so many, and its block lies in its buffer.
     ///
     /// # Errors
-    /// The first that does not, as a fault of `rank`.
-    pub(crate) fn check(&self, rank: u32, sources: &[DevSlice<'_>], sinks: &[DevSliceMut<'_>]) -> Result<()> {
+    /// The first of which that is not so, as a fault of `rank`.
+    pub(crate) fn check(
+        &self,
+        (rank, size): (u32, u32),
+        sources: &[DevSlice<'_>],
+        sinks: &[DevSliceMut<'_>],
+    ) -> Result<()> {
+        let wrong = |text: String| Err(Error::new(rank, "exchange", text));
         let sources: Vec<u64> = sources.iter().map(DevSlice::bytes).collect();
         let sinks: Vec<u64> = sinks.iter().map(DevSliceMut::bytes).collect();
         for (parcels, room) in [(&self.sends, &sources), (&self.receives, &sinks)] {
-            for Parcel { buffer, block, .. } in parcels {
-                let bytes = room.get(*buffer).copied().unwrap_or(0);
+            for Parcel { peer, buffer, block } in parcels {
+                if *peer >= size {
+                    return wrong(format!("rank {peer} is none of {size}"));
+                }
+                let Some(&bytes) = room.get(*buffer) else {
+                    return wrong(format!("buffer {buffer} is none of {}", room.len()));
+                };
                 if block.end() > bytes {
-                    let text = format!("buffer {buffer} has {bytes} bytes, but {} are moved", block.end());
-                    return Err(Error::new(rank, "exchange", text));
+                    return wrong(format!(
+                        "buffer {buffer} has {bytes} bytes, but {} are moved",
+                        block.end()
+                    ));
                 }
             }
         }
@@ -175,7 +192,8 @@ pub trait Group: Send + Sync {
     /// Moves rows, in the order of `stream`; on the host they have moved when it returns.
     ///
     /// # Errors
-    /// As [`share`](Self::share); a block outside its buffer; a rank that sends another number of bytes.
+    /// As [`share`](Self::share); a rank or a buffer that is not there, a block outside its buffer; a rank that sends another
+    /// number of bytes.
     fn exchange(
         &self,
         exchange: &Exchange,

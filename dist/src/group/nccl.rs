@@ -148,7 +148,10 @@ impl Nccl {
             api.check(rank, "ncclGetUniqueId", status).map_err(|error| control.fail(error))?;
         }
         let ids = control.share(&id.0)?;
-        id.0.copy_from_slice(&ids[0][..128]);
+        let told = ids.first().and_then(|told| told.first_chunk());
+        let text =
+            || format!("rank 0 told {} bytes of a communicator, not 128", ids.first().map_or(0, Vec::len));
+        id.0 = *told.ok_or_else(|| control.fail(Error::new(0, "nccl", text())))?;
         let mut comm: Comm = std::ptr::null_mut();
         // SAFETY: the id is that of rank 0; sizes and ranks are those of `control`, which all ranks share.
         let status =
@@ -285,7 +288,7 @@ impl Group for Nccl {
         stream: &Stream,
     ) -> Result<()> {
         let rank = self.rank();
-        exchange.check(rank, sources, sinks).map_err(|error| self.fail(error))?;
+        exchange.check((rank, self.size()), sources, sinks).map_err(|error| self.fail(error))?;
         let rows = exchange.rows();
         if rows > Self::MAX_ROWS {
             let text = format!(

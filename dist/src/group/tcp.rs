@@ -84,7 +84,9 @@ pub fn connect(rendezvous: &Rendezvous, timeout: Duration) -> Result<Host> {
     if size > MAX_RANKS {
         return Err(Error::new(rank, "size", format!("{size} ranks are more than {MAX_RANKS}")));
     }
-    let meet = Meeting { rank, size, end: Instant::now() + timeout };
+    let now = Instant::now();
+    let end = now.checked_add(timeout).unwrap_or(now + LONGEST);
+    let meet = Meeting { rank, size, end };
     let streams = if rank == 0 { meet.as_root(place) } else { meet.as_member(place) }?;
     let mailbox = Mailbox::new(size);
     let mut writers = Vec::new();
@@ -101,6 +103,9 @@ pub fn connect(rendezvous: &Rendezvous, timeout: Duration) -> Result<Host> {
 
 /// Ranks of a group at most: each has a connection and two threads for each other one.
 pub const MAX_RANKS: u32 = 1 << 14;
+
+/// As long as a meeting lasts whose timeout is beyond the clock: a century.
+const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// How long who connects may take to say who it is: what never does would keep ranks waiting that come behind it.
 const HELLO: Duration = Duration::from_secs(2);
@@ -233,7 +238,8 @@ impl Meeting {
             Place::Address(address) => self.listen(address)?,
             Place::File(path) => {
                 let listener = self.listen((Ipv4Addr::LOCALHOST, 0))?;
-                let beside = path.with_extension("new");
+                let mut beside = path.clone().into_os_string();
+                beside.push(".new");
                 // Renamed, so that no rank reads half of it.
                 std::fs::write(&beside, format!("127.0.0.1:{}", self.port(&listener)?))
                     .and_then(|()| std::fs::rename(&beside, path))

@@ -152,7 +152,7 @@ impl Group for Host {
         sinks: &mut [DevSliceMut<'_>],
         _stream: &Stream,
     ) -> Result<()> {
-        exchange.check(self.rank, sources, sinks).map_err(|error| self.fail(error))?;
+        exchange.check((self.rank, self.size), sources, sinks).map_err(|error| self.fail(error))?;
         let on_a_device =
             || self.fail(Error::new(self.rank, "exchange", "a buffer is in device memory, not the host's"));
         // What goes to this rank itself is there without a frame.

@@ -460,3 +460,14 @@ fn a_rank_that_runs_another_call_than_the_others_is_named_with_the_field_long_be
         assert!(heard.iter().all(|error| *error == named), "{of_96:?}: {heard:?}");
     }
 }
+
+#[test]
+fn a_rank_that_tells_too_few_bytes_of_a_communicator_is_refused_by_their_number() {
+    let mut hosts = threads(2, TIMEOUT).into_iter();
+    let (first, second) = (hosts.next().unwrap(), hosts.next().unwrap());
+    let error = std::thread::scope(|scope| {
+        scope.spawn(move || first.share(&[7; 5]).map(|_| first));
+        Nccl::joined(second, api()).err().unwrap()
+    });
+    assert_eq!(error, Error::new(0, "nccl", "rank 0 told 5 bytes of a communicator, not 128"));
+}
