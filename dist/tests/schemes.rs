@@ -4,7 +4,8 @@
 mod support;
 
 use fmha::{
-    Bias, BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, PlanOptions, Strides, Totals,
+    Bias, BiasBroadcast, BwdProblem, DType, Descale, Dims, ElementwiseBias, FwdProblem, PlanOptions, Strides,
+    Totals,
 };
 use fmha_conformance::check::{Selection, check_bwd, check_fwd};
 use fmha_conformance::init::Init;
@@ -81,8 +82,44 @@ fn cases() -> Vec<Case> {
         let strides = Strides { batch: head * i64::from(shape.head), seq, head, dim: 1 };
         whole.bias(Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides }))
     };
-    all.push(case("bias", bias(BiasBroadcast::BatchHead)));
-    let sequences = [(23u32, 23u32), (0, 5), (40, 40), (1, 1), (7, 0)];
+    for broadcast in [BiasBroadcast::BatchHead, BiasBroadcast::OneHead, BiasBroadcast::OneOne] {
+        all.push(case(format!("bias {broadcast:?}"), bias(broadcast)));
+    }
+    all.push(case("alibi of each sequence", causal((4, 2)).bias(Bias::Alibi { per_batch: true })));
+    all.push(case("fp8, a descale for each head", {
+        let each = Descale::PerKvHead;
+        let whole = FwdProblem::batch(DType::E4m3Fn, dims((61, 90), (4, 2))).dtype_o(DType::F16);
+        whole.descale_q(each).descale_k(each).descale_v(each).write_lse(true)
+    }));
+    all.push(case("O in f32", causal((4, 2)).dtype_o(DType::F32)));
+    // Fewer rows than ranks; nothing to see, and nobody to see it.
+    for (seqlens, mask) in [((3, 3), "b"), ((1, 5), "b:2,0"), ((5, 1), "t"), ((6, 0), "0"), ((0, 6), "b")] {
+        let few = plain(seqlens, (8, 8)).mask(mask.parse().unwrap()).sink(true);
+        all.push(case(format!("{seqlens:?} rows, mask {mask}"), few));
+    }
+    let sequences = [(23, 23), (0, 5), (40, 40), (1, 1), (7, 0)];
+    for mask in ["b", "b:6,0,1"] {
+        all.push(packed(format!("packed {mask}"), &sequences, |whole| {
+            whole.mask(mask.parse().unwrap()).p_drop(0.2)
+        }));
+    }
+    // Sequences that end where ranks' rows do: of 2 ranks, of 4 and of 8.
+    let borders = [(12, 12), (12, 12), (0, 0), (24, 24)];
+    all.push(packed("packed to the borders", &borders, |whole| {
+        whole.mask("b".parse().unwrap()).sink(true).bias(Bias::Alibi { per_batch: true })
+    }));
+    all.push(packed("packed, no rows", &[(0, 0), (0, 0)], |whole| whole));
+    all
+}
+
+fn packed(
+    name: impl Into<String>,
+    sequences: &[(u32, u32)],
+    with: impl Fn(FwdProblem) -> FwdProblem,
+) -> Case {
+    let longest = |side: fn(&(u32, u32)) -> u32| sequences.iter().map(side).max().unwrap();
+    let sizes = dims((longest(|rows| rows.0), longest(|rows| rows.1)), (4, 2));
+    let sizes = Dims { batch: sequences.len() as u32, ..sizes };
     let cu = |side: fn(&(u32, u32)) -> u32| {
         std::iter::once(0)
             .chain(sequences.iter().scan(0, |at, rows| {
@@ -91,20 +128,12 @@ fn cases() -> Vec<Case> {
             }))
             .collect::<Vec<u32>>()
     };
-    let (cu_q, cu_k) = (cu(|rows| rows.0), cu(|rows| rows.1));
-    for mask in ["b", "b:6,0,1"] {
-        let sizes = Dims { batch: 5, ..dims((40, 40), (4, 2)) };
-        let whole =
-            FwdProblem::group(DType::Bf16, sizes).mask(mask.parse().unwrap()).p_drop(0.2).write_lse(true);
-        let packed = Some([cu_q.clone(), cu_k.clone()]);
-        all.push(Case {
-            name: format!("packed {mask}"),
-            whole,
-            lengths: Lengths::packed(&sequences),
-            packed,
-        });
+    Case {
+        name: name.into(),
+        whole: with(FwdProblem::group(DType::Bf16, sizes)).write_lse(true),
+        lengths: Lengths::packed(sequences),
+        packed: Some([cu(|rows| rows.0), cu(|rows| rows.1)]),
     }
-    all
 }
 
 impl Case {
@@ -131,12 +160,16 @@ impl Case {
             let (a, b) = (rows / 5, rows / 2);
             Partition::new(rows, vec![vec![a..b], vec![], vec![0..a, b..rows]]).unwrap()
         };
+        // The second host has nothing.
+        let all_on_one =
+            |rows: u32| Partition::new(rows, vec![vec![], vec![0..rows], vec![], vec![]]).unwrap();
         vec![
             ("1 rank".to_owned(), self.over(|rows| Partition::contiguous(rows, 1))),
             ("2 ranks".to_owned(), self.over(|rows| Partition::contiguous(rows, 2))),
             ("4 zig-zag".to_owned(), self.over(|rows| Partition::zig_zag(rows, 4))),
             ("uneven".to_owned(), self.over(uneven)),
             ("8 zig-zag".to_owned(), self.over(|rows| Partition::zig_zag(rows, 8))),
+            ("all on one of 4".to_owned(), self.over(all_on_one)),
         ]
     }
 
@@ -144,11 +177,17 @@ impl Case {
         !self.whole.dtypes.qk.is_fp8()
     }
 
+    /// Whether a scheme takes it.
     fn takes(&self, scheme: Scheme, ranks: u32) -> bool {
         if scheme == Scheme::Mixed {
             return ranks > 2 && ranks.is_multiple_of(2);
         }
-        let elementwise = matches!(self.whole.score.bias, Bias::Elementwise(_));
+        // Of these a rank would need the heads of others, or other queries' rows.
+        let of_all = match self.whole.score.bias {
+            Bias::Elementwise(_) => true,
+            Bias::Alibi { per_batch } => per_batch && self.packed.is_none(),
+            Bias::None => self.whole.scales.descale_k == Descale::PerKvHead,
+        };
         match scheme {
             Scheme::Ulysses => {
                 let dims = self.whole.dims;
@@ -156,7 +195,7 @@ impl Case {
                 let ratio = dims.num_heads_q / dims.num_heads_kv;
                 dims.num_heads_q.is_multiple_of(ranks)
                     && (each.is_multiple_of(ratio) || ratio.is_multiple_of(each))
-                    && !(elementwise && ranks > 1)
+                    && !(of_all && ranks > 1)
             }
             _ => true,
         }
@@ -272,12 +311,51 @@ fn a_cache_over_ranks_decodes_as_on_one_device() {
     }
 }
 
+/// dK, dV and the sinks' gradient of more ranks than a merge takes parts are added by several.
+#[test]
+fn more_ranks_than_one_merge_takes_give_the_gradients_of_one_device() {
+    const RANKS: u32 = 130;
+    let sizes = Dims { batch: 1, ..dims((RANKS, RANKS), (2, 1)) };
+    let whole = FwdProblem::batch(DType::Bf16, sizes).write_lse(true).sink(true);
+    let problem = Problem::new(whole.clone(), Partition::contiguous(RANKS, RANKS));
+    let mut host = HostBwd::new(BwdProblem::new(whole).write_dsink(true), &Lengths::default(), DATA).unwrap();
+    host.fill_forward().unwrap();
+    support::backward(&mut host, &problem, &Options::default().scheme(Scheme::Gather)).unwrap();
+    passes(&check_bwd(&host, &Selection::default(), &|_, _| ()).unwrap(), "130 ranks");
+}
+
+/// Of the same call, one that writes LSE and one that does not.
+#[test]
+fn without_an_lse_to_write_o_has_the_same_bits() {
+    for case in
+        cases().iter().filter(|case| case.lengths.totals != Totals::default() || case.whole.score.sink)
+    {
+        for (name, problem) in case.problems() {
+            for scheme in SCHEMES.into_iter().filter(|&scheme| case.takes(scheme, problem.q.ranks())) {
+                let options = Options::default().scheme(scheme).links(hosts_of_two());
+                let host = HostFwd::new(case.whole.clone(), &case.lengths, DATA).unwrap();
+                let run = |write_lse| {
+                    let mut problem = problem.clone();
+                    problem.whole.write_lse = write_lse;
+                    let results = support::on_ranks(problem.q.ranks(), support::TIMEOUT, |group| {
+                        let results = support::forward_rank(&host, &problem, group, &options, 1);
+                        results.map(|mut results| results.swap_remove(0))
+                    });
+                    results.into_iter().collect::<Result<Vec<_>, _>>()
+                };
+                assert!(run(true).unwrap() == run(false).unwrap(), "{}, {name}, {scheme}", case.name);
+            }
+        }
+    }
+}
+
 #[test]
 fn totals_of_lengths_are_those_of_the_partition() {
     // The battery's lengths and the plan's offsets are made apart: this holds them together.
-    let case = cases().pop().unwrap();
-    let [q, k] = case.rows();
-    assert_eq!(case.lengths.totals, Totals::packed(q, k));
+    for case in cases().iter().filter(|case| case.packed.is_some()) {
+        let [q, k] = case.rows();
+        assert_eq!(case.lengths.totals, Totals::packed(q, k), "{}", case.name);
+    }
 }
 
 /// What one rank gives in every case and scheme that so many ranks take, forward and backward, a line each.

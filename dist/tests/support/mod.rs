@@ -4,13 +4,14 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use fmha::{BwdArgs, DevSlice, DevSliceMut, Device, FwdArgs, PlanOptions, ScoreArgs};
+use fmha::{BwdArgs, DevSlice, DevSliceMut, Device, FwdArgs, MemorySpace, PlanOptions, ScoreArgs, Stream};
 use fmha_conformance::tensor::{Operand, Operands};
 use fmha_conformance::tensors::{HostBwd, HostFwd};
 use fmha_cpu::{Config, CpuBackend};
-use fmha_dist::{BwdPlan, Error, FwdPlan, Group, Options, Partition, Problem, threads};
+use fmha_dist::{BwdPlan, Error, Exchange, FwdPlan, Group, Options, Partition, Problem, threads};
 
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -248,4 +249,87 @@ pub(crate) fn backward_alone(host: &mut HostBwd) {
 
 pub(crate) fn bytes(operands: &Operands, operand: Operand) -> Vec<u8> {
     operands.expect(operand).elems().to_vec()
+}
+
+/// How a rank ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum End {
+    Panics,
+    /// Without a word.
+    Leaves,
+    /// With its process.
+    Aborts,
+}
+
+/// A group whose rank ends when it is to make a call for the so-manieth time.
+pub(crate) struct Ends {
+    group: Arc<dyn Group>,
+    calls: AtomicU32,
+    at: u32,
+    end: End,
+}
+
+impl Ends {
+    pub(crate) fn at(at: u32, end: End, group: Arc<dyn Group>) -> Arc<dyn Group> {
+        Arc::new(Self { group, calls: AtomicU32::new(0), at, end })
+    }
+
+    fn call(&self) -> Result<&dyn Group, Error> {
+        if self.calls.fetch_add(1, Ordering::Relaxed) < self.at {
+            return Ok(&*self.group);
+        }
+        match self.end {
+            // Without the words of a panic on the test's output.
+            End::Panics => std::panic::resume_unwind(Box::new(())),
+            End::Leaves => Err(Error::new(self.rank(), "test", "is to leave")),
+            End::Aborts => std::process::abort(),
+        }
+    }
+}
+
+impl Group for Ends {
+    fn rank(&self) -> u32 {
+        self.group.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.group.size()
+    }
+
+    fn space(&self) -> MemorySpace {
+        self.group.space()
+    }
+
+    fn begins(&self, planned: &Arc<[(String, String)]>) -> Result<(), Error> {
+        self.call()?.begins(planned)
+    }
+
+    fn calls(&self) -> u64 {
+        self.group.calls()
+    }
+
+    fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
+        self.call()?.share(mine)
+    }
+
+    fn exchange(
+        &self,
+        exchange: &Exchange,
+        sources: &[DevSlice<'_>],
+        sinks: &mut [DevSliceMut<'_>],
+        stream: &Stream,
+    ) -> Result<(), Error> {
+        self.call()?.exchange(exchange, sources, sinks, stream)
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.group.failure()
+    }
+
+    fn fail(&self, error: Error) -> Error {
+        match self.end {
+            End::Leaves if self.calls.load(Ordering::Relaxed) > self.at => error,
+            _ => self.group.fail(error),
+        }
+    }
 }
