@@ -262,6 +262,19 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run -s 4 --ranks 2 --backward --dlse", &["ranks 2", "dlse"]),
     ("run -s 4 --ranks 4 --page-size 2", &["rank 0, kv_layout: pages", "here 4"]),
     ("explain -s 4 --ranks 4 --links twice.txt", &["`latency = 2`", "2 times"]),
+    ("run -s 4 --ranks -1", &["ranks -1"]),
+    ("run -s 4 --ranks 2.5", &["ranks", "2.5"]),
+    ("run -s 4 --scheme ring", &["--ranks"]),
+    ("run -s 4 --ranks 2 --partition even", &["partition", "even"]),
+    ("run -s 4 --ranks 2 --links absent.txt", &["absent.txt"]),
+    ("run -s 4 --ranks 2 --links q.npy", &["q.npy"]),
+    ("explain -s 4 --ranks 2 --links .", &["."]),
+    ("run -s 4 --ranks 2 --scheme decode", &["decode: each of 2 ranks needs all queries"]),
+    ("run -s 4 --ranks 2 --scheme mixed", &["mixed: ranks_per_host 2 does not cut 2 ranks"]),
+    ("run -s 4 --ranks 2 --backward --batch-invariant", &["batch_invariant", "2 ranks"]),
+    ("run -s 4 --ranks 2 --emulate sm_90a --backend cuda", &["ranks 2", "--backend cpu"]),
+    ("run -s 4 --ranks 2 --rank-of x", &["rank-of `x`"]),
+    ("run -s 4 --ranks 2 --rank-of -1,.", &["rank-of `-1,.`"]),
 ];
 
 #[test]
