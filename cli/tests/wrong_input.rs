@@ -271,10 +271,10 @@ const TABLE: &[(&str, &[&str])] = &[
     ("explain -s 4 --ranks 2 --links .", &["."]),
     ("run -s 4 --ranks 2 --scheme decode", &["decode: each of 2 ranks needs all queries"]),
     ("run -s 4 --ranks 2 --scheme mixed", &["mixed: ranks_per_host 2 does not cut 2 ranks"]),
-    ("run -s 4 --ranks 2 --backward --batch-invariant", &["batch_invariant", "2 ranks"]),
+    ("run -s 4 --ranks 2 --backward --batch-invariant", &["batch_invariant true", "2 ranks"]),
     ("run -s 4 --ranks 2 --emulate sm_90a --backend cuda", &["ranks 2", "--backend cpu"]),
     ("run -s 4 --ranks 2 --rank-of x", &["rank-of `x`"]),
-    ("run -s 4 --ranks 2 --rank-of -1,.", &["rank-of `-1,.`"]),
+    ("run -s 4 --ranks 2 --rank-of=-1,.", &["rank-of `-1,.`"]),
 ];
 
 #[test]

@@ -72,7 +72,7 @@ impl Scheme {
             let what = if backward { "dK and dV are" } else { "a row is" };
             return refuse(
                 "batch_invariant",
-                format!("{what} summed over {} ranks, true is not kept", whole.ranks),
+                format!("batch_invariant true is not kept: {what} summed over {} ranks", whole.ranks),
             );
         }
         match self {
