@@ -21,6 +21,7 @@ struct Turn {
   int32_t* const added;  // how many blocks of keys have
   static constexpr int kBarrier = 2, kThreads = 32 * kReduceWarps;
 
+  // Where there is an order: else there are no counts.
   FMHA_DEVICE static Turn at(const BwdParams& p, const Work& work, const QueryBlock& block) {
     return {p.dq_semaphores + stats_offset(p, work.span, block.i_head, block.first) / kBlock};
   }

@@ -21,8 +21,7 @@ FMHA_DEVICE void add_dq(const BwdParams& p, Smem<spec, tile>& smem, uint32_t tme
     const bool there = block.first + row < work.span.seqlen_q;
     ptx::mbarrier_wait_parity(smem.dq_full, i & 1);
     ptx::tcgen05_fence_after_thread_sync();
-    const Turn turn = Turn::at(p, work, block);
-    if constexpr (spec.deterministic) turn.wait(position_at(work, block.first));
+    if constexpr (spec.deterministic) Turn::at(p, work, block).wait(position_at(work, block.first));
 #pragma unroll
     for (int c = 0; c < Sums::dim; c += chunk) {
       uint32_t words[chunk];
@@ -43,7 +42,7 @@ FMHA_DEVICE void add_dq(const BwdParams& p, Smem<spec, tile>& smem, uint32_t tme
       }
       __syncwarp();
     }
-    if constexpr (spec.deterministic) turn.end();
+    if constexpr (spec.deterministic) Turn::at(p, work, block).end();
   }
   ptx::mbarrier_arrive_if(smem.done, signals);
 }
