@@ -40,21 +40,22 @@ struct Issuer {
     if (issues) ptx::tcgen05_commit(barrier);
   }
   FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) const {
+  // Where other warps have read or written tensor memory. Tiles that TMA has brought need the barrier alone.
     ptx::mbarrier_wait_parity(barrier, parity);
     ptx::tcgen05_fence_after_thread_sync();
   }
 
   // S^T of the next block.
   FMHA_DEVICE void start_scores() {
-    wait(smem.q_full[next_q.index], next_q.phase);
+    ptx::mbarrier_wait_parity(smem.q_full[next_q.index], next_q.phase);
     if (issues) mma::sm100::start_product<scores, inner_qk>(tmem + Tmem::s, smem.k, smem.q[next_q.index], false);
     commit(smem.s_full);
     next_q.advance();
   }
   // dP^T of the next block.
   FMHA_DEVICE void start_dp() {
-    wait(smem.dout_full[next_dout.index], next_dout.phase);
-    if (issues) mma::sm100::start_product<scores, inner_v>(tmem + Tmem::dp, smem.v, smem.dout[next_dout.index], false);
+    ptx::mbarrier_wait_parity(smem.dout_full[next_dout.index], next_dout.phase);
+    if (issues) mma::sm100::start_product<of_dp, inner_v>(tmem + Tmem::dp, smem.v, smem.dout[next_dout.index], false);
     commit(smem.dp_full);
     next_dout.advance();
   }
@@ -80,9 +81,9 @@ struct Issuer {
 
   FMHA_DEVICE void run() {
     if (num_steps == 0) return;
-    wait(smem.k_full, 0);
+    ptx::mbarrier_wait_parity(smem.k_full, 0);
     start_scores();
-    wait(smem.v_full, 0);
+    ptx::mbarrier_wait_parity(smem.v_full, 0);
     start_dp();
 #pragma unroll 1
     for (int32_t i = 0; i < num_steps; ++i, phase ^= 1) {
