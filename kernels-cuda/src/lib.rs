@@ -119,6 +119,7 @@ pub fn headers() -> Vec<Header> {
         "sm100/bwd/compute.cuh",
         "sm100/bwd/config.cuh",
         "sm100/bwd/epilogue.cuh",
+        "sm100/bwd/finish.cuh",
         "sm100/bwd/issue.cuh",
         "sm100/bwd/load.cuh",
         "sm100/bwd/main.cuh",

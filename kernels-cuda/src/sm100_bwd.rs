@@ -148,7 +148,7 @@ pub fn main(spec: &BwdSpec, tile: &Sm100BwdTile) -> KernelSource {
 /// The launch that finishes dQ, a CTA to a block of queries of a head: [`BwdParams`](fmha_core::abi::BwdParams).
 #[must_use]
 pub fn finish_dq(spec: &BwdSpec) -> KernelSource {
-    let call = "finish_dq<kSpec, sm100::bwd::DqSums<kSpec>>(p);";
+    let call = "sm100::bwd::finish_dq<kSpec>(p);";
     let bounds = format!("__launch_bounds__({FINISH_THREADS})");
     entry(&[("kSpec", spec)], &bounds, "const __grid_constant__ BwdParams p", call)
 }

@@ -8,9 +8,9 @@
 // Scores lie transposed, a key to a lane: so P is operand A of dV as it lies in tensor memory, and one dS in shared memory is
 // operand A of dK read along its rows and of dQ read across them.
 #pragma once
-#include <fmha/common/finish_dq.cuh>
 #include <fmha/sm100/bwd/compute.cuh>
 #include <fmha/sm100/bwd/epilogue.cuh>
+#include <fmha/sm100/bwd/finish.cuh>
 #include <fmha/sm100/bwd/issue.cuh>
 #include <fmha/sm100/bwd/load.cuh>
 #include <fmha/sm100/bwd/reduce.cuh>
