@@ -9,7 +9,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::BwdSpec;
-use fmha_core::{BwdProblem, Refusal, abi_spec};
+use fmha_core::{BwdProblem, FwdProblem, KvLayout, Refusal, VLayout, abi_spec};
 
 use crate::sm80_bwd::{self, FINISH_THREADS};
 use crate::sm90_bwd::{self, round_up};
@@ -83,13 +83,23 @@ pub fn dq_dim(spec: &BwdSpec) -> u32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     sm90_bwd::takes(problem, NAME)?;
-    let dims = problem.fwd.dims;
-    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > 128 {
-            let reason =
-                format!("backward: {field} {dim} is larger than 128, which tensor memory holds the sums of");
-            return Err(Refusal::new(NAME, reason));
-        }
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let FwdProblem { layout, dims, .. } = &problem.fwd;
+    if (layout.v, layout.kv) == (VLayout::ColMajor, KvLayout::Packed) {
+        return refuse(
+            "backward: v_layout col-major of packed keys, which begin between the multiples of 8 that TMA takes"
+                .to_owned(),
+        );
+    }
+    let (qk, v) = (dims.head_dim_qk, dims.head_dim_v);
+    if qk > 128 {
+        return refuse(format!("backward: head_dim_qk {qk} is larger than 128, the columns that dQ has"));
+    }
+    let columns = qk.next_multiple_of(32) + v.next_multiple_of(32);
+    if columns > 256 {
+        return refuse(format!(
+            "backward: head_dim_qk {qk} with head_dim_v {v}: dK and dV take {columns} columns of tensor memory, of 256"
+        ));
     }
     Ok(())
 }

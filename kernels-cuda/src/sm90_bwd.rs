@@ -20,7 +20,7 @@ mod walk;
 mod workspace;
 
 pub use accepts::accepts;
-pub(crate) use accepts::{odd_stride, takes};
+pub(crate) use accepts::{as_it_lies, odd_stride, takes};
 pub use entries::{
     HEAD_SUMS_CTAS, ROW_THREADS, dbias, head_sums, main, main_of_arriving_keys, postprocess, preprocess,
     repair, repair_ctas,

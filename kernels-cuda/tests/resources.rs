@@ -264,7 +264,7 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
 /// Of the Blackwell backward: each head dimension's tile, masks, what modifiers cost.
 fn blackwell_backward() -> Vec<(String, KernelSource)> {
     type Change = fn(&mut BwdSpec);
-    let cases: [(&str, i32, MaskKind, Change); 10] = [
+    let cases: [(&str, i32, MaskKind, Change); 12] = [
         ("64_upper", 64, MaskKind::Upper, |_| {}),
         ("128_full", 128, MaskKind::Full, |_| {}),
         ("128_upper", 128, MaskKind::Upper, |_| {}),
@@ -285,6 +285,8 @@ fn blackwell_backward() -> Vec<(String, KernelSource)> {
             (spec.fwd.q_layout, spec.fwd.kv_layout) = (QLayout::Packed, KvKind::Packed);
         }),
         ("96_upper", 96, MaskKind::Upper, |_| {}),
+        ("64x192_upper", 64, MaskKind::Upper, |spec| spec.fwd.head_dim_v = 192),
+        ("128_v_columns", 128, MaskKind::Upper, |spec| spec.fwd.v_layout = VLayout::ColMajor),
     ];
     let mut kernels: Vec<_> = cases
         .into_iter()

@@ -11,6 +11,10 @@ use crate::sm80_bwd;
 /// # Errors
 /// The first fact that they do not take.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
+    if problem.fwd.layout.v == VLayout::ColMajor {
+        let reason = "backward: v_layout col-major: its products read V along its rows".to_owned();
+        return Err(Refusal::new(NAME, reason));
+    }
     takes(problem, NAME)
 }
 
@@ -24,24 +28,34 @@ pub(crate) fn takes(problem: &BwdProblem, name: &'static str) -> Result<(), Refu
         return refuse(format!("backward: dtype_qk {qk} with dtype_v {v}: its products are of 16-bit types"));
     }
     sm80_bwd::takes_operands(problem).or_else(refuse)?;
-    if fwd.layout.v == VLayout::ColMajor {
-        return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
-    }
     sm80_bwd::takes_lengths(problem).or_else(refuse)?;
     let read = [
-        ("q", fwd.strides.q, fwd.shape_q()),
-        ("k", fwd.strides.k, fwd.shape_k()),
-        ("v", fwd.strides.v, fwd.shape_v()),
-        ("dout", problem.dout, fwd.shape_o()),
+        ("q", (fwd.strides.q, fwd.shape_q())),
+        ("k", (fwd.strides.k, fwd.shape_k())),
+        ("v", as_it_lies(fwd.layout.v, fwd.strides.v, fwd.shape_v())),
+        ("dout", (problem.dout, fwd.shape_o())),
     ];
-    for (name, strides, shape) in read {
+    for (name, (strides, shape)) in read {
         if let Some((axis, stride)) = odd_stride(strides, shape) {
+            let turned = name == "v" && axis == "seq" && fwd.layout.v == VLayout::ColMajor;
+            let axis = if turned { "dim" } else { axis };
             return refuse(format!(
                 "backward: {name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as TMA needs"
             ));
         }
     }
     Ok(())
+}
+
+/// V's strides and extents, with rows and elements exchanged where it is column-major.
+pub(crate) fn as_it_lies(layout: VLayout, strides: Strides, shape: Shape) -> (Strides, Shape) {
+    match layout {
+        VLayout::RowMajor => (strides, shape),
+        VLayout::ColMajor => (
+            Strides { seq: strides.dim, dim: strides.seq, ..strides },
+            Shape { seq: shape.dim, dim: shape.seq, ..shape },
+        ),
+    }
 }
 
 /// The first stride in use that is no whole number of 16 bytes of a 16-bit type, or too large for TMA.

@@ -1,6 +1,6 @@
 //! The Hopper backward: its launches, its workspace, its tensor maps.
 
-use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
+use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile, as_it_lies};
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{ProblemError, Refusal, Result};
@@ -8,7 +8,7 @@ use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{
-    Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind, check_addresses,
+    Accuracy, PlanOptions, Promises, Shape, Strides, VLayout, ValidBwd, Workspace, bind, check_addresses,
 };
 use fmha_gpu::{
     Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, TileFrom, Tiled, Tunable, exactly, settle,
@@ -405,7 +405,7 @@ pub fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3
     map_facts_of(call, [tile.loaded_rows(), tile.block_n], tile.makes_delta())
 }
 
-/// The same of boxes of so many queries and keys.
+/// The same of boxes of so many queries and keys; of a column-major V boxes of 64 keys and all elements.
 pub(crate) fn map_facts_of(
     call: &BwdCall<'_>,
     [query_rows, key_rows]: [i32; 2],
@@ -421,10 +421,15 @@ pub(crate) fn map_facts_of(
     };
     let dout = || facts("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, query_rows);
     let o = || facts("o", args.o.as_ptr() as u64, fwd.strides.o, extents.o, query_rows);
+    let (v_strides, v_shape) = as_it_lies(fwd.layout.v, fwd.strides.v, extents.v);
+    let v_rows = match fwd.layout.v {
+        VLayout::RowMajor => key_rows,
+        VLayout::ColMajor => fwd.dims.head_dim_v.next_multiple_of(64).cast_signed(),
+    };
     [
         facts("q", args.q.as_ptr() as u64, fwd.strides.q, extents.q, query_rows),
         facts("k", k_address, fwd.strides.k, extents.k, key_rows),
-        facts("v", args.v.as_ptr() as u64, fwd.strides.v, extents.v, key_rows),
+        facts("v", args.v.as_ptr() as u64, v_strides, v_shape, v_rows),
         dout(),
         if brings_o { o() } else { dout() },
     ]

@@ -52,12 +52,14 @@ pub(crate) fn cases() -> Vec<Case> {
 /// V of which the keys lie side by side, whole blocks of them and not, and rows that are no whole copies.
 fn column_major(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
-        for (head_dim, mask) in [(64, "b"), (128, "0"), (192, "b:40,0"), (20, "b")] {
+        // The last one's rows of keys are whole words of 16 bytes.
+        let sizes = [(64, 101, "b"), (128, 101, "0"), (192, 101, "b:40,0"), (20, 101, "b"), (72, 136, "b")];
+        for (head_dim, seqlen_k, mask) in sizes {
             let name = format!("backward/column_major_v/{dtype}/d{head_dim}/{mask}");
             let sizes = Dims {
                 batch: 2,
                 seqlen_q: 130,
-                seqlen_k: 101,
+                seqlen_k,
                 num_heads_q: 2,
                 num_heads_kv: 1,
                 head_dim_qk: head_dim,
@@ -218,7 +220,7 @@ fn field(cases: &mut Vec<Case>) {
                 cases.push(Case::backward(name, problem, Lengths::packed(&sequences), data));
             }
         }
-        for (qk, v) in [(192, 128), (256, 64), (64, 256), (96, 96)] {
+        for (qk, v) in [(192, 128), (256, 64), (64, 256), (64, 192), (96, 96)] {
             let name = format!("backward/field/unlike_head_dims/{dtype}/d{qk}x{v}");
             let data = data(&name);
             let problem = BwdProblem::new(masked(dtype, dims(qk, v), "b"));

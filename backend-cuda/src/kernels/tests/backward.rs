@@ -1,6 +1,6 @@
 //! Backward plans: launches, promises, words.
 
-use fmha_core::{Bias, BiasGrad, BwdProblem, DType, FwdProblem, PlanOptions, Refusal};
+use fmha_core::{Bias, BiasGrad, BwdProblem, DType, FwdProblem, PlanOptions, Refusal, Strides, VLayout};
 use fmha_gpu::{BwdKernel, Choice, Grid};
 use fmha_kernels_cuda::sm80_bwd::recipe::Sm80Bwd;
 use fmha_kernels_cuda::sm90_bwd::recipe::Sm90Bwd;
@@ -58,8 +58,21 @@ fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
     }
     let mut odd = of(512, 128);
     odd.strides.k.seq += 4;
+    let mut columns = of(512, 128);
+    (columns.layout.v, columns.strides.v) = (VLayout::ColMajor, Strides::bhds(columns.shape_v()));
+    assert!(choose(columns.clone(), "sm_100a", "").is_ok());
+    columns.strides.v.dim += 4;
+    let wider = |head_dim_v: u32| {
+        let mut wider = of(512, 64);
+        wider.dims.head_dim_v = head_dim_v;
+        (wider.strides.v, wider.strides.o) = (Strides::bshd(wider.shape_v()), Strides::bshd(wider.shape_o()));
+        wider
+    };
+    assert!(choose(wider(192), "sm_100a", "").is_ok());
     for (problem, arch, words, said) in [
         (of(512, 136), "sm_100a", "", "backward: head_dim_qk 136 is larger than 128"),
+        (wider(200), "sm_100a", "", "head_dim_qk 64 with head_dim_v 200: dK and dV take 288 columns"),
+        (columns, "sm_100a", "", "backward: v.dim stride 516 is not a multiple of 8"),
         (odd, "sm_100a", "", "backward: k.seq stride 260 is not a multiple of 8"),
         (of(512, 128), "sm_120a", "", "the device is sm_120a, which has no TMA with tcgen05"),
         (of(512, 128), "sm_90a", "", "the device is sm_90a, which has no TMA with tcgen05"),

@@ -37,7 +37,7 @@ static_assert(kReduceRegs + 2 * kComputeRegs + kOtherRegs <= 512, "sm100: regist
 FMHA_DEVICE constexpr int tile_dim(int dim) { return round_up(dim, 64); }
 FMHA_DEVICE constexpr int product_dim(int dim) { return round_up(dim, 32); }
 
-// Maps of `(dim, row, head, batch)`.
+// Maps of `(dim, row, head, batch)`; a column-major V's of `(row, dim, head, batch)`.
 struct Maps {
   TensorMap q, k, v, dout;
 };
@@ -72,9 +72,12 @@ struct Smem {
   using ScoreTile = SmemTile<uint16_t, kBlock, dim_qk>;
   using ValueTile = SmemTile<uint16_t, kBlock, dim_v>;
   using DsTile = SmemTile<uint16_t, kBlock, kBlock>;
+  // A column-major V lies as its rows do: elements, keys.
+  static constexpr bool v_columns = spec.fwd.v_layout == VLayout::ColMajor;
+  using KeyValueTile = SmemTile<uint16_t, v_columns ? dim_v : kBlock, v_columns ? kBlock : dim_v>;
 
   ScoreTile k;
-  ValueTile v;
+  KeyValueTile v;
   ScoreTile q[tile.stages_q];
   ValueTile dout[tile.stages_dout];
   DsTile ds;                             // keys, queries

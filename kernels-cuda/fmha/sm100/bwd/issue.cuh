@@ -21,8 +21,9 @@ struct Issuer {
   using Tmem = TmemPlan<spec>;
   using Instruction = mma::sm100::Instruction;
   static constexpr DType dtype = spec.fwd.dtype_qk;
-  // Both operands along their rows; then B across them; then both across, of dS's keys.
+  // Both operands along their rows, but a column-major V; then B across them; then both across, of dS's keys.
   static constexpr Instruction scores = {dtype, kBlock, kBlock};
+  static constexpr Instruction of_dp = {dtype, kBlock, kBlock, false, false, Shared::v_columns};
   static constexpr Instruction of_dv = {dtype, kBlock, Tmem::dim_v, false, true};
   static constexpr Instruction of_dk = {dtype, kBlock, Tmem::dim_qk, false, true};
   static constexpr Instruction of_dq = {dtype, kBlock, Tmem::dim_qk, false, true, true};
@@ -39,8 +40,8 @@ struct Issuer {
   FMHA_DEVICE void commit(Barrier& barrier) const {
     if (issues) ptx::tcgen05_commit(barrier);
   }
-  FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) const {
   // Where other warps have read or written tensor memory. Tiles that TMA has brought need the barrier alone.
+  FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) const {
     ptx::mbarrier_wait_parity(barrier, parity);
     ptx::tcgen05_fence_after_thread_sync();
   }

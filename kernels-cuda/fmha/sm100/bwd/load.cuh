@@ -23,12 +23,16 @@ struct Loader {
   const int32_t lane = threadIdx.x % 32;
   uint32_t raw_phase = 0;
 
-  template <class Tile>
+  // `columns`: rows of the tile are elements of the tensor's.
+  template <bool columns = false, class Tile>
   FMHA_DEVICE void start(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row, int32_t i_head,
                          ptx::CacheHint hint) const {
 #pragma unroll
-    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk)
-      ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, chunk * Tile::span, row, i_head, i_batch, hint);
+    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+      const int32_t along = chunk * Tile::span;
+      ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, columns ? row + along : along,
+                                   columns ? 0 : row, i_head, i_batch, hint);
+    }
   }
 
   // A tile of which the sequence has `there` rows; `full` is to count `more` bytes besides.
@@ -51,9 +55,16 @@ struct Loader {
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, more);
   }
 
-  FMHA_DEVICE void load_keys(const auto& to, const TensorMap& map, Barrier& full, int32_t there) {
-    const int32_t i_batch = spec.fwd.kv_layout == KvKind::Packed ? 0 : work.span.i_batch;
-    load(to, map, full, 0, i_batch, work.span.k_row + work.keys.begin, work.i_head_kv, there, ptx::CacheHint::EvictFirst);
+  FMHA_DEVICE int32_t key_batch() const { return spec.fwd.kv_layout == KvKind::Packed ? 0 : work.span.i_batch; }
+  FMHA_DEVICE void load_k() {
+    load(smem.k, maps.k, smem.k_full, 0, key_batch(), work.span.k_row + work.keys.begin, work.i_head_kv,
+         work.keys.end - work.keys.begin, ptx::CacheHint::EvictFirst);
+  }
+  FMHA_DEVICE void load_v() const {
+    if (lane != 0) return;
+    ptx::mbarrier_arrive_expect_tx(smem.v_full, Shared::KeyValueTile::tile_bytes);
+    start<Shared::v_columns>(smem.v, maps.v, smem.v_full, key_batch(), work.span.k_row + work.keys.begin, work.i_head_kv,
+                             ptx::CacheHint::EvictFirst);
   }
   FMHA_DEVICE void load_queries(const auto& to, const TensorMap& map, Barrier& full, uint32_t more, const QueryBlock& block) {
     load(to, map, full, more, work.span.storage_batch, work.span.q_row + block.first, block.i_head,
@@ -90,9 +101,9 @@ struct Loader {
 #pragma unroll 1
     for (int32_t i = 0; i < steps; ++i) {
       const QueryBlock block = work.at(i);
-      if (i == 0) load_keys(smem.k, maps.k, smem.k_full, work.keys.end - work.keys.begin);
+      if (i == 0) load_k();
       load_q(q, block);
-      if (i == 0) load_keys(smem.v, maps.v, smem.v_full, kBlock);
+      if (i == 0) load_v();
       load_dout(dout, block);
       q.advance();
       dout.advance();
