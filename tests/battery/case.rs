@@ -53,7 +53,8 @@ pub struct Backward {
     pub lengths: Lengths,
     /// The numbers.
     pub data: Data,
-    /// Whether the plan is asked for the same bits every run, whatever the caller of the case asks.
+    /// Whether the plan is asked for the same bits every run, whatever the caller of the case asks; a second run shows whether
+    /// it keeps that.
     pub deterministic: bool,
     /// Numbers written over the inputs before the call, each at `[storage batch, row, head, dim]`.
     pub planted: Vec<(Operand, [u32; 4], f64)>,

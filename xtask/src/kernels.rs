@@ -319,6 +319,14 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..BLACKWELL
     },
+    // Additions in one order have the same bits in whatever order CTAs run.
+    Row {
+        mode: Mode::DrawnOrder,
+        multiprocessors: Some(9),
+        in_test: Cases { filter: "^backward/in_turns/f32_gradients/", deal: 1 },
+        in_all: Cases { filter: "^backward/in_turns/.*/d(64|128)/", deal: 1 },
+        ..BLACKWELL
+    },
     Row { kernel: None, in_all: Cases { filter: "^backward/", deal: 1 }, ..BLACKWELL },
     // The kernels of mma.sync: what found planted faults, every access ordered by vector clocks; of the rest one in so many.
     Row {

@@ -40,6 +40,7 @@ pub(crate) fn cases() -> Vec<Case> {
     over_blocks(&mut cases);
     beside_the_products(&mut cases);
     parts_in_turns(&mut cases);
+    every_bit_in_turns(&mut cases);
     hidden_in_packed(&mut cases);
     packed_on_one_side(&mut cases);
     column_major(&mut cases);
@@ -460,6 +461,27 @@ fn parts_in_turns(cases: &mut Vec<Case>) {
     cases.push(Case { name, body: Body::Backward(Box::new(body)) });
 }
 
+/// Sums of dQ that lose no bit to its type, so that one of another order shows: five blocks of keys that begin together, and a window's.
+fn every_bit_in_turns(cases: &mut Vec<Case>) {
+    for mask in ["0", "b:170,3,2"] {
+        let name = format!("backward/in_turns/f32_gradients/bf16/d64/{mask}");
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 290,
+            seqlen_k: 520,
+            num_heads_q: 2,
+            num_heads_kv: 2,
+            head_dim_qk: 64,
+            head_dim_v: 64,
+        };
+        let mut problem = BwdProblem::new(masked(DType::Bf16, dims, mask));
+        problem.dtype_grad = DType::F32;
+        let (lengths, data) = (Lengths::default(), data(&name));
+        let body = Backward { problem, lengths, data, deterministic: true, planted: Vec::new() };
+        cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+    }
+}
+
 /// Rows of the second of two packed sequences that a hidden number reaches, where queries and keys begin at unlike rows.
 fn hidden_in_packed(cases: &mut Vec<Case>) {
     let sequences = [(40, 90), (150, 150)];
@@ -594,8 +616,9 @@ fn far_rows(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows whose scores are as large by Q and K alone: one key of row 33 is far above the rest, two of row 47. Their LSE are some
-/// 2.6e5, where a row that is lost is not yet within what f32's rounding allows.
+/// Rows whose scores are as large by Q and K alone: one key of row 33 is far above the rest, two of row 47; or so many rows later,
+/// with none in the first half of a block. Their LSE are some 2.6e5, where a row that is lost is not yet within what f32's rounding
+/// allows.
 fn far_products(cases: &mut Vec<Case>) {
     // Twice as much, at a head dimension of 256, is an f16.
     const SIZE: f64 = 32000.0;
@@ -604,16 +627,17 @@ fn far_products(cases: &mut Vec<Case>) {
                     dtype,
                     [heads_q, heads_kv]: [u32; 2],
                     [head_dim_qk, head_dim_v]: [u32; 2],
-                    mask: &str| {
+                    mask: &str,
+                    later: u32| {
         let (num_heads_q, num_heads_kv) = (heads_q, heads_kv);
-        let dims =
-            Dims { batch: 1, seqlen_q: 70, seqlen_k: 90, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v };
+        let (batch, seqlen_q, seqlen_k) = (1, 70 + later, 90);
+        let dims = Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v };
         let size = SIZE * (f64::from(head_dim_qk) / 64.0).sqrt();
         let mut planted: Vec<_> = (0..heads_kv)
             .flat_map(|head| [(5, 0), (9, 1), (10, 1)].map(|(key, d)| (Operand::K, [0, key, head, d], PEAK)))
             .collect();
         for head in 0..heads_q {
-            planted.extend([(33, 0), (47, 1)].map(|(row, d)| (Operand::Q, [0, row, head, d], size)));
+            planted.extend([(33, 0), (47, 1)].map(|(row, d)| (Operand::Q, [0, row + later, head, d], size)));
         }
         let (lengths, deterministic, data) = (Lengths::default(), false, data(&name));
         let problem = BwdProblem::new(masked(dtype, dims, mask));
@@ -630,8 +654,9 @@ fn far_products(cases: &mut Vec<Case>) {
             ([256, 256], "b"),
         ] {
             let of = label(dims[0], dims[1]);
-            push(format!("backward/far_products/{dtype}/{of}/{mask}"), dtype, [2, 1], dims, mask);
+            push(format!("backward/far_products/{dtype}/{of}/{mask}"), dtype, [2, 1], dims, mask, 0);
         }
+        push(format!("backward/far_products/second_half/{dtype}/d64/0"), dtype, [2, 1], [64, 64], "0", 64);
     }
 }
 
