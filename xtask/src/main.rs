@@ -47,8 +47,8 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
                              cargo-mutants' mutants of core, the backends' host code and the CPU backend, all in one
                              build: `tools/schemata`
        cargo xtask mutation [PAGE]
-                             the sm90, sm90-bwd and sm100 kernels (or one of them) broken instruction by instruction in
-                             the emulator, into target/nightly/PAGE-mutation.md; sound, under 100 schedules
+                             the sm90, sm90-bwd, sm100 and sm100-bwd kernels (or one of them) broken instruction by
+                             instruction in the emulator, into target/nightly/PAGE-mutation.md; sound, under 100 schedules
        cargo xtask mutation-amd
                              the CDNA kernel's waits and barriers left out one by one in the emulator, into
                              target/nightly/cdna-mutation.md

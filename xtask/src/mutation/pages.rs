@@ -37,7 +37,7 @@ impl Page {
     }
 }
 
-pub(crate) const PAGES: [Page; 3] = [
+pub(crate) const PAGES: [Page; 4] = [
     Page {
         name: "sm90",
         kernel: "sm90",
@@ -62,12 +62,22 @@ pub(crate) const PAGES: [Page; 3] = [
         broken: BLACKWELL,
         also_covered: &[],
     },
+    Page {
+        name: "sm100-bwd",
+        kernel: "sm100",
+        arch: "sm_100a",
+        operation: &["--backward"],
+        broken: BLACKWELL_BACKWARD,
+        also_covered: &[],
+    },
 ];
 
 const HOPPER_FORWARD: Broken =
     Broken { title: "", entry: "fmha/sm90/fwd/fwd.cuh", multiprocessors: 1, problems: &[] };
 
 const BLACKWELL_FORWARD: Broken = Broken { entry: "fmha/sm100/fwd/fwd.cuh", ..HOPPER_FORWARD };
+
+const BLACKWELL_MAIN: Broken = Broken { entry: "fmha/sm100/bwd/main.cuh", ..HOPPER_FORWARD };
 
 const MAIN: Broken = Broken { entry: "fmha/sm90/bwd/main.cuh", ..HOPPER_FORWARD };
 
@@ -454,5 +464,39 @@ const BLACKWELL: &[Broken] = &[
             "-b 2 --heads 8 --heads-kv 2 -s 3 --seqlen-k 700 -d 128 --prec bf16 --mask b --tile stages=2",
         ],
         ..BLACKWELL_FORWARD
+    },
+];
+
+/// Without an order two blocks of keys at most add to a query, whose sum is the same either way round.
+const BLACKWELL_BACKWARD: &[Broken] = &[
+    Broken {
+        title: "full, D 128",
+        problems: &[
+            "-b 1 --heads 2 --heads-kv 1 -s 300 --seqlen-k 200 -d 128 --prec bf16",
+            "-b 1 --heads 3 -s 100 --seqlen-k 60 -d 128 --prec bf16",
+        ],
+        ..BLACKWELL_MAIN
+    },
+    Broken {
+        title: "causal, packed sequences, two blocks of dO, D 64",
+        problems: &[
+            "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 200,230,100 -d 64 --prec f16 --mask b",
+            "--mode 1 -b 4 --heads 2 --heads-kv 1 -s 50,30,140,40 --seqlen-k 20,30,200,230 -d 64 --prec f16 --mask b",
+        ],
+        ..BLACKWELL_MAIN
+    },
+    Broken {
+        title: "in an order, full, D 64",
+        problems: &["-b 1 --heads 2 -s 400 --seqlen-k 500 -d 64 --prec bf16 --deterministic"],
+        multiprocessors: 4,
+        ..BLACKWELL_MAIN
+    },
+    Broken {
+        title: "in an order, window with sinks, D 128",
+        problems: &[
+            "-b 1 --heads 2 --heads-kv 1 -s 300 --seqlen-k 420 -d 128 --prec bf16 --mask b:170,3,20 --deterministic",
+        ],
+        multiprocessors: 4,
+        ..BLACKWELL_MAIN
     },
 ];
