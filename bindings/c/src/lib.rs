@@ -89,6 +89,30 @@ unsafe fn make_plan<C>(
     })
 }
 
+/// Refuses what `fmha_plan` refuses on every device, without one: for callers in Rust who know shapes before they know memory.
+///
+/// # Errors
+/// The first field that is wrong, by its name, with its number.
+///
+/// # Safety
+/// As `fmha_plan`; no memory of a device is read.
+pub unsafe fn check(call: &FmhaCall) -> Result<(), String> {
+    // SAFETY: passed on.
+    unsafe { FmhaPlan::check(call) }.map_err(|error| error.to_string())
+}
+
+/// As [`check`], for merging partial results.
+///
+/// # Errors
+/// As [`check`].
+///
+/// # Safety
+/// As `fmha_plan_combine`.
+pub unsafe fn check_combine(call: &FmhaCombine) -> Result<(), String> {
+    // SAFETY: passed on.
+    unsafe { FmhaPlan::check_combine(call) }.map_err(|error| error.to_string())
+}
+
 /// A run of a plan of either sort.
 ///
 /// # Safety

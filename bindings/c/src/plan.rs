@@ -58,6 +58,31 @@ impl FmhaPlan {
         Self::with(device, planned, (scratch, choice.caller_workspace), text)
     }
 
+    /// What [`Self::new`] refuses on every device.
+    ///
+    /// # Safety
+    /// As [`Self::new`].
+    pub(crate) unsafe fn check(call: &FmhaCall) -> Result<()> {
+        // SAFETY: passed on.
+        let pointed = unsafe { Pointed::read(call)? };
+        match &pointed.gradients {
+            None => drop(pointed.forward(call)?.validate()?),
+            Some(gradients) => drop(pointed.backward(call, gradients)?.validate()?),
+        }
+        Ok(())
+    }
+
+    /// What [`Self::combine`] refuses on every device.
+    ///
+    /// # Safety
+    /// As [`Self::combine`].
+    pub(crate) unsafe fn check_combine(call: &FmhaCombine) -> Result<()> {
+        // SAFETY: passed on.
+        let first = host::first_part(call, unsafe { host::parts(call)? });
+        host::combine(call, &first)?.validate()?;
+        Ok(())
+    }
+
     /// # Safety
     /// `parts` is null or as many as `num_parts` says.
     pub(crate) unsafe fn combine(device: &Device, call: &FmhaCombine, choice: &Choice) -> Result<Self> {

@@ -6,7 +6,7 @@ import ctypes
 import os
 import pathlib
 import re
-from typing import Any, Tuple
+from typing import Any, Optional, Tuple
 
 MAX_DIMS = 5
 
@@ -155,9 +155,9 @@ if ctypes.sizeof(Request) != _bytes:
         f"{_path()}: a request has {_bytes} bytes there, {ctypes.sizeof(Request)} here: another version's library"
     )
 
-for _function in (library.fmha_py_run, library.fmha_py_explain, library.fmha_py_check):
+for _function in (library.fmha_py_run, library.fmha_py_explain):
     _function.argtypes = [ctypes.POINTER(Request)]
-
+library.fmha_py_check.argtypes = [ctypes.POINTER(Request), ctypes.c_char_p]
 
 library.fmha_py_keep.argtypes = [ctypes.POINTER(Request)]
 library.fmha_py_keep.restype = ctypes.c_int64
@@ -166,6 +166,11 @@ library.fmha_py_keep.restype = ctypes.c_int64
 def keep(numbers: Tuple[Any, ...]) -> int:
     """The number under which the library keeps these for the process; -1 where it has no room."""
     return library.fmha_py_keep(ctypes.byref(Request(numbers)))
+
+
+def refuse(request: Request, operator: Optional[str] = None) -> None:
+    """Raises what is wrong with a request on every device; ``operator``: of torch's, whose results are not put in."""
+    check(library.fmha_py_check(ctypes.byref(request), operator and operator.encode()))
 
 
 def run(request: Request) -> None:

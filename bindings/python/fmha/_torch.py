@@ -6,7 +6,7 @@ gradient, since it costs as much as the rest of a call on the host.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch.autograd import forward_ad
@@ -52,31 +52,45 @@ def _o_and_lse(q: torch.Tensor, head_dim_v: Any, numbers: Tuple[Any, ...]) -> Tu
     )
 
 
-def _of_one_device(q: torch.Tensor, *others: Any) -> None:
-    """A fake answers for tensors on ``meta`` too: beside others it would give them an O that nobody has computed."""
-    for name, tensor in zip(("k", "v", *TENSORS), others):
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, but q is on {q.device}")
+def _fake(operator: Any, results: Callable[..., Any]) -> None:
+    """Gives an operator a fake: it refuses what the kernel refuses on every device, in the same words, then has
+    ``results``. A fake answers for tensors on ``meta`` too, beside which no kernel is asked."""
+    names = [argument.name for argument in operator._schema.arguments]
+    num_tensors = sum(name in _native.SLOTS for name in names)
+
+    def fake(*arguments: Any) -> Any:
+        numbers = arguments[num_tensors:]
+        if names[-1] == "numbers":
+            numbers = _SPELT[numbers[0]]
+        tensors = arguments[:num_tensors]
+        _refuse(operator._opname, dict(zip(names, tensors)), numbers)
+        return results(*tensors, numbers=numbers)
+
+    torch.library.register_fake(operator._schema.name)(fake)
 
 
-# Fakes get the arguments of their operator by position, the numbers last.
+def _refuse(operator: str, tensors: Dict[str, Any], numbers: Tuple[Any, ...]) -> None:
+    """Raises what the operator's kernel would. Where a compiler has left a size open, the kernel is the first to know
+    it."""
+    given = {name: _strided(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+    sizes = (size for x in given.values() for size in (*x.shape, *x.stride(), x.storage_offset()))
+    if not all(isinstance(number, (int, float)) for number in (*sizes, *numbers)):
+        return
+    request = _native.Request(numbers)
+    # Tensors of one place have one address: V may be the front of K's rows.
+    places: Dict[Any, int] = {}
+    for name, tensor in given.items():
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset())
+        address = places.setdefault(place, 256 * (len(places) + 1))
+        put(request, name, tensor, address if tensor.numel() else 0)
+    _native.refuse(request, operator)
 
 
-@torch.library.register_fake("fmha::forward")
-def _(q, k, v, *rest):
-    if v is None:
-        raise ValueError("v is missing (0 given)")
-    _of_one_device(q, k, v, *rest[:11])
-    return _o_and_lse(q, v.shape[-1], rest[11:])
+def _forward(q, k, v, *_rest, numbers):
+    return _o_and_lse(q, v.shape[-1], numbers)
 
 
-@torch.library.register_fake("fmha::forward_out")
-def _(*_arguments):
-    return None
-
-
-@torch.library.register_fake("fmha::backward")
-def _(dout, q, k, v, o, lse, dlse, bias, alibi_slopes, sink, cu_q, cu_k, used_q, used_k, *numbers):
+def _backward(dout, q, k, v, o, lse, dlse, bias, alibi_slopes, sink, *_rest, numbers):
     def like(x, wanted=True):
         return x.new_empty(x.shape) if wanted and x is not None else q.new_empty((0,), dtype=torch.float32)
 
@@ -84,48 +98,32 @@ def _(dout, q, k, v, o, lse, dlse, bias, alibi_slopes, sink, cu_q, cu_k, used_q,
     return like(q), like(k), like(v), like(bias, options & _WANTS_DBIAS), like(sink, options & _WANTS_DSINK)
 
 
-@torch.library.register_fake("fmha::kvcache")
-def _(q, k, v, *rest):
-    numbers = rest[17:]
-    _of_one_device(q, k, v)
+def _kvcache(q, k, v, *_rest, numbers):
     return _o_and_lse(q, v.shape[-1] if v is not None else numbers[_AT_HEAD_DIM_V], numbers)
 
 
-@torch.library.register_fake("fmha::combine")
-def _(o_parts, lse_parts, *numbers):
-    if lse_parts is None:
-        raise ValueError("lse_parts is missing (0 given)")
-    return (
-        o_parts.new_empty(o_parts.shape[1:], dtype=_dtype_o(o_parts, numbers)),
-        lse_parts.new_empty(lse_parts.shape[1:]),
-    )
-
-
-@torch.library.register_fake("fmha::add_parts")
-def _(o_parts, *numbers):
+def _add_parts(o_parts, *, numbers):
     return o_parts.new_empty(o_parts.shape[1:], dtype=_dtype_o(o_parts, numbers))
 
 
-@torch.library.register_fake("fmha::add_parts_to")
-def _(*_arguments):
+def _combine(o_parts, lse_parts, *, numbers):
+    return _add_parts(o_parts, numbers=numbers), lse_parts.new_empty(lse_parts.shape[1:])
+
+
+def _nothing(*_tensors, numbers):
     return None
 
 
-@torch.library.register_fake("fmha::plain")
-def _(q, k, v, numbers):
-    _of_one_device(q, k, v)
-    return _o_and_lse(q, v.shape[-1], _SPELT[numbers])
-
-
-@torch.library.register_fake("fmha::plain_o")
-def _(q, k, v, numbers):
-    _of_one_device(q, k, v)
-    return _o_and_lse(q, v.shape[-1], _SPELT[numbers])[0]
-
-
-@torch.library.register_fake("fmha::plain_backward")
-def _(dout, q, k, v, o, lse, dlse, numbers):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_fake(forward, _forward)
+_fake(forward_out, _nothing)
+_fake(backward, _backward)
+_fake(kvcache_op, _kvcache)
+_fake(combine_op, _combine)
+_fake(add_parts_op, _add_parts)
+_fake(add_parts_to, _nothing)
+_fake(plain, _forward)
+_fake(plain_o, lambda *tensors, numbers: _forward(*tensors, numbers=numbers)[0])
+_fake(plain_backward, lambda dout, *qkv_and_more, numbers: tuple(x.new_empty(x.shape) for x in qkv_and_more[:3]))
 
 
 #: What the library keeps for the process: numbers by the number that stands for them, and the reverse.
@@ -358,14 +356,21 @@ def kvcache(
     return kvcache_op(q, k, v, *cache, *tensors, *numbers)
 
 
-def put(request: _native.Request, name: str, tensor: Optional[torch.Tensor]) -> None:
-    """Puts a tensor into a request that is planned and not run."""
-    if tensor is None:
-        return
+def _strided(name: str, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         raise TypeError(f"{name}: {type(tensor).__name__} is no tensor of torch that has strides")
-    kinds = {"cpu": 0, "cuda": 2 if torch.version.hip else 1}
-    if tensor.device.type not in kinds:
+    return tensor
+
+
+def put(request: _native.Request, name: str, tensor: Optional[torch.Tensor], address: Optional[int] = None) -> None:
+    """Puts a tensor into a request that is planned and not run; with an ``address`` into one that is checked alone,
+    where it may have no memory."""
+    if tensor is None:
+        return
+    kind, checked = _strided(name, tensor).device.type, address is not None
+    kinds = {"cpu": 0, "cuda": 2 if torch.version.hip else 1, **({"meta": 3} if checked else {})}
+    if kind not in kinds:
         raise ValueError(f"{name} is on {tensor.device}, neither the CPU nor a GPU")
-    device = _native.Device(kinds[tensor.device.type], tensor.device.index or 0)
-    request.put(name, tensor.data_ptr(), str(tensor.dtype).rpartition(".")[2], tensor.shape, tensor.stride(), device)
+    device = _native.Device(kinds[kind], tensor.device.index or 0)
+    dtype = str(tensor.dtype).rpartition(".")[2]
+    request.put(name, address if checked else tensor.data_ptr(), dtype, tensor.shape, tensor.stride(), device)

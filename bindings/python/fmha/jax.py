@@ -136,12 +136,14 @@ def _words(numbers: Tuple[Any, ...]) -> numpy.ndarray:
 def _check(static: _Static, arrays: Sequence[Any]) -> None:
     """Raises what is wrong with the shapes and types of a call."""
     request = _native.Request(static.numbers)
-    for name, x in [*zip(static.names, arrays), *((r.name, r) for r in _results(static, arrays))]:
+    given = [*zip(static.names, arrays), *((r.name, r) for r in _results(static, arrays))]
+    # Each somewhere else: V in K's place would be taken for the front of K's rows.
+    for place, (name, x) in enumerate(given, 1):
         strides = [1] * len(x.shape)
         for axis in range(len(x.shape) - 2, -1, -1):
             strides[axis] = strides[axis + 1] * max(x.shape[axis + 1], 1)
-        request.put(name, _NOWHERE, x.dtype.name, x.shape, strides)
-    _native.check(_native.library.fmha_py_check(_native.ctypes.byref(request)))
+        request.put(name, place * _NOWHERE, x.dtype.name, x.shape, strides)
+    _native.refuse(request)
 
 
 def _emit(static: _Static, *arrays: Any) -> Tuple[Any, ...]:

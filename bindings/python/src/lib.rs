@@ -95,16 +95,22 @@ fn host_scratch(bytes: u64) -> Result<(Vec<u8>, *mut u8), String> {
     Ok((scratch, start))
 }
 
-/// Holds a request's tensors to each other and plans nothing: for a compiler that knows shapes before it knows memory.
+/// Refuses what is wrong with a request on every device and plans nothing: for a compiler that knows shapes before it knows
+/// memory. Where `operator` is not null the request has the arguments of torch's operator of that name, whose results are
+/// described here.
 ///
 /// # Safety
-/// As [`fmha_py_run`]; no tensor is read.
+/// As [`fmha_py_run`]; no tensor is read. `operator` is null or a C string.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fmha_py_check(request: *const Request) -> c_int {
+pub unsafe extern "C" fn fmha_py_check(request: *const Request, operator: *const c_char) -> c_int {
     guard(|| {
         // SAFETY: the caller's promise.
         let request = unsafe { request.as_ref() }.ok_or("request is null (0)")?;
-        call::Call::new(request).map(drop)
+        if operator.is_null() {
+            return plans::check(request);
+        }
+        // SAFETY: as above.
+        torch::check(&unsafe { CStr::from_ptr(operator) }.to_string_lossy(), *request)
     })
 }
 

@@ -97,6 +97,19 @@ pub fn device(request: &Request) -> Result<Device, Wrong> {
     one_device(request, if is_combine(request) { Slot::OParts } else { Slot::Q })
 }
 
+/// Holds a request's tensors to each other and its numbers to what they may be: what planning refuses on every device.
+///
+/// # Errors
+/// What is wrong with the request.
+pub fn check(request: &Request) -> Result<(), Wrong> {
+    if is_combine(request) {
+        // SAFETY: the struct's parts are alive; nothing of a device is read.
+        return unsafe { fmha_c::check_combine(Combine::new(request)?.call()) };
+    }
+    // SAFETY: the struct's host pointers are good within `with`; nothing of a device is read.
+    Call::new(request)?.with(|call| unsafe { fmha_c::check(call) })
+}
+
 /// What a plan says of itself, a fact a line.
 ///
 /// # Errors

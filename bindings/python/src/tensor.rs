@@ -22,7 +22,7 @@ pub const OTHER: i32 = -1;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct Device {
-    /// 0: host memory; 1: an NVIDIA device; 2: an AMD device.
+    /// 0: host memory; 1: an NVIDIA device; 2: an AMD device; 3, of what is checked alone: torch's `meta`, no memory.
     pub kind: i32,
     /// Which of them, from 0.
     pub index: i32,
@@ -36,6 +36,7 @@ impl Device {
             0 => "cpu".to_owned(),
             1 => format!("cuda:{}", self.index),
             2 => format!("rocm:{}", self.index),
+            3 => "meta".to_owned(),
             other => format!("device of kind {other}"),
         }
     }
@@ -69,6 +70,22 @@ impl Tensor {
         dtype: OTHER,
         device: Device { kind: 0, index: 0 },
     };
+
+    /// One whose elements lie one after another, somewhere: nothing is read there.
+    #[must_use]
+    pub fn described(sizes: &[i64], dtype: i32, device: Device) -> Self {
+        let mut tensor = Self { num_dims: sizes.len() as i32, dtype, device, ..Self::ABSENT };
+        if !sizes.contains(&0) {
+            tensor.data = std::ptr::without_provenance_mut(256);
+        }
+        tensor.sizes[..sizes.len()].copy_from_slice(sizes);
+        let mut stride = 1;
+        for (to, &size) in tensor.strides[..sizes.len()].iter_mut().zip(sizes).rev() {
+            *to = stride;
+            stride = stride.saturating_mul(size.max(1));
+        }
+        tensor
+    }
 
     /// Itself, unless it was not given.
     #[must_use]

@@ -1,5 +1,7 @@
 """The operators under torch's own tools: opcheck, compile, export, threads, fork."""
 
+import contextlib
+import math
 import os
 import shutil
 import sysconfig
@@ -10,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmha
-from fmha import _arguments, _torch
+from fmha import _arguments, _native, _torch
 from reference import DEVICE, appends_in_f32, tensors
 from run import run_python
 
@@ -51,9 +54,9 @@ def test_opcheck_of_plain_calls_and_their_numbers():
 
 def test_what_no_kernel_computes_is_refused_and_not_answered():
     q, k, v = tensors()
-    with pytest.raises(ValueError, match="^k is on meta, but q is on"):
+    with pytest.raises(RuntimeError, match="^k is on meta, but q is on"):
         fmha.attention(q, k.to("meta"), v)
-    with pytest.raises(ValueError, match="^v is on meta, but q is on"):
+    with pytest.raises(RuntimeError, match="^v is on meta, but q is on"):
         fmha.attention(q, k, v.to("meta"), sink=torch.zeros(4))
     assert fmha.attention(*(x.to("meta") for x in (q, k, v))).is_meta
     with pytest.raises(RuntimeError, match="^v is missing"):
@@ -63,6 +66,128 @@ def test_what_no_kernel_computes_is_refused_and_not_answered():
         with pytest.raises(NotImplementedError, match=f"^{named} has a tangent"):
             at = "qkv".index(named)
             torch.func.jvp(lambda x: fmha.attention(*given[:at], x, *given[at + 1 :]), (given[at],), (given[at],))
+
+
+def _calls():
+    """A sound call of each operator: its tensors by their names, and its numbers."""
+    q, k, v = tensors()
+    o, lse = torch.empty_like(q), torch.empty(2, 4, 7)
+    parts = torch.stack([o, o]), torch.stack([lse, lse])
+    qkv, backward = dict(q=q, k=k, v=v), dict(dout=o, q=q, k=k, v=v, o=o, lse=lse, dlse=lse)
+    more = dict(bias=torch.zeros(1, 4, 7, 11), sink=torch.zeros(4), seqused_q=_lengths(3, 7))
+    pages = dict(k=torch.zeros(6, 4, 2, 16), v=torch.zeros(6, 4, 2, 16), block_table=_lengths(1, 2, 3, 4).view(2, 2))
+    new = torch.zeros(2, 1, 2, 16)
+    cache = dict(k_new=new, v_new=new, rotary_cos=torch.zeros(20, 4), rotary_sin=torch.zeros(20, 4))
+    causal = dict(mask=2, right=0)
+    packed = dict(q=q[0], k=k[0], v=v[0], cu_seqlens_q=_lengths(0, 3, 7), cu_seqlens_k=_lengths(0, 5, 11))
+    return [
+        ("forward", {**qkv, **more}, {}),
+        ("forward", {**qkv, "alibi_slopes": torch.zeros(4)}, {}),
+        ("forward", packed, dict(max_seqlen_q=4, max_seqlen_k=6)),
+        ("forward_out", {**qkv, "o": o, "lse": lse, "keep_mask": torch.zeros(2, 4, 7, 11, dtype=torch.uint8)}, {}),
+        ("backward", {**backward, **more}, dict(options=_native.OPTIONS["wants_dbias"])),
+        ("kvcache", {**qkv, **cache, "seqused_k": _lengths(3, 4)}, {}),
+        ("kvcache", {**qkv, **pages, "seqused_k": _lengths(3, 4), "tree_mask": _lengths(*range(14)).view(2, 7, 1)}, causal),
+        ("kvcache", {"q": q, "k": k}, dict(head_dim_v=8)),
+        ("combine", dict(zip(("o_parts", "lse_parts"), parts)), {}),
+        ("plain", qkv, {}),
+        ("plain_o", qkv, {}),
+        ("plain_backward", backward, {}),
+        ("add_parts", dict(o_parts=parts[0]), {}),
+        ("add_parts_to", dict(o_parts=parts[0], o=o), {}),
+    ]
+
+
+def _lengths(*lengths):
+    return torch.tensor(lengths, dtype=torch.int32)
+
+
+def _wrong_tensors(x):
+    """In another type, of another shape, with a last axis that is not dense."""
+    yield from (x.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64))
+    yield from (x[None], x[0], torch.empty(0))
+    for axis, size in enumerate(x.shape):
+        yield x.new_zeros([*x.shape[:axis], size + 1, *x.shape[axis + 1 :]])
+    yield x.repeat_interleave(2, -1)[..., ::2]
+    yield x.transpose(-1, 0).contiguous().transpose(-1, 0)
+
+
+_WRONG_NUMBERS = dict(
+    softmax_scale=(math.inf,),
+    softcap=(-1.0, 1e-60),
+    mask=(7,),
+    left=(-5,),
+    sink_columns=(-1, 1 << 40),
+    p_drop=(1.5, -0.5),
+    max_seqlen_q=(-1, 1 << 40),
+    max_seqlen_k=(-1, 1 << 40),
+    head_dim_v=(-1, 400),
+    max_seqlen_new=(-1,),
+    dtype_o=(2, _native.DTYPES["int32"]),
+)
+
+
+def _said(name, given, numbers, as_fake=None):
+    """What an operator refuses a call with; ``None`` where it takes it."""
+    operator = getattr(torch.ops.fmha, name).default
+    numbers = {"softmax_scale": math.nan, "left": -1, "right": -1, "dtype_o": -1, **numbers}
+    names = [argument.name for argument in operator._schema.arguments]
+    tensors = [given.get(name) for name in names if name in _native.SLOTS]
+    rest = [numbers.get(name, 0.0 if name in _native.FLOATS else 0) for name in _native.NUMBERS]
+    rest = [_torch._kept(tuple(rest[:-3]))] if names[-1] == "numbers" else rest[: len(names) - len(tensors)]
+    try:
+        if as_fake is None:
+            operator(*tensors, *rest)
+        else:
+            with FakeTensorMode() if as_fake is _as_fake else contextlib.nullcontext() as mode:
+                operator(*(x if x is None else as_fake(mode, x) for x in tensors), *rest)
+    except (RuntimeError, ValueError) as error:
+        # Of a tensor that is not given a kernel has torch's codes besides.
+        return str(error).replace("is on meta", "is on cpu").split(", or a tensor that torch does not")[0]
+    return None
+
+
+def _as_fake(mode, x):
+    return mode.from_tensor(x)
+
+
+def _as_meta(_mode, x):
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what one device's kernels refuse besides is no fake's to say")
+@pytest.mark.parametrize("as_fake", [_as_fake, _as_meta])
+def test_what_a_kernel_refuses_of_every_device_its_fake_refuses_in_the_same_words(as_fake):
+    refused = 0
+    for name, given, numbers in _calls():
+        assert _said(name, given, numbers) is None and _said(name, given, numbers, as_fake) is None, name
+        changed = [({**given, at: wrong}, numbers) for at, x in given.items() for wrong in _wrong_tensors(x)]
+        for out in given if len(given) > 1 else ():
+            changed.append(({at: x for at, x in given.items() if at != out}, numbers))
+        changed += [(given, {**numbers, at: wrong}) for at, wrongs in _WRONG_NUMBERS.items() for wrong in wrongs]
+        for call in changed:
+            kernels = _said(name, *call)
+            assert _said(name, *call, as_fake) == kernels, (name, {at: x.shape for at, x in call[0].items()}, call[1])
+            refused += kernels is not None
+    assert refused > 600
+
+
+def test_a_tensor_that_is_elsewhere_is_refused_by_every_fake():
+    for name, given, numbers in _calls():
+        first = "o_parts" if "o_parts" in given else "q"
+        for at, x in given.items():
+            if at != first:
+                said = _said(name, {**given, at: x.to("meta")}, numbers, lambda _mode, x: x)
+                assert said == f"{at} is on cpu, but {first} is on {DEVICE}", (name, at, said)
+
+
+def test_a_fake_knows_values_that_are_the_front_of_keys():
+    q, k, new = (torch.empty(2, n, 1, 16, device="meta") for n in (1, 8, 1))
+    used = _lengths(3, 4).to("meta")
+    o = fmha.attention_with_kvcache(q, k, k[..., :8], new, seqused_k=used)
+    assert o.shape == (2, 1, 1, 8)
+    with pytest.raises(RuntimeError, match="^v is missing .0 given. beside k"):
+        fmha.attention_with_kvcache(q, k, k.clone()[..., :8], new, seqused_k=used)
 
 
 def test_an_lse_that_nobody_asks_for_is_not_made(monkeypatch):

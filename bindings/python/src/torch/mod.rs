@@ -6,11 +6,13 @@ mod shims;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
+use fmha_c::FMHA_F32;
 use smallvec::SmallVec;
 
 use crate::call::Wrong;
 use crate::plans;
 use crate::request::{Numbers, Request, Slot, name};
+use crate::shapes::attention_type;
 use crate::tensor::{Device, Tensor, U8};
 use operators::{OPERATORS, Operator, Spelt, Take};
 use shims::{Owned, Shims, Value};
@@ -110,9 +112,27 @@ unsafe fn execute(
             request.set(*slot, tensor.describe(name(*slot))?);
         }
     }
-    let results = (operator.results)(shims, &mut request)?;
+    let mut making = Making { request: &mut request, torch: Some(shims), results: Results::new() };
+    (operator.results)(&mut making)?;
+    let results = making.results;
     run(shims, &mut request)?;
     Ok(results)
+}
+
+/// Refuses what an operator's kernel refuses on every device, of arguments that may have no memory.
+///
+/// # Errors
+/// What is wrong with the arguments, as the kernel says it.
+pub fn check(operator: &str, mut request: Request) -> Result<(), Wrong> {
+    let found = OPERATORS.iter().find(|known| known.name == operator);
+    let operator = found.ok_or_else(|| format!("{operator} is none of {} operators", OPERATORS.len()))?;
+    for &(slot, take) in operator.tensors {
+        if matches!(take, Take::Given | Take::Written) {
+            request.required(slot)?;
+        }
+    }
+    (operator.results)(&mut Making { request: &mut request, torch: None, results: Results::new() })?;
+    plans::check(&request)
 }
 
 /// Runs a request with scratch from torch's allocator, so that a graph has it in its own pool and no two streams share
@@ -129,19 +149,40 @@ fn run(shims: &'static Shims, request: &mut Request) -> Result<(), Wrong> {
     })
 }
 
-/// A tensor that is made, noted in the request and given back.
-fn made(
-    shims: &'static Shims,
-    request: &mut Request,
-    slot: Slot,
-    (sizes, dtype, device): (&[i64], i32, Device),
-) -> Result<Owned, Wrong> {
-    let tensor = shims.empty(sizes, dtype, device).map_err(|text| format!("{}: {text}", name(slot)))?;
-    request.set(slot, tensor.describe(name(slot))?);
-    Ok(tensor)
+/// The results of an operator: made by torch, or described alone where its arguments are checked.
+struct Making<'a> {
+    request: &'a mut Request,
+    torch: Option<&'static Shims>,
+    results: Results,
 }
 
-/// A gradient, of the shape and type of what it is of.
-fn gradient(shims: &'static Shims, request: &mut Request, slot: Slot, of: &Tensor) -> Result<Owned, Wrong> {
-    made(shims, request, slot, (of.shape(), of.dtype, of.device))
+impl Making<'_> {
+    /// The next result, noted in the request.
+    fn make(&mut self, slot: Slot, sizes: &[i64], dtype: i32, device: Device) -> Result<(), Wrong> {
+        let tensor = match self.torch {
+            Some(shims) => {
+                let made = shims.empty(sizes, dtype, device);
+                let made = made.map_err(|text| format!("{}: {text}", name(slot)))?;
+                let tensor = made.describe(name(slot))?;
+                self.results.push(made);
+                tensor
+            }
+            None => Tensor::described(sizes, dtype, device),
+        };
+        self.request.set(slot, tensor);
+        Ok(())
+    }
+
+    /// A gradient, of the shape and type of what it is of.
+    fn gradient(&mut self, slot: Slot, of: Slot) -> Result<(), Wrong> {
+        let of = *self.request.required(of)?;
+        attention_type(name(slot), &of)?;
+        self.make(slot, of.shape(), of.dtype, of.device)
+    }
+
+    /// In place of a result that nobody wants.
+    fn nothing(&mut self, device: Device) -> Result<(), Wrong> {
+        self.results.extend(self.torch.map(|shims| shims.empty(&[0], FMHA_F32, device)).transpose()?);
+        Ok(())
+    }
 }

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 
 use fmha_c::FMHA_F32;
 
-use super::shims::{Kernel, Shims};
-use super::{Results, gradient, kernel, made};
+use super::shims::Kernel;
+use super::{Making, kernel};
 use crate::call::{Wrong, ensure};
 use crate::combine;
 use crate::request::{ADDS, ADDS_TO, NUM_COMMON, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name};
@@ -45,7 +45,7 @@ pub(super) struct Operator {
     /// Tensors that it gives.
     num_results: usize,
     /// Makes them and notes them in the request.
-    pub(super) results: fn(&'static Shims, &mut Request) -> Result<Results, Wrong>,
+    pub(super) results: fn(&mut Making<'_>) -> Result<(), Wrong>,
     pub(super) kernel: Kernel,
 }
 
@@ -131,7 +131,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         ),
         numbers: Spelt::Each(NUM_COMMON),
         num_results: 0,
-        results: |_, _| Ok(Results::new()),
+        results: |_| Ok(()),
         kernel: kernel::<1>,
     },
     Operator {
@@ -218,7 +218,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
         numbers: Spelt::Kept,
         num_results: 1,
-        results: |shims, request| outputs(shims, request, false),
+        results: |making| outputs(making, false),
         kernel: kernel::<7>,
     },
     // Partial gradients: added as they are, `combine` without an LSE.
@@ -227,9 +227,9 @@ pub(super) static OPERATORS: [Operator; 10] = [
         tensors: &[(Slot::OParts, Given)],
         numbers: Spelt::Each(NUM_COMMON),
         num_results: 1,
-        results: |shims, request| {
-            request.numbers.options |= ADDS;
-            added(shims, request)
+        results: |making| {
+            making.request.numbers.options |= ADDS;
+            added(making)
         },
         kernel: kernel::<8>,
     },
@@ -238,9 +238,9 @@ pub(super) static OPERATORS: [Operator; 10] = [
         tensors: &[(Slot::OParts, Given), (Slot::O, Written)],
         numbers: Spelt::Each(NUM_COMMON),
         num_results: 0,
-        results: |_, request| {
-            request.numbers.options |= ADDS_TO;
-            Ok(Results::new())
+        results: |making| {
+            making.request.numbers.options |= ADDS_TO;
+            Ok(())
         },
         kernel: kernel::<9>,
     },
@@ -256,11 +256,12 @@ fn dtype_o(request: &Request, from: &Tensor) -> i32 {
 }
 
 /// O of Q's shape with V's last axis, and LSE.
-fn o_and_lse(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
-    outputs(shims, request, true)
+fn o_and_lse(making: &mut Making<'_>) -> Result<(), Wrong> {
+    outputs(making, true)
 }
 
-fn outputs(shims: &'static Shims, request: &mut Request, wants_lse: bool) -> Result<Results, Wrong> {
+fn outputs(making: &mut Making<'_>, wants_lse: bool) -> Result<(), Wrong> {
+    let request = &*making.request;
     let q = *request.required(Slot::Q)?;
     attention_type("q", &q)?;
     let dim = match request.get(Slot::V) {
@@ -283,59 +284,46 @@ fn outputs(shims: &'static Shims, request: &mut Request, wants_lse: bool) -> Res
     let packed = [rows[0], heads, dim];
     let o = if lse.len() == 2 { &packed[..] } else { &o[..] };
     let dtype = dtype_o(request, &q);
-    let mut results = Results::from_iter([made(shims, request, Slot::O, (o, dtype, q.device))?]);
-    if wants_lse {
-        results.push(made(shims, request, Slot::Lse, (lse, FMHA_F32, q.device))?);
-    }
-    Ok(results)
+    making.make(Slot::O, o, dtype, q.device)?;
+    if wants_lse { making.make(Slot::Lse, lse, FMHA_F32, q.device) } else { Ok(()) }
 }
 
 /// dQ, dK, dV.
-fn plain_gradients(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
-    let mut results = Results::new();
-    for (slot, of) in [(Slot::Dq, Slot::Q), (Slot::Dk, Slot::K), (Slot::Dv, Slot::V)] {
-        let of = *request.required(of)?;
-        attention_type(name(slot), &of)?;
-        results.push(gradient(shims, request, slot, &of)?);
-    }
-    Ok(results)
+fn plain_gradients(making: &mut Making<'_>) -> Result<(), Wrong> {
+    making.gradient(Slot::Dq, Slot::Q)?;
+    making.gradient(Slot::Dk, Slot::K)?;
+    making.gradient(Slot::Dv, Slot::V)
 }
 
 /// dQ, dK, dV, dBias, dSink. What nobody wants is a tensor of no elements: an operator's results are always there.
-fn gradients(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
-    let mut results = plain_gradients(shims, request)?;
-    let device = request.required(Slot::Q)?.device;
+fn gradients(making: &mut Making<'_>) -> Result<(), Wrong> {
+    plain_gradients(making)?;
+    let device = making.request.required(Slot::Q)?.device;
     for (slot, of, wanted) in [(Slot::Dbias, Slot::Bias, WANTS_DBIAS), (Slot::Dsink, Slot::Sink, WANTS_DSINK)]
     {
-        let of = request.get(of).copied().filter(|_| request.asks(wanted));
-        results.push(match of {
-            Some(of) => {
-                attention_type(name(slot), &of)?;
-                gradient(shims, request, slot, &of)?
-            }
-            None => shims.empty(&[0], FMHA_F32, device)?,
-        });
+        match making.request.get(of).is_some() && making.request.asks(wanted) {
+            true => making.gradient(slot, of)?,
+            false => making.nothing(device)?,
+        }
     }
-    Ok(results)
+    Ok(())
 }
 
 /// O and LSE of all parts together.
-fn combined(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
-    let mut results = added(shims, request)?;
-    let parts = *request.required(Slot::OParts)?;
+fn combined(making: &mut Making<'_>) -> Result<(), Wrong> {
+    added(making)?;
+    let parts = *making.request.required(Slot::OParts)?;
     let [_, batch, seqlen, heads, _] = combine::axes(&parts)?;
-    results.push(made(shims, request, Slot::Lse, (&[batch, heads, seqlen], FMHA_F32, parts.device))?);
-    Ok(results)
+    making.make(Slot::Lse, &[batch, heads, seqlen], FMHA_F32, parts.device)
 }
 
 /// O of all parts together.
-fn added(shims: &'static Shims, request: &mut Request) -> Result<Results, Wrong> {
-    let parts = *request.required(Slot::OParts)?;
+fn added(making: &mut Making<'_>) -> Result<(), Wrong> {
+    let parts = *making.request.required(Slot::OParts)?;
     attention_type("o_parts", &parts)?;
     let [_, batch, seqlen, heads, dim] = combine::axes(&parts)?;
-    let dtype = dtype_o(request, &parts);
-    let o = made(shims, request, Slot::O, (&[batch, seqlen, heads, dim], dtype, parts.device))?;
-    Ok(Results::from_iter([o]))
+    let dtype = dtype_o(making.request, &parts);
+    making.make(Slot::O, &[batch, seqlen, heads, dim], dtype, parts.device)
 }
 
 #[cfg(test)]

@@ -328,10 +328,7 @@ impl Shims {
     /// # Errors
     /// What torch said.
     pub(super) fn empty(&'static self, sizes: &[i64], dtype: i32, device: Device) -> Result<Owned, Wrong> {
-        let mut strides = [1i64; MAX_DIMS];
-        for i in (0..sizes.len().saturating_sub(1)).rev() {
-            strides[i] = strides[i + 1] * sizes[i + 1].max(1);
-        }
+        let strides = Tensor::described(sizes, dtype, device).strides;
         let kind = if device.kind == 0 { self.device_cpu } else { self.device_cuda };
         let mut handle = ptr::null_mut();
         // SAFETY: as many sizes and strides as axes.
