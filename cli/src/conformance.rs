@@ -1,6 +1,7 @@
 //! `fmha conformance`: the battery against one backend.
 
 use std::io::Write;
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::mpsc;
 
@@ -8,11 +9,11 @@ use clap::Args;
 use fmha_conformance::Regex;
 use fmha_conformance::case::{self, Case, Drawn};
 use fmha_conformance::deal::Deal;
-use fmha_conformance::report::{Report, run_cases};
+use fmha_conformance::report::{Report, run_cases_until};
 use fmha_conformance::run::{Options, Outcome};
 
 use crate::Verdict;
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use crate::options::BackendArgs;
 use crate::progress::Progress;
 use crate::target::{self, write_text};
@@ -41,15 +42,15 @@ pub(super) struct ConformanceArgs {
     filter: Option<Regex>,
 
     /// In place of the battery's, COUNT cases (1000 where it is left out) that SEED decides
-    #[arg(long, value_name = "SEED[:COUNT]")]
+    #[arg(long, value_name = "SEED[:COUNT]", allow_hyphen_values = true)]
     drawn: Option<Drawn>,
 
     /// Of their kernels only part I of N, with all cases that each of those serves
-    #[arg(long, value_name = "I/N")]
+    #[arg(long, value_name = "I/N", allow_hyphen_values = true)]
     deal: Option<Deal>,
 
     /// Print the names of the cases, and stop
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["json", "junit"])]
     list: bool,
 
     /// Cases that reserve gigabytes run on a device too
@@ -102,9 +103,9 @@ impl ConformanceArgs {
             return list(out, &cases);
         }
         let mut repro_words = self.backend.words();
-        if let Some(drawn) = self.drawn {
-            repro_words = format!("{} --drawn {drawn}", repro_words.trim_end());
-        }
+        repro_words.extend(self.drawn.map(|drawn| format!("--drawn {drawn}")));
+        repro_words.extend(self.huge_on_device.then(|| "--huge-on-device".to_owned()));
+        let repro_words = repro_words.join(" ");
         let options = Options { plan, huge_on_device: self.huge_on_device, repro_words };
         if !self.json {
             writeln!(out, "{} cases on {}", cases.len(), backend.name())?;
@@ -115,20 +116,22 @@ impl ConformanceArgs {
         std::panic::set_hook(Box::new(|_| ()));
         let progress = Progress::new("cases");
         let ran = std::thread::scope(|scope| -> Result<Report, Failure> {
-            let (failed, found) = mpsc::channel();
+            let (tell, told) = mpsc::channel();
             let (progress, backend, cases, options) = (&progress, &backend, &cases, &options);
             let running = scope.spawn(move || {
-                run_cases(backend, cases, options, &|done, total, case| {
+                run_cases_until(backend, cases, options, &|done, total, case| {
                     progress.at(done, total);
-                    if case.outcome == Outcome::Failed {
-                        // Nobody listens any more where the reader of the output is gone.
-                        let _ =
-                            failed.send(format!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro));
+                    let text = (case.outcome == Outcome::Failed)
+                        .then(|| format!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro));
+                    // Nobody is told any more where a write has failed.
+                    if tell.send(text).is_err() || !failure::is_read() {
+                        return ControlFlow::Break(());
                     }
+                    ControlFlow::Continue(())
                 })
             });
             // As they are found: a run may take hours.
-            for text in found {
+            for text in told.into_iter().flatten() {
                 if !self.json {
                     progress.beside(|| writeln!(out, "{text}").and_then(|()| out.flush()))?;
                 }
@@ -139,6 +142,9 @@ impl ConformanceArgs {
         });
         progress.finish();
         let report = ran?;
+        if report.cases.len() < cases.len() {
+            return Err(Failure::Pipe);
+        }
 
         if let Some(path) = &self.junit {
             let mut xml = Vec::new();

@@ -23,6 +23,22 @@ impl Failure {
     }
 }
 
+/// Whether somebody may still read standard output, asked between pieces of long work: a write would tell only where there is
+/// something to write.
+#[cfg(unix)]
+pub(super) fn is_read() -> bool {
+    let mut output = libc::pollfd { fd: libc::STDOUT_FILENO, events: 0, revents: 0 };
+    // SAFETY: one descriptor, which `poll` writes to.
+    let told = unsafe { libc::poll(&raw mut output, 1, 0) };
+    told != 1 || output.revents & (libc::POLLERR | libc::POLLHUP) == 0
+}
+
+/// Whether somebody may still read standard output: a write will tell.
+#[cfg(not(unix))]
+pub(super) fn is_read() -> bool {
+    true
+}
+
 impl From<fmha::Error> for Failure {
     fn from(error: fmha::Error) -> Self {
         Self::Wrong(error.to_string())

@@ -1,5 +1,7 @@
 //! The options that say what to compute and where: shared by `run`, `explain` and a row of `bench`.
 
+use std::ops::RangeInclusive;
+
 use clap::Args;
 use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions, ProblemError};
 
@@ -211,27 +213,25 @@ impl BackendArgs {
         })
     }
 
-    /// What a command needs beside the backend's name to get the same kernels.
-    pub(super) fn words(&self) -> String {
-        let emulate = self.emulate.iter().map(|arch| format!("--emulate {arch}"));
-        let kernel = self.kernel.iter().map(|kernel| format!("--kernel {kernel}"));
-        let tile = self.tile.iter().map(|(name, value)| format!("--tile {name}={value}"));
+    /// What a command needs beside the backend's name to plan the same.
+    pub(super) fn words(&self) -> Vec<String> {
+        let emulate = self.emulate.iter().map(|arch| format!("--emulate={arch}"));
+        let kernel = self.kernel.iter().map(|kernel| format!("--kernel={kernel}"));
+        let tile = self.tile.iter().map(|(name, value)| format!("--tile={name}={value}"));
         let accuracy =
-            (self.accuracy != Accuracy::default()).then(|| format!("--accuracy {}", self.accuracy));
-        let invariant = self.batch_invariant.then(|| "--batch-invariant".to_owned());
-        emulate.chain(kernel).chain(tile).chain(accuracy).chain(invariant).collect::<Vec<_>>().join(" ")
+            (self.accuracy != Accuracy::default()).then(|| format!("--accuracy={}", self.accuracy));
+        let flags = [
+            (self.allow_fallback, "--allow-fallback"),
+            (self.batch_invariant, "--batch-invariant"),
+            (self.check_lengths, "--check-lengths"),
+        ];
+        let flags = flags.into_iter().filter_map(|(given, word)| given.then(|| word.to_owned()));
+        emulate.chain(kernel).chain(tile).chain(accuracy).chain(flags).collect()
     }
 
-    /// The same with the backend's name and all else, as another process of this command reads them.
+    /// The same with the backend's name, as another process of this command reads them.
     pub(super) fn all_words(&self) -> Vec<String> {
-        let mut words = vec![format!("--backend={}", self.backend)];
-        words.extend(self.words().split_whitespace().map(str::to_owned));
-        for (given, word) in
-            [(self.allow_fallback, "--allow-fallback"), (self.check_lengths, "--check-lengths")]
-        {
-            words.extend(given.then(|| word.to_owned()));
-        }
-        words
+        [vec![format!("--backend={}", self.backend)], self.words()].concat()
     }
 
     /// How to plan; what the problem itself wishes is added by [`Setup::options`](crate::setup::Setup::options).
@@ -290,26 +290,39 @@ pub(super) struct Precision {
     pub(super) o: Option<DType>,
 }
 
-const MOST: u32 = i32::MAX.unsigned_abs();
+const MOST: i64 = 0x7fff_ffff;
 
-fn number(field: &str, text: &str, least: i64) -> Result<i64, String> {
+fn number(field: &str, text: &str, range: &RangeInclusive<i64>) -> Result<i64, String> {
     match text.parse::<i128>() {
-        Ok(value) if (i128::from(least)..=i128::from(MOST)).contains(&value) => Ok(value as i64),
-        Ok(value) => Err(format!("{field} {value} is not in {least}..={MOST}")),
+        Ok(value) if (i128::from(*range.start())..=i128::from(*range.end())).contains(&value) => {
+            Ok(value as i64)
+        }
+        Ok(value) => Err(format!("{field} {value} is not in {range:?}")),
         Err(_) => Err(format!("{field} `{text}` is not a whole number")),
     }
 }
 
+/// Numbers of a range that a `u32` holds.
+pub(super) fn within(
+    field: &'static str,
+    range: RangeInclusive<i64>,
+) -> impl Fn(&str) -> Result<u32, String> + Clone {
+    move |text| number(field, text, &range).map(|value| value as u32)
+}
+
 pub(super) fn at_least_0(field: &'static str) -> impl Fn(&str) -> Result<u32, String> + Clone {
-    move |text| number(field, text, 0).map(|value| value as u32)
+    within(field, 0..=MOST)
 }
 
 pub(super) fn at_least_1(field: &'static str) -> impl Fn(&str) -> Result<u32, String> + Clone {
-    move |text| number(field, text, 1).map(|value| value as u32)
+    within(field, 1..=MOST)
 }
 
 fn or_same(field: &'static str) -> impl Fn(&str) -> Result<OrSame, String> + Clone {
-    move |text| number(field, text, -1).map(|value| u32::try_from(value).map_or(OrSame::Same, OrSame::Value))
+    move |text| {
+        number(field, text, &(-1..=MOST))
+            .map(|value| u32::try_from(value).map_or(OrSame::Same, OrSame::Value))
+    }
 }
 
 fn lengths(field: &'static str) -> impl Fn(&str) -> Result<Lengths, String> + Clone {

@@ -18,9 +18,9 @@ use serde_json::{Value, json};
 
 use crate::Verdict;
 use crate::check::{Verify, check};
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use crate::job::{Call, Job, Source};
-use crate::options::{BackendArgs, ProblemArgs};
+use crate::options::{BackendArgs, ProblemArgs, within};
 use crate::progress::Progress;
 use crate::timing::duration;
 
@@ -58,11 +58,11 @@ pub(super) struct TuneArgs {
     knob: Vec<String>,
 
     /// Rounds for each tile: a burst of it, and one of the best before it
-    #[arg(long, value_name = "N", default_value = "7", value_parser = clap::value_parser!(u32).range(3..=1000))]
+    #[arg(long, value_name = "N", default_value = "7", value_parser = within("rounds", 3..=1000), allow_negative_numbers = true)]
     rounds: u32,
 
     /// Begin no tile after so many seconds; 0: try them all
-    #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u32).range(..=86400))]
+    #[arg(long, value_name = "N", default_value = "20", value_parser = within("seconds", 0..=86400), allow_negative_numbers = true)]
     seconds: u32,
 
     /// Compile every tile that is one knob away from the kernel's own, and time none: a later run finds them
@@ -120,7 +120,7 @@ impl TuneArgs {
         let found = ahead.beside(|| {
             search(&mut tiles, &own, &changes, self.rounds, |one| {
                 if !self.json {
-                    // A terminal that is gone is found out at the end.
+                    // A reader that is gone is found out when the next tile would begin.
                     let _ = writeln!(out, "{:<18} {}", one.changed, words(one)).and_then(|()| out.flush());
                 }
                 tried.push(one.clone());
@@ -128,6 +128,9 @@ impl TuneArgs {
         });
         drop(tiles);
         let found = found.map_err(Failure::wrong)?;
+        if !failure::is_read() {
+            return Err(Failure::Pipe);
+        }
         let kept = self.keep(tuner, problem, &options, &found);
         if self.json {
             let report = json!({
@@ -375,7 +378,7 @@ impl<'a> Timer for Tiles<'a> {
     }
 
     fn goes_on(&self) -> bool {
-        let goes_on = self.until.is_none_or(|until| Instant::now() < until);
+        let goes_on = self.until.is_none_or(|until| Instant::now() < until) && failure::is_read();
         if !goes_on {
             self.ahead.set(Some(VecDeque::new()));
         }

@@ -1,6 +1,10 @@
 //! `fmha conformance`: its report and its exit status. The battery itself runs elsewhere.
 
-use super::{fmha, fmha_in};
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use super::{command, fmha, fmha_in};
 
 /// A filter that finds few cases, whatever the battery has.
 fn a_few() -> (String, usize) {
@@ -65,4 +69,56 @@ fn drawn_cases_run_and_are_repeated_by_name() {
     assert!(name.starts_with("drawn/5_00020/"), "{name}");
     let alone = fmha("conformance --backend cpu --drawn 5:21 --filter drawn/5_00020/ --list");
     assert_eq!(alone.out.trim_end(), name);
+}
+
+/// A kernel of the forward alone refuses a backward case, which no backend declares: the case fails.
+#[test]
+fn the_command_that_repeats_a_failed_case_says_how_the_case_was_run() {
+    let names = fmha("conformance --list --filter ^backward/");
+    let name = names.out.lines().next().unwrap();
+    let how = "--backend cpu --kernel=cpu-fwd --tile=block_n=64 --accuracy=exact --allow-fallback --batch-invariant \
+               --check-lengths --huge-on-device";
+    let repro = |words: &str| {
+        let ran = fmha(&format!("conformance --filter ^{name}$ {words}"));
+        assert_eq!(ran.status, 1, "{}{}", ran.out, ran.err);
+        let line = ran.out.lines().find(|line| line.trim_start().starts_with("fmha conformance")).unwrap();
+        line.trim_start().split_once("$' ").unwrap().1.to_owned()
+    };
+    let said = repro(how);
+    let sorted = |words: &str| {
+        let mut words: Vec<_> = words.split_whitespace().map(str::to_owned).collect();
+        words.sort();
+        words
+    };
+    assert_eq!(sorted(&said), sorted(how));
+    assert_eq!(repro(&said), said, "a case that is repeated is run otherwise");
+}
+
+/// `fmha conformance | head -1`: of a hundred thousand cases few are run when nobody reads what becomes of them.
+#[test]
+fn a_run_whose_output_nobody_reads_any_more_stops() {
+    let folder = tempfile::tempdir().unwrap();
+    for words in ["", "--json", "--junit r.xml"] {
+        let mut command =
+            command(folder.path(), &format!("conformance --backend cpu --drawn 1:100000 {words}"));
+        let mut running = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut out = BufReader::new(running.stdout.take().unwrap());
+        if words != "--json" {
+            let mut first = String::new();
+            out.read_line(&mut first).unwrap();
+            assert!(first.starts_with("100000 cases on cpu"), "{first}");
+        }
+        drop(out);
+        let start = Instant::now();
+        while running.try_wait().unwrap().is_none() {
+            if start.elapsed() > Duration::from_secs(300) {
+                running.kill().unwrap();
+                panic!("`{words}`: goes on for 300 s though nobody reads");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let ran = super::Ran::of(running.wait_with_output().unwrap());
+        assert_eq!((ran.status, &*ran.err), (141, ""), "{words}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "a report of a part was written");
+    }
 }

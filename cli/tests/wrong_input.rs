@@ -77,6 +77,7 @@ fn put_files(folder: &Path) {
         b"[[table]]\nname = 't'\ntitle = ''\nrows = [{ b = 1, h = 1, s = 4, d = 8 }]\n".to_vec(),
     );
     put("twice.txt", b"latency = 1 # seconds\nlatency = 2\n".to_vec());
+    put("rowless.toml", b"[[table]]\nname = 't'\ntitle = ''\nrows = []\n".to_vec());
     put("twice.toml", b"[[table]]\nname = 't'\nname = 't'\n".to_vec());
 }
 
@@ -239,6 +240,14 @@ const TABLE: &[(&str, &[&str])] = &[
     ("bench absent.toml", &["absent.toml"]),
     ("tune --backend cpu -s 16", &["cpu", "0 of its kernels"]),
     ("bench table.toml --rounds 0", &["rounds 0"]),
+    ("bench table.toml --rounds -1", &["rounds -1"]),
+    ("bench table.toml --budget -1", &["budget -1"]),
+    ("bench rowless.toml", &["rowless.toml", "0 rows"]),
+    ("tune -s 16 --rounds 2", &["rounds 2", "3..=1000"]),
+    ("tune -s 16 --rounds -7", &["rounds -7"]),
+    ("tune -s 16 --rounds x", &["rounds `x`"]),
+    ("tune -s 16 --seconds 86401", &["seconds 86401", "0..=86400"]),
+    ("tune -s 16 --seconds -1", &["seconds -1"]),
     ("bench good.toml --plot x.png", &["plot x.png", ".svg"]),
     ("bench good.toml --out no/x.md", &["out no/x.md", "no folder"]),
     ("bench good.toml --out good.toml", &["out good.toml", "same file"]),
@@ -251,6 +260,10 @@ const TABLE: &[(&str, &[&str])] = &[
     ("bench", &["FILE"]),
     ("conformance --filter no-such-case", &["no-such-case", "0 of"]),
     ("conformance --filter (", &["filter", "("]),
+    ("conformance --drawn -3", &["drawn `-3`"]),
+    ("conformance --deal -1/2", &["deal `-1/2`"]),
+    ("conformance --list --json", &["--list", "--json"]),
+    ("conformance --list --junit x.xml", &["--list", "--junit"]),
     ("conformance --drawn 3:0", &["drawn", "`3:0`", "100000"]),
     ("conformance --drawn 3:2 --filter nobody", &["nobody", "0 of 2"]),
     ("conformance --backend rocm", &["rocm"]),

@@ -2,8 +2,9 @@
 
 use std::fmt;
 use std::io::Write;
+use std::ops::ControlFlow;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use fmha_core::Device;
@@ -73,7 +74,22 @@ pub fn run(backend: &Device, filter: Option<&Regex>, options: &Options, on_case:
 /// Runs these cases; see [`run`].
 #[must_use]
 pub fn run_cases(backend: &Device, cases: &[Case], options: &Options, on_case: OnCase<'_>) -> Report {
+    run_cases_until(backend, cases, options, &|done, total, case| {
+        on_case(done, total, case);
+        ControlFlow::Continue(())
+    })
+}
+
+/// Runs these cases until `on_case` breaks: no other is begun then, and the report has those that were.
+#[must_use]
+pub fn run_cases_until(
+    backend: &Device,
+    cases: &[Case],
+    options: &Options,
+    on_case: &(dyn Fn(u64, u64, &CaseReport) -> ControlFlow<()> + Sync),
+) -> Report {
     let done = Mutex::new(0);
+    let stopped = AtomicBool::new(false);
     let total = cases.len() as u64;
     let one = |(index, case): (usize, &Case)| {
         let start = Instant::now();
@@ -90,7 +106,9 @@ pub fn run_cases(backend: &Device, cases: &[Case], options: &Options, on_case: O
         };
         let mut done = done.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         *done += 1;
-        on_case(*done, total, &report);
+        if on_case(*done, total, &report).is_break() {
+            stopped.store(true, Ordering::Relaxed);
+        }
         (index, report)
     };
     let (huge, small): (Vec<_>, Vec<_>) = cases.iter().enumerate().partition(|(_, case)| case.is_huge());
@@ -98,12 +116,10 @@ pub fn run_cases(backend: &Device, cases: &[Case], options: &Options, on_case: O
     // Threads of its own, not a pool: a pool's worker that waits for a backend's pool would take up
     // one more case meanwhile, and another inside that one.
     let next = AtomicUsize::new(0);
+    let goes_on = |_: &_| !stopped.load(Ordering::Relaxed);
     let worker = || {
-        let mut done = Vec::new();
-        while let Some(&case) = small.get(next.fetch_add(1, Ordering::Relaxed)) {
-            done.push(one(case));
-        }
-        done
+        let cases = std::iter::from_fn(|| small.get(next.fetch_add(1, Ordering::Relaxed)).copied());
+        cases.take_while(goes_on).map(one).collect::<Vec<_>>()
     };
     let mut reports: Vec<(usize, CaseReport)> = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
@@ -111,7 +127,7 @@ pub fn run_cases(backend: &Device, cases: &[Case], options: &Options, on_case: O
         // A thread's panic is the run's: without its cases the report would be shorter, and right.
         done.flat_map(|cases| cases.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
     });
-    reports.extend(huge.into_iter().map(one));
+    reports.extend(huge.into_iter().take_while(goes_on).map(one));
     reports.sort_by_key(|(index, _)| *index);
     let cases: Vec<CaseReport> = reports.into_iter().map(|(_, report)| report).collect();
     let summary = Summary::of(&cases);

@@ -16,7 +16,7 @@ use clap::{Args, ValueEnum};
 
 use crate::Verdict;
 use crate::check::{Verify, verify};
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use crate::options::{BackendArgs, at_least_0, at_least_1};
 use crate::progress::Progress;
 use crate::ranks::RankArgs;
@@ -74,11 +74,11 @@ pub(super) struct BenchArgs {
     protocol: ProtocolName,
 
     /// Rounds of the burst protocol
-    #[arg(long, value_name = "N", default_value = "3", value_parser = at_least_1("rounds"))]
+    #[arg(long, value_name = "N", default_value = "3", value_parser = at_least_1("rounds"), allow_negative_numbers = true)]
     rounds: u32,
 
     /// Start no row after this many seconds
-    #[arg(long, value_name = "SECONDS", value_parser = at_least_0("budget"))]
+    #[arg(long, value_name = "SECONDS", value_parser = at_least_0("budget"), allow_negative_numbers = true)]
     budget: Option<u32>,
 
     /// Check each row first: full, sample, none
@@ -149,6 +149,7 @@ impl BenchArgs {
         for table in &tables {
             let mut rows = Vec::new();
             for problem in &table.rows {
+                self.is_wanted()?;
                 let setup = problem.setup(None)?;
                 let outcome = if deadline.is_some_and(|deadline| started.elapsed() >= deadline) {
                     Measured::Absent("out of budget".to_owned())
@@ -178,6 +179,11 @@ impl BenchArgs {
         let wrong =
             all.iter().flat_map(|results| &results.rows).any(|row| matches!(row.outcome, Measured::Wrong(_)));
         Ok(if wrong { Verdict::Wrong } else { Verdict::Right })
+    }
+
+    /// Refuses to go on where the table would be printed and nobody reads any more.
+    fn is_wanted(&self) -> Result<(), Failure> {
+        if self.out.is_some() || failure::is_read() { Ok(()) } else { Err(Failure::Pipe) }
     }
 
     /// Where each table's picture goes; empty where none is wanted.

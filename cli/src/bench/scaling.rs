@@ -55,6 +55,7 @@ impl BenchArgs {
             for problem in &table.rows {
                 let row = label(&problem.setup(None)?);
                 for &ranks in &counts {
+                    self.is_wanted()?;
                     let late = deadline.is_some_and(|deadline| started.elapsed() >= deadline);
                     let outcome = if late {
                         Outcome::Absent("out of budget".to_owned())

@@ -99,6 +99,9 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Table>, String> {
 impl RawTable {
     fn parse(self) -> Result<Table, String> {
         let Self { name, title, unit, common, rows } = self;
+        if rows.is_empty() {
+            return Err(format!("table {name}: 0 rows"));
+        }
         let rows = rows
             .into_iter()
             .enumerate()
