@@ -10,10 +10,29 @@ mod fp8;
 mod schedule;
 mod taken;
 
-use fmha_core::fields::Fields as _;
+use fmha_core::fields::{Fields, Takes};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, Strides};
-use fmha_kernels_cuda::sm90_bwd;
+use fmha_kernels_cuda::{sm90, sm90_bwd};
+
+/// Each field that a user sets, and each value of it that has a name, in a row of the page.
+#[test]
+fn the_page_of_hoppers_knobs_has_every_field_and_every_named_value() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/kernels/sm90-knobs.md");
+    let page = std::fs::read_to_string(path).unwrap();
+    let (forward, backward) = page.split_once("## The backward's fields").unwrap();
+    let backward = backward.split_once("\n## ").unwrap().0;
+    for (part, fields) in [(forward, sm90::Sm90Tile::fields()), (backward, sm90_bwd::Sm90BwdTile::fields())] {
+        for field in fields.iter().filter(|field| field.takes != Takes::nothing()) {
+            let named = |row: &&str| row.split(" | ").next().unwrap().contains(&format!("`{}`", field.name));
+            let row = part.lines().find(named).unwrap_or_else(|| panic!("{} is in no row", field.name));
+            let words: Vec<_> = row.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
+            for value in (field.value_names)() {
+                assert!(words.contains(&&*value), "{} lacks {value}: {row}", field.name);
+            }
+        }
+    }
+}
 
 const RATIOS: [u32; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 128];
 
