@@ -78,7 +78,7 @@ def _calls():
     pages = dict(k=torch.zeros(6, 4, 2, 16), v=torch.zeros(6, 4, 2, 16), block_table=_lengths(1, 2, 3, 4).view(2, 2))
     new = torch.zeros(2, 1, 2, 16)
     cache = dict(k_new=new, v_new=new, rotary_cos=torch.zeros(20, 4), rotary_sin=torch.zeros(20, 4))
-    causal = dict(mask=2, right=0)
+    causal, tree = dict(mask=2, right=0), _lengths(*range(14)).view(2, 7, 1)
     packed = dict(q=q[0], k=k[0], v=v[0], cu_seqlens_q=_lengths(0, 3, 7), cu_seqlens_k=_lengths(0, 5, 11))
     return [
         ("forward", {**qkv, **more}, {}),
@@ -87,7 +87,7 @@ def _calls():
         ("forward_out", {**qkv, "o": o, "lse": lse, "keep_mask": torch.zeros(2, 4, 7, 11, dtype=torch.uint8)}, {}),
         ("backward", {**backward, **more}, dict(options=_native.OPTIONS["wants_dbias"])),
         ("kvcache", {**qkv, **cache, "seqused_k": _lengths(3, 4)}, {}),
-        ("kvcache", {**qkv, **pages, "seqused_k": _lengths(3, 4), "tree_mask": _lengths(*range(14)).view(2, 7, 1)}, causal),
+        ("kvcache", {**qkv, **pages, "seqused_k": _lengths(3, 4), "tree_mask": tree}, causal),
         ("kvcache", {"q": q, "k": k}, dict(head_dim_v=8)),
         ("combine", dict(zip(("o_parts", "lse_parts"), parts)), {}),
         ("plain", qkv, {}),
