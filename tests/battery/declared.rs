@@ -1,6 +1,6 @@
 //! Which refusals are part of a backend's promise. Any other is a failure.
 
-use fmha_core::{Bias, DType, FwdProblem, KvLayout, QLayout, VLayout};
+use fmha_core::{Bias, DType, FwdProblem, KvLayout, PlanOptions, QLayout, VLayout};
 
 use crate::case::{Body, Case};
 use crate::law::LawKind;
@@ -9,8 +9,10 @@ use crate::law::LawKind;
 pub struct Declared {
     /// [`fmha_core::Device::kind`].
     pub backend: &'static str,
-    /// Which of its kernels refuses, where that is the one that was asked for; `None`: any, so that a slow one may have to serve.
-    pub kernel: Option<&'static str>,
+    /// Which of its kernels refuse, each where it was asked for; none: any.
+    pub kernels: &'static [&'static str],
+    /// Whether a slow kernel takes it: it is refused then only where none may serve, or one kernel is asked for.
+    pub slowly: bool,
     /// What it does not take, for the report.
     pub what: &'static str,
     /// The cases it may refuse for it.
@@ -40,61 +42,122 @@ fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
 pub const DECLARED: &[Declared] = &[
     Declared {
         backend: "cuda",
-        kernel: None,
+        kernels: &[],
+        slowly: true,
         what: "f32 inputs are the CPU backend's",
         applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
     },
     Declared {
         backend: "cuda",
-        kernel: None,
+        kernels: &[],
+        slowly: true,
         what: "NVIDIA computes in the OCP FP8 types, not in FNUZ",
         applies: |_, problem| uses(problem, |dtype| matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz)),
     },
     Declared {
         backend: "cuda",
-        kernel: None,
+        kernels: &[],
+        slowly: true,
         what: "Hopper's kernel takes ALiBi's slope from scores that are not scaled: a scale below 1e-30 is simt's",
         applies: |_, problem| problem.is_some_and(alibi_beside_a_tiny_scale),
     },
     Declared {
         backend: "cuda",
-        kernel: None,
+        kernels: &[],
+        slowly: true,
         what: "dropout of a part whose keys begin amid four of the whole's: kernels of tiles decide for four keys at once",
         applies: dropout_between_quads,
     },
     Declared {
         backend: "rocm",
-        kernel: None,
+        kernels: &[],
+        slowly: true,
         what: "dropout of a part whose keys begin amid four of the whole's: kernels of tiles decide for four keys at once",
         applies: dropout_between_quads,
     },
     Declared {
         backend: "rocm",
-        kernel: None,
+        kernels: &[],
+        slowly: true,
         what: "f32 inputs are the CPU backend's",
         applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
     },
     Declared {
         backend: "rocm",
-        kernel: None,
+        kernels: &[],
+        slowly: true,
         what: "gfx942 computes in the FNUZ FP8 types, gfx950 and gfx1201 in OCP, gfx90a and gfx1100 in none",
         applies: |_, problem| uses(problem, DType::is_fp8),
     },
     Declared {
         backend: "cuda",
-        kernel: None,
-        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks: kernels other than sm80's take none",
-        applies: updates_the_cache,
+        kernels: &[],
+        slowly: false,
+        what: "f32 rows are not appended, turned or seen by a tree mask",
+        applies: |case, problem| {
+            uses(problem, |dtype| dtype == DType::F32) && updates_the_cache(case, problem)
+        },
     },
     Declared {
         backend: "rocm",
-        kernel: None,
-        what: "FP8 caches: with dropout or rows wider than 576 and 512 they are no kernel's but the CPU's",
-        applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
+        kernels: &[],
+        slowly: false,
+        what: "f32 rows are not appended, turned or seen by a tree mask",
+        applies: |case, problem| {
+            uses(problem, |dtype| dtype == DType::F32) && updates_the_cache(case, problem)
+        },
     },
     Declared {
         backend: "cuda",
-        kernel: Some("sm90"),
+        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100", "simt"],
+        slowly: false,
+        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks: all of them are sm80's alone",
+        applies: updates_the_cache,
+    },
+    Declared {
+        backend: "cuda",
+        kernels: &[],
+        slowly: false,
+        what: "FP8 caches in FNUZ, or with a column-major V: they are widened from OCP, along their rows",
+        applies: |_, problem| {
+            let is_col_major = problem.is_some_and(|p| p.layout.v == VLayout::ColMajor);
+            let cache = problem.and_then(|p| p.cache.dtype);
+            cache.is_some_and(|cache| is_col_major || matches!(cache, DType::E4m3Fnuz | DType::E5m2Fnuz))
+        },
+    },
+    Declared {
+        backend: "cuda",
+        kernels: &[],
+        slowly: false,
+        what: "a cache that is updated, or of FP8, with a V wider than 256 and not of 384, 512 or 576",
+        applies: |case, problem| {
+            let dim = problem.map_or(0, |p| p.dims.head_dim_v);
+            dim > 256 && ![384, 512, 576].contains(&dim) && updates_the_cache(case, problem)
+        },
+    },
+    Declared {
+        backend: "rocm",
+        kernels: &["cdna_fwd", "rdna_fwd", "simt"],
+        slowly: false,
+        what: "FP8 caches are the decode kernels'",
+        applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
+    },
+    Declared {
+        backend: "rocm",
+        kernels: &[],
+        slowly: false,
+        what: "FP8 caches with dropout or rows wider than 576 and 512 are no kernel's but the CPU's",
+        applies: |_, problem| {
+            problem.is_some_and(|p| {
+                let is_wide = p.dims.head_dim_qk > 576 || p.dims.head_dim_v > 512;
+                p.cache.dtype.is_some() && (is_wide || p.drops() || p.dropout.write_keep_mask)
+            })
+        },
+    },
+    Declared {
+        backend: "cuda",
+        kernels: &["sm90"],
+        slowly: false,
         what: "a packed column-major V: a sequence's keys begin at any element, boxes of TMA at multiples of 16 bytes",
         applies: |_, problem| {
             problem.is_some_and(|p| p.layout.v == VLayout::ColMajor && p.layout.kv == KvLayout::Packed)
@@ -102,7 +165,8 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backend: "cuda",
-        kernel: Some("sm90_widened"),
+        kernels: &["sm90_widened"],
+        slowly: false,
         what: "rows that sm90 reads as they lie: sm90_widened brings caches of FP8 or in another layout than Q's, and no others",
         applies: is_no_cache_to_widen,
     },
@@ -121,18 +185,22 @@ fn is_no_cache_to_widen(case: &Case, problem: Option<&FwdProblem>) -> bool {
     !is_one || matches!(&case.body, Body::Law(law) if law.kind == LawKind::WidenedCache)
 }
 
-/// Why `backend` may refuse `case`, if it may; `kernel`, where one was asked for.
+/// Why `backend` may refuse `case` where it plans by `options`, if it may.
 #[must_use]
-pub fn why(backend: &str, kernel: Option<&str>, case: &Case) -> Option<&'static str> {
-    let problem = case.problem();
-    DECLARED
-        .iter()
-        .find(|declared| {
-            declared.backend == backend
-                && (declared.kernel.is_none() || declared.kernel == kernel)
-                && (declared.applies)(case, problem)
-        })
-        .map(|declared| declared.what)
+pub fn why(backend: &str, options: &PlanOptions, case: &Case) -> Option<&'static str> {
+    let (problem, kernel) = (case.problem(), options.kernel.as_deref());
+    let slow_serves = options.allow_fallback && kernel.is_none();
+    let refuses = |declared: &&Declared| {
+        let of_kernel = match kernel {
+            Some(kernel) => declared.kernels.is_empty() || declared.kernels.contains(&kernel),
+            None => declared.kernels.is_empty(),
+        };
+        declared.backend == backend
+            && of_kernel
+            && !(declared.slowly && slow_serves)
+            && (declared.applies)(case, problem)
+    };
+    DECLARED.iter().find(refuses).map(|declared| declared.what)
 }
 
 #[cfg(test)]
@@ -142,9 +210,11 @@ mod tests {
     /// What a kernel need not take where it was asked for is no promise less of the others, or of the backend.
     #[test]
     fn a_kernel_that_was_asked_for_may_refuse_what_another_one_reads_as_it_lies() {
-        let declared = |kernel, name: &str| {
+        let declared = |kernel: Option<&str>, name: &str| {
             let case = crate::case::all().into_iter().find(|case| case.name == name);
-            case.map(|case| why("cuda", kernel, &case).is_some())
+            let mut options = PlanOptions::default();
+            options.kernel = kernel.map(str::to_owned);
+            case.map(|case| why("cuda", &options, &case).is_some())
         };
         let (as_it_lies, in_pages) = ("decode/score/softcap/bf16/q4/b", "decode/paged/bf16/p3/s17x90/b/hnd");
         assert_eq!(declared(Some("sm90_widened"), as_it_lies), Some(true));

@@ -77,7 +77,7 @@ impl Case {
             Ok(Ok(verdict)) if verdict.pass() => (Outcome::Passed, verdict.to_string()),
             Ok(Ok(verdict)) => (Outcome::Failed, verdict.to_string()),
             Ok(Err(error @ Error::Unsupported { .. })) => {
-                match declared::why(backend.kind(), options.plan.kernel.as_deref(), self) {
+                match declared::why(backend.kind(), &options.plan, self) {
                     Some(why) => (Outcome::Refused, format!("{why}: {error}")),
                     None => (Outcome::Failed, format!("undeclared refusal: {error}")),
                 }
