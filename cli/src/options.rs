@@ -225,7 +225,7 @@ impl BackendArgs {
             (self.batch_invariant, "--batch-invariant"),
             (self.check_lengths, "--check-lengths"),
         ];
-        let flags = flags.into_iter().filter_map(|(given, word)| given.then(|| word.to_owned()));
+        let flags = flags.into_iter().filter(|(given, _)| *given).map(|(_, word)| word.to_owned());
         emulate.chain(kernel).chain(tile).chain(accuracy).chain(flags).collect()
     }
 

@@ -66,8 +66,8 @@ impl FmhaPlan {
         // SAFETY: passed on.
         let pointed = unsafe { Pointed::read(call)? };
         match &pointed.gradients {
-            None => drop(pointed.forward(call)?.validate()?),
-            Some(gradients) => drop(pointed.backward(call, gradients)?.validate()?),
+            None => pointed.forward(call)?.validate().map(|_| ())?,
+            Some(gradients) => pointed.backward(call, gradients)?.validate().map(|_| ())?,
         }
         Ok(())
     }
