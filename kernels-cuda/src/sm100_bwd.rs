@@ -12,8 +12,8 @@ use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, FwdProblem, KvLayout, Refusal, VLayout, abi_spec};
 
 use crate::sm80_bwd::{self, FINISH_THREADS};
-use crate::sm90_bwd::{self, round_up};
 pub use crate::sm100::{MAX_SMEM_BYTES, NAME};
+use crate::{round_up, sm90_bwd};
 
 /// The header that the entries include.
 pub const HEADER: &str = "fmha/sm100/bwd/main.cuh";

@@ -32,8 +32,6 @@ pub use table::{choose_tile, default_tile, dq_candidates};
 pub use tile::Sm90BwdTile;
 pub use walk::{BwdWalk, DqFinish, DqPath};
 
-pub(crate) use crate::round_up;
-
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";
 
