@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::ProblemError;
-use crate::mask::MaskSpec;
+use crate::mask::{MaskBand, MaskSpec};
 use crate::problem::FwdProblem;
 use crate::seq::SeqSpan;
 
@@ -20,7 +20,7 @@ pub struct Work {
 }
 
 impl Work {
-    /// Counts exactly, row by row.
+    /// Counts exactly.
     ///
     /// # Errors
     /// `seqlen_q`, where a count does not fit 64 bits.
@@ -68,14 +68,23 @@ impl Work {
 /// (query, key) pairs of one sequence and head that the mask shows.
 #[must_use]
 pub fn visible_pairs(mask: MaskSpec, seqlen_q: u32, seqlen_k: u32) -> u64 {
-    let band = mask.band(seqlen_q, seqlen_k);
-    (0..seqlen_q)
-        .map(|i| {
-            let range = band.k_range(i..i + 1, seqlen_k);
-            let sinks = band.sink_range(i..i + 1, seqlen_k);
-            (range.len() + sinks.len()) as u64
-        })
-        .sum()
+    let MaskBand { lo, hi, sink_columns } = mask.band(seqlen_q, seqlen_k);
+    // Pairs with j < i + diagonal, of the first so many keys.
+    let below = |diagonal: i64, keys: i64| {
+        let (all, end) = (i128::from(keys), i128::from(diagonal) + i128::from(seqlen_q));
+        let begin = i128::from(diagonal);
+        (up_to(end) - up_to(begin)) - (up_to(end - all) - up_to(begin - all))
+    };
+    let keys = i64::from(seqlen_k);
+    let left = lo.min(hi + 1);
+    // No row is longer than a sequence: the sum has 64 bits.
+    (below(hi + 1, keys) - below(left, keys) + below(left, sink_columns)) as u64
+}
+
+/// The sum of the whole numbers from 1 that are less than `end`.
+fn up_to(end: i128) -> i128 {
+    let end = end.max(1);
+    end * (end - 1) / 2
 }
 
 #[cfg(test)]
@@ -173,5 +182,8 @@ mod tests {
                 assert_eq!(visible_pairs(mask, seqlen_q, seqlen_k), counted, "{text} {seqlen_q}x{seqlen_k}");
             }
         }
+        let most = u64::from(u32::MAX);
+        assert_eq!(visible_pairs(MaskSpec::CAUSAL, u32::MAX, u32::MAX), most * (most + 1) / 2);
+        assert_eq!(visible_pairs(MaskSpec::NONE, u32::MAX, u32::MAX), most * most);
     }
 }
