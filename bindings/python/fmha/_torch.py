@@ -367,10 +367,12 @@ def put(request: _native.Request, name: str, tensor: Optional[torch.Tensor], add
     where it may have no memory."""
     if tensor is None:
         return
-    kind, checked = _strided(name, tensor).device.type, address is not None
-    kinds = {"cpu": 0, "cuda": 2 if torch.version.hip else 1, **({"meta": 3} if checked else {})}
+    kind = _strided(name, tensor).device.type
+    kinds = {"cpu": 0, "cuda": 2 if torch.version.hip else 1, **({} if address is None else {"meta": 3})}
     if kind not in kinds:
         raise ValueError(f"{name} is on {tensor.device}, neither the CPU nor a GPU")
     device = _native.Device(kinds[kind], tensor.device.index or 0)
     dtype = str(tensor.dtype).rpartition(".")[2]
-    request.put(name, address if checked else tensor.data_ptr(), dtype, tensor.shape, tensor.stride(), device)
+    if address is None:
+        address = tensor.data_ptr()
+    request.put(name, address, dtype, tensor.shape, tensor.stride(), device)
