@@ -128,7 +128,8 @@ impl TuneArgs {
         });
         drop(tiles);
         let found = found.map_err(Failure::wrong)?;
-        if !failure::is_read() {
+        // A search that ran to its end is kept whoever reads of it.
+        if found.not_begun > 0 && !failure::is_read() {
             return Err(Failure::Pipe);
         }
         let kept = self.keep(tuner, problem, &options, &found);

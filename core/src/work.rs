@@ -31,7 +31,7 @@ impl Work {
         let size = |dtype: DType| u128::from(dtype.size_bytes());
         // Values that lie in the rows of K are read with them.
         let values = if problem.cache.v_in_k { 0 } else { v * size(problem.dtypes.v) };
-        // 32 bits of heads, 32 of sequences, 62 of a sequence's pairs: 128 hold the sums.
+        // 32 bits of sequences, 64 of a sequence's pairs: 128 hold the sums.
         let (mut pairs, mut bytes) = (0u128, 0u128);
         for span in spans {
             pairs += u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k));

@@ -6,7 +6,6 @@ mod support;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use fmha::{BwdProblem, DType, Dims, FwdProblem, MaskSpec};
 use fmha_conformance::init::Init;
@@ -51,7 +50,6 @@ fn options(scheme: Scheme) -> Options {
 fn end_everywhere(what: &str, end: End, run: impl Fn(Arc<dyn Group>) -> Result<Vec<Vec<u8>>, Error> + Sync) {
     let says = if matches!(end, End::Panics) { "rank 1 has panicked" } else { "rank 1 has left the group" };
     for at in 0..MOST_CALLS {
-        let start = Instant::now();
         let results = support::on_ranks(RANKS, support::TIMEOUT, |group| {
             if group.rank() != RANK {
                 return Some(run(group));
@@ -67,7 +65,6 @@ fn end_everywhere(what: &str, end: End, run: impl Fn(Arc<dyn Group>) -> Result<V
             let heard = (error.rank, &*error.field, &*error.text);
             assert_eq!(heard, (RANK, "group", says), "{what}, call {at}, rank {rank}");
         }
-        assert!(start.elapsed() < support::TIMEOUT / 2, "{what}, call {at}: {:?}", start.elapsed());
     }
     panic!("{what}: more than {MOST_CALLS} calls of the group");
 }
@@ -122,7 +119,7 @@ fn a_rank_that_is_a_process() {
 #[test]
 fn a_process_that_dies_in_any_phase_is_named_by_every_other() {
     for at in 0..MOST_CALLS {
-        let (folder, start) = (tempfile::tempdir().unwrap(), Instant::now());
+        let folder = tempfile::tempdir().unwrap();
         let child = |rank: u32| {
             let mut child = support::process("a_rank_that_is_a_process", folder.path(), rank, 3);
             if rank == RANK {
@@ -140,7 +137,6 @@ fn a_process_that_dies_in_any_phase_is_named_by_every_other() {
         for rank in [0, 2] {
             assert_eq!(said(rank), "rank 1, group: rank 1 has died: its connection broke", "call {at}");
         }
-        assert!(start.elapsed() < Duration::from_secs(10), "call {at}: {:?}", start.elapsed());
     }
     panic!("more than {MOST_CALLS} calls of the group");
 }

@@ -84,10 +84,12 @@ fn a_rank_that_means_another_problem_is_named_on_every_rank() {
 #[test]
 fn a_field_of_the_problem_that_differs_on_one_rank_is_named_on_every_rank() {
     let right = problem(4);
-    let packed = {
-        let whole = FwdProblem::group(DType::Bf16, dims()).mask(MaskSpec::CAUSAL).write_lse(true);
-        Problem::new(whole, Partition::zig_zag(48, 4)).packed(vec![0, 48], vec![0, 48])
+    let packed = |cu_seqlens_q: &[u32], cu_seqlens_k: &[u32]| {
+        let dims = Dims { batch: cu_seqlens_q.len() as u32 - 1, ..dims() };
+        let whole = FwdProblem::group(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
+        Problem::new(whole, Partition::zig_zag(48, 4)).packed(cu_seqlens_q.into(), cu_seqlens_k.into())
     };
+    let (one, two, others) = (&[0, 48][..], &[0, 20, 48][..], &[0, 24, 48][..]);
     let of = |problem: &Problem, change: &dyn Fn(&mut Problem)| {
         let mut wrong = problem.clone();
         change(&mut wrong);
@@ -120,8 +122,9 @@ fn a_field_of_the_problem_that_differs_on_one_rank_is_named_on_every_rank() {
         ("dtype_qk", &right, whole(&|whole| whole.dtype_qk(DType::F16).dtype_v(DType::F16))),
         ("dtype_o", &right, whole(&|whole| whole.dtype_o(DType::F32))),
         ("write_lse", &right, whole(&|whole| whole.write_lse(false))),
-        ("layout", &right, packed.clone()),
-        ("cu_seqlens_q", &packed, packed.clone().packed(vec![0, 47], vec![0, 48])),
+        ("layout", &right, packed(one, one)),
+        ("cu_seqlens_q", &packed(two, two), packed(others, two)),
+        ("cu_seqlens_k", &packed(two, two), packed(two, others)),
         ("partition of queries", &right, of(&right, &|problem| problem.q = uneven.clone())),
         ("partition of keys", &right, of(&right, &|problem| problem.k = uneven.clone())),
     ] {
@@ -129,8 +132,6 @@ fn a_field_of_the_problem_that_differs_on_one_rank_is_named_on_every_rank() {
             let problem = if group.rank() == 2 { &other } else { first };
             FwdPlan::new(problem, group, &support::device(), &ring()).map(|_| Vec::new())
         });
-        // Offsets that end elsewhere have no rows to be cut: wrong by themselves.
-        let field = if field == "cu_seqlens_q" { "partition" } else { field };
         all_say(results, 2, field, "");
     }
 }
@@ -421,6 +422,7 @@ fn an_exchange_with_what_is_not_there_is_refused_with_the_number() {
         (parcel(1, 0, Block { offset: all, ..row }), "but 18446744073709551615 are moved"),
         (parcel(1, 0, Block { rows: 3, stride: all, ..row }), "but 18446744073709551615 are moved"),
         (parcel(1, 0, Block { rows: 1 << 61, ..row }), "are moved"),
+        (parcel(1, 0, Block { rows: 1 << 61, stride: 0, ..row }), "are moved"),
     ] {
         let exchange = Exchange { sends: vec![sent], receives: Vec::new() };
         let group = &fmha_dist::threads(2, SHORT)[0];

@@ -1,4 +1,4 @@
-//! What loads and stores ask of a forward call's operands, whichever kernel it is: strides, lengths, addresses.
+//! What loads and stores ask of operands, whichever kernel it is: strides and lengths of a forward call, addresses.
 
 use fmha_core::{
     Bias, DType, FwdProblem, KvLayout, ProblemError, Refusal, Strides, VLayout, check_addresses,

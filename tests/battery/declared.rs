@@ -111,7 +111,7 @@ pub const DECLARED: &[Declared] = &[
         backend: "cuda",
         kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100", "simt"],
         slowly: false,
-        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks: all of them are sm80's alone",
+        what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks sm80 alone takes",
         applies: updates_the_cache,
     },
     Declared {

@@ -11,7 +11,7 @@ use crate::check::{Selection, check_bwd, check_combine, check_fwd, intact_bwd, i
 use crate::declared;
 use crate::execute::{run_bwd, run_combine, run_fwd};
 use crate::memory::Placement;
-use crate::tensor::Operand;
+use crate::tensor::{Operand, Tensor};
 use crate::tensors::{HostBwd, HostCombine, HostFwd};
 use crate::verdict::Verdict;
 
@@ -167,6 +167,9 @@ fn run_backward(case: &Backward, backend: &Device, options: &Options) -> Result<
 fn differs_in_another_run(backend: &Device, plan: &BwdPlan, host: &mut HostBwd) -> Result<Option<String>> {
     let gradients = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
     let before = gradients.map(|operand| host.operands.get(operand).map(|tensor| tensor.elems().to_vec()));
+    for operand in gradients {
+        host.operands.get_mut(operand).into_iter().for_each(Tensor::repoison);
+    }
     run_bwd(backend, plan, host)?;
     Ok(gradients.into_iter().zip(before).find_map(|(operand, before)| {
         let at = before?.iter().zip(host.operands.get(operand)?.elems()).position(|(a, b)| a != b)?;

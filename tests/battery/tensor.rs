@@ -179,6 +179,12 @@ impl Tensor {
         &mut self.bytes[self.first..][..self.extent]
     }
 
+    /// Poison throughout, as an output is before its call.
+    pub fn repoison(&mut self) {
+        let poison = self.poison;
+        self.elems_mut().fill(poison);
+    }
+
     /// All bytes, margins included, and where the first element lies in them.
     pub(crate) fn raw(&self) -> (&[u8], usize) {
         (&self.bytes, self.first)

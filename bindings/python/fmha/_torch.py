@@ -6,7 +6,7 @@ gradient, since it costs as much as the rest of a call on the host.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch.autograd import forward_ad
@@ -56,6 +56,7 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
     """Gives an operator a fake: it refuses what the kernel refuses on every device, in the same words, then has
     ``results``. A fake answers for tensors on ``meta`` too, beside which no kernel is asked."""
     names = [argument.name for argument in operator._schema.arguments]
+    required = [argument.name for argument in operator._schema.arguments if str(argument.type) == "Tensor"]
     num_tensors = sum(name in _native.SLOTS for name in names)
 
     def fake(*arguments: Any) -> Any:
@@ -63,27 +64,53 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
         if names[-1] == "numbers":
             numbers = _SPELT[numbers[0]]
         tensors = arguments[:num_tensors]
-        _refuse(operator._opname, dict(zip(names, tensors)), numbers)
+        given = {name: _strided(name, x) for name, x in zip(names, tensors) if x is not None}
+        if _is_known(given, numbers):
+            _refuse(operator._opname, given, numbers)
+        else:
+            _refuse_elsewhere(required, given)
         return results(*tensors, numbers=numbers)
 
     torch.library.register_fake(operator._schema.name)(fake)
 
 
-def _refuse(operator: str, tensors: Dict[str, Any], numbers: Tuple[Any, ...]) -> None:
-    """Raises what the operator's kernel would. Where a compiler has left a size open, the kernel is the first to know
-    it."""
-    given = {name: _strided(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+def _is_known(given: Dict[str, torch.Tensor], numbers: Tuple[Any, ...]) -> bool:
+    """Whether a compiler has left no size open."""
     sizes = (size for x in given.values() for size in (*x.shape, *x.stride(), x.storage_offset()))
-    if not all(isinstance(number, (int, float)) for number in (*sizes, *numbers)):
-        return
+    return all(isinstance(number, (int, float)) for number in (*sizes, *numbers))
+
+
+def _refuse_elsewhere(required: Sequence[str], given: Dict[str, torch.Tensor]) -> None:
+    """Raises what is wrong whatever the sizes; the kernel is the first to know the rest."""
+    for name in required:
+        if name not in given:
+            raise RuntimeError(f"{name} is missing (0 given)")
+    first = "q" if "q" in given else "o_parts"
+    for name, tensor in given.items():
+        if tensor.device != given[first].device:
+            raise RuntimeError(f"{name} is on {tensor.device}, but {first} is on {given[first].device}")
+
+
+def _refuse(operator: str, given: Dict[str, torch.Tensor], numbers: Tuple[Any, ...]) -> None:
+    """Raises what the operator's kernel would."""
     request = _native.Request(numbers)
     # Tensors of one place have one address: V may be the front of K's rows.
     places: Dict[Any, int] = {}
     for name, tensor in given.items():
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset())
+        storage = given["k"] if name == "v" and _may_be_front_of_keys(given) else tensor
+        place = (storage.untyped_storage()._cdata, tensor.storage_offset())
         address = places.setdefault(place, 256 * (len(places) + 1))
         put(request, name, tensor, address if tensor.numel() else 0)
     _native.refuse(request, operator)
+
+
+def _may_be_front_of_keys(given: Dict[str, torch.Tensor]) -> bool:
+    """Whether new keys bring V's values with them if V is the front of K's rows, as by its strides it may be. A compiler
+    that lowers a call describes V by shape and strides, in a storage of its own: there the kernel alone knows."""
+    if "k" not in given or "k_new" not in given or "v_new" in given:
+        return False
+    k, v = given["k"], given["v"]
+    return v.dtype == k.dtype and v.stride() == k.stride() and v.shape[-1] <= k.shape[-1]
 
 
 def _forward(q, k, v, *_rest, numbers):

@@ -125,11 +125,10 @@ impl Exchange {
                 let Some(&bytes) = room.get(*buffer) else {
                     return wrong(format!("buffer {buffer} is none of {}", room.len()));
                 };
-                if block.end() > bytes {
-                    return wrong(format!(
-                        "buffer {buffer} has {bytes} bytes, but {} are moved",
-                        block.end()
-                    ));
+                // Rows that overlap are more bytes than they end behind.
+                let moved = block.end().max(block.bytes());
+                if moved > bytes {
+                    return wrong(format!("buffer {buffer} has {bytes} bytes, but {moved} are moved"));
                 }
             }
         }

@@ -7,6 +7,7 @@ use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind, chec
 use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps};
 
 use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, row_launch};
+use crate::operands::ALIGN;
 use crate::sm80_bwd::{self, BwdSums};
 use crate::sm90_bwd::recipe::map_facts_of;
 use crate::sm100_bwd::{self, BLOCK, Sm100BwdTile};
@@ -27,9 +28,6 @@ struct Maps {
     v: TensorMap,
     dout: TensorMap,
 }
-
-/// What TMA and 16-byte stores ask of addresses.
-const ALIGN: u64 = 16;
 
 impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
     fn name(&self) -> &'static str {
@@ -156,7 +154,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
     }
 }
 
-/// The tensor maps, by boxes of 64 columns.
+/// The tensor maps, by boxes of 64 columns; of a column-major V, of 64 keys.
 fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>) -> Result<Maps> {
     let rows = BLOCK.cast_signed();
     let [q, k, v, dout, _] = map_facts_of(call, [rows, rows], false);
