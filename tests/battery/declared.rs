@@ -7,8 +7,8 @@ use crate::law::LawKind;
 
 /// A refusal that a backend declares.
 pub struct Declared {
-    /// [`fmha_core::Device::kind`].
-    pub backend: &'static str,
+    /// Whose it is, by [`fmha_core::Device::kind`].
+    pub backends: &'static [&'static str],
     /// Which of its kernels refuse, each where it was asked for; none: any.
     pub kernels: &'static [&'static str],
     /// Whether a slow kernel takes it: it is refused then only where none may serve, or one kernel is asked for.
@@ -41,56 +41,42 @@ fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
 /// All of them. The CPU backend takes the whole contract and has none.
 pub const DECLARED: &[Declared] = &[
     Declared {
-        backend: "cuda",
+        backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: true,
         what: "f32 inputs are the CPU backend's",
         applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
     },
     Declared {
-        backend: "cuda",
+        backends: &["cuda"],
         kernels: &[],
         slowly: true,
         what: "NVIDIA computes in the OCP FP8 types, not in FNUZ",
         applies: |_, problem| uses(problem, |dtype| matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz)),
     },
     Declared {
-        backend: "cuda",
+        backends: &["cuda"],
         kernels: &[],
         slowly: true,
         what: "Hopper's kernel takes ALiBi's slope from scores that are not scaled: a scale below 1e-30 is simt's",
         applies: |_, problem| problem.is_some_and(alibi_beside_a_tiny_scale),
     },
     Declared {
-        backend: "cuda",
+        backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: true,
         what: "dropout of a part whose keys begin amid four of the whole's: kernels of tiles decide for four keys at once",
         applies: dropout_between_quads,
     },
     Declared {
-        backend: "rocm",
-        kernels: &[],
-        slowly: true,
-        what: "dropout of a part whose keys begin amid four of the whole's: kernels of tiles decide for four keys at once",
-        applies: dropout_between_quads,
-    },
-    Declared {
-        backend: "rocm",
-        kernels: &[],
-        slowly: true,
-        what: "f32 inputs are the CPU backend's",
-        applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
-    },
-    Declared {
-        backend: "rocm",
+        backends: &["rocm"],
         kernels: &[],
         slowly: true,
         what: "gfx942 computes in the FNUZ FP8 types, gfx950 and gfx1201 in OCP, gfx90a and gfx1100 in none",
         applies: |_, problem| uses(problem, DType::is_fp8),
     },
     Declared {
-        backend: "cuda",
+        backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: false,
         what: "f32 rows are not appended, turned or seen by a tree mask",
@@ -99,23 +85,14 @@ pub const DECLARED: &[Declared] = &[
         },
     },
     Declared {
-        backend: "rocm",
-        kernels: &[],
-        slowly: false,
-        what: "f32 rows are not appended, turned or seen by a tree mask",
-        applies: |case, problem| {
-            uses(problem, |dtype| dtype == DType::F32) && updates_the_cache(case, problem)
-        },
-    },
-    Declared {
-        backend: "cuda",
+        backends: &["cuda"],
         kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100", "simt"],
         slowly: false,
         what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks sm80 alone takes",
         applies: updates_the_cache,
     },
     Declared {
-        backend: "cuda",
+        backends: &["cuda"],
         kernels: &[],
         slowly: false,
         what: "FP8 caches in FNUZ, or with a column-major V: they are widened from OCP, along their rows",
@@ -126,7 +103,7 @@ pub const DECLARED: &[Declared] = &[
         },
     },
     Declared {
-        backend: "cuda",
+        backends: &["cuda"],
         kernels: &[],
         slowly: false,
         what: "a cache that is updated, or of FP8, with a V wider than 256 and not of 384, 512 or 576",
@@ -136,14 +113,14 @@ pub const DECLARED: &[Declared] = &[
         },
     },
     Declared {
-        backend: "rocm",
+        backends: &["rocm"],
         kernels: &["cdna_fwd", "rdna_fwd", "simt"],
         slowly: false,
         what: "FP8 caches are the decode kernels'",
         applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
     },
     Declared {
-        backend: "rocm",
+        backends: &["rocm"],
         kernels: &[],
         slowly: false,
         what: "FP8 caches with dropout or rows wider than 576 and 512 are no kernel's but the CPU's",
@@ -155,7 +132,7 @@ pub const DECLARED: &[Declared] = &[
         },
     },
     Declared {
-        backend: "cuda",
+        backends: &["cuda"],
         kernels: &["sm90"],
         slowly: false,
         what: "a packed column-major V: a sequence's keys begin at any element, boxes of TMA at multiples of 16 bytes",
@@ -164,7 +141,7 @@ pub const DECLARED: &[Declared] = &[
         },
     },
     Declared {
-        backend: "cuda",
+        backends: &["cuda"],
         kernels: &["sm90_widened"],
         slowly: false,
         what: "rows that sm90 reads as they lie: sm90_widened brings caches of FP8 or in another layout than Q's, and no others",
@@ -195,7 +172,7 @@ pub fn why(backend: &str, options: &PlanOptions, case: &Case) -> Option<&'static
             Some(kernel) => declared.kernels.is_empty() || declared.kernels.contains(&kernel),
             None => declared.kernels.is_empty(),
         };
-        declared.backend == backend
+        declared.backends.contains(&backend)
             && of_kernel
             && !(declared.slowly && slow_serves)
             && (declared.applies)(case, problem)
