@@ -8,6 +8,8 @@ lengths (short, odd, long, unequal), head dimensions 32 to 256, mask, packed or 
     backward       the same
     deterministic  our backward with the same bits every run / without; no peer
     fp8            e4m3 with O in bf16; D 64, 96, 128, 192, 256
+    decode         few tokens over caches, lengths mixed or equal, contiguous or in pages (decode_rows.py); a second
+                   summary is of the rows of mixed lengths alone
 `--also NAME=WORDS` times variants of ours beside it, WORDS as in variants.py (`same=deterministic`); each has its ratio
 to ours and its own summary. `--inputs` draws one of the kit's kinds of inputs a row.
 
@@ -41,7 +43,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("kit", nargs="?")
 parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--what", choices=("forward", "backward", "deterministic", "fp8"), default="forward")
+parser.add_argument("--what", choices=("forward", "backward", "deterministic", "fp8", "decode"), default="forward")
 parser.add_argument("--rows", type=int, default=200)
 parser.add_argument("--peers", default="fa3,cudnn", help="comma-separated; not for deterministic")
 parser.add_argument("--inputs", default="normal", help="comma-separated kinds, one drawn a row")
@@ -62,7 +64,7 @@ arguments = parser.parse_args()
 
 
 def report(records: list) -> bool:
-    """Of rows as they are logged; whether each output of ours was right."""
+    """Prints the summary of rows as they are logged; whether each output of ours was right."""
     # Ours by the best peer; each variant by ours.
     ratios, lone, wrong = {}, [], []
     for record in records:
@@ -79,9 +81,12 @@ def report(records: list) -> bool:
             if name in timed and held_to in timed:
                 ratio = timed[held_to] / timed[name]
                 ratios.setdefault(name, []).append((ratio, timed[name] * 1e3, text, held_to))
+                if name == "ours" and record.get("mixed"):
+                    ratios.setdefault("ours, mixed lengths", []).append(ratios[name][-1])
     print(f"\n{len(records)} rows, {len(lone)} not compared, {len(wrong)} wrong outputs")
     for name, of_name in ratios.items():
-        summary("ours by the best peer" if name == "ours" else f"{name} by ours", of_name)
+        held_to = "ours" if name in records[0]["variants"] and name != "ours" else "the best peer"
+        summary(f"{name} by {held_to}", of_name)
     for text in lone:
         print(f"not compared: {text}")
     for _, text in wrong:
@@ -112,6 +117,10 @@ if not arguments.kit:
     parser.error("KIT is missing")
 sys.path.insert(0, arguments.kit)
 from peers import Workload  # noqa: E402
+
+DECODE = arguments.what == "decode"
+if DECODE:
+    import decode_rows  # noqa: E402
 
 MOST_BYTES = 4 << 30  # Q, K, V and O
 FLOPS = (2e9, 3e12)  # of one call: from some microseconds to some milliseconds
@@ -161,13 +170,16 @@ def problem(draw: random.Random, what: str) -> Workload:
 
 
 draw = random.Random(f"{arguments.seed} {arguments.what}")
-ROWS = [(problem(draw, arguments.what), draw.choice(arguments.inputs.split(","))) for _ in range(arguments.rows)]
+ROWS = [
+    (decode_rows.drawn(draw) if DECODE else problem(draw, arguments.what), draw.choice(arguments.inputs.split(",")))
+    for _ in range(arguments.rows)
+]
 PART, PARTS = map(int, arguments.part.split("/"))
 ROWS = ROWS[PART::PARTS]
 
 
-def described(w: Workload) -> str:
-    lengths = f" of {min(w.lengths)} to {max(w.lengths)}" if w.lengths else ""
+def described(w) -> str:
+    lengths = f" of {min(w.lengths)} to {max(w.lengths)}" if w.lengths and not DECODE else ""
     return f"{w}{lengths}"
 
 
@@ -204,7 +216,7 @@ compare.visible = visible
 
 def maker(name, w, inputs):
     if name not in VARIANTS:
-        return peers.make(name, w, inputs)
+        return (decode_rows if DECODE else peers).make(name, w, inputs)
     words = VARIANTS[name]
     libraries = [word.removeprefix("lib=") for word in words if word.startswith("lib=")]
     library = libraries[0] if libraries else LIBRARY
@@ -213,7 +225,7 @@ def maker(name, w, inputs):
         ours._library.cache_clear()
     os.environ["OURS_TILE"] = ",".join(word for word in words if "=" in word and not word.startswith("lib="))
     os.environ["OURS_DETERMINISTIC"] = "1" if "deterministic" in words else ""
-    return ours.make(w, *inputs)
+    return (decode_rows.make_ours if DECODE else ours.make)(w, *inputs)
 
 
 def compiled(at: int) -> int:
@@ -224,7 +236,7 @@ def compiled(at: int) -> int:
         rows = (sum(w.lengths),) if w.lengths else (w.batch, seqlen)
         return torch.empty(*rows, heads, head_dim, device="meta", dtype=peers.torch_dtype(w))
 
-    inputs = [
+    inputs = decode_rows.make_inputs(w, "meta") if DECODE else [
         empty(w.seqlen_q, w.num_heads_q, w.head_dim_qk),
         empty(w.seqlen_k, w.num_heads_kv, w.head_dim_qk),
         empty(w.seqlen_k, w.num_heads_kv, w.head_dim_v),
@@ -281,6 +293,9 @@ def backward_error(w: Workload, q, k, v, dout, outputs: dict, block=2048) -> dic
 
 def wrong_outputs(w: Workload, inputs, outputs: dict, exactly: bool) -> dict:
     """{name: relative error} of outputs beyond the kit's bound."""
+    if DECODE:
+        errors = decode_rows.errors(w, *inputs, outputs)
+        return {name: error for name, error in errors.items() if not error < decode_rows.tolerance(w, name)}
     tensors = {name: out if isinstance(out, tuple) else (out,) for name, out in outputs.items()}
     first, *others = tensors
     if others and not exactly:
@@ -339,7 +354,7 @@ class Spent:
 def row(w: Workload, kind: str, exactly: bool):
     """{name: {"ms"} or {"absent"}}: right outputs alone are timed."""
     with Spent("inputs"):
-        inputs = peers.make_inputs(w)
+        inputs = (decode_rows if DECODE else peers).make_inputs(w)
         peers.INPUTS[kind](w, *inputs[:3])
     results, fns, outputs = {}, {}, {}
     for name in (*VARIANTS, *PEERS):
@@ -384,6 +399,8 @@ for at, (w, kind) in enumerate(ROWS):
     records.append(
         dict(row=text, what=arguments.what, seed=arguments.seed, variants=list(VARIANTS), results=results)
     )
+    if DECODE and w.mixed:
+        records[-1]["mixed"] = True
     if log:
         log.write(json.dumps(records[-1]) + "\n")
         log.flush()
