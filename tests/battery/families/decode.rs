@@ -750,6 +750,29 @@ fn laws(cases: &mut Vec<Case>) {
             }
         }
     }
+    for (cache, dtype, shapes) in
+        [(DType::E4m3Fn, DType::F16, [(2, 64), (5, 192)]), (DType::E5m2, DType::Bf16, [(1, 96), (7, 40)])]
+    {
+        for (seqlen_q, head_dim) in shapes {
+            let name = format!(
+                "decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/d{head_dim}/lengths/q{seqlen_q}"
+            );
+            let mut problem = masked(dtype, Dims { batch: 4, ..dims(seqlen_q, 70, (6, 2), head_dim) }, "b");
+            (problem.cache.dtype, problem.layout.seqused_k, problem.write_lse) = (Some(cache), true, true);
+            (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
+            let lengths = Lengths { seqused_k: vec![70, 0, 1, 40], ..Lengths::default() };
+            push_law(cases, name, problem, lengths, LawKind::WidenedCache);
+            // Long enough for parts.
+            let name = format!(
+                "decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/d{head_dim}/parts/q{seqlen_q}"
+            );
+            let mut problem = masked(dtype, dims(seqlen_q, 700, (4, 2), head_dim), "b");
+            (problem.cache.dtype, problem.write_lse) = (Some(cache), true);
+            (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
+            let lengths = used(&mut problem);
+            push_law(cases, name, problem, lengths, LawKind::WidenedCache);
+        }
+    }
     for (cache, dtype) in [(DType::E4m3Fn, DType::Bf16), (DType::E5m2, DType::F16)] {
         for (seqlen_q, head_dim) in [(1, 128), (3, 128), (1, 64), (15, 192)] {
             let name =
