@@ -56,14 +56,14 @@ fn a_process_without_a_double_has_the_machines_driver_or_none() {
 
 #[test]
 fn a_fallback_that_refuses_what_the_kernel_takes_refuses_no_plan() {
-    let mut problem = FwdProblem::batch(DType::Bf16, DIMS).seqused_k(true);
-    problem.cache.append = Some(Append::batch(&problem, 1));
+    let mut problem = FwdProblem::batch(DType::Bf16, DIMS).seqused_k(true).mask(MaskSpec::CAUSAL);
+    problem.cache.tree_mask = true;
     let plan = pretend("sm_80")
         .plan_fwd(&problem.validate().unwrap(), &PlanOptions::default().allow_fallback(true))
         .unwrap();
     assert_eq!(plan.kernel(), "sm80");
     let words = plan.details().iter().find(|(name, _)| *name == "unaligned operands").unwrap();
-    assert!(words.1.contains("simt: append of seqlen_new 1 is not taken"), "{plan}");
+    assert!(words.1.contains("simt: tree_mask of 512 queries is not taken"), "{plan}");
 }
 
 #[test]

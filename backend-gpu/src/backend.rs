@@ -269,7 +269,8 @@ impl<V: Vendor> Backend<V> {
                 tiles,
                 tiles_at_once,
             };
-            let explain = Explain { resources, launch: Some(shape), code };
+            let remarks = module.as_ref().map_or_else(|_| String::new(), |module| module.compiled.remarks());
+            let explain = Explain { resources, launch: Some(shape), code, remarks };
             explained.push(Explained { kernel: kernel.to_owned(), explain });
             steps.push(Step { module, grid, kept: Default::default() });
         }

@@ -7,7 +7,7 @@ use crate::RotaryPairs;
 use crate::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, Untyped, View};
 use crate::args::{DevSlice, FwdArgs};
 use crate::dtype::DType;
-use crate::error::ProblemError;
+use crate::error::{ProblemError, Refusal};
 use crate::layout::{QLayout, Shape, Strides, VLayout};
 use crate::problem::{Dims, FwdProblem};
 use crate::source::Header;
@@ -17,8 +17,10 @@ use crate::{abi_spec, abi_struct};
 abi_spec! {
     /// What the launch is compiled for.
     pub struct CacheSpec {
-        /// Q, K and V.
-        pub dtype: DType,
+        /// Q and K.
+        pub dtype_qk: DType,
+        /// V.
+        pub dtype_v: DType,
         /// cos and sin.
         pub dtype_table: DType,
         /// Elements of a query's or key's row.
@@ -80,10 +82,30 @@ pub fn is_wanted(problem: &FwdProblem) -> bool {
     problem.cache.append.is_some() || problem.cache.rotary.is_some()
 }
 
-/// Where queries that are turned lie: each row begins on 16 bytes.
+/// Whether the launch does what `problem` wants of it, if it wants anything.
+///
+/// # Errors
+/// In the name of the `kernel` behind it, the types that it does not take.
+pub fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
+    if is_wanted(problem) && (qk == DType::F32 || v == DType::F32) {
+        return Err(Refusal::new(
+            kernel,
+            format!("dtype_qk {qk} with dtype_v {v}: rows that are appended or turned are of 16 bits or FP8"),
+        ));
+    }
+    Ok(())
+}
+
+/// Elements from a turned query's row to the next: each row begins on 16 bytes.
+fn turned_row(problem: &FwdProblem) -> u32 {
+    let elems = 16 / problem.dtypes.qk.size_bytes() as u32;
+    problem.dims.head_dim_qk.next_multiple_of(elems)
+}
+
+/// Where queries that are turned lie.
 fn turned_strides(problem: &FwdProblem) -> Strides {
-    let shape = problem.shape_q();
-    let strides = Strides::bshd(Shape { dim: shape.dim.next_multiple_of(8), ..shape });
+    let strides = Strides::bshd(Shape { dim: turned_row(problem), ..problem.shape_q() });
     Strides { dim: 1, ..strides }
 }
 
@@ -92,7 +114,7 @@ fn turned_strides(problem: &FwdProblem) -> Strides {
 pub fn workspace_bytes(problem: &FwdProblem) -> u64 {
     let shape = problem.shape_q();
     let rows = turned_rows(problem).saturating_mul(shape.head.into());
-    let row = u64::from(shape.dim.next_multiple_of(8)) * 2;
+    let row = u64::from(turned_row(problem)) * problem.dtypes.qk.size_bytes();
     first_query(problem) + if problem.cache.rotary.is_some() { rows.saturating_mul(row) } else { 0 }
 }
 
@@ -177,7 +199,8 @@ impl CacheSpec {
     pub fn of(problem: &FwdProblem) -> Self {
         let (append, rotary) = (problem.cache.append, problem.cache.rotary);
         Self {
-            dtype: problem.dtypes.qk,
+            dtype_qk: problem.dtypes.qk,
+            dtype_v: problem.dtypes.v,
             dtype_table: rotary.map_or(DType::F32, |rotary| rotary.dtype),
             head_dim_qk: problem.dims.head_dim_qk as i32,
             head_dim_v: problem.dims.head_dim_v as i32,

@@ -2,11 +2,9 @@
 
 pub(crate) mod launch;
 
+use fmha_core::FwdProblem;
 use fmha_core::cache_update::{CacheSpec, header, num_rows};
 use fmha_core::source::{Entry, KernelSource};
-use fmha_core::{DType, FwdProblem, Refusal};
-
-use crate::device::refuse;
 
 /// The launch's name in plans.
 pub(crate) const NAME: &str = "cdna_update";
@@ -15,19 +13,6 @@ pub(crate) const NUM_THREADS: u32 = 256;
 const WAVES: u64 = 4;
 /// Workgroups, at most: a wave of many takes several rows.
 const MOST_WORKGROUPS: u64 = 1 << 14;
-
-/// Whether the launch does what `problem` wants of it, if it wants anything.
-///
-/// # Errors
-/// In the name of the kernel behind it, the field that it does not take.
-pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
-    let wants = fmha_core::cache_update::is_wanted(problem);
-    let dtype = problem.dtypes.qk;
-    if wants && !(matches!(dtype, DType::F16 | DType::Bf16) && problem.dtypes.v == dtype) {
-        refuse!(kernel, "dtype_qk {dtype}: rows that are appended or turned are of 16 bits");
-    }
-    Ok(())
-}
 
 /// Workgroups of the launch.
 #[must_use]

@@ -57,7 +57,7 @@ pub(crate) fn takes(kernel: &'static str, problem: &FwdProblem) -> Result<(), Re
     if problem.dropout.write_keep_mask {
         refuse!(kernel, "write_keep_mask: keys that the mask hides are not walked");
     }
-    crate::cache_update::takes(problem, kernel)
+    cache_update::takes(problem, kernel)
 }
 
 /// Whether a row is longer than what a wave has alone.

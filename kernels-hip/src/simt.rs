@@ -31,7 +31,7 @@ pub(crate) fn accept(problem: &FwdProblem, arch: Arch, options: &PlanOptions) ->
     if problem.cache.tree_mask {
         refuse!(NAME, "tree_mask of {} queries is not taken", problem.dims.seqlen_q);
     }
-    crate::cache_update::takes(problem, NAME)?;
+    fmha_core::cache_update::takes(problem, NAME)?;
     options.refuse_tile(NAME)?;
     let (workgroups, most) = (num_workgroups(problem, arch), u64::from(u32::MAX / NUM_THREADS));
     if workgroups > most {

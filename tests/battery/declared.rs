@@ -29,6 +29,11 @@ fn updates_the_cache(case: &Case, problem: Option<&FwdProblem>) -> bool {
         || matches!(&case.body, Body::Law(law) if matches!(law.kind, LawKind::AppendIsWritten(_)))
 }
 
+/// Of FP8 beside queries of 16 bits, or seen by a tree mask.
+fn is_no_plain_cache(problem: &FwdProblem) -> bool {
+    problem.cache.dtype.is_some() || problem.cache.tree_mask
+}
+
 fn dropout_between_quads(_: &Case, problem: Option<&FwdProblem>) -> bool {
     problem.is_some_and(|p| p.refuse_dropout_between_quads("").is_err())
 }
@@ -86,10 +91,17 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100", "simt"],
+        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100"],
         slowly: false,
         what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks sm80 alone takes",
         applies: updates_the_cache,
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["simt"],
+        slowly: false,
+        what: "FP8 caches beside 16 bits and tree masks are other kernels'",
+        applies: |_, problem| problem.is_some_and(is_no_plain_cache),
     },
     Declared {
         backends: &["cuda"],
@@ -106,10 +118,10 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda"],
         kernels: &[],
         slowly: false,
-        what: "a cache that is updated, or of FP8, with a V wider than 256 and not of 384, 512 or 576",
-        applies: |case, problem| {
+        what: "a cache of FP8 or under a tree mask with a V wider than 256 and not of 384, 512 or 576",
+        applies: |_, problem| {
             let dim = problem.map_or(0, |p| p.dims.head_dim_v);
-            dim > 256 && ![384, 512, 576].contains(&dim) && updates_the_cache(case, problem)
+            dim > 256 && ![384, 512, 576].contains(&dim) && problem.is_some_and(is_no_plain_cache)
         },
     },
     Declared {

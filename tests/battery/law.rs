@@ -105,7 +105,9 @@ impl Law {
         let of_any_tile = matches!(self.kind, LawKind::PermutedBatch | LawKind::LastOfMany)
             && plan_b.promises().batch_invariant
             && plan_a.kernel() == plan_b.kernel();
-        if promised && (of_any_tile || same_tile(&plan_a, &plan_b)) {
+        // A quantised cache has the bits of the same call on a widened one wherever one kernel takes both.
+        let is_twin = self.kind == LawKind::WidenedCache && plan_a.kernel() == plan_b.kernel();
+        if promised && (of_any_tile || is_twin || same_tile(&plan_a, &plan_b)) {
             let reversed = self.kind == LawKind::PermutedBatch;
             verdict.faults.extend(match self.kind {
                 LawKind::LastOfMany => last_row_differs(&a, &b),

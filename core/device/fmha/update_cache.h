@@ -13,9 +13,23 @@
 
 namespace fmha::cache {
 
+// An unsigned integer of so many bytes.
+template <int32_t bytes>
+struct Unsigned;
+template <>
+struct Unsigned<1> {
+  using Type = uint8_t;
+};
+template <>
+struct Unsigned<2> {
+  using Type = uint16_t;
+};
+template <int32_t bytes>
+using ElemOfBytes = typename Unsigned<bytes>::Type;
+
 template <CacheSpec spec, class Lanes>
 struct Update {
-  static_assert(size_bytes(spec.dtype) == 2, "cache: rows of 16-bit elements");
+  using Key = ElemOfBytes<size_bytes(spec.dtype_qk)>;  // an element of Q's and K's rows as it lies in memory
   const FwdParams& p;
   const CacheUpdate& update;
   const int32_t lane = Lanes::index();
@@ -41,29 +55,34 @@ struct Update {
   }
 
   // Row `from` to row `to` of `dim` elements, which lie `step` apart there.
-  template <int32_t dim>
-  FMHA_DEVICE void copy(const uint16_t* from, uint16_t* to, int64_t step) const {
+  template <int32_t dim, class T>
+  FMHA_DEVICE void copy(const T* from, T* to, int64_t step) const {
     for (int32_t d = lane; d < dim; d += Lanes::count) to[d * step] = from[d];
   }
 
-  // The same of a row of K or Q, turned to `position`. Two products and a sum, each rounded to f32, as the contract has it.
-  FMHA_DEVICE void turn(const uint16_t* from, uint16_t* to, int32_t position) const {
+  // Copies a row of K or Q, turned to `position`: two products and a sum, each rounded to f32, and the sum to the input's type,
+  // as the contract has it. FP8 is turned as it is stored, before any descale, and saturates.
+  FMHA_DEVICE void turn(const Key* from, Key* to, int32_t position) const {
     constexpr int32_t pairs = spec.rotary_dim / 2;
     const int64_t angles = int64_t(clamp(position, 0, update.max_pos - 1)) * pairs;
     for (int32_t i = lane; i < pairs; i += Lanes::count) {
       const int32_t a = spec.interleaved ? 2 * i : i, b = spec.interleaved ? 2 * i + 1 : i + pairs;
-      const float x = load_elem<spec.dtype>(from, a), y = load_elem<spec.dtype>(from, b);
+      const float x = load_elem<spec.dtype_qk>(from, a), y = load_elem<spec.dtype_qk>(from, b);
       const float cos = load_elem<spec.dtype_table>(update.cos, angles + i);
       const float sin = load_elem<spec.dtype_table>(update.sin, angles + i);
-      store_elem<spec.dtype>(to, a, Lanes::difference(Lanes::product(x, cos), Lanes::product(y, sin)));
-      store_elem<spec.dtype>(to, b, Lanes::sum(Lanes::product(y, cos), Lanes::product(x, sin)));
+      store_elem<spec.dtype_qk>(to, a, Lanes::difference(Lanes::product(x, cos), Lanes::product(y, sin)));
+      store_elem<spec.dtype_qk>(to, b, Lanes::sum(Lanes::product(y, cos), Lanes::product(x, sin)));
     }
     for (int32_t d = spec.rotary_dim + lane; d < spec.head_dim_qk; d += Lanes::count) to[d] = from[d];
   }
 
-  FMHA_DEVICE static const uint16_t* read(const View& view, int64_t at) { return static_cast<const uint16_t*>(view.data) + at; }
-  FMHA_DEVICE static uint16_t* written(const View& view, int64_t at) {
-    return const_cast<uint16_t*>(static_cast<const uint16_t*>(view.data)) + at;
+  template <class T>
+  FMHA_DEVICE static const T* read(const View& view, int64_t at) {
+    return static_cast<const T*>(view.data) + at;
+  }
+  template <class T>
+  FMHA_DEVICE static T* written(const View& view, int64_t at) {
+    return const_cast<T*>(read<T>(view, at));
   }
 
   // New row `n` of K (`of_keys`) or V.
@@ -74,8 +93,9 @@ struct Update {
     const View& source = of_keys ? update.k_new : update.v_new;
     const View& cache = of_keys ? p.k : p.v;
     const int32_t j = at.span.seqlen_k + n;
-    const uint16_t* from = read(source, row_offset(source, at.new_batch, at.added.first + n, i_head));
-    uint16_t* to = written(cache, row_offset(cache, kv_row(p, spec.kv_layout, at.span, j), i_head));
+    using T = ElemOfBytes<size_bytes(of_keys ? spec.dtype_qk : spec.dtype_v)>;
+    const T* from = read<T>(source, row_offset(source, at.new_batch, at.added.first + n, i_head));
+    T* to = written<T>(cache, row_offset(cache, kv_row(p, spec.kv_layout, at.span, j), i_head));
     if constexpr (!of_keys) {
       copy<spec.head_dim_v>(from, to, spec.v_layout == VLayout::ColMajor ? cache.dim : 1);
     } else if constexpr (spec.rotary_dim > 0) {
@@ -88,8 +108,8 @@ struct Update {
   FMHA_DEVICE void turn_query(int32_t i_batch, int32_t i, int32_t i_head) const {
     const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
     if (i >= span.seqlen_q) return;
-    const uint16_t* from = read(p.q, row_offset(p.q, span.storage_batch, int64_t(span.q_row) + i, i_head));
-    uint16_t* to = written(update.q, row_offset(update.q, span.storage_batch, int64_t(span.q_row) + i, i_head));
+    const Key* from = read<Key>(p.q, row_offset(p.q, span.storage_batch, int64_t(span.q_row) + i, i_head));
+    Key* to = written<Key>(update.q, row_offset(update.q, span.storage_batch, int64_t(span.q_row) + i, i_head));
     turn(from, to, span.seqlen_k + (spec.positions_advance ? i : 0));
   }
 

@@ -208,6 +208,13 @@ pub struct CompiledKernel {
 }
 
 impl CompiledKernel {
+    /// Lines of the log in which the compiler warns, or says that the kernel loses speed.
+    #[must_use]
+    pub fn remarks(&self) -> String {
+        let of_note = |line: &&str| line.contains("warning") || line.contains("Performance Loss");
+        self.log.lines().filter(of_note).map(str::trim).collect::<Vec<_>>().join("\n")
+    }
+
     /// What a device runs; `None` where it was not kept.
     #[must_use]
     pub fn image(&self, kind: ImageKind) -> Option<&[u8]> {

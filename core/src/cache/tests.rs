@@ -504,3 +504,14 @@ fn each_problem_of_the_table_is_what_its_name_says() {
         assert_eq!(name, said);
     }
 }
+
+#[test]
+fn remarks_are_the_lines_in_which_a_compiler_says_that_speed_is_lost() {
+    let log = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized\n\
+               ptxas info    : Used 168 registers\n  ptxas warning : setmaxnreg ignored\n";
+    let compiled = made("entry");
+    let said = CompiledKernel { log: log.to_owned(), ..CompiledKernel::clone(&compiled) }.remarks();
+    assert_eq!(said.lines().count(), 2, "{said}");
+    assert!(said.contains("serialized") && said.contains("setmaxnreg ignored"), "{said}");
+    assert_eq!(compiled.remarks(), "", "{}", compiled.log);
+}

@@ -74,6 +74,8 @@ pub struct Explain {
     /// Where its machine code is from, or why there is none; empty where kernels are not compiled one
     /// by one.
     pub code: String,
+    /// Lines in which the compiler says that the kernel is slower than it was written to be, one a line; mostly empty.
+    pub remarks: String,
 }
 
 impl Explain {
@@ -93,6 +95,9 @@ impl Explain {
         }
         if !self.code.is_empty() {
             row("code", &self.code)?;
+        }
+        for remark in self.remarks.lines() {
+            row("compiler", &remark)?;
         }
         Ok(())
     }

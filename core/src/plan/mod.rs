@@ -135,7 +135,8 @@ pub type BwdPlan = Plan<ValidBwd>;
 pub type CombinePlan = Plan<ValidCombine>;
 
 /// What is known of a plan without launches of its own.
-static NO_LAUNCH: Explain = Explain { resources: None, launch: None, code: String::new() };
+static NO_LAUNCH: Explain =
+    Explain { resources: None, launch: None, code: String::new(), remarks: String::new() };
 
 impl<P: Problem> Plan<P> {
     pub(crate) fn new(device: Device, problem: P, planned: Planned<P>, checks_lengths: bool) -> Self {
@@ -407,12 +408,15 @@ mod tests {
             plan(PlanParts { steps, ..parts() }).to_string()
         };
         let code = "from the bundle".to_owned();
-        let all = said(Explain { resources: Some(resources), launch: Some(launch), code });
+        let remarks = "it spills\nit waits".to_owned();
+        let all = said(Explain { resources: Some(resources), launch: Some(launch), code, remarks });
         for line in [
             "grid               4 of 64 threads, 1024 bytes of shared memory each\n",
             "waves              1.50: 6 tiles, 4 at a time\n",
             "resources          168 registers a thread\n",
             "code               from the bundle\n",
+            "compiler           it spills\n",
+            "compiler           it waits\n",
         ] {
             assert!(all.contains(line), "{line} is not in\n{all}");
         }

@@ -149,9 +149,9 @@ impl FwdProblem {
         ensure!((1..=positions).contains(&max_pos), "max_pos", "max_pos {max_pos} is not in 1..={positions}");
         let qk = self.dtypes.qk;
         ensure!(
-            (rotary.dtype == DType::F32 || rotary.dtype == qk) && !qk.is_fp8(),
+            rotary.dtype == DType::F32 || rotary.dtype == qk,
             "rotary.dtype",
-            "rotary.dtype {} does not go with dtype_qk {qk} (f32, or Q's type, which is not FP8)",
+            "rotary.dtype {} does not go with dtype_qk {qk} (f32, or Q's type)",
             rotary.dtype
         );
         ensure!(

@@ -25,10 +25,11 @@ impl<'a> Cached<'a> {
         let Self { problem, inputs, span } = self;
         let q = Rows { name: "q", slice: inputs.q, dtype: problem.dtypes.qk, strides: problem.strides.q };
         let dim = problem.dims.head_dim_qk;
-        let mut rows = q.gather(|i| (span.q_batch, span.q_row + i), head, span.seqlen_q, dim, descale)?;
+        let mut rows = q.gather(|i| (span.q_batch, span.q_row + i), head, span.seqlen_q, dim, T::one())?;
         let advances = u32::from(problem.positions_advance());
         self.turn(&mut rows, |i| span.seqlen_cached + advances * i)?;
-        Ok(rows)
+        // A row is turned as it is stored.
+        Ok(rows.into_iter().map(|x| x * descale).collect())
     }
 
     /// K `[seqlen_k, head_dim_qk]` of one kv head.
@@ -40,7 +41,7 @@ impl<'a> Cached<'a> {
             let mut new: Vec<T> =
                 self.new_rows("k_new", new, append.k_new, problem.dtypes.qk, head, problem.dims.head_dim_qk)?;
             self.turn(&mut new, |n| span.seqlen_cached + n)?;
-            keys.extend(new);
+            keys.extend(new.into_iter().map(|x| x * descale));
         }
         Ok(keys)
     }
@@ -56,9 +57,9 @@ impl<'a> Cached<'a> {
         let rows = Rows { name: "v", slice: inputs.v, dtype: problem.stored_v(), strides: problem.strides.v };
         let mut values = self.cached(&rows, head, problem.dims.head_dim_v, descale)?;
         if let (Some(append), Some(new)) = (&problem.cache.append, inputs.cache.v_new) {
-            let new: Vec<T> =
+            let new =
                 self.new_rows("v_new", new, append.v_new, problem.dtypes.v, head, problem.dims.head_dim_v)?;
-            values.extend(new);
+            values.extend(new.into_iter().map(|x: T| x * descale));
         }
         Ok(values)
     }

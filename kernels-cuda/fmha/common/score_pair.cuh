@@ -50,7 +50,8 @@ struct ScorePair {
         slope = 4.f * w * (1.f - w);
       } else if constexpr (kFwd.softcap) {
         const float t = tanh_of(s * modifier.scale / modifier.softcap);
-        x = modifier.softcap * kLog2E * t;
+        // In this order, so that a cap near f32's largest number stays finite.
+        x = modifier.softcap * t * kLog2E;
         slope = 1.f - t * t;
       }
       if constexpr (kFwd.bias == BiasKind::Alibi) {

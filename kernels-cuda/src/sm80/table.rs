@@ -27,6 +27,17 @@ impl Room {
 /// The tile for a problem that the kernel [`accepts`](super::accepts), on a device with such room.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
+    let mut tile = own_tile(problem, room);
+    if problem.cache.dtype.is_some() {
+        let mut twin = problem.clone();
+        twin.cache.dtype = None;
+        tile.take_order_of(&own_tile(&twin, room), &FwdSpec::of(problem), room);
+    }
+    tile
+}
+
+/// The tile for a problem by itself.
+fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     let spec = FwdSpec::of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec, room);
@@ -126,6 +137,17 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
 }
 
 impl Sm80Tile {
+    /// Takes what decides a row's bits, blocks of keys and parts, from the tile of the same call on a cache of 16 bits, so that both
+    /// have the same bits (CONTRACT.md, "KV caches"); then as many blocks at a time, and CTAs, as there is room for.
+    fn take_order_of(&mut self, twin: &Self, spec: &FwdSpec, room: Room) {
+        (self.block_n, self.split_keys) = (twin.block_n, twin.split_keys);
+        let most = self.stages.max(twin.stages);
+        let of = |stages| Self { stages, ..*self };
+        let fits = |stages: &i32| of(*stages).smem_bytes(spec) <= room.smem_bytes;
+        self.stages = (1..=most).rev().find(fits).unwrap_or(1);
+        self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, self.ctas.max(1));
+    }
+
     /// Small blocks, two of them, for as many warps as there is room for: widening in registers is work, which other warps hide. An
     /// H200, 16 sequences of 32768 keys in e4m3, us: 64 keys, one and two stages, 683 and 709; 32 keys and two or three stages 454 and 456.
     fn take_raw_blocks(&mut self, spec: &FwdSpec, room: Room) {

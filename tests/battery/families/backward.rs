@@ -38,6 +38,7 @@ pub(crate) fn cases() -> Vec<Case> {
     modifier_pairs(&mut cases);
     field(&mut cases);
     over_blocks(&mut cases);
+    any_softcap(&mut cases);
     beside_the_products(&mut cases);
     parts_in_turns(&mut cases);
     every_bit_in_turns(&mut cases);
@@ -317,6 +318,30 @@ fn field(cases: &mut Vec<Case>) {
         let mut problem = BwdProblem::new(masked(dtype, dims(64, 64), "b"));
         problem.dout = Strides::bhsd(problem.fwd.shape_o());
         cases.push(Case::backward(name, problem, Lengths::default(), data));
+    }
+}
+
+/// Caps up to f32's largest number, beyond which log2's factor must not carry them, and down to where scores are made small.
+fn any_softcap(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (cap, head_dim, mask) in
+            [(3e38, 64, "0"), (f32::MAX, 128, "b"), (3e38, 160, "b"), (1e6, 64, "b"), (1e-2, 64, "0")]
+        {
+            let name = format!("backward/any_softcap/{dtype}/{}/{mask}/{cap:e}", label(head_dim, head_dim));
+            let dims = Dims {
+                batch: 1,
+                seqlen_q: 40,
+                seqlen_k: 70,
+                num_heads_q: 2,
+                num_heads_kv: 1,
+                head_dim_qk: head_dim,
+                head_dim_v: head_dim,
+            };
+            let mut fwd = masked(dtype, dims, mask);
+            fwd.score.softcap = Some(cap);
+            let (problem, data) = (BwdProblem::new(fwd), data(&name));
+            cases.push(Case::backward(name, problem, Lengths::default(), data));
+        }
     }
 }
 

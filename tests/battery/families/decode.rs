@@ -7,6 +7,7 @@ use fmha_core::{
 };
 
 use super::edges::{data, masked};
+use super::recipe::fp8_scales;
 use crate::case::{Body, Case, Forward, Plant};
 use crate::init::mix;
 use crate::law::{Law, LawKind};
@@ -19,6 +20,7 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     paged(&mut cases);
     appended(&mut cases);
+    fp8_updated(&mut cases);
     rotated(&mut cases);
     rotated_packed(&mut cases);
     quantised(&mut cases);
@@ -181,6 +183,42 @@ fn appended(cases: &mut Vec<Case>) {
                 (problem, lengths) = in_pages(problem, page_size, lengths, &name);
             }
             push(cases, name, problem, lengths);
+        }
+    }
+}
+
+/// Q and K in FP8, V beside them in FP8 or 16 bits, with new rows, turned rows and both.
+fn fp8_updated(cases: &mut Vec<Case>) {
+    use DType::{Bf16, E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz, F16};
+    let types =
+        [(E4m3Fn, E4m3Fn), (E5m2, E5m2), (E4m3Fn, F16), (E5m2, Bf16), (E4m3Fnuz, E4m3Fnuz), (E5m2Fnuz, Bf16)];
+    for (dtype, v) in types {
+        for (new, seqlen_q, head_dim, page_size) in
+            [(1u32, 1, 64, None), (5, 2, 40, Some(16)), (17, 17, 24, Some(5)), (0, 3, 128, None)]
+        {
+            for (word, rotary) in [
+                ("plain", None),
+                ("half", Some((RotaryPairs::Half, head_dim, DType::F32))),
+                ("interleaved", Some((RotaryPairs::Interleaved, 16, dtype))),
+            ] {
+                if new == 0 && rotary.is_none() {
+                    continue;
+                }
+                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let name = format!("decode/fp8_update/{dtype}/v_{v}/{word}/new{new}/q{seqlen_q}/{layout}");
+                let mut problem = masked(dtype, dims(seqlen_q, 90, (4, 2), head_dim), "b");
+                (problem.dtypes.v, problem.layout.seqused_k) = (v, true);
+                fp8_scales(Descale::PerKvHead, &mut problem);
+                problem.cache.rotary =
+                    rotary.map(|(pairs, dim, table)| Rotary { dim, pairs, max_pos: 128, dtype: table });
+                let mut lengths =
+                    Lengths { seqused_k: vec![90 - new.cast_signed(), 0, 31], ..Lengths::default() };
+                if let Some(page_size) = page_size {
+                    (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                }
+                problem.cache.append = (new > 0).then(|| Append::batch(&problem, new));
+                push(cases, name, problem, lengths);
+            }
         }
     }
 }
@@ -691,6 +729,14 @@ fn laws(cases: &mut Vec<Case>) {
         }
     }
     fixed_parts(cases);
+    for (dtype, v) in [(DType::E4m3Fn, DType::E4m3Fn), (DType::E5m2, DType::F16)] {
+        let name = format!("decode/an_append_is_a_cache_written_before/{dtype}/v_{v}");
+        let mut problem = masked(dtype, dims(5, 90, (4, 2), 64), "b");
+        problem.dtypes.v = v;
+        fp8_scales(Descale::PerKvHead, &mut problem);
+        let lengths = Lengths { seqused_k: vec![90, 33, 5], ..used(&mut problem) };
+        push_law(cases, name, problem, lengths, LawKind::AppendIsWritten(5));
+    }
     for (cache, dtype) in
         [(DType::E4m3Fn, DType::F16), (DType::E5m2, DType::Bf16), (DType::E4m3Fnuz, DType::Bf16)]
     {
@@ -702,6 +748,29 @@ fn laws(cases: &mut Vec<Case>) {
                 let (problem, lengths) = fp8_cache(dtype, cache, descale, seqlen_q);
                 push_law(cases, name, problem, lengths, LawKind::WidenedCache);
             }
+        }
+    }
+    for (cache, dtype, shapes) in
+        [(DType::E4m3Fn, DType::F16, [(2, 64), (5, 192)]), (DType::E5m2, DType::Bf16, [(1, 96), (7, 40)])]
+    {
+        for (seqlen_q, head_dim) in shapes {
+            let name = format!(
+                "decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/d{head_dim}/lengths/q{seqlen_q}"
+            );
+            let mut problem = masked(dtype, Dims { batch: 4, ..dims(seqlen_q, 70, (6, 2), head_dim) }, "b");
+            (problem.cache.dtype, problem.layout.seqused_k, problem.write_lse) = (Some(cache), true, true);
+            (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
+            let lengths = Lengths { seqused_k: vec![70, 0, 1, 40], ..Lengths::default() };
+            push_law(cases, name, problem, lengths, LawKind::WidenedCache);
+            // Long enough for parts.
+            let name = format!(
+                "decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/d{head_dim}/parts/q{seqlen_q}"
+            );
+            let mut problem = masked(dtype, dims(seqlen_q, 700, (4, 2), head_dim), "b");
+            (problem.cache.dtype, problem.write_lse) = (Some(cache), true);
+            (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
+            let lengths = used(&mut problem);
+            push_law(cases, name, problem, lengths, LawKind::WidenedCache);
         }
     }
     for (cache, dtype) in [(DType::E4m3Fn, DType::Bf16), (DType::E5m2, DType::F16)] {

@@ -1,5 +1,4 @@
-//! Cases that a seed decides, beside the battery's: problems over the contract (but tree masks, parts of a larger call, packed appends, merging and
-//! laws), from one row to several blocks and tiles, for a device that is to be tried for as long as one likes.
+//! Cases that a seed decides, beside the battery's: problems over the contract (but parts of a larger call, merging and laws), from one row to several blocks and tiles, for a device that is to be tried for as long as one likes.
 
 use std::fmt;
 use std::str::FromStr;
@@ -216,7 +215,12 @@ impl Draw {
 
     /// A problem of some blocks, without a cache.
     fn problem(&mut self, affordable: u64) -> (String, FwdProblem, Lengths) {
-        let dims = affordably(self.dims((1500, 1500)), affordable);
+        let mut dims = self.dims((1500, 1500));
+        if self.one_in(16) {
+            (dims.head_dim_qk, dims.head_dim_v) =
+                self.of([(512, 512), (576, 512), (576, 576), (384, 384), (320, 256), (257, 300)]);
+        }
+        let dims = affordably(dims, affordable);
         let (dtype, mask) = (self.dtype(), self.mask(dims));
         let mut problem = masked(dtype, dims, &mask);
         problem.write_lse = !self.one_in(3);
@@ -264,11 +268,21 @@ impl Draw {
             dims.head_dim_v = if self.one_in(2) { dims.head_dim_qk } else { self.head_dim(512) };
         }
         let dims = affordably(dims, AFFORDABLE);
-        let (dtype, mask) = (self.of([DType::F16, DType::Bf16, DType::Bf16]), self.mask(dims));
+        let of_16_bits = [DType::F16, DType::Bf16, DType::Bf16];
+        let dtype = match self.one_in(6) {
+            true => self.of([DType::E4m3Fn, DType::E4m3Fn, DType::E5m2, DType::E4m3Fnuz]),
+            false => self.of(of_16_bits),
+        };
+        let tree = self.one_in(8);
+        let mask = if tree { "b".to_owned() } else { self.mask(dims) };
         let mut problem = masked(dtype, dims, &mask);
         problem.write_lse = self.one_in(2);
-        problem.layout.seqused_k = true;
-        if self.one_in(3) {
+        (problem.layout.seqused_k, problem.cache.tree_mask) = (true, tree);
+        if dtype.is_fp8() {
+            problem.dtypes.v = if v_in_k || self.one_in(2) { dtype } else { self.of(of_16_bits) };
+            let descale = self.of([Descale::None, Descale::PerTensor, Descale::PerKvHead]);
+            fp8_scales(descale, &mut problem);
+        } else if self.one_in(3) {
             problem.cache.dtype = Some(self.of([DType::E4m3Fn, DType::E4m3Fn, DType::E5m2]));
             let descale = self.of([Descale::None, Descale::PerTensor, Descale::PerKvHead]);
             problem.scales.descale_k = descale;
@@ -280,6 +294,18 @@ impl Draw {
         let most = dims.seqlen_k - new;
         let seqused_k = (0..dims.batch).map(|_| self.below(most + 1).cast_signed()).collect();
         let mut lengths = Lengths { seqused_k, ..Lengths::default() };
+        // Strides of one row do not say where a second one would lie, which a packed problem may have.
+        if dims.seqlen_q > 1 && self.one_in(6) {
+            let rows = (0..dims.batch).map(|at| (if at == 0 { dims.seqlen_q } else { self.below(3) }, 0));
+            let packed = Lengths::packed(&rows.collect::<Vec<_>>());
+            problem.layout.q = QLayout::Packed;
+            (lengths.totals.total_q, lengths.cu_seqlens_q) = (packed.totals.total_q, packed.cu_seqlens_q);
+        }
+        if tree {
+            let rows = lengths.totals.total_q.unwrap_or(dims.batch * dims.seqlen_q);
+            let words = rows * problem.tree_mask_words();
+            lengths.tree_mask = (0..words).map(|_| (self.word() >> 32) as u32 as i32).collect();
+        }
         if self.one_in(2) {
             let size = if self.one_in(4) { self.length(300) } else { self.of([1, 16, 32, 64, 128]) };
             (problem, lengths) = in_pages(problem, size, lengths, name);
@@ -297,7 +323,16 @@ impl Draw {
             let max_pos = dims.seqlen_k + dims.seqlen_q;
             problem.cache.rotary = Some(Rotary { dim, pairs, max_pos, dtype: self.of([DType::F32, dtype]) });
         }
-        problem.cache.append = (new > 0).then(|| Append::batch(&problem, new));
+        let packs_new = new > 1 && self.one_in(3);
+        problem.cache.append = (new > 0).then(|| match packs_new {
+            true => Append::packed(&problem, new),
+            false => Append::batch(&problem, new),
+        });
+        if packs_new {
+            let rows = (0..dims.batch).map(|at| (if at == 0 { new } else { self.below(new + 1) }, 0));
+            let packed = Lengths::packed(&rows.collect::<Vec<_>>());
+            (lengths.totals.total_new, lengths.cu_seqlens_new) = (packed.totals.total_q, packed.cu_seqlens_q);
+        }
         let of = label(&problem, &mask);
         let data = self.data(&problem, false);
         Case::forward(format!("{name}/cache/{of}"), problem, lengths, data)

@@ -176,7 +176,8 @@ struct Modifiers {
       return {modifier.softcap * kLog2E * fmaf(-2.f, w, 1.f), 4.f * w * (1.f - w)};
     } else {
       const float t = tanh_of(s * modifier.scale / modifier.softcap);
-      return {modifier.softcap * kLog2E * t, 1.f - t * t};
+      // In this order, so that a cap near f32's largest number stays finite.
+      return {modifier.softcap * t * kLog2E, 1.f - t * t};
     }
   }
 

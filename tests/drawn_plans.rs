@@ -1,0 +1,184 @@
+//! A plan that is made can be compiled: every source of the plans of drawn problems compiles, on every architecture, without a
+//! device. What is not taken is refused by the plan, with a reason, and never by a compiler.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use fmha_conformance::case::{Body, Case, Drawn};
+use fmha_core::cache::KernelJob;
+use fmha_core::{
+    Accuracy, AnyProblem, BwdProblem, Device, Dims, Error, FwdProblem, PlanOptions, ValidBwd, ValidFwd,
+};
+use rayon::prelude::*;
+
+const ARCHS: [&str; 11] = [
+    "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a", "gfx90a", "gfx942", "gfx950", "gfx1100",
+    "gfx1201",
+];
+
+/// Decides the problems of CI's sample; of a longer run where no other is given.
+const SEED: &str = "58";
+
+fn pretend(arch: &str) -> Device {
+    let device = if arch.starts_with("sm_") { fmha_cuda::pretend(arch) } else { fmha_rocm::pretend(arch) };
+    device.unwrap()
+}
+
+/// What the plan of a drawn problem is asked for besides: every combination in turn.
+fn options(index: usize) -> PlanOptions {
+    let bit = |at: usize| index >> at & 1 == 1;
+    let accuracy = if bit(0) { Accuracy::Exact } else { Accuracy::Fast };
+    PlanOptions::default().accuracy(accuracy).batch_invariant(bit(1) && bit(2)).allow_fallback(!bit(3))
+}
+
+enum Valid {
+    Forward(ValidFwd),
+    Backward(ValidBwd),
+}
+
+impl Valid {
+    fn of(case: &Case) -> Self {
+        match &case.body {
+            Body::Backward(backward) => Self::Backward(backward.problem.clone().validate().unwrap()),
+            _ => Self::Forward(case.problem().unwrap().clone().validate().unwrap()),
+        }
+    }
+
+    /// The steps of its plan, none of them without code; `None` where it is refused.
+    fn plan(&self, device: &Device, options: &PlanOptions) -> Result<Option<Vec<String>>, Error> {
+        let codes = match self {
+            Self::Forward(problem) => device.plan_fwd(problem, options).map(|plan| codes(plan.steps())),
+            Self::Backward(problem) => device.plan_bwd(problem, options).map(|plan| codes(plan.steps())),
+        };
+        match codes {
+            Ok(codes) => Ok(Some(codes)),
+            Err(Error::Unsupported { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn codes(steps: &[fmha_core::Step]) -> Vec<String> {
+    steps.iter().map(|step| format!("{}: {}", step.kernel, step.explain.code)).collect()
+}
+
+fn of_case(case: &Case, options: &PlanOptions) -> PlanOptions {
+    match &case.body {
+        Body::Backward(backward) => backward.options(options),
+        _ => options.clone(),
+    }
+}
+
+/// Whether the architecture's kernels can be compiled here; says so if not.
+fn has_compiler(arch: &str, device: &Device) -> bool {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 1,
+        seqlen_k: 1,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 16,
+        head_dim_v: 16,
+    };
+    let problem = FwdProblem::batch(fmha_core::DType::F16, dims).validate().unwrap();
+    let compiler = device.precompiler().unwrap();
+    let slow = PlanOptions::default().kernel("simt");
+    let job: KernelJob = compiler.jobs(AnyProblem::Forward(&problem), &slow).unwrap().remove(0);
+    match compiler.precompile(&job) {
+        Ok(_) => true,
+        Err(error) => {
+            println!("absent: {arch}: {error}");
+            false
+        }
+    }
+}
+
+/// Plans `case` for an architecture; whether it is taken, or what went wrong.
+fn plans(arch: &str, device: &Device, case: &Case, options: &PlanOptions) -> Result<bool, String> {
+    let wrong = |error: Error| format!("{arch} {} {options:?}: {error}", case.name);
+    match Valid::of(case).plan(device, &of_case(case, options)).map_err(wrong)? {
+        None => Ok(false),
+        Some(codes) => match codes.iter().find(|code| code.contains(": none")) {
+            Some(code) => Err(format!("{arch} {}: {code}", case.name)),
+            None => Ok(true),
+        },
+    }
+}
+
+/// Cases of a seed whose plans compile, and what went wrong of the others.
+fn compile_all(seed: &str, count: usize) -> (usize, Vec<String>) {
+    let cases = format!("{seed}:{count}").parse::<Drawn>().unwrap().cases();
+    let devices: Vec<_> = ARCHS
+        .iter()
+        .map(|&arch| (arch, pretend(arch)))
+        .filter(|(arch, device)| has_compiler(arch, device))
+        .collect();
+    let found: Vec<_> = cases
+        .par_iter()
+        .enumerate()
+        .filter_map(|(index, case)| {
+            let (arch, device) = devices.get(index % ARCHS.len().min(devices.len().max(1)))?;
+            Some(plans(arch, device, case, &options(index / ARCHS.len())))
+        })
+        .collect();
+    let taken = found.iter().filter(|found| **found == Ok(true)).count();
+    (taken, found.into_iter().filter_map(Result::err).collect())
+}
+
+#[test]
+fn a_call_that_a_plan_takes_reaches_no_compilers_error() {
+    let cases = format!("{SEED}:200").parse::<Drawn>().unwrap().cases();
+    for (at, arch) in ARCHS.into_iter().enumerate() {
+        let device = pretend(arch);
+        if !has_compiler(arch, &device) {
+            continue;
+        }
+        // Each architecture has the first of its own cases that it takes.
+        let own = cases.iter().enumerate().skip(at).step_by(ARCHS.len());
+        let mut taken = own.map(|(index, case)| {
+            (
+                &case.name,
+                plans(arch, &device, case, &options(index)).unwrap_or_else(|wrong| panic!("{wrong}")),
+            )
+        });
+        let (name, _) = taken.find(|(_, taken)| *taken).unwrap();
+        println!("{arch}: {name} compiles");
+    }
+}
+
+/// `FMHA_DRAWN_PLANS` is how many, or SEED:COUNT.
+#[test]
+#[ignore = "hundreds of kernels are compiled: cargo xtask test --all"]
+fn no_call_of_many_that_a_plan_takes_reaches_a_compilers_error() {
+    let wanted = std::env::var("FMHA_DRAWN_PLANS").unwrap_or_else(|_| "300".to_owned());
+    let (seed, count) = wanted.split_once(':').unwrap_or((SEED, &wanted));
+    let (taken, wrong) = compile_all(seed, count.parse().unwrap());
+    println!("{taken} plans of {count} drawn calls compile");
+    assert!(wrong.is_empty(), "{} do not compile:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// A spill makes ptxas serialise the products of this backward: it is slower, not wrong, and the plan says so.
+#[test]
+fn a_kernel_that_spills_is_planned_and_says_that_it_loses_speed() {
+    let device = pretend("sm_90a");
+    if !has_compiler("sm_90a", &device) {
+        return;
+    }
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 512,
+        seqlen_k: 512,
+        num_heads_q: 8,
+        num_heads_kv: 2,
+        head_dim_qk: 160,
+        head_dim_v: 160,
+    };
+    let mut fwd =
+        FwdProblem::batch(fmha_core::DType::Bf16, dims).mask("b:100,0".parse().unwrap()).write_lse(true);
+    fwd.dropout.p_drop = 0.1;
+    let problem = BwdProblem::new(fwd).validate().unwrap();
+    let plan = device.plan_bwd(&problem, &PlanOptions::default().deterministic(true)).unwrap();
+    assert_eq!(plan.kernel(), "sm90");
+    let said: Vec<_> = plan.steps().iter().map(|step| step.explain.remarks.as_str()).collect();
+    assert!(said.iter().any(|remark| remark.contains("Performance Loss")), "{plan}");
+    assert!(plan.to_string().contains("Performance Loss"), "{plan}");
+}
