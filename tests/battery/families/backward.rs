@@ -423,7 +423,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let planted = vec![(Operand::Q, [0, 2, 1, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/last_column/bf16/{of}/b");
         push(name, dims(150, 140), DType::Bf16, "b", false, planted);
-        // A dO of queries that see no key reaches dV alone: their delta is 0, so that dK stays finite.
+        // A NaN in dO of queries that see no key, which a P of 0 multiplies in the sums of dV and dK.
         for mask in ["b", "b:60,3,2"] {
             let planted =
                 vec![(Operand::Dout, [0, 2, 1, 7], f64::NAN), (Operand::Dout, [0, 5, 0, 1], f64::NAN)];
