@@ -160,6 +160,7 @@ fn mutants(target: &Target) -> Vec<Fault> {
                     case: String::new(),
                     others: Vec::new(),
                     found_as: None,
+                    also: Vec::new(),
                     environment: target.environment.clone(),
                     sound_is_known: true,
                 });

@@ -106,6 +106,8 @@ pub enum Plant {
         /// Of the sinks.
         sink: Option<f64>,
     },
+    /// The last key of every sequence outweighs all others: its score lies some 9 above theirs for every query, and its V is 3 where it lies apart.
+    LastKeys,
     /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
     FarBelow {
         /// The first such key.

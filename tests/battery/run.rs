@@ -2,6 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use fmha_core::seq::KvRows;
 use fmha_core::tune::TileOptions;
 use fmha_core::{BwdPlan, Device, Error, MemorySpace, PlanOptions, Result, Shape};
 use serde::Serialize;
@@ -272,6 +273,7 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
                 }
             }
         }
+        Plant::LastKeys => last_keys(host)?,
         Plant::FarBelow { begin, end, key } => {
             for span in spans {
                 for (i, head) in
@@ -286,6 +288,36 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
                 }
             }
         }
+    }
+    Ok(())
+}
+
+/// The first element of each Q is 4, and of each sequence's last key so large that its score lies `ABOVE` the others'; its V is 3.
+fn last_keys(host: &mut HostFwd) -> Result<()> {
+    const ABOVE: f64 = 9.0;
+    let (problem, dims) = (host.problem.clone(), host.problem.dims);
+    let key = ABOVE / (4.0 * f64::from(problem.resolved_softmax_scale()));
+    let seq = host.inputs().seq;
+    let rows = KvRows::of(&problem, &seq)?;
+    let last: Vec<(u32, u32)> = host
+        .spans
+        .iter()
+        .filter(|span| span.seqlen_k > 0)
+        .map(|span| rows.at(span, span.seqlen_k - 1))
+        .collect();
+    for span in host.spans.clone() {
+        for (i, head) in (0..span.seqlen_q).flat_map(|i| (0..dims.num_heads_q).map(move |head| (i, head))) {
+            host.operands.expect_mut(Operand::Q).set([span.q_batch, span.q_row + i, head, 0], 4.0);
+        }
+    }
+    for ((batch, row), head) in last.iter().flat_map(|&at| (0..dims.num_heads_kv).map(move |head| (at, head)))
+    {
+        if !problem.cache.v_in_k {
+            for d in 0..dims.head_dim_v {
+                host.operands.expect_mut(Operand::V).set([batch, row, head, d], 3.0);
+            }
+        }
+        host.operands.expect_mut(Operand::K).set([batch, row, head, 0], key);
     }
     Ok(())
 }

@@ -39,6 +39,9 @@ pub(crate) struct Fault {
     /// Further cases with their tiles, each tried where none before has a kernel that the fault changes.
     #[serde(default)]
     pub(crate) others: Vec<(String, Option<String>)>,
+    /// Further cases that each find it too, so that it is not one case's luck.
+    #[serde(default)]
+    pub(crate) also: Vec<String>,
     /// A part of what is said, where the emulator has a name for it.
     pub(crate) found_as: Option<String>,
     #[serde(default)]

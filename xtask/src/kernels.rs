@@ -13,6 +13,9 @@ pub(crate) enum Mode {
     HappensBefore,
     /// Clusters run piece by piece in an order that a seed decides, another with each launch: so tiles are claimed by others.
     DrawnOrder,
+    /// As soon as it is issued, but what is unwritten holds finite garbage in place of a NaN, which rows that are computed again
+    /// would hide, and so does what a `cp.async` brings until it is waited for.
+    Garbage,
     /// Asynchronous work takes effect as late as a seed decides, another with each launch.
     Late,
 }
@@ -364,6 +367,27 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..AMPERE
     },
+    // Finite garbage in place of NaN: copies that nobody waits for, registers that nobody has written.
+    Row {
+        mode: Mode::Garbage,
+        in_test: Cases { filter: "^backward/(hidden/bf16/d64/b|head_dim/bf16/d64)$", deal: 1 },
+        in_all: Cases { filter: "^(backward|decode|edges|heads|rare)/.*bf16", deal: 1 },
+        kernel: None,
+        ..AMPERE
+    },
+    Row {
+        kernel: None,
+        mode: Mode::Garbage,
+        in_test: Cases { filter: "^decode/(last_keys|tables_apart)/bf16/latent/q1/p(7|16/0)$", deal: 1 },
+        in_all: Cases { filter: "^(backward|decode|edges|heads|rare)/.*bf16", deal: 1 },
+        ..HOPPER
+    },
+    Row {
+        mode: Mode::Garbage,
+        in_test: Cases { filter: "^backward/hidden/bf16/d64/b$", deal: 1 },
+        in_all: Cases { filter: "^(backward|decode|edges|heads|rare)/.*bf16", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
     // dQ summed in memory, which the model leaves to longer rows than the battery's.
     Row {
         tile: Some("one_pass=1"),
@@ -382,7 +406,10 @@ pub(crate) const ROWS: &[Row] = &[
             filter: "^decode/(latent/bf16/s(1x130|2x330)|wide/bf16/d(576x512|64x384)|wide_fp8/e4m3fn/bf16/.*s1x(130|460))/",
             deal: 1,
         },
-        in_all: Cases { filter: "^decode/(latent|wide|wide_fp8|v_in_k/.*d576x512)/.*b?f16", deal: 1 },
+        in_all: Cases {
+            filter: "^decode/(latent|wide|wide_fp8|v_in_k/.*d576x512|(last_keys|tables_apart)/b?f16/latent)/",
+            deal: 1,
+        },
         ..HOPPER_WALKING
     },
     Row {
@@ -447,7 +474,7 @@ pub(crate) const ROWS: &[Row] = &[
         kernel: Some("cdna_decode"),
         in_test: Cases {
             filter: "^decode/(append/bf16/new4/q4/(p5|strided)|fp8_cache/e4m3fnuz/bf16/descale_head|long/bf16/s3x1024|\
-                tree/random/bf16)",
+                tree/random/bf16|last_keys/bf16/(d64|latent)/q1/p16|many_parts/bf16/k9100/q1|tables_apart/bf16/d64/q1/p7)",
             deal: 1,
         },
         in_all: NONE,
@@ -576,6 +603,7 @@ impl Row {
             Mode::HappensBefore => Some("happens-before"),
             Mode::DrawnOrder => Some("drawn order"),
             Mode::Late => Some("late"),
+            Mode::Garbage => Some("garbage"),
         };
         [Some(self.backend), Some(self.arch), self.kernel, self.tile, mode]
             .into_iter()
@@ -609,6 +637,7 @@ impl Row {
             Mode::HappensBefore => environment.push(("FMHA_EMULATE_MODE".to_owned(), "hb".to_owned())),
             Mode::DrawnOrder => environment.push(("FMHA_EMULATE_ORDER".to_owned(), "1".to_owned())),
             Mode::Late => environment.push(("FMHA_EMULATE_MODE".to_owned(), "late:1".to_owned())),
+            Mode::Garbage => environment.push(("FMHA_EMULATE_GARBAGE".to_owned(), "1".to_owned())),
         }
         if let Some(count) = self.multiprocessors {
             environment.push(("FMHA_EMULATE_SMS".to_owned(), count.to_string()));

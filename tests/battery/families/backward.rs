@@ -448,6 +448,13 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let planted = vec![(Operand::Q, [0, 2, 1, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/last_column/bf16/{of}/b");
         push(name, dims(150, 140), DType::Bf16, "b", false, planted);
+        // A NaN in dO of queries that see no key, which a P of 0 multiplies in the sums of dV and dK.
+        for mask in ["b", "b:60,3,2"] {
+            let planted =
+                vec![(Operand::Dout, [0, 2, 1, 7], f64::NAN), (Operand::Dout, [0, 5, 0, 1], f64::NAN)];
+            let name = format!("backward/hidden/dout_alone/bf16/{of}/{mask}");
+            push(name, dims(150, 140), DType::Bf16, mask, false, planted);
+        }
         // Queries behind the number of keys that a hidden key reaches.
         let planted = vec![(Operand::K, [0, 95, 0, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/more_queries/bf16/{of}/b");

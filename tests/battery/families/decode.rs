@@ -35,6 +35,9 @@ pub(crate) fn cases() -> Vec<Case> {
     modified(&mut cases);
     long(&mut cases);
     split(&mut cases);
+    last_keys(&mut cases);
+    many_parts(&mut cases);
+    tables_apart(&mut cases);
     laws(&mut cases);
     cases
 }
@@ -665,6 +668,93 @@ fn split(cases: &mut Vec<Case>) {
                     (problem, lengths) = in_pages(problem, page_size, lengths, &name);
                 }
                 push(cases, name, problem, lengths);
+            }
+        }
+    }
+}
+
+/// Rows of K and V that each decode kernel takes: narrow ones, and wide ones with V in K.
+const ROWS_OF_DECODE: [(&str, u32, u32); 2] = [("d64", 64, 64), ("latent", 576, 512)];
+
+fn of_decode(dtype: DType, sizes: Dims, row: (&str, u32, u32), mask: &str) -> FwdProblem {
+    let (_, head_dim_qk, head_dim_v) = row;
+    let mut problem = masked(dtype, Dims { head_dim_qk, head_dim_v, ..sizes }, mask);
+    if head_dim_qk != head_dim_v {
+        (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+    }
+    problem.layout.seqused_k = true;
+    problem
+}
+
+/// The last block of the keys after several whole ones, of 1 key, of 31, and of all but one of blocks of 32, 64 and 128: the last
+/// key outweighs all others together, so that one that is left out shows.
+fn last_keys(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for row in ROWS_OF_DECODE {
+            for (at, tails) in [[1, 31, 32], [63, 127, 95]].into_iter().enumerate() {
+                for (seqlen_q, page_size) in [(1, None), (1, Some(16)), (3, Some(64))] {
+                    let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                    let name = format!("decode/last_keys/{dtype}/{}/q{seqlen_q}/{layout}/{at}", row.0);
+                    let seqused_k: Vec<i32> = tails.iter().map(|tail| 384 + tail).collect();
+                    let sizes = dims(seqlen_q, 384 + 128, (4, 1), 0);
+                    let mut problem = of_decode(dtype, sizes, row, "0");
+                    let mut lengths = Lengths { seqused_k, ..Lengths::default() };
+                    if let Some(page_size) = page_size {
+                        let v_in_k = problem.cache.v_in_k;
+                        (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                        if v_in_k {
+                            problem.strides.v = problem.strides.k;
+                        }
+                    }
+                    let data = data(&name);
+                    let plant = Plant::LastKeys;
+                    let body = Body::Forward(Box::new(Forward { problem, lengths, data, plant }));
+                    cases.push(Case { name, body });
+                }
+            }
+        }
+    }
+}
+
+/// Caches of more parts than a wave of a merging launch reads at a time: 32 and 64, and twice so many.
+fn many_parts(cases: &mut Vec<Case>) {
+    for dtype in [DType::F16, DType::Bf16] {
+        for (seqlen_k, mask) in [(2600, "0"), (4500, "b"), (9100, "0"), (17000, "b")] {
+            for seqlen_q in [1, 2] {
+                let name = format!("decode/many_parts/{dtype}/k{seqlen_k}/q{seqlen_q}/{mask}");
+                let sizes = Dims { batch: 2, ..dims(seqlen_q, seqlen_k, (2, 1), 32) };
+                let mut problem = masked(dtype, sizes, mask);
+                problem.layout.seqused_k = true;
+                let most = seqlen_k.cast_signed();
+                let lengths = Lengths { seqused_k: vec![most, most / 2 + 7], ..Lengths::default() };
+                let data = data(&name);
+                // The last parts outweigh the first ones.
+                let plant = Plant::LastKeys;
+                let body = Body::Forward(Box::new(Forward { problem, lengths, data, plant }));
+                cases.push(Case { name, body });
+            }
+        }
+    }
+}
+
+/// Block tables of which no entry is another's, of sequences of several blocks and unlike lengths: one entry taken for its
+/// neighbour, or for another sequence's, shows in every row.
+fn tables_apart(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for row in ROWS_OF_DECODE {
+            for page_size in [1, 7, 16, 48] {
+                for seqlen_q in [1, 3] {
+                    let name = format!("decode/tables_apart/{dtype}/{}/q{seqlen_q}/p{page_size}", row.0);
+                    let problem = of_decode(dtype, dims(seqlen_q, 420, (4, 1), 0), row, "b");
+                    let seqused_k = vec![420, 133, 270];
+                    let v_in_k = problem.cache.v_in_k;
+                    let (mut problem, lengths) =
+                        in_pages(problem, page_size, Lengths { seqused_k, ..Lengths::default() }, &name);
+                    if v_in_k {
+                        problem.strides.v = problem.strides.k;
+                    }
+                    push(cases, name, problem, lengths);
+                }
             }
         }
     }

@@ -1,17 +1,19 @@
-//! Cases that a seed decides, beside the battery's: problems over the contract (but parts of a larger call, merging and laws), from one row to several blocks and tiles, for a device that is to be tried for as long as one likes.
+//! Cases that a seed decides, beside the battery's: problems over the contract (but parts of a larger call, merging and
+//! laws), from one row to several blocks and tiles, for a device that is to be tried for as long as one likes.
+
+mod lay;
 
 use std::fmt;
 use std::str::FromStr;
 
 use fmha_core::{
-    Append, CacheUse, DType, Descale, Dims, FwdProblem, KvLayout, ProblemError, QLayout, Rotary, RotaryPairs,
-    Strides,
+    Append, CacheUse, DType, Descale, Dims, FwdProblem, ProblemError, Rotary, RotaryPairs, Strides,
 };
 
 use super::backward::random_options;
 use super::decode::in_pages;
 use super::edges::masked;
-use super::recipe::{INITS, bias, fp8_scales, layouts, random_levels, recipe};
+use super::recipe::{INITS, fp8_scales, random_levels, recipe};
 use crate::case::{Backward, Body, Case, seed_of};
 use crate::init::{Init, mix};
 use crate::tensors::{Data, Lengths};
@@ -165,40 +167,12 @@ impl Draw {
             problem.dropout.p_drop = 0.05 + 0.9 * self.fraction();
             problem.dropout.write_keep_mask = self.one_in(4);
         }
-        let (kind, layout) =
-            (if self.one_in(3) { self.of([2, 3, 4, 5, 6]) } else { 0 }, self.of([0, 0, 0, 2]));
-        bias(kind, layout, problem);
+        self.bias(problem);
     }
 
     fn dtype(&mut self) -> DType {
         use DType::{Bf16, E4m3Fn, E4m3Fnuz, E5m2, F16};
         self.of([F16, F16, F16, Bf16, Bf16, Bf16, Bf16, E4m3Fn, E4m3Fn, E5m2, E4m3Fnuz])
-    }
-
-    /// A batch, whole or used in part, or packed sequences, some of them empty.
-    fn sequences(&mut self, problem: &mut FwdProblem) -> Lengths {
-        let Dims { batch, seqlen_q, seqlen_k, .. } = problem.dims;
-        let short = |draw: &mut Self, most: u32| match draw.below(6) {
-            0 => 0,
-            1 | 2 => most,
-            _ => draw.length(most),
-        };
-        match self.below(4) {
-            0 | 1 => Lengths::default(),
-            2 => {
-                (problem.layout.seqused_q, problem.layout.seqused_k) = (self.one_in(2), true);
-                let mut used =
-                    |most| (0..batch).map(|_| short(self, most).cast_signed()).collect::<Vec<i32>>();
-                Lengths { seqused_q: used(seqlen_q), seqused_k: used(seqlen_k), ..Lengths::default() }
-            }
-            // Strides of one row do not say where a second one would lie, which a packed problem may have.
-            _ if seqlen_q.min(seqlen_k) < 2 => Lengths::default(),
-            _ => {
-                (problem.layout.q, problem.layout.kv) = (QLayout::Packed, KvLayout::Packed);
-                let rest = (1..batch).map(|_| (short(self, seqlen_q), short(self, seqlen_k)));
-                Lengths::packed(&std::iter::once((seqlen_q, seqlen_k)).chain(rest).collect::<Vec<_>>())
-            }
-        }
     }
 
     fn data(&mut self, problem: &FwdProblem, backward: bool) -> Data {
@@ -225,8 +199,7 @@ impl Draw {
         let mut problem = masked(dtype, dims, &mask);
         problem.write_lse = !self.one_in(3);
         let lengths = self.sequences(&mut problem);
-        let (layout, columns) = (self.of([0, 0, 0, 1, 1, 2, 3]), usize::from(self.one_in(6)));
-        layouts(layout, columns, lengths.totals, &mut problem);
+        self.layouts(lengths.totals, &mut problem);
         if dtype.is_fp8() {
             problem.dtypes.v = self.of([dtype, dtype, DType::F16, DType::Bf16]);
             fp8_scales(self.of([Descale::None, Descale::PerTensor, Descale::PerKvHead]), &mut problem);
@@ -249,7 +222,8 @@ impl Draw {
         (fwd.dtypes.o, fwd.scales.scale_o) =
             (if fwd.dtypes.o.is_fp8() { DType::Bf16 } else { fwd.dtypes.o }, false);
         let data = self.data(&fwd, true);
-        let (problem, deterministic) = random_options(fwd, lengths.totals, self.word());
+        let (mut problem, deterministic) = random_options(fwd, lengths.totals, self.word());
+        self.layouts_of_gradients(lengths.totals, &mut problem);
         let body = Backward { problem, lengths, data, deterministic, planted: Vec::new() };
         Case { name: format!("{name}/backward/{label}"), body: Body::Backward(Box::new(body)) }
     }
@@ -294,13 +268,7 @@ impl Draw {
         let most = dims.seqlen_k - new;
         let seqused_k = (0..dims.batch).map(|_| self.below(most + 1).cast_signed()).collect();
         let mut lengths = Lengths { seqused_k, ..Lengths::default() };
-        // Strides of one row do not say where a second one would lie, which a packed problem may have.
-        if dims.seqlen_q > 1 && self.one_in(6) {
-            let rows = (0..dims.batch).map(|at| (if at == 0 { dims.seqlen_q } else { self.below(3) }, 0));
-            let packed = Lengths::packed(&rows.collect::<Vec<_>>());
-            problem.layout.q = QLayout::Packed;
-            (lengths.totals.total_q, lengths.cu_seqlens_q) = (packed.totals.total_q, packed.cu_seqlens_q);
-        }
+        self.queries_of_a_cache(&mut problem, &mut lengths);
         if tree {
             let rows = lengths.totals.total_q.unwrap_or(dims.batch * dims.seqlen_q);
             let words = rows * problem.tree_mask_words();
@@ -316,6 +284,9 @@ impl Draw {
         }
         if v_in_k {
             (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        }
+        if lengths.totals.total_q.is_some() {
+            self.rows_of_queries(lengths.totals, &mut problem);
         }
         if self.one_in(4) && dims.head_dim_qk >= 2 {
             let dim = 2 * (1 + self.below(dims.head_dim_qk / 2));

@@ -26,6 +26,8 @@ pub struct Options {
     pub sequential: bool,
     /// Run workgroups likewise, but in an order that this seed draws.
     pub order: Option<u64>,
+    /// LDS and private memory begin with finite garbage that this seed decides; `None`: with NaN.
+    pub garbage: Option<u64>,
     /// Instructions that one wave may execute before it counts as hung.
     pub limit: u64,
 }
@@ -33,7 +35,14 @@ pub struct Options {
 impl Default for Options {
     /// All checks, no profile, all cores, ten thousand million instructions a wave.
     fn default() -> Self {
-        Self { checks: Checks::ALL, profile: false, sequential: false, order: None, limit: 10_000_000_000 }
+        Self {
+            checks: Checks::ALL,
+            profile: false,
+            sequential: false,
+            order: None,
+            garbage: None,
+            limit: 10_000_000_000,
+        }
     }
 }
 
@@ -315,7 +324,7 @@ impl Run<'_> {
         while room.waves.len() < count {
             room.waves.push(Wave::new());
         }
-        room.lds.reset(self.lds_bytes, options.checks, self.grain);
+        room.lds.reset(self.lds_bytes, options.checks, self.grain, options.garbage);
         for w in 0..count {
             self.start(&mut room.waves[w], w as u32, id, items)?;
         }
@@ -406,6 +415,11 @@ impl Run<'_> {
         wave.scratch_bytes = self.info.scratch_bytes;
         wave.scratch.clear();
         wave.scratch.resize(self.info.scratch_bytes as usize * LANES, 0xff);
+        if let Some(seed) = self.device.options.garbage {
+            for (at, bytes) in wave.scratch.chunks_exact_mut(4).enumerate() {
+                bytes.copy_from_slice(&crate::garbage::word(seed, at as u64).to_le_bytes());
+            }
+        }
         wave.scratch_defined.clear();
         wave.scratch_defined.resize(wave.scratch.len(), false);
         salu::set_mode(wave, descriptor.rsrc1 >> 12 & 0xff).map_err(|stop| self.fault(*stop, wave, id))?;

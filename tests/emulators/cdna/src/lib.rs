@@ -27,6 +27,7 @@ mod decode;
 mod elf;
 mod error;
 mod exec;
+mod garbage;
 mod inst;
 mod launch;
 mod line;

@@ -70,6 +70,9 @@ pub struct Options {
     /// Happens-before: accesses to tensor memory need the waits and fences of `tcgen05` that the ISA asks for. Off for
     /// published programs that leave some out.
     pub strict_tensor_memory: bool,
+    /// Registers begin with finite garbage that this seed decides, and so do the bytes that a `cp.async` is to write until it is
+    /// waited for. `None`: registers with a NaN, and copies are done when they are issued.
+    pub garbage: Option<u64>,
 }
 
 impl Default for Options {
@@ -86,6 +89,7 @@ impl Default for Options {
             cluster_order: None,
             row_shift: RowShift::default(),
             strict_tensor_memory: true,
+            garbage: None,
         }
     }
 }

@@ -19,6 +19,7 @@ mod decode;
 mod exec;
 mod fault;
 mod fp;
+mod garbage;
 mod hb;
 mod launch;
 mod lex;

@@ -66,6 +66,7 @@ static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
         checks,
         sequential: std::env::var_os("FMHA_EMULATE_SEQUENTIAL").is_some(),
         order: std::env::var("FMHA_EMULATE_ORDER").ok().map(|seed| seed.trim().parse().unwrap_or(1)),
+        garbage: std::env::var("FMHA_EMULATE_GARBAGE").ok().map(|seed| seed.trim().parse().unwrap_or(1)),
         ..Options::default()
     };
     let mut devices = Vec::new();

@@ -57,14 +57,19 @@ impl Lds {
         }
     }
 
-    /// Prepares for a workgroup: everything unwritten, NaN in every format.
-    pub(crate) fn reset(&mut self, bytes: u32, which: Checks, grain: u32) {
+    /// Prepares for a workgroup: everything unwritten, NaN in every format or garbage of a seed.
+    pub(crate) fn reset(&mut self, bytes: u32, which: Checks, grain: u32, garbage: Option<u64>) {
         self.bytes = bytes;
         self.which = which;
         self.grain = grain;
         self.epoch = 1;
         self.words.clear();
         self.words.resize(bytes.div_ceil(4) as usize, u32::MAX);
+        if let Some(seed) = garbage {
+            for (at, word) in self.words.iter_mut().enumerate() {
+                *word = crate::garbage::word(seed, at as u64);
+            }
+        }
         self.writers.clear();
         self.readers.clear();
         if which.any() {

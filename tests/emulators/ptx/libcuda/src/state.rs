@@ -220,6 +220,8 @@ impl State {
         options.strict_tensor_memory = options.check_barriers_at_exit;
         options.cluster_order =
             std::env::var("FMHA_EMULATE_ORDER").ok().map(|seed| seed.trim().parse().unwrap_or(1));
+        options.garbage =
+            std::env::var("FMHA_EMULATE_GARBAGE").ok().map(|seed| seed.trim().parse().unwrap_or(1));
         let mode = std::env::var("FMHA_EMULATE_MODE").unwrap_or_default();
         if mode == "hb" {
             options.happens_before = true;

@@ -3,7 +3,7 @@
 use super::cluster::{Cluster, Step};
 use super::ldst::{Target, bank_waves};
 use super::tensor::TensorMap;
-use super::warp::{Wait, Warp, lanes};
+use super::warp::{PendingCopy, Wait, Warp, lanes};
 use super::{Exec, fault};
 use crate::ast::Space;
 use crate::fault::{Fault, FaultKind};
@@ -72,6 +72,15 @@ impl Cluster {
                     let (cta, at) = self.own_target(warp, to)?;
                     let shared = &mut self.blocks[cta as usize].shared;
                     shared.check(at, n as u32, n as u32, "cp.async destination")?;
+                    if let Some(seed) = self.launch.options.garbage {
+                        let epoch = warp.asynchrony.copy_epoch + 1;
+                        let copy = PendingCopy { epoch, cta, at, bytes: n as u32, data };
+                        warp.asynchrony.copies.push_back(copy);
+                        for (word, data) in data.chunks_exact_mut(4).enumerate() {
+                            let garbage = crate::garbage::word(seed, u64::from(at) + 4 * word as u64);
+                            data.copy_from_slice(&garbage.to_le_bytes());
+                        }
+                    }
                     shared.get_mut(at, n as u32).copy_from_slice(&data[..n as usize]);
                     if let Some(t) = &mut self.tracker {
                         t.copy_write(warp, cta, at, n as u32, lane)?;
@@ -97,6 +106,7 @@ impl Cluster {
                 while a.copy_groups.len() > n as usize {
                     a.copy_done = a.copy_groups.pop_front().unwrap_or(a.copy_done);
                 }
+                self.land_copies(warp, warp.asynchrony.copy_done);
                 if let Some(t) = &mut self.tracker {
                     t.copies_done(warp);
                 }
@@ -104,6 +114,16 @@ impl Cluster {
             _ => {}
         }
         Ok(())
+    }
+
+    /// Writes what copies up to `epoch` bring, where garbage stood in their place.
+    pub(super) fn land_copies(&mut self, warp: &mut Warp, epoch: u32) {
+        let copies = &mut warp.asynchrony.copies;
+        while copies.front().is_some_and(|copy| copy.epoch <= epoch) {
+            let Some(copy) = copies.pop_front() else { break };
+            let to = self.blocks[copy.cta as usize].shared.get_mut(copy.at, copy.bytes);
+            to.copy_from_slice(&copy.data[..copy.bytes as usize]);
+        }
     }
 
     /// The tensor map that a generic or parameter address names.

@@ -139,7 +139,7 @@ impl Cluster {
             for w in 0..num_warps {
                 let count = (threads - w * 32).min(32);
                 let mask = if count == 32 { u32::MAX } else { (1 << count) - 1 };
-                let mut warp = Warp::new(program, rank, w, mask);
+                let mut warp = Warp::new(program, rank, w, mask, launch.options.garbage);
                 warp.max_registers = launch.registers;
                 warp.after_grids = if config.dependent { 0 } else { u32::MAX };
                 fill_specials(&mut warp, launch, index, block, offset, rank);

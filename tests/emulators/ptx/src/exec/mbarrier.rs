@@ -90,6 +90,8 @@ impl Cluster {
         self.events += 1;
         if matches!(mbar.op, MbarOp::CpAsyncArrive { .. }) {
             warp.asynchrony.copy_epoch += 1;
+            // The barrier's arrival is at once, so the copies that it announces are there.
+            self.land_copies(warp, warp.asynchrony.copy_epoch);
         }
         for lane in lanes(active) {
             let (cta, at) = self.mbarrier_target(warp, mbar, inst, lane)?;

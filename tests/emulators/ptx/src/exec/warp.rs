@@ -73,6 +73,17 @@ pub(crate) struct Warp {
     pub(crate) queue: VecDeque<super::wgmma::Queued>,
 }
 
+/// Sixteen bytes or fewer on their way to shared memory.
+#[derive(Debug)]
+pub(crate) struct PendingCopy {
+    /// Value of the warp's `copy_epoch` that its group ends with.
+    pub(crate) epoch: u32,
+    pub(crate) cta: u32,
+    pub(crate) at: u32,
+    pub(crate) bytes: u32,
+    pub(crate) data: [u8; 16],
+}
+
 /// Groups of asynchronous operations that a warp has open.
 #[derive(Debug, Default)]
 pub(crate) struct Asynchrony {
@@ -95,6 +106,8 @@ pub(crate) struct Asynchrony {
     pub(crate) copy_epoch: u32,
     pub(crate) copy_groups: VecDeque<u32>,
     pub(crate) copy_done: u32,
+    /// Copies that nobody has waited for, where garbage stands in their place meanwhile.
+    pub(crate) copies: VecDeque<PendingCopy>,
     /// Generation of the cluster barrier at the last arrival.
     pub(crate) cluster_generation: Option<u64>,
 }
@@ -114,12 +127,22 @@ impl Warp {
     }
 
     /// A warp at its first instruction, constants in place, everything else poisoned.
-    pub(crate) fn new(program: &Arc<Program>, cta: u32, index: u32, lanes: u32) -> Self {
+    pub(crate) fn new(
+        program: &Arc<Program>,
+        cta: u32,
+        index: u32,
+        lanes: u32,
+        garbage: Option<u64>,
+    ) -> Self {
+        let poison = |row: usize| {
+            garbage.map_or(POISON, |seed| crate::garbage::word(seed, u64::from(index) << 32 | row as u64))
+        };
+        let wide = |row: usize| u64::from(poison(row)) << 32 | u64::from(poison(row));
         let mut warp = Self {
             cta,
             index,
-            w: vec![[POISON; 32]; program.words as usize],
-            d: vec![[u64::from(POISON) << 32 | u64::from(POISON); 32]; program.doubles as usize],
+            w: (0..program.words as usize).map(|row| [poison(row); 32]).collect(),
+            d: (0..program.doubles as usize).map(|row| [wide(row); 32]).collect(),
             p: vec![0; program.preds as usize],
             live: lanes,
             groups: vec![Group { pc: 0, mask: lanes, token: None, waits: None }],
