@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 
-use mailbox::Gone;
+use mailbox::{Gone, Peer};
 
 use super::{Exchange, Group, Parcel};
 use crate::agree::Fields;
@@ -31,6 +31,8 @@ pub(super) enum Frame {
     Left,
     /// Its connection broke without a farewell.
     Died,
+    /// What it sent is no frame, so nothing more is read of it.
+    Garbled,
 }
 
 /// Carries frames to other ranks.
@@ -186,8 +188,8 @@ impl Group for Host {
 
     fn failure(&self) -> Option<Error> {
         let state = self.mailbox.lock();
-        let died = || (0..).zip(&state.peers).find(|(_, peer)| peer.gone == Some(Gone::Died));
-        state.failure.clone().or_else(|| died().map(|(rank, _)| Gone::Died.error(rank)))
+        let lost = |(rank, peer): (u32, &Peer)| Some(peer.gone.filter(|how| *how != Gone::Left)?.error(rank));
+        state.failure.clone().or_else(|| (0..).zip(&state.peers).find_map(lost))
     }
 
     fn fail(&self, error: Error) -> Error {
