@@ -367,8 +367,8 @@ typedef struct FmhaJoin {
   // How many there are; 0 without an address.
   int64_t size;
   // Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
-  // every rank of this host sees; null: RANK, WORLD_SIZE, MASTER_ADDR and the port above MASTER_PORT, as
-  // torchrun sets them.
+  // every rank of this host sees and its owner alone reads; null: RANK, WORLD_SIZE, MASTER_ADDR and the port
+  // above MASTER_PORT, as torchrun sets them.
   const char *address;
   // Seconds that a rank may be late, when it joins and at every later step; 0: 60.
   double timeout_seconds;
@@ -378,6 +378,12 @@ typedef struct FmhaJoin {
   void *nccl_comm;
   // Host memory: the path of NCCL or RCCL; null: where the system finds it.
   const char *nccl_library;
+  // Host memory: what all ranks of the job know and nobody else does, at least 16 bytes; null: that of the
+  // environment, FMHA_DIST_SECRET. Without one rank 0 listens on the loopback alone, or meets by a file.
+  const char *secret;
+  // Host memory: the address of this host, without a port, at which this rank listens; null: that of the
+  // environment, FMHA_DIST_LISTEN, or else the address by which it reaches rank 0.
+  const char *listen;
   // FMHA_HOST or FMHA_NCCL.
   int32_t space;
   // 0.

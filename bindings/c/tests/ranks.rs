@@ -7,9 +7,10 @@ use std::path::Path;
 use std::ptr::{null, null_mut};
 
 use fmha_c::{
-    FMHA_CONTIGUOUS, FMHA_F32, FMHA_NCCL, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaCall, FmhaDistPlan, FmhaGroup,
-    FmhaJoin, FmhaOptions, FmhaRanks, FmhaRun, FmhaTensor, fmha_dist_drop, fmha_dist_fail, fmha_dist_join,
-    fmha_dist_leave, fmha_dist_plan, fmha_dist_plan_text, fmha_dist_rows, fmha_dist_run, fmha_last_error,
+    FMHA_CONTIGUOUS, FMHA_F32, FMHA_NCCL, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaCall, FmhaDistPlan, FmhaGradients,
+    FmhaGroup, FmhaJoin, FmhaOptions, FmhaRanks, FmhaRun, FmhaTensor, fmha_dist_drop, fmha_dist_fail,
+    fmha_dist_join, fmha_dist_leave, fmha_dist_plan, fmha_dist_plan_text, fmha_dist_rows, fmha_dist_run,
+    fmha_last_error,
 };
 
 // SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
@@ -216,6 +217,44 @@ fn a_rank_that_gives_up_says_why_and_nobody_waits_for_it() {
     });
 }
 
+/// Ranks of a secret each, and what they are told.
+fn meet(address: &CStr, secrets: [&CStr; 2]) -> [Result<(), String>; 2] {
+    let meet = |rank: i64, secret: &CStr| {
+        let join = FmhaJoin {
+            struct_bytes: size_of::<FmhaJoin>() as u64,
+            rank,
+            size: 2,
+            address: address.as_ptr(),
+            secret: secret.as_ptr(),
+            listen: c"127.0.0.1".as_ptr(),
+            timeout_seconds: 1.0,
+            ..NO_JOIN
+        };
+        let mut group = null_mut();
+        // SAFETY: the struct is as the header says, and the group is ours.
+        unsafe {
+            let code = fmha_dist_join(&raw const join, &raw mut group);
+            fmha_dist_leave(group);
+            if code == 0 { Ok(()) } else { Err(last_error()) }
+        }
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| meet(1, secrets[1]));
+        [meet(0, secrets[0]), other.join().unwrap()]
+    })
+}
+
+#[test]
+fn ranks_meet_by_one_secret_and_by_no_two() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let address = CString::new(free.to_string()).unwrap();
+    let (one, other) = (c"a secret of the job, A", c"a secret of the job, B");
+    assert_eq!(meet(&address, [one, one]), [Ok(()), Ok(())]);
+    let [root, member] = meet(&address, [one, other]).map(Result::unwrap_err);
+    assert!(root.contains("rank 1, group: ") && root.contains("does not know the secret"), "{root}");
+    assert!(member.contains("rank 0, secret: ") && member.contains("FMHA_DIST_SECRET"), "{member}");
+}
+
 #[test]
 fn a_join_that_is_wrong_is_refused_by_its_field() {
     let good = FmhaJoin {
@@ -235,6 +274,12 @@ fn a_join_that_is_wrong_is_refused_by_its_field() {
         (FmhaJoin { nccl_library: c"x".as_ptr(), ..good }, "nccl_library"),
         (FmhaJoin { space: FMHA_NCCL, nccl_library: c"/no/such.so".as_ptr(), ..good }, "rank 0, nccl: "),
         (FmhaJoin { address: null(), ..good }, "address is null"),
+        (FmhaJoin { secret: c"too short".as_ptr(), ..good }, "secret: the secret has 9 bytes"),
+        (FmhaJoin { listen: c"eth0".as_ptr(), ..good }, "listen `eth0` is no address"),
+        (
+            FmhaJoin { address: c"0.0.0.0:0".as_ptr(), ..good },
+            "rank 0, secret: 0.0.0.0:0 is not on the loopback",
+        ),
     ] {
         let mut group = null_mut();
         // SAFETY: the struct's strings are C strings.
