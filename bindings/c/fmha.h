@@ -569,7 +569,8 @@ int fmha_dist_rows(int32_t partition,
 // Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those
 // of one device that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows,
 // num_heads_q, head_dim], K and V likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis,
-// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. Paged,
+// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. What has
+// no elements may be null: a rank without queries takes LSE and a bias as the other ranks have them. Paged,
 // appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 // Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
 //

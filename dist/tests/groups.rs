@@ -136,6 +136,46 @@ fn a_field_of_the_problem_that_differs_on_one_rank_is_named_on_every_rank() {
     }
 }
 
+/// Rank 3 has no queries, and says of LSE and of the bias that the others know.
+#[test]
+fn a_rank_without_queries_takes_lse_and_a_bias_as_the_others_have_them() {
+    let queries = Partition::new(48, vec![vec![0..16], vec![16..40], vec![40..48], vec![]]).unwrap();
+    let dense = |broadcast| {
+        let strides = fmha::Strides { batch: 0, seq: 48, head: 48 * 48, dim: 1 };
+        Bias::Elementwise(fmha::ElementwiseBias { dtype: DType::F32, broadcast, strides })
+    };
+    for (bias, write_lse) in [
+        (Bias::None, true),
+        (Bias::None, false),
+        (dense(fmha::BiasBroadcast::OneHead), true),
+        (dense(fmha::BiasBroadcast::OneOne), false),
+    ] {
+        let whole = FwdProblem::batch(DType::Bf16, dims()).bias(bias).write_lse(write_lse);
+        let right = Problem::new(whole, queries.clone()).keys(Partition::zig_zag(48, 4));
+        let plan = |open: bool, wrong: bool| {
+            support::on_ranks(4, support::TIMEOUT, |group| {
+                let mut mine = right.clone();
+                match group.rank() {
+                    3 if open => {
+                        mine.whole.write_lse = !write_lse;
+                        mine.whole.score.bias = Bias::None;
+                        mine = mine.as_others(true, true);
+                    }
+                    3 => mine.whole.write_lse = !write_lse,
+                    1 if wrong => mine.whole.score.softcap = Some(2.0),
+                    _ => {}
+                }
+                FwdPlan::new(&mine, group, &support::device(), &Options::default())
+                    .map(|plan| vec![plan.choice().to_string().into_bytes()])
+            })
+        };
+        let said = plan(true, false).into_iter().map(Result::unwrap).collect::<Vec<_>>();
+        assert!(said.iter().all(|choice| *choice == said[0]), "{said:?}");
+        all_say(plan(false, false), 3, "write_lse", "");
+        all_say(plan(true, true), 1, "softcap", "");
+    }
+}
+
 #[test]
 fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
     let (gather, problem) = (Options::default().scheme(Scheme::Gather), problem(4));
