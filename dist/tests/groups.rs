@@ -311,6 +311,33 @@ fn a_rank_that_is_late_is_named_on_every_rank_within_the_timeout() {
     }
 }
 
+/// Each of its messages is in time, and the call is not.
+#[test]
+fn a_rank_that_is_late_by_a_bit_at_each_step_is_named_when_the_call_has_waited_too_long() {
+    let problem = problem(4);
+    let host = host(&problem);
+    let start = Instant::now();
+    let results = support::on_ranks(4, SHORT, |group| {
+        let slow = group.rank() == 2;
+        let group = if slow { support::Slow::by(SHORT * 2 / 5, group) } else { group };
+        support::forward_rank(&host, &problem, group, &ring(), 1)
+    });
+    assert!(start.elapsed() < 5 * SHORT, "{:?}", start.elapsed());
+    all_say(results, 2, "exchange", "rank 2 is late");
+}
+
+/// Ranks come to a share one after another: none is late by itself, and the last one is.
+#[test]
+fn all_ranks_of_a_share_are_waited_for_no_longer_than_one() {
+    let start = Instant::now();
+    let results = support::on_ranks(4, SHORT, |group| {
+        std::thread::sleep(SHORT * 3 / 5 * group.rank());
+        group.share(&[]).map(|_| Vec::new())
+    });
+    assert!(start.elapsed() < 4 * SHORT, "{:?}", start.elapsed());
+    all_say(results, 2, "exchange", "rank 2 is late");
+}
+
 /// In a ring each rank waits for the one before, which waits for the one before that: the first of them is to blame.
 #[test]
 fn the_rank_that_all_wait_for_in_the_end_is_the_late_one() {

@@ -95,11 +95,17 @@ impl Planned {
         stream: &Stream,
     ) -> Result<()> {
         let brought = self.brought(score);
-        if brought.is_empty() {
-            self.group.begins(&self.says)?;
+        let begun = if brought.is_empty() {
+            self.group.begins(&self.says)
         } else {
-            self.group.begins(&self.says.iter().cloned().chain(brought).collect())?;
-        }
+            self.group.begins(&self.says.iter().cloned().chain(brought).collect())
+        };
+        let ran = begun.and_then(|()| self.run_begun(call, score, stream));
+        self.group.ends();
+        ran
+    }
+
+    fn run_begun(&mut self, call: Result<Call<'_>>, score: ScoreArgs<'_>, stream: &Stream) -> Result<()> {
         let call = self.check_score(&score).and(call).map_err(|error| self.group.fail(error))?;
         if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
             return Err(self.group.fail(error));

@@ -162,7 +162,7 @@ impl<'a> Meeting<'a> {
                 in_hearing -= 1;
                 match heard {
                     Heard::Rank(hello, talk, listens) => {
-                        self.seat(seats, key, &expected, &hello, talk, listens)?
+                        self.seat(seats, key, &expected, &hello, talk, listens)?;
                     }
                     Heard::Stranger(rank, from) => stranger = Some((rank, from)),
                     Heard::Nothing => {}

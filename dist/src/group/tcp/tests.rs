@@ -246,10 +246,11 @@ fn recorded(to: SocketAddr) -> (SocketAddr, JoinHandle<Vec<u8>>) {
         let (mut said, mut bytes) = (Vec::new(), [0; 4096]);
         while let Ok(count @ 1..) = client.read(&mut bytes) {
             said.extend_from_slice(&bytes[..count]);
-            server.write_all(&bytes[..count]).unwrap();
+            let _ = server.write_all(&bytes[..count]);
         }
         let _ = server.shutdown(std::net::Shutdown::Both);
-        answers.join().unwrap().unwrap();
+        // How the connection ended plays no part.
+        let _ = answers.join();
         said
     });
     (address, records)
