@@ -104,6 +104,22 @@ fn words_of_the_environment_are_refused_by_name_and_text() {
 }
 
 #[test]
+fn the_environment_fills_what_the_caller_left_out() {
+    let words = |secret: Option<&str>, listen: Option<&str>, rank: Rendezvous| {
+        rank.with_words(secret.map(|secret| secret.as_bytes().to_owned()), listen.map(str::to_owned))
+    };
+    let plain = || Rendezvous::at("127.0.0.1:1", 3, 4);
+    let full = || plain().secret("a secret of the caller").listen(Ipv4Addr::LOCALHOST.into());
+    assert_eq!(words(None, None, plain()), Ok(plain()));
+    assert_eq!(words(Some("another secret"), Some("::1"), full()), Ok(full()));
+    let filled = plain().secret("another secret").listen("::1".parse().unwrap());
+    assert_eq!(words(Some("another secret"), Some("::1"), plain()), Ok(filled));
+    let error = words(None, Some("eth0"), plain()).unwrap_err();
+    assert_eq!((error.rank, &*error.field), (3, "FMHA_DIST_LISTEN"));
+    assert!(error.text.contains("`eth0`"), "{error}");
+}
+
+#[test]
 fn a_group_of_too_many_ranks_is_refused_at_once() {
     let error = connect(&Rendezvous::at("127.0.0.1:1", 0, u32::MAX), LONG).err().unwrap();
     assert_eq!((&*error.field, &*error.text), ("size", "4294967295 ranks are more than 16384"));
@@ -294,6 +310,33 @@ fn a_rank_that_comes_twice_or_is_of_another_size_or_rank_is_named_on_every_rank(
     let root = join(with(0, 2), LONG);
     let _other = dial(address);
     serves([root, join(with(1, 2), LONG)]);
+}
+
+/// Ranks above 0 prove it to each other too.
+#[test]
+fn a_stranger_at_the_port_of_a_member_takes_no_seat() {
+    let address = free();
+    let with = |rank| at(address, rank, 3).secret(SECRET_A);
+    let key = key(SECRET_A);
+    let root = join(with(0), LONG);
+    let first = join(with(1), LONG);
+    // As rank 2 it hears from the root where rank 1 listens, and comes there by another secret first.
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let hello = Hello { rank: 2, size: 3, wants: 0, listens: listener.local_addr().unwrap() };
+    let talk = welcome(Talk::connect(dial(address), &hello, &key, after(LONG)).unwrap());
+    let Ok(Some(Letter::List(list))) = talk.receive(&key, 54, after(LONG)) else { panic!("no list") };
+    let there = super::proof::address_of_bytes(list[18..36].first_chunk().unwrap());
+    let to_first = Hello { wants: 1, ..hello };
+    for wrong in [self::key(SECRET_B), Key::new(None, &[])] {
+        let answer = Talk::connect(dial(there), &to_first, &wrong, after(LONG)).unwrap();
+        assert!(matches!(answer, Answer::OtherSecret));
+    }
+    // What was proved to rank 0 is none to rank 1.
+    let to_another = Hello { wants: 2, ..hello };
+    let answer = Talk::connect(dial(there), &to_another, &key, after(LONG)).unwrap();
+    assert!(matches!(answer, Answer::Refused(error) if (error.rank, &*error.field) == (2, "rank")));
+    says(&error(first), (2, "rank", "rank 2 looks for rank 2, and has come to rank 1"));
+    drop(root.join().unwrap().unwrap());
 }
 
 #[test]
