@@ -367,8 +367,8 @@ typedef struct FmhaJoin {
   // How many there are; 0 without an address.
   int64_t size;
   // Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
-  // every rank of this host sees; null: RANK, WORLD_SIZE, MASTER_ADDR and the port above MASTER_PORT, as
-  // torchrun sets them.
+  // every rank of this host sees and its owner alone reads; null: RANK, WORLD_SIZE, MASTER_ADDR and the port
+  // above MASTER_PORT, as torchrun sets them.
   const char *address;
   // Seconds that a rank may be late, when it joins and at every later step; 0: 60.
   double timeout_seconds;
@@ -378,6 +378,12 @@ typedef struct FmhaJoin {
   void *nccl_comm;
   // Host memory: the path of NCCL or RCCL; null: where the system finds it.
   const char *nccl_library;
+  // Host memory: what all ranks of the job know and nobody else does, at least 16 bytes; null: that of the
+  // environment, FMHA_DIST_SECRET. Without one rank 0 listens on the loopback alone, or meets by a file.
+  const char *secret;
+  // Host memory: the address of this host, without a port, at which this rank listens; null: that of the
+  // environment, FMHA_DIST_LISTEN, or else the address by which it reaches rank 0.
+  const char *listen;
   // FMHA_HOST or FMHA_NCCL.
   int32_t space;
   // 0.
@@ -563,7 +569,8 @@ int fmha_dist_rows(int32_t partition,
 // Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those
 // of one device that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows,
 // num_heads_q, head_dim], K and V likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis,
-// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. Paged,
+// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. What has
+// no elements may be null: a rank without queries takes LSE and a bias as the other ranks have them. Paged,
 // appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 // Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
 //

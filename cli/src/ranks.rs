@@ -162,7 +162,8 @@ impl RankArgs {
         let ranks = self.ranks.unwrap_or(1);
         let problem = self.problem(setup, ranks);
         let options = self.options(options)?;
-        let control = connect(&Rendezvous::file(folder.join("rendezvous"), rank, ranks), TIMEOUT)?;
+        let control =
+            connect(&Rendezvous::file(folder.join("rendezvous"), rank, ranks).with_env()?, TIMEOUT)?;
         let group: Arc<dyn Group> = match device.memory().space() {
             MemorySpace::Host => Arc::new(control),
             MemorySpace::Device => Arc::new(Nccl::new(control, None)?),

@@ -77,6 +77,18 @@ pub const EMULATOR_DIR: EnvVar = EnvVar {
     meaning: "folder of the emulators' driver libraries (default: the source tree's, built when asked for, or beside the program)",
 };
 
+/// What the ranks of a job know.
+pub const DIST_SECRET: EnvVar = EnvVar {
+    name: "FMHA_DIST_SECRET",
+    meaning: "secret that the ranks of a job prove to each other, at least 16 bytes, the same on all (default: none)",
+};
+
+/// Where a rank listens.
+pub const DIST_LISTEN: EnvVar = EnvVar {
+    name: "FMHA_DIST_LISTEN",
+    meaning: "address of this host at which a rank listens (default: that by which it reaches rank 0)",
+};
+
 /// How long the tests try random input.
 pub const FUZZ_SECONDS: EnvVar = EnvVar {
     name: "FMHA_FUZZ_SECONDS",
@@ -84,8 +96,20 @@ pub const FUZZ_SECONDS: EnvVar = EnvVar {
 };
 
 /// Every variable, in the order of the README's table.
-pub const ALL: &[EnvVar] =
-    &[NUM_THREADS, CPU_ISA, NVRTC, HIP_CLANG, CACHE_DIR, BUNDLE, DUMP, EMULATE, EMULATOR_DIR, FUZZ_SECONDS];
+pub const ALL: &[EnvVar] = &[
+    NUM_THREADS,
+    CPU_ISA,
+    NVRTC,
+    HIP_CLANG,
+    CACHE_DIR,
+    BUNDLE,
+    DUMP,
+    EMULATE,
+    EMULATOR_DIR,
+    DIST_SECRET,
+    DIST_LISTEN,
+    FUZZ_SECONDS,
+];
 
 #[cfg(test)]
 mod tests {

@@ -10,6 +10,9 @@ const SAYS: &str = "says";
 const IS_WRONG: &str = "is wrong";
 const RUNS: &str = "runs";
 
+/// What a rank says of a field that it takes as the others have it.
+pub(crate) const AS_OTHERS: &str = "?";
+
 /// What ranks say of a problem, by field.
 pub(crate) type Fields = [(String, String)];
 
@@ -127,6 +130,15 @@ pub(crate) fn out_of_turn(rank: u32, ranks: u32, planned: &Fields, said: &[(u32,
 /// # Errors
 /// The rank and the field, the same on every rank: one that is wrong, or that says something else than most do.
 pub(crate) fn agree(group: &dyn Group, mine: &Result<Vec<(String, String)>>) -> Result<()> {
+    agreed(group, mine).map(drop)
+}
+
+/// As [`agree`], where a rank may say [`AS_OTHERS`] of some fields. Gives none where no rank does; else all fields as the ranks say
+/// them that say anything, the same on every rank.
+pub(crate) fn agreed(
+    group: &dyn Group,
+    mine: &Result<Vec<(String, String)>>,
+) -> Result<Option<Vec<(String, String)>>> {
     let mine = Said { calls: group.calls(), fields: mine.clone() };
     let all = group.share(&mine.to_bytes())?;
     let mut said = Vec::new();
@@ -143,10 +155,32 @@ pub(crate) fn agree(group: &dyn Group, mine: &Result<Vec<(String, String)>>) -> 
             }
         }
     }
+    let settled = settled(&mut said);
     match disagreement(&said) {
-        None => Ok(()),
+        None => Ok(settled),
         Some(error) => Err(group.fail(error)),
     }
+}
+
+/// Puts the first answer of another rank where one says [`AS_OTHERS`]: all fields, where one did.
+fn settled(said: &mut [Said]) -> Option<Vec<(String, String)>> {
+    let mut settled = said.iter().find_map(|said| said.fields.clone().ok())?;
+    let mut is_open = false;
+    for (at, (field, text)) in settled.iter_mut().enumerate() {
+        let answers = || said.iter().filter_map(|said| said.fields.as_ref().ok()?.get(at));
+        is_open |= answers().any(|(known, text)| known == field && text == AS_OTHERS);
+        if let Some((_, answer)) = answers().find(|(known, text)| known == field && text != AS_OTHERS) {
+            text.clone_from(answer);
+        }
+    }
+    for fields in said.iter_mut().filter_map(|said| said.fields.as_mut().ok()) {
+        for ((field, text), (known, answer)) in fields.iter_mut().zip(&settled) {
+            if field == known && text == AS_OTHERS {
+                text.clone_from(answer);
+            }
+        }
+    }
+    is_open.then_some(settled)
 }
 
 /// Takes this rank's part in a plan that the others make, where it cannot make its own: on every rank

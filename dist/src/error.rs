@@ -32,6 +32,19 @@ impl Error {
         };
         Self::new(rank, field, error.to_string())
     }
+
+    /// As ranks send it to each other.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        format!("{}\0{}\0{}", self.rank, self.field, self.text).into_bytes()
+    }
+
+    /// What [`to_bytes`](Self::to_bytes) gave; none of other bytes.
+    pub(crate) fn of_bytes(bytes: &[u8]) -> Option<Self> {
+        let mut parts =
+            bytes.splitn(3, |&byte| byte == 0).map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+        let rank = parts.next()?.parse().ok()?;
+        Some(Self::new(rank, parts.next()?, parts.next()?))
+    }
 }
 
 /// The result of everything here that can fail.

@@ -136,6 +136,46 @@ fn a_field_of_the_problem_that_differs_on_one_rank_is_named_on_every_rank() {
     }
 }
 
+/// Rank 3 has no queries, and says of LSE and of the bias that the others know.
+#[test]
+fn a_rank_without_queries_takes_lse_and_a_bias_as_the_others_have_them() {
+    let queries = Partition::new(48, vec![vec![0..16], vec![16..40], vec![40..48], vec![]]).unwrap();
+    let dense = |broadcast| {
+        let strides = fmha::Strides { batch: 0, seq: 48, head: 48 * 48, dim: 1 };
+        Bias::Elementwise(fmha::ElementwiseBias { dtype: DType::F32, broadcast, strides })
+    };
+    for (bias, write_lse) in [
+        (Bias::None, true),
+        (Bias::None, false),
+        (dense(fmha::BiasBroadcast::OneHead), true),
+        (dense(fmha::BiasBroadcast::OneOne), false),
+    ] {
+        let whole = FwdProblem::batch(DType::Bf16, dims()).bias(bias).write_lse(write_lse);
+        let right = Problem::new(whole, queries.clone()).keys(Partition::zig_zag(48, 4));
+        let plan = |open: bool, wrong: bool| {
+            support::on_ranks(4, support::TIMEOUT, |group| {
+                let mut mine = right.clone();
+                match group.rank() {
+                    3 if open => {
+                        mine.whole.write_lse = !write_lse;
+                        mine.whole.score.bias = Bias::None;
+                        mine = mine.as_others(true, true);
+                    }
+                    3 => mine.whole.write_lse = !write_lse,
+                    1 if wrong => mine.whole.score.softcap = Some(2.0),
+                    _ => {}
+                }
+                FwdPlan::new(&mine, group, &support::device(), &Options::default())
+                    .map(|plan| vec![plan.choice().to_string().into_bytes()])
+            })
+        };
+        let said = plan(true, false).into_iter().map(Result::unwrap).collect::<Vec<_>>();
+        assert!(said.iter().all(|choice| *choice == said[0]), "{said:?}");
+        all_say(plan(false, false), 3, "write_lse", "");
+        all_say(plan(true, true), 1, "softcap", "");
+    }
+}
+
 #[test]
 fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
     let (gather, problem) = (Options::default().scheme(Scheme::Gather), problem(4));
@@ -269,6 +309,33 @@ fn a_rank_that_is_late_is_named_on_every_rank_within_the_timeout() {
         });
         all_say(results, late, "exchange", &format!("rank {late} is late: waited {} ms", SHORT.as_millis()));
     }
+}
+
+/// Each of its messages is in time, and the call is not.
+#[test]
+fn a_rank_that_is_late_by_a_bit_at_each_step_is_named_when_the_call_has_waited_too_long() {
+    let problem = problem(4);
+    let host = host(&problem);
+    let start = Instant::now();
+    let results = support::on_ranks(4, SHORT, |group| {
+        let slow = group.rank() == 2;
+        let group = if slow { support::Slow::by(SHORT * 2 / 5, group) } else { group };
+        support::forward_rank(&host, &problem, group, &ring(), 1)
+    });
+    assert!(start.elapsed() < 5 * SHORT, "{:?}", start.elapsed());
+    all_say(results, 2, "exchange", "rank 2 is late");
+}
+
+/// Ranks come to a share one after another: none is late by itself, and the last one is.
+#[test]
+fn all_ranks_of_a_share_are_waited_for_no_longer_than_one() {
+    let start = Instant::now();
+    let results = support::on_ranks(4, SHORT, |group| {
+        std::thread::sleep(SHORT * 3 / 5 * group.rank());
+        group.share(&[]).map(|_| Vec::new())
+    });
+    assert!(start.elapsed() < 4 * SHORT, "{:?}", start.elapsed());
+    all_say(results, 2, "exchange", "rank 2 is late");
 }
 
 /// In a ring each rank waits for the one before, which waits for the one before that: the first of them is to blame.

@@ -41,6 +41,20 @@ macro_rules! lattice {
 /// # Safety
 /// As [`Pointed::read`].
 pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCall) -> Result<()> {
+    // SAFETY: passed on.
+    unsafe { call_of_rows(planned, pointed, given, true) }
+}
+
+/// As [`call`], of a rank that has queries or, of a whole that has some, none.
+///
+/// # Safety
+/// As [`call`].
+pub(crate) unsafe fn call_of_rows(
+    planned: &FmhaCall,
+    pointed: &Pointed,
+    given: &FmhaCall,
+    has_own: bool,
+) -> Result<()> {
     // Every field is named here, and an unused one is an error: a field that is added is thought of.
     let FmhaCall {
         struct_bytes,
@@ -116,7 +130,8 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     presence!(planned, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
     presence!(planned, alibi_slopes, sink, descale_q, descale_k, descale_v, scale_o);
     // What has no elements may be null, and not null, in any run.
-    let (no_rows, no_scores) = (host::has_no_rows(given), host::has_no_scores(given));
+    let no_rows = !has_own || host::has_no_rows(given);
+    let no_scores = !has_own || host::has_no_scores(given);
     // Gradients always take LSE, whatever a plan of no rows had.
     if !no_rows && given.gradients.is_null() {
         presence!(planned, lse);

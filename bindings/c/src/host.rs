@@ -339,7 +339,7 @@ fn tile_options(text: &str) -> Result<Vec<(String, String)>, ProblemError> {
 
 /// # Safety
 /// `pointer` is null or a C string that outlives the call.
-unsafe fn c_str<'a>(pointer: *const c_char) -> Option<&'a CStr> {
+pub(crate) unsafe fn c_str<'a>(pointer: *const c_char) -> Option<&'a CStr> {
     // SAFETY: the caller promised a C string.
     (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) })
 }

@@ -42,8 +42,8 @@ pub struct FmhaJoin {
     /// How many there are; 0 without an address.
     pub size: i64,
     /// Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
-    /// every rank of this host sees; null: RANK, WORLD_SIZE, MASTER_ADDR and the port above MASTER_PORT, as
-    /// torchrun sets them.
+    /// every rank of this host sees and its owner alone reads; null: RANK, WORLD_SIZE, MASTER_ADDR and the port
+    /// above MASTER_PORT, as torchrun sets them.
     pub address: *const c_char,
     /// Seconds that a rank may be late, when it joins and at every later step; 0: 60.
     pub timeout_seconds: f64,
@@ -53,6 +53,12 @@ pub struct FmhaJoin {
     pub nccl_comm: *mut c_void,
     /// Host memory: the path of NCCL or RCCL; null: where the system finds it.
     pub nccl_library: *const c_char,
+    /// Host memory: what all ranks of the job know and nobody else does, at least 16 bytes; null: that of the
+    /// environment, FMHA_DIST_SECRET. Without one rank 0 listens on the loopback alone, or meets by a file.
+    pub secret: *const c_char,
+    /// Host memory: the address of this host, without a port, at which this rank listens; null: that of the
+    /// environment, FMHA_DIST_LISTEN, or else the address by which it reaches rank 0.
+    pub listen: *const c_char,
     /// FMHA_HOST or FMHA_NCCL.
     pub space: i32,
     /// 0.
@@ -176,12 +182,20 @@ unsafe fn joined(join: &FmhaJoin) -> Text<Arc<dyn Group>> {
     struct_bytes::<FmhaJoin>(join.struct_bytes).map_err(said)?;
     let (rank, ranks) = (size("rank", join.rank).map_err(said)?, size("size", join.size).map_err(said)?);
     // SAFETY: the caller promised C strings.
-    let (address, library) = unsafe {
+    let (address, library, secret, listen) = unsafe {
         (
             text("address", join.address).map_err(said)?,
             text("nccl_library", join.nccl_library).map_err(said)?.map(Path::new),
+            host::c_str(join.secret),
+            text("listen", join.listen).map_err(said)?,
         )
     };
+    let listen = listen.map(|listen| {
+        listen.parse().map_err(|error| {
+            said(ProblemError::new("listen", format!("listen `{listen}` is no address of a host: {error}")))
+        })
+    });
+    let listen = listen.transpose()?;
     let seconds = join.timeout_seconds;
     if !(0.0..=1e6).contains(&seconds) {
         return Err(said(ProblemError::new(
@@ -204,7 +218,7 @@ unsafe fn joined(join: &FmhaJoin) -> Text<Arc<dyn Group>> {
         return Err(said(ProblemError::new("nccl_comm", text)));
     }
     let timeout = Duration::from_secs_f64(if seconds == 0.0 { 60.0 } else { seconds });
-    let meeting = match address {
+    let mut meeting = match address {
         None if (rank, ranks) != (0, 0) => {
             let text = format!("address is null (0), but rank {rank} of size {ranks} are given");
             return Err(said(ProblemError::new("address", text)));
@@ -215,6 +229,13 @@ unsafe fn joined(join: &FmhaJoin) -> Text<Arc<dyn Group>> {
             None => Rendezvous::at(address, rank, ranks),
         },
     };
+    if let Some(secret) = secret {
+        meeting = meeting.secret(secret.to_bytes());
+    }
+    if let Some(address) = listen {
+        meeting = meeting.listen(address);
+    }
+    let meeting = meeting.with_env().map_err(|error| error.to_string())?;
     let control = fmha_dist::connect(&meeting, timeout).map_err(|error| error.to_string())?;
     if !nccl {
         return Ok(Arc::new(control));
@@ -309,7 +330,8 @@ pub unsafe extern "C" fn fmha_dist_rows(
 /// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those
 /// of one device that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows,
 /// num_heads_q, head_dim], K and V likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis,
-/// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. Paged,
+/// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. What has
+/// no elements may be null: a rank without queries takes LSE and a bias as the other ranks have them. Paged,
 /// appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 /// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
 ///
@@ -395,7 +417,7 @@ impl FmhaDistPlan {
         // SAFETY: passed on.
         let checked =
             call.ok_or_else(|| refused("call", "call is null (0)".to_owned())).and_then(|call| unsafe {
-                agree::call(&self.call, &self.pointed, call)?;
+                agree::call_of_rows(&self.call, &self.pointed, call, self.own.dims.seqlen_q > 0)?;
                 Ok(call)
             });
         let call = checked.map_err(told)?;

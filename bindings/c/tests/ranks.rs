@@ -7,9 +7,10 @@ use std::path::Path;
 use std::ptr::{null, null_mut};
 
 use fmha_c::{
-    FMHA_CONTIGUOUS, FMHA_F32, FMHA_NCCL, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaCall, FmhaDistPlan, FmhaGroup,
-    FmhaJoin, FmhaOptions, FmhaRanks, FmhaRun, FmhaTensor, fmha_dist_drop, fmha_dist_fail, fmha_dist_join,
-    fmha_dist_leave, fmha_dist_plan, fmha_dist_plan_text, fmha_dist_rows, fmha_dist_run, fmha_last_error,
+    FMHA_CONTIGUOUS, FMHA_F32, FMHA_NCCL, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaCall, FmhaDistPlan, FmhaGradients,
+    FmhaGroup, FmhaJoin, FmhaOptions, FmhaRanks, FmhaRun, FmhaTensor, fmha_dist_drop, fmha_dist_fail,
+    fmha_dist_join, fmha_dist_leave, fmha_dist_plan, fmha_dist_plan_text, fmha_dist_rows, fmha_dist_run,
+    fmha_last_error,
 };
 
 // SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
@@ -20,6 +21,8 @@ const NO_RANKS: FmhaRanks = unsafe { std::mem::zeroed() };
 const NO_JOIN: FmhaJoin = unsafe { std::mem::zeroed() };
 // SAFETY: as above.
 const NO_OPTIONS: FmhaOptions = unsafe { std::mem::zeroed() };
+// SAFETY: as above.
+const NO_GRADIENTS: FmhaGradients = unsafe { std::mem::zeroed() };
 
 const ROWS: i64 = 5;
 const DIM: i64 = 8;
@@ -136,6 +139,115 @@ fn ranks_see_each_others_keys() {
     assert!(whole.into_iter().all(|told| told.unwrap().iter().all(|o| (o - 1.0).abs() < 1e-5)));
 }
 
+/// Rank 1 has keys and no query: what has no elements is null there, LSE, the bias and gradients too.
+#[test]
+fn a_rank_without_queries_gives_null_where_it_has_nothing() {
+    for scheme in [None, Some(c"gather"), Some(c"ring")] {
+        for (bias, backward) in [(false, false), (true, false), (false, true), (true, true)] {
+            let folder = tempfile::tempdir().unwrap();
+            let run = |rank: i64| without_queries(folder.path(), rank, scheme, bias, backward);
+            std::thread::scope(|scope| {
+                let other = scope.spawn(|| run(1));
+                let (own, other) = (run(0), other.join().unwrap());
+                assert_eq!((&own, &other), (&Ok(()), &Ok(())), "bias {bias}, backward {backward}");
+            });
+        }
+    }
+}
+
+/// Five queries of rank 0 over ten keys of equal scores, five of value 0.5 and five of value 1.5.
+fn without_queries(
+    folder: &Path,
+    rank: i64,
+    scheme: Option<&CStr>,
+    has_bias: bool,
+    backward: bool,
+) -> Result<(), String> {
+    let group = join(folder, rank);
+    let has_rows = rank == 0;
+    let mut rows = [0.5f32; (ROWS * DIM) as usize];
+    let (mut k, mut v, mut o) = (rows, rows.map(|v| v + rank as f32), [1.0f32; (ROWS * DIM) as usize]);
+    let mut lse = [0f32; ROWS as usize];
+    let mut bias = [0f32; (ROWS * 2 * ROWS) as usize];
+    let (mut dout, mut dq, mut dk, mut dv) = (rows, [9f32; 40], [9f32; 40], [9f32; 40]);
+    let of_queries = |data: &mut [f32]| {
+        if has_rows { tensor(data) } else { FmhaTensor { data: null_mut(), ..tensor(data) } }
+    };
+    let mut call = FmhaCall {
+        struct_bytes: size_of::<FmhaCall>() as u64,
+        batch: 1,
+        seqlen_q: ROWS,
+        seqlen_k: 2 * ROWS,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: DIM,
+        head_dim_v: DIM,
+        q: of_queries(&mut rows),
+        k: tensor(&mut k),
+        v: tensor(&mut v),
+        o: of_queries(&mut o),
+        lse: if has_rows { lse.as_mut_ptr() } else { null_mut() },
+        dtype_qk: FMHA_F32,
+        dtype_v: FMHA_F32,
+        dtype_o: FMHA_F32,
+        ..NO_CALL
+    };
+    if has_bias {
+        let strides =
+            FmhaTensor { seqlen_stride: 2 * ROWS, batch_stride: 0, head_stride: 0, ..tensor(&mut bias) };
+        call.bias = if has_rows { strides } else { FmhaTensor { data: null_mut(), ..strides } };
+        call.dtype_bias = FMHA_F32;
+    }
+    let runs = [FmhaRun { rank: 0, begin: 0, end: ROWS }];
+    let ranks = FmhaRanks {
+        struct_bytes: size_of::<FmhaRanks>() as u64,
+        own_rows_q: if has_rows { ROWS } else { 0 },
+        own_rows_k: ROWS,
+        partition_q: FMHA_RUNS,
+        runs_q: runs.as_ptr(),
+        num_runs_q: 1,
+        partition_k: FMHA_CONTIGUOUS,
+        scheme: scheme.map_or(null(), CStr::as_ptr),
+        ..NO_RANKS
+    };
+    let options =
+        FmhaOptions { struct_bytes: size_of::<FmhaOptions>() as u64, backend: c"cpu".as_ptr(), ..NO_OPTIONS };
+    let gradients = FmhaGradients {
+        struct_bytes: size_of::<FmhaGradients>() as u64,
+        dout: of_queries(&mut dout),
+        dq: of_queries(&mut dq),
+        dk: tensor(&mut dk),
+        dv: tensor(&mut dv),
+        dtype_grad: FMHA_F32,
+        ..NO_GRADIENTS
+    };
+    // LSE of ten equal scores.
+    lse.fill(0.25 * DIM as f32 / (DIM as f32).sqrt() + 10f32.ln());
+    if backward {
+        call.gradients = &raw const gradients;
+    }
+    let mut plan = null_mut();
+    // SAFETY: the structs are as the header says.
+    unsafe {
+        let mut code =
+            fmha_dist_plan(&raw const call, &raw const ranks, &raw const options, group, &raw mut plan);
+        if code == 0 {
+            code = fmha_dist_run(plan, &raw const call);
+        }
+        let told = if code == 0 { Ok(()) } else { Err(last_error()) };
+        fmha_dist_drop(plan);
+        fmha_dist_leave(group);
+        told?;
+    }
+    if backward {
+        // Each key's value has a tenth of dO of five queries.
+        assert!(dv.iter().all(|dv| (dv - 0.25).abs() < 1e-5), "rank {rank}: {dv:?}");
+    } else if has_rows {
+        assert!(o.iter().all(|o| (o - 1.0).abs() < 1e-5), "{o:?}");
+    }
+    Ok(())
+}
+
 #[test]
 fn what_is_wrong_on_one_rank_both_are_told_with_the_rank_and_the_field() {
     let cases: [(Change, &str, &str); 8] = [
@@ -216,6 +328,44 @@ fn a_rank_that_gives_up_says_why_and_nobody_waits_for_it() {
     });
 }
 
+/// Ranks of a secret each, and what they are told.
+fn meet(address: &CStr, secrets: [&CStr; 2]) -> [Result<(), String>; 2] {
+    let meet = |rank: i64, secret: &CStr| {
+        let join = FmhaJoin {
+            struct_bytes: size_of::<FmhaJoin>() as u64,
+            rank,
+            size: 2,
+            address: address.as_ptr(),
+            secret: secret.as_ptr(),
+            listen: c"127.0.0.1".as_ptr(),
+            timeout_seconds: 1.0,
+            ..NO_JOIN
+        };
+        let mut group = null_mut();
+        // SAFETY: the struct is as the header says, and the group is ours.
+        unsafe {
+            let code = fmha_dist_join(&raw const join, &raw mut group);
+            fmha_dist_leave(group);
+            if code == 0 { Ok(()) } else { Err(last_error()) }
+        }
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| meet(1, secrets[1]));
+        [meet(0, secrets[0]), other.join().unwrap()]
+    })
+}
+
+#[test]
+fn ranks_meet_by_one_secret_and_by_no_two() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let address = CString::new(free.to_string()).unwrap();
+    let (one, other) = (c"a secret of the job, A", c"a secret of the job, B");
+    assert_eq!(meet(&address, [one, one]), [Ok(()), Ok(())]);
+    let [root, member] = meet(&address, [one, other]).map(Result::unwrap_err);
+    assert!(root.contains("rank 1, group: ") && root.contains("does not know the secret"), "{root}");
+    assert!(member.contains("rank 0, secret: ") && member.contains("FMHA_DIST_SECRET"), "{member}");
+}
+
 #[test]
 fn a_join_that_is_wrong_is_refused_by_its_field() {
     let good = FmhaJoin {
@@ -235,6 +385,12 @@ fn a_join_that_is_wrong_is_refused_by_its_field() {
         (FmhaJoin { nccl_library: c"x".as_ptr(), ..good }, "nccl_library"),
         (FmhaJoin { space: FMHA_NCCL, nccl_library: c"/no/such.so".as_ptr(), ..good }, "rank 0, nccl: "),
         (FmhaJoin { address: null(), ..good }, "address is null"),
+        (FmhaJoin { secret: c"too short".as_ptr(), ..good }, "secret: the secret has 9 bytes"),
+        (FmhaJoin { listen: c"eth0".as_ptr(), ..good }, "listen `eth0` is no address"),
+        (
+            FmhaJoin { address: c"0.0.0.0:0".as_ptr(), ..good },
+            "rank 0, secret: 0.0.0.0:0 is not on the loopback",
+        ),
     ] {
         let mut group = null_mut();
         // SAFETY: the struct's strings are C strings.

@@ -113,6 +113,8 @@ class FmhaJoin(Structure):
         ("timeout_seconds", c_double),
         ("nccl_comm", c_void_p),
         ("nccl_library", c_char_p),
+        ("secret", c_char_p),
+        ("listen", c_char_p),
         ("space", c_int32),
         ("reserved", c_int32),
     ]

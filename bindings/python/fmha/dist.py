@@ -2,7 +2,8 @@
 
 Every rank calls :func:`attention` with its own rows, at the same place of its program. Positions are those of the
 whole sequence for mask, ALiBi and dropout, and the result is that of one device. On GPUs keys and values go over the
-group's own NCCL communicator; on the CPU over TCP connections between the ranks, which meet by way of the group.
+group's own NCCL communicator; on the CPU over TCP connections between the ranks, which meet by way of the group
+and prove to each other a secret that its first rank draws, or that of FMHA_DIST_SECRET.
 What goes wrong on one rank is an exception on all of them, which names the rank and the field.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import socket
 import threading
 import weakref
@@ -48,8 +50,9 @@ class _Joined:
         join = _c.new(_c.FmhaJoin)
         join.rank, join.size, join.timeout_seconds = self.rank, self.size, _TIMEOUT
         handle = ctypes.c_void_p()
-        with _meeting(group, self.rank) as address, _current(device):
+        with _meeting(group, self.rank) as (address, secret), _current(device):
             join.address = address.encode()
+            join.secret = None if secret is None else secret.encode()
             if device.type == "cuda":
                 join.space, join.nccl_comm = _NCCL, _communicator(group, device)
             _c.check(_c.library.fmha_dist_join(ctypes.byref(join), ctypes.byref(handle)))
@@ -105,8 +108,9 @@ def leave(group: Group = None) -> None:
 
 
 @contextlib.contextmanager
-def _meeting(group: Any, rank: int) -> Iterator[str]:
-    """Where rank 0 of the group listens. The port is held until the library has it: a socket that is bound and does
+def _meeting(group: Any, rank: int) -> Iterator[Tuple[str, Optional[str]]]:
+    """Where rank 0 of the group listens, and a secret that it draws for this meeting and broadcasts over the group;
+    ``None`` where the environment has one, FMHA_DIST_SECRET, which every rank then reads there. The port is held until the library has it: a socket that is bound and does
     not listen keeps others from it, and lets one that reuses addresses listen there."""
     with socket.socket() as held:
         said: List[Any] = [None]
@@ -114,11 +118,12 @@ def _meeting(group: Any, rank: int) -> Iterator[str]:
             try:
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 held.bind((_host(), 0))
-                said = ["{}:{}".format(*held.getsockname())]
+                drawn = None if os.environ.get("FMHA_DIST_SECRET") else secrets.token_hex(16)
+                said = [("{}:{}".format(*held.getsockname()), drawn)]
             except OSError as error:
                 said = [error]
         _torch_dist.broadcast_object_list(said, src=_torch_dist.get_global_rank(group, 0), group=group)
-        if not isinstance(said[0], str):
+        if not isinstance(said[0], tuple):
             raise _native.FmhaError(f"rank 0, group: no address to listen at: {said[0]}")
         yield said[0]
 

@@ -45,7 +45,8 @@ def case(name, partition="zig_zag", partition_k=None, tolerance=1e-4, sq=24, sk=
     def mine(x, partition, axis=rows_axis):
         if isinstance(partition, str):
             return ranks.shard(x, axis, partition=partition)
-        return torch.cat([x.narrow(axis, a, b - a) for a, b in partition[dist.get_rank()]], axis)
+        runs = [x.narrow(axis, a, b - a) for a, b in partition[dist.get_rank()]]
+        return torch.cat(runs or [x.narrow(axis, 0, 0)], axis)
 
     one = dict(given)
     if cu:
@@ -82,6 +83,21 @@ def case(name, partition="zig_zag", partition_k=None, tolerance=1e-4, sq=24, sk=
             assert off <= tolerance, f"{name}: {what} is off by {off}"
 
 
+def biased(name, sq, scheme, sk=10):
+    """A bias of this rank's queries, of which some ranks have none, forward and backward, and without LSE."""
+    generator = torch.Generator().manual_seed(sq)
+    q, k, v = (torch.randn(2, rows, 2, 8, generator=generator) for rows in (sq, sk, sk))
+    bias = torch.randn(1, 2, sq, sk, generator=generator)
+    dout = torch.randn(2, sq, 2, 8, generator=generator)
+    wanted = attend(fmha.attention, (q, k, v, None), dout, bias=bias)
+    own = [ranks.shard(q), ranks.shard(k), ranks.shard(v), None]
+    got = attend(
+        ranks.attention, own, ranks.shard(dout), bias=ranks.shard(bias, 2), seqlen_q=sq, seqlen_k=sk, scheme=scheme
+    )
+    for what, a, b, dim in zip(("o", "lse", "dq", "dk", "dv"), got, wanted, (1, 2, 1, 1, 1)):
+        torch.testing.assert_close(a, ranks.shard(b, dim), atol=1e-4, rtol=1e-4, msg=lambda m: f"{name}: {what}: {m}")
+
+
 def cases(size):
     case("causal, grouped heads", causal=True)
     case("all keys, plan kept", mask=None)
@@ -95,6 +111,19 @@ def cases(size):
     case("ulysses", heads=(8, 4), causal=True, over=dict(scheme="ulysses"))
     runs = [[(2 * r, 2 * r + 2), (2 * size + 3 * r, 2 * size + 3 * r + 3)] for r in range(size)]
     case("runs of one's own", sq=5 * size, partition=runs, causal=True)
+    for sq in (1, size - 1):
+        for scheme in ("gather", "ring", "ulysses", None):
+            heads = (8, 4) if scheme == "ulysses" else (4, 2)
+            case(f"{sq} queries, {scheme}", sq=sq, sk=9, causal=True, heads=heads, over=dict(scheme=scheme))
+            case(f"{sq} rows, {scheme}", sq=sq, causal=True, sinks=True, heads=heads, over=dict(scheme=scheme))
+    case("few packed rows", sq=2, cu=[0, 1, 2], causal=True)
+    case("few keys", sq=24, sk=1, mask=None)
+    case("a split cache of a key", sq=1, sk=1, partition="replicated", partition_k="contiguous", mask=None)
+    few = [[(0, 5)]] + [[] for _ in range(size - 1)]
+    case("one rank has all queries", sq=5, sk=12, partition=few, partition_k="zig_zag", causal=True)
+    for scheme in ("gather", "ring", None):
+        biased("a bias of few queries", 1, scheme)
+        biased("a bias of more", size + 1, scheme)
     case("a split cache", sq=1, sk=33, partition="replicated", partition_k="contiguous", mask="b:-1,0")
 
 

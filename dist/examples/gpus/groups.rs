@@ -45,6 +45,10 @@ impl Group for Marked {
         self.group.begins(planned)
     }
 
+    fn ends(&self) {
+        self.group.ends();
+    }
+
     fn calls(&self) -> u64 {
         self.group.calls()
     }

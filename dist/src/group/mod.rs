@@ -177,6 +177,10 @@ pub trait Group: Send + Sync {
         Ok(())
     }
 
+    /// The call that has begun is over, whatever became of it. Ranks of a group in host memory wait for each other no longer than
+    /// the timeout in a whole call.
+    fn ends(&self) {}
+
     /// How many calls have begun; of a group that keeps no count 0 on every rank.
     fn calls(&self) -> u64 {
         0

@@ -7,7 +7,7 @@ use fmha::{DevSlice, DevSliceMut, Device, DropoutSeed, MemorySpace, ScoreArgs, S
 use super::built::Built;
 use super::choice::{Choice, choose_for, head_groups, may_wait};
 use super::options::Options;
-use crate::agree::agree;
+use crate::agree::{AS_OTHERS, agree, agreed};
 use crate::arrivals::Meeting;
 use crate::error::{Error, Result};
 use crate::group::Group;
@@ -43,10 +43,20 @@ impl Planned {
         gradients: Option<Gradients>,
     ) -> Result<Self> {
         let rank = group.rank();
-        let chosen = Chosen::new(problem, &*group, options, gradients);
-        let says =
-            chosen.as_ref().map_err(Clone::clone).map(|chosen| chosen.says(problem, options, gradients));
-        agree(&*group, &says)?;
+        let choose = |problem: &Problem| {
+            let chosen = Chosen::new(problem, &*group, options, gradients);
+            let says =
+                chosen.as_ref().map_err(Clone::clone).map(|chosen| chosen.says(problem, options, gradients));
+            (chosen, says)
+        };
+        let (mut chosen, mut says) = choose(problem);
+        if let Some(settled) = agreed(&*group, &says)? {
+            // A rank has heard what it is to compute, and chooses once more; the others wait for it.
+            if problem.is_open() {
+                (chosen, says) = choose(&problem.clone().settled(&settled));
+            }
+            agree(&*group, &says)?;
+        }
         let (Chosen { mut whole, choice, mut why_not }, says) = (chosen?, says?);
         let build =
             |whole: &Whole| Built::new(whole, choice.scheme, gradients, &*group, device, &options.kernels);
@@ -85,11 +95,17 @@ impl Planned {
         stream: &Stream,
     ) -> Result<()> {
         let brought = self.brought(score);
-        if brought.is_empty() {
-            self.group.begins(&self.says)?;
+        let begun = if brought.is_empty() {
+            self.group.begins(&self.says)
         } else {
-            self.group.begins(&self.says.iter().cloned().chain(brought).collect())?;
-        }
+            self.group.begins(&self.says.iter().cloned().chain(brought).collect())
+        };
+        let ran = begun.and_then(|()| self.run_begun(call, score, stream));
+        self.group.ends();
+        ran
+    }
+
+    fn run_begun(&mut self, call: Result<Call<'_>>, score: ScoreArgs<'_>, stream: &Stream) -> Result<()> {
         let call = self.check_score(&score).and(call).map_err(|error| self.group.fail(error))?;
         if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
             return Err(self.group.fail(error));
@@ -266,6 +282,11 @@ impl Chosen {
             ("batch_invariant", kernels.batch_invariant.to_string()),
             ("deterministic", kernels.deterministic.to_string()),
         ];
+        // Chosen by what it has still to hear: not to be compared yet.
+        let of_choice = |field: &str| ["scheme", "flags", "head_groups"].contains(&field);
+        let more = more.map(|(field, text)| {
+            (field, if problem.is_open() && of_choice(field) { AS_OTHERS.to_owned() } else { text })
+        });
         says.extend(more.map(|(field, text)| (field.to_owned(), text)));
         says
     }

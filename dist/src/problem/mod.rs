@@ -11,8 +11,9 @@ mod whole;
 pub(crate) use tensor::{Kind, LseRows, Tensor};
 pub(crate) use whole::{Heads, ScoreOffsets, Whole};
 
-use fmha::{Bias, DType, FwdProblem};
+use fmha::{Bias, BiasBroadcast, DType, ElementwiseBias, FwdProblem, Strides};
 
+use crate::agree::AS_OTHERS;
 use crate::partition::Partition;
 
 /// Attention over a whole that no rank has: the problem of one device, and which rows each rank has.
@@ -46,13 +47,29 @@ pub struct Problem {
     pub cu_seqlens_q: Option<Vec<u32>>,
     /// Packed: the first row of each sequence of keys, and the end.
     pub cu_seqlens_k: Option<Vec<u32>>,
+    /// What `whole` cannot say on this rank, which has no queries.
+    as_others: AsOthers,
+}
+
+/// Which operands of queries a rank without queries takes as the other ranks have them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct AsOthers {
+    lse: bool,
+    bias: bool,
 }
 
 impl Problem {
     /// Queries and keys at the same rows of the same ranks.
     #[must_use]
     pub fn new(whole: FwdProblem, rows: Partition) -> Self {
-        Self { whole, q: rows.clone(), k: rows, cu_seqlens_q: None, cu_seqlens_k: None }
+        Self {
+            whole,
+            q: rows.clone(),
+            k: rows,
+            cu_seqlens_q: None,
+            cu_seqlens_k: None,
+            as_others: AsOthers::default(),
+        }
     }
 
     /// Keys at rows of their own: cross attention, or a cache that is split where the queries are not.
@@ -69,10 +86,48 @@ impl Problem {
         self
     }
 
+    /// Whether LSE is written, and whether there is an elementwise bias, are as the other ranks have them: for a rank without
+    /// queries, whose tensors of no elements may have no address to tell it by. Where no rank says it, as `whole` has them.
+    #[must_use]
+    pub fn as_others(mut self, lse: bool, bias: bool) -> Self {
+        self.as_others = AsOthers { lse, bias };
+        self
+    }
+
+    /// Whether this rank has to hear of others what it computes.
+    pub(crate) fn is_open(&self) -> bool {
+        self.as_others != AsOthers::default()
+    }
+
+    /// With what the ranks have settled, by field.
+    pub(crate) fn settled(mut self, fields: &[(String, String)]) -> Self {
+        let said = |name: &str| fields.iter().find(|(field, _)| field == name).map(|(_, text)| text.as_str());
+        if self.as_others.lse && said("write_lse") != Some(AS_OTHERS) {
+            self.whole.write_lse = said("write_lse") == Some("true");
+        }
+        if self.as_others.bias {
+            let kinds = [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead];
+            let mut all = kinds.into_iter().flat_map(|kind| DType::ALL.map(|dtype| (dtype, kind)));
+            let bias = all.find_map(|(dtype, broadcast)| {
+                let shape = self.whole.shape_bias(broadcast);
+                // Strides of a bias that has no rows here play no part.
+                let seq = i64::from(shape.dim);
+                let head = seq * i64::from(shape.seq);
+                let strides = Strides { batch: head * i64::from(shape.head), seq, head, dim: 1 };
+                let bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+                (said("bias") == Some(&bias_words(bias))).then_some(bias)
+            });
+            self.whole.score.bias = bias.unwrap_or(self.whole.score.bias);
+        }
+        self.as_others = AsOthers::default();
+        self
+    }
+
     /// What every rank must say alike, field by field.
     pub(crate) fn description(&self) -> Vec<(String, String)> {
         let whole = &self.whole;
         let dims = whole.dims;
+        let said = |as_others, text| if as_others { AS_OTHERS.to_owned() } else { text };
         // A partition of other rows is of another length first.
         let fields = vec![
             ("batch", dims.batch.to_string()),
@@ -85,14 +140,7 @@ impl Problem {
             ("mask", whole.mask.to_string()),
             ("softmax_scale", whole.resolved_softmax_scale().to_string()),
             ("softcap", whole.score.softcap.map_or("none".to_owned(), |softcap| softcap.to_string())),
-            (
-                "bias",
-                match whole.score.bias {
-                    // Its strides are the rank's own.
-                    Bias::Elementwise(bias) => format!("{} {:?}", bias.dtype, bias.broadcast),
-                    bias => format!("{bias:?}"),
-                },
-            ),
+            ("bias", said(self.as_others.bias, bias_words(whole.score.bias))),
             ("sink", whole.score.sink.to_string()),
             ("p_drop", whole.dropout.p_drop.to_string()),
             ("dtype_qk", whole.dtypes.qk.to_string()),
@@ -101,13 +149,21 @@ impl Problem {
             ("layout", format!("{:?}", whole.layout)),
             ("scales", format!("{:?}", whole.scales)),
             ("cache", format!("{:?}", whole.cache)),
-            ("write_lse", whole.write_lse.to_string()),
+            ("write_lse", said(self.as_others.lse, whole.write_lse.to_string())),
             ("cu_seqlens_q", format!("{:?}", self.cu_seqlens_q)),
             ("cu_seqlens_k", format!("{:?}", self.cu_seqlens_k)),
             ("partition of queries", format!("{:?}", self.q)),
             ("partition of keys", format!("{:?}", self.k)),
         ];
         fields.into_iter().map(|(field, text)| (field.to_owned(), text)).collect()
+    }
+}
+
+fn bias_words(bias: Bias) -> String {
+    match bias {
+        // Its strides are the rank's own.
+        Bias::Elementwise(bias) => format!("{} {:?}", bias.dtype, bias.broadcast),
+        bias => format!("{bias:?}"),
     }
 }
 

@@ -304,6 +304,10 @@ impl Group for Ends {
         self.call()?.begins(planned)
     }
 
+    fn ends(&self) {
+        self.group.ends();
+    }
+
     fn calls(&self) -> u64 {
         self.group.calls()
     }
@@ -331,5 +335,66 @@ impl Group for Ends {
             End::Leaves if self.calls.load(Ordering::Relaxed) > self.at => error,
             _ => self.group.fail(error),
         }
+    }
+}
+
+/// A group whose rank takes its time before each exchange.
+pub(crate) struct Slow {
+    group: Arc<dyn Group>,
+    by: Duration,
+}
+
+impl Slow {
+    pub(crate) fn by(by: Duration, group: Arc<dyn Group>) -> Arc<dyn Group> {
+        Arc::new(Self { group, by })
+    }
+}
+
+impl Group for Slow {
+    fn rank(&self) -> u32 {
+        self.group.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.group.size()
+    }
+
+    fn space(&self) -> MemorySpace {
+        self.group.space()
+    }
+
+    fn begins(&self, planned: &Arc<[(String, String)]>) -> Result<(), Error> {
+        self.group.begins(planned)
+    }
+
+    fn ends(&self) {
+        self.group.ends();
+    }
+
+    fn calls(&self) -> u64 {
+        self.group.calls()
+    }
+
+    fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
+        self.group.share(mine)
+    }
+
+    fn exchange(
+        &self,
+        exchange: &Exchange,
+        sources: &[DevSlice<'_>],
+        sinks: &mut [DevSliceMut<'_>],
+        stream: &Stream,
+    ) -> Result<(), Error> {
+        std::thread::sleep(self.by);
+        self.group.exchange(exchange, sources, sinks, stream)
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.group.failure()
+    }
+
+    fn fail(&self, error: Error) -> Error {
+        self.group.fail(error)
     }
 }

@@ -67,7 +67,14 @@ impl Local {
                 offsets("total_k", call.cu_seqlens_k, &call, call.total_k)?,
             )
         };
-        let whole = pointed.forward(&contiguous(&call))?;
+        // Tensors of no elements may have no address: such a rank takes what the others have.
+        let no_rows = ranks.own_rows_q == 0;
+        let as_others = (no_rows && call.lse.is_null(), no_rows && call.bias.data.is_null());
+        let mut said = contiguous(&call);
+        if as_others.1 {
+            said.dtype_bias = 0;
+        }
+        let whole = pointed.forward(&said)?;
         let dims = whole.dims;
         let rows =
             |cu: &Option<Vec<u32>>, seqlen| cu.as_ref().and_then(|cu| cu.last().copied()).unwrap_or(seqlen);
@@ -105,7 +112,9 @@ impl Local {
         let bytes = sizes(&whole, pointed.gradients.as_ref(), own_rows, packed)?;
         let mut own = whole.clone();
         own.dims.seqlen_q = own_rows[0];
-        let mut problem = Problem::new(whole, q).keys(k);
+        // ALiBi's slopes are of heads, so they are there or not.
+        let no_bias = as_others.1 && call.alibi_slopes.is_null();
+        let mut problem = Problem::new(whole, q).keys(k).as_others(as_others.0, no_bias);
         if let (Some(q), Some(k)) = (cu_q, cu_k) {
             problem = problem.packed(q, k);
         }

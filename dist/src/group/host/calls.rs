@@ -100,10 +100,9 @@ impl Host {
             self.send(to, mine.clone())?;
         }
         let (mut said, mut stranger) = (vec![own; self.size as usize], None);
-        for from in self.others() {
-            let bytes = self.receive(from)?;
+        self.receive_all(self.others(), |from, bytes| {
             if bytes == mine {
-                continue;
+                return Ok(());
             }
             match Said::of_runner(&bytes, before.as_deref().unwrap_or(&[])) {
                 Some(other) => said[from as usize] = other,
@@ -113,7 +112,8 @@ impl Host {
                     stranger = stranger.or(Some(from));
                 }
             }
-        }
+            Ok(())
+        })?;
         if let Some(rank) = stranger {
             let text =
                 || format!("rank {rank} does something else, where rank {} begins call {call}", self.rank);

@@ -38,6 +38,7 @@ pub(super) struct Peer {
 pub(super) enum Gone {
     Left,
     Died,
+    Garbled,
 }
 
 impl Gone {
@@ -46,6 +47,7 @@ impl Gone {
         let how = match self {
             Self::Left => "has left the group",
             Self::Died => "has died: its connection broke",
+            Self::Garbled => "sent what is no message of a group",
         };
         Error::new(rank, "group", format!("rank {rank} {how}"))
     }
@@ -81,6 +83,7 @@ impl Mailbox {
             }
             Frame::Left => peer.gone = peer.gone.or(Some(Gone::Left)),
             Frame::Died => peer.gone = peer.gone.or(Some(Gone::Died)),
+            Frame::Garbled => peer.gone = peer.gone.or(Some(Gone::Garbled)),
         }
         self.changed.notify_all();
     }

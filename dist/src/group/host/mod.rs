@@ -5,12 +5,12 @@ mod mailbox;
 
 pub(super) use mailbox::Mailbox;
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 
-use mailbox::Gone;
+use mailbox::{Gone, Peer};
 
 use super::{Exchange, Group, Parcel};
 use crate::agree::Fields;
@@ -23,7 +23,7 @@ pub(super) enum Frame {
     Bytes(Vec<u8>),
     /// A call has begun that was planned otherwise than the one before.
     Begun(Vec<u8>),
-    /// Which rank it has been waiting for, for half of its timeout: whom to blame if it comes late itself.
+    /// Which rank it has been waiting for, for some of its timeout: whom to blame if it comes late itself.
     Waits(u32),
     /// Nothing succeeds any more.
     Failed(Error),
@@ -31,6 +31,8 @@ pub(super) enum Frame {
     Left,
     /// Its connection broke without a farewell.
     Died,
+    /// What it sent is no frame, so nothing more is read of it.
+    Garbled,
 }
 
 /// Carries frames to other ranks.
@@ -47,6 +49,8 @@ pub struct Host {
     timeout: Duration,
     mailbox: Arc<Mailbox>,
     link: Box<dyn Link>,
+    /// How long the call that runs has waited for other ranks; none between calls.
+    waited: Mutex<Option<Duration>>,
 }
 
 impl Host {
@@ -57,7 +61,7 @@ impl Host {
         mailbox: Arc<Mailbox>,
         link: Box<dyn Link>,
     ) -> Self {
-        Self { rank, size, timeout, mailbox, link }
+        Self { rank, size, timeout, mailbox, link, waited: Mutex::new(None) }
     }
 
     fn others(&self) -> impl Iterator<Item = u32> {
@@ -74,10 +78,36 @@ impl Host {
         Ok(())
     }
 
-    /// The next bytes of `from`.
-    fn receive(&self, from: u32) -> Result<Vec<u8>> {
+    /// Receives from each of these ranks, in their order, and waits no longer than the timeout in all; of a call that has begun,
+    /// no longer than the timeout in the whole call.
+    fn receive_all(
+        &self,
+        ranks: impl Iterator<Item = u32>,
+        mut take: impl FnMut(u32, Vec<u8>) -> Result<()>,
+    ) -> Result<()> {
+        let call = *self.waited();
+        let mut waited = call.unwrap_or_default();
+        for from in ranks {
+            let start = Instant::now();
+            let bytes = self.receive(from, self.timeout.saturating_sub(waited))?;
+            waited += start.elapsed();
+            take(from, bytes)?;
+        }
+        if let Some(before) = &mut *self.waited() {
+            *before = waited;
+        }
+        Ok(())
+    }
+
+    fn waited(&self) -> MutexGuard<'_, Option<Duration>> {
+        self.waited.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next bytes of `from`, which are to come within `patience`.
+    fn receive(&self, from: u32, patience: Duration) -> Result<Vec<u8>> {
         let start = Instant::now();
-        let mut told = false;
+        // Early enough for a rank that has less patience left.
+        let (mut told, tells) = (false, patience.min(self.timeout / 8));
         let mut state = self.mailbox.lock();
         loop {
             if let Some(error) = &state.failure {
@@ -91,20 +121,21 @@ impl Host {
                 return Err(self.fail(how.error(from)));
             }
             let waited = start.elapsed();
-            if waited >= self.timeout {
+            if waited >= patience {
                 let late = state.culprit(self.rank, from);
                 drop(state);
-                let text = format!("rank {late} is late: waited {} ms for it", self.timeout.as_millis());
+                let text =
+                    format!("rank {late} is late: waited {} ms in this call", self.timeout.as_millis());
                 return Err(self.fail(Error::new(late, "exchange", text)));
             }
-            if !told && waited >= self.timeout / 2 {
+            if !told && waited >= tells {
                 told = true;
                 drop(state);
                 self.others().for_each(|to| self.link.post(to, Frame::Waits(from)));
                 state = self.mailbox.lock();
                 continue;
             }
-            let until = if told { self.timeout } else { self.timeout / 2 };
+            let until = if told { patience } else { tells };
             let (woken, _) = self
                 .mailbox
                 .changed
@@ -129,7 +160,12 @@ impl Group for Host {
     }
 
     fn begins(&self, planned: &Arc<Fields>) -> Result<()> {
+        *self.waited() = Some(Duration::ZERO);
         self.begin(planned)
+    }
+
+    fn ends(&self) {
+        *self.waited() = None;
     }
 
     fn calls(&self) -> u64 {
@@ -140,9 +176,12 @@ impl Group for Host {
         for to in self.others() {
             self.send(to, mine.to_vec())?;
         }
-        (0..self.size)
-            .map(|from| if from == self.rank { Ok(mine.to_vec()) } else { self.receive(from) })
-            .collect()
+        let mut all = vec![mine.to_vec(); self.size as usize];
+        self.receive_all(self.others(), |from, bytes| {
+            all[from as usize] = bytes;
+            Ok(())
+        })?;
+        Ok(all)
     }
 
     fn exchange(
@@ -164,20 +203,17 @@ impl Group for Host {
                 bytes => self.send(to, bytes)?,
             }
         }
-        for from in 0..self.size {
-            let wanted: u64 = of(&exchange.receives, from).map(|parcel| parcel.block.bytes()).sum();
-            let bytes = match from {
-                from if from == self.rank => std::mem::take(&mut own),
-                _ if wanted == 0 => continue,
-                from => self.receive(from)?,
-            };
+        let wanted = |from| of(&exchange.receives, from).map(|parcel| parcel.block.bytes()).sum::<u64>();
+        let mut place = |from, bytes: Vec<u8>| {
+            let wanted = wanted(from);
             if bytes.len() as u64 != wanted {
                 let text = format!("rank {from} sent {} bytes, but {wanted} were to come", bytes.len());
                 return Err(self.fail(Error::new(from, "exchange", text)));
             }
-            unpack(&bytes, of(&exchange.receives, from), sinks).ok_or_else(on_a_device)?;
-        }
-        Ok(())
+            unpack(&bytes, of(&exchange.receives, from), sinks).ok_or_else(on_a_device)
+        };
+        place(self.rank, own)?;
+        self.receive_all(self.others().filter(|&from| wanted(from) > 0), place)
     }
 
     fn timeout(&self) -> Duration {
@@ -186,8 +222,8 @@ impl Group for Host {
 
     fn failure(&self) -> Option<Error> {
         let state = self.mailbox.lock();
-        let died = || (0..).zip(&state.peers).find(|(_, peer)| peer.gone == Some(Gone::Died));
-        state.failure.clone().or_else(|| died().map(|(rank, _)| Gone::Died.error(rank)))
+        let lost = |(rank, peer): (u32, &Peer)| Some(peer.gone.filter(|how| *how != Gone::Left)?.error(rank));
+        state.failure.clone().or_else(|| (0..).zip(&state.peers).find_map(lost))
     }
 
     fn fail(&self, error: Error) -> Error {
