@@ -55,6 +55,7 @@ fn problems() -> Vec<(&'static str, &'static str, AnyValid)> {
     ]
 }
 
+#[allow(clippy::large_enum_variant, reason = "a handful of them")]
 enum AnyValid {
     Forward(ValidFwd),
     Backward(ValidBwd),
