@@ -30,6 +30,7 @@ fn options(index: usize) -> PlanOptions {
     PlanOptions::default().accuracy(accuracy).batch_invariant(bit(1) && bit(2)).allow_fallback(!bit(3))
 }
 
+#[allow(clippy::large_enum_variant, reason = "a handful of them")]
 enum Valid {
     Forward(ValidFwd),
     Backward(ValidBwd),
@@ -149,7 +150,7 @@ fn a_call_that_a_plan_takes_reaches_no_compilers_error() {
 #[test]
 #[ignore = "hundreds of kernels are compiled: cargo xtask test --all"]
 fn no_call_of_many_that_a_plan_takes_reaches_a_compilers_error() {
-    let wanted = std::env::var("FMHA_DRAWN_PLANS").unwrap_or_else(|_| "300".to_owned());
+    let wanted = fmha_core::env::DRAWN_PLANS.get().unwrap().unwrap_or_else(|| "300".to_owned());
     let (seed, count) = wanted.split_once(':').unwrap_or((SEED, &wanted));
     let (taken, wrong) = compile_all(seed, count.parse().unwrap());
     println!("{taken} plans of {count} drawn calls compile");

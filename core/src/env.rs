@@ -95,6 +95,12 @@ pub const FUZZ_SECONDS: EnvVar = EnvVar {
     meaning: "seconds, about, that each test of random input takes (default: 1)",
 };
 
+/// How many plans of drawn problems a test compiles.
+pub const DRAWN_PLANS: EnvVar = EnvVar {
+    name: "FMHA_DRAWN_PLANS",
+    meaning: "COUNT or SEED:COUNT of drawn problems whose plans the tests compile (default: 300)",
+};
+
 /// Every variable, in the order of the README's table.
 pub const ALL: &[EnvVar] = &[
     NUM_THREADS,
@@ -109,6 +115,7 @@ pub const ALL: &[EnvVar] = &[
     DIST_SECRET,
     DIST_LISTEN,
     FUZZ_SECONDS,
+    DRAWN_PLANS,
 ];
 
 #[cfg(test)]

@@ -12,6 +12,34 @@ const CLANG_PACKAGES: [&str; 3] = ["clang-22", "lld-22", "llvm-22"];
 const NVRTC_PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.88";
 const NVRTC_LIBRARY: &str = "nvidia/cu13/lib/libnvrtc.so.13";
 
+/// Another NVRTC, which a sample of the kernels is compiled by: the folder that it is unpacked into, its package, its library.
+pub(crate) struct OtherNvrtc {
+    pub(crate) folder: &'static str,
+    package: &'static str,
+    library: &'static str,
+}
+
+/// The newest of the registry, whichever that is.
+pub(crate) const NEWEST_NVRTC: OtherNvrtc =
+    OtherNvrtc { folder: "nvrtc-newest", package: "nvidia-cuda-nvrtc>=13.2,<14", library: NVRTC_LIBRARY };
+
+/// The oldest that sm_100a is compiled by.
+pub(crate) const OLDEST_NVRTC: OtherNvrtc = OtherNvrtc {
+    folder: "nvrtc-12.8",
+    package: "nvidia-cuda-nvrtc-cu12==12.8.*",
+    library: "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+};
+
+impl OtherNvrtc {
+    /// Fetches and unpacks it, once; its library.
+    ///
+    /// # Errors
+    /// Why it is not there.
+    pub(crate) fn library(&self) -> Result<PathBuf, String> {
+        unpacked(&target().join(self.folder), self.package, self.library)
+    }
+}
+
 /// Sets everything up; returns the environment variables that tell the tests where it is.
 pub(crate) fn run() -> Vec<(String, String)> {
     let mut environment = Vec::new();
@@ -49,10 +77,15 @@ fn clang() -> Result<(), String> {
     loudly(install("install").arg("--no-install-recommends").args(CLANG_PACKAGES))
 }
 
-/// Fetches and unpacks NVRTC into `target/nvrtc`, once.
+/// NVRTC in `target/nvrtc`.
 fn nvrtc() -> Result<PathBuf, String> {
-    let folder = target().join("nvrtc");
-    let library = folder.join(NVRTC_LIBRARY);
+    unpacked(&target().join("nvrtc"), NVRTC_PACKAGE, NVRTC_LIBRARY)
+}
+
+/// Fetches a PyPI package and unpacks it into `folder`, once; the path of its `library`.
+fn unpacked(folder: &Path, package: &str, library: &str) -> Result<PathBuf, String> {
+    let name = library;
+    let library = folder.join(name);
     if library.exists() {
         return Ok(library);
     }
@@ -60,13 +93,13 @@ fn nvrtc() -> Result<PathBuf, String> {
         .into_iter()
         .find(|python| runs(Command::new(python).args(["-m", "pip", "--version"])))
         .ok_or("there is no Python with pip")?;
-    println!("setting up {NVRTC_PACKAGE}");
+    println!("setting up {package}");
     let wheels = folder.join("wheels");
     loudly(
         Command::new(python)
             .args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"])
             .arg(&wheels)
-            .arg(NVRTC_PACKAGE),
+            .arg(package),
     )?;
     let wheel = std::fs::read_dir(&wheels)
         .map_err(|error| error.to_string())?
@@ -74,8 +107,8 @@ fn nvrtc() -> Result<PathBuf, String> {
         .map(|entry| entry.path())
         .find(|path| path.extension().is_some_and(|ending| ending == "whl"))
         .ok_or("pip left no wheel")?;
-    loudly(Command::new(python).args(["-m", "zipfile", "-e"]).arg(wheel).arg(&folder))?;
-    if library.exists() { Ok(library) } else { Err(format!("{NVRTC_PACKAGE} has no {NVRTC_LIBRARY}")) }
+    loudly(Command::new(python).args(["-m", "zipfile", "-e"]).arg(wheel).arg(folder))?;
+    if library.exists() { Ok(library) } else { Err(format!("{package} has no {name}")) }
 }
 
 /// Where Cargo builds, and downloads are kept.

@@ -227,6 +227,24 @@ fn doc_tests_on_devices(environment: &[(String, String)], tally: &mut Tally) -> 
     steps
 }
 
+/// A kernel of each family by other NVRTCs: the newest, of which each is new once, and in a whole run the oldest.
+fn by_other_compilers(all: bool, words: &[String], folder: &Path, tally: &mut Tally) -> Vec<Step> {
+    let mut steps = Vec::new();
+    let oldest = all.then_some(setup::OLDEST_NVRTC);
+    for other in std::iter::once(setup::NEWEST_NVRTC).chain(oldest) {
+        match other.library() {
+            Ok(library) => {
+                let environment = vec![("FMHA_NVRTC".to_owned(), library.display().to_string())];
+                let name = format!("kernels by {}", other.folder);
+                let step = Step::tests(name, words.to_vec(), folder.to_owned()).at_least(1);
+                steps.push(step.with(environment));
+            }
+            Err(reason) => tally.say(&format!("absent: kernels by {}: {reason}", other.folder)),
+        }
+    }
+    steps
+}
+
 fn steps(
     programs: &[Program],
     extent: Extent,
@@ -239,6 +257,9 @@ fn steps(
         // `--show-output`: the batteries' counts stand in the output of tests that pass.
         let mut words = vec![path.clone(), "--show-output".to_owned()];
         words.extend(all.then(|| "--include-ignored".to_owned()));
+        if name.ends_with(" folded") && extent != Extent::Quick {
+            steps.extend(by_other_compilers(all, &words, folder, tally));
+        }
         steps.push(Step::tests(name.clone(), words, folder.clone()));
     }
     let fmha = setup::target().join("release/fmha").display().to_string();

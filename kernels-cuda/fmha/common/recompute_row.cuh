@@ -25,7 +25,7 @@ namespace fmha {
 
 // Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the sum
 // of weights times V may leave it.
-FMHA_DEVICE constexpr bool may_be_non_finite(const FwdSpec& spec) {
+FMHA_DEVICE consteval bool may_be_non_finite(const FwdSpec& spec) {
   return spec.mask != MaskKind::Full || spec.dtype_v == DType::Bf16;
 }
 

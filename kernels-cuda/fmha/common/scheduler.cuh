@@ -38,7 +38,7 @@ struct Scheduler {
   // The first CTA of a cluster claims for both.
   FMHA_DEVICE int32_t claim_together(const FwdParams& p) {
     int32_t index;
-    if (cluster_rank(tile) == 0) {
+    if (cluster_rank<tile>() == 0) {
       index = claim(p);
       ptx::mbarrier_wait_parity_cluster(smem.claimed_empty, claimed_phase ^ 1);
       ptx::st_shared_at(smem.claimed, 1, index);

@@ -11,7 +11,8 @@ namespace fmha {
 
 // This CTA's place in its cluster, whose CTAs have neighbouring query blocks of one head, or the same query
 // block of neighbouring heads (`cluster_heads`).
-FMHA_DEVICE int32_t cluster_rank(const auto& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
+template <auto tile>
+FMHA_DEVICE int32_t cluster_rank() { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 
 // The query of a row: with packed heads a row is (query, head of the group).
 template <auto tile>
@@ -120,7 +121,7 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   constexpr int heads_at_once = tile.cluster_heads ? tile.cluster : 1;
   const int32_t heads = (tile.pack_gqa ? p.num_heads_kv : p.num_heads_q) / heads_at_once;
   work.i_batch = head / heads;
-  work.i_head = (head - work.i_batch * heads) * heads_at_once + (tile.cluster_heads ? cluster_rank(tile) : 0);
+  work.i_head = (head - work.i_batch * heads) * heads_at_once + (tile.cluster_heads ? cluster_rank<tile>() : 0);
   work.i_head_kv = tile.pack_gqa ? work.i_head : work.i_head / p.gqa_ratio;
   if (tile.pack_gqa) work.i_head *= p.gqa_ratio;
 
@@ -133,7 +134,7 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   // The CTAs of a cluster walk the same key blocks: those that any of their rows sees.
   constexpr int cluster_rows = tile.block_m * (tile.cluster_heads ? 1 : tile.cluster);
   const int32_t cluster_row = m_block * cluster_rows;
-  work.first_row = cluster_row + (tile.cluster_heads ? 0 : cluster_rank(tile) * tile.block_m);
+  work.first_row = cluster_row + (tile.cluster_heads ? 0 : cluster_rank<tile>() * tile.block_m);
   work.num_blocks = 0;
   const int32_t num_rows = span.seqlen_q * (tile.pack_gqa ? p.gqa_ratio : 1);
   if (cluster_row >= num_rows) return work;

@@ -18,23 +18,24 @@ using ptx::TensorMap;
 
 // A CTA has one or two tiles of 128 queries. Each has a softmax warpgroup, whose threads have a row each; one more
 // corrects and stores every O; the last is four roles of a warp each.
-FMHA_DEVICE constexpr int num_q_tiles(const Sm100Tile& tile) { return tile.block_m / kRows; }
-FMHA_DEVICE constexpr int num_threads(const Sm100Tile& tile) { return kRows * (num_q_tiles(tile) + 2); }
+FMHA_DEVICE consteval int num_q_tiles(const Sm100Tile& tile) { return tile.block_m / kRows; }
+FMHA_DEVICE consteval int num_threads(const Sm100Tile& tile) { return kRows * (num_q_tiles(tile) + 2); }
 
 // Pairs of CTAs compute as one: pair.cuh.
-FMHA_DEVICE constexpr bool is_pair(const Sm100Tile& tile) { return tile.cluster == 2; }
+FMHA_DEVICE consteval bool is_pair(const Sm100Tile& tile) { return tile.cluster == 2; }
 
 // Rows of a tile of work: a CTA's query tiles follow each other; a pair's are taken by its CTAs in turn, so that one
 // product has 256 adjacent rows.
 template <Sm100Tile tile>
 FMHA_DEVICE int32_t first_row_of(const Work& work, int q_tile) {
   if constexpr (!is_pair(tile)) return work.first_row + q_tile * kRows;
-  const int32_t rank = cluster_rank(tile);
+  const int32_t rank = cluster_rank<tile>();
   return work.first_row - rank * tile.block_m + (q_tile * tile.cluster + rank) * kRows;
 }
 
 enum class Role { Softmax, Correct, Issue, Load, Schedule, Zero };
-FMHA_DEVICE constexpr Role role_of(const Sm100Tile& tile, int32_t warp) {
+template <Sm100Tile tile>
+FMHA_DEVICE constexpr Role role_of(int32_t warp) {
   const int32_t warpgroup = warp / 4;
   if (warpgroup < num_q_tiles(tile)) return Role::Softmax;
   if (warpgroup == num_q_tiles(tile)) return Role::Correct;
@@ -45,7 +46,7 @@ FMHA_DEVICE constexpr Role role_of(const Sm100Tile& tile, int32_t warp) {
 struct Regs {
   int softmax, correct, others;
 };
-FMHA_DEVICE constexpr Regs regs(const Sm100Tile& tile) {
+FMHA_DEVICE consteval Regs regs(const Sm100Tile& tile) {
   if (num_q_tiles(tile) == 1) return {232, 160, 112};
   return tile.copy_bytes > 0 ? Regs{176, 80, 80} : Regs{184, 88, 56};
 }
@@ -160,7 +161,7 @@ template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE BlockRange blocks_of(const FwdParams& p, const Work& work, int q_tile) {
   BlockRange blocks = {0, work.num_blocks};
   if constexpr (num_q_tiles(tile) == 2 && spec.mask != MaskKind::Full && !spec.sink_columns) {
-    const int32_t first_row = first_row_of<tile>(work, q_tile) - cluster_rank(tile) * kRows;
+    const int32_t first_row = first_row_of<tile>(work, q_tile) - cluster_rank<tile>() * kRows;
     const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + tile.cluster * kRows - 1);
     const int32_t end_block = max(last + work.hi + tile.block_n, 0) / tile.block_n;
     blocks.begin = clamp(work.last_block + 1 - end_block, 0, work.num_blocks - 1);

@@ -73,7 +73,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   const int32_t warp = ptx::uniform(threadIdx.x / 32);
-  const Role role = role_of(tile, warp);
+  const Role role = role_of<tile>(warp);
   if (threadIdx.x == 0) init_barriers(smem);
   if (role == Role::Issue) {
     ptx::tcgen05_alloc<tile.cluster>(ptx::shared_address(&smem.tmem), Tmem::columns);

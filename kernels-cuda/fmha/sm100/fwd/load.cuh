@@ -140,7 +140,7 @@ struct Loader {
     ring.advance();
   }
   // Which half of a block is this CTA's.
-  FMHA_DEVICE static int32_t half() { return is_pair(tile) ? cluster_rank(tile) : 0; }
+  FMHA_DEVICE static int32_t half() { return is_pair(tile) ? cluster_rank<tile>() : 0; }
 
   // The tile whose K comes next, and its Q.
   FMHA_DEVICE void begin_k() {

@@ -14,7 +14,7 @@ namespace fmha::sm100 {
 constexpr uint32_t kLeader = 0;  // its rank
 
 template <Sm100Tile tile>
-FMHA_DEVICE bool is_leader() { return !is_pair(tile) || cluster_rank(tile) == kLeader; }
+FMHA_DEVICE bool is_leader() { return !is_pair(tile) || cluster_rank<tile>() == kLeader; }
 
 // One of the arrivals at the leader's barrier.
 template <Sm100Tile tile>

@@ -24,15 +24,15 @@ namespace mma = fmha::mma::sm80;
 
 using mma::SmemTile;
 
-FMHA_DEVICE constexpr int num_threads(const Sm80BwdTile& tile) { return 32 * tile.warps; }
+FMHA_DEVICE consteval int num_threads(const Sm80BwdTile& tile) { return 32 * tile.warps; }
 FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth<uint16_t>); }
-FMHA_DEVICE constexpr bool sums_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::Dq; }
-FMHA_DEVICE constexpr bool adds_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::All; }
-FMHA_DEVICE constexpr bool owns_queries(const Sm80BwdTile& tile) { return sums_dq(tile) || tile.sums == BwdSums::DBias; }
-FMHA_DEVICE constexpr bool sums_dk(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dk || adds_dq(tile); }
-FMHA_DEVICE constexpr bool sums_dv(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dv || adds_dq(tile); }
+FMHA_DEVICE consteval bool sums_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::Dq; }
+FMHA_DEVICE consteval bool adds_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::All; }
+FMHA_DEVICE consteval bool owns_queries(const Sm80BwdTile& tile) { return sums_dq(tile) || tile.sums == BwdSums::DBias; }
+FMHA_DEVICE consteval bool sums_dk(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dk || adds_dq(tile); }
+FMHA_DEVICE consteval bool sums_dv(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dv || adds_dq(tile); }
 // Whether dS is made: of dV alone it is not.
-FMHA_DEVICE constexpr bool makes_ds(const Sm80BwdTile& tile) { return tile.sums != BwdSums::Dv; }
+FMHA_DEVICE consteval bool makes_ds(const Sm80BwdTile& tile) { return tile.sums != BwdSums::Dv; }
 
 // What a CTA that makes dS has of its own rows besides.
 template <class Tile, bool has>

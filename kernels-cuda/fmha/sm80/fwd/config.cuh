@@ -16,12 +16,12 @@ namespace mma = fmha::mma::sm80;
 using mma::SmemTile;
 
 // Every warp consumes; all of them load, but where one more issues TMA.
-FMHA_DEVICE constexpr int num_consumers(const Sm80Tile& tile) { return 32 * tile.warps; }
-FMHA_DEVICE constexpr int num_threads(const Sm80Tile& tile) { return num_consumers(tile) + (tile.tma ? 32 : 0); }
+FMHA_DEVICE consteval int num_consumers(const Sm80Tile& tile) { return 32 * tile.warps; }
+FMHA_DEVICE consteval int num_threads(const Sm80Tile& tile) { return num_consumers(tile) + (tile.tma ? 32 : 0); }
 // 16 rows of a product, times which a warp has rows. `value_parts` warps have the same rows, S and P, and each its part of O's
 // columns, where all of them would take more than a warp's registers.
-FMHA_DEVICE constexpr int m_tiles(const Sm80Tile& tile) { return tile.block_m * tile.value_parts / (mma::kRows * tile.warps); }
-FMHA_DEVICE constexpr int warp_rows(const Sm80Tile& tile) { return mma::kRows * m_tiles(tile); }
+FMHA_DEVICE consteval int m_tiles(const Sm80Tile& tile) { return tile.block_m * tile.value_parts / (mma::kRows * tile.warps); }
+FMHA_DEVICE consteval int warp_rows(const Sm80Tile& tile) { return mma::kRows * m_tiles(tile); }
 
 // A head dimension as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what the tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim, DType dtype) { return round_up(dim, 32 / size_bytes(dtype)); }
@@ -33,14 +33,14 @@ struct SharedTile {
   static constexpr int cluster = 1, bias_stages = 0, wait_anchor = 0;
   static constexpr bool cluster_heads = false;
 };
-FMHA_DEVICE constexpr bool sums_output_first(const SharedTile&) { return false; }
-FMHA_DEVICE constexpr SharedTile shared(const Sm80Tile& tile) {
+FMHA_DEVICE consteval bool sums_output_first(const SharedTile&) { return false; }
+FMHA_DEVICE consteval SharedTile shared(const Sm80Tile& tile) {
   return {tile.block_m, tile.block_n, tile.split_keys, tile.lazy_rescale_log2, tile.fixed_parts, tile.pack_gqa, tile.fast_softcap};
 }
 
 // P of bf16 is scaled in the exponent (range.h); that of 8 bits to their range, which leaves room for the factor by which a row's
 // maximum may be surpassed before it is raised.
-FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm80Tile& tile) {
+FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm80Tile& tile) {
   if (spec.dtype_v == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
   if (!is_fp8(spec.dtype_v)) return 0;
   return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
@@ -55,22 +55,22 @@ template <>
 struct QuadsOfWarps<0> {};
 
 // Whether K and V are of an FP8 cache beside queries of 16 bits.
-FMHA_DEVICE constexpr bool widens_cache(const FwdSpec& spec, const Sm80Tile& tile) { return is_fp8(tile.stored) && !is_fp8(spec.dtype_qk); }
+FMHA_DEVICE consteval bool widens_cache(const FwdSpec& spec, const Sm80Tile& tile) { return is_fp8(tile.stored) && !is_fp8(spec.dtype_qk); }
 
 // Whether its blocks come as they lie in memory, and are widened in shared memory, one at a time, for the products.
-FMHA_DEVICE constexpr bool widens_blocks(const FwdSpec& spec, const Sm80Tile& tile) { return widens_cache(spec, tile) && tile.copy_bytes >= 4; }
+FMHA_DEVICE consteval bool widens_blocks(const FwdSpec& spec, const Sm80Tile& tile) { return widens_cache(spec, tile) && tile.copy_bytes >= 4; }
 
 // Elements of O that a warp's registers hold beside fragments on their way.
 constexpr int kMostRawOutput = 32 * 128;
 
 // Whether the products read them as they lie (fp8_product.cuh): where one warp has all rows, and lanes whole words.
-FMHA_DEVICE constexpr bool reads_raw_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
+FMHA_DEVICE consteval bool reads_raw_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
   return widens_blocks(spec, tile) && tile.warps == 1 && spec.head_dim_qk % 16 == 0 && spec.head_dim_v % 64 == 0 &&
          tile.block_m * spec.head_dim_v <= kMostRawOutput;
 }
 
 enum class Form { Wide, Widened, Raw };
-FMHA_DEVICE constexpr Form form_of_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
+FMHA_DEVICE consteval Form form_of_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
   return !widens_blocks(spec, tile) ? Form::Wide : reads_raw_blocks(spec, tile) ? Form::Raw : Form::Widened;
 }
 

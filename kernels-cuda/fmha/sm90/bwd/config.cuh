@@ -19,53 +19,54 @@ using ptx::Barrier;
 using ptx::TensorMap;
 
 // What follows from a tile's walk, path and finish of dQ; the rules are the host's (sm90_bwd_host.h).
-FMHA_DEVICE constexpr bool splits_dims(const Sm90BwdTile& tile) { return bwd_splits_dims(tile.walk); }
-FMHA_DEVICE constexpr bool halves_blocks(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::HalfBlocks; }
-FMHA_DEVICE constexpr bool starts_dp_late(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::LateDp; }
-FMHA_DEVICE constexpr bool has_gradient_each(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::GradientEach; }
-FMHA_DEVICE constexpr bool in_clusters(const Sm90BwdTile& tile) {
+FMHA_DEVICE consteval bool splits_dims(const Sm90BwdTile& tile) { return bwd_splits_dims(tile.walk); }
+FMHA_DEVICE consteval bool halves_blocks(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::HalfBlocks; }
+FMHA_DEVICE consteval bool starts_dp_late(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::LateDp; }
+FMHA_DEVICE consteval bool has_gradient_each(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::GradientEach; }
+FMHA_DEVICE consteval bool in_clusters(const Sm90BwdTile& tile) {
   return tile.walk == BwdWalk::InClusters || has_gradient_each(tile);
 }
-FMHA_DEVICE constexpr int cluster_size(const Sm90BwdTile& tile) { return in_clusters(tile) ? 2 : 1; }
-FMHA_DEVICE constexpr bool keeps_dq_apart(const Sm90BwdTile& tile) { return tile.dq_path == DqPath::Apart; }
-FMHA_DEVICE constexpr bool adds_from_registers(const Sm90BwdTile& tile) {
+FMHA_DEVICE consteval int cluster_size(const Sm90BwdTile& tile) { return in_clusters(tile) ? 2 : 1; }
+FMHA_DEVICE consteval bool keeps_dq_apart(const Sm90BwdTile& tile) { return tile.dq_path == DqPath::Apart; }
+FMHA_DEVICE consteval bool adds_from_registers(const Sm90BwdTile& tile) {
   return tile.dq_path == DqPath::Registers || (keeps_dq_apart(tile) && splits_dims(tile));
 }
-FMHA_DEVICE constexpr bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq_finish != DqFinish::Launch; }
-FMHA_DEVICE constexpr bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
+FMHA_DEVICE consteval bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq_finish != DqFinish::Launch; }
+FMHA_DEVICE consteval bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
 
 // A gradient each leaves room for dQ on its way out where a block's P are stored when those of the block before have been read.
-FMHA_DEVICE constexpr bool has_one_probs(const Sm90BwdTile& tile) { return has_gradient_each(tile) && !adds_from_registers(tile); }
+FMHA_DEVICE consteval bool has_one_probs(const Sm90BwdTile& tile) { return has_gradient_each(tile) && !adds_from_registers(tile); }
 
 // One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and each 32 of the
 // queries of S and a part of the dimension of dQ, dK and dV, or of these two one each.
 constexpr int kSplitQueries = 32;
-FMHA_DEVICE constexpr int num_consumers(const Sm90BwdTile& tile) {
+FMHA_DEVICE consteval int num_consumers(const Sm90BwdTile& tile) {
   return splits_dims(tile) ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
 }
 // A cluster's CTAs have neighbouring key blocks of one head. Each adds its share of dQ's dimension for both, from both
 // CTAs' dS, so that half as many bytes are added; and each loads half of the rows of Q and dO for both.
-FMHA_DEVICE int32_t cluster_rank(const Sm90BwdTile& tile) {
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t cluster_rank() {
   return in_clusters(tile) ? blockIdx.x % cluster_size(tile) : 0;
 }
-FMHA_DEVICE constexpr int cluster_keys(const Sm90BwdTile& tile) { return tile.block_n * cluster_size(tile); }
+FMHA_DEVICE consteval int cluster_keys(const Sm90BwdTile& tile) { return tile.block_n * cluster_size(tile); }
 // Queries of a consumer's fragment of S^T.
-FMHA_DEVICE constexpr int num_columns(const Sm90BwdTile& tile) {
+FMHA_DEVICE consteval int num_columns(const Sm90BwdTile& tile) {
   return tile.block_m / (splits_dims(tile) ? num_consumers(tile) : halves_blocks(tile) ? 2 : 1);
 }
-FMHA_DEVICE constexpr int num_consumer_threads(const Sm90BwdTile& tile) {
+FMHA_DEVICE consteval int num_consumer_threads(const Sm90BwdTile& tile) {
   return mma::kWarpgroup * num_consumers(tile);
 }
-FMHA_DEVICE constexpr int num_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup + num_consumer_threads(tile); }
-FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
+FMHA_DEVICE consteval int num_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup + num_consumer_threads(tile); }
+FMHA_DEVICE consteval int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
 
 // Registers a thread of the consumers after setmaxnreg; role by role they sum to the file's 64 K.
-FMHA_DEVICE constexpr int consume_regs(const Sm90BwdTile& tile) {
+FMHA_DEVICE consteval int consume_regs(const Sm90BwdTile& tile) {
   return (504 - tile.load_registers) / num_consumers(tile);
 }
 
 // Both head dimensions as the tiles have them: TMA fills with zeros what the tensors lack.
-FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) {
+FMHA_DEVICE consteval int padded_dim(const FwdSpec& spec) {
   const int dim = max(spec.head_dim_qk, spec.head_dim_v);
   return round_up(dim, 64);
 }
@@ -125,8 +126,8 @@ struct Shape {
   // Of its share what a consumer adds: of the third chunk the CTA's half.
   FMHA_DEVICE static constexpr int dq_added(int32_t consumer) { return gradient_each && consumer == 1 ? dq_share / 2 : dq_share; }
   FMHA_DEVICE static int32_t share_of(int32_t consumer) {
-    if constexpr (gradient_each) return consumer == 0 ? cluster_rank(tile) : dq_shares - 1;
-    return cluster_rank(tile) * consumers + consumer;
+    if constexpr (gradient_each) return consumer == 0 ? cluster_rank<tile>() : dq_shares - 1;
+    return cluster_rank<tile>() * consumers + consumer;
   }
   static constexpr int dq_shares = gradient_each ? dim / dq_columns : consumers * cluster_size(tile);
   static constexpr int dq_block = dq_share * dq_shares;

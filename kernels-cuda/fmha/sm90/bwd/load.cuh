@@ -64,7 +64,7 @@ struct Loader {
     const int32_t row = work.span.q_row + first_query;
     if constexpr (in_clusters(tile)) {
       load_rows_together(tiles[i], map, full[i], work.span.storage_batch, row, blocks.i_head, ptx::CacheHint::EvictLast,
-                         cluster_rank(tile));
+                         cluster_rank<tile>());
     } else {
       load_rows(tiles[i], map, full[i], work.span.storage_batch, row, blocks.i_head, ptx::CacheHint::EvictLast);
     }
@@ -105,7 +105,7 @@ struct Loader {
         ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes + other_bytes);
         load_rows(smem.v, maps.v, smem.v_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
         if constexpr (in_clusters(tile)) {
-          const int32_t first_column = cluster_rank(tile) * (S::gradient_each ? 64 : S::cluster_columns);
+          const int32_t first_column = cluster_rank<tile>() * (S::gradient_each ? 64 : S::cluster_columns);
           load_rows(smem.other_k, maps.k, smem.v_full, k_batch, work.span.k_row + first_key_of_other<tile>(work),
                     work.i_head_kv, ptx::CacheHint::EvictFirst, first_column, S::gradient_each ? 128 - first_column : 64);
         }
@@ -127,7 +127,7 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   };
   if constexpr (!tile.persistent) {
     load_tile(blockIdx.x);
-  } else if (cluster_rank(tile) > 0) {
+  } else if (cluster_rank<tile>() > 0) {
     // The first CTA of a cluster claims for both. That all of this one have read a slot, which it writes next, it is told by
     // one thread, since an arrival that orders reads here before writes from there makes who arrives wait for its stores.
     Slot<kTileIndexSlots> slot;
@@ -137,7 +137,7 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
         ptx::mbarrier_arrive_release_at(smem.tile_index_empty[slot.index], 0);
       }
       ptx::mbarrier_wait_parity_cluster(smem.tile_index_full[slot.index], slot.phase);
-      const int32_t index = smem.tile_index[slot.index] + cluster_rank(tile);
+      const int32_t index = smem.tile_index[slot.index] + cluster_rank<tile>();
       if (index >= schedule.num_tiles) return;
       load_tile(index);
     }

@@ -45,7 +45,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::mbarrier_init(smem.dq_added_seen, 1);
   for (int i = 0; i < kTileIndexSlots; ++i) {
     ptx::mbarrier_init(smem.tile_index_full[i], 1);
-    const bool is_told_by_other = in_clusters(tile) && cluster_rank(tile) == 0;
+    const bool is_told_by_other = in_clusters(tile) && cluster_rank<tile>() == 0;
     ptx::mbarrier_init(smem.tile_index_empty[i], warps + kNumDqThreads<spec, tile> + is_told_by_other);
   }
   ptx::fence_mbarrier_init();

@@ -24,7 +24,7 @@ struct Work {
 // Of the keys of the cluster's other CTA, in the sequence.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t first_key_of_other(const Work& work) {
-  return work.keys.begin + (cluster_rank(tile) == 0 ? tile.block_n : -tile.block_n);
+  return work.keys.begin + (cluster_rank<tile>() == 0 ? tile.block_n : -tile.block_n);
 }
 
 // Calls `run` for each tile of this CTA: its own, and where CTAs are persistent those whose index the load role takes
@@ -46,7 +46,7 @@ FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bo
       } else {
         ptx::mbarrier_wait_parity(full, slot.phase);
       }
-      const int32_t index = smem.tile_index[slot.index] + cluster_rank(tile);
+      const int32_t index = smem.tile_index[slot.index] + cluster_rank<tile>();
       __syncwarp(__activemask());
       ptx::mbarrier_arrive_if(empty, signals);
       if (index >= schedule.num_tiles) return;

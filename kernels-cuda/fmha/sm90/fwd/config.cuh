@@ -13,7 +13,7 @@
 namespace fmha {
 
 // A block's P V of 8-bit operands is added to O before the next block's S is started. Beside the tile: headers that know no architecture ask for it.
-FMHA_DEVICE constexpr bool sums_output_first(const Sm90Tile& tile) { return tile.pv == ValueProduct::FlushedFirst; }
+FMHA_DEVICE consteval bool sums_output_first(const Sm90Tile& tile) { return tile.pv == ValueProduct::FlushedFirst; }
 
 }  // namespace fmha
 
@@ -27,44 +27,44 @@ using ptx::Barrier;
 using ptx::TensorMap;
 
 // One warpgroup loads, the others consume 64 rows each.
-FMHA_DEVICE constexpr int num_consumers(const Sm90Tile& tile) { return tile.block_m / mma::kRows; }
-FMHA_DEVICE constexpr int num_threads(const Sm90Tile& tile) { return mma::kWarpgroup * (1 + num_consumers(tile)); }
-FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * num_consumers(tile); }
+FMHA_DEVICE consteval int num_consumers(const Sm90Tile& tile) { return tile.block_m / mma::kRows; }
+FMHA_DEVICE consteval int num_threads(const Sm90Tile& tile) { return mma::kWarpgroup * (1 + num_consumers(tile)); }
+FMHA_DEVICE consteval int num_consumer_warps(const Sm90Tile& tile) { return 4 * num_consumers(tile); }
 
 // Threads that load: one, which issues TMA; or three warps that copy, all of the first warpgroup but the schedule
 // role's. The zero role's is among them: a copy brings zeros itself.
 // Warps 0, 2 and 3; warp 1 is the schedule role's.
 using CopyThreads = CopyWarps<0, 0b1101>;
-FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
+FMHA_DEVICE consteval int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
 // The next tile's first scores are started with this tile's last output; Q then has a second buffer, or lies in pieces
 // of which one is spare.
-FMHA_DEVICE constexpr bool looks_ahead(const Sm90Tile& tile) { return tile.lookahead != Lookahead::Off; }
-FMHA_DEVICE constexpr bool splits_q(const Sm90Tile& tile) { return tile.lookahead == Lookahead::SparePiece; }
+FMHA_DEVICE consteval bool looks_ahead(const Sm90Tile& tile) { return tile.lookahead != Lookahead::Off; }
+FMHA_DEVICE consteval bool splits_q(const Sm90Tile& tile) { return tile.lookahead == Lookahead::SparePiece; }
 // A block's P V of 8-bit operands is added to O in f32 registers.
-FMHA_DEVICE constexpr bool flushes_output(const Sm90Tile& tile) {
+FMHA_DEVICE consteval bool flushes_output(const Sm90Tile& tile) {
   return tile.pv == ValueProduct::Flushed || tile.pv == ValueProduct::FlushedFirst;
 }
 // Whether a V of 8 bits is brought to f16 in shared memory (widen_values.cuh), and P V a product of f16.
-FMHA_DEVICE constexpr bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return is_fp8(spec.dtype_v) && tile.pv == ValueProduct::F16;
 }
-FMHA_DEVICE constexpr DType operand_v(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval DType operand_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return widens_v(spec, tile) ? DType::F16 : spec.dtype_v;
 }
 // Whether a row-major V is turned in shared memory: wgmma reads tiles of 8-bit elements along their rows alone, and those
 // of V have to be along the keys (turn_values.cuh).
-FMHA_DEVICE constexpr bool turns_v(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval bool turns_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return is_fp8(operand_v(spec, tile)) && spec.v_layout == VLayout::RowMajor;
 }
 // Whether V comes from the workspace in the form that the products take, once for all tiles (prepare_values.cuh).
-FMHA_DEVICE constexpr bool takes_prepared_v(const Sm90Tile& tile) { return tile.prepare_v != PrepareV::InTile; }
+FMHA_DEVICE consteval bool takes_prepared_v(const Sm90Tile& tile) { return tile.prepare_v != PrepareV::InTile; }
 // Else whether V passes through shared memory twice: as it comes, and as the products take it (value_role.cuh).
-FMHA_DEVICE constexpr bool prepares_v(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval bool prepares_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return !takes_prepared_v(tile) && (widens_v(spec, tile) || turns_v(spec, tile));
 }
 constexpr int kValueWarps = 2;  // that bring it from one to the other: of the load role's warpgroup, the last two
 
-FMHA_DEVICE constexpr int num_work_readers(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval int num_work_readers(const FwdSpec& spec, const Sm90Tile& tile) {
   const int loaders = tile.copy_bytes > 0 ? CopyThreads::count / 32 : 1;
   // That prepare V, or zero rows of it.
   const int others = tile.copy_bytes > 0 || takes_prepared_v(tile) ? 0 : prepares_v(spec, tile) ? kValueWarps : 1;
@@ -75,7 +75,7 @@ FMHA_DEVICE constexpr int num_work_readers(const FwdSpec& spec, const Sm90Tile& 
 struct Regs {
   int load, consume;
 };
-FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
+FMHA_DEVICE consteval Regs regs(const Sm90Tile& tile) {
   if (tile.copy_bytes > 0) return num_consumers(tile) == 1 ? Regs{80, 240} : Regs{72, 216};
   switch (num_consumers(tile)) {
     case 1: return {56, 240};
@@ -108,7 +108,7 @@ struct Maps {
 // P is scaled in the exponent, which costs nothing. That of 8 bits to their range: by as much as leaves room for the factor
 // by which a row's maximum may be surpassed before it is raised. Both together stay below the type's largest number
 // (448 = 2^8.8). That of bf16 to less (range.h).
-FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm90Tile& tile) {
   if (operand_v(spec, tile) == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
   if (!is_fp8(operand_v(spec, tile))) return 0;
   return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
@@ -117,13 +117,13 @@ FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90Tile& til
 // How far, in log2, a row's scores may pass the running maximum in blocks that take no maxima of their own, before it is raised. A P of
 // bf16 has f32's range, and under a mask no offset; what of O then leaves f32 is computed again. A row's largest P is 1 where its maximum
 // was raised, and else rounded: of an O in f32, which rounds nothing itself, that is most of the error (`rare/rising`, RMSE 1.1e-3 for 4e-4).
-FMHA_DEVICE constexpr int raise_beyond_log2(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval int raise_beyond_log2(const FwdSpec& spec, const Sm90Tile& tile) {
   const bool has_room = operand_v(spec, tile) == DType::Bf16 && spec.mask != MaskKind::Full && spec.dtype_o == DType::Bf16;
   return has_room ? 40 : tile.lazy_rescale_log2;
 }
 
 // Columns of O that one product of P V computes, where its sums are taken out of the tensor cores.
-FMHA_DEVICE constexpr int output_columns(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval int output_columns(const FwdSpec& spec, const Sm90Tile& tile) {
   return tile.output_columns > 0 ? tile.output_columns : product_dim(spec.head_dim_v, spec.dtype_v);
 }
 
@@ -143,7 +143,7 @@ struct BiasValues {
 };
 template <class Tile>
 struct BiasValues<Tile, 0> {};
-FMHA_DEVICE constexpr int num_bias_slots(const Sm90Tile& tile) { return num_consumers(tile) * tile.bias_stages; }
+FMHA_DEVICE consteval int num_bias_slots(const Sm90Tile& tile) { return num_consumers(tile) * tile.bias_stages; }
 template <Sm90Tile tile>
 using BiasTile = SmemTile<uint16_t, mma::kRows, tile.block_n>;
 

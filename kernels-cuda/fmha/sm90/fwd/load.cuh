@@ -110,7 +110,7 @@ struct Loader {
     ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
     // A cluster's CTAs load a share of the rows each, for all.
     constexpr int share = Tile::rows / tile.cluster;
-    const int32_t first = cluster_rank(tile) * share;
+    const int32_t first = cluster_rank<tile>() * share;
 #pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
       const uint32_t to = tiles[slot.index].address() + chunk * Tile::chunk_bytes + first * Tile::span_bytes;

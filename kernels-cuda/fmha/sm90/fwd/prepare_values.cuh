@@ -26,15 +26,15 @@ constexpr int kPrepareThreads = 256;
 
 // A warp's unit of work is a part of a block of a kv head: some 2 KB that are read, since the first tiles wait for their first
 // blocks. Widened are sixteen keys of all dimensions (of few, 32), turned 32 keys of 64 dimensions.
-FMHA_DEVICE constexpr int unit_keys(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval int unit_keys(const FwdSpec& spec, const Sm90Tile& tile) {
   const bool wide = !widens_v(spec, tile) || padded_dim(spec.head_dim_v) <= 64;
   return wide && tile.block_n % 32 == 0 ? 32 : 16;
 }
-FMHA_DEVICE constexpr int unit_dims(const FwdSpec& spec, const Sm90Tile& tile) { return widens_v(spec, tile) ? padded_dim(spec.head_dim_v) : 64; }
-FMHA_DEVICE constexpr int units_of_keys(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval int unit_dims(const FwdSpec& spec, const Sm90Tile& tile) { return widens_v(spec, tile) ? padded_dim(spec.head_dim_v) : 64; }
+FMHA_DEVICE consteval int units_of_keys(const FwdSpec& spec, const Sm90Tile& tile) {
   return ceil_div(padded_dim(spec.head_dim_v), unit_dims(spec, tile));
 }
-FMHA_DEVICE constexpr int units_per_block(const FwdSpec& spec, const Sm90Tile& tile) {
+FMHA_DEVICE consteval int units_per_block(const FwdSpec& spec, const Sm90Tile& tile) {
   return tile.block_n / unit_keys(spec, tile) * units_of_keys(spec, tile);
 }
 

@@ -27,11 +27,11 @@ constexpr int kLaunchRegs = 65536 / kNumThreads / 8 * 8;
 struct Regs {
   int load, consume;
 };
-FMHA_DEVICE constexpr Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{88, 208} : Regs{72, 216}; }
+FMHA_DEVICE consteval Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{88, 208} : Regs{72, 216}; }
 
 // Whether threads copy every row from where it lies. Barriers count such copies as they land, and whoever waits for one puts the
 // fence between them and the tensor cores' reads.
-FMHA_DEVICE constexpr bool gathers(const Sm90MlaTile& tile) { return !tile.by_tma && !is_fp8(tile.stored); }
+FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tma && !is_fp8(tile.stored); }
 
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
@@ -45,11 +45,11 @@ struct SharedTile {
   static constexpr int cluster = 1, bias_stages = 1, wait_anchor = 0;
   static constexpr bool pack_gqa = true, fast_softcap = false, cluster_heads = false;
 };
-FMHA_DEVICE constexpr bool sums_output_first(const SharedTile&) { return false; }
-FMHA_DEVICE constexpr SharedTile shared(const Sm90MlaTile& tile) { return {kRows, kKeys, tile.lazy_rescale_log2}; }
+FMHA_DEVICE consteval bool sums_output_first(const SharedTile&) { return false; }
+FMHA_DEVICE consteval SharedTile shared(const Sm90MlaTile& tile) { return {kRows, kKeys, tile.lazy_rescale_log2}; }
 
 // P of bf16 is scaled in the exponent (range.h).
-FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90MlaTile& tile) {
+FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm90MlaTile& tile) {
   return spec.dtype_v == DType::Bf16 ? offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2) : 0;
 }
 
@@ -127,7 +127,8 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
 };
 
 // This CTA's place in its cluster, whose CTAs have neighbouring tiles of rows and walk the same blocks.
-FMHA_DEVICE uint32_t rank_in(const Sm90MlaTile& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
+template <Sm90MlaTile tile>
+FMHA_DEVICE uint32_t rank_in() { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 
 // Of K and V: (dim, row, head, batch or page).
 struct Maps {

@@ -104,7 +104,7 @@ struct Loader {
     const uint32_t address = to[lane].address();
     const int32_t column = (first + lane) * kSpan;
     if constexpr (tile.cluster > 1) {
-      if ((first + lane) % tile.cluster == rank_in(tile))
+      if ((first + lane) % tile.cluster == rank_in<tile>())
         ptx::cp_async_bulk_tensor_4d_multicast(address, map, full, column, key.row, work.i_head_kv, batch,
                                                (1 << tile.cluster) - 1, hint);
     } else {

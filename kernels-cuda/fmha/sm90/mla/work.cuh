@@ -42,7 +42,7 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
   work.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
   const int32_t seqlen_q = work.span.seqlen_q, seqlen_k = work.span.seqlen_k;
 
-  work.first_row = cluster_row + rank_in(tile) * kRows;
+  work.first_row = cluster_row + rank_in<tile>() * kRows;
   const int32_t num_rows = seqlen_q * p.gqa_ratio;
   work.has_rows = cluster_row < num_rows;
   if (!work.has_rows) return work;

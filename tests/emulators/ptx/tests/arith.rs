@@ -124,6 +124,11 @@ fn sixty_four_bit_instructions_agree_with_rust() {
         ("cvt.u32.u64 %w0, %a; cvt.u32.u64 %w1, %b; mul.wide.s32 %d, %w0, %w1;", |a, b, _| {
             (i64::from(a as u32 as i32) * i64::from(b as u32 as i32)) as u64
         }),
+        ("bfi.b64 %d, %a, %b, 9, 46;", |a, b, _| b & !(((1 << 46) - 1) << 9) | (a & ((1 << 46) - 1)) << 9),
+        ("bfi.b64 %d, %a, %b, 60, 80;", |a, b, _| b & !(0xf << 60) | a << 60),
+        ("cvt.u32.u64 %w0, %c; and.b32 %w0, %w0, 63; bfi.b64 %d, %a, %b, %w0, 1;", |a, b, c| {
+            b & !(1 << (c & 63)) | (a & 1) << (c & 63)
+        }),
         ("popc.b64 %w0, %a; cvt.u64.u32 %d, %w0;", |a, _, _| u64::from(a.count_ones())),
         ("setp.gt.s64 %p, %a, %b; selp.b64 %d, %a, %b, %p;", |a, b, _| (a as i64).max(b as i64) as u64),
         ("mov.b64 {%w0, %w1}, %a; mov.b64 %d, {%w1, %w0};", |a, _, _| a.rotate_left(32)),

@@ -16,7 +16,7 @@ template <class C>
 FMHA_DEVICE void send_ds(const C& c) {
   if (threadIdx.x == mma::kWarpgroup) {
     constexpr uint32_t bytes = C::S::DsTile::tile_bytes;
-    const int32_t other = cluster_rank(C::tile) ^ 1;
+    const int32_t other = cluster_rank<C::tile>() ^ 1;
     Barrier& full = c.smem.other_ds_full[c.ds_slot.index];
     ptx::mbarrier_arrive_expect_tx_at(ptx::address_at(full, other), bytes);
     ptx::cp_async_bulk_at(c.smem.other_ds[c.ds_slot.index].address(), other, c.smem.ds[c.ds_slot.index][0].address(),
@@ -27,7 +27,7 @@ FMHA_DEVICE void send_ds(const C& c) {
 // What the other one has sent in a slot has been used.
 template <class C>
 FMHA_DEVICE void release_other_ds(const C& c, Barrier& empty) {
-  ptx::mbarrier_arrive_at_if(empty, cluster_rank(C::tile) ^ 1, c.signals);
+  ptx::mbarrier_arrive_at_if(empty, cluster_rank<C::tile>() ^ 1, c.signals);
 }
 // dK and dV leave through the memory of dS: behind it the other CTA has what this one sent.
 template <class C>

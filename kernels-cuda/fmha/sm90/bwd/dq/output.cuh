@@ -79,7 +79,7 @@ struct DqOutput {
   // Of the chunk that both CTAs multiply, the other one's half.
   FMHA_DEVICE bool is_of_others(int e) const {
     constexpr int half = S::dq_columns / 2;
-    return S::gradient_each && index == 1 && Dq::column(e) / half != cluster_rank(tile);
+    return S::gradient_each && index == 1 && Dq::column(e) / half != cluster_rank<tile>();
   }
   FMHA_DEVICE int32_t share() const { return S::share_of(index); }
   FMHA_DEVICE float* share_of(const Work& work, const QueryBlocks& blocks) const {

@@ -96,7 +96,7 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
       for (int c = 0; c < S::consumers; ++c) {
         ptx::mbarrier_wait_parity(smem.dq_full[c], phase);
         const bool is_whole = S::dq_added(c) == S::dq_share;
-        float* to = sums + S::share_of(c) * S::dq_share + (is_whole ? 0 : cluster_rank(tile) * S::dq_added(c));
+        float* to = sums + S::share_of(c) * S::dq_share + (is_whole ? 0 : cluster_rank<tile>() * S::dq_added(c));
         const uint32_t from = ptx::shared_address(smem.dq + c * S::dq_share), bytes = S::dq_added(c) * sizeof(float);
         if (is_first) {
           ptx::cp_async_bulk_store(to, from, bytes);

@@ -298,6 +298,7 @@ impl Decoder<'_> {
                 self.regs(Code::X(f), raw, ty, &[ty, Ty::U32, Ty::U32])
             }
             ("bfi", 4) => self.regs(w(Wf::Bfi), raw, ty, &[ty, ty, Ty::U32, Ty::U32]),
+            ("bfi", 8) => self.regs(Code::X(Xf::BfiD), raw, ty, &[ty, ty, Ty::U32, Ty::U32]),
             ("prmt", _) if let Some(mode) = raw.words.get(2).and_then(|word| prmt_mode(word)) => {
                 self.regs(Code::Rare(Rare::Prmt(mode)), raw, ty, &[ty, ty, ty])
             }

@@ -82,6 +82,16 @@ pub(super) fn mixed(warp: &mut Warp, inst: &Inst, mask: u32, f: Xf) {
         Xf::ShrDS => std::array::from_fn(|i| ((a[i] as i64) >> b[i].min(63)) as u64),
         Xf::BfeDU => std::array::from_fn(|i| bfe(a[i], b[i] as u32, c[i] as u32, 64, false)),
         Xf::BfeDS => std::array::from_fn(|i| bfe(a[i], b[i] as u32, c[i] as u32, 64, true)),
+        Xf::BfiD => {
+            let d = warp.wide(inst.src[3]);
+            std::array::from_fn(|i| {
+                // Position and length have eight bits.
+                let (pos, len) = (c[i] & 255, d[i] & 255);
+                let field = if len > 63 { u64::MAX } else { (1 << len) - 1 };
+                let placed = |bits: u64| if pos > 63 { 0 } else { bits << pos };
+                b[i] & !placed(field) | placed(a[i]) & placed(field)
+            })
+        }
         Xf::PopcD => return word(warp, &|i| a[i].count_ones()),
         Xf::ClzD => return word(warp, &|i| a[i].leading_zeros()),
         Xf::BfindDU => return word(warp, &|i| 63u32.wrapping_sub(a[i].leading_zeros())),

@@ -136,6 +136,7 @@ pub(crate) enum Xf {
     /// 64-bit value, 32-bit position and length.
     BfeDS,
     BfeDU,
+    BfiD,
 }
 
 /// Arithmetic on 16-bit elements, alone or in pairs.
