@@ -97,7 +97,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
             logarithm, -inf for a row that sees no key; differentiable.
 
     Returns:
-        O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are not written.
+        O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are 0, in O, LSE and gradients alike.
 
     Raises:
         RuntimeError: what is wrong with the call, the argument first, then its numbers; or why no kernel takes it.

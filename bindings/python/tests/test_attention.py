@@ -368,3 +368,27 @@ def test_tensors_of_no_elements():
     q, k, v = tensors(sk=0)
     o, lse = fmha.attention(q, k, v, return_lse=True)
     assert torch.equal(o, torch.zeros_like(o)) and torch.isneginf(lse).all()
+
+
+def test_rows_that_lengths_leave_out_are_zero_in_outputs_and_gradients():
+    """What a caller did not fill never becomes a gradient: freed memory of NaN is handed out again."""
+
+    def check(call, rows_q, rows_k, *shapes):
+        q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+        for _ in range(3):
+            poison = [torch.full(x.shape, math.nan) for x in (q, k, v, q, k, v)]
+            del poison
+            o, lse = fmha.attention(q, k, v, return_lse=True, **call)
+            lse_rows = lse.transpose(-1, -2)
+            assert not o[~rows_q].any() and not lse_rows[~rows_q].any()
+            poison = [torch.full(x.shape, math.nan) for x in (q, k, v, q, k, v)]
+            del poison
+            dq, dk, dv = torch.autograd.grad(o[rows_q].sum() + lse_rows[rows_q].sum(), (q, k, v))
+            for gradient, rows in ((dq, rows_q), (dk, rows_k), (dv, rows_k)):
+                assert torch.isfinite(gradient).all() and not gradient[~rows].any()
+
+    used_q, used_k = (torch.tensor(x, dtype=torch.int32) for x in ([3, 7], [5, 2]))
+    rows_q, rows_k = (torch.arange(n) < used[:, None] for n, used in ((9, used_q), (11, used_k)))
+    check(dict(seqused_q=used_q, seqused_k=used_k), rows_q, rows_k, (2, 9, 2, 16), (2, 11, 2, 16), (2, 11, 2, 16))
+    packed = dict(cu_seqlens_q=offsets([3, 4]), cu_seqlens_k=offsets([5, 4]), max_seqlen_q=4, max_seqlen_k=5)
+    check(packed, torch.arange(12) < 7, torch.arange(13) < 9, (12, 2, 16), (13, 2, 16), (13, 2, 16))

@@ -156,6 +156,20 @@ struct Making<'a> {
     results: Results,
 }
 
+/// Whether lengths may leave out rows of a result. A kernel does not write these, and they are to be 0: what a caller did
+/// not fill never becomes a gradient.
+fn leaves_rows_out(request: &Request, result: Slot) -> bool {
+    let of_q = [Slot::CuSeqlensQ, Slot::SequsedQ];
+    let of_k = [Slot::CuSeqlensK, Slot::SequsedK];
+    let given = |slots: [Slot; 2]| slots.into_iter().any(|slot| request.get(slot).is_some());
+    match result {
+        Slot::O | Slot::Lse | Slot::Dq => given(of_q),
+        Slot::Dk | Slot::Dv => given(of_k),
+        Slot::Dbias | Slot::Dsink => given(of_q) || given(of_k),
+        _ => false,
+    }
+}
+
 impl Making<'_> {
     /// The next result, noted in the request.
     fn make(&mut self, slot: Slot, sizes: &[i64], dtype: i32, device: Device) -> Result<(), Wrong> {
@@ -164,6 +178,9 @@ impl Making<'_> {
                 let made = shims.empty(sizes, dtype, device);
                 let made = made.map_err(|text| format!("{}: {text}", name(slot)))?;
                 let tensor = made.describe(name(slot))?;
+                if leaves_rows_out(self.request, slot) && !sizes.contains(&0) {
+                    made.clear().map_err(|text| format!("{}: {text}", name(slot)))?;
+                }
                 self.results.push(made);
                 tensor
             }

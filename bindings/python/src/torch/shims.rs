@@ -86,6 +86,7 @@ shims! {
     aoti_torch_get_device_index: unsafe extern "C" fn(Handle, *mut i32) -> Code;
     aoti_torch_delete_tensor_object: unsafe extern "C" fn(Handle) -> Code;
     aoti_torch_empty_strided: unsafe extern "C" fn(i64, *const i64, *const i64, i32, i32, i32, *mut Handle) -> Code;
+    aoti_torch_zero_: unsafe extern "C" fn(Handle) -> Code;
     aoti_torch_check: unsafe extern "C-unwind" fn(bool, *const c_char, *const c_char, u32, *const c_char);
 }
 
@@ -347,6 +348,20 @@ impl Shims {
             return Err(format!("torch has no memory for {sizes:?} of {}", crate::tensor::dtype_name(dtype)));
         }
         Ok(Owned { shims: self, handle })
+    }
+}
+
+impl Owned {
+    /// Puts zeros into all of it, in the order of the current stream.
+    ///
+    /// # Errors
+    /// Where torch does not.
+    pub(super) fn clear(&self) -> Result<(), Wrong> {
+        // SAFETY: a tensor that this call made.
+        match unsafe { (self.shims.aoti_torch_zero_)(self.handle) } {
+            0 => Ok(()),
+            _ => Err("torch does not put zeros into it".to_owned()),
+        }
     }
 }
 
