@@ -1,9 +1,8 @@
 //! What a test run is made of: programs that are run one by one or beside each other, and what each took.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -133,40 +132,66 @@ impl Step {
             text.push_str(&line);
             text.push('\n');
         }
-        let (status, seconds) = wait(&child).map_err(|error| error.to_string())?;
+        let (status, seconds) = wait(&mut child).map_err(|error| error.to_string())?;
         if status.success() { Ok(seconds) } else { Err(format!("ended with {status}")) }
     }
 }
 
-/// Waits for a process that nobody else waits for: how it ended, and the seconds of all processors that it took.
-fn wait(child: &Child) -> std::io::Result<(ExitStatus, f64)> {
-    let (mut status, mut usage) = (0, std::mem::MaybeUninit::<libc::rusage>::zeroed());
-    // SAFETY: both are places that the call may write.
-    while unsafe { libc::wait4(child.id().cast_signed(), &raw mut status, 0, usage.as_mut_ptr()) } < 0 {
-        let error = std::io::Error::last_os_error();
-        if error.kind() != std::io::ErrorKind::Interrupted {
-            return Err(error);
+#[cfg(unix)]
+use usage::{of_children, wait};
+#[cfg(not(unix))]
+use without_usage::{of_children, wait};
+
+/// What processes have taken, as Unix counts it.
+#[cfg(unix)]
+mod usage {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Child, ExitStatus};
+
+    /// Waits for a process that nobody else waits for: how it ended, and the seconds of all processors that it took.
+    pub(super) fn wait(child: &mut Child) -> std::io::Result<(ExitStatus, f64)> {
+        let (mut status, mut usage) = (0, std::mem::MaybeUninit::<libc::rusage>::zeroed());
+        // SAFETY: both are places that the call may write.
+        while unsafe { libc::wait4(child.id().cast_signed(), &raw mut status, 0, usage.as_mut_ptr()) } < 0 {
+            let error = std::io::Error::last_os_error();
+            if error.kind() != std::io::ErrorKind::Interrupted {
+                return Err(error);
+            }
         }
+        // SAFETY: numbers, of which all bits may be 0.
+        let usage = unsafe { usage.assume_init() };
+        Ok((ExitStatus::from_raw(status), processor_seconds(&usage)))
     }
-    // SAFETY: numbers, of which all bits may be 0.
-    let usage = unsafe { usage.assume_init() };
-    Ok((ExitStatus::from_raw(status), processor_seconds(&usage)))
+
+    /// Of all processors, of every process that this one has waited for.
+    pub(super) fn of_children() -> f64 {
+        let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+        // SAFETY: a place that the call may write; numbers, of which all bits may be 0, where it fails.
+        let usage = unsafe {
+            libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
+            usage.assume_init()
+        };
+        processor_seconds(&usage)
+    }
+
+    fn processor_seconds(usage: &libc::rusage) -> f64 {
+        let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
+        seconds(usage.ru_utime) + seconds(usage.ru_stime)
+    }
 }
 
-/// Of all processors, of every process that this one has waited for.
-fn of_children() -> f64 {
-    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: a place that the call may write; numbers, of which all bits may be 0, where it fails.
-    let usage = unsafe {
-        libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
-        usage.assume_init()
-    };
-    processor_seconds(&usage)
-}
+/// Systems on which processor time is not asked for: it is reported as 0.
+#[cfg(not(unix))]
+mod without_usage {
+    use std::process::{Child, ExitStatus};
 
-fn processor_seconds(usage: &libc::rusage) -> f64 {
-    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
-    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+    pub(super) fn wait(child: &mut Child) -> std::io::Result<(ExitStatus, f64)> {
+        Ok((child.wait()?, 0.0))
+    }
+
+    pub(super) fn of_children() -> f64 {
+        0.0
+    }
 }
 
 /// Runs all steps of a run that began at `of`, as many at a time as there are processors; the longest first, if they come so.
