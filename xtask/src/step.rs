@@ -24,6 +24,8 @@ enum Kind {
     Tests,
     /// `fmha conformance`: its last line that begins with `all` has the counts.
     Battery,
+    /// Counts as one test: it ends well or not.
+    Check,
 }
 
 /// When a step began, from the run's beginning, and what it took, of one clock and of all processors.
@@ -57,6 +59,12 @@ impl Step {
         Self { name: name.to_owned(), words, folder, environment, kind: Kind::Tests, at_least: 0 }
     }
 
+    /// A program whose end alone counts, with these variables.
+    pub(crate) fn check(name: &str, words: &[&str], environment: Vec<(String, String)>) -> Self {
+        let words = words.iter().map(|&word| word.to_owned()).collect();
+        Self { name: name.to_owned(), words, folder: None, environment, kind: Kind::Check, at_least: 0 }
+    }
+
     /// The same step, failed where fewer than so many of its tests pass: a filter of names that finds none says nothing.
     pub(crate) fn at_least(mut self, tests: u64) -> Self {
         self.at_least = tests;
@@ -81,6 +89,7 @@ impl Step {
         let mut text = String::new();
         let ended = self.follow(environment, &mut own, &mut text);
         let processor_seconds = *ended.as_ref().unwrap_or(&0.0);
+        own.passed += u64::from(self.kind == Kind::Check && ended.is_ok());
         let failed = ended.and_then(|_| self.enough(own.passed)).err();
         if let Some(reason) = failed.filter(|_| own.failed == 0) {
             // A program that aborts, or is not there, counts as one failure.
@@ -276,6 +285,14 @@ mod tests {
         assert_eq!((tally.passed, tally.failed), (4, 3));
         let table = table(&mut took, 1.0);
         assert!(table.contains("| aborts | 0 | 0 | 0 | 0 | 1 |"), "{table}");
+    }
+
+    #[test]
+    fn a_check_counts_as_one_by_its_end_alone() {
+        let mut tally = Tally::default();
+        let check = |name, script| Step::check(name, &["sh", "-c", script], Vec::new());
+        run_all(&[check("good", "true"), check("bad", "exit 101")], Instant::now(), &[], &mut tally);
+        assert_eq!((tally.passed, tally.failed), (1, 1));
     }
 
     #[test]
