@@ -218,7 +218,7 @@ fn is_wanted(isa: Isa, cap: Option<Isa>, vendor: &str) -> bool {
 fn vendor() -> String {
     #[cfg(target_arch = "x86_64")]
     {
-        let leaf = std::arch::x86_64::__cpuid(0);
+        let leaf = crate::simd::cpuid(0, 0);
         let word = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
         String::from_utf8_lossy(word.as_flattened()).into_owned()
     }

@@ -216,51 +216,27 @@ pub(crate) mod tests {
     use super::*;
 
     /// Memory that ends where every access stops the process.
-    pub(crate) struct Fenced {
-        pages: *mut libc::c_void,
-        mapped: usize,
-        first: *mut u8,
-        bytes: usize,
-    }
+    pub(crate) struct Fenced(fmha_conformance::memory::Bytes);
 
     impl Fenced {
         pub(crate) fn new(bytes: &[u8]) -> Self {
-            // SAFETY: new pages of this process; the fence is the last of them, and the bytes go right before it.
-            unsafe {
-                let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
-                let mapped = bytes.len().next_multiple_of(page) + page;
-                let (access, kind) =
-                    (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-                let pages = libc::mmap(std::ptr::null_mut(), mapped, access, kind, -1, 0);
-                assert_ne!(pages, libc::MAP_FAILED);
-                let fence = pages.byte_add(mapped - page);
-                assert_eq!(libc::mprotect(fence, page, libc::PROT_NONE), 0);
-                let first = fence.byte_sub(bytes.len()).cast::<u8>();
-                first.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
-                Self { pages, mapped, first, bytes: bytes.len() }
-            }
+            let mut fenced = fmha_conformance::memory::Bytes::beside_unmapped(bytes.len(), 0, true).unwrap();
+            fenced.copy_from_slice(bytes);
+            Self(fenced)
         }
 
         pub(crate) fn bytes(&self) -> &[u8] {
-            // SAFETY: as many are there before the fence; so for the two below.
-            unsafe { std::slice::from_raw_parts(self.first, self.bytes) }
+            &self.0
         }
 
         pub(crate) fn slice(&self) -> DevSlice<'_> {
-            // SAFETY: see `bytes`.
-            unsafe { DevSlice::from_raw(MemorySpace::Host, self.first, self.bytes as u64) }
+            // SAFETY: as many bytes are there before the fence.
+            unsafe { DevSlice::from_raw(MemorySpace::Host, self.0.as_ptr(), self.0.len() as u64) }
         }
 
         pub(crate) fn slice_mut(&mut self) -> DevSliceMut<'_> {
-            // SAFETY: see `bytes`.
-            unsafe { DevSliceMut::from_raw(MemorySpace::Host, self.first, self.bytes as u64) }
-        }
-    }
-
-    impl Drop for Fenced {
-        fn drop(&mut self) {
-            // SAFETY: mapped by `new`, and nothing borrows it any more.
-            unsafe { libc::munmap(self.pages, self.mapped) };
+            // SAFETY: as many bytes are there before the fence.
+            unsafe { DevSliceMut::from_raw(MemorySpace::Host, self.0.as_mut_ptr(), self.0.len() as u64) }
         }
     }
 

@@ -5,10 +5,11 @@
 //! device and an emulated one do not go together.
 
 use std::ffi::{CString, c_char, c_int};
+use std::path::Path;
 
 use fmha_core::emulators::{Double, launches_of};
 use fmha_core::error::{Error, ProblemError, Result};
-use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use libloading::Library;
 use once_cell::sync::OnceCell;
 
 /// The double's library.
@@ -27,8 +28,8 @@ pub(crate) fn install(arch: &str) -> Result<()> {
         let path = &DRIVER.find()?;
         let does_not_serve = |why: String| Error::NoDevice(format!("{}: {why}", path.display()));
         // SAFETY: the double's initialisers only set up itself.
-        let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }
-            .map_err(|error| does_not_serve(format!("does not open: {error}")))?;
+        let library =
+            unsafe { open(path) }.map_err(|error| does_not_serve(format!("does not open: {error}")))?;
         let name = CString::new(arch).map_err(|error| does_not_serve(error.to_string()))?;
         // SAFETY: the double's own function has this type, and reads the text before it returns.
         let status = unsafe {
@@ -47,6 +48,27 @@ pub(crate) fn install(arch: &str) -> Result<()> {
     }
     let text = format!("emulate {arch}: this process emulates {installed} already");
     Err(ProblemError::new("emulate", text).into())
+}
+
+/// Opens a library whose functions every later one finds by name.
+///
+/// # Safety
+/// Its initialisers may run in this process.
+#[cfg(unix)]
+unsafe fn open(path: &Path) -> std::result::Result<Library, libloading::Error> {
+    use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+    // SAFETY: the caller's promise.
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map(Into::into)
+}
+
+/// Opens a library.
+///
+/// # Safety
+/// Its initialisers may run in this process.
+#[cfg(not(unix))]
+unsafe fn open(path: &Path) -> std::result::Result<Library, libloading::Error> {
+    // SAFETY: the caller's promise.
+    unsafe { Library::new(path) }
 }
 
 /// Whether this process runs on the double.

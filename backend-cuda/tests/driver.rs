@@ -1,6 +1,7 @@
 //! What the backend leaves of the calling thread's state, and what is done when its calls return, on the
 //! test double of the driver. No compiler is needed.
 
+#![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::ffi::{c_int, c_void};

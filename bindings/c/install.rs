@@ -66,7 +66,11 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 
 fn link(to: &str, name: &Path) -> Result<()> {
     let _ = fs::remove_file(name);
-    std::os::unix::fs::symlink(to, name).map_err(|error| at(name, &error))
+    #[cfg(unix)]
+    let made = std::os::unix::fs::symlink(to, name);
+    #[cfg(not(unix))]
+    let made = Err(Error::new(ErrorKind::Unsupported, format!("no link to {to}: only Unix is installed to")));
+    made.map_err(|error| at(name, &error))
 }
 
 fn at(path: &Path, error: &Error) -> Error {

@@ -1,6 +1,6 @@
 //! `fmha run` on made-up data: Composable Kernel's options, exit status, pipes, memory.
 
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use super::{Ran, command, fmha};
 
@@ -167,7 +167,7 @@ fn a_reader_that_goes_away_is_no_error() {
 fn too_little_memory_is_an_error_line() {
     let under = |kilobytes: &str, line: &str| {
         let script = format!("ulimit -v {kilobytes}; exec {} {line}", env!("CARGO_BIN_EXE_fmha"));
-        let ran = Ran::of(Command::new("sh").args(["-c", &script]).output().unwrap());
+        let ran = Ran::of(std::process::Command::new("sh").args(["-c", &script]).output().unwrap());
         if ran.status != 0 {
             assert_eq!(ran.status, 2, "{kilobytes}: `{line}`: {}{}", ran.out, ran.err);
             assert_eq!(ran.err.lines().count(), 1, "{kilobytes}: `{line}`: {}", ran.err);
@@ -195,7 +195,7 @@ fn too_little_memory_is_an_error_line() {
         "ulimit -v 400000; RAYON_NUM_THREADS=250 exec {} run -b 1 -h 1 -s 64 -d 16 --repeat 1",
         env!("CARGO_BIN_EXE_fmha")
     );
-    let ran = Ran::of(Command::new("sh").args(["-c", &script]).output().unwrap());
+    let ran = Ran::of(std::process::Command::new("sh").args(["-c", &script]).output().unwrap());
     assert_eq!((ran.status, ran.err.lines().count()), (2, 1), "{}{}", ran.out, ran.err);
     assert!(ran.err.contains("memory for 250 threads for the check, "), "{}", ran.err);
     // Wherever between too little and enough the limit falls, it is an error or a result.

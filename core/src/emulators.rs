@@ -48,6 +48,11 @@ impl Double {
     /// # Errors
     /// [`Error::NoDevice`] where there is none, with the places and what to do; what `cargo` ended with.
     pub fn find(self) -> Result<PathBuf> {
+        if !cfg!(target_os = "linux") {
+            let text =
+                format!("emulated devices are there on Linux alone, and this is {}", std::env::consts::OS);
+            return Err(Error::NoDevice(text));
+        }
         if let Some(folder) = env::EMULATOR_DIR.get()? {
             let path = Path::new(&folder).join(self.file);
             return if path.exists() {

@@ -30,7 +30,7 @@ enum Storage {
         blocks: Vec<Block>,
         len: usize,
     },
-    #[cfg(unix)]
+    #[cfg(any(unix, windows))]
     Mapped(mapped::Mapped),
 }
 
@@ -56,15 +56,15 @@ impl Bytes {
     /// `len` bytes of `fill` that end directly before an unmapped page, or begin behind one.
     ///
     /// # Errors
-    /// What the system said; always where it has no `mmap`.
+    /// What the system said; always where it is neither Unix nor Windows.
     pub fn beside_unmapped(len: usize, fill: u8, at_end: bool) -> Result<Self> {
-        #[cfg(unix)]
+        #[cfg(any(unix, windows))]
         {
             let mut mapped = mapped::Mapped::guarded(len, at_end)?;
             mapped.bytes_mut().fill(fill);
             Ok(Self(Storage::Mapped(mapped)))
         }
-        #[cfg(not(unix))]
+        #[cfg(not(any(unix, windows)))]
         {
             let _ = (len, fill, at_end);
             Err(refused(format!("{len} bytes beside an unmapped page"), &"this system has no mmap"))
@@ -93,7 +93,7 @@ impl Deref for Bytes {
     fn deref(&self) -> &[u8] {
         match &self.0 {
             Storage::Blocks { blocks, len } => &bytemuck::cast_slice(blocks)[..*len],
-            #[cfg(unix)]
+            #[cfg(any(unix, windows))]
             Storage::Mapped(mapped) => mapped.bytes(),
         }
     }
@@ -103,7 +103,7 @@ impl DerefMut for Bytes {
     fn deref_mut(&mut self) -> &mut [u8] {
         match &mut self.0 {
             Storage::Blocks { blocks, len } => &mut bytemuck::cast_slice_mut(blocks)[..*len],
-            #[cfg(unix)]
+            #[cfg(any(unix, windows))]
             Storage::Mapped(mapped) => mapped.bytes_mut(),
         }
     }
@@ -187,6 +187,74 @@ mod mapped {
     }
 }
 
+#[cfg(windows)]
+mod mapped {
+    use std::ffi::c_void;
+    use std::{io, ptr};
+
+    use windows_sys::Win32::System::Memory::{
+        MEM_COMMIT, MEM_RELEASE, MEM_RESERVE, PAGE_NOACCESS, PAGE_READWRITE, VirtualAlloc, VirtualFree,
+        VirtualProtect,
+    };
+
+    use super::{Result, refused};
+
+    /// Pages are 4 KiB on x86-64 and on AArch64. A larger multiple serves any other size.
+    const PAGE: usize = 1 << 16;
+
+    /// Pages of this process, and the part of them that is a tensor.
+    pub(super) struct Mapped {
+        map: *mut c_void,
+        first: usize,
+        len: usize,
+    }
+
+    // SAFETY: the pages are private to their owner, as a Vec's memory is.
+    unsafe impl Send for Mapped {}
+    // SAFETY: as above; shared access only reads.
+    unsafe impl Sync for Mapped {}
+
+    impl Mapped {
+        pub(super) fn guarded(len: usize, at_end: bool) -> Result<Self> {
+            let body = len.max(1).next_multiple_of(PAGE);
+            let map_len = body + 2 * PAGE;
+            let system =
+                |what: &str| refused(format!("{what} of {map_len} bytes"), &io::Error::last_os_error());
+            // SAFETY: no address is asked for, so no existing pages change.
+            let map = unsafe { VirtualAlloc(ptr::null(), map_len, MEM_COMMIT | MEM_RESERVE, PAGE_READWRITE) };
+            if map.is_null() {
+                return Err(system("VirtualAlloc"));
+            }
+            let mapped = Self { map, first: if at_end { PAGE + body - len } else { PAGE }, len };
+            for at in [0, PAGE + body] {
+                let mut before = 0;
+                // SAFETY: both ranges lie in the pages made above; nothing refers to them.
+                if unsafe { VirtualProtect(map.byte_add(at), PAGE, PAGE_NOACCESS, &raw mut before) } == 0 {
+                    return Err(system("VirtualProtect"));
+                }
+            }
+            Ok(mapped)
+        }
+
+        pub(super) fn bytes(&self) -> &[u8] {
+            // SAFETY: `first .. first + len` is readable, and zeros at first.
+            unsafe { std::slice::from_raw_parts(self.map.cast::<u8>().add(self.first), self.len) }
+        }
+
+        pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+            // SAFETY: as above, and writable; the borrow is exclusive.
+            unsafe { std::slice::from_raw_parts_mut(self.map.cast::<u8>().add(self.first), self.len) }
+        }
+    }
+
+    impl Drop for Mapped {
+        fn drop(&mut self) {
+            // SAFETY: these are all pages of one VirtualAlloc, and no borrow outlives their owner.
+            unsafe { VirtualFree(self.map, 0, MEM_RELEASE) };
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -199,6 +267,9 @@ mod tests {
                 let bytes = Bytes::beside_unmapped(len, 9, at_end).unwrap();
                 assert_eq!((bytes.len(), bytes.iter().all(|&byte| byte == 9)), (len, true));
             }
+        }
+        if cfg!(windows) {
+            return println!("absent: sparse memory, which Windows refuses");
         }
         let mut sparse = Bytes::sparse(1 << 34).unwrap();
         sparse[(1 << 34) - 1] = 3;

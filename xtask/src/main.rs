@@ -12,6 +12,7 @@ mod kernels;
 mod mutation;
 mod mutation_amd;
 mod planted;
+mod platforms;
 mod python;
 mod setup;
 mod step;

@@ -183,7 +183,8 @@ fn stage(folder: &Path, library: &Path) -> Result<(), String> {
             std::fs::remove_dir_all(folder)?;
         }
         std::fs::create_dir_all(folder.join("fmha"))?;
-        for file in ["pyproject.toml", "README.md"] {
+        std::fs::create_dir_all(folder.join("build_backend"))?;
+        for file in ["pyproject.toml", "README.md", "build_backend/fmha_build.py"] {
             std::fs::copy(package().join(file), folder.join(file))?;
         }
         for licence in ["LICENSE-MIT", "LICENSE-APACHE"] {

@@ -63,10 +63,18 @@ fn clang() -> Result<(), String> {
     if clang_is_there() {
         return Ok(());
     }
+    apt(&CLANG_PACKAGES)
+}
+
+/// Installs packages of Debian's or Ubuntu's.
+///
+/// # Errors
+/// Where there is no apt-get, or it does not end well.
+pub(crate) fn apt(packages: &[&str]) -> Result<(), String> {
     if !runs(Command::new("apt-get").arg("--version")) {
         return Err("not installed, and there is no apt-get".to_owned());
     }
-    println!("setting up {}", CLANG_PACKAGES.join(", "));
+    println!("setting up {}", packages.join(", "));
     let install = |first: &str| {
         let mut command = Command::new("apt-get");
         command.args([first, "-y", "-q"]).env("DEBIAN_FRONTEND", "noninteractive");
@@ -74,7 +82,7 @@ fn clang() -> Result<(), String> {
     };
     // A bare machine has no package lists yet; a stale one still installs.
     loudly(&mut install("update")).ok();
-    loudly(install("install").arg("--no-install-recommends").args(CLANG_PACKAGES))
+    loudly(install("install").arg("--no-install-recommends").args(packages))
 }
 
 /// NVRTC in `target/nvrtc`.

@@ -1,9 +1,8 @@
 //! What a test run is made of: programs that are run one by one or beside each other, and what each took.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -25,6 +24,8 @@ enum Kind {
     Tests,
     /// `fmha conformance`: its last line that begins with `all` has the counts.
     Battery,
+    /// Counts as one test: it ends well or not.
+    Check,
 }
 
 /// When a step began, from the run's beginning, and what it took, of one clock and of all processors.
@@ -58,6 +59,12 @@ impl Step {
         Self { name: name.to_owned(), words, folder, environment, kind: Kind::Tests, at_least: 0 }
     }
 
+    /// A program whose end alone counts, with these variables.
+    pub(crate) fn check(name: &str, words: &[&str], environment: Vec<(String, String)>) -> Self {
+        let words = words.iter().map(|&word| word.to_owned()).collect();
+        Self { name: name.to_owned(), words, folder: None, environment, kind: Kind::Check, at_least: 0 }
+    }
+
     /// The same step, failed where fewer than so many of its tests pass: a filter of names that finds none says nothing.
     pub(crate) fn at_least(mut self, tests: u64) -> Self {
         self.at_least = tests;
@@ -82,6 +89,7 @@ impl Step {
         let mut text = String::new();
         let ended = self.follow(environment, &mut own, &mut text);
         let processor_seconds = *ended.as_ref().unwrap_or(&0.0);
+        own.passed += u64::from(self.kind == Kind::Check && ended.is_ok());
         let failed = ended.and_then(|_| self.enough(own.passed)).err();
         if let Some(reason) = failed.filter(|_| own.failed == 0) {
             // A program that aborts, or is not there, counts as one failure.
@@ -133,40 +141,66 @@ impl Step {
             text.push_str(&line);
             text.push('\n');
         }
-        let (status, seconds) = wait(&child).map_err(|error| error.to_string())?;
+        let (status, seconds) = wait(&mut child).map_err(|error| error.to_string())?;
         if status.success() { Ok(seconds) } else { Err(format!("ended with {status}")) }
     }
 }
 
-/// Waits for a process that nobody else waits for: how it ended, and the seconds of all processors that it took.
-fn wait(child: &Child) -> std::io::Result<(ExitStatus, f64)> {
-    let (mut status, mut usage) = (0, std::mem::MaybeUninit::<libc::rusage>::zeroed());
-    // SAFETY: both are places that the call may write.
-    while unsafe { libc::wait4(child.id().cast_signed(), &raw mut status, 0, usage.as_mut_ptr()) } < 0 {
-        let error = std::io::Error::last_os_error();
-        if error.kind() != std::io::ErrorKind::Interrupted {
-            return Err(error);
+#[cfg(unix)]
+use usage::{of_children, wait};
+#[cfg(not(unix))]
+use without_usage::{of_children, wait};
+
+/// What processes have taken, as Unix counts it.
+#[cfg(unix)]
+mod usage {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Child, ExitStatus};
+
+    /// Waits for a process that nobody else waits for: how it ended, and the seconds of all processors that it took.
+    pub(super) fn wait(child: &mut Child) -> std::io::Result<(ExitStatus, f64)> {
+        let (mut status, mut usage) = (0, std::mem::MaybeUninit::<libc::rusage>::zeroed());
+        // SAFETY: both are places that the call may write.
+        while unsafe { libc::wait4(child.id().cast_signed(), &raw mut status, 0, usage.as_mut_ptr()) } < 0 {
+            let error = std::io::Error::last_os_error();
+            if error.kind() != std::io::ErrorKind::Interrupted {
+                return Err(error);
+            }
         }
+        // SAFETY: numbers, of which all bits may be 0.
+        let usage = unsafe { usage.assume_init() };
+        Ok((ExitStatus::from_raw(status), processor_seconds(&usage)))
     }
-    // SAFETY: numbers, of which all bits may be 0.
-    let usage = unsafe { usage.assume_init() };
-    Ok((ExitStatus::from_raw(status), processor_seconds(&usage)))
+
+    /// Of all processors, of every process that this one has waited for.
+    pub(super) fn of_children() -> f64 {
+        let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+        // SAFETY: a place that the call may write; numbers, of which all bits may be 0, where it fails.
+        let usage = unsafe {
+            libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
+            usage.assume_init()
+        };
+        processor_seconds(&usage)
+    }
+
+    fn processor_seconds(usage: &libc::rusage) -> f64 {
+        let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
+        seconds(usage.ru_utime) + seconds(usage.ru_stime)
+    }
 }
 
-/// Of all processors, of every process that this one has waited for.
-fn of_children() -> f64 {
-    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: a place that the call may write; numbers, of which all bits may be 0, where it fails.
-    let usage = unsafe {
-        libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
-        usage.assume_init()
-    };
-    processor_seconds(&usage)
-}
+/// Systems on which processor time is not asked for: it is reported as 0.
+#[cfg(not(unix))]
+mod without_usage {
+    use std::process::{Child, ExitStatus};
 
-fn processor_seconds(usage: &libc::rusage) -> f64 {
-    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
-    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+    pub(super) fn wait(child: &mut Child) -> std::io::Result<(ExitStatus, f64)> {
+        Ok((child.wait()?, 0.0))
+    }
+
+    pub(super) fn of_children() -> f64 {
+        0.0
+    }
 }
 
 /// Runs all steps of a run that began at `of`, as many at a time as there are processors; the longest first, if they come so.
@@ -251,6 +285,14 @@ mod tests {
         assert_eq!((tally.passed, tally.failed), (4, 3));
         let table = table(&mut took, 1.0);
         assert!(table.contains("| aborts | 0 | 0 | 0 | 0 | 1 |"), "{table}");
+    }
+
+    #[test]
+    fn a_check_counts_as_one_by_its_end_alone() {
+        let mut tally = Tally::default();
+        let check = |name, script| Step::check(name, &["sh", "-c", script], Vec::new());
+        run_all(&[check("good", "true"), check("bad", "exit 101")], Instant::now(), &[], &mut tally);
+        assert_eq!((tally.passed, tally.failed), (1, 1));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use crate::kernels::{QUICK, ROWS, Row};
+use crate::platforms;
 use crate::python;
 use crate::setup;
 use crate::step::{Step, Took, run_all, table};
@@ -272,6 +273,7 @@ fn steps(
     } else {
         steps.push(Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]));
         steps.extend(doc_tests_on_devices(environment, tally));
+        steps.extend(platforms::steps(all, tally));
         ROWS
     };
     for row in rows {

@@ -8,7 +8,8 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::x86::{
-    Avx512, Avx512Bf16, EIGHTS, avx512_methods, bf16_methods, byte_methods, look_up_by_halves, turn_fours,
+    Avx512, Avx512Bf16, EIGHTS, avx512_methods, bf16_methods, byte_methods, cpuid, look_up_by_halves,
+    turn_fours,
 };
 use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables, TileRows};
 
@@ -47,7 +48,7 @@ impl Amx {
 fn has_tiles() -> bool {
     const WANTED: u32 = 1 << 22 | 1 << 24;
     const SAVED: u64 = 1 << 17 | 1 << 18;
-    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & WANTED == WANTED && {
+    cpuid(0, 0).eax >= 7 && cpuid(7, 0).edx & WANTED == WANTED && {
         #[target_feature(enable = "xsave")]
         fn saved() -> u64 {
             // SAFETY: register 0 is there where XSAVE is.

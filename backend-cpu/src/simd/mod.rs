@@ -30,7 +30,7 @@ pub(crate) use portable::Portable;
 pub(crate) use portable::{SoftDots, SoftTiles};
 pub(crate) use product::{Between, Nothing, TileProduct, TileRows};
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Avx2, Avx512, Avx512Bf16, Avx512Vbmi};
+pub(crate) use x86::{Avx2, Avx512, Avx512Bf16, Avx512Vbmi, cpuid};
 
 /// Methods that are one instruction of the set each.
 macro_rules! arithmetic {

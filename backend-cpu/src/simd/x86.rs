@@ -4,6 +4,15 @@ use std::arch::x86_64::*;
 
 use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables};
 
+/// What CPUID says of a leaf and a part of it.
+pub(crate) fn cpuid(leaf: u32, part: u32) -> CpuidResult {
+    // SAFETY: every x86-64 processor has the instruction. Rust calls it unsafe up to 1.93.
+    #[allow(unused_unsafe)]
+    unsafe {
+        __cpuid_count(leaf, part)
+    }
+}
+
 /// AVX2, FMA, F16C: eight lanes, sixteen registers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx2(());

@@ -6,6 +6,7 @@ import ctypes
 import os
 import pathlib
 import re
+import sys
 from typing import Any, Optional, Tuple
 
 MAX_DIMS = 5
@@ -49,13 +50,17 @@ class Tensor(ctypes.Structure):
     ]
 
 
+#: The library's file, as Cargo names it on this system.
+FILE = {"win32": "fmha_native.dll", "darwin": "libfmha_native.dylib"}.get(sys.platform, "libfmha_native.so")
+
+
 def _path() -> pathlib.Path:
     """``FMHA_NATIVE``, or beside this file as in a wheel, or where Cargo builds it as in a checkout."""
     given = os.environ.get("FMHA_NATIVE")
     if given:
         return pathlib.Path(given)
     here = pathlib.Path(__file__).resolve()
-    beside = here.with_name("libfmha_native.so")
+    beside = here.with_name(FILE)
     built = here.parents[3] / "target" / "release" / beside.name if len(here.parents) > 3 else beside
     return built if built.exists() and not beside.exists() else beside
 

@@ -1,10 +1,14 @@
 //! PyTorch's stable C interface (`torch/csrc/stable/c/shim.h`, `torch/csrc/inductor/aoti_torch/c/shim.h`), found in the
 //! process that has imported torch: nothing is linked, so one library serves every torch from 2.10 on.
 
+use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
 use std::ffi::{CString, c_char, c_void};
 use std::ptr;
 
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+#[cfg(unix)]
+use libloading::os::unix::Library;
+#[cfg(windows)]
+use libloading::os::windows::Library;
 
 use super::operators::Operator;
 use crate::call::Wrong;
@@ -21,9 +25,6 @@ type Code = i32;
 
 /// The build version that is stated where the interface asks for one: its first with all that is used here.
 const VERSION_2_10: u64 = 2 << 56 | 10 << 48;
-
-/// `dlopen` must only find what is there already.
-const RTLD_NOLOAD: i32 = 4;
 
 /// Declares the functions that are looked up by name.
 macro_rules! shims {
@@ -100,10 +101,25 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, Wrong> {
 }
 
 /// A library that the process has loaded.
+#[cfg(unix)]
 fn loaded(name: &str) -> Result<Library, Wrong> {
+    use libloading::os::unix::{RTLD_LOCAL, RTLD_NOW};
+    /// `dlopen` must only find what is there already.
+    const RTLD_NOLOAD: i32 = if cfg!(target_vendor = "apple") { 0x10 } else { 4 };
     // SAFETY: it is not loaded anew, so no initialiser runs.
     unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) }
         .map_err(|error| error.to_string())
+}
+
+/// A library that the process has loaded.
+#[cfg(windows)]
+fn loaded(name: &str) -> Result<Library, Wrong> {
+    Library::open_already_loaded(name).map_err(|error| error.to_string())
+}
+
+/// The file of a library of torch's: `libtorch_cpu.so`, `libtorch_cpu.dylib`, `torch_cpu.dll`.
+fn file_of(library: &str) -> String {
+    format!("{DLL_PREFIX}{library}{DLL_SUFFIX}")
 }
 
 impl Shims {
@@ -112,7 +128,8 @@ impl Shims {
     /// # Errors
     /// Where torch was not imported, or is too old.
     pub(super) fn new() -> Result<Self, Wrong> {
-        let library = loaded("libtorch_cpu.so").map_err(|error| format!("torch is not imported: {error}"))?;
+        let library =
+            loaded(&file_of("torch_cpu")).map_err(|error| format!("torch is not imported: {error}"))?;
         let functions = Self::find(&library)?;
         type Constant = unsafe extern "C" fn() -> i32;
         // SAFETY: functions without arguments that give a number.
@@ -142,9 +159,9 @@ impl Shims {
                 Err(_) => Delete::Operator(symbol(&loaded("libstdc++.so.6")?, "_ZdlPv")?),
             }
         };
-        let gpu = ["libtorch_cuda.so", "libtorch_hip.so"]
+        let gpu = ["torch_cuda", "torch_hip"]
             .into_iter()
-            .find_map(|name| Some((name, loaded(name).ok()?)));
+            .find_map(|name| Some((name, loaded(&file_of(name)).ok()?)));
         // SAFETY: as above.
         let current_stream = gpu
             .as_ref()
@@ -155,7 +172,7 @@ impl Shims {
             dtypes: codes,
             device_cpu: constant("aoti_torch_device_type_cpu")?,
             device_cuda: constant("aoti_torch_device_type_cuda")?,
-            is_rocm: gpu.is_some_and(|(name, _)| name == "libtorch_hip.so"),
+            is_rocm: gpu.is_some_and(|(name, _)| name == "torch_hip"),
         };
         // The library stays as long as the process: torch cannot be unloaded.
         std::mem::forget(library);

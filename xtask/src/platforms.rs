@@ -1,0 +1,213 @@
+//! Other compilers and other systems: the oldest Rust that the manifest states, and the targets that docs/platforms.md names.
+//! A toolchain or a program that cannot be had is reported absent, by name.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::setup::{apt, runs, target};
+use crate::step::Step;
+use crate::tally::Tally;
+
+/// A target beside the host's.
+struct Target {
+    triple: &'static str,
+    /// What compiles C for it: a dependency of benchmarks has one file. Nothing is linked by `cargo check`.
+    c_compiler: &'static [(&'static str, &'static str)],
+    run: Option<Run>,
+}
+
+/// How programs of a target are linked and run here.
+struct Run {
+    /// Debian's packages of the linker and of the emulator.
+    packages: &'static [&'static str],
+    linker: &'static str,
+    /// The emulator and its words.
+    runner: &'static str,
+}
+
+const TARGETS: [Target; 3] = [
+    Target {
+        triple: "aarch64-unknown-linux-gnu",
+        c_compiler: &[("CC", "clang-22"), ("CFLAGS", "-ffreestanding"), ("AR", "llvm-ar-22")],
+        run: Some(Run {
+            packages: &["qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"],
+            linker: "aarch64-linux-gnu-gcc",
+            runner: "qemu-aarch64 -L /usr/aarch64-linux-gnu",
+        }),
+    },
+    Target {
+        triple: "x86_64-pc-windows-gnu",
+        c_compiler: &[("CC", "clang-22"), ("CFLAGS", "-ffreestanding"), ("AR", "llvm-ar-22")],
+        run: Some(Run {
+            packages: &["wine64", "wine", "gcc-mingw-w64-x86-64"],
+            linker: "x86_64-w64-mingw32-gcc",
+            runner: "wine",
+        }),
+    },
+    Target {
+        triple: "aarch64-apple-darwin",
+        c_compiler: &[
+            ("CC", "clang-22"),
+            ("CFLAGS", "-ffreestanding"),
+            ("AR", "llvm-ar-22"),
+            ("SDKROOT", "/"),
+        ],
+        run: None,
+    },
+];
+
+/// The oldest Rust that the workspace's manifest states.
+const OLDEST: &str = env!("CARGO_PKG_RUST_VERSION");
+
+/// Checks by the oldest Rust and of each target: of the library, or of `all` crates with their tests; the CPU backend's
+/// tests, run, are of `all` alone.
+pub(crate) fn steps(all: bool, tally: &mut Tally) -> Vec<Step> {
+    let mut steps = Vec::new();
+    let name = format!("Rust {OLDEST}");
+    match oldest() {
+        Ok((cargo, rustc)) => {
+            let what: &[&str] = if all { &["--workspace", "--all-targets"] } else { &["-p", "fmha"] };
+            let folder = folder("oldest");
+            let own = [cargo.as_str(), "check", "--quiet", "--release", "--target-dir", &folder];
+            let words = [&own[..], what].concat();
+            steps.push(Step::check(&name, &words, vec![("RUSTC".to_owned(), rustc)]));
+        }
+        Err(reason) => tally.say(&format!("absent: {name}: {reason}")),
+    }
+    for one in &TARGETS {
+        if let Err(reason) = standard_library(one.triple) {
+            tally.say(&format!("absent: {}: {reason}", one.triple));
+            continue;
+        }
+        steps.push(one.check(all));
+        match &one.run {
+            Some(_) if !all => {
+                tally.say(&format!(
+                    "absent: the CPU backend's tests on {}: cargo xtask test --all",
+                    one.triple
+                ));
+            }
+            Some(run) => match run.set_up() {
+                Ok(()) => steps.push(one.tests(run)),
+                Err(reason) => {
+                    tally.say(&format!("absent: the CPU backend's tests on {}: {reason}", one.triple));
+                }
+            },
+            None => tally.say(&format!("absent: {}: compiled, and run nowhere", one.triple)),
+        }
+    }
+    steps
+}
+
+impl Target {
+    /// A variable's name as Cargo or cc has it for this target.
+    fn variable(&self, before: &str, after: &str) -> String {
+        let triple = self.triple.replace('-', "_");
+        let triple = if before.starts_with("CARGO") { triple.to_uppercase() } else { triple };
+        format!("{before}_{triple}{after}")
+    }
+
+    fn check(&self, all: bool) -> Step {
+        let what: &[&str] = if all { &["--workspace", "--tests"] } else { &["-p", "fmha"] };
+        let folder = folder("targets");
+        let own = [env!("CARGO"), "check", "--quiet", "--release", "--target", self.triple];
+        let words = [&own[..], &["--target-dir", &folder], what].concat();
+        let compiler = self.c_compiler.iter().map(|(name, value)| {
+            let variable = if *name == "SDKROOT" { (*name).to_owned() } else { self.variable(name, "") };
+            (variable, (*value).to_owned())
+        });
+        Step::check(&format!("check {}", self.triple), &words, compiler.collect())
+    }
+
+    fn tests(&self, run: &Run) -> Step {
+        let own = ["test", "--release", "-p", "fmha-cpu", "--target", self.triple, "--target-dir"];
+        let folder = folder("targets");
+        let words = [&own[..], &[folder.as_str()]].concat();
+        let environment = vec![
+            (self.variable("CARGO_TARGET", "_LINKER"), run.linker.to_owned()),
+            (self.variable("CARGO_TARGET", "_RUNNER"), run.runner.to_owned()),
+            ("WINEDEBUG".to_owned(), "-all".to_owned()),
+        ];
+        Step::cargo(&format!("fmha-cpu on {}", self.triple), &words).with(environment).at_least(100)
+    }
+}
+
+impl Run {
+    fn set_up(&self) -> Result<(), String> {
+        let emulator = self.runner.split(' ').next().unwrap_or_default();
+        let there = || {
+            runs(Command::new(self.linker).arg("--version")) && runs(Command::new(emulator).arg("--version"))
+        };
+        if there() {
+            return Ok(());
+        }
+        apt(self.packages)?;
+        if there() { Ok(()) } else { Err(format!("{} or {emulator} does not start", self.linker)) }
+    }
+}
+
+/// Build folders of their own: other compilers, other features.
+fn folder(name: &str) -> String {
+    target().join("platforms").join(name).display().to_string()
+}
+
+/// The oldest Rust's cargo and rustc, by rustup.
+fn oldest() -> Result<(String, String), String> {
+    let mut rustup = Command::new("rustup");
+    if !runs(rustup.args(["toolchain", "install", OLDEST, "--profile", "minimal", "--no-self-update"])) {
+        return Err("rustup is not there, or cannot fetch it".to_owned());
+    }
+    let which =
+        |program: &str| printed(Command::new("rustup").args(["which", "--toolchain", OLDEST, program]));
+    Ok((which("cargo")?, which("rustc")?))
+}
+
+/// Asks rustup for a target's standard library where the compiler that Cargo runs has none.
+fn standard_library(triple: &str) -> Result<(), String> {
+    let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".to_owned());
+    let place = |what: &[&str]| printed(Command::new(&rustc).args(["--print"]).args(what));
+    let there = || {
+        let library = place(&["target-libdir", "--target", triple]).map(PathBuf::from);
+        library.is_ok_and(|library| std::fs::read_dir(library).is_ok_and(|mut files| files.next().is_some()))
+    };
+    if there() {
+        return Ok(());
+    }
+    let toolchain = place(&["sysroot"])?;
+    let toolchain = Path::new(&toolchain).file_name().unwrap_or_default();
+    let mut rustup = Command::new("rustup");
+    let asked = runs(rustup.args(["target", "add", triple, "--toolchain"]).arg(toolchain));
+    if asked && there() { Ok(()) } else { Err("rustup cannot fetch its standard library".to_owned()) }
+}
+
+fn printed(command: &mut Command) -> Result<String, String> {
+    let output = command.output().map_err(|error| format!("{:?}: {error}", command.get_program()))?;
+    if !output.status.success() {
+        return Err(format!("{:?} ended with {}", command.get_program(), output.status));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_are_named_as_cargo_and_cc_name_them() {
+        let [arm, ..] = &TARGETS;
+        let linker = "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER";
+        assert_eq!(arm.variable("CARGO_TARGET", "_LINKER"), linker);
+        assert_eq!(arm.variable("CC", ""), "CC_aarch64_unknown_linux_gnu");
+    }
+
+    #[test]
+    fn the_table_of_platforms_names_each_target_and_the_oldest_rust() {
+        let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/platforms.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        for one in &TARGETS {
+            let row = page.lines().find(|line| line.contains(one.triple)).unwrap();
+            assert_eq!(row.contains("no: compiled only"), one.run.is_none(), "{row}");
+        }
+        assert!(page.contains(&format!("Rust {OLDEST}")));
+    }
+}
