@@ -253,7 +253,7 @@ fn backward_of_c(case: &Backward) -> Result<Verdict, String> {
     Ok(verdict)
 }
 
-fn held(results: Vec<(String, Result<Verdict, String>)>, least: usize, door: &str) {
+fn held(results: &[(String, Result<Verdict, String>)], least: usize, door: &str) {
     let wrong: Vec<String> = results
         .iter()
         .filter_map(|(name, result)| match result {
@@ -278,7 +278,7 @@ fn drawn_calls_of_the_c_library_are_right_and_write_no_row_that_lengths_leave_ou
         };
         Some((name, result))
     });
-    held(results.collect(), 100, "C");
+    held(&results.collect::<Vec<_>>(), 100, "C");
 }
 
 /// What [`Attention`] says of a problem, and nothing else.
@@ -344,5 +344,5 @@ fn drawn_calls_on_views_are_right_and_write_nothing_between_rows() {
         Body::Forward(case) => Some((name, by_views(&case)?)),
         _ => None,
     });
-    held(results.collect(), 20, "views");
+    held(&results.collect::<Vec<_>>(), 20, "views");
 }

@@ -101,6 +101,12 @@ pub const DRAWN_PLANS: EnvVar = EnvVar {
     meaning: "COUNT or SEED:COUNT of drawn problems whose plans the tests compile (default: 300)",
 };
 
+/// How many drawn calls of the doors the tests make.
+pub const DRAWN: EnvVar = EnvVar {
+    name: "FMHA_DRAWN",
+    meaning: "COUNT or SEED:COUNT of drawn problems that the tests hand to each door (default: 120)",
+};
+
 /// Every variable, in the order of the README's table.
 pub const ALL: &[EnvVar] = &[
     NUM_THREADS,
@@ -116,6 +122,7 @@ pub const ALL: &[EnvVar] = &[
     DIST_LISTEN,
     FUZZ_SECONDS,
     DRAWN_PLANS,
+    DRAWN,
 ];
 
 #[cfg(test)]
