@@ -48,7 +48,7 @@ impl fmt::Display for ElemType {
     }
 }
 
-/// A Rust type that a slice's elements can have. `u8` is [`ElemType::Bytes`].
+/// A Rust type that a slice's elements can have. `u8`, and `u64` where bytes are to be aligned, are [`ElemType::Bytes`].
 pub trait Elem: NoUninit + sealed::Sealed {
     /// Its type at run time.
     const TYPE: ElemType;
@@ -77,4 +77,5 @@ elems! {
     i32 = ElemType::I32,
     u32 = ElemType::U32,
     u8 = ElemType::Bytes,
+    u64 = ElemType::Bytes,
 }
