@@ -217,7 +217,7 @@ pub fn attention_into_on(
     options: &Attention,
 ) -> Result<Vec<f32>> {
     if k.dtype != q.dtype {
-        let text = format!("k is {}, but q is {}: 2 types", k.dtype, q.dtype);
+        let text = format!("k is {}, but q is {}", k.dtype, q.dtype);
         return Err(ProblemError::new("k", text).into());
     }
     let problem = options
@@ -405,10 +405,7 @@ mod tests {
             "k has 4 along seq, but the sizes say 5"
         );
         assert_eq!(said(k, v, Shape { dim: 5, ..shape_o }), "o has 5 along dim, but the sizes say 6");
-        assert_eq!(
-            said(TensorView { dtype: DType::F16, ..k }, v, shape_o),
-            "k is f16, but q is f32: 2 types"
-        );
+        assert_eq!(said(TensorView { dtype: DType::F16, ..k }, v, shape_o), "k is f16, but q is f32");
         let short = TensorView { data: fmha_core::DevSlice::host(&[0f32; 7]), ..v };
         assert_eq!(said(k, short, shape_o), "v has 28 bytes, but its extents and strides reach 480");
     }

@@ -58,9 +58,9 @@ pub use half::{bf16, f16};
 pub use fmha_core::{
     Accuracy, AnyProblem, Append, Arrivals, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan,
     BwdProblem, CacheArgs, CacheSlice, CacheUse, Call, CombineArgs, CombinePlan, CombineProblem, DType,
-    DTypes, Descale, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Dims, Dropout, DropoutSeed,
-    ElementwiseBias, Error, Event, Explain, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout,
-    Launch, LaunchShape, Layouts, MAX_ARRIVALS, MaskAlign, MaskShape, MaskSpec, MemorySpace, Merge,
+    DTypes, Descale, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Dims, Dropout, DropoutSeed, Elem,
+    ElemType, ElementwiseBias, Error, Event, Explain, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem,
+    KvLayout, Launch, LaunchShape, Layouts, MAX_ARRIVALS, MaskAlign, MaskShape, MaskSpec, MemorySpace, Merge,
     Operation, Part, PartialResult, Peers, Plan, PlanOptions, PlanParts, Planned, Problem, ProblemError,
     Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, Scales,
     Score, ScoreArgs, ScoreSums, SeqArgs, Shape, Step, Stream, Strides, TensorStrides, Totals, VLayout,

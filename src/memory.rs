@@ -1,11 +1,11 @@
 //! A caller's tensors as a backend's arguments: as they are where the backend reads that memory, else copied.
 
-use fmha_core::{DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Error, MemorySpace, Result};
+use fmha_core::{DevBuffer, DevSlice, DevSliceMut, DeviceMemory, ElemType, Error, MemorySpace, Result};
 
 /// What a call reads.
 pub(crate) enum Input<'a> {
     Given(DevSlice<'a>),
-    Copied(DevBuffer),
+    Copied(DevBuffer, ElemType),
 }
 
 impl<'a> Input<'a> {
@@ -14,7 +14,7 @@ impl<'a> Input<'a> {
             (MemorySpace::Device, Some(bytes)) => {
                 let mut buffer = memory.alloc(bytes.len() as u64)?;
                 memory.upload(bytes, &mut buffer)?;
-                Ok(Self::Copied(buffer))
+                Ok(Self::Copied(buffer, given.elem()))
             }
             // A device's memory that a host's backend is given is for the run to refuse.
             _ => Ok(Self::Given(given)),
@@ -24,7 +24,7 @@ impl<'a> Input<'a> {
     pub(crate) fn slice(&self) -> DevSlice<'_> {
         match self {
             Self::Given(slice) => *slice,
-            Self::Copied(buffer) => buffer.slice(),
+            Self::Copied(buffer, elem) => buffer.slice().typed(*elem),
         }
     }
 }
@@ -52,10 +52,11 @@ impl<'a> Output<'a> {
 
     pub(crate) fn slice_mut(&mut self) -> DevSliceMut<'_> {
         match &mut self.copied {
-            Some(buffer) => buffer.slice_mut(),
+            Some(buffer) => buffer.slice_mut().typed(self.given.elem()),
             // SAFETY: the same memory, borrowed exclusively from `self`, which holds it exclusively.
             None => unsafe {
                 DevSliceMut::from_raw(self.given.space(), self.given.as_mut_ptr(), self.given.bytes())
+                    .typed(self.given.elem())
             },
         }
     }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Deref;
+use std::panic::{self, AssertUnwindSafe};
 use std::str::FromStr;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
@@ -189,7 +190,7 @@ impl Device {
             Backend::Registered { name, ordinal } => {
                 let open = registered().get(name).cloned();
                 let open = open.ok_or_else(|| Error::NoDevice(format!("no backend {name} is registered")))?;
-                return open(*ordinal);
+                return opened(&open, choice, *ordinal);
             }
         };
         Ok(core.into())
@@ -247,6 +248,15 @@ fn registered() -> MutexGuard<'static, HashMap<String, Open>> {
     REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Calls a third party's opener. A panic in it is its device's absence, and nobody else's.
+fn opened(open: &Open, choice: &Backend, ordinal: u32) -> Result<Device> {
+    panic::catch_unwind(AssertUnwindSafe(|| open(ordinal))).unwrap_or_else(|payload| {
+        let said = payload.downcast_ref::<&str>().copied();
+        let said = said.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text");
+        Err(Error::NoDevice(format!("backend {choice}: its opener panicked: {said}")))
+    })
+}
+
 /// Opens a third party's device by its number.
 type Open = Arc<dyn Fn(u32) -> Result<Device> + Send + Sync>;
 
@@ -261,16 +271,22 @@ type Open = Arc<dyn Fn(u32) -> Result<Device> + Send + Sync>;
 /// # Ok::<(), fmha::Error>(())
 /// ```
 ///
+/// An `open` that panics is an absent device, with the panic's text as the reason.
+///
 /// # Errors
 /// `name`, if it is taken, empty or has a colon in it.
 pub fn register(name: &str, open: impl Fn(u32) -> Result<Device> + Send + Sync + 'static) -> Result<()> {
     let wrong = |why: &str| Err(ProblemError::new("name", format!("name `{name}` {why}")).into());
     if name.is_empty() || name.contains(':') {
-        return wrong("is empty or has a colon: 0 devices could be told by it");
+        return wrong(if name.is_empty() {
+            "is empty"
+        } else {
+            "has a colon, which comes before a device's number"
+        });
     }
     let mut registered = registered();
     if ["auto", "cpu", "cuda", "rocm"].contains(&name) || registered.contains_key(name) {
-        return wrong("is another backend's: 1 is registered under it");
+        return wrong("is another backend's");
     }
     registered.insert(name.to_owned(), Arc::new(open));
     Ok(())
@@ -428,6 +444,15 @@ mod tests {
             _ => 2,
         };
         assert_eq!(device.passed_over().len(), expected);
+    }
+
+    #[test]
+    fn an_opener_that_panics_is_an_absent_device_with_its_reason() {
+        register("panics-here", |ordinal| panic!("no card in slot {ordinal}")).unwrap();
+        let found = devices();
+        let absent = found.iter().find(|found| found.backend.to_string() == "panics-here").unwrap();
+        let reason = absent.device.as_ref().unwrap_err().to_string();
+        assert_eq!(reason, "backend panics-here: its opener panicked: no card in slot 0");
     }
 
     #[test]

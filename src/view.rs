@@ -1,11 +1,13 @@
 //! A tensor as a value: where it lies, its type, its shape, its strides.
 
-use bytemuck::{AnyBitPattern, NoUninit};
-use fmha_core::{DType, DevSlice, DevSliceMut, MemorySpace, ProblemError, Shape, Strides, ValidFwd};
+use bytemuck::AnyBitPattern;
+use fmha_core::{
+    DType, DevSlice, DevSliceMut, Elem, ElemType, MemorySpace, ProblemError, Shape, Strides, ValidFwd,
+};
 use half::{bf16, f16};
 
 /// A Rust type that a tensor's elements can have: `f32`, `f16`, `bf16`.
-pub trait Element: NoUninit + AnyBitPattern + Default + sealed::Sealed {
+pub trait Element: Elem + AnyBitPattern + Default + sealed::Sealed {
     /// Its [`DType`].
     const DTYPE: DType;
 }
@@ -102,16 +104,17 @@ impl<'a> TensorView<'a> {
     ) -> Self {
         let bytes = reach(strides, shape, dtype).unwrap_or(0);
         // SAFETY: the caller promised it.
-        let data = unsafe { DevSlice::from_raw(space, ptr, bytes) };
+        let data = unsafe { DevSlice::from_raw(space, ptr, bytes) }.typed(dtype);
         Self { data, dtype, shape, strides }
     }
 
-    /// Checks that strides are not negative and that `data` covers what they reach. `name` is the tensor's in errors.
+    /// Checks that `data` has elements of `dtype` or bytes, that strides are not negative and that `data` covers what they
+    /// reach. `name` is the tensor's in errors.
     ///
     /// # Errors
-    /// The axis and its stride, or both numbers of bytes.
+    /// Both types, the axis and its stride, or both numbers of bytes.
     pub fn check(&self, name: &'static str) -> Result<(), ProblemError> {
-        check(name, self.data.bytes(), self.strides, self.shape, self.dtype)
+        check(name, (self.data.elem(), self.data.bytes()), self.strides, self.shape, self.dtype)
     }
 }
 
@@ -143,7 +146,7 @@ impl<'a> TensorViewMut<'a> {
     ) -> Self {
         let bytes = reach(strides, shape, dtype).unwrap_or(0);
         // SAFETY: the caller promised it.
-        let data = unsafe { DevSliceMut::from_raw(space, ptr, bytes) };
+        let data = unsafe { DevSliceMut::from_raw(space, ptr, bytes) }.typed(dtype);
         Self { data, dtype, shape, strides }
     }
 
@@ -158,7 +161,7 @@ impl<'a> TensorViewMut<'a> {
     /// # Errors
     /// As there, or the strides.
     pub fn check(&self, name: &'static str) -> Result<(), ProblemError> {
-        check(name, self.data.bytes(), self.strides, self.shape, self.dtype)?;
+        check(name, (self.data.elem(), self.data.bytes()), self.strides, self.shape, self.dtype)?;
         if !self.strides.is_injective(self.shape) {
             let Shape { batch, seq, head, dim } = self.shape;
             let text = format!(
@@ -179,11 +182,15 @@ fn reach(strides: Strides, shape: Shape, dtype: DType) -> Option<u64> {
 
 fn check(
     name: &'static str,
-    given: u64,
+    (elem, given): (ElemType, u64),
     strides: Strides,
     shape: Shape,
     dtype: DType,
 ) -> Result<(), ProblemError> {
+    if !elem.serves(dtype.into()) {
+        let text = format!("{name} is {dtype}, but its memory has elements of {elem}");
+        return Err(ProblemError::new(name, text));
+    }
     let axes = [
         ("batch", shape.batch, strides.batch),
         ("seq", shape.seq, strides.seq),

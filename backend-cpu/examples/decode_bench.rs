@@ -263,8 +263,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for _ in 0..turns {
             let mut result = Ok(());
             let ours = timed(|| {
-                let (k, v) = (DevSlice::host(&k), DevSlice::host(&v));
-                let mut args = FwdArgs::new(DevSlice::host(&q), k, v, DevSliceMut::host(&mut o));
+                let (k, v) = (
+                    DevSlice::host(bytemuck::cast_slice::<Line, u8>(&k)),
+                    DevSlice::host(bytemuck::cast_slice::<Line, u8>(&v)),
+                );
+                let mut args = FwdArgs::new(
+                    DevSlice::host(bytemuck::cast_slice::<Line, u8>(&q)),
+                    k,
+                    v,
+                    DevSliceMut::host(bytemuck::cast_slice_mut::<Line, u8>(&mut o)),
+                );
                 if page_size > 0 {
                     let block_table = BlockTable { pages: DevSlice::host(&table), max_pages: pages };
                     args.seq.totals.num_pages = Some(batch * pages);

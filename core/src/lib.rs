@@ -109,8 +109,8 @@ pub mod work;
 #[doc(hidden)]
 pub use args::check_addresses;
 pub use args::{
-    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, FwdArgs,
-    MemorySpace, PartialResult, ScoreArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, Elem, ElemType,
+    FwdArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};

@@ -7,9 +7,9 @@ mod support;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
     Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs,
-    CombineProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdArgs, FwdProblem, KvLayout,
-    MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals, Workspace,
-    bind,
+    CombineProblem, DType, DevSlice, DevSliceMut, Dims, ElemType, ElementwiseBias, FwdArgs, FwdProblem,
+    KvLayout, MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals,
+    Workspace, bind,
 };
 
 use support::{bwd_args, input, output};
@@ -737,4 +737,43 @@ fn a_bias_is_bound_with_steps_of_zero_along_the_axes_that_it_lacks() {
         assert_eq!((bound.data.0, bound.row, bound.dim), (0x50000, 5, 1));
         assert_eq!((bound.batch, bound.head), (batch, head), "{broadcast:?}");
     }
+}
+
+#[test]
+fn a_slice_of_another_type_is_refused_by_its_name_and_both_types() {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 1,
+        seqlen_k: 1,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+    };
+    let problem = FwdProblem::batch(DType::Bf16, dims).write_lse(true).seqused_k(true);
+    let problem = problem.validate().unwrap();
+    let (wide, narrow, halves) = ([0f32; 8], [half::bf16::ZERO; 8], [half::f16::ZERO; 8]);
+    let (used, words, mut o, mut lse) = ([1i32], [1u32], [half::bf16::ZERO; 8], [0f32; 1]);
+    let said = |q: DevSlice<'_>, used: DevSlice<'_>, o: &mut [half::bf16], lse: DevSliceMut<'_>| {
+        let other = DevSlice::host(&narrow);
+        let mut args = FwdArgs::new(q, other, other, DevSliceMut::host(o)).lse(lse);
+        args.seq.seqused_k = Some(used);
+        check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host).map_err(|error| error.text)
+    };
+    let (q, i32s) = (DevSlice::host(&narrow), DevSlice::host(&used));
+    assert_eq!(said(q, i32s, &mut o, DevSliceMut::host(&mut lse)), Ok(()));
+    let text = |name, given, wanted| {
+        Err(format!("{name} has elements of {given}, but the problem has it in {wanted}"))
+    };
+    let [wide, halves] = [DevSlice::host(&wide), DevSlice::host(&halves)];
+    assert_eq!(said(wide, i32s, &mut o, DevSliceMut::host(&mut lse)), text("q", "f32", "bf16"));
+    assert_eq!(said(halves, i32s, &mut o, DevSliceMut::host(&mut lse)), text("q", "f16", "bf16"));
+    let u32s = DevSlice::host(&words);
+    assert_eq!(said(q, u32s, &mut o, DevSliceMut::host(&mut lse)), text("seqused_k", "u32", "i32"));
+    let mut ints = [0i32; 1];
+    assert_eq!(said(q, i32s, &mut o, DevSliceMut::host(&mut ints)), text("lse", "i32", "f32"));
+    // Bytes have no type, until somebody tells it.
+    assert_eq!(said(q.typed(ElemType::Bytes), i32s, &mut o, DevSliceMut::host(&mut lse)), Ok(()));
+    let fp8 = q.typed(DType::E4m3Fn);
+    assert_eq!(said(fp8, i32s, &mut o, DevSliceMut::host(&mut lse)), text("q", "e4m3fn", "bf16"));
 }

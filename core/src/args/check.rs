@@ -4,8 +4,8 @@ use smallvec::SmallVec;
 
 use super::overlap::{Lattice, Meeting};
 use super::{
-    BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, ScoreArgs,
-    SeqArgs,
+    BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs, MemorySpace,
+    ScoreArgs, SeqArgs,
 };
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
@@ -15,6 +15,10 @@ use crate::layout::{KvLayout, QLayout, Shape, Strides};
 use crate::plan::Workspace;
 use crate::problem::{Extents, FwdProblem, ValidFwd, check_input};
 use crate::score::{Bias, Descale};
+
+const F32: ElemType = ElemType::Number(DType::F32);
+const I32: ElemType = ElemType::I32;
+const U32: ElemType = ElemType::U32;
 
 /// Checks forward arguments against their problem and the plan's workspace: each there iff wanted, in
 /// `space`, large enough, aligned to its elements, and no output over an input or another output.
@@ -34,13 +38,14 @@ pub fn check_fwd(
     operands.cache_operands(problem, &args.cache, &args.seq, extents)?;
     operands.tensor("o", Access::out(&args.o), problem.strides.o, extents.o, problem.dtypes.o)?;
     let lse = args.lse.as_ref().map(Access::out);
-    operands.numbers("lse", lse, problem.write_lse, extents.lse_elems)?;
-    operands.read("scale_o", &args.scale_o, problem.scales.scale_o, 1)?;
+    operands.numbers("lse", lse, problem.write_lse, (F32, extents.lse_elems))?;
+    operands.read("scale_o", &args.scale_o, problem.scales.scale_o, (F32, 1))?;
     let keep_mask = args.keep_mask.as_ref().map(Access::out);
     operands.optional(
         "keep_mask",
         keep_mask,
         problem.dropout.write_keep_mask,
+        ElemType::Bytes,
         problem.keep_mask_bytes(),
         1,
     )?;
@@ -66,9 +71,9 @@ pub fn check_bwd(
     operands.tensor("k", Access::input(&args.k), fwd.strides.k, extents.k, fwd.dtypes.qk)?;
     operands.tensor("v", Access::input(&args.v), fwd.strides.v, extents.v, fwd.dtypes.v)?;
     operands.tensor("o", Access::input(&args.o), fwd.strides.o, extents.o, fwd.dtypes.o)?;
-    operands.numbers("lse", Some(Access::input(&args.lse)), true, lse_elems)?;
+    operands.numbers("lse", Some(Access::input(&args.lse)), true, (F32, lse_elems))?;
     operands.tensor("dout", Access::input(&args.dout), problem.dout, extents.o, fwd.dtypes.o)?;
-    operands.read("dlse", &args.dlse, problem.has_dlse, lse_elems)?;
+    operands.read("dlse", &args.dlse, problem.has_dlse, (F32, lse_elems))?;
     let grad = problem.dtype_grad;
     operands.tensor("dq", Access::out(&args.dq), problem.dq, extents.q, grad)?;
     operands.tensor("dk", Access::out(&args.dk), problem.dk, extents.k, grad)?;
@@ -82,7 +87,7 @@ pub fn check_bwd(
     };
     operands.optional_tensor("dbias", dbias, wanted)?;
     let dsink = args.dsink.as_ref().map(Access::out);
-    operands.numbers("dsink", dsink, problem.write_dsink, fwd.dims.num_heads_q.into())?;
+    operands.numbers("dsink", dsink, problem.write_dsink, (F32, fwd.dims.num_heads_q.into()))?;
     operands.workspace(args.workspace.as_ref(), workspace)?;
     operands.disjoint()
 }
@@ -114,11 +119,11 @@ pub fn check_combine(
             problem.dtype_part,
         )?;
         if !problem.adds() {
-            operands.numbers("parts.lse", Some(Access::input(&part.lse)), true, lse_elems)?;
+            operands.numbers("parts.lse", Some(Access::input(&part.lse)), true, (F32, lse_elems))?;
         }
     }
     operands.tensor("o", Access::out(&args.o), problem.o, problem.shape(), problem.dtype_o)?;
-    operands.numbers("lse", args.lse.as_ref().map(Access::out), problem.write_lse, lse_elems)?;
+    operands.numbers("lse", args.lse.as_ref().map(Access::out), problem.write_lse, (F32, lse_elems))?;
     operands.disjoint()
 }
 
@@ -128,16 +133,29 @@ struct Access {
     space: MemorySpace,
     address: usize,
     bytes: u64,
+    elem: ElemType,
     writes: bool,
 }
 
 impl Access {
     fn input(slice: &DevSlice<'_>) -> Self {
-        Self { space: slice.space, address: slice.ptr as usize, bytes: slice.bytes, writes: false }
+        Self {
+            space: slice.space,
+            address: slice.ptr as usize,
+            bytes: slice.bytes,
+            elem: slice.elem,
+            writes: false,
+        }
     }
 
     fn out(slice: &DevSliceMut<'_>) -> Self {
-        Self { space: slice.space, address: slice.ptr as usize, bytes: slice.bytes, writes: true }
+        Self {
+            space: slice.space,
+            address: slice.ptr as usize,
+            bytes: slice.bytes,
+            elem: slice.elem,
+            writes: true,
+        }
     }
 }
 
@@ -175,13 +193,13 @@ impl Operands {
         let (packed_q, packed_k) =
             (problem.layout.q == QLayout::Packed, problem.layout.kv == KvLayout::Packed);
         let batch = u64::from(dims.batch);
-        self.read("cu_seqlens_q", &seq.cu_seqlens_q, packed_q, batch + 1)?;
-        self.read("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, batch + 1)?;
-        self.read("seqused_q", &seq.seqused_q, problem.layout.seqused_q, batch)?;
-        self.read("seqused_k", &seq.seqused_k, problem.layout.seqused_k, batch)?;
+        self.read("cu_seqlens_q", &seq.cu_seqlens_q, packed_q, (I32, batch + 1))?;
+        self.read("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, (I32, batch + 1))?;
+        self.read("seqused_q", &seq.seqused_q, problem.layout.seqused_q, (I32, batch))?;
+        self.read("seqused_k", &seq.seqused_k, problem.layout.seqused_k, (I32, batch))?;
         let pieces = u64::from(problem.arrivals);
-        self.read("arrivals.ends", &seq.arrivals.map(|keys| keys.ends), pieces > 0, pieces)?;
-        self.read("arrivals.flags", &seq.arrivals.map(|keys| keys.flags), pieces > 0, pieces + 1)?;
+        self.read("arrivals.ends", &seq.arrivals.map(|keys| keys.ends), pieces > 0, (U32, pieces))?;
+        self.read("arrivals.flags", &seq.arrivals.map(|keys| keys.flags), pieces > 0, (U32, pieces + 1))?;
 
         let table_elems = match (problem.layout.kv.page_size(), &seq.block_table) {
             (Some(page_size), Some(table)) => {
@@ -198,7 +216,7 @@ impl Operands {
             _ => 0,
         };
         let table = seq.block_table.as_ref().map(|table| Access::input(&table.pages));
-        self.numbers("block_table", table, problem.layout.kv.page_size().is_some(), table_elems)?;
+        self.numbers("block_table", table, problem.layout.kv.page_size().is_some(), (I32, table_elems))?;
 
         let bias = score.bias.as_ref().map(Access::input);
         let wanted = match problem.score.bias {
@@ -212,14 +230,14 @@ impl Operands {
             }
             _ => 0,
         };
-        self.read("alibi_slopes", &score.alibi_slopes, slopes > 0, slopes)?;
-        self.read("sink", &score.sink, problem.score.sink, dims.num_heads_q.into())?;
+        self.read("alibi_slopes", &score.alibi_slopes, slopes > 0, (F32, slopes))?;
+        self.read("sink", &score.sink, problem.score.sink, (F32, dims.num_heads_q.into()))?;
         let descale = |kind: Descale| kind.num_elems(dims.batch, dims.num_heads_kv);
         let [q, k, v] =
             [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v].map(descale);
-        self.read("descale_q", &score.descale_q, q > 0, q)?;
-        self.read("descale_k", &score.descale_k, k > 0, k)?;
-        self.read("descale_v", &score.descale_v, v > 0, v)?;
+        self.read("descale_q", &score.descale_q, q > 0, (F32, q))?;
+        self.read("descale_k", &score.descale_k, k > 0, (F32, k))?;
+        self.read("descale_v", &score.descale_v, v > 0, (F32, v))?;
         Ok(extents)
     }
 
@@ -260,7 +278,12 @@ impl Operands {
         extents: Extents,
     ) -> Result<(), ProblemError> {
         let packs_new = problem.cache.append.is_some_and(|append| append.layout == QLayout::Packed);
-        self.read("cu_seqlens_new", &seq.cu_seqlens_new, packs_new, u64::from(problem.dims.batch) + 1)?;
+        self.read(
+            "cu_seqlens_new",
+            &seq.cu_seqlens_new,
+            packs_new,
+            (I32, u64::from(problem.dims.batch) + 1),
+        )?;
         let [mut k_new, mut v_new] = [None; 2];
         if let Some(append) = &problem.cache.append {
             let (k, v) = problem.shapes_new(append, seq.totals);
@@ -275,16 +298,15 @@ impl Operands {
             self.optional_tensor(name, slice.as_ref().map(Access::input), wanted)?;
         }
         for (name, slice) in [("cos", &cache.cos), ("sin", &cache.sin)] {
-            let (elems, size) = problem
-                .cache
-                .rotary
-                .map_or((0, 4), |rotary| (rotary.table_elems(), rotary.dtype.size_bytes()));
+            let (elems, size, elem) = problem.cache.rotary.map_or((0, 4, ElemType::Bytes), |rotary| {
+                (rotary.table_elems(), rotary.dtype.size_bytes(), rotary.dtype.into())
+            });
             let access = slice.as_ref().map(Access::input);
-            self.optional(name, access, problem.cache.rotary.is_some(), elems * size, size as usize)?;
+            self.optional(name, access, problem.cache.rotary.is_some(), elem, elems * size, size as usize)?;
         }
         let rows = u64::from(extents.q.batch) * u64::from(extents.q.seq);
         let words = rows.saturating_mul(problem.tree_mask_words().into());
-        self.read("tree_mask", &cache.tree_mask, problem.cache.tree_mask, words)
+        self.read("tree_mask", &cache.tree_mask, problem.cache.tree_mask, (U32, words))
     }
 
     #[inline]
@@ -297,7 +319,14 @@ impl Operands {
         dtype: DType,
     ) -> Result<(), ProblemError> {
         let bytes = ValidFwd::extent_bytes(strides, shape, dtype);
-        self.push(name, access, bytes, dtype.size_bytes() as usize, Some((strides, shape, dtype)))
+        self.push(
+            name,
+            access,
+            dtype.into(),
+            bytes,
+            dtype.size_bytes() as usize,
+            Some((strides, shape, dtype)),
+        )
     }
 
     /// A tensor, there iff wanted.
@@ -313,34 +342,34 @@ impl Operands {
             (access, wanted) => {
                 let bytes =
                     wanted.map_or(0, |(strides, shape, dtype)| ValidFwd::extent_bytes(strides, shape, dtype));
-                self.optional(name, access, wanted.is_some(), bytes, 1)
+                self.optional(name, access, wanted.is_some(), ElemType::Bytes, bytes, 1)
             }
         }
     }
 
-    /// An i32 or f32 array that the call reads, there iff wanted.
+    /// An i32, u32 or f32 array that the call reads, there iff wanted.
     #[inline(always)]
     fn read(
         &mut self,
         name: &'static str,
         slice: &Option<DevSlice<'_>>,
         wanted: bool,
-        elems: u64,
+        (elem, elems): (ElemType, u64),
     ) -> Result<(), ProblemError> {
-        self.numbers(name, slice.as_ref().map(Access::input), wanted, elems)
+        self.numbers(name, slice.as_ref().map(Access::input), wanted, (elem, elems))
     }
 
-    /// An i32 or f32 array, there iff wanted.
+    /// An i32, u32 or f32 array, there iff wanted.
     #[inline(always)]
     fn numbers(
         &mut self,
         name: &'static str,
         access: Option<Access>,
         wanted: bool,
-        elems: u64,
+        (elem, elems): (ElemType, u64),
     ) -> Result<(), ProblemError> {
         // No address space has as many bytes as a saturated product.
-        self.optional(name, access, wanted, elems.saturating_mul(4), 4)
+        self.optional(name, access, wanted, elem, elems.saturating_mul(4), 4)
     }
 
     /// Scratch, there if the plan needs some.
@@ -348,7 +377,7 @@ impl Operands {
         let needed = wanted.bytes > 0;
         // One allocation may serve plans with and without.
         let access = given.map(Access::out).filter(|_| needed);
-        self.optional("workspace", access, needed, wanted.bytes, Workspace::ALIGN)
+        self.optional("workspace", access, needed, ElemType::Bytes, wanted.bytes, Workspace::ALIGN)
     }
 
     /// Most of a call's operands are neither given nor wanted: a comparison each, where it is asked.
@@ -358,10 +387,15 @@ impl Operands {
         name: &'static str,
         access: Option<Access>,
         wanted: bool,
+        elem: ElemType,
         bytes: u64,
         align: usize,
     ) -> Result<(), ProblemError> {
-        if access.is_none() && !wanted { Ok(()) } else { self.given(name, access, wanted, bytes, align) }
+        if access.is_none() && !wanted {
+            Ok(())
+        } else {
+            self.given(name, access, wanted, elem, bytes, align)
+        }
     }
 
     fn given(
@@ -369,11 +403,12 @@ impl Operands {
         name: &'static str,
         access: Option<Access>,
         wanted: bool,
+        elem: ElemType,
         bytes: u64,
         align: usize,
     ) -> Result<(), ProblemError> {
         match access {
-            Some(access) if wanted => self.push(name, access, bytes, align, None),
+            Some(access) if wanted => self.push(name, access, elem, bytes, align, None),
             Some(_) => Err(ProblemError::new(name, format!("{name} is given, but the problem has none"))),
             None => Err(ProblemError::new(name, format!("{name} is missing: {bytes} bytes are wanted"))),
         }
@@ -384,14 +419,15 @@ impl Operands {
         &mut self,
         name: &'static str,
         access: Access,
+        elem: ElemType,
         touched: u64,
         align: usize,
         lattice: Option<(Strides, Shape, DType)>,
     ) -> Result<(), ProblemError> {
         // A mask in place of a division: alignments are powers of two.
         let aligned = touched == 0 || access.address & (align - 1) == 0;
-        if access.space != self.space || access.bytes < touched || !aligned {
-            return Err(self.misfit(name, &access, touched, align));
+        if access.space != self.space || access.bytes < touched || !aligned || !access.elem.serves(elem) {
+            return Err(self.misfit(name, &access, elem, touched, align));
         }
         self.all.push(Operand { name, access, touched, lattice });
         Ok(())
@@ -399,10 +435,19 @@ impl Operands {
 
     /// What is wrong with an argument that does not fit.
     #[cold]
-    fn misfit(&self, name: &'static str, access: &Access, touched: u64, align: usize) -> ProblemError {
+    fn misfit(
+        &self,
+        name: &'static str,
+        access: &Access,
+        elem: ElemType,
+        touched: u64,
+        align: usize,
+    ) -> ProblemError {
         let Access { space, address, bytes, .. } = *access;
         let text = if space != self.space {
             format!("{name} is in {space:?} memory, not in {:?} memory", self.space)
+        } else if !access.elem.serves(elem) {
+            format!("{name} has elements of {}, but the problem has it in {elem}", access.elem)
         } else if bytes < touched {
             format!("{name} has {bytes} bytes, but its extents and strides reach {touched}")
         } else {

@@ -3,16 +3,18 @@
 mod addresses;
 mod cache;
 mod check;
+mod elem;
 mod overlap;
 mod setters;
 
 use std::marker::PhantomData;
 
-use bytemuck::{AnyBitPattern, NoUninit};
+use bytemuck::AnyBitPattern;
 
 pub use addresses::check_addresses;
 pub use cache::{CacheArgs, CacheSlice};
 pub use check::{check_bwd, check_combine, check_fwd};
+pub use elem::{Elem, ElemType};
 
 use crate::dropout::DropoutSeed;
 use crate::layout::Totals;
@@ -32,6 +34,7 @@ pub struct DevSlice<'a> {
     space: MemorySpace,
     ptr: *const u8,
     bytes: u64,
+    elem: ElemType,
     memory: PhantomData<&'a [u8]>,
 }
 
@@ -41,6 +44,7 @@ pub struct DevSliceMut<'a> {
     space: MemorySpace,
     ptr: *mut u8,
     bytes: u64,
+    elem: ElemType,
     memory: PhantomData<&'a mut [u8]>,
 }
 
@@ -55,21 +59,39 @@ unsafe impl Send for DevSliceMut<'_> {}
 unsafe impl Sync for DevSliceMut<'_> {}
 
 impl<'a> DevSlice<'a> {
-    /// Host memory.
+    /// Host memory, whose elements have the type of `T`.
     #[must_use]
-    pub fn host<T: NoUninit>(elems: &'a [T]) -> Self {
+    pub fn host<T: Elem>(elems: &'a [T]) -> Self {
         let bytes: &[u8] = bytemuck::cast_slice(elems);
-        Self { space: MemorySpace::Host, ptr: bytes.as_ptr(), bytes: bytes.len() as u64, memory: PhantomData }
+        Self {
+            space: MemorySpace::Host,
+            ptr: bytes.as_ptr(),
+            bytes: bytes.len() as u64,
+            elem: T::TYPE,
+            memory: PhantomData,
+        }
     }
 
-    /// Memory of any kind; of 0 bytes, at any address, null among them.
+    /// Memory of any kind; of 0 bytes, at any address, null among them. Its type is not told: [`typed`](Self::typed) tells it.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is readable memory of `space` that lives, and is not written by others,
     /// until all work queued with it is done.
     #[must_use]
     pub unsafe fn from_raw(space: MemorySpace, ptr: *const u8, bytes: u64) -> Self {
-        Self { space, ptr, bytes, memory: PhantomData }
+        Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
+    }
+
+    /// The same memory, read as elements of this type.
+    #[must_use]
+    pub fn typed(self, elem: impl Into<ElemType>) -> Self {
+        Self { elem: elem.into(), ..self }
+    }
+
+    /// The type of its elements.
+    #[must_use]
+    pub fn elem(&self) -> ElemType {
+        self.elem
     }
 
     /// Where it lies.
@@ -112,26 +134,39 @@ impl<'a> DevSlice<'a> {
 }
 
 impl<'a> DevSliceMut<'a> {
-    /// Host memory.
+    /// Host memory, whose elements have the type of `T`.
     #[must_use]
-    pub fn host<T: NoUninit + AnyBitPattern>(elems: &'a mut [T]) -> Self {
+    pub fn host<T: Elem + AnyBitPattern>(elems: &'a mut [T]) -> Self {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(elems);
         Self {
             space: MemorySpace::Host,
             ptr: bytes.as_mut_ptr(),
             bytes: bytes.len() as u64,
+            elem: T::TYPE,
             memory: PhantomData,
         }
     }
 
-    /// Memory of any kind; of 0 bytes, at any address, null among them.
+    /// Memory of any kind; of 0 bytes, at any address, null among them. Its type is not told: [`typed`](Self::typed) tells it.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is writable memory of `space` that lives, and is not touched by others,
     /// until all work queued with it is done.
     #[must_use]
     pub unsafe fn from_raw(space: MemorySpace, ptr: *mut u8, bytes: u64) -> Self {
-        Self { space, ptr, bytes, memory: PhantomData }
+        Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
+    }
+
+    /// The same memory, read as elements of this type.
+    #[must_use]
+    pub fn typed(self, elem: impl Into<ElemType>) -> Self {
+        Self { elem: elem.into(), ..self }
+    }
+
+    /// The type of its elements.
+    #[must_use]
+    pub fn elem(&self) -> ElemType {
+        self.elem
     }
 
     /// Where it lies.
@@ -160,6 +195,7 @@ impl<'a> DevSliceMut<'a> {
             space: self.space,
             ptr: self.ptr.wrapping_add(bytes as usize),
             bytes: self.bytes - bytes,
+            elem: self.elem,
             memory: PhantomData,
         }
     }
@@ -179,7 +215,7 @@ impl<'a> DevSliceMut<'a> {
     /// The same memory as an input of a later call.
     #[must_use]
     pub fn as_input(&self) -> DevSlice<'_> {
-        DevSlice { space: self.space, ptr: self.ptr, bytes: self.bytes, memory: PhantomData }
+        DevSlice { space: self.space, ptr: self.ptr, bytes: self.bytes, elem: self.elem, memory: PhantomData }
     }
 }
 
