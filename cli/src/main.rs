@@ -26,6 +26,7 @@ mod ranks;
 mod report;
 mod run;
 mod setup;
+mod suggest;
 mod target;
 mod timing;
 mod tune;
@@ -79,6 +80,24 @@ enum Action {
     Tune(Box<tune::TuneArgs>),
     /// Compile kernels into a file, for machines without a compiler
     Bundle(bundle::BundleArgs),
+    /// Print what a shell completes this command's words by
+    Completions(CompletionsArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct CompletionsArgs {
+    /// The shell that is to complete them: `source <(fmha completions bash)`
+    shell: clap_complete::Shell,
+}
+
+impl CompletionsArgs {
+    fn carry_out(&self, out: &mut impl Write) -> Result<Verdict, Failure> {
+        // Into memory first: the generator panics where a pipe is closed.
+        let mut script = Vec::new();
+        clap_complete::generate(self.shell, &mut Command::command(), "fmha", &mut script);
+        out.write_all(&script)?;
+        Ok(Verdict::Right)
+    }
 }
 
 /// How a command that was carried out ends.
@@ -132,7 +151,7 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
         Ok(command) => command,
         Err(error) => return refuse(&error),
     };
-    let threads = !matches!(command.action, Action::Devices(_) | Action::Explain(_));
+    let threads = !matches!(command.action, Action::Devices(_) | Action::Explain(_) | Action::Completions(_));
     if threads {
         let threads = check_threads()?;
         // Two threads that each lack memory say so on a line each: asked for together beforehand, it is one error.
@@ -153,6 +172,7 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
         Action::Bench(args) => args.carry_out(out),
         Action::Bundle(args) => args.carry_out(out),
         Action::Tune(args) => args.carry_out(out),
+        Action::Completions(args) => args.carry_out(out),
     }
 }
 
@@ -198,12 +218,14 @@ fn refuse(error: &clap::Error) -> Result<Verdict, Failure> {
     }
 }
 
-/// What `clap` says, without its usage and tips.
+/// What `clap` says, without its usage, and which word of ours was meant.
 fn one_line(error: &clap::Error) -> String {
     use std::error::Error;
     // A value's own parser names the field and the number: its sentence is the best there is.
     if let Some(source) = error.source().filter(|_| error.kind() == ErrorKind::ValueValidation) {
-        return source.to_string();
+        let said = source.to_string();
+        let meant = suggest::value(error, &said);
+        return said + &meant;
     }
     let text = error.render().to_string();
     let lines: Vec<&str> = text
@@ -212,5 +234,5 @@ fn one_line(error: &clap::Error) -> String {
         .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"))
         .filter(|line| !line.is_empty() && !line.starts_with("tip:"))
         .collect();
-    lines.join(" ").trim_start_matches("error: ").to_owned()
+    lines.join(" ").trim_start_matches("error: ").to_owned() + &suggest::option(error)
 }

@@ -77,7 +77,7 @@ pub(super) struct ProblemArgs {
     #[arg(long, visible_alias = "logits_soft_cap", value_name = "X", value_parser = real("softcap"), allow_hyphen_values = true)]
     pub(super) softcap: Option<f32>,
 
-    /// 0; 1 or t (causal, top-left); 2 or b (causal, bottom-right); t:LEFT,RIGHT[,SINK] and
+    /// 0; 1 or t (causal, top-left); 2 or b or causal (bottom-right); t:LEFT,RIGHT[,SINK] and
     /// b:LEFT,RIGHT[,SINK] (window, -1 = unbounded); g:Y,X[,SINK] (generic coordinates)
     #[arg(long, value_name = "MASK", default_value = "0", value_parser = mask)]
     pub(super) mask: MaskSpec,

@@ -19,6 +19,7 @@ mod problems;
 mod ranks;
 mod readme;
 mod run;
+mod suggest;
 mod tune;
 mod wrong_input;
 

@@ -248,12 +248,12 @@ impl fmt::Display for MaskSpec {
 impl FromStr for MaskSpec {
     type Err = ProblemError;
 
-    /// Reads `0`; `1` = `t` and `2` = `b` (causal, top-left and bottom-right); `t:l,r[,sink]` and
+    /// Reads `0`; `1` = `t` (causal, top-left); `2` = `b` = `causal` (bottom-right); `t:l,r[,sink]` and
     /// `b:l,r[,sink]` (windows, −1 = unbounded); `g:y,x[,sink]` (generic coordinates).
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let wrong = || {
             refused(format!(
-                "mask `{text}` is none of 0, 1 or t, 2 or b, t:LEFT,RIGHT[,SINK], b:LEFT,RIGHT[,SINK], \
+                "mask `{text}` is none of 0, 1 or t, 2 or b or causal, t:LEFT,RIGHT[,SINK], b:LEFT,RIGHT[,SINK], \
                  g:Y,X[,SINK]"
             ))
         };
@@ -262,7 +262,7 @@ impl FromStr for MaskSpec {
             return match text {
                 "0" => plain(MaskShape::None),
                 "1" | "t" => plain(MaskShape::Causal(MaskAlign::TopLeft)),
-                "2" | "b" => plain(MaskShape::Causal(MaskAlign::BottomRight)),
+                "2" | "b" | "causal" => plain(MaskShape::Causal(MaskAlign::BottomRight)),
                 _ => Err(wrong()),
             };
         };
@@ -430,6 +430,7 @@ mod tests {
         }
         assert_eq!("2".parse(), Ok(MaskSpec::CAUSAL));
         assert_eq!("b".parse(), Ok(MaskSpec::CAUSAL));
+        assert_eq!("causal".parse(), Ok(MaskSpec::CAUSAL));
     }
 
     #[test]

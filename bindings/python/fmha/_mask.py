@@ -50,7 +50,7 @@ def _parse(text: str) -> Mask:
         numbers = []
     if kind not in kinds or not colon or len(numbers) not in (2, 3):
         raise ValueError(
-            f"mask: {text!r} is none of '0', 't', 'b', 't:left,right[,sink]', 'b:left,right[,sink]', 'g:y,x[,sink]'"
+            f"mask: {text!r} is none of '0', 't', 'causal', 'b', 't:left,right[,sink]', 'b:left,right[,sink]', 'g:y,x[,sink]'"
         )
     return mask(Mask(kinds[kind], *numbers))
 
