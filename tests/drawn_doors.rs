@@ -18,8 +18,8 @@ use fmha_conformance::tensor::{Operand, Operands, Tensor};
 use fmha_conformance::tensors::{HostBwd, HostFwd};
 use fmha_conformance::verdict::Verdict;
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, DropoutSeed, FwdProblem, KvLayout, MemorySpace, PlanOptions,
-    RotaryPairs, Totals, VLayout,
+    Bias, BiasBroadcast, CacheUse, DType, Descale, DropoutSeed, FwdProblem, KvLayout, MemorySpace,
+    PlanOptions, RotaryPairs, Totals, VLayout,
 };
 
 /// A few seconds' worth.
@@ -73,7 +73,7 @@ struct Pointed {
 
 fn cache_of(problem: &FwdProblem, totals: Totals, operands: &Operands) -> Option<FmhaCache> {
     let cache = &problem.cache;
-    if cache.append.is_none() && cache.rotary.is_none() && cache.dtype.is_none() && !cache.v_in_k {
+    if *cache == CacheUse::default() {
         return None;
     }
     Some(FmhaCache {
@@ -86,7 +86,7 @@ fn cache_of(problem: &FwdProblem, totals: Totals, operands: &Operands) -> Option
         cu_seqlens_new: at(operands, Operand::CuSeqlensNew),
         rotary_cos: at(operands, Operand::Cos),
         rotary_sin: at(operands, Operand::Sin),
-        tree_mask: ptr::null(),
+        tree_mask: at(operands, Operand::TreeMask),
         rotary_dim: cache.rotary.map_or(0, |rotary| rotary.dim.cast_signed()),
         rotary_interleaved: cache
             .rotary
