@@ -165,8 +165,8 @@ fn call(
     (call.softmax_scale, call.softcap) = (pointer(&pointed.softmax_scale), pointer(&pointed.softcap));
     call.gradients = pointed.gradients.as_ref().map_or(ptr::null(), ptr::from_ref);
     call.cache = pointed.cache.as_ref().map_or(ptr::null(), ptr::from_ref);
-    (call.dropout_seed, call.dropout_offset, call.p_drop) =
-        (dropout.seed, dropout.offset, problem.dropout.p_drop);
+    (call.dropout_seed, call.dropout_offset, call.dropout_seeded) = (dropout.seed, dropout.offset, 1);
+    call.p_drop = problem.dropout.p_drop;
     (call.dtype_qk, call.dtype_v, call.dtype_o) =
         (code(problem.dtypes.qk), code(problem.dtypes.v), code(problem.dtypes.o));
     call.v_layout = if problem.layout.v == VLayout::ColMajor { FMHA_V_COL_MAJOR } else { 0 };

@@ -238,6 +238,7 @@ impl Operands {
         self.read("descale_q", &score.descale_q, q > 0, (F32, q))?;
         self.read("descale_k", &score.descale_k, k > 0, (F32, k))?;
         self.read("descale_v", &score.descale_v, v > 0, (F32, v))?;
+        score.seed(problem)?;
         Ok(extents)
     }
 

@@ -285,8 +285,8 @@ pub struct ScoreArgs<'a> {
     pub descale_k: Option<DevSlice<'a>>,
     /// f32 `[1]` or `[batch, num_heads_kv]`.
     pub descale_v: Option<DevSlice<'a>>,
-    /// Where the dropout generator stands.
-    pub dropout: DropoutSeed,
+    /// Where the dropout generator stands: there where the problem drops.
+    pub dropout: Option<DropoutSeed>,
 }
 
 /// The pointers of a forward call: [`FwdArgs::new`], then setters, or the fields. It may grow, so it is not written out:
