@@ -107,14 +107,14 @@ fn a_call_a_stream_and_a_graph_give_the_same_bits() {
 
     let stream = backend.stream().unwrap();
     let (start, stop) = (backend.event().unwrap(), backend.event().unwrap());
-    backend.memory().upload(&vec![0; q.len()], &mut o).unwrap();
+    backend.memory().upload(&vec![0u8; q.len()], &mut o).unwrap();
     start.record(&stream).unwrap();
     run(&mut o, &stream).unwrap();
     stop.record(&stream).unwrap();
     assert!(stop.seconds_since(&start).unwrap() >= 0.0);
     assert_eq!(download(&backend, &o), plain);
 
-    backend.memory().upload(&vec![0; q.len()], &mut o).unwrap();
+    backend.memory().upload(&vec![0u8; q.len()], &mut o).unwrap();
     let graph = stream.capture(|| run(&mut o, &stream)).unwrap();
     assert!(download(&backend, &o).iter().all(|&byte| byte == 0), "a captured call ran");
     // SAFETY: the buffers of the captured call live until the end of this test.
@@ -136,7 +136,7 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     let inputs = [(48 * 2 * 64, 1), (80 * 64, 2), (80 * 64, 3)];
     let [q, k, v] = inputs.map(|(elems, seed)| upload(&backend, &numbers(DType::Bf16, elems, seed)));
     let mut o = backend.memory().alloc(q.bytes()).unwrap();
-    let zeros = vec![0; q.bytes() as usize];
+    let zeros = vec![0u8; q.bytes() as usize];
     let lengths = |offsets: [i32; 3]| offsets.iter().flat_map(|at| at.to_le_bytes()).collect::<Vec<u8>>();
     // Sequences of 40 and 8 queries, then of 3 and 45.
     let times = [(lengths([0, 40, 48]), lengths([0, 70, 80])), (lengths([0, 3, 48]), lengths([0, 11, 80]))];

@@ -378,7 +378,7 @@ impl Operands {
         let needed = wanted.bytes > 0;
         // One allocation may serve plans with and without.
         let access = given.map(Access::out).filter(|_| needed);
-        self.optional("workspace", access, needed, ElemType::Bytes, wanted.bytes, Workspace::ALIGN)
+        self.optional("workspace", access, needed, ElemType::Scratch, wanted.bytes, Workspace::ALIGN)
     }
 
     /// Most of a call's operands are neither given nor wanted: a comparison each, where it is asked.

@@ -82,10 +82,10 @@ impl<'a> DevSlice<'a> {
         Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
     }
 
-    /// The same memory, read as elements of this type.
+    /// The same memory, read as elements of this type; a workspace stays one.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
-        Self { elem: elem.into(), ..self }
+        Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
     /// The type of its elements.
@@ -157,10 +157,10 @@ impl<'a> DevSliceMut<'a> {
         Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
     }
 
-    /// The same memory, read as elements of this type.
+    /// The same memory, read as elements of this type; a workspace stays one.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
-        Self { elem: elem.into(), ..self }
+        Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
     /// The type of its elements.
