@@ -133,9 +133,9 @@ fn a_run_gives_the_same_bits_whatever_its_workspace_holds_before_it() {
     assert!(bytes > 0);
     call.run(&backend.default_stream());
     let first = call.output(&backend);
-    for dirt in [0x00, 0x01, 0xFF] {
+    for dirt in [0x00u8, 0x01, 0xFF] {
         backend.memory().upload(&vec![dirt; bytes], call.workspace.as_mut().unwrap()).unwrap();
-        backend.memory().upload(&vec![0xFF; first.len()], &mut call.o).unwrap();
+        backend.memory().upload(&vec![0xFFu8; first.len()], &mut call.o).unwrap();
         call.run(&backend.default_stream());
         assert!(call.output(&backend) == first, "a workspace of {dirt:#x} changes the result");
     }

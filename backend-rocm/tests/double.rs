@@ -5,8 +5,8 @@
 
 use fmha_core::reference::{Precision, combine, forward};
 use fmha_core::{
-    CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem,
-    MemorySpace, PartialResult, PlanOptions, Shape, Stream, Totals,
+    CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, DropoutSeed, FwdArgs,
+    FwdProblem, MemorySpace, PartialResult, PlanOptions, Shape, Stream, Totals,
 };
 
 mod support;
@@ -269,6 +269,7 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
             let mut lse = upload(&backend, &vec![0x5a; extents.lse_elems as usize * 4]);
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
             args.lse = Some(lse.slice_mut());
+            args.score.dropout = Some(DropoutSeed { seed: 3, offset: 1 });
             if is_packed {
                 args.seq.totals = totals;
                 (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
