@@ -266,6 +266,12 @@ fn rotated_packed(cases: &mut Vec<Case>) {
             let mut lengths = Lengths::packed(&[(1, 40), (9, 13), (0, 7)]);
             lengths.totals.total_k = None;
             lengths.seqused_k = vec![37, 5, 0];
+            push(cases, name, problem.clone(), lengths.clone());
+            // More rows than three sequences of nine have: before the first sequence, within one and behind the last.
+            let name = format!("decode/rotary/packed_q_apart/{dtype}/new{new}/{mask}");
+            problem.layout.seqused_q = true;
+            (lengths.totals.total_q, lengths.cu_seqlens_q) = (Some(40), vec![3, 5, 14, 30]);
+            lengths.seqused_q = vec![1, 9, 6];
             push(cases, name, problem, lengths);
         }
     }
