@@ -103,7 +103,7 @@ const TWO: Dims = Dims {
 };
 
 #[test]
-fn lengths_are_read_back_from_a_device_where_that_was_asked_for_and_on_the_host_always() {
+fn lengths_are_checked_where_that_was_asked_for_and_read_back_from_a_device() {
     let problem = FwdProblem::batch(DType::F32, TWO).seqused_k(true);
     let problem = problem.validate().unwrap();
     let checks = PlanOptions { check_lengths: true, ..PlanOptions::default() };
@@ -132,13 +132,18 @@ fn lengths_are_read_back_from_a_device_where_that_was_asked_for_and_on_the_host_
     }
 
     let (device, log) = open(Toy::in_host_memory());
-    let plan = device.plan_fwd(&problem, &PlanOptions::default()).unwrap();
-    for (used, wrong) in [([3i32, 1], false), ([3, 9], true)] {
+    for (checked, used, wrong) in
+        [(false, [3i32, 1], false), (false, [3, 9], false), (true, [3, 1], false), (true, [3, 9], true)]
+    {
+        let plan = device.plan_fwd(&problem, &PlanOptions::default().check_lengths(checked)).unwrap();
+        assert_eq!(plan.to_string().contains("checked by each run"), checked);
         let mut operands = Operands::of(&plan);
         let mut args = operands.args();
         args.seq = SeqArgs { seqused_k: Some(DevSlice::host(&used)), ..SeqArgs::default() };
-        let ran = plan.run(&mut args, &device.default_stream());
-        assert_eq!(ran.is_err(), wrong);
+        match plan.run(&mut args, &device.default_stream()) {
+            Err(error) => assert!(wrong && error.to_string().contains("seqused_k[1] 9"), "{error}"),
+            Ok(()) => assert!(!wrong),
+        }
         assert_eq!(log.take().len(), usize::from(!wrong));
     }
 }
