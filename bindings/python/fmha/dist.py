@@ -332,6 +332,7 @@ class _Call:
                 alive.append(number)
                 setattr(call, name, ctypes.pointer(number))
         call.p_drop, call.dropout_seed, call.dropout_offset = self.p_drop, self.seed, self.offset
+        call.dropout_seeded = 1
         call.dtype_qk, call.dtype_v = self.dtypes
         call.dtype_o = self.dtypes[0]
         if self.device.type == "cuda":
