@@ -102,6 +102,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
     Raises:
         RuntimeError: what is wrong with the call, the argument first, then its numbers; or why no kernel takes it.
         TypeError, ValueError: an argument that is no number, no tensor or no mask, by its name.
+        NotImplementedError: torch's second derivatives and derivatives in forward mode.
     """
     wants_lse = _flag("return_lse", return_lse)
     o, lse = _door(q).attention(q, k, v, *_arguments.bind(**options), wants_lse)

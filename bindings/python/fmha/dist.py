@@ -24,7 +24,7 @@ import torch.distributed as _torch_dist
 from . import _c, _native
 from ._mask import CAUSAL, Mask, MaskLike, mask as _mask
 from ._numbers import flag, integer, real, scale, word
-from ._torch import last_is_dense
+from ._torch import once
 
 if TYPE_CHECKING:
     Group = Optional[_torch_dist.ProcessGroup]
@@ -423,12 +423,12 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, _dlse):
         q, k, v, o, lse, sink = ctx.saved_tensors
         wants_dsink = sink is not None and ctx.needs_input_grad[3]
-        dout = last_is_dense(dout).contiguous()
-        return (*ctx.call.backward(q, k, v, o, lse, sink, dout, wants_dsink), None)
+        with torch.no_grad():
+            gradients = ctx.call.backward(q, k, v, o, lse, sink, dout.contiguous(), wants_dsink)
+        return (*once(gradients, q=q, k=k, v=v, sink=sink, dout=dout), None)
 
 
 @torch.compiler.disable

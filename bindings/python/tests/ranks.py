@@ -150,6 +150,14 @@ def refusals(size):
             assert words in alike(str(error)), error
         else:
             raise AssertionError(f"{options}: taken")
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(ranks.attention(leaf, x, x).sum(), leaf, create_graph=True)
+    try:
+        torch.autograd.grad(gradient.sum(), leaf)
+    except NotImplementedError as error:
+        assert "q: attention has no second derivative" in str(error), error
+    else:
+        raise AssertionError("a second derivative is taken")
     # An argument that is no such thing is this rank's own exception, and the others are told of it.
     try:
         ranks.attention(x, x, x, softmax_scale="x" if rank == 0 else None)

@@ -1,6 +1,7 @@
 """The operators under torch's own tools: opcheck, compile, export, threads, fork."""
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmha
 from fmha import _arguments, _native, _torch
-from reference import DEVICE, appends_in_f32, tensors
+from reference import DEVICE, appends_in_f32, attention as by_definition, tensors
 from run import run_python
 
 NUMBERS = _arguments.bind(mask="causal")[1]
@@ -361,11 +362,139 @@ def test_gradcheck(options):
         assert torch.autograd.gradcheck(function, (q, k, v, *leaves), eps=1e-2, atol=2e-3, rtol=2e-2, nondet_tol=0.0)
 
 
-def test_a_gradient_is_not_differentiated_again_in_silence():
+def _parts():
+    return torch.randn(3, 2, 4, 2, 8), torch.randn(3, 2, 2, 4)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(sink=torch.zeros(4))], ids=["plain", "sink"])
+@pytest.mark.parametrize("loss", [torch.sum, lambda o: o.square().sum()], ids=["linear", "square"])
+def test_every_way_to_a_second_derivative_is_refused_by_name(options, loss):
     q, k, v = tensors(grad=True)
-    (grad,) = torch.autograd.grad(fmha.attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+    options = {name: x.to(DEVICE) for name, x in options.items()}
+
+    def gradient():
+        return torch.autograd.grad(loss(fmha.attention(q, k, v, **options)), q, create_graph=True)[0].sum()
+
+    for again in (lambda: gradient().backward(), lambda: torch.autograd.grad(gradient(), (q, k), allow_unused=True)):
+        with pytest.raises(NotImplementedError, match="^q, k, v.*: attention has no second derivative"):
+            again()
+
+    def function(*qkv):
+        return loss(fmha.attention(*qkv, **options))
+
+    given = tuple(x.detach() for x in (q, k, v))
+    for twice in (torch.func.hessian(function), torch.func.jacrev(torch.func.jacrev(function))):
+        with pytest.raises(NotImplementedError, match="no second derivative|differentiated forward|has a tangent"):
+            twice(*given)
+    with pytest.raises(NotImplementedError, match="has a tangent"):
+        torch.func.jvp(lambda x: torch.vmap(lambda y: function(y, *given[1:]))(x), (q[None],), (q[None],))
+
+
+def test_the_second_derivative_of_parts_is_refused_or_that_of_a_sum():
+    o_parts, lse_parts = (x.requires_grad_() for x in _parts())
+    (grad,) = torch.autograd.grad(fmha.combine(o_parts, lse_parts)[0].sum(), o_parts, create_graph=True)
+    with pytest.raises(NotImplementedError, match="^o_parts, lse_parts"):
         grad.sum().backward()
+    few = o_parts[:, :1, :1, :1, :2].detach()
+    given, wanted = (
+        torch.autograd.functional.hessian(lambda x: function(x).sin().sum(), few)
+        for function in (fmha.add_parts, lambda x: x.sum(0))
+    )
+    assert torch.allclose(given, wanted)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_has_the_gradients_of_the_call(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = tensors(grad=True)
+
+    def model(q, k, v):
+        return fmha.attention(q, k, v, mask="causal").square().sum()
+
+    wanted = torch.autograd.grad(model(*inputs), inputs)
+    checkpoint(model, *inputs, use_reentrant=use_reentrant).backward()
+    assert all(torch.equal(x.grad, want) for x, want in zip(inputs, wanted))
+
+
+def _equal_transformed(transform, ours, theirs, given):
+    """Of a function and its definition, in whatever the transform gives."""
+    with warnings.catch_warnings():
+        # Torch warns of an operator that has no rule of its own.
+        warnings.simplefilter("error", UserWarning)
+        got = transform(ours)(*given)
+    leaves = torch.utils._pytree.tree_leaves
+    for a, b in zip(leaves(got), leaves(transform(theirs)(*given))):
+        assert a.shape == b.shape and torch.allclose(a.double(), b.double(), atol=2e-5), transform
+
+
+@pytest.mark.parametrize("more", ["", "bias", "lse"])
+def test_torch_funcs_transforms_are_those_of_the_definition(more):
+    q, k, v = tensors(sq=3, sk=4, hq=2, hk=1, d=4)
+    options = dict(bias=torch.randn(1, 2, 3, 4)) if more == "bias" else {}
+
+    def function(attention):
+        def of(*qkv):
+            o, lse = attention(*qkv, **options)
+            return torch.cat([o.flatten(1), lse.flatten(1)], 1) if more == "lse" else o
+
+        return of
+
+    ours = function(functools.partial(fmha.attention, return_lse=True))
+    theirs = function(by_definition)
+    several = torch.stack([q, q * 2, q + 1], 4), torch.stack([k, k * 2, k + 1], 1), torch.stack([v, v + 1, v])
+    numbers = (0, 1, 2)
+
+    def gradient(f):
+        return torch.func.grad(lambda *x: f(*x).sin().sum(), numbers)
+
+    for transform, given in (
+        (gradient, (q, k, v)),
+        (lambda f: torch.vmap(f, in_dims=(4, 1, 0)), several),
+        (lambda f: torch.vmap(f, in_dims=(4, None, None)), (several[0], k, v)),
+        (lambda f: torch.vmap(gradient(f), in_dims=(4, None, 0)), (several[0], k, several[2])),
+        (lambda f: gradient(torch.vmap(f, in_dims=(4, None, 0))), (several[0], k, several[2])),
+        (lambda f: torch.func.jacrev(f, numbers), (q, k, v)),
+        (lambda f: lambda *x: torch.autograd.functional.jacobian(f, x, vectorize=True), (q, k, v)),
+    ):
+        _equal_transformed(transform, ours, theirs, given)
+
+
+def test_a_mapped_bias_has_its_own_gradient():
+    q, k, v = tensors(sq=3, sk=4)
+    _equal_transformed(
+        lambda attention: torch.vmap(torch.func.grad(lambda bias: attention(q, k, v, bias=bias)[0].sin().sum())),
+        functools.partial(fmha.attention, return_lse=True),
+        by_definition,
+        (torch.randn(3, 1, 4, 3, 4),),
+    )
+
+
+def test_parts_are_mapped():
+    def by_sum(o, lse):
+        whole = torch.logsumexp(lse, 0)
+        return (torch.exp(lse - whole).transpose(-1, -2).unsqueeze(-1) * o).sum(0), whole
+
+    o_parts, lse_parts = _parts()
+    several = torch.stack([o_parts, o_parts * 2], 1), torch.stack([lse_parts, lse_parts + 1])
+
+    def gradient(f):
+        function = torch.func.grad(lambda o, lse: sum(x.sin().sum() for x in f(o, lse)), (0, 1))
+        return torch.vmap(function, in_dims=(1, 0))
+
+    _equal_transformed(gradient, fmha.combine, by_sum, several)
+    _equal_transformed(
+        lambda f: torch.vmap(torch.func.grad(lambda o: f(o).sin().sum()), in_dims=1),
+        fmha.add_parts,
+        lambda o: o.sum(0),
+        several[:1],
+    )
+
+
+def test_under_a_transform_there_are_no_pages():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="^block_table is given"):
+        torch.vmap(lambda x: fmha.attention(x, k, v, block_table=_lengths(0, 1).view(2, 1)))(q[None])
 
 
 def test_the_lock_of_the_interpreter_is_free_meanwhile():
