@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _native
-from ._arguments import NO_TENSORS, TENSORS
+from ._arguments import NO_TENSORS, TENSORS, with_seed
 
 _native.check(_native.library.fmha_py_register_torch())
 
@@ -35,7 +35,7 @@ _DETERMINISTIC, _WANTS_DBIAS, _WANTS_DSINK = (
 
 #: Where the type of O and the options are among the numbers that all operators take.
 _AT_DTYPE_O, _AT_OPTIONS = _native.NUMBERS.index("dtype_o"), _native.NUMBERS.index("options")
-_AT_P_DROP = _native.NUMBERS.index("p_drop")
+_AT_P_DROP, _AT_SEED = _native.NUMBERS.index("p_drop"), _native.NUMBERS.index("seed")
 _AT_HEAD_DIM_V = _native.NUMBERS.index("head_dim_v")
 
 
@@ -58,11 +58,13 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
     names = [argument.name for argument in operator._schema.arguments]
     required = [argument.name for argument in operator._schema.arguments if str(argument.type) == "Tensor"]
     num_tensors = sum(name in _native.SLOTS for name in names)
+    num_numbers = sum(name in _native.NUMBERS for name in names)
 
     def fake(*arguments: Any) -> Any:
-        numbers = arguments[num_tensors:]
+        # A seed that is a tensor follows, of which nothing is known.
+        numbers = arguments[num_tensors : num_tensors + num_numbers]
         if names[-1] == "numbers":
-            numbers = _SPELT[numbers[0]]
+            numbers = _SPELT[arguments[-1]]
         tensors = arguments[:num_tensors]
         given = {name: _strided(name, x) for name, x in zip(names, tensors) if x is not None}
         if _is_known(given, numbers):
@@ -77,14 +79,14 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
 def _is_known(given: Dict[str, torch.Tensor], numbers: Tuple[Any, ...]) -> bool:
     """Whether a compiler has left no size open."""
     sizes = (size for x in given.values() for size in (*x.shape, *x.stride(), x.storage_offset()))
-    return all(isinstance(number, (int, float)) for number in (*sizes, *numbers))
+    return all(number is None or isinstance(number, (int, float)) for number in (*sizes, *numbers))
 
 
 def _refuse_elsewhere(required: Sequence[str], given: Dict[str, torch.Tensor]) -> None:
     """Raises what is wrong whatever the sizes; the kernel is the first to know the rest."""
     for name in required:
         if name not in given:
-            raise RuntimeError(f"{name} is missing (0 given)")
+            raise RuntimeError(f"{name} is missing")
     first = "q" if "q" in given else "o_parts"
     for name, tensor in given.items():
         if tensor.device != given[first].device:
@@ -305,9 +307,9 @@ def _dense_dlse(dlse: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers):
-        o, lse = forward(q, k, v, bias, alibi_slopes, sink, *lengths, None, None, None, None, *numbers)
-        ctx.save_for_backward(q, k, v, o, lse, bias, sink, alibi_slopes, *lengths)
+    def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers, drawn):
+        o, lse = forward(q, k, v, bias, alibi_slopes, sink, *lengths, None, None, None, None, *numbers, drawn)
+        ctx.save_for_backward(q, k, v, o, lse, bias, sink, alibi_slopes, drawn, *lengths)
         ctx.numbers = numbers
         ctx.set_materialize_grads(False)
         return o, lse
@@ -315,8 +317,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 8
-        q, k, v, o, lse, bias, sink, alibi_slopes, *lengths = ctx.saved_tensors
+            return (None,) * 9
+        q, k, v, o, lse, bias, sink, alibi_slopes, drawn, *lengths = ctx.saved_tensors
         wants = ctx.needs_input_grad
         if wants[5]:
             _refuse_gradients(alibi_slopes=alibi_slopes)
@@ -339,9 +341,10 @@ class _Attention(torch.autograd.Function):
                 sink,
                 *lengths,
                 *numbers,
+                drawn,
             )
         gradients = tuple(gradient if wanted else None for gradient, wanted in zip(gradients, wants))
-        return (*once(gradients, q=q, k=k, v=v, bias=bias, sink=sink, dout=dout, dlse=dlse), None, None, None)
+        return (*once(gradients, q=q, k=k, v=v, bias=bias, sink=sink, dout=dout, dlse=dlse), *(None,) * 4)
 
 
 class _Transformed(torch.autograd.Function):
@@ -352,18 +355,18 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, bias, sink, alibi_slopes, *rest):
-        return forward(q, k, v, bias, alibi_slopes, sink, *rest[:4], None, None, None, None, *rest[4:])
+        return forward(q, k, v, bias, alibi_slopes, sink, *rest[1:5], None, None, None, None, *rest[5:], rest[0])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, bias, sink, alibi_slopes, *rest = inputs
-        ctx.save_for_backward(q, k, v, *output, bias, sink, alibi_slopes, *rest[:4])
-        ctx.numbers = rest[4:]
+        ctx.save_for_backward(q, k, v, *output, bias, sink, alibi_slopes, *rest[:5])
+        ctx.numbers = rest[5:]
 
     @staticmethod
     def backward(ctx, dout, dlse):
         # Lengths and numbers come one by one here, since transforms pair arguments with gradients.
-        return (*_Attention.backward(ctx, dout, dlse)[:6], *(None,) * (4 + len(ctx.numbers)))
+        return (*_Attention.backward(ctx, dout, dlse)[:6], *(None,) * (5 + len(ctx.numbers)))
 
     jvp = staticmethod(lambda ctx, *tangents: _no_tangents())
 
@@ -400,37 +403,40 @@ def attention(
     if _is_transformed():
         # A tensor of theirs does not say whether one below it wants a gradient.
         _refuse_beside_gradients(tensors)
-        return _Transformed.apply(q, k, v, tensors[0], tensors[2], tensors[1], *tensors[3:7], *numbers)
+        numbers, drawn = _seeded(q, numbers)
+        return _Transformed.apply(q, k, v, tensors[0], tensors[2], tensors[1], drawn, *tensors[3:7], *numbers)
     if _is_plain(tensors, numbers):
         at = _kept(numbers)
         if at >= 0:
             if _moves(q, k, v):
                 return _Plain.apply(q, k, v, at)
             return plain(q, k, v, at) if lse else (plain_o(q, k, v, at), None)
-    bias, sink = tensors[0], tensors[2]
-    try:
-        wants_grad = torch.is_grad_enabled() and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or bias is not None
-            and bias.requires_grad
-            or sink is not None
-            and sink.requires_grad
-        )
-    except AttributeError:
-        # The operator says which of them is no tensor.
-        wants_grad = False
-    if wants_grad:
+    numbers, drawn = _seeded(q, numbers)
+    if _want_gradients(q, k, v, *tensors[:3], *tensors[8:]):
         _refuse_beside_gradients(tensors)
-        return _Attention.apply(q, k, v, bias, sink, tensors[1], tensors[3:7], numbers)
-    return forward(q, k, v, *tensors, *numbers)
+        if _want_gradients(tensors[1]):
+            _refuse_gradients(alibi_slopes=tensors[1])
+        return _Attention.apply(q, k, v, tensors[0], tensors[2], tensors[1], tensors[3:7], numbers, drawn)
+    return forward(q, k, v, *tensors, *numbers, drawn)
+
+
+def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...], Optional[torch.Tensor]]:
+    """Numbers with a seed of torch's generator where a call that drops elements has none; while a compiler traces, the
+    seed as a tensor beside them."""
+    if numbers[_AT_SEED] is not None:
+        return numbers, None
+    if getattr(q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+        raise ValueError("seed: none is given, and a graph is captured, whose replays would all drop the same elements")
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
+    if torch.compiler.is_compiling():
+        return with_seed(numbers, 0), drawn
+    return with_seed(numbers, int(drawn)), None
 
 
 def _refuse_beside_gradients(tensors: Tuple[Any, ...]) -> None:
     for name, given in zip(TENSORS[7:], tensors[7:]):
         if given is not None:
-            raise ValueError(f"{name} is given (1), but there is no gradient of paged or FP8 tensors")
+            raise ValueError(f"{name} is given, but there is no gradient of paged or FP8 tensors")
 
 
 def _refuse_tangents(*given: Any) -> None:
@@ -524,7 +530,7 @@ def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[A
             return _AddParts.apply(o_parts, *numbers)
         return add_parts_op(o_parts, *numbers)
     if wants_grad:
-        raise ValueError("o is given (1), but there is no gradient of what is added in place")
+        raise ValueError("o is given, but there is no gradient of what is added in place")
     add_parts_to(o_parts, o, *numbers)
     return o
 
@@ -540,7 +546,8 @@ def attention_out(
     lse: Optional[torch.Tensor],
     keep_mask: Optional[torch.Tensor],
 ) -> None:
-    forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers)
+    numbers, drawn = _seeded(q, numbers)
+    forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers, drawn)
 
 
 def kvcache(
@@ -551,7 +558,8 @@ def kvcache(
     tensors: Tuple[Any, ...],
     numbers: Tuple[Any, ...],
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    return kvcache_op(q, k, v, *cache, *tensors, *numbers)
+    numbers, drawn = _seeded(q, numbers)
+    return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
 
 
 def _strided(name: str, tensor: Any) -> torch.Tensor:

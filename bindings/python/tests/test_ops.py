@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import math
 import os
 import shutil
@@ -135,7 +136,7 @@ def _said(name, given, numbers, as_fake=None):
     names = [argument.name for argument in operator._schema.arguments]
     tensors = [given.get(name) for name in names if name in _native.SLOTS]
     rest = [numbers.get(name, 0.0 if name in _native.FLOATS else 0) for name in _native.NUMBERS]
-    rest = [_torch._kept(tuple(rest[:-3]))] if names[-1] == "numbers" else rest[: len(names) - len(tensors)]
+    rest = [_torch._kept(tuple(rest[:-3]))] if names[-1] == "numbers" else rest[: sum(name in _native.NUMBERS for name in names)]
     try:
         if as_fake is None:
             operator(*tensors, *rest)
@@ -190,7 +191,7 @@ def test_a_fake_knows_values_that_are_the_front_of_keys():
     used = _lengths(3, 4).to("meta")
     o = fmha.attention_with_kvcache(q, k, k[..., :8], new, seqused_k=used)
     assert o.shape == (2, 1, 1, 8)
-    with pytest.raises(RuntimeError, match="^v is missing .0 given. beside k"):
+    with pytest.raises(RuntimeError, match="^v is missing beside k"):
         fmha.attention_with_kvcache(q, k, torch.empty(2, 8, 1, 8, device="meta"), new, seqused_k=used)
 
 
@@ -300,13 +301,107 @@ def test_a_compiled_function_takes_other_lengths():
 
 
 def test_an_exported_program_runs():
-    class Model(torch.nn.Module):
-        def forward(self, q, k, v):
-            return fmha.attention(q, k, v, mask="causal")
+    inputs = tensors()
+    program = torch.export.export(_Causal(), inputs)
+    assert torch.equal(program.module()(*inputs), _Causal()(*inputs))
+
+
+def _dropped(q, k, v, **options):
+    return fmha.attention(q, k, v, p_drop=0.5, **options)
+
+
+def test_a_seed_that_nobody_gives_is_torchs_generators():
+    q, k, v = tensors(sq=16, sk=16)
+    first, second = _dropped(q, k, v), _dropped(q, k, v)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    tensors(sq=16, sk=16)
+    assert torch.equal(_dropped(q, k, v), first) and torch.equal(_dropped(q, k, v), second)
+    assert torch.equal(_dropped(q, k, v, seed=3), _dropped(q, k, v, seed=3))
+    state = torch.get_rng_state()
+    fmha.attention(q, k, v)
+    _dropped(q, k, v, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    o, cached = torch.empty_like(q), lambda: fmha.attention_with_kvcache(q, k, v, p_drop=0.5)
+    assert not torch.equal(fmha.attention_out(o, q, k, v, p_drop=0.5).clone(), fmha.attention_out(o, q, k, v, p_drop=0.5))
+    assert not torch.equal(cached(), cached())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_drops_the_same_elements_again(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = tensors(sq=16, sk=16, grad=True)
+    torch.manual_seed(5)
+    wanted = torch.autograd.grad(_dropped(*inputs).sum(), inputs)
+    torch.manual_seed(5)
+    checkpoint(_dropped, *inputs, use_reentrant=use_reentrant).sum().backward()
+    assert all(torch.equal(x.grad, want) for x, want in zip(inputs, wanted))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_compiled_call_draws_its_seed_and_is_whole(grad):
+    inputs = tensors(sq=16, sk=16, dv=16)
+    eye = torch.eye(16).view(1, 16, 1, 16).expand(2, 16, 2, 16).contiguous().requires_grad_(grad)
+    compiled = torch.compile(_dropped, fullgraph=True, backend=TRACER)
+    first, second = (compiled(*inputs[:2], eye) for _ in range(2))
+    assert not torch.equal(first == 0, second == 0)
+    torch.manual_seed(7)
+    again = compiled(*inputs[:2], eye)
+    torch.manual_seed(7)
+    assert torch.equal(compiled(*inputs[:2], eye), again)
+    if grad:
+        # Of V the unit matrix O is P with what is dropped; the gradient has the same elements.
+        (dv,) = torch.autograd.grad(again.sum(), eye)
+        wanted = again.sum((1, 2)).detach()
+        assert torch.allclose(dv.sum(2)[..., 0], wanted, atol=1e-4)
+
+
+def test_a_seed_as_a_tensor_is_one_number_of_the_host():
+    q, k, v = tensors()
+    call = (q, k, v, *NONE7, None, None, None, None, *_arguments.bind(p_drop=0.5, seed=9)[1])
+    drawn = torch.tensor(-5, dtype=torch.int64, device="cpu")
+    wanted = _torch.forward(*call[:-1], call[-1], drawn)[0]
+    assert torch.equal(wanted, fmha.attention(q, k, v, p_drop=0.5, seed=(1 << 64) - 5))
+    for wrong, words in ((drawn.float(), "float32, not of int64"), (drawn.expand(2), "shape .2.")):
+        with pytest.raises(RuntimeError, match=f"^drawn_seed .*{words}"):
+            _torch.forward(*call, wrong)
+
+
+def test_a_gradient_of_slopes_is_refused_by_name():
+    q, k, v = tensors()
+    slopes = torch.rand(4, requires_grad=True)
+    for words in (dict(), dict(bias=None, sink=torch.zeros(4))):
+        with pytest.raises(ValueError, match="^alibi_slopes of shape .4. requires a gradient"):
+            fmha.attention(q, k, v, alibi_slopes=slopes, **words)
+    with torch.no_grad():
+        fmha.attention(q, k, v, alibi_slopes=slopes)
+    with pytest.raises(ValueError, match="^alibi_slopes of shape"):
+        torch.func.grad(lambda x: fmha.attention(q, k, v, alibi_slopes=x).sum())(slopes.detach())
+    with pytest.raises(ValueError, match="^descale_q is given, but there is no gradient"):
+        fmha.attention(q, k, v, descale_q=torch.ones(1, requires_grad=True))
+
+
+class _Causal(torch.nn.Module):
+    def forward(self, q, k, v):
+        return fmha.attention(q, k, v, mask="causal")
+
+
+def test_an_exported_program_is_json_without_a_number_that_json_has_not():
+    from torch._export.serde.serialize import serialize
 
     inputs = tensors()
-    program = torch.export.export(Model(), inputs)
-    assert torch.equal(program.module()(*inputs), Model()(*inputs))
+    program = torch.export.export(_Causal(), inputs)
+    text = serialize(program).exported_program.decode()
+    assert json.loads(text, parse_constant=lambda word: pytest.fail(word))
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler or no headers of Python: inductor builds nothing")
+def test_a_package_made_ahead_of_time_is_loaded_and_computes(tmp_path):
+    inputs = tensors()
+    program = torch.export.export(_Causal(), inputs)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "causal.pt2"))
+    assert torch.equal(torch._inductor.aoti_load_package(path)(*inputs), _Causal()(*inputs))
 
 
 def test_threads_share_plans_and_agree():
