@@ -423,7 +423,12 @@ def flash_attn_with_kvcache(
 ):
     """Attention over a cache that ``k`` and ``v`` are written to first, in place. ``num_splits`` 1 asks for results
     that do not depend on the batch; any other number is the kernel's own choice. With ``return_softmax_lse``: ``(out,
-    lse)``."""
+    lse)``.
+
+    A number or a tensor on the CPU as ``cache_seqlens`` is read: a sequence that is longer than the cache, or than the
+    pages of ``block_table``, new rows included, raises. A tensor on a GPU is not, and a kernel clamps its lengths;
+    :func:`fmha.attention_with_kvcache` with ``check_lengths`` reads them.
+    """
     o, lse = over_cache(
         q,
         k_cache,

@@ -532,6 +532,17 @@ def test_a_length_beyond_the_cache_or_its_pages_is_refused(module):
             call()
 
 
+def test_our_own_door_clamps_such_a_length_and_refuses_it_with_check_lengths():
+    q, pages = torch.randn(2, 1, 4, 16), torch.randn(2, 4, 5, 2, 16)
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    call = dict(block_table=table, max_seqlen_k=10)
+    beyond, whole = (torch.tensor(used, dtype=torch.int32) for used in ([13, 4], [10, 4]))
+    clamped = fmha.attention_with_kvcache(q, *pages, seqused_k=beyond, **call)
+    assert torch.equal(clamped, fmha.attention_with_kvcache(q, *pages, seqused_k=whole, **call))
+    with pytest.raises(RuntimeError, match="seqused_k.*13"):
+        fmha.attention_with_kvcache(q, *pages, seqused_k=beyond, check_lengths=True, **call)
+
+
 def test_lengths_beyond_the_pages_of_packed_calls_are_refused():
     q, pages = torch.randn(2, 4, 16), torch.randn(2, 4, 5, 2, 16)
     table = torch.arange(4, dtype=torch.int32).view(2, 2)
