@@ -356,6 +356,8 @@ def over_cache(
         for name, turns in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if turns is not None:
                 raise ValueError(f"{name} is given (1), but k is not: rows turn where new ones are appended")
+        if call.get("cu_seqlens_new") is not None:
+            raise ValueError("cu_seqlens_k_new is given (1), but k is not")
     if cache_leftpad is not None:
         for name, given in (("block_table", block_table), ("cache_batch_idx", cache_batch_idx), ("k", k)):
             if given is not None:

@@ -235,8 +235,11 @@ def flash_attn_combine(
     virtual_batch_idx: Optional[torch.Tensor] = None,
     return_lse: bool = True,
 ):
-    """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``."""
+    """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``. Rows are merged each on its own, so
+    ``cu_seqlens`` says that they are packed, and no more."""
     refuse(seqused=seqused, virtual_batch_idx=virtual_batch_idx)
+    if cu_seqlens is not None and out_partial.dim() != 4:
+        raise ValueError(f"cu_seqlens is given, but out_partial has {out_partial.dim()} axes, not the 4 of packed rows")
     o, lse = _combine(out_partial, lse_partial, out, out_dtype)
     return o, (lse if flag("return_lse", return_lse) else None)
 
