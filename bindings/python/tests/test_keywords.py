@@ -15,6 +15,8 @@ from fmha import flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
 from reference import DEVICE, appends_in_f32, offsets, tensors
 from test_engines import Mode, Pool, layer, sglang, vllm, vllm_batch  # noqa: F401
 
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="hints choose other bits on a GPU; keywords are the same")
+
 ABSENT = object()
 
 
@@ -28,16 +30,16 @@ class Case(NamedTuple):
     beside: Dict[str, Any] = {}
 
 
-def changes(value, plain=ABSENT, **beside):
+def changes(value, plain=ABSENT, /, **beside):
     return Case("changes", value, "", plain, beside)
 
 
-def refused(value, said="", **beside):
+def refused(value, said="", /, **beside):
     """``said`` stands for the keyword where a message has another door's word for it."""
     return Case("refused", value, said, ABSENT, beside)
 
 
-def hint(value, why, **beside):
+def hint(value, why, /, **beside):
     assert why
     return Case("hint", value, why, ABSENT, beside)
 
@@ -86,9 +88,9 @@ def faults(door):
                 if "teleport" not in str(error):
                     found.append(f"teleport: {error!r} does not name it")
             continue
-        if parameter.kind is parameter.VAR_POSITIONAL or parameter.default is parameter.empty:
-            continue
         if name not in door.cases:
+            if parameter.kind is parameter.VAR_POSITIONAL or parameter.default is parameter.empty:
+                continue
             found.append(f"{name} has no case")
             continue
         cases = door.cases[name]
@@ -188,19 +190,19 @@ def cache_cases(table):
     paged = dict(k_cache=k_pages, v_cache=v_pages, cache_seqlens=i32(11, 9))
     return dict(
         without(TAIL, "deterministic"),
-        k=[changes(k, plain=-k, **without(new, "k")), refused(k, "v", cache_seqlens=used)],
-        v=[changes(v, plain=-v, **without(new, "v")), refused(v, "k", cache_seqlens=used)],
-        rotary_cos=[changes(cos, plain=-cos, rotary_sin=sin, **new), refused(cos, cache_seqlens=used),
+        k=[changes(k, -k, **without(new, "k")), refused(k, "v", cache_seqlens=used)],
+        v=[changes(v, -v, **without(new, "v")), refused(v, "k", cache_seqlens=used)],
+        rotary_cos=[changes(cos, -cos, rotary_sin=sin, **new), refused(cos, cache_seqlens=used),
                     refused(cos, "rotary_sin", **new)],
-        rotary_sin=[changes(sin, plain=-sin, rotary_cos=cos, **new), refused(sin, cache_seqlens=used),
+        rotary_sin=[changes(sin, -sin, rotary_cos=cos, **new), refused(sin, cache_seqlens=used),
                     refused(sin, "rotary_cos", **new)],
-        rotary_interleaved=[changes(False, plain=True, rotary_cos=cos, rotary_sin=sin, **new),
+        rotary_interleaved=[changes(False, True, rotary_cos=cos, rotary_sin=sin, **new),
                             hint(False, "it says how rotary_cos and rotary_sin turn, which are not there")],
         cache_seqlens=[changes(used), changes(5), refused(12), refused(i32(12, 1))],
         cache_batch_idx=[changes(i32(1, 0)), refused(i32(1, 0), **{table: order}, **paged)],
         cache_leftpad=[changes(i32(2, 5)), refused(i32(2, 5), **without(new, "cache_seqlens")),
                        refused(i32(2, 5), cache_batch_idx=i32(1, 0))],
-        **{table: changes(order, plain=order.flip(0, 1), **paged)},
+        **{table: changes(order, order.flip(0, 1), **paged)},
         num_splits=[hint(1, CHOICE), hint(3, CHOICE)],
         return_softmax_lse=changes(True),
     )
@@ -234,7 +236,7 @@ def flash_attn_2_kvpacked():
 def flash_attn_2_varlen():
     k, v, table = pages()
     paged = dict(k=k, v=v, cu_seqlens_k=cu(9, 11), max_seqlen_k=11)
-    cases = dict(tail2(), block_table=changes(table, plain=table.flip(0, 1), **paged))
+    cases = dict(tail2(), block_table=changes(table, table.flip(0, 1), **paged))
     return Door(fa2.flash_attn_varlen_func, varlen(), cases)
 
 
@@ -265,7 +267,7 @@ def flash_attn_3():
 def flash_attn_3_qkvpacked():
     cases = dict(
         without(tail3(False), "qv", "num_splits", "pack_gqa"),
-        num_heads_q=[changes(4, plain=8, qkv=torch.randn(2, 7, 12, 16)), refused(3), refused(11, qkv=torch.randn(2, 7, 12, 16))],
+        num_heads_q=[changes(4, 8, qkv=torch.randn(2, 7, 12, 16)), refused(3), refused(11, qkv=torch.randn(2, 7, 12, 16))],
     )
     return Door(fa3.flash_attn_qkvpacked_func, dict(qkv=torch.randn(2, 7, 3, 4, 16)), cases)
 
@@ -284,8 +286,8 @@ def flash_attn_3_with_kvcache():
     cases = dict(
         cache_cases("page_table"),
         **without(tail3(False), "return_attn_probs", "deterministic"),
-        cu_seqlens_q=[changes(cu(2, 7), plain=cu(7, 2), **rows), refused(cu(2, 7), "max_seqlen_q", q=rows["q"])],
-        cu_seqlens_k_new=[changes(cu(2, 3), plain=cu(4, 1), **new), refused(cu(2, 3))],
+        cu_seqlens_q=[changes(cu(2, 7), cu(7, 2), **rows), refused(cu(2, 7), "max_seqlen_q", q=rows["q"])],
+        cu_seqlens_k_new=[changes(cu(2, 3), cu(4, 1), **new), refused(cu(2, 3))],
         max_seqlen_q=[refused(3, "maximal length 3", cu_seqlens_q=cu(2, 7), q=rows["q"]), hint(3, BOUND)],
         rotary_seqlens=refused(i32(1, 2)),
         scheduler_metadata=hint(torch.zeros(3), SPEED),
@@ -344,16 +346,16 @@ def flash_attn_4_varlen():
         num_splits=[hint(1, CHOICE), hint(3, CHOICE)],
         pack_gqa=hint(True, SPEED),
         return_lse=changes(True),
-        cu_seqlens_q=[changes(cu(3, 11), plain=cu(11, 3), **without(rows, "cu_seqlens_q")),
+        cu_seqlens_q=[changes(cu(3, 11), cu(11, 3), **without(rows, "cu_seqlens_q")),
                       refused(cu(3, 11), "max_seqlen_q", **dict(rows, max_seqlen_q=None))],
-        cu_seqlens_k=[changes(cu(9, 13), plain=cu(13, 9), **without(rows, "cu_seqlens_k")),
+        cu_seqlens_k=[changes(cu(9, 13), cu(13, 9), **without(rows, "cu_seqlens_k")),
                       refused(cu(9, 13), "max_seqlen_k", **dict(rows, max_seqlen_k=None))],
         max_seqlen_q=[refused(10, "maximal length 10", **without(rows, "max_seqlen_q")), hint(3, BOUND)],
         max_seqlen_k=[refused(12, "maximal length 12", **without(rows, "max_seqlen_k")), hint(3, BOUND)],
         min_seqlen_k=hint(1, SPEED),
         seqused_q=changes(i32(2, 5)),
         seqused_k=changes(i32(4, 6)),
-        page_table=changes(table, plain=table.flip(0, 1), **paged),
+        page_table=changes(table, table.flip(0, 1), **paged),
         scheduler_metadata=hint(torch.zeros(3), SPEED),
         seqlen_k_per_split=hint(128, CHOICE),
         disable_scheduler_metadata=hint(True, SPEED),
@@ -396,6 +398,12 @@ def test_no_keyword_is_swallowed(name):
     assert not faults(DOORS[name]())
 
 
+def test_prepare_hands_every_keyword_on():
+    with pytest.raises(TypeError, match="teleport"):
+        fmha.prepare(*tensors(), teleport=1)
+    assert "promises" in fmha.prepare(*tensors(), backward=True)
+
+
 def test_every_function_of_flash_attention_has_a_case():
     named = {
         function
@@ -404,3 +412,240 @@ def test_every_function_of_flash_attention_has_a_case():
         if name.startswith("flash_attn_") and inspect.isfunction(function) and function.__module__ == module.__name__
     }
     assert named <= {make().function for make in DOORS.values()}
+
+
+def own_cases(cache=False):
+    """Keywords of our own functions, which ``fmha.jax`` has too."""
+    rows = packed()
+    k, v, table = pages()
+    where = ("k_cache", "v_cache") if cache else ("k", "v")
+    eighths = [x.to(torch.float8_e4m3fn) for x in tensors(hk=4)]
+    to8 = dict(zip(("q", *where), eighths))
+    lengths = dict(
+        q=rows["q"], **dict(zip(where, (rows["k"], rows["v"]))), cu_seqlens_q=cu(3, 11), cu_seqlens_k=cu(9, 13),
+        max_seqlen_q=11, max_seqlen_k=13,
+    )
+    drops = dict(p_drop=0.4)
+    return dict(
+        mask=[changes("b:2,1"), changes(True, "t")] if not cache else changes("b:2,1"),
+        softmax_scale=changes(0.1),
+        softcap=changes(0.7),
+        bias=changes(torch.randn(1, 4, 7, 11)),
+        alibi_slopes=changes(torch.rand(4)),
+        sink=changes(torch.randn(4)),
+        cu_seqlens_q=[changes(cu(3, 11), cu(11, 3), **without(lengths, "cu_seqlens_q")),
+                      refused(cu(3, 11), "max_seqlen_q", **dict(lengths, max_seqlen_q=0))],
+        cu_seqlens_k=[changes(cu(9, 13), cu(13, 9), **without(lengths, "cu_seqlens_k")),
+                      refused(cu(9, 13), "max_seqlen_k", **dict(lengths, max_seqlen_k=0))],
+        max_seqlen_q=[refused(10, "maximal length 10", **without(lengths, "max_seqlen_q")), hint(3, BOUND)],
+        max_seqlen_k=[refused(12, "maximal length 12", **without(lengths, "max_seqlen_k")), hint(3, BOUND)],
+        seqused_q=changes(i32(2, 5)),
+        seqused_k=changes(i32(4, 6)),
+        block_table=changes(table, table.flip(0, 1), seqused_k=i32(11, 9), **dict(zip(where, (k, v)))),
+        descale_q=[changes(torch.full((2, 4), 1.5), **to8), refused(torch.ones(2, 4))],
+        descale_k=[changes(torch.full((2, 4), 1.5), **to8), refused(torch.ones(2, 4))],
+        descale_v=[changes(torch.full((2, 4), 1.5), **to8), refused(torch.ones(2, 4))],
+        p_drop=[changes(0.4, seed=1)],
+        seed=[changes(3, 4, **drops), hint(3, "nothing is drawn without p_drop")],
+        offset=[changes(3, 4, seed=1, **drops), hint(3, "nothing is drawn without p_drop")],
+        dtype_o=changes("bfloat16"),
+        allow_fallback=hint(False, "a fast kernel takes the call"),
+        accuracy=hint("exact", "the CPU has one kernel, which is exact"),
+        deterministic=hint(True, BITS),
+        batch_invariant=hint(True, "the CPU's bits never depend on the batch"),
+        check_lengths=[hint(True, "lengths are right"),
+                       refused(True, "seqused_k", seqused_k=i32(12, 1))],
+        return_lse=changes(True),
+    )
+
+
+@door
+def attention():
+    return Door(fmha.attention, qkv(), own_cases())
+
+
+@door
+def attention_out():
+    lse, keep = torch.zeros(2, 4, 7), torch.zeros(2, 4, 7, 11, dtype=torch.uint8)
+    to8 = dict(zip("qkv", (x.to(torch.float8_e4m3fn) for x in tensors(hk=4))), o=torch.zeros(2, 7, 4, 16))
+
+    def function(o, q, k, v, *, lse=None, keep_mask=None, scale_o=None, **options):
+        fmha.attention_out(o, q, k, v, lse=lse, keep_mask=keep_mask, scale_o=scale_o, **options)
+        return o, lse, keep_mask
+
+    function.__signature__ = inspect.signature(fmha.attention_out)
+    # O's type is its own here, and a row that lengths leave out is as it was.
+    cases = dict(
+        without(own_cases(), "return_lse"),
+        lse=changes(lse),
+        keep_mask=changes(keep, p_drop=0.4, seed=3),
+        scale_o=[changes(torch.tensor(2.0), **dict(to8, o=torch.zeros(2, 7, 4, 16, dtype=torch.float8_e4m3fn))),
+                 refused(torch.tensor(2.0))],
+        dtype_o=refused("bfloat16"),
+    )
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
+        cases[name] = [
+            case._replace(beside=dict(case.beside, o=torch.zeros(14, 4, 16))) if case.beside else case
+            for case in cases[name]
+        ]
+    return Door(function, dict(o=torch.zeros(2, 7, 4, 16), **qkv()), cases)
+
+
+@door
+def attention_with_kvcache():
+    k, v = torch.randn(2, 3, 2, 16), torch.randn(2, 3, 2, 16)
+    flat = torch.randn(5, 2, 16)
+    new = dict(k=k, v=v, seqused_k=i32(3, 7))
+    packed_new = dict(k=flat, v=-flat, seqused_k=i32(3, 7), max_seqlen_new=5)
+    cos, sin = torch.rand(16, 8), torch.rand(16, 8)
+    tree = torch.randint(0, 128, (2, 7, 1), dtype=torch.int32)
+    cases = dict(
+        own_cases(cache=True),
+        k=[changes(k, -k, **without(new, "k")), refused(k, "v", seqused_k=i32(3, 7))],
+        v=[changes(v, -v, **without(new, "v")), refused(v, "k", seqused_k=i32(3, 7))],
+        cu_seqlens_new=[changes(cu(2, 3), cu(4, 1), **packed_new), refused(cu(2, 3))],
+        rotary_cos=[changes(cos, -cos, rotary_sin=sin, **new), refused(cos, "rotary_sin", **new)],
+        rotary_sin=[changes(sin, -sin, rotary_cos=cos, **new), refused(sin, "rotary_cos", **new)],
+        rotary_interleaved=[changes(True, False, rotary_cos=cos, rotary_sin=sin, **new),
+                            hint(True, "it says how rotary_cos and rotary_sin turn, which are not there")],
+        tree_mask=changes(tree),
+        max_seqlen_new=[refused(1, "maximal length 1", cu_seqlens_new=cu(2, 3), **without(packed_new, "max_seqlen_new")),
+                        hint(3, BOUND)],
+        head_dim_v=[changes(16, 8, v_cache=None), refused(8)],
+    )
+    return Door(fmha.attention_with_kvcache, qkv("q k_cache v_cache"), cases)
+
+
+@door
+def explain():
+    """Words about a kernel, which few keywords change on the CPU; what it takes is what attention takes."""
+    cases = {
+        name: [
+            case._replace(kind="hint", said="the CPU has one kernel") for case in listed(cases) if case.kind != "refused"
+        ]
+        for name, cases in own_cases().items()
+    }
+    # What a plan promises follows from these.
+    cases.update(batch_invariant=changes(True), check_lengths=changes(True), backward=changes(True))
+    return Door(fmha.explain, qkv(), cases)
+
+
+def listed(cases):
+    return cases if isinstance(cases, list) else [cases]
+
+
+@door
+def combine():
+    base = dict(o_parts=torch.randn(3, 2, 7, 4, 16), lse_parts=torch.randn(3, 2, 4, 7))
+    return Door(fmha.combine, base, dict(dtype_o=changes("bfloat16")))
+
+
+@door
+def add_parts():
+    cases = dict(o=changes(torch.randn(2, 7, 4, 16)), dtype_o=changes("bfloat16"))
+    return Door(fmha.add_parts, dict(o_parts=torch.randn(3, 2, 7, 4, 16)), cases)
+
+
+@door
+def sdpa_forward():
+    base = dict(zip(("query", "key", "value"), (x.transpose(1, 2) for x in tensors(hk=4))))
+    cases = dict(
+        dropout_p=changes(0.4), is_causal=changes(True), scale=changes(0.1), return_debug_mask=refused(True)
+    )
+    return Door(fmha.sdpa._sdpa_forward, base, cases)
+
+
+@door
+def sdpa_backward():
+    q, k, v = (x.transpose(1, 2) for x in tensors(hk=4))
+    o, lse, *_, state, unused, _ = fmha.sdpa._sdpa_forward(q, k, v)
+    base = dict(
+        grad_out=o, query=q, key=k, value=v, out=o, logsumexp=lse, cum_seq_q=None, cum_seq_k=None, max_q=7, max_k=11,
+        dropout_p=0.0, is_causal=False, philox_seed=state, philox_offset=unused,
+    )
+    return Door(fmha.sdpa._sdpa_backward, base, dict(scale=changes(0.1), is_causal=changes(True)))
+
+
+FLASH = dict(scale=changes(0.1), window_size_left=changes(2), window_size_right=changes(1))
+
+
+@door
+def sdpa_rows_first_forward():
+    q, k, v = tensors()
+    k_pages, v_pages, table = pages()
+    rows = varlen()
+    paged = dict(
+        query=rows["q"], key=k_pages, value=v_pages, cum_seq_q=rows["cu_seqlens_q"], cum_seq_k=cu(9, 11), max_q=11, max_k=11
+    )
+    cases = dict(
+        FLASH,
+        seqused_k=changes(i32(4, 6)),
+        alibi_slopes=changes(torch.rand(4)),
+        block_table=changes(table, table.flip(0, 1), **paged),
+        num_splits=[hint(1, CHOICE), hint(3, CHOICE)],
+        cum_seq_q=refused(cu(7, 7)),
+        cum_seq_k=refused(cu(11, 11)),
+        dropout_p=changes(0.4),
+        is_causal=changes(True),
+        return_debug_mask=refused(True),
+    )
+    base = dict(
+        query=q, key=k, value=v, cum_seq_q=None, cum_seq_k=None, max_q=7, max_k=11, dropout_p=0.0, is_causal=False,
+        return_debug_mask=False,
+    )
+    return Door(fmha.sdpa._flash_forward, base, cases)
+
+
+@door
+def sdpa_rows_first_backward():
+    q, k, v = tensors()
+    empty = torch.zeros(0, dtype=torch.int32)
+    o, lse, state, unused, _ = fmha.sdpa._flash_forward(q, k, v, None, None, 7, 11, 0.0, False, False)
+    base = dict(
+        grad_out=o, query=q, key=k, value=v, out=o, logsumexp=lse, cum_seq_q=empty, cum_seq_k=empty, max_q=7, max_k=11,
+        dropout_p=0.0, is_causal=False, rng_state=state, unused=unused,
+    )
+    cases = dict(FLASH, cum_seq_q=refused(cu(7, 7)), cum_seq_k=refused(cu(11, 11)), is_causal=changes(True))
+    return Door(fmha.sdpa._flash_backward, base, cases)
+
+
+@appends_in_f32
+def test_no_keyword_of_jax_is_swallowed():
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+    import fmha.jax
+
+    def into(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.dtype is torch.float8_e4m3fn:
+            return jnp.asarray(x.float().numpy()).astype(jnp.float8_e4m3fn)
+        return jnp.asarray(x.numpy())
+
+    def case_into(case):
+        return case._replace(
+            value=into(case.value), plain=into(case.plain), beside={name: into(x) for name, x in case.beside.items()}
+        )
+
+    cases = {name: [case_into(case) for case in listed(cases)] for name, cases in own_cases().items()}
+    cases["p_drop"] = [changes(0.4, seed=into(1)), refused(0.4, "seed")]
+    cases["offset"] = [changes(3, 4, p_drop=0.4, seed=1), hint(3, "nothing is drawn without p_drop")]
+    assert not faults(Door(fmha.jax.attention, {name: into(x) for name, x in qkv().items()}, cases))
+
+
+@appends_in_f32
+def test_no_keyword_of_numpys_door_is_swallowed():
+    """NumPy has no 8 bits."""
+    into = lambda x: x.numpy() if isinstance(x, torch.Tensor) else x
+    eight = ("descale_q", "descale_k", "descale_v")
+    cases = {
+        name: [
+            case._replace(
+                value=into(case.value), plain=into(case.plain), beside={at: into(x) for at, x in case.beside.items()}
+            )
+            for case in listed(cases)
+            if name not in eight or case.kind == "refused"
+        ]
+        for name, cases in own_cases().items()
+    }
+    cases["dtype_o"] = changes("float16")
+    assert not faults(Door(fmha.attention, {name: into(x) for name, x in qkv().items()}, cases))
