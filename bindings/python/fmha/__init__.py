@@ -93,8 +93,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         accuracy: ``"fast"`` or ``"exact"`` (the true running maximum).
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: a sequence's bits depend on itself alone.
-        check_lengths: lengths are read back and checked, which waits for the device. Without it a length beyond its rows,
-            its cache or the pages of its row of ``block_table`` is clamped to them, on the CPU and on a GPU alike.
+        check_lengths: lengths are read back and checked, which waits for the device. Without it a length beyond its
+            rows, its cache or the pages in its row of ``block_table`` is clamped, on the CPU and on a GPU alike.
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, seqlen_q]`` or ``[num_heads_q, total_q]``: natural
             logarithm, -inf for a row that sees no key; differentiable.
 

@@ -19,9 +19,7 @@ from .flash_attn import check_cache_lengths, integer, rows
 from .flash_attn_3 import flash_attn_combine as _combine, refuse
 
 
-def _window(
-    window_size: Tuple[Optional[int], Optional[int]], causal: bool
-) -> Tuple[Optional[int], Optional[int]]:
+def _window(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Tuple[Optional[int], Optional[int]]:
     """Bounds of what a query sees, counted from the bottom-right diagonal, ``None`` unbounded. As there: causal closes
     the right side first, and bounds whose sum is below 0 are no window."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -212,9 +210,7 @@ def _lengths(
     return torch.full((batch,), longest, dtype=torch.int32, device=x.device)
 
 
-def _between(
-    first: torch.Tensor, end: torch.Tensor, offsets: Optional[torch.Tensor], q: torch.Tensor
-) -> torch.Tensor:
+def _between(first: torch.Tensor, end: torch.Tensor, offsets: Optional[torch.Tensor], q: torch.Tensor) -> torch.Tensor:
     """Whether a row's place in its sequence is ``first`` or more, and below ``end``: as LSE lies, of one head."""
     if offsets is None:
         place = torch.arange(q.shape[1], device=q.device)

@@ -42,8 +42,8 @@ def attention(
     keep=None,
     p_drop=0.0,
 ):
-    """Q [b, s, h, d], any type; O [b, s, h, dv] and LSE [b, h, s] in float64, differentiable. ``mask`` is a band, or says
-    of each query and key whether it is seen: bool [seqlen_q, seqlen_k]."""
+    """Q [b, s, h, d], any type; O [b, s, h, dv] and LSE [b, h, s] in float64, differentiable. ``mask`` is a band, or bool
+    [seqlen_q, seqlen_k]: whether a query sees a key."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
