@@ -329,7 +329,7 @@ fn presence<T>(field: &'static str, given: *const T, planned: *const T) -> Resul
 
 #[cold]
 fn present(field: &'static str, given: bool) -> ProblemError {
-    let text = if given { "given (1), but the plan is without it" } else { "null (0), but the plan has it" };
+    let text = if given { "given, but the plan is without it" } else { "null, but the plan has it" };
     ProblemError::new(field, format!("{field} is {text}"))
 }
 

@@ -123,7 +123,7 @@ impl Pointed {
     pub(crate) fn backward(&self, call: &FmhaCall, gradients: &FmhaGradients) -> Result<BwdProblem> {
         let fwd = self.forward(call)?;
         if call.lse.is_null() && !has_no_rows(call) {
-            return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
+            return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());
         }
         let no_bias = call.bias.data.is_null() && has_no_scores(call);
         let dbias = if gradients.dbias.data.is_null() || no_bias {
@@ -218,8 +218,6 @@ fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
     if dim == 0 {
         for (field, value) in [
             ("max_pos", cache.max_pos),
-            ("rotary_cos", (!cache.rotary_cos.is_null()).into()),
-            ("rotary_sin", (!cache.rotary_sin.is_null()).into()),
             ("dtype_rotary", cache.dtype_rotary.into()),
             ("rotary_interleaved", cache.rotary_interleaved.into()),
         ] {
@@ -230,11 +228,16 @@ fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
                 ));
             }
         }
+        for (field, table) in [("rotary_cos", cache.rotary_cos), ("rotary_sin", cache.rotary_sin)] {
+            if !table.is_null() {
+                return Err(ProblemError::new(field, format!("{field} is given, but rotary_dim is 0")));
+            }
+        }
         return Ok(None);
     }
     for (field, pointer) in [("rotary_cos", cache.rotary_cos), ("rotary_sin", cache.rotary_sin)] {
         if pointer.is_null() && max_pos > 0 {
-            return Err(ProblemError::new(field, format!("{field} is null (0), but rotary_dim is {dim}")));
+            return Err(ProblemError::new(field, format!("{field} is null, but rotary_dim is {dim}")));
         }
     }
     let pairs = if interleaved { RotaryPairs::Interleaved } else { RotaryPairs::Half };
@@ -261,7 +264,7 @@ pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
     for (i, part) in parts.iter().enumerate() {
         crate::agree::strides(format_args!("parts[{i}].o"), &part.o, &parts[0].o, "that of parts[0].o")?;
         if by_lse && part.lse.is_null() && call.seqlen_q != 0 {
-            return Err(ProblemError::new("parts", format!("parts[{i}].lse is null (0)")).into());
+            return Err(ProblemError::new("parts", format!("parts[{i}].lse is null")).into());
         }
     }
     Ok(parts)

@@ -131,7 +131,7 @@ impl FmhaPlan {
             ),
             Scratch::Own(_) if !given.is_null() => refused(
                 "workspace",
-                "workspace is given (1), but the plan has its own: caller_workspace 0".into(),
+                "workspace is given, but the plan has its own: caller_workspace 0".into(),
             ),
             Scratch::Own(own) => Ok(own.as_ref().map(|own| {
                 // SAFETY: the buffer is this plan's, whose runs are one at a time.
@@ -170,7 +170,7 @@ impl FmhaPlan {
                 unsafe { agree::call(planned, pointed, call)? };
                 // SAFETY: as above; a call that agrees has gradients.
                 let Some(gradients) = (unsafe { call.gradients.as_ref() }) else {
-                    return Err(ProblemError::new("gradients", "gradients is null (0)").into());
+                    return Err(ProblemError::new("gradients", "gradients is null").into());
                 };
                 // SAFETY: passed on.
                 let mut args = unsafe {
@@ -309,7 +309,7 @@ impl Memory {
         let extents = fwd.extents(totals);
         let lse_bytes = extents.lse_elems * 4;
         if call.lse.is_null() && lse_bytes > 0 {
-            return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
+            return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());
         }
         // SAFETY: passed on, here and below.
         unsafe {

@@ -47,18 +47,16 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
             call.v_layout = if by_columns { FMHA_V_COL_MAJOR } else { FMHA_V_ROW_MAJOR };
             ensure!(
                 v.dtype == q.dtype || is_cache(q, k) || is_fp8(q.dtype) && !is_fp8(v.dtype),
-                "v is of {}, but q of {} ({} types)",
+                "v is of {}, but q of {}",
                 dtype_name(v.dtype),
-                dtype_name(q.dtype),
-                2
+                dtype_name(q.dtype)
             );
             call.dtype_v = if is_cache(q, k) { q.dtype } else { v.dtype };
             ensure!(
                 !is_cache(q, k) || v.dtype == k.dtype,
-                "v is of {}, but k, the cache beside it, of {} ({} types)",
+                "v is of {}, but k, the cache beside it, of {}",
                 dtype_name(v.dtype),
-                dtype_name(k.dtype),
-                2
+                dtype_name(k.dtype)
             );
         }
         None => {
@@ -72,10 +70,9 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
     }
     ensure!(
         k.dtype == q.dtype || is_cache(q, k),
-        "k is of {}, but q of {} ({} types)",
+        "k is of {}, but q of {}",
         dtype_name(k.dtype),
-        dtype_name(q.dtype),
-        2
+        dtype_name(q.dtype)
     );
     let o = request.required(Slot::O)?;
     call.o = operand("o", o, &sizes.q(sizes.dim_v))?;

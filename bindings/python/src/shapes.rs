@@ -162,12 +162,7 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
         return Ok(());
     }
     let names: Vec<&str> = wanted.iter().map(|&dtype| dtype_name(dtype)).collect();
-    Err(format!(
-        "{name} is of {}, not of {} ({} types)",
-        dtype_name(tensor.dtype),
-        names.join(" or "),
-        wanted.len()
-    ))
+    Err(format!("{name} is of {}, not of {}", dtype_name(tensor.dtype), names.join(" or ")))
 }
 
 /// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead.
@@ -191,9 +186,8 @@ pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Fmh
 pub(crate) fn attention_type(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
     ensure!(
         matches!(tensor.dtype, FMHA_F16 | FMHA_BF16 | FMHA_F32) || is_fp8(tensor.dtype),
-        "{name} is of {} (code {}), not of float16, bfloat16, float32 or FP8",
-        dtype_name(tensor.dtype),
-        tensor.dtype
+        "{name} is of {}, not of float16, bfloat16, float32 or FP8",
+        dtype_name(tensor.dtype)
     );
     Ok(())
 }

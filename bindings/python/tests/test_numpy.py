@@ -132,7 +132,7 @@ def test_whatever_speaks_dlpack(rng):
     "call, words",
     [
         (lambda q, k, v: fmha.attention(q, k, [1.0]), "v: list is neither"),
-        (lambda q, k, v: fmha.attention(q.astype(np.float64), k, v), "q is of float64 .* not of float16, bfloat16"),
+        (lambda q, k, v: fmha.attention(q.astype(np.float64), k, v), "q is of float64, not of float16, bfloat16"),
         (lambda q, k, v: fmha.attention(q, k.astype(int), v), "k is of int64"),
         (lambda q, k, v: fmha.attention(q.astype(">f4"), k, v), "q is of >f4"),
         (lambda q, k, v: fmha.attention(q, k, v, softmax_scale="1"), "softmax_scale: '1' is no number"),
