@@ -380,7 +380,7 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
         }
     };
     // A table of no entries may be null, where no sequence has a key.
-    let may_be_null = page_size == 0 || call.max_pages == 0 && call.seqlen_k == 0;
+    let may_be_null = page_size == 0 || call.batch == 0 || call.max_pages == 0 && call.seqlen_k == 0;
     let (is_null, paged) = (call.block_table.is_null(), page_size != 0);
     if is_null && !may_be_null || !is_null && !paged {
         let is = if call.block_table.is_null() { "null" } else { "given" };
@@ -423,19 +423,20 @@ fn given_totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, Pr
 
 /// Whether no sequence has a query: LSE and its gradient then have no elements, and null is their address.
 pub(crate) fn has_no_rows(call: &FmhaCall) -> bool {
-    0 == if call.cu_seqlens_q.is_null() { call.seqlen_q } else { call.total_q }
+    if call.cu_seqlens_q.is_null() { call.batch == 0 || call.seqlen_q == 0 } else { call.total_q == 0 }
 }
 
 /// Whether no query has a key: the bias, its gradient and the keep mask then have no elements.
 pub(crate) fn has_no_scores(call: &FmhaCall) -> bool {
-    call.seqlen_q == 0 || call.seqlen_k == 0
+    call.batch == 0 || call.seqlen_q == 0 || call.seqlen_k == 0
 }
 
 /// Strides of 0 over batch, or over batch and head, are a bias that is shared.
 fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
     let per_batch = flag("alibi_per_batch", call.alibi_per_batch)?;
     let (elementwise, alibi) = (!call.bias.data.is_null(), !call.alibi_slopes.is_null());
-    if per_batch && !alibi {
+    // Of no sequences there are no slopes.
+    if per_batch && !alibi && call.batch > 0 {
         let text = "alibi_per_batch 1 goes with alibi_slopes, which is null";
         return Err(ProblemError::new("alibi_per_batch", text));
     }

@@ -630,6 +630,52 @@ fn gradients_and_bias_of_no_queries_may_be_null_and_the_gradients_of_keys_are_ze
     assert!(text.contains("dtype_bias 6 goes with bias.data, which is null"), "{text}");
 }
 
+/// Without a sequence nothing is launched, sums over the sequences are 0, and null stands for what has no elements.
+#[test]
+fn a_batch_of_0_gives_empty_outputs_and_sums_of_0() {
+    let base = call(&[], &[], &[], &mut [], 0, &[]);
+    let nothing = FmhaTensor { data: null_mut(), ..base.q };
+    let sink = [1f32; HEADS];
+    let (bias, mut dbias) = ([1f32; ROWS * ROWS], [7f32; ROWS * ROWS]);
+    let mut dsink = [7f32; HEADS];
+    let of = |data: *mut f32| FmhaTensor {
+        data: data.cast(),
+        batch_stride: 0,
+        seqlen_stride: ROWS as i64,
+        head_stride: 0,
+        dim_stride: 1,
+    };
+    let gradients = FmhaGradients {
+        struct_bytes: size_of::<FmhaGradients>() as u64,
+        dout: nothing,
+        dq: nothing,
+        dk: nothing,
+        dv: nothing,
+        dbias: of(dbias.as_mut_ptr()),
+        dlse: null(),
+        dsink: dsink.as_mut_ptr(),
+        dtype_grad: FMHA_F16,
+        dtype_dbias: FMHA_F32,
+    };
+    let forward = FmhaCall {
+        q: nothing,
+        k: nothing,
+        v: nothing,
+        o: nothing,
+        bias: of(bias.as_ptr().cast_mut()),
+        dtype_bias: FMHA_F32,
+        sink: sink.as_ptr(),
+        ..base
+    };
+    run_on_cpu(&forward);
+    run_on_cpu(&FmhaCall { gradients: &raw const gradients, ..forward });
+    assert!(dbias.iter().chain(&dsink).all(|&sum| sum == 0.0), "{dbias:?} {dsink:?}");
+    let slopes = FmhaCall { bias: NONE, dtype_bias: 0, alibi_per_batch: 1, ..forward };
+    run_on_cpu(&slopes);
+    let pages = FmhaCall { page_size: 16, max_pages: 4, ..slopes };
+    run_on_cpu(&pages);
+}
+
 #[test]
 fn gradients_planned_without_rows_take_lse_when_there_are_some() {
     let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
