@@ -439,9 +439,9 @@ fn every_total_is_there_where_its_layout_wants_it_and_nowhere_else() {
         problem.check_totals(right).unwrap();
         let spare = if right.num_pages.is_none() { ("num_pages", "8") } else { ("total_k", "7") };
         let table: &[(&str, &str, Totals)] = &[
-            ("total_q", "0", Totals { total_q: None, ..right }),
+            ("total_q", "missing", Totals { total_q: None, ..right }),
             ("total_q", "2147483648", Totals { total_q: Some(1 << 31), ..right }),
-            ("total_new", "0", Totals { total_new: None, ..right }),
+            ("total_new", "missing", Totals { total_new: None, ..right }),
             ("total_new", "4294967295", Totals { total_new: Some(u32::MAX), ..right }),
             (spare.0, spare.1, ALL),
         ];

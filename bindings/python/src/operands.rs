@@ -6,7 +6,7 @@ use fmha_c::{
 
 use crate::call::{NO_TENSOR, Wrong, ensure};
 use crate::request::{Request, Slot, name};
-use crate::shapes::{Sizes, contiguous, expect, is_cache, of_type, operand, plain};
+use crate::shapes::{Sizes, contiguous, dense_rows, expect, is_cache, of_type, operand, plain};
 use crate::tensor::{I32, Tensor, U8, dtype_name, is_fp8};
 
 pub(crate) fn fill_dims(call: &mut FmhaCall, sizes: &Sizes, request: &Request) -> Result<(), Wrong> {
@@ -62,7 +62,7 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
         None => {
             ensure!(
                 sizes.dim_v >= 1,
-                "v is missing (0 given), and head_dim_v {} says nothing of k's rows that hold it",
+                "v is missing, and head_dim_v {} says nothing of k's rows that hold it",
                 sizes.dim_v
             );
             call.v = FmhaTensor { data: std::ptr::null_mut(), ..call.k };
@@ -158,6 +158,7 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<FmhaTensor, Wrong>
         (_, stride) => stride,
     };
     of_type(name, tensor, &[FMHA_F32, FMHA_F16, FMHA_BF16])?;
+    dense_rows(name, tensor, false)?;
     let (batch_stride, head_stride) = (stride(0), stride(1));
     Ok(FmhaTensor {
         data: tensor.data,
