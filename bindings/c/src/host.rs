@@ -92,7 +92,7 @@ impl Pointed {
         let problem = base
             .clone()
             .seqused_q(!call.seqused_q.is_null())
-            .seqused_k(!call.seqused_k.is_null())
+            .seqused_k(!call.seqused_k.is_null() || has_no_sequences_but_begins(call, self.cache.as_ref()))
             .dtype_v(dtype("dtype_v", call.dtype_v)?)
             .dtype_o(dtype("dtype_o", call.dtype_o)?)
             .strides_q(strides(&call.q))
@@ -263,11 +263,16 @@ pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
     let parts = unsafe { std::slice::from_raw_parts(call.parts, num_parts as usize) };
     for (i, part) in parts.iter().enumerate() {
         crate::agree::strides(format_args!("parts[{i}].o"), &part.o, &parts[0].o, "that of parts[0].o")?;
-        if by_lse && part.lse.is_null() && call.seqlen_q != 0 {
+        if by_lse && part.lse.is_null() && !combines_no_rows(call) {
             return Err(ProblemError::new("parts", format!("parts[{i}].lse is null")).into());
         }
     }
     Ok(parts)
+}
+
+/// Whether the parts have no rows: their LSE and that of their whole may then be null.
+pub(crate) fn combines_no_rows(call: &FmhaCombine) -> bool {
+    call.batch == 0 || call.seqlen_q == 0
 }
 
 /// The part that the others are held to. Of none, rows lie as those of O do.
@@ -419,6 +424,11 @@ fn given_totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, Pr
         num_pages: of("num_pages", call.num_pages, paged, "page_size, which is 0")?,
         total_new: of("total_new", total_new, packs_new, "cu_seqlens_new, which is null")?,
     })
+}
+
+/// Whether new rows or angles begin at the length of each of no sequences: null is the address of no lengths.
+fn has_no_sequences_but_begins(call: &FmhaCall, cache: Option<&FmhaCache>) -> bool {
+    call.batch == 0 && cache.is_some_and(|cache| cache.seqlen_new > 0 || cache.rotary_dim > 0)
 }
 
 /// Whether no sequence has a query: LSE and its gradient then have no elements, and null is their address.

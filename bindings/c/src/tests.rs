@@ -676,6 +676,93 @@ fn a_batch_of_0_gives_empty_outputs_and_sums_of_0() {
     run_on_cpu(&pages);
 }
 
+/// One plan of no sequences runs whether each tensor of no elements is null or not, planned and run either way.
+#[test]
+fn what_has_no_elements_is_null_or_not_in_any_run_of_a_plan() {
+    let (x, f32s, i32s) = (numbers(1, ROWS), [0f32; 64], [0i32; 8]);
+    // Written never, so read-only places serve.
+    let (o, lse, keep) = (vec![0u16; x.len()], [0f32; 64], [0u8; 64]);
+    let base = call(&[], &[], &[], &mut [], 0, &[]);
+    let here = |data: *const u16| FmhaTensor { data: data.cast_mut().cast(), ..base.q };
+    // The places of a call, its cache and its gradients that have a batch axis.
+    let places = 18u32;
+    let made = |given: u32, paged: bool, cache: &mut FmhaCache, gradients: &mut FmhaGradients| {
+        let at = |bit: u32| given >> bit & 1 == 1;
+        let tensor = |bit: u32| if at(bit) { here(x.as_ptr()) } else { here(null()) };
+        let floats = |bit: u32| if at(bit) { f32s.as_ptr() } else { null() };
+        let ints = |bit: u32| if at(bit) { i32s.as_ptr() } else { null() };
+        *cache = FmhaCache {
+            seqlen_new: 1,
+            k_new: tensor(0),
+            v_new: tensor(1),
+            tree_mask: ints(2).cast(),
+            rotary_dim: 4,
+            max_pos: 8,
+            rotary_cos: f32s.as_ptr().cast(),
+            rotary_sin: f32s.as_ptr().cast(),
+            dtype_rotary: FMHA_F32,
+            ..NO_CACHE
+        };
+        *gradients =
+            FmhaGradients { dout: tensor(3), dq: tensor(4), dk: tensor(5), dv: tensor(6), ..*gradients };
+        gradients.dlse = floats(7);
+        FmhaCall {
+            q: tensor(8),
+            k: tensor(9),
+            v: tensor(10),
+            o: FmhaTensor { data: if at(11) { o.as_ptr().cast_mut().cast() } else { null_mut() }, ..base.o },
+            lse: if at(12) { lse.as_ptr().cast_mut() } else { null_mut() },
+            keep_mask: if at(13) { keep.as_ptr().cast_mut() } else { null_mut() },
+            seqused_q: ints(14),
+            seqused_k: ints(15),
+            alibi_slopes: floats(16),
+            alibi_per_batch: 1,
+            block_table: if paged { ints(17) } else { null() },
+            page_size: if paged { 4 } else { 0 },
+            num_pages: 0,
+            max_pages: if paged { 2 } else { 0 },
+            p_drop: 0.5,
+            dropout_seeded: 1,
+            descale_per_tensor: 0,
+            mask: c"b".as_ptr(),
+            ..base
+        }
+    };
+    let gradients = FmhaGradients {
+        struct_bytes: size_of::<FmhaGradients>() as u64,
+        dout: NONE,
+        dq: NONE,
+        dk: NONE,
+        dv: NONE,
+        dbias: NONE,
+        dlse: null(),
+        dsink: null_mut(),
+        dtype_grad: FMHA_F16,
+        dtype_dbias: 0,
+    };
+    let masks = (0..places).map(|bit| 1 << bit).chain([0, u32::MAX]);
+    for kind in ["plain", "cache", "pages", "gradients"] {
+        for one in masks.clone() {
+            for (planned, run) in [(one, 0), (0, one), (one, u32::MAX), (u32::MAX, one)] {
+                let (mut caches, mut grads) = ([NO_CACHE; 2], [gradients; 2]);
+                let first = made(planned, kind == "pages", &mut caches[0], &mut grads[0]);
+                let next = made(run, kind == "pages", &mut caches[1], &mut grads[1]);
+                let point = |call: FmhaCall, i: usize| FmhaCall {
+                    cache: if matches!(kind, "cache" | "pages") { &raw const caches[i] } else { null() },
+                    gradients: if kind == "gradients" { &raw const grads[i] } else { null() },
+                    keep_mask: if kind == "plain" { call.keep_mask } else { null_mut() },
+                    ..call
+                };
+                let (first, next) = (point(first, 0), point(next, 1));
+                let said = format!("{kind}, planned with {planned:b}, run with {run:b}");
+                let plan = plan(&first).unwrap_or_else(|error| panic!("{said}: {error}"));
+                // SAFETY: of 0 elements nothing is read or written.
+                unsafe { plan.run(&next) }.unwrap_or_else(|error| panic!("{said}: {error}"));
+            }
+        }
+    }
+}
+
 #[test]
 fn gradients_planned_without_rows_take_lse_when_there_are_some() {
     let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
@@ -735,6 +822,10 @@ fn parts_of_no_rows_may_be_null() {
     unsafe {
         let plan = FmhaPlan::combine(&cpu(), &combine, &Choice::default()).unwrap();
         plan.run_combine(&combine).unwrap();
+        let of_none = FmhaCombine { batch: 0, seqlen_q: 1, ..combine };
+        let plan = FmhaPlan::combine(&cpu(), &of_none, &Choice::default()).unwrap();
+        let mut lse = 0f32;
+        plan.run_combine(&FmhaCombine { lse: &raw mut lse, ..of_none }).unwrap();
         let text = FmhaPlan::combine(&cpu(), &FmhaCombine { seqlen_q: 1, ..combine }, &Choice::default());
         let text = text.map(|_| ()).unwrap_err().to_string();
         assert!(text.contains("parts[0].lse is null"), "{text}");
