@@ -150,10 +150,9 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<FmhaTensor, Wrong>
             given == size || broadcasts,
             "{name} has shape {shape:?}, which {wanted:?} does not broadcast to"
         );
-        ensure!(stride >= 0, "{name} has stride {stride}, below 0");
+        ensure!(stride >= 0 || given <= 1, "{name} has stride {stride}, below 0");
     }
     let stride = |i: usize| match axis(i) {
-        (1, _) if wanted[i] != 1 => 0,
         (1, _) => 0,
         (_, stride) => stride,
     };
@@ -163,7 +162,7 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<FmhaTensor, Wrong>
     Ok(FmhaTensor {
         data: tensor.data,
         batch_stride,
-        seqlen_stride: axis(2).1,
+        seqlen_stride: axis(2).1.max(0),
         head_stride: if head_stride == 0 && batch_stride != 0 && sizes.heads_q == 1 {
             1
         } else {

@@ -148,7 +148,7 @@ pub(crate) fn longest_is_said(
 /// Sequences that offsets tell apart.
 fn sequences(name: &str, offsets: &Tensor) -> Result<i64, Wrong> {
     let [entries] = shape(name, offsets, "batch + 1")?;
-    ensure!(entries >= 2, "{name} has {entries} entries, fewer than the 2 of one sequence");
+    ensure!(entries >= 1, "{name} has {entries} entries, fewer than the 1 of no sequences");
     Ok(entries - 1)
 }
 
@@ -171,12 +171,13 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
 pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<FmhaTensor, Wrong> {
     expect(name, tensor, wanted)?;
     attention_type(name, tensor)?;
-    let steps = tensor.steps();
-    if let Some(at) = steps.iter().position(|&stride| stride < 0) {
-        return Err(format!("{name} has stride {} on axis {at}, below 0", steps[at]));
+    let mut steps: SmallVec<[i64; 4]> = SmallVec::from_slice(tensor.steps());
+    for (at, (step, &size)) in steps.iter_mut().zip(wanted).enumerate() {
+        ensure!(*step >= 0 || size <= 1, "{name} has stride {step} on axis {at}, below 0");
+        *step = (*step).max(0);
     }
     dense_rows(name, tensor, name == "v")?;
-    let (batch_stride, row) = if steps.len() == 4 { (steps[0], &steps[1..]) } else { (0, steps) };
+    let (batch_stride, row) = if steps.len() == 4 { (steps[0], &steps[1..]) } else { (0, &steps[..]) };
     Ok(FmhaTensor {
         data: tensor.data,
         batch_stride,
