@@ -122,7 +122,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run --p_drop 1.5", &["p_drop 1.5"]),
     ("run --p-drop -0.1", &["p_drop -0.1"]),
     ("run --drop-seed -1", &["drop_seed", "-1"]),
-    ("run --bias e:3", &["bias", "e:3"]),
+    ("run --bias e:4", &["bias", "e:4"]),
     ("run --dbias", &["dbias", "--backward"]),
     ("run --backward --dbias", &["dbias", "0"]),
     ("run --backward --dsink", &["dsink", "0"]),

@@ -366,6 +366,7 @@ fn what_the_numbers_leave_open_follows_from_them() {
 fn a_bias_has_an_index_of_zero_along_the_axes_that_it_lacks() {
     assert_eq!(BiasBroadcast::OneOne.index(2, 3), (0, 0));
     assert_eq!(BiasBroadcast::OneHead.index(2, 3), (0, 3));
+    assert_eq!(BiasBroadcast::BatchOne.index(2, 3), (2, 0));
     assert_eq!(BiasBroadcast::BatchHead.index(2, 3), (2, 3));
 }
 

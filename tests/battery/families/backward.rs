@@ -77,7 +77,7 @@ fn column_major(cases: &mut Vec<Case>) {
 
 /// What stands between a product and its softmax, alone and together, over blocks of keys that hold all of their keys and
 /// one that does not; gradients of it where it has some.
-const MODIFIERS: [&str; 12] = [
+const MODIFIERS: [&str; 13] = [
     "softcap",
     "large_softcap",
     "alibi",
@@ -90,6 +90,7 @@ const MODIFIERS: [&str; 12] = [
     "dbias_batch_head",
     "dropout",
     "sink",
+    "dbias_batch_one",
 ];
 
 fn modifiers(cases: &mut Vec<Case>) {
@@ -180,6 +181,7 @@ fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     fwd.score.sink = has("sink");
     let broadcast = match modifier {
         word if word.starts_with("dbias_one_one") => BiasBroadcast::OneOne,
+        "dbias_batch_one" => BiasBroadcast::BatchOne,
         "dbias_batch_head" => BiasBroadcast::BatchHead,
         _ => BiasBroadcast::OneHead,
     };
