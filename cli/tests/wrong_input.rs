@@ -88,7 +88,6 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run -h_k=3", &["num_heads_q 8", "num_heads_kv 3"]),
     ("run -h 0", &["num_heads_q 0"]),
     ("run -h 8 --heads-kv 0", &["num_heads_kv 0"]),
-    ("run -b 0", &["batch 0"]),
     ("run -b -2", &["batch -2"]),
     ("run -b two", &["batch", "two"]),
     ("run -s -5", &["seqlen_q -5"]),

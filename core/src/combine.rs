@@ -108,7 +108,7 @@ impl CombineProblem {
     pub fn validate(self) -> Result<ValidCombine, ProblemError> {
         for (field, value, least) in [
             ("num_parts", self.num_parts, u32::from(!self.adds())),
-            ("batch", self.batch, 1),
+            ("batch", self.batch, 0),
             ("num_heads_q", self.num_heads_q, 1),
         ] {
             let most = i32::MAX.unsigned_abs();

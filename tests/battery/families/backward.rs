@@ -799,6 +799,12 @@ fn edges(cases: &mut Vec<Case>) {
         problem.write_dsink = true;
         let name = format!("backward/group_with_empty_sequences/{dtype}");
         push(name, problem, Lengths::packed(&sequences), plain, Init::Normal);
+        // Without a sequence what all of them share is 0.
+        for modifier in ["plain", "sink", "dbias_one_one", "dbias_one_head"] {
+            let none = masked(dtype, Dims { batch: 0, ..dims(33, 40, 32) }, "b");
+            let name = format!("backward/no_sequences/{dtype}/{modifier}");
+            push(name, modified(none, modifier), Lengths::default(), plain, Init::Normal);
+        }
     }
     // Several blocks of those tiles whose consumers share out the head dimension, with V's of its own.
     for (head_dim, head_dim_v) in [(192, 128), (136, 192), (256, 256)] {
