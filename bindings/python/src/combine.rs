@@ -58,7 +58,7 @@ impl Combine {
                 fits(name, tensor, wanted)?;
                 of_type(name, tensor, &[FMHA_F32])?;
                 contiguous(name, tensor)?;
-                *data = tensor.data;
+                *data = tensor.address();
             }
         }
         let [lse_parts, lse] = lses;

@@ -148,7 +148,7 @@ pub(crate) fn longest_is_said(
 /// Sequences that offsets tell apart.
 fn sequences(name: &str, offsets: &Tensor) -> Result<i64, Wrong> {
     let [entries] = shape(name, offsets, "batch + 1")?;
-    ensure!(entries >= 2, "{name} has {entries} entries, fewer than the 2 of one sequence");
+    ensure!(entries >= 1, "{name} has {entries} entries, not one more than sequences");
     Ok(entries - 1)
 }
 
@@ -243,5 +243,5 @@ pub(crate) fn plain(
         "{} has no memory (address 0) for its {wanted:?}",
         name(slot)
     );
-    Ok(tensor.data)
+    Ok(tensor.address())
 }
