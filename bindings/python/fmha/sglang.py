@@ -124,7 +124,7 @@ class Backend(AttentionBackend):
         o = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         m = self.forward_metadata
         if m is None:
-            raise RuntimeError("forward_metadata is None: init_forward_metadata comes first (0 calls)")
+            raise RuntimeError("forward_metadata is None: init_forward_metadata comes first")
         forward_out(
             q,
             keys,
