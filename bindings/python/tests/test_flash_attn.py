@@ -415,7 +415,7 @@ def by_fa4(q, k, v, window_size, causal, sink=None):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_every_number_is_a_bound_of_fa4s_windows(causal, with_sink):
-    for window_size in draw_bounds(50) + [(None, -1), (-1, None), (-1, 1), (2, -2), (1, -3), (-9, 0)]:
+    for window_size in draw_bounds(20) + [(None, -1), (-1, None), (-1, 1), (2, -2), (1, -3), (-9, 0)]:
         sizes = torch.randint(1, 9, (2,)).tolist()
         q, k, v = tensors(sq=sizes[0], sk=sizes[1], grad=True)
         sink = torch.randn(4, requires_grad=True) if with_sink else None
