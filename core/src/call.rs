@@ -138,7 +138,7 @@ impl Problem for ValidFwd {
 
     fn is_empty(&self) -> bool {
         // Without a query there may still be rows to append to K and V.
-        self.dims.seqlen_q == 0 && self.cache.append.is_none()
+        self.dims.batch == 0 || self.dims.seqlen_q == 0 && self.cache.append.is_none()
     }
 
     fn arrivals(&self) -> u32 {
@@ -197,8 +197,8 @@ impl Problem for ValidBwd {
     }
 
     fn is_empty(&self) -> bool {
-        // Without a query dK and dV are 0, and somebody has to write that.
-        false
+        // Without a query dK and dV are 0, and somebody has to write that; without a sequence, what all of them share.
+        self.fwd().dims.batch == 0 && self.dbias.is_none() && !self.write_dsink
     }
 
     fn arrivals(&self) -> u32 {

@@ -769,9 +769,12 @@ fn combine_arguments_that_do_not_fit_are_named() {
 #[test]
 fn a_bias_is_bound_with_steps_of_zero_along_the_axes_that_it_lacks() {
     let strides = Strides { batch: 60, seq: 5, head: 15, dim: 1 };
-    for (broadcast, batch, head) in
-        [(BiasBroadcast::OneOne, 0, 0), (BiasBroadcast::OneHead, 0, 15), (BiasBroadcast::BatchHead, 60, 15)]
-    {
+    for (broadcast, batch, head) in [
+        (BiasBroadcast::OneOne, 0, 0),
+        (BiasBroadcast::OneHead, 0, 15),
+        (BiasBroadcast::BatchOne, 60, 0),
+        (BiasBroadcast::BatchHead, 60, 15),
+    ] {
         let bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
         let problem = FwdProblem::batch(DType::F32, DIMS).bias(bias);
         let mut args = args();

@@ -368,6 +368,7 @@ fn what_the_numbers_leave_open_follows_from_them() {
 fn a_bias_has_an_index_of_zero_along_the_axes_that_it_lacks() {
     assert_eq!(BiasBroadcast::OneOne.index(2, 3), (0, 0));
     assert_eq!(BiasBroadcast::OneHead.index(2, 3), (0, 3));
+    assert_eq!(BiasBroadcast::BatchOne.index(2, 3), (2, 0));
     assert_eq!(BiasBroadcast::BatchHead.index(2, 3), (2, 3));
 }
 
@@ -497,7 +498,7 @@ fn every_wrong_combine_problem_is_refused_by_field_and_number() {
     let rows = Shape { batch: 2, seq: 3, head: 4, dim: 8 };
     let table: &[Wrong<CombineProblem>] = &[
         ("num_parts", "0", |p| p.num_parts = 0),
-        ("batch", "2147483648", |p| p.batch = 1 << 31),
+        ("batch", "4000000000 is not in 0..=", |p| p.batch = 4_000_000_000),
         ("num_heads_q", "0", |p| p.num_heads_q = 0),
         ("head_dim_v", "2000", |p| p.head_dim_v = 2000),
         ("dtype_part", "e4m3fn", |p| p.dtype_part = DType::E4m3Fn),

@@ -133,6 +133,17 @@ impl Pointed {
             None
         } else {
             let dtype = dtype("dtype_dbias", gradients.dtype_dbias)?;
+            let (bias, dbias) = (&call.bias, &gradients.dbias);
+            // A gradient of its own for each sequence or head would be written for the first alone.
+            for (axis, extent, of_bias, of_dbias) in [
+                ("batch_stride", call.batch, bias.batch_stride, dbias.batch_stride),
+                ("head_stride", call.num_heads_q, bias.head_stride, dbias.head_stride),
+            ] {
+                if extent > 1 && of_bias == 0 && of_dbias != 0 {
+                    let text = format!("dbias has {axis} {of_dbias}, but bias has 0, one for all {extent}");
+                    return Err(ProblemError::new("dbias", text).into());
+                }
+            }
             Some(BiasGrad { dtype, strides: strides(&gradients.dbias) })
         };
         Ok(BwdProblem::new(fwd)
@@ -441,7 +452,7 @@ pub(crate) fn has_no_scores(call: &FmhaCall) -> bool {
     call.batch == 0 || call.seqlen_q == 0 || call.seqlen_k == 0
 }
 
-/// Strides of 0 over batch, or over batch and head, are a bias that is shared.
+/// Strides of 0 over batch or head are a bias that is shared.
 fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
     let per_batch = flag("alibi_per_batch", call.alibi_per_batch)?;
     let (elementwise, alibi) = (!call.bias.data.is_null(), !call.alibi_slopes.is_null());
@@ -459,11 +470,7 @@ fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
         (false, true) => Ok(Bias::Alibi { per_batch }),
         (true, false) => Ok(Bias::Elementwise(ElementwiseBias {
             dtype: dtype("dtype_bias", call.dtype_bias)?,
-            broadcast: match (call.bias.batch_stride, call.bias.head_stride) {
-                (0, 0) => BiasBroadcast::OneOne,
-                (0, _) => BiasBroadcast::OneHead,
-                _ => BiasBroadcast::BatchHead,
-            },
+            broadcast: BiasBroadcast::of_axes(call.bias.batch_stride != 0, call.bias.head_stride != 0),
             strides: strides(&call.bias),
         })),
         (true, true) => {

@@ -764,6 +764,47 @@ fn what_has_no_elements_is_null_or_not_in_any_run_of_a_plan() {
 }
 
 #[test]
+fn a_gradient_of_its_own_for_each_head_of_a_bias_that_all_share_is_refused() {
+    let (q, numbers) = (numbers(1, ROWS), [0f32; HEADS * ROWS * ROWS]);
+    let (mut o, mut lse, mut sums) = (vec![0u16; q.len()], vec![0f32; HEADS * ROWS], numbers);
+    let mut grads = vec![vec![0u16; q.len()]; 3];
+    let row = ROWS as i64;
+    let of_all = FmhaTensor {
+        data: numbers.as_ptr().cast_mut().cast(),
+        batch_stride: 0,
+        seqlen_stride: row,
+        head_stride: 0,
+        dim_stride: 1,
+    };
+    let forward = FmhaCall {
+        lse: lse.as_mut_ptr(),
+        bias: of_all,
+        dtype_bias: FMHA_F32,
+        ..call(&q, &q, &q, &mut o, 1, &[])
+    };
+    let written: Vec<FmhaTensor> =
+        grads.iter_mut().map(|data| FmhaTensor { data: data.as_mut_ptr().cast(), ..forward.q }).collect();
+    let mut with = |head_stride| FmhaGradients {
+        struct_bytes: size_of::<FmhaGradients>() as u64,
+        dout: forward.q,
+        dq: written[0],
+        dk: written[1],
+        dv: written[2],
+        dbias: FmhaTensor { data: sums.as_mut_ptr().cast(), head_stride, ..of_all },
+        dlse: null(),
+        dsink: null_mut(),
+        dtype_grad: FMHA_F16,
+        dtype_dbias: FMHA_F32,
+    };
+    let text = |gradients: &FmhaGradients| {
+        plan(&FmhaCall { gradients: &raw const *gradients, ..forward }).map(|_| ()).map_err(|e| e.to_string())
+    };
+    assert_eq!(text(&with(0)), Ok(()));
+    let said = text(&with(row * row)).unwrap_err();
+    assert!(said.contains(&format!("dbias has head_stride {}, but bias has 0", row * row)), "{said}");
+}
+
+#[test]
 fn gradients_planned_without_rows_take_lse_when_there_are_some() {
     let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
     let (mut o, mut lse) = (vec![0u16; q.len()], vec![0f32; HEADS * ROWS]);
