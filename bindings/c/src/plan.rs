@@ -251,7 +251,7 @@ impl FmhaPlan {
 const NOWHERE: *const u8 = std::ptr::without_provenance(256);
 
 fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
-    let text = format!("plan: {function} was given 1 plan of {planned}, which {instead} runs");
+    let text = format!("plan: {function} was given a plan of {planned}, which {instead} runs");
     Err(ProblemError::new("plan", text).into())
 }
 
