@@ -184,8 +184,9 @@ def attention_with_kvcache(
     """
     wants_lse = _flag("return_lse", return_lse)
     tensors, numbers = _arguments.bind(mask=mask, **options)
-    if head_dim_v and v_cache is not None and head_dim_v != v_cache.shape[-1]:
-        raise ValueError(f"head_dim_v {head_dim_v} is not the {v_cache.shape[-1]} of v_cache's last axis")
+    axes = getattr(v_cache, "shape", None)
+    if head_dim_v and axes and head_dim_v != axes[-1]:
+        raise ValueError(f"head_dim_v {head_dim_v} is not the {axes[-1]} of v_cache's last axis")
     numbers = (
         *numbers,
         _integer("max_seqlen_new", max_seqlen_new),

@@ -297,6 +297,8 @@ def num_sequences(q: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor]) -> int:
 
 def rows(x: torch.Tensor, axis: int, name: str) -> int:
     """A tensor's extent where it has that axis."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
     if x.dim() <= axis:
         raise ValueError(f"{name} has {x.dim()} axes")
     return x.shape[axis]
@@ -355,13 +357,13 @@ def over_cache(
     if k is None:
         for name, turns in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if turns is not None:
-                raise ValueError(f"{name} is given (1), but k is not: rows turn where new ones are appended")
+                raise ValueError(f"{name} is given, but k is not: rows turn where new ones are appended")
         if call.get("cu_seqlens_new") is not None:
-            raise ValueError("cu_seqlens_k_new is given (1), but k is not")
+            raise ValueError("cu_seqlens_k_new is given, but k is not")
     if cache_leftpad is not None:
         for name, given in (("block_table", block_table), ("cache_batch_idx", cache_batch_idx), ("k", k)):
             if given is not None:
-                raise NotImplementedError(f"cache_leftpad is given beside {name} (2): not in the contract")
+                raise NotImplementedError(f"cache_leftpad is given beside {name}: not in the contract")
     new: Union[int, torch.Tensor] = 0
     if k is not None:
         offsets = call.get("cu_seqlens_new")

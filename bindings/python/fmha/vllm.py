@@ -144,7 +144,7 @@ class Impl(AttentionImpl):
         """Q ``[num_tokens, num_heads, head_size]`` over the cache, which has this step's keys already."""
         for name, scales in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
             if scales is not None:
-                raise NotImplementedError(f"{name} is given (1): O is written in 16 bits")
+                raise NotImplementedError(f"{name} is given: O is written in 16 bits")
         if attn_metadata is None:
             # The engine measures memory.
             return output.fill_(0)

@@ -89,6 +89,15 @@ def test_a_seed_that_nobody_gives_is_numpys_generators(rng):
     assert fmha.explain(q, k, v, p_drop=0.5) == fmha.explain(q, k, v, p_drop=0.5, seed=1)
 
 
+def test_a_last_axis_that_is_not_dense_is_copied_and_a_batch_of_nothing_is_nothing(rng):
+    q, k, v = (rng.standard_normal((2, 5, 2, 16)).astype(np.float32)[..., ::2] for _ in range(3))
+    dense = [x.copy() for x in (q, k, v)]
+    assert np.array_equal(fmha.attention(q, k, v), fmha.attention(*dense))
+    bias = rng.standard_normal((2, 2, 5, 5)).astype(np.float32).swapaxes(2, 3)
+    assert np.array_equal(fmha.attention(q, k, v, bias=bias), fmha.attention(*dense, bias=bias.copy()))
+    assert fmha.attention(*(x[:0] for x in dense)).shape == (0, 5, 2, 8)
+
+
 def test_parts_are_added(rng):
     parts = rng.standard_normal((3, 1, 5, 2, 4)).astype(np.float32)
     assert np.allclose(fmha.add_parts(parts), parts.sum(0), atol=1e-6)
