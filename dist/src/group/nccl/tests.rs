@@ -313,8 +313,14 @@ fn an_all_gather_is_one_call_and_brings_what_messages_bring() {
                     let at = rank as usize * bytes;
                     all[at..at + bytes].copy_from_slice(&stretch(rank));
                     // SAFETY: the stand-in moves host memory.
-                    let mut to =
-                        unsafe { DevSliceMut::from_raw(MemorySpace::Device, all.as_mut_ptr(), room as u64) };
+                    let mut to = unsafe {
+                        DevSliceMut::from_raw(
+                            MemorySpace::Device,
+                            all.as_mut_ptr(),
+                            room as u64,
+                            fmha::ElemType::Bytes,
+                        )
+                    };
                     group.all_gather(bytes as u64, &mut to, &stream).map(|()| (all, CALLS.take()))
                 };
                 let all = expected.len();
@@ -574,7 +580,9 @@ fn a_call_that_waits_for_a_rank_that_has_failed_is_aborted() {
             let stream = Device::open(Backend::Cpu).unwrap().default_stream();
             let mut room = [0u8; 16];
             // SAFETY: the stand-in moves host memory.
-            let mut all = unsafe { DevSliceMut::from_raw(MemorySpace::Device, room.as_mut_ptr(), 16) };
+            let mut all = unsafe {
+                DevSliceMut::from_raw(MemorySpace::Device, room.as_mut_ptr(), 16, fmha::ElemType::Bytes)
+            };
             waits.all_gather(8, &mut all, &stream)
         });
         while waits.held.queueing.try_lock().is_ok() && !queues.is_finished() {
