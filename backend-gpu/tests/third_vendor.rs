@@ -395,8 +395,9 @@ fn o_of(device: &Device, options: &PlanOptions, off: usize) -> Result<Vec<f32>> 
     let (q, o) = (tensor(32), tensor(64));
     let mut workspace = memory.workspace(plan.workspace())?;
     // SAFETY: 32 bytes of 64, behind the first `off`.
-    let slice =
-        unsafe { fmha_core::DevSliceMut::from_raw(MemorySpace::Device, o.as_ptr().wrapping_add(off), 32) };
+    let slice = unsafe {
+        fmha_core::DevSliceMut::from_raw(MemorySpace::Device, o.as_ptr().wrapping_add(off), 32, DType::F32)
+    };
     let mut args = FwdArgs::new(q.slice(), q.slice(), q.slice(), slice);
     args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
     plan.run(&mut args, &device.default_stream())?;

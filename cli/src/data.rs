@@ -86,7 +86,7 @@ fn operand(text: &str) -> Result<(&'static str, String), String> {
     let known = NAMES.into_iter().find(|known| *known == name);
     match known {
         Some(name) if !file.is_empty() => Ok((name, file.to_owned())),
-        Some(name) => Err(format!("operand {name}: 0 files named, {name}=FILE wanted")),
+        Some(name) => Err(format!("operand {name}: no file is named; {name}=FILE is wanted")),
         None => Err(format!("operand `{name}` is none of {}", NAMES.join(", "))),
     }
 }
@@ -148,7 +148,7 @@ impl OwnData {
         };
         let Some(tensor) = tensor else {
             return Err(Failure::wrong(format!(
-                "{name}: q, k and v are yours, but 0 tensors are given for {name}: --operand {name}=FILE"
+                "{name}: q, k and v are yours, but {name} is not given: --operand {name}=FILE"
             )));
         };
         let significant =
@@ -218,7 +218,7 @@ impl DataArgs {
                     3 => {
                         if let Some((name, file)) = self.operands.first() {
                             return Err(Failure::wrong(format!(
-                                "operand {name}={file}: 0 of q, k, v are given beside it"
+                                "operand {name}={file}: none of q, k, v is given beside it"
                             )));
                         }
                         return Ok(None);
@@ -329,7 +329,7 @@ impl DataArgs {
     pub(super) fn expected(&self, setup: &Setup, own: Option<&OwnData>) -> Result<Option<Tensor>, Failure> {
         let Some(name) = &self.expect else { return Ok(None) };
         if setup.bwd.is_some() {
-            return Err(Failure::wrong(format!("expect {name}: --backward computes 0 tensors named O")));
+            return Err(Failure::wrong(format!("expect {name}: --backward computes no O")));
         }
         let tensor = match own.and_then(|own| own.archive.as_ref()) {
             Some(archive) => archive.tensor(name)?,

@@ -368,7 +368,7 @@ fn cuts(setup: &Setup, ranks: u32) -> Result<(), Failure> {
         );
     }
     if setup.bwd.as_ref().is_some_and(|bwd| bwd.has_dlse) {
-        return refuse("dlse: gradients of LSE are for 1 device here");
+        return refuse("dlse: gradients of LSE are for one device here");
     }
     Ok(())
 }

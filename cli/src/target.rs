@@ -14,7 +14,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, Failure> {
     let metadata = file.metadata().map_err(failed)?;
     if !metadata.is_file() {
         let kind = if metadata.is_dir() { "a folder" } else { "a device or a pipe" };
-        return Err(Failure::wrong(format!("{}: {kind}, where 1 file is wanted", path.display())));
+        return Err(Failure::wrong(format!("{}: {kind}, where a file is wanted", path.display())));
     }
     let length = metadata.len();
     room_for(&path.display(), length.into())?;
