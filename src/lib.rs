@@ -28,6 +28,7 @@
 //!  O, LSE                               Err(Driver): which call, which code
 //! ```
 //!
+//! - With the features `nvtx` and `roctx` a profiler of the vendor's shows each plan, run and launch as a range.
 //! - [`register`] gives a backend of your own, an [`FmhaBackend`], a name.
 //! - What a user needs of `fmha-core` is re-exported here by name. `use fmha::*` hides nothing of the language:
 //!
