@@ -39,7 +39,8 @@ pub(super) fn check(option: &str, path: &Path, kinds: &[&str]) -> Result<(), Fai
     let refuse = |text: String| Err(Failure::wrong(format!("{option} {}: {text}", path.display())));
     let kind = path.extension().and_then(|kind| kind.to_str()).unwrap_or_default();
     if !kinds.is_empty() && !kinds.contains(&kind) {
-        return refuse(format!("`.{kind}` is not .{}", kinds.join(" or .")));
+        let ending = if kind.is_empty() { "no ending".to_owned() } else { format!("`.{kind}`") };
+        return refuse(format!("{ending} is not .{}", kinds.join(" or .")));
     }
     let folder = folder(path);
     if !folder.is_dir() {
