@@ -6,6 +6,10 @@ use super::fmha;
 fn a_wrong_word_is_refused_with_the_one_that_is_meant() {
     for (line, meant) in [
         ("rum", "did you mean run?"),
+        ("Run", "did you mean run?"),
+        ("tunes", "did you mean tune?"),
+        ("run -dropout 0.1", "did you mean --p-drop?"),
+        ("run -causal 1", "did you mean --mask causal?"),
         ("run --maks b", "did you mean --mask?"),
         ("run --causal", "did you mean --mask causal?"),
         ("explain --is_causal=1", "did you mean --mask causal?"),
