@@ -121,11 +121,7 @@ fn call(
     let mut dtype_bias = 0;
     if let Bias::Elementwise(elementwise) = problem.score.bias {
         dtype_bias = code(elementwise.dtype);
-        match elementwise.broadcast {
-            BiasBroadcast::BatchHead => {}
-            BiasBroadcast::OneHead => bias.batch_stride = 0,
-            _ => (bias.batch_stride, bias.head_stride) = (0, 0),
-        }
+        bias = shared(bias, elementwise.broadcast);
     }
     let table = operands.get(Operand::BlockTable).map_or(0, |table| table.elems().len() as i64 / 4);
     // SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
@@ -212,10 +208,20 @@ fn forward_of_c(case: &Forward) -> Result<Verdict, String> {
     Ok(verdict)
 }
 
+/// A bias, or its gradient, as C tells which axes it has.
+fn shared(tensor: FmhaTensor, broadcast: BiasBroadcast) -> FmhaTensor {
+    let (per_batch, per_head) = broadcast.axes();
+    FmhaTensor {
+        batch_stride: if per_batch { tensor.batch_stride } else { 0 },
+        head_stride: if per_head { tensor.head_stride } else { 0 },
+        ..tensor
+    }
+}
+
 /// Whether a bias that C tells by its strides is one of fewer matrices than the problem's.
 fn is_told_otherwise(case: &Backward) -> bool {
     match case.problem.fwd.score.bias {
-        Bias::Elementwise(bias) => bias.broadcast != BiasBroadcast::OneOne && bias.strides.head == 0,
+        Bias::Elementwise(bias) => bias.broadcast.axes().1 && bias.strides.head == 0,
         _ => false,
     }
 }
@@ -228,12 +234,8 @@ fn backward_of_c(case: &Backward) -> Result<Verdict, String> {
     let operands = &host.operands;
     let mut pointed = pointed(host.problem.fwd(), host.totals, operands);
     let mut dbias = tensor(operands.get(Operand::Dbias));
-    match host.problem.fwd().score.bias {
-        Bias::Elementwise(bias) if bias.broadcast == BiasBroadcast::OneHead => dbias.batch_stride = 0,
-        Bias::Elementwise(bias) if bias.broadcast == BiasBroadcast::OneOne => {
-            (dbias.batch_stride, dbias.head_stride) = (0, 0);
-        }
-        _ => {}
+    if let Bias::Elementwise(bias) = host.problem.fwd().score.bias {
+        dbias = shared(dbias, bias.broadcast);
     }
     pointed.gradients = Some(FmhaGradients {
         struct_bytes: size_of::<FmhaGradients>() as u64,

@@ -29,5 +29,5 @@ pub use recipe::{
     Launches, Recipe, Tiled, Tunable, Vendor, deterministic_rows,
 };
 pub use select::{Selected, select};
-pub use steps::{Step, Steps, exactly};
+pub use steps::{Step, Steps, chosen, exactly};
 pub use tile::{TileFrom, settle, settle_fwd};

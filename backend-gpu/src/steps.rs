@@ -60,7 +60,7 @@ impl<D: Driver> Steps<D> {
     /// Both counts: a plan that begins with the kernel itself.
     pub fn split_first(&self) -> Result<(&Step<D>, Self)> {
         let [first, ..] = self.before() else {
-            let text = format!("plan has 0 steps before its kernel, of {}", self.len());
+            let text = format!("plan has {} steps, and its kernel is the first", self.len());
             return Err(ProblemError::new("plan", text).into());
         };
         Ok((first, Self { all: Arc::clone(&self.all), first: self.first + 1, main: self.main }))
@@ -101,6 +101,15 @@ pub fn exactly<D: Driver, const N: usize>(steps: &[Step<D>]) -> Result<&[Step<D>
     steps.try_into().map_err(|_| {
         ProblemError::new("plan", format!("plan has {} steps, but its kernel has {N}", steps.len())).into()
     })
+}
+
+/// What a recipe has chosen for its kernel when it planned.
+///
+/// # Errors
+/// The kernel, whose recipe is launched without a plan.
+pub fn chosen<T>(choice: Option<T>, kernel: &str) -> Result<T> {
+    let without = || ProblemError::new("plan", format!("plan: kernel {kernel} is launched without one"));
+    choice.ok_or_else(|| without().into())
 }
 
 /// A kernel that can be launched.

@@ -177,7 +177,7 @@ impl OwnData {
         for (name, file) in &self.chosen {
             if wanted.iter().all(|wanted| wanted.name != *name) {
                 return Err(Failure::wrong(format!(
-                    "operand {name}={file}: the problem has 0 operands of that name (--bias, --sink, --qscale, \
+                    "operand {name}={file}: the problem has no operand of that name (--bias, --sink, --qscale, \
                      --backward, --dlse give it some)"
                 )));
             }

@@ -212,7 +212,7 @@ fn refuse(error: &clap::Error) -> Result<Verdict, Failure> {
         }
         // `run -h` asks for help elsewhere; here it is the number of heads.
         _ if error.to_string().contains("'--heads <N>' but none was supplied") => {
-            Err(Failure::wrong("heads: -h is the number of heads, 0 given; help is --help or -?"))
+            Err(Failure::wrong("heads: -h is the number of heads, and has none; help is --help or -?"))
         }
         _ => Err(Failure::wrong(format!("{} (see --help)", one_line(error)))),
     }

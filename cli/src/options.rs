@@ -83,7 +83,7 @@ pub(super) struct ProblemArgs {
     #[arg(long, value_name = "MASK", default_value = "0", value_parser = mask)]
     pub(super) mask: MaskSpec,
 
-    /// n; e[:0|1|2] elementwise over 1*1, 1*h or b*h; a[:0|1] ALiBi with slopes of h or b*h
+    /// n; e[:0|1|2|3] elementwise over 1*1, 1*h, b*h or b*1; a[:0|1] ALiBi with slopes of h or b*h
     #[arg(long, value_name = "BIAS", default_value = "n", value_parser = bias)]
     pub(super) bias: BiasChoice,
 
@@ -398,16 +398,17 @@ fn precision(text: &str) -> Result<Precision, String> {
 }
 
 fn bias(text: &str) -> Result<BiasChoice, String> {
-    use fmha::BiasBroadcast::{BatchHead, OneHead, OneOne};
+    use fmha::BiasBroadcast::{BatchHead, BatchOne, OneHead, OneOne};
     let (kind, rank) = text.split_once(':').unwrap_or((text, "0"));
     match (kind, rank) {
         ("n" | "0", "0") => Ok(BiasChoice::None),
         ("e" | "elementwise" | "1", "0") => Ok(BiasChoice::Elementwise(OneOne)),
         ("e" | "elementwise" | "1", "1") => Ok(BiasChoice::Elementwise(OneHead)),
         ("e" | "elementwise" | "1", "2") => Ok(BiasChoice::Elementwise(BatchHead)),
+        ("e" | "elementwise" | "1", "3") => Ok(BiasChoice::Elementwise(BatchOne)),
         ("a" | "alibi" | "2", "0") => Ok(BiasChoice::Alibi { per_batch: false }),
         ("a" | "alibi" | "2", "1") => Ok(BiasChoice::Alibi { per_batch: true }),
-        _ => Err(format!("bias `{text}` is no bias (known: n, e[:0|1|2], a[:0|1])")),
+        _ => Err(format!("bias `{text}` is no bias (known: n, e[:0|1|2|3], a[:0|1])")),
     }
 }
 

@@ -110,6 +110,9 @@ impl ProblemArgs {
         let group = self.mode == Mode::Group;
         self.cache.fit(group, given.is_some(), self.backward)?;
         let batch = self.batch(given)?;
+        if batch == 0 {
+            return Err(Failure::wrong("batch 0: there is nothing to run".to_owned()));
+        }
         // Offsets, lengths and places of each sequence, here and where they are checked.
         room_for(&format_args!("batch {batch}"), u128::from(batch) * 8 * size_of::<SeqSpan>() as u128)?;
         let num_heads_q = agree("num_heads_q", self.num_heads_q, given.map(|g| g.q.head), 8)?;

@@ -7,9 +7,9 @@ mod support;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
     Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs,
-    CombineProblem, DType, DevSlice, DevSliceMut, Dims, DropoutSeed, ElemType, ElementwiseBias, FwdArgs,
-    FwdProblem, KvLayout, MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape, Strides,
-    Totals, Workspace, bind,
+    CombineProblem, DType, Descale, DevSlice, DevSliceMut, Dims, DropoutSeed, ElemType, ElementwiseBias,
+    FwdArgs, FwdProblem, KvLayout, MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape,
+    Strides, Totals, Workspace, bind,
 };
 
 use support::{bwd_args, input, output};
@@ -67,7 +67,7 @@ fn short_misplaced_missing_and_superfluous_arguments_are_named() {
     );
     let mut group = FwdProblem::group(DType::F32, DIMS);
     group.layout.seqused_k = true;
-    assert_eq!(refusal(group.clone(), &args()), "total_q is missing (0 given): Q is packed");
+    assert_eq!(refusal(group.clone(), &args()), "total_q is missing: Q is packed");
     let mut packed = args();
     packed.seq.totals = Totals::packed(6, 10);
     assert_eq!(refusal(group, &packed), "cu_seqlens_q is missing: 12 bytes are wanted");
@@ -477,11 +477,54 @@ fn a_block_table_has_room_for_the_longest_sequence() {
         refusal(problem.clone(), &paged(3, Some(5))),
         "block_table has 16 bytes, but its extents and strides reach 24"
     );
-    assert!(refusal(problem.clone(), &paged(2, None)).starts_with("num_pages is missing (0 given)"));
+    assert!(refusal(problem.clone(), &paged(2, None)).starts_with("num_pages is missing"));
+    let mut without = paged(3, Some(5));
+    without.seq.block_table = None;
+    assert_eq!(refusal(problem.clone(), &without), "block_table is missing: 8 bytes are wanted");
     problem.layout.kv = KvLayout::Strided;
     problem.strides.k = Strides::bshd(problem.shape_k());
     problem.strides.v = Strides::bshd(problem.shape_v());
     assert_eq!(refusal(problem, &paged(3, None)), "block_table is given, but the problem has none");
+}
+
+/// What has a batch axis has no elements then, and is given or not.
+#[test]
+fn of_no_sequences_nothing_is_missing_and_nothing_too_much() {
+    let mut problem = FwdProblem::new(
+        QLayout::Batch,
+        KvLayout::Paged { page_size: 2 },
+        DType::E4m3Fn,
+        Dims { batch: 0, ..DIMS },
+    )
+    .dtype_o(DType::F16)
+    .seqused_q(true)
+    .seqused_k(true)
+    .write_lse(true);
+    problem.score.bias = Bias::Alibi { per_batch: true };
+    problem.scales.descale_q = Descale::PerKvHead;
+    problem.scales.descale_k = Descale::PerKvHead;
+    problem.scales.descale_v = Descale::PerKvHead;
+    let problem = problem.validate().unwrap();
+    let nothing = || DevSlice::host::<u8>(&[]);
+    let check = |args: FwdArgs<'_>| check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host);
+    let bare = || {
+        let mut args = FwdArgs::new(nothing(), nothing(), nothing(), DevSliceMut::host::<u8>(&mut []));
+        args.seq.totals.num_pages = Some(0);
+        args
+    };
+    check(bare()).unwrap();
+    let mut given = bare().lse(DevSliceMut::host::<u8>(&mut []));
+    given.seq.seqused_q = Some(nothing());
+    given.seq.seqused_k = Some(nothing());
+    given.seq.block_table = Some(BlockTable { pages: nothing(), max_pages: 3 });
+    given.score.alibi_slopes = Some(nothing());
+    given.score.descale_q = Some(nothing());
+    given.score.descale_k = Some(nothing());
+    given.score.descale_v = Some(nothing());
+    check(given).unwrap();
+    let mut sink = bare();
+    sink.score.sink = Some(DevSlice::host(&[0f32; 4]));
+    assert_eq!(check(sink).unwrap_err().text, "sink is given, but the problem has none");
 }
 
 #[test]
@@ -726,9 +769,12 @@ fn combine_arguments_that_do_not_fit_are_named() {
 #[test]
 fn a_bias_is_bound_with_steps_of_zero_along_the_axes_that_it_lacks() {
     let strides = Strides { batch: 60, seq: 5, head: 15, dim: 1 };
-    for (broadcast, batch, head) in
-        [(BiasBroadcast::OneOne, 0, 0), (BiasBroadcast::OneHead, 0, 15), (BiasBroadcast::BatchHead, 60, 15)]
-    {
+    for (broadcast, batch, head) in [
+        (BiasBroadcast::OneOne, 0, 0),
+        (BiasBroadcast::OneHead, 0, 15),
+        (BiasBroadcast::BatchOne, 60, 0),
+        (BiasBroadcast::BatchHead, 60, 15),
+    ] {
         let bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
         let problem = FwdProblem::batch(DType::F32, DIMS).bias(bias);
         let mut args = args();

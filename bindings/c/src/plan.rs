@@ -131,7 +131,7 @@ impl FmhaPlan {
             ),
             Scratch::Own(_) if !given.is_null() => refused(
                 "workspace",
-                "workspace is given (1), but the plan has its own: caller_workspace 0".into(),
+                "workspace is given, but the plan has its own: caller_workspace 0".into(),
             ),
             Scratch::Own(own) => Ok(own.as_ref().map(|own| {
                 // SAFETY: the buffer is this plan's, whose runs are one at a time.
@@ -170,7 +170,7 @@ impl FmhaPlan {
                 unsafe { agree::call(planned, pointed, call)? };
                 // SAFETY: as above; a call that agrees has gradients.
                 let Some(gradients) = (unsafe { call.gradients.as_ref() }) else {
-                    return Err(ProblemError::new("gradients", "gradients is null (0)").into());
+                    return Err(ProblemError::new("gradients", "gradients is null").into());
                 };
                 // SAFETY: passed on.
                 let mut args = unsafe {
@@ -309,7 +309,7 @@ impl Memory {
         let extents = fwd.extents(totals);
         let lse_bytes = extents.lse_elems * 4;
         if call.lse.is_null() && lse_bytes > 0 {
-            return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
+            return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());
         }
         // SAFETY: passed on, here and below.
         unsafe {
@@ -405,8 +405,8 @@ impl Memory {
                 .map(|pages| BlockTable { pages, max_pages });
             args.cu_seqlens_q = self.optional(call.cu_seqlens_q.cast(), used + 4);
             args.cu_seqlens_k = self.optional(call.cu_seqlens_k.cast(), used + 4);
-            args.seqused_q = self.optional(call.seqused_q.cast(), used);
-            args.seqused_k = self.optional(call.seqused_k.cast(), used);
+            args.seqused_q = self.read_if(problem.layout.seqused_q, call.seqused_q.cast(), used);
+            args.seqused_k = self.read_if(problem.layout.seqused_k, call.seqused_k.cast(), used);
             args.cu_seqlens_new =
                 cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), used + 4));
         }
@@ -420,7 +420,10 @@ impl Memory {
         let Dims { batch, num_heads_q, num_heads_kv, .. } = problem.dims;
         let heads = u64::from(num_heads_q) * 4;
         let slopes = if call.alibi_per_batch == 0 { heads } else { heads * u64::from(batch) };
-        let descale = |kind: Descale| kind.num_elems(batch, num_heads_kv) * 4;
+        // SAFETY: passed on.
+        let descale = |kind: Descale, at: *const f32| unsafe {
+            self.read_if(kind != Descale::None, at.cast(), kind.num_elems(batch, num_heads_kv) * 4)
+        };
         let mut args = ScoreArgs::default();
         args.dropout = host::seed(call)?;
         // SAFETY: passed on.
@@ -432,12 +435,13 @@ impl Memory {
                 _ => None,
             };
             args.bias = bias;
-            args.alibi_slopes = self.optional(call.alibi_slopes.cast(), slopes);
+            let has_slopes = matches!(problem.score.bias, fmha::Bias::Alibi { .. });
+            args.alibi_slopes = self.read_if(has_slopes, call.alibi_slopes.cast(), slopes);
             args.sink = self.optional(call.sink.cast(), heads);
-            args.descale_q = self.optional(call.descale_q.cast(), descale(problem.scales.descale_q));
-            args.descale_k = self.optional(call.descale_k.cast(), descale(problem.scales.descale_k));
-            args.descale_v = self.optional(call.descale_v.cast(), descale(problem.scales.descale_v));
         }
+        args.descale_q = descale(problem.scales.descale_q, call.descale_q);
+        args.descale_k = descale(problem.scales.descale_k, call.descale_k);
+        args.descale_v = descale(problem.scales.descale_v, call.descale_v);
         Ok(args)
     }
 

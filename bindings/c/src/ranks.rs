@@ -161,7 +161,7 @@ fn refused(field: &'static str, text: String) -> Error {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_join(join: *const FmhaJoin, group: *mut *mut FmhaGroup) -> c_int {
     guard_text(|| {
-        let null = |field: &str| format!("{field} is null (0)");
+        let null = |field: &str| format!("{field} is null");
         // SAFETY: the caller promised it.
         let join = unsafe { join.as_ref() }.ok_or_else(|| null("join"))?;
         if group.is_null() {
@@ -214,13 +214,13 @@ unsafe fn joined(join: &FmhaJoin) -> Text<Arc<dyn Group>> {
         }
     };
     if !nccl && (!join.nccl_comm.is_null() || library.is_some()) {
-        let text = "nccl_comm or nccl_library is given (1), but space is 0 (FMHA_HOST)";
+        let text = "nccl_comm or nccl_library is given, but space is 0 (FMHA_HOST)";
         return Err(said(ProblemError::new("nccl_comm", text)));
     }
     let timeout = Duration::from_secs_f64(if seconds == 0.0 { 60.0 } else { seconds });
     let mut meeting = match address {
         None if (rank, ranks) != (0, 0) => {
-            let text = format!("address is null (0), but rank {rank} of size {ranks} are given");
+            let text = format!("address is null, but rank {rank} of size {ranks} are given");
             return Err(said(ProblemError::new("address", text)));
         }
         None => Rendezvous::from_env().map_err(|error| error.to_string())?,
@@ -300,7 +300,7 @@ pub unsafe extern "C" fn fmha_dist_rows(
 ) -> c_int {
     guard_text(|| {
         if runs.is_null() || num_runs.is_null() {
-            return Err("runs or num_runs is null (0)".to_owned());
+            return Err("runs or num_runs is null".to_owned());
         }
         let cut = || -> crate::Result<(Partition, u32)> {
             let (rows, ranks) = (host::size("rows", rows)?, host::size("size", size)?);
@@ -346,7 +346,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
     plan: *mut *mut FmhaDistPlan,
 ) -> c_int {
     guard_text(|| {
-        let null = |field: &str| format!("{field} is null (0)");
+        let null = |field: &str| format!("{field} is null");
         // SAFETY: the caller promised it.
         let group = unsafe { group.as_ref() }.ok_or_else(|| null("group"))?;
         // SAFETY: passed on.
@@ -376,7 +376,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
 pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const FmhaCall) -> c_int {
     guard_text(|| {
         // SAFETY: the caller promised it.
-        let plan = unsafe { plan.as_ref() }.ok_or("plan is null (0)")?;
+        let plan = unsafe { plan.as_ref() }.ok_or("plan is null")?;
         // SAFETY: passed on.
         unsafe { plan.run(call.as_ref()) }
     })
@@ -416,7 +416,7 @@ impl FmhaDistPlan {
             |error: Error| self.group.fail(fmha_dist::Error::of(self.group.rank(), &error)).to_string();
         // SAFETY: passed on.
         let checked =
-            call.ok_or_else(|| refused("call", "call is null (0)".to_owned())).and_then(|call| unsafe {
+            call.ok_or_else(|| refused("call", "call is null".to_owned())).and_then(|call| unsafe {
                 agree::call_of_rows(&self.call, &self.pointed, call, self.own.dims.seqlen_q > 0)?;
                 Ok(call)
             });
@@ -456,8 +456,8 @@ impl FmhaDistPlan {
                 let args = unsafe {
                     (|| {
                         let gradients = call.gradients.as_ref();
-                        let gradients = gradients
-                            .ok_or_else(|| refused("gradients", "gradients is null (0)".to_owned()))?;
+                        let gradients =
+                            gradients.ok_or_else(|| refused("gradients", "gradients is null".to_owned()))?;
                         let sinks = 4 * u64::from(self.own.dims.num_heads_q);
                         Ok(BwdArgs::new(
                             [q, k, v],

@@ -93,7 +93,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         accuracy: ``"fast"`` or ``"exact"`` (the true running maximum).
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: a sequence's bits depend on itself alone.
-        check_lengths: lengths are read back and checked, which waits for the device.
+        check_lengths: lengths are read back and checked, which waits for the device. Without it a length beyond its
+            rows, its cache or the pages in its row of ``block_table`` is clamped, on the CPU and on a GPU alike.
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, seqlen_q]`` or ``[num_heads_q, total_q]``: natural
             logarithm, -inf for a row that sees no key; differentiable.
 
@@ -133,6 +134,9 @@ def attention_out(
     Returns:
         ``o``.
     """
+    wanted = options.get("dtype_o")
+    if wanted is not None and _arguments.dtype_name(wanted) != _arguments.dtype_name(o.dtype):
+        raise ValueError(f"dtype_o {_arguments.dtype_name(wanted)} is not o's {_arguments.dtype_name(o.dtype)}")
     _door(q).attention_out(q, k, v, *_arguments.bind(**options), scale_o, o, lse, keep_mask)
     return o
 
@@ -180,6 +184,9 @@ def attention_with_kvcache(
     """
     wants_lse = _flag("return_lse", return_lse)
     tensors, numbers = _arguments.bind(mask=mask, **options)
+    axes = getattr(v_cache, "shape", None)
+    if head_dim_v and axes and head_dim_v != axes[-1]:
+        raise ValueError(f"head_dim_v {head_dim_v} is not the {axes[-1]} of v_cache's last axis")
     numbers = (
         *numbers,
         _integer("max_seqlen_new", max_seqlen_new),

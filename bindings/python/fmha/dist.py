@@ -24,7 +24,7 @@ import torch.distributed as _torch_dist
 from . import _c, _native
 from ._mask import CAUSAL, Mask, MaskLike, mask as _mask
 from ._numbers import flag, integer, real, scale, word
-from ._torch import once
+from ._torch import autocast, once
 
 if TYPE_CHECKING:
     Group = Optional[_torch_dist.ProcessGroup]
@@ -531,6 +531,9 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
     """The call, and Q, K, V and the sinks as it takes them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _of(name, x, q)
+    q, k, v = autocast(q, k, v)
+    if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False) and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes requires a gradient, of which attention has none")
     sides = (
         _Side("q", q, ours, given["seqlen_q"], given["cu_seqlens_q"], partition),
         _Side(
@@ -553,7 +556,7 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
         if not fits or bias.stride(3) != 1:
             raise ValueError(f"bias has shape {tuple(bias.shape)} and strides {bias.stride()}, not {wanted}")
         if bias.requires_grad and torch.is_grad_enabled():
-            raise ValueError("bias: there is no gradient of it over ranks (requires_grad 1)")
+            raise ValueError("bias: there is no gradient of it over ranks, but it requires one")
     for name, x, shapes in (
         ("alibi_slopes", alibi_slopes, ((heads,), (sides[0].batch, heads))),
         ("sink", sink, ((heads,),)),

@@ -89,6 +89,8 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise ValueError(f"qkv has {qkv.shape[2]} tensors on axis 2, not 3")
+        if num_heads_q not in (None, qkv.shape[3]):
+            raise ValueError(f"num_heads_q {num_heads_q} is not the {qkv.shape[3]} heads of qkv's axis 3")
         q, k, v = qkv.unbind(2)
     else:
         if num_heads_q is None:
@@ -242,6 +244,8 @@ def flash_attn_combine(
 ):
     """``out_partial`` ``(splits, batch, seqlen, nheads, headdim)`` or packed ``(splits, total, nheads, headdim)``,
     ``lse_partial`` ``(splits, batch, seqlen, nheads)`` or ``(splits, total, nheads)``: ``(out, lse)``."""
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise ValueError(f"out_dtype {out_dtype} is not the {out.dtype} of out")
     packed = out_partial.dim() == 4
     if packed:
         out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)

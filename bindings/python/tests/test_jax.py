@@ -312,6 +312,15 @@ def test_attributes_of_another_caller_are_checked(operands, results, numbers, wo
             jax.block_until_ready(call(q, k, v, **rest, **{name: attributes[name].astype(np.float64)}))
 
 
+@pytest.mark.parametrize("name, shape", [("bias", (1, 4, 7, 11)), ("sink", (4,))])
+def test_a_batch_of_nothing_is_nothing_and_what_all_share_has_the_gradient_0(name, shape):
+    q, k, v = arrays(b=0)
+    given = jax.grad(
+        lambda q, k, v, x: fmha.jax.attention(q, k, v, **{name: x}).sum(), (0, 1, 2, 3)
+    )(q, k, v, jnp.ones(shape))
+    assert [x.shape for x in given] == [q.shape, k.shape, v.shape, shape] and not given[3].any()
+
+
 def test_tensors_of_no_elements():
     q, k, v = arrays(sq=0)
     assert fmha.jax.attention(q, k, v).shape == (2, 0, 4, 16)

@@ -129,8 +129,16 @@ def side(lengths, rows, left):
 def alike(got, wanted, rows=None):
     if rows is not None:
         got, wanted = got[rows], wanted[rows]
-    # Logits are sums: what rounding does to one goes by the largest.
-    torch.testing.assert_close(got, wanted, atol=2e-4 * max(1.0, float(wanted.abs().max())), rtol=0.0)
+    torch.testing.assert_close(got, wanted, atol=_rounding(wanted), rtol=0.0)
+
+
+def _rounding(logits):
+    """Logits are sums: what rounding does to one goes by the largest."""
+    return 2e-4 * max(1.0, logits.detach().abs().max().item())
+
+
+def _close(got, wanted):
+    return torch.allclose(got, wanted, atol=_rounding(wanted), rtol=0.0)
 
 
 def logits(models, **call):
@@ -165,6 +173,8 @@ def test_sequences_packed_by_position_ids_do_not_see_each_other(decoders, name):
     offsets = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
     apart = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets) if name == "gpt-oss" else {}
     alone = ours(ids[:, 6:], use_cache=False).logits
+    if name == "Llama 4" and not _close(eager(ids, position_ids=positions, use_cache=False).logits[:, 6:], alone):
+        pytest.skip("Llama 4 of this transformers packs nothing: eager's sequences see each other")
     alike(ours(ids, position_ids=positions, use_cache=False, **apart).logits[:, 6:], alone)
 
 
@@ -193,7 +203,11 @@ def test_generation_has_eager_tokens_and_logits(decoders, name, cache):
         cache_implementation=None if cache == "dynamic" else cache,
     )
     ids = draw(3, 9)
-    got, wanted = (model.generate(ids, **call) for model in (ours, eager))
+    try:
+        wanted = eager.generate(ids, **call)
+    except TypeError as error:
+        pytest.skip(f"this transformers cannot, eager neither: {error}")
+    got = ours.generate(ids, **call)
     alike(torch.stack(got.logits), torch.stack(wanted.logits))
     assert torch.equal(got.sequences, wanted.sequences)
 

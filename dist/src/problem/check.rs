@@ -19,6 +19,7 @@ impl Whole {
         }
         whole.clone().validate().map_err(|error| Error::of(rank, &error.into()))?;
         for (field, there, what) in [
+            ("batch", whole.dims.batch == 0, "0 sequences are"),
             ("kv_layout", whole.layout.kv.is_paged(), "pages are"),
             ("v_layout", whole.layout.v != VLayout::RowMajor, "a column-major V is"),
             ("seqused_q", whole.layout.seqused_q, "lengths that lie in memory are"),

@@ -125,9 +125,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let Some(chosen) = &self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel sm90_widened has 0 readers chosen").into());
-        };
+        let chosen = fmha_gpu::chosen(self.chosen.as_ref(), "sm90_widened")?;
         let (widen, left) = steps.split_first()?;
         let mut params = bind::fwd_params(call.problem, call.args);
         let mut cache = chosen.places.cache(call.problem, params.workspace.0);
