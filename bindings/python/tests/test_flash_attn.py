@@ -8,7 +8,7 @@ import torch
 
 import fmha
 from fmha import bert_padding, flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
-from reference import appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance
+from reference import DEVICE, appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance
 from run import run_python
 
 TAIL2 = (
