@@ -110,9 +110,6 @@ impl ProblemArgs {
         let group = self.mode == Mode::Group;
         self.cache.fit(group, given.is_some(), self.backward)?;
         let batch = self.batch(given)?;
-        if batch == 0 {
-            return Err(Failure::wrong("batch 0: there is nothing to run".to_owned()));
-        }
         // Offsets, lengths and places of each sequence, here and where they are checked.
         room_for(&format_args!("batch {batch}"), u128::from(batch) * 8 * size_of::<SeqSpan>() as u128)?;
         let num_heads_q = agree("num_heads_q", self.num_heads_q, given.map(|g| g.q.head), 8)?;
@@ -267,6 +264,12 @@ impl ProblemArgs {
             None => logical.clone(),
             Some(padded) => each(&format!("padded_{side}"), padded, batch)?,
         };
+        let short = logical.iter().zip(&physical).position(|(logical, physical)| logical > physical);
+        if let Some(at) = short {
+            let (rows, length) = (physical[at], logical[at]);
+            let text = format!("padded_{side}[{at}] {rows} is less than {field}[{at}] {length}");
+            return Err(Failure::wrong(text));
+        }
         let mut offsets = vec![0i32];
         let mut total: i64 = 0;
         for &length in &physical {
@@ -367,7 +370,7 @@ impl ProblemArgs {
         let descales = [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v];
         if !descales.contains(&self.qscale) {
             return Err(Failure::wrong(format!(
-                "qscale: 0 of Q, K and V are FP8; Q is {dtype_qk}, V {dtype_v}"
+                "qscale: none of Q, K and V is FP8; Q is {dtype_qk}, V {dtype_v}"
             )));
         }
         Ok(problem)

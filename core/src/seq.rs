@@ -149,10 +149,7 @@ impl<'a> KvRows<'a> {
         let missing = || ProblemError::new("block_table", "block_table is missing: K and V are paged");
         let table = seq.block_table.ok_or_else(missing)?;
         let bytes = table.pages.as_host().ok_or_else(|| {
-            ProblemError::new(
-                "block_table",
-                "block_table is in device memory, and 0 entries can be read here",
-            )
+            ProblemError::new("block_table", "block_table is in device memory, which is not read here")
         })?;
         let wanted = u64::from(problem.dims.batch) * u64::from(table.max_pages) * 4;
         ensure!(

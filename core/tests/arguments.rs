@@ -454,7 +454,7 @@ fn a_slice_says_where_it_lies_and_how_large_it_is() {
     assert_eq!((written.as_input().as_ptr(), written.as_input().bytes()), (address.cast_const(), 12));
     assert_eq!(CacheSlice::from(written).space(), Some(MemorySpace::Host));
     // SAFETY: nothing is written to it.
-    let on_device = unsafe { DevSliceMut::from_raw(MemorySpace::Device, address, 12) };
+    let on_device = unsafe { DevSliceMut::from_raw(MemorySpace::Device, address, 12, DType::F32) };
     assert_eq!(CacheSlice::from(on_device).space(), Some(MemorySpace::Device));
     assert_eq!(CacheSlice::InK.space(), None);
 }
@@ -818,9 +818,20 @@ fn a_slice_of_another_type_is_refused_by_its_name_and_both_types() {
     assert_eq!(said(q, u32s, &mut o, DevSliceMut::host(&mut lse)), text("seqused_k", "u32", "i32"));
     let mut ints = [0i32; 1];
     assert_eq!(said(q, i32s, &mut o, DevSliceMut::host(&mut ints)), text("lse", "i32", "f32"));
-    // Bytes have no type, until somebody tells it.
-    assert_eq!(said(q.typed(ElemType::Bytes), i32s, &mut o, DevSliceMut::host(&mut lse)), Ok(()));
-    let fp8 = q.typed(DType::E4m3Fn);
+    // Bytes have no type, until somebody tells it; then it stays, but for the sign of words.
+    let bytes = DevSlice::host(&[0u8; 16]);
+    assert_eq!(said(bytes, i32s, &mut o, DevSliceMut::host(&mut lse)), Ok(()));
+    assert_eq!(said(q, u32s.typed(ElemType::I32), &mut o, DevSliceMut::host(&mut lse)), Ok(()));
+    for told in [ElemType::Bytes, DType::Bf16.into()] {
+        assert_eq!(
+            said(wide.typed(told), i32s, &mut o, DevSliceMut::host(&mut lse)),
+            text("q", "f32", "bf16")
+        );
+    }
+    // SAFETY: host memory of 16 bytes that lives.
+    let raw = unsafe { DevSlice::from_raw(MemorySpace::Host, bytes.as_ptr(), 16, DType::F16) };
+    assert_eq!(said(raw, i32s, &mut o, DevSliceMut::host(&mut lse)), text("q", "f16", "bf16"));
+    let fp8 = bytes.typed(DType::E4m3Fn);
     assert_eq!(said(fp8, i32s, &mut o, DevSliceMut::host(&mut lse)), text("q", "e4m3fn", "bf16"));
 }
 

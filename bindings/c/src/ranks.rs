@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use fmha::{BwdArgs, DevSlice, DevSliceMut, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
+use fmha::{BwdArgs, DType, DevSlice, DevSliceMut, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
 use fmha_dist::{BwdPlan, FwdPlan, Group, MAX_RANKS, Nccl, Partition, Rendezvous};
 
 use crate::agree;
@@ -421,7 +421,7 @@ impl FmhaDistPlan {
                 Ok(call)
             });
         let call = checked.map_err(told)?;
-        let memory = Memory::of(&self.device);
+        let (memory, dtypes) = (Memory::of(&self.device), self.own.dtypes);
         // SAFETY: the caller promised a stream of the device that lives until the work is done.
         let stream = unsafe { Stream::from_raw(&self.device, call.stream as u64) };
         // SAFETY: passed on, here and below.
@@ -430,9 +430,9 @@ impl FmhaDistPlan {
             (|| {
                 Ok::<_, Error>((
                     [
-                        slice(memory, "q", &call.q, q)?,
-                        slice(memory, "k", &call.k, k)?,
-                        slice(memory, "v", &call.v, v)?,
+                        slice(memory, "q", &call.q, (q, dtypes.qk))?,
+                        slice(memory, "k", &call.k, (k, dtypes.qk))?,
+                        slice(memory, "v", &call.v, (v, dtypes.v))?,
                     ],
                     memory.score(&self.own, call)?,
                 ))
@@ -444,10 +444,10 @@ impl FmhaDistPlan {
         match &mut *ready {
             Ready::Forward(plan) => {
                 // SAFETY: as above.
-                let out = unsafe { slice_mut(memory, "o", &call.o, o) }.map_err(told)?;
+                let out = unsafe { slice_mut(memory, "o", &call.o, (o, dtypes.o)) }.map_err(told)?;
                 let mut args = FwdArgs::new(q, k, v, out);
                 // SAFETY: as above.
-                args.lse = unsafe { memory.write_if(!call.lse.is_null(), call.lse.cast(), lse) };
+                args.lse = unsafe { memory.write_if(!call.lse.is_null(), call.lse.cast(), lse, DType::F32) };
                 args.score = score;
                 plan.run(&mut args, &stream)
             }
@@ -459,20 +459,26 @@ impl FmhaDistPlan {
                         let gradients =
                             gradients.ok_or_else(|| refused("gradients", "gradients is null".to_owned()))?;
                         let sinks = 4 * u64::from(self.own.dims.num_heads_q);
+                        let grad = host::dtype("dtype_grad", gradients.dtype_grad)?;
                         Ok(BwdArgs::new(
                             [q, k, v],
                             [
-                                slice(memory, "o", &call.o, o)?,
-                                memory.read(call.lse.cast(), lse),
-                                slice(memory, "dout", &gradients.dout, o)?,
+                                slice(memory, "o", &call.o, (o, dtypes.o))?,
+                                memory.read(call.lse.cast(), lse, DType::F32),
+                                slice(memory, "dout", &gradients.dout, (o, dtypes.o))?,
                             ],
                             [
-                                slice_mut(memory, "dq", &gradients.dq, grads[0])?,
-                                slice_mut(memory, "dk", &gradients.dk, grads[1])?,
-                                slice_mut(memory, "dv", &gradients.dv, grads[2])?,
+                                slice_mut(memory, "dq", &gradients.dq, (grads[0], grad))?,
+                                slice_mut(memory, "dk", &gradients.dk, (grads[1], grad))?,
+                                slice_mut(memory, "dv", &gradients.dv, (grads[2], grad))?,
                             ],
                         )
-                        .dsink(memory.write_if(!gradients.dsink.is_null(), gradients.dsink.cast(), sinks))
+                        .dsink(memory.write_if(
+                            !gradients.dsink.is_null(),
+                            gradients.dsink.cast(),
+                            sinks,
+                            DType::F32,
+                        ))
                         .score(score))
                     })()
                 };
@@ -489,11 +495,11 @@ unsafe fn slice<'a>(
     memory: Memory,
     name: &'static str,
     tensor: &FmhaTensor,
-    bytes: u64,
+    (bytes, elem): (u64, DType),
 ) -> crate::Result<DevSlice<'a>> {
     there(name, tensor, bytes)?;
     // SAFETY: passed on.
-    Ok(unsafe { memory.read(tensor.data.cast_const().cast(), bytes) })
+    Ok(unsafe { memory.read(tensor.data.cast_const().cast(), bytes, elem) })
 }
 
 /// # Safety
@@ -502,11 +508,11 @@ unsafe fn slice_mut<'a>(
     memory: Memory,
     name: &'static str,
     tensor: &FmhaTensor,
-    bytes: u64,
+    (bytes, elem): (u64, DType),
 ) -> crate::Result<DevSliceMut<'a>> {
     there(name, tensor, bytes)?;
     // SAFETY: passed on.
-    Ok(unsafe { memory.write(tensor.data.cast(), bytes) })
+    Ok(unsafe { memory.write(tensor.data.cast(), bytes, elem) })
 }
 
 fn there(name: &'static str, tensor: &FmhaTensor, bytes: u64) -> crate::Result<()> {

@@ -409,7 +409,7 @@ static void forward_and_backward(const FmhaOptions *options) {
   FmhaPartial parts[PARTS];
   FmhaCombine combine = good_combine(parts);
   clear();
-  refused(fmha_run_combine(forward, &combine), "plan", "1 plan of attention");
+  refused(fmha_run_combine(forward, &combine), "plan", "a plan of attention");
   fmha_drop(flat);
   fmha_drop(by_default);
   fmha_drop(backward);
@@ -597,7 +597,7 @@ static void combine(const FmhaOptions *options) {
   parts[1].lse = NULL;
   refused(fmha_run_combine(plan, &call), "parts[1].lse", "null");
   FmhaCall attention = good();
-  refused(fmha_run(plan, &attention), "plan", "1 plan of combine");
+  refused(fmha_run(plan, &attention), "plan", "a plan of combine");
   fmha_drop(plan);
   added(options, call);
 }

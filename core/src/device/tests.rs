@@ -44,7 +44,12 @@ impl Operands {
             let bytes = buffer.bytes() - skipped as u64;
             // SAFETY: inside the buffer.
             unsafe {
-                crate::DevSliceMut::from_raw(crate::MemorySpace::Device, buffer.as_ptr().add(skipped), bytes)
+                crate::DevSliceMut::from_raw(
+                    crate::MemorySpace::Device,
+                    buffer.as_ptr().add(skipped),
+                    bytes,
+                    crate::ElemType::Scratch,
+                )
             }
         });
         args
@@ -79,7 +84,7 @@ fn an_address_that_a_kernel_does_not_take_is_refused_before_anything_is_queued()
     let mut operands = Operands::of(&plan);
     let mut args = operands.args();
     // SAFETY: nobody reads it.
-    args.q = unsafe { DevSlice::from_raw(crate::MemorySpace::Device, 0x1000 as *const u8, 64) };
+    args.q = unsafe { DevSlice::from_raw(crate::MemorySpace::Device, 0x1000 as *const u8, 64, DType::F32) };
     let error = plan.run(&mut args, &device.default_stream()).unwrap_err();
     assert_eq!(error.to_string(), "q starts at 0x1000");
     assert_eq!(log.take(), Vec::<String>::new());
@@ -287,11 +292,11 @@ fn a_plan_of_no_sequences_launches_nothing_and_clears_the_sums() {
     let workspace = Workspace { bytes: 64, zeroed_bytes: 16 };
     let nothing = || {
         // SAFETY: 0 bytes, at null.
-        unsafe { DevSlice::from_raw(MemorySpace::Device, std::ptr::null(), 0) }
+        unsafe { DevSlice::from_raw(MemorySpace::Device, std::ptr::null(), 0, crate::ElemType::Bytes) }
     };
     let empty = || {
         // SAFETY: as above.
-        unsafe { DevSliceMut::from_raw(MemorySpace::Device, std::ptr::null_mut(), 0) }
+        unsafe { DevSliceMut::from_raw(MemorySpace::Device, std::ptr::null_mut(), 0, crate::ElemType::Bytes) }
     };
     for layout in [QLayout::Batch, QLayout::Packed] {
         let (device, log) = open(Toy { workspace, ..Toy::on_a_device() });

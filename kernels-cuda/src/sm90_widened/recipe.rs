@@ -145,7 +145,7 @@ impl<V: Nvidia> Chosen<V> {
         let start = args.workspace.as_ref().map_or(std::ptr::null_mut(), DevSliceMut::as_mut_ptr);
         let written = |slice: &DevSliceMut<'_>| {
             // SAFETY: the memory of the call's operand, which the reader alone writes while it is borrowed here.
-            unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes()) }
+            unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes(), slice.elem()) }
         };
         let part = |from: u64, to: u64| {
             // SAFETY: of the workspace, which `check_fwd` saw to be as large as the plan says; the launch before the reader writes it.
@@ -154,6 +154,7 @@ impl<V: Nvidia> Chosen<V> {
                     MemorySpace::Device,
                     start.wrapping_add(from as usize).cast_const(),
                     to - from,
+                    self.wide.dtypes.qk,
                 )
             }
         };
