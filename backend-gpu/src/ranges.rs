@@ -1,5 +1,5 @@
-//! Named ranges of the calling thread, which a profiler shows beside what the device does: around each plan, each run, and
-//! each launch of a run.
+//! Named ranges of the calling thread, which a profiler shows beside what the device does: around each plan, each run,
+//! and each launch of a run. The replay of a graph launches nothing here, and has no range.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::fmt::Arguments;

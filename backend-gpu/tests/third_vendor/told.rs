@@ -1,5 +1,5 @@
-//! What a profiler and a logger are told: ranges that nest and close, however a plan or a run ends; records of what was planned,
-//! compiled and tuned.
+//! What a profiler and a logger are told: ranges that nest and close, however a plan or a run ends; records of what was
+//! planned, compiled and tuned.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int};
