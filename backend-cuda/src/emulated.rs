@@ -25,7 +25,7 @@ static DOUBLE: OnceCell<(Library, String)> = OnceCell::new();
 /// [`Error::NoDevice`] for an architecture that is not known, where the double's file is not found or does not open;
 /// [`Error::Problem`] if this process emulates another architecture already.
 pub(crate) fn install(arch: &str) -> Result<()> {
-    // Names are checked before the double is looked for, which may build it: one for each device, `sm_90` for `sm_90a` too.
+    // Names are checked before the double is looked for, which may build it: one a device, `sm_90` for `sm_90a` too.
     for name in arch.split(',') {
         let stated = |name: &str| DeviceFacts::stated(name).map(drop);
         stated(name).or_else(|refused| stated(&format!("{name}a")).map_err(|_| refused))?;
