@@ -8,6 +8,7 @@ use fmha_core::cache::{Module, only_plans};
 use fmha_core::{Call, Error, Problem, ProblemError, Result};
 
 use crate::driver::Driver;
+use crate::ranges::Range;
 use crate::recipe::{Grid, Kernel, Vendor};
 
 /// One launch.
@@ -15,6 +16,7 @@ pub struct Step<D: Driver> {
     /// Absent, for the reason that is said, where there was no compiler.
     pub(crate) module: Result<Arc<Module<D::Kernel>>, String>,
     pub(crate) grid: Grid,
+    pub(crate) range: Range,
     /// What the recipe keeps of it from call to call.
     pub kept: D::Kept,
 }
@@ -32,6 +34,7 @@ impl<D: Driver> Step<D> {
         if self.grid.groups == 0 {
             return Ok(());
         }
+        let _range = self.range.open();
         // SAFETY: the caller's promise.
         unsafe { D::launch(module.loaded()?, self.grid, arguments, stream) }
     }
@@ -113,6 +116,8 @@ pub fn chosen<T>(choice: Option<T>, kernel: &str) -> Result<T> {
 pub(crate) struct Ready<P: Problem, V: Vendor> {
     pub(crate) kernel: Kernel<P, V>,
     pub(crate) steps: Steps<V::Driver>,
+    /// Around all of a run.
+    pub(crate) range: Range,
 }
 
 /// What a plan launches.
@@ -132,10 +137,11 @@ impl<P: Problem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
     unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()> {
         // For all of the run: what a recipe asks of the driver needs the device too.
         let _entered = self.driver.as_ref().ok_or_else(only_plans)?.enter()?;
-        let Ready { kernel, steps } = match &self.fallback {
+        let Ready { kernel, steps, range } = match &self.fallback {
             Some(fallback) if self.chosen.kernel.takes_addresses(call).is_err() => fallback,
             _ => &self.chosen,
         };
+        let _range = range.open();
         // SAFETY: the caller's promise; the kernel takes these addresses, as `takes_addresses` saw before or just now, and the
         // device is entered.
         unsafe { kernel.launch(steps, call) }

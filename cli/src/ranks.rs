@@ -102,9 +102,11 @@ impl RankArgs {
     pub(super) fn options(&self, kernels: PlanOptions) -> Result<Options, Failure> {
         let links = match &self.links {
             None => Links::default(),
-            Some(path) => target::read_text(path)?
-                .parse()
-                .map_err(|error: String| Failure::wrong(format!("{}: {error}", path.display())))?,
+            Some(path) => {
+                let text = target::read_text(path).map_err(|failure| failure.of("links"))?;
+                text.parse()
+                    .map_err(|error: String| Failure::wrong(format!("links {}: {error}", path.display())))?
+            }
         };
         Ok(Options::default().scheme(self.scheme).kernels(kernels).links(links))
     }

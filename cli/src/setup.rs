@@ -264,6 +264,12 @@ impl ProblemArgs {
             None => logical.clone(),
             Some(padded) => each(&format!("padded_{side}"), padded, batch)?,
         };
+        let short = logical.iter().zip(&physical).position(|(logical, physical)| logical > physical);
+        if let Some(at) = short {
+            let (rows, length) = (physical[at], logical[at]);
+            let text = format!("padded_{side}[{at}] {rows} is less than {field}[{at}] {length}");
+            return Err(Failure::wrong(text));
+        }
         let mut offsets = vec![0i32];
         let mut total: i64 = 0;
         for &length in &physical {

@@ -134,9 +134,9 @@ def attention_out(
     Returns:
         ``o``.
     """
-    wanted = options.get("dtype_o")
-    if wanted is not None and _arguments.dtype_name(wanted) != _arguments.dtype_name(o.dtype):
-        raise ValueError(f"dtype_o {_arguments.dtype_name(wanted)} is not o's {_arguments.dtype_name(o.dtype)}")
+    wanted, has = options.get("dtype_o"), getattr(o, "dtype", None)
+    if None not in (wanted, has) and _arguments.dtype_name(wanted) != _arguments.dtype_name(has):
+        raise ValueError(f"dtype_o {_arguments.dtype_name(wanted)} is not o's {_arguments.dtype_name(has)}")
     _door(q).attention_out(q, k, v, *_arguments.bind(**options), scale_o, o, lse, keep_mask)
     return o
 
@@ -171,6 +171,7 @@ def attention_with_kvcache(
         k, v: new rows ``[batch, seqlen_new, num_heads_kv, head_dim]``, written at ``seqused_k[b]``; packed
             ``[total_new, num_heads_kv, head_dim]`` with ``cu_seqlens_new``, i32 ``[batch + 1]``, and
             ``max_seqlen_new``.
+        head_dim_v: V's last axis where ``v_cache`` is ``None``; beside a ``v_cache`` it has to be its.
         seqused_k: i32 ``[batch]``, rows in the cache: before the new ones.
         rotary_cos, rotary_sin: ``[max_pos, rotary_dim / 2]``, f32 or Q's type; ``rotary_interleaved`` turns pairs
             ``(2i, 2i + 1)``, else ``(i, i + rotary_dim / 2)``.

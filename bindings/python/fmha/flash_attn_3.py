@@ -94,7 +94,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.unbind(2)
     else:
         if num_heads_q is None:
-            raise ValueError(f"num_heads_q is missing (0 given) for qkv of {qkv.dim()} axes")
+            raise ValueError(f"num_heads_q is missing for qkv of {qkv.dim()} axes")
         heads_kv, rest = divmod(qkv.shape[2] - num_heads_q, 2)
         if rest or heads_kv < 1:
             raise ValueError(
@@ -206,7 +206,7 @@ def flash_attn_with_kvcache(
     refuse(qv=qv, attention_chunk=attention_chunk, rotary_seqlens=rotary_seqlens)
     batch = num_sequences(q, cu_seqlens_q)
     if cu_seqlens_q is not None and max_seqlen_q is None:
-        raise ValueError("max_seqlen_q is missing (0 given) beside cu_seqlens_q")
+        raise ValueError("max_seqlen_q is missing beside cu_seqlens_q")
     # Of packed new rows: an upper bound that costs nothing, all of them in one sequence.
     max_seqlen_new = 0 if cu_seqlens_k_new is None or k is None else k.shape[0]
     o, lse = over_cache(

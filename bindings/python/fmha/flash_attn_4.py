@@ -150,7 +150,7 @@ def flash_attn_varlen_func(
         ("max_seqlen_k", cu_seqlens_k, max_seqlen_k),
     ):
         if offsets is not None and longest is None:
-            raise ValueError(f"{name} is missing (0 given) beside its cu_seqlens")
+            raise ValueError(f"{name} is missing beside its cu_seqlens")
     if page_table is not None:
         check_cache_lengths("seqused_k", seqused_k, k, page_table)
     left, right = _window(window_size, causal)

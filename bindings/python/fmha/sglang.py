@@ -4,8 +4,8 @@ Made for SGLang 0.5.23's interface and tested against a stand-in of its base cla
 itself: it runs so on the CPU and an H200, and nobody has served a model with it yet.
 
 Decoding and extending over the token pool, whose pages are the block table's, with windows, sinks and soft-cap. CUDA
-graphs of decoding: lengths and pages are read on the device. Speculative verification, cross and encoder attention and
-pools of sliding windows are refused by name.
+graphs of decoding: lengths and pages are read on the device. Speculative verification, cross and encoder attention, pools
+of 8 bits and pools of sliding windows are refused by name.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Backend(AttentionBackend):
         o = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         m = self.forward_metadata
         if m is None:
-            raise RuntimeError("forward_metadata is None: init_forward_metadata comes first (0 calls)")
+            raise RuntimeError("forward_metadata is None: init_forward_metadata comes first")
         forward_out(
             q,
             keys,

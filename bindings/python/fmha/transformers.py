@@ -274,7 +274,7 @@ def _offsets(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
         if given is None:
-            raise ValueError(f"{name} is missing (0 given) beside the other offsets")
+            raise ValueError(f"{name} is missing beside the other offsets")
     if query.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q is given, but query has batch {query.shape[0]}, not the 1 of packed sequences")
     return (

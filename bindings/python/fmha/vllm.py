@@ -55,7 +55,7 @@ class Builder(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
-            raise NotImplementedError("causal is a tensor (1), a mask for each request, which no kernel takes")
+            raise NotImplementedError("causal is a tensor, a mask for each request, which no kernel takes")
         return Metadata(
             common.num_actual_tokens,
             common.query_start_loc,

@@ -8,7 +8,7 @@ import torch
 
 import fmha
 from fmha import bert_padding, flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
-from reference import appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance
+from reference import DEVICE, appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance
 from run import run_python
 
 TAIL2 = (
@@ -415,7 +415,7 @@ def by_fa4(q, k, v, window_size, causal, sink=None):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_every_number_is_a_bound_of_fa4s_windows(causal, with_sink):
-    for window_size in draw_bounds(50) + [(None, -1), (-1, None), (-1, 1), (2, -2), (1, -3), (-9, 0)]:
+    for window_size in draw_bounds(20) + [(None, -1), (-1, None), (-1, 1), (2, -2), (1, -3), (-9, 0)]:
         sizes = torch.randint(1, 9, (2,)).tolist()
         q, k, v = tensors(sq=sizes[0], sk=sizes[1], grad=True)
         sink = torch.randn(4, requires_grad=True) if with_sink else None
@@ -546,12 +546,16 @@ def test_our_own_door_clamps_such_a_length_and_refuses_it_with_check_lengths():
 def test_lengths_beyond_the_pages_of_packed_calls_are_refused():
     q, pages = torch.randn(2, 4, 16), torch.randn(2, 4, 5, 2, 16)
     table = torch.arange(4, dtype=torch.int32).view(2, 2)
-    with pytest.raises(ValueError, match="cu_seqlens_k's difference.* is 11, but the pages of block_table have 10"):
+    # Offsets on a GPU are not read: there the longest sequence, a number, is refused.
+    lengths = "cu_seqlens_k's difference.* is 11, but the pages of block_table have 10"
+    beyond = pytest.raises(ValueError, match=lengths) if DEVICE == "cpu" else pytest.raises(RuntimeError, match="10 keys")
+    with beyond:
         fa2.flash_attn_varlen_func(q, *pages, offsets([1, 1]), offsets([11, 3]), 1, 11, block_table=table)
-    with pytest.raises(ValueError, match="seqused_k.* is 12, but the pages of block_table have 10"):
-        fa4.flash_attn_varlen_func(
-            q[:, None], *pages, seqused_k=torch.tensor([12, 3], dtype=torch.int32), page_table=table
-        )
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match="seqused_k.* is 12, but the pages of block_table have 10"):
+            fa4.flash_attn_varlen_func(
+                q[:, None], *pages, seqused_k=torch.tensor([12, 3], dtype=torch.int32), page_table=table
+            )
 
 
 @pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])
@@ -559,5 +563,5 @@ def test_a_rotary_embedding_without_new_rows_is_refused(module):
     q, k, v = tensors(sq=1, sk=12)
     angle = torch.rand(16, 8)
     for name in ("rotary_cos", "rotary_sin"):
-        with pytest.raises(ValueError, match=f"{name} is given \\(1\\), but k is not"):
+        with pytest.raises(ValueError, match=f"{name} is given, but k is not"):
             module.flash_attn_with_kvcache(q, k, v, cache_seqlens=7, **{name: angle})

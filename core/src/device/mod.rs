@@ -22,6 +22,7 @@ use crate::peers::Peers;
 use crate::plan::{BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions, Workspace};
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
+use crate::records::{PLAN, record};
 use crate::roofline::Roofline;
 use crate::tune::Tune;
 
@@ -122,7 +123,7 @@ impl Device {
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) with every refusal, or what the compiler or driver said.
     pub fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        self.seal(problem, options, |problem| self.0.plan_fwd(problem, options))
+        self.planned(problem, options, |problem| self.0.plan_fwd(problem, options))
     }
 
     /// Chooses a backward kernel.
@@ -130,7 +131,7 @@ impl Device {
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
     pub fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
-        self.seal(problem, options, |problem| self.0.plan_bwd(problem, options))
+        self.planned(problem, options, |problem| self.0.plan_bwd(problem, options))
     }
 
     /// Chooses a combine kernel.
@@ -138,7 +139,22 @@ impl Device {
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
     pub fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
-        self.seal(problem, options, |problem| self.0.plan_combine(problem, options))
+        self.planned(problem, options, |problem| self.0.plan_combine(problem, options))
+    }
+
+    /// A plan, of which the program's logger is told.
+    fn planned<P: Problem>(
+        &self,
+        problem: &P,
+        options: &PlanOptions,
+        plan: impl FnOnce(&P) -> Result<Planned<P>>,
+    ) -> Result<Plan<P>> {
+        let plan = self.seal(problem, options, plan);
+        match &plan {
+            Ok(plan) => plan.record(),
+            Err(error) => record!(debug, PLAN, "{} on {}: no plan: {error}", P::OPERATION, self.name()),
+        }
+        plan
     }
 
     fn seal<P: Problem>(

@@ -24,6 +24,7 @@ use crate::error::{Refusal, Result};
 use crate::lengths::check_lengths;
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
+use crate::records::{Listed, PLAN, record};
 use crate::seq::{checked_spans, spans};
 
 /// Scratch memory of a run. Contents between runs mean nothing: what a run wants zero it clears itself,
@@ -177,6 +178,26 @@ impl<P: Problem> Plan<P> {
             parts.promises.graph_capturable &= space == MemorySpace::Host;
         }
         Self(Arc::new(Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence }))
+    }
+
+    /// Tells the program's logger what was chosen.
+    pub(crate) fn record(&self) {
+        let (operation, device, kernel) = (P::OPERATION, self.backend(), self.kernel());
+        let refused = Listed(self.refusals().iter(), "; ");
+        if self.is_fallback() {
+            record!(
+                info,
+                PLAN,
+                "{operation} on {device}: fallback {kernel}, correct and not fast: {refused}"
+            );
+        }
+        let steps = Listed(self.steps().iter().map(|step| &step.kernel), ", ");
+        let details = Listed(self.details().iter().map(|(name, value)| format!("{name} {value}")), "; ");
+        record!(
+            debug,
+            PLAN,
+            "{operation} on {device}: kernel {kernel}; steps: {steps}; {details}; refused: {refused}"
+        );
     }
 
     /// Queues the work on `stream` and returns; where there are no streams it is done by then. All of the operands are
