@@ -452,7 +452,8 @@ def prepared(
         if not (q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):
             by_columns = v.dim() > 2 and v.stride(-3) == 1
             q, k, v = _rows(q), _rows(k), v if by_columns else _rows(v)
-        if tensors is not NO_TENSORS:
+        # Torch 2.11's compiler does not trace whether tuples are one object.
+        if torch.compiler.is_compiling() or tensors is not NO_TENSORS:
             bias = None if tensors[0] is None else _rows(tensors[0])
             tensors = (bias, *(x if x is None or x.is_contiguous() else x.contiguous() for x in tensors[1:]))
     except (AttributeError, IndexError, RuntimeError, TypeError):
@@ -505,7 +506,7 @@ def _refuse_tangents(*given: Any) -> None:
 def _is_plain(tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:
     """Whether a call's numbers are worth keeping: a seed is another one each time, and what a compiler makes outlives
     the process that has kept them."""
-    return tensors is NO_TENSORS and not numbers[_AT_P_DROP] and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and tensors is NO_TENSORS and not numbers[_AT_P_DROP]
 
 
 def _moves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
