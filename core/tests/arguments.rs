@@ -7,9 +7,9 @@ mod support;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
     Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs,
-    CombineProblem, DType, DevSlice, DevSliceMut, Dims, DropoutSeed, ElemType, ElementwiseBias, FwdArgs,
-    FwdProblem, KvLayout, MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape, Strides,
-    Totals, Workspace, bind,
+    CombineProblem, DType, Descale, DevSlice, DevSliceMut, Dims, DropoutSeed, ElemType, ElementwiseBias,
+    FwdArgs, FwdProblem, KvLayout, MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape,
+    Strides, Totals, Workspace, bind,
 };
 
 use support::{bwd_args, input, output};
@@ -43,6 +43,22 @@ fn refusal(problem: FwdProblem, args: &FwdArgs<'_>) -> String {
 fn arguments_that_fit_pass() {
     let problem = FwdProblem::batch(DType::F32, DIMS).validate().unwrap();
     check_fwd(&problem, &args(), Workspace::NONE, MemorySpace::Host).unwrap();
+}
+
+#[test]
+fn what_each_of_no_sequences_has_is_given_and_empty() {
+    let mut problem =
+        FwdProblem::batch(DType::F32, Dims { batch: 0, ..DIMS }).bias(Bias::Alibi { per_batch: true });
+    (problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v) =
+        (Descale::PerKvHead, Descale::PerKvHead, Descale::PerKvHead);
+    (problem.dtypes.qk, problem.dtypes.v) = (DType::E4m3Fn, DType::E4m3Fn);
+    let args = changed(|args| {
+        let none = || Some(input(0x50000, 0));
+        args.score.alibi_slopes = none();
+        (args.score.descale_q, args.score.descale_k, args.score.descale_v) = (none(), none(), none());
+    });
+    let problem = problem.validate().unwrap();
+    check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host).unwrap();
 }
 
 #[test]

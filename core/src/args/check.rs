@@ -224,20 +224,23 @@ impl Operands {
             _ => None,
         };
         self.optional_tensor("bias", bias, wanted)?;
-        let slopes = match problem.score.bias {
-            Bias::Alibi { per_batch } => {
-                u64::from(dims.num_heads_q) * if per_batch { u64::from(dims.batch) } else { 1 }
-            }
-            _ => 0,
+        let (has_slopes, per_batch) = match problem.score.bias {
+            Bias::Alibi { per_batch } => (true, per_batch),
+            _ => (false, false),
         };
-        self.read("alibi_slopes", &score.alibi_slopes, slopes > 0, (F32, slopes))?;
+        let slopes = u64::from(dims.num_heads_q) * if per_batch { u64::from(dims.batch) } else { 1 };
+        self.read("alibi_slopes", &score.alibi_slopes, has_slopes, (F32, slopes))?;
         self.read("sink", &score.sink, problem.score.sink, (F32, dims.num_heads_q.into()))?;
-        let descale = |kind: Descale| kind.num_elems(dims.batch, dims.num_heads_kv);
-        let [q, k, v] =
-            [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v].map(descale);
-        self.read("descale_q", &score.descale_q, q > 0, (F32, q))?;
-        self.read("descale_k", &score.descale_k, k > 0, (F32, k))?;
-        self.read("descale_v", &score.descale_v, v > 0, (F32, v))?;
+        let scales = &problem.scales;
+        for (name, given, kind) in [
+            ("descale_q", &score.descale_q, scales.descale_q),
+            ("descale_k", &score.descale_k, scales.descale_k),
+            ("descale_v", &score.descale_v, scales.descale_v),
+        ] {
+            // Of no sequences there are none for each, which is not the same as none.
+            let elems = kind.num_elems(dims.batch, dims.num_heads_kv);
+            self.read(name, given, kind != Descale::None, (F32, elems))?;
+        }
         score.seed(problem)?;
         Ok(extents)
     }
