@@ -540,3 +540,11 @@ def test_a_tensor_in_place_of_another_argument_is_not_printed_whole(name):
     assert len(str(raised.value)) < 220
     with pytest.raises(TypeError, match="^mask: ndarray of shape .7, 11. is neither.*comes in as bias"):
         fmha.attention(q, k, v, mask=torch.rand(7, 11).cpu().numpy())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_the_stride_of_one_packed_row_says_nothing(rows):
+    q, k, v = torch.randn(rows, 3, 8), torch.randn(4, 3, 8), torch.randn(4, 3, 8)
+    packed = dict(cu_seqlens_q=offsets([rows]), cu_seqlens_k=offsets([4]), max_seqlen_q=2, max_seqlen_k=4)
+    o = torch.empty_strided(q.shape, (8, 8, 1))
+    assert torch.equal(fmha.attention_out(o, q, k, v, **packed), fmha.attention(q, k, v, **packed))
