@@ -1,7 +1,7 @@
 """Sound calls, drawn by a seed, at each door against float64: ``python drawn.py SEED:COUNT [DOOR...]``.
 
-Doors are torch's ``attention`` with its gradients, ``attention_out``, NumPy's, JAX's with its gradients, and caches
-through torch and NumPy. Rows that lengths leave out are NaN in inputs, 0 in results and gradients, and as they were in
+Doors are torch's ``attention`` with its gradients, by autograd and by ``torch.func``, ``attention_out``, NumPy's, JAX's
+with its gradients, and caches through torch and NumPy: in pages, appended to, turned, under a tree. Rows that lengths leave out are NaN in inputs, 0 in results and gradients, and as they were in
 a caller's outputs. Prints a line for each call that is wrong, then what was counted.
 """
 
@@ -246,10 +246,11 @@ def near(name, given, wanted, unit):
     return None if error.max().item() <= bound else f"{name}: error {error.max().item():.3g} > {bound:.3g}"
 
 
-def results(call, o, lse, exact, dtype_o=None):
+def results(call, o, lse, exact, loose=1):
     scale = max(1.0, *(x.detach().nan_to_num(0, 0, 0).abs().max().item() if x.numel() else 0 for x in (call.v, o.nan_to_num(0))))
-    unit = UNIT[dtype_o or call.dtype_o] + UNIT[call.dtype]
-    return near("o", o, exact[0], unit * scale) or (near("lse", lse, exact[1], 2e-6) if lse is not None else None)
+    unit = (UNIT[call.dtype_o] + UNIT[call.dtype]) * loose
+    of_lse = 2e-6 if loose == 1 else UNIT[call.dtype] * loose
+    return near("o", o, exact[0], unit * scale) or (near("lse", lse, exact[1], of_lse) if lse is not None else None)
 
 
 def gradients(call, given, leaves, exact, dout, dlse):
@@ -301,6 +302,24 @@ def of_torch(draw):
         [x for x in (o, lse) if x is not None], list(inputs.values()), [x for x in (dout, dlse) if x is not None]
     )
     return call, gradients(call, found, leaves, exact, dout, dlse)
+
+
+def of_func(draw):
+    """Gradients by ``torch.func``."""
+    call = Call(draw)
+    leaves, exact = call.exact()
+
+    def function(*given):
+        named = dict(zip(leaves, given))
+        q, k, v = (named.pop(name) for name in "qkv")
+        return fmha.attention(q, k, v, return_lse=True, **{**call.options, **named})
+
+    (o, lse), back = torch.func.vjp(function, *(call.tensors()[name] for name in leaves))
+    bad = results(call, o, lse, exact)
+    if bad:
+        return call, bad
+    dout, dlse = (torch.randn(x.shape).to(x.dtype) for x in (o, lse))
+    return call, gradients(call, back((dout, dlse)), leaves, exact, dout, dlse)
 
 
 def into(draw):
@@ -379,60 +398,135 @@ def of_jax(draw):
     return call, gradients(call, [tensor(x) for x in found], leaves, exact, dout, dlse)
 
 
+def turned(x, cos, sin, positions, interleaved):
+    """Rows of a sequence by the angles of their positions, in f32 and rounded once."""
+    half = cos.shape[1]
+    rows = x.float()
+    c, s = (table.float()[positions].unsqueeze(1) for table in (cos, sin))
+    first, second = (
+        (rows[..., 0 : 2 * half : 2], rows[..., 1 : 2 * half : 2])
+        if interleaved
+        else (rows[..., :half], rows[..., half : 2 * half])
+    )
+    pair = first * c - second * s, first * s + second * c
+    front = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([front, rows[..., 2 * half :]], -1).to(x.dtype)
+
+
+def tree(draw, call, options):
+    """A mask of bits over as many last keys as there are queries, and what is added to the scores by its meaning."""
+    most = call.of_q.most
+    bits = torch.rand(call.batch, most, most) < 0.5
+    words = torch.zeros(call.batch, most, (most + 31) // 32, dtype=torch.int64)
+    for j in range(most):
+        words[:, :, j // 32] |= bits[:, :, j].long() << (j % 32)
+    hidden = torch.zeros(call.batch, 1, most, call.of_k.most, dtype=torch.float64)
+    for b in range(call.batch):
+        rows, keys = call.of_q.lengths[b], call.of_k.lengths[b]
+        for i in range(rows):
+            for j in range(max(keys - rows, 0), keys):
+                if not bits[b, i, j - (keys - rows)]:
+                    hidden[b, 0, i, j] = -math.inf
+    options.pop("bias", None)
+    words = (words - ((words >> 31) << 32)).to(torch.int32)
+    if call.of_q.packed:
+        rows = torch.zeros(call.of_q.rows, *words.shape[2:], dtype=torch.int32)
+        for b in range(call.batch):
+            call.of_q.of(rows, b).copy_(words[b, : call.of_q.lengths[b]])
+        words = rows
+    options.update(mask="causal", tree_mask=words)
+    return hidden
+
+
 def cache(draw, convert=lambda x: x, back=lambda x: x):
-    """A cache, dense or in pages, with rows appended to it half of the time."""
+    """A cache, dense or in pages, with rows appended to it half of the time; turned, under a tree, V in K's rows."""
     call = Call(draw, caches=True)
-    if call.batch == 0:
-        return call, None
     for name in ("dtype_o", "deterministic"):
         call.options.pop(name, None)
     call.dtype_o = call.dtype
-    # What sees each key: lengths after new rows are there.
+    front = draw.random() < 0.2
+    if front:
+        call.dv = draw.randint(1, call.d)
+        call.v = call.k[..., : call.dv]
     before, most = call.of_k.lengths, call.of_k.most
     room = [most - rows for rows in before]
-    new = draw.randint(0, max(min(room), 0)) if draw.random() < 0.5 else 0
+    packed_new = draw.random() < 0.3
+    new = [0] * call.batch
+    if draw.random() < 0.6 and max(room, default=0):
+        new = [draw.randint(0, rows) for rows in room] if packed_new else [draw.randint(0, min(room))] * call.batch
+    appends = max(new, default=0) > 0
+    firsts = [sum(new[:i]) for i in range(call.batch + 1)]
     k_new, v_new = (
-        draw.tensor((call.batch, new, call.heads_kv, dim), call.dtype) if new else None for dim in (call.d, call.dv)
+        draw.tensor((firsts[-1], call.heads_kv, dim) if packed_new else (call.batch, new[0], call.heads_kv, dim), call.dtype)
+        if appends
+        else None
+        for dim in (call.d, call.dv)
     )
-    k, v, options = call.k.clone(), call.v.clone(), dict(call.options)
+    added = [[x[firsts[b] : firsts[b + 1]] if packed_new else x[b] for b in range(call.batch)] if appends else None for x in (k_new, v_new)]
+    call.of_k.lengths = [rows + more for rows, more in zip(before, new)]
+    options = dict(call.options)
     options.setdefault("mask", None)
+    if appends and packed_new:
+        options.update(cu_seqlens_new=torch.tensor(firsts, dtype=torch.int32), max_seqlen_new=max(new))
+    if front:
+        options["head_dim_v"] = call.dv
+    hidden = tree(draw, call, options) if draw.random() < 0.15 and call.of_q.most else None
+    queries, angles = call.q.clone(), None
+    if appends and call.d > 1 and draw.random() < 0.4:
+        half, interleaved = draw.randint(1, call.d // 2), draw.random() < 0.5
+        angles = torch.rand(most + call.of_q.most + 1, half) * 6
+        cos, sin = (x.to(draw.choice([torch.float32, call.dtype])) for x in (angles.cos(), angles.sin()))
+        sin = sin.to(cos.dtype)
+        options.update(rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved)
+        moves = fmha.mask(options["mask"]).kind in (1, 2)
+        for b in range(call.batch):
+            rows = call.of_q.of(queries, b)
+            positions = before[b] + torch.arange(rows.shape[0]) * moves
+            rows.copy_(turned(rows, cos, sin, positions, interleaved))
+            added[0][b] = turned(added[0][b], cos, sin, before[b] + torch.arange(new[b]), interleaved)
+    k, v = call.k.clone(), call.v.clone()
     if draw.random() < 0.5 and most:
         size = draw.choice([size for size in (1, 2, 3, 4, 8, 16) if most % size == 0])
         pages = most // size
         order = torch.randperm(call.batch * pages)
-        pool_k, pool_v = (
-            torch.full((call.batch * pages, size, *x.shape[2:]), NAN, dtype=x.dtype) for x in (k, v)
-        )
-        for pool, x in ((pool_k, k), (pool_v, v)):
+        pools = []
+        for x in (k, v):
+            pool = torch.full((call.batch * pages, size, *x.shape[2:]), NAN, dtype=x.dtype)
             pool[order] = x.reshape(call.batch * pages, size, *x.shape[2:])
+            pools.append(pool)
+        k, v = pools
         options["block_table"] = order.view(call.batch, pages).to(torch.int32)
-        k, v = pool_k, pool_v
     options = {
         name: convert(x.contiguous() if name != "bias" else x) if isinstance(x, torch.Tensor) else x
         for name, x in options.items()
     }
-    k, v = convert(k), convert(v)
-    news = () if k_new is None else (convert(k_new), convert(v_new))
+    k, v = convert(k), None if front else convert(v)
+    news = () if k_new is None else (convert(k_new),) if front else (convert(k_new), convert(v_new))
     o, lse = fmha.attention_with_kvcache(convert(call.q), k, v, *news, return_lse=True, **options)
     # The meaning is that of the rows with what was appended.
-    for b in range(call.batch):
-        for whole, added in ((call.k, k_new), (call.v, v_new)):
-            if added is not None:
-                whole[b, before[b] : before[b] + new] = added[b]
-    call.of_k.lengths = [rows + new for rows in before]
+    call.q, call.k, call.v = queries, call.k.clone(), call.v.clone()
+    for whole, rows in ((call.k, added[0]), (call.v, [x[..., : call.dv] for x in added[0]] if front and appends else added[1])):
+        for b in range(call.batch):
+            if appends:
+                whole[b, before[b] : before[b] + new[b]] = rows[b]
+    if hidden is not None:
+        call.options.pop("bias", None)
+        call.options.update(bias=hidden, mask=None)
     _, exact = call.exact()
-    return call, results(call, back(o), back(lse), exact)
+    # Where a turned element was rounded the other way, its row's scores differ.
+    loose = 1 if angles is None else 4 * math.sqrt(call.d)
+    return call, results(call, back(o), back(lse), exact, loose=loose)
 
 
 def cache_of_numpy(draw):
     return cache(draw, array, tensor)
 
 
-DOORS = {"torch": of_torch, "into": into, "cache": cache}
+DOORS = {"torch": of_torch, "func": of_func, "into": into, "cache": cache}
 if jax is not None:
     DOORS.update(numpy=of_numpy, numpy_cache=cache_of_numpy, jax=of_jax)
 #: Of a hundred calls; JAX compiles each.
-WEIGHTS = {"torch": 45, "into": 12, "cache": 15, "numpy": 12, "numpy_cache": 6, "jax": 5}
+WEIGHTS = {"torch": 40, "func": 5, "into": 10, "cache": 22, "numpy": 12, "numpy_cache": 6, "jax": 5}
 
 
 def main(seed, count, doors):
