@@ -55,8 +55,8 @@ impl<'a> Output<'a> {
             Some(buffer) => buffer.slice_mut().typed(self.given.elem()),
             // SAFETY: the same memory, borrowed exclusively from `self`, which holds it exclusively.
             None => unsafe {
-                DevSliceMut::from_raw(self.given.space(), self.given.as_mut_ptr(), self.given.bytes())
-                    .typed(self.given.elem())
+                let Self { given, .. } = self;
+                DevSliceMut::from_raw(given.space(), given.as_mut_ptr(), given.bytes(), given.elem())
             },
         }
     }

@@ -282,15 +282,18 @@ impl DevBuffer {
         Self { space, ptr, bytes, elem: ElemType::Bytes, free: Some(free) }
     }
 
-    /// The same memory, with elements of this type; a workspace stays one.
+    /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
     #[must_use]
     pub fn typed(mut self, elem: impl Into<ElemType>) -> Self {
-        self.set_elem(elem.into());
+        self.elem = self.elem.retyped(elem.into());
         self
     }
 
+    /// The type of what was uploaded: a workspace stays one.
     fn set_elem(&mut self, elem: ElemType) {
-        self.elem = self.elem.retyped(elem);
+        if self.elem != ElemType::Scratch {
+            self.elem = elem;
+        }
     }
 
     /// The type of its elements.
@@ -321,14 +324,14 @@ impl DevBuffer {
     #[must_use]
     pub fn slice(&self) -> DevSlice<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow keeps it alive.
-        unsafe { DevSlice::from_raw(self.space, self.ptr, self.bytes) }.typed(self.elem)
+        unsafe { DevSlice::from_raw(self.space, self.ptr, self.bytes, self.elem) }
     }
 
     /// As an output.
     #[must_use]
     pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow is exclusive.
-        unsafe { DevSliceMut::from_raw(self.space, self.ptr, self.bytes) }.typed(self.elem)
+        unsafe { DevSliceMut::from_raw(self.space, self.ptr, self.bytes, self.elem) }
     }
 }
 

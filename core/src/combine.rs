@@ -114,7 +114,7 @@ impl CombineProblem {
             let most = i32::MAX.unsigned_abs();
             ensure!((least..=most).contains(&value), field, "{field} {value} is not in {least}..={most}");
         }
-        ensure!(!(self.adds() && self.write_lse), "write_lse", "write_lse true: a sum of parts has 0 LSEs");
+        ensure!(!(self.adds() && self.write_lse), "write_lse", "write_lse true: a sum of parts has no LSE");
         let rows = self.seqlen_q;
         ensure!(rows <= MAX_SEQLEN, "seqlen_q", "seqlen_q {rows} is larger than {MAX_SEQLEN}");
         let dim = self.head_dim_v;

@@ -110,7 +110,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         accuracy: ``"fast"`` or ``"exact"`` (the true running maximum).
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: a sequence's bits depend on itself alone.
-        check_lengths: lengths are read back and checked, which waits for the device.
+        check_lengths: lengths are read back and checked, which waits for the device. Without it a length beyond its
+            rows, its cache or the pages in its row of ``block_table`` is clamped, on the CPU and on a GPU alike.
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, seqlen_q]`` or ``[num_heads_q, total_q]``: natural
             logarithm, -inf for a row that sees no key; differentiable.
 
@@ -150,6 +151,9 @@ def attention_out(
     Returns:
         ``o``.
     """
+    wanted, has = options.get("dtype_o"), getattr(o, "dtype", None)
+    if None not in (wanted, has) and _arguments.dtype_name(wanted) != _arguments.dtype_name(has):
+        raise ValueError(f"dtype_o {_arguments.dtype_name(wanted)} is not o's {_arguments.dtype_name(has)}")
     _door(q).attention_out(q, k, v, *_arguments.bind(**options), scale_o, o, lse, keep_mask)
     return o
 
@@ -241,6 +245,7 @@ def attention_with_kvcache(
         k, v: new rows ``[batch, seqlen_new, num_heads_kv, head_dim]``, written at ``seqused_k[b]``; packed
             ``[total_new, num_heads_kv, head_dim]`` with ``cu_seqlens_new``, i32 ``[batch + 1]``, and
             ``max_seqlen_new``.
+        head_dim_v: V's last axis where ``v_cache`` is ``None``; beside a ``v_cache`` it has to be its.
         seqused_k: i32 ``[batch]``, rows in the cache: before the new ones.
         rotary_cos, rotary_sin: ``[max_pos, rotary_dim / 2]``, f32 or Q's type; ``rotary_interleaved`` turns pairs
             ``(2i, 2i + 1)``, else ``(i, i + rotary_dim / 2)``.
@@ -256,6 +261,9 @@ def attention_with_kvcache(
     if options.get("causal") is not None and isinstance(mask, str) and mask == "causal":
         mask = None
     tensors, numbers = _arguments.bind(mask=mask, **options)
+    axes = getattr(v_cache, "shape", None)
+    if head_dim_v and axes and head_dim_v != axes[-1]:
+        raise ValueError(f"head_dim_v {head_dim_v} is not the {axes[-1]} of v_cache's last axis")
     numbers = (
         *numbers,
         _integer("max_seqlen_new", max_seqlen_new),

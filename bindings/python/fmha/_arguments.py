@@ -81,12 +81,17 @@ NO_TENSORS: Tuple[Any, ...] = (None,) * len(TENSORS)
 CACHE_TENSORS = ("k_new", "v_new", "cu_seqlens_new", "rotary_cos", "rotary_sin", "tree_mask")
 
 
+def dtype_name(dtype: Any) -> str:
+    """The name of a type by any library's name of it."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return name.rpartition(".")[2]
+
+
 def dtype_code(dtype: Any) -> int:
     """The library's code for a type by any library's name of it; -1 for None."""
     if dtype is None:
         return -1
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    name = name.rpartition(".")[2]
+    name = dtype_name(dtype)
     if name not in _native.DTYPES or _native.DTYPES[name] >= 100:
         raise TypeError(f"dtype_o: {shown(dtype)} is no type that O can have")
     return _native.DTYPES[name]

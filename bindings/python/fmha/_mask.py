@@ -23,6 +23,9 @@ CAUSAL = Mask(2, -1, 0)
 #: Likewise, counted from the sequence's start.
 CAUSAL_TOP_LEFT = Mask(1, -1, 0)
 
+#: Further than any two rows are apart.
+_FAR = (1 << 31) - 1
+
 MaskLike = Union[None, bool, str, Mask]
 
 
@@ -33,6 +36,18 @@ def window(left: Optional[int], right: Optional[int], *, top_left: bool = False,
             raise ValueError(f"window: {name} {value} is below 0 (None is unbounded)")
     bounds = [-1 if value is None else int(value) for value in (left, right)]
     return Mask(1 if top_left else 2, bounds[0], bounds[1], int(sink_columns))
+
+
+def band(left: Optional[int], right: Optional[int], shift: int) -> Mask:
+    """Keys from ``i + shift - left`` to ``i + shift + right`` for query ``i``, both included, counted from the first
+    key; ``None`` is unbounded, and a bound may be below 0."""
+
+    def coordinate(bound: Optional[int], shift: int) -> int:
+        return _FAR if bound is None else max(-_FAR, min(bound + 1 + shift, _FAR))
+
+    if left is None and right is None:
+        return NONE
+    return Mask(3, coordinate(left, -shift), coordinate(right, shift))
 
 
 def _parse(text: str) -> Mask:

@@ -479,11 +479,11 @@ def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...],
     seed as a tensor beside them."""
     if numbers[_AT_SEED] is not None:
         return numbers, None
-    if getattr(q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
-        raise ValueError("seed: none is given, and a graph is captured, whose replays would all drop the same elements")
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
     if torch.compiler.is_compiling():
         return with_seed(numbers, 0), drawn
+    if getattr(q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+        raise ValueError("seed: none is given, and a graph is captured, whose replays would all drop the same elements")
     return with_seed(numbers, int(drawn)), None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import os
 import secrets
 import socket
@@ -515,7 +516,7 @@ def attention(
 
 def _refuse_unknown(wrong: Any) -> None:
     if wrong:
-        raise unknown("attention", wrong, attention.__kwdefaults__)
+        raise unknown("attention", wrong, inspect.signature(attention).parameters)
 
 
 def _bound(q: Any, group: Any, **given: Any) -> Any:
@@ -602,8 +603,6 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> str:
     """What :func:`attention` with these arguments would do: what each scheme would cost, the one that serves and
     why, every step of this rank. All ranks call it; it plans, and runs nothing."""
-    import inspect
-
     bound = inspect.signature(attention).bind(q, k, v, **options)
     bound.apply_defaults()
     _refuse_unknown(bound.arguments.pop("wrong"))

@@ -89,10 +89,12 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise ValueError(f"qkv has {qkv.shape[2]} tensors on axis 2, not 3")
+        if num_heads_q not in (None, qkv.shape[3]):
+            raise ValueError(f"num_heads_q {num_heads_q} is not the {qkv.shape[3]} heads of qkv's axis 3")
         q, k, v = qkv.unbind(2)
     else:
         if num_heads_q is None:
-            raise ValueError(f"num_heads_q is missing (0 given) for qkv of {qkv.dim()} axes")
+            raise ValueError(f"num_heads_q is missing for qkv of {qkv.dim()} axes")
         heads_kv, rest = divmod(qkv.shape[2] - num_heads_q, 2)
         if rest or heads_kv < 1:
             raise ValueError(
@@ -204,7 +206,7 @@ def flash_attn_with_kvcache(
     refuse(qv=qv, attention_chunk=attention_chunk, rotary_seqlens=rotary_seqlens)
     batch = num_sequences(q, cu_seqlens_q)
     if cu_seqlens_q is not None and max_seqlen_q is None:
-        raise ValueError("max_seqlen_q is missing (0 given) beside cu_seqlens_q")
+        raise ValueError("max_seqlen_q is missing beside cu_seqlens_q")
     # Of packed new rows: an upper bound that costs nothing, all of them in one sequence.
     max_seqlen_new = 0 if cu_seqlens_k_new is None or k is None else k.shape[0]
     o, lse = over_cache(
@@ -242,6 +244,8 @@ def flash_attn_combine(
 ):
     """``out_partial`` ``(splits, batch, seqlen, nheads, headdim)`` or packed ``(splits, total, nheads, headdim)``,
     ``lse_partial`` ``(splits, batch, seqlen, nheads)`` or ``(splits, total, nheads)``: ``(out, lse)``."""
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise ValueError(f"out_dtype {out_dtype} is not the {out.dtype} of out")
     packed = out_partial.dim() == 4
     if packed:
         out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)

@@ -152,7 +152,7 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<FmhaTensor, Wrong>
             given == size || broadcasts,
             "{name} has shape {shape:?}, which {wanted:?} does not broadcast to"
         );
-        ensure!(stride >= 0, "{name} has stride {stride}, below 0");
+        ensure!(stride >= 0 || given <= 1, "{name} has stride {stride}, below 0");
     }
     let stride = |i: usize| match axis(i) {
         (1, _) => 0,
@@ -163,7 +163,7 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<FmhaTensor, Wrong>
     Ok(FmhaTensor {
         data: tensor.address(),
         batch_stride: stride(0),
-        seqlen_stride: axis(2).1,
+        seqlen_stride: axis(2).1.max(0),
         head_stride: stride(1),
         dim_stride: if sizes.seqlen_k == 1 { 1 } else { axis(3).1 },
     })

@@ -172,13 +172,14 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
 pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<FmhaTensor, Wrong> {
     expect(name, tensor, wanted)?;
     attention_type(name, tensor)?;
-    let steps = tensor.steps();
-    if let Some(at) = steps.iter().position(|&stride| stride < 0) {
-        return Err(format!("{name} has stride {} on axis {at}, below 0", steps[at]));
+    let mut steps: SmallVec<[i64; 4]> = SmallVec::from_slice(tensor.steps());
+    for (at, (step, &size)) in steps.iter_mut().zip(wanted).enumerate() {
+        ensure!(*step >= 0 || size <= 1, "{name} has stride {step} on axis {at}, below 0");
+        *step = (*step).max(0);
     }
     dense_rows(name, tensor, name == "v")?;
-    let (batch_stride, row) = if steps.len() == 4 { (steps[0], &steps[1..]) } else { (0, steps) };
-    let dim_stride = if wanted.last() == Some(&1) || wanted.contains(&0) { 1 } else { row[2] };
+    let (batch_stride, row) = if steps.len() == 4 { (steps[0], &steps[1..]) } else { (0, &steps[..]) };
+    let dim_stride = dense_axis(wanted, row[2]);
     let seqlen_stride = match wanted {
         &[0 | 1, heads, dim] if dim_stride == 1 => {
             let row_elems = (heads - 1).max(0).saturating_mul(row[1]).saturating_add(dim);
@@ -190,11 +191,16 @@ pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Fmh
     Ok(FmhaTensor { data: tensor.data, batch_stride, seqlen_stride, head_stride: row[1], dim_stride })
 }
 
+/// The stride of a last axis; 1 where there is no second element that it could lead to.
+pub(crate) fn dense_axis(shape: &[i64], stride: i64) -> i64 {
+    if shape.last() == Some(&1) || shape.contains(&0) { 1 } else { stride }
+}
+
 /// Holds the last axis to a stride of 1; with `may_be_columns` the axis of the sequence may have it.
 pub(crate) fn dense_rows(name: &str, tensor: &Tensor, may_be_columns: bool) -> Result<(), Wrong> {
     let (shape, steps) = (tensor.shape(), tensor.steps());
     let Some((&last, rest)) = steps.split_last() else { return Ok(()) };
-    let is_dense = last == 1 || shape.last() == Some(&1) || shape.contains(&0);
+    let is_dense = dense_axis(shape, last) == 1;
     let by_columns = may_be_columns && rest.len() >= 2 && rest[rest.len() - 2] == 1;
     if is_dense || by_columns {
         return Ok(());

@@ -438,7 +438,8 @@ def test_a_batch_of_nothing_has_empty_results_and_what_all_share_has_the_gradien
     assert fmha.attention(*rows, cu_seqlens_q=none, cu_seqlens_k=none, mask="causal").shape == rows[0].shape
     q, k, v = (x.detach() for x in (q, k, v))
     assert fmha.attention(q, k, v, alibi_slopes=torch.rand(0, 4)).shape == q.shape
-    assert fmha.attention_with_kvcache(q, k, v, k[:, :1], v[:, :1], seqused_k=none[:0]).shape == q.shape
+    cached = [x.bfloat16() for x in (q, k, v, k[:, :1], v[:, :1])]
+    assert fmha.attention_with_kvcache(*cached, seqused_k=none[:0]).shape == q.shape
     assert fmha.attention_out(torch.empty_like(q), q, k, v, p_drop=0.5).shape == q.shape
     assert fmha.combine(torch.randn(3, 0, 4, 2, 8), torch.randn(3, 0, 2, 4))[0].shape == (0, 4, 2, 8)
     assert fmha.add_parts(torch.randn(3, 0, 4, 2, 8)).shape == (0, 4, 2, 8)

@@ -183,7 +183,7 @@ def test_a_tensor_that_is_elsewhere_is_refused_by_every_fake():
         for at, x in given.items():
             if at != first:
                 said = _said(name, {**given, at: x.to("meta")}, numbers, lambda _mode, x: x)
-                assert said == f"{at} is on cpu, but {first} is on {DEVICE}", (name, at, said)
+                assert said == f"{at} is on cpu, but {first} is on {given[first].device}", (name, at, said)
 
 
 def test_a_fake_knows_values_that_are_the_front_of_keys():

@@ -213,7 +213,9 @@ impl Operands {
                 );
                 batch * u64::from(table.max_pages)
             }
-            _ => 0,
+            // The page of each sequence's first key, at least.
+            (Some(_), None) => batch,
+            (None, _) => 0,
         };
         let table = seq.block_table.as_ref().map(|table| Access::input(&table.pages));
         self.numbers("block_table", table, problem.layout.kv.page_size().is_some(), (I32, table_elems))?;
@@ -224,22 +226,23 @@ impl Operands {
             _ => None,
         };
         self.optional_tensor("bias", bias, wanted)?;
-        let (has_slopes, per_batch) = match problem.score.bias {
-            Bias::Alibi { per_batch } => (true, per_batch),
-            _ => (false, false),
+        let slopes = match problem.score.bias {
+            Bias::Alibi { per_batch } => {
+                u64::from(dims.num_heads_q) * if per_batch { u64::from(dims.batch) } else { 1 }
+            }
+            _ => 0,
         };
-        let slopes = u64::from(dims.num_heads_q) * if per_batch { u64::from(dims.batch) } else { 1 };
+        let has_slopes = matches!(problem.score.bias, Bias::Alibi { .. });
         self.read("alibi_slopes", &score.alibi_slopes, has_slopes, (F32, slopes))?;
         self.read("sink", &score.sink, problem.score.sink, (F32, dims.num_heads_q.into()))?;
         let scales = &problem.scales;
-        for (name, given, kind) in [
+        for (name, slice, kind) in [
             ("descale_q", &score.descale_q, scales.descale_q),
             ("descale_k", &score.descale_k, scales.descale_k),
             ("descale_v", &score.descale_v, scales.descale_v),
         ] {
-            // Of no sequences there are none for each, which is not the same as none.
             let elems = kind.num_elems(dims.batch, dims.num_heads_kv);
-            self.read(name, given, kind != Descale::None, (F32, elems))?;
+            self.read(name, slice, kind != Descale::None, (F32, elems))?;
         }
         score.seed(problem)?;
         Ok(extents)
@@ -414,6 +417,8 @@ impl Operands {
         match access {
             Some(access) if wanted => self.push(name, access, elem, bytes, align, None),
             Some(_) => Err(ProblemError::new(name, format!("{name} is given, but the problem has none"))),
+            // Of no elements nothing is to be given.
+            None if bytes == 0 => Ok(()),
             None => Err(ProblemError::new(name, format!("{name} is missing: {bytes} bytes are wanted"))),
         }
     }

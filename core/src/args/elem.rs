@@ -12,7 +12,7 @@ use crate::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ElemType {
-    /// Bytes whose type was not told: a buffer's, a file's, a raw pointer's. A call reads them as what its problem says.
+    /// Bytes whose type was not told: a buffer's, a file's. A call reads them as what its problem says.
     Bytes,
     /// Numbers of a tensor, or of an f32 array.
     Number(DType),
@@ -46,9 +46,12 @@ impl ElemType {
         }
     }
 
-    /// The type of memory that is to be read as `elem`: a workspace stays one.
+    /// The type of memory that is told to be of `elem`: what is known stays, but for the sign of words.
     pub(crate) fn retyped(self, elem: Self) -> Self {
-        if self == Self::Scratch { self } else { elem }
+        match (self, elem) {
+            (Self::Bytes, _) | (Self::I32 | Self::U32, Self::I32 | Self::U32) => elem,
+            (known, _) => known,
+        }
     }
 }
 

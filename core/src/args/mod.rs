@@ -72,17 +72,23 @@ impl<'a> DevSlice<'a> {
         }
     }
 
-    /// Memory of any kind; of 0 bytes, at any address, null among them. Its type is not told: [`typed`](Self::typed) tells it.
+    /// Memory of any kind, of elements of this type; of 0 bytes, at any address, null among them. [`ElemType::Bytes`] is what
+    /// nobody knows the type of: every call takes it for what its problem says.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is readable memory of `space` that lives, and is not written by others,
     /// until all work queued with it is done.
     #[must_use]
-    pub unsafe fn from_raw(space: MemorySpace, ptr: *const u8, bytes: u64) -> Self {
-        Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
+    pub unsafe fn from_raw(
+        space: MemorySpace,
+        ptr: *const u8,
+        bytes: u64,
+        elem: impl Into<ElemType>,
+    ) -> Self {
+        Self { space, ptr, bytes, elem: elem.into(), memory: PhantomData }
     }
 
-    /// The same memory, read as elements of this type; a workspace stays one.
+    /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
@@ -147,17 +153,17 @@ impl<'a> DevSliceMut<'a> {
         }
     }
 
-    /// Memory of any kind; of 0 bytes, at any address, null among them. Its type is not told: [`typed`](Self::typed) tells it.
+    /// Memory of any kind, as [`DevSlice::from_raw`] has it.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is writable memory of `space` that lives, and is not touched by others,
     /// until all work queued with it is done.
     #[must_use]
-    pub unsafe fn from_raw(space: MemorySpace, ptr: *mut u8, bytes: u64) -> Self {
-        Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
+    pub unsafe fn from_raw(space: MemorySpace, ptr: *mut u8, bytes: u64, elem: impl Into<ElemType>) -> Self {
+        Self { space, ptr, bytes, elem: elem.into(), memory: PhantomData }
     }
 
-    /// The same memory, read as elements of this type; a workspace stays one.
+    /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }

@@ -27,9 +27,6 @@ pub(crate) fn takes(problem: &BwdProblem, name: &'static str) -> Result<(), Refu
     if qk.is_fp8() || v.is_fp8() {
         return refuse(format!("backward: dtype_qk {qk} with dtype_v {v}: its products are of 16-bit types"));
     }
-    if fwd.dims.batch == 0 {
-        return refuse("backward: batch 0: its roles load from a first sequence".to_owned());
-    }
     sm80_bwd::takes_operands(problem).or_else(refuse)?;
     sm80_bwd::takes_lengths(problem).or_else(refuse)?;
     let read = [
