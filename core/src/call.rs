@@ -3,7 +3,8 @@
 use std::fmt::Debug;
 
 use crate::args::{
-    BwdArgs, CombineArgs, DevSliceMut, FwdArgs, MemorySpace, SeqArgs, check_bwd, check_combine, check_fwd,
+    BwdArgs, CacheSlice, CombineArgs, DevSliceMut, FwdArgs, MemorySpace, SeqArgs, check_bwd, check_combine,
+    check_fwd,
 };
 use crate::bwd::{BwdProblem, ValidBwd};
 use crate::cache::{of_other_sizes, of_other_sizes_bwd};
@@ -65,6 +66,10 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// Whether there is nothing to write.
     #[doc(hidden)]
     fn is_empty(&self) -> bool;
+
+    /// Tells the buffers that a call writes the types of what it writes there.
+    #[doc(hidden)]
+    fn tell_types(&self, args: &Self::Args<'_>);
 
     /// Of a problem of no sequences, the one of one sequence that is like it: kernels are made for one at least.
     ///
@@ -130,6 +135,16 @@ impl Problem for ValidFwd {
         args.workspace.as_ref()
     }
 
+    fn tell_types(&self, args: &FwdArgs<'_>) {
+        args.o.tell(self.dtypes.o);
+        args.lse.iter().for_each(|lse| lse.tell(DType::F32));
+        for (slice, stored) in [(&args.k, self.stored_k()), (&args.v, self.stored_v())] {
+            if let CacheSlice::Append(slice) = slice {
+                slice.tell(stored);
+            }
+        }
+    }
+
     fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {
         let mut one = FwdProblem::clone(self);
         let has_some = std::mem::replace(&mut one.dims.batch, 1) > 0;
@@ -174,6 +189,12 @@ impl Problem for ValidBwd {
 
     fn workspace<'a>(args: &'a BwdArgs<'_>) -> Option<&'a DevSliceMut<'a>> {
         args.workspace.as_ref()
+    }
+
+    fn tell_types(&self, args: &BwdArgs<'_>) {
+        [&args.dq, &args.dk, &args.dv].iter().for_each(|gradient| gradient.tell(self.dtype_grad));
+        args.dbias.iter().zip(&self.dbias).for_each(|(dbias, wanted)| dbias.tell(wanted.dtype));
+        args.dsink.iter().for_each(|dsink| dsink.tell(DType::F32));
     }
 
     fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {
@@ -225,6 +246,11 @@ impl Problem for ValidCombine {
 
     fn workspace<'a>(_: &'a CombineArgs<'_>) -> Option<&'a DevSliceMut<'a>> {
         None
+    }
+
+    fn tell_types(&self, args: &CombineArgs<'_>) {
+        args.o.tell(self.dtype_o);
+        args.lse.iter().for_each(|lse| lse.tell(DType::F32));
     }
 
     fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {

@@ -260,7 +260,9 @@ impl Operands {
         let access = match slice {
             CacheSlice::InK if in_k => return Ok(()),
             CacheSlice::Read(slice) if problem.cache.append.is_none() && !in_k => Access::input(slice),
-            CacheSlice::Append(slice) if problem.cache.append.is_some() && !in_k => Access::out(slice),
+            CacheSlice::Append(slice) if problem.cache.append.is_some() && !in_k => {
+                Access { elem: slice.as_input().elem(), ..Access::out(slice) }
+            }
             _ => {
                 let wanted = match (in_k, problem.cache.append.is_some()) {
                     (true, _) => "in K's rows",

@@ -1,6 +1,8 @@
 //! What the elements of a call's memory are.
 
 use std::fmt;
+use std::sync::atomic::AtomicU8;
+use std::sync::atomic::Ordering::Relaxed;
 
 use bytemuck::NoUninit;
 use half::{bf16, f16};
@@ -69,6 +71,57 @@ impl fmt::Display for ElemType {
             Self::I32 => f.write_str("i32"),
             Self::U32 => f.write_str("u32"),
             Self::Scratch => f.write_str("a workspace"),
+        }
+    }
+}
+
+/// The type of a buffer's elements, and who told it. A call tells the type of what it writes, and the next one another; what was
+/// uploaded or allocated as a type is written as that alone.
+#[derive(Debug)]
+pub(crate) struct Told(AtomicU8);
+
+impl Told {
+    /// Set where a call told it.
+    const BY_A_CALL: u8 = 1 << 7;
+    /// The types that are no numbers; those of numbers follow.
+    const OTHERS: [ElemType; 4] = [ElemType::Bytes, ElemType::I32, ElemType::U32, ElemType::Scratch];
+
+    pub(crate) fn new(elem: ElemType) -> Self {
+        Self(AtomicU8::new(Self::code(elem)))
+    }
+
+    fn code(elem: ElemType) -> u8 {
+        match elem {
+            ElemType::Bytes => 0,
+            ElemType::I32 => 1,
+            ElemType::U32 => 2,
+            ElemType::Scratch => 3,
+            ElemType::Number(dtype) => 4 + dtype as u8,
+        }
+    }
+
+    /// What it is read as.
+    pub(crate) fn read(&self) -> ElemType {
+        let code = usize::from(self.0.load(Relaxed) & !Self::BY_A_CALL);
+        match code.checked_sub(Self::OTHERS.len()) {
+            None => Self::OTHERS[code],
+            Some(number) => ElemType::Number(DType::ALL[number]),
+        }
+    }
+
+    /// What it is written as.
+    pub(crate) fn written(&self) -> ElemType {
+        if self.is_by_a_call() { ElemType::Bytes } else { self.read() }
+    }
+
+    pub(crate) fn is_by_a_call(&self) -> bool {
+        self.0.load(Relaxed) & Self::BY_A_CALL != 0
+    }
+
+    /// A call writes elements of this type.
+    pub(crate) fn write(&self, elem: ElemType) {
+        if self.written() == ElemType::Bytes {
+            self.0.store(Self::code(elem) | Self::BY_A_CALL, Relaxed);
         }
     }
 }

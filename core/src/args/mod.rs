@@ -14,6 +14,7 @@ use bytemuck::AnyBitPattern;
 pub use addresses::check_addresses;
 pub use cache::{CacheArgs, CacheSlice};
 pub use check::{check_bwd, check_combine, check_fwd};
+pub(crate) use elem::Told;
 pub use elem::{Elem, ElemType};
 
 use crate::dropout::DropoutSeed;
@@ -45,6 +46,8 @@ pub struct DevSliceMut<'a> {
     ptr: *mut u8,
     bytes: u64,
     elem: ElemType,
+    /// Of a buffer's memory: whom a call tells what it writes there.
+    told: Option<&'a Told>,
     memory: PhantomData<&'a mut [u8]>,
 }
 
@@ -149,6 +152,7 @@ impl<'a> DevSliceMut<'a> {
             ptr: bytes.as_mut_ptr(),
             bytes: bytes.len() as u64,
             elem: T::TYPE,
+            told: None,
             memory: PhantomData,
         }
     }
@@ -160,7 +164,22 @@ impl<'a> DevSliceMut<'a> {
     /// until all work queued with it is done.
     #[must_use]
     pub unsafe fn from_raw(space: MemorySpace, ptr: *mut u8, bytes: u64, elem: impl Into<ElemType>) -> Self {
-        Self { space, ptr, bytes, elem: elem.into(), memory: PhantomData }
+        Self { space, ptr, bytes, elem: elem.into(), told: None, memory: PhantomData }
+    }
+
+    /// A buffer's memory, which is told what calls write there.
+    ///
+    /// # Safety
+    /// As [`from_raw`](Self::from_raw).
+    pub(crate) unsafe fn of_buffer(space: MemorySpace, ptr: *mut u8, bytes: u64, told: &'a Told) -> Self {
+        Self { space, ptr, bytes, elem: told.written(), told: Some(told), memory: PhantomData }
+    }
+
+    /// A call writes elements of this type.
+    pub(crate) fn tell(&self, elem: impl Into<ElemType>) {
+        if let Some(told) = self.told {
+            told.write(elem.into());
+        }
     }
 
     /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
@@ -169,7 +188,7 @@ impl<'a> DevSliceMut<'a> {
         Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
-    /// The type of its elements.
+    /// The type of the elements that are written to it.
     #[must_use]
     pub fn elem(&self) -> ElemType {
         self.elem
@@ -202,6 +221,8 @@ impl<'a> DevSliceMut<'a> {
             ptr: self.ptr.wrapping_add(bytes as usize),
             bytes: self.bytes - bytes,
             elem: self.elem,
+            // What is written to a part is not the type of the whole.
+            told: self.told.filter(|_| bytes == 0),
             memory: PhantomData,
         }
     }
@@ -221,7 +242,9 @@ impl<'a> DevSliceMut<'a> {
     /// The same memory as an input of a later call.
     #[must_use]
     pub fn as_input(&self) -> DevSlice<'_> {
-        DevSlice { space: self.space, ptr: self.ptr, bytes: self.bytes, elem: self.elem, memory: PhantomData }
+        let elem =
+            if self.elem == ElemType::Bytes { self.told.map_or(self.elem, Told::read) } else { self.elem };
+        DevSlice { space: self.space, ptr: self.ptr, bytes: self.bytes, elem, memory: PhantomData }
     }
 }
 

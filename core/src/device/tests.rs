@@ -265,6 +265,42 @@ fn a_plan_refuses_a_buffer_of_another_type() {
     assert!(log.take().is_empty(), "it was launched");
 }
 
+/// What one call writes is no operand of another type of a later one.
+#[test]
+fn a_buffer_knows_the_type_of_what_a_call_wrote() {
+    let (device, _) = open(Toy::on_a_device());
+    let (memory, stream) = (device.memory(), device.default_stream());
+    let [of_f32, of_bf16] = [DType::F32, DType::Bf16].map(|dtype| {
+        let problem = FwdProblem::batch(dtype, problem().dims).validate().unwrap();
+        device.plan_fwd(&problem, &PlanOptions::default()).unwrap()
+    });
+    let [q, mut o] = [(); 2].map(|()| memory.alloc(4 * 64).unwrap());
+    let run = |plan: &FwdPlan, q: &DevBuffer, o: &mut DevBuffer| {
+        plan.run(&mut FwdArgs::new(q.slice(), q.slice(), q.slice(), o.slice_mut()), &stream)
+    };
+    run(&of_f32, &q, &mut o).unwrap();
+    assert_eq!((q.elem(), o.elem()), (ElemType::Bytes, ElemType::Number(DType::F32)));
+    let mut other = memory.alloc(4 * 64).unwrap();
+    let said = run(&of_bf16, &o, &mut other).unwrap_err().to_string();
+    assert!(said.contains("q has elements of f32, but the problem has it in bf16"), "{said}");
+    assert!(memory.download(&o, &mut [half::bf16::ZERO; 8]).is_err());
+    run(&of_f32, &o, &mut other).unwrap();
+    // A later call writes another type there, and bytes are uploaded for any.
+    run(&of_bf16, &q, &mut o).unwrap();
+    assert_eq!((o.elem(), o.slice_mut().as_input().elem()), (DType::Bf16.into(), DType::Bf16.into()));
+    memory.upload(&[0u8; 64], &mut o).unwrap();
+    assert_eq!(o.elem(), ElemType::Bytes);
+    // Of a part that is written nothing is known of the whole.
+    let mut whole = o.slice_mut();
+    let mut args = FwdArgs::new(q.slice(), q.slice(), q.slice(), whole.skip(4));
+    of_f32.run(&mut args, &stream).unwrap();
+    assert_eq!(o.elem(), ElemType::Bytes);
+
+    let mut f32s = memory.alloc_of(DType::F32, 64).unwrap();
+    let said = run(&of_bf16, &q, &mut f32s).unwrap_err().to_string();
+    assert!(said.contains("o has elements of f32, but the problem has it in bf16"), "{said}");
+}
+
 /// A workspace holds whatever the device's memory held.
 #[test]
 fn nothing_reads_a_workspace() {

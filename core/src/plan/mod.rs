@@ -225,6 +225,7 @@ impl<P: Problem> Plan<P> {
     pub unsafe fn run_on_raw(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
         let Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence } = &*self.0;
         problem.check(args, parts.workspace, *space)?;
+        problem.tell_types(args);
         let args = P::borrowed(args);
         let queues = device.queues()?;
         let mut sequences = Vec::new();
