@@ -186,6 +186,9 @@ def _flash_forward(
         dtype=torch.float32,
     )
     o = _o_like(query, value.shape[-1])
+    if cum_seq_q is not None:
+        # Rows behind the last offset are not written.
+        o.zero_(), lse.zero_()
     call = _lengths(cum_seq_q, None if block_table is not None else cum_seq_k, max_q, max_k)
     if block_table is not None:
         call["max_seqlen_k"] = 0
