@@ -142,8 +142,8 @@ impl FmhaPlan {
                 "workspace_bytes",
                 format!("workspace_bytes {bytes} is less than the plan's {wanted}"),
             ),
-            // SAFETY: passed on.
             Scratch::Callers { .. } => {
+                // SAFETY: passed on.
                 Ok(Some(unsafe { memory.write(given.cast(), bytes, ElemType::Scratch) }))
             }
         }
