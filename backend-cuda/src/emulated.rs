@@ -22,10 +22,10 @@ static DOUBLE: OnceCell<(Library, String)> = OnceCell::new();
 /// Puts the double for `arch` in the driver's place. Must come before the driver's first use.
 ///
 /// # Errors
-/// [`Error::NoDevice`] for an architecture that is not known, where the double's file is not found or does not open; [`Error::Problem`] if
-/// this process emulates another architecture already.
+/// [`Error::NoDevice`] for an architecture that is not known, where the double's file is not found or does not open;
+/// [`Error::Problem`] if this process emulates another architecture already.
 pub(crate) fn install(arch: &str) -> Result<()> {
-    // Before the double is looked for, which may build it. Of several devices each is named; `sm_90` is `sm_90a`.
+    // Names are checked before the double is looked for, which may build it: one a device, `sm_90` for `sm_90a` too.
     for name in arch.split(',') {
         let stated = |name: &str| DeviceFacts::stated(name).map(drop);
         stated(name).or_else(|refused| stated(&format!("{name}a")).map_err(|_| refused))?;

@@ -1,5 +1,5 @@
-//! Named ranges of the calling thread, which a profiler shows beside what the device does: around each plan, each run, and
-//! each launch of a run.
+//! Named ranges of the calling thread, which a profiler shows beside what the device does: around each plan, each run,
+//! and each launch of a run. The replay of a graph launches nothing here, and has no range.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::fmt::Arguments;
@@ -25,11 +25,12 @@ struct Functions {
 }
 
 impl Ranges {
-    /// The functions `push` and `pop` of the first library in `places` that opens and has both. Without one there are no
-    /// ranges, and that is no error: a library of ranges comes with a profiler's or a toolkit's packages.
+    /// The functions `push` and `pop` of the first library in `places` that opens and has both. Without one there are
+    /// no ranges, and that is no error: a library of ranges comes with a profiler's or a toolkit's packages.
     ///
     /// # Safety
-    /// Whatever library bears one of these names has functions of these names that are a [`PushRange`] and a [`PopRange`].
+    /// A library that bears one of these names has functions of these names that are a [`PushRange`] and a
+    /// [`PopRange`].
     #[must_use]
     pub unsafe fn open<P: AsRef<Path>>(places: impl IntoIterator<Item = P>, push: &CStr, pop: &CStr) -> Self {
         let functions = |place: P| {
@@ -49,8 +50,8 @@ impl Ranges {
     /// Functions of a library that is linked.
     ///
     /// # Safety
-    /// `push` reads a text up to its NUL and keeps no address of it. Both may be called by any thread, `pop` once for each
-    /// `push`.
+    /// `push` reads a text up to its NUL and keeps no address of it. Both may be called by any thread, `pop` once for
+    /// each `push`.
     #[must_use]
     pub const unsafe fn linked(push: PushRange, pop: PopRange) -> Self {
         Self(Some(Functions { push, pop }))

@@ -116,7 +116,7 @@ pub fn chosen<T>(choice: Option<T>, kernel: &str) -> Result<T> {
 pub(crate) struct Ready<P: Problem, V: Vendor> {
     pub(crate) kernel: Kernel<P, V>,
     pub(crate) steps: Steps<V::Driver>,
-    /// Around all of a run.
+    /// The range around a whole run.
     pub(crate) range: Range,
 }
 

@@ -27,8 +27,8 @@ impl Vendor for Cuda {
     }
 }
 
-/// NVTX's libraries: of CUDA 12.9 and later, and of those before. Either hands ranges to the profiler that has started the
-/// process.
+/// NVTX's libraries: of CUDA 12.9 and later, and of those before. Either hands ranges to the profiler that has started
+/// the process.
 const NVTX: [&str; 2] = ["libnvtx3interop.so.1", "libnvToolsExt.so.1"];
 
 fn nvtx() -> Ranges {

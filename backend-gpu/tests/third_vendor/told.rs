@@ -1,5 +1,5 @@
-//! What a profiler and a logger are told: ranges that nest and close, however a plan or a run ends; records of what was planned,
-//! compiled and tuned.
+//! What a profiler and a logger are told: ranges that nest and close, however a plan or a run ends; records of what was
+//! planned, compiled and tuned.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int};
@@ -124,7 +124,8 @@ fn a_plan_tells_its_kernel_its_steps_and_why_it_is_a_fallback() {
         records_of("fmha::plan", || drop(device.plan_fwd(&problem(dtype), &options)))
     };
     let told = plan(DType::F32, PlanOptions::default());
-    let words = "forward on third:0: kernel staged; steps: before, staged, after; arch toy_1; tile from the table; refused: none";
+    let words = "forward on third:0: kernel staged; steps: before, staged, after; arch toy_1; tile from the table; \
+                 refused: none";
     assert_eq!(told, [(Level::Debug, words.to_owned())]);
     let told = plan(DType::F16, PlanOptions::default().allow_fallback(true));
     let words = "forward on third:0: fallback slow, correct and not fast: staged: dtype_o f16 is not f32";

@@ -11,7 +11,7 @@ use super::sys::{Hip, Hiprtc};
 const HIP: [&str; 4] = ["libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"];
 const HIPRTC: [&str; 4] = ["libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5"];
 
-/// ROCTx's: rocprofiler-sdk's, then roctracer's.
+/// Names of ROCTx: rocprofiler-sdk's library, then roctracer's.
 const ROCTX: [&str; 5] = [
     "librocprofiler-sdk-roctx.so",
     "librocprofiler-sdk-roctx.so.1",
@@ -36,7 +36,7 @@ pub(crate) fn hiprtc() -> Result<Hiprtc, Error> {
     first(&system(&HIPRTC), Hiprtc::resolve)
 }
 
-/// Where ROCTx is looked for: the same places.
+/// Places to look at for ROCTx, in the same folders as for HIP.
 pub(crate) fn roctx() -> Vec<PathBuf> {
     system(&ROCTX)
 }

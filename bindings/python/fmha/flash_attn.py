@@ -162,6 +162,8 @@ def flash_attn_kvpacked_func(
 def integer(name: str, value: Union[int, torch.Tensor]) -> int:
     """A length that may come as a tensor: read once, which waits for a device, and cannot be done in a capture."""
     if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, not one number")
         if value.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{name} is a tensor on the device, which a graph cannot read: give an int")
         return int(value.item())

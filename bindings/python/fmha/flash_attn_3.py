@@ -7,7 +7,7 @@ contract does not have (``qv``, ``attention_chunk``, ``rotary_seqlens``) is refu
 from __future__ import annotations
 
 import sys
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 
@@ -26,12 +26,14 @@ def refuse(**given: Any) -> None:
             )
 
 
-def _descales(q_descale, k_descale, v_descale):
-    def plain(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        # Expanded scales (stride 0) are common; a few numbers are copied.
-        return None if x is None else x.contiguous()
-
-    return dict(descale_q=plain(q_descale), descale_k=plain(k_descale), descale_v=plain(v_descale))
+def _descales(of: Tuple[Optional[torch.Tensor], ...], *given: Optional[torch.Tensor]) -> Dict[str, Any]:
+    """Scales of Q, K and V, which are FP8 then. Expanded ones (stride 0) are common; a few numbers are copied."""
+    scales = {}
+    for letter, x, scale in zip("qkv", of, given):
+        if scale is not None and x is not None and x.element_size() != 1:
+            raise ValueError(f"{letter}_descale is given, but {letter} is of {x.dtype}, not FP8")
+        scales[f"descale_{letter}"] = None if scale is None else scale.contiguous()
+    return scales
 
 
 def flash_attn_func(
@@ -64,7 +66,7 @@ def flash_attn_func(
         softcap=softcap,
         deterministic=deterministic,
         return_lse=True,
-        **_descales(q_descale, k_descale, v_descale),
+        **_descales((q, k, v), q_descale, k_descale, v_descale),
     )
     return (o, lse) if flag("return_attn_probs", return_attn_probs) else o
 
@@ -164,7 +166,7 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         deterministic=deterministic,
         return_lse=True,
-        **_descales(q_descale, k_descale, v_descale),
+        **_descales((q, k, v), q_descale, k_descale, v_descale),
     )
     return (o, lse) if flag("return_attn_probs", return_attn_probs) else o
 
@@ -231,7 +233,7 @@ def flash_attn_with_kvcache(
         max_seqlen_new=max_seqlen_new,
         max_seqlen_q=0 if max_seqlen_q is None else integer("max_seqlen_q", max_seqlen_q),
         rotary_interleaved=rotary_interleaved,
-        **_descales(q_descale, k_descale, v_descale),
+        **_descales((q, k_cache, v_cache), q_descale, k_descale, v_descale),
     )
     return (o, lse, None, None) if flag("return_softmax_lse", return_softmax_lse) else o
 

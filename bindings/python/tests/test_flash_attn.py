@@ -487,6 +487,22 @@ def test_a_long_window_of_fa4_below_zero_in_16_bits(window_size):
     close(o, by_fa4(q, k, v, window_size, False)[0], tolerance(q.dtype))
 
 
+@pytest.mark.parametrize("window_size", [(None, -1), (-2, 5)], ids=str)
+def test_a_bound_below_zero_of_fa4_is_compiled(window_size):
+    torch._dynamo.reset()
+    dense = lambda q, k, v: fa4.flash_attn_func(q, k, v, window_size=window_size, return_lse=True)
+    packed = lambda q, k, v, *cu: fa4.flash_attn_varlen_func(
+        q, k, v, None, *cu, 9, 13, window_size=window_size, return_lse=True
+    )
+    compiled = [torch.compile(x, backend="aot_eager", fullgraph=True, dynamic=True) for x in (dense, packed)]
+    for rows in (5, 7):
+        q, k, v = tensors(sq=rows, sk=rows + 3)
+        assert all(map(torch.equal, compiled[0](q, k, v), dense(q, k, v)))
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        cu = offsets([rows - 1, rows + 1]), offsets([rows, rows + 6])
+        assert all(map(torch.equal, compiled[1](q, k, v, *cu), packed(q, k, v, *cu)))
+
+
 @pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])
 def test_minus_one_is_open_in_fa2s_and_fa3s_windows_and_less_is_refused(module):
     q, k, v = tensors()

@@ -150,10 +150,7 @@ def tail3(descales=True):
     scales = lambda name: [changes(torch.full((2, 4), 1.5), **to8)] if descales else []
     return dict(
         TAIL,
-        **{
-            name: scales(name) + [refused(torch.full((2, 2), 1.5), "descale")]
-            for name in ("q_descale", "k_descale", "v_descale")
-        },
+        **{name: scales(name) + [refused(torch.full((2, 2), 1.5))] for name in ("q_descale", "k_descale", "v_descale")},
         qv=refused(torch.zeros(2, 7, 4, 16)),
         attention_chunk=refused(4),
         num_splits=[hint(1, CHOICE), hint(3, CHOICE)],
@@ -368,7 +365,11 @@ def flash_attn_4_varlen():
             refused(cu(9, 13), "max_seqlen_k", **dict(rows, max_seqlen_k=None)),
         ],
         max_seqlen_q=[refused(10, "maximal length 10", **without(rows, "max_seqlen_q")), hint(3, BOUND)],
-        max_seqlen_k=[refused(12, "maximal length 12", **without(rows, "max_seqlen_k")), hint(3, BOUND)],
+        max_seqlen_k=[
+            refused(12, "maximal length 12", **without(rows, "max_seqlen_k")),
+            refused(i32(5, 8)),
+            hint(3, BOUND),
+        ],
         min_seqlen_k=hint(1, SPEED),
         seqused_q=changes(i32(2, 5)),
         seqused_k=changes(i32(4, 6)),

@@ -583,6 +583,14 @@ def test_transformers_refuses_a_model_whose_attention_is_in_a_table_of_its_own()
         transformers.FalconForCausalLM._from_config(config, attn_implementation="fmha")
 
 
+def test_transformers_refuses_continuous_batching(decoders):
+    """It has a cache of pages there, and a list of the names that read one."""
+    _, ours = decoders("Llama")
+    config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="fmha is not supported for continuous batching"):
+        ours.generate_batch([[3, 4, 5], [6, 7]], generation_config=config)
+
+
 def test_a_keyword_that_would_change_the_result_is_refused_by_name(decoders):
     _, ours = decoders("Llama")
     module = ours.model.layers[0].self_attn
