@@ -182,7 +182,9 @@ def _maps(operator: Any) -> None:
             dims = tuple(None if x.dim() < 3 else 0 for x in apart)
         else:
             calls = [
-                _listed(operator(*(given[at][i].contiguous() if at in given else None for at in range(count)), *numbers))
+                _listed(
+                    operator(*(given[at][i].contiguous() if at in given else None for at in range(count)), *numbers)
+                )
                 for i in range(info.batch_size)
             ]
             apart, dims = [torch.stack(results) for results in zip(*calls)], (0,) * len(calls[0])
@@ -443,9 +445,7 @@ def autocast(*given: Any) -> Tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CAST else x for x in given)
 
 
-def prepared(
-    qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]
-) -> Tuple[Tuple[Any, Any, Any], Tuple[Any, ...]]:
+def prepared(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]) -> Tuple[Tuple[Any, Any, Any], Tuple[Any, ...]]:
     """A call's tensors in autocast's type, and copied where an axis that has to be dense is not."""
     q, k, v = autocast(*qkv)
     try:
@@ -472,7 +472,9 @@ def _refuse_views(**written: Any) -> None:
     for name, x in () if torch.compiler.is_compiling() else written.items():
         for what in ("is_neg", "is_conj"):
             if isinstance(x, torch.Tensor) and getattr(x, what)():
-                raise ValueError(f"{name}: {what}() is true of this view, but it is written: give one in memory of its own")
+                raise ValueError(
+                    f"{name}: {what}() is true of this view, but it is written: give one in memory of its own"
+                )
 
 
 def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...], Optional[torch.Tensor]]:

@@ -1,8 +1,9 @@
-"""Sound calls, drawn by a seed, at each door against float64: ``python drawn.py SEED:COUNT [DOOR...]``.
+"""Sound calls, drawn by a seed, at each door against float64: ``python drawn.py [SEED:]COUNT [DOOR...]``.
 
 Doors are torch's ``attention`` with its gradients, by autograd and by ``torch.func``, ``attention_out``, NumPy's, JAX's
-with its gradients, and caches through torch and NumPy: in pages, appended to, turned, under a tree. Rows that lengths leave out are NaN in inputs, 0 in results and gradients, and as they were in
-a caller's outputs. Prints a line for each call that is wrong, then what was counted.
+with its gradients, and caches through torch and NumPy: in pages, appended to, turned, under a tree. Rows that lengths
+leave out are NaN in inputs, 0 in results and gradients, and as they were in a caller's outputs. Prints a line for each call that
+is wrong, then what was counted.
 """
 
 import collections
@@ -44,7 +45,10 @@ def kept(seed, offset, p_drop, batch, heads, rows, keys):
         x, y = c0 * numpy.uint64(0xD2511F53), c2 * numpy.uint64(0xCD9E8D57)
         key0, key1 = ((k + turn * step) % 2**32 for k, step in ((k0, 0x9E3779B9), (k1, 0xBB67AE85)))
         c0, c1, c2, c3 = (
-            (y >> shift) ^ c1 ^ numpy.uint64(key0), y & low, (x >> shift) ^ c3 ^ numpy.uint64(key1), x & low
+            (y >> shift) ^ c1 ^ numpy.uint64(key0),
+            y & low,
+            (x >> shift) ^ c3 ^ numpy.uint64(key1),
+            x & low,
         )
     words = numpy.choose(numpy.broadcast_to(j % 4, c0.shape), [c0, c1, c2, c3])
     # The probability is an f32 number.
@@ -121,7 +125,9 @@ class Call:
         lengths = draw.choice(["dense", "dense", "used", "packed", "packed", "mixed"])
         if caches:
             lengths = "cache"
-        packed = {"packed": (True, True), "mixed": (draw.random() < 0.5, draw.random() < 0.5)}.get(lengths, (False,) * 2)
+        packed = {"packed": (True, True), "mixed": (draw.random() < 0.5, draw.random() < 0.5)}.get(
+            lengths, (False,) * 2
+        )
         if caches:
             packed = (draw.random() < 0.3, False)
         used = [lengths in ("used", "packed", "mixed") and draw.random() < 0.4 for _ in "qk"]
@@ -146,8 +152,18 @@ class Call:
         draw, most_q, most_k = self.draw, self.of_q.most, self.of_k.most
         bound = lambda: draw.choice([-1, 0, 1, 3, 20])
         mask = draw.choice(
-            [None, None, "causal", "causal", "t", f"b:{bound()},{bound()}", f"t:{bound()},{bound()}",
-             f"b:{bound()},{bound()},2", f"g:{draw.randint(1, 9)},{draw.randint(1, 9)}", fmha.Mask(2, 2, 0, 1)]
+            [
+                None,
+                None,
+                "causal",
+                "causal",
+                "t",
+                f"b:{bound()},{bound()}",
+                f"t:{bound()},{bound()}",
+                f"b:{bound()},{bound()},2",
+                f"g:{draw.randint(1, 9)},{draw.randint(1, 9)}",
+                fmha.Mask(2, 2, 0, 1),
+            ]
         )
         of = dict(
             mask=mask,
@@ -176,7 +192,9 @@ class Call:
             dtype = draw.choice([torch.float32, self.dtype])
             of["bias"] = draw.tensor((*front, most_q, most_k), dtype, tuple(range(len(front))))
         if draw.random() < 0.15:
-            of.update(p_drop=draw.choice([0.1, 0.5, 0.9]), seed=draw.getrandbits(64), offset=draw.choice([0, 5, 1 << 33]))
+            of.update(
+                p_drop=draw.choice([0.1, 0.5, 0.9]), seed=draw.getrandbits(64), offset=draw.choice([0, 5, 1 << 33])
+            )
         return {name: value for name, value in of.items() if value is not None}
 
     def told(self):
@@ -185,13 +203,20 @@ class Call:
         return f"{tensors} {numbers} lengths {self.of_q.lengths} {self.of_k.lengths}"
 
     def tensors(self):
-        return {"q": self.q, "k": self.k, "v": self.v, **{n: x for n, x in self.options.items() if isinstance(x, torch.Tensor)}}
+        return {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            **{n: x for n, x in self.options.items() if isinstance(x, torch.Tensor)},
+        }
 
     def meaning(self, q, k, v, bias=None, sink=None):
         """O and LSE in float64; of rows that lengths leave out, 0."""
         of = self.options
         o = q.new_zeros((*q.shape[:-1], self.dv), dtype=torch.float64)
-        lse = q.new_zeros((self.heads, q.shape[0]) if self.of_q.packed else (self.batch, self.heads, q.shape[1]), dtype=torch.float64)
+        lse = q.new_zeros(
+            (self.heads, q.shape[0]) if self.of_q.packed else (self.batch, self.heads, q.shape[1]), dtype=torch.float64
+        )
         slopes = of.get("alibi_slopes")
         keep = None
         if of.get("p_drop"):
@@ -247,7 +272,9 @@ def near(name, given, wanted, unit):
 
 
 def results(call, o, lse, exact, loose=1):
-    scale = max(1.0, *(x.detach().nan_to_num(0, 0, 0).abs().max().item() if x.numel() else 0 for x in (call.v, o.nan_to_num(0))))
+    scale = max(
+        1.0, *(x.detach().nan_to_num(0, 0, 0).abs().max().item() if x.numel() else 0 for x in (call.v, o.nan_to_num(0)))
+    )
     unit = (UNIT[call.dtype_o] + UNIT[call.dtype]) * loose
     of_lse = 2e-6 if loose == 1 else UNIT[call.dtype] * loose
     return near("o", o, exact[0], unit * scale) or (near("lse", lse, exact[1], of_lse) if lse is not None else None)
@@ -260,11 +287,18 @@ def gradients(call, given, leaves, exact, dout, dlse):
         finite = torch.isfinite(exact[1])
         loss = loss + (torch.where(finite, exact[1], 0.0) * torch.where(dlse.isnan(), 0.0, dlse.double())).sum()
     # Of no sequences O is made of nothing.
-    wanted = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if call.batch else (None,) * len(leaves)
+    wanted = (
+        torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if call.batch else (None,) * len(leaves)
+    )
     for name, mine, theirs in zip(leaves, given, wanted):
         theirs = torch.zeros_like(leaves[name]) if theirs is None else theirs
         # The rounding of O enters each element of dS by a sum over its row; what dropout keeps is larger.
-        unit = (UNIT[call.dtype] + UNIT[call.dtype_o]) * max(math.sqrt(call.dv), 8) / 2 / (1 - call.options.get("p_drop", 0.0))
+        unit = (
+            (UNIT[call.dtype] + UNIT[call.dtype_o])
+            * max(math.sqrt(call.dv), 8)
+            / 2
+            / (1 - call.options.get("p_drop", 0.0))
+        )
         bad = near(f"d{name}", mine, theirs, unit)
         if bad:
             return bad
@@ -326,13 +360,20 @@ def into(draw):
     """attention_out: what lengths leave out stays as it was."""
     call = Call(draw)
     _, exact = call.exact()
-    o = draw.tensor(exact[0].shape, call.dtype_o).contiguous() if draw.random() < 0.5 else draw.tensor(exact[0].shape, call.dtype_o)
+    o = (
+        draw.tensor(exact[0].shape, call.dtype_o).contiguous()
+        if draw.random() < 0.5
+        else draw.tensor(exact[0].shape, call.dtype_o)
+    )
     o.fill_(POISON)
     lse = torch.full(exact[1].shape, POISON) if draw.random() < 0.5 else None
     v = call.v
     last = [x for x in (call.q, call.k) if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1]
     assert not last
-    options = {name: x.contiguous() if name not in ("bias",) and isinstance(x, torch.Tensor) else x for name, x in call.options.items()}
+    options = {
+        name: x.contiguous() if name not in ("bias",) and isinstance(x, torch.Tensor) else x
+        for name, x in call.options.items()
+    }
     fmha.attention_out(o, call.q, call.k, v, lse=lse, **options)
     out = call.of_q.left_out(call.batch)
     for name, x, rows in (("o", o, out), ("lse", lse, out)):
@@ -354,7 +395,11 @@ def array(x):
 
 def tensor(x):
     x = numpy.array(x, copy=True, order="C")
-    return torch.from_numpy(x.view(numpy.int16)).view(torch.bfloat16) if x.dtype.name == "bfloat16" else torch.from_numpy(x)
+    return (
+        torch.from_numpy(x.view(numpy.int16)).view(torch.bfloat16)
+        if x.dtype.name == "bfloat16"
+        else torch.from_numpy(x)
+    )
 
 
 def named(dtype):
@@ -457,12 +502,17 @@ def cache(draw, convert=lambda x: x, back=lambda x: x):
     appends = max(new, default=0) > 0
     firsts = [sum(new[:i]) for i in range(call.batch + 1)]
     k_new, v_new = (
-        draw.tensor((firsts[-1], call.heads_kv, dim) if packed_new else (call.batch, new[0], call.heads_kv, dim), call.dtype)
+        draw.tensor(
+            (firsts[-1], call.heads_kv, dim) if packed_new else (call.batch, new[0], call.heads_kv, dim), call.dtype
+        )
         if appends
         else None
         for dim in (call.d, call.dv)
     )
-    added = [[x[firsts[b] : firsts[b + 1]] if packed_new else x[b] for b in range(call.batch)] if appends else None for x in (k_new, v_new)]
+    added = [
+        [x[firsts[b] : firsts[b + 1]] if packed_new else x[b] for b in range(call.batch)] if appends else None
+        for x in (k_new, v_new)
+    ]
     call.of_k.lengths = [rows + more for rows, more in zip(before, new)]
     options = dict(call.options)
     options.setdefault("mask", None)
@@ -505,7 +555,10 @@ def cache(draw, convert=lambda x: x, back=lambda x: x):
     o, lse = fmha.attention_with_kvcache(convert(call.q), k, v, *news, return_lse=True, **options)
     # The meaning is that of the rows with what was appended.
     call.q, call.k, call.v = queries, call.k.clone(), call.v.clone()
-    for whole, rows in ((call.k, added[0]), (call.v, [x[..., : call.dv] for x in added[0]] if front and appends else added[1])):
+    for whole, rows in (
+        (call.k, added[0]),
+        (call.v, [x[..., : call.dv] for x in added[0]] if front and appends else added[1]),
+    ):
         for b in range(call.batch):
             if appends:
                 whole[b, before[b] : before[b] + new[b]] = rows[b]
@@ -549,5 +602,5 @@ def main(seed, count, doors):
 
 
 if __name__ == "__main__":
-    seed, _, count = sys.argv[1].partition(":")
-    sys.exit(main(int(seed), int(count or 100), sys.argv[2:] or list(DOORS)))
+    *seed, count = sys.argv[1].split(":")
+    sys.exit(main(int(seed[0]) if seed else 1, int(count), sys.argv[2:] or list(DOORS)))

@@ -414,7 +414,11 @@ def test_rows_that_lengths_leave_out_are_zero_in_outputs_and_gradients():
 @pytest.mark.parametrize("batch", [2, 0])
 def test_a_bias_that_is_shared_or_a_view_that_repeats_has_its_own_gradient(shape, to, batch):
     q, k, v = tensors(b=batch, sq=3, sk=5, hq=2, hk=1, d=8)
-    shape = shape if batch else tuple(0 if len(shape) == 4 and i == 0 and size == 2 else size for i, size in enumerate(shape))
+    shape = (
+        shape
+        if batch
+        else tuple(0 if len(shape) == 4 and i == 0 and size == 2 else size for i, size in enumerate(shape))
+    )
     to = to if batch or to is None else (0, *to[1:])
     weights = torch.randn(batch, 3, 2, 8)
     gradients = []
@@ -470,7 +474,9 @@ def test_a_view_that_negates_is_read_and_never_written():
     negated = torch.imag(numbers.conj())
     assert negated.is_neg()
     q, k, v = tensors(sq=7, sk=7, hk=4)
-    assert torch.equal(fmha.attention(negated, k, negated), fmha.attention(negated.resolve_neg(), k, negated.resolve_neg()))
+    assert torch.equal(
+        fmha.attention(negated, k, negated), fmha.attention(negated.resolve_neg(), k, negated.resolve_neg())
+    )
     with pytest.raises(ValueError, match="^o: is_neg.. is true of this view"):
         fmha.attention_out(negated, q, k, v)
     used = torch.tensor([1, 2], dtype=torch.int32)
@@ -486,7 +492,9 @@ def test_a_last_axis_that_is_not_dense_is_copied_or_named_with_the_remedy():
     bias = torch.randn(2, 4, 11, 7).transpose(2, 3)
     slopes = torch.rand(8)[::2]
     assert torch.equal(fmha.attention(q, k, v, bias=bias), fmha.attention(*dense, bias=bias.contiguous()))
-    assert torch.equal(fmha.attention(q, k, v, alibi_slopes=slopes), fmha.attention(*dense, alibi_slopes=slopes.clone()))
+    assert torch.equal(
+        fmha.attention(q, k, v, alibi_slopes=slopes), fmha.attention(*dense, alibi_slopes=slopes.clone())
+    )
     assert fmha.explain(q, k, v) == fmha.explain(*dense)
     o = torch.empty_like(dense[0])
     with pytest.raises(RuntimeError, match=r"^k has stride 2 on its last axis, not 1: k.contiguous\(\)"):
@@ -502,7 +510,9 @@ def test_a_last_axis_that_is_not_dense_is_copied_or_named_with_the_remedy():
 def test_causal_is_one_word_at_every_function_and_contradicts_a_mask():
     q, k, v = tensors()
     wanted = fmha.attention(q, k, v, mask="causal")
-    assert torch.equal(fmha.attention(q, k, v, causal=True), wanted) and not torch.equal(fmha.attention(q, k, v), wanted)
+    assert torch.equal(fmha.attention(q, k, v, causal=True), wanted) and not torch.equal(
+        fmha.attention(q, k, v), wanted
+    )
     assert torch.equal(fmha.attention(q, k, v, causal=False, mask="causal"), wanted)
     assert torch.equal(fmha.attention_out(torch.empty_like(q), q, k, v, causal=True), wanted)
     assert fmha.explain(q, k, v, causal=True) == fmha.explain(q, k, v, mask="b")

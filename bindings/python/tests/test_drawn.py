@@ -1,4 +1,4 @@
-"""Drawn calls in a process of their own: 120 at all doors, or ``FMHA_DRAWN=SEED:COUNT``."""
+"""Drawn calls in a process of their own: 120 at all doors, or ``FMHA_DRAWN=[SEED:]COUNT``."""
 
 import json
 import os
