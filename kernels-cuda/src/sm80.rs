@@ -11,7 +11,7 @@ use crate::operands::{
 };
 use crate::round_up;
 use crate::schedule::{self, TileSchedule, UnitOfWork};
-use crate::split::{self, Cut, RowsAtOnce};
+use crate::split::{self, Cut, RowsAtOnce, Shares};
 use crate::tree_mask;
 
 pub mod recipe;
@@ -19,11 +19,17 @@ mod table;
 
 pub use table::{Room, choose_tile, default_tile};
 
+/// Rows of a short query, whose group's heads are side by side where that saves rows, and whose keys are cut.
+pub const MOST_SHORT_ROWS: u32 = 64;
+
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm80";
 
 /// Blocks of K, and of V, in shared memory at a time, at most.
 const MOST_STAGES: i32 = 4;
+
+/// CTAs that walk shares, at most.
+const MOST_SHARES: i32 = 1 << 16;
 
 /// Elements of O that a warp's registers hold beside fragments of FP8 on their way: two sixteens of rows of 128.
 const MOST_RAW_OUTPUT: i32 = 32 * 128;
@@ -72,6 +78,9 @@ abi_spec! {
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 64, 256, 512, 1024]),
         /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts follow the longest one.
         pub fixed_parts: bool = Takes::all(),
+        /// With `split_keys`: CTAs of the launch, which walk equal shares of all tiles' blocks, `split_keys` keys each at least; 0: a
+        /// CTA a tile, or a tile's part.
+        pub shares: i32 = Takes::within(0, MOST_SHARES),
         /// The device converts from e4m3, in which a cache may be stored.
         pub converts_fp8: bool = Takes::nothing(),
         /// The next grid, the merge of the parts, may start while this one ends (programmatic dependent launch).
@@ -139,7 +148,17 @@ impl Sm80Tile {
     /// How it cuts the keys of sequences.
     #[must_use]
     pub const fn cut(&self) -> Cut {
-        Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts }
+        let shares = Shares {
+            count: self.shares.unsigned_abs(),
+            block_m: self.block_m.unsigned_abs(),
+            pack_gqa: self.pack_gqa,
+        };
+        Cut {
+            keys: self.split_keys,
+            block_n: self.block_n,
+            fixed: self.fixed_parts,
+            shares: if self.shares > 0 { Some(shares) } else { None },
+        }
     }
 
     /// The queries of a call whose parts lie in the workspace at a time.
@@ -161,7 +180,7 @@ impl Sm80Tile {
         let spec = FwdSpec::of(problem);
         self.block_n = default_tile(&spec, room).block_n;
         self.split_keys = split::fixed_keys(problem, self.block_n);
-        self.fixed_parts = self.split_keys > 0;
+        (self.fixed_parts, self.shares) = (self.split_keys > 0, 0);
         let deep = Self { stages: MOST_STAGES, ..*self };
         let ctas = room.ctas(deep.smem_bytes(&spec));
         let tiles = self.schedule(problem).map_or(u32::MAX, |schedule| schedule.num_tiles.unsigned_abs());
@@ -170,7 +189,8 @@ impl Sm80Tile {
         }
     }
 
-    /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`.
+    /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`; shares are given up for
+    /// keys that are not cut, and for fixed parts.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
@@ -179,6 +199,9 @@ impl Sm80Tile {
         self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
         if block_n != self.block_n {
             self.split_keys = round_up(self.split_keys, self.block_n);
+        }
+        if (name == "split_keys" && self.split_keys == 0) || (name == "fixed_parts" && self.fixed_parts) {
+            self.shares = 0;
         }
         Ok(())
     }
@@ -207,6 +230,14 @@ impl Sm80Tile {
             return Err(format!(
                 "tile tma=1 with split_keys={} and value_parts={}: TMA brings whole sequences, for warps with rows of their own",
                 self.split_keys, self.value_parts
+            ));
+        }
+        if self.shares > 0 && (self.split_keys == 0 || self.fixed_parts) {
+            return Err(format!(
+                "tile shares={} with split_keys={} and fixed_parts={}: shares have so many keys at least, and no fixed number",
+                self.shares,
+                self.split_keys,
+                i32::from(self.fixed_parts)
             ));
         }
         if self.num_threads() * self.ctas > MAX_THREADS {

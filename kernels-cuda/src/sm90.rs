@@ -232,7 +232,7 @@ impl Sm90Tile {
     /// How it cuts the keys of sequences.
     #[must_use]
     pub const fn cut(&self) -> Cut {
-        Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts }
+        Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts, shares: None }
     }
 
     /// The queries of a call whose parts lie in the workspace at a time.

@@ -255,7 +255,7 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     let part = split::part_spec(&upper);
     let tile = Sm100Tile { block_m: 128, split_keys: 256, pack_gqa: true, ..own(sm100::default_tile(&part)) };
     kernels.push(("sm100_128_part_of_keys".to_owned(), sm100::fwd(&part, &tile)));
-    let merging = split::Merging { stored: upper.dtype_qk, warps: 8, dependent: true };
+    let merging = split::Merging { stored: upper.dtype_qk, warps: 8, dependent: true, in_shares: false };
     kernels.push(("sm100_merge_128".to_owned(), split::merge(&upper, merging)));
     kernels.extend(blackwell_backward());
     kernels

@@ -7,6 +7,7 @@
 #pragma once
 #include <fmha/common/part_keys.cuh>
 #include <fmha/common/recompute_row.cuh>
+#include <fmha/common/share_ends.cuh>
 #include <fmha/kv_parts.h>
 #include <fmha/mask.h>
 #include <fmha/num.h>
@@ -28,7 +29,7 @@ constexpr int32_t kUnderWay = max(16 / ceil_div(dim, 4 * kWarp), 2);
 struct MergedRow {
   SeqSpan span;
   int32_t i_head, i, num_parts;
-  int64_t row, part_rows;  // of a part's rows, and how many there are
+  int64_t row, part_rows;  // where its first part has it, and rows from part to part
   float top, reference, sum, per_sum;
 };
 
@@ -76,6 +77,20 @@ struct RowPart {
   }
 };
 
+// Where the parts of CTAs' shares have a row (shares.cuh).
+FMHA_DEVICE void find_in_shares(const KvParts& parts, MergedRow& merged) {
+  const int32_t* const begins = parts.shares + kSharesHeader;
+  const Shares shares = {parts.shares[0], parts.shares[1]};
+  const int32_t i_batch = merged.span.i_batch, begin = begins[i_batch];
+  const int32_t tile_head = merged.i_head / parts.heads, in_tile = merged.i_head - tile_head * parts.heads;
+  const int32_t of_sequence = tile_head * parts.row_blocks + (merged.i * parts.heads + in_tile) / parts.block_m;
+  const int32_t count = (begins[i_batch + 1] - begin) / parts.tiles, first = begin + of_sequence * count;
+  const int32_t owner = shares.owner(first), i_tile = i_batch * parts.tiles + of_sequence;
+  merged.num_parts = shares.owner(first + count - 1) - owner + 1;
+  merged.part_rows = int64_t(parts.heads) * parts.num_rows;
+  merged.row = (owner + i_tile) * merged.part_rows + in_tile * parts.num_rows + merged.i;
+}
+
 // O of the parts `first`, `first + step`, ... times their weights.
 template <int32_t dim>
 FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_t first, int32_t step, RowPart<dim>& o) {
@@ -107,8 +122,9 @@ FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_
 }
 
 // Any grid: a CTA of `threads` takes `threads / 32 / warps` rows at a time until none is left. `dependent`: it was launched
-// to start while the parts' grid ends. `keys`: those that a row that is computed again sees.
-template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, class Keys = EveryKey>
+// to start while the parts' grid ends. `in_shares`: parts end where CTAs' shares do. `keys`: those that a row that is computed again
+// sees.
+template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, bool in_shares, class Keys = EveryKey>
 FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& keys_of_row = {}) {
   constexpr int32_t dim = spec.head_dim_v, rows = threads / kWarp / warps;
   using Part = RowPart<dim>;
@@ -129,13 +145,17 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
       there = merged.i < merged.span.seqlen_q;
     }
     if (there) {
-      // What the forward kernel has written: parts up to the last key that the row sees, and the first in any case.
-      const int32_t keys =
-          parts.keys > 0 ? parts.keys : keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
-      const MaskBand band = resolve_band(p.mask, merged.span.seqlen_q, merged.span.seqlen_k);
-      merged.num_parts = max(ceil_div(row_range(band, merged.i, merged.span.seqlen_k).end, keys), 1);
-      merged.row = at;
-      merged.part_rows = num_rows;
+      if constexpr (in_shares) {
+        find_in_shares(parts, merged);
+      } else {
+        // What the forward kernel has written: parts up to the last key that the row sees, and the first in any case.
+        const int32_t keys =
+            parts.keys > 0 ? parts.keys : keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
+        const MaskBand band = resolve_band(p.mask, merged.span.seqlen_q, merged.span.seqlen_k);
+        merged.num_parts = max(ceil_div(row_range(band, merged.i, merged.span.seqlen_k).end, keys), 1);
+        merged.row = at;
+        merged.part_rows = num_rows;
+      }
       weigh<spec>(p, parts, merged);
       // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs beside others.
       again = (merged.num_parts > 1 || spec.sink) && fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;

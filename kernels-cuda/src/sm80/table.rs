@@ -1,10 +1,11 @@
 //! Which tile a problem gets, by its head dimensions and by what a multiprocessor has.
 
-use fmha_core::FwdProblem;
-use fmha_core::VLayout;
 use fmha_core::spec::{BiasKind, FwdSpec};
+use fmha_core::{FwdProblem, KvLayout, QLayout, VLayout};
 
-use super::{Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma, value_parts};
+use super::{
+    MOST_SHARES, Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma, value_parts,
+};
 use crate::operands::{stores_vectors, strides};
 use crate::split;
 
@@ -64,7 +65,7 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         if tile.reads_raw_blocks(&spec) {
             tile.take_raw_blocks(&spec, room);
         }
-        tile.split_keys = split_keys(problem, &tile, room);
+        (tile.split_keys, tile.shares) = cut(problem, &tile, room);
     }
 
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
@@ -123,6 +124,7 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         stored: spec.dtype_qk,
         split_keys: 0,
         fixed_parts: false,
+        shares: 0,
         converts_fp8: false,
         launches_merge: false,
         tma: false,
@@ -140,7 +142,7 @@ impl Sm80Tile {
     /// Takes what decides a row's bits, blocks of keys and parts, from the tile of the same call on a cache of 16 bits, so that both
     /// have the same bits (CONTRACT.md, "KV caches"); then as many blocks at a time, and CTAs, as there is room for.
     fn take_order_of(&mut self, twin: &Self, spec: &FwdSpec, room: Room) {
-        (self.block_n, self.split_keys) = (twin.block_n, twin.split_keys);
+        (self.block_n, self.split_keys, self.shares) = (twin.block_n, twin.split_keys, twin.shares);
         let most = self.stages.max(twin.stages);
         let of = |stages| Self { stages, ..*self };
         let fits = |stages: &i32| of(*stages).smem_bytes(spec) <= room.smem_bytes;
@@ -188,20 +190,41 @@ impl Sm80Tile {
 /// Parts of a sequence's keys, at most: two batches of a merging warp's loads.
 const MOST_PARTS: u32 = 256;
 
-/// Keys of a part of a short query's; 0: its tiles alone are enough for the device, or its keys too few.
+/// Lengths that each CTA of a launch in shares reads, at most: 32 at a time, two or three times over.
+const MOST_SCANNED: u32 = 1024;
+
+/// Keys of sequences whose lengths the device alone knows, at least, for shares: below, what is out of balance is less than the launch
+/// that merges.
+const LEAST_SHARED: u32 = 1024;
+
+/// What finding its share costs a CTA, in keys of its multiprocessor's rate: a microsecond.
+const SCAN_KEYS: u64 = 70;
+
+/// How a short query's keys are cut: keys of a part, or the least of a share, and shares; 0 and 0: its tiles alone are enough for the
+/// device, or its keys too few.
 ///
-/// What counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to fill memory's latency. An
+/// Of sequences whose lengths the device alone knows every CTA has an equal share. Where all are alike, or there is one, the cheapest:
+/// what counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to fill memory's latency. An
 /// H200, one sequence over 8 kv heads: 32768 keys in parts of 512, 4 CTAs of 64 parts each, 47.1 us, of 384, 6 at most and 5.2 on
 /// average, 49.2; 131072 keys in parts of 1344, 6 CTAs, 141.3, of 1536 142.6, of 1024, which are left for a second time, 158.8;
-/// 4096 in parts of 64, 128 and 256 keys 14.9, 15.6 and 18.3.
-fn split_keys(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> i32 {
+/// 4096 in parts of 64, 128 and 256 keys 14.9, 15.6 and 18.3. What shares take was not measured: they are to be a tenth cheaper.
+fn cut(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> (i32, i32) {
     if split::split_keys(problem, tile.block_n) == 0 {
-        return 0;
+        return (0, 0);
     }
     let dims = problem.dims;
     let heads = if tile.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
     let tiles = u64::from(dims.batch) * u64::from(heads);
     let (num_sms, ctas) = (u64::from(room.num_sms), u64::from(tile.ctas.unsigned_abs()));
+    let slots = num_sms * ctas;
+    let block_n = u64::from(tile.block_n.unsigned_abs());
+    let in_shares = Sm80Tile { split_keys: tile.block_n, shares: slots as i32, ..*tile };
+    let takes_shares = in_shares.shares <= MOST_SHARES
+        && dims.batch <= MOST_SCANNED
+        && in_shares.cut().shares.is_some_and(|shares| shares.takes(problem, tile.block_n.unsigned_abs()));
+    if takes_shares && !has_like_lengths(problem) && dims.seqlen_k > LEAST_SHARED {
+        return (in_shares.split_keys, in_shares.shares);
+    }
     // A part's O, written and read in 32 bits, in keys of as many bytes.
     let key_bytes = problem.stored_k().size_bytes() * u64::from(dims.head_dim_qk + dims.head_dim_v);
     let rows = u64::from(dims.seqlen_q) * if tile.pack_gqa { u64::from(problem.gqa_ratio()) } else { 1 };
@@ -221,13 +244,38 @@ fn split_keys(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> i32 {
         let at_a_time = of_sm - last + if last > 0 { last.max(at_least) } else { 0 };
         at_a_time * (keys + if parts > 1 { part_keys } else { 0 }) + parts / 4
     };
-    let block_n = u64::from(tile.block_n.unsigned_abs());
     let of_parts =
         |parts: u32| u64::from(dims.seqlen_k.div_ceil(parts)).next_multiple_of(block_n).min(1 << 23);
     let whole = u64::from(dims.seqlen_k);
     // The most parts where several cost the same.
     let best = (2..=MOST_PARTS).rev().map(of_parts).min_by_key(|&keys| cost(keys));
-    best.filter(|&keys| keys < whole && cost(keys) * 20 < cost(whole) * 19).map_or(0, |keys| keys as i32)
+    let keys = best.filter(|&keys| keys < whole && cost(keys) * 20 < cost(whole) * 19).unwrap_or(0);
+    let cost_of_shares = {
+        let blocks = tiles * u64::from(dims.seqlen_k).div_ceil(block_n);
+        let takers = blocks.min(slots);
+        let few = takers.div_ceil(num_sms) < at_least;
+        let of_sm = if few { blocks.div_ceil(takers.max(1)) * at_least } else { blocks.div_ceil(num_sms) };
+        let parts = takers.div_ceil(num_sms) + tiles.div_ceil(num_sms);
+        of_sm * block_n + parts * part_keys + takers.div_ceil(tiles.max(1)) / 4 + SCAN_KEYS
+    };
+    let other = cost(if keys > 0 { keys } else { whole });
+    // Parts that are left for a second time take longer than their keys, as those of 1024 above do.
+    let is_left = keys > 0 && (tiles * whole.div_ceil(keys)).div_ceil(num_sms) > ctas;
+    let (shared, others) = if is_left { (20, 21) } else { (10, 9) };
+    if takes_shares && keys > 0 && cost_of_shares * shared < other * others {
+        (in_shares.split_keys, in_shares.shares)
+    } else {
+        (keys as i32, 0)
+    }
+}
+
+/// Whether all sequences have the problem's lengths, or there is one, whose length is that of all.
+fn has_like_lengths(problem: &FwdProblem) -> bool {
+    let layout = problem.layout;
+    problem.dims.batch <= 1
+        || (layout.q, layout.kv) == (QLayout::Batch, KvLayout::Strided)
+            && !layout.seqused_q
+            && !layout.seqused_k
 }
 
 #[cfg(test)]

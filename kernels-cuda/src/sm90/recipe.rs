@@ -73,21 +73,40 @@ impl ValuesPlan {
 /// Refuses what `sm80` is faster at: one query over a long cache, whose few rows fill one warp's products. An H200, one sequence of
 /// 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5, 141 and 140;
 /// of 16 sequences of 4096 keys 77 and 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
+///
+/// So it does with what this kernel would walk out of balance, or more than once: few rows over sequences whose lengths the device alone
+/// knows, of which `sm80` walks equal shares; and groups of heads that do not divide this kernel's tiles, which would read the cache
+/// once a head.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
     const MOST_ROWS: u32 = 16;
+    /// Rows of a group that `sm80` multiplies as fast as it reads, about: of 64 it is at the rate of its products.
+    const MOST_SHARED_ROWS: u32 = 32;
     let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
     let tiles = u64::from(batch) * u64::from(num_heads_kv);
-    let is_short = seqlen_q.saturating_mul(problem.gqa_ratio()) <= MOST_ROWS;
-    if !is_short || 4 * tiles > u64::from(facts.num_sms) {
-        return Ok(());
-    }
+    let ratio = problem.gqa_ratio();
+    let rows = seqlen_q.saturating_mul(ratio);
     // Of FP8 queries nothing was measured.
     let taken =
         !problem.dtypes.qk.is_fp8() && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
-    if taken && sm80::choose_tile(problem, room(facts)).split_keys > 0 {
+    if !taken || rows > sm80::MOST_SHORT_ROWS || problem.arrivals > 0 {
+        return Ok(());
+    }
+    let theirs = sm80::choose_tile(problem, room(facts));
+    if rows <= MOST_ROWS && 4 * tiles <= u64::from(facts.num_sms) && theirs.split_keys > 0 {
         return Err(format!(
             "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",
             facts.num_sms
+        ));
+    }
+    if rows <= MOST_SHARED_ROWS && theirs.shares > 0 {
+        return Err(format!(
+            "its tiles walk sequences of unlike lengths whole, of which sm80 gives {} CTAs equal shares",
+            theirs.shares
+        ));
+    }
+    if theirs.pack_gqa && !sm90::choose_tile(problem).pack_gqa {
+        return Err(format!(
+            "its tiles would read the cache for each of a group's {ratio} heads, those of sm80 once"
         ));
     }
     Ok(())

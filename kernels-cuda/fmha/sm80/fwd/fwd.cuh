@@ -11,8 +11,9 @@
 // Every issue is one group, an empty one at the tile's end, so that waits count the same throughout.
 //
 // The grid is a CTA a tile, longest tiles first, of which an SM holds several: one's products run under another's loads and
-// exponentials.
+// exponentials. In shares (common/shares.cuh) it is as many CTAs as there is room for, and each walks pieces of tiles.
 #pragma once
+#include <fmha/common/shares.cuh>
 #include <fmha/ptx/grid.cuh>
 #include <fmha/sm80/fwd/epilogue.cuh>
 #include <fmha/sm80/fwd/load.cuh>
@@ -133,6 +134,21 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile>& loader, Consumer<spec, 
   }
 }
 
+// O and LSE of a tile's rows, of the keys that its work is on.
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void attend(const FwdParams& p, const Work& work, Smem<spec, tile>& smem, const Keys& keys) {
+  const Loader<spec, tile> loader{p, work, smem};
+  Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
+  if constexpr (reads_raw_blocks(spec, tile)) {
+    walk_raw(loader, consumer, work);
+  } else if constexpr (widens_blocks(spec, tile)) {
+    walk_widening(loader, consumer, work);
+  } else {
+    walk(loader, consumer, work);
+  }
+  store(consumer);
+}
+
 template <FwdSpec spec, Sm80Tile tile, class Keys = EveryKey>
 FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Keys& keys = {}) {
   static_assert(spec.dtype_qk == spec.dtype_v || is_fp8(spec.dtype_qk), "sm80: Q, K and V share a type, or Q and K are FP8");
@@ -146,20 +162,21 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
   if constexpr (tile.launches_merge) ptx::launch_dependents();
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
-  if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
-  const Work work = resolve_tile<spec, shared(tile)>(p, schedule, blockIdx.x);
-  if (work.num_blocks == 0) return;
-
-  const Loader<spec, tile> loader{p, work, smem};
-  Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
-  if constexpr (reads_raw_blocks(spec, tile)) {
-    walk_raw(loader, consumer, work);
-  } else if constexpr (widens_blocks(spec, tile)) {
-    walk_widening(loader, consumer, work);
+  if constexpr (tile.shares > 0) {
+    Share<spec, shared(tile)> share{p, schedule};
+#pragma unroll 1
+    while (!share.is_over()) {
+      const Work work = share.next();
+      if (work.num_blocks == 0) continue;
+      attend(p, work, smem, keys);
+      // Q and the blocks of the part before have been read.
+      __syncthreads();
+    }
   } else {
-    walk(loader, consumer, work);
+    if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
+    const Work work = resolve_tile<spec, shared(tile)>(p, schedule, blockIdx.x);
+    if (work.num_blocks > 0) attend(p, work, smem, keys);
   }
-  store(consumer);
 }
 
 }  // namespace fmha::sm80

@@ -24,7 +24,7 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     if constexpr (split_keys<tile>() > 0) {
       const OutputPlace place = output_place<tile>(p, work);
-      const Range keys = keys_of_part<tile>(p, part_of<tile>(p, work), work.seqlen_k);
+      const Range keys = keys_of_work<tile>(p, work);
       RecomputedRow<spec> recomputed{p, span, i_head, i, place.batch, place.row + i, keys};
       recomputed.run();
     } else {
