@@ -86,6 +86,7 @@ class FmhaCall(Structure):
         ("p_drop", c_float),
         *((n, c_int32) for n in ("dtype_qk", "dtype_v", "dtype_o", "dtype_bias")),
         *((n, c_int32) for n in ("v_layout", "alibi_per_batch", "descale_per_tensor")),
+        *((n, c_int32) for n in ("dropout_seeded", "reserved")),
     ]
 
 

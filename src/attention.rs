@@ -26,8 +26,8 @@ pub struct Attention {
     pub softcap: Option<f32>,
     /// Probability that a `P` is dropped.
     pub p_drop: f32,
-    /// Where the dropout generator stands.
-    pub dropout: DropoutSeed,
+    /// Where the dropout generator stands; a call with `p_drop` above 0 names it.
+    pub dropout: Option<DropoutSeed>,
     /// Whether a kernel that is correct but far from fast may serve where no fast one takes the problem, as
     /// none takes f32 on a GPU. On: a first call is to give numbers on every machine. Off: such a problem is refused
     /// with every kernel's reason, as a plan refuses it by default.
@@ -46,7 +46,7 @@ impl Attention {
             softmax_scale: None,
             softcap: None,
             p_drop: 0.0,
-            dropout: DropoutSeed::default(),
+            dropout: None,
             allow_fallback: true,
             backend: Backend::Auto,
         }
@@ -90,7 +90,7 @@ impl Attention {
     /// Probability that a `P` is dropped, and where the generator stands.
     #[must_use]
     pub fn dropout(mut self, p_drop: f32, seed: DropoutSeed) -> Self {
-        (self.p_drop, self.dropout) = (p_drop, seed);
+        (self.p_drop, self.dropout) = (p_drop, Some(seed));
         self
     }
 

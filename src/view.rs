@@ -354,6 +354,22 @@ mod tests {
     }
 
     #[test]
+    fn a_view_whose_memory_has_another_type_is_refused_by_both() {
+        let (halves, mut floats) = ([half::f16::ZERO; 48], [0f32; 48]);
+        let view = TensorView { dtype: DType::Bf16, ..TensorView::host(&halves, SHAPE) };
+        assert_eq!(view.check("q").unwrap_err().text, "q is bf16, but its memory has elements of f16");
+        let view = TensorViewMut { dtype: DType::F16, ..TensorViewMut::host(&mut floats, SHAPE) };
+        assert_eq!(view.check("o").unwrap_err().text, "o is f16, but its memory has elements of f32");
+        let bytes = [0u8; 96];
+        let view = TensorView {
+            data: DevSlice::host(&bytes),
+            dtype: DType::Bf16,
+            ..TensorView::host(&halves, SHAPE)
+        };
+        assert_eq!(view.check("q"), Ok(()));
+    }
+
+    #[test]
     fn a_raw_view_covers_what_its_strides_reach_and_no_more() {
         let elems = [0u16; 48];
         let of = |strides| {

@@ -18,8 +18,8 @@ use fmha_conformance::tensor::{Operand, Operands, Tensor};
 use fmha_conformance::tensors::{HostBwd, HostFwd};
 use fmha_conformance::verdict::Verdict;
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, DropoutSeed, FwdProblem, KvLayout, MemorySpace, PlanOptions,
-    RotaryPairs, Totals, VLayout,
+    Bias, BiasBroadcast, CacheUse, DType, Descale, DropoutSeed, FwdProblem, KvLayout, MemorySpace,
+    PlanOptions, RotaryPairs, Totals, VLayout,
 };
 
 /// A few seconds' worth.
@@ -73,7 +73,7 @@ struct Pointed {
 
 fn cache_of(problem: &FwdProblem, totals: Totals, operands: &Operands) -> Option<FmhaCache> {
     let cache = &problem.cache;
-    if cache.append.is_none() && cache.rotary.is_none() && cache.dtype.is_none() && !cache.v_in_k {
+    if *cache == CacheUse::default() {
         return None;
     }
     Some(FmhaCache {
@@ -86,7 +86,7 @@ fn cache_of(problem: &FwdProblem, totals: Totals, operands: &Operands) -> Option
         cu_seqlens_new: at(operands, Operand::CuSeqlensNew),
         rotary_cos: at(operands, Operand::Cos),
         rotary_sin: at(operands, Operand::Sin),
-        tree_mask: ptr::null(),
+        tree_mask: at(operands, Operand::TreeMask),
         rotary_dim: cache.rotary.map_or(0, |rotary| rotary.dim.cast_signed()),
         rotary_interleaved: cache
             .rotary
@@ -165,8 +165,8 @@ fn call(
     (call.softmax_scale, call.softcap) = (pointer(&pointed.softmax_scale), pointer(&pointed.softcap));
     call.gradients = pointed.gradients.as_ref().map_or(ptr::null(), ptr::from_ref);
     call.cache = pointed.cache.as_ref().map_or(ptr::null(), ptr::from_ref);
-    (call.dropout_seed, call.dropout_offset, call.p_drop) =
-        (dropout.seed, dropout.offset, problem.dropout.p_drop);
+    (call.dropout_seed, call.dropout_offset, call.dropout_seeded) = (dropout.seed, dropout.offset, 1);
+    call.p_drop = problem.dropout.p_drop;
     (call.dtype_qk, call.dtype_v, call.dtype_o) =
         (code(problem.dtypes.qk), code(problem.dtypes.v), code(problem.dtypes.o));
     call.v_layout = if problem.layout.v == VLayout::ColMajor { FMHA_V_COL_MAJOR } else { 0 };

@@ -225,7 +225,7 @@ fn gradients(backend: &Device, call: &Call, options: &PlanOptions, t: &Tensors) 
     stream.synchronize().unwrap();
     [(&dq, sizes[0]), (&dk, sizes[1]), (&dv, sizes[2]), (&dsink, sizes[3])].map(|(buffer, len)| {
         let mut out = vec![0f32; len];
-        memory.download(buffer, bytemuck::cast_slice_mut(&mut out)).unwrap();
+        memory.download(buffer, &mut out).unwrap();
         out.into_iter().map(f64::from).collect()
     })
 }

@@ -95,7 +95,7 @@ fn gradients(backend: &Device, layout: &Layout, apart: usize) -> Vec<Vec<bf16>> 
     let numbers: Vec<bf16> = (0..8 * ELEMS)
         .map(|i| bf16::from_f32((i.wrapping_mul(0x9E37_79B1) >> 20 & 0xff) as f32 / 128.0 - 1.0))
         .collect();
-    memory.upload(bytemuck::cast_slice(&numbers), &mut buffer).unwrap();
+    memory.upload(&numbers, &mut buffer).unwrap();
     let held = Memory { backend, buffer };
     let (fwd_scratch, bwd_scratch) =
         (memory.workspace(fwd.workspace()).unwrap(), memory.workspace(bwd.workspace()).unwrap());
@@ -120,7 +120,7 @@ fn gradients(backend: &Device, layout: &Layout, apart: usize) -> Vec<Vec<bf16>> 
     bwd.run(&mut args, &stream).unwrap();
     stream.synchronize().unwrap();
     let mut all = vec![bf16::ZERO; numbers.len()];
-    memory.download(&held.buffer, bytemuck::cast_slice_mut(&mut all)).unwrap();
+    memory.download(&held.buffer, &mut all).unwrap();
     let rows = |n: usize| {
         let Shape { batch, seq, head, dim } = shapes[n];
         let mut rows = Vec::new();

@@ -26,11 +26,7 @@ fn gradients(device: &Device, problem: &BwdProblem, tile: &[(&str, &str)]) -> [V
     let memory = device.memory();
     let shapes = [problem.fwd.shape_q(), problem.fwd.shape_k(), problem.fwd.shape_v()];
     let count = |n: usize| shapes[n].num_elems() as usize;
-    let input = |n: usize, seed| {
-        let mut buffer = memory.alloc(2 * count(n) as u64).unwrap();
-        memory.upload(bytemuck::cast_slice(&numbers(count(n), seed)), &mut buffer).unwrap();
-        buffer
-    };
+    let input = |n: usize, seed| memory.place(&numbers(count(n), seed)).unwrap();
     let inputs = [input(0, 1), input(1, 2), input(2, 3)];
     let (mut o, dout) = (input(0, 4), input(0, 5));
     let mut grads = [0, 1, 2].map(|n| memory.alloc(4 * count(n) as u64).unwrap());
@@ -53,7 +49,7 @@ fn gradients(device: &Device, problem: &BwdProblem, tile: &[(&str, &str)]) -> [V
     stream.synchronize().unwrap();
     [0, 1, 2].map(|n| {
         let mut all = vec![0_f32; count(n)];
-        memory.download(&grads[n], bytemuck::cast_slice_mut(&mut all)).unwrap();
+        memory.download(&grads[n], &mut all).unwrap();
         all
     })
 }

@@ -118,11 +118,11 @@ impl DeviceMemory for Host {
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Host, address, bytes, free) })
     }
 
-    fn upload(&self, _: &[u8], _: &mut DevBuffer) -> Result<()> {
+    fn upload_bytes(&self, _: &[u8], _: &mut DevBuffer) -> Result<()> {
         Err(Error::NoDevice("host memory needs 0 copies".to_owned()))
     }
 
-    fn download(&self, _: &DevBuffer, _: &mut [u8]) -> Result<()> {
+    fn download_bytes(&self, _: &DevBuffer, _: &mut [u8]) -> Result<()> {
         Err(Error::NoDevice("host memory needs 0 copies".to_owned()))
     }
 }

@@ -38,14 +38,14 @@ impl DeviceMemory for HostMemory {
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Host, ptr, bytes, free) })
     }
 
-    fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
+    fn upload_bytes(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
         check_fits("to", bytes.len(), to)?;
         // SAFETY: `to` owns at least this many bytes, and nobody else writes them.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         Ok(())
     }
 
-    fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
+    fn download_bytes(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
         check_fits("from", bytes.len(), from)?;
         // SAFETY: `from` owns at least this many bytes.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };

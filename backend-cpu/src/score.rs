@@ -62,7 +62,7 @@ impl<'a> ScoreInputs<'a> {
             bias,
             alibi,
             drops: problem.drops(),
-            keep: problem.keep(args.dropout, span.i_batch, i_head),
+            keep: problem.keep(args.dropout.unwrap_or_default(), span.i_batch, i_head),
             keep_scale: if problem.drops() { keep_scale(problem.dropout.p_drop) as f32 } else { 1.0 },
             sink: args.sink.as_ref().map(|sink| f32_at(sink, i_head as usize)),
             descale_q: descale(&args.descale_q, problem.scales.descale_q),

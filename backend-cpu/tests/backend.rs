@@ -79,16 +79,16 @@ fn memory_takes_and_gives_back_what_fits() {
     let memory = backend.memory();
     assert!(!memory.checks_bounds(), "it is the process's own");
     let mut buffer = memory.alloc(8).unwrap();
-    memory.upload(&[1, 2, 3, 4, 5, 6, 7, 8], &mut buffer).unwrap();
-    memory.upload(&[9, 10], &mut buffer).unwrap();
-    let (mut all, mut front) = ([0; 8], [0; 3]);
+    memory.upload(&[1u8, 2, 3, 4, 5, 6, 7, 8], &mut buffer).unwrap();
+    memory.upload(&[9u8, 10], &mut buffer).unwrap();
+    let (mut all, mut front) = ([0u8; 8], [0u8; 3]);
     memory.download(&buffer, &mut all).unwrap();
     assert_eq!(all, [9, 10, 3, 4, 5, 6, 7, 8]);
     memory.download(&buffer, &mut front).unwrap();
     assert_eq!(front, [9, 10, 3]);
-    let text = memory.upload(&[0; 9], &mut buffer).unwrap_err().to_string();
+    let text = memory.upload(&[0u8; 9], &mut buffer).unwrap_err().to_string();
     assert!(text.contains("to has 8 bytes, fewer than the 9"), "{text}");
-    let text = memory.download(&buffer, &mut [0; 9]).unwrap_err().to_string();
+    let text = memory.download(&buffer, &mut [0u8; 9]).unwrap_err().to_string();
     assert!(text.contains("from has 8 bytes, fewer than the 9"), "{text}");
 }
 
@@ -98,11 +98,11 @@ fn new_memory_is_zeros_and_aligned_whatever_lay_there() {
     let backend = backend(1);
     let memory = backend.memory();
     for bytes in [1, 24, 256, 1000, 4096, 100_000, 3 << 20] {
-        let secret = vec![0xab; bytes];
+        let secret = vec![0xabu8; bytes];
         for _ in 0..3 {
             let mut buffer = memory.alloc(bytes as u64).unwrap();
             assert!(buffer.as_ptr().addr().is_multiple_of(256), "{bytes}");
-            let mut read = vec![1; bytes];
+            let mut read = vec![1u8; bytes];
             memory.download(&buffer, &mut read).unwrap();
             assert!(read.iter().all(|&byte| byte == 0), "{bytes}");
             assert_eq!(buffer.slice().as_host(), Some(read.as_slice()));
@@ -136,8 +136,8 @@ fn memory_that_is_called_a_devices_is_neither_read_nor_written() {
     let mut foreign =
         unsafe { DevBuffer::from_raw(MemorySpace::Device, 0x1000 as *mut u8, 8, Box::new(|_| ())) };
     for (name, error) in [
-        ("to", backend.memory().upload(&[1; 8], &mut foreign)),
-        ("from", backend.memory().download(&foreign, &mut [0; 8])),
+        ("to", backend.memory().upload(&[1u8; 8], &mut foreign)),
+        ("from", backend.memory().download(&foreign, &mut [0u8; 8])),
     ] {
         let text = error.unwrap_err().to_string();
         assert_eq!(text, format!("{name} of 8 bytes is a device's memory, and not the host's"));

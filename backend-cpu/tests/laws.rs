@@ -482,7 +482,7 @@ fn the_keep_mask_is_that_of_the_definition() {
     for (b, h, i, j) in (0..2)
         .flat_map(|b| (0..2).flat_map(move |h| (0..20).flat_map(move |i| (0..33).map(move |j| (b, h, i, j)))))
     {
-        let mask = fmha_core::dropout::KeepMask::new(0.4, inputs.score().dropout, b, h, 2);
+        let mask = fmha_core::dropout::KeepMask::new(0.4, inputs.score().dropout.unwrap(), b, h, 2);
         let kept = outputs.keep[(((b * 2 + h) * 20 + i) * 33 + j) as usize];
         assert_eq!(kept, u8::from(mask.keep(i, j)));
     }

@@ -28,7 +28,7 @@ fn words(device: &Device, words: &[u32]) -> DevBuffer {
 }
 
 fn downloaded(device: &Device, buffer: &DevBuffer) -> Vec<u8> {
-    let mut bytes = vec![0; buffer.bytes() as usize];
+    let mut bytes = vec![0u8; buffer.bytes() as usize];
     device.memory().download(buffer, &mut bytes).unwrap();
     bytes
 }

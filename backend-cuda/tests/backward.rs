@@ -162,7 +162,7 @@ impl Host {
         let mut grads = [nan(self.q.len()), nan(self.k.len()), nan(self.v.len())];
         let mut workspace = memory.workspace(plan.workspace()).unwrap();
         if let Some(workspace) = &mut workspace {
-            memory.upload(&vec![0xff; workspace.bytes() as usize], workspace).unwrap();
+            memory.upload(&vec![0xffu8; workspace.bytes() as usize], workspace).unwrap();
         }
         let [dq, dk, dv] = &mut grads;
         let mut seq = SeqArgs::default().totals(self.totals);
@@ -183,7 +183,7 @@ impl Host {
         grads.map(|buffer| {
             let mut elems = vec![before; lengths[index]];
             index += 1;
-            memory.download(&buffer, bytemuck::cast_slice_mut(&mut elems)).unwrap();
+            memory.download(&buffer, bytemuck::cast_slice_mut::<T, u8>(&mut elems)).unwrap();
             elems
         })
     }

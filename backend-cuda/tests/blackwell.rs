@@ -195,7 +195,7 @@ fn attend(
     plan.run(&mut args, &backend.default_stream()).unwrap();
     backend.synchronize().unwrap();
     let download = |buffer: &DevBuffer| {
-        let mut bytes = vec![0; buffer.bytes() as usize];
+        let mut bytes = vec![0u8; buffer.bytes() as usize];
         memory.download(buffer, &mut bytes).unwrap();
         bytes
     };

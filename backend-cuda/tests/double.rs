@@ -103,7 +103,7 @@ impl Call {
     }
 
     fn output(&self, backend: &Device) -> Vec<u8> {
-        let mut bytes = vec![0; self.o.bytes() as usize];
+        let mut bytes = vec![0u8; self.o.bytes() as usize];
         backend.synchronize().unwrap();
         backend.memory().download(&self.o, &mut bytes).unwrap();
         bytes
@@ -133,9 +133,9 @@ fn a_run_gives_the_same_bits_whatever_its_workspace_holds_before_it() {
     assert!(bytes > 0);
     call.run(&backend.default_stream());
     let first = call.output(&backend);
-    for dirt in [0x00, 0x01, 0xFF] {
+    for dirt in [0x00u8, 0x01, 0xFF] {
         backend.memory().upload(&vec![dirt; bytes], call.workspace.as_mut().unwrap()).unwrap();
-        backend.memory().upload(&vec![0xFF; first.len()], &mut call.o).unwrap();
+        backend.memory().upload(&vec![0xFFu8; first.len()], &mut call.o).unwrap();
         call.run(&backend.default_stream());
         assert!(call.output(&backend) == first, "a workspace of {dirt:#x} changes the result");
     }
@@ -149,7 +149,7 @@ fn a_plan_reads_each_call_where_it_lies_and_each_operand_by_itself() {
     call.run(&backend.default_stream());
     let first = call.output(&backend);
     let other = |from: &DevBuffer| {
-        let mut bytes = vec![0; from.bytes() as usize];
+        let mut bytes = vec![0u8; from.bytes() as usize];
         backend.memory().download(from, &mut bytes).unwrap();
         bytes.rotate_left(1024);
         let mut buffer = backend.memory().alloc(from.bytes()).unwrap();

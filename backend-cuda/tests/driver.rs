@@ -49,9 +49,9 @@ fn the_threads_context_is_the_callers_again_after_each_call() {
         let still = |what: &str| assert_eq!(current(), callers, "after {what}");
         let mut buffer = memory.alloc(64).unwrap();
         still("alloc");
-        memory.upload(&[1; 64], &mut buffer).unwrap();
+        memory.upload(&[1u8; 64], &mut buffer).unwrap();
         still("upload");
-        memory.download(&buffer, &mut [0; 64]).unwrap();
+        memory.download(&buffer, &mut [0u8; 64]).unwrap();
         still("download");
         drop(memory.workspace(Workspace::zeroed(64)).unwrap());
         still("workspace");
@@ -93,9 +93,9 @@ fn a_buffer_is_made_zeros_to_its_last_byte() {
     let memory = backend.memory();
     for bytes in [0, 1, 4099] {
         let mut buffer = memory.alloc(bytes).unwrap();
-        memory.upload(&vec![7; bytes as usize], &mut buffer).unwrap();
+        memory.upload(&vec![7u8; bytes as usize], &mut buffer).unwrap();
         memory.zero(&mut buffer).unwrap();
-        let mut seen = vec![9; bytes as usize];
+        let mut seen = vec![9u8; bytes as usize];
         memory.download(&buffer, &mut seen).unwrap();
         assert_eq!(seen, vec![0; bytes as usize]);
     }
@@ -106,15 +106,34 @@ fn a_buffer_is_made_zeros_to_its_last_byte() {
     assert!(refused.contains("host memory"), "{refused}");
 }
 
+/// What other processes have left in a device's memory is nobody's to read.
+#[test]
+fn new_memory_is_zeros_and_scratch_is_not_read() {
+    let backend = device();
+    let memory = backend.memory();
+    for bytes in [1usize, 64, 4099] {
+        let mut seen = vec![9u8; bytes];
+        memory.download(&memory.alloc(bytes as u64).unwrap(), &mut seen).unwrap();
+        assert_eq!(seen, vec![0; bytes]);
+        // SAFETY: the double's own poison.
+        let uncleared = unsafe { memory.alloc_uncleared(bytes as u64) }.unwrap();
+        memory.download(&uncleared, &mut seen).unwrap();
+        assert_eq!(seen, vec![0xff; bytes], "the double has poison where nobody has written");
+    }
+    let scratch = memory.workspace(Workspace { bytes: 64, zeroed_bytes: 0 }).unwrap().unwrap();
+    let refused = memory.download(&scratch, &mut [0u8; 64]).unwrap_err().to_string();
+    assert!(refused.contains("from has elements of a workspace"), "{refused}");
+}
+
 #[test]
 fn what_is_uploaded_is_there_for_every_stream_when_the_call_returns() {
     let backend = device();
     let memory = backend.memory();
     let stream = backend.stream().unwrap();
     let (mut buffer, mut seen) = (memory.alloc(64).unwrap(), [0u8; 64]);
-    memory.upload(&[0; 64], &mut buffer).unwrap();
+    memory.upload(&[0u8; 64], &mut buffer).unwrap();
     backend.synchronize().unwrap();
-    memory.upload(&[7; 64], &mut buffer).unwrap();
+    memory.upload(&[7u8; 64], &mut buffer).unwrap();
     type Copy = unsafe extern "C" fn(*mut c_void, u64, usize, Handle) -> Status;
     // SAFETY: the type is cuda.h's; both sides have 64 bytes.
     let status = unsafe {
@@ -151,8 +170,8 @@ fn the_double_says_that_it_is_one_and_gives_back_what_was_made_on_it() {
 
     let mut buffer = memory.alloc(64).unwrap();
     let texts = [
-        memory.upload(&[0; 65], &mut buffer).unwrap_err().to_string(),
-        memory.download(&buffer, &mut [0; 65]).unwrap_err().to_string(),
+        memory.upload(&[0u8; 65], &mut buffer).unwrap_err().to_string(),
+        memory.download(&buffer, &mut [0u8; 65]).unwrap_err().to_string(),
     ];
     for (text, name) in texts.iter().zip(["to", "from"]) {
         assert!(text.contains(&format!("{name} has 64 bytes, but 65 are to be copied")), "{text}");

@@ -48,7 +48,7 @@ struct Room {
 impl Room {
     fn new(backend: &Device, bytes: u64, off: u64) -> Self {
         let mut buffer = backend.memory().alloc(bytes + off + 64).unwrap();
-        backend.memory().upload(&vec![0; (bytes + off) as usize], &mut buffer).unwrap();
+        backend.memory().upload(&vec![0u8; (bytes + off) as usize], &mut buffer).unwrap();
         Self { buffer, off }
     }
 

@@ -32,7 +32,7 @@ fn attend(backend: &Device, stream: &Stream, salt: u64) -> Vec<u8> {
     args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
     plan.run(&mut args, stream).unwrap();
     stream.synchronize().unwrap();
-    let mut bytes = vec![0; o.bytes() as usize];
+    let mut bytes = vec![0u8; o.bytes() as usize];
     memory.download(&o, &mut bytes).unwrap();
     bytes
 }
@@ -48,7 +48,7 @@ fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
         backends[at].memory().upload(&[at as u8 + 3; 64], buffer).unwrap();
     }
     // The double's devices have no address in common, as with the driver's unified addresses.
-    let mut bytes = [0; 64];
+    let mut bytes = [0u8; 64];
     assert!(backends[0].memory().download(&buffers[1], &mut bytes).is_err());
 
     let streams = backends.each_ref().map(|backend| backend.stream().unwrap());

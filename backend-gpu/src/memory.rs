@@ -16,6 +16,12 @@ impl<D: Driver> Memory<D> {
     fn driver(&self) -> Result<&Arc<D>> {
         self.driver.as_ref().ok_or_else(only_plans)
     }
+
+    /// The buffer with zeros, since safe code may read it whoever has written it.
+    fn cleared(&self, mut buffer: DevBuffer) -> Result<DevBuffer> {
+        self.zero(&mut buffer)?;
+        Ok(buffer)
+    }
 }
 
 impl<D: Driver> DeviceMemory for Memory<D> {
@@ -28,6 +34,11 @@ impl<D: Driver> DeviceMemory for Memory<D> {
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevBuffer> {
+        // SAFETY: cleared before anybody has it.
+        self.cleared(unsafe { self.alloc_uncleared(bytes) }?)
+    }
+
+    unsafe fn alloc_uncleared(&self, bytes: u64) -> Result<DevBuffer> {
         let driver = Arc::clone(self.driver()?);
         let address = driver.alloc(bytes)?;
         // SAFETY: `alloc` gave the address out, and the buffer gives it back once.
@@ -38,10 +49,13 @@ impl<D: Driver> DeviceMemory for Memory<D> {
 
     fn alloc_at_edge(&self, bytes: u64, at_end: bool) -> Result<Option<DevBuffer>> {
         let driver = self.driver()?;
-        if driver.is_emulated() { Ok(None) } else { driver.alloc_at_edge(bytes, at_end) }
+        if driver.is_emulated() {
+            return Ok(None);
+        }
+        driver.alloc_at_edge(bytes, at_end)?.map(|buffer| self.cleared(buffer)).transpose()
     }
 
-    fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
+    fn upload_bytes(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
         fits("to", bytes.len(), to)?;
         if bytes.is_empty() {
             return Ok(());
@@ -63,7 +77,7 @@ impl<D: Driver> DeviceMemory for Memory<D> {
         }
     }
 
-    fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
+    fn download_bytes(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
         fits("from", bytes.len(), from)?;
         if bytes.is_empty() {
             return Ok(());

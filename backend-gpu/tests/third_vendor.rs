@@ -392,8 +392,7 @@ fn o_of(device: &Device, options: &PlanOptions, off: usize) -> Result<Vec<f32>> 
     let plan = device.plan_fwd(&problem(DType::F32), options)?;
     let memory = device.memory();
     let tensor = |bytes: u64| memory.alloc(bytes).unwrap();
-    let (q, mut o) = (tensor(32), tensor(64));
-    memory.upload(&[0; 64], &mut o)?;
+    let (q, o) = (tensor(32), tensor(64));
     let mut workspace = memory.workspace(plan.workspace())?;
     // SAFETY: 32 bytes of 64, behind the first `off`.
     let slice =
@@ -401,7 +400,7 @@ fn o_of(device: &Device, options: &PlanOptions, off: usize) -> Result<Vec<f32>> 
     let mut args = FwdArgs::new(q.slice(), q.slice(), q.slice(), slice);
     args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
     plan.run(&mut args, &device.default_stream())?;
-    let mut bytes = [0; 64];
+    let mut bytes = [0u8; 64];
     memory.download(&o, &mut bytes)?;
     Ok(bytes[off..off + 32].chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect())
 }
@@ -415,7 +414,14 @@ fn stages_run_in_their_order_over_a_cleared_workspace() {
     assert_eq!(plan.explain().launch.unwrap().groups, 3, "as many as the compiler said registers");
     assert_eq!(plan.details()[0], ("arch", "toy_1".to_owned()));
     assert_eq!(o_of(&device, &PlanOptions::default(), 0).unwrap(), [24.0; 8]);
-    let queued = ["zero 4 on 0", "+1 in 1 groups on 0", "+20 in 3 groups on 0", "+4 in 2 groups on 0"];
+    let queued = [
+        "zero 32 on 0",
+        "zero 64 on 0",
+        "zero 4 on 0",
+        "+1 in 1 groups on 0",
+        "+20 in 3 groups on 0",
+        "+4 in 2 groups on 0",
+    ];
     assert_eq!(*log.lock().unwrap(), queued);
 }
 
@@ -424,7 +430,7 @@ fn operands_that_the_kernel_does_not_take_are_the_fallbacks_or_refused_before_an
     let (device, log) = open(true);
     let error = o_of(&device, &PlanOptions::default(), 4).unwrap_err().to_string();
     assert_eq!(error, "o starts 4 bytes after a multiple of 16");
-    assert_eq!(*log.lock().unwrap(), [""; 0]);
+    assert_eq!(*log.lock().unwrap(), ["zero 32 on 0", "zero 64 on 0"], "new memory alone is cleared");
     let options = PlanOptions::default().allow_fallback(true);
     assert_eq!(o_of(&device, &options, 4).unwrap(), [7.0; 8]);
     // The larger of both, in either measure.

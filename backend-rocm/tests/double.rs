@@ -5,8 +5,8 @@
 
 use fmha_core::reference::{Precision, combine, forward};
 use fmha_core::{
-    CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem,
-    MemorySpace, PartialResult, PlanOptions, Shape, Stream, Totals,
+    CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, DropoutSeed, FwdArgs,
+    FwdProblem, MemorySpace, PartialResult, PlanOptions, Shape, Stream, Totals,
 };
 
 mod support;
@@ -107,14 +107,14 @@ fn a_call_a_stream_and_a_graph_give_the_same_bits() {
 
     let stream = backend.stream().unwrap();
     let (start, stop) = (backend.event().unwrap(), backend.event().unwrap());
-    backend.memory().upload(&vec![0; q.len()], &mut o).unwrap();
+    backend.memory().upload(&vec![0u8; q.len()], &mut o).unwrap();
     start.record(&stream).unwrap();
     run(&mut o, &stream).unwrap();
     stop.record(&stream).unwrap();
     assert!(stop.seconds_since(&start).unwrap() >= 0.0);
     assert_eq!(download(&backend, &o), plain);
 
-    backend.memory().upload(&vec![0; q.len()], &mut o).unwrap();
+    backend.memory().upload(&vec![0u8; q.len()], &mut o).unwrap();
     let graph = stream.capture(|| run(&mut o, &stream)).unwrap();
     assert!(download(&backend, &o).iter().all(|&byte| byte == 0), "a captured call ran");
     // SAFETY: the buffers of the captured call live until the end of this test.
@@ -136,7 +136,7 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     let inputs = [(48 * 2 * 64, 1), (80 * 64, 2), (80 * 64, 3)];
     let [q, k, v] = inputs.map(|(elems, seed)| upload(&backend, &numbers(DType::Bf16, elems, seed)));
     let mut o = backend.memory().alloc(q.bytes()).unwrap();
-    let zeros = vec![0; q.bytes() as usize];
+    let zeros = vec![0u8; q.bytes() as usize];
     let lengths = |offsets: [i32; 3]| offsets.iter().flat_map(|at| at.to_le_bytes()).collect::<Vec<u8>>();
     // Sequences of 40 and 8 queries, then of 3 and 45.
     let times = [(lengths([0, 40, 48]), lengths([0, 70, 80])), (lengths([0, 3, 48]), lengths([0, 11, 80]))];
@@ -269,6 +269,7 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
             let mut lse = upload(&backend, &vec![0x5a; extents.lse_elems as usize * 4]);
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
             args.lse = Some(lse.slice_mut());
+            args.score.dropout = Some(DropoutSeed { seed: 3, offset: 1 });
             if is_packed {
                 args.seq.totals = totals;
                 (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));

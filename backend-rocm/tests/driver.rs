@@ -220,14 +220,33 @@ fn a_span_lies_between_the_wait_in_it_and_the_time_around_it_and_has_two_ends() 
     assert!(error.starts_with("hipEventElapsedTime failed"), "{error}");
 }
 
+/// What other processes have left in a device's memory is nobody's to read.
+#[test]
+fn new_memory_is_zeros_and_scratch_is_not_read() {
+    let Some(backend) = device("gfx942") else { return };
+    let memory = backend.memory();
+    for bytes in [1usize, 64, 4099] {
+        let mut seen = vec![9u8; bytes];
+        memory.download(&memory.alloc(bytes as u64).unwrap(), &mut seen).unwrap();
+        assert_eq!(seen, vec![0; bytes]);
+        // SAFETY: the double's own poison.
+        let uncleared = unsafe { memory.alloc_uncleared(bytes as u64) }.unwrap();
+        memory.download(&uncleared, &mut seen).unwrap();
+        assert_eq!(seen, vec![0xff; bytes], "the double has poison where nobody has written");
+    }
+    let scratch = memory.workspace(Workspace { bytes: 64, zeroed_bytes: 0 }).unwrap().unwrap();
+    let refused = memory.download(&scratch, &mut [0u8; 64]).unwrap_err().to_string();
+    assert!(refused.contains("from has elements of a workspace"), "{refused}");
+}
+
 #[test]
 fn copies_that_are_longer_than_their_buffer_are_refused() {
     let Some(backend) = device("gfx942") else { return };
     let memory = backend.memory();
     let mut buffer = upload(&backend, 5);
-    let error = memory.upload(&[1; 65], &mut buffer).unwrap_err();
+    let error = memory.upload(&[1u8; 65], &mut buffer).unwrap_err();
     assert_eq!(error.to_string(), "to has 64 bytes, but 65 are to be copied");
-    let error = memory.download(&buffer, &mut [0; 65]).unwrap_err();
+    let error = memory.download(&buffer, &mut [0u8; 65]).unwrap_err();
     assert_eq!(error.to_string(), "from has 64 bytes, but 65 are to be copied");
     assert_eq!(download(&backend, &buffer), [5; 64]);
 }

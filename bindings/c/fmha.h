@@ -270,7 +270,7 @@ typedef struct FmhaCall {
   void *workspace;
   // Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
   uint64_t workspace_bytes;
-  // Key of the dropout generator. May change from run to run.
+  // Key of the dropout generator, where dropout_seeded is 1. May change from run to run.
   uint64_t dropout_seed;
   // Last word of its counter. May change from run to run.
   uint64_t dropout_offset;
@@ -290,6 +290,11 @@ typedef struct FmhaCall {
   int32_t alibi_per_batch;
   // 1: descales are one number each; else 0.
   int32_t descale_per_tensor;
+  // 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0 has it; else 0.
+  // May change from run to run.
+  int32_t dropout_seeded;
+  // 0.
+  int32_t reserved;
 } FmhaCall;
 
 // How to choose a kernel. Null instead of it, and 0 in every field, is the default.

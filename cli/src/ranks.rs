@@ -190,7 +190,7 @@ impl RankArgs {
             .dropout(setup.dropout);
         let stream = device.default_stream();
         let write = |operand: Operand, buffer: &DevBuffer, count: usize| {
-            let mut bytes = vec![0; count];
+            let mut bytes = vec![0u8; count];
             device.memory().download(buffer, &mut bytes)?;
             let path = folder.join(format!("{rank}.{operand:?}"));
             std::fs::write(&path, bytes).map_err(|error| Failure::file(&path, &error))

@@ -5,7 +5,7 @@ use fmha::{
     ElementwiseBias, Extents, FwdProblem, PlanOptions, ProblemError, QLayout, SeqArgs, Shape, Strides,
     Totals, VLayout,
 };
-use fmha_core::seq::{SeqSpan, spans};
+use fmha_core::seq::{SeqSpan, checked_spans};
 
 use crate::cache::CachePlaces;
 use crate::failure::Failure;
@@ -99,7 +99,7 @@ impl Setup {
 
     /// Every sequence, checked.
     pub(super) fn spans(&self) -> Result<Vec<SeqSpan>, ProblemError> {
-        spans(&self.fwd, &self.seq_args())
+        checked_spans(&self.fwd, &self.seq_args())
     }
 }
 

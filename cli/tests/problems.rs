@@ -158,6 +158,7 @@ impl Tensors {
         let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut self.o));
         args.lse = problem.write_lse.then(|| DevSliceMut::host(&mut self.lse));
         let heads = |count: u32| DevSlice::host(&self.heads[..count as usize]);
+        args.score.dropout = Some(fmha::DropoutSeed::default());
         args.score.sink = problem.score.sink.then(|| heads(dims.num_heads_q));
         args.score.descale_q = (problem.scales.descale_q != Descale::None).then(|| DevSlice::host(&self.one));
         match problem.score.bias {

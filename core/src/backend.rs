@@ -1,12 +1,14 @@
 //! What a backend is: a trait without generics, so that it can be chosen at run time, and a device's memory.
 
-use crate::args::MemorySpace;
+use bytemuck::AnyBitPattern;
+
+use crate::args::{DevSlice, DevSliceMut, Elem, ElemType, MemorySpace};
 use crate::bwd::ValidBwd;
 use crate::cache::Precompile;
 use crate::call::Planned;
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, ProblemError, Result};
 use crate::peers::Peers;
 use crate::plan::{PlanOptions, Workspace};
 use crate::problem::ValidFwd;
@@ -114,42 +116,56 @@ pub trait DeviceMemory: Send + Sync {
     /// Where a backend's arguments must lie.
     fn space(&self) -> MemorySpace;
 
-    /// New memory, aligned to 256 bytes at least. Of the host: zeros, since safe code may read them; of a device:
-    /// whatever the device's memory held.
+    /// New memory of bytes whose type is not told, all 0: safe code may read it. It is aligned to 256 bytes at least.
     ///
     /// # Errors
     /// [`Error::System`] or [`Error::Driver`] with the size that was asked for.
     fn alloc(&self, bytes: u64) -> Result<DevBuffer>;
 
-    /// New memory for a plan's [`workspace`](crate::Plan::workspace), contents undefined; none for 0
-    /// bytes.
+    /// As [`alloc`](Self::alloc), but with whatever the memory held, where that is less work.
+    ///
+    /// # Safety
+    /// What it holds may be another process's: no safe code reads a byte of it that nobody has written.
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc).
+    unsafe fn alloc_uncleared(&self, bytes: u64) -> Result<DevBuffer> {
+        self.alloc(bytes)
+    }
+
+    /// New memory for a plan's [`workspace`](crate::Plan::workspace); none for 0 bytes. A device's may hold what other
+    /// processes have left, so it is [`ElemType::Scratch`]: neither a call nor a download reads it.
     ///
     /// # Errors
     /// As [`alloc`](Self::alloc).
     fn workspace(&self, workspace: Workspace) -> Result<Option<DevBuffer>> {
-        if workspace.bytes == 0 { Ok(None) } else { self.alloc(workspace.bytes).map(Some) }
+        if workspace.bytes == 0 {
+            return Ok(None);
+        }
+        // SAFETY: what is scratch is neither downloaded nor an input of a call.
+        Ok(Some(unsafe { self.alloc_uncleared(workspace.bytes) }?.typed(ElemType::Scratch)))
     }
 
-    /// Copies `bytes` to the front of `to`.
+    /// Copies `bytes` to the front of `to`. Callers have [`upload`](#method.upload), which knows types.
     ///
     /// # Errors
     /// [`Error::Problem`] when `to` is too small, or what the driver said.
-    fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()>;
+    fn upload_bytes(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()>;
 
     /// Makes all bytes of `buffer` 0, and waits for that. Where nothing better is known the zeros are uploaded.
     ///
     /// # Errors
-    /// As [`upload`](Self::upload), and [`Error::System`] where the host has no room for the zeros.
+    /// As [`upload_bytes`](Self::upload_bytes), and [`Error::System`] where the host has no room for the zeros.
     fn zero(&self, buffer: &mut DevBuffer) -> Result<()> {
         let zeros = zeros("a buffer's zeros", buffer.bytes())?;
-        self.upload(&zeros, buffer)
+        self.upload_bytes(&zeros, buffer)
     }
 
-    /// Copies the front of `from` to `bytes`.
+    /// Copies the front of `from` to `bytes`. Callers have [`download`](#method.download), which knows types.
     ///
     /// # Errors
     /// [`Error::Problem`] when `from` is too small, or what the driver said.
-    fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()>;
+    fn download_bytes(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()>;
 
     /// Whether it refuses every access outside an allocation, to the byte: emulated memory does. Tests then give
     /// each tensor an allocation of its own extent, so that a read past its end is found.
@@ -168,6 +184,60 @@ pub trait DeviceMemory: Send + Sync {
     }
 }
 
+impl dyn DeviceMemory + '_ {
+    /// New memory for `count` elements of a type, all 0.
+    ///
+    /// ```
+    /// # fn new(device: &fmha_core::Device) -> fmha_core::Result<()> {
+    /// let o = device.memory().alloc_of(fmha_core::DType::Bf16, 1024)?;
+    /// assert_eq!(o.bytes(), 2048);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`alloc`](DeviceMemory::alloc).
+    pub fn alloc_of(&self, elem: impl Into<ElemType>, count: u64) -> Result<DevBuffer> {
+        let elem = elem.into();
+        Ok(self.alloc(count.saturating_mul(elem.size_bytes()))?.typed(elem))
+    }
+
+    /// New memory with these elements, whose type it keeps.
+    ///
+    /// # Errors
+    /// As [`alloc`](DeviceMemory::alloc) and [`upload`](#method.upload).
+    pub fn place<T: Elem>(&self, elems: &[T]) -> Result<DevBuffer> {
+        let mut buffer = self.alloc(size_of_val(elems) as u64)?;
+        self.upload(elems, &mut buffer)?;
+        Ok(buffer)
+    }
+
+    /// Copies `elems` to the front of `to`, which has their type from then on: a call refuses it where its problem has
+    /// another. Bytes leave the type of `to` as it is.
+    ///
+    /// # Errors
+    /// [`Error::Problem`] when `to` is too small, or what the driver said.
+    pub fn upload<T: Elem>(&self, elems: &[T], to: &mut DevBuffer) -> Result<()> {
+        self.upload_bytes(bytemuck::cast_slice(elems), to)?;
+        if T::TYPE != ElemType::Bytes {
+            to.set_elem(T::TYPE);
+        }
+        Ok(())
+    }
+
+    /// Copies the front of `from` to `elems`. Bytes take elements of every type.
+    ///
+    /// # Errors
+    /// [`Error::Problem`] when `from` is too small, has elements of another type or is a workspace; or what the driver
+    /// said.
+    pub fn download<T: Elem + AnyBitPattern>(&self, from: &DevBuffer, elems: &mut [T]) -> Result<()> {
+        if !from.elem.serves(T::TYPE) || from.elem == ElemType::Scratch {
+            let text = format!("from has elements of {}, but is read as {}", from.elem, T::TYPE);
+            return Err(ProblemError::new("from", text).into());
+        }
+        self.download_bytes(from, bytemuck::cast_slice_mut(elems))
+    }
+}
+
 /// Zeros of the host, for `purpose`.
 pub(crate) fn zeros(purpose: &str, bytes: u64) -> Result<Vec<u8>> {
     let refused = || Error::System {
@@ -181,11 +251,13 @@ pub(crate) fn zeros(purpose: &str, bytes: u64) -> Result<Vec<u8>> {
     Ok(buffer)
 }
 
-/// Memory that a [`DeviceMemory`] gave out; goes back when dropped.
+/// Memory that a [`DeviceMemory`] gave out; goes back when dropped. It knows the type of what was uploaded, or of what it
+/// was [made for](DevBuffer::typed), and so do its slices.
 pub struct DevBuffer {
     space: MemorySpace,
     ptr: *mut u8,
     bytes: u64,
+    elem: ElemType,
     free: Option<Box<dyn FnOnce(*mut u8) + Send>>,
 }
 
@@ -195,7 +267,7 @@ unsafe impl Send for DevBuffer {}
 unsafe impl Sync for DevBuffer {}
 
 impl DevBuffer {
-    /// Takes charge of `bytes` at `ptr`; `free` gives them back.
+    /// Takes charge of `bytes` at `ptr`; `free` gives them back. Their type is not told: [`typed`](Self::typed) tells it.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is memory of `space` that nobody else uses and that lives until `free`
@@ -207,7 +279,24 @@ impl DevBuffer {
         bytes: u64,
         free: Box<dyn FnOnce(*mut u8) + Send>,
     ) -> Self {
-        Self { space, ptr, bytes, free: Some(free) }
+        Self { space, ptr, bytes, elem: ElemType::Bytes, free: Some(free) }
+    }
+
+    /// The same memory, with elements of this type; a workspace stays one.
+    #[must_use]
+    pub fn typed(mut self, elem: impl Into<ElemType>) -> Self {
+        self.set_elem(elem.into());
+        self
+    }
+
+    fn set_elem(&mut self, elem: ElemType) {
+        self.elem = self.elem.retyped(elem);
+    }
+
+    /// The type of its elements.
+    #[must_use]
+    pub fn elem(&self) -> ElemType {
+        self.elem
     }
 
     /// Whose memory it is.
@@ -230,16 +319,16 @@ impl DevBuffer {
 
     /// As an input.
     #[must_use]
-    pub fn slice(&self) -> crate::args::DevSlice<'_> {
+    pub fn slice(&self) -> DevSlice<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow keeps it alive.
-        unsafe { crate::args::DevSlice::from_raw(self.space, self.ptr, self.bytes) }
+        unsafe { DevSlice::from_raw(self.space, self.ptr, self.bytes) }.typed(self.elem)
     }
 
     /// As an output.
     #[must_use]
-    pub fn slice_mut(&mut self) -> crate::args::DevSliceMut<'_> {
+    pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow is exclusive.
-        unsafe { crate::args::DevSliceMut::from_raw(self.space, self.ptr, self.bytes) }
+        unsafe { DevSliceMut::from_raw(self.space, self.ptr, self.bytes) }.typed(self.elem)
     }
 }
 
@@ -253,7 +342,7 @@ impl Drop for DevBuffer {
 
 impl std::fmt::Debug for DevBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "DevBuffer({} bytes, {:?})", self.bytes, self.space)
+        write!(f, "DevBuffer({} bytes of {}, {:?})", self.bytes, self.elem, self.space)
     }
 }
 

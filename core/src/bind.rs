@@ -98,6 +98,7 @@ fn inputs(
     let lse_batch = if packed_q { 0 } else { i64::from(dims.num_heads_q) * i64::from(total_q) };
     let lse_head = i64::from(total_q);
     let block_table = seq.block_table;
+    let seed = score.dropout.unwrap_or_default();
     let part = problem.part;
     let heads_of_whole = part.num_heads_q.unwrap_or(dims.num_heads_q);
     let (alibi_align, alibi_shift) = part.diagonal_on_device(problem.mask.alibi_align());
@@ -156,9 +157,9 @@ fn inputs(
         // 2^32 (keep all) is a kernel compiled without dropout.
         dropout_threshold: u32::try_from(keep_threshold(problem.dropout.p_drop)).unwrap_or(u32::MAX),
         dropout_scale: keep_scale(problem.dropout.p_drop) as f32,
-        dropout_key_low: score.dropout.seed as u32,
-        dropout_key_high: (score.dropout.seed >> 32) as u32,
-        dropout_offset: score.dropout.offset as u32,
+        dropout_key_low: seed.seed as u32,
+        dropout_key_high: (seed.seed >> 32) as u32,
+        dropout_offset: seed.offset as u32,
         dropout_first_query: part.position_q as i32,
         dropout_first_quad: (part.position_k / 4) as i32,
         dropout_key_of_quad: (part.position_k % 4) as i32,

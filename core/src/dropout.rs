@@ -1,5 +1,9 @@
 //! Dropout by position: the same mask on every device and in every kernel.
 
+use crate::args::ScoreArgs;
+use crate::error::ProblemError;
+use crate::problem::FwdProblem;
+
 /// One block of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 #[must_use]
 pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
@@ -27,6 +31,25 @@ pub struct DropoutSeed {
     pub seed: u64,
     /// The last word of the counter (its low 32 bits).
     pub offset: u64,
+}
+
+impl ScoreArgs<'_> {
+    /// Where the generator of a call stands; at 0 where nothing is dropped.
+    ///
+    /// # Errors
+    /// That the problem drops and no seed is named: calls would repeat one mask.
+    #[inline]
+    pub fn seed(&self, problem: &FwdProblem) -> Result<DropoutSeed, ProblemError> {
+        let p_drop = problem.dropout.p_drop;
+        match self.dropout {
+            Some(seed) => Ok(seed),
+            None if p_drop > 0.0 => Err(ProblemError::new(
+                "dropout",
+                format!("dropout has no seed, but p_drop is {p_drop}: calls without one would drop alike"),
+            )),
+            None => Ok(DropoutSeed::default()),
+        }
+    }
 }
 
 /// The keep decision for every score of one (batch, head).

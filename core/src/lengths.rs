@@ -4,10 +4,10 @@ use crate::args::{BlockTable, DevSlice, SeqArgs};
 use crate::backend::zeros;
 use crate::error::Result;
 use crate::problem::FwdProblem;
-use crate::seq::spans;
+use crate::seq::checked_spans;
 
 /// Reads the lengths of `seq` with `read`, which fills a buffer from the front of a slice, and checks
-/// them by the rules of [`spans`]: offsets that do not decrease and stay inside their tensors, lengths
+/// them by the rules of [`checked_spans`]: offsets that do not decrease and stay inside their tensors, lengths
 /// inside their sequences, pages that exist.
 ///
 /// `seq` has passed the argument check. Work that writes the lengths is done, or `read` waits for it.
@@ -44,7 +44,7 @@ pub fn check_lengths(
         totals: seq.totals,
         arrivals: None,
     };
-    spans(problem, &copied)?;
+    checked_spans(problem, &copied)?;
     Ok(())
 }
 

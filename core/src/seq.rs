@@ -42,11 +42,33 @@ impl SeqSpan {
     }
 }
 
-/// Reads and checks the lengths from host memory: every sequence inside its tensor and its maximum.
+/// What becomes of a `seqused_q`, a `seqused_k` or rows that are appended, where the sequence has not so many rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Lying {
+    /// As many as there are, as kernels take them (`fmha/seq.h`, `fmha/update_cache.h`).
+    Clamped,
+    Refused,
+}
+
+/// Reads the lengths from host memory: every sequence inside its tensor and its maximum. A `seqused_q` or `seqused_k` beyond its
+/// sequence's rows counts as all of them, one below 0 as 0, and new rows that a cache has no room for are left out: what a
+/// GPU does, which no host waits for. [`checked_spans`] refuses these.
 ///
 /// # Errors
-/// The first offset or length that is missing, negative, decreasing or too large, with its index.
+/// The first offset that is missing, negative, decreasing or too large, or page that does not exist, with its index.
 pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, ProblemError> {
+    resolve(problem, seq, Lying::Clamped)
+}
+
+/// As [`spans`], of lengths that are all what they say.
+///
+/// # Errors
+/// As [`spans`], and the first length that is negative or too large, with its index.
+pub fn checked_spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, ProblemError> {
+    resolve(problem, seq, Lying::Refused)
+}
+
+fn resolve(problem: &FwdProblem, seq: &SeqArgs<'_>, lying: Lying) -> Result<Vec<SeqSpan>, ProblemError> {
     let dims = problem.dims;
     problem.check_totals(seq.totals)?;
     let (packed_q, packed_k) = (problem.layout.q == QLayout::Packed, problem.layout.kv == KvLayout::Packed);
@@ -63,11 +85,19 @@ pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, Pr
     let new = NewRows::of(problem, seq)?;
     let spans: Vec<SeqSpan> = (0..dims.batch)
         .map(|i_batch| {
-            let (q_row, seqlen_q) = q.rows(i_batch as usize, cu_q.as_deref(), used_q.as_deref())?;
-            let (k_row, seqlen_cached) = k.rows(i_batch as usize, cu_k.as_deref(), used_k.as_deref())?;
-            let (new_batch, new_row, added) = new.rows(i_batch)?;
+            let (q_row, seqlen_q) = q.rows(i_batch as usize, cu_q.as_deref(), used_q.as_deref(), lying)?;
+            let (k_row, mut seqlen_cached) =
+                k.rows(i_batch as usize, cu_k.as_deref(), used_k.as_deref(), lying)?;
+            let (new_batch, new_row, mut added) = new.rows(i_batch)?;
+            let mut room = k.room(i_batch as usize, cu_k.as_deref());
+            if lying == Lying::Clamped {
+                // A pool of no pages holds no keys.
+                if problem.layout.kv.page_size().is_some() && seq.totals.num_pages == Some(0) {
+                    (seqlen_cached, room) = (0, 0);
+                }
+                added = added.min(room.saturating_sub(seqlen_cached));
+            }
             let seqlen_k = seqlen_cached + added;
-            let room = k.room(i_batch as usize, cu_k.as_deref());
             ensure!(
                 seqlen_k <= room,
                 "seqused_k",
@@ -110,7 +140,7 @@ impl<'a> KvRows<'a> {
     /// Those of a problem whose K and V are not paged: [`SeqSpan`] has all that there is to know.
     pub const UNPAGED: Self = Self { pages: None };
 
-    /// Those of a call. Their entries are checked by [`spans`].
+    /// Those of a call. Their entries are checked by [`spans`] and [`checked_spans`].
     ///
     /// # Errors
     /// A block table that is missing, too small, or not in host memory.
@@ -255,7 +285,7 @@ impl NewRows {
             total: self.total,
             longest: self.seqlen_new,
         };
-        let (row, count) = side.rows(i_batch as usize, self.cu.as_deref(), None)?;
+        let (row, count) = side.rows(i_batch as usize, self.cu.as_deref(), None, Lying::Refused)?;
         Ok((if self.cu.is_some() { 0 } else { i_batch }, row, count))
     }
 }
@@ -276,7 +306,13 @@ impl Side {
     }
 
     /// First row and logical length of one sequence.
-    fn rows(&self, i: usize, cu: Option<&[i32]>, used: Option<&[i32]>) -> Result<(u32, u32), ProblemError> {
+    fn rows(
+        &self,
+        i: usize,
+        cu: Option<&[i32]>,
+        used: Option<&[i32]>,
+        lying: Lying,
+    ) -> Result<(u32, u32), ProblemError> {
         let &Side { cu_name, used_name, total, longest } = self;
         let (row, physical) = match cu {
             None => (0, longest),
@@ -301,6 +337,7 @@ impl Side {
         };
         let logical = match used {
             None => physical,
+            Some(used) if lying == Lying::Clamped => used[i].max(0).unsigned_abs().min(physical).min(longest),
             Some(used) => {
                 let length = used[i];
                 ensure!(

@@ -184,13 +184,13 @@ impl DeviceMemory for Toy {
         Ok(unsafe { DevBuffer::from_raw(self.space, address, bytes, Box::new(move |_| drop(memory))) })
     }
 
-    fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
+    fn upload_bytes(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
         // SAFETY: the tests' copies fit.
         unsafe { to.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
 
-    fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
+    fn download_bytes(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
         // SAFETY: the tests' copies fit.
         unsafe { from.as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
         Ok(())

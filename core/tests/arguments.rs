@@ -7,9 +7,9 @@ mod support;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
     Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs,
-    CombineProblem, DType, DevSlice, DevSliceMut, Dims, ElemType, ElementwiseBias, FwdArgs, FwdProblem,
-    KvLayout, MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals,
-    Workspace, bind,
+    CombineProblem, DType, DevSlice, DevSliceMut, Dims, DropoutSeed, ElemType, ElementwiseBias, FwdArgs,
+    FwdProblem, KvLayout, MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape, Strides,
+    Totals, Workspace, bind,
 };
 
 use support::{bwd_args, input, output};
@@ -776,4 +776,24 @@ fn a_slice_of_another_type_is_refused_by_its_name_and_both_types() {
     assert_eq!(said(q.typed(ElemType::Bytes), i32s, &mut o, DevSliceMut::host(&mut lse)), Ok(()));
     let fp8 = q.typed(DType::E4m3Fn);
     assert_eq!(said(fp8, i32s, &mut o, DevSliceMut::host(&mut lse)), text("q", "e4m3fn", "bf16"));
+}
+
+#[test]
+fn a_call_that_drops_names_its_seed() {
+    let problem = FwdProblem::batch(DType::F32, DIMS);
+    let dropping = problem.clone().p_drop(0.25);
+    let missing = "dropout has no seed, but p_drop is 0.25: calls without one would drop alike";
+    assert_eq!(refusal(dropping.clone(), &args()), missing);
+    let seeded = changed(|args| args.score.dropout = Some(DropoutSeed::default()));
+    for (problem, args) in [(problem, &args()), (dropping.clone(), &seeded)] {
+        check_fwd(&problem.validate().unwrap(), args, Workspace::NONE, MemorySpace::Host).unwrap();
+    }
+    let backward = BwdProblem::new(dropping.write_lse(true)).validate().unwrap();
+    let said = |args: &BwdArgs<'_>| {
+        check_bwd(&backward, args, Workspace::NONE, MemorySpace::Host).map_err(|error| error.text)
+    };
+    let mut args = bwd_args();
+    assert_eq!(said(&args), Err(missing.to_owned()));
+    args.score.dropout = Some(DropoutSeed { seed: 1, offset: 2 });
+    assert_eq!(said(&args), Ok(()));
 }

@@ -277,8 +277,8 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         ("max_pos", "0", |p| rotated(p, |rotary| rotary.max_pos = 0)),
         ("max_pos", "2147483648", |p| rotated(p, |rotary| rotary.max_pos = 1 << 31)),
         ("rotary.dtype", "bf16", |p| rotated(p, |rotary| rotary.dtype = BF16)),
-        ("rotary.dtype", "e4m3fn", |p| {
-            rotated(p, |_| ());
+        ("rotary.dtype", "e5m2", |p| {
+            rotated(p, |rotary| rotary.dtype = DType::E5m2);
             (p.dtypes.qk, p.dtypes.v, p.dtypes.o) = (DType::E4m3Fn, DType::E4m3Fn, BF16);
         }),
         ("rotary", "4", |p| {

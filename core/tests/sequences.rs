@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-use fmha_core::seq::{KvRows, spans};
+use fmha_core::seq::{KvRows, checked_spans, spans};
 use fmha_core::tree::TreeMask;
 use fmha_core::{
     Append, BlockTable, CacheArgs, DType, DevSlice, Dims, FwdProblem, KvLayout, QLayout, Rotary, RotaryPairs,
@@ -89,7 +89,7 @@ fn packed_new_keys_lie_one_after_another() {
 }
 
 #[test]
-fn new_keys_are_refused_where_a_packed_cache_has_no_row_left() {
+fn new_keys_that_a_packed_cache_has_no_row_for_are_left_out_or_refused() {
     let problem = FwdProblem::new(QLayout::Batch, KvLayout::Packed, DType::F16, DIMS);
     let problem = problem.clone().seqused_k(true).append(Append::batch(&problem, 3));
     let seq = |cu: &'static [i32; 3]| {
@@ -99,8 +99,50 @@ fn new_keys_are_refused_where_a_packed_cache_has_no_row_left() {
             .seqused_k(DevSlice::host(&[3, 1]))
     };
     spans(&problem, &seq(&[0, 6, 10])).unwrap();
-    let error = spans(&problem, &seq(&[0, 6, 9])).unwrap_err().to_string();
+    let error = checked_spans(&problem, &seq(&[0, 6, 9])).unwrap_err().to_string();
     assert!(error.contains("1 and 3 new rows are more than the 3 there is room for"), "{error}");
+    let clamped = spans(&problem, &seq(&[0, 6, 9])).unwrap();
+    assert_eq!((clamped[1].seqlen_cached, clamped[1].seqlen_k), (1, 3));
+}
+
+/// A GPU's lengths are read by kernels, which nobody waits for: they count the rows that are there.
+#[test]
+fn lengths_beyond_their_rows_count_as_all_of_them_and_negative_ones_as_none() {
+    let lengths = |problem: &FwdProblem, seq: &SeqArgs<'_>| -> Vec<(u32, u32, u32)> {
+        let spans = spans(problem, seq).unwrap();
+        spans.iter().map(|span| (span.seqlen_q, span.seqlen_cached, span.seqlen_k)).collect()
+    };
+    let refused = |problem: &FwdProblem, seq: &SeqArgs<'_>, wanted: &str| {
+        let error = checked_spans(problem, seq).unwrap_err().to_string();
+        assert_eq!(error, wanted);
+    };
+    let both = FwdProblem::batch(DType::F16, DIMS).seqused_q(true).seqused_k(true);
+    let (q, k) = ([-1, 9], [7, i32::MIN]);
+    let seq = SeqArgs::default().seqused_q(DevSlice::host(&q)).seqused_k(DevSlice::host(&k));
+    assert_eq!(lengths(&both, &seq), [(0, 6, 6), (4, 0, 0)]);
+    refused(&both, &seq, "seqused_q[0] -1 is not in 0..=4");
+    // A packed sequence may be longer than the longest that the problem takes.
+    let packed = FwdProblem::group(DType::F16, DIMS).seqused_k(true);
+    let (cu_q, cu_k, used) = ([0, 1, 2], [0, 2, 12], [3, 8]);
+    let seq = SeqArgs::default()
+        .totals(Totals::packed(2, 12))
+        .cu_seqlens_q(DevSlice::host(&cu_q))
+        .cu_seqlens_k(DevSlice::host(&cu_k))
+        .seqused_k(DevSlice::host(&used));
+    assert_eq!(lengths(&packed, &seq), [(1, 2, 2), (1, 6, 6)]);
+    refused(&packed, &seq, "seqused_k[0] 3 is not in 0..=2");
+    // Three new rows, and room for one and for none.
+    let table = [4, 0, 2, 3, 1, 0];
+    assert_eq!(lengths(&appended(), &pages(&[5, 7], &table[..])), [(4, 5, 6), (4, 6, 6)]);
+    refused(
+        &appended(),
+        &pages(&[5, 1], &table),
+        "seqused_k[0] 5 and 3 new rows are more than the 6 there is room for",
+    );
+    // A pool of no pages holds no keys.
+    let mut none = pages(&[5, 7], &table);
+    none.totals.num_pages = Some(0);
+    assert_eq!(lengths(&appended(), &none), [(4, 0, 0), (4, 0, 0)]);
 }
 
 #[test]
@@ -136,7 +178,7 @@ fn a_tree_mask_has_a_bit_for_each_query_and_each_of_the_last_keys() {
 fn tables_and_positions_that_do_not_fit_are_refused_by_number() {
     let problem = appended();
     let refused = |problem: &FwdProblem, seq: &SeqArgs<'_>, wanted: &str| {
-        let error = spans(problem, seq).unwrap_err().to_string();
+        let error = checked_spans(problem, seq).unwrap_err().to_string();
         assert!(error.contains(wanted), "{error}");
     };
     let table = [4, 0, 2, 3, 1, -1];

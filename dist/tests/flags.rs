@@ -25,7 +25,7 @@ struct OnDevice {
 }
 
 fn bytes_of(device: &Device, ptr: *mut u8, bytes: u64) -> Vec<u8> {
-    let mut host = vec![0; bytes as usize];
+    let mut host = vec![0u8; bytes as usize];
     // SAFETY: lent for the copy.
     let buffer = unsafe { DevBuffer::from_raw(MemorySpace::Device, ptr, bytes, Box::new(|_| ())) };
     device.memory().download(&buffer, &mut host).unwrap();
@@ -139,7 +139,7 @@ fn downloaded(device: &Device, buffer: &DevBuffer) -> Vec<u8> {
 fn alone(device: &Device, inputs: &[Vec<u8>; 4]) -> [Vec<u8>; 3] {
     let [q, k, v, dout] = inputs.each_ref().map(|bytes| uploaded(device, bytes));
     let mut o = uploaded(device, &inputs[0]);
-    let mut lse = uploaded(device, &vec![0; (4 * HEADS[0] * TOKENS) as usize]);
+    let mut lse = uploaded(device, &vec![0u8; (4 * HEADS[0] * TOKENS) as usize]);
     let options = PlanOptions::default().batch_invariant(true);
     let plan = device.plan_fwd(&whole().validate().unwrap(), &options).unwrap();
     let mut workspace = device.memory().workspace(plan.workspace()).unwrap();
@@ -223,7 +223,7 @@ fn keys_that_come_while_kernels_wait_give_the_bits_of_one_device() {
             // Twice: the second run's slots are the first one's.
             [(); 2].map(|()| {
                 let mut grads = [HEADS[0], HEADS[1], HEADS[1]].map(|heads| {
-                    uploaded(&device, &vec![0; (2 * row(heads) * u64::from(rows.rows_of(rank))) as usize])
+                    uploaded(&device, &vec![0u8; (2 * row(heads) * u64::from(rows.rows_of(rank))) as usize])
                 });
                 let [dq, dk, dv] = &mut grads;
                 let mut args = BwdArgs::new(

@@ -37,14 +37,13 @@ impl Problem {
         let count = valid.shape_q().num_elems() as usize;
         let [q, k, v] = [1, 2, 3].map(|seed| normal(count, seed));
         let memory = device.memory();
-        let upload = |host: &[bf16]| -> Result<DevBuffer, Error> {
-            let bytes: &[u8] = bytemuck::cast_slice(host);
-            let mut buffer = memory.alloc(bytes.len() as u64)?;
-            memory.upload(bytes, &mut buffer)?;
-            Ok(buffer)
-        };
         let expected = expected(&valid, [&q, &k, &v])?;
-        let (q, k, v, o) = (upload(&q)?, upload(&k)?, upload(&v)?, memory.alloc(count as u64 * 2)?);
+        let (q, k, v, o) = (
+            memory.place(&q)?,
+            memory.place(&k)?,
+            memory.place(&v)?,
+            memory.alloc_of(DType::Bf16, count as u64)?,
+        );
         Ok(Self { dims, causal, valid, q, k, v, o, expected })
     }
 
@@ -63,14 +62,14 @@ impl Problem {
 
     /// NaN in all of O: what a kernel leaves out is seen.
     pub(crate) fn spoil(&mut self, device: &Device) -> Result<(), Error> {
-        let bytes = vec![0xff; self.valid.shape_q().num_elems() as usize * 2];
+        let bytes = vec![0xffu8; self.valid.shape_q().num_elems() as usize * 2];
         device.memory().upload(&bytes, &mut self.o)
     }
 
     /// Holds O to the rows in float64: the largest error and its bound, or where it is beyond.
     pub(crate) fn check(&self, device: &Device) -> Result<(f64, f64), String> {
         let mut o = vec![bf16::ZERO; self.valid.shape_q().num_elems() as usize];
-        let download = device.memory().download(&self.o, bytemuck::cast_slice_mut(&mut o));
+        let download = device.memory().download(&self.o, &mut o);
         download.map_err(|error| error.to_string())?;
         if let Some(at) = o.iter().position(|o| !o.is_finite()) {
             return Err(format!("O[{at}] is {}", o[at]));

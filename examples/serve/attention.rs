@@ -4,8 +4,9 @@
 use std::time::{Duration, Instant};
 
 use fmha::{
-    Append, BlockTable, CacheArgs, DType, DevBuffer, Device, Dims, Error, FwdArgs, FwdPlan, FwdProblem,
-    KvLayout, MaskSpec, PlanOptions, QLayout, Recording, Rotary, RotaryPairs, SeqArgs, Stream, Totals, f16,
+    Append, BlockTable, CacheArgs, DType, DevBuffer, Device, Dims, ElemType, Error, FwdArgs, FwdPlan,
+    FwdProblem, KvLayout, MaskSpec, PlanOptions, QLayout, Recording, Rotary, RotaryPairs, SeqArgs, Stream,
+    Totals, f16,
 };
 
 use crate::model::{HEAD_DIM, HEADS_KV, HEADS_Q, LAYERS, MAX_LEN, WIDTH, WIDTH_KV};
@@ -99,27 +100,23 @@ impl Attention {
         let options = PlanOptions::default().batch_invariant(true);
         let plan = device.plan_fwd(&problem(room).validate()?, &options)?;
         let memory = device.memory();
-        let halves = |count: usize| memory.alloc(2 * count as u64);
-        let uploaded = |bytes: &[u8]| {
-            let mut buffer = memory.alloc(bytes.len() as u64)?;
-            memory.upload(bytes, &mut buffer)?;
-            Ok::<_, Error>(buffer)
-        };
+        let halves = |count: usize| memory.alloc_of(DType::F16, count as u64);
+        let integers = |count: u64| memory.alloc_of(ElemType::I32, count);
         let elems = (room.pages * PAGE) as usize * WIDTH_KV;
         // Rows that nobody has written are NaN: a call that reads one shows it.
         let nan = vec![f16::NAN; elems];
-        let cache = || Ok::<_, Error>(Cache { k: uploaded(bytes(&nan))?, v: uploaded(bytes(&nan))? });
+        let cache = || Ok::<_, Error>(Cache { k: memory.place(&nan)?, v: memory.place(&nan)? });
         let (tokens, slots) = (room.tokens as usize, room.slots as usize);
         let buffers = Buffers {
             q: halves(tokens * WIDTH)?,
             k_new: halves(tokens * WIDTH_KV)?,
             v_new: halves(tokens * WIDTH_KV)?,
             o: halves(tokens * WIDTH)?,
-            offsets: memory.alloc(4 * (slots as u64 + 1))?,
-            cached: memory.alloc(4 * slots as u64)?,
-            table: memory.alloc(4 * slots as u64 * u64::from(MAX_PAGES))?,
-            cos: uploaded(bytes(cos))?,
-            sin: uploaded(bytes(sin))?,
+            offsets: integers(slots as u64 + 1)?,
+            cached: integers(slots as u64)?,
+            table: integers(slots as u64 * u64::from(MAX_PAGES))?,
+            cos: memory.place(cos)?,
+            sin: memory.place(sin)?,
             workspace: memory.workspace(plan.workspace())?,
         };
         Ok(Self {
@@ -152,9 +149,9 @@ impl Attention {
         }
         self.total = offsets[offsets.len() - 1].unsigned_abs();
         let (memory, buffers) = (self.device.memory(), &mut self.buffers);
-        memory.upload(bytes(&offsets), &mut buffers.offsets)?;
-        memory.upload(bytes(&step.cached), &mut buffers.cached)?;
-        memory.upload(bytes(&step.table), &mut buffers.table)?;
+        memory.upload(&offsets, &mut buffers.offsets)?;
+        memory.upload(&step.cached, &mut buffers.cached)?;
+        memory.upload(&step.table, &mut buffers.table)?;
         self.time += began.elapsed();
         Ok(offsets)
     }
@@ -175,7 +172,7 @@ impl Attention {
         for (rows, buffer) in [(q, &mut buffers.q), (k_new, &mut buffers.k_new), (v_new, &mut buffers.v_new)]
         {
             let halves: Vec<f16> = rows.iter().map(|&x| f16::from_f32(x)).collect();
-            memory.upload(bytes(&halves), buffer)?;
+            memory.upload(&halves, buffer)?;
         }
         if self.total <= self.room.slots && self.device.has_streams() {
             self.replay(at)?;
@@ -185,7 +182,7 @@ impl Attention {
         }
         self.stream.synchronize()?;
         let mut o = vec![f16::ZERO; q.len()];
-        self.device.memory().download(&self.buffers.o, bytemuck::cast_slice_mut(&mut o))?;
+        self.device.memory().download(&self.buffers.o, &mut o)?;
         self.time += began.elapsed();
         Ok(o.into_iter().map(f16::to_f32).collect())
     }
@@ -224,8 +221,4 @@ fn arguments<'a>(cache: &'a mut Cache, buffers: &'a mut Buffers, room: Room, tot
         .seq(seq)
         .cache(updates)
         .workspace(buffers.workspace.as_mut().map(DevBuffer::slice_mut))
-}
-
-fn bytes<T: bytemuck::NoUninit>(elems: &[T]) -> &[u8] {
-    bytemuck::cast_slice(elems)
 }

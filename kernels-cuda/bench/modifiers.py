@@ -96,7 +96,7 @@ def through_library(what, causal, q, k, v, bias, slopes):
     if what == "bias":  # [batch, query, head, key], in the order of FmhaTensor's strides
         call.bias, call.dtype_bias = _tensor(bias[None].expand(BATCH, -1, -1, -1).transpose(1, 2)), DTYPE[bias.dtype]
     if what == "dropout":
-        call.p_drop, call.dropout_seed = P_DROP, 1
+        call.p_drop, call.dropout_seed, call.dropout_seeded = P_DROP, 1, 1
     queue = _runner(call, _options(timed=True, backward=False))
 
     def run():

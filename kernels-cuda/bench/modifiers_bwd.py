@@ -111,7 +111,7 @@ def through_library(what, causal, q, k, v, dout, bias, slopes):
     if what == "bias":
         call.bias, call.dtype_bias = of_all(bias), DTYPE[bias.dtype]
     if what == "dropout":
-        call.p_drop, call.dropout_seed = P_DROP, 1
+        call.p_drop, call.dropout_seed, call.dropout_seeded = P_DROP, 1, 1
     _runner(call, _options(timed=False, backward=False))()
     grads = [torch.empty_like(x) for x in (q, k, v)]
     gradients = FmhaGradients(struct_bytes=sizeof(FmhaGradients), dtype_grad=DTYPE[q.dtype])

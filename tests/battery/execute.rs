@@ -113,7 +113,7 @@ impl<'a> Resident<'a> {
     /// What the backend's memory said.
     pub fn place(backend: &'a Device, operands: &Operands, workspace: Workspace) -> Result<Self> {
         let memory = backend.memory();
-        let dirty = vec![1; workspace.zeroed_bytes as usize];
+        let dirty = vec![1u8; workspace.zeroed_bytes as usize];
         let mut workspace = memory.workspace(workspace)?;
         if let Some(workspace) = &mut workspace {
             // What the run is to clear is not clear before it.

@@ -208,7 +208,9 @@ impl Tensor {
             Placement::BeginsAtUnmapped => memory.alloc_at_edge(bytes, false)?,
             Placement::Margins | Placement::Sparse => None,
         };
-        at_edge.map_or_else(|| memory.alloc(bytes), Ok)
+        // SAFETY: what is downloaded goes back to the tensor's own bytes, which a run of the battery alone reads; a kernel that
+        // reads what nobody has written is what an emulated device names.
+        at_edge.map_or_else(|| unsafe { memory.alloc_uncleared(bytes) }, Ok)
     }
 
     /// The rows of a sparse tensor as bytes of the placed ones; `None` where all are copied at once.

@@ -127,14 +127,14 @@ impl DeviceMemory for Memory {
         Ok(unsafe { DevBuffer::from_raw(self.0, ptr.cast(), bytes, Box::new(free)) })
     }
 
-    fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
+    fn upload_bytes(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
         assert!(bytes.len() as u64 <= to.bytes());
         // SAFETY: `to` has as many bytes.
         unsafe { to.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
 
-    fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
+    fn download_bytes(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
         assert!(bytes.len() as u64 <= from.bytes());
         // SAFETY: `from` has as many bytes.
         unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from.as_ptr(), bytes.len()) };

@@ -82,7 +82,7 @@ impl<'a> Head<'a> {
             slope,
             keep: KeepMask::new(
                 problem.dropout.p_drop,
-                score.dropout,
+                score.dropout.unwrap_or_default(),
                 span.i_batch,
                 i_head,
                 dims.num_heads_q,

@@ -58,7 +58,7 @@ impl Operands {
         let mut args = FwdArgs::new(self.q.slice(), self.k.slice(), self.v.slice(), o.slice_mut());
         args.lse = Some(DevSliceMut::host(lse));
         args.score.bias = self.bias.as_ref().map(Fenced::slice);
-        args.score.dropout = DropoutSeed { seed: 7, offset: 3 };
+        args.score.dropout = Some(DropoutSeed { seed: 7, offset: 3 });
         args
     }
 }

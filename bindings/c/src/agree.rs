@@ -107,6 +107,8 @@ pub(crate) unsafe fn call_of_rows(
         v_layout,
         alibi_per_batch,
         descale_per_tensor,
+        dropout_seeded: _,
+        reserved,
     } = given;
     // First: of another version's struct nothing else can be read.
     number!(planned, struct_bytes);
@@ -122,7 +124,7 @@ pub(crate) unsafe fn call_of_rows(
         page_size
     );
     number!(planned, dtype_qk, dtype_v, dtype_o, dtype_bias);
-    number!(planned, v_layout, alibi_per_batch, descale_per_tensor);
+    number!(planned, v_layout, alibi_per_batch, descale_per_tensor, reserved);
     // By value: -0 drops as little as 0.
     if *p_drop != planned.p_drop {
         return Err(differs("p_drop", p_drop, &planned.p_drop).into());

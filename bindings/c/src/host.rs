@@ -4,8 +4,8 @@ use std::ffi::{CStr, CString, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
-    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, Merge, Part, PlanOptions, ProblemError, QLayout,
-    Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
+    Dims, DropoutSeed, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, Merge, Part, PlanOptions,
+    ProblemError, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::Result;
@@ -76,6 +76,8 @@ impl Pointed {
             head_dim_qk: size("head_dim_qk", call.head_dim_qk)?,
             head_dim_v: size("head_dim_v", call.head_dim_v)?,
         };
+        seed(call)?;
+        none("reserved", call.reserved)?;
         let dtype_qk = dtype("dtype_qk", call.dtype_qk)?;
         let (q_layout, kv_layout) = layouts(call)?;
         // Their numbers come with each run; that they go with the layouts is asked at once.
@@ -180,9 +182,7 @@ fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, Problem
     if v_in_k && !cache.v_new.data.is_null() {
         return Err(ProblemError::new("v_new.data", "v_new.data is given, but v_in_k is 1"));
     }
-    if cache.reserved != 0 {
-        return Err(ProblemError::new("reserved", format!("reserved {} is not 0", cache.reserved)));
-    }
+    none("reserved", cache.reserved)?;
     let dtype_cache = match cache.dtype_cache {
         0 => None,
         code => Some(dtype("dtype_cache", code)?),
@@ -274,9 +274,7 @@ pub(crate) fn first_part(call: &FmhaCombine, parts: &[FmhaPartial]) -> FmhaParti
 
 /// The problem of a combine call.
 pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<CombineProblem> {
-    if call.reserved != 0 {
-        return Err(ProblemError::new("reserved", format!("reserved {} is not 0", call.reserved)).into());
-    }
+    none("reserved", call.reserved)?;
     let num_parts = size("num_parts", call.num_parts)?;
     let rows = Shape {
         batch: size("batch", call.batch)?,
@@ -478,6 +476,17 @@ pub(crate) fn strides(tensor: &FmhaTensor) -> Strides {
 
 pub(crate) fn size(field: &'static str, value: i64) -> Result<u32, ProblemError> {
     u32::try_from(value).map_err(|_| ProblemError::new(field, format!("{field} {value} is not in 0..2^32")))
+}
+
+/// Where the dropout generator of a run stands, if the run says so.
+pub(crate) fn seed(call: &FmhaCall) -> Result<Option<DropoutSeed>, ProblemError> {
+    let at = DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset };
+    Ok(flag("dropout_seeded", call.dropout_seeded)?.then_some(at))
+}
+
+/// Room for later versions.
+fn none(field: &'static str, value: i32) -> Result<(), ProblemError> {
+    if value == 0 { Ok(()) } else { Err(ProblemError::new(field, format!("{field} {value} is not 0"))) }
 }
 
 fn flag(field: &'static str, value: i32) -> Result<bool, ProblemError> {

@@ -275,7 +275,7 @@ pub unsafe extern "C" fn fmha_upload(buffer: *mut FmhaBuffer, from: *const c_voi
         let buffer = unsafe { &mut *buffer };
         let bytes = fitting(bytes, &buffer.memory)?;
         // SAFETY: as above.
-        let from = unsafe { std::slice::from_raw_parts(from.cast(), bytes) };
+        let from = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) };
         buffer.device.memory().upload(from, &mut buffer.memory)
     })
 }
@@ -295,7 +295,7 @@ pub unsafe extern "C" fn fmha_download(buffer: *const FmhaBuffer, to: *mut c_voi
         let bytes = fitting(bytes, &buffer.memory)?;
         buffer.device.default_stream().synchronize()?;
         // SAFETY: as above.
-        let to = unsafe { std::slice::from_raw_parts_mut(to.cast(), bytes) };
+        let to = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
         buffer.device.memory().download(&buffer.memory, to)
     })
 }

@@ -422,7 +422,7 @@ impl Memory {
         let slopes = if call.alibi_per_batch == 0 { heads } else { heads * u64::from(batch) };
         let descale = |kind: Descale| kind.num_elems(batch, num_heads_kv) * 4;
         let mut args = ScoreArgs::default();
-        args.dropout = fmha::DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset };
+        args.dropout = host::seed(call)?;
         // SAFETY: passed on.
         unsafe {
             let bias = match problem.score.bias {

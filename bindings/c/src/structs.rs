@@ -236,7 +236,7 @@ pub struct FmhaCall {
     pub workspace: *mut c_void,
     /// Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
     pub workspace_bytes: u64,
-    /// Key of the dropout generator. May change from run to run.
+    /// Key of the dropout generator, where dropout_seeded is 1. May change from run to run.
     pub dropout_seed: u64,
     /// Last word of its counter. May change from run to run.
     pub dropout_offset: u64,
@@ -256,6 +256,11 @@ pub struct FmhaCall {
     pub alibi_per_batch: i32,
     /// 1: descales are one number each; else 0.
     pub descale_per_tensor: i32,
+    /// 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0 has it; else 0.
+    /// May change from run to run.
+    pub dropout_seeded: i32,
+    /// 0.
+    pub reserved: i32,
 }
 
 /// One partial result.

@@ -91,6 +91,8 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         v_layout: FMHA_V_ROW_MAJOR,
         alibi_per_batch: 0,
         descale_per_tensor: 0,
+        dropout_seeded: 0,
+        reserved: 0,
     }
 }
 
@@ -308,10 +310,10 @@ fn a_plan_of_packed_sequences_runs_with_other_totals() {
 fn a_plan_runs_with_other_addresses_and_another_dropout_seed() {
     let (q, v) = (numbers(1, ROWS), numbers(300, ROWS));
     let (mut first, mut second) = (vec![0; q.len()], vec![0; q.len()]);
-    let planned = FmhaCall { p_drop: 0.5, ..call(&q, &q, &v, &mut first, 1, &[]) };
+    let planned = FmhaCall { p_drop: 0.5, dropout_seeded: 1, ..call(&q, &q, &v, &mut first, 1, &[]) };
     let plan = plan(&planned).unwrap();
     let (q2, v2) = (q.clone(), v.clone());
-    let moved = FmhaCall { p_drop: 0.5, ..call(&q2, &q2, &v2, &mut second, 1, &[]) };
+    let moved = FmhaCall { p_drop: 0.5, dropout_seeded: 1, ..call(&q2, &q2, &v2, &mut second, 1, &[]) };
     // SAFETY: as in `plan`.
     unsafe {
         plan.run(&planned).unwrap();
@@ -321,6 +323,13 @@ fn a_plan_runs_with_other_addresses_and_another_dropout_seed() {
     // SAFETY: as in `plan`.
     unsafe { plan.run(&FmhaCall { dropout_seed: 9, ..moved }).unwrap() };
     assert_ne!(first, second);
+    for (seeded, said) in [(0, "dropout has no seed, but p_drop is 0.5"), (2, "dropout_seeded 2 is neither")]
+    {
+        let unseeded = FmhaCall { dropout_seeded: seeded, ..moved };
+        // SAFETY: as in `plan`.
+        let error = unsafe { plan.run(&unseeded) }.unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
 }
 
 /// Backward on an emulated NVIDIA device, whose kernels need scratch, unlike the CPU's.
@@ -336,7 +345,7 @@ fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
     let memory = backend.memory();
     let device = |elems: &[u16]| {
         let mut buffer = memory.alloc(bytes as u64).unwrap();
-        memory.upload(bytemuck::cast_slice(elems), &mut buffer).unwrap();
+        memory.upload(bytemuck::cast_slice::<u16, u8>(elems), &mut buffer).unwrap();
         buffer
     };
     let inputs = [1, 77, 300, 500, 700].map(|seed| device(&numbers(seed, ROWS)));
@@ -397,7 +406,7 @@ fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
         backend.default_stream().synchronize().unwrap();
         Some(outputs.map(|output| {
             let mut bits = vec![0u16; ROWS * HEADS * DIM];
-            memory.download(&output, bytemuck::cast_slice_mut(&mut bits)).unwrap();
+            memory.download(&output, bytemuck::cast_slice_mut::<u16, u8>(&mut bits)).unwrap();
             bits
         }))
     };
@@ -497,6 +506,7 @@ proptest! {
         let seed = [
             std::mem::offset_of!(FmhaCall, dropout_seed),
             std::mem::offset_of!(FmhaCall, dropout_offset),
+            std::mem::offset_of!(FmhaCall, dropout_seeded),
         ];
         // What the planned problem says anyway changes nothing; a p_drop of -0 says 0.
         let asked = FmhaCall { p_drop: if bad.p_drop == 0.0 { 0.0 } else { bad.p_drop }, ..bad };
@@ -505,6 +515,7 @@ proptest! {
             // SAFETY: words inside the structs, of any bits.
             unsafe { *asked.cast::<u64>().add(word) == *good.cast::<u64>().add(word) }
         });
+        let same = same && matches!(bad.dropout_seeded, 0 | 1) && bad.reserved == 0;
         let plan = plan(&good).unwrap();
         // SAFETY: as in `plan`; what disagrees is refused.
         let result = unsafe { plan.run(&bad) };

@@ -83,6 +83,7 @@ static const Field CALL[] = {
     FIELD(FmhaCall, workspace_bytes, FREE),
     FIELD(FmhaCall, dropout_seed, FREE),
     FIELD(FmhaCall, dropout_offset, FREE),
+    FIELD(FmhaCall, dropout_seeded, FREE),
     FIELD(FmhaCall, p_drop, FLOAT),
     FIELD(FmhaCall, dtype_qk, INT32),
     FIELD(FmhaCall, dtype_v, INT32),
@@ -91,6 +92,7 @@ static const Field CALL[] = {
     FIELD(FmhaCall, v_layout, INT32),
     FIELD(FmhaCall, alibi_per_batch, INT32),
     FIELD(FmhaCall, descale_per_tensor, INT32),
+    FIELD(FmhaCall, reserved, INT32),
 };
 
 static const Field GRADIENTS[] = {

@@ -378,7 +378,7 @@ impl<'a> Tables<'a> {
         });
         let mut score = ScoreArgs::default();
         score.alibi_slopes = slice("alibi_slopes");
-        score.dropout = DropoutSeed { seed: op.options.seed, offset: 0 };
+        score.dropout = op.options.seed.map(|seed| DropoutSeed { seed, offset: 0 });
         (seq, score)
     }
 }

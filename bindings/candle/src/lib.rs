@@ -53,8 +53,8 @@ pub struct Options {
     pub alibi_slopes: Option<Tensor>,
     /// Probability that a P is dropped.
     pub p_drop: f32,
-    /// Which P are dropped: the same on every device.
-    pub seed: u64,
+    /// Which P are dropped, the same on every device: named where `p_drop` is above 0.
+    pub seed: Option<u64>,
     /// Gradients with the same bits on every run.
     pub deterministic: bool,
     /// The bits of a sequence do not depend on the batch around it.
@@ -72,7 +72,7 @@ impl Default for Options {
             softcap: None,
             alibi_slopes: None,
             p_drop: 0.0,
-            seed: 0,
+            seed: None,
             deterministic: false,
             batch_invariant: false,
             allow_fallback: true,
@@ -108,7 +108,7 @@ impl Options {
     /// Drops each P with probability `p_drop`; `seed` says which.
     #[must_use]
     pub fn dropout(mut self, p_drop: f32, seed: u64) -> Self {
-        (self.p_drop, self.seed) = (p_drop, seed);
+        (self.p_drop, self.seed) = (p_drop, Some(seed));
         self
     }
 

@@ -1,7 +1,7 @@
 //! Candle's memory as the slices that a call takes: where a call's tensors lie, what it reads, what it writes.
 
 use candle_core::{CpuStorage, CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
-use fmha::{Backend, DevSlice, DevSliceMut, Device, Strides};
+use fmha::{Backend, DevSlice, DevSliceMut, Device, ElemType, Strides};
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::{
@@ -157,7 +157,11 @@ impl<'a> Input<'a> {
                     CpuStorage::F32(elems) => (DType::F32, elems.get(start..).map(DevSlice::host)),
                     CpuStorage::F16(elems) => (DType::F16, elems.get(start..).map(DevSlice::host)),
                     CpuStorage::BF16(elems) => (DType::BF16, elems.get(start..).map(DevSlice::host)),
-                    CpuStorage::U32(elems) => (DType::U32, elems.get(start..).map(DevSlice::host)),
+                    // Offsets and page numbers, which the library reads as i32.
+                    CpuStorage::U32(elems) => (
+                        DType::U32,
+                        elems.get(start..).map(|elems| DevSlice::host(elems).typed(ElemType::I32)),
+                    ),
                     CpuStorage::I32(elems) => (DType::I32, elems.get(start..).map(DevSlice::host)),
                     other => {
                         bail!("{field} is {}, which fmha does not take from candle", dtype_of(other).as_str())

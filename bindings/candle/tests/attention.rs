@@ -324,6 +324,10 @@ fn dropout_is_linear_in_v_with_its_own_gradient_and_repeats_by_its_seed() {
     let run = |seed| fmha_candle::attention(q, k, v, &Options::default().dropout(0.4, seed)).unwrap().0;
     assert_eq!(difference(&run(3), &run(3)), 0.0);
     assert!(difference(&run(3), &run(4)) > 0.1);
+    let mut unseeded = Options::default();
+    unseeded.p_drop = 0.4;
+    let said = fmha_candle::attention(q, k, v, &unseeded).unwrap_err().to_string();
+    assert!(said.contains("dropout has no seed, but p_drop is 0.4"), "{said}");
     let dout = random(&mut StdRng::seed_from_u64(1), &[2, 20, 2, 8]);
     let loss = (run(3) * &dout).unwrap().sum_all().unwrap();
     let gradients = loss.backward().unwrap();

@@ -85,8 +85,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         descale_q, descale_k, descale_v: what FP8 tensors are multiplied by, f32 ``[batch, num_heads_kv]`` or one
             number.
         p_drop: probability, 0 or more and below 1, that an element of P is dropped. ``seed`` and ``offset``, 64 bits
-            each,
-            choose the mask: the same triple gives the same one on every device.
+            each, choose the mask: the same triple gives the same one on every device. Without a seed one is drawn from
+            torch's generator of the CPU, or NumPy's, so that two calls differ and a checkpoint repeats its own; a call
+            that is captured into a graph has to have one.
         dtype_o: type of O: f32, f16 or bf16; ``None`` is Q's, bf16 for FP8.
         allow_fallback: whether a kernel that is right but slow may serve where no fast one takes the call.
         accuracy: ``"fast"`` or ``"exact"`` (the true running maximum).
@@ -102,6 +103,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
     Raises:
         RuntimeError: what is wrong with the call, the argument first, then its numbers; or why no kernel takes it.
         TypeError, ValueError: an argument that is no number, no tensor or no mask, by its name.
+        NotImplementedError: torch's second derivatives and derivatives in forward mode.
     """
     wants_lse = _flag("return_lse", return_lse)
     o, lse = _door(q).attention(q, k, v, *_arguments.bind(**options), wants_lse)

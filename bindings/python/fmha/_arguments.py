@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, TypedDict, Typ
 
 from . import _native
 from ._mask import MaskLike, mask as _mask
-from ._numbers import NAN, flag, integer, real, scale, word
+from ._numbers import flag, integer, real, scale, word
 
 if TYPE_CHECKING:
     import numpy
@@ -41,7 +41,7 @@ class Unmasked(TypedDict, total=False):
     descale_k: Optional[Tensor]
     descale_v: Optional[Tensor]
     p_drop: float
-    seed: int
+    seed: Optional[int]
     offset: int
     dtype_o: Any
     allow_fallback: bool
@@ -108,7 +108,7 @@ def bind(
     descale_k: Any = None,
     descale_v: Any = None,
     p_drop: float = 0.0,
-    seed: int = 0,
+    seed: Optional[int] = None,
     offset: int = 0,
     dtype_o: Any = None,
     allow_fallback: bool = True,
@@ -119,6 +119,7 @@ def bind(
 ) -> Tuple[Tuple[Any, ...], Tuple[Any, ...]]:
     """Tensors by :data:`TENSORS`, numbers as the operators take them (``fmha._native.NUMBERS`` up to ``options``)."""
     kind, left, right, sink_columns = _mask(mask)
+    probability = real("p_drop", p_drop)
     if accuracy != "fast" and accuracy != "exact":
         raise ValueError(f"accuracy: {accuracy!r} is neither 'fast' nor 'exact'")
     options = (
@@ -151,19 +152,28 @@ def bind(
         (
             integer("max_seqlen_q", max_seqlen_q),
             integer("max_seqlen_k", max_seqlen_k),
-            NAN if softmax_scale is None else scale(softmax_scale),
+            None if softmax_scale is None else scale(softmax_scale),
             0.0 if softcap is None else real("softcap", softcap),
             kind,
             left,
             right,
             sink_columns,
-            real("p_drop", p_drop),
-            word("seed", seed),
+            probability,
+            # Who drops has one, or draws it.
+            (None if probability else 0) if seed is None else word("seed", seed),
             word("offset", offset),
             dtype_code(dtype_o),
             options,
         ),
     )
+
+
+_AT_SEED = _native.NUMBERS.index("seed")
+
+
+def with_seed(numbers: Tuple[Any, ...], seed: int) -> Tuple[Any, ...]:
+    """A call's numbers, with a seed that was drawn."""
+    return (*numbers[:_AT_SEED], seed, *numbers[_AT_SEED + 1 :])
 
 
 # Python names it where an argument is none of these.

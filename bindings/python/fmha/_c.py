@@ -86,6 +86,8 @@ class FmhaCall(Structure):
         ("v_layout", c_int32),
         ("alibi_per_batch", c_int32),
         ("descale_per_tensor", c_int32),
+        ("dropout_seeded", c_int32),
+        ("reserved", c_int32),
     ]
 
 

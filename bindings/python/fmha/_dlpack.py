@@ -48,7 +48,7 @@ def _dense(shape: Tuple[int, ...]) -> List[int]:
 
 
 def _run(numbers: Tuple[Any, ...], tensors: Any) -> None:
-    request = _native.Request(numbers)
+    request = _native.Request(_seeded(numbers))
     alive = [put(request, name, value) for name, value in tensors]
     _native.run(request)
     del alive
@@ -71,7 +71,7 @@ def writable(name: str, value: Any) -> Any:
         return None
     given = array(name, value)
     if not given.flags.writeable:
-        raise ValueError(f"{name} is read-only (writeable 0), but is written")
+        raise ValueError(f"{name} is read-only, but is written")
     return given
 
 
@@ -84,6 +84,13 @@ def _outputs(query: numpy.ndarray, head_dim_v: int, numbers: Tuple[Any, ...]) ->
 def leaves_out_lse(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:
     """Whether a call that does not ask for the LSE runs a kernel that does not write it."""
     return False
+
+
+def _seeded(numbers: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """A seed of NumPy's generator where a call that drops elements has none."""
+    if numbers[_native.NUMBERS.index("seed")] is not None:
+        return numbers
+    return _arguments.with_seed(numbers, int(numpy.random.randint(-(1 << 63), (1 << 63) - 1, dtype=numpy.int64)))
 
 
 def attention(

@@ -9,6 +9,8 @@ from . import _arguments, _native
 #: Where an output lies that a plan is made for: nothing is written, and kernels' alignments divide it.
 _NOWHERE = 256
 
+_AT_SEED = _native.NUMBERS.index("seed")
+
 _FP8 = {code for name, code in _native.DTYPES.items() if name.startswith("float8")}
 
 
@@ -29,7 +31,8 @@ def explain(
     backward: bool,
     lse: bool,
 ) -> str:
-    request = _native.Request(numbers)
+    # A plan is the same whatever the seed.
+    request = _native.Request(numbers if numbers[_AT_SEED] is not None else _arguments.with_seed(numbers, 0))
     # What `put` returns has to outlive the request.
     alive = [door.put(request, *named) for named in [*zip("qkv", qkv), *zip(_arguments.TENSORS, tensors)]]
 

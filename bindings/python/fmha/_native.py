@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import pathlib
 import re
@@ -117,7 +118,9 @@ SLOTS = {name: at for at, name in enumerate(_slots)}
 #: A request's numbers, in the order in which operators take them.
 NUMBERS: Tuple[str, ...] = tuple(number.partition(":")[0] for number in _numbers)
 #: Those that are no whole numbers.
-FLOATS = {number.partition(":")[0] for number in _numbers if number.endswith(":float")}
+FLOATS = {number.partition(":")[0] for number in _numbers if ":float" in number}
+#: Those that nobody need say: ``None`` here, NaN in a request.
+OPTIONAL = {number.partition(":")[0] for number in _numbers if number.endswith("?")}
 #: What is wanted of a plan: bits of the number ``options``.
 OPTIONS = {name: 1 << at for at, name in enumerate(_options)}
 
@@ -138,7 +141,7 @@ class Request(ctypes.Structure):
             tensor.dtype = OTHER
         for name, number in zip(NUMBERS, numbers):
             try:
-                setattr(self.numbers, name, number)
+                setattr(self.numbers, name, math.nan if number is None and name in OPTIONAL else number)
             except TypeError:
                 raise TypeError(f"{name}: {number!r} is no number") from None
 

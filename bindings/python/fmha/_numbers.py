@@ -5,9 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-NAN = float("nan")
-
-
 def real(name: str, number: Any) -> float:
     if type(number) is float:
         return number
@@ -53,7 +50,7 @@ def word(name: str, number: Any) -> int:
 
 
 def scale(softmax_scale: Any) -> float:
-    """A softmax scale that somebody gave: NaN would be taken for one that nobody gave."""
+    """A softmax scale that somebody gave: the library takes NaN for one that nobody gave."""
     number = real("softmax_scale", softmax_scale)
     if number != number:
         raise ValueError("softmax_scale nan is not finite")

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _native
-from ._arguments import NO_TENSORS, TENSORS
+from ._arguments import NO_TENSORS, TENSORS, with_seed
 
 _native.check(_native.library.fmha_py_register_torch())
 
@@ -35,7 +35,7 @@ _DETERMINISTIC, _WANTS_DBIAS, _WANTS_DSINK = (
 
 #: Where the type of O and the options are among the numbers that all operators take.
 _AT_DTYPE_O, _AT_OPTIONS = _native.NUMBERS.index("dtype_o"), _native.NUMBERS.index("options")
-_AT_P_DROP = _native.NUMBERS.index("p_drop")
+_AT_P_DROP, _AT_SEED = _native.NUMBERS.index("p_drop"), _native.NUMBERS.index("seed")
 _AT_HEAD_DIM_V = _native.NUMBERS.index("head_dim_v")
 
 
@@ -58,11 +58,13 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
     names = [argument.name for argument in operator._schema.arguments]
     required = [argument.name for argument in operator._schema.arguments if str(argument.type) == "Tensor"]
     num_tensors = sum(name in _native.SLOTS for name in names)
+    num_numbers = sum(name in _native.NUMBERS for name in names)
 
     def fake(*arguments: Any) -> Any:
-        numbers = arguments[num_tensors:]
+        # A seed that is a tensor follows, of which nothing is known.
+        numbers = arguments[num_tensors : num_tensors + num_numbers]
         if names[-1] == "numbers":
-            numbers = _SPELT[numbers[0]]
+            numbers = _SPELT[arguments[-1]]
         tensors = arguments[:num_tensors]
         given = {name: _strided(name, x) for name, x in zip(names, tensors) if x is not None}
         if _is_known(given, numbers):
@@ -77,14 +79,14 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
 def _is_known(given: Dict[str, torch.Tensor], numbers: Tuple[Any, ...]) -> bool:
     """Whether a compiler has left no size open."""
     sizes = (size for x in given.values() for size in (*x.shape, *x.stride(), x.storage_offset()))
-    return all(isinstance(number, (int, float)) for number in (*sizes, *numbers))
+    return all(number is None or isinstance(number, (int, float)) for number in (*sizes, *numbers))
 
 
 def _refuse_elsewhere(required: Sequence[str], given: Dict[str, torch.Tensor]) -> None:
     """Raises what is wrong whatever the sizes; the kernel is the first to know the rest."""
     for name in required:
         if name not in given:
-            raise RuntimeError(f"{name} is missing (0 given)")
+            raise RuntimeError(f"{name} is missing")
     first = "q" if "q" in given else "o_parts"
     for name, tensor in given.items():
         if tensor.device != given[first].device:
@@ -153,6 +155,66 @@ _fake(plain_o, lambda *tensors, numbers: _forward(*tensors, numbers=numbers)[0])
 _fake(plain_backward, lambda dout, *qkv_and_more, numbers: tuple(x.new_empty(x.shape) for x in qkv_and_more[:3]))
 
 
+def _in_front(x: Any, axis: Optional[int], size: int) -> torch.Tensor:
+    return x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
+
+
+def _maps(operator: Any) -> None:
+    """Gives an operator of attention a rule for ``vmap``: the mapped axis joins the batch where a call has Q, K and V
+    alone and no dropout, whose mask knows the place in a batch; else one call after another."""
+    names = [argument.name for argument in operator._schema.arguments]
+    count = sum(name in _native.SLOTS for name in names)
+    rows = ("dout", "q", "k", "v", "o", "lse", "dlse")
+
+    def rule(info: Any, in_dims: Tuple[Optional[int], ...], *arguments: Any) -> Any:
+        given = {
+            at: _in_front(x, in_dims[at], info.batch_size) for at, x in enumerate(arguments[:count]) if x is not None
+        }
+        numbers = arguments[count:]
+        spelt = _SPELT[numbers[0]] if names[-1] == "numbers" else numbers
+        batched = given[names.index("q")].dim() == 5 and all(names[at] in rows for at in given)
+        if batched and not spelt[_AT_P_DROP]:
+            batch = given[names.index("q")].shape[1]
+            folded = (given[at].flatten(0, 1).contiguous() if at in given else None for at in range(count))
+            results = operator(*folded, *numbers)
+            apart = [x if x.dim() < 3 else x.unflatten(0, (info.batch_size, batch)) for x in _listed(results)]
+            # What nobody wants is a tensor of one axis.
+            dims = tuple(None if x.dim() < 3 else 0 for x in apart)
+        else:
+            calls = [
+                _listed(operator(*(given[at][i].contiguous() if at in given else None for at in range(count)), *numbers))
+                for i in range(info.batch_size)
+            ]
+            apart, dims = [torch.stack(results) for results in zip(*calls)], (0,) * len(calls[0])
+        return (tuple(apart), dims) if len(apart) > 1 else (apart[0], dims[0])
+
+    torch.library.register_vmap(operator._schema.name, rule)
+
+
+def _listed(results: Any) -> Tuple[torch.Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _maps_parts(operator: Any) -> None:
+    """Likewise one that merges parts: the mapped axis joins the batch, which is behind the parts."""
+
+    def rule(info: Any, in_dims: Tuple[Optional[int], ...], *arguments: Any) -> Any:
+        count = sum(isinstance(x, torch.Tensor) for x in arguments)
+        given = [_in_front(x, axis, info.batch_size) for x, axis in zip(arguments[:count], in_dims)]
+        batch = given[0].shape[2]
+        results = operator(*(x.transpose(0, 1).flatten(1, 2).contiguous() for x in given), *arguments[count:])
+        apart = [x.unflatten(0, (info.batch_size, batch)) for x in _listed(results)]
+        return (tuple(apart), (0, 0)) if len(apart) > 1 else (apart[0], 0)
+
+    torch.library.register_vmap(operator._schema.name, rule)
+
+
+for _operator in (forward, backward, plain, plain_o, plain_backward):
+    _maps(_operator)
+for _operator in (combine_op, add_parts_op):
+    _maps_parts(_operator)
+
+
 #: What the library keeps for the process: numbers by the number that stands for them, and the reverse.
 _SPELT: Dict[int, Tuple[Any, ...]] = {}
 _KEPT: Dict[Tuple[Any, ...], int] = {}
@@ -170,6 +232,44 @@ def _kept(numbers: Tuple[Any, ...]) -> int:
     return at
 
 
+class _Once(torch.autograd.Function):
+    """Hands gradients on. They were computed outside of autograd: who differentiates them again is told so, where a
+    derivative of 0 would come otherwise."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count, _names, *tensors):
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.count, ctx.names = inputs[:2]
+
+    @staticmethod
+    def backward(ctx, *_gradients):
+        moved = ctx.needs_input_grad[2 + ctx.count :]
+        by = ", ".join(name for name, wanted in zip(ctx.names, moved) if wanted)
+        raise NotImplementedError(f"{by}: attention has no second derivative, but its gradient is differentiated again")
+
+    jvp = staticmethod(lambda ctx, *tangents: _no_tangents())
+
+
+def _no_tangents() -> Any:
+    raise NotImplementedError("attention has gradients backward alone, but is differentiated forward")
+
+
+def once(gradients: Sequence[Any], **sources: Any) -> Tuple[Any, ...]:
+    """Gradients that were made from ``sources`` without autograd, some of them ``None``."""
+    # A compiler refuses second derivatives itself.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return tuple(gradients)
+    given = [x for x in gradients if x is not None]
+    named = {name: x for name, x in sources.items() if isinstance(x, torch.Tensor)}
+    made = iter(_Once.apply(len(given), tuple(named), *given, *named.values()))
+    return tuple(None if x is None else next(made) for x in gradients)
+
+
 class _Plain(torch.autograd.Function):
     """Of Q, K and V alone."""
 
@@ -182,14 +282,14 @@ class _Plain(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return None, None, None, None
+        # Read once: a checkpoint gives it no second time.
         q, k, v, o, lse = ctx.saved_tensors
-        dout = torch.zeros_like(o) if dout is None else last_is_dense(dout)
-        dlse = None if dlse is None else dlse.contiguous()
-        return (*plain_backward(dout, q, k, v, o, lse, dlse, ctx.numbers), None)
+        with torch.no_grad():
+            gradients = plain_backward(_dense_dout(dout, o), q, k, v, o, lse, _dense_dlse(dlse), ctx.numbers)
+        return (*once(gradients, q=q, k=k, v=v, dout=dout, dlse=dlse), None)
 
 
 def last_is_dense(x: torch.Tensor) -> torch.Tensor:
@@ -197,43 +297,94 @@ def last_is_dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
+def _dense_dout(dout: Optional[torch.Tensor], o: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(o) if dout is None else last_is_dense(dout)
+
+
+def _dense_dlse(dlse: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    return None if dlse is None else dlse.contiguous()
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers):
-        o, lse = forward(q, k, v, bias, alibi_slopes, sink, *lengths, None, None, None, None, *numbers)
-        ctx.save_for_backward(q, k, v, o, lse, bias, sink, alibi_slopes, *lengths)
+    def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers, drawn):
+        o, lse = forward(q, k, v, bias, alibi_slopes, sink, *lengths, None, None, None, None, *numbers, drawn)
+        ctx.save_for_backward(q, k, v, o, lse, bias, sink, alibi_slopes, drawn, *lengths)
         ctx.numbers = numbers
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, o, lse, bias, sink, alibi_slopes, *lengths = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 8
+            return (None,) * 9
+        q, k, v, o, lse, bias, sink, alibi_slopes, drawn, *lengths = ctx.saved_tensors
         wants = ctx.needs_input_grad
+        if wants[5]:
+            _refuse_gradients(alibi_slopes=alibi_slopes)
         numbers = list(ctx.numbers)
         if bias is not None and wants[3]:
             numbers[_AT_OPTIONS] |= _WANTS_DBIAS
         if sink is not None and wants[4]:
             numbers[_AT_OPTIONS] |= _WANTS_DSINK
-        dout = torch.zeros_like(o) if dout is None else last_is_dense(dout)
-        gradients = backward(
-            dout,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            None if dlse is None else dlse.contiguous(),
-            bias,
-            alibi_slopes,
-            sink,
-            *lengths,
-            *numbers,
-        )
-        return (*(gradient if wanted else None for gradient, wanted in zip(gradients, wants)), None, None, None)
+        with torch.no_grad():
+            gradients = backward(
+                _dense_dout(dout, o),
+                q,
+                k,
+                v,
+                o,
+                lse,
+                _dense_dlse(dlse),
+                bias,
+                alibi_slopes,
+                sink,
+                *lengths,
+                *numbers,
+                drawn,
+            )
+        gradients = tuple(gradient if wanted else None for gradient, wanted in zip(gradients, wants))
+        return (*once(gradients, q=q, k=k, v=v, bias=bias, sink=sink, dout=dout, dlse=dlse), *(None,) * 4)
+
+
+class _Transformed(torch.autograd.Function):
+    """:class:`_Attention` under ``torch.func``'s transforms, which want ``setup_context``. Apart, since torch binds the
+    arguments of such a function by their signature, which costs more than a call does on the host."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, v, bias, sink, alibi_slopes, *rest):
+        return forward(q, k, v, bias, alibi_slopes, sink, *rest[1:5], None, None, None, None, *rest[5:], rest[0])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, bias, sink, alibi_slopes, *rest = inputs
+        ctx.save_for_backward(q, k, v, *output, bias, sink, alibi_slopes, *rest[:5])
+        ctx.numbers = rest[5:]
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        # Lengths and numbers come one by one here, since transforms pair arguments with gradients.
+        return (*_Attention.backward(ctx, dout, dlse)[:6], *(None,) * (5 + len(ctx.numbers)))
+
+    jvp = staticmethod(lambda ctx, *tangents: _no_tangents())
+
+
+def _is_transformed() -> bool:
+    """Whether ``torch.func.grad``, ``vmap`` or another of them is about the call."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _want_gradients(*given: Any) -> bool:
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
+
+
+def _refuse_gradients(**given: Any) -> None:
+    """Raises for a tensor of which a gradient is wanted and there is none."""
+    for name, x in given.items():
+        if x is not None:
+            raise ValueError(f"{name} of shape {list(x.shape)} requires a gradient, of which attention has none")
 
 
 def attention(
@@ -249,39 +400,52 @@ def attention(
         _refuse_tangents(q, k, v, *tensors)
     if torch.are_deterministic_algorithms_enabled():
         numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
+    if _is_transformed():
+        # A tensor of theirs does not say whether one below it wants a gradient.
+        _refuse_beside_gradients(tensors)
+        numbers, drawn = _seeded(q, numbers)
+        return _Transformed.apply(q, k, v, tensors[0], tensors[2], tensors[1], drawn, *tensors[3:7], *numbers)
     if _is_plain(tensors, numbers):
         at = _kept(numbers)
         if at >= 0:
             if _moves(q, k, v):
                 return _Plain.apply(q, k, v, at)
             return plain(q, k, v, at) if lse else (plain_o(q, k, v, at), None)
-    bias, sink = tensors[0], tensors[2]
-    try:
-        wants_grad = torch.is_grad_enabled() and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or bias is not None
-            and bias.requires_grad
-            or sink is not None
-            and sink.requires_grad
-        )
-    except AttributeError:
-        # The operator says which of them is no tensor.
-        wants_grad = False
-    if wants_grad:
-        for name, given in zip(("block_table", "descale_q", "descale_k", "descale_v"), tensors[7:]):
-            if given is not None:
-                raise ValueError(f"{name} is given (1), but there is no gradient of paged or FP8 tensors")
-        return _Attention.apply(q, k, v, bias, sink, tensors[1], tensors[3:7], numbers)
-    return forward(q, k, v, *tensors, *numbers)
+    numbers, drawn = _seeded(q, numbers)
+    if _want_gradients(q, k, v, *tensors[:3], *tensors[8:]):
+        _refuse_beside_gradients(tensors)
+        if _want_gradients(tensors[1]):
+            _refuse_gradients(alibi_slopes=tensors[1])
+        return _Attention.apply(q, k, v, tensors[0], tensors[2], tensors[1], tensors[3:7], numbers, drawn)
+    return forward(q, k, v, *tensors, *numbers, drawn)
+
+
+def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...], Optional[torch.Tensor]]:
+    """Numbers with a seed of torch's generator where a call that drops elements has none; while a compiler traces, the
+    seed as a tensor beside them."""
+    if numbers[_AT_SEED] is not None:
+        return numbers, None
+    if getattr(q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+        raise ValueError("seed: none is given, and a graph is captured, whose replays would all drop the same elements")
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
+    if torch.compiler.is_compiling():
+        return with_seed(numbers, 0), drawn
+    return with_seed(numbers, int(drawn)), None
+
+
+def _refuse_beside_gradients(tensors: Tuple[Any, ...]) -> None:
+    for name, given in zip(TENSORS[7:], tensors[7:]):
+        if given is not None:
+            raise ValueError(f"{name} is given, but there is no gradient of paged or FP8 tensors")
 
 
 def _refuse_tangents(*given: Any) -> None:
     """An operator drops the tangents of forward-mode differentiation, and a derivative would be 0 in silence."""
     for name, x in zip(("q", "k", "v", *TENSORS), given):
+        while isinstance(x, torch.Tensor) and torch._C._functorch.is_batchedtensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
         if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(f"{name} has a tangent (1), but attention has gradients backward alone")
+            raise NotImplementedError(f"{name} has a tangent, but attention has gradients backward alone")
 
 
 def _is_plain(tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:
@@ -305,24 +469,29 @@ def leaves_out_lse(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers:
 
 
 class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, o_parts, lse_parts, numbers):
-        o, lse = combine_op(o_parts, lse_parts, *numbers)
-        ctx.save_for_backward(o_parts, lse_parts, o, lse)
-        return o, lse
+    generate_vmap_rule = True
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def forward(o_parts, lse_parts, *numbers):
+        return combine_op(o_parts, lse_parts, *numbers)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2], *output)
+        ctx.rest = (None,) * len(inputs[2:])
+
+    @staticmethod
     def backward(ctx, dout, dlse):
-        # A row that no part has any key of has LSE -inf throughout, and no gradient.
         o_parts, lse_parts, o, lse = ctx.saved_tensors
-        weights = (
-            torch.where(torch.isneginf(lse_parts), 0.0, torch.exp(lse_parts - lse)).transpose(-1, -2).unsqueeze(-1)
-        )
-        along = ((o_parts.float() - o.float()) * dout.float()).sum(-1, keepdim=True) + dlse.transpose(-1, -2).unsqueeze(
-            -1
-        )
-        return (weights * dout.float()).to(o_parts.dtype), (weights * along).squeeze(-1).transpose(-1, -2), None
+        with torch.no_grad():
+            # A row that no part has any key of has LSE -inf throughout, and no gradient.
+            weights = torch.where(torch.isneginf(lse_parts), 0.0, torch.exp(lse_parts - lse))
+            rows = weights.transpose(-1, -2).unsqueeze(-1)
+            along = ((o_parts.float() - o.float()) * dout.float()).sum(-1) + dlse.transpose(-1, -2)
+            gradients = (rows * dout.float()).to(o_parts.dtype), weights * along.transpose(-1, -2)
+        return (*once(gradients, o_parts=o_parts, lse_parts=lse_parts, dout=dout, dlse=dlse), *ctx.rest)
+
+    jvp = staticmethod(lambda ctx, *tangents: _no_tangents())
 
 
 def combine(
@@ -330,30 +499,38 @@ def combine(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     if isinstance(lse_parts, torch.Tensor) and lse_parts.layout is torch.strided:
         lse_parts = lse_parts.contiguous()
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (o_parts, lse_parts)):
-        return _Combine.apply(o_parts, lse_parts, numbers)
+    if _is_transformed() or _want_gradients(o_parts, lse_parts):
+        return _Combine.apply(o_parts, lse_parts, *numbers)
     return combine_op(o_parts, lse_parts, *numbers)
 
 
 class _AddParts(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, o_parts, numbers):
-        ctx.of = o_parts.shape, o_parts.dtype
+    def forward(o_parts, *numbers):
         return add_parts_op(o_parts, *numbers)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx, inputs, output):
+        ctx.of = inputs[0].shape, inputs[0].dtype, (None,) * len(inputs[1:])
+
+    @staticmethod
     def backward(ctx, dout):
-        shape, dtype = ctx.of
-        return dout.to(dtype).expand(shape), None
+        shape, dtype, rest = ctx.of
+        return (dout.to(dtype).expand(shape), *rest)
+
+    jvp = staticmethod(lambda ctx, *tangents: _no_tangents())
 
 
 def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[Any, ...]) -> torch.Tensor:
-    wants_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (o_parts, o))
+    wants_grad = _want_gradients(o_parts, o)
     if o is None:
-        return _AddParts.apply(o_parts, numbers) if wants_grad else add_parts_op(o_parts, *numbers)
+        if wants_grad or _is_transformed():
+            return _AddParts.apply(o_parts, *numbers)
+        return add_parts_op(o_parts, *numbers)
     if wants_grad:
-        raise ValueError("o is given (1), but there is no gradient of what is added in place")
+        raise ValueError("o is given, but there is no gradient of what is added in place")
     add_parts_to(o_parts, o, *numbers)
     return o
 
@@ -369,7 +546,8 @@ def attention_out(
     lse: Optional[torch.Tensor],
     keep_mask: Optional[torch.Tensor],
 ) -> None:
-    forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers)
+    numbers, drawn = _seeded(q, numbers)
+    forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers, drawn)
 
 
 def kvcache(
@@ -380,7 +558,8 @@ def kvcache(
     tensors: Tuple[Any, ...],
     numbers: Tuple[Any, ...],
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    return kvcache_op(q, k, v, *cache, *tensors, *numbers)
+    numbers, drawn = _seeded(q, numbers)
+    return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
 
 
 def _strided(name: str, tensor: Any) -> torch.Tensor:

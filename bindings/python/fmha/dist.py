@@ -24,7 +24,7 @@ import torch.distributed as _torch_dist
 from . import _c, _native
 from ._mask import CAUSAL, Mask, MaskLike, mask as _mask
 from ._numbers import flag, integer, real, scale, word
-from ._torch import last_is_dense
+from ._torch import once
 
 if TYPE_CHECKING:
     Group = Optional[_torch_dist.ProcessGroup]
@@ -89,7 +89,7 @@ def _ours(group: Any, device: torch.device) -> _Joined:
     if group is None:
         group = _torch_dist.group.WORLD
     if group is None:
-        raise ValueError("group: torch.distributed has no process group (0 ranks); call init_process_group first")
+        raise ValueError("group: torch.distributed has no process group; call init_process_group first")
     if not isinstance(group, _torch_dist.ProcessGroup):
         raise TypeError(f"group: {type(group).__name__} is no process group that this rank is in")
     kinds = _joined.setdefault(group, {})
@@ -332,6 +332,7 @@ class _Call:
                 alive.append(number)
                 setattr(call, name, ctypes.pointer(number))
         call.p_drop, call.dropout_seed, call.dropout_offset = self.p_drop, self.seed, self.offset
+        call.dropout_seeded = 1
         call.dtype_qk, call.dtype_v = self.dtypes
         call.dtype_o = self.dtypes[0]
         if self.device.type == "cuda":
@@ -423,12 +424,12 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, _dlse):
         q, k, v, o, lse, sink = ctx.saved_tensors
         wants_dsink = sink is not None and ctx.needs_input_grad[3]
-        dout = last_is_dense(dout).contiguous()
-        return (*ctx.call.backward(q, k, v, o, lse, sink, dout, wants_dsink), None)
+        with torch.no_grad():
+            gradients = ctx.call.backward(q, k, v, o, lse, sink, dout.contiguous(), wants_dsink)
+        return (*once(gradients, q=q, k=k, v=v, sink=sink, dout=dout), None)
 
 
 @torch.compiler.disable
@@ -452,7 +453,7 @@ def attention(
     partition: Partition = "zig_zag",
     partition_k: Optional[Partition] = None,
     p_drop: float = 0.0,
-    seed: int = 0,
+    seed: Optional[int] = None,
     offset: int = 0,
     scheme: Optional[str] = None,
     allow_fallback: bool = True,
@@ -474,7 +475,8 @@ def attention(
         group: torch's process group: NCCL's for tensors on GPUs, any other's for those of the CPU; ``None`` is all
             ranks.
         causal: bottom-right, over the whole sequence; or ``mask`` as in :func:`fmha.attention`.
-        softmax_scale, softcap, p_drop, seed, offset: as in :func:`fmha.attention`; the same on every rank.
+        softmax_scale, softcap, p_drop, seed, offset: as in :func:`fmha.attention`; the same on every rank,
+            where nobody draws a seed.
         bias: this rank's queries against all keys, ``[batch or 1, num_heads_q or 1, own rows, seqlen_k]``, with no
             gradient.
         alibi_slopes: f32 ``[num_heads_q]`` or ``[batch, num_heads_q]``, the same on every rank.
@@ -563,16 +565,19 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
     mask = _mask(given["mask"])
     if flag("causal", given["causal"]):
         if given["mask"] is not None:
-            raise ValueError("mask is given (1) beside causal, which is one")
+            raise ValueError("mask is given beside causal, which is one")
         mask = CAUSAL
     if given["accuracy"] not in ("fast", "exact"):
         raise ValueError(f"accuracy: {given['accuracy']!r} is neither 'fast' nor 'exact'")
     softmax_scale, softcap = given["softmax_scale"], given["softcap"]
+    probability = real("p_drop", given["p_drop"])
+    if probability and given["seed"] is None:
+        raise ValueError(f"seed: none is given beside p_drop {probability}, and every rank has to have the same")
     numbers = (
         None if softmax_scale is None else scale(softmax_scale),
         real("softcap", softcap) or None if softcap is not None else None,
-        real("p_drop", given["p_drop"]),
-        word("seed", given["seed"]),
+        probability,
+        word("seed", given["seed"] or 0),
         word("offset", given["offset"]),
     )
     options = (

@@ -129,7 +129,10 @@ def _results(static: _Static, arrays: Sequence[Any]) -> List[_Result]:
 def _words(numbers: Tuple[Any, ...]) -> numpy.ndarray:
     """A request's numbers, 8 bytes each."""
     numbers = (*numbers, *(0,) * (len(_native.NUMBERS) - len(numbers)))
-    packed = (struct.pack("d" if name in _native.FLOATS else "q", x) for name, x in zip(_native.NUMBERS, numbers))
+    packed = (
+        struct.pack("d" if name in _native.FLOATS else "q", math.nan if x is None else x)
+        for name, x in zip(_native.NUMBERS, numbers)
+    )
     return numpy.frombuffer(b"".join(packed), numpy.int64)
 
 
@@ -307,7 +310,9 @@ def _forward(static: _Static, *primals: Any) -> Tuple[Tuple[Any, ...], Any]:
     moved = {name for name, primal in zip(static.names, primals) if primal.perturbed}
     for name in ("block_table", "descale_q", "descale_k", "descale_v"):
         if name in static.names:
-            raise ValueError(f"{name} is given (1), but there is no gradient of paged or FP8 tensors")
+            raise ValueError(f"{name} is given, but there is no gradient of paged or FP8 tensors")
+    if "alibi_slopes" in moved:
+        raise ValueError("alibi_slopes: a gradient is wanted, of which attention has none")
     o, lse = _operator(static._replace(lse=True))(*arrays)
     # Neither has a leaf, so that it stays what it is: () is wanted, None is not.
     wants = tuple(() if name in moved else None for name in ("bias", "sink"))
@@ -345,7 +350,7 @@ def attention(
         v: as ``k``, of ``head_dim_v``.
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, seqlen_q]`` or ``[num_heads_q, total_q]``.
         options: :func:`fmha.attention` says what each means. Numbers are Python's, not traced: another ``seed`` is
-            another compiled program.
+            another compiled program, and beside ``p_drop`` there has to be one.
 
     Returns:
         O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are zero.
@@ -355,6 +360,8 @@ def attention(
         TypeError, ValueError: an argument that is no number, no array or no mask, by its name.
     """
     tensors, numbers = _arguments.bind(**options)
+    if numbers[_AT["seed"]] is None:
+        raise ValueError(f"seed: none is given beside p_drop {numbers[_AT['p_drop']]}, and a traced call draws none")
     given = [(name, x) for name, x in [*zip("qkv", (q, k, v)), *zip(_arguments.TENSORS, tensors)] if x is not None]
     names, arrays = tuple(name for name, _ in given), [_array(name, x) for name, x in given]
     wants_lse = _flag("return_lse", return_lse)

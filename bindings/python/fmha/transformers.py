@@ -7,7 +7,18 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fmha")
 
 The mask function matters: without one of its own, transformers gives an implementation no mask at all, and padded
-batches come out wrong. A padded batch arrives as a 2-D mask of rows in use, and is computed packed.
+batches come out wrong. Ours reads what transformers asks for, and layers compute it:
+
+* causal, sliding windows and both-way attention, over dynamic and static caches: a band of the kernel's.
+* Right padding: lengths. Left padding and rows between: packed rows. Sequences packed into one row, by ``position_ids``
+  or ``cu_seq_lens_q``: packed. Chunks without padding: packed.
+* Everything else, as images that see themselves both ways, chunks over a cache, a 4-D mask of the caller's, T5's
+  ``position_bias``, and whatever a compiler traces: a bias, ``[batch or 1, heads or 1, seqlen_q, seqlen_k]`` in memory.
+
+A row of padding, whose output a model does not use, is another one than eager attention's: 0 where packed rows leave it
+out or it sees no key, where eager attention averages over keys that it hides. Rows in use are eager attention's within
+rounding. ``output_attentions``, transformers' paged caches, and every keyword that is not in the list below are refused
+by name. A model that does not ask the attention interface computes with eager attention's mask, as it does without us.
 """
 
 from __future__ import annotations
@@ -16,18 +27,121 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from . import attention
-from ._mask import Mask, NONE
+from . import _keywords, attention
+from ._mask import NONE, Mask
+from ._visible import Dense, Facts, Packed, Visible, recognise
 
 NAME = "fmha"
 
+#: Every key: a bias says the rest.
+_ALL = Dense(NONE, (1 << 63) - 1, None)
 
-def _packed(attention_mask: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, int]:
-    """Indices of rows in use, their offsets, and the longest sequence's rows."""
-    lengths = attention_mask.sum(-1, dtype=torch.int32)
-    indices = torch.nonzero(attention_mask.flatten(), as_tuple=False).flatten()
-    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return indices, offsets, int(lengths.max())
+#: Keywords of a model's forward that reach attention and do not change it; each with the reason.
+HARMLESS: Dict[str, str] = {
+    "position_ids": "the rotary embedding and the mask have read them",
+    "cache_position": "the cache and the mask have read it",
+    "use_cache": "the cache is written before attention",
+    "num_items_in_batch": "the loss reads it",
+    "output_hidden_states": "the model keeps hidden states, whoever computes attention",
+    "output_router_logits": "the model keeps them, whoever computes attention",
+    "return_dict": "it is about the model's outputs",
+    "token_type_ids": "embeddings and the mask have read them",
+    "mm_token_type_ids": "rotary embeddings and the mask have read them",
+    "seq_idx": "layers of linear attention read it; position_ids or cu_seq_lens say the same to attention",
+}
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Optional[torch.Tensor] = None,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    **rest: Any,
+) -> Optional[torch.Tensor]:
+    """transformers' mask function for this implementation: a :class:`fmha._visible.Visible`, or the mask that eager
+    attention adds where only that says it. ``None``, to a tracer alone, means what it means to torch's own attention:
+    causal by the module's word, or all keys for a single query."""
+    from transformers import masking_utils
+
+    if mask_function is None:
+        mask_function = masking_utils.causal_mask_function
+    call = dict(
+        rest,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        device=device,
+    )
+
+    def spell() -> torch.Tensor:
+        return masking_utils.eager_mask(**{**call, "allow_is_bidirectional_skip": False}, dtype=dtype)
+
+    if _traced(attention_mask) or _traced(q_offset):
+        if masking_utils.sdpa_mask(**call) is None:
+            return None
+        return spell()
+    if q_length == 1 and not rest.get("allow_is_causal_skip", True) and rest.get("allow_is_bidirectional_skip") is None:
+        # A static cache's next token: the step is compiled, which has to be given a plain tensor, and it is small.
+        return spell()
+    pattern = recognise(mask_function)
+    if pattern is None:
+        return spell()
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        if padding.dim() != 2 or padding.shape[0] != batch_size or padding.dtype is not torch.bool:
+            return spell()
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+    first = (int(q_offset), int(kv_offset))
+    facts = Facts(pattern, padding, spell, (batch_size, q_length, kv_length), first, device)
+    return Visible(facts, dtype, device)
+
+
+def _traced(tensor: Any) -> bool:
+    """Whether a compiler or a graph's capture goes along, which must not wait for what a tensor holds."""
+    from transformers.utils.import_utils import is_tracing
+
+    return bool(is_tracing(tensor if isinstance(tensor, torch.Tensor) else None))
+
+
+def _as_bias(name: str, mask: torch.Tensor, like: torch.Tensor, seqlen_k: int) -> torch.Tensor:
+    """A 4-D mask as the kernels add it: in f32 or the queries' type, ``[batch or 1, heads or 1, seqlen_q, seqlen_k]``,
+    with -inf where it hides a key, so that a row of hidden keys alone is an empty one on every device."""
+    if isinstance(mask, Visible):
+        mask = mask.facts.spelt()
+    if mask.dim() != 4:
+        raise ValueError(f"{name} has {mask.dim()} axes, not the 4 of [batch, heads, seqlen_q, seqlen_k]")
+    batch, heads, seqlen_q, _ = like.shape
+    for axis, (size, wanted) in enumerate(zip(mask.shape, (batch, heads, seqlen_q, seqlen_k))):
+        if size not in (1, wanted):
+            raise ValueError(f"{name} has {size} on axis {axis}, neither 1 nor {wanted}")
+    if mask.dtype is torch.bool:
+        zero = torch.zeros((), dtype=like.dtype, device=mask.device)
+        mask = torch.where(mask, zero, torch.full_like(zero, -torch.inf))
+    elif not mask.is_floating_point():
+        raise TypeError(f"{name} is of {mask.dtype}, neither torch.bool nor a floating type")
+    else:
+        mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+        if mask.dtype not in (torch.float32, like.dtype):
+            mask = mask.to(torch.float32)
+    return mask.expand(mask.shape[0], mask.shape[1], seqlen_q, seqlen_k)
+
+
+def _same_sequence(offsets_q: torch.Tensor, offsets_k: torch.Tensor, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """``[1, 1, seqlen_q, seqlen_k]``: whether query and key lie between the same offsets."""
+    numbers = [
+        torch.bucketize(torch.arange(rows, device=offsets.device), offsets, right=True)
+        for offsets, rows in ((offsets_q, seqlen_q), (offsets_k, seqlen_k))
+    ]
+    return (numbers[0][:, None] == numbers[1][None, :])[None, None]
 
 
 def attention_forward(
@@ -42,77 +156,155 @@ def attention_forward(
     softcap: Optional[float] = None,
     is_causal: Optional[bool] = None,
     s_aux: Optional[torch.Tensor] = None,
+    position_bias: Optional[torch.Tensor] = None,
+    deterministic: Optional[bool] = None,
+    cu_seq_lens_q: Optional[torch.Tensor] = None,
+    cu_seq_lens_k: Optional[torch.Tensor] = None,
+    max_length_q: Optional[int] = None,
+    max_length_k: Optional[int] = None,
+    output_attentions: Optional[bool] = None,
     **rest: Any,
 ) -> Tuple[torch.Tensor, None]:
-    """Q, K and V ``(batch, heads, seqlen, dim)``, as transformers hands them over; O ``(batch, seqlen, heads,
-    dim)``."""
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    """Attention of one layer, as transformers calls it.
+
+    Args:
+        query, key, value: ``(batch, heads, seqlen, dim)``.
+        attention_mask: what the mask function above gave; or a 4-D mask of the caller's, whose axes of size 1
+            broadcast: boolean, true where a key is seen, or floating, added to the scores. A mask rules: a window and
+            ``is_causal`` beside it change nothing, as in eager attention. Without one, ``is_causal``, or the module's
+            attribute, and ``sliding_window`` say what a query sees; the first query stands at the first key then.
+        position_bias: ``(batch or 1, heads, seqlen_q, seqlen_k)``, added to the scores; differentiable.
+        s_aux: ``(heads,)``, sinks; differentiable.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of sequences that lie in a batch of 1; they rule over what the mask has
+            read from ``position_ids``.
+
+    Returns:
+        O ``(batch, seqlen, heads, dim)``, and ``None`` where eager attention has its weights.
+
+    Raises:
+        NotImplementedError: a keyword that is not honoured, by its name.
+        ValueError, TypeError: a mask or offsets of another shape or type, by name, with the numbers.
+    """
+    _keywords.refuse(rest, HARMLESS)
+    if output_attentions:
+        raise NotImplementedError("output_attentions is True: P is never in memory; take attn_implementation='eager'")
     if torch.is_autocast_enabled(query.device.type):
         # As torch's own attention: rotary embeddings leave Q and K in f32 beside a V of 16 bits.
         to = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(to), key.to(to), value.to(to)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    batch, seqlen_q, heads, _ = q.shape
-    if causal and seqlen_q > 0:
-        # Its window counts the query itself: the last `sliding_window` keys are seen.
-        left = -1 if sliding_window is None else sliding_window - 1
-        band = Mask(2, left, 0)
-    else:
-        band = NONE if sliding_window is None else Mask(2, sliding_window - 1, sliding_window - 1)
-    seed = int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")) if dropout else 0
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     shared: Dict[str, Any] = dict(
-        mask=band,
         softmax_scale=scaling,
         softcap=softcap,
         sink=None if s_aux is None else s_aux.float(),
         p_drop=dropout,
-        seed=seed,
+        seed=int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")) if dropout else 0,
+        deterministic=bool(deterministic),
     )
-    offsets_q, offsets_k = rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k")
-    if offsets_q is not None and offsets_k is not None:
-        # Packed by the caller: one row of the batch holds all sequences.
-        o = attention(
-            q.squeeze(0),
-            k.squeeze(0),
-            v.squeeze(0),
-            cu_seqlens_q=offsets_q,
-            cu_seqlens_k=offsets_k,
-            max_seqlen_q=int(rest["max_length_q"]),
-            max_seqlen_k=int(rest["max_length_k"]),
-            **shared,
-        )
-        return o.unsqueeze(0), None
+    way: Any = None
+    unmasked = NONE
     if attention_mask is None:
-        return attention(q, k, v, **shared), None
-    if attention_mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask has {attention_mask.dim()} axes, not the 2 of [batch, seqlen_k]: "
-            "fmha.transformers.install() registers the mask function that makes it"
-        )
-    mask_k = attention_mask[:, -k.shape[1] :].bool()
-    rows_k, offsets_k, longest_k = _packed(mask_k)
-    mask_q = mask_k[:, -seqlen_q:]
-    rows_q, offsets_q, longest_q = _packed(mask_q)
-    flat = lambda x, rows: x.reshape(-1, *x.shape[2:])[rows]
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        unmasked = _band(bool(causal), sliding_window)
+        # As torch's own attention without a mask: from the first key, and all keys by one query.
+        from_first = unmasked._replace(kind=1) if causal and seqlen_q > 1 else unmasked
+        way = Dense(from_first, seqlen_k, None)
+    elif isinstance(attention_mask, Visible):
+        facts = attention_mask.facts
+        if (facts.seqlen_q, facts.seqlen_k) != (seqlen_q, seqlen_k):
+            raise ValueError(
+                f"attention_mask is of {facts.seqlen_q} queries and {facts.seqlen_k} keys, "
+                f"but query has {seqlen_q} and key {seqlen_k}"
+            )
+        way = facts.way()
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        offsets = _offsets(query, cu_seq_lens_q, cu_seq_lens_k)
+        band: Optional[Mask] = unmasked
+        if attention_mask is not None:
+            band = attention_mask.facts.band() if isinstance(attention_mask, Visible) else None
+        if band is not None:
+            longest_q = seqlen_q if max_length_q is None else int(max_length_q)
+            longest_k = seqlen_k if max_length_k is None else int(max_length_k)
+            way = Packed(band, None, None, *offsets, longest_q, longest_k, seqlen_k)
+        else:
+            apart = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(
+                ~_same_sequence(*offsets, seqlen_q, seqlen_k), -torch.inf
+            )
+            assert attention_mask is not None, "no mask is a band"
+            attention_mask, way = _as_bias("attention_mask", attention_mask, query, seqlen_k) + apart, None
+    if isinstance(way, Packed) and position_bias is None:
+        return _packed(query, key, value, way, shared), None
+    bias = None if position_bias is None else _as_bias("position_bias", position_bias, query, seqlen_k)
+    if isinstance(way, Dense):
+        key, value = key[:, :, : way.seqlen_k], value[:, :, : way.seqlen_k]
+        return _dense(query, key, value, way, None if bias is None else bias[..., : way.seqlen_k], shared), None
+    if attention_mask is None or cu_seq_lens_q is not None and way is not None:
+        raise NotImplementedError("position_bias is given beside cu_seq_lens_q: no bias of packed sequences is taken")
+    spelt = _as_bias("attention_mask", attention_mask, query, seqlen_k)
+    return _dense(query, key, value, _ALL, spelt if bias is None else spelt + bias, shared), None
+
+
+def _band(causal: bool, sliding_window: Optional[int]) -> Mask:
+    """The band of a layer that has no mask; a window counts the query itself."""
+    if causal:
+        return Mask(2, -1 if sliding_window is None else sliding_window - 1, 0)
+    return NONE if sliding_window is None else Mask(2, sliding_window - 1, sliding_window - 1)
+
+
+def _offsets(
+    query: torch.Tensor, cu_seq_lens_q: Optional[torch.Tensor], cu_seq_lens_k: Optional[torch.Tensor]
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+        if given is None:
+            raise ValueError(f"{name} is missing (0 given) beside the other offsets")
+    if query.shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q is given, but query has batch {query.shape[0]}, not the 1 of packed sequences")
+    return (
+        cu_seq_lens_q.to(query.device, torch.int32),  # type: ignore[union-attr]
+        cu_seq_lens_k.to(query.device, torch.int32),  # type: ignore[union-attr]
+    )
+
+
+def _dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    way: Dense,
+    bias: Optional[torch.Tensor],
+    shared: Dict[str, Any],
+) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attention(q, k, v, mask=way.mask, seqused_k=way.seqused_k, bias=bias, **shared)
+
+
+def _packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, way: Packed, shared: Dict[str, Any]
+) -> torch.Tensor:
+    def rows(x: torch.Tensor, numbers: Optional[torch.Tensor]) -> torch.Tensor:
+        flat = x.transpose(1, 2).flatten(0, 1)
+        return flat if numbers is None else flat[numbers]
+
+    batch, heads, seqlen_q, _ = query.shape
     o = attention(
-        flat(q, rows_q),
-        flat(k, rows_k),
-        flat(v, rows_k),
-        cu_seqlens_q=offsets_q,
-        cu_seqlens_k=offsets_k,
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_k,
+        rows(query, way.rows_q),
+        rows(key[:, :, : way.seqlen_k], way.rows_k),
+        rows(value[:, :, : way.seqlen_k], way.rows_k),
+        mask=way.mask,
+        cu_seqlens_q=way.cu_seqlens_q,
+        cu_seqlens_k=way.cu_seqlens_k,
+        max_seqlen_q=way.max_seqlen_q,
+        max_seqlen_k=way.max_seqlen_k,
         **shared,
     )
-    out = o.new_zeros((batch * seqlen_q, heads, o.shape[-1]))
-    out = out.index_put((rows_q,), o)
-    return out.view(batch, seqlen_q, heads, -1), None
+    if way.rows_q is not None:
+        o = o.new_zeros((batch * seqlen_q, heads, o.shape[-1])).index_put((way.rows_q,), o)
+    return o.view(batch, seqlen_q, heads, -1)
 
 
 def install() -> None:
     """Registers ``"fmha"`` with transformers; again is no harm."""
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionMaskInterface.register(NAME, attention_mask)

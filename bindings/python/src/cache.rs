@@ -38,7 +38,7 @@ pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache
     {
         ensure!(
             request.get(slot).is_none() || request.get(beside).is_some(),
-            "{} is given (1), but {} is missing (0)",
+            "{} is given, but {} is missing",
             name(slot),
             name(beside)
         );
@@ -90,7 +90,7 @@ pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache
             }
             cache.v_new = operand("v_new", v_new, &wanted)?;
         } else {
-            ensure!(v_in_k, "v_new is missing (0 given) beside k_new");
+            ensure!(v_in_k, "v_new is missing beside k_new");
         }
         if request.get(Slot::CuSeqlensNew).is_some() {
             cache.total_new = total;

@@ -66,6 +66,7 @@ impl Call {
             stream: ptr::with_exposed_provenance_mut(request.stream.cast_unsigned() as usize),
             dropout_seed: numbers.seed.cast_unsigned(),
             dropout_offset: numbers.offset.cast_unsigned(),
+            dropout_seeded: 1,
             p_drop: single("p_drop", numbers.p_drop)?,
             ..NO_CALL
         };

@@ -7,8 +7,8 @@ use fmha_c::{FMHA_ADD_TO, FMHA_BY_LSE, FMHA_F32, FMHA_SUM, FmhaCombine, FmhaPart
 
 use crate::call::{Key, Wrong, ensure, word};
 use crate::request::{ADDS, ADDS_TO, Request, Slot};
-use crate::shapes::{attention_type, contiguous, of_type, one_device, shape};
-use crate::tensor::{Device, Tensor, element_bytes, is_fp8};
+use crate::shapes::{attention_type, contiguous, dense_rows, of_type, one_device, shape};
+use crate::tensor::{Device, Tensor, dtype_name, element_bytes, is_fp8};
 
 /// Axes of partial outputs.
 ///
@@ -66,11 +66,10 @@ impl Combine {
             attention_type(name, tensor)?;
             ensure!(
                 !is_fp8(tensor.dtype),
-                "{name} is of FP8 (code {}), which combine does not take",
-                tensor.dtype
+                "{name} is of {}, which combine does not take",
+                dtype_name(tensor.dtype)
             );
-            let last = tensor.steps().last().copied().unwrap_or(1);
-            ensure!(dim == 1 || last == 1, "{name} has stride {last} on its last axis, not 1");
+            dense_rows(name, tensor, false)?;
             if let Some(stride) = tensor.steps().iter().find(|&&stride| stride < 0) {
                 return Err(format!("{name} has stride {stride}, below 0"));
             }

@@ -75,7 +75,7 @@ pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
         let device = plans::device(request)?;
         if device.kind != 0 {
             return Err(format!(
-                "the tensors are on {}: they come by torch's operators (0 streams here)",
+                "the tensors are on {}, but this door takes host memory alone: torch's operators take them",
                 device.name()
             ));
         }

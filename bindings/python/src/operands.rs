@@ -6,7 +6,7 @@ use fmha_c::{
 
 use crate::call::{NO_TENSOR, Wrong, ensure};
 use crate::request::{Request, Slot, name};
-use crate::shapes::{Sizes, contiguous, expect, is_cache, of_type, operand, plain};
+use crate::shapes::{Sizes, contiguous, dense_rows, expect, is_cache, of_type, operand, plain};
 use crate::tensor::{I32, Tensor, U8, dtype_name, is_fp8};
 
 pub(crate) fn fill_dims(call: &mut FmhaCall, sizes: &Sizes, request: &Request) -> Result<(), Wrong> {
@@ -47,24 +47,22 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
             call.v_layout = if by_columns { FMHA_V_COL_MAJOR } else { FMHA_V_ROW_MAJOR };
             ensure!(
                 v.dtype == q.dtype || is_cache(q, k) || is_fp8(q.dtype) && !is_fp8(v.dtype),
-                "v is of {}, but q of {} ({} types)",
+                "v is of {}, but q of {}",
                 dtype_name(v.dtype),
-                dtype_name(q.dtype),
-                2
+                dtype_name(q.dtype)
             );
             call.dtype_v = if is_cache(q, k) { q.dtype } else { v.dtype };
             ensure!(
                 !is_cache(q, k) || v.dtype == k.dtype,
-                "v is of {}, but k, the cache beside it, of {} ({} types)",
+                "v is of {}, but k, the cache beside it, of {}",
                 dtype_name(v.dtype),
-                dtype_name(k.dtype),
-                2
+                dtype_name(k.dtype)
             );
         }
         None => {
             ensure!(
                 sizes.dim_v >= 1,
-                "v is missing (0 given), and head_dim_v {} says nothing of k's rows that hold it",
+                "v is missing, and head_dim_v {} says nothing of k's rows that hold it",
                 sizes.dim_v
             );
             call.v = FmhaTensor { data: std::ptr::null_mut(), ..call.k };
@@ -72,10 +70,9 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
     }
     ensure!(
         k.dtype == q.dtype || is_cache(q, k),
-        "k is of {}, but q of {} ({} types)",
+        "k is of {}, but q of {}",
         dtype_name(k.dtype),
-        dtype_name(q.dtype),
-        2
+        dtype_name(q.dtype)
     );
     let o = request.required(Slot::O)?;
     call.o = operand("o", o, &sizes.q(sizes.dim_v))?;
@@ -161,6 +158,7 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<FmhaTensor, Wrong>
         (_, stride) => stride,
     };
     of_type(name, tensor, &[FMHA_F32, FMHA_F16, FMHA_BF16])?;
+    dense_rows(name, tensor, false)?;
     let (batch_stride, head_stride) = (stride(0), stride(1));
     Ok(FmhaTensor {
         data: tensor.data,

@@ -113,8 +113,9 @@ macro_rules! numbers {
         pub const NUMBERS: &[(&str, &str)] = &[$((stringify!($field), $schema)),+];
 
         impl Numbers {
-            /// The first `count` of them, each read by `next` as 8 bytes; the others as nobody says them.
-            pub fn read(count: usize, mut next: impl FnMut() -> u64) -> Self {
+            /// The first `count` of them, each read by `next`, which is told its schema's type, as 8 bytes; the others
+            /// as nobody says them.
+            pub fn read(count: usize, mut next: impl FnMut(&'static str) -> u64) -> Self {
                 let mut numbers = Self::default();
                 let mut left = count;
                 $(
@@ -122,7 +123,7 @@ macro_rules! numbers {
                         return numbers;
                     }
                     left -= 1;
-                    numbers.$field = <$type>::from_ne_bytes(next().to_ne_bytes());
+                    numbers.$field = <$type>::from_ne_bytes(next($schema).to_ne_bytes());
                 )+
                 let _ = left;
                 numbers
@@ -137,7 +138,7 @@ numbers! {
     /// Packed or paged K: the longest sequence's keys; paged, 0: as many as the block table holds.
     max_seqlen_k: i64 as "SymInt" = 0,
     /// NaN: `1 / sqrt(head_dim_qk)`.
-    softmax_scale: f64 as "float" = f64::NAN,
+    softmax_scale: f64 as "float?" = f64::NAN,
     /// 0: none.
     softcap: f64 as "float" = 0.0,
     /// 0: all keys; 1: a window from the top-left diagonal; 2: from the bottom-right one; 3: generic coordinates.
@@ -255,7 +256,7 @@ impl Request {
     /// # Errors
     /// Where it is not given.
     pub fn required(&self, slot: Slot) -> Result<&Tensor, String> {
-        self.get(slot).ok_or_else(|| format!("{} is missing (0 given)", name(slot)))
+        self.get(slot).ok_or_else(|| format!("{} is missing", name(slot)))
     }
 
     /// Puts a tensor into a slot.
@@ -314,7 +315,7 @@ mod tests {
     #[test]
     fn numbers_are_read_in_order_and_the_rest_is_as_nobody_says_it() {
         let mut word = 0;
-        let numbers = Numbers::read(2, || {
+        let numbers = Numbers::read(2, |_| {
             word += 5;
             word
         });

@@ -96,7 +96,9 @@ pub(crate) fn sizes(request: &Request) -> Result<Sizes, Wrong> {
     let (seqlen_k, total_k, pages, heads_kv) =
         match (request.get(Slot::CuSeqlensK), request.get(Slot::BlockTable)) {
             (Some(_), Some(_)) => {
-                return Err("block_table is given beside cu_seqlens_k (2 layouts of K)".into());
+                return Err(
+                    "block_table is given beside cu_seqlens_k, but K is either paged or packed".into()
+                );
             }
             (Some(offsets), None) => {
                 let [total, heads, _] = shape("k", k, "total_k, num_heads_kv, head_dim_qk")?;
@@ -162,12 +164,7 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
         return Ok(());
     }
     let names: Vec<&str> = wanted.iter().map(|&dtype| dtype_name(dtype)).collect();
-    Err(format!(
-        "{name} is of {}, not of {} ({} types)",
-        dtype_name(tensor.dtype),
-        names.join(" or "),
-        wanted.len()
-    ))
+    Err(format!("{name} is of {}, not of {}", dtype_name(tensor.dtype), names.join(" or ")))
 }
 
 /// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead.
@@ -178,6 +175,7 @@ pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Fmh
     if let Some(at) = steps.iter().position(|&stride| stride < 0) {
         return Err(format!("{name} has stride {} on axis {at}, below 0", steps[at]));
     }
+    dense_rows(name, tensor, name == "v")?;
     let (batch_stride, row) = if steps.len() == 4 { (steps[0], &steps[1..]) } else { (0, steps) };
     Ok(FmhaTensor {
         data: tensor.data,
@@ -188,15 +186,32 @@ pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Fmh
     })
 }
 
+/// Holds the last axis to a stride of 1; with `may_be_columns` the axis of the sequence may have it.
+pub(crate) fn dense_rows(name: &str, tensor: &Tensor, may_be_columns: bool) -> Result<(), Wrong> {
+    let (shape, steps) = (tensor.shape(), tensor.steps());
+    let Some((&last, rest)) = steps.split_last() else { return Ok(()) };
+    let is_dense = last == 1 || shape.last() == Some(&1) || shape.contains(&0);
+    let by_columns = may_be_columns && rest.len() >= 2 && rest[rest.len() - 2] == 1;
+    if is_dense || by_columns {
+        return Ok(());
+    }
+    let is_written = matches!(name, "o" | "dq" | "dk" | "dv" | "dbias");
+    let remedy = match is_written {
+        true => "what is written has a dense last axis".to_owned(),
+        false => format!("{name}.contiguous() has it"),
+    };
+    Err(format!("{name} has stride {last} on its last axis, not 1: {remedy}"))
+}
+
 pub(crate) fn attention_type(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
     ensure!(
         matches!(tensor.dtype, FMHA_F16 | FMHA_BF16 | FMHA_F32) || is_fp8(tensor.dtype),
-        "{name} is of {} (code {}), not of float16, bfloat16, float32 or FP8",
-        dtype_name(tensor.dtype),
-        tensor.dtype
+        "{name} is of {}, not of float16, bfloat16, float32 or FP8",
+        dtype_name(tensor.dtype)
     );
     Ok(())
 }
+
 /// Whether K is an FP8 cache under queries of 16 bits.
 pub(crate) fn is_cache(q: &Tensor, k: &Tensor) -> bool {
     is_fp8(k.dtype) && matches!(q.dtype, FMHA_F16 | FMHA_BF16)
@@ -205,7 +220,7 @@ pub(crate) fn is_cache(q: &Tensor, k: &Tensor) -> bool {
 pub(crate) fn contiguous(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
     ensure!(
         tensor.is_contiguous(),
-        "{name} is not contiguous: strides {:?} of shape {:?}",
+        "{name} is not contiguous: strides {:?} of shape {:?}; {name}.contiguous() is",
         tensor.steps(),
         tensor.shape()
     );

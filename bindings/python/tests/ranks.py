@@ -142,7 +142,7 @@ def refusals(size):
         (dict(mask="b:3,0" if rank == 1 else None), "rank 1, mask"),
         (dict(seqlen_q=4 * size + (rank == 1)), "rank 1"),
         (dict(scheme="star"), "scheme `star` is none of"),
-        (dict(p_drop=1.5), "p_drop"),
+        (dict(p_drop=1.5, seed=1), "p_drop"),
     ):
         try:
             ranks.attention(x, x, x, **options)
@@ -150,6 +150,22 @@ def refusals(size):
             assert words in alike(str(error)), error
         else:
             raise AssertionError(f"{options}: taken")
+    try:
+        ranks.attention(x, x, x, p_drop=0.5)
+    except (ValueError, fmha.FmhaError) as error:
+        assert "seed: none is given beside p_drop 0.5" in str(error), error
+    else:
+        raise AssertionError("dropout without a seed is taken")
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(ranks.attention(leaf, x, x).sum(), leaf, create_graph=True)
+    try:
+        torch.autograd.grad(gradient.sum(), leaf)
+    except NotImplementedError as error:
+        assert "q: attention has no second derivative" in str(error), error
+    else:
+        raise AssertionError("a second derivative is taken")
+    # What a rank fails with next is not to reach one that is still in this call.
+    dist.barrier()
     # An argument that is no such thing is this rank's own exception, and the others are told of it.
     try:
         ranks.attention(x, x, x, softmax_scale="x" if rank == 0 else None)

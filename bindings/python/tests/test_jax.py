@@ -225,8 +225,9 @@ def test_vmap_is_one_call_after_another(in_axes, options):
             o, lse = fmha.jax.attention(*qkv, return_lse=True, **extra, **fixed)
             return (o * o).sum() + lse.sum(), (o, lse)
 
-        real = {name: x for name, x in extra.items() if name != "seqused_k"}
-        rest = {name: x for name, x in extra.items() if name == "seqused_k"}
+        without = ("seqused_k", "alibi_slopes")
+        real = {name: x for name, x in extra.items() if name not in without}
+        rest = {name: x for name, x in extra.items() if name in without}
         return jax.grad(lambda qkv, real: loss(qkv, {**real, **rest}), (0, 1), has_aux=True)(qkv, real)
 
     given = jax.jit(jax.vmap(step, (list(in_axes), axes)))(qkv, extra)
@@ -252,7 +253,12 @@ def test_vmap_is_one_call_after_another(in_axes, options):
         (lambda q, k, v: fmha.jax.attention(q, k, v, mask="x"), "mask"),
         (lambda q, k, v: fmha.jax.attention(q, k, "v"), "v: str is no array"),
         (lambda q, k, v: fmha.jax.attention(q, k, v, p_drop=q[0, 0, 0, 0]), "p_drop"),
-        (lambda q, k, v: fmha.jax.attention(q, k, v, p_drop=1.0), "p_drop 1"),
+        (lambda q, k, v: fmha.jax.attention(q, k, v, p_drop=1.0, seed=1), "p_drop 1"),
+        (lambda q, k, v: fmha.jax.attention(q, k, v, p_drop=0.5), "^seed: none is given beside p_drop 0.5"),
+        (
+            lambda q, k, v: jax.grad(lambda x: fmha.jax.attention(q, k, v, alibi_slopes=x).sum())(jnp.ones(4)),
+            "^alibi_slopes: a gradient is wanted",
+        ),
         (lambda q, k, v: fmha.jax.attention(q, k, v, softcap=-1.0), "softcap -1"),
         (
             lambda q, k, v: fmha.jax.attention(q, k, v, seqused_k=jnp.asarray([5, 99], jnp.int32), check_lengths=True),

@@ -78,6 +78,17 @@ def test_a_cache_is_written_where_it_lies(rng):
         fmha.attention_with_kvcache(q, k, v, new_k, new_v, seqused_k=used)
 
 
+def test_a_seed_that_nobody_gives_is_numpys_generators(rng):
+    q, k, v = (rng.standard_normal((1, 16, 2, 8)).astype(np.float32) for _ in range(3))
+    np.random.seed(3)
+    first, second = (fmha.attention(q, k, v, p_drop=0.5) for _ in range(2))
+    assert not np.array_equal(first, second)
+    np.random.seed(3)
+    assert np.array_equal(fmha.attention(q, k, v, p_drop=0.5), first)
+    assert np.array_equal(*(fmha.attention(q, k, v, p_drop=0.5, seed=1) for _ in range(2)))
+    assert fmha.explain(q, k, v, p_drop=0.5) == fmha.explain(q, k, v, p_drop=0.5, seed=1)
+
+
 def test_parts_are_added(rng):
     parts = rng.standard_normal((3, 1, 5, 2, 4)).astype(np.float32)
     assert np.allclose(fmha.add_parts(parts), parts.sum(0), atol=1e-6)

@@ -1,6 +1,8 @@
 """The operators under torch's own tools: opcheck, compile, export, threads, fork."""
 
 import contextlib
+import functools
+import json
 import math
 import os
 import shutil
@@ -16,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmha
 from fmha import _arguments, _native, _torch
-from reference import DEVICE, appends_in_f32, tensors
+from reference import DEVICE, appends_in_f32, attention as by_definition, tensors
 from run import run_python
 
 NUMBERS = _arguments.bind(mask="causal")[1]
@@ -134,7 +136,7 @@ def _said(name, given, numbers, as_fake=None):
     names = [argument.name for argument in operator._schema.arguments]
     tensors = [given.get(name) for name in names if name in _native.SLOTS]
     rest = [numbers.get(name, 0.0 if name in _native.FLOATS else 0) for name in _native.NUMBERS]
-    rest = [_torch._kept(tuple(rest[:-3]))] if names[-1] == "numbers" else rest[: len(names) - len(tensors)]
+    rest = [_torch._kept(tuple(rest[:-3]))] if names[-1] == "numbers" else rest[: sum(name in _native.NUMBERS for name in names)]
     try:
         if as_fake is None:
             operator(*tensors, *rest)
@@ -189,7 +191,7 @@ def test_a_fake_knows_values_that_are_the_front_of_keys():
     used = _lengths(3, 4).to("meta")
     o = fmha.attention_with_kvcache(q, k, k[..., :8], new, seqused_k=used)
     assert o.shape == (2, 1, 1, 8)
-    with pytest.raises(RuntimeError, match="^v is missing .0 given. beside k"):
+    with pytest.raises(RuntimeError, match="^v is missing beside k"):
         fmha.attention_with_kvcache(q, k, torch.empty(2, 8, 1, 8, device="meta"), new, seqused_k=used)
 
 
@@ -299,13 +301,107 @@ def test_a_compiled_function_takes_other_lengths():
 
 
 def test_an_exported_program_runs():
-    class Model(torch.nn.Module):
-        def forward(self, q, k, v):
-            return fmha.attention(q, k, v, mask="causal")
+    inputs = tensors()
+    program = torch.export.export(_Causal(), inputs)
+    assert torch.equal(program.module()(*inputs), _Causal()(*inputs))
+
+
+def _dropped(q, k, v, **options):
+    return fmha.attention(q, k, v, p_drop=0.5, **options)
+
+
+def test_a_seed_that_nobody_gives_is_torchs_generators():
+    q, k, v = tensors(sq=16, sk=16)
+    first, second = _dropped(q, k, v), _dropped(q, k, v)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    tensors(sq=16, sk=16)
+    assert torch.equal(_dropped(q, k, v), first) and torch.equal(_dropped(q, k, v), second)
+    assert torch.equal(_dropped(q, k, v, seed=3), _dropped(q, k, v, seed=3))
+    state = torch.get_rng_state()
+    fmha.attention(q, k, v)
+    _dropped(q, k, v, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    o, cached = torch.empty_like(q), lambda: fmha.attention_with_kvcache(q, k, v, p_drop=0.5)
+    assert not torch.equal(fmha.attention_out(o, q, k, v, p_drop=0.5).clone(), fmha.attention_out(o, q, k, v, p_drop=0.5))
+    assert not torch.equal(cached(), cached())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_drops_the_same_elements_again(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = tensors(sq=16, sk=16, grad=True)
+    torch.manual_seed(5)
+    wanted = torch.autograd.grad(_dropped(*inputs).sum(), inputs)
+    torch.manual_seed(5)
+    checkpoint(_dropped, *inputs, use_reentrant=use_reentrant).sum().backward()
+    assert all(torch.equal(x.grad, want) for x, want in zip(inputs, wanted))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_compiled_call_draws_its_seed_and_is_whole(grad):
+    inputs = tensors(sq=16, sk=16, dv=16)
+    eye = torch.eye(16).view(1, 16, 1, 16).expand(2, 16, 2, 16).contiguous().requires_grad_(grad)
+    compiled = torch.compile(_dropped, fullgraph=True, backend=TRACER)
+    first, second = (compiled(*inputs[:2], eye) for _ in range(2))
+    assert not torch.equal(first == 0, second == 0)
+    torch.manual_seed(7)
+    again = compiled(*inputs[:2], eye)
+    torch.manual_seed(7)
+    assert torch.equal(compiled(*inputs[:2], eye), again)
+    if grad:
+        # Of V the unit matrix O is P with what is dropped; the gradient has the same elements.
+        (dv,) = torch.autograd.grad(again.sum(), eye)
+        wanted = again.sum((1, 2)).detach()
+        assert torch.allclose(dv.sum(2)[..., 0], wanted, atol=1e-4)
+
+
+def test_a_seed_as_a_tensor_is_one_number_of_the_host():
+    q, k, v = tensors()
+    call = (q, k, v, *NONE7, None, None, None, None, *_arguments.bind(p_drop=0.5, seed=9)[1])
+    drawn = torch.tensor(-5, dtype=torch.int64, device="cpu")
+    wanted = _torch.forward(*call[:-1], call[-1], drawn)[0]
+    assert torch.equal(wanted, fmha.attention(q, k, v, p_drop=0.5, seed=(1 << 64) - 5))
+    for wrong, words in ((drawn.float(), "float32, not of int64"), (drawn.expand(2), "shape .2.")):
+        with pytest.raises(RuntimeError, match=f"^drawn_seed .*{words}"):
+            _torch.forward(*call, wrong)
+
+
+def test_a_gradient_of_slopes_is_refused_by_name():
+    q, k, v = tensors()
+    slopes = torch.rand(4, requires_grad=True)
+    for words in (dict(), dict(bias=None, sink=torch.zeros(4))):
+        with pytest.raises(ValueError, match="^alibi_slopes of shape .4. requires a gradient"):
+            fmha.attention(q, k, v, alibi_slopes=slopes, **words)
+    with torch.no_grad():
+        fmha.attention(q, k, v, alibi_slopes=slopes)
+    with pytest.raises(ValueError, match="^alibi_slopes of shape"):
+        torch.func.grad(lambda x: fmha.attention(q, k, v, alibi_slopes=x).sum())(slopes.detach())
+    with pytest.raises(ValueError, match="^descale_q is given, but there is no gradient"):
+        fmha.attention(q, k, v, descale_q=torch.ones(1, requires_grad=True))
+
+
+class _Causal(torch.nn.Module):
+    def forward(self, q, k, v):
+        return fmha.attention(q, k, v, mask="causal")
+
+
+def test_an_exported_program_is_json_without_a_number_that_json_has_not():
+    from torch._export.serde.serialize import serialize
 
     inputs = tensors()
-    program = torch.export.export(Model(), inputs)
-    assert torch.equal(program.module()(*inputs), Model()(*inputs))
+    program = torch.export.export(_Causal(), inputs)
+    text = serialize(program).exported_program.decode()
+    assert json.loads(text, parse_constant=lambda word: pytest.fail(word))
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler or no headers of Python: inductor builds nothing")
+def test_a_package_made_ahead_of_time_is_loaded_and_computes(tmp_path):
+    inputs = tensors()
+    program = torch.export.export(_Causal(), inputs)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "causal.pt2"))
+    assert torch.equal(torch._inductor.aoti_load_package(path)(*inputs), _Causal()(*inputs))
 
 
 def test_threads_share_plans_and_agree():
@@ -361,11 +457,139 @@ def test_gradcheck(options):
         assert torch.autograd.gradcheck(function, (q, k, v, *leaves), eps=1e-2, atol=2e-3, rtol=2e-2, nondet_tol=0.0)
 
 
-def test_a_gradient_is_not_differentiated_again_in_silence():
+def _parts():
+    return torch.randn(3, 2, 4, 2, 8), torch.randn(3, 2, 2, 4)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(sink=torch.zeros(4))], ids=["plain", "sink"])
+@pytest.mark.parametrize("loss", [torch.sum, lambda o: o.square().sum()], ids=["linear", "square"])
+def test_every_way_to_a_second_derivative_is_refused_by_name(options, loss):
     q, k, v = tensors(grad=True)
-    (grad,) = torch.autograd.grad(fmha.attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+    options = {name: x.to(DEVICE) for name, x in options.items()}
+
+    def gradient():
+        return torch.autograd.grad(loss(fmha.attention(q, k, v, **options)), q, create_graph=True)[0].sum()
+
+    for again in (lambda: gradient().backward(), lambda: torch.autograd.grad(gradient(), (q, k), allow_unused=True)):
+        with pytest.raises(NotImplementedError, match="^q, k, v.*: attention has no second derivative"):
+            again()
+
+    def function(*qkv):
+        return loss(fmha.attention(*qkv, **options))
+
+    given = tuple(x.detach() for x in (q, k, v))
+    for twice in (torch.func.hessian(function), torch.func.jacrev(torch.func.jacrev(function))):
+        with pytest.raises(NotImplementedError, match="no second derivative|differentiated forward|has a tangent"):
+            twice(*given)
+    with pytest.raises(NotImplementedError, match="has a tangent"):
+        torch.func.jvp(lambda x: torch.vmap(lambda y: function(y, *given[1:]))(x), (q[None],), (q[None],))
+
+
+def test_the_second_derivative_of_parts_is_refused_or_that_of_a_sum():
+    o_parts, lse_parts = (x.requires_grad_() for x in _parts())
+    (grad,) = torch.autograd.grad(fmha.combine(o_parts, lse_parts)[0].sum(), o_parts, create_graph=True)
+    with pytest.raises(NotImplementedError, match="^o_parts, lse_parts"):
         grad.sum().backward()
+    few = o_parts[:, :1, :1, :1, :2].detach()
+    given, wanted = (
+        torch.autograd.functional.hessian(lambda x: function(x).sin().sum(), few)
+        for function in (fmha.add_parts, lambda x: x.sum(0))
+    )
+    assert torch.allclose(given, wanted)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_has_the_gradients_of_the_call(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = tensors(grad=True)
+
+    def model(q, k, v):
+        return fmha.attention(q, k, v, mask="causal").square().sum()
+
+    wanted = torch.autograd.grad(model(*inputs), inputs)
+    checkpoint(model, *inputs, use_reentrant=use_reentrant).backward()
+    assert all(torch.equal(x.grad, want) for x, want in zip(inputs, wanted))
+
+
+def _equal_transformed(transform, ours, theirs, given):
+    """Of a function and its definition, in whatever the transform gives."""
+    with warnings.catch_warnings():
+        # Torch warns of an operator that has no rule of its own.
+        warnings.simplefilter("error", UserWarning)
+        got = transform(ours)(*given)
+    leaves = torch.utils._pytree.tree_leaves
+    for a, b in zip(leaves(got), leaves(transform(theirs)(*given))):
+        assert a.shape == b.shape and torch.allclose(a.double(), b.double(), atol=2e-5), transform
+
+
+@pytest.mark.parametrize("more", ["", "bias", "lse"])
+def test_torch_funcs_transforms_are_those_of_the_definition(more):
+    q, k, v = tensors(sq=3, sk=4, hq=2, hk=1, d=4)
+    options = dict(bias=torch.randn(1, 2, 3, 4)) if more == "bias" else {}
+
+    def function(attention):
+        def of(*qkv):
+            o, lse = attention(*qkv, **options)
+            return torch.cat([o.flatten(1), lse.flatten(1)], 1) if more == "lse" else o
+
+        return of
+
+    ours = function(functools.partial(fmha.attention, return_lse=True))
+    theirs = function(by_definition)
+    several = torch.stack([q, q * 2, q + 1], 4), torch.stack([k, k * 2, k + 1], 1), torch.stack([v, v + 1, v])
+    numbers = (0, 1, 2)
+
+    def gradient(f):
+        return torch.func.grad(lambda *x: f(*x).sin().sum(), numbers)
+
+    for transform, given in (
+        (gradient, (q, k, v)),
+        (lambda f: torch.vmap(f, in_dims=(4, 1, 0)), several),
+        (lambda f: torch.vmap(f, in_dims=(4, None, None)), (several[0], k, v)),
+        (lambda f: torch.vmap(gradient(f), in_dims=(4, None, 0)), (several[0], k, several[2])),
+        (lambda f: gradient(torch.vmap(f, in_dims=(4, None, 0))), (several[0], k, several[2])),
+        (lambda f: torch.func.jacrev(f, numbers), (q, k, v)),
+        (lambda f: lambda *x: torch.autograd.functional.jacobian(f, x, vectorize=True), (q, k, v)),
+    ):
+        _equal_transformed(transform, ours, theirs, given)
+
+
+def test_a_mapped_bias_has_its_own_gradient():
+    q, k, v = tensors(sq=3, sk=4)
+    _equal_transformed(
+        lambda attention: torch.vmap(torch.func.grad(lambda bias: attention(q, k, v, bias=bias)[0].sin().sum())),
+        functools.partial(fmha.attention, return_lse=True),
+        by_definition,
+        (torch.randn(3, 1, 4, 3, 4),),
+    )
+
+
+def test_parts_are_mapped():
+    def by_sum(o, lse):
+        whole = torch.logsumexp(lse, 0)
+        return (torch.exp(lse - whole).transpose(-1, -2).unsqueeze(-1) * o).sum(0), whole
+
+    o_parts, lse_parts = _parts()
+    several = torch.stack([o_parts, o_parts * 2], 1), torch.stack([lse_parts, lse_parts + 1])
+
+    def gradient(f):
+        function = torch.func.grad(lambda o, lse: sum(x.sin().sum() for x in f(o, lse)), (0, 1))
+        return torch.vmap(function, in_dims=(1, 0))
+
+    _equal_transformed(gradient, fmha.combine, by_sum, several)
+    _equal_transformed(
+        lambda f: torch.vmap(torch.func.grad(lambda o: f(o).sin().sum()), in_dims=1),
+        fmha.add_parts,
+        lambda o: o.sum(0),
+        several[:1],
+    )
+
+
+def test_under_a_transform_there_are_no_pages():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="^block_table is given"):
+        torch.vmap(lambda x: fmha.attention(x, k, v, block_table=_lengths(0, 1).view(2, 1)))(q[None])
 
 
 def test_the_lock_of_the_interpreter_is_free_meanwhile():

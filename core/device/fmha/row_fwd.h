@@ -52,7 +52,7 @@ struct FwdRow {
 
   // Q[i] . K[j], as stored.
   FMHA_DEVICE float product(int32_t j) const {
-    const int64_t q = row_offset(p.q, span.storage_batch, int64_t(span.q_row) + i, i_head);
+    const int64_t q = query_offset(p, span, i, i_head);
     const int64_t k = row_offset(p.k, kv_row(p, spec.kv_layout, span, j), i_head_kv);
     float dot = 0.f;
     for (int32_t d = 0; d < spec.head_dim_qk; ++d)

@@ -67,6 +67,12 @@ FMHA_DEVICE int64_t row_offset(const View& x, int32_t storage_batch, int64_t row
 
 FMHA_DEVICE int64_t row_offset(const View& x, KvRow at, int32_t head) { return row_offset(x, at.batch, at.row, head); }
 
+// Element offset of query i. Where a call turns packed queries, each sequence has a place of its own in the workspace, and Q a
+// batch stride; else a packed tensor's batch stride is 0.
+FMHA_DEVICE int64_t query_offset(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t head) {
+  return row_offset(p.q, span.i_batch, (p.q.batch == 0 ? int64_t(span.q_row) : 0) + i, head);
+}
+
 FMHA_DEVICE int64_t lse_offset(const FwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
   return span.storage_batch * p.lse_batch + i_head * p.lse_head + span.q_row + i;
 }

@@ -108,8 +108,8 @@ struct Update {
   FMHA_DEVICE void turn_query(int32_t i_batch, int32_t i, int32_t i_head) const {
     const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
     if (i >= span.seqlen_q) return;
-    const Key* from = read<Key>(p.q, row_offset(p.q, span.storage_batch, int64_t(span.q_row) + i, i_head));
-    Key* to = written<Key>(update.q, row_offset(update.q, span.storage_batch, int64_t(span.q_row) + i, i_head));
+    const Key* from = read<Key>(p.q, query_offset(p, span, i, i_head));
+    Key* to = written<Key>(update.q, row_offset(update.q, i_batch, i, i_head));
     turn(from, to, span.seqlen_k + (spec.positions_advance ? i : 0));
   }
 

@@ -238,6 +238,7 @@ impl Operands {
         self.read("descale_q", &score.descale_q, q > 0, (F32, q))?;
         self.read("descale_k", &score.descale_k, k > 0, (F32, k))?;
         self.read("descale_v", &score.descale_v, v > 0, (F32, v))?;
+        score.seed(problem)?;
         Ok(extents)
     }
 
@@ -377,7 +378,7 @@ impl Operands {
         let needed = wanted.bytes > 0;
         // One allocation may serve plans with and without.
         let access = given.map(Access::out).filter(|_| needed);
-        self.optional("workspace", access, needed, ElemType::Bytes, wanted.bytes, Workspace::ALIGN)
+        self.optional("workspace", access, needed, ElemType::Scratch, wanted.bytes, Workspace::ALIGN)
     }
 
     /// Most of a call's operands are neither given nor wanted: a comparison each, where it is asked.

@@ -20,6 +20,9 @@ pub enum ElemType {
     I32,
     /// Words of a tree mask; ends and flags of pieces of keys.
     U32,
+    /// A workspace's bytes: they hold anything, another process's numbers among it, so nothing but a kernel that has
+    /// written them reads them.
+    Scratch,
 }
 
 impl ElemType {
@@ -27,7 +30,25 @@ impl ElemType {
     #[must_use]
     #[inline]
     pub fn serves(self, wanted: Self) -> bool {
-        self == wanted || self == Self::Bytes || wanted == Self::Bytes
+        self == wanted
+            || self == Self::Bytes
+            || wanted == Self::Scratch
+            || wanted == Self::Bytes && self != Self::Scratch
+    }
+
+    /// Bytes of an element.
+    #[must_use]
+    pub fn size_bytes(self) -> u64 {
+        match self {
+            Self::Bytes | Self::Scratch => 1,
+            Self::Number(dtype) => dtype.size_bytes(),
+            Self::I32 | Self::U32 => 4,
+        }
+    }
+
+    /// The type of memory that is to be read as `elem`: a workspace stays one.
+    pub(crate) fn retyped(self, elem: Self) -> Self {
+        if self == Self::Scratch { self } else { elem }
     }
 }
 
@@ -44,6 +65,7 @@ impl fmt::Display for ElemType {
             Self::Number(dtype) => dtype.fmt(f),
             Self::I32 => f.write_str("i32"),
             Self::U32 => f.write_str("u32"),
+            Self::Scratch => f.write_str("a workspace"),
         }
     }
 }

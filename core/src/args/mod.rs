@@ -82,10 +82,10 @@ impl<'a> DevSlice<'a> {
         Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
     }
 
-    /// The same memory, read as elements of this type.
+    /// The same memory, read as elements of this type; a workspace stays one.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
-        Self { elem: elem.into(), ..self }
+        Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
     /// The type of its elements.
@@ -157,10 +157,10 @@ impl<'a> DevSliceMut<'a> {
         Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
     }
 
-    /// The same memory, read as elements of this type.
+    /// The same memory, read as elements of this type; a workspace stays one.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
-        Self { elem: elem.into(), ..self }
+        Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
     /// The type of its elements.
@@ -285,8 +285,8 @@ pub struct ScoreArgs<'a> {
     pub descale_k: Option<DevSlice<'a>>,
     /// f32 `[1]` or `[batch, num_heads_kv]`.
     pub descale_v: Option<DevSlice<'a>>,
-    /// Where the dropout generator stands.
-    pub dropout: DropoutSeed,
+    /// Where the dropout generator stands: there where the problem drops.
+    pub dropout: Option<DropoutSeed>,
 }
 
 /// The pointers of a forward call: [`FwdArgs::new`], then setters, or the fields. It may grow, so it is not written out:

@@ -44,7 +44,7 @@ impl<'a> ScoreArgs<'a> {
         /// f32 `[1]` or `[batch, num_heads_kv]`.
         descale_v: impl Into<Option<DevSlice<'a>>> => descale_v;
         /// Where the dropout generator stands.
-        dropout: DropoutSeed => dropout;
+        dropout: impl Into<Option<DropoutSeed>> => dropout;
     }
 }
 

@@ -3,7 +3,7 @@
 use super::*;
 use crate::plan::Workspace;
 use crate::toy::{Log, Toy, problem};
-use crate::{DType, DevBuffer, DevSlice, Dims, Error, FwdArgs, FwdProblem, SeqArgs};
+use crate::{DType, DevBuffer, DevSlice, Dims, ElemType, Error, FwdArgs, FwdProblem, SeqArgs};
 
 fn open(toy: Toy) -> (Device, Log) {
     let log = toy.log.clone();
@@ -103,7 +103,7 @@ const TWO: Dims = Dims {
 };
 
 #[test]
-fn lengths_are_read_back_from_a_device_where_that_was_asked_for_and_on_the_host_always() {
+fn lengths_are_checked_where_that_was_asked_for_and_read_back_from_a_device() {
     let problem = FwdProblem::batch(DType::F32, TWO).seqused_k(true);
     let problem = problem.validate().unwrap();
     let checks = PlanOptions { check_lengths: true, ..PlanOptions::default() };
@@ -114,7 +114,7 @@ fn lengths_are_read_back_from_a_device_where_that_was_asked_for_and_on_the_host_
         assert_eq!(plan.to_string().contains("read back and checked"), checked);
         let mut lengths = device.memory().alloc(8).unwrap();
         for (used, wrong) in [([3i32, 1], false), ([3, 9], true)] {
-            device.memory().upload(bytemuck::cast_slice(&used), &mut lengths).unwrap();
+            device.memory().upload(&used, &mut lengths).unwrap();
             let mut operands = Operands::of(&plan);
             let mut args = operands.args();
             args.seq = SeqArgs { seqused_k: Some(lengths.slice()), ..SeqArgs::default() };
@@ -132,13 +132,18 @@ fn lengths_are_read_back_from_a_device_where_that_was_asked_for_and_on_the_host_
     }
 
     let (device, log) = open(Toy::in_host_memory());
-    let plan = device.plan_fwd(&problem, &PlanOptions::default()).unwrap();
-    for (used, wrong) in [([3i32, 1], false), ([3, 9], true)] {
+    for (checked, used, wrong) in
+        [(false, [3i32, 1], false), (false, [3, 9], false), (true, [3, 1], false), (true, [3, 9], true)]
+    {
+        let plan = device.plan_fwd(&problem, &PlanOptions::default().check_lengths(checked)).unwrap();
+        assert_eq!(plan.to_string().contains("checked by each run"), checked);
         let mut operands = Operands::of(&plan);
         let mut args = operands.args();
         args.seq = SeqArgs { seqused_k: Some(DevSlice::host(&used)), ..SeqArgs::default() };
-        let ran = plan.run(&mut args, &device.default_stream());
-        assert_eq!(ran.is_err(), wrong);
+        match plan.run(&mut args, &device.default_stream()) {
+            Err(error) => assert!(wrong && error.to_string().contains("seqused_k[1] 9"), "{error}"),
+            Ok(()) => assert!(!wrong),
+        }
         assert_eq!(log.take().len(), usize::from(!wrong));
     }
 }
@@ -209,4 +214,65 @@ fn a_plan_that_breaks_a_wish_is_refused_though_its_backend_made_it() {
     let options = PlanOptions { deterministic: true, ..PlanOptions::default() };
     let error = device.plan_fwd(&problem(), &options).unwrap_err().to_string();
     assert!(error.contains("toy: deterministic true is not kept"), "{error}");
+}
+
+/// What safe code uploads runs as what it is, or is refused.
+#[test]
+fn a_buffer_knows_the_type_of_what_was_uploaded() {
+    let (device, _) = open(Toy::on_a_device());
+    let memory = device.memory();
+    let mut buffer = memory.alloc(64).unwrap();
+    assert_eq!((buffer.elem(), buffer.slice().elem()), (ElemType::Bytes, ElemType::Bytes));
+    memory.upload(&[1f32; 16], &mut buffer).unwrap();
+    let f32s = ElemType::Number(DType::F32);
+    assert_eq!((buffer.slice().elem(), buffer.slice_mut().elem()), (f32s, f32s));
+    // Bytes are of whatever type the buffer has.
+    memory.upload(&[0u8; 64], &mut buffer).unwrap();
+    assert_eq!(buffer.elem(), f32s);
+    let said = memory.download(&buffer, &mut [half::bf16::ZERO; 32]).unwrap_err().to_string();
+    assert!(said.contains("from has elements of f32, but is read as bf16"), "{said}");
+    memory.download(&buffer, &mut [1f32; 16]).unwrap();
+    memory.download(&buffer, &mut [1u8; 64]).unwrap();
+    memory.upload(&[7i32; 2], &mut buffer).unwrap();
+    assert_eq!(buffer.elem(), ElemType::I32);
+
+    let halves = memory.alloc_of(DType::Bf16, 8).unwrap();
+    assert_eq!((halves.elem(), halves.bytes()), (ElemType::Number(DType::Bf16), 16));
+    assert_eq!(memory.place(&[1u32, 2]).unwrap().elem(), ElemType::U32);
+    assert_eq!(memory.alloc(2).unwrap().typed(DType::F16).elem(), ElemType::Number(DType::F16));
+}
+
+#[test]
+fn a_plan_refuses_a_buffer_of_another_type() {
+    let (device, log) = open(Toy::on_a_device());
+    let plan = device.plan_fwd(&problem(), &PlanOptions::default()).unwrap();
+    let mut operands = Operands::of(&plan);
+    let stream = device.default_stream();
+    plan.run(&mut operands.args(), &stream).unwrap();
+    log.take();
+    let halves = vec![half::bf16::ONE; operands.inputs[1].bytes() as usize / 2];
+    device.memory().upload(&halves, &mut operands.inputs[1]).unwrap();
+    let said = plan.run(&mut operands.args(), &stream).unwrap_err().to_string();
+    assert!(said.contains("k has elements of bf16, but the problem has it in f32"), "{said}");
+    assert!(log.take().is_empty(), "it was launched");
+}
+
+/// A workspace holds whatever the device's memory held.
+#[test]
+fn nothing_reads_a_workspace() {
+    let workspace = Workspace { bytes: 64, zeroed_bytes: 0 };
+    let (device, _) = open(Toy { workspace, ..Toy::on_a_device() });
+    let memory = device.memory();
+    let scratch = memory.workspace(workspace).unwrap().unwrap();
+    let said = memory.download(&scratch, &mut [0u8; 64]).unwrap_err().to_string();
+    assert!(said.contains("from has elements of a workspace, but is read as bytes"), "{said}");
+    assert!(memory.download(&scratch, &mut [0f32; 16]).is_err());
+    // A slice of it stays one, whatever it is called.
+    assert_eq!(scratch.slice().typed(DType::F32).elem(), ElemType::Scratch);
+    assert_eq!(scratch.slice().typed(ElemType::Bytes).elem(), ElemType::Scratch);
+    let plan = device.plan_fwd(&problem(), &PlanOptions::default()).unwrap();
+    let mut operands = Operands::of(&plan);
+    operands.inputs[0] = scratch;
+    let said = plan.run(&mut operands.args(), &device.default_stream()).unwrap_err().to_string();
+    assert!(said.contains("q has elements of a workspace, but the problem has it in f32"), "{said}");
 }

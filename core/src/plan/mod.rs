@@ -23,7 +23,7 @@ use crate::device::{Device, Stream};
 use crate::error::{Refusal, Result};
 use crate::lengths::check_lengths;
 use crate::problem::ValidFwd;
-use crate::seq::spans;
+use crate::seq::{checked_spans, spans};
 
 /// Scratch memory of a run. Contents between runs mean nothing: what a run wants zero it clears itself,
 /// on its own stream.
@@ -142,13 +142,16 @@ impl<P: Problem> Plan<P> {
     pub(crate) fn new(device: Device, problem: P, planned: Planned<P>, checks_lengths: bool) -> Self {
         let Planned { mut parts, launch } = planned;
         let space = device.memory().space();
-        let reads_back = checks_lengths && P::HAS_LENGTHS && space == MemorySpace::Device;
-        if reads_back {
-            let words = "read back and checked by each run, which waits for its stream";
+        let checks_lengths = checks_lengths && P::HAS_LENGTHS;
+        if checks_lengths {
+            let words = match space {
+                MemorySpace::Host => "checked by each run",
+                MemorySpace::Device => "read back and checked by each run, which waits for its stream",
+            };
             parts.details.push(("lengths", words.to_owned()));
-            parts.promises.graph_capturable = false;
+            parts.promises.graph_capturable &= space == MemorySpace::Host;
         }
-        Self(Arc::new(Sealed { problem, device, space, parts, launch, checks_lengths: reads_back }))
+        Self(Arc::new(Sealed { problem, device, space, parts, launch, checks_lengths }))
     }
 
     /// Queues the work on `stream` and returns; where there are no streams it is done by then. All of the operands are
@@ -180,7 +183,10 @@ impl<P: Problem> Plan<P> {
         let queues = device.queues()?;
         let mut sequences = Vec::new();
         match (problem.lengths(args), queues) {
-            (Some((problem, seq)), _) if *space == MemorySpace::Host => sequences = spans(problem, seq)?,
+            (Some((problem, seq)), _) if *space == MemorySpace::Host => {
+                let resolve = if *checks_lengths { checked_spans } else { spans };
+                sequences = resolve(problem, seq)?;
+            }
             (Some((problem, seq)), Some(queues)) if *checks_lengths => {
                 // SAFETY: the caller promised a live stream of the device.
                 unsafe { queues.synchronize(stream)? };

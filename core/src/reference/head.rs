@@ -116,7 +116,8 @@ impl<'a, T: Float> Head<'a, T> {
         } else {
             None
         };
-        let keep = problem.drops().then(|| problem.keep(score.dropout, span.i_batch, i_head));
+        let seed = score.seed(problem)?;
+        let keep = problem.drops().then(|| problem.keep(seed, span.i_batch, i_head));
         Ok(Self {
             span,
             i_head,

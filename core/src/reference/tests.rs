@@ -65,7 +65,7 @@ impl Operands {
             alibi_slopes: matches!(problem.score.bias, Bias::Alibi { .. })
                 .then(|| DevSlice::host(&self.slopes)),
             sink: problem.score.sink.then(|| DevSlice::host(&self.sink)),
-            dropout: DropoutSeed { seed: 5, offset: 1 },
+            dropout: Some(DropoutSeed { seed: 5, offset: 1 }),
             ..ScoreArgs::default()
         }
     }
@@ -354,6 +354,23 @@ fn rows_of_p_sum_to_one_so_constant_v_gives_that_constant() {
             }
         }
     }
+}
+
+#[test]
+fn a_call_that_drops_without_a_seed_has_no_reference() {
+    let mut problem = small("0");
+    problem.dropout.p_drop = 0.5;
+    let operands = Operands::of(&problem);
+    let mut args = FwdArgs::new(
+        DevSlice::host(&operands.q),
+        DevSlice::host(&operands.k),
+        DevSlice::host(&operands.v),
+        DevSliceMut::host::<f32>(&mut []),
+    );
+    args.score = operands.score(&problem);
+    args.score.dropout = None;
+    let said = forward(&problem, &args, Precision::Exact).map(|_| ()).unwrap_err();
+    assert_eq!((said.field, said.text.contains("p_drop is 0.5")), ("dropout", true), "{said}");
 }
 
 #[test]

@@ -50,7 +50,7 @@ impl Prepared {
         let [ends, words] = [ends, Words::at_first(coming.pieces.len(), ranks)].map(|words| {
             let mut buffer =
                 device.memory().alloc((4 * words.len() as u64).next_multiple_of(page(device)))?;
-            device.memory().upload(bytemuck::cast_slice(&words), &mut buffer)?;
+            device.memory().upload(&words, &mut buffer)?;
             Ok(buffer)
         });
         let said = |error: fmha::Error| error.to_string();

@@ -76,12 +76,7 @@ impl Built {
 }
 
 fn alloc(device: &Device, bytes: u64) -> Result<DevBuffer, fmha::Error> {
-    let mut buffer = device.memory().alloc(bytes)?;
-    if device.memory().checks_bounds() {
-        // Rows that no query sees do not come, and a block of keys may have some: an emulated device wants them written.
-        device.memory().upload(&vec![0; buffer.bytes() as usize], &mut buffer)?;
-    }
-    Ok(buffer)
+    device.memory().alloc(bytes)
 }
 
 /// So many bytes of a buffer from `offset` on.

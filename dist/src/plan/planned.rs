@@ -129,8 +129,11 @@ impl Planned {
     fn brought(&self, score: ScoreArgs<'_>) -> Vec<(String, String)> {
         let mut says = Vec::new();
         if self.whole.fwd.dropout.p_drop > 0.0 {
-            let DropoutSeed { seed, offset } = score.dropout;
-            says.push(("dropout".to_owned(), format!("seed {seed}, offset {offset}")));
+            let said = match score.dropout {
+                Some(DropoutSeed { seed, offset }) => format!("seed {seed}, offset {offset}"),
+                None => "no seed".to_owned(),
+            };
+            says.push(("dropout".to_owned(), said));
         }
         for (field, slice) in [
             ("alibi_slopes", score.alibi_slopes),

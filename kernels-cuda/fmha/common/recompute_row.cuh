@@ -60,7 +60,7 @@ struct RecomputedRow {
 
   // Q[i] . K[j], the dimension dealt out to the lanes.
   FMHA_DEVICE float product(int32_t j) const {
-    const int64_t q = row_offset(p.q, span.storage_batch, span.q_row + i, i_head);
+    const int64_t q = query_offset(p, span, i, i_head);
     const int64_t k = row_offset(p.k, kv_row(p, spec.kv_layout, span, j), i_head_kv);
     float dot = 0.f;
 #pragma unroll

@@ -57,7 +57,7 @@ pub(crate) unsafe fn run<'s, D: Driver>(
     let (step, left) = before.split_at(before.len().min(1));
     let [step] = exactly(step)?;
     let at = whole.workspace.0 + place(own);
-    let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, at)?;
+    let (mut update, forward) = cache_update::bind(call.problem, call.args, &whole, at);
     // SAFETY: the kernel takes FwdParams and CacheUpdate; `check_fwd` saw that the memory of both covers the problem, and the
     // workspace is as large as the plan says.
     unsafe { step.launch(&mut [(&raw mut whole).cast(), (&raw mut update).cast()], call.stream)? };

@@ -46,7 +46,7 @@ pub(crate) unsafe fn run<D: Driver>(
     }
     let [step] = exactly(steps.before())?;
     let at = whole.workspace.0 + place(own_bytes);
-    let (mut update, forward) = cache_update::bind(call.problem, call.args, whole, at)?;
+    let (mut update, forward) = cache_update::bind(call.problem, call.args, whole, at);
     let mut whole = *whole;
     // SAFETY: the kernel takes FwdParams and CacheUpdate, whose sizes it asserts; core saw that the memory of both covers
     // the problem.

@@ -23,6 +23,7 @@ pub(crate) fn cases() -> Vec<Case> {
     fp8_updated(&mut cases);
     rotated(&mut cases);
     rotated_packed(&mut cases);
+    clamped(&mut cases);
     quantised(&mut cases);
     latent(&mut cases);
     latent_blocks(&mut cases);
@@ -266,6 +267,29 @@ fn rotated_packed(cases: &mut Vec<Case>) {
             let mut lengths = Lengths::packed(&[(1, 40), (9, 13), (0, 7)]);
             lengths.totals.total_k = None;
             lengths.seqused_k = vec![37, 5, 0];
+            push(cases, name, problem.clone(), lengths.clone());
+            // More rows than three sequences of nine have: before the first sequence, within one and behind the last.
+            let name = format!("decode/rotary/packed_q_apart/{dtype}/new{new}/{mask}");
+            problem.layout.seqused_q = true;
+            (lengths.totals.total_q, lengths.cu_seqlens_q) = (Some(40), vec![3, 5, 14, 30]);
+            lengths.seqused_q = vec![1, 9, 6];
+            push(cases, name, problem, lengths);
+        }
+    }
+}
+
+/// Lengths beyond the rows that there are, below 0, and more new rows than there is room for: they count as those that are there.
+fn clamped(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (new, mask) in [(0, "b"), (5, "b"), (0, "0")] {
+            let mut problem = masked(dtype, dims(3, 40, (4, 2), 40), mask);
+            (problem.layout.seqused_q, problem.layout.seqused_k) = (true, true);
+            problem.cache.append = (new > 0).then(|| Append::batch(&problem, new));
+            let seqused_k = vec![i32::MAX, 37, -5];
+            let lengths = Lengths { seqused_q: vec![9, 2, -1], seqused_k, ..Lengths::default() };
+            push(cases, format!("decode/clamped/{dtype}/new{new}/{mask}"), problem.clone(), lengths.clone());
+            let name = format!("decode/clamped/{dtype}/new{new}/{mask}/p7");
+            let (problem, lengths) = in_pages(problem, 7, lengths, &name);
             push(cases, name, problem, lengths);
         }
     }

@@ -9,12 +9,12 @@ use std::sync::OnceLock;
 use fmha_c::FMHA_F32;
 use smallvec::SmallVec;
 
-use crate::call::Wrong;
+use crate::call::{Wrong, ensure};
 use crate::plans;
 use crate::request::{Numbers, Request, Slot, name};
-use crate::shapes::attention_type;
-use crate::tensor::{Device, Tensor, U8};
-use operators::{OPERATORS, Operator, Spelt, Take};
+use crate::shapes::{attention_type, of_type};
+use crate::tensor::{Device, I64, Tensor, U8};
+use operators::{DRAWN_SEED, OPERATORS, Operator, Spelt, Take};
 use shims::{Owned, Shims, Value};
 
 static SHIMS: OnceLock<Shims> = OnceLock::new();
@@ -104,9 +104,17 @@ unsafe fn execute(
         .collect();
     let mut request = Request::new();
     request.numbers = match operator.numbers {
-        Spelt::Each(count) => Numbers::read(count, next),
+        Spelt::Each(count) => Numbers::read(count, |spelt| match spelt {
+            // SAFETY: the schema has an optional number at this place.
+            "float?" => unsafe { shims.optional(next()) }.unwrap_or(f64::NAN.to_bits()),
+            _ => next(),
+        }),
         Spelt::Kept => crate::request::kept(next().cast_signed())?,
     };
+    // SAFETY: the schema has an optional tensor at this place.
+    if let Some(seed) = operator.is_seeded.then(|| unsafe { shims.own_optional(next()) }).flatten() {
+        request.numbers.seed = drawn(&seed.describe(DRAWN_SEED)?)?;
+    }
     for (slot, tensor) in &tensors {
         if let Some(tensor) = tensor {
             request.set(*slot, tensor.describe(name(*slot))?);
@@ -117,6 +125,17 @@ unsafe fn execute(
     let results = making.results;
     run(shims, &mut request)?;
     Ok(results)
+}
+
+/// The seed that a tensor of the host has.
+fn drawn(seed: &Tensor) -> Result<i64, Wrong> {
+    let (shape, device) = (seed.shape(), seed.device);
+    ensure!(shape.iter().product::<i64>() == 1, "{DRAWN_SEED} has shape {shape:?}, not one element");
+    ensure!(device.kind == 0, "{DRAWN_SEED} is on {}, not on the host", device.name());
+    of_type(DRAWN_SEED, seed, &[I64])?;
+    ensure!(!seed.data.is_null(), "{DRAWN_SEED} has no memory (address 0)");
+    // SAFETY: torch lends an element of 64 bits, in host memory.
+    Ok(unsafe { seed.data.cast::<i64>().read_unaligned() })
 }
 
 /// Refuses what an operator's kernel refuses on every device, of arguments that may have no memory.

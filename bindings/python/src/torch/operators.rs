@@ -35,6 +35,9 @@ pub(super) enum Spelt {
     Kept,
 }
 
+/// The name of a seed that is a tensor.
+pub(super) const DRAWN_SEED: &str = "drawn_seed";
+
 /// One operator.
 pub(super) struct Operator {
     pub(super) name: &'static str,
@@ -42,6 +45,9 @@ pub(super) struct Operator {
     pub(super) tensors: &'static [(Slot, Take)],
     /// How its numbers follow.
     pub(super) numbers: Spelt,
+    /// Whether a seed may come last as a tensor of the host, [`DRAWN_SEED`], in place of the number: a compiler that draws
+    /// it has a tensor alone.
+    pub(super) is_seeded: bool,
     /// Tensors that it gives.
     num_results: usize,
     /// Makes them and notes them in the request.
@@ -72,6 +78,9 @@ impl Operator {
                 }
             }
             Spelt::Kept => text.push_str("int numbers"),
+        }
+        if self.is_seeded {
+            let _ = write!(text, "Tensor? {DRAWN_SEED}=None");
         }
         let arguments = text.trim_end_matches([',', ' ']);
         format!("{arguments}) -> ({})", vec!["Tensor"; self.num_results].join(", "))
@@ -110,6 +119,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
             ]
         ),
         numbers: Spelt::Each(NUM_COMMON),
+        is_seeded: true,
         num_results: 2,
         results: o_and_lse,
         kernel: kernel::<0>,
@@ -130,6 +140,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
             ]
         ),
         numbers: Spelt::Each(NUM_COMMON),
+        is_seeded: true,
         num_results: 0,
         results: |_| Ok(()),
         kernel: kernel::<1>,
@@ -149,6 +160,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
             []
         ),
         numbers: Spelt::Each(NUM_COMMON),
+        is_seeded: true,
         num_results: 5,
         results: gradients,
         kernel: kernel::<2>,
@@ -175,6 +187,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
             ]
         ),
         numbers: Spelt::Each(NUMBERS.len()),
+        is_seeded: true,
         num_results: 2,
         results: o_and_lse,
         kernel: kernel::<3>,
@@ -183,6 +196,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         name: "combine",
         tensors: &[(Slot::OParts, Given), (Slot::LseParts, Given)],
         numbers: Spelt::Each(NUM_COMMON),
+        is_seeded: false,
         num_results: 2,
         results: combined,
         kernel: kernel::<4>,
@@ -192,6 +206,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         name: "plain",
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
         numbers: Spelt::Kept,
+        is_seeded: false,
         num_results: 2,
         results: o_and_lse,
         kernel: kernel::<5>,
@@ -208,6 +223,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
             (Slot::Dlse, Optional),
         ],
         numbers: Spelt::Kept,
+        is_seeded: false,
         num_results: 3,
         results: plain_gradients,
         kernel: kernel::<6>,
@@ -217,6 +233,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         name: "plain_o",
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
         numbers: Spelt::Kept,
+        is_seeded: false,
         num_results: 1,
         results: |making| outputs(making, false),
         kernel: kernel::<7>,
@@ -226,6 +243,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         name: "add_parts",
         tensors: &[(Slot::OParts, Given)],
         numbers: Spelt::Each(NUM_COMMON),
+        is_seeded: false,
         num_results: 1,
         results: |making| {
             making.request.numbers.options |= ADDS;
@@ -237,6 +255,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         name: "add_parts_to",
         tensors: &[(Slot::OParts, Given), (Slot::O, Written)],
         numbers: Spelt::Each(NUM_COMMON),
+        is_seeded: false,
         num_results: 0,
         results: |making| {
             making.request.numbers.options |= ADDS_TO;
@@ -336,7 +355,7 @@ mod tests {
         assert!(
             schema(1).contains("Tensor(a!) o, Tensor(b!)? lse, Tensor(c!)? keep_mask, SymInt max_seqlen_q")
         );
-        assert!(schema(1).ends_with("int options) -> ()"));
+        assert!(schema(1).ends_with("int options, Tensor? drawn_seed=None) -> ()"));
         assert!(schema(3).starts_with("kvcache(Tensor q, Tensor(a!) k, Tensor(b!)? v, Tensor? k_new"));
         assert!(schema(4).starts_with("combine(Tensor o_parts, Tensor lse_parts, "));
         assert!(schema(4).ends_with("-> (Tensor, Tensor)"));

@@ -241,7 +241,9 @@ impl Shims {
         if device.kind == 0 {
             return Ok(0);
         }
-        let current = self.current_stream.ok_or("this torch tells no stream (0 symbols found)")?;
+        let current = self
+            .current_stream
+            .ok_or("this torch tells no stream: it has no aoti_torch_get_current_cuda_stream")?;
         let mut stream = ptr::null_mut();
         // SAFETY: the type is that of the header.
         match unsafe { current(device.index, &raw mut stream) } {
@@ -263,11 +265,20 @@ impl Shims {
         Owned { shims: self, handle: ptr::with_exposed_provenance_mut(word as usize) }
     }
 
-    /// The tensor of an argument `Tensor?`: 0, or the address of a cell that has it and goes back.
+    /// The tensor of an argument `Tensor?`.
     ///
     /// # Safety
     /// As [`own`](Self::own).
     pub(super) unsafe fn own_optional(&'static self, word: Value) -> Option<Owned> {
+        // SAFETY: passed on.
+        unsafe { self.optional(word).map(|word| self.own(word)) }
+    }
+
+    /// The argument of an optional one: 0, or the address of a cell that has it and goes back.
+    ///
+    /// # Safety
+    /// `word` is one, and this call's.
+    pub(super) unsafe fn optional(&'static self, word: Value) -> Option<Value> {
         let cell = ptr::with_exposed_provenance_mut::<Value>(word as usize);
         if cell.is_null() {
             return None;
@@ -281,7 +292,7 @@ impl Shims {
                 }
                 Delete::Operator(delete) => delete(cell.cast()),
             }
-            Some(self.own(word))
+            Some(word)
         }
     }
 
@@ -306,9 +317,7 @@ impl Shims {
             ]
         };
         if codes != [0; 9] {
-            return Err(format!(
-                "{name} is missing (0 given), or a tensor that torch does not describe (codes {codes:?})"
-            ));
+            return Err(format!("{name} is missing, or a tensor that torch does not describe"));
         }
         let num_dims = usize::try_from(dim).unwrap_or(usize::MAX);
         if num_dims > MAX_DIMS {

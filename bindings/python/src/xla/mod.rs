@@ -74,7 +74,7 @@ fn run(frame: &CallFrame, kind: i32) -> Result<(), Wrong> {
         NUMBERS.len()
     );
     let mut words = words.into_iter();
-    request.numbers = Numbers::read(NUMBERS.len(), || words.next().unwrap_or_default().cast_unsigned());
+    request.numbers = Numbers::read(NUMBERS.len(), |_| words.next().unwrap_or_default().cast_unsigned());
     for (name, buffers) in [("operands", frame.arguments()), ("results", frame.results())] {
         let slots = frame.numbers(name)?;
         ensure!(

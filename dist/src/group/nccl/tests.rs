@@ -60,7 +60,7 @@ fn lent(ptr: *mut u8, bytes: usize) -> DevBuffer {
 }
 
 fn read(from: *const c_void, bytes: usize) -> Vec<u8> {
-    let mut read = vec![0; bytes];
+    let mut read = vec![0u8; bytes];
     DEVICE.with_borrow(|device| match device {
         Some(device) => device.memory().download(&lent(from.cast_mut().cast(), bytes), &mut read).unwrap(),
         // SAFETY: host memory of the test's.
@@ -108,7 +108,7 @@ impl Rank {
 
 unsafe extern "C" fn get_unique_id(id: *mut UniqueId) -> Status {
     static NEXT: AtomicU64 = AtomicU64::new(1);
-    let mut bytes = [0; 128];
+    let mut bytes = [0u8; 128];
     bytes[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
     // SAFETY: its caller's, to be filled.
     unsafe { *id = UniqueId(bytes) };
@@ -353,7 +353,7 @@ fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
             [(); 2].map(|()| {
                 let rows = u64::from(queries) * row(heads[0]);
                 let (mut o, mut lse) =
-                    (uploaded(&vec![0xff; rows as usize]), uploaded(&vec![0xff; (rows / 32) as usize]));
+                    (uploaded(&vec![0xffu8; rows as usize]), uploaded(&vec![0xffu8; (rows / 32) as usize]));
                 let mut args =
                     FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut()).lse(lse.slice_mut());
                 CALLS.take();

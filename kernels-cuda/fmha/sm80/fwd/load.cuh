@@ -22,7 +22,7 @@ struct Loader {
     const auto row_of = [&](int32_t row) -> const Elem* {
       const int32_t packed_row = work.first_row + row, i = query_of<tile>(p, packed_row);
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-      return i < work.seqlen_q ? data + row_offset(p.q, work.storage_batch, work.q_row + i, i_head) : nullptr;
+      return i < work.seqlen_q ? data + query_offset(p, span, i, i_head) : nullptr;
     };
     copy_tile<bytes, threads>(smem.q, data, row_of,
                               [](int32_t, int32_t column) { return elems_there<spec.head_dim_qk, Elem>(column); });

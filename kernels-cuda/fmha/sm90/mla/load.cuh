@@ -54,8 +54,7 @@ struct Loader {
   FMHA_DEVICE Row query_row() const {
     const int32_t row = work.first_row + found_row, i = Work::query_of(p, row);
     if (i >= work.span.seqlen_q) return nullptr;
-    const int64_t at = row_offset(p.q, work.span.storage_batch, work.span.q_row + i, work.head_of(p, row, i));
-    return static_cast<Row>(p.q.data) + at;
+    return static_cast<Row>(p.q.data) + query_offset(p, work.span, i, work.head_of(p, row, i));
   }
   // The block table's entry with key `j`, as it is read: nothing waits for it until it is an address.
   FMHA_DEVICE int32_t entry_of(int32_t j) const {

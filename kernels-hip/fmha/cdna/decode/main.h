@@ -42,9 +42,8 @@ struct Wave {
   }
 
   FMHA_DEVICE void load_q(const CdnaDecodeParams& params) {
-    const View& view = params.call.fwd.q;
-    const int64_t at = row_offset(view, job.span.storage_batch, int64_t(job.span.q_row) + query, i_head);
-    const uint8_t* from = static_cast<const uint8_t*>(view.data) + at * 2;
+    const FwdParams& p = params.call.fwd;
+    const uint8_t* from = static_cast<const uint8_t*>(p.q.data) + query_offset(p, job.span, query, i_head) * 2;
     const int half = lane_half(), i_wave = column_wave<spec>();
 #pragma unroll
     for (int s = 0; s < C::qk_steps; ++s) {

@@ -188,7 +188,7 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
   if (tiles.count > 0) {
     {
       const FwdParams& p = again().call.fwd;
-      const int64_t at = row_offset(p.q, job.span.storage_batch, int64_t(job.span.q_row) + wave.query, wave.i_head);
+      const int64_t at = query_offset(p, job.span, wave.query, wave.i_head);
       const Rows row = {static_cast<const uint8_t*>(p.q.data) + at * C::qk_bytes, 0, C::qk_bytes, 1, again().call.head_dim_qk};
       load_q<spec, tile>(wave.q, row, 0);
     }

@@ -293,6 +293,18 @@ impl Device {
         self.memory.view().read(address, out, false).map_err(|f| *f)
     }
 
+    /// As [`download`](Self::download), but bytes never written are 0xff, NaN in every format: a device's are whatever its
+    /// memory held.
+    ///
+    /// # Errors
+    /// As [`download`](Self::download).
+    pub fn download_poisoned(&self, address: u64, out: &mut [u8]) -> Result<(), Fault> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        self.memory.view().read_poisoned(address, out).map_err(|f| *f)
+    }
+
     /// Parses and loads a module.
     ///
     /// # Errors

@@ -78,11 +78,11 @@ impl Node {
             Self::DeviceToHost { to, from, bytes } => {
                 // SAFETY: the caller of the copy gave `bytes` writable bytes at `to`, valid until it is done.
                 let data = unsafe { std::slice::from_raw_parts_mut(*to as *mut u8, *bytes) };
-                device.download(*from, data)
+                device.download_poisoned(*from, data)
             }
             Self::DeviceToDevice { to, from, bytes } => {
                 let mut data = vec![0; *bytes];
-                device.download(*from, &mut data).and_then(|()| device.upload(*to, &data))
+                device.download_poisoned(*from, &mut data).and_then(|()| device.upload(*to, &data))
             }
             Self::Fill { to, pattern, width, count } => {
                 let cell = &pattern.to_le_bytes()[..*width];

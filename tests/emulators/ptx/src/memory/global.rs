@@ -261,6 +261,19 @@ impl View {
         Ok(())
     }
 
+    /// Copies out of device memory, with bounds checked; bytes never written are 0xff.
+    pub(crate) fn read_poisoned(&self, address: u64, out: &mut [u8]) -> Exec<()> {
+        let a = self.find(address, out.len() as u64, &mut 0, "read")?;
+        let (first, end) = (address - a.base, address - a.base + out.len() as u64);
+        a.read(first, out);
+        let mut at = first;
+        while let Some(unwritten) = a.first_unwritten(at, end - at) {
+            out[(unwritten - first) as usize] = 0xff;
+            at = unwritten + 1;
+        }
+        Ok(())
+    }
+
     /// Copies into device memory, with bounds checked.
     pub(crate) fn write(&self, address: u64, data: &[u8]) -> Exec<()> {
         let a = self.find(address, data.len() as u64, &mut 0, "write")?;
