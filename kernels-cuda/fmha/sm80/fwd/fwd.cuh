@@ -71,8 +71,9 @@ FMHA_DEVICE void load_first_raw(const Loader<spec, tile>& loader, const Work& wo
   }
 }
 
-// The same over an FP8 cache that the products read as it lies. A slot is free once its product is computed.
-template <FwdSpec spec, Sm80Tile tile, class Keys>
+// The same over an FP8 cache that the products read as it lies. A slot is free once its product is computed. `unit`: the factors of K
+// and V are 1.
+template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   auto& blocks = loader.smem.blocks;
   constexpr int under_way = 2 * tile.stages - 1;
@@ -85,13 +86,13 @@ FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile,
     const auto keys = loader.look_up(i + tile.stages);
     ptx::cp_async_wait_group<under_way>();
     __syncthreads();
-    if (computes) consumer.score(blocks.raw_k[i % tile.stages], block);
+    if (computes) consumer.template score<unit>(blocks.raw_k[i % tile.stages], block);
     __syncthreads();
     if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<under_way>();
     __syncthreads();
-    if (computes) consumer.accumulate(blocks.raw_v[i % tile.stages]);
+    if (computes) consumer.template accumulate<unit>(blocks.raw_v[i % tile.stages]);
     __syncthreads();
     if (i + tile.stages < work.num_blocks) loader.load_v(i + tile.stages, keys);
     ptx::cp_async_commit_group();
@@ -140,7 +141,8 @@ FMHA_DEVICE void attend(const FwdParams& p, const Work& work, Smem<spec, tile>& 
   const Loader<spec, tile> loader{p, work, smem};
   Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
   if constexpr (reads_raw_blocks(spec, tile)) {
-    walk_raw(loader, consumer, work);
+    if (consumer.descale_k == 1.f && consumer.descale_v == 1.f) walk_raw<true>(loader, consumer, work);
+    else walk_raw<false>(loader, consumer, work);
   } else if constexpr (widens_blocks(spec, tile)) {
     walk_widening(loader, consumer, work);
   } else {
