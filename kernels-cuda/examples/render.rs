@@ -14,9 +14,9 @@ use fmha_core::fields::Fields as _;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
+use fmha_kernels_cuda::sm80::{self, Room};
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 use fmha_kernels_cuda::sm90_mla::{self, Sm90MlaTile};
-use fmha_kernels_cuda::sm80::{self, Room};
 use fmha_kernels_cuda::sm100;
 
 fn main() -> Result<(), Box<dyn Error>> {

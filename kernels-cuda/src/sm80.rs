@@ -78,9 +78,11 @@ abi_spec! {
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 64, 256, 512, 1024]),
         /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts follow the longest one.
         pub fixed_parts: bool = Takes::all(),
-        /// With `split_keys`: CTAs of the launch, which walk equal shares of all tiles' blocks, `split_keys` keys each at least; 0: a
+        /// With `split_keys`: equal shares of all tiles' blocks, `split_keys` keys each at least, that CTAs walk; 0: a
         /// CTA a tile, or a tile's part.
         pub shares: i32 = Takes::within(0, MOST_SHARES),
+        /// With `shares`: how many of them a CTA walks, one after another, where a multiprocessor holds fewer CTAs.
+        pub shares_a_cta: i32 = Takes::within(1, 64),
         /// The device converts from e4m3, in which a cache may be stored.
         pub converts_fp8: bool = Takes::nothing(),
         /// The next grid, the merge of the parts, may start while this one ends (programmatic dependent launch).
@@ -180,7 +182,7 @@ impl Sm80Tile {
         let spec = FwdSpec::of(problem);
         self.block_n = default_tile(&spec, room).block_n;
         self.split_keys = split::fixed_keys(problem, self.block_n);
-        (self.fixed_parts, self.shares) = (self.split_keys > 0, 0);
+        (self.fixed_parts, self.shares, self.shares_a_cta) = (self.split_keys > 0, 0, 1);
         let deep = Self { stages: MOST_STAGES, ..*self };
         let ctas = room.ctas(deep.smem_bytes(&spec));
         let tiles = self.schedule(problem).map_or(u32::MAX, |schedule| schedule.num_tiles.unsigned_abs());

@@ -31,13 +31,25 @@ FMHA_DEVICE BlocksOfTile blocks_of_tile(const FwdParams& p, int32_t i_batch) {
   return {first, max(ceil_div(keys.end, tile.block_n) - first, 1)};
 }
 
-// A CTA's walk through its share. All lanes of each of its warps do the same.
+// Shares that a CTA walks, one after another.
+template <auto tile>
+FMHA_DEVICE constexpr int shares_a_cta() {
+  if constexpr (requires { tile.shares_a_cta; }) {
+    return tile.shares_a_cta;
+  } else {
+    return 1;
+  }
+}
+
+// A CTA's walk through its shares. All lanes of each of its warps do the same.
 template <FwdSpec spec, auto tile>
 struct Share {
   const FwdParams& p;
   const TileSchedule& schedule;
   const int32_t tiles_of_sequence, lane = threadIdx.x % 32;
-  int32_t at = 0, end = 0;               // of the row: where the CTA stands, and where its share ends
+  int32_t at = 0, end = 0, stop = 0;     // of the row: where the CTA stands, where its present share ends, and where its last one does
+  int32_t index = blockIdx.x * shares_a_cta<tile>();  // its present share
+  Shares shares = {0, 0};
   int32_t i_batch = -1, first_tile = 0;  // the sequence that it stands in, and tiles before that one
   int32_t begin = 0;                     // of the row: where the sequence begins
   BlocksOfTile blocks = {0, 0};
@@ -45,11 +57,12 @@ struct Share {
   FMHA_DEVICE Share(const FwdParams& p, const TileSchedule& schedule)
       : p(p), schedule(schedule), tiles_of_sequence(schedule.num_heads / max(p.batch, 1) * schedule.num_m_blocks) {
     const int32_t total = sum_of_sequences();
-    const Shares shares = Shares::of(total, gridDim.x, tile.split_keys / tile.block_n);
-    at = min(shares.begin(blockIdx.x), total);
-    end = min(shares.begin(blockIdx.x + 1), total);
-    if (blockIdx.x + 1 == gridDim.x && threadIdx.x < 32) leave_for_merge(shares);
-    if (at < end) find();
+    shares = Shares::of(total, tile.shares, tile.split_keys / tile.block_n);
+    at = min(shares.begin(index), total);
+    end = min(shares.begin(index + 1), total);
+    stop = min(shares.begin(min(index + shares_a_cta<tile>(), tile.shares)), total);
+    if (blockIdx.x + 1 == gridDim.x && threadIdx.x < 32) leave_for_merge();
+    if (at < stop) find();
   }
 
   // Of sequence `i`, all tiles.
@@ -97,7 +110,7 @@ struct Share {
     blocks = blocks_of_tile<spec, tile>(p, sequence);
   }
 
-  FMHA_DEVICE void leave_for_merge(const Shares& shares) const {
+  FMHA_DEVICE void leave_for_merge() const {
     int32_t* const table = static_cast<int32_t*>(p.workspace) + kSharesAt;
     if (lane == 0) {
       table[0] = shares.each;
@@ -111,17 +124,18 @@ struct Share {
     }
   }
 
-  FMHA_DEVICE bool is_over() const { return at >= end; }
+  FMHA_DEVICE bool is_over() const { return at >= stop; }
 
   // The next part of the share; num_blocks 0 where its tile has no rows.
   FMHA_DEVICE Work next() {
+    if (shares_a_cta<tile>() > 1 && at >= end) end = min(shares.begin(++index + 1), stop);
     while (at >= begin + blocks.count * tiles_of_sequence) enter(i_batch + 1, begin + blocks.count * tiles_of_sequence);
     const int32_t of_tile = (at - begin) / blocks.count, tile_begin = begin + of_tile * blocks.count;
     const int32_t upper = min(tile_begin + blocks.count, end);
     const int32_t head = of_tile / schedule.num_m_blocks, i_m = of_tile - head * schedule.num_m_blocks;
     const Range keys = {(blocks.first + at - tile_begin) * tile.block_n, (blocks.first + upper - tile_begin) * tile.block_n};
     Work work = resolve_rows<spec, tile>(p, {i_batch, head, i_m}, keys);
-    work.part = blockIdx.x + first_tile + of_tile;
+    work.part = index + first_tile + of_tile;
     at = upper;
     return work;
   }

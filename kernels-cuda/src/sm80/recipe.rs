@@ -86,7 +86,10 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
             kernel: sm80::NAME,
             source,
             grid: Grid::new(
-                if tile.shares > 0 { tile.shares } else { num_tiles.max(1) }.unsigned_abs(),
+                match tile.shares {
+                    0 => num_tiles.max(1).unsigned_abs(),
+                    shares => shares.unsigned_abs().div_ceil(tile.shares_a_cta.unsigned_abs()),
+                },
                 tile.num_threads().unsigned_abs(),
             ),
             shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),

@@ -65,7 +65,14 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         if tile.reads_raw_blocks(&spec) {
             tile.take_raw_blocks(&spec, room);
         }
-        (tile.split_keys, tile.shares) = cut(problem, &tile, room);
+        tile = deal(problem, tile, room);
+    } else if rows <= MOST_SHARED_ROWS && seqlen_q <= MOST_SHARED_QUERIES && tile.value_parts == 1 {
+        // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be walked in shares.
+        let packed = Sm80Tile { block_m: 64, warps: 4, ..tile };
+        let shared = deal(problem, packed, room);
+        if shared.shares > 0 {
+            tile = shared;
+        }
     }
 
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
@@ -125,6 +132,7 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         split_keys: 0,
         fixed_parts: false,
         shares: 0,
+        shares_a_cta: 1,
         converts_fp8: false,
         launches_merge: false,
         tma: false,
@@ -143,11 +151,43 @@ impl Sm80Tile {
     /// have the same bits (CONTRACT.md, "KV caches"); then as many blocks at a time, and CTAs, as there is room for.
     fn take_order_of(&mut self, twin: &Self, spec: &FwdSpec, room: Room) {
         (self.block_n, self.split_keys, self.shares) = (twin.block_n, twin.split_keys, twin.shares);
-        let most = self.stages.max(twin.stages);
+        if twin.shares > 0 {
+            (self.block_m, self.warps, self.stages) = (twin.block_m, twin.warps, twin.stages);
+            return self.take_ctas_of_shares(spec, room);
+        }
+        // What is widened in registers is bound by work, not by memory: more warps, of one block each.
+        let most = if self.reads_raw_blocks(spec) { 1 } else { self.stages.max(twin.stages) };
         let of = |stages| Self { stages, ..*self };
         let fits = |stages: &i32| of(*stages).smem_bytes(spec) <= room.smem_bytes;
         self.stages = (1..=most).rev().find(fits).unwrap_or(1);
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, self.ctas.max(1));
+    }
+
+    /// As many CTAs to a multiprocessor as there are shares for, or, where it holds fewer, as walk the same number of shares each.
+    fn take_ctas_of_shares(&mut self, spec: &FwdSpec, room: Room) {
+        let num_sms = room.num_sms.max(1) as i32;
+        let wanted = (self.shares / num_sms).max(1);
+        let held =
+            room.ctas(self.smem_bytes(spec)).clamp(1, MAX_REGISTERS / (32 * self.warps * LEAST_REGISTERS));
+        self.shares_a_cta = (wanted + held - 1) / held;
+        self.ctas = (wanted + self.shares_a_cta - 1) / self.shares_a_cta;
+    }
+
+    /// The shape in which shares are walked: small blocks under many CTAs, of which each waits for its own.
+    fn take_shape_of_shares(&mut self, spec: &FwdSpec, room: Room) {
+        let widest = padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v));
+        let (block_n, warps, stages, a_multiprocessor) = match (self.block_m, widest) {
+            (16, ..=64) => (64, 1, 1, 8),
+            (16, _) => (32, 1, 1, 8),
+            (32, ..=64) => (64, 2, 1, 6),
+            (32, ..=128) => (32, 2, 1, 6),
+            (32, _) => (32, 2, 1, 4),
+            (_, ..=128) => (64, 4, 1, 3),
+            _ => (32, 4, 2, 2),
+        };
+        (self.block_n, self.warps, self.stages) = (block_n, warps, stages);
+        (self.split_keys, self.shares) = (block_n, a_multiprocessor * room.num_sms as i32);
+        self.take_ctas_of_shares(spec, room);
     }
 
     /// Small blocks, two of them, for as many warps as there is room for: widening in registers is work, which other warps hide. An
@@ -200,31 +240,91 @@ const LEAST_SHARED: u32 = 1024;
 /// What finding its share costs a CTA, in keys of its multiprocessor's rate: a microsecond.
 const SCAN_KEYS: u64 = 70;
 
-/// How a short query's keys are cut: keys of a part, or the least of a share, and shares; 0 and 0: its tiles alone are enough for the
-/// device, or its keys too few.
+/// Rows of a kv head's group up to which unlike sequences are walked in shares, and queries.
+const MOST_SHARED_ROWS: i64 = 512;
+const MOST_SHARED_QUERIES: i64 = 32;
+
+/// Registers of a multiprocessor, and those that a thread of a short query has at least.
+const MAX_REGISTERS: i32 = 65536;
+const LEAST_REGISTERS: i32 = 128;
+
+/// The tile whose CTAs have a short query's keys as is cheapest.
 ///
-/// Of sequences whose lengths the device alone knows every CTA has an equal share. Where all are alike, or there is one, the cheapest:
-/// what counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to fill memory's latency. An
+/// Of sequences whose lengths the device alone knows every CTA has an equal share, unless tiles are so many that the longest costs
+/// less than merging. Where all are alike, or there is one, the cheapest of parts, shares and neither.
+fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
+    let spec = FwdSpec::of(problem);
+    let mut shared = tile;
+    shared.take_shape_of_shares(&spec, room);
+    let fits = shared.value_parts == 1
+        && problem.dims.batch > 1
+        && shared.smem_bytes(&spec) <= room.smem_bytes
+        && shared.shares <= MOST_SHARES
+        && is_whole_steps(shared.block_n, spec.dtype_v)
+        && problem.dims.batch <= MOST_SCANNED
+        && shared.cut().shares.is_some_and(|shares| shares.takes(problem, shared.block_n.unsigned_abs()));
+    let mut parts = tile;
+    let has_parts = split::split_keys(problem, tile.block_n) > 0;
+    if has_like_lengths(problem) {
+        let (keys, in_shares) = if has_parts { cut(problem, &tile, fits, room) } else { (0, false) };
+        parts.split_keys = keys;
+        return if in_shares { shared } else { parts };
+    }
+    let is_long = has_parts && problem.dims.seqlen_k > LEAST_SHARED;
+    if fits && is_long && Unlike::new(problem, &shared, room).is_shared() { shared } else { parts }
+}
+
+/// What sequences of unlike lengths cost besides reading their keys, microseconds of an H200.
+struct Unlike {
+    /// Where each tile is one CTA's: the walk of the longest, as far as there are not many others to begin after it.
+    whole: f64,
+    /// Where CTAs have equal shares: parts of O and of the log-sum-exp that are written, read and merged.
+    shared: f64,
+}
+
+/// Bytes that a CTA reads in a microsecond, alone.
+const BYTES_OF_ONE: f64 = 20e3;
+/// Bytes that the device reads or writes in a microsecond.
+const BYTES_OF_ALL: f64 = 3.5e6;
+/// Microseconds of a merging launch, and of finding shares.
+const MERGE_MICROS: f64 = 5.0;
+
+impl Unlike {
+    fn new(problem: &FwdProblem, shared: &Sm80Tile, room: Room) -> Self {
+        let dims = problem.dims;
+        let heads = if shared.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
+        let tiles = f64::from(dims.batch) * f64::from(heads);
+        // Of 16 bits, as a quantised cache's twin has.
+        let key_bytes = 2.0 * f64::from(dims.head_dim_qk + dims.head_dim_v);
+        let at_once = f64::from(room.num_sms) * f64::from(shared.ctas);
+        let longest = f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ONE;
+        let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
+        let parts = 1.0 + (f64::from(shared.shares) / tiles.max(1.0)).min(1.0);
+        Self {
+            whole: longest * (at_once / tiles.max(1.0)).min(1.0),
+            shared: MERGE_MICROS + 2.0 * parts * rows * 4.0 * f64::from(dims.head_dim_v) / BYTES_OF_ALL,
+        }
+    }
+
+    fn is_shared(&self) -> bool {
+        self.shared < self.whole
+    }
+}
+
+/// How keys of sequences of like lengths are cut: keys of a part, 0 for none; or whether equal shares are cheaper.
+///
+/// What counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to fill memory's latency. An
 /// H200, one sequence over 8 kv heads: 32768 keys in parts of 512, 4 CTAs of 64 parts each, 47.1 us, of 384, 6 at most and 5.2 on
 /// average, 49.2; 131072 keys in parts of 1344, 6 CTAs, 141.3, of 1536 142.6, of 1024, which are left for a second time, 158.8;
-/// 4096 in parts of 64, 128 and 256 keys 14.9, 15.6 and 18.3. What shares take was not measured: they are to be a tenth cheaper.
-fn cut(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> (i32, i32) {
-    if split::split_keys(problem, tile.block_n) == 0 {
-        return (0, 0);
-    }
+/// 4096 in parts of 64, 128 and 256 keys 14.9, 15.6 and 18.3. One sequence of 32768 keys in shares 57. Of many, shares are a tenth
+/// cheaper than this says.
+fn cut(problem: &FwdProblem, tile: &Sm80Tile, takes_shares: bool, room: Room) -> (i32, bool) {
     let dims = problem.dims;
     let heads = if tile.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
     let tiles = u64::from(dims.batch) * u64::from(heads);
     let (num_sms, ctas) = (u64::from(room.num_sms), u64::from(tile.ctas.unsigned_abs()));
     let slots = num_sms * ctas;
     let block_n = u64::from(tile.block_n.unsigned_abs());
-    let in_shares = Sm80Tile { split_keys: tile.block_n, shares: slots as i32, ..*tile };
-    let takes_shares = in_shares.shares <= MOST_SHARES
-        && dims.batch <= MOST_SCANNED
-        && in_shares.cut().shares.is_some_and(|shares| shares.takes(problem, tile.block_n.unsigned_abs()));
-    if takes_shares && !has_like_lengths(problem) && dims.seqlen_k > LEAST_SHARED {
-        return (in_shares.split_keys, in_shares.shares);
-    }
     // A part's O, written and read in 32 bits, in keys of as many bytes.
     let key_bytes = problem.stored_k().size_bytes() * u64::from(dims.head_dim_qk + dims.head_dim_v);
     let rows = u64::from(dims.seqlen_q) * if tile.pack_gqa { u64::from(problem.gqa_ratio()) } else { 1 };
@@ -262,11 +362,8 @@ fn cut(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> (i32, i32) {
     // Parts that are left for a second time take longer than their keys, as those of 1024 above do.
     let is_left = keys > 0 && (tiles * whole.div_ceil(keys)).div_ceil(num_sms) > ctas;
     let (shared, others) = if is_left { (20, 21) } else { (10, 9) };
-    if takes_shares && keys > 0 && cost_of_shares * shared < other * others {
-        (in_shares.split_keys, in_shares.shares)
-    } else {
-        (keys as i32, 0)
-    }
+    let is_shared = takes_shares && keys > 0 && cost_of_shares * shared < other * others;
+    if is_shared { (0, true) } else { (keys as i32, false) }
 }
 
 /// Whether all sequences have the problem's lengths, or there is one, whose length is that of all.
