@@ -9,7 +9,7 @@ pub(crate) mod launch;
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams, View};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, FwdProblem, abi_struct};
+use fmha_core::{DType, FwdProblem, KvLayout, QLayout, abi_struct};
 
 use crate::schedule::{self, SHARES_AT, SHARES_HEADER};
 use crate::tree_mask;
@@ -280,6 +280,22 @@ pub fn splits(problem: &FwdProblem) -> Result<(), String> {
         ));
     }
     Ok(())
+}
+
+/// Lengths that each CTA of a launch in shares reads, at most: 32 at a time, two or three times over.
+pub(crate) const MOST_SCANNED: u32 = 1024;
+
+/// Keys of sequences whose lengths the device alone knows, at least, for shares: below, what is out of balance is less than the launch
+/// that merges.
+pub(crate) const LEAST_SHARED: u32 = 1024;
+
+/// Whether all sequences have the problem's lengths, or there is one, whose length is that of all.
+pub(crate) fn has_like_lengths(problem: &FwdProblem) -> bool {
+    let layout = problem.layout;
+    problem.dims.batch <= 1
+        || (layout.q, layout.kv) == (QLayout::Batch, KvLayout::Strided)
+            && !layout.seqused_q
+            && !layout.seqused_k
 }
 
 /// Keys of a part of a short query's, where the tile has `block_n` of them a block; 0: too few to split.

@@ -54,14 +54,15 @@ struct Share {
   int32_t begin = 0;                     // of the row: where the sequence begins
   BlocksOfTile blocks = {0, 0};
 
-  FMHA_DEVICE Share(const FwdParams& p, const TileSchedule& schedule)
+  // `leaves`: the warp is the one that leaves for the merge how shares were dealt, in the last CTA.
+  FMHA_DEVICE Share(const FwdParams& p, const TileSchedule& schedule, bool leaves)
       : p(p), schedule(schedule), tiles_of_sequence(schedule.num_heads / max(p.batch, 1) * schedule.num_m_blocks) {
     const int32_t total = sum_of_sequences();
     shares = Shares::of(total, tile.shares, tile.split_keys / tile.block_n);
     at = min(shares.begin(index), total);
     end = min(shares.begin(index + 1), total);
     stop = min(shares.begin(min(index + shares_a_cta<tile>(), tile.shares)), total);
-    if (blockIdx.x + 1 == gridDim.x && threadIdx.x < 32) leave_for_merge();
+    if (leaves && blockIdx.x + 1 == gridDim.x) leave_for_merge();
     if (at < stop) find();
   }
 

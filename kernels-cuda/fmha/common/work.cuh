@@ -20,6 +20,22 @@ FMHA_DEVICE int32_t query_of(const FwdParams& p, int32_t row) {
   return tile.pack_gqa ? row / p.gqa_ratio : row;
 }
 
+// Whether a tile has whole groups of heads, which do not fill its rows: those that are left over are no row's.
+template <auto tile>
+FMHA_DEVICE constexpr bool whole_groups() {
+  if constexpr (requires { tile.whole_groups; }) {
+    return tile.whole_groups;
+  } else {
+    return false;
+  }
+}
+
+// Rows of a tile that are rows of the sequence.
+template <auto tile>
+FMHA_DEVICE int32_t rows_of_tile(const FwdParams& p) {
+  return whole_groups<tile>() ? tile.block_m / p.gqa_ratio * p.gqa_ratio : tile.block_m;
+}
+
 // What one CTA does next, resolved by the schedule role for all.
 struct Work {
   int32_t num_blocks;   // key blocks, at least 1; 0: there is no more work
@@ -142,7 +158,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
   work.seqlen_q = span.seqlen_q;
   work.seqlen_k = span.seqlen_k;
   // The CTAs of a cluster walk the same key blocks: those that any of their rows sees.
-  constexpr int cluster_rows = tile.block_m * (tile.cluster_heads ? 1 : tile.cluster);
+  const int32_t cluster_rows = rows_of_tile<tile>(p) * (tile.cluster_heads ? 1 : tile.cluster);
   const int32_t cluster_row = at.m_block * cluster_rows;
   work.first_row = cluster_row + (tile.cluster_heads ? 0 : cluster_rank<tile>() * tile.block_m);
   work.num_blocks = 0;

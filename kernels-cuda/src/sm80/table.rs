@@ -1,7 +1,7 @@
 //! Which tile a problem gets, by its head dimensions and by what a multiprocessor has.
 
 use fmha_core::spec::{BiasKind, FwdSpec};
-use fmha_core::{FwdProblem, KvLayout, QLayout, VLayout};
+use fmha_core::{FwdProblem, VLayout};
 
 use super::{
     MOST_SHARES, Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma, value_parts,
@@ -230,13 +230,6 @@ impl Sm80Tile {
 /// Parts of a sequence's keys, at most: two batches of a merging warp's loads.
 const MOST_PARTS: u32 = 256;
 
-/// Lengths that each CTA of a launch in shares reads, at most: 32 at a time, two or three times over.
-const MOST_SCANNED: u32 = 1024;
-
-/// Keys of sequences whose lengths the device alone knows, at least, for shares: below, what is out of balance is less than the launch
-/// that merges.
-const LEAST_SHARED: u32 = 1024;
-
 /// What finding its share costs a CTA, in keys of its multiprocessor's rate: a microsecond.
 const SCAN_KEYS: u64 = 70;
 
@@ -261,16 +254,16 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
         && shared.smem_bytes(&spec) <= room.smem_bytes
         && shared.shares <= MOST_SHARES
         && is_whole_steps(shared.block_n, spec.dtype_v)
-        && problem.dims.batch <= MOST_SCANNED
+        && problem.dims.batch <= split::MOST_SCANNED
         && shared.cut().shares.is_some_and(|shares| shares.takes(problem, shared.block_n.unsigned_abs()));
     let mut parts = tile;
     let has_parts = split::split_keys(problem, tile.block_n) > 0;
-    if has_like_lengths(problem) {
+    if split::has_like_lengths(problem) {
         let (keys, in_shares) = if has_parts { cut(problem, &tile, fits, room) } else { (0, false) };
         parts.split_keys = keys;
         return if in_shares { shared } else { parts };
     }
-    let is_long = has_parts && problem.dims.seqlen_k > LEAST_SHARED;
+    let is_long = has_parts && problem.dims.seqlen_k > split::LEAST_SHARED;
     if fits && is_long && Unlike::new(problem, &shared, room).is_shared() { shared } else { parts }
 }
 
@@ -364,15 +357,6 @@ fn cut(problem: &FwdProblem, tile: &Sm80Tile, takes_shares: bool, room: Room) ->
     let (shared, others) = if is_left { (20, 21) } else { (10, 9) };
     let is_shared = takes_shares && keys > 0 && cost_of_shares * shared < other * others;
     if is_shared { (0, true) } else { (keys as i32, false) }
-}
-
-/// Whether all sequences have the problem's lengths, or there is one, whose length is that of all.
-fn has_like_lengths(problem: &FwdProblem) -> bool {
-    let layout = problem.layout;
-    problem.dims.batch <= 1
-        || (layout.q, layout.kv) == (QLayout::Batch, KvLayout::Strided)
-            && !layout.seqused_q
-            && !layout.seqused_k
 }
 
 #[cfg(test)]

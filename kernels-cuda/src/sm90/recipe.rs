@@ -74,17 +74,15 @@ impl ValuesPlan {
 /// 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5, 141 and 140;
 /// of 16 sequences of 4096 keys 77 and 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
 ///
-/// So it does with what this kernel would walk out of balance, or more than once: few rows over sequences whose lengths the device alone
-/// knows, of which `sm80` walks equal shares; and groups of heads that do not divide this kernel's tiles, which would read the cache
-/// once a head.
+/// So it does with few rows over short sequences, whose tiles are small: 64 sequences of 1024 keys 74 us, this kernel 85; 137 of 128/8
+/// heads and 56 keys 19.4 and 30.6.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
     const MOST_ROWS: u32 = 16;
-    /// Rows of a group that `sm80` multiplies as fast as it reads, about: of 64 it is at the rate of its products.
-    const MOST_SHARED_ROWS: u32 = 32;
+    /// Keys of short sequences.
+    const MOST_SHORT_KEYS: u32 = 1024;
     let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
     let tiles = u64::from(batch) * u64::from(num_heads_kv);
-    let ratio = problem.gqa_ratio();
-    let rows = seqlen_q.saturating_mul(ratio);
+    let rows = seqlen_q.saturating_mul(problem.gqa_ratio());
     // Of FP8 queries nothing was measured.
     let taken =
         !problem.dtypes.qk.is_fp8() && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
@@ -98,15 +96,10 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
             facts.num_sms
         ));
     }
-    if rows <= MOST_SHARED_ROWS && theirs.shares > 0 {
+    if rows <= MOST_ROWS && problem.dims.seqlen_k <= MOST_SHORT_KEYS {
         return Err(format!(
-            "its tiles walk sequences of unlike lengths whole, of which sm80 gives {} CTAs equal shares",
-            theirs.shares
-        ));
-    }
-    if theirs.pack_gqa && !sm90::choose_tile(problem).pack_gqa {
-        return Err(format!(
-            "its tiles would read the cache for each of a group's {ratio} heads, those of sm80 once"
+            "its tiles of 64 rows walk {} keys for {rows} rows, of which sm80 has smaller ones",
+            problem.dims.seqlen_k
         ));
     }
     Ok(())
@@ -124,6 +117,7 @@ fn fitted(
     spec: &FwdSpec,
 ) -> Result<Sm90Tile, String> {
     fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+    tile.place_groups(problem);
     tile.check(spec, problem.gqa_ratio())?;
     if let (Some((axis, stride)), true) = (sm90::odd_bias_stride(problem), tile.bias_stages > 0) {
         return Err(format!(
@@ -133,6 +127,10 @@ fn fitted(
     }
     if tile.split_keys > 0 {
         split::splits(problem).map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
+    }
+    let takes = |shares: split::Shares| shares.takes(problem, tile.block_n.unsigned_abs());
+    if !tile.cut(problem).shares.is_none_or(takes) {
+        return Err(format!("tile shares={}: they count fewer than 2^30 blocks of keys", tile.shares));
     }
     facts.has_room_for(&tile, tile.smem_bytes(spec), tile.cluster)?;
     if problem.arrivals > 0 && !tile.waits_for_keys() {
@@ -211,8 +209,9 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             let grid = Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) };
             row_launch(sm90::PREPARE_NAME, sm90::prepare_values(&spec, &tile), grid, facts)
         });
-        let merge = is_split
-            .then(|| parts::merge(MERGE_NAME, problem, (tile.cut(), at_once.queries, spec.dtype_qk), facts));
+        let merge = is_split.then(|| {
+            parts::merge(MERGE_NAME, problem, (tile.cut(problem), at_once.queries, spec.dtype_qk), facts)
+        });
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         // One shape and one order keep the promise, whatever others would cost.
         let is_priced = !options.batch_invariant;
@@ -245,7 +244,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
                 tile_from.detail(),
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
-                ("schedule", schedule_words(&tile)),
+                ("schedule", schedule_words(&tile, problem)),
             ]
             .into_iter()
             .chain(
@@ -308,7 +307,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             let [merge] = exactly(steps.after())?;
             let at_once = tile.rows_at_once(call.problem);
             for (mut rows, mut parts) in
-                parts::launches(call.problem, tile.cut(), at_once, schedule, workspace)
+                parts::launches(call.problem, tile.cut(call.problem), at_once, schedule, workspace)
             {
                 let mut part = parts.params(&params);
                 let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut rows).cast()];
@@ -370,6 +369,7 @@ impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90 {
     fn modelled_micros(&self, problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {
         let (mut tile, ..) = own_tile(problem, facts);
         fields.iter().try_for_each(|(name, value)| tile.set(name, value)).ok()?;
+        tile.place_groups(problem);
         tile.check(&sm90::spec_of(problem), problem.gqa_ratio()).ok()?;
         tile.modelled_micros(problem, facts.num_sms)
     }
@@ -381,7 +381,7 @@ fn accuracy(tile: &Sm90Tile) -> Accuracy {
     if exact { Accuracy::Exact } else { Accuracy::Fast }
 }
 
-fn schedule_words(tile: &Sm90Tile) -> String {
+fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
     let mut words = vec![format!("{} consumer warpgroups", tile.num_consumers())];
     words.extend(match tile.ping_pong {
         PingPong::Off => None,
@@ -417,7 +417,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
         format!("P V summed in 14 bits and added to f32 after each {} keys{parts}", tile.block_n)
     }));
     words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
-    words.extend(parts::words(tile.cut()));
+    words.extend(parts::words(tile.cut(problem)));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }

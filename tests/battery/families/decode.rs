@@ -37,6 +37,7 @@ pub(crate) fn cases() -> Vec<Case> {
     long(&mut cases);
     split(&mut cases);
     last_keys(&mut cases);
+    groups(&mut cases);
     many_parts(&mut cases);
     tables_apart(&mut cases);
     laws(&mut cases);
@@ -688,6 +689,35 @@ fn split(cases: &mut Vec<Case>) {
                     (problem.scales.descale_k, problem.scales.descale_v) = (head, head);
                 }
                 let mut lengths = used(&mut problem);
+                if let Some(page_size) = page_size {
+                    (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                }
+                push(cases, name, problem, lengths);
+            }
+        }
+    }
+}
+
+/// Groups of heads that divide no tile, over sequences of unlike lengths, 0 among them, whose keys CTAs share.
+fn groups(cases: &mut Vec<Case>) {
+    for (at, heads) in [(6, 2), (5, 1), (12, 2), (14, 2), (24, 2), (13, 1)].into_iter().enumerate() {
+        for (seqlen_q, cache) in
+            [(1, None), (3, None), (8, None), (1, Some(DType::E4m3Fn)), (5, Some(DType::E5m2))]
+        {
+            for page_size in [None, Some(16), Some(64)] {
+                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let stored = cache.map_or("wide".to_owned(), |cache| cache.to_string());
+                let name = format!("decode/groups/{}of{}/{stored}/q{seqlen_q}/{layout}", heads.0, heads.1);
+                let (dtype, head_dim) = [(DType::Bf16, 64), (DType::F16, 128)][at % 2];
+                let sizes = Dims { batch: 5, ..dims(seqlen_q, 1300, heads, head_dim) };
+                let mut problem = masked(dtype, sizes, ["b", "b:200,0"][usize::from(at == 3)]);
+                problem.cache.dtype = cache;
+                if cache.is_some() {
+                    let head = Descale::PerKvHead;
+                    (problem.scales.descale_k, problem.scales.descale_v) = (head, head);
+                }
+                problem.layout.seqused_k = true;
+                let mut lengths = Lengths { seqused_k: vec![1300, 0, 417, 2, 801], ..Lengths::default() };
                 if let Some(page_size) = page_size {
                     (problem, lengths) = in_pages(problem, page_size, lengths, &name);
                 }

@@ -165,7 +165,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if constexpr (tile.shares > 0) {
-    Share<spec, shared(tile)> share{p, schedule};
+    Share<spec, shared(tile)> share{p, schedule, threadIdx.x < 32};
 #pragma unroll 1
     while (!share.is_over()) {
       const Work work = share.next();
