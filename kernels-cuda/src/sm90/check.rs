@@ -281,7 +281,7 @@ mod tests {
             (&[("copy_bytes", "3")], &["copy_bytes", "3"]),
             (&[("pv", "flushed")], &["pv=flushed", "bf16"]),
             (&[("lookahead", "1")], &["lookahead=1", "spare_piece"]),
-            (&[("pack_gqa", "1"), ("cluster", "2")], &["cluster=2", "3", "128"]),
+            (&[("pack_gqa", "1")], &["whole_groups=0", "3", "128"]),
             (&[("wait_anchor", "100")], &["wait_anchor", "100", "64"]),
             (&[("cluster_heads", "1")], &["cluster_heads", "cluster=1"]),
             (&[("cluster", "2"), ("cluster_heads", "1")], &["cluster_heads", "3"]),
@@ -299,7 +299,10 @@ mod tests {
     #[test]
     fn every_field_can_be_set_to_what_it_has_and_to_all_that_tuning_tries() {
         let tile = default_tile(&FwdSpec::plain(DType::F16, 128, MaskKind::Full));
-        for (field, (name, value)) in Sm90Tile::fields().iter().zip(tile.named_values()) {
+        // Groups follow from the problem.
+        let values = tile.named_values().into_iter().filter(|(name, _)| *name != "whole_groups");
+        let fields = Sm90Tile::fields().iter().filter(|field| field.name != "whole_groups");
+        for (field, (name, value)) in fields.zip(values) {
             let mut same = tile;
             same.set(name, &value).unwrap();
             assert_eq!(same, tile, "{name}={value}");
