@@ -110,7 +110,10 @@ impl Shares {
         let blocks = u64::from(problem.dims.seqlen_k.div_ceil(block_n).max(1));
         // A part's first row is counted from its tile's first head.
         let rows = u64::from(problem.dims.num_heads_q) * u64::from(problem.dims.seqlen_q);
-        self.tiles(problem).saturating_mul(blocks) < 1 << 30 && rows < 1 << 30
+        // Shares that make no whole stretch of a sequence's tiles are nobody's.
+        let (count, of_sequence) = (u64::from(self.count), self.tiles_of_sequence(problem).max(1));
+        let taken = count - count % of_sequence;
+        self.tiles(problem).saturating_mul(blocks) < 1 << 30 && rows < 1 << 30 && 8 * taken >= 7 * count
     }
 }
 

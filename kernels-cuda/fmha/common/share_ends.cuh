@@ -1,10 +1,10 @@
-// Split-KV in equal shares (shares.cuh): where each CTA's begins.
+// Split-KV in equal shares (shares.cuh): where each stretch begins.
 #pragma once
 #include <fmha/num.h>
 
 namespace fmha {
 
-// The row of `total` blocks, dealt to CTAs: the first `longer` of them have a block more than `each`.
+// The row of `total` blocks in stretches: the first `longer` of them have a block more than `each`.
 struct Shares {
   int32_t each, longer;
 

@@ -1,17 +1,21 @@
-// Split-KV in equal shares: the blocks of keys that a launch's tiles see lie in one row, sequence after sequence, tile after tile, and
-// each CTA walks as long a piece of it as every other, whatever the lengths.
+// Split-KV in equal shares: of the blocks of keys that a launch's tiles see every CTA walks as many, whatever the lengths.
 //
-//   tiles    |---- sequence 0, head 0 ----|---- sequence 0, head 1 ----|-1-|-1-|---- sequence 2, head 0 ...
-//   CTAs     0           |1          |2          |3          |4          |5          |6          |7
-//   parts    0           |1     |2   |3          |4     |5   |6 |7  |8  |9          |10 ...
+// All tiles of a sequence see the same blocks, one row of them, sequence after sequence. The row is cut into equal stretches, and each is
+// walked by as many CTAs as a sequence has tiles, a tile each, at the same time: rows of neighbouring heads, which lie side by side in
+// memory, are read together.
 //
-// A part is what a CTA walks of a tile: it ends where the CTA's share ends or the tile does, so part n of the launch is that of CTA
-// c and tile t with c + t = n. Nothing is looked up for that but where a sequence begins in the row, which the last CTA, whose
-// share is none of the longer ones, leaves for the merge (`kSharesHeader` words, then a word a sequence and one more).
+//   row      |---- sequence 0 ----|-1-|-2-|-------- sequence 3 --------| ...
+//   stretch  0           |1          |2          |3          |4
+//   parts    0           |1       |2  |3  |4  |5 |6          |7        | ...
+//
+// A part is what a CTA walks of a tile: it ends where the stretch ends or the sequence does, so part n of a tile is that of stretch s and
+// sequence b with s + b = n. Nothing is looked up for that but where a sequence begins in the row, which the last CTA leaves for the merge
+// (`kSharesHeader` words, then a word a sequence and one more).
 #pragma once
 #include <fmha/common/share_ends.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/ptx/collective.cuh>
+#include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
 
 namespace fmha {
@@ -47,32 +51,40 @@ struct Share {
   const FwdParams& p;
   const TileSchedule& schedule;
   const int32_t tiles_of_sequence, lane = threadIdx.x % 32;
-  int32_t at = 0, end = 0, stop = 0;     // of the row: where the CTA stands, where its present share ends, and where its last one does
-  int32_t index = blockIdx.x * shares_a_cta<tile>();  // its present share
-  Shares shares = {0, 0};
-  int32_t i_batch = -1, first_tile = 0;  // the sequence that it stands in, and tiles before that one
-  int32_t begin = 0;                     // of the row: where the sequence begins
+  Shares stretches = {0, 0};
+  int32_t total = 0;                 // blocks of the row
+  int32_t index = blockIdx.x;        // the present share: of a stretch and a tile
+  int32_t stretch = 0, in_sequence = 0;
+  int32_t at = 0, end = 0;           // of the row: where the CTA stands, and where its stretch ends
+  int32_t i_batch = -1, begin = 0;   // the sequence that it stands in, and where that begins in the row
   BlocksOfTile blocks = {0, 0};
 
   // `leaves`: the warp is the one that leaves for the merge how shares were dealt, in the last CTA.
   FMHA_DEVICE Share(const FwdParams& p, const TileSchedule& schedule, bool leaves)
-      : p(p), schedule(schedule), tiles_of_sequence(schedule.num_heads / max(p.batch, 1) * schedule.num_m_blocks) {
-    const int32_t total = sum_of_sequences();
-    shares = Shares::of(total, tile.shares, tile.split_keys / tile.block_n);
-    at = min(shares.begin(index), total);
-    end = min(shares.begin(index + 1), total);
-    stop = min(shares.begin(min(index + shares_a_cta<tile>(), tile.shares)), total);
+      : p(p), schedule(schedule), tiles_of_sequence(max(schedule.num_heads / max(p.batch, 1) * schedule.num_m_blocks, 1)) {
+    total = sum_of_sequences();
+    stretches = Shares::of(total, tile.shares / tiles_of_sequence, tile.split_keys / tile.block_n);
     if (leaves && blockIdx.x + 1 == gridDim.x) leave_for_merge();
-    if (at < stop) find();
+    begin_share();
   }
 
-  // Of sequence `i`, all tiles.
-  FMHA_DEVICE int32_t blocks_of(int32_t i) const { return i < p.batch ? blocks_of_tile<spec, tile>(p, i).count * tiles_of_sequence : 0; }
+  FMHA_DEVICE void begin_share() {
+    stretch = index / tiles_of_sequence;
+    in_sequence = index - stretch * tiles_of_sequence;
+    at = min(stretches.begin(stretch), total);
+    end = min(stretches.begin(stretch + 1), total);
+    if (stretch >= tile.shares / tiles_of_sequence) at = end;  // shares that make no whole stretch
+    if (at < end) find();
+  }
+
+  // Of sequence `i`.
+  FMHA_DEVICE int32_t blocks_of(int32_t i) const { return i < p.batch ? blocks_of_tile<spec, tile>(p, i).count : 0; }
 
   FMHA_DEVICE int32_t sum_of_sequences() const {
     int32_t sum = 0;
-    // Lengths of several at a time are under way.
-#pragma unroll 4
+    // Lines of up to 1024 lengths are under way before the first is waited for.
+    if (p.seqused_k && lane * 32 < p.batch) ptx::prefetch_l1(p.seqused_k + lane * 32);
+#pragma unroll 1
     for (int32_t first = 0; first < p.batch; first += 32) sum += blocks_of(first + lane);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += ptx::shfl_xor(sum, step);
@@ -92,6 +104,7 @@ struct Share {
   // The sequence that the share begins in.
   FMHA_DEVICE void find() {
     int32_t before = 0;
+#pragma unroll 1
     for (int32_t first = 0; first < p.batch; first += 32) {
       const int32_t own = blocks_of(first + lane), up_to = before + scan(own);
       const uint32_t beyond = ptx::vote_ballot(up_to > at);
@@ -107,17 +120,17 @@ struct Share {
   FMHA_DEVICE void enter(int32_t sequence, int32_t from) {
     i_batch = sequence;
     begin = from;
-    first_tile = sequence * tiles_of_sequence;
     blocks = blocks_of_tile<spec, tile>(p, sequence);
   }
 
   FMHA_DEVICE void leave_for_merge() const {
     int32_t* const table = static_cast<int32_t*>(p.workspace) + kSharesAt;
     if (lane == 0) {
-      table[0] = shares.each;
-      table[1] = shares.longer;
+      table[0] = stretches.each;
+      table[1] = stretches.longer;
     }
     int32_t before = 0;
+#pragma unroll 1
     for (int32_t first = 0; first <= p.batch; first += 32) {
       const int32_t own = blocks_of(first + lane), up_to = before + scan(own);
       if (first + lane <= p.batch) table[kSharesHeader + first + lane] = up_to - own;
@@ -125,18 +138,25 @@ struct Share {
     }
   }
 
-  FMHA_DEVICE bool is_over() const { return at >= stop; }
+  // Whether nothing is left, of the present share and of those that the CTA has after it.
+  FMHA_DEVICE bool is_over() {
+    if constexpr (shares_a_cta<tile>() > 1) {
+      while (at >= end && index + int32_t(gridDim.x) < tile.shares) {
+        index += gridDim.x;
+        begin_share();
+      }
+    }
+    return at >= end;
+  }
 
   // The next part of the share; num_blocks 0 where its tile has no rows.
   FMHA_DEVICE Work next() {
-    if (shares_a_cta<tile>() > 1 && at >= end) end = min(shares.begin(++index + 1), stop);
-    while (at >= begin + blocks.count * tiles_of_sequence) enter(i_batch + 1, begin + blocks.count * tiles_of_sequence);
-    const int32_t of_tile = (at - begin) / blocks.count, tile_begin = begin + of_tile * blocks.count;
-    const int32_t upper = min(tile_begin + blocks.count, end);
-    const int32_t head = of_tile / schedule.num_m_blocks, i_m = of_tile - head * schedule.num_m_blocks;
-    const Range keys = {(blocks.first + at - tile_begin) * tile.block_n, (blocks.first + upper - tile_begin) * tile.block_n};
+    while (at >= begin + blocks.count) enter(i_batch + 1, begin + blocks.count);
+    const int32_t upper = min(begin + blocks.count, end);
+    const int32_t head = in_sequence / schedule.num_m_blocks, i_m = in_sequence - head * schedule.num_m_blocks;
+    const Range keys = {(blocks.first + at - begin) * tile.block_n, (blocks.first + upper - begin) * tile.block_n};
     Work work = resolve_rows<spec, tile>(p, {i_batch, head, i_m}, keys);
-    work.part = index + first_tile + of_tile;
+    work.part = (stretch + i_batch) * tiles_of_sequence + in_sequence;
     at = upper;
     return work;
   }

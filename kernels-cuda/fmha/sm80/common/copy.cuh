@@ -47,21 +47,21 @@ FMHA_DEVICE void copy_word(uint32_t to, const Elem* from, int32_t there, const v
 }
 
 // A tile, of whose row r the elements are where `row_of(r)` says (null: zeros); `there_of(r, column)` of the sixteen
-// bytes from a column on are there. Not waited for.
-template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
+// bytes from a column on are there. Not waited for. `unroll`: passes, and chunks of a row, that are unrolled.
+template <int bytes, int threads, int unroll = 64, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
   using Elem = typename Tile::Elem;
   constexpr int word_elems = kWordOf<Elem>;
   constexpr int words = Tile::span / word_elems, step = threads / words;  // words of a row in a span; rows in a pass
   static_assert(threads % words == 0, "a pass takes whole rows");
   const int32_t word = threadIdx.x % words, first_row = threadIdx.x / words;
-#pragma unroll
+#pragma unroll unroll
   for (int pass = 0; pass < ceil_div(Tile::rows, step); ++pass) {
     const int32_t row = first_row + pass * step;
     if (Tile::rows % step != 0 && row >= Tile::rows) break;
     const Elem* from = row_of(row);
     const uint32_t to = tile.address() + fmha::mma::word_offset<Tile>(row, word * word_elems);
-#pragma unroll
+#pragma unroll unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
       const int32_t column = chunk * Tile::span + word * word_elems;
       copy_word<bytes>(to + chunk * Tile::chunk_bytes, from + column, from ? there_of(row, column) : 0, any);
@@ -150,6 +150,22 @@ FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
     for (int e = 0; e < 16; e += bytes) {
       const int32_t there = rows[pass] ? clamp(dim - column - e, 0, bytes) : 0;
       ptx::cp_async<bytes>(tile.word_address(at / Raw::words, at % Raw::words) + e, there > 0 ? static_cast<const void*>(rows[pass] + column + e) : any, there);
+    }
+  }
+}
+
+// The same, row by row and in little code, for the few blocks that are not whole.
+template <int bytes, int dim, int threads, class Raw, class RowOf>
+FMHA_DEVICE void copy_raw_rows(const Raw& tile, const void* any, RowOf row_of) {
+  constexpr int all = Raw::rows * Raw::words;
+#pragma unroll 1
+  for (int32_t at = threadIdx.x; at < all; at += threads) {
+    const int32_t row = at / Raw::words, word = at % Raw::words;
+    const uint8_t* from = row_of(row);
+#pragma unroll
+    for (int e = 0; e < 16; e += bytes) {
+      const int32_t there = from ? clamp(dim - word * 16 - e, 0, bytes) : 0;
+      ptx::cp_async<bytes>(tile.word_address(row, word) + e, there > 0 ? static_cast<const void*>(from + word * 16 + e) : any, there);
     }
   }
 }

@@ -102,6 +102,8 @@ struct Loader {
     }
     if constexpr (widens_cache(spec, tile) && !widens_blocks(spec, tile)) {
       widen_odd_tile<tile.stored, spec.dtype_qk, tile.converts_fp8, threads>(to, descale_of(descales), row_of, there_of);
+    } else if constexpr (widens_cache(spec, tile) && in_a_row && has_few_warps) {
+      copy_raw_rows<bytes, dim, threads>(to, data, row_of);
     } else if constexpr (widens_cache(spec, tile) && in_a_row) {
       copy_raw_tile<bytes, dim, threads>(to, data, [&](int32_t base, int32_t within, int32_t) { return row_of(base + within); });
     } else if constexpr (widens_cache(spec, tile)) {
@@ -109,7 +111,8 @@ struct Loader {
     } else if constexpr (!in_a_row) {
       copy_scattered_tile<bytes, threads>(to, data, scattered_row_of, there_of);
     } else {
-      copy_tile<bytes, threads>(to, data, row_of, there_of);
+      // Blocks that are not whole are few, and their code is not to push other code from the instruction cache.
+      copy_tile<bytes, threads, has_few_warps && bytes >= 4 ? 1 : 64>(to, data, row_of, there_of);
     }
   }
 
