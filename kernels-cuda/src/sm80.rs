@@ -72,6 +72,9 @@ abi_spec! {
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
         /// A block's keys lie in one page, whose rows divide into blocks.
         pub block_in_page: bool = Takes::nothing(),
+        /// Rows of 16 bits in shared memory are whole 128 bytes, with zeros beyond the head dimension, so that few lanes of a warp's
+        /// copies name rows of their own.
+        pub whole_spans: bool = Takes::nothing(),
         /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
         pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
@@ -103,7 +106,7 @@ impl Sm80Tile {
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let (of_qk, of_v) =
-            (row_bytes(spec.head_dim_qk, spec.dtype_qk), row_bytes(spec.head_dim_v, spec.dtype_v));
+            (self.row_bytes(spec.head_dim_qk, spec.dtype_qk), self.row_bytes(spec.head_dim_v, spec.dtype_v));
         let (k, v_block) = (tile_bytes(self.block_n * of_qk), tile_bytes(self.block_n * of_v));
         let blocks = if self.widens_blocks(spec) {
             let (qk, v) = (of_qk / 2, of_v / 2);
@@ -119,6 +122,11 @@ impl Sm80Tile {
         let barriers = if self.tma { self.stages * 32 } else { 0 };
         let quads = round_up(quads + barriers, 1024);
         round_up(tile_bytes(self.block_m * of_qk) + blocks + quads, 1024)
+    }
+
+    /// Bytes of a row in shared memory.
+    const fn row_bytes(&self, head_dim: i32, dtype: DType) -> i32 {
+        if self.whole_spans { 2 * round_up(head_dim, 64) } else { row_bytes(head_dim, dtype) }
     }
 
     /// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory.

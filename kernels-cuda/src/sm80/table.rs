@@ -56,6 +56,7 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         && block_m < tile.block_m
     {
         (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
+        tile.whole_spans = has_broken_spans(&spec, &tile);
         // What is widened in registers serves two sixteens at one's price.
         let one_warp = Sm80Tile { warps: 1, ..tile };
         if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
@@ -68,7 +69,8 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         tile = deal(problem, tile, room);
     } else if rows <= MOST_SHARED_ROWS && seqlen_q <= MOST_SHARED_QUERIES && tile.value_parts == 1 {
         // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be walked in shares.
-        let packed = Sm80Tile { block_m: 64, warps: 4, ..tile };
+        let whole_spans = has_broken_spans(&spec, &tile);
+        let packed = Sm80Tile { block_m: 64, warps: 4, whole_spans, ..tile };
         let shared = deal(problem, packed, room);
         if shared.shares > 0 {
             tile = shared;
@@ -86,6 +88,14 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
 
     tile.vector_store = stores_vectors(problem);
     tile
+}
+
+/// Whether rows of 16 bits end amid 128 bytes, so that spans of the swizzle are 32 or 64.
+fn has_broken_spans(spec: &FwdSpec, tile: &Sm80Tile) -> bool {
+    let dims = [spec.head_dim_qk, spec.head_dim_v];
+    let is_of_16_bits = !spec.dtype_qk.is_fp8() && !spec.dtype_v.is_fp8() && !tile.stored.is_fp8();
+    let is_plain = is_of_16_bits && spec.v_layout == VLayout::RowMajor && tile.value_parts == 1;
+    is_plain && dims.iter().all(|&dim| (65..=256).contains(&dim)) && dims.iter().any(|dim| dim % 64 != 0)
 }
 
 /// The tile for long sequences of a spec.
@@ -128,6 +138,7 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         vector_store: false,
         copy_bytes: 16,
         block_in_page: true,
+        whole_spans: false,
         stored: spec.dtype_qk,
         split_keys: 0,
         fixed_parts: false,

@@ -96,6 +96,13 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
             facts.num_sms
         ));
     }
+    let ours = sm90::choose_tile_in_parts(problem, facts.num_sms);
+    if theirs.shares > 0 && ours.shares > 0 && leaves_shares(problem, tiles, facts) {
+        return Err(format!(
+            "its tiles of {} rows walk shares for {rows} rows, of which sm80 has smaller ones",
+            ours.block_m
+        ));
+    }
     if rows <= MOST_ROWS && problem.dims.seqlen_k <= MOST_SHORT_KEYS {
         return Err(format!(
             "its tiles of 64 rows walk {} keys for {rows} rows, of which sm80 has smaller ones",
@@ -103,6 +110,19 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
         ));
     }
     Ok(())
+}
+
+/// Whether `sm80` walks equal shares faster: few rows of head dims from 65 to 128, or, of fewer, few tiles. An H200, us, `sm80` and
+/// this kernel: 64 sequences of 32/8 heads and 10 to 18577 keys 172 and 181, 28 rows a group 145 and 150, 64 rows 185 and 175; D 64 77
+/// and 62 for 128 sequences, 39 and 44 for 12; D 192 52 and 46, D 256 315 and 312.
+fn leaves_shares(problem: &ValidFwd, tiles: u64, facts: &DeviceFacts) -> bool {
+    let dims = problem.dims;
+    let rows = dims.seqlen_q.saturating_mul(problem.gqa_ratio());
+    match dims.head_dim_qk.max(dims.head_dim_v) {
+        ..=64 => rows <= 16 && tiles <= u64::from(facts.num_sms),
+        65..=128 => rows <= 32,
+        _ => false,
+    }
 }
 
 /// The tile with some fields set, if it fits the problem and the device.
