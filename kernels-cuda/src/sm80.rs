@@ -189,6 +189,11 @@ impl Sm80Tile {
     pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room) {
         let spec = FwdSpec::of(problem);
         self.block_n = default_tile(&spec, room).block_n;
+        self.whole_spans = false;
+        if self.shares > 0 {
+            // The shape in which shares are walked has more blocks at a time than these leave room for.
+            self.fill(&spec, room);
+        }
         self.split_keys = split::fixed_keys(problem, self.block_n);
         (self.fixed_parts, self.shares, self.shares_a_cta) = (self.split_keys > 0, 0, 1);
         let deep = Self { stages: MOST_STAGES, ..*self };

@@ -56,7 +56,8 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         && block_m < tile.block_m
     {
         (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
-        tile.whole_spans = has_broken_spans(&spec, &tile);
+        // Of more rows zeros beyond the head dimension would be multiplied for too long.
+        tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
         // What is widened in registers serves two sixteens at one's price.
         let one_warp = Sm80Tile { warps: 1, ..tile };
         if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
@@ -69,8 +70,7 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         tile = deal(problem, tile, room);
     } else if rows <= MOST_SHARED_ROWS && seqlen_q <= MOST_SHARED_QUERIES && tile.value_parts == 1 {
         // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be walked in shares.
-        let whole_spans = has_broken_spans(&spec, &tile);
-        let packed = Sm80Tile { block_m: 64, warps: 4, whole_spans, ..tile };
+        let packed = Sm80Tile { block_m: 64, warps: 4, ..tile };
         let shared = deal(problem, packed, room);
         if shared.shares > 0 {
             tile = shared;
@@ -229,7 +229,7 @@ impl Sm80Tile {
     /// As many CTAs to a multiprocessor as registers allow, two of four warps, and as many stages, up to two, as they leave
     /// room for: a second CTA's products run beside the first one's loads, a second stage only brings them earlier. Blocks of
     /// 128 keys have one: an H200's D 64 causal at 4096 keys 272 TFLOP/s, with two stages 266, in blocks of 64 keys 243.
-    fn fill(&mut self, spec: &FwdSpec, room: Room) {
+    pub(super) fn fill(&mut self, spec: &FwdSpec, room: Room) {
         let by_registers = (8 / self.warps).max(1);
         let table = *self;
         let of = |stages| Self { stages, ..table }.smem_bytes(spec);

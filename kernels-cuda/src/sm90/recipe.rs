@@ -1,7 +1,7 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
 use crate::schedule::TileSchedule;
-use crate::sm80;
+use crate::sm80::{self, Room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
 use crate::split;
 use fmha_core::abi::DevPtr;
@@ -70,56 +70,63 @@ impl ValuesPlan {
     }
 }
 
-/// Refuses what `sm80` is faster at: one query over a long cache, whose few rows fill one warp's products. An H200, one sequence of
-/// 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5, 141 and 140;
-/// of 16 sequences of 4096 keys 77 and 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
+/// Why a problem that `sm80` takes is left to it: one query over a long cache, whose few rows fill one warp's products. An H200, one
+/// sequence of 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5,
+/// 141 and 140; of 16 sequences of 4096 keys 77 and 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
 ///
-/// So it does with few rows over short sequences, whose tiles are small: 64 sequences of 1024 keys 74 us, this kernel 85; 137 of 128/8
-/// heads and 56 keys 19.4 and 30.6.
-fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
+/// So are few rows over short sequences, whose tiles are small: 64 sequences of 1024 keys 74 us, this kernel 85; 137 of 128/8 heads and
+/// 56 keys 19.4 and 30.6.
+#[must_use]
+pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     const MOST_ROWS: u32 = 16;
     /// Keys of short sequences.
     const MOST_SHORT_KEYS: u32 = 1024;
-    let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
+    let Dims { batch, seqlen_q, seqlen_k, num_heads_kv, .. } = problem.dims;
     let tiles = u64::from(batch) * u64::from(num_heads_kv);
     let rows = seqlen_q.saturating_mul(problem.gqa_ratio());
+    let theirs = sm80::choose_tile(problem, room);
+    if rows <= MOST_ROWS
+        && 4 * tiles <= u64::from(room.num_sms)
+        && theirs.split_keys > 0
+        && theirs.shares == 0
+    {
+        return Some(format!(
+            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",
+            room.num_sms
+        ));
+    }
+    let ours = sm90::choose_tile_in_parts(problem, room.num_sms);
+    if theirs.shares > 0 && ours.shares > 0 && leaves_shares(problem, tiles, room) {
+        return Some(format!(
+            "its tiles of {} rows walk shares for {rows} rows, of which sm80 has smaller ones",
+            ours.block_m
+        ));
+    }
+    (rows <= MOST_ROWS && seqlen_k <= MOST_SHORT_KEYS).then(|| {
+        format!("its tiles of 64 rows walk {seqlen_k} keys for {rows} rows, of which sm80 has smaller ones")
+    })
+}
+
+/// Refuses what is left to `sm80`.
+fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
+    let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
     // Of FP8 queries nothing was measured.
     let taken =
         !problem.dtypes.qk.is_fp8() && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
     if !taken || rows > sm80::MOST_SHORT_ROWS || problem.arrivals > 0 {
         return Ok(());
     }
-    let theirs = sm80::choose_tile(problem, room(facts));
-    if rows <= MOST_ROWS && 4 * tiles <= u64::from(facts.num_sms) && theirs.split_keys > 0 {
-        return Err(format!(
-            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",
-            facts.num_sms
-        ));
-    }
-    let ours = sm90::choose_tile_in_parts(problem, facts.num_sms);
-    if theirs.shares > 0 && ours.shares > 0 && leaves_shares(problem, tiles, facts) {
-        return Err(format!(
-            "its tiles of {} rows walk shares for {rows} rows, of which sm80 has smaller ones",
-            ours.block_m
-        ));
-    }
-    if rows <= MOST_ROWS && problem.dims.seqlen_k <= MOST_SHORT_KEYS {
-        return Err(format!(
-            "its tiles of 64 rows walk {} keys for {rows} rows, of which sm80 has smaller ones",
-            problem.dims.seqlen_k
-        ));
-    }
-    Ok(())
+    leaves_to_sm80(problem, room(facts)).map_or(Ok(()), Err)
 }
 
 /// Whether `sm80` walks equal shares faster: few rows of head dims from 65 to 128, or, of fewer, few tiles. An H200, us, `sm80` and
 /// this kernel: 64 sequences of 32/8 heads and 10 to 18577 keys 172 and 181, 28 rows a group 145 and 150, 64 rows 185 and 175; D 64 77
 /// and 62 for 128 sequences, 39 and 44 for 12; D 192 52 and 46, D 256 315 and 312.
-fn leaves_shares(problem: &ValidFwd, tiles: u64, facts: &DeviceFacts) -> bool {
+fn leaves_shares(problem: &ValidFwd, tiles: u64, room: Room) -> bool {
     let dims = problem.dims;
     let rows = dims.seqlen_q.saturating_mul(problem.gqa_ratio());
     match dims.head_dim_qk.max(dims.head_dim_v) {
-        ..=64 => rows <= 16 && tiles <= u64::from(facts.num_sms),
+        ..=64 => rows <= 16 && tiles <= u64::from(room.num_sms),
         65..=128 => rows <= 32,
         _ => false,
     }

@@ -138,10 +138,16 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
 
 /// Queries of a sequence, at most, whose keys CTAs walk in equal shares.
 const MOST_SHARED_QUERIES: u32 = 32;
-/// Bytes that a CTA reads in a microsecond, alone; that the device reads or writes; and microseconds of a merge. An H200.
+/// Bytes that a CTA reads in a microsecond, alone; that the device reads or writes; and microseconds of a merge and of finding shares.
+/// Fitted to `split/measured.tsv`, which a test holds the choice to.
 const BYTES_OF_ONE: f64 = 70e3;
 const BYTES_OF_ALL: f64 = 3.5e6;
-const MERGE_MICROS: f64 = 5.0;
+const MERGE_MICROS: f64 = 12.0;
+/// Keys of sequences of unlike lengths, of the longest's.
+const MEAN_OF_LONGEST: f64 = 0.125;
+/// What many rows take more in shares, which have every block's maxima, of the time in which the cache is read; and rows.
+const WORK_OF_MAXIMA: f64 = 0.27;
+const MANY_ROWS: u32 = 32;
 
 /// The tile of few queries over sequences whose lengths the device alone knows, where equal shares cost less than the walk of the
 /// longest sequence, as far as there are not many others to begin after it.
@@ -162,11 +168,14 @@ fn in_shares(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Option<Sm90
     let tiles = f64::from(tile.schedule(problem).ok()?.num_tiles.max(1));
     let key_bytes = f64::from(elem_bytes(problem.dtypes.qk)) * f64::from(dims.head_dim_qk + dims.head_dim_v);
     let workers = f64::from(num_sms);
-    let longest = f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ONE * (workers / tiles).min(1.0);
+    let tail = f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ONE * (workers / tiles).clamp(0.5, 1.0);
     let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
     let parts = 1.0 + (workers / tiles).min(1.0);
     let merged = MERGE_MICROS + 2.0 * parts * rows * 4.0 * f64::from(dims.head_dim_v) / BYTES_OF_ALL;
-    if merged > longest {
+    let many = dims.seqlen_q.saturating_mul(problem.gqa_ratio()) > MANY_ROWS;
+    let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv);
+    let read = heads * MEAN_OF_LONGEST * f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ALL;
+    if merged + if many { WORK_OF_MAXIMA * read } else { 0.0 } > tail {
         return None;
     }
     (tile.split_keys, tile.shares) = (tile.block_n, num_sms.cast_signed());
