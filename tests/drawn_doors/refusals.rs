@@ -1,0 +1,759 @@
+//! Drawn calls with one thing wrong: each is refused by the name of what is wrong, before anything runs.
+
+use std::collections::BTreeMap;
+
+use fmha::{Attention, Backend};
+use fmha_c::{FmhaCache, FmhaCall, FmhaGradients, FmhaTensor};
+use fmha_conformance::case::Body;
+use fmha_conformance::tensor::{Operand, Operands};
+use fmha_conformance::tensors::{HostBwd, HostFwd};
+use fmha_core::{
+    Bias, BlockTable, BwdArgs, BwdPlan, BwdProblem, CacheArgs, CacheSlice, DType, Descale, DevSlice,
+    DevSliceMut, DropoutSeed, ElemType, Error, FwdArgs, FwdPlan, FwdProblem, KvLayout, MemorySpace,
+    PlanOptions, QLayout, ScoreArgs, SeqArgs, Shape, Totals, VLayout,
+};
+
+use super::views::forward_of;
+use super::{c, cases, cpu};
+
+/// What was tried of one door, and what of it was not refused by name.
+#[derive(Default)]
+struct Tried {
+    count: usize,
+    wrong: Vec<String>,
+}
+
+impl Tried {
+    fn note(&mut self, name: &str, field: &str, refused: Result<(), String>) {
+        self.count += 1;
+        match refused {
+            Err(text) if text.contains(field) => {}
+            Err(text) => self.wrong.push(format!("{name}: {field} is wrong, and it is said: {text}")),
+            Ok(()) => self.wrong.push(format!("{name}: {field} is wrong, and taken")),
+        }
+    }
+
+    fn end(self, door: &str, least: usize) {
+        println!("wrong calls of {door}: {}, of which {} are not named", self.count, self.wrong.len());
+        assert!(self.wrong.is_empty(), "{}", self.wrong.join("\n"));
+        assert!(self.count >= least, "{door}: {}", self.count);
+    }
+}
+
+/// A wrong fact and the problem that has it.
+type Wrong<T> = (&'static str, T);
+
+/// Two elements along an axis, where one stride for both, or none, is wrong.
+fn has_two(extent: u32) -> bool {
+    extent > 1
+}
+
+fn wrong_problems(sound: &FwdProblem) -> Vec<Wrong<FwdProblem>> {
+    let (dims, layout, dtypes) = (sound.dims, sound.layout, sound.dtypes);
+    let mut all: Vec<Wrong<FwdProblem>> = Vec::new();
+    let mut wrong = |applies: bool, field, change: &dyn Fn(&mut FwdProblem)| {
+        if applies {
+            let mut problem = sound.clone();
+            change(&mut problem);
+            all.push((field, problem));
+        }
+    };
+    wrong(true, "batch", &|problem| problem.dims.batch = u32::MAX);
+    wrong(true, "seqlen_q", &|problem| problem.dims.seqlen_q = u32::MAX);
+    wrong(true, "seqlen_k", &|problem| problem.dims.seqlen_k = u32::MAX);
+    wrong(true, "num_heads_kv", &|problem| problem.dims.num_heads_kv = 0);
+    wrong(true, "num_heads_q", &|problem| problem.dims.num_heads_q = 0);
+    wrong(has_two(dims.num_heads_kv), "num_heads_q", &|problem| problem.dims.num_heads_q += 1);
+    for size in [0, 1025, u32::MAX] {
+        wrong(true, "head_dim_qk", &|problem| problem.dims.head_dim_qk = size);
+        wrong(true, "head_dim_v", &|problem| problem.dims.head_dim_v = size);
+    }
+    wrong(layout.kv.is_paged(), "page_size", &|problem| {
+        problem.layout.kv = KvLayout::Paged { page_size: 0 };
+    });
+    for number in [f32::NAN, f32::INFINITY] {
+        wrong(true, "softmax_scale", &|problem| problem.score.softmax_scale = Some(number));
+    }
+    for number in [f32::NAN, f32::INFINITY, 0.0, -2.0] {
+        wrong(true, "softcap", &|problem| problem.score.softcap = Some(number));
+    }
+    for number in [f32::NAN, 1.0, -0.1] {
+        wrong(true, "p_drop", &|problem| problem.dropout.p_drop = number);
+    }
+    let columns = layout.v == VLayout::ColMajor;
+    wrong(has_two(dims.head_dim_qk), "q", &|problem| problem.strides.q.dim = 2);
+    wrong(has_two(dims.head_dim_qk), "k", &|problem| problem.strides.k.dim = 2);
+    wrong(has_two(dims.head_dim_v) && !columns, "v", &|problem| problem.strides.v.dim = 2);
+    wrong(has_two(dims.seqlen_k) && columns, "v", &|problem| problem.strides.v.seq = 2);
+    wrong(has_two(dims.head_dim_v), "o", &|problem| problem.strides.o.dim = 2);
+    wrong(has_two(dims.num_heads_q), "q", &|problem| problem.strides.q.head = -8);
+    wrong(has_two(dims.num_heads_kv), "k", &|problem| problem.strides.k.head = i64::MAX);
+    wrong(has_two(dims.num_heads_kv), "v", &|problem| problem.strides.v.head = i64::MIN);
+    wrong(has_two(dims.num_heads_q), "o", &|problem| problem.strides.o.head = 0);
+    let other = if dtypes.qk == DType::F32 { DType::F16 } else { DType::F32 };
+    wrong(true, "dtype_v", &|problem| problem.dtypes.v = other);
+    wrong(dtypes.qk != DType::E5m2Fnuz, "dtype_o", &|problem| problem.dtypes.o = DType::E5m2Fnuz);
+    let per_tensor = Descale::PerTensor;
+    wrong(!dtypes.qk.is_fp8(), "descale_q", &|problem| problem.scales.descale_q = per_tensor);
+    wrong(!sound.stored_k().is_fp8(), "descale_k", &|problem| problem.scales.descale_k = per_tensor);
+    wrong(!sound.stored_v().is_fp8(), "descale_v", &|problem| problem.scales.descale_v = per_tensor);
+    wrong(!dtypes.o.is_fp8(), "scale_o", &|problem| problem.scales.scale_o = true);
+    wrong(true, "arrivals", &|problem| problem.arrivals = 65);
+    // Scales of what is no FP8 any more are named first.
+    let unscaled = [sound.scales.descale_k, sound.scales.descale_v] == [Descale::None; 2];
+    wrong(unscaled, "dtype_cache", &|problem| problem.cache.dtype = Some(DType::F16));
+    if let Bias::Elementwise(bias) = sound.score.bias {
+        let mut other = bias;
+        other.dtype = DType::E4m3Fn;
+        wrong(true, "bias", &|problem| problem.score.bias = Bias::Elementwise(other));
+        let mut other = bias;
+        other.strides.dim = 2;
+        wrong(has_two(dims.seqlen_k), "bias", &|problem| problem.score.bias = Bias::Elementwise(other));
+    }
+    if let Some(rotary) = sound.cache.rotary {
+        for dim in [0, 1, dims.head_dim_qk + 2, u32::MAX] {
+            let mut other = rotary;
+            other.dim = dim;
+            wrong(true, "rotary_dim", &|problem| problem.cache.rotary = Some(other));
+        }
+        for max_pos in [0, u32::MAX] {
+            let mut other = rotary;
+            other.max_pos = max_pos;
+            wrong(true, "max_pos", &|problem| problem.cache.rotary = Some(other));
+        }
+        let mut other = rotary;
+        other.dtype = DType::E5m2Fnuz;
+        wrong(true, "rotary.dtype", &|problem| problem.cache.rotary = Some(other));
+    }
+    if let Some(append) = sound.cache.append {
+        let mut other = append;
+        other.seqlen_new = u32::MAX;
+        wrong(true, "seqlen_new", &|problem| problem.cache.append = Some(other));
+        let mut other = append;
+        other.k_new.dim = 2;
+        wrong(has_two(dims.head_dim_qk), "k_new", &|problem| problem.cache.append = Some(other));
+        wrong(true, "append", &|problem| problem.layout.seqused_k = false);
+    }
+    wrong(sound.cache.tree_mask, "tree_mask", &|problem| problem.mask = "t".parse().unwrap());
+    wrong(sound.cache.v_in_k, "v_in_k", &|problem| problem.strides.v.seq += 8);
+    all
+}
+
+fn wrong_gradients(sound: &BwdProblem) -> Vec<Wrong<BwdProblem>> {
+    let dims = sound.fwd.dims;
+    let mut all: Vec<Wrong<BwdProblem>> = wrong_problems(&sound.fwd)
+        .into_iter()
+        .map(|(field, fwd)| {
+            let mut problem = sound.clone();
+            problem.fwd = fwd;
+            (field, problem)
+        })
+        .collect();
+    let mut wrong = |applies: bool, field, change: &dyn Fn(&mut BwdProblem)| {
+        if applies {
+            let mut problem = sound.clone();
+            change(&mut problem);
+            all.push((field, problem));
+        }
+    };
+    wrong(true, "dtype_grad", &|problem| problem.dtype_grad = DType::E5m2);
+    wrong(has_two(dims.head_dim_v), "dout", &|problem| problem.dout.dim = 2);
+    wrong(has_two(dims.head_dim_qk), "dq", &|problem| problem.dq.dim = 2);
+    wrong(has_two(dims.num_heads_kv), "dk", &|problem| problem.dk.head = 0);
+    wrong(has_two(dims.num_heads_kv), "dv", &|problem| problem.dv.head = -1);
+    wrong(!sound.fwd.score.sink, "dsink", &|problem| problem.write_dsink = true);
+    wrong(sound.dbias.is_some(), "dbias", &|problem| problem.fwd.score.bias = Bias::None);
+    wrong(sound.fwd.layout.kv == KvLayout::Strided, "page_size", &|problem| {
+        problem.fwd.layout.kv = KvLayout::Paged { page_size: 16 };
+    });
+    all
+}
+
+/// An operand as slices of it tell it.
+#[derive(Clone, Copy)]
+struct Given {
+    first: *mut u8,
+    bytes: u64,
+    elem: ElemType,
+}
+
+/// A call's operands in host memory, and what else its arguments say.
+#[derive(Clone)]
+struct Arguments {
+    given: BTreeMap<Operand, Given>,
+    totals: Totals,
+    max_pages: u32,
+    dropout: Option<DropoutSeed>,
+    workspace: Option<Given>,
+}
+
+/// The contract's name.
+fn name_of(operand: Operand) -> String {
+    let mut name = String::new();
+    for letter in format!("{operand:?}").chars() {
+        if letter.is_uppercase() && !name.is_empty() {
+            name.push('_');
+        }
+        name.extend(letter.to_lowercase());
+    }
+    name
+}
+
+impl Arguments {
+    fn new(
+        operands: &Operands,
+        (totals, batch): (Totals, u32),
+        dropout: DropoutSeed,
+        scratch: &mut Vec<u64>,
+        bytes: u64,
+    ) -> Self {
+        let given: BTreeMap<Operand, Given> = operands
+            .all()
+            .map(|(operand, tensor)| {
+                let (slice, first) = (tensor.slice(), tensor.elems().as_ptr().cast_mut());
+                (operand, Given { first, bytes: slice.bytes(), elem: slice.elem() })
+            })
+            .collect();
+        let table = given.get(&Operand::BlockTable).map_or(0, |table| table.bytes / 4);
+        // Room for an alignment of 256 bytes.
+        scratch.resize(bytes.div_ceil(8) as usize + 32, 0);
+        let first = scratch.as_mut_ptr().cast::<u8>();
+        let first = first.wrapping_add(first.align_offset(256));
+        let workspace = (bytes > 0).then_some(Given { first, bytes, elem: ElemType::Scratch });
+        let max_pages = (table / u64::from(batch.max(1))) as u32;
+        Self { given, totals, max_pages, dropout: Some(dropout), workspace }
+    }
+
+    fn input(&self, operand: Operand) -> Option<DevSlice<'_>> {
+        let Given { first, bytes, elem } = *self.given.get(&operand)?;
+        // SAFETY: the call is refused before it reads anything, or its operand is whole.
+        Some(unsafe { DevSlice::from_raw(MemorySpace::Host, first, bytes, elem) })
+    }
+
+    fn output(&self, operand: Operand) -> Option<DevSliceMut<'_>> {
+        self.given.get(&operand).map(|given| Self::written(*given))
+    }
+
+    fn written<'a>(Given { first, bytes, elem }: Given) -> DevSliceMut<'a> {
+        // SAFETY: the call is refused before it writes anything.
+        unsafe { DevSliceMut::from_raw(MemorySpace::Host, first, bytes, elem) }
+    }
+
+    fn seq(&self) -> SeqArgs<'_> {
+        SeqArgs::default()
+            .totals(self.totals)
+            .block_table(
+                self.input(Operand::BlockTable).map(|pages| BlockTable { pages, max_pages: self.max_pages }),
+            )
+            .cu_seqlens_new(self.input(Operand::CuSeqlensNew))
+            .cu_seqlens_q(self.input(Operand::CuSeqlensQ))
+            .cu_seqlens_k(self.input(Operand::CuSeqlensK))
+            .seqused_q(self.input(Operand::SequsedQ))
+            .seqused_k(self.input(Operand::SequsedK))
+    }
+
+    fn score(&self) -> ScoreArgs<'_> {
+        let mut score = ScoreArgs::default()
+            .bias(self.input(Operand::Bias))
+            .alibi_slopes(self.input(Operand::AlibiSlopes))
+            .sink(self.input(Operand::Sink))
+            .descale_q(self.input(Operand::DescaleQ))
+            .descale_k(self.input(Operand::DescaleK))
+            .descale_v(self.input(Operand::DescaleV));
+        score.dropout = self.dropout;
+        score
+    }
+
+    fn run_fwd(&self, plan: &FwdPlan) -> Result<(), String> {
+        let empty = || DevSlice::host::<u8>(&[]);
+        let appends = plan.problem().cache.append.is_some();
+        let cached = |operand| -> CacheSlice<'_> {
+            match (self.input(operand), appends) {
+                (None, _) if operand == Operand::V && plan.problem().cache.v_in_k => CacheSlice::InK,
+                (None, _) => empty().into(),
+                (Some(_), true) => self.output(operand).unwrap().into(),
+                (Some(slice), false) => slice.into(),
+            }
+        };
+        let mut args = FwdArgs::new(
+            self.input(Operand::Q).unwrap_or_else(empty),
+            cached(Operand::K),
+            cached(Operand::V),
+            self.output(Operand::O).unwrap_or_else(|| DevSliceMut::host::<u8>(&mut [])),
+        )
+        .lse(self.output(Operand::Lse))
+        .seq(self.seq())
+        .score(self.score())
+        .cache(
+            CacheArgs::default()
+                .k_new(self.input(Operand::KNew))
+                .v_new(self.input(Operand::VNew))
+                .cos(self.input(Operand::Cos))
+                .sin(self.input(Operand::Sin))
+                .tree_mask(self.input(Operand::TreeMask)),
+        )
+        .scale_o(self.input(Operand::ScaleO))
+        .keep_mask(self.output(Operand::KeepMask))
+        .workspace(self.workspace.map(Self::written));
+        said(plan.run(&mut args, &cpu().default_stream()))
+    }
+
+    fn run_bwd(&self, plan: &BwdPlan) -> Result<(), String> {
+        let input = |operand| self.input(operand).unwrap_or_else(|| DevSlice::host::<u8>(&[]));
+        let output = |operand| self.output(operand).unwrap_or_else(|| DevSliceMut::host::<u8>(&mut []));
+        let mut args = BwdArgs::new(
+            [input(Operand::Q), input(Operand::K), input(Operand::V)],
+            [input(Operand::O), input(Operand::Lse), input(Operand::Dout)],
+            [output(Operand::Dq), output(Operand::Dk), output(Operand::Dv)],
+        )
+        .dlse(self.input(Operand::Dlse))
+        .dbias(self.output(Operand::Dbias))
+        .dsink(self.output(Operand::Dsink))
+        .seq(self.seq())
+        .score(self.score())
+        .workspace(self.workspace.map(Self::written));
+        said(plan.run(&mut args, &cpu().default_stream()))
+    }
+
+    /// Every call with one argument wrong, and the argument's name.
+    fn wrong(&self, problem: &FwdProblem, backward: bool) -> Vec<Wrong<Self>> {
+        let mut all = Vec::new();
+        let mut wrong = |field: String, change: &dyn Fn(&mut Self)| {
+            let mut other = self.clone();
+            change(&mut other);
+            // A name that is made lives as long as the test.
+            all.push((&*field.leak(), other));
+        };
+        for (&operand, &Given { bytes, elem, .. }) in &self.given {
+            let name = name_of(operand);
+            if bytes > 0 {
+                wrong(name.clone(), &|other| {
+                    other.given.remove(&operand);
+                });
+                wrong(name.clone(), &|other| other.at(operand).bytes -= 1);
+            }
+            let of_another = match elem {
+                ElemType::Number(DType::F32) => ElemType::I32,
+                ElemType::Bytes => ElemType::Scratch,
+                _ => ElemType::Number(DType::F32),
+            };
+            wrong(name.clone(), &|other| other.at(operand).elem = of_another);
+            if bytes > 0 && elem.size_bytes() > 1 {
+                wrong(name, &|other| other.at(operand).first = other.at(operand).first.wrapping_add(1));
+            }
+        }
+        let spare = self.given[&Operand::Q];
+        let shared = [
+            Operand::CuSeqlensQ,
+            Operand::CuSeqlensK,
+            Operand::SequsedQ,
+            Operand::SequsedK,
+            Operand::BlockTable,
+            Operand::Bias,
+            Operand::AlibiSlopes,
+            Operand::Sink,
+            Operand::DescaleQ,
+            Operand::DescaleK,
+            Operand::DescaleV,
+        ];
+        let forward = [
+            Operand::CuSeqlensNew,
+            Operand::KNew,
+            Operand::VNew,
+            Operand::Cos,
+            Operand::Sin,
+            Operand::TreeMask,
+            Operand::ScaleO,
+            Operand::KeepMask,
+            Operand::Lse,
+        ];
+        let gradients = [Operand::Dlse, Operand::Dbias, Operand::Dsink];
+        let own: &[Operand] = if backward { &gradients } else { &forward };
+        for &operand in shared.iter().chain(own) {
+            if !self.given.contains_key(&operand) {
+                wrong(name_of(operand), &|other| {
+                    other.given.insert(operand, spare);
+                });
+            }
+        }
+        if problem.cache.append.is_none() {
+            let (output, name) = if backward { (Operand::Dq, "dq") } else { (Operand::O, "o") };
+            if spare.bytes > 0 && self.given[&output].bytes > 0 {
+                wrong(name.to_owned(), &|other| other.at(output).first = spare.first);
+            }
+        }
+        let [q, k, pages] = [
+            problem.layout.q == QLayout::Packed,
+            problem.layout.kv == KvLayout::Packed,
+            problem.layout.kv.is_paged(),
+        ];
+        wrong("total_q".to_owned(), &|other| other.totals.total_q = (!q).then_some(4));
+        wrong("total_k".to_owned(), &|other| other.totals.total_k = (!k).then_some(4));
+        wrong("num_pages".to_owned(), &|other| other.totals.num_pages = (!pages).then_some(4));
+        for (wanted, field, set) in [
+            (q, "total_q", (|totals, most| totals.total_q = most) as fn(&mut Totals, Option<u32>)),
+            (k, "total_k", |totals, most| totals.total_k = most),
+            (pages, "num_pages", |totals, most| totals.num_pages = most),
+        ] {
+            if wanted {
+                wrong(field.to_owned(), &|other| set(&mut other.totals, Some(u32::MAX)));
+            }
+        }
+        if pages && problem.dims.seqlen_k > 0 {
+            wrong("block_table".to_owned(), &|other| other.max_pages = 0);
+            wrong("block_table".to_owned(), &|other| other.max_pages = u32::MAX);
+        }
+        if problem.dropout.p_drop > 0.0 {
+            wrong("dropout".to_owned(), &|other| other.dropout = None);
+        }
+        if let Some(Given { bytes, .. }) = self.workspace {
+            wrong("workspace".to_owned(), &|other| other.workspace = None);
+            wrong("workspace".to_owned(), &|other| other.workspace.as_mut().unwrap().bytes = bytes - 1);
+        }
+        all
+    }
+
+    fn at(&mut self, operand: Operand) -> &mut Given {
+        self.given.get_mut(&operand).unwrap()
+    }
+
+    /// Calls whose lengths are wrong, as a plan with `check_lengths` finds; with the memory that they are in.
+    fn wrong_lengths(&self) -> Vec<(&'static str, Vec<i32>, Self)> {
+        let mut all = Vec::new();
+        let keys = self.values(Operand::SequsedK).iter().any(|&keys| keys > 0);
+        let pages = self.totals.num_pages.map_or(0, u32::cast_signed);
+        for (operand, field, is_offset, wrong) in [
+            (Operand::CuSeqlensQ, "cu_seqlens_q", true, i32::MAX),
+            (Operand::CuSeqlensQ, "cu_seqlens_q", true, -1),
+            (Operand::CuSeqlensK, "cu_seqlens_k", true, i32::MAX),
+            (Operand::CuSeqlensK, "cu_seqlens_k", true, -1),
+            (Operand::CuSeqlensNew, "cu_seqlens_new", true, i32::MAX),
+            (Operand::SequsedQ, "seqused_q", false, i32::MAX),
+            (Operand::SequsedQ, "seqused_q", false, -1),
+            (Operand::SequsedK, "seqused_k", false, i32::MAX),
+            (Operand::SequsedK, "seqused_k", false, i32::MIN),
+            (Operand::BlockTable, "block_table", false, pages),
+            (Operand::BlockTable, "block_table", false, -1),
+        ] {
+            let mut values = self.values(operand);
+            if values.is_empty() || operand == Operand::BlockTable && !keys {
+                continue;
+            }
+            match (is_offset, values.last_mut()) {
+                (true, Some(last)) => *last = wrong,
+                _ => values.fill(wrong),
+            }
+            let mut other = self.clone();
+            other.at(operand).first = values.as_mut_ptr().cast();
+            all.push((field, values, other));
+        }
+        all
+    }
+
+    fn values(&self, operand: Operand) -> Vec<i32> {
+        let Some(slice) = self.input(operand) else { return Vec::new() };
+        slice.as_host().unwrap().chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
+    }
+}
+
+/// The words of a refusal that is the caller's fault; other errors begin with what they are.
+fn said<T>(result: Result<T, Error>) -> Result<(), String> {
+    match result {
+        Ok(_) => Ok(()),
+        Err(Error::Problem(error)) => Err(format!("{} {}", error.field, error.text)),
+        Err(error) => Err(format!("no fault of a field? {error}").replace('_', " ")),
+    }
+}
+
+#[test]
+fn a_drawn_problem_with_a_wrong_field_is_refused_by_its_name() {
+    let mut tried = Tried::default();
+    for (name, body) in cases(200) {
+        match &body {
+            Body::Forward(case) => {
+                for (field, problem) in wrong_problems(&case.problem) {
+                    tried.note(&name, field, said(problem.validate().map_err(Error::from)));
+                }
+            }
+            Body::Backward(case) => {
+                for (field, problem) in wrong_gradients(&case.problem) {
+                    tried.note(&name, field, said(problem.validate().map_err(Error::from)));
+                }
+            }
+            _ => {}
+        }
+    }
+    tried.end("problems", 4000);
+}
+
+#[test]
+fn a_drawn_call_with_a_wrong_argument_is_refused_by_its_name() {
+    let mut tried = Tried::default();
+    let options = PlanOptions::default().check_lengths(true);
+    for (name, body) in cases(40) {
+        match &body {
+            Body::Forward(case) => {
+                let host = HostFwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
+                let plan = cpu().plan_fwd(&host.problem, &options).unwrap();
+                let facts = (host.totals, host.problem.dims.batch);
+                let (mut scratch, bytes) = (Vec::new(), plan.workspace().bytes);
+                let sound = Arguments::new(&host.operands, facts, host.dropout, &mut scratch, bytes);
+                for (field, wrong) in sound.wrong(&host.problem, false) {
+                    tried.note(&name, field, wrong.run_fwd(&plan));
+                }
+                for (field, _values, wrong) in sound.wrong_lengths() {
+                    tried.note(&name, field, wrong.run_fwd(&plan));
+                }
+            }
+            Body::Backward(case) => {
+                let host = HostBwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
+                let plan = cpu().plan_bwd(&host.problem, &options).unwrap();
+                let fwd = host.problem.fwd();
+                let (mut scratch, bytes) = (Vec::new(), plan.workspace().bytes);
+                let facts = (host.totals, fwd.dims.batch);
+                let sound = Arguments::new(&host.operands, facts, host.dropout, &mut scratch, bytes);
+                for (field, wrong) in sound.wrong(fwd, true) {
+                    tried.note(&name, field, wrong.run_bwd(&plan));
+                }
+                for (field, _values, wrong) in sound.wrong_lengths() {
+                    tried.note(&name, field, wrong.run_bwd(&plan));
+                }
+            }
+            _ => {}
+        }
+    }
+    tried.end("plans", 1000);
+}
+
+#[test]
+fn drawn_slices_that_do_not_fit_are_refused_by_name() {
+    let mut tried = Tried::default();
+    for (name, body) in cases(200) {
+        let Some((problem, _)) = forward_of(&body) else { continue };
+        let options = Attention::new(problem.dims)
+            .mask(problem.mask)
+            .softmax_scale(problem.score.softmax_scale)
+            .softcap(problem.score.softcap)
+            .backend(Backend::Cpu);
+        let plain = options.problem(DType::F32);
+        let zeros = |shape: Shape| vec![0f32; shape.num_elems() as usize];
+        let (q, k, v) = (zeros(plain.shape_q()), zeros(plain.shape_k()), zeros(plain.shape_v()));
+        let mut refused = |field, q: &[f32], k: &[f32], v: &[f32], options: &Attention| {
+            tried.note(&name, field, said(fmha::attention(q, k, v, options)));
+        };
+        refused("q", &q[1..], &k, &v, &options);
+        refused("k", &q, &k[1..], &v, &options);
+        refused("v", &q, &k, &v[1..], &options);
+        refused("v", &q, &k, &[&v[..], &[0.0]].concat(), &options);
+        refused("softcap", &q, &k, &v, &options.clone().softcap(-1.0));
+        refused("softmax_scale", &q, &k, &v, &options.clone().softmax_scale(f32::NAN));
+        refused("p_drop", &q, &k, &v, &options.clone().dropout(1.0, DropoutSeed::default()));
+        let mut unseeded = options.clone();
+        unseeded.p_drop = 0.5;
+        refused("dropout", &q, &k, &v, &unseeded);
+        let mut heads = options.clone();
+        heads.dims.num_heads_kv = 0;
+        refused("num_heads_kv", &q, &k, &v, &heads);
+    }
+    tried.end("slices", 1000);
+}
+
+/// A C call with what it points to.
+#[derive(Clone)]
+struct CCall {
+    call: FmhaCall,
+    cache: Option<FmhaCache>,
+    gradients: Option<FmhaGradients>,
+}
+
+/// C's own words for some of the contract's fields, and what is wrong with each.
+fn wrong_c_calls(sound: &CCall) -> Vec<Wrong<CCall>> {
+    static NAN: f32 = f32::NAN;
+    static NEGATIVE: f32 = -1.0;
+    let mut all: Vec<Wrong<CCall>> = Vec::new();
+    let mut wrong = |applies: bool, field, change: &dyn Fn(&mut CCall)| {
+        if applies {
+            let mut other = sound.clone();
+            change(&mut other);
+            all.push((field, other));
+        }
+    };
+    let call = sound.call;
+    let has_two = |size: i64| size > 1;
+    wrong(true, "struct_bytes", &|of| of.call.struct_bytes = 8);
+    for number in [-1, 1 << 32, i64::MIN, i64::MAX] {
+        wrong(true, "batch", &|of| of.call.batch = number);
+        wrong(true, "seqlen_q", &|of| of.call.seqlen_q = number);
+        wrong(true, "seqlen_k", &|of| of.call.seqlen_k = number);
+        wrong(true, "num_heads_q", &|of| of.call.num_heads_q = number);
+        wrong(true, "num_heads_kv", &|of| of.call.num_heads_kv = number);
+        wrong(true, "head_dim_qk", &|of| of.call.head_dim_qk = number);
+        wrong(true, "head_dim_v", &|of| of.call.head_dim_v = number);
+        wrong(true, "total_q", &|of| of.call.total_q = number);
+        wrong(true, "total_k", &|of| of.call.total_k = number);
+        wrong(true, "num_pages", &|of| of.call.num_pages = number);
+        wrong(true, "max_pages", &|of| of.call.max_pages = number);
+        wrong(true, "page_size", &|of| of.call.page_size = number);
+    }
+    wrong(true, "num_heads_q", &|of| of.call.num_heads_q = 0);
+    wrong(true, "num_heads_kv", &|of| of.call.num_heads_kv = 0);
+    wrong(true, "head_dim_qk", &|of| of.call.head_dim_qk = 0);
+    wrong(true, "head_dim_v", &|of| of.call.head_dim_v = 1025);
+    wrong(call.cu_seqlens_q.is_null(), "total_q", &|of| of.call.total_q = 4);
+    wrong(call.cu_seqlens_k.is_null(), "total_k", &|of| of.call.total_k = 4);
+    wrong(call.page_size == 0, "num_pages", &|of| of.call.num_pages = 4);
+    wrong(call.page_size == 0, "max_pages", &|of| of.call.max_pages = 4);
+    wrong(call.page_size == 0 && call.cu_seqlens_k.is_null(), "page_size", &|of| of.call.page_size = 4);
+    wrong(call.page_size > 0, "page_size", &|of| of.call.page_size = 0);
+    wrong(has_two(call.head_dim_qk), "q", &|of| of.call.q.dim_stride = 2);
+    wrong(has_two(call.num_heads_q), "q", &|of| of.call.q.head_stride = -1);
+    wrong(has_two(call.head_dim_qk), "k", &|of| of.call.k.dim_stride = i64::MAX);
+    wrong(has_two(call.num_heads_kv), "v", &|of| of.call.v.head_stride = i64::MIN);
+    wrong(has_two(call.num_heads_q), "o", &|of| of.call.o.head_stride = 0);
+    for text in [c"b:1", c"x", c"", c"t:1,2,3,4", c"g:99999999999,0", c"\xff"] {
+        wrong(true, "mask", &|of| of.call.mask = text.as_ptr());
+    }
+    wrong(true, "softmax_scale", &|of| of.call.softmax_scale = &raw const NAN);
+    wrong(true, "softcap", &|of| of.call.softcap = &raw const NEGATIVE);
+    wrong(true, "softcap", &|of| of.call.softcap = &raw const NAN);
+    for number in [f32::NAN, 1.0, -0.5] {
+        wrong(true, "p_drop", &|of| of.call.p_drop = number);
+    }
+    for code in [-1, 7, i32::MIN, i32::MAX] {
+        wrong(true, "dtype_qk", &|of| of.call.dtype_qk = code);
+        wrong(true, "dtype_v", &|of| of.call.dtype_v = code);
+        wrong(true, "dtype_o", &|of| of.call.dtype_o = code);
+        wrong(true, "dtype_bias", &|of| of.call.dtype_bias = code);
+        wrong(true, "v_layout", &|of| of.call.v_layout = code);
+        wrong(true, "alibi_per_batch", &|of| of.call.alibi_per_batch = code);
+        wrong(true, "descale_per_tensor", &|of| of.call.descale_per_tensor = code);
+        wrong(true, "dropout_seeded", &|of| of.call.dropout_seeded = code);
+        wrong(true, "reserved", &|of| of.call.reserved = code);
+    }
+    wrong(call.alibi_slopes.is_null() && call.batch > 0, "alibi_per_batch", &|of| {
+        of.call.alibi_per_batch = 1
+    });
+    fn cache(of: &mut CCall) -> &mut FmhaCache {
+        of.cache.as_mut().unwrap()
+    }
+    if let Some(given) = sound.cache {
+        wrong(true, "struct_bytes", &|of| cache(of).struct_bytes = 0);
+        for number in [-1, 1 << 32, i64::MIN] {
+            wrong(true, "seqlen_new", &|of| cache(of).seqlen_new = number);
+            wrong(true, "total_new", &|of| cache(of).total_new = number);
+            wrong(true, "max_pos", &|of| cache(of).max_pos = number);
+        }
+        wrong(given.cu_seqlens_new.is_null(), "total_new", &|of| cache(of).total_new = 3);
+        for code in [-1, 9, i32::MAX] {
+            wrong(true, "rotary_interleaved", &|of| cache(of).rotary_interleaved = code);
+            wrong(true, "dtype_rotary", &|of| cache(of).dtype_rotary = code);
+            wrong(true, "dtype_cache", &|of| cache(of).dtype_cache = code);
+            wrong(true, "v_in_k", &|of| cache(of).v_in_k = code);
+            wrong(true, "reserved", &|of| cache(of).reserved = code);
+        }
+        wrong(given.rotary_dim > 0, "rotary_dim", &|of| cache(of).rotary_dim = 3);
+        wrong(true, "rotary_dim", &|of| cache(of).rotary_dim = -2);
+        wrong(given.rotary_dim > 0, "rotary_cos", &|of| cache(of).rotary_cos = std::ptr::null());
+        wrong(given.rotary_dim > 0, "rotary_sin", &|of| cache(of).rotary_sin = std::ptr::null());
+        wrong(given.rotary_dim > 0, "max_pos", &|of| cache(of).max_pos = 0);
+        let has_new = given.seqlen_new > 0 && has_two(call.head_dim_qk);
+        wrong(has_new, "k_new", &|of| cache(of).k_new.dim_stride = 2);
+        wrong(!given.k_new.data.is_null(), "k_new", &|of| cache(of).seqlen_new = 0);
+    }
+    fn gradients(of: &mut CCall) -> &mut FmhaGradients {
+        of.gradients.as_mut().unwrap()
+    }
+    if let Some(given) = sound.gradients {
+        wrong(true, "struct_bytes", &|of| gradients(of).struct_bytes = 1);
+        for code in [-1, 7, 2] {
+            wrong(true, "dtype_grad", &|of| gradients(of).dtype_grad = code);
+        }
+        let scores = call.batch > 0 && call.seqlen_q > 0 && call.seqlen_k > 0;
+        wrong(scores, "dbias", &|of| gradients(of).dtype_dbias = 9);
+        wrong(has_two(call.head_dim_v), "dout", &|of| gradients(of).dout.dim_stride = 2);
+        wrong(has_two(call.head_dim_qk), "dq", &|of| gradients(of).dq.dim_stride = 2);
+        wrong(has_two(call.num_heads_kv), "dk", &|of| gradients(of).dk.head_stride = 0);
+        wrong(has_two(call.num_heads_kv), "dv", &|of| gradients(of).dv.head_stride = -1);
+        wrong(call.sink.is_null(), "dsink", &|of| gradients(of).dsink = given.dq.data.cast());
+        wrong(given.dbias.data.is_null() && call.bias.data.is_null() && scores, "dbias", &|of| {
+            gradients(of).dbias = given.dq;
+        });
+    }
+    all
+}
+
+/// Wrong at the run of a plan that was sound.
+fn wrong_c_runs(sound: &CCall) -> Vec<Wrong<CCall>> {
+    let mut all: Vec<Wrong<CCall>> = Vec::new();
+    let mut wrong = |applies: bool, field, change: &dyn Fn(&mut CCall)| {
+        if applies {
+            let mut other = sound.clone();
+            change(&mut other);
+            all.push((field, other));
+        }
+    };
+    let call = sound.call;
+    let null = std::ptr::null_mut();
+    let queries = if call.cu_seqlens_q.is_null() { call.batch * call.seqlen_q } else { call.total_q };
+    let keys = match (call.page_size, call.cu_seqlens_k.is_null()) {
+        (0, true) => call.batch * call.seqlen_k,
+        (0, false) => call.total_k,
+        _ => call.num_pages,
+    };
+    wrong(queries > 0, "q", &|of| of.call.q.data = null);
+    wrong(keys > 0, "k", &|of| of.call.k.data = null);
+    let v_in_k = sound.cache.is_some_and(|cache| cache.v_in_k != 0);
+    wrong(keys > 0 && !v_in_k, "v", &|of| of.call.v.data = null);
+    wrong(queries > 0, "o", &|of| of.call.o.data = null);
+    wrong(!call.lse.is_null() && queries > 0, "lse", &|of| of.call.lse = std::ptr::null_mut());
+    wrong(!call.cu_seqlens_q.is_null(), "cu_seqlens_q", &|of| of.call.cu_seqlens_q = std::ptr::null());
+    wrong(!call.cu_seqlens_k.is_null(), "cu_seqlens_k", &|of| of.call.cu_seqlens_k = std::ptr::null());
+    wrong(!call.seqused_k.is_null(), "seqused_k", &|of| of.call.seqused_k = std::ptr::null());
+    wrong(!call.sink.is_null(), "sink", &|of| of.call.sink = std::ptr::null());
+    wrong(!call.block_table.is_null(), "block_table", &|of| of.call.block_table = std::ptr::null());
+    wrong(!call.alibi_slopes.is_null(), "alibi_slopes", &|of| of.call.alibi_slopes = std::ptr::null());
+    wrong(true, "batch", &|of| of.call.batch += 1);
+    wrong(true, "seqlen_q", &|of| of.call.seqlen_q += 1);
+    wrong(true, "head_dim_v", &|of| of.call.head_dim_v += 1);
+    wrong(true, "p_drop", &|of| of.call.p_drop = 0.123);
+    wrong(true, "batch_stride", &|of| of.call.q.batch_stride += 8);
+    wrong(true, "workspace", &|of| of.call.workspace_bytes = 8);
+    wrong(call.p_drop > 0.0, "dropout", &|of| of.call.dropout_seeded = 0);
+    wrong(sound.gradients.is_some(), "gradients", &|of| of.gradients = None);
+    wrong(sound.cache.is_some(), "cache", &|of| of.cache = None);
+    if let Some(FmhaGradients { dq: FmhaTensor { data, .. }, .. }) = sound.gradients {
+        wrong(!data.is_null() && queries > 0, "dq", &|of| {
+            of.gradients.as_mut().unwrap().dq.data = std::ptr::null_mut();
+        });
+        wrong(queries > 0, "dout", &|of| {
+            of.gradients.as_mut().unwrap().dout.data = std::ptr::null_mut();
+        });
+    }
+    all
+}
+
+#[test]
+fn a_drawn_c_call_with_a_wrong_field_is_refused_by_its_name() {
+    let mut tried = Tried::default();
+    for (name, body) in cases(40) {
+        c::with_call(&body, |call| {
+            // SAFETY: the call's own structs, which it points to.
+            let (cache, gradients) = unsafe { (call.cache.as_ref(), call.gradients.as_ref()) };
+            let sound = CCall { call: *call, cache: cache.copied(), gradients: gradients.copied() };
+            let pointed = |wrong: &CCall| {
+                let mut call = wrong.call;
+                call.cache = wrong.cache.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+                call.gradients = wrong.gradients.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+                call
+            };
+            for (field, wrong) in wrong_c_calls(&sound) {
+                tried.note(&name, field, c::planned(&pointed(&wrong)).map(|_| ()));
+            }
+            let plan = c::planned(call).unwrap();
+            for (field, wrong) in wrong_c_runs(&sound) {
+                tried.note(&name, field, plan.run(&pointed(&wrong)));
+            }
+        });
+    }
+    tried.end("C", 3000);
+}
