@@ -486,6 +486,65 @@ fn a_drawn_problem_with_a_wrong_field_is_refused_by_its_name() {
     tried.end("problems", 4000);
 }
 
+/// Extremes in every number of a problem, one at a time.
+fn extremes(sound: &FwdProblem) -> Vec<FwdProblem> {
+    let mut all = Vec::new();
+    let sizes = [0, 1, 2, 65_535, i32::MAX.unsigned_abs(), u32::MAX - 1, u32::MAX];
+    for (at, size) in (0..12).flat_map(|at| sizes.map(|size| (at, size))) {
+        let mut problem = sound.clone();
+        let dims = &mut problem.dims;
+        match at {
+            0 => dims.batch = size,
+            1 => dims.seqlen_q = size,
+            2 => dims.seqlen_k = size,
+            3 => dims.num_heads_q = size,
+            4 => dims.num_heads_kv = size,
+            5 => dims.head_dim_qk = size,
+            6 => dims.head_dim_v = size,
+            7 => problem.layout.kv = KvLayout::Paged { page_size: size },
+            8 => problem.arrivals = size,
+            9 => (dims.num_heads_q, dims.num_heads_kv) = (size, size),
+            10 => (dims.seqlen_q, dims.seqlen_k) = (size, size),
+            _ => (dims.batch, dims.num_heads_q, dims.num_heads_kv) = (size, size, 1),
+        }
+        all.push(problem);
+    }
+    let steps = [i64::MIN, -1, 0, 1, 1 << 32, i64::MAX / 2, i64::MAX];
+    for (at, step) in (0..16).flat_map(|at| steps.map(|step| (at, step))) {
+        let mut problem = sound.clone();
+        let strides = &mut problem.strides;
+        let tensors = [&mut strides.q, &mut strides.k, &mut strides.v, &mut strides.o];
+        let Some(tensor) = tensors.into_iter().nth(at / 4) else { continue };
+        let axes = [&mut tensor.batch, &mut tensor.seq, &mut tensor.head, &mut tensor.dim];
+        axes.into_iter().skip(at % 4).take(1).for_each(|axis| *axis = step);
+        all.push(problem);
+    }
+    all
+}
+
+#[test]
+fn extremes_in_a_drawn_problem_are_planned_or_refused_by_a_field() {
+    let (mut planned, mut refused) = (0, 0);
+    for (name, body) in cases(100) {
+        let Some((problem, _)) = forward_of(&body) else { continue };
+        for extreme in extremes(problem) {
+            let result = match extreme.clone().validate() {
+                Ok(valid) => cpu().plan_fwd(&valid, &PlanOptions::default()).map(|_| ()),
+                Err(error) => Err(error.into()),
+            };
+            match result {
+                Ok(()) => planned += 1,
+                Err(Error::Problem(error)) if error.text.contains(error.field) => refused += 1,
+                // The CPU's kernel waits for no pieces of keys.
+                Err(Error::Unsupported { .. }) if extreme.arrivals > 0 => refused += 1,
+                Err(error) => panic!("{name}: {error}: {extreme:?}"),
+            }
+        }
+    }
+    println!("extremes: {planned} are planned, {refused} refused");
+    assert!(planned > 1000 && refused > 1000, "{planned} {refused}");
+}
+
 #[test]
 fn a_drawn_call_with_a_wrong_argument_is_refused_by_its_name() {
     let mut tried = Tried::default();
