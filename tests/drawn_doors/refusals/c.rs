@@ -78,7 +78,7 @@ fn wrong_c_calls(sound: &CCall) -> Vec<Wrong<CCall>> {
         wrong(true, "reserved", &|of| of.call.reserved = code);
     }
     wrong(call.alibi_slopes.is_null() && call.batch > 0, "alibi_per_batch", &|of| {
-        of.call.alibi_per_batch = 1
+        of.call.alibi_per_batch = 1;
     });
     fn cache(of: &mut CCall) -> &mut FmhaCache {
         of.cache.as_mut().unwrap()
