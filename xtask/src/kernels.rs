@@ -487,6 +487,23 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(paged|layouts|long|tree)/.*bf16", deal: 1 },
         ..amd("gfx942", NONE)
     },
+    // FP8 caches, to the bits of their 16-bit twins: of the forward's, widened before, and of the decode kernels'.
+    Row {
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/(e5m2/bf16/d96/lengths/q1|latent/e4m3fn/f16)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
+    Row {
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/(e5m2/bf16/d96/lengths/q1|gaps/d208/e5m2/bf16)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..amd("gfx1201", NONE)
+    },
     // Rows that four waves share: latent ones, whose K is read once, and K and V apart.
     Row {
         kernel: Some("cdna_decode"),
