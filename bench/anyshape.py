@@ -45,6 +45,7 @@ parser.add_argument("kit", nargs="?")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--what", choices=("forward", "backward", "deterministic", "fp8", "decode"), default="forward")
 parser.add_argument("--rows", type=int, default=200)
+parser.add_argument("--named", action="store_true", help="decode: the rows that decode_rows.py names, before those drawn")
 parser.add_argument("--peers", default="fa3,cudnn", help="comma-separated; not for deterministic")
 parser.add_argument("--inputs", default="normal", help="comma-separated kinds, one drawn a row")
 parser.add_argument("--below", default="0.85,0.93,0.95", help="bounds whose share of rows is printed")
@@ -119,6 +120,8 @@ sys.path.insert(0, arguments.kit)
 from peers import Workload  # noqa: E402
 
 DECODE = arguments.what == "decode"
+if arguments.named and not DECODE:
+    parser.error("--named rows are decode's")
 if DECODE:
     import decode_rows  # noqa: E402
 
@@ -174,6 +177,8 @@ ROWS = [
     (decode_rows.drawn(draw) if DECODE else problem(draw, arguments.what), draw.choice(arguments.inputs.split(",")))
     for _ in range(arguments.rows)
 ]
+if arguments.named:
+    ROWS[:0] = [(w, "normal") for w in decode_rows.named()]
 PART, PARTS = map(int, arguments.part.split("/"))
 ROWS = ROWS[PART::PARTS]
 

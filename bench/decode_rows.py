@@ -20,6 +20,26 @@ MOST_READ = 3 << 30  # bytes of K and V in use
 MOST_CACHE = 24 << 30  # bytes of contiguous caches, rows past a sequence's length included
 LEAST_READ = 1 << 18
 PAGES = (1, 2, 8, 16, 16, 16, 32, 64, 64, 128)
+# Rows without a seed, of models that are served: sequences, heads, tokens, the shortest and the longest length, and words
+# of Decode. Lengths are even in the logarithm, the two bounds among them.
+NAMED = (
+    (24, 28, 4, 1, 5000, 5000, {}),
+    (7, 96, 8, 1, 3000, 3000, {}),
+    (12, 24, 3, 1, 8192, 8192, dict(head_dim=64)),
+    (1, 28, 4, 1, 777, 777, {}),
+    (1, 28, 4, 1, 9000, 9000, {}),
+    (1, 40, 8, 1, 200_000, 200_000, {}),
+    (64, 32, 8, 1, 1024, 1024, {}),
+    (1, 32, 8, 1, 1024, 1024, {}),
+    *((*mixed, dict(page_size=page_size)) for page_size in (0, 16, 64) for mixed in (
+        (16, 28, 4, 1, 1, 64574), (64, 32, 8, 1, 10, 18577), (100, 40, 8, 1, 204, 7813), (8, 64, 8, 1, 123, 41834)
+    )),
+    *((32, 32, 8, tokens, 100, 16000, dict(page_size=64)) for tokens in (3, 5, 7)),
+    *((16, 32, 8, 1, length, length, dict(page_size=page_size)) for page_size in (0, 64) for length in (4096, 32768)),
+    (16, 32, 8, 1, 4096, 4096, dict(cache="e4m3")),
+    (16, 32, 8, 1, 32768, 32768, dict(cache="e4m3")),
+    (64, 32, 8, 1, 10, 18577, dict(cache="e4m3", page_size=64)),
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +132,16 @@ def drawn(draw: random.Random) -> Decode:
         cached = 0 if w.page_size else w.batch * w.longest * w.row_bytes
         if w.num_heads_q <= 128 and LEAST_READ <= w.bytes <= MOST_READ and cached <= MOST_CACHE:
             return w
+
+
+def named() -> list[Decode]:
+    rows = []
+    for batch, heads, heads_kv, tokens, least, most, words in NAMED:
+        draw = random.Random(f"{batch} {least} {most}")
+        between = (round(math.exp(draw.uniform(math.log(least), math.log(most)))) for _ in range(batch - 2))
+        lengths = (most, *between, least)[:batch]
+        rows.append(Decode(tokens, heads, heads_kv, lengths=lengths, **dict(dict(head_dim=128), **words)))
+    return rows
 
 
 def make_inputs(w: Decode, device="cuda") -> list:

@@ -1,7 +1,8 @@
 //! Renders kernels for inspection or for a bench outside Rust: one folder a kernel, with its entry,
 //! its headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input, where fields
 //! are those of `FwdSpec` and `Sm90Tile`; what is not named has its default. With `kernel=sm100` fields are those of
-//! `Sm100Tile`, with `kernel=sm90_mla` those of `Sm90MlaTile`, and the folder is for the check of registers alone.
+//! `Sm100Tile`, with `kernel=sm90_mla` those of `Sm90MlaTile`, with `kernel=sm80` those of `Sm80Tile`, and the folder is for the check
+//! of registers alone.
 //!
 //! `echo 'd128 dtype=bf16 dim=128 mask=Upper block_n=128' | cargo run --example render -- out`
 
@@ -13,6 +14,7 @@ use fmha_core::fields::Fields as _;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
+use fmha_kernels_cuda::sm80::{self, Room};
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 use fmha_kernels_cuda::sm90_mla::{self, Sm90MlaTile};
 use fmha_kernels_cuda::sm100;
@@ -57,6 +59,20 @@ fn main() -> Result<(), Box<dyn Error>> {
                 }
             }
             write(&out.join(name), &sm90_mla::fwd(&spec, &tile), "arch=sm_90a\n")?;
+            continue;
+        }
+        if fields.contains(&("kernel", "sm80")) {
+            let mut tile = sm80::default_tile(&spec, Room { smem_bytes: 232_448, num_sms: 132 });
+            for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
+                match field {
+                    "kernel" => {}
+                    "stored" => (tile.stored, tile.converts_fp8) = (value.parse()?, true),
+                    _ if of_spec => {}
+                    _ => tile.set(field, value)?,
+                }
+            }
+            tile.check().map_err(|why| format!("{name}: {why}"))?;
+            write(&out.join(name), &sm80::fwd(&spec, &tile), "arch=sm_90a\n")?;
             continue;
         }
         let mut tile = sm90::default_tile(&spec);

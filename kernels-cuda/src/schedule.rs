@@ -55,7 +55,13 @@ pub(crate) struct UnitOfWork {
 /// one block could wait for itself.
 pub(crate) const WORK_SLOTS: i32 = 3;
 /// Bytes of what it knows of each, the device's `Work`.
-pub(crate) const WORK_BYTES: i32 = 18 * 4;
+pub(crate) const WORK_BYTES: i32 = 19 * 4;
+
+/// Word of the workspace where a launch in shares leaves for the merge how they were dealt (`common/shares.cuh`), behind the tile
+/// counter's line.
+pub(crate) const SHARES_AT: u64 = 64;
+/// Words of that before each sequence's.
+pub(crate) const SHARES_HEADER: u64 = 2;
 
 /// Most tiles of a schedule. The atomic counter runs on past the last one by a claim for each CTA, and a tile may be
 /// two CTAs: both stay below 2^31.
@@ -139,7 +145,9 @@ pub(crate) fn header() -> Header {
     let text = format!(
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n\
          // Tiles that a CTA knows at a time, and the bytes of what it knows of each (Work).\n\
-         constexpr int kWorkSlots = {WORK_SLOTS};\nconstexpr int kWorkBytes = {WORK_BYTES};\n\n}}  // namespace fmha\n",
+         constexpr int kWorkSlots = {WORK_SLOTS};\nconstexpr int kWorkBytes = {WORK_BYTES};\n\n\
+         // Words of the workspace before those that say how shares were dealt, and of these before each sequence's.\n\
+         constexpr int kSharesAt = {SHARES_AT};\nconstexpr int kSharesHeader = {SHARES_HEADER};\n\n}}  // namespace fmha\n",
         TileOrder::c_definition(),
         TileSchedule::c_definition()
     );

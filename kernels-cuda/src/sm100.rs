@@ -143,7 +143,7 @@ impl Sm100Tile {
     /// How it cuts the keys of sequences.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
-        split::Cut { keys: self.split_keys, block_n: self.block_n, fixed: false }
+        split::Cut { keys: self.split_keys, block_n: self.block_n, fixed: false, shares: None }
     }
 
     /// CTAs to launch.

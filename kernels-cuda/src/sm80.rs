@@ -11,7 +11,7 @@ use crate::operands::{
 };
 use crate::round_up;
 use crate::schedule::{self, TileSchedule, UnitOfWork};
-use crate::split::{self, Cut, RowsAtOnce};
+use crate::split::{self, Cut, RowsAtOnce, Shares};
 use crate::tree_mask;
 
 pub mod recipe;
@@ -19,11 +19,17 @@ mod table;
 
 pub use table::{Room, choose_tile, default_tile};
 
+/// Rows of a short query, whose group's heads are side by side where that saves rows, and whose keys are cut.
+pub const MOST_SHORT_ROWS: u32 = 64;
+
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm80";
 
 /// Blocks of K, and of V, in shared memory at a time, at most.
 const MOST_STAGES: i32 = 4;
+
+/// CTAs that walk shares, at most.
+const MOST_SHARES: i32 = 1 << 16;
 
 /// Elements of O that a warp's registers hold beside fragments of FP8 on their way: two sixteens of rows of 128.
 const MOST_RAW_OUTPUT: i32 = 32 * 128;
@@ -66,12 +72,20 @@ abi_spec! {
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
         /// A block's keys lie in one page, whose rows divide into blocks.
         pub block_in_page: bool = Takes::nothing(),
+        /// Rows of 16 bits in shared memory are whole 128 bytes, with zeros beyond the head dimension, so that few lanes of a warp's
+        /// copies name rows of their own.
+        pub whole_spans: bool = Takes::nothing(),
         /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
         pub stored: DType = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 64, 256, 512, 1024]),
         /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts follow the longest one.
         pub fixed_parts: bool = Takes::all(),
+        /// With `split_keys`: equal shares of all tiles' blocks, `split_keys` keys each at least, that CTAs walk; 0: a
+        /// CTA a tile, or a tile's part.
+        pub shares: i32 = Takes::within(0, MOST_SHARES),
+        /// With `shares`: how many of them a CTA walks, one after another, where a multiprocessor holds fewer CTAs.
+        pub shares_a_cta: i32 = Takes::within(1, 64),
         /// The device converts from e4m3, in which a cache may be stored.
         pub converts_fp8: bool = Takes::nothing(),
         /// The next grid, the merge of the parts, may start while this one ends (programmatic dependent launch).
@@ -92,7 +106,7 @@ impl Sm80Tile {
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let (of_qk, of_v) =
-            (row_bytes(spec.head_dim_qk, spec.dtype_qk), row_bytes(spec.head_dim_v, spec.dtype_v));
+            (self.row_bytes(spec.head_dim_qk, spec.dtype_qk), self.row_bytes(spec.head_dim_v, spec.dtype_v));
         let (k, v_block) = (tile_bytes(self.block_n * of_qk), tile_bytes(self.block_n * of_v));
         let blocks = if self.widens_blocks(spec) {
             let (qk, v) = (of_qk / 2, of_v / 2);
@@ -108,6 +122,11 @@ impl Sm80Tile {
         let barriers = if self.tma { self.stages * 32 } else { 0 };
         let quads = round_up(quads + barriers, 1024);
         round_up(tile_bytes(self.block_m * of_qk) + blocks + quads, 1024)
+    }
+
+    /// Bytes of a row in shared memory.
+    const fn row_bytes(&self, head_dim: i32, dtype: DType) -> i32 {
+        if self.whole_spans { 2 * round_up(head_dim, 64) } else { row_bytes(head_dim, dtype) }
     }
 
     /// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory.
@@ -139,7 +158,17 @@ impl Sm80Tile {
     /// How it cuts the keys of sequences.
     #[must_use]
     pub const fn cut(&self) -> Cut {
-        Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts }
+        let shares = Shares {
+            count: self.shares.unsigned_abs(),
+            block_m: self.block_m.unsigned_abs(),
+            pack_gqa: self.pack_gqa,
+        };
+        Cut {
+            keys: self.split_keys,
+            block_n: self.block_n,
+            fixed: self.fixed_parts,
+            shares: if self.shares > 0 { Some(shares) } else { None },
+        }
     }
 
     /// The queries of a call whose parts lie in the workspace at a time.
@@ -160,8 +189,13 @@ impl Sm80Tile {
     pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room) {
         let spec = FwdSpec::of(problem);
         self.block_n = default_tile(&spec, room).block_n;
+        self.whole_spans = false;
+        if self.shares > 0 {
+            // The shape in which shares are walked has more blocks at a time than these leave room for.
+            self.fill(&spec, room);
+        }
         self.split_keys = split::fixed_keys(problem, self.block_n);
-        self.fixed_parts = self.split_keys > 0;
+        (self.fixed_parts, self.shares, self.shares_a_cta) = (self.split_keys > 0, 0, 1);
         let deep = Self { stages: MOST_STAGES, ..*self };
         let ctas = room.ctas(deep.smem_bytes(&spec));
         let tiles = self.schedule(problem).map_or(u32::MAX, |schedule| schedule.num_tiles.unsigned_abs());
@@ -170,7 +204,8 @@ impl Sm80Tile {
         }
     }
 
-    /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`.
+    /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`; shares are given up for
+    /// keys that are not cut, and for fixed parts.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
@@ -179,6 +214,9 @@ impl Sm80Tile {
         self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
         if block_n != self.block_n {
             self.split_keys = round_up(self.split_keys, self.block_n);
+        }
+        if (name == "split_keys" && self.split_keys == 0) || (name == "fixed_parts" && self.fixed_parts) {
+            self.shares = 0;
         }
         Ok(())
     }
@@ -207,6 +245,14 @@ impl Sm80Tile {
             return Err(format!(
                 "tile tma=1 with split_keys={} and value_parts={}: TMA brings whole sequences, for warps with rows of their own",
                 self.split_keys, self.value_parts
+            ));
+        }
+        if self.shares > 0 && (self.split_keys == 0 || self.fixed_parts) {
+            return Err(format!(
+                "tile shares={} with split_keys={} and fixed_parts={}: shares have so many keys at least, and no fixed number",
+                self.shares,
+                self.split_keys,
+                i32::from(self.fixed_parts)
             ));
         }
         if self.num_threads() * self.ctas > MAX_THREADS {

@@ -9,7 +9,7 @@ use crate::operands::swizzle_span;
 use crate::round_up;
 pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::schedule::{UnitOfWork, WORK_BYTES, WORK_SLOTS};
-use crate::split::{self, Cut, RowsAtOnce};
+use crate::split::{self, Cut, RowsAtOnce, Shares};
 
 mod accepts;
 mod check;
@@ -107,6 +107,8 @@ abi_spec! {
         pub vote_after: i32 = Takes::within(1, 1 << 20).tuned_over(&[2, 4, 16]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
+        /// With `pack_gqa`: a group's heads do not divide `block_m`. A tile has whole groups, and rows that are left over.
+        pub whole_groups: bool = Takes::nothing(),
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
         /// any cap.
         pub fast_softcap: bool,
@@ -139,8 +141,14 @@ abi_spec! {
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 512, 1024, 2048, 4096]),
         /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts follow the longest one.
         pub fixed_parts: bool = Takes::all(),
+        /// With `split_keys`: CTAs of the launch, which walk equal shares of all tiles' blocks, `split_keys` keys each at least; 0: a
+        /// tile, or its part, at a time.
+        pub shares: i32 = Takes::within(0, MOST_SHARES),
     }
 }
+
+/// CTAs that walk shares, at most.
+const MOST_SHARES: i32 = 1 << 16;
 
 /// Shared memory that one CTA can have, bytes.
 pub const MAX_SMEM_BYTES: i32 = 232_448;
@@ -221,24 +229,42 @@ impl Sm90Tile {
         TileSchedule::new(
             problem,
             UnitOfWork {
-                rows: self.block_m * row_blocks,
+                rows: self.rows_of_tile(problem) * row_blocks,
                 heads,
                 pack_gqa: self.pack_gqa,
-                kv_parts: self.cut().num_parts(problem) as i32,
+                kv_parts: self.cut(problem).num_parts(problem) as i32,
             },
         )
     }
 
     /// How it cuts the keys of sequences.
     #[must_use]
-    pub const fn cut(&self) -> Cut {
-        Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts }
+    pub fn cut(&self, problem: &FwdProblem) -> Cut {
+        let shares = (self.shares > 0).then(|| Shares {
+            count: self.shares.unsigned_abs(),
+            block_m: self.rows_of_tile(problem).unsigned_abs(),
+            pack_gqa: self.pack_gqa,
+        });
+        Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts, shares }
+    }
+
+    /// What follows of a tile's fields from how many query heads a kv head has.
+    pub fn place_groups(&mut self, problem: &FwdProblem) {
+        let ratio = problem.gqa_ratio().max(1);
+        self.whole_groups = self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(ratio);
+    }
+
+    /// Rows of a tile that are rows of a sequence.
+    #[must_use]
+    pub fn rows_of_tile(&self, problem: &FwdProblem) -> i32 {
+        let ratio = problem.gqa_ratio().max(1).cast_signed();
+        if self.whole_groups { self.block_m / ratio * ratio } else { self.block_m }
     }
 
     /// The queries of a call whose parts lie in the workspace at a time.
     #[must_use]
     pub fn rows_at_once(&self, problem: &FwdProblem) -> RowsAtOnce {
-        self.cut().rows_at_once(problem, self.block_m, self.pack_gqa)
+        self.cut(problem).rows_at_once(problem, self.rows_of_tile(problem), self.pack_gqa)
     }
 
     /// The orders that the tiles of a call may have, the tile's own first, with what the model says of each. Empty where the
@@ -305,6 +331,9 @@ impl Sm90Tile {
     /// CTAs to launch.
     #[must_use]
     pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {
+        if self.shares > 0 {
+            return self.shares.unsigned_abs();
+        }
         let tiles = schedule.num_tiles.max(1).unsigned_abs();
         let cluster = self.cluster.unsigned_abs();
         cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
@@ -317,7 +346,7 @@ impl Sm90Tile {
         let table = default_tile(spec);
         (self.block_n, self.wait_anchor) = (table.block_n, table.wait_anchor);
         self.skip_row_max = false;
-        (self.split_keys, self.fixed_parts) = (0, false);
+        (self.split_keys, self.fixed_parts, self.shares) = (0, false, 0);
     }
 
     /// As parts are launched, before a merge that starts while they end: they are alike, so no counter is cleared and asked;
@@ -335,7 +364,7 @@ impl Sm90Tile {
         }
         (self.cluster, self.cluster_heads, self.prepare_v) = (1, false, PrepareV::InTile);
         self.launch_beside_merge();
-        (self.split_keys, self.fixed_parts) = (keys, true);
+        (self.split_keys, self.fixed_parts, self.shares) = (keys, true, 0);
     }
 
     /// Whether one thread loads K and V, which can wait for those that come while the kernel runs.
@@ -356,7 +385,7 @@ impl Sm90Tile {
     #[must_use]
     pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
         let zeroed_bytes = self.counter_bytes(schedule, num_sms);
-        let parts = self.cut().workspace_bytes(problem, self.rows_at_once(problem).queries);
+        let parts = self.cut(problem).workspace_bytes(problem, self.rows_at_once(problem).queries);
         Workspace { bytes: parts.max(zeroed_bytes), zeroed_bytes }
     }
 

@@ -76,7 +76,7 @@ impl Sm90MlaTile {
     /// How it cuts the keys.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
-        split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: false }
+        split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: false, shares: None }
     }
 
     /// Sets one field from its name and value.

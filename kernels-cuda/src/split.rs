@@ -1,15 +1,17 @@
 //! Split-KV: a short query's keys in parts, each a tile of its own, whose O and LSE a second kernel merges.
 //!
-//! Where the parts of a sequence end is decided on the device, by its own length and by how many parts the longest has
-//! (`common/part_keys.cuh`): no length is needed on the host, and a graph of a call replays with any.
+//! Where the parts of a sequence end is decided on the device: by its own length and by how many parts the longest has
+//! (`common/part_keys.cuh`), or so that all CTAs walk as many blocks of keys, whatever the lengths (`common/shares.cuh`). No length is
+//! needed on the host, and a graph of a call replays with any.
 
 pub(crate) mod launch;
 
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams, View};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, FwdProblem, abi_struct};
+use fmha_core::{DType, FwdProblem, KvLayout, QLayout, abi_struct};
 
+use crate::schedule::{self, SHARES_AT, SHARES_HEADER};
 use crate::tree_mask;
 
 /// Threads of a CTA of the merging kernel.
@@ -22,8 +24,8 @@ const LEAST_KEYS: i32 = 256;
 /// Parts of a sequence, at most: beyond, parts are longer.
 const MOST_PARTS: u32 = 128;
 
-/// Where the parts begin in the workspace; the tile counter is before them.
-const FIRST_BYTE: u64 = 256;
+/// Where the parts begin in the workspace, and before them how shares were dealt; the tile counter is before both.
+const FIRST_BYTE: u64 = 4 * SHARES_AT;
 
 abi_struct! {
     /// The partial results, a kernel argument: part after part, each `[batch, num_heads_q, seqlen_q]`, of packed
@@ -33,6 +35,8 @@ abi_struct! {
         pub o: DevPtr<f32>,
         /// Natural log-sum-exp.
         pub lse: DevPtr<f32>,
+        /// How shares were dealt (`common/shares.cuh`), where parts end where CTAs' shares do.
+        pub shares: DevPtr<i32>,
         /// Elements from row to row of `o`: a multiple of 4.
         pub row: i32,
         /// Parts of the longest sequence, and at most of any.
@@ -45,7 +49,77 @@ abi_struct! {
         pub first_row: i32,
         /// Queries of every sequence and head whose parts these are.
         pub num_rows: i32,
+        /// Of parts that end where CTAs' shares do: query heads of a tile's rows,
+        pub heads: i32,
+        /// rows of a tile,
+        pub block_m: i32,
+        /// tiles of a head's or group's rows,
+        pub row_blocks: i32,
+        /// and tiles of a sequence.
+        pub tiles: i32,
     }
+}
+
+/// How all tiles' blocks of keys are dealt to CTAs in equal shares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shares {
+    /// CTAs.
+    pub count: u32,
+    /// Rows of a tile.
+    pub block_m: u32,
+    /// Rows are (query, head of a kv head's group) pairs.
+    pub pack_gqa: bool,
+}
+
+impl Shares {
+    /// Query heads of a tile's rows.
+    fn heads(self, problem: &FwdProblem) -> u32 {
+        if self.pack_gqa { problem.gqa_ratio() } else { 1 }
+    }
+
+    /// Tiles of a head's rows, or of those of its group.
+    fn row_blocks(self, problem: &FwdProblem) -> u32 {
+        problem.dims.seqlen_q.saturating_mul(self.heads(problem)).div_ceil(self.block_m).max(1)
+    }
+
+    /// Tiles of a sequence.
+    fn tiles_of_sequence(self, problem: &FwdProblem) -> u64 {
+        u64::from(problem.dims.num_heads_q / self.heads(problem).max(1)) * u64::from(self.row_blocks(problem))
+    }
+
+    /// Tiles of a call.
+    fn tiles(self, problem: &FwdProblem) -> u64 {
+        u64::from(problem.dims.batch).saturating_mul(self.tiles_of_sequence(problem))
+    }
+
+    /// Rows of all parts: a part ends with a share or with a tile.
+    fn part_rows(self, problem: &FwdProblem) -> u64 {
+        let rows = u64::from(self.heads(problem)) * u64::from(problem.dims.seqlen_q);
+        self.tiles(problem).saturating_add(self.count.into()).saturating_mul(rows)
+    }
+
+    /// Parts of a tile at most, where other sequences may be short.
+    fn most_parts(self, problem: &FwdProblem, block_n: u32) -> u32 {
+        let parts = u64::from(self.count) / self.tiles_of_sequence(problem).max(1) + 2;
+        problem.dims.seqlen_k.div_ceil(block_n).max(1).min(parts.min(u32::MAX.into()) as u32)
+    }
+
+    /// Whether the device counts so many blocks.
+    #[must_use]
+    pub fn takes(self, problem: &FwdProblem, block_n: u32) -> bool {
+        let blocks = u64::from(problem.dims.seqlen_k.div_ceil(block_n).max(1));
+        // A part's first row is counted from its tile's first head.
+        let rows = u64::from(problem.dims.num_heads_q) * u64::from(problem.dims.seqlen_q);
+        // Shares that make no whole stretch of a sequence's tiles are nobody's.
+        let (count, of_sequence) = (u64::from(self.count), self.tiles_of_sequence(problem).max(1));
+        let taken = count - count % of_sequence;
+        self.tiles(problem).saturating_mul(blocks) < 1 << 30 && rows < 1 << 30 && 8 * taken >= 7 * count
+    }
+}
+
+/// Bytes of how shares were dealt: whole 16, behind which the parts' O may follow.
+fn dealt_bytes(problem: &FwdProblem) -> u64 {
+    (4 * (SHARES_HEADER + u64::from(problem.dims.batch) + 1)).next_multiple_of(16)
 }
 
 /// How a tile cuts the keys of sequences.
@@ -57,14 +131,16 @@ pub struct Cut {
     pub block_n: i32,
     /// Parts are counted from each sequence's first key, whatever the longest's length.
     pub fixed: bool,
+    /// Parts end where CTAs' equal shares of all tiles' blocks do, each of `keys` at least.
+    pub shares: Option<Shares>,
 }
 
 impl Cut {
-    /// Parts that a launch has for each sequence, by the longest; 1 where keys are not cut.
+    /// Parts that a launch has for each sequence, by the longest; 1 where keys are not cut, and where each CTA has a share.
     #[must_use]
     pub fn num_parts(self, problem: &FwdProblem) -> u32 {
         let keys = self.keys.unsigned_abs();
-        if keys == 0 { 1 } else { problem.dims.seqlen_k.div_ceil(keys).max(1) }
+        if keys == 0 || self.shares.is_some() { 1 } else { problem.dims.seqlen_k.div_ceil(keys).max(1) }
     }
 
     /// Workspace of the parts of so many queries, the tile counter's bytes before them included; 0 where there are none.
@@ -73,9 +149,21 @@ impl Cut {
         if self.keys == 0 {
             return 0;
         }
-        rows_of(problem, queries, self.num_parts(problem))
+        self.part_rows(problem, queries)
             .saturating_mul(row_bytes(problem))
-            .saturating_add(FIRST_BYTE + 16)
+            .saturating_add(FIRST_BYTE + self.dealt_bytes(problem) + 16)
+    }
+
+    /// Rows of all parts of so many queries.
+    fn part_rows(self, problem: &FwdProblem, queries: u32) -> u64 {
+        match self.shares {
+            Some(shares) => shares.part_rows(problem),
+            None => rows_of(problem, queries, self.num_parts(problem)),
+        }
+    }
+
+    fn dealt_bytes(self, problem: &FwdProblem) -> u64 {
+        if self.shares.is_some() { dealt_bytes(problem) } else { 0 }
     }
 
     /// The launches of a call: its queries some row blocks at a time, whose parts lie in the workspace meanwhile. Parts by the
@@ -100,8 +188,9 @@ impl Cut {
     #[must_use]
     pub fn parts(self, problem: &FwdProblem, queries: std::ops::Range<u32>, workspace: u64) -> KvParts {
         let num_rows = queries.len() as u32;
-        let lse = workspace + FIRST_BYTE;
-        let o = (lse + rows_of(problem, num_rows, self.num_parts(problem)) * 4).next_multiple_of(16);
+        let lse = workspace + FIRST_BYTE + self.dealt_bytes(problem);
+        let o = (lse + self.part_rows(problem, num_rows) * 4).next_multiple_of(16);
+        let shares = self.shares.unwrap_or(Shares { count: 0, block_m: 1, pack_gqa: false });
         KvParts {
             o: DevPtr::new(o),
             lse: DevPtr::new(lse),
@@ -111,6 +200,11 @@ impl Cut {
             keys: if self.fixed { self.keys } else { 0 },
             first_row: queries.start as i32,
             num_rows: num_rows as i32,
+            heads: if self.shares.is_some() { shares.heads(problem) as i32 } else { 0 },
+            block_m: shares.block_m as i32,
+            row_blocks: shares.row_blocks(problem) as i32,
+            tiles: shares.tiles_of_sequence(problem) as i32,
+            shares: DevPtr::new(workspace + FIRST_BYTE),
         }
     }
 }
@@ -149,7 +243,8 @@ impl KvParts {
     #[must_use]
     pub fn params(&self, whole: &FwdParams) -> FwdParams {
         let (rows, row) = (i64::from(self.num_rows), i64::from(self.row));
-        let heads = i64::from(whole.num_heads_q);
+        // A part of a share is of one tile.
+        let heads = i64::from(if self.heads > 0 { self.heads } else { whole.num_heads_q });
         // Queries count from the sequence's first: where that one's would lie.
         let first = i64::from(self.first_row);
         let o = DevPtr::new(self.o.0.wrapping_sub((first * row * 4).cast_unsigned()));
@@ -190,6 +285,22 @@ pub fn splits(problem: &FwdProblem) -> Result<(), String> {
     Ok(())
 }
 
+/// Lengths that each CTA of a launch in shares reads, at most: 32 at a time, two or three times over.
+pub(crate) const MOST_SCANNED: u32 = 1024;
+
+/// Keys of sequences whose lengths the device alone knows, at least, for shares: below, what is out of balance is less than the launch
+/// that merges.
+pub(crate) const LEAST_SHARED: u32 = 1024;
+
+/// Whether all sequences have the problem's lengths, or there is one, whose length is that of all.
+pub(crate) fn has_like_lengths(problem: &FwdProblem) -> bool {
+    let layout = problem.layout;
+    problem.dims.batch <= 1
+        || (layout.q, layout.kv) == (QLayout::Batch, KvLayout::Strided)
+            && !layout.seqused_q
+            && !layout.seqused_k
+}
+
 /// Keys of a part of a short query's, where the tile has `block_n` of them a block; 0: too few to split.
 #[must_use]
 pub fn split_keys(problem: &FwdProblem, block_n: i32) -> i32 {
@@ -213,6 +324,9 @@ pub fn part_spec(spec: &FwdSpec) -> FwdSpec {
     FwdSpec { dtype_o: DType::F32, write_lse: true, sink: false, ..*spec }
 }
 
+/// Warps of a large device, at once.
+const WARPS_AT_ONCE: u64 = 8192;
+
 /// How the parts of a row are merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Merging {
@@ -222,6 +336,8 @@ pub struct Merging {
     pub warps: u32,
     /// The grid is launched to start while that of the parts ends (programmatic dependent launch, from sm_90 on).
     pub dependent: bool,
+    /// Parts end where CTAs' shares do.
+    pub in_shares: bool,
 }
 
 impl Merging {
@@ -230,9 +346,18 @@ impl Merging {
     /// query has rows enough.
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
-        let parts = if cut.fixed { 1 } else { cut.num_parts(problem) };
-        let warps = parts.div_ceil(8).next_power_of_two().min(MERGE_THREADS / 32);
-        Self { stored, warps, dependent }
+        let parts = match cut.shares {
+            _ if cut.fixed => 1,
+            Some(shares) => shares.most_parts(problem, cut.block_n.unsigned_abs()),
+            None => cut.num_parts(problem),
+        };
+        let mut warps = parts.div_ceil(8).next_power_of_two().min(MERGE_THREADS / 32);
+        // Where many rows have few parts each, one that has all is to cost the others no wave of warps without work.
+        let rows = rows_of(problem, problem.dims.seqlen_q, 1);
+        while cut.shares.is_some() && warps > 1 && rows.saturating_mul(warps.into()) > WARPS_AT_ONCE {
+            warps /= 2;
+        }
+        Self { stored, warps, dependent, in_shares: cut.shares.is_some() }
     }
 
     /// CTAs of the merging kernel, for so many `queries` of every sequence and head.
@@ -256,7 +381,7 @@ pub fn merge_tree(spec: &FwdSpec, merging: Merging) -> KernelSource {
 }
 
 fn merging_kernel(spec: &FwdSpec, merging: Merging, tree: bool) -> KernelSource {
-    let Merging { stored, warps, dependent } = merging;
+    let Merging { stored, warps, dependent, in_shares } = merging;
     let (include, tree_param, function, arguments) = if tree {
         ("fmha/common/merge_tree.cuh", tree_mask::PARAM, "merge_tree", "p, parts, tree")
     } else {
@@ -272,16 +397,16 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, tree: bool) -> KernelSource 
             "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts{tree_param}"
         ),
         call: &format!(
-            "split::{function}<kSpec, kStored, {MERGE_THREADS}, {warps}, {dependent}>({arguments});"
+            "split::{function}<kSpec, kStored, {MERGE_THREADS}, {warps}, {dependent}, {in_shares}>({arguments});"
         ),
     };
-    crate::source(entry.render(), || [header(), tree_mask::header()])
+    crate::source(entry.render(), || [schedule::header(), header(), tree_mask::header()])
 }
 
 /// `fmha/kv_parts.h`: what merging kernels share with the host.
 pub(crate) fn header() -> Header {
     let text = format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
         KvParts::c_definition()
     );
     Header::rendered("fmha/kv_parts.h", text)
@@ -337,7 +462,7 @@ mod tests {
                 assert_eq!(fixed_keys(&problem, 128), keys, "{queries} queries, {seqlen_k} keys");
                 assert_eq!(fixed_keys(&problem.clone().sink(true), 128), 0);
                 assert_eq!(fixed_keys(&problem.clone().dtype_o(DType::E4m3Fn), 128), 0);
-                let cut = Cut { keys, block_n: 128, fixed: true };
+                let cut = Cut { keys, block_n: 128, fixed: true, shares: None };
                 assert!(cut.num_parts(&problem) * 2048 >= seqlen_k);
                 let merging = Merging::new(&problem, cut, DType::Bf16, true);
                 assert_eq!(
@@ -356,7 +481,7 @@ mod tests {
         {
             let mut problem = decode(4, 24, 65536);
             (problem.dims.num_heads_kv, problem.dims.seqlen_q) = (24 / heads, queries);
-            let cut = Cut { keys: 2048, block_n: 128, fixed: true };
+            let cut = Cut { keys: 2048, block_n: 128, fixed: true, shares: None };
             let at_once = cut.rows_at_once(&problem, block_m, pack_gqa);
             assert!(
                 at_once.queries < queries && cut.workspace_bytes(&problem, at_once.queries) < 2 * MOST_BYTES

@@ -195,6 +195,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
         kernels.push((format!("sm90_fp8_{name}_before"), sm90::fwd(&spec, &tile)));
         kernels.push((format!("sm90_fp8_{name}_prepare"), sm90::prepare_values(&spec, &tile)));
     }
+    kernels.extend(shares());
     // Few tiles, of fewer rows beside more keys.
     for (name, dim, shape) in [
         ("128_upper_lower", 128, (128, 128)),
@@ -206,6 +207,39 @@ fn kernels() -> Vec<(String, KernelSource)> {
         kernels.push((format!("sm90_fp8_{name}"), sm90::fwd(&spec, &tile)));
     }
     kernels
+}
+
+/// Short queries whose keys CTAs walk in equal shares.
+fn shares() -> Vec<(String, KernelSource)> {
+    let part = |dim| split::part_spec(&FwdSpec::plain(DType::Bf16, dim, MaskKind::Upper));
+    let of_sm90 = |dim, block_m| {
+        let spec = part(dim);
+        let table = sm90::default_tile(&spec);
+        let (order, split_keys) = (TileOrder::Static, table.block_n);
+        let tile = Sm90Tile { block_m, split_keys, order, shares: 132, pack_gqa: true, ..table };
+        let tile = Sm90Tile { skip_row_max: false, dependent_launch: false, ..tile };
+        (format!("sm90_{dim}_shares"), sm90::fwd(&spec, &tile))
+    };
+    let room = Room { smem_bytes: 232_448, num_sms: 132 };
+    let of_sm80 = |dim, stored: DType, (block_m, warps, ctas), pages: bool| {
+        let mut spec = part(dim);
+        spec.kv_layout = if pages { KvKind::Paged } else { KvKind::Strided };
+        let tile = Sm80Tile { block_m, warps, ctas, stored, ..sm80::default_tile(&spec, room) };
+        let tile = Sm80Tile { block_n: 32, stages: 1, split_keys: 32, shares: 132 * ctas, ..tile };
+        let tile = Sm80Tile { pack_gqa: true, block_in_page: !pages, converts_fp8: true, ..tile };
+        let words = if pages { "pages" } else { "rows" };
+        (format!("sm80_{dim}x{block_m}_{stored}_{words}"), sm80::fwd(&spec, &tile))
+    };
+    vec![
+        of_sm90(128, 64),
+        of_sm90(256, 128),
+        of_sm80(128, DType::Bf16, (16, 1, 8), false),
+        of_sm80(128, DType::Bf16, (16, 1, 8), true),
+        of_sm80(256, DType::Bf16, (16, 1, 4), false),
+        of_sm80(128, DType::E4m3Fn, (16, 1, 8), false),
+        of_sm80(256, DType::E4m3Fn, (16, 1, 8), false),
+        of_sm80(128, DType::E4m3Fn, (32, 2, 6), false),
+    ]
 }
 
 /// Of the Blackwell kernel, what changes its registers: head dimensions, masks, modifiers.
@@ -255,7 +289,7 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     let part = split::part_spec(&upper);
     let tile = Sm100Tile { block_m: 128, split_keys: 256, pack_gqa: true, ..own(sm100::default_tile(&part)) };
     kernels.push(("sm100_128_part_of_keys".to_owned(), sm100::fwd(&part, &tile)));
-    let merging = split::Merging { stored: upper.dtype_qk, warps: 8, dependent: true };
+    let merging = split::Merging { stored: upper.dtype_qk, warps: 8, dependent: true, in_shares: false };
     kernels.push(("sm100_merge_128".to_owned(), split::merge(&upper, merging)));
     kernels.extend(blackwell_backward());
     kernels

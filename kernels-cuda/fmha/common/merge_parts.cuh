@@ -7,6 +7,7 @@
 #pragma once
 #include <fmha/common/part_keys.cuh>
 #include <fmha/common/recompute_row.cuh>
+#include <fmha/common/share_ends.cuh>
 #include <fmha/kv_parts.h>
 #include <fmha/mask.h>
 #include <fmha/num.h>
@@ -28,9 +29,16 @@ constexpr int32_t kUnderWay = max(16 / ceil_div(dim, 4 * kWarp), 2);
 struct MergedRow {
   SeqSpan span;
   int32_t i_head, i, num_parts;
-  int64_t row, part_rows;  // of a part's rows, and how many there are
+  int64_t row, part_rows;  // where its first part has it, and rows from part to part
   float top, reference, sum, per_sum;
+  bool live;  // else no memory of its parts is read
 };
+
+// Of a part; of a row that is not live none.
+FMHA_DEVICE float lse_of(const KvParts& parts, const MergedRow& merged, int32_t n) {
+  const uint32_t bits = ptx::ld_global_written_b32_if(parts.lse + n * merged.part_rows + merged.row, merged.live);
+  return merged.live ? __uint_as_float(bits) : -infinity();
+}
 
 template <FwdSpec spec>
 FMHA_DEVICE void weigh(const FwdParams& p, const KvParts& parts, MergedRow& merged) {
@@ -38,14 +46,14 @@ FMHA_DEVICE void weigh(const FwdParams& p, const KvParts& parts, MergedRow& merg
   // Natural: times log2(e) a finite LSE or sink may be more than f32 holds.
   const float sink = spec.sink ? scalar_of(p.sink, 0, merged.i_head, -infinity()) : -infinity();
   float top = sink;
-  for (int32_t n = lane; n < merged.num_parts; n += kWarp) top = max(top, parts.lse[n * merged.part_rows + merged.row]);
+  for (int32_t n = lane; n < merged.num_parts; n += kWarp) top = max(top, lse_of(parts, merged, n));
 #pragma unroll
   for (int32_t step = 16; step > 0; step /= 2) top = max(top, ptx::shfl_xor(top, step));
   merged.top = top;
   merged.reference = finite_or_zero(top);
   float sum = 0.f;
   for (int32_t n = lane; n < merged.num_parts; n += kWarp)
-    sum += exp2_of((parts.lse[n * merged.part_rows + merged.row] - merged.reference) * kLog2E);
+    sum += exp2_of((lse_of(parts, merged, n) - merged.reference) * kLog2E);
 #pragma unroll
   for (int32_t step = 16; step > 0; step /= 2) sum += ptx::shfl_xor(sum, step);
   if constexpr (spec.sink) sum += exp2_of((sink - merged.reference) * kLog2E);
@@ -76,6 +84,21 @@ struct RowPart {
   }
 };
 
+// Where the parts of CTAs' shares have a row (shares.cuh).
+FMHA_DEVICE void find_in_shares(const KvParts& parts, MergedRow& merged) {
+  const int32_t* const begins = parts.shares + kSharesHeader + merged.span.i_batch;
+  const auto word = [&](const int32_t* at) { return int32_t(ptx::ld_global_written_b32_if(at, merged.live)); };
+  const Shares stretches = {word(parts.shares), word(parts.shares + 1)};
+  const int32_t begin = word(begins), end = word(begins + 1);
+  const int32_t tile_head = merged.i_head / parts.heads, in_tile = merged.i_head - tile_head * parts.heads;
+  const int32_t of_sequence = tile_head * parts.row_blocks + (merged.i * parts.heads + in_tile) / parts.block_m;
+  const int32_t owner = stretches.owner(begin);
+  const int64_t rows = int64_t(parts.heads) * parts.num_rows;  // of a part
+  merged.num_parts = max(stretches.owner(end - 1) - owner + 1, 1);
+  merged.part_rows = rows * parts.tiles;
+  merged.row = (int64_t(owner + merged.span.i_batch) * parts.tiles + of_sequence) * rows + in_tile * parts.num_rows + merged.i;
+}
+
 // O of the parts `first`, `first + step`, ... times their weights.
 template <int32_t dim>
 FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_t first, int32_t step, RowPart<dim>& o) {
@@ -89,8 +112,8 @@ FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_
       const int32_t n = begin + k * step;
       const bool there = n < merged.num_parts;
       const int64_t row = n * merged.part_rows + merged.row;
-      weight[k] = there ? parts.lse[row] : -infinity();
-      part[k].load(parts.o + row * parts.row, there);
+      weight[k] = there ? lse_of(parts, merged, n) : -infinity();
+      part[k].load(parts.o + row * parts.row, there && merged.live);
     }
 #pragma unroll
     for (int32_t k = 0; k < under_way; ++k) {
@@ -107,38 +130,47 @@ FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_
 }
 
 // Any grid: a CTA of `threads` takes `threads / 32 / warps` rows at a time until none is left. `dependent`: it was launched
-// to start while the parts' grid ends. `keys`: those that a row that is computed again sees.
-template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, class Keys = EveryKey>
+// to start while the parts' grid ends. `in_shares`: parts end where CTAs' shares do. `keys`: those that a row that is computed again
+// sees.
+template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, bool in_shares, class Keys = EveryKey>
 FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& keys_of_row = {}) {
   constexpr int32_t dim = spec.head_dim_v, rows = threads / kWarp / warps;
   using Part = RowPart<dim>;
   __shared__ float sums[warps > 1 ? threads / kWarp : 1][warps > 1 ? Part::chunks * 4 * kWarp : 1];
-  if constexpr (dependent) ptx::wait_for_grids_before();
   const int32_t warp = threadIdx.x / kWarp, of_row = warp % warps, lane = threadIdx.x % kWarp;
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * parts.num_rows;
-  for (int64_t first = int64_t(blockIdx.x) * rows; first < num_rows; first += int64_t(gridDim.x) * rows) {
+  // The first pass goes the way of a row without reading or writing its memory while the parts' grid still runs: its code, which
+  // comes from memory, is there when the parts are.
+  bool live = !dependent;
+  for (int64_t first = int64_t(blockIdx.x) * rows; first < num_rows;) {
     const int64_t at = first + warp / warps, batch_head = at / parts.num_rows;
     const int32_t i_batch = int32_t(batch_head / p.num_heads_q);
     MergedRow merged;
+    merged.live = live;
     merged.i_head = int32_t(batch_head % p.num_heads_q);
     merged.i = parts.first_row + int32_t(at % parts.num_rows);
     bool there = at < num_rows, again = false;
     Part o = {};
     if (there) {
-      merged.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
+      merged.span = {i_batch, 0, 0, merged.i + 1, 0, 1};
+      if (live) merged.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
       there = merged.i < merged.span.seqlen_q;
     }
     if (there) {
-      // What the forward kernel has written: parts up to the last key that the row sees, and the first in any case.
-      const int32_t keys =
-          parts.keys > 0 ? parts.keys : keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
-      const MaskBand band = resolve_band(p.mask, merged.span.seqlen_q, merged.span.seqlen_k);
-      merged.num_parts = max(ceil_div(row_range(band, merged.i, merged.span.seqlen_k).end, keys), 1);
-      merged.row = at;
-      merged.part_rows = num_rows;
+      if constexpr (in_shares) {
+        find_in_shares(parts, merged);
+      } else {
+        // What the forward kernel has written: parts up to the last key that the row sees, and the first in any case.
+        const int32_t keys =
+            parts.keys > 0 ? parts.keys : keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
+        const MaskBand band = resolve_band(p.mask, merged.span.seqlen_q, merged.span.seqlen_k);
+        merged.num_parts = max(ceil_div(row_range(band, merged.i, merged.span.seqlen_k).end, keys), 1);
+        merged.row = at;
+        merged.part_rows = num_rows;
+      }
       weigh<spec>(p, parts, merged);
       // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs beside others.
-      again = (merged.num_parts > 1 || spec.sink) && fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;
+      again = live && (merged.num_parts > 1 || spec.sink) && fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;
       if (!again) add_parts<dim>(parts, merged, of_row, warps, o);
     }
     if constexpr (warps > 1) {
@@ -174,17 +206,23 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
 #pragma unroll
           for (int32_t e = 0; e < 4; ++e) {
             const int32_t d = Part::column(chunk) + e;
-            if (d < dim) store_elem<spec.dtype_o>(p.o.data, to + d, o.elems[chunk][e] * factor);
+            if (live && d < dim) store_elem<spec.dtype_o>(p.o.data, to + d, o.elems[chunk][e] * factor);
           }
         }
         if constexpr (spec.write_lse) {
-          if (lane == 0)
+          if (live && lane == 0)
             p.lse[lse_offset(p, merged.span, merged.i_head, merged.i)] =
                 merged.sum == 0.f ? -infinity() : merged.top + log2_of(merged.sum) * kLn2;
         }
       }
     }
     if constexpr (warps > 1) __syncthreads();
+    if (live) {
+      first += int64_t(gridDim.x) * rows;
+    } else {
+      live = true;
+      if constexpr (dependent) ptx::wait_for_grids_before();
+    }
   }
 }
 

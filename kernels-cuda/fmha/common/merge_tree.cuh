@@ -5,9 +5,9 @@
 
 namespace fmha::split {
 
-template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent>
+template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, bool in_shares>
 FMHA_DEVICE void merge_tree(const FwdParams& p, const KvParts& parts, const TreeMask& tree) {
-  merge<spec, stored, threads, warps, dependent>(p, parts, TreeKeys{tree});
+  merge<spec, stored, threads, warps, dependent, in_shares>(p, parts, TreeKeys{tree});
 }
 
 }  // namespace fmha::split

@@ -21,7 +21,9 @@ FMHA_DEVICE constexpr DType stored_type() {
 template <auto tile>
 FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
   if constexpr (split_keys<tile>() == 0) return {work.storage_batch, work.q_row};
-  else return {part_of<tile>(p, work) * p.batch + work.i_batch, 0};
+  // A part of a share has the rows of its tile's heads alone, of which the first is to lie at 0.
+  else if constexpr (in_shares<tile>()) return {work.part, -work.i_head * p.seqlen_q};
+  else return {work.part * p.batch + work.i_batch, 0};
 }
 
 // Rows of this warp, one of a lane, that are not finite although their log-sum-exp is: a value of V that the mask hides has
@@ -36,16 +38,10 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t packed_row = ptx::shfl_idx(row, lane);
     const int32_t i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    if constexpr (split_keys<tile>() > 0) {
-      const Range keys = keys_of_part<tile>(p, part_of<tile>(p, work), work.seqlen_k);
-      const OutputPlace place = output_place<tile>(p, work);
-      RecomputedRow<spec, stored_type<spec, tile>(), Keys> again{p, span, i_head, i, place.batch, place.row + i, keys, seen};
-      again.run();
-    } else {
-      RecomputedRow<spec, stored_type<spec, tile>(), Keys> again{p,    span, i_head, i, span.storage_batch, span.q_row + i,
-                                                                 {0, span.seqlen_k}, seen};
-      again.run();
-    }
+    const OutputPlace place = output_place<tile>(p, work);
+    RecomputedRow<spec, stored_type<spec, tile>(), Keys> again{
+        p, span, i_head, i, place.batch, place.row + i, keys_of_work<tile>(p, work), seen};
+    again.run();
   }
 }
 

@@ -8,6 +8,7 @@
 // claimed_full and claimed_empty.
 #pragma once
 #include <fmha/common/pipeline.cuh>
+#include <fmha/common/shares.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/cluster.cuh>
@@ -92,6 +93,26 @@ FMHA_DEVICE void schedule_tiles(const FwdParams& p, const TileSchedule& schedule
     ptx::mbarrier_wait_parity(smem.work_empty[slot.index], slot.phase ^ 1);
     smem.work[slot.index] = work;
     ptx::mbarrier_arrive_if(smem.work_full[slot.index], true);
+    slot.advance();
+    more = work.num_blocks > 0;
+  }
+}
+
+// The same of a CTA's share of all tiles' blocks (shares.cuh), by a whole warp.
+template <FwdSpec spec, auto tile, class Shared>
+FMHA_DEVICE void schedule_shares(const FwdParams& p, const TileSchedule& schedule, Shared& smem) {
+  Share<spec, tile> share{p, schedule, true};
+  Slot<kWorkSlots> slot;
+  bool more = true;
+  while (more) {
+    ptx::barrier_sync<kWorkWanted, 64>();
+    Work work;
+    work.num_blocks = 0;
+    while (work.num_blocks == 0 && !share.is_over()) work = share.next();
+    ptx::mbarrier_wait_parity(smem.work_empty[slot.index], slot.phase ^ 1);
+    if (share.lane == 0) smem.work[slot.index] = work;
+    __syncwarp();
+    ptx::mbarrier_arrive_if(smem.work_full[slot.index], share.lane == 0);
     slot.advance();
     more = work.num_blocks > 0;
   }

@@ -25,19 +25,22 @@ FMHA_DEVICE void unpack_fp8x2(uint32_t pair, float& low, float& high) {
 }
 
 // Two of them, the first in the low byte, to 16 bits, each times `descale`, rounded to f32 and then to its type once, as a cache that
-// was widened before has it.
-template <DType stored, DType wide, bool converts>
+// was widened before has it. `unit`: the factor is 1, and no product is taken.
+template <DType stored, DType wide, bool converts, bool unit = false>
 FMHA_DEVICE uint32_t widen_pair(uint32_t pair, float descale) {
+  if constexpr (unit && wide == DType::F16 && stored == DType::E5m2) return ptx::prmt(pair, 0, 0x1404);
+  if constexpr (unit && wide == DType::F16 && stored == DType::E4m3Fn && converts) return ptx::cvt_rn_f16x2_e4m3x2(pair);
   float low, high;
   unpack_fp8x2<stored, converts>(pair, low, high);
+  if constexpr (unit) return ptx::cvt_rn_x2<wide>(low, high);
   return ptx::cvt_rn_x2<wide>(low * descale, high * descale);
 }
 // Eight of them.
-template <DType stored, DType wide, bool converts>
+template <DType stored, DType wide, bool converts, bool unit = false>
 FMHA_DEVICE void widen_word(const uint32_t (&bytes)[2], float descale, uint32_t (&packed)[4]) {
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair)
-    packed[pair] = widen_pair<stored, wide, converts>(bytes[pair / 2] >> 16 * (pair % 2) & 0xffffu, descale);
+    packed[pair] = widen_pair<stored, wide, converts, unit>(bytes[pair / 2] >> 16 * (pair % 2) & 0xffffu, descale);
 }
 
 }  // namespace fmha

@@ -20,6 +20,22 @@ FMHA_DEVICE int32_t query_of(const FwdParams& p, int32_t row) {
   return tile.pack_gqa ? row / p.gqa_ratio : row;
 }
 
+// Whether a tile has whole groups of heads, which do not fill its rows: those that are left over are no row's.
+template <auto tile>
+FMHA_DEVICE constexpr bool whole_groups() {
+  if constexpr (requires { tile.whole_groups; }) {
+    return tile.whole_groups;
+  } else {
+    return false;
+  }
+}
+
+// Rows of a tile that are rows of the sequence.
+template <auto tile>
+FMHA_DEVICE int32_t rows_of_tile(const FwdParams& p) {
+  return whole_groups<tile>() ? tile.block_m / p.gqa_ratio * p.gqa_ratio : tile.block_m;
+}
+
 // What one CTA does next, resolved by the schedule role for all.
 struct Work {
   int32_t num_blocks;   // key blocks, at least 1; 0: there is no more work
@@ -32,6 +48,7 @@ struct Work {
   int32_t last_sink_block;    // then down from this one
   int32_t num_hidden;   // of the blocks, from the first, so many only the cluster's other CTA sees
   int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
+  int32_t part;         // of the keys, in the order in which the merge finds them
 };
 static_assert(sizeof(Work) == kWorkBytes, "Work: host and device disagree");
 
@@ -57,6 +74,16 @@ FMHA_DEVICE constexpr bool fixed_parts() {
   }
 }
 
+// Split-KV in parts that end where CTAs' equal shares of all tiles' blocks do (shares.cuh).
+template <auto tile>
+FMHA_DEVICE constexpr bool in_shares() {
+  if constexpr (requires { tile.shares; }) {
+    return tile.shares > 0;
+  } else {
+    return false;
+  }
+}
+
 // Parts of the longest sequence's keys.
 template <auto tile>
 FMHA_DEVICE int32_t most_parts(const FwdParams& p) { return max(ceil_div(p.seqlen_k, split_keys<tile>()), 1); }
@@ -71,17 +98,24 @@ FMHA_DEVICE int32_t part_keys(const FwdParams& p, int32_t seqlen_k) {
   }
 }
 
-// The part that a tile sees. It has a block there even if its queries see none of the part's keys.
-template <auto tile>
-FMHA_DEVICE int32_t part_of(const FwdParams& p, const Work& work) {
-  return max(work.last_block, 0) * tile.block_n / part_keys<tile>(p, work.seqlen_k);
-}
-
-// Its keys, below `seqlen_k`.
+// The keys of a part, below `seqlen_k`.
 template <auto tile>
 FMHA_DEVICE Range keys_of_part(const FwdParams& p, int32_t part, int32_t seqlen_k) {
   const int32_t keys = part_keys<tile>(p, seqlen_k);
   return {min(part * keys, seqlen_k), min((part + 1) * keys, seqlen_k)};
+}
+
+// The keys that a tile's work is on: those of its part, of which it sees no others.
+template <auto tile>
+FMHA_DEVICE Range keys_of_work(const FwdParams& p, const Work& work) {
+  if constexpr (split_keys<tile>() == 0) {
+    return {0, work.seqlen_k};
+  } else if constexpr (in_shares<tile>()) {
+    const int32_t end = (work.last_block + 1) * tile.block_n;
+    return {max(end - work.num_band_blocks * tile.block_n, 0), min(end, work.seqlen_k)};
+  } else {
+    return keys_of_part<tile>(p, work.part, work.seqlen_k);
+  }
 }
 
 // The i-th key block of a tile.
@@ -98,6 +132,84 @@ FMHA_DEVICE int32_t end_of_seen_keys(const MaskBand& band, int32_t seqlen_q, int
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE constexpr bool can_hide_blocks() {
   return tile.cluster > 1 && !tile.cluster_heads && spec.mask != MaskKind::Full && !spec.sink_columns;
+}
+
+// A tile's place: its sequence, of the sequence's heads (kv heads where they are packed, pairs in a cluster of two) which one, and its
+// block of rows.
+struct TileAt {
+  int32_t i_batch, head, m_block;
+};
+
+// The tile's work on `own` keys, of those that its rows see: a part of the sequence's, or all of them.
+template <FwdSpec spec, auto tile>
+FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range& own) {
+  Work work;
+  constexpr int heads_at_once = tile.cluster_heads ? tile.cluster : 1;
+  work.i_batch = at.i_batch;
+  work.part = 0;
+  work.i_head = at.head * heads_at_once + (tile.cluster_heads ? cluster_rank<tile>() : 0);
+  work.i_head_kv = tile.pack_gqa ? work.i_head : work.i_head / p.gqa_ratio;
+  if (tile.pack_gqa) work.i_head *= p.gqa_ratio;
+
+  const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, work.i_batch);
+  work.storage_batch = span.storage_batch;
+  work.q_row = span.q_row;
+  work.k_row = span.k_row;
+  work.seqlen_q = span.seqlen_q;
+  work.seqlen_k = span.seqlen_k;
+  // The CTAs of a cluster walk the same key blocks: those that any of their rows sees.
+  const int32_t cluster_rows = rows_of_tile<tile>(p) * (tile.cluster_heads ? 1 : tile.cluster);
+  const int32_t cluster_row = at.m_block * cluster_rows;
+  work.first_row = cluster_row + (tile.cluster_heads ? 0 : cluster_rank<tile>() * tile.block_m);
+  work.num_blocks = 0;
+  const int32_t num_rows = span.seqlen_q * (tile.pack_gqa ? p.gqa_ratio : 1);
+  if (cluster_row >= num_rows) return work;
+
+  const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
+  const int32_t last_row = min(cluster_row + cluster_rows, num_rows) - 1;
+  const Range queries = {query_of<tile>(p, cluster_row), query_of<tile>(p, last_row) + 1};
+  Range keys = k_range(band, queries, span.seqlen_k);
+  if constexpr (split_keys<tile>() > 0) {
+    static_assert(!spec.sink_columns && split_keys<tile>() % tile.block_n == 0, "a part is whole blocks of the band's");
+    // The merge knows how many parts of its sequence a row sees, and reads no others: one without keys has the first. Of shares it
+    // reads all parts of a tile.
+    if (!in_shares<tile>() && own.begin > 0 && own.begin >= keys.end) return work;
+    keys = {max(keys.begin, own.begin), min(keys.end, own.end)};
+  }
+  const Range sinks = spec.sink_columns ? sink_range(band, queries, span.seqlen_k) : Range{0, 0};
+  const int32_t first_block = keys.begin / tile.block_n;
+  work.lo = band.lo;
+  work.hi = band.hi;
+  work.sink_columns = band.sink_columns;
+  work.last_block = ceil_div(keys.end, tile.block_n) - 1;
+  work.num_band_blocks = keys.empty() ? 0 : work.last_block + 1 - first_block;
+  // Blocks that the band walks already show their sink columns too.
+  work.last_sink_block = ceil_div(sinks.end, tile.block_n) - 1;
+  if (work.num_band_blocks > 0) work.last_sink_block = min(work.last_sink_block, first_block - 1);
+  work.num_blocks = work.num_band_blocks + work.last_sink_block + 1;
+  if (work.num_blocks == 0) {  // no key at all: one block outside the tensor, zeros that are hidden
+    work.num_blocks = work.num_band_blocks = 1;
+    work.last_block = -1;
+    if constexpr (split_keys<tile>() > 0) {
+      // A block of its part, of which no key is seen.
+      if (span.seqlen_k > 0) work.last_block = own.begin / tile.block_n;
+    }
+  }
+
+  work.num_hidden = 0;
+  if constexpr (can_hide_blocks<spec, tile>()) {
+    const int32_t own_last = query_of<tile>(p, work.first_row + tile.block_m - 1);
+    const int32_t own_blocks = ceil_div(row_range(band, own_last, span.seqlen_k).end, tile.block_n);
+    work.num_hidden = clamp(work.last_block + 1 - own_blocks, 0, work.num_blocks - 1);
+  }
+
+  // Keys that no query of the sequence sees. Beyond the tensor, in block -1 too, TMA has put zeros.
+  const int32_t live_end = end_of_seen_keys(band, span.seqlen_q, span.seqlen_k);
+  const bool zeros_follow = spec.kv_layout == KvKind::Strided && !p.seqused_k && live_end == span.seqlen_k;
+  const int32_t first_block_begin = block_at(work, 0) * tile.block_n;
+  work.first_dirty = zeros_follow || work.last_block < 0 ? tile.block_n
+                                                         : clamp(live_end - first_block_begin, 0, tile.block_n);
+  return work;
 }
 
 // Tile `index` of the order, resolved; num_blocks 0 if its sequence has no such rows.
@@ -117,73 +229,23 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   }
   const int32_t m_block = schedule.first_m_block + (spec.mask == MaskKind::Full ? i_m : schedule.num_m_blocks - 1 - i_m);
 
-  Work work;
   constexpr int heads_at_once = tile.cluster_heads ? tile.cluster : 1;
-  const int32_t heads = (tile.pack_gqa ? p.num_heads_kv : p.num_heads_q) / heads_at_once;
-  work.i_batch = head / heads;
-  work.i_head = (head - work.i_batch * heads) * heads_at_once + (tile.cluster_heads ? cluster_rank<tile>() : 0);
-  work.i_head_kv = tile.pack_gqa ? work.i_head : work.i_head / p.gqa_ratio;
-  if (tile.pack_gqa) work.i_head *= p.gqa_ratio;
-
-  const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, work.i_batch);
-  work.storage_batch = span.storage_batch;
-  work.q_row = span.q_row;
-  work.k_row = span.k_row;
-  work.seqlen_q = span.seqlen_q;
-  work.seqlen_k = span.seqlen_k;
-  // The CTAs of a cluster walk the same key blocks: those that any of their rows sees.
-  constexpr int cluster_rows = tile.block_m * (tile.cluster_heads ? 1 : tile.cluster);
-  const int32_t cluster_row = m_block * cluster_rows;
-  work.first_row = cluster_row + (tile.cluster_heads ? 0 : cluster_rank<tile>() * tile.block_m);
-  work.num_blocks = 0;
-  const int32_t num_rows = span.seqlen_q * (tile.pack_gqa ? p.gqa_ratio : 1);
-  if (cluster_row >= num_rows) return work;
-
-  const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
-  const int32_t last_row = min(cluster_row + cluster_rows, num_rows) - 1;
-  const Range queries = {query_of<tile>(p, cluster_row), query_of<tile>(p, last_row) + 1};
-  Range keys = k_range(band, queries, span.seqlen_k);
-  if constexpr (split_keys<tile>() > 0) {
-    static_assert(!spec.sink_columns && split_keys<tile>() % tile.block_n == 0, "a part is whole blocks of the band's");
-    const Range own = keys_of_part<tile>(p, part, span.seqlen_k);
-    // The merge knows how many parts a row sees, and reads no others: one without keys has the first.
-    if (part > 0 && (own.empty() || own.begin >= keys.end)) return work;
-    keys = {max(keys.begin, own.begin), min(keys.end, own.end)};
-  }
-  const Range sinks = spec.sink_columns ? sink_range(band, queries, span.seqlen_k) : Range{0, 0};
-  const int32_t first_block = keys.begin / tile.block_n;
-  work.lo = band.lo;
-  work.hi = band.hi;
-  work.sink_columns = band.sink_columns;
-  work.last_block = ceil_div(keys.end, tile.block_n) - 1;
-  work.num_band_blocks = keys.empty() ? 0 : work.last_block + 1 - first_block;
-  // Blocks that the band walks already show their sink columns too.
-  work.last_sink_block = ceil_div(sinks.end, tile.block_n) - 1;
-  if (work.num_band_blocks > 0) work.last_sink_block = min(work.last_sink_block, first_block - 1);
-  work.num_blocks = work.num_band_blocks + work.last_sink_block + 1;
-  if (work.num_blocks == 0) {  // no key at all: one block outside the tensor, zeros that are hidden
-    work.num_blocks = work.num_band_blocks = 1;
-    work.last_block = -1;
-    if constexpr (split_keys<tile>() > 0) {
-      // A block of its part, of which no key is seen.
-      if (span.seqlen_k > 0) work.last_block = part * part_keys<tile>(p, span.seqlen_k) / tile.block_n;
+  const int32_t heads = (tile.pack_gqa ? p.num_heads_kv : p.num_heads_q) / heads_at_once, i_batch = head / heads;
+  const TileAt at = {i_batch, head - i_batch * heads, m_block};
+  if constexpr (split_keys<tile>() == 0) {
+    return resolve_rows<spec, tile>(p, at, {});
+  } else {
+    const int32_t seqlen_k = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch).seqlen_k;
+    const Range own = keys_of_part<tile>(p, part, seqlen_k);
+    Work work;
+    if (part > 0 && own.empty()) {
+      work.num_blocks = 0;
+    } else {
+      work = resolve_rows<spec, tile>(p, at, own);
     }
+    work.part = part;
+    return work;
   }
-
-  work.num_hidden = 0;
-  if constexpr (can_hide_blocks<spec, tile>()) {
-    const int32_t own_last = query_of<tile>(p, work.first_row + tile.block_m - 1);
-    const int32_t own_blocks = ceil_div(row_range(band, own_last, span.seqlen_k).end, tile.block_n);
-    work.num_hidden = clamp(work.last_block + 1 - own_blocks, 0, work.num_blocks - 1);
-  }
-
-  // Keys that no query of the sequence sees. Beyond the tensor, in block -1 too, TMA has put zeros.
-  const int32_t live_end = end_of_seen_keys(band, span.seqlen_q, span.seqlen_k);
-  const bool zeros_follow = spec.kv_layout == KvKind::Strided && !p.seqused_k && live_end == span.seqlen_k;
-  const int32_t first_block_begin = block_at(work, 0) * tile.block_n;
-  work.first_dirty = zeros_follow || work.last_block < 0 ? tile.block_n
-                                                         : clamp(live_end - first_block_begin, 0, tile.block_n);
-  return work;
 }
 
 }  // namespace fmha

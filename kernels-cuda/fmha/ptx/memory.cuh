@@ -12,6 +12,10 @@ namespace fmha::ptx {
 // PTX ISA: Generic Addressing.
 FMHA_DEVICE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
+// needs: sm_50. The line of 128 bytes that an address lies in, to the L1; nothing waits for it.
+// PTX ISA: prefetch.
+FMHA_DEVICE void prefetch_l1(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
+
 // Predicated in the instruction: a divergent last store in a persistent loop can leave lanes
 // unconverged at the next aligned wgmma.
 // needs: sm_70.
@@ -110,6 +114,17 @@ FMHA_DEVICE void ld_global_v4_f32_if(float (&v)[4], const float* from, bool cond
       : "=&f"(v[0]), "=&f"(v[1]), "=&f"(v[2]), "=&f"(v[3])
       : "l"(from), "r"(int(condition))
       : "memory");
+}
+
+// needs: sm_70. A word that another grid may write while this one runs; 0 where `condition` is false.
+// PTX ISA: ld.
+FMHA_DEVICE uint32_t ld_global_written_b32_if(const void* from, bool condition) {
+  uint32_t x;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1]; }"
+               : "=&r"(x)
+               : "l"(from), "r"(int(condition))
+               : "memory");
+  return x;
 }
 
 // needs: sm_70. A number that nothing writes while the kernel runs; 0 where `condition` is false.

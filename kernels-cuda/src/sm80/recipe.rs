@@ -65,6 +65,12 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
                 split::splits(problem)
                     .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
             }
+            if tile.cut().shares.is_some_and(|shares| !shares.takes(problem, tile.block_n.unsigned_abs())) {
+                return Err(format!(
+                    "tile shares={}: they count fewer than 2^30 blocks of keys",
+                    tile.shares
+                ));
+            }
             facts.has_room_for(&tile, tile.smem_bytes(&spec), 1)?;
             Ok(tile)
         };
@@ -79,7 +85,13 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
         let main = Launch {
             kernel: sm80::NAME,
             source,
-            grid: Grid::new(num_tiles.max(1).unsigned_abs(), tile.num_threads().unsigned_abs()),
+            grid: Grid::new(
+                match tile.shares {
+                    0 => num_tiles.max(1).unsigned_abs(),
+                    shares => shares.unsigned_abs().div_ceil(tile.shares_a_cta.unsigned_abs()),
+                },
+                tile.num_threads().unsigned_abs(),
+            ),
             shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),

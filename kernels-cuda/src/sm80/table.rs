@@ -1,10 +1,11 @@
 //! Which tile a problem gets, by its head dimensions and by what a multiprocessor has.
 
-use fmha_core::FwdProblem;
-use fmha_core::VLayout;
 use fmha_core::spec::{BiasKind, FwdSpec};
+use fmha_core::{FwdProblem, VLayout};
 
-use super::{Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma, value_parts};
+use super::{
+    MOST_SHARES, Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma, value_parts,
+};
 use crate::operands::{stores_vectors, strides};
 use crate::split;
 
@@ -55,6 +56,8 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         && block_m < tile.block_m
     {
         (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
+        // Of more rows zeros beyond the head dimension would be multiplied for too long.
+        tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
         // What is widened in registers serves two sixteens at one's price.
         let one_warp = Sm80Tile { warps: 1, ..tile };
         if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
@@ -64,7 +67,14 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         if tile.reads_raw_blocks(&spec) {
             tile.take_raw_blocks(&spec, room);
         }
-        tile.split_keys = split_keys(problem, &tile, room);
+        tile = deal(problem, tile, room);
+    } else if rows <= MOST_SHARED_ROWS && seqlen_q <= MOST_SHARED_QUERIES && tile.value_parts == 1 {
+        // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be walked in shares.
+        let packed = Sm80Tile { block_m: 64, warps: 4, ..tile };
+        let shared = deal(problem, packed, room);
+        if shared.shares > 0 {
+            tile = shared;
+        }
     }
 
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
@@ -78,6 +88,14 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
 
     tile.vector_store = stores_vectors(problem);
     tile
+}
+
+/// Whether rows of 16 bits end amid 128 bytes, so that spans of the swizzle are 32 or 64.
+fn has_broken_spans(spec: &FwdSpec, tile: &Sm80Tile) -> bool {
+    let dims = [spec.head_dim_qk, spec.head_dim_v];
+    let is_of_16_bits = !spec.dtype_qk.is_fp8() && !spec.dtype_v.is_fp8() && !tile.stored.is_fp8();
+    let is_plain = is_of_16_bits && spec.v_layout == VLayout::RowMajor && tile.value_parts == 1;
+    is_plain && dims.iter().all(|&dim| (65..=256).contains(&dim)) && dims.iter().any(|dim| dim % 64 != 0)
 }
 
 /// The tile for long sequences of a spec.
@@ -120,9 +138,12 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         vector_store: false,
         copy_bytes: 16,
         block_in_page: true,
+        whole_spans: false,
         stored: spec.dtype_qk,
         split_keys: 0,
         fixed_parts: false,
+        shares: 0,
+        shares_a_cta: 1,
         converts_fp8: false,
         launches_merge: false,
         tma: false,
@@ -140,12 +161,44 @@ impl Sm80Tile {
     /// Takes what decides a row's bits, blocks of keys and parts, from the tile of the same call on a cache of 16 bits, so that both
     /// have the same bits (CONTRACT.md, "KV caches"); then as many blocks at a time, and CTAs, as there is room for.
     fn take_order_of(&mut self, twin: &Self, spec: &FwdSpec, room: Room) {
-        (self.block_n, self.split_keys) = (twin.block_n, twin.split_keys);
-        let most = self.stages.max(twin.stages);
+        (self.block_n, self.split_keys, self.shares) = (twin.block_n, twin.split_keys, twin.shares);
+        if twin.shares > 0 {
+            (self.block_m, self.warps, self.stages) = (twin.block_m, twin.warps, twin.stages);
+            return self.take_ctas_of_shares(spec, room);
+        }
+        // What is widened in registers is bound by work, not by memory: more warps, of one block each.
+        let most = if self.reads_raw_blocks(spec) { 1 } else { self.stages.max(twin.stages) };
         let of = |stages| Self { stages, ..*self };
         let fits = |stages: &i32| of(*stages).smem_bytes(spec) <= room.smem_bytes;
         self.stages = (1..=most).rev().find(fits).unwrap_or(1);
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, self.ctas.max(1));
+    }
+
+    /// As many CTAs to a multiprocessor as there are shares for, or, where it holds fewer, as walk the same number of shares each.
+    fn take_ctas_of_shares(&mut self, spec: &FwdSpec, room: Room) {
+        let num_sms = room.num_sms.max(1) as i32;
+        let wanted = (self.shares / num_sms).max(1);
+        let held =
+            room.ctas(self.smem_bytes(spec)).clamp(1, MAX_REGISTERS / (32 * self.warps * LEAST_REGISTERS));
+        self.shares_a_cta = (wanted + held - 1) / held;
+        self.ctas = (wanted + self.shares_a_cta - 1) / self.shares_a_cta;
+    }
+
+    /// The shape in which shares are walked: small blocks under many CTAs, of which each waits for its own.
+    fn take_shape_of_shares(&mut self, spec: &FwdSpec, room: Room) {
+        let widest = padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v));
+        let (block_n, warps, stages, a_multiprocessor) = match (self.block_m, widest) {
+            (16, ..=64) => (64, 1, 1, 8),
+            (16, _) => (32, 1, 1, 8),
+            (32, ..=64) => (64, 2, 1, 6),
+            (32, ..=128) => (32, 2, 1, 6),
+            (32, _) => (32, 2, 1, 4),
+            (_, ..=128) => (64, 4, 1, 3),
+            _ => (32, 4, 2, 2),
+        };
+        (self.block_n, self.warps, self.stages) = (block_n, warps, stages);
+        (self.split_keys, self.shares) = (block_n, a_multiprocessor * room.num_sms as i32);
+        self.take_ctas_of_shares(spec, room);
     }
 
     /// Small blocks, two of them, for as many warps as there is room for: widening in registers is work, which other warps hide. An
@@ -176,7 +229,7 @@ impl Sm80Tile {
     /// As many CTAs to a multiprocessor as registers allow, two of four warps, and as many stages, up to two, as they leave
     /// room for: a second CTA's products run beside the first one's loads, a second stage only brings them earlier. Blocks of
     /// 128 keys have one: an H200's D 64 causal at 4096 keys 272 TFLOP/s, with two stages 266, in blocks of 64 keys 243.
-    fn fill(&mut self, spec: &FwdSpec, room: Room) {
+    pub(super) fn fill(&mut self, spec: &FwdSpec, room: Room) {
         let by_registers = (8 / self.warps).max(1);
         let table = *self;
         let of = |stages| Self { stages, ..table }.smem_bytes(spec);
@@ -188,20 +241,94 @@ impl Sm80Tile {
 /// Parts of a sequence's keys, at most: two batches of a merging warp's loads.
 const MOST_PARTS: u32 = 256;
 
-/// Keys of a part of a short query's; 0: its tiles alone are enough for the device, or its keys too few.
+/// What finding its share costs a CTA, in keys of its multiprocessor's rate: a microsecond.
+const SCAN_KEYS: u64 = 70;
+
+/// Rows of a kv head's group up to which unlike sequences are walked in shares, and queries.
+const MOST_SHARED_ROWS: i64 = 512;
+const MOST_SHARED_QUERIES: i64 = 32;
+
+/// Registers of a multiprocessor, and those that a thread of a short query has at least.
+const MAX_REGISTERS: i32 = 65536;
+const LEAST_REGISTERS: i32 = 128;
+
+/// The tile whose CTAs have a short query's keys as is cheapest.
+///
+/// Of sequences whose lengths the device alone knows every CTA has an equal share, unless tiles are so many that the longest costs
+/// less than merging. Where all are alike, or there is one, the cheapest of parts, shares and neither.
+fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
+    let spec = FwdSpec::of(problem);
+    let mut shared = tile;
+    shared.take_shape_of_shares(&spec, room);
+    let fits = shared.value_parts == 1
+        && problem.dims.batch > 1
+        && shared.smem_bytes(&spec) <= room.smem_bytes
+        && shared.shares <= MOST_SHARES
+        && is_whole_steps(shared.block_n, spec.dtype_v)
+        && problem.dims.batch <= split::MOST_SCANNED
+        && shared.cut().shares.is_some_and(|shares| shares.takes(problem, shared.block_n.unsigned_abs()));
+    let mut parts = tile;
+    let has_parts = split::split_keys(problem, tile.block_n) > 0;
+    if split::has_like_lengths(problem) {
+        let (keys, in_shares) = if has_parts { cut(problem, &tile, fits, room) } else { (0, false) };
+        parts.split_keys = keys;
+        return if in_shares { shared } else { parts };
+    }
+    let is_long = has_parts && problem.dims.seqlen_k > split::LEAST_SHARED;
+    if fits && is_long && Unlike::new(problem, &shared, room).is_shared() { shared } else { parts }
+}
+
+/// What sequences of unlike lengths cost besides reading their keys, microseconds of an H200.
+struct Unlike {
+    /// Where each tile is one CTA's: the walk of the longest, as far as there are not many others to begin after it.
+    whole: f64,
+    /// Where CTAs have equal shares: parts of O and of the log-sum-exp that are written, read and merged.
+    shared: f64,
+}
+
+/// Bytes that a CTA reads in a microsecond, alone.
+const BYTES_OF_ONE: f64 = 20e3;
+/// Bytes that the device reads or writes in a microsecond.
+const BYTES_OF_ALL: f64 = 3.5e6;
+/// Microseconds of a merging launch, and of finding shares.
+const MERGE_MICROS: f64 = 5.0;
+
+impl Unlike {
+    fn new(problem: &FwdProblem, shared: &Sm80Tile, room: Room) -> Self {
+        let dims = problem.dims;
+        let heads = if shared.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
+        let tiles = f64::from(dims.batch) * f64::from(heads);
+        // Of 16 bits, as a quantised cache's twin has.
+        let key_bytes = 2.0 * f64::from(dims.head_dim_qk + dims.head_dim_v);
+        let at_once = f64::from(room.num_sms) * f64::from(shared.ctas);
+        let longest = f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ONE;
+        let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
+        let parts = 1.0 + (f64::from(shared.shares) / tiles.max(1.0)).min(1.0);
+        Self {
+            whole: longest * (at_once / tiles.max(1.0)).min(1.0),
+            shared: MERGE_MICROS + 2.0 * parts * rows * 4.0 * f64::from(dims.head_dim_v) / BYTES_OF_ALL,
+        }
+    }
+
+    fn is_shared(&self) -> bool {
+        self.shared < self.whole
+    }
+}
+
+/// How keys of sequences of like lengths are cut: keys of a part, 0 for none; or whether equal shares are cheaper.
 ///
 /// What counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to fill memory's latency. An
 /// H200, one sequence over 8 kv heads: 32768 keys in parts of 512, 4 CTAs of 64 parts each, 47.1 us, of 384, 6 at most and 5.2 on
 /// average, 49.2; 131072 keys in parts of 1344, 6 CTAs, 141.3, of 1536 142.6, of 1024, which are left for a second time, 158.8;
-/// 4096 in parts of 64, 128 and 256 keys 14.9, 15.6 and 18.3.
-fn split_keys(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> i32 {
-    if split::split_keys(problem, tile.block_n) == 0 {
-        return 0;
-    }
+/// 4096 in parts of 64, 128 and 256 keys 14.9, 15.6 and 18.3. One sequence of 32768 keys in shares 57. Of many, shares are a tenth
+/// cheaper than this says.
+fn cut(problem: &FwdProblem, tile: &Sm80Tile, takes_shares: bool, room: Room) -> (i32, bool) {
     let dims = problem.dims;
     let heads = if tile.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
     let tiles = u64::from(dims.batch) * u64::from(heads);
     let (num_sms, ctas) = (u64::from(room.num_sms), u64::from(tile.ctas.unsigned_abs()));
+    let slots = num_sms * ctas;
+    let block_n = u64::from(tile.block_n.unsigned_abs());
     // A part's O, written and read in 32 bits, in keys of as many bytes.
     let key_bytes = problem.stored_k().size_bytes() * u64::from(dims.head_dim_qk + dims.head_dim_v);
     let rows = u64::from(dims.seqlen_q) * if tile.pack_gqa { u64::from(problem.gqa_ratio()) } else { 1 };
@@ -221,13 +348,26 @@ fn split_keys(problem: &FwdProblem, tile: &Sm80Tile, room: Room) -> i32 {
         let at_a_time = of_sm - last + if last > 0 { last.max(at_least) } else { 0 };
         at_a_time * (keys + if parts > 1 { part_keys } else { 0 }) + parts / 4
     };
-    let block_n = u64::from(tile.block_n.unsigned_abs());
     let of_parts =
         |parts: u32| u64::from(dims.seqlen_k.div_ceil(parts)).next_multiple_of(block_n).min(1 << 23);
     let whole = u64::from(dims.seqlen_k);
     // The most parts where several cost the same.
     let best = (2..=MOST_PARTS).rev().map(of_parts).min_by_key(|&keys| cost(keys));
-    best.filter(|&keys| keys < whole && cost(keys) * 20 < cost(whole) * 19).map_or(0, |keys| keys as i32)
+    let keys = best.filter(|&keys| keys < whole && cost(keys) * 20 < cost(whole) * 19).unwrap_or(0);
+    let cost_of_shares = {
+        let blocks = tiles * u64::from(dims.seqlen_k).div_ceil(block_n);
+        let takers = blocks.min(slots);
+        let few = takers.div_ceil(num_sms) < at_least;
+        let of_sm = if few { blocks.div_ceil(takers.max(1)) * at_least } else { blocks.div_ceil(num_sms) };
+        let parts = takers.div_ceil(num_sms) + tiles.div_ceil(num_sms);
+        of_sm * block_n + parts * part_keys + takers.div_ceil(tiles.max(1)) / 4 + SCAN_KEYS
+    };
+    let other = cost(if keys > 0 { keys } else { whole });
+    // Parts that are left for a second time take longer than their keys, as those of 1024 above do.
+    let is_left = keys > 0 && (tiles * whole.div_ceil(keys)).div_ceil(num_sms) > ctas;
+    let (shared, others) = if is_left { (20, 21) } else { (10, 9) };
+    let is_shared = takes_shares && keys > 0 && cost_of_shares * shared < other * others;
+    if is_shared { (0, true) } else { (keys as i32, false) }
 }
 
 #[cfg(test)]

@@ -36,6 +36,9 @@ impl Sm90Tile {
         } else if was.block_n != self.block_n {
             self.split_keys = round_up(self.split_keys, self.block_n);
         }
+        if self.split_keys == 0 || self.fixed_parts {
+            self.shares = 0;
+        }
         if was.bias_stages == self.bias_stages && !loads_own_rows {
             self.bias_stages = 0;
         }
@@ -64,8 +67,30 @@ impl Sm90Tile {
                 self.block_n / 2
             ));
         }
-        if self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(gqa_ratio.max(1)) {
-            return refuse(format!("pack_gqa=1: {gqa_ratio} heads do not divide block_m={}", self.block_m));
+        let divides = self.block_m.unsigned_abs().is_multiple_of(gqa_ratio.max(1));
+        if self.pack_gqa && gqa_ratio > self.block_m.unsigned_abs() {
+            return refuse(format!(
+                "pack_gqa=1: {gqa_ratio} heads are more than block_m={} rows",
+                self.block_m
+            ));
+        }
+        if self.pack_gqa && divides == self.whole_groups {
+            return refuse(format!(
+                "whole_groups={}: block_m={} rows of {gqa_ratio} heads",
+                i32::from(self.whole_groups),
+                self.block_m
+            ));
+        }
+        if self.pack_gqa && !divides && self.cluster > 1 {
+            return refuse(format!("cluster=2: {gqa_ratio} heads do not divide block_m={}", self.block_m));
+        }
+        if self.shares > 0 && (self.split_keys == 0 || self.fixed_parts) {
+            return refuse(format!(
+                "shares={} with split_keys={} and fixed_parts={}: shares have so many keys at least, and no fixed number",
+                self.shares,
+                self.split_keys,
+                i32::from(self.fixed_parts)
+            ));
         }
         if self.splits_q() && self.pack_gqa && !64_u32.is_multiple_of(gqa_ratio.max(1)) {
             return refuse(format!(
@@ -256,7 +281,7 @@ mod tests {
             (&[("copy_bytes", "3")], &["copy_bytes", "3"]),
             (&[("pv", "flushed")], &["pv=flushed", "bf16"]),
             (&[("lookahead", "1")], &["lookahead=1", "spare_piece"]),
-            (&[("pack_gqa", "1")], &["pack_gqa", "3", "128"]),
+            (&[("pack_gqa", "1")], &["whole_groups=0", "3", "128"]),
             (&[("wait_anchor", "100")], &["wait_anchor", "100", "64"]),
             (&[("cluster_heads", "1")], &["cluster_heads", "cluster=1"]),
             (&[("cluster", "2"), ("cluster_heads", "1")], &["cluster_heads", "3"]),
@@ -274,7 +299,10 @@ mod tests {
     #[test]
     fn every_field_can_be_set_to_what_it_has_and_to_all_that_tuning_tries() {
         let tile = default_tile(&FwdSpec::plain(DType::F16, 128, MaskKind::Full));
-        for (field, (name, value)) in Sm90Tile::fields().iter().zip(tile.named_values()) {
+        // Groups follow from the problem.
+        let values = tile.named_values().into_iter().filter(|(name, _)| *name != "whole_groups");
+        let fields = Sm90Tile::fields().iter().filter(|field| field.name != "whole_groups");
+        for (field, (name, value)) in fields.zip(values) {
             let mut same = tile;
             same.set(name, &value).unwrap();
             assert_eq!(same, tile, "{name}={value}");

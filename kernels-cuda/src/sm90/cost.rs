@@ -207,7 +207,7 @@ fn blocks_of_rows(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule
     let dims = problem.dims;
     let ratio = if tile.pack_gqa { problem.gqa_ratio() } else { 1 };
     let row_blocks = if tile.cluster_heads { 1 } else { tile.cluster };
-    let rows = (tile.block_m * row_blocks).unsigned_abs();
+    let rows = (tile.rows_of_tile(problem) * row_blocks).unsigned_abs();
     let band = problem.mask.band(dims.seqlen_q, dims.seqlen_k);
     let block_n = tile.block_n.unsigned_abs();
     let of_block = |i_block: u32| {

@@ -1,7 +1,7 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
 use crate::schedule::TileSchedule;
-use crate::sm80;
+use crate::sm80::{self, Room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
 use crate::split;
 use fmha_core::abi::DevPtr;
@@ -70,27 +70,66 @@ impl ValuesPlan {
     }
 }
 
-/// Refuses what `sm80` is faster at: one query over a long cache, whose few rows fill one warp's products. An H200, one sequence of
-/// 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5, 141 and 140;
-/// of 16 sequences of 4096 keys 77 and 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
-fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
+/// Why a problem that `sm80` takes is left to it: one query over a long cache, whose few rows fill one warp's products. An H200, one
+/// sequence of 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5,
+/// 141 and 140; of 16 sequences of 4096 keys 77 and 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
+///
+/// So are few rows over short sequences, whose tiles are small: 64 sequences of 1024 keys 74 us, this kernel 85; 137 of 128/8 heads and
+/// 56 keys 19.4 and 30.6.
+#[must_use]
+pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     const MOST_ROWS: u32 = 16;
-    let Dims { batch, seqlen_q, num_heads_kv, .. } = problem.dims;
+    /// Keys of short sequences.
+    const MOST_SHORT_KEYS: u32 = 1024;
+    let Dims { batch, seqlen_q, seqlen_k, num_heads_kv, .. } = problem.dims;
     let tiles = u64::from(batch) * u64::from(num_heads_kv);
-    let is_short = seqlen_q.saturating_mul(problem.gqa_ratio()) <= MOST_ROWS;
-    if !is_short || 4 * tiles > u64::from(facts.num_sms) {
-        return Ok(());
+    let rows = seqlen_q.saturating_mul(problem.gqa_ratio());
+    let theirs = sm80::choose_tile(problem, room);
+    if rows <= MOST_ROWS
+        && 4 * tiles <= u64::from(room.num_sms)
+        && theirs.split_keys > 0
+        && theirs.shares == 0
+    {
+        return Some(format!(
+            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",
+            room.num_sms
+        ));
     }
+    let ours = sm90::choose_tile_in_parts(problem, room.num_sms);
+    if theirs.shares > 0 && ours.shares > 0 && leaves_shares(problem, tiles, room) {
+        return Some(format!(
+            "its tiles of {} rows walk shares for {rows} rows, of which sm80 has smaller ones",
+            ours.block_m
+        ));
+    }
+    (rows <= MOST_ROWS && seqlen_k <= MOST_SHORT_KEYS).then(|| {
+        format!("its tiles of 64 rows walk {seqlen_k} keys for {rows} rows, of which sm80 has smaller ones")
+    })
+}
+
+/// Refuses what is left to `sm80`.
+fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
+    let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
     // Of FP8 queries nothing was measured.
     let taken =
         !problem.dtypes.qk.is_fp8() && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
-    if taken && sm80::choose_tile(problem, room(facts)).split_keys > 0 {
-        return Err(format!(
-            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",
-            facts.num_sms
-        ));
+    if !taken || rows > sm80::MOST_SHORT_ROWS || problem.arrivals > 0 {
+        return Ok(());
     }
-    Ok(())
+    leaves_to_sm80(problem, room(facts)).map_or(Ok(()), Err)
+}
+
+/// Whether `sm80` walks equal shares faster: few rows of head dims from 65 to 128, or, of fewer, few tiles. An H200, us, `sm80` and
+/// this kernel: 64 sequences of 32/8 heads and 10 to 18577 keys 172 and 181, 28 rows a group 145 and 150, 64 rows 185 and 175; D 64 77
+/// and 62 for 128 sequences, 39 and 44 for 12; D 192 52 and 46, D 256 315 and 312.
+fn leaves_shares(problem: &ValidFwd, tiles: u64, room: Room) -> bool {
+    let dims = problem.dims;
+    let rows = dims.seqlen_q.saturating_mul(problem.gqa_ratio());
+    match dims.head_dim_qk.max(dims.head_dim_v) {
+        ..=64 => rows <= 16 && tiles <= u64::from(room.num_sms),
+        65..=128 => rows <= 32,
+        _ => false,
+    }
 }
 
 /// The tile with some fields set, if it fits the problem and the device.
@@ -105,6 +144,7 @@ fn fitted(
     spec: &FwdSpec,
 ) -> Result<Sm90Tile, String> {
     fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+    tile.place_groups(problem);
     tile.check(spec, problem.gqa_ratio())?;
     if let (Some((axis, stride)), true) = (sm90::odd_bias_stride(problem), tile.bias_stages > 0) {
         return Err(format!(
@@ -114,6 +154,10 @@ fn fitted(
     }
     if tile.split_keys > 0 {
         split::splits(problem).map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
+    }
+    let takes = |shares: split::Shares| shares.takes(problem, tile.block_n.unsigned_abs());
+    if !tile.cut(problem).shares.is_none_or(takes) {
+        return Err(format!("tile shares={}: they count fewer than 2^30 blocks of keys", tile.shares));
     }
     facts.has_room_for(&tile, tile.smem_bytes(spec), tile.cluster)?;
     if problem.arrivals > 0 && !tile.waits_for_keys() {
@@ -137,17 +181,13 @@ fn own_tile(
     (tile, shapes, orders)
 }
 
-impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
-    fn name(&self) -> &'static str {
-        sm90::NAME
-    }
-
-    fn waits_for_keys(&self) -> bool {
-        true
-    }
-
-    fn choose(
-        &self,
+impl Sm90 {
+    /// The choice for a problem, of the tile that `like` has: the same problem over a cache that lies otherwise.
+    ///
+    /// # Errors
+    /// The field that it does not take, and its number.
+    pub(crate) fn choose_like<V: Nvidia>(
+        like: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
@@ -159,16 +199,20 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             leave_to_parts(problem, facts).map_err(refuse)?;
         }
         let spec = sm90::spec_of(problem);
-        let (mut own, shapes, orders) = own_tile(problem, facts);
+        let (mut own, shapes, orders) = own_tile(like, facts);
+        if like.strides != problem.strides {
+            let copies = own_tile(problem, facts).0;
+            (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
+        }
         if options.accuracy == Accuracy::Exact {
             (own.lazy_rescale_log2, own.skip_row_max) = (0, false);
         }
         if options.batch_invariant {
             own.make_batch_invariant(&spec);
-            own.take_fixed_parts(problem);
+            own.take_fixed_parts(like);
         }
         let set = |fields: &TileOptions| fitted(own, fields, problem, facts, &spec);
-        let (tile, tile_from) = settle_fwd(sm90::NAME, problem, facts, options, set).map_err(refuse)?;
+        let (tile, tile_from) = settle_fwd(sm90::NAME, like, facts, options, set).map_err(refuse)?;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let at_once = tile.rows_at_once(problem);
@@ -192,8 +236,9 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             let grid = Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) };
             row_launch(sm90::PREPARE_NAME, sm90::prepare_values(&spec, &tile), grid, facts)
         });
-        let merge = is_split
-            .then(|| parts::merge(MERGE_NAME, problem, (tile.cut(), at_once.queries, spec.dtype_qk), facts));
+        let merge = is_split.then(|| {
+            parts::merge(MERGE_NAME, problem, (tile.cut(problem), at_once.queries, spec.dtype_qk), facts)
+        });
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         // One shape and one order keep the promise, whatever others would cost.
         let is_priced = !options.batch_invariant;
@@ -226,7 +271,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
                 tile_from.detail(),
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
-                ("schedule", schedule_words(&tile)),
+                ("schedule", schedule_words(&tile, problem)),
             ]
             .into_iter()
             .chain(
@@ -236,6 +281,25 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             .chain((is_priced && !orders.is_empty()).then(|| ("orders", orders.words(FieldValue::name))))
             .collect(),
         })
+    }
+}
+
+impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
+    fn name(&self) -> &'static str {
+        sm90::NAME
+    }
+
+    fn waits_for_keys(&self) -> bool {
+        true
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        Self::choose_like(problem, problem, facts, options)
     }
 
     /// The order of a masked call's tiles is by how many there are, and their shape by that and by how many blocks they walk.
@@ -287,7 +351,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             let [merge] = exactly(steps.after())?;
             let at_once = tile.rows_at_once(call.problem);
             for (mut rows, mut parts) in
-                parts::launches(call.problem, tile.cut(), at_once, schedule, workspace)
+                parts::launches(call.problem, tile.cut(call.problem), at_once, schedule, workspace)
             {
                 let mut part = parts.params(&params);
                 let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut rows).cast()];
@@ -349,6 +413,7 @@ impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90 {
     fn modelled_micros(&self, problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {
         let (mut tile, ..) = own_tile(problem, facts);
         fields.iter().try_for_each(|(name, value)| tile.set(name, value)).ok()?;
+        tile.place_groups(problem);
         tile.check(&sm90::spec_of(problem), problem.gqa_ratio()).ok()?;
         tile.modelled_micros(problem, facts.num_sms)
     }
@@ -360,7 +425,7 @@ fn accuracy(tile: &Sm90Tile) -> Accuracy {
     if exact { Accuracy::Exact } else { Accuracy::Fast }
 }
 
-fn schedule_words(tile: &Sm90Tile) -> String {
+fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
     let mut words = vec![format!("{} consumer warpgroups", tile.num_consumers())];
     words.extend(match tile.ping_pong {
         PingPong::Off => None,
@@ -396,7 +461,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
         format!("P V summed in 14 bits and added to f32 after each {} keys{parts}", tile.block_n)
     }));
     words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
-    words.extend(parts::words(tile.cut()));
+    words.extend(parts::words(tile.cut(problem)));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }

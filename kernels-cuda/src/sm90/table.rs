@@ -31,10 +31,12 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
         tile.block_m = tile.block_m.min(128);
     }
     // A short query: the heads of a group side by side, where that saves a tenth of the rows.
-    if ratio > 1 && tile.block_m % ratio == 0 {
+    if (2..=64).contains(&ratio) {
         let block_m = i64::from(tile.block_m);
         let apart = (seqlen_q + block_m - 1) / block_m * i64::from(ratio);
-        let packed = (seqlen_q * i64::from(ratio) + block_m - 1) / block_m;
+        // Queries of a tile, which has whole groups.
+        let queries = block_m / i64::from(ratio);
+        let packed = (seqlen_q + queries - 1) / queries;
         tile.pack_gqa = packs.unwrap_or(packed * 10 <= apart * 9);
         if tile.pack_gqa && 64 % ratio != 0 && tile.splits_q() {
             tile.lookahead = Lookahead::Off;
@@ -67,9 +69,10 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
         tile.skip_row_max = false;
     }
     let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
-    if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
+    if rows <= 64 && (!tile.pack_gqa || rows <= i64::from(64 / ratio * ratio)) {
         tile.block_m = 64;
     }
+    tile.place_groups(problem);
 
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
     if problem.score.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap)) {
@@ -104,6 +107,9 @@ fn copy_bytes(problem: &FwdProblem) -> i32 {
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
+    if let Some(shared) = in_shares(problem, whole, num_sms) {
+        return shared;
+    }
     let Ok(schedule) = whole.schedule(problem) else { return whole };
     let mut tile = Sm90Tile { skip_row_max: false, ..whole };
     let fills = schedule.num_tiles.unsigned_abs() >= num_sms;
@@ -128,6 +134,54 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     tile.split_keys = best.0 as i32;
     tile.launch_beside_merge();
     tile
+}
+
+/// Queries of a sequence, at most, whose keys CTAs walk in equal shares.
+const MOST_SHARED_QUERIES: u32 = 32;
+/// Bytes that a CTA reads in a microsecond, alone; that the device reads or writes; and microseconds of a merge and of finding shares.
+/// Fitted to `split/measured.tsv`, which a test holds the choice to.
+const BYTES_OF_ONE: f64 = 70e3;
+const BYTES_OF_ALL: f64 = 3.5e6;
+const MERGE_MICROS: f64 = 12.0;
+/// Keys of sequences of unlike lengths, of the longest's.
+const MEAN_OF_LONGEST: f64 = 0.125;
+/// What many rows take more in shares, which have every block's maxima, of the time in which the cache is read; and rows.
+const WORK_OF_MAXIMA: f64 = 0.27;
+const MANY_ROWS: u32 = 32;
+
+/// The tile of few queries over sequences whose lengths the device alone knows, where equal shares cost less than the walk of the
+/// longest sequence, as far as there are not many others to begin after it.
+fn in_shares(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Option<Sm90Tile> {
+    let dims = problem.dims;
+    let mut tile = Sm90Tile { skip_row_max: false, block_m: whole.block_m.min(128), ..whole };
+    let unlike = dims.batch > 1 && dims.batch <= split::MOST_SCANNED && !split::has_like_lengths(problem);
+    let is_decode = dims.seqlen_q <= MOST_SHARED_QUERIES && dims.seqlen_k > split::LEAST_SHARED;
+    if !unlike
+        || !is_decode
+        || problem.dtypes.qk.is_fp8()
+        || !tile.takes_parts()
+        || split::splits(problem).is_err()
+    {
+        return None;
+    }
+    tile.place_groups(problem);
+    let tiles = f64::from(tile.schedule(problem).ok()?.num_tiles.max(1));
+    let key_bytes = f64::from(elem_bytes(problem.dtypes.qk)) * f64::from(dims.head_dim_qk + dims.head_dim_v);
+    let workers = f64::from(num_sms);
+    let tail = f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ONE * (workers / tiles).clamp(0.5, 1.0);
+    let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
+    let parts = 1.0 + (workers / tiles).min(1.0);
+    let merged = MERGE_MICROS + 2.0 * parts * rows * 4.0 * f64::from(dims.head_dim_v) / BYTES_OF_ALL;
+    let many = dims.seqlen_q.saturating_mul(problem.gqa_ratio()) > MANY_ROWS;
+    let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv);
+    let read = heads * MEAN_OF_LONGEST * f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ALL;
+    if merged + if many { WORK_OF_MAXIMA * read } else { 0.0 } > tail {
+        return None;
+    }
+    (tile.split_keys, tile.shares) = (tile.block_n, num_sms.cast_signed());
+    tile.launch_beside_merge();
+    let takes = |shares: split::Shares| shares.takes(problem, tile.block_n.unsigned_abs());
+    tile.cut(problem).shares.filter(|&shares| takes(shares)).map(|_| tile)
 }
 
 /// Keys of a sequence that are split, at least, and how many times as many as its queries. An H200, 4 heads of 2048 queries and keys in
@@ -430,6 +484,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         dependent_launch: true,
         split_keys: 0,
         fixed_parts: false,
+        whole_groups: false,
+        shares: 0,
     };
     if spec.dtype_v.is_fp8() {
         tile.take_fp8(spec);

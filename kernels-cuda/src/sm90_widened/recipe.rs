@@ -11,7 +11,7 @@ use crate::sm90::{
 use crate::sm90_widened::{self as text, Costs, Places, WidenSpec};
 use fmha_core::args::{CacheSlice, DevSlice, DevSliceMut, FwdArgs, MemorySpace};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::{Call, KvLayout, PlanOptions, ValidFwd, Workspace, bind, check_addresses};
+use fmha_core::{Call, FwdProblem, KvLayout, PlanOptions, ValidFwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Recipe, Steps};
 
 /// The cache in the workspace, and the kernel that reads it there.
@@ -59,6 +59,10 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
         text::NAME
     }
 
+    fn rows_of(&self) -> &'static str {
+        sm90::NAME
+    }
+
     fn choose(
         &self,
         problem: &ValidFwd,
@@ -72,11 +76,15 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
             .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
         // The reader is asked for by name, or it would leave short queries to others.
         let of_reader = options.clone().kernel(sm90::NAME);
-        let mut choice: Choice<FwdKernel<V>> = Sm90::default()
-            .choose(&wide, facts, &of_reader)
+        // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if sm90 reads that as it lies.
+        let twin = problem.over_wide_cache().filter(|twin| twin.layout.kv == wide.layout.kv);
+        let twin = twin.map_or_else(|| Ok(wide.clone()), FwdProblem::validate);
+        let twin = twin.map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
+        let mut choice: Choice<FwdKernel<V>> = Sm90::choose_like(&twin, &wide, facts, &of_reader)
             .map_err(|refusal| refuse(format!("the cache in 16 bits: {}", refusal.reason)))?;
         let places = Places::new(problem, choice.workspace).map_err(refuse)?;
-        if options.kernel.is_none() {
+        // The bits of a quantised cache have no price: it is sm90's where its twin is.
+        if options.kernel.is_none() && problem.cache.dtype.is_none() {
             is_worth_it(problem, facts, &places).map_err(refuse)?;
         }
         let cache = places.cache(problem, 0);
@@ -92,6 +100,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
                 head_dim_v: problem.dims.head_dim_v.cast_signed(),
                 kv_layout: problem.layout.kv.into(),
                 v_in_k: wide.cache.v_in_k,
+                by_element: text::is_by_element(problem),
             }),
             Grid::new(groups.unsigned_abs(), text::NUM_THREADS),
             facts,
@@ -116,9 +125,10 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
         let args = call.args;
         // A tensor without rows may lie anywhere.
         let has_keys = call.problem.shape_k().seq > 0;
+        let align = if text::is_by_element(call.problem) { 1 } else { ALIGN };
         let operands = [
-            ("k", args.k_slice().as_ptr() as u64, ALIGN, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, ALIGN, has_keys && !chosen.wide.cache.v_in_k),
+            ("k", args.k_slice().as_ptr() as u64, align, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, align, has_keys && !chosen.wide.cache.v_in_k),
         ];
         check_addresses(text::NAME, operands)?;
         chosen.with_wide(call, |wide| chosen.reader.takes_addresses(wide))

@@ -45,6 +45,12 @@ pub(crate) fn launches(
 
 /// How keys are cut, for plans; `None` where they are not.
 pub(crate) fn words(cut: Cut) -> Option<String> {
+    if let Some(shares) = cut.shares {
+        return Some(format!(
+            "keys of all sequences in {} equal shares of {} at least, merged",
+            shares.count, cut.keys
+        ));
+    }
     let of = if cut.fixed { "of every sequence " } else { "" };
     (cut.keys > 0).then(|| format!("keys {of}in parts of {}, merged", cut.keys))
 }

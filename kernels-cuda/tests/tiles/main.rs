@@ -5,6 +5,7 @@
 mod backward;
 mod backward_measured;
 mod backward_parts;
+mod decode_measured;
 mod forward_measured;
 mod fp8;
 mod schedule;

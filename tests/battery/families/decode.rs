@@ -37,6 +37,7 @@ pub(crate) fn cases() -> Vec<Case> {
     long(&mut cases);
     split(&mut cases);
     last_keys(&mut cases);
+    groups(&mut cases);
     many_parts(&mut cases);
     tables_apart(&mut cases);
     laws(&mut cases);
@@ -697,6 +698,35 @@ fn split(cases: &mut Vec<Case>) {
     }
 }
 
+/// Groups of heads that divide no tile, over sequences of unlike lengths, 0 among them, whose keys CTAs share.
+fn groups(cases: &mut Vec<Case>) {
+    for (at, heads) in [(6, 2), (5, 1), (12, 2), (14, 2), (24, 2), (13, 1)].into_iter().enumerate() {
+        for (seqlen_q, cache) in
+            [(1, None), (3, None), (8, None), (1, Some(DType::E4m3Fn)), (5, Some(DType::E5m2))]
+        {
+            let page_size = [None, Some(16), Some(64)][(at + seqlen_q as usize) % 3];
+            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let stored = cache.map_or("wide".to_owned(), |cache| cache.to_string());
+            let name = format!("decode/groups/{}of{}/{stored}/q{seqlen_q}/{layout}", heads.0, heads.1);
+            let dtype = [DType::Bf16, DType::F16][at % 2];
+            let head_dim = [64, 128, 168, 72, 256, 128][at];
+            let sizes = Dims { batch: 5, ..dims(seqlen_q, 1300, heads, head_dim) };
+            let mut problem = masked(dtype, sizes, ["b", "b:200,0"][usize::from(at == 3)]);
+            problem.cache.dtype = cache;
+            if cache.is_some() {
+                let head = Descale::PerKvHead;
+                (problem.scales.descale_k, problem.scales.descale_v) = (head, head);
+            }
+            problem.layout.seqused_k = true;
+            let mut lengths = Lengths { seqused_k: vec![1300, 0, 417, 2, 801], ..Lengths::default() };
+            if let Some(page_size) = page_size {
+                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+            }
+            push(cases, name, problem, lengths);
+        }
+    }
+}
+
 /// Rows of K and V that each decode kernel takes: narrow ones, and wide ones with V in K.
 const ROWS_OF_DECODE: [(&str, u32, u32); 2] = [("d64", 64, 64), ("latent", 576, 512)];
 
@@ -943,6 +973,23 @@ fn laws(cases: &mut Vec<Case>) {
         }
     }
     widened_caches(cases);
+    // Long and unlike, so that CTAs share the keys.
+    for (cache, dtype, head_dim, seqlen_q) in [
+        (DType::E4m3Fn, DType::Bf16, 128, 1),
+        (DType::E4m3Fn, DType::F16, 64, 3),
+        (DType::E5m2, DType::Bf16, 192, 2),
+        (DType::E5m2, DType::F16, 128, 7),
+        (DType::E4m3Fn, DType::Bf16, 80, 1),
+    ] {
+        let name = format!(
+            "decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/d{head_dim}/shares/q{seqlen_q}"
+        );
+        let mut problem = masked(dtype, Dims { batch: 4, ..dims(seqlen_q, 1300, (6, 2), head_dim) }, "b");
+        (problem.cache.dtype, problem.layout.seqused_k, problem.write_lse) = (Some(cache), true, true);
+        (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
+        let lengths = Lengths { seqused_k: vec![700, 0, 1300, 40], ..Lengths::default() };
+        push_law(cases, name, problem, lengths, LawKind::WidenedCache);
+    }
     for (cache, dtype) in [(DType::E4m3Fn, DType::Bf16), (DType::E5m2, DType::F16)] {
         for (seqlen_q, head_dim) in [(1, 128), (3, 128), (1, 64), (15, 192)] {
             let name =

@@ -47,25 +47,50 @@ FMHA_DEVICE void copy_word(uint32_t to, const Elem* from, int32_t there, const v
 }
 
 // A tile, of whose row r the elements are where `row_of(r)` says (null: zeros); `there_of(r, column)` of the sixteen
-// bytes from a column on are there. Not waited for.
-template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
+// bytes from a column on are there. Not waited for. `unroll`: passes, and chunks of a row, that are unrolled.
+template <int bytes, int threads, int unroll = 64, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
   using Elem = typename Tile::Elem;
   constexpr int word_elems = kWordOf<Elem>;
   constexpr int words = Tile::span / word_elems, step = threads / words;  // words of a row in a span; rows in a pass
   static_assert(threads % words == 0, "a pass takes whole rows");
   const int32_t word = threadIdx.x % words, first_row = threadIdx.x / words;
-#pragma unroll
+#pragma unroll unroll
   for (int pass = 0; pass < ceil_div(Tile::rows, step); ++pass) {
     const int32_t row = first_row + pass * step;
     if (Tile::rows % step != 0 && row >= Tile::rows) break;
     const Elem* from = row_of(row);
     const uint32_t to = tile.address() + fmha::mma::word_offset<Tile>(row, word * word_elems);
-#pragma unroll
+#pragma unroll unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
       const int32_t column = chunk * Tile::span + word * word_elems;
       copy_word<bytes>(to + chunk * Tile::chunk_bytes, from + column, from ? there_of(row, column) : 0, any);
     }
+  }
+}
+
+// A tile all of whose rows are there, `stride` elements from one to the next: no row is asked for, so that a copy takes an addition
+// and not a comparison and a product.
+template <int bytes, int threads, class Tile, class ThereOf>
+FMHA_DEVICE void copy_whole_tile(const Tile& tile, const typename Tile::Elem* first, int64_t stride, ThereOf there_of) {
+  using Elem = typename Tile::Elem;
+  constexpr int word_elems = kWordOf<Elem>;
+  constexpr int words = Tile::span / word_elems, step = threads / words;
+  static_assert(threads % words == 0, "a pass takes whole rows");
+  const int32_t word = threadIdx.x % words, first_row = threadIdx.x / words;
+  const Elem* from = first + first_row * stride + word * word_elems;
+  const int64_t pass_stride = step * stride;
+#pragma unroll
+  for (int pass = 0; pass < ceil_div(Tile::rows, step); ++pass) {
+    const int32_t row = first_row + pass * step;
+    if (Tile::rows % step != 0 && row >= Tile::rows) break;
+    const uint32_t to = tile.address() + fmha::mma::word_offset<Tile>(row, word * word_elems);
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+      const int32_t there = there_of(row, chunk * Tile::span + word * word_elems);
+      copy_word<bytes>(to + chunk * Tile::chunk_bytes, from + chunk * Tile::span, there, first);
+    }
+    from += pass_stride;
   }
 }
 
@@ -129,9 +154,46 @@ FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
   }
 }
 
+// The same, row by row and in little code, for the few blocks that are not whole.
+template <int bytes, int dim, int threads, class Raw, class RowOf>
+FMHA_DEVICE void copy_raw_rows(const Raw& tile, const void* any, RowOf row_of) {
+  constexpr int all = Raw::rows * Raw::words;
+#pragma unroll 1
+  for (int32_t at = threadIdx.x; at < all; at += threads) {
+    const int32_t row = at / Raw::words, word = at % Raw::words;
+    const uint8_t* from = row_of(row);
+#pragma unroll
+    for (int e = 0; e < 16; e += bytes) {
+      const int32_t there = from ? clamp(dim - word * 16 - e, 0, bytes) : 0;
+      ptx::cp_async<bytes>(tile.word_address(row, word) + e, there > 0 ? static_cast<const void*>(from + word * 16 + e) : any, there);
+    }
+  }
+}
+
+// The same of a raw tile all of whose rows are there, `stride` bytes from one to the next.
+template <int bytes, int dim, int threads, class Raw>
+FMHA_DEVICE void copy_whole_raw_tile(const Raw& tile, const uint8_t* first, int64_t stride) {
+  static_assert(threads % Raw::words == 0, "a pass takes whole rows");
+  constexpr int step = threads / Raw::words;
+  const int32_t word = threadIdx.x % Raw::words, first_row = threadIdx.x / Raw::words;
+  const uint8_t* from = first + first_row * stride + word * 16;
+  const int64_t pass_stride = step * stride;
+#pragma unroll
+  for (int pass = 0; pass < ceil_div(Raw::rows, step); ++pass) {
+    const int32_t row = first_row + pass * step;
+    if (Raw::rows % step != 0 && row >= Raw::rows) break;
+#pragma unroll
+    for (int e = 0; e < 16; e += bytes) {
+      const int32_t there = dim == Raw::row_bytes ? bytes : clamp(dim - word * 16 - e, 0, bytes);
+      ptx::cp_async<bytes>(tile.word_address(row, word) + e, there > 0 ? static_cast<const void*>(from + e) : first, there);
+    }
+    from += pass_stride;
+  }
+}
+
 // A raw tile's elements to a tile of 16-bit ones. Of a warp's stores at a time, half write the first and half the second of
-// their two words, which lie in different banks.
-template <DType stored, DType wide, bool converts, int threads, class Tile, class Raw>
+// their two words, which lie in different banks. `unit`: the factor is 1.
+template <DType stored, DType wide, bool converts, int threads, bool unit, class Tile, class Raw>
 FMHA_DEVICE void widen_tile(const Tile& tile, const Raw& raw, float descale) {
   static_assert(Tile::rows == Raw::rows && Tile::dim <= Raw::row_bytes, "the same elements");
   constexpr int all = Raw::rows * Raw::words;
@@ -146,7 +208,7 @@ FMHA_DEVICE void widen_tile(const Tile& tile, const Raw& raw, float descale) {
       const bool second = second_first != (k == 1);
       const uint32_t word[2] = {second ? bytes[2] : bytes[0], second ? bytes[3] : bytes[1]};
       uint32_t packed[4];
-      widen_word<stored, wide, converts>(word, descale, packed);
+      widen_word<stored, wide, converts, unit>(word, descale, packed);
       ptx::st_shared_v4(tile.address() + fmha::mma::word_offset<Tile>(row, column + (second ? kWord : 0)), packed);
     }
   }

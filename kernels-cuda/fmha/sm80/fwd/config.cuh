@@ -26,16 +26,22 @@ FMHA_DEVICE consteval int warp_rows(const Sm80Tile& tile) { return mma::kRows * 
 // A head dimension as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what the tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim, DType dtype) { return round_up(dim, 32 / size_bytes(dtype)); }
 
+// The same of K, V and Q in shared memory: whole spans of the swizzle, 128 bytes, where a warp's copies are to have them.
+FMHA_DEVICE consteval int tile_dim(const Sm80Tile& tile, int dim, DType dtype) {
+  return tile.whole_spans ? round_up(dim, 64) : padded_dim(dim, dtype);
+}
+
 // What headers read that know no architecture: the fields of this tile, and what others have and it has not.
 struct SharedTile {
-  int32_t block_m, block_n, split_keys, lazy_rescale_log2;
+  int32_t block_m, block_n, split_keys, shares, shares_a_cta, lazy_rescale_log2;
   bool fixed_parts, pack_gqa, fast_softcap;
   static constexpr int cluster = 1, bias_stages = 0, wait_anchor = 0;
   static constexpr bool cluster_heads = false;
 };
 FMHA_DEVICE consteval bool sums_output_first(const SharedTile&) { return false; }
 FMHA_DEVICE consteval SharedTile shared(const Sm80Tile& tile) {
-  return {tile.block_m, tile.block_n, tile.split_keys, tile.lazy_rescale_log2, tile.fixed_parts, tile.pack_gqa, tile.fast_softcap};
+  return {tile.block_m,           tile.block_n,     tile.split_keys, tile.shares,      tile.shares_a_cta,
+          tile.lazy_rescale_log2, tile.fixed_parts, tile.pack_gqa,   tile.fast_softcap};
 }
 
 // P of bf16 is scaled in the exponent (range.h); that of 8 bits to their range, which leaves room for the factor by which a row's
@@ -106,7 +112,7 @@ struct Rings<0> {};
 
 template <FwdSpec spec, Sm80Tile tile>
 struct Smem : QuadsOfWarps<spec.dropout ? tile.warps : 0>, Rings<tile.tma ? tile.stages : 0> {
-  static constexpr int dim_qk = padded_dim(spec.head_dim_qk, spec.dtype_qk), dim_v = padded_dim(spec.head_dim_v, spec.dtype_v);
+  static constexpr int dim_qk = tile_dim(tile, spec.head_dim_qk, spec.dtype_qk), dim_v = tile_dim(tile, spec.head_dim_v, spec.dtype_v);
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
   // Whether a thread has four neighbours of every sixteen of O's columns (mma/sm80.cuh).
   static constexpr bool turned = is_fp8(spec.dtype_v) && !v_columns;

@@ -119,7 +119,7 @@ struct Consumer {
   }
 
   // S of a block, and P of it; running maxima and sums, and O, which is relative to them, follow.
-  template <class KTile>
+  template <bool unit = false, class KTile>
   FMHA_DEVICE void score(const KTile& k, int32_t block) {
     typename ScoreModifiers::BiasWords bias[rows_of_sixteen];
     if constexpr (ScoreModifiers::prefetches) {
@@ -128,7 +128,7 @@ struct Consumer {
     }
     Scores s[rows_of_sixteen];
     if constexpr (reads_raw) {
-      raw_product_abt<spec, tile>(s, smem.q, k, descale_k);
+      raw_product_abt<spec, tile, unit>(s, smem.q, k, descale_k);
     } else {
       mma::product_abt<spec.dtype_qk, tile.fragments_ahead>(s, smem.q, warp_row, k);
     }
@@ -161,10 +161,10 @@ struct Consumer {
     }
   }
 
-  template <class VTile>
+  template <bool unit = false, class VTile>
   FMHA_DEVICE void accumulate(const VTile& v) {
     if constexpr (reads_raw) {
-      raw_product_ab<spec, tile>(o, probs, v, descale_v);
+      raw_product_ab<spec, tile, unit>(o, probs, v, descale_v);
     } else {
       mma::product_ab<spec.dtype_v, tile.fragments_ahead, Shared::v_columns>(o, probs, v, part);
     }

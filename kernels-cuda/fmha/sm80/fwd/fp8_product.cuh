@@ -2,7 +2,7 @@
 // widened in registers, on their way into fragments, once for all rows, and no wide copy of a block is written or read.
 //
 // Every product contracts what those of a widened block do, in the same order: the bits are the same. But any column of B may be
-// any of O's, to the end, where a lane has 32 or 16 of a row side by side (store_lane_rows).
+// any of O's, to the end, where a lane has 32 or 16 of a row side by side (store_lane_rows). `unit`: factors are 1.
 #pragma once
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/shared.cuh>
@@ -10,15 +10,19 @@
 
 namespace fmha::sm80 {
 
+// Steps of a product that are unrolled: what widens 32 keys and 128 dimensions takes some 16 KB of code, and several warps of a
+// multiprocessor, each at a place of its own, are to find it in the instruction cache.
+FMHA_DEVICE constexpr int unrolled_steps(int keys) { return keys > 32 ? 2 : 8; }
+
 // s = Q K^T, K raw: lane l reads of key 8 g + l / 4 elements 2 (l % 4) and the next, and those eight further on.
-template <FwdSpec spec, Sm80Tile tile, class QTile, class Raw, int n, int sixteens>
+template <FwdSpec spec, Sm80Tile tile, bool unit, class QTile, class Raw, int n, int sixteens>
 FMHA_DEVICE void raw_product_abt(mma::Accumulator<n> (&s)[sixteens], const QTile& q, const Raw& k, float descale) {
   constexpr int steps = QTile::dim / mma::kDepth<uint16_t>;
   const int32_t key = threadIdx.x % 32 / 4, byte = threadIdx.x % 4 * 2;
   const mma::LaneAddress<QTile> q0(q, mma::rows_first());
 #pragma unroll
   for (int m = 0; m < sixteens; ++m) s[m].clear();
-#pragma unroll
+#pragma unroll unrolled_steps(n)
   for (int step = 0; step < steps; ++step) {
     uint32_t a[sixteens][4];
 #pragma unroll
@@ -26,8 +30,8 @@ FMHA_DEVICE void raw_product_abt(mma::Accumulator<n> (&s)[sixteens], const QTile
 #pragma unroll
     for (int group = 0; group < n / 8; ++group) {
       const uint32_t at = k.word_address(8 * group + key, step) + byte;
-      const uint32_t b[2] = {widen_pair<tile.stored, spec.dtype_qk, tile.converts_fp8>(ptx::ld_shared_u16(at), descale),
-                             widen_pair<tile.stored, spec.dtype_qk, tile.converts_fp8>(ptx::ld_shared_u16(at + 8), descale)};
+      const uint32_t b[2] = {widen_pair<tile.stored, spec.dtype_qk, tile.converts_fp8, unit>(ptx::ld_shared_u16(at), descale),
+                             widen_pair<tile.stored, spec.dtype_qk, tile.converts_fp8, unit>(ptx::ld_shared_u16(at + 8), descale)};
 #pragma unroll
       for (int m = 0; m < sixteens; ++m) ptx::mma_m16n8k16<spec.dtype_qk>(&s[m].elems[4 * group], a[m], b);
     }
@@ -39,19 +43,25 @@ FMHA_DEVICE constexpr int raw_span(int columns) { return columns % 128 == 0 ? 12
 
 // o += P V, V raw: lane l reads of every span, at its (l / 4)-th eighth, the four keys that fragments want of it. Column l / 4 of
 // the g-th eight of a span is element g of that eighth.
-template <FwdSpec spec, Sm80Tile tile, class Raw, int n, int depth, int sixteens>
+template <FwdSpec spec, Sm80Tile tile, bool unit, class Raw, int n, int depth, int sixteens>
 FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::RegisterTile<uint16_t, depth> (&probs)[sixteens],
                                 const Raw& v, float descale) {
   constexpr int span = raw_span(n), own = span / 8;  // bytes of a lane
+  constexpr int steps = depth / mma::kDepth<uint16_t>;
   const int32_t key = threadIdx.x % 4 * 2, byte = threadIdx.x % 32 / 4 * own;
+  // P of the steps to come, the next one first: registers have no index.
+  uint32_t a_of[steps][sixteens][4];
 #pragma unroll
-  for (int step = 0; step < depth / mma::kDepth<uint16_t>; ++step) {
-    uint32_t a[sixteens][4];
+  for (int step = 0; step < steps; ++step) {
 #pragma unroll
     for (int m = 0; m < sixteens; ++m) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) a[m][k] = probs[m].elems[step][k];
+      for (int k = 0; k < 4; ++k) a_of[step][m][k] = probs[m].elems[step][k];
     }
+  }
+#pragma unroll unrolled_steps(depth) / 2
+  for (int step = 0; step < steps; ++step) {
+    const auto& a = a_of[0];
 #pragma unroll
     for (int chunk = 0; chunk < n / span; ++chunk) {
       uint32_t bytes[4][own / 4];
@@ -73,13 +83,21 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
             const uint32_t b[2] = {
-                widen_pair<tile.stored, spec.dtype_v, tile.converts_fp8>(k == 0 ? low & 0xffffu : low >> 16, descale),
-                widen_pair<tile.stored, spec.dtype_v, tile.converts_fp8>(k == 0 ? high & 0xffffu : high >> 16, descale)};
+                widen_pair<tile.stored, spec.dtype_v, tile.converts_fp8, unit>(k == 0 ? low & 0xffffu : low >> 16, descale),
+                widen_pair<tile.stored, spec.dtype_v, tile.converts_fp8, unit>(k == 0 ? high & 0xffffu : high >> 16, descale)};
 #pragma unroll
             for (int m = 0; m < sixteens; ++m)
               ptx::mma_m16n8k16<spec.dtype_v>(&o[m].elems[4 * (own * chunk + 4 * quad + 2 * half + k)], a[m], b);
           }
         }
+      }
+    }
+#pragma unroll
+    for (int next = 0; next + 1 < steps; ++next) {
+#pragma unroll
+      for (int m = 0; m < sixteens; ++m) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) a_of[next][m][k] = a_of[next + 1][m][k];
       }
     }
   }

@@ -11,17 +11,78 @@
 // Every issue is one group, an empty one at the tile's end, so that waits count the same throughout.
 //
 // The grid is a CTA a tile, longest tiles first, of which an SM holds several: one's products run under another's loads and
-// exponentials.
+// exponentials. In shares (common/shares.cuh) it is as many CTAs as there is room for, and each walks pieces of tiles.
 #pragma once
+#include <fmha/common/shares.cuh>
 #include <fmha/ptx/grid.cuh>
 #include <fmha/sm80/fwd/epilogue.cuh>
 #include <fmha/sm80/fwd/load.cuh>
 
 namespace fmha::sm80 {
 
+// Walks the tile's blocks of keys with one slot, each load written once: the loop's first pass only loads. A short query's kernel is read from
+// memory once for some blocks, and so counts by its length.
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  auto& blocks = loader.smem.blocks;
+  loader.load_q();
+  consumer.begin();
+  typename Loader<spec, tile>::KeyRows keys = {};
+#pragma unroll 1
+  for (int32_t i = -1; i < work.num_blocks; ++i) {
+    const int32_t block = i < 0 ? -1 : block_at(work, i);
+    const bool computes = !consumer.is_hidden(block);
+    const auto next = loader.look_up(i + 1);
+    if (i >= 0) {
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();
+      loader.load_v(i, keys);
+      ptx::cp_async_commit_group();
+      if (computes) consumer.score(blocks.k[0], block);
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();
+    }
+    keys = next;
+    if (i + 1 < work.num_blocks) loader.load_k(i + 1, keys);
+    ptx::cp_async_commit_group();
+    if (computes) consumer.accumulate(blocks.v[0]);
+  }
+}
+
+// The same over an FP8 cache that the products read as it lies. `unit`: the factors of K and V are 1.
+template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void walk_raw_in_little_code(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  auto& blocks = loader.smem.blocks;
+  loader.load_q();
+  consumer.begin();
+#pragma unroll 1
+  for (int32_t i = -1; i < work.num_blocks; ++i) {
+    const int32_t block = i < 0 ? -1 : block_at(work, i);
+    const bool computes = !consumer.is_hidden(block);
+    const auto keys = loader.look_up(i + 1);
+    if (i >= 0) {
+      ptx::cp_async_wait_group<1>();
+      __syncthreads();
+      if (computes) consumer.template score<unit>(blocks.raw_k[0], block);
+      __syncthreads();
+    }
+    if (i + 1 < work.num_blocks) loader.load_k(i + 1, keys);
+    ptx::cp_async_commit_group();
+    if (i >= 0) {
+      ptx::cp_async_wait_group<1>();
+      __syncthreads();
+      if (computes) consumer.template accumulate<unit>(blocks.raw_v[0]);
+      __syncthreads();
+    }
+    if (i + 1 < work.num_blocks) loader.load_v(i + 1, keys);
+    ptx::cp_async_commit_group();
+  }
+}
+
 // Walks the tile's blocks of keys.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  if constexpr (tile.stages == 1 && Loader<spec, tile>::has_few_warps) return walk_in_little_code(loader, consumer, work);
   auto& blocks = loader.smem.blocks;
   // Groups, in their order: Q with K(0), V(0), K(1), V(1), ... So many may be under way when one is waited for.
   constexpr int under_way = 2 * (tile.stages - 1);
@@ -70,9 +131,11 @@ FMHA_DEVICE void load_first_raw(const Loader<spec, tile>& loader, const Work& wo
   }
 }
 
-// The same over an FP8 cache that the products read as it lies. A slot is free once its product is computed.
-template <FwdSpec spec, Sm80Tile tile, class Keys>
+// The same over an FP8 cache that the products read as it lies. A slot is free once its product is computed. `unit`: the factors of K
+// and V are 1.
+template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  if constexpr (tile.stages == 1) return walk_raw_in_little_code<unit>(loader, consumer, work);
   auto& blocks = loader.smem.blocks;
   constexpr int under_way = 2 * tile.stages - 1;
   load_first_raw(loader, work);
@@ -84,13 +147,13 @@ FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile,
     const auto keys = loader.look_up(i + tile.stages);
     ptx::cp_async_wait_group<under_way>();
     __syncthreads();
-    if (computes) consumer.score(blocks.raw_k[i % tile.stages], block);
+    if (computes) consumer.template score<unit>(blocks.raw_k[i % tile.stages], block);
     __syncthreads();
     if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<under_way>();
     __syncthreads();
-    if (computes) consumer.accumulate(blocks.raw_v[i % tile.stages]);
+    if (computes) consumer.template accumulate<unit>(blocks.raw_v[i % tile.stages]);
     __syncthreads();
     if (i + tile.stages < work.num_blocks) loader.load_v(i + tile.stages, keys);
     ptx::cp_async_commit_group();
@@ -133,6 +196,22 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile>& loader, Consumer<spec, 
   }
 }
 
+// O and LSE of a tile's rows, of the keys that its work is on.
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void attend(const FwdParams& p, const Work& work, Smem<spec, tile>& smem, const Keys& keys) {
+  const Loader<spec, tile> loader{p, work, smem};
+  Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
+  if constexpr (reads_raw_blocks(spec, tile)) {
+    if (consumer.descale_k == 1.f && consumer.descale_v == 1.f) walk_raw<true>(loader, consumer, work);
+    else walk_raw<false>(loader, consumer, work);
+  } else if constexpr (widens_blocks(spec, tile)) {
+    walk_widening(loader, consumer, work);
+  } else {
+    walk(loader, consumer, work);
+  }
+  store(consumer);
+}
+
 template <FwdSpec spec, Sm80Tile tile, class Keys = EveryKey>
 FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Keys& keys = {}) {
   static_assert(spec.dtype_qk == spec.dtype_v || is_fp8(spec.dtype_qk), "sm80: Q, K and V share a type, or Q and K are FP8");
@@ -146,20 +225,21 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
   if constexpr (tile.launches_merge) ptx::launch_dependents();
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
-  if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
-  const Work work = resolve_tile<spec, shared(tile)>(p, schedule, blockIdx.x);
-  if (work.num_blocks == 0) return;
-
-  const Loader<spec, tile> loader{p, work, smem};
-  Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
-  if constexpr (reads_raw_blocks(spec, tile)) {
-    walk_raw(loader, consumer, work);
-  } else if constexpr (widens_blocks(spec, tile)) {
-    walk_widening(loader, consumer, work);
+  if constexpr (tile.shares > 0) {
+    Share<spec, shared(tile)> share{p, schedule, threadIdx.x < 32};
+#pragma unroll 1
+    while (!share.is_over()) {
+      const Work work = share.next();
+      if (work.num_blocks == 0) continue;
+      attend(p, work, smem, keys);
+      // Q and the blocks of the part before have been read.
+      __syncthreads();
+    }
   } else {
-    walk(loader, consumer, work);
+    if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
+    const Work work = resolve_tile<spec, shared(tile)>(p, schedule, blockIdx.x);
+    if (work.num_blocks > 0) attend(p, work, smem, keys);
   }
-  store(consumer);
 }
 
 }  // namespace fmha::sm80

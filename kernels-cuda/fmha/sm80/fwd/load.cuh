@@ -10,6 +10,8 @@ template <FwdSpec spec, Sm80Tile tile>
 struct Loader {
   using Shared = Smem<spec, tile>;
   static constexpr int bytes = tile.copy_bytes, threads = num_consumers(tile);
+  // Few warps to a multiprocessor's scheduler, of which each issues the copies of many bytes: what a copy takes of it counts.
+  static constexpr bool has_few_warps = tile.warps == 1 || tile.split_keys > 0;
 
   const FwdParams& p;
   const Work& work;
@@ -87,9 +89,21 @@ struct Loader {
       }
       return j >= 0 && j < end ? data + offset : nullptr;
     };
-    const auto there_of = [](int32_t, int32_t column) { return elems_there<dim, mma::Storage<own>>(column); };
+    const auto there_of = [](int32_t, int32_t column) {
+      // Rows of whole steps of a product have all their words.
+      return has_few_warps && tile_dim(tile, dim, own) == dim ? kWordOf<mma::Storage<own>> : elems_there<dim, mma::Storage<own>>(column);
+    };
+    // Most of a long walk's blocks: whole, and their rows one after another.
+    if constexpr (has_few_warps && in_a_row && bytes >= 4) {
+      if (first_key >= 0 && first_key + tile.block_n <= end) {
+        if constexpr (!widens_cache(spec, tile)) return copy_whole_tile<bytes, threads>(to, data + offsets[0], view.row, there_of);
+        else if constexpr (threads % Tile::words == 0) return copy_whole_raw_tile<bytes, dim, threads>(to, data + offsets[0], view.row);
+      }
+    }
     if constexpr (widens_cache(spec, tile) && !widens_blocks(spec, tile)) {
       widen_odd_tile<tile.stored, spec.dtype_qk, tile.converts_fp8, threads>(to, descale_of(descales), row_of, there_of);
+    } else if constexpr (widens_cache(spec, tile) && in_a_row && has_few_warps) {
+      copy_raw_rows<bytes, dim, threads>(to, data, row_of);
     } else if constexpr (widens_cache(spec, tile) && in_a_row) {
       copy_raw_tile<bytes, dim, threads>(to, data, [&](int32_t base, int32_t within, int32_t) { return row_of(base + within); });
     } else if constexpr (widens_cache(spec, tile)) {
@@ -97,7 +111,8 @@ struct Loader {
     } else if constexpr (!in_a_row) {
       copy_scattered_tile<bytes, threads>(to, data, scattered_row_of, there_of);
     } else {
-      copy_tile<bytes, threads>(to, data, row_of, there_of);
+      // Blocks that are not whole are few, and their code is not to push other code from the instruction cache.
+      copy_tile<bytes, threads, has_few_warps && bytes >= 4 ? 1 : 64>(to, data, row_of, there_of);
     }
   }
 
@@ -149,12 +164,17 @@ struct Loader {
     }
   }
 
+  template <DType wide, class Tile, class Raw>
+  FMHA_DEVICE void widen(const Tile& to, const Raw& from, float descale) const {
+    if (descale == 1.f) widen_tile<tile.stored, wide, tile.converts_fp8, threads, true>(to, from, 1.f);
+    else widen_tile<tile.stored, wide, tile.converts_fp8, threads, false>(to, from, descale);
+  }
   // A raw block to the one that the products read.
   FMHA_DEVICE void widen_k(int32_t i, float descale) const {
-    widen_tile<tile.stored, spec.dtype_qk, tile.converts_fp8, threads>(smem.blocks.wide_k, smem.blocks.raw_k[i % tile.stages], descale);
+    widen<spec.dtype_qk>(smem.blocks.wide_k, smem.blocks.raw_k[i % tile.stages], descale);
   }
   FMHA_DEVICE void widen_v(int32_t i, float descale) const {
-    widen_tile<tile.stored, spec.dtype_v, tile.converts_fp8, threads>(smem.blocks.wide_v, smem.blocks.raw_v[i % tile.stages], descale);
+    widen<spec.dtype_v>(smem.blocks.wide_v, smem.blocks.raw_v[i % tile.stages], descale);
   }
 };
 

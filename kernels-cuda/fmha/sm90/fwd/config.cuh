@@ -78,7 +78,7 @@ struct Regs {
 FMHA_DEVICE consteval Regs regs(const Sm90Tile& tile) {
   if (tile.copy_bytes > 0) return num_consumers(tile) == 1 ? Regs{80, 240} : Regs{72, 216};
   switch (num_consumers(tile)) {
-    case 1: return {56, 240};
+    case 1: return {tile.shares > 0 ? 152 : 56, 240};  // a warp looks through the lengths of all sequences
     case 2: return {40, 232};  // 24 spill the schedule role
     default: return {32, 160};
   }

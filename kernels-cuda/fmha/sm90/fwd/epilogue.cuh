@@ -24,7 +24,7 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     if constexpr (split_keys<tile>() > 0) {
       const OutputPlace place = output_place<tile>(p, work);
-      const Range keys = keys_of_part<tile>(p, part_of<tile>(p, work), work.seqlen_k);
+      const Range keys = keys_of_work<tile>(p, work);
       RecomputedRow<spec> recomputed{p, span, i_head, i, place.batch, place.row + i, keys};
       recomputed.run();
     } else {
@@ -46,7 +46,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
   for (int r = 0; r < 2; ++r) {
     const int32_t packed_row = row + 8 * r, i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    const bool stored = i < work.seqlen_q;
+    const bool stored = i < work.seqlen_q && (!whole_groups<tile>() || packed_row - work.first_row < rows_of_tile<tile>(p));
     const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
     // Where the two differ beyond rounding, the row is computed again.
     const float max_log2 = RowSoftmax::shift_of(rows[r].row_max, scale_log2) + offset_log2;

@@ -79,6 +79,11 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
     }
     init_barriers(smem);
   }
+  if constexpr (whole_groups<tile>()) {
+    // Rows that are left over are loaded by no box, and multiplied.
+    for (int i = 0; i < Smem<spec, tile>::q_buffers; ++i) zero_rows(smem.q[i], rows_of_tile<tile>(p), threadIdx.x, num_threads(tile));
+    ptx::fence_proxy_async();
+  }
   if constexpr (tile.cluster > 1) {
     ptx::cluster_sync();
   } else {

@@ -54,7 +54,9 @@ struct Loader {
       q_slot.advance();
       return;
     }
-    ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
+    // Of whole groups that do not fill the tile the box is lower.
+    constexpr int row_bytes = Tile::num_chunks * Tile::span_bytes;
+    ptx::mbarrier_arrive_expect_tx(full, whole_groups<tile>() ? rows_of_tile<tile>(p) * row_bytes : Tile::tile_bytes);
     const int32_t head_in_group = work.i_head - work.i_head_kv * p.gqa_ratio;
 #pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
@@ -230,8 +232,9 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& 
   if (threadIdx.x == 0 || (tile.copy_bytes > 0 && threadIdx.x / 32 != 1)) {
     Loader<spec, tile, ArrivedKeys> loader{p, maps, values, smem, arrived};
     loader.run();
-  } else if (threadIdx.x == 32) {
-    schedule_tiles<spec, tile>(p, schedule, smem);
+  } else if (in_shares<tile>() ? threadIdx.x / 32 == 1 : threadIdx.x == 32) {
+    if constexpr (in_shares<tile>()) schedule_shares<spec, tile>(p, schedule, smem);
+    else schedule_tiles<spec, tile>(p, schedule, smem);
   } else if (tile.prepare_v == PrepareV::Beside && threadIdx.x / 32 >= 4 - kValueWarps) {
     if constexpr (tile.prepare_v == PrepareV::Beside) prepare_beside<spec, tile>(p, values);
   } else if constexpr (prepares_v(spec, tile)) {
