@@ -16,6 +16,9 @@ use fmha_core::{
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90_widened";
 
+/// The kernel's name where Blackwell's kernel reads the cache.
+pub const NAME_OF_SM100: &str = "sm100_widened";
+
 /// The name of the launch that widens the cache.
 pub const WIDEN_NAME: &str = "widen_cache";
 
@@ -170,9 +173,9 @@ fn leaves_v_in_k(problem: &FwdProblem) -> bool {
 /// one's as the longest has rows.
 ///
 /// # Errors
-/// The first fact that the launch which widens does not take.
-pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
-    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+/// In `kernel`'s name, the first fact that the launch which widens does not take.
+pub fn wide_problem(kernel: &'static str, problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(kernel, reason));
     let own = match problem.layout.q {
         QLayout::Batch => KvLayout::Strided,
         QLayout::Packed => KvLayout::Packed,
@@ -188,7 +191,7 @@ pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
             ));
         }
         None if problem.layout.kv == own => {
-            return refuse(format!("dtype_qk {stored}: its rows lie as sm90 reads them"));
+            return refuse(format!("dtype_qk {stored}: its rows lie as they are read"));
         }
         None => {}
     }
@@ -351,9 +354,9 @@ mod tests {
             let of = cached(3, 40, 100, (4, 2));
             let mut problem = FwdProblem::new(q, kv, DType::Bf16, of.dims);
             problem.cache.dtype = of.cache.dtype;
-            let wide = wide_problem(&problem).unwrap();
+            let wide = wide_problem(NAME, &problem).unwrap();
             if matches!(kv, KvLayout::Paged { .. }) {
-                assert_eq!(wide_problem(&paged(problem.clone())).unwrap(), wide);
+                assert_eq!(wide_problem(NAME, &paged(problem.clone())).unwrap(), wide);
             }
             assert_eq!(wide.layout.kv == KvLayout::Packed, q == QLayout::Packed);
             assert_eq!(wide.layout.seqused_k, kv == KvLayout::Packed);
@@ -372,10 +375,10 @@ mod tests {
         let refused = |change: fn(&mut FwdProblem)| {
             let mut problem = cached(1, 512, 4096, (4, 1));
             change(&mut problem);
-            wide_problem(&problem).unwrap_err().to_string()
+            wide_problem(NAME, &problem).unwrap_err().to_string()
         };
         assert!(
-            refused(|problem| problem.cache.dtype = None).contains("dtype_qk bf16: its rows lie as sm90")
+            refused(|problem| problem.cache.dtype = None).contains("dtype_qk bf16: its rows lie as they are")
         );
         let pages_of_f32 = refused(|problem| {
             *problem = paged(problem.clone());
@@ -387,14 +390,14 @@ mod tests {
         let of_pages = |change: fn(&mut FwdProblem)| {
             let mut problem = paged(cached(1, 512, 4096, (4, 1)));
             change(&mut problem);
-            wide_problem(&problem).unwrap_err().to_string()
+            wide_problem(NAME, &problem).unwrap_err().to_string()
         };
         assert!(of_pages(|problem| problem.dims.head_dim_qk = 72).contains("head_dim_qk 72"));
         assert!(of_pages(|problem| problem.strides.k.seq = 516).contains("k.seq stride 516"));
         let by_element = |change: fn(&mut FwdProblem)| {
             let mut problem = cached(1, 512, 4096, (4, 1));
             change(&mut problem);
-            is_by_element(&problem) && wide_problem(&problem).is_ok()
+            is_by_element(&problem) && wide_problem(NAME, &problem).is_ok()
         };
         assert!(by_element(|problem| problem.dims.head_dim_qk = 72));
         assert!(by_element(|problem| problem.strides.k.seq = 520));

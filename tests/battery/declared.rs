@@ -91,7 +91,7 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100"],
+        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100", "sm100_widened"],
         slowly: false,
         what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks sm80 alone takes",
         applies: updates_the_cache,
@@ -153,8 +153,8 @@ pub const DECLARED: &[Declared] = &[
         },
     },
     Declared {
-        backends: &["rocm"],
-        kernels: &["cdna_widened", "rdna_widened"],
+        backends: &["rocm", "cuda"],
+        kernels: &["cdna_widened", "rdna_widened", "sm100_widened"],
         slowly: false,
         what: "rows that a forward kernel reads as they lie: a launch before it brings FP8 caches that lie as Q does, and no others",
         applies: |case, problem| {

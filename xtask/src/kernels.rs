@@ -428,6 +428,34 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(fp8_(cache|layouts)/e(4m3fn|5m2)|paged/b?f16)/", deal: 1 },
         ..HOPPER_WALKING
     },
+    // FP8 caches, to the bits of their 16-bit twins: each kernel's that takes one of these.
+    Row {
+        kernel: None,
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/(e5m2/bf16/d40/lengths/q7|gaps/d64/e4m3fn/f16|d320/e4m3fn/f16)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        kernel: None,
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/e5m2/bf16/d96/lengths/q1$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        kernel: None,
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/e4m3fn/f16/d64/lengths/q2$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..AMPERE
+    },
     // Two tiles of rows that share what TMA brings.
     Row {
         kernel: Some("sm90_mla"),
