@@ -102,10 +102,10 @@ impl<V: Vendor> Backend<V> {
     where
         V: Family<P>,
     {
-        // A plan over a quantised cache has the bits of the same call on the cache in Q's type: the kernel of that call's rows.
-        let wide = problem.of_wide_cache()?.and_then(|wide| self.choose_for(&wide, options, None).ok());
-        let wide = wide.map(|(choice, _)| choice.kernel.rows_of());
-        self.choose_for(problem, options, wide).or_else(|_| self.choose_for(problem, options, None))
+        // A plan over a quantised cache has the bits of the same call on the cache in Q's type: the kernel of that call's rows. Where
+        // nothing takes that call, as where a kernel is named that only brings caches to another, there are no bits to have.
+        let twin = problem.of_wide_cache()?.and_then(|wide| self.choose_for(&wide, options, None).ok());
+        self.choose_for(problem, options, twin.map(|(choice, _)| choice.kernel.rows_of()))
     }
 
     /// The choice among all kernels, or among those whose rows `of` computes.
