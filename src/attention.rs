@@ -339,6 +339,15 @@ mod tests {
     }
 
     #[test]
+    fn a_batch_of_0_gives_empty_results_on_every_device() {
+        let options = Attention::new(Dims { batch: 0, ..DIMS }).dropout(0.5, DropoutSeed::default());
+        for device in crate::devices().into_iter().filter_map(|device| device.device.ok()) {
+            let result = attention_on::<bf16>(&device, &[], &[], &[], &options).unwrap();
+            assert_eq!(result, AttentionOutput { o: Vec::new(), lse: Vec::new() });
+        }
+    }
+
+    #[test]
     fn a_slice_that_does_not_fit_is_refused_by_name_and_count() {
         let (q, k, v) = tensors(|x| x);
         let error = attention(&q, &k[1..], &v, &Attention::new(DIMS)).unwrap_err();

@@ -28,6 +28,9 @@
 //!  O, LSE                               Err(Driver): which call, which code
 //! ```
 //!
+//! - With the feature `log` plans, compiled kernels and tuning are records of the crate `log`, whose targets are `fmha::plan`,
+//!   `fmha::compile` and `fmha::tune`; with `nvtx` and `roctx` a profiler of the vendor's shows each plan, run and launch as a
+//!   range.
 //! - [`register`] gives a backend of your own, an [`FmhaBackend`], a name.
 //! - What a user needs of `fmha-core` is re-exported here by name. `use fmha::*` hides nothing of the language:
 //!

@@ -52,15 +52,15 @@ impl Backend {
     /// slow, and called emulated wherever it is reported.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] for a choice that names no vendor's backend.
+    /// [`Error::NoDevice`] for an architecture of another vendor's, and for a choice that names no vendor's backend.
     pub fn emulated(self, arch: &str) -> Result<Self> {
         let emulate = Some(arch.to_owned());
         match self {
-            Self::Cuda { ordinal, .. } => Ok(Self::Cuda { ordinal, emulate }),
-            Self::Rocm { ordinal, .. } => Ok(Self::Rocm { ordinal, emulate }),
+            Self::Cuda { ordinal, .. } if arch.starts_with("sm_") => Ok(Self::Cuda { ordinal, emulate }),
+            Self::Rocm { ordinal, .. } if arch.starts_with("gfx") => Ok(Self::Rocm { ordinal, emulate }),
             Self::Auto if arch.starts_with("sm_") => Ok(Self::Cuda { ordinal: 0, emulate }),
             Self::Auto if arch.starts_with("gfx") => Ok(Self::Rocm { ordinal: 0, emulate }),
-            Self::Auto | Self::Cpu | Self::Registered { .. } => Err(Error::NoDevice(format!(
+            _ => Err(Error::NoDevice(format!(
                 "backend {self} emulates no `{arch}` (known: cuda with sm_..., rocm with gfx...)"
             ))),
         }
@@ -210,7 +210,9 @@ impl Device {
         match Backend::Auto.emulated(arch) {
             Ok(Backend::Cuda { .. }) => cuda_pretended(arch).map(Into::into),
             Ok(Backend::Rocm { .. }) => rocm_pretended(arch).map(Into::into),
-            _ => Err(Error::NoDevice(format!("no backend plans for `{arch}` (known: sm_..., gfx...)"))),
+            _ => Err(Error::NoDevice(format!(
+                "arch `{arch}`: no backend plans for it (known: sm_..., gfx...)"
+            ))),
         }
     }
 

@@ -68,12 +68,26 @@ impl Memory<'_> {
 
     fn read(&self, elems: usize, len: u64) -> DevSlice<'_> {
         // SAFETY: inside `buffer`, which outlives the call; nothing is written there meanwhile.
-        unsafe { DevSlice::from_raw(self.backend.memory().space(), self.address(elems), len) }
+        unsafe {
+            DevSlice::from_raw(
+                self.backend.memory().space(),
+                self.address(elems),
+                len,
+                fmha_core::ElemType::Bytes,
+            )
+        }
     }
 
     fn write(&self, elems: usize, len: u64) -> DevSliceMut<'_> {
         // SAFETY: as above; the call checks that what it writes is nothing that it reads.
-        unsafe { DevSliceMut::from_raw(self.backend.memory().space(), self.address(elems), len) }
+        unsafe {
+            DevSliceMut::from_raw(
+                self.backend.memory().space(),
+                self.address(elems),
+                len,
+                fmha_core::ElemType::Bytes,
+            )
+        }
     }
 }
 
@@ -102,7 +116,7 @@ fn gradients(backend: &Device, layout: &Layout, apart: usize) -> Vec<Vec<bf16>> 
     let scratch = |buffer: &Option<DevBuffer>| {
         let buffer = buffer.as_ref()?;
         // SAFETY: nobody else uses it.
-        Some(unsafe { DevSliceMut::from_raw(memory.space(), buffer.as_ptr(), buffer.bytes()) })
+        Some(unsafe { DevSliceMut::from_raw(memory.space(), buffer.as_ptr(), buffer.bytes(), buffer.elem()) })
     };
     let bytes = |shape: Shape| fmha_core::ValidFwd::extent_bytes(*strides, shape, DType::Bf16);
     let inputs = [0, 1, 2].map(|n| held.read(places[n], bytes(shapes[n])));

@@ -231,12 +231,26 @@ pub(crate) mod tests {
 
         pub(crate) fn slice(&self) -> DevSlice<'_> {
             // SAFETY: as many bytes are there before the fence.
-            unsafe { DevSlice::from_raw(MemorySpace::Host, self.0.as_ptr(), self.0.len() as u64) }
+            unsafe {
+                DevSlice::from_raw(
+                    MemorySpace::Host,
+                    self.0.as_ptr(),
+                    self.0.len() as u64,
+                    fmha_core::ElemType::Bytes,
+                )
+            }
         }
 
         pub(crate) fn slice_mut(&mut self) -> DevSliceMut<'_> {
             // SAFETY: as many bytes are there before the fence.
-            unsafe { DevSliceMut::from_raw(MemorySpace::Host, self.0.as_mut_ptr(), self.0.len() as u64) }
+            unsafe {
+                DevSliceMut::from_raw(
+                    MemorySpace::Host,
+                    self.0.as_mut_ptr(),
+                    self.0.len() as u64,
+                    fmha_core::ElemType::Bytes,
+                )
+            }
         }
     }
 

@@ -64,7 +64,7 @@ fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
             add(&format!("{seqlen_q}x{seqlen_k} {mask}"), problem, &[]);
         }
     }
-    for broadcast in [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead] {
+    for broadcast in BiasBroadcast::ALL {
         let mut problem = plain().mask(MaskSpec::CAUSAL);
         problem.score.bias = bias(&problem, DType::F32, broadcast);
         add(&format!("bias {broadcast:?}"), problem, &[]);

@@ -570,3 +570,43 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     plan.run(&mut args, &maker.default_stream()).unwrap();
     assert!(o.iter().all(|&o| o == 0.5));
 }
+
+/// A product is an f32 number before `softmax_scale` multiplies it. Beyond f32 (here 2^128) its row is right where the scale has
+/// been multiplied into Q; else it is an infinity, which the scale does not bring back: a key far below is as if hidden, one far
+/// above makes NaN of its row. Other rows see nothing of it.
+#[test]
+fn a_product_beyond_f32_is_right_or_an_infinity_whatever_the_scale() {
+    let far_key = 2u32;
+    for (isa, dtype) in available().flat_map(|isa| [DType::F32, DType::Bf16].map(|dtype| (isa, dtype))) {
+        for (dim, rows, sign) in [1, 8, 40, 64]
+            .into_iter()
+            .flat_map(|dim| [(dim, 1, 1.0), (dim, 1, -1.0), (dim, 40, 1.0), (dim, 40, -1.0)])
+        {
+            let sizes = Dims { head_dim_qk: dim, ..dims(1, rows, 6, (1, 1)) };
+            let problem = FwdProblem::batch(dtype, sizes).write_lse(true).softmax_scale(2f32.powi(-126));
+            let mut inputs = Inputs::random(problem, &[], 5);
+            let far_row = rows / 2;
+            for i in 0..rows {
+                inputs.q.set(0, i, 0, 0, if i == far_row { 2f64.powi(64) } else { 0.0 });
+            }
+            inputs.k.set(0, far_key, 0, 0, sign * 2f64.powi(64));
+            let ran = run_fwd(&backend(isa, 2), &inputs, &PlanOptions::default());
+            // Of all other products the scale leaves nothing.
+            let of = |far_weight: f64, d: u32| {
+                let weight = |j: u32| if j == far_key { far_weight } else { 1.0 };
+                let sum: f64 = (0..6).map(weight).sum();
+                (0..6).map(|j| weight(j) * inputs.v.get(0, j, 0, d)).sum::<f64>() / sum
+            };
+            for (i, d) in (0..rows).flat_map(|i| (0..24).map(move |d| (i, d))) {
+                let given = ran.o.get(0, i, 0, d);
+                let is = |weight: f64| (given - of(weight, d)).abs() <= 0.02;
+                let holds = match (i == far_row, sign > 0.0) {
+                    (false, _) => is(1.0),
+                    (true, true) => given.is_nan() || is(4f64.exp()),
+                    (true, false) => is(0.0) || is((-4f64).exp()),
+                };
+                assert!(holds, "{isa} {dtype} D {dim}, {rows} rows, sign {sign}: O[{i}, {d}] is {given}");
+            }
+        }
+    }
+}

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use fmha_core::emulators::{Double, launches_of};
 use fmha_core::error::{Error, ProblemError, Result};
+use fmha_kernels_cuda::nvidia::DeviceFacts;
 use libloading::Library;
 use once_cell::sync::OnceCell;
 
@@ -21,9 +22,14 @@ static DOUBLE: OnceCell<(Library, String)> = OnceCell::new();
 /// Puts the double for `arch` in the driver's place. Must come before the driver's first use.
 ///
 /// # Errors
-/// [`Error::NoDevice`] where the double's file is not found or does not open; [`Error::Problem`] if
-/// this process emulates another architecture already.
+/// [`Error::NoDevice`] for an architecture that is not known, where the double's file is not found or does not open;
+/// [`Error::Problem`] if this process emulates another architecture already.
 pub(crate) fn install(arch: &str) -> Result<()> {
+    // Names are checked before the double is looked for, which may build it: one a device, `sm_90` for `sm_90a` too.
+    for name in arch.split(',') {
+        let stated = |name: &str| DeviceFacts::stated(name).map(drop);
+        stated(name).or_else(|refused| stated(&format!("{name}a")).map_err(|_| refused))?;
+    }
     let (_, installed) = DOUBLE.get_or_try_init(|| {
         let path = &DRIVER.find()?;
         let does_not_serve = |why: String| Error::NoDevice(format!("{}: {why}", path.display()));

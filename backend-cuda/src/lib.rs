@@ -9,6 +9,7 @@ mod emulated;
 mod kernels;
 pub mod nvrtc;
 pub mod own;
+mod search;
 #[cfg(test)]
 mod tests;
 

@@ -1,9 +1,7 @@
 //! NVRTC, found at run time: never linked, never a panic.
 //!
-//! The first that is found (`nvrtc/search.rs`) and whose machine code the driver takes is used. Its companion `libnvrtc-builtins` is opened
+//! The first that is found (`search.rs`) and whose machine code the driver takes is used. Its companion `libnvrtc-builtins` is opened
 //! first by path where it lies beside: NVRTC 13.0 looks for it on the loader's path alone.
-
-mod search;
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -14,6 +12,8 @@ use fmha_core::cache::{Compiler, CompilerOutput, ImageKind, KernelJob, dump_sour
 use fmha_core::env;
 use fmha_core::error::{Error, Result};
 use libloading::Library;
+
+use crate::search;
 
 type Program = *mut std::ffi::c_void;
 type Status = c_int;
@@ -108,7 +108,7 @@ fn first(serves: impl Fn(&Nvrtc) -> std::result::Result<(), String>) -> Result<&
     static OPENED: Mutex<Vec<(PathBuf, Opened)>> = Mutex::new(Vec::new());
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     let mut tried = Vec::new();
-    for path in search::candidates()? {
+    for path in search::nvrtc()? {
         let known = opened.iter().find(|(known, _)| *known == path).map(|(_, opened)| opened.clone());
         let found = known.unwrap_or_else(|| {
             let found: Opened =

@@ -106,7 +106,7 @@ impl OwnKernels {
         let (compiled, _) = self.cache.get(&job, || nvrtc::suiting(&self.arch, version))?;
         let image = compiled.image(job.image).ok_or_else(|| Error::System {
             what: format!("kernel {name} for {}", self.arch),
-            text: format!("{} left 0 bytes of {}", compiled.compiler, job.image),
+            text: format!("{} left no {}", compiled.compiler, job.image),
         })?;
         let kernel = self.device.load(image, ENTRY, smem_bytes)?;
         Ok(OwnKernel { kernel, threads, resources: compiled.resources })

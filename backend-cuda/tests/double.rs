@@ -254,7 +254,8 @@ fn a_workspace_that_is_short_crooked_or_over_an_operand_is_refused() {
         let mut args = FwdArgs::new(call.q.slice(), call.k.slice(), call.v.slice(), call.o.slice_mut());
         args.lse = Some(call.lse.slice_mut());
         // SAFETY: refused before anything is launched.
-        args.workspace = Some(unsafe { DevSliceMut::from_raw(space, first, bytes) });
+        args.workspace =
+            Some(unsafe { DevSliceMut::from_raw(space, first, bytes, fmha_core::ElemType::Bytes) });
         let error = call.plan.run(&mut args, &backend.default_stream()).unwrap_err().to_string();
         assert!(error.contains("workspace") && error.contains(text), "{error}");
     }

@@ -59,13 +59,27 @@ impl Room {
     fn read(&self) -> DevSlice<'_> {
         let first = self.buffer.as_ptr().wrapping_add(self.off as usize);
         // SAFETY: within the buffer.
-        unsafe { DevSlice::from_raw(fmha_core::MemorySpace::Device, first, self.bytes()) }
+        unsafe {
+            DevSlice::from_raw(
+                fmha_core::MemorySpace::Device,
+                first,
+                self.bytes(),
+                fmha_core::ElemType::Bytes,
+            )
+        }
     }
 
     fn written(&mut self) -> DevSliceMut<'_> {
         let first = self.buffer.as_ptr().wrapping_add(self.off as usize);
         // SAFETY: within the buffer, which is borrowed.
-        unsafe { DevSliceMut::from_raw(fmha_core::MemorySpace::Device, first, self.bytes()) }
+        unsafe {
+            DevSliceMut::from_raw(
+                fmha_core::MemorySpace::Device,
+                first,
+                self.bytes(),
+                fmha_core::ElemType::Bytes,
+            )
+        }
     }
 }
 

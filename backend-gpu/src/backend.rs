@@ -15,6 +15,7 @@ use fmha_core::{
 
 use crate::driver::{Driver, Toolchain};
 use crate::memory::Memory;
+use crate::ranges::{Range, Ranges};
 use crate::recipe::{AnyAddress, Choice, Facts as _, Family, Kernel, Launch, Launches, Tunable, Vendor};
 use crate::select::{Selected, select};
 use crate::steps::{Handle, Ready, Step, Steps};
@@ -36,6 +37,7 @@ pub struct Backend<V: Vendor> {
     facts: V::Facts,
     modules: Modules<DeviceLoader<V>>,
     memory: Memory<V::Driver>,
+    ranges: Ranges,
 }
 
 /// Compiles for one architecture, and loads onto its device where there is one.
@@ -89,7 +91,7 @@ impl<V: Vendor> Backend<V> {
     ) -> Result<Self> {
         let target = Target { arch: facts.arch().to_owned(), flags, image };
         let modules = Modules::from_env(target, DeviceLoader { toolchain, driver: driver.clone() })?;
-        Ok(Self { name, facts, modules, memory: Memory { driver } })
+        Ok(Self { name, facts, modules, memory: Memory { driver }, ranges: V::ranges() })
     }
 
     fn driver(&self) -> Option<&Arc<V::Driver>> {
@@ -112,6 +114,7 @@ impl<V: Vendor> Backend<V> {
     where
         V: Family<P>,
     {
+        let _range = self.ranges.named(format_args!("fmha plan {}", P::OPERATION)).open();
         let (mut choice, refusals) = self.choose(problem, options)?;
         let mut compiled = self.compiled_of(&mut choice);
         if let Some(why) = lacking::<V>(&compiled)
@@ -124,7 +127,8 @@ impl<V: Vendor> Backend<V> {
         let Choice { kernel, mut workspace, promises, details: own, .. } = choice;
         let mut details = vec![("arch", self.facts.arch().to_owned())];
         details.extend(own);
-        let chosen = Ready { kernel, steps: Steps::new(steps, main) };
+        let range = self.range_of_runs(&kernel);
+        let chosen = Ready { kernel, steps: Steps::new(steps, main), range };
         let fallback = match self.for_any_address(&chosen.kernel, problem, options) {
             Ok(None) => None,
             // The slow kernel need not take all that a fast one does.
@@ -142,7 +146,8 @@ impl<V: Vendor> Backend<V> {
                     Ok((all, _)) => {
                         let refused = all.iter().find_map(|step| step.module.as_ref().err());
                         let served = refused.map_or_else(|| words, |why| format!("refused: {why}"));
-                        (served, Some(Ready { kernel, steps: Steps::new(all, main) }))
+                        let range = self.range_of_runs(&kernel);
+                        (served, Some(Ready { kernel, steps: Steps::new(all, main), range }))
                     }
                     // A bundle that has the chosen kernel serves without a compiler.
                     Err(Error::NoDevice(why)) => (format!("refused: {why}"), None),
@@ -163,6 +168,14 @@ impl<V: Vendor> Backend<V> {
         };
         let launch = Handle { driver: self.driver().cloned(), chosen, fallback };
         Ok(Planned { parts, launch: Box::new(launch) })
+    }
+
+    /// The range around each run of a kernel.
+    fn range_of_runs<P: Problem>(&self, kernel: &Kernel<P, V>) -> Range
+    where
+        V: Family<P>,
+    {
+        self.ranges.named(format_args!("fmha {} {}", P::OPERATION, kernel.name()))
     }
 
     /// A choice's launches, compiled, and which of them is the kernel itself; the choice has none afterwards.
@@ -272,7 +285,8 @@ impl<V: Vendor> Backend<V> {
             let remarks = module.as_ref().map_or_else(|_| String::new(), |module| module.compiled.remarks());
             let explain = Explain { resources, launch: Some(shape), code, remarks };
             explained.push(Explained { kernel: kernel.to_owned(), explain });
-            steps.push(Step { module, grid, kept: Default::default() });
+            let range = self.ranges.named(format_args!("{kernel}"));
+            steps.push(Step { module, grid, range, kept: Default::default() });
         }
         Ok((steps, explained))
     }

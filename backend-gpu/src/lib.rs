@@ -1,7 +1,7 @@
 //! What every GPU backend of `fmha` has in common, whichever vendor's.
 //!
 //! ```text
-//!  Vendor        a vendor's seat: its driver, the facts of its devices, its recipes best first
+//!  Vendor        a vendor's seat: its driver, the facts of its devices, its recipes best first, its ranges
 //!    Driver      allocate, copy, load, launch, enter; streams, events, graphs: all that calls the vendor's library
 //!    Toolchain   finds its compiler
 //!    Facts       what a choice depends on besides the problem
@@ -15,6 +15,7 @@
 mod backend;
 mod driver;
 mod memory;
+mod ranges;
 mod recipe;
 mod select;
 mod steps;
@@ -22,10 +23,11 @@ mod tile;
 
 pub use backend::{Backend, tuned_kernels};
 pub use driver::{Driver, Toolchain};
+pub use ranges::{PopRange, PushRange, Ranges};
 pub use recipe::{
     AnyAddress, BwdKernel, Choice, Classed, CombineKernel, Facts, Family, FwdKernel, Grid, Kernel, Launch,
     Launches, Recipe, Tiled, Tunable, Vendor, deterministic_rows,
 };
 pub use select::{Selected, select};
-pub use steps::{Step, Steps, exactly};
+pub use steps::{Step, Steps, chosen, exactly};
 pub use tile::{TileFrom, settle, settle_fwd};

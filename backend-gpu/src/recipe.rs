@@ -12,6 +12,7 @@ use fmha_core::{
 };
 
 use crate::driver::{Driver, Toolchain};
+use crate::ranges::Ranges;
 use crate::steps::Steps;
 
 /// A vendor's seat.
@@ -25,6 +26,11 @@ pub trait Vendor: Family<ValidFwd> + Family<ValidBwd> + Family<ValidCombine> {
     type Toolchain: Toolchain;
     /// What its recipes know of a device.
     type Facts: Facts;
+
+    /// The ranges of its profiler; none where they are not asked for, or where their library is absent.
+    fn ranges() -> Ranges {
+        Ranges::default()
+    }
 }
 
 /// A vendor's recipes of one operation.

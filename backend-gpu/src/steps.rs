@@ -8,6 +8,7 @@ use fmha_core::cache::{Module, only_plans};
 use fmha_core::{Call, Error, Problem, ProblemError, Result};
 
 use crate::driver::Driver;
+use crate::ranges::Range;
 use crate::recipe::{Grid, Kernel, Vendor};
 
 /// One launch.
@@ -15,6 +16,7 @@ pub struct Step<D: Driver> {
     /// Absent, for the reason that is said, where there was no compiler.
     pub(crate) module: Result<Arc<Module<D::Kernel>>, String>,
     pub(crate) grid: Grid,
+    pub(crate) range: Range,
     /// What the recipe keeps of it from call to call.
     pub kept: D::Kept,
 }
@@ -32,6 +34,7 @@ impl<D: Driver> Step<D> {
         if self.grid.groups == 0 {
             return Ok(());
         }
+        let _range = self.range.open();
         // SAFETY: the caller's promise.
         unsafe { D::launch(module.loaded()?, self.grid, arguments, stream) }
     }
@@ -57,7 +60,7 @@ impl<D: Driver> Steps<D> {
     /// Both counts: a plan that begins with the kernel itself.
     pub fn split_first(&self) -> Result<(&Step<D>, Self)> {
         let [first, ..] = self.before() else {
-            let text = format!("plan has 0 steps before its kernel, of {}", self.len());
+            let text = format!("plan has {} steps, and its kernel is the first", self.len());
             return Err(ProblemError::new("plan", text).into());
         };
         Ok((first, Self { all: Arc::clone(&self.all), first: self.first + 1, main: self.main }))
@@ -100,10 +103,21 @@ pub fn exactly<D: Driver, const N: usize>(steps: &[Step<D>]) -> Result<&[Step<D>
     })
 }
 
+/// What a recipe has chosen for its kernel when it planned.
+///
+/// # Errors
+/// The kernel, whose recipe is launched without a plan.
+pub fn chosen<T>(choice: Option<T>, kernel: &str) -> Result<T> {
+    let without = || ProblemError::new("plan", format!("plan: kernel {kernel} is launched without one"));
+    choice.ok_or_else(|| without().into())
+}
+
 /// A kernel that can be launched.
 pub(crate) struct Ready<P: Problem, V: Vendor> {
     pub(crate) kernel: Kernel<P, V>,
     pub(crate) steps: Steps<V::Driver>,
+    /// The range around a whole run.
+    pub(crate) range: Range,
 }
 
 /// What a plan launches.
@@ -123,10 +137,11 @@ impl<P: Problem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
     unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()> {
         // For all of the run: what a recipe asks of the driver needs the device too.
         let _entered = self.driver.as_ref().ok_or_else(only_plans)?.enter()?;
-        let Ready { kernel, steps } = match &self.fallback {
+        let Ready { kernel, steps, range } = match &self.fallback {
             Some(fallback) if self.chosen.kernel.takes_addresses(call).is_err() => fallback,
             _ => &self.chosen,
         };
+        let _range = range.open();
         // SAFETY: the caller's promise; the kernel takes these addresses, as `takes_addresses` saw before or just now, and the
         // device is entered.
         unsafe { kernel.launch(steps, call) }

@@ -367,7 +367,12 @@ fn unaligned_operands_are_served_by_a_kernel_of_the_plan_or_refused_by_name() {
         let plan = backend.plan_fwd(&problem, &options).unwrap();
         // SAFETY: the buffer has two bytes more than Q.
         let q = unsafe {
-            DevSlice::from_raw(MemorySpace::Device, dev_q.as_ptr().wrapping_add(2), q.len() as u64)
+            DevSlice::from_raw(
+                MemorySpace::Device,
+                dev_q.as_ptr().wrapping_add(2),
+                q.len() as u64,
+                fmha_core::ElemType::Bytes,
+            )
         };
         let mut args = FwdArgs::new(q, dev_k.slice(), dev_v.slice(), o.slice_mut());
         plan.run(&mut args, &backend.default_stream())

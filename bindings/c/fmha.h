@@ -107,7 +107,8 @@ typedef struct FmhaGradients {
   struct FmhaTensor dk;
   // Written: gradient of V, shape of V, row-major whatever V's layout.
   struct FmhaTensor dv;
-  // Written: gradient of the bias, shape of the bias; data null: not wanted.
+  // Written: gradient of the bias, of its shape, and summed over the axes along which the bias has stride 0,
+  // of which this has stride 0 too; data null: not wanted.
   struct FmhaTensor dbias;
   // Read: gradient of LSE, f32, shape of LSE; null: none.
   const float *dlse;
@@ -219,8 +220,8 @@ typedef struct FmhaCall {
   // O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
   struct FmhaTensor o;
   // Bias [batch, num_heads_q, seqlen_q, seqlen_k], added to the scores: seqlen_stride is from query to
-  // query, dim_stride (1) from key to key. A batch_stride of 0 is one bias for all sequences, and with
-  // it a head_stride of 0 one for all heads. data null: none.
+  // query, dim_stride (1) from key to key. A batch_stride of 0 is one bias for all sequences,
+  // a head_stride of 0 one for all heads. data null: none.
   struct FmhaTensor bias;
   // LSE, f32 [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q]: written; null: not wanted.
   // Backward reads it and needs it.

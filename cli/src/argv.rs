@@ -108,6 +108,9 @@ pub(super) fn normalise(args: impl IntoIterator<Item = String>) -> Result<Vec<St
                     None => normal.push(format!("--{name}")),
                 },
             }
+        } else if is_word(&arg) {
+            // `-dropout` is an option that there is not, and no `-d` with the value `ropout`.
+            normal.push(format!("-{arg}"));
         } else {
             normal.push(arg);
         }
@@ -123,6 +126,15 @@ fn split(arg: &str) -> Option<(&str, Option<&str>)> {
         None => (body, None),
     };
     (name.len() > 1).then_some((name, value))
+}
+
+/// Whether it is one dash and a name of three letters or more: no option of one letter has such a value.
+fn is_word(arg: &str) -> bool {
+    let name = arg.strip_prefix('-').map(|body| body.split('=').next().unwrap_or(body));
+    let has_letters =
+        |name: &str| name.len() > 2 && name.chars().all(|c| c.is_ascii_alphabetic() || c == '_');
+    // `-inf` is a number.
+    name.is_some_and(has_letters) && arg.parse::<f64>().is_err()
 }
 
 fn switch(text: &str) -> Option<bool> {
@@ -156,8 +168,14 @@ mod tests {
 
     #[test]
     fn our_own_spelling_passes_unchanged() {
-        let ours = "--heads-kv 4 --seqlen-k=7 -b 1 -d128 -- -mask=b";
+        let ours = "--heads-kv 4 --seqlen-k=7 -b 1 -d128 -s=16 -- -mask=b";
         assert_eq!(words(ours), ours);
+    }
+
+    #[test]
+    fn a_word_behind_one_dash_is_an_option_and_no_letter_with_a_value() {
+        assert_eq!(words("-dropout 0.1 -causal=1"), "--dropout 0.1 --causal=1");
+        assert_eq!(words("--softmax-scale -inf -b2"), "--softmax-scale -inf -b2");
     }
 
     #[test]

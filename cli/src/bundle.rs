@@ -101,7 +101,7 @@ impl BundleArgs {
         let name = backend.name();
         let compiler = backend
             .precompiler()
-            .ok_or_else(|| Failure::wrong(format!("{name} compiles 0 kernels ahead of time")))?;
+            .ok_or_else(|| Failure::wrong(format!("{name} compiles no kernel ahead of time")))?;
         let (mut problems, mut kernels, mut refused) = (0, 0, 0);
         // Most problems share their kernel, and a key is a hash of all headers: texts are compared first.
         let mut seen = std::collections::BTreeSet::new();

@@ -16,7 +16,7 @@ pub(super) struct CacheOptions {
 
     /// New rows of each sequence, written to the cache first; it has seqlen_k minus so many before,
     /// or --seqused-k; 0 = none
-    #[arg(long, visible_alias = "s_knew", value_name = "N", default_value = "0", value_parser = at_least_0("seqlen_new"), allow_negative_numbers = true)]
+    #[arg(long, visible_alias = "s_knew", value_name = "N", default_value = "0", value_parser = at_least_0("append"), allow_negative_numbers = true)]
     append: u32,
 
     /// Leading elements of Q's and the new keys' rows that turn by their positions; 0 = none
@@ -32,7 +32,7 @@ pub(super) struct CacheOptions {
     max_pos: Option<u32>,
 
     /// FP8 type of the cache beside 16-bit queries, with the factors of --qscale: fp8, bf8, ...
-    #[arg(long = "cache-type", value_name = "TYPE", value_parser = dtype)]
+    #[arg(long = "cache-type", value_name = "TYPE", value_parser = dtype("cache_type"))]
     dtype_cache: Option<DType>,
 
     /// V is the first elements of K's rows (MLA)

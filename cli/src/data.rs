@@ -86,7 +86,7 @@ fn operand(text: &str) -> Result<(&'static str, String), String> {
     let known = NAMES.into_iter().find(|known| *known == name);
     match known {
         Some(name) if !file.is_empty() => Ok((name, file.to_owned())),
-        Some(name) => Err(format!("operand {name}: 0 files named, {name}=FILE wanted")),
+        Some(name) => Err(format!("operand {name}: no file is named; {name}=FILE is wanted")),
         None => Err(format!("operand `{name}` is none of {}", NAMES.join(", "))),
     }
 }
@@ -148,7 +148,7 @@ impl OwnData {
         };
         let Some(tensor) = tensor else {
             return Err(Failure::wrong(format!(
-                "{name}: q, k and v are yours, but 0 tensors are given for {name}: --operand {name}=FILE"
+                "{name}: q, k and v are yours, but {name} is not given: --operand {name}=FILE"
             )));
         };
         let significant =
@@ -177,7 +177,7 @@ impl OwnData {
         for (name, file) in &self.chosen {
             if wanted.iter().all(|wanted| wanted.name != *name) {
                 return Err(Failure::wrong(format!(
-                    "operand {name}={file}: the problem has 0 operands of that name (--bias, --sink, --qscale, \
+                    "operand {name}={file}: the problem has no operand of that name (--bias, --sink, --qscale, \
                      --backward, --dlse give it some)"
                 )));
             }
@@ -193,12 +193,13 @@ fn source(
     archive: Option<&Archive>,
 ) -> Result<Option<Tensor>, Failure> {
     let said = chosen.iter().rev().find(|(operand, _)| *operand == name).map(|(_, file)| file.as_str());
-    match (archive, said) {
-        (Some(archive), Some(said)) => archive.tensor(said).map(Some),
-        (Some(archive), None) if archive.has(name) => archive.tensor(name).map(Some),
-        (None, Some(said)) => read_npy(Path::new(said), None).map(Some),
-        (_, None) => Ok(None),
-    }
+    let tensor = match (archive, said) {
+        (Some(archive), Some(said)) => archive.tensor(said),
+        (Some(archive), None) if archive.has(name) => archive.tensor(name),
+        (None, Some(said)) => read_npy(Path::new(said), None),
+        (_, None) => return Ok(None),
+    };
+    tensor.map(Some).map_err(|failure| failure.of(&format!("operand {name}")))
 }
 
 impl DataArgs {
@@ -207,9 +208,12 @@ impl DataArgs {
         let raw = problem.precision;
         let raw_of = |name: &str| raw.map(|raw| if name == "v" { raw.v } else { raw.qk });
         let named = [("q", &self.q), ("k", &self.k), ("v", &self.v)];
-        let archive = self.input.as_deref().map(Archive::open).transpose()?;
+        let archive =
+            self.input.as_deref().map(Archive::open).transpose().map_err(|failure| failure.of("input"))?;
         let tensors = match &archive {
-            Some(archive) => named.map(|(name, chosen)| archive.tensor(chosen.as_deref().unwrap_or(name))),
+            Some(archive) => named.map(|(name, chosen)| {
+                archive.tensor(chosen.as_deref().unwrap_or(name)).map_err(|failure| failure.of(name))
+            }),
             None => {
                 let missing: Vec<_> =
                     named.iter().filter(|(_, file)| file.is_none()).map(|(n, _)| *n).collect();
@@ -218,7 +222,7 @@ impl DataArgs {
                     3 => {
                         if let Some((name, file)) = self.operands.first() {
                             return Err(Failure::wrong(format!(
-                                "operand {name}={file}: 0 of q, k, v are given beside it"
+                                "operand {name}={file}: none of q, k, v is given beside it"
                             )));
                         }
                         return Ok(None);
@@ -232,6 +236,7 @@ impl DataArgs {
                 }
                 named.map(|(name, file)| {
                     read_npy(Path::new(file.as_deref().unwrap_or_default()), raw_of(name))
+                        .map_err(|failure| failure.of(name))
                 })
             }
         };
@@ -329,12 +334,13 @@ impl DataArgs {
     pub(super) fn expected(&self, setup: &Setup, own: Option<&OwnData>) -> Result<Option<Tensor>, Failure> {
         let Some(name) = &self.expect else { return Ok(None) };
         if setup.bwd.is_some() {
-            return Err(Failure::wrong(format!("expect {name}: --backward computes 0 tensors named O")));
+            return Err(Failure::wrong(format!("expect {name}: --backward computes no O")));
         }
         let tensor = match own.and_then(|own| own.archive.as_ref()) {
-            Some(archive) => archive.tensor(name)?,
-            None => read_npy(Path::new(name), Some(setup.fwd.dtypes.o))?,
+            Some(archive) => archive.tensor(name),
+            None => read_npy(Path::new(name), Some(setup.fwd.dtypes.o)),
         };
+        let tensor = tensor.map_err(|failure| failure.of("expect"))?;
         let shape = file_shape(setup.extents().o, setup.operm, setup.fwd.layout.q);
         let given: Vec<u64> = tensor.shape.iter().copied().skip_while(|&extent| extent == 1).collect();
         let wanted: Vec<u64> = shape.iter().copied().skip_while(|&extent| extent == 1).collect();

@@ -17,6 +17,14 @@ impl Failure {
         Self::Wrong(line.into())
     }
 
+    /// The same, of the option or the operand that it comes from.
+    pub(super) fn of(self, field: &str) -> Self {
+        match self {
+            Self::Pipe => Self::Pipe,
+            Self::Wrong(line) => Self::Wrong(format!("{field} {line}")),
+        }
+    }
+
     /// What the system said of a file.
     pub(super) fn file(path: &Path, error: &io::Error) -> Self {
         Self::Wrong(format!("{}: {error}", path.display()))

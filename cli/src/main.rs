@@ -212,7 +212,7 @@ fn refuse(error: &clap::Error) -> Result<Verdict, Failure> {
         }
         // `run -h` asks for help elsewhere; here it is the number of heads.
         _ if error.to_string().contains("'--heads <N>' but none was supplied") => {
-            Err(Failure::wrong("heads: -h is the number of heads, 0 given; help is --help or -?"))
+            Err(Failure::wrong("heads: -h is the number of heads, and has none; help is --help or -?"))
         }
         _ => Err(Failure::wrong(format!("{} (see --help)", one_line(error)))),
     }
@@ -235,4 +235,39 @@ fn one_line(error: &clap::Error) -> String {
         .filter(|line| !line.is_empty() && !line.starts_with("tip:"))
         .collect();
     lines.join(" ").trim_start_matches("error: ").to_owned() + &suggest::option(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory as _, Parser as _};
+
+    use super::{Command, one_line};
+
+    #[test]
+    fn each_option_that_refuses_a_value_names_itself_and_the_value() {
+        let (mut refused, mut unnamed) = (0, Vec::new());
+        for command in Command::command().get_subcommands() {
+            for option in command.get_arguments().filter(|option| option.get_action().takes_values()) {
+                let Some(long) = option.get_long() else { continue };
+                for value in ["banana", "-7", "1e99", "99999999999999999999"] {
+                    let given = format!("--{long}={value}");
+                    let Err(error) = Command::try_parse_from(["fmha", command.get_name(), &given]) else {
+                        continue;
+                    };
+                    let line = one_line(&error);
+                    // Another argument is missing: the value was taken.
+                    if line.contains("required arguments") {
+                        continue;
+                    }
+                    refused += 1;
+                    let names = [long.to_owned(), long.replace('-', "_"), option.get_id().to_string()];
+                    if !names.iter().any(|name| line.contains(name)) || !line.contains(value) {
+                        unnamed.push(format!("{} {given}: {line}", command.get_name()));
+                    }
+                }
+            }
+        }
+        assert!(unnamed.is_empty(), "\n{}", unnamed.join("\n"));
+        assert!(refused > 300, "{refused} values refused");
+    }
 }

@@ -3,6 +3,7 @@
 use std::ops::RangeInclusive;
 
 use clap::Args;
+use clap::builder::NonEmptyStringValueParser;
 use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions, ProblemError};
 
 use crate::cache::CacheOptions;
@@ -66,7 +67,7 @@ pub(super) struct ProblemArgs {
     pub(super) precision: Option<Precision>,
 
     /// Type of O (default: the inputs'; bf16 for FP8)
-    #[arg(long = "prec-o", visible_alias = "dtype-o", value_name = "TYPE", value_parser = dtype)]
+    #[arg(long = "prec-o", visible_alias = "dtype-o", value_name = "TYPE", value_parser = dtype("prec_o"))]
     pub(super) dtype_o: Option<DType>,
 
     /// Multiplies the scores (default: 1/sqrt(head dim)); 0 is 0
@@ -82,7 +83,7 @@ pub(super) struct ProblemArgs {
     #[arg(long, value_name = "MASK", default_value = "0", value_parser = mask)]
     pub(super) mask: MaskSpec,
 
-    /// n; e[:0|1|2] elementwise over 1*1, 1*h or b*h; a[:0|1] ALiBi with slopes of h or b*h
+    /// n; e[:0|1|2|3] elementwise over 1*1, 1*h, b*h or b*1; a[:0|1] ALiBi with slopes of h or b*h
     #[arg(long, value_name = "BIAS", default_value = "n", value_parser = bias)]
     pub(super) bias: BiasChoice,
 
@@ -155,7 +156,7 @@ pub(super) struct BackendArgs {
     backend: Backend,
 
     /// This kernel or a refusal (`fmha explain` lists them)
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     kernel: Option<String>,
 
     /// Tile parameters of that kernel, honoured or refused: block_m=128,stages=3
@@ -179,7 +180,7 @@ pub(super) struct BackendArgs {
     check_lengths: bool,
 
     /// Interpret the kernels of this architecture (sm_80, sm_90a, sm_100a, gfx942, gfx1100): no device needed, slow
-    #[arg(long, value_name = "ARCH")]
+    #[arg(long, value_name = "ARCH", value_parser = NonEmptyStringValueParser::new())]
     emulate: Option<String>,
 }
 
@@ -360,8 +361,8 @@ fn mode(text: &str) -> Result<Mode, String> {
     }
 }
 
-pub(super) fn dtype(text: &str) -> Result<DType, String> {
-    text.parse().map_err(|error: ProblemError| error.text)
+pub(super) fn dtype(field: &'static str) -> impl Fn(&str) -> Result<DType, String> + Clone {
+    move |text| text.parse().map_err(|error: ProblemError| error.text.replacen("dtype", field, 1))
 }
 
 fn mask(text: &str) -> Result<MaskSpec, String> {
@@ -397,16 +398,17 @@ fn precision(text: &str) -> Result<Precision, String> {
 }
 
 fn bias(text: &str) -> Result<BiasChoice, String> {
-    use fmha::BiasBroadcast::{BatchHead, OneHead, OneOne};
+    use fmha::BiasBroadcast::{BatchHead, BatchOne, OneHead, OneOne};
     let (kind, rank) = text.split_once(':').unwrap_or((text, "0"));
     match (kind, rank) {
         ("n" | "0", "0") => Ok(BiasChoice::None),
         ("e" | "elementwise" | "1", "0") => Ok(BiasChoice::Elementwise(OneOne)),
         ("e" | "elementwise" | "1", "1") => Ok(BiasChoice::Elementwise(OneHead)),
         ("e" | "elementwise" | "1", "2") => Ok(BiasChoice::Elementwise(BatchHead)),
+        ("e" | "elementwise" | "1", "3") => Ok(BiasChoice::Elementwise(BatchOne)),
         ("a" | "alibi" | "2", "0") => Ok(BiasChoice::Alibi { per_batch: false }),
         ("a" | "alibi" | "2", "1") => Ok(BiasChoice::Alibi { per_batch: true }),
-        _ => Err(format!("bias `{text}` is no bias (known: n, e[:0|1|2], a[:0|1])")),
+        _ => Err(format!("bias `{text}` is no bias (known: n, e[:0|1|2|3], a[:0|1])")),
     }
 }
 

@@ -102,9 +102,11 @@ impl RankArgs {
     pub(super) fn options(&self, kernels: PlanOptions) -> Result<Options, Failure> {
         let links = match &self.links {
             None => Links::default(),
-            Some(path) => target::read_text(path)?
-                .parse()
-                .map_err(|error: String| Failure::wrong(format!("{}: {error}", path.display())))?,
+            Some(path) => {
+                let text = target::read_text(path).map_err(|failure| failure.of("links"))?;
+                text.parse()
+                    .map_err(|error: String| Failure::wrong(format!("links {}: {error}", path.display())))?
+            }
         };
         Ok(Options::default().scheme(self.scheme).kernels(kernels).links(links))
     }
@@ -368,7 +370,7 @@ fn cuts(setup: &Setup, ranks: u32) -> Result<(), Failure> {
         );
     }
     if setup.bwd.as_ref().is_some_and(|bwd| bwd.has_dlse) {
-        return refuse("dlse: gradients of LSE are for 1 device here");
+        return refuse("dlse: gradients of LSE are for one device here");
     }
     Ok(())
 }

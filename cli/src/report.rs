@@ -54,6 +54,7 @@ pub(super) fn describe(setup: &Setup) -> String {
         Bias::Elementwise(bias) => text.push_str(match bias.broadcast {
             BiasBroadcast::OneOne => ", bias 1*1",
             BiasBroadcast::OneHead => ", bias 1*h",
+            BiasBroadcast::BatchOne => ", bias b*1",
             BiasBroadcast::BatchHead => ", bias b*h",
         }),
     }

@@ -264,6 +264,12 @@ impl ProblemArgs {
             None => logical.clone(),
             Some(padded) => each(&format!("padded_{side}"), padded, batch)?,
         };
+        let short = logical.iter().zip(&physical).position(|(logical, physical)| logical > physical);
+        if let Some(at) = short {
+            let (rows, length) = (physical[at], logical[at]);
+            let text = format!("padded_{side}[{at}] {rows} is less than {field}[{at}] {length}");
+            return Err(Failure::wrong(text));
+        }
         let mut offsets = vec![0i32];
         let mut total: i64 = 0;
         for &length in &physical {
@@ -364,7 +370,7 @@ impl ProblemArgs {
         let descales = [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v];
         if !descales.contains(&self.qscale) {
             return Err(Failure::wrong(format!(
-                "qscale: 0 of Q, K and V are FP8; Q is {dtype_qk}, V {dtype_v}"
+                "qscale: none of Q, K and V is FP8; Q is {dtype_qk}, V {dtype_v}"
             )));
         }
         Ok(problem)

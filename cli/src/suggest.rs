@@ -51,11 +51,11 @@ fn meant(word: &str) -> String {
     format!("; did you mean {word}?")
 }
 
-/// A word of an error's context; the first, where there are several.
+/// A word of an error's context; the most alike, which clap has last, where there are several.
 fn text(error: &clap::Error, kind: ContextKind) -> Option<String> {
     match error.get(kind)? {
         ContextValue::String(word) => Some(word.clone()),
-        ContextValue::Strings(words) => words.first().cloned(),
+        ContextValue::Strings(words) => words.last().cloned(),
         _ => None,
     }
 }

@@ -14,7 +14,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, Failure> {
     let metadata = file.metadata().map_err(failed)?;
     if !metadata.is_file() {
         let kind = if metadata.is_dir() { "a folder" } else { "a device or a pipe" };
-        return Err(Failure::wrong(format!("{}: {kind}, where 1 file is wanted", path.display())));
+        return Err(Failure::wrong(format!("{}: {kind}, where a file is wanted", path.display())));
     }
     let length = metadata.len();
     room_for(&path.display(), length.into())?;
@@ -39,7 +39,11 @@ pub(super) fn check(option: &str, path: &Path, kinds: &[&str]) -> Result<(), Fai
     let refuse = |text: String| Err(Failure::wrong(format!("{option} {}: {text}", path.display())));
     let kind = path.extension().and_then(|kind| kind.to_str()).unwrap_or_default();
     if !kinds.is_empty() && !kinds.contains(&kind) {
-        return refuse(format!("`.{kind}` is not .{}", kinds.join(" or .")));
+        let kinds = kinds.join(" or .");
+        return refuse(match kind {
+            "" => format!("it has no ending, and .{kinds} is wanted"),
+            kind => format!("`.{kind}` is not .{kinds}"),
+        });
     }
     let folder = folder(path);
     if !folder.is_dir() {

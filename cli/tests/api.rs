@@ -62,7 +62,7 @@ fn buffers_that_are_short_or_overlap_are_refused_and_nothing_is_written() {
 
     let overlapping = {
         // SAFETY: host memory of `o`, which lives; the call is refused before it touches it.
-        let same = unsafe { DevSlice::from_raw(MemorySpace::Host, o.as_ptr().cast(), 512) };
+        let same = unsafe { DevSlice::from_raw(MemorySpace::Host, o.as_ptr().cast(), 512, DType::F32) };
         run(&mut FwdArgs::new(same, DevSlice::host(&q), DevSlice::host(&q), DevSliceMut::host(&mut o)))
     };
     assert_eq!(overlapping.field, "o");
@@ -72,7 +72,7 @@ fn buffers_that_are_short_or_overlap_are_refused_and_nothing_is_written() {
     );
 
     // SAFETY: never read: the space is not the backend's.
-    let elsewhere = unsafe { DevSlice::from_raw(MemorySpace::Device, q.as_ptr().cast(), 512) };
+    let elsewhere = unsafe { DevSlice::from_raw(MemorySpace::Device, q.as_ptr().cast(), 512, DType::F32) };
     let elsewhere =
         run(&mut FwdArgs::new(DevSlice::host(&q), elsewhere, DevSlice::host(&q), DevSliceMut::host(&mut o)));
     assert_eq!(elsewhere.text, "k is in Device memory, not in Host memory");

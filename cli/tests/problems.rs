@@ -129,7 +129,8 @@ impl Tensors {
         let pairs = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
         let work = pairs.checked_mul(u64::from(dims.seqlen_k))?.checked_mul(64)?;
         // A head of nothing is work too.
-        let work = work.max(u64::from(dims.batch) * u64::from(dims.num_heads_q));
+        let heads = u64::from(dims.batch.max(1)) * u64::from(dims.num_heads_q);
+        let work = work.max(heads);
         if work > 1 << 22 || problem.layout.q == QLayout::Packed || problem.layout.kv != KvLayout::Strided {
             return None;
         }
@@ -138,7 +139,6 @@ impl Tensors {
             Bias::Elementwise(bias) => few(bias.strides, problem.shape_bias(bias.broadcast), bias.dtype)?,
             _ => 0,
         };
-        let heads = usize::try_from(u64::from(dims.batch) * u64::from(dims.num_heads_q)).ok()?;
         Some(Self {
             q: vec![0x30; few(problem.strides.q, extents.q, problem.dtypes.qk)?],
             k: vec![0x31; few(problem.strides.k, extents.k, problem.dtypes.qk)?],
@@ -146,7 +146,8 @@ impl Tensors {
             o: vec![0; few(problem.strides.o, extents.o, problem.dtypes.o)?],
             lse: vec![0.0; usize::try_from(extents.lse_elems).ok().filter(|&elems| elems < 1 << 18)?],
             bias: vec![0; bias],
-            heads: vec![0.5; heads.min(1 << 18)],
+            // Sinks and slopes are there without a sequence too.
+            heads: vec![0.5; heads as usize],
             one: [0.5],
         })
     }

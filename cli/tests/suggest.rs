@@ -6,6 +6,10 @@ use super::fmha;
 fn a_wrong_word_is_refused_with_the_one_that_is_meant() {
     for (line, meant) in [
         ("rum", "did you mean run?"),
+        ("Run", "did you mean run?"),
+        ("tunes", "did you mean tune?"),
+        ("run -dropout 0.1", "did you mean --p-drop?"),
+        ("run -causal 1", "did you mean --mask causal?"),
         ("run --maks b", "did you mean --mask?"),
         ("run --causal", "did you mean --mask causal?"),
         ("explain --is_causal=1", "did you mean --mask causal?"),
@@ -34,21 +38,77 @@ fn causal_is_a_mask_by_its_name() {
     assert!(ran.status == 0 && ran.out.contains("4160 visible pairs"), "{}{}", ran.out, ran.err);
 }
 
+/// The words that help lists: `(run, --softcap)`, and a command by itself.
+fn helped() -> Vec<(String, String)> {
+    let commands = fmha("--help").out;
+    let (_, commands) = commands.split_once("Commands:\n").unwrap();
+    let commands = commands.lines().take_while(|line| !line.is_empty());
+    let mut all = Vec::new();
+    for command in commands.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help") {
+        all.push((command.to_owned(), command.to_owned()));
+        for line in fmha(&format!("{command} --help")).out.lines() {
+            let line = line.trim_start();
+            if line.starts_with('-') {
+                let option = line.split(|c: char| c != '-' && c != '_' && !c.is_ascii_alphanumeric());
+                all.extend(
+                    option
+                        .filter(|word| word.len() > 2 && word.starts_with("--"))
+                        .map(|o| (command.to_owned(), o.to_owned())),
+                );
+            }
+        }
+    }
+    all
+}
+
 #[test]
-fn shells_are_given_every_command_and_option() {
+fn shells_are_given_every_command_and_option_that_help_names() {
+    let helped = helped();
+    assert!(helped.len() > 150, "{} words in the help of all commands", helped.len());
     for shell in ["bash", "zsh", "fish"] {
         let ran = fmha(&format!("completions {shell}"));
         assert_eq!((ran.status, ran.err.as_str()), (0, ""), "{shell}");
-        for word in ["conformance", "bundle", "softmax-scale", "p-drop", "seqlen-k"] {
-            assert!(ran.out.contains(word), "{shell}: {word}");
+        let words: std::collections::HashSet<_> =
+            ran.out.split(|c: char| c != '-' && c != '_' && !c.is_ascii_alphanumeric()).collect();
+        for (command, word) in &helped {
+            // fish writes `-l softcap`.
+            let word = if shell == "fish" { word.trim_start_matches('-') } else { word };
+            assert!(words.contains(word), "{shell}: {command} {word}");
+        }
+        // A shell reads its script without an error.
+        let reads = if shell == "fish" { "--no-execute" } else { "-n" };
+        let script = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(script.path(), &ran.out).unwrap();
+        match std::process::Command::new(shell).arg(reads).arg(script.path()).output() {
+            Ok(ran) => assert!(ran.status.success(), "{shell}: {}", String::from_utf8_lossy(&ran.stderr)),
+            Err(_) => println!("absent: {shell}: its script was not read"),
         }
     }
     let ran = fmha("completions tcsh");
     assert_eq!((ran.status, ran.err.lines().count()), (2, 1), "{}", ran.err);
     assert!(ran.err.contains("bash") && ran.err.contains("tcsh"), "{}", ran.err);
-    // A shell reads its script without an error.
+}
+
+#[test]
+fn bash_completes_an_option_and_a_value() {
     let script = fmha("completions bash").out;
-    if let Ok(ran) = std::process::Command::new("bash").args(["-n", "-c", &script]).output() {
-        assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
-    }
+    let completed = |words: &[&str]| {
+        let line = format!(
+            "{script}\nCOMP_WORDS=(fmha {}); COMP_CWORD={}; _fmha fmha '{}' x; echo \"${{COMPREPLY[*]}}\"",
+            words.join(" "),
+            words.len(),
+            words.last().unwrap()
+        );
+        match std::process::Command::new("bash").args(["-c", &line]).output() {
+            Ok(ran) => Some(String::from_utf8(ran.stdout).unwrap().trim().to_owned()),
+            Err(_) => None,
+        }
+    };
+    let Some(commands) = completed(&["con"]) else {
+        println!("absent: bash: nothing was completed");
+        return;
+    };
+    assert_eq!(commands, "conformance");
+    assert_eq!(completed(&["run", "--softc"]).unwrap(), "--softcap");
+    assert_eq!(completed(&["completions", "z"]).unwrap(), "zsh");
 }

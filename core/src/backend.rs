@@ -2,7 +2,7 @@
 
 use bytemuck::AnyBitPattern;
 
-use crate::args::{DevSlice, DevSliceMut, Elem, ElemType, MemorySpace};
+use crate::args::{DevSlice, DevSliceMut, Elem, ElemType, MemorySpace, Told};
 use crate::bwd::ValidBwd;
 use crate::cache::Precompile;
 use crate::call::Planned;
@@ -212,13 +212,13 @@ impl dyn DeviceMemory + '_ {
     }
 
     /// Copies `elems` to the front of `to`, which has their type from then on: a call refuses it where its problem has
-    /// another. Bytes leave the type of `to` as it is.
+    /// another. Bytes leave the type of `to` as it is, but for one that a call had told.
     ///
     /// # Errors
     /// [`Error::Problem`] when `to` is too small, or what the driver said.
     pub fn upload<T: Elem>(&self, elems: &[T], to: &mut DevBuffer) -> Result<()> {
         self.upload_bytes(bytemuck::cast_slice(elems), to)?;
-        if T::TYPE != ElemType::Bytes {
+        if T::TYPE != ElemType::Bytes || to.elem.is_by_a_call() {
             to.set_elem(T::TYPE);
         }
         Ok(())
@@ -230,8 +230,9 @@ impl dyn DeviceMemory + '_ {
     /// [`Error::Problem`] when `from` is too small, has elements of another type or is a workspace; or what the driver
     /// said.
     pub fn download<T: Elem + AnyBitPattern>(&self, from: &DevBuffer, elems: &mut [T]) -> Result<()> {
-        if !from.elem.serves(T::TYPE) || from.elem == ElemType::Scratch {
-            let text = format!("from has elements of {}, but is read as {}", from.elem, T::TYPE);
+        let elem = from.elem();
+        if !elem.serves(T::TYPE) || elem == ElemType::Scratch {
+            let text = format!("from has elements of {}, but is read as {}", elem, T::TYPE);
             return Err(ProblemError::new("from", text).into());
         }
         self.download_bytes(from, bytemuck::cast_slice_mut(elems))
@@ -251,13 +252,13 @@ pub(crate) fn zeros(purpose: &str, bytes: u64) -> Result<Vec<u8>> {
     Ok(buffer)
 }
 
-/// Memory that a [`DeviceMemory`] gave out; goes back when dropped. It knows the type of what was uploaded, or of what it
-/// was [made for](DevBuffer::typed), and so do its slices.
+/// Memory that a [`DeviceMemory`] gave out; goes back when dropped. It knows the type of what was uploaded, of what it was
+/// [made for](DevBuffer::typed), or of what a call wrote last, and so do its slices.
 pub struct DevBuffer {
     space: MemorySpace,
     ptr: *mut u8,
     bytes: u64,
-    elem: ElemType,
+    elem: Told,
     free: Option<Box<dyn FnOnce(*mut u8) + Send>>,
 }
 
@@ -279,24 +280,27 @@ impl DevBuffer {
         bytes: u64,
         free: Box<dyn FnOnce(*mut u8) + Send>,
     ) -> Self {
-        Self { space, ptr, bytes, elem: ElemType::Bytes, free: Some(free) }
+        Self { space, ptr, bytes, elem: Told::new(ElemType::Bytes), free: Some(free) }
     }
 
-    /// The same memory, with elements of this type; a workspace stays one.
+    /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
     #[must_use]
     pub fn typed(mut self, elem: impl Into<ElemType>) -> Self {
-        self.set_elem(elem.into());
+        self.elem = Told::new(self.elem().retyped(elem.into()));
         self
     }
 
+    /// The type of what was uploaded: a workspace stays one.
     fn set_elem(&mut self, elem: ElemType) {
-        self.elem = self.elem.retyped(elem);
+        if self.elem() != ElemType::Scratch {
+            self.elem = Told::new(elem);
+        }
     }
 
     /// The type of its elements.
     #[must_use]
     pub fn elem(&self) -> ElemType {
-        self.elem
+        self.elem.read()
     }
 
     /// Whose memory it is.
@@ -321,14 +325,14 @@ impl DevBuffer {
     #[must_use]
     pub fn slice(&self) -> DevSlice<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow keeps it alive.
-        unsafe { DevSlice::from_raw(self.space, self.ptr, self.bytes) }.typed(self.elem)
+        unsafe { DevSlice::from_raw(self.space, self.ptr, self.bytes, self.elem()) }
     }
 
     /// As an output.
     #[must_use]
     pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow is exclusive.
-        unsafe { DevSliceMut::from_raw(self.space, self.ptr, self.bytes) }.typed(self.elem)
+        unsafe { DevSliceMut::of_buffer(self.space, self.ptr, self.bytes, &self.elem) }
     }
 }
 
@@ -342,7 +346,7 @@ impl Drop for DevBuffer {
 
 impl std::fmt::Debug for DevBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "DevBuffer({} bytes of {}, {:?})", self.bytes, self.elem, self.space)
+        write!(f, "DevBuffer({} bytes of {}, {:?})", self.bytes, self.elem(), self.space)
     }
 }
 

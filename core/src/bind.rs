@@ -35,7 +35,8 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
         (Some(dbias), Bias::Elementwise(bias)) => {
             let (batch, head) = broadcast_strides(bias.broadcast, dbias.strides);
             let strides = Strides { batch, head, ..dbias.strides };
-            (strides, bias.broadcast == BiasBroadcast::BatchHead, bias.broadcast != BiasBroadcast::OneOne)
+            let (per_batch, per_head) = bias.broadcast.axes();
+            (strides, per_batch, per_head)
         }
         _ => (Strides { batch: 0, seq: 0, head: 0, dim: 0 }, false, false),
     };
@@ -76,11 +77,8 @@ fn is_packed_k(problem: &FwdProblem) -> bool {
 
 /// Batch and head strides of a bias, 0 along the axes that it lacks.
 fn broadcast_strides(broadcast: BiasBroadcast, strides: Strides) -> (i64, i64) {
-    match broadcast {
-        BiasBroadcast::OneOne => (0, 0),
-        BiasBroadcast::OneHead => (0, strides.head),
-        BiasBroadcast::BatchHead => (strides.batch, strides.head),
-    }
+    let (per_batch, per_head) = broadcast.axes();
+    (if per_batch { strides.batch } else { 0 }, if per_head { strides.head } else { 0 })
 }
 
 /// What forward and backward read alike, Q, K and V first; O, LSE and what only forward has are null.

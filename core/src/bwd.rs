@@ -107,23 +107,16 @@ impl BwdProblem {
         if let Err(refusal) = fwd.refuse_cache_updates("backward") {
             return Err(ProblemError::new("fwd", format!("fwd: {} in 1 backward call", refusal.reason)));
         }
-        ensure!(!fwd.cache.v_in_k, "v_in_k", "v_in_k: V has 0 rows of its own, and no gradient");
+        ensure!(!fwd.cache.v_in_k, "v_in_k", "v_in_k true: V has no rows of its own, and no gradient");
         self.check_tensors(&fwd.fewest())?;
         if let Some(dbias) = self.dbias {
             let Bias::Elementwise(bias) = fwd.score.bias else {
-                return Err(ProblemError::new(
-                    "dbias",
-                    "dbias is wanted, but there is no elementwise bias (0 given)",
-                ));
+                return Err(ProblemError::new("dbias", "dbias is wanted, but bias is not elementwise"));
             };
             ensure!(!dbias.dtype.is_fp8(), "dbias", "dbias.dtype {} is not f32, f16 or bf16", dbias.dtype);
             check_output("dbias", dbias.strides, fwd.shape_bias(bias.broadcast), dbias.dtype)?;
         }
-        ensure!(
-            fwd.score.sink || !self.write_dsink,
-            "dsink",
-            "dsink is wanted, but there are no sinks (0 given)"
-        );
+        ensure!(fwd.score.sink || !self.write_dsink, "dsink", "dsink is wanted, but sink is false");
         Ok(ValidBwd { fwd, problem: self })
     }
 

@@ -3,15 +3,19 @@
 use std::fmt::Debug;
 
 use crate::args::{
-    BwdArgs, CombineArgs, DevSliceMut, FwdArgs, MemorySpace, SeqArgs, check_bwd, check_combine, check_fwd,
+    BwdArgs, CacheSlice, CombineArgs, DevSliceMut, FwdArgs, MemorySpace, SeqArgs, check_bwd, check_combine,
+    check_fwd,
 };
-use crate::bwd::ValidBwd;
+use crate::bwd::{BwdProblem, ValidBwd};
 use crate::cache::{of_other_sizes, of_other_sizes_bwd};
-use crate::combine::ValidCombine;
+use crate::combine::{CombineProblem, ValidCombine};
+use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, Result};
+use crate::layout::{Shape, Strides};
 use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
 use crate::problem::{FwdProblem, ValidFwd};
+use crate::score::Bias;
 use crate::seq::SeqSpan;
 
 mod sealed {
@@ -62,6 +66,23 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// Whether there is nothing to write.
     #[doc(hidden)]
     fn is_empty(&self) -> bool;
+
+    /// Tells the buffers that a call writes the types of what it writes there.
+    #[doc(hidden)]
+    fn tell_types(&self, args: &Self::Args<'_>);
+
+    /// Of a problem of no sequences, the one of one sequence that is like it: kernels are made for one at least.
+    ///
+    /// # Errors
+    /// What that problem is refused for.
+    #[doc(hidden)]
+    fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError>;
+
+    /// What a call without a sequence writes, all zeros: addresses and bytes of sums over the sequences.
+    #[doc(hidden)]
+    fn sums_of_no_sequence(&self, _args: &Self::Args<'_>) -> Vec<(*mut u8, u64)> {
+        Vec::new()
+    }
 
     /// In how many pieces its keys come while it runs.
     #[doc(hidden)]
@@ -114,9 +135,25 @@ impl Problem for ValidFwd {
         args.workspace.as_ref()
     }
 
+    fn tell_types(&self, args: &FwdArgs<'_>) {
+        args.o.tell(self.dtypes.o);
+        args.lse.iter().for_each(|lse| lse.tell(DType::F32));
+        for (slice, stored) in [(&args.k, self.stored_k()), (&args.v, self.stored_v())] {
+            if let CacheSlice::Append(slice) = slice {
+                slice.tell(stored);
+            }
+        }
+    }
+
+    fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {
+        let mut one = FwdProblem::clone(self);
+        let has_some = std::mem::replace(&mut one.dims.batch, 1) > 0;
+        if has_some { Ok(None) } else { one.validate().map(Some) }
+    }
+
     fn is_empty(&self) -> bool {
         // Without a query there may still be rows to append to K and V.
-        self.dims.seqlen_q == 0 && self.cache.append.is_none()
+        self.dims.batch == 0 || self.dims.seqlen_q == 0 && self.cache.append.is_none()
     }
 
     fn arrivals(&self) -> u32 {
@@ -154,9 +191,35 @@ impl Problem for ValidBwd {
         args.workspace.as_ref()
     }
 
+    fn tell_types(&self, args: &BwdArgs<'_>) {
+        [&args.dq, &args.dk, &args.dv].iter().for_each(|gradient| gradient.tell(self.dtype_grad));
+        args.dbias.iter().zip(&self.dbias).for_each(|(dbias, wanted)| dbias.tell(wanted.dtype));
+        args.dsink.iter().for_each(|dsink| dsink.tell(DType::F32));
+    }
+
+    fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {
+        let mut one = BwdProblem::clone(self);
+        let has_some = std::mem::replace(&mut one.fwd.dims.batch, 1) > 0;
+        if has_some { Ok(None) } else { one.validate().map(Some) }
+    }
+
+    fn sums_of_no_sequence(&self, args: &BwdArgs<'_>) -> Vec<(*mut u8, u64)> {
+        let mut sums = Vec::new();
+        if let Some(dsink) = &args.dsink {
+            sums.push((dsink.as_mut_ptr(), u64::from(self.fwd().dims.num_heads_q) * 4));
+        }
+        if let (Some(wanted), Some(dbias), Bias::Elementwise(bias)) =
+            (self.dbias, &args.dbias, self.fwd().score.bias)
+        {
+            let shape = self.fwd().shape_bias(bias.broadcast);
+            sums.extend(stretches(dbias.as_mut_ptr(), wanted.strides, shape, wanted.dtype));
+        }
+        sums
+    }
+
     fn is_empty(&self) -> bool {
-        // Without a query dK and dV are 0, and somebody has to write that.
-        false
+        // Without a query dK and dV are 0, and somebody has to write that; without a sequence, what all of them share.
+        self.fwd().dims.batch == 0 && self.dbias.is_none() && !self.write_dsink
     }
 
     fn arrivals(&self) -> u32 {
@@ -185,6 +248,17 @@ impl Problem for ValidCombine {
         None
     }
 
+    fn tell_types(&self, args: &CombineArgs<'_>) {
+        args.o.tell(self.dtype_o);
+        args.lse.iter().for_each(|lse| lse.tell(DType::F32));
+    }
+
+    fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {
+        let mut one = CombineProblem::clone(self);
+        let has_some = std::mem::replace(&mut one.batch, 1) > 0;
+        if has_some { Ok(None) } else { one.validate().map(Some) }
+    }
+
     fn is_empty(&self) -> bool {
         self.lse_elems() == 0
     }
@@ -192,6 +266,23 @@ impl Problem for ValidCombine {
     fn borrowed<'a>(args: &'a CombineArgs<'_>) -> &'a CombineArgs<'a> {
         args
     }
+}
+
+/// The bytes of a tensor, without those between its rows.
+fn stretches(first: *mut u8, strides: Strides, shape: Shape, dtype: DType) -> Vec<(*mut u8, u64)> {
+    let (size, elems) = (dtype.size_bytes(), shape.num_elems());
+    if ValidFwd::extent_bytes(strides, shape, dtype) == elems * size {
+        return if elems == 0 { Vec::new() } else { vec![(first, elems * size)] };
+    }
+    let (columns, width) = if strides.dim == 1 { (1, shape.dim) } else { (shape.dim, 1) };
+    let mut rows = Vec::new();
+    for (b, h) in (0..shape.batch).flat_map(|b| (0..shape.head).map(move |h| (b, h))) {
+        for (s, d) in (0..shape.seq).flat_map(|s| (0..columns).map(move |d| (s, d))) {
+            let at = strides.offset(b, s, h, d).unsigned_abs() * size;
+            rows.push((first.wrapping_add(at as usize), u64::from(width) * size));
+        }
+    }
+    rows
 }
 
 /// One run's problem and operands, checked against each other.

@@ -108,13 +108,13 @@ impl CombineProblem {
     pub fn validate(self) -> Result<ValidCombine, ProblemError> {
         for (field, value, least) in [
             ("num_parts", self.num_parts, u32::from(!self.adds())),
-            ("batch", self.batch, 1),
+            ("batch", self.batch, 0),
             ("num_heads_q", self.num_heads_q, 1),
         ] {
             let most = i32::MAX.unsigned_abs();
             ensure!((least..=most).contains(&value), field, "{field} {value} is not in {least}..={most}");
         }
-        ensure!(!(self.adds() && self.write_lse), "write_lse", "write_lse true: a sum of parts has 0 LSEs");
+        ensure!(!(self.adds() && self.write_lse), "write_lse", "write_lse true: a sum of parts has no LSE");
         let rows = self.seqlen_q;
         ensure!(rows <= MAX_SEQLEN, "seqlen_q", "seqlen_q {rows} is larger than {MAX_SEQLEN}");
         let dim = self.head_dim_v;

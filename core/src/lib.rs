@@ -85,6 +85,7 @@ pub mod plan;
 pub mod problem;
 #[doc(hidden)]
 pub mod queues;
+mod records;
 pub mod reference;
 #[doc(hidden)]
 pub mod roofline;

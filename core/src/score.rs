@@ -40,30 +40,52 @@ pub enum BiasBroadcast {
     OneOne,
     /// One matrix per query head.
     OneHead,
+    /// One matrix per sequence, for all of its query heads.
+    BatchOne,
     /// One matrix per sequence and query head.
     BatchHead,
 }
 
 impl BiasBroadcast {
+    /// Every kind.
+    pub const ALL: [BiasBroadcast; 4] =
+        [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchOne, BiasBroadcast::BatchHead];
+
+    /// Whether each sequence has matrices of its own, and each query head.
+    #[must_use]
+    pub fn axes(self) -> (bool, bool) {
+        match self {
+            BiasBroadcast::OneOne => (false, false),
+            BiasBroadcast::OneHead => (false, true),
+            BiasBroadcast::BatchOne => (true, false),
+            BiasBroadcast::BatchHead => (true, true),
+        }
+    }
+
+    /// The kind with these axes.
+    #[must_use]
+    pub fn of_axes(per_batch: bool, per_head: bool) -> Self {
+        match (per_batch, per_head) {
+            (false, false) => BiasBroadcast::OneOne,
+            (false, true) => BiasBroadcast::OneHead,
+            (true, false) => BiasBroadcast::BatchOne,
+            (true, true) => BiasBroadcast::BatchHead,
+        }
+    }
+
     /// The bias' shape for a problem's extents.
     #[must_use]
     pub fn shape(self, batch: u32, num_heads_q: u32, seqlen_q: u32, seqlen_k: u32) -> Shape {
-        let (batch, head) = match self {
-            BiasBroadcast::OneOne => (1, 1),
-            BiasBroadcast::OneHead => (1, num_heads_q),
-            BiasBroadcast::BatchHead => (batch, num_heads_q),
-        };
+        let (per_batch, per_head) = self.axes();
+        let (batch, head) = (if per_batch { batch } else { 1 }, if per_head { num_heads_q } else { 1 });
         Shape { batch, seq: seqlen_q, head, dim: seqlen_k }
     }
 
     /// The bias' own (batch, head) index for a problem's.
     #[must_use]
     pub fn index(self, i_batch: u32, i_head: u32) -> (u32, u32) {
-        match self {
-            BiasBroadcast::OneOne => (0, 0),
-            BiasBroadcast::OneHead => (0, i_head),
-            BiasBroadcast::BatchHead => (i_batch, i_head),
-        }
+        let (per_batch, per_head) = self.axes();
+        (if per_batch { i_batch } else { 0 }, if per_head { i_head } else { 0 })
     }
 }
 

@@ -146,14 +146,10 @@ impl<'a> KvRows<'a> {
     /// A block table that is missing, too small, or not in host memory.
     pub fn of(problem: &FwdProblem, seq: &SeqArgs<'a>) -> Result<Self, ProblemError> {
         let Some(page_size) = problem.layout.kv.page_size() else { return Ok(Self::UNPAGED) };
-        let missing =
-            || ProblemError::new("block_table", "block_table is missing (0 given): K and V are paged");
+        let missing = || ProblemError::new("block_table", "block_table is missing: K and V are paged");
         let table = seq.block_table.ok_or_else(missing)?;
         let bytes = table.pages.as_host().ok_or_else(|| {
-            ProblemError::new(
-                "block_table",
-                "block_table is in device memory, and 0 entries can be read here",
-            )
+            ProblemError::new("block_table", "block_table is in device memory, which is not read here")
         })?;
         let wanted = u64::from(problem.dims.batch) * u64::from(table.max_pages) * 4;
         ensure!(

@@ -7,9 +7,9 @@ mod support;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
     Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs,
-    CombineProblem, DType, DevSlice, DevSliceMut, Dims, DropoutSeed, ElemType, ElementwiseBias, FwdArgs,
-    FwdProblem, KvLayout, MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape, Strides,
-    Totals, Workspace, bind,
+    CombineProblem, DType, Descale, DevSlice, DevSliceMut, Dims, DropoutSeed, ElemType, ElementwiseBias,
+    FwdArgs, FwdProblem, KvLayout, MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape,
+    Strides, Totals, Workspace, bind,
 };
 
 use support::{bwd_args, input, output};
@@ -46,6 +46,22 @@ fn arguments_that_fit_pass() {
 }
 
 #[test]
+fn what_each_of_no_sequences_has_is_given_and_empty() {
+    let mut problem =
+        FwdProblem::batch(DType::F32, Dims { batch: 0, ..DIMS }).bias(Bias::Alibi { per_batch: true });
+    (problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v) =
+        (Descale::PerKvHead, Descale::PerKvHead, Descale::PerKvHead);
+    (problem.dtypes.qk, problem.dtypes.v) = (DType::E4m3Fn, DType::E4m3Fn);
+    let args = changed(|args| {
+        let none = || Some(input(0x50000, 0));
+        args.score.alibi_slopes = none();
+        (args.score.descale_q, args.score.descale_k, args.score.descale_v) = (none(), none(), none());
+    });
+    let problem = problem.validate().unwrap();
+    check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host).unwrap();
+}
+
+#[test]
 fn short_misplaced_missing_and_superfluous_arguments_are_named() {
     let problem = FwdProblem::batch(DType::F32, DIMS);
     let short = changed(|args| args.k = input(0x20000, 159).into());
@@ -67,7 +83,7 @@ fn short_misplaced_missing_and_superfluous_arguments_are_named() {
     );
     let mut group = FwdProblem::group(DType::F32, DIMS);
     group.layout.seqused_k = true;
-    assert_eq!(refusal(group.clone(), &args()), "total_q is missing (0 given): Q is packed");
+    assert_eq!(refusal(group.clone(), &args()), "total_q is missing: Q is packed");
     let mut packed = args();
     packed.seq.totals = Totals::packed(6, 10);
     assert_eq!(refusal(group, &packed), "cu_seqlens_q is missing: 12 bytes are wanted");
@@ -454,7 +470,7 @@ fn a_slice_says_where_it_lies_and_how_large_it_is() {
     assert_eq!((written.as_input().as_ptr(), written.as_input().bytes()), (address.cast_const(), 12));
     assert_eq!(CacheSlice::from(written).space(), Some(MemorySpace::Host));
     // SAFETY: nothing is written to it.
-    let on_device = unsafe { DevSliceMut::from_raw(MemorySpace::Device, address, 12) };
+    let on_device = unsafe { DevSliceMut::from_raw(MemorySpace::Device, address, 12, DType::F32) };
     assert_eq!(CacheSlice::from(on_device).space(), Some(MemorySpace::Device));
     assert_eq!(CacheSlice::InK.space(), None);
 }
@@ -477,11 +493,54 @@ fn a_block_table_has_room_for_the_longest_sequence() {
         refusal(problem.clone(), &paged(3, Some(5))),
         "block_table has 16 bytes, but its extents and strides reach 24"
     );
-    assert!(refusal(problem.clone(), &paged(2, None)).starts_with("num_pages is missing (0 given)"));
+    assert!(refusal(problem.clone(), &paged(2, None)).starts_with("num_pages is missing"));
+    let mut without = paged(3, Some(5));
+    without.seq.block_table = None;
+    assert_eq!(refusal(problem.clone(), &without), "block_table is missing: 8 bytes are wanted");
     problem.layout.kv = KvLayout::Strided;
     problem.strides.k = Strides::bshd(problem.shape_k());
     problem.strides.v = Strides::bshd(problem.shape_v());
     assert_eq!(refusal(problem, &paged(3, None)), "block_table is given, but the problem has none");
+}
+
+/// What has a batch axis has no elements then, and is given or not.
+#[test]
+fn of_no_sequences_nothing_is_missing_and_nothing_too_much() {
+    let mut problem = FwdProblem::new(
+        QLayout::Batch,
+        KvLayout::Paged { page_size: 2 },
+        DType::E4m3Fn,
+        Dims { batch: 0, ..DIMS },
+    )
+    .dtype_o(DType::F16)
+    .seqused_q(true)
+    .seqused_k(true)
+    .write_lse(true);
+    problem.score.bias = Bias::Alibi { per_batch: true };
+    problem.scales.descale_q = Descale::PerKvHead;
+    problem.scales.descale_k = Descale::PerKvHead;
+    problem.scales.descale_v = Descale::PerKvHead;
+    let problem = problem.validate().unwrap();
+    let nothing = || DevSlice::host::<u8>(&[]);
+    let check = |args: FwdArgs<'_>| check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host);
+    let bare = || {
+        let mut args = FwdArgs::new(nothing(), nothing(), nothing(), DevSliceMut::host::<u8>(&mut []));
+        args.seq.totals.num_pages = Some(0);
+        args
+    };
+    check(bare()).unwrap();
+    let mut given = bare().lse(DevSliceMut::host::<u8>(&mut []));
+    given.seq.seqused_q = Some(nothing());
+    given.seq.seqused_k = Some(nothing());
+    given.seq.block_table = Some(BlockTable { pages: nothing(), max_pages: 3 });
+    given.score.alibi_slopes = Some(nothing());
+    given.score.descale_q = Some(nothing());
+    given.score.descale_k = Some(nothing());
+    given.score.descale_v = Some(nothing());
+    check(given).unwrap();
+    let mut sink = bare();
+    sink.score.sink = Some(DevSlice::host(&[0f32; 4]));
+    assert_eq!(check(sink).unwrap_err().text, "sink is given, but the problem has none");
 }
 
 #[test]
@@ -726,9 +785,12 @@ fn combine_arguments_that_do_not_fit_are_named() {
 #[test]
 fn a_bias_is_bound_with_steps_of_zero_along_the_axes_that_it_lacks() {
     let strides = Strides { batch: 60, seq: 5, head: 15, dim: 1 };
-    for (broadcast, batch, head) in
-        [(BiasBroadcast::OneOne, 0, 0), (BiasBroadcast::OneHead, 0, 15), (BiasBroadcast::BatchHead, 60, 15)]
-    {
+    for (broadcast, batch, head) in [
+        (BiasBroadcast::OneOne, 0, 0),
+        (BiasBroadcast::OneHead, 0, 15),
+        (BiasBroadcast::BatchOne, 60, 0),
+        (BiasBroadcast::BatchHead, 60, 15),
+    ] {
         let bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
         let problem = FwdProblem::batch(DType::F32, DIMS).bias(bias);
         let mut args = args();
@@ -772,9 +834,20 @@ fn a_slice_of_another_type_is_refused_by_its_name_and_both_types() {
     assert_eq!(said(q, u32s, &mut o, DevSliceMut::host(&mut lse)), text("seqused_k", "u32", "i32"));
     let mut ints = [0i32; 1];
     assert_eq!(said(q, i32s, &mut o, DevSliceMut::host(&mut ints)), text("lse", "i32", "f32"));
-    // Bytes have no type, until somebody tells it.
-    assert_eq!(said(q.typed(ElemType::Bytes), i32s, &mut o, DevSliceMut::host(&mut lse)), Ok(()));
-    let fp8 = q.typed(DType::E4m3Fn);
+    // Bytes have no type, until somebody tells it; then it stays, but for the sign of words.
+    let bytes = DevSlice::host(&[0u8; 16]);
+    assert_eq!(said(bytes, i32s, &mut o, DevSliceMut::host(&mut lse)), Ok(()));
+    assert_eq!(said(q, u32s.typed(ElemType::I32), &mut o, DevSliceMut::host(&mut lse)), Ok(()));
+    for told in [ElemType::Bytes, DType::Bf16.into()] {
+        assert_eq!(
+            said(wide.typed(told), i32s, &mut o, DevSliceMut::host(&mut lse)),
+            text("q", "f32", "bf16")
+        );
+    }
+    // SAFETY: host memory of 16 bytes that lives.
+    let raw = unsafe { DevSlice::from_raw(MemorySpace::Host, bytes.as_ptr(), 16, DType::F16) };
+    assert_eq!(said(raw, i32s, &mut o, DevSliceMut::host(&mut lse)), text("q", "f16", "bf16"));
+    let fp8 = bytes.typed(DType::E4m3Fn);
     assert_eq!(said(fp8, i32s, &mut o, DevSliceMut::host(&mut lse)), text("q", "e4m3fn", "bf16"));
 }
 

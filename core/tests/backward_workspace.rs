@@ -50,6 +50,7 @@ fn a_gradient_of_a_bias_is_bound_with_the_axes_that_the_bias_has() {
     for (broadcast, axes, batch, head) in [
         (BiasBroadcast::OneOne, (0, 0), 0, 0),
         (BiasBroadcast::OneHead, (0, 1), 0, 15),
+        (BiasBroadcast::BatchOne, (1, 0), 60, 0),
         (BiasBroadcast::BatchHead, (1, 1), 60, 15),
     ] {
         let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));

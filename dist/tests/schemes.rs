@@ -82,7 +82,7 @@ fn cases() -> Vec<Case> {
         let strides = Strides { batch: head * i64::from(shape.head), seq, head, dim: 1 };
         whole.bias(Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides }))
     };
-    for broadcast in [BiasBroadcast::BatchHead, BiasBroadcast::OneHead, BiasBroadcast::OneOne] {
+    for broadcast in BiasBroadcast::ALL {
         all.push(case(format!("bias {broadcast:?}"), bias(broadcast)));
     }
     all.push(case("alibi of each sequence", causal((4, 2)).bias(Bias::Alibi { per_batch: true })));

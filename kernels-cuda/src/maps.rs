@@ -134,7 +134,7 @@ impl MapFacts {
             name: "q",
             dtype: problem.dtypes.qk,
             address: q_address,
-            dims: [q.dim, ratio, q.seq.max(1), num_heads_kv, q.batch].map(u64::from),
+            dims: [q.dim, ratio, q.seq.max(1), num_heads_kv, q.batch.max(1)].map(u64::from),
             strides_bytes: [
                 stride_bytes(strides.head, ratio, size),
                 stride_bytes(strides.seq, q.seq, size),
@@ -187,7 +187,7 @@ fn bias_facts(call: &FwdCall<'_>, box_dims: [i32; 4]) -> Option<TensorMapFacts<4
         name: "bias",
         dtype: bias.dtype,
         address: data.as_ptr() as u64,
-        dims: [shape.dim.max(1), shape.seq.max(1), axes[0].1, axes[1].1].map(u64::from),
+        dims: [shape.dim.max(1), shape.seq.max(1), axes[0].1.max(1), axes[1].1.max(1)].map(u64::from),
         strides_bytes: [rows, axes[0].0, axes[1].0],
         box_dims: box_dims.map(i32::unsigned_abs),
     })

@@ -11,10 +11,7 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec};
 use fmha_core::tune::Candidates;
 use fmha_core::work::visible_pairs;
-use fmha_core::{
-    Bias, BiasBroadcast, BwdProblem, DType, ElementwiseBias, Refusal, Shape, Strides, VLayout, abi_enum,
-    abi_spec,
-};
+use fmha_core::{Bias, BwdProblem, DType, Refusal, Shape, Strides, VLayout, abi_enum, abi_spec};
 
 use crate::round_up;
 use crate::sm80::{NAME, Room, padded_dim};
@@ -369,11 +366,9 @@ pub fn grid(problem: &BwdProblem, tile: &Sm80BwdTile) -> Option<u32> {
         }
         BwdSums::DBias => {
             let planes = match problem.fwd.score.bias {
-                Bias::Elementwise(ElementwiseBias { broadcast: BiasBroadcast::BatchHead, .. }) => {
-                    [dims.batch, dims.num_heads_q]
-                }
-                Bias::Elementwise(ElementwiseBias { broadcast: BiasBroadcast::OneHead, .. }) => {
-                    [1, dims.num_heads_q]
+                Bias::Elementwise(bias) => {
+                    let shape = problem.fwd.shape_bias(bias.broadcast);
+                    [shape.batch, shape.head]
                 }
                 _ => [1, 1],
             };

@@ -377,12 +377,14 @@ fn part<'a>(memory: &dyn DeviceMemory, buffer: &'a DevBuffer, tensor: &Tensor) -
     let bytes = tensor.elems().len() as u64;
     // SAFETY: `buffer` holds all of the tensor's bytes and outlives 'a; the call is waited for
     // before it is dropped.
-    unsafe { DevSlice::from_raw(memory.space(), buffer.as_ptr().wrapping_add(first), bytes) }
+    unsafe { DevSlice::from_raw(memory.space(), buffer.as_ptr().wrapping_add(first), bytes, buffer.elem()) }
 }
 
 fn part_mut<'a>(memory: &dyn DeviceMemory, buffer: &'a mut DevBuffer, tensor: &Tensor) -> DevSliceMut<'a> {
     let first = tensor.raw().1 - tensor.placed(memory).start;
     let bytes = tensor.elems().len() as u64;
     // SAFETY: as in `part`, and the borrow is exclusive.
-    unsafe { DevSliceMut::from_raw(memory.space(), buffer.as_ptr().wrapping_add(first), bytes) }
+    unsafe {
+        DevSliceMut::from_raw(memory.space(), buffer.as_ptr().wrapping_add(first), bytes, buffer.elem())
+    }
 }

@@ -208,7 +208,7 @@ impl Queues for Memory {
 /// A slice as host memory, whatever it is called.
 fn host(slice: DevSlice<'_>) -> DevSlice<'_> {
     // SAFETY: every slice of this backend is memory of the processor.
-    unsafe { DevSlice::from_raw(MemorySpace::Host, slice.as_ptr(), slice.bytes()) }
+    unsafe { DevSlice::from_raw(MemorySpace::Host, slice.as_ptr(), slice.bytes(), slice.elem()) }
 }
 
 /// A tensor to read.

@@ -140,7 +140,7 @@ impl Target {
             (self.variable("CARGO_TARGET", "_LINKER"), run.linker.to_owned()),
             (self.variable("CARGO_TARGET", "_RUNNER"), run.runner.to_owned()),
         ]);
-        Step::cargo(&format!("fmha-cpu on {}", self.triple), &words).with(environment).at_least(100)
+        Step::cargo(&format!("fmha-cpu on {}", self.triple), &words).with(environment).at_least(90)
     }
 }
 

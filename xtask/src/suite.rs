@@ -85,6 +85,8 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
     if matches!(extent, Extent::All { .. }) {
         // Minutes of random input, where a second serves otherwise.
         environment.push(("FMHA_FUZZ_SECONDS".to_owned(), "60".to_owned()));
+        // Every model of transformers compiled, where one is otherwise.
+        environment.push(("FMHA_TRANSFORMERS".to_owned(), "all".to_owned()));
     }
     let mut tally = Tally::default();
     let steps = match built {

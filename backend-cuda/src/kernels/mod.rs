@@ -4,12 +4,13 @@
 pub(crate) mod tests;
 
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{BwdKernel, CombineKernel, Family, FwdKernel, Vendor};
+use fmha_gpu::{BwdKernel, CombineKernel, Family, FwdKernel, Ranges, Vendor};
 use fmha_kernels_cuda::nvidia::DeviceFacts;
 use fmha_kernels_cuda::recipes;
 
 use crate::Nvrtc;
 use crate::driver::Device;
+use crate::search::libraries;
 
 /// NVIDIA's seat.
 pub(crate) struct Cuda;
@@ -20,6 +21,20 @@ impl Vendor for Cuda {
     type Driver = Device;
     type Toolchain = Nvrtc;
     type Facts = DeviceFacts;
+
+    fn ranges() -> Ranges {
+        if cfg!(feature = "nvtx") { nvtx() } else { Ranges::default() }
+    }
+}
+
+/// NVTX's libraries: of CUDA 12.9 and later, and of those before. Either hands ranges to the profiler that has started
+/// the process.
+const NVTX: [&str; 2] = ["libnvtx3interop.so.1", "libnvToolsExt.so.1"];
+
+fn nvtx() -> Ranges {
+    let places = libraries(&NVTX);
+    // SAFETY: NVTX's functions of these names take a text, or nothing, and return an int.
+    unsafe { Ranges::open(places, c"nvtxRangePushA", c"nvtxRangePop") }
 }
 
 impl Family<ValidFwd> for Cuda {

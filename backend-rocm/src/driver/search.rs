@@ -11,6 +11,15 @@ use super::sys::{Hip, Hiprtc};
 const HIP: [&str; 4] = ["libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"];
 const HIPRTC: [&str; 4] = ["libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5"];
 
+/// Names of ROCTx: rocprofiler-sdk's library, then roctracer's.
+const ROCTX: [&str; 5] = [
+    "librocprofiler-sdk-roctx.so",
+    "librocprofiler-sdk-roctx.so.1",
+    "librocprofiler-sdk-roctx.so.0",
+    "libroctx64.so",
+    "libroctx64.so.4",
+];
+
 /// libamdhip64, from the loader's path, then `$ROCM_PATH/lib`, then `/opt/rocm/lib`.
 ///
 /// # Errors
@@ -25,6 +34,11 @@ pub(crate) fn hip() -> Result<Hip, Error> {
 /// As [`hip`].
 pub(crate) fn hiprtc() -> Result<Hiprtc, Error> {
     first(&system(&HIPRTC), Hiprtc::resolve)
+}
+
+/// Places to look at for ROCTx, in the same folders as for HIP.
+pub(crate) fn roctx() -> Vec<PathBuf> {
+    system(&ROCTX)
 }
 
 /// libamdhip64 at one of these places alone.

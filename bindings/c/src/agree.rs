@@ -129,9 +129,18 @@ pub(crate) unsafe fn call_of_rows(
     if *p_drop != planned.p_drop {
         return Err(differs("p_drop", p_drop, &planned.p_drop).into());
     }
-    presence!(planned, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
-    presence!(planned, alibi_slopes, sink, descale_q, descale_k, descale_v, scale_o);
+    presence!(planned, cu_seqlens_q, cu_seqlens_k, sink, scale_o);
     // What has no elements may be null, and not null, in any run.
+    let no_sequences = *batch == 0;
+    if !no_sequences {
+        presence!(planned, seqused_q, seqused_k);
+    }
+    if !no_sequences || *alibi_per_batch == 0 {
+        presence!(planned, alibi_slopes);
+    }
+    if !no_sequences || *descale_per_tensor != 0 {
+        presence!(planned, descale_q, descale_k, descale_v);
+    }
     let no_rows = !has_own || host::has_no_rows(given);
     let no_scores = !has_own || host::has_no_scores(given);
     // Gradients always take LSE, whatever a plan of no rows had.
@@ -166,7 +175,9 @@ pub(crate) unsafe fn call_of_rows(
         self::gradients(planned, given, no_rows, no_scores)
     })?;
     both("part", part, pointed.part.as_ref(), self::part)?;
-    both("cache", cache, pointed.cache.as_ref(), |planned, given| self::cache(planned, given, no_rows))
+    both("cache", cache, pointed.cache.as_ref(), |planned, given| {
+        self::cache(planned, given, no_rows, no_sequences)
+    })
 }
 
 /// Two numbers of host memory, which are there or not alike.
@@ -205,7 +216,7 @@ fn part(planned: &FmhaPart, given: &FmhaPart) -> Result<()> {
     Ok(())
 }
 
-fn cache(planned: &FmhaCache, given: &FmhaCache, no_rows: bool) -> Result<()> {
+fn cache(planned: &FmhaCache, given: &FmhaCache, no_rows: bool, no_sequences: bool) -> Result<()> {
     let FmhaCache {
         struct_bytes,
         seqlen_new,
@@ -228,10 +239,11 @@ fn cache(planned: &FmhaCache, given: &FmhaCache, no_rows: bool) -> Result<()> {
     number!(planned, rotary_dim, rotary_interleaved, dtype_rotary, dtype_cache, v_in_k, reserved);
     presence!(planned, cu_seqlens_new);
     // Packed, there may be no new rows in one run and some in another: whoever makes the slices asks for them.
-    if cu_seqlens_new.is_null() {
+    let has_new = cu_seqlens_new.is_null() && !no_sequences;
+    if has_new {
         presence("k_new.data", k_new.data, planned.k_new.data)?;
     }
-    if cu_seqlens_new.is_null() || *v_in_k != 0 {
+    if has_new || *v_in_k != 0 {
         presence("v_new.data", v_new.data, planned.v_new.data)?;
     }
     if *max_pos != 0 {
@@ -283,7 +295,7 @@ pub(crate) fn combine(
     } = given;
     number!(planned, struct_bytes, num_parts, batch, seqlen_q, num_heads_q, head_dim_v);
     number!(planned, dtype_part, dtype_o, merge, reserved);
-    if *seqlen_q != 0 {
+    if !host::combines_no_rows(given) {
         presence!(planned, lse);
     }
     lattice!(planned, o);
@@ -329,7 +341,7 @@ fn presence<T>(field: &'static str, given: *const T, planned: *const T) -> Resul
 
 #[cold]
 fn present(field: &'static str, given: bool) -> ProblemError {
-    let text = if given { "given (1), but the plan is without it" } else { "null (0), but the plan has it" };
+    let text = if given { "given, but the plan is without it" } else { "null, but the plan has it" };
     ProblemError::new(field, format!("{field} is {text}"))
 }
 

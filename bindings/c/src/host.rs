@@ -92,7 +92,7 @@ impl Pointed {
         let problem = base
             .clone()
             .seqused_q(!call.seqused_q.is_null())
-            .seqused_k(!call.seqused_k.is_null())
+            .seqused_k(!call.seqused_k.is_null() || has_no_sequences_but_begins(call, self.cache.as_ref()))
             .dtype_v(dtype("dtype_v", call.dtype_v)?)
             .dtype_o(dtype("dtype_o", call.dtype_o)?)
             .strides_q(strides(&call.q))
@@ -123,7 +123,7 @@ impl Pointed {
     pub(crate) fn backward(&self, call: &FmhaCall, gradients: &FmhaGradients) -> Result<BwdProblem> {
         let fwd = self.forward(call)?;
         if call.lse.is_null() && !has_no_rows(call) {
-            return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
+            return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());
         }
         let no_bias = call.bias.data.is_null() && has_no_scores(call);
         let dbias = if gradients.dbias.data.is_null() || no_bias {
@@ -133,6 +133,17 @@ impl Pointed {
             None
         } else {
             let dtype = dtype("dtype_dbias", gradients.dtype_dbias)?;
+            let (bias, dbias) = (&call.bias, &gradients.dbias);
+            // A gradient of its own for each sequence or head would be written for the first alone.
+            for (axis, extent, of_bias, of_dbias) in [
+                ("batch_stride", call.batch, bias.batch_stride, dbias.batch_stride),
+                ("head_stride", call.num_heads_q, bias.head_stride, dbias.head_stride),
+            ] {
+                if extent > 1 && of_bias == 0 && of_dbias != 0 {
+                    let text = format!("dbias has {axis} {of_dbias}, but bias has 0, one for all {extent}");
+                    return Err(ProblemError::new("dbias", text).into());
+                }
+            }
             Some(BiasGrad { dtype, strides: strides(&gradients.dbias) })
         };
         Ok(BwdProblem::new(fwd)
@@ -218,8 +229,6 @@ fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
     if dim == 0 {
         for (field, value) in [
             ("max_pos", cache.max_pos),
-            ("rotary_cos", (!cache.rotary_cos.is_null()).into()),
-            ("rotary_sin", (!cache.rotary_sin.is_null()).into()),
             ("dtype_rotary", cache.dtype_rotary.into()),
             ("rotary_interleaved", cache.rotary_interleaved.into()),
         ] {
@@ -230,11 +239,16 @@ fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
                 ));
             }
         }
+        for (field, table) in [("rotary_cos", cache.rotary_cos), ("rotary_sin", cache.rotary_sin)] {
+            if !table.is_null() {
+                return Err(ProblemError::new(field, format!("{field} is given, but rotary_dim is 0")));
+            }
+        }
         return Ok(None);
     }
     for (field, pointer) in [("rotary_cos", cache.rotary_cos), ("rotary_sin", cache.rotary_sin)] {
         if pointer.is_null() && max_pos > 0 {
-            return Err(ProblemError::new(field, format!("{field} is null (0), but rotary_dim is {dim}")));
+            return Err(ProblemError::new(field, format!("{field} is null, but rotary_dim is {dim}")));
         }
     }
     let pairs = if interleaved { RotaryPairs::Interleaved } else { RotaryPairs::Half };
@@ -260,11 +274,16 @@ pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
     let parts = unsafe { std::slice::from_raw_parts(call.parts, num_parts as usize) };
     for (i, part) in parts.iter().enumerate() {
         crate::agree::strides(format_args!("parts[{i}].o"), &part.o, &parts[0].o, "that of parts[0].o")?;
-        if by_lse && part.lse.is_null() && call.seqlen_q != 0 {
-            return Err(ProblemError::new("parts", format!("parts[{i}].lse is null (0)")).into());
+        if by_lse && part.lse.is_null() && !combines_no_rows(call) {
+            return Err(ProblemError::new("parts", format!("parts[{i}].lse is null")).into());
         }
     }
     Ok(parts)
+}
+
+/// Whether the parts have no rows: their LSE and that of their whole may then be null.
+pub(crate) fn combines_no_rows(call: &FmhaCombine) -> bool {
+    call.batch == 0 || call.seqlen_q == 0
 }
 
 /// The part that the others are held to. Of none, rows lie as those of O do.
@@ -377,7 +396,7 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
         }
     };
     // A table of no entries may be null, where no sequence has a key.
-    let may_be_null = page_size == 0 || call.max_pages == 0 && call.seqlen_k == 0;
+    let may_be_null = page_size == 0 || call.batch == 0 || call.max_pages == 0 && call.seqlen_k == 0;
     let (is_null, paged) = (call.block_table.is_null(), page_size != 0);
     if is_null && !may_be_null || !is_null && !paged {
         let is = if call.block_table.is_null() { "null" } else { "given" };
@@ -418,21 +437,27 @@ fn given_totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, Pr
     })
 }
 
+/// Whether new rows or angles begin at the length of each of no sequences: null is the address of no lengths.
+fn has_no_sequences_but_begins(call: &FmhaCall, cache: Option<&FmhaCache>) -> bool {
+    call.batch == 0 && cache.is_some_and(|cache| cache.seqlen_new > 0 || cache.rotary_dim > 0)
+}
+
 /// Whether no sequence has a query: LSE and its gradient then have no elements, and null is their address.
 pub(crate) fn has_no_rows(call: &FmhaCall) -> bool {
-    0 == if call.cu_seqlens_q.is_null() { call.seqlen_q } else { call.total_q }
+    if call.cu_seqlens_q.is_null() { call.batch == 0 || call.seqlen_q == 0 } else { call.total_q == 0 }
 }
 
 /// Whether no query has a key: the bias, its gradient and the keep mask then have no elements.
 pub(crate) fn has_no_scores(call: &FmhaCall) -> bool {
-    call.seqlen_q == 0 || call.seqlen_k == 0
+    call.batch == 0 || call.seqlen_q == 0 || call.seqlen_k == 0
 }
 
-/// Strides of 0 over batch, or over batch and head, are a bias that is shared.
+/// Strides of 0 over batch or head are a bias that is shared.
 fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
     let per_batch = flag("alibi_per_batch", call.alibi_per_batch)?;
     let (elementwise, alibi) = (!call.bias.data.is_null(), !call.alibi_slopes.is_null());
-    if per_batch && !alibi {
+    // Of no sequences there are no slopes.
+    if per_batch && !alibi && call.batch > 0 {
         let text = "alibi_per_batch 1 goes with alibi_slopes, which is null";
         return Err(ProblemError::new("alibi_per_batch", text));
     }
@@ -445,11 +470,7 @@ fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
         (false, true) => Ok(Bias::Alibi { per_batch }),
         (true, false) => Ok(Bias::Elementwise(ElementwiseBias {
             dtype: dtype("dtype_bias", call.dtype_bias)?,
-            broadcast: match (call.bias.batch_stride, call.bias.head_stride) {
-                (0, 0) => BiasBroadcast::OneOne,
-                (0, _) => BiasBroadcast::OneHead,
-                _ => BiasBroadcast::BatchHead,
-            },
+            broadcast: BiasBroadcast::of_axes(call.bias.batch_stride != 0, call.bias.head_stride != 0),
             strides: strides(&call.bias),
         })),
         (true, true) => {

@@ -59,7 +59,7 @@ fn guard_text(body: impl FnOnce() -> Result<(), String>) -> c_int {
 
 fn not_null<T>(field: &'static str, ptr: *const T) -> Result<()> {
     if ptr.is_null() {
-        Err(Error::from(ProblemError::new(field, format!("{field} is null (0)"))))
+        Err(Error::from(ProblemError::new(field, format!("{field} is null"))))
     } else {
         Ok(())
     }

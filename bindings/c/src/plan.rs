@@ -4,8 +4,8 @@ use std::ffi::CString;
 
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
-    DevSlice, DevSliceMut, Device, Dims, Extents, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult,
-    ProblemError, ScoreArgs, SeqArgs, Shape, Strides, Totals, ValidFwd, Workspace,
+    DevSlice, DevSliceMut, Device, Dims, ElemType, Extents, FwdArgs, FwdPlan, FwdProblem, MemorySpace,
+    PartialResult, ProblemError, ScoreArgs, SeqArgs, Shape, Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::Result;
@@ -131,19 +131,21 @@ impl FmhaPlan {
             ),
             Scratch::Own(_) if !given.is_null() => refused(
                 "workspace",
-                "workspace is given (1), but the plan has its own: caller_workspace 0".into(),
+                "workspace is given, but the plan has its own: caller_workspace 0".into(),
             ),
             Scratch::Own(own) => Ok(own.as_ref().map(|own| {
                 // SAFETY: the buffer is this plan's, whose runs are one at a time.
-                unsafe { memory.write(own.as_ptr(), own.bytes()) }
+                unsafe { memory.write(own.as_ptr(), own.bytes(), ElemType::Scratch) }
             })),
             Scratch::Callers { bytes: wanted } if *wanted == 0 => Ok(None),
             Scratch::Callers { bytes: wanted } if bytes < *wanted => refused(
                 "workspace_bytes",
                 format!("workspace_bytes {bytes} is less than the plan's {wanted}"),
             ),
-            // SAFETY: passed on.
-            Scratch::Callers { .. } => Ok(Some(unsafe { memory.write(given.cast(), bytes) })),
+            Scratch::Callers { .. } => {
+                // SAFETY: passed on.
+                Ok(Some(unsafe { memory.write(given.cast(), bytes, ElemType::Scratch) }))
+            }
         }
     }
 
@@ -170,7 +172,7 @@ impl FmhaPlan {
                 unsafe { agree::call(planned, pointed, call)? };
                 // SAFETY: as above; a call that agrees has gradients.
                 let Some(gradients) = (unsafe { call.gradients.as_ref() }) else {
-                    return Err(ProblemError::new("gradients", "gradients is null (0)").into());
+                    return Err(ProblemError::new("gradients", "gradients is null").into());
                 };
                 // SAFETY: passed on.
                 let mut args = unsafe {
@@ -202,10 +204,14 @@ impl FmhaPlan {
             if let Some(cache) = cache {
                 args.cache = memory.cache(problem, cache, totals)?;
             }
-            args.lse = memory.write_if(problem.write_lse, call.lse.cast(), extents.lse_elems * 4);
-            args.keep_mask =
-                memory.write_if(problem.dropout.write_keep_mask, call.keep_mask, problem.keep_mask_bytes());
-            args.scale_o = memory.optional(call.scale_o.cast(), 4);
+            args.lse = memory.write_if(problem.write_lse, call.lse.cast(), extents.lse_elems * 4, DType::F32);
+            args.keep_mask = memory.write_if(
+                problem.dropout.write_keep_mask,
+                call.keep_mask,
+                problem.keep_mask_bytes(),
+                ElemType::Bytes,
+            );
+            args.scale_o = memory.optional(call.scale_o.cast(), 4, DType::F32);
             args.seq = memory.seq(problem, call, cache, totals);
             args.score = memory.score(problem, call)?;
             args.workspace = self.workspace(memory, call)?;
@@ -233,14 +239,14 @@ impl FmhaPlan {
             // SAFETY: passed on.
             let (o, lse) = unsafe {
                 let o = memory.input("parts.o", &part.o, problem.shape(), problem.dtype_part)?;
-                (o, memory.read(part.lse.cast(), part_lse_bytes))
+                (o, memory.read(part.lse.cast(), part_lse_bytes, DType::F32))
             };
             inputs.push(PartialResult { o, lse });
         }
         // SAFETY: passed on.
         let mut args = unsafe {
             CombineArgs::new(&inputs, memory.output("o", &call.o, problem.shape(), problem.dtype_o)?)
-                .lse(memory.write_if(problem.write_lse, call.lse.cast(), lse_bytes))
+                .lse(memory.write_if(problem.write_lse, call.lse.cast(), lse_bytes, DType::F32))
         };
         // SAFETY: passed on.
         unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
@@ -251,7 +257,7 @@ impl FmhaPlan {
 const NOWHERE: *const u8 = std::ptr::without_provenance(256);
 
 fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
-    let text = format!("plan: {function} was given 1 plan of {planned}, which {instead} runs");
+    let text = format!("plan: {function} was given a plan of {planned}, which {instead} runs");
     Err(ProblemError::new("plan", text).into())
 }
 
@@ -309,7 +315,7 @@ impl Memory {
         let extents = fwd.extents(totals);
         let lse_bytes = extents.lse_elems * 4;
         if call.lse.is_null() && lse_bytes > 0 {
-            return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
+            return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());
         }
         // SAFETY: passed on, here and below.
         unsafe {
@@ -329,7 +335,7 @@ impl Memory {
                 ],
                 [
                     self.input("o", &call.o, extents.o, fwd.dtypes.o)?,
-                    self.read(call.lse.cast(), lse_bytes),
+                    self.read(call.lse.cast(), lse_bytes, DType::F32),
                     self.input("dout", &gradients.dout, extents.o, fwd.dtypes.o)?,
                 ],
                 [
@@ -338,12 +344,13 @@ impl Memory {
                     grad("dv", &gradients.dv, extents.v)?,
                 ],
             )
-            .dlse(self.read_if(problem.has_dlse, gradients.dlse.cast(), lse_bytes))
+            .dlse(self.read_if(problem.has_dlse, gradients.dlse.cast(), lse_bytes, DType::F32))
             .dbias(dbias)
             .dsink(self.write_if(
                 problem.write_dsink,
                 gradients.dsink.cast(),
                 u64::from(fwd.dims.num_heads_q) * 4,
+                DType::F32,
             ))
             .seq(self.seq(fwd, call, None, totals))
             .score(self.score(fwd, call)?)
@@ -371,13 +378,14 @@ impl Memory {
             }
             if let Some(rotary) = &problem.cache.rotary {
                 let bytes = rotary.table_elems() * rotary.dtype.size_bytes();
-                args.cos = self.read_if(true, cache.rotary_cos.cast(), bytes);
-                args.sin = self.read_if(true, cache.rotary_sin.cast(), bytes);
+                args.cos = self.read_if(true, cache.rotary_cos.cast(), bytes, rotary.dtype);
+                args.sin = self.read_if(true, cache.rotary_sin.cast(), bytes, rotary.dtype);
             }
             let dims = problem.dims;
             let rows = totals.total_q.map_or(u64::from(dims.batch) * u64::from(dims.seqlen_q), u64::from);
             let bytes = rows.saturating_mul(u64::from(problem.tree_mask_words()) * 4);
-            args.tree_mask = self.read_if(problem.cache.tree_mask, cache.tree_mask.cast(), bytes);
+            args.tree_mask =
+                self.read_if(problem.cache.tree_mask, cache.tree_mask.cast(), bytes, ElemType::U32);
         }
         Ok(args)
     }
@@ -401,14 +409,21 @@ impl Memory {
         // SAFETY: passed on.
         unsafe {
             args.block_table = self
-                .read_if(problem.layout.kv.is_paged(), call.block_table.cast(), entries.saturating_mul(4))
+                .read_if(
+                    problem.layout.kv.is_paged(),
+                    call.block_table.cast(),
+                    entries.saturating_mul(4),
+                    ElemType::I32,
+                )
                 .map(|pages| BlockTable { pages, max_pages });
-            args.cu_seqlens_q = self.optional(call.cu_seqlens_q.cast(), used + 4);
-            args.cu_seqlens_k = self.optional(call.cu_seqlens_k.cast(), used + 4);
-            args.seqused_q = self.optional(call.seqused_q.cast(), used);
-            args.seqused_k = self.optional(call.seqused_k.cast(), used);
+            args.cu_seqlens_q = self.optional(call.cu_seqlens_q.cast(), used + 4, ElemType::I32);
+            args.cu_seqlens_k = self.optional(call.cu_seqlens_k.cast(), used + 4, ElemType::I32);
+            args.seqused_q =
+                self.read_if(problem.layout.seqused_q, call.seqused_q.cast(), used, ElemType::I32);
+            args.seqused_k =
+                self.read_if(problem.layout.seqused_k, call.seqused_k.cast(), used, ElemType::I32);
             args.cu_seqlens_new =
-                cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), used + 4));
+                cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), used + 4, ElemType::I32));
         }
         args
     }
@@ -420,7 +435,15 @@ impl Memory {
         let Dims { batch, num_heads_q, num_heads_kv, .. } = problem.dims;
         let heads = u64::from(num_heads_q) * 4;
         let slopes = if call.alibi_per_batch == 0 { heads } else { heads * u64::from(batch) };
-        let descale = |kind: Descale| kind.num_elems(batch, num_heads_kv) * 4;
+        // SAFETY: passed on.
+        let descale = |kind: Descale, at: *const f32| unsafe {
+            self.read_if(
+                kind != Descale::None,
+                at.cast(),
+                kind.num_elems(batch, num_heads_kv) * 4,
+                DType::F32,
+            )
+        };
         let mut args = ScoreArgs::default();
         args.dropout = host::seed(call)?;
         // SAFETY: passed on.
@@ -432,12 +455,13 @@ impl Memory {
                 _ => None,
             };
             args.bias = bias;
-            args.alibi_slopes = self.optional(call.alibi_slopes.cast(), slopes);
-            args.sink = self.optional(call.sink.cast(), heads);
-            args.descale_q = self.optional(call.descale_q.cast(), descale(problem.scales.descale_q));
-            args.descale_k = self.optional(call.descale_k.cast(), descale(problem.scales.descale_k));
-            args.descale_v = self.optional(call.descale_v.cast(), descale(problem.scales.descale_v));
+            let has_slopes = matches!(problem.score.bias, fmha::Bias::Alibi { .. });
+            args.alibi_slopes = self.read_if(has_slopes, call.alibi_slopes.cast(), slopes, DType::F32);
+            args.sink = self.optional(call.sink.cast(), heads, DType::F32);
         }
+        args.descale_q = descale(problem.scales.descale_q, call.descale_q);
+        args.descale_k = descale(problem.scales.descale_k, call.descale_k);
+        args.descale_v = descale(problem.scales.descale_v, call.descale_v);
         Ok(args)
     }
 
@@ -453,7 +477,7 @@ impl Memory {
     ) -> Result<DevSlice<'a>, ProblemError> {
         let bytes = bytes(name, tensor, strides(tensor), shape, dtype)?;
         // SAFETY: passed on.
-        Ok(unsafe { self.read(tensor.data.cast_const().cast(), bytes) })
+        Ok(unsafe { self.read(tensor.data.cast_const().cast(), bytes, dtype) })
     }
 
     /// # Safety
@@ -468,21 +492,32 @@ impl Memory {
     ) -> Result<DevSliceMut<'a>, ProblemError> {
         let bytes = bytes(name, tensor, strides(tensor), shape, dtype)?;
         // SAFETY: passed on.
-        Ok(unsafe { self.write(tensor.data.cast(), bytes) })
+        Ok(unsafe { self.write(tensor.data.cast(), bytes, dtype) })
     }
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn optional<'a>(self, pointer: *const u8, bytes: u64) -> Option<DevSlice<'a>> {
+    unsafe fn optional<'a>(
+        self,
+        pointer: *const u8,
+        bytes: u64,
+        elem: impl Into<ElemType>,
+    ) -> Option<DevSlice<'a>> {
         // SAFETY: passed on.
-        (!pointer.is_null()).then(|| unsafe { self.read(pointer, bytes) })
+        (!pointer.is_null()).then(|| unsafe { self.read(pointer, bytes, elem) })
     }
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn read_if<'a>(self, wanted: bool, pointer: *const u8, bytes: u64) -> Option<DevSlice<'a>> {
+    unsafe fn read_if<'a>(
+        self,
+        wanted: bool,
+        pointer: *const u8,
+        bytes: u64,
+        elem: impl Into<ElemType>,
+    ) -> Option<DevSlice<'a>> {
         // SAFETY: passed on. Null is of no bytes: any other is not as the plan has it.
-        wanted.then(|| unsafe { self.read(pointer, bytes) })
+        wanted.then(|| unsafe { self.read(pointer, bytes, elem) })
     }
 
     /// # Safety
@@ -492,25 +527,36 @@ impl Memory {
         wanted: bool,
         pointer: *mut u8,
         bytes: u64,
+        elem: impl Into<ElemType>,
     ) -> Option<DevSliceMut<'a>> {
         // SAFETY: as above.
-        wanted.then(|| unsafe { self.write(pointer, bytes) })
+        wanted.then(|| unsafe { self.write(pointer, bytes, elem) })
     }
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    pub(crate) unsafe fn read<'a>(self, pointer: *const u8, bytes: u64) -> DevSlice<'a> {
+    pub(crate) unsafe fn read<'a>(
+        self,
+        pointer: *const u8,
+        bytes: u64,
+        elem: impl Into<ElemType>,
+    ) -> DevSlice<'a> {
         let pointer = if pointer.is_null() { NOWHERE } else { pointer };
         // SAFETY: passed on.
-        unsafe { DevSlice::from_raw(self.0, pointer, bytes) }
+        unsafe { DevSlice::from_raw(self.0, pointer, bytes, elem) }
     }
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    pub(crate) unsafe fn write<'a>(self, pointer: *mut u8, bytes: u64) -> DevSliceMut<'a> {
+    pub(crate) unsafe fn write<'a>(
+        self,
+        pointer: *mut u8,
+        bytes: u64,
+        elem: impl Into<ElemType>,
+    ) -> DevSliceMut<'a> {
         let pointer = if pointer.is_null() { NOWHERE.cast_mut() } else { pointer };
         // SAFETY: passed on.
-        unsafe { DevSliceMut::from_raw(self.0, pointer, bytes) }
+        unsafe { DevSliceMut::from_raw(self.0, pointer, bytes, elem) }
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use fmha::{BwdArgs, DevSlice, DevSliceMut, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
+use fmha::{BwdArgs, DType, DevSlice, DevSliceMut, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
 use fmha_dist::{BwdPlan, FwdPlan, Group, MAX_RANKS, Nccl, Partition, Rendezvous};
 
 use crate::agree;
@@ -161,7 +161,7 @@ fn refused(field: &'static str, text: String) -> Error {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_join(join: *const FmhaJoin, group: *mut *mut FmhaGroup) -> c_int {
     guard_text(|| {
-        let null = |field: &str| format!("{field} is null (0)");
+        let null = |field: &str| format!("{field} is null");
         // SAFETY: the caller promised it.
         let join = unsafe { join.as_ref() }.ok_or_else(|| null("join"))?;
         if group.is_null() {
@@ -214,13 +214,13 @@ unsafe fn joined(join: &FmhaJoin) -> Text<Arc<dyn Group>> {
         }
     };
     if !nccl && (!join.nccl_comm.is_null() || library.is_some()) {
-        let text = "nccl_comm or nccl_library is given (1), but space is 0 (FMHA_HOST)";
+        let text = "nccl_comm or nccl_library is given, but space is 0 (FMHA_HOST)";
         return Err(said(ProblemError::new("nccl_comm", text)));
     }
     let timeout = Duration::from_secs_f64(if seconds == 0.0 { 60.0 } else { seconds });
     let mut meeting = match address {
         None if (rank, ranks) != (0, 0) => {
-            let text = format!("address is null (0), but rank {rank} of size {ranks} are given");
+            let text = format!("address is null, but rank {rank} of size {ranks} are given");
             return Err(said(ProblemError::new("address", text)));
         }
         None => Rendezvous::from_env().map_err(|error| error.to_string())?,
@@ -300,7 +300,7 @@ pub unsafe extern "C" fn fmha_dist_rows(
 ) -> c_int {
     guard_text(|| {
         if runs.is_null() || num_runs.is_null() {
-            return Err("runs or num_runs is null (0)".to_owned());
+            return Err("runs or num_runs is null".to_owned());
         }
         let cut = || -> crate::Result<(Partition, u32)> {
             let (rows, ranks) = (host::size("rows", rows)?, host::size("size", size)?);
@@ -346,7 +346,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
     plan: *mut *mut FmhaDistPlan,
 ) -> c_int {
     guard_text(|| {
-        let null = |field: &str| format!("{field} is null (0)");
+        let null = |field: &str| format!("{field} is null");
         // SAFETY: the caller promised it.
         let group = unsafe { group.as_ref() }.ok_or_else(|| null("group"))?;
         // SAFETY: passed on.
@@ -376,7 +376,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
 pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const FmhaCall) -> c_int {
     guard_text(|| {
         // SAFETY: the caller promised it.
-        let plan = unsafe { plan.as_ref() }.ok_or("plan is null (0)")?;
+        let plan = unsafe { plan.as_ref() }.ok_or("plan is null")?;
         // SAFETY: passed on.
         unsafe { plan.run(call.as_ref()) }
     })
@@ -416,12 +416,12 @@ impl FmhaDistPlan {
             |error: Error| self.group.fail(fmha_dist::Error::of(self.group.rank(), &error)).to_string();
         // SAFETY: passed on.
         let checked =
-            call.ok_or_else(|| refused("call", "call is null (0)".to_owned())).and_then(|call| unsafe {
+            call.ok_or_else(|| refused("call", "call is null".to_owned())).and_then(|call| unsafe {
                 agree::call_of_rows(&self.call, &self.pointed, call, self.own.dims.seqlen_q > 0)?;
                 Ok(call)
             });
         let call = checked.map_err(told)?;
-        let memory = Memory::of(&self.device);
+        let (memory, dtypes) = (Memory::of(&self.device), self.own.dtypes);
         // SAFETY: the caller promised a stream of the device that lives until the work is done.
         let stream = unsafe { Stream::from_raw(&self.device, call.stream as u64) };
         // SAFETY: passed on, here and below.
@@ -430,9 +430,9 @@ impl FmhaDistPlan {
             (|| {
                 Ok::<_, Error>((
                     [
-                        slice(memory, "q", &call.q, q)?,
-                        slice(memory, "k", &call.k, k)?,
-                        slice(memory, "v", &call.v, v)?,
+                        slice(memory, "q", &call.q, (q, dtypes.qk))?,
+                        slice(memory, "k", &call.k, (k, dtypes.qk))?,
+                        slice(memory, "v", &call.v, (v, dtypes.v))?,
                     ],
                     memory.score(&self.own, call)?,
                 ))
@@ -444,10 +444,10 @@ impl FmhaDistPlan {
         match &mut *ready {
             Ready::Forward(plan) => {
                 // SAFETY: as above.
-                let out = unsafe { slice_mut(memory, "o", &call.o, o) }.map_err(told)?;
+                let out = unsafe { slice_mut(memory, "o", &call.o, (o, dtypes.o)) }.map_err(told)?;
                 let mut args = FwdArgs::new(q, k, v, out);
                 // SAFETY: as above.
-                args.lse = unsafe { memory.write_if(!call.lse.is_null(), call.lse.cast(), lse) };
+                args.lse = unsafe { memory.write_if(!call.lse.is_null(), call.lse.cast(), lse, DType::F32) };
                 args.score = score;
                 plan.run(&mut args, &stream)
             }
@@ -456,23 +456,29 @@ impl FmhaDistPlan {
                 let args = unsafe {
                     (|| {
                         let gradients = call.gradients.as_ref();
-                        let gradients = gradients
-                            .ok_or_else(|| refused("gradients", "gradients is null (0)".to_owned()))?;
+                        let gradients =
+                            gradients.ok_or_else(|| refused("gradients", "gradients is null".to_owned()))?;
                         let sinks = 4 * u64::from(self.own.dims.num_heads_q);
+                        let grad = host::dtype("dtype_grad", gradients.dtype_grad)?;
                         Ok(BwdArgs::new(
                             [q, k, v],
                             [
-                                slice(memory, "o", &call.o, o)?,
-                                memory.read(call.lse.cast(), lse),
-                                slice(memory, "dout", &gradients.dout, o)?,
+                                slice(memory, "o", &call.o, (o, dtypes.o))?,
+                                memory.read(call.lse.cast(), lse, DType::F32),
+                                slice(memory, "dout", &gradients.dout, (o, dtypes.o))?,
                             ],
                             [
-                                slice_mut(memory, "dq", &gradients.dq, grads[0])?,
-                                slice_mut(memory, "dk", &gradients.dk, grads[1])?,
-                                slice_mut(memory, "dv", &gradients.dv, grads[2])?,
+                                slice_mut(memory, "dq", &gradients.dq, (grads[0], grad))?,
+                                slice_mut(memory, "dk", &gradients.dk, (grads[1], grad))?,
+                                slice_mut(memory, "dv", &gradients.dv, (grads[2], grad))?,
                             ],
                         )
-                        .dsink(memory.write_if(!gradients.dsink.is_null(), gradients.dsink.cast(), sinks))
+                        .dsink(memory.write_if(
+                            !gradients.dsink.is_null(),
+                            gradients.dsink.cast(),
+                            sinks,
+                            DType::F32,
+                        ))
                         .score(score))
                     })()
                 };
@@ -489,11 +495,11 @@ unsafe fn slice<'a>(
     memory: Memory,
     name: &'static str,
     tensor: &FmhaTensor,
-    bytes: u64,
+    (bytes, elem): (u64, DType),
 ) -> crate::Result<DevSlice<'a>> {
     there(name, tensor, bytes)?;
     // SAFETY: passed on.
-    Ok(unsafe { memory.read(tensor.data.cast_const().cast(), bytes) })
+    Ok(unsafe { memory.read(tensor.data.cast_const().cast(), bytes, elem) })
 }
 
 /// # Safety
@@ -502,11 +508,11 @@ unsafe fn slice_mut<'a>(
     memory: Memory,
     name: &'static str,
     tensor: &FmhaTensor,
-    bytes: u64,
+    (bytes, elem): (u64, DType),
 ) -> crate::Result<DevSliceMut<'a>> {
     there(name, tensor, bytes)?;
     // SAFETY: passed on.
-    Ok(unsafe { memory.write(tensor.data.cast(), bytes) })
+    Ok(unsafe { memory.write(tensor.data.cast(), bytes, elem) })
 }
 
 fn there(name: &'static str, tensor: &FmhaTensor, bytes: u64) -> crate::Result<()> {

@@ -184,7 +184,7 @@ impl<'a> Input<'a> {
                 if storage.device.id() == device.id() =>
             {
                 macro_rules! part {
-                    ($elems:expr, $dtype:expr) => {{
+                    ($elems:expr, $dtype:expr, $elem:expr) => {{
                         let elems = $elems;
                         if start > elems.len() {
                             bail!("{field} begins at element {start}, beyond its storage");
@@ -194,16 +194,16 @@ impl<'a> Input<'a> {
                         let bytes = ((elems.len() - start) * size) as u64;
                         let ptr = (ptr as usize + start * size) as *const u8;
                         // SAFETY: candle's memory, borrowed for 'a; `in_use` orders what frees it behind the call.
-                        let slice = unsafe { DevSlice::from_raw(fmha::MemorySpace::Device, ptr, bytes) };
+                        let slice = unsafe { DevSlice::from_raw(fmha::MemorySpace::Device, ptr, bytes, $elem) };
                         Ok(Self { field, dtype: $dtype, layout, slice, _in_use: Some(in_use) })
                     }};
                 }
                 match &storage.slice {
-                    CudaStorageSlice::F32(elems) => part!(elems, DType::F32),
-                    CudaStorageSlice::F16(elems) => part!(elems, DType::F16),
-                    CudaStorageSlice::BF16(elems) => part!(elems, DType::BF16),
-                    CudaStorageSlice::U32(elems) => part!(elems, DType::U32),
-                    CudaStorageSlice::I32(elems) => part!(elems, DType::I32),
+                    CudaStorageSlice::F32(elems) => part!(elems, DType::F32, fmha::DType::F32),
+                    CudaStorageSlice::F16(elems) => part!(elems, DType::F16, fmha::DType::F16),
+                    CudaStorageSlice::BF16(elems) => part!(elems, DType::BF16, fmha::DType::Bf16),
+                    CudaStorageSlice::U32(elems) => part!(elems, DType::U32, ElemType::I32),
+                    CudaStorageSlice::I32(elems) => part!(elems, DType::I32, ElemType::I32),
                     _ => bail!("{field} has a type that fmha does not take from candle"),
                 }
             }
@@ -298,19 +298,19 @@ impl Output {
             Storage::Cuda(storage) => {
                 let Some(stream) = &self.stream else { return Err(unwritten(self.dtype)) };
                 macro_rules! whole {
-                    ($elems:expr) => {{
+                    ($elems:expr, $elem:expr) => {{
                         let (ptr, in_use) = $elems.device_ptr_mut(stream);
                         // SAFETY: memory that this output alone has; `in_use` orders what frees it behind the call.
                         let slice =
-                            unsafe { DevSliceMut::from_raw(fmha::MemorySpace::Device, ptr as usize as *mut u8, bytes) };
+                            unsafe { DevSliceMut::from_raw(fmha::MemorySpace::Device, ptr as usize as *mut u8, bytes, $elem) };
                         (slice, in_use)
                     }};
                 }
                 let (slice, in_use) = match &mut storage.slice {
-                    CudaStorageSlice::U8(elems) => whole!(elems),
-                    CudaStorageSlice::F32(elems) => whole!(elems),
-                    CudaStorageSlice::F16(elems) => whole!(elems),
-                    CudaStorageSlice::BF16(elems) => whole!(elems),
+                    CudaStorageSlice::U8(elems) => whole!(elems, ElemType::Bytes),
+                    CudaStorageSlice::F32(elems) => whole!(elems, fmha::DType::F32),
+                    CudaStorageSlice::F16(elems) => whole!(elems, fmha::DType::F16),
+                    CudaStorageSlice::BF16(elems) => whole!(elems, fmha::DType::Bf16),
                     _ => return Err(unwritten(self.dtype)),
                 };
                 Ok(Written { slice: Some(slice), _in_use: Some(in_use) })

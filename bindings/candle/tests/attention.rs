@@ -317,6 +317,62 @@ fn tensors_are_taken_as_they_lie() {
     close(&fmha_candle::flash_attn(&q, &k, &v, 0.25, true).unwrap(), &o, 0.0);
 }
 
+/// A batch of 0, no queries and no keys, of batches, packed rows and pages: outputs are empty or 0, and so are gradients.
+#[test]
+fn what_has_no_elements_is_computed() {
+    let ints = |count: usize| Tensor::zeros(count, DType::U32, &device()).unwrap();
+    let is_zero = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().all(|&x| x == 0.0);
+    for (batch, seqlen_q, seqlen_k) in [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)] {
+        let dims = [[batch, seqlen_q, 4, 8], [batch, seqlen_k, 2, 8], [batch, seqlen_k, 2, 6]];
+        let variables =
+            dims.map(|dims| Var::from_tensor(&Tensor::ones(&dims, DType::F32, &device()).unwrap()).unwrap());
+        let [q, k, v] = &variables;
+        let slopes = Tensor::ones((batch, 4), DType::F32, &device()).unwrap();
+        for options in [
+            Options::default(),
+            Options::default().causal().alibi_slopes(slopes),
+            Options::default().dropout(0.5, 1),
+        ] {
+            let (o, lse) = fmha_candle::attention(q, k, v, &options).unwrap();
+            assert_eq!((o.dims(), lse.dims()), (&[batch, seqlen_q, 4, 6][..], &[batch, 4, seqlen_q][..]));
+            assert!(is_zero(&o));
+            let gradients = o.sum_all().unwrap().backward().unwrap();
+            for of in &variables {
+                assert!(gradients.get(of).is_none_or(|found| found.dims() == of.dims() && is_zero(found)));
+            }
+        }
+        let rows = dims.map(|[batch, seq, heads, dim]| {
+            Tensor::ones((batch * seq, heads, dim), DType::F32, &device()).unwrap()
+        });
+        let pages = [8, 6].map(|dim| Tensor::ones((3, 16, 2, dim), DType::F32, &device()).unwrap());
+        let sequences = |paged: bool| Sequences {
+            seqlens_q: ints(batch + 1),
+            seqlens_k: ints(batch + 1),
+            max_seqlen_q: seqlen_q,
+            max_seqlen_k: if paged { 16 } else { seqlen_k },
+            block_table: paged.then(|| Tensor::zeros((batch, 1), DType::U32, &device()).unwrap()),
+        };
+        let packed = fmha_candle::attention_varlen(
+            &rows[0],
+            &rows[1],
+            &rows[2],
+            &sequences(false),
+            &Options::default(),
+        );
+        let paged = fmha_candle::attention_varlen(
+            &rows[0],
+            &pages[0],
+            &pages[1],
+            &sequences(true),
+            &Options::default(),
+        );
+        for (o, lse) in [packed.unwrap(), paged.unwrap()] {
+            assert_eq!((o.dims(), lse.dims()), (&[batch * seqlen_q, 4, 6][..], &[4, batch * seqlen_q][..]));
+            assert!(is_zero(&o));
+        }
+    }
+}
+
 #[test]
 fn dropout_is_linear_in_v_with_its_own_gradient_and_repeats_by_its_seed() {
     let case = Case::new(10, [&[2, 20, 2, 8], &[2, 30, 2, 8], &[2, 30, 2, 8]], DType::F32);
@@ -399,6 +455,32 @@ fn what_does_not_fit_is_refused_by_its_name_and_number() {
     packed(&[0, 8, 4], &[0, 8, 16], &["cu_seqlens_q"]);
     packed(&[0, 8, 16], &[0, 8, 24], &["cu_seqlens_k"]);
     packed(&[0, 8, 16], &[0, 8, u32::MAX], &["cu_seqlens_k"]);
+}
+
+#[test]
+fn ends_of_a_paged_cache_that_are_no_ends_are_refused_as_seqlens_k() {
+    if !device().is_cpu() {
+        return;
+    }
+    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+    let (q, pages) = (zeros(&[4, 2, 8]), zeros(&[2, 4, 2, 8]));
+    let new = |ends: [i64; 3], dtype| Tensor::new(&ends, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    for seqlens_k in [
+        new([4, 0, 0], DType::U32),
+        new([0, i64::from(i32::MAX), i64::from(i32::MIN)], DType::I32),
+        new([0, 9, 9], DType::U32),
+    ] {
+        let sequences = Sequences {
+            seqlens_q: Tensor::new(&[0u32, 2, 4], &Device::Cpu).unwrap(),
+            seqlens_k,
+            max_seqlen_q: 2,
+            max_seqlen_k: 8,
+            block_table: Some(Tensor::zeros((2, 2), DType::U32, &Device::Cpu).unwrap()),
+        };
+        let error = fmha_candle::attention_varlen(&q, &pages, &pages, &sequences, &Options::default());
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("seqlens_k") && error.contains("seqused_k[0]"), "{error}");
+    }
 }
 
 #[test]

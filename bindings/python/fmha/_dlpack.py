@@ -86,6 +86,25 @@ def leaves_out_lse(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers:
     return False
 
 
+def _rows(name: str, value: Any) -> numpy.ndarray:
+    """An array whose last axis is dense: a copy where it is not."""
+    given = array(name, value)
+    is_dense = not given.ndim or given.strides[-1] == given.itemsize or given.shape[-1] == 1
+    return given if is_dense else numpy.ascontiguousarray(given)
+
+
+def prepared(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]) -> Tuple[Tuple[Any, Any, Any], Tuple[Any, ...]]:
+    """A call's arrays, copied where an axis that has to be dense is not."""
+    query, key, value = (array(*named) for named in zip("qkv", qkv))
+    by_columns = value.ndim > 2 and value.strides[-3] == value.itemsize
+    rest = (
+        None if x is None else numpy.ascontiguousarray(array(name, x))
+        for name, x in zip(_arguments.TENSORS[1:], tensors[1:])
+    )
+    bias = None if tensors[0] is None else _rows("bias", tensors[0])
+    return (_rows("q", query), _rows("k", key), value if by_columns else _rows("v", value)), (bias, *rest)
+
+
 def _seeded(numbers: Tuple[Any, ...]) -> Tuple[Any, ...]:
     """A seed of NumPy's generator where a call that drops elements has none."""
     if numbers[_native.NUMBERS.index("seed")] is not None:
@@ -97,7 +116,7 @@ def attention(
     q: Any, k: Any, v: Any, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...], lse: bool = True
 ) -> Tuple[numpy.ndarray, numpy.ndarray]:
     """O and LSE of a bound call."""
-    query, value = array("q", q), array("v", v)
+    (query, k, value), tensors = prepared((q, k, v), tensors)
     if query.ndim not in (3, 4) or not value.ndim:
         raise ValueError(f"q has {query.ndim} axes and v {value.ndim}, not 4 each or, packed, 3")
     o, sums = _outputs(query, value.shape[-1], numbers)

@@ -31,6 +31,7 @@ def explain(
     backward: bool,
     lse: bool,
 ) -> str:
+    qkv, tensors = door.prepared(qkv, tensors)
     # A plan is the same whatever the seed.
     request = _native.Request(numbers if numbers[_AT_SEED] is not None else _arguments.with_seed(numbers, 0))
     # What `put` returns has to outlive the request.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional, Tuple, Union
 
-from ._numbers import flag, integer
+from ._numbers import flag, integer, shown
 
 
 class Mask(NamedTuple):
@@ -23,6 +23,9 @@ CAUSAL = Mask(2, -1, 0)
 #: Likewise, counted from the sequence's start.
 CAUSAL_TOP_LEFT = Mask(1, -1, 0)
 
+#: Further than any two rows are apart.
+_FAR = (1 << 31) - 1
+
 MaskLike = Union[None, bool, str, Mask]
 
 
@@ -33,6 +36,18 @@ def window(left: Optional[int], right: Optional[int], *, top_left: bool = False,
             raise ValueError(f"window: {name} {value} is below 0 (None is unbounded)")
     bounds = [-1 if value is None else int(value) for value in (left, right)]
     return Mask(1 if top_left else 2, bounds[0], bounds[1], int(sink_columns))
+
+
+def band(left: Optional[int], right: Optional[int], shift: int) -> Mask:
+    """Keys from ``i + shift - left`` to ``i + shift + right`` for query ``i``, both included, counted from the first
+    key; ``None`` is unbounded, and a bound may be below 0."""
+
+    def coordinate(bound: Optional[int], shift: int) -> int:
+        return _FAR if bound is None else max(-_FAR, min(bound + 1 + shift, _FAR))
+
+    if left is None and right is None:
+        return NONE
+    return Mask(3, coordinate(left, -shift), coordinate(right, shift))
 
 
 def _parse(text: str) -> Mask:
@@ -67,13 +82,16 @@ def mask(given: MaskLike) -> Mask:
         return _parse(given)
     if isinstance(given, tuple) and len(given) == 4:
         return Mask(*(integer(f"mask: {name}", number) for name, number in zip(Mask._fields, given)))
-    raise TypeError(f"mask: {given!r} is neither None, a text nor a Mask")
+    raise TypeError(
+        f"mask: {shown(given)} is neither None, a text nor a Mask; a tensor that says which keys are seen comes in as "
+        "bias, with -inf where a key is hidden"
+    )
 
 
 def from_window_size(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Mask:
     """FlashAttention's pair: both bounds included, -1 or None unbounded, bottom-right; causal closes the right side."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size: {window_size!r} is no pair of numbers")
+        raise ValueError(f"window_size: {shown(window_size)} is no pair of numbers")
     if tuple(window_size) in ((-1, -1), (None, None)):
         return CAUSAL if flag("causal", causal) else NONE
     left, right = (-1 if value is None else integer("window_size", value) for value in window_size)

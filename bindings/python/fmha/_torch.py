@@ -182,7 +182,9 @@ def _maps(operator: Any) -> None:
             dims = tuple(None if x.dim() < 3 else 0 for x in apart)
         else:
             calls = [
-                _listed(operator(*(given[at][i].contiguous() if at in given else None for at in range(count)), *numbers))
+                _listed(
+                    operator(*(given[at][i].contiguous() if at in given else None for at in range(count)), *numbers)
+                )
                 for i in range(info.batch_size)
             ]
             apart, dims = [torch.stack(results) for results in zip(*calls)], (0,) * len(calls[0])
@@ -297,6 +299,12 @@ def last_is_dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
+def _of_its_own(bias: torch.Tensor) -> torch.Tensor:
+    """A bias that a view repeats over sequences or heads is read as one for all; its gradient has a matrix for each."""
+    repeats = any(bias.stride(axis) == 0 and bias.shape[axis] > 1 for axis in range(bias.dim() - 2))
+    return bias.contiguous() if repeats else bias
+
+
 def _dense_dout(dout: Optional[torch.Tensor], o: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(o) if dout is None else last_is_dense(dout)
 
@@ -325,6 +333,7 @@ class _Attention(torch.autograd.Function):
         numbers = list(ctx.numbers)
         if bias is not None and wants[3]:
             numbers[_AT_OPTIONS] |= _WANTS_DBIAS
+            bias = _of_its_own(bias)
         if sink is not None and wants[4]:
             numbers[_AT_OPTIONS] |= _WANTS_DSINK
         with torch.no_grad():
@@ -400,6 +409,7 @@ def attention(
         _refuse_tangents(q, k, v, *tensors)
     if torch.are_deterministic_algorithms_enabled():
         numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
+    (q, k, v), tensors = prepared((q, k, v), tensors)
     if _is_transformed():
         # A tensor of theirs does not say whether one below it wants a gradient.
         _refuse_beside_gradients(tensors)
@@ -420,16 +430,63 @@ def attention(
     return forward(q, k, v, *tensors, *numbers, drawn)
 
 
+#: What autocast casts: not f64, as torch's own attention, nor FP8.
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def autocast(*given: Any) -> Tuple[Any, ...]:
+    """Tensors in autocast's type where it is on for their device."""
+    if not torch._C._is_any_autocast_enabled() or not isinstance(given[0], torch.Tensor):
+        return given
+    kind = given[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return given
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CAST else x for x in given)
+
+
+def prepared(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]) -> Tuple[Tuple[Any, Any, Any], Tuple[Any, ...]]:
+    """A call's tensors in autocast's type, and copied where an axis that has to be dense is not."""
+    q, k, v = autocast(*qkv)
+    try:
+        if not (q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):
+            by_columns = v.dim() > 2 and v.stride(-3) == 1
+            q, k, v = _rows(q), _rows(k), v if by_columns else _rows(v)
+        # Torch 2.11's compiler does not trace whether tuples are one object.
+        if torch.compiler.is_compiling() or tensors is not NO_TENSORS:
+            bias = None if tensors[0] is None else _rows(tensors[0])
+            tensors = (bias, *(x if x is None or x.is_contiguous() else x.contiguous() for x in tensors[1:]))
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        # The operator says which of them is no tensor.
+        pass
+    return (q, k, v), tensors
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _refuse_views(**written: Any) -> None:
+    """Raises for an output whose memory has other numbers than it: torch ends the process where one is written to."""
+    # A compiler writes to tensors that it has made, and copies.
+    for name, x in () if torch.compiler.is_compiling() else written.items():
+        for what in ("is_neg", "is_conj"):
+            if isinstance(x, torch.Tensor) and getattr(x, what)():
+                raise ValueError(
+                    f"{name}: {what}() is true of this view, but it is written: give one in memory of its own"
+                )
+
+
 def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...], Optional[torch.Tensor]]:
     """Numbers with a seed of torch's generator where a call that drops elements has none; while a compiler traces, the
     seed as a tensor beside them."""
     if numbers[_AT_SEED] is not None:
         return numbers, None
-    if getattr(q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
-        raise ValueError("seed: none is given, and a graph is captured, whose replays would all drop the same elements")
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
     if torch.compiler.is_compiling():
         return with_seed(numbers, 0), drawn
+    if getattr(q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+        raise ValueError("seed: none is given, and a graph is captured, whose replays would all drop the same elements")
     return with_seed(numbers, int(drawn)), None
 
 
@@ -451,7 +508,7 @@ def _refuse_tangents(*given: Any) -> None:
 def _is_plain(tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:
     """Whether a call's numbers are worth keeping: a seed is another one each time, and what a compiler makes outlives
     the process that has kept them."""
-    return tensors is NO_TENSORS and not numbers[_AT_P_DROP] and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and tensors is NO_TENSORS and not numbers[_AT_P_DROP]
 
 
 def _moves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -531,6 +588,7 @@ def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[A
         return add_parts_op(o_parts, *numbers)
     if wants_grad:
         raise ValueError("o is given, but there is no gradient of what is added in place")
+    _refuse_views(o=o)
     add_parts_to(o_parts, o, *numbers)
     return o
 
@@ -546,6 +604,7 @@ def attention_out(
     lse: Optional[torch.Tensor],
     keep_mask: Optional[torch.Tensor],
 ) -> None:
+    _refuse_views(o=o, lse=lse, keep_mask=keep_mask)
     numbers, drawn = _seeded(q, numbers)
     forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers, drawn)
 
@@ -558,6 +617,10 @@ def kvcache(
     tensors: Tuple[Any, ...],
     numbers: Tuple[Any, ...],
 ) -> Tuple[torch.Tensor, torch.Tensor]:
+    _refuse_views(k=k, v=v)
+    cast = autocast(q, *cache[:2])
+    if isinstance(k, torch.Tensor) and k.dtype in (cast[0].dtype, *_FP8):
+        q, cache = cast[0], (*cast[1:], *cache[2:])
     numbers, drawn = _seeded(q, numbers)
     return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
 

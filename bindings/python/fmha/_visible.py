@@ -13,10 +13,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 import torch
 from torch.utils._pytree import tree_map
 
-from ._mask import NONE, Mask
-
-#: Wider than every window between rows that 32 bits number.
-_FAR = (1 << 31) - 1
+from ._mask import NONE, Mask, band
 
 
 class Pattern(NamedTuple):
@@ -197,7 +194,7 @@ class Facts:
             return Mask(2, *bounds)
         if shift == 0:
             return Mask(1, *bounds)
-        return Mask(3, _FAR if left is None else left + 1 - shift, _FAR if right is None else right + shift + 1)
+        return band(left, right, shift)
 
     def _by_padding(
         self, padding: torch.Tensor, spans: List[Tuple[int, int, int]], shift: int, seqlen_k: int

@@ -8,7 +8,7 @@ have is refused by its name.
 from __future__ import annotations
 
 import sys
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
 
@@ -162,6 +162,8 @@ def flash_attn_kvpacked_func(
 def integer(name: str, value: Union[int, torch.Tensor]) -> int:
     """A length that may come as a tensor: read once, which waits for a device, and cannot be done in a capture."""
     if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, not one number")
         if value.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{name} is a tensor on the device, which a graph cannot read: give an int")
         return int(value.item())
@@ -196,7 +198,9 @@ def flash_attn_varlen_func(
     if block_table is None:
         lengths["cu_seqlens_k"] = cu_seqlens_k
     else:
-        lengths.update(block_table=block_table, seqused_k=cu_seqlens_k.diff().to(torch.int32))
+        used = cu_seqlens_k.diff().to(torch.int32)
+        check_cache_lengths("cu_seqlens_k's difference", used, k, block_table)
+        lengths.update(block_table=block_table, seqused_k=used)
     return _call(
         q,
         k,
@@ -293,6 +297,47 @@ def num_sequences(q: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor]) -> int:
     return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
 
 
+def rows(x: torch.Tensor, axis: int, name: str) -> int:
+    """A tensor's extent where it has that axis."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
+    if x.dim() <= axis:
+        raise ValueError(f"{name} has {x.dim()} axes")
+    return x.shape[axis]
+
+
+def _readable(length: Any) -> bool:
+    """Whether numbers can be read without a wait for a device; a tracer's tensor has none."""
+    if isinstance(length, int):
+        return True
+    return type(length) is torch.Tensor and length.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_cache_lengths(
+    name: str,
+    lengths: Union[int, torch.Tensor, None],
+    k_cache: torch.Tensor,
+    block_table: Optional[torch.Tensor],
+    new: Union[int, torch.Tensor] = 0,
+) -> None:
+    """Raises where a sequence with its ``new`` rows is longer than what holds it. Lengths on a GPU are not read: a
+    kernel clamps them, and ``check_lengths`` of :func:`fmha.attention` reads them."""
+    if not (_readable(lengths) and _readable(new)):
+        return
+    page_or_cache = rows(k_cache, 1, "k_cache")
+    held = page_or_cache if block_table is None else rows(block_table, 1, "block_table") * page_or_cache
+    longest, least = _extreme(lengths + new, max), _extreme(lengths, min)  # type: ignore[operator]
+    if longest > held:
+        holds = "k_cache has" if block_table is None else "the pages of block_table have"
+        raise ValueError(f"{name} with new rows is {longest}, but {holds} {held}")
+    if least < 0:
+        raise ValueError(f"{name} {least} is below 0")
+
+
+def _extreme(lengths: Any, of: Callable[..., int]) -> int:
+    return lengths if isinstance(lengths, int) else of(lengths.flatten().tolist(), default=0)
+
+
 def over_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -311,6 +356,22 @@ def over_cache(
     **call: Any,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's ways to say where a sequence's cache lies, as this library has them."""
+    if k is None:
+        for name, turns in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+            if turns is not None:
+                raise ValueError(f"{name} is given, but k is not: rows turn where new ones are appended")
+        if call.get("cu_seqlens_new") is not None:
+            raise ValueError("cu_seqlens_k_new is given, but k is not")
+    if cache_leftpad is not None:
+        for name, given in (("block_table", block_table), ("cache_batch_idx", cache_batch_idx), ("k", k)):
+            if given is not None:
+                raise NotImplementedError(f"cache_leftpad is given beside {name}: not in the contract")
+    new: Union[int, torch.Tensor] = 0
+    if k is not None:
+        offsets = call.get("cu_seqlens_new")
+        new = rows(k, 1, "k") if offsets is None else offsets.diff()
+    # cache_batch_idx chooses among whole sequences, each as long as the cache.
+    check_cache_lengths("cache_seqlens", cache_seqlens, k_cache, block_table, new)
     if isinstance(cache_seqlens, int):
         if not 0 <= cache_seqlens < 1 << 31:
             raise ValueError(f"cache_seqlens {cache_seqlens} is not in 0 .. 2^31")
@@ -321,9 +382,6 @@ def over_cache(
         # A block table whose page is a whole sequence.
         block_table = cache_batch_idx.to(torch.int32).reshape(-1, 1)
     if cache_leftpad is not None:
-        for name, given in (("block_table or cache_batch_idx", block_table), ("k", k)):
-            if given is not None:
-                raise NotImplementedError(f"cache_leftpad is given beside {name} (2): not in the contract")
         # Packed rows, of which each sequence begins behind its padding.
         longest = k_cache.shape[1]
         k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
@@ -332,9 +390,6 @@ def over_cache(
         call["max_seqlen_k"] = 2 * longest
         used = longest if cache_seqlens is None else cache_seqlens
         cache_seqlens = (used - cache_leftpad).to(torch.int32)
-    if k is None:
-        # As there: without new rows nothing turns.
-        rotary_cos = rotary_sin = None
     return attention_with_kvcache(
         q,
         k_cache,
@@ -374,7 +429,12 @@ def flash_attn_with_kvcache(
 ):
     """Attention over a cache that ``k`` and ``v`` are written to first, in place. ``num_splits`` 1 asks for results
     that do not depend on the batch; any other number is the kernel's own choice. With ``return_softmax_lse``: ``(out,
-    lse)``."""
+    lse)``.
+
+    A number or a tensor on the CPU as ``cache_seqlens`` is read: a sequence that is longer than the cache, or than the
+    pages of ``block_table``, new rows included, raises. A tensor on a GPU is not, and a kernel clamps its lengths;
+    :func:`fmha.attention_with_kvcache` with ``check_lengths`` reads them.
+    """
     o, lse = over_cache(
         q,
         k_cache,

@@ -7,7 +7,7 @@ contract does not have (``qv``, ``attention_chunk``, ``rotary_seqlens``) is refu
 from __future__ import annotations
 
 import sys
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 
@@ -26,12 +26,14 @@ def refuse(**given: Any) -> None:
             )
 
 
-def _descales(q_descale, k_descale, v_descale):
-    def plain(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        # Expanded scales (stride 0) are common; a few numbers are copied.
-        return None if x is None else x.contiguous()
-
-    return dict(descale_q=plain(q_descale), descale_k=plain(k_descale), descale_v=plain(v_descale))
+def _descales(of: Tuple[Optional[torch.Tensor], ...], *given: Optional[torch.Tensor]) -> Dict[str, Any]:
+    """Scales of Q, K and V, which are FP8 then. Expanded ones (stride 0) are common; a few numbers are copied."""
+    scales = {}
+    for letter, x, scale in zip("qkv", of, given):
+        if scale is not None and x is not None and x.element_size() != 1:
+            raise ValueError(f"{letter}_descale is given, but {letter} is of {x.dtype}, not FP8")
+        scales[f"descale_{letter}"] = None if scale is None else scale.contiguous()
+    return scales
 
 
 def flash_attn_func(
@@ -64,7 +66,7 @@ def flash_attn_func(
         softcap=softcap,
         deterministic=deterministic,
         return_lse=True,
-        **_descales(q_descale, k_descale, v_descale),
+        **_descales((q, k, v), q_descale, k_descale, v_descale),
     )
     return (o, lse) if flag("return_attn_probs", return_attn_probs) else o
 
@@ -89,10 +91,12 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise ValueError(f"qkv has {qkv.shape[2]} tensors on axis 2, not 3")
+        if num_heads_q not in (None, qkv.shape[3]):
+            raise ValueError(f"num_heads_q {num_heads_q} is not the {qkv.shape[3]} heads of qkv's axis 3")
         q, k, v = qkv.unbind(2)
     else:
         if num_heads_q is None:
-            raise ValueError(f"num_heads_q is missing (0 given) for qkv of {qkv.dim()} axes")
+            raise ValueError(f"num_heads_q is missing for qkv of {qkv.dim()} axes")
         heads_kv, rest = divmod(qkv.shape[2] - num_heads_q, 2)
         if rest or heads_kv < 1:
             raise ValueError(
@@ -162,7 +166,7 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         deterministic=deterministic,
         return_lse=True,
-        **_descales(q_descale, k_descale, v_descale),
+        **_descales((q, k, v), q_descale, k_descale, v_descale),
     )
     return (o, lse) if flag("return_attn_probs", return_attn_probs) else o
 
@@ -204,7 +208,7 @@ def flash_attn_with_kvcache(
     refuse(qv=qv, attention_chunk=attention_chunk, rotary_seqlens=rotary_seqlens)
     batch = num_sequences(q, cu_seqlens_q)
     if cu_seqlens_q is not None and max_seqlen_q is None:
-        raise ValueError("max_seqlen_q is missing (0 given) beside cu_seqlens_q")
+        raise ValueError("max_seqlen_q is missing beside cu_seqlens_q")
     # Of packed new rows: an upper bound that costs nothing, all of them in one sequence.
     max_seqlen_new = 0 if cu_seqlens_k_new is None or k is None else k.shape[0]
     o, lse = over_cache(
@@ -229,7 +233,7 @@ def flash_attn_with_kvcache(
         max_seqlen_new=max_seqlen_new,
         max_seqlen_q=0 if max_seqlen_q is None else integer("max_seqlen_q", max_seqlen_q),
         rotary_interleaved=rotary_interleaved,
-        **_descales(q_descale, k_descale, v_descale),
+        **_descales((q, k_cache, v_cache), q_descale, k_descale, v_descale),
     )
     return (o, lse, None, None) if flag("return_softmax_lse", return_softmax_lse) else o
 
@@ -242,6 +246,8 @@ def flash_attn_combine(
 ):
     """``out_partial`` ``(splits, batch, seqlen, nheads, headdim)`` or packed ``(splits, total, nheads, headdim)``,
     ``lse_partial`` ``(splits, batch, seqlen, nheads)`` or ``(splits, total, nheads)``: ``(out, lse)``."""
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise ValueError(f"out_dtype {out_dtype} is not the {out.dtype} of out")
     packed = out_partial.dim() == 4
     if packed:
         out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)

@@ -13,18 +13,33 @@ from typing import Any, Optional, Tuple
 import torch
 
 from . import attention
-from ._mask import Mask, from_window_size
-from ._numbers import flag
-from .flash_attn import integer
+from ._mask import NONE, Mask, band
+from ._numbers import flag, integer as whole
+from .flash_attn import check_cache_lengths, integer, rows
 from .flash_attn_3 import flash_attn_combine as _combine, refuse
 
 
-def _band(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Mask:
-    left, right = window_size
+def _window(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Tuple[Optional[int], Optional[int]]:
+    """Bounds of what a query sees, counted from the bottom-right diagonal, ``None`` unbounded. As there: causal closes
+    the right side first, and bounds whose sum is below 0 are no window."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size: {window_size!r} is no pair of numbers")
+    left, right = (None if bound is None else whole("window_size", bound) for bound in window_size)
+    if flag("causal", causal):
+        right = 0
     if left is not None and right is not None and left + right < 0:
-        # As there: an empty window is no window.
-        left = right = None
-    return from_window_size((left, right), causal)
+        return None, 0 if causal else None
+    return left, right
+
+
+def _bottom_right(left: Optional[int], right: Optional[int]) -> Mask:
+    if left is None and right is None:
+        return NONE
+    return Mask(2, -1 if left is None else left, -1 if right is None else right)
+
+
+def _below_zero(*bounds: Optional[int]) -> bool:
+    return any(bound is not None and bound < 0 for bound in bounds)
 
 
 def _sink(learnable_sink: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -54,7 +69,11 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ):
-    """Q ``(batch, seqlen_q, nheads, headdim)``, K and V ``(batch, seqlen_k, nheads_k, headdim)``."""
+    """Q ``(batch, seqlen_q, nheads, headdim)``, K and V ``(batch, seqlen_k, nheads_k, headdim)``.
+
+    A bound of ``window_size`` that is ``None`` is open. Every number is a bound, -1 and less too: with ``(None, -1)``
+    a query sees the keys before its own. Bounds whose sum is below 0 are no window, as there.
+    """
     refuse(
         qv=qv,
         gather_kv_indices=gather_kv_indices,
@@ -66,11 +85,15 @@ def flash_attn_func(
         block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )
+    left, right = _window(window_size, causal)
+    mask = _bottom_right(left, right)
+    if _below_zero(left, right):
+        mask = band(left, right, rows(k, 1, "k") - rows(q, 1, "q"))
     o, lse = attention(
         q,
         k,
         v,
-        mask=_band(window_size, causal),
+        mask=mask,
         softmax_scale=softmax_scale,
         softcap=softcap,
         sink=_sink(learnable_sink),
@@ -127,15 +150,31 @@ def flash_attn_varlen_func(
         ("max_seqlen_k", cu_seqlens_k, max_seqlen_k),
     ):
         if offsets is not None and longest is None:
-            raise ValueError(f"{name} is missing (0 given) beside its cu_seqlens")
+            raise ValueError(f"{name} is missing beside its cu_seqlens")
+    if page_table is not None:
+        check_cache_lengths("seqused_k", seqused_k, k, page_table)
+    left, right = _window(window_size, causal)
+    sink, hidden = _sink(learnable_sink), None
+    if right is not None and right < 0:
+        # A window that ends n keys before the diagonal ends on it where a sequence has n keys less.
+        used = _lengths(seqused_k, cu_seqlens_k, k, page_table)
+        seqused_k = (used + right).clamp(min=0).to(torch.int32)
+        left, right = None if left is None else left + right, 0
+    elif left is not None and left < 0:
+        # A window that begins n keys behind the diagonal begins on it where a sequence has n queries less, and the last
+        # n queries see nothing.
+        used = _lengths(seqused_q, cu_seqlens_q, q, None)
+        seqused_q = (used + left).clamp(min=0).to(torch.int32)
+        left, right = 0, None if right is None else right + left
+        hidden = _between(seqused_q, used, cu_seqlens_q, q)
     o, lse = attention(
         q,
         k,
         v,
-        mask=_band(window_size, causal),
+        mask=_bottom_right(left, right),
         softmax_scale=softmax_scale,
         softcap=softcap,
-        sink=_sink(learnable_sink),
+        sink=sink,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
@@ -146,7 +185,40 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         return_lse=True,
     )
-    return o, (lse if flag("return_lse", return_lse) else None)
+    if not flag("return_lse", return_lse):
+        return o, None
+    if hidden is not None:
+        empty = lse.new_full((lse.shape[-2],), -torch.inf) if sink is None else sink
+        lse = torch.where(hidden, empty[:, None], lse)
+    return o, lse
+
+
+def _lengths(
+    used: Optional[torch.Tensor],
+    offsets: Optional[torch.Tensor],
+    x: torch.Tensor,
+    page_table: Optional[torch.Tensor],
+) -> torch.Tensor:
+    """Rows in use of each sequence."""
+    if used is not None:
+        return used
+    if offsets is not None:
+        return offsets.diff()
+    batch, longest = x.shape[0], rows(x, 1, "q or k")
+    if page_table is not None:
+        batch, longest = page_table.shape[0], page_table.shape[1] * longest
+    return torch.full((batch,), longest, dtype=torch.int32, device=x.device)
+
+
+def _between(first: torch.Tensor, end: torch.Tensor, offsets: Optional[torch.Tensor], q: torch.Tensor) -> torch.Tensor:
+    """Whether a row's place in its sequence is ``first`` or more, and below ``end``: as LSE lies, of one head."""
+    if offsets is None:
+        place = torch.arange(q.shape[1], device=q.device)
+        return ((place >= first[:, None]) & (place < end[:, None]))[:, None]
+    row = torch.arange(q.shape[0], device=q.device)
+    sequence = (torch.bucketize(row, offsets, right=True) - 1).clamp(max=offsets.shape[0] - 2)
+    place = row - offsets[sequence]
+    return (place >= first[sequence]) & (place < end[sequence])
 
 
 def flash_attn_combine(
@@ -159,8 +231,11 @@ def flash_attn_combine(
     virtual_batch_idx: Optional[torch.Tensor] = None,
     return_lse: bool = True,
 ):
-    """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``."""
+    """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``. Rows are merged each on its own, so
+    ``cu_seqlens`` says that they are packed, and no more."""
     refuse(seqused=seqused, virtual_batch_idx=virtual_batch_idx)
+    if cu_seqlens is not None and out_partial.dim() != 4:
+        raise ValueError(f"cu_seqlens is given, but out_partial has {out_partial.dim()} axes, not the 4 of packed rows")
     o, lse = _combine(out_partial, lse_partial, out, out_dtype)
     return o, (lse if flag("return_lse", return_lse) else None)
 

@@ -55,7 +55,13 @@ def _dense(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
+def _no_debug_mask(return_debug_mask: bool) -> None:
+    if return_debug_mask:
+        raise NotImplementedError("return_debug_mask is True: keep_mask of fmha.attention_out says what dropout keeps")
+
+
 def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    _no_debug_mask(return_debug_mask)
     seed = _seed(dropout_p)
     o = _o_like(query, value.shape[-1])
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -95,9 +101,7 @@ def _backward(
     _, numbers = _arguments.bind(
         seed=int(state[0]) if call["p_drop"] else 0, **call, deterministic=torch.are_deterministic_algorithms_enabled()
     )
-    gradients = _torch.backward(
-        _torch.last_is_dense(dout), q, k, v, o, lse, None, None, None, None, *lengths, *numbers
-    )
+    gradients = _torch.backward(_torch.last_is_dense(dout), q, k, v, o, lse, None, None, None, None, *lengths, *numbers)
     return tuple(_as_torch_lays(gradient, x) for gradient, x in zip(gradients, (q, k, v)))
 
 
@@ -169,6 +173,10 @@ def _flash_forward(
     num_splits=None,
 ):
     """Rows first: ``(b, s, h, d)`` or packed; causal and windows are bottom-right, as FlashAttention's."""
+    _no_debug_mask(return_debug_mask)
+    if (cum_seq_q is None) is not (cum_seq_k is None):
+        given, absent = ("cum_seq_q", "cum_seq_k") if cum_seq_k is None else ("cum_seq_k", "cum_seq_q")
+        raise ValueError(f"{given} is given, but {absent} is not")
     seed = _seed(dropout_p)
     packed = query.dim() == 3
     lse = query.new_empty(
@@ -176,6 +184,10 @@ def _flash_forward(
         dtype=torch.float32,
     )
     o = _o_like(query, value.shape[-1])
+    if cum_seq_q is not None:
+        # Rows behind the last offset are not written.
+        o.zero_()
+        lse.zero_()
     call = _lengths(cum_seq_q, None if block_table is not None else cum_seq_k, max_q, max_k)
     if block_table is not None:
         call["max_seqlen_k"] = 0
@@ -222,6 +234,9 @@ def _flash_backward(
 ):
     # The schema always has the offsets: dense calls hand over empty ones.
     packed = query.dim() == 3
+    for name, offsets in (("cum_seq_q", cum_seq_q), ("cum_seq_k", cum_seq_k)):
+        if not packed and offsets is not None and offsets.numel():
+            raise ValueError(f"{name} is given, but query has {query.dim()} axes, not the 3 of packed rows")
     call = _lengths(cum_seq_q, cum_seq_k, max_q, max_k) if packed else {}
     lengths = (call.pop("cu_seqlens_q", None), call.pop("cu_seqlens_k", None), None, None)
     return _backward(

@@ -4,8 +4,8 @@ Made for SGLang 0.5.23's interface and tested against a stand-in of its base cla
 itself: it runs so on the CPU and an H200, and nobody has served a model with it yet.
 
 Decoding and extending over the token pool, whose pages are the block table's, with windows, sinks and soft-cap. CUDA
-graphs of decoding: lengths and pages are read on the device. Speculative verification, cross and encoder attention and
-pools of sliding windows are refused by name.
+graphs of decoding: lengths and pages are read on the device. Speculative verification, cross and encoder attention, pools
+of 8 bits and pools of sliding windows are refused by name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from . import _keywords
 from ._serving import Numbers, bound
 from ._torch import forward_out
 
@@ -102,9 +103,7 @@ class Backend(AttentionBackend):
         **rest: Any,
     ) -> torch.Tensor:
         """Q ``[num_tokens, heads x head_dim]`` over the pool; O ``[num_tokens, heads x v_head_dim]``."""
-        given = [name for name, value in rest.items() if value is not None]
-        if given:
-            raise NotImplementedError(f"{given[0]} is given (1), which this backend does not take")
+        _keywords.refuse(rest)
         kind = getattr(layer.attn_type, "value", layer.attn_type)
         if layer.is_cross_attention or kind != "decoder":
             raise NotImplementedError(f"layer {layer.layer_id} is of {kind} attention, not of a decoder's")
@@ -119,11 +118,13 @@ class Backend(AttentionBackend):
             left = None if window is None or window < 0 else window
             numbers = self._numbers[layer.layer_id] = Numbers(layer.scaling, layer.logit_cap or 0.0, left, False)
         keys, values = self._pages(layer)
+        if keys.element_size() < 2:
+            raise NotImplementedError(f"kv_cache_dtype: the pool is of {keys.dtype}, and its scales are not taken here")
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         o = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         m = self.forward_metadata
         if m is None:
-            raise RuntimeError("forward_metadata is None: init_forward_metadata comes first (0 calls)")
+            raise RuntimeError("forward_metadata is None: init_forward_metadata comes first")
         forward_out(
             q,
             keys,

@@ -51,6 +51,17 @@ HARMLESS: Dict[str, str] = {
 }
 
 
+#: What transformers says to a mask function besides; its own, which spell masks out, take it from here.
+_MASK_OPTIONS = (
+    "local_size",
+    "allow_is_causal_skip",
+    "allow_is_bidirectional_skip",
+    "allow_torch_fix",
+    "use_vmap",
+    "config",
+)
+
+
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -68,6 +79,7 @@ def attention_mask(
     causal by the module's word, or all keys for a single query."""
     from transformers import masking_utils
 
+    _keywords.refuse(rest, _MASK_OPTIONS)
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
     call = dict(
@@ -217,6 +229,12 @@ def attention_forward(
                 f"but query has {seqlen_q} and key {seqlen_k}"
             )
         way = facts.way()
+    for name, longest, given in (
+        ("max_length_q", max_length_q, cu_seq_lens_q),
+        ("max_length_k", max_length_k, cu_seq_lens_k),
+    ):
+        if longest is not None and given is None:
+            raise ValueError(f"{name} is given ({longest}), but the offsets cu_seq_lens_{name[-1]} are not")
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         offsets = _offsets(query, cu_seq_lens_q, cu_seq_lens_k)
         band: Optional[Mask] = unmasked
@@ -256,7 +274,7 @@ def _offsets(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
         if given is None:
-            raise ValueError(f"{name} is missing (0 given) beside the other offsets")
+            raise ValueError(f"{name} is missing beside the other offsets")
     if query.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q is given, but query has batch {query.shape[0]}, not the 1 of packed sequences")
     return (

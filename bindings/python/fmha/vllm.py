@@ -55,7 +55,7 @@ class Builder(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
-            raise NotImplementedError("causal is a tensor (1), a mask for each request, which no kernel takes")
+            raise NotImplementedError("causal is a tensor, a mask for each request, which no kernel takes")
         return Metadata(
             common.num_actual_tokens,
             common.query_start_loc,
@@ -93,6 +93,12 @@ class Impl(AttentionImpl):
     ) -> None:
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attn_type {attn_type} is not {AttentionType.DECODER}")
+        if kv_cache_dtype not in Backend.supported_kv_cache_dtypes:
+            raise NotImplementedError(
+                f"kv_cache_dtype {kv_cache_dtype} is none of {', '.join(Backend.supported_kv_cache_dtypes)}"
+            )
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window {sliding_window} is below 1, the query itself")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -114,6 +120,10 @@ class Impl(AttentionImpl):
         """K and V as pages ``[num_blocks, block_size, num_kv_heads, head_size]`` of one tensor ``[num_blocks,
         num_kv_heads, block_size, 2 head_size]``; views are slow on the host, so they are kept."""
         if self._kept[0] is not kv_cache:
+            if kv_cache.shape[1] != self.num_kv_heads:
+                raise ValueError(
+                    f"num_kv_heads {self.num_kv_heads} is not the {kv_cache.shape[1]} of the cache"
+                )
             pages = kv_cache.view(_FP8[self.kv_cache_dtype]) if self.kv_cache_dtype in _FP8 else kv_cache
             k, v = pages.transpose(1, 2).split(self.head_size, dim=-1)
             self._kept = (kv_cache, k, v)
@@ -132,8 +142,9 @@ class Impl(AttentionImpl):
         output_block_scale: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Q ``[num_tokens, num_heads, head_size]`` over the cache, which has this step's keys already."""
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("output_scale is given (1): O is written in 16 bits")
+        for name, scales in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
+            if scales is not None:
+                raise NotImplementedError(f"{name} is given: O is written in 16 bits")
         if attn_metadata is None:
             # The engine measures memory.
             return output.fill_(0)

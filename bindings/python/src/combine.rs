@@ -7,7 +7,7 @@ use fmha_c::{FMHA_ADD_TO, FMHA_BY_LSE, FMHA_F32, FMHA_SUM, FmhaCombine, FmhaPart
 
 use crate::call::{Key, Wrong, ensure, word};
 use crate::request::{ADDS, ADDS_TO, Request, Slot};
-use crate::shapes::{attention_type, contiguous, dense_rows, of_type, one_device, shape};
+use crate::shapes::{attention_type, contiguous, dense_axis, dense_rows, of_type, one_device, shape};
 use crate::tensor::{Device, Tensor, dtype_name, element_bytes, is_fp8};
 
 /// Axes of partial outputs.
@@ -58,7 +58,7 @@ impl Combine {
                 fits(name, tensor, wanted)?;
                 of_type(name, tensor, &[FMHA_F32])?;
                 contiguous(name, tensor)?;
-                *data = tensor.data;
+                *data = tensor.address();
             }
         }
         let [lse_parts, lse] = lses;
@@ -77,7 +77,7 @@ impl Combine {
         let bytes = element_bytes(parts.dtype);
         let steps = parts.steps();
         let partial = |i: i64| FmhaPartial {
-            o: rows(at(parts.data, i * steps[0] * bytes), &steps[1..], dim),
+            o: rows(at(parts.data, i * steps[0] * bytes), &steps[1..], o),
             lse: match merge {
                 FMHA_BY_LSE => at(lse_parts, i * batch * heads * seqlen * 4).cast_const().cast(),
                 _ => ptr::null(),
@@ -92,7 +92,7 @@ impl Combine {
                 num_heads_q: heads,
                 head_dim_v: dim,
                 parts: ptr::null(),
-                o: rows(o.data, o.steps(), dim),
+                o: rows(o.data, o.steps(), o),
                 lse: lse.cast(),
                 stream: ptr::with_exposed_provenance_mut(word(request.stream) as usize),
                 dtype_part: parts.dtype,
@@ -143,12 +143,13 @@ fn at(data: *mut c_void, bytes: i64) -> *mut c_void {
     data.wrapping_byte_offset(bytes as isize)
 }
 
-fn rows(data: *mut c_void, strides: &[i64], dim: i64) -> FmhaTensor {
+/// Rows of O's shape at an address.
+fn rows(data: *mut c_void, strides: &[i64], o: &Tensor) -> FmhaTensor {
     FmhaTensor {
         data,
         batch_stride: strides[0],
         seqlen_stride: strides[1],
         head_stride: strides[2],
-        dim_stride: if dim == 1 { 1 } else { strides[3] },
+        dim_stride: dense_axis(o.shape(), strides[3]),
     }
 }

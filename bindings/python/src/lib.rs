@@ -71,7 +71,7 @@ pub extern "C" fn fmha_py_describe() -> usize {
 pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
     guard(|| {
         // SAFETY: the caller's promise.
-        let request = unsafe { request.as_ref() }.ok_or("request is null (0)")?;
+        let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         let device = plans::device(request)?;
         if device.kind != 0 {
             return Err(format!(
@@ -105,7 +105,7 @@ fn host_scratch(bytes: u64) -> Result<(Vec<u8>, *mut u8), String> {
 pub unsafe extern "C" fn fmha_py_check(request: *const Request, operator: *const c_char) -> c_int {
     guard(|| {
         // SAFETY: the caller's promise.
-        let request = unsafe { request.as_ref() }.ok_or("request is null (0)")?;
+        let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         if operator.is_null() {
             return plans::check(request);
         }
@@ -132,7 +132,7 @@ pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
 pub unsafe extern "C" fn fmha_py_explain(request: *const Request) -> c_int {
     guard(|| {
         // SAFETY: the caller's promise.
-        let request = unsafe { request.as_ref() }.ok_or("request is null (0)")?;
+        let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         keep(&plans::explain(request)?);
         Ok(())
     })

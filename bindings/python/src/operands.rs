@@ -81,7 +81,7 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
         expect("lse", lse, &sizes.lse())?;
         of_type("lse", lse, &[FMHA_F32])?;
         contiguous("lse", lse)?;
-        call.lse = lse.data.cast();
+        call.lse = lse.address().cast();
     }
     Ok(())
 }
@@ -140,8 +140,10 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<FmhaTensor, Wrong>
         shape.len()
     );
     let lacking = 4 - shape.len();
-    let axis =
-        |i: usize| if i < lacking { (1, 0) } else { (shape[i - lacking], tensor.steps()[i - lacking]) };
+    // Of no elements its strides say nothing, not even that a view repeats it.
+    let dense = Tensor::described(shape, tensor.dtype, tensor.device);
+    let steps = if shape.contains(&0) { dense.steps() } else { tensor.steps() };
+    let axis = |i: usize| if i < lacking { (1, 0) } else { (shape[i - lacking], steps[i - lacking]) };
     let wanted = [sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k];
     for (i, &size) in wanted.iter().enumerate() {
         let (given, stride) = axis(i);
@@ -150,25 +152,19 @@ fn bias(name: &str, tensor: &Tensor, sizes: &Sizes) -> Result<FmhaTensor, Wrong>
             given == size || broadcasts,
             "{name} has shape {shape:?}, which {wanted:?} does not broadcast to"
         );
-        ensure!(stride >= 0, "{name} has stride {stride}, below 0");
+        ensure!(stride >= 0 || given <= 1, "{name} has stride {stride}, below 0");
     }
     let stride = |i: usize| match axis(i) {
-        (1, _) if wanted[i] != 1 => 0,
         (1, _) => 0,
         (_, stride) => stride,
     };
     of_type(name, tensor, &[FMHA_F32, FMHA_F16, FMHA_BF16])?;
     dense_rows(name, tensor, false)?;
-    let (batch_stride, head_stride) = (stride(0), stride(1));
     Ok(FmhaTensor {
-        data: tensor.data,
-        batch_stride,
-        seqlen_stride: axis(2).1,
-        head_stride: if head_stride == 0 && batch_stride != 0 && sizes.heads_q == 1 {
-            1
-        } else {
-            head_stride
-        },
+        data: tensor.address(),
+        batch_stride: stride(0),
+        seqlen_stride: axis(2).1.max(0),
+        head_stride: stride(1),
         dim_stride: if sizes.seqlen_k == 1 { 1 } else { axis(3).1 },
     })
 }

@@ -14,9 +14,10 @@ use crate::request::{ADDS_TO, OPTIONS, Request, Slot};
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
 /// What Python does not set, and why.
-const NOT_SET: [(&str, &str); 7] = [
+const NOT_SET: [(&str, &str); 8] = [
     ("cache.reserved", "0"),
     ("call.part", "`fmha.dist` makes parts of a whole, and runs them"),
+    ("call.reserved", "0"),
     ("call.workspace", "from the caller's allocator, at each run"),
     ("call.workspace_bytes", "likewise"),
     ("combine.reserved", "0"),

@@ -148,7 +148,7 @@ pub(crate) fn longest_is_said(
 /// Sequences that offsets tell apart.
 fn sequences(name: &str, offsets: &Tensor) -> Result<i64, Wrong> {
     let [entries] = shape(name, offsets, "batch + 1")?;
-    ensure!(entries >= 2, "{name} has {entries} entries, fewer than the 2 of one sequence");
+    ensure!(entries >= 1, "{name} has {entries} entries, not one more than sequences");
     Ok(entries - 1)
 }
 
@@ -167,30 +167,40 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
     Err(format!("{name} is of {}, not of {}", dtype_name(tensor.dtype), names.join(" or ")))
 }
 
-/// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead.
+/// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead: packed rows may be
+/// fewer than a sequence has at most, by which a plan counts.
 pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<FmhaTensor, Wrong> {
     expect(name, tensor, wanted)?;
     attention_type(name, tensor)?;
-    let steps = tensor.steps();
-    if let Some(at) = steps.iter().position(|&stride| stride < 0) {
-        return Err(format!("{name} has stride {} on axis {at}, below 0", steps[at]));
+    let mut steps: SmallVec<[i64; 4]> = SmallVec::from_slice(tensor.steps());
+    for (at, (step, &size)) in steps.iter_mut().zip(wanted).enumerate() {
+        ensure!(*step >= 0 || size <= 1, "{name} has stride {step} on axis {at}, below 0");
+        *step = (*step).max(0);
     }
     dense_rows(name, tensor, name == "v")?;
-    let (batch_stride, row) = if steps.len() == 4 { (steps[0], &steps[1..]) } else { (0, steps) };
-    Ok(FmhaTensor {
-        data: tensor.data,
-        batch_stride,
-        seqlen_stride: row[0],
-        head_stride: row[1],
-        dim_stride: if wanted.last() == Some(&1) || wanted.contains(&0) { 1 } else { row[2] },
-    })
+    let (batch_stride, row) = if steps.len() == 4 { (steps[0], &steps[1..]) } else { (0, &steps[..]) };
+    let dim_stride = dense_axis(wanted, row[2]);
+    let seqlen_stride = match wanted {
+        &[0 | 1, heads, dim] if dim_stride == 1 => {
+            let row_elems = (heads - 1).max(0).saturating_mul(row[1]).saturating_add(dim);
+            // Rows of a multiple of 16 elements are aligned for every kernel.
+            if row[0] < row_elems { row_elems.saturating_add(15) / 16 * 16 } else { row[0] }
+        }
+        _ => row[0],
+    };
+    Ok(FmhaTensor { data: tensor.data, batch_stride, seqlen_stride, head_stride: row[1], dim_stride })
+}
+
+/// The stride of a last axis; 1 where there is no second element that it could lead to.
+pub(crate) fn dense_axis(shape: &[i64], stride: i64) -> i64 {
+    if shape.last() == Some(&1) || shape.contains(&0) { 1 } else { stride }
 }
 
 /// Holds the last axis to a stride of 1; with `may_be_columns` the axis of the sequence may have it.
 pub(crate) fn dense_rows(name: &str, tensor: &Tensor, may_be_columns: bool) -> Result<(), Wrong> {
     let (shape, steps) = (tensor.shape(), tensor.steps());
     let Some((&last, rest)) = steps.split_last() else { return Ok(()) };
-    let is_dense = last == 1 || shape.last() == Some(&1) || shape.contains(&0);
+    let is_dense = dense_axis(shape, last) == 1;
     let by_columns = may_be_columns && rest.len() >= 2 && rest[rest.len() - 2] == 1;
     if is_dense || by_columns {
         return Ok(());
@@ -243,5 +253,5 @@ pub(crate) fn plain(
         "{} has no memory (address 0) for its {wanted:?}",
         name(slot)
     );
-    Ok(tensor.data)
+    Ok(tensor.address())
 }

@@ -87,6 +87,15 @@ impl Tensor {
         tensor
     }
 
+    /// Its address; of one without elements some address, since null is a tensor that is not there.
+    #[must_use]
+    pub fn address(&self) -> *mut c_void {
+        match self.data.is_null() && self.shape().contains(&0) {
+            true => std::ptr::without_provenance_mut(256),
+            false => self.data,
+        }
+    }
+
     /// Itself, unless it was not given.
     #[must_use]
     pub fn given(&self) -> Option<&Self> {

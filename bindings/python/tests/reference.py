@@ -42,7 +42,8 @@ def attention(
     keep=None,
     p_drop=0.0,
 ):
-    """Q [b, s, h, d], any type; O [b, s, h, dv] and LSE [b, h, s] in float64, differentiable."""
+    """Q [b, s, h, d], any type; O [b, s, h, dv] and LSE [b, h, s] in float64, differentiable. ``mask`` is a band, or bool
+    [seqlen_q, seqlen_k]: whether a query sees a key."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
@@ -59,7 +60,8 @@ def attention(
         diagonal = 0 if mask[0] == 1 else seqlen_k - seqlen_q
         slopes = alibi_slopes.double().view(-1, s.shape[1], 1, 1)
         s = s - slopes * (i + diagonal - j).abs()
-    s = s.masked_fill(~visible(mask, seqlen_q, seqlen_k), -math.inf)
+    seen = mask if isinstance(mask, torch.Tensor) else visible(mask, seqlen_q, seqlen_k)
+    s = s.masked_fill(~seen, -math.inf)
     whole = s
     if sink is not None:
         whole = torch.cat([s, sink.double().view(1, -1, 1, 1).expand(*s.shape[:2], seqlen_q, 1)], -1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fmha
+from fmha import _arguments, _torch
 from reference import DEVICE, appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -392,3 +393,169 @@ def test_rows_that_lengths_leave_out_are_zero_in_outputs_and_gradients():
     check(dict(seqused_q=used_q, seqused_k=used_k), rows_q, rows_k, (2, 9, 2, 16), (2, 11, 2, 16), (2, 11, 2, 16))
     packed = dict(cu_seqlens_q=offsets([3, 4]), cu_seqlens_k=offsets([5, 4]), max_seqlen_q=4, max_seqlen_k=5)
     check(packed, torch.arange(12) < 7, torch.arange(13) < 9, (12, 2, 16), (13, 2, 16), (13, 2, 16))
+
+
+@pytest.mark.parametrize(
+    "shape, to",
+    [
+        ((2, 1, 3, 5), None),
+        ((1, 2, 3, 5), None),
+        ((1, 1, 3, 5), None),
+        ((3, 5), None),
+        ((1, 2, 3, 5), (2, 2, 3, 5)),
+        ((2, 1, 3, 5), (2, 2, 3, 5)),
+        ((1, 1, 3, 5), (2, 2, 3, 5)),
+        ((1, 1, 3, 5), (2, 1, 3, 5)),
+        ((2, 2, 1, 5), (2, 2, 3, 5)),
+        ((2, 2, 3, 1), (2, 2, 3, 5)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", [2, 0])
+def test_a_bias_that_is_shared_or_a_view_that_repeats_has_its_own_gradient(shape, to, batch):
+    q, k, v = tensors(b=batch, sq=3, sk=5, hq=2, hk=1, d=8)
+    shape = (
+        shape
+        if batch
+        else tuple(0 if len(shape) == 4 and i == 0 and size == 2 else size for i, size in enumerate(shape))
+    )
+    to = to if batch or to is None else (0, *to[1:])
+    weights = torch.randn(batch, 3, 2, 8)
+    gradients = []
+    for function in (fmha.attention, lambda *x, **y: by_definition(*x, **y)[0]):
+        torch.manual_seed(1)
+        bias = torch.randn(shape).requires_grad_()
+        (function(q, k, v, bias=bias if to is None else bias.expand(to)) * weights).sum().backward()
+        gradients.append(bias.grad)
+    close(gradients[0], gradients[1], tolerance(torch.float32, gradients=True))
+
+
+def test_a_batch_of_nothing_has_empty_results_and_what_all_share_has_the_gradient_0():
+    q, k, v = tensors(b=0, grad=True)
+    sink = torch.randn(4, requires_grad=True)
+    o, lse = fmha.attention(q, k, v, sink=sink, return_lse=True)
+    (o.sum() + lse.sum()).backward()
+    assert o.shape == q.shape and lse.shape == (0, 4, 7) and not sink.grad.any()
+    assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
+    none = offsets([])
+    rows = (torch.randn(0, 4, 16), torch.randn(0, 2, 16), torch.randn(0, 2, 16))
+    assert fmha.attention(*rows, cu_seqlens_q=none, cu_seqlens_k=none, mask="causal").shape == rows[0].shape
+    q, k, v = (x.detach() for x in (q, k, v))
+    assert fmha.attention(q, k, v, alibi_slopes=torch.rand(0, 4)).shape == q.shape
+    cached = [x.bfloat16() for x in (q, k, v, k[:, :1], v[:, :1])]
+    assert fmha.attention_with_kvcache(*cached, seqused_k=none[:0]).shape == q.shape
+    assert fmha.attention_out(torch.empty_like(q), q, k, v, p_drop=0.5).shape == q.shape
+    assert fmha.combine(torch.randn(3, 0, 4, 2, 8), torch.randn(3, 0, 2, 4))[0].shape == (0, 4, 2, 8)
+    assert fmha.add_parts(torch.randn(3, 0, 4, 2, 8)).shape == (0, 4, 2, 8)
+
+
+def test_autocast_has_one_type_for_q_k_and_v():
+    q, k, v = tensors(grad=True)
+    kind = q.device.type
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        o = fmha.attention(q, k, v.bfloat16(), mask="causal")
+        cache = torch.zeros(2, 11, 2, 16, dtype=torch.bfloat16)
+        new = k[:, :1].detach()
+        decoded = fmha.attention_with_kvcache(
+            q.detach(), cache, cache.clone(), new, new, seqused_k=torch.tensor([3, 4], dtype=torch.int32)
+        )
+        compiled = torch.compile(fmha.attention, fullgraph=True, backend="aot_eager")(q, k, v.bfloat16(), mask="causal")
+    assert o.dtype == decoded.dtype == torch.bfloat16 and torch.equal(compiled, o)
+    wanted, _ = by_definition(*(x.bfloat16() for x in (q, k, v)), mask=fmha.CAUSAL)
+    close(o, wanted, tolerance(torch.bfloat16))
+    o.float().square().sum().backward()
+    assert q.grad.dtype == torch.float32
+    with torch.autocast(kind, enabled=False):
+        assert fmha.attention(q, k, v).dtype == torch.float32
+
+
+def test_a_view_that_negates_is_read_and_never_written():
+    numbers = torch.randn(2, 7, 4, 16, dtype=torch.complex64)
+    negated = torch.imag(numbers.conj())
+    assert negated.is_neg()
+    q, k, v = tensors(sq=7, sk=7, hk=4)
+    assert torch.equal(
+        fmha.attention(negated, k, negated), fmha.attention(negated.resolve_neg(), k, negated.resolve_neg())
+    )
+    with pytest.raises(ValueError, match="^o: is_neg.. is true of this view"):
+        fmha.attention_out(negated, q, k, v)
+    used = torch.tensor([1, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="^k_cache: is_neg.. is true of this view"):
+        fmha.attention_with_kvcache(q[:, :1], negated, v.clone(), k[:, :1], v[:, :1], seqused_k=used)
+    with pytest.raises(ValueError, match="^o: is_neg"):
+        fmha.add_parts(torch.randn(2, 2, 7, 4, 16), negated)
+
+
+def test_a_last_axis_that_is_not_dense_is_copied_or_named_with_the_remedy():
+    q, k, v = (torch.cat([x, x + 1], -1)[..., ::2] for x in tensors())
+    dense = [x.contiguous() for x in (q, k, v)]
+    bias = torch.randn(2, 4, 11, 7).transpose(2, 3)
+    slopes = torch.rand(8)[::2]
+    assert torch.equal(fmha.attention(q, k, v, bias=bias), fmha.attention(*dense, bias=bias.contiguous()))
+    assert torch.equal(
+        fmha.attention(q, k, v, alibi_slopes=slopes), fmha.attention(*dense, alibi_slopes=slopes.clone())
+    )
+    assert fmha.explain(q, k, v) == fmha.explain(*dense)
+    o = torch.empty_like(dense[0])
+    with pytest.raises(RuntimeError, match=r"^k has stride 2 on its last axis, not 1: k.contiguous\(\)"):
+        fmha.attention_out(o, dense[0], k, dense[2])
+    with pytest.raises(RuntimeError, match="^o has stride 2 on its last axis, not 1: what is written"):
+        fmha.attention_out(q.clone().repeat_interleave(2, -1)[..., ::2], *dense)
+    # V by columns stays where it is.
+    columns = dense[2].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert _torch.prepared((*dense[:2], columns), _arguments.NO_TENSORS)[0][2] is columns
+    assert torch.allclose(fmha.attention(*dense[:2], columns), fmha.attention(*dense), atol=1e-6)
+
+
+def test_causal_is_one_word_at_every_function_and_contradicts_a_mask():
+    q, k, v = tensors()
+    wanted = fmha.attention(q, k, v, mask="causal")
+    assert torch.equal(fmha.attention(q, k, v, causal=True), wanted) and not torch.equal(
+        fmha.attention(q, k, v), wanted
+    )
+    assert torch.equal(fmha.attention(q, k, v, causal=False, mask="causal"), wanted)
+    assert torch.equal(fmha.attention_out(torch.empty_like(q), q, k, v, causal=True), wanted)
+    assert fmha.explain(q, k, v, causal=True) == fmha.explain(q, k, v, mask="b")
+    cached = fmha.attention_with_kvcache
+    assert torch.equal(cached(q, k, v, causal=True), wanted) and torch.equal(cached(q, k, v), wanted)
+    assert torch.equal(cached(q, k, v, causal=False), fmha.attention(q, k, v))
+    with pytest.raises(ValueError, match="^mask is given beside causal, which is one"):
+        fmha.attention(q, k, v, causal=True, mask="t")
+
+
+@pytest.mark.parametrize(
+    "wrong, ours",
+    [
+        (dict(is_causal=True), "causal .from the last key.*mask='t'"),
+        (dict(scale=0.5), "softmax_scale"),
+        (dict(dropout_p=0.5), "p_drop"),
+        (dict(attn_mask=None), "mask, a band, or bias"),
+        (dict(softmax_scal=0.5), "softmax_scale"),
+        (dict(cache_seqlens=None), "seqused_k"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("function", [fmha.attention, fmha.attention_with_kvcache, fmha.explain, fmha.prepare])
+def test_a_keyword_of_another_library_is_answered_with_ours(function, wrong, ours):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(wrong))}'; here it is {ours}"):
+        function(*tensors(), **wrong)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'$"):
+        function(*tensors(), nonsense=1)
+
+
+@pytest.mark.parametrize("name", ["mask", "softmax_scale", "softcap", "max_seqlen_k", "seed", "accuracy", "dtype_o"])
+def test_a_tensor_in_place_of_another_argument_is_not_printed_whole(name):
+    q, k, v = tensors()
+    with pytest.raises((TypeError, ValueError), match=f"^{name}.*(shape .7, 11.|Tensor)") as raised:
+        fmha.attention(q, k, v, **{name: torch.rand(7, 11)})
+    assert len(str(raised.value)) < 220
+    with pytest.raises(TypeError, match="^mask: ndarray of shape .7, 11. is neither.*comes in as bias"):
+        fmha.attention(q, k, v, mask=torch.rand(7, 11).cpu().numpy())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_the_stride_of_one_packed_row_says_nothing(rows):
+    q, k, v = torch.randn(rows, 3, 8), torch.randn(4, 3, 8), torch.randn(4, 3, 8)
+    packed = dict(cu_seqlens_q=offsets([rows]), cu_seqlens_k=offsets([4]), max_seqlen_q=2, max_seqlen_k=4)
+    o = torch.empty_strided(q.shape, (8, 8, 1))
+    assert torch.equal(fmha.attention_out(o, q, k, v, **packed), fmha.attention(q, k, v, **packed))

@@ -8,7 +8,7 @@ import torch
 
 import fmha
 from fmha import bert_padding, flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
-from reference import appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance
+from reference import DEVICE, appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance
 from run import run_python
 
 TAIL2 = (
@@ -275,14 +275,11 @@ def test_padding_in_front_of_a_cache_is_left_out():
 
 
 @appends_in_f32
-def test_rotary_is_interleaved_by_default_and_turns_only_beside_new_rows():
+def test_rotary_is_interleaved_by_default():
     q, k, v = tensors(sq=1, sk=12, hq=2)
     used = torch.tensor([3, 7], dtype=torch.int32)
     angle = torch.rand(16, 8)
     turns = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), cache_seqlens=used)
-    assert torch.equal(
-        fa2.flash_attn_with_kvcache(q, k, v, **turns), fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
-    )
     new = torch.randn(2, 1, 2, 16)
     caches = [k.clone() for _ in range(2)]
     for cache, interleaved in zip(caches, (True, False)):
@@ -384,3 +381,203 @@ except ImportError as error:
 fmha.flash_attn.install(force=True)
 """
     run_python(program)
+
+
+BOUNDS = [None, *range(-9, 10)]
+
+
+def draw_bounds(count):
+    at = torch.randint(len(BOUNDS), (count, 2)).tolist()
+    return [(BOUNDS[left], BOUNDS[right]) for left, right in at]
+
+
+def seen_by_fa4(window_size, causal, seqlen_q, seqlen_k):
+    """Which keys a query sees by FlashAttention 4's rules."""
+    left, right = window_size
+    right = 0 if causal else right
+    if None not in (left, right) and left + right < 0:
+        left, right = None, 0 if causal else None
+    diagonal = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    keys = torch.arange(seqlen_k)[None]
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if left is not None:
+        seen &= keys >= diagonal - left
+    if right is not None:
+        seen &= keys <= diagonal + right
+    return seen
+
+
+def by_fa4(q, k, v, window_size, causal, sink=None):
+    seen = seen_by_fa4(window_size, causal, q.shape[1], k.shape[1])
+    return by_definition(q, k, v, mask=seen, sink=sink)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_every_number_is_a_bound_of_fa4s_windows(causal, with_sink):
+    for window_size in draw_bounds(20) + [(None, -1), (-1, None), (-1, 1), (2, -2), (1, -3), (-9, 0)]:
+        sizes = torch.randint(1, 9, (2,)).tolist()
+        q, k, v = tensors(sq=sizes[0], sk=sizes[1], grad=True)
+        sink = torch.randn(4, requires_grad=True) if with_sink else None
+        o, lse = fa4.flash_attn_func(
+            q, k, v, causal=causal, window_size=window_size, learnable_sink=sink, return_lse=True
+        )
+        twins = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        wanted, wanted_lse = by_fa4(*twins, window_size, causal, None if sink is None else sink.detach())
+        close(o, wanted, tolerance(q.dtype))
+        close(lse, wanted_lse, 1e-5)
+        dout = torch.randn_like(o)
+        for got, by in zip(torch.autograd.grad(o, (q, k, v), dout), torch.autograd.grad(wanted, twins, dout.double())):
+            close(got, by, tolerance(q.dtype, gradients=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("layout", ["packed", "used", "paged"])
+def test_every_number_is_a_bound_of_sequences_of_fa4(layout, causal, with_sink):
+    """Sequences whose diagonals lie apart, and with bounds that some are shorter than."""
+    lengths_q, lengths_k = [3, 0, 8, 1, 5], [7, 4, 2, 0, 11]
+    most_q, most_k = max(lengths_q), 12
+    sink = torch.randn(4) if with_sink else None
+    for window_size in draw_bounds(12) + [(None, -1), (-1, None), (-2, 3), (4, -2)]:
+        q, k, v = torch.randn(5, most_q, 4, 16), torch.randn(5, most_k, 2, 16), torch.randn(5, most_k, 2, 16)
+        call = dict(causal=causal, window_size=window_size, learnable_sink=sink, return_lse=True)
+        used_q, used_k = (torch.tensor(x, dtype=torch.int32) for x in (lengths_q, lengths_k))
+        if layout == "packed":
+            packed = [
+                torch.cat([x[b, :n] for b, n in enumerate(lengths)]).requires_grad_()
+                for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k))
+            ]
+            offsets_q, offsets_k = offsets(lengths_q), offsets(lengths_k)
+            o, lse = fa4.flash_attn_varlen_func(
+                *packed, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=most_q, max_seqlen_k=11, **call
+            )
+        elif layout == "used":
+            o, lse = fa4.flash_attn_varlen_func(q, k, v, seqused_q=used_q, seqused_k=used_k, **call)
+        else:
+            pages = [x.unflatten(1, (3, 4)).flatten(0, 1).flip(0) for x in (k, v)]
+            table = (14 - torch.arange(15, dtype=torch.int32)).view(5, 3)
+            o, lse = fa4.flash_attn_varlen_func(
+                q, *pages, seqused_q=used_q, seqused_k=used_k, page_table=table, **call
+            )
+        first = first_k = 0
+        if layout == "packed":
+            dout = torch.randn_like(o)
+            gradients = torch.autograd.grad(o, packed, dout)
+        for b, (n, m) in enumerate(zip(lengths_q, lengths_k)):
+            twins = [x[b : b + 1, :rows].double().requires_grad_() for x, rows in ((q, n), (k, m), (v, m))]
+            wanted, wanted_lse = by_fa4(*twins, window_size, causal, sink)
+            if layout == "packed":
+                rows, rows_k = slice(first, first + n), slice(first_k, first_k + m)
+                got, got_lse = o[rows], lse[:, rows]
+                by = torch.autograd.grad(wanted, twins, dout[None, rows].double())
+                for a, x, at in zip(gradients, by, (rows, rows_k, rows_k)):
+                    close(a[at], x[0], tolerance(q.dtype, gradients=True))
+                first, first_k = first + n, first_k + m
+            else:
+                got, got_lse = o[b, :n], lse[b, :, :n]
+            close(got, wanted[0], tolerance(q.dtype))
+            close(got_lse, wanted_lse[0], 1e-5)
+
+
+@pytest.mark.parametrize("window_size", [(None, -1), (-1, None), (-100, None), (500, -30)])
+def test_a_long_window_of_fa4_below_zero_in_16_bits(window_size):
+    q, k, v = tensors(b=1, sq=799, sk=799, dtype=torch.bfloat16)
+    o, _ = fa4.flash_attn_func(q, k, v, window_size=window_size)
+    close(o, by_fa4(q, k, v, window_size, False)[0], tolerance(q.dtype))
+
+
+@pytest.mark.parametrize("window_size", [(None, -1), (-2, 5)], ids=str)
+def test_a_bound_below_zero_of_fa4_is_compiled(window_size):
+    torch._dynamo.reset()
+    dense = lambda q, k, v: fa4.flash_attn_func(q, k, v, window_size=window_size, return_lse=True)
+    packed = lambda q, k, v, *cu: fa4.flash_attn_varlen_func(
+        q, k, v, None, *cu, 9, 13, window_size=window_size, return_lse=True
+    )
+    compiled = [torch.compile(x, backend="aot_eager", fullgraph=True, dynamic=True) for x in (dense, packed)]
+    for rows in (5, 7):
+        q, k, v = tensors(sq=rows, sk=rows + 3)
+        assert all(map(torch.equal, compiled[0](q, k, v), dense(q, k, v)))
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        cu = offsets([rows - 1, rows + 1]), offsets([rows, rows + 6])
+        assert all(map(torch.equal, compiled[1](q, k, v, *cu), packed(q, k, v, *cu)))
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])
+def test_minus_one_is_open_in_fa2s_and_fa3s_windows_and_less_is_refused(module):
+    q, k, v = tensors()
+    for window_size, mask in (((-1, -1), None), ((-1, 0), "b:-1,0"), ((2, -1), "b:2,-1")):
+        got = module.flash_attn_func(q, k, v, window_size=window_size)
+        close(got, by_definition(q, k, v, mask=fmha.mask(mask))[0], tolerance(q.dtype))
+    for name, window_size in (("left", (-2, 0)), ("right", (0, -7))):
+        with pytest.raises(ValueError, match=f"window_size: {name} -[27] is below -1"):
+            module.flash_attn_func(q, k, v, window_size=window_size)
+
+
+@appends_in_f32
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])
+def test_a_length_beyond_the_cache_or_its_pages_is_refused(module):
+    q, k, v = tensors(sq=1, sk=12)
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    pages = torch.randn(2, 4, 5, 2, 16)
+    table_as = {("block_table" if module is fa2 else "page_table"): table}
+    new = torch.randn(2, 3, 2, 16)
+    lengths = lambda *x: torch.tensor(x, dtype=torch.int32)
+    module.flash_attn_with_kvcache(q, k, v, cache_seqlens=12)
+    module.flash_attn_with_kvcache(q, k.clone(), v.clone(), new, new, cache_seqlens=lengths(9, 0))
+    for call, said in (
+        (lambda: module.flash_attn_with_kvcache(q, k, v, cache_seqlens=13), "is 13, but k_cache has 12"),
+        (lambda: module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths(3, 14)), "is 14, but k_cache has 12"),
+        (lambda: module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths(3, -1)), "-1 is below 0"),
+        (
+            lambda: module.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths(10, 3)),
+            "is 13, but k_cache has 12",
+        ),
+        (
+            lambda: module.flash_attn_with_kvcache(
+                q, k, v, cache_seqlens=13, cache_batch_idx=torch.tensor([1, 0], dtype=torch.int32)
+            ),
+            "is 13, but k_cache has 12",
+        ),
+        (
+            lambda: module.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths(11, 2), **table_as),
+            "is 11, but the pages of block_table have 10",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"cache_seqlens.*{said}"):
+            call()
+
+
+def test_our_own_door_clamps_such_a_length_and_refuses_it_with_check_lengths():
+    q, pages = torch.randn(2, 1, 4, 16), torch.randn(2, 4, 5, 2, 16)
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    call = dict(block_table=table, max_seqlen_k=10)
+    beyond, whole = (torch.tensor(used, dtype=torch.int32) for used in ([13, 4], [10, 4]))
+    clamped = fmha.attention_with_kvcache(q, *pages, seqused_k=beyond, **call)
+    assert torch.equal(clamped, fmha.attention_with_kvcache(q, *pages, seqused_k=whole, **call))
+    with pytest.raises(RuntimeError, match="seqused_k.*13"):
+        fmha.attention_with_kvcache(q, *pages, seqused_k=beyond, check_lengths=True, **call)
+
+
+def test_lengths_beyond_the_pages_of_packed_calls_are_refused():
+    q, pages = torch.randn(2, 4, 16), torch.randn(2, 4, 5, 2, 16)
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    # Offsets on a GPU are not read: there the longest sequence, a number, is refused.
+    lengths = "cu_seqlens_k's difference.* is 11, but the pages of block_table have 10"
+    beyond = pytest.raises(ValueError, match=lengths) if DEVICE == "cpu" else pytest.raises(RuntimeError, match="10 keys")
+    with beyond:
+        fa2.flash_attn_varlen_func(q, *pages, offsets([1, 1]), offsets([11, 3]), 1, 11, block_table=table)
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match="seqused_k.* is 12, but the pages of block_table have 10"):
+            fa4.flash_attn_varlen_func(
+                q[:, None], *pages, seqused_k=torch.tensor([12, 3], dtype=torch.int32), page_table=table
+            )
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])
+def test_a_rotary_embedding_without_new_rows_is_refused(module):
+    q, k, v = tensors(sq=1, sk=12)
+    angle = torch.rand(16, 8)
+    for name in ("rotary_cos", "rotary_sin"):
+        with pytest.raises(ValueError, match=f"{name} is given, but k is not"):
+            module.flash_attn_with_kvcache(q, k, v, cache_seqlens=7, **{name: angle})

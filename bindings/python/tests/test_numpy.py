@@ -89,6 +89,15 @@ def test_a_seed_that_nobody_gives_is_numpys_generators(rng):
     assert fmha.explain(q, k, v, p_drop=0.5) == fmha.explain(q, k, v, p_drop=0.5, seed=1)
 
 
+def test_a_last_axis_that_is_not_dense_is_copied_and_a_batch_of_nothing_is_nothing(rng):
+    q, k, v = (rng.standard_normal((2, 5, 2, 16)).astype(np.float32)[..., ::2] for _ in range(3))
+    dense = [x.copy() for x in (q, k, v)]
+    assert np.array_equal(fmha.attention(q, k, v), fmha.attention(*dense))
+    bias = rng.standard_normal((2, 2, 5, 5)).astype(np.float32).swapaxes(2, 3)
+    assert np.array_equal(fmha.attention(q, k, v, bias=bias), fmha.attention(*dense, bias=bias.copy()))
+    assert fmha.attention(*(x[:0] for x in dense)).shape == (0, 5, 2, 8)
+
+
 def test_parts_are_added(rng):
     parts = rng.standard_normal((3, 1, 5, 2, 4)).astype(np.float32)
     assert np.allclose(fmha.add_parts(parts), parts.sum(0), atol=1e-6)
@@ -124,6 +133,46 @@ def test_arrays_without_elements(rng):
     assert not fmha.attention(q, *no_keys).any()
 
 
+@pytest.mark.parametrize("batch, sq, sk", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_calls_of_no_elements_have_empty_or_zero_outputs(rng, batch, sq, sk):
+    """Whatever of a call has no elements may be null, and is told from what is not given."""
+    q, k, v = qkv(rng, b=batch, sq=sq, sk=sk)
+    used = np.zeros(batch, np.int32)
+    for options in (
+        {"alibi_slopes": np.ones((batch, 4), np.float32)},
+        {"bias": np.ones((batch, 4, sq, sk), np.float32), "sink": np.ones(4, np.float32)},
+        {"seqused_q": used, "seqused_k": used, "check_lengths": True},
+        {"p_drop": 0.5},
+    ):
+        o, lse = fmha.attention(q, k, v, return_lse=True, **options)
+        assert o.shape == q.shape and lse.shape == (batch, 4, sq) and not o.any(), options
+    angles = np.zeros((9, 4), np.float32)
+    new = rng.standard_normal((batch, 0 if batch else 1, 2, 16)).astype(np.float32)
+    tree = np.zeros((batch, sq, (sq + 31) // 32), np.uint32)
+    for options in ({}, {"rotary_cos": angles, "rotary_sin": angles}, {"tree_mask": tree}):
+        o = fmha.attention_with_kvcache(q, k, v, new, new, seqused_k=used, **options)
+        assert o.shape == q.shape and not o.any(), options
+    parts, lses = np.zeros((2, batch, sq, 4, 16), np.float32), np.zeros((2, batch, 4, sq), np.float32)
+    assert fmha.combine(parts, lses)[0].shape == q.shape
+    if batch == 0:
+        table = np.zeros((0, 2), np.int32)
+        pages = np.zeros((3, 4, 2, 16), np.float32)
+        assert fmha.attention(q, pages, pages, block_table=table).shape == q.shape
+        offsets = np.zeros(1, np.int32)
+        packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": sq, "max_seqlen_k": sk}
+        rows = (x.reshape(-1, *x.shape[2:]) for x in qkv(rng))
+        assert not fmha.attention(*rows, **packed).any(), "rows of no sequence"
+
+
+def test_a_stride_of_an_axis_of_one_element_means_nothing(rng):
+    q, k, v = qkv(rng, b=1, sq=1)
+    bias = rng.standard_normal((1, 4, 1, 7)).astype(np.float32)
+    wanted = fmha.attention(q, k, v, bias=bias)
+    turned = np.lib.stride_tricks.as_strided(q, q.shape, (-4, -8, *q.strides[2:]))
+    biased = np.lib.stride_tricks.as_strided(bias, bias.shape, (-4, bias.strides[1], -8, 4))
+    assert np.array_equal(fmha.attention(turned, k, v, bias=biased), wanted)
+
+
 def test_whatever_speaks_dlpack(rng):
     class Speaks:
         def __init__(self, array):
@@ -143,7 +192,7 @@ def test_whatever_speaks_dlpack(rng):
     "call, words",
     [
         (lambda q, k, v: fmha.attention(q, k, [1.0]), "v: list is neither"),
-        (lambda q, k, v: fmha.attention(q.astype(np.float64), k, v), "q is of float64 .* not of float16, bfloat16"),
+        (lambda q, k, v: fmha.attention(q.astype(np.float64), k, v), "q is of float64, not of float16, bfloat16"),
         (lambda q, k, v: fmha.attention(q, k.astype(int), v), "k is of int64"),
         (lambda q, k, v: fmha.attention(q.astype(">f4"), k, v), "q is of >f4"),
         (lambda q, k, v: fmha.attention(q, k, v, softmax_scale="1"), "softmax_scale: '1' is no number"),

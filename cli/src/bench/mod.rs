@@ -134,7 +134,13 @@ impl BenchArgs {
         if let Some(ranks) = self.ranks.ranks {
             return self.over_ranks(&tables, ranks, out);
         }
-        let peers = self.peers.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
+        let peers = self
+            .peers
+            .as_deref()
+            .map(Peers::read)
+            .transpose()
+            .map_err(|failure| failure.of("peers"))?
+            .unwrap_or_default();
         let backend = self.backend.open()?;
         let protocol = match self.protocol {
             ProtocolName::Burst => Protocol::burst(self.rounds),

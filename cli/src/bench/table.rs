@@ -100,7 +100,7 @@ impl RawTable {
     fn parse(self) -> Result<Table, String> {
         let Self { name, title, unit, common, rows } = self;
         if rows.is_empty() {
-            return Err(format!("table {name}: 0 rows"));
+            return Err(format!("table {name} has no rows"));
         }
         let rows = rows
             .into_iter()

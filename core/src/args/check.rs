@@ -213,7 +213,9 @@ impl Operands {
                 );
                 batch * u64::from(table.max_pages)
             }
-            _ => 0,
+            // The page of each sequence's first key, at least.
+            (Some(_), None) => batch,
+            (None, _) => 0,
         };
         let table = seq.block_table.as_ref().map(|table| Access::input(&table.pages));
         self.numbers("block_table", table, problem.layout.kv.page_size().is_some(), (I32, table_elems))?;
@@ -230,14 +232,18 @@ impl Operands {
             }
             _ => 0,
         };
-        self.read("alibi_slopes", &score.alibi_slopes, slopes > 0, (F32, slopes))?;
+        let has_slopes = matches!(problem.score.bias, Bias::Alibi { .. });
+        self.read("alibi_slopes", &score.alibi_slopes, has_slopes, (F32, slopes))?;
         self.read("sink", &score.sink, problem.score.sink, (F32, dims.num_heads_q.into()))?;
-        let descale = |kind: Descale| kind.num_elems(dims.batch, dims.num_heads_kv);
-        let [q, k, v] =
-            [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v].map(descale);
-        self.read("descale_q", &score.descale_q, q > 0, (F32, q))?;
-        self.read("descale_k", &score.descale_k, k > 0, (F32, k))?;
-        self.read("descale_v", &score.descale_v, v > 0, (F32, v))?;
+        let scales = &problem.scales;
+        for (name, slice, kind) in [
+            ("descale_q", &score.descale_q, scales.descale_q),
+            ("descale_k", &score.descale_k, scales.descale_k),
+            ("descale_v", &score.descale_v, scales.descale_v),
+        ] {
+            let elems = kind.num_elems(dims.batch, dims.num_heads_kv);
+            self.read(name, slice, kind != Descale::None, (F32, elems))?;
+        }
         score.seed(problem)?;
         Ok(extents)
     }
@@ -254,7 +260,9 @@ impl Operands {
         let access = match slice {
             CacheSlice::InK if in_k => return Ok(()),
             CacheSlice::Read(slice) if problem.cache.append.is_none() && !in_k => Access::input(slice),
-            CacheSlice::Append(slice) if problem.cache.append.is_some() && !in_k => Access::out(slice),
+            CacheSlice::Append(slice) if problem.cache.append.is_some() && !in_k => {
+                Access { elem: slice.as_input().elem(), ..Access::out(slice) }
+            }
             _ => {
                 let wanted = match (in_k, problem.cache.append.is_some()) {
                     (true, _) => "in K's rows",
@@ -411,6 +419,8 @@ impl Operands {
         match access {
             Some(access) if wanted => self.push(name, access, elem, bytes, align, None),
             Some(_) => Err(ProblemError::new(name, format!("{name} is given, but the problem has none"))),
+            // Of no elements nothing is to be given.
+            None if bytes == 0 => Ok(()),
             None => Err(ProblemError::new(name, format!("{name} is missing: {bytes} bytes are wanted"))),
         }
     }

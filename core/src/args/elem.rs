@@ -1,6 +1,8 @@
 //! What the elements of a call's memory are.
 
 use std::fmt;
+use std::sync::atomic::AtomicU8;
+use std::sync::atomic::Ordering::Relaxed;
 
 use bytemuck::NoUninit;
 use half::{bf16, f16};
@@ -12,7 +14,7 @@ use crate::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ElemType {
-    /// Bytes whose type was not told: a buffer's, a file's, a raw pointer's. A call reads them as what its problem says.
+    /// Bytes whose type was not told: a buffer's, a file's. A call reads them as what its problem says.
     Bytes,
     /// Numbers of a tensor, or of an f32 array.
     Number(DType),
@@ -46,9 +48,12 @@ impl ElemType {
         }
     }
 
-    /// The type of memory that is to be read as `elem`: a workspace stays one.
+    /// The type of memory that is told to be of `elem`: what is known stays, but for the sign of words.
     pub(crate) fn retyped(self, elem: Self) -> Self {
-        if self == Self::Scratch { self } else { elem }
+        match (self, elem) {
+            (Self::Bytes, _) | (Self::I32 | Self::U32, Self::I32 | Self::U32) => elem,
+            (known, _) => known,
+        }
     }
 }
 
@@ -66,6 +71,57 @@ impl fmt::Display for ElemType {
             Self::I32 => f.write_str("i32"),
             Self::U32 => f.write_str("u32"),
             Self::Scratch => f.write_str("a workspace"),
+        }
+    }
+}
+
+/// The type of a buffer's elements, and who told it. A call tells the type of what it writes, and the next one another; what was
+/// uploaded or allocated as a type is written as that alone.
+#[derive(Debug)]
+pub(crate) struct Told(AtomicU8);
+
+impl Told {
+    /// Set where a call told it.
+    const BY_A_CALL: u8 = 1 << 7;
+    /// The types that are no numbers; those of numbers follow.
+    const OTHERS: [ElemType; 4] = [ElemType::Bytes, ElemType::I32, ElemType::U32, ElemType::Scratch];
+
+    pub(crate) fn new(elem: ElemType) -> Self {
+        Self(AtomicU8::new(Self::code(elem)))
+    }
+
+    fn code(elem: ElemType) -> u8 {
+        match elem {
+            ElemType::Bytes => 0,
+            ElemType::I32 => 1,
+            ElemType::U32 => 2,
+            ElemType::Scratch => 3,
+            ElemType::Number(dtype) => 4 + dtype as u8,
+        }
+    }
+
+    /// What it is read as.
+    pub(crate) fn read(&self) -> ElemType {
+        let code = usize::from(self.0.load(Relaxed) & !Self::BY_A_CALL);
+        match code.checked_sub(Self::OTHERS.len()) {
+            None => Self::OTHERS[code],
+            Some(number) => ElemType::Number(DType::ALL[number]),
+        }
+    }
+
+    /// What it is written as.
+    pub(crate) fn written(&self) -> ElemType {
+        if self.is_by_a_call() { ElemType::Bytes } else { self.read() }
+    }
+
+    pub(crate) fn is_by_a_call(&self) -> bool {
+        self.0.load(Relaxed) & Self::BY_A_CALL != 0
+    }
+
+    /// A call writes elements of this type.
+    pub(crate) fn write(&self, elem: ElemType) {
+        if self.written() == ElemType::Bytes {
+            self.0.store(Self::code(elem) | Self::BY_A_CALL, Relaxed);
         }
     }
 }

@@ -14,6 +14,7 @@ use bytemuck::AnyBitPattern;
 pub use addresses::check_addresses;
 pub use cache::{CacheArgs, CacheSlice};
 pub use check::{check_bwd, check_combine, check_fwd};
+pub(crate) use elem::Told;
 pub use elem::{Elem, ElemType};
 
 use crate::dropout::DropoutSeed;
@@ -45,6 +46,8 @@ pub struct DevSliceMut<'a> {
     ptr: *mut u8,
     bytes: u64,
     elem: ElemType,
+    /// Of a buffer's memory: whom a call tells what it writes there.
+    told: Option<&'a Told>,
     memory: PhantomData<&'a mut [u8]>,
 }
 
@@ -72,17 +75,23 @@ impl<'a> DevSlice<'a> {
         }
     }
 
-    /// Memory of any kind; of 0 bytes, at any address, null among them. Its type is not told: [`typed`](Self::typed) tells it.
+    /// Memory of any kind, of elements of this type; of 0 bytes, at any address, null among them. [`ElemType::Bytes`] is what
+    /// nobody knows the type of: every call takes it for what its problem says.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is readable memory of `space` that lives, and is not written by others,
     /// until all work queued with it is done.
     #[must_use]
-    pub unsafe fn from_raw(space: MemorySpace, ptr: *const u8, bytes: u64) -> Self {
-        Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
+    pub unsafe fn from_raw(
+        space: MemorySpace,
+        ptr: *const u8,
+        bytes: u64,
+        elem: impl Into<ElemType>,
+    ) -> Self {
+        Self { space, ptr, bytes, elem: elem.into(), memory: PhantomData }
     }
 
-    /// The same memory, read as elements of this type; a workspace stays one.
+    /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
@@ -143,27 +152,43 @@ impl<'a> DevSliceMut<'a> {
             ptr: bytes.as_mut_ptr(),
             bytes: bytes.len() as u64,
             elem: T::TYPE,
+            told: None,
             memory: PhantomData,
         }
     }
 
-    /// Memory of any kind; of 0 bytes, at any address, null among them. Its type is not told: [`typed`](Self::typed) tells it.
+    /// Memory of any kind, as [`DevSlice::from_raw`] has it.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is writable memory of `space` that lives, and is not touched by others,
     /// until all work queued with it is done.
     #[must_use]
-    pub unsafe fn from_raw(space: MemorySpace, ptr: *mut u8, bytes: u64) -> Self {
-        Self { space, ptr, bytes, elem: ElemType::Bytes, memory: PhantomData }
+    pub unsafe fn from_raw(space: MemorySpace, ptr: *mut u8, bytes: u64, elem: impl Into<ElemType>) -> Self {
+        Self { space, ptr, bytes, elem: elem.into(), told: None, memory: PhantomData }
     }
 
-    /// The same memory, read as elements of this type; a workspace stays one.
+    /// A buffer's memory, which is told what calls write there.
+    ///
+    /// # Safety
+    /// As [`from_raw`](Self::from_raw).
+    pub(crate) unsafe fn of_buffer(space: MemorySpace, ptr: *mut u8, bytes: u64, told: &'a Told) -> Self {
+        Self { space, ptr, bytes, elem: told.written(), told: Some(told), memory: PhantomData }
+    }
+
+    /// A call writes elements of this type.
+    pub(crate) fn tell(&self, elem: impl Into<ElemType>) {
+        if let Some(told) = self.told {
+            told.write(elem.into());
+        }
+    }
+
+    /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
-    /// The type of its elements.
+    /// The type of the elements that are written to it.
     #[must_use]
     pub fn elem(&self) -> ElemType {
         self.elem
@@ -196,6 +221,8 @@ impl<'a> DevSliceMut<'a> {
             ptr: self.ptr.wrapping_add(bytes as usize),
             bytes: self.bytes - bytes,
             elem: self.elem,
+            // What is written to a part is not the type of the whole.
+            told: self.told.filter(|_| bytes == 0),
             memory: PhantomData,
         }
     }
@@ -215,7 +242,9 @@ impl<'a> DevSliceMut<'a> {
     /// The same memory as an input of a later call.
     #[must_use]
     pub fn as_input(&self) -> DevSlice<'_> {
-        DevSlice { space: self.space, ptr: self.ptr, bytes: self.bytes, elem: self.elem, memory: PhantomData }
+        let elem =
+            if self.elem == ElemType::Bytes { self.told.map_or(self.elem, Told::read) } else { self.elem };
+        DevSlice { space: self.space, ptr: self.ptr, bytes: self.bytes, elem, memory: PhantomData }
     }
 }
 

@@ -13,6 +13,7 @@ mod table;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use hmac_sha256::Hash;
 use serde::{Deserialize, Serialize};
@@ -27,6 +28,7 @@ use crate::env;
 use crate::error::{Error, Result};
 use crate::operation::AnyProblem;
 use crate::plan::{PlanOptions, ResourceUsage};
+use crate::records::{COMPILE, record};
 use crate::source::{Header, KernelSource};
 use disk::Disk;
 pub(crate) use lock::{FileLock, Locked, Patience, lock, say};
@@ -320,7 +322,18 @@ impl Cache {
         compiler: impl FnOnce() -> Result<C>,
     ) -> Result<(Arc<CompiledKernel>, Origin)> {
         let key = job.key();
+        let start = Instant::now();
         let found = self.find(job, key, compiler)?;
+        let (kernel, arch, origin) = (job.kernel, &job.arch, &found.1);
+        match origin {
+            Origin::Compiler { .. } => {
+                let seconds = start.elapsed().as_secs_f64();
+                record!(info, COMPILE, "kernel {kernel} for {arch}: {origin}, {seconds:.2} s");
+            }
+            Origin::Bundle(_) | Origin::Disk(_) => {
+                record!(debug, COMPILE, "kernel {kernel} for {arch}: found, {origin}");
+            }
+        }
         if let Some(folder) = &self.dump {
             dump::dump(folder, job, &found.0, &found.1)?;
         }

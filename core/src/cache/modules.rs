@@ -154,7 +154,7 @@ impl<L: Loader> Modules<L> {
         let (compiled, origin) = self.compile(job)?;
         let image = compiled.image(self.target.image).ok_or_else(|| Error::System {
             what: format!("kernel {} for {}", compiled.kernel, compiled.arch),
-            text: format!("{} left 0 bytes of {}", compiled.compiler, self.target.image),
+            text: format!("{} left no {}", compiled.compiler, self.target.image),
         })?;
         let kernel = self.loader.load(image, shared_bytes)?;
         Ok(Arc::clone(slot.insert(Arc::new(Module { compiled, origin, kernel }))))

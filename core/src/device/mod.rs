@@ -19,9 +19,10 @@ use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{ProblemError, Result};
 use crate::peers::Peers;
-use crate::plan::{BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions};
+use crate::plan::{BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions, Workspace};
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
+use crate::records::{PLAN, record};
 use crate::roofline::Roofline;
 use crate::tune::Tune;
 
@@ -122,7 +123,7 @@ impl Device {
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) with every refusal, or what the compiler or driver said.
     pub fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        self.seal(problem, options, self.0.plan_fwd(problem, options)?)
+        self.planned(problem, options, |problem| self.0.plan_fwd(problem, options))
     }
 
     /// Chooses a backward kernel.
@@ -130,7 +131,7 @@ impl Device {
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
     pub fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
-        self.seal(problem, options, self.0.plan_bwd(problem, options)?)
+        self.planned(problem, options, |problem| self.0.plan_bwd(problem, options))
     }
 
     /// Chooses a combine kernel.
@@ -138,15 +139,42 @@ impl Device {
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
     pub fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
-        self.seal(problem, options, self.0.plan_combine(problem, options)?)
+        self.planned(problem, options, |problem| self.0.plan_combine(problem, options))
     }
 
-    fn seal<P: Problem>(&self, problem: &P, options: &PlanOptions, planned: Planned<P>) -> Result<Plan<P>> {
+    /// A plan, of which the program's logger is told.
+    fn planned<P: Problem>(
+        &self,
+        problem: &P,
+        options: &PlanOptions,
+        plan: impl FnOnce(&P) -> Result<Planned<P>>,
+    ) -> Result<Plan<P>> {
+        let plan = self.seal(problem, options, plan);
+        match &plan {
+            Ok(plan) => plan.record(),
+            Err(error) => record!(debug, PLAN, "{} on {}: no plan: {error}", P::OPERATION, self.name()),
+        }
+        plan
+    }
+
+    fn seal<P: Problem>(
+        &self,
+        problem: &P,
+        options: &PlanOptions,
+        plan: impl FnOnce(&P) -> Result<Planned<P>>,
+    ) -> Result<Plan<P>> {
+        let one = problem.of_one_sequence()?;
+        let mut planned = plan(one.as_ref().unwrap_or(problem))?;
+        if one.is_some() {
+            // Nothing is launched.
+            planned.parts.workspace = Workspace::NONE;
+            planned.parts.steps.clear();
+        }
         let parts = &planned.parts;
         options
             .check_promises(&parts.kernel, &parts.promises)
             .map_err(|refusal| unsupported(self.name(), vec![refusal]))?;
-        Ok(Plan::new(self.clone(), problem.clone(), planned, options.check_lengths))
+        Ok(Plan::new(self.clone(), problem.clone(), planned, options.check_lengths, one.is_some()))
     }
 
     /// Whether work is queued and a run returns before it is done. Without streams a run computes before it returns.

@@ -222,5 +222,5 @@ impl Drop for Recording {
 }
 
 fn no_streams(device: &Device) -> Error {
-    Error::NoDevice(format!("{} has 0 streams: its work is done at return", device.name()))
+    Error::NoDevice(format!("{} has no streams: its work is done at return", device.name()))
 }

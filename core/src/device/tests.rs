@@ -1,9 +1,12 @@
 //! How a call is checked, cleared and launched, and what is ended when, on a device that writes down what it is asked for.
 
 use super::*;
-use crate::plan::Workspace;
 use crate::toy::{Log, Toy, problem};
-use crate::{DType, DevBuffer, DevSlice, Dims, ElemType, Error, FwdArgs, FwdProblem, SeqArgs};
+use crate::{
+    Bias, BiasBroadcast, BiasGrad, BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims,
+    ElemType, ElementwiseBias, Error, FwdArgs, FwdProblem, KvLayout, MemorySpace, QLayout, SeqArgs, Strides,
+    ValidFwd,
+};
 
 fn open(toy: Toy) -> (Device, Log) {
     let log = toy.log.clone();
@@ -41,7 +44,12 @@ impl Operands {
             let bytes = buffer.bytes() - skipped as u64;
             // SAFETY: inside the buffer.
             unsafe {
-                crate::DevSliceMut::from_raw(crate::MemorySpace::Device, buffer.as_ptr().add(skipped), bytes)
+                crate::DevSliceMut::from_raw(
+                    crate::MemorySpace::Device,
+                    buffer.as_ptr().add(skipped),
+                    bytes,
+                    crate::ElemType::Scratch,
+                )
             }
         });
         args
@@ -76,7 +84,7 @@ fn an_address_that_a_kernel_does_not_take_is_refused_before_anything_is_queued()
     let mut operands = Operands::of(&plan);
     let mut args = operands.args();
     // SAFETY: nobody reads it.
-    args.q = unsafe { DevSlice::from_raw(crate::MemorySpace::Device, 0x1000 as *const u8, 64) };
+    args.q = unsafe { DevSlice::from_raw(crate::MemorySpace::Device, 0x1000 as *const u8, 64, DType::F32) };
     let error = plan.run(&mut args, &device.default_stream()).unwrap_err();
     assert_eq!(error.to_string(), "q starts at 0x1000");
     assert_eq!(log.take(), Vec::<String>::new());
@@ -204,7 +212,7 @@ fn without_streams_work_is_done_at_return_and_has_no_clock() {
         done.unwrap();
     }
     for error in [stream.seconds(|| Ok(())).map(drop), stream.capture(|| Ok(())).map(drop)] {
-        assert!(matches!(error, Err(Error::NoDevice(text)) if text.contains("0 streams")));
+        assert!(matches!(error, Err(Error::NoDevice(text)) if text.contains("no streams")));
     }
 }
 
@@ -257,6 +265,42 @@ fn a_plan_refuses_a_buffer_of_another_type() {
     assert!(log.take().is_empty(), "it was launched");
 }
 
+/// What one call writes is no operand of another type of a later one.
+#[test]
+fn a_buffer_knows_the_type_of_what_a_call_wrote() {
+    let (device, _) = open(Toy::on_a_device());
+    let (memory, stream) = (device.memory(), device.default_stream());
+    let [of_f32, of_bf16] = [DType::F32, DType::Bf16].map(|dtype| {
+        let problem = FwdProblem::batch(dtype, problem().dims).validate().unwrap();
+        device.plan_fwd(&problem, &PlanOptions::default()).unwrap()
+    });
+    let [q, mut o] = [(); 2].map(|()| memory.alloc(4 * 64).unwrap());
+    let run = |plan: &FwdPlan, q: &DevBuffer, o: &mut DevBuffer| {
+        plan.run(&mut FwdArgs::new(q.slice(), q.slice(), q.slice(), o.slice_mut()), &stream)
+    };
+    run(&of_f32, &q, &mut o).unwrap();
+    assert_eq!((q.elem(), o.elem()), (ElemType::Bytes, ElemType::Number(DType::F32)));
+    let mut other = memory.alloc(4 * 64).unwrap();
+    let said = run(&of_bf16, &o, &mut other).unwrap_err().to_string();
+    assert!(said.contains("q has elements of f32, but the problem has it in bf16"), "{said}");
+    assert!(memory.download(&o, &mut [half::bf16::ZERO; 8]).is_err());
+    run(&of_f32, &o, &mut other).unwrap();
+    // A later call writes another type there, and bytes are uploaded for any.
+    run(&of_bf16, &q, &mut o).unwrap();
+    assert_eq!((o.elem(), o.slice_mut().as_input().elem()), (DType::Bf16.into(), DType::Bf16.into()));
+    memory.upload(&[0u8; 64], &mut o).unwrap();
+    assert_eq!(o.elem(), ElemType::Bytes);
+    // Of a part that is written nothing is known of the whole.
+    let mut whole = o.slice_mut();
+    let mut args = FwdArgs::new(q.slice(), q.slice(), q.slice(), whole.skip(4));
+    of_f32.run(&mut args, &stream).unwrap();
+    assert_eq!(o.elem(), ElemType::Bytes);
+
+    let mut f32s = memory.alloc_of(DType::F32, 64).unwrap();
+    let said = run(&of_bf16, &q, &mut f32s).unwrap_err().to_string();
+    assert!(said.contains("o has elements of f32, but the problem has it in bf16"), "{said}");
+}
+
 /// A workspace holds whatever the device's memory held.
 #[test]
 fn nothing_reads_a_workspace() {
@@ -275,4 +319,66 @@ fn nothing_reads_a_workspace() {
     operands.inputs[0] = scratch;
     let said = plan.run(&mut operands.args(), &device.default_stream()).unwrap_err().to_string();
     assert!(said.contains("q has elements of a workspace, but the problem has it in f32"), "{said}");
+}
+
+/// Without a sequence outputs are empty, and sums over the sequences are 0.
+#[test]
+fn a_plan_of_no_sequences_launches_nothing_and_clears_the_sums() {
+    let dims = Dims { batch: 0, ..TWO };
+    let workspace = Workspace { bytes: 64, zeroed_bytes: 16 };
+    let nothing = || {
+        // SAFETY: 0 bytes, at null.
+        unsafe { DevSlice::from_raw(MemorySpace::Device, std::ptr::null(), 0, crate::ElemType::Bytes) }
+    };
+    let empty = || {
+        // SAFETY: as above.
+        unsafe { DevSliceMut::from_raw(MemorySpace::Device, std::ptr::null_mut(), 0, crate::ElemType::Bytes) }
+    };
+    for layout in [QLayout::Batch, QLayout::Packed] {
+        let (device, log) = open(Toy { workspace, ..Toy::on_a_device() });
+        let stream = device.default_stream();
+        let problem = FwdProblem::new(layout, KvLayout::Strided, DType::F32, dims).write_lse(true);
+        let plan = device.plan_fwd(&problem.validate().unwrap(), &PlanOptions::default()).unwrap();
+        assert_eq!((plan.workspace(), plan.steps().len()), (Workspace::NONE, 0));
+        let offsets = device.memory().place(&[0i32]).unwrap();
+        let mut args = FwdArgs::new(nothing(), nothing(), nothing(), empty()).lse(empty());
+        if layout == QLayout::Packed {
+            args.seq.totals.total_q = Some(0);
+            args.seq.cu_seqlens_q = Some(offsets.slice());
+        }
+        plan.run(&mut args, &stream).unwrap();
+        assert!(log.take().is_empty());
+    }
+
+    let (device, log) = open(Toy::on_a_device());
+    let mut fwd = FwdProblem::batch(DType::F32, dims).sink(true);
+    let shape = BiasBroadcast::OneHead.shape(0, dims.num_heads_q, dims.seqlen_q, dims.seqlen_k);
+    // Rows of four numbers, five apart.
+    let strides = Strides { batch: 0, seq: 5, head: 5 * i64::from(shape.seq), dim: 1 };
+    fwd.score.bias = Bias::Elementwise(ElementwiseBias {
+        dtype: DType::F32,
+        broadcast: BiasBroadcast::OneHead,
+        strides: Strides::bhsd(shape),
+    });
+    let mut problem = BwdProblem::new(fwd).write_dsink(true);
+    problem.dbias = Some(BiasGrad { strides, dtype: DType::F32 });
+    let plan = device.plan_bwd(&problem.validate().unwrap(), &PlanOptions::default()).unwrap();
+    let memory = device.memory();
+    let bias = memory.alloc_of(DType::F32, shape.num_elems()).unwrap();
+    let elems = ValidFwd::extent_bytes(strides, shape, DType::F32) / 4;
+    let mut dbias = memory.alloc_of(DType::F32, elems).unwrap();
+    let mut dsink = memory.place(&vec![7f32; dims.num_heads_q as usize]).unwrap();
+    let sink = memory.place(&vec![7f32; dims.num_heads_q as usize]).unwrap();
+    let mut args = BwdArgs::new(
+        [nothing(), nothing(), nothing()],
+        [nothing(), nothing(), nothing()],
+        [empty(), empty(), empty()],
+    );
+    (args.score.bias, args.score.sink) = (Some(bias.slice()), Some(sink.slice()));
+    (args.dbias, args.dsink) = (Some(dbias.slice_mut()), Some(dsink.slice_mut()));
+    plan.run(&mut args, &device.default_stream()).unwrap();
+    let rows = shape.head * shape.seq;
+    let mut expected = vec![format!("zero {} on 0", 4 * dims.num_heads_q)];
+    expected.extend((0..rows).map(|_| format!("zero {} on 0", 4 * dims.seqlen_k)));
+    assert_eq!(log.take(), expected);
 }

@@ -23,6 +23,8 @@ use crate::device::{Device, Stream};
 use crate::error::{Refusal, Result};
 use crate::lengths::check_lengths;
 use crate::problem::ValidFwd;
+use crate::queues::Queues;
+use crate::records::{Listed, PLAN, record};
 use crate::seq::{checked_spans, spans};
 
 /// Scratch memory of a run. Contents between runs mean nothing: what a run wants zero it clears itself,
@@ -99,8 +101,26 @@ struct Sealed<P: Problem> {
     space: MemorySpace,
     parts: PlanParts,
     launch: Box<dyn Launch<P>>,
-    /// Whether each run reads the lengths back and checks them.
+    /// Whether each run checks the lengths, which it reads back from a device.
     checks_lengths: bool,
+    /// Whether the batch is 0, so that nothing is launched.
+    has_no_sequence: bool,
+}
+
+/// Zeros on a stream, or in host memory.
+///
+/// # Safety
+/// As [`Queues::zero`].
+unsafe fn zero(queues: Option<&dyn Queues>, address: *mut u8, bytes: u64, stream: u64) -> Result<()> {
+    match queues {
+        // SAFETY: the caller's promise.
+        Some(queues) => unsafe { queues.zero(address, bytes, stream) },
+        None => {
+            // SAFETY: as above; without queues it is host memory.
+            unsafe { address.write_bytes(0, bytes as usize) };
+            Ok(())
+        }
+    }
 }
 
 /// A chosen kernel for a problem `P`, and the device that runs it; [`FwdPlan`], [`BwdPlan`] and [`CombinePlan`] are its
@@ -139,7 +159,13 @@ static NO_LAUNCH: Explain =
     Explain { resources: None, launch: None, code: String::new(), remarks: String::new() };
 
 impl<P: Problem> Plan<P> {
-    pub(crate) fn new(device: Device, problem: P, planned: Planned<P>, checks_lengths: bool) -> Self {
+    pub(crate) fn new(
+        device: Device,
+        problem: P,
+        planned: Planned<P>,
+        checks_lengths: bool,
+        has_no_sequence: bool,
+    ) -> Self {
         let Planned { mut parts, launch } = planned;
         let space = device.memory().space();
         let checks_lengths = checks_lengths && P::HAS_LENGTHS;
@@ -151,7 +177,27 @@ impl<P: Problem> Plan<P> {
             parts.details.push(("lengths", words.to_owned()));
             parts.promises.graph_capturable &= space == MemorySpace::Host;
         }
-        Self(Arc::new(Sealed { problem, device, space, parts, launch, checks_lengths }))
+        Self(Arc::new(Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence }))
+    }
+
+    /// Tells the program's logger what was chosen.
+    pub(crate) fn record(&self) {
+        let (operation, device, kernel) = (P::OPERATION, self.backend(), self.kernel());
+        let refused = Listed(self.refusals().iter(), "; ");
+        if self.is_fallback() {
+            record!(
+                info,
+                PLAN,
+                "{operation} on {device}: fallback {kernel}, correct and not fast: {refused}"
+            );
+        }
+        let steps = Listed(self.steps().iter().map(|step| &step.kernel), ", ");
+        let details = Listed(self.details().iter().map(|(name, value)| format!("{name} {value}")), "; ");
+        record!(
+            debug,
+            PLAN,
+            "{operation} on {device}: kernel {kernel}; steps: {steps}; {details}; refused: {refused}"
+        );
     }
 
     /// Queues the work on `stream` and returns; where there are no streams it is done by then. All of the operands are
@@ -177,8 +223,9 @@ impl<P: Problem> Plan<P> {
     /// # Errors
     /// As [`run`](Self::run).
     pub unsafe fn run_on_raw(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
-        let Sealed { problem, device, space, parts, launch, checks_lengths } = &*self.0;
+        let Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence } = &*self.0;
         problem.check(args, parts.workspace, *space)?;
+        problem.tell_types(args);
         let args = P::borrowed(args);
         let queues = device.queues()?;
         let mut sequences = Vec::new();
@@ -197,6 +244,13 @@ impl<P: Problem> Plan<P> {
             }
             _ => {}
         }
+        if *has_no_sequence {
+            let sums = problem.sums_of_no_sequence(args);
+            // SAFETY: the check saw that the outputs cover them; their maker promised them to this run.
+            return sums
+                .into_iter()
+                .try_for_each(|(address, bytes)| unsafe { zero(queues, address, bytes, stream) });
+        }
         if problem.is_empty() {
             return Ok(());
         }
@@ -204,12 +258,8 @@ impl<P: Problem> Plan<P> {
         launch.takes_addresses(&call)?;
         if let (Some(workspace), 1..) = (P::workspace(args), parts.workspace.zeroed_bytes) {
             let (address, bytes) = (workspace.as_mut_ptr(), parts.workspace.zeroed_bytes);
-            match queues {
-                // SAFETY: the check saw that the workspace has as many bytes; its maker promised them to this run.
-                Some(queues) => unsafe { queues.zero(address, bytes, stream)? },
-                // SAFETY: as above; without queues it is host memory.
-                None => unsafe { address.write_bytes(0, bytes as usize) },
-            }
+            // SAFETY: the check saw that the workspace has as many bytes; its maker promised them to this run.
+            unsafe { zero(queues, address, bytes, stream)? };
         }
         // SAFETY: checked and cleared above, for the problem that the backend planned; the stream is live.
         unsafe { launch.launch(&call) }
@@ -366,7 +416,7 @@ mod tests {
     fn plan(parts: PlanParts) -> FwdPlan {
         let problem = crate::toy::problem();
         let planned = Planned { parts, launch: Box::new(Nothing) };
-        Plan::new(Device::new(Toy::in_host_memory()), problem, planned, false)
+        Plan::new(Device::new(Toy::in_host_memory()), problem, planned, false, false)
     }
 
     #[test]

@@ -235,7 +235,7 @@ fn check_total(
             ensure!(wanted, field, "{field} {total} is given, but it is not so that {what}");
             ensure!(total <= MAX_SEQLEN, field, "{field} {total} is larger than {MAX_SEQLEN}");
         }
-        None => ensure!(!wanted, field, "{field} is missing (0 given): {what}"),
+        None => ensure!(!wanted, field, "{field} is missing: {what}"),
     }
     Ok(())
 }

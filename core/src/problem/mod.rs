@@ -325,8 +325,7 @@ impl FwdProblem {
     fn check_dims(&self) -> Result<(), ProblemError> {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =
             self.dims;
-        for (field, value) in [("batch", batch), ("num_heads_q", num_heads_q), ("num_heads_kv", num_heads_kv)]
-        {
+        for (field, value) in [("num_heads_q", num_heads_q), ("num_heads_kv", num_heads_kv)] {
             ensure!(value >= 1, field, "{field} {value} is not at least 1");
         }
         for (field, value) in [("head_dim_qk", head_dim_qk), ("head_dim_v", head_dim_v)] {

@@ -229,7 +229,7 @@ fn gradients_are_finite_differences_for_every_mask() {
 
 #[test]
 fn gradients_are_finite_differences_through_cap_bias_sink_and_dropout() {
-    for broadcast in [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead] {
+    for broadcast in BiasBroadcast::ALL {
         let mut fwd = small("b:2,1");
         fwd.score.softcap = Some(0.75);
         fwd.score.softmax_scale = Some(1.5);

@@ -226,7 +226,7 @@ mod tests {
         let in_order = BwdSpec { deterministic: true, ..BwdSpec::of(&problem) };
         others.extend([class.clone(), TileClass::of_bwd(&problem, &in_order), of_fwd(|_| ())]);
         // A bias in each way to share it out, and then its gradient.
-        for broadcast in [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead] {
+        for broadcast in BiasBroadcast::ALL {
             for gradient in [None, Some(DType::F16), Some(DType::F32)] {
                 others.push(of_bwd(|p| {
                     biased(&mut p.fwd, broadcast);

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{TileClass, TunedTile};
 use crate::cache::{self, FileLock, Locked, Patience};
 use crate::error::{Error, Result};
+use crate::records::{TUNE, record};
 use crate::source::{Header, KernelSource};
 
 /// A kernel whose tiles are kept.
@@ -106,6 +107,7 @@ impl TunedTiles {
         let contents = Contents { device: self.device.clone(), tiles };
         let bytes = serde_json::to_vec_pretty(&contents).map_err(|error| failed(error.into()))?;
         cache::write_file(&path, &bytes).map_err(failed)?;
+        record!(info, TUNE, "tile of {label} kept in {}", path.display());
         Ok(path)
     }
 }

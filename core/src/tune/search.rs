@@ -1,6 +1,7 @@
 //! Which tile is faster, and by more than chance: bursts of two tiles in turns.
 
 use super::TileOptions;
+use crate::records::{Listed, TUNE, record};
 
 /// Times the tiles of one problem.
 pub trait Timer {
@@ -222,6 +223,16 @@ pub fn search<T: Timer>(
             challenger = Some(ready).filter(|_| measured.is_gain());
             Ok(measured)
         });
+        match &outcome {
+            Ok(measured) => record!(
+                debug,
+                TUNE,
+                "{knob}={value}: gain {:.1} %, spread {:.1} %",
+                100.0 * measured.gain(),
+                100.0 * measured.spread()
+            ),
+            Err(why) => record!(debug, TUNE, "{knob}={value}: not timed: {why}"),
+        }
         tell(&Tried { changed: format!("{knob}={value}"), outcome });
         if let Some(ready) = challenger {
             timer.coming(changed(&tile, &changes[at + 1..]));
@@ -232,7 +243,17 @@ pub fn search<T: Timer>(
         Some(ready) => Some(InTurns::run(timer, &own_ready, ready, 3 * rounds)?),
         None => None,
     };
-    Ok(Found { tile: best, confirmed, not_begun })
+    let found = Found { tile: best, confirmed, not_begun };
+    let gain = found.confirmed.as_ref().map_or(0.0, InTurns::gain);
+    let words = if found.is_gain() { "faster than" } else { "no gain over" };
+    record!(
+        info,
+        TUNE,
+        "tile {}: {words} the kernel's own, {:.1} %, {not_begun} changes not begun",
+        Listed(found.tile.iter().map(|(name, value)| format!("{name}={value}")), ", "),
+        100.0 * gain
+    );
+    Ok(found)
 }
 
 /// The tile with each change that makes another of it.

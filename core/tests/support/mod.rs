@@ -1,17 +1,17 @@
 //! Arguments that no test reads or writes through: only their addresses and sizes matter.
 
-use fmha_core::{BwdArgs, DevSlice, DevSliceMut, MemorySpace};
+use fmha_core::{BwdArgs, DevSlice, DevSliceMut, ElemType, MemorySpace};
 
-/// So many f32 of host memory.
+/// As many bytes of host memory as so many f32.
 pub(crate) fn input(address: usize, elems: u64) -> DevSlice<'static> {
     // SAFETY: the checks, and `bind`, never read through a slice.
-    unsafe { DevSlice::from_raw(MemorySpace::Host, address as *const u8, elems * 4) }
+    unsafe { DevSlice::from_raw(MemorySpace::Host, address as *const u8, elems * 4, ElemType::Bytes) }
 }
 
 /// The same, to be written.
 pub(crate) fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
     // SAFETY: as above, nor write.
-    unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4) }
+    unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4, ElemType::Bytes) }
 }
 
 /// What every backward call has: of each tensor more than two sequences of a few rows take.

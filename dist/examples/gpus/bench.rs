@@ -102,7 +102,7 @@ impl Bench {
             receives: vec![parcel((rank + size - 1) % size)],
         };
         // SAFETY: the buffer is written by exchanges alone, one behind another on the stream.
-        let to = unsafe { DevSliceMut::from_raw(to.space(), to.as_ptr(), to.bytes()) };
+        let to = unsafe { DevSliceMut::from_raw(to.space(), to.as_ptr(), to.bytes(), fmha::ElemType::Bytes) };
         Ok(self.group.exchange(&exchange, &[from.slice()], &mut [to], &self.stream)?)
     }
 

@@ -103,7 +103,8 @@ impl Meeting {
         self.coming.expected.iter().for_each(|piece| here &= !(1 << piece));
         let (space, address) = (self.device.memory().space(), self.words.address as *const u8);
         // SAFETY: the words are never freed, and written by copy engines and kernels alone.
-        let flags = unsafe { DevSlice::from_raw(space, address, self.words.kernels_bytes()) };
+        let flags =
+            unsafe { DevSlice::from_raw(space, address, self.words.kernels_bytes(), fmha::ElemType::U32) };
         let timeout_ns = u64::try_from(self.timeout.as_nanos()).unwrap_or(u64::MAX);
         Arrivals { ends: self.ends.slice(), flags, here, timeout_ns }
     }

@@ -218,7 +218,7 @@ pub trait Group: Send + Sync {
         let (space, first) = (all.space(), all.as_mut_ptr());
         let place = |rank: u32| first.wrapping_add(at(rank) as usize);
         // SAFETY: this rank's stretch, inside `all`, as was checked; it is borrowed as long as this is, and written by nobody.
-        let own = unsafe { DevSlice::from_raw(space, place(rank), bytes) };
+        let own = unsafe { DevSlice::from_raw(space, place(rank), bytes, all.elem()) };
         // Those of the ranks below and of those above.
         let mut sinks = Vec::new();
         let mut exchange = Exchange::default();
@@ -235,7 +235,9 @@ pub trait Group: Send + Sync {
                 });
             }
             // SAFETY: as above, and neither the other sink nor `own` has a byte of it.
-            sinks.push(unsafe { DevSliceMut::from_raw(space, place(ranks.start), at(ranks.len() as u32)) });
+            sinks.push(unsafe {
+                DevSliceMut::from_raw(space, place(ranks.start), at(ranks.len() as u32), all.elem())
+            });
         }
         self.exchange(&exchange, &[own], &mut sinks, stream)
     }

@@ -3,19 +3,20 @@
 //! Both libraries have the same symbols, so one loader serves; it is found when it is asked for. Rows go by sends and receives
 //! in one group a step, on the caller's stream; what every rank sends to all by one all-gather. What ranks say to each other on
 //! the host goes over a [`Host`] group, which also says who has failed: a thread then aborts the communicator, so that no kernel
-//! waits for a rank that is gone. The same thread finds a rank that plans, or runs another call, where this one runs a call that
+//! and no call waits for a rank that is gone. The same thread finds a rank that plans, or runs another call, where this one runs a call that
 //! was planned before: nobody would wait for it on the host.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fmha::{DevSlice, DevSliceMut, MemorySpace, Stream};
 use libloading::Library;
 
+use super::tcp::after;
 use super::{Exchange, Group, Host, Parcel, check_stretches};
 use crate::error::{Error, Result};
 
@@ -100,11 +101,13 @@ impl Api {
 /// A communicator, and whether it is still there.
 struct Held {
     comm: Mutex<Option<Comm>>,
+    /// Held while something is queued: the communicator is then in use, and its own mutex is free.
+    queueing: Mutex<()>,
     owned: bool,
     ended: AtomicBool,
 }
 
-// SAFETY: a communicator is used by one thread at a time, which the mutex sees to.
+// SAFETY: a communicator is used by one thread at a time, which the mutexes see to, but for the abort of one that is stuck.
 unsafe impl Send for Held {}
 // SAFETY: as above.
 unsafe impl Sync for Held {}
@@ -113,9 +116,50 @@ impl Held {
     fn take(&self) -> Option<Comm> {
         self.comm.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
+
+    /// Aborts the communicator, so that no kernel and no call waits for a rank that is gone.
+    fn abort(&self, api: &Arc<Api>) {
+        let Some(comm) = self.take() else { return };
+        // A call that is in the library ends soon, unless it waits for that rank: the abort is then what ends it.
+        let end = Instant::now() + GRACE;
+        let mut idle = self.queueing.try_lock();
+        while matches!(idle, Err(TryLockError::WouldBlock)) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+            idle = self.queueing.try_lock();
+        }
+        // SAFETY: taken, so no call begins with it; its kernels end, and streams that wait for them go on.
+        by(GRACE, api, move |api, comm| unsafe { (api.comm_abort)(comm) }, comm);
+    }
 }
 
-/// A rank on a GPU.
+/// How long what ends by itself may take: a call that queues, the library's own end of a communicator.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Calls the library about a communicator that this was the last to have, and waits for it no longer than this: a call that waits
+/// for a rank that is gone keeps its thread, and nobody else.
+fn by(
+    patience: Duration,
+    api: &Arc<Api>,
+    call: impl FnOnce(&Api, Comm) -> Status + Send + 'static,
+    comm: Comm,
+) {
+    struct Last(Comm);
+    // SAFETY: nobody else has it.
+    unsafe impl Send for Last {}
+    let (api, comm) = (api.clone(), Last(comm));
+    let (tell, told) = std::sync::mpsc::channel();
+    let ending = std::thread::Builder::new().name("fmha-nccl-end".to_owned()).spawn(move || {
+        let Last(comm) = { comm };
+        call(&api, comm);
+        let _ = tell.send(());
+    });
+    if ending.is_ok() {
+        let _ = told.recv_timeout(patience);
+    }
+}
+
+/// A rank on a GPU. Dropped, it leaves the group, and ends a communicator of its own together with the other ranks: no later than
+/// the group's timeout, after which, or where one has failed, the communicator is aborted.
 pub struct Nccl {
     control: Arc<Host>,
     api: Arc<Api>,
@@ -177,7 +221,12 @@ impl Nccl {
 
     fn with(control: Host, api: Api, comm: Comm, owned: bool) -> Self {
         let (control, api) = (Arc::new(control), Arc::new(api));
-        let held = Arc::new(Held { comm: Mutex::new(Some(comm)), owned, ended: AtomicBool::new(false) });
+        let held = Arc::new(Held {
+            comm: Mutex::new(Some(comm)),
+            queueing: Mutex::new(()),
+            owned,
+            ended: AtomicBool::new(false),
+        });
         let watch = {
             let (control, api, held) = (control.clone(), api.clone(), held.clone());
             std::thread::Builder::new().name("fmha-nccl-watch".to_owned()).spawn(move || {
@@ -188,10 +237,7 @@ impl Nccl {
                         control.judged().map(|error| control.fail(error));
                     }
                     if control.failure().is_some() {
-                        if let Some(comm) = held.take() {
-                            // SAFETY: taken, so nobody calls it again; its kernels end, and streams that wait for them go on.
-                            unsafe { (api.comm_abort)(comm) };
-                        }
+                        held.abort(&api);
                         break;
                     }
                     std::thread::sleep(Duration::from_millis(20));
@@ -206,10 +252,11 @@ impl Nccl {
         if let Some(error) = self.control.failure() {
             return Err(self.fail(error));
         }
-        let comm = self.held.comm.lock().unwrap_or_else(PoisonError::into_inner);
-        let gone = || Error::new(self.rank(), "nccl", "the communicator was aborted, 0 are left");
+        let queueing = self.held.queueing.lock().unwrap_or_else(PoisonError::into_inner);
+        let comm = *self.held.comm.lock().unwrap_or_else(PoisonError::into_inner);
+        let gone = || Error::new(self.rank(), "nccl", "the communicator was aborted");
         let queued = comm.ok_or_else(gone).and_then(queue);
-        drop(comm);
+        drop(queueing);
         queued.map_err(|error| self.fail(error))
     }
 
@@ -340,14 +387,24 @@ impl Group for Nccl {
 }
 
 impl Drop for Nccl {
+    /// Ends a communicator of its own together with the other ranks: the library's end of one is a call of all ranks, which waits
+    /// for each. Where one has failed, or has not left within the timeout, it is aborted, which waits for nobody.
     fn drop(&mut self) {
+        if self.held.owned {
+            let end = after(self.control.timeout());
+            if self.control.leave_together(end) {
+                if let Some(comm) = self.held.take() {
+                    let patience = end.saturating_duration_since(Instant::now()).max(GRACE);
+                    // SAFETY: made by `joined`, and taken, so that it is destroyed once.
+                    by(patience, &self.api, |api, comm| unsafe { (api.comm_destroy)(comm) }, comm);
+                }
+            } else {
+                self.held.abort(&self.api);
+            }
+        }
         self.held.ended.store(true, Ordering::Release);
         if let Some(watch) = self.watch.take() {
             let _ = watch.join();
-        }
-        if let (Some(comm), true) = (self.held.take(), self.held.owned) {
-            // SAFETY: made by `new`, and taken, so that it is destroyed once.
-            unsafe { (self.api.comm_destroy)(comm) };
         }
     }
 }

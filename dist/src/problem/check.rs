@@ -19,6 +19,7 @@ impl Whole {
         }
         whole.clone().validate().map_err(|error| Error::of(rank, &error.into()))?;
         for (field, there, what) in [
+            ("batch", whole.dims.batch == 0, "a batch of 0 is"),
             ("kv_layout", whole.layout.kv.is_paged(), "pages are"),
             ("v_layout", whole.layout.v != VLayout::RowMajor, "a column-major V is"),
             ("seqused_q", whole.layout.seqused_q, "lengths that lie in memory are"),
@@ -30,15 +31,15 @@ impl Whole {
             ("dtype_o", whole.dtypes.o.is_fp8(), "an FP8 O is"),
         ] {
             if there {
-                return wrong(field, format!("{what} for 1 device alone, not for ranks (here {ranks})"));
+                return wrong(field, format!("{what} for one device alone, not for ranks (here {ranks})"));
             }
         }
         let is_packed = whole.layout.q == QLayout::Packed;
         if is_packed != (whole.layout.kv == KvLayout::Packed) {
-            return wrong("kv_layout", "queries and keys are packed both, or 0 of them".to_owned());
+            return wrong("kv_layout", "either both queries and keys are packed, or neither".to_owned());
         }
         if is_packed && matches!(whole.score.bias, Bias::Elementwise(_)) {
-            return wrong("bias", "packed rows of several ranks take ALiBi or 0 bias".to_owned());
+            return wrong("bias", "packed rows of several ranks take ALiBi or no bias".to_owned());
         }
         let axis = |side: &str, partition: &Partition, cu_seqlens: &Option<Vec<u32>>, seqlen| {
             let wrong = |(field, text)| Error::new(rank, field, text);

@@ -106,8 +106,8 @@ impl Problem {
             self.whole.write_lse = said("write_lse") == Some("true");
         }
         if self.as_others.bias {
-            let kinds = [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead];
-            let mut all = kinds.into_iter().flat_map(|kind| DType::ALL.map(|dtype| (dtype, kind)));
+            let mut all =
+                BiasBroadcast::ALL.into_iter().flat_map(|kind| DType::ALL.map(|dtype| (dtype, kind)));
             let bias = all.find_map(|(dtype, broadcast)| {
                 let shape = self.whole.shape_bias(broadcast);
                 // Strides of a bias that has no rows here play no part.

@@ -2,7 +2,7 @@
 
 use crate::simt;
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
-use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{PlanOptions, ValidBwd, Workspace, bind};
 use fmha_gpu::{Choice, Grid, Kernel, Launches, Recipe, Steps, deterministic_rows, exactly};
@@ -55,9 +55,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for SimtBwd {
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
         let ([stats], rows) = (exactly(steps.before())?, steps.main());
-        let Some(workspace) = self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel simt has 0 workspaces chosen").into());
-        };
+        let workspace = fmha_gpu::chosen(self.chosen, "simt")?;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
         let mut arguments = [(&raw mut params).cast()];

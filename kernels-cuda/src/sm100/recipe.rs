@@ -122,9 +122,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let Some((tile, mut schedule)) = self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 tiles chosen").into());
-        };
+        let (tile, mut schedule) = fmha_gpu::chosen(self.chosen, "sm100")?;
         let fwd = steps.main();
         let mut maps = match tile.copy_bytes {
             0 => fwd.kept.of::<V::Driver>(call, None, || boxes(call.problem, &tile))?,

@@ -129,9 +129,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
-        let Some((_, workspace)) = self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 workspaces chosen").into());
-        };
+        let (_, workspace) = fmha_gpu::chosen(self.chosen, "sm100")?;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
         for step in steps.before() {

@@ -149,9 +149,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let Some((tile, mut schedule)) = self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel sm80 has 0 tiles chosen").into());
-        };
+        let (tile, mut schedule) = fmha_gpu::chosen(self.chosen, "sm80")?;
         let fwd = steps.main();
         let whole = bind::fwd_params(call.problem, call.args);
         // SAFETY: the caller's promise; the plan's workspace was made for the same tile.

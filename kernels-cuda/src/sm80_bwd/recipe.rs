@@ -142,9 +142,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
-        let Some(Chosen { workspace, .. }) = self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel sm80 has 0 workspaces chosen").into());
-        };
+        let Chosen { workspace, .. } = fmha_gpu::chosen(self.chosen, "sm80")?;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
         for step in steps.iter() {

@@ -311,9 +311,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let Some(Chosen { tile, mut schedule, values }) = self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
-        };
+        let Chosen { tile, mut schedule, values } = fmha_gpu::chosen(self.chosen, "sm90")?;
         let fwd = steps.main();
         let mut params = bind::fwd_params(call.problem, call.args);
         let workspace = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);

@@ -199,11 +199,8 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
-        let Some(Chosen { tile, mut schedule, dbias, postprocesses, repairs, workspace, head_sums, .. }) =
-            self.chosen
-        else {
-            return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
-        };
+        let Chosen { tile, mut schedule, dbias, postprocesses, repairs, workspace, head_sums, .. } =
+            fmha_gpu::chosen(self.chosen, "sm90")?;
         let ([preprocess], main, more) = (exactly(steps.before())?, steps.main(), steps.after());
         let (postprocess, more) = more.split_at(usize::from(postprocesses).min(more.len()));
         let (sums, more) = more.split_at(usize::from(tile.head_parts).min(more.len()));

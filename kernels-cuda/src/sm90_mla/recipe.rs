@@ -121,9 +121,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let Some((tile, mut schedule)) = self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel sm90_mla has 0 tiles chosen").into());
-        };
+        let (tile, mut schedule) = fmha_gpu::chosen(self.chosen, "sm90_mla")?;
         let fwd = steps.main();
         let mut maps = Maps::of::<V::Driver>(call, &tile)?;
         let whole = bind::fwd_params(call.problem, call.args);

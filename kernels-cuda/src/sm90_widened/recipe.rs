@@ -125,9 +125,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let Some(chosen) = &self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel sm90_widened has 0 readers chosen").into());
-        };
+        let chosen = fmha_gpu::chosen(self.chosen.as_ref(), "sm90_widened")?;
         let (widen, left) = steps.split_first()?;
         let mut params = bind::fwd_params(call.problem, call.args);
         let mut cache = chosen.places.cache(call.problem, params.workspace.0);
@@ -147,7 +145,7 @@ impl<V: Nvidia> Chosen<V> {
         let start = args.workspace.as_ref().map_or(std::ptr::null_mut(), DevSliceMut::as_mut_ptr);
         let written = |slice: &DevSliceMut<'_>| {
             // SAFETY: the memory of the call's operand, which the reader alone writes while it is borrowed here.
-            unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes()) }
+            unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes(), slice.elem()) }
         };
         let part = |from: u64, to: u64| {
             // SAFETY: of the workspace, which `check_fwd` saw to be as large as the plan says; the launch before the reader writes it.
@@ -156,6 +154,7 @@ impl<V: Nvidia> Chosen<V> {
                     MemorySpace::Device,
                     start.wrapping_add(from as usize).cast_const(),
                     to - from,
+                    self.wide.dtypes.qk,
                 )
             }
         };

@@ -101,13 +101,7 @@ impl<V: Amd, U: Unit> Recipe<ValidBwd, V> for Products<U> {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
-        let Some((chosen, _)) = &self.chosen else {
-            return Err(ProblemError::new(
-                "plan",
-                format!("plan: kernel {} has 0 workspaces chosen", U::NAME),
-            )
-            .into());
-        };
+        let (chosen, _) = fmha_gpu::chosen(self.chosen.as_ref(), U::NAME)?;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = chosen.params(call.problem, &bind::bwd_params(call.problem, call.args), address);
         let mut rows = params.bwd;

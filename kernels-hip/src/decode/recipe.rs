@@ -160,10 +160,7 @@ impl<V: Amd, K: Split> Recipe<ValidFwd, V> for Decode<K> {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
-        let Some(Chosen { kernel, .. }) = self.chosen else {
-            let reason = format!("plan: kernel {} has 0 tiles chosen", K::NAME);
-            return Err(ProblemError::new("plan", reason).into());
-        };
+        let Chosen { kernel, .. } = fmha_gpu::chosen(self.chosen, K::NAME)?;
         let [merge] = exactly(steps.after())?;
         let whole = bind::fwd_params(call.problem, call.args);
         // SAFETY: the caller's promise; the workspace is as large as the plan said.

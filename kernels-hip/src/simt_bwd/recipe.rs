@@ -1,7 +1,7 @@
 //! The kernels that compute every backward problem.
 
 use crate::{simt, simt_bwd};
-use fmha_core::{Call, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
+use fmha_core::{Call, PlanOptions, Refusal, ResourceUsage, Result, ValidBwd, Workspace, bind};
 use fmha_gpu::{Choice, Kernel, Launch, Launches, Recipe, Steps, deterministic_rows, exactly};
 
 use crate::device::{Amd, Device, DeviceFacts, launch, lay_out};
@@ -48,9 +48,7 @@ impl<V: Amd> Recipe<ValidBwd, V> for SimtBwd {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
-        let Some((chosen, _)) = self.chosen else {
-            return Err(ProblemError::new("plan", "plan: kernel simt has 0 workspaces chosen").into());
-        };
+        let (chosen, _) = fmha_gpu::chosen(self.chosen, "simt")?;
         let [stats] = exactly(steps.before())?;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = chosen.workspace.bind(bind::bwd_params(call.problem, call.args), address);

@@ -10,7 +10,7 @@ pub use canary::{intact_bwd, intact_combine, intact_fwd};
 pub use combine::check_combine;
 pub use fwd::check_fwd;
 
-use fmha_core::{Bias, BiasBroadcast, BwdProblem, DType, FwdProblem, SeqSpan};
+use fmha_core::{Bias, BwdProblem, DType, FwdProblem, SeqSpan};
 
 use crate::tensor::{Operand, Operands};
 
@@ -165,8 +165,7 @@ fn logits_bound(
             let tensor = operands.expect(Operand::Bias);
             let sink =
                 operands.get(Operand::Sink).map_or(f64::NEG_INFINITY, |sink| sink.nth(i_head as usize));
-            let head = if bias.broadcast == BiasBroadcast::OneOne { 0 } else { i_head };
-            let batch = if bias.broadcast == BiasBroadcast::BatchHead { span.i_batch } else { 0 };
+            let (batch, head) = bias.broadcast.index(span.i_batch, i_head);
             let row = |i| {
                 let numbers = (0..span.seqlen_k).map(move |j| tensor.get(batch, i, head, j));
                 let largest = numbers.clone().filter(|x| x.is_finite()).fold(f64::NEG_INFINITY, f64::max);

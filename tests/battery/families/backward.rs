@@ -77,7 +77,7 @@ fn column_major(cases: &mut Vec<Case>) {
 
 /// What stands between a product and its softmax, alone and together, over blocks of keys that hold all of their keys and
 /// one that does not; gradients of it where it has some.
-const MODIFIERS: [&str; 12] = [
+const MODIFIERS: [&str; 13] = [
     "softcap",
     "large_softcap",
     "alibi",
@@ -90,6 +90,7 @@ const MODIFIERS: [&str; 12] = [
     "dbias_batch_head",
     "dropout",
     "sink",
+    "dbias_batch_one",
 ];
 
 fn modifiers(cases: &mut Vec<Case>) {
@@ -180,6 +181,7 @@ fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     fwd.score.sink = has("sink");
     let broadcast = match modifier {
         word if word.starts_with("dbias_one_one") => BiasBroadcast::OneOne,
+        "dbias_batch_one" => BiasBroadcast::BatchOne,
         "dbias_batch_head" => BiasBroadcast::BatchHead,
         _ => BiasBroadcast::OneHead,
     };
@@ -797,6 +799,12 @@ fn edges(cases: &mut Vec<Case>) {
         problem.write_dsink = true;
         let name = format!("backward/group_with_empty_sequences/{dtype}");
         push(name, problem, Lengths::packed(&sequences), plain, Init::Normal);
+        // Without a sequence what all of them share is 0.
+        for modifier in ["plain", "sink", "dbias_one_one", "dbias_one_head"] {
+            let none = masked(dtype, Dims { batch: 0, ..dims(33, 40, 32) }, "b");
+            let name = format!("backward/no_sequences/{dtype}/{modifier}");
+            push(name, modified(none, modifier), Lengths::default(), plain, Init::Normal);
+        }
     }
     // Several blocks of those tiles whose consumers share out the head dimension, with V's of its own.
     for (head_dim, head_dim_v) in [(192, 128), (136, 192), (256, 256)] {

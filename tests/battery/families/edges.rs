@@ -87,6 +87,10 @@ fn lengths(cases: &mut Vec<Case>) {
                 let name = format!("edges/lengths/{dtype}/s{q}x{k}/{mask}");
                 push(cases, name, masked(dtype, dims(q, k, 64), mask), Lengths::default());
             }
+            if matches!(mask, "0" | "b") {
+                let none = masked(dtype, Dims { batch: 0, ..dims(5, 40, 64) }, mask);
+                push(cases, format!("edges/no_sequences/{dtype}/{mask}"), none, Lengths::default());
+            }
             let sequences = [(0, 7), (3, 0), (0, 0), (1, 1), (17, 5), (5, 33), (0, 0)];
             let mut problem = FwdProblem::group(dtype, Dims { batch: 7, ..dims(17, 33, 32) });
             problem.mask = mask.parse().unwrap_or(MaskSpec::NONE);

@@ -12,7 +12,8 @@ use fmha_core::{
 use fmha_gpu::{Choice, Kernel, Recipe};
 use fmha_kernels_cuda::nvidia::DeviceFacts;
 
-use super::Cuda;
+use super::{Cuda, NVTX, nvtx};
+use crate::search::libraries;
 
 /// What a recipe chooses for this seat.
 fn choose<P: Problem>(
@@ -63,4 +64,12 @@ fn detail<K>(choice: &Choice<K>, name: &str) -> Option<String> {
 fn in_fp8(seqlens: [u32; 2], heads: [u32; 2], dim: u32) -> FwdProblem {
     let dims = of_lengths(seqlens, heads, dim, "0").dims;
     FwdProblem::batch(DType::E4m3Fn, dims).dtype_o(DType::Bf16)
+}
+
+#[test]
+fn nvtxs_functions_are_in_its_library_where_that_is_installed() {
+    match libraries(&NVTX).into_iter().find(|path| path.is_file()) {
+        Some(path) => assert!(nvtx().are_there(), "{}", path.display()),
+        None => println!("absent: {}: no function was looked for", NVTX.join(", ")),
+    }
 }

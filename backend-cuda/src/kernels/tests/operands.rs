@@ -36,12 +36,21 @@ impl Places {
 
     fn read(self, name: &str) -> DevSlice<'static> {
         // SAFETY: nobody reads it.
-        unsafe { DevSlice::from_raw(MemorySpace::Device, self.of(name) as *const u8, 1) }
+        unsafe {
+            DevSlice::from_raw(MemorySpace::Device, self.of(name) as *const u8, 1, fmha_core::ElemType::Bytes)
+        }
     }
 
     fn written(self, name: &str) -> DevSliceMut<'static> {
         // SAFETY: nobody writes it.
-        unsafe { DevSliceMut::from_raw(MemorySpace::Device, self.of(name) as *mut u8, 1) }
+        unsafe {
+            DevSliceMut::from_raw(
+                MemorySpace::Device,
+                self.of(name) as *mut u8,
+                1,
+                fmha_core::ElemType::Bytes,
+            )
+        }
     }
 
     fn forward(self, totals: Totals) -> FwdArgs<'static> {

@@ -49,8 +49,8 @@ impl Local {
         options: *const FmhaOptions,
         group: &dyn Group,
     ) -> crate::Result<Self> {
-        let call = *call.ok_or_else(|| refused("call", "call is null (0)".to_owned()))?;
-        let ranks = ranks.ok_or_else(|| refused("ranks", "ranks is null (0)".to_owned()))?;
+        let call = *call.ok_or_else(|| refused("call", "call is null".to_owned()))?;
+        let ranks = ranks.ok_or_else(|| refused("ranks", "ranks is null".to_owned()))?;
         struct_bytes::<FmhaRanks>(ranks.struct_bytes)?;
         // SAFETY: passed on.
         let (pointed, choice) = unsafe { (Pointed::read(&call)?, Choice::read(options)?) };
@@ -135,10 +135,7 @@ impl Local {
                 [("dlse", !gradients.dlse.is_null()), ("dbias", !gradients.dbias.data.is_null())]
             {
                 if given {
-                    return Err(refused(
-                        field,
-                        format!("{field} is given (1), and is taken over 1 rank alone"),
-                    ));
+                    return Err(refused(field, format!("{field} is given, and is taken over 1 rank alone")));
                 }
             }
         }
@@ -229,7 +226,7 @@ unsafe fn partition(
         unsafe { std::slice::from_raw_parts(runs, count) }
     };
     if given.len() != count {
-        return Err(refused(field, format!("{field}: runs is null (0), but {count} are said")));
+        return Err(refused(field, format!("{field}: runs is null, but {count} are said")));
     }
     for run in given {
         let (rank, begin, end) = (size("rank", run.rank)?, size("begin", run.begin)?, size("end", run.end)?);

@@ -5,6 +5,7 @@ mod mailbox;
 
 pub(super) use mailbox::Mailbox;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -51,6 +52,8 @@ pub struct Host {
     link: Box<dyn Link>,
     /// How long the call that runs has waited for other ranks; none between calls.
     waited: Mutex<Option<Duration>>,
+    /// Whether it has said farewell.
+    left: AtomicBool,
 }
 
 impl Host {
@@ -61,12 +64,49 @@ impl Host {
         mailbox: Arc<Mailbox>,
         link: Box<dyn Link>,
     ) -> Self {
-        Self { rank, size, timeout, mailbox, link, waited: Mutex::new(None) }
+        Self { rank, size, timeout, mailbox, link, waited: Mutex::new(None), left: AtomicBool::new(false) }
     }
 
     fn others(&self) -> impl Iterator<Item = u32> {
         let rank = self.rank;
         (0..self.size).filter(move |&other| other != rank)
+    }
+
+    /// Says farewell: this rank sends nothing more.
+    fn leave(&self) {
+        if self.left.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if std::thread::panicking() {
+            self.fail(Error::new(self.rank, "group", format!("rank {} has panicked", self.rank)));
+        }
+        // What it failed of goes before its farewell: the rank that found it out may not have told everybody yet.
+        let failure = self.mailbox.lock().failure.clone();
+        for to in self.others() {
+            if let Some(error) = &failure {
+                self.link.post(to, Frame::Failed(error.clone()));
+            }
+            self.link.post(to, Frame::Left);
+        }
+    }
+
+    /// Leaves, and waits until every other rank has left too. False: one has failed or died, or has not left by `end`.
+    pub(super) fn leave_together(&self, end: Instant) -> bool {
+        self.leave();
+        let mut state = self.mailbox.lock();
+        loop {
+            let gone = |rank: u32| state.peers[rank as usize].gone;
+            let has_failed = self.others().any(|rank| gone(rank).is_some_and(|how| how != Gone::Left));
+            let left = end.saturating_duration_since(Instant::now());
+            if state.failure.is_some() || has_failed || left.is_zero() {
+                return false;
+            }
+            if self.others().all(|rank| gone(rank).is_some()) {
+                return true;
+            }
+            let woken = self.mailbox.changed.wait_timeout(state, left);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Bytes, unless all is lost already.
@@ -242,17 +282,7 @@ impl Group for Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.fail(Error::new(self.rank, "group", format!("rank {} has panicked", self.rank)));
-        }
-        // What it failed of goes before its farewell: the rank that found it out may not have told everybody yet.
-        let failure = self.mailbox.lock().failure.clone();
-        for to in self.others() {
-            if let Some(error) = &failure {
-                self.link.post(to, Frame::Failed(error.clone()));
-            }
-            self.link.post(to, Frame::Left);
-        }
+        self.leave();
     }
 }
 

@@ -23,6 +23,23 @@ type Letters = HashMap<(u32, u32), VecDeque<Vec<u8>>>;
 struct World {
     letters: Mutex<Letters>,
     come: Condvar,
+    /// Which ranks have ended their communicators, and how.
+    ends: Mutex<Vec<(u32, &'static str)>>,
+    ended: Condvar,
+}
+
+impl World {
+    fn end(&self, rank: u32, how: &'static str) {
+        self.ends.lock().unwrap().push((rank, how));
+        self.ended.notify_all();
+        // Whoever looks at the ends with the letters in hand sees this one.
+        drop(self.letters.lock().unwrap());
+        self.come.notify_all();
+    }
+
+    fn has_aborted(&self, rank: u32) -> bool {
+        self.ends.lock().unwrap().contains(&(rank, "abort"))
+    }
 }
 
 /// What a communicator points to.
@@ -93,6 +110,9 @@ impl Rank {
                 self.world.come.notify_all();
             }
             Message::Receive(to, bytes, from) => loop {
+                if self.world.has_aborted(self.rank) {
+                    return 6;
+                }
                 if let Some(letter) = letters.get_mut(&(from, self.rank)).and_then(VecDeque::pop_front) {
                     write(to, &letter);
                     return c_int::from(letter.len() != bytes);
@@ -123,7 +143,21 @@ unsafe extern "C" fn comm_init_rank(comm: *mut Comm, size: c_int, id: UniqueId, 
     0
 }
 
-unsafe extern "C" fn comm_end(_comm: Comm) -> Status {
+/// As the library's: a call of all ranks, which waits for each.
+unsafe extern "C" fn comm_destroy(comm: Comm) -> Status {
+    // SAFETY: one of ours.
+    let Rank { rank, size, world } = unsafe { Rank::of(comm) };
+    world.end(*rank, "destroy");
+    let ends = world.ends.lock().unwrap();
+    let all = |ends: &mut Vec<(u32, &str)>| ends.len() < *size as usize;
+    drop(world.ended.wait_while(ends, all).unwrap());
+    0
+}
+
+unsafe extern "C" fn comm_abort(comm: Comm) -> Status {
+    // SAFETY: one of ours.
+    let Rank { rank, world, .. } = unsafe { Rank::of(comm) };
+    world.end(*rank, "abort");
     0
 }
 
@@ -203,8 +237,8 @@ fn api() -> Api {
     Api {
         get_unique_id,
         comm_init_rank,
-        comm_destroy: comm_end,
-        comm_abort: comm_end,
+        comm_destroy,
+        comm_abort,
         group_start,
         group_end,
         send,
@@ -279,8 +313,14 @@ fn an_all_gather_is_one_call_and_brings_what_messages_bring() {
                     let at = rank as usize * bytes;
                     all[at..at + bytes].copy_from_slice(&stretch(rank));
                     // SAFETY: the stand-in moves host memory.
-                    let mut to =
-                        unsafe { DevSliceMut::from_raw(MemorySpace::Device, all.as_mut_ptr(), room as u64) };
+                    let mut to = unsafe {
+                        DevSliceMut::from_raw(
+                            MemorySpace::Device,
+                            all.as_mut_ptr(),
+                            room as u64,
+                            fmha::ElemType::Bytes,
+                        )
+                    };
                     group.all_gather(bytes as u64, &mut to, &stream).map(|()| (all, CALLS.take()))
                 };
                 let all = expected.len();
@@ -470,4 +510,88 @@ fn a_rank_that_tells_too_few_bytes_of_a_communicator_is_refused_by_their_number(
         Nccl::joined(second, api()).err().unwrap()
     });
     assert_eq!(error, Error::new(0, "nccl", "rank 0 told 5 bytes of a communicator, not 128"));
+}
+
+/// The ranks of a group of NCCL whose timeout is this, and how their communicators end.
+fn ranks_of(ranks: u32, timeout: Duration) -> (Vec<Nccl>, Arc<World>) {
+    let all: Vec<Nccl> = std::thread::scope(|scope| {
+        let joined = threads(ranks, timeout)
+            .into_iter()
+            .map(|host| scope.spawn(move || Nccl::joined(host, api()).unwrap()));
+        let joined: Vec<_> = joined.collect();
+        joined.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let comm = all[0].held.comm.lock().unwrap().unwrap();
+    // SAFETY: one of the stand-in's.
+    let world = unsafe { Rank::of(comm) }.world.clone();
+    (all, world)
+}
+
+#[test]
+fn ranks_that_leave_destroy_their_communicator_together() {
+    let (all, world) = ranks_of(3, TIMEOUT);
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for (late, rank) in (0..).zip(all) {
+            scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(60 * late));
+                drop(rank);
+            });
+        }
+    });
+    assert!(start.elapsed() < TIMEOUT / 4, "{:?}", start.elapsed());
+    let mut ends = world.ends.lock().unwrap().clone();
+    ends.sort_unstable();
+    assert_eq!(ends, [(0, "destroy"), (1, "destroy"), (2, "destroy")]);
+}
+
+#[test]
+fn a_rank_leaves_by_the_timeout_where_another_stands_still() {
+    let timeout = Duration::from_millis(400);
+    let (mut all, world) = ranks_of(2, timeout);
+    let stands_still = all.pop().unwrap();
+    let start = Instant::now();
+    drop(all);
+    assert!(start.elapsed() >= timeout && start.elapsed() < GRACE + timeout, "{:?}", start.elapsed());
+    assert_eq!(*world.ends.lock().unwrap(), [(0, "abort")]);
+    drop(stands_still);
+    assert!(world.has_aborted(0));
+}
+
+#[test]
+fn a_rank_leaves_at_once_where_another_has_failed() {
+    let (mut all, world) = ranks_of(2, TIMEOUT);
+    let failed = all.pop().unwrap();
+    failed.fail(Error::new(1, "group", "it fails on purpose"));
+    let start = Instant::now();
+    drop(all);
+    assert!(start.elapsed() < TIMEOUT / 4, "{:?}", start.elapsed());
+    assert!(world.has_aborted(0));
+}
+
+#[test]
+fn a_call_that_waits_for_a_rank_that_has_failed_is_aborted() {
+    let (mut all, world) = ranks_of(2, TIMEOUT);
+    let failed = all.pop().unwrap();
+    let waits = &all[0];
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let queues = scope.spawn(|| {
+            let stream = Device::open(Backend::Cpu).unwrap().default_stream();
+            let mut room = [0u8; 16];
+            // SAFETY: the stand-in moves host memory.
+            let mut all = unsafe {
+                DevSliceMut::from_raw(MemorySpace::Device, room.as_mut_ptr(), 16, fmha::ElemType::Bytes)
+            };
+            waits.all_gather(8, &mut all, &stream)
+        });
+        while waits.held.queueing.try_lock().is_ok() && !queues.is_finished() {
+            std::thread::yield_now();
+        }
+        failed.fail(Error::new(1, "group", "it fails on purpose"));
+        let said = queues.join().unwrap().unwrap_err();
+        assert_eq!((said.rank, &*said.text), (1, "it fails on purpose"));
+    });
+    assert!(start.elapsed() < TIMEOUT / 4, "{:?}", start.elapsed());
+    assert!(world.has_aborted(0));
 }

@@ -160,7 +160,7 @@ pub fn connect(rendezvous: &Rendezvous, timeout: Duration) -> Result<Host> {
 pub const MAX_RANKS: u32 = 1 << 14;
 
 /// The instant that is `timeout` from now.
-fn after(timeout: Duration) -> Instant {
+pub(super) fn after(timeout: Duration) -> Instant {
     // A century, where the timeout is beyond the clock.
     const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
     let now = Instant::now();

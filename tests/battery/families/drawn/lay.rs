@@ -173,8 +173,7 @@ impl Draw {
             8 => Bias::Alibi { per_batch: true },
             _ => {
                 let dtype = self.of([DType::F32, sixteen_bit]);
-                let broadcast =
-                    self.of([BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead]);
+                let broadcast = self.of(BiasBroadcast::ALL);
                 let shape = problem.shape_bias(broadcast);
                 let gap = i64::from(self.of([0, 0, 1, 3, 8]));
                 let seq = i64::from(shape.dim) + gap;

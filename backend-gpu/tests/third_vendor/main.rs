@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+mod told;
+
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -12,12 +14,12 @@ use fmha_core::cache::{Compiler, CompilerOutput, ImageKind, KernelJob};
 use fmha_core::source::KernelSource;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
 use fmha_core::{
-    Accuracy, AnyProblem, Call, DType, DevBuffer, DevSlice, Device, Dims, FwdArgs, FwdProblem, MemorySpace,
-    PlanOptions, ProblemError, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, ValidBwd,
-    ValidCombine, ValidFwd, Workspace,
+    Accuracy, AnyProblem, Call, DType, DevBuffer, DevSlice, Device, Dims, Error, FwdArgs, FwdProblem,
+    MemorySpace, PlanOptions, ProblemError, Promises, Queues, Refusal, ResourceUsage, Result, Roofline,
+    ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 use fmha_gpu::{
-    Backend, Choice, Driver, Facts, Family, Grid, Kernel, Launch, Launches, Recipe, Steps, Toolchain,
+    Backend, Choice, Driver, Facts, Family, Grid, Kernel, Launch, Launches, Ranges, Recipe, Steps, Toolchain,
     Tunable, Vendor, deterministic_rows, exactly, settle,
 };
 
@@ -40,6 +42,9 @@ impl Toy {
         self.log.lock().unwrap().push(line);
     }
 }
+
+/// What the driver refuses to launch: a kernel that adds this.
+const REFUSED: f32 = 999.0;
 
 /// A kernel's "machine code" is its entry: a number that it adds to each element.
 struct Loaded {
@@ -89,6 +94,9 @@ unsafe impl Driver for Toy {
     }
 
     unsafe fn launch(kernel: &Loaded, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
+        if kernel.adds == REFUSED {
+            return Err(Error::Driver { call: "launch", code: 7, text: "TOY_REFUSED".to_owned() });
+        }
         kernel.driver.add(format!("+{} in {} groups on {stream}", kernel.adds, grid.groups));
         // SAFETY: every kernel here takes one Params, whose elements are there.
         unsafe {
@@ -203,6 +211,10 @@ impl Vendor for Third {
     type Driver = Toy;
     type Toolchain = Copies;
     type Facts = ToyFacts;
+
+    fn ranges() -> Ranges {
+        told::ranges()
+    }
 }
 
 impl Family<ValidFwd> for Third {
@@ -395,8 +407,9 @@ fn o_of(device: &Device, options: &PlanOptions, off: usize) -> Result<Vec<f32>> 
     let (q, o) = (tensor(32), tensor(64));
     let mut workspace = memory.workspace(plan.workspace())?;
     // SAFETY: 32 bytes of 64, behind the first `off`.
-    let slice =
-        unsafe { fmha_core::DevSliceMut::from_raw(MemorySpace::Device, o.as_ptr().wrapping_add(off), 32) };
+    let slice = unsafe {
+        fmha_core::DevSliceMut::from_raw(MemorySpace::Device, o.as_ptr().wrapping_add(off), 32, DType::F32)
+    };
     let mut args = FwdArgs::new(q.slice(), q.slice(), q.slice(), slice);
     args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
     plan.run(&mut args, &device.default_stream())?;

@@ -1,5 +1,6 @@
-//! Where NVRTC is looked for: `FMHA_NVRTC` (the library's path), `CUDA_HOME`, the `nvidia` packages that PyTorch's wheels bring
-//! along (of the virtual environment, of each Python on the path, of the user and the system), and last the loader's path.
+//! Where those of NVIDIA's libraries are looked for that no driver brings: `CUDA_HOME`, the `nvidia` packages that PyTorch's
+//! wheels bring along (of the virtual environment, of each Python on the path, of the user and the system), and last the
+//! loader's path. `FMHA_NVRTC` is NVRTC's path.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -7,24 +8,29 @@ use std::path::{Path, PathBuf};
 use fmha_core::env;
 use fmha_core::error::Result;
 
-/// A library's names, the newest first.
-const SONAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+/// NVRTC's names, the newest first.
+const NVRTC: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
-/// Every place to look at, in that order.
+/// Every place to look at for NVRTC, in that order.
 ///
 /// # Errors
 /// A value of `FMHA_NVRTC` that is not UTF-8.
-pub(super) fn candidates() -> Result<Vec<PathBuf>> {
+pub(crate) fn nvrtc() -> Result<Vec<PathBuf>> {
     if let Some(path) = env::NVRTC.get()? {
         // The user's word is not second-guessed.
         return Ok(vec![PathBuf::from(path)]);
     }
-    let found = installed(&|name| std::env::var_os(name), Path::new("/"));
-    Ok(found.into_iter().chain(SONAMES.map(PathBuf::from)).collect())
+    Ok(libraries(&NVRTC))
+}
+
+/// A library's places by its names, the newest first: of installations, then the loader's path.
+pub(crate) fn libraries(names: &[&str]) -> Vec<PathBuf> {
+    let found = installed(names, &|name| std::env::var_os(name), Path::new("/"));
+    found.into_iter().chain(names.iter().map(PathBuf::from)).collect()
 }
 
 /// The libraries that lie in the places where toolkits and Python packages put them, below the file system's `root`.
-fn installed(variable: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<PathBuf> {
+fn installed(names: &[&str], variable: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for name in ["CUDA_HOME", "CUDA_PATH"] {
         folders.extend(variable(name).map(|home| Path::new(&home).join("lib64")));
@@ -38,7 +44,7 @@ fn installed(variable: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<Pa
     folders.extend(std::env::split_paths(&paths).flat_map(|site| packages(&site)));
     folders.push(root.join("usr/local/cuda/lib64"));
     let mut found: Vec<PathBuf> = Vec::new();
-    for path in folders.iter().flat_map(|folder| SONAMES.map(|name| folder.join(name))) {
+    for path in folders.iter().flat_map(|folder| names.iter().map(|name| folder.join(name))) {
         if path.exists() && !found.contains(&path) {
             found.push(path);
         }
@@ -90,7 +96,7 @@ mod tests {
 
     #[test]
     fn some_place_is_looked_at_and_each_has_a_name() {
-        let places = candidates().unwrap();
+        let places = nvrtc().unwrap();
         assert!(!places.is_empty() && places.iter().all(|path| !path.as_os_str().is_empty()));
     }
 
@@ -125,8 +131,8 @@ mod tests {
             let below = |folder: &str| root.path().join(folder).display().to_string();
             let value = value.split(':').map(below).collect::<Vec<_>>().join(":");
             let environment = |name: &str| (name == variable).then(|| OsString::from(&value));
-            assert_eq!(installed(&environment, root.path()), [path], "{variable}");
-            let unset = installed(&|_| None, root.path());
+            assert_eq!(installed(&NVRTC, &environment, root.path()), [path], "{variable}");
+            let unset = installed(&NVRTC, &|_| None, root.path());
             assert_eq!(unset.is_empty(), !variable.is_empty(), "{variable}: {unset:?}");
         }
     }
@@ -137,9 +143,9 @@ mod tests {
         let library = put(root.path(), "venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13");
         let bin = root.path().join("venv/bin");
         let of_path = |name: &str| (name == "PATH").then(|| bin.clone().into_os_string());
-        assert!(installed(&of_path, root.path()).is_empty(), "a folder on the path without a Python");
+        assert!(installed(&NVRTC, &of_path, root.path()).is_empty(), "a folder on the path without a Python");
         put(root.path(), "venv/bin/python3");
-        assert_eq!(installed(&of_path, root.path()), std::slice::from_ref(&library));
+        assert_eq!(installed(&NVRTC, &of_path, root.path()), std::slice::from_ref(&library));
         let environment = root.path().join("venv");
         let both = |name: &str| match name {
             "VIRTUAL_ENV" => Some(environment.clone().into_os_string()),
@@ -147,6 +153,6 @@ mod tests {
         };
         let older =
             put(root.path(), "venv/lib/python3.12/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12");
-        assert_eq!(installed(&both, root.path()), [library, older]);
+        assert_eq!(installed(&NVRTC, &both, root.path()), [library, older]);
     }
 }
