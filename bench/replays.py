@@ -17,6 +17,7 @@ import torch
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("kit")
 parser.add_argument("--replays", type=int, default=500)
+parser.add_argument("--first", type=int, default=None, help="so many of CALLS, from the first")
 parser.add_argument("--seed", type=int, default=1)
 arguments = parser.parse_args()
 sys.path.insert(0, arguments.kit)
@@ -77,7 +78,7 @@ def replayed(w: Decode, draw: random.Random) -> int:
 def main():
     draw = random.Random(arguments.seed)
     wrong = 0
-    for w in CALLS:
+    for w in CALLS[: arguments.first]:
         of_call = replayed(w, draw)
         print(f"{w}: {arguments.replays - of_call} of {arguments.replays} replays right", flush=True)
         wrong += of_call

@@ -46,6 +46,22 @@ fn arguments_that_fit_pass() {
 }
 
 #[test]
+fn what_each_of_no_sequences_has_is_given_and_empty() {
+    let mut problem =
+        FwdProblem::batch(DType::F32, Dims { batch: 0, ..DIMS }).bias(Bias::Alibi { per_batch: true });
+    (problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v) =
+        (Descale::PerKvHead, Descale::PerKvHead, Descale::PerKvHead);
+    (problem.dtypes.qk, problem.dtypes.v) = (DType::E4m3Fn, DType::E4m3Fn);
+    let args = changed(|args| {
+        let none = || Some(input(0x50000, 0));
+        args.score.alibi_slopes = none();
+        (args.score.descale_q, args.score.descale_k, args.score.descale_v) = (none(), none(), none());
+    });
+    let problem = problem.validate().unwrap();
+    check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host).unwrap();
+}
+
+#[test]
 fn short_misplaced_missing_and_superfluous_arguments_are_named() {
     let problem = FwdProblem::batch(DType::F32, DIMS);
     let short = changed(|args| args.k = input(0x20000, 159).into());

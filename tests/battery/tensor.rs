@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use fmha_core::{DType, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Result, Shape, Strides, ValidFwd};
+use fmha_core::{
+    DType, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, ElemType, Result, Shape, Strides, ValidFwd,
+};
 
 use crate::memory::{Bytes, Placement};
 
@@ -79,6 +81,8 @@ pub struct Tensor {
     extent: usize,
     poison: u8,
     placement: Placement,
+    /// What host slices of it say that their elements are.
+    elem: ElemType,
     /// The elements' type; meaningless for lengths and the keep mask.
     pub dtype: DType,
     /// Logical extents.
@@ -125,7 +129,8 @@ impl Tensor {
             Placement::BeginsAtUnmapped => (Bytes::beside_unmapped(extent, poison, false)?, 0),
             Placement::Sparse => (Bytes::sparse(extent)?, 0),
         };
-        Ok(Self { bytes, first, extent, poison, placement: room.placement, dtype, shape, strides })
+        let (elem, placement) = (dtype.into(), room.placement);
+        Ok(Self { bytes, first, extent, poison, placement, elem, dtype, shape, strides })
     }
 
     /// Moves the elements so many beyond the address they lie at, margins kept.
@@ -156,16 +161,17 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// These lengths in a row of i32.
-    pub(crate) fn i32s(values: &[i32], room: Room) -> Result<Self> {
-        let mut tensor = Self::row(DType::F32, values.len() as u64, room)?;
+    /// These lengths in a row of i32, or words of a tree mask in one of u32.
+    pub(crate) fn words(values: &[i32], elem: ElemType, room: Room) -> Result<Self> {
+        let row = Self::row(DType::F32, values.len() as u64, room)?;
+        let mut tensor = Self { elem, ..row };
         tensor.elems_mut().copy_from_slice(bytemuck::cast_slice(values));
         Ok(tensor)
     }
 
     /// A row of bytes.
     pub(crate) fn u8s(count: u64, room: Room) -> Result<Self> {
-        Self::row(DType::E4m3Fn, count, room)
+        Ok(Self { elem: ElemType::Bytes, ..Self::row(DType::E4m3Fn, count, room)? })
     }
 
     /// From the first element to the last, gaps included.
@@ -330,12 +336,13 @@ impl Tensor {
     /// As an input in host memory.
     #[must_use]
     pub fn slice(&self) -> DevSlice<'_> {
-        DevSlice::host(self.elems())
+        DevSlice::host(self.elems()).typed(self.elem)
     }
 
     /// As an output in host memory.
     pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
-        DevSliceMut::host(self.elems_mut())
+        let elem = self.elem;
+        DevSliceMut::host(self.elems_mut()).typed(elem)
     }
 }
 
@@ -383,6 +390,11 @@ impl Operands {
     /// Where the problem has no such operand.
     pub fn expect_mut(&mut self, operand: Operand) -> &mut Tensor {
         self.get_mut(operand).unwrap_or_else(|| panic!("{operand:?} is no operand of this problem"))
+    }
+
+    /// Every tensor that the call has.
+    pub fn all(&self) -> impl Iterator<Item = (Operand, &Tensor)> {
+        self.0.iter().map(|(&operand, tensor)| (operand, tensor))
     }
 
     pub(crate) fn put(&mut self, operand: Operand, tensor: Tensor) {

@@ -3,9 +3,9 @@
 use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
-    Bias, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale, DropoutSeed, FwdProblem,
-    KvLayout, Merge, QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals,
-    ValidBwd, ValidCombine, ValidFwd,
+    Bias, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale, DropoutSeed, ElemType,
+    FwdProblem, KvLayout, Merge, QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides,
+    Totals, ValidBwd, ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -385,7 +385,8 @@ fn inputs(
         (Operand::SequsedK, problem.layout.seqused_k, &lengths.seqused_k),
     ] {
         if wanted {
-            operands.put(operand, Tensor::i32s(values, data.room)?);
+            let elem = if operand == Operand::TreeMask { ElemType::U32 } else { ElemType::I32 };
+            operands.put(operand, Tensor::words(values, elem, data.room)?);
         }
     }
     let seq = seq_of(facts, |operand| operands.input(operand));

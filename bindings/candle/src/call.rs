@@ -25,6 +25,16 @@ pub(crate) struct Packed {
     block_table: Option<Tensor>,
 }
 
+/// A refusal by the name that the caller has given: a paged cache's lengths are made of `seqlens_k`.
+fn named(error: fmha::Error) -> Error {
+    match error {
+        fmha::Error::Problem(error) if error.field == "seqused_k" => {
+            Error::msg(format!("seqlens_k, whose differences are seqused_k: {error}"))
+        }
+        error => Error::wrap(error),
+    }
+}
+
 /// An index table as the kernels read it: contiguous, 32 bits.
 fn table(field: &'static str, tensor: &Tensor, axes: usize) -> Result<Tensor> {
     if !matches!(tensor.dtype(), DType::U32 | DType::I32) {
@@ -34,6 +44,21 @@ fn table(field: &'static str, tensor: &Tensor, axes: usize) -> Result<Tensor> {
         bail!("{field} has {} axes, where {axes} are wanted", tensor.rank());
     }
     tensor.detach().contiguous()
+}
+
+/// Each sequence's number of keys, where `ends` says where they begin and end.
+fn lengths(ends: &Tensor, batch: usize) -> Result<Tensor> {
+    if !ends.device().is_cpu() {
+        // On their device, so that the host waits for nothing.
+        return ends.narrow(0, 1, batch)? - ends.narrow(0, 0, batch)?;
+    }
+    // Ends that decrease are refused with the call: their difference is no number that `-` of candle's has to give.
+    let ends = match ends.dtype() {
+        DType::U32 => ends.to_vec1::<u32>()?.into_iter().map(u32::cast_signed).collect(),
+        _ => ends.to_vec1::<i32>()?,
+    };
+    let lengths: Vec<i32> = ends.windows(2).map(|pair| pair[1].wrapping_sub(pair[0])).collect();
+    Tensor::from_vec(lengths, batch, &candle_core::Device::Cpu)
 }
 
 impl Packed {
@@ -54,8 +79,7 @@ impl Packed {
             Some(block_table) if block_table.dim(0)? != batch => {
                 bail!("block_table has {} rows, but there are {batch} sequences", block_table.dim(0)?)
             }
-            // A difference of the offsets, on their device, so that the host waits for nothing.
-            Some(_) => (cu_seqlens_k.narrow(0, 1, batch)? - cu_seqlens_k.narrow(0, 0, batch)?)?,
+            Some(_) => lengths(&cu_seqlens_k, batch)?,
         };
         let Sequences { max_seqlen_q, max_seqlen_k, .. } = *sequences;
         Ok(Self { cu_seqlens_q, keys, batch, max_seqlen_q, max_seqlen_k, block_table })
@@ -242,7 +266,7 @@ impl Attend {
             let bytes = workspace.bytes();
             let mut scratch = workspace.write()?;
             args.workspace = if bytes == 0 { None } else { Some(scratch.slice()?) };
-            plan.run(&mut args, &place.stream()).map_err(Error::wrap)?;
+            plan.run(&mut args, &place.stream()).map_err(named)?;
         }
         Ok((o, lse))
     }
@@ -287,7 +311,7 @@ impl Attend {
             .seq(seq)
             .score(score)
             .workspace(if bytes == 0 { None } else { Some(scratch.slice()?) });
-            plan.run(&mut args, &place.stream()).map_err(Error::wrap)?;
+            plan.run(&mut args, &place.stream()).map_err(named)?;
         }
         Ok(gradients.map(Output::into_tensor))
     }

@@ -43,9 +43,10 @@ use call::{Attend, Packed};
 pub struct Options {
     /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim)`.
     pub softmax_scale: Option<f32>,
-    /// Keys before the diagonal that a query sees; `None` = all.
+    /// Keys before the diagonal that a query sees; `None`, and more than `seqlen_k`, = all, as in candle-flash-attn.
     pub window_size_left: Option<usize>,
-    /// Keys beyond the diagonal that a query sees; `None` = all; 0 with no bound to the left is the causal mask.
+    /// Keys beyond the diagonal that a query sees; `None`, and more than `seqlen_k`, = all, as in candle-flash-attn; 0 with no
+    /// bound to the left is the causal mask.
     pub window_size_right: Option<usize>,
     /// `softcap * tanh(S / softcap)`, before the bias; `None` or 0 = none.
     pub softcap: Option<f32>,

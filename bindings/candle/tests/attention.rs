@@ -458,6 +458,32 @@ fn what_does_not_fit_is_refused_by_its_name_and_number() {
 }
 
 #[test]
+fn ends_of_a_paged_cache_that_are_no_ends_are_refused_as_seqlens_k() {
+    if !device().is_cpu() {
+        return;
+    }
+    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+    let (q, pages) = (zeros(&[4, 2, 8]), zeros(&[2, 4, 2, 8]));
+    let new = |ends: [i64; 3], dtype| Tensor::new(&ends, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    for seqlens_k in [
+        new([4, 0, 0], DType::U32),
+        new([0, i64::from(i32::MAX), i64::from(i32::MIN)], DType::I32),
+        new([0, 9, 9], DType::U32),
+    ] {
+        let sequences = Sequences {
+            seqlens_q: Tensor::new(&[0u32, 2, 4], &Device::Cpu).unwrap(),
+            seqlens_k,
+            max_seqlen_q: 2,
+            max_seqlen_k: 8,
+            block_table: Some(Tensor::zeros((2, 2), DType::U32, &Device::Cpu).unwrap()),
+        };
+        let error = fmha_candle::attention_varlen(&q, &pages, &pages, &sequences, &Options::default());
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("seqlens_k") && error.contains("seqused_k[0]"), "{error}");
+    }
+}
+
+#[test]
 fn tensors_of_two_devices_are_refused() {
     if device().is_cpu() {
         return;

@@ -1,15 +1,16 @@
 """Fused multi-head attention: one meaning on NVIDIA, AMD and the CPU.
 
-Tensors are torch's, NumPy's, or anything that speaks DLPack; nothing is copied, work goes on the caller's stream, and
-memory comes from the caller's allocator. What attention means (LSE, empty rows, windows, dropout, FP8) is the project's
+Tensors are torch's, NumPy's, or anything that speaks DLPack. Nothing is copied but a tensor whose last axis is not
+dense; work goes on the caller's stream, and memory comes from the caller's allocator. What attention means (LSE, empty rows, windows, dropout, FP8) is the project's
 CONTRACT.md. Shapes: Q ``[batch, seqlen_q, num_heads_q, head_dim]``; packed, ``[total_q, num_heads_q, head_dim]`` with
-``cu_seqlens_q``. Any strides serve, so a ``[batch, heads, seqlen, dim]`` tensor comes in by ``transpose(1, 2)``.
+``cu_seqlens_q``. Any strides serve, so a ``[batch, heads, seqlen, dim]`` tensor comes in by ``transpose(1, 2)``; a last
+axis that is not dense is copied by :func:`attention`, and refused by functions over memory of the caller's.
 """
 
 from __future__ import annotations
 
 import sys as _sys
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Literal, Optional, Tuple, TypeVar, Union, overload
 
 from . import _arguments, _native
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
@@ -42,6 +43,9 @@ __all__ = [
 ]
 
 
+#: The type of a caller's tensors, which is that of what a call makes.
+_Given = TypeVar("_Given")
+
 #: Modules by the types of tensors that they have taken.
 _doors: Dict[type, Any] = {}
 
@@ -61,6 +65,18 @@ def _found(tensor: Any) -> Any:
     return door
 
 
+@overload
+def attention(
+    q: _Given, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> _Given: ...
+@overload
+def attention(
+    q: _Given, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> Tuple[_Given, _Given]: ...
+@overload
+def attention(
+    q: _Given, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> Union[_Given, Tuple[_Given, _Given]]: ...
 @_arguments.documented
 def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]) -> Any:
     """Attention of ``q`` over ``k`` and ``v``.
@@ -72,6 +88,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         v: as ``k``, of ``head_dim_v``.
         mask: ``None``, ``"causal"`` (bottom-right), ``"b:left,right"``, ``"t:left,right"``, ``"g:y,x"``, each with
             ``",sink"`` for as many first keys that a left bound does not hide, or a :class:`Mask`.
+        causal: ``True`` is ``mask="causal"``.
         softmax_scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(head_dim_qk)``, 0 is 0.
         softcap: ``softcap * tanh(score / softcap)``; ``None`` or 0 is none.
         bias: ``[batch, num_heads_q, seqlen_q, seqlen_k]``, f32 or Q's type, axes of size 1 in front broadcast;
@@ -141,6 +158,63 @@ def attention_out(
     return o
 
 
+@overload
+def attention_with_kvcache(
+    q: _Given,
+    k_cache: Tensor,
+    v_cache: Optional[Tensor],
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    *,
+    cu_seqlens_new: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    tree_mask: Optional[Tensor] = None,
+    max_seqlen_new: int = 0,
+    head_dim_v: int = 0,
+    rotary_interleaved: bool = False,
+    return_lse: Literal[False] = False,
+    mask: MaskLike = "causal",
+    **options: Unpack[Unmasked],
+) -> _Given: ...
+@overload
+def attention_with_kvcache(
+    q: _Given,
+    k_cache: Tensor,
+    v_cache: Optional[Tensor],
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    *,
+    cu_seqlens_new: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    tree_mask: Optional[Tensor] = None,
+    max_seqlen_new: int = 0,
+    head_dim_v: int = 0,
+    rotary_interleaved: bool = False,
+    return_lse: Literal[True],
+    mask: MaskLike = "causal",
+    **options: Unpack[Unmasked],
+) -> Tuple[_Given, _Given]: ...
+@overload
+def attention_with_kvcache(
+    q: _Given,
+    k_cache: Tensor,
+    v_cache: Optional[Tensor],
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    *,
+    cu_seqlens_new: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    tree_mask: Optional[Tensor] = None,
+    max_seqlen_new: int = 0,
+    head_dim_v: int = 0,
+    rotary_interleaved: bool = False,
+    return_lse: bool,
+    mask: MaskLike = "causal",
+    **options: Unpack[Unmasked],
+) -> Union[_Given, Tuple[_Given, _Given]]: ...
 @_arguments.documented
 def attention_with_kvcache(
     q: Tensor,
@@ -177,13 +251,15 @@ def attention_with_kvcache(
             ``(2i, 2i + 1)``, else ``(i, i + rotary_dim / 2)``.
         tree_mask: u32 or i32 ``[batch, seqlen_q, ceil(seqlen_q / 32)]``: which of the last ``seqlen_q`` keys a query
             sees.
-        mask: by default causal, bottom-right.
+        mask: by default causal, bottom-right; ``causal=False`` is none.
         return_lse: as in :func:`attention`, whose other arguments are the same here.
 
     Returns:
         O of Q's shape with V's last axis, or ``(O, LSE)``; no gradients.
     """
     wants_lse = _flag("return_lse", return_lse)
+    if options.get("causal") is not None and isinstance(mask, str) and mask == "causal":
+        mask = None
     tensors, numbers = _arguments.bind(mask=mask, **options)
     axes = getattr(v_cache, "shape", None)
     if head_dim_v and axes and head_dim_v != axes[-1]:

@@ -3,12 +3,13 @@ attention takes them through it."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, TypedDict, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Optional, Tuple, TypedDict, TypeVar, Union
 
 from . import _native
-from ._mask import MaskLike, mask as _mask
-from ._numbers import flag, integer, real, scale, word
+from ._mask import CAUSAL, MaskLike, mask as _mask
+from ._numbers import flag, integer, real, scale, shown, word
 
 if TYPE_CHECKING:
     import numpy
@@ -25,6 +26,7 @@ _ALLOW_FALLBACK, _EXACT, _DETERMINISTIC, _BATCH_INVARIANT, _CHECK_LENGTHS = (
 class Unmasked(TypedDict, total=False):
     """:class:`Options` without the mask, for functions with a default of their own."""
 
+    causal: Optional[bool]
     softmax_scale: Optional[float]
     softcap: Optional[float]
     bias: Optional[Tensor]
@@ -91,8 +93,55 @@ def dtype_code(dtype: Any) -> int:
         return -1
     name = dtype_name(dtype)
     if name not in _native.DTYPES or _native.DTYPES[name] >= 100:
-        raise TypeError(f"dtype_o: {dtype!r} is no type that O can have")
+        raise TypeError(f"dtype_o: {shown(dtype)} is no type that O can have")
     return _native.DTYPES[name]
+
+
+#: Other libraries' names of arguments, and ours.
+_THEIRS = {
+    "is_causal": "causal (from the last key), or mask='t' (from the first, as torch has it)",
+    "scale": "softmax_scale",
+    "sm_scale": "softmax_scale",
+    "dropout_p": "p_drop",
+    "dropout": "p_drop",
+    "attn_mask": "mask, a band, or bias, which is added to the scores (-inf hides a key)",
+    "attention_mask": "mask, a band, or bias, which is added to the scores (-inf hides a key)",
+    "attn_bias": "bias",
+    "window_size": "mask=fmha.window(left, right)",
+    "sliding_window": "mask=fmha.window(left, right)",
+    "soft_cap": "softcap",
+    "logits_soft_cap": "softcap",
+    "sinks": "sink",
+    "s_aux": "sink",
+    "learnable_sink": "sink",
+    "cache_seqlens": "seqused_k",
+    "page_table": "block_table",
+    "cu_seqlens_k_new": "cu_seqlens_new",
+    "q_descale": "descale_q",
+    "k_descale": "descale_k",
+    "v_descale": "descale_v",
+    "return_softmax_lse": "return_lse",
+    "return_attn_probs": "return_lse",
+    "enable_gqa": "nothing: K and V may have fewer heads than Q",
+}
+
+
+def unknown(function: str, wrong: Iterable[str], ours: Iterable[str]) -> TypeError:
+    """The error for keywords that a function does not have."""
+    name = next(iter(wrong))
+    alike = difflib.get_close_matches(name, list(ours), 1)
+    here = _THEIRS.get(name) or (alike[0] if alike else None)
+    said = f"{function}() got an unexpected keyword argument '{name}'"
+    return TypeError(said if here is None else f"{said}; here it is {here}")
+
+
+def by_causal(causal: Any, mask: MaskLike) -> Any:
+    """The mask of a call that says ``causal``."""
+    if not flag("causal", causal):
+        return _mask(mask)
+    if mask is not None:
+        raise ValueError("mask is given beside causal, which is one")
+    return CAUSAL
 
 
 def bind(
@@ -121,12 +170,16 @@ def bind(
     deterministic: bool = False,
     batch_invariant: bool = False,
     check_lengths: bool = False,
+    causal: Optional[bool] = None,
+    **wrong: Any,
 ) -> Tuple[Tuple[Any, ...], Tuple[Any, ...]]:
     """Tensors by :data:`TENSORS`, numbers as the operators take them (``fmha._native.NUMBERS`` up to ``options``)."""
-    kind, left, right, sink_columns = _mask(mask)
+    if wrong:
+        raise unknown("attention", wrong, (*TENSORS, *Options.__annotations__))
+    kind, left, right, sink_columns = _mask(mask) if causal is None else by_causal(causal, mask)
     probability = real("p_drop", p_drop)
     if accuracy != "fast" and accuracy != "exact":
-        raise ValueError(f"accuracy: {accuracy!r} is neither 'fast' nor 'exact'")
+        raise ValueError(f"accuracy: {shown(accuracy)} is neither 'fast' nor 'exact'")
     options = (
         (_ALLOW_FALLBACK if flag("allow_fallback", allow_fallback) else 0)
         | (_EXACT if accuracy == "exact" else 0)
@@ -193,7 +246,7 @@ def documented(function: Function) -> Function:
     options = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(bind).parameters.values()
-        if parameter.name not in own.parameters
+        if parameter.name not in own.parameters and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
     named = [parameter for parameter in own.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     positional = [parameter for parameter in named if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]

@@ -93,9 +93,7 @@ def _rows(name: str, value: Any) -> numpy.ndarray:
     return given if is_dense else numpy.ascontiguousarray(given)
 
 
-def prepared(
-    qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]
-) -> Tuple[Tuple[Any, Any, Any], Tuple[Any, ...]]:
+def prepared(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]) -> Tuple[Tuple[Any, Any, Any], Tuple[Any, ...]]:
     """A call's arrays, copied where an axis that has to be dense is not."""
     query, key, value = (array(*named) for named in zip("qkv", qkv))
     by_columns = value.ndim > 2 and value.strides[-3] == value.itemsize

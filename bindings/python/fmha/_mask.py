@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional, Tuple, Union
 
-from ._numbers import flag, integer
+from ._numbers import flag, integer, shown
 
 
 class Mask(NamedTuple):
@@ -82,13 +82,16 @@ def mask(given: MaskLike) -> Mask:
         return _parse(given)
     if isinstance(given, tuple) and len(given) == 4:
         return Mask(*(integer(f"mask: {name}", number) for name, number in zip(Mask._fields, given)))
-    raise TypeError(f"mask: {given!r} is neither None, a text nor a Mask")
+    raise TypeError(
+        f"mask: {shown(given)} is neither None, a text nor a Mask; a tensor that says which keys are seen comes in as "
+        "bias, with -inf where a key is hidden"
+    )
 
 
 def from_window_size(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Mask:
     """FlashAttention's pair: both bounds included, -1 or None unbounded, bottom-right; causal closes the right side."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size: {window_size!r} is no pair of numbers")
+        raise ValueError(f"window_size: {shown(window_size)} is no pair of numbers")
     if tuple(window_size) in ((-1, -1), (None, None)):
         return CAUSAL if flag("causal", causal) else NONE
     left, right = (-1 if value is None else integer("window_size", value) for value in window_size)

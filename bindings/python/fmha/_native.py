@@ -10,6 +10,8 @@ import re
 import sys
 from typing import Any, Optional, Tuple
 
+from ._numbers import shown
+
 MAX_DIMS = 5
 
 #: Types by the library's codes; the names are those that every tensor library gives them.
@@ -143,7 +145,7 @@ class Request(ctypes.Structure):
             try:
                 setattr(self.numbers, name, math.nan if number is None and name in OPTIONAL else number)
             except TypeError:
-                raise TypeError(f"{name}: {number!r} is no number") from None
+                raise TypeError(f"{name}: {shown(number)} is no number") from None
 
     def put(self, name: str, data: int, dtype: str, sizes: Any, strides: Any, device: Device = Device(0, 0)) -> None:
         """A tensor by its address, type, sizes, and strides in elements."""

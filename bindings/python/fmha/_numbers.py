@@ -5,6 +5,16 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+
+def shown(value: Any) -> str:
+    """A value as an error names it: a tensor by its type and shape, and nothing at length."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"{type(value).__name__} of shape {tuple(shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def real(name: str, number: Any) -> float:
     if type(number) is float:
         return number
@@ -14,7 +24,7 @@ def real(name: str, number: Any) -> float:
             return float(number)
     except (TypeError, ValueError):
         pass
-    raise TypeError(f"{name}: {number!r} is no number")
+    raise TypeError(f"{name}: {shown(number)} is no number")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -34,7 +44,7 @@ def integer(name: str, number: Any) -> Any:
         try:
             number = operator.index(number)
         except TypeError:
-            raise TypeError(f"{name}: {number!r} is no whole number") from None
+            raise TypeError(f"{name}: {shown(number)} is no whole number") from None
     if not -1 << 63 <= number < 1 << 63:
         raise ValueError(f"{name} {number} is not in -2^63 .. 2^63")
     return number

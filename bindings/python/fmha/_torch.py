@@ -182,7 +182,9 @@ def _maps(operator: Any) -> None:
             dims = tuple(None if x.dim() < 3 else 0 for x in apart)
         else:
             calls = [
-                _listed(operator(*(given[at][i].contiguous() if at in given else None for at in range(count)), *numbers))
+                _listed(
+                    operator(*(given[at][i].contiguous() if at in given else None for at in range(count)), *numbers)
+                )
                 for i in range(info.batch_size)
             ]
             apart, dims = [torch.stack(results) for results in zip(*calls)], (0,) * len(calls[0])
@@ -443,16 +445,15 @@ def autocast(*given: Any) -> Tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CAST else x for x in given)
 
 
-def prepared(
-    qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]
-) -> Tuple[Tuple[Any, Any, Any], Tuple[Any, ...]]:
+def prepared(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]) -> Tuple[Tuple[Any, Any, Any], Tuple[Any, ...]]:
     """A call's tensors in autocast's type, and copied where an axis that has to be dense is not."""
     q, k, v = autocast(*qkv)
     try:
         if not (q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):
             by_columns = v.dim() > 2 and v.stride(-3) == 1
             q, k, v = _rows(q), _rows(k), v if by_columns else _rows(v)
-        if tensors is not NO_TENSORS:
+        # Torch 2.11's compiler does not trace whether tuples are one object.
+        if torch.compiler.is_compiling() or tensors is not NO_TENSORS:
             bias = None if tensors[0] is None else _rows(tensors[0])
             tensors = (bias, *(x if x is None or x.is_contiguous() else x.contiguous() for x in tensors[1:]))
     except (AttributeError, IndexError, RuntimeError, TypeError):
@@ -471,7 +472,9 @@ def _refuse_views(**written: Any) -> None:
     for name, x in () if torch.compiler.is_compiling() else written.items():
         for what in ("is_neg", "is_conj"):
             if isinstance(x, torch.Tensor) and getattr(x, what)():
-                raise ValueError(f"{name}: {what}() is true of this view, but it is written: give one in memory of its own")
+                raise ValueError(
+                    f"{name}: {what}() is true of this view, but it is written: give one in memory of its own"
+                )
 
 
 def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...], Optional[torch.Tensor]]:
@@ -505,7 +508,7 @@ def _refuse_tangents(*given: Any) -> None:
 def _is_plain(tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]) -> bool:
     """Whether a call's numbers are worth keeping: a seed is another one each time, and what a compiler makes outlives
     the process that has kept them."""
-    return tensors is NO_TENSORS and not numbers[_AT_P_DROP] and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and tensors is NO_TENSORS and not numbers[_AT_P_DROP]
 
 
 def _moves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

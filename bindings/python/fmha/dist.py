@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import os
 import secrets
 import socket
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as _torch_dist
 
 from . import _c, _native
-from ._mask import CAUSAL, Mask, MaskLike, mask as _mask
-from ._numbers import flag, integer, real, scale, word
+from ._arguments import by_causal, unknown
+from ._mask import Mask, MaskLike
+from ._numbers import flag, integer, real, scale, shown, word
 from ._torch import autocast, once
 
 if TYPE_CHECKING:
@@ -178,7 +180,7 @@ def rows(seqlen: int, group: Group = None, partition: str = "zig_zag") -> List[T
 
 def _rows(seqlen: int, rank: int, size: int, partition: str) -> List[Tuple[int, int]]:
     if partition not in _PARTITIONS:
-        raise ValueError(f"partition: {partition!r} is none of {', '.join(map(repr, _PARTITIONS))}")
+        raise ValueError(f"partition: {shown(partition)} is none of {', '.join(map(repr, _PARTITIONS))}")
     runs, count = (_c.FmhaRun * 2)(), ctypes.c_int64()
     _c.check(_c.library.fmha_dist_rows(_PARTITIONS[partition], seqlen, size, rank, runs, ctypes.byref(count)))
     return [(run.begin, run.end) for run in runs[: count.value]]
@@ -223,7 +225,7 @@ class _Side:
         self.runs: Tuple[Tuple[int, int, int], ...] = ()
         if isinstance(partition, str):
             if partition not in _PARTITIONS:
-                raise ValueError(f"partition: {partition!r} is none of {', '.join(map(repr, _PARTITIONS))}")
+                raise ValueError(f"partition: {shown(partition)} is none of {', '.join(map(repr, _PARTITIONS))}")
             self.kind = _PARTITIONS[partition]
             whole = self.own if partition == "replicated" else self.own * ours.size
         else:
@@ -461,6 +463,7 @@ def attention(
     deterministic: bool = False,
     batch_invariant: bool = False,
     return_lse: bool = False,
+    **wrong: Any,
 ) -> Any:
     """Attention of the rows of this rank's queries over the keys of all ranks; differentiable.
 
@@ -503,10 +506,17 @@ def attention(
             No output is then a result; the next call joins anew.
         TypeError, ValueError: an argument of this rank that is no tensor or no number, by its name.
     """
+    _refuse_unknown(wrong)
+    del wrong
     call, tensors = _bound(**locals())
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     o, lse = _Attention.apply(*tensors, call) if wants_grad else call.forward(*tensors)
     return (o, lse) if flag("return_lse", return_lse) else o
+
+
+def _refuse_unknown(wrong: Any) -> None:
+    if wrong:
+        raise unknown("attention", wrong, inspect.signature(attention).parameters)
 
 
 def _bound(q: Any, group: Any, **given: Any) -> Any:
@@ -565,13 +575,9 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
             _of(name, x, q, torch.float32)
             if tuple(x.shape) not in shapes:
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, not {' or '.join(map(str, shapes))}")
-    mask = _mask(given["mask"])
-    if flag("causal", given["causal"]):
-        if given["mask"] is not None:
-            raise ValueError("mask is given beside causal, which is one")
-        mask = CAUSAL
+    mask = by_causal(given["causal"], given["mask"])
     if given["accuracy"] not in ("fast", "exact"):
-        raise ValueError(f"accuracy: {given['accuracy']!r} is neither 'fast' nor 'exact'")
+        raise ValueError(f"accuracy: {shown(given['accuracy'])} is neither 'fast' nor 'exact'")
     softmax_scale, softcap = given["softmax_scale"], given["softcap"]
     probability = real("p_drop", given["p_drop"])
     if probability and given["seed"] is None:
@@ -597,10 +603,9 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> str:
     """What :func:`attention` with these arguments would do: what each scheme would cost, the one that serves and
     why, every step of this rank. All ranks call it; it plans, and runs nothing."""
-    import inspect
-
     bound = inspect.signature(attention).bind(q, k, v, **options)
     bound.apply_defaults()
+    _refuse_unknown(bound.arguments.pop("wrong"))
     call, (q, k, v, sink) = _bound(**bound.arguments)
     with torch.no_grad():
         o = q.new_empty((*q.shape[:-1], call.dims[1]))

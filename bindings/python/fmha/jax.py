@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 import struct
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, NamedTuple, Sequence, Tuple, Union, overload
 
 import jax
 import jax.numpy as jnp
@@ -338,6 +338,18 @@ def _backward(static: _Static, kept: Any, gradients: Sequence[Any]) -> Tuple[Any
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+@overload
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> jax.Array: ...
+@overload
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> Tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool, **options: Unpack[Options]
+) -> Union[jax.Array, Tuple[jax.Array, jax.Array]]: ...
 @_arguments.documented
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **options: Unpack[Options]

@@ -101,9 +101,7 @@ def _backward(
     _, numbers = _arguments.bind(
         seed=int(state[0]) if call["p_drop"] else 0, **call, deterministic=torch.are_deterministic_algorithms_enabled()
     )
-    gradients = _torch.backward(
-        _torch.last_is_dense(dout), q, k, v, o, lse, None, None, None, None, *lengths, *numbers
-    )
+    gradients = _torch.backward(_torch.last_is_dense(dout), q, k, v, o, lse, None, None, None, None, *lengths, *numbers)
     return tuple(_as_torch_lays(gradient, x) for gradient, x in zip(gradients, (q, k, v)))
 
 
@@ -186,6 +184,10 @@ def _flash_forward(
         dtype=torch.float32,
     )
     o = _o_like(query, value.shape[-1])
+    if cum_seq_q is not None:
+        # Rows behind the last offset are not written.
+        o.zero_()
+        lse.zero_()
     call = _lengths(cum_seq_q, None if block_table is not None else cum_seq_k, max_q, max_k)
     if block_table is not None:
         call["max_seqlen_k"] = 0

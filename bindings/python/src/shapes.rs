@@ -167,7 +167,8 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
     Err(format!("{name} is of {}, not of {}", dtype_name(tensor.dtype), names.join(" or ")))
 }
 
-/// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead.
+/// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead: packed rows may be
+/// fewer than a sequence has at most, by which a plan counts.
 pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<FmhaTensor, Wrong> {
     expect(name, tensor, wanted)?;
     attention_type(name, tensor)?;
@@ -178,13 +179,16 @@ pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Fmh
     }
     dense_rows(name, tensor, name == "v")?;
     let (batch_stride, row) = if steps.len() == 4 { (steps[0], &steps[1..]) } else { (0, &steps[..]) };
-    Ok(FmhaTensor {
-        data: tensor.data,
-        batch_stride,
-        seqlen_stride: row[0],
-        head_stride: row[1],
-        dim_stride: dense_axis(wanted, row[2]),
-    })
+    let dim_stride = dense_axis(wanted, row[2]);
+    let seqlen_stride = match wanted {
+        &[0 | 1, heads, dim] if dim_stride == 1 => {
+            let row_elems = (heads - 1).max(0).saturating_mul(row[1]).saturating_add(dim);
+            // Rows of a multiple of 16 elements are aligned for every kernel.
+            if row[0] < row_elems { row_elems.saturating_add(15) / 16 * 16 } else { row[0] }
+        }
+        _ => row[0],
+    };
+    Ok(FmhaTensor { data: tensor.data, batch_stride, seqlen_stride, head_stride: row[1], dim_stride })
 }
 
 /// The stride of a last axis; 1 where there is no second element that it could lead to.

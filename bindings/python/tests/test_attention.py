@@ -414,7 +414,11 @@ def test_rows_that_lengths_leave_out_are_zero_in_outputs_and_gradients():
 @pytest.mark.parametrize("batch", [2, 0])
 def test_a_bias_that_is_shared_or_a_view_that_repeats_has_its_own_gradient(shape, to, batch):
     q, k, v = tensors(b=batch, sq=3, sk=5, hq=2, hk=1, d=8)
-    shape = shape if batch else tuple(0 if len(shape) == 4 and i == 0 and size == 2 else size for i, size in enumerate(shape))
+    shape = (
+        shape
+        if batch
+        else tuple(0 if len(shape) == 4 and i == 0 and size == 2 else size for i, size in enumerate(shape))
+    )
     to = to if batch or to is None else (0, *to[1:])
     weights = torch.randn(batch, 3, 2, 8)
     gradients = []
@@ -437,6 +441,7 @@ def test_a_batch_of_nothing_has_empty_results_and_what_all_share_has_the_gradien
     rows = (torch.randn(0, 4, 16), torch.randn(0, 2, 16), torch.randn(0, 2, 16))
     assert fmha.attention(*rows, cu_seqlens_q=none, cu_seqlens_k=none, mask="causal").shape == rows[0].shape
     q, k, v = (x.detach() for x in (q, k, v))
+    assert fmha.attention(q, k, v, alibi_slopes=torch.rand(0, 4)).shape == q.shape
     cached = [x.bfloat16() for x in (q, k, v, k[:, :1], v[:, :1])]
     assert fmha.attention_with_kvcache(*cached, seqused_k=none[:0]).shape == q.shape
     assert fmha.attention_out(torch.empty_like(q), q, k, v, p_drop=0.5).shape == q.shape
@@ -469,7 +474,9 @@ def test_a_view_that_negates_is_read_and_never_written():
     negated = torch.imag(numbers.conj())
     assert negated.is_neg()
     q, k, v = tensors(sq=7, sk=7, hk=4)
-    assert torch.equal(fmha.attention(negated, k, negated), fmha.attention(negated.resolve_neg(), k, negated.resolve_neg()))
+    assert torch.equal(
+        fmha.attention(negated, k, negated), fmha.attention(negated.resolve_neg(), k, negated.resolve_neg())
+    )
     with pytest.raises(ValueError, match="^o: is_neg.. is true of this view"):
         fmha.attention_out(negated, q, k, v)
     used = torch.tensor([1, 2], dtype=torch.int32)
@@ -485,7 +492,9 @@ def test_a_last_axis_that_is_not_dense_is_copied_or_named_with_the_remedy():
     bias = torch.randn(2, 4, 11, 7).transpose(2, 3)
     slopes = torch.rand(8)[::2]
     assert torch.equal(fmha.attention(q, k, v, bias=bias), fmha.attention(*dense, bias=bias.contiguous()))
-    assert torch.equal(fmha.attention(q, k, v, alibi_slopes=slopes), fmha.attention(*dense, alibi_slopes=slopes.clone()))
+    assert torch.equal(
+        fmha.attention(q, k, v, alibi_slopes=slopes), fmha.attention(*dense, alibi_slopes=slopes.clone())
+    )
     assert fmha.explain(q, k, v) == fmha.explain(*dense)
     o = torch.empty_like(dense[0])
     with pytest.raises(RuntimeError, match=r"^k has stride 2 on its last axis, not 1: k.contiguous\(\)"):
@@ -496,3 +505,57 @@ def test_a_last_axis_that_is_not_dense_is_copied_or_named_with_the_remedy():
     columns = dense[2].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     assert _torch.prepared((*dense[:2], columns), _arguments.NO_TENSORS)[0][2] is columns
     assert torch.allclose(fmha.attention(*dense[:2], columns), fmha.attention(*dense), atol=1e-6)
+
+
+def test_causal_is_one_word_at_every_function_and_contradicts_a_mask():
+    q, k, v = tensors()
+    wanted = fmha.attention(q, k, v, mask="causal")
+    assert torch.equal(fmha.attention(q, k, v, causal=True), wanted) and not torch.equal(
+        fmha.attention(q, k, v), wanted
+    )
+    assert torch.equal(fmha.attention(q, k, v, causal=False, mask="causal"), wanted)
+    assert torch.equal(fmha.attention_out(torch.empty_like(q), q, k, v, causal=True), wanted)
+    assert fmha.explain(q, k, v, causal=True) == fmha.explain(q, k, v, mask="b")
+    cached = fmha.attention_with_kvcache
+    assert torch.equal(cached(q, k, v, causal=True), wanted) and torch.equal(cached(q, k, v), wanted)
+    assert torch.equal(cached(q, k, v, causal=False), fmha.attention(q, k, v))
+    with pytest.raises(ValueError, match="^mask is given beside causal, which is one"):
+        fmha.attention(q, k, v, causal=True, mask="t")
+
+
+@pytest.mark.parametrize(
+    "wrong, ours",
+    [
+        (dict(is_causal=True), "causal .from the last key.*mask='t'"),
+        (dict(scale=0.5), "softmax_scale"),
+        (dict(dropout_p=0.5), "p_drop"),
+        (dict(attn_mask=None), "mask, a band, or bias"),
+        (dict(softmax_scal=0.5), "softmax_scale"),
+        (dict(cache_seqlens=None), "seqused_k"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("function", [fmha.attention, fmha.attention_with_kvcache, fmha.explain, fmha.prepare])
+def test_a_keyword_of_another_library_is_answered_with_ours(function, wrong, ours):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(wrong))}'; here it is {ours}"):
+        function(*tensors(), **wrong)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'$"):
+        function(*tensors(), nonsense=1)
+
+
+@pytest.mark.parametrize("name", ["mask", "softmax_scale", "softcap", "max_seqlen_k", "seed", "accuracy", "dtype_o"])
+def test_a_tensor_in_place_of_another_argument_is_not_printed_whole(name):
+    q, k, v = tensors()
+    with pytest.raises((TypeError, ValueError), match=f"^{name}.*(shape .7, 11.|Tensor)") as raised:
+        fmha.attention(q, k, v, **{name: torch.rand(7, 11)})
+    assert len(str(raised.value)) < 220
+    with pytest.raises(TypeError, match="^mask: ndarray of shape .7, 11. is neither.*comes in as bias"):
+        fmha.attention(q, k, v, mask=torch.rand(7, 11).cpu().numpy())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_the_stride_of_one_packed_row_says_nothing(rows):
+    q, k, v = torch.randn(rows, 3, 8), torch.randn(4, 3, 8), torch.randn(4, 3, 8)
+    packed = dict(cu_seqlens_q=offsets([rows]), cu_seqlens_k=offsets([4]), max_seqlen_q=2, max_seqlen_k=4)
+    o = torch.empty_strided(q.shape, (8, 8, 1))
+    assert torch.equal(fmha.attention_out(o, q, k, v, **packed), fmha.attention(q, k, v, **packed))

@@ -24,6 +24,9 @@ def test_without_a_group_the_call_says_what_to_do():
         fmha.dist.attention(x, x, x)
     with pytest.raises(TypeError, match="group"):
         fmha.dist.attention(x, x, x, group="all")
+    for function in (fmha.dist.attention, fmha.dist.explain):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'is_causal'; here it is causal"):
+            function(x, x, x, is_causal=True)
     for name in fmha.dist.__all__:
         value = getattr(fmha.dist, name)
         assert value.__doc__ and "return" in value.__annotations__, name

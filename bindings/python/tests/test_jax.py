@@ -314,6 +314,13 @@ def test_attributes_of_another_caller_are_checked(operands, results, numbers, wo
             jax.block_until_ready(call(q, k, v, **rest, **{name: attributes[name].astype(np.float64)}))
 
 
+def test_causal_is_one_word_and_a_keyword_of_another_library_is_answered_with_ours():
+    q, k, v = arrays()
+    assert (fmha.jax.attention(q, k, v, causal=True) == fmha.jax.attention(q, k, v, mask="causal")).all()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'; here it is softmax_scale"):
+        fmha.jax.attention(q, k, v, scale=1.0)
+
+
 @pytest.mark.parametrize("name, shape", [("bias", (1, 4, 7, 11)), ("sink", (4,))])
 def test_a_batch_of_nothing_is_nothing_and_what_all_share_has_the_gradient_0(name, shape):
     q, k, v = arrays(b=0)

@@ -450,6 +450,7 @@ def own_cases(cache=False):
     drops = dict(p_drop=0.4)
     return dict(
         mask=[changes("b:2,1"), changes(True, "t")] if not cache else changes("b:2,1"),
+        causal=[changes(not cache), refused(True, "mask", mask="b:2,1")],
         softmax_scale=changes(0.1),
         softcap=changes(0.7),
         bias=changes(torch.randn(1, 4, 7, 11)),

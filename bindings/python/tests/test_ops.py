@@ -397,6 +397,9 @@ def test_an_exported_program_is_json_without_a_number_that_json_has_not():
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler or no headers of Python: inductor builds nothing")
+@pytest.mark.skipif(
+    DEVICE != "cpu", reason="torch 2.11 ends the process on a GPU where it loads a package, of its own operators too"
+)
 def test_a_package_made_ahead_of_time_is_loaded_and_computes(tmp_path):
     inputs = tensors()
     program = torch.export.export(_Causal(), inputs)

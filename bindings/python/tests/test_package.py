@@ -29,7 +29,8 @@ def test_the_command_takes_no_words_and_a_missing_library_is_named(monkeypatch):
 
 
 def test_help_shows_every_argument_and_the_types_are_the_same_list():
-    bound = inspect.signature(_arguments.bind).parameters
+    bound = dict(inspect.signature(_arguments.bind).parameters)
+    assert bound.pop("wrong").kind is inspect.Parameter.VAR_KEYWORD
     shown = inspect.signature(fmha.attention).parameters
     assert set(bound) <= set(shown) and list(shown)[:3] == ["q", "k", "v"]
     assert set(_arguments.Options.__annotations__) == set(bound)
@@ -59,6 +60,38 @@ def test_the_packages_types_are_right(tmp_path):
     pytest.importorskip("mypy", reason="mypy is not installed: the package's types are not checked")
     words = ["--no-site-packages", "--ignore-missing-imports", "--check-untyped-defs", "--cache-dir", str(tmp_path)]
     run_python("-m", "mypy", *words, str(HERE / "fmha"))
+
+
+def test_what_comes_back_has_a_type_by_return_lse(tmp_path, monkeypatch):
+    """mypy takes O alone from a pair, and refuses a wrong keyword. torch and JAX are of any type to it here."""
+    pytest.importorskip("mypy", reason="mypy is not installed: the package's types are not checked")
+    monkeypatch.setenv("MYPYPATH", str(HERE))
+    program = tmp_path / "program.py"
+    words = ["--no-site-packages", "--ignore-missing-imports", "--cache-dir", str(tmp_path / "kept"), str(program)]
+    sound = """
+from typing import Tuple, Union
+from typing_extensions import assert_type
+import fmha, fmha.dist, fmha.jax
+class Mine: ...
+def calls(x: Mine, either: bool) -> None:
+    assert_type(fmha.attention(x, x, x, softcap=2.0), Mine)
+    assert_type(fmha.attention(x, x, x, return_lse=True), Tuple[Mine, Mine])
+    assert_type(fmha.attention(x, x, x, return_lse=either), Union[Mine, Tuple[Mine, Mine]])
+    assert_type(fmha.attention_with_kvcache(x, x, x, mask=None), Mine)
+    assert_type(fmha.attention_with_kvcache(x, x, x, return_lse=True, seqused_k=x), Tuple[Mine, Mine])
+"""
+    program.write_text(sound)
+    run_python("-m", "mypy", *words)
+    for line in (
+        "fmha.attention(x, x, x)[0]",
+        "fmha.attention(x, x, x, is_causal=True)",
+        "fmha.attention_with_kvcache(x, x, x, return_lse=True).shape",
+        "one, two, three = fmha.jax.attention(x, x, x, return_lse=True)",
+        "fmha.jax.attention(x, x, x, scale=1.0)",
+    ):
+        program.write_text(f"{sound}    {line}\n")
+        with pytest.raises(AssertionError, match="ended with 1"):
+            run_python("-m", "mypy", *words)
 
 
 def test_the_texts_snippets_run():

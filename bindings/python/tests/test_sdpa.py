@@ -105,3 +105,16 @@ def test_the_registry_knows_it_and_forgets_it():
     assert fmha.sdpa._active is None
     if hasattr(registry, "restore_flash_attention_impl"):
         assert registry.current_flash_attention_impl() is None
+
+
+def test_rows_behind_the_last_offset_are_zero(kernels):
+    q, k, v = (torch.randn(9, 2, 16) for _ in range(3))
+    first = torch.tensor([0, 3, 7], dtype=torch.int32)
+    # torch fills what it hands out with NaN then.
+    torch.use_deterministic_algorithms(True)
+    try:
+        call = dict(dropout_p=0.0, is_causal=True, return_debug_mask=False)
+        o, lse, *rest = torch.ops.aten._flash_attention_forward(q, k, v, first, first, 4, 4, **call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not o[7:].any() and not lse[:, 7:].any() and o[:7].all()

@@ -133,7 +133,7 @@ fn with_own_bias(problem: &Problem, rank: u32) -> Problem {
         let head = keys * i64::from(own.q.rows_of(rank));
         bias.strides.seq = keys;
         bias.strides.head = head;
-        bias.strides.batch = head * i64::from(own.whole.dims.num_heads_q);
+        bias.strides.batch = head * i64::from(own.whole.shape_bias(bias.broadcast).head);
         own.whole.score.bias = fmha::Bias::Elementwise(bias);
     }
     own

@@ -47,25 +47,37 @@ FMHA_DEVICE void copy_word(uint32_t to, const Elem* from, int32_t there, const v
 }
 
 // A tile, of whose row r the elements are where `row_of(r)` says (null: zeros); `there_of(r, column)` of the sixteen
-// bytes from a column on are there. Not waited for. `unroll`: passes, and chunks of a row, that are unrolled.
-template <int bytes, int threads, int unroll = 64, class Tile, class RowOf, class ThereOf>
+// bytes from a column on are there. Not waited for.
+template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
   using Elem = typename Tile::Elem;
   constexpr int word_elems = kWordOf<Elem>;
   constexpr int words = Tile::span / word_elems, step = threads / words;  // words of a row in a span; rows in a pass
   static_assert(threads % words == 0, "a pass takes whole rows");
   const int32_t word = threadIdx.x % words, first_row = threadIdx.x / words;
-#pragma unroll unroll
+#pragma unroll
   for (int pass = 0; pass < ceil_div(Tile::rows, step); ++pass) {
     const int32_t row = first_row + pass * step;
     if (Tile::rows % step != 0 && row >= Tile::rows) break;
     const Elem* from = row_of(row);
     const uint32_t to = tile.address() + fmha::mma::word_offset<Tile>(row, word * word_elems);
-#pragma unroll unroll
+#pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
       const int32_t column = chunk * Tile::span + word * word_elems;
       copy_word<bytes>(to + chunk * Tile::chunk_bytes, from + column, from ? there_of(row, column) : 0, any);
     }
+  }
+}
+
+// The same, row by row and in little code, for the few blocks that are not whole.
+template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
+FMHA_DEVICE void copy_rows(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
+  constexpr int word_elems = kWordOf<typename Tile::Elem>, words = Tile::dim / word_elems;
+#pragma unroll 4
+  for (int32_t at = threadIdx.x; at < Tile::rows * words; at += threads) {
+    const int32_t row = at / words, column = at % words * word_elems;
+    const typename Tile::Elem* from = row_of(row);
+    copy_word<bytes>(tile.address() + fmha::mma::word_offset<Tile>(row, column), from + column, from ? there_of(row, column) : 0, any);
   }
 }
 
@@ -158,7 +170,7 @@ FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
 template <int bytes, int dim, int threads, class Raw, class RowOf>
 FMHA_DEVICE void copy_raw_rows(const Raw& tile, const void* any, RowOf row_of) {
   constexpr int all = Raw::rows * Raw::words;
-#pragma unroll 1
+#pragma unroll 4
   for (int32_t at = threadIdx.x; at < all; at += threads) {
     const int32_t row = at / Raw::words, word = at % Raw::words;
     const uint8_t* from = row_of(row);

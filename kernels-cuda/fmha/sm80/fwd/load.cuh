@@ -110,9 +110,11 @@ struct Loader {
       copy_raw_tile<bytes, dim, threads>(to, data, scattered_row_of);
     } else if constexpr (!in_a_row) {
       copy_scattered_tile<bytes, threads>(to, data, scattered_row_of, there_of);
-    } else {
+    } else if constexpr (has_few_warps && bytes >= 4) {
       // Blocks that are not whole are few, and their code is not to push other code from the instruction cache.
-      copy_tile<bytes, threads, has_few_warps && bytes >= 4 ? 1 : 64>(to, data, row_of, there_of);
+      copy_rows<bytes, threads>(to, data, row_of, there_of);
+    } else {
+      copy_tile<bytes, threads>(to, data, row_of, there_of);
     }
   }
 

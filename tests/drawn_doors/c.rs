@@ -1,35 +1,24 @@
-//! Calls that a seed draws, made through the C ABI and through the library's calls on views, held to the float64 reference,
-//! gradients included; rows that lengths leave out are not written. `FMHA_DRAWN=SEED:COUNT` draws others, or more.
-
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+//! The C library.
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr;
 
-use fmha::{Attention, Backend, Device, TensorView, TensorViewMut};
 use fmha_c::{
     FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_F16, FMHA_F32, FMHA_V_COL_MAJOR,
-    FmhaCache, FmhaCall, FmhaGradients, FmhaOptions, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan,
-    fmha_run,
+    FmhaCache, FmhaCall, FmhaGradients, FmhaOptions, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error,
+    fmha_plan, fmha_run,
 };
-use fmha_conformance::case::{Backward, Body, Drawn, Forward};
+use fmha_conformance::case::{Backward, Body, Forward};
 use fmha_conformance::check::{Selection, check_bwd, check_fwd, intact_bwd, intact_fwd};
 use fmha_conformance::tensor::{Operand, Operands, Tensor};
 use fmha_conformance::tensors::{HostBwd, HostFwd};
 use fmha_conformance::verdict::Verdict;
 use fmha_core::{
-    Bias, BiasBroadcast, CacheUse, DType, Descale, DropoutSeed, FwdProblem, KvLayout, MemorySpace,
-    PlanOptions, RotaryPairs, Totals, VLayout,
+    Bias, BiasBroadcast, CacheUse, DType, Descale, DropoutSeed, FwdProblem, KvLayout, PlanOptions,
+    RotaryPairs, Totals, VLayout,
 };
 
-/// A few seconds' worth.
-const COUNT: &str = "58:120";
-
-fn cases() -> Vec<(String, Body)> {
-    let text = std::env::var("FMHA_DRAWN").unwrap_or_else(|_| COUNT.to_owned());
-    let drawn: Drawn = text.parse().unwrap();
-    drawn.cases().into_iter().map(|case| (case.name, case.body)).collect()
-}
+use super::{cases, cpu, held};
 
 fn code(dtype: DType) -> i32 {
     match dtype {
@@ -171,30 +160,42 @@ fn call(
     call
 }
 
-/// Plans and runs it on the CPU.
-fn run(call: &FmhaCall) -> Result<(), String> {
-    let last = || {
-        // SAFETY: it gives a C string of this thread.
-        unsafe { CStr::from_ptr(fmha_last_error()) }.to_string_lossy().into_owned()
-    };
+/// A plan on the CPU, as C has it.
+pub(super) struct Plan(*mut FmhaPlan);
+
+fn last_error() -> String {
+    // SAFETY: it gives a C string of this thread.
+    unsafe { CStr::from_ptr(fmha_last_error()) }.to_string_lossy().into_owned()
+}
+
+impl Plan {
+    pub(super) fn run(&self, call: &FmhaCall) -> Result<(), String> {
+        // SAFETY: every pointer is null or memory of the operands, which outlive this, as large as the problem says, or the call is
+        // refused before one is read; nothing else touches them meanwhile.
+        if unsafe { fmha_run(self.0, call) } == 0 { Ok(()) } else { Err(last_error()) }
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: it is nobody else's.
+        unsafe { fmha_drop(self.0) };
+    }
+}
+
+/// Plans it on the CPU.
+pub(super) fn planned(call: &FmhaCall) -> Result<Plan, String> {
     // SAFETY: as in `call`.
     let mut options: FmhaOptions = unsafe { std::mem::zeroed() };
     (options.struct_bytes, options.backend) = (size_of::<FmhaOptions>() as u64, c"cpu".as_ptr());
     let mut plan = ptr::null_mut();
-    // SAFETY: every pointer is null or memory of the operands, which outlive this, as large as the problem says; nothing else
-    // touches them meanwhile.
-    unsafe {
-        if fmha_plan(call, &raw const options, &raw mut plan) != 0 {
-            return Err(last());
-        }
-        let code = fmha_run(plan, call);
-        fmha_drop(plan);
-        if code == 0 { Ok(()) } else { Err(last()) }
-    }
+    // SAFETY: host pointers are null or point to what they say.
+    let code = unsafe { fmha_plan(call, &raw const options, &raw mut plan) };
+    if code == 0 { Ok(Plan(plan)) } else { Err(last_error()) }
 }
 
-fn cpu() -> Device {
-    Device::open(Backend::Cpu).unwrap()
+fn run(call: &FmhaCall) -> Result<(), String> {
+    planned(call)?.run(call)
 }
 
 fn forward_of_c(case: &Forward) -> Result<Verdict, String> {
@@ -226,18 +227,13 @@ fn is_told_otherwise(case: &Backward) -> bool {
     }
 }
 
-fn backward_of_c(case: &Backward) -> Result<Verdict, String> {
-    let problem = case.problem.clone().validate().map_err(|error| error.to_string())?;
-    let mut host = HostBwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
-    host.fill_forward().unwrap();
-    host.score_sums = cpu().plan_bwd(&problem, &PlanOptions::default()).unwrap().promises().score_sums;
+fn gradients(host: &HostBwd) -> FmhaGradients {
     let operands = &host.operands;
-    let mut pointed = pointed(host.problem.fwd(), host.totals, operands);
     let mut dbias = tensor(operands.get(Operand::Dbias));
     if let Bias::Elementwise(bias) = host.problem.fwd().score.bias {
         dbias = shared(dbias, bias.broadcast);
     }
-    pointed.gradients = Some(FmhaGradients {
+    FmhaGradients {
         struct_bytes: size_of::<FmhaGradients>() as u64,
         dout: tensor(operands.get(Operand::Dout)),
         dq: tensor(operands.get(Operand::Dq)),
@@ -248,30 +244,44 @@ fn backward_of_c(case: &Backward) -> Result<Verdict, String> {
         dsink: at(operands, Operand::Dsink),
         dtype_grad: code(host.problem.dtype_grad),
         dtype_dbias: host.problem.dbias.map_or(0, |dbias| code(dbias.dtype)),
-    });
+    }
+}
+
+/// The struct of a drawn call, which nobody has run.
+pub(super) fn with_call(body: &Body, then: impl FnOnce(&FmhaCall)) {
+    match body {
+        Body::Forward(case) => {
+            let host = HostFwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
+            let pointed = pointed(&host.problem, host.totals, &host.operands);
+            then(&call(&host.problem, (host.totals, host.dropout), &host.operands, &pointed));
+        }
+        Body::Backward(case) if case.problem.dbias.is_none() || !is_told_otherwise(case) => {
+            let host = HostBwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
+            let mut pointed = pointed(host.problem.fwd(), host.totals, &host.operands);
+            pointed.gradients = Some(gradients(&host));
+            then(&call(host.problem.fwd(), (host.totals, host.dropout), &host.operands, &pointed));
+        }
+        _ => {}
+    }
+}
+
+fn backward_of_c(case: &Backward) -> Result<Verdict, String> {
+    let problem = case.problem.clone().validate().map_err(|error| error.to_string())?;
+    let mut host = HostBwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
+    host.fill_forward().unwrap();
+    host.score_sums = cpu().plan_bwd(&problem, &PlanOptions::default()).unwrap().promises().score_sums;
+    let operands = &host.operands;
+    let mut pointed = pointed(host.problem.fwd(), host.totals, operands);
+    pointed.gradients = Some(gradients(&host));
     run(&call(host.problem.fwd(), (host.totals, host.dropout), operands, &pointed))?;
     let mut verdict = check_bwd(&host, &Selection::default(), &|_, _| ()).unwrap();
     verdict.faults.extend(intact_bwd(&host));
     Ok(verdict)
 }
 
-fn held(results: &[(String, Result<Verdict, String>)], least: usize, door: &str) {
-    let wrong: Vec<String> = results
-        .iter()
-        .filter_map(|(name, result)| match result {
-            Ok(verdict) if verdict.pass() => None,
-            Ok(verdict) => Some(format!("{name}: {verdict}")),
-            Err(error) => Some(format!("{name}: refused: {error}")),
-        })
-        .collect();
-    println!("drawn calls of {door}: {}, of which {} are wrong", results.len(), wrong.len());
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(std::env::var_os("FMHA_DRAWN").is_some() || results.len() >= least, "{door}: {}", results.len());
-}
-
 #[test]
 fn drawn_calls_of_the_c_library_are_right_and_write_no_row_that_lengths_leave_out() {
-    let results = cases().into_iter().filter_map(|(name, body)| {
+    let results = cases(120).into_iter().filter_map(|(name, body)| {
         let result = match &body {
             Body::Forward(case) => forward_of_c(case),
             Body::Backward(case) if case.problem.dbias.is_some() && is_told_otherwise(case) => return None,
@@ -281,70 +291,4 @@ fn drawn_calls_of_the_c_library_are_right_and_write_no_row_that_lengths_leave_ou
         Some((name, result))
     });
     held(&results.collect::<Vec<_>>(), 100, "C");
-}
-
-/// What [`Attention`] says of a problem, and nothing else.
-fn options_of(problem: &FwdProblem, dropout: DropoutSeed) -> Option<Attention> {
-    let options = Attention::new(problem.dims)
-        .mask(problem.mask)
-        .softmax_scale(problem.score.softmax_scale)
-        .softcap(problem.score.softcap)
-        .dropout(problem.dropout.p_drop, dropout)
-        .backend(Backend::Cpu);
-    let mut said = options
-        .problem(problem.dtypes.qk)
-        .dtype_v(problem.dtypes.v)
-        .dtype_o(problem.dtypes.o)
-        .v_layout(problem.layout.v)
-        .write_lse(problem.write_lse);
-    said.strides = problem.strides;
-    (said == *problem).then_some(options)
-}
-
-fn by_views(case: &Forward) -> Option<Result<Verdict, String>> {
-    // What the views cannot say is left out: a problem of the same sizes, mask and strides is computed.
-    let mut problem = case.problem.clone();
-    let plain = FwdProblem::batch(problem.dtypes.qk, problem.dims);
-    if problem.layout.q != plain.layout.q || problem.layout.kv != plain.layout.kv {
-        return None;
-    }
-    let v = problem.layout.v;
-    (problem.layout, problem.scales, problem.cache) = (plain.layout, plain.scales, plain.cache);
-    problem.layout.v = v;
-    (problem.score.bias, problem.score.sink, problem.write_lse) = (Bias::None, false, false);
-    problem.dropout.write_keep_mask = false;
-    let lengths = fmha_conformance::tensors::Lengths::default();
-    let mut host = HostFwd::new(problem, &lengths, case.data).ok()?;
-    let options = options_of(&host.problem, host.dropout)?;
-    let of = |operand| {
-        let tensor = host.operands.expect(operand);
-        let first = tensor.elems().as_ptr();
-        // SAFETY: the tensor has what its shape and strides reach, and nothing writes it before the call ends.
-        unsafe { TensorView::from_raw(MemorySpace::Host, first, tensor.dtype, tensor.shape, tensor.strides) }
-    };
-    let (q, k, v) = (of(Operand::Q), of(Operand::K), of(Operand::V));
-    let (dtype, shape, strides, mut bytes) = {
-        let o = host.operands.expect(Operand::O);
-        (o.dtype, o.shape, o.strides, o.elems().to_vec())
-    };
-    // SAFETY: as large as O's elements, and nothing else touches it before the call ends.
-    let o = unsafe { TensorViewMut::from_raw(MemorySpace::Host, bytes.as_mut_ptr(), dtype, shape, strides) };
-    if let Err(error) = fmha::attention_into(&q, &k, &v, o, &options) {
-        return Some(Err(error.to_string()));
-    }
-    host.operands.expect_mut(Operand::O).elems_mut().copy_from_slice(&bytes);
-    let plan = cpu().plan_fwd(&host.problem, &PlanOptions::default()).unwrap();
-    host.score_sums = plan.promises().score_sums;
-    let mut verdict = check_fwd(&host, &Selection::default(), &|_, _| ()).unwrap();
-    verdict.faults.extend(intact_fwd(&host));
-    Some(Ok(verdict))
-}
-
-#[test]
-fn drawn_calls_on_views_are_right_and_write_nothing_between_rows() {
-    let results = cases().into_iter().filter_map(|(name, body)| match body {
-        Body::Forward(case) => Some((name, by_views(&case)?)),
-        _ => None,
-    });
-    held(&results.collect::<Vec<_>>(), 20, "views");
 }
