@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::collections::BTreeSet;
+
 use fmha_conformance::case::{Body, Case, Drawn};
 use fmha_core::cache::KernelJob;
 use fmha_core::{
@@ -182,4 +184,38 @@ fn a_kernel_that_spills_is_planned_and_says_that_it_loses_speed() {
     let said: Vec<_> = plan.steps().iter().map(|step| step.explain.remarks.as_str()).collect();
     assert!(said.iter().any(|remark| remark.contains("Performance Loss")), "{plan}");
     assert!(plan.to_string().contains("Performance Loss"), "{plan}");
+}
+
+/// The kernels of a plan, but for those that update or bring together what the others read; `None` where it is refused.
+fn kernels(device: &Device, problem: &ValidFwd, options: &PlanOptions) -> Option<BTreeSet<&'static str>> {
+    let jobs = device.precompiler()?.jobs(AnyProblem::Forward(problem), options).ok()?;
+    let reads = |kernel: &&str| *kernel != "widen_cache" && !kernel.ends_with("_update");
+    Some(jobs.iter().map(|job| job.kernel).filter(reads).collect())
+}
+
+/// A quantised cache is read by the kernels that read the same cache in 16 bits, or it has not their bits (CONTRACT.md, "KV caches").
+#[test]
+fn a_quantised_cache_has_the_kernels_of_its_twin() {
+    let cases = fmha_conformance::case::all();
+    let quantised = cases.iter().filter_map(|case| {
+        let problem = case.problem()?.clone();
+        problem.cache.dtype?;
+        Some((&case.name, problem.clone().validate().ok()?, problem.over_wide_cache()?.validate().ok()?))
+    });
+    let quantised: Vec<_> = quantised.collect();
+    let compared: usize = ARCHS
+        .par_iter()
+        .map(|arch| {
+            let device = pretend(arch);
+            let options = [PlanOptions::default(), PlanOptions::default().batch_invariant(true)];
+            let pairs = options.iter().flat_map(|options| quantised.iter().map(move |case| (options, case)));
+            let compared = pairs.filter_map(|(options, (name, problem, twin))| {
+                let (own, of_twin) = (kernels(&device, problem, options)?, kernels(&device, twin, options)?);
+                assert_eq!(own, of_twin, "{arch}: {name}, batch_invariant {}", options.batch_invariant);
+                Some(())
+            });
+            compared.count()
+        })
+        .sum();
+    assert!(compared > 2000, "{compared} plans");
 }

@@ -62,8 +62,9 @@ fn what_is_beyond_the_hardware_has_subnormals() {
 fn kernel(backend: &Device, case: &Case) -> Option<String> {
     let problem = case.problem()?.clone().validate().ok()?;
     let jobs = backend.precompiler()?.jobs(AnyProblem::Forward(&problem), &PlanOptions::default()).ok()?;
-    // The launch that updates a cache is another for each of the cache's facts.
-    Some(jobs.iter().find(|job| job.kernel != "cdna_update")?.source.entry.clone())
+    // The launches that update or widen a cache are others for each of the cache's facts.
+    let is_tiled = |job: &&fmha_core::cache::KernelJob| !["cdna_update", "widen_cache"].contains(&job.kernel);
+    Some(jobs.iter().find(is_tiled)?.source.entry.clone())
 }
 
 fn hash(text: &str) -> u64 {
@@ -96,7 +97,7 @@ fn is_dealt_to(arch: usize, backend: &Device, case: &Case) -> bool {
     (card >> 20) % PARTS == arch as u64
 }
 
-/// They were 1259 when each fact of a call was compiled in; 310 and 9 that FP8 over several blocks asks for are few, and 70 that
+/// They were 1259 when each fact of a call was compiled in; 310 and 9 that FP8 over several blocks asks for are few, and 86 that
 /// read short queries' caches, which differ in layout and type (FP8's four types on gfx90a and gfx942, by their bits).
 #[test]
 fn the_battery_asks_for_few_kernels() {
@@ -108,7 +109,7 @@ fn the_battery_asks_for_few_kernels() {
         let decode = kernels.iter().filter(|entry| entry.contains("cdna/decode/")).count();
         let others = kernels.len() - decode;
         println!("{arch}: {others} kernels, and {decode} of decode");
-        assert!(others > 0 && others <= 330 && decode <= 70, "{arch}: {others} and {decode}");
+        assert!(others > 0 && others <= 330 && decode <= 90, "{arch}: {others} and {decode}");
     }
 }
 

@@ -102,7 +102,29 @@ impl<V: Vendor> Backend<V> {
     where
         V: Family<P>,
     {
+        // A plan over a quantised cache has the bits of the same call on the cache in Q's type: the kernel of that call's rows. Where
+        // nothing takes that call, as where a kernel is named that only brings caches to another, there are no bits to have.
+        let twin = problem.of_wide_cache()?.and_then(|wide| self.choose_for(&wide, options, None).ok());
+        self.choose_for(problem, options, twin.map(|(choice, _)| choice.kernel.rows_of()))
+    }
+
+    /// The choice among all kernels, or among those whose rows `of` computes.
+    fn choose_for<P: Problem>(
+        &self,
+        problem: &P,
+        options: &PlanOptions,
+        of: Option<&'static str>,
+    ) -> Result<Selected<P, V>>
+    where
+        V: Family<P>,
+    {
         select(&self.name, &V::recipes(), options, |kernel| {
+            if let Some(of) = of.filter(|&of| of != kernel.rows_of()) {
+                let why = format!(
+                    "dtype_cache: the same call on a cache of 16 bits is {of}'s, whose bits it has not"
+                );
+                return Err(Refusal::new(kernel.name(), why));
+            }
             if !kernel.waits_for_keys() {
                 problem.refuse_arrivals(kernel.name())?;
             }

@@ -58,6 +58,11 @@ pub trait Recipe<P: Problem, V: Vendor>: Send + Sync + 'static {
     /// The kernel's name in plans and refusals.
     fn name(&self) -> &'static str;
 
+    /// The kernel that computes the rows: another one, whose bits they are, where this one only brings the operands to it.
+    fn rows_of(&self) -> &'static str {
+        self.name()
+    }
+
     /// Correct for all, fast for none: chosen where the caller allows it or names it.
     fn is_fallback(&self) -> bool {
         false

@@ -111,6 +111,8 @@ fn a_process_that_plans_forward() {
         Refusal::new("cdna_fwd", "dtype_qk f32 is no operand of gfx942's matrix instructions"),
         Refusal::new("rdna_decode", "gfx942 has no WMMA"),
         Refusal::new("rdna_fwd", "gfx942 has no WMMA"),
+        Refusal::new("cdna_widened", "dtype_cache: K and V are f32 already"),
+        Refusal::new("rdna_widened", "gfx942 has no WMMA"),
     ];
     let slow = plan(DType::F32, &slow_too()).unwrap();
     assert_eq!((slow.kernel(), slow.is_fallback()), ("simt", true));
@@ -128,7 +130,7 @@ fn a_process_that_plans_forward() {
     );
     let unknown = Refusal::new(
         "fast",
-        "there is no such forward kernel (known: cdna_decode, cdna_fwd, rdna_decode, rdna_fwd, simt)",
+        "there is no such forward kernel (known: cdna_decode, cdna_fwd, rdna_decode, rdna_fwd, cdna_widened, rdna_widened, simt)",
     );
     assert_eq!(refusals(plan(DType::Bf16, &asking("fast"))), [unknown]);
 }
@@ -247,8 +249,8 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
-        let kernels =
-            ["cdna_decode", "cdna_fwd", "rdna_decode", "rdna_fwd", "simt", "cdna_bwd", "rdna_bwd", "combine"];
+        let forward = ["cdna_decode", "cdna_fwd", "rdna_decode", "rdna_fwd", "cdna_widened", "rdna_widened"];
+        let kernels = [&forward[..], &["simt", "cdna_bwd", "rdna_bwd", "combine"]].concat();
         assert_eq!(backend.kernels(), kernels);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));

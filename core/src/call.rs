@@ -78,6 +78,15 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     #[doc(hidden)]
     fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError>;
 
+    /// The problem whose bits a plan of this one has: of a quantised cache the same problem over the cache in Q's type.
+    ///
+    /// # Errors
+    /// What that problem is refused for.
+    #[doc(hidden)]
+    fn of_wide_cache(&self) -> Result<Option<Self>, ProblemError> {
+        Ok(None)
+    }
+
     /// What a call without a sequence writes, all zeros: addresses and bytes of sums over the sequences.
     #[doc(hidden)]
     fn sums_of_no_sequence(&self, _args: &Self::Args<'_>) -> Vec<(*mut u8, u64)> {
@@ -149,6 +158,10 @@ impl Problem for ValidFwd {
         let mut one = FwdProblem::clone(self);
         let has_some = std::mem::replace(&mut one.dims.batch, 1) > 0;
         if has_some { Ok(None) } else { one.validate().map(Some) }
+    }
+
+    fn of_wide_cache(&self) -> Result<Option<Self>, ProblemError> {
+        self.over_wide_cache().map(FwdProblem::validate).transpose()
     }
 
     fn is_empty(&self) -> bool {

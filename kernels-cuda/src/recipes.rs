@@ -11,8 +11,9 @@ pub fn forward<V: Nvidia>() -> Vec<FwdKernel<V>> {
     vec![
         Kernel::new(sm100::recipe::Sm100::default()),
         Kernel::new(sm90::recipe::Sm90::default()),
-        Kernel::new(sm90_widened::recipe::Sm90Widened::default()),
+        Kernel::new(sm90_widened::recipe::Widened::<V, sm90::recipe::Sm90>::default()),
         Kernel::new(sm90_mla::recipe::Sm90Mla::default()),
+        Kernel::new(sm90_widened::recipe::Widened::<V, sm100::recipe::Sm100>::default()),
         Kernel::new(sm80::recipe::Sm80::default()),
         Kernel::new(simt::recipe::Simt),
     ]

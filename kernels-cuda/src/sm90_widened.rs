@@ -16,6 +16,9 @@ use fmha_core::{
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90_widened";
 
+/// The kernel's name where Blackwell's kernel reads the cache.
+pub const NAME_OF_SM100: &str = "sm100_widened";
+
 /// The name of the launch that widens the cache.
 pub const WIDEN_NAME: &str = "widen_cache";
 
@@ -46,6 +49,8 @@ abi_spec! {
         pub kv_layout: KvKind,
         /// Whether V lies in K's rows.
         pub v_in_k: bool,
+        /// Whether rows are no whole words of 16 codes, or begin amid one.
+        pub by_element: bool,
     }
 }
 
@@ -115,11 +120,35 @@ impl Places {
     }
 }
 
-/// Shapes of K and V in the workspace, a batch axis on both.
+/// Shapes of K and V in the workspace, a batch axis on both. Rows are whole 16 bytes, as TMA brings them.
 fn shapes(problem: &FwdProblem) -> [Shape; 2] {
     let Dims { batch, seqlen_k, num_heads_kv, head_dim_qk, head_dim_v, .. } = problem.dims;
-    let k = Shape { batch, seq: seqlen_k, head: num_heads_kv, dim: head_dim_qk };
-    [k, Shape { dim: head_dim_v, ..k }]
+    let k = Shape { batch, seq: seqlen_k, head: num_heads_kv, dim: head_dim_qk.next_multiple_of(8) };
+    [k, Shape { dim: head_dim_v.next_multiple_of(8), ..k }]
+}
+
+/// The first fact of a cache's rows for which they are no whole words of 16 elements.
+fn no_whole_words(problem: &FwdProblem) -> Option<String> {
+    let Dims { head_dim_qk, head_dim_v, .. } = problem.dims;
+    if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
+        return Some(format!(
+            "head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole words of 16"
+        ));
+    }
+    let whole = 16 / problem.stored_k().size_bytes() as i64;
+    let odd = |(name, strides): (&str, Strides)| {
+        [("batch", strides.batch), ("seq", strides.seq), ("head", strides.head)]
+            .into_iter()
+            .find(|&(_, stride)| stride % whole != 0)
+            .map(|(axis, stride)| format!("{name}.{axis} stride {stride} is not a multiple of {whole}"))
+    };
+    [("k", problem.strides.k), ("v", problem.strides.v)].into_iter().find_map(odd)
+}
+
+/// Whether a cache is widened element by element: of FP8, whose rows are no whole words of 16.
+#[must_use]
+pub fn is_by_element(problem: &FwdProblem) -> bool {
+    problem.cache.dtype.is_some() && no_whole_words(problem).is_some()
 }
 
 fn strides(problem: &FwdProblem) -> [Strides; 2] {
@@ -144,9 +173,9 @@ fn leaves_v_in_k(problem: &FwdProblem) -> bool {
 /// one's as the longest has rows.
 ///
 /// # Errors
-/// The first fact that the launch which widens does not take.
-pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
-    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+/// In `kernel`'s name, the first fact that the launch which widens does not take.
+pub fn wide_problem(kernel: &'static str, problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(kernel, reason));
     let own = match problem.layout.q {
         QLayout::Batch => KvLayout::Strided,
         QLayout::Packed => KvLayout::Packed,
@@ -162,7 +191,7 @@ pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
             ));
         }
         None if problem.layout.kv == own => {
-            return refuse(format!("dtype_qk {stored}: its rows lie as sm90 reads them"));
+            return refuse(format!("dtype_qk {stored}: its rows lie as they are read"));
         }
         None => {}
     }
@@ -176,25 +205,13 @@ pub fn wide_problem(problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
             "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v}: larger than {MOST_DIM}, which sm90_mla widens itself"
         ));
     }
-    if head_dim_qk % 16 != 0 || head_dim_v % 16 != 0 {
-        return refuse(format!(
-            "{field} {stored} with head_dim_qk {head_dim_qk} and head_dim_v {head_dim_v}: both are not whole words of 16"
-        ));
-    }
-    for (name, strides) in [("k", problem.strides.k), ("v", problem.strides.v)] {
-        for (axis, stride) in [("batch", strides.batch), ("seq", strides.seq), ("head", strides.head)] {
-            let whole = 16 / stored.size_bytes() as i64;
-            if stride % whole != 0 {
-                return refuse(format!("{name}.{axis} stride {stride} is not a multiple of {whole}"));
-            }
-        }
+    if let (Some(why), None) = (no_whole_words(problem), problem.cache.dtype) {
+        return refuse(format!("{field} {stored} with {why}"));
     }
     if u64::from(batch) * u64::from(seqlen_k) > u64::from(MAX_SEQLEN) {
         return refuse(format!("batch {batch} times seqlen_k {seqlen_k} is larger than {MAX_SEQLEN}"));
     }
-    let mut wide = problem.clone();
-    wide.cache.dtype = None;
-    (wide.scales.descale_k, wide.scales.descale_v) = (Descale::None, Descale::None);
+    let mut wide = problem.over_wide_cache().unwrap_or_else(|| problem.clone());
     wide.layout.seqused_k = problem.layout.seqused_k || problem.layout.kv == KvLayout::Packed;
     wide.layout.kv = own;
     [wide.strides.k, wide.strides.v] = strides(problem);
@@ -337,9 +354,9 @@ mod tests {
             let of = cached(3, 40, 100, (4, 2));
             let mut problem = FwdProblem::new(q, kv, DType::Bf16, of.dims);
             problem.cache.dtype = of.cache.dtype;
-            let wide = wide_problem(&problem).unwrap();
+            let wide = wide_problem(NAME, &problem).unwrap();
             if matches!(kv, KvLayout::Paged { .. }) {
-                assert_eq!(wide_problem(&paged(problem.clone())).unwrap(), wide);
+                assert_eq!(wide_problem(NAME, &paged(problem.clone())).unwrap(), wide);
             }
             assert_eq!(wide.layout.kv == KvLayout::Packed, q == QLayout::Packed);
             assert_eq!(wide.layout.seqused_k, kv == KvLayout::Packed);
@@ -358,10 +375,10 @@ mod tests {
         let refused = |change: fn(&mut FwdProblem)| {
             let mut problem = cached(1, 512, 4096, (4, 1));
             change(&mut problem);
-            wide_problem(&problem).unwrap_err().to_string()
+            wide_problem(NAME, &problem).unwrap_err().to_string()
         };
         assert!(
-            refused(|problem| problem.cache.dtype = None).contains("dtype_qk bf16: its rows lie as sm90")
+            refused(|problem| problem.cache.dtype = None).contains("dtype_qk bf16: its rows lie as they are")
         );
         let pages_of_f32 = refused(|problem| {
             *problem = paged(problem.clone());
@@ -370,8 +387,21 @@ mod tests {
         assert!(pages_of_f32.contains("dtype_qk f32 with dtype_v f32"), "{pages_of_f32}");
         assert!(refused(|problem| problem.cache.dtype = Some(DType::E4m3Fnuz)).contains("e4m3fnuz"));
         assert!(refused(|problem| problem.dims.head_dim_v = 320).contains("head_dim_v 320: larger than 256"));
-        assert!(refused(|problem| problem.dims.head_dim_qk = 72).contains("head_dim_qk 72"));
-        assert!(refused(|problem| problem.strides.k.seq = 520).contains("k.seq stride 520"));
+        let of_pages = |change: fn(&mut FwdProblem)| {
+            let mut problem = paged(cached(1, 512, 4096, (4, 1)));
+            change(&mut problem);
+            wide_problem(NAME, &problem).unwrap_err().to_string()
+        };
+        assert!(of_pages(|problem| problem.dims.head_dim_qk = 72).contains("head_dim_qk 72"));
+        assert!(of_pages(|problem| problem.strides.k.seq = 516).contains("k.seq stride 516"));
+        let by_element = |change: fn(&mut FwdProblem)| {
+            let mut problem = cached(1, 512, 4096, (4, 1));
+            change(&mut problem);
+            is_by_element(&problem) && wide_problem(NAME, &problem).is_ok()
+        };
+        assert!(by_element(|problem| problem.dims.head_dim_qk = 72));
+        assert!(by_element(|problem| problem.strides.k.seq = 520));
+        assert!(!by_element(|_| ()));
         assert!(
             refused(|problem| problem.dims.batch = 1 << 20).contains("batch 1048576 times seqlen_k 4096")
         );

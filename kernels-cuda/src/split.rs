@@ -292,6 +292,14 @@ pub(crate) const MOST_SCANNED: u32 = 1024;
 /// that merges.
 pub(crate) const LEAST_SHARED: u32 = 1024;
 
+/// Keys that any query of the longest sequence sees.
+pub(crate) fn seen_keys(problem: &FwdProblem) -> u32 {
+    let dims = problem.dims;
+    let band = problem.mask.band(dims.seqlen_q, dims.seqlen_k);
+    let keys = band.k_range(0..dims.seqlen_q, dims.seqlen_k);
+    keys.end.saturating_sub(keys.start)
+}
+
 /// Whether all sequences have the problem's lengths, or there is one, whose length is that of all.
 pub(crate) fn has_like_lengths(problem: &FwdProblem) -> bool {
     let layout = problem.layout;

@@ -336,6 +336,7 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
 
 impl Whole for Cdna {
     const NAME: &'static str = NAME;
+    const WIDENED: &'static str = "cdna_widened";
     const HEADER: &'static str = HEADER;
     const IS_RDNA: bool = false;
 
@@ -347,6 +348,10 @@ impl Whole for Cdna {
 
     fn tile(&self) -> CdnaTile {
         self.tile
+    }
+
+    fn load(&self) -> LoadPath {
+        self.tile.load
     }
 
     fn source(&self) -> KernelSource {

@@ -124,10 +124,9 @@ fn dies(sets_of_keys: u64, arch: Arch) -> u32 {
 
 fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
     let dims = problem.dims;
-    // A wave has whole loads of its columns: steps of 16 elements, and of one-byte caches pairs of them.
-    let whole_load = 32 / problem.stored_k().size_bytes() as u32;
+    // A wave has whole steps of 16 columns; of quantised caches too, whose sums are those of the same cache in 16 bits.
     let (column_waves, whole_qk) =
-        if shares_rows(problem) { (COLUMN_WAVES, whole_load * COLUMN_WAVES) } else { (1, EDGE) };
+        if shares_rows(problem) { (COLUMN_WAVES, EDGE / 2 * COLUMN_WAVES) } else { (1, EDGE) };
     let padded = |dim: u32| dim.max(1).next_multiple_of(whole_qk) as i32;
     let head_dim_v = dims.head_dim_v.max(1).next_power_of_two().max(EDGE * column_waves);
     let wide = loads_wide(problem, head_dim_v / column_waves / EDGE);
@@ -156,7 +155,7 @@ fn loads_wide(problem: &FwdProblem, columns: u32) -> bool {
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(elems_of_chunk)
         && problem.dims.head_dim_v.is_multiple_of(columns)
-        && strides_are_dwords(problem)
+        && strides_are_dwords(problem, problem.stored_k().size_bytes())
 }
 
 impl CdnaDecode {

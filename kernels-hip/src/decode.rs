@@ -65,9 +65,9 @@ pub(crate) fn shares_rows(problem: &FwdProblem) -> bool {
     problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > WAVE_HEAD_DIM
 }
 
-/// Whether all rows of Q, K and V begin on dwords where the first one does.
-pub(crate) fn strides_are_dwords(problem: &FwdProblem) -> bool {
-    let cache_bytes = problem.stored_k().size_bytes() as i64;
+/// Whether all rows of Q, K and V begin on dwords where the first one does, those of the cache in elements of so many bytes.
+pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool {
+    let cache_bytes = cache_bytes.cast_signed();
     let whole = |strides: Strides, shape: Shape, bytes: i64| {
         let live = |extent: u32, stride: i64| if extent > 1 { stride } else { 0 };
         [live(shape.batch, strides.batch), strides.seq, live(shape.head, strides.head)]

@@ -126,10 +126,12 @@ pub(crate) fn takes_addresses(
     args: &FwdArgs<'_>,
 ) -> Result<(), ProblemError> {
     let store = if store == StorePath::Element { 1 } else { 4 * problem.dtypes.o.size_bytes() };
+    // A quantised cache is read where it was widened, in the workspace.
+    let as_it_lies = problem.cache.dtype.is_none();
     let operands = [
         ("q", args.q.as_ptr() as u64, load, true),
-        ("k", args.k_slice().as_ptr() as u64, load, true),
-        ("v", args.v_slice().as_ptr() as u64, load, true),
+        ("k", args.k_slice().as_ptr() as u64, load, as_it_lies),
+        ("v", args.v_slice().as_ptr() as u64, load, as_it_lies),
         ("o", args.o.as_mut_ptr() as u64, store, true),
     ];
     check_addresses(kernel, operands)

@@ -26,6 +26,7 @@ mod rdna_decode;
 pub mod recipes;
 mod simt;
 mod simt_bwd;
+mod widened;
 
 pub use arch::Arch;
 pub use device::{Amd, DeviceFacts};
@@ -96,11 +97,13 @@ pub fn headers() -> Vec<Header> {
         "simt/fwd.h",
         "combine.h",
         "dropout.h",
+        "widen_cache.h",
     ));
     headers.push(forward::tile_header());
     headers.push(backward::tile_header());
     headers.push(cdna_decode::tile_header());
     headers.push(rdna::tile_header());
+    headers.push(widened::header());
     headers
 }
 

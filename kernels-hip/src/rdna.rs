@@ -148,6 +148,7 @@ impl Rdna {
 
 impl Whole for Rdna {
     const NAME: &'static str = NAME;
+    const WIDENED: &'static str = "rdna_widened";
     const HEADER: &'static str = HEADER;
     const IS_RDNA: bool = true;
 
@@ -159,6 +160,10 @@ impl Whole for Rdna {
 
     fn tile(&self) -> RdnaTile {
         self.tile
+    }
+
+    fn load(&self) -> LoadPath {
+        self.tile.load
     }
 
     fn num_threads(&self) -> u32 {

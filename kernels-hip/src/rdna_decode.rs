@@ -81,12 +81,13 @@ fn spec(problem: &FwdProblem) -> CdnaSpec {
     }
 }
 
-/// Whether rows are whole pieces, of eight elements of Q and K and of four of V, and all of them begin on dwords.
+/// Whether rows are whole pieces, of eight elements of Q and K and of four of V, and all of them begin on dwords: of a quantised
+/// cache those of the same cache in 16 bits, whose steps it has. Its own pieces are read from any byte.
 fn loads_wide(problem: &FwdProblem) -> bool {
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(8)
         && problem.dims.head_dim_v.is_multiple_of(4)
-        && strides_are_dwords(problem)
+        && strides_are_dwords(problem, problem.dtypes.qk.size_bytes())
 }
 
 /// Rows of a workgroup: those of a short query, and of a long one as many as share a tile of K and V.

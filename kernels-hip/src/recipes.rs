@@ -12,6 +12,7 @@ use crate::forward::recipe::Forward;
 use crate::rdna::Rdna;
 use crate::rdna_bwd::Wmma;
 use crate::rdna_decode::RdnaDecode;
+use crate::widened::recipe::Widened;
 use crate::{combine, simt, simt_bwd};
 
 /// Of the forward.
@@ -22,6 +23,8 @@ pub fn forward<V: Amd>() -> Vec<FwdKernel<V>> {
         Kernel::new(Forward::<Cdna>::default()),
         Kernel::new(Decode::<RdnaDecode>::default()),
         Kernel::new(Forward::<Rdna>::default()),
+        Kernel::new(Widened::<Cdna>::default()),
+        Kernel::new(Widened::<Rdna>::default()),
         Kernel::new(simt::recipe::Simt::default()),
     ]
 }

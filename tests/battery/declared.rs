@@ -91,7 +91,7 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100"],
+        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100", "sm100_widened"],
         slowly: false,
         what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks sm80 alone takes",
         applies: updates_the_cache,
@@ -128,7 +128,7 @@ pub const DECLARED: &[Declared] = &[
         backends: &["rocm"],
         kernels: &["cdna_fwd", "rdna_fwd", "simt"],
         slowly: false,
-        what: "FP8 caches are the decode kernels'",
+        what: "FP8 caches are the decode kernels', or widened before",
         applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
     },
     Declared {
@@ -150,6 +150,23 @@ pub const DECLARED: &[Declared] = &[
         what: "a packed column-major V: a sequence's keys begin at any element, boxes of TMA at multiples of 16 bytes",
         applies: |_, problem| {
             problem.is_some_and(|p| p.layout.v == VLayout::ColMajor && p.layout.kv == KvLayout::Packed)
+        },
+    },
+    Declared {
+        backends: &["rocm", "cuda"],
+        kernels: &["cdna_widened", "rdna_widened", "sm100_widened"],
+        slowly: false,
+        what: "rows that a forward kernel reads as they lie: a launch before it brings FP8 caches that lie as Q does, and no others",
+        applies: |case, problem| {
+            let is_one = problem.is_some_and(|problem| {
+                let own =
+                    if problem.layout.q == QLayout::Packed { KvLayout::Packed } else { KvLayout::Strided };
+                let cache = &problem.cache;
+                let is_read = cache.rotary.is_none() && !cache.tree_mask && problem.layout.kv == own;
+                let widest = problem.dims.head_dim_qk.max(problem.dims.head_dim_v);
+                cache.dtype.is_some() && is_read && widest <= 256
+            });
+            !is_one || matches!(&case.body, Body::Law(law) if law.kind == LawKind::WidenedCache)
         },
     },
     Declared {

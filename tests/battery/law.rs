@@ -1,5 +1,6 @@
 //! Laws: two calls that must agree, bit for bit where both run the same kernel and tile.
 
+use fmha_core::seq::KvRows;
 use fmha_core::{
     Append, CombineProblem, DType, Descale, Device, FwdPlan, FwdProblem, KvLayout, MaskShape, PlanOptions,
     QLayout, Result, SeqSpan, Shape, Strides, VLayout,
@@ -105,8 +106,8 @@ impl Law {
         let of_any_tile = matches!(self.kind, LawKind::PermutedBatch | LawKind::LastOfMany)
             && plan_b.promises().batch_invariant
             && plan_a.kernel() == plan_b.kernel();
-        // A quantised cache has the bits of the same call on a widened one wherever one kernel takes both.
-        let is_twin = self.kind == LawKind::WidenedCache && plan_a.kernel() == plan_b.kernel();
+        // A quantised cache has the bits of the same call on a widened one, whichever kernels take them.
+        let is_twin = self.kind == LawKind::WidenedCache;
         if promised && (of_any_tile || is_twin || same_tile(&plan_a, &plan_b)) {
             let reversed = self.kind == LawKind::PermutedBatch;
             verdict.faults.extend(match self.kind {
@@ -198,8 +199,10 @@ impl Law {
                 other.cache.dtype = None;
                 (other.scales.descale_k, other.scales.descale_v) = (Descale::None, Descale::None);
                 let mut b = HostFwd::new(other, lengths, *data)?;
-                widen(a, &mut b, Operand::K, Operand::DescaleK, problem.scales.descale_k);
-                widen(a, &mut b, Operand::V, Operand::DescaleV, problem.scales.descale_v);
+                widen(a, &mut b, Operand::K, Operand::DescaleK, problem.scales.descale_k)?;
+                if !problem.cache.v_in_k {
+                    widen(a, &mut b, Operand::V, Operand::DescaleV, problem.scales.descale_v)?;
+                }
                 Ok(b)
             }
             LawKind::LastOfMany => {
@@ -263,20 +266,25 @@ fn copy_keys(from: &HostFwd, to: &mut HostFwd, source: impl Fn(u32, u32, u32) ->
 }
 
 /// A cache of Q's type: each element of `a`'s times its descale, rounded once.
-fn widen(a: &HostFwd, b: &mut HostFwd, operand: Operand, descale: Operand, kind: Descale) {
+fn widen(a: &HostFwd, b: &mut HostFwd, operand: Operand, descale: Operand, kind: Descale) -> Result<()> {
     let heads = a.problem.dims.num_heads_kv;
+    let seq = a.inputs().seq;
+    let rows = KvRows::of(&a.problem, &seq)?;
     let (from, to) = (a.operands.expect(operand), b.operands.expect_mut(operand));
-    let Shape { batch, seq, head, dim } = to.shape;
-    for (i_batch, row, h) in
-        (0..batch).flat_map(|b| (0..seq).flat_map(move |row| (0..head).map(move |h| (b, row, h))))
-    {
-        let factor =
-            a.operands.get(descale).map_or(1.0, |numbers| numbers.nth(kind.index(i_batch, h, heads)));
-        for d in 0..dim {
-            let value = from.get(i_batch, row, h, d) as f32 * factor as f32;
-            to.set([i_batch, row, h, d], f64::from(value));
+    for span in &a.spans {
+        for (j, h) in (0..span.seqlen_k).flat_map(|j| (0..heads).map(move |h| (j, h))) {
+            let (batch, row) = rows.at(span, j);
+            let factor = a
+                .operands
+                .get(descale)
+                .map_or(1.0, |numbers| numbers.nth(kind.index(span.i_batch, h, heads)));
+            for d in 0..to.shape.dim {
+                let value = from.get(batch, row, h, d) as f32 * factor as f32;
+                to.set([batch, row, h, d], f64::from(value));
+            }
         }
     }
+    Ok(())
 }
 
 /// The first place where the last rows of `many` differ from `one`'s only ones in a bit.

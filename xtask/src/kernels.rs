@@ -428,6 +428,34 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(fp8_(cache|layouts)/e(4m3fn|5m2)|paged/b?f16)/", deal: 1 },
         ..HOPPER_WALKING
     },
+    // FP8 caches, to the bits of their 16-bit twins: each kernel's that takes one of these.
+    Row {
+        kernel: None,
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/(e5m2/bf16/d40/lengths/q7|gaps/d64/e4m3fn/f16|d320/e4m3fn/f16)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        kernel: None,
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/e5m2/bf16/d96/lengths/q1$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        kernel: None,
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/e4m3fn/f16/d64/lengths/q2$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..AMPERE
+    },
     // Two tiles of rows that share what TMA brings.
     Row {
         kernel: Some("sm90_mla"),
@@ -486,6 +514,23 @@ pub(crate) const ROWS: &[Row] = &[
         in_test: Cases { filter: "^decode/paged/bf16/p(7|64)/s(3x129|17x90)/b", deal: 1 },
         in_all: Cases { filter: "^decode/(paged|layouts|long|tree)/.*bf16", deal: 1 },
         ..amd("gfx942", NONE)
+    },
+    // FP8 caches, to the bits of their 16-bit twins: of the forward's, widened before, and of the decode kernels'.
+    Row {
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/(e5m2/bf16/d96/lengths/q1|latent/e4m3fn/f16)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
+    Row {
+        in_test: Cases {
+            filter: "^decode/an_fp8_cache_is_one_widened_before/(e5m2/bf16/d96/lengths/q1|gaps/d208/e5m2/bf16)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/an_fp8_cache_is_one_widened_before/", deal: 1 },
+        ..amd("gfx1201", NONE)
     },
     // Rows that four waves share: latent ones, whose K is read once, and K and V apart.
     Row {

@@ -6,6 +6,7 @@ use crate::error::{ProblemError, Refusal, ensure};
 use crate::kv::{Append, Rotary};
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 use crate::mask::{MaskShape, MaskSpec};
+use crate::score::Descale;
 
 impl Append {
     /// `seqlen_new` rows a sequence of a problem's, contiguous b·s·h·d.
@@ -62,6 +63,17 @@ impl FwdProblem {
         };
         let k = Shape { batch, seq, head: dims.num_heads_kv, dim: dims.head_dim_qk };
         (k, Shape { dim: dims.head_dim_v, ..k })
+    }
+
+    /// The same problem over the cache in Q's type, of factors applied: a plan over a quantised cache has its bits. `None` where
+    /// the cache is in Q's type.
+    #[must_use]
+    pub fn over_wide_cache(&self) -> Option<Self> {
+        self.cache.dtype?;
+        let mut wide = self.clone();
+        wide.cache.dtype = None;
+        (wide.scales.descale_k, wide.scales.descale_v) = (Descale::None, Descale::None);
+        Some(wide)
     }
 
     pub(crate) fn check_cache(&self) -> Result<(), ProblemError> {

@@ -22,9 +22,11 @@ pub struct TileClass {
 type Tensor = (&'static str, Strides, Shape, DType);
 
 impl TileClass {
-    /// Of a forward problem.
+    /// Of a forward problem; of one over a quantised cache that of the same problem over the cache in Q's type, whose tile it has.
     #[must_use]
     pub fn of_fwd(problem: &FwdProblem) -> Self {
+        let wide = problem.over_wide_cache();
+        let problem = wide.as_ref().unwrap_or(problem);
         Self::new(Operation::Forward, &FwdSpec::of(problem), problem, fwd_tensors(problem))
     }
 
@@ -164,8 +166,10 @@ mod tests {
     #[test]
     fn a_tile_serves_problems_of_its_class_alone() {
         let class = of_fwd(|_| ());
-        let same: [fn(&mut FwdProblem); 3] = [
+        let same: [fn(&mut FwdProblem); 4] = [
             |p| p.score.softmax_scale = Some(0.3),
+            // Quantised, which has the tile of 16 bits.
+            |p| p.cache.dtype = Some(DType::E4m3Fn),
             // Longer, and as long a batch as before.
             |p| *p = FwdProblem::batch(DType::F16, Dims { seqlen_q: 5000, batch: 3, ..DIMS }),
             // Gaps between rows that 16 bytes divide.

@@ -36,8 +36,7 @@ struct MergedRow {
 
 // Of a part; of a row that is not live none.
 FMHA_DEVICE float lse_of(const KvParts& parts, const MergedRow& merged, int32_t n) {
-  const uint32_t bits = ptx::ld_global_written_b32_if(parts.lse + n * merged.part_rows + merged.row, merged.live);
-  return merged.live ? __uint_as_float(bits) : -infinity();
+  return merged.live ? parts.lse[n * merged.part_rows + merged.row] : -infinity();
 }
 
 template <FwdSpec spec>
@@ -87,7 +86,7 @@ struct RowPart {
 // Where the parts of CTAs' shares have a row (shares.cuh).
 FMHA_DEVICE void find_in_shares(const KvParts& parts, MergedRow& merged) {
   const int32_t* const begins = parts.shares + kSharesHeader + merged.span.i_batch;
-  const auto word = [&](const int32_t* at) { return int32_t(ptx::ld_global_written_b32_if(at, merged.live)); };
+  const auto word = [&](const int32_t* at) { return merged.live ? *at : 0; };
   const Shares stretches = {word(parts.shares), word(parts.shares + 1)};
   const int32_t begin = word(begins), end = word(begins + 1);
   const int32_t tile_head = merged.i_head / parts.heads, in_tile = merged.i_head - tile_head * parts.heads;

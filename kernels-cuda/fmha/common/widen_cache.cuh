@@ -60,6 +60,22 @@ struct Widen {
     }
   }
 
+  // Rows of any length, at any place: an element of a thread at a time.
+  FMHA_DEVICE void widen_elements(const View& from, const View& wide, const HeadScalars& descale, const SeqSpan& span,
+                                  int32_t first, int32_t count, int32_t dim) const {
+    const int32_t all = count * p.num_heads_kv * dim;
+    for (int32_t at = threadIdx.x; at < all; at += threads) {
+      const int32_t d = at % dim, row = at / dim, i_head = row % p.num_heads_kv, j = first + row / p.num_heads_kv;
+      float x = 0.f;
+      if (j < span.seqlen_k) {
+        const int64_t place = row_offset(from, kv_row(p, spec.kv_layout, span, j), i_head) + d;
+        x = load_elem<spec.stored>(from.data, place) * scalar_of(descale, span.i_batch, i_head, 1.f);
+      }
+      store_elem<spec.dtype>(const_cast<void*>(static_cast<const void*>(wide.data)),
+                             row_offset(wide, span.i_batch, int64_t(j), i_head) + d, x);
+    }
+  }
+
   FMHA_DEVICE void run() const {
     const int32_t i_batch = blockIdx.x / to.num_blocks, first = blockIdx.x % to.num_blocks * keys;
     // Of queries nothing is asked.
@@ -71,8 +87,13 @@ struct Widen {
     }
     const int32_t count = min(keys, min(span.seqlen_k + (kMostOfBlock - 1), p.seqlen_k) - first);
     if (count <= 0) return;
-    widen<spec.head_dim_qk>(p.k, to.k, p.descale_k, span, first, count);
-    if constexpr (!spec.v_in_k) widen<spec.head_dim_v>(p.v, to.v, p.descale_v, span, first, count);
+    if constexpr (spec.by_element) {
+      widen_elements(p.k, to.k, p.descale_k, span, first, count, spec.head_dim_qk);
+      if constexpr (!spec.v_in_k) widen_elements(p.v, to.v, p.descale_v, span, first, count, spec.head_dim_v);
+    } else {
+      widen<spec.head_dim_qk>(p.k, to.k, p.descale_k, span, first, count);
+      if constexpr (!spec.v_in_k) widen<spec.head_dim_v>(p.v, to.v, p.descale_v, span, first, count);
+    }
   }
 };
 

@@ -116,17 +116,6 @@ FMHA_DEVICE void ld_global_v4_f32_if(float (&v)[4], const float* from, bool cond
       : "memory");
 }
 
-// needs: sm_70. A word that another grid may write while this one runs; 0 where `condition` is false.
-// PTX ISA: ld.
-FMHA_DEVICE uint32_t ld_global_written_b32_if(const void* from, bool condition) {
-  uint32_t x;
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1]; }"
-               : "=&r"(x)
-               : "l"(from), "r"(int(condition))
-               : "memory");
-  return x;
-}
-
 // needs: sm_70. A number that nothing writes while the kernel runs; 0 where `condition` is false.
 // PTX ISA: ld.global.nc.
 FMHA_DEVICE float ld_global_f32_if(const void* from, bool condition) {

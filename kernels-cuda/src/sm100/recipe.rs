@@ -23,13 +23,13 @@ pub struct Sm100 {
     chosen: Option<(Sm100Tile, TileSchedule)>,
 }
 
-impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
-    fn name(&self) -> &'static str {
-        sm100::NAME
-    }
-
-    fn choose(
-        &self,
+impl Sm100 {
+    /// The choice for a problem, of the tile that `like` has: the same problem over a cache that lies otherwise.
+    ///
+    /// # Errors
+    /// The field that it does not take, and its number.
+    pub(crate) fn choose_like<V: Nvidia>(
+        like: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
@@ -38,7 +38,11 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
         facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         sm100::accepts(problem)?;
         let spec = FwdSpec::of(problem);
-        let mut own = sm100::choose_tile(problem, &facts.arch);
+        let mut own = sm100::choose_tile(like, &facts.arch);
+        if like.strides != problem.strides {
+            let copies = sm100::choose_tile(problem, &facts.arch);
+            (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
+        }
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
@@ -66,7 +70,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
             facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
             Ok(tile)
         };
-        let (tile, tile_from) = settle_fwd(sm100::NAME, problem, facts, options, set).map_err(refuse)?;
+        let (tile, tile_from) = settle_fwd(sm100::NAME, like, facts, options, set).map_err(refuse)?;
         let is_split = tile.split_keys > 0;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
@@ -113,6 +117,21 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
                 ("tensor memory", format!("{} of {} columns", tile.tmem_columns(&spec), sm100::TMEM_COLUMNS)),
             ],
         })
+    }
+}
+
+impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
+    fn name(&self) -> &'static str {
+        sm100::NAME
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        Self::choose_like(problem, problem, facts, options)
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {

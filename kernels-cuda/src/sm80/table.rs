@@ -67,6 +67,9 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         if tile.reads_raw_blocks(&spec) {
             tile.take_raw_blocks(&spec, room);
         }
+        if block_m <= 32 && tile.value_parts == 1 && padded_dim(spec.head_dim_qk.max(spec.head_dim_v)) > 128 {
+            tile.take_small_blocks(&spec, room);
+        }
         tile = deal(problem, tile, room);
     } else if rows <= MOST_SHARED_ROWS && seqlen_q <= MOST_SHARED_QUERIES && tile.value_parts == 1 {
         // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be walked in shares.
@@ -184,6 +187,14 @@ impl Sm80Tile {
         self.ctas = (wanted + self.shares_a_cta - 1) / self.shares_a_cta;
     }
 
+    /// Blocks of 32 keys, one at a time: wide rows of 64 take so many registers and so much code that FP8 of 196 sequences of 3000 keys and D 256
+    /// took 2500 us on an H200, of 32 keys 630; 16 sequences of 4096 keys of 16 bits 160 and 151.
+    fn take_small_blocks(&mut self, spec: &FwdSpec, room: Room) {
+        let warps = if self.block_m == 32 { 2 } else { 1 };
+        (self.block_n, self.warps, self.stages) = (32, warps, 1);
+        self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, 8 / warps);
+    }
+
     /// The shape in which shares are walked: small blocks under many CTAs, of which each waits for its own.
     fn take_shape_of_shares(&mut self, spec: &FwdSpec, room: Room) {
         let widest = padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v));
@@ -197,7 +208,7 @@ impl Sm80Tile {
             _ => (32, 4, 2, 2),
         };
         (self.block_n, self.warps, self.stages) = (block_n, warps, stages);
-        (self.split_keys, self.shares) = (block_n, a_multiprocessor * room.num_sms as i32);
+        self.shares = a_multiprocessor * room.num_sms as i32;
         self.take_ctas_of_shares(spec, room);
     }
 
@@ -238,6 +249,10 @@ impl Sm80Tile {
     }
 }
 
+/// Parts of the longest sequence's keys, about, where CTAs have equal shares. Of 3 sequences of 4/1 heads, 5 tokens and up to 35163 keys,
+/// whose rows had some 700, a call took 51 us, FlashAttention-3's 27.
+const MOST_PARTS_IN_SHARES: u32 = 128;
+
 /// Parts of a sequence's keys, at most: two batches of a merging warp's loads.
 const MOST_PARTS: u32 = 256;
 
@@ -260,6 +275,11 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
     let spec = FwdSpec::of(problem);
     let mut shared = tile;
     shared.take_shape_of_shares(&spec, room);
+    // A row of the longest sequence is not merged of more parts than this.
+    let least = problem.dims.seqlen_k.div_ceil(MOST_PARTS_IN_SHARES);
+    let blocks = least.div_ceil(shared.block_n.unsigned_abs()).max(1);
+    // A power of two, so that few kernels serve all lengths.
+    shared.split_keys = shared.block_n << blocks.ilog2();
     let fits = shared.value_parts == 1
         && problem.dims.batch > 1
         && shared.smem_bytes(&spec) <= room.smem_bytes
@@ -274,8 +294,13 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
         parts.split_keys = keys;
         return if in_shares { shared } else { parts };
     }
-    let is_long = has_parts && problem.dims.seqlen_k > split::LEAST_SHARED;
-    if fits && is_long && Unlike::new(problem, &shared, room).is_shared() { shared } else { parts }
+    let is_long = has_parts && split::seen_keys(problem) > split::LEAST_SHARED;
+    if fits && is_long && Unlike::new(problem, &shared, room).is_shared() {
+        return shared;
+    }
+    // Few tiles leave most of the device idle, whatever the lengths.
+    parts.split_keys = if has_parts { cut(problem, &tile, false, room).0 } else { 0 };
+    parts
 }
 
 /// What sequences of unlike lengths cost besides reading their keys, microseconds of an H200.
@@ -301,7 +326,7 @@ impl Unlike {
         // Of 16 bits, as a quantised cache's twin has.
         let key_bytes = 2.0 * f64::from(dims.head_dim_qk + dims.head_dim_v);
         let at_once = f64::from(room.num_sms) * f64::from(shared.ctas);
-        let longest = f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ONE;
+        let longest = f64::from(split::seen_keys(problem)) * key_bytes / BYTES_OF_ONE;
         let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
         let parts = 1.0 + (f64::from(shared.shares) / tiles.max(1.0)).min(1.0);
         Self {

@@ -181,17 +181,13 @@ fn own_tile(
     (tile, shapes, orders)
 }
 
-impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
-    fn name(&self) -> &'static str {
-        sm90::NAME
-    }
-
-    fn waits_for_keys(&self) -> bool {
-        true
-    }
-
-    fn choose(
-        &self,
+impl Sm90 {
+    /// The choice for a problem, of the tile that `like` has: the same problem over a cache that lies otherwise.
+    ///
+    /// # Errors
+    /// The field that it does not take, and its number.
+    pub(crate) fn choose_like<V: Nvidia>(
+        like: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
@@ -203,16 +199,20 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             leave_to_parts(problem, facts).map_err(refuse)?;
         }
         let spec = sm90::spec_of(problem);
-        let (mut own, shapes, orders) = own_tile(problem, facts);
+        let (mut own, shapes, orders) = own_tile(like, facts);
+        if like.strides != problem.strides {
+            let copies = own_tile(problem, facts).0;
+            (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
+        }
         if options.accuracy == Accuracy::Exact {
             (own.lazy_rescale_log2, own.skip_row_max) = (0, false);
         }
         if options.batch_invariant {
             own.make_batch_invariant(&spec);
-            own.take_fixed_parts(problem);
+            own.take_fixed_parts(like);
         }
         let set = |fields: &TileOptions| fitted(own, fields, problem, facts, &spec);
-        let (tile, tile_from) = settle_fwd(sm90::NAME, problem, facts, options, set).map_err(refuse)?;
+        let (tile, tile_from) = settle_fwd(sm90::NAME, like, facts, options, set).map_err(refuse)?;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let at_once = tile.rows_at_once(problem);
@@ -281,6 +281,25 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
             .chain((is_priced && !orders.is_empty()).then(|| ("orders", orders.words(FieldValue::name))))
             .collect(),
         })
+    }
+}
+
+impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
+    fn name(&self) -> &'static str {
+        sm90::NAME
+    }
+
+    fn waits_for_keys(&self) -> bool {
+        true
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        Self::choose_like(problem, problem, facts, options)
     }
 
     /// The order of a masked call's tiles is by how many there are, and their shape by that and by how many blocks they walk.

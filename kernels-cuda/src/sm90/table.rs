@@ -153,9 +153,10 @@ const MANY_ROWS: u32 = 32;
 /// longest sequence, as far as there are not many others to begin after it.
 fn in_shares(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Option<Sm90Tile> {
     let dims = problem.dims;
+    let seen = split::seen_keys(problem);
     let mut tile = Sm90Tile { skip_row_max: false, block_m: whole.block_m.min(128), ..whole };
     let unlike = dims.batch > 1 && dims.batch <= split::MOST_SCANNED && !split::has_like_lengths(problem);
-    let is_decode = dims.seqlen_q <= MOST_SHARED_QUERIES && dims.seqlen_k > split::LEAST_SHARED;
+    let is_decode = dims.seqlen_q <= MOST_SHARED_QUERIES && seen > split::LEAST_SHARED;
     if !unlike
         || !is_decode
         || problem.dtypes.qk.is_fp8()
@@ -168,13 +169,13 @@ fn in_shares(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Option<Sm90
     let tiles = f64::from(tile.schedule(problem).ok()?.num_tiles.max(1));
     let key_bytes = f64::from(elem_bytes(problem.dtypes.qk)) * f64::from(dims.head_dim_qk + dims.head_dim_v);
     let workers = f64::from(num_sms);
-    let tail = f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ONE * (workers / tiles).clamp(0.5, 1.0);
+    let tail = f64::from(seen) * key_bytes / BYTES_OF_ONE * (workers / tiles).clamp(0.5, 1.0);
     let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
     let parts = 1.0 + (workers / tiles).min(1.0);
     let merged = MERGE_MICROS + 2.0 * parts * rows * 4.0 * f64::from(dims.head_dim_v) / BYTES_OF_ALL;
     let many = dims.seqlen_q.saturating_mul(problem.gqa_ratio()) > MANY_ROWS;
     let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv);
-    let read = heads * MEAN_OF_LONGEST * f64::from(dims.seqlen_k) * key_bytes / BYTES_OF_ALL;
+    let read = heads * MEAN_OF_LONGEST * f64::from(seen) * key_bytes / BYTES_OF_ALL;
     if merged + if many { WORK_OF_MAXIMA * read } else { 0.0 } > tail {
         return None;
     }

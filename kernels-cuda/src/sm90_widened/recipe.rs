@@ -9,14 +9,68 @@ use crate::sm90::{
     recipe::{INSTRUCTIONS, Sm90, runs_on},
 };
 use crate::sm90_widened::{self as text, Costs, Places, WidenSpec};
+use crate::sm100::{self, recipe::Sm100};
 use fmha_core::args::{CacheSlice, DevSlice, DevSliceMut, FwdArgs, MemorySpace};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::{Call, KvLayout, PlanOptions, ValidFwd, Workspace, bind, check_addresses};
+use fmha_core::{Call, FwdProblem, KvLayout, PlanOptions, ValidFwd, Workspace, bind, check_addresses};
 use fmha_gpu::{Choice, Grid, Kernel, Recipe, Steps};
+use std::marker::PhantomData;
+
+/// A kernel that reads the cache in the workspace.
+pub trait Reader: Send + Sync + 'static {
+    /// Its name.
+    const NAME: &'static str;
+    /// Its name where the cache is brought to it.
+    const WIDENED: &'static str;
+    /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper.
+    const GATHERS: bool;
+
+    /// Its choice for a problem, of the tile that `like` has.
+    ///
+    /// # Errors
+    /// The field that it does not take, and its number.
+    fn choose_like<V: Nvidia>(
+        like: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel<V>>, Refusal>;
+}
+
+impl Reader for Sm90 {
+    const NAME: &'static str = sm90::NAME;
+    const WIDENED: &'static str = text::NAME;
+    const GATHERS: bool = true;
+
+    fn choose_like<V: Nvidia>(
+        like: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        Self::choose_like(like, problem, facts, options)
+    }
+}
+
+impl Reader for Sm100 {
+    const NAME: &'static str = sm100::NAME;
+    const WIDENED: &'static str = text::NAME_OF_SM100;
+    const GATHERS: bool = false;
+
+    fn choose_like<V: Nvidia>(
+        like: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        Self::choose_like(like, problem, facts, options)
+    }
+}
 
 /// The cache in the workspace, and the kernel that reads it there.
-pub struct Sm90Widened<V> {
+pub struct Widened<V, R> {
     chosen: Option<Chosen<V>>,
+    reader: PhantomData<R>,
 }
 
 struct Chosen<V> {
@@ -25,9 +79,9 @@ struct Chosen<V> {
     reader: FwdKernel<V>,
 }
 
-impl<V> Default for Sm90Widened<V> {
+impl<V, R> Default for Widened<V, R> {
     fn default() -> Self {
-        Self { chosen: None }
+        Self { chosen: None, reader: PhantomData }
     }
 }
 
@@ -54,9 +108,13 @@ fn is_worth_it(problem: &ValidFwd, facts: &DeviceFacts, places: &Places) -> Resu
     ))
 }
 
-impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
+impl<V: Nvidia, R: Reader> Recipe<ValidFwd, V> for Widened<V, R> {
     fn name(&self) -> &'static str {
-        text::NAME
+        R::WIDENED
+    }
+
+    fn rows_of(&self) -> &'static str {
+        R::NAME
     }
 
     fn choose(
@@ -65,18 +123,27 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel<V>>, Refusal> {
-        let refuse = |reason: String| Refusal::new(text::NAME, reason);
-        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
-        let wide = text::wide_problem(problem)?
+        let refuse = |reason: String| Refusal::new(R::WIDENED, reason);
+        let cached = problem.cache.dtype.is_some();
+        if R::GATHERS {
+            facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
+        } else if !cached {
+            return Err(refuse(format!("dtype_cache: K and V are {} already", problem.dtypes.qk)));
+        }
+        let wide = text::wide_problem(R::WIDENED, problem)?
             .validate()
             .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
         // The reader is asked for by name, or it would leave short queries to others.
-        let of_reader = options.clone().kernel(sm90::NAME);
-        let mut choice: Choice<FwdKernel<V>> = Sm90::default()
-            .choose(&wide, facts, &of_reader)
+        let of_reader = options.clone().kernel(R::NAME);
+        // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if that is read as it lies.
+        let twin = problem.over_wide_cache().filter(|twin| twin.layout.kv == wide.layout.kv);
+        let twin = twin.map_or_else(|| Ok(wide.clone()), FwdProblem::validate);
+        let twin = twin.map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
+        let mut choice: Choice<FwdKernel<V>> = R::choose_like(&twin, &wide, facts, &of_reader)
             .map_err(|refusal| refuse(format!("the cache in 16 bits: {}", refusal.reason)))?;
         let places = Places::new(problem, choice.workspace).map_err(refuse)?;
-        if options.kernel.is_none() {
+        // The bits of a quantised cache have no price: it is the reader's where its twin is.
+        if options.kernel.is_none() && !cached {
             is_worth_it(problem, facts, &places).map_err(refuse)?;
         }
         let cache = places.cache(problem, 0);
@@ -92,6 +159,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
                 head_dim_v: problem.dims.head_dim_v.cast_signed(),
                 kv_layout: problem.layout.kv.into(),
                 v_in_k: wide.cache.v_in_k,
+                by_element: text::is_by_element(problem),
             }),
             Grid::new(groups.unsigned_abs(), text::NUM_THREADS),
             facts,
@@ -100,11 +168,15 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
             Some(stored) => format!("widened from {stored}"),
             None => "gathered".to_owned(),
         };
-        let words = format!("{how} in {} bytes of the workspace, read by sm90", places.bytes - places.k);
+        let words =
+            format!("{how} in {} bytes of the workspace, read by {}", places.bytes - places.k, R::NAME);
         choice.details.push(("cache", words));
         let workspace = Workspace { bytes: places.bytes, ..choice.workspace };
         Ok(Choice {
-            kernel: Kernel::new(Self { chosen: Some(Chosen { wide, places, reader: choice.kernel }) }),
+            kernel: Kernel::new(Self {
+                chosen: Some(Chosen { wide, places, reader: choice.kernel }),
+                reader: PhantomData,
+            }),
             launches: choice.launches.behind(widen),
             workspace,
             ..choice
@@ -116,16 +188,17 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Widened<V> {
         let args = call.args;
         // A tensor without rows may lie anywhere.
         let has_keys = call.problem.shape_k().seq > 0;
+        let align = if text::is_by_element(call.problem) { 1 } else { ALIGN };
         let operands = [
-            ("k", args.k_slice().as_ptr() as u64, ALIGN, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, ALIGN, has_keys && !chosen.wide.cache.v_in_k),
+            ("k", args.k_slice().as_ptr() as u64, align, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, align, has_keys && !chosen.wide.cache.v_in_k),
         ];
-        check_addresses(text::NAME, operands)?;
+        check_addresses(R::WIDENED, operands)?;
         chosen.with_wide(call, |wide| chosen.reader.takes_addresses(wide))
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let chosen = fmha_gpu::chosen(self.chosen.as_ref(), "sm90_widened")?;
+        let chosen = fmha_gpu::chosen(self.chosen.as_ref(), R::WIDENED)?;
         let (widen, left) = steps.split_first()?;
         let mut params = bind::fwd_params(call.problem, call.args);
         let mut cache = chosen.places.cache(call.problem, params.workspace.0);

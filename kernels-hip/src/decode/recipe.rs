@@ -139,10 +139,12 @@ impl<V: Amd, K: Split> Recipe<ValidFwd, V> for Decode<K> {
         let turned = problem.cache.rotary.is_some();
         // A tensor without rows may lie anywhere.
         let has_keys = problem.shape_k().seq > 0;
+        // RDNA reads pieces of codes from any byte.
+        let of_cache = if K::IS_RDNA && problem.cache.dtype.is_some() { 1 } else { loads };
         let operands = [
             ("q", args.q.as_ptr() as u64, loads, !turned),
-            ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
+            ("k", args.k_slice().as_ptr() as u64, of_cache, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, of_cache, has_keys),
         ];
         check_addresses(K::NAME, operands)
     }

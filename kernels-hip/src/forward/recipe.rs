@@ -14,11 +14,14 @@ use fmha_gpu::{
 
 use crate::device::{Amd, Device, DeviceFacts, launch};
 use crate::forward::params;
+use crate::paths::LoadPath;
 
 /// A kernel whose pieces of work are tiles of queries, with all of their keys.
 pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Its name in plans and refusals.
     const NAME: &'static str;
+    /// Its name where a launch before widens the cache.
+    const WIDENED: &'static str;
     /// What its entry includes.
     const HEADER: &'static str;
     /// Whether it runs on RDNA, not on CDNA.
@@ -34,6 +37,9 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
 
     /// How it computes.
     fn tile(&self) -> Self::Tile;
+
+    /// How Q, K and V are read.
+    fn load(&self) -> LoadPath;
 
     /// What is compiled.
     fn source(&self) -> KernelSource;
@@ -74,11 +80,20 @@ impl<K> Default for Forward<K> {
 }
 
 impl<K: Whole> Forward<K> {
+    /// The kernel on a device.
+    pub(crate) fn of(chosen: K, device: Device) -> Self {
+        Self { chosen: Some((chosen, device)) }
+    }
+
     /// What is launched, and what it promises.
-    fn choice<V: Amd>(chosen: K, problem: &ValidFwd, device: Device) -> Choice<Kernel<ValidFwd, V>> {
+    pub(crate) fn choice<V: Amd>(
+        chosen: K,
+        problem: &ValidFwd,
+        device: Device,
+    ) -> Choice<Kernel<ValidFwd, V>> {
         let main = launch(K::NAME, chosen.source(), chosen.num_tiles(problem), chosen.num_threads());
         Choice {
-            kernel: Kernel::new(Self { chosen: Some((chosen, device)) }),
+            kernel: Kernel::new(Self::of(chosen, device)),
             launches: Launches::from(main),
             workspace: Workspace::NONE,
             // A row is one wave's, its keys in one order, and every tile's maxima are taken.

@@ -3,7 +3,7 @@
 
 use fmha_core::{
     Append, Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,
-    Rotary, RotaryPairs, Strides, Totals,
+    Rotary, RotaryPairs, Strides, Totals, VLayout,
 };
 
 use super::edges::{data, masked};
@@ -838,6 +838,61 @@ fn fixed_parts(cases: &mut Vec<Case>) {
     }
 }
 
+/// Quantised caches as their 16-bit twins lie and are read: pages, packed rows, more rows than a tile, wide rows and latent ones,
+/// V along the keys, rows that begin on any byte.
+fn widened_caches(cases: &mut Vec<Case>) {
+    let law = |cases: &mut Vec<Case>, kind: &str, mut problem: FwdProblem, lengths, cache| {
+        let name = format!("decode/an_fp8_cache_is_one_widened_before/{kind}/{cache}/{}", problem.dtypes.qk);
+        (problem.cache.dtype, problem.write_lse) = (Some(cache), true);
+        // Where V lies in K, factors of its own would make it another tensor.
+        if !problem.cache.v_in_k {
+            (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
+        }
+        push_law(cases, name, problem, lengths, LawKind::WidenedCache);
+    };
+    for (cache, dtype) in [(DType::E4m3Fn, DType::F16), (DType::E5m2, DType::Bf16)] {
+        for (seqlen_q, seqlen_k) in [(1, 70), (2, 600)] {
+            let mut problem = masked(dtype, dims(seqlen_q, seqlen_k, (6, 2), 128), "b");
+            let lengths = used(&mut problem);
+            let (problem, lengths) = in_pages(problem, 16, lengths, &format!("{cache}/pages/k{seqlen_k}"));
+            law(cases, &format!("pages/k{seqlen_k}"), problem, lengths, cache);
+        }
+        let sizes = dims(40, 90, (4, 2), 64);
+        let packed = FwdProblem::group(dtype, sizes).mask(masked(dtype, sizes, "b").mask);
+        law(cases, "packed", packed, Lengths::packed(&[(1, 90), (40, 33), (3, 0)]), cache);
+        for (kind, sizes) in [
+            ("many_rows", dims(70, 600, (2, 1), 64)),
+            ("d256", dims(2, 520, (2, 1), 256)),
+            ("d512", dims(1, 100, (2, 1), 512)),
+            ("d320", dims(3, 100, (2, 1), 320)),
+        ] {
+            let mut problem = masked(dtype, sizes, "b");
+            let lengths = used(&mut problem);
+            law(cases, kind, problem, lengths, cache);
+        }
+        for (kind, rows) in [("latent", 1), ("latent_many", 3)] {
+            let mut problem = of_decode(dtype, dims(rows, 300, (4, 1), 0), ROWS_OF_DECODE[1], "b");
+            let lengths = used(&mut problem);
+            law(cases, kind, problem, lengths, cache);
+        }
+        let mut problem = masked(dtype, dims(2, 150, (2, 2), 64), "b");
+        problem.layout.v = VLayout::ColMajor;
+        problem.strides.v = Strides::bhds(problem.shape_v());
+        let lengths = used(&mut problem);
+        law(cases, "v_along_the_keys", problem, lengths, cache);
+        // Rows of 16 bits begin on dwords, and those of codes on any byte.
+        for head_dim in [64, 208] {
+            let mut problem = masked(dtype, dims(2, 600, (2, 1), head_dim), "b");
+            for strides in [&mut problem.strides.k, &mut problem.strides.v] {
+                strides.seq += 2;
+                strides.batch += 2 * 600;
+            }
+            let lengths = used(&mut problem);
+            law(cases, &format!("gaps/d{head_dim}"), problem, lengths, cache);
+        }
+    }
+}
+
 fn laws(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for seqlen_q in [1, 5, 20] {
@@ -917,6 +972,7 @@ fn laws(cases: &mut Vec<Case>) {
             push_law(cases, name, problem, lengths, LawKind::WidenedCache);
         }
     }
+    widened_caches(cases);
     // Long and unlike, so that CTAs share the keys.
     for (cache, dtype, head_dim, seqlen_q) in [
         (DType::E4m3Fn, DType::Bf16, 128, 1),

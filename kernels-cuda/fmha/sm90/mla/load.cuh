@@ -164,14 +164,15 @@ struct Loader {
 #pragma unroll
     for (int word = 0; word < 2; ++word) rows[word] = row_of<NarrowRow>(view, first_key + lane_row + 8 * word, entries[word]);
   }
-  template <int dim, int count>
+  // `whole` as above.
+  template <int dim, int count, bool whole = dim % kSpan == 0>
   FMHA_DEVICE void copy_narrow(const Part& part, const NarrowRow (&rows)[2]) const {
     const auto copy = [&](int32_t at, int32_t chunk) {
       const uint32_t to = bytes_at<count>(part, at);
       const int32_t column = chunk * kSpan + lane % 4 * 16;
 #pragma unroll
       for (int word = 0; word < 2; ++word) {
-        const bool there = rows[word] != nullptr && (dim % kSpan == 0 || column < dim);
+        const bool there = rows[word] != nullptr && (whole || column < dim);
         ptx::cp_async<16>(to + word * kLaneRowsApart, there ? rows[word] + column : p.k.data, there ? 16 : 0);
       }
     };
@@ -263,7 +264,7 @@ struct Loader {
         if (!waits && !ptx::uniform(ptx::mbarrier_test_parity(empty, part.phase ^ 1))) break;
         ptx::mbarrier_wait_parity(empty, part.phase ^ 1);
         if (part.of_v) {
-          copy_narrow<spec.head_dim_v, P::chunks_half>(part, rows);
+          copy_narrow<spec.head_dim_v, P::chunks_half, kWholeV>(part, rows);
         } else {
           copy_narrow<spec.head_dim_qk, kChunksOfK>(part, rows);
         }

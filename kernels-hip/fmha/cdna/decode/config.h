@@ -20,9 +20,10 @@ struct Config {
   static constexpr int stored_bytes = size_bytes(spec.stored);
   // Waves that share the columns of their rows.
   static constexpr int column_waves = spec.column_waves;
-  // Steps of K Q over a wave's columns of a padded row, 16 elements each, and those that a 16-byte load of a lane serves.
+  // Steps of K Q over a wave's columns of a padded row, 16 elements each, and those that a load of a lane serves: of 16 bytes, and of
+  // one-byte columns that waves share of 8, since a wave may have an odd number of steps.
   static constexpr int qk_steps = spec.head_dim_qk / column_waves / 16;
-  static constexpr int steps_of_load = 2 / stored_bytes;
+  static constexpr int steps_of_load = column_waves == 1 ? 2 / stored_bytes : 1;
   // V's columns are dealt out to the 32 lanes of half a wave: adjacent ones to a lane, so that a load of all lanes is two
   // whole rows. Column n of each lane makes block n of O.
   static constexpr int columns = spec.head_dim_v / column_waves / kEdge;
@@ -30,8 +31,9 @@ struct Config {
   static constexpr int pv_steps = kTileKeys / 16;
   static constexpr int v_bytes = columns * stored_bytes;  // of a lane and key
   static constexpr int v_words = ceil_div(v_bytes, 4);
-  // Steps whose columns of K are columns of V as well, read once for both.
-  static constexpr int latent_steps = spec.v_in_k ? wave_columns / 16 : 0;
+  // Steps whose columns of K are those of V in latent rows, however they are read, and those of them that are read once for both.
+  static constexpr int steps_of_v = column_waves > 1 && spec.head_dim_qk == spec.head_dim_v + 64 ? wave_columns / 16 : 0;
+  static constexpr int latent_steps = spec.v_in_k ? steps_of_v : 0;
   static_assert(spec.head_dim_qk % (column_waves == 1 ? kEdge : 16 * column_waves) == 0, "a wave has whole steps");
   static_assert(qk_steps % steps_of_load == 0, "a wave has whole loads");
   static_assert(!spec.v_in_k || (column_waves > 1 && spec.load != LoadPath::Element && stored_bytes == 2),
@@ -41,16 +43,16 @@ struct Config {
 };
 
 // The first element of a row that a lane has in step `step` of K Q. A lane's elements of two steps are adjacent: of a
-// cache of one byte an element they are one load. Any order would do, since K and Q have the same. Of waves that share
-// columns, each has a run of them; where V lies in K the run that it has of V, and then its part of what lies behind.
+// cache of one byte an element they are one load. Any order would do, since K and Q have the same; it is one for all types of the
+// cache, so that a quantised one has the bits of its 16-bit twin. Of waves that share columns, each has a run of them; of latent
+// rows the run that it has of V, and then its part of what lies behind.
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE constexpr int first_elem(int step, int half, int i_wave) {
   using C = Config<spec>;
   if constexpr (C::column_waves == 1) return step / 2 * 32 + half * 16 + step % 2 * 8;
-  if (C::stored_bytes == 1) return i_wave * C::qk_steps * 16 + step / 2 * 32 + half * 16 + step % 2 * 8;
-  if (!spec.v_in_k) return (i_wave * C::qk_steps + step) * 16 + half * 8;
-  if (step < C::latent_steps) return i_wave * C::wave_columns + step * 16 + half * 8;
-  const int behind = i_wave * (C::qk_steps - C::latent_steps) + step - C::latent_steps;
+  if (C::steps_of_v == 0) return (i_wave * C::qk_steps + step) * 16 + half * 8;
+  if (step < C::steps_of_v) return i_wave * C::wave_columns + step * 16 + half * 8;
+  const int behind = i_wave * (C::qk_steps - C::steps_of_v) + step - C::steps_of_v;
   return spec.head_dim_v + behind * 16 + half * 8;
 }
 

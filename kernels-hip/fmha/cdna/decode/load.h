@@ -27,15 +27,15 @@ FMHA_DEVICE uint32_t load_code(const uint8_t* from) {
   return load_global<uint16_t>(from);
 }
 
-// Elements `first` ... of a row, 16 bytes of them; what lies behind the row's end is 0. `ends_early`: the row ends before
+// Elements `first` ... of a row, so many words of them; what lies behind the row's end is 0. `ends_early`: the row ends before
 // it is padded to.
-template <LoadPath load, int bytes, bool ends_early>
-FMHA_DEVICE Frag load_chunk(const uint8_t* row, int32_t first, int32_t dim) {
+template <LoadPath load, int bytes, bool ends_early, int words = 4>
+FMHA_DEVICE Vec<uint32_t, words> load_chunk(const uint8_t* row, int32_t first, int32_t dim) {
   if constexpr (load == LoadPath::Element) {
-    Frag chunk = {};
+    Vec<uint32_t, words> chunk = {};
     opaque_in_vgpr(first);  // else the place of each element of a row is kept in a register of its own
 #pragma unroll
-    for (int i = 0; i < 16 / bytes; ++i) {
+    for (int i = 0; i < 4 * words / bytes; ++i) {
       const uint32_t code = load_code<bytes>(row + min(first + i, dim - 1) * bytes);
       chunk[i * bytes / 4] |= (first + i < dim ? code : 0) << (i * bytes % 4 * 8);
     }
@@ -43,7 +43,7 @@ FMHA_DEVICE Frag load_chunk(const uint8_t* row, int32_t first, int32_t dim) {
     sched_barrier();
     return chunk;
   } else {
-    const Frag chunk = load_global<Words<4>>(row + (!ends_early || first < dim ? first : 0) * bytes);
+    const Vec<uint32_t, words> chunk = load_global<Words<words>>(row + (!ends_early || first < dim ? first : 0) * bytes);
     if constexpr (!ends_early) return chunk;
     // A row is whole chunks, so that one begins within it or lies behind it: there, the row's first was read in its place.
     // The mask is opaque: as selects of the compiler's, a row's chunks would fill the scalar registers.
@@ -92,7 +92,8 @@ template <CdnaDecodeSpec spec>
 struct KTile {
   using C = Config<spec>;
   static constexpr int loads = C::qk_steps / C::steps_of_load;
-  Frag chunks[loads];
+  static constexpr int words = C::steps_of_load * 2 * C::stored_bytes;  // of a load
+  Vec<uint32_t, words> chunks[loads];
 
   // From step `latent_steps` on: columns before come with V.
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
@@ -101,7 +102,7 @@ struct KTile {
     const int half = lane_half(), i_wave = column_wave<spec>();
 #pragma unroll
     for (int c = C::latent_steps; c < loads; ++c) {
-      chunks[c] = load_chunk<spec.load, C::stored_bytes, spec.ends_early>(
+      chunks[c] = load_chunk<spec.load, C::stored_bytes, spec.ends_early, words>(
           row, first_elem<spec>(c * C::steps_of_load, half, i_wave), params.call.head_dim_qk);
     }
   }
@@ -109,6 +110,8 @@ struct KTile {
   FMHA_DEVICE Frag frag(int step, float descale) const {
     if constexpr (C::stored_bytes == 2) {
       return chunks[step];
+    } else if constexpr (words == 2) {
+      return widened_chunk<spec>(chunks[step][0], chunks[step][1], descale);
     } else {
       const Frag& chunk = chunks[step / 2];
       return step % 2 ? widened_chunk<spec>(chunk[2], chunk[3], descale)

@@ -36,6 +36,10 @@ struct Places {
   FMHA_DEVICE int64_t of(int32_t key) const { return at[slot(key)]; }
 };
 
+// Words of codes, at any address: global memory takes them whole (LLVM's unaligned-access-mode, which AMD's runtime sets).
+template <class Piece>
+using OnBytes __attribute__((aligned(1))) = Piece;
+
 // As `Rows`; row n begins `places.of(n)` bytes behind `data`. FP8 codes become `dtype`: each times its descale in f32, rounded
 // once, to the bits of a cache that was widened before.
 template <DType dtype, DType stored, int block_n>
@@ -54,7 +58,7 @@ struct CacheRows {
       return *reinterpret_cast<const OnDwords<Piece>*>(from);
     } else {
       constexpr int words = sizeof(Piece) / 4;
-      const auto codes = *reinterpret_cast<const OnDwords<Vec<uint32_t, words / 2>>*>(from);
+      const auto codes = *reinterpret_cast<const OnBytes<Vec<uint32_t, words / 2>>*>(from);
       Piece piece;
 #pragma unroll
       for (int w = 0; w < words; w += 2) {

@@ -1,0 +1,181 @@
+//! `cdna_widened`, `rdna_widened`: a quantised cache whose 16-bit twin is the forward kernel's. A launch before widens it once into
+//! the workspace, and the forward kernel reads it there, so that the bits are those of the call on the dequantised cache.
+
+pub(crate) mod recipe;
+
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, HeadScalars, View};
+use fmha_core::problem::MAX_SEQLEN;
+use fmha_core::source::{Entry, Header, KernelSource};
+use fmha_core::{DType, FwdProblem, KvLayout, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
+
+use crate::device::refuse;
+
+/// The launch that widens.
+pub(crate) const WIDEN: &str = "widen_cache";
+/// Threads of a workgroup of it.
+pub(crate) const NUM_THREADS: u32 = 256;
+/// Keys of a sequence that such a workgroup has.
+const KEYS: u32 = 64;
+
+abi_spec! {
+    /// What the launch that widens is compiled for.
+    pub struct WidenSpec {
+        /// K and V as they lie in memory.
+        pub stored: DType,
+        /// What they become: Q's type.
+        pub dtype: DType,
+    }
+}
+
+abi_struct! {
+    /// The widened cache, a kernel argument.
+    pub struct WidenedCache {
+        /// K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, or packed.
+        pub k: View,
+        /// V likewise.
+        pub v: View,
+        /// `[batch]`, written: keys of each sequence.
+        pub seqused_k: DevPtr<i32>,
+        /// `[batch + 1]`, written: the first row of each sequence.
+        pub cu_seqlens_k: DevPtr<i32>,
+        /// Rows from sequence to sequence where there is no batch axis; else 0.
+        pub rows_of_batch: i64,
+        /// Blocks of keys of the longest sequence.
+        pub num_blocks: i32,
+        /// Elements of a key's row.
+        pub head_dim_qk: i32,
+        /// Elements of a value's row.
+        pub head_dim_v: i32,
+        /// Nothing.
+        pub reserved: i32,
+    }
+}
+
+/// Where the parts of the widened cache lie in the workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Places {
+    cu_seqlens_k: u64,
+    k: u64,
+    v: u64,
+    /// All of it.
+    pub(crate) bytes: u64,
+}
+
+impl Places {
+    /// Of a problem, after the lengths, i32 `[batch]`.
+    ///
+    /// # Errors
+    /// In `kernel`'s name, a workspace of 2^62 bytes or more.
+    pub(crate) fn of(kernel: &'static str, problem: &FwdProblem) -> Result<Self, Refusal> {
+        let lengths = 4 * u64::from(problem.dims.batch);
+        let bytes = |shape: Shape| {
+            let rows =
+                u64::from(shape.batch).saturating_mul(shape.seq.into()).saturating_mul(shape.head.into());
+            rows.saturating_mul(2 * u64::from(shape.dim)).min(1 << 61).next_multiple_of(256)
+        };
+        let [of_k, of_v] = shapes(problem).map(bytes);
+        let cu_seqlens_k = lengths.next_multiple_of(256);
+        let k = (cu_seqlens_k + lengths + 4).next_multiple_of(256);
+        let (v, all) = (k + of_k, k + of_k + of_v);
+        if all >= 1 << 61 {
+            refuse!(kernel, "the workspace would be 2^61 bytes or more");
+        }
+        Ok(Self { cu_seqlens_k, k, v, bytes: all })
+    }
+
+    /// In a workspace that begins at an address.
+    pub(crate) fn cache(&self, problem: &FwdProblem, workspace: u64) -> WidenedCache {
+        let [k, v] = strides(problem);
+        let packed = problem.layout.kv == KvLayout::Packed;
+        WidenedCache {
+            k: View::new(workspace + self.k, k, packed),
+            v: View::new(workspace + self.v, v, packed),
+            seqused_k: DevPtr::new(workspace),
+            cu_seqlens_k: DevPtr::new(workspace + self.cu_seqlens_k),
+            rows_of_batch: if packed { problem.dims.seqlen_k.into() } else { 0 },
+            num_blocks: num_blocks(problem).cast_signed(),
+            head_dim_qk: problem.dims.head_dim_qk.cast_signed(),
+            head_dim_v: problem.dims.head_dim_v.cast_signed(),
+            reserved: 0,
+        }
+    }
+}
+
+impl WidenedCache {
+    /// What the forward kernel reads: the call's arguments, but for K and V.
+    pub(crate) fn forward(&self, problem: &FwdProblem, whole: &FwdParams) -> FwdParams {
+        let mut fwd = FwdParams { k: self.k, v: self.v, ..*whole };
+        (fwd.descale_k, fwd.descale_v) = (HeadScalars::NULL, HeadScalars::NULL);
+        if problem.layout.kv == KvLayout::Packed {
+            (fwd.seqused_k, fwd.cu_seqlens_k) = (self.seqused_k, self.cu_seqlens_k);
+            fwd.total_k = (problem.dims.batch * problem.dims.seqlen_k).cast_signed();
+        }
+        fwd
+    }
+}
+
+fn num_blocks(problem: &FwdProblem) -> u32 {
+    problem.dims.seqlen_k.div_ceil(KEYS).max(1)
+}
+
+/// Workgroups of the launch.
+pub(crate) fn num_workgroups(problem: &FwdProblem) -> u64 {
+    u64::from(problem.dims.batch) * u64::from(num_blocks(problem))
+}
+
+/// Shapes of K and V in the workspace: of packed rows, as many for each sequence as the longest may have.
+fn shapes(problem: &FwdProblem) -> [Shape; 2] {
+    let dims = problem.dims;
+    let (batch, seq) = match problem.layout.kv {
+        KvLayout::Packed => (1, dims.batch.saturating_mul(dims.seqlen_k)),
+        _ => (dims.batch, dims.seqlen_k),
+    };
+    let k = Shape { batch, seq, head: dims.num_heads_kv, dim: dims.head_dim_qk };
+    [k, Shape { dim: dims.head_dim_v, ..k }]
+}
+
+fn strides(problem: &FwdProblem) -> [Strides; 2] {
+    let [k, v] = shapes(problem);
+    let of_v = match problem.layout.v {
+        VLayout::RowMajor => Strides::bshd(v),
+        VLayout::ColMajor => Strides::bhds(v),
+    };
+    [Strides::bshd(k), of_v]
+}
+
+/// The problem that the forward kernel has, of the one over the cache in Q's type.
+///
+/// # Errors
+/// In `kernel`'s name, the first fact that the launch does not take.
+pub(crate) fn wide_problem(kernel: &'static str, mut wide: FwdProblem) -> Result<FwdProblem, Refusal> {
+    wide.refuse_mixed_layouts(kernel)?;
+    let (batch, seqlen_k) = (wide.dims.batch, wide.dims.seqlen_k);
+    if u64::from(batch) * u64::from(seqlen_k) > u64::from(MAX_SEQLEN) {
+        refuse!(kernel, "batch {batch} times seqlen_k {seqlen_k} is larger than {MAX_SEQLEN}");
+    }
+    [wide.strides.k, wide.strides.v] = strides(&wide);
+    wide.cache.v_in_k = false;
+    Ok(wide)
+}
+
+/// The launch that brings the cache there: arguments `FwdParams` of the call, [`WidenedCache`].
+pub(crate) fn widen(problem: &FwdProblem) -> KernelSource {
+    let spec = WidenSpec { stored: problem.stored_k(), dtype: problem.dtypes.qk };
+    let entry = Entry {
+        include: "fmha/widen_cache.h",
+        constants: &[("kSpec", &spec)],
+        bounds: &crate::group_of(NUM_THREADS),
+        params: "FwdParams p, WidenedCache to",
+        call: "cache::Widen<kSpec>{p, to}.run();",
+    };
+    KernelSource::new(entry.render(), crate::headers)
+}
+
+/// `fmha/widened_cache.h`: what this file shares with the device.
+pub(crate) fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        [WidenSpec::c_definition(), WidenedCache::c_definition()].concat()
+    );
+    Header::rendered("fmha/widened_cache.h", text)
+}
