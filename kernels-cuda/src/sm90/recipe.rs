@@ -102,9 +102,18 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
             ours.block_m
         ));
     }
-    (rows <= MOST_ROWS && seqlen_k <= MOST_SHORT_KEYS).then(|| {
+    let is_short = seqlen_k <= MOST_SHORT_KEYS;
+    (rows <= MOST_ROWS && (is_short || reads_codes_as_fast(problem))).then(|| {
         format!("its tiles of 64 rows walk {seqlen_k} keys for {rows} rows, of which sm80 has smaller ones")
     })
+}
+
+/// Whether `sm80` reads a 16-bit cache about as fast for few rows. It reads an FP8 cache where it lies, which this kernel has to have
+/// widened by a launch before, and both have one kernel for their bits to be equal (CONTRACT.md). An H200, us, `sm80` and this kernel, of
+/// 16 bits: 16 sequences of 32/8 heads and 4096 keys 77 and 76, 200 of 40/8 and up to 2000 108 and 105, D 256 49 and 47, 315 and 312;
+/// D 192 52 and 46, D 64 77 and 64.
+fn reads_codes_as_fast(problem: &ValidFwd) -> bool {
+    matches!(problem.dims.head_dim_qk.max(problem.dims.head_dim_v), 65..=128 | 193..=256)
 }
 
 /// Refuses what is left to `sm80`.
