@@ -103,7 +103,8 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
         ));
     }
     let is_short = seqlen_k <= MOST_SHORT_KEYS;
-    (rows <= MOST_ROWS && (is_short || reads_codes_as_fast(problem))).then(|| {
+    let is_cache = seqlen_k > seqlen_q;
+    (is_cache && rows <= MOST_ROWS && (is_short || reads_codes_as_fast(problem))).then(|| {
         format!("its tiles of 64 rows walk {seqlen_k} keys for {rows} rows, of which sm80 has smaller ones")
     })
 }
