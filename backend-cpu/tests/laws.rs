@@ -591,7 +591,7 @@ fn a_product_beyond_f32_is_right_or_an_infinity_whatever_the_scale() {
             }
             inputs.k.set(0, far_key, 0, 0, sign * 2f64.powi(64));
             let ran = run_fwd(&backend(isa, 2), &inputs, &PlanOptions::default());
-            // Of all other products the scale leaves nothing.
+            // The scale leaves nothing of all other products.
             let of = |far_weight: f64, d: u32| {
                 let weight = |j: u32| if j == far_key { far_weight } else { 1.0 };
                 let sum: f64 = (0..6).map(weight).sum();

@@ -17,7 +17,7 @@ impl Failure {
         Self::Wrong(line.into())
     }
 
-    /// The same, of the option or the operand that it comes from.
+    /// This failure, of the option or the operand that it comes from.
     pub(super) fn of(self, field: &str) -> Self {
         match self {
             Self::Pipe => Self::Pipe,

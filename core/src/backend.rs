@@ -283,7 +283,7 @@ impl DevBuffer {
         Self { space, ptr, bytes, elem: Told::new(ElemType::Bytes), free: Some(free) }
     }
 
-    /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
+    /// This memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
     #[must_use]
     pub fn typed(mut self, elem: impl Into<ElemType>) -> Self {
         self.elem = Told::new(self.elem().retyped(elem.into()));

@@ -143,7 +143,7 @@ pub fn bind(
         strides.map_or(View::NULL, |strides| View::new(address(slice), strides, packs))
     };
     let q = match problem.cache.rotary {
-        // Of packed queries too with a batch axis: `query_offset` in `fmha/seq.h`.
+        // Packed queries have a batch axis here too: `query_offset` in `fmha/seq.h`.
         Some(_) => View::new(workspace + first_query(problem), turned_strides(problem), false),
         None => whole.q,
     };

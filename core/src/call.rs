@@ -71,7 +71,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     #[doc(hidden)]
     fn tell_types(&self, args: &Self::Args<'_>);
 
-    /// Of a problem of no sequences, the one of one sequence that is like it: kernels are made for one at least.
+    /// The problem of one sequence that stands for one of no sequences: kernels are made for one at least.
     ///
     /// # Errors
     /// What that problem is refused for.

@@ -37,7 +37,7 @@ impl ScoreArgs<'_> {
     /// Where the generator of a call stands; at 0 where nothing is dropped.
     ///
     /// # Errors
-    /// That the problem drops and no seed is named: calls would repeat one mask.
+    /// A problem that drops and names no seed: calls would repeat one mask.
     #[inline]
     pub fn seed(&self, problem: &FwdProblem) -> Result<DropoutSeed, ProblemError> {
         let p_drop = problem.dropout.p_drop;

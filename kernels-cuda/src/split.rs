@@ -49,7 +49,7 @@ abi_struct! {
         pub first_row: i32,
         /// Queries of every sequence and head whose parts these are.
         pub num_rows: i32,
-        /// Of parts that end where CTAs' shares do: query heads of a tile's rows,
+        /// For parts that end where CTAs' shares do: query heads of a tile's rows,
         pub heads: i32,
         /// rows of a tile,
         pub block_m: i32,

@@ -62,7 +62,7 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// Of a problem, after the lengths, i32 `[batch]`.
+    /// Places for a problem, after the lengths, i32 `[batch]`.
     ///
     /// # Errors
     /// In `kernel`'s name, a workspace of 2^62 bytes or more.

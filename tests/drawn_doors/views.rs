@@ -26,7 +26,7 @@ fn plain(drawn: &FwdProblem, dtype: DType) -> FwdProblem {
     options_of(drawn, DropoutSeed::default()).problem(dtype)
 }
 
-/// The same with the types and the strides that it has, where these are a batch's: what views say besides.
+/// The plain problem with the drawn types and strides, where these are a batch's: what views say besides.
 fn with_views(drawn: &FwdProblem) -> FwdProblem {
     let plain = plain(drawn, drawn.dtypes.qk);
     let mut problem = plain.clone().dtype_v(drawn.dtypes.v).dtype_o(drawn.dtypes.o);

@@ -456,7 +456,7 @@ pub(crate) fn has_no_scores(call: &FmhaCall) -> bool {
 fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
     let per_batch = flag("alibi_per_batch", call.alibi_per_batch)?;
     let (elementwise, alibi) = (!call.bias.data.is_null(), !call.alibi_slopes.is_null());
-    // Of no sequences there are no slopes.
+    // A batch of 0 has no slopes.
     if per_batch && !alibi && call.batch > 0 {
         let text = "alibi_per_batch 1 goes with alibi_slopes, which is null";
         return Err(ProblemError::new("alibi_per_batch", text));

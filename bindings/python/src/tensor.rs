@@ -87,7 +87,7 @@ impl Tensor {
         tensor
     }
 
-    /// Its address; of one without elements some address, since null is a tensor that is not there.
+    /// The tensor's address. A tensor without elements has some address too, since null is a tensor that is not there.
     #[must_use]
     pub fn address(&self) -> *mut c_void {
         match self.data.is_null() && self.shape().contains(&0) {

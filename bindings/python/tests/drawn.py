@@ -59,7 +59,7 @@ class Side:
     """Rows of queries or of keys: where each sequence's begin and how many there are."""
 
     def __init__(self, draw, batch, most, packed, used):
-        # Of packed rows a bound has to be given, and 0 is none.
+        # Packed rows need a bound, and 0 is none.
         self.packed, self.most = packed, max(most, int(packed))
         self.physical = [draw.randint(0, most) if packed else most for _ in range(batch)]
         self.lengths = [draw.randint(0, rows) if used else rows for rows in self.physical]
@@ -286,7 +286,7 @@ def gradients(call, given, leaves, exact, dout, dlse):
     if dlse is not None:
         finite = torch.isfinite(exact[1])
         loss = loss + (torch.where(finite, exact[1], 0.0) * torch.where(dlse.isnan(), 0.0, dlse.double())).sum()
-    # Of no sequences O is made of nothing.
+    # A batch of 0 has an O that is made of nothing.
     wanted = (
         torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if call.batch else (None,) * len(leaves)
     )

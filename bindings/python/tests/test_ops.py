@@ -351,7 +351,7 @@ def test_a_compiled_call_draws_its_seed_and_is_whole(grad):
     torch.manual_seed(7)
     assert torch.equal(compiled(*inputs[:2], eye), again)
     if grad:
-        # Of V the unit matrix O is P with what is dropped; the gradient has the same elements.
+        # Where V is the unit matrix, O is P with what is dropped; the gradient has the same elements.
         (dv,) = torch.autograd.grad(again.sum(), eye)
         wanted = again.sum((1, 2)).detach()
         assert torch.allclose(dv.sum(2)[..., 0], wanted, atol=1e-4)

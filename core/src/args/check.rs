@@ -419,7 +419,7 @@ impl Operands {
         match access {
             Some(access) if wanted => self.push(name, access, elem, bytes, align, None),
             Some(_) => Err(ProblemError::new(name, format!("{name} is given, but the problem has none"))),
-            // Of no elements nothing is to be given.
+            // An operand without elements need not be given.
             None if bytes == 0 => Ok(()),
             None => Err(ProblemError::new(name, format!("{name} is missing: {bytes} bytes are wanted"))),
         }

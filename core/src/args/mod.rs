@@ -46,7 +46,7 @@ pub struct DevSliceMut<'a> {
     ptr: *mut u8,
     bytes: u64,
     elem: ElemType,
-    /// Of a buffer's memory: whom a call tells what it writes there.
+    /// The place where a call notes the type that it writes to a buffer.
     told: Option<&'a Told>,
     memory: PhantomData<&'a mut [u8]>,
 }
@@ -91,7 +91,7 @@ impl<'a> DevSlice<'a> {
         Self { space, ptr, bytes, elem: elem.into(), memory: PhantomData }
     }
 
-    /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
+    /// This memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
@@ -182,7 +182,7 @@ impl<'a> DevSliceMut<'a> {
         }
     }
 
-    /// The same memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
+    /// This memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }

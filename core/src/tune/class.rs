@@ -22,7 +22,7 @@ pub struct TileClass {
 type Tensor = (&'static str, Strides, Shape, DType);
 
 impl TileClass {
-    /// Of a forward problem; of one over a quantised cache that of the same problem over the cache in Q's type, whose tile it has.
+    /// The class of a forward problem. A problem over a quantised cache has the class of its 16-bit twin, whose tile it has.
     #[must_use]
     pub fn of_fwd(problem: &FwdProblem) -> Self {
         let wide = problem.over_wide_cache();

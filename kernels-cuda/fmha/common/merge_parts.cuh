@@ -34,7 +34,7 @@ struct MergedRow {
   bool live;  // else no memory of its parts is read
 };
 
-// Of a part; of a row that is not live none.
+// LSE of part `n`; minus infinity for a row that is not live.
 FMHA_DEVICE float lse_of(const KvParts& parts, const MergedRow& merged, int32_t n) {
   return merged.live ? parts.lse[n * merged.part_rows + merged.row] : -infinity();
 }

@@ -98,7 +98,7 @@ FMHA_DEVICE void schedule_tiles(const FwdParams& p, const TileSchedule& schedule
   }
 }
 
-// The same of a CTA's share of all tiles' blocks (shares.cuh), by a whole warp.
+// Schedules a CTA's share of all tiles' blocks (shares.cuh), by a whole warp.
 template <FwdSpec spec, auto tile, class Shared>
 FMHA_DEVICE void schedule_shares(const FwdParams& p, const TileSchedule& schedule, Shared& smem) {
   Share<spec, tile> share{p, schedule, true};

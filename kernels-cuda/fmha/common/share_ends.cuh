@@ -15,7 +15,7 @@ struct Shares {
     return {each, total - each * takers};
   }
   FMHA_DEVICE int32_t begin(int32_t cta) const { return cta * each + min(cta, longer); }
-  // Of the CTA that walks a block.
+  // Number of the CTA that walks a block.
   FMHA_DEVICE int32_t owner(int32_t block) const {
     const int32_t of_longer = longer * (each + 1);
     return block < of_longer ? block / (each + 1) : longer + (block - of_longer) / max(each, 1);

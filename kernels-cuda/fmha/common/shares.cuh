@@ -77,7 +77,7 @@ struct Share {
     if (at < end) find();
   }
 
-  // Of sequence `i`.
+  // Number of key blocks of sequence `i`.
   FMHA_DEVICE int32_t blocks_of(int32_t i) const { return i < p.batch ? blocks_of_tile<spec, tile>(p, i).count : 0; }
 
   FMHA_DEVICE int32_t sum_of_sequences() const {

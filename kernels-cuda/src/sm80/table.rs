@@ -56,7 +56,7 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         && block_m < tile.block_m
     {
         (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
-        // Of more rows zeros beyond the head dimension would be multiplied for too long.
+        // With more rows, zeros beyond the head dimension would be multiplied for too long.
         tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
         // What is widened in registers serves two sixteens at one's price.
         let one_warp = Sm80Tile { warps: 1, ..tile };
@@ -269,8 +269,8 @@ const LEAST_REGISTERS: i32 = 128;
 
 /// The tile whose CTAs have a short query's keys as is cheapest.
 ///
-/// Of sequences whose lengths the device alone knows every CTA has an equal share, unless tiles are so many that the longest costs
-/// less than merging. Where all are alike, or there is one, the cheapest of parts, shares and neither.
+/// Where the device alone knows the lengths, every CTA has an equal share, unless tiles are so many that the longest costs less than
+/// merging. Where all are alike, or there is one, it is the cheapest of parts, shares and neither.
 fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
     let spec = FwdSpec::of(problem);
     let mut shared = tile;
@@ -323,7 +323,7 @@ impl Unlike {
         let dims = problem.dims;
         let heads = if shared.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
         let tiles = f64::from(dims.batch) * f64::from(heads);
-        // Of 16 bits, as a quantised cache's twin has.
+        // Bytes of 16-bit keys and values, as a quantised cache's twin has them.
         let key_bytes = 2.0 * f64::from(dims.head_dim_qk + dims.head_dim_v);
         let at_once = f64::from(room.num_sms) * f64::from(shared.ctas);
         let longest = f64::from(split::seen_keys(problem)) * key_bytes / BYTES_OF_ONE;

@@ -18,14 +18,14 @@ use std::marker::PhantomData;
 
 /// A kernel that reads the cache in the workspace.
 pub trait Reader: Send + Sync + 'static {
-    /// Its name.
+    /// The reader's name.
     const NAME: &'static str;
-    /// Its name where the cache is brought to it.
+    /// The reader's name where the cache is brought to it.
     const WIDENED: &'static str;
     /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper.
     const GATHERS: bool;
 
-    /// Its choice for a problem, of the tile that `like` has.
+    /// The reader's choice for a problem, of the tile that `like` has.
     ///
     /// # Errors
     /// The field that it does not take, and its number.

@@ -65,7 +65,7 @@ fn chosen(problem: &ValidFwd) -> (&'static str, &'static str) {
     (sm90::NAME, words(sm90::choose_tile_in_parts(problem, NUM_SMS).shares))
 }
 
-/// Of every shape that was measured with what is chosen.
+/// Holds the choice for every shape that was measured.
 #[test]
 fn keys_of_unlike_sequences_are_taken_as_was_fastest() {
     let rows = rows();

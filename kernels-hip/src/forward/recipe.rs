@@ -20,7 +20,7 @@ use crate::paths::LoadPath;
 pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Its name in plans and refusals.
     const NAME: &'static str;
-    /// Its name where a launch before widens the cache.
+    /// The kernel's name where a launch before widens the cache.
     const WIDENED: &'static str;
     /// What its entry includes.
     const HEADER: &'static str;

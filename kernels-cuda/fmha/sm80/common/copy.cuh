@@ -69,7 +69,7 @@ FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, Ther
   }
 }
 
-// The same, row by row and in little code, for the few blocks that are not whole.
+// Copies row by row and in little code: for the few blocks that are not whole.
 template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_rows(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
   constexpr int word_elems = kWordOf<typename Tile::Elem>, words = Tile::dim / word_elems;
@@ -166,7 +166,7 @@ FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
   }
 }
 
-// The same, row by row and in little code, for the few blocks that are not whole.
+// Copies row by row and in little code: for the few blocks that are not whole.
 template <int bytes, int dim, int threads, class Raw, class RowOf>
 FMHA_DEVICE void copy_raw_rows(const Raw& tile, const void* any, RowOf row_of) {
   constexpr int all = Raw::rows * Raw::words;
@@ -182,7 +182,7 @@ FMHA_DEVICE void copy_raw_rows(const Raw& tile, const void* any, RowOf row_of) {
   }
 }
 
-// The same of a raw tile all of whose rows are there, `stride` bytes from one to the next.
+// Copies a raw tile all of whose rows are there, `stride` bytes from one to the next.
 template <int bytes, int dim, int threads, class Raw>
 FMHA_DEVICE void copy_whole_raw_tile(const Raw& tile, const uint8_t* first, int64_t stride) {
   static_assert(threads % Raw::words == 0, "a pass takes whole rows");

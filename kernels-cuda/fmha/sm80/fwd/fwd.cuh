@@ -49,7 +49,7 @@ FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile>& loader, Consumer<
   }
 }
 
-// The same over an FP8 cache that the products read as it lies. `unit`: the factors of K and V are 1.
+// Walks an FP8 cache that the products read as it lies. `unit`: the factors of K and V are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_raw_in_little_code(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   auto& blocks = loader.smem.blocks;
@@ -131,7 +131,7 @@ FMHA_DEVICE void load_first_raw(const Loader<spec, tile>& loader, const Work& wo
   }
 }
 
-// The same over an FP8 cache that the products read as it lies. A slot is free once its product is computed. `unit`: the factors of K
+// Walks an FP8 cache that the products read as it lies. A slot is free once its product is computed. `unit`: the factors of K
 // and V are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {

@@ -54,7 +54,7 @@ struct Loader {
       q_slot.advance();
       return;
     }
-    // Of whole groups that do not fill the tile the box is lower.
+    // The box is lower where whole groups do not fill the tile.
     constexpr int row_bytes = Tile::num_chunks * Tile::span_bytes;
     ptx::mbarrier_arrive_expect_tx(full, whole_groups<tile>() ? rows_of_tile<tile>(p) * row_bytes : Tile::tile_bytes);
     const int32_t head_in_group = work.i_head - work.i_head_kv * p.gqa_ratio;
