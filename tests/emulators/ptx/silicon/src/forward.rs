@@ -299,13 +299,14 @@ fn asked(call: &Call, host: &HostFwd) -> String {
     digest(std::iter::once(words.as_bytes()).chain(tensors))
 }
 
-fn run(backend: &Device, call: &Call) -> Result<Ran, String> {
+/// Runs a call on the kernel that is named; without a name on the first that takes it.
+fn run(backend: &Device, call: &Call, kernel: Option<&str>) -> Result<Ran, String> {
     let data = Data { init: call.init, seed: seed(call), ..Data::default() };
     let mut host =
         HostFwd::new(call.problem.clone(), &call.lengths, data).map_err(|error| error.to_string())?;
     let asked = asked(call, &host);
-    let mut options = PlanOptions::default().allow_fallback(call.kernel.is_none());
-    options.kernel = call.kernel.map(str::to_owned);
+    let mut options = PlanOptions::default().allow_fallback(kernel.is_none());
+    options.kernel = kernel.map(str::to_owned);
     let plan = backend.plan_fwd(&host.problem, &options).map_err(|error| error.to_string())?;
     run_fwd(backend, &plan, &mut host).map_err(|error| error.to_string())?;
     let faults = intact_fwd(&host);
@@ -394,7 +395,7 @@ fn record_of(ran: &Ran, seed: u64) -> CallRecord {
 /// # Errors
 /// What the backend said, or bytes written that are nobody's.
 pub fn record(backend: &Device, call: &Call) -> Result<CallRecord, String> {
-    Ok(record_of(&run(backend, call)?, seed(call)))
+    Ok(record_of(&run(backend, call, call.kernel)?, seed(call)))
 }
 
 /// How far two results of one kernel on one problem may lie apart.
@@ -440,13 +441,13 @@ fn logits(host: &HostFwd) -> f64 {
     norm(Operand::Q) * norm(Operand::K) * f64::from(host.problem.resolved_softmax_scale()).abs()
 }
 
-/// Holds what the emulator makes of a call to its record.
+/// Holds what the emulator makes of a call to its record, on the kernel that served it there: what is chosen has changed since.
 ///
 /// # Errors
 /// How it differs beyond what it may.
 pub fn compare(backend: &Device, call: &Call, device: &CallRecord) -> Result<Agreement, String> {
     let named = |text: String| format!("{}: {text}", call.name);
-    let ran = run(backend, call).map_err(named)?;
+    let ran = run(backend, call, Some(&device.kernel)).map_err(named)?;
     let emulated = record_of(&ran, seed(call));
     if emulated.asked != device.asked {
         return Err(named("its problem or inputs have changed since the recording: record anew".into()));
