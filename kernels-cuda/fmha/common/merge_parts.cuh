@@ -43,7 +43,7 @@ template <FwdSpec spec>
 FMHA_DEVICE void weigh(const FwdParams& p, const KvParts& parts, MergedRow& merged) {
   const int32_t lane = threadIdx.x % kWarp;
   // Natural: times log2(e) a finite LSE or sink may be more than f32 holds.
-  const float sink = spec.sink ? scalar_of(p.sink, 0, merged.i_head, -infinity()) : -infinity();
+  const float sink = spec.sink && merged.live ? scalar_of(p.sink, 0, merged.i_head, -infinity()) : -infinity();
   float top = sink;
   for (int32_t n = lane; n < merged.num_parts; n += kWarp) top = max(top, lse_of(parts, merged, n));
 #pragma unroll
@@ -198,7 +198,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
         row.run();
       } else {
         float factor = 1.f;
-        if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
+        if constexpr (is_fp8(spec.dtype_o)) factor *= live && p.scale_o ? *p.scale_o : 1.f;
         const int64_t to = row_offset(p.o, merged.span.storage_batch, merged.span.q_row + merged.i, merged.i_head);
 #pragma unroll
         for (int32_t chunk = 0; chunk < Part::chunks; ++chunk) {
