@@ -103,8 +103,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
             number.
         p_drop: probability, 0 or more and below 1, that an element of P is dropped. ``seed`` and ``offset``, 64 bits
             each, choose the mask: the same triple gives the same one on every device. Without a seed one is drawn from
-            torch's generator of the CPU, or NumPy's, so that two calls differ and a checkpoint repeats its own; a call
-            that is captured into a graph has to have one.
+            torch's generator of the CPU, or NumPy's, so that two calls differ and a checkpoint repeats its own. A call
+            that drops is not captured into a graph: its replays would drop the same elements.
         dtype_o: type of O: f32, f16 or bf16; ``None`` is Q's, bf16 for FP8.
         allow_fallback: whether a kernel that is right but slow may serve where no fast one takes the call.
         accuracy: ``"fast"`` or ``"exact"`` (the true running maximum).

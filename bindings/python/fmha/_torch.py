@@ -480,13 +480,15 @@ def _refuse_views(**written: Any) -> None:
 def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...], Optional[torch.Tensor]]:
     """Numbers with a seed of torch's generator where a call that drops elements has none; while a compiler traces, the
     seed as a tensor beside them."""
+    # A captured call keeps its seed, a number of the host's: each replay would repeat one mask.
+    is_on_gpu = numbers[_AT_P_DROP] and not torch.compiler.is_compiling() and getattr(q, "is_cuda", False)
+    if is_on_gpu and torch.cuda.is_current_stream_capturing():
+        raise ValueError("p_drop: a graph is captured, whose replays would all drop the same elements")
     if numbers[_AT_SEED] is not None:
         return numbers, None
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
     if torch.compiler.is_compiling():
         return with_seed(numbers, 0), drawn
-    if getattr(q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
-        raise ValueError("seed: none is given, and a graph is captured, whose replays would all drop the same elements")
     return with_seed(numbers, int(drawn)), None
 
 

@@ -9,6 +9,7 @@ import shutil
 import sysconfig
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -644,3 +645,15 @@ def test_a_cache_that_a_compiled_step_writes_to_is_written():
     for a, b in zip((*got, *caches[1]), (*wanted, *caches[0])):
         assert torch.allclose(a, b, atol=1e-6)
     assert torch.equal(caches[1][0][0, 3], new[0, 0]) and torch.equal(caches[1][0][0, 4], new[0, 0] * 2)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_call_that_drops_is_not_captured_into_a_graph(monkeypatch, seed):
+    """Played on the CPU: torch says that it captures, and the queries that they are on a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_gpu = types.SimpleNamespace(is_cuda=True)
+    _, numbers = _arguments.bind(p_drop=0.5, seed=seed)
+    with pytest.raises(ValueError, match="p_drop: a graph is captured"):
+        _torch._seeded(on_gpu, numbers)
+    _, whole = _arguments.bind()
+    assert _torch._seeded(on_gpu, whole) == (whole, None)
