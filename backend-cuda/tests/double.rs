@@ -8,8 +8,8 @@ use std::cell::Cell;
 
 use fmha_core::tune::TunedTile;
 use fmha_core::{
-    Accuracy, AnyProblem, BwdProblem, DType, DevBuffer, DevSliceMut, Device, Dims, FwdArgs, FwdPlan,
-    FwdProblem, MaskSpec, PlanOptions, Stream, Totals,
+    Accuracy, AnyProblem, BwdProblem, DType, DevBuffer, DevSliceMut, Device, Dims, DropoutSeed, FwdArgs,
+    FwdPlan, FwdProblem, MaskSpec, PlanOptions, Stream, Totals,
 };
 
 /// Counts what this thread allocates. The double has an allocator of its own.
@@ -285,6 +285,30 @@ fn a_run_is_captured_and_replayed() {
         stream.synchronize().unwrap();
         assert!(call.output(&backend) == expected);
     }
+}
+
+/// A replay would have the seed of the recording, and with it the keep mask.
+#[test]
+fn a_call_that_drops_is_not_captured() {
+    let Some(backend) = device() else { return };
+    let mut call = Call::new(&backend);
+    let mut dropping = FwdProblem::clone(call.plan.problem());
+    dropping.dropout.p_drop = 0.25;
+    call.plan = backend.plan_fwd(&dropping.validate().unwrap(), &PlanOptions::default()).unwrap();
+    call.workspace = backend.memory().workspace(call.plan.workspace()).unwrap();
+    let before = call.output(&backend);
+    let stream = backend.stream().unwrap();
+    let mut run = || {
+        let mut args = FwdArgs::new(call.q.slice(), call.k.slice(), call.v.slice(), call.o.slice_mut());
+        args.lse = Some(call.lse.slice_mut());
+        args.workspace = call.workspace.as_mut().map(DevBuffer::slice_mut);
+        args.score.dropout = Some(DropoutSeed { seed: 7, offset: 0 });
+        call.plan.run(&mut args, &stream)
+    };
+    let error = stream.capture(&mut run).err().unwrap().to_string();
+    assert!(error.starts_with("p_drop 0.25 in a call that is captured"), "{error}");
+    run().unwrap();
+    assert!(call.output(&backend) != before);
 }
 
 #[test]

@@ -123,6 +123,26 @@ fn a_call_a_stream_and_a_graph_give_the_same_bits() {
     assert_eq!(download(&backend, &o), plain);
 }
 
+/// A replay would have the seed of the recording, and with it the keep mask.
+#[test]
+fn a_call_that_drops_is_not_captured() {
+    let Some(backend) = device("gfx942") else { return };
+    let problem = FwdProblem::batch(DType::F16, DIMS).p_drop(0.25).validate().unwrap();
+    let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
+    let inputs = [(48 * 2 * 64, 1), (80 * 64, 2), (80 * 64, 3)];
+    let [q, k, v] = inputs.map(|(elems, seed)| upload(&backend, &numbers(DType::F16, elems, seed)));
+    let mut o = backend.memory().alloc(q.bytes()).unwrap();
+    let stream = backend.stream().unwrap();
+    let mut run = || {
+        let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+        args.score.dropout = Some(DropoutSeed { seed: 7, offset: 0 });
+        plan.run(&mut args, &stream)
+    };
+    let error = stream.capture(&mut run).err().unwrap().to_string();
+    assert!(error.starts_with("p_drop 0.25 in a call that is captured"), "{error}");
+    run().unwrap();
+}
+
 /// Lengths are read where the kernel runs, so a graph follows what stands there when it is launched.
 #[test]
 fn a_captured_graph_replays_with_the_lengths_of_the_moment() {

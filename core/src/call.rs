@@ -14,7 +14,7 @@ use crate::error::{ProblemError, Refusal, Result};
 use crate::layout::{Shape, Strides};
 use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
-use crate::problem::{FwdProblem, ValidFwd};
+use crate::problem::{Dropout, FwdProblem, ValidFwd};
 use crate::score::Bias;
 use crate::seq::SeqSpan;
 
@@ -99,6 +99,12 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         0
     }
 
+    /// The dropout of a call; none of a combine.
+    #[doc(hidden)]
+    fn dropout(&self) -> Option<Dropout> {
+        None
+    }
+
     /// For kernels that read K and V at once.
     ///
     /// # Errors
@@ -173,6 +179,10 @@ impl Problem for ValidFwd {
         self.arrivals
     }
 
+    fn dropout(&self) -> Option<Dropout> {
+        self.drops().then_some(self.dropout)
+    }
+
     fn borrowed<'a>(args: &'a FwdArgs<'_>) -> &'a FwdArgs<'a> {
         args
     }
@@ -237,6 +247,10 @@ impl Problem for ValidBwd {
 
     fn arrivals(&self) -> u32 {
         self.fwd().arrivals
+    }
+
+    fn dropout(&self) -> Option<Dropout> {
+        self.fwd().drops().then_some(self.fwd().dropout)
     }
 
     fn borrowed<'a>(args: &'a BwdArgs<'_>) -> &'a BwdArgs<'a> {

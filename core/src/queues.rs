@@ -104,6 +104,15 @@ pub trait Queues: Send + Sync {
         true
     }
 
+    /// Whether what is put on `stream` is recorded instead of run, whoever began that.
+    ///
+    /// # Safety
+    /// A live stream.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn is_capturing(&self, stream: u64) -> Result<bool>;
+
     /// Records what `queue` puts on `stream` instead of running it; other threads' calls do not disturb that. The
     /// recording has ended when this returns, whatever it returns.
     ///

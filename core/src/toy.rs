@@ -1,5 +1,6 @@
 //! A backend that computes nothing and writes down what core asks of it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::args::{FwdArgs, MemorySpace};
@@ -52,6 +53,8 @@ pub(crate) struct Toy {
     pub(crate) deterministic: bool,
     /// The address of Q that it does not take.
     pub(crate) refused: Option<u64>,
+    /// Whether a stream is captured at the moment.
+    pub(crate) captures: AtomicBool,
     pub(crate) log: Log,
 }
 
@@ -65,6 +68,7 @@ impl Toy {
             workspace: Workspace::NONE,
             deterministic: true,
             refused: None,
+            captures: AtomicBool::new(false),
             log: Log::default(),
         }
     }
@@ -258,8 +262,15 @@ impl Queues for Toy {
         self.has_clock
     }
 
+    unsafe fn is_capturing(&self, _: u64) -> Result<bool> {
+        Ok(self.captures.load(Ordering::Relaxed))
+    }
+
     unsafe fn capture(&self, _: u64, queue: &mut dyn FnMut() -> Result<()>) -> Result<u64> {
-        queue().map(|()| 201)
+        self.captures.store(true, Ordering::Relaxed);
+        let queued = queue();
+        self.captures.store(false, Ordering::Relaxed);
+        queued.map(|()| 201)
     }
 
     unsafe fn replay(&self, graph: u64, stream: u64) -> Result<()> {

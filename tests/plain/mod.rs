@@ -194,6 +194,10 @@ impl Queues for Memory {
         false
     }
 
+    unsafe fn is_capturing(&self, _: u64) -> Result<bool> {
+        Ok(false)
+    }
+
     unsafe fn capture(&self, _: u64, queue: &mut dyn FnMut() -> Result<()>) -> Result<u64> {
         queue().map(|()| 1)
     }

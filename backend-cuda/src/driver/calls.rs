@@ -133,6 +133,13 @@ impl Queues for Device {
         !self.emulated
     }
 
+    unsafe fn is_capturing(&self, stream: u64) -> Result<bool> {
+        let _entered = self.enter()?;
+        let mut status = sys::CAPTURE_STATUS_NONE;
+        call!(cuStreamIsCapturing(stream as sys::Handle, &raw mut status))?;
+        Ok(status != sys::CAPTURE_STATUS_NONE)
+    }
+
     unsafe fn capture(&self, stream: u64, queue: &mut dyn FnMut() -> Result<()>) -> Result<u64> {
         let _entered = self.enter()?;
         let stream = stream as sys::Handle;

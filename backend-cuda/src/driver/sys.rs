@@ -58,6 +58,8 @@ pub(crate) mod tensor_map {
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 /// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: other threads' calls do not disturb the capture.
 pub(crate) const CAPTURE_MODE_THREAD_LOCAL: c_int = 1;
+/// `CU_STREAM_CAPTURE_STATUS_NONE`: what is queued runs.
+pub(crate) const CAPTURE_STATUS_NONE: c_int = 0;
 /// `CU_EVENT_DEFAULT`.
 pub(crate) const EVENT_DEFAULT: c_uint = 0;
 /// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
@@ -236,6 +238,7 @@ functions! {
     fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint);
     fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int);
     fn cuStreamEndCapture(stream: Handle, graph: *mut Handle);
+    fn cuStreamIsCapturing(stream: Handle, status: *mut c_int);
     fn cuModuleLoadData(module: *mut Handle, image: *const c_void);
     fn cuModuleGetFunction(function: *mut Handle, module: Handle, name: *const c_char);
     fn cuModuleUnload(module: Handle);
@@ -388,6 +391,7 @@ mod tests {
             tensor_map::FLOAT_OOB_FILL_NONE => CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             STREAM_NON_BLOCKING => CUstream_flags::CU_STREAM_NON_BLOCKING,
             CAPTURE_MODE_THREAD_LOCAL => CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+            CAPTURE_STATUS_NONE => CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE,
             EVENT_DEFAULT => CUevent_flags::CU_EVENT_DEFAULT,
             IPC_LAZY_PEER_ACCESS => CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
             MEM_OP_WAIT_32 => CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_32,

@@ -155,6 +155,10 @@ impl Queues for Toy {
         Ok(1.0)
     }
 
+    unsafe fn is_capturing(&self, _: u64) -> Result<bool> {
+        Ok(false)
+    }
+
     unsafe fn capture(&self, _: u64, queue: &mut dyn FnMut() -> Result<()>) -> Result<u64> {
         queue().map(|()| 3)
     }

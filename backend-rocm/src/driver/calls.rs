@@ -14,6 +14,8 @@ use super::{Driver, Function, Selected};
 const NON_BLOCKING: c_uint = 1;
 /// `hipStreamCaptureModeThreadLocal`: other threads' calls do not disturb the capture.
 const CAPTURE_MODE: c_int = 1;
+/// `hipStreamCaptureStatusNone`: what is queued runs.
+const CAPTURE_STATUS_NONE: c_int = 0;
 
 macro_rules! optional {
     ($driver:expr, $name:ident) => {
@@ -191,6 +193,17 @@ impl Queues for Driver {
 
     fn has_clock(&self) -> bool {
         !self.emulated
+    }
+
+    /// A library without the call has no captures.
+    unsafe fn is_capturing(&self, stream: u64) -> Result<bool> {
+        let Some(is_capturing) = self.hip.hipStreamIsCapturing else { return Ok(false) };
+        let _selected = self.select()?;
+        let mut status = CAPTURE_STATUS_NONE;
+        // SAFETY: the caller's promise.
+        let said = unsafe { is_capturing(stream as Handle, &raw mut status) };
+        self.check("hipStreamIsCapturing", said)?;
+        Ok(status != CAPTURE_STATUS_NONE)
     }
 
     unsafe fn capture(&self, stream: u64, queue: &mut dyn FnMut() -> Result<()>) -> Result<u64> {

@@ -121,6 +121,7 @@ functions! {
     optional fn hipEventElapsedTime(milliseconds: *mut f32, start: Handle, stop: Handle) -> HipStatus;
     optional fn hipStreamBeginCapture(stream: Handle, mode: c_int) -> HipStatus;
     optional fn hipStreamEndCapture(stream: Handle, graph: *mut Handle) -> HipStatus;
+    optional fn hipStreamIsCapturing(stream: Handle, status: *mut c_int) -> HipStatus;
     optional fn hipGraphInstantiate(
         executable: *mut Handle, graph: Handle, error_node: *mut Handle, log: *mut c_char, log_bytes: usize
     ) -> HipStatus;

@@ -195,13 +195,13 @@ impl Device {
     /// What the driver said.
     pub fn stream(&self) -> Result<Stream> {
         let handle = self.queues()?.map(Queues::create_stream).transpose()?;
-        Ok(Stream { device: self.clone(), handle: handle.unwrap_or(0), owned: handle.is_some() })
+        Ok(Stream::new(self, handle.unwrap_or(0), handle.is_some()))
     }
 
     /// The stream that is always there.
     #[must_use]
     pub fn default_stream(&self) -> Stream {
-        Stream { device: self.clone(), handle: 0, owned: false }
+        Stream::new(self, 0, false)
     }
 
     /// A moment to record on a stream.

@@ -1,5 +1,7 @@
 //! A device's queues, moments on them, and what was recorded of them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::Device;
 use crate::error::{Error, ProblemError, Result};
 use crate::queues::Queues;
@@ -10,7 +12,7 @@ use crate::queues::Queues;
 ///
 /// ```compile_fail,E0451
 /// # fn forge(device: fmha_core::Device) -> fmha_core::Stream {
-/// fmha_core::Stream { device, handle: 0xbad, owned: false }
+/// fmha_core::Stream { device, handle: 0xbad, owned: false, repeats_masks: false.into() }
 /// # }
 /// ```
 #[derive(Debug)]
@@ -19,16 +21,22 @@ pub struct Stream {
     /// The driver's own. 0: the default stream.
     pub(super) handle: u64,
     pub(super) owned: bool,
+    /// Whether a recording may have calls that drop, since it is replayed for its time alone.
+    repeats_masks: AtomicBool,
 }
 
 impl Stream {
+    pub(super) fn new(device: &Device, handle: u64, owned: bool) -> Self {
+        Self { device: device.clone(), handle, owned, repeats_masks: AtomicBool::new(false) }
+    }
+
     /// A stream of the caller's own (a `CUstream`, a `hipStream_t`; 0 is the default one), which stays the caller's.
     ///
     /// # Safety
     /// `handle` is a stream of the context that `device` computes in, and lives until this is dropped and its work done.
     #[must_use]
     pub unsafe fn from_raw(device: &Device, handle: u64) -> Self {
-        Self { device: device.clone(), handle, owned: false }
+        Self::new(device, handle, false)
     }
 
     /// The driver's own handle, for other libraries. 0: the default stream.
@@ -81,7 +89,8 @@ impl Stream {
         stop.seconds_since(&start)
     }
 
-    /// Records what `queue` puts on the stream, which is not the default one, instead of running it.
+    /// Records what `queue` puts on the stream, which is not the default one, instead of running it. Each replay runs with
+    /// the scalars of the recorded calls, so a call whose `p_drop` is above 0 is refused: it would repeat its keep mask.
     ///
     /// # Errors
     /// What `queue` or the driver said; [`Error::NoDevice`] where there are no streams.
@@ -92,6 +101,19 @@ impl Stream {
         // SAFETY: it lives as long as `self`.
         let graph = unsafe { queues.capture(self.handle, &mut queue)? };
         Ok(Recording { device: self.device.clone(), graph })
+    }
+
+    /// As [`capture`](Self::capture), for recordings whose results nobody uses: calls that drop are recorded too.
+    pub(crate) fn capture_for_its_time(&self, queue: impl FnMut() -> Result<()>) -> Result<Recording> {
+        self.repeats_masks.store(true, Ordering::Relaxed);
+        let recording = self.capture(queue);
+        self.repeats_masks.store(false, Ordering::Relaxed);
+        recording
+    }
+
+    /// Whether calls that drop may be recorded from it.
+    pub(crate) fn repeats_masks(&self) -> bool {
+        self.repeats_masks.load(Ordering::Relaxed)
     }
 
     /// Its handle, for a plan of `device`.

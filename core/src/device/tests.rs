@@ -4,8 +4,8 @@ use super::*;
 use crate::toy::{Log, Toy, problem};
 use crate::{
     Bias, BiasBroadcast, BiasGrad, BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims,
-    ElemType, ElementwiseBias, Error, FwdArgs, FwdProblem, KvLayout, MemorySpace, QLayout, SeqArgs, Strides,
-    ValidFwd,
+    DropoutSeed, ElemType, ElementwiseBias, Error, FwdArgs, FwdProblem, KvLayout, MemorySpace, QLayout,
+    SeqArgs, Strides, ValidFwd,
 };
 
 fn open(toy: Toy) -> (Device, Log) {
@@ -176,6 +176,37 @@ fn a_stream_an_event_and_a_recording_of_another_device_are_refused_by_name() {
         assert!(text.starts_with(name) && text.contains("toy:7"), "{text}");
     }
     assert_eq!(log.take(), ["destroy event 101"]);
+}
+
+/// A replay has the seed of the recording, and with it the keep mask.
+#[test]
+fn a_call_that_drops_is_not_recorded_but_for_its_time() {
+    let (device, log) = open(Toy::on_a_device());
+    let dropping = FwdProblem::clone(&problem()).p_drop(0.25).validate().unwrap();
+    let plan = device.plan_fwd(&dropping, &PlanOptions::default()).unwrap();
+    assert!(!plan.promises().graph_capturable, "{plan}");
+    let mut operands = Operands::of(&plan);
+    let stream = device.stream().unwrap();
+    log.take();
+    let mut run = |raw: bool| {
+        let mut args = operands.args();
+        args.score.dropout = Some(DropoutSeed { seed: 1, offset: 0 });
+        if raw {
+            // SAFETY: the stream lives.
+            unsafe { plan.run_on_raw(&mut args, stream.as_raw()) }
+        } else {
+            plan.run(&mut args, &stream)
+        }
+    };
+    for raw in [false, true] {
+        let error = stream.capture(|| run(raw)).err().unwrap().to_string();
+        assert!(error.starts_with("p_drop 0.25 in a call that is captured"), "{error}");
+        assert_eq!(log.take(), Vec::<String>::new());
+        run(raw).unwrap();
+        assert_eq!(log.take().len(), 1);
+    }
+    assert!(stream.capture_for_its_time(|| run(false)).is_ok());
+    assert!(stream.capture(|| run(false)).is_err(), "a timed recording lets no other one pass");
 }
 
 #[test]

@@ -20,7 +20,7 @@ use crate::bwd::ValidBwd;
 use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::device::{Device, Stream};
-use crate::error::{Refusal, Result};
+use crate::error::{ProblemError, Refusal, Result};
 use crate::lengths::check_lengths;
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
@@ -177,6 +177,7 @@ impl<P: Problem> Plan<P> {
             parts.details.push(("lengths", words.to_owned()));
             parts.promises.graph_capturable &= space == MemorySpace::Host;
         }
+        parts.promises.graph_capturable &= problem.dropout().is_none();
         Self(Arc::new(Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence }))
     }
 
@@ -206,12 +207,16 @@ impl<P: Problem> Plan<P> {
     ///
     /// # Errors
     /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, operands that do not fit, lengths that
-    /// are wrong where they are checked; what the driver said.
+    /// are wrong where they are checked, `p_drop` above 0 while the stream is captured; what the driver said.
     #[inline]
     pub fn run(&self, args: &mut P::Args<'_>, stream: &Stream) -> Result<()> {
-        let stream = stream.of(&self.0.device)?;
-        // SAFETY: `Stream::of` gave a live handle of this device's.
-        unsafe { self.run_on_raw(args, stream) }
+        let handle = stream.of(&self.0.device)?;
+        if !stream.repeats_masks() {
+            // SAFETY: `Stream::of` gave a live handle of this device's.
+            unsafe { self.refuse_captured_dropout(handle)? };
+        }
+        // SAFETY: as above.
+        unsafe { self.checked_run(args, handle) }
     }
 
     /// As [`run`](Self::run), on a stream by its driver's handle (0: the default one): for callers who have nothing else,
@@ -223,6 +228,33 @@ impl<P: Problem> Plan<P> {
     /// # Errors
     /// As [`run`](Self::run).
     pub unsafe fn run_on_raw(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.refuse_captured_dropout(stream)?;
+            self.checked_run(args, stream)
+        }
+    }
+
+    /// The seed is a scalar of the launch: each replay of a recorded call repeats its keep mask.
+    ///
+    /// # Safety
+    /// As [`Stream::from_raw`].
+    unsafe fn refuse_captured_dropout(&self, stream: u64) -> Result<()> {
+        let Some(dropout) = self.0.problem.dropout() else { return Ok(()) };
+        let Some(queues) = self.0.device.queues()? else { return Ok(()) };
+        // SAFETY: the caller's promise.
+        if !unsafe { queues.is_capturing(stream)? } {
+            return Ok(());
+        }
+        let p_drop = dropout.p_drop;
+        let text =
+            format!("p_drop {p_drop} in a call that is captured: each replay would repeat its keep mask");
+        Err(ProblemError::new("p_drop", text).into())
+    }
+
+    /// # Safety
+    /// As [`Stream::from_raw`].
+    unsafe fn checked_run(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
         let Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence } = &*self.0;
         problem.check(args, parts.workspace, *space)?;
         problem.tell_types(args);

@@ -33,7 +33,7 @@ impl Burst {
         let once = stream.seconds(&mut *queue)?;
         let calls = (BURST_SECONDS / once.max(1e-9)).ceil() as u32;
         let calls = calls.clamp(FEWEST_CALLS, MOST_CALLS);
-        let recording = stream.capture(|| (0..calls).try_for_each(|_| queue()))?;
+        let recording = stream.capture_for_its_time(|| (0..calls).try_for_each(|_| queue()))?;
         Ok(Self { recording, calls })
     }
 
