@@ -189,8 +189,9 @@ proptest! {
                         let text = failure.to_string();
                         is_a_line(&text)?;
                         let number = text.contains(|c: char| c.is_ascii_digit());
-                        let number = number || ["NaN", "inf"].iter().any(|word| text.contains(word));
-                        prop_assert!(number, "no number: {}", text);
+                        let words = ["NaN", "inf", "is none", "is ALiBi", "is false"];
+                        let value = number || words.iter().any(|word| text.contains(word));
+                        prop_assert!(value, "no value: {}", text);
                     }
                 }
             }

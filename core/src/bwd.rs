@@ -111,7 +111,8 @@ impl BwdProblem {
         self.check_tensors(&fwd.fewest())?;
         if let Some(dbias) = self.dbias {
             let Bias::Elementwise(bias) = fwd.score.bias else {
-                return Err(ProblemError::new("dbias", "dbias is wanted, but bias is not elementwise"));
+                let bias = if fwd.score.bias == Bias::None { "none" } else { "ALiBi" };
+                return Err(ProblemError::new("dbias", format!("dbias is wanted, but bias is {bias}")));
             };
             ensure!(!dbias.dtype.is_fp8(), "dbias", "dbias.dtype {} is not f32, f16 or bf16", dbias.dtype);
             check_output("dbias", dbias.strides, fwd.shape_bias(bias.broadcast), dbias.dtype)?;

@@ -479,7 +479,7 @@ fn every_wrong_backward_problem_is_refused_by_field_and_number() {
         ("dv", "-2", |p| p.dv.seq = -2),
         ("dout", "2", |p| p.dout.dim = 2),
         ("dsink", "sink is false", |p| p.write_dsink = true),
-        ("dbias", "bias is not elementwise", |p| {
+        ("dbias", "bias is none", |p| {
             p.dbias = Some(BiasGrad { dtype: DType::F32, strides: p.dq });
         }),
         ("num_heads_q", "5", |p| p.fwd.dims.num_heads_q = 5),
