@@ -272,6 +272,35 @@ def once(gradients: Sequence[Any], **sources: Any) -> Tuple[Any, ...]:
     return tuple(None if x is None else next(made) for x in gradients)
 
 
+class _Forward(torch.autograd.Function):
+    """Hands results on that have no gradient: who asks for one is told why, where none would come in silence."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(_why, o, lse, *_sources):
+        return o.view_as(o), lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.why, ctx.rest = inputs[0], (None,) * len(inputs)
+
+    @staticmethod
+    def backward(ctx, *_gradients):
+        raise NotImplementedError(ctx.why)
+
+    jvp = staticmethod(lambda ctx, *tangents: _no_tangents())
+
+
+def _without_gradients(
+    o: torch.Tensor, lse: Optional[torch.Tensor], why: str, *sources: Any
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """Results of ``sources``, of which some want a gradient; its backward raises ``why``."""
+    given = [x for x in sources if isinstance(x, torch.Tensor) and x.requires_grad]
+    written, of_rows = _Forward.apply(why, o, o.new_empty(0) if lse is None else lse, *given)
+    return written, None if lse is None else of_rows
+
+
 class _Plain(torch.autograd.Function):
     """Of Q, K and V alone."""
 
@@ -423,7 +452,13 @@ def attention(
             return plain(q, k, v, at) if lse else (plain_o(q, k, v, at), None)
     numbers, drawn = _seeded(q, numbers)
     if _want_gradients(q, k, v, *tensors[:3], *tensors[8:]):
-        _refuse_beside_gradients(tensors)
+        why = _no_gradient(tensors)
+        if why is not None:
+            if torch.compiler.is_compiling():
+                raise ValueError(why)
+            with torch.no_grad():
+                o, of_rows = forward(q, k, v, *tensors, *numbers, drawn)
+            return _without_gradients(o, of_rows, why, q, k, v, *tensors)
         if _want_gradients(tensors[1]):
             _refuse_gradients(alibi_slopes=tensors[1])
         return _Attention.apply(q, k, v, tensors[0], tensors[2], tensors[1], tensors[3:7], numbers, drawn)
@@ -492,10 +527,18 @@ def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...],
     return with_seed(numbers, int(drawn)), None
 
 
-def _refuse_beside_gradients(tensors: Tuple[Any, ...]) -> None:
+def _no_gradient(tensors: Tuple[Any, ...]) -> Optional[str]:
+    """What a call has that has no gradient, in words."""
     for name, given in zip(TENSORS[7:], tensors[7:]):
         if given is not None:
-            raise ValueError(f"{name} is given, but there is no gradient of paged or FP8 tensors")
+            return f"{name} is given, but there is no gradient of paged or FP8 tensors"
+    return None
+
+
+def _refuse_beside_gradients(tensors: Tuple[Any, ...]) -> None:
+    why = _no_gradient(tensors)
+    if why is not None:
+        raise ValueError(why)
 
 
 def _refuse_tangents(*given: Any) -> None:
@@ -624,7 +667,12 @@ def kvcache(
     if isinstance(k, torch.Tensor) and k.dtype in (cast[0].dtype, *_FP8):
         q, cache = cast[0], (*cast[1:], *cache[2:])
     numbers, drawn = _seeded(q, numbers)
-    return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+    sources = (q, k, v, *cache[:2], *tensors[:3])
+    if not _want_gradients(*sources) or torch.compiler.is_compiling():
+        return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+    with torch.no_grad():
+        o, lse = kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+    return _without_gradients(o, lse, "k_cache is a cache, of which attention has no gradient", *sources)
 
 
 def _strided(name: str, tensor: Any) -> torch.Tensor:

@@ -459,16 +459,20 @@ def flash_attn_with_kvcache(
 
 
 def install(force: bool = False) -> None:
-    """From now on ``import flash_attn`` finds this module, with ``flash_attn.flash_attn_interface`` and
-    ``flash_attn.bert_padding``.
+    """From now on ``import flash_attn`` finds this module, with ``flash_attn.flash_attn_interface``,
+    ``flash_attn.bert_padding``, ``flash_attn.layers.rotary`` and ``flash_attn.ops.triton.rotary``.
 
     Raises:
         ImportError: another ``flash_attn`` is imported already, and ``force`` is not set.
     """
-    from . import _install, bert_padding
+    from . import _install, bert_padding, rotary
 
     this = sys.modules[__name__]
     names = [name for name in vars(this) if name.startswith("flash_attn_")]
     _install.put("flash_attn", this, names, force)
     _install.put("flash_attn.flash_attn_interface", this, names, force)
     _install.put("flash_attn.bert_padding", bert_padding, bert_padding.__all__, force)
+    for package in ("flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton"):
+        _install.put(package, rotary, (), force)
+    for name in ("flash_attn.layers.rotary", "flash_attn.ops.triton.rotary"):
+        _install.put(name, rotary, rotary.__all__, force)

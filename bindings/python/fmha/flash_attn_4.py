@@ -15,6 +15,7 @@ import torch
 from . import attention
 from ._mask import NONE, Mask, band
 from ._numbers import flag, integer as whole
+from ._serving import bound
 from .flash_attn import check_cache_lengths, integer, rows
 from .flash_attn_3 import flash_attn_combine as _combine, refuse
 
@@ -135,7 +136,8 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: Any = None,
     disable_scheduler_metadata: bool = False,
 ):
-    """Packed where ``cu_seqlens_*`` are given, else with a batch axis; paged K and V with ``page_table``."""
+    """Packed where ``cu_seqlens_*`` are given, else with a batch axis; paged K and V with ``page_table``. A
+    ``max_seqlen_*`` that is not given is bounded by the call's rows."""
     refuse(
         qv=qv,
         gather_kv_indices=gather_kv_indices,
@@ -145,12 +147,11 @@ def flash_attn_varlen_func(
         aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
     )
-    for name, offsets, longest in (
-        ("max_seqlen_q", cu_seqlens_q, max_seqlen_q),
-        ("max_seqlen_k", cu_seqlens_k, max_seqlen_k),
-    ):
-        if offsets is not None and longest is None:
-            raise ValueError(f"{name} is missing beside its cu_seqlens")
+    # Nobody waits for the device to learn the longest sequence: all rows of a call bound it.
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        max_seqlen_q = rows_bound(rows(q, 0, "q"))
+    if cu_seqlens_k is not None and max_seqlen_k is None:
+        max_seqlen_k = rows_bound(rows(k, 0, "k"))
     if page_table is not None:
         check_cache_lengths("seqused_k", seqused_k, k, page_table)
     left, right = _window(window_size, causal)
@@ -191,6 +192,12 @@ def flash_attn_varlen_func(
         empty = lse.new_full((lse.shape[-2],), -torch.inf) if sink is None else sink
         lse = torch.where(hidden, empty[:, None], lse)
     return o, lse
+
+
+def rows_bound(total: int) -> int:
+    """An upper bound of sequences' lengths in ``total`` packed rows, which does not change with every step: plans are
+    kept by it. A compiler's symbolic size is the bound itself."""
+    return bound(total, (1 << 31) - 1) if isinstance(total, int) else total
 
 
 def _lengths(

@@ -358,11 +358,11 @@ def flash_attn_4_varlen():
         return_lse=changes(True),
         cu_seqlens_q=[
             changes(cu(3, 11), cu(11, 3), **without(rows, "cu_seqlens_q")),
-            refused(cu(3, 11), "max_seqlen_q", **dict(rows, max_seqlen_q=None)),
+            changes(cu(3, 11), cu(11, 3), **without(rows, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")),
         ],
         cu_seqlens_k=[
             changes(cu(9, 13), cu(13, 9), **without(rows, "cu_seqlens_k")),
-            refused(cu(9, 13), "max_seqlen_k", **dict(rows, max_seqlen_k=None)),
+            changes(cu(9, 13), cu(13, 9), **without(rows, "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")),
         ],
         max_seqlen_q=[refused(10, "maximal length 10", **without(rows, "max_seqlen_q")), hint(3, BOUND)],
         max_seqlen_k=[
