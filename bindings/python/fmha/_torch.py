@@ -29,6 +29,8 @@ plain_backward = torch.ops.fmha.plain_backward.default
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _DTYPES = {code: getattr(torch, name) for name, code in _native.DTYPES.items() if hasattr(torch, name)}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_F32 = _CODES[torch.float32]
 _DETERMINISTIC, _WANTS_DBIAS, _WANTS_DSINK = (
     _native.OPTIONS[name] for name in ("deterministic", "wants_dbias", "wants_dsink")
 )
@@ -570,12 +572,44 @@ def leaves_out_lse(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers:
     return _is_plain(tensors, numbers) and not _moves(*qkv)
 
 
+#: Parts that a GPU's kernel takes at once.
+_MOST_PARTS = 128
+
+
+def _of_type(numbers: Tuple[Any, ...], dtype_o: int) -> Tuple[Any, ...]:
+    return (*numbers[:_AT_DTYPE_O], dtype_o, *numbers[_AT_DTYPE_O + 1 :])
+
+
+def _as_parts(parts: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """Numbers that name O's type, which else is that of the parts."""
+    asked = numbers[_AT_DTYPE_O]
+    return numbers if asked in _DTYPES else _of_type(numbers, _CODES.get(parts.dtype, asked))
+
+
+def _merged(o_parts: torch.Tensor, lse_parts: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Any, Any]:
+    """Parts merged by their LSE: more than a kernel takes in groups one after another, in f32."""
+    if not _are_many(o_parts, lse_parts):
+        return combine_op(o_parts, lse_parts, *numbers)
+    wide = _of_type(numbers, _F32)
+    groups = [
+        combine_op(*group, *wide) for group in zip(o_parts.split(_MOST_PARTS), lse_parts.split(_MOST_PARTS))
+    ]
+    return _merged(*map(torch.stack, zip(*groups)), _as_parts(o_parts, numbers))
+
+
+def _are_many(*parts: torch.Tensor) -> bool:
+    """Whether these are more than a kernel takes; what is no list of parts the operator refuses."""
+    return all(isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] > _MOST_PARTS for x in parts) and all(
+        x.shape[0] == parts[0].shape[0] for x in parts
+    )
+
+
 class _Combine(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(o_parts, lse_parts, *numbers):
-        return combine_op(o_parts, lse_parts, *numbers)
+        return _merged(o_parts, lse_parts, numbers)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -603,7 +637,19 @@ def combine(
         lse_parts = lse_parts.contiguous()
     if _is_transformed() or _want_gradients(o_parts, lse_parts):
         return _Combine.apply(o_parts, lse_parts, *numbers)
-    return combine_op(o_parts, lse_parts, *numbers)
+    return _merged(o_parts, lse_parts, numbers)
+
+
+def _added(o_parts: torch.Tensor, numbers: Tuple[Any, ...]) -> torch.Tensor:
+    """The sum of parts, in their order."""
+    if not _are_many(o_parts):
+        return add_parts_op(o_parts, *numbers)
+    numbers = _as_parts(o_parts, numbers)
+    first, *rest = o_parts.split(_MOST_PARTS)
+    total = add_parts_op(first, *_of_type(numbers, _F32))
+    for group in rest:
+        add_parts_to(group, total, *_of_type(numbers, _F32))
+    return total.to(_DTYPES[numbers[_AT_DTYPE_O]])
 
 
 class _AddParts(torch.autograd.Function):
@@ -611,7 +657,7 @@ class _AddParts(torch.autograd.Function):
 
     @staticmethod
     def forward(o_parts, *numbers):
-        return add_parts_op(o_parts, *numbers)
+        return _added(o_parts, numbers)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -630,12 +676,18 @@ def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[A
     if o is None:
         if wants_grad or _is_transformed():
             return _AddParts.apply(o_parts, *numbers)
-        return add_parts_op(o_parts, *numbers)
+        return _added(o_parts, numbers)
     if wants_grad:
         raise ValueError("o is given, but there is no gradient of what is added in place")
     _refuse_views(o=o)
-    add_parts_to(o_parts, o, *numbers)
-    return o
+    if not _are_many(o_parts):
+        add_parts_to(o_parts, o, *numbers)
+        return o
+    # One rounding, whatever the groups.
+    total = o.float()
+    for group in o_parts.split(_MOST_PARTS):
+        add_parts_to(group, total, *numbers)
+    return o.copy_(total)
 
 
 def attention_out(

@@ -238,13 +238,29 @@ def flash_attn_combine(
     virtual_batch_idx: Optional[torch.Tensor] = None,
     return_lse: bool = True,
 ):
-    """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``. Rows are merged each on its own, so
-    ``cu_seqlens`` says that they are packed, and no more."""
-    refuse(seqused=seqused, virtual_batch_idx=virtual_batch_idx)
-    if cu_seqlens is not None and out_partial.dim() != 4:
+    """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``. Rows are merged each on its own: with
+    ``seqused`` ``(batch)`` those behind a sequence's rows in use are left out (0 in what is made here, and as they were
+    in ``out``); ``cu_seqlens`` says where packed sequences begin. ``virtual_batch_idx`` is the order in which sequences
+    are merged, and changes no result."""
+    packed = out_partial.dim() == 4
+    if cu_seqlens is not None and not packed:
         raise ValueError(f"cu_seqlens is given, but out_partial has {out_partial.dim()} axes, not the 4 of packed rows")
-    o, lse = _combine(out_partial, lse_partial, out, out_dtype)
-    return o, (lse if flag("return_lse", return_lse) else None)
+    batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else 1 if packed else out_partial.shape[1]
+    for name, x in (("seqused", seqused), ("virtual_batch_idx", virtual_batch_idx)):
+        if x is not None and tuple(x.shape) != (batch,):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, not ({batch},)")
+    if seqused is None:
+        o, lse = _combine(out_partial, lse_partial, out, out_dtype)
+        return o, (lse if flag("return_lse", return_lse) else None)
+    dtype = out.dtype if out is not None else out_dtype
+    o, lse = _combine(out_partial, lse_partial, None, dtype)
+    # LSE lies as O does here, heads last.
+    offsets = cu_seqlens if cu_seqlens is not None else torch.tensor([0, o.shape[0]], device=o.device) if packed else None
+    inside = _between(torch.zeros_like(seqused), seqused, offsets, o)
+    inside = inside[:, None] if packed else inside[:, 0, :, None]
+    kept = torch.zeros_like(o) if out is None else out
+    o, lse = torch.where(inside[..., None], o, kept), torch.where(inside, lse, 0)
+    return (o if out is None else out.copy_(o)), (lse if flag("return_lse", return_lse) else None)
 
 
 def install(force: bool = False) -> None:
