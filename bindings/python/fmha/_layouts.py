@@ -65,8 +65,8 @@ def turned_at(
     cu_seqlens_q: Optional[torch.Tensor],
     cu_seqlens_new: Optional[torch.Tensor],
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Q and new keys, turned by torch's operations where a sequence's first new row stands at ``first`` ``[batch]``. Rows
-    of Q count on from it ``by_row``; else all of them stand there."""
+    """Q and new keys, turned by torch's operations where a sequence's first new row stands at ``first`` ``[batch]``.
+    Rows of Q count on from it ``by_row``; else all of them stand there."""
 
     def positions(x: torch.Tensor, offsets: Optional[torch.Tensor], counts: bool) -> torch.Tensor:
         if offsets is None:
@@ -97,8 +97,8 @@ def in_chunks(attention_chunk: int, q: torch.Tensor, k: torch.Tensor, v: torch.T
     """``attend`` of sequences cut into chunks of ``attention_chunk`` positions, each a packed sequence of its own.
 
     Query i stands at ``seqlen_k - seqlen_q + i`` and sees the keys of the chunk that this lies in. A chunk's last query
-    stands at its last key, or both at the sequence's end: a mask from the bottom-right is the same inside of a chunk. Rows
-    in front of key 0 are a first chunk without keys. All is computed on the device, and nobody waits for it.
+    stands at its last key, or both at the sequence's end: a mask from the bottom-right is the same inside of a chunk.
+    Rows in front of key 0 are a first chunk without keys. All is computed on the device, and nobody waits for it.
     """
     shape = q.shape
     device, lengths = q.device, {}
@@ -157,8 +157,8 @@ def in_chunks_of_pages(
     max_seqlen_q: int = 0,
     **call: Any,
 ) -> Any:
-    """As :func:`in_chunks` over pages: a chunk is a sequence whose table begins at the chunk's first key. Chunks that no
-    query stands in are left out, so that one token reads one chunk."""
+    """As :func:`in_chunks` over pages: a chunk is a sequence whose table begins at the chunk's first key. Chunks
+    that no query stands in are left out, so that one token reads one chunk."""
     shape = q.shape
     if cu_seqlens_q is None:
         cu_seqlens_q, max_seqlen_q = _first_rows(q.shape[0], q.shape[1], q.device), q.shape[1]
@@ -216,8 +216,8 @@ def refuse_qv(q: torch.Tensor, qv: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def with_qv(q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tuple[Any, Any, Any]:
-    """Q, K and V of one product: ``Q . K + QV . V`` is that of rows with both, V in front. Where K and V lie beside each
-    other nothing of them is copied; else they are joined by a copy."""
+    """Q, K and V of one product: ``Q . K + QV . V`` is that of rows with both, V in front. Where K and V lie beside
+    each other nothing of them is copied; else they are joined by a copy."""
     refuse_qv(q, qv, v)
     joint = None if k.requires_grad or v.requires_grad else beside(v, k)
     if joint is None:

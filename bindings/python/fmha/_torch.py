@@ -594,7 +594,8 @@ def _merged(o_parts: torch.Tensor, lse_parts: torch.Tensor, numbers: Tuple[Any, 
     groups = [
         combine_op(*group, *wide) for group in zip(o_parts.split(_MOST_PARTS), lse_parts.split(_MOST_PARTS))
     ]
-    return _merged(*map(torch.stack, zip(*groups)), _as_parts(o_parts, numbers))
+    o, lse = (torch.stack(parts) for parts in zip(*groups))
+    return _merged(o, lse, _as_parts(o_parts, numbers))
 
 
 def _are_many(*parts: torch.Tensor) -> bool:
@@ -713,7 +714,7 @@ def kvcache(
     cache: Tuple[Any, ...],
     tensors: Tuple[Any, ...],
     numbers: Tuple[Any, ...],
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     _refuse_views(k=k, v=v)
     cast = autocast(q, *cache[:2])
     if isinstance(k, torch.Tensor) and k.dtype in (cast[0].dtype, *_FP8):

@@ -372,12 +372,10 @@ def over_cache(
     if k is not None:
         offsets = call.get("cu_seqlens_new")
         new = rows(k, 1, "k") if offsets is None else offsets.diff()
+    check_cache_lengths("cache_seqlens", cache_seqlens, k_cache, block_table, new)
     if cache_batch_idx is not None:
-        # Sequences are rows of the table, or a table whose page is a whole sequence.
+        # Rows of the table, or a table whose page is a whole sequence.
         block_table = _chosen(cache_batch_idx, block_table)
-    # A sequence is held by its pages, or by the cache's rows: as many where a page is a whole sequence.
-    held = None if block_table is not None and cache_batch_idx is not None and block_table.shape[1] == 1 else block_table
-    check_cache_lengths("cache_seqlens", cache_seqlens, k_cache, held, new)
     if isinstance(cache_seqlens, int):
         if not 0 <= cache_seqlens < 1 << 31:
             raise ValueError(f"cache_seqlens {cache_seqlens} is not in 0 .. 2^31")
@@ -396,9 +394,8 @@ def over_cache(
     call.update(batch_invariant=num_splits == 1, return_lse=True)
     if attention_chunk:
         return _over_chunks(attention_chunk, q, k_cache, v_cache, k, v, batch, cache_seqlens, block_table, call)
-    return attention_with_kvcache(
-        q, k_cache, v_cache, k, v, seqused_k=cache_seqlens, block_table=block_table, **rotary, **call
-    )
+    call.update(rotary, seqused_k=cache_seqlens, block_table=block_table)
+    return attention_with_kvcache(q, k_cache, v_cache, k, v, **call)
 
 
 def _chosen(cache_batch_idx: torch.Tensor, block_table: Optional[torch.Tensor]) -> torch.Tensor:
@@ -486,14 +483,26 @@ def _over_chunks(attention_chunk, q, k_cache, v_cache, k, v, batch, used, block_
     if used is None:
         longest = size if block_table is None else block_table.shape[1] * size
         used = torch.full((batch,), longest, dtype=torch.int32, device=q.device)
-    appends = {name: call.pop(name) for name in ("cu_seqlens_new", "max_seqlen_new", "rotary_interleaved") if name in call}
+    names = ("cu_seqlens_new", "max_seqlen_new", "rotary_interleaved")
+    appends = {name: call.pop(name) for name in names if name in call}
     head_dim_v = call.pop("head_dim_v", 0)
     if k is not None:
         # One row that sees one key: what counts is what it appends.
         one = q.new_zeros((batch, 1, *q.shape[-2:]))
+        scales = {name: call[name] for name in call if name.startswith("descale")}
         attention_with_kvcache(
-            one, k_cache, v_cache, k, v, seqused_k=used, block_table=block_table, mask="b:0,0", head_dim_v=head_dim_v,
-            softmax_scale=0.0, **appends, **{name: call[name] for name in call if name.startswith("descale")},
+            one,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            seqused_k=used,
+            block_table=block_table,
+            mask="b:0,0",
+            head_dim_v=head_dim_v,
+            softmax_scale=0.0,
+            **appends,
+            **scales,
         )
         offsets = appends.get("cu_seqlens_new")
         used = (used + (k.shape[1] if offsets is None else offsets.diff())).to(torch.int32)

@@ -255,7 +255,9 @@ def flash_attn_combine(
     dtype = out.dtype if out is not None else out_dtype
     o, lse = _combine(out_partial, lse_partial, None, dtype)
     # LSE lies as O does here, heads last.
-    offsets = cu_seqlens if cu_seqlens is not None else torch.tensor([0, o.shape[0]], device=o.device) if packed else None
+    offsets = cu_seqlens
+    if packed and offsets is None:
+        offsets = torch.tensor([0, o.shape[0]], device=o.device)
     inside = _between(torch.zeros_like(seqused), seqused, offsets, o)
     inside = inside[:, None] if packed else inside[:, 0, :, None]
     kept = torch.zeros_like(o) if out is None else out

@@ -1,7 +1,7 @@
 """Rotary embeddings by the names of ``flash_attn.layers.rotary`` and ``flash_attn.ops.triton.rotary``.
 
-The library's kernels turn rows where they append them to a cache; what has no cache is turned here by torch's operations, on
-any device: in f32 (f64 for f64), rounded once to the rows' type.
+The library's kernels turn rows where they append them to a cache; what has no cache is turned here by torch's
+operations, on any device: in f32 (f64 for f64), rounded once to the rows' type.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def rotate_half(x: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
 def apply_rotary_emb_torch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
-    """``x`` ``(batch, seqlen, nheads, headdim)`` by ``cos`` and ``sin`` ``(seqlen, rotary_dim / 2)``, with a batch axis or
-    without, in the type that torch gives their product."""
+    """``x`` ``(batch, seqlen, nheads, headdim)`` by ``cos`` and ``sin`` ``(seqlen, rotary_dim / 2)``, with a batch axis
+    or without, in the type that torch gives their product."""
     turns = 2 * cos.shape[-1]
     if turns > x.shape[-1]:
         raise AssertionError(f"cos has rotary_dim {turns}, but x has headdim {x.shape[-1]}")
@@ -60,8 +60,8 @@ def turned(
     interleaved: bool,
     conjugate: bool = False,
 ) -> torch.Tensor:
-    """Rows ``(..., nheads, headdim)``, each turned by its position's angles, ``positions`` ``(...)``. A position that the
-    tables do not have turns nothing, as in FlashAttention."""
+    """Rows ``(..., nheads, headdim)``, each turned by its position's angles, ``positions`` ``(...)``. A position that
+    the tables do not have turns nothing, as in FlashAttention."""
     known = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
     at = positions.clamp(0, max(cos.shape[0] - 1, 0)).long()
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -278,8 +278,8 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Tables of angles ``position / base ** (2i / dim)``, and what they turn. With ``scale_base`` Q and K grow and shrink
-    with the position (XPos), so that far keys weigh less."""
+    """Tables of angles ``position / base ** (2i / dim)``, and what they turn. With ``scale_base`` Q and K grow and
+    shrink with the position (XPos), so that far keys weigh less."""
 
     def __init__(
         self,
@@ -295,6 +295,8 @@ class RotaryEmbedding(torch.nn.Module):
         even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
         growth = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", growth, persistent=False)
+        self.inv_freq: torch.Tensor
+        self.scale: Optional[torch.Tensor]
         self._seq_len_cached = 0
         self._cos_cached: Optional[torch.Tensor] = None
         self._sin_cached: Optional[torch.Tensor] = None
@@ -319,7 +321,7 @@ class RotaryEmbedding(torch.nn.Module):
         # Positions are large: the angles are f32 whatever the model's type.
         frequency = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq(device)
         angle = torch.outer(position, frequency.to(device))
-        if self.scale is None:
+        if self.scale is None or self.scale_base is None:
             self._cos_cached, self._sin_cached = angle.cos().to(dtype), angle.sin().to(dtype)
             return
         power = (position - seqlen // 2) / self.scale_base
@@ -342,10 +344,10 @@ class RotaryEmbedding(torch.nn.Module):
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif isinstance(seqlen_offset, int):
             self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
-        if self._cos_cached is None:
+        if self._cos_cached is None or self._sin_cached is None:
             raise AssertionError("max_seqlen is missing beside a seqlen_offset that is a tensor")
         tables = (self._cos_cached, self._sin_cached)
-        tables_k = (None, None) if self.scale is None else (self._cos_k_cached, self._sin_k_cached)
+        tables_k = (self._cos_k_cached, self._sin_k_cached)
         if kv is None:
             return apply_rotary_emb_qkv_(
                 qkv,
@@ -356,5 +358,6 @@ class RotaryEmbedding(torch.nn.Module):
                 num_heads_q=num_heads_q,
             )
         q = apply_rotary_emb(qkv, *tables, interleaved=self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
-        of_k = tables if self.scale is None else tables_k
+        cos_k, sin_k = tables_k
+        of_k = tables if cos_k is None or sin_k is None else (cos_k, sin_k)
         return q, apply_rotary_emb_kv_(kv, *of_k, interleaved=self.interleaved, seqlen_offsets=seqlen_offset)

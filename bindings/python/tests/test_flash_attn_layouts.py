@@ -1,5 +1,5 @@
-"""What FlashAttention has as arguments and this library as layouts: padding in front of a cache, chosen sequences, chunks,
-Q's part for V, positions of rotary embeddings; and merges of many parts."""
+"""What FlashAttention has as arguments and this library as layouts: padding in front of a cache, chosen sequences,
+chunks, Q's part for V, positions of rotary embeddings; and merges of many parts."""
 
 import math
 
@@ -188,7 +188,8 @@ def test_qv_has_gradients():
         torch.cat((twins[0], twins[3]), -1), torch.cat((twins[1], twins[2]), -1), twins[2], softmax_scale=0.3
     )
     dout = torch.randn_like(out)
-    for got, by in zip(torch.autograd.grad(out, (q, k, v, qv), dout), torch.autograd.grad(wanted, twins, dout.double())):
+    given = torch.autograd.grad(out, (q, k, v, qv), dout)
+    for got, by in zip(given, torch.autograd.grad(wanted, twins, dout.double())):
         close(got, by, tolerance(q.dtype, gradients=True))
 
 

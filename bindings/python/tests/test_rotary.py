@@ -1,4 +1,5 @@
-"""``flash_attn.layers.rotary``, ``flash_attn.ops.triton.rotary`` and ``flash_attn.bert_padding``: values, gradients, names."""
+"""``flash_attn.layers.rotary``, ``flash_attn.ops.triton.rotary`` and ``flash_attn.bert_padding``: values, gradients,
+names."""
 
 import inspect
 
@@ -118,7 +119,8 @@ def test_q_and_k_turn_inside_one_tensor(grouped, own_k):
     (grad,) = torch.autograd.grad(got, qkv, dout)
     q, k, v = parts(dout)
     close(parts(grad)[0], by_definition(q, angle, positions, False, conjugate=True), torch.float32)
-    close(parts(grad)[1], by_definition(k, angle_k if own_k else angle, positions, False, conjugate=True), torch.float32)
+    of_k = angle_k if own_k else angle
+    close(parts(grad)[1], by_definition(k, of_k, positions, False, conjugate=True), torch.float32)
     assert torch.equal(parts(grad)[2], v)
 
 
