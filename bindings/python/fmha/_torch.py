@@ -29,6 +29,8 @@ plain_backward = torch.ops.fmha.plain_backward.default
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _DTYPES = {code: getattr(torch, name) for name, code in _native.DTYPES.items() if hasattr(torch, name)}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_F32 = _CODES[torch.float32]
 _DETERMINISTIC, _WANTS_DBIAS, _WANTS_DSINK = (
     _native.OPTIONS[name] for name in ("deterministic", "wants_dbias", "wants_dsink")
 )
@@ -272,6 +274,35 @@ def once(gradients: Sequence[Any], **sources: Any) -> Tuple[Any, ...]:
     return tuple(None if x is None else next(made) for x in gradients)
 
 
+class _Forward(torch.autograd.Function):
+    """Hands results on that have no gradient: who asks for one is told why, where none would come in silence."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(_why, o, lse, *_sources):
+        return o.view_as(o), lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.why, ctx.rest = inputs[0], (None,) * len(inputs)
+
+    @staticmethod
+    def backward(ctx, *_gradients):
+        raise NotImplementedError(ctx.why)
+
+    jvp = staticmethod(lambda ctx, *tangents: _no_tangents())
+
+
+def _without_gradients(
+    o: torch.Tensor, lse: Optional[torch.Tensor], why: str, *sources: Any
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """Results of ``sources``, of which some want a gradient; its backward raises ``why``."""
+    given = [x for x in sources if isinstance(x, torch.Tensor) and x.requires_grad]
+    written, of_rows = _Forward.apply(why, o, o.new_empty(0) if lse is None else lse, *given)
+    return written, None if lse is None else of_rows
+
+
 class _Plain(torch.autograd.Function):
     """Of Q, K and V alone."""
 
@@ -423,7 +454,13 @@ def attention(
             return plain(q, k, v, at) if lse else (plain_o(q, k, v, at), None)
     numbers, drawn = _seeded(q, numbers)
     if _want_gradients(q, k, v, *tensors[:3], *tensors[8:]):
-        _refuse_beside_gradients(tensors)
+        why = _no_gradient(tensors)
+        if why is not None:
+            if torch.compiler.is_compiling():
+                raise ValueError(why)
+            with torch.no_grad():
+                o, of_rows = forward(q, k, v, *tensors, *numbers, drawn)
+            return _without_gradients(o, of_rows, why, q, k, v, *tensors)
         if _want_gradients(tensors[1]):
             _refuse_gradients(alibi_slopes=tensors[1])
         return _Attention.apply(q, k, v, tensors[0], tensors[2], tensors[1], tensors[3:7], numbers, drawn)
@@ -492,10 +529,18 @@ def _seeded(q: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...],
     return with_seed(numbers, int(drawn)), None
 
 
-def _refuse_beside_gradients(tensors: Tuple[Any, ...]) -> None:
+def _no_gradient(tensors: Tuple[Any, ...]) -> Optional[str]:
+    """What a call has that has no gradient, in words."""
     for name, given in zip(TENSORS[7:], tensors[7:]):
         if given is not None:
-            raise ValueError(f"{name} is given, but there is no gradient of paged or FP8 tensors")
+            return f"{name} is given, but there is no gradient of paged or FP8 tensors"
+    return None
+
+
+def _refuse_beside_gradients(tensors: Tuple[Any, ...]) -> None:
+    why = _no_gradient(tensors)
+    if why is not None:
+        raise ValueError(why)
 
 
 def _refuse_tangents(*given: Any) -> None:
@@ -527,12 +572,45 @@ def leaves_out_lse(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...], numbers:
     return _is_plain(tensors, numbers) and not _moves(*qkv)
 
 
+#: Parts that a GPU's kernel takes at once.
+_MOST_PARTS = 128
+
+
+def _of_type(numbers: Tuple[Any, ...], dtype_o: int) -> Tuple[Any, ...]:
+    return (*numbers[:_AT_DTYPE_O], dtype_o, *numbers[_AT_DTYPE_O + 1 :])
+
+
+def _as_parts(parts: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """Numbers that name O's type, which else is that of the parts."""
+    asked = numbers[_AT_DTYPE_O]
+    return numbers if asked in _DTYPES else _of_type(numbers, _CODES.get(parts.dtype, asked))
+
+
+def _merged(o_parts: torch.Tensor, lse_parts: torch.Tensor, numbers: Tuple[Any, ...]) -> Tuple[Any, Any]:
+    """Parts merged by their LSE: more than a kernel takes in groups one after another, in f32."""
+    if not _are_many(o_parts, lse_parts):
+        return combine_op(o_parts, lse_parts, *numbers)
+    wide = _of_type(numbers, _F32)
+    groups = [
+        combine_op(*group, *wide) for group in zip(o_parts.split(_MOST_PARTS), lse_parts.split(_MOST_PARTS))
+    ]
+    o, lse = (torch.stack(parts) for parts in zip(*groups))
+    return _merged(o, lse, _as_parts(o_parts, numbers))
+
+
+def _are_many(*parts: torch.Tensor) -> bool:
+    """Whether these are more than a kernel takes; what is no list of parts the operator refuses."""
+    return all(isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] > _MOST_PARTS for x in parts) and all(
+        x.shape[0] == parts[0].shape[0] for x in parts
+    )
+
+
 class _Combine(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(o_parts, lse_parts, *numbers):
-        return combine_op(o_parts, lse_parts, *numbers)
+        return _merged(o_parts, lse_parts, numbers)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -560,7 +638,19 @@ def combine(
         lse_parts = lse_parts.contiguous()
     if _is_transformed() or _want_gradients(o_parts, lse_parts):
         return _Combine.apply(o_parts, lse_parts, *numbers)
-    return combine_op(o_parts, lse_parts, *numbers)
+    return _merged(o_parts, lse_parts, numbers)
+
+
+def _added(o_parts: torch.Tensor, numbers: Tuple[Any, ...]) -> torch.Tensor:
+    """The sum of parts, in their order."""
+    if not _are_many(o_parts):
+        return add_parts_op(o_parts, *numbers)
+    numbers = _as_parts(o_parts, numbers)
+    first, *rest = o_parts.split(_MOST_PARTS)
+    total = add_parts_op(first, *_of_type(numbers, _F32))
+    for group in rest:
+        add_parts_to(group, total, *_of_type(numbers, _F32))
+    return total.to(_DTYPES[numbers[_AT_DTYPE_O]])
 
 
 class _AddParts(torch.autograd.Function):
@@ -568,7 +658,7 @@ class _AddParts(torch.autograd.Function):
 
     @staticmethod
     def forward(o_parts, *numbers):
-        return add_parts_op(o_parts, *numbers)
+        return _added(o_parts, numbers)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -587,12 +677,18 @@ def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[A
     if o is None:
         if wants_grad or _is_transformed():
             return _AddParts.apply(o_parts, *numbers)
-        return add_parts_op(o_parts, *numbers)
+        return _added(o_parts, numbers)
     if wants_grad:
         raise ValueError("o is given, but there is no gradient of what is added in place")
     _refuse_views(o=o)
-    add_parts_to(o_parts, o, *numbers)
-    return o
+    if not _are_many(o_parts):
+        add_parts_to(o_parts, o, *numbers)
+        return o
+    # One rounding, whatever the groups.
+    total = o.float()
+    for group in o_parts.split(_MOST_PARTS):
+        add_parts_to(group, total, *numbers)
+    return o.copy_(total)
 
 
 def attention_out(
@@ -618,13 +714,18 @@ def kvcache(
     cache: Tuple[Any, ...],
     tensors: Tuple[Any, ...],
     numbers: Tuple[Any, ...],
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     _refuse_views(k=k, v=v)
     cast = autocast(q, *cache[:2])
     if isinstance(k, torch.Tensor) and k.dtype in (cast[0].dtype, *_FP8):
         q, cache = cast[0], (*cast[1:], *cache[2:])
     numbers, drawn = _seeded(q, numbers)
-    return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+    sources = (q, k, v, *cache[:2], *tensors[:3])
+    if not _want_gradients(*sources) or torch.compiler.is_compiling():
+        return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+    with torch.no_grad():
+        o, lse = kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+    return _without_gradients(o, lse, "k_cache is a cache, of which attention has no gradient", *sources)
 
 
 def _strided(name: str, tensor: Any) -> torch.Tensor:

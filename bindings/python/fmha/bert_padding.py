@@ -6,12 +6,24 @@ from typing import Optional, Tuple
 
 import torch
 
-__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
+__all__ = [
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
 
 
 def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Rows of ``(total, ...)``: ``(len(indices), ...)``."""
     return x.index_select(0, indices)
+
+
+def index_first_axis_residual(x: torch.Tensor, indices: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Those rows, and ``x`` itself for what is added behind them; the gradients of both add up."""
+    return index_first_axis(x, indices), x.view_as(x)
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
@@ -36,3 +48,17 @@ def unpad_input(
     offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     rows = index_first_axis(hidden_states.flatten(0, 1), indices)
     return rows, indices, offsets, int(lengths.max()), attention_mask.sum(-1, dtype=torch.int32)
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: torch.Tensor, attention_mask_in_length: torch.Tensor
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """As :func:`unpad_input` where a row of ``hidden_states`` holds several sequences one behind another. Row b of
+    ``attention_mask_in_length`` ``(batch, seqlen)`` has their lengths in front, and 0 after them."""
+    in_use = attention_mask_in_length.sum(-1, keepdim=True)
+    place = torch.arange(attention_mask_in_length.shape[-1], device=in_use.device)
+    indices = (place < in_use).flatten().nonzero().flatten()
+    lengths = attention_mask_in_length.flatten()
+    lengths = lengths[lengths.nonzero().flatten()]
+    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, int(lengths.max())

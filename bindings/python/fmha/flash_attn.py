@@ -12,8 +12,8 @@ from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
 
-from . import attention, attention_out, attention_with_kvcache
-from ._mask import from_window_size
+from . import _layouts, attention, attention_out, attention_with_kvcache
+from ._mask import NONE, from_window_size
 from ._numbers import flag, real
 
 
@@ -353,56 +353,165 @@ def over_cache(
     rotary_cos: Optional[torch.Tensor],
     rotary_sin: Optional[torch.Tensor],
     num_splits: int,
+    rotary_seqlens: Optional[torch.Tensor] = None,
+    qv: Optional[torch.Tensor] = None,
+    attention_chunk: int = 0,
     **call: Any,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's ways to say where a sequence's cache lies, as this library has them."""
+    rotary = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if k is None:
-        for name, turns in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        for name, turns in (*rotary.items(), ("rotary_seqlens", rotary_seqlens)):
             if turns is not None:
                 raise ValueError(f"{name} is given, but k is not: rows turn where new ones are appended")
         if call.get("cu_seqlens_new") is not None:
             raise ValueError("cu_seqlens_k_new is given, but k is not")
-    if cache_leftpad is not None:
-        for name, given in (("block_table", block_table), ("cache_batch_idx", cache_batch_idx), ("k", k)):
-            if given is not None:
-                raise NotImplementedError(f"cache_leftpad is given beside {name}: not in the contract")
+    if rotary_seqlens is not None and rotary_cos is None:
+        raise ValueError("rotary_seqlens is given, but rotary_cos is not")
     new: Union[int, torch.Tensor] = 0
     if k is not None:
         offsets = call.get("cu_seqlens_new")
         new = rows(k, 1, "k") if offsets is None else offsets.diff()
-    # cache_batch_idx chooses among whole sequences, each as long as the cache.
     check_cache_lengths("cache_seqlens", cache_seqlens, k_cache, block_table, new)
+    if cache_batch_idx is not None:
+        # Rows of the table, or a table whose page is a whole sequence.
+        block_table = _chosen(cache_batch_idx, block_table)
     if isinstance(cache_seqlens, int):
         if not 0 <= cache_seqlens < 1 << 31:
             raise ValueError(f"cache_seqlens {cache_seqlens} is not in 0 .. 2^31")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    if cache_batch_idx is not None:
-        if block_table is not None:
-            raise ValueError("cache_batch_idx is given beside block_table (2 ways to say where a sequence lies)")
-        # A block table whose page is a whole sequence.
-        block_table = cache_batch_idx.to(torch.int32).reshape(-1, 1)
+    counted = cache_seqlens
     if cache_leftpad is not None:
+        q, k_cache, v_cache, cache_seqlens, block_table = _behind_padding(
+            q, k_cache, v_cache, cache_leftpad, cache_seqlens, block_table, k is None and not attention_chunk, call
+        )
+    by_kernel = cache_leftpad is None and qv is None and not attention_chunk
+    if rotary_cos is not None and not (by_kernel and (rotary_seqlens is None or rotary_seqlens is counted)):
+        q, k = _turned(q, k, rotary, counted if rotary_seqlens is None else rotary_seqlens, attention_chunk, call)
+        rotary = {}
+    if qv is not None:
+        q, k_cache, v_cache, k, v = _latent(q, qv, k_cache, v_cache, k, v, call)
+    call.update(batch_invariant=num_splits == 1, return_lse=True)
+    if attention_chunk:
+        return _over_chunks(attention_chunk, q, k_cache, v_cache, k, v, batch, cache_seqlens, block_table, call)
+    call.update(rotary, seqused_k=cache_seqlens, block_table=block_table)
+    return attention_with_kvcache(q, k_cache, v_cache, k, v, **call)
+
+
+def _chosen(cache_batch_idx: torch.Tensor, block_table: Optional[torch.Tensor]) -> torch.Tensor:
+    """The table of the sequences that a batch chooses."""
+    if block_table is None:
+        return cache_batch_idx.to(torch.int32).reshape(-1, 1)
+    most = rows(block_table, 0, "block_table")
+    if _readable(cache_batch_idx) and cache_batch_idx.numel():
+        for index in (int(cache_batch_idx.min()), int(cache_batch_idx.max())):
+            if not 0 <= index < most:
+                raise ValueError(f"cache_batch_idx {index} is not in 0 .. {most}, the rows of block_table")
+    return block_table[cache_batch_idx.long().clamp(0, max(most - 1, 0))]
+
+
+def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, reads_alone, call):
+    """Q, caches, lengths and table of sequences that begin behind their padding."""
+    size = k_cache.shape[1]
+    longest = size if block_table is None else block_table.shape[1] * size
+    used = longest if used is None else used
+    if _readable(leftpad) and _readable(used):
+        beyond = (leftpad > used).nonzero().flatten().tolist()
+        if beyond:
+            at = beyond[0]
+            raise ValueError(
+                f"cache_leftpad {int(leftpad[at])} is beyond the {int(used if isinstance(used, int) else used[at])} of "
+                "cache_seqlens"
+            )
+    behind = (used - leftpad).clamp(min=0).to(torch.int32)
+    batch = leftpad.shape[0]
+    if reads_alone and block_table is None:
         # Packed rows, of which each sequence begins behind its padding.
-        longest = k_cache.shape[1]
-        k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        pad = torch.nn.functional.pad(cache_leftpad.to(torch.int32), (0, 1))
+        pad = torch.nn.functional.pad(leftpad.to(torch.int32), (0, 1))
         call["cu_seqlens_k"] = torch.arange(0, batch + 1, dtype=torch.int32, device=q.device) * longest + pad
         call["max_seqlen_k"] = 2 * longest
-        used = longest if cache_seqlens is None else cache_seqlens
-        cache_seqlens = (used - cache_leftpad).to(torch.int32)
-    return attention_with_kvcache(
+        return q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), behind, None
+    if block_table is None:
+        block_table = torch.arange(batch, device=q.device)[:, None]
+    made = _layouts.from_left(k_cache, v_cache, block_table, leftpad)
+    return q, made.k, made.v, behind, made.table
+
+
+def _turned(q, k, rotary, first, attention_chunk, call):
+    """Q and new keys, turned before a kernel has them."""
+    for name, table in rotary.items():
+        if table is None:
+            raise ValueError(f"{name} is missing beside {'rotary_sin' if name == 'rotary_cos' else 'rotary_cos'}")
+    if first is None:
+        raise ValueError("cache_seqlens is missing: it says where new rows turn")
+    for name, x, offsets in (("q", q, call.get("cu_seqlens_q")), ("k", k, call.get("cu_seqlens_new"))):
+        axes, batch = (4, x.shape[0]) if offsets is None else (3, offsets.shape[0] - 1)
+        if x.dim() != axes:
+            raise ValueError(f"{name} has {x.dim()} axes, not {axes}, beside rotary_cos")
+        if tuple(first.shape) != (batch,):
+            raise ValueError(f"rotary_seqlens has shape {tuple(first.shape)}, not ({batch},) of {name}'s sequences")
+    return _layouts.turned_at(
         q,
-        k_cache,
-        v_cache,
         k,
-        v,
-        seqused_k=cache_seqlens,
-        block_table=block_table,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        batch_invariant=num_splits == 1,
-        return_lse=True,
-        **call,
+        *rotary.values(),
+        first,
+        flag("rotary_interleaved", call.get("rotary_interleaved", True)),
+        call["mask"] != NONE or attention_chunk > 0,
+        call.get("cu_seqlens_q"),
+        call.get("cu_seqlens_new"),
+    )
+
+
+def _latent(q, qv, k_cache, v_cache, k, v, call):
+    """Q, caches and new rows where ``qv`` meets V: rows that have V in front and K behind."""
+    if k is None:
+        return (*_layouts.with_qv(q, qv, k_cache, v_cache), None, None)
+    _layouts.refuse_qv(q, qv, v_cache)
+    joint = _layouts.beside(v_cache, k_cache)
+    if joint is None:
+        raise NotImplementedError(
+            "qv is given beside k, but k_cache does not lie behind v_cache in one tensor's rows: new rows are written "
+            "into one"
+        )
+    call["head_dim_v"] = v_cache.shape[-1]
+    return torch.cat((qv, q), -1), joint, None, torch.cat((v, k), -1), None
+
+
+def _over_chunks(attention_chunk, q, k_cache, v_cache, k, v, batch, used, block_table, call):
+    """Over a cache in chunks; new rows are appended before."""
+    size = k_cache.shape[1]
+    if used is None:
+        longest = size if block_table is None else block_table.shape[1] * size
+        used = torch.full((batch,), longest, dtype=torch.int32, device=q.device)
+    names = ("cu_seqlens_new", "max_seqlen_new", "rotary_interleaved")
+    appends = {name: call.pop(name) for name in names if name in call}
+    head_dim_v = call.pop("head_dim_v", 0)
+    if k is not None:
+        # One row that sees one key: what counts is what it appends.
+        one = q.new_zeros((batch, 1, *q.shape[-2:]))
+        scales = {name: call[name] for name in call if name.startswith("descale")}
+        attention_with_kvcache(
+            one,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            seqused_k=used,
+            block_table=block_table,
+            mask="b:0,0",
+            head_dim_v=head_dim_v,
+            softmax_scale=0.0,
+            **appends,
+            **scales,
+        )
+        offsets = appends.get("cu_seqlens_new")
+        used = (used + (k.shape[1] if offsets is None else offsets.diff())).to(torch.int32)
+    if v_cache is None:
+        v_cache = k_cache[..., :head_dim_v]
+    if block_table is None:
+        block_table = torch.arange(k_cache.shape[0], device=q.device)[:, None]
+    return _layouts.in_chunks_of_pages(
+        attention_chunk, q, k_cache, v_cache, block_table, used, attention_with_kvcache, **call
     )
 
 
@@ -459,16 +568,20 @@ def flash_attn_with_kvcache(
 
 
 def install(force: bool = False) -> None:
-    """From now on ``import flash_attn`` finds this module, with ``flash_attn.flash_attn_interface`` and
-    ``flash_attn.bert_padding``.
+    """From now on ``import flash_attn`` finds this module, with ``flash_attn.flash_attn_interface``,
+    ``flash_attn.bert_padding``, ``flash_attn.layers.rotary`` and ``flash_attn.ops.triton.rotary``.
 
     Raises:
         ImportError: another ``flash_attn`` is imported already, and ``force`` is not set.
     """
-    from . import _install, bert_padding
+    from . import _install, bert_padding, rotary
 
     this = sys.modules[__name__]
     names = [name for name in vars(this) if name.startswith("flash_attn_")]
     _install.put("flash_attn", this, names, force)
     _install.put("flash_attn.flash_attn_interface", this, names, force)
     _install.put("flash_attn.bert_padding", bert_padding, bert_padding.__all__, force)
+    for package in ("flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton"):
+        _install.put(package, rotary, (), force)
+    for name in ("flash_attn.layers.rotary", "flash_attn.ops.triton.rotary"):
+        _install.put(name, rotary, rotary.__all__, force)

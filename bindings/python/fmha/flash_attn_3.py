@@ -1,19 +1,21 @@
 """FlashAttention 3's functions (module ``flash_attn_interface``), by name, argument order, defaults and return values.
 
-Speed hints (``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) are taken and have no effect: kernels choose. What the
-contract does not have (``qv``, ``attention_chunk``, ``rotary_seqlens``) is refused by its name.
+Speed hints (``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) are taken and have no effect: kernels choose.
+``attention_chunk`` cuts sequences into packed ones, a chunk each. ``qv`` is part of longer rows: K and V are joined, by a copy
+where they do not lie side by side.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 
-from . import attention, combine
+from . import _layouts, attention, combine
 from ._mask import from_window_size
-from ._numbers import flag
+from ._numbers import flag, integer as whole
 from .flash_attn import integer, num_sequences, over_cache
 
 
@@ -36,6 +38,32 @@ def _descales(of: Tuple[Optional[torch.Tensor], ...], *given: Optional[torch.Ten
     return scales
 
 
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: Optional[torch.Tensor],
+    attention_chunk: int,
+    softmax_scale: Optional[float],
+    **call: Any,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE with what FlashAttention 3 has besides."""
+    call["softmax_scale"] = _layouts.scale_of(q, qv, softmax_scale)
+    if qv is not None:
+        q, k, v = _layouts.with_qv(q, qv, k, v)
+    attend = functools.partial(attention, return_lse=True)
+    chunk = whole_chunk(attention_chunk)
+    return _layouts.in_chunks(chunk, q, k, v, attend, **call) if chunk else attend(q, k, v, **call)
+
+
+def whole_chunk(attention_chunk: int) -> int:
+    """The chunk's length; 0 is none."""
+    chunk = whole("attention_chunk", attention_chunk)
+    if chunk < 0:
+        raise ValueError(f"attention_chunk {chunk} is below 0")
+    return chunk
+
+
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -56,16 +84,16 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ):
     """As :func:`fmha.flash_attn.flash_attn_func`, without dropout. With ``return_attn_probs``: ``(out, lse)``."""
-    refuse(qv=qv, attention_chunk=attention_chunk)
-    o, lse = attention(
+    o, lse = _attend(
         q,
         k,
         v,
+        qv,
+        attention_chunk,
         mask=from_window_size(window_size, causal),
         softmax_scale=softmax_scale,
         softcap=softcap,
         deterministic=deterministic,
-        return_lse=True,
         **_descales((q, k, v), q_descale, k_descale, v_descale),
     )
     return (o, lse) if flag("return_attn_probs", return_attn_probs) else o
@@ -150,11 +178,12 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ):
     """Packed sequences; ``seqused_q`` and ``seqused_k`` are lengths inside the physical ones."""
-    refuse(qv=qv, attention_chunk=attention_chunk)
-    o, lse = attention(
+    o, lse = _attend(
         q,
         k,
         v,
+        qv,
+        attention_chunk,
         mask=from_window_size(window_size, causal),
         softmax_scale=softmax_scale,
         softcap=softcap,
@@ -165,7 +194,6 @@ def flash_attn_varlen_func(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         deterministic=deterministic,
-        return_lse=True,
         **_descales((q, k, v), q_descale, k_descale, v_descale),
     )
     return (o, lse) if flag("return_attn_probs", return_attn_probs) else o
@@ -205,7 +233,6 @@ def flash_attn_with_kvcache(
 ):
     """As :func:`fmha.flash_attn.flash_attn_with_kvcache`. With ``return_softmax_lse``: ``(out, lse, None, None)``, the
     last two being partial results that this library does not give out."""
-    refuse(qv=qv, attention_chunk=attention_chunk, rotary_seqlens=rotary_seqlens)
     batch = num_sequences(q, cu_seqlens_q)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise ValueError("max_seqlen_q is missing beside cu_seqlens_q")
@@ -225,8 +252,11 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         num_splits=num_splits,
+        rotary_seqlens=rotary_seqlens,
+        qv=qv,
+        attention_chunk=whole_chunk(attention_chunk),
         mask=from_window_size(window_size, causal),
-        softmax_scale=softmax_scale,
+        softmax_scale=_layouts.scale_of(q, qv, softmax_scale),
         softcap=softcap,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_new=cu_seqlens_k_new,

@@ -15,6 +15,7 @@ import torch
 from . import attention
 from ._mask import NONE, Mask, band
 from ._numbers import flag, integer as whole
+from ._serving import bound
 from .flash_attn import check_cache_lengths, integer, rows
 from .flash_attn_3 import flash_attn_combine as _combine, refuse
 
@@ -135,7 +136,8 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: Any = None,
     disable_scheduler_metadata: bool = False,
 ):
-    """Packed where ``cu_seqlens_*`` are given, else with a batch axis; paged K and V with ``page_table``."""
+    """Packed where ``cu_seqlens_*`` are given, else with a batch axis; paged K and V with ``page_table``. A
+    ``max_seqlen_*`` that is not given is bounded by the call's rows."""
     refuse(
         qv=qv,
         gather_kv_indices=gather_kv_indices,
@@ -145,12 +147,11 @@ def flash_attn_varlen_func(
         aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
     )
-    for name, offsets, longest in (
-        ("max_seqlen_q", cu_seqlens_q, max_seqlen_q),
-        ("max_seqlen_k", cu_seqlens_k, max_seqlen_k),
-    ):
-        if offsets is not None and longest is None:
-            raise ValueError(f"{name} is missing beside its cu_seqlens")
+    # Nobody waits for the device to learn the longest sequence: all rows of a call bound it.
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        max_seqlen_q = rows_bound(rows(q, 0, "q"))
+    if cu_seqlens_k is not None and max_seqlen_k is None:
+        max_seqlen_k = rows_bound(rows(k, 0, "k"))
     if page_table is not None:
         check_cache_lengths("seqused_k", seqused_k, k, page_table)
     left, right = _window(window_size, causal)
@@ -193,6 +194,12 @@ def flash_attn_varlen_func(
     return o, lse
 
 
+def rows_bound(total: int) -> int:
+    """An upper bound of sequences' lengths in ``total`` packed rows, which does not change with every step: plans are
+    kept by it. A compiler's symbolic size is the bound itself."""
+    return bound(total, (1 << 31) - 1) if isinstance(total, int) else total
+
+
 def _lengths(
     used: Optional[torch.Tensor],
     offsets: Optional[torch.Tensor],
@@ -231,13 +238,31 @@ def flash_attn_combine(
     virtual_batch_idx: Optional[torch.Tensor] = None,
     return_lse: bool = True,
 ):
-    """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``. Rows are merged each on its own, so
-    ``cu_seqlens`` says that they are packed, and no more."""
-    refuse(seqused=seqused, virtual_batch_idx=virtual_batch_idx)
-    if cu_seqlens is not None and out_partial.dim() != 4:
+    """As FlashAttention 3's; ``(out, lse)``, lse ``None`` without ``return_lse``. Rows are merged each on its own: with
+    ``seqused`` ``(batch)`` those behind a sequence's rows in use are left out (0 in what is made here, and as they were
+    in ``out``); ``cu_seqlens`` says where packed sequences begin. ``virtual_batch_idx`` is the order in which sequences
+    are merged, and changes no result."""
+    packed = out_partial.dim() == 4
+    if cu_seqlens is not None and not packed:
         raise ValueError(f"cu_seqlens is given, but out_partial has {out_partial.dim()} axes, not the 4 of packed rows")
-    o, lse = _combine(out_partial, lse_partial, out, out_dtype)
-    return o, (lse if flag("return_lse", return_lse) else None)
+    batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else 1 if packed else out_partial.shape[1]
+    for name, x in (("seqused", seqused), ("virtual_batch_idx", virtual_batch_idx)):
+        if x is not None and tuple(x.shape) != (batch,):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, not ({batch},)")
+    if seqused is None:
+        o, lse = _combine(out_partial, lse_partial, out, out_dtype)
+        return o, (lse if flag("return_lse", return_lse) else None)
+    dtype = out.dtype if out is not None else out_dtype
+    o, lse = _combine(out_partial, lse_partial, None, dtype)
+    # LSE lies as O does here, heads last.
+    offsets = cu_seqlens
+    if packed and offsets is None:
+        offsets = torch.tensor([0, o.shape[0]], device=o.device)
+    inside = _between(torch.zeros_like(seqused), seqused, offsets, o)
+    inside = inside[:, None] if packed else inside[:, 0, :, None]
+    kept = torch.zeros_like(o) if out is None else out
+    o, lse = torch.where(inside[..., None], o, kept), torch.where(inside, lse, 0)
+    return (o if out is None else out.copy_(o)), (lse if flag("return_lse", return_lse) else None)
 
 
 def install(force: bool = False) -> None:

@@ -188,8 +188,9 @@ def test_varlen_of_each_generation():
     assert torch.equal(out, fa4.flash_attn_varlen_func(q, k, v, causal=True, **four)[0])
     _, lse, _ = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, return_attn_probs=True)
     assert lse.shape == (4, 8)
-    with pytest.raises(ValueError, match="max_seqlen_k is missing"):
-        fa4.flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5)
+    # FlashAttention 4 needs no longest length.
+    assert torch.equal(out, fa4.flash_attn_varlen_func(q, k, v, None, cu_q, cu_k, causal=True)[0])
+    assert torch.equal(out, fa4.flash_attn_varlen_func(q, k, v, None, cu_q, cu_k, 5, causal=True)[0])
     packed = torch.stack([x[:8] for x in (q[:, :2], k, v)], 1)
     assert torch.equal(
         fa2.flash_attn_varlen_qkvpacked_func(packed, cu_q, 5),
@@ -206,6 +207,24 @@ def test_varlen_over_pages_takes_lengths_from_the_offsets():
     k, v = (x[table.long()].flatten(1, 2) for x in pages)
     wanted, _ = by_definition(q[None, :3], k[:1, :11], v[:1, :11], mask=fmha.CAUSAL)
     close(out[:3], wanted[0], tolerance(q.dtype))
+
+
+def test_a_forward_without_a_gradient_runs_and_its_backward_says_why():
+    pages, table = torch.randn(2, 4, 8, 2, 16), torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    rows = (offsets([3, 2]), offsets([11, 16]), 3, 16)
+    q = torch.randn(5, 4, 16, requires_grad=True)
+    out, lse, _ = fa2.flash_attn_varlen_func(q, *pages, *rows, return_attn_probs=True, block_table=table)
+    assert torch.equal(out, fa2.flash_attn_varlen_func(q.detach(), *pages, *rows, block_table=table))
+    eighths = [x.to(torch.float8_e4m3fn).requires_grad_() for x in tensors(d=32)]
+    scale = torch.full((2, 2), 0.5)
+    of_eighths = fa3.flash_attn_func(*eighths, q_descale=scale, v_descale=scale)
+    q2, cache, _ = tensors()
+    of_cache = fa2.flash_attn_with_kvcache(q2.requires_grad_(), cache, cache)
+    for result, said in ((out, "block_table"), (lse, "block_table"), (of_eighths, "descale_q"), (of_cache, "k_cache")):
+        with pytest.raises(NotImplementedError, match=f"{said} is .*no gradient"):
+            result.float().sum().backward()
+    with torch.no_grad():
+        assert not fa2.flash_attn_varlen_func(q, *pages, *rows, block_table=table).requires_grad
 
 
 def test_dropout_marks_what_it_dropped_and_has_torchs_seed():
@@ -255,8 +274,11 @@ def test_a_cache_with_new_rows_chosen_by_batch_index():
     assert torch.equal(
         same, fa3.flash_attn_with_kvcache(q, cache_k, cache_v, cache_seqlens=seven, cache_batch_idx=index)[:]
     )
-    with pytest.raises(ValueError, match="cache_batch_idx is given beside block_table"):
-        fa2.flash_attn_with_kvcache(q, cache_k, cache_v, cache_batch_idx=index, block_table=index.int()[:, None])
+    table = torch.arange(5, dtype=torch.int32).flip(0)[:, None]
+    paged = fa2.flash_attn_with_kvcache(
+        q, cache_k.flip(0), cache_v.flip(0), cache_seqlens=7, cache_batch_idx=index, block_table=table
+    )
+    assert torch.equal(paged, same)
 
 
 def test_padding_in_front_of_a_cache_is_left_out():
@@ -269,9 +291,6 @@ def test_padding_in_front_of_a_cache_is_left_out():
         close(
             out[b : b + 1], by_definition(q[b : b + 1], k[b : b + 1, rows], v[b : b + 1, rows])[0], tolerance(q.dtype)
         )
-    new = torch.randn(2, 1, 2, 16)
-    with pytest.raises(NotImplementedError, match="cache_leftpad"):
-        fa2.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=used, cache_leftpad=pad)
 
 
 @appends_in_f32
@@ -326,14 +345,11 @@ def test_combine_of_each_generation():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda q, k, v: fa3.flash_attn_func(q, k, v, attention_chunk=4), "attention_chunk"),
-        (lambda q, k, v: fa3.flash_attn_func(q, k, v, qv=q), "qv"),
-        (lambda q, k, v: fa3.flash_attn_with_kvcache(q, k, v, rotary_seqlens=q), "rotary_seqlens"),
         (lambda q, k, v: fa4.flash_attn_func(q, k, v, score_mod=print), "score_mod"),
         (lambda q, k, v: fa4.flash_attn_func(q, k, v, mask_mod=print), "mask_mod"),
         (lambda q, k, v: fa4.flash_attn_func(q, k, v, block_sparse_tensors=()), "block_sparse_tensors"),
         (lambda q, k, v: fa4.flash_attn_func(q, k, v, gather_kv_indices=q), "gather_kv_indices"),
-        (lambda q, k, v: fa4.flash_attn_combine(q, k, seqused=q), "seqused"),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, qv=q), "qv"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -151,8 +151,8 @@ def tail3(descales=True):
     return dict(
         TAIL,
         **{name: scales(name) + [refused(torch.full((2, 2), 1.5))] for name in ("q_descale", "k_descale", "v_descale")},
-        qv=refused(torch.zeros(2, 7, 4, 16)),
-        attention_chunk=refused(4),
+        qv=refused(torch.zeros(2, 7, 4, 15)),
+        attention_chunk=[changes(4), refused(-1)],
         num_splits=[hint(1, CHOICE), hint(3, CHOICE)],
         pack_gqa=hint(True, SPEED),
         sm_margin=hint(4, SPEED),
@@ -204,11 +204,17 @@ def cache_cases(table):
             hint(False, "it says how rotary_cos and rotary_sin turn, which are not there"),
         ],
         cache_seqlens=[changes(used), changes(5), refused(12), refused(i32(12, 1))],
-        cache_batch_idx=[changes(i32(1, 0)), refused(i32(1, 0), **{table: order}, **paged)],
+        cache_batch_idx=[
+            changes(i32(1, 0)),
+            changes(i32(1, 0), **{table: order}, **paged),
+            refused(i32(1, 5), **{table: order}, **paged),
+        ],
         cache_leftpad=[
             changes(i32(2, 5)),
-            refused(i32(2, 5), **without(new, "cache_seqlens")),
-            refused(i32(2, 5), cache_batch_idx=i32(1, 0)),
+            changes(i32(2, 1), **new),
+            changes(i32(2, 5), cache_batch_idx=i32(1, 0)),
+            changes(i32(2, 5), **{table: order}, **paged),
+            refused(i32(2, 5), cache_seqlens=i32(1, 7)),
         ],
         **{table: changes(order, order.flip(0, 1), **paged)},
         num_splits=[hint(1, CHOICE), hint(3, CHOICE)],
@@ -301,7 +307,10 @@ def flash_attn_3_with_kvcache():
         cu_seqlens_q=[changes(cu(2, 7), cu(7, 2), **rows), refused(cu(2, 7), "max_seqlen_q", q=rows["q"])],
         cu_seqlens_k_new=[changes(cu(2, 3), cu(4, 1), **new), refused(cu(2, 3))],
         max_seqlen_q=[refused(3, "maximal length 3", cu_seqlens_q=cu(2, 7), q=rows["q"]), hint(3, BOUND)],
-        rotary_seqlens=refused(i32(1, 2)),
+        rotary_seqlens=[
+            changes(i32(1, 2), rotary_cos=torch.rand(16, 8), rotary_sin=torch.rand(16, 8), cu_seqlens_k_new=cu(2, 3), **new),
+            refused(i32(1, 2)),
+        ],
         scheduler_metadata=hint(torch.zeros(3), SPEED),
     )
     return Door(fa3.flash_attn_with_kvcache, qkv("q k_cache v_cache"), cases)
@@ -358,11 +367,11 @@ def flash_attn_4_varlen():
         return_lse=changes(True),
         cu_seqlens_q=[
             changes(cu(3, 11), cu(11, 3), **without(rows, "cu_seqlens_q")),
-            refused(cu(3, 11), "max_seqlen_q", **dict(rows, max_seqlen_q=None)),
+            changes(cu(3, 11), cu(11, 3), **without(rows, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")),
         ],
         cu_seqlens_k=[
             changes(cu(9, 13), cu(13, 9), **without(rows, "cu_seqlens_k")),
-            refused(cu(9, 13), "max_seqlen_k", **dict(rows, max_seqlen_k=None)),
+            changes(cu(9, 13), cu(13, 9), **without(rows, "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")),
         ],
         max_seqlen_q=[refused(10, "maximal length 10", **without(rows, "max_seqlen_q")), hint(3, BOUND)],
         max_seqlen_k=[
@@ -386,8 +395,8 @@ def flash_attn_4_combine():
     cases = dict(
         COMBINE(),
         cu_seqlens=[hint(cu(3, 11), "rows are merged each on its own", **parts(True)), refused(cu(3, 11))],
-        seqused=refused(i32(1, 2)),
-        virtual_batch_idx=refused(i32(1, 0)),
+        seqused=[changes(i32(1, 2)), refused(i32(1, 2, 3))],
+        virtual_batch_idx=[hint(i32(1, 0), "the order in which sequences are merged"), refused(i32(1, 0, 2))],
         return_lse=changes(False),
     )
     return Door(fa4.flash_attn_combine, parts(), cases)
