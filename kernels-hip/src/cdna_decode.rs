@@ -103,6 +103,8 @@ abi_struct! {
         pub part_keys: i32,
         /// Parts of the longest sequence, or stretches.
         pub num_parts: i32,
+        /// Pieces of which each compute unit has one workgroup's.
+        pub round: i32,
         /// Blocks of rows of the longest query.
         pub row_blocks: i32,
         /// Pieces of work of the first launch: a wave each, or a workgroup of waves that share rows.
@@ -110,7 +112,7 @@ abi_struct! {
         /// Of a workgroup.
         pub waves_of_group: i32,
         /// Dies that pieces of other keys are dealt to in turn; those of the same keys are kept on one.
-        pub num_xcds: i64,
+        pub num_xcds: i32,
     }
 }
 

@@ -115,7 +115,7 @@ impl Parts {
         let rows_of_sequence = u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
         let rows = u64::from(dims.batch) * rows_of_sequence;
         let row_blocks = row_blocks(problem, block_rows);
-        let Cut { keys: split_keys, shares } = cut;
+        let Cut { keys: split_keys, shares, .. } = cut;
         let of_sequence = row_blocks.saturating_mul(dims.num_heads_kv.into());
         let batch = u64::from(dims.batch);
         // A part ends with a stretch or with a sequence.
@@ -197,10 +197,11 @@ impl Parts {
             shares: DevPtr::new(if self.dealt_words > 0 { workspace + self.dealt_at() } else { 0 }),
             part_keys: self.cut.keys as i32,
             num_parts: self.num_parts as i32,
+            round: self.cut.round as i32,
             row_blocks: self.row_blocks as i32,
             num_waves: self.pieces as i32,
             waves_of_group: waves_of_group as i32,
-            num_xcds: num_xcds.into(),
+            num_xcds: num_xcds as i32,
         }
     }
 

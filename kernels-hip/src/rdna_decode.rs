@@ -151,7 +151,7 @@ impl Split for RdnaDecode {
     }
 
     fn tile(&self) -> RdnaDecodeTile {
-        let Cut { keys, shares } = self.parts.cut;
+        let Cut { keys, shares, .. } = self.parts.cut;
         RdnaDecodeTile { split_keys: keys as i32, block_m: self.tile.block_m, shares: shares as i32 }
     }
 

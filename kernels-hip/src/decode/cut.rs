@@ -16,6 +16,8 @@ const MOST_PARTS: u32 = 128;
 pub(crate) const MOST_SHARES: u32 = 1 << 14;
 /// Lengths that each piece of a launch in shares reads, at most, twice or three times over.
 const MOST_SCANNED: u32 = 1024;
+/// Pieces of a round, at most: what the device multiplies stays in 32 bits.
+const MOST_ROUND: u32 = 1 << 14;
 /// How far the fullest compute unit may be above the mean, in per cent: stretches are made finer, up to twice as many, until it is not.
 const UNEVEN_PERCENT: u64 = 5;
 
@@ -26,6 +28,8 @@ pub(crate) struct Cut {
     pub(crate) keys: u32,
     /// Stretches of all sequences' keys; 0: parts of each sequence's.
     pub(crate) shares: u32,
+    /// Pieces of which each compute unit has one workgroup's.
+    pub(crate) round: u32,
 }
 
 /// What a device has room for.
@@ -76,7 +80,8 @@ impl Cut {
             0 => default_keys(problem, options, room, of_sequence),
             _ => room.least,
         });
-        Ok(Self { keys, shares })
+        let round = room.device.num_compute_units.saturating_mul(room.of_a_group).clamp(1, MOST_ROUND);
+        Ok(Self { keys, shares, round })
     }
 }
 

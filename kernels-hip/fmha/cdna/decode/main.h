@@ -285,7 +285,7 @@ FMHA_DEVICE int32_t work_of(const CdnaDecodeParams& params) {
   int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
   if constexpr (Config<spec>::column_waves > 1) {
     // Workgroups are dealt to the dies in turn: those with other rows of the same keys are kept on one, whose L2 has the keys.
-    const int32_t num_xcds = int32_t(params.num_xcds), turn = workgroup_idx() / num_xcds;
+    const int32_t num_xcds = params.num_xcds, turn = workgroup_idx() / num_xcds;
     const int32_t keys = turn / params.row_blocks * num_xcds + workgroup_idx() % num_xcds;
     at = keys * params.row_blocks + turn % params.row_blocks;
   }

@@ -21,6 +21,7 @@ namespace fmha::cdna::decode {
 
 constexpr int kShareKeys = 32;    // of a tile of the row
 constexpr int kSharesHeader = 2;  // words before the sequences'
+constexpr int kLeastRounds = 4;   // of which whole ones are made: four waves keep enough bytes of a compute unit on their way
 constexpr int kMostParts = 128;   // of the longest sequence, about: what a wave of 32 of the merging launch reads in four turns
 
 // Tiles of a sequence's keys that some query of it sees, those of sink columns before the others.
@@ -83,8 +84,7 @@ class Piece {
     i_head_kv_ = rest % p.num_heads_kv;
     const SumAndMost tiles = tiles_of_all(params);
     const int32_t total = tiles.sum;
-    const Shares stretches =
-        Shares::of(total, params.num_parts, max(params.part_keys / kShareKeys, ceil_div(tiles.most, kMostParts)));
+    const Shares stretches = Shares::of(total, stretches_of(params, tiles), 1);
     leaves = leaves && at == params.num_waves - 1;
     if (leaves && lane() == 0) {
       int32_t FMHA_GLOBAL* const table = (int32_t FMHA_GLOBAL*)params.shares;
@@ -155,6 +155,16 @@ class Piece {
       all.most = max(all.most, ds_bpermute_b32(lane() ^ step, all.most));
     }
     return {v_readfirstlane_b32(all.sum), v_readfirstlane_b32(all.most)};
+  }
+
+  // As many stretches as there are keys for, up to those of the launch. Fewer, if compute units have several pieces each, are whole rounds
+  // of units: of a round that is begun some units have a piece more than others.
+  static FMHA_DEVICE int32_t stretches_of(const CdnaDecodeParams& params, const SumAndMost& tiles) {
+    const int32_t least = max(params.part_keys / kShareKeys, ceil_div(tiles.most, kMostParts));
+    const int32_t stretches = max(tiles.sum / least, 1);
+    if (stretches >= params.num_parts) return params.num_parts;
+    const int32_t pieces = params.row_blocks * params.call.fwd.num_heads_kv, rounds = stretches * pieces / params.round;
+    return rounds >= kLeastRounds ? max(rounds * params.round / pieces, 1) : stretches;
   }
 
   // Finds the sequence that the piece begins in; where `leaves` tells the merge where each begins.
