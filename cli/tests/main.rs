@@ -7,6 +7,8 @@ mod amd;
 #[cfg(unix)]
 mod amd_check;
 mod api;
+#[cfg(unix)]
+mod balance;
 mod bench;
 mod blackwell;
 mod bundle;

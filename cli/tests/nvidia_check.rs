@@ -6,7 +6,7 @@ use std::process::Command;
 use super::fmha;
 
 /// Whether an emulated A100 and a compiler for it are here.
-fn is_emulated_here() -> bool {
+pub(super) fn is_emulated_here() -> bool {
     let ran = fmha("explain --backend cuda --emulate sm_80 -s 64 -d 64");
     if ran.status != 0 {
         println!("absent: emulated NVIDIA devices: {}", ran.err.lines().next().unwrap_or_default());

@@ -150,6 +150,7 @@ pub fn headers() -> Vec<Header> {
         "mask.h",
         "seq.h",
         "score.h",
+        "share_ends.h",
         "philox.h",
         "exp_sum.h",
         "online_softmax.h",

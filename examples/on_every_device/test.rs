@@ -64,6 +64,27 @@ fn random_traces_are_served_with_the_bits_of_each_request_alone() {
     }
 }
 
+/// Tokens a second of a mix of lengths, and of the same padded: that the mix has fewer keys is told, whatever the machine's load.
+#[test]
+fn a_mix_of_lengths_is_served_beside_the_same_padded_to_the_longest() {
+    let said = run_with("serve", None, &["--device", "cpu", "--requests", "1"])
+        .unwrap_or_else(|text| panic!("{text}"));
+    if said.is_empty() {
+        return;
+    }
+    let tokens =
+        said.lines().find(|line| line.contains("padded to the longest")).unwrap_or_else(|| panic!("{said}"));
+    let words = tokens.replace(['(', ','], "");
+    let numbers: Vec<f64> = words.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    assert!(numbers.len() == 4 && numbers[0] > 0.0 && numbers[1] > 0.0 && numbers[2] > 3.0, "{tokens}");
+    let lengths = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("lengths.txt");
+    for (text, part) in [("5\n-1\n", "line 2 of the lengths: -1"), ("# none\n", "has none")] {
+        std::fs::write(&lengths, text).unwrap();
+        let error = run_with("serve", None, &["--lengths", lengths.to_str().unwrap()]).unwrap_err();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
 #[test]
 fn serving_refuses_words_that_it_does_not_know() {
     let error = run_with("serve", None, &["--seed", "x"]).unwrap_or_else(|text| text);

@@ -9,13 +9,17 @@
 //! At the end each request is computed again alone, in a cache of its own, its prompt in one call and its answer token by
 //! token; because the plans are batch-invariant, the logits of every step are the same to the bit. So is the last step's
 //! when the whole request is computed in one call. And once more without a cache or a device, with attention by its definition.
+//!
+//! Then a decode step over a recorded mix of lengths is timed, and the same with each sequence padded to the longest.
 
 mod attention;
 mod engine;
+mod mix;
 mod model;
 mod pages;
 mod trace;
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use attention::{Attention, MAX_PAGES, Room, Step};
@@ -31,11 +35,12 @@ struct Options {
     device: String,
     requests: Option<usize>,
     seed: u64,
+    lengths: Option<PathBuf>,
 }
 
 impl Options {
     fn parse() -> Result<Self, String> {
-        let mut options = Self { device: "auto".into(), requests: None, seed: 1 };
+        let mut options = Self { device: "auto".into(), requests: None, seed: 1, lengths: None };
         let mut words = std::env::args().skip(1);
         while let Some(word) = words.next() {
             let value = words.next().ok_or_else(|| format!("{word} has no value"))?;
@@ -44,7 +49,8 @@ impl Options {
                 "--device" => options.device = value,
                 "--requests" => options.requests = Some(number()? as usize),
                 "--seed" => options.seed = number()?,
-                _ => return Err(format!("{word} is not --device, --requests or --seed")),
+                "--lengths" => options.lengths = Some(value.into()),
+                _ => return Err(format!("{word} is not --device, --requests, --seed or --lengths")),
             }
         }
         Ok(options)
@@ -53,6 +59,7 @@ impl Options {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let options = Options::parse()?;
+    let lengths = mix::lengths(options.lengths.as_deref())?;
     let model = Model::random(7);
     let attention = |device: &Device, room| Attention::new(device, room, &model.cos, &model.sin);
     let backend: Backend = options.device.parse()?;
@@ -116,7 +123,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!(
         "every token's logits have the bits of its request alone, and are within {worst:.1e} of their largest of the reference"
     );
-    Ok(())
+    if emulated {
+        println!(
+            "{}: an emulated device, whose seconds say nothing: the mix of lengths is not timed",
+            device.name()
+        );
+        return Ok(());
+    }
+    mix::compare(&device, &lengths)
 }
 
 /// Of a token's largest logit, how far one may be from the reference: operands and O are of f16.

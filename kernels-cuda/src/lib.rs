@@ -84,7 +84,6 @@ pub fn headers() -> Vec<Header> {
         "common/score_modifiers.cuh",
         "common/score_pair.cuh",
         "common/seen_keys.cuh",
-        "common/share_ends.cuh",
         "common/shares.cuh",
         "common/softmax.cuh",
         "common/store_rows.cuh",

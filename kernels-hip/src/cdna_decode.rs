@@ -13,7 +13,8 @@ use crate::CDNA;
 use crate::arch::Arch;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Parts, cache_details, default_keys, leaves_to_forward, row_blocks, shares_rows, strides_are_dwords, takes,
+    Cut, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, row_blocks, shares_rows,
+    strides_are_dwords, takes,
 };
 use crate::device::{Device, needs_mfma};
 use crate::forward::CdnaParams;
@@ -72,8 +73,11 @@ abi_spec! {
 abi_spec! {
     /// How the decode kernel computes.
     pub struct CdnaDecodeTile {
-        /// Keys of a part.
+        /// Keys of a part; with `shares` of a stretch at least.
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
+        /// Equal stretches of all sequences' keys, each walked by a piece of work for each block of rows of each KV head; 0: parts of
+        /// each sequence's keys.
+        pub shares: i32 = Takes::within(0, MOST_SHARES as i32),
     }
 }
 
@@ -82,20 +86,25 @@ abi_struct! {
     pub struct CdnaDecodeParams {
         /// The call.
         pub call: CdnaParams,
-        /// The parts' O, `[num_parts, batch, num_heads_q, seqlen_q]` rows of padded length.
+        /// The parts' O, `[parts, num_heads_q, seqlen_q]` rows of padded length: part n of a sequence is part `n * batch` and its number
+        /// of all; of stretches, the stretch's and its number.
         pub o: DevPtr<f32>,
         /// Maximum and sum of each row of the parts.
         pub stats: DevPtr<f32>,
+        /// How shares were dealt, as the first launch leaves it for the second (`pieces.h`); null: each piece has a part.
+        pub shares: DevPtr<i32>,
         /// u32 `[batch, seqlen_q, words]`, or packed; null: no tree mask.
         pub tree_mask: DevPtr<u32>,
         /// Rows of a sequence of the tree mask.
         pub tree_mask_batch: i64,
         /// Words of a row of the tree mask.
         pub tree_mask_words: i32,
-        /// Keys of a part.
+        /// Keys of a part; of a stretch at least.
         pub part_keys: i32,
-        /// Parts of the longest sequence.
+        /// Parts of the longest sequence, or stretches.
         pub num_parts: i32,
+        /// Pieces of which each compute unit has one workgroup's.
+        pub round: i32,
         /// Blocks of rows of the longest query.
         pub row_blocks: i32,
         /// Pieces of work of the first launch: a wave each, or a workgroup of waves that share rows.
@@ -103,7 +112,7 @@ abi_struct! {
         /// Of a workgroup.
         pub waves_of_group: i32,
         /// Dies that pieces of other keys are dealt to in turn; those of the same keys are kept on one.
-        pub num_xcds: i64,
+        pub num_xcds: i32,
     }
 }
 
@@ -115,6 +124,11 @@ pub(crate) struct CdnaDecode {
     pub(crate) tile: CdnaDecodeTile,
     parts: Parts,
     num_xcds: u32,
+}
+
+/// Waves of a workgroup of so many blocks of rows.
+fn waves_of_rows(row_blocks: u64) -> u32 {
+    row_blocks.clamp(1, MOST_WAVES.into()) as u32
 }
 
 /// Of an architecture's dies those, a power of two, that so many sets of keys are dealt out to evenly.
@@ -164,7 +178,7 @@ impl CdnaDecode {
     ///
     /// Waves that share their rows' columns have one piece of work.
     fn waves_of_group(&self) -> u32 {
-        if self.column_waves() > 1 { 1 } else { self.parts.row_blocks.clamp(1, MOST_WAVES) }
+        if self.column_waves() > 1 { 1 } else { waves_of_rows(self.parts.row_blocks.into()) }
     }
 
     fn column_waves(&self) -> u32 {
@@ -184,21 +198,23 @@ impl Split for CdnaDecode {
         needs_mfma(device.arch, NAME)?;
         takes(NAME, problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
-        let dims = problem.dims;
-        let sets = u64::from(dims.batch) * u64::from(dims.num_heads_kv);
-        let groups = row_blocks(problem, EDGE).saturating_mul(sets);
-        let (of_a_unit, least) = if shares_rows(problem) {
-            (SHARED_GROUPS_OF_A_UNIT, LEAST_SHARED_KEYS)
+        let blocks = row_blocks(problem, EDGE);
+        let (of_a_unit, of_a_group, least) = if shares_rows(problem) {
+            (SHARED_GROUPS_OF_A_UNIT, 1, LEAST_SHARED_KEYS)
         } else {
-            (SIMDS * WAVES_OF_A_SIMD, LEAST_KEYS)
+            (SIMDS * WAVES_OF_A_SIMD, waves_of_rows(blocks), LEAST_KEYS)
         };
-        let split_keys = default_keys(problem, device, groups, options, (of_a_unit, least, EDGE));
-        let mut tile = CdnaDecodeTile { split_keys };
+        let room = Room { device, of_a_unit, of_a_group, least, edge: EDGE };
+        let of_sequence = blocks.saturating_mul(problem.dims.num_heads_kv.into());
+        let mut asked = CdnaDecodeTile { split_keys: 0, shares: -1 };
         for (name, value) in &options.tile {
-            tile.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
+            asked.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
         }
+        let asked = (asked.split_keys.unsigned_abs(), u32::try_from(asked.shares).ok());
+        let cut = Cut::of(NAME, problem, options, &room, of_sequence, asked)?;
+        let tile = CdnaDecodeTile { split_keys: cut.keys as i32, shares: cut.shares as i32 };
         let spec = spec(problem);
-        let parts = Parts::of(NAME, problem, device.arch, EDGE, (tile.split_keys, spec.head_dim_v))?;
+        let parts = Parts::of(NAME, problem, device.arch, EDGE, (cut, spec.head_dim_v))?;
         let num_xcds = dies((parts.pieces / parts.row_blocks.max(1)).into(), device.arch);
         Ok(Self { spec, tile, parts, num_xcds })
     }

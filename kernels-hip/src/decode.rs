@@ -1,7 +1,10 @@
 //! What the decode kernels have in common: rows of a group and parts of the keys as pieces of work, the launch behind that
 //! merges the parts, and the recipe ([`recipe`]).
 
+mod cut;
 pub(crate) mod recipe;
+
+pub(crate) use cut::{Cut, MOST_SHARES, Room};
 
 use fmha_core::abi::{DevPtr, FwdParams};
 use fmha_core::source::{Entry, KernelSource};
@@ -22,10 +25,8 @@ const MERGE_WAVES: u32 = 4;
 const SHORT_QUERY: u32 = 64;
 /// Keys of such a call, at least: of fewer the forward kernel is done in one launch.
 const LONG_CACHE: u32 = 512;
-/// Keys of a part whose bits do not depend on the device or on what else is in the call: 6 %.
-const INVARIANT_KEYS: u32 = 256;
-/// Parts of a sequence, at most: what a wave of 32 of the merging launch reads in four turns.
-const MOST_PARTS: u32 = 128;
+/// Words before those of sequences, of how shares were dealt (`cdna/decode/pieces.h`).
+const SHARES_HEADER: u64 = 2;
 
 /// Elements of a row, at most, that a wave has alone.
 const WAVE_HEAD_DIM: u32 = 256;
@@ -79,22 +80,27 @@ pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool
         && whole(problem.strides.v, problem.shape_v(), cache_bytes)
 }
 
-/// What the pieces of work are: `block_rows` rows of a group, and a part of the keys.
+/// What the pieces of work are: `block_rows` rows of a group, and a part of a sequence's keys or a share of all sequences'.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Parts {
-    pub(crate) split_keys: i32,
+    pub(crate) cut: Cut,
     /// Elements of a part's row of O.
     pub(crate) row_elems: i32,
     /// Rows of the call.
     pub(crate) rows: u64,
+    /// Rows of all parts.
+    part_rows: u64,
     pub(crate) row_blocks: u32,
-    pub(crate) num_parts: u32,
+    /// Parts of the longest sequence, or stretches of all sequences' keys.
+    num_parts: u32,
     /// Pieces of work.
     pub(crate) pieces: u32,
+    /// Words of how shares were dealt.
+    dealt_words: u64,
 }
 
 impl Parts {
-    /// Of parts of so many keys.
+    /// Of keys that are cut so.
     ///
     /// # Errors
     /// In `kernel`'s name, numbers that no grid has.
@@ -103,15 +109,24 @@ impl Parts {
         problem: &FwdProblem,
         arch: Arch,
         block_rows: u32,
-        (split_keys, row_elems): (i32, i32),
+        (cut, row_elems): (Cut, i32),
     ) -> Result<Self, Refusal> {
         let dims = problem.dims;
-        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let rows_of_sequence = u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let rows = u64::from(dims.batch) * rows_of_sequence;
         let row_blocks = row_blocks(problem, block_rows);
-        let num_parts = dims.seqlen_k.div_ceil(split_keys.unsigned_abs()).max(1);
-        let pieces = row_blocks
-            .saturating_mul(u64::from(dims.batch) * u64::from(dims.num_heads_kv))
-            .saturating_mul(num_parts.into());
+        let Cut { keys: split_keys, shares, .. } = cut;
+        let of_sequence = row_blocks.saturating_mul(dims.num_heads_kv.into());
+        let batch = u64::from(dims.batch);
+        // A part ends with a stretch or with a sequence.
+        let (num_parts, parts, dealt_words) = if shares > 0 {
+            (shares, u64::from(shares) + batch, SHARES_HEADER + batch + 1)
+        } else {
+            let num_parts = dims.seqlen_k.div_ceil(split_keys).max(1);
+            (num_parts, batch.saturating_mul(num_parts.into()), 0)
+        };
+        let cuts = if shares > 0 { 1 } else { batch };
+        let pieces = of_sequence.saturating_mul(cuts).saturating_mul(num_parts.into());
         // The merge has a workgroup for each row.
         let most = u64::from(u32::MAX / merge_threads(arch));
         if pieces > most || rows > most {
@@ -121,12 +136,14 @@ impl Parts {
             );
         }
         let parts = Self {
-            split_keys,
+            cut,
             row_elems,
             rows,
+            part_rows: rows_of_sequence.saturating_mul(parts),
             row_blocks: row_blocks as u32,
             num_parts,
             pieces: pieces as u32,
+            dealt_words,
         };
         if parts.workspace_bytes() >= 1 << 62 {
             refuse!(kernel, "the workspace would be 2^62 bytes or more");
@@ -134,13 +151,14 @@ impl Parts {
         Ok(parts)
     }
 
-    /// Bytes of the parts.
+    /// Bytes of the parts, and behind them of how shares were dealt.
     pub(crate) fn workspace_bytes(&self) -> u64 {
-        self.part_rows().saturating_mul(4 * (u64::from(self.row_elems.unsigned_abs()) + 2))
+        self.dealt_at().saturating_add(4 * self.dealt_words)
     }
 
-    fn part_rows(&self) -> u64 {
-        self.rows.saturating_mul(self.num_parts.into())
+    /// Where it lies how shares were dealt.
+    fn dealt_at(&self) -> u64 {
+        self.part_rows.saturating_mul(4 * (u64::from(self.row_elems.unsigned_abs()) + 2))
     }
 
     /// The launch behind.
@@ -172,29 +190,38 @@ impl Parts {
         CdnaDecodeParams {
             call: params(problem, fwd),
             o: DevPtr::new(workspace),
-            stats: DevPtr::new(workspace + self.part_rows() * 4 * u64::from(self.row_elems.unsigned_abs())),
+            stats: DevPtr::new(workspace + self.part_rows * 4 * u64::from(self.row_elems.unsigned_abs())),
             tree_mask: DevPtr::new(args.cache.tree_mask.as_ref().map_or(0, |mask| mask.as_ptr() as u64)),
             tree_mask_batch: rows.into(),
             tree_mask_words: problem.tree_mask_words() as i32,
-            part_keys: self.split_keys,
+            shares: DevPtr::new(if self.dealt_words > 0 { workspace + self.dealt_at() } else { 0 }),
+            part_keys: self.cut.keys as i32,
             num_parts: self.num_parts as i32,
+            round: self.cut.round as i32,
             row_blocks: self.row_blocks as i32,
             num_waves: self.pieces as i32,
             waves_of_group: waves_of_group as i32,
-            num_xcds: num_xcds.into(),
+            num_xcds: num_xcds as i32,
         }
     }
 
     /// What a plan prints of them.
     pub(crate) fn details(&self, problem: &FwdProblem) -> [(&'static str, String); 2] {
-        let Self { row_blocks, num_parts, .. } = self;
+        let Self { cut, row_blocks, num_parts, .. } = self;
         let ratio = problem.gqa_ratio();
+        let parts = match cut.shares {
+            0 => format!("{num_parts} of the longest sequence, merged by a second launch"),
+            _ => format!(
+                "keys of all sequences in {num_parts} equal stretches of {} at least, merged by a second launch",
+                cut.keys
+            ),
+        };
         [
             (
                 "rows",
                 format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q),
             ),
-            ("parts", format!("{num_parts} of the longest sequence, merged by a second launch")),
+            ("parts", parts),
         ]
     }
 }
@@ -222,24 +249,6 @@ pub(crate) fn row_blocks(problem: &FwdProblem, block_rows: u32) -> u64 {
 /// Threads of a workgroup of the launch behind.
 pub(crate) const fn merge_threads(arch: Arch) -> u32 {
     MERGE_WAVES * arch.wave_threads()
-}
-
-/// Keys of a part, so that a compute unit has `of_a_unit` pieces of work: whole steps of `edge`, `least` at least, where
-/// there are `groups` of rows.
-pub(crate) fn default_keys(
-    problem: &FwdProblem,
-    device: Device,
-    groups: u64,
-    options: &PlanOptions,
-    (of_a_unit, least, edge): (u32, u32, u32),
-) -> i32 {
-    if options.batch_invariant {
-        return INVARIANT_KEYS as i32;
-    }
-    let wanted = u64::from(device.num_compute_units * of_a_unit);
-    let parts = wanted.div_ceil(groups.max(1)).min(MOST_PARTS.into()) as u32;
-    let keys = problem.dims.seqlen_k.div_ceil(parts).next_multiple_of(edge);
-    keys.max(least) as i32
 }
 
 /// Calls that the forward kernel of the architecture takes as well, and is as fast at, or whose bits would else depend on how

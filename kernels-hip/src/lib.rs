@@ -79,6 +79,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/bwd/walk.h",
         "cdna/bwd/main.h",
         "cdna/decode/work.h",
+        "cdna/decode/pieces.h",
         "cdna/decode/config.h",
         "cdna/decode/load.h",
         "cdna/decode/columns.h",

@@ -13,7 +13,8 @@ use crate::RDNA;
 use crate::cdna_decode::CdnaDecodeParams;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Parts, cache_details, default_keys, leaves_to_forward, row_blocks, shares_rows, strides_are_dwords, takes,
+    Cut, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, row_blocks, shares_rows,
+    strides_are_dwords, takes,
 };
 use crate::device::{Device, needs_wmma, refuse};
 use crate::forward::{CdnaSpec, OutputKind};
@@ -47,10 +48,13 @@ const STEP: u32 = 32;
 abi_spec! {
     /// How the decode kernel computes.
     pub struct RdnaDecodeTile {
-        /// Keys of a part.
+        /// Keys of a part; with `shares` of a stretch at least.
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
         /// Rows of a workgroup: 16 a wave.
         pub block_m: i32 = Takes::among(&[16, 32, 64, 128]).tuned(),
+        /// Equal stretches of all sequences' keys, each walked by a workgroup for each block of rows of each KV head; 0: parts of each
+        /// sequence's keys.
+        pub shares: i32 = Takes::within(0, MOST_SHARES as i32),
     }
 }
 
@@ -115,9 +119,8 @@ impl Split for RdnaDecode {
         needs_wmma(device.arch, NAME)?;
         takes(NAME, problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
-        let dims = problem.dims;
         let shares_rows = shares_rows(problem);
-        let mut asked = RdnaDecodeTile { split_keys: 0, block_m: default_block_m(problem) };
+        let mut asked = RdnaDecodeTile { split_keys: 0, block_m: default_block_m(problem), shares: -1 };
         for (name, value) in &options.tile {
             asked.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
         }
@@ -125,15 +128,14 @@ impl Split for RdnaDecode {
         if shares_rows && block_rows > 2 * WAVE_ROWS {
             refuse!(NAME, "tile block_m={block_rows} is more than {} of shared rows", 2 * WAVE_ROWS);
         }
-        if asked.split_keys == 0 {
-            let sets = u64::from(dims.batch) * u64::from(dims.num_heads_kv);
-            let groups = row_blocks(problem, block_rows).saturating_mul(sets);
-            let (of_a_unit, least) = match shares_rows {
-                true => (SHARED_GROUPS_OF_A_UNIT, LEAST_SHARED_KEYS),
-                false => (GROUPS_OF_A_UNIT, LEAST_KEYS),
-            };
-            asked.split_keys = default_keys(problem, device, groups, options, (of_a_unit, least, STEP));
-        }
+        let (of_a_unit, least) = match shares_rows {
+            true => (SHARED_GROUPS_OF_A_UNIT, LEAST_SHARED_KEYS),
+            false => (GROUPS_OF_A_UNIT, LEAST_KEYS),
+        };
+        let room = Room { device, of_a_unit, of_a_group: 1, least, edge: STEP };
+        let of_sequence = row_blocks(problem, block_rows).saturating_mul(problem.dims.num_heads_kv.into());
+        let keys = (asked.split_keys.unsigned_abs(), u32::try_from(asked.shares).ok());
+        let cut = Cut::of(NAME, problem, options, &room, of_sequence, keys)?;
         let spec = spec(problem);
         let load = if loads_wide(problem) { LoadPath::Chunks } else { LoadPath::Element };
         let tile = RdnaTile {
@@ -144,12 +146,13 @@ impl Split for RdnaDecode {
             column_waves: if shares_rows { COLUMN_WAVES.cast_signed() } else { 1 },
             split: true,
         };
-        let parts = Parts::of(NAME, problem, device.arch, block_rows, (asked.split_keys, spec.head_dim_v))?;
+        let parts = Parts::of(NAME, problem, device.arch, block_rows, (cut, spec.head_dim_v))?;
         Ok(Self { spec, stored: problem.stored_k(), tile, parts })
     }
 
     fn tile(&self) -> RdnaDecodeTile {
-        RdnaDecodeTile { split_keys: self.parts.split_keys, block_m: self.tile.block_m }
+        let Cut { keys, shares, .. } = self.parts.cut;
+        RdnaDecodeTile { split_keys: keys as i32, block_m: self.tile.block_m, shares: shares as i32 }
     }
 
     fn parts(&self) -> &Parts {
@@ -194,7 +197,7 @@ impl Split for RdnaDecode {
         let Self { tile, parts, .. } = self;
         let (rows, keys) = (tile.block_m, tile.block_n);
         let mut details =
-            vec![("tile", format!("{rows} rows, {keys} keys a step, split_keys {}", parts.split_keys))];
+            vec![("tile", format!("{rows} rows, {keys} keys a step, split_keys {}", parts.cut.keys))];
         details.extend(parts.details(problem));
         details.push(("loads", format!("{:?}, K and V to LDS", tile.load)));
         if tile.column_waves > 1 {

@@ -12,21 +12,26 @@ const KEPT: usize = 64;
 pub(crate) struct Launches(pub(crate) VecDeque<String>);
 
 impl Launches {
-    /// Keeps a launch, for the oldest where there are too many.
+    /// Keeps a launch, for the oldest where there are too many: of a device of so many multiprocessors or compute units, with what each
+    /// of its workgroups (clusters) has read, by their numbers.
     pub(crate) fn push<'a>(
         &mut self,
         kernel: &str,
         (grid, block): (impl Debug, impl Debug),
         counters: impl IntoIterator<Item = (&'a str, u64)>,
         instructions: impl IntoIterator<Item = (&'a str, u64)>,
+        (units, bytes): (u64, impl IntoIterator<Item = (u64, u64)>),
     ) {
         if self.0.len() == KEPT {
             self.0.pop_front();
         }
         let (counters, instructions) = (object(counters), object(instructions));
+        let mut bytes: Vec<(u64, u64)> = bytes.into_iter().collect();
+        bytes.sort_unstable();
+        let bytes: Vec<u64> = bytes.into_iter().map(|(_, read)| read).collect();
         let name = kernel.replace(['"', '\\'], "_");
         self.0.push_back(format!(
-            "{{\"kernel\":\"{name}\",\"grid\":{grid:?},\"block\":{block:?},\"counters\":{counters},\"instructions\":{instructions}}}"
+            "{{\"kernel\":\"{name}\",\"grid\":{grid:?},\"block\":{block:?},\"counters\":{counters},\"instructions\":{instructions},\"units\":{units},\"bytes_of_groups\":{bytes:?}}}"
         ));
     }
 

@@ -7,7 +7,7 @@
 #pragma once
 #include <fmha/common/part_keys.cuh>
 #include <fmha/common/recompute_row.cuh>
-#include <fmha/common/share_ends.cuh>
+#include <fmha/share_ends.h>
 #include <fmha/kv_parts.h>
 #include <fmha/mask.h>
 #include <fmha/num.h>

@@ -12,7 +12,7 @@
 // sequence b with s + b = n. Nothing is looked up for that but where a sequence begins in the row, which the last CTA leaves for the merge
 // (`kSharesHeader` words, then a word a sequence and one more).
 #pragma once
-#include <fmha/common/share_ends.cuh>
+#include <fmha/share_ends.h>
 #include <fmha/common/work.cuh>
 #include <fmha/ptx/collective.cuh>
 #include <fmha/ptx/memory.cuh>

@@ -23,10 +23,15 @@ FMHA_DEVICE int num_workgroups() { return *(const int FMHA_CONSTANT*)__builtin_a
 // that they live in a scalar register.
 FMHA_DEVICE int v_readfirstlane_b32(int x) { return __builtin_amdgcn_readfirstlane(x); }
 
+// needs: gfx90a. V_READLANE_B32, CDNA3 ISA 12.10: what lane `lane` has.
+FMHA_DEVICE int v_readlane_b32(int x, int lane) { return __builtin_amdgcn_readlane(x, lane); }
+
 // needs: gfx90a. DS_BPERMUTE_B32, CDNA3 ISA 12.12: the value of lane `lane`.
 FMHA_DEVICE float ds_bpermute_b32(int lane, float x) {
   return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, x)));
 }
+
+FMHA_DEVICE int ds_bpermute_b32(int lane, int x) { return __builtin_amdgcn_ds_bpermute(lane * 4, x); }
 
 #if defined(__gfx950__)
 // needs: gfx950. V_PERMLANE32_SWAP_B32, CDNA4 ISA 12.8: {low half of a and b, high half of a and b}.

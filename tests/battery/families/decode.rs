@@ -38,6 +38,7 @@ pub(crate) fn cases() -> Vec<Case> {
     split(&mut cases);
     last_keys(&mut cases);
     groups(&mut cases);
+    unlike(&mut cases);
     many_parts(&mut cases);
     tables_apart(&mut cases);
     laws(&mut cases);
@@ -724,6 +725,50 @@ fn groups(cases: &mut Vec<Case>) {
             }
             push(cases, name, problem, lengths);
         }
+    }
+}
+
+/// Sequences of unlike lengths whose tiles are dealt out in shares: windows whose sink columns lie apart from their keys and in one
+/// tile with them, more sequences than a wave has lanes, rows of several tiles, packed keys, latent rows; lengths 0 among all.
+fn unlike(cases: &mut Vec<Case>) {
+    const FEW: [i32; 5] = [0, 700, 33, 1, 260];
+    let of_used = |cases: &mut Vec<Case>, name: String, mut problem: FwdProblem, lengths: &[i32]| {
+        problem.layout.seqused_k = true;
+        push(cases, name, problem, Lengths { seqused_k: lengths.to_vec(), ..Lengths::default() });
+    };
+    for dtype in [DType::Bf16, DType::F16] {
+        let few = |seqlen_q, heads, head_dim| Dims { batch: 5, ..dims(seqlen_q, 700, heads, head_dim) };
+        for mask in ["b", "b:60,0,8", "b:200,0,40", "t:40,3,5"] {
+            for (seqlen_q, heads, head_dim) in [(1, (7, 1), 64), (4, (6, 2), 128), (16, (12, 1), 64)] {
+                let name = format!("decode/unlike/{dtype}/{}of{}/q{seqlen_q}/{mask}", heads.0, heads.1);
+                of_used(cases, name, masked(dtype, few(seqlen_q, heads, head_dim), mask), &FEW);
+            }
+        }
+        // Some before the first with a key, some behind the last, and between those that have many one of none.
+        let lengths: Vec<i32> = (0..150)
+            .map(|at| match at {
+                20 => 900,
+                3 | 66 | 127 => 300,
+                4..140 if at % 3 == 0 => at,
+                _ => 0,
+            })
+            .collect();
+        let sizes = Dims { batch: 150, ..dims(1, 900, (3, 1), 32) };
+        of_used(cases, format!("decode/unlike/{dtype}/many"), masked(dtype, sizes, "b"), &lengths);
+        for (seqlen_q, heads) in [(1, 16), (3, 16)] {
+            let sizes = Dims { batch: 5, ..dims(seqlen_q, 700, (heads, 1), 0) };
+            let problem = of_decode(dtype, sizes, ROWS_OF_DECODE[1], "b");
+            of_used(
+                cases,
+                format!("decode/unlike/{dtype}/latent/q{seqlen_q}"),
+                problem,
+                &[40, 0, 700, 0, 260],
+            );
+        }
+        let sizes = Dims { batch: 4, ..dims(3, 700, (5, 1), 64) };
+        let problem = FwdProblem::group(dtype, sizes).mask(masked(dtype, sizes, "b").mask).write_lse(true);
+        let lengths = Lengths::packed(&[(1, 700), (3, 0), (0, 90), (2, 260)]);
+        push(cases, format!("decode/unlike/{dtype}/packed"), problem, lengths);
     }
 }
 

@@ -8,6 +8,7 @@
 #pragma once
 #include <fmha/cdna/decode/columns.h>
 #include <fmha/cdna/decode/load.h>
+#include <fmha/cdna/decode/pieces.h>
 #include <fmha/cdna/nonfinite.h>
 #include <fmha/cdna/score.h>
 #include <fmha/cdna/tile_step.h>
@@ -173,9 +174,7 @@ struct Wave {
   FMHA_DEVICE int64_t row_of_parts(const FwdParams& p) const {
     int32_t query = this->query, i_head = this->i_head;
     opaque_in_vgpr(query), opaque_in_vgpr(i_head);
-    const int64_t of_batch = int64_t(job.span.i_batch) * p.num_heads_q + i_head;
-    const int64_t rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
-    return job.part * rows + of_batch * p.seqlen_q + query;
+    return row_of_part(p, job.part, i_head, query);
   }
 
   // The part's O, divided by its own sum, and its statistics.
@@ -238,7 +237,7 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
   Wave<spec> wave{again().call.fwd, job};
 #pragma unroll
   for (int n = 0; n < C::columns; ++n) wave.o[n] = Acc{};
-  const Tiles tiles = Tiles::of(job, again().part_keys);
+  const Tiles tiles = Tiles::of(job);
   bool zeroed = false;
   if (tiles.count > 0) {
     wave.load_q(again());
@@ -286,7 +285,7 @@ FMHA_DEVICE int32_t work_of(const CdnaDecodeParams& params) {
   int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
   if constexpr (Config<spec>::column_waves > 1) {
     // Workgroups are dealt to the dies in turn: those with other rows of the same keys are kept on one, whose L2 has the keys.
-    const int32_t num_xcds = int32_t(params.num_xcds), turn = workgroup_idx() / num_xcds;
+    const int32_t num_xcds = params.num_xcds, turn = workgroup_idx() / num_xcds;
     const int32_t keys = turn / params.row_blocks * num_xcds + workgroup_idx() % num_xcds;
     at = keys * params.row_blocks + turn % params.row_blocks;
   }
@@ -297,15 +296,15 @@ template <CdnaDecodeSpec spec>
 FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   const int32_t at = work_of<spec>(params);
   if (at < 0) return;
-  const Job job = job_of<kEdge>(params, at);
-  if (job.first_row >= job.num_rows) return;
-  // The merge reads a part of each sequence even where it has no keys.
-  if (job.part > 0 && int64_t(job.part) * params.part_keys >= job.span.seqlen_k) return;
+  Job job;
   if constexpr (Config<spec>::column_waves == 1) {
-    compute<spec>(job, AllColumns{});
+    walk_piece<kEdge>(params, at, true, job, [&]() __attribute__((always_inline)) { compute<spec>(job, AllColumns{}); });
   } else {
     __shared__ typename SharedColumns<spec>::Lds lds;
-    compute<spec>(job, SharedColumns<spec>(lds));
+    const bool is_first_wave = column_wave<spec>() == 0;
+    walk_piece<kEdge>(params, at, is_first_wave, job, [&]() __attribute__((always_inline)) {
+      compute<spec>(job, SharedColumns<spec>(lds));
+    });
   }
 }
 

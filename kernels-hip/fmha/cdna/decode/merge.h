@@ -4,7 +4,7 @@
 // A workgroup has one row. Every wave knows all weights; each adds every fourth part's O, and the four sums are added
 // through LDS in one order.
 #pragma once
-#include <fmha/cdna/decode/work.h>
+#include <fmha/cdna/decode/pieces.h>
 #include <fmha/exp_sum.h>
 #include <fmha/isa/sync.h>
 #include <fmha/num.h>
@@ -48,10 +48,11 @@ FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
   const int32_t i_head = batch_head % p.num_heads_q;
   const SeqSpan span = span_of(p, batch_head / p.num_heads_q);
   if (i >= span.seqlen_q) return;
-  const int32_t num_parts = max(int32_t((int64_t(span.seqlen_k) + params.part_keys - 1) / params.part_keys), 1);
-  const int64_t rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
-  const float FMHA_GLOBAL* stats = (const float FMHA_GLOBAL*)params.stats + 2 * int64_t(at);
-  const float FMHA_GLOBAL* parts = (const float FMHA_GLOBAL*)params.o + int64_t(at) * row_elems;
+  const PartsOfRow of_row = PartsOfRow::of(params, span);
+  const int32_t num_parts = of_row.count;
+  const int64_t first = row_of_part(p, of_row.first, i_head, i), rows = row_of_part(p, of_row.step, 0, 0);
+  const float FMHA_GLOBAL* stats = (const float FMHA_GLOBAL*)params.stats + 2 * first;
+  const float FMHA_GLOBAL* parts = (const float FMHA_GLOBAL*)params.o + first * row_elems;
   const int thread = thread_idx(), lane = thread % kWaveSize, i_wave = v_readfirstlane_b32(thread / kWaveSize);
 
   ExpSum all;

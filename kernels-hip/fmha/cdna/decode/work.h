@@ -6,12 +6,14 @@
 
 namespace fmha::cdna::decode {
 
-// A piece of the launch's work: some rows of a group, and a part of the keys.
+// Some rows of a group, and some of their sequence's keys.
 struct Job {
   SeqSpan span;
   KvKind layout;
   MaskBand band;
-  int32_t i_head_kv, part;
+  int32_t i_head_kv;
+  int32_t part;                 // where its results lie in the workspace (pieces.h)
+  Range keys, sinks;            // that the piece has; of sink columns alone these
   int32_t first_row, num_rows;  // of the group's rows; rows that there are
   Range queries;                // of these rows
 };
@@ -20,9 +22,12 @@ FMHA_DEVICE KvKind layout_of(const FwdParams& p) {
   return p.block_table ? KvKind::Paged : p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided;
 }
 
-FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) {
-  return uniform(resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch, layout_of(p), i_batch));
+// Of each lane's own sequence.
+FMHA_DEVICE SeqSpan seq_of(const FwdParams& p, int32_t i_batch) {
+  return resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch, layout_of(p), i_batch);
 }
+
+FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) { return uniform(seq_of(p, i_batch)); }
 
 // A tree mask alone says who sees whom: its band hides nothing.
 FMHA_DEVICE MaskBand band_of(const CdnaDecodeParams& params, const SeqSpan& span) {
@@ -55,42 +60,20 @@ struct KeyPlaces {
   }
 };
 
-// Work `at` of the launch, `rows` of a group at most. Neighbours have the same keys where there are more rows than one
-// piece of work takes, and find them in the cache of their compute unit.
-template <int rows>
-FMHA_DEVICE Job job_of(const CdnaDecodeParams& params, int32_t at) {
-  const FwdParams& p = params.call.fwd;
-  const int32_t i_rows = at % params.row_blocks, rest = at / params.row_blocks;
-  const int32_t batch_head = rest / params.num_parts;
-  Job job;
-  job.part = rest % params.num_parts;
-  job.i_head_kv = batch_head % p.num_heads_kv;
-  job.span = span_of(p, batch_head / p.num_heads_kv);
-  job.layout = layout_of(p);
-  job.band = band_of(params, job.span);
-  job.first_row = i_rows * rows;
-  job.num_rows = job.span.seqlen_q * p.gqa_ratio;
-  const int32_t last_row = min(job.first_row + rows, job.num_rows) - 1;
-  job.queries = {job.first_row / p.gqa_ratio, last_row / p.gqa_ratio + 1};
-  return job;
-}
-
-// Tiles of a part that some row of a piece of work sees, those of sink columns first. Tiles and parts begin at multiples
+// Tiles of a piece's keys that some row of it sees, those of sink columns first. Tiles and parts begin at multiples
 // of `keys` from the sequence's first key, so that a row's sums have one order whatever other rows see.
 template <int keys>
 struct PartTiles {
   int32_t first_sink, num_sinks, first, count;
 
-  static FMHA_DEVICE PartTiles of(const Job& job, int32_t part_keys) {
-    const int32_t begin = job.part * part_keys;
-    const int32_t end = int32_t(min<int64_t>(int64_t(begin) + part_keys, job.span.seqlen_k));
+  static FMHA_DEVICE PartTiles of(const Job& job) {
     const Range seen = k_range(job.band, job.queries, job.span.seqlen_k);
     const Range sinks = sink_range(job.band, job.queries, job.span.seqlen_k);
     PartTiles tiles;
-    tiles.first = max(begin, seen.begin) / keys;
-    const int32_t num = max(ceil_div(min(end, seen.end), keys) - tiles.first, 0);
-    tiles.first_sink = begin / keys;
-    tiles.num_sinks = max(ceil_div(min(end, sinks.end), keys) - tiles.first_sink, 0);
+    tiles.first = max(job.keys.begin, seen.begin) / keys;
+    const int32_t num = max(ceil_div(min(job.keys.end, seen.end), keys) - tiles.first, 0);
+    tiles.first_sink = job.sinks.begin / keys;
+    tiles.num_sinks = max(ceil_div(min(job.sinks.end, sinks.end), keys) - tiles.first_sink, 0);
     if (num > 0) tiles.num_sinks = min(tiles.num_sinks, tiles.first - tiles.first_sink);
     tiles.count = num + tiles.num_sinks;
     return tiles;

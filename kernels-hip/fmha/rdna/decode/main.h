@@ -7,7 +7,7 @@
 // Of rows of more than 256 elements, O of 16 does not fit a wave's registers beside Q: four waves have a quarter of the
 // columns each, and add their products through LDS (SharedColumns).
 #pragma once
-#include <fmha/cdna/decode/work.h>
+#include <fmha/cdna/decode/pieces.h>
 #include <fmha/rdna/decode/load.h>
 #include <fmha/rdna/tile_step.h>
 #include <fmha/isa/sync.h>
@@ -89,11 +89,12 @@ template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE Wave<spec, tile> wave_of(const FwdParams& p, const Job& job) {
   using C = Config<spec, tile>;
   Wave<spec, tile> wave;
-  const int32_t first = job.first_row + v_readfirstlane_b32(thread_idx() / kWaveSize) / C::column_waves * kEdge;
+  const int thread = opaque_thread_idx();  // what follows of it is not kept from one sequence's keys to the next's
+  const int32_t first = job.first_row + v_readfirstlane_b32(thread / kWaveSize) / C::column_waves * kEdge;
   const int32_t last = job.num_rows - 1;
   wave.queries = {min(first, last) / p.gqa_ratio, min(first + kEdge - 1, last) / p.gqa_ratio + 1};
   // Lanes behind the last row compute it too, and store nothing.
-  const int32_t row = min(first + lane_col(), last);
+  const int32_t row = min(first + lane_col(thread), last);
   wave.query = row / p.gqa_ratio;
   wave.i_head = job.i_head_kv * p.gqa_ratio + row % p.gqa_ratio;
 #pragma unroll
@@ -112,8 +113,7 @@ FMHA_DEVICE bool is_a_row(const Job& job) {
 // Of the workspace, where the lane's row of the part lies.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE int64_t row_of_parts(const FwdParams& p, const Wave<spec, tile>& wave, const Job& job) {
-  const int64_t of_batch = int64_t(job.span.i_batch) * p.num_heads_q + wave.i_head;
-  return job.part * (int64_t(p.batch) * p.num_heads_q * p.seqlen_q) + of_batch * p.seqlen_q + wave.query;
+  return cdna::decode::row_of_part(p, job.part, wave.i_head, wave.query);
 }
 
 // The lane's first column of block `d` of O: it has eight adjacent ones.
@@ -144,7 +144,7 @@ FMHA_DEVICE void store(Wave<spec, tile>& wave, const Job& job) {
       *(f32x4 FMHA_GLOBAL*)(to + first + i) = f32x4{x[i], x[i + 1], x[i + 2], x[i + 3]};
     }
   }
-  if (is_there && lane_half() == 0 && column_wave<C>() == 0) {
+  if (is_there && lane_half(opaque_thread_idx()) == 0 && column_wave<C>() == 0) {
     const float unscale = float_of(uint32_t(127 - p_scale_log2<spec, tile>(job)) << 23);
     float FMHA_GLOBAL* const stats = (float FMHA_GLOBAL*)params.stats + 2 * at;
     stats[0] = wave.row.row_max;
@@ -183,7 +183,7 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
   static_assert(tile.block_n <= C::num_threads, "a key of a tile to each thread");
   constexpr int bytes = size_bytes(stored);
   Wave<spec, tile> wave = wave_of<spec, tile>(again().call.fwd, job);
-  const auto tiles = cdna::decode::PartTiles<tile.block_n>::of(job, again().part_keys);
+  const auto tiles = cdna::decode::PartTiles<tile.block_n>::of(job);
   uint32_t zeroed = 0;
   if (tiles.count > 0) {
     {
@@ -249,13 +249,13 @@ FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   __shared__ Lds<spec, tile> lds;
   const FwdParams& p = params.call.fwd;
   Job job;
-  static_cast<cdna::decode::Job&>(job) = cdna::decode::job_of<tile.block_m>(params, workgroup_idx());
-  if (job.first_row >= job.num_rows) return;
-  // The merge reads a part of each sequence even where it has no keys.
-  if (job.part > 0 && int64_t(job.part) * params.part_keys >= job.span.seqlen_k) return;
   job.scale = p.softmax_scale;
   job.has_tree = params.tree_mask != nullptr;
-  compute<spec, tile, stored>(job, lds);
+  const bool is_first_wave = v_readfirstlane_b32(thread_idx() / kWaveSize) == 0;
+  cdna::decode::walk_piece<tile.block_m>(params, workgroup_idx(), is_first_wave, job, [&]() __attribute__((always_inline)) {
+    compute<spec, tile, stored>(job, lds);
+    s_barrier();  // all waves know whether any has zeroed values, before they say so of the next keys
+  });
 }
 
 }  // namespace fmha::rdna::decode

@@ -1,6 +1,6 @@
 //! What a launch did, counted.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use crate::elf::Arch;
 use crate::inst::Class;
@@ -29,6 +29,10 @@ pub struct Counters {
     pub vmem_lines: u64,
     /// Lines that their bytes would fill if packed.
     pub vmem_lines_min: u64,
+    /// Each workgroup's number in the grid, and how many lines it has read: one that it reads again counts once.
+    pub lines_of_groups: Vec<(u64, u64)>,
+    /// Those that the present workgroup has read.
+    lines_read: HashSet<u64>,
 }
 
 impl Counters {
@@ -58,6 +62,13 @@ impl Counters {
         self.vmem_accesses += other.vmem_accesses;
         self.vmem_lines += other.vmem_lines;
         self.vmem_lines_min += other.vmem_lines_min;
+        self.lines_of_groups.extend(&other.lines_of_groups);
+    }
+
+    /// Workgroup number `number` has ended.
+    pub(crate) fn end_group(&mut self, number: u64) {
+        self.lines_of_groups.push((number, self.lines_read.len() as u64));
+        self.lines_read.clear();
     }
 
     /// Bank conflicts of one LDS access, modelled: lanes go in order, as many a cycle as the banks' width serves, and
@@ -88,7 +99,7 @@ impl Counters {
         }
     }
 
-    pub(crate) fn lines(&mut self, addresses: impl Iterator<Item = u64>, bytes: u64) {
+    pub(crate) fn lines(&mut self, addresses: impl Iterator<Item = u64>, bytes: u64, is_read: bool) {
         let mut lines: Vec<u64> = Vec::with_capacity(LANES);
         let mut total = 0;
         for address in addresses {
@@ -97,6 +108,9 @@ impl Counters {
         }
         lines.sort_unstable();
         lines.dedup();
+        if is_read {
+            self.lines_read.extend(&lines);
+        }
         self.vmem_accesses += 1;
         self.vmem_lines += lines.len() as u64;
         self.vmem_lines_min += total.div_ceil(128);

@@ -358,6 +358,11 @@ impl Run<'_> {
                         counters.useful_waits.insert(inst.pc);
                     }
                 }
+                if options.profile {
+                    let [x, y, _] = self.launch.grid.map(u64::from);
+                    let [i, j, k] = id.map(u64::from);
+                    counters.end_group(i + x * (j + y * k));
+                }
                 return Ok(counters);
             }
             self.meet(&mut room.waves[..count], &mut group, id)?;

@@ -122,6 +122,8 @@ pub struct Report {
     pub lines: BTreeMap<u32, u64>,
     /// Warp instructions executed on each source line, where `.loc` says.
     pub source_lines: BTreeMap<u32, u64>,
+    /// The first block of each cluster, and bytes that the cluster has read.
+    pub reads: Vec<([u32; 3], u64)>,
 }
 
 /// A device: memory, and modules loaded on it.
@@ -496,6 +498,7 @@ fn work(launch: &Arc<Launch>, shared: &Mutex<Shared>) {
             Ok(Status::Yield) => s.order.put(cluster),
             Ok(Status::Done) => {
                 s.report.counters.add(&cluster.counters);
+                s.report.reads.push((cluster.first_block(), cluster.counters.global_read));
                 for (to, from) in s.hits.iter_mut().zip(&cluster.hits) {
                     *to += from;
                 }

@@ -47,6 +47,11 @@ fn numbers(arch: Arch) -> (c_int, c_int, c_int, c_int) {
     }
 }
 
+/// Compute units, as HIP counts them.
+pub(crate) fn units(arch: Arch) -> u64 {
+    u64::from(numbers(arch).0.unsigned_abs())
+}
+
 fn name(arch: Arch) -> String {
     format!("fmha emulator ({arch})")
 }

@@ -51,7 +51,7 @@ impl Node {
                 let again = observe::is_asked().then(recording);
                 on.device.launch(&on.module, name, &launch).map_err(Failure::Launch)?;
                 if let Some(again) = again {
-                    observe::note(&again, &launch);
+                    observe::note(&again, &launch, crate::device::units(on.device.arch));
                 }
                 Ok(())
             }

@@ -20,15 +20,18 @@ pub(crate) fn is_asked() -> bool {
     ASKED.load(Relaxed)
 }
 
-/// Runs a launch again in memory of its own, counting bank conflicts and lines, and keeps what was counted.
-pub(crate) fn note(recording: &Recording, launch: &Launch<'_>) {
+/// Runs a launch again in memory of its own, counting bank conflicts and lines, and keeps what was counted; the device has so
+/// many compute units.
+pub(crate) fn note(recording: &Recording, launch: &Launch<'_>, units: u64) {
     let options = Options { checks: Checks::NONE, profile: true, ..Options::default() };
     let counted = recording.prepare(&recording.code, options).and_then(|ready| ready.run());
     match counted {
         Ok(counters) => {
             let mut launches = LAUNCHES.lock().unwrap_or_else(PoisonError::into_inner);
             let instructions = Class::ALL.map(|class| (words(class), counters.of(class)));
-            launches.push(&recording.kernel, (launch.grid, launch.block), named(&counters), instructions);
+            let bytes = counters.lines_of_groups.iter().map(|&(at, lines)| (at, LINE_BYTES * lines));
+            let shape = (launch.grid, launch.block);
+            launches.push(&recording.kernel, shape, named(&counters), instructions, (units, bytes));
         }
         Err(error) => eprintln!("emulated driver: {} is not counted: {error}", recording.kernel),
     }

@@ -21,22 +21,22 @@ impl Group<'_> {
             MemKind::Cache => return Ok(()),
             MemKind::Load { bytes, sext, half } => {
                 let places = self.places(wave, inst, &mem, u32::from(bytes))?;
-                self.profile_lines(&places, bytes);
+                self.profile_lines(&places, bytes, true);
                 self.load(wave, inst, &places, bytes, sext, half)?;
             }
             MemKind::Store { bytes, half } => {
                 let places = self.places(wave, inst, &mem, u32::from(bytes))?;
-                self.profile_lines(&places, bytes);
+                self.profile_lines(&places, bytes, false);
                 self.store(wave, &mem, &places, bytes, half)?;
             }
             MemKind::Atomic { op, bytes, returns } => {
                 let places = self.places(wave, inst, &mem, u32::from(bytes))?;
-                self.profile_lines(&places, bytes);
+                self.profile_lines(&places, bytes, true);
                 self.atomic(wave, inst, &mem, &places, op, bytes, returns)?;
             }
             MemKind::ToLds { bytes, sext } => {
                 let places = self.places(wave, inst, &mem, u32::from(bytes))?;
-                self.profile_lines(&places, bytes);
+                self.profile_lines(&places, bytes, true);
                 dma = Some(self.load_to_lds(wave, &mem, &places, bytes, sext)?);
             }
             _ => return Err(unknown(inst)),
@@ -61,7 +61,7 @@ impl Group<'_> {
         Ok(())
     }
 
-    fn profile_lines(&mut self, places: &Places, bytes: u8) {
+    fn profile_lines(&mut self, places: &Places, bytes: u8, is_read: bool) {
         if self.profile {
             self.counters.lines(
                 places.iter().filter_map(|place| match *place {
@@ -70,6 +70,7 @@ impl Group<'_> {
                     _ => None,
                 }),
                 u64::from(bytes),
+                is_read,
             );
         }
     }

@@ -112,7 +112,8 @@ impl Node {
                         return LAUNCH_FAILED;
                     }
                 };
-                state.observer.note(kernel, config, &report);
+                let units = state.options.num_sms.into();
+                state.observer.note(kernel, config, &report, units);
                 return SUCCESS;
             }
             Self::Call { .. } | Self::Await { .. } => Ok(()),

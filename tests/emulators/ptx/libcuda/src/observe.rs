@@ -23,10 +23,21 @@ pub(crate) struct Observer {
 
 impl Observer {
     /// A launch has ended.
-    pub(crate) fn note(&mut self, kernel: &Kernel, config: &LaunchConfig, report: &Report) {
+    pub(crate) fn note(&mut self, kernel: &Kernel, config: &LaunchConfig, report: &Report, units: u64) {
         let instructions = report.instructions.iter().map(|(name, hits)| (*name, *hits));
         let counters = report.counters.named();
-        self.launches.push(kernel.name(), (config.grid, config.block), counters, instructions);
+        let [x, y, _] = config.grid.map(u64::from);
+        let bytes = report.reads.iter().map(|(at, bytes)| {
+            let [i, j, k] = at.map(u64::from);
+            (i + x * (j + y * k), *bytes)
+        });
+        self.launches.push(
+            kernel.name(),
+            (config.grid, config.block),
+            counters,
+            instructions,
+            (units, bytes),
+        );
         if let Some(path) = std::env::var_os("FMHA_EMULATE_COVERAGE") {
             self.cover(kernel, report, Path::new(&path));
         }

@@ -1,0 +1,143 @@
+//! How a decode kernel's keys are cut: each sequence's into parts of a fixed number, or all sequences' into equal stretches.
+//!
+//! No length of a sequence is known here, but the longest that there may be. Parts of a fixed number serve sequences of one length, and
+//! bits that depend on a row's own sequence alone. Where the device alone knows the lengths, it cuts the keys that there are
+//! (`cdna/decode/pieces.h`). Which it is follows from the problem; how fine stretches are, from a model that nothing has measured.
+
+use fmha_core::{FwdProblem, KvLayout, PlanOptions, Refusal};
+
+use crate::device::{Device, refuse};
+
+/// Keys of a part whose bits do not depend on the device or on what else is in the call: 6 %.
+const INVARIANT_KEYS: u32 = 256;
+/// Parts of a sequence, at most: what a wave of 32 of the merging launch reads in four turns.
+const MOST_PARTS: u32 = 128;
+/// Stretches, at most.
+pub(crate) const MOST_SHARES: u32 = 1 << 14;
+/// Lengths that each piece of a launch in shares reads, at most, twice or three times over.
+const MOST_SCANNED: u32 = 1024;
+/// Pieces of a round, at most: what the device multiplies stays in 32 bits.
+const MOST_ROUND: u32 = 1 << 14;
+/// How far the fullest compute unit may be above the mean, in per cent: stretches are made finer, up to twice as many, until it is not.
+const UNEVEN_PERCENT: u64 = 5;
+
+/// How keys are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cut {
+    /// Keys of a part; of a stretch at least.
+    pub(crate) keys: u32,
+    /// Stretches of all sequences' keys; 0: parts of each sequence's.
+    pub(crate) shares: u32,
+    /// Pieces of which each compute unit has one workgroup's.
+    pub(crate) round: u32,
+}
+
+/// What a device has room for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    pub(crate) device: Device,
+    /// Pieces of work that a compute unit is to have at once.
+    pub(crate) of_a_unit: u32,
+    /// Pieces of a workgroup.
+    pub(crate) of_a_group: u32,
+    /// Keys of a part or a stretch, at least.
+    pub(crate) least: u32,
+    /// Keys of a step.
+    pub(crate) edge: u32,
+}
+
+/// Whether the device alone knows how many keys sequences have.
+fn has_unlike_lengths(problem: &FwdProblem) -> bool {
+    problem.layout.seqused_k || problem.layout.kv == KvLayout::Packed
+}
+
+impl Cut {
+    /// Of pieces of which a sequence has `of_sequence`; where not 0, `keys` and, if given, `shares` are what was asked for.
+    ///
+    /// # Errors
+    /// In `kernel`'s name, shares that were asked for and cannot be.
+    pub(crate) fn of(
+        kernel: &'static str,
+        problem: &FwdProblem,
+        options: &PlanOptions,
+        room: &Room,
+        of_sequence: u64,
+        (keys, shares): (u32, Option<u32>),
+    ) -> Result<Self, Refusal> {
+        let keys = (keys > 0).then_some(keys);
+        let shares = match shares {
+            Some(0) => 0,
+            Some(asked) => {
+                if let Some(reason) = shares_are_refused(problem, options, keys.unwrap_or(room.least), asked)
+                {
+                    refuse!(kernel, "tile shares={asked}: {reason}");
+                }
+                asked
+            }
+            None => default_shares(problem, options, room, of_sequence, keys.unwrap_or(room.least)),
+        };
+        let keys = keys.unwrap_or_else(|| match shares {
+            0 => default_keys(problem, options, room, of_sequence),
+            _ => room.least,
+        });
+        let round = room.device.num_compute_units.saturating_mul(room.of_a_group).clamp(1, MOST_ROUND);
+        Ok(Self { keys, shares, round })
+    }
+}
+
+/// Why keys cannot be dealt out in shares.
+fn shares_are_refused(problem: &FwdProblem, options: &PlanOptions, keys: u32, shares: u32) -> Option<String> {
+    let dims = problem.dims;
+    if options.batch_invariant {
+        return Some("batch_invariant has parts of a fixed number of keys".to_owned());
+    }
+    if dims.batch > MOST_SCANNED {
+        return Some(format!(
+            "batch {} is more than {MOST_SCANNED} lengths, which each piece reads",
+            dims.batch
+        ));
+    }
+    // What the device counts in, in 32 bits.
+    let all = u64::from(dims.batch) * u64::from(dims.seqlen_k.next_multiple_of(32).max(32));
+    let stretches = u64::from(keys) * 2 * u64::from(shares);
+    let most = 1 << 30;
+    (all.max(stretches) >= most)
+        .then(|| format!("batch times seqlen_k, or shares of split_keys={keys}, are 2^30 keys or more"))
+}
+
+/// Stretches that leave no compute unit much above the mean; 0 where keys are better cut into parts.
+fn default_shares(
+    problem: &FwdProblem,
+    options: &PlanOptions,
+    room: &Room,
+    of_sequence: u64,
+    keys: u32,
+) -> u32 {
+    let units = u64::from(room.device.num_compute_units.max(1));
+    // Workgroups that walk a stretch.
+    let of_stretch = of_sequence.div_ceil(room.of_a_group.max(1).into()).max(1);
+    let groups = units * u64::from((room.of_a_unit / room.of_a_group.max(1)).max(1));
+    let most = (2 * groups / of_stretch).clamp(1, MOST_SHARES.into());
+    // By how many per cent of the mean the fullest unit is above it.
+    let unevenness = |shares: u64| {
+        let all = shares * of_stretch;
+        all.div_ceil(units) * units * 100 / all - 100
+    };
+    let fewest = (groups / of_stretch).clamp(1, most);
+    let even = (fewest..=most).find(|&shares| unevenness(shares) <= UNEVEN_PERCENT);
+    let shares =
+        even.or_else(|| (fewest..=most).min_by_key(|&shares| unevenness(shares))).unwrap_or(1) as u32;
+    let is_cut = has_unlike_lengths(problem) && problem.dims.seqlen_k > room.least;
+    if is_cut && shares_are_refused(problem, options, keys, shares).is_none() { shares } else { 0 }
+}
+
+/// Keys of a part, so that compute units have the pieces that they are to have.
+fn default_keys(problem: &FwdProblem, options: &PlanOptions, room: &Room, of_sequence: u64) -> u32 {
+    if options.batch_invariant {
+        return INVARIANT_KEYS;
+    }
+    let groups = of_sequence.saturating_mul(problem.dims.batch.into());
+    let wanted = u64::from(room.device.num_compute_units * room.of_a_unit);
+    let parts = wanted.div_ceil(groups.max(1)).min(MOST_PARTS.into()) as u32;
+    problem.dims.seqlen_k.div_ceil(parts).next_multiple_of(room.edge).max(room.least)
+}
