@@ -3,8 +3,9 @@
 use fmha_core::tune::{TileClass, Tune as _, TunedTile, TunedTiles};
 use fmha_core::{
     AnyProblem, BwdProblem, CombineProblem, DType, Dims, FmhaBackend as _, FwdProblem, PlanOptions, Shape,
+    ValidBwd,
 };
-use fmha_gpu::{Backend, Tunable, tuned_kernels};
+use fmha_gpu::{Backend, Kernel, tuned_kernels};
 use fmha_kernels_cuda as text;
 
 use crate::backend;
@@ -18,8 +19,8 @@ fn a_tile_is_kept_under_the_kernel_that_is_tuned_on_the_device() {
     let fwd = of_lengths([512, 512], [4, 4], 128, "0").validate().unwrap();
     let bwd = BwdProblem::new(FwdProblem::clone(&fwd)).validate().unwrap();
     let options = PlanOptions::default();
-    let (of_fwd, of_bwd) =
-        (TileClass::of_fwd(&fwd), Tunable::<_, Cuda>::class(&Sm90Bwd::default(), &bwd, &options));
+    let tiles = <Sm90Bwd as Kernel<ValidBwd, Cuda>>::about().tiles.unwrap();
+    let (of_fwd, of_bwd) = (TileClass::of_fwd(&fwd), (tiles.class)(&bwd, &options));
     for (arch, problem, label, class) in [
         ("sm_90a", AnyProblem::Forward(&fwd), text::sm90::NAME, &of_fwd),
         ("sm_100a", AnyProblem::Forward(&fwd), text::sm100::NAME, &of_fwd),

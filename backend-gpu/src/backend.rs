@@ -9,14 +9,15 @@ use fmha_core::source::ENTRY;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
     AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, Peers, PlanOptions, PlanParts,
-    Planned, Precompile, Problem, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd,
-    ValidCombine, ValidFwd,
+    Planned, Precompile, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd, ValidCombine,
+    ValidFwd,
 };
 
 use crate::driver::{Driver, Toolchain};
+use crate::launches::{Launch, Launches};
 use crate::memory::Memory;
 use crate::ranges::{Range, Ranges};
-use crate::recipe::{AnyAddress, Choice, Facts as _, Family, Kernel, Launch, Launches, Tunable, Vendor};
+use crate::recipe::{AnyAddress, Choice, Facts as _, GpuProblem, Planned as Chosen, Recipe, Tiles, Vendor};
 use crate::select::{Selected, select};
 use crate::steps::{Handle, Ready, Step, Steps};
 
@@ -59,13 +60,13 @@ impl<V: Vendor> Loader for DeviceLoader<V> {
 }
 
 /// What takes operands wherever they lie, and how a plan tells it.
-type Other<P, V> = (Choice<Kernel<P, V>>, String);
+type Other<P, V> = (Choice<Chosen<P, V>>, String);
 
 /// Steps, and what a plan says of each.
 type Compiled<V> = (Vec<Step<<V as Vendor>::Driver>>, Vec<Explained>);
 
 /// A choice without its launches, and these compiled.
-type StandIn<P, V> = (Choice<Kernel<P, V>>, Result<(usize, Compiled<V>)>);
+type StandIn<P, V> = (Choice<Chosen<P, V>>, Result<(usize, Compiled<V>)>);
 
 /// Why a kernel of these is not there: no compiler.
 fn lacking<V: Vendor>(compiled: &Result<(usize, Compiled<V>)>) -> Option<String> {
@@ -98,44 +99,35 @@ impl<V: Vendor> Backend<V> {
         self.memory.driver.as_ref()
     }
 
-    fn choose<P: Problem>(&self, problem: &P, options: &PlanOptions) -> Result<Selected<P, V>>
-    where
-        V: Family<P>,
-    {
+    fn choose<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Selected<P, V>> {
         // A plan over a quantised cache has the bits of the same call on the cache in Q's type: the kernel of that call's rows. Where
         // nothing takes that call, as where a kernel is named that only brings caches to another, there are no bits to have.
         let twin = problem.of_wide_cache()?.and_then(|wide| self.choose_for(&wide, options, None).ok());
-        self.choose_for(problem, options, twin.map(|(choice, _)| choice.kernel.rows_of()))
+        self.choose_for(problem, options, twin.map(|(choice, _)| choice.kernel.recipe.about.rows_of))
     }
 
     /// The choice among all kernels, or among those whose rows `of` computes.
-    fn choose_for<P: Problem>(
+    fn choose_for<P: GpuProblem>(
         &self,
         problem: &P,
         options: &PlanOptions,
         of: Option<&'static str>,
-    ) -> Result<Selected<P, V>>
-    where
-        V: Family<P>,
-    {
-        select(&self.name, &V::recipes(), options, |kernel| {
-            if let Some(of) = of.filter(|&of| of != kernel.rows_of()) {
+    ) -> Result<Selected<P, V>> {
+        select(&self.name, &P::recipes::<V>(), options, |kernel| {
+            if let Some(of) = of.filter(|&of| of != kernel.about.rows_of) {
                 let why = format!(
                     "dtype_cache: the same call on a cache of 16 bits is {of}'s, whose bits it has not"
                 );
                 return Err(Refusal::new(kernel.name(), why));
             }
-            if !kernel.waits_for_keys() {
+            if !kernel.about.waits_for_keys {
                 problem.refuse_arrivals(kernel.name())?;
             }
             kernel.choose(problem, &self.facts, options)
         })
     }
 
-    fn plan<P: Problem>(&self, problem: &P, options: &PlanOptions) -> Result<Planned<P>>
-    where
-        V: Family<P>,
-    {
+    fn plan<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Planned<P>> {
         let _range = self.ranges.named(format_args!("fmha plan {}", P::OPERATION)).open();
         let (mut choice, refusals) = self.choose(problem, options)?;
         let mut compiled = self.compiled_of(&mut choice);
@@ -150,8 +142,8 @@ impl<V: Vendor> Backend<V> {
         let mut details = vec![("arch", self.facts.arch().to_owned())];
         details.extend(own);
         let range = self.range_of_runs(&kernel);
-        let chosen = Ready { kernel, steps: Steps::new(steps, main), range };
-        let fallback = match self.for_any_address(&chosen.kernel, problem, options) {
+        let chosen = Ready { planned: kernel, steps: Steps::new(steps, main), range };
+        let fallback = match self.for_any_address(&chosen.planned, problem, options) {
             Ok(None) => None,
             // The slow kernel need not take all that a fast one does.
             Err(Error::Unsupported { refusals, .. }) => {
@@ -169,7 +161,7 @@ impl<V: Vendor> Backend<V> {
                         let refused = all.iter().find_map(|step| step.module.as_ref().err());
                         let served = refused.map_or_else(|| words, |why| format!("refused: {why}"));
                         let range = self.range_of_runs(&kernel);
-                        (served, Some(Ready { kernel, steps: Steps::new(all, main), range }))
+                        (served, Some(Ready { planned: kernel, steps: Steps::new(all, main), range }))
                     }
                     // A bundle that has the chosen kernel serves without a compiler.
                     Err(Error::NoDevice(why)) => (format!("refused: {why}"), None),
@@ -180,11 +172,11 @@ impl<V: Vendor> Backend<V> {
             }
         };
         let parts = PlanParts {
-            kernel: chosen.kernel.name().to_owned(),
+            kernel: chosen.planned.name().to_owned(),
             details,
             steps: explained,
             refusals,
-            is_fallback: chosen.kernel.is_fallback(),
+            is_fallback: chosen.planned.recipe.about.is_fallback,
             workspace,
             promises,
         };
@@ -193,25 +185,19 @@ impl<V: Vendor> Backend<V> {
     }
 
     /// The range around each run of a kernel.
-    fn range_of_runs<P: Problem>(&self, kernel: &Kernel<P, V>) -> Range
-    where
-        V: Family<P>,
-    {
+    fn range_of_runs<P: GpuProblem>(&self, kernel: &Chosen<P, V>) -> Range {
         self.ranges.named(format_args!("fmha {} {}", P::OPERATION, kernel.name()))
     }
 
     /// A choice's launches, compiled, and which of them is the kernel itself; the choice has none afterwards.
-    fn compiled_of<P: Problem>(&self, choice: &mut Choice<Kernel<P, V>>) -> Result<(usize, Compiled<V>)> {
+    fn compiled_of<P: GpuProblem>(&self, choice: &mut Choice<Chosen<P, V>>) -> Result<(usize, Compiled<V>)> {
         let (launches, main) = choice.launches.take();
         Ok((main, self.compiled(&choice.kernel, launches)?))
     }
 
     /// What serves where there is no compiler and no bundle has the chosen tile's kernels: of the tiles that are compiled ahead for
     /// problems like this one but for their sizes, those of the nearest sizes whose kernels are there.
-    fn stand_in<P: Problem>(&self, problem: &P, options: &PlanOptions) -> Option<StandIn<P, V>>
-    where
-        V: Family<P>,
-    {
+    fn stand_in<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Option<StandIn<P, V>> {
         // Nearest sizes are another batch's too: a tile by them would not be the sequence's own.
         if !options.tile.is_empty() || options.batch_invariant || !self.modules.has_bundles() {
             return None;
@@ -220,11 +206,12 @@ impl<V: Vendor> Backend<V> {
         for like in problem.of_other_sizes_in_tables() {
             let Ok((ahead, _)) = self.choose(&like, options) else { continue };
             let name = ahead.kernel.name();
-            let Some(Ok(own)) = ahead.kernel.tunable().map(|of| of.own_tile(&like, &self.facts, options))
-            else {
+            let recipe = &ahead.kernel.recipe;
+            if recipe.about.tiles.is_none() {
                 continue;
-            };
-            let others = ahead.kernel.tiles_of_other_sizes(&like);
+            }
+            let Ok(own) = recipe.own_tile(&like, &self.facts, options) else { continue };
+            let others = ahead.kernel.kernel.tiles_of_other_sizes(&like);
             for fields in [TileOptions::default()].into_iter().chain(others) {
                 // A field that is set twice is what it is set to last.
                 let options = options.clone().kernel(name).tile(own.iter().cloned().chain(fields));
@@ -244,26 +231,24 @@ impl<V: Vendor> Backend<V> {
 
     /// What takes operands wherever they lie, and how a plan tells it; `None` where the chosen kernel does, or the
     /// caller wants no other.
-    fn for_any_address<P: Problem>(
+    fn for_any_address<P: GpuProblem>(
         &self,
-        chosen: &Kernel<P, V>,
+        chosen: &Chosen<P, V>,
         problem: &P,
         options: &PlanOptions,
-    ) -> Result<Option<Other<P, V>>>
-    where
-        V: Family<P>,
-    {
-        if !options.allow_fallback || chosen.is_fallback() {
+    ) -> Result<Option<Other<P, V>>> {
+        if !options.allow_fallback || chosen.recipe.about.is_fallback {
             return Ok(None);
         }
-        match chosen.for_any_address(problem) {
+        match chosen.kernel.for_any_address(problem, &self.facts, options) {
             AnyAddress::Itself => Ok(None),
-            AnyAddress::Other(choice, which) => {
-                Ok(Some((*choice, format!("{which} takes them: correct, not fast"))))
+            AnyAddress::ByElement(choice) => {
+                let words = "the same kernel by elements takes them: correct, not fast";
+                Ok(Some((*choice, words.to_owned())))
             }
             AnyAddress::Fallback => {
-                let family = <V as Family<P>>::recipes();
-                let Some(slow) = family.iter().find(|kernel| kernel.is_fallback()) else {
+                let family = P::recipes::<V>();
+                let Some(slow) = family.iter().find(|kernel| kernel.about.is_fallback) else {
                     return Ok(None);
                 };
                 let any = options.clone().kernel(slow.name()).tile(Vec::<(String, String)>::new());
@@ -277,7 +262,7 @@ impl<V: Vendor> Backend<V> {
     ///
     /// # Errors
     /// What the compiler or the driver said.
-    fn compiled<P: Problem>(&self, kernel: &Kernel<P, V>, launches: Vec<Launch>) -> Result<Compiled<V>> {
+    fn compiled<P: GpuProblem>(&self, chosen: &Chosen<P, V>, launches: Vec<Launch>) -> Result<Compiled<V>> {
         let mut steps = Vec::with_capacity(launches.len());
         let mut explained = Vec::with_capacity(launches.len());
         for mut launch in launches {
@@ -295,8 +280,8 @@ impl<V: Vendor> Backend<V> {
                 Err(error) => return Err(error),
             };
             let resources = module.as_ref().ok().map(|module| module.compiled.resources);
-            kernel.lay_out(&mut launch, resources.as_ref());
-            let Launch { kernel, grid, shared_bytes, tiles, tiles_at_once, .. } = launch;
+            chosen.kernel.lay_out(&self.facts, &mut launch, resources.as_ref());
+            let Launch { stage, kernel, grid, shared_bytes, tiles, tiles_at_once, .. } = launch;
             let shape = LaunchShape {
                 groups: grid.groups.into(),
                 threads: grid.threads,
@@ -308,17 +293,14 @@ impl<V: Vendor> Backend<V> {
             let explain = Explain { resources, launch: Some(shape), code, remarks };
             explained.push(Explained { kernel: kernel.to_owned(), explain });
             let range = self.ranges.named(format_args!("{kernel}"));
-            steps.push(Step { module, grid, range, kept: Default::default() });
+            steps.push(Step { stage, module, grid, range, kept: Default::default() });
         }
         Ok((steps, explained))
     }
 
-    fn jobs_of<P: Problem>(&self, problem: &P, options: &PlanOptions) -> Result<Vec<KernelJob>>
-    where
-        V: Family<P>,
-    {
+    fn jobs_of<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Vec<KernelJob>> {
         let own = self.choose(problem, options)?.0;
-        let tiles = own.kernel.tiles_of_other_sizes(problem);
+        let tiles = own.kernel.kernel.tiles_of_other_sizes(problem);
         let name = own.kernel.name();
         let mut jobs: Vec<KernelJob> = Vec::new();
         let mut add = |launches: Launches| {
@@ -344,27 +326,25 @@ impl<V: Vendor> Backend<V> {
         Ok(jobs)
     }
 
-    /// The recipe whose tile a plan of the problem has, with that tile.
+    /// The recipe whose tile a plan of the problem has, how its tiles are kept, and that tile.
     ///
     /// # Errors
     /// Why those with tiles do not take the problem, or that there are none.
-    fn tuned<P: Problem, T>(
+    fn tuned<P: GpuProblem, T>(
         &self,
         problem: &P,
         options: &PlanOptions,
-        of: impl FnOnce(&dyn Tunable<P, V>, TileOptions) -> T,
-    ) -> Result<T>
-    where
-        V: Family<P>,
-    {
+        of: impl FnOnce(&Recipe<P, V>, &Tiles<P>, TileOptions) -> T,
+    ) -> Result<T> {
         let mut refusals = Vec::new();
         let wanted = |name: &str| options.kernel.as_deref().is_none_or(|kernel| kernel == name);
-        for kernel in <V as Family<P>>::recipes().into_iter().filter(|kernel| wanted(kernel.name())) {
-            let Some(tunable) = kernel.tunable().filter(|tunable| tunable.runs_on(&self.facts)) else {
+        for recipe in P::recipes::<V>().iter().filter(|recipe| wanted(recipe.name())) {
+            let Some(tiles) = &recipe.about.tiles else { continue };
+            if (recipe.runs_on)(&self.facts).is_err() {
                 continue;
-            };
-            match tunable.own_tile(problem, &self.facts, options) {
-                Ok(tile) => return Ok(of(tunable, tile)),
+            }
+            match recipe.own_tile(problem, &self.facts, options) {
+                Ok(tile) => return Ok(of(recipe, tiles, tile)),
                 Err(refusal) => refusals.push(refusal),
             }
         }
@@ -380,10 +360,9 @@ impl<V: Vendor> Backend<V> {
 /// The kernels of a vendor whose tiles are measured.
 #[must_use]
 pub fn tuned_kernels<V: Vendor>() -> Vec<TunedKernel<'static>> {
-    fn of<P: Problem, V: Vendor + Family<P>>() -> Vec<TunedKernel<'static>> {
-        let kernels = <V as Family<P>>::recipes();
-        let tuned = kernels.iter().filter_map(|kernel| kernel.tunable());
-        tuned.map(|tunable| TunedKernel { label: tunable.label(), headers: tunable.headers() }).collect()
+    fn of<P: GpuProblem, V: Vendor>() -> Vec<TunedKernel<'static>> {
+        let tuned = P::recipes::<V>().into_iter().filter_map(|recipe| recipe.about.tiles);
+        tuned.map(|Tiles { label, headers, .. }| TunedKernel { label, headers }).collect()
     }
     [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>()].concat()
 }
@@ -404,8 +383,8 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
     }
 
     fn kernels(&self) -> Vec<&'static str> {
-        fn of<P: Problem, V: Vendor + Family<P>>() -> Vec<&'static str> {
-            <V as Family<P>>::recipes().iter().map(|kernel| kernel.name()).collect()
+        fn of<P: GpuProblem, V: Vendor>() -> Vec<&'static str> {
+            P::recipes::<V>().iter().map(Recipe::name).collect()
         }
         let mut names = Vec::new();
         for name in [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>()].concat() {
@@ -452,7 +431,7 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
 
 impl<V: Vendor> Tune for Backend<V> {
     fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions> {
-        whichever!(problem, it => self.tuned(it, options, |_, tile| tile))
+        whichever!(problem, it => self.tuned(it, options, |_, _, tile| tile))
     }
 
     fn knobs(
@@ -460,7 +439,7 @@ impl<V: Vendor> Tune for Backend<V> {
         problem: AnyProblem<'_>,
         options: &PlanOptions,
     ) -> Result<Vec<(&'static str, Vec<String>)>> {
-        whichever!(problem, it => self.tuned(it, options, |of, _| of.fields()))
+        whichever!(problem, it => self.tuned(it, options, |_, tiles, _| (tiles.knobs)()))
     }
 
     fn modelled_micros(
@@ -470,7 +449,7 @@ impl<V: Vendor> Tune for Backend<V> {
         tile: &TileOptions,
     ) -> Option<f64> {
         let facts = &self.facts;
-        whichever!(problem, it => self.tuned(it, options, |of, _| of.modelled_micros(it, facts, tile)).ok()?)
+        whichever!(problem, it => self.tuned(it, options, |of, _, _| (of.modelled_micros)(it, facts, tile)).ok()?)
     }
 
     fn keep(&self, problem: AnyProblem<'_>, options: &PlanOptions, tile: TunedTile) -> Result<PathBuf> {
@@ -478,7 +457,7 @@ impl<V: Vendor> Tune for Backend<V> {
             return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));
         }
         let (label, class) = whichever!(problem, it => {
-            self.tuned(it, options, |of, _| (of.label(), of.class(it, options)))?
+            self.tuned(it, options, |_, tiles, _| (tiles.label, (tiles.class)(it, options)))?
         });
         self.facts.tuned().keep(label, &class, tile)
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use fmha_core::cache::Compiler;
 use fmha_core::{DevBuffer, Peers, Queues, Result};
 
-use crate::recipe::Grid;
+use crate::launches::Grid;
 
 /// A vendor's driver on one device: the calls that attention needs, and nothing of what is computed.
 ///

@@ -5,7 +5,7 @@
 //!    Driver      allocate, copy, load, launch, enter; streams, events, graphs: all that calls the vendor's library
 //!    Toolchain   finds its compiler
 //!    Facts       what a choice depends on besides the problem
-//!    Recipe      takes a problem or refuses it; says its launches in stages, their workspace and what they promise; binds
+//!    Kernel      takes a problem or refuses it; says its launches in stages, their workspace and what they promise; binds
 //!                arguments
 //!  Backend<V>    the rest, written once: selection, fallbacks, handles, memory, tuning, precompilation
 //! ```
@@ -14,7 +14,9 @@
 
 mod backend;
 mod driver;
+mod launches;
 mod memory;
+mod portable;
 mod ranges;
 mod recipe;
 mod select;
@@ -23,11 +25,12 @@ mod tile;
 
 pub use backend::{Backend, tuned_kernels};
 pub use driver::{Driver, Toolchain};
+pub use launches::{Grid, Launch, Launches, Stage};
+pub use portable::{Combine, RowKernel, RowLaunches, Simt, SimtBwd, update};
 pub use ranges::{PopRange, PushRange, Ranges};
 pub use recipe::{
-    AnyAddress, BwdKernel, Choice, Classed, CombineKernel, Facts, Family, FwdKernel, Grid, Kernel, Launch,
-    Launches, Recipe, Tiled, Tunable, Vendor, deterministic_rows,
+    About, AnyAddress, Choice, Facts, GpuProblem, Kernel, Planned, Recipe, Tiles, Vendor, deterministic_rows,
 };
 pub use select::{Selected, select};
-pub use steps::{Step, Steps, chosen, exactly};
-pub use tile::{TileFrom, settle, settle_fwd};
+pub use steps::{Step, Steps};
+pub use tile::{TileFrom, settle};

@@ -1,9 +1,6 @@
-//! A recipe: how one kernel family computes an operation on a vendor's devices.
+//! A recipe: how one kernel computes an operation on a vendor's devices.
 
-use std::ops::Deref;
-
-use fmha_core::fields::{Fields, knob_values, knobs};
-use fmha_core::source::KernelSource;
+use fmha_core::fields::{Fields, knobs};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
 use fmha_core::{
@@ -12,11 +9,14 @@ use fmha_core::{
 };
 
 use crate::driver::{Driver, Toolchain};
+use crate::launches::{Launch, Launches};
+use crate::portable::RowLaunches;
 use crate::ranges::Ranges;
 use crate::steps::Steps;
+use crate::tile::settle;
 
 /// A vendor's seat.
-pub trait Vendor: Family<ValidFwd> + Family<ValidBwd> + Family<ValidCombine> {
+pub trait Vendor: Sized + Send + Sync + 'static {
     /// The name that selects its backend: `cuda`.
     const KIND: &'static str;
 
@@ -31,18 +31,43 @@ pub trait Vendor: Family<ValidFwd> + Family<ValidBwd> + Family<ValidCombine> {
     fn ranges() -> Ranges {
         Ranges::default()
     }
+
+    /// Its recipes of the forward, best first.
+    fn forward() -> Vec<Recipe<ValidFwd, Self>>;
+
+    /// Its recipes of the backward, best first.
+    fn backward() -> Vec<Recipe<ValidBwd, Self>>;
+
+    /// Its recipes of the merging of partial results, best first.
+    fn combine() -> Vec<Recipe<ValidCombine, Self>>;
 }
 
-/// A vendor's recipes of one operation.
-pub trait Family<P: Problem>: Sized + Send + Sync + 'static {
-    /// All of them, best first.
-    fn recipes() -> Vec<Kernel<P, Self>>
-    where
-        Self: Vendor;
+/// A problem of an operation for which vendors have recipes.
+pub trait GpuProblem: Problem {
+    /// A vendor's recipes of the operation, best first.
+    fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>>;
+}
+
+impl GpuProblem for ValidFwd {
+    fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>> {
+        V::forward()
+    }
+}
+
+impl GpuProblem for ValidBwd {
+    fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>> {
+        V::backward()
+    }
+}
+
+impl GpuProblem for ValidCombine {
+    fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>> {
+        V::combine()
+    }
 }
 
 /// What a choice depends on besides the problem.
-pub trait Facts: Send + Sync + 'static {
+pub trait Facts: RowLaunches + Send + Sync + 'static {
     /// The architecture, as the compiler spells it.
     fn arch(&self) -> &str;
 
@@ -51,38 +76,184 @@ pub trait Facts: Send + Sync + 'static {
 
     /// Tiles that were measured on it.
     fn tuned(&self) -> &TunedTiles;
+
+    /// Sets what of a launch depends on what its kernel takes of the device, once that is compiled; nothing is known of
+    /// it where there is no compiler.
+    fn lay_out(&self, _launch: &mut Launch, _usage: Option<&ResourceUsage>) {}
 }
 
-/// One kernel family of one operation: what it takes, what it launches, how it binds its arguments.
-pub trait Recipe<P: Problem, V: Vendor>: Send + Sync + 'static {
+/// What is known of a kernel before there is a problem.
+pub struct About<P> {
     /// The kernel's name in plans and refusals.
-    fn name(&self) -> &'static str;
-
+    pub name: &'static str,
     /// The kernel that computes the rows: another one, whose bits they are, where this one only brings the operands to it.
-    fn rows_of(&self) -> &'static str {
-        self.name()
-    }
-
+    pub rows_of: &'static str,
     /// Correct for all, fast for none: chosen where the caller allows it or names it.
-    fn is_fallback(&self) -> bool {
-        false
+    pub is_fallback: bool,
+    /// Whether it can wait for keys that come while it runs.
+    pub waits_for_keys: bool,
+    /// What `fmha tune` measures of it.
+    pub tiles: Option<Tiles<P>>,
+}
+
+impl<P> About<P> {
+    /// A kernel of that name, without more.
+    #[must_use]
+    pub const fn new(name: &'static str) -> Self {
+        Self { name, rows_of: name, is_fallback: false, waits_for_keys: false, tiles: None }
+    }
+}
+
+/// How the measured tiles of a kernel are kept.
+pub struct Tiles<P> {
+    /// What they are kept under.
+    pub label: &'static str,
+    /// The headers that the entries of its launches include: the tiles of another text say nothing.
+    pub headers: &'static [&'static str],
+    /// The class of problems that a plan's tile is kept for.
+    pub class: fn(&P, &PlanOptions) -> TileClass,
+    /// Whether a plan with these options is one as tiles are measured for.
+    pub are_measured_for: fn(&PlanOptions) -> bool,
+    /// The fields that are tried, each with its values in the order to try them.
+    pub knobs: fn() -> Vec<(&'static str, Vec<String>)>,
+}
+
+impl Tiles<ValidFwd> {
+    /// Tiles of a forward kernel. They are measured as plans have them that ask for neither exact maxima nor batch invariance.
+    #[must_use]
+    pub const fn of_forward<T: Fields>(label: &'static str, headers: &'static [&'static str]) -> Self {
+        let are_measured_for =
+            |options: &PlanOptions| options.accuracy == Accuracy::Fast && !options.batch_invariant;
+        Self {
+            label,
+            headers,
+            class: |problem, _| TileClass::of_fwd(problem),
+            are_measured_for,
+            knobs: knobs::<T>,
+        }
+    }
+}
+
+impl Tiles<ValidBwd> {
+    /// Tiles of a backward kernel.
+    #[must_use]
+    pub const fn of_backward<T: Fields>(label: &'static str, headers: &'static [&'static str]) -> Self {
+        let class = |problem: &ValidBwd, options: &PlanOptions| {
+            let spec = BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) };
+            TileClass::of_bwd(problem, &spec)
+        };
+        Self { label, headers, class, are_measured_for: |_| true, knobs: knobs::<T> }
+    }
+}
+
+/// One kernel of an operation. A value of the type is the kernel as it was chosen for a problem: its tile, and what its launches
+/// need. What is asked before there is such a value are functions without `self`.
+pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
+    /// How it computes a problem: its tile, and what was found with it.
+    type Tile
+    where
+        Self: Sized;
+
+    /// What is known of it before there is a problem.
+    fn about() -> About<P>
+    where
+        Self: Sized;
+
+    /// That the device has what its instructions need.
+    ///
+    /// # Errors
+    /// The architecture, and what it lacks.
+    fn runs_on(_facts: &V::Facts) -> Result<(), String>
+    where
+        Self: Sized,
+    {
+        Ok(())
     }
 
-    /// Whether it can wait for keys that come while it runs.
-    fn waits_for_keys(&self) -> bool {
-        false
+    /// The knobs of its own choice for a problem that it takes: of each launch that has a tile. A field that is set is set for
+    /// all of them; those in which they differ are left to each.
+    ///
+    /// # Errors
+    /// Why it does not take the problem.
+    fn own_tiles(_problem: &P, _facts: &V::Facts, _options: &PlanOptions) -> Result<Vec<TileOptions>, Refusal>
+    where
+        Self: Sized,
+    {
+        Ok(Vec::new())
     }
+
+    /// Microseconds of a call with a tile whose fields are these, by a model; `None` without one, or of a tile that does not fit.
+    fn modelled_micros(_problem: &P, _facts: &V::Facts, _tile: &TileOptions) -> Option<f64>
+    where
+        Self: Sized,
+    {
+        None
+    }
+
+    /// Takes the problem with its own tile, the one that `like` has, of which some fields are set; or says why not.
+    ///
+    /// # Errors
+    /// The field that it does not take, and its number.
+    fn fit(
+        like: &P,
+        problem: &P,
+        facts: &V::Facts,
+        options: &PlanOptions,
+        fields: &TileOptions,
+    ) -> Result<Self::Tile, Refusal>
+    where
+        Self: Sized;
+
+    /// What is launched with what fits, and what that promises. Of a kernel whose tiles are measured the first detail is its tile.
+    ///
+    /// # Errors
+    /// The fields whose numbers no grid or workspace has.
+    fn plan(
+        tile: Self::Tile,
+        problem: &P,
+        facts: &V::Facts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal>
+    where
+        Self: Sized;
 
     /// Takes the problem, or says why not.
     ///
     /// # Errors
     /// The field that it does not take, and its number.
-    fn choose(
-        &self,
+    fn choose(problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<Choice<Self>, Refusal>
+    where
+        Self: Sized,
+    {
+        Self::choose_like(problem, problem, facts, options)
+    }
+
+    /// The choice for a problem, with the tile that `like` has: the same problem over a cache that lies otherwise. The user's
+    /// fields come before what was measured, which holds where it fits: problems of one class differ in numbers.
+    ///
+    /// # Errors
+    /// As of [`choose`](Self::choose).
+    fn choose_like(
+        like: &P,
         problem: &P,
         facts: &V::Facts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<P, V>>, Refusal>;
+    ) -> Result<Choice<Self>, Refusal>
+    where
+        Self: Sized,
+    {
+        let About { name, tiles, .. } = Self::about();
+        Self::runs_on(facts).map_err(|why| Refusal::new(name, why))?;
+        let fit = |fields: &TileOptions| Self::fit(like, problem, facts, options, fields);
+        let Some(tiles) = tiles else {
+            return Self::plan(fit(&options.tile)?, problem, facts, options);
+        };
+        let (fit, tile_from) = settle(&tiles, like, facts, options, fit)?;
+        let mut choice = Self::plan(fit, problem, facts, options)?;
+        let after_tile = choice.details.len().min(1);
+        choice.details.insert(after_tile, tile_from.detail());
+        Ok(choice)
+    }
 
     /// Tile fields that a choice has for problems like this one but for their sizes, beside its own: what is compiled ahead is
     /// compiled with them too.
@@ -90,9 +261,10 @@ pub trait Recipe<P: Problem, V: Vendor>: Send + Sync + 'static {
         Vec::new()
     }
 
-    /// Sets what of a launch depends on what its kernel takes of the device, once that is compiled; nothing is known of
-    /// it where there is no compiler.
-    fn lay_out(&self, _launch: &mut Launch, _usage: Option<&ResourceUsage>) {}
+    /// Sets what of a launch depends on what its kernel takes of the device, as [`Facts::lay_out`] does.
+    fn lay_out(&self, facts: &V::Facts, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        facts.lay_out(launch, usage);
+    }
 
     /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
     /// made.
@@ -104,7 +276,7 @@ pub trait Recipe<P: Problem, V: Vendor>: Send + Sync + 'static {
     }
 
     /// What serves operands whose addresses this one does not take, where the caller allows that.
-    fn for_any_address(&self, _problem: &P) -> AnyAddress<P, V> {
+    fn for_any_address(&self, _problem: &P, _facts: &V::Facts, _options: &PlanOptions) -> AnyAddress<P, V> {
         AnyAddress::Fallback
     }
 
@@ -116,165 +288,83 @@ pub trait Recipe<P: Problem, V: Vendor>: Send + Sync + 'static {
     /// # Errors
     /// What the driver said.
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, P>) -> Result<()>;
-
-    /// Itself as a kernel whose tiles are measured, if it has tiles.
-    fn tunable(&self) -> Option<&dyn Tunable<P, V>> {
-        None
-    }
 }
 
-/// A recipe whose tiles `fmha tune` measures.
-pub trait Tunable<P: Problem, V: Vendor> {
-    /// What its tiles are kept under.
-    fn label(&self) -> &'static str;
-
-    /// The headers that the entries of its launches include: the tiles of another text say nothing.
-    fn headers(&self) -> &'static [&'static str];
-
-    /// Whether the device has what its instructions need.
-    fn runs_on(&self, facts: &V::Facts) -> bool;
-
-    /// Its own choice for a problem, all fields spelt out.
-    ///
-    /// # Errors
-    /// Why it does not take the problem.
-    fn own_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<TileOptions, Refusal>;
-
-    /// The class of problems that a plan's tile is kept for.
-    fn class(&self, problem: &P, options: &PlanOptions) -> TileClass;
-
-    /// Each field's values, in the order to try them.
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)>;
-
-    /// Microseconds of a call with a tile whose fields are these, by a model; `None` without one, or of a tile that does not fit.
-    fn modelled_micros(&self, _problem: &P, _facts: &V::Facts, _tile: &TileOptions) -> Option<f64> {
-        None
-    }
+/// A kernel in a vendor's list: what is known of it, and what is asked of it before it is chosen.
+pub struct Recipe<P: GpuProblem, V: Vendor> {
+    pub(crate) about: About<P>,
+    pub(crate) runs_on: fn(&V::Facts) -> Result<(), String>,
+    pub(crate) own_tiles: OfProblem<P, V, Vec<TileOptions>>,
+    pub(crate) modelled_micros: fn(&P, &V::Facts, &TileOptions) -> Option<f64>,
+    choose: OfProblem<P, V, Choice<Planned<P, V>>>,
 }
 
-/// A problem whose tiles are kept by class.
-pub trait Classed: Problem {
-    /// The class of problems that a plan's tile is kept for.
-    fn tile_class(&self, options: &PlanOptions) -> TileClass;
-}
+/// What a kernel has for a problem, or why it does not take it.
+type OfProblem<P, V, T> = fn(&P, &<V as Vendor>::Facts, &PlanOptions) -> Result<T, Refusal>;
 
-impl Classed for ValidFwd {
-    fn tile_class(&self, _: &PlanOptions) -> TileClass {
-        TileClass::of_fwd(self)
-    }
-}
-
-impl Classed for ValidBwd {
-    fn tile_class(&self, options: &PlanOptions) -> TileClass {
-        let spec = BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(self) };
-        TileClass::of_bwd(self, &spec)
-    }
-}
-
-/// A recipe whose tile is a struct of listed fields, and so [`Tunable`].
-pub trait Tiled<P: Classed, V: Vendor>: Recipe<P, V> {
-    /// Its tile.
-    type Tile: Fields;
-
-    /// As [`Tunable::headers`].
-    const HEADERS: &'static [&'static str];
-
-    /// As [`Tunable::label`].
-    fn label(&self) -> &'static str {
-        self.name()
+impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
+    /// The recipe of a kernel.
+    #[must_use]
+    pub fn of<K: Kernel<P, V>>() -> Self {
+        Self {
+            about: K::about(),
+            runs_on: K::runs_on,
+            own_tiles: K::own_tiles,
+            modelled_micros: K::modelled_micros,
+            choose: |problem, facts, options| K::choose(problem, facts, options).map(Choice::planned),
+        }
     }
 
-    /// As [`Tunable::runs_on`].
-    fn runs_on(&self, _facts: &V::Facts) -> bool {
-        true
-    }
-
-    /// Its own choice for a problem that it takes: of each launch that has a tile. A field that is set is set for all of
-    /// them; those in which they differ are left to each.
-    ///
-    /// # Errors
-    /// Why it does not take the problem.
-    fn table_tiles(
+    /// What its own tiles have in common, for a problem that it takes.
+    pub(crate) fn own_tile(
         &self,
         problem: &P,
         facts: &V::Facts,
         options: &PlanOptions,
-    ) -> Result<Vec<Self::Tile>, Refusal>;
-
-    /// As [`Tunable::class`].
-    fn class(&self, problem: &P, options: &PlanOptions) -> TileClass {
-        problem.tile_class(options)
-    }
-
-    /// As [`Tunable::modelled_micros`].
-    fn modelled_micros(&self, _problem: &P, _facts: &V::Facts, _tile: &TileOptions) -> Option<f64> {
-        None
-    }
-}
-
-impl<P: Classed, V: Vendor, R: Tiled<P, V>> Tunable<P, V> for R {
-    fn label(&self) -> &'static str {
-        Tiled::label(self)
-    }
-
-    fn headers(&self) -> &'static [&'static str] {
-        R::HEADERS
-    }
-
-    fn runs_on(&self, facts: &V::Facts) -> bool {
-        Tiled::runs_on(self, facts)
-    }
-
-    fn own_tile(&self, problem: &P, facts: &V::Facts, options: &PlanOptions) -> Result<TileOptions, Refusal> {
-        let mut launches =
-            self.table_tiles(problem, facts, options)?.into_iter().map(|tile| knob_values(&tile));
+    ) -> Result<TileOptions, Refusal> {
+        let mut launches = (self.own_tiles)(problem, facts, options)?.into_iter();
         let mut common = launches.next().unwrap_or_default();
         launches.for_each(|others| common.retain(|knob| others.contains(knob)));
         Ok(common)
     }
 
-    fn class(&self, problem: &P, options: &PlanOptions) -> TileClass {
-        Tiled::class(self, problem, options)
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        knobs::<R::Tile>()
-    }
-
-    fn modelled_micros(&self, problem: &P, facts: &V::Facts, tile: &TileOptions) -> Option<f64> {
-        Tiled::modelled_micros(self, problem, facts, tile)
-    }
-}
-
-/// A recipe of an operation, whichever it is.
-pub struct Kernel<P, V>(Box<dyn Recipe<P, V>>);
-
-/// A forward recipe.
-pub type FwdKernel<V> = Kernel<ValidFwd, V>;
-/// A backward recipe.
-pub type BwdKernel<V> = Kernel<ValidBwd, V>;
-/// A combine recipe.
-pub type CombineKernel<V> = Kernel<ValidCombine, V>;
-
-impl<P: Problem, V: Vendor> Kernel<P, V> {
-    /// A recipe of that operation.
+    /// The kernel's name in plans and refusals.
     #[must_use]
-    pub fn new(recipe: impl Recipe<P, V>) -> Self {
-        Self(Box::new(recipe))
+    pub fn name(&self) -> &'static str {
+        self.about.name
+    }
+
+    /// Takes the problem, or says why not.
+    ///
+    /// # Errors
+    /// The field that it does not take, and its number.
+    pub fn choose(
+        &self,
+        problem: &P,
+        facts: &V::Facts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Planned<P, V>>, Refusal> {
+        (self.choose)(problem, facts, options)
     }
 }
 
-impl<P: Problem, V: Vendor> Deref for Kernel<P, V> {
-    type Target = dyn Recipe<P, V>;
+/// A kernel that was chosen for a problem, whichever it is.
+pub struct Planned<P: GpuProblem, V: Vendor> {
+    pub(crate) recipe: Recipe<P, V>,
+    pub(crate) kernel: Box<dyn Kernel<P, V>>,
+}
 
-    fn deref(&self) -> &Self::Target {
-        &*self.0
+impl<P: GpuProblem, V: Vendor> Planned<P, V> {
+    /// The kernel's name in plans and refusals.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.recipe.about.name
     }
 }
 
 /// A kernel that takes a problem: what is launched for it, and what that promises.
 pub struct Choice<K> {
-    /// The recipe again, with what its launches need.
+    /// The kernel, with what its launches need.
     pub kernel: K,
     /// In stages.
     pub launches: Launches,
@@ -286,105 +376,47 @@ pub struct Choice<K> {
     pub details: Vec<(&'static str, String)>,
 }
 
+impl<K> Choice<K> {
+    /// The same choice, whichever kernel it is of.
+    #[must_use]
+    pub fn planned<P: GpuProblem, V: Vendor>(self) -> Choice<Planned<P, V>>
+    where
+        K: Kernel<P, V>,
+    {
+        self.map(|kernel| Planned { recipe: Recipe::of::<K>(), kernel: Box::new(kernel) })
+    }
+
+    /// The choice with another kernel around its own, whose launches it makes.
+    #[must_use]
+    pub fn map<T>(self, kernel: impl FnOnce(K) -> T) -> Choice<T> {
+        let Self { launches, workspace, promises, details, .. } = self;
+        Choice { kernel: kernel(self.kernel), launches, workspace, promises, details }
+    }
+}
+
 /// What takes operands whose addresses a kernel does not.
-pub enum AnyAddress<P: Problem, V: Vendor> {
+pub enum AnyAddress<P: GpuProblem, V: Vendor> {
     /// The kernel takes them all.
     Itself,
     /// The slow kernel of its family.
     Fallback,
-    /// This one; the words tell a reader which it is.
-    Other(Box<Choice<Kernel<P, V>>>, &'static str),
+    /// The same kernel with loads and stores by elements.
+    ByElement(Box<Choice<Planned<P, V>>>),
 }
 
-/// How many groups of threads a launch has, and how they start.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Grid {
-    /// Groups of threads that share memory; 0: nothing is launched.
-    pub groups: u32,
-    /// Threads of a group.
-    pub threads: u32,
-    /// It may start before the grid before it in the stream has ended, and waits for that itself.
-    pub dependent: bool,
-}
-
-impl Grid {
-    /// One that starts when the grid before it has ended.
+impl<P: GpuProblem, V: Vendor> AnyAddress<P, V> {
+    /// A kernel with a tile that reads and writes by elements, where that is another one.
     #[must_use]
-    pub const fn new(groups: u32, threads: u32) -> Self {
-        Self { groups, threads, dependent: false }
-    }
-}
-
-/// One launch of a plan, its kernel not yet compiled.
-#[derive(Debug)]
-pub struct Launch {
-    /// The kernel's name in the plan.
-    pub kernel: &'static str,
-    /// What is compiled.
-    pub source: KernelSource,
-    /// How it lies over the device.
-    pub grid: Grid,
-    /// Dynamic shared memory of a group.
-    pub shared_bytes: u32,
-    /// As in [`LaunchShape`](fmha_core::LaunchShape).
-    pub tiles: u64,
-    /// As there.
-    pub tiles_at_once: u64,
-}
-
-/// The launches of a plan in stages: what prepares the operands, the kernel that bears the plan's name, what completes
-/// its results. They run in this order on one stream.
-#[derive(Debug)]
-pub struct Launches {
-    all: Vec<Launch>,
-    main: usize,
-}
-
-impl Launches {
-    /// `before`, the kernel itself, `after`.
-    #[must_use]
-    pub fn new(
-        before: impl IntoIterator<Item = Launch>,
-        main: Launch,
-        after: impl IntoIterator<Item = Launch>,
+    pub fn by_element<K: Kernel<P, V>>(
+        tile: Option<K::Tile>,
+        problem: &P,
+        facts: &V::Facts,
+        options: &PlanOptions,
     ) -> Self {
-        let mut all: Vec<Launch> = before.into_iter().collect();
-        let index = all.len();
-        all.push(main);
-        all.extend(after);
-        Self { all, main: index }
-    }
-
-    /// The same behind one that prepares the operands.
-    #[must_use]
-    pub fn behind(mut self, first: Launch) -> Self {
-        self.all.insert(0, first);
-        Self { main: self.main + 1, ..self }
-    }
-
-    /// All of them, and which is the kernel itself; none are left.
-    pub(crate) fn take(&mut self) -> (Vec<Launch>, usize) {
-        (std::mem::take(&mut self.all), self.main)
-    }
-
-    /// All, and which of them is the kernel itself.
-    pub(crate) fn into_parts(self) -> (Vec<Launch>, usize) {
-        (self.all, self.main)
-    }
-}
-
-impl From<Launch> for Launches {
-    /// The kernel alone.
-    fn from(main: Launch) -> Self {
-        Self::new([], main, [])
-    }
-}
-
-impl Deref for Launches {
-    type Target = [Launch];
-
-    fn deref(&self) -> &[Launch] {
-        &self.all
+        match tile.and_then(|tile| K::plan(tile, problem, facts, options).ok()) {
+            None => Self::Itself,
+            Some(other) => Self::ByElement(Box::new(other.planned())),
+        }
     }
 }
 

@@ -1,36 +1,36 @@
 //! Which recipe of a family takes a problem.
 
 use fmha_core::backend::unsupported;
-use fmha_core::{PlanOptions, Problem, Refusal, Result};
+use fmha_core::{PlanOptions, Refusal, Result};
 
-use crate::recipe::{Choice, Kernel, Vendor};
+use crate::recipe::{Choice, GpuProblem, Planned, Recipe, Vendor};
 
 /// A choice, and why the recipes before it refused.
-pub type Selected<P, V> = (Choice<Kernel<P, V>>, Vec<Refusal>);
+pub type Selected<P, V> = (Choice<Planned<P, V>>, Vec<Refusal>);
 
 /// The first recipe of a family that takes the problem, and why the ones before it did not.
 ///
 /// # Errors
 /// [`Error::Unsupported`](fmha_core::Error::Unsupported) with every refusal.
-pub fn select<P: Problem, V: Vendor>(
+pub fn select<P: GpuProblem, V: Vendor>(
     backend: &str,
-    family: &[Kernel<P, V>],
+    family: &[Recipe<P, V>],
     options: &PlanOptions,
-    choose: impl Fn(&Kernel<P, V>) -> Result<Choice<Kernel<P, V>>, Refusal>,
+    choose: impl Fn(&Recipe<P, V>) -> Result<Choice<Planned<P, V>>, Refusal>,
 ) -> Result<Selected<P, V>> {
     let mut refusals = Vec::new();
     for kernel in family {
         let wanted = match &options.kernel {
             Some(name) if name == kernel.name() => true,
             Some(_) => continue,
-            None => !kernel.is_fallback() || options.allow_fallback,
+            None => !kernel.about.is_fallback || options.allow_fallback,
         };
         if !wanted {
             refusals
                 .push(Refusal::new(kernel.name(), "it is the slow fallback, and allow_fallback is false"));
             continue;
         }
-        let kept = |choice: Choice<Kernel<P, V>>| {
+        let kept = |choice: Choice<Planned<P, V>>| {
             options.check_promises(kernel.name(), &choice.promises).map(|()| choice)
         };
         match choose(kernel).and_then(kept) {
@@ -39,7 +39,7 @@ pub fn select<P: Problem, V: Vendor>(
         }
     }
     if let (Some(name), true) = (&options.kernel, refusals.is_empty()) {
-        let known = family.iter().map(|kernel| kernel.name()).collect::<Vec<_>>().join(", ");
+        let known = family.iter().map(Recipe::name).collect::<Vec<_>>().join(", ");
         let reason = format!("there is no such {} kernel (known: {known})", P::OPERATION);
         refusals.push(Refusal::new(name.clone(), reason));
     }

@@ -1,7 +1,7 @@
 //! AMD's seat: its driver, its compiler, and the recipes of `fmha-kernels-hip`.
 
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{BwdKernel, CombineKernel, Family, FwdKernel, Ranges, Vendor};
+use fmha_gpu::{Ranges, Recipe, Vendor};
 use fmha_kernels_hip::{DeviceFacts, recipes};
 
 use crate::Installed;
@@ -20,30 +20,24 @@ impl Vendor for Rocm {
     fn ranges() -> Ranges {
         if cfg!(feature = "roctx") { roctx() } else { Ranges::default() }
     }
+
+    fn forward() -> Vec<Recipe<ValidFwd, Self>> {
+        recipes::forward()
+    }
+
+    fn backward() -> Vec<Recipe<ValidBwd, Self>> {
+        recipes::backward()
+    }
+
+    fn combine() -> Vec<Recipe<ValidCombine, Self>> {
+        recipes::combine()
+    }
 }
 
 /// ROCTx's functions, by which rocprofv3 is told; rocprof's own library of older ROCm has them too.
 fn roctx() -> Ranges {
     // SAFETY: ROCTx's functions of these names take a text, or nothing, and return an int.
     unsafe { Ranges::open(search::roctx(), c"roctxRangePushA", c"roctxRangePop") }
-}
-
-impl Family<ValidFwd> for Rocm {
-    fn recipes() -> Vec<FwdKernel<Self>> {
-        recipes::forward()
-    }
-}
-
-impl Family<ValidBwd> for Rocm {
-    fn recipes() -> Vec<BwdKernel<Self>> {
-        recipes::backward()
-    }
-}
-
-impl Family<ValidCombine> for Rocm {
-    fn recipes() -> Vec<CombineKernel<Self>> {
-        recipes::combine()
-    }
 }
 
 #[cfg(test)]

@@ -4,15 +4,12 @@
 //! the headers it includes, none of them a vendor's, so that NVRTC needs no include path.
 //! `README.md` beside this crate says what a launch binds.
 
-pub mod cache_update;
-pub mod combine;
-pub mod keep_mask;
 pub mod maps;
 pub mod nvidia;
 mod operands;
 pub mod recipes;
+pub mod rows;
 pub mod schedule;
-pub mod simt;
 pub mod sm100;
 pub mod sm100_bwd;
 pub mod sm80;

@@ -5,9 +5,8 @@ use std::fmt::Debug;
 use fmha_core::error::{Error, Result};
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TunedTiles;
-use fmha_core::{DType, Roofline, ScoreSums, ValidBwd, ValidCombine, ValidFwd};
-pub(crate) use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel};
-use fmha_gpu::{Driver, Facts, Grid, Launch, Vendor, tuned_kernels};
+use fmha_core::{DType, Roofline, ScoreSums, ValidBwd, ValidFwd};
+use fmha_gpu::{Driver, Facts, Grid, Launch, Stage, Vendor, tuned_kernels};
 
 use crate::maps::LastMaps;
 use crate::tma::EncodeTensorMap;
@@ -19,7 +18,6 @@ impl<V> Nvidia for V where V: Vendor<Facts = DeviceFacts, Driver: EncodeTensorMa
 
 pub(crate) type FwdCall<'a> = fmha_core::Call<'a, ValidFwd>;
 pub(crate) type BwdCall<'a> = fmha_core::Call<'a, ValidBwd>;
-pub(crate) type CombineCall<'a> = fmha_core::Call<'a, ValidCombine>;
 
 /// What the driver says of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,12 +41,13 @@ const THREADS_PER_SM: u32 = 2048;
 
 /// A launch whose CTAs take rows, without shared memory of the launch's: as many run at once as a multiprocessor has threads for.
 pub(crate) fn row_launch(
-    kernel: &'static str,
+    (stage, kernel): (Stage, &'static str),
     source: KernelSource,
     grid: Grid,
     facts: &DeviceFacts,
 ) -> Launch {
     Launch {
+        stage,
         kernel,
         source,
         grid,

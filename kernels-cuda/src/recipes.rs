@@ -1,37 +1,40 @@
 //! The recipes, best first: a line each. What a recipe is made of lies in its folder, its device text under `fmha/`.
 
-use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel, Kernel};
+use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
+use fmha_gpu::{Combine, Recipe, Simt, SimtBwd};
 
 use crate::nvidia::Nvidia;
-use crate::{combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm90_widened, sm100, sm100_bwd};
+use crate::sm80::recipe::Sm80;
+use crate::sm80_bwd::recipe::Sm80Bwd;
+use crate::sm90::recipe::Sm90;
+use crate::sm90_bwd::recipe::Sm90Bwd;
+use crate::sm90_mla::recipe::Sm90Mla;
+use crate::sm90_widened::recipe::Widened;
+use crate::sm100::recipe::Sm100;
+use crate::sm100_bwd::recipe::Sm100Bwd;
 
 /// Of the forward.
 #[must_use]
-pub fn forward<V: Nvidia>() -> Vec<FwdKernel<V>> {
+pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
     vec![
-        Kernel::new(sm100::recipe::Sm100::default()),
-        Kernel::new(sm90::recipe::Sm90::default()),
-        Kernel::new(sm90_widened::recipe::Widened::<V, sm90::recipe::Sm90>::default()),
-        Kernel::new(sm90_mla::recipe::Sm90Mla::default()),
-        Kernel::new(sm90_widened::recipe::Widened::<V, sm100::recipe::Sm100>::default()),
-        Kernel::new(sm80::recipe::Sm80::default()),
-        Kernel::new(simt::recipe::Simt),
+        Recipe::of::<Sm100>(),
+        Recipe::of::<Sm90>(),
+        Recipe::of::<Widened<Sm90>>(),
+        Recipe::of::<Sm90Mla>(),
+        Recipe::of::<Widened<Sm100>>(),
+        Recipe::of::<Sm80>(),
+        Recipe::of::<Simt>(),
     ]
 }
 
 /// Of the backward.
 #[must_use]
-pub fn backward<V: Nvidia>() -> Vec<BwdKernel<V>> {
-    vec![
-        Kernel::new(sm100_bwd::recipe::Sm100Bwd::default()),
-        Kernel::new(sm90_bwd::recipe::Sm90Bwd::default()),
-        Kernel::new(sm80_bwd::recipe::Sm80Bwd::default()),
-        Kernel::new(simt::recipe_bwd::SimtBwd::default()),
-    ]
+pub fn backward<V: Nvidia>() -> Vec<Recipe<ValidBwd, V>> {
+    vec![Recipe::of::<Sm100Bwd>(), Recipe::of::<Sm90Bwd>(), Recipe::of::<Sm80Bwd>(), Recipe::of::<SimtBwd>()]
 }
 
 /// Of the merging of partial results.
 #[must_use]
-pub fn combine<V: Nvidia>() -> Vec<CombineKernel<V>> {
-    vec![Kernel::new(combine::recipe::Merge)]
+pub fn combine<V: Nvidia>() -> Vec<Recipe<ValidCombine, V>> {
+    vec![Recipe::of::<Combine>()]
 }

@@ -237,6 +237,14 @@ pub fn fixed_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     if is_cut && problem.dims.seqlen_k > keys { keys as i32 } else { 0 }
 }
 
+impl RowsAtOnce {
+    /// Every query of a problem.
+    #[must_use]
+    pub fn all(problem: &FwdProblem) -> Self {
+        Self { blocks: i32::MAX.unsigned_abs(), queries: problem.dims.seqlen_q }
+    }
+}
+
 impl KvParts {
     /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead of those of
     /// the `whole` call.
@@ -283,6 +291,22 @@ pub fn splits(problem: &FwdProblem) -> Result<(), String> {
         ));
     }
     Ok(())
+}
+
+/// That a problem's keys can be cut so.
+///
+/// # Errors
+/// The tile's field, and what of the problem forbids it.
+pub(crate) fn check(problem: &FwdProblem, cut: Cut) -> Result<(), String> {
+    if cut.keys > 0 {
+        splits(problem).map_err(|why| format!("tile split_keys={}: {why}", cut.keys))?;
+    }
+    match cut.shares {
+        Some(shares) if !shares.takes(problem, cut.block_n.unsigned_abs()) => {
+            Err(format!("tile shares={}: they count fewer than 2^30 blocks of keys", shares.count))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Lengths that each CTA of a launch in shares reads, at most: 32 at a time, two or three times over.

@@ -11,14 +11,13 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{BiasGrad, BwdProblem, DType, Dims, FwdProblem, MaskKind, Merge, QLayout, VLayout};
+use fmha_gpu::RowKernel;
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
 use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::split;
-use fmha_kernels_cuda::{
-    COMPILE_OPTIONS, combine, simt, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd,
-};
+use fmha_kernels_cuda::{COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd};
 use libloading::Library;
 
 /// Compiles with NVRTC and returns the log, or the compiler's complaint.
@@ -152,10 +151,13 @@ fn kernels() -> Vec<(String, KernelSource)> {
         ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper)
     };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
-    kernels.push(("simt_128_band".to_owned(), simt::fwd(&FwdSpec::plain(DType::Bf16, 128, MaskKind::Band))));
+    kernels.push((
+        "simt_128_band".to_owned(),
+        rows::source(RowKernel::Simt, &FwdSpec::plain(DType::Bf16, 128, MaskKind::Band)),
+    ));
     let merge =
         CombineSpec { dtype_part: DType::F32, dtype_o: DType::Bf16, head_dim_v: 128, merge: Merge::ByLse };
-    kernels.push(("combine_128".to_owned(), combine::merge(&merge)));
+    kernels.push(("combine_128".to_owned(), rows::source(RowKernel::Combine, &merge)));
     let fp8 = |dim, mask, dtype_v| FwdSpec {
         dtype_v,
         dtype_o: DType::Bf16,

@@ -21,7 +21,7 @@ use crate::CDNA;
 use crate::arch::Arch;
 use crate::device::{Device, refuse};
 use crate::paths::{LoadPath, StorePath};
-use crate::simt::NUM_THREADS as ROW_THREADS;
+use crate::rows::NUM_THREADS as ROW_THREADS;
 pub(crate) use access::LoadsAndStores;
 
 const REST_HEADER: &str = "fmha/cdna/bwd/rest.h";

@@ -233,7 +233,7 @@ pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)>
         details.push(("cache", format!("{} widened to {} on load", problem.stored_k(), problem.dtypes.qk)));
     }
     if cache_update::is_wanted(problem) {
-        details.push(("before", format!("{} writes new keys and values", crate::cache_update::NAME)));
+        details.push(("before", format!("{} writes new keys and values", crate::rows::UPDATE)));
     }
     if let KvLayout::Paged { page_size } = problem.layout.kv {
         details.push(("pages", format!("{page_size} keys each, looked up a tile ahead")));

@@ -3,7 +3,7 @@
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TunedTiles;
 use fmha_core::{DType, Refusal, ResourceUsage, Result, Roofline};
-use fmha_gpu::{Facts, Launch, Vendor, tuned_kernels};
+use fmha_gpu::{Facts, Launch, Stage, Vendor, tuned_kernels};
 
 use crate::arch::Arch;
 
@@ -93,20 +93,36 @@ impl Facts for DeviceFacts {
     fn tuned(&self) -> &TunedTiles {
         &self.tuned
     }
+
+    /// As of a kernel whose workgroups have one piece of work each.
+    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        launch.tiles_at_once = self.device.workgroups_at_once(usage, launch.grid.threads);
+    }
 }
 
 /// A launch of which nothing is known but its workgroups: what a compiled kernel takes of a compute unit says how many
 /// of them there are room for.
-pub(crate) fn launch(kernel: &'static str, source: KernelSource, groups: u64, threads: u32) -> Launch {
+pub(crate) fn launch(
+    stage: Stage,
+    kernel: &'static str,
+    source: KernelSource,
+    groups: u64,
+    threads: u32,
+) -> Launch {
     // A recipe refuses problems of more workgroups.
     let grid = fmha_gpu::Grid::new(u32::try_from(groups).unwrap_or(u32::MAX), threads);
-    Launch { kernel, source, grid, shared_bytes: 0, tiles: groups, tiles_at_once: 1 }
+    Launch { stage, kernel, source, grid, shared_bytes: 0, tiles: groups, tiles_at_once: 1 }
 }
 
-/// Of a kernel whose workgroups have one piece of work each.
-pub(crate) fn lay_out(device: Option<Device>, launch: &mut Launch, usage: Option<&ResourceUsage>) {
-    if let Some(device) = device {
-        launch.tiles_at_once = device.workgroups_at_once(usage, launch.grid.threads);
+/// A kernel on WMMA runs on RDNA, one on MFMA on CDNA alone.
+///
+/// # Errors
+/// The architecture.
+pub(crate) fn needs_unit(arch: Arch, is_wmma: bool) -> Result<(), String> {
+    match (is_wmma, arch.is_rdna()) {
+        (true, false) => Err(format!("{} has no WMMA", arch.name())),
+        (false, true) => Err(format!("{} has no MFMA: not on RDNA", arch.name())),
+        _ => Ok(()),
     }
 }
 
@@ -115,10 +131,7 @@ pub(crate) fn lay_out(device: Option<Device>, launch: &mut Launch, usage: Option
 /// # Errors
 /// The architecture.
 pub(crate) fn needs_mfma(arch: Arch, kernel: &'static str) -> Result<(), Refusal> {
-    if arch.is_rdna() {
-        refuse!(kernel, "{} has no MFMA: not on RDNA", arch.name());
-    }
-    Ok(())
+    needs_unit(arch, false).map_err(|why| Refusal::new(kernel, why))
 }
 
 /// A kernel on WMMA runs on RDNA alone.
@@ -126,8 +139,5 @@ pub(crate) fn needs_mfma(arch: Arch, kernel: &'static str) -> Result<(), Refusal
 /// # Errors
 /// The architecture.
 pub(crate) fn needs_wmma(arch: Arch, kernel: &'static str) -> Result<(), Refusal> {
-    if !arch.is_rdna() {
-        refuse!(kernel, "{} has no WMMA", arch.name());
-    }
-    Ok(())
+    needs_unit(arch, true).map_err(|why| Refusal::new(kernel, why))
 }

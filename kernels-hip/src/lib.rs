@@ -10,11 +10,9 @@
 
 mod arch;
 mod backward;
-mod cache_update;
 mod cdna;
 mod cdna_bwd;
 mod cdna_decode;
-mod combine;
 mod decode;
 mod device;
 mod forward;
@@ -24,8 +22,7 @@ mod rdna;
 mod rdna_bwd;
 mod rdna_decode;
 pub mod recipes;
-mod simt;
-mod simt_bwd;
+mod rows;
 mod widened;
 
 pub use arch::Arch;

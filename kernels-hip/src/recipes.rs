@@ -1,6 +1,7 @@
 //! The recipes, best first: a line each. What a recipe is made of lies in its folder, its device text under `fmha/`.
 
-use fmha_gpu::{BwdKernel, CombineKernel, FwdKernel, Kernel};
+use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
+use fmha_gpu::{Combine, Recipe, Simt, SimtBwd};
 
 use crate::backward::recipe::Products;
 use crate::cdna::Cdna;
@@ -13,34 +14,29 @@ use crate::rdna::Rdna;
 use crate::rdna_bwd::Wmma;
 use crate::rdna_decode::RdnaDecode;
 use crate::widened::recipe::Widened;
-use crate::{combine, simt, simt_bwd};
 
 /// Of the forward.
 #[must_use]
-pub fn forward<V: Amd>() -> Vec<FwdKernel<V>> {
+pub fn forward<V: Amd>() -> Vec<Recipe<ValidFwd, V>> {
     vec![
-        Kernel::new(Decode::<CdnaDecode>::default()),
-        Kernel::new(Forward::<Cdna>::default()),
-        Kernel::new(Decode::<RdnaDecode>::default()),
-        Kernel::new(Forward::<Rdna>::default()),
-        Kernel::new(Widened::<Cdna>::default()),
-        Kernel::new(Widened::<Rdna>::default()),
-        Kernel::new(simt::recipe::Simt::default()),
+        Recipe::of::<Decode<CdnaDecode>>(),
+        Recipe::of::<Forward<Cdna>>(),
+        Recipe::of::<Decode<RdnaDecode>>(),
+        Recipe::of::<Forward<Rdna>>(),
+        Recipe::of::<Widened<Cdna>>(),
+        Recipe::of::<Widened<Rdna>>(),
+        Recipe::of::<Simt>(),
     ]
 }
 
 /// Of the backward.
 #[must_use]
-pub fn backward<V: Amd>() -> Vec<BwdKernel<V>> {
-    vec![
-        Kernel::new(Products::<Mfma>::default()),
-        Kernel::new(Products::<Wmma>::default()),
-        Kernel::new(simt_bwd::recipe::SimtBwd::default()),
-    ]
+pub fn backward<V: Amd>() -> Vec<Recipe<ValidBwd, V>> {
+    vec![Recipe::of::<Products<Mfma>>(), Recipe::of::<Products<Wmma>>(), Recipe::of::<SimtBwd>()]
 }
 
 /// Of the merging of partial results.
 #[must_use]
-pub fn combine<V: Amd>() -> Vec<CombineKernel<V>> {
-    vec![Kernel::new(combine::recipe::Merge::default())]
+pub fn combine<V: Amd>() -> Vec<Recipe<ValidCombine, V>> {
+    vec![Recipe::of::<Combine>()]
 }

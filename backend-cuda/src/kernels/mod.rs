@@ -4,7 +4,7 @@
 pub(crate) mod tests;
 
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{BwdKernel, CombineKernel, Family, FwdKernel, Ranges, Vendor};
+use fmha_gpu::{Ranges, Recipe, Vendor};
 use fmha_kernels_cuda::nvidia::DeviceFacts;
 use fmha_kernels_cuda::recipes;
 
@@ -25,6 +25,18 @@ impl Vendor for Cuda {
     fn ranges() -> Ranges {
         if cfg!(feature = "nvtx") { nvtx() } else { Ranges::default() }
     }
+
+    fn forward() -> Vec<Recipe<ValidFwd, Self>> {
+        recipes::forward()
+    }
+
+    fn backward() -> Vec<Recipe<ValidBwd, Self>> {
+        recipes::backward()
+    }
+
+    fn combine() -> Vec<Recipe<ValidCombine, Self>> {
+        recipes::combine()
+    }
 }
 
 /// NVTX's libraries: of CUDA 12.9 and later, and of those before. Either hands ranges to the profiler that has started
@@ -35,22 +47,4 @@ fn nvtx() -> Ranges {
     let places = libraries(&NVTX);
     // SAFETY: NVTX's functions of these names take a text, or nothing, and return an int.
     unsafe { Ranges::open(places, c"nvtxRangePushA", c"nvtxRangePop") }
-}
-
-impl Family<ValidFwd> for Cuda {
-    fn recipes() -> Vec<FwdKernel<Self>> {
-        recipes::forward()
-    }
-}
-
-impl Family<ValidBwd> for Cuda {
-    fn recipes() -> Vec<BwdKernel<Self>> {
-        recipes::backward()
-    }
-}
-
-impl Family<ValidCombine> for Cuda {
-    fn recipes() -> Vec<CombineKernel<Self>> {
-        recipes::combine()
-    }
 }

@@ -11,16 +11,17 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
 use fmha_core::cache::{Compiler, CompilerOutput, ImageKind, KernelJob};
-use fmha_core::source::KernelSource;
-use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
+use fmha_core::fields::{Field, Fields, Takes, knob_values};
+use fmha_core::source::{KernelSource, Literal};
+use fmha_core::tune::{TileOptions, TunedTiles};
 use fmha_core::{
     Accuracy, AnyProblem, Call, DType, DevBuffer, DevSlice, Device, Dims, Error, FwdArgs, FwdProblem,
     MemorySpace, PlanOptions, ProblemError, Promises, Queues, Refusal, ResourceUsage, Result, Roofline,
     ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 use fmha_gpu::{
-    Backend, Choice, Driver, Facts, Family, Grid, Kernel, Launch, Launches, Ranges, Recipe, Steps, Toolchain,
-    Tunable, Vendor, deterministic_rows, exactly, settle,
+    About, Backend, Choice, Driver, Facts, Grid, Kernel, Launch, Launches, Ranges, Recipe, RowKernel,
+    RowLaunches, Stage, Steps, Tiles, Toolchain, Vendor, deterministic_rows,
 };
 
 /// What one of its kernels reads.
@@ -207,6 +208,23 @@ impl Facts for ToyFacts {
     }
 }
 
+/// Each kernel that every vendor has adds 7 to each element.
+impl RowLaunches for ToyFacts {
+    fn row_group(&self) -> (&'static str, u32) {
+        ("a toy", 1)
+    }
+
+    fn row_launch(
+        &self,
+        at: (Stage, &'static str),
+        _: RowKernel,
+        _: &dyn Literal,
+        [rows, _]: [u64; 2],
+    ) -> Result<Launch, String> {
+        Ok(launch(at, 7.0, rows as u32))
+    }
+}
+
 struct Third;
 
 impl Vendor for Third {
@@ -219,23 +237,17 @@ impl Vendor for Third {
     fn ranges() -> Ranges {
         told::ranges()
     }
-}
 
-impl Family<ValidFwd> for Third {
-    fn recipes() -> Vec<Kernel<ValidFwd, Self>> {
-        vec![Kernel::new(Staged), Kernel::new(Slow)]
+    fn forward() -> Vec<Recipe<ValidFwd, Self>> {
+        vec![Recipe::of::<Staged>(), Recipe::of::<Slow>()]
     }
-}
 
-impl Family<ValidBwd> for Third {
-    fn recipes() -> Vec<Kernel<ValidBwd, Self>> {
+    fn backward() -> Vec<Recipe<ValidBwd, Self>> {
         Vec::new()
     }
-}
 
-impl Family<ValidCombine> for Third {
-    fn recipes() -> Vec<Kernel<ValidCombine, Self>> {
-        Vec::new()
+    fn combine() -> Vec<Recipe<ValidCombine, Self>> {
+        vec![Recipe::of::<fmha_gpu::Combine>()]
     }
 }
 
@@ -243,50 +255,77 @@ impl Family<ValidCombine> for Third {
 #[derive(Clone, Copy)]
 struct Staged;
 
-fn launch(kernel: &'static str, adds: f32, groups: u32) -> Launch {
+fn launch((stage, kernel): (Stage, &'static str), adds: f32, groups: u32) -> Launch {
     let source = KernelSource::new(adds.to_string(), Vec::new);
-    Launch { kernel, source, grid: Grid::new(groups, 32), shared_bytes: 0, tiles: 1, tiles_at_once: 1 }
+    Launch { stage, kernel, source, grid: Grid::new(groups, 32), shared_bytes: 0, tiles: 1, tiles_at_once: 1 }
 }
 
 fn params(args: &FwdArgs<'_>, problem: &ValidFwd) -> Params {
     Params { at: args.o.as_mut_ptr().cast(), count: problem.shape_o().num_elems() as usize }
 }
 
-impl Recipe<ValidFwd, Third> for Staged {
-    fn name(&self) -> &'static str {
-        "staged"
+/// What the kernel itself adds.
+struct Adds(f32);
+
+impl Fields for Adds {
+    fn fields() -> &'static [Field] {
+        const ADDS: Field =
+            Field { name: "adds", takes: Takes::among(&[20, 30]).tuned(), value_names: Vec::new };
+        &[ADDS]
     }
 
-    fn choose(
-        &self,
+    fn named_values(&self) -> Vec<(&'static str, String)> {
+        vec![("adds", self.0.to_string())]
+    }
+
+    fn set_field(&mut self, name: &str, value: &str) -> Result<(), String> {
+        self.0 = value.parse().map_err(|_| format!("tile {name}={value} is no number"))?;
+        Ok(())
+    }
+}
+
+impl Kernel<ValidFwd, Third> for Staged {
+    type Tile = Adds;
+
+    fn about() -> About<ValidFwd> {
+        About { tiles: Some(Tiles::of_forward::<Adds>("staged", &[])), ..About::new("staged") }
+    }
+
+    fn own_tiles(_: &ValidFwd, _: &ToyFacts, _: &PlanOptions) -> Result<Vec<TileOptions>, Refusal> {
+        Ok(vec![knob_values(&Adds(20.0))])
+    }
+
+    fn fit(
+        _: &ValidFwd,
         problem: &ValidFwd,
-        facts: &ToyFacts,
-        options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidFwd, Third>>, Refusal> {
+        _: &ToyFacts,
+        _: &PlanOptions,
+        fields: &TileOptions,
+    ) -> Result<Adds, Refusal> {
         if problem.dtypes.o != DType::F32 {
             return Err(Refusal::new("staged", format!("dtype_o {} is not f32", problem.dtypes.o)));
         }
-        let tuned = facts.0.get("staged", &TileClass::of_fwd(problem));
-        let (adds, from) = settle(&options.tile, tuned, |tile| match tile.first() {
-            None => Ok(20.0),
-            Some((name, value)) => value.parse().map_err(|_| format!("tile {name}={value} is no number")),
-        })
-        .map_err(|reason| Refusal::new("staged", reason))?;
+        let mut tile = Adds(20.0);
+        let set = fields.iter().try_for_each(|(name, value)| tile.set_field(name, value));
+        set.map(|()| tile).map_err(|reason| Refusal::new("staged", reason))
+    }
+
+    fn plan(Adds(adds): Adds, _: &ValidFwd, _: &ToyFacts, _: &PlanOptions) -> Result<Choice<Self>, Refusal> {
         Ok(Choice {
-            kernel: Kernel::new(*self),
+            kernel: Self,
             launches: Launches::new(
-                [launch("before", 1.0, 1)],
-                launch("staged", adds, 1),
-                [launch("after", 4.0, 2)],
+                [launch((Stage::Prepare, "before"), 1.0, 1)],
+                launch((Stage::Main, "staged"), adds, 1),
+                [launch((Stage::Merge, "after"), 4.0, 2)],
             ),
             workspace: Workspace { bytes: 8, zeroed_bytes: 4 },
             promises: Promises { accuracy: Accuracy::Fast, ..deterministic_rows() },
-            details: vec![from.detail()],
+            details: Vec::new(),
         })
     }
 
-    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
-        if launch.kernel == "staged" {
+    fn lay_out(&self, _: &ToyFacts, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        if launch.stage == Stage::Main {
             launch.grid.groups = usage.and_then(|usage| usage.registers).unwrap_or(0);
         }
     }
@@ -299,48 +338,18 @@ impl Recipe<ValidFwd, Third> for Staged {
     }
 
     unsafe fn launch(&self, steps: &Steps<Toy>, call: &Call<'_, ValidFwd>) -> Result<()> {
-        let ([before], main, [after]) = (exactly(steps.before())?, steps.main(), exactly(steps.after())?);
         let scratch =
             call.args.workspace.as_ref().map_or(std::ptr::null_mut(), fmha_core::DevSliceMut::as_mut_ptr);
         let mut scratch = Params { at: scratch.cast(), count: 1 };
         let mut whole = params(call.args, call.problem);
-        // SAFETY: each takes one Params; core saw that O and the workspace are there.
-        unsafe {
-            before.launch(&mut [(&raw mut scratch).cast()], call.stream)?;
-            whole.count = whole.count.min((*scratch.at * 1e6) as usize);
-            main.launch(&mut [(&raw mut whole).cast()], call.stream)?;
-            after.launch(&mut [(&raw mut whole).cast()], call.stream)
+        for step in steps.iter() {
+            let params = if step.stage == Stage::Prepare { &mut scratch } else { &mut whole };
+            // SAFETY: each takes one Params; core saw that O and the workspace are there.
+            unsafe { step.launch(&mut [(&raw mut *params).cast()], call.stream)? };
+            // SAFETY: the first step has written it.
+            whole.count = whole.count.min(unsafe { (*scratch.at * 1e6) as usize });
         }
-    }
-
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, Third>> {
-        Some(self)
-    }
-}
-
-impl Tunable<ValidFwd, Third> for Staged {
-    fn label(&self) -> &'static str {
-        "staged"
-    }
-
-    fn headers(&self) -> &'static [&'static str] {
-        &[]
-    }
-
-    fn runs_on(&self, _: &ToyFacts) -> bool {
-        true
-    }
-
-    fn own_tile(&self, _: &ValidFwd, _: &ToyFacts, _: &PlanOptions) -> Result<TileOptions, Refusal> {
-        Ok(vec![("adds".to_owned(), "20".to_owned())])
-    }
-
-    fn class(&self, problem: &ValidFwd, _: &PlanOptions) -> TileClass {
-        TileClass::of_fwd(problem)
-    }
-
-    fn fields(&self) -> Vec<(&'static str, Vec<String>)> {
-        vec![("adds", vec!["20".to_owned(), "30".to_owned()])]
+        Ok(())
     }
 }
 
@@ -348,24 +357,27 @@ impl Tunable<ValidFwd, Third> for Staged {
 #[derive(Clone, Copy)]
 struct Slow;
 
-impl Recipe<ValidFwd, Third> for Slow {
-    fn name(&self) -> &'static str {
-        "slow"
+impl Kernel<ValidFwd, Third> for Slow {
+    type Tile = ();
+
+    fn about() -> About<ValidFwd> {
+        About { is_fallback: true, ..About::new("slow") }
     }
 
-    fn is_fallback(&self) -> bool {
-        true
-    }
-
-    fn choose(
-        &self,
+    fn fit(
+        _: &ValidFwd,
         _: &ValidFwd,
         _: &ToyFacts,
         _: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidFwd, Third>>, Refusal> {
+        _: &TileOptions,
+    ) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn plan((): (), _: &ValidFwd, _: &ToyFacts, _: &PlanOptions) -> Result<Choice<Self>, Refusal> {
         Ok(Choice {
-            kernel: Kernel::new(*self),
-            launches: Launches::from(launch("slow", 7.0, 1)),
+            kernel: Self,
+            launches: Launches::from(launch((Stage::Main, "slow"), 7.0, 1)),
             workspace: Workspace::zeroed(12),
             promises: deterministic_rows(),
             details: Vec::new(),
@@ -492,7 +504,7 @@ fn tiles_and_jobs_are_the_recipes() {
     assert_eq!(o_of(&device, &thirty, 0).unwrap(), [34.0; 8]);
     let jobs = device.precompiler().unwrap().jobs(AnyProblem::Forward(&problem), &options).unwrap();
     assert_eq!(jobs.iter().map(|job| job.kernel).collect::<Vec<_>>(), ["before", "staged", "after"]);
-    assert_eq!(device.kernels(), ["staged", "slow"]);
+    assert_eq!(device.kernels(), ["staged", "slow", "combine"]);
 }
 
 #[test]

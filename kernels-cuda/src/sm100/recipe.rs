@@ -1,43 +1,60 @@
 //! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
 
-use crate::schedule::TileSchedule;
-use crate::sm100::{self, Sm100Tile};
-use crate::split;
+use fmha_core::abi::FwdParams;
 use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles};
 
 use crate::maps::{Boxes, Maps};
-use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
+use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::check_begins;
-use crate::split::launch as parts;
+use crate::schedule::TileSchedule;
+use crate::sm100::{self, Sm100Tile};
+use crate::split::{self, RowsAtOnce, launch as parts};
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm100_merge";
 
-/// The forward on tcgen05.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// The forward on tcgen05, with its tile.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm100 {
-    chosen: Option<(Sm100Tile, TileSchedule)>,
+    tile: Sm100Tile,
+    schedule: TileSchedule,
 }
 
-impl Sm100 {
-    /// The choice for a problem, of the tile that `like` has: the same problem over a cache that lies otherwise.
-    ///
-    /// # Errors
-    /// The field that it does not take, and its number.
-    pub(crate) fn choose_like<V: Nvidia>(
+impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
+    type Tile = Sm100Tile;
+
+    fn about() -> About<ValidFwd> {
+        let tiles = Tiles::of_forward::<Sm100Tile>(sm100::NAME, &[sm100::HEADER]);
+        About { tiles: Some(tiles), ..About::new(sm100::NAME) }
+    }
+
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        needs(facts)
+    }
+
+    fn own_tiles(
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Vec<TileOptions>, Refusal> {
+        <Self as Kernel<ValidFwd, V>>::choose(problem, facts, &PlanOptions::default())?;
+        Ok(vec![knob_values(&sm100::choose_tile(problem, &facts.arch))])
+    }
+
+    fn fit(
         like: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        fields: &TileOptions,
+    ) -> Result<Sm100Tile, Refusal> {
         let refuse = |reason: String| Refusal::new(sm100::NAME, reason);
-        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         sm100::accepts(problem)?;
-        let spec = FwdSpec::of(problem);
         let mut own = sm100::choose_tile(like, &facts.arch);
         if like.strides != problem.strides {
             let copies = sm100::choose_tile(problem, &facts.arch);
@@ -50,27 +67,19 @@ impl Sm100 {
         // not, takes more keys a block.
         if options.batch_invariant {
             own.split_keys = 0;
-            own = own.alone(&spec);
+            own = own.alone(&FwdSpec::of(problem));
         }
-        let set = |fields: &TileOptions| {
-            let mut tile = own;
-            fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
-            tile.check(&spec, problem.gqa_ratio())?;
-            sm100::check_loads(problem, &tile)?;
-            if tile.load_max {
-                let reducing = facts.instructions.reducing_loads;
-                facts
-                    .needs(reducing, "loads from tensor memory that find maxima (sm_103a has)")
-                    .map_err(|why| format!("tile load_max=1: {why}"))?;
-            }
-            if tile.split_keys > 0 {
-                split::splits(problem)
-                    .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
-            }
-            facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
-            Ok(tile)
-        };
-        let (tile, tile_from) = settle_fwd(sm100::NAME, like, facts, options, set).map_err(refuse)?;
+        fitted(own, fields, problem, facts).map_err(refuse)
+    }
+
+    fn plan(
+        tile: Sm100Tile,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm100::NAME, reason);
+        let spec = FwdSpec::of(problem);
         let is_split = tile.split_keys > 0;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
@@ -80,6 +89,7 @@ impl Sm100 {
         };
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let main = Launch {
+            stage: Stage::Main,
             kernel: sm100::NAME,
             source: sm100::fwd(&own_spec, &tile),
             grid,
@@ -88,11 +98,10 @@ impl Sm100 {
             // One CTA an SM: it takes all of tensor memory.
             tiles_at_once: u64::from(facts.num_sms / tile.cluster.unsigned_abs()),
         };
-        let merge = is_split.then(|| {
-            parts::merge(MERGE_NAME, problem, (tile.cut(), problem.dims.seqlen_q, spec.dtype_qk), facts)
-        });
+        let queries = problem.dims.seqlen_q;
+        let merge = parts::merge(MERGE_NAME, problem, (tile.cut(), queries, spec.dtype_qk), facts);
         Ok(Choice {
-            kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
+            kernel: Self { tile, schedule },
             launches: Launches::new([], main, merge),
             workspace: tile.workspace(problem, &schedule, facts.num_sms),
             promises: Promises {
@@ -111,91 +120,69 @@ impl Sm100 {
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
-                tile_from.detail(),
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile)),
                 ("tensor memory", format!("{} of {} columns", tile.tmem_columns(&spec), sm100::TMEM_COLUMNS)),
             ],
         })
     }
-}
-
-impl<V: Nvidia> Recipe<ValidFwd, V> for Sm100 {
-    fn name(&self) -> &'static str {
-        sm100::NAME
-    }
-
-    fn choose(
-        &self,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
-        Self::choose_like(problem, problem, facts, options)
-    }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let Some((tile, _)) = self.chosen else { return Ok(()) };
+        let Self { tile, .. } = self;
         let stores_vectors = tile.vector_store && tile.split_keys == 0;
         check_begins(sm100::NAME, call, tile.copy_bytes, stores_vectors)
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let (tile, mut schedule) = fmha_gpu::chosen(self.chosen, "sm100")?;
-        let fwd = steps.main();
-        let mut maps = match tile.copy_bytes {
+        let (Self { tile, schedule }, fwd) = (*self, steps.main());
+        let maps = match tile.copy_bytes {
             0 => fwd.kept.of::<V::Driver>(call, None, || boxes(call.problem, &tile))?,
             _ => Maps::UNREAD,
         };
-        let mut whole = bind::fwd_params(call.problem, call.args);
-        if tile.split_keys == 0 {
-            let mut arguments = [(&raw mut whole).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+        let main = |params: &mut FwdParams, (first, count)| {
+            let (mut rows, mut maps) = (schedule.of_blocks(first, count), maps);
+            let mut arguments = [(&raw mut *params).cast(), (&raw mut maps).cast(), (&raw mut rows).cast()];
             // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
             // covers the problem, and the maps were made for the same extents.
-            return unsafe { fwd.launch(&mut arguments, call.stream) };
-        }
-        let [merge] = exactly(steps.after())?;
-        let mut parts = tile.cut().parts(call.problem, 0..call.problem.dims.seqlen_q, whole.workspace.0);
-        let mut part = parts.params(&whole);
-        let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
-        // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
-        // says.
-        unsafe { fwd.launch(&mut arguments, call.stream)? };
-        // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
-        unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
-    }
-
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
-        Some(self)
+            unsafe { fwd.launch(&mut arguments, call.stream) }
+        };
+        let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
+        // SAFETY: the caller's promise.
+        unsafe { parts::run(steps, call, bind::fwd_params(call.problem, call.args), in_parts, main) }
     }
 }
 
-/// What the kernel is made of.
-pub(crate) const INSTRUCTIONS: &str = "TMA with tcgen05";
-
-/// Whether the device has it.
-pub(crate) fn runs_on(facts: &DeviceFacts) -> bool {
-    facts.instructions.tma && facts.instructions.tcgen05
+/// That the device has what the kernel is made of.
+///
+/// # Errors
+/// The architecture, and what it lacks.
+pub(crate) fn needs(facts: &DeviceFacts) -> Result<(), String> {
+    facts.needs(facts.instructions.tma && facts.instructions.tcgen05, "TMA with tcgen05")
 }
 
-impl<V: Nvidia> Tiled<ValidFwd, V> for Sm100 {
-    type Tile = Sm100Tile;
-
-    const HEADERS: &'static [&'static str] = &[sm100::HEADER];
-
-    fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        runs_on(facts)
+/// The tile with some fields set, if it fits the problem and the device.
+///
+/// # Errors
+/// A text that names the fields and numbers that do not go together.
+fn fitted(
+    mut tile: Sm100Tile,
+    fields: &TileOptions,
+    problem: &ValidFwd,
+    facts: &DeviceFacts,
+) -> Result<Sm100Tile, String> {
+    let spec = FwdSpec::of(problem);
+    fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+    tile.check(&spec, problem.gqa_ratio())?;
+    sm100::check_loads(problem, &tile)?;
+    if tile.load_max {
+        let reducing = facts.instructions.reducing_loads;
+        facts
+            .needs(reducing, "loads from tensor memory that find maxima (sm_103a has)")
+            .map_err(|why| format!("tile load_max=1: {why}"))?;
     }
-
-    fn table_tiles(
-        &self,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        _: &PlanOptions,
-    ) -> Result<Vec<Sm100Tile>, Refusal> {
-        <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(vec![sm100::choose_tile(problem, &facts.arch)])
-    }
+    split::check(problem, tile.cut())?;
+    facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
+    Ok(tile)
 }
 
 /// What TMA brings at once.

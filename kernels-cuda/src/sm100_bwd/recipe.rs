@@ -3,21 +3,23 @@
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
+use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, RowKernel, RowLaunches as _, Stage, Steps};
 
-use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, row_launch};
+use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::operands::ALIGN;
+use crate::sm80;
 use crate::sm80_bwd::{self, BwdSums};
 use crate::sm90_bwd::recipe::map_facts_of;
 use crate::sm100_bwd::{self, BLOCK, Sm100BwdTile};
 use crate::tma::{EncodeTensorMap, TensorMap};
-use crate::{simt, sm80};
 
 /// The backward on tcgen05, its rows before and after.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm100Bwd {
-    chosen: Option<(Sm100BwdTile, BwdWorkspace)>,
+    tile: Sm100BwdTile,
+    workspace: BwdWorkspace,
 }
 
 /// The main launch's second argument.
@@ -29,31 +31,44 @@ struct Maps {
     dout: TensorMap,
 }
 
-impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
-    fn name(&self) -> &'static str {
-        sm100_bwd::NAME
+impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
+    type Tile = Sm100BwdTile;
+
+    fn about() -> About<ValidBwd> {
+        About::new(sm100_bwd::NAME)
     }
 
-    fn choose(
-        &self,
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        crate::sm100::recipe::needs(facts)
+    }
+
+    fn fit(
+        _: &ValidBwd,
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<BwdKernel<V>>, Refusal> {
+        fields: &TileOptions,
+    ) -> Result<Sm100BwdTile, Refusal> {
         let refuse = |reason: String| Refusal::new(sm100_bwd::NAME, reason);
-        facts
-            .needs(crate::sm100::recipe::runs_on(facts), crate::sm100::recipe::INSTRUCTIONS)
-            .map_err(refuse)?;
         sm100_bwd::accepts(problem)?;
-        // Of ordered sums a sequence has the same bits in any batch: blocks begin at its own first rows.
-        let is_ordered = options.deterministic || options.batch_invariant;
-        let of_rows = BwdSpec::of(problem);
-        let spec = BwdSpec { deterministic: is_ordered, ..of_rows };
+        let spec = spec_of(problem, options);
         let mut tile = sm100_bwd::choose_tile(problem, &spec);
-        for (key, value) in &options.tile {
+        for (key, value) in fields {
             tile.set(key, value).map_err(refuse)?;
         }
         facts.has_room_for(&tile, tile.smem_bytes(&spec), 1).map_err(refuse)?;
+        Ok(tile)
+    }
+
+    fn plan(
+        tile: Sm100BwdTile,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm100_bwd::NAME, reason);
+        let (of_rows, spec) = (BwdSpec::of(problem), spec_of(problem, options));
+        let is_ordered = spec.deterministic;
         let sums = DqSums { dim: sm100_bwd::dq_dim(&spec), parts: 1, has_semaphores: is_ordered };
         let workspace = BwdWorkspace::new(problem, BLOCK, Some(sums), 0)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
@@ -61,13 +76,11 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
         let grids = sm100_bwd::grid(problem).zip(sm100_bwd::finish_grid(problem));
         let (ctas, finishing) = grids.ok_or_else(|| refuse(sm80_bwd::recipe::too_many_tiles(dims)))?;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-        let stats = row_launch(
-            "sm100_stats",
-            simt::bwd_stats(&of_rows),
-            Grid::new(simt::row_grid(rows, facts.num_sms), simt::NUM_THREADS),
-            facts,
-        );
+        let stats = facts
+            .row_launch((Stage::Prepare, "sm100_stats"), RowKernel::SimtStats, &of_rows, [rows, 0])
+            .map_err(refuse)?;
         let main = Launch {
+            stage: Stage::Main,
             kernel: sm100_bwd::NAME,
             source: sm100_bwd::main(&spec, &tile),
             grid: Grid::new(ctas.max(1), sm100_bwd::THREADS),
@@ -77,14 +90,14 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
             tiles_at_once: facts.num_sms.into(),
         };
         let finish = row_launch(
-            "sm100_finish_dq",
+            (Stage::FinishDq, "sm100_finish_dq"),
             sm100_bwd::finish_dq(&of_rows),
             Grid::new(finishing.max(1), sm80_bwd::FINISH_THREADS),
             facts,
         );
         let dsink = problem.write_dsink.then(|| {
             let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
-            row_launch("sm80_dsink", sm80_bwd::dsink(&of_rows), grid, facts)
+            row_launch((Stage::Gradients, "sm80_dsink"), sm80_bwd::dsink(&of_rows), grid, facts)
         });
         let dbias = sm80_bwd::choose_tiles(problem, &of_rows, sm80::recipe::room(facts), false);
         let dbias = dbias.into_iter().find(|tile| tile.sums == BwdSums::DBias);
@@ -93,7 +106,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
             .transpose()
             .map_err(refuse)?;
         Ok(Choice {
-            kernel: Kernel::new(Self { chosen: Some((tile, workspace)) }),
+            kernel: Self { tile, workspace },
             launches: Launches::new([stats], main, [finish].into_iter().chain(dsink).chain(dbias)),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
             promises: Promises {
@@ -113,7 +126,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
     }
 
     fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
-        let Some((tile, _)) = self.chosen else { return Ok(()) };
+        let Self { tile, .. } = self;
         let args = call.args;
         let fwd = call.problem.fwd();
         let (has_queries, has_keys) = (fwd.shape_q().seq > 0, fwd.shape_k().seq > 0);
@@ -129,27 +142,29 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm100Bwd {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
-        let (_, workspace) = fmha_gpu::chosen(self.chosen, "sm100")?;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
-        let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
-        for step in steps.before() {
-            // SAFETY: the kernel takes BwdParams; `check_bwd` saw that its memory covers the problem, and the workspace is as
-            // large as the plan said.
-            unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
-        }
-        // Without keys there is no block of them, nor a tensor for the maps.
-        if call.problem.fwd().dims.seqlen_k > 0 {
-            let mut maps = maps::<V::Driver>(call)?;
-            let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast()];
-            // SAFETY: the kernel takes BwdParams, as above, and Maps, made for the same extents.
-            unsafe { steps.main().launch(&mut arguments, call.stream)? };
-        }
-        for step in steps.after() {
-            // SAFETY: as of the first one.
-            unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
+        let mut params = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        for step in steps.iter() {
+            if step.stage != Stage::Main {
+                // SAFETY: the kernel takes BwdParams; `check_bwd` saw that its memory covers the problem, and the workspace is as
+                // large as the plan said.
+                unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
+            } else if call.problem.fwd().dims.seqlen_k > 0 {
+                // Without keys there is no block of them, nor a tensor for the maps.
+                let mut maps = maps::<V::Driver>(call)?;
+                let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast()];
+                // SAFETY: the kernel takes BwdParams, as above, and Maps, made for the same extents.
+                unsafe { step.launch(&mut arguments, call.stream)? };
+            }
         }
         Ok(())
     }
+}
+
+/// What a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any batch: blocks begin at its own
+/// first rows.
+fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
+    BwdSpec { deterministic: options.deterministic || options.batch_invariant, ..BwdSpec::of(problem) }
 }
 
 /// The tensor maps, by boxes of 64 columns; of a column-major V, of 64 keys.

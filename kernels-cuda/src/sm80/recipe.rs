@@ -1,25 +1,26 @@
 //! The kernel of mma.sync, for every architecture from sm_80 on: which problems it takes, its tile.
 
-use crate::keep_mask;
-use crate::schedule::TileSchedule;
-use crate::sm80::{self, Room, Sm80Tile};
-use crate::split;
-use crate::tree_mask;
+use fmha_core::abi::FwdParams;
 use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, check_addresses};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles, update};
 
-use crate::cache_update::launch as update;
 use crate::maps::{Boxes, Maps};
-use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
-use crate::split::launch as parts;
+use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
+use crate::rows::keep_mask;
+use crate::schedule::TileSchedule;
+use crate::sm80::{self, Room, Sm80Tile};
+use crate::split::{self, launch as parts};
+use crate::tree_mask;
 
-/// The kernel, with what its launches need.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// The kernel with its tile.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm80 {
-    chosen: Option<(Sm80Tile, TileSchedule)>,
+    tile: Sm80Tile,
+    schedule: TileSchedule,
 }
 
 /// The merging kernel's name in plans.
@@ -29,22 +30,36 @@ const UPDATE_NAME: &str = "sm80_update";
 /// The name of the kernel that writes dropout's keep mask.
 const KEEP_MASK_NAME: &str = "sm80_keep_mask";
 
-impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
-    fn name(&self) -> &'static str {
-        sm80::NAME
+impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
+    type Tile = Sm80Tile;
+
+    fn about() -> About<ValidFwd> {
+        let tiles = Tiles::of_forward::<Sm80Tile>(sm80::NAME, &[sm80::HEADER, sm80::TMA_HEADER]);
+        About { tiles: Some(tiles), ..About::new(sm80::NAME) }
     }
 
-    fn choose(
-        &self,
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        needs(facts)
+    }
+
+    fn own_tiles(
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Vec<TileOptions>, Refusal> {
+        <Self as Kernel<ValidFwd, V>>::choose(problem, facts, &PlanOptions::default())?;
+        Ok(vec![knob_values(&own_tile(problem, facts))])
+    }
+
+    fn fit(
+        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        fields: &TileOptions,
+    ) -> Result<Sm80Tile, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
-        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         sm80::accepts(problem, facts.instructions.converts_fp8)?;
-        // A launch of its own writes the keep mask.
-        let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
         let mut own = own_tile(problem, facts);
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
@@ -52,29 +67,17 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
         if options.batch_invariant {
             own.make_batch_invariant(problem, room(facts));
         }
-        let set = |fields: &TileOptions| {
-            let mut tile = own;
-            fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
-            tile.place_blocks(problem);
-            tile.converts_fp8 = facts.instructions.converts_fp8 && problem.cache.dtype.is_some();
-            tile.launches_merge = tile.split_keys > 0 && facts.instructions.tma;
-            tile.check()?;
-            tile.check_loads(problem)?;
-            facts.needs(!tile.tma || facts.instructions.tma, "TMA")?;
-            if tile.split_keys > 0 {
-                split::splits(problem)
-                    .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
-            }
-            if tile.cut().shares.is_some_and(|shares| !shares.takes(problem, tile.block_n.unsigned_abs())) {
-                return Err(format!(
-                    "tile shares={}: they count fewer than 2^30 blocks of keys",
-                    tile.shares
-                ));
-            }
-            facts.has_room_for(&tile, tile.smem_bytes(&spec), 1)?;
-            Ok(tile)
-        };
-        let (tile, tile_from) = settle_fwd(sm80::NAME, problem, facts, options, set).map_err(refuse)?;
+        fitted(own, fields, problem, facts).map_err(refuse)
+    }
+
+    fn plan(
+        tile: Sm80Tile,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
+        let spec = spec_of(problem);
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let at_once = tile.rows_at_once(problem);
@@ -83,6 +86,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
         let tree = problem.cache.tree_mask;
         let source = if tree { sm80::fwd_tree(&own_spec, &tile) } else { sm80::fwd(&own_spec, &tile) };
         let main = Launch {
+            stage: Stage::Main,
             kernel: sm80::NAME,
             source,
             grid: Grid::new(
@@ -96,16 +100,15 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
         };
-        let merge = is_split
-            .then(|| parts::merge(MERGE_NAME, problem, (tile.cut(), at_once.queries, tile.stored), facts));
-        let update = update::launch_before(UPDATE_NAME, problem, facts);
-        let keep_mask = problem.dropout.write_keep_mask.then(|| {
-            let grid = Grid::new(keep_mask::grid(problem, facts.num_sms), keep_mask::NUM_THREADS);
-            row_launch(KEEP_MASK_NAME, keep_mask::write(&spec), grid, facts)
-        });
+        let merge = parts::merge(MERGE_NAME, problem, (tile.cut(), at_once.queries, tile.stored), facts);
+        let update = update::launch_before(UPDATE_NAME, problem, facts).map_err(refuse)?;
+        let dims = problem.dims;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let keep_mask =
+            problem.dropout.write_keep_mask.then(|| keep_mask(KEEP_MASK_NAME, &spec, rows, facts));
         let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
         Ok(Choice {
-            kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
+            kernel: Self { tile, schedule },
             launches: Launches::new(update.into_iter().chain(keep_mask), main, merge),
             workspace,
             promises: Promises {
@@ -122,7 +125,6 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
-                tile_from.detail(),
                 ("order", format!("a CTA a tile, L2 groups of {} heads", schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile, problem.cache.dtype.is_some())),
             ],
@@ -130,7 +132,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let Some((tile, _)) = self.chosen else { return Ok(()) };
+        let Self { tile, .. } = self;
         let stores_vectors = tile.vector_store && tile.split_keys == 0;
         let args = call.args;
         // A tensor without rows may lie anywhere.
@@ -149,62 +151,58 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm80 {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let (tile, mut schedule) = fmha_gpu::chosen(self.chosen, "sm80")?;
-        let fwd = steps.main();
-        let whole = bind::fwd_params(call.problem, call.args);
+        let (Self { tile, schedule }, fwd) = (*self, steps.main());
         // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
-        let (mut whole, keeps) =
-            unsafe { update::run(steps.before(), call, whole, tile.workspace(call.problem))? };
-        if call.problem.dropout.write_keep_mask {
-            let [step] = exactly(keeps)?;
-            // SAFETY: the kernel takes FwdParams; `check_fwd` saw that the keep mask covers the problem.
-            unsafe { step.launch(&mut [(&raw mut whole).cast()], call.stream)? };
-        }
-        let mut tree = tree_mask::bind(call.problem, call.args);
-        // Kernels without a tree take one argument fewer; the driver reads as many as a kernel has.
-        let tree_argument = (&raw mut tree).cast();
+        let mut whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         if call.problem.cache.tree_mask {
             whole = tree_mask::without_upper_end(&whole);
         }
-        if tile.split_keys == 0 {
-            let mut maps = match tile.tma {
-                true => fwd.kept.of::<V::Driver>(call, None, || boxes(call.problem, &tile))?,
-                false => Maps::UNREAD,
-            };
-            let last = if tile.tma { (&raw mut maps).cast() } else { tree_argument };
+        let tree = tree_mask::bind(call.problem, call.args);
+        let by_tma = tile.tma && tile.split_keys == 0;
+        let maps = match by_tma {
+            true => fwd.kept.of::<V::Driver>(call, None, || boxes(call.problem, &tile))?,
+            false => Maps::UNREAD,
+        };
+        let in_parts = (tile.cut(), tile.rows_at_once(call.problem));
+        let main = |params: &mut FwdParams, (first, count)| {
+            let (mut rows, mut maps, mut tree) = (schedule.of_blocks(first, count), maps, tree);
+            // Kernels without a tree take one argument fewer; the driver reads as many as a kernel has.
+            let last = if by_tma { (&raw mut maps).cast() } else { (&raw mut tree).cast() };
+            let mut arguments = [(&raw mut *params).cast(), (&raw mut rows).cast(), last];
             // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, or, where TMA loads, Maps, which
             // were made for the same extents; `check_fwd` saw that the memory covers the problem.
-            return unsafe {
-                fwd.launch(&mut [(&raw mut whole).cast(), (&raw mut schedule).cast(), last], call.stream)
-            };
-        }
-        let [merge] = exactly(steps.after())?;
-        let at_once = tile.rows_at_once(call.problem);
-        let launches = parts::launches(call.problem, tile.cut(), at_once, schedule, whole.workspace.0);
-        for (mut rows, mut parts) in launches {
-            let mut part = parts.params(&whole);
-            // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
-            // says.
-            unsafe {
-                fwd.launch(
-                    &mut [(&raw mut part).cast(), (&raw mut rows).cast(), tree_argument],
-                    call.stream,
-                )?;
-            }
-            // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask, whose memory was checked likewise.
-            unsafe {
-                merge.launch(
-                    &mut [(&raw mut whole).cast(), (&raw mut parts).cast(), tree_argument],
-                    call.stream,
-                )?;
-            }
-        }
-        Ok(())
+            unsafe { fwd.launch(&mut arguments, call.stream) }
+        };
+        // SAFETY: the caller's promise.
+        unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
+}
 
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
-        Some(self)
-    }
+/// What a launch of the kernel computes: a launch of its own writes the keep mask.
+fn spec_of(problem: &ValidFwd) -> FwdSpec {
+    FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) }
+}
+
+/// The tile with some fields set, if it fits the problem and the device.
+///
+/// # Errors
+/// A text that names the fields and numbers that do not go together.
+fn fitted(
+    mut tile: Sm80Tile,
+    fields: &TileOptions,
+    problem: &ValidFwd,
+    facts: &DeviceFacts,
+) -> Result<Sm80Tile, String> {
+    fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+    tile.place_blocks(problem);
+    tile.converts_fp8 = facts.instructions.converts_fp8 && problem.cache.dtype.is_some();
+    tile.launches_merge = tile.split_keys > 0 && facts.instructions.tma;
+    tile.check()?;
+    tile.check_loads(problem)?;
+    facts.needs(!tile.tma || facts.instructions.tma, "TMA")?;
+    split::check(problem, tile.cut())?;
+    facts.has_room_for(&tile, tile.smem_bytes(&spec_of(problem)), 1)?;
+    Ok(tile)
 }
 
 pub(crate) fn room(facts: &DeviceFacts) -> Room {
@@ -231,32 +229,12 @@ fn boxes(problem: &ValidFwd, tile: &Sm80Tile) -> Boxes {
     Boxes { q: [k[0], 1, 1, 1, 1], k, v, bias: None, prepared_v: None }
 }
 
-/// What the kernels are made of.
-pub(crate) const INSTRUCTIONS: &str = "cp.async with mma.sync of bf16";
-
-/// Whether the device has it.
-pub(crate) fn runs_on(facts: &DeviceFacts) -> bool {
-    facts.instructions.mma_sync
-}
-
-impl<V: Nvidia> Tiled<ValidFwd, V> for Sm80 {
-    type Tile = Sm80Tile;
-
-    const HEADERS: &'static [&'static str] = &[sm80::HEADER, sm80::TMA_HEADER];
-
-    fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        runs_on(facts)
-    }
-
-    fn table_tiles(
-        &self,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        _: &PlanOptions,
-    ) -> Result<Vec<Sm80Tile>, Refusal> {
-        <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(vec![own_tile(problem, facts)])
-    }
+/// That the device has what the kernels are made of.
+///
+/// # Errors
+/// The architecture, and what it lacks.
+pub(crate) fn needs(facts: &DeviceFacts) -> Result<(), String> {
+    facts.needs(facts.instructions.mma_sync, "cp.async with mma.sync of bf16")
 }
 
 fn schedule_words(tile: &Sm80Tile, widens: bool) -> String {

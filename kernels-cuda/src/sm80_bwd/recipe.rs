@@ -1,44 +1,52 @@
 //! The backward kernels of mma.sync, for every architecture from sm_80 on.
 
-use crate::sm80_bwd::Sm80BwdTile;
-use crate::{simt, sm80, sm80_bwd};
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
-use fmha_core::tune::Candidates;
+use fmha_core::tune::{Candidates, TileOptions};
 use fmha_core::{Accuracy, Dims, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, RowKernel, RowLaunches as _, Stage, Steps};
 
-use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, row_launch};
+use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
+use crate::sm80_bwd::{BwdSums, Sm80BwdTile};
+use crate::{sm80, sm80_bwd};
 
 /// The kernels, with what their launches need.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Sm80Bwd {
-    chosen: Option<Chosen>,
-}
-
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Chosen {
+pub struct Sm80Bwd {
     workspace: BwdWorkspace,
     copy_bytes: u64,
     stores_vectors: bool,
 }
 
-impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
-    fn name(&self) -> &'static str {
-        sm80::NAME
+/// How a problem's gradients are summed.
+pub struct Tiles {
+    /// The ways of dQ, of which true is one pass.
+    ways: Candidates<bool>,
+    one_pass: bool,
+    /// A tile to each launch, dQ's first.
+    tiles: Vec<Sm80BwdTile>,
+}
+
+impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
+    type Tile = Tiles;
+
+    fn about() -> About<ValidBwd> {
+        About::new(sm80::NAME)
     }
 
-    fn choose(
-        &self,
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        crate::sm80::recipe::needs(facts)
+    }
+
+    fn fit(
+        _: &ValidBwd,
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<BwdKernel<V>>, Refusal> {
+        fields: &TileOptions,
+    ) -> Result<Tiles, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
-        facts
-            .needs(crate::sm80::recipe::runs_on(facts), crate::sm80::recipe::INSTRUCTIONS)
-            .map_err(refuse)?;
         sm80_bwd::accepts(problem)?;
         let spec = BwdSpec::of(problem);
         let ways = sm80_bwd::ways_of_dq(problem, &spec, facts.num_sms);
@@ -48,13 +56,24 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
         }
         let mut tiles = sm80_bwd::choose_tiles(problem, &spec, crate::sm80::recipe::room(facts), one_pass);
         for tile in &mut tiles {
-            for (key, value) in &options.tile {
+            for (key, value) in fields {
                 tile.set(key, value).map_err(refuse)?;
             }
             tile.check_loads(problem).map_err(refuse)?;
             tile.check_one_pass(&spec).map_err(refuse)?;
             facts.has_room_for(tile, tile.smem_bytes(&spec), 1).map_err(refuse)?;
         }
+        Ok(Tiles { ways, one_pass, tiles })
+    }
+
+    fn plan(
+        Tiles { ways, one_pass, tiles }: Tiles,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
+        let spec = BwdSpec::of(problem);
         // Sums of dQ begin at whole blocks of queries.
         let (block_m, dq_sums) = match one_pass {
             true => {
@@ -67,12 +86,9 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-        let stats = row_launch(
-            "sm80_stats",
-            simt::bwd_stats(&spec),
-            Grid::new(simt::row_grid(rows, facts.num_sms), simt::NUM_THREADS),
-            facts,
-        );
+        let stats = facts
+            .row_launch((Stage::Prepare, "sm80_stats"), RowKernel::SimtStats, &spec, [rows, 0])
+            .map_err(refuse)?;
         let mut sums = Vec::new();
         for tile in &tiles {
             sums.push(launch_of(problem, &spec, tile, facts).map_err(refuse)?);
@@ -83,24 +99,29 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
             let groups =
                 groups.ok_or_else(|| refuse(format!("{rows} rows of dQ make 2^31 blocks or more")))?;
             let grid = Grid::new(groups.max(1), sm80_bwd::FINISH_THREADS);
-            sums.insert(1, row_launch("sm80_finish_dq", sm80_bwd::finish_dq(&spec, &tiles[0]), grid, facts));
+            let source = sm80_bwd::finish_dq(&spec, &tiles[0]);
+            sums.insert(1, row_launch((Stage::FinishDq, "sm80_finish_dq"), source, grid, facts));
         }
         if problem.write_dsink {
             let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
-            sums.push(row_launch("sm80_dsink", sm80_bwd::dsink(&spec), grid, facts));
+            let at = (Stage::Gradients, "sm80_dsink");
+            sums.push(row_launch(at, sm80_bwd::dsink(&spec), grid, facts));
         }
         // dQ's, of which every problem has one, or that of all three.
         let main = sums.remove(0);
         let of = |tile: &Sm80BwdTile| {
             format!("{} {} x {}, {} stages", tile.sums.name(), tile.rows, tile.columns, tile.stages)
         };
-        let chosen = Chosen {
-            workspace,
-            copy_bytes: tiles.iter().map(|tile| u64::from(tile.copy_bytes.unsigned_abs())).max().unwrap_or(1),
-            stores_vectors: tiles.iter().any(|tile| tile.vector_store),
-        };
         Ok(Choice {
-            kernel: Kernel::new(Self { chosen: Some(chosen) }),
+            kernel: Self {
+                workspace,
+                copy_bytes: tiles
+                    .iter()
+                    .map(|tile| u64::from(tile.copy_bytes.unsigned_abs()))
+                    .max()
+                    .unwrap_or(1),
+                stores_vectors: tiles.iter().any(|tile| tile.vector_store),
+            },
             launches: Launches::new([stats], main, sums),
             workspace: Workspace {
                 bytes: workspace.bytes,
@@ -123,7 +144,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
     }
 
     fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
-        let Some(Chosen { copy_bytes, stores_vectors, .. }) = self.chosen else { return Ok(()) };
+        let Self { copy_bytes, stores_vectors, .. } = *self;
         let args = call.args;
         let (has_queries, has_keys) =
             (call.problem.fwd().shape_q().seq > 0, call.problem.fwd().shape_k().seq > 0);
@@ -142,15 +163,11 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm80Bwd {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
-        let Chosen { workspace, .. } = fmha_gpu::chosen(self.chosen, "sm80")?;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
-        let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
-        for step in steps.iter() {
-            // SAFETY: every launch takes one BwdParams; `check_bwd` saw that its memory covers the problem, and the
-            // workspace is as large as the plan said.
-            unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
-        }
-        Ok(())
+        let mut params = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        // SAFETY: every launch takes one BwdParams; `check_bwd` saw that its memory covers the problem, and the workspace is as
+        // large as the plan said.
+        unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream) }
     }
 }
 
@@ -166,6 +183,7 @@ pub(crate) fn launch_of(
 ) -> Result<Launch, String> {
     let ctas = sm80_bwd::grid(problem, tile).ok_or_else(|| too_many_tiles(problem.fwd().dims))?;
     Ok(Launch {
+        stage: stage_of(tile.sums),
         kernel: tile.sums.name(),
         source: sm80_bwd::main(spec, tile),
         grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
@@ -173,6 +191,15 @@ pub(crate) fn launch_of(
         tiles: ctas.into(),
         tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
     })
+}
+
+/// The stage in which a tile sums.
+fn stage_of(sums: BwdSums) -> Stage {
+    match sums {
+        BwdSums::Dq | BwdSums::All => Stage::Main,
+        BwdSums::DBias => Stage::Dbias,
+        _ => Stage::Gradients,
+    }
 }
 
 /// Why a grid is refused.

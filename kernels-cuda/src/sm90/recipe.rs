@@ -1,34 +1,27 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
-use crate::schedule::TileSchedule;
-use crate::sm80::{self, Room};
-use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
-use crate::split;
-use fmha_core::abi::DevPtr;
+use fmha_core::abi::{DevPtr, FwdParams};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{FieldValue, knob_values};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{Candidates, TileOptions};
 use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles};
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
-use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
+use crate::nvidia::{DeviceFacts, FwdCall, Nvidia, row_launch};
 use crate::operands::{ALIGN, check_begins};
-use crate::sm80::recipe::room;
-use crate::split::launch as parts;
+use crate::schedule::TileSchedule;
+use crate::sm80::{self, Room, recipe::room};
+use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
+use crate::split::{self, launch as parts};
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm90_merge";
 
-/// The forward on wgmma.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Sm90 {
-    chosen: Option<Chosen>,
-}
-
+/// The forward on wgmma, with its tile.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Chosen {
+pub struct Sm90 {
     tile: Sm90Tile,
     schedule: TileSchedule,
     values: Option<ValuesPlan>,
@@ -162,13 +155,7 @@ fn fitted(
             tile.bias_stages
         ));
     }
-    if tile.split_keys > 0 {
-        split::splits(problem).map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
-    }
-    let takes = |shares: split::Shares| shares.takes(problem, tile.block_n.unsigned_abs());
-    if !tile.cut(problem).shares.is_none_or(takes) {
-        return Err(format!("tile shares={}: they count fewer than 2^30 blocks of keys", tile.shares));
-    }
+    split::check(problem, tile.cut(problem))?;
     facts.has_room_for(&tile, tile.smem_bytes(spec), tile.cluster)?;
     if problem.arrivals > 0 && !tile.waits_for_keys() {
         return Err(format!("arrivals {}: its tile does not wait for pieces of keys", problem.arrivals));
@@ -177,10 +164,7 @@ fn fitted(
 }
 
 /// The table's tile, of the shape and in the order that the model has cheapest; and what it was asked for.
-fn own_tile(
-    problem: &ValidFwd,
-    facts: &DeviceFacts,
-) -> (Sm90Tile, Candidates<(i32, i32)>, Candidates<TileOrder>) {
+fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Priced {
     let mut tile = sm90::choose_tile_in_parts(problem, facts.num_sms);
     let shapes = tile.shapes(problem, facts.num_sms);
     if let Some(best) = shapes.cheapest(sm90::LEAST_GAIN_OF_SHAPE) {
@@ -191,19 +175,46 @@ fn own_tile(
     (tile, shapes, orders)
 }
 
-impl Sm90 {
-    /// The choice for a problem, of the tile that `like` has: the same problem over a cache that lies otherwise.
-    ///
-    /// # Errors
-    /// The field that it does not take, and its number.
-    pub(crate) fn choose_like<V: Nvidia>(
+/// A tile, and the shapes and orders that its own were found among, where they had a price.
+type Priced = (Sm90Tile, Candidates<(i32, i32)>, Candidates<TileOrder>);
+
+impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
+    type Tile = Priced;
+
+    fn about() -> About<ValidFwd> {
+        let tiles = Tiles::of_forward::<Sm90Tile>(sm90::NAME, &[sm90::HEADER]);
+        About { tiles: Some(tiles), waits_for_keys: true, ..About::new(sm90::NAME) }
+    }
+
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        needs(facts)
+    }
+
+    fn own_tiles(
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Vec<TileOptions>, Refusal> {
+        <Self as Kernel<ValidFwd, V>>::choose(problem, facts, &PlanOptions::default())?;
+        Ok(vec![knob_values(&own_tile(problem, facts).0)])
+    }
+
+    fn modelled_micros(problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {
+        let (mut tile, ..) = own_tile(problem, facts);
+        fields.iter().try_for_each(|(name, value)| tile.set(name, value)).ok()?;
+        tile.place_groups(problem);
+        tile.check(&sm90::spec_of(problem), problem.gqa_ratio()).ok()?;
+        tile.modelled_micros(problem, facts.num_sms)
+    }
+
+    fn fit(
         like: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
-        let refuse = |reason: String| Refusal::new("sm90", reason);
-        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
+        fields: &TileOptions,
+    ) -> Result<Priced, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm90::NAME, reason);
         sm90::accepts(problem)?;
         if options.kernel.is_none() && options.tile.is_empty() && !options.batch_invariant {
             leave_to_parts(problem, facts).map_err(refuse)?;
@@ -221,8 +232,18 @@ impl Sm90 {
             own.make_batch_invariant(&spec);
             own.take_fixed_parts(like);
         }
-        let set = |fields: &TileOptions| fitted(own, fields, problem, facts, &spec);
-        let (tile, tile_from) = settle_fwd(sm90::NAME, like, facts, options, set).map_err(refuse)?;
+        let tile = fitted(own, fields, problem, facts, &spec).map_err(refuse)?;
+        Ok((tile, shapes, orders))
+    }
+
+    fn plan(
+        (tile, shapes, orders): Priced,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm90::NAME, reason);
+        let spec = sm90::spec_of(problem);
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let at_once = tile.rows_at_once(problem);
@@ -244,15 +265,15 @@ impl Sm90 {
         };
         let before = values.filter(|_| tile.prepare_v == PrepareV::Before).map(|plan| {
             let grid = Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) };
-            row_launch(sm90::PREPARE_NAME, sm90::prepare_values(&spec, &tile), grid, facts)
+            row_launch((Stage::Prepare, sm90::PREPARE_NAME), sm90::prepare_values(&spec, &tile), grid, facts)
         });
-        let merge = is_split.then(|| {
-            parts::merge(MERGE_NAME, problem, (tile.cut(problem), at_once.queries, spec.dtype_qk), facts)
-        });
+        let cut = tile.cut(problem);
+        let merge = parts::merge(MERGE_NAME, problem, (cut, at_once.queries, spec.dtype_qk), facts);
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         // One shape and one order keep the promise, whatever others would cost.
         let is_priced = !options.batch_invariant;
         let main = Launch {
+            stage: Stage::Main,
             kernel: sm90::NAME,
             source: match problem.arrivals {
                 0 => sm90::fwd(&own_spec, &tile),
@@ -265,7 +286,7 @@ impl Sm90 {
             tiles_at_once: facts.num_sms.into(),
         };
         Ok(Choice {
-            kernel: Kernel::new(Sm90 { chosen: Some(Chosen { tile, schedule, values }) }),
+            kernel: Self { tile, schedule, values },
             launches: Launches::new(before, main, merge),
             workspace,
             promises: Promises {
@@ -279,7 +300,6 @@ impl Sm90 {
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
-                tile_from.detail(),
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile, problem)),
             ]
@@ -292,29 +312,10 @@ impl Sm90 {
             .collect(),
         })
     }
-}
-
-impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
-    fn name(&self) -> &'static str {
-        sm90::NAME
-    }
-
-    fn waits_for_keys(&self) -> bool {
-        true
-    }
-
-    fn choose(
-        &self,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
-        Self::choose_like(problem, problem, facts, options)
-    }
 
     /// The order of a masked call's tiles is by how many there are, and their shape by that and by how many blocks they walk.
     fn tiles_of_other_sizes(&self, problem: &ValidFwd) -> Vec<TileOptions> {
-        let Some(Chosen { tile, .. }) = self.chosen else { return Vec::new() };
+        let Self { tile, .. } = self;
         let of = |name: &str, value: String| (name.to_owned(), value);
         let other = match (tile.order, tile.cluster) {
             (TileOrder::Dynamic, 1) => TileOrder::Static,
@@ -332,7 +333,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let Some(Chosen { tile, .. }) = self.chosen else { return Ok(()) };
+        let Self { tile, .. } = self;
         let stores_vectors = tile.vector_store && tile.split_keys == 0;
         check_begins(sm90::NAME, call, tile.copy_bytes, stores_vectors)?;
         let bias = call.args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64);
@@ -340,93 +341,49 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90 {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let Chosen { tile, mut schedule, values } = fmha_gpu::chosen(self.chosen, "sm90")?;
-        let fwd = steps.main();
-        let mut params = bind::fwd_params(call.problem, call.args);
-        let workspace = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let (Self { tile, schedule, values }, fwd) = (*self, steps.main());
+        let mut whole = bind::fwd_params(call.problem, call.args);
+        let workspace = whole.workspace.0;
         let prepared = values.map(|plan| plan.map(&tile, &FwdSpec::of(call.problem), workspace));
-        let mut maps = match tile.copy_bytes {
+        let maps = match tile.copy_bytes {
             0 => fwd.kept.of::<V::Driver>(call, prepared, || boxes(call.problem, &tile, prepared))?,
             _ => Maps::UNREAD,
         };
-        let mut prepared = values.map(|plan| plan.at(workspace));
-        if let (PrepareV::Before, Some(values)) = (tile.prepare_v, &mut prepared) {
-            let [prepare] = exactly(steps.before())?;
-            let mut arguments = [(&raw mut params).cast(), (&raw mut *values).cast()];
+        let values = values.map(|plan| plan.at(workspace));
+        if let (Some(prepare), Some(mut values)) = (steps.at(Stage::Prepare), values) {
+            let mut arguments = [(&raw mut whole).cast(), (&raw mut values).cast()];
             // SAFETY: the kernel takes FwdParams and PreparedValues; `check_fwd` saw that the memory covers the problem,
             // and that the workspace is as large as the plan says.
             unsafe { prepare.launch(&mut arguments, call.stream)? };
         }
-        if tile.split_keys > 0 {
-            let [merge] = exactly(steps.after())?;
-            let at_once = tile.rows_at_once(call.problem);
-            for (mut rows, mut parts) in
-                parts::launches(call.problem, tile.cut(call.problem), at_once, schedule, workspace)
-            {
-                let mut part = parts.params(&params);
-                let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut rows).cast()];
-                // SAFETY: as below; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the
-                // plan says.
-                unsafe { fwd.launch(&mut arguments, call.stream)? };
-                let mut arguments = [(&raw mut params).cast(), (&raw mut parts).cast()];
-                // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
-                unsafe { merge.launch(&mut arguments, call.stream)? };
-            }
-            return Ok(());
-        }
-        let mut arrivals = bind::arrival_params(call.problem, &call.args.seq);
-        let last = match &mut prepared {
-            _ if call.problem.arrivals > 0 => (&raw mut arrivals).cast(),
-            Some(values) => (&raw mut *values).cast(),
-            None => std::ptr::null_mut(),
+        let arrivals = bind::arrival_params(call.problem, &call.args.seq);
+        let main = |params: &mut FwdParams, (first, count)| {
+            let (mut rows, mut maps) = (schedule.of_blocks(first, count), maps);
+            let (mut values, mut arrivals) = (values, arrivals);
+            let last = match &mut values {
+                _ if call.problem.arrivals > 0 => (&raw mut arrivals).cast(),
+                Some(values) => (&raw mut *values).cast(),
+                None => std::ptr::null_mut(),
+            };
+            let mut arguments =
+                [(&raw mut *params).cast(), (&raw mut maps).cast(), (&raw mut rows).cast(), last];
+            let count = 3 + usize::from(call.problem.arrivals > 0 || tile.prepare_v == PrepareV::Beside);
+            // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues, or of keys that come
+            // ArrivalParams; `check_fwd` saw that the memory covers the problem, and the maps were made for the same extents.
+            unsafe { fwd.launch(&mut arguments[..count], call.stream) }
         };
-        let mut arguments =
-            [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast(), last];
-        let count = 3 + usize::from(call.problem.arrivals > 0 || tile.prepare_v == PrepareV::Beside);
-        // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues, or of keys that come
-        // ArrivalParams; `check_fwd` saw that the memory covers the problem, and the maps were made for the same extents.
-        unsafe { fwd.launch(&mut arguments[..count], call.stream) }
-    }
-
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
-        Some(self)
+        let in_parts = (tile.cut(call.problem), tile.rows_at_once(call.problem));
+        // SAFETY: the caller's promise.
+        unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
 }
 
-/// What Hopper's kernels are made of.
-pub(crate) const INSTRUCTIONS: &str = "TMA with wgmma";
-
-/// Whether the device has it.
-pub(crate) fn runs_on(facts: &DeviceFacts) -> bool {
-    facts.instructions.tma && facts.instructions.wgmma
-}
-
-impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90 {
-    type Tile = Sm90Tile;
-
-    const HEADERS: &'static [&'static str] = &[sm90::HEADER];
-
-    fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        runs_on(facts)
-    }
-
-    fn table_tiles(
-        &self,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        _: &PlanOptions,
-    ) -> Result<Vec<Sm90Tile>, Refusal> {
-        <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(vec![own_tile(problem, facts).0])
-    }
-
-    fn modelled_micros(&self, problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {
-        let (mut tile, ..) = own_tile(problem, facts);
-        fields.iter().try_for_each(|(name, value)| tile.set(name, value)).ok()?;
-        tile.place_groups(problem);
-        tile.check(&sm90::spec_of(problem), problem.gqa_ratio()).ok()?;
-        tile.modelled_micros(problem, facts.num_sms)
-    }
+/// That the device has what Hopper's kernels are made of.
+///
+/// # Errors
+/// The architecture, and what it lacks.
+pub(crate) fn needs(facts: &DeviceFacts) -> Result<(), String> {
+    facts.needs(facts.instructions.tma && facts.instructions.wgmma, "TMA with wgmma")
 }
 
 /// Exact where every block's maxima are taken, and every row is rescaled to its own.

@@ -1,39 +1,30 @@
 //! The Hopper backward: its launches, its workspace, its tensor maps.
 
-use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile, as_it_lies};
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
 use fmha_core::spec::BwdSpec;
-use fmha_core::tune::{TileClass, TileOptions};
+use fmha_core::tune::TileOptions;
 use fmha_core::{
     Accuracy, PlanOptions, Promises, Shape, Strides, VLayout, ValidBwd, Workspace, bind, check_addresses,
 };
-use fmha_gpu::{
-    Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, TileFrom, Tiled, Tunable, exactly, settle,
-};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles};
 
-use crate::nvidia::{BwdCall, BwdKernel, DeviceFacts, Nvidia, row_launch};
+use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::operands::ALIGN;
-use crate::sm90::recipe::{INSTRUCTIONS, runs_on};
+use crate::sm90::recipe::needs;
+use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile, as_it_lies};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
 /// The backward on wgmma, its rows before and after.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Sm90Bwd {
-    chosen: Option<Chosen>,
-}
-
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Chosen {
+pub struct Sm90Bwd {
     tile: Sm90BwdTile,
     schedule: Sm90BwdSchedule,
     deterministic: bool,
-    /// Of the kernel of dBias, if that is wanted.
+    /// The schedule of the kernel of dBias, if that is wanted.
     dbias: Option<Sm90BwdSchedule>,
-    postprocesses: bool,
-    repairs: bool,
     workspace: BwdWorkspace,
     /// Where in the workspace the sums of heads' parts begin.
     head_sums: u64,
@@ -49,29 +40,49 @@ struct Maps {
     o: TensorMap,
 }
 
-impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
-    fn name(&self) -> &'static str {
-        sm90_bwd::NAME
+impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
+    type Tile = Sm90BwdTile;
+
+    fn about() -> About<ValidBwd> {
+        let tiles = Tiles::of_backward::<Sm90BwdTile>(sm90_bwd::LABEL, &sm90_bwd::HEADERS);
+        About { tiles: Some(tiles), waits_for_keys: true, ..About::new(sm90_bwd::NAME) }
     }
 
-    fn waits_for_keys(&self) -> bool {
-        true
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        needs(facts)
     }
 
-    fn choose(
-        &self,
+    fn own_tiles(
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<BwdKernel<V>>, Refusal> {
-        let refuse = |reason: String| Refusal::new(sm90_bwd::NAME, reason);
-        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
+    ) -> Result<Vec<TileOptions>, Refusal> {
+        let without_tile = options.clone().tile(Vec::<(String, String)>::new());
+        <Self as Kernel<ValidBwd, V>>::choose(problem, facts, &without_tile)?;
+        Ok(vec![knob_values(&table_tile(problem, &spec_of(problem, options), facts))])
+    }
+
+    fn fit(
+        _: &ValidBwd,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+        fields: &TileOptions,
+    ) -> Result<Sm90BwdTile, Refusal> {
         sm90_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
         let own = table_tile(problem, &spec, facts);
-        let set = |fields: &TileOptions| fitted(own, fields, problem, &spec, facts);
-        let tuned = facts.tuned.get(sm90_bwd::LABEL, &TileClass::of_bwd(problem, &spec));
-        let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
+        fitted(own, fields, problem, &spec, facts).map_err(|reason| Refusal::new(sm90_bwd::NAME, reason))
+    }
+
+    fn plan(
+        tile: Sm90BwdTile,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(sm90_bwd::NAME, reason);
+        let spec = spec_of(problem, options);
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
         let dbias = problem.dbias.map(|_| tile.of_dbias());
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
@@ -85,48 +96,50 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
         let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
         let tiles = schedule.num_tiles.unsigned_abs();
         let grid = |ctas: u32, threads: u32| Grid { dependent: true, ..Grid::new(ctas.max(1), threads) };
-        let rows = |kernel, source, blocks: u32| Launch {
+        let rows = |at, source, blocks: u32| Launch {
             tiles: blocks.into(),
-            ..row_launch(kernel, source, grid(blocks, sm90_bwd::ROW_THREADS), facts)
+            ..row_launch(at, source, grid(blocks, sm90_bwd::ROW_THREADS), facts)
         };
         // Where the main kernel does not finish dQ; after it heads of dSink too.
         let finished = if tile.finishes_dq() { 0 } else { q_blocks * tile.finish_ctas(&spec).unsigned_abs() };
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
-        let postprocess = (!tile.finishes_dq() || problem.write_dsink)
-            .then(|| rows("postprocess", sm90_bwd::postprocess(&spec, &tile), finished + sinks));
+        let postprocess = (!tile.finishes_dq() || problem.write_dsink).then(|| {
+            rows((Stage::FinishDq, "postprocess"), sm90_bwd::postprocess(&spec, &tile), finished + sinks)
+        });
         let sums = tile.head_parts.then(|| {
             let parts = (schedule.num_head_parts * schedule.num_query_parts).unsigned_abs();
             let blocks = tiles / parts.max(1);
-            rows("head_sums", sm90_bwd::head_sums(&spec, &tile), blocks * sm90_bwd::HEAD_SUMS_CTAS)
+            rows(
+                (Stage::HeadSums, "head_sums"),
+                sm90_bwd::head_sums(&spec, &tile),
+                blocks * sm90_bwd::HEAD_SUMS_CTAS,
+            )
         });
         let repairs = sm90_bwd::repairs(&spec) || sm90_bwd::leaves_far_queries(&spec);
         let repair = repairs.then(|| {
             let ctas = sm90_bwd::repair_ctas(problem, &spec, &schedule, q_blocks);
-            rows("repair", sm90_bwd::repair(&spec, &tile), ctas)
+            rows((Stage::Repair, "repair"), sm90_bwd::repair(&spec, &tile), ctas)
         });
         let cluster = tile.walk.cluster().unsigned_abs();
         let at_a_time = (facts.num_sms / cluster).max(1) * cluster;
         let ctas = if tile.persistent { tiles.min(at_a_time) } else { tiles };
         Ok(Choice {
-            kernel: Kernel::new(Sm90Bwd {
-                chosen: Some(Chosen {
-                    tile,
-                    schedule,
-                    deterministic: spec.deterministic,
-                    dbias: dbias_schedule,
-                    postprocesses: postprocess.is_some(),
-                    repairs: repair.is_some(),
-                    workspace,
-                    head_sums,
-                }),
-            }),
+            kernel: Self {
+                tile,
+                schedule,
+                deterministic: spec.deterministic,
+                dbias: dbias_schedule,
+                workspace,
+                head_sums,
+            },
             launches: Launches::new(
                 [rows(
-                    "preprocess",
+                    (Stage::Prepare, "preprocess"),
                     sm90_bwd::preprocess(&spec, &tile),
                     schedule.num_first_q_blocks.unsigned_abs(),
                 )],
                 Launch {
+                    stage: Stage::Main,
                     kernel: sm90_bwd::NAME,
                     source: match problem.fwd().arrivals {
                         0 => sm90_bwd::main(&spec, &tile),
@@ -141,6 +154,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
                     |(dbias, schedule)| {
                         let blocks = schedule.num_bias_blocks.unsigned_abs();
                         Launch {
+                            stage: Stage::Dbias,
                             kernel: "dbias",
                             source: sm90_bwd::dbias(&spec, &dbias),
                             grid: Grid::new(
@@ -165,13 +179,13 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
                 accuracy: Accuracy::Exact,
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
             },
-            details: details(problem, facts, (&spec, &tile, &schedule), tile_from),
+            details: details(problem, facts, (&spec, &tile, &schedule)),
         })
     }
 
     /// Whether tiles share a kv head's queries is by how many tiles there are.
     fn tiles_of_other_sizes(&self, problem: &ValidBwd) -> Vec<TileOptions> {
-        let Some(Chosen { tile, deterministic: false, .. }) = self.chosen else { return Vec::new() };
+        let Self { tile, deterministic: false, .. } = *self else { return Vec::new() };
         let spec = BwdSpec::of(problem);
         let mut shared = Sm90BwdTile { head_parts: !tile.head_parts, ..tile };
         shared.fit_finish(&spec);
@@ -182,7 +196,7 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
     }
 
     fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
-        let Some(Chosen { tile, .. }) = self.chosen else { return Ok(()) };
+        let Self { tile, .. } = self;
         let args = call.args;
         let has_keys = call.problem.fwd().dims.seqlen_k > 0;
         let operands = [
@@ -199,22 +213,33 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
-        let Chosen { tile, mut schedule, dbias, postprocesses, repairs, workspace, head_sums, .. } =
-            fmha_gpu::chosen(self.chosen, "sm90")?;
-        let ([preprocess], main, more) = (exactly(steps.before())?, steps.main(), steps.after());
-        let (postprocess, more) = more.split_at(usize::from(postprocesses).min(more.len()));
-        let (sums, more) = more.split_at(usize::from(tile.head_parts).min(more.len()));
-        let (repair, dbias_step) = more.split_at(usize::from(repairs).min(more.len()));
+        let Self { tile, mut schedule, workspace, head_sums, .. } = *self;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         schedule.head_sums = DevPtr::new(address + head_sums);
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
-        if schedule.num_q_blocks > 0 {
-            let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
-            // SAFETY: the kernel takes BwdParams and Sm90BwdSchedule; `check_bwd` saw that the memory covers the
-            // problem, and the workspace is as large as the plan said.
-            unsafe { preprocess.launch(&mut arguments, call.stream)? };
-        }
-        if schedule.num_tiles > 0 {
+        let (has_queries, has_tiles) = (schedule.num_q_blocks > 0, schedule.num_tiles > 0);
+        for step in steps.iter() {
+            let has_work = match step.stage {
+                Stage::Main | Stage::HeadSums => has_tiles,
+                // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
+                Stage::FinishDq => has_queries || call.problem.write_dsink,
+                Stage::Dbias => self.dbias.is_some_and(|schedule| schedule.num_bias_blocks > 0),
+                _ => has_queries,
+            };
+            if !has_work {
+                continue;
+            }
+            let (mut tile, mut schedule) = (tile, schedule);
+            if let (Stage::Dbias, Some(of_dbias)) = (step.stage, self.dbias) {
+                (tile, schedule) = (tile.of_dbias(), of_dbias);
+            }
+            if !matches!(step.stage, Stage::Main | Stage::Dbias) {
+                let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
+                // SAFETY: the kernel takes BwdParams and Sm90BwdSchedule; `check_bwd` saw that the memory covers the
+                // problem, and the workspace is as large as the plan said.
+                unsafe { step.launch(&mut arguments, call.stream)? };
+                continue;
+            }
             let mut maps = maps::<V::Driver>(call, &tile)?;
             let fwd = call.problem.fwd();
             let mut arrivals = bind::arrival_params(fwd, &call.args.seq);
@@ -226,66 +251,9 @@ impl<V: Nvidia> Recipe<ValidBwd, V> for Sm90Bwd {
             ];
             let count = if fwd.arrivals > 0 { 4 } else { 3 };
             // SAFETY: as above; the maps were made for the same extents; of keys that come it takes ArrivalParams too.
-            unsafe { main.launch(&mut arguments[..count], call.stream)? };
-        }
-        // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
-        if postprocesses && (schedule.num_q_blocks > 0 || call.problem.write_dsink) {
-            let [postprocess] = exactly(postprocess)?;
-            let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
-            // SAFETY: as above.
-            unsafe { postprocess.launch(&mut arguments, call.stream)? };
-        }
-        if tile.head_parts && schedule.num_tiles > 0 {
-            let [sums] = exactly(sums)?;
-            let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
-            // SAFETY: as above.
-            unsafe { sums.launch(&mut arguments, call.stream)? };
-        }
-        if repairs && schedule.num_q_blocks > 0 {
-            let [repair] = exactly(repair)?;
-            let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
-            // SAFETY: as above.
-            unsafe { repair.launch(&mut arguments, call.stream)? };
-        }
-        if let Some(mut schedule) = dbias.filter(|schedule| schedule.num_bias_blocks > 0) {
-            let tile = tile.of_dbias();
-            let [dbias] = exactly(dbias_step)?;
-            let mut maps = maps::<V::Driver>(call, &tile)?;
-            let mut arguments =
-                [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
-            // SAFETY: as above.
-            unsafe { dbias.launch(&mut arguments, call.stream)? };
+            unsafe { step.launch(&mut arguments[..count], call.stream)? };
         }
         Ok(())
-    }
-
-    fn tunable(&self) -> Option<&dyn Tunable<ValidBwd, V>> {
-        Some(self)
-    }
-}
-
-impl<V: Nvidia> Tiled<ValidBwd, V> for Sm90Bwd {
-    type Tile = Sm90BwdTile;
-
-    const HEADERS: &'static [&'static str] = &sm90_bwd::HEADERS;
-
-    fn label(&self) -> &'static str {
-        sm90_bwd::LABEL
-    }
-
-    fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        runs_on(facts)
-    }
-
-    fn table_tiles(
-        &self,
-        problem: &ValidBwd,
-        facts: &DeviceFacts,
-        options: &PlanOptions,
-    ) -> Result<Vec<Sm90BwdTile>, Refusal> {
-        let without_tile = options.clone().tile(Vec::<(String, String)>::new());
-        <Self as Recipe<ValidBwd, V>>::choose(&Self::default(), problem, facts, &without_tile)?;
-        Ok(vec![table_tile(problem, &spec_of(problem, options), facts)])
     }
 }
 
@@ -326,13 +294,11 @@ fn details(
     problem: &ValidBwd,
     facts: &DeviceFacts,
     (spec, tile, schedule): (&BwdSpec, &Sm90BwdTile, &Sm90BwdSchedule),
-    tile_from: TileFrom,
 ) -> Vec<(&'static str, String)> {
     let modelled = tile.head_parts_candidates(problem, spec, facts.num_sms);
     let dq_ways = sm90_bwd::dq_candidates(problem, spec);
     vec![
         ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),
-        tile_from.detail(),
         ("stages", format!("{} Q, {} dO, {} dS", tile.stages_q, tile.stages_dout, tile.stages_ds)),
         (
             "dQ",

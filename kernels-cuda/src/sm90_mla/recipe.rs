@@ -1,24 +1,25 @@
 //! Wide heads and latent attention on Hopper: which problems it takes, its tile, its launches.
 
-use crate::sm90::recipe::{INSTRUCTIONS, runs_on};
-use crate::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
-use crate::split;
+use fmha_core::abi::FwdParams;
 use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, ValidFwd, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, exactly, settle_fwd};
+use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, ValidFwd, check_addresses};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles, update};
 
-use crate::cache_update::launch as update;
-use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia};
+use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::ALIGN;
-use crate::split::launch as parts;
+use crate::sm90::recipe::needs;
+use crate::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
+use crate::split::{self, RowsAtOnce, launch as parts};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
-/// The kernel, with what its launches need.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// The kernel with its tile.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm90Mla {
-    chosen: Option<(Sm90MlaTile, MlaSchedule)>,
+    tile: Sm90MlaTile,
+    schedule: MlaSchedule,
 }
 
 /// The merging kernel's name in plans.
@@ -26,24 +27,39 @@ const MERGE_NAME: &str = "sm90_mla_merge";
 /// The name of the kernel that updates the cache.
 const UPDATE_NAME: &str = "sm90_mla_update";
 
-impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
-    fn name(&self) -> &'static str {
-        text::NAME
+impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
+    type Tile = Sm90MlaTile;
+
+    fn about() -> About<ValidFwd> {
+        let tiles = Tiles::of_forward::<Sm90MlaTile>(text::NAME, &[text::HEADER]);
+        About { tiles: Some(tiles), ..About::new(text::NAME) }
     }
 
-    fn choose(
-        &self,
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        needs(facts)
+    }
+
+    fn own_tiles(
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Vec<TileOptions>, Refusal> {
+        <Self as Kernel<ValidFwd, V>>::choose(problem, facts, &PlanOptions::default())?;
+        Ok(vec![knob_values(&text::choose_tile(problem, facts.num_sms))])
+    }
+
+    fn fit(
+        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        fields: &TileOptions,
+    ) -> Result<Sm90MlaTile, Refusal> {
         let refuse = |reason: String| Refusal::new(text::NAME, reason);
-        facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
         text::accepts(problem)?;
         if options.kernel.is_none() && options.tile.is_empty() {
             text::leave_narrow(problem).map_err(refuse)?;
         }
-        let spec = FwdSpec::of(problem);
         let mut own = text::choose_tile(problem, facts.num_sms);
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
@@ -52,14 +68,23 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
         if options.batch_invariant {
             own.split_keys = 0;
         }
-        let set = |fields: &TileOptions| {
-            let mut tile = own;
+        let fitted = |mut tile: Sm90MlaTile| {
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             tile.check(problem)?;
-            facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
+            facts.has_room_for(&tile, tile.smem_bytes(&FwdSpec::of(problem)), tile.cluster)?;
             Ok(tile)
         };
-        let (tile, tile_from) = settle_fwd(text::NAME, problem, facts, options, set).map_err(refuse)?;
+        fitted(own).map_err(refuse)
+    }
+
+    fn plan(
+        tile: Sm90MlaTile,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(text::NAME, reason);
+        let spec = FwdSpec::of(problem);
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         // Parts are f32 in the workspace, which begin on 16 bytes.
@@ -69,6 +94,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
             (spec, tile)
         };
         let main = Launch {
+            stage: Stage::Main,
             kernel: text::NAME,
             source: text::fwd(&own_spec, &own_tile),
             grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), text::NUM_THREADS),
@@ -76,13 +102,12 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: facts.num_sms.into(),
         };
-        let merge = is_split.then(|| {
-            parts::merge(MERGE_NAME, problem, (tile.cut(), problem.dims.seqlen_q, tile.stored), facts)
-        });
-        let update = update::launch_before(UPDATE_NAME, problem, facts);
+        let merge =
+            parts::merge(MERGE_NAME, problem, (tile.cut(), problem.dims.seqlen_q, tile.stored), facts);
+        let update = update::launch_before(UPDATE_NAME, problem, facts).map_err(refuse)?;
         let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
         Ok(Choice {
-            kernel: Kernel::new(Self { chosen: Some((tile, schedule)) }),
+            kernel: Self { tile, schedule },
             launches: Launches::new(update, main, merge),
             workspace,
             promises: Promises {
@@ -96,7 +121,6 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
             },
             details: vec![
                 ("tile", format!("64 x 64, {}", if tile.v_in_k { "2 stages" } else { "1 stage" })),
-                tile_from.detail(),
                 ("order", "a CTA a tile, row blocks of a part side by side".to_owned()),
                 ("schedule", schedule_words(&tile, &schedule)),
             ],
@@ -104,7 +128,7 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let Some((tile, _)) = self.chosen else { return Ok(()) };
+        let Self { tile, .. } = self;
         let args = call.args;
         // A tensor without rows may lie anywhere.
         let has_keys = call.problem.shape_k().seq > 0;
@@ -121,33 +145,20 @@ impl<V: Nvidia> Recipe<ValidFwd, V> for Sm90Mla {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let (tile, mut schedule) = fmha_gpu::chosen(self.chosen, "sm90_mla")?;
-        let fwd = steps.main();
-        let mut maps = Maps::of::<V::Driver>(call, &tile)?;
-        let whole = bind::fwd_params(call.problem, call.args);
+        let (Self { tile, schedule }, fwd) = (*self, steps.main());
+        let maps = Maps::of::<V::Driver>(call, &tile)?;
         // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
-        let (mut whole, _) =
-            unsafe { update::run(steps.before(), call, whole, tile.workspace(call.problem))? };
-        let mut parts = tile.cut().parts(call.problem, 0..call.problem.dims.seqlen_q, whole.workspace.0);
-        let mut part = if tile.split_keys > 0 { parts.params(&whole) } else { whole };
-        // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the problem, and
-        // that the workspace, in which O and LSE of parts lie, is as large as the plan says.
-        unsafe {
-            fwd.launch(
-                &mut [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()],
-                call.stream,
-            )?;
-        }
-        if tile.split_keys == 0 {
-            return Ok(());
-        }
-        let [merge] = exactly(steps.after())?;
-        // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
-        unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
-    }
-
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
-        Some(self)
+        let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
+        let main = |params: &mut FwdParams, _| {
+            let (mut maps, mut schedule) = (maps, schedule);
+            let mut arguments =
+                [(&raw mut *params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+            // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the problem.
+            unsafe { fwd.launch(&mut arguments, call.stream) }
+        };
+        let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
+        // SAFETY: the caller's promise.
+        unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
 }
 
@@ -181,26 +192,6 @@ impl Maps {
             }
         }
         Ok(maps)
-    }
-}
-
-impl<V: Nvidia> Tiled<ValidFwd, V> for Sm90Mla {
-    type Tile = Sm90MlaTile;
-
-    const HEADERS: &'static [&'static str] = &[text::HEADER];
-
-    fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        runs_on(facts)
-    }
-
-    fn table_tiles(
-        &self,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        _: &PlanOptions,
-    ) -> Result<Vec<Sm90MlaTile>, Refusal> {
-        <Self as Recipe<ValidFwd, V>>::choose(&Self::default(), problem, facts, &PlanOptions::default())?;
-        Ok(vec![text::choose_tile(problem, facts.num_sms)])
     }
 }
 

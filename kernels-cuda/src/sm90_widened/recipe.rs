@@ -1,20 +1,18 @@
 //! A cache in FP8 or in pages that is brought once to where the kernel of 16-bit caches reads it: which problems it takes, the launch
 //! before that kernel.
 
-use crate::nvidia::{DeviceFacts, FwdCall, FwdKernel, Nvidia, row_launch};
-use crate::operands::ALIGN;
-use crate::sm80::{self, recipe::room};
-use crate::sm90::{
-    self,
-    recipe::{INSTRUCTIONS, Sm90, runs_on},
-};
-use crate::sm90_widened::{self as text, Costs, Places, WidenSpec};
-use crate::sm100::{self, recipe::Sm100};
 use fmha_core::args::{CacheSlice, DevSlice, DevSliceMut, FwdArgs, MemorySpace};
 use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::tune::TileOptions;
 use fmha_core::{Call, FwdProblem, KvLayout, PlanOptions, ValidFwd, Workspace, bind, check_addresses};
-use fmha_gpu::{Choice, Grid, Kernel, Recipe, Steps};
-use std::marker::PhantomData;
+use fmha_gpu::{About, Choice, Grid, Kernel, Stage, Steps};
+
+use crate::nvidia::{DeviceFacts, FwdCall, Nvidia, row_launch};
+use crate::operands::ALIGN;
+use crate::sm80::{self, recipe::room};
+use crate::sm90::{self, recipe::Sm90};
+use crate::sm90_widened::{self as text, Costs, Places, WidenSpec};
+use crate::sm100::{self, recipe::Sm100};
 
 /// A kernel that reads the cache in the workspace.
 pub trait Reader: Send + Sync + 'static {
@@ -24,65 +22,25 @@ pub trait Reader: Send + Sync + 'static {
     const WIDENED: &'static str;
     /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper.
     const GATHERS: bool;
-
-    /// The reader's choice for a problem, of the tile that `like` has.
-    ///
-    /// # Errors
-    /// The field that it does not take, and its number.
-    fn choose_like<V: Nvidia>(
-        like: &ValidFwd,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal>;
 }
 
 impl Reader for Sm90 {
     const NAME: &'static str = sm90::NAME;
     const WIDENED: &'static str = text::NAME;
     const GATHERS: bool = true;
-
-    fn choose_like<V: Nvidia>(
-        like: &ValidFwd,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
-        Self::choose_like(like, problem, facts, options)
-    }
 }
 
 impl Reader for Sm100 {
     const NAME: &'static str = sm100::NAME;
     const WIDENED: &'static str = text::NAME_OF_SM100;
     const GATHERS: bool = false;
-
-    fn choose_like<V: Nvidia>(
-        like: &ValidFwd,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
-        Self::choose_like(like, problem, facts, options)
-    }
 }
 
 /// The cache in the workspace, and the kernel that reads it there.
-pub struct Widened<V, R> {
-    chosen: Option<Chosen<V>>,
-    reader: PhantomData<R>,
-}
-
-struct Chosen<V> {
+pub struct Widened<R> {
     wide: ValidFwd,
     places: Places,
-    reader: FwdKernel<V>,
-}
-
-impl<V, R> Default for Widened<V, R> {
-    fn default() -> Self {
-        Self { chosen: None, reader: PhantomData }
-    }
+    reader: R,
 }
 
 /// Refuses, unasked, what the model has cheaper in a kernel that reads the cache as it lies, and workspaces that are too large.
@@ -108,26 +66,29 @@ fn is_worth_it(problem: &ValidFwd, facts: &DeviceFacts, places: &Places) -> Resu
     ))
 }
 
-impl<V: Nvidia, R: Reader> Recipe<ValidFwd, V> for Widened<V, R> {
-    fn name(&self) -> &'static str {
-        R::WIDENED
+impl<V: Nvidia, R: Reader + Kernel<ValidFwd, V>> Kernel<ValidFwd, V> for Widened<R> {
+    type Tile = Choice<Self>;
+
+    fn about() -> About<ValidFwd> {
+        About { rows_of: R::NAME, ..About::new(R::WIDENED) }
     }
 
-    fn rows_of(&self) -> &'static str {
-        R::NAME
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        // A reader that gathers nothing is asked for its device where there is a cache to widen.
+        if R::GATHERS { R::runs_on(facts) } else { Ok(()) }
     }
 
-    fn choose(
-        &self,
+    /// The reader's choice over the wide cache.
+    fn fit(
+        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<FwdKernel<V>>, Refusal> {
+        _: &TileOptions,
+    ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(R::WIDENED, reason);
         let cached = problem.cache.dtype.is_some();
-        if R::GATHERS {
-            facts.needs(runs_on(facts), INSTRUCTIONS).map_err(refuse)?;
-        } else if !cached {
+        if !R::GATHERS && !cached {
             return Err(refuse(format!("dtype_cache: K and V are {} already", problem.dtypes.qk)));
         }
         let wide = text::wide_problem(R::WIDENED, problem)?
@@ -139,19 +100,30 @@ impl<V: Nvidia, R: Reader> Recipe<ValidFwd, V> for Widened<V, R> {
         let twin = problem.over_wide_cache().filter(|twin| twin.layout.kv == wide.layout.kv);
         let twin = twin.map_or_else(|| Ok(wide.clone()), FwdProblem::validate);
         let twin = twin.map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
-        let mut choice: Choice<FwdKernel<V>> = R::choose_like(&twin, &wide, facts, &of_reader)
+        let choice = R::choose_like(&twin, &wide, facts, &of_reader)
             .map_err(|refusal| refuse(format!("the cache in 16 bits: {}", refusal.reason)))?;
         let places = Places::new(problem, choice.workspace).map_err(refuse)?;
         // The bits of a quantised cache have no price: it is the reader's where its twin is.
         if options.kernel.is_none() && !cached {
             is_worth_it(problem, facts, &places).map_err(refuse)?;
         }
+        Ok(choice.map(|reader| Self { wide, places, reader }))
+    }
+
+    fn plan(
+        mut choice: Choice<Self>,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(R::WIDENED, reason);
+        let Self { wide, places, .. } = &choice.kernel;
         let cache = places.cache(problem, 0);
         let groups = u64::from(problem.dims.batch) * u64::from(cache.num_blocks.unsigned_abs());
         let groups = i32::try_from(groups)
             .map_err(|_| refuse(format!("{groups} blocks of keys are not below 2^31")))?;
         let widen = row_launch(
-            text::WIDEN_NAME,
+            (Stage::Widen, text::WIDEN_NAME),
             text::widen(&WidenSpec {
                 stored: problem.stored_k(),
                 dtype: problem.dtypes.qk,
@@ -170,48 +142,41 @@ impl<V: Nvidia, R: Reader> Recipe<ValidFwd, V> for Widened<V, R> {
         };
         let words =
             format!("{how} in {} bytes of the workspace, read by {}", places.bytes - places.k, R::NAME);
+        choice.workspace = Workspace { bytes: places.bytes, ..choice.workspace };
         choice.details.push(("cache", words));
-        let workspace = Workspace { bytes: places.bytes, ..choice.workspace };
-        Ok(Choice {
-            kernel: Kernel::new(Self {
-                chosen: Some(Chosen { wide, places, reader: choice.kernel }),
-                reader: PhantomData,
-            }),
-            launches: choice.launches.behind(widen),
-            workspace,
-            ..choice
-        })
+        choice.launches = choice.launches.behind(widen);
+        Ok(choice)
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let Some(chosen) = &self.chosen else { return Ok(()) };
         let args = call.args;
         // A tensor without rows may lie anywhere.
         let has_keys = call.problem.shape_k().seq > 0;
         let align = if text::is_by_element(call.problem) { 1 } else { ALIGN };
         let operands = [
             ("k", args.k_slice().as_ptr() as u64, align, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, align, has_keys && !chosen.wide.cache.v_in_k),
+            ("v", args.v_slice().as_ptr() as u64, align, has_keys && !self.wide.cache.v_in_k),
         ];
         check_addresses(R::WIDENED, operands)?;
-        chosen.with_wide(call, |wide| chosen.reader.takes_addresses(wide))
+        self.with_wide(call, |wide| self.reader.takes_addresses(wide))
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let chosen = fmha_gpu::chosen(self.chosen.as_ref(), R::WIDENED)?;
-        let (widen, left) = steps.split_first()?;
         let mut params = bind::fwd_params(call.problem, call.args);
-        let mut cache = chosen.places.cache(call.problem, params.workspace.0);
-        // SAFETY: the kernel takes FwdParams and WidenedCache; `check_fwd` saw that the memory covers the problem, and that the
-        // workspace, in which the cache lies, is as large as the plan says.
-        unsafe { widen.launch(&mut [(&raw mut params).cast(), (&raw mut cache).cast()], call.stream)? };
+        let mut cache = self.places.cache(call.problem, params.workspace.0);
+        if let Some(widen) = steps.at(Stage::Widen) {
+            let mut arguments = [(&raw mut params).cast(), (&raw mut cache).cast()];
+            // SAFETY: the kernel takes FwdParams and WidenedCache; `check_fwd` saw that the memory covers the problem, and that the
+            // workspace, in which the cache lies, is as large as the plan says.
+            unsafe { widen.launch(&mut arguments, call.stream)? };
+        }
         // SAFETY: the caller's promise, of operands of which the cache alone lies elsewhere: in the workspace, behind the reader's own
         // part of it, as large as its problem says.
-        chosen.with_wide(call, |wide| unsafe { chosen.reader.launch(&left, wide) })
+        self.with_wide(call, |wide| unsafe { self.reader.launch(steps, wide) })
     }
 }
 
-impl<V: Nvidia> Chosen<V> {
+impl<R> Widened<R> {
     /// A call as its reader has it.
     fn with_wide<T>(&self, call: &FwdCall<'_>, then: impl FnOnce(&FwdCall<'_>) -> T) -> T {
         let (args, places) = (call.args, &self.places);

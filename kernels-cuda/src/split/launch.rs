@@ -1,21 +1,26 @@
-//! Split-KV's second launch, which sm80, sm90 and sm100 have in common.
+//! Parts of the keys, and the launch that merges them, which all forward kernels have in common.
 
-use crate::schedule::TileSchedule;
-use crate::split::{self, Cut, KvParts, Merging, RowsAtOnce};
+use fmha_core::abi::FwdParams;
+use fmha_core::error::Result;
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, ValidFwd};
-use fmha_gpu::{Grid, Launch};
+use fmha_gpu::{Driver, Grid, Launch, Stage, Steps};
 
-use crate::nvidia::{DeviceFacts, row_launch};
+use crate::nvidia::{DeviceFacts, FwdCall, row_launch};
+use crate::split::{self, Cut, Merging, RowsAtOnce};
+use crate::tree_mask;
 
-/// Merges the parts of a problem's keys, of so many `queries` at a time, under the name of `kernel` in plans. It starts while the
-/// parts' grid ends where the device can do so.
+/// The launch that merges the parts of a problem's keys, of so many `queries` at a time, under the name of `kernel` in plans, if
+/// keys are cut. It starts while the parts' grid ends where the device can do so.
 pub(crate) fn merge(
     kernel: &'static str,
     problem: &ValidFwd,
     (cut, queries, stored): (Cut, u32, DType),
     facts: &DeviceFacts,
-) -> Launch {
+) -> Option<Launch> {
+    if cut.keys == 0 {
+        return None;
+    }
     let merging = Merging::new(problem, cut, stored, facts.instructions.tma);
     // A launch of its own writes the keep mask.
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
@@ -23,24 +28,39 @@ pub(crate) fn merge(
     let source = if tree { split::merge_tree(&spec, merging) } else { split::merge(&spec, merging) };
     let groups = merging.grid(problem, queries, facts.num_sms);
     let grid = Grid { dependent: merging.dependent, ..Grid::new(groups, split::MERGE_THREADS) };
-    row_launch(kernel, source, grid, facts)
+    Some(row_launch((Stage::Merge, kernel), source, grid, facts))
 }
 
-/// The launches of a call in parts: which row blocks each has, and where in the workspace their parts lie.
-pub(crate) fn launches(
-    problem: &ValidFwd,
-    cut: Cut,
-    at_once: RowsAtOnce,
-    schedule: TileSchedule,
-    workspace: u64,
-) -> impl Iterator<Item = (TileSchedule, KvParts)> {
-    let RowsAtOnce { blocks, queries } = at_once;
-    let all = problem.dims.seqlen_q;
-    (0..all.div_ceil(queries.max(1))).map(move |n| {
-        let first = n * queries;
-        let rows = schedule.of_blocks((n * blocks).cast_signed(), blocks.cast_signed());
-        (rows, cut.parts(problem, first..all.min(first + queries), workspace))
-    })
+/// Queues a kernel whole; or, where the plan merges parts of the keys, some row blocks at a time and the merge behind them. `main`
+/// queues the kernel with what it reads, for so many row blocks from a first one on.
+///
+/// # Safety
+/// As [`fmha_core::Launch::launch`]; the workspace, in which O and LSE of the parts lie, is that of a plan of the same cut.
+///
+/// # Errors
+/// What the driver said.
+pub(crate) unsafe fn run<D: Driver>(
+    steps: &Steps<D>,
+    call: &FwdCall<'_>,
+    mut whole: FwdParams,
+    (cut, at_once): (Cut, RowsAtOnce),
+    main: impl Fn(&mut FwdParams, (i32, i32)) -> Result<()>,
+) -> Result<()> {
+    let Some(merge) = steps.at(Stage::Merge) else { return main(&mut whole, (0, i32::MAX)) };
+    let mut tree = tree_mask::bind(call.problem, call.args);
+    let all = call.problem.dims.seqlen_q;
+    for n in 0..all.div_ceil(at_once.queries.max(1)) {
+        let first = n * at_once.queries;
+        let rows = first..all.min(first + at_once.queries);
+        let mut parts = cut.parts(call.problem, rows, whole.workspace.0);
+        main(&mut parts.params(&whole), ((n * at_once.blocks).cast_signed(), at_once.blocks.cast_signed()))?;
+        // A kernel without a tree takes one argument fewer; the driver reads as many as a kernel has.
+        let mut arguments = [(&raw mut whole).cast(), (&raw mut parts).cast(), (&raw mut tree).cast()];
+        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask; `check_fwd` saw that the memory covers the
+        // problem, and that the workspace is as large as the plan says.
+        unsafe { merge.launch(&mut arguments, call.stream)? };
+    }
+    Ok(())
 }
 
 /// How keys are cut, for plans; `None` where they are not.

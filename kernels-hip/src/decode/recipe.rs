@@ -1,23 +1,22 @@
 //! The recipe of the decode kernels: a launch before that updates the cache, the kernel, the launch behind.
 
 use fmha_core::abi::FwdParams;
-use fmha_core::fields::Fields;
+use fmha_core::fields::{Fields, knob_values};
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TileOptions;
 use fmha_core::{
-    Call, FwdArgs, FwdProblem, PlanOptions, ProblemError, Promises, Refusal, ResourceUsage, Result, ValidFwd,
-    bind, check_addresses,
+    Call, FwdArgs, FwdProblem, PlanOptions, ProblemError, Promises, Refusal, Result, ValidFwd, Workspace,
+    check_addresses,
 };
 use fmha_gpu::{
-    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows, exactly,
-    settle_fwd,
+    About, AnyAddress, Choice, Kernel, Launches, Stage, Steps, Tiles, deterministic_rows, update,
 };
 
-use crate::cache_update::launch as update;
 use crate::cdna_decode::CdnaDecodeParams;
 use crate::decode::{Parts, merge_threads};
-use crate::device::{Amd, Device, DeviceFacts, launch, lay_out};
+use crate::device::{Amd, Device, DeviceFacts, launch, needs_unit};
 use crate::paths::LoadPath;
+use crate::rows::UPDATE;
 
 /// A kernel whose pieces of work are some rows and a part of the keys.
 pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
@@ -71,70 +70,70 @@ const DWORD: u64 = 4;
 
 /// The forward of short queries over long caches, split over the keys.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Decode<K> {
-    chosen: Option<Chosen<K>>,
+pub(crate) struct Decode<K>(K);
+
+/// What a kernel takes of the workspace for its parts.
+fn workspace_of_parts(kernel: &impl Split) -> Workspace {
+    Workspace { bytes: kernel.parts().workspace_bytes(), zeroed_bytes: 0 }
 }
 
-impl<K> Default for Decode<K> {
-    fn default() -> Self {
-        Self { chosen: None }
-    }
-}
+impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
+    type Tile = K;
 
-#[derive(Clone, Copy, Debug)]
-struct Chosen<K> {
-    kernel: K,
-    device: Device,
-    /// Whether a part has so many keys whatever else is in the call.
-    is_batch_invariant: bool,
-}
-
-impl<K: Split> Decode<K> {
-    /// What is launched, and what it promises.
-    fn choice<V: Amd>(chosen: Chosen<K>, problem: &ValidFwd) -> Choice<Kernel<ValidFwd, V>> {
-        let kernel = chosen.kernel;
-        let main = launch(K::NAME, kernel.source(), kernel.workgroups(), kernel.num_threads());
-        let update = update::launch_before(problem);
-        let (parts, arch) = (kernel.parts(), chosen.device.arch);
-        let merge = launch(K::MERGE, parts.merge_source(arch), parts.rows, merge_threads(arch));
-        Choice {
-            kernel: Kernel::new(Self { chosen: Some(chosen) }),
-            launches: Launches::new(update, main, [merge]),
-            workspace: update::workspace(problem, parts.workspace_bytes()),
-            // A row's keys have one order in each part, and its parts too; tiles and parts begin at its first key.
-            promises: Promises { batch_invariant: chosen.is_batch_invariant, ..deterministic_rows() },
-            details: kernel.details(problem),
-        }
-    }
-}
-
-impl<V: Amd, K: Split> Recipe<ValidFwd, V> for Decode<K> {
-    fn name(&self) -> &'static str {
-        K::NAME
+    fn about() -> About<ValidFwd> {
+        let tiles = Tiles::of_forward::<K::Tile>(K::NAME, const { &[K::HEADER] });
+        About { tiles: Some(tiles), ..About::new(K::NAME) }
     }
 
-    fn choose(
-        &self,
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        needs_unit(facts.device.arch, K::IS_RDNA)
+    }
+
+    fn own_tiles(
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidFwd, V>>, Refusal> {
-        let set = |tile: &TileOptions| K::accept(problem, facts.device, &options.clone().tile(tile.clone()));
-        let (kernel, tile_from) = settle_fwd(K::NAME, problem, facts, options, set)?;
-        let chosen = Chosen { kernel, device: facts.device, is_batch_invariant: options.batch_invariant };
-        let mut choice = Self::choice(chosen, problem);
-        choice.details.insert(1, tile_from.detail());
-        Ok(choice)
+    ) -> Result<Vec<TileOptions>, Refusal> {
+        let own = PlanOptions::default();
+        let options = options.kernel.iter().fold(own, |own, name| own.kernel(name.clone()));
+        K::accept(problem, facts.device, &options).map(|kernel| vec![knob_values(&kernel.tile())])
     }
 
-    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
-        lay_out(self.chosen.map(|chosen| chosen.device), launch, usage);
+    fn fit(
+        _: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+        fields: &TileOptions,
+    ) -> Result<K, Refusal> {
+        K::accept(problem, facts.device, &options.clone().tile(fields.clone()))
+    }
+
+    fn plan(
+        kernel: K,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |text: String| Refusal::new(K::NAME, text);
+        let (parts, arch) = (kernel.parts(), facts.device.arch);
+        let update = update::launch_before(UPDATE, problem, facts).map_err(refuse)?;
+        let main = launch(Stage::Main, K::NAME, kernel.source(), kernel.workgroups(), kernel.num_threads());
+        let merge = launch(Stage::Merge, K::MERGE, parts.merge_source(arch), parts.rows, merge_threads(arch));
+        Ok(Choice {
+            launches: Launches::new(update, main, [merge]),
+            workspace: update::workspace(problem, workspace_of_parts(&kernel)).map_err(refuse)?,
+            // A row's keys have one order in each part, and its parts too; tiles and parts begin at its first key. A part has so
+            // many keys whatever else is in the call where that is asked for.
+            promises: Promises { batch_invariant: options.batch_invariant, ..deterministic_rows() },
+            details: kernel.details(problem),
+            kernel: Self(kernel),
+        })
     }
 
     fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
-        let Some(chosen) = self.chosen else { return Ok(()) };
         let (problem, args) = (call.problem, call.args);
-        let loads = if chosen.kernel.load() == LoadPath::Element { 1 } else { DWORD };
+        let loads = if self.0.load() == LoadPath::Element { 1 } else { DWORD };
         // Turned queries lie in the workspace.
         let turned = problem.cache.rotary.is_some();
         // A tensor without rows may lie anywhere.
@@ -149,55 +148,24 @@ impl<V: Amd, K: Split> Recipe<ValidFwd, V> for Decode<K> {
         check_addresses(K::NAME, operands)
     }
 
-    fn for_any_address(&self, problem: &ValidFwd) -> AnyAddress<ValidFwd, V> {
-        let other = self
-            .chosen
-            .and_then(|chosen| Some(Chosen { kernel: chosen.kernel.for_any_address()?, ..chosen }));
-        match other {
-            None => AnyAddress::Itself,
-            Some(other) => {
-                AnyAddress::Other(Box::new(Self::choice(other, problem)), "the same kernel by elements")
-            }
-        }
-    }
-
-    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
-        let Chosen { kernel, .. } = fmha_gpu::chosen(self.chosen, K::NAME)?;
-        let [merge] = exactly(steps.after())?;
-        let whole = bind::fwd_params(call.problem, call.args);
-        // SAFETY: the caller's promise; the workspace is as large as the plan said.
-        let fwd = unsafe { update::run(steps, call, &whole, kernel.parts().workspace_bytes())? };
-        let mut params = kernel.params(call.problem, call.args, &fwd);
-        // SAFETY: both kernels take one CdnaDecodeParams, whose size they assert; core saw that its memory covers the
-        // problem, and the workspace is as large as the plan said.
-        unsafe {
-            steps.main().launch(&mut [(&raw mut params).cast()], call.stream)?;
-            merge.launch(&mut [(&raw mut params).cast()], call.stream)
-        }
-    }
-
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
-        Some(self)
-    }
-}
-
-impl<V: Amd, K: Split> Tiled<ValidFwd, V> for Decode<K> {
-    type Tile = K::Tile;
-
-    const HEADERS: &'static [&'static str] = &[K::HEADER];
-
-    fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        facts.device.arch.is_rdna() == K::IS_RDNA
-    }
-
-    fn table_tiles(
+    fn for_any_address(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Vec<K::Tile>, Refusal> {
-        let own = PlanOptions::default();
-        let options = options.kernel.iter().fold(own, |own, name| own.kernel(name.clone()));
-        K::accept(problem, facts.device, &options).map(|chosen| vec![chosen.tile()])
+    ) -> AnyAddress<ValidFwd, V> {
+        AnyAddress::by_element::<Self>(self.0.for_any_address(), problem, facts, options)
+    }
+
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
+        // SAFETY: the caller's promise; the workspace is as large as the plan said.
+        let fwd = unsafe { update::run(steps, call, workspace_of_parts(&self.0))? };
+        let mut params = self.0.params(call.problem, call.args, &fwd);
+        for step in [steps.at(Stage::Main), steps.at(Stage::Merge)].into_iter().flatten() {
+            // SAFETY: both kernels take one CdnaDecodeParams, whose size they assert; core saw that its memory covers the
+            // problem, and the workspace is as large as the plan said.
+            unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
+        }
+        Ok(())
     }
 }

@@ -1,18 +1,15 @@
 //! The recipe of the forward kernels, `cdna_fwd` and `rdna_fwd`: one launch, a tile of queries to a piece of work.
 
-use fmha_core::fields::Fields;
+use fmha_core::fields::{Fields, knob_values};
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TileOptions;
 use fmha_core::{
     Call, FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd,
     Workspace, bind,
 };
-use fmha_gpu::{
-    AnyAddress, Choice, Kernel, Launch, Launches, Recipe, Steps, Tiled, Tunable, deterministic_rows,
-    settle_fwd,
-};
+use fmha_gpu::{About, AnyAddress, Choice, Kernel, Launch, Stage, Steps, Tiles, deterministic_rows};
 
-use crate::device::{Amd, Device, DeviceFacts, launch};
+use crate::device::{Amd, Device, DeviceFacts, launch, needs_unit};
 use crate::forward::params;
 use crate::paths::LoadPath;
 
@@ -34,6 +31,11 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// The field that it does not take, and its number.
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal>;
+
+    /// How its measured tiles are kept.
+    fn tiles() -> Tiles<ValidFwd> {
+        Tiles::of_forward::<Self::Tile>(Self::NAME, const { &[Self::HEADER] })
+    }
 
     /// How it computes.
     fn tile(&self) -> Self::Tile;
@@ -69,106 +71,84 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
 
 /// The forward on matrix instructions.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Forward<K> {
-    chosen: Option<(K, Device)>,
-}
-
-impl<K> Default for Forward<K> {
-    fn default() -> Self {
-        Self { chosen: None }
-    }
-}
+pub(crate) struct Forward<K>(pub(crate) K);
 
 impl<K: Whole> Forward<K> {
-    /// The kernel on a device.
-    pub(crate) fn of(chosen: K, device: Device) -> Self {
-        Self { chosen: Some((chosen, device)) }
+    /// Sets what of the launch depends on how many workgroups the device holds.
+    pub(crate) fn lay_out(&self, device: Device, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        launch.tiles_at_once = device.workgroups_at_once(usage, launch.grid.threads);
+        let workgroups = self.0.workgroups(launch.tiles, launch.tiles_at_once);
+        launch.grid.groups = u32::try_from(workgroups).unwrap_or(u32::MAX);
+    }
+}
+
+impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
+    type Tile = K;
+
+    fn about() -> About<ValidFwd> {
+        About { tiles: Some(K::tiles()), ..About::new(K::NAME) }
     }
 
-    /// What is launched, and what it promises.
-    pub(crate) fn choice<V: Amd>(
-        chosen: K,
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        needs_unit(facts.device.arch, K::IS_RDNA)
+    }
+
+    fn own_tiles(
         problem: &ValidFwd,
-        device: Device,
-    ) -> Choice<Kernel<ValidFwd, V>> {
-        let main = launch(K::NAME, chosen.source(), chosen.num_tiles(problem), chosen.num_threads());
-        Choice {
-            kernel: Kernel::new(Self::of(chosen, device)),
-            launches: Launches::from(main),
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Vec<TileOptions>, Refusal> {
+        let kernel = K::accept(problem, facts.device, &PlanOptions::default())?;
+        Ok(vec![knob_values(&kernel.tile())])
+    }
+
+    fn fit(
+        _: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+        fields: &TileOptions,
+    ) -> Result<K, Refusal> {
+        K::accept(problem, facts.device, &options.clone().tile(fields.clone()))
+    }
+
+    fn plan(
+        kernel: K,
+        problem: &ValidFwd,
+        _: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let (tiles, threads) = (kernel.num_tiles(problem), kernel.num_threads());
+        Ok(Choice {
+            launches: launch(Stage::Main, K::NAME, kernel.source(), tiles, threads).into(),
             workspace: Workspace::NONE,
             // A row is one wave's, its keys in one order, and every tile's maxima are taken.
             promises: deterministic_rows(),
-            details: chosen.details(),
-        }
-    }
-}
-
-impl<V: Amd, K: Whole> Recipe<ValidFwd, V> for Forward<K> {
-    fn name(&self) -> &'static str {
-        K::NAME
+            details: kernel.details(),
+            kernel: Self(kernel),
+        })
     }
 
-    fn choose(
+    fn lay_out(&self, facts: &DeviceFacts, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        Self::lay_out(self, facts.device, launch, usage);
+    }
+
+    fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
+        self.0.takes_addresses(call.problem, call.args)
+    }
+
+    fn for_any_address(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidFwd, V>>, Refusal> {
-        let set = |tile: &TileOptions| K::accept(problem, facts.device, &options.clone().tile(tile.clone()));
-        let (chosen, tile_from) = settle_fwd(K::NAME, problem, facts, options, set)?;
-        let mut choice = Self::choice(chosen, problem, facts.device);
-        choice.details.insert(1, tile_from.detail());
-        Ok(choice)
-    }
-
-    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
-        let Some((chosen, device)) = self.chosen else { return };
-        launch.tiles_at_once = device.workgroups_at_once(usage, launch.grid.threads);
-        let workgroups = chosen.workgroups(launch.tiles, launch.tiles_at_once);
-        launch.grid.groups = u32::try_from(workgroups).unwrap_or(u32::MAX);
-    }
-
-    fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
-        self.chosen.map_or(Ok(()), |(chosen, _)| chosen.takes_addresses(call.problem, call.args))
-    }
-
-    fn for_any_address(&self, problem: &ValidFwd) -> AnyAddress<ValidFwd, V> {
-        let other = self.chosen.and_then(|(chosen, device)| Some((chosen.for_any_address(problem)?, device)));
-        match other {
-            None => AnyAddress::Itself,
-            Some((other, device)) => {
-                let choice = Self::choice(other, problem, device);
-                AnyAddress::Other(Box::new(choice), "the same kernel by elements")
-            }
-        }
+    ) -> AnyAddress<ValidFwd, V> {
+        AnyAddress::by_element::<Self>(self.0.for_any_address(problem), problem, facts, options)
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         let mut params = params(call.problem, &bind::fwd_params(call.problem, call.args));
         // SAFETY: the kernel takes one CdnaParams, whose size it asserts; core saw that its memory covers the problem.
         unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) }
-    }
-
-    fn tunable(&self) -> Option<&dyn Tunable<ValidFwd, V>> {
-        Some(self)
-    }
-}
-
-impl<V: Amd, K: Whole> Tiled<ValidFwd, V> for Forward<K> {
-    type Tile = K::Tile;
-
-    const HEADERS: &'static [&'static str] = &[K::HEADER];
-
-    fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        facts.device.arch.is_rdna() == K::IS_RDNA
-    }
-
-    fn table_tiles(
-        &self,
-        problem: &ValidFwd,
-        facts: &DeviceFacts,
-        _: &PlanOptions,
-    ) -> Result<Vec<K::Tile>, Refusal> {
-        K::accept(problem, facts.device, &PlanOptions::default()).map(|chosen| vec![chosen.tile()])
     }
 }

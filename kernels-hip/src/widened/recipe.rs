@@ -4,9 +4,9 @@ use fmha_core::tune::TileOptions;
 use fmha_core::{
     Call, FwdProblem, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind,
 };
-use fmha_gpu::{AnyAddress, Choice, Kernel, Launch, Recipe, Steps, settle_fwd};
+use fmha_gpu::{About, AnyAddress, Choice, Facts as _, Kernel, Launch, Stage, Steps, TileFrom, settle};
 
-use crate::device::{Amd, Device, DeviceFacts, launch, lay_out, needs_mfma, needs_wmma, refuse};
+use crate::device::{Amd, DeviceFacts, launch, needs_unit, refuse};
 use crate::forward::params;
 use crate::forward::recipe::{Forward, Whole};
 use crate::paths::LoadPath;
@@ -15,64 +15,32 @@ use crate::widened::{NUM_THREADS, Places, WIDEN, num_workgroups, wide_problem, w
 /// The cache in the workspace, and the kernel that reads it there.
 #[derive(Clone, Debug)]
 pub(crate) struct Widened<K> {
-    chosen: Option<Chosen<K>>,
-}
-
-#[derive(Clone, Debug)]
-struct Chosen<K> {
-    kernel: K,
-    device: Device,
+    reader: Forward<K>,
     wide: ValidFwd,
     places: Places,
+    tile_from: TileFrom,
 }
 
-impl<K> Default for Widened<K> {
-    fn default() -> Self {
-        Self { chosen: None }
-    }
-}
+impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
+    type Tile = Self;
 
-impl<K: Whole> Widened<K> {
-    /// What is launched, and what it promises.
-    fn choice<V: Amd>(chosen: Chosen<K>, problem: &ValidFwd) -> Choice<Kernel<ValidFwd, V>> {
-        let before = launch(WIDEN, widen(problem), num_workgroups(problem), NUM_THREADS);
-        let mut choice = Forward::choice::<V>(chosen.kernel, &chosen.wide, chosen.device);
-        let words = format!(
-            "widened from {} in {} bytes of the workspace, read by {}",
-            problem.stored_k(),
-            chosen.places.bytes,
-            K::NAME
-        );
-        choice.details.push(("cache", words));
-        Choice {
-            launches: choice.launches.behind(before),
-            workspace: Workspace { bytes: chosen.places.bytes, zeroed_bytes: 0 },
-            kernel: Kernel::new(Self { chosen: Some(chosen) }),
-            ..choice
-        }
-    }
-}
-
-impl<V: Amd, K: Whole> Recipe<ValidFwd, V> for Widened<K> {
-    fn name(&self) -> &'static str {
-        K::WIDENED
+    fn about() -> About<ValidFwd> {
+        About { rows_of: K::NAME, ..About::new(K::WIDENED) }
     }
 
-    fn rows_of(&self) -> &'static str {
-        K::NAME
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        needs_unit(facts.device.arch, K::IS_RDNA)
     }
 
-    fn choose(
-        &self,
+    /// The tile is the twin's, which was measured or is the table's.
+    fn fit(
+        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice<Kernel<ValidFwd, V>>, Refusal> {
+        _: &TileOptions,
+    ) -> Result<Self, Refusal> {
         let refuse = |reason: String| Refusal::new(K::WIDENED, reason);
-        match K::IS_RDNA {
-            true => needs_wmma(facts.device.arch, K::WIDENED)?,
-            false => needs_mfma(facts.device.arch, K::WIDENED)?,
-        }
         let Some(twin) = problem.over_wide_cache() else {
             refuse!(K::WIDENED, "dtype_cache: K and V are {} already", problem.dtypes.qk);
         };
@@ -83,9 +51,8 @@ impl<V: Amd, K: Whole> Recipe<ValidFwd, V> for Widened<K> {
         let set = |problem: &ValidFwd, tile: &TileOptions| {
             K::accept(problem, facts.device, &options.clone().tile(tile.clone()))
         };
-        // The tile is the twin's, which was measured or is the table's.
         let of_twin = |tile: &TileOptions| Ok((set(&twin, tile)?, set(&wide, tile)?));
-        let ((of_twin, mut kernel), tile_from) = settle_fwd(K::NAME, &twin, facts, options, of_twin)
+        let ((of_twin, mut kernel), tile_from) = settle(&K::tiles(), &twin, facts, options, of_twin)
             .map_err(|refusal: Refusal| refuse(format!("the cache in 16 bits: {}", refusal.reason)))?;
         if of_twin.load() == LoadPath::Element {
             kernel = kernel.for_any_address(&wide).unwrap_or(kernel);
@@ -99,48 +66,62 @@ impl<V: Amd, K: Whole> Recipe<ValidFwd, V> for Widened<K> {
             );
         }
         let places = Places::of(K::WIDENED, problem)?;
-        let mut choice = Self::choice(Chosen { kernel, device: facts.device, wide, places }, problem);
-        choice.details.insert(1, tile_from.detail());
-        Ok(choice)
+        Ok(Self { reader: Forward(kernel), wide, places, tile_from })
     }
 
-    fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
-        let Some(chosen) = &self.chosen else { return };
-        if launch.kernel == WIDEN {
-            lay_out(Some(chosen.device), launch, usage);
-        } else {
-            Recipe::<ValidFwd, V>::lay_out(&Forward::of(chosen.kernel, chosen.device), launch, usage);
+    fn plan(
+        kernel: Self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let Self { reader, wide, places, tile_from } = &kernel;
+        let mut choice = <Forward<K> as Kernel<ValidFwd, V>>::plan(reader.0, wide, facts, options)?;
+        let (stored, bytes) = (problem.stored_k(), places.bytes);
+        let words = format!("widened from {stored} in {bytes} bytes of the workspace, read by {}", K::NAME);
+        choice.details.insert(1, tile_from.detail());
+        choice.details.push(("cache", words));
+        let groups = num_workgroups(problem);
+        choice.launches =
+            choice.launches.behind(launch(Stage::Widen, WIDEN, widen(problem), groups, NUM_THREADS));
+        choice.workspace = Workspace { bytes, zeroed_bytes: 0 };
+        Ok(choice.map(|_| kernel))
+    }
+
+    fn lay_out(&self, facts: &DeviceFacts, launch: &mut Launch, usage: Option<&ResourceUsage>) {
+        match launch.stage {
+            Stage::Main => self.reader.lay_out(facts.device, launch, usage),
+            _ => facts.lay_out(launch, usage),
         }
     }
 
     fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
         // K and V are read by elements, wherever they lie.
-        self.chosen.as_ref().map_or(Ok(()), |chosen| chosen.kernel.takes_addresses(call.problem, call.args))
+        self.reader.0.takes_addresses(call.problem, call.args)
     }
 
-    fn for_any_address(&self, problem: &ValidFwd) -> AnyAddress<ValidFwd, V> {
-        let other = self.chosen.as_ref().and_then(|chosen| {
-            Some(Chosen { kernel: chosen.kernel.for_any_address(&chosen.wide)?, ..chosen.clone() })
-        });
-        match other {
-            None => AnyAddress::Itself,
-            Some(other) => {
-                AnyAddress::Other(Box::new(Self::choice(other, problem)), "the same kernel by elements")
-            }
-        }
+    fn for_any_address(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> AnyAddress<ValidFwd, V> {
+        let other = self.reader.0.for_any_address(&self.wide);
+        let other = other.map(|other| Self { reader: Forward(other), ..self.clone() });
+        AnyAddress::by_element::<Self>(other, problem, facts, options)
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
-        let chosen = fmha_gpu::chosen(self.chosen.as_ref(), K::WIDENED)?;
-        let (widen, left) = steps.split_first()?;
         let mut whole = bind::fwd_params(call.problem, call.args);
-        let mut cache = chosen.places.cache(call.problem, whole.workspace.0);
-        let mut params = params(&chosen.wide, &cache.forward(call.problem, &whole));
+        let mut cache = self.places.cache(call.problem, whole.workspace.0);
+        let mut params = params(&self.wide, &cache.forward(call.problem, &whole));
         // SAFETY: the kernels take FwdParams and WidenedCache, and CdnaParams, whose sizes they assert; core saw that their memory
         // covers the problem, and that the workspace, in which the widened cache lies, is as large as the plan said.
         unsafe {
-            widen.launch(&mut [(&raw mut whole).cast(), (&raw mut cache).cast()], call.stream)?;
-            left.main().launch(&mut [(&raw mut params).cast()], call.stream)
+            if let Some(widen) = steps.at(Stage::Widen) {
+                widen.launch(&mut [(&raw mut whole).cast(), (&raw mut cache).cast()], call.stream)?;
+            }
+            steps.main().launch(&mut [(&raw mut params).cast()], call.stream)
         }
     }
 }

@@ -1,23 +1,23 @@
 //! Backward plans: launches, promises, words.
 
 use fmha_core::{Bias, BiasGrad, BwdProblem, DType, FwdProblem, PlanOptions, Refusal, Strides, VLayout};
-use fmha_gpu::{BwdKernel, Choice, Grid};
+use fmha_gpu::{Choice, Grid};
 use fmha_kernels_cuda::sm80_bwd::recipe::Sm80Bwd;
 use fmha_kernels_cuda::sm90_bwd::recipe::Sm90Bwd;
 use fmha_kernels_cuda::sm100_bwd::recipe::Sm100Bwd;
 
-use super::{Cuda, biased, choose, detail, of_lengths, stated, tile};
+use super::{biased, choose, detail, of_lengths, stated, tile};
 
-fn backward(problem: &BwdProblem, options: &PlanOptions) -> Result<Choice<BwdKernel<Cuda>>, Refusal> {
+fn backward(problem: &BwdProblem, options: &PlanOptions) -> Result<Choice<Sm90Bwd>, Refusal> {
     let problem = problem.clone().validate().unwrap();
-    choose(&Sm90Bwd::default(), &problem, &stated("sm_90a"), options)
+    choose::<Sm90Bwd, _>(&problem, &stated("sm_90a"), options)
 }
 
 #[test]
 fn dq_of_mma_sync_has_one_order_where_that_is_asked_for_and_one_pass_where_it_can() {
     let launches = |problem: &FwdProblem, options: &PlanOptions| {
         let problem = BwdProblem::new(problem.clone()).validate().unwrap();
-        let choice = choose(&Sm80Bwd::default(), &problem, &stated("sm_80"), options);
+        let choice = choose::<Sm80Bwd, _>(&problem, &stated("sm_80"), options);
         let choice = choice.map_err(|refusal| refusal.to_string())?;
         let names: Vec<_> = choice.launches.iter().map(|launch| launch.kernel).collect();
         Ok::<_, String>((names, choice.promises.deterministic))
@@ -40,7 +40,7 @@ fn dq_of_mma_sync_has_one_order_where_that_is_asked_for_and_one_pass_where_it_ca
 fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
     let choose = |problem: FwdProblem, arch: &str, words: &str| {
         let problem = BwdProblem::new(problem).validate().unwrap();
-        let choice = choose(&Sm100Bwd::default(), &problem, &stated(arch), &tile(words));
+        let choice = choose::<Sm100Bwd, _>(&problem, &stated(arch), &tile(words));
         let choice = choice.map_err(|refusal| refusal.to_string())?;
         let names: Vec<_> = choice.launches.iter().map(|launch| launch.kernel).collect();
         Ok::<_, String>((names, choice.promises.deterministic, detail(&choice, "stages").unwrap()))
@@ -89,7 +89,7 @@ fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
 fn dq_of_blackwell_has_one_order_where_that_is_asked_for() {
     let problem = BwdProblem::new(of_lengths([512, 512], [4, 2], 128, "b")).validate().unwrap();
     let promised = |options: &PlanOptions| {
-        let choice = choose(&Sm100Bwd::default(), &problem, &stated("sm_100a"), options).unwrap();
+        let choice = choose::<Sm100Bwd, _>(&problem, &stated("sm_100a"), options).unwrap();
         (choice.promises.deterministic, choice.promises.batch_invariant, choice.workspace.bytes)
     };
     let plain = promised(&PlanOptions::default());

@@ -1,10 +1,8 @@
 //! Which kernel a device has, and what is stated of devices.
 
 use fmha_core::{BwdProblem, FwdProblem, PlanOptions, ValidBwd, ValidFwd};
-use fmha_gpu::{Family, select};
+use fmha_gpu::{GpuProblem as _, Simt, SimtBwd, select};
 use fmha_kernels_cuda::nvidia::{DeviceFacts, Instructions};
-use fmha_kernels_cuda::simt::recipe::Simt;
-use fmha_kernels_cuda::simt::recipe_bwd::SimtBwd;
 
 use super::{Cuda, choose, of_lengths, stated};
 
@@ -35,16 +33,12 @@ fn chosen_on(facts: &DeviceFacts) -> [Result<&'static str, String>; 2] {
     let backward = BwdProblem::new(FwdProblem::clone(&forward)).validate().unwrap();
     let options = PlanOptions::default();
     [
-        select("here", &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
-            k.choose(&forward, facts, &options)
-        })
-        .map(|(choice, _)| choice.kernel.name())
-        .map_err(|error| error.to_string()),
-        select("here", &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
-            k.choose(&backward, facts, &options)
-        })
-        .map(|(choice, _)| choice.kernel.name())
-        .map_err(|error| error.to_string()),
+        select("here", &ValidFwd::recipes::<Cuda>(), &options, |k| k.choose(&forward, facts, &options))
+            .map(|(choice, _)| choice.kernel.name())
+            .map_err(|error| error.to_string()),
+        select("here", &ValidBwd::recipes::<Cuda>(), &options, |k| k.choose(&backward, facts, &options))
+            .map(|(choice, _)| choice.kernel.name())
+            .map_err(|error| error.to_string()),
     ]
 }
 
@@ -75,8 +69,8 @@ fn the_row_kernels_count_16_ctas_to_a_multiprocessor() {
     let bwd: ValidBwd = BwdProblem::new(problem.clone()).validate().unwrap();
     let fwd: ValidFwd = problem.validate().unwrap();
     let (facts, options) = (stated("sm_90a"), PlanOptions::default());
-    let forward = choose(&Simt, &fwd, &facts, &options).unwrap().launches;
-    let backward = choose(&SimtBwd::default(), &bwd, &facts, &options).unwrap().launches;
+    let forward = choose::<Simt, _>(&fwd, &facts, &options).unwrap().launches;
+    let backward = choose::<SimtBwd, _>(&bwd, &facts, &options).unwrap().launches;
     for launch in forward.iter().chain(backward.iter()) {
         assert_eq!(launch.tiles_at_once, 16 * 132, "{}", launch.kernel);
     }
@@ -93,12 +87,10 @@ fn the_fallback_is_taken_where_it_is_allowed_or_named() {
         (PlanOptions::default().allow_fallback(true), true),
         (named.clone().allow_fallback(false), true),
     ] {
-        let fwd = select("here", &<Cuda as Family<ValidFwd>>::recipes(), &options, |k| {
-            k.choose(&problem, &facts, &options)
-        });
-        let bwd = select("here", &<Cuda as Family<ValidBwd>>::recipes(), &options, |k| {
-            k.choose(&backward, &facts, &options)
-        });
+        let fwd =
+            select("here", &ValidFwd::recipes::<Cuda>(), &options, |k| k.choose(&problem, &facts, &options));
+        let bwd =
+            select("here", &ValidBwd::recipes::<Cuda>(), &options, |k| k.choose(&backward, &facts, &options));
         assert_eq!((fwd.is_ok(), bwd.is_ok()), (taken, taken), "{options:?}");
         let error = (fwd.err(), bwd.err());
         if let (Some(fwd), Some(bwd)) = error {
@@ -109,7 +101,6 @@ fn the_fallback_is_taken_where_it_is_allowed_or_named() {
     }
     let small = of_lengths([64, 64], [1, 1], 64, "0").validate().unwrap();
     let (choice, refusals) =
-        select("here", &<Cuda as Family<ValidFwd>>::recipes(), &named, |k| k.choose(&small, &facts, &named))
-            .unwrap();
+        select("here", &ValidFwd::recipes::<Cuda>(), &named, |k| k.choose(&small, &facts, &named)).unwrap();
     assert_eq!((choice.kernel.name(), refusals.len()), ("simt", 0), "others were not asked");
 }

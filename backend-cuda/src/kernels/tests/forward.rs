@@ -3,31 +3,31 @@
 use fmha_core::{
     Accuracy, DType, Dims, FwdProblem, PlanOptions, Refusal, ScoreSums, Strides, VLayout, Workspace,
 };
-use fmha_gpu::{Choice, FwdKernel, Grid};
+use fmha_gpu::{Choice, Grid};
 use fmha_kernels_cuda::nvidia::DeviceFacts;
 use fmha_kernels_cuda::sm80::recipe::Sm80;
 use fmha_kernels_cuda::sm90::recipe::Sm90;
 use fmha_kernels_cuda::sm100::recipe::Sm100;
 
-use super::{Cuda, biased, choose, detail, in_fp8, of_lengths, stated, tile};
+use super::{biased, choose, detail, in_fp8, of_lengths, stated, tile};
 
-fn on_hopper(problem: &FwdProblem, words: &str) -> Result<Choice<FwdKernel<Cuda>>, Refusal> {
+fn on_hopper(problem: &FwdProblem, words: &str) -> Result<Choice<Sm90>, Refusal> {
     let problem = problem.clone().validate().unwrap();
-    choose(&Sm90::default(), &problem, &stated("sm_90a"), &tile(words))
+    choose::<Sm90, _>(&problem, &stated("sm_90a"), &tile(words))
 }
 
-fn on_blackwell(problem: &FwdProblem, options: &PlanOptions) -> Result<Choice<FwdKernel<Cuda>>, Refusal> {
+fn on_blackwell(problem: &FwdProblem, options: &PlanOptions) -> Result<Choice<Sm100>, Refusal> {
     let problem = problem.clone().validate().unwrap();
-    choose(&Sm100::default(), &problem, &stated("sm_100a"), options)
+    choose::<Sm100, _>(&problem, &stated("sm_100a"), options)
 }
 
-fn schedule(choice: &Choice<FwdKernel<Cuda>>) -> Vec<String> {
+fn schedule<K>(choice: &Choice<K>) -> Vec<String> {
     detail(choice, "schedule").unwrap().split(", ").map(str::to_owned).collect()
 }
 
 /// The words of a choice that has a knob as `off` and as `on` say `words` of the second alone, and of the first with no
 /// other number either.
-fn says(choose: impl Fn(&str) -> Choice<FwdKernel<Cuda>>, [off, on, words]: [&str; 3]) {
+fn says<K>(choose: impl Fn(&str) -> Choice<K>, [off, on, words]: [&str; 3]) {
     let (off, on) = (schedule(&choose(off)), schedule(&choose(on)));
     let no_digits = |words: &str| words.replace(|c: char| c.is_ascii_digit(), "");
     assert!(!off.iter().any(|word| no_digits(word) == no_digits(words)), "{off:?} with {words}");
@@ -107,7 +107,7 @@ fn a_plan_of_fp8_whose_bits_no_batch_changes_has_the_blocks_of_its_table() {
         for rows in [70, 4096] {
             let problem = in_fp8([rows, 4096], [4, 4], dim).validate().unwrap();
             let options = PlanOptions::default().batch_invariant(true);
-            let choice = choose(&Sm90::default(), &problem, &stated("sm_90a"), &options).unwrap();
+            let choice = choose::<Sm90, _>(&problem, &stated("sm_90a"), &options).unwrap();
             assert!(choice.promises.batch_invariant);
             assert!(
                 detail(&choice, "tile").unwrap().contains(&format!(" x {block_n},")),
@@ -187,7 +187,7 @@ fn a_tile_that_wants_more_shared_memory_than_there_is_is_refused_with_both_numbe
     let problem = of_lengths([4096, 4096], [4, 4], 128, "0").validate().unwrap();
     let of = |smem_bytes| {
         let facts = DeviceFacts { smem_bytes, ..stated("sm_90a") };
-        choose(&Sm90::default(), &problem, &facts, &PlanOptions::default())
+        choose::<Sm90, _>(&problem, &facts, &PlanOptions::default())
     };
     let wanted = of(232_448).unwrap().launches[0].shared_bytes;
     assert!(of(wanted).is_ok());
@@ -201,7 +201,7 @@ fn a_cluster_of_more_ctas_than_there_are_multiprocessors_is_refused() {
     let problem = of_lengths([4096, 4096], [4, 4], 128, "0").validate().unwrap();
     let forward = |num_sms| {
         let facts = DeviceFacts { num_sms, ..stated("sm_90a") };
-        choose(&Sm90::default(), &problem, &facts, &tile("cluster=2")).err().map(|why| why.to_string())
+        choose::<Sm90, _>(&problem, &facts, &tile("cluster=2")).err().map(|why| why.to_string())
     };
     assert_eq!(forward(2), None);
     assert!(forward(1).unwrap().contains("tile cluster=2: multiprocessors of the device are 1"));
@@ -266,7 +266,7 @@ fn scores_are_summed_as_the_architecture_adds() {
 fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
     let tile_on = |arch: &str, dim: u32| {
         let problem = of_lengths([4096, 4096], [4, 4], dim, "0").validate().unwrap();
-        let choice = choose(&Sm80::default(), &problem, &stated(arch), &PlanOptions::default()).unwrap();
+        let choice = choose::<Sm80, _>(&problem, &stated(arch), &PlanOptions::default()).unwrap();
         let smem_bytes = choice.launches[0].shared_bytes;
         assert!(smem_bytes <= stated(arch).smem_bytes, "{arch}: {smem_bytes}");
         detail(&choice, "tile").unwrap()
@@ -281,7 +281,7 @@ fn tiles_of_mma_sync_follow_the_shared_memory_of_the_device() {
 fn schedule_of_mma_sync(problem: &FwdProblem, arch: &str, words: &str) -> Result<String, String> {
     let problem = problem.clone().validate().unwrap();
     let choice =
-        choose(&Sm80::default(), &problem, &stated(arch), &tile(words)).map_err(|error| error.to_string())?;
+        choose::<Sm80, _>(&problem, &stated(arch), &tile(words)).map_err(|error| error.to_string())?;
     Ok(detail(&choice, "schedule").unwrap())
 }
 
@@ -329,7 +329,7 @@ fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     let mut odd = of_lengths([512, 512], [4, 4], 128, "0");
     odd.strides.k.seq = 4 * 128 + 2;
     let problem = odd.validate().unwrap();
-    let choose = |words: &str| choose(&Sm80::default(), &problem, &stated("sm_80"), &tile(words));
+    let choose = |words: &str| choose::<Sm80, _>(&problem, &stated("sm_80"), &tile(words));
     let words = detail(&choose("").unwrap(), "schedule").unwrap();
     assert!(words.contains("copies of 4 bytes"), "{words}");
     let refusal = choose("copy_bytes=16").err().unwrap().to_string();

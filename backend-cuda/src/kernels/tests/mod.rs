@@ -7,22 +7,21 @@ mod operands;
 mod tile;
 
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, PlanOptions, Problem, Refusal, Strides,
+    Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, PlanOptions, Refusal, Strides,
 };
-use fmha_gpu::{Choice, Kernel, Recipe};
+use fmha_gpu::{Choice, GpuProblem, Kernel};
 use fmha_kernels_cuda::nvidia::DeviceFacts;
 
 use super::{Cuda, NVTX, nvtx};
 use crate::search::libraries;
 
-/// What a recipe chooses for this seat.
-fn choose<P: Problem>(
-    recipe: &impl Recipe<P, Cuda>,
+/// What a kernel chooses for this seat.
+fn choose<K: Kernel<P, Cuda>, P: GpuProblem>(
     problem: &P,
     facts: &DeviceFacts,
     options: &PlanOptions,
-) -> Result<Choice<Kernel<P, Cuda>>, Refusal> {
-    recipe.choose(problem, facts, options)
+) -> Result<Choice<K>, Refusal> {
+    K::choose(problem, facts, options)
 }
 
 /// `seqlens` of `heads` query heads and as many kv heads, dimension `dim`, bf16.

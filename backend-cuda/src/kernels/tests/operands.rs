@@ -5,10 +5,11 @@ use fmha_core::{
     Bias, BiasBroadcast, BwdArgs, BwdProblem, Call, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias,
     FwdArgs, FwdProblem, MemorySpace, PlanOptions, Problem, ProblemError, Strides, Totals, VLayout, ValidFwd,
 };
+use fmha_gpu::Kernel;
 use fmha_kernels_cuda::sm90::{PrepareV, ValueProduct};
 use fmha_kernels_cuda::sm90_bwd as bwd_text;
 
-use super::{biased, choose, of_lengths, stated, tile};
+use super::{Cuda, biased, choose, of_lengths, stated, tile};
 use fmha_kernels_cuda::maps::{BlocksOfV, Boxes, MapFacts};
 use fmha_kernels_cuda::sm90::recipe::{Sm90, boxes as sm90_boxes};
 use fmha_kernels_cuda::sm90_bwd::recipe::{Sm90Bwd, map_facts};
@@ -90,11 +91,10 @@ fn takes(what: &str, rows: Rows, takes: impl Fn(Places) -> Result<(), ProblemErr
 fn forward_takes(what: &str, arch: &str, problem: FwdProblem, words: &str, rows: Rows) {
     let problem = problem.validate().unwrap();
     let (facts, options) = (stated(arch), tile(words));
-    let chosen = match arch {
-        "sm_90a" => choose(&Sm90::default(), &problem, &facts, &options),
-        _ => choose(&Sm100::default(), &problem, &facts, &options),
+    let kernel: Box<dyn Kernel<ValidFwd, Cuda>> = match arch {
+        "sm_90a" => Box::new(choose::<Sm90, _>(&problem, &facts, &options).unwrap().kernel),
+        _ => Box::new(choose::<Sm100, _>(&problem, &facts, &options).unwrap().kernel),
     };
-    let kernel = chosen.unwrap().kernel;
     takes(what, rows, |places| {
         let args = places.forward(Totals::NONE);
         kernel.takes_addresses(&call(&problem, &args))
@@ -133,11 +133,11 @@ fn forward_kernels_take_what_their_loads_and_stores_reach() {
 fn the_backward_takes_what_its_loads_and_stores_reach() {
     let backward_takes = |what: &str, problem: BwdProblem, rows: Rows| {
         let problem = problem.validate().unwrap();
-        let chosen = choose(&Sm90Bwd::default(), &problem, &stated("sm_90a"), &PlanOptions::default());
+        let chosen = choose::<Sm90Bwd, _>(&problem, &stated("sm_90a"), &PlanOptions::default());
         let kernel = chosen.unwrap().kernel;
         takes(what, rows, |places| {
             let args = places.backward();
-            kernel.takes_addresses(&call(&problem, &args))
+            Kernel::<_, Cuda>::takes_addresses(&kernel, &call(&problem, &args))
         });
     };
     let plain = BwdProblem::new(of_lengths(LONG, [4, 4], 128, "0"));

@@ -69,7 +69,7 @@ fn a_backward_plan_has_the_tile_that_was_kept_for_its_class_where_it_fits() {
             ("64 queries x 128 keys", TileFrom::Table),
         ),
     ] {
-        let choice = choose(&Sm90Bwd::default(), &bwd(), &facts, &options).unwrap();
+        let choice = choose::<Sm90Bwd, _>(&bwd(), &facts, &options).unwrap();
         assert_eq!(tile_of(&choice.details), expected, "{options:?}");
     }
 }
@@ -79,7 +79,7 @@ fn a_forward_plan_has_the_tile_that_was_kept_for_its_class_where_it_fits() {
     let class = TileClass::of_fwd(&fwd());
     let chosen = |facts: &DeviceFacts, accuracy| {
         let options = PlanOptions::default().accuracy(accuracy);
-        choose(&Sm90::default(), &fwd(), facts, &options).unwrap().details
+        choose::<Sm90, _>(&fwd(), facts, &options).unwrap().details
     };
     let of_table = chosen(&DeviceFacts::stated("sm_90a").unwrap(), Accuracy::Fast);
     let (table, from) = tile_of(&of_table);
@@ -107,7 +107,7 @@ fn a_blackwell_plan_has_the_tile_that_was_kept_where_it_was_measured_as_it_is_pl
         (Accuracy::Exact, true, TileFrom::Table),
     ] {
         let options = PlanOptions::default().accuracy(accuracy).batch_invariant(batch_invariant);
-        let details = choose(&Sm100::default(), &fwd(), &kept, &options).unwrap().details;
+        let details = choose::<Sm100, _>(&fwd(), &kept, &options).unwrap().details;
         assert_eq!(tile_of(&details).1, expected, "{accuracy}, batch-invariant {batch_invariant}");
     }
 }

@@ -1,0 +1,126 @@
+//! The launches of a plan, in stages.
+
+use std::ops::Deref;
+
+use fmha_core::source::KernelSource;
+
+/// What a launch does for the plan that it is part of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// Writes new keys and values to the cache, and turns queries.
+    UpdateCache,
+    /// Writes dropout's keep mask.
+    KeepMask,
+    /// Brings the cache to where the kernel reads it.
+    Widen,
+    /// Prepares what the kernel alone reads: a V in blocks, LSE and delta of the backward.
+    Prepare,
+    /// The kernel that bears the plan's name.
+    Main,
+    /// Merges what the parts of each row's keys have given.
+    Merge,
+    /// Sums gradients that the kernel itself does not.
+    Gradients,
+    /// Brings the sums of dQ to their rows, and sums dSink.
+    FinishDq,
+    /// Adds up the parts of dK and dV that tiles of one kv head have summed.
+    HeadSums,
+    /// Computes again the rows whose numbers the kernel cannot hold.
+    Repair,
+    /// Sums the bias' gradient.
+    Dbias,
+}
+
+/// How many groups of threads a launch has, and how they start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Groups of threads that share memory; 0: nothing is launched.
+    pub groups: u32,
+    /// Threads of a group.
+    pub threads: u32,
+    /// It may start before the grid before it in the stream has ended, and waits for that itself.
+    pub dependent: bool,
+}
+
+impl Grid {
+    /// One that starts when the grid before it has ended.
+    #[must_use]
+    pub const fn new(groups: u32, threads: u32) -> Self {
+        Self { groups, threads, dependent: false }
+    }
+}
+
+/// One launch of a plan, its kernel not yet compiled.
+#[derive(Debug)]
+pub struct Launch {
+    /// What it does for the plan.
+    pub stage: Stage,
+    /// The kernel's name in the plan.
+    pub kernel: &'static str,
+    /// What is compiled.
+    pub source: KernelSource,
+    /// How it lies over the device.
+    pub grid: Grid,
+    /// Dynamic shared memory of a group.
+    pub shared_bytes: u32,
+    /// As in [`LaunchShape`](fmha_core::LaunchShape).
+    pub tiles: u64,
+    /// As there.
+    pub tiles_at_once: u64,
+}
+
+/// The launches of a plan in stages: what prepares the operands, the kernel that bears the plan's name, what completes
+/// its results. They run in this order on one stream.
+#[derive(Debug)]
+pub struct Launches {
+    all: Vec<Launch>,
+    main: usize,
+}
+
+impl Launches {
+    /// `before`, the kernel itself, `after`.
+    #[must_use]
+    pub fn new(
+        before: impl IntoIterator<Item = Launch>,
+        main: Launch,
+        after: impl IntoIterator<Item = Launch>,
+    ) -> Self {
+        let mut all: Vec<Launch> = before.into_iter().collect();
+        let index = all.len();
+        all.push(main);
+        all.extend(after);
+        Self { all, main: index }
+    }
+
+    /// The same behind one that prepares the operands.
+    #[must_use]
+    pub fn behind(mut self, first: Launch) -> Self {
+        self.all.insert(0, first);
+        Self { main: self.main + 1, ..self }
+    }
+
+    /// All of them, and which is the kernel itself; none are left.
+    pub(crate) fn take(&mut self) -> (Vec<Launch>, usize) {
+        (std::mem::take(&mut self.all), self.main)
+    }
+
+    /// All, and which of them is the kernel itself.
+    pub(crate) fn into_parts(self) -> (Vec<Launch>, usize) {
+        (self.all, self.main)
+    }
+}
+
+impl From<Launch> for Launches {
+    /// The kernel alone.
+    fn from(main: Launch) -> Self {
+        Self::new([], main, [])
+    }
+}
+
+impl Deref for Launches {
+    type Target = [Launch];
+
+    fn deref(&self) -> &[Launch] {
+        &self.all
+    }
+}

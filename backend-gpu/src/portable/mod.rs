@@ -1,0 +1,45 @@
+//! Recipes of the kernels that every vendor has in its own text: a warp or a wave takes rows one after another.
+
+mod combine;
+mod simt;
+pub mod update;
+
+pub use combine::Combine;
+pub use simt::{Simt, SimtBwd};
+
+use fmha_core::source::Literal;
+
+use crate::launches::{Launch, Stage};
+
+/// A kernel that every vendor has. Each is compiled for one constant, `kSpec`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowKernel {
+    /// The forward, of a [`FwdSpec`](fmha_core::spec::FwdSpec).
+    Simt,
+    /// LSE and delta of the backward's queries, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
+    SimtStats,
+    /// Every gradient, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
+    SimtBwd,
+    /// The merge of partial results, of a [`CombineSpec`](fmha_core::spec::CombineSpec).
+    Combine,
+    /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
+    UpdateCache,
+}
+
+/// How a vendor launches what every vendor has.
+pub trait RowLaunches {
+    /// What takes a row, in words, and its threads: `a warp`, 32.
+    fn row_group(&self) -> (&'static str, u32);
+
+    /// A launch under a name, over so many rows of so many elements.
+    ///
+    /// # Errors
+    /// The fields that make more groups than a grid has, and the number.
+    fn row_launch(
+        &self,
+        at: (Stage, &'static str),
+        kernel: RowKernel,
+        spec: &dyn Literal,
+        rows: [u64; 2],
+    ) -> Result<Launch, String>;
+}

@@ -1,0 +1,119 @@
+//! `simt`: every problem, a row at a time. Correct for all, fast for none.
+
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
+use fmha_core::spec::{BwdSpec, FwdSpec};
+use fmha_core::tune::TileOptions;
+use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, ValidFwd, Workspace, bind, cache_update};
+
+use super::{RowKernel, RowLaunches as _, update};
+use crate::launches::{Launches, Stage};
+use crate::recipe::{About, Choice, Kernel, Vendor, deterministic_rows};
+use crate::steps::Steps;
+
+const NAME: &str = "simt";
+
+/// The forward.
+#[derive(Clone, Copy, Debug)]
+pub struct Simt;
+
+impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
+    type Tile = ();
+
+    fn about() -> About<ValidFwd> {
+        About { is_fallback: true, ..About::new(NAME) }
+    }
+
+    fn fit(
+        _: &ValidFwd,
+        problem: &ValidFwd,
+        _: &V::Facts,
+        options: &PlanOptions,
+        _: &TileOptions,
+    ) -> Result<(), Refusal> {
+        if let Some(cache) = problem.cache.dtype {
+            let text = format!("dtype_cache {cache} beside {} is not taken", problem.dtypes.qk);
+            return Err(Refusal::new(NAME, text));
+        }
+        if problem.cache.tree_mask {
+            let text = format!("tree_mask of {} queries is not taken", problem.dims.seqlen_q);
+            return Err(Refusal::new(NAME, text));
+        }
+        cache_update::takes(problem, NAME)?;
+        options.refuse_tile(NAME)
+    }
+
+    fn plan((): (), problem: &ValidFwd, facts: &V::Facts, _: &PlanOptions) -> Result<Choice<Self>, Refusal> {
+        let refuse = |text: String| Refusal::new(NAME, text);
+        let dims = problem.dims;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let spec = FwdSpec::of(problem);
+        let main =
+            facts.row_launch((Stage::Main, NAME), RowKernel::Simt, &spec, [rows, 0]).map_err(refuse)?;
+        let update = update::launch_before("simt_update", problem, facts).map_err(refuse)?;
+        let (group, threads) = facts.row_group();
+        Ok(Choice {
+            kernel: Self,
+            launches: Launches::new(update, main, []),
+            workspace: update::workspace(problem, Workspace::NONE).map_err(refuse)?,
+            // A row's keys have one order, whatever the other rows are.
+            promises: deterministic_rows(),
+            details: vec![("tile", format!("{group} to a row, {threads} keys at a time"))],
+        })
+    }
+
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
+        // SAFETY: the caller's promise; the workspace is as large as the plan said.
+        let mut params = unsafe { update::run(steps, call, Workspace::NONE)? };
+        // SAFETY: the kernel takes one FwdParams; core saw that its memory covers the problem.
+        unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) }
+    }
+}
+
+/// The backward, in two launches.
+#[derive(Clone, Copy, Debug)]
+pub struct SimtBwd(BwdWorkspace);
+
+impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
+    type Tile = ();
+
+    fn about() -> About<ValidBwd> {
+        About { is_fallback: true, ..About::new(NAME) }
+    }
+
+    fn fit(
+        _: &ValidBwd,
+        _: &ValidBwd,
+        _: &V::Facts,
+        options: &PlanOptions,
+        _: &TileOptions,
+    ) -> Result<(), Refusal> {
+        options.refuse_tile(NAME)
+    }
+
+    fn plan((): (), problem: &ValidBwd, facts: &V::Facts, _: &PlanOptions) -> Result<Choice<Self>, Refusal> {
+        let refuse = |text: String| Refusal::new(NAME, text);
+        let (rows, spec) = (BwdRows::of(problem), BwdSpec::of(problem));
+        let launch = |at, kernel, rows| facts.row_launch(at, kernel, &spec, [rows, 0]).map_err(refuse);
+        let main = launch((Stage::Main, NAME), RowKernel::SimtBwd, rows.all())?;
+        let stats = launch((Stage::Prepare, "simt_bwd_stats"), RowKernel::SimtStats, rows.queries)?;
+        // Nothing is padded: a block is a row.
+        let workspace = BwdWorkspace::new(problem, 1, None, 0)
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let (group, threads) = facts.row_group();
+        Ok(Choice {
+            kernel: Self(workspace),
+            launches: Launches::new([stats], main, []),
+            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
+            promises: deterministic_rows(),
+            details: vec![("tile", format!("{group} to a row, {threads} pairs at a time"))],
+        })
+    }
+
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut params = self.0.bind(bind::bwd_params(call.problem, call.args), address);
+        // SAFETY: every kernel takes one BwdParams; core saw that its memory covers the problem, and the workspace is as large
+        // as the plan said.
+        unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream) }
+    }
+}

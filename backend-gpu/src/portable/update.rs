@@ -1,0 +1,75 @@
+//! The launches before a forward kernel: the one that updates the cache which the kernel reads, and the one that writes the keep
+//! mask of a kernel that does not.
+
+use fmha_core::abi::FwdParams;
+use fmha_core::cache_update::{CacheSpec, bind, is_wanted, num_rows, workspace_bytes};
+use fmha_core::{Call, Result, ValidFwd, Workspace};
+
+use super::{RowKernel, RowLaunches};
+use crate::driver::Driver;
+use crate::launches::{Launch, Stage};
+use crate::steps::Steps;
+
+/// The launch that updates the cache, under a name, where the problem wants one.
+///
+/// # Errors
+/// More groups than a grid has.
+pub fn launch_before(
+    name: &'static str,
+    problem: &ValidFwd,
+    facts: &impl RowLaunches,
+) -> Result<Option<Launch>, String> {
+    let launch = || {
+        let (spec, rows) = (CacheSpec::of(problem), [num_rows(problem), 0]);
+        facts.row_launch((Stage::UpdateCache, name), RowKernel::UpdateCache, &spec, rows)
+    };
+    is_wanted(problem).then(launch).transpose()
+}
+
+/// A kernel's `own` workspace with that of the launch behind it.
+///
+/// # Errors
+/// That both together are too large.
+pub fn workspace(problem: &ValidFwd, own: Workspace) -> Result<Workspace, String> {
+    if !is_wanted(problem) {
+        return Ok(own);
+    }
+    let bytes = place(own)
+        .checked_add(workspace_bytes(problem))
+        .filter(|&bytes| bytes < 1 << 62)
+        .ok_or("the workspace would be 2^62 bytes or more")?;
+    Ok(Workspace { bytes, ..own })
+}
+
+/// Where the launch's part of the workspace begins, behind the kernel's own.
+fn place(own: Workspace) -> u64 {
+    own.bytes.next_multiple_of(256)
+}
+
+/// Queues the launches before a forward kernel that the plan has; returns what the kernel itself reads.
+///
+/// # Safety
+/// As [`fmha_core::Launch::launch`]; the steps and the workspace are those of a plan of [`launch_before`] and [`workspace`]
+/// with the same `own`.
+///
+/// # Errors
+/// What the driver said.
+pub unsafe fn run<D: Driver>(
+    steps: &Steps<D>,
+    call: &Call<'_, ValidFwd>,
+    own: Workspace,
+) -> Result<FwdParams> {
+    let mut params = fmha_core::bind::fwd_params(call.problem, call.args);
+    if let Some(step) = steps.at(Stage::UpdateCache) {
+        let (mut update, updated) = bind(call.problem, call.args, &params, params.workspace.0 + place(own));
+        // SAFETY: the kernel takes FwdParams and CacheUpdate; core saw that the memory of both covers the problem, and the
+        // workspace is as large as the plan says.
+        unsafe { step.launch(&mut [(&raw mut params).cast(), (&raw mut update).cast()], call.stream)? };
+        params = updated;
+    }
+    if let Some(step) = steps.at(Stage::KeepMask) {
+        // SAFETY: the kernel takes FwdParams; core saw that the keep mask covers the problem.
+        unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
+    }
+    Ok(params)
+}

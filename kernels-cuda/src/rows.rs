@@ -1,0 +1,66 @@
+//! Kernels in which a warp takes rows one after another: those that every vendor has, and the one that writes dropout's keep mask.
+
+use fmha_core::source::{Entry, KernelSource, Literal};
+use fmha_core::spec::FwdSpec;
+use fmha_gpu::{Grid, Launch, RowKernel, RowLaunches, Stage};
+
+use crate::nvidia::{DeviceFacts, row_launch};
+
+/// Threads of a CTA.
+const NUM_THREADS: u32 = 128;
+
+/// What is compiled.
+#[must_use]
+pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
+    let (include, params, call) = match kernel {
+        RowKernel::Simt => ("fmha/simt/fwd.cuh", "FwdParams p", "simt::fwd<kSpec>(p);"),
+        RowKernel::SimtStats => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
+        RowKernel::SimtBwd => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd<kSpec>(p);"),
+        RowKernel::Combine => ("fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"),
+        RowKernel::UpdateCache => (
+            "fmha/common/update_cache.cuh",
+            "FwdParams p, const __grid_constant__ CacheUpdate update",
+            "cache::Update<kSpec, cache::Warp>{p, update}.run();",
+        ),
+    };
+    entry(include, params, call, spec)
+}
+
+fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelSource {
+    let entry = Entry {
+        include,
+        constants: &[("kSpec", spec)],
+        bounds: &format!("__launch_bounds__({NUM_THREADS})"),
+        params: &format!("const __grid_constant__ {params}"),
+        call,
+    };
+    crate::source(entry.render(), || [fmha_core::cache_update::header()])
+}
+
+impl RowLaunches for DeviceFacts {
+    fn row_group(&self) -> (&'static str, u32) {
+        ("a warp", 32)
+    }
+
+    fn row_launch(
+        &self,
+        at: (Stage, &'static str),
+        kernel: RowKernel,
+        spec: &dyn Literal,
+        [rows, _]: [u64; 2],
+    ) -> Result<Launch, String> {
+        Ok(launch(at, source(kernel, spec), rows, self))
+    }
+}
+
+fn launch(at: (Stage, &'static str), source: KernelSource, rows: u64, facts: &DeviceFacts) -> Launch {
+    let grid = Grid::new(crate::row_grid(rows, NUM_THREADS, facts.num_sms), NUM_THREADS);
+    row_launch(at, source, grid, facts)
+}
+
+/// The launch that writes the keep mask beside a forward kernel that does not, of so many rows: it reads where sequences lie and
+/// what dropout has.
+pub(crate) fn keep_mask(name: &'static str, spec: &FwdSpec, rows: u64, facts: &DeviceFacts) -> Launch {
+    let source = entry("fmha/common/keep_mask.cuh", "FwdParams p", "write_keep_mask<kSpec>(p);", spec);
+    launch((Stage::KeepMask, name), source, rows, facts)
+}

@@ -1,0 +1,78 @@
+//! The kernels that every vendor has, as AMD launches them: a wave to a row, of a combine a thread to an element.
+
+use fmha_core::source::{Entry, KernelSource, Literal};
+use fmha_gpu::{Launch, RowKernel, RowLaunches, Stage};
+
+use crate::device::{DeviceFacts, launch};
+
+/// The name of the launch that updates a KV cache, in plans.
+pub(crate) const UPDATE: &str = "cdna_update";
+/// Threads of a workgroup.
+pub(crate) const NUM_THREADS: u32 = 256;
+/// Rows of a cache that are counted to a workgroup of its update, and workgroups at most: a wave of many takes several rows.
+const UPDATED_ROWS: u64 = 4;
+const MOST_UPDATING: u64 = 1 << 14;
+
+/// What is compiled.
+fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
+    let (include, params, call) = match kernel {
+        RowKernel::Simt => ("fmha/simt/fwd.h", "FwdParams p", "simt::fwd<kSpec>(p);"),
+        RowKernel::SimtStats => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
+        RowKernel::SimtBwd => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd<kSpec>(p);"),
+        RowKernel::Combine => ("fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"),
+        RowKernel::UpdateCache => (
+            "fmha/cdna/decode/update.h",
+            "FwdParams p, CacheUpdate update",
+            "cache::Update<kSpec, cache::Wave>{p, update}.run();",
+        ),
+    };
+    let bounds = &crate::group_of(NUM_THREADS);
+    let entry = Entry { include, constants: &[("kSpec", spec)], bounds, params, call };
+    KernelSource::new(entry.render(), move || {
+        let mut headers = crate::headers();
+        if kernel == RowKernel::UpdateCache {
+            headers.push(fmha_core::cache_update::header());
+        }
+        headers
+    })
+}
+
+impl RowLaunches for DeviceFacts {
+    fn row_group(&self) -> (&'static str, u32) {
+        ("a wave", self.device.arch.wave_threads())
+    }
+
+    fn row_launch(
+        &self,
+        (stage, name): (Stage, &'static str),
+        kernel: RowKernel,
+        spec: &dyn Literal,
+        [rows, elems]: [u64; 2],
+    ) -> Result<Launch, String> {
+        let of_group = u64::from(NUM_THREADS / self.device.arch.wave_threads());
+        let groups = match kernel {
+            RowKernel::Combine => (rows * elems).div_ceil(NUM_THREADS.into()),
+            RowKernel::UpdateCache => rows.div_ceil(UPDATED_ROWS).min(MOST_UPDATING),
+            RowKernel::Simt | RowKernel::SimtStats | RowKernel::SimtBwd => rows.div_ceil(of_group),
+        };
+        let most = u64::from(u32::MAX / NUM_THREADS);
+        if groups > most {
+            return Err(match kernel {
+                RowKernel::Simt | RowKernel::UpdateCache => {
+                    format!("seqlen_q, num_heads_q and batch make {groups} workgroups, more than {most}")
+                }
+                RowKernel::SimtStats | RowKernel::SimtBwd => {
+                    format!(
+                        "lengths, heads and batch make {rows} rows of gradients, more than {}",
+                        most * of_group
+                    )
+                }
+                RowKernel::Combine => format!(
+                    "batch, seqlen_q, num_heads_q and head_dim_v make {groups} workgroups, more than {most}"
+                ),
+            });
+        }
+        let name = if kernel == RowKernel::UpdateCache { UPDATE } else { name };
+        Ok(launch(stage, name, source(kernel, spec), groups, NUM_THREADS))
+    }
+}
