@@ -55,6 +55,7 @@ pub fn headers() -> Vec<Header> {
         "isa/widen.h",
         "mma/cdna.h",
         "mma/rdna.h",
+        "amd/score.h",
         "cdna/config.h",
         "cdna/load.h",
         "cdna/direct.h",
