@@ -52,6 +52,7 @@ pub fn headers() -> Vec<Header> {
         "isa/widen.h",
         "mma/cdna.h",
         "mma/rdna.h",
+        "amd/score.h",
         "cdna/config.h",
         "cdna/load.h",
         "cdna/direct.h",

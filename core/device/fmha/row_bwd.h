@@ -49,7 +49,7 @@ FMHA_DEVICE float probability(float score, float lse_log2) { return exp2_of(min(
 struct BwdPair {
   float prob;   // P after dropout: what multiplies dO in dV
   float ds;     // gradient of the score as the softmax sees it: dBias
-  float dscore; // gradient of scale * Q K^T: ds through the soft-cap
+  float dscore; // gradient of scale * Q K^T: ds times the slope of the score
 };
 
 // One (sequence, query head).
@@ -66,8 +66,7 @@ struct BwdHead {
   const float descale_q = scalar_of(p.fwd.descale_q, span.i_batch, i_head_kv, 1.f);
   const float descale_k = scalar_of(p.fwd.descale_k, span.i_batch, i_head_kv, 1.f);
   const float descale_v = scalar_of(p.fwd.descale_v, span.i_batch, i_head_kv, 1.f);
-  const ScoreModifier modifier =
-      score_modifier<kFwd>(p.fwd, span, i_head, p.fwd.softmax_scale * descale_q * descale_k);
+  const Score<kFwd> modifiers = Score<kFwd>::of(p.fwd, span, i_head, p.fwd.softmax_scale * descale_q * descale_k);
 
   FMHA_DEVICE int64_t q_row(const View& x, int32_t i) const {
     return row_offset(x, span.storage_batch, int64_t(span.q_row) + i, i_head);
@@ -90,7 +89,7 @@ struct BwdHead {
     ExpSum sum;
     const auto take = [&](Range keys) {
       for (int32_t j = keys.begin + Lanes::index(); j < keys.end; j += Lanes::count)
-        if (visible(band, i, j)) sum.add(modified_score<kFwd>(modifier, product(i, j), i, j) - origin);
+        if (visible(band, i, j)) sum.add(modifiers.natural({i, j}, product(i, j)) - origin);
     };
     const Range row = {i, i + 1};
     take(sink_range(band, row, span.seqlen_k));
@@ -106,7 +105,7 @@ struct BwdHead {
 
   FMHA_DEVICE BwdPair pair(int32_t i, int32_t j) const {
     const int64_t v = k_row(p.fwd.v, j), dout = q_row(p.dout, i);
-    const float score = product(i, j);
+    const Scored score = modifiers.natural({i, j}, product(i, j), [&] { return modifiers.element({i, j}); });
     float dp = 0.f;
     for (int32_t d = 0; d < kFwd.head_dim_v; ++d)
       dp += load_elem<kFwd.dtype_o>(p.dout.data, dout + d) *
@@ -116,16 +115,12 @@ struct BwdHead {
     const int64_t stats = stats_offset(p, span, i_head, i);
     BwdPair pair;
     const RowOrigin row = row_origin(p, stats);
-    const float prob = probability(modified_score<kFwd>(modifier, score, i, j) - row.origin, row.lse_log2);
+    const float prob = probability(score.score - row.origin, row.lse_log2);
     float kept = 1.f;
     if constexpr (kFwd.dropout) kept = dropout_keeps(p.fwd, batch_head, i, j) ? p.fwd.dropout_scale : 0.f;
     pair.prob = kept == 0.f ? 0.f : prob * kept;
     pair.ds = prob * ((kept == 0.f ? 0.f : dp * kept) - p.delta[stats]);
-    pair.dscore = pair.ds;
-    if constexpr (kFwd.softcap) {
-      const float t = tanh_of(score * modifier.scale / modifier.softcap);
-      pair.dscore *= 1.f - t * t;
-    }
+    pair.dscore = pair.ds * score.slope;
     return pair;
   }
 };

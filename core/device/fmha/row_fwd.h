@@ -92,14 +92,14 @@ struct FwdRow {
   }
 
   // The keys of a range, one per lane at a time.
-  FMHA_DEVICE void take(Range keys, const ScoreModifier& modifier) {
+  FMHA_DEVICE void take(Range keys, const Score<spec>& modifiers) {
     for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
       const int32_t j = first + lane;
       const bool seen = j < keys.end && visible(band, i, j);
       const uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
 
-      const float score = seen ? modified_score<spec>(modifier, product(j), i, j) : -infinity();
+      const float score = seen ? modifiers.natural({i, j}, product(j)) : -infinity();
       const float correction = raise_to(max(row_max, over_lanes(score, larger_of)));
       const float weight = seen ? exp_of_difference(score, finite_or_zero(row_max)) : 0.f;
       row_sum += over_lanes(weight, sum_of);
@@ -160,17 +160,17 @@ struct FwdRow {
   }
 
   // All keys that the query sees, and its sink.
-  FMHA_DEVICE void walk(const ScoreModifier& modifier) {
+  FMHA_DEVICE void walk(const Score<spec>& modifiers) {
     const Range row = {i, i + 1};
-    take(sink_range(band, row, span.seqlen_k), modifier);
-    take(row_range(band, i, span.seqlen_k), modifier);
+    take(sink_range(band, row, span.seqlen_k), modifiers);
+    take(row_range(band, i, span.seqlen_k), modifiers);
     take_sink();
   }
 
   FMHA_DEVICE void run() {
     const float scale = p.softmax_scale * descale(p.descale_q) * descale(p.descale_k);
-    const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
-    walk(modifier);
+    const Score<spec> modifiers = Score<spec>::of(p, span, i_head, scale);
+    walk(modifiers);
     bool is_finite = true;
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) is_finite &= o[c] - o[c] == 0.f;
@@ -179,7 +179,7 @@ struct FwdRow {
       row_sum = 0.f;
       o = {};
       with_room = true;
-      walk(modifier);
+      walk(modifiers);
     }
     store();
     store_keep_mask();

@@ -1,56 +1,202 @@
-// Score modifiers: what is applied between Q K^T and the softmax.
+// Scores as text: what a score becomes between Q K^T and the softmax, and its derivative. Kernels name no modifier.
+//
+// A modifier is a struct here. A map takes a scaled product to a score and says its slope; a term is added to a score,
+// so that its slope is 1. `Score` holds the modifiers of one (sequence, query head), maps before terms. A kernel
+// describes its accumulator as a Fragment and calls `apply`; a backward kernel asks for a score and its slope, pair by
+// pair.
+//
+// A Fragment has `count` elements, and `rows` of them that may be of different heads:
+//   row(e)            the row of an element
+//   at(e), set(e, x)  the score
+//   pair(e)           its query and key
+//   there(e)          whether the sequence has both
 #pragma once
 #include <fmha/num.h>
+#include <fmha/range.h>
 #include <fmha/seq.h>
 
 namespace fmha {
 
-// True where a score needs more than its scale.
-FMHA_DEVICE constexpr bool modifies_score(const FwdSpec& spec) {
-  return spec.softcap || spec.bias != BiasKind::None;
-}
+// A query and a key: a place that a whole fragment shares, and steps from it that are constants in unrolled loops.
+// What depends on the place alone is then computed once.
+struct Pair {
+  int32_t first_i, first_j;
+  int32_t step_i = 0, step_j = 0;
 
-// The modifiers of one (sequence, query head).
-struct ScoreModifier {
-  const void* bias;   // element (0, 0)
-  int64_t bias_row;
-  float alibi_slope;
-  int32_t alibi_diag;
-  float scale, softcap;
+  FMHA_DEVICE int32_t i() const { return first_i + step_i; }
+  FMHA_DEVICE int32_t j() const { return first_j + step_j; }
+  // i + diagonal - j.
+  FMHA_DEVICE float distance(int32_t diagonal) const {
+    return float(first_i + diagonal - first_j) + float(step_i - step_j);
+  }
 };
 
-// `scale` multiplies the raw product; FP8's descales are in it.
-template <FwdSpec spec>
-FMHA_DEVICE ScoreModifier score_modifier(const FwdParams& p, const SeqSpan& span, int32_t i_head, float scale) {
-  ScoreModifier m = {nullptr, 0, 0.f, 0, scale, p.softcap};
-  if constexpr (spec.bias == BiasKind::Elementwise) {
-    m.bias = static_cast<const char*>(p.bias.data) +
-             (span.i_batch * p.bias.batch + i_head * p.bias.head) * size_bytes(spec.dtype_bias);
-    m.bias_row = p.bias.row;
-  }
-  if constexpr (spec.bias == BiasKind::Alibi) {
-    m.alibi_slope = scalar_of(p.alibi_slopes, span.i_batch, i_head, 0.f);
-    m.alibi_diag = alibi_diagonal(p, span.seqlen_q, span.seqlen_k);
-  }
-  return m;
-}
+// A score, and its derivative with respect to the scaled product.
+struct Scored {
+  float score, slope;
+};
 
-// softcap * tanh(s / softcap). Where the quotient is small, the series is in s itself: by a large soft-cap the quotient
-// would be subnormal, and lose what s has.
-FMHA_DEVICE float capped_score(float s, float softcap) {
-  const float x = s / softcap, square = x * x;
-  if (abs_of(x) < 0.0625f) return s + s * square * (-1.f / 3.f + square * (2.f / 15.f));
-  return softcap * tanh_of(x);
-}
+// Ways to evaluate cap * tanh(scale * s / cap).
+struct ExactTanh {
+  FMHA_DEVICE static Scored capped(float s, float scale, float cap) {
+    const float y = s * scale, x = y / cap, square = x * x;
+    if (abs_of(x) < 0.0625f) {
+      // The series is in y itself: by a large cap the quotient would be subnormal, and lose what y has.
+      const float series = -1.f / 3.f + square * (2.f / 15.f), t = x + x * square * series;
+      return {y + y * square * series, 1.f - t * t};
+    }
+    const float t = tanh_of(x);
+    return {cap * t, 1.f - t * t};
+  }
+};
+// By one exponential and one reciprocal of `Unit`: tanh(x) = 1 - 2 w where w = 1 / (1 + e^(2 x)), so that the slope is
+// 4 w (1 - w). A score near 0 has the absolute error of one near the cap.
+template <class Unit>
+struct FastTanh {
+  FMHA_DEVICE static Scored capped(float s, float scale, float cap) {
+    const float w = Unit::rcp(1.f + Unit::exp2(s * (2.f * (scale * kLog2E) / cap)));
+    return {cap - 2.f * cap * w, 4.f * w * (1.f - w)};
+  }
+};
+// As exact as `ExactTanh`, without a branch or a division of an element.
+template <class Unit>
+struct BranchlessTanh {
+  FMHA_DEVICE static Scored capped(float s, float scale, float cap) {
+    // Infinite of the smallest caps, and 0 times that would be NaN.
+    const float per_cap = min(1.f / cap, kLargestFloat);
+    const float y = s * scale, x = y * per_cap, a = abs_of(x), square = x * x;
+    const float w = Unit::rcp(1.f + Unit::exp2(2.f * kLog2E * a)), quotient = cap * (1.f - 2.f * w);
+    // Below 1/16 the quotient cancels.
+    const float series = y + y * square * (-1.f / 3.f + square * (2.f / 15.f));
+    return {a < 0.0625f ? series : x < 0.f ? -quotient : quotient, 4.f * w * (1.f - w)};
+  }
+};
 
-// softcap * tanh(scale * s / softcap), plus the bias of (i, j): a natural score.
-template <FwdSpec spec>
-FMHA_DEVICE float modified_score(const ScoreModifier& m, float s, int32_t i, int32_t j) {
-  s *= m.scale;
-  if constexpr (spec.softcap) s = capped_score(s, m.softcap);
-  if constexpr (spec.bias == BiasKind::Elementwise) s += load_elem<spec.dtype_bias>(m.bias, i * m.bias_row + j);
-  if constexpr (spec.bias == BiasKind::Alibi) s -= m.alibi_slope * abs_of(float(i + m.alibi_diag - j));
-  return s;
+// A map: the soft-cap.
+struct SoftCap {
+  float cap;
+
+  FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.softcap; }
+  FMHA_DEVICE static bool given(const FwdParams& p) { return p.softcap > 0.f; }
+  FMHA_DEVICE static SoftCap of(const FwdParams& p) { return {p.softcap}; }
+
+  template <class Tanh>
+  FMHA_DEVICE Scored at(float s, float scale) const {
+    return Tanh::capped(s, scale, cap);
+  }
+};
+
+// A term: an element of memory for each pair of the sequence.
+struct ElementBias {
+  const void* data;  // element (0, 0)
+  int64_t row;
+
+  FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.bias == BiasKind::Elementwise; }
+  FMHA_DEVICE static bool given(const FwdParams& p) { return p.bias.data; }
+  // The element (0, 0) of a head.
+  FMHA_DEVICE static int64_t first(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
+    return span.i_batch * p.bias.batch + i_head * p.bias.head;
+  }
+  FMHA_DEVICE static ElementBias of(const FwdParams& p, DType dtype, const SeqSpan& span, int32_t i_head) {
+    return {static_cast<const char*>(p.bias.data) + first(p, span, i_head) * size_bytes(dtype), p.bias.row};
+  }
+};
+
+// A term: ALiBi.
+struct Alibi {
+  float slope;
+  int32_t diagonal;
+
+  FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.bias == BiasKind::Alibi; }
+  FMHA_DEVICE static bool given(const FwdParams& p) { return p.alibi_slopes.data; }
+  FMHA_DEVICE static Alibi of(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
+    return {scalar_of(p.alibi_slopes, span.i_batch, i_head, 0.f), alibi_diagonal(p, span.seqlen_q, span.seqlen_k)};
+  }
+
+  // The term, in `units` of one.
+  FMHA_DEVICE float at(Pair pair, float units) const { return -(slope * units) * abs_of(pair.distance(diagonal)); }
+};
+
+FMHA_DEVICE constexpr int num_maps(const FwdSpec& spec) { return SoftCap::in(spec); }
+FMHA_DEVICE constexpr int num_terms(const FwdSpec& spec) { return ElementBias::in(spec) + Alibi::in(spec); }
+FMHA_DEVICE constexpr int num_modifiers(const FwdSpec& spec) { return num_maps(spec) + num_terms(spec); }
+// True where a score needs more than its scale.
+FMHA_DEVICE constexpr bool modifies_score(const FwdSpec& spec) { return num_modifiers(spec) > 0; }
+
+// The modifiers of one (sequence, query head).
+template <FwdSpec spec, class Tanh = ExactTanh>
+struct Score {
+  static constexpr bool modifies = modifies_score(spec);
+  // Whether a score has an element of memory, of which there is none beyond the lengths.
+  static constexpr bool reads = ElementBias::in(spec);
+
+  float scale;  // of the raw product; FP8's descales are in it
+  SoftCap cap;
+  ElementBias bias;
+  Alibi alibi;
+
+  FMHA_DEVICE static Score of(const FwdParams& p, const SeqSpan& span, int32_t i_head, float scale) {
+    Score x = {scale, {}, {}, {}};
+    if constexpr (SoftCap::in(spec)) x.cap = SoftCap::of(p);
+    if constexpr (ElementBias::in(spec)) x.bias = ElementBias::of(p, spec.dtype_bias, span, i_head);
+    if constexpr (Alibi::in(spec)) x.alibi = Alibi::of(p, span, i_head);
+    return x;
+  }
+
+  // The natural score of a raw product. `element()`: what memory has for the pair, where it is `there`.
+  template <class Element>
+  FMHA_DEVICE Scored natural(Pair pair, float s, Element element, bool there = true) const {
+    Scored x = {s, 1.f};
+    if constexpr (SoftCap::in(spec)) x = cap.template at<Tanh>(s, scale);
+    else x.score *= scale;
+    add_terms(x.score, pair, 1.f, element, there);
+    return x;
+  }
+  FMHA_DEVICE float natural(Pair pair, float s) const {
+    return natural(pair, s, [&] { return element(pair); }).score;
+  }
+  // The same in log2, plus `offset`.
+  template <class Element>
+  FMHA_DEVICE Scored log2(Pair pair, float s, float offset, Element element, bool there = true) const {
+    Scored x = {s, 1.f};
+    if constexpr (SoftCap::in(spec)) {
+      x = cap.template at<Tanh>(s, scale);
+      x.score = x.score * kLog2E + offset;
+    } else {
+      x.score = s * (scale * kLog2E) + offset;
+    }
+    add_terms(x.score, pair, kLog2E, element, there);
+    return x;
+  }
+
+  // Element (0, 0) where the pair is not there.
+  FMHA_DEVICE float element(Pair pair, bool there = true) const {
+    if constexpr (reads) return load_elem<spec.dtype_bias>(bias.data, there ? pair.i() * bias.row + pair.j() : 0);
+    return 0.f;
+  }
+
+ private:
+  template <class Element>
+  FMHA_DEVICE void add_terms(float& score, Pair pair, float units, Element element, bool there) const {
+    if constexpr (ElementBias::in(spec)) {
+      if (there) score += element() * units;
+    }
+    if constexpr (Alibi::in(spec)) score += alibi.at(pair, units);
+  }
+};
+
+// Raw products of a fragment become natural scores. `score_of(r)`: the modifiers of row r.
+template <class Fragment, class ScoreOf>
+FMHA_DEVICE void apply(Fragment fragment, ScoreOf score_of) {
+#pragma unroll
+  for (int r = 0; r < Fragment::rows; ++r) {
+    const auto score = score_of(r);
+#pragma unroll
+    for (int e = 0; e < Fragment::count; ++e) {
+      if (fragment.row(e) != r) continue;
+      if (!score.reads || fragment.there(e)) fragment.set(e, score.natural(fragment.pair(e), fragment.at(e)));
+    }
+  }
 }
 
 }  // namespace fmha

@@ -79,7 +79,7 @@ struct RecomputedRow {
 
   FMHA_DEVICE float descale(const HeadScalars& x) const { return scalar_of(x, span.i_batch, i_head_kv, 1.f); }
 
-  FMHA_DEVICE void take(Range range, const ScoreModifier& modifier) {
+  FMHA_DEVICE void take(Range range, const Score<spec>& modifiers) {
     const int32_t begin = ptx::uniform(range.begin), end = ptx::uniform(range.end);
 #pragma unroll 1
     for (int32_t j = begin; j < end; ++j) {
@@ -87,7 +87,7 @@ struct RecomputedRow {
         if (!ptx::uniform(keys.sees(span, i, j))) continue;
       }
       float score = product(j);
-      if constexpr (modifies_score(spec)) score = modified_score<spec>(modifier, score, i, j);
+      if constexpr (modifies_score(spec)) score = modifiers.natural({i, j}, score);
       else score = scale < 0.f ? -score : score;
       const float base = finite_or_zero(fmaxf(row_max, score));
       const float correction = ptx::ex2_approx_ftz((row_max - base) * scale_log2);
@@ -120,11 +120,11 @@ struct RecomputedRow {
 
   FMHA_DEVICE void run() {
     const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
-    const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
+    const Score<spec> modifiers = Score<spec>::of(p, span, i_head, scale);
     const Range row = {i, i + 1};
-    if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifier);
+    if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifiers);
     const Range seen = row_range(band, i, span.seqlen_k);
-    take({max(seen.begin, among.begin), min(seen.end, among.end)}, modifier);
+    take({max(seen.begin, among.begin), min(seen.end, among.end)}, modifiers);
 
     const RowMax max = {__fmul_rn(row_max, scale_log2), __fmul_rn(row_max, positive_scale)};
     const RowResult result = finish_row<spec>(p, max, row_sum, i_head);

@@ -15,10 +15,10 @@ namespace fmha {
 
 template <FwdSpec spec, auto tile>
 struct Modifiers {
-  static constexpr bool only_alibi = spec.bias == BiasKind::Alibi && !spec.softcap;
-  static constexpr bool fast_softcap = tile.fast_softcap && spec.softcap && spec.bias == BiasKind::None;
-  static constexpr bool adds_elements = spec.bias == BiasKind::Elementwise;
-  static constexpr bool adds_wide_elements = adds_elements && !spec.softcap && size_bytes(spec.dtype_bias) == 2;
+  static constexpr bool alone = num_modifiers(spec) == 1;
+  static constexpr bool only_alibi = Alibi::in(spec) && alone;
+  static constexpr bool fast_softcap = tile.fast_softcap && SoftCap::in(spec) && alone;
+  static constexpr bool adds_wide_elements = ElementBias::in(spec) && alone && size_bytes(spec.dtype_bias) == 2;
   // Two neighbouring 16-bit elements to a register, fetched under the product of S.
   static constexpr bool prefetches = adds_wide_elements && tile.bias_stages == 0 && tile.block_n % 32 == 0;
 
@@ -150,23 +150,31 @@ struct Modifiers {
     s[e + 1] = fmaf(s[e + 1], factor, high);
   }
 
+  // A thread's scores of a block, in two rows.
+  template <int n>
+  struct Fragment {
+    static constexpr int count = n / 2, rows = 2;
+    mma::Accumulator<n>& s;
+    int32_t query[2], first_key;
+    int32_t columns[2];  // before the sequence's end; a tile without keys has block -1
+
+    FMHA_DEVICE static constexpr int row(int e) { return mma::Accumulator<n>::row(e); }
+    FMHA_DEVICE float at(int e) const { return s[e]; }
+    FMHA_DEVICE void set(int e, float x) { s[e] = x; }
+    FMHA_DEVICE Pair pair(int e) const { return {query[row(e)], first_key, 0, s.column(e)}; }
+    FMHA_DEVICE bool there(int e) const { return s.column(e) < columns[row(e)]; }
+  };
   template <int n>
   FMHA_DEVICE void apply_one_by_one(mma::Accumulator<n>& s, const Work& work, int32_t row, int32_t block) const {
-    const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
     const int32_t first_key = block * tile.block_n + mma::fragment_column();
+    Fragment<n> fragment = {s, {query_of<tile>(p, row), query_of<tile>(p, row + 8)}, first_key, {}};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int32_t i = query_of<tile>(p, row + 8 * r);
-      const ScoreModifier modifier = score_modifier<spec>(p, span, head_of(work, row + 8 * r, i), scale());
-#pragma unroll
-      for (int e = 0; e < s.num_elems; ++e) {
-        if (s.row(e) != r) continue;
-        const int32_t j = first_key + s.column(e);
-        // The bias has no elements beyond the lengths.
-        const bool there = i < work.seqlen_q && j < work.seqlen_k && block >= 0;
-        if (!adds_elements || there) s[e] = modified_score<spec>(modifier, s[e], i, j);
-      }
-    }
+    for (int r = 0; r < 2; ++r)
+      fragment.columns[r] = fragment.query[r] < work.seqlen_q && block >= 0 ? work.seqlen_k - first_key : 0;
+    fmha::apply(fragment, [&](int r) {
+      const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+      return Score<spec>::of(p, span, head_of(work, row + 8 * r, fragment.query[r]), scale());
+    });
   }
 };
 

@@ -16,11 +16,27 @@ struct QueryStats {
   alignas(16) float origin[columns];
 };
 
-// `fast_softcap`: by one exponential and one reciprocal.
-template <BwdSpec spec, bool fast_softcap>
+// The exponential and the reciprocal of the special-function unit.
+struct SpecialUnit {
+  FMHA_DEVICE static float exp2(float x) { return ptx::ex2_approx_ftz(x); }
+  FMHA_DEVICE static float rcp(float x) { return ptx::rcp_approx_ftz(x); }
+};
+template <bool fast_softcap>
+struct TanhOf {
+  using type = FastTanh<SpecialUnit>;
+};
+template <>
+struct TanhOf<false> {
+  using type = ExactTanh;
+};
+// The modifiers of a backward kernel's scores.
+template <BwdSpec spec, auto tile>
+using BwdScore = Score<spec.fwd, typename TanhOf<tile.fast_softcap>::type>;
+
+template <BwdSpec spec, auto tile>
 struct ScorePair {
   static constexpr FwdSpec kFwd = spec.fwd;
-  static constexpr bool modifies = modifies_score(kFwd);
+  using Modifiers = BwdScore<spec, tile>;
   static constexpr bool has_hi = kFwd.mask != MaskKind::Full, has_lo = kFwd.mask == MaskKind::Band;
 
   const BwdParams& p;
@@ -29,57 +45,36 @@ struct ScorePair {
   const MaskBand band;
   const float scale_log2 = p.fwd.softmax_scale * kLog2E;
 
-  FMHA_DEVICE bool sees(int32_t i, int32_t j) const {
-    bool seen = i < span.seqlen_q && j < span.seqlen_k;
+  FMHA_DEVICE Modifiers modifiers(int32_t i_head) const {
+    return Modifiers::of(p.fwd, span, i_head, p.fwd.softmax_scale);
+  }
+  FMHA_DEVICE bool is_there(Pair at) const { return at.i() < span.seqlen_q && at.j() < span.seqlen_k; }
+  FMHA_DEVICE bool sees(Pair at) const {
+    const int32_t i = at.i(), j = at.j();
+    bool seen = is_there(at);
     if constexpr (has_hi) seen &= j - i <= band.hi;
     if constexpr (has_lo) seen &= j - i >= band.lo || (kFwd.sink_columns && j < band.sink_columns);
     return seen;
   }
 
-  // P of an element. `lse` is its query's.
-  FMHA_DEVICE float prob(float s, const ScoreModifier& modifier, float lse_log2, int32_t i, int32_t j, float& slope) const {
-    slope = 1.f;
-    if constexpr (!modifies) {
-      return ptx::ex2_approx_ftz(fmaf(s, scale_log2, -lse_log2));
-    } else {
-      float x = s * scale_log2;
-      if constexpr (kFwd.softcap && fast_softcap) {
-        // tanh(u) = 1 - 2 w where w = 1 / (1 + e^(2 u)); its derivative is 4 w (1 - w).
-        const float w = ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(s * (2.f * scale_log2 / modifier.softcap)));
-        x = modifier.softcap * kLog2E * fmaf(-2.f, w, 1.f);
-        slope = 4.f * w * (1.f - w);
-      } else if constexpr (kFwd.softcap) {
-        const float t = tanh_of(s * modifier.scale / modifier.softcap);
-        // In this order, so that a cap near f32's largest number stays finite.
-        x = modifier.softcap * t * kLog2E;
-        slope = 1.f - t * t;
-      }
-      if constexpr (kFwd.bias == BiasKind::Alibi) {
-        x -= modifier.alibi_slope * kLog2E * fabsf(float(i + modifier.alibi_diag - j));
-      }
-      if constexpr (kFwd.bias == BiasKind::Elementwise) {
-        // There are no elements beyond the lengths.
-        const bool there = i < span.seqlen_q && j < span.seqlen_k;
-        const int64_t at = there ? i * modifier.bias_row + j : 0;
-        if (there) x = fmaf(load_elem<kFwd.dtype_bias>(modifier.bias, at), kLog2E, x);
-      }
-      return ptx::ex2_approx_ftz(x - lse_log2);
-    }
+  // P of an element, and the slope of its score. `lse_log2` is its query's.
+  FMHA_DEVICE float prob(float s, const Modifiers& modifiers, float lse_log2, Pair at, float& slope) const {
+    const bool there = is_there(at);
+    const Scored x = modifiers.log2(at, s, -lse_log2, [&] { return modifiers.element(at, there); }, there);
+    slope = x.slope;
+    return ptx::ex2_approx_ftz(x.score);
   }
-
   // The same of a query whose scores have an origin (row_bwd.h): the natural score, rounded as the forward's is, then measured
   // from there, and a P of 1 at most.
-  FMHA_DEVICE float prob_from(float origin, float s, const ScoreModifier& modifier, float lse_log2, int32_t i, int32_t j,
+  FMHA_DEVICE float prob_from(float origin, float s, const Modifiers& modifiers, float lse_log2, Pair at,
                               float& slope) const {
-    slope = 1.f;
-    if constexpr (kFwd.softcap) {
-      const float t = tanh_of(s * modifier.scale / modifier.softcap);
-      slope = 1.f - t * t;
+    if (!is_there(at)) {
+      slope = 0.f;
+      return 0.f;
     }
-    // There are no elements of a bias beyond the lengths.
-    const bool there = i < span.seqlen_q && j < span.seqlen_k;
-    const float score = there ? modified_score<kFwd>(modifier, s, i, j) : 0.f;
-    return there ? probability(score - origin, lse_log2) : 0.f;
+    const Scored x = modifiers.natural(at, s, [&] { return modifiers.element(at); });
+    slope = x.slope;
+    return probability(x.score - origin, lse_log2);
   }
 };
 

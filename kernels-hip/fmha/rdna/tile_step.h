@@ -4,13 +4,13 @@
 //   P^T = exp2(S^T) becomes the operand of the next product: in place on gfx12, by an exchange of half waves on gfx11
 //   O^T += V^T P^T
 #pragma once
+#include <fmha/amd/score.h>
 #include <fmha/dropout.h>
 #include <fmha/isa/sched.h>
 #include <fmha/mask.h>
 #include <fmha/online_softmax.h>
 #include <fmha/range.h>
 #include <fmha/rdna/load.h>
-#include <fmha/score.h>
 
 namespace fmha::rdna {
 
@@ -88,34 +88,29 @@ FMHA_DEVICE void for_each_score(Scores<spec, tile>& s, int32_t first_key, Change
   }
 }
 
-// Raw scores become natural ones. Which modifiers a call has is decided here, for a tile at once.
+// A lane's scores of a tile: of one row, keys along the registers.
+template <CdnaSpec spec, RdnaTile tile>
+struct TileOfScores {
+  static constexpr int count = Config<spec, tile>::n_blocks * kAccElems;
+  Scores<spec, tile>& s;
+  int32_t query, first_key;
+
+  FMHA_DEVICE float at(int e) const { return s[e / kAccElems][e % kAccElems]; }
+  FMHA_DEVICE void set(int e, float x) { s[e / kAccElems][e % kAccElems] = x; }
+  FMHA_DEVICE void add(int e, float x) { s[e / kAccElems][e % kAccElems] += x; }
+  FMHA_DEVICE void set_slope(int, float) {}
+  FMHA_DEVICE Pair pair(int e) const {
+    return {query, first_key, 0, e / kAccElems * kEdge + acc_row(e % kAccElems, 0)};
+  }
+};
+
+// Scaled products become natural scores.
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, const Wave<spec, tile>& wave,
                         int32_t first_key) {
-  const FwdParams& p = params.fwd;
-  const int32_t query = min(wave.query, job.span.seqlen_q - 1), last_key = job.span.seqlen_k - 1;
-  if (p.softcap > 0.f) {
-    for_each_score<spec, tile>(s, first_key, [&](float x, int32_t) { return capped_score(x, p.softcap); });
-  }
-  if (p.bias.data) {
-    // Clamped: the bias ends where the sequence does.
-    const int64_t row = job.span.i_batch * p.bias.batch + wave.i_head * p.bias.head + query * p.bias.row;
-    const auto add = [&](const auto* bias) __attribute__((always_inline)) {
-      for_each_score<spec, tile>(
-          s, first_key, [&](float x, int32_t key) { return x + float(bias[row + min(key, last_key)]); });
-    };
-    switch (DType(params.dtype_bias)) {
-      case DType::F16: add(static_cast<const f16*>(p.bias.data)); break;
-      case DType::Bf16: add(static_cast<const bf16*>(p.bias.data)); break;
-      default: add(static_cast<const float*>(p.bias.data));
-    }
-  }
-  if (p.alibi_slopes.data) {
-    const float slope = scalar_of(p.alibi_slopes, job.span.i_batch, wave.i_head, 0.f);
-    const int32_t at = query + alibi_diagonal(p, job.span.seqlen_q, job.span.seqlen_k);
-    for_each_score<spec, tile>(
-        s, first_key, [&](float x, int32_t key) { return x - slope * abs_of(float(at - key)); });
-  }
+  const TileOfScores<spec, tile> scores = {s, min(wave.query, job.span.seqlen_q - 1),
+                                           first_key + acc_row(0, lane_half(opaque_thread_idx()))};
+  apply_given<ExactTanh>(scores, params.fwd, DType(params.dtype_bias), job.span, wave.i_head);
 }
 
 template <CdnaSpec spec, RdnaTile tile, class Job>

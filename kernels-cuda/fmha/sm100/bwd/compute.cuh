@@ -21,9 +21,11 @@ template <BwdSpec spec, Sm100BwdTile tile>
 struct ComputeRole {
   using Shared = Smem<spec, tile>;
   using Tmem = TmemPlan<spec>;
-  using Pair = ScorePair<spec, tile.fast_softcap>;
+  using Pairs = ScorePair<spec, tile>;
+  using Modifiers = BwdScore<spec, tile>;
   static constexpr FwdSpec kFwd = spec.fwd;
   static constexpr DType dtype = kFwd.dtype_qk;
+  static constexpr bool has_slopes = num_maps(kFwd) > 0;
   static constexpr int chunk = 32, num_chunks = kHalf / chunk;
 
   const BwdParams& p;
@@ -33,18 +35,18 @@ struct ComputeRole {
   const int32_t half;   // of a block's queries
   const int32_t row = threadIdx.x % kBlock, key = work.keys.begin + row;
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
-  const Pair pair = {p, work.span, work.band};
+  const Pairs pairs = {p, work.span, work.band};
 
   float probs[kHalf];
-  // The slopes of a block's soft-cap, in 0 .. 1, two f16 to a register.
-  uint32_t slopes[kFwd.softcap ? kHalf / 2 : 1];
+  // The slopes of a block's scores, two f16 to a register.
+  uint32_t slopes[has_slopes ? kHalf / 2 : 1];
   uint32_t kept[kFwd.dropout ? num_chunks : 1];  // what dropout keeps, a bit a query
 
   // The queries of the half that see the thread's key.
   FMHA_DEVICE Range seen_of(int32_t first_query) const {
     Range seen = {0, work.span.seqlen_q - first_query};
-    if constexpr (Pair::has_hi) seen.begin = key - work.band.hi - first_query;
-    if constexpr (Pair::has_lo) {
+    if constexpr (Pairs::has_hi) seen.begin = key - work.band.hi - first_query;
+    if constexpr (Pairs::has_lo) {
       const bool is_sink = kFwd.sink_columns && key < work.band.sink_columns;
       if (!is_sink) seen.end = min(seen.end, key - work.band.lo - first_query + 1);
     }
@@ -95,12 +97,12 @@ struct ComputeRole {
 
   // P of a chunk whose scores are `x`.
   template <bool any_far>
-  FMHA_DEVICE void exponentiate(const float (&x)[chunk], int c, const ScoreModifier& modifier, const QueryStats<kBlock>& stats,
-                                int32_t first_query) {
+  FMHA_DEVICE void exponentiate(const float (&x)[chunk], int c, const Modifiers& modifiers,
+                                const QueryStats<kBlock>& stats, int32_t first_query) {
     const int first = half * kHalf + c * chunk;
     float* const to = probs + c * chunk;
-    if constexpr (!any_far && !Pair::modifies) {
-      const ptx::F32x2 scale = {pair.scale_log2, pair.scale_log2};
+    if constexpr (!any_far && !Modifiers::modifies) {
+      const ptx::F32x2 scale = {pairs.scale_log2, pairs.scale_log2};
 #pragma unroll
       for (int e = 0; e < chunk; e += 2) {
         const ptx::F32x2 y = ptx::fma_f32x2({x[e], x[e + 1]}, scale, {-stats.lse_log2[first + e], -stats.lse_log2[first + e + 1]});
@@ -113,15 +115,15 @@ struct ComputeRole {
         float slope[2];
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          const int32_t i = first_query + c * chunk + e + k;
+          const Pair at = {first_query, key, c * chunk + e + k, 0};
           const float lse = stats.lse_log2[first + e + k];
           if constexpr (any_far) {
-            to[e + k] = pair.prob_from(stats.origin[first + e + k], x[e + k], modifier, lse, i, key, slope[k]);
+            to[e + k] = pairs.prob_from(stats.origin[first + e + k], x[e + k], modifiers, lse, at, slope[k]);
           } else {
-            to[e + k] = pair.prob(x[e + k], modifier, lse, i, key, slope[k]);
+            to[e + k] = pairs.prob(x[e + k], modifiers, lse, at, slope[k]);
           }
         }
-        if constexpr (kFwd.softcap) slopes[(c * chunk + e) / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
+        if constexpr (has_slopes) slopes[(c * chunk + e) / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
       }
     }
   }
@@ -152,7 +154,7 @@ struct ComputeRole {
         if constexpr (kFwd.dropout) d = kept[c] >> (e + k) & 1 ? d * p.fwd.dropout_scale : 0.f;
         x[e + k] = probs[c * chunk + e + k] * (d - stats.delta[first + e + k]);
       }
-      if constexpr (kFwd.softcap) {
+      if constexpr (has_slopes) {
         float low, high;
         ptx::unpack_f16x2(slopes[(c * chunk + e) / 2], low, high);
         x[e] *= low;
@@ -172,13 +174,13 @@ struct ComputeRole {
   }
 
   template <bool any_far>
-  FMHA_DEVICE void make_probs(const ScoreModifier& modifier, const QueryStats<kBlock>& stats, int32_t first_query, Range seen,
-                              bool edge) {
+  FMHA_DEVICE void make_probs(const Modifiers& modifiers, const QueryStats<kBlock>& stats, int32_t first_query,
+                              Range seen, bool edge) {
 #pragma unroll
     for (int c = 0; c < num_chunks; ++c) {
       float x[chunk];
       load(x, Tmem::s, c);
-      exponentiate<any_far>(x, c, modifier, stats, first_query);
+      exponentiate<any_far>(x, c, modifiers, stats, first_query);
       if (edge) hide(probs + c * chunk, c, seen);
       store_probs(c);
     }
@@ -188,7 +190,7 @@ struct ComputeRole {
     const int32_t first_query = block.first + half * kHalf;
     const Range seen = seen_of(first_query);
     const bool edge = __any_sync(ptx::kAllLanes, seen.begin > 0 || seen.end < kHalf);
-    const ScoreModifier modifier = score_modifier<kFwd>(p.fwd, work.span, block.i_head, p.fwd.softmax_scale);
+    const Modifiers modifiers = pairs.modifiers(block.i_head);
     decide(block.i_head, first_query);
     ptx::mbarrier_wait_parity(smem.q_full[slot.index], slot.phase);
     const QueryStats<kBlock>& stats = smem.stats[slot.index];
@@ -200,9 +202,9 @@ struct ComputeRole {
     ptx::mbarrier_wait_parity(smem.s_full, phase);
     ptx::tcgen05_fence_after_thread_sync();
     if (any_far) {
-      make_probs<true>(modifier, stats, first_query, seen, edge);
+      make_probs<true>(modifiers, stats, first_query, seen, edge);
     } else {
-      make_probs<false>(modifier, stats, first_query, seen, edge);
+      make_probs<false>(modifiers, stats, first_query, seen, edge);
     }
     ptx::tcgen05_wait_st();
     ptx::tcgen05_fence_before_thread_sync();

@@ -122,20 +122,29 @@ struct SoftmaxRole {
     return largest;
   }
 
+  // A row's scores of a block.
+  struct Fragment {
+    static constexpr int count = n, rows = 1;
+    float (&s)[n];
+    const Work& work;
+    int32_t query, block;
+
+    FMHA_DEVICE static int row(int) { return 0; }
+    FMHA_DEVICE float at(int e) const { return s[e]; }
+    FMHA_DEVICE void set(int e, float x) { s[e] = x; }
+    FMHA_DEVICE Pair pair(int e) const { return {query, block * n, 0, e}; }
+    FMHA_DEVICE bool there(int e) const { return query < work.seqlen_q && pair(e).j() < work.seqlen_k && block >= 0; }
+  };
+
   FMHA_DEVICE void modify(float (&s)[n], int32_t block) const {
     if constexpr (modifies_score(spec)) {
       const Work& w = work();
-      const SeqSpan span = {w.i_batch, w.storage_batch, w.q_row, w.seqlen_q, w.k_row, w.seqlen_k};
-      // The product has its sign already.
-      const float scale = (spec.negative_scale ? -1.f : 1.f) * p.softmax_scale * descale_qk<spec>(p, w);
-      const ScoreModifier modifier = score_modifier<spec>(p, span, query < w.seqlen_q ? i_head : 0, scale);
-#pragma unroll
-      for (int e = 0; e < n; ++e) {
-        const int32_t j = block * n + e;
-        // The bias has no element beyond the lengths.
-        const bool there = query < w.seqlen_q && j < w.seqlen_k && block >= 0;
-        if (spec.bias != BiasKind::Elementwise || there) s[e] = modified_score<spec>(modifier, s[e], query, j);
-      }
+      apply(Fragment{s, w, query, block}, [&](int) {
+        const SeqSpan span = {w.i_batch, w.storage_batch, w.q_row, w.seqlen_q, w.k_row, w.seqlen_k};
+        // The product has its sign already.
+        const float scale = (spec.negative_scale ? -1.f : 1.f) * p.softmax_scale * descale_qk<spec>(p, w);
+        return Score<spec>::of(p, span, query < w.seqlen_q ? i_head : 0, scale);
+      });
     }
   }
 

@@ -7,24 +7,23 @@
 namespace fmha::sm80::bwd {
 
 template <BwdSpec spec, Sm80BwdTile tile>
-struct Pairs : ScorePair<spec, tile.fast_softcap> {
+struct Pairs : ScorePair<spec, tile> {
   static constexpr FwdSpec kFwd = spec.fwd;
+  static constexpr bool has_slopes = num_maps(kFwd) > 0;
   static constexpr int columns = tile.columns;
   using Fragment = mma::Accumulator<columns>;
-  using One = ScorePair<spec, tile.fast_softcap>;
-  using One::p, One::span, One::prob, One::prob_from, One::sees;
+  using One = ScorePair<spec, tile>;
+  using One::modifiers, One::p, One::prob, One::prob_from, One::sees, One::span;
 
   // The query and the key of an element; `row`: the thread's first, `column`: of the block's first.
-  FMHA_DEVICE static int32_t query_of(int e, int32_t row, int32_t column) {
-    return owns_queries(tile) ? row + 8 * Fragment::row(e) : column + Fragment::column(e);
-  }
-  FMHA_DEVICE static int32_t key_of(int e, int32_t row, int32_t column) {
-    return owns_queries(tile) ? column + Fragment::column(e) : row + 8 * Fragment::row(e);
+  FMHA_DEVICE static Pair pair_of(int e, int32_t row, int32_t column) {
+    const int32_t rows = 8 * Fragment::row(e), columns = Fragment::column(e);
+    return owns_queries(tile) ? Pair{row, column, rows, columns} : Pair{column, row, columns, rows};
   }
 
-  // The slopes of a block's soft-cap, which dS is multiplied by on its way to the product: in 0 .. 1, two f16 to a register.
+  // The slopes of a block's scores, which dS is multiplied by on its way to the product, two f16 to a register.
   struct Slopes {
-    uint32_t pairs[kFwd.softcap ? columns / 4 : 1];
+    uint32_t pairs[has_slopes ? columns / 4 : 1];
   };
   // Which elements dropout keeps, a bit to each.
   struct Kept {
@@ -42,8 +41,8 @@ struct Pairs : ScorePair<spec, tile.fast_softcap> {
         // One call at a time: all of a block's are more than the instruction cache next to the warp holds.
 #pragma unroll 1
         for (int e = 0; e < min(32, columns / 2 - 32 * w); ++e) {
-          const int32_t i = query_of(32 * w + e, row, column), j = key_of(32 * w + e, row, column);
-          word |= uint32_t(dropout_keeps(p.fwd, batch_head, i, j)) << e;
+          const Pair at = pair_of(32 * w + e, row, column);
+          word |= uint32_t(dropout_keeps(p.fwd, batch_head, at.i(), at.j())) << e;
         }
         kept.words[w] = word;
       }
@@ -65,26 +64,26 @@ struct Pairs : ScorePair<spec, tile.fast_softcap> {
   template <bool any_far, class Queries>
   FMHA_DEVICE void exponentiate(Fragment& s, Slopes& slopes, int32_t i_head, int32_t row, int32_t column,
                                 const Queries& queries) const {
-    const ScoreModifier modifier = score_modifier<kFwd>(p.fwd, span, i_head, p.fwd.softmax_scale);
+    const auto modifiers = this->modifiers(i_head);
 #pragma unroll
     for (int e = 0; e < s.num_elems; e += 2) {
       float slope[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const int32_t i = query_of(e + k, row, column), j = key_of(e + k, row, column);
+        const Pair at = pair_of(e + k, row, column);
         if constexpr (any_far) {
-          s[e + k] = prob_from(queries.origin(e + k), s[e + k], modifier, queries.lse_log2(e + k), i, j, slope[k]);
+          s[e + k] = prob_from(queries.origin(e + k), s[e + k], modifiers, queries.lse_log2(e + k), at, slope[k]);
         } else {
-          s[e + k] = prob(s[e + k], modifier, queries.lse_log2(e + k), i, j, slope[k]);
+          s[e + k] = prob(s[e + k], modifiers, queries.lse_log2(e + k), at, slope[k]);
         }
       }
-      if constexpr (kFwd.softcap) slopes.pairs[e / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
+      if constexpr (has_slopes) slopes.pairs[e / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
     }
   }
   FMHA_DEVICE void hide(Fragment& x, int32_t row, int32_t column) const {
 #pragma unroll
     for (int e = 0; e < x.num_elems; ++e) {
-      if (!sees(query_of(e, row, column), key_of(e, row, column))) x[e] = 0.f;
+      if (!sees(pair_of(e, row, column))) x[e] = 0.f;
     }
   }
 
@@ -96,8 +95,8 @@ struct Pairs : ScorePair<spec, tile.fast_softcap> {
     return x;
   }
 
-  // dP to dS: the gradient of scale * Q K^T, or, not `through_cap`, of the score that the softmax sees.
-  template <bool through_cap, class Queries>
+  // dP to dS: the gradient of scale * Q K^T, or, not `through_map`, of the score that the softmax sees.
+  template <bool through_map, class Queries>
   FMHA_DEVICE void differentiate(Fragment& dp, const Fragment& probs, const Slopes& slopes, const Kept& kept, int32_t row,
                                  int32_t column, bool edge, const Queries& queries) const {
 #pragma unroll
@@ -108,7 +107,7 @@ struct Pairs : ScorePair<spec, tile.fast_softcap> {
         if constexpr (kFwd.dropout) d = kept.has(e + k) ? d * p.fwd.dropout_scale : 0.f;
         dp[e + k] = probs[e + k] * (d - queries.delta(e + k));
       }
-      if constexpr (kFwd.softcap && through_cap) {
+      if constexpr (has_slopes && through_map) {
         float low, high;
         ptx::unpack_f16x2(slopes.pairs[e / 2], low, high);
         dp[e] *= low;

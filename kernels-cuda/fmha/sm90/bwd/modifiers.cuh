@@ -1,14 +1,12 @@
 // Score modifiers and dropout on a fragment of S^T: a key to a row, queries along it.
 //
-// A modifier changes what P is an exponential of; the soft-cap also what dS is multiplied by on its way back to the
-// product. Its derivative is kept from S to dS as f16, since it lies in 0..1 and registers are scarce. Dropout changes
-// P as dV sees it, and dP.
+// A modifier changes what P is an exponential of; a map (score.h) also what dS is multiplied by on its way back to the
+// product. Its slope is kept from S to dS as f16, since registers are scarce. Dropout changes P as dV sees it, and dP.
 #pragma once
+#include <fmha/common/score_pair.cuh>
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/warp.cuh>
-#include <fmha/row_bwd.h>
-#include <fmha/score.h>
 #include <fmha/sm90/bwd/work.cuh>
 #include <fmha/common/philox_parts.cuh>
 
@@ -113,19 +111,15 @@ struct KeptBits {
   }
 };
 
-// A modified score, and the derivative of its soft-cap.
-struct ModifiedScore {
-  float log2, slope;
-};
-
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Modifiers {
   using Scores = mma::Accumulator<num_columns(tile)>;
   static constexpr FwdSpec kFwd = spec.fwd;
 
-  // The slopes of a block's soft-cap: two f16 to a register.
+  static constexpr bool has_slopes = num_maps(kFwd) > 0;
+  // The slopes of a block's scores: two f16 to a register.
   struct Slopes {
-    uint32_t pairs[kFwd.softcap ? num_columns(tile) / 4 : 1];
+    uint32_t pairs[has_slopes ? num_columns(tile) / 4 : 1];
 
     FMHA_DEVICE void multiply(float& low, float& high, int e) const {
       float slopes[2];
@@ -135,8 +129,8 @@ struct Modifiers {
     }
   };
 
-  static constexpr bool has_biases = kFwd.bias == BiasKind::Elementwise;
-  static constexpr bool modifies = modifies_score(kFwd);
+  using Modified = BwdScore<spec, tile>;
+  static constexpr bool has_biases = Modified::reads;
   // Elements of an elementwise bias, a register each: asked for before the scores are waited for, since memory answers late.
   struct Biases {
     uint32_t bits[has_biases ? num_columns(tile) / 2 : 1];
@@ -152,40 +146,23 @@ struct Modifiers {
     }
   };
 
-  const FwdParams& p;
-  const ScoreModifier modifier;
+  const Modified modified;
   const int32_t key, query;          // the thread's first
   const int32_t end_key, end_query;  // of the sequence
   const float* const origins;        // of the block's first query
 
   FMHA_DEVICE static Modifiers of(const BwdParams& p, const Work& work, int32_t i_head, int32_t first_key,
                                   int32_t first_query) {
-    return {p.fwd, score_modifier<kFwd>(p.fwd, work.span, i_head, p.fwd.softmax_scale),
-            first_key + mma::fragment_row(), first_query + mma::fragment_column(), work.span.seqlen_k,
-            work.span.seqlen_q, modifies ? p.score_origin + stats_offset(p, work.span, i_head, first_query) : nullptr};
+    const int64_t stats = stats_offset(p, work.span, i_head, first_query);
+    return {Modified::of(p.fwd, work.span, i_head, p.fwd.softmax_scale),
+            first_key + mma::fragment_row(),
+            first_query + mma::fragment_column(),
+            work.span.seqlen_k,
+            work.span.seqlen_q,
+            Modified::modifies ? p.score_origin + stats : nullptr};
   }
 
-  // c tanh(scale s / c) in log2, where that is wanted.
-  FMHA_DEVICE ModifiedScore capped(float s) const {
-    const float scale_log2 = modifier.scale * kLog2E;
-    if constexpr (!kFwd.softcap) {
-      return {s * scale_log2, 1.f};
-    } else if constexpr (tile.fast_softcap) {
-      // tanh(u) = 1 - 2 w where w = 1 / (1 + e^(2 u)); its derivative is 4 w (1 - w).
-      const float w = ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(s * (2.f * scale_log2 / modifier.softcap)));
-      return {modifier.softcap * kLog2E * fmaf(-2.f, w, 1.f), 4.f * w * (1.f - w)};
-    } else {
-      const float t = tanh_of(s * modifier.scale / modifier.softcap);
-      // In this order, so that a cap near f32's largest number stays finite.
-      return {modifier.softcap * t * kLog2E, 1.f - t * t};
-    }
-  }
-
-  // ALiBi's.
-  FMHA_DEVICE float distance(int e) const {
-    return fabsf(float(query + modifier.alibi_diag - key) + float(Scores::column(e) - 8 * Scores::row(e)));
-  }
-  FMHA_DEVICE float alibi_log2(int e) const { return -modifier.alibi_slope * kLog2E * distance(e); }
+  FMHA_DEVICE Pair pair(int e) const { return {query, key, Scores::column(e), 8 * Scores::row(e)}; }
   FMHA_DEVICE Biases biases() const {
     Biases biases = {};
     if constexpr (has_biases) {
@@ -204,8 +181,8 @@ struct Modifiers {
   template <bool whole>
   FMHA_DEVICE void fetch(Biases& biases) const {
     constexpr int elem_bytes = size_bytes(kFwd.dtype_bias);
-    const int64_t row_bytes = modifier.bias_row * elem_bytes;
-    const char* at = static_cast<const char*>(modifier.bias) + query * row_bytes + key * int64_t(elem_bytes);
+    const int64_t row_bytes = modified.bias.row * elem_bytes;
+    const char* at = static_cast<const char*>(modified.bias.data) + query * row_bytes + key * int64_t(elem_bytes);
 #pragma unroll
     for (int e = 0; e < num_columns(tile) / 2; e += 4) {
 #pragma unroll
@@ -237,30 +214,9 @@ struct Modifiers {
     return __any_sync(ptx::kAllLanes, any);
   }
 
-  // As `apply`, of queries some of which have an origin: natural scores, rounded as the forward's are, then measured from
-  // there, and a P of 1 at most.
-  FMHA_DEVICE void apply_from_origins(Scores& s, int e, const float (&lse_log2)[2], const Biases& biases,
-                                      Slopes& slopes) const {
-    float slope[4];
-#pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      const float origin = origins[mma::fragment_column() + Scores::column(e) + column];
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const int k = 2 * row + column;
-        float added = 0.f;
-        if constexpr (kFwd.bias == BiasKind::Alibi) added = -modifier.alibi_slope * distance(e + k);
-        if constexpr (has_biases) added = biases[e + k];
-        const ModifiedScore cap = capped(s[e + k]);
-        const float score = kFwd.softcap ? fmaf(cap.log2, kLn2, added) : fmaf(s[e + k], modifier.scale, added);
-        s[e + k] = min(fmaf(score - origin, kLog2E, -unmarked(lse_log2[column])), 0.f);
-        slope[k] = cap.slope;
-      }
-    }
-    keep_slopes(slopes, e, slope);
-  }
-
-  // Raw scores to what P are exponentials of: two queries of two keys, elements `e` to `e + 3`.
+  // Raw scores to what P are exponentials of: two queries of two keys, elements `e` to `e + 3`. `from_origins`: some of
+  // the queries have an origin, from which natural scores, rounded as the forward does, are measured; a P is 1 at most.
+  template <bool from_origins>
   FMHA_DEVICE void apply(Scores& s, int e, const float (&lse_log2)[2], const Biases& biases, Slopes& slopes) const {
     float slope[4];
 #pragma unroll
@@ -268,17 +224,20 @@ struct Modifiers {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const int k = 2 * row + column;
-        const ModifiedScore score = capped(s[e + k]);
-        s[e + k] = score.log2 - lse_log2[column];
-        if constexpr (kFwd.bias == BiasKind::Alibi) s[e + k] += alibi_log2(e + k);
-        if constexpr (has_biases) s[e + k] = fmaf(biases[e + k], kLog2E, s[e + k]);
+        const auto bias = [&] { return biases[e + k]; };
+        Scored score;
+        if constexpr (from_origins) {
+          const float origin = origins[mma::fragment_column() + Scores::column(e) + column];
+          score = modified.natural(pair(e + k), s[e + k], bias);
+          score.score = min(fmaf(score.score - origin, kLog2E, -unmarked(lse_log2[column])), 0.f);
+        } else {
+          score = modified.log2(pair(e + k), s[e + k], -lse_log2[column], bias);
+        }
+        s[e + k] = score.score;
         slope[k] = score.slope;
       }
     }
-    keep_slopes(slopes, e, slope);
-  }
-  FMHA_DEVICE static void keep_slopes(Slopes& slopes, int e, const float (&slope)[4]) {
-    if constexpr (kFwd.softcap) {
+    if constexpr (has_slopes) {
       slopes.pairs[e / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
       slopes.pairs[e / 2 + 1] = ptx::cvt_rn_x2<DType::F16>(slope[2], slope[3]);
     }

@@ -81,7 +81,7 @@ struct Pairs {
   }
   FMHA_DEVICE Biases biases(const Work& work, const QueryTile& at) const { return modifier_of(work, at).biases(); }
 
-  // What P are exponentials of, and where scores are soft-capped by which slopes.
+  // What P are exponentials of, and the slopes of scores that are mapped.
   FMHA_DEVICE Scores exponents(const Scores& s, const float (&lse_log2)[tile.block_m], const Work& work,
                                const QueryTile& at, const Biases& biases, Slopes& slopes) const {
     Scores x;
@@ -98,9 +98,9 @@ struct Pairs {
     if constexpr (modifies) {
       x = s;
       if (modifier.any_far(&lse_log2[at.first_row])) {
-        for_each_four([&](int e, const float(&lse)[2]) { modifier.apply_from_origins(x, e, lse, biases, slopes); });
+        for_each_four([&](int e, const float(&lse)[2]) { modifier.template apply<true>(x, e, lse, biases, slopes); });
       } else {
-        for_each_four([&](int e, const float(&lse)[2]) { modifier.apply(x, e, lse, biases, slopes); });
+        for_each_four([&](int e, const float(&lse)[2]) { modifier.template apply<false>(x, e, lse, biases, slopes); });
       }
     } else {
       for_each_four([&](int e, const float(&lse)[2]) {
@@ -156,9 +156,9 @@ struct Pairs {
     }
   }
 
-  // And that, through the soft-cap, the gradient of the scaled product.
-  FMHA_DEVICE void uncap(Scores& ds, const Slopes& slopes) const {
-    if constexpr (spec.fwd.softcap) {
+  // The gradient of scores becomes that of scaled products.
+  FMHA_DEVICE void multiply_slopes(Scores& ds, const Slopes& slopes) const {
+    if constexpr (Modifier::has_slopes) {
 #pragma unroll
       for (int e = 0; e < ds.num_elems; e += 2) slopes.multiply(ds[e], ds[e + 1], e);
     }

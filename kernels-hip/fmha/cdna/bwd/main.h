@@ -75,7 +75,7 @@ struct OnMfma {
     store_elem_of_o<dtype>(to, x);
   }
 
-  static FMHA_DEVICE float capped(float s, float cap, float per_cap) { return cap_without_branch(s, cap, per_cap); }
+  using Tanh = cdna::Tanh;
 
   // A lane's own row, as the B operand of scores or of dP.
   using OwnScore = Array<Frag, C::score_steps>;

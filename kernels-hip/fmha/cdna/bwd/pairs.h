@@ -1,10 +1,10 @@
 // What becomes of a block of scores and of dP: walked rows along the registers, an own row in each lane.
 #pragma once
+#include <fmha/amd/score.h>
 #include <fmha/cdna/bwd/job.h>
 #include <fmha/cdna/bwd/rest.h>
 #include <fmha/dropout.h>
 #include <fmha/mask.h>
-#include <fmha/range.h>
 
 namespace fmha::cdna::bwd {
 
@@ -22,14 +22,13 @@ struct Pairs {
   const MaskBand& band;
   int32_t i_head;
 
-  static FMHA_DEVICE int32_t query_of(const PairPlace& at, int i) {
-    return queries_own ? at.own : at.walked + U::walked_row(i, 0);
-  }
-  static FMHA_DEVICE int32_t key_of(const PairPlace& at, int i) {
-    return queries_own ? at.walked + U::walked_row(i, 0) : at.own;
+  static FMHA_DEVICE Pair pair_of(const PairPlace& at, int i) {
+    const int32_t step = U::walked_row(i, 0);
+    return queries_own ? Pair{at.own, at.walked, 0, step} : Pair{at.walked, at.own, step, 0};
   }
 
-  FMHA_DEVICE bool sees(int32_t i, int32_t j) const {
+  FMHA_DEVICE bool sees(Pair at) const {
+    const int32_t i = at.i(), j = at.j();
     const bool is_there = i < span.seqlen_q && j < span.seqlen_k;
     if constexpr (spec.mask == MaskKind::Full) return is_there;
     return is_there && visible(band, i, j);
@@ -39,38 +38,27 @@ struct Pairs {
     // Who is seen is asked anew each time: the answers would fill scalar registers from S to dS.
     opaque_in_vgpr(at.own);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = sees(query_of(at, i), key_of(at, i)) ? x[i] : 0.f;
+    for (int i = 0; i < 16; ++i) x[i] = sees(pair_of(at, i)) ? x[i] : 0.f;
   }
 
-  // Raw scores to natural ones. `slopes` become the derivative of the soft-cap.
+  // A block of scores for `apply_given`.
+  struct Fragment {
+    static constexpr int count = 16;
+    PairValues &s, &slopes;
+    const PairPlace& place;
+
+    FMHA_DEVICE float at(int e) const { return s[e]; }
+    FMHA_DEVICE void set(int e, float x) { s[e] = x; }
+    FMHA_DEVICE void add(int e, float x) { s[e] = usual_nan(s[e] + x); }
+    FMHA_DEVICE void set_slope(int e, float x) { slopes[e] = x; }
+    FMHA_DEVICE Pair pair(int e) const { return pair_of(place, e); }
+  };
+  // Raw scores to natural ones, and their slopes.
   FMHA_DEVICE void modify(PairValues& s, PairValues& slopes, const PairPlace& at) const {
     const MatrixBwdParams& params = reload_params<MatrixBwdParams>();
-    const FwdParams& p = params.bwd.fwd;
-    s *= p.softmax_scale;
+    s *= params.bwd.fwd.softmax_scale;
     slopes = PairValues{} + 1.f;
-    if (p.softcap > 0.f) {
-      const float per_cap = min(1.f / p.softcap, kLargestFloat);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const float t = U::capped(s[i] * per_cap, 1.f, 1.f);
-        s[i] = U::capped(s[i], p.softcap, per_cap);
-        slopes[i] = 1.f - t * t;
-      }
-    }
-    if (p.bias.data) {
-      const int64_t head = span.i_batch * p.bias.batch + i_head * p.bias.head;
-      switch (DType(params.dtype_bias)) {
-        case DType::F16: add_bias(s, static_cast<const f16*>(p.bias.data) + head, p.bias.row, at); break;
-        case DType::Bf16: add_bias(s, static_cast<const bf16*>(p.bias.data) + head, p.bias.row, at); break;
-        default: add_bias(s, static_cast<const float*>(p.bias.data) + head, p.bias.row, at);
-      }
-    }
-    if (p.alibi_slopes.data) {
-      const float slope = scalar_of(p.alibi_slopes, span.i_batch, i_head, 0.f);
-      const int32_t diag = alibi_diagonal(p, span.seqlen_q, span.seqlen_k);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) s[i] = usual_nan(s[i] - slope * abs_of(float(query_of(at, i) + diag - key_of(at, i))));
-    }
+    apply_given<typename U::Tanh>(Fragment{s, slopes, at}, params.bwd.fwd, DType(params.dtype_bias), span, i_head);
   }
 
   // Which of a block's pairs dropout keeps, a bit to each. Parameters are reloaded for each call of the generator: kept
@@ -102,17 +90,6 @@ struct Pairs {
       }
     }
     return kept;
-  }
-
- private:
-  // Clamped: the bias ends where the lengths do.
-  template <class Elem>
-  FMHA_DEVICE void add_bias(PairValues& s, const Elem* bias, int64_t row, const PairPlace& at) const {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int64_t query = min(query_of(at, i), span.seqlen_q - 1);
-      s[i] = usual_nan(s[i] + float(bias[query * row + min(key_of(at, i), span.seqlen_k - 1)]));
-    }
   }
 };
 

@@ -2,7 +2,6 @@
 #pragma once
 #include <fmha/cdna/bwd/walk.h>
 #include <fmha/rdna/epilogue.h>
-#include <fmha/score.h>
 
 namespace fmha::rdna::bwd {
 
@@ -118,7 +117,7 @@ struct OnWmma {
     fmha::store_elem<dtype>(to, 0, x);
   }
 
-  static FMHA_DEVICE float capped(float s, float cap, float) { return capped_score(s, cap); }
+  using Tanh = ExactTanh;
 
   // Nothing: what a lane's addresses are is worked out where they are used.
   struct Lanes {

@@ -75,7 +75,7 @@ struct HalfBlocks {
   FMHA_DEVICE Operand half_of_ds(Scores& dp, const Scores& probs, const QueryTile& at, const Slopes& slopes,
                                  const Kept& kept) const {
     c.pairs.differentiate(dp, probs, c.smem.delta[c.dout_slot.index], at, kept);
-    c.pairs.uncap(dp, slopes);
+    c.pairs.multiply_slopes(dp, slopes);
     Operand ds;
     ds.template from<C::dtype>(dp, 0);
     return ds;

@@ -24,7 +24,7 @@ template <class C>
 FMHA_DEVICE void store_own_ds(const C& c, typename C::Scores& dp, const typename C::Scores& x, const QueryTile& at,
                               const typename C::Slopes& slopes, const typename C::Kept& kept) {
   c.pairs.differentiate(dp, x, c.smem.delta[c.dout_slot.index], at, kept);
-  c.pairs.uncap(dp, slopes);
+  c.pairs.multiply_slopes(dp, slopes);
   typename C::Operand own;
   own.template from<C::dtype>(dp, 0);
   // The copy to the other CTA has read this slot.

@@ -37,7 +37,7 @@ FMHA_DEVICE void differentiate_and_start_dv(C& c, typename C::Scores& s, typenam
   typename C::Operand probs = c.operand_of_dv(s, kept);
   ptx::wgmma_wait_group<0>();  // dP
   c.pairs.differentiate(dp, s, c.smem.delta[c.dout_slot.index], at, kept);
-  c.pairs.uncap(dp, slopes);
+  c.pairs.multiply_slopes(dp, slopes);
   ds.template from<C::dtype>(dp, 0);
   store_ds(c, ds);
   start_dv(c, probs);
