@@ -64,6 +64,8 @@ pub mod emulators;
 pub mod env;
 #[doc(hidden)]
 pub mod error;
+// Named in paths: its `Score` is another thing than a problem's.
+pub mod expr;
 #[doc(hidden)]
 pub mod fields;
 pub mod fork;
