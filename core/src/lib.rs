@@ -137,8 +137,8 @@ pub use plan::{
     ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
-    CacheUse, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts, MAX_ARRIVALS, Part, Scales, Score,
-    TensorStrides, ValidFwd,
+    CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts,
+    MAX_ARRIVALS, Part, Scales, Score, TensorStrides, ValidFwd,
 };
 pub use queues::Queues;
 pub use roofline::Roofline;

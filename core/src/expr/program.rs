@@ -260,11 +260,9 @@ impl<T: Copy + Default> File<T> {
     }
 }
 
-/// What a thread runs a program in.
+/// The registers that a thread runs a program in: one program's, throughout.
 #[derive(Clone, Debug)]
-pub struct Lanes<'a> {
-    program: &'a Program,
-    captured: &'a [Captured<'a>],
+pub struct Lanes {
     bools: File<u32>,
     ints: Ints,
     floats: File<f32>,
@@ -276,26 +274,23 @@ enum Ints {
     Wide(File<i64>),
 }
 
-impl<'a> Lanes<'a> {
+impl Lanes {
     /// Registers for a program. `narrow`: every integer of it fits 32 bits, whatever the pair
     /// ([`Bounds::fits_i32`](super::Bounds::fits_i32)).
     #[must_use]
-    pub fn new(program: &'a Program, captured: &'a [Captured<'a>], narrow: bool) -> Self {
+    pub fn new(program: &Program, narrow: bool) -> Self {
         let [bools, ints, floats] = program.registers;
         Self {
-            program,
-            captured,
             bools: File::new(bools),
             ints: if narrow { Ints::Narrow(File::new(ints)) } else { Ints::Wide(File::new(ints)) },
             floats: File::new(floats),
         }
     }
 
-    /// Sets what all pairs of a head share. Comes before [`run`](Self::run).
-    pub fn set_head(&mut self, b: u32, h: u32, seqlen_q: u32, seqlen_k: u32) {
-        let pair = Pair { score: 0.0, b, h, q: 0, k: 0, seqlen_q, seqlen_k };
-        let values = eval(&self.program.graph, &pair, self.captured, Rounding::F32);
-        for &(id, register) in &self.program.uniform {
+    /// Sets what all pairs of a sequence and head share, those of `pair`. Comes before [`run`](Self::run).
+    pub fn set_head(&mut self, program: &Program, captured: &[Captured<'_>], pair: &Pair) {
+        let values = eval(&program.graph, pair, captured, Rounding::F32);
+        for &(id, register) in &program.uniform {
             match values[id.index()] {
                 Value::Bool(value) => self.bools.0[register as usize].fill(u32::from(value)),
                 Value::Float(value) => self.floats.0[register as usize].fill(value as f32),
@@ -310,8 +305,15 @@ impl<'a> Lanes<'a> {
     /// Computes every root of a block; `scores` are read where the program reads the score, at most
     /// [`Program::BLOCK`] of them.
     #[inline(always)]
-    pub fn run(&mut self, math: &impl VectorMath, block: Block, scores: &[f32]) {
-        let Self { program, captured, bools, ints, floats } = self;
+    pub fn run(
+        &mut self,
+        program: &Program,
+        captured: &[Captured<'_>],
+        math: &impl VectorMath,
+        block: Block,
+        scores: &[f32],
+    ) {
+        let Self { bools, ints, floats } = self;
         match ints {
             Ints::Narrow(ints) => run(program, captured, bools, ints, floats, math, block, scores),
             Ints::Wide(ints) => run(program, captured, bools, ints, floats, math, block, scores),
@@ -320,20 +322,20 @@ impl<'a> Lanes<'a> {
 
     /// The values of a float root.
     #[must_use]
-    pub fn floats(&self, root: usize) -> &[f32] {
-        self.floats.get(self.program.roots[root].1)
+    pub fn floats(&self, program: &Program, root: usize) -> &[f32] {
+        self.floats.get(program.roots[root].1)
     }
 
     /// The values of a bool root: 0 or 1.
     #[must_use]
-    pub fn bools(&self, root: usize) -> &[u32] {
-        self.bools.get(self.program.roots[root].1)
+    pub fn bools(&self, program: &Program, root: usize) -> &[u32] {
+        self.bools.get(program.roots[root].1)
     }
 
     /// A value of an integer root.
     #[must_use]
-    pub fn int(&self, root: usize, lane: usize) -> i64 {
-        let register = self.program.roots[root].1;
+    pub fn int(&self, program: &Program, root: usize, lane: usize) -> i64 {
+        let register = program.roots[root].1;
         match &self.ints {
             Ints::Narrow(ints) => ints.get(register)[lane].wide(),
             Ints::Wide(ints) => ints.get(register)[lane],

@@ -201,22 +201,23 @@ proptest! {
         let program = Program::new(function.graph(), &[function.root()]);
         let tile = Tile { b: 0..4, h: 0..8, q: 0..200, k: 0..200, seqlen_q: (200, 200), seqlen_k: (200, 200) };
         let narrow = Bounds::new(function.graph(), &tile, captured.as_slice()).fits_i32();
-        let mut lanes = Lanes::new(&program, &captured, narrow);
+        let mut lanes = Lanes::new(&program, narrow);
         let steps = steps(function.graph());
         for width in [1, 16, 32] {
             let (b, h) = (draw.below(3) as u32, draw.below(5) as u32);
-            lanes.set_head(b, h, 200, 200);
+            let head = Pair { b, h, seqlen_q: 200, seqlen_k: 200, ..Pair::default() };
+            lanes.set_head(&program, &captured, &head);
             let block = Block { q: draw.below(40) as u32, k: draw.below(40) as u32, width };
             let scores: Vec<f32> = (0..Program::BLOCK).map(|_| draw.unit() as f32 * 4.0).collect();
-            lanes.run(&ScalarMath, block, &scores);
+            lanes.run(&program, &captured, &ScalarMath, block, &scores);
             for (e, &score) in scores.iter().enumerate() {
                 let (q, k) = (block.q + (e % width) as u32, block.k + (e / width) as u32);
                 let pair = Pair { score: score.into(), b, h, q, k, seqlen_q: 200, seqlen_k: 200 };
                 let value = function.eval(&pair, &captured, Rounding::F32);
                 if function.is_mask() && !steps {
-                    prop_assert_eq!(lanes.bools(0)[e] != 0, value.bool(), "{} at {:?}", function, pair);
+                    prop_assert_eq!(lanes.bools(&program, 0)[e] != 0, value.bool(), "{} at {:?}", function, pair);
                 } else if !function.is_mask() {
-                    let found = f64::from(lanes.floats(0)[e]);
+                    let found = f64::from(lanes.floats(&program, 0)[e]);
                     let values = eval::eval(function.graph(), &pair, &captured, Rounding::F32);
                     let strays = |value: &Value| match value {
                         Value::Float(x) => *x != 0.0 && !(1e-6..1e3).contains(&x.abs()),
@@ -541,15 +542,15 @@ fn blocks_compute_each_operation_as_pairs_do() {
         let function: Function = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
         let program = Program::new(function.graph(), &[function.root()]);
         for narrow in [false, true] {
-            let mut lanes = Lanes::new(&program, &[], narrow);
-            lanes.set_head(0, 0, 12, 10);
+            let mut lanes = Lanes::new(&program, narrow);
+            lanes.set_head(&program, &[], &Pair { seqlen_q: 12, seqlen_k: 10, ..Pair::default() });
             let scores: Vec<f32> = (0..120).map(|e| XS[e % 12]).collect();
-            lanes.run(&ScalarMath, Block { q: 0, k: 0, width: 12 }, &scores);
+            lanes.run(&program, &[], &ScalarMath, Block { q: 0, k: 0, width: 12 }, &scores);
             for (e, &score) in scores.iter().enumerate() {
                 let (q, k) = ((e % 12) as u32, (e / 12) as u32);
                 let pair = Pair { score: score.into(), q, k, seqlen_q: 12, seqlen_k: 10, ..Pair::default() };
                 let wanted = function.eval(&pair, &[], Rounding::F32).float();
-                let found = f64::from(lanes.floats(0)[e]);
+                let found = f64::from(lanes.floats(&program, 0)[e]);
                 let same = found == wanted
                     || found.is_nan() && wanted.is_nan()
                     || (found - wanted).abs() <= 3e-7 * wanted.abs();
