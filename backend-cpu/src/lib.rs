@@ -41,6 +41,7 @@
 
 mod backward;
 mod blocks;
+mod code;
 mod combine;
 mod forward;
 mod isa;
@@ -172,17 +173,23 @@ unsafe impl FmhaBackend for CpuBackend {
         plan::KERNELS.to_vec()
     }
 
+    fn takes_code(&self) -> bool {
+        true
+    }
+
     fn memory(&self) -> &dyn DeviceMemory {
         &HostMemory
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {
         plan::takes(problem, "cpu-fwd")?;
+        plan::takes_code(problem, "cpu-fwd")?;
         plan::forward(self, self.engine, problem, options)
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
         plan::takes(problem, "cpu-bwd")?;
+        plan::takes_code(problem.fwd(), "cpu-bwd")?;
         plan::backward(self, options)
     }
 

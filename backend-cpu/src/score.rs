@@ -3,24 +3,26 @@
 use fmha_core::dropout::{KeepMask, keep_scale};
 use fmha_core::{Bias, BlockClass, DevSlice, FwdProblem, MaskBand, ScoreArgs, SeqSpan};
 
+use crate::code::Code;
 use crate::simd::{Op, Simd, tanh};
 use crate::tensor::{Matrix, Source, f32_at};
 
 /// Operands of the score for a whole call.
-#[derive(Clone, Copy)]
 pub(crate) struct ScoreInputs<'a> {
     problem: &'a FwdProblem,
     args: ScoreArgs<'a>,
     bias: Option<Source>,
+    /// A score and a mask as code.
+    pub(crate) code: Option<Code<'a>>,
 }
 
 impl<'a> ScoreInputs<'a> {
-    pub(crate) fn new(problem: &'a FwdProblem, args: &ScoreArgs<'a>) -> Self {
+    pub(crate) fn new(problem: &'a FwdProblem, args: &ScoreArgs<'a>, code: Option<Code<'a>>) -> Self {
         let bias = match (problem.score.bias, args.bias) {
             (Bias::Elementwise(bias), Some(slice)) => Some(Source::new(slice, bias.dtype, bias.strides)),
             _ => None,
         };
-        Self { problem, args: *args, bias }
+        Self { problem, args: *args, bias, code }
     }
 
     /// Whether there is an elementwise bias.
@@ -55,6 +57,8 @@ impl<'a> ScoreInputs<'a> {
         };
         HeadScore {
             span,
+            i_head,
+            coded: self.code.is_some(),
             i_head_kv,
             band: problem.band(span.seqlen_q, span.seqlen_k),
             softmax_scale: problem.resolved_softmax_scale(),
@@ -76,6 +80,9 @@ impl<'a> ScoreInputs<'a> {
 #[derive(Clone, Copy)]
 pub(crate) struct HeadScore {
     pub(crate) span: SeqSpan,
+    pub(crate) i_head: u32,
+    /// Whether there is a score or a mask as code.
+    pub(crate) coded: bool,
     pub(crate) i_head_kv: u32,
     pub(crate) band: MaskBand,
     pub(crate) softmax_scale: f32,
@@ -138,7 +145,33 @@ impl Panel {
     }
 }
 
+/// Which pairs of a tile are seen, for products with what is not finite.
+#[derive(Clone, Copy)]
+pub(crate) struct Visible {
+    band: MaskBand,
+    /// Whether a weight of 0 may be a pair that code hides.
+    coded: bool,
+}
+
+impl Visible {
+    /// Whether query `i` sees key `j`, whose weight is this.
+    pub(crate) fn sees(self, i: u32, j: u32, weight: f32) -> bool {
+        self.band.visible(i, j) && !(self.coded && weight == 0.0)
+    }
+}
+
 impl HeadScore {
+    /// Which pairs it sees.
+    pub(crate) fn visible(&self) -> Visible {
+        Visible { band: self.band, coded: self.coded }
+    }
+
+    /// A panel of it, of which code may hide any pair.
+    pub(crate) fn panel(&self, i: u32, queries: usize, j: u32, keys: usize) -> Option<Panel> {
+        Panel::new(self.band, i, queries, j, keys)
+            .map(|panel| Panel { edge: panel.edge || self.coded, ..panel })
+    }
+
     /// Whether [`Adjust`] has anything to do to a panel.
     pub(crate) fn adjusts(&self, panel: &Panel) -> bool {
         panel.edge || self.changes()

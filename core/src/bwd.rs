@@ -3,7 +3,9 @@
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{Strides, Totals, VLayout};
-use crate::problem::{Extents, FwdProblem, ValidFwd, check_input, check_output, check_unit_stride};
+use crate::problem::{
+    CapturedGrad, Extents, FwdProblem, ValidFwd, check_input, check_output, check_unit_stride,
+};
 use crate::score::Bias;
 use crate::setters::setters;
 
@@ -36,6 +38,8 @@ pub struct BwdProblem {
     pub dv: Strides,
     /// The gradient of the elementwise bias, if wanted. Written whole: 0 where no score used it.
     pub dbias: Option<BiasGrad>,
+    /// Gradients of captured tensors of the score, in the order of [`BwdArgs::dcaptured`](crate::BwdArgs::dcaptured).
+    pub dcaptured: Vec<CapturedGrad>,
     /// Whether the gradient of the sinks is written, f32 `[num_heads_q]`.
     pub write_dsink: bool,
     /// Whether there is a gradient of LSE, so that LSE is differentiated too.
@@ -61,6 +65,7 @@ impl BwdProblem {
             dk: like(fwd.strides.k, fwd.shape_k()),
             dv,
             dbias: None,
+            dcaptured: vec![],
             write_dsink: false,
             has_dlse: false,
             fwd,
@@ -80,6 +85,8 @@ impl BwdProblem {
         strides_dv: Strides => dv;
         /// The gradient of the elementwise bias, if wanted.
         dbias: impl Into<Option<BiasGrad>> => dbias;
+        /// Gradients of captured tensors.
+        dcaptured: Vec<CapturedGrad> => dcaptured;
         /// Whether the gradient of the sinks is written.
         write_dsink: bool => write_dsink;
         /// Whether there is a gradient of LSE.
@@ -117,6 +124,7 @@ impl BwdProblem {
             ensure!(!dbias.dtype.is_fp8(), "dbias", "dbias.dtype {} is not f32, f16 or bf16", dbias.dtype);
             check_output("dbias", dbias.strides, fwd.shape_bias(bias.broadcast), dbias.dtype)?;
         }
+        fwd.code.check_gradients(&self.dcaptured)?;
         ensure!(fwd.score.sink || !self.write_dsink, "dsink", "dsink is wanted, but sink is false");
         Ok(ValidBwd { fwd, problem: self })
     }

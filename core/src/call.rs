@@ -14,7 +14,7 @@ use crate::error::{ProblemError, Refusal, Result};
 use crate::layout::{Shape, Strides};
 use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
-use crate::problem::{Dropout, FwdProblem, ValidFwd};
+use crate::problem::{CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
 use crate::score::Bias;
 use crate::seq::SeqSpan;
 
@@ -119,6 +119,12 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         }
     }
 
+    /// Its score and mask as code.
+    #[doc(hidden)]
+    fn code(&self) -> Option<&Code> {
+        None
+    }
+
     /// The arguments for as long as they are borrowed.
     #[doc(hidden)]
     fn borrowed<'a>(args: &'a Self::Args<'_>) -> &'a Self::Args<'a>;
@@ -183,6 +189,10 @@ impl Problem for ValidFwd {
         self.drops().then_some(self.dropout)
     }
 
+    fn code(&self) -> Option<&Code> {
+        Some(&self.code)
+    }
+
     fn borrowed<'a>(args: &'a FwdArgs<'_>) -> &'a FwdArgs<'a> {
         args
     }
@@ -216,6 +226,7 @@ impl Problem for ValidBwd {
 
     fn tell_types(&self, args: &BwdArgs<'_>) {
         [&args.dq, &args.dk, &args.dv].iter().for_each(|gradient| gradient.tell(self.dtype_grad));
+        args.dcaptured.iter().zip(&self.dcaptured).for_each(|(slice, wanted)| slice.tell(wanted.dtype));
         args.dbias.iter().zip(&self.dbias).for_each(|(dbias, wanted)| dbias.tell(wanted.dtype));
         args.dsink.iter().for_each(|dsink| dsink.tell(DType::F32));
     }
@@ -231,6 +242,11 @@ impl Problem for ValidBwd {
         if let Some(dsink) = &args.dsink {
             sums.push((dsink.as_mut_ptr(), u64::from(self.fwd().dims.num_heads_q) * 4));
         }
+        for (slice, wanted) in args.dcaptured.iter().zip(&self.dcaptured) {
+            let tensor = self.fwd().code.captured.iter().find(|tensor| tensor.name == wanted.name);
+            let elems = tensor.map_or(0, CapturedTensor::num_elems);
+            sums.push((slice.as_mut_ptr(), elems * wanted.dtype.size_bytes()));
+        }
         if let (Some(wanted), Some(dbias), Bias::Elementwise(bias)) =
             (self.dbias, &args.dbias, self.fwd().score.bias)
         {
@@ -242,7 +258,7 @@ impl Problem for ValidBwd {
 
     fn is_empty(&self) -> bool {
         // Without a query dK and dV are 0, and somebody has to write that; without a sequence, what all of them share.
-        self.fwd().dims.batch == 0 && self.dbias.is_none() && !self.write_dsink
+        self.fwd().dims.batch == 0 && self.dbias.is_none() && !self.write_dsink && self.dcaptured.is_empty()
     }
 
     fn arrivals(&self) -> u32 {
@@ -251,6 +267,10 @@ impl Problem for ValidBwd {
 
     fn dropout(&self) -> Option<Dropout> {
         self.fwd().drops().then_some(self.fwd().dropout)
+    }
+
+    fn code(&self) -> Option<&Code> {
+        Some(&self.fwd().code)
     }
 
     fn borrowed<'a>(args: &'a BwdArgs<'_>) -> &'a BwdArgs<'a> {

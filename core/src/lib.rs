@@ -64,6 +64,8 @@ pub mod emulators;
 pub mod env;
 #[doc(hidden)]
 pub mod error;
+// Named in paths: its `Score` is another thing than a problem's.
+pub mod expr;
 #[doc(hidden)]
 pub mod fields;
 pub mod fork;
@@ -135,8 +137,8 @@ pub use plan::{
     ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
-    CacheUse, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts, MAX_ARRIVALS, Part, Scales, Score,
-    TensorStrides, ValidFwd,
+    CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts,
+    MAX_ARRIVALS, Part, Scales, Score, TensorStrides, ValidFwd,
 };
 pub use queues::Queues;
 pub use roofline::Roofline;

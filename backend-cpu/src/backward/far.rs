@@ -12,7 +12,7 @@ use crate::tensor::f32_at;
 /// `sm90/bwd/preprocess.cuh`): scores without a bias are off by as much as LSE is, until half its last place is a hundredth of
 /// P.
 fn least_far(fwd: &FwdProblem) -> f32 {
-    if fwd.score.bias == Bias::None { 131_072.0 } else { 16384.0 }
+    if fwd.score.bias == Bias::None && fwd.code.is_empty() { 131_072.0 } else { 16384.0 }
 }
 
 /// Of a score: what sums of products in two orders differ by.
@@ -133,20 +133,24 @@ impl Shared<'_> {
         let seqlen_k = head.span.seqlen_k;
         let factor = f64::from(head.softmax_scale) * f64::from(head.descale_q) * f64::from(head.descale_k);
         let keys = head.band.sink_range(i..i + 1, seqlen_k).chain(head.band.row_range(i, seqlen_k));
-        let scores = keys.map(move |j| {
+        let scores = keys.filter_map(move |j| {
             let elem = |d: usize| {
                 // SAFETY: the argument check measured Q and K.
                 let (q, k) = unsafe { (q.get(i as usize, d), k.get(j as usize, d)) };
                 f64::from(q) * f64::from(k)
             };
             let scaled = factor * (0..self.dims().0).map(elem).sum::<f64>();
+            let scaled = match &self.score.code {
+                Some(code) => code.one(head, scaled, i, j)?,
+                None => scaled,
+            };
             let capped = head.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh());
             // SAFETY: the argument check measured the bias.
             let bias = head.bias.map_or(0.0, |bias| unsafe { bias.get(i as usize, j as usize) });
             // Rounded as the tiles' scores are.
             let score =
                 (f64::from(capped as f32) + f64::from(bias) + head.alibi_exact(i, j).unwrap_or(0.0)) as f32;
-            f64::from(score - origin)
+            Some(f64::from(score - origin))
         });
         scores.chain(head.sink.map(|sink| f64::from(sink) - f64::from(origin)))
     }

@@ -24,17 +24,21 @@ mod far;
 mod tests;
 mod tile;
 
+use std::sync::{Mutex, PoisonError};
+
+use fmha_core::expr::Seen;
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
 use crate::blocks::{AddTo, Factors, RowDots, Rows, WriteRows};
+use crate::code::{Code, captured_zeros};
 use crate::forward::{Blocks, Call, key_tiles};
 use crate::memory::{Bytes, Floats, add, reserve};
-use crate::score::{Panel, ScoreInputs};
+use crate::score::{HeadScore, Panel, ScoreInputs};
 use crate::simd::Simd;
 use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
 use far::FarRows;
-use tile::Tile;
+use tile::{Through, Tile};
 
 /// A backward call.
 pub(crate) type Backward<'a> = Call<'a, ValidBwd, BwdArgs<'a>>;
@@ -50,6 +54,8 @@ enum Task {
     Queries { span: usize, i_head: u32, i: u32 },
     /// dBias of the rows from `i` on of one matrix.
     Bias { i_batch: u32, i_head: u32, i: u32 },
+    /// What one part of the sequences' heads gives the captured tensors' gradients.
+    Captured { part: usize },
 }
 
 /// What a thread computes in.
@@ -77,6 +83,8 @@ struct Shared<'a> {
     dk: Target,
     dv: Target,
     dbias: Option<Target>,
+    /// Captured tensors' gradients, a part of the heads each.
+    captured: Vec<Mutex<Vec<Vec<f64>>>>,
     delta: Floats,
     far: FarRows,
 }
@@ -108,7 +116,9 @@ impl Backward<'_> {
             }
             Task::Queries { span, i_head, i } => shared.query_tile(s, scratch, span, i_head, i),
             Task::Bias { i_batch, i_head, i } => shared.bias_rows(s, scratch, i_batch, i_head, i),
+            Task::Captured { part } => shared.captured_part(s, scratch, part),
         });
+        shared.write_captured();
         Ok(())
     }
 }
@@ -128,7 +138,7 @@ impl<'a> Backward<'a> {
             args,
             spans: self.spans,
             blocks: self.blocks,
-            score: ScoreInputs::new(fwd, &args.score),
+            score: ScoreInputs::new(fwd, &args.score, Code::of_backward(problem, &args.score)?),
             q: Source::new(args.q, fwd.dtypes.qk, fwd.strides.q),
             k: Source::new(args.k, fwd.dtypes.qk, fwd.strides.k),
             v: Source::new(args.v, fwd.dtypes.v, fwd.strides.v),
@@ -137,10 +147,27 @@ impl<'a> Backward<'a> {
             dk: Target::new(&args.dk, grad, problem.dk),
             dv: Target::new(&args.dv, grad, problem.dv),
             dbias,
+            captured: captured_parts(problem),
             delta: Floats::scratch(fwd.extents(args.seq.totals).lse_elems as usize)?,
             far: FarRows::default(),
         })
     }
+}
+
+/// Sums that are kept apart until the end, whatever the number of threads: the order of additions is the parts'.
+const CAPTURED_PARTS: usize = 8;
+
+/// Most elements of all parts together, where there is more than one.
+const MOST_CAPTURED: usize = 1 << 22;
+
+fn captured_parts(problem: &ValidBwd) -> Vec<Mutex<Vec<Vec<f64>>>> {
+    if problem.dcaptured.is_empty() {
+        return vec![];
+    }
+    let zeros = captured_zeros(problem);
+    let elems: usize = zeros.iter().map(Vec::len).sum();
+    let parts = (MOST_CAPTURED / elems.max(1)).clamp(1, CAPTURED_PARTS);
+    (0..parts).map(|_| Mutex::new(zeros.clone())).collect()
 }
 
 impl Shared<'_> {
@@ -177,6 +204,7 @@ impl Shared<'_> {
                 }
             }
         }
+        add(&mut tasks, (0..self.captured.len()).map(|part| Task::Captured { part }))?;
         if let (Some(_), Bias::Elementwise(bias)) = (&self.dbias, self.problem.fwd.score.bias) {
             let shape = self.problem.fwd.shape_bias(bias.broadcast);
             for i_batch in 0..shape.batch {
@@ -201,7 +229,7 @@ impl Shared<'_> {
             .map(|task| match *task {
                 Task::KvHead { span, .. } => self.query_capacity(self.spans[span]) * fwd.gqa_ratio() as usize,
                 Task::Queries { .. } => block_m,
-                Task::Keys { .. } | Task::Bias { .. } => 0,
+                Task::Keys { .. } | Task::Bias { .. } | Task::Captured { .. } => 0,
             })
             .max()
             .unwrap_or(0);
@@ -345,12 +373,12 @@ impl Shared<'_> {
             let head = self.score.head(span, i_head);
             for i in (0..span.seqlen_q).step_by(block_m) {
                 let queries = block_m.min((span.seqlen_q - i) as usize);
-                if Panel::new(head.band, i, queries, j, keys).is_none() {
+                if self.hides_all(&head, i, queries, j, keys) {
                     continue;
                 }
                 let tile = &mut scratch.tile;
                 self.load_queries(s, tile, &head, i_head, i, queries);
-                self.gradients(s, tile, &head, i, queries, j, keys, true);
+                self.gradients(s, tile, &head, i, queries, j, keys, Through::All);
                 for (left, right, finite, dim, out) in [
                     (&tile.weights, &tile.douts, tile.douts_finite, dim_v, &mut scratch.dv),
                     (&tile.gradients, &tile.queries, tile.queries_finite, dim_qk, &mut scratch.dk),
@@ -369,7 +397,7 @@ impl Shared<'_> {
                     if finite || !tile.has_edge() {
                         s.run(rows);
                     } else {
-                        rows.visible_only::<S>(head.band);
+                        rows.visible_only::<S>(head.visible());
                     }
                 }
                 if with_dq {
@@ -388,6 +416,67 @@ impl Shared<'_> {
         self.write(s, &self.dv, at, (keys, dim_v), (dv.as_ptr(), capacity), 1.0, row);
     }
 
+    /// Whether band or code hide a whole tile.
+    fn hides_all(&self, head: &HeadScore, i: u32, queries: usize, j: u32, keys: usize) -> bool {
+        let by_code =
+            |code: &Code<'_>| code.seen(head, i..i + queries as u32, j..j + keys as u32) == Seen::Nothing;
+        Panel::new(head.band, i, queries, j, keys).is_none() || self.score.code.as_ref().is_some_and(by_code)
+    }
+
+    /// One part of the captured tensors' gradients: heads, queries and keys ascending.
+    fn captured_part<S: Simd>(&self, s: S, scratch: &mut Scratch, part: usize) {
+        let Some(code) = &self.score.code else { return };
+        let Blocks { block_m, block_n, .. } = self.blocks;
+        let heads = self.problem.fwd.dims.num_heads_q as usize;
+        let (all, parts) = (self.spans.len() * heads, self.captured.len());
+        let mut sums = self.captured[part].lock().unwrap_or_else(PoisonError::into_inner);
+        for number in all * part / parts..all * (part + 1) / parts {
+            let head = self.score.head(self.spans[number / heads], (number % heads) as u32);
+            let (span, tile) = (head.span, &mut scratch.tile);
+            for i in (0..span.seqlen_q).step_by(block_m) {
+                let queries = block_m.min((span.seqlen_q - i) as usize);
+                self.load_queries(s, tile, &head, head.i_head, i, queries);
+                for (j, keys) in key_tiles(&head, i..i + queries as u32, block_n) {
+                    if self.hides_all(&head, i, queries, j, keys) {
+                        continue;
+                    }
+                    self.load_keys(s, tile, &head, j, keys);
+                    self.gradients(s, tile, &head, i, queries, j, keys, Through::SoftCap);
+                    for (number, panel) in tile.panels.iter().enumerate() {
+                        let Some(panel) = panel else { continue };
+                        let offset = number * self.key_capacity() * S::PANEL;
+                        let scaled = tile.scaled.as_mut_ptr().wrapping_add(offset);
+                        let gradients = tile.gradients.as_ptr().wrapping_add(offset);
+                        // SAFETY: panels of these keys.
+                        unsafe {
+                            let of = (scaled, gradients);
+                            code.add_to_captured(s, &mut tile.code, &head, panel, of, &mut sums);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Captured tensors' gradients from their parts, ascending.
+    fn write_captured(&self) {
+        for (number, (wanted, slice)) in self.problem.dcaptured.iter().zip(&self.args.dcaptured).enumerate() {
+            let parts: Vec<Vec<f64>> = self
+                .captured
+                .iter()
+                .map(|part| std::mem::take(&mut part.lock().unwrap_or_else(PoisonError::into_inner)[number]))
+                .collect();
+            let size = wanted.dtype.size_bytes() as usize;
+            for at in 0..parts.first().map_or(0, Vec::len) {
+                let sum: f64 = parts.iter().map(|part| part[at]).sum();
+                let mut bytes = [0; 8];
+                wanted.dtype.write(sum, &mut bytes);
+                // SAFETY: the argument check measured it.
+                unsafe { slice.as_mut_ptr().add(at * size).copy_from_nonoverlapping(bytes.as_ptr(), size) };
+            }
+        }
+    }
+
     /// dQ of a tile of queries.
     fn query_tile<S: Simd>(&self, s: S, scratch: &mut Scratch, span: usize, i_head: u32, i: u32) {
         let span = self.spans[span];
@@ -398,8 +487,11 @@ impl Shared<'_> {
         scratch.dq.fill(0.0);
         self.load_queries(s, tile, &head, i_head, i, queries);
         for (j, keys) in key_tiles(&head, i..i + queries as u32, block_n) {
+            if self.hides_all(&head, i, queries, j, keys) {
+                continue;
+            }
             self.load_keys(s, tile, &head, j, keys);
-            self.gradients(s, tile, &head, i, queries, j, keys, true);
+            self.gradients(s, tile, &head, i, queries, j, keys, Through::All);
             self.add_dq(s, tile, &head, scratch.dq.as_mut_ptr(), block_m);
         }
         let at = (span.q_batch, span.q_row + i, i_head);
@@ -432,13 +524,13 @@ impl Shared<'_> {
                     let head = self.score.head(*span, i_head);
                     let queries = rows.min((span.seqlen_q - i) as usize);
                     let keys = cols.min((span.seqlen_k - j) as usize);
-                    if Panel::new(head.band, i, queries, j, keys).is_none() {
+                    if self.hides_all(&head, i, queries, j, keys) {
                         continue;
                     }
                     let tile = &mut scratch.tile;
                     self.load_keys(s, tile, &head, j, keys);
                     self.load_queries(s, tile, &head, i_head, i, queries);
-                    self.gradients(s, tile, &head, i, queries, j, keys, false);
+                    self.gradients(s, tile, &head, i, queries, j, keys, Through::Nothing);
                     for (number, panel) in tile.panels.iter().enumerate() {
                         if let Some(panel) = *panel {
                             let offset = number * capacity * S::PANEL;

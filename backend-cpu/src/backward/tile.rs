@@ -2,11 +2,23 @@
 
 use super::Shared;
 use crate::blocks::{Columns, Gather, GatherRows, Gradient, Multiply, Scores, TransposePanels, row_stride};
+use crate::code::{Code, CodeLanes};
 use crate::memory::{Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, Panel};
 use crate::simd::Simd;
 use crate::tensor::f32_at;
 use crate::tile::Store;
+
+/// What the gradient of a score goes through, towards its product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Through {
+    /// It is the bias' gradient.
+    Nothing,
+    /// The soft-cap: it is the gradient of what code computed.
+    SoftCap,
+    /// The soft-cap and code.
+    All,
+}
 
 /// A tile of queries against a tile of keys.
 pub(super) struct Tile {
@@ -24,6 +36,11 @@ pub(super) struct Tile {
     pub(super) gradients: Floats,
     pub(super) extra: Floats,
     pub(super) slope: Floats,
+    pub(super) code: CodeLanes,
+    /// Which pairs of a panel code hides.
+    pub(super) hide: Floats,
+    /// Scores before code: a panel for each panel of queries.
+    pub(super) scaled: Floats,
     pub(super) lse: Floats,
     /// What each query's scores are measured from, where not all are measured from 0.
     pub(super) origin: Floats,
@@ -61,6 +78,9 @@ impl Shared<'_> {
             gradients: Floats::scratch(block_m * keys)?,
             extra: optional(fwd.drops() || self.score.has_bias(), keys * S::PANEL)?,
             slope: optional(fwd.score.softcap.is_some(), keys * S::PANEL)?,
+            code: self.score.code.as_ref().map(Code::lanes).unwrap_or_default(),
+            hide: optional(self.score.code.is_some(), keys * S::PANEL)?,
+            scaled: optional(self.score.code.is_some(), block_m * keys)?,
             lse: Floats::scratch(block_m)?,
             origin: optional(self.far.any(), block_m)?,
             has_origin: false,
@@ -165,7 +185,7 @@ impl Shared<'_> {
         }
     }
 
-    /// P and dS of the tile, and which of its panels are live; dS through the soft-cap if `capped`.
+    /// P and dS of the tile, and which of its panels are live.
     #[expect(clippy::too_many_arguments, reason = "a tile is two ranges")]
     pub(super) fn gradients<S: Simd>(
         &self,
@@ -176,7 +196,7 @@ impl Shared<'_> {
         queries: usize,
         j: u32,
         keys: usize,
-        capped: bool,
+        through: Through,
     ) {
         let (dim_qk, dim_v) = self.dims();
         let capacity = self.key_capacity();
@@ -187,7 +207,7 @@ impl Shared<'_> {
             let offset = number * capacity * S::PANEL;
             let weights = tile.weights.as_mut_ptr().wrapping_add(offset);
             let gradients = tile.gradients.as_mut_ptr().wrapping_add(offset);
-            let panel = Panel::new(head.band, i + first as u32, live, j, keys);
+            let panel = head.panel(i + first as u32, live, j, keys);
             tile.panels[number] = panel;
             let Some(panel) = panel else { continue };
             s.run(Scores {
@@ -199,11 +219,24 @@ impl Shared<'_> {
                 scores: weights,
                 pairs: false,
             });
-            let capped = capped && head.softcap.is_some();
+            let capped = through != Through::Nothing && head.softcap.is_some();
+            let scaled = tile.scaled.as_mut_ptr().wrapping_add(offset);
+            if let Some(code) = &self.score.code {
+                let (at, count) = (panel.rows.0 * S::PANEL, (panel.rows.1 - panel.rows.0) * S::PANEL);
+                // SAFETY: panels of these keys.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(weights.add(at), scaled.add(at), count);
+                    code.score(s, &mut tile.code, head, &panel, (weights, tile.hide.as_mut_ptr()));
+                }
+            }
             if head.adjusts(&panel) {
                 let slope = capped.then(|| tile.slope.as_mut_ptr());
                 let bias = tile.extra.as_mut_ptr();
                 s.run(Adjust { head, panel, scores: weights, bias, slope });
+            }
+            if head.coded {
+                // SAFETY: as above.
+                unsafe { Code::hide::<S>(&panel, weights, tile.hide.as_ptr()) };
             }
             s.run(Scores {
                 panel,
@@ -232,6 +265,10 @@ impl Shared<'_> {
             if capped {
                 s.run(Multiply { panel, x: gradients, y: tile.slope.as_ptr() });
             }
+            if let Some(code) = self.score.code.as_ref().filter(|_| through == Through::All) {
+                // SAFETY: as above.
+                unsafe { code.slope(s, &mut tile.code, head, &panel, (scaled, gradients)) };
+            }
         }
     }
 
@@ -259,7 +296,7 @@ impl Shared<'_> {
                 pairs: false,
             };
             if panel.edge && !tile.keys_finite {
-                columns.visible_only::<S>(head.band);
+                columns.visible_only::<S>(head.visible());
             } else {
                 s.run(columns);
             }

@@ -1,9 +1,7 @@
 //! Products of panels, all made of the micro-tile.
 
-use fmha_core::MaskBand;
-
 use super::{GatherTransposed, row_stride};
-use crate::score::Panel;
+use crate::score::{Panel, Visible};
 use crate::simd::{Op, Simd};
 use crate::tensor::Matrix;
 use crate::tile::{Left, Right, Store, tile};
@@ -124,7 +122,7 @@ impl Columns {
 impl Columns {
     /// The same product over visible pairs alone, for a tile where a hidden row of `right` is not
     /// finite: 0 times NaN would reach rows that do not see it.
-    pub(crate) fn visible_only<S: Simd>(self, band: MaskBand) {
+    pub(crate) fn visible_only<S: Simd>(self, visible: Visible) {
         let (width, (first, last)) = (S::PANEL, self.panel.rows);
         for lane in 0..self.panel.queries {
             for col in 0..self.dim {
@@ -138,16 +136,15 @@ impl Columns {
                         Store::Rescale(factors) => *out * *factors.add(lane),
                     };
                     for row in first..last {
-                        if band.visible(self.panel.i + lane as u32, self.panel.j + row as u32) {
-                            let (weight, right) = if self.pairs {
-                                let half =
-                                    |pair: f32| f32::from_bits(pair.to_bits() >> (16 * (row % 2)) << 16);
-                                let weight = *self.weights.add(row / 2 * width + lane);
-                                (half(weight), half(*self.right.add(at(self.capacity, row / 2))))
-                            } else {
-                                let weight = *self.weights.add(row * width + lane);
-                                (weight, *self.right.add(at(self.capacity, row)))
-                            };
+                        let (weight, right) = if self.pairs {
+                            let half = |pair: f32| f32::from_bits(pair.to_bits() >> (16 * (row % 2)) << 16);
+                            let weight = *self.weights.add(row / 2 * width + lane);
+                            (half(weight), half(*self.right.add(at(self.capacity, row / 2))))
+                        } else {
+                            let weight = *self.weights.add(row * width + lane);
+                            (weight, *self.right.add(at(self.capacity, row)))
+                        };
+                        if visible.sees(self.panel.i + lane as u32, self.panel.j + row as u32, weight) {
                             *out += weight * right;
                         }
                     }
@@ -214,21 +211,21 @@ impl Rows<'_> {
     }
 
     /// The same product over visible pairs alone: see [`Columns::visible_only`].
-    pub(crate) fn visible_only<S: Simd>(self, band: MaskBand) {
+    pub(crate) fn visible_only<S: Simd>(self, visible: Visible) {
         let (width, lanes) = (S::PANEL, S::PANEL);
         for (number, panel) in self.panels.iter().enumerate() {
             let Some(panel) = panel else { continue };
             for row in panel.rows.0..panel.rows.1 {
                 for lane in 0..panel.queries {
-                    if !band.visible(panel.i + lane as u32, panel.j + row as u32) {
-                        continue;
-                    }
                     let at = |rows: usize, row: usize, col: usize| {
                         (col / width * rows + row) * width + col % width
                     };
                     // SAFETY: rows, lanes and columns of the panels.
                     unsafe {
                         let weight = *self.weights.add((number * self.capacity + row) * lanes + lane);
+                        if !visible.sees(panel.i + lane as u32, panel.j + row as u32, weight) {
+                            continue;
+                        }
                         for col in 0..self.dim {
                             let right = *self.right.add(at(self.right_capacity, number * lanes + lane, col));
                             *self.out.add(at(self.capacity, row, col)) += weight * right;

@@ -1,10 +1,8 @@
 //! Forward's products in tiles of bf16, O standing transposed: head dimension down, queries across, as S
 //! does. K's rows and V's columns are A, Q and P are B: P is used as the softmax leaves it.
 
-use fmha_core::MaskBand;
-
 use super::row_stride;
-use crate::score::Panel;
+use crate::score::{Panel, Visible};
 use crate::simd::{Between, Nothing, Op, Simd, TileProduct};
 use crate::tensor::Target;
 
@@ -399,7 +397,7 @@ impl TileColumns {
 
     /// The same product over visible pairs alone, of V in `panels` of pairs as [`TransposeValues`] finds
     /// them: see [`Columns::visible_only`](super::Columns::visible_only).
-    pub(crate) fn visible_only<S: Simd>(self, s: S, band: MaskBand, panels: *const f32) {
+    pub(crate) fn visible_only<S: Simd>(self, s: S, visible: Visible, panels: *const f32) {
         self.rescale(s);
         let half = |pair: f32, row: usize| f32::from_bits(pair.to_bits() >> (16 * (row % 2)) << 16);
         for lane in 0..self.panel.queries {
@@ -411,8 +409,8 @@ impl TileColumns {
                         *out = 0.0;
                     }
                     for row in self.panel.rows.0..self.panel.rows.1 {
-                        if band.visible(self.panel.i + lane as u32, self.panel.j + row as u32) {
-                            let weight = half(*self.weights.add(row / 2 * S::PANEL + lane), row);
+                        let weight = half(*self.weights.add(row / 2 * S::PANEL + lane), row);
+                        if visible.sees(self.panel.i + lane as u32, self.panel.j + row as u32, weight) {
                             let at = (col / S::PANEL * self.capacity + row / 2) * S::PANEL + col % S::PANEL;
                             *out += weight * half(*panels.add(at), row);
                         }

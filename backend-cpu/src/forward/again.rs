@@ -68,7 +68,10 @@ impl Shared<'_> {
 
     /// Whether some key of a row whose scores are all -inf has a bias that is more.
     fn some_score_is_finite(&self, head: &HeadScore, i: u32) -> bool {
-        head.changes() && self.visible(head, i).any(|j| head.modified(0.0, i, j) > f64::NEG_INFINITY)
+        // A row that code hides as a whole is empty.
+        !head.coded
+            && head.changes()
+            && self.visible(head, i).any(|j| head.modified(0.0, i, j) > f64::NEG_INFINITY)
     }
 
     /// Whether one of these columns of V has nothing but numbers where the row sees it.
@@ -89,9 +92,14 @@ impl Shared<'_> {
                 let q = unsafe { q.get(0, d) } * head.descale_q;
                 f64::from(q) * f64::from(self.k.value(head, j, d, head.descale_k))
             });
-            head.modified(products.sum::<f64>() * f64::from(head.softmax_scale), i, j)
+            let scaled = products.sum::<f64>() * f64::from(head.softmax_scale);
+            let scaled = match &self.score.code {
+                Some(code) => code.one(head, scaled, i, j)?,
+                None => scaled,
+            };
+            Some(head.modified(scaled, i, j))
         };
-        let scores: Vec<(u32, f64)> = self.visible(head, i).map(|j| (j, score(j))).collect();
+        let scores: Vec<(u32, f64)> = self.visible(head, i).filter_map(|j| Some((j, score(j)?))).collect();
         let sink = head.sink.map_or(f64::NEG_INFINITY, f64::from);
         let top = scores.iter().fold(sink, |top, (_, score)| top.max(*score));
         let weight = |score: f64| if score == f64::NEG_INFINITY { 0.0 } else { (score - top).exp() };

@@ -26,6 +26,7 @@ pub(crate) use rows::FEW_QUERIES;
 
 use std::ops::Range;
 
+use fmha_core::expr::Seen;
 use fmha_core::seq::KvRows;
 use fmha_core::tree::TreeMask;
 use fmha_core::{DType, FwdArgs, FwdProblem, SeqSpan};
@@ -36,8 +37,9 @@ use crate::blocks::{
     AllFinite, Columns, Factors, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax,
     TILE, WriteRows, row_stride,
 };
+use crate::code::{Code, CodeLanes};
 use crate::memory::{Bytes, Floats, reserve};
-use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
+use crate::score::{Adjust, HeadScore, Keep, ScoreInputs};
 use crate::simd::Simd;
 use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
@@ -95,6 +97,9 @@ struct Scratch {
     scores: Floats,
     /// Of a bias, or of keep factors.
     extra: Floats,
+    code: CodeLanes,
+    /// Which pairs of a panel code hides.
+    hide: Floats,
     out: Floats,
     /// `out` once more, as rows, where products in tiles left it transposed.
     out_rows: Floats,
@@ -148,7 +153,8 @@ impl Forward<'_> {
         let rows = KvRows::of(problem, &args.seq)?;
         let turned = TurnedQueries::of(problem, args, self.spans, threads)?;
         cache::append(problem, args, self.spans, rows, threads)?;
-        let shared = self.shared(rows, turned.as_ref(), self.blocks_for::<S>(threads.count()));
+        let code = Code::of(problem, &args.score)?;
+        let shared = self.shared(rows, turned.as_ref(), self.blocks_for::<S>(threads.count()), code);
         let tasks = shared.tasks()?;
         let used = if tasks.is_empty() { 0 } else { threads.used(tasks.len()) };
         let mut scratch = reserve(used)?;
@@ -169,7 +175,13 @@ impl Forward<'_> {
 
 impl<'a> Forward<'a> {
     /// What its tasks share.
-    fn shared(&self, rows: KvRows<'a>, turned: Option<&TurnedQueries>, blocks: Blocks) -> Shared<'a> {
+    fn shared(
+        &self,
+        rows: KvRows<'a>,
+        turned: Option<&TurnedQueries>,
+        blocks: Blocks,
+        code: Option<Code<'a>>,
+    ) -> Shared<'a> {
         let (problem, args) = (self.problem, self.args);
         let cached = |slice, dtype, strides, dim: u32| Cached {
             source: Source::new(slice, dtype, strides),
@@ -183,7 +195,7 @@ impl<'a> Forward<'a> {
             problem,
             spans: self.spans,
             blocks,
-            score: ScoreInputs::new(problem, &args.score),
+            score: ScoreInputs::new(problem, &args.score, code),
             q: turned.map_or(q, TurnedQueries::source),
             k: cached(args.k_slice(), problem.stored_k(), problem.strides.k, problem.dims.head_dim_qk),
             v: cached(args.v_slice(), problem.stored_v(), problem.strides.v, problem.dims.head_dim_v),
@@ -259,6 +271,8 @@ impl Shared<'_> {
             columns: tiled(dim_v * row_stride(keys / 2))?,
             scores: Floats::scratch(keys * S::PANEL * if in_tiles::<S>(self.problem) { 2 } else { 1 })?,
             extra: Floats::scratch(extra)?,
+            code: self.score.code.as_ref().map(Code::lanes).unwrap_or_default(),
+            hide: Floats::scratch(if self.score.code.is_some() { keys * S::PANEL } else { 0 })?,
             out: Floats::scratch(block_m * dim_v)?,
             out_rows: tiled(block_m * dim_v)?,
             row_max: Floats::scratch(block_m)?,
@@ -333,10 +347,15 @@ impl Shared<'_> {
         debug_assert!(block_m / S::PANEL <= 128);
 
         for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
+            if let Some(code) = &self.score.code
+                && code.seen(&head, task.i..task.i + task.queries, j..j + keys as u32) == Seen::Nothing
+            {
+                continue;
+            }
             let values_moderate = self.load_keys(s, scratch, &head, (j, keys), capacity_v, pairs);
             for first in (0..queries).step_by(S::PANEL) {
                 let live = S::PANEL.min(queries - first);
-                let Some(panel) = Panel::new(head.band, task.i + first as u32, live, j, keys) else {
+                let Some(panel) = head.panel(task.i + first as u32, live, j, keys) else {
                     continue;
                 };
                 let scores = scratch.scores.as_mut_ptr();
@@ -344,9 +363,18 @@ impl Shared<'_> {
                 let queries = scratch.queries.as_ptr().wrapping_add(first * dim_units);
                 let factor = head.softmax_scale;
                 s.run(Scores { panel, keys, queries, dim: dim_units, factor, scores, pairs });
+                if let Some(code) = &self.score.code {
+                    let hide = scratch.hide.as_mut_ptr();
+                    // SAFETY: both are panels of these keys.
+                    unsafe { code.score(s, &mut scratch.code, &head, &panel, (scores, hide)) };
+                }
                 if head.adjusts(&panel) {
                     let bias = scratch.extra.as_mut_ptr();
                     s.plain().run(Adjust { head: &head, panel, scores, bias, slope: None });
+                }
+                if head.coded {
+                    // SAFETY: as above.
+                    unsafe { Code::hide::<S>(&panel, scores, scratch.hide.as_ptr()) };
                 }
                 let state = RowState {
                     row_max: scratch.row_max.as_mut_ptr().wrapping_add(first),
@@ -377,7 +405,7 @@ impl Shared<'_> {
                     pairs,
                 };
                 if panel.edge && !values_moderate {
-                    columns.visible_only::<S>(head.band);
+                    columns.visible_only::<S>(head.visible());
                 } else {
                     s.run(columns);
                 }
@@ -496,7 +524,10 @@ pub(crate) fn dots_pairs(problem: &FwdProblem) -> bool {
 /// Whether an instruction set with tiles of bf16 computes this problem in them.
 pub(crate) fn fits_tiles(problem: &FwdProblem) -> bool {
     let whole = |dim: u32| (dim as usize).is_multiple_of(TILE);
-    dots_pairs(problem) && whole(problem.dims.head_dim_qk) && whole(problem.dims.head_dim_v)
+    dots_pairs(problem)
+        && problem.code.is_empty()
+        && whole(problem.dims.head_dim_qk)
+        && whole(problem.dims.head_dim_v)
 }
 
 fn in_tiles<S: Simd>(problem: &FwdProblem) -> bool {

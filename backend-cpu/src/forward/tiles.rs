@@ -160,7 +160,7 @@ impl Shared<'_> {
             };
             *fresh &= !bit;
             if panel.edge && !tile.is_moderate {
-                columns.visible_only(s, tile.head.band, scratch.values.as_ptr());
+                columns.visible_only(s, tile.head.visible(), scratch.values.as_ptr());
             } else {
                 before = Some(columns);
             }

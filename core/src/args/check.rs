@@ -11,9 +11,10 @@ use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
+use crate::expr::Stored;
 use crate::layout::{KvLayout, QLayout, Shape, Strides};
 use crate::plan::Workspace;
-use crate::problem::{Extents, FwdProblem, ValidFwd, check_input};
+use crate::problem::{CapturedTensor, Extents, FwdProblem, ValidFwd, check_input};
 use crate::score::{Bias, Descale};
 
 const F32: ElemType = ElemType::Number(DType::F32);
@@ -86,6 +87,21 @@ pub fn check_bwd(
         _ => None,
     };
     operands.optional_tensor("dbias", dbias, wanted)?;
+    let (given, wanted) = (args.dcaptured.len(), problem.dcaptured.len());
+    ensure!(given == wanted, "dcaptured", "dcaptured: {given} gradients given, but {wanted} wanted");
+    for (gradient, slice) in problem.dcaptured.iter().zip(&args.dcaptured) {
+        let tensor = fwd.code.captured.iter().find(|tensor| tensor.name == gradient.name);
+        let (elems, size) = (tensor.map_or(0, CapturedTensor::num_elems), gradient.dtype.size_bytes());
+        let elem = ElemType::Number(gradient.dtype);
+        operands.push(
+            "dcaptured",
+            Access::out(slice),
+            elem,
+            elems.saturating_mul(size),
+            size as usize,
+            None,
+        )?;
+    }
     let dsink = args.dsink.as_ref().map(Access::out);
     operands.numbers("dsink", dsink, problem.write_dsink, (F32, fwd.dims.num_heads_q.into()))?;
     operands.workspace(args.workspace.as_ref(), workspace)?;
@@ -245,7 +261,37 @@ impl Operands {
             self.read(name, slice, kind != Descale::None, (F32, elems))?;
         }
         score.seed(problem)?;
+        self.captured(problem, score)?;
         Ok(extents)
+    }
+
+    /// What functions capture.
+    fn captured(&mut self, problem: &FwdProblem, score: &ScoreArgs<'_>) -> Result<(), ProblemError> {
+        let code = &problem.code;
+        if code.is_empty() && score.captured.is_empty() && score.numbers.is_empty() {
+            return Ok(());
+        }
+        code.check_numbers(score.numbers)?;
+        let (given, wanted) = (score.captured.len(), code.captured.len());
+        ensure!(given == wanted, "captured", "captured: {given} tensors given, but {wanted} wanted");
+        for (tensor, slice) in code.captured.iter().zip(score.captured) {
+            let Some(stored) = code.stored(&tensor.name) else { continue };
+            let elem = match stored {
+                Stored::I32 => I32,
+                Stored::I64 | Stored::Bool => ElemType::Bytes,
+                floats => floats.float_dtype().map_or(ElemType::Bytes, ElemType::Number),
+            };
+            let size = stored.size_bytes();
+            self.push(
+                "captured",
+                Access::input(slice),
+                elem,
+                tensor.extent_elems().saturating_mul(size),
+                size as usize,
+                None,
+            )?;
+        }
+        Ok(())
     }
 
     /// K or V: written iff the problem appends, no memory of its own iff V lies in K.

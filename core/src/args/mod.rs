@@ -18,6 +18,7 @@ pub(crate) use elem::Told;
 pub use elem::{Elem, ElemType};
 
 use crate::dropout::DropoutSeed;
+use crate::expr::Number;
 use crate::layout::Totals;
 
 /// Who can read an address.
@@ -314,6 +315,10 @@ pub struct ScoreArgs<'a> {
     pub descale_k: Option<DevSlice<'a>>,
     /// f32 `[1]` or `[batch, num_heads_kv]`.
     pub descale_v: Option<DevSlice<'a>>,
+    /// The tensors that score and mask capture, one for each of the problem's [`Code::captured`](crate::Code::captured).
+    pub captured: &'a [DevSlice<'a>],
+    /// The numbers that score and mask capture, one for each of [`Code::numbers`](crate::Code::numbers).
+    pub numbers: &'a [Number],
     /// Where the dropout generator stands: there where the problem drops.
     pub dropout: Option<DropoutSeed>,
 }
@@ -409,6 +414,9 @@ pub struct BwdArgs<'a> {
     pub dv: DevSliceMut<'a>,
     /// Gradient of the elementwise bias, iff the problem asks for it.
     pub dbias: Option<DevSliceMut<'a>>,
+    /// Gradients of captured tensors, dense, one for each of the problem's
+    /// [`dcaptured`](crate::BwdProblem::dcaptured).
+    pub dcaptured: Vec<DevSliceMut<'a>>,
     /// Gradient of the sinks, f32 `[num_heads_q]`, iff the problem asks for it.
     pub dsink: Option<DevSliceMut<'a>>,
     /// Lengths.

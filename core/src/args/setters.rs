@@ -5,6 +5,7 @@ use super::{
     ScoreArgs, SeqArgs,
 };
 use crate::dropout::DropoutSeed;
+use crate::expr::Number;
 use crate::layout::Totals;
 use crate::setters::setters;
 
@@ -43,6 +44,10 @@ impl<'a> ScoreArgs<'a> {
         descale_k: impl Into<Option<DevSlice<'a>>> => descale_k;
         /// f32 `[1]` or `[batch, num_heads_kv]`.
         descale_v: impl Into<Option<DevSlice<'a>>> => descale_v;
+        /// The tensors that score and mask capture.
+        captured: &'a [DevSlice<'a>] => captured;
+        /// The numbers that score and mask capture.
+        numbers: &'a [Number] => numbers;
         /// Where the dropout generator stands.
         dropout: impl Into<Option<DropoutSeed>> => dropout;
     }
@@ -118,6 +123,7 @@ impl<'a> BwdArgs<'a> {
             score,
             dlse: None,
             dbias: None,
+            dcaptured: vec![],
             dsink: None,
             workspace: None,
         }
@@ -128,6 +134,8 @@ impl<'a> BwdArgs<'a> {
         dlse: impl Into<Option<DevSlice<'a>>> => dlse;
         /// Gradient of the elementwise bias, iff the problem asks for it.
         dbias: impl Into<Option<DevSliceMut<'a>>> => dbias;
+        /// Gradients of captured tensors, dense.
+        dcaptured: Vec<DevSliceMut<'a>> => dcaptured;
         /// Gradient of the sinks, f32 `[num_heads_q]`, iff the problem asks for it.
         dsink: impl Into<Option<DevSliceMut<'a>>> => dsink;
         /// Lengths.

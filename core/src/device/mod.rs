@@ -163,6 +163,13 @@ impl Device {
         options: &PlanOptions,
         plan: impl FnOnce(&P) -> Result<Planned<P>>,
     ) -> Result<Plan<P>> {
+        if let Some(code) = problem.code().filter(|_| !self.0.takes_code()) {
+            let refusals = self.0.kernels().into_iter().filter_map(|kernel| code.refuse(kernel).err());
+            let refusals: Vec<_> = refusals.collect();
+            if !refusals.is_empty() {
+                return Err(unsupported(self.name(), refusals));
+            }
+        }
         let one = problem.of_one_sequence()?;
         let mut planned = plan(one.as_ref().unwrap_or(problem))?;
         if one.is_some() {

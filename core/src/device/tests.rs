@@ -413,3 +413,20 @@ fn a_plan_of_no_sequences_launches_nothing_and_clears_the_sums() {
     expected.extend((0..rows).map(|_| format!("zero {} on 0", 4 * dims.seqlen_k)));
     assert_eq!(log.take(), expected);
 }
+
+#[test]
+fn a_backend_that_knows_of_no_code_refuses_it_by_each_kernels_name() {
+    let (device, log) = open(Toy::on_a_device());
+    for (text, what) in [("s * 2", "score as code"), ("k <= q", "mask as code")] {
+        let function: crate::expr::Function = text.parse().unwrap();
+        let coded = FwdProblem::clone(&problem());
+        let coded = if function.is_mask() { coded.mask_code(function) } else { coded.score_code(function) };
+        let refused = device.plan_fwd(&coded.validate().unwrap(), &PlanOptions::default());
+        let Err(crate::Error::Unsupported { refusals, .. }) = refused else { panic!("{text} is planned") };
+        assert!(!refusals.is_empty());
+        for refusal in refusals {
+            assert_eq!(refusal.reason, format!("{what} is not in this kernel"), "{}", refusal.kernel);
+        }
+    }
+    assert!(log.take().is_empty());
+}

@@ -1,6 +1,7 @@
 //! The forward problem: every fact of a call but its pointers.
 
 mod cache;
+mod code;
 mod groups;
 mod part;
 mod strides;
@@ -8,7 +9,9 @@ mod strides;
 use crate::dropout::keep_threshold;
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
+use crate::expr::Function;
 use crate::kv::{Append, Rotary};
+pub use code::{CapturedGrad, CapturedTensor, Code};
 pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, TensorStrides};
 pub use part::Part;
 pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit_stride, check_v};
@@ -81,6 +84,8 @@ pub struct FwdProblem {
     pub mask: MaskSpec,
     /// What happens to a score before the softmax.
     pub score: Score,
+    /// A score and a mask as code.
+    pub code: Code,
     /// Which elements of P are dropped.
     pub dropout: Dropout,
     /// What FP8 tensors are multiplied by.
@@ -128,6 +133,7 @@ impl FwdProblem {
             strides: TensorStrides { q: unset, k: unset, v: unset, o: unset },
             mask: MaskSpec::NONE,
             score: Score { softmax_scale: None, softcap: None, bias: Bias::None, sink: false },
+            code: Code::default(),
             dropout: Dropout { p_drop: 0.0, write_keep_mask: false },
             scales: Scales { descale_q: descale, descale_k: descale, descale_v: descale, scale_o: false },
             cache: CacheUse::default(),
@@ -179,6 +185,12 @@ impl FwdProblem {
         bias: Bias => score.bias;
         /// Whether a learnable sink enters the denominator.
         sink: bool => score.sink;
+        /// What a scaled score becomes, as code.
+        score_code: impl Into<Option<Function>> => code.score;
+        /// Which pairs are seen, as code.
+        mask_code: impl Into<Option<Function>> => code.mask;
+        /// The tensors that the functions capture.
+        captured: Vec<CapturedTensor> => code.captured;
         /// Probability that a `P` is dropped.
         p_drop: f32 => dropout.p_drop;
         /// What FP8 Q is multiplied by.
@@ -317,6 +329,7 @@ impl FwdProblem {
         self.check_dtypes()?;
         self.check_layouts()?;
         self.check_score()?;
+        self.code.check()?;
         self.check_cache()?;
         self.check_part()?;
         Ok(ValidFwd(self))

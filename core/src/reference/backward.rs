@@ -16,6 +16,7 @@
 
 use num_traits::Float;
 
+use super::code::zeros;
 use super::forward::Softmax;
 use super::head::{Head, Inputs, Precision, Rows, f32_at, real, row};
 use super::pair::{HeadSums, Query, axpy};
@@ -42,6 +43,8 @@ pub struct HeadBackward {
     pub ds: Vec<f64>,
     /// dSink.
     pub dsink: f64,
+    /// This head's share of each captured tensor's gradient, dense; of a part of the rows nothing.
+    pub dcaptured: Vec<Vec<f64>>,
     /// How far independent relative errors of the terms move each gradient, per unit of error. In
     /// [`Precision::Exact`] only, else empty.
     pub spread: BackwardSpread,
@@ -61,6 +64,8 @@ pub struct BackwardSpread {
     pub ds: Vec<f64>,
     /// Of dSink.
     pub dsink: f64,
+    /// Of the captured tensors' gradients.
+    pub dcaptured: Vec<Vec<f64>>,
     /// Of dK, from [far](is_far) queries alone.
     pub far_dk: Vec<f64>,
     /// Of dV, likewise.
@@ -94,6 +99,8 @@ pub struct Backward {
     pub dbias: Vec<f64>,
     /// dSink `[num_heads_q]`.
     pub dsink: Vec<f64>,
+    /// The gradient of each captured tensor that is wanted, dense.
+    pub dcaptured: Vec<Vec<f64>>,
 }
 
 /// Every gradient. `args` are in host memory; only inputs are read, O and LSE are computed anew.
@@ -112,6 +119,7 @@ pub fn backward(
         dv: vec![],
         dbias: vec![],
         dsink: vec![0.0; dims.num_heads_q as usize],
+        dcaptured: zeros(problem),
     };
     let bias_shape = match problem.fwd.score.bias {
         Bias::Elementwise(bias) => Some((bias.broadcast, problem.fwd.shape_bias(bias.broadcast))),
@@ -124,6 +132,7 @@ pub fn backward(
         for i_head in 0..dims.num_heads_q {
             let head = backward_head(problem, args, span, i_head, precision)?;
             all.dsink[i_head as usize] += head.dsink;
+            all.dcaptured.iter_mut().zip(&head.dcaptured).for_each(|(sums, terms)| add(sums, terms));
             if let Some((broadcast, shape)) = bias_shape {
                 let (b, h) = broadcast.index(span.i_batch, i_head);
                 for (i, ds) in head.ds.chunks_exact((span.seqlen_k as usize).max(1)).enumerate() {
@@ -146,6 +155,9 @@ pub fn backward(
         let dtype = problem.dtype_grad;
         for (_, _, grad) in all.dq.iter_mut().chain(&mut all.dk).chain(&mut all.dv) {
             grad.iter_mut().for_each(|x| *x = dtype.round(*x));
+        }
+        for (grad, wanted) in all.dcaptured.iter_mut().zip(&problem.dcaptured) {
+            grad.iter_mut().for_each(|x| *x = wanted.dtype.round(*x));
         }
         if let Some(dbias) = problem.dbias {
             all.dbias.iter_mut().for_each(|x| *x = dbias.dtype.round(*x));
@@ -220,7 +232,7 @@ impl<'a> OneHead<'a> {
         let (head, dout) = self.gather::<T>(precision)?;
         let Self { problem, span, i_head, .. } = self;
         let fwd = &problem.fwd;
-        let mut sums = HeadSums::zeros(&head, span.seqlen_q as usize, span.seqlen_k as usize);
+        let mut sums = HeadSums::zeros(&head, problem, span.seqlen_q as usize, span.seqlen_k as usize);
         for i in 0..span.seqlen_q {
             let softmax = Softmax::of_row(&head, i);
             let p: Vec<T> = softmax.weights.iter().map(|&weight| weight / softmax.row_sum).collect();
@@ -233,6 +245,7 @@ impl<'a> OneHead<'a> {
             let query = Query::new(&head, i, row(&dout, i, head.head_dim_v), &o, softmax.lse, dlse);
             for (j, pair) in query.pairs(&head, &softmax.visible, &p, problem.dtype_grad) {
                 sums.add_to_row(&head, i as usize, j, &pair);
+                sums.add_to_captured(&head, problem, (i, j), &pair);
                 sums.add_to_key(j as usize, &query, &pair);
             }
             sums.add_sink(&head, &query, softmax.sink / softmax.row_sum);
@@ -260,7 +273,7 @@ impl<'a> OneHead<'a> {
             })
             .collect::<Result<Vec<_>, ProblemError>>()?;
 
-        let mut sums = HeadSums::zeros(&head, part.rows.len(), part.keys.len());
+        let mut sums = HeadSums::zeros(&head, problem, part.rows.len(), part.keys.len());
         let rounded = |lse: T| lse.is_finite() && lse.abs() >= real(ROUNDED_LSE);
         let own: Vec<Option<Softmax<T>>> =
             queries.iter().map(|query| rounded(query.lse).then(|| Softmax::of_row(&head, query.i))).collect();
@@ -281,7 +294,7 @@ impl<'a> OneHead<'a> {
             }
         }
         for (at, &j) in part.keys.iter().enumerate() {
-            for query in queries.iter().filter(|query| head.band.visible(query.i, j)) {
+            for query in queries.iter().filter(|query| head.sees(query.i, j)) {
                 sums.add_to_key(at, query, &pair(query, j));
             }
         }

@@ -3,6 +3,7 @@
 use num_traits::Float;
 
 use super::cache::Cached;
+use super::code::HeadCode;
 use crate::args::{BwdArgs, CacheArgs, DevSlice, FwdArgs, ScoreArgs, SeqArgs};
 use crate::dropout::{KeepMask, keep_scale};
 use crate::dtype::DType;
@@ -74,6 +75,7 @@ pub(super) struct Head<'a, T> {
     pub(super) sink: Option<T>,
     pub(super) band: MaskBand,
     tree: Option<TreeMask<'a>>,
+    pub(super) code: Option<HeadCode<'a>>,
     problem: &'a FwdProblem,
     bias: Option<&'a [u8]>,
     /// Slope, and `diag` of its distance.
@@ -131,6 +133,7 @@ impl<'a, T: Float> Head<'a, T> {
             sink,
             band: problem.band(span.seqlen_q, span.seqlen_k),
             tree: TreeMask::of(problem, &inputs.cache, &inputs.seq),
+            code: HeadCode::of(problem, inputs, span, i_head, precision)?,
             problem,
             bias,
             alibi,
@@ -146,6 +149,24 @@ impl<'a, T: Float> Head<'a, T> {
 
     /// The keys that query `i` sees, ascending.
     pub(super) fn visible(&self, i: u32) -> Vec<u32> {
+        let mut visible = self.inside_band(i);
+        if let Some(code) = &self.code {
+            visible.retain(|&j| code.sees(i, j) && self.score(i, j) != T::neg_infinity());
+        }
+        visible
+    }
+
+    /// Whether query `i` sees key `j`.
+    pub(super) fn sees(&self, i: u32, j: u32) -> bool {
+        let by_code = || match &self.code {
+            None => true,
+            Some(code) => code.sees(i, j) && self.score(i, j) != T::neg_infinity(),
+        };
+        self.band.visible(i, j) && by_code()
+    }
+
+    /// The keys that the band or the tree shows query `i`, ascending.
+    fn inside_band(&self, i: u32) -> Vec<u32> {
         if let Some(tree) = &self.tree {
             return (0..self.span.seqlen_k).filter(|&j| tree.visible(&self.span, i, j)).collect();
         }
@@ -166,14 +187,20 @@ impl<'a, T: Float> Head<'a, T> {
         self.score_sums().dot(q, k)
     }
 
-    fn capped(&self, product: T) -> T {
+    /// The score that code makes of a product.
+    fn coded(&self, product: T, i: u32, j: u32) -> T {
         let scaled = self.softmax_scale * product;
+        self.code.as_ref().map_or(scaled, |code| code.score(scaled, i, j))
+    }
+
+    fn capped(&self, product: T, i: u32, j: u32) -> T {
+        let scaled = self.coded(product, i, j);
         self.softcap.map_or(scaled, |softcap| softcap * (scaled / softcap).tanh())
     }
 
     /// `softmax_scale * Q[i] . K[j]`, soft-capped, with its bias.
     pub(super) fn score(&self, i: u32, j: u32) -> T {
-        self.capped(self.product(i, j)) + self.bias(i, j)
+        self.capped(self.product(i, j), i, j) + self.bias(i, j)
     }
 
     /// [`score`](Self::score) of query `i` and each of `keys`.
@@ -184,15 +211,26 @@ impl<'a, T: Float> Head<'a, T> {
             }
             ScoreSums::Cut { .. } => keys.iter().map(|&j| self.product(i, j)).collect(),
         };
-        keys.iter().zip(products).map(|(&j, product)| self.capped(product) + self.bias(i, j)).collect()
+        keys.iter().zip(products).map(|(&j, product)| self.capped(product, i, j) + self.bias(i, j)).collect()
     }
 
     /// What the soft cap's slope is at (i, j).
     pub(super) fn slope(&self, i: u32, j: u32) -> T {
         self.softcap.map_or(T::one(), |softcap| {
-            let tanh = (self.softmax_scale * self.product(i, j) / softcap).tanh();
+            let tanh = (self.coded(self.product(i, j), i, j) / softcap).tanh();
             T::one() - tanh * tanh
         })
+    }
+
+    /// The score before code, and what code's slope is there.
+    pub(super) fn code_slope(&self, i: u32, j: u32) -> (T, T) {
+        match &self.code {
+            None => (T::zero(), T::one()),
+            Some(code) => {
+                let scaled = self.softmax_scale * self.product(i, j);
+                (scaled, code.slope(scaled, i, j))
+            }
+        }
     }
 
     /// What is added to the score of (i, j).

@@ -6,6 +6,7 @@
 
 mod backward;
 mod cache;
+mod code;
 mod combine;
 mod forward;
 mod head;

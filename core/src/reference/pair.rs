@@ -3,7 +3,9 @@
 use num_traits::Float;
 
 use super::backward::{BackwardSpread, HeadBackward, is_far};
+use super::code::zeros;
 use super::head::{Head, dot, dots, row};
+use crate::bwd::BwdProblem;
 use crate::dtype::DType;
 use crate::seq::SeqSpan;
 
@@ -31,6 +33,10 @@ pub(super) struct Pair<T> {
     /// `softmax_scale * dS0`, the weight of dQ and dK, and its size.
     scaled: T,
     scaled_size: T,
+    /// The score before code.
+    score: T,
+    /// The gradient of what code made of it, and its size.
+    coded: (T, T),
 }
 
 impl<'a, T: Float> Query<'a, T> {
@@ -66,13 +72,18 @@ impl<'a, T: Float> Query<'a, T> {
         let dp = keep * product;
         let ds = p * (dp - d + dlse);
         let ds_size = p * (dp * dp + d_square + dlse * dlse).sqrt();
-        let slope = head.slope(i, j);
+        let (capped, (score, coded)) = (head.slope(i, j), head.code_slope(i, j));
+        // 0 times a slope that is infinite or NaN is nothing.
+        let times = |a: T, slope: T| if a == T::zero() { a } else { a * slope };
+        let slope = capped * coded;
         Pair {
             weight: head.probability(p) * keep,
             ds,
             ds_size,
-            scaled: head.score_gradient(ds * slope, dtype_grad) * head.softmax_scale,
-            scaled_size: ds_size * slope * head.softmax_scale,
+            scaled: head.score_gradient(times(ds, slope), dtype_grad) * head.softmax_scale,
+            scaled_size: times(ds_size, slope) * head.softmax_scale,
+            score,
+            coded: (times(ds, capped), times(ds_size, capped)),
         }
     }
 }
@@ -131,11 +142,15 @@ pub(super) struct HeadSums<T> {
     dsink: T,
     dsink_square: T,
     far_dsink_square: T,
+    captured: Vec<Vec<f64>>,
+    captured_squares: Vec<Vec<f64>>,
 }
 
 impl<T: Float> HeadSums<T> {
-    pub(super) fn zeros(head: &Head<'_, T>, rows: usize, keys: usize) -> Self {
+    pub(super) fn zeros(head: &Head<'_, T>, problem: &BwdProblem, rows: usize, keys: usize) -> Self {
         Self {
+            captured: zeros(problem),
+            captured_squares: zeros(problem),
             dq: Sums::zeros(head, rows, head.head_dim_qk),
             dk: Sums::over_queries(head, keys, head.head_dim_qk),
             dv: Sums::over_queries(head, keys, head.head_dim_v),
@@ -152,6 +167,21 @@ impl<T: Float> HeadSums<T> {
         self.ds.sums[at] = pair.ds;
         if let Some(square) = self.ds.squares.get_mut(at) {
             *square = pair.ds_size * pair.ds_size;
+        }
+    }
+
+    /// Captured tensors' share.
+    pub(super) fn add_to_captured(
+        &mut self,
+        head: &Head<'_, T>,
+        problem: &BwdProblem,
+        (i, j): (u32, u32),
+        pair: &Pair<T>,
+    ) {
+        if let Some(code) = head.code.as_ref().filter(|_| !problem.dcaptured.is_empty()) {
+            let (ds, ds_size) = pair.coded;
+            let to = (self.captured.as_mut_slice(), self.captured_squares.as_mut_slice());
+            code.add_to_captured(problem, (pair.score, ds, ds_size), (i, j), to);
         }
     }
 
@@ -174,6 +204,9 @@ impl<T: Float> HeadSums<T> {
     }
 
     pub(super) fn finish(self, span: SeqSpan, i_head: u32) -> HeadBackward {
+        let roots = |squares: Vec<Vec<f64>>| -> Vec<Vec<f64>> {
+            squares.into_iter().map(|squares| squares.into_iter().map(f64::sqrt).collect()).collect()
+        };
         let ([dq, spread_dq, _], [dk, spread_dk, far_dk]) = (self.dq.finish(), self.dk.finish());
         let ([dv, spread_dv, far_dv], [ds, spread_ds, _]) = (self.dv.finish(), self.ds.finish());
         HeadBackward {
@@ -184,6 +217,7 @@ impl<T: Float> HeadSums<T> {
             dv,
             ds,
             dsink: plain(self.dsink),
+            dcaptured: self.captured,
             spread: BackwardSpread {
                 dq: spread_dq,
                 dk: spread_dk,
@@ -192,6 +226,7 @@ impl<T: Float> HeadSums<T> {
                 dsink: plain(self.dsink_square.sqrt()),
                 far_dk,
                 far_dv,
+                dcaptured: roots(self.captured_squares),
                 far_dsink: plain(self.far_dsink_square.sqrt()),
             },
         }

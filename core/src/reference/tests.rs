@@ -128,6 +128,7 @@ impl Operands {
             dk: DevSliceMut::host(&mut dk),
             dv: DevSliceMut::host(&mut dv),
             dbias: None,
+            dcaptured: vec![],
             dsink: None,
             seq: SeqArgs::default(),
             score: self.score(&problem.fwd),

@@ -114,7 +114,9 @@ const HEADER: usize = 16;
 impl Shared<'_> {
     /// Whether a sequence is taken in rows.
     pub(super) fn in_rows(&self, span: &SeqSpan) -> bool {
-        self.blocks.rows_only || self.problem.cache.tree_mask || span.seqlen_q <= FEW_QUERIES
+        let few = self.blocks.rows_only || self.problem.cache.tree_mask || span.seqlen_q <= FEW_QUERIES;
+        // Code is computed over panels, whatever their number of queries: so its rows do not depend on it either.
+        few && self.problem.code.is_empty()
     }
 
     fn stride_qk<S: Simd>(&self) -> usize {

@@ -1,0 +1,376 @@
+//! A score and a mask as code over panels of scores: programs compiled once a call, run by each thread in registers of its own.
+
+use std::ops::Range;
+
+use fmha_core::expr::{
+    Block, Bounds, Captured, Function, HostTensor, Id, Lanes, Pair, Program, Rounding, Seen, Tile, VectorMath,
+};
+use fmha_core::{CapturedTensor, FwdProblem, ProblemError, ScoreArgs, SeqSpan, ValidBwd};
+
+use crate::score::{HeadScore, Panel};
+use crate::simd::{Op, Simd, exp, tanh};
+
+/// A program and what it captures.
+struct Compiled<'a> {
+    program: Program,
+    captured: Vec<Captured<'a>>,
+    narrow: bool,
+}
+
+/// A captured element that a score reads, and that has a gradient.
+struct Read {
+    /// Which of the wanted gradients.
+    gradient: usize,
+    /// The root that is its slope; those of its indices follow.
+    root: usize,
+    shape: Vec<u32>,
+}
+
+/// The functions of a call.
+pub(crate) struct Code<'a> {
+    score: Option<(&'a Function, Compiled<'a>)>,
+    mask: Option<(&'a Function, Compiled<'a>)>,
+    slope: Option<Compiled<'a>>,
+    reads: Option<(Compiled<'a>, Vec<Read>)>,
+}
+
+/// Registers of a thread.
+#[derive(Default)]
+pub(crate) struct CodeLanes {
+    score: Option<Lanes>,
+    mask: Option<Lanes>,
+    slope: Option<Lanes>,
+    reads: Option<Lanes>,
+    /// The head that they are set to.
+    head: Option<Pair>,
+}
+
+impl<'a> Code<'a> {
+    /// Those of a forward call; `None` where it has none.
+    ///
+    /// # Errors
+    /// What is captured and is missing.
+    pub(crate) fn of(problem: &'a FwdProblem, args: &ScoreArgs<'a>) -> Result<Option<Self>, ProblemError> {
+        if problem.code.is_empty() {
+            return Ok(None);
+        }
+        let all = everything(problem);
+        let of = |function: &'a Function| {
+            let captured = problem.code.bind(function, args)?;
+            let compiled = Compiled::new(function.graph(), &[function.root()], captured, &all);
+            Ok::<_, ProblemError>((function, compiled))
+        };
+        Ok(Some(Self {
+            score: problem.code.score.as_ref().map(of).transpose()?,
+            mask: problem.code.mask.as_ref().map(of).transpose()?,
+            slope: None,
+            reads: None,
+        }))
+    }
+
+    /// Those of a backward call, with derivatives.
+    ///
+    /// # Errors
+    /// What is captured and is missing.
+    pub(crate) fn of_backward(
+        problem: &'a ValidBwd,
+        args: &ScoreArgs<'a>,
+    ) -> Result<Option<Self>, ProblemError> {
+        let fwd: &FwdProblem = problem.fwd();
+        let Some(mut code) = Self::of(fwd, args)? else { return Ok(None) };
+        if let Some((score, compiled)) = &code.score {
+            let (slopes, all) = (score.slopes(), everything(fwd));
+            let captured = || compiled.captured.clone();
+            let (mut roots, mut reads) = (vec![], vec![]);
+            for read in &slopes.captures {
+                let name = &slopes.graph.captures()[read.capture].name;
+                let wanted = problem.dcaptured.iter().position(|gradient| gradient.name == *name);
+                let tensor = fwd.code.captured.iter().find(|tensor| tensor.name == *name);
+                if let (Some(gradient), Some(tensor)) = (wanted, tensor) {
+                    reads.push(Read { gradient, root: roots.len(), shape: tensor.shape.clone() });
+                    roots.push(read.slope);
+                    roots.extend(&read.at);
+                }
+            }
+            code.slope = Some(Compiled::new(&slopes.graph, &[slopes.score], captured(), &all));
+            if !reads.is_empty() {
+                code.reads = Some((Compiled::new(&slopes.graph, &roots, captured(), &all), reads));
+            }
+        }
+        Ok(Some(code))
+    }
+
+    /// Registers for a thread.
+    pub(crate) fn lanes(&self) -> CodeLanes {
+        let of = |compiled: &Compiled<'_>| Lanes::new(&compiled.program, compiled.narrow);
+        CodeLanes {
+            score: self.score.as_ref().map(|(_, compiled)| of(compiled)),
+            mask: self.mask.as_ref().map(|(_, compiled)| of(compiled)),
+            slope: self.slope.as_ref().map(of),
+            reads: self.reads.as_ref().map(|(compiled, _)| of(compiled)),
+            head: None,
+        }
+    }
+
+    /// What the mask shows of a tile.
+    pub(crate) fn seen(&self, head: &HeadScore, q: Range<u32>, k: Range<u32>) -> Seen {
+        let Some((mask, compiled)) = &self.mask else { return Seen::Everything };
+        let (SeqSpan { i_batch, seqlen_q, seqlen_k, .. }, i_head) = (head.span, head.i_head);
+        let tile = Tile {
+            b: i_batch..i_batch + 1,
+            h: i_head..i_head + 1,
+            q,
+            k,
+            seqlen_q: (seqlen_q, seqlen_q),
+            seqlen_k: (seqlen_k, seqlen_k),
+        };
+        mask.seen(&tile, compiled.captured.as_slice())
+    }
+
+    /// One score in f64, from the scaled product; `None` where the pair is hidden.
+    pub(crate) fn one(&self, head: &HeadScore, scaled: f64, i: u32, j: u32) -> Option<f64> {
+        let pair = Pair { score: scaled, q: i, k: j, ..head_of(&head.span, head.i_head) };
+        if let Some((mask, compiled)) = &self.mask
+            && !mask.eval(&pair, &compiled.captured, Rounding::F32).bool()
+        {
+            return None;
+        }
+        let score = match &self.score {
+            None => scaled,
+            Some((score, compiled)) => score.eval(&pair, &compiled.captured, Rounding::F32).float(),
+        };
+        Some(score).filter(|&score| score != f64::NEG_INFINITY)
+    }
+
+    /// Turns a panel of scaled products into scores, and notes in `hide` which pairs are hidden: not 0 there.
+    ///
+    /// # Safety
+    /// `scores` and `hide` are panels of these rows.
+    pub(crate) unsafe fn score<S: Simd>(
+        &self,
+        s: S,
+        lanes: &mut CodeLanes,
+        head: &HeadScore,
+        panel: &Panel,
+        (scores, hide): (*mut f32, *mut f32),
+    ) {
+        lanes.set_head(self, head_of(&head.span, head.i_head));
+        for_blocks::<S>(panel, |block, at, count| {
+            // SAFETY: rows of the panels, as the caller promises.
+            let (scores, hide) = unsafe {
+                (
+                    std::slice::from_raw_parts_mut(scores.add(at), count),
+                    std::slice::from_raw_parts_mut(hide.add(at), count),
+                )
+            };
+            hide.fill(0.0);
+            if let (Some((_, compiled)), Some(lanes)) = (&self.score, &mut lanes.score) {
+                s.plain().run(RunProgram { compiled, lanes, block, scores });
+                scores.copy_from_slice(&lanes.floats(&compiled.program, 0)[..count]);
+                for (hide, score) in hide.iter_mut().zip(&*scores) {
+                    *hide = if *score == f32::NEG_INFINITY { 1.0 } else { 0.0 };
+                }
+            }
+            if let (Some((_, compiled)), Some(lanes)) = (&self.mask, &mut lanes.mask) {
+                s.plain().run(RunProgram { compiled, lanes, block, scores });
+                for (hide, &shows) in hide.iter_mut().zip(lanes.bools(&compiled.program, 0)) {
+                    if shows == 0 {
+                        *hide = 1.0;
+                    }
+                }
+            }
+        });
+    }
+
+    /// Hides the pairs that [`score`](Self::score) noted, once soft-cap and bias are done.
+    ///
+    /// # Safety
+    /// `scores` and `hide` are panels of these rows.
+    pub(crate) unsafe fn hide<S: Simd>(panel: &Panel, scores: *mut f32, hide: *const f32) {
+        let (at, count) = (panel.rows.0 * S::PANEL, (panel.rows.1 - panel.rows.0) * S::PANEL);
+        // SAFETY: rows of the panels, as the caller promises.
+        let (scores, hide) = unsafe {
+            (
+                std::slice::from_raw_parts_mut(scores.add(at), count),
+                std::slice::from_raw_parts(hide.add(at), count),
+            )
+        };
+        for (score, &hide) in scores.iter_mut().zip(hide) {
+            *score = if hide == 0.0 { *score } else { f32::NEG_INFINITY };
+        }
+    }
+
+    /// Multiplies gradients of scores by the derivative of the score in the scaled products: 0 where they are 0.
+    ///
+    /// # Safety
+    /// `scaled` and `gradients` are panels of these rows.
+    pub(crate) unsafe fn slope<S: Simd>(
+        &self,
+        s: S,
+        lanes: &mut CodeLanes,
+        head: &HeadScore,
+        panel: &Panel,
+        (scaled, gradients): (*mut f32, *mut f32),
+    ) {
+        let Some(compiled) = &self.slope else { return };
+        lanes.set_head(self, head_of(&head.span, head.i_head));
+        let Some(lanes) = &mut lanes.slope else { return };
+        for_blocks::<S>(panel, |block, at, count| {
+            // SAFETY: rows of the panels, as the caller promises.
+            let (scores, gradients) = unsafe {
+                (
+                    std::slice::from_raw_parts_mut(scaled.add(at), count),
+                    std::slice::from_raw_parts_mut(gradients.add(at), count),
+                )
+            };
+            s.plain().run(RunProgram { compiled, lanes, block, scores });
+            for (gradient, &slope) in gradients.iter_mut().zip(lanes.floats(&compiled.program, 0)) {
+                *gradient = if *gradient == 0.0 { 0.0 } else { *gradient * slope };
+            }
+        });
+    }
+
+    /// Adds what a panel's gradients of scores give the captured elements that were read, pair by pair.
+    ///
+    /// # Safety
+    /// As [`slope`](Self::slope).
+    pub(crate) unsafe fn add_to_captured<S: Simd>(
+        &self,
+        s: S,
+        lanes: &mut CodeLanes,
+        head: &HeadScore,
+        panel: &Panel,
+        (scaled, gradients): (*mut f32, *const f32),
+        sums: &mut [Vec<f64>],
+    ) {
+        let Some((compiled, reads)) = &self.reads else { return };
+        lanes.set_head(self, head_of(&head.span, head.i_head));
+        let Some(lanes) = &mut lanes.reads else { return };
+        for_blocks::<S>(panel, |block, at, count| {
+            // SAFETY: rows of the panels, as the caller promises.
+            let (scores, gradients) = unsafe {
+                (
+                    std::slice::from_raw_parts_mut(scaled.add(at), count),
+                    std::slice::from_raw_parts(gradients.add(at), count),
+                )
+            };
+            s.plain().run(RunProgram { compiled, lanes, block, scores });
+            for (lane, &gradient) in gradients.iter().enumerate() {
+                if gradient == 0.0 || lane % S::PANEL >= panel.queries {
+                    continue;
+                }
+                for read in reads {
+                    let place = read.shape.iter().enumerate().fold(0u64, |place, (axis, &extent)| {
+                        let index = lanes.int(&compiled.program, read.root + 1 + axis, lane);
+                        place * u64::from(extent) + HostTensor::resolved(index, extent)
+                    });
+                    let slope = lanes.floats(&compiled.program, read.root)[lane];
+                    sums[read.gradient][place as usize] += f64::from(gradient) * f64::from(slope);
+                }
+            }
+        });
+    }
+}
+
+/// Zeros of the shapes of a call's captured gradients.
+pub(crate) fn captured_zeros(problem: &ValidBwd) -> Vec<Vec<f64>> {
+    let code = &problem.fwd().code;
+    let elems = |name: &str| code.captured.iter().find(|tensor| tensor.name == name);
+    let zeros = |name: &str| vec![0.0; elems(name).map_or(0, CapturedTensor::num_elems) as usize];
+    problem.dcaptured.iter().map(|gradient| zeros(&gradient.name)).collect()
+}
+
+impl<'a> Compiled<'a> {
+    fn new(graph: &fmha_core::expr::Graph, roots: &[Id], captured: Vec<Captured<'a>>, all: &Tile) -> Self {
+        let narrow = Bounds::new(graph, all, captured.as_slice()).fits_i32();
+        Self { program: Program::new(graph, roots), captured, narrow }
+    }
+}
+
+impl CodeLanes {
+    fn set_head(&mut self, code: &Code<'_>, head: Pair) {
+        if self.head == Some(head) {
+            return;
+        }
+        self.head = Some(head);
+        let of = |lanes: &mut Option<Lanes>, compiled: Option<&Compiled<'_>>| {
+            if let (Some(lanes), Some(compiled)) = (lanes, compiled) {
+                lanes.set_head(&compiled.program, &compiled.captured, &head);
+            }
+        };
+        of(&mut self.score, code.score.as_ref().map(|(_, compiled)| compiled));
+        of(&mut self.mask, code.mask.as_ref().map(|(_, compiled)| compiled));
+        of(&mut self.slope, code.slope.as_ref());
+        of(&mut self.reads, code.reads.as_ref().map(|(compiled, _)| compiled));
+    }
+}
+
+fn head_of(span: &SeqSpan, i_head: u32) -> Pair {
+    let SeqSpan { i_batch, seqlen_q, seqlen_k, .. } = *span;
+    Pair { score: 0.0, b: i_batch, h: i_head, q: 0, k: 0, seqlen_q, seqlen_k }
+}
+
+/// Every pair that a problem may have.
+fn everything(problem: &FwdProblem) -> Tile {
+    let dims = problem.dims;
+    Tile {
+        b: 0..dims.batch,
+        h: 0..dims.num_heads_q,
+        // Lanes beyond the live ones are computed, and thrown away.
+        q: 0..dims.seqlen_q.saturating_add(1024),
+        k: 0..dims.seqlen_k.saturating_add(1024),
+        seqlen_q: (0, dims.seqlen_q),
+        seqlen_k: (0, dims.seqlen_k),
+    }
+}
+
+/// The blocks of a panel: the block, where its scores begin, and how many there are.
+fn for_blocks<S: Simd>(panel: &Panel, mut each: impl FnMut(Block, usize, usize)) {
+    let step = Program::BLOCK / S::PANEL;
+    let (first, last) = panel.rows;
+    for row in (first..last).step_by(step) {
+        let block = Block { q: panel.i, k: panel.j + row as u32, width: S::PANEL };
+        each(block, row * S::PANEL, step.min(last - row) * S::PANEL);
+    }
+}
+
+/// One block, compiled for an instruction set.
+struct RunProgram<'x, 'a> {
+    compiled: &'x Compiled<'a>,
+    lanes: &'x mut Lanes,
+    block: Block,
+    scores: &'x [f32],
+}
+
+impl<S: Simd> Op<S> for RunProgram<'_, '_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { compiled, lanes, block, scores } = self;
+        lanes.run(&compiled.program, &compiled.captured, &Vectors(s), block, scores);
+    }
+}
+
+/// The functions of an instruction set.
+struct Vectors<S>(S);
+
+impl<S: Simd> Vectors<S> {
+    #[inline(always)]
+    fn map(&self, x: &mut [f32], f: impl Fn(S::V) -> S::V) {
+        for lanes in x.chunks_exact_mut(S::LANES) {
+            // SAFETY: a vector's numbers.
+            unsafe { self.0.store(lanes.as_mut_ptr(), f(self.0.load(lanes.as_ptr()))) };
+        }
+    }
+}
+
+impl<S: Simd> VectorMath for Vectors<S> {
+    #[inline(always)]
+    fn exp(&self, x: &mut [f32]) {
+        self.map(x, |x| exp(self.0, x));
+    }
+
+    #[inline(always)]
+    fn tanh(&self, x: &mut [f32]) {
+        self.map(x, |x| tanh(self.0, x));
+    }
+}

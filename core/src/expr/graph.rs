@@ -1,0 +1,745 @@
+//! The graph of an expression: nodes with types, each node once.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use super::ExprError;
+
+/// The type of a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Type {
+    /// True or false.
+    Bool,
+    /// A 64-bit integer; sums and products wrap.
+    Int,
+    /// An f32 number; float64 in the reference.
+    Float,
+}
+
+impl fmt::Display for Type {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Type::Bool => "bool",
+            Type::Int => "int",
+            Type::Float => "float",
+        })
+    }
+}
+
+/// The type of a captured tensor's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Stored {
+    /// f32.
+    F32,
+    /// f16.
+    F16,
+    /// bf16.
+    Bf16,
+    /// i32.
+    I32,
+    /// i64.
+    I64,
+    /// A byte, true iff it is not 0.
+    Bool,
+}
+
+impl Stored {
+    /// Every type.
+    pub const ALL: [Stored; 6] =
+        [Stored::F32, Stored::F16, Stored::Bf16, Stored::I32, Stored::I64, Stored::Bool];
+
+    /// The name in the text language.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Stored::F32 => "f32",
+            Stored::F16 => "f16",
+            Stored::Bf16 => "bf16",
+            Stored::I32 => "i32",
+            Stored::I64 => "i64",
+            Stored::Bool => "bool",
+        }
+    }
+
+    /// The type of a value that is read.
+    #[must_use]
+    pub fn value_type(self) -> Type {
+        match self {
+            Stored::F32 | Stored::F16 | Stored::Bf16 => Type::Float,
+            Stored::I32 | Stored::I64 => Type::Int,
+            Stored::Bool => Type::Bool,
+        }
+    }
+
+    /// Bytes of an element.
+    #[must_use]
+    pub fn size_bytes(self) -> u64 {
+        match self {
+            Stored::Bool => 1,
+            Stored::F16 | Stored::Bf16 => 2,
+            Stored::F32 | Stored::I32 => 4,
+            Stored::I64 => 8,
+        }
+    }
+}
+
+impl fmt::Display for Stored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What a function reads besides its pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum CaptureKind {
+    /// A number, an argument of the call: f32 for [`Type::Float`], i64 for [`Type::Int`].
+    Number(Type),
+    /// A tensor with this many axes.
+    Tensor {
+        /// The type of its elements.
+        stored: Stored,
+        /// The number of its axes, from 0 to [`MAX_RANK`].
+        rank: usize,
+    },
+}
+
+impl CaptureKind {
+    /// The type of a value that is read.
+    #[must_use]
+    pub fn value_type(self) -> Type {
+        match self {
+            CaptureKind::Number(number) => number,
+            CaptureKind::Tensor { stored, .. } => stored.value_type(),
+        }
+    }
+}
+
+/// As a declaration of the text language has it after the colon: `f32`, `f32[_, _]`.
+impl fmt::Display for CaptureKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CaptureKind::Number(number) => number.fmt(f),
+            CaptureKind::Tensor { stored, rank } => write!(f, "{stored}[{}]", vec!["_"; *rank].join(", ")),
+        }
+    }
+}
+
+/// Most axes of a captured tensor.
+pub const MAX_RANK: usize = 5;
+
+/// Something that a function reads, by name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Capture {
+    /// The name: a letter, then letters, digits and `_`.
+    pub name: String,
+    /// What it is.
+    pub kind: CaptureKind,
+}
+
+/// What is known of a (query, key) pair without a capture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Variable {
+    /// The scaled, descaled score; f32.
+    Score,
+    /// The sequence.
+    Batch,
+    /// The query head.
+    Head,
+    /// The row's place among the queries of its sequence, from 0.
+    Query,
+    /// The key's place among the keys of its sequence, from 0.
+    Key,
+    /// The number of queries of the sequence.
+    SeqlenQ,
+    /// The number of keys of the sequence, appended ones too.
+    SeqlenK,
+}
+
+impl Variable {
+    /// Every variable.
+    pub const ALL: [Variable; 7] = [
+        Variable::Score,
+        Variable::Batch,
+        Variable::Head,
+        Variable::Query,
+        Variable::Key,
+        Variable::SeqlenQ,
+        Variable::SeqlenK,
+    ];
+
+    /// The name in the text language.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Variable::Score => "s",
+            Variable::Batch => "b",
+            Variable::Head => "h",
+            Variable::Query => "q",
+            Variable::Key => "k",
+            Variable::SeqlenQ => "seqlen_q",
+            Variable::SeqlenK => "seqlen_k",
+        }
+    }
+
+    /// Float for the score, integer for all else.
+    #[must_use]
+    pub fn value_type(self) -> Type {
+        if self == Variable::Score { Type::Float } else { Type::Int }
+    }
+}
+
+/// Functions and operators of one operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Unary {
+    /// `-x`; int or float.
+    Neg,
+    /// `|x|`; int or float.
+    Abs,
+    /// -1, 0 or 1, of NaN 0; int or float.
+    Sign,
+    /// Largest whole number that is not above x.
+    Floor,
+    /// Smallest whole number that is not below x.
+    Ceil,
+    /// Nearest whole number, ties to even.
+    Round,
+    /// e^x.
+    Exp,
+    /// 2^x.
+    Exp2,
+    /// Natural logarithm.
+    Log,
+    /// Logarithm to base 2.
+    Log2,
+    /// Sine.
+    Sin,
+    /// Cosine.
+    Cos,
+    /// Hyperbolic tangent.
+    Tanh,
+    /// Error function.
+    Erf,
+    /// `1 / (1 + e^-x)`.
+    Sigmoid,
+    /// x, or 0 below 0.
+    Relu,
+    /// Square root.
+    Sqrt,
+    /// `1 / sqrt(x)`.
+    Rsqrt,
+    /// `not x`; bool.
+    Not,
+    /// `~x`; int.
+    BitNot,
+}
+
+impl Unary {
+    /// Every one.
+    pub const ALL: [Unary; 20] = [
+        Unary::Neg,
+        Unary::Abs,
+        Unary::Sign,
+        Unary::Floor,
+        Unary::Ceil,
+        Unary::Round,
+        Unary::Exp,
+        Unary::Exp2,
+        Unary::Log,
+        Unary::Log2,
+        Unary::Sin,
+        Unary::Cos,
+        Unary::Tanh,
+        Unary::Erf,
+        Unary::Sigmoid,
+        Unary::Relu,
+        Unary::Sqrt,
+        Unary::Rsqrt,
+        Unary::Not,
+        Unary::BitNot,
+    ];
+
+    /// The name in the text language; of operators the operator.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Unary::Neg => "-",
+            Unary::Abs => "abs",
+            Unary::Sign => "sign",
+            Unary::Floor => "floor",
+            Unary::Ceil => "ceil",
+            Unary::Round => "round",
+            Unary::Exp => "exp",
+            Unary::Exp2 => "exp2",
+            Unary::Log => "log",
+            Unary::Log2 => "log2",
+            Unary::Sin => "sin",
+            Unary::Cos => "cos",
+            Unary::Tanh => "tanh",
+            Unary::Erf => "erf",
+            Unary::Sigmoid => "sigmoid",
+            Unary::Relu => "relu",
+            Unary::Sqrt => "sqrt",
+            Unary::Rsqrt => "rsqrt",
+            Unary::Not => "not",
+            Unary::BitNot => "~",
+        }
+    }
+
+    /// The type that an operand of type `operand` is read as; it is the result's too. `None` where there is none.
+    fn operand(self, operand: Type) -> Option<Type> {
+        match (self, operand) {
+            (Unary::Not, Type::Bool) => Some(Type::Bool),
+            (Unary::BitNot, Type::Int) => Some(Type::Int),
+            (Unary::Not | Unary::BitNot, _) | (_, Type::Bool) => None,
+            (Unary::Neg | Unary::Abs | Unary::Sign, numbers) => Some(numbers),
+            _ => Some(Type::Float),
+        }
+    }
+}
+
+/// Operators and functions of two operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Binary {
+    /// `a + b`.
+    Add,
+    /// `a - b`.
+    Sub,
+    /// `a * b`.
+    Mul,
+    /// `a / b`; always float.
+    Div,
+    /// `a // b`, rounded down; int, and 0 where b is 0.
+    FloorDiv,
+    /// `a % b`, of b's sign; integers are 0 where b is 0.
+    Mod,
+    /// The smaller; NaN where one is NaN.
+    Min,
+    /// The larger; NaN where one is NaN.
+    Max,
+    /// a to the power of b; float.
+    Pow,
+    /// `a * b`, 0 where a is 0 whatever b is: what derivatives are made of.
+    MulZero,
+    /// `a & b`; int.
+    BitAnd,
+    /// `a | b`; int.
+    BitOr,
+    /// `a ^ b`; int.
+    BitXor,
+    /// `a << b`; int, 0 where b is not in 0..64.
+    Shl,
+    /// `a >> b`; int, with a's sign, and the sign alone where b is not in 0..64.
+    Shr,
+    /// `a and b`; bool.
+    And,
+    /// `a or b`; bool.
+    Or,
+    /// `a < b`.
+    Lt,
+    /// `a <= b`.
+    Le,
+    /// `a > b`.
+    Gt,
+    /// `a >= b`.
+    Ge,
+    /// `a == b`.
+    Eq,
+    /// `a != b`.
+    Ne,
+}
+
+impl Binary {
+    /// Every one.
+    pub const ALL: [Binary; 23] = [
+        Binary::Add,
+        Binary::Sub,
+        Binary::Mul,
+        Binary::Div,
+        Binary::FloorDiv,
+        Binary::Mod,
+        Binary::Min,
+        Binary::Max,
+        Binary::Pow,
+        Binary::MulZero,
+        Binary::BitAnd,
+        Binary::BitOr,
+        Binary::BitXor,
+        Binary::Shl,
+        Binary::Shr,
+        Binary::And,
+        Binary::Or,
+        Binary::Lt,
+        Binary::Le,
+        Binary::Gt,
+        Binary::Ge,
+        Binary::Eq,
+        Binary::Ne,
+    ];
+
+    /// The name or operator in the text language.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Binary::Add => "+",
+            Binary::Sub => "-",
+            Binary::Mul => "*",
+            Binary::Div => "/",
+            Binary::FloorDiv => "//",
+            Binary::Mod => "%",
+            Binary::Min => "min",
+            Binary::Max => "max",
+            Binary::Pow => "pow",
+            Binary::MulZero => "mul0",
+            Binary::BitAnd => "&",
+            Binary::BitOr => "|",
+            Binary::BitXor => "^",
+            Binary::Shl => "<<",
+            Binary::Shr => ">>",
+            Binary::And => "and",
+            Binary::Or => "or",
+            Binary::Lt => "<",
+            Binary::Le => "<=",
+            Binary::Gt => ">",
+            Binary::Ge => ">=",
+            Binary::Eq => "==",
+            Binary::Ne => "!=",
+        }
+    }
+
+    /// Whether it compares, so that its result is a bool.
+    #[must_use]
+    pub fn compares(self) -> bool {
+        matches!(self, Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::Eq | Binary::Ne)
+    }
+
+    /// The type that both operands are read as; `None` where there is none.
+    fn operands(self, a: Type, b: Type) -> Option<Type> {
+        let widest = a.max(b);
+        match self {
+            Binary::And | Binary::Or => (widest == Type::Bool).then_some(Type::Bool),
+            Binary::BitAnd | Binary::BitOr | Binary::BitXor if widest == Type::Bool => None,
+            Binary::FloorDiv
+            | Binary::BitAnd
+            | Binary::BitOr
+            | Binary::BitXor
+            | Binary::Shl
+            | Binary::Shr => (a == Type::Int && b == Type::Int).then_some(Type::Int),
+            Binary::Eq | Binary::Ne if widest == Type::Bool => Some(Type::Int),
+            _ if a == Type::Bool || b == Type::Bool => None,
+            Binary::Div | Binary::Pow | Binary::MulZero => Some(Type::Float),
+            _ => Some(widest),
+        }
+    }
+}
+
+/// A node's place in its graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Id(pub(super) u32);
+
+impl Id {
+    /// The place among [`Graph::nodes`].
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// A value of an expression.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Node {
+    /// What the pair is.
+    Variable(Variable),
+    /// A constant.
+    Bool(bool),
+    /// A constant.
+    Int(i64),
+    /// A constant: the bits of an f32.
+    Float(u32),
+    /// A captured number, by its place among [`Graph::captures`].
+    Number(u32),
+    /// An element of a captured tensor, by an integer for each axis.
+    Load(u32, Box<[Id]>),
+    /// One operand.
+    Unary(Unary, Id),
+    /// Two operands, of one type.
+    Binary(Binary, Id, Id),
+    /// `select(condition, yes, no)`.
+    Select(Id, Id, Id),
+    /// `clamp(x, low, high)`, high where low is above it.
+    Clamp(Id, Id, Id),
+    /// To this type: a float to an integer by cutting its fraction, saturating, NaN to 0; a number to a bool by `!= 0`.
+    Cast(Type, Id),
+}
+
+impl Node {
+    /// Calls `see` with each operand, in order.
+    pub fn operands(&self, mut see: impl FnMut(Id)) {
+        match self {
+            Node::Variable(_) | Node::Bool(_) | Node::Int(_) | Node::Float(_) | Node::Number(_) => {}
+            Node::Load(_, at) => at.iter().copied().for_each(see),
+            Node::Unary(_, a) | Node::Cast(_, a) => see(*a),
+            Node::Binary(_, a, b) => [*a, *b].into_iter().for_each(see),
+            Node::Select(a, b, c) | Node::Clamp(a, b, c) => [*a, *b, *c].into_iter().for_each(see),
+        }
+    }
+
+    /// The same node of other operands.
+    #[must_use]
+    pub(super) fn map(&self, mut to: impl FnMut(Id) -> Id) -> Node {
+        match self {
+            Node::Load(tensor, at) => Node::Load(*tensor, at.iter().map(|&id| to(id)).collect()),
+            Node::Unary(op, a) => Node::Unary(*op, to(*a)),
+            Node::Cast(kind, a) => Node::Cast(*kind, to(*a)),
+            Node::Binary(op, a, b) => {
+                let a = to(*a);
+                Node::Binary(*op, a, to(*b))
+            }
+            Node::Select(a, b, c) => {
+                let (a, b) = (to(*a), to(*b));
+                Node::Select(a, b, to(*c))
+            }
+            Node::Clamp(a, b, c) => {
+                let (a, b) = (to(*a), to(*b));
+                Node::Clamp(a, b, to(*c))
+            }
+            leaf => leaf.clone(),
+        }
+    }
+}
+
+/// The quiet NaN that every NaN constant is.
+pub(super) const NAN: u32 = 0x7fc0_0000;
+
+/// Nodes after their operands, each once, and what they capture.
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    nodes: Vec<Node>,
+    types: Vec<Type>,
+    captures: Vec<Capture>,
+    known: HashMap<Node, Id>,
+}
+
+impl Graph {
+    /// The nodes, each after its operands.
+    #[must_use]
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// The captures, in the order of their first use.
+    #[must_use]
+    pub fn captures(&self) -> &[Capture] {
+        &self.captures
+    }
+
+    /// A node.
+    #[must_use]
+    pub fn node(&self, id: Id) -> &Node {
+        &self.nodes[id.index()]
+    }
+
+    /// The type of a node's value.
+    #[must_use]
+    pub fn type_of(&self, id: Id) -> Type {
+        self.types[id.index()]
+    }
+
+    /// Adds a node whose operands have the right types.
+    pub(super) fn add(&mut self, node: Node, value: Type) -> Id {
+        if let Some(&id) = self.known.get(&node) {
+            return id;
+        }
+        let id = Id(self.nodes.len() as u32);
+        self.known.insert(node.clone(), id);
+        self.nodes.push(node);
+        self.types.push(value);
+        id
+    }
+
+    pub(super) fn variable(&mut self, variable: Variable) -> Id {
+        self.add(Node::Variable(variable), variable.value_type())
+    }
+
+    pub(super) fn bool(&mut self, value: bool) -> Id {
+        self.add(Node::Bool(value), Type::Bool)
+    }
+
+    pub(super) fn int(&mut self, value: i64) -> Id {
+        self.add(Node::Int(value), Type::Int)
+    }
+
+    pub(super) fn float(&mut self, value: f32) -> Id {
+        self.add(Node::Float(if value.is_nan() { NAN } else { value.to_bits() }), Type::Float)
+    }
+
+    /// The place of a capture, a new one's too.
+    ///
+    /// # Errors
+    /// A name that is another thing already.
+    pub(super) fn capture(&mut self, name: &str, kind: CaptureKind) -> Result<u32, ExprError> {
+        if let Some(at) = self.captures.iter().position(|capture| capture.name == name) {
+            let known = self.captures[at].kind;
+            return if known == kind {
+                Ok(at as u32)
+            } else {
+                Err(ExprError::new(format!("{name} is {known} and {kind}: one name is one capture")))
+            };
+        }
+        self.captures.push(Capture { name: name.to_owned(), kind });
+        Ok(self.captures.len() as u32 - 1)
+    }
+
+    pub(super) fn number(&mut self, capture: u32) -> Id {
+        let value = self.captures[capture as usize].kind.value_type();
+        self.add(Node::Number(capture), value)
+    }
+
+    /// The element of a captured tensor.
+    ///
+    /// # Errors
+    /// A number of indices that is not the rank, and indices that are no integers.
+    pub(super) fn load(&mut self, capture: u32, at: &[Id]) -> Result<Id, ExprError> {
+        let Capture { name, kind } = &self.captures[capture as usize];
+        let rank = match kind {
+            CaptureKind::Tensor { rank, .. } => *rank,
+            CaptureKind::Number(_) => {
+                return Err(ExprError::new(format!("{name} is a number: it has no elements")));
+            }
+        };
+        if at.len() != rank {
+            return Err(ExprError::new(format!("{name}[..] has {} indices for {rank} axes", at.len())));
+        }
+        for (axis, &index) in at.iter().enumerate() {
+            let found = self.type_of(index);
+            if found != Type::Int {
+                return Err(ExprError::new(format!("{name}: the index of axis {axis} is {found}, not int")));
+            }
+        }
+        let value = kind.value_type();
+        Ok(self.add(Node::Load(capture, at.into()), value))
+    }
+
+    /// An operand as this type. An integer constant becomes the float constant, an integer is cast.
+    pub(super) fn promote(&mut self, id: Id, to: Type) -> Id {
+        match (self.type_of(id), to, self.node(id)) {
+            (from, to, _) if from == to => id,
+            (_, Type::Float, &Node::Int(value)) => self.float(value as f32),
+            _ => self.cast(to, id),
+        }
+    }
+
+    pub(super) fn cast(&mut self, to: Type, id: Id) -> Id {
+        if self.type_of(id) == to { id } else { self.add(Node::Cast(to, id), to) }
+    }
+
+    /// # Errors
+    /// An operand of a type that the operation does not take.
+    pub(super) fn unary(&mut self, op: Unary, a: Id) -> Result<Id, ExprError> {
+        let found = self.type_of(a);
+        let value = op
+            .operand(found)
+            .ok_or_else(|| ExprError::new(format!("{} does not take a {found}", op.name())))?;
+        let a = self.promote(a, value);
+        Ok(self.add(Node::Unary(op, a), value))
+    }
+
+    /// # Errors
+    /// Operands of types that the operation does not take.
+    pub(super) fn binary(&mut self, op: Binary, a: Id, b: Id) -> Result<Id, ExprError> {
+        let (left, right) = (self.type_of(a), self.type_of(b));
+        let op = match (op, left.max(right)) {
+            (Binary::BitAnd, Type::Bool) => Binary::And,
+            (Binary::BitOr, Type::Bool) => Binary::Or,
+            (Binary::BitXor, Type::Bool) => Binary::Ne,
+            (op, _) => op,
+        };
+        let operands = op.operands(left, right).ok_or_else(|| {
+            let instead = match op {
+                Binary::FloorDiv if left.max(right) == Type::Float => "; floor(a / b) does",
+                _ => "",
+            };
+            ExprError::new(format!("{} does not take {left} and {right}{instead}", op.name()))
+        })?;
+        let (a, b) = (self.promote(a, operands), self.promote(b, operands));
+        Ok(self.add(Node::Binary(op, a, b), if op.compares() { Type::Bool } else { operands }))
+    }
+
+    /// # Errors
+    /// A condition that is no bool, and branches that have no common type.
+    pub(super) fn select(&mut self, condition: Id, yes: Id, no: Id) -> Result<Id, ExprError> {
+        let found = self.type_of(condition);
+        if found != Type::Bool {
+            return Err(ExprError::new(format!("select: the condition is {found}, not bool")));
+        }
+        let (yes, no, value) = self.together("select", yes, no)?;
+        Ok(self.add(Node::Select(condition, yes, no), value))
+    }
+
+    /// # Errors
+    /// Operands that are no numbers.
+    pub(super) fn clamp(&mut self, x: Id, low: Id, high: Id) -> Result<Id, ExprError> {
+        let value = [x, low, high].map(|id| self.type_of(id));
+        if value.contains(&Type::Bool) {
+            return Err(ExprError::new("clamp does not take a bool"));
+        }
+        let widest = value[0].max(value[1]).max(value[2]);
+        let [x, low, high] = [x, low, high].map(|id| self.promote(id, widest));
+        Ok(self.add(Node::Clamp(x, low, high), widest))
+    }
+
+    fn together(&mut self, name: &str, a: Id, b: Id) -> Result<(Id, Id, Type), ExprError> {
+        let (left, right) = (self.type_of(a), self.type_of(b));
+        if (left == Type::Bool) != (right == Type::Bool) {
+            return Err(ExprError::new(format!("{name} does not take {left} and {right}")));
+        }
+        let widest = left.max(right);
+        Ok((self.promote(a, widest), self.promote(b, widest), widest))
+    }
+
+    /// Copies what `roots` are made of, and nothing else, in the order in which a walk meets it; the roots' places.
+    ///
+    /// # Errors
+    /// A name that is two captures.
+    pub(super) fn extract(&self, roots: &[Id]) -> Result<(Graph, Vec<Id>), ExprError> {
+        let mut to = Graph::default();
+        let roots = to.copy(self, roots)?;
+        Ok((to, roots))
+    }
+
+    /// Adds what `roots` of another graph are made of.
+    ///
+    /// # Errors
+    /// A name that is two captures.
+    pub(super) fn copy(&mut self, from: &Graph, roots: &[Id]) -> Result<Vec<Id>, ExprError> {
+        let mut places: Vec<Option<Id>> = vec![None; from.nodes.len()];
+        // A stack of its own: a chain of a million operations must not end the thread's.
+        let mut stack: Vec<(Id, bool)> = roots.iter().rev().map(|&root| (root, false)).collect();
+        while let Some((id, has_operands)) = stack.pop() {
+            if places[id.index()].is_some() {
+                continue;
+            }
+            if !has_operands {
+                stack.push((id, true));
+                let mut operands = vec![];
+                from.node(id).operands(|operand| operands.push((operand, false)));
+                stack.extend(operands.into_iter().rev());
+                continue;
+            }
+            let node = match from.node(id) {
+                Node::Number(at) => {
+                    let Capture { name, kind } = &from.captures[*at as usize];
+                    Node::Number(self.capture(name, *kind)?)
+                }
+                Node::Load(at, indices) => {
+                    let Capture { name, kind } = &from.captures[*at as usize];
+                    Node::Load(self.capture(name, *kind)?, indices.clone())
+                }
+                other => other.clone(),
+            };
+            // Operands come first on the stack, so each has a place.
+            let node = node.map(|operand| places[operand.index()].unwrap_or(operand));
+            places[id.index()] = Some(self.add(node, from.type_of(id)));
+        }
+        Ok(roots.iter().map(|root| places[root.index()].unwrap_or(*root)).collect())
+    }
+}

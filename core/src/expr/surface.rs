@@ -1,0 +1,512 @@
+//! The operators of Rust that build an expression.
+//!
+//! Values are small copies: places in a graph of their thread, which has each node once and keeps it for the thread's life. So
+//! they stay on their thread.
+
+use std::cell::{OnceCell, RefCell};
+use std::marker::PhantomData;
+use std::ops;
+
+use super::graph::{Binary, CaptureKind, Graph, Id, Stored, Type, Unary, Variable};
+use super::{ExprError, Function};
+
+thread_local! {
+    static GRAPH: RefCell<Building> = RefCell::default();
+}
+
+/// The thread's graph, and the first thing that was wrong in it.
+#[derive(Default)]
+struct Building {
+    graph: Graph,
+    error: Option<ExprError>,
+}
+
+fn build(make: impl FnOnce(&mut Graph) -> Id) -> Id {
+    GRAPH.with_borrow_mut(|building| make(&mut building.graph))
+}
+
+/// A node whose operands have the right types by Rust's own; what is wrong yet is said when the function is made.
+fn checked(make: impl FnOnce(&mut Graph) -> Result<Id, ExprError>) -> Id {
+    GRAPH.with_borrow_mut(|building| {
+        make(&mut building.graph).unwrap_or_else(|error| {
+            building.error.get_or_insert(error);
+            building.graph.int(0)
+        })
+    })
+}
+
+/// The function that `root` builds.
+pub(super) fn trace(root: impl FnOnce() -> Id) -> Result<Function, ExprError> {
+    GRAPH.with_borrow_mut(|building| building.error = None);
+    let root = root();
+    GRAPH.with_borrow_mut(|building| match building.error.take() {
+        Some(error) => Err(error),
+        None => Function::of(&building.graph, root),
+    })
+}
+
+type OfThread = PhantomData<*const ()>;
+
+macro_rules! values {
+    ($($(#[$doc:meta])* $name:ident;)*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug)]
+        pub struct $name(Id, OfThread);
+
+        impl $name {
+            fn of(id: Id) -> Self {
+                Self(id, PhantomData)
+            }
+
+            pub(super) fn id(self) -> Id {
+                self.0
+            }
+        }
+    )*};
+}
+
+values! {
+    /// A bool of an expression.
+    Bool;
+    /// An integer of an expression.
+    Int;
+    /// A float of an expression.
+    Float;
+}
+
+/// The scaled, descaled score, as a score function is given it.
+pub type Score = Float;
+
+/// The scaled score.
+pub(super) fn score() -> Score {
+    Float::of(build(|graph| graph.variable(Variable::Score)))
+}
+
+/// The place of a (query, key) pair.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct At {
+    /// The sequence.
+    pub b: Int,
+    /// The query head.
+    pub h: Int,
+    /// The row's place among its sequence's queries.
+    pub q: Int,
+    /// The key's place among its sequence's keys.
+    pub k: Int,
+    /// The number of queries of the sequence.
+    pub seqlen_q: Int,
+    /// The number of keys of the sequence.
+    pub seqlen_k: Int,
+}
+
+impl At {
+    pub(super) fn here() -> Self {
+        let [b, h, q, k, seqlen_q, seqlen_k] = [
+            Variable::Batch,
+            Variable::Head,
+            Variable::Query,
+            Variable::Key,
+            Variable::SeqlenQ,
+            Variable::SeqlenK,
+        ]
+        .map(|variable| Int::of(build(|graph| graph.variable(variable))));
+        Self { b, h, q, k, seqlen_q, seqlen_k }
+    }
+}
+
+/// A captured f32 number: an argument of the call, so that changing it compiles nothing.
+#[must_use]
+pub fn number(name: &str) -> Float {
+    Float::of(captured(name, Type::Float))
+}
+
+/// A captured i64 number.
+#[must_use]
+pub fn whole_number(name: &str) -> Int {
+    Int::of(captured(name, Type::Int))
+}
+
+fn captured(name: &str, kind: Type) -> Id {
+    checked(|graph| {
+        check_name(name)?;
+        graph.capture(name, CaptureKind::Number(kind)).map(|capture| graph.number(capture))
+    })
+}
+
+/// # Errors
+/// A name that the text language could not have.
+fn check_name(name: &str) -> Result<(), ExprError> {
+    let is_word = name.starts_with(|c: char| c.is_ascii_alphabetic())
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+    if is_word && !super::text::is_reserved(name) {
+        return Ok(());
+    }
+    let why = if is_word { "the name is taken" } else { "a name is a letter, then letters, digits and `_`" };
+    Err(ExprError::new(format!("capture {name:?}: {why}")))
+}
+
+/// The elements of a captured tensor, and the values that they are read as.
+pub trait Element: 'static {
+    /// What is read: [`Float`], [`Int`] or [`Bool`].
+    type Value: Copy + 'static;
+    /// How an element is stored.
+    const STORED: Stored;
+    #[doc(hidden)]
+    fn value(id: Id) -> Self::Value;
+}
+
+macro_rules! elements {
+    ($($element:ty: $value:ident = $stored:ident;)*) => {$(
+        impl Element for $element {
+            type Value = $value;
+            const STORED: Stored = Stored::$stored;
+            fn value(id: Id) -> $value {
+                $value::of(id)
+            }
+        }
+    )*};
+}
+
+elements! {
+    f32: Float = F32;
+    half::f16: Float = F16;
+    half::bf16: Float = Bf16;
+    i32: Int = I32;
+    i64: Int = I64;
+    bool: Bool = Bool;
+}
+
+/// A captured tensor of `RANK` axes; `tensor[i]`, `tensor[(i, j)]`, `tensor[[i, j, k]]` are its elements. A negative index counts
+/// from the end once, then an index is clamped.
+#[derive(Debug)]
+pub struct Tensor<E: Element, const RANK: usize> {
+    name: String,
+    read: Kept<E::Value>,
+}
+
+impl<E: Element, const RANK: usize> Tensor<E, RANK> {
+    /// The captured tensor of this name; its extents come with the problem.
+    #[must_use]
+    pub fn new(name: &str) -> Self {
+        const { assert!(RANK <= super::MAX_RANK, "a captured tensor has at most MAX_RANK axes") };
+        Self { name: name.to_owned(), read: Kept::default() }
+    }
+
+    /// The only element of a tensor without axes, or an element by its indices.
+    #[must_use]
+    pub fn at(&self, at: [Int; RANK]) -> E::Value {
+        E::value(checked(|graph| {
+            check_name(&self.name)?;
+            let kind = CaptureKind::Tensor { stored: E::STORED, rank: RANK };
+            let capture = graph.capture(&self.name, kind)?;
+            graph.load(capture, &at.map(Int::id))
+        }))
+    }
+}
+
+impl<E: Element, const RANK: usize> ops::Index<[Int; RANK]> for Tensor<E, RANK> {
+    type Output = E::Value;
+
+    fn index(&self, at: [Int; RANK]) -> &E::Value {
+        self.read.keep(self.at(at))
+    }
+}
+
+impl<E: Element> ops::Index<Int> for Tensor<E, 1> {
+    type Output = E::Value;
+
+    fn index(&self, at: Int) -> &E::Value {
+        self.read.keep(self.at([at]))
+    }
+}
+
+impl<E: Element> ops::Index<(Int, Int)> for Tensor<E, 2> {
+    type Output = E::Value;
+
+    fn index(&self, (row, column): (Int, Int)) -> &E::Value {
+        self.read.keep(self.at([row, column]))
+    }
+}
+
+/// Values that stay where they are for as long as the list: an index gives a reference.
+#[derive(Debug)]
+struct Kept<T>(OnceCell<Box<Link<T>>>);
+
+#[derive(Debug)]
+struct Link<T> {
+    value: T,
+    next: Kept<T>,
+}
+
+impl<T> Default for Kept<T> {
+    fn default() -> Self {
+        Self(OnceCell::new())
+    }
+}
+
+impl<T> Kept<T> {
+    fn keep(&self, value: T) -> &T {
+        let mut end = self;
+        while let Some(link) = end.0.get() {
+            end = &link.next;
+        }
+        &end.0.get_or_init(|| Box::new(Link { value, next: Kept::default() })).value
+    }
+}
+
+/// `yes` where the condition holds, else `no`.
+#[must_use]
+pub fn select(condition: Bool, yes: impl Into<Float>, no: impl Into<Float>) -> Float {
+    let (yes, no) = (yes.into(), no.into());
+    Float::of(checked(|graph| graph.select(condition.id(), yes.id(), no.id())))
+}
+
+impl From<f32> for Float {
+    fn from(value: f32) -> Self {
+        Self::of(build(|graph| graph.float(value)))
+    }
+}
+
+impl From<Int> for Float {
+    fn from(value: Int) -> Self {
+        Self::of(build(|graph| graph.promote(value.id(), Type::Float)))
+    }
+}
+
+impl From<i64> for Int {
+    fn from(value: i64) -> Self {
+        Self::of(build(|graph| graph.int(value)))
+    }
+}
+
+impl From<bool> for Bool {
+    fn from(value: bool) -> Self {
+        Self::of(build(|graph| graph.bool(value)))
+    }
+}
+
+fn binary(op: Binary, a: Id, b: Id) -> Id {
+    checked(|graph| graph.binary(op, a, b))
+}
+
+fn unary(op: Unary, a: Id) -> Id {
+    checked(|graph| graph.unary(op, a))
+}
+
+/// Operators of two operands: `trait::method = operation: left, right -> result`, operands converted first.
+macro_rules! operators {
+    ($($operator:ident::$method:ident = $op:ident: $left:ty, $right:ty => $with:ident -> $result:ident;)*) => {$(
+        impl ops::$operator<$right> for $left {
+            type Output = $result;
+            fn $method(self, right: $right) -> $result {
+                $result::of(binary(Binary::$op, $with::from(self).id(), $with::from(right).id()))
+            }
+        }
+    )*};
+}
+
+macro_rules! arithmetic {
+    ($($operator:ident::$method:ident = $op:ident;)*) => {$(
+        operators! {
+            $operator::$method = $op: Float, Float => Float -> Float;
+            $operator::$method = $op: Float, f32 => Float -> Float;
+            $operator::$method = $op: f32, Float => Float -> Float;
+            $operator::$method = $op: Float, Int => Float -> Float;
+            $operator::$method = $op: Int, Float => Float -> Float;
+            $operator::$method = $op: Int, Int => Int -> Int;
+            $operator::$method = $op: Int, i64 => Int -> Int;
+            $operator::$method = $op: i64, Int => Int -> Int;
+        }
+    )*};
+}
+
+arithmetic! {
+    Add::add = Add;
+    Sub::sub = Sub;
+    Mul::mul = Mul;
+    Rem::rem = Mod;
+}
+
+operators! {
+    Div::div = Div: Float, Float => Float -> Float;
+    Div::div = Div: Float, f32 => Float -> Float;
+    Div::div = Div: f32, Float => Float -> Float;
+    Div::div = Div: Float, Int => Float -> Float;
+    Div::div = Div: Int, Float => Float -> Float;
+    Div::div = Div: Int, Int => Float -> Float;
+    BitAnd::bitand = And: Bool, Bool => Bool -> Bool;
+    BitOr::bitor = Or: Bool, Bool => Bool -> Bool;
+    BitXor::bitxor = Ne: Bool, Bool => Bool -> Bool;
+    BitAnd::bitand = BitAnd: Int, Int => Int -> Int;
+    BitAnd::bitand = BitAnd: Int, i64 => Int -> Int;
+    BitOr::bitor = BitOr: Int, Int => Int -> Int;
+    BitOr::bitor = BitOr: Int, i64 => Int -> Int;
+    BitXor::bitxor = BitXor: Int, Int => Int -> Int;
+    BitXor::bitxor = BitXor: Int, i64 => Int -> Int;
+    Shl::shl = Shl: Int, Int => Int -> Int;
+    Shl::shl = Shl: Int, i64 => Int -> Int;
+    Shr::shr = Shr: Int, Int => Int -> Int;
+    Shr::shr = Shr: Int, i64 => Int -> Int;
+}
+
+macro_rules! prefixes {
+    ($($operator:ident::$method:ident = $op:ident: $value:ident;)*) => {$(
+        impl ops::$operator for $value {
+            type Output = $value;
+            fn $method(self) -> $value {
+                $value::of(unary(Unary::$op, self.id()))
+            }
+        }
+    )*};
+}
+
+prefixes! {
+    Neg::neg = Neg: Float;
+    Neg::neg = Neg: Int;
+    Not::not = Not: Bool;
+    Not::not = BitNot: Int;
+}
+
+macro_rules! methods {
+    ($($value:ident { $($(#[$doc:meta])* $method:ident = $op:ident;)* })*) => {$(
+        impl $value {$(
+            $(#[$doc])*
+            #[must_use]
+            pub fn $method(self) -> $value {
+                $value::of(unary(Unary::$op, self.id()))
+            }
+        )*}
+    )*};
+}
+
+methods! {
+    Float {
+        /// The absolute value.
+        abs = Abs;
+        /// -1, 0 or 1.
+        sign = Sign;
+        /// Largest whole number that is not above it.
+        floor = Floor;
+        /// Smallest whole number that is not below it.
+        ceil = Ceil;
+        /// Nearest whole number, ties to even.
+        round = Round;
+        /// e to its power.
+        exp = Exp;
+        /// 2 to its power.
+        exp2 = Exp2;
+        /// Natural logarithm.
+        log = Log;
+        /// Logarithm to base 2.
+        log2 = Log2;
+        /// Sine.
+        sin = Sin;
+        /// Cosine.
+        cos = Cos;
+        /// Hyperbolic tangent.
+        tanh = Tanh;
+        /// Error function.
+        erf = Erf;
+        /// `1 / (1 + e^-x)`.
+        sigmoid = Sigmoid;
+        /// 0 below 0.
+        relu = Relu;
+        /// Square root.
+        sqrt = Sqrt;
+        /// `1 / sqrt(x)`.
+        rsqrt = Rsqrt;
+    }
+    Int {
+        /// The absolute value.
+        abs = Abs;
+        /// -1, 0 or 1.
+        sign = Sign;
+    }
+}
+
+macro_rules! pairs {
+    ($($value:ident { $($(#[$doc:meta])* $method:ident = $op:ident -> $result:ident;)* })*) => {$(
+        impl $value {$(
+            $(#[$doc])*
+            #[must_use]
+            pub fn $method(self, other: impl Into<$value>) -> $result {
+                $result::of(binary(Binary::$op, self.id(), other.into().id()))
+            }
+        )*}
+    )*};
+}
+
+pairs! {
+    Float {
+        /// The smaller; NaN where one is NaN.
+        min = Min -> Float;
+        /// The larger; NaN where one is NaN.
+        max = Max -> Float;
+        /// To the power of `other`.
+        pow = Pow -> Float;
+        /// `<`.
+        lt = Lt -> Bool;
+        /// `<=`.
+        le = Le -> Bool;
+        /// `>`.
+        gt = Gt -> Bool;
+        /// `>=`.
+        ge = Ge -> Bool;
+        /// `==`.
+        equals = Eq -> Bool;
+        /// `!=`.
+        differs = Ne -> Bool;
+    }
+    Int {
+        /// The smaller.
+        min = Min -> Int;
+        /// The larger.
+        max = Max -> Int;
+        /// Divided and rounded down; 0 where `other` is 0.
+        floor_div = FloorDiv -> Int;
+        /// `<`.
+        lt = Lt -> Bool;
+        /// `<=`.
+        le = Le -> Bool;
+        /// `>`.
+        gt = Gt -> Bool;
+        /// `>=`.
+        ge = Ge -> Bool;
+        /// `==`.
+        equals = Eq -> Bool;
+        /// `!=`.
+        differs = Ne -> Bool;
+    }
+}
+
+impl Float {
+    /// Between two bounds, `high` where `low` is above it.
+    #[must_use]
+    pub fn clamp(self, low: impl Into<Float>, high: impl Into<Float>) -> Float {
+        let (low, high) = (low.into(), high.into());
+        Float::of(checked(|graph| graph.clamp(self.id(), low.id(), high.id())))
+    }
+
+    /// Without its fraction, saturating; NaN is 0.
+    #[must_use]
+    pub fn to_int(self) -> Int {
+        Int::of(build(|graph| graph.cast(Type::Int, self.id())))
+    }
+}
+
+impl Int {
+    /// As a float.
+    #[must_use]
+    pub fn to_float(self) -> Float {
+        self.into()
+    }
+}
+
+impl Bool {
+    /// 1 where it is true, else 0.
+    #[must_use]
+    pub fn to_int(self) -> Int {
+        Int::of(build(|graph| graph.cast(Type::Int, self.id())))
+    }
+}

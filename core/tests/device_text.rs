@@ -1,0 +1,187 @@
+//! Functions as C++, built with the host's compiler, compute what the evaluation does.
+
+#![allow(clippy::unwrap_used)]
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::Command;
+
+use fmha_core::expr::draw::{self, CAPTURED, Draw, Kind};
+use fmha_core::expr::{Captured, DEVICE_PRELUDE, Function, HostTensor, Number, Pair, Rounding, Stored};
+
+const EXTENT: u32 = 5;
+
+/// Element `at` of every captured tensor, of which each type keeps what it can.
+fn element(at: i64) -> f32 {
+    (at * 7 % 11) as f32 / 4.0 - 1.25
+}
+
+/// The pair as a kernel would write it.
+const PAIR: &str = r"
+struct Pair {
+  int b, h, q, k, seqlen_q, seqlen_k;
+  const int* stored;
+  float number(int) const { return 0.625f; }
+  long long whole_number(int) const { return -2; }
+  int extent(int, int) const { return 5; }
+  static long long place(const long long* at, int rank) {
+    long long place = 0;
+    for (int axis = 0; axis < rank; ++axis) place = place * 5 + at[axis];
+    return place;
+  }
+  static float element(long long at) { return float(at * 7 % 11) / 4.f - 1.25f; }
+  float load_float(int i, const long long* at) const { return element(place(at, stored[i] & 15)); }
+  long long load_int(int i, const long long* at) const {
+    const float x = element(place(at, stored[i] & 15));
+    return stored[i] & 16 ? x > 0.f : (long long)(x * 4.f);
+  }
+};
+";
+
+/// The same on this side.
+fn memory(stored: Stored, rank: usize) -> Vec<u8> {
+    let mut bytes = vec![];
+    for at in 0..i64::from(EXTENT.pow(rank as u32)) {
+        let x = element(at);
+        match stored {
+            Stored::F32 => bytes.extend(x.to_ne_bytes()),
+            Stored::F16 => bytes.extend(half::f16::from_f32(x).to_ne_bytes()),
+            Stored::Bf16 => bytes.extend(half::bf16::from_f32(x).to_ne_bytes()),
+            Stored::I32 => bytes.extend(((x * 4.0) as i32).to_ne_bytes()),
+            Stored::I64 => bytes.extend(((x * 4.0) as i64).to_ne_bytes()),
+            Stored::Bool => bytes.push(u8::from(x > 0.0)),
+        }
+    }
+    bytes
+}
+
+#[test]
+fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
+    let memories: Vec<Vec<u8>> = CAPTURED.iter().map(|&(_, stored, rank)| memory(stored, rank)).collect();
+    let (shape, strides) = ([EXTENT; 2], [[1, 0], [i64::from(EXTENT), 1]]);
+    let mut program = format!(
+        "#include <cmath>\n#include <cstdio>\n#define FMHA_EXPR static inline __attribute__((unused))\n{DEVICE_PRELUDE}{PAIR}"
+    );
+    let (mut calls, mut wanted) = (String::new(), vec![]);
+    for seed in 0..60u64 {
+        let kind = if seed % 2 == 0 { Kind::Any } else { Kind::Tame };
+        let function: Function =
+            if seed % 5 == 4 { draw::mask(seed, kind) } else { draw::score(seed, kind) }.unwrap();
+        let slopes = function.slopes();
+        let text = function.device_text();
+        assert_eq!(text, function.to_string().parse::<Function>().unwrap().device_text());
+        writeln!(
+            program,
+            "namespace f{seed} {{ namespace expr = fmha::expr;\n{text}{}}}",
+            slopes.device_text()
+        )
+        .unwrap();
+        let of = |capture: &fmha_core::expr::Capture| match CAPTURED
+            .iter()
+            .position(|(name, ..)| *name == capture.name)
+        {
+            Some(at) => {
+                let (_, stored, rank) = CAPTURED[at];
+                let strides = &strides[usize::from(rank == 2)][..rank];
+                Captured::Tensor(HostTensor { bytes: &memories[at], stored, shape: &shape[..rank], strides })
+            }
+            None if capture.name == "rate" => Captured::Number(Number::Float(0.625)),
+            None => Captured::Number(Number::Int(-2)),
+        };
+        let captured: Vec<Captured<'_>> = function.captures().iter().map(of).collect();
+        let kinds = function.captures().iter().map(|capture| {
+            let known = CAPTURED.iter().find(|(name, ..)| *name == capture.name);
+            known.map_or(0, |&(_, stored, rank)| rank | if stored == Stored::Bool { 16 } else { 0 })
+        });
+        let kinds: Vec<String> = kinds.chain([0]).map(|kind| kind.to_string()).collect();
+        writeln!(calls, "  {{ const int stored[] = {{{}}};", kinds.join(", ")).unwrap();
+        let mut draw = Draw::new(seed);
+        for _ in 0..12 {
+            let [b, h, q, k] = [3, 4, 40, 50].map(|below| draw.below(below) as u32);
+            let (seqlen_q, seqlen_k) = (40, 50);
+            let score = draw.unit() as f32 * 3.0;
+            let pair = Pair { score: score.into(), b, h, q, k, seqlen_q, seqlen_k };
+            let value = |rounding| {
+                let value = function.eval(&pair, &captured, rounding);
+                let slope = slope(&slopes, &pair, &captured, rounding);
+                (value.float(), slope)
+            };
+            wanted.push((function.to_string(), pair, value(Rounding::F32), value(Rounding::Exact)));
+            let call = if function.is_mask() { "visible(pair)" } else { "score(pair, s)" };
+            writeln!(
+                calls,
+                "    {{ const Pair pair = {{{b}, {h}, {q}, {k}, 40, 50, stored}}; const float s = {score:?}f;\n      \
+                 printf(\"%.9g %.9g\\n\", double(f{seed}::{call}), double(f{seed}::slope(pair, s))); (void)s; }}"
+            )
+            .unwrap();
+        }
+        calls.push_str("  }\n");
+        if !slopes.captures.is_empty() {
+            // Compiled, too; the sums that they make are the battery's.
+            writeln!(
+                calls,
+                "  {{ const int stored[] = {{{}}}; const Pair pair = {{0, 0, 0, 0, 1, 1, stored}}; \
+                 f{seed}::slopes(pair, 0.f, [](int, const long long*, float) {{}}); }}",
+                kinds.join(", ")
+            )
+            .unwrap();
+        }
+    }
+    writeln!(program, "int main() {{\n{calls}}}").unwrap();
+    let Some(found) = run_cpp(&program) else { return };
+    assert_eq!(found.lines().count(), wanted.len());
+    let mut compared = 0;
+    for (line, (text, pair, rounded, exact)) in found.lines().zip(wanted) {
+        let numbers: Vec<f64> = line.split(' ').map(|word| word.parse().unwrap()).collect();
+        for (found, rounded, exact) in [(numbers[0], rounded.0, exact.0), (numbers[1], rounded.1, exact.1)] {
+            // Where f32 and f64 part, at a jump or by size, two ways to f32 may too.
+            if (rounded - exact).abs() <= 1e-4 * exact.abs() && exact.is_finite() {
+                let near = (found - rounded).abs() <= 1e-3 * rounded.abs();
+                assert!(near, "{text} at {pair:?}: {found}, not {rounded}");
+                compared += 1;
+            }
+        }
+    }
+    assert!(compared > 700, "{compared} numbers compared");
+}
+
+/// `d score / d s`, by the slopes' own graph.
+fn slope(
+    slopes: &fmha_core::expr::Slopes,
+    pair: &Pair,
+    captured: &[Captured<'_>],
+    rounding: Rounding,
+) -> f64 {
+    slopes.eval(pair, captured, rounding)[slopes.score.index()].float()
+}
+
+/// What the program prints; `None`, with a note, where there is no C++ compiler.
+fn run_cpp(program: &str) -> Option<String> {
+    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("device_text");
+    std::fs::create_dir_all(&dir).unwrap();
+    let unit = dir.join("main.cc");
+    std::fs::write(&unit, program).unwrap();
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+    let built = Command::new(&compiler)
+        .args([
+            "-std=c++17",
+            "-O1",
+            "-ffp-contract=off",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-Wno-tautological-compare",
+            "-o",
+        ])
+        .arg(dir.join("main"))
+        .arg(&unit)
+        .output();
+    let Ok(built) = built else {
+        eprintln!("absent: no C++ compiler `{compiler}`, so the text of functions was not compiled");
+        return None;
+    };
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    let ran = Command::new(dir.join("main")).output().unwrap();
+    assert!(ran.status.success());
+    Some(String::from_utf8(ran.stdout).unwrap())
+}
