@@ -318,7 +318,9 @@ fn every_query_of_a_head_is_in_one_task_and_the_longest_task_comes_first() {
     let blocks = Blocks { block_m: 16, ..FORWARD_BLOCKS };
     let tasks = |mask: &str, heads: u32, lengths: &[(u32, u32)]| {
         let problem = problem(DType::F32, (100, 100), heads, (8, 8), mask);
-        of_call(&problem, lengths, blocks, |call| call.shared(KvRows::UNPAGED, None, blocks, None).tasks().unwrap())
+        of_call(&problem, lengths, blocks, |call| {
+            call.shared(KvRows::UNPAGED, None, blocks, None).tasks().unwrap()
+        })
     };
     let sizes = |mask: &str, lengths: (u32, u32)| -> Vec<(u32, u32, u32)> {
         tasks(mask, 1, &[lengths]).iter().map(|task| (task.i, task.queries, task.keys)).collect()
