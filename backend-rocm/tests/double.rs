@@ -191,6 +191,63 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     assert_ne!(results[0], results[1], "the graph did not see the new lengths");
 }
 
+/// One plan and one graph for all lengths up to the bound: how keys are shared out is decided where the kernel runs. `simt` has no shares.
+#[test]
+fn a_graph_of_decoding_replays_with_any_lengths() {
+    const BOUND: usize = 700;
+    for (arch, kernel) in [("gfx942", "cdna_decode"), ("gfx1201", "rdna_decode")] {
+        let Some(backend) = device(arch) else { return };
+        let dims = Dims { batch: 4, seqlen_q: 2, seqlen_k: BOUND as u32, num_heads_q: 5, ..DIMS };
+        let mut problem = FwdProblem::batch(DType::F16, dims);
+        (problem.mask, problem.layout.seqused_k) = ("b".parse().unwrap(), true);
+        let problem = problem.validate().unwrap();
+        let plans = [kernel, "simt"]
+            .map(|kernel| backend.plan_fwd(&problem, &PlanOptions::default().kernel(kernel)).unwrap());
+        let inputs = [(4 * 2 * 5 * 64, 1), (4 * BOUND * 64, 2), (4 * BOUND * 64, 3)];
+        let [q, k, v] = inputs.map(|(elems, seed)| upload(&backend, &numbers(DType::F16, elems, seed)));
+        let mut used = upload(&backend, &[0; 16]);
+        let mut os = [(); 2].map(|()| upload(&backend, &vec![0xff; q.bytes() as usize]));
+        let mut workspaces =
+            plans.each_ref().map(|plan| backend.memory().workspace(plan.workspace()).unwrap());
+        let stream = backend.stream().unwrap();
+        let mut run = |at: usize, used: &DevBuffer, os: &mut [DevBuffer; 2]| {
+            let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), os[at].slice_mut());
+            args.seq.seqused_k = Some(used.slice());
+            args.workspace = workspaces[at].as_mut().map(DevBuffer::slice_mut);
+            plans[at].run(&mut args, &stream)
+        };
+        let graph = stream.capture(|| run(0, &used, &mut os)).unwrap();
+        let mut state = 59u32;
+        let mut drawn = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            // One in four has no keys; the others' logarithms are about even.
+            let longest = BOUND >> (state >> 28 & 7);
+            if state >> 30 == 0 { 0 } else { 1 + (state >> 8) as usize % longest }
+        };
+        for replay in 0..12 {
+            // All and none of the keys among them.
+            let lengths: [usize; 4] = match replay {
+                0 => [BOUND; 4],
+                1 => [0; 4],
+                _ => [(); 4].map(|()| drawn()),
+            };
+            let bytes: Vec<u8> = lengths.iter().flat_map(|&length| (length as i32).to_le_bytes()).collect();
+            backend.memory().upload(&bytes, &mut used).unwrap();
+            for o in &mut os {
+                backend.memory().upload(&vec![0xffu8; o.bytes() as usize], o).unwrap();
+            }
+            run(1, &used, &mut os).unwrap();
+            // SAFETY: the buffers of the captured call live until the end of this test.
+            unsafe { graph.replay(&stream) }.unwrap();
+            stream.synchronize().unwrap();
+            let expected: Vec<f64> =
+                download(&backend, &os[1]).chunks_exact(2).map(|elem| DType::F16.read(elem)).collect();
+            println!("{arch}: {lengths:?}");
+            agrees(DType::F16, &download(&backend, &os[0]), &expected, 2e-3);
+        }
+    }
+}
+
 #[test]
 fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
     let rows = Shape { batch: 2, seq: 5, head: 3, dim: 40 };

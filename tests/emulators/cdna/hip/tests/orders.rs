@@ -1,4 +1,5 @@
-//! The backward on MFMA and on WMMA, and the merges of decode's parts, have equal bits in whatever order their workgroups run.
+//! The backward on MFMA and on WMMA, and the merges of decode's parts and shares, have equal bits in whatever order their
+//! workgroups run.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -14,7 +15,7 @@ use fmha_emu_cdna::{Checks, Recording};
 const SEEDS: u64 = 10;
 
 /// Several workgroups in each launch, of unlike work: lengths that end within tiles, a causal mask, groups of heads.
-fn cases() -> [(&'static str, &'static str, Case); 4] {
+fn cases() -> [(&'static str, &'static str, Case); 6] {
     let dims = Dims {
         batch: 2,
         seqlen_q: 150,
@@ -29,12 +30,18 @@ fn cases() -> [(&'static str, &'static str, Case); 4] {
     let backward = BwdProblem::new(masked(dims).sink(true));
     let backward = Case::backward("orders", backward, Lengths::default(), data());
     let decode = masked(Dims { seqlen_q: 3, ..dims });
+    let mut unlike = decode.clone();
+    (unlike.layout.seqused_k, unlike.dims.batch) = (true, 3);
+    let seqused_k = Lengths { seqused_k: vec![0, 300, 130], ..Lengths::default() };
+    let unlike = Case::forward("orders", unlike, seqused_k, data());
     let decode = Case::forward("orders", decode, Lengths::default(), data());
     [
         ("gfx942", "cdna_bwd", backward.clone()),
         ("gfx1201", "rdna_bwd", backward),
         ("gfx942", "cdna_decode", decode.clone()),
         ("gfx1201", "rdna_decode", decode),
+        ("gfx942", "cdna_decode", unlike.clone()),
+        ("gfx1201", "rdna_decode", unlike),
     ]
 }
 
