@@ -52,7 +52,6 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     }
 
     fn fit(
-        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
