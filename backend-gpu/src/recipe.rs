@@ -33,13 +33,13 @@ pub trait Vendor: Sized + Send + Sync + 'static {
         Ranges::default()
     }
 
-    /// Its recipes of the forward, best first.
+    /// Recipes of the forward, best first.
     fn forward() -> Vec<Recipe<ValidFwd, Self>>;
 
-    /// Its recipes of the backward, best first.
+    /// Recipes of the backward, best first.
     fn backward() -> Vec<Recipe<ValidBwd, Self>>;
 
-    /// Its recipes of the merging of partial results, best first.
+    /// Recipes of the merging of partial results, best first.
     fn combine() -> Vec<Recipe<ValidCombine, Self>>;
 }
 
@@ -175,7 +175,7 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     where
         Self: Sized;
 
-    /// That the device has what its instructions need.
+    /// Checks that the device has what its instructions need.
     ///
     /// # Errors
     /// The architecture, and what it lacks.
@@ -393,7 +393,7 @@ pub struct Choice<K> {
 }
 
 impl<K> Choice<K> {
-    /// The same choice, whichever kernel it is of.
+    /// The choice, whichever kernel it is of.
     #[must_use]
     pub fn planned<P: GpuProblem, V: Vendor>(self) -> Choice<Planned<P, V>>
     where
@@ -416,7 +416,7 @@ pub enum AnyAddress<P: GpuProblem, V: Vendor> {
     Itself,
     /// The slow kernel of its family.
     Fallback,
-    /// The same kernel with loads and stores by elements.
+    /// A kernel of the same name with loads and stores by elements.
     ByElement(Box<Choice<Planned<P, V>>>),
 }
 
@@ -436,7 +436,7 @@ impl<P: GpuProblem, V: Vendor> AnyAddress<P, V> {
     }
 }
 
-/// Of kernels in which a row is one group's work, its sums in one order, whatever the other rows are.
+/// The promises of kernels in which a row is one group's work, its sums in one order, whatever the other rows are.
 #[must_use]
 pub const fn deterministic_rows() -> Promises {
     Promises {

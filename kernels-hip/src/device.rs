@@ -109,7 +109,7 @@ impl Facts for DeviceFacts {
         row_launch(self.device, at, kernel, spec, rows)
     }
 
-    /// As of a kernel whose workgroups have one piece of work each.
+    /// Lays out a kernel whose workgroups have one piece of work each.
     fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
         launch.tiles_at_once = self.device.workgroups_at_once(usage, launch.grid.threads);
     }

@@ -37,7 +37,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     })
 }
 
-/// As [`Facts::row_launch`](fmha_gpu::Facts::row_launch).
+/// A launch of a kernel that every vendor has, as [`Facts::row_launch`](fmha_gpu::Facts::row_launch) says it.
 pub(crate) fn row_launch(
     device: Device,
     (stage, name): (Stage, &'static str),

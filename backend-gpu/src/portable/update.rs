@@ -30,7 +30,7 @@ pub fn launch_before(
 /// A kernel's `own` workspace with that of the launch behind it.
 ///
 /// # Errors
-/// That both together are too large.
+/// The bound that both together are beyond.
 pub fn workspace(problem: &ValidFwd, own: Workspace) -> Result<Workspace, String> {
     if !is_wanted(problem) {
         return Ok(own);

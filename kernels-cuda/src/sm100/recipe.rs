@@ -165,7 +165,7 @@ pub(crate) fn fit_like(
     fitted(own, fields, problem, facts).map_err(refuse)
 }
 
-/// That the device has what the kernel is made of.
+/// Checks that the device has what the kernel is made of.
 ///
 /// # Errors
 /// The architecture, and what it lacks.

@@ -391,7 +391,7 @@ pub(crate) fn fit_like(
     Ok((tile, shapes, orders))
 }
 
-/// That the device has what Hopper's kernels are made of.
+/// Checks that the device has what Hopper's kernels are made of.
 ///
 /// # Errors
 /// The architecture, and what it lacks.
