@@ -63,9 +63,9 @@ pub struct Launch {
     pub grid: Grid,
     /// Dynamic shared memory of a group.
     pub shared_bytes: u32,
-    /// As in [`LaunchShape`](fmha_core::LaunchShape).
+    /// Pieces of work, as in [`LaunchShape`](fmha_core::LaunchShape).
     pub tiles: u64,
-    /// As there.
+    /// Pieces of work that the device holds at a time, as in [`LaunchShape`](fmha_core::LaunchShape).
     pub tiles_at_once: u64,
 }
 
@@ -92,7 +92,7 @@ impl Launches {
         Self { all, main: index }
     }
 
-    /// The same behind one that prepares the operands.
+    /// The launches behind one more, which prepares the operands.
     #[must_use]
     pub fn behind(mut self, first: Launch) -> Self {
         self.all.insert(0, first);

@@ -1,6 +1,7 @@
 //! A recipe: how one kernel computes an operation on a vendor's devices.
 
 use fmha_core::fields::{Fields, knobs};
+use fmha_core::source::Literal;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
 use fmha_core::{
@@ -9,8 +10,8 @@ use fmha_core::{
 };
 
 use crate::driver::{Driver, Toolchain};
-use crate::launches::{Launch, Launches};
-use crate::portable::RowLaunches;
+use crate::launches::{Launch, Launches, Stage};
+use crate::portable::RowKernel;
 use crate::ranges::Ranges;
 use crate::steps::Steps;
 use crate::tile::settle;
@@ -32,13 +33,13 @@ pub trait Vendor: Sized + Send + Sync + 'static {
         Ranges::default()
     }
 
-    /// Its recipes of the forward, best first.
+    /// Recipes of the forward, best first.
     fn forward() -> Vec<Recipe<ValidFwd, Self>>;
 
-    /// Its recipes of the backward, best first.
+    /// Recipes of the backward, best first.
     fn backward() -> Vec<Recipe<ValidBwd, Self>>;
 
-    /// Its recipes of the merging of partial results, best first.
+    /// Recipes of the merging of partial results, best first.
     fn combine() -> Vec<Recipe<ValidCombine, Self>>;
 }
 
@@ -67,7 +68,7 @@ impl GpuProblem for ValidCombine {
 }
 
 /// What a choice depends on besides the problem.
-pub trait Facts: RowLaunches + Send + Sync + 'static {
+pub trait Facts: Send + Sync + 'static {
     /// The architecture, as the compiler spells it.
     fn arch(&self) -> &str;
 
@@ -76,6 +77,21 @@ pub trait Facts: RowLaunches + Send + Sync + 'static {
 
     /// Tiles that were measured on it.
     fn tuned(&self) -> &TunedTiles;
+
+    /// What takes a row of a kernel that every vendor has, in words, and its threads: `a warp`, 32.
+    fn row_group(&self) -> (&'static str, u32);
+
+    /// A launch of such a kernel, under a name, over so many rows of so many elements.
+    ///
+    /// # Errors
+    /// The fields that make more groups than a grid has, and the number.
+    fn row_launch(
+        &self,
+        at: (Stage, &'static str),
+        kernel: RowKernel,
+        spec: &dyn Literal,
+        rows: [u64; 2],
+    ) -> Result<Launch, String>;
 
     /// Sets what of a launch depends on what its kernel takes of the device, once that is compiled; nothing is known of
     /// it where there is no compiler.
@@ -159,7 +175,7 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     where
         Self: Sized;
 
-    /// That the device has what its instructions need.
+    /// Checks that the device has what its instructions need.
     ///
     /// # Errors
     /// The architecture, and what it lacks.
@@ -190,12 +206,11 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         None
     }
 
-    /// Takes the problem with its own tile, the one that `like` has, of which some fields are set; or says why not.
+    /// Takes the problem with its own tile, of which some fields are set; or says why not.
     ///
     /// # Errors
     /// The field that it does not take, and its number.
     fn fit(
-        like: &P,
         problem: &P,
         facts: &V::Facts,
         options: &PlanOptions,
@@ -225,26 +240,27 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     where
         Self: Sized,
     {
-        Self::choose_like(problem, problem, facts, options)
+        let fit = |fields: &TileOptions| Self::fit(problem, facts, options, fields);
+        Self::choose_with(problem, problem, facts, options, fit)
     }
 
-    /// The choice for a problem, with the tile that `like` has: the same problem over a cache that lies otherwise. The user's
-    /// fields come before what was measured, which holds where it fits: problems of one class differ in numbers.
+    /// The choice with what `fit` makes of a tile's fields. The user's fields come before what was measured of problems like
+    /// `like`, which holds where it fits: problems of one class differ in numbers.
     ///
     /// # Errors
     /// As of [`choose`](Self::choose).
-    fn choose_like(
+    fn choose_with(
         like: &P,
         problem: &P,
         facts: &V::Facts,
         options: &PlanOptions,
+        fit: impl Fn(&TileOptions) -> Result<Self::Tile, Refusal>,
     ) -> Result<Choice<Self>, Refusal>
     where
         Self: Sized,
     {
         let About { name, tiles, .. } = Self::about();
         Self::runs_on(facts).map_err(|why| Refusal::new(name, why))?;
-        let fit = |fields: &TileOptions| Self::fit(like, problem, facts, options, fields);
         let Some(tiles) = tiles else {
             return Self::plan(fit(&options.tile)?, problem, facts, options);
         };
@@ -377,7 +393,7 @@ pub struct Choice<K> {
 }
 
 impl<K> Choice<K> {
-    /// The same choice, whichever kernel it is of.
+    /// The choice, whichever kernel it is of.
     #[must_use]
     pub fn planned<P: GpuProblem, V: Vendor>(self) -> Choice<Planned<P, V>>
     where
@@ -400,7 +416,7 @@ pub enum AnyAddress<P: GpuProblem, V: Vendor> {
     Itself,
     /// The slow kernel of its family.
     Fallback,
-    /// The same kernel with loads and stores by elements.
+    /// A kernel of the same name with loads and stores by elements.
     ByElement(Box<Choice<Planned<P, V>>>),
 }
 
@@ -420,7 +436,7 @@ impl<P: GpuProblem, V: Vendor> AnyAddress<P, V> {
     }
 }
 
-/// Of kernels in which a row is one group's work, its sums in one order, whatever the other rows are.
+/// The promises of kernels in which a row is one group's work, its sums in one order, whatever the other rows are.
 #[must_use]
 pub const fn deterministic_rows() -> Promises {
     Promises {

@@ -3,12 +3,13 @@
 use std::fmt::Debug;
 
 use fmha_core::error::{Error, Result};
-use fmha_core::source::KernelSource;
+use fmha_core::source::{KernelSource, Literal};
 use fmha_core::tune::TunedTiles;
 use fmha_core::{DType, Roofline, ScoreSums, ValidBwd, ValidFwd};
-use fmha_gpu::{Driver, Facts, Grid, Launch, Stage, Vendor, tuned_kernels};
+use fmha_gpu::{Driver, Facts, Grid, Launch, RowKernel, Stage, Vendor, tuned_kernels};
 
 use crate::maps::LastMaps;
+use crate::rows;
 use crate::tma::EncodeTensorMap;
 
 /// A backend that the recipes here serve: its driver encodes tensor maps, and keeps a step's from call to call.
@@ -287,6 +288,20 @@ impl DeviceFacts {
 }
 
 impl Facts for DeviceFacts {
+    fn row_group(&self) -> (&'static str, u32) {
+        ("a warp", 32)
+    }
+
+    fn row_launch(
+        &self,
+        at: (Stage, &'static str),
+        kernel: RowKernel,
+        spec: &dyn Literal,
+        [rows, _]: [u64; 2],
+    ) -> Result<Launch, String> {
+        Ok(rows::launch(at, rows::source(kernel, spec), rows, self))
+    }
+
     fn arch(&self) -> &str {
         &self.arch
     }

@@ -13,7 +13,7 @@ use crate::sm90_widened::recipe::Widened;
 use crate::sm100::recipe::Sm100;
 use crate::sm100_bwd::recipe::Sm100Bwd;
 
-/// Of the forward.
+/// Recipes of the forward.
 #[must_use]
 pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
     vec![
@@ -27,13 +27,13 @@ pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
     ]
 }
 
-/// Of the backward.
+/// Recipes of the backward.
 #[must_use]
 pub fn backward<V: Nvidia>() -> Vec<Recipe<ValidBwd, V>> {
     vec![Recipe::of::<Sm100Bwd>(), Recipe::of::<Sm90Bwd>(), Recipe::of::<Sm80Bwd>(), Recipe::of::<SimtBwd>()]
 }
 
-/// Of the merging of partial results.
+/// Recipes of the merging of partial results.
 #[must_use]
 pub fn combine<V: Nvidia>() -> Vec<Recipe<ValidCombine, V>> {
     vec![Recipe::of::<Combine>()]

@@ -2,7 +2,7 @@
 
 use fmha_core::source::{Entry, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_gpu::{Grid, Launch, RowKernel, RowLaunches, Stage};
+use fmha_gpu::{Grid, Launch, RowKernel, Stage};
 
 use crate::nvidia::{DeviceFacts, row_launch};
 
@@ -37,23 +37,13 @@ fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelS
     crate::source(entry.render(), || [fmha_core::cache_update::header()])
 }
 
-impl RowLaunches for DeviceFacts {
-    fn row_group(&self) -> (&'static str, u32) {
-        ("a warp", 32)
-    }
-
-    fn row_launch(
-        &self,
-        at: (Stage, &'static str),
-        kernel: RowKernel,
-        spec: &dyn Literal,
-        [rows, _]: [u64; 2],
-    ) -> Result<Launch, String> {
-        Ok(launch(at, source(kernel, spec), rows, self))
-    }
-}
-
-fn launch(at: (Stage, &'static str), source: KernelSource, rows: u64, facts: &DeviceFacts) -> Launch {
+/// A launch over so many rows.
+pub(crate) fn launch(
+    at: (Stage, &'static str),
+    source: KernelSource,
+    rows: u64,
+    facts: &DeviceFacts,
+) -> Launch {
     let grid = Grid::new(crate::row_grid(rows, NUM_THREADS, facts.num_sms), NUM_THREADS);
     row_launch(at, source, grid, facts)
 }

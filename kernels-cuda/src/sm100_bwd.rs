@@ -1,7 +1,7 @@
 //! The Blackwell backward kernel: its tile, its entry.
 //!
 //! A CTA sums dK and dV of 128 keys in tensor memory and adds to dQ in memory (`fmha/sm100/bwd/main.cuh`). What comes before and
-//! after it are the launches of [`sm80_bwd`] and [`simt`](crate::simt), which know no architecture.
+//! after it are the launches of [`sm80_bwd`] and [`simt`](crate::rows), which know no architecture.
 
 pub mod recipe;
 

@@ -293,7 +293,7 @@ pub fn splits(problem: &FwdProblem) -> Result<(), String> {
     Ok(())
 }
 
-/// That a problem's keys can be cut so.
+/// Checks that a problem's keys can be cut so.
 ///
 /// # Errors
 /// The tile's field, and what of the problem forbids it.

@@ -1,11 +1,12 @@
 //! What a recipe knows of a device, and how many workgroups it holds.
 
-use fmha_core::source::KernelSource;
+use fmha_core::source::{KernelSource, Literal};
 use fmha_core::tune::TunedTiles;
 use fmha_core::{DType, Refusal, ResourceUsage, Result, Roofline};
-use fmha_gpu::{Facts, Launch, Stage, Vendor, tuned_kernels};
+use fmha_gpu::{Facts, Launch, RowKernel, Stage, Vendor, tuned_kernels};
 
 use crate::arch::Arch;
+use crate::rows::row_launch;
 
 macro_rules! refuse {
     ($kernel:expr, $($reason:tt)+) => {
@@ -94,7 +95,21 @@ impl Facts for DeviceFacts {
         &self.tuned
     }
 
-    /// As of a kernel whose workgroups have one piece of work each.
+    fn row_group(&self) -> (&'static str, u32) {
+        ("a wave", self.device.arch.wave_threads())
+    }
+
+    fn row_launch(
+        &self,
+        at: (Stage, &'static str),
+        kernel: RowKernel,
+        spec: &dyn Literal,
+        rows: [u64; 2],
+    ) -> Result<Launch, String> {
+        row_launch(self.device, at, kernel, spec, rows)
+    }
+
+    /// Lays out a kernel whose workgroups have one piece of work each.
     fn lay_out(&self, launch: &mut Launch, usage: Option<&ResourceUsage>) {
         launch.tiles_at_once = self.device.workgroups_at_once(usage, launch.grid.threads);
     }

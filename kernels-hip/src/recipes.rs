@@ -15,7 +15,7 @@ use crate::rdna_bwd::Wmma;
 use crate::rdna_decode::RdnaDecode;
 use crate::widened::recipe::Widened;
 
-/// Of the forward.
+/// Recipes of the forward.
 #[must_use]
 pub fn forward<V: Amd>() -> Vec<Recipe<ValidFwd, V>> {
     vec![
@@ -29,13 +29,13 @@ pub fn forward<V: Amd>() -> Vec<Recipe<ValidFwd, V>> {
     ]
 }
 
-/// Of the backward.
+/// Recipes of the backward.
 #[must_use]
 pub fn backward<V: Amd>() -> Vec<Recipe<ValidBwd, V>> {
     vec![Recipe::of::<Products<Mfma>>(), Recipe::of::<Products<Wmma>>(), Recipe::of::<SimtBwd>()]
 }
 
-/// Of the merging of partial results.
+/// Recipes of the merging of partial results.
 #[must_use]
 pub fn combine<V: Amd>() -> Vec<Recipe<ValidCombine, V>> {
     vec![Recipe::of::<Combine>()]

@@ -1,9 +1,9 @@
 //! The kernels that every vendor has, as AMD launches them: a wave to a row, of a combine a thread to an element.
 
 use fmha_core::source::{Entry, KernelSource, Literal};
-use fmha_gpu::{Launch, RowKernel, RowLaunches, Stage};
+use fmha_gpu::{Launch, RowKernel, Stage};
 
-use crate::device::{DeviceFacts, launch};
+use crate::device::{Device, launch};
 
 /// The name of the launch that updates a KV cache, in plans.
 pub(crate) const UPDATE: &str = "cdna_update";
@@ -37,42 +37,37 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     })
 }
 
-impl RowLaunches for DeviceFacts {
-    fn row_group(&self) -> (&'static str, u32) {
-        ("a wave", self.device.arch.wave_threads())
+/// A launch of a kernel that every vendor has, as [`Facts::row_launch`](fmha_gpu::Facts::row_launch) says it.
+pub(crate) fn row_launch(
+    device: Device,
+    (stage, name): (Stage, &'static str),
+    kernel: RowKernel,
+    spec: &dyn Literal,
+    [rows, elems]: [u64; 2],
+) -> Result<Launch, String> {
+    let of_group = u64::from(NUM_THREADS / device.arch.wave_threads());
+    let groups = match kernel {
+        RowKernel::Combine => (rows * elems).div_ceil(NUM_THREADS.into()),
+        RowKernel::UpdateCache => rows.div_ceil(UPDATED_ROWS).min(MOST_UPDATING),
+        RowKernel::Simt | RowKernel::SimtStats | RowKernel::SimtBwd => rows.div_ceil(of_group),
+    };
+    let most = u64::from(u32::MAX / NUM_THREADS);
+    if groups > most {
+        return Err(match kernel {
+            RowKernel::Simt | RowKernel::UpdateCache => {
+                format!("seqlen_q, num_heads_q and batch make {groups} workgroups, more than {most}")
+            }
+            RowKernel::SimtStats | RowKernel::SimtBwd => {
+                format!(
+                    "lengths, heads and batch make {rows} rows of gradients, more than {}",
+                    most * of_group
+                )
+            }
+            RowKernel::Combine => format!(
+                "batch, seqlen_q, num_heads_q and head_dim_v make {groups} workgroups, more than {most}"
+            ),
+        });
     }
-
-    fn row_launch(
-        &self,
-        (stage, name): (Stage, &'static str),
-        kernel: RowKernel,
-        spec: &dyn Literal,
-        [rows, elems]: [u64; 2],
-    ) -> Result<Launch, String> {
-        let of_group = u64::from(NUM_THREADS / self.device.arch.wave_threads());
-        let groups = match kernel {
-            RowKernel::Combine => (rows * elems).div_ceil(NUM_THREADS.into()),
-            RowKernel::UpdateCache => rows.div_ceil(UPDATED_ROWS).min(MOST_UPDATING),
-            RowKernel::Simt | RowKernel::SimtStats | RowKernel::SimtBwd => rows.div_ceil(of_group),
-        };
-        let most = u64::from(u32::MAX / NUM_THREADS);
-        if groups > most {
-            return Err(match kernel {
-                RowKernel::Simt | RowKernel::UpdateCache => {
-                    format!("seqlen_q, num_heads_q and batch make {groups} workgroups, more than {most}")
-                }
-                RowKernel::SimtStats | RowKernel::SimtBwd => {
-                    format!(
-                        "lengths, heads and batch make {rows} rows of gradients, more than {}",
-                        most * of_group
-                    )
-                }
-                RowKernel::Combine => format!(
-                    "batch, seqlen_q, num_heads_q and head_dim_v make {groups} workgroups, more than {most}"
-                ),
-            });
-        }
-        let name = if kernel == RowKernel::UpdateCache { UPDATE } else { name };
-        Ok(launch(stage, name, source(kernel, spec), groups, NUM_THREADS))
-    }
+    let name = if kernel == RowKernel::UpdateCache { UPDATE } else { name };
+    Ok(launch(stage, name, source(kernel, spec), groups, NUM_THREADS))
 }

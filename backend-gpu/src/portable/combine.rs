@@ -5,9 +5,9 @@ use fmha_core::spec::CombineSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, PlanOptions, Refusal, Result, ValidCombine, Workspace, bind};
 
-use super::{RowKernel, RowLaunches as _};
+use super::RowKernel;
 use crate::launches::{Launches, Stage};
-use crate::recipe::{About, Choice, Kernel, Vendor, deterministic_rows};
+use crate::recipe::{About, Choice, Facts as _, Kernel, Vendor, deterministic_rows};
 use crate::steps::Steps;
 
 const NAME: &str = "combine";
@@ -24,7 +24,6 @@ impl<V: Vendor> Kernel<ValidCombine, V> for Combine {
     }
 
     fn fit(
-        _: &ValidCombine,
         problem: &ValidCombine,
         _: &V::Facts,
         options: &PlanOptions,

@@ -7,10 +7,6 @@ pub mod update;
 pub use combine::Combine;
 pub use simt::{Simt, SimtBwd};
 
-use fmha_core::source::Literal;
-
-use crate::launches::{Launch, Stage};
-
 /// A kernel that every vendor has. Each is compiled for one constant, `kSpec`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowKernel {
@@ -24,22 +20,4 @@ pub enum RowKernel {
     Combine,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
     UpdateCache,
-}
-
-/// How a vendor launches what every vendor has.
-pub trait RowLaunches {
-    /// What takes a row, in words, and its threads: `a warp`, 32.
-    fn row_group(&self) -> (&'static str, u32);
-
-    /// A launch under a name, over so many rows of so many elements.
-    ///
-    /// # Errors
-    /// The fields that make more groups than a grid has, and the number.
-    fn row_launch(
-        &self,
-        at: (Stage, &'static str),
-        kernel: RowKernel,
-        spec: &dyn Literal,
-        rows: [u64; 2],
-    ) -> Result<Launch, String>;
 }

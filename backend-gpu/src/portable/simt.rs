@@ -5,9 +5,9 @@ use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, ValidFwd, Workspace, bind, cache_update};
 
-use super::{RowKernel, RowLaunches as _, update};
+use super::{RowKernel, update};
 use crate::launches::{Launches, Stage};
-use crate::recipe::{About, Choice, Kernel, Vendor, deterministic_rows};
+use crate::recipe::{About, Choice, Facts as _, Kernel, Vendor, deterministic_rows};
 use crate::steps::Steps;
 
 const NAME: &str = "simt";
@@ -23,13 +23,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         About { is_fallback: true, ..About::new(NAME) }
     }
 
-    fn fit(
-        _: &ValidFwd,
-        problem: &ValidFwd,
-        _: &V::Facts,
-        options: &PlanOptions,
-        _: &TileOptions,
-    ) -> Result<(), Refusal> {
+    fn fit(problem: &ValidFwd, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
         if let Some(cache) = problem.cache.dtype {
             let text = format!("dtype_cache {cache} beside {} is not taken", problem.dtypes.qk);
             return Err(Refusal::new(NAME, text));
@@ -80,13 +74,7 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         About { is_fallback: true, ..About::new(NAME) }
     }
 
-    fn fit(
-        _: &ValidBwd,
-        _: &ValidBwd,
-        _: &V::Facts,
-        options: &PlanOptions,
-        _: &TileOptions,
-    ) -> Result<(), Refusal> {
+    fn fit(_: &ValidBwd, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
         options.refuse_tile(NAME)
     }
 

@@ -5,9 +5,10 @@ use fmha_core::abi::FwdParams;
 use fmha_core::cache_update::{CacheSpec, bind, is_wanted, num_rows, workspace_bytes};
 use fmha_core::{Call, Result, ValidFwd, Workspace};
 
-use super::{RowKernel, RowLaunches};
+use super::RowKernel;
 use crate::driver::Driver;
 use crate::launches::{Launch, Stage};
+use crate::recipe::Facts;
 use crate::steps::Steps;
 
 /// The launch that updates the cache, under a name, where the problem wants one.
@@ -17,7 +18,7 @@ use crate::steps::Steps;
 pub fn launch_before(
     name: &'static str,
     problem: &ValidFwd,
-    facts: &impl RowLaunches,
+    facts: &impl Facts,
 ) -> Result<Option<Launch>, String> {
     let launch = || {
         let (spec, rows) = (CacheSpec::of(problem), [num_rows(problem), 0]);
@@ -29,7 +30,7 @@ pub fn launch_before(
 /// A kernel's `own` workspace with that of the launch behind it.
 ///
 /// # Errors
-/// That both together are too large.
+/// The bound that both together are beyond.
 pub fn workspace(problem: &ValidFwd, own: Workspace) -> Result<Workspace, String> {
     if !is_wanted(problem) {
         return Ok(own);

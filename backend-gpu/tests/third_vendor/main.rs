@@ -20,8 +20,8 @@ use fmha_core::{
     ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 use fmha_gpu::{
-    About, Backend, Choice, Driver, Facts, Grid, Kernel, Launch, Launches, Ranges, Recipe, RowKernel,
-    RowLaunches, Stage, Steps, Tiles, Toolchain, Vendor, deterministic_rows,
+    About, Backend, Choice, Driver, Facts, Grid, Kernel, Launch, Launches, Ranges, Recipe, RowKernel, Stage,
+    Steps, Tiles, Toolchain, Vendor, deterministic_rows,
 };
 
 /// What one of its kernels reads.
@@ -206,14 +206,12 @@ impl Facts for ToyFacts {
     fn tuned(&self) -> &TunedTiles {
         &self.0
     }
-}
 
-/// Each kernel that every vendor has adds 7 to each element.
-impl RowLaunches for ToyFacts {
     fn row_group(&self) -> (&'static str, u32) {
         ("a toy", 1)
     }
 
+    /// Each kernel that every vendor has adds 7 to each element.
     fn row_launch(
         &self,
         at: (Stage, &'static str),
@@ -295,13 +293,7 @@ impl Kernel<ValidFwd, Third> for Staged {
         Ok(vec![knob_values(&Adds(20.0))])
     }
 
-    fn fit(
-        _: &ValidFwd,
-        problem: &ValidFwd,
-        _: &ToyFacts,
-        _: &PlanOptions,
-        fields: &TileOptions,
-    ) -> Result<Adds, Refusal> {
+    fn fit(problem: &ValidFwd, _: &ToyFacts, _: &PlanOptions, fields: &TileOptions) -> Result<Adds, Refusal> {
         if problem.dtypes.o != DType::F32 {
             return Err(Refusal::new("staged", format!("dtype_o {} is not f32", problem.dtypes.o)));
         }
@@ -364,13 +356,7 @@ impl Kernel<ValidFwd, Third> for Slow {
         About { is_fallback: true, ..About::new("slow") }
     }
 
-    fn fit(
-        _: &ValidFwd,
-        _: &ValidFwd,
-        _: &ToyFacts,
-        _: &PlanOptions,
-        _: &TileOptions,
-    ) -> Result<(), Refusal> {
+    fn fit(_: &ValidFwd, _: &ToyFacts, _: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
         Ok(())
     }
 

@@ -47,29 +47,12 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
     }
 
     fn fit(
-        like: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
         fields: &TileOptions,
     ) -> Result<Sm100Tile, Refusal> {
-        let refuse = |reason: String| Refusal::new(sm100::NAME, reason);
-        sm100::accepts(problem)?;
-        let mut own = sm100::choose_tile(like, &facts.arch);
-        if like.strides != problem.strides {
-            let copies = sm100::choose_tile(problem, &facts.arch);
-            (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
-        }
-        if options.accuracy == Accuracy::Exact {
-            own.lazy_rescale_log2 = 0;
-        }
-        // Merged parts round differently from the whole, which a longer query has; a pair of CTAs, which a short query has
-        // not, takes more keys a block.
-        if options.batch_invariant {
-            own.split_keys = 0;
-            own = own.alone(&FwdSpec::of(problem));
-        }
-        fitted(own, fields, problem, facts).map_err(refuse)
+        fit_like(problem, problem, facts, options, fields)
     }
 
     fn plan(
@@ -152,7 +135,37 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
     }
 }
 
-/// That the device has what the kernel is made of.
+/// The tile for a problem, the one that `like` has: the same problem over a cache that lies otherwise.
+///
+/// # Errors
+/// The field that it does not take, and its number.
+pub(crate) fn fit_like(
+    like: &ValidFwd,
+    problem: &ValidFwd,
+    facts: &DeviceFacts,
+    options: &PlanOptions,
+    fields: &TileOptions,
+) -> Result<Sm100Tile, Refusal> {
+    let refuse = |reason: String| Refusal::new(sm100::NAME, reason);
+    sm100::accepts(problem)?;
+    let mut own = sm100::choose_tile(like, &facts.arch);
+    if like.strides != problem.strides {
+        let copies = sm100::choose_tile(problem, &facts.arch);
+        (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
+    }
+    if options.accuracy == Accuracy::Exact {
+        own.lazy_rescale_log2 = 0;
+    }
+    // Merged parts round differently from the whole, which a longer query has; a pair of CTAs, which a short query has
+    // not, takes more keys a block.
+    if options.batch_invariant {
+        own.split_keys = 0;
+        own = own.alone(&FwdSpec::of(problem));
+    }
+    fitted(own, fields, problem, facts).map_err(refuse)
+}
+
+/// Checks that the device has what the kernel is made of.
 ///
 /// # Errors
 /// The architecture, and what it lacks.

@@ -52,7 +52,6 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     }
 
     fn fit(
-        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
@@ -229,7 +228,7 @@ fn boxes(problem: &ValidFwd, tile: &Sm80Tile) -> Boxes {
     Boxes { q: [k[0], 1, 1, 1, 1], k, v, bias: None, prepared_v: None }
 }
 
-/// That the device has what the kernels are made of.
+/// Checks that the device has what the kernels are made of.
 ///
 /// # Errors
 /// The architecture, and what it lacks.

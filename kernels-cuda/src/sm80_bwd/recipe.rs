@@ -5,7 +5,7 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{Candidates, TileOptions};
 use fmha_core::{Accuracy, Dims, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind, check_addresses};
-use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, RowKernel, RowLaunches as _, Stage, Steps};
+use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, RowKernel, Stage, Steps};
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::sm80_bwd::{BwdSums, Sm80BwdTile};
@@ -40,7 +40,6 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     }
 
     fn fit(
-        _: &ValidBwd,
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,

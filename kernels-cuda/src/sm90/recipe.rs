@@ -176,7 +176,7 @@ fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Priced {
 }
 
 /// A tile, and the shapes and orders that its own were found among, where they had a price.
-type Priced = (Sm90Tile, Candidates<(i32, i32)>, Candidates<TileOrder>);
+pub(crate) type Priced = (Sm90Tile, Candidates<(i32, i32)>, Candidates<TileOrder>);
 
 impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
     type Tile = Priced;
@@ -208,32 +208,12 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
     }
 
     fn fit(
-        like: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
         fields: &TileOptions,
     ) -> Result<Priced, Refusal> {
-        let refuse = |reason: String| Refusal::new(sm90::NAME, reason);
-        sm90::accepts(problem)?;
-        if options.kernel.is_none() && options.tile.is_empty() && !options.batch_invariant {
-            leave_to_parts(problem, facts).map_err(refuse)?;
-        }
-        let spec = sm90::spec_of(problem);
-        let (mut own, shapes, orders) = own_tile(like, facts);
-        if like.strides != problem.strides {
-            let copies = own_tile(problem, facts).0;
-            (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
-        }
-        if options.accuracy == Accuracy::Exact {
-            (own.lazy_rescale_log2, own.skip_row_max) = (0, false);
-        }
-        if options.batch_invariant {
-            own.make_batch_invariant(&spec);
-            own.take_fixed_parts(like);
-        }
-        let tile = fitted(own, fields, problem, facts, &spec).map_err(refuse)?;
-        Ok((tile, shapes, orders))
+        fit_like(problem, problem, facts, options, fields)
     }
 
     fn plan(
@@ -378,7 +358,40 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
     }
 }
 
-/// That the device has what Hopper's kernels are made of.
+/// The tile for a problem, the one that `like` has: the same problem over a cache that lies otherwise.
+///
+/// # Errors
+/// The field that it does not take, and its number.
+pub(crate) fn fit_like(
+    like: &ValidFwd,
+    problem: &ValidFwd,
+    facts: &DeviceFacts,
+    options: &PlanOptions,
+    fields: &TileOptions,
+) -> Result<Priced, Refusal> {
+    let refuse = |reason: String| Refusal::new(sm90::NAME, reason);
+    sm90::accepts(problem)?;
+    if options.kernel.is_none() && options.tile.is_empty() && !options.batch_invariant {
+        leave_to_parts(problem, facts).map_err(refuse)?;
+    }
+    let spec = sm90::spec_of(problem);
+    let (mut own, shapes, orders) = own_tile(like, facts);
+    if like.strides != problem.strides {
+        let copies = own_tile(problem, facts).0;
+        (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
+    }
+    if options.accuracy == Accuracy::Exact {
+        (own.lazy_rescale_log2, own.skip_row_max) = (0, false);
+    }
+    if options.batch_invariant {
+        own.make_batch_invariant(&spec);
+        own.take_fixed_parts(like);
+    }
+    let tile = fitted(own, fields, problem, facts, &spec).map_err(refuse)?;
+    Ok((tile, shapes, orders))
+}
+
+/// Checks that the device has what Hopper's kernels are made of.
 ///
 /// # Errors
 /// The architecture, and what it lacks.

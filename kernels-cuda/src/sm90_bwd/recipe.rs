@@ -63,7 +63,6 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
     }
 
     fn fit(
-        _: &ValidBwd,
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,

@@ -49,7 +49,6 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
     }
 
     fn fit(
-        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,

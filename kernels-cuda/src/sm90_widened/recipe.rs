@@ -15,25 +15,52 @@ use crate::sm90_widened::{self as text, Costs, Places, WidenSpec};
 use crate::sm100::{self, recipe::Sm100};
 
 /// A kernel that reads the cache in the workspace.
-pub trait Reader: Send + Sync + 'static {
-    /// The reader's name.
-    const NAME: &'static str;
+pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
     /// The reader's name where the cache is brought to it.
     const WIDENED: &'static str;
     /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper.
     const GATHERS: bool;
+
+    /// The reader's choice for a problem, with the tile that `like` has: the same problem over a cache that lies otherwise.
+    ///
+    /// # Errors
+    /// The field that it does not take, and its number.
+    fn choose_like(
+        like: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal>;
 }
 
-impl Reader for Sm90 {
-    const NAME: &'static str = sm90::NAME;
+impl<V: Nvidia> Reader<V> for Sm90 {
     const WIDENED: &'static str = text::NAME;
     const GATHERS: bool = true;
+
+    fn choose_like(
+        like: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let fit = |fields: &TileOptions| sm90::recipe::fit_like(like, problem, facts, options, fields);
+        <Self as Kernel<ValidFwd, V>>::choose_with(like, problem, facts, options, fit)
+    }
 }
 
-impl Reader for Sm100 {
-    const NAME: &'static str = sm100::NAME;
+impl<V: Nvidia> Reader<V> for Sm100 {
     const WIDENED: &'static str = text::NAME_OF_SM100;
     const GATHERS: bool = false;
+
+    fn choose_like(
+        like: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let fit = |fields: &TileOptions| sm100::recipe::fit_like(like, problem, facts, options, fields);
+        <Self as Kernel<ValidFwd, V>>::choose_with(like, problem, facts, options, fit)
+    }
 }
 
 /// The cache in the workspace, and the kernel that reads it there.
@@ -66,11 +93,11 @@ fn is_worth_it(problem: &ValidFwd, facts: &DeviceFacts, places: &Places) -> Resu
     ))
 }
 
-impl<V: Nvidia, R: Reader + Kernel<ValidFwd, V>> Kernel<ValidFwd, V> for Widened<R> {
+impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
     type Tile = Choice<Self>;
 
     fn about() -> About<ValidFwd> {
-        About { rows_of: R::NAME, ..About::new(R::WIDENED) }
+        About { rows_of: R::about().name, ..About::new(R::WIDENED) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -80,7 +107,6 @@ impl<V: Nvidia, R: Reader + Kernel<ValidFwd, V>> Kernel<ValidFwd, V> for Widened
 
     /// The reader's choice over the wide cache.
     fn fit(
-        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
@@ -95,7 +121,7 @@ impl<V: Nvidia, R: Reader + Kernel<ValidFwd, V>> Kernel<ValidFwd, V> for Widened
             .validate()
             .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
         // The reader is asked for by name, or it would leave short queries to others.
-        let of_reader = options.clone().kernel(R::NAME);
+        let of_reader = options.clone().kernel(R::about().name);
         // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if that is read as it lies.
         let twin = problem.over_wide_cache().filter(|twin| twin.layout.kv == wide.layout.kv);
         let twin = twin.map_or_else(|| Ok(wide.clone()), FwdProblem::validate);
@@ -140,8 +166,11 @@ impl<V: Nvidia, R: Reader + Kernel<ValidFwd, V>> Kernel<ValidFwd, V> for Widened
             Some(stored) => format!("widened from {stored}"),
             None => "gathered".to_owned(),
         };
-        let words =
-            format!("{how} in {} bytes of the workspace, read by {}", places.bytes - places.k, R::NAME);
+        let words = format!(
+            "{how} in {} bytes of the workspace, read by {}",
+            places.bytes - places.k,
+            R::about().name
+        );
         choice.workspace = Workspace { bytes: places.bytes, ..choice.workspace };
         choice.details.push(("cache", words));
         choice.launches = choice.launches.behind(widen);

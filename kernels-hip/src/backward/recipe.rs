@@ -35,7 +35,6 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
     }
 
     fn fit(
-        _: &ValidBwd,
         problem: &ValidBwd,
         facts: &DeviceFacts,
         options: &PlanOptions,

@@ -100,7 +100,6 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
     }
 
     fn fit(
-        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,

@@ -103,7 +103,6 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
     }
 
     fn fit(
-        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,

@@ -34,7 +34,6 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
 
     /// The tile is the twin's, which was measured or is the table's.
     fn fit(
-        _: &ValidFwd,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
