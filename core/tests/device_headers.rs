@@ -308,3 +308,141 @@ int main() {
         assert!((value - expected).abs() <= 3e-7, "tanh({n}/256) = {value}, not {expected}");
     }
 }
+
+/// What a kernel that knows its mask's kind is told agrees with `visible`, pair by pair.
+#[test]
+fn known_masks_say_what_the_band_says() {
+    let mut program = String::from(
+        r#"
+#include <cstdio>
+#include <fmha/mask.h>
+using namespace fmha;
+template <MaskKind kind, bool has_sinks>
+void check(const MaskParams& params) {
+  for (int sq = 1; sq < 7; ++sq)
+    for (int sk = 0; sk < 7; ++sk) {
+      const MaskBand band = resolve_band(params, sq, sk);
+      const KnownMask<kind, has_sinks> mask = {band, sk};
+      const auto sees = [&](int i, int j) { return j < sk && visible(band, i, j); };
+      int wrong = 0;
+      for (int first = 0; first < sq; ++first)
+        for (int last = first; last < sq; ++last) {
+          const Range whole = mask.whole(first, last);
+          for (int begin = 0; begin < 8; ++begin) {
+            const Range keys = {begin, begin + 3};
+            bool all = true, none = true;
+            for (int i = first; i <= last; ++i)
+              for (int j = keys.begin; j < keys.end; ++j) {
+                all &= sees(i, j);
+                none &= !sees(i, j);
+                const auto columns = mask.columns(i, keys.begin);
+                const Range queries = mask.queries(j, first);
+                wrong += columns.has(j - keys.begin) != sees(i, j);
+                if (j >= sk) continue;
+                wrong += mask.sees(i, j) != visible(band, i, j);
+                wrong += (i - first >= queries.begin && i - first < queries.end) != visible(band, i, j);
+              }
+            // Sink columns alone may be called cut where they are whole.
+            const bool within = keys.begin >= whole.begin && keys.end <= whole.end;
+            wrong += (within || !mask.cuts(first, last, keys)) && !all;
+            wrong += !has_sinks && all && (!within || mask.cuts(first, last, keys));
+            wrong += mask.skips(first, last, keys) && !none;
+          }
+        }
+      printf("%d\n", wrong);
+    }
+}
+int main() {
+"#,
+    );
+    for (mask, kind, has_sinks) in [
+        ("0", "Full", false),
+        ("t", "Upper", false),
+        ("b", "Upper", false),
+        ("b:0,-1", "Band", false),
+        ("t:2,1", "Band", false),
+        ("b:3,0,2", "Band", true),
+        ("g:3,2,1", "Band", true),
+        ("g:5,-2", "Band", false),
+    ] {
+        let MaskParams { lo, hi, bottom_right, sink_columns } = mask.parse::<MaskSpec>().unwrap().into();
+        let lo = if lo == i32::MIN { "kUnboundedLo".to_owned() } else { lo.to_string() };
+        writeln!(
+            program,
+            "  check<MaskKind::{kind}, {has_sinks}>({{{lo}, {hi}, {bottom_right}, {sink_columns}}});"
+        )
+        .unwrap();
+    }
+    program.push_str("}\n");
+    let Some(device) = run_cpp("known_masks", &program) else { return };
+    assert_eq!(device.lines().count(), 8 * 6 * 7);
+    assert!(device.lines().all(|line| line == "0"), "pairs that are told wrongly: {device}");
+}
+
+/// Each way to evaluate a soft-cap, and what it says of its derivative, beside f64.
+#[test]
+fn a_soft_cap_and_its_slope_are_right_in_each_form() {
+    let program = r#"
+#include <cstdio>
+#include <fmha/score.h>
+using namespace fmha;
+struct Unit {
+  static float exp2(float x) { return exp2_of(x); }
+  static float rcp(float x) { return 1.f / x; }
+};
+template <class Tanh>
+void print() {
+  const float caps[] = {0.5f, 30.f, 1e6f};
+  for (const float cap : caps)
+    for (int n = -400; n <= 400; ++n) {
+      const Scored x = Tanh::capped(float(n) / 16, 0.75f, cap);
+      printf("%08x %08x\n", bits_of(x.score), bits_of(x.slope));
+    }
+}
+constexpr FwdSpec spec() {
+  FwdSpec spec{};
+  spec.bias = BiasKind::Alibi;
+  spec.softcap = true;
+  return spec;
+}
+int main() {
+  print<ExactTanh>();
+  print<FastTanh<Unit>>();
+  print<BranchlessTanh<Unit>>();
+  const Score<spec()> score = {0.75f, {30.f}, {}, {0.25f, 3}};
+  const Pair pair = {40, 7, 2, 5};
+  const auto none = [] { return 0.f; };
+  const Scored natural = score.natural(pair, 8.f, none), log2 = score.log2(pair, 8.f, -2.f, none);
+  const Scored both[] = {natural, log2};
+  for (const Scored& x : both) printf("%08x %08x\n", bits_of(x.score), bits_of(x.slope));
+}
+"#;
+    let Some(device) = run_cpp("soft_cap", program) else { return };
+    let mut lines = device.lines().map(|line| {
+        let (score, slope) = line.split_once(' ').unwrap();
+        [score, slope].map(|bits| f64::from(f32::from_bits(u32::from_str_radix(bits, 16).unwrap())))
+    });
+    for form in ["ExactTanh", "FastTanh", "BranchlessTanh"] {
+        for cap in [0.5f64, 30.0, 1e6] {
+            // The fast form takes caps up to 64.
+            let bound = if form == "FastTanh" { cap * 3e-7 } else { 3e-7 * cap.min(30.0) };
+            for n in -400..=400 {
+                let [score, slope] = lines.next().unwrap();
+                let t = (f64::from(n) / 16.0 * 0.75 / cap).tanh();
+                assert!(
+                    (score - cap * t).abs() <= bound,
+                    "{form}, cap {cap}, {n}/16: {score}, not {}",
+                    cap * t
+                );
+                assert!((slope - (1.0 - t * t)).abs() <= 1e-6, "{form}, cap {cap}, {n}/16: slope {slope}");
+            }
+        }
+    }
+    // 42 and its key 12, with a diagonal of 3.
+    let t = (8.0f64 * 0.75 / 30.0).tanh();
+    let expected = 30.0 * t - 0.25 * 33.0;
+    for (found, expected) in lines.zip([expected, expected * std::f64::consts::LOG2_E - 2.0]) {
+        assert!((found[0] - expected).abs() <= 1e-5, "{found:?}, not {expected}");
+        assert!((found[1] - (1.0 - t * t)).abs() <= 1e-6, "{found:?}");
+    }
+}

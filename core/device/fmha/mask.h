@@ -1,7 +1,9 @@
 // Which keys a query sees: the device's half of the mask. A kernel calls `resolve_band` once per
-// sequence, then `k_range` (`row_range` for one query) and `sink_range` to walk, `block_class` and `visible` to hide.
+// sequence, then `k_range` (`row_range` for one query) and `sink_range` to walk, `block_class` and `visible` to hide. A
+// kernel whose text knows the mask's kind asks a `KnownMask` for what is skipped, whole or cut.
 #pragma once
 #include <fmha/params.h>
+#include <fmha/spec.h>
 
 namespace fmha {
 
@@ -67,5 +69,64 @@ FMHA_DEVICE BlockClass block_class(const MaskBand& band, Range rows, Range keys)
   if (most <= band.hi && (least >= band.lo || keys.end <= band.sink_columns)) return BlockClass::Inside;
   return BlockClass::Edge;
 }
+
+// The columns of a block of keys that one query sees.
+template <bool has_lo, bool has_sinks>
+struct SeenColumns {
+  int32_t begin, end, sinks;
+
+  FMHA_DEVICE bool has(int32_t column) const {
+    bool seen = column < end;
+    if constexpr (has_lo) seen &= column >= begin || (has_sinks && column < sinks);
+    return seen;
+  }
+};
+
+// A band of a kind that is known when the kernel is compiled: bounds that it lacks cost nothing.
+template <MaskKind kind, bool has_sinks>
+struct KnownMask {
+  static constexpr bool has_hi = kind != MaskKind::Full, has_lo = kind == MaskKind::Band;
+  using Columns = SeenColumns<has_lo, has_sinks>;
+  MaskBand band;
+  int32_t seqlen_k;
+
+  // The keys that every query from `first` to `last` sees: a tile within them is whole.
+  FMHA_DEVICE Range whole(int32_t first, int32_t last) const {
+    return {has_lo ? max(last + band.lo, 0) : 0, has_hi ? max(min(seqlen_k, first + band.hi + 1), 0) : seqlen_k};
+  }
+  // Whether a query from `first` to `last` does not see one of the keys.
+  FMHA_DEVICE bool cuts(int32_t first, int32_t last, Range keys) const {
+    bool cut = keys.end > seqlen_k;
+    if constexpr (has_hi) cut |= keys.end > first + band.hi + 1;
+    if constexpr (has_lo) cut |= keys.begin < last + band.lo;
+    return cut;
+  }
+  // Whether no query from `first` to `last` sees any of the keys.
+  FMHA_DEVICE bool skips(int32_t first, int32_t last, Range keys) const {
+    bool skipped = keys.begin >= seqlen_k;
+    if constexpr (has_hi) skipped |= keys.begin > last + band.hi;
+    if constexpr (has_lo) skipped |= keys.end <= first + band.lo && !is_sink(keys.begin);
+    return skipped;
+  }
+  // What query i sees of a block whose first key is `first_key`.
+  FMHA_DEVICE Columns columns(int32_t i, int32_t first_key) const {
+    return {has_lo ? i + band.lo - first_key : 0,
+            (has_hi ? min(seqlen_k, i + band.hi + 1) : seqlen_k) - first_key,
+            band.sink_columns - first_key};
+  }
+  // The queries that see key j, from `first_query` on; not cut by the sequence's ends.
+  FMHA_DEVICE Range queries(int32_t j, int32_t first_query) const {
+    return {has_hi ? j - band.hi - first_query : 0,
+            has_lo && !is_sink(j) ? j - band.lo + 1 - first_query : kUnboundedHi};
+  }
+  // Whether the band has the pair; the sequence's ends apart.
+  FMHA_DEVICE bool sees(int32_t i, int32_t j) const {
+    bool seen = true;
+    if constexpr (has_hi) seen &= j - i <= band.hi;
+    if constexpr (has_lo) seen &= j - i >= band.lo || is_sink(j);
+    return seen;
+  }
+  FMHA_DEVICE bool is_sink(int32_t j) const { return has_sinks && j < band.sink_columns; }
+};
 
 }  // namespace fmha

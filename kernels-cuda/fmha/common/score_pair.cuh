@@ -37,25 +37,18 @@ template <BwdSpec spec, auto tile>
 struct ScorePair {
   static constexpr FwdSpec kFwd = spec.fwd;
   using Modifiers = BwdScore<spec, tile>;
-  static constexpr bool has_hi = kFwd.mask != MaskKind::Full, has_lo = kFwd.mask == MaskKind::Band;
 
   const BwdParams& p;
   // By value: a reference to a member of the CTA's own struct keeps all of that, the sums too, in local memory.
   const SeqSpan span;
-  const MaskBand band;
+  const KnownMask<kFwd.mask, kFwd.sink_columns> mask;
   const float scale_log2 = p.fwd.softmax_scale * kLog2E;
 
   FMHA_DEVICE Modifiers modifiers(int32_t i_head) const {
     return Modifiers::of(p.fwd, span, i_head, p.fwd.softmax_scale);
   }
   FMHA_DEVICE bool is_there(Pair at) const { return at.i() < span.seqlen_q && at.j() < span.seqlen_k; }
-  FMHA_DEVICE bool sees(Pair at) const {
-    const int32_t i = at.i(), j = at.j();
-    bool seen = is_there(at);
-    if constexpr (has_hi) seen &= j - i <= band.hi;
-    if constexpr (has_lo) seen &= j - i >= band.lo || (kFwd.sink_columns && j < band.sink_columns);
-    return seen;
-  }
+  FMHA_DEVICE bool sees(Pair at) const { return is_there(at) && mask.sees(at.i(), at.j()); }
 
   // P of an element, and the slope of its score. `lse_log2` is its query's.
   FMHA_DEVICE float prob(float s, const Modifiers& modifiers, float lse_log2, Pair at, float& slope) const {

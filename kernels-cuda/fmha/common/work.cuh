@@ -118,6 +118,14 @@ FMHA_DEVICE Range keys_of_work(const FwdParams& p, const Work& work) {
   }
 }
 
+// The mask of a tile's rows.
+template <FwdSpec spec>
+using MaskOf = KnownMask<spec.mask, spec.sink_columns>;
+template <FwdSpec spec>
+FMHA_DEVICE MaskOf<spec> mask_of(const Work& work, int32_t seqlen_k) {
+  return {{work.lo, work.hi, work.sink_columns}, seqlen_k};
+}
+
 // The i-th key block of a tile.
 FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) {
   return i < work.num_band_blocks ? work.last_block - i : work.last_sink_block - (i - work.num_band_blocks);

@@ -28,6 +28,14 @@ struct Accumulator {
 #pragma unroll
     for (int e = 0; e < num_elems; ++e) elems[e] = 0.f;
   }
+  // -inf where the upper or the lower row does not see a column.
+  template <class Columns>
+  FMHA_DEVICE void hide(const Columns& upper, const Columns& lower) {
+#pragma unroll
+    for (int e = 0; e < num_elems; ++e) {
+      if (!(row(e) == 0 ? upper : lower).has(column(e))) elems[e] = -infinity();
+    }
+  }
 };
 
 // The first column of the thread's fragments.

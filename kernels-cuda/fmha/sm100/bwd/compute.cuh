@@ -35,7 +35,7 @@ struct ComputeRole {
   const int32_t half;   // of a block's queries
   const int32_t row = threadIdx.x % kBlock, key = work.keys.begin + row;
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
-  const Pairs pairs = {p, work.span, work.band};
+  const Pairs pairs = {p, work.span, {work.band, work.span.seqlen_k}};
 
   float probs[kHalf];
   // The slopes of a block's scores, two f16 to a register.
@@ -44,14 +44,9 @@ struct ComputeRole {
 
   // The queries of the half that see the thread's key.
   FMHA_DEVICE Range seen_of(int32_t first_query) const {
-    Range seen = {0, work.span.seqlen_q - first_query};
-    if constexpr (Pairs::has_hi) seen.begin = key - work.band.hi - first_query;
-    if constexpr (Pairs::has_lo) {
-      const bool is_sink = kFwd.sink_columns && key < work.band.sink_columns;
-      if (!is_sink) seen.end = min(seen.end, key - work.band.lo - first_query + 1);
-    }
-    if (key >= work.keys.end) seen.end = 0;
-    return {max(seen.begin, 0), seen.end};
+    const Range seen = pairs.mask.queries(key, first_query);
+    const int32_t end = key < work.keys.end ? min(seen.end, work.span.seqlen_q - first_query) : 0;
+    return {max(seen.begin, 0), end};
   }
   // Zeros what is hidden of a chunk; 0 times a hidden NaN would be NaN.
   FMHA_DEVICE static void hide(float* x, int c, Range seen) {

@@ -52,7 +52,7 @@ struct SoftmaxRole {
   static constexpr int p_words = chunk * size_bytes(spec.dtype_v) / 4;  // of a chunk
   static constexpr int early_chunks = first_part<spec, tile>() / chunk;
   static constexpr bool loads_maxima = tile.load_max && !modifies_score(spec);
-  static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
+  static constexpr bool has_lo = spec.mask == MaskKind::Band;
 
   const FwdParams& p;
   Shared& smem;
@@ -68,7 +68,7 @@ struct SoftmaxRole {
   float row_max, row_sum;  // before the scale; of exp2((S - row_max) * scale_log2), times P's scale
   bool negates = false;    // descales below 0: the maximum is of -S
   int32_t row, query, i_head;
-  int32_t inside_begin, inside_end;  // the warp's rows all see the keys inside_begin <= j < inside_end
+  Range inside;  // the keys that all of the warp's rows see
 
   FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
 
@@ -79,8 +79,7 @@ struct SoftmaxRole {
     query = query_of<tile>(p, row);
     i_head = tile.pack_gqa ? w.i_head + row - query * p.gqa_ratio : w.i_head;
     const int32_t first = query_of<tile>(p, warp_row), last = query_of<tile>(p, warp_row + 31);
-    inside_end = has_hi ? max(min(w.seqlen_k, first + w.hi + 1), 0) : w.seqlen_k;
-    inside_begin = has_lo ? max(last + w.lo, 0) : 0;
+    inside = mask_of<spec>(w, w.seqlen_k).whole(first, last);
     scale_log2 = softmax_scale_log2<spec>(p, w);
     if constexpr (is_fp8(spec.dtype_qk)) negates = descale_qk<spec>(p, w) < 0.f;
     row_max = -infinity();
@@ -88,7 +87,7 @@ struct SoftmaxRole {
   }
   // Whether the mask cuts a block for this warp. A tile without keys has block -1.
   FMHA_DEVICE bool is_edge(int32_t block) const {
-    return (block + 1) * n > inside_end || (has_lo && block * n < inside_begin) || block < 0;
+    return (block + 1) * n > inside.end || (has_lo && block * n < inside.begin) || block < 0;
   }
 
   // Returns the largest score, where the loads find it.
@@ -151,15 +150,10 @@ struct SoftmaxRole {
   // Hides what the row does not see of a block.
   FMHA_DEVICE void mask(float (&s)[n], int32_t block) const {
     const Work& w = work();
-    const int32_t first_key = block * n, seqlen_k = block < 0 ? -n : w.seqlen_k;
-    const int32_t end = (has_hi ? min(seqlen_k, query + w.hi + 1) : seqlen_k) - first_key;
-    const int32_t begin = has_lo ? query + w.lo - first_key : 0;
-    const int32_t sinks = w.sink_columns - first_key;
+    const auto seen = mask_of<spec>(w, block < 0 ? -n : w.seqlen_k).columns(query, block * n);
 #pragma unroll
     for (int e = 0; e < n; ++e) {
-      bool hidden = e >= end;
-      if constexpr (has_lo) hidden |= e < begin && !(spec.sink_columns && e < sinks);
-      if (hidden) s[e] = -infinity();
+      if (!seen.has(e)) s[e] = -infinity();
     }
   }
 

@@ -77,7 +77,7 @@ struct Owner {
   const MaskBand band;
   const int32_t i_head_kv, first_row;  // of the CTA: queries of one head, or keys
   int32_t i_head;                      // of the queries
-  const P pairs = {{p, span, band}};
+  const P pairs = {{p, span, {band, span.seqlen_k}}};
   const int32_t warp_row = threadIdx.x / 32 * mma::kRows, first = first_row + warp_row;
 
   mma::Accumulator<score_sums> dscore[1];  // dQ, or dK

@@ -24,7 +24,7 @@ struct Pairs {
   using Biases = typename Modifier::Biases;
   using Kept = KeptBits<spec.fwd.dropout ? columns : 8>;
   static constexpr bool modifies = modifies_score(spec.fwd);
-  static constexpr bool has_hi = spec.fwd.mask != MaskKind::Full, has_lo = spec.fwd.mask == MaskKind::Band;
+  using Mask = KnownMask<spec.fwd.mask, spec.fwd.sink_columns>;
 
   const BwdParams& p;
   const int32_t index;  // of the warpgroup among the consumers
@@ -35,23 +35,21 @@ struct Pairs {
   FMHA_DEVICE int32_t own_query(int part = 0) const { return (splits_dims(tile) ? index : part) * columns; }
   FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + own_key(); }
 
+  FMHA_DEVICE static Mask mask_of(const Work& work) { return {work.band, work.span.seqlen_k}; }
   // What the mask hides becomes 0.
   FMHA_DEVICE void mask(Scores& x, const Work& work, int32_t first_query) const {
     const int32_t query = first_query + mma::fragment_column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int32_t j = first_key(work) + mma::fragment_row() + 8 * r;
-      // The first and the last column that see key j.
-      int32_t first = has_hi ? j - work.band.hi - query : 0;
-      const int32_t last = has_lo && !(spec.fwd.sink_columns && j < work.band.sink_columns) ? j - work.band.lo - query
-                                                                                            : columns;
-      if (j >= work.keys.end) first = columns;
+      Range seen = mask_of(work).queries(j, query);
+      if (j >= work.keys.end) seen.begin = columns;
 #pragma unroll
       for (int e = 2 * r; e < x.num_elems; e += 4) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const int column = Scores::column(e + k);
-          if (column < first || (has_lo && column > last)) x[e + k] = 0.f;
+          if (column < seen.begin || column >= seen.end) x[e + k] = 0.f;
         }
       }
     }
@@ -67,13 +65,7 @@ struct Pairs {
   // diagonal.
   FMHA_DEVICE bool sees_none(const Work& work, int32_t first_query) const {
     const int32_t first = first_key(work), last = min(first + mma::kRows, work.keys.end) - 1;
-    bool none = first > last;
-    if constexpr (has_hi) none |= first - work.band.hi >= first_query + columns;
-    if constexpr (has_lo) {
-      const bool is_sink = spec.fwd.sink_columns && first < work.band.sink_columns;
-      none |= !is_sink && last - work.band.lo < first_query;
-    }
-    return none;
+    return first > last || mask_of(work).skips(first_query, first_query + columns - 1, {first, last + 1});
   }
 
   FMHA_DEVICE Modifier modifier_of(const Work& work, const QueryTile& at) const {

@@ -92,8 +92,7 @@ struct Consumer {
   // What a tile's rows see, in this thread's terms.
   struct Rows {
     int32_t row;           // the thread's first, of the sequence's (packed) rows
-    int32_t inside_begin;  // the warpgroup's rows all see the keys inside_begin <= j < inside_end
-    int32_t inside_end;
+    Range inside;          // the keys that all of the warpgroup's rows see
   };
   Rows rows;
 
@@ -102,13 +101,12 @@ struct Consumer {
     Rows r;
     r.row = first_row + mma::fragment_row();
     const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + mma::kRows - 1);
-    r.inside_end = has_hi ? max(min(work.seqlen_k, first + work.hi + 1), 0) : work.seqlen_k;
-    r.inside_begin = has_lo ? max(last + work.lo, 0) : 0;
+    r.inside = mask_of<spec>(work, work.seqlen_k).whole(first, last);
     return r;
   }
   // Whether the mask cuts a block for this warpgroup.
   FMHA_DEVICE bool is_edge(int32_t block) const {
-    return (block + 1) * tile.block_n > rows.inside_end || (has_lo && block * tile.block_n < rows.inside_begin);
+    return (block + 1) * tile.block_n > rows.inside.end || (has_lo && block * tile.block_n < rows.inside.begin);
   }
 
   FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
@@ -276,22 +274,9 @@ struct Consumer {
   FMHA_DEVICE void mask(Scores<n>& s, const Work& work, int32_t block) const {
     const int32_t first_key = block * tile.block_n + mma::fragment_column();
     // A tile without keys has block -1.
-    const int32_t seqlen_k = block < 0 ? -tile.block_n : work.seqlen_k;
-    int32_t end[2], begin[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int32_t i = query_of<tile>(p, rows.row + 8 * r);
-      end[r] = (has_hi ? min(seqlen_k, i + work.hi + 1) : seqlen_k) - first_key;
-      begin[r] = has_lo ? i + work.lo - first_key : 0;
-    }
-    const int32_t sinks = work.sink_columns - first_key;
-#pragma unroll
-    for (int e = 0; e < s.num_elems; ++e) {
-      const int column = s.column(e), r = s.row(e);
-      bool hidden = column >= end[r];
-      if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
-      if (hidden) s[e] = -infinity();
-    }
+    const auto mask = mask_of<spec>(work, block < 0 ? -tile.block_n : work.seqlen_k);
+    s.hide(mask.columns(query_of<tile>(p, rows.row), first_key),
+           mask.columns(query_of<tile>(p, rows.row + 8), first_key));
   }
 
   // Raw scores to what the softmax takes.
@@ -572,7 +557,7 @@ struct Consumer {
   FMHA_DEVICE void walk_skipping_row_max() {
     static_assert(!has_lo, "without a lower bound the blocks go down to 0");
     int32_t block = work().last_block - first_of(work()) - 1;
-    int32_t exact_down_to = has_hi ? max(rows.inside_end - 1, 0) / tile.block_n : block + 1;
+    int32_t exact_down_to = has_hi ? max(rows.inside.end - 1, 0) / tile.block_n : block + 1;
     bool raised = false;
     if constexpr (marks_raised) forget_raised();
     while (true) {

@@ -20,7 +20,6 @@ template <FwdSpec spec, Sm90MlaTile tile, int group>
 struct Consumer {
   static constexpr DType dtype = spec.dtype_qk;
   static constexpr int other = 1 - group, sign = spec.negative_scale ? -1 : 1;
-  static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
   using P = Plan<spec, tile>;
   using Chunk = typename P::Chunk;
   using RowSoftmax = Softmax<shared(tile), p_offset_log2(spec, tile)>;
@@ -86,25 +85,10 @@ struct Consumer {
   FMHA_DEVICE void mask(int32_t i) {
     const int32_t begin = key_of(i), end = begin + kKeys;
     const int32_t first_query = Work::query_of(p, work.first_row), last_query = Work::query_of(p, work.first_row + kRows - 1);
-    bool edge = end > work.span.seqlen_k;
-    if constexpr (has_hi) edge |= end > first_query + work.band.hi + 1;
-    if constexpr (has_lo) edge |= begin < last_query + work.band.lo;
-    if (!edge) return;
-    const int32_t first_key = begin + mma::fragment_column();
-    int32_t stop[2], start[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int32_t query = Work::query_of(p, work.first_row + tile_row + 8 * r);
-      stop[r] = (has_hi ? min(work.span.seqlen_k, query + work.band.hi + 1) : work.span.seqlen_k) - first_key;
-      start[r] = has_lo ? query + work.band.lo - first_key : 0;
-    }
-#pragma unroll
-    for (int e = 0; e < Scores::num_elems; ++e) {
-      const int column = Scores::column(e), r = Scores::row(e);
-      bool hidden = column >= stop[r];
-      if constexpr (has_lo) hidden |= column < start[r];
-      if (hidden) s[e] = -infinity();
-    }
+    const MaskOf<spec> mask = {work.band, work.span.seqlen_k};
+    if (!mask.cuts(first_query, last_query, {begin, end})) return;
+    const int32_t first_key = begin + mma::fragment_column(), row = work.first_row + tile_row;
+    s.hide(mask.columns(Work::query_of(p, row), first_key), mask.columns(Work::query_of(p, row + 8), first_key));
   }
 
   FMHA_DEVICE void wait_for_scores() {
