@@ -344,6 +344,13 @@ def _dense_dlse(dlse: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     return None if dlse is None else dlse.contiguous()
 
 
+def gradients(dout, q, k, v, o, lse, dlse, sink, lengths, numbers) -> Tuple[torch.Tensor, ...]:
+    """dQ, dK, dV, and in fifth place dSink where there is a sink, of what a forward has given."""
+    if sink is not None:
+        numbers = (*numbers[:_AT_OPTIONS], numbers[_AT_OPTIONS] | _WANTS_DSINK, *numbers[_AT_OPTIONS + 1 :])
+    return backward(dout, q, k, v, o, lse.contiguous(), _dense_dlse(dlse), None, None, sink, *lengths, *numbers)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers, drawn):
