@@ -1,5 +1,5 @@
-"""FlashAttention 2's entry points below its functions, which frameworks call: forwards and backwards apart, with the seed
-handed from one to the other. Their results have no gradients."""
+"""FlashAttention 2's entry points below its functions, which frameworks call: forwards and backwards apart, with the
+seed handed from one to the other. Their results have no gradients."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _flash_attn_forward(
     alibi_slopes: Optional[torch.Tensor],
     return_softmax: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(out, lse, S_dmask, rng_state)``; S_dmask has no elements without ``return_softmax``, and ``rng_state`` is seed and
-    offset."""
+    """``(out, lse, S_dmask, rng_state)``; S_dmask has no elements without ``return_softmax``, and ``rng_state`` is
+    seed and offset."""
     mask = from_window_size((window_size_left, window_size_right), causal)
     return _run(q, k, v, mask, dropout_p, softmax_scale, softcap, alibi_slopes, return_softmax)
 
@@ -185,8 +185,8 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Writes ``dq``, ``dk`` and ``dv``; gives the sums of dO O, f32 ``(batch, nheads, seqlen_q)`` with the last axis padded
-    by 0 to a multiple of 128."""
+    """Writes ``dq``, ``dk`` and ``dv``; gives the sums of dO O, f32 ``(batch, nheads, seqlen_q)`` with the last axis
+    padded by 0 to a multiple of 128."""
     gradients_into(
         (dq, dk, dv),
         dout,
@@ -232,8 +232,8 @@ def _flash_attn_varlen_backward(
     rng_state: Optional[torch.Tensor] = None,
     zero_tensors: bool = False,
 ) -> torch.Tensor:
-    """As :func:`_flash_attn_backward`, of packed rows; the sums ``(nheads, total_q + 128 batch)``, where sequence b begins at
-    the multiple of 128 at or below ``cu_seqlens_q[b] + 128 b``."""
+    """As :func:`_flash_attn_backward`, of packed rows; the sums ``(nheads, total_q + 128 batch)``, where sequence b
+    begins at the multiple of 128 at or below ``cu_seqlens_q[b] + 128 b``."""
     gradients_into(
         (dq, dk, dv),
         dout,

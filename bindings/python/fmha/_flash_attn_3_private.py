@@ -1,5 +1,5 @@
-"""FlashAttention 3's entry points below its functions: ``_flash_attn_forward``, ``_flash_attn_backward``, and the operators
-``torch.ops.flash_attn_3.*``, which frameworks call. The forwards are differentiable, as there."""
+"""FlashAttention 3's entry points below its functions: ``_flash_attn_forward``, ``_flash_attn_backward``, and the
+operators ``torch.ops.flash_attn_3.*``, which frameworks call. The forwards are differentiable, as there."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def _fwd(**named: Any) -> Tuple[torch.Tensor, ...]:
 
 
 def _bwd(sm_margin: int, **named: Any) -> Tuple[torch.Tensor, ...]:
-    """The sums of dO O, the LSE to base 2, padded alike, and 3 tensors without elements in place of sums that are not made
-    here."""
+    """The sums of dO O, the LSE to base 2, padded alike, and 3 tensors without elements in place of sums that are
+    not made here."""
     sums, lse = _backward(**named), named["softmax_lse"]
     lse = lse.masked_fill(torch.isinf(lse), 0) / math.log(2)
     if named["cu_seqlens_q"] is None:

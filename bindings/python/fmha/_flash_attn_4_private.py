@@ -1,4 +1,5 @@
-"""FlashAttention 4's entry points below its functions, which frameworks call: ``_flash_attn_fwd`` and ``_flash_attn_bwd``."""
+"""FlashAttention 4's entry points below its functions, which frameworks call: ``_flash_attn_fwd`` and
+``_flash_attn_bwd``."""
 
 from __future__ import annotations
 
@@ -165,10 +166,10 @@ def _flash_attn_bwd(
         max_seqlen_k=0 if cu_seqlens_k is None else integer("max_seqlen_k", max_seqlen_k),  # type: ignore[arg-type]
     )
     sink = _sink(learnable_sink)
-    dense = [_torch.last_is_dense(x) for x in (dout, q, k, v, out)]
+    dense = tuple(_torch.last_is_dense(x) for x in (dout, q, k, v, out))
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     with torch.no_grad():
-        made = _torch.gradients(*dense, lse, dlse, sink, lengths, numbers)
+        made = _torch.gradients(dense, lse, dlse, sink, lengths, numbers)
         given = [x if into is None else into.copy_(x) for x, into in zip(made, (dq, dk, dv))]
     if learnable_sink is None:
         return tuple(given)

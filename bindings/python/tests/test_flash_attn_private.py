@@ -1,5 +1,5 @@
-"""FlashAttention's entry points below its functions, the operators of the third generation, marks of dropout, and windows
-that are tensors."""
+"""FlashAttention's entry points below its functions, the operators of the third generation, marks of dropout, and
+windows that are tensors."""
 
 import inspect
 import math
@@ -251,9 +251,8 @@ def test_marks_of_unlike_packed_sequences():
     for b, (n, m) in enumerate(zip(lengths_q, lengths_k)):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         mine = marks[b : b + 1, :, :n, :m]
-        wanted, _ = by_definition(
-            q[None, rows], k[None, keys], v[None, keys], mask=fmha.CAUSAL, alibi_slopes=slopes, keep=mine >= 0, p_drop=0.3
-        )
+        part, drops = (q[None, rows], k[None, keys], v[None, keys]), dict(keep=mine >= 0, p_drop=0.3)
+        wanted, _ = by_definition(*part, mask=fmha.CAUSAL, alibi_slopes=slopes, **drops)
         close(out[rows], wanted[0], 4 * tolerance(q.dtype))
         assert not marks[b, :, n:].any() and not marks[b, :, :, m:].any()
 
