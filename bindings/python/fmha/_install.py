@@ -22,9 +22,14 @@ def put(name: str, source: types.ModuleType, names: Iterable[str], force: bool) 
     module.__version__ = "2.8.3"  # type: ignore[attr-defined]
     module.__path__ = []
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-    for function in names:
-        setattr(module, function, getattr(source, function))
     sys.modules[name] = module
+    add(name, source, names)
     parent, dot, child = name.rpartition(".")
     if dot:
         setattr(sys.modules[parent], child, module)
+
+
+def add(name: str, source: types.ModuleType, names: Iterable[str]) -> None:
+    """More names for a module that :func:`put` has made."""
+    for function in names:
+        setattr(sys.modules[name], function, getattr(source, function))

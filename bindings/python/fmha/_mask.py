@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple, Union
+import sys
+from typing import Any, NamedTuple, Optional, Tuple, Union
 
 from ._numbers import flag, integer, shown
 
@@ -88,10 +89,22 @@ def mask(given: MaskLike) -> Mask:
     )
 
 
-def from_window_size(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Mask:
-    """FlashAttention's pair: both bounds included, -1 or None unbounded, bottom-right; causal closes the right side."""
+def pair(window_size: Any) -> Tuple[Any, Any]:
+    """Two bounds, which may come as a tensor: it is read once, which waits for a device."""
+    numbers = getattr(window_size, "tolist", None)
+    if numbers is not None:
+        torch = sys.modules.get("torch")
+        if getattr(window_size, "is_cuda", False) and torch is not None and torch.cuda.is_current_stream_capturing():
+            raise ValueError("window_size is a tensor on the device, which a graph cannot read: give numbers")
+        window_size = numbers()
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size: {shown(window_size)} is no pair of numbers")
+    return tuple(window_size)  # type: ignore[return-value]
+
+
+def from_window_size(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Mask:
+    """FlashAttention's pair: both bounds included, -1 or None unbounded, bottom-right; causal closes the right side."""
+    window_size = pair(window_size)
     if tuple(window_size) in ((-1, -1), (None, None)):
         return CAUSAL if flag("causal", causal) else NONE
     left, right = (-1 if value is None else integer("window_size", value) for value in window_size)

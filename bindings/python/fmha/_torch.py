@@ -344,6 +344,20 @@ def _dense_dlse(dlse: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     return None if dlse is None else dlse.contiguous()
 
 
+def gradients(
+    rows: Tuple[torch.Tensor, ...],
+    lse: torch.Tensor,
+    dlse: Optional[torch.Tensor],
+    sink: Optional[torch.Tensor],
+    lengths: Tuple[Optional[torch.Tensor], ...],
+    numbers: Tuple[Any, ...],
+) -> Tuple[torch.Tensor, ...]:
+    """dQ, dK, dV, and in fifth place dSink where there is a sink, of dO, Q, K, V and O, which are ``rows``."""
+    if sink is not None:
+        numbers = (*numbers[:_AT_OPTIONS], numbers[_AT_OPTIONS] | _WANTS_DSINK, *numbers[_AT_OPTIONS + 1 :])
+    return backward(*rows, lse.contiguous(), _dense_dlse(dlse), None, None, sink, *lengths, *numbers)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers, drawn):

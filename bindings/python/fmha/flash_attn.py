@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
 
-from . import _layouts, attention, attention_out, attention_with_kvcache
+from . import _layouts, attention, attention_with_kvcache
 from ._mask import NONE, from_window_size
 from ._numbers import flag, real
 
@@ -23,16 +23,6 @@ def _seed(p_drop: float) -> Tuple[int, int]:
         return 0, 0
     seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")
     return int(seed), 0
-
-
-def _s_dmask(q: torch.Tensor, k: torch.Tensor, seqlens: Tuple[int, int], **call: Any) -> torch.Tensor:
-    """FlashAttention's S_dmask for tests: 1 where an element is kept, -1 where it is dropped (its sign is what is
-    read)."""
-    batch, heads = q.shape[0], q.shape[-2]
-    keep = torch.zeros((batch, heads, *seqlens), dtype=torch.uint8, device=q.device)
-    o = torch.empty((*q.shape[:-1], call["v"].shape[-1]), dtype=q.dtype, device=q.device)
-    attention_out(o, q, k, keep_mask=keep, **call)
-    return keep.to(q.dtype) * 2 - 1
 
 
 def _packed(name: str, x: torch.Tensor, axis: int, count: int) -> Tuple[torch.Tensor, ...]:
@@ -72,11 +62,13 @@ def _call(
     if not flag("return_attn_probs", return_attn_probs):
         return attention(q, k, v, **shared)
     o, lse = attention(q, k, v, return_lse=True, **shared)
-    probs = None
-    if dropout_p > 0 and q.dim() == 4:
-        with torch.no_grad():
-            probs = _s_dmask(q, k, (q.shape[1], k.shape[1]), v=v, **shared)
-    return o, lse, probs
+    if not dropout_p:
+        return o, lse, q.new_empty(0)
+    if "block_table" in lengths:
+        raise NotImplementedError("return_attn_probs is given beside block_table: marks are of packed or dense keys")
+    from . import _marks
+
+    return o, lse, _marks.marks(q, k, **shared)
 
 
 def flash_attn_func(
@@ -95,7 +87,9 @@ def flash_attn_func(
     """Q ``(batch, seqlen_q, nheads, headdim)``, K and V ``(batch, seqlen_k, nheads_k, headdim)``.
 
     Causal and windows are bottom-right: with ``(left, right)`` query i sees keys from ``i + seqlen_k - seqlen_q -
-    left`` to ``i + seqlen_k - seqlen_q + right``, both included. With ``return_attn_probs``: ``(out, lse, S_dmask)``.
+    left`` to ``i + seqlen_k - seqlen_q + right``, both included. With ``return_attn_probs``: ``(out, lse, S_dmask)``:
+    marks for tests, below 0 where dropout leaves an element out; torch computes them, and they have no elements without
+    dropout.
     """
     return _call(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -574,12 +568,13 @@ def install(force: bool = False) -> None:
     Raises:
         ImportError: another ``flash_attn`` is imported already, and ``force`` is not set.
     """
-    from . import _install, bert_padding, rotary
+    from . import _flash_attn_2_private, _install, bert_padding, rotary
 
     this = sys.modules[__name__]
     names = [name for name in vars(this) if name.startswith("flash_attn_")]
     _install.put("flash_attn", this, names, force)
     _install.put("flash_attn.flash_attn_interface", this, names, force)
+    _install.add("flash_attn.flash_attn_interface", _flash_attn_2_private, _flash_attn_2_private.__all__)
     _install.put("flash_attn.bert_padding", bert_padding, bert_padding.__all__, force)
     for package in ("flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton"):
         _install.put(package, rotary, (), force)

@@ -1,8 +1,8 @@
 """FlashAttention 3's functions (module ``flash_attn_interface``), by name, argument order, defaults and return values.
 
 Speed hints (``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) are taken and have no effect: kernels choose.
-``attention_chunk`` cuts sequences into packed ones, a chunk each. ``qv`` is part of longer rows: K and V are joined, by a copy
-where they do not lie side by side.
+``attention_chunk`` cuts sequences into packed ones, a chunk each. ``qv`` is part of longer rows: K and V are joined, by a
+copy where they do not lie side by side.
 """
 
 from __future__ import annotations
@@ -288,15 +288,40 @@ def flash_attn_combine(
     return (o if out is None else out.copy_(o)), lse
 
 
-def get_scheduler_metadata(*_arguments: Any, **_options: Any) -> None:
-    """Nothing: work is dealt out on the device. ``None`` is what ``scheduler_metadata`` takes."""
-    return None
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: Optional[int] = None,
+    cu_seqlens_q: Optional[torch.Tensor] = None,
+    cu_seqlens_k_new: Optional[torch.Tensor] = None,
+    cache_leftpad: Optional[torch.Tensor] = None,
+    page_size: Optional[int] = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: Optional[bool] = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """An i32 tensor without elements, which ``scheduler_metadata`` takes: work is dealt out on the device."""
+    return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 
 def install(force: bool = False) -> None:
-    """From now on ``import flash_attn_interface`` finds this module; as :func:`fmha.flash_attn.install`."""
-    from . import _install
+    """From now on ``import flash_attn_interface`` finds this module, and ``torch.ops.flash_attn_3`` its operators; as
+    :func:`fmha.flash_attn.install`."""
+    from . import _flash_attn_3_private, _install
 
     this = sys.modules[__name__]
     names = [name for name in vars(this) if name.startswith(("flash_attn_", "get_scheduler_metadata"))]
     _install.put("flash_attn_interface", this, names, force)
+    _install.add("flash_attn_interface", _flash_attn_3_private, _flash_attn_3_private.__all__)
+    _flash_attn_3_private.register()

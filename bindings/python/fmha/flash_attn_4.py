@@ -13,7 +13,7 @@ from typing import Any, Optional, Tuple
 import torch
 
 from . import attention
-from ._mask import NONE, Mask, band
+from ._mask import NONE, Mask, band, pair
 from ._numbers import flag, integer as whole
 from ._serving import bound
 from .flash_attn import check_cache_lengths, integer, rows
@@ -23,9 +23,7 @@ from .flash_attn_3 import flash_attn_combine as _combine, refuse
 def _window(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Tuple[Optional[int], Optional[int]]:
     """Bounds of what a query sees, counted from the bottom-right diagonal, ``None`` unbounded. As there: causal closes
     the right side first, and bounds whose sum is below 0 are no window."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size: {window_size!r} is no pair of numbers")
-    left, right = (None if bound is None else whole("window_size", bound) for bound in window_size)
+    left, right = (None if bound is None else whole("window_size", bound) for bound in pair(window_size))
     if flag("causal", causal):
         right = 0
     if left is not None and right is not None and left + right < 0:
@@ -147,6 +145,46 @@ def flash_attn_varlen_func(
         aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
     )
+    o, lse = _varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        page_table=page_table,
+        softmax_scale=softmax_scale,
+        window=_window(window_size, causal),
+        learnable_sink=learnable_sink,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    return o, (lse if flag("return_lse", return_lse) else None)
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: Optional[torch.Tensor],
+    cu_seqlens_k: Optional[torch.Tensor],
+    max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int],
+    seqused_q: Optional[torch.Tensor],
+    seqused_k: Optional[torch.Tensor],
+    page_table: Optional[torch.Tensor],
+    softmax_scale: Optional[float],
+    window: Tuple[Optional[int], Optional[int]],
+    learnable_sink: Optional[torch.Tensor],
+    softcap: float,
+    deterministic: bool,
+    **scales: Any,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE of sequences, each with the window that its own lengths give."""
     # Nobody waits for the device to learn the longest sequence: all rows of a call bound it.
     if cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = rows_bound(rows(q, 0, "q"))
@@ -154,7 +192,7 @@ def flash_attn_varlen_func(
         max_seqlen_k = rows_bound(rows(k, 0, "k"))
     if page_table is not None:
         check_cache_lengths("seqused_k", seqused_k, k, page_table)
-    left, right = _window(window_size, causal)
+    left, right = window
     sink, hidden = _sink(learnable_sink), None
     if right is not None and right < 0:
         # A window that ends n keys before the diagonal ends on it where a sequence has n keys less.
@@ -185,9 +223,8 @@ def flash_attn_varlen_func(
         max_seqlen_k=0 if max_seqlen_k is None else integer("max_seqlen_k", max_seqlen_k),
         deterministic=deterministic,
         return_lse=True,
+        **scales,
     )
-    if not flag("return_lse", return_lse):
-        return o, None
     if hidden is not None:
         empty = lse.new_full((lse.shape[-2],), -torch.inf) if sink is None else sink
         lse = torch.where(hidden, empty[:, None], lse)
@@ -268,10 +305,11 @@ def flash_attn_combine(
 def install(force: bool = False) -> None:
     """From now on ``import flash_attn.cute`` and ``flash_attn.cute.interface`` find this module; as
     :func:`fmha.flash_attn.install`, which this calls: ``flash_attn.cute`` lies in it."""
-    from . import _install, flash_attn
+    from . import _flash_attn_4_private, _install, flash_attn
 
     flash_attn.install(force)
     this = sys.modules[__name__]
     names = [name for name in vars(this) if name.startswith("flash_attn_")]
     _install.put("flash_attn.cute", this, names, force)
     _install.put("flash_attn.cute.interface", this, names, force)
+    _install.add("flash_attn.cute.interface", _flash_attn_4_private, _flash_attn_4_private.__all__)

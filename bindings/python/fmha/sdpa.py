@@ -20,6 +20,8 @@ import torch
 from torch.nn import attention as _registry
 
 from . import _arguments, _native, _torch, attention_out
+from ._marks import marks
+from ._mask import CAUSAL_TOP_LEFT, NONE
 
 NAME = "fmha"
 
@@ -55,13 +57,16 @@ def _dense(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
-def _no_debug_mask(return_debug_mask: bool) -> None:
-    if return_debug_mask:
-        raise NotImplementedError("return_debug_mask is True: keep_mask of fmha.attention_out says what dropout keeps")
+def _debug_mask(return_debug_mask: bool, query: torch.Tensor, dropout_p: float, marks: Any) -> torch.Tensor:
+    """Marks of dropout where torch's tests ask for them, as :mod:`fmha._marks` makes them."""
+    if not return_debug_mask:
+        return query.new_empty(0)
+    if not dropout_p:
+        raise RuntimeError(f"return_debug_mask is True, but dropout_p is {dropout_p}: marks are of dropout")
+    return marks()
 
 
 def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    _no_debug_mask(return_debug_mask)
     seed = _seed(dropout_p)
     o = _o_like(query, value.shape[-1])
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -83,7 +88,14 @@ def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debu
         key.shape[2],
         _state(seed),
         torch.zeros((), dtype=torch.uint64),
-        query.new_empty(0),
+        _debug_mask(
+            return_debug_mask,
+            query,
+            dropout_p,
+            lambda: marks(
+                *_dense(query, key), CAUSAL_TOP_LEFT if is_causal else NONE, dropout_p, int(seed), softmax_scale=scale
+            ),
+        ),
     )
 
 
@@ -173,7 +185,6 @@ def _flash_forward(
     num_splits=None,
 ):
     """Rows first: ``(b, s, h, d)`` or packed; causal and windows are bottom-right, as FlashAttention's."""
-    _no_debug_mask(return_debug_mask)
     if (cum_seq_q is None) is not (cum_seq_k is None):
         given, absent = ("cum_seq_q", "cum_seq_k") if cum_seq_k is None else ("cum_seq_k", "cum_seq_q")
         raise ValueError(f"{given} is given, but {absent} is not")
@@ -209,7 +220,13 @@ def _flash_forward(
         batch_invariant=num_splits == 1,
         **call,
     )
-    return o, lse, _state(seed), torch.zeros((), dtype=torch.uint64), query.new_empty(0)
+    mask = _window(window_size_left, window_size_right, is_causal)
+    drops = dict(p_drop=dropout_p, seed=int(seed), softmax_scale=scale, alibi_slopes=alibi_slopes)
+    if return_debug_mask and (block_table is not None or seqused_k is not None):
+        given = "block_table" if block_table is not None else "seqused_k"
+        raise NotImplementedError(f"return_debug_mask is given beside {given}: marks are of packed or dense keys")
+    debug = _debug_mask(return_debug_mask, query, dropout_p, lambda: marks(query, key, mask, **drops, **call))
+    return o, lse, _state(seed), torch.zeros((), dtype=torch.uint64), debug
 
 
 def _flash_backward(

@@ -598,7 +598,8 @@ def unpad_input():
 @door
 def sdpa_forward():
     base = dict(zip(("query", "key", "value"), (x.transpose(1, 2) for x in tensors(hk=4))))
-    cases = dict(dropout_p=changes(0.4), is_causal=changes(True), scale=changes(0.1), return_debug_mask=refused(True))
+    cases = dict(dropout_p=changes(0.4), is_causal=changes(True), scale=changes(0.1))
+    cases["return_debug_mask"] = [changes(True, dropout_p=0.4), refused(True)]
     return Door(fmha.sdpa._sdpa_forward, base, cases)
 
 
@@ -652,7 +653,7 @@ def sdpa_rows_first_forward():
         cum_seq_k=refused(cu(11, 11)),
         dropout_p=changes(0.4),
         is_causal=changes(True),
-        return_debug_mask=refused(True),
+        return_debug_mask=[changes(True, dropout_p=0.4), refused(True)],
     )
     base = dict(
         query=q,
