@@ -225,7 +225,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
             let args = from.args(&mut o, &mut lse);
             let blocks = Blocks { block_m: 64, ..FORWARD_BLOCKS };
             let call = Forward { problem: &valid, args: &args, spans: &spans, blocks };
-            let shared = call.shared(KvRows::UNPAGED, None, blocks);
+            let shared = call.shared(KvRows::UNPAGED, None, blocks, None);
             let mut scratch = in_exact_sizes(|| shared.scratch::<S>().unwrap());
             let ends = floats(&mut scratch).map(|floats| {
                 let end = floats.numbers().len();
@@ -318,7 +318,9 @@ fn every_query_of_a_head_is_in_one_task_and_the_longest_task_comes_first() {
     let blocks = Blocks { block_m: 16, ..FORWARD_BLOCKS };
     let tasks = |mask: &str, heads: u32, lengths: &[(u32, u32)]| {
         let problem = problem(DType::F32, (100, 100), heads, (8, 8), mask);
-        of_call(&problem, lengths, blocks, |call| call.shared(KvRows::UNPAGED, None, blocks).tasks().unwrap())
+        of_call(&problem, lengths, blocks, |call| {
+            call.shared(KvRows::UNPAGED, None, blocks, None).tasks().unwrap()
+        })
     };
     let sizes = |mask: &str, lengths: (u32, u32)| -> Vec<(u32, u32, u32)> {
         tasks(mask, 1, &[lengths]).iter().map(|task| (task.i, task.queries, task.keys)).collect()
@@ -348,7 +350,7 @@ fn few_queries_are_taken_in_rows_and_all_of_them_on_request_or_with_a_tree_mask(
         (&plain, invariant, [true; 4]),
     ] {
         let found = of_call(problem, &[(1, 50), (8, 50), (9, 50), (100, 50)], blocks, |call| {
-            let shared = call.shared(KvRows::UNPAGED, None, blocks);
+            let shared = call.shared(KvRows::UNPAGED, None, blocks, None);
             call.spans.iter().map(|span| shared.in_rows(span)).collect::<Vec<_>>()
         });
         assert_eq!(found, wanted);
@@ -381,7 +383,7 @@ fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
     fn sizes<S: Simd>(problem: &FwdProblem) -> [usize; 14] {
         let blocks = Blocks { block_m: 64, block_n: 36, ..FORWARD_BLOCKS };
         of_call(problem, &[], blocks, |call| {
-            let shared = call.shared(KvRows::UNPAGED, None, blocks);
+            let shared = call.shared(KvRows::UNPAGED, None, blocks, None);
             let mut scratch = in_exact_sizes(|| shared.scratch::<S>().unwrap());
             let [row_max, row_sum] = [&scratch.row_max, &scratch.row_sum].map(|of| of.numbers().len());
             let others = floats(&mut scratch).map(|of| of.numbers().len());

@@ -130,7 +130,7 @@ fn of_problem<T>(problem: &FwdProblem, spans: &[SeqSpan], look: impl FnOnce(&Sha
     let args = FwdArgs::new(nothing, nothing, nothing, DevSliceMut::host::<f32>(&mut []));
     let blocks = Blocks { rows_only: true, ..FORWARD_BLOCKS };
     let call = Forward { problem, args: &args, spans, blocks };
-    look(&call.shared(KvRows::UNPAGED, None, blocks))
+    look(&call.shared(KvRows::UNPAGED, None, blocks, None))
 }
 
 /// What `look` sees of a call whose sequences have these lengths, all taken in rows.
@@ -348,7 +348,7 @@ fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
     let args = FwdArgs::new(DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v), nothing);
     let blocks = Blocks { rows_only: true, ..FORWARD_BLOCKS };
     let call = Forward { problem: &valid, args: &args, spans: &spans, blocks };
-    let shared = call.shared(KvRows::UNPAGED, None, blocks);
+    let shared = call.shared(KvRows::UNPAGED, None, blocks, None);
     let task = Task { span: 0, heads: (0, 1), first_row: 0, rows: 4, chunks: (0, 3), slot: None };
     let mut scratch = shared.row_scratch::<Portable>(4, 1, shared.queries_len::<Portable>(&task)).unwrap();
     let rows = shared.rows::<Portable>(task);
