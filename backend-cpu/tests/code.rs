@@ -107,7 +107,6 @@ fn check(device: &Device, problem: FwdProblem, seed: u64) {
         FwdArgs::new(sq, sk, sv, DevSliceMut::host(&mut o)).score(score).lse(DevSliceMut::host(&mut lse));
     plan.run(&mut args, &stream).unwrap_or_else(|e| panic!("{text}: {e}"));
     let exact = forward(&fwd, &args, Precision::Exact).unwrap();
-    drop(args);
     for head in &exact {
         for i in 0..head.span.seqlen_q {
             let at = fwd.strides.o.offset(head.span.q_batch, i, head.i_head, 0) as usize;
@@ -248,7 +247,6 @@ fn a_nan_that_code_hides_reaches_nothing() {
     let plan = device.plan_fwd(&fwd, &PlanOptions::default()).unwrap();
     let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o)).lse(DevSliceMut::host(&mut lse));
     plan.run(&mut args, &device.default_stream()).unwrap();
-    drop(args);
     assert!(o.iter().all(|x| x.is_finite()));
     assert!(o[7 * 24..8 * 24].iter().all(|&x| x == 0.0) && lse[7] == f32::NEG_INFINITY);
     let bwd = BwdProblem::new((*fwd).clone()).validate().unwrap();
@@ -384,7 +382,6 @@ fn gradients_of_captured_tensors_have_the_same_bits_on_any_number_of_threads() {
             FwdArgs::new(sq, sk, sv, DevSliceMut::host(&mut o)).lse(DevSliceMut::host(&mut lse)).score(score);
         let stream = device.default_stream();
         device.plan_fwd(fwd, &PlanOptions::default()).unwrap().run(&mut args, &stream).unwrap();
-        drop(args);
         let mut grads = [q.clone(), k.clone(), v.clone()];
         let mut dtable = vec![f32::NAN; 15];
         let of_forward = [&o, &lse, &dout].map(|x| DevSlice::host(x));

@@ -4,6 +4,7 @@ use std::ops::RangeInclusive;
 
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
+use fmha::expr::Function;
 use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions, ProblemError};
 
 use crate::cache::CacheOptions;
@@ -82,6 +83,14 @@ pub(super) struct ProblemArgs {
     /// b:LEFT,RIGHT[,SINK] (window, -1 = unbounded); g:Y,X[,SINK] (generic coordinates)
     #[arg(long, value_name = "MASK", default_value = "0", value_parser = mask)]
     pub(super) mask: MaskSpec,
+
+    /// What a scaled score becomes, as code over s, b, h, q, k, seqlen_q, seqlen_k: "s + 0.5*(k-q)"
+    #[arg(long, value_name = "CODE", value_parser = code("score"))]
+    pub(super) score: Option<Function>,
+
+    /// Which pairs are seen besides, as code: "k <= q and q - k < 128"
+    #[arg(long, value_name = "CODE", value_parser = code("keep"))]
+    pub(super) keep: Option<Function>,
 
     /// n; e[:0|1|2|3] elementwise over 1*1, 1*h, b*h or b*1; a[:0|1] ALiBi with slopes of h or b*h
     #[arg(long, value_name = "BIAS", default_value = "n", value_parser = bias)]
@@ -367,6 +376,22 @@ pub(super) fn dtype(field: &'static str) -> impl Fn(&str) -> Result<DType, Strin
 
 fn mask(text: &str) -> Result<MaskSpec, String> {
     text.parse().map_err(|error: ProblemError| error.text)
+}
+
+/// A function that captures nothing: the command has no way to give it a tensor.
+fn code(field: &'static str) -> impl Fn(&str) -> Result<Function, String> + Clone {
+    move |text| {
+        let function: Function = text.parse().map_err(|error| format!("{field}: {error}"))?;
+        if let Some(capture) = function.captures().first() {
+            let name = &capture.name;
+            return Err(format!("{field}: {name} is captured, and the command has no value for it"));
+        }
+        match (field, function.is_mask()) {
+            ("score", true) => Err(format!("{field} `{text}` is a bool: it is a mask, which --keep takes")),
+            ("keep", false) => Err(format!("{field} `{text}` is a number, not a bool")),
+            _ => Ok(function),
+        }
+    }
 }
 
 fn backend(text: &str) -> Result<Backend, String> {

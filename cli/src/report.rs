@@ -83,6 +83,11 @@ pub(super) fn describe(setup: &Setup) -> String {
             let _ = write!(text, ", {word}");
         }
     }
+    for (code, word) in [(&fwd.code.score, "score"), (&fwd.code.mask, "keep")] {
+        if let Some(code) = code {
+            let _ = write!(text, ", {word} {code}");
+        }
+    }
     for (value, word) in [(fwd.score.softmax_scale, "scale"), (fwd.score.softcap, "softcap")] {
         if let Some(value) = value {
             let _ = write!(text, ", {word} {value}");

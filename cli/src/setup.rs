@@ -348,6 +348,8 @@ impl ProblemArgs {
             .strides_o(output(extents.o))
             .v_layout(self.vlayout)
             .mask(self.mask)
+            .score_code(self.score.clone())
+            .mask_code(self.keep.clone())
             .softmax_scale(self.softmax_scale)
             .softcap(self.softcap.filter(|&softcap| softcap != 0.0))
             .bias(match self.bias {

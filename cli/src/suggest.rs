@@ -10,7 +10,9 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("dropout", "--p-drop"),
     ("dropout_p", "--p-drop"),
     ("is_causal", "--mask causal"),
+    ("mask_mod", "--keep"),
     ("scale", "--softmax-scale"),
+    ("score_mod", "--score"),
     ("sm_scale", "--softmax-scale"),
     ("window_size", "--mask b:LEFT,RIGHT"),
 ];

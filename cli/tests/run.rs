@@ -56,6 +56,45 @@ fn every_option_of_the_problem_runs_and_is_checked() {
 }
 
 #[test]
+fn a_score_and_a_mask_as_code_run_and_are_checked() {
+    for options in [
+        "--score 's + 0.5*(k-q)' --keep 'k <= q'",
+        "--score 's * sigmoid(s)' --softcap 9 --prec bf16",
+        "--keep 'q // 8 == k // 8 or k < 2' --backward --mask b",
+        "--score 'select(abs(q-k) < 9, s, -inf)' --backward --prec fp32",
+    ] {
+        let mut words = vec!["run -b 1 -h 2 -s 40 -d 16 --backend cpu --repeat 1".to_owned()];
+        words.push(options.to_owned());
+        let ran = quoted(&words.join(" "));
+        assert_eq!(ran.status, 0, "{options}: {}{}", ran.out, ran.err);
+        assert!(ran.out.ends_with("PASS\n"), "{options}: {}", ran.out);
+    }
+    for (options, said) in [
+        ("--score 's + foo'", "score: column 5, `foo`: the name is neither"),
+        ("--score 'k <= q'", "it is a mask, which --keep takes"),
+        ("--keep 'k + q'", "keep `k + q` is a number, not a bool"),
+        ("--score 'rate: float; s * rate'", "score: rate is captured, and the command has no value for it"),
+    ] {
+        let ran = quoted(&format!("run -b 1 -h 1 -s 8 -d 16 --backend cpu {options}"));
+        assert_ne!(ran.status, 0, "{options}");
+        assert!(ran.err.contains(said), "{options}: {}", ran.err);
+    }
+}
+
+/// The command's words, of which those in quotes are one each.
+fn quoted(line: &str) -> Ran {
+    let mut words: Vec<String> = vec![];
+    for (at, part) in line.split('\'').enumerate() {
+        match at % 2 {
+            0 => words.extend(part.split_whitespace().map(str::to_owned)),
+            _ => words.push(part.to_owned()),
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    Ran::of(command(folder.path(), "").args(words).output().unwrap())
+}
+
+#[test]
 fn every_option_of_a_cache_runs_and_is_checked() {
     for options in [
         "--page-size 16 --seqused-k 40,3",

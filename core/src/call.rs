@@ -119,7 +119,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         }
     }
 
-    /// Its score and mask as code.
+    /// The problem's score and mask as code.
     #[doc(hidden)]
     fn code(&self) -> Option<&Code> {
         None

@@ -38,7 +38,7 @@ struct Pair {
 };
 ";
 
-/// The same on this side.
+/// Memory of a captured tensor on this side.
 fn memory(stored: Stored, rank: usize) -> Vec<u8> {
     let mut bytes = vec![];
     for at in 0..i64::from(EXTENT.pow(rank as u32)) {

@@ -198,7 +198,7 @@ impl Ranges for [Captured<'_>] {
 pub struct Bounds(Vec<Interval>);
 
 impl Bounds {
-    /// Of each node of a graph.
+    /// Bounds each node of a graph.
     #[must_use]
     pub fn new(graph: &Graph, tile: &Tile, ranges: &(impl Ranges + ?Sized)) -> Self {
         let mut all: Vec<Interval> = Vec::with_capacity(graph.nodes().len());

@@ -46,6 +46,8 @@ pub enum Kind {
     Any,
     /// Those that do not jump in the score nor grow steeply, for comparisons after a softmax.
     Tame,
+    /// Those of [`Kind::Tame`], without captures.
+    Bare,
 }
 
 /// A captured tensor of every drawn function: name, type, and which pair's place each axis is read by in tame functions.
@@ -68,7 +70,7 @@ pub fn score(seed: u64, kind: Kind) -> Result<Function, ExprError> {
     let mut drawing = Drawing { graph: Graph::default(), draw: Draw::new(seed), kind, is_mask: false };
     let root = match kind {
         Kind::Any => drawing.float(5)?,
-        Kind::Tame => {
+        Kind::Tame | Kind::Bare => {
             // The score stays one that a softmax has use for.
             let s = drawing.graph.variable(Variable::Score);
             let factor = drawing.bounded(3)?;
@@ -103,6 +105,9 @@ type Drawn = Result<Id, ExprError>;
 impl Drawing {
     fn load(&mut self, number: usize, depth: usize) -> Drawn {
         let (name, stored, rank) = CAPTURED[number];
+        if self.kind == Kind::Bare {
+            return self.instead(stored.value_type());
+        }
         let capture = self.graph.capture(name, CaptureKind::Tensor { stored, rank })?;
         let mut at = vec![];
         for _ in 0..rank {
@@ -111,8 +116,28 @@ impl Drawing {
         self.graph.load(capture, &at)
     }
 
+    /// A value in the place of a captured one.
+    fn instead(&mut self, of: Type) -> Drawn {
+        let key = self.graph.variable(Variable::Key);
+        match of {
+            Type::Float => {
+                let value = self.draw.unit() as f32;
+                Ok(self.graph.float(value))
+            }
+            Type::Int => Ok(key),
+            Type::Bool => {
+                let last = self.draw.below(60) as i64;
+                let last = self.graph.int(last);
+                self.graph.binary(Binary::Lt, key, last)
+            }
+        }
+    }
+
     fn number(&mut self, number: usize) -> Drawn {
         let (name, kind) = NUMBERS[number];
+        if self.kind == Kind::Bare {
+            return self.instead(kind);
+        }
         let capture = self.graph.capture(name, CaptureKind::Number(kind))?;
         Ok(self.graph.number(capture))
     }
@@ -265,6 +290,9 @@ impl Drawing {
                     let at = self.draw.of(&[Variable::Query, Variable::Key]);
                     let at = self.graph.variable(at);
                     let (name, stored, rank) = CAPTURED[3];
+                    if self.kind == Kind::Bare {
+                        return Ok(at);
+                    }
                     let capture = self.graph.capture(name, CaptureKind::Tensor { stored, rank })?;
                     self.graph.load(capture, &[at])
                 }
@@ -275,7 +303,7 @@ impl Drawing {
             };
         }
         let less = depth - 1;
-        match self.draw.below(if self.kind == Kind::Tame { 6 } else { 9 }) {
+        match self.draw.below(if self.kind == Kind::Any { 9 } else { 6 }) {
             0..=2 => {
                 let op = self.draw.of(&[Binary::Add, Binary::Sub, Binary::Min, Binary::Max]);
                 let (a, b) = (self.int(less)?, self.int(less)?);
@@ -326,7 +354,7 @@ impl Drawing {
         let less = depth.saturating_sub(1);
         match self.draw.below(if depth == 0 { 4 } else { 8 }) {
             0..=2 => {
-                let op = self.draw.of(&COMPARISONS[..if self.kind == Kind::Tame { 4 } else { 6 }]);
+                let op = self.draw.of(&COMPARISONS[..if self.kind == Kind::Any { 6 } else { 4 }]);
                 let (a, b) = (self.int(less)?, self.int(less)?);
                 self.graph.binary(op, a, b)
             }

@@ -50,9 +50,9 @@ impl Value {
 /// The value of a captured number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Number {
-    /// Of a float.
+    /// An f32 number.
     Float(f32),
-    /// Of an integer.
+    /// An i64 number.
     Int(i64),
 }
 

@@ -483,7 +483,7 @@ impl Node {
         }
     }
 
-    /// The same node of other operands.
+    /// A copy of the node with other operands.
     #[must_use]
     pub(super) fn map(&self, mut to: impl FnMut(Id) -> Id) -> Node {
         match self {

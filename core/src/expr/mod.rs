@@ -116,7 +116,7 @@ impl Function {
         Ok(Self(Arc::new(Parts { graph, root })))
     }
 
-    /// Its nodes and captures.
+    /// The function's nodes and captures.
     #[must_use]
     pub fn graph(&self) -> &Graph {
         &self.0.graph

@@ -391,9 +391,11 @@ fn run<I: IntLane>(
                 floats.0[to as usize][..count].copy_from_slice(&scores[..count]);
             }
             Operation::Query => {
-                let (rows, width) = (&mut ints.0[to as usize], block.width);
-                for (e, row) in rows.iter_mut().enumerate() {
-                    *row = I::of(i64::from(block.q) + (e % width) as i64);
+                // No remainder of a pair's number: a division a pair took longer than all else.
+                for rows in ints.0[to as usize].chunks_mut(block.width) {
+                    for (lane, row) in rows.iter_mut().enumerate() {
+                        *row = I::of(i64::from(block.q) + lane as i64);
+                    }
                 }
             }
             Operation::Key => {

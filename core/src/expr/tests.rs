@@ -308,7 +308,7 @@ fn check_slope(function: &Function, slope: f64, mut f: impl FnMut(f64) -> f64) -
     Ok(())
 }
 
-/// The same where the step is rounded to f32.
+/// [`check_slope`] where the step is rounded to f32.
 fn check_slope_of_f32(
     function: &Function,
     slope: f64,

@@ -64,7 +64,7 @@ pub struct BackwardSpread {
     pub ds: Vec<f64>,
     /// Of dSink.
     pub dsink: f64,
-    /// Of the captured tensors' gradients.
+    /// Spread of the captured tensors' gradients.
     pub dcaptured: Vec<Vec<f64>>,
     /// Of dK, from [far](is_far) queries alone.
     pub far_dk: Vec<f64>,

@@ -3,6 +3,7 @@
 mod addresses;
 mod backward;
 mod bits;
+mod code;
 mod combine;
 mod decode;
 pub mod definition;
@@ -33,6 +34,7 @@ pub(crate) fn all() -> Vec<Case> {
         fp8::cases(),
         guards::cases(),
         backward::cases(),
+        code::cases(),
         combine::cases(),
         parts::cases(),
         decode::cases(),

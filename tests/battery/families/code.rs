@@ -1,0 +1,100 @@
+//! Scores and masks as code: a seed draws each expression.
+
+use fmha_core::expr::draw::{self, Kind};
+use fmha_core::{Bias, BwdProblem, DType, Dims, FwdProblem};
+
+use super::edges::{data, group, masked};
+use crate::case::Case;
+use crate::tensors::Lengths;
+
+/// What else happens to a score, and how the tensors lie.
+const VARIANTS: [&str; 10] = [
+    "batch",
+    "group",
+    "used",
+    "softcap",
+    "alibi",
+    "sink",
+    "dropout",
+    "window",
+    "few_queries",
+    "negative_scale",
+];
+
+/// Packed sequences: without queries, without keys, of one tile and of several.
+const SEQUENCES: [(u32, u32); 5] = [(0, 9), (33, 70), (17, 0), (70, 65), (1, 130)];
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let mut seed = 0;
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for variant in VARIANTS {
+            for what in ["score", "mask", "both"] {
+                seed += 1;
+                let (problem, lengths) = problem(dtype, variant, what, seed);
+                let name = format!("code/forward/{dtype}/{variant}/{what}{seed}");
+                let drawn = data(&name);
+                cases.push(Case::forward(name, problem.clone(), lengths.clone(), drawn));
+                let name = format!("code/backward/{dtype}/{variant}/{what}{seed}");
+                let drawn = data(&name);
+                cases.push(Case::backward(name, BwdProblem::new(problem), lengths, drawn));
+            }
+        }
+    }
+    cases
+}
+
+fn problem(dtype: DType, variant: &str, what: &str, seed: u64) -> (FwdProblem, Lengths) {
+    let seqlen_q = if variant == "few_queries" { 3 } else { 70 };
+    let dims = Dims {
+        batch: 2,
+        seqlen_q,
+        seqlen_k: 130,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: 32,
+        head_dim_v: 24,
+    };
+    let (mut problem, mut lengths) = (masked(dtype, dims, "0"), Lengths::default());
+    match variant {
+        "group" => {
+            problem = group(dtype, dims, &SEQUENCES, "b");
+            lengths = Lengths::packed(&SEQUENCES);
+        }
+        "used" => {
+            problem = problem.seqused_q(true).seqused_k(true);
+            (lengths.seqused_q, lengths.seqused_k) = (vec![70, 41], vec![99, 130]);
+        }
+        "softcap" => problem = problem.softcap(2.0),
+        "alibi" => problem = problem.bias(Bias::Alibi { per_batch: false }),
+        "sink" => problem = problem.sink(true),
+        "dropout" => problem = problem.p_drop(0.3),
+        "window" => problem = masked(dtype, dims, "b:40,3,2"),
+        "negative_scale" => problem = problem.softmax_scale(-0.2),
+        _ => {}
+    }
+    // Expressions without captures: a drawn function always is one.
+    if what != "mask" {
+        problem = problem.score_code(draw::score(seed, Kind::Bare).ok());
+    }
+    if what != "score" {
+        problem = problem.mask_code(draw::mask(seed, Kind::Bare).ok());
+    }
+    (problem, lengths)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_case_has_the_functions_that_its_name_says() {
+        for case in cases() {
+            let Some(problem) = case.problem() else { panic!("{} has no problem", case.name) };
+            let has = (problem.code.score.is_some(), problem.code.mask.is_some());
+            let wanted = (!case.name.contains("/mask"), !case.name.contains("/score"));
+            assert_eq!(has, wanted, "{}", case.name);
+            assert!(problem.code.captured.is_empty() && problem.code.numbers().is_empty(), "{}", case.name);
+        }
+    }
+}
