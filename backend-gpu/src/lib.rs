@@ -29,7 +29,8 @@ pub use launches::{Grid, Launch, Launches, Stage};
 pub use portable::{Combine, RowKernel, Simt, SimtBwd, update};
 pub use ranges::{PopRange, PushRange, Ranges};
 pub use recipe::{
-    About, AnyAddress, Choice, Facts, GpuProblem, Kernel, Planned, Recipe, Tiles, Vendor, deterministic_rows,
+    About, AnyAddress, Choice, Facts, GpuProblem, Kernel, Operand, Planned, Recipe, Tiles, Vendor,
+    deterministic_rows,
 };
 pub use select::{Selected, select};
 pub use steps::{Step, Steps};

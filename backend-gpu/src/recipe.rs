@@ -6,7 +6,7 @@ use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
 use fmha_core::{
     Accuracy, Call, DType, PlanOptions, Problem, ProblemError, Promises, Refusal, ResourceUsage, Result,
-    Roofline, ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Roofline, ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace, check_addresses,
 };
 
 use crate::driver::{Driver, Toolchain};
@@ -47,11 +47,65 @@ pub trait Vendor: Sized + Send + Sync + 'static {
 pub trait GpuProblem: Problem {
     /// A vendor's recipes of the operation, best first.
     fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>>;
+
+    /// Where the operands of a call lie, those whose alignment may matter; 0 of one that is not there.
+    fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)>;
+}
+
+/// An operand whose alignment may matter to a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operand {
+    /// Q.
+    Q,
+    /// K.
+    K,
+    /// V.
+    V,
+    /// O.
+    O,
+    /// The elementwise bias.
+    Bias,
+    /// dO.
+    Dout,
+    /// dQ.
+    Dq,
+    /// dK.
+    Dk,
+    /// dV.
+    Dv,
+}
+
+impl Operand {
+    /// The operand's name in refusals.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Q => "q",
+            Self::K => "k",
+            Self::V => "v",
+            Self::O => "o",
+            Self::Bias => "bias",
+            Self::Dout => "dout",
+            Self::Dq => "dq",
+            Self::Dk => "dk",
+            Self::Dv => "dv",
+        }
+    }
 }
 
 impl GpuProblem for ValidFwd {
     fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>> {
         V::forward()
+    }
+
+    fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)> {
+        [
+            (Operand::Q, args.q.as_ptr() as u64),
+            (Operand::K, args.k_slice().as_ptr() as u64),
+            (Operand::V, args.v_slice().as_ptr() as u64),
+            (Operand::O, args.o.as_mut_ptr() as u64),
+            (Operand::Bias, args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64)),
+        ]
     }
 }
 
@@ -59,11 +113,28 @@ impl GpuProblem for ValidBwd {
     fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>> {
         V::backward()
     }
+
+    fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)> {
+        [
+            (Operand::Q, args.q.as_ptr() as u64),
+            (Operand::K, args.k.as_ptr() as u64),
+            (Operand::V, args.v.as_ptr() as u64),
+            (Operand::O, args.o.as_ptr() as u64),
+            (Operand::Dout, args.dout.as_ptr() as u64),
+            (Operand::Dq, args.dq.as_mut_ptr() as u64),
+            (Operand::Dk, args.dk.as_mut_ptr() as u64),
+            (Operand::Dv, args.dv.as_mut_ptr() as u64),
+        ]
+    }
 }
 
 impl GpuProblem for ValidCombine {
     fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>> {
         V::combine()
+    }
+
+    fn addresses(_: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)> {
+        []
     }
 }
 
@@ -282,13 +353,10 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         facts.lay_out(launch, usage);
     }
 
-    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
-    /// made.
-    ///
-    /// # Errors
-    /// The operand, its address and the alignment that it lacks.
-    fn takes_addresses(&self, _call: &Call<'_, P>) -> Result<(), ProblemError> {
-        Ok(())
+    /// Bytes of which an operand's address has to be a multiple, a power of two; 1 where it may lie anywhere. Addresses are not
+    /// known when a plan is made.
+    fn alignment(&self, _problem: &P, _operand: Operand) -> u64 {
+        1
     }
 
     /// What serves operands whose addresses this one does not take, where the caller allows that.
@@ -375,6 +443,26 @@ impl<P: GpuProblem, V: Vendor> Planned<P, V> {
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.recipe.about.name
+    }
+
+    /// Takes the operands where they lie, or names the first that it does not.
+    ///
+    /// # Errors
+    /// The operand, its address and the alignment that it lacks.
+    pub fn takes_addresses(&self, call: &Call<'_, P>) -> Result<(), ProblemError> {
+        let About { name, rows_of, .. } = self.recipe.about;
+        // A kernel that brings K and V to another one looks at these first, and leaves the other operands to that one.
+        let is_brought = |operand| name != rows_of && matches!(operand, Operand::K | Operand::V);
+        for brought in [true, false] {
+            for (operand, address) in P::addresses(call.args) {
+                if is_brought(operand) == brought {
+                    let align = self.kernel.alignment(call.problem, operand);
+                    let kernel = if brought { name } else { rows_of };
+                    check_addresses(kernel, [(operand.name(), address, align, true)])?;
+                }
+            }
+        }
+        Ok(())
     }
 }
 

@@ -1,10 +1,7 @@
 //! What loads and stores ask of operands, whichever kernel it is: strides and lengths of a forward call, addresses.
 
-use fmha_core::{
-    Bias, DType, FwdProblem, KvLayout, ProblemError, Refusal, Strides, VLayout, check_addresses,
-};
-
-use crate::nvidia::FwdCall;
+use fmha_core::{Bias, DType, FwdProblem, KvLayout, Refusal, Strides, VLayout};
+use fmha_gpu::Operand;
 
 /// What TMA and copies and stores of 16 bytes ask of addresses.
 pub(crate) const ALIGN: u64 = 16;
@@ -90,26 +87,20 @@ pub(crate) fn refuse_faint_alibi(problem: &FwdProblem, kernel: &'static str) -> 
     Ok(())
 }
 
-/// Holds a call's addresses to a kernel whose loads are TMA's (`copy_bytes` 0) or copies of so many bytes, and which stores rows of
-/// O 16 bytes at a time or element by element.
-///
-/// # Errors
-/// The first operand that begins elsewhere, its address and the alignment that it lacks.
-pub(crate) fn check_begins(
-    kernel: &str,
-    call: &FwdCall<'_>,
+/// What a kernel asks of an operand's address whose loads are TMA's (`copy_bytes` 0) or copies of so many bytes, and which stores rows
+/// of O 16 bytes at a time or element by element.
+pub(crate) fn alignment(
+    problem: &FwdProblem,
+    operand: Operand,
     copy_bytes: i32,
     stores_vectors: bool,
-) -> Result<(), ProblemError> {
+) -> u64 {
     let loads = if copy_bytes > 0 { u64::from(copy_bytes.unsigned_abs()) } else { ALIGN };
-    let args = call.args;
-    // A tensor without rows may lie anywhere.
-    let has_keys = call.problem.shape_k().seq > 0;
-    let operands = [
-        ("q", args.q.as_ptr() as u64, loads, true),
-        ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
-        ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
-        ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
-    ];
-    check_addresses(kernel, operands)
+    match operand {
+        Operand::Q => loads,
+        // A tensor without rows may lie anywhere.
+        Operand::K | Operand::V if problem.shape_k().seq > 0 => loads,
+        Operand::O if stores_vectors => ALIGN,
+        _ => 1,
+    }
 }

@@ -12,12 +12,11 @@ use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::BwdSpec;
-use fmha_core::{
-    Bias, BwdArgs, BwdProblem, DType, MaskKind, PlanOptions, ProblemError, Refusal, abi_enum, abi_spec,
-    abi_struct, check_addresses,
-};
+use fmha_core::{Bias, BwdProblem, DType, MaskKind, PlanOptions, Refusal, abi_enum, abi_spec, abi_struct};
 
 use crate::CDNA;
+use fmha_gpu::Operand;
+
 use crate::arch::Arch;
 use crate::device::{Device, refuse};
 use crate::paths::{LoadPath, StorePath};
@@ -412,29 +411,18 @@ impl<U: Unit> Backward<U> {
         }
     }
 
-    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
-    /// made.
-    ///
-    /// # Errors
-    /// The operand, its address and the alignment that it lacks.
-    pub(crate) fn takes_addresses(
-        &self,
-        problem: &BwdProblem,
-        args: &BwdArgs<'_>,
-    ) -> Result<(), ProblemError> {
-        let Some(tile) = self.tiles.first() else { return Ok(()) };
-        let loads = if tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
-        let stores = if tile.store == StorePath::Element { 1 } else { 4 * problem.dtype_grad.size_bytes() };
-        let operands = [
-            ("q", args.q.as_ptr() as u64, loads, true),
-            ("k", args.k.as_ptr() as u64, loads, true),
-            ("v", args.v.as_ptr() as u64, loads, true),
-            ("dout", args.dout.as_ptr() as u64, loads, true),
-            ("dq", args.dq.as_mut_ptr() as u64, stores, true),
-            ("dk", args.dk.as_mut_ptr() as u64, stores, true),
-            ("dv", args.dv.as_mut_ptr() as u64, stores, true),
-        ];
-        check_addresses(U::NAME, operands)
+    /// Bytes of which an operand's address has to be a multiple.
+    pub(crate) fn alignment(&self, problem: &BwdProblem, operand: Operand) -> u64 {
+        let Some(tile) = self.tiles.first() else { return 1 };
+        match operand {
+            Operand::Q | Operand::K | Operand::V | Operand::Dout if tile.load != LoadPath::Element => {
+                DWORD.unsigned_abs()
+            }
+            Operand::Dq | Operand::Dk | Operand::Dv if tile.store != StorePath::Element => {
+                4 * problem.dtype_grad.size_bytes()
+            }
+            _ => 1,
+        }
     }
 
     /// The kernel that takes any address, where it is another one.

@@ -3,15 +3,16 @@
 use fmha_core::fields::{FieldValue as _, Fields as _, Takes};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
-    Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, ProblemError, Refusal, Strides,
-    VLayout, abi_enum, abi_spec,
+    Bias, DType, FwdProblem, KvLayout, MaskKind, PlanOptions, Refusal, Strides, VLayout, abi_enum, abi_spec,
 };
 
 use crate::CDNA;
+use fmha_gpu::Operand;
+
 use crate::arch::Arch;
 use crate::device::{Device, needs_mfma, refuse};
 use crate::forward::recipe::Whole;
-use crate::forward::{CdnaSpec, MAX_HEAD_DIM, OutputKind, takes, takes_addresses};
+use crate::forward::{CdnaSpec, MAX_HEAD_DIM, OutputKind, alignment, takes};
 use crate::order::{Tiles, Why};
 use crate::paths::{LoadPath, StorePath};
 
@@ -373,9 +374,9 @@ impl Whole for Cdna {
         }
     }
 
-    fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+    fn alignment(&self, problem: &FwdProblem, operand: Operand) -> u64 {
         let load = if self.tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
-        takes_addresses(NAME, (load, self.tile.store), problem, args)
+        alignment(problem, operand, (load, self.tile.store))
     }
 
     fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {

@@ -5,10 +5,8 @@ pub(crate) mod recipe;
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, FwdParams};
 use fmha_core::source::Header;
-use fmha_core::{
-    Bias, DType, FwdArgs, FwdProblem, MaskKind, ProblemError, Refusal, VLayout, abi_enum, abi_spec,
-    abi_struct, check_addresses,
-};
+use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, abi_enum, abi_spec, abi_struct};
+use fmha_gpu::Operand;
 
 use crate::arch::Arch;
 use crate::cdna::{CdnaTile, TileOrder};
@@ -115,26 +113,16 @@ pub(crate) fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
     }
 }
 
-/// That the operands of a tile kernel, forward, begin where its loads (so many bytes each) and its stores do.
-///
-/// # Errors
-/// The operand, its address and the alignment that it lacks.
-pub(crate) fn takes_addresses(
-    kernel: &str,
-    (load, store): (u64, StorePath),
-    problem: &FwdProblem,
-    args: &FwdArgs<'_>,
-) -> Result<(), ProblemError> {
-    let store = if store == StorePath::Element { 1 } else { 4 * problem.dtypes.o.size_bytes() };
+/// What a tile kernel, forward, asks of an operand's address, with loads of so many bytes and its stores.
+pub(crate) fn alignment(problem: &FwdProblem, operand: Operand, (load, store): (u64, StorePath)) -> u64 {
     // A quantised cache is read where it was widened, in the workspace.
     let as_it_lies = problem.cache.dtype.is_none();
-    let operands = [
-        ("q", args.q.as_ptr() as u64, load, true),
-        ("k", args.k_slice().as_ptr() as u64, load, as_it_lies),
-        ("v", args.v_slice().as_ptr() as u64, load, as_it_lies),
-        ("o", args.o.as_mut_ptr() as u64, store, true),
-    ];
-    check_addresses(kernel, operands)
+    match operand {
+        Operand::Q => load,
+        Operand::K | Operand::V if as_it_lies => load,
+        Operand::O if store != StorePath::Element => 4 * problem.dtypes.o.size_bytes(),
+        _ => 1,
+    }
 }
 
 /// `fmha/cdna/tile.h`: what this file and `cdna_fwd`'s share with the device.

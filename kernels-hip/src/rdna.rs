@@ -3,14 +3,16 @@
 use fmha_core::abi_spec;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource};
-use fmha_core::{FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, Shape, Strides, VLayout};
+use fmha_core::{FwdProblem, PlanOptions, Refusal, Shape, Strides, VLayout};
 
 use crate::RDNA;
+use fmha_gpu::Operand;
+
 use crate::arch::Arch;
 use crate::cdna;
 use crate::device::{Device, needs_wmma, refuse};
 use crate::forward::recipe::Whole;
-use crate::forward::{CdnaSpec, takes, takes_addresses};
+use crate::forward::{CdnaSpec, alignment, takes};
 use crate::paths::{LoadPath, StorePath};
 
 /// The kernel's name in plans and refusals.
@@ -192,9 +194,9 @@ impl Whole for Rdna {
         crate::source(&entry, RDNA)
     }
 
-    fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+    fn alignment(&self, problem: &FwdProblem, operand: Operand) -> u64 {
         let load = if self.tile.load == LoadPath::Element { 1 } else { CHUNK.unsigned_abs() };
-        takes_addresses(NAME, (load, self.tile.store), problem, args)
+        alignment(problem, operand, (load, self.tile.store))
     }
 
     fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {

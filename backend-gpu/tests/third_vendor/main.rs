@@ -16,12 +16,12 @@ use fmha_core::source::{KernelSource, Literal};
 use fmha_core::tune::{TileOptions, TunedTiles};
 use fmha_core::{
     Accuracy, AnyProblem, Call, DType, DevBuffer, DevSlice, Device, Dims, Error, FwdArgs, FwdProblem,
-    MemorySpace, PlanOptions, ProblemError, Promises, Queues, Refusal, ResourceUsage, Result, Roofline,
-    ValidBwd, ValidCombine, ValidFwd, Workspace,
+    MemorySpace, PlanOptions, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, ValidBwd,
+    ValidCombine, ValidFwd, Workspace,
 };
 use fmha_gpu::{
-    About, Backend, Choice, Driver, Facts, Grid, Kernel, Launch, Launches, Ranges, Recipe, RowKernel, Stage,
-    Steps, Tiles, Toolchain, Vendor, deterministic_rows,
+    About, Backend, Choice, Driver, Facts, Grid, Kernel, Launch, Launches, Operand, Ranges, Recipe,
+    RowKernel, Stage, Steps, Tiles, Toolchain, Vendor, deterministic_rows,
 };
 
 /// What one of its kernels reads.
@@ -322,11 +322,8 @@ impl Kernel<ValidFwd, Third> for Staged {
         }
     }
 
-    fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
-        match call.args.o.as_mut_ptr() as u64 % 16 {
-            0 => Ok(()),
-            off => Err(ProblemError::new("o", format!("o starts {off} bytes after a multiple of 16"))),
-        }
+    fn alignment(&self, _: &ValidFwd, operand: Operand) -> u64 {
+        if operand == Operand::O { 16 } else { 1 }
     }
 
     unsafe fn launch(&self, steps: &Steps<Toy>, call: &Call<'_, ValidFwd>) -> Result<()> {
@@ -444,7 +441,8 @@ fn stages_run_in_their_order_over_a_cleared_workspace() {
 fn operands_that_the_kernel_does_not_take_are_the_fallbacks_or_refused_before_anything_is_queued() {
     let (device, log) = open(true);
     let error = o_of(&device, &PlanOptions::default(), 4).unwrap_err().to_string();
-    assert_eq!(error, "o starts 4 bytes after a multiple of 16");
+    assert!(error.ends_with("which is no multiple of the 16 bytes that kernel staged needs"), "{error}");
+    assert!(error.starts_with("o starts at 0x"), "{error}");
     assert_eq!(*log.lock().unwrap(), ["zero 32 on 0", "zero 64 on 0"], "new memory alone is cleared");
     let options = PlanOptions::default().allow_fallback(true);
     assert_eq!(o_of(&device, &options, 4).unwrap(), [7.0; 8]);

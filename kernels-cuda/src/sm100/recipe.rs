@@ -1,16 +1,16 @@
 //! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
 
 use fmha_core::abi::FwdParams;
-use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind};
-use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles};
 
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
-use crate::operands::check_begins;
+use crate::operands::alignment;
 use crate::schedule::TileSchedule;
 use crate::sm100::{self, Sm100Tile};
 use crate::split::{self, RowsAtOnce, launch as parts};
@@ -110,10 +110,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         })
     }
 
-    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
+    fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         let Self { tile, .. } = self;
-        let stores_vectors = tile.vector_store && tile.split_keys == 0;
-        check_begins(sm100::NAME, call, tile.copy_bytes, stores_vectors)
+        alignment(problem, operand, tile.copy_bytes, tile.vector_store && tile.split_keys == 0)
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
@@ -123,8 +122,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             _ => Maps::UNREAD,
         };
         let main = |params: &mut FwdParams, (first, count)| {
-            let (mut rows, mut maps) = (schedule.of_blocks(first, count), maps);
-            let mut arguments = [(&raw mut *params).cast(), (&raw mut maps).cast(), (&raw mut rows).cast()];
+            let mut rows = schedule.of_blocks(first, count);
+            let mut arguments =
+                [(&raw mut *params).cast(), (&raw const maps).cast_mut().cast(), (&raw mut rows).cast()];
             // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
             // covers the problem, and the maps were made for the same extents.
             unsafe { fwd.launch(&mut arguments, call.stream) }

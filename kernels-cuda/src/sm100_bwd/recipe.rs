@@ -1,11 +1,11 @@
 //! The Blackwell backward: its launches, its workspace, its tensor maps.
 
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
-use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind, check_addresses};
-use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, RowKernel, Stage, Steps};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
+use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps};
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::operands::ALIGN;
@@ -124,20 +124,16 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         })
     }
 
-    fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
-        let Self { tile, .. } = self;
-        let args = call.args;
-        let fwd = call.problem.fwd();
+    fn alignment(&self, problem: &ValidBwd, operand: Operand) -> u64 {
+        let fwd = problem.fwd();
         let (has_queries, has_keys) = (fwd.shape_q().seq > 0, fwd.shape_k().seq > 0);
-        let operands = [
-            ("q", args.q.as_ptr() as u64, ALIGN, has_queries),
-            ("k", args.k.as_ptr() as u64, ALIGN, has_keys),
-            ("v", args.v.as_ptr() as u64, ALIGN, has_keys),
-            ("dout", args.dout.as_ptr() as u64, ALIGN, has_queries),
-            ("dk", args.dk.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
-            ("dv", args.dv.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
-        ];
-        check_addresses(sm100_bwd::NAME, operands)
+        let matters = match operand {
+            Operand::Q | Operand::Dout => has_queries,
+            Operand::K | Operand::V => has_keys,
+            Operand::Dk | Operand::Dv => self.tile.vector_store && has_keys,
+            Operand::O | Operand::Bias | Operand::Dq => false,
+        };
+        if matters { ALIGN } else { 1 }
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {

@@ -1,12 +1,12 @@
 //! The kernel of mma.sync, for every architecture from sm_80 on: which problems it takes, its tile.
 
 use fmha_core::abi::FwdParams;
-use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, check_addresses};
-use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles, update};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
@@ -130,23 +130,19 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         })
     }
 
-    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
+    fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         let Self { tile, .. } = self;
-        let stores_vectors = tile.vector_store && tile.split_keys == 0;
-        let args = call.args;
         // A tensor without rows may lie anywhere.
-        let has_keys = call.problem.shape_k().seq > 0;
-        // Turned queries lie in the workspace.
-        let turned = call.problem.cache.rotary.is_some();
-        let loads =
-            |name| u64::from(sm80::bytes_at_a_time(call.problem, name, tile.copy_bytes).unsigned_abs());
-        let operands = [
-            ("q", args.q.as_ptr() as u64, loads("q"), !turned),
-            ("k", args.k_slice().as_ptr() as u64, loads("k"), has_keys),
-            ("v", args.v_slice().as_ptr() as u64, loads("v"), has_keys),
-            ("o", args.o.as_mut_ptr() as u64, 16, stores_vectors),
-        ];
-        check_addresses(sm80::NAME, operands)
+        let has_keys = problem.shape_k().seq > 0;
+        let loads = |name| u64::from(sm80::bytes_at_a_time(problem, name, tile.copy_bytes).unsigned_abs());
+        match operand {
+            // Turned queries lie in the workspace.
+            Operand::Q if problem.cache.rotary.is_none() => loads("q"),
+            Operand::K if has_keys => loads("k"),
+            Operand::V if has_keys => loads("v"),
+            Operand::O if tile.vector_store && tile.split_keys == 0 => 16,
+            _ => 1,
+        }
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
@@ -164,9 +160,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         };
         let in_parts = (tile.cut(), tile.rows_at_once(call.problem));
         let main = |params: &mut FwdParams, (first, count)| {
-            let (mut rows, mut maps, mut tree) = (schedule.of_blocks(first, count), maps, tree);
+            let (mut rows, mut tree) = (schedule.of_blocks(first, count), tree);
             // Kernels without a tree take one argument fewer; the driver reads as many as a kernel has.
-            let last = if by_tma { (&raw mut maps).cast() } else { (&raw mut tree).cast() };
+            let last = if by_tma { (&raw const maps).cast_mut().cast() } else { (&raw mut tree).cast() };
             let mut arguments = [(&raw mut *params).cast(), (&raw mut rows).cast(), last];
             // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, or, where TMA loads, Maps, which
             // were made for the same extents; `check_fwd` saw that the memory covers the problem.

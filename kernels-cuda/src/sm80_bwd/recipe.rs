@@ -1,11 +1,11 @@
 //! The backward kernels of mma.sync, for every architecture from sm_80 on.
 
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
-use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{Candidates, TileOptions};
-use fmha_core::{Accuracy, Dims, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind, check_addresses};
-use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, RowKernel, Stage, Steps};
+use fmha_core::{Accuracy, Dims, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind};
+use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps};
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::sm80_bwd::{BwdSums, Sm80BwdTile};
@@ -142,23 +142,18 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
         })
     }
 
-    fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
-        let Self { copy_bytes, stores_vectors, .. } = *self;
-        let args = call.args;
-        let (has_queries, has_keys) =
-            (call.problem.fwd().shape_q().seq > 0, call.problem.fwd().shape_k().seq > 0);
-        // A column-major V is read element by element.
-        let copies_v = call.problem.fwd().layout.v == VLayout::RowMajor;
-        let operands = [
-            ("q", args.q.as_ptr() as u64, copy_bytes, has_queries),
-            ("k", args.k.as_ptr() as u64, copy_bytes, has_keys),
-            ("v", args.v.as_ptr() as u64, copy_bytes, has_keys && copies_v),
-            ("dout", args.dout.as_ptr() as u64, copy_bytes, has_queries),
-            ("dq", args.dq.as_mut_ptr() as u64, 16, stores_vectors && has_queries),
-            ("dk", args.dk.as_mut_ptr() as u64, 16, stores_vectors && has_keys),
-            ("dv", args.dv.as_mut_ptr() as u64, 16, stores_vectors && has_keys),
-        ];
-        check_addresses(sm80::NAME, operands)
+    fn alignment(&self, problem: &ValidBwd, operand: Operand) -> u64 {
+        let fwd = problem.fwd();
+        let (has_queries, has_keys) = (fwd.shape_q().seq > 0, fwd.shape_k().seq > 0);
+        match operand {
+            Operand::Q | Operand::Dout if has_queries => self.copy_bytes,
+            Operand::K if has_keys => self.copy_bytes,
+            // A column-major V is read element by element.
+            Operand::V if has_keys && fwd.layout.v == VLayout::RowMajor => self.copy_bytes,
+            Operand::Dq if self.stores_vectors && has_queries => 16,
+            Operand::Dk | Operand::Dv if self.stores_vectors && has_keys => 16,
+            _ => 1,
+        }
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {

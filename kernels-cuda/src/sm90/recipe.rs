@@ -1,16 +1,16 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
 use fmha_core::abi::{DevPtr, FwdParams};
-use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::{FieldValue, knob_values};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{Candidates, TileOptions};
-use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind, check_addresses};
-use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles};
+use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles};
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia, row_launch};
-use crate::operands::{ALIGN, check_begins};
+use crate::operands::{ALIGN, alignment};
 use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, recipe::room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
@@ -312,12 +312,12 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         in_own_order.into_iter().skip(1).chain(in_the_other).collect()
     }
 
-    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
+    fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         let Self { tile, .. } = self;
-        let stores_vectors = tile.vector_store && tile.split_keys == 0;
-        check_begins(sm90::NAME, call, tile.copy_bytes, stores_vectors)?;
-        let bias = call.args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64);
-        check_addresses(sm90::NAME, [("bias", bias, ALIGN, tile.bias_stages > 0)])
+        match operand {
+            Operand::Bias if tile.bias_stages > 0 => ALIGN,
+            _ => alignment(problem, operand, tile.copy_bytes, tile.vector_store && tile.split_keys == 0),
+        }
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
@@ -338,15 +338,19 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         }
         let arrivals = bind::arrival_params(call.problem, &call.args.seq);
         let main = |params: &mut FwdParams, (first, count)| {
-            let (mut rows, mut maps) = (schedule.of_blocks(first, count), maps);
+            let mut rows = schedule.of_blocks(first, count);
             let (mut values, mut arrivals) = (values, arrivals);
             let last = match &mut values {
                 _ if call.problem.arrivals > 0 => (&raw mut arrivals).cast(),
                 Some(values) => (&raw mut *values).cast(),
                 None => std::ptr::null_mut(),
             };
-            let mut arguments =
-                [(&raw mut *params).cast(), (&raw mut maps).cast(), (&raw mut rows).cast(), last];
+            let mut arguments = [
+                (&raw mut *params).cast(),
+                (&raw const maps).cast_mut().cast(),
+                (&raw mut rows).cast(),
+                last,
+            ];
             let count = 3 + usize::from(call.problem.arrivals > 0 || tile.prepare_v == PrepareV::Beside);
             // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues, or of keys that come
             // ArrivalParams; `check_fwd` saw that the memory covers the problem, and the maps were made for the same extents.

@@ -2,14 +2,12 @@
 
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::BwdWorkspace;
-use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{
-    Accuracy, PlanOptions, Promises, Shape, Strides, VLayout, ValidBwd, Workspace, bind, check_addresses,
-};
-use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles};
+use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, VLayout, ValidBwd, Workspace, bind};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles};
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::operands::ALIGN;
@@ -194,21 +192,18 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         fits.then(|| knob_values(&shared).into_iter().chain([head_parts]).collect()).into_iter().collect()
     }
 
-    fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
+    fn alignment(&self, problem: &ValidBwd, operand: Operand) -> u64 {
         let Self { tile, .. } = self;
-        let args = call.args;
-        let has_keys = call.problem.fwd().dims.seqlen_k > 0;
-        let operands = [
-            ("q", args.q.as_ptr() as u64, ALIGN, true),
-            ("k", args.k.as_ptr() as u64, ALIGN, has_keys),
-            ("v", args.v.as_ptr() as u64, ALIGN, has_keys),
-            ("o", args.o.as_ptr() as u64, ALIGN, tile.vector_load),
-            ("dout", args.dout.as_ptr() as u64, ALIGN, true),
-            ("dq", args.dq.as_mut_ptr() as u64, ALIGN, tile.vector_store),
-            ("dk", args.dk.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
-            ("dv", args.dv.as_mut_ptr() as u64, ALIGN, tile.vector_store && has_keys),
-        ];
-        check_addresses(sm90_bwd::NAME, operands)
+        let has_keys = problem.fwd().dims.seqlen_k > 0;
+        let matters = match operand {
+            Operand::Q | Operand::Dout => true,
+            Operand::K | Operand::V => has_keys,
+            Operand::O => tile.vector_load,
+            Operand::Dq => tile.vector_store,
+            Operand::Dk | Operand::Dv => tile.vector_store && has_keys,
+            Operand::Bias => false,
+        };
+        if matters { ALIGN } else { 1 }
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {

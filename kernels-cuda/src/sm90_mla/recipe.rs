@@ -1,12 +1,12 @@
 //! Wide heads and latent attention on Hopper: which problems it takes, its tile, its launches.
 
 use fmha_core::abi::FwdParams;
-use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, ValidFwd, check_addresses};
-use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Stage, Steps, Tiles, update};
+use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, ValidFwd};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::ALIGN;
@@ -126,21 +126,18 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         })
     }
 
-    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
+    fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         let Self { tile, .. } = self;
-        let args = call.args;
         // A tensor without rows may lie anywhere.
-        let has_keys = call.problem.shape_k().seq > 0;
-        // Turned queries lie in the workspace.
-        let turned = call.problem.cache.rotary.is_some();
-        let stores_vectors = tile.vector_store && tile.split_keys == 0;
-        let operands = [
-            ("q", args.q.as_ptr() as u64, ALIGN, !turned),
-            ("k", args.k_slice().as_ptr() as u64, ALIGN, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, ALIGN, has_keys && !tile.v_in_k),
-            ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
-        ];
-        check_addresses(text::NAME, operands)
+        let has_keys = problem.shape_k().seq > 0;
+        match operand {
+            // Turned queries lie in the workspace.
+            Operand::Q if problem.cache.rotary.is_none() => ALIGN,
+            Operand::K if has_keys => ALIGN,
+            Operand::V if has_keys && !tile.v_in_k => ALIGN,
+            Operand::O if tile.vector_store && tile.split_keys == 0 => ALIGN,
+            _ => 1,
+        }
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
@@ -149,9 +146,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
         let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         let main = |params: &mut FwdParams, _| {
-            let (mut maps, mut schedule) = (maps, schedule);
+            let mut schedule = schedule;
             let mut arguments =
-                [(&raw mut *params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+                [(&raw mut *params).cast(), (&raw const maps).cast_mut().cast(), (&raw mut schedule).cast()];
             // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };

@@ -2,10 +2,10 @@
 //! before that kernel.
 
 use fmha_core::args::{CacheSlice, DevSlice, DevSliceMut, FwdArgs, MemorySpace};
-use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::error::{Refusal, Result};
 use fmha_core::tune::TileOptions;
-use fmha_core::{Call, FwdProblem, KvLayout, PlanOptions, ValidFwd, Workspace, bind, check_addresses};
-use fmha_gpu::{About, Choice, Grid, Kernel, Stage, Steps};
+use fmha_core::{Call, FwdProblem, KvLayout, PlanOptions, ValidFwd, Workspace, bind};
+use fmha_gpu::{About, Choice, Grid, Kernel, Operand, Stage, Steps};
 
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia, row_launch};
 use crate::operands::ALIGN;
@@ -177,17 +177,15 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         Ok(choice)
     }
 
-    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let args = call.args;
+    fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         // A tensor without rows may lie anywhere.
-        let has_keys = call.problem.shape_k().seq > 0;
-        let align = if text::is_by_element(call.problem) { 1 } else { ALIGN };
-        let operands = [
-            ("k", args.k_slice().as_ptr() as u64, align, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, align, has_keys && !self.wide.cache.v_in_k),
-        ];
-        check_addresses(R::WIDENED, operands)?;
-        self.with_wide(call, |wide| self.reader.takes_addresses(wide))
+        let has_keys = problem.shape_k().seq > 0;
+        let reads = match operand {
+            Operand::K => has_keys,
+            Operand::V => has_keys && !self.wide.cache.v_in_k,
+            _ => return self.reader.alignment(&self.wide, operand),
+        };
+        if reads && !text::is_by_element(problem) { ALIGN } else { 1 }
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {

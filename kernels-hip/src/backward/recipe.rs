@@ -5,8 +5,10 @@ use crate::rows;
 use fmha_core::fields::knob_values;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Call, PlanOptions, ProblemError, Refusal, Result, ValidBwd, Workspace, bind};
-use fmha_gpu::{About, AnyAddress, Choice, Kernel, Launches, Stage, Steps, Tiles, deterministic_rows};
+use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, Workspace, bind};
+use fmha_gpu::{
+    About, AnyAddress, Choice, Kernel, Launches, Operand, Stage, Steps, Tiles, deterministic_rows,
+};
 
 use crate::device::{Amd, DeviceFacts, launch};
 
@@ -80,8 +82,8 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
         })
     }
 
-    fn takes_addresses(&self, call: &Call<'_, ValidBwd>) -> Result<(), ProblemError> {
-        self.0.takes_addresses(call.problem, call.args)
+    fn alignment(&self, problem: &ValidBwd, operand: Operand) -> u64 {
+        self.0.alignment(problem, operand)
     }
 
     fn for_any_address(

@@ -4,12 +4,9 @@ use fmha_core::abi::FwdParams;
 use fmha_core::fields::{Fields, knob_values};
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TileOptions;
-use fmha_core::{
-    Call, FwdArgs, FwdProblem, PlanOptions, ProblemError, Promises, Refusal, Result, ValidFwd, Workspace,
-    check_addresses,
-};
+use fmha_core::{Call, FwdArgs, FwdProblem, PlanOptions, Promises, Refusal, Result, ValidFwd, Workspace};
 use fmha_gpu::{
-    About, AnyAddress, Choice, Kernel, Launches, Stage, Steps, Tiles, deterministic_rows, update,
+    About, AnyAddress, Choice, Kernel, Launches, Operand, Stage, Steps, Tiles, deterministic_rows, update,
 };
 
 use crate::cdna_decode::CdnaDecodeParams;
@@ -130,21 +127,18 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         })
     }
 
-    fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
-        let (problem, args) = (call.problem, call.args);
-        let loads = if self.0.load() == LoadPath::Element { 1 } else { DWORD };
-        // Turned queries lie in the workspace.
-        let turned = problem.cache.rotary.is_some();
+    fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         // A tensor without rows may lie anywhere.
         let has_keys = problem.shape_k().seq > 0;
         // RDNA reads pieces of codes from any byte.
-        let of_cache = if K::IS_RDNA && problem.cache.dtype.is_some() { 1 } else { loads };
-        let operands = [
-            ("q", args.q.as_ptr() as u64, loads, !turned),
-            ("k", args.k_slice().as_ptr() as u64, of_cache, has_keys),
-            ("v", args.v_slice().as_ptr() as u64, of_cache, has_keys),
-        ];
-        check_addresses(K::NAME, operands)
+        let reads_bytes = K::IS_RDNA && problem.cache.dtype.is_some();
+        let matters = match operand {
+            // Turned queries lie in the workspace.
+            Operand::Q => problem.cache.rotary.is_none(),
+            Operand::K | Operand::V => has_keys && !reads_bytes,
+            _ => false,
+        };
+        if matters && self.0.load() != LoadPath::Element { DWORD } else { 1 }
     }
 
     fn for_any_address(

@@ -3,11 +3,8 @@
 use fmha_core::fields::{Fields, knob_values};
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TileOptions;
-use fmha_core::{
-    Call, FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd,
-    Workspace, bind,
-};
-use fmha_gpu::{About, AnyAddress, Choice, Kernel, Launch, Stage, Steps, Tiles, deterministic_rows};
+use fmha_core::{Call, FwdProblem, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind};
+use fmha_gpu::{About, AnyAddress, Choice, Kernel, Launch, Operand, Stage, Steps, Tiles, deterministic_rows};
 
 use crate::device::{Amd, Device, DeviceFacts, launch, needs_unit};
 use crate::forward::params;
@@ -55,12 +52,8 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Workgroups for so many tiles where the device holds `places` of them.
     fn workgroups(&self, tiles: u64, places: u64) -> u64;
 
-    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
-    /// made.
-    ///
-    /// # Errors
-    /// The operand, its address and the alignment that it lacks.
-    fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError>;
+    /// Bytes of which an operand's address has to be a multiple.
+    fn alignment(&self, problem: &FwdProblem, operand: Operand) -> u64;
 
     /// The kernel that takes any address, where it is another one.
     fn for_any_address(&self, problem: &FwdProblem) -> Option<Self>;
@@ -132,8 +125,8 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
         Self::lay_out(self, facts.device, launch, usage);
     }
 
-    fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
-        self.0.takes_addresses(call.problem, call.args)
+    fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
+        self.0.alignment(problem, operand)
     }
 
     fn for_any_address(

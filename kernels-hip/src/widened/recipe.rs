@@ -1,10 +1,10 @@
 //! The recipe of a forward kernel over a cache that a launch before widens.
 
 use fmha_core::tune::TileOptions;
-use fmha_core::{
-    Call, FwdProblem, PlanOptions, ProblemError, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind,
+use fmha_core::{Call, FwdProblem, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind};
+use fmha_gpu::{
+    About, AnyAddress, Choice, Facts as _, Kernel, Launch, Operand, Stage, Steps, TileFrom, settle,
 };
-use fmha_gpu::{About, AnyAddress, Choice, Facts as _, Kernel, Launch, Stage, Steps, TileFrom, settle};
 
 use crate::device::{Amd, DeviceFacts, launch, needs_unit, refuse};
 use crate::forward::params;
@@ -94,9 +94,9 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
         }
     }
 
-    fn takes_addresses(&self, call: &Call<'_, ValidFwd>) -> Result<(), ProblemError> {
+    fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         // K and V are read by elements, wherever they lie.
-        self.reader.0.takes_addresses(call.problem, call.args)
+        self.reader.0.alignment(problem, operand)
     }
 
     fn for_any_address(

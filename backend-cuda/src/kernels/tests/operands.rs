@@ -5,7 +5,7 @@ use fmha_core::{
     Bias, BiasBroadcast, BwdArgs, BwdProblem, Call, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias,
     FwdArgs, FwdProblem, MemorySpace, PlanOptions, Problem, ProblemError, Strides, Totals, VLayout, ValidFwd,
 };
-use fmha_gpu::Kernel;
+use fmha_gpu::{Choice, Planned};
 use fmha_kernels_cuda::sm90::{PrepareV, ValueProduct};
 use fmha_kernels_cuda::sm90_bwd as bwd_text;
 
@@ -91,13 +91,13 @@ fn takes(what: &str, rows: Rows, takes: impl Fn(Places) -> Result<(), ProblemErr
 fn forward_takes(what: &str, arch: &str, problem: FwdProblem, words: &str, rows: Rows) {
     let problem = problem.validate().unwrap();
     let (facts, options) = (stated(arch), tile(words));
-    let kernel: Box<dyn Kernel<ValidFwd, Cuda>> = match arch {
-        "sm_90a" => Box::new(choose::<Sm90, _>(&problem, &facts, &options).unwrap().kernel),
-        _ => Box::new(choose::<Sm100, _>(&problem, &facts, &options).unwrap().kernel),
+    let planned: Choice<Planned<_, Cuda>> = match arch {
+        "sm_90a" => choose::<Sm90, _>(&problem, &facts, &options).unwrap().planned(),
+        _ => choose::<Sm100, _>(&problem, &facts, &options).unwrap().planned(),
     };
     takes(what, rows, |places| {
         let args = places.forward(Totals::NONE);
-        kernel.takes_addresses(&call(&problem, &args))
+        planned.kernel.takes_addresses(&call(&problem, &args))
     });
 }
 
@@ -134,10 +134,10 @@ fn the_backward_takes_what_its_loads_and_stores_reach() {
     let backward_takes = |what: &str, problem: BwdProblem, rows: Rows| {
         let problem = problem.validate().unwrap();
         let chosen = choose::<Sm90Bwd, _>(&problem, &stated("sm_90a"), &PlanOptions::default());
-        let kernel = chosen.unwrap().kernel;
+        let planned: Choice<Planned<_, Cuda>> = chosen.unwrap().planned();
         takes(what, rows, |places| {
             let args = places.backward();
-            Kernel::<_, Cuda>::takes_addresses(&kernel, &call(&problem, &args))
+            planned.kernel.takes_addresses(&call(&problem, &args))
         });
     };
     let plain = BwdProblem::new(of_lengths(LONG, [4, 4], 128, "0"));
