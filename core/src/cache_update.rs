@@ -103,9 +103,11 @@ fn turned_row(problem: &FwdProblem) -> u32 {
     problem.dims.head_dim_qk.next_multiple_of(elems)
 }
 
-/// Where queries that are turned lie.
+/// Where queries that are turned lie: of each sequence as many rows as the longest has, of packed ones too, whose shape counts two
+/// at least.
 fn turned_strides(problem: &FwdProblem) -> Strides {
-    let strides = Strides::bshd(Shape { dim: turned_row(problem), ..problem.shape_q() });
+    let shape = Shape { seq: problem.dims.seqlen_q, dim: turned_row(problem), ..problem.shape_q() };
+    let strides = Strides::bshd(shape);
     Strides { dim: 1, ..strides }
 }
 
@@ -218,29 +220,31 @@ mod tests {
     /// Rows of a packed Q may lie anywhere, and there may be more of them than sequences have.
     #[test]
     fn turned_queries_have_a_place_for_each_sequence_and_row_of_it() {
-        let dims = Dims {
-            batch: 3,
-            seqlen_q: 9,
-            seqlen_k: 40,
-            num_heads_q: 2,
-            num_heads_kv: 1,
-            head_dim_qk: 20,
-            head_dim_v: 16,
-        };
-        let mut problem = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::Bf16, dims);
-        problem.cache.rotary =
-            Some(Rotary { dim: 16, pairs: RotaryPairs::Half, max_pos: 64, dtype: DType::F32 });
-        let unread = || DevSlice::host::<u8>(&[]);
-        let mut written: [u8; 0] = [];
-        let mut args = FwdArgs::new(unread(), unread(), unread(), DevSliceMut::host(&mut written));
-        args.seq.totals.total_q = Some(1000);
-        let whole = crate::bind::fwd_params(&problem, &args);
-        let (update, forward) = bind(&problem, &args, &whole, 0x1000);
-        for q in [update.q, forward.q] {
-            let row = 24;
-            assert_eq!((q.head, q.row, q.batch), (row, 2 * row, 9 * 2 * row));
-            assert_eq!(q.data.0, 0x1000 + 256);
+        for seqlen_q in [1, 9] {
+            let dims = Dims {
+                batch: 3,
+                seqlen_q,
+                seqlen_k: 40,
+                num_heads_q: 2,
+                num_heads_kv: 1,
+                head_dim_qk: 20,
+                head_dim_v: 16,
+            };
+            let mut problem = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::Bf16, dims);
+            problem.cache.rotary =
+                Some(Rotary { dim: 16, pairs: RotaryPairs::Half, max_pos: 64, dtype: DType::F32 });
+            let unread = || DevSlice::host::<u8>(&[]);
+            let mut written: [u8; 0] = [];
+            let mut args = FwdArgs::new(unread(), unread(), unread(), DevSliceMut::host(&mut written));
+            args.seq.totals.total_q = Some(1000);
+            let whole = crate::bind::fwd_params(&problem, &args);
+            let (update, forward) = bind(&problem, &args, &whole, 0x1000);
+            for q in [update.q, forward.q] {
+                let row = 24;
+                assert_eq!((q.head, q.row, q.batch), (row, 2 * row, i64::from(seqlen_q) * 2 * row));
+                assert_eq!(q.data.0, 0x1000 + 256);
+            }
+            assert_eq!(workspace_bytes(&problem), 256 + 3 * u64::from(seqlen_q) * 2 * 24 * 2);
         }
-        assert_eq!(workspace_bytes(&problem), 256 + 3 * 9 * 2 * 24 * 2);
     }
 }

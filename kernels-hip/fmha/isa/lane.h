@@ -31,6 +31,7 @@ FMHA_DEVICE float ds_bpermute_b32(int lane, float x) {
   return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, x)));
 }
 
+// needs: gfx90a. DS_BPERMUTE_B32, CDNA3 ISA 12.12: of whole numbers.
 FMHA_DEVICE int ds_bpermute_b32(int lane, int x) { return __builtin_amdgcn_ds_bpermute(lane * 4, x); }
 
 #if defined(__gfx950__)

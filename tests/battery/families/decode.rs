@@ -270,6 +270,13 @@ fn rotated_packed(cases: &mut Vec<Case>) {
             lengths.totals.total_k = None;
             lengths.seqused_k = vec![37, 5, 0];
             push(cases, name, problem.clone(), lengths.clone());
+            // A token of each sequence at most: rows of the workspace are as many.
+            let name = format!("decode/rotary/packed_tokens/{dtype}/new{new}/{mask}");
+            let mut tokens = problem.clone();
+            tokens.dims.seqlen_q = 1;
+            let mut of_tokens = Lengths::packed(&[(1, 40), (1, 13), (1, 7)]);
+            (of_tokens.totals.total_k, of_tokens.seqused_k) = (None, vec![37, 5, 0]);
+            push(cases, name, tokens, of_tokens);
             // More rows than three sequences of nine have: before the first sequence, within one and behind the last.
             let name = format!("decode/rotary/packed_q_apart/{dtype}/new{new}/{mask}");
             problem.layout.seqused_q = true;
