@@ -409,7 +409,10 @@ int main() {
   print<ExactTanh>();
   print<FastTanh<Unit>>();
   print<BranchlessTanh<Unit>>();
-  const Score<spec()> score = {0.75f, {30.f}, {}, {0.25f, 3}};
+  Score<spec()> score = {};
+  score.scale = 0.75f;
+  static_cast<SoftCap&>(score) = {30.f};
+  static_cast<Alibi&>(score) = {0.25f, 3};
   const Pair pair = {40, 7, 2, 5};
   const auto none = [] { return 0.f; };
   const Scored natural = score.natural(pair, 8.f, none), log2 = score.log2(pair, 8.f, -2.f, none);

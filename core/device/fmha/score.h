@@ -1,9 +1,11 @@
 // Scores as text: what a score becomes between Q K^T and the softmax, and its derivative. Kernels name no modifier.
 //
-// A modifier is a struct here. A map takes a scaled product to a score and says its slope; a term is added to a score,
-// so that its slope is 1. `Score` holds the modifiers of one (sequence, query head), maps before terms. A kernel
-// describes its accumulator as a Fragment and calls `apply`; a backward kernel asks for a score and its slope, pair by
-// pair.
+// A modifier is a struct here, and a name in a list. A map takes a scaled product to a score and says its slope; a term
+// is added to a score, so that its slope is 1. `Score` holds the modifiers of one (sequence, query head), maps before
+// terms. A kernel describes its accumulator as a Fragment and calls `apply`; a backward kernel asks for a score and its
+// slope, pair by pair.
+//
+// A modifier says whether a kernel has it (`in`), whether a call does (`given`), what it reads once for a head (`of`).
 //
 // A Fragment has `count` elements, and `rows` of them that may be of different heads:
 //   row(e)            the row of an element
@@ -74,31 +76,17 @@ struct BranchlessTanh {
 
 // A map: the soft-cap.
 struct SoftCap {
+  static constexpr bool slope_is_within_one = true;
   float cap;
 
   FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.softcap; }
   FMHA_DEVICE static bool given(const FwdParams& p) { return p.softcap > 0.f; }
-  FMHA_DEVICE static SoftCap of(const FwdParams& p) { return {p.softcap}; }
+  FMHA_DEVICE static SoftCap of(const FwdParams& p, const SeqSpan&, int32_t) { return {p.softcap}; }
 
+  // The score of s * scale.
   template <class Tanh>
-  FMHA_DEVICE Scored at(float s, float scale) const {
+  FMHA_DEVICE Scored at(Pair, float s, float scale) const {
     return Tanh::capped(s, scale, cap);
-  }
-};
-
-// A term: an element of memory for each pair of the sequence.
-struct ElementBias {
-  const void* data;  // element (0, 0)
-  int64_t row;
-
-  FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.bias == BiasKind::Elementwise; }
-  FMHA_DEVICE static bool given(const FwdParams& p) { return p.bias.data; }
-  // The element (0, 0) of a head.
-  FMHA_DEVICE static int64_t first(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
-    return span.i_batch * p.bias.batch + i_head * p.bias.head;
-  }
-  FMHA_DEVICE static ElementBias of(const FwdParams& p, DType dtype, const SeqSpan& span, int32_t i_head) {
-    return {static_cast<const char*>(p.bias.data) + first(p, span, i_head) * size_bytes(dtype), p.bias.row};
   }
 };
 
@@ -117,38 +105,71 @@ struct Alibi {
   FMHA_DEVICE float at(Pair pair, float units) const { return -(slope * units) * abs_of(pair.distance(diagonal)); }
 };
 
-FMHA_DEVICE constexpr int num_maps(const FwdSpec& spec) { return SoftCap::in(spec); }
-FMHA_DEVICE constexpr int num_terms(const FwdSpec& spec) { return ElementBias::in(spec) + Alibi::in(spec); }
-FMHA_DEVICE constexpr int num_modifiers(const FwdSpec& spec) { return num_maps(spec) + num_terms(spec); }
+// All maps and all terms, in their order.
+template <class... T>
+struct List {
+  FMHA_DEVICE static constexpr int num_in(const FwdSpec& spec) { return (0 + ... + int(T::in(spec))); }
+};
+using Maps = List<SoftCap>;
+using Terms = List<Alibi>;
+
+// The term whose elements kernels fetch, each in its own way: one of memory for each pair of the sequence.
+struct ElementBias {
+  const void* data;  // element (0, 0)
+  int64_t row;
+
+  FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.bias == BiasKind::Elementwise; }
+  FMHA_DEVICE static bool given(const FwdParams& p) { return p.bias.data; }
+  // The element (0, 0) of a head.
+  FMHA_DEVICE static int64_t first(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
+    return span.i_batch * p.bias.batch + i_head * p.bias.head;
+  }
+  FMHA_DEVICE static ElementBias of(const FwdParams& p, DType dtype, const SeqSpan& span, int32_t i_head) {
+    return {static_cast<const char*>(p.bias.data) + first(p, span, i_head) * size_bytes(dtype), p.bias.row};
+  }
+};
+
+FMHA_DEVICE constexpr int num_maps(const FwdSpec& spec) { return Maps::num_in(spec); }
+FMHA_DEVICE constexpr int num_modifiers(const FwdSpec& spec) {
+  return num_maps(spec) + Terms::num_in(spec) + ElementBias::in(spec);
+}
 // True where a score needs more than its scale.
 FMHA_DEVICE constexpr bool modifies_score(const FwdSpec& spec) { return num_modifiers(spec) > 0; }
 
+// The type of 16 bits that kernels keep slopes in, from S to dS.
+template <class... Map>
+FMHA_DEVICE constexpr DType slope_dtype(const FwdSpec& spec, List<Map...>) {
+  return ((!Map::in(spec) || Map::slope_is_within_one) && ...) ? DType::F16 : DType::Bf16;
+}
+FMHA_DEVICE constexpr DType slope_dtype(const FwdSpec& spec) { return slope_dtype(spec, Maps{}); }
+
 // The modifiers of one (sequence, query head).
-template <FwdSpec spec, class Tanh = ExactTanh>
-struct Score {
+template <FwdSpec spec, class Tanh, class Maps, class Terms>
+struct ScoreOf;
+template <FwdSpec spec, class Tanh, class... Map, class... Term>
+struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   static constexpr bool modifies = modifies_score(spec);
   // Whether a score has an element of memory, of which there is none beyond the lengths.
   static constexpr bool reads = ElementBias::in(spec);
 
   float scale;  // of the raw product; FP8's descales are in it
-  SoftCap cap;
   ElementBias bias;
-  Alibi alibi;
 
-  FMHA_DEVICE static Score of(const FwdParams& p, const SeqSpan& span, int32_t i_head, float scale) {
-    Score x = {scale, {}, {}, {}};
-    if constexpr (SoftCap::in(spec)) x.cap = SoftCap::of(p);
-    if constexpr (ElementBias::in(spec)) x.bias = ElementBias::of(p, spec.dtype_bias, span, i_head);
-    if constexpr (Alibi::in(spec)) x.alibi = Alibi::of(p, span, i_head);
+  FMHA_DEVICE static ScoreOf of(const FwdParams& p, const SeqSpan& span, int32_t i_head, float scale) {
+    ScoreOf x = {};
+    x.scale = scale;
+    (x.template read<Map>(p, span, i_head), ...);
+    (x.template read<Term>(p, span, i_head), ...);
+    if constexpr (reads) x.bias = ElementBias::of(p, spec.dtype_bias, span, i_head);
     return x;
   }
 
   // The natural score of a raw product. `element()`: what memory has for the pair, where it is `there`.
   template <class Element>
   FMHA_DEVICE Scored natural(Pair pair, float s, Element element, bool there = true) const {
-    Scored x = {s, 1.f};
-    if constexpr (SoftCap::in(spec)) x = cap.template at<Tanh>(s, scale);
-    else x.score *= scale;
+    float factor;
+    Scored x = mapped(pair, s, factor);
+    x.score *= factor;
     add_terms(x.score, pair, 1.f, element, there);
     return x;
   }
@@ -158,13 +179,9 @@ struct Score {
   // The same in log2, plus `offset`.
   template <class Element>
   FMHA_DEVICE Scored log2(Pair pair, float s, float offset, Element element, bool there = true) const {
-    Scored x = {s, 1.f};
-    if constexpr (SoftCap::in(spec)) {
-      x = cap.template at<Tanh>(s, scale);
-      x.score = x.score * kLog2E + offset;
-    } else {
-      x.score = s * (scale * kLog2E) + offset;
-    }
+    float factor;
+    Scored x = mapped(pair, s, factor);
+    x.score = x.score * (factor * kLog2E) + offset;
     add_terms(x.score, pair, kLog2E, element, there);
     return x;
   }
@@ -176,21 +193,46 @@ struct Score {
   }
 
  private:
+  template <class One>
+  FMHA_DEVICE void read(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
+    if constexpr (One::in(spec)) static_cast<One&>(*this) = One::of(p, span, i_head);
+  }
+  // The first map takes the scale in; `factor` is what is left of it.
+  FMHA_DEVICE Scored mapped(Pair pair, float s, float& factor) const {
+    Scored x = {s, 1.f};
+    factor = scale;
+    (map_by<Map>(x, pair, factor), ...);
+    return x;
+  }
+  template <class One>
+  FMHA_DEVICE void map_by(Scored& x, Pair pair, float& factor) const {
+    if constexpr (One::in(spec)) {
+      const Scored y = One::template at<Tanh>(pair, x.score, factor);
+      x = {y.score, x.slope * y.slope};
+      factor = 1.f;
+    }
+  }
   template <class Element>
   FMHA_DEVICE void add_terms(float& score, Pair pair, float units, Element element, bool there) const {
-    if constexpr (ElementBias::in(spec)) {
+    if constexpr (reads) {
       if (there) score += element() * units;
     }
-    if constexpr (Alibi::in(spec)) score += alibi.at(pair, units);
+    (add<Term>(score, pair, units), ...);
+  }
+  template <class One>
+  FMHA_DEVICE void add(float& score, Pair pair, float units) const {
+    if constexpr (One::in(spec)) score += One::at(pair, units);
   }
 };
+template <FwdSpec spec, class Tanh = ExactTanh>
+using Score = ScoreOf<spec, Tanh, Maps, Terms>;
 
-// Raw products of a fragment become natural scores. `score_of(r)`: the modifiers of row r.
-template <class Fragment, class ScoreOf>
-FMHA_DEVICE void apply(Fragment fragment, ScoreOf score_of) {
+// Raw products of a fragment become natural scores. `of_row(r)`: the modifiers of row r.
+template <class Fragment, class OfRow>
+FMHA_DEVICE void apply(Fragment fragment, OfRow of_row) {
 #pragma unroll
   for (int r = 0; r < Fragment::rows; ++r) {
-    const auto score = score_of(r);
+    const auto score = of_row(r);
 #pragma unroll
     for (int e = 0; e < Fragment::count; ++e) {
       if (fragment.row(e) != r) continue;

@@ -12,9 +12,10 @@ struct VectorUnit {
 
 // Adds a term's elements. Places are clamped: the bias ends where the lengths do.
 template <class Elem, class Fragment>
-FMHA_DEVICE void add_elements(Fragment& fragment, const FwdParams& p, const SeqSpan& span, int32_t i_head) {
+FMHA_DEVICE void add_elements(Fragment fragment, const FwdParams& p, const SeqSpan& span, int32_t i_head) {
   // Typed before the head is added: bytes cost the backward two registers (clang 22).
   const Elem* data = static_cast<const Elem*>(p.bias.data) + ElementBias::first(p, span, i_head);
+  fragment.forget_place();
 #pragma unroll
   for (int e = 0; e < Fragment::count; ++e) {
     const Pair pair = fragment.pair(e);
@@ -23,20 +24,30 @@ FMHA_DEVICE void add_elements(Fragment& fragment, const FwdParams& p, const SeqS
   }
 }
 
-// Scaled products of a fragment (score.h) become natural scores. The fragment takes a map's slopes by `set_slope(e, x)`,
-// and a term by `add(e, x)`.
-template <class Tanh, class Fragment>
-FMHA_DEVICE void apply_given(Fragment fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,
-                             int32_t i_head) {
-  if (SoftCap::given(p)) {
-    const SoftCap cap = SoftCap::of(p);
+template <class Tanh, class Map, class Fragment>
+FMHA_DEVICE void map_given(Fragment fragment, const FwdParams& p, const SeqSpan& span, int32_t i_head) {
+  if (!Map::given(p)) return;
+  const Map map = Map::of(p, span, i_head);
+  fragment.forget_place();
 #pragma unroll
-    for (int e = 0; e < Fragment::count; ++e) {
-      const Scored x = cap.template at<Tanh>(fragment.at(e), 1.f);
-      fragment.set(e, x.score);
-      fragment.set_slope(e, x.slope);
-    }
+  for (int e = 0; e < Fragment::count; ++e) {
+    const Scored x = map.template at<Tanh>(fragment.pair(e), fragment.at(e), 1.f);
+    fragment.set(e, x.score);
+    fragment.multiply_slope(e, x.slope);
   }
+}
+template <class Term, class Fragment>
+FMHA_DEVICE void add_given(Fragment fragment, const FwdParams& p, const SeqSpan& span, int32_t i_head) {
+  if (!Term::given(p)) return;
+  const Term term = Term::of(p, span, i_head);
+  fragment.forget_place();
+#pragma unroll
+  for (int e = 0; e < Fragment::count; ++e) fragment.add(e, term.at(fragment.pair(e), 1.f));
+}
+template <class Tanh, class Fragment, class... Map, class... Term>
+FMHA_DEVICE void apply_given(Fragment& fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,
+                             int32_t i_head, List<Map...>, List<Term...>) {
+  (map_given<Tanh, Map>(fragment, p, span, i_head), ...);
   if (ElementBias::given(p)) {
     switch (dtype_bias) {
       case DType::F16: add_elements<f16>(fragment, p, span, i_head); break;
@@ -44,11 +55,16 @@ FMHA_DEVICE void apply_given(Fragment fragment, const FwdParams& p, DType dtype_
       default: add_elements<float>(fragment, p, span, i_head);
     }
   }
-  if (Alibi::given(p)) {
-    const Alibi alibi = Alibi::of(p, span, i_head);
-#pragma unroll
-    for (int e = 0; e < Fragment::count; ++e) fragment.add(e, alibi.at(fragment.pair(e), 1.f));
-  }
+  (add_given<Term>(fragment, p, span, i_head), ...);
+}
+
+// Scaled products of a fragment (score.h) become natural scores. The fragment takes a map's slopes by
+// `multiply_slope(e, x)`, a term by `add(e, x)`. `forget_place()` comes before each modifier, since keys that are kept
+// from one to the next fill RDNA's registers.
+template <class Tanh, class Fragment>
+FMHA_DEVICE void apply_given(Fragment fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,
+                             int32_t i_head) {
+  apply_given<Tanh>(fragment, p, dtype_bias, span, i_head, Maps{}, Terms{});
 }
 
 }  // namespace fmha

@@ -22,8 +22,9 @@ struct BlockOfScores {
   FMHA_DEVICE float at(int e) const { return scores[e]; }
   FMHA_DEVICE void set(int e, float x) { scores[e] = x; }
   FMHA_DEVICE void add(int e, float x) { scores[e] += x; }
-  FMHA_DEVICE void set_slope(int, float) {}
-  FMHA_DEVICE Pair pair(int e) const { return {query, first_key, 0, acc_row(e, 0)}; }
+  FMHA_DEVICE void multiply_slope(int, float) {}
+  FMHA_DEVICE void forget_place() {}
+  FMHA_DEVICE Pair pair(int e) const { return {query, first_key + acc_row(e, 0)}; }
 };
 
 // A block of raw scores becomes one of natural scores. `first_key` is the lane's.

@@ -98,7 +98,8 @@ struct TileOfScores {
   FMHA_DEVICE float at(int e) const { return s[e / kAccElems][e % kAccElems]; }
   FMHA_DEVICE void set(int e, float x) { s[e / kAccElems][e % kAccElems] = x; }
   FMHA_DEVICE void add(int e, float x) { s[e / kAccElems][e % kAccElems] += x; }
-  FMHA_DEVICE void set_slope(int, float) {}
+  FMHA_DEVICE void multiply_slope(int, float) {}
+  FMHA_DEVICE void forget_place() { opaque_in_vgpr(first_key); }
   FMHA_DEVICE Pair pair(int e) const {
     return {query, first_key, 0, e / kAccElems * kEdge + acc_row(e % kAccElems, 0)};
   }

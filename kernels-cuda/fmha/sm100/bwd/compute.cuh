@@ -38,7 +38,7 @@ struct ComputeRole {
   const Pairs pairs = {p, work.span, {work.band, work.span.seqlen_k}};
 
   float probs[kHalf];
-  // The slopes of a block's scores, two f16 to a register.
+  // The slopes of a block's scores, two to a register.
   uint32_t slopes[has_slopes ? kHalf / 2 : 1];
   uint32_t kept[kFwd.dropout ? num_chunks : 1];  // what dropout keeps, a bit a query
 
@@ -118,7 +118,7 @@ struct ComputeRole {
             to[e + k] = pairs.prob(x[e + k], modifiers, lse, at, slope[k]);
           }
         }
-        if constexpr (has_slopes) slopes[(c * chunk + e) / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
+        if constexpr (has_slopes) slopes[(c * chunk + e) / 2] = ptx::cvt_rn_x2<slope_dtype(kFwd)>(slope[0], slope[1]);
       }
     }
   }
@@ -151,7 +151,7 @@ struct ComputeRole {
       }
       if constexpr (has_slopes) {
         float low, high;
-        ptx::unpack_f16x2(slopes[(c * chunk + e) / 2], low, high);
+        ptx::unpack_x2<slope_dtype(kFwd)>(slopes[(c * chunk + e) / 2], low, high);
         x[e] *= low;
         x[e + 1] *= high;
       }

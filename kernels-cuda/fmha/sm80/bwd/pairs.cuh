@@ -21,7 +21,7 @@ struct Pairs : ScorePair<spec, tile> {
     return owns_queries(tile) ? Pair{row, column, rows, columns} : Pair{column, row, columns, rows};
   }
 
-  // The slopes of a block's scores, which dS is multiplied by on its way to the product, two f16 to a register.
+  // The slopes of a block's scores, which dS is multiplied by on its way to the product, two to a register.
   struct Slopes {
     uint32_t pairs[has_slopes ? columns / 4 : 1];
   };
@@ -77,7 +77,7 @@ struct Pairs : ScorePair<spec, tile> {
           s[e + k] = prob(s[e + k], modifiers, queries.lse_log2(e + k), at, slope[k]);
         }
       }
-      if constexpr (has_slopes) slopes.pairs[e / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
+      if constexpr (has_slopes) slopes.pairs[e / 2] = ptx::cvt_rn_x2<slope_dtype(kFwd)>(slope[0], slope[1]);
     }
   }
   FMHA_DEVICE void hide(Fragment& x, int32_t row, int32_t column) const {
@@ -109,7 +109,7 @@ struct Pairs : ScorePair<spec, tile> {
       }
       if constexpr (has_slopes && through_map) {
         float low, high;
-        ptx::unpack_f16x2(slopes.pairs[e / 2], low, high);
+        ptx::unpack_x2<slope_dtype(kFwd)>(slopes.pairs[e / 2], low, high);
         dp[e] *= low;
         dp[e + 1] *= high;
       }

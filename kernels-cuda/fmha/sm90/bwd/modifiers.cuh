@@ -1,7 +1,7 @@
 // Score modifiers and dropout on a fragment of S^T: a key to a row, queries along it.
 //
 // A modifier changes what P is an exponential of; a map (score.h) also what dS is multiplied by on its way back to the
-// product. Its slope is kept from S to dS as f16, since registers are scarce. Dropout changes P as dV sees it, and dP.
+// product. Its slope is kept from S to dS in 16 bits, since registers are scarce. Dropout changes P as dV sees it, and dP.
 #pragma once
 #include <fmha/common/score_pair.cuh>
 #include <fmha/ptx/fp8.cuh>
@@ -117,13 +117,13 @@ struct Modifiers {
   static constexpr FwdSpec kFwd = spec.fwd;
 
   static constexpr bool has_slopes = num_maps(kFwd) > 0;
-  // The slopes of a block's scores: two f16 to a register.
+  // The slopes of a block's scores: two to a register.
   struct Slopes {
     uint32_t pairs[has_slopes ? num_columns(tile) / 4 : 1];
 
     FMHA_DEVICE void multiply(float& low, float& high, int e) const {
       float slopes[2];
-      ptx::unpack_f16x2(pairs[e / 2], slopes[0], slopes[1]);
+      ptx::unpack_x2<slope_dtype(kFwd)>(pairs[e / 2], slopes[0], slopes[1]);
       low *= slopes[0];
       high *= slopes[1];
     }
@@ -238,8 +238,8 @@ struct Modifiers {
       }
     }
     if constexpr (has_slopes) {
-      slopes.pairs[e / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
-      slopes.pairs[e / 2 + 1] = ptx::cvt_rn_x2<DType::F16>(slope[2], slope[3]);
+      slopes.pairs[e / 2] = ptx::cvt_rn_x2<slope_dtype(kFwd)>(slope[0], slope[1]);
+      slopes.pairs[e / 2 + 1] = ptx::cvt_rn_x2<slope_dtype(kFwd)>(slope[2], slope[3]);
     }
   }
 };

@@ -23,8 +23,9 @@ struct Pairs {
   int32_t i_head;
 
   static FMHA_DEVICE Pair pair_of(const PairPlace& at, int i) {
+    // Steps of their own would take a scalar register more than there are (clang 22).
     const int32_t step = U::walked_row(i, 0);
-    return queries_own ? Pair{at.own, at.walked, 0, step} : Pair{at.walked, at.own, step, 0};
+    return queries_own ? Pair{at.own, at.walked + step} : Pair{at.walked + step, at.own};
   }
 
   FMHA_DEVICE bool sees(Pair at) const {
@@ -50,7 +51,8 @@ struct Pairs {
     FMHA_DEVICE float at(int e) const { return s[e]; }
     FMHA_DEVICE void set(int e, float x) { s[e] = x; }
     FMHA_DEVICE void add(int e, float x) { s[e] = usual_nan(s[e] + x); }
-    FMHA_DEVICE void set_slope(int e, float x) { slopes[e] = x; }
+    FMHA_DEVICE void multiply_slope(int e, float x) { slopes[e] *= x; }
+    FMHA_DEVICE void forget_place() {}
     FMHA_DEVICE Pair pair(int e) const { return pair_of(place, e); }
   };
   // Raw scores to natural ones, and their slopes.
