@@ -1,10 +1,8 @@
-"""vLLM's own classes, from its wheel without dependencies, around this package's backend: `python engine_vllm.py FOLDER`,
-the folder in which `vllm` lies. Prints what was stubbed; `test_engines_real.py` runs it."""
+"""vLLM's own classes, from its wheel without dependencies, around this package's backend: `python engine_vllm.py
+FOLDER`, the folder in which `vllm` lies. Prints what was stubbed; `test_engines_real.py` runs it."""
 
 import dataclasses
 import importlib
-import importlib.abc
-import importlib.machinery
 import inspect
 import pathlib
 import sys
@@ -15,51 +13,7 @@ import torch
 HERE = pathlib.Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
-
-class Stub:
-    """Whatever a module that is not there is asked for."""
-
-    def __init__(self, *_words, **_named):
-        pass
-
-    def __call__(self, *given, **_named):
-        return given[0] if len(given) == 1 and callable(given[0]) else self
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Stub()
-
-    def __class_getitem__(cls, _item):
-        return cls
-
-
-class Absent(types.ModuleType):
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, type(name, (Stub,), {}))
-        return vars(self)[name]
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Bare packages in place of an engine's, whose `__init__` imports the whole of it; stubs of what is named."""
-
-    def __init__(self, root, bare, stubbed):
-        self.root, self.bare, self.stubbed = root, bare, stubbed
-        self.used = []
-
-    def find_spec(self, name, path=None, target=None):
-        if name in self.bare or any(name == stub or name.startswith(f"{stub}.") for stub in self.stubbed):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        self.used.append(spec.name)
-        return (types.ModuleType if spec.name in self.bare else Absent)(spec.name)
-
-    def exec_module(self, module):
-        module.__path__ = [str(self.root.joinpath(*module.__name__.split(".")))] if module.__name__ in self.bare else []
+from engine_parts import Finder  # noqa: E402
 
 
 BARE = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.utils")
@@ -89,8 +43,7 @@ def no_group():
 
 def main(root):
     finder = Finder(root, BARE, STUBBED)
-    sys.meta_path.insert(0, finder)
-    sys.path.insert(0, str(root))
+    finder.install()
     sys.modules["vllm.envs"] = importlib.import_module("vllm.envs")
     sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = False
     importlib.import_module("vllm._custom_ops").reshape_and_cache_flash = write_rows
