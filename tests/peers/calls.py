@@ -177,7 +177,10 @@ def dense_or_packed(case, rng, call_dense, call_packed):
     qv = shape(n, heads, dv) if has_qv else None
     options = dict(causal=bool(case["causal"]), softcap=softcap)
     options["window_size"] = (
-        tuple(None if x < 0 else x for x in window) if generation == "fa4" else torch.tensor(window) if rng.random() < 0.5
+        tuple(None if x < 0 else x for x in window)
+        if generation == "fa4"
+        else torch.tensor(window)
+        if rng.random() < 0.5
         else window
     )
     scale = (d + (dv if has_qv else 0)) ** -0.5
@@ -185,7 +188,7 @@ def dense_or_packed(case, rng, call_dense, call_packed):
         options["qv"] = qv
     if chunk:
         options["attention_chunk"] = chunk
-    more, slopes, scales = {}, None, {}
+    slopes, scales = None, {}
     if case.get("alibi"):
         slopes = torch.rand(batch, heads) * 0.3
         options["alibi_slopes"] = slopes
@@ -227,14 +230,18 @@ def dense_or_packed(case, rng, call_dense, call_packed):
     gradients = dout = None
     if grad:
         dout = torch.randn_like(flat_out)
-        gradients = [
-            x if packs else x.flatten(0, 1) for x in torch.autograd.grad(out, given, dout.view_as(out))
-        ]
+        gradients = [x if packs else x.flatten(0, 1) for x in torch.autograd.grad(out, given, dout.view_as(out))]
     rows = [x.detach() if packs else x.detach().flatten(0, 1) for x in given]
     if eighth:
         rows = [
-            torch.cat([x[s[i > 0]].double() * scales[f"{'qkv'[i]}_descale"][b].repeat_interleave(x.shape[1] // heads_kv)[
-                None, :, None] for b, s in enumerate(sequences)]) for i, x in enumerate(rows)
+            torch.cat(
+                [
+                    x[s[i > 0]].double()
+                    * scales[f"{'qkv'[i]}_descale"][b].repeat_interleave(x.shape[1] // heads_kv)[None, :, None]
+                    for b, s in enumerate(sequences)
+                ]
+            )
+            for i, x in enumerate(rows)
         ]
     if has_qv:
         extra = options["qv"] if packs else options["qv"].flatten(0, 1)
@@ -243,8 +250,10 @@ def dense_or_packed(case, rng, call_dense, call_packed):
         # Scaled rows were gathered one behind another.
         ends = [offsets(x) for x in (used_q, used_k)]
         flat_out, flat_lse = flat_out[torch.cat([torch.arange(s[0].start, s[0].stop) for s in sequences])], None
-        sequences = [(slice(int(ends[0][b]), int(ends[0][b + 1])), slice(int(ends[1][b]), int(ends[1][b + 1])))
-                     for b in range(batch)]
+        sequences = [
+            (slice(int(ends[0][b]), int(ends[0][b + 1])), slice(int(ends[1][b]), int(ends[1][b + 1])))
+            for b in range(batch)
+        ]
 
     def beside(b):
         rest = dict(softcap=softcap)
@@ -317,7 +326,13 @@ def over_cache(case, rng, module):
     n, m = case["sizes"]
     dtype, size, d = getattr(torch, case["dtype"]), case["page"], case["d"]
     eighth = dtype == torch.float8_e4m3fn
-    if n > m and case["new"] or not case["new"] and case["turn"] or (size and (m % size or case["index"] and case["suite"] == "fa2")):
+    if (
+        n > m
+        and case["new"]
+        or not case["new"]
+        and case["turn"]
+        or (size and (m % size or case["index"] and case["suite"] == "fa2"))
+    ):
         raise Skipped
     if case["suite"] == "fa2" and (case["leftpad"] and size or case["alibi"] and eighth):
         raise Skipped
@@ -347,7 +362,8 @@ def over_cache(case, rng, module):
         for x in caches:
             pool = torch.zeros(held * count, size, heads_kv, d, dtype=x.dtype)
             pool.view(torch.uint8 if eighth else x.dtype)[table.flatten()] = x.view(
-                held * count, size, heads_kv, d).view(torch.uint8 if eighth else x.dtype)
+                held * count, size, heads_kv, d
+            ).view(torch.uint8 if eighth else x.dtype)
             pools.append(pool)
         caches = pools
         call["page_table" if module is fa3 else "block_table"] = table.int()
@@ -392,7 +408,15 @@ def over_cache(case, rng, module):
         one = [(query, k[pad[b] : end], v[pad[b] : end])]
         seen = lambda a, c: visible(mask, a, c) & chunk_mask(chunk, a, c)
         compared(
-            judge, got, got_lse, one[0], [(slice(None), slice(None))], d**-0.5, dtype, seen, more=lambda _: dict(bias=bias)
+            judge,
+            got,
+            got_lse,
+            one[0],
+            [(slice(None), slice(None))],
+            d**-0.5,
+            dtype,
+            seen,
+            more=lambda _: dict(bias=bias),
         )
         at += rows
     return judge.said
@@ -425,16 +449,32 @@ def pages(case, rng):
     mask = fmha.Mask(2, left, 0) if case["causal"] or case["window"] is not None else fmha.NONE
     more = {f"{x}_descale": torch.ones(len(rows), heads_kv) for x in "qkv"} if eighth else {}
     out, lse, *_ = fa3.flash_attn_with_kvcache(
-        q, *pools, cache_seqlens=i32(*keys), page_table=table, cu_seqlens_q=offsets(rows), max_seqlen_q=max(rows),
-        causal=bool(case["causal"]), window_size=window, softcap=case["softcap"], return_softmax_lse=True, **more,
+        q,
+        *pools,
+        cache_seqlens=i32(*keys),
+        page_table=table,
+        cu_seqlens_q=offsets(rows),
+        max_seqlen_q=max(rows),
+        causal=bool(case["causal"]),
+        window_size=window,
+        softcap=case["softcap"],
+        return_softmax_lse=True,
+        **more,
     )
     judge, at = Judge(), 0
     for b, (n, m) in enumerate(lengths):
         # Types of 8 bits are not gathered by torch everywhere.
         k, v = (x[table[b].long()].flatten(0, 1)[:m] for x in (y.float() for y in pools))
         compared(
-            judge, out[at : at + n], lse[:, at : at + n], (q[at : at + n].float(), k, v), [(slice(None), slice(None))],
-            d**-0.5, dtype, lambda a, c: visible(mask, a, c), more=lambda _: dict(softcap=case["softcap"]),
+            judge,
+            out[at : at + n],
+            lse[:, at : at + n],
+            (q[at : at + n].float(), k, v),
+            [(slice(None), slice(None))],
+            d**-0.5,
+            dtype,
+            lambda a, c: visible(mask, a, c),
+            more=lambda _: dict(softcap=case["softcap"]),
         )
         at += n
     return judge.said
@@ -492,7 +532,13 @@ def rotated(case, rng):
         more = dict(cu_seqlens=offsets([n] * batch), max_seqlen=n)
     given = given * 1
     out = rotary.apply_rotary_emb(
-        given, cos, sin, interleaved=bool(case["interleaved"]), inplace=bool(case["inplace"]), seqlen_offsets=start, **more
+        given,
+        cos,
+        sin,
+        interleaved=bool(case["interleaved"]),
+        inplace=bool(case["inplace"]),
+        seqlen_offsets=start,
+        **more,
     )
     positions = torch.arange(n) + (start[:, None] if torch.is_tensor(start) else start)
     positions = positions.expand(batch, n)

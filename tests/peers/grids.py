@@ -3,13 +3,15 @@
     python tests/peers/grids.py SEED:COUNT [SUITE ...]     # as `2:500`, or `2:500 fa3 fa4`
     python tests/peers/grids.py SEED:FIRST:COUNT           # a part: calls FIRST .. FIRST + COUNT
 
-What is those suites': names of functions, lists of sizes and options, and the rule (twice the error of plain attention in the
-same type, three times for gradients). What is here: the program, its reference in float64, and smaller batches and fewer heads
-on the CPU, where `FMHA_PEERS_WORK` (multiply-adds of a call, 2e8 by default) bounds a call; the sizes of sequences stay. A call
-that stays larger is counted as large. `FMHA_TEST_DEVICE=cuda` runs on a GPU, and 1e11 is the bound there.
+What is those suites': names of functions, lists of sizes and options, and the rule (twice the error of plain
+attention in the same type, three times for gradients). What is here: the program, its reference in float64, and
+smaller batches and fewer heads on the CPU, where `FMHA_PEERS_WORK` (multiply-adds of a call, 2e8 by default) bounds a
+call; the sizes of sequences stay. A call that stays larger is counted as large. `FMHA_TEST_DEVICE=cuda` runs on a
+GPU, and 1e11 is the bound there.
 
-Calls run in a child process: one that ends it is a crash, and the next child goes on behind it. The last line is a sum in
-JSON. A refusal is named by the page "What differs from FlashAttention" or is a fault; so is a wrong number and a crash.
+Calls run in a child process: one that ends it is a crash, and the next child goes on behind it. The last line is a
+sum in JSON. A refusal is named by the page "What differs from FlashAttention" or is a fault; so is a wrong number and
+a crash.
 """
 
 from __future__ import annotations
@@ -39,53 +41,201 @@ CACHED = [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (64, 20
 #: Lists of sizes and options; `kind` says which function, and how its inputs are made.
 GRIDS = {
     "fa2": [
-        dict(kind="dense2", sizes=PAIRS + [(2048, 2048)], d=DIMS_2, dropout=[0.0, 0.17], softcap=[0.0, 50.0], alibi=[0, 1]),
-        dict(kind="packed2", sizes=PAIRS + [(1, 147), (2048, 2048)], d=DIMS_2, dropout=[0.0, 0.17], alibi=[0, 1],
-             softcap=[0.0, 50.0]),
-        dict(kind="qkv2", sizes=[(n, n) for n in (97, 128, 200, 384, 768, 1024, 1025, 2048)], d=DIMS_2,
-             dropout=[0.0, 0.17], alibi=[0, 1]),
-        dict(kind="causal2", sizes=[(1, 239), (3, 799), (127, 512), (127, 513), (1023, 1024), *PAIRS[:5]], d=DIMS_2,
-             swap=[0, 1], page=[None, 256, 512]),
-        dict(kind="cache2", sizes=CACHED, d=[32, 59, 64, 80, 128, 256], page=[None, 256], new=[0, 1], alibi=[0, 1],
-             leftpad=[0, 1], index=[0], turn=[0.0, 0.5, 1.0], interleaved=[0, 1], like_q=[0, 1], splits=[1, 0]),
+        dict(
+            kind="dense2",
+            sizes=PAIRS + [(2048, 2048)],
+            d=DIMS_2,
+            dropout=[0.0, 0.17],
+            softcap=[0.0, 50.0],
+            alibi=[0, 1],
+        ),
+        dict(
+            kind="packed2",
+            sizes=PAIRS + [(1, 147), (2048, 2048)],
+            d=DIMS_2,
+            dropout=[0.0, 0.17],
+            alibi=[0, 1],
+            softcap=[0.0, 50.0],
+        ),
+        dict(
+            kind="qkv2",
+            sizes=[(n, n) for n in (97, 128, 200, 384, 768, 1024, 1025, 2048)],
+            d=DIMS_2,
+            dropout=[0.0, 0.17],
+            alibi=[0, 1],
+        ),
+        dict(
+            kind="causal2",
+            sizes=[(1, 239), (3, 799), (127, 512), (127, 513), (1023, 1024), *PAIRS[:5]],
+            d=DIMS_2,
+            swap=[0, 1],
+            page=[None, 256, 512],
+        ),
+        dict(
+            kind="cache2",
+            sizes=CACHED,
+            d=[32, 59, 64, 80, 128, 256],
+            page=[None, 256],
+            new=[0, 1],
+            alibi=[0, 1],
+            leftpad=[0, 1],
+            index=[0],
+            turn=[0.0, 0.5, 1.0],
+            interleaved=[0, 1],
+            like_q=[0, 1],
+            splits=[1, 0],
+        ),
     ],
     "fa3": [
-        dict(kind="dense3", sizes=[(1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), *PAIRS, (113, 128),
-                                   (384, 256), (640, 128), (4096, 4096), (4224, 4224)],
-             d=DIMS_3, dtype=["bfloat16", "float16", "float8_e4m3fn"], softcap=[0.0, 15.0], qv=[0, 1], chunk=[0, 1]),
-        dict(kind="packed3", sizes=[(1, 1), (1, 3), (2, 1), (511, 1), (3, 513), (64, 128), (128, 128), (256, 256),
-                                    (307, 256), (640, 128), *PAIRS, (2048, 2048), (4096, 4096)],
-             d=DIMS_3, dtype=["bfloat16", "float16", "float8_e4m3fn"], softcap=[0.0, 15.0], qv=[0, 1], chunk=[0, 1],
-             unused=[0, 1]),
-        dict(kind="cache3", sizes=[*CACHED, (256, 512), (2048, 3577)], d=[128], page=[None, 1, 4, 128], new=[0, 1],
-             dtype=["bfloat16", "float8_e4m3fn"], leftpad=[0, 1], index=[0, 1], turn=[0.0, 0.5, 1.0],
-             interleaved=[0, 1], like_q=[0, 1], packed=[0, 1], chunk=[0, 1]),
-        dict(kind="combine", sizes=[(n, 0) for n in (1, 2, 3, 32, 64, 256, 113, 108, 640, 1024)],
-             d=[64, 96, 128, 192, 256, 512], parts=[1, 2, 3, 5, 17, 32, 55, 97, 133],
-             dtype=["float32", "float16", "bfloat16"]),
+        dict(
+            kind="dense3",
+            sizes=[
+                (1, 1),
+                (64, 128),
+                (128, 192),
+                (256, 256),
+                (239, 1),
+                (799, 3),
+                *PAIRS,
+                (113, 128),
+                (384, 256),
+                (640, 128),
+                (4096, 4096),
+                (4224, 4224),
+            ],
+            d=DIMS_3,
+            dtype=["bfloat16", "float16", "float8_e4m3fn"],
+            softcap=[0.0, 15.0],
+            qv=[0, 1],
+            chunk=[0, 1],
+        ),
+        dict(
+            kind="packed3",
+            sizes=[
+                (1, 1),
+                (1, 3),
+                (2, 1),
+                (511, 1),
+                (3, 513),
+                (64, 128),
+                (128, 128),
+                (256, 256),
+                (307, 256),
+                (640, 128),
+                *PAIRS,
+                (2048, 2048),
+                (4096, 4096),
+            ],
+            d=DIMS_3,
+            dtype=["bfloat16", "float16", "float8_e4m3fn"],
+            softcap=[0.0, 15.0],
+            qv=[0, 1],
+            chunk=[0, 1],
+            unused=[0, 1],
+        ),
+        dict(
+            kind="cache3",
+            sizes=[*CACHED, (256, 512), (2048, 3577)],
+            d=[128],
+            page=[None, 1, 4, 128],
+            new=[0, 1],
+            dtype=["bfloat16", "float8_e4m3fn"],
+            leftpad=[0, 1],
+            index=[0, 1],
+            turn=[0.0, 0.5, 1.0],
+            interleaved=[0, 1],
+            like_q=[0, 1],
+            packed=[0, 1],
+            chunk=[0, 1],
+        ),
+        dict(
+            kind="combine",
+            sizes=[(n, 0) for n in (1, 2, 3, 32, 64, 256, 113, 108, 640, 1024)],
+            d=[64, 96, 128, 192, 256, 512],
+            parts=[1, 2, 3, 5, 17, 32, 55, 97, 133],
+            dtype=["float32", "float16", "bfloat16"],
+        ),
     ],
     "fa4": [
-        dict(kind="dense4", sizes=[(1, 1), (3, 3), (64, 32), (64, 128), (128, 192), (239, 1), (799, 3), (113, 128),
-                                   (255, 256), *PAIRS, (384, 256), (640, 128), (2048, 2048), (4096, 4096)],
-             d=DIMS_3, softcap=[0.0, 15.0], sink=[0, 1], open=[0, 1, 2]),
-        dict(kind="packed4", sizes=[(511, 1), (3, 513), (64, 128), (256, 256), (307, 256), *PAIRS, (64, 1)],
-             d=[64, 128, 192, 256], softcap=[0.0, 15.0], sink=[0, 1], open=[0, 1, 2], longest=[0, 1]),
-        dict(kind="combine", sizes=[(n, 0) for n in (1, 32, 113, 256, 1024)], d=[64, 96, 128, 256], parts=[2, 5, 17, 55],
-             dtype=["float32", "float16", "bfloat16"], rows=["cu_seqlens", "seqused", "both", "order"]),
+        dict(
+            kind="dense4",
+            sizes=[
+                (1, 1),
+                (3, 3),
+                (64, 32),
+                (64, 128),
+                (128, 192),
+                (239, 1),
+                (799, 3),
+                (113, 128),
+                (255, 256),
+                *PAIRS,
+                (384, 256),
+                (640, 128),
+                (2048, 2048),
+                (4096, 4096),
+            ],
+            d=DIMS_3,
+            softcap=[0.0, 15.0],
+            sink=[0, 1],
+            open=[0, 1, 2],
+        ),
+        dict(
+            kind="packed4",
+            sizes=[(511, 1), (3, 513), (64, 128), (256, 256), (307, 256), *PAIRS, (64, 1)],
+            d=[64, 128, 192, 256],
+            softcap=[0.0, 15.0],
+            sink=[0, 1],
+            open=[0, 1, 2],
+            longest=[0, 1],
+        ),
+        dict(
+            kind="combine",
+            sizes=[(n, 0) for n in (1, 32, 113, 256, 1024)],
+            d=[64, 96, 128, 256],
+            parts=[2, 5, 17, 55],
+            dtype=["float32", "float16", "bfloat16"],
+            rows=["cu_seqlens", "seqused", "both", "order"],
+        ),
     ],
     "rotary": [
-        dict(kind="rotary", sizes=[(217, 0)], d=[128], offset=[0, 1, 2], turn=[1.0, 0.5], interleaved=[0, 1],
-             inplace=[0, 1], dtype=["float16", "bfloat16"], packed=[0, 1]),
+        dict(
+            kind="rotary",
+            sizes=[(217, 0)],
+            d=[128],
+            offset=[0, 1, 2],
+            turn=[1.0, 0.5],
+            interleaved=[0, 1],
+            inplace=[0, 1],
+            dtype=["float16", "bfloat16"],
+            packed=[0, 1],
+        ),
     ],
     "vllm": [
-        dict(kind="pages", lengths=[[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]], heads=[(4, 4), (8, 2)],
-             d=[40, 72, 80, 128, 256], page=[16], window=[None, 256], softcap=[0.0, 50.0], causal=[1],
-             dtype=["bfloat16", "float8_e4m3fn"]),
+        dict(
+            kind="pages",
+            lengths=[[(1, 1328), (5, 18), (129, 463)], [(1, 523), (1, 37), (1, 2011)]],
+            heads=[(4, 4), (8, 2)],
+            d=[40, 72, 80, 128, 256],
+            page=[16],
+            window=[None, 256],
+            softcap=[0.0, 50.0],
+            causal=[1],
+            dtype=["bfloat16", "float8_e4m3fn"],
+        ),
     ],
     "flashinfer": [
-        dict(kind="pages", lengths=[[(q, k)] * 3 for q in (37, 17, 127, 577) for k in (54, 97, 512, 2048)],
-             heads=[(32, 32), (4, 4), (32, 4)], d=[128, 256], page=[1, 5, 16], window=[None], softcap=[0.0], causal=[0, 1],
-             dtype=["float16"]),
+        dict(
+            kind="pages",
+            lengths=[[(q, k)] * 3 for q in (37, 17, 127, 577) for k in (54, 97, 512, 2048)],
+            heads=[(32, 32), (4, 4), (32, 4)],
+            d=[128, 256],
+            page=[1, 5, 16],
+            window=[None],
+            softcap=[0.0],
+            causal=[0, 1],
+            dtype=["float16"],
+        ),
     ],
 }
 
@@ -157,7 +307,10 @@ def main(seed, first, count, suites):
         child.wait()
         if case is not None:
             counts["crashed"] += 1
-            print(f"call {case['at']} of seed {seed}: the process ended ({child.returncode})\n    {case['case']}", flush=True)
+            print(
+                f"call {case['at']} of seed {seed}: the process ended ({child.returncode})\n    {case['case']}",
+                flush=True,
+            )
             at = case["at"] + 1
         elif at < last:
             print(f"the child ended ({child.returncode}) between calls {at - 1} and {at}", flush=True)

@@ -34,9 +34,7 @@ def _by_rows(name: str, x: torch.Tensor) -> Tuple[torch.Tensor, int]:
     return x.as_strided((rows, 1, *x.shape[2:]), (x.stride(1), x.stride(1), *x.stride()[2:])), apart
 
 
-def from_left(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, leftpad: torch.Tensor
-) -> Rows:
+def from_left(k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, leftpad: torch.Tensor) -> Rows:
     """Sequences of pages that begin ``leftpad`` rows behind their first page's first row."""
     k, apart = _by_rows("k_cache", k_cache)
     v, apart_v = _by_rows("v_cache", v_cache)

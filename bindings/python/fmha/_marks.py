@@ -1,8 +1,8 @@
 """Marks of dropout as FlashAttention's and torch's tests read them, by torch's operations: nothing that is fast.
 
-A mark is P before its division, ``exp(S - max S)``, of the rows' type, and below 0 where dropout leaves the element out.
-Rows and keys are padded to multiples of 128. FlashAttention's marks have the maximum of the keys so far, block by block;
-here it is the row's own, as for one block that holds all keys, which is what ``_get_block_size_n`` says.
+A mark is P before its division, ``exp(S - max S)``, of the rows' type, and below 0 where dropout leaves the element
+out. Rows and keys are padded to multiples of 128. FlashAttention's marks have the maximum of the keys so far, block
+by block; here it is the row's own, as for one block that holds all keys, which is what ``_get_block_size_n`` says.
 """
 
 from __future__ import annotations

@@ -447,7 +447,8 @@ def _turned(q, k, rotary, first, attention_chunk, call):
     return _layouts.turned_at(
         q,
         k,
-        *rotary.values(),
+        rotary["rotary_cos"],
+        rotary["rotary_sin"],
         first,
         flag("rotary_interleaved", call.get("rotary_interleaved", True)),
         call["mask"] != NONE or attention_chunk > 0,

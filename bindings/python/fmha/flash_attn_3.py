@@ -1,8 +1,8 @@
 """FlashAttention 3's functions (module ``flash_attn_interface``), by name, argument order, defaults and return values.
 
 Speed hints (``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) are taken and have no effect: kernels choose.
-``attention_chunk`` cuts sequences into packed ones, a chunk each. ``qv`` is part of longer rows: K and V are joined, by a
-copy where they do not lie side by side.
+``attention_chunk`` cuts sequences into packed ones, a chunk each. ``qv`` is part of longer rows: K and V are joined,
+by a copy where they do not lie side by side.
 """
 
 from __future__ import annotations

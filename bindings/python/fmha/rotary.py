@@ -209,9 +209,7 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):
         return qkv
 
     @staticmethod
-    def forward(
-        ctx, qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None
-    ):
+    def forward(ctx, qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
         has_tensor = isinstance(seqlen_offsets, torch.Tensor)
         ctx.save_for_backward(cos, sin, cos_k, sin_k, seqlen_offsets if has_tensor else None)
         ctx.rest = None if has_tensor else seqlen_offsets, interleaved, num_heads_q

@@ -1,7 +1,8 @@
 """An attention backend of vLLM's, found by its plugin entry point: ``vllm serve ... --attention-backend FMHA``.
 
-Made for vLLM 0.33's interface and tested against a stand-in of its base classes and metadata, without vLLM itself:
-it runs so on the CPU and an H200, and nobody has served a model with it yet.
+Made for vLLM 0.33's interface. Tested against a stand-in of its base classes and metadata, on the CPU and an H200,
+and inside of vLLM 0.32's own registry, check, base classes and metadata on the CPU, the rest of the engine stubbed.
+Nobody has served a model with it yet.
 
 Decoder attention over the paged cache in 16 bits or FP8, with windows, sinks, soft-cap, ALiBi, batch invariance, causal
 and not. CUDA graphs of uniform batches alone (``UNIFORM_BATCH``): a graph that was captured for one query a request and

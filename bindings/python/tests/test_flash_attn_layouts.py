@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fmha
-from fmha import flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4, rotary
+from fmha import flash_attn_3 as fa3, flash_attn_4 as fa4, rotary
 from reference import DEVICE, appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance, visible
 
 i32 = lambda *x: torch.tensor(x, dtype=torch.int32)
@@ -127,9 +127,11 @@ def test_a_cache_is_padded_paged_chosen_turned_and_cut(case, causal):
     at = 0
     for b in range(2):
         n = sizes[b] if case["packed"] else 3
-        where = [(int(table[rows_of[b], j // size]), j % size) for j in range(held)] if case["pages"] else [
-            (rows_of[b], j) for j in range(held)
-        ]
+        where = (
+            [(int(table[rows_of[b], j // size]), j % size) for j in range(held)]
+            if case["pages"]
+            else [(rows_of[b], j) for j in range(held)]
+        )
         k, v = (torch.stack([x[p, r] for p, r in where]) for x in before)
         query, local = q[b, :n], causal or case["chunk"]
         if case["new"]:

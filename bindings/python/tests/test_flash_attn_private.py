@@ -144,12 +144,28 @@ def test_the_third_forward_over_a_cache_is_its_function():
     caches = [(k.clone(), v.clone()) for _ in range(2)]
     angle, used, index = torch.rand(16, 8), i32(3, 7), i32(1, 0)
     out, *_ = three._flash_attn_forward(
-        q, *caches[0], new, -new, seqused_k=used, kv_batch_idx=index, rotary_cos=angle.cos(), rotary_sin=angle.sin(),
-        causal=True, leftpad_k=i32(1, 2),
+        q,
+        *caches[0],
+        new,
+        -new,
+        seqused_k=used,
+        kv_batch_idx=index,
+        rotary_cos=angle.cos(),
+        rotary_sin=angle.sin(),
+        causal=True,
+        leftpad_k=i32(1, 2),
     )
     wanted = fa3.flash_attn_with_kvcache(
-        q, *caches[1], new, -new, cache_seqlens=used, cache_batch_idx=index, rotary_cos=angle.cos(),
-        rotary_sin=angle.sin(), causal=True, cache_leftpad=i32(1, 2),
+        q,
+        *caches[1],
+        new,
+        -new,
+        cache_seqlens=used,
+        cache_batch_idx=index,
+        rotary_cos=angle.cos(),
+        rotary_sin=angle.sin(),
+        causal=True,
+        cache_leftpad=i32(1, 2),
     )
     assert torch.equal(out, wanted) and all(map(torch.equal, *caches))
     assert not torch.equal(caches[0][0], k)

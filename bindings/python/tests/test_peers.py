@@ -1,4 +1,4 @@
-"""Calls drawn from the grids of other libraries' suites (``tests/peers/grids.py``): 24, or ``FMHA_PEERS=SEED:COUNT``."""
+"""Calls of the grids of other libraries' suites (``tests/peers/grids.py``): 24, or ``FMHA_PEERS=SEED:COUNT``."""
 
 import json
 import os

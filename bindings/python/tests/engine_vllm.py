@@ -1,0 +1,156 @@
+"""vLLM's own classes, from its wheel without dependencies, around this package's backend: `python engine_vllm.py
+FOLDER`, the folder in which `vllm` lies. Prints what was stubbed; `test_engines_real.py` runs it."""
+
+import dataclasses
+import importlib
+import inspect
+import pathlib
+import sys
+import types
+
+import torch
+
+HERE = pathlib.Path(__file__).resolve()
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+
+from engine_parts import Finder  # noqa: E402
+
+
+BARE = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.utils")
+STUBBED = (
+    "vllm.model_executor",
+    "vllm.platforms",
+    "vllm.config",
+    "vllm.distributed",
+    "vllm.logger",
+    "vllm.envs",
+    "vllm.utils.torch_utils",
+    "vllm._custom_ops",
+)
+
+
+def write_rows(key, value, k_cache, v_cache, slots, dtype, k_scale, v_scale):
+    """vLLM's compiled write into pages, of 16 bits."""
+    size = k_cache.shape[1]
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            k_cache[slot // size, slot % size], v_cache[slot // size, slot % size] = key[row], value[row]
+
+
+def no_group():
+    raise AssertionError("no group of ranks")
+
+
+def main(root):
+    finder = Finder(root, BARE, STUBBED)
+    finder.install()
+    sys.modules["vllm.envs"] = importlib.import_module("vllm.envs")
+    sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = False
+    importlib.import_module("vllm._custom_ops").reshape_and_cache_flash = write_rows
+    importlib.import_module("vllm.utils.torch_utils").get_dtype_size = lambda dtype: dtype.itemsize
+    import_utils = types.ModuleType("vllm.utils.import_utils")
+
+    def resolve(path):
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+    import_utils.resolve_obj_by_qualname = resolve
+    sys.modules["vllm.utils.import_utils"] = import_utils
+    ranks = importlib.import_module("vllm.distributed.parallel_state")
+    ranks.get_dcp_world_size_and_rank, ranks.get_pcp_group = lambda *_: (1, 0), no_group
+    importlib.import_module("vllm.config").get_current_vllm_config_or_none = lambda: None
+    backend = importlib.import_module("vllm.v1.attention.backend")
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    serve(backend, registry)
+    print("stubbed:", *sorted(name for name in {*finder.used, "vllm.utils.import_utils"} if name not in BARE))
+
+
+def serve(backend, registry):
+    """The plugin is found by the engine's registry, its classes are of the engine's, and a step runs."""
+    from fmha import _plugins
+    from reference import attention as by_definition, close, tolerance
+
+    _plugins.vllm()
+    entry = registry.AttentionBackendEnum["FMHA"] if "FMHA" in registry.AttentionBackendEnum.__members__ else None
+    chosen = entry.get_class() if entry is not None else registry.AttentionBackendEnum.CUSTOM.get_class()
+    import fmha.vllm
+
+    assert chosen is fmha.vllm.Backend
+    assert issubclass(chosen, backend.AttentionBackend) and issubclass(chosen.get_impl_cls(), backend.AttentionImpl)
+    assert issubclass(chosen.get_builder_cls(), backend.AttentionMetadataBuilder)
+    assert reasons(chosen, backend) == []
+    assert reasons(chosen, backend, head_size=12) == ["head_size not supported"]
+    assert any("7 is below 8" in said for said in reasons(chosen, backend, major=7))
+    assert reasons(chosen, backend, use_mla=True)
+    heads, heads_kv, dim, size = 4, 2, 16, 4
+    # Abstract methods that are not there would raise here.
+    sizes = dict(num_heads=heads, head_size=dim, scale=0.3, num_kv_heads=heads_kv)
+    impl = chosen.get_impl_cls()(**sizes, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto")
+    spec = types.SimpleNamespace(block_size=size)
+    builder = chosen.get_builder_cls()(spec, ["layer.0"], types.SimpleNamespace(), torch.device("cpu"))
+    pool = torch.zeros(12, heads_kv, size, 2 * dim, dtype=torch.bfloat16)
+    layer = types.SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
+    table = torch.tensor([[7, 2, 0], [4, 9, 1]], dtype=torch.int32)
+    rows = torch.randn(2, 2, 9, heads_kv, dim).to(torch.bfloat16)
+    before = [0, 0]
+    for new in ((5, 3), (1, 4), (1, 1)):
+        after = [a + n for a, n in zip(before, new)]
+        places = [(b, i) for b in range(2) for i in range(before[b], after[b])]
+        slots = torch.tensor([int(table[b, i // size]) * size + i % size for b, i in places])
+        starts = torch.tensor([0, new[0], sum(new)], dtype=torch.int32)
+        common = common_metadata(
+            backend, starts, torch.tensor(after, dtype=torch.int32), len(places), max(new), max(after), table, slots
+        )
+        metadata = builder.build(0, common)
+        k, v = (torch.stack([x[b, i] for b, i in places]) for x in rows)
+        impl.do_kv_cache_update(layer, k, v, pool, metadata.slot_mapping)
+        q = torch.randn(len(places), heads, dim).to(torch.bfloat16)
+        o = torch.empty_like(q)
+        impl.forward(layer, q, k, v, pool, metadata, o)
+        for b, (first, n) in enumerate(((0, new[0]), (new[0], new[1]))):
+            part = slice(first, first + n)
+            k, v = (x[b : b + 1, : after[b]] for x in rows)
+            wanted, _ = by_definition(q[None, part], k, v, mask=(2, -1, 0, 0), softmax_scale=0.3)
+            close(o[part], wanted[0], tolerance(torch.bfloat16))
+        before = after
+    print("steps: 3")
+
+
+def reasons(chosen, backend, major=9, **changes):
+    """What the engine's own check says against the backend."""
+    known = dict(
+        head_size=64,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="auto",
+        block_size=16,
+        device_capability=types.SimpleNamespace(major=major, minor=0),
+        attn_type=backend.AttentionType.DECODER,
+    )
+    parameters = inspect.signature(chosen.validate_configuration).parameters.values()
+    options = {one.name: known.get(one.name, False) for one in parameters if one.default is one.empty}
+    return chosen.validate_configuration(**{**options, **changes})
+
+
+def common_metadata(backend, starts, lengths, tokens, longest_q, longest_k, table, slots):
+    """The engine's own metadata class, with what it asks for."""
+    known = dict(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        num_computed_tokens_cpu=lengths - starts.diff(),
+        num_reqs=len(lengths),
+        num_actual_tokens=tokens,
+        max_query_len=longest_q,
+        max_seq_len=longest_k,
+        block_table_tensor=table,
+        slot_mapping=slots,
+        causal=True,
+    )
+    fields = {field.name for field in dataclasses.fields(backend.CommonAttentionMetadata) if field.init}
+    return backend.CommonAttentionMetadata(**{name: x for name, x in known.items() if name in fields})
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main(pathlib.Path(sys.argv[1]))
