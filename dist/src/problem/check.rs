@@ -26,6 +26,8 @@ impl Whole {
             ("seqused_k", whole.layout.seqused_k, "lengths that lie in memory are"),
             ("cache", whole.cache != CacheUse::default(), "append, rotary, quantised caches and trees are"),
             ("arrivals", whole.arrivals > 0, "keys that come while a kernel runs are"),
+            ("score_code", whole.code.score.is_some(), "a score as code is"),
+            ("mask_code", whole.code.mask.is_some(), "a mask as code is"),
             ("write_keep_mask", whole.dropout.write_keep_mask, "a keep mask is"),
             ("part", !whole.part.is_whole(), "a part of a longer sequence is"),
             ("dtype_o", whole.dtypes.o.is_fp8(), "an FP8 O is"),
@@ -98,6 +100,7 @@ fn packed_rows(field: &str, cu_seqlens: &[u32], batch: u32, side: &str, seqlen: 
 
 #[cfg(test)]
 mod tests {
+    use fmha::expr::Function;
     use fmha::{DType, Dims, FwdProblem};
 
     use super::*;
@@ -128,6 +131,8 @@ mod tests {
             ("seqused_q", whole.clone().seqused_q(true)),
             ("seqused_k", whole.clone().seqused_k(true)),
             ("arrivals", whole.clone().arrivals(4)),
+            ("score_code", whole.clone().score_code("s * 2".parse::<Function>().unwrap())),
+            ("mask_code", whole.clone().mask_code("k <= q".parse::<Function>().unwrap())),
             ("write_keep_mask", keeps),
         ] {
             assert_eq!(field(whole), Err((1, wanted.to_owned())));
