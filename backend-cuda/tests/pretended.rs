@@ -96,6 +96,25 @@ fn the_jobs_of_a_plan_are_its_launches() {
     }
 }
 
+#[test]
+fn the_jobs_of_no_sequence_are_those_of_one_and_of_code_there_are_none() {
+    let compiled = |problem: FwdProblem| {
+        let problem = problem.validate().unwrap();
+        let hopper = pretend("sm_90a");
+        hopper.precompiler().unwrap().jobs(AnyProblem::Forward(&problem), &PlanOptions::default())
+    };
+    let of = |batch| FwdProblem::batch(DType::Bf16, Dims { batch, ..DIMS });
+    let entries = |batch| {
+        let jobs = compiled(of(batch)).unwrap();
+        jobs.into_iter().map(|job| job.source.entry).collect::<Vec<_>>()
+    };
+    assert_eq!(entries(0), entries(1));
+    let mut cut = of(1);
+    cut.code.mask = Some("q >= k".parse().unwrap());
+    let error = compiled(cut).unwrap_err().to_string();
+    assert!(error.contains("sm90") && error.contains("mask"), "{error}");
+}
+
 /// A machine without a compiler has what it needs for calls of any length: what the model chooses by lengths and heads is among
 /// what is compiled ahead for the tables' few lengths.
 #[test]

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fmha_core::backend::unsupported;
+use fmha_core::backend::{refuse_code, unsupported};
 use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Modules, Target};
 use fmha_core::source::ENTRY;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
@@ -299,6 +299,10 @@ impl<V: Vendor> Backend<V> {
     }
 
     fn jobs_of<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Vec<KernelJob>> {
+        refuse_code(self, problem)?;
+        // Kernels are made for one sequence at least.
+        let one = problem.of_one_sequence()?;
+        let problem = one.as_ref().unwrap_or(problem);
         let own = self.choose(problem, options)?.0;
         let tiles = own.kernel.kernel.tiles_of_other_sizes(problem);
         let name = own.kernel.name();

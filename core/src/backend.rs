@@ -5,7 +5,7 @@ use bytemuck::AnyBitPattern;
 use crate::args::{DevSlice, DevSliceMut, Elem, ElemType, MemorySpace, Told};
 use crate::bwd::ValidBwd;
 use crate::cache::Precompile;
-use crate::call::Planned;
+use crate::call::{Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{Error, ProblemError, Result};
@@ -360,6 +360,17 @@ impl std::fmt::Debug for DevBuffer {
 #[must_use]
 pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error {
     Error::Unsupported { backend: backend.to_owned(), refusals }
+}
+
+/// Refuses a problem with a score or a mask as code for each kernel of a backend that computes none.
+///
+/// # Errors
+/// [`Error::Unsupported`] with a refusal a kernel.
+pub fn refuse_code<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
+    let Some(code) = problem.code().filter(|_| !backend.takes_code()) else { return Ok(()) };
+    let refused = |kernel| code.refuse(kernel).err();
+    let refusals: Vec<_> = backend.kernels().into_iter().filter_map(refused).collect();
+    if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }
 
 #[cfg(test)]

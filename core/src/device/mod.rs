@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::args::MemorySpace;
-use crate::backend::{DeviceMemory, FmhaBackend, unsupported};
+use crate::backend::{DeviceMemory, FmhaBackend, refuse_code, unsupported};
 use crate::bwd::ValidBwd;
 use crate::cache::{Precompile, only_plans};
 use crate::call::{Planned, Problem};
@@ -163,13 +163,7 @@ impl Device {
         options: &PlanOptions,
         plan: impl FnOnce(&P) -> Result<Planned<P>>,
     ) -> Result<Plan<P>> {
-        if let Some(code) = problem.code().filter(|_| !self.0.takes_code()) {
-            let refusals = self.0.kernels().into_iter().filter_map(|kernel| code.refuse(kernel).err());
-            let refusals: Vec<_> = refusals.collect();
-            if !refusals.is_empty() {
-                return Err(unsupported(self.name(), refusals));
-            }
-        }
+        refuse_code(&*self.0, problem)?;
         let one = problem.of_one_sequence()?;
         let mut planned = plan(one.as_ref().unwrap_or(problem))?;
         if one.is_some() {
