@@ -17,6 +17,7 @@ struct Consumer {
   using Output = mma::Accumulator<Shared::dim_v / tile.value_parts>;
   using RowSoftmax = Softmax<shared(tile), p_offset_log2(spec, tile)>;
   using ScoreModifiers = Modifiers<spec, shared(tile)>;
+  static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
   const FwdParams& p;
   const Work& work;
@@ -54,13 +55,18 @@ struct Consumer {
   // Whether no row of the warp sees a key of the block: it has nothing to compute then.
   FMHA_DEVICE bool is_hidden(int32_t block) const {
     if (block < 0) return true;
-    const bool skipped = mask_of<spec>(work, work.seqlen_k).skips(first_query, last_query, {block * n, block * n + n});
-    return skipped | (first_query >= work.seqlen_q);
+    const int32_t begin = block * n, end = begin + n;
+    bool hidden = begin >= work.seqlen_k || first_query >= work.seqlen_q;
+    if constexpr (has_hi) hidden |= begin > last_query + work.hi;
+    if constexpr (has_lo) hidden |= end <= first_query + work.lo && !(spec.sink_columns && begin < work.sink_columns);
+    return hidden;
   }
   // Whether the mask or the sequence's end hides a key of the block from some row of the warp.
   FMHA_DEVICE bool is_edge(int32_t block) const {
     const int32_t begin = block * n, end = begin + n;
-    bool edge = mask_of<spec>(work, work.seqlen_k).cuts(first_query, last_query, {begin, end});
+    bool edge = end > work.seqlen_k;
+    if constexpr (has_hi) edge |= end > first_query + work.hi + 1;
+    if constexpr (has_lo) edge |= begin < last_query + work.lo;
     if constexpr (!Keys::all) edge |= end > work.seqlen_k - work.seqlen_q;
     return edge;
   }
@@ -68,15 +74,22 @@ struct Consumer {
   // -inf where the mask hides a key from the thread's two rows.
   FMHA_DEVICE void mask(Scores& s, int32_t first_row_of_two, int32_t block) const {
     const int32_t first_key = block * n + fmha::mma::fragment_column();
-    const auto mask = mask_of<spec>(work, work.seqlen_k);
-    const int32_t query[2] = {query_of<tile>(p, first_row_of_two), query_of<tile>(p, first_row_of_two + 8)};
-    s.hide(mask.columns(query[0], first_key), mask.columns(query[1], first_key));
-    if constexpr (!Keys::all) {
-      const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+    int32_t end[2], begin[2];
 #pragma unroll
-      for (int e = 0; e < s.num_elems; ++e) {
-        if (!keys.sees(span, query[s.row(e)], first_key + s.column(e))) s[e] = -infinity();
-      }
+    for (int r = 0; r < 2; ++r) {
+      const int32_t i = query_of<tile>(p, first_row_of_two + 8 * r);
+      end[r] = (has_hi ? min(work.seqlen_k, i + work.hi + 1) : work.seqlen_k) - first_key;
+      begin[r] = has_lo ? i + work.lo - first_key : 0;
+    }
+    const int32_t sinks = work.sink_columns - first_key;
+    const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+#pragma unroll
+    for (int e = 0; e < s.num_elems; ++e) {
+      const int column = s.column(e), r = s.row(e);
+      bool hidden = column >= end[r];
+      if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
+      if constexpr (!Keys::all) hidden |= !keys.sees(span, query_of<tile>(p, first_row_of_two + 8 * r), first_key + column);
+      if (hidden) s[e] = -infinity();
     }
   }
 
