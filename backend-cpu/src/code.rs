@@ -353,24 +353,24 @@ impl<S: Simd> Op<S> for RunProgram<'_, '_> {
 /// The functions of an instruction set.
 struct Vectors<S>(S);
 
-impl<S: Simd> Vectors<S> {
-    #[inline(always)]
-    fn map(&self, x: &mut [f32], f: impl Fn(S::V) -> S::V) {
-        for lanes in x.chunks_exact_mut(S::LANES) {
-            // SAFETY: a vector's numbers.
-            unsafe { self.0.store(lanes.as_mut_ptr(), f(self.0.load(lanes.as_ptr()))) };
-        }
-    }
-}
-
 impl<S: Simd> VectorMath for Vectors<S> {
+    // No closure between the loop and a function: a closure has the instructions of the baseline alone, and the function would be
+    // called for each of its vectors' operations.
     #[inline(always)]
     fn exp(&self, x: &mut [f32]) {
-        self.map(x, |x| exp(self.0, x));
+        let s = self.0;
+        for lanes in x.chunks_exact_mut(S::LANES) {
+            // SAFETY: a vector's numbers.
+            unsafe { s.store(lanes.as_mut_ptr(), exp(s, s.load(lanes.as_ptr()))) };
+        }
     }
 
     #[inline(always)]
     fn tanh(&self, x: &mut [f32]) {
-        self.map(x, |x| tanh(self.0, x));
+        let s = self.0;
+        for lanes in x.chunks_exact_mut(S::LANES) {
+            // SAFETY: a vector's numbers.
+            unsafe { s.store(lanes.as_mut_ptr(), tanh(s, s.load(lanes.as_ptr()))) };
+        }
     }
 }
