@@ -34,9 +34,10 @@ struct Rows {
 
 // Row `row` of Q as operands, of the wave's columns; of halves this lane's, else all that its instruction wants of a lane.
 template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
-FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const Rows& rows, int32_t row) {
+FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const Rows& rows, int32_t row,
+                        int half = lane_half()) {
   constexpr int elems = C::q_words * 4 / C::qk_bytes;
-  const int first = column_wave<C>() * C::wave_dim_qk + (elems == kEdge ? 0 : lane_half(opaque_thread_idx()) * elems);
+  const int first = column_wave<C>() * C::wave_dim_qk + (elems == kEdge ? 0 : half * elems);
 #pragma unroll
   for (int c = 0; c < C::qk_steps; ++c) {
     const int32_t elem = c * kEdge + first;

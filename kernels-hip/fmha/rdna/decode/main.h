@@ -190,7 +190,7 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
       const FwdParams& p = again().call.fwd;
       const int64_t at = query_offset(p, job.span, wave.query, wave.i_head);
       const Rows row = {static_cast<const uint8_t*>(p.q.data) + at * C::qk_bytes, 0, C::qk_bytes, 1, again().call.head_dim_qk};
-      load_q<spec, tile>(wave.q, row, 0);
+      load_q<spec, tile>(wave.q, row, 0, lane_half(opaque_thread_idx()));
     }
     const auto places_of = [&](int32_t n) __attribute__((always_inline)) {
       return KeyPlaces::of(again().call.fwd, job, tiles.first_key(n) + opaque_thread_idx());
