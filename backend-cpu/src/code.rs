@@ -5,8 +5,9 @@ use std::ops::Range;
 use fmha_core::expr::{
     Block, Bounds, Captured, Function, HostTensor, Id, Lanes, Pair, Program, Rounding, Seen, Tile, VectorMath,
 };
-use fmha_core::{CapturedTensor, FwdProblem, ProblemError, ScoreArgs, SeqSpan, ValidBwd};
+use fmha_core::{FwdProblem, ProblemError, ScoreArgs, SeqSpan, ValidBwd};
 
+use crate::memory::reserve;
 use crate::score::{HeadScore, Panel};
 use crate::simd::{Op, Simd, exp, tanh};
 
@@ -85,7 +86,7 @@ impl<'a> Code<'a> {
             for read in &slopes.captures {
                 let name = &slopes.graph.captures()[read.capture].name;
                 let wanted = problem.dcaptured.iter().position(|gradient| gradient.name == *name);
-                let tensor = fwd.code.captured.iter().find(|tensor| tensor.name == *name);
+                let tensor = fwd.code.tensor(name);
                 if let (Some(gradient), Some(tensor)) = (wanted, tensor) {
                     reads.push(Read { gradient, root: roots.len(), shape: tensor.shape.clone() });
                     roots.push(read.slope);
@@ -182,21 +183,22 @@ impl<'a> Code<'a> {
         });
     }
 
-    /// Hides the pairs that [`score`](Self::score) noted, once soft-cap and bias are done.
+    /// Writes `hidden` where [`score`](Self::score) noted that a pair is: -inf of scores, once soft-cap and bias are done, and
+    /// 0 of slopes.
     ///
     /// # Safety
-    /// `scores` and `hide` are panels of these rows.
-    pub(crate) unsafe fn hide<S: Simd>(panel: &Panel, scores: *mut f32, hide: *const f32) {
+    /// `values` and `hide` are panels of these rows.
+    pub(crate) unsafe fn hide<S: Simd>(panel: &Panel, values: *mut f32, hide: *const f32, hidden: f32) {
         let (at, count) = (panel.rows.0 * S::PANEL, (panel.rows.1 - panel.rows.0) * S::PANEL);
         // SAFETY: rows of the panels, as the caller promises.
-        let (scores, hide) = unsafe {
+        let (values, hide) = unsafe {
             (
-                std::slice::from_raw_parts_mut(scores.add(at), count),
+                std::slice::from_raw_parts_mut(values.add(at), count),
                 std::slice::from_raw_parts(hide.add(at), count),
             )
         };
-        for (score, &hide) in scores.iter_mut().zip(hide) {
-            *score = if hide == 0.0 { *score } else { f32::NEG_INFINITY };
+        for (value, &hide) in values.iter_mut().zip(hide) {
+            *value = if hide == 0.0 { *value } else { hidden };
         }
     }
 
@@ -273,11 +275,16 @@ impl<'a> Code<'a> {
 }
 
 /// Zeros of the shapes of a call's captured gradients.
-pub(crate) fn captured_zeros(problem: &ValidBwd) -> Vec<Vec<f64>> {
-    let code = &problem.fwd().code;
-    let elems = |name: &str| code.captured.iter().find(|tensor| tensor.name == name);
-    let zeros = |name: &str| vec![0.0; elems(name).map_or(0, CapturedTensor::num_elems) as usize];
-    problem.dcaptured.iter().map(|gradient| zeros(&gradient.name)).collect()
+///
+/// # Errors
+/// Memory that the system refuses.
+pub(crate) fn captured_zeros(problem: &ValidBwd) -> fmha_core::Result<Vec<Vec<f64>>> {
+    let zeros = |elems: u64| {
+        let mut zeros = reserve(elems as usize)?;
+        zeros.resize(elems as usize, 0.0);
+        Ok(zeros)
+    };
+    problem.captured_elems().map(zeros).collect()
 }
 
 impl<'a> Compiled<'a> {

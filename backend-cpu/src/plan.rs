@@ -81,6 +81,14 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
                     _ => "f32, f32 sums".into(),
                 },
             ),
+            (
+                "rows",
+                match blocks.rows_only {
+                    _ if !problem.code.is_empty() => "none: code is computed over panels".into(),
+                    true => "every sequence, by batch_invariant".into(),
+                    false => format!("sequences of at most {FEW_QUERIES} queries, and any with a tree mask"),
+                },
+            ),
         ]
     })?;
     Ok(ready(backend, engine, planned))
@@ -143,8 +151,6 @@ fn plan(
             }
         }
     }
-    let mut facts = vec![("isa", backend.isa.to_string()), ("threads", backend.threads().to_string())];
-    facts.extend(details(blocks));
     let mut promises = PROMISES;
     if kernel == "cpu-fwd" {
         blocks.rows_only = options.batch_invariant;
@@ -153,12 +159,9 @@ fn plan(
         if max_may_lag && !blocks.rows_only && !blocks.exact_max {
             promises.accuracy = Accuracy::Fast;
         }
-        let rows = match blocks.rows_only {
-            true => "every sequence, by batch_invariant".to_owned(),
-            false => format!("sequences of at most {FEW_QUERIES} queries, and any with a tree mask"),
-        };
-        facts.push(("rows", rows));
     }
+    let mut facts = vec![("isa", backend.isa.to_string()), ("threads", backend.threads().to_string())];
+    facts.extend(details(blocks));
     if let Err(refusal) = options.check_promises(kernel, &promises) {
         return Err(unsupported("cpu", vec![refusal]));
     }

@@ -202,7 +202,9 @@ fn common_forms_have_the_results_and_gradients_of_float64() {
         let problem = FwdProblem::batch(DType::F32, DIMS)
             .score_code(score.parse::<Function>().unwrap())
             .mask_code(mask.parse::<Function>().unwrap());
-        check(&device, problem, 100 + seed as u64);
+        check(&device, problem.clone(), 100 + seed as u64);
+        // A score of -inf hides its pair before the soft-cap would make it finite.
+        check(&device, problem.softcap(9.0), 200 + seed as u64);
     }
 }
 
@@ -224,13 +226,19 @@ fn causal_as_code_has_the_bits_of_the_built_in() {
     assert_eq!(run(FwdProblem::batch(DType::F32, DIMS).mask_code(code)), built_in);
 }
 
-/// What a mask hides may hold NaN, in each tensor.
+/// What a mask hides may hold NaN, in each tensor, and so may the slope of its soft-cap.
 #[test]
 fn a_nan_that_code_hides_reaches_nothing() {
+    hidden_nan_reaches_nothing(None);
+    hidden_nan_reaches_nothing(Some(3.0));
+}
+
+fn hidden_nan_reaches_nothing(softcap: Option<f32>) {
     let device = device();
     let dims = Dims { num_heads_q: 1, num_heads_kv: 1, batch: 1, head_dim_v: 24, ..DIMS };
     let mask: Function = "k % 5 != 2 and q != 7".parse().unwrap();
-    let fwd = FwdProblem::batch(DType::F32, dims).mask_code(mask).write_lse(true).validate().unwrap();
+    let fwd = FwdProblem::batch(DType::F32, dims).softcap(softcap).mask_code(mask).write_lse(true);
+    let fwd = fwd.validate().unwrap();
     let hidden = |row: usize| row % 5 == 2;
     let mut inputs = [fwd.shape_q(), fwd.shape_k(), fwd.shape_v()].map(|shape| noise(shape.num_elems(), 5));
     for (tensor, hides) in inputs.iter_mut().zip([|row| row == 7, hidden, hidden]) {
@@ -319,7 +327,12 @@ fn what_is_captured_is_checked_by_name() {
         (&ints, &[], "captured"),
         (&right, &number, "numbers: 1 given, but the functions capture 0"),
     ];
-    for (captured, numbers, error) in cases {
+    let ids =
+        base().mask_code(code("ids: bool[_]; ids[k]")).captured(vec![CapturedTensor::dense("ids", &[16])]);
+    let ids = device.plan_fwd(&ids.validate().unwrap(), &PlanOptions::default()).unwrap();
+    let of_ids = "captured ids has elements of";
+    let cases = cases.into_iter().map(|case| (&plan, case)).chain([(&ids, (&right[..], &[][..], of_ids))]);
+    for (plan, (captured, numbers, error)) in cases {
         let mut o = vec![0f32; fwd.shape_o().num_elems() as usize];
         let [q, k, v] = [&q, &k, &v].map(|x| DevSlice::host(x));
         let score = ScoreArgs::default().captured(captured).numbers(numbers);

@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{Strides, Totals, VLayout};
 use crate::problem::{
-    CapturedGrad, Extents, FwdProblem, ValidFwd, check_input, check_output, check_unit_stride,
+    CapturedGrad, CapturedTensor, Extents, FwdProblem, ValidFwd, check_input, check_output, check_unit_stride,
 };
 use crate::score::Bias;
 use crate::setters::setters;
@@ -47,6 +47,13 @@ pub struct BwdProblem {
 }
 
 impl BwdProblem {
+    /// Elements of each captured gradient.
+    #[must_use]
+    pub fn captured_elems(&self) -> impl ExactSizeIterator<Item = u64> {
+        let code = &self.fwd.code;
+        self.dcaptured.iter().map(|wanted| code.tensor(&wanted.name).map_or(0, CapturedTensor::num_elems))
+    }
+
     /// Gradients in the inputs' type (bf16 for FP8), with the strides of their tensors (contiguous
     /// b·s·h·d for a column-major or overlapping one); every option off. The setters turn them on.
     #[must_use]

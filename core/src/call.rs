@@ -243,8 +243,7 @@ impl Problem for ValidBwd {
             sums.push((dsink.as_mut_ptr(), u64::from(self.fwd().dims.num_heads_q) * 4));
         }
         for (slice, wanted) in args.dcaptured.iter().zip(&self.dcaptured) {
-            let tensor = self.fwd().code.captured.iter().find(|tensor| tensor.name == wanted.name);
-            let elems = tensor.map_or(0, CapturedTensor::num_elems);
+            let elems = self.fwd().code.tensor(&wanted.name).map_or(0, CapturedTensor::num_elems);
             sums.push((slice.as_mut_ptr(), elems * wanted.dtype.size_bytes()));
         }
         if let (Some(wanted), Some(dbias), Bias::Elementwise(bias)) =

@@ -100,7 +100,7 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// Of keys that are cut so.
+    /// The pieces of keys that are cut so.
     ///
     /// # Errors
     /// In `kernel`'s name, numbers that no grid has.

@@ -147,7 +147,7 @@ impl<'a> Backward<'a> {
             dk: Target::new(&args.dk, grad, problem.dk),
             dv: Target::new(&args.dv, grad, problem.dv),
             dbias,
-            captured: captured_parts(problem),
+            captured: captured_parts(problem)?,
             delta: Floats::scratch(fwd.extents(args.seq.totals).lse_elems as usize)?,
             far: FarRows::default(),
         })
@@ -155,19 +155,18 @@ impl<'a> Backward<'a> {
 }
 
 /// Sums that are kept apart until the end, whatever the number of threads: the order of additions is the parts'.
-const CAPTURED_PARTS: usize = 8;
+const CAPTURED_PARTS: u64 = 8;
 
 /// Most elements of all parts together, where there is more than one.
-const MOST_CAPTURED: usize = 1 << 22;
+const MOST_CAPTURED: u64 = 1 << 22;
 
-fn captured_parts(problem: &ValidBwd) -> Vec<Mutex<Vec<Vec<f64>>>> {
+fn captured_parts(problem: &ValidBwd) -> fmha_core::Result<Vec<Mutex<Vec<Vec<f64>>>>> {
     if problem.dcaptured.is_empty() {
-        return vec![];
+        return Ok(vec![]);
     }
-    let zeros = captured_zeros(problem);
-    let elems: usize = zeros.iter().map(Vec::len).sum();
+    let elems: u64 = problem.captured_elems().fold(0, u64::saturating_add);
     let parts = (MOST_CAPTURED / elems.max(1)).clamp(1, CAPTURED_PARTS);
-    (0..parts).map(|_| Mutex::new(zeros.clone())).collect()
+    (0..parts).map(|_| Ok(Mutex::new(captured_zeros(problem)?))).collect()
 }
 
 impl Shared<'_> {

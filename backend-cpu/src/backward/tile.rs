@@ -236,7 +236,12 @@ impl Shared<'_> {
             }
             if head.coded {
                 // SAFETY: as above.
-                unsafe { Code::hide::<S>(&panel, weights, tile.hide.as_ptr()) };
+                unsafe { Code::hide::<S>(&panel, weights, tile.hide.as_ptr(), f32::NEG_INFINITY) };
+                if capped {
+                    // A hidden score may be NaN, and with it its slope: 0 times NaN would not be 0.
+                    // SAFETY: as above.
+                    unsafe { Code::hide::<S>(&panel, tile.slope.as_mut_ptr(), tile.hide.as_ptr(), 0.0) };
+                }
             }
             s.run(Scores {
                 panel,

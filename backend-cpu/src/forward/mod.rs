@@ -374,7 +374,7 @@ impl Shared<'_> {
                 }
                 if head.coded {
                     // SAFETY: as above.
-                    unsafe { Code::hide::<S>(&panel, scores, scratch.hide.as_ptr()) };
+                    unsafe { Code::hide::<S>(&panel, scores, scratch.hide.as_ptr(), f32::NEG_INFINITY) };
                 }
                 let state = RowState {
                     row_max: scratch.row_max.as_mut_ptr().wrapping_add(first),

@@ -66,7 +66,7 @@ impl Counted {
 struct Items {
     /// Those that read a quarter at least of what the fullest does: others have looked at lengths, and found nothing for them.
     number: usize,
-    /// That all have read; what one reads again counts once on AMD's devices.
+    /// Bytes that all have read; what one reads again counts once on AMD's devices.
     bytes: u64,
     /// Multiprocessors, or compute units.
     units: usize,
@@ -75,7 +75,7 @@ struct Items {
 }
 
 impl Items {
-    /// Of a launch, as the emulator tells of it; none where nothing was read.
+    /// The work items of a launch, as the emulator tells of it; none where nothing was read.
     fn of(launch: &Value) -> Option<Self> {
         let units = usize::try_from(launch["units"].as_u64()?).ok().filter(|&units| units > 0)?;
         let groups: Vec<u64> =

@@ -90,7 +90,7 @@ pub fn check_bwd(
     let (given, wanted) = (args.dcaptured.len(), problem.dcaptured.len());
     ensure!(given == wanted, "dcaptured", "dcaptured: {given} gradients given, but {wanted} wanted");
     for (gradient, slice) in problem.dcaptured.iter().zip(&args.dcaptured) {
-        let tensor = fwd.code.captured.iter().find(|tensor| tensor.name == gradient.name);
+        let tensor = fwd.code.tensor(&gradient.name);
         let (elems, size) = (tensor.map_or(0, CapturedTensor::num_elems), gradient.dtype.size_bytes());
         let elem = ElemType::Number(gradient.dtype);
         operands.push(
@@ -281,6 +281,13 @@ impl Operands {
                 Stored::I64 | Stored::Bool => ElemType::Bytes,
                 floats => floats.float_dtype().map_or(ElemType::Bytes, ElemType::Number),
             };
+            ensure!(
+                elem != ElemType::Bytes || slice.elem() == ElemType::Bytes,
+                "captured",
+                "captured {} has elements of {:?}, but the function reads {stored}",
+                tensor.name,
+                slice.elem()
+            );
             let size = stored.size_bytes();
             self.push(
                 "captured",

@@ -105,10 +105,16 @@ impl Stream {
 
     /// As [`capture`](Self::capture), for recordings whose results nobody uses: calls that drop are recorded too.
     pub(crate) fn capture_for_its_time(&self, queue: impl FnMut() -> Result<()>) -> Result<Recording> {
+        /// Ends the exception where `queue` panics too.
+        struct Reset<'a>(&'a AtomicBool);
+        impl Drop for Reset<'_> {
+            fn drop(&mut self) {
+                self.0.store(false, Ordering::Relaxed);
+            }
+        }
         self.repeats_masks.store(true, Ordering::Relaxed);
-        let recording = self.capture(queue);
-        self.repeats_masks.store(false, Ordering::Relaxed);
-        recording
+        let _reset = Reset(&self.repeats_masks);
+        self.capture(queue)
     }
 
     /// Whether calls that drop may be recorded from it.

@@ -589,6 +589,15 @@ impl Graph {
         Ok(self.captures.len() as u32 - 1)
     }
 
+    /// The capture in a graph of many functions, in which one name may be another capture of each.
+    pub(super) fn capture_of_thread(&mut self, name: &str, kind: CaptureKind) -> u32 {
+        let known = self.captures.iter().position(|capture| capture.name == name && capture.kind == kind);
+        known.unwrap_or_else(|| {
+            self.captures.push(Capture { name: name.to_owned(), kind });
+            self.captures.len() - 1
+        }) as u32
+    }
+
     pub(super) fn number(&mut self, capture: u32) -> Id {
         let value = self.captures[capture as usize].kind.value_type();
         self.add(Node::Number(capture), value)

@@ -18,7 +18,8 @@ thread_local! {
 #[derive(Default)]
 struct Building {
     graph: Graph,
-    error: Option<ExprError>,
+    /// What is wrong with values: each is a captured number that no user can name, so that a function that reads it is refused.
+    errors: Vec<ExprError>,
 }
 
 fn build(make: impl FnOnce(&mut Graph) -> Id) -> Id {
@@ -29,21 +30,31 @@ fn build(make: impl FnOnce(&mut Graph) -> Id) -> Id {
 fn checked(make: impl FnOnce(&mut Graph) -> Result<Id, ExprError>) -> Id {
     GRAPH.with_borrow_mut(|building| {
         make(&mut building.graph).unwrap_or_else(|error| {
-            building.error.get_or_insert(error);
-            building.graph.int(0)
+            let name = format!("{WRONG}{}", building.errors.len());
+            building.errors.push(error);
+            let capture = building.graph.capture_of_thread(&name, CaptureKind::Number(Type::Int));
+            building.graph.number(capture)
         })
     })
 }
 
 /// The function that `root` builds.
 pub(super) fn trace(root: impl FnOnce() -> Id) -> Result<Function, ExprError> {
-    GRAPH.with_borrow_mut(|building| building.error = None);
     let root = root();
-    GRAPH.with_borrow_mut(|building| match building.error.take() {
-        Some(error) => Err(error),
-        None => Function::of(&building.graph, root),
+    GRAPH.with_borrow(|building| {
+        let (own, _) = building.graph.extract(&[root])?;
+        let wrong =
+            own.captures().iter().filter_map(|capture| capture.name.strip_prefix(WRONG)?.parse().ok());
+        // The first that was made: what is wrong with the others follows from it.
+        match wrong.min().and_then(|at: usize| building.errors.get(at)) {
+            Some(error) => Err(error.clone()),
+            None => Function::of(&building.graph, root),
+        }
     })
 }
+
+/// Begins the names of wrong values, which [`check_name`] takes from nobody.
+const WRONG: &str = "!";
 
 type OfThread = PhantomData<*const ()>;
 
@@ -130,7 +141,8 @@ pub fn whole_number(name: &str) -> Int {
 fn captured(name: &str, kind: Type) -> Id {
     checked(|graph| {
         check_name(name)?;
-        graph.capture(name, CaptureKind::Number(kind)).map(|capture| graph.number(capture))
+        let capture = graph.capture_of_thread(name, CaptureKind::Number(kind));
+        Ok(graph.number(capture))
     })
 }
 
@@ -154,6 +166,8 @@ pub trait Element: 'static {
     const STORED: Stored;
     #[doc(hidden)]
     fn value(id: Id) -> Self::Value;
+    #[doc(hidden)]
+    fn id(value: Self::Value) -> Id;
 }
 
 macro_rules! elements {
@@ -163,6 +177,9 @@ macro_rules! elements {
             const STORED: Stored = Stored::$stored;
             fn value(id: Id) -> $value {
                 $value::of(id)
+            }
+            fn id(value: $value) -> Id {
+                value.id()
             }
         }
     )*};
@@ -199,7 +216,7 @@ impl<E: Element, const RANK: usize> Tensor<E, RANK> {
         E::value(checked(|graph| {
             check_name(&self.name)?;
             let kind = CaptureKind::Tensor { stored: E::STORED, rank: RANK };
-            let capture = graph.capture(&self.name, kind)?;
+            let capture = graph.capture_of_thread(&self.name, kind);
             graph.load(capture, &at.map(Int::id))
         }))
     }
@@ -209,7 +226,7 @@ impl<E: Element, const RANK: usize> ops::Index<[Int; RANK]> for Tensor<E, RANK> 
     type Output = E::Value;
 
     fn index(&self, at: [Int; RANK]) -> &E::Value {
-        self.read.keep(self.at(at))
+        self.read.keep(self.at(at), E::id)
     }
 }
 
@@ -217,7 +234,7 @@ impl<E: Element> ops::Index<Int> for Tensor<E, 1> {
     type Output = E::Value;
 
     fn index(&self, at: Int) -> &E::Value {
-        self.read.keep(self.at([at]))
+        self.read.keep(self.at([at]), E::id)
     }
 }
 
@@ -225,7 +242,7 @@ impl<E: Element> ops::Index<(Int, Int)> for Tensor<E, 2> {
     type Output = E::Value;
 
     fn index(&self, (row, column): (Int, Int)) -> &E::Value {
-        self.read.keep(self.at([row, column]))
+        self.read.keep(self.at([row, column]), E::id)
     }
 }
 
@@ -245,13 +262,27 @@ impl<T> Default for Kept<T> {
     }
 }
 
-impl<T> Kept<T> {
-    fn keep(&self, value: T) -> &T {
+impl<T: Copy> Kept<T> {
+    /// The value, or the one of its number that is kept already.
+    fn keep(&self, value: T, id: fn(T) -> Id) -> &T {
         let mut end = self;
         while let Some(link) = end.0.get() {
+            if id(link.value) == id(value) {
+                return &link.value;
+            }
             end = &link.next;
         }
         &end.0.get_or_init(|| Box::new(Link { value, next: Kept::default() })).value
+    }
+}
+
+/// Link by link: a long list's own drop would end the thread's stack.
+impl<T> Drop for Kept<T> {
+    fn drop(&mut self) {
+        let mut next = self.0.take();
+        while let Some(mut link) = next {
+            next = link.next.0.take();
+        }
     }
 }
 

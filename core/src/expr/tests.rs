@@ -436,6 +436,38 @@ fn the_surface_of_rust_builds_what_the_text_says() {
     assert_eq!(reserved.unwrap_err().to_string(), "capture \"exp\": the name is taken");
 }
 
+/// Values are made before the function, in it, and of functions that are never made; what is wrong stays with the value.
+#[test]
+fn what_is_wrong_with_a_value_is_said_by_each_function_that_reads_it_and_by_no_other() {
+    let wrong = number("exp");
+    for _ in 0..2 {
+        let error = Function::score(|s: Score, _: At| s * wrong).unwrap_err();
+        assert_eq!(error.to_string(), "capture \"exp\": the name is taken");
+    }
+    let outer = Function::score(|s: Score, at: At| {
+        let wrong = number("log");
+        assert!(Function::mask(|at: At| at.k.le(at.q)).is_ok());
+        s + wrong * at.k
+    });
+    assert_eq!(outer.unwrap_err().to_string(), "capture \"log\": the name is taken");
+    assert!(Function::score(|s: Score, _: At| s * 2.0).is_ok());
+    // One name is another capture of each function.
+    assert!(Function::score(|s: Score, at: At| s + Tensor::<f32, 1>::new("t")[at.q]).is_ok());
+    assert!(Function::score(|s: Score, at: At| s + Tensor::<f32, 2>::new("t")[(at.q, at.k)]).is_ok());
+}
+
+#[test]
+fn a_tensor_is_indexed_any_number_of_times() {
+    let table = Tensor::<f32, 1>::new("table");
+    let first = &raw const table[Int::from(0)];
+    for _ in 0..200_000 {
+        assert_eq!(&raw const table[Int::from(0)], first);
+    }
+    for i in 0..3_000 {
+        let _ = table[Int::from(i)];
+    }
+}
+
 #[test]
 fn names_of_captures_and_values_of_numbers_are_not_the_structure() {
     let of = |text: &str| text.parse::<Function>().unwrap().structure();

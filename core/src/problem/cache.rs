@@ -171,6 +171,13 @@ impl FwdProblem {
             "rotary",
             "rotary of dim {dim} needs seqused_k, the position that it begins at"
         );
+        let seqlen_q = self.dims.seqlen_q;
+        ensure!(
+            self.code.mask.is_none() || self.positions_advance() || seqlen_q <= 1,
+            "rotary",
+            "rotary of dim {dim} under a mask as code: whether the positions of seqlen_q {seqlen_q} queries advance is said by a \
+             causal mask or a window"
+        );
         Ok(())
     }
 

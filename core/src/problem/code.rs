@@ -97,6 +97,12 @@ impl Code {
         numbers
     }
 
+    /// The captured tensor of this name.
+    #[must_use]
+    pub fn tensor(&self, name: &str) -> Option<&CapturedTensor> {
+        self.captured.iter().find(|tensor| tensor.name == name)
+    }
+
     /// What a captured tensor's elements are; `None` of a name that no function reads.
     #[must_use]
     pub fn stored(&self, name: &str) -> Option<Stored> {
@@ -130,8 +136,7 @@ impl Code {
                 ),
             }
             if let CaptureKind::Tensor { rank, .. } = kind {
-                let given = self.captured.iter().find(|tensor| tensor.name == name);
-                let Some(tensor) = given else {
+                let Some(tensor) = self.tensor(name) else {
                     return Err(ProblemError::new(
                         "captured",
                         format!("captured {name}: the function reads {kind}, of which no extents are given"),

@@ -6,7 +6,7 @@ use super::head::{Inputs, Precision, real};
 use crate::bwd::BwdProblem;
 use crate::error::ProblemError;
 use crate::expr::{Captured, Function, HostTensor, Pair, Rounding, Slopes};
-use crate::problem::{CapturedTensor, FwdProblem};
+use crate::problem::FwdProblem;
 use crate::seq::SeqSpan;
 
 /// Functions with what they capture.
@@ -108,7 +108,5 @@ impl<'a> HeadCode<'a> {
 
 /// Zeros of the shape of each captured gradient.
 pub(super) fn zeros(problem: &BwdProblem) -> Vec<Vec<f64>> {
-    let of = |name: &str| problem.fwd.code.captured.iter().find(|tensor| tensor.name == name);
-    let elems = |name: &str| of(name).map_or(0, CapturedTensor::num_elems) as usize;
-    problem.dcaptured.iter().map(|gradient| vec![0.0; elems(&gradient.name)]).collect()
+    problem.captured_elems().map(|elems| vec![0.0; elems as usize]).collect()
 }

@@ -151,7 +151,7 @@ impl<'a, T: Float> Head<'a, T> {
     pub(super) fn visible(&self, i: u32) -> Vec<u32> {
         let mut visible = self.inside_band(i);
         if let Some(code) = &self.code {
-            visible.retain(|&j| code.sees(i, j) && self.score(i, j) != T::neg_infinity());
+            visible.retain(|&j| code.sees(i, j) && self.function_shows(i, j));
         }
         visible
     }
@@ -160,9 +160,14 @@ impl<'a, T: Float> Head<'a, T> {
     pub(super) fn sees(&self, i: u32, j: u32) -> bool {
         let by_code = || match &self.code {
             None => true,
-            Some(code) => code.sees(i, j) && self.score(i, j) != T::neg_infinity(),
+            Some(code) => code.sees(i, j) && self.function_shows(i, j),
         };
         self.band.visible(i, j) && by_code()
+    }
+
+    /// Whether the score function leaves the pair visible: its own value counts, before soft-cap and bias.
+    fn function_shows(&self, i: u32, j: u32) -> bool {
+        self.coded(self.product(i, j), i, j) != T::neg_infinity()
     }
 
     /// The keys that the band or the tree shows query `i`, ascending.

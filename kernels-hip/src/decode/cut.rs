@@ -52,7 +52,7 @@ fn has_unlike_lengths(problem: &FwdProblem) -> bool {
 }
 
 impl Cut {
-    /// Of pieces of which a sequence has `of_sequence`; where not 0, `keys` and, if given, `shares` are what was asked for.
+    /// The cut for pieces of which a sequence has `of_sequence`; where not 0, `keys` and, if given, `shares` are what was asked for.
     ///
     /// # Errors
     /// In `kernel`'s name, shares that were asked for and cannot be.
@@ -101,7 +101,9 @@ fn shares_are_refused(problem: &FwdProblem, options: &PlanOptions, keys: u32, sh
     let all = u64::from(dims.batch) * u64::from(dims.seqlen_k.next_multiple_of(32).max(32));
     let stretches = u64::from(keys) * 2 * u64::from(shares);
     let most = 1 << 30;
-    (all.max(stretches) >= most)
+    // A stretch has at least the longest sequence's tiles of 32 keys by the parts that a merge reads at most, 128.
+    let tiles = u64::from(dims.seqlen_k).div_ceil(32 * 128) * u64::from(shares);
+    (all.max(stretches) >= most || tiles >= 2 * most)
         .then(|| format!("batch times seqlen_k, or shares of split_keys={keys}, are 2^30 keys or more"))
 }
 

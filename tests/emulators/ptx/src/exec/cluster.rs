@@ -112,7 +112,7 @@ const IDLE_LIMIT: u32 = 6;
 const PATIENCE: u64 = 4096;
 
 impl Cluster {
-    /// Its first block's place in the grid.
+    /// The place of the cluster's first block in the grid.
     pub(crate) fn first_block(&self) -> [u32; 3] {
         self.blocks.first().map_or([0; 3], |block| block.index)
     }
