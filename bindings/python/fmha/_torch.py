@@ -695,7 +695,8 @@ def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[A
     if wants_grad:
         raise ValueError("o is given, but there is no gradient of what is added in place")
     _refuse_views(o=o)
-    if not _are_many(o_parts):
+    # What is no output is the operator's to refuse.
+    if not _are_many(o_parts) or getattr(o, "dtype", None) not in (torch.float32, torch.float16, torch.bfloat16, *_FP8):
         add_parts_to(o_parts, o, *numbers)
         return o
     # One rounding, whatever the groups.
