@@ -11,7 +11,7 @@ use plain::{Fault, Plain};
 /// Multiply-adds of a case that the plain kernel, which reads a number at a time, takes in a second or less.
 const PLAIN_WORK: u64 = 4_000_000;
 
-/// Every case that is little work; caches in pages and what is appended to them the plain kernel does not know.
+/// Every case that is little work; caches in pages, what is appended to them, and code the plain kernel does not know.
 fn small() -> Vec<Case> {
     let work = |case: &Case| {
         case.problem().map_or(0, |problem| {
@@ -25,7 +25,7 @@ fn small() -> Vec<Case> {
 }
 
 fn takes(case: &Case) -> bool {
-    case.family() != "decode" && case.problem().is_none_or(|problem| !problem.layout.kv.is_paged())
+    !["code", "decode"].contains(&case.family()) && case.problem().is_none_or(|problem| !problem.layout.kv.is_paged())
 }
 
 /// Of those one in `step`; and all that reserve gigabytes.

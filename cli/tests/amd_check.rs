@@ -34,7 +34,7 @@ fn one_command_writes_a_report_of_the_battery_and_exits_as_it_went() {
         "3 of 3 rows: emulated: checked against f64, not timed",
         // Of the backward's launches, counted; and never a speed.
         "| row | launches | wave instructions | of the matrix unit | its passes of 4 cycles | LDS instructions |",
-        "| bytes of lines touched | modelled at the roofline |",
+        "| bytes of lines touched | work items | bytes that they read | busiest unit by the mean | modelled at",
         "Nothing here was timed.",
     ] {
         assert!(text.contains(part), "`{part}` is not in the report:\n{text}");

@@ -123,7 +123,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run --drop-seed -1", &["drop_seed", "-1"]),
     ("run --bias e:4", &["bias", "e:4"]),
     ("run --dbias", &["dbias", "--backward"]),
-    ("run --backward --dbias", &["dbias", "not elementwise"]),
+    ("run --backward --dbias", &["dbias", "bias is none"]),
     ("run --backward --dsink", &["dsink", "sink is false"]),
     ("run --softcap 1e-60", &["softcap 1e-60", "32-bit"]),
     ("run --softmax-scale 1e-300", &["softmax_scale 1e-300", "32-bit"]),
