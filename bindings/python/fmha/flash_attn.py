@@ -15,6 +15,7 @@ import torch
 from . import _layouts, attention, attention_with_kvcache
 from ._mask import NONE, from_window_size
 from ._numbers import flag, real
+from .rotary import sequence_of_rows
 
 
 def _seed(p_drop: float) -> Tuple[int, int]:
@@ -353,6 +354,8 @@ def over_cache(
     **call: Any,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's ways to say where a sequence's cache lies, as this library has them."""
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens is missing beside k: it says where new rows are written")
     rotary = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if k is None:
         for name, turns in (*rotary.items(), ("rotary_seqlens", rotary_seqlens)):
@@ -367,6 +370,7 @@ def over_cache(
         offsets = call.get("cu_seqlens_new")
         new = rows(k, 1, "k") if offsets is None else offsets.diff()
     check_cache_lengths("cache_seqlens", cache_seqlens, k_cache, block_table, new)
+    is_checked = _readable(cache_seqlens) and _readable(new)
     if cache_batch_idx is not None:
         # Rows of the table, or a table whose page is a whole sequence.
         block_table = _chosen(cache_batch_idx, block_table)
@@ -376,6 +380,8 @@ def over_cache(
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     counted = cache_seqlens
     if cache_leftpad is not None:
+        if k is not None and not is_checked:
+            k, v = _that_fit(k, v, cache_seqlens, k_cache, block_table, call)
         q, k_cache, v_cache, cache_seqlens, block_table = _behind_padding(
             q, k_cache, v_cache, cache_leftpad, cache_seqlens, block_table, k is None and not attention_chunk, call
         )
@@ -404,6 +410,24 @@ def _chosen(cache_batch_idx: torch.Tensor, block_table: Optional[torch.Tensor]) 
     return block_table[cache_batch_idx.long().clamp(0, max(most - 1, 0))]
 
 
+def _that_fit(k, v, used, k_cache, block_table, call):
+    """New rows without those beyond the cache, packed: a kernel leaves them out too, but behind padding it would look
+    for them from another row on. Lengths are not read."""
+    held = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    first = call.get("cu_seqlens_new")
+    if first is None:
+        first = torch.arange(k.shape[0] + 1, device=k.device) * k.shape[1]
+        call["max_seqlen_new"] = k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    fit = torch.minimum(first.diff().long(), held - used.long()).clamp(min=0)
+    ends = torch.nn.functional.pad(fit.cumsum(0), (1, 0))
+    sequence = sequence_of_rows(ends, k.shape[0])
+    row = first.long()[sequence] + torch.arange(k.shape[0], device=k.device) - ends[sequence]
+    row = row.clamp(0, max(k.shape[0] - 1, 0))
+    call["cu_seqlens_new"] = ends.to(torch.int32)
+    return k[row], v[row]
+
+
 def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, reads_alone, call):
     """Q, caches, lengths and table of sequences that begin behind their padding."""
     size = k_cache.shape[1]
@@ -417,7 +441,9 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, reads_alone
                 f"cache_leftpad {int(leftpad[at])} is beyond the {int(used if isinstance(used, int) else used[at])} of "
                 "cache_seqlens"
             )
-    behind = (used - leftpad).clamp(min=0).to(torch.int32)
+    # Lengths that nobody has read may be beyond what holds the rows.
+    held = min(used, longest) if isinstance(used, int) else used.clamp(max=longest)
+    behind = (held - leftpad).clamp(min=0).to(torch.int32)
     batch = leftpad.shape[0]
     if reads_alone and block_table is None:
         # Packed rows, of which each sequence begins behind its padding.
@@ -500,7 +526,8 @@ def _over_chunks(attention_chunk, q, k_cache, v_cache, k, v, batch, used, block_
             **scales,
         )
         offsets = appends.get("cu_seqlens_new")
-        used = (used + (k.shape[1] if offsets is None else offsets.diff())).to(torch.int32)
+        held = size * (1 if block_table is None else block_table.shape[1])
+        used = (used + (k.shape[1] if offsets is None else offsets.diff())).clamp(max=held).to(torch.int32)
     if v_cache is None:
         v_cache = k_cache[..., :head_dim_v]
     if block_table is None:

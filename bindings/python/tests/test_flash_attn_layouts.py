@@ -239,6 +239,42 @@ def test_what_a_layout_cannot_say_is_refused_by_name():
             fa3.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v, **call})
 
 
+@pytest.mark.parametrize("layout", [{}, dict(cache_leftpad=i32(2, 1)), dict(attention_chunk=4)], ids=list)
+def test_an_append_says_where_its_rows_go(layout):
+    q, k, v = tensors(sq=1, sk=12)
+    new, before = torch.randn(2, 1, 2, 16), k.clone()
+    with pytest.raises(ValueError, match="cache_seqlens is missing beside k"):
+        fa3.flash_attn_with_kvcache(q, k, v, new, new, **layout)
+    assert torch.equal(k, before)
+
+
+@appends_in_f32
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_beyond_a_padded_cache_are_left_out_where_lengths_are_not_read(monkeypatch, packed, chunk, paged):
+    """A GPU's lengths are not read: its kernels leave out what there is no room for, and no row is overwritten."""
+    monkeypatch.setattr(fmha.flash_attn, "_readable", lambda _: False)
+    q, k, v = tensors(sq=1, sk=12)
+    new, before = torch.randn(2, 2, 2, 16), torch.stack((k, v))
+    pad, used = [3, 1], [11, 4]
+    call = dict(cache_seqlens=i32(*used), cache_leftpad=i32(*pad), attention_chunk=chunk)
+    caches, rows = (k, v), (new, -new)
+    if paged:
+        caches = [x.reshape(6, 4, 2, 16) for x in caches]
+        call["page_table"] = torch.arange(6, dtype=torch.int32).view(2, 3)
+    if packed:
+        rows, call["cu_seqlens_k_new"] = [x.flatten(0, 1) for x in rows], offsets([2, 2])
+    out = fa3.flash_attn_with_kvcache(q, *caches, *rows, **call)
+    before[:, 0, 11] = torch.stack((new[0, 0], -new[0, 0]))
+    before[:, 1, 4:6] = torch.stack((new[1], -new[1]))
+    assert torch.equal(k, before[0]) and torch.equal(v, before[1])
+    for b, end in enumerate((12, 6)):
+        keys, values = (x[b : b + 1, pad[b] : end] for x in (k, v))
+        seen = seen_in_chunks(chunk or 100, 1, end - pad[b])
+        close(out[b], by_definition(q[b : b + 1], keys, values, mask=seen)[0][0], tolerance(q.dtype))
+
+
 @pytest.mark.parametrize("count", [129, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_more_parts_than_a_kernel_takes_are_merged_by_groups(count, dtype):
