@@ -383,7 +383,15 @@ def over_cache(
         if k is not None and not is_checked:
             k, v = _that_fit(k, v, cache_seqlens, k_cache, block_table, call)
         q, k_cache, v_cache, cache_seqlens, block_table = _behind_padding(
-            q, k_cache, v_cache, cache_leftpad, cache_seqlens, block_table, k is None and not attention_chunk, call
+            q,
+            k_cache,
+            v_cache,
+            cache_leftpad,
+            cache_seqlens,
+            block_table,
+            batch,
+            k is None and not attention_chunk,
+            call,
         )
     by_kernel = cache_leftpad is None and qv is None and not attention_chunk
     if rotary_cos is not None and not (by_kernel and (rotary_seqlens is None or rotary_seqlens is counted)):
@@ -428,8 +436,18 @@ def _that_fit(k, v, used, k_cache, block_table, call):
     return k[row], v[row]
 
 
-def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, reads_alone, call):
+def _refuse_leftpad(leftpad: torch.Tensor, batch: int) -> None:
+    if tuple(leftpad.shape) != (batch,) or leftpad.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cache_leftpad is of {leftpad.dtype} and shape {tuple(leftpad.shape)}, not int32 or int64 ({batch},)"
+        )
+    if _readable(leftpad) and _extreme(leftpad, min) < 0:
+        raise ValueError(f"cache_leftpad {_extreme(leftpad, min)} is below 0")
+
+
+def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, reads_alone, call):
     """Q, caches, lengths and table of sequences that begin behind their padding."""
+    _refuse_leftpad(leftpad, batch)
     size = k_cache.shape[1]
     longest = size if block_table is None else block_table.shape[1] * size
     used = longest if used is None else used
@@ -444,7 +462,6 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, reads_alone
     # Lengths that nobody has read may be beyond what holds the rows.
     held = min(used, longest) if isinstance(used, int) else used.clamp(max=longest)
     behind = (held - leftpad).clamp(min=0).to(torch.int32)
-    batch = leftpad.shape[0]
     if reads_alone and block_table is None:
         # Packed rows, of which each sequence begins behind its padding.
         pad = torch.nn.functional.pad(leftpad.to(torch.int32), (0, 1))

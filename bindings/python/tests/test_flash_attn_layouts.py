@@ -220,6 +220,10 @@ def test_what_a_layout_cannot_say_is_refused_by_name():
     table = i32(0, 1).view(2, 1)
     for call, kind, said in (
         (dict(cache_leftpad=i32(7, 1), cache_seqlens=i32(5, 5)), ValueError, "cache_leftpad 7 is beyond the 5"),
+        (dict(cache_leftpad=i32(0, -2), cache_seqlens=3), ValueError, "cache_leftpad -2 is below 0"),
+        (dict(cache_leftpad=i32(0, -2), cache_seqlens=3, k=new, v=new), ValueError, "cache_leftpad -2 is below 0"),
+        (dict(cache_leftpad=torch.ones(2), cache_seqlens=3), ValueError, "cache_leftpad is of torch.float32"),
+        (dict(cache_leftpad=i32(1), cache_seqlens=3), ValueError, r"cache_leftpad is of .* shape \(1,\)"),
         (dict(rotary_seqlens=i32(7, 1), k=new, v=new, cache_seqlens=3), ValueError, "rotary_seqlens is given, but rot"),
         (dict(rotary_seqlens=i32(7, 1)), ValueError, "rotary_seqlens is given, but k is not"),
         (
