@@ -69,9 +69,19 @@ def _flash_attn_forward(
         **_descales((q, k, v), q_descale, k_descale, v_descale),
     )
     chunk = whole_chunk(attention_chunk)
-    where = dict(k_new=k_new, page_table=page_table, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k)
+    where = dict(
+        k_new=k_new,
+        v_new=v_new,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        page_table=page_table,
+        kv_batch_idx=kv_batch_idx,
+        leftpad_k=leftpad_k,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        seqlens_rotary=seqlens_rotary,
+    )
     of_cache = next((name for name, x in where.items() if x is not None), None)
-    if of_cache is None and rotary_cos is None:
+    if of_cache is None:
         softmax_scale = call.pop("softmax_scale")
         call.update(seqused_q=seqused_q, seqused_k=seqused_k, cu_seqlens_k=cu_seqlens_k)
         if cu_seqlens_k is not None:

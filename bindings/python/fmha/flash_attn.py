@@ -354,6 +354,11 @@ def over_cache(
     **call: Any,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's ways to say where a sequence's cache lies, as this library has them."""
+    pairs = (("k", k, "v", v), ("rotary_cos", rotary_cos, "rotary_sin", rotary_sin))
+    for first, x, second, y in pairs:
+        if (x is None) != (y is None):
+            given, absent = (second, first) if x is None else (first, second)
+            raise ValueError(f"{given} is given, but {absent} is missing")
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens is missing beside k: it says where new rows are written")
     rotary = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
@@ -476,9 +481,6 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, read
 
 def _turned(q, k, rotary, first, attention_chunk, call):
     """Q and new keys, turned before a kernel has them."""
-    for name, table in rotary.items():
-        if table is None:
-            raise ValueError(f"{name} is missing beside {'rotary_sin' if name == 'rotary_cos' else 'rotary_cos'}")
     if first is None:
         raise ValueError("cache_seqlens is missing: it says where new rows turn")
     for name, x, offsets in (("q", q, call.get("cu_seqlens_q")), ("k", k, call.get("cu_seqlens_new"))):

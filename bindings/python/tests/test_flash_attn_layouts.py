@@ -213,6 +213,27 @@ def test_qv_over_a_latent_cache_appends_into_it():
         fa3.flash_attn_with_kvcache(q, latent[..., 24:].clone(), latent[..., :24], new_k, new_v, **call)
 
 
+@pytest.mark.parametrize("layout", ["plain", "attention_chunk", "qv", "cache_leftpad"])
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("k", "k is given, but v is missing"),
+        ("v", "v is given, but k is missing"),
+        ("rotary_sin", "rotary_sin is given, but rotary_cos is missing"),
+        ("rotary_cos", "rotary_cos is given, but rotary_sin is missing"),
+    ],
+)
+def test_no_half_of_a_pair_is_left_out_in_silence(layout, given, said):
+    latent, q, new = torch.randn(2, 12, 1, 32), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 1, 16)
+    more = dict(attention_chunk=4, qv=torch.randn(2, 1, 4, 16), cache_leftpad=i32(1, 0))
+    call = dict(cache_seqlens=3, **{name: x for name, x in more.items() if name == layout})
+    if given.startswith("rotary"):
+        call.update(k=new, v=new)
+    call[given] = torch.rand(16, 8) if given.startswith("rotary") else new
+    with pytest.raises(ValueError, match=said):
+        fa3.flash_attn_with_kvcache(q, latent[..., 16:], latent[..., :16], **call)
+
+
 def test_what_a_layout_cannot_say_is_refused_by_name():
     q, k, v = tensors(sq=1, sk=12)
     new = torch.randn(2, 1, 2, 16)

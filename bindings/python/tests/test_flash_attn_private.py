@@ -137,6 +137,15 @@ def test_the_third_forward_has_gradients_and_writes_where_it_is_told():
     assert three._flash_attn_forward(q, k, v, out_=into, causal=True)[0] is into and torch.equal(into, wanted)
 
 
+@pytest.mark.parametrize("given", ["k_new", "v_new", "cu_seqlens_k_new", "seqlens_rotary", "rotary_sin", "rotary_cos"])
+def test_the_third_forward_leaves_out_nothing_of_a_cache(given):
+    q, k, v = tensors(sq=1, sk=12)
+    x = {"v": torch.randn(2, 1, 2, 16), "k": torch.randn(2, 1, 2, 16), "r": torch.rand(16, 8)}.get(given[0], i32(0, 1))
+    public = {"k_new": "k", "v_new": "v", "seqlens_rotary": "rotary_seqlens"}.get(given, given)
+    with pytest.raises(ValueError, match=f"{public} is given, but"):
+        three._flash_attn_forward(q, k, v, seqused_k=i32(3, 3), **{given: x})
+
+
 @appends_in_f32
 def test_the_third_forward_over_a_cache_is_its_function():
     q, k, v = tensors(sq=2, sk=12)
