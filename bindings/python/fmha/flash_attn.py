@@ -384,6 +384,7 @@ def over_cache(
             raise ValueError(f"cache_seqlens {cache_seqlens} is not in 0 .. 2^31")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     counted = cache_seqlens
+    held = rows(k_cache, 1, "k_cache") * (1 if block_table is None else rows(block_table, 1, "block_table"))
     if cache_leftpad is not None:
         if k is not None and not is_checked:
             k, v = _that_fit(k, v, cache_seqlens, k_cache, block_table, call)
@@ -398,6 +399,9 @@ def over_cache(
             k is None and not attention_chunk,
             call,
         )
+    if rotary_cos is not None:
+        by, first = ("cache_seqlens", counted) if rotary_seqlens is None else ("rotary_seqlens", rotary_seqlens)
+        _refuse_tables(q, k, rotary, held, by, first, attention_chunk, call)
     by_kernel = cache_leftpad is None and qv is None and not attention_chunk
     if rotary_cos is not None and not (by_kernel and (rotary_seqlens is None or rotary_seqlens is counted)):
         q, k = _turned(q, k, rotary, counted if rotary_seqlens is None else rotary_seqlens, attention_chunk, call)
@@ -479,16 +483,43 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, read
     return q, made.k, made.v, behind, made.table
 
 
-def _turned(q, k, rotary, first, attention_chunk, call):
-    """Q and new keys, turned before a kernel has them."""
-    if first is None:
-        raise ValueError("cache_seqlens is missing: it says where new rows turn")
-    for name, x, offsets in (("q", q, call.get("cu_seqlens_q")), ("k", k, call.get("cu_seqlens_new"))):
-        axes, batch = (4, x.shape[0]) if offsets is None else (3, offsets.shape[0] - 1)
+def _turns_by_row(attention_chunk, call) -> bool:
+    """Whether a query's position counts on from its sequence's first new row, where else all of them stand."""
+    return call["mask"] != NONE or attention_chunk > 0
+
+
+def _refuse_tables(q, k, rotary, held, by, first, attention_chunk, call):
+    """Raises what is wrong with tables of angles, ``first`` being each sequence's first position. A table that ends
+    before a position leaves its row as it is; where lengths are not read, it has as many rows as the cache, as in
+    FlashAttention."""
+    cos, sin = rotary["rotary_cos"], rotary["rotary_sin"]
+    for name, table in rotary.items():
+        if table.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(table.shape)}, not 2 axes")
+    if sin.shape != cos.shape:
+        raise ValueError(f"rotary_sin has shape {tuple(sin.shape)}, but rotary_cos has {tuple(cos.shape)}")
+    if 2 * cos.shape[1] > q.shape[-1]:
+        raise ValueError(f"rotary_cos has rotary_dim {2 * cos.shape[1]}, but q has headdim {q.shape[-1]}")
+    offsets_q, offsets_new = call.get("cu_seqlens_q"), call.get("cu_seqlens_new")
+    for name, x, offsets in (("q", q, offsets_q), ("k", k, offsets_new)):
+        axes, batch = (4, rows(x, 0, name)) if offsets is None else (3, offsets.shape[0] - 1)
         if x.dim() != axes:
             raise ValueError(f"{name} has {x.dim()} axes, not {axes}, beside rotary_cos")
         if tuple(first.shape) != (batch,):
-            raise ValueError(f"rotary_seqlens has shape {tuple(first.shape)}, not ({batch},) of {name}'s sequences")
+            raise ValueError(f"{by} has shape {tuple(first.shape)}, not ({batch},) of {name}'s sequences")
+    if all(x is None or _readable(x) for x in (first, offsets_q, offsets_new)):
+        ends = [x.shape[1] if cu is None else cu.diff() for x, cu in ((q, offsets_q), (k, offsets_new))]
+        if not _turns_by_row(attention_chunk, call):
+            ends[0] = ends[0].clamp(max=1) if isinstance(ends[0], torch.Tensor) else min(ends[0], 1)
+        needed, what = max(_extreme(first + count, max) for count in ends), "positions of new rows and queries"
+    else:
+        needed, what = held, "rows of the cache"
+    if cos.shape[0] < needed:
+        raise ValueError(f"rotary_cos has {cos.shape[0]} positions, fewer than the {needed} {what}")
+
+
+def _turned(q, k, rotary, first, attention_chunk, call):
+    """Q and new keys, turned before a kernel has them."""
     return _layouts.turned_at(
         q,
         k,
@@ -496,7 +527,7 @@ def _turned(q, k, rotary, first, attention_chunk, call):
         rotary["rotary_sin"],
         first,
         flag("rotary_interleaved", call.get("rotary_interleaved", True)),
-        call["mask"] != NONE or attention_chunk > 0,
+        _turns_by_row(attention_chunk, call),
         call.get("cu_seqlens_q"),
         call.get("cu_seqlens_new"),
     )

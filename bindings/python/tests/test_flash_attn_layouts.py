@@ -213,7 +213,34 @@ def test_qv_over_a_latent_cache_appends_into_it():
         fa3.flash_attn_with_kvcache(q, latent[..., 24:].clone(), latent[..., :24], new_k, new_v, **call)
 
 
-@pytest.mark.parametrize("layout", ["plain", "attention_chunk", "qv", "cache_leftpad"])
+LAYOUTS = ["plain", "attention_chunk", "qv", "cache_leftpad"]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "rotary_seqlens"])
+@pytest.mark.parametrize(
+    "cos, sin, read, said",
+    [
+        ((5, 8), (5, 8), True, "rotary_cos has 5 positions, fewer than the 7 positions of new rows and queries"),
+        ((11, 8), (11, 8), False, "rotary_cos has 11 positions, fewer than the 12 rows of the cache"),
+        ((12, 8), (12, 4), True, r"rotary_sin has shape \(12, 4\), but rotary_cos has \(12, 8\)"),
+        ((12, 9), (12, 9), True, "rotary_cos has rotary_dim 18, but q has headdim 16"),
+        ((12,), (12,), True, r"rotary_cos has shape \(12,\), not 2 axes"),
+    ],
+)
+def test_tables_of_angles_are_as_long_as_their_positions(monkeypatch, layout, cos, sin, read, said):
+    latent, q, new = torch.randn(2, 12, 1, 32), torch.randn(2, 1, 4, 16), torch.randn(2, 2, 1, 16)
+    more = dict(attention_chunk=4, qv=torch.randn(2, 1, 4, 16), cache_leftpad=i32(1, 0), rotary_seqlens=i32(5, 4))
+    call = dict(cache_seqlens=i32(3, 5), **{name: x for name, x in more.items() if name == layout})
+    if not read:
+        monkeypatch.setattr(fmha.flash_attn, "_readable", lambda _: False)
+    call.update(rotary_cos=torch.rand(cos), rotary_sin=torch.rand(sin))
+    before = latent.clone()
+    with pytest.raises(ValueError, match=said):
+        fa3.flash_attn_with_kvcache(q, latent[..., 16:], latent[..., :16], new, new, **call)
+    assert torch.equal(latent, before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "given, said",
     [
