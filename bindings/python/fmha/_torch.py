@@ -721,6 +721,9 @@ def attention_out(
     forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers, drawn)
 
 
+_OF_A_CACHE = "k_cache is a cache, of which attention has no gradient"
+
+
 def kvcache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -735,11 +738,13 @@ def kvcache(
         q, cache = cast[0], (*cast[1:], *cache[2:])
     numbers, drawn = _seeded(q, numbers)
     sources = (q, k, v, *cache[:2], *tensors[:3])
-    if not _want_gradients(*sources) or torch.compiler.is_compiling():
+    if not _want_gradients(*sources):
         return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+    if torch.compiler.is_compiling():
+        raise ValueError(_OF_A_CACHE)
     with torch.no_grad():
         o, lse = kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
-    return _without_gradients(o, lse, "k_cache is a cache, of which attention has no gradient", *sources)
+    return _without_gradients(o, lse, _OF_A_CACHE, *sources)
 
 
 def _strided(name: str, tensor: Any) -> torch.Tensor:
