@@ -114,7 +114,8 @@ def _flash_attn_forward(
             **call,
         )
     if out_ is not None:
-        with torch.no_grad():
+        # A copy that autograd knows of: a gradient goes through it.
+        with torch.set_grad_enabled(out.requires_grad):
             out = out_.copy_(out)
     return out, lse, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
 
