@@ -744,7 +744,12 @@ def kvcache(
         raise ValueError(_OF_A_CACHE)
     with torch.no_grad():
         o, lse = kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
-    return _without_gradients(o, lse, _OF_A_CACHE, *sources)
+    return without_gradients_of_a_cache(o, lse, *sources)
+
+
+def without_gradients_of_a_cache(o: torch.Tensor, lse: Optional[torch.Tensor], *sources: Any) -> Any:
+    """Results of a call over a cache; their backward raises where one of ``sources`` wants a gradient."""
+    return _without_gradients(o, lse, _OF_A_CACHE, *sources) if _want_gradients(*sources) else (o, lse)
 
 
 def _strided(name: str, tensor: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
 
-from . import _layouts, attention, attention_with_kvcache
+from . import _layouts, _torch, attention, attention_with_kvcache
 from ._mask import NONE, from_window_size
 from ._numbers import flag, real
 from .rotary import sequence_of_rows
@@ -582,9 +582,11 @@ def _over_chunks(attention_chunk, q, k_cache, v_cache, k, v, batch, used, block_
         v_cache = k_cache[..., :head_dim_v]
     if block_table is None:
         block_table = torch.arange(k_cache.shape[0], device=q.device)[:, None]
-    return _layouts.in_chunks_of_pages(
+    o, lse = _layouts.in_chunks_of_pages(
         attention_chunk, q, k_cache, v_cache, block_table, used, attention_with_kvcache, **call
     )
+    # New rows were appended by another call.
+    return _torch.without_gradients_of_a_cache(o, lse, k, v)
 
 
 def flash_attn_with_kvcache(

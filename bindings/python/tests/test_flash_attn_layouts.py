@@ -213,6 +213,21 @@ def test_qv_over_a_latent_cache_appends_into_it():
         fa3.flash_attn_with_kvcache(q, latent[..., 24:].clone(), latent[..., :24], new_k, new_v, **call)
 
 
+@appends_in_f32
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("moves", ["q", "k_cache", "k", "v"])
+def test_no_gradient_of_a_cache_is_lost(chunk, moves):
+    q, k, v = tensors(sq=1, sk=12)
+    given = dict(q=q, k_cache=k, v_cache=v, k=torch.randn(2, 1, 2, 16), v=torch.randn(2, 1, 2, 16))
+    given[moves] = given[moves].clone().requires_grad_() * 1
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        **given, cache_seqlens=i32(3, 5), attention_chunk=chunk, return_softmax_lse=True
+    )
+    for x in (out, lse):
+        with pytest.raises(NotImplementedError, match="k_cache is a cache, of which attention has no gradient"):
+            x.sum().backward(retain_graph=True)
+
+
 LAYOUTS = ["plain", "attention_chunk", "qv", "cache_leftpad"]
 
 
