@@ -66,7 +66,7 @@ def turned(
     at = positions.clamp(0, max(cos.shape[0] - 1, 0)).long()
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     of_rows = [
-        torch.where(known, table[at].to(wide), torch.tensor(beyond, dtype=wide, device=x.device))
+        torch.where(known, table[at].to(wide), beyond)
         for table, beyond in ((cos, 1.0), (sin, 0.0))
     ]
     return apply_rotary_emb_torch(x.to(wide), of_rows[0], -of_rows[1] if conjugate else of_rows[1], interleaved).to(

@@ -230,6 +230,32 @@ def test_no_gradient_of_a_cache_is_lost(chunk, moves):
                 changed.sum().backward(retain_graph=True)
 
 
+class NoWait(torch.overrides.TorchFunctionMode):
+    """Refuses what copies between the host and a device, which waits, and which no graph captures."""
+
+    waits = (torch.tensor, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.__bool__)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in self.waits, f"{function.__name__} waits for a device"
+        return function(*args, **(kwargs or {}))
+
+
+@appends_in_f32
+def test_layouts_wait_for_no_device(monkeypatch):
+    monkeypatch.setattr(fmha.flash_attn, "_readable", lambda _: False)
+    q, k, v = tensors(sq=1, sk=12)
+    new, angle, used, pad = torch.randn(2, 2, 2, 16), torch.rand(12, 8), i32(11, 4), i32(3, 1)
+    call = dict(cache_seqlens=used, rotary_cos=angle, rotary_sin=angle, cache_leftpad=pad)
+    parts = torch.randn(3, 10, 4, 16), torch.randn(3, 10, 4)
+    first = i32(4)
+    with NoWait():
+        for chunk in (0, 4):
+            fa3.flash_attn_with_kvcache(q, k, v, new, new, attention_chunk=chunk, **call)
+        fa3.flash_attn_func(q, k, v, attention_chunk=4)
+        rotary.apply_rotary_emb(q, angle, angle, seqlen_offsets=used)
+        fa4.flash_attn_combine(*parts, seqused=first)
+
+
 LAYOUTS = ["plain", "attention_chunk", "qv", "cache_leftpad"]
 
 
