@@ -9,7 +9,7 @@ import torch
 
 from . import _arguments, _marks, _torch, attention
 from ._mask import Mask, from_window_size
-from .flash_attn import _seed, integer
+from .flash_attn import _seed, integer, refuse_outputs
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -142,16 +142,15 @@ def gradients_into(
     **call: Any,
 ) -> Tuple[torch.Tensor, ...]:
     """dQ, dK and dV, in tensors of the caller's where they are given."""
+    refuse_outputs(**{name: (into, x.shape) for name, into, x in zip(("dq", "dk", "dv"), written, (q, k, v))})
     _, numbers = _arguments.bind(**call)
     dense = [_torch.last_is_dense(x) for x in (dout, q, k, v, out)]
     # FlashAttention 2 says +inf of a row without keys.
     lse = torch.where(torch.isposinf(lse), -torch.inf, lse).contiguous()
     with torch.no_grad():
         made = _torch.backward(*dense, lse, None, None, alibi_slopes, None, *lengths, *numbers)
-    for name, x, given in zip(("dq", "dk", "dv"), made, written):
+    for x, given in zip(made, written):
         if given is not None:
-            if given.shape != x.shape:
-                raise RuntimeError(f"{name} has shape {tuple(given.shape)}, not {tuple(x.shape)}")
             given.copy_(x)
     return tuple(x if given is None else given for x, given in zip(made[:3], written))
 

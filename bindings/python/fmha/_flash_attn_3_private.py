@@ -11,7 +11,7 @@ import torch
 from . import _layouts
 from ._flash_attn_2_private import by_sequence, gradients_into, maybe_contiguous, products_of_rows, round_multiple
 from ._mask import from_window_size
-from .flash_attn import integer, num_sequences, over_cache
+from .flash_attn import integer, num_sequences, over_cache, refuse_outputs
 from .flash_attn_3 import _attend, _descales, flash_attn_combine, whole_chunk
 
 __all__ = ["_flash_attn_backward", "_flash_attn_forward", "maybe_contiguous", "round_multiple"]
@@ -60,6 +60,7 @@ def _flash_attn_forward(
     ):
         if offsets is not None and longest is None:
             raise ValueError(f"{name} is missing beside its cu_seqlens")
+    refuse_outputs(out_=(out_, (*q.shape[:-1], v.shape[-1])))
     call: Dict[str, Any] = dict(
         mask=from_window_size((window_size_left, window_size_right), causal),
         softmax_scale=_layouts.scale_of(q, qv, softmax_scale),

@@ -8,7 +8,7 @@ have is refused by its name.
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable, Optional, Tuple, Union
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -299,6 +299,19 @@ def rows(x: torch.Tensor, axis: int, name: str) -> int:
     if x.dim() <= axis:
         raise ValueError(f"{name} has {x.dim()} axes")
     return x.shape[axis]
+
+
+def refuse_outputs(**written: Tuple[Optional[torch.Tensor], Sequence[int]]) -> None:
+    """Raises where an output of the caller's is not of the shape that it is written in: torch would repeat a result over
+    a larger one in silence."""
+    for name, (x, shape) in written.items():
+        if x is not None and tuple(x.shape) != tuple(shape):
+            raise RuntimeError(f"{name} has shape {tuple(x.shape)}, not {tuple(shape)}")
+
+
+def lse_shape(q: torch.Tensor) -> Tuple[int, ...]:
+    """The LSE's shape of dense or packed queries."""
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
 
 
 def _readable(length: Any) -> bool:

@@ -198,6 +198,38 @@ def test_the_fourth_forward_and_backward_are_the_function():
         four._flash_attn_fwd(q, k, v, score_mod=print)
 
 
+def test_an_output_of_another_shape_is_refused_before_anything_runs():
+    q, k, v = tensors(dv=8)
+    out, lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
+    cache = torch.randn(2, 12, 2, 16)
+    parts = torch.randn(3, 2, 7, 4, 16), torch.randn(3, 2, 7, 4)
+    more = lambda *shape: torch.full((2, *shape), math.nan)
+    used = i32(3, 4)
+    largest = [more(2, 7, 4, 16), more(2, 11, 2, 16), more(2, 11, 2, 8)]
+    right = [x[0].clone() for x in largest]
+
+    def two_bwd(*into):
+        two._flash_attn_backward(out, q, k, v, out, lse, *into, 0.0, None, False, -1, -1, 0.0, None, False)
+
+    for call, said in (
+        (lambda: three._flash_attn_forward(q, k, v, out_=more(2, 7, 4, 8)), "out_ has shape"),
+        (lambda: three._flash_attn_forward(q, cache, cache, seqused_k=used, out_=more(2, 7, 4, 16)), "out_ has shape"),
+        (lambda: four._flash_attn_fwd(q, k, v, out=more(2, 7, 4, 8)), "out has shape"),
+        (lambda: four._flash_attn_fwd(q, k, v, lse=more(2, 4, 7)), "lse has shape"),
+        (lambda: fa3.flash_attn_combine(*parts, out=more(2, 7, 4, 16)), "out has shape"),
+        (lambda: fa4.flash_attn_combine(*parts, out=more(2, 7, 4, 16)), "out has shape"),
+        (lambda: fa4.flash_attn_combine(*parts, out=more(2, 7, 4, 16), seqused=used), "out has shape"),
+        (lambda: four._flash_attn_bwd(q, k, v, out, out, lse, dq=largest[0]), "dq has shape"),
+        (lambda: four._flash_attn_bwd(q, k, v, out, out, lse, dq=right[0], dk=largest[1]), "dk has shape"),
+        (lambda: four._flash_attn_bwd(q, k, v, out, out, lse, dv=largest[2]), "dv has shape"),
+        (lambda: two_bwd(right[0], largest[1], right[2]), "dk has shape"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            call()
+    # What was of its shape is not written either.
+    assert all(x.isnan().all() for x in right)
+
+
 def test_torchs_operators_of_the_third_are_there_once_installed():
     run_python(
         """
