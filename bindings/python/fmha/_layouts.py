@@ -161,13 +161,15 @@ def in_chunks_of_pages(
     if cu_seqlens_q is None:
         cu_seqlens_q, max_seqlen_q = _first_rows(q.shape[0], q.shape[1], q.device), q.shape[1]
         q = q.flatten(0, 1)
-    size = k_cache.shape[1]
+    size = max(k_cache.shape[1], 1)
+    # A chunk that holds all of the cache is the whole sequence: tables are as wide as a chunk.
+    attention_chunk = min(attention_chunk, max(block_table.shape[1], 1) * size)
     if attention_chunk % size:
         # A chunk begins inside of a page: rows are pages then.
         k_cache, v_cache, block_table = from_left(k_cache, v_cache, block_table, torch.zeros_like(used_k))
         size = 1
     most = block_table.shape[1] * size
-    count = min(-(-most // attention_chunk), (max_seqlen_q + attention_chunk - 2) // attention_chunk + 1)
+    count = max(1, min(-(-most // attention_chunk), (max_seqlen_q + attention_chunk - 2) // attention_chunk + 1))
     used_q, used_k = cu_seqlens_q.diff().long()[:, None], used_k.long()[:, None]
     ahead = used_k - used_q
     chunk = ahead.clamp(min=0) // attention_chunk + torch.arange(count, device=q.device)

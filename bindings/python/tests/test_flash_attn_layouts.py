@@ -230,6 +230,21 @@ def test_no_gradient_of_a_cache_is_lost(chunk, moves):
                 changed.sum().backward(retain_graph=True)
 
 
+@pytest.mark.parametrize("rows_q, chunk", [(0, 1), (0, 4), (3, 1 << 40), (3, 12), (3, 13)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_chunk_takes_no_memory_of_its_own_size(rows_q, chunk, paged):
+    q, k, v = tensors(sq=rows_q, sk=12)
+    caches, call = (k, v), dict(cache_seqlens=i32(11, 4), causal=True, return_softmax_lse=True)
+    if paged:
+        caches = [x.reshape(6, 4, 2, 16) for x in caches]
+        call["page_table"] = torch.arange(6, dtype=torch.int32).view(2, 3)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(q, *caches, attention_chunk=chunk, **call)
+    wanted, wanted_lse, *_ = fa3.flash_attn_with_kvcache(q, *caches, **call)
+    assert out.shape == wanted.shape and lse.shape == wanted_lse.shape
+    close(out, wanted.double(), tolerance(q.dtype))
+    close(lse, wanted_lse.double(), 1e-5)
+
+
 class NoWait(torch.overrides.TorchFunctionMode):
     """Refuses what copies between the host and a device, which waits, and which no graph captures."""
 
