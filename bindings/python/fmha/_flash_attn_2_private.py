@@ -263,8 +263,10 @@ def by_sequence(sums: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
     starts = (cu_seqlens_q[:-1].long() + 128 * torch.arange(batch, device=sums.device)) // 128 * 128
     at = starts[sequence] + torch.arange(total, device=sums.device) - cu_seqlens_q[sequence]
     made = sums.new_zeros((sums.shape[0], total + 128 * batch))
-    inside = torch.arange(total, device=sums.device) < cu_seqlens_q[-1]
-    return made.index_add(1, at.clamp(max=max(made.shape[1] - 1, 0)), torch.where(inside, sums, 0))
+    row = torch.arange(total, device=sums.device)
+    # Rows in front of the first sequence are no sequence's, as those behind the last one.
+    inside = (row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1])
+    return made.index_add(1, at.clamp(0, max(made.shape[1] - 1, 0)), torch.where(inside, sums, 0))
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

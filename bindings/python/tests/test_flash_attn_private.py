@@ -122,6 +122,20 @@ def test_packed_forwards_and_backwards_apart_are_the_function():
     assert all(map(torch.equal, four._flash_attn_bwd(q, k, v, out, dout, lse, causal=True, **cu_alone(fourth)), by))
 
 
+def test_rows_in_front_of_the_first_sequence_are_no_sequences():
+    cu_q, cu_k = 2 + offsets([3, 5]), offsets([4, 5])
+    q, k, v = (torch.randn(n, h, 16) for n, h in ((11, 4), (9, 2), (9, 2)))
+    out, lse, *_ = two._flash_attn_varlen_forward(q, k, v, cu_q, cu_k, 5, 5, 0.0, None, True)
+    dout, into = torch.randn_like(out), [torch.empty_like(x) for x in (q, k, v)]
+    rest = (cu_q, cu_k, 5, 5, 0.0, None, True, -1, -1, 0.0, None, False)
+    sums = two._flash_attn_varlen_backward(dout, q, k, v, out, lse, *into, *rest)
+    products = (dout * out).double().sum(-1).T
+    assert sums.shape == (4, 11 + 2 * 128)
+    close(sums[:, :3], products[:, 2:5], 1e-5)
+    close(sums[:, 128:133], products[:, 5:10], 1e-5)
+    close(sums.sum(1), products[:, 2:10].sum(1), 1e-4)
+
+
 def cu_alone(lengths):
     return {name: x for name, x in lengths.items() if name.startswith("cu")}
 
