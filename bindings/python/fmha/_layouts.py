@@ -34,8 +34,21 @@ def _by_rows(name: str, x: torch.Tensor) -> Tuple[torch.Tensor, int]:
     return x.as_strided((rows, 1, *x.shape[2:]), (x.stride(1), x.stride(1), *x.stride()[2:])), apart
 
 
-def from_left(k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, leftpad: torch.Tensor) -> Rows:
+def from_left(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    leftpad: torch.Tensor,
+    are_written: bool = False,
+) -> Rows:
     """Sequences of pages that begin ``leftpad`` rows behind their first page's first row."""
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)) if are_written else ():
+        heads = x.shape[2] if x.dim() == 4 else 1
+        if heads > 1 and x.stride(2) * heads > x.stride(1):
+            raise NotImplementedError(
+                f"cache_leftpad is given beside k, but {name} has stride {x.stride(1)} from row to row and {x.stride(2)} "
+                "from head to head: new rows behind padding are written where a row's heads lie side by side"
+            )
     k, apart = _by_rows("k_cache", k_cache)
     v, apart_v = _by_rows("v_cache", v_cache)
     if apart != apart_v:

@@ -409,7 +409,8 @@ def over_cache(
             cache_seqlens,
             block_table,
             batch,
-            k is None and not attention_chunk,
+            k is not None,
+            attention_chunk,
             call,
         )
     if rotary_cos is not None:
@@ -467,7 +468,7 @@ def _refuse_leftpad(leftpad: torch.Tensor, batch: int) -> None:
         raise ValueError(f"cache_leftpad {_extreme(leftpad, min)} is below 0")
 
 
-def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, reads_alone, call):
+def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, appends, attention_chunk, call):
     """Q, caches, lengths and table of sequences that begin behind their padding."""
     _refuse_leftpad(leftpad, batch)
     size = k_cache.shape[1]
@@ -484,7 +485,7 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, read
     # Lengths that nobody has read may be beyond what holds the rows.
     held = min(used, longest) if isinstance(used, int) else used.clamp(max=longest)
     behind = (held - leftpad).clamp(min=0).to(torch.int32)
-    if reads_alone and block_table is None:
+    if block_table is None and not appends and not attention_chunk:
         # Packed rows, of which each sequence begins behind its padding.
         pad = torch.nn.functional.pad(leftpad.to(torch.int32), (0, 1))
         call["cu_seqlens_k"] = torch.arange(0, batch + 1, dtype=torch.int32, device=q.device) * longest + pad
@@ -492,7 +493,7 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, read
         return q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), behind, None
     if block_table is None:
         block_table = torch.arange(batch, device=q.device)[:, None]
-    made = _layouts.from_left(k_cache, v_cache, block_table, leftpad)
+    made = _layouts.from_left(k_cache, v_cache, block_table, leftpad, appends)
     return q, made.k, made.v, behind, made.table
 
 

@@ -323,9 +323,15 @@ def test_what_a_layout_cannot_say_is_refused_by_name():
     q, k, v = tensors(sq=1, sk=12)
     new = torch.randn(2, 1, 2, 16)
     apart = torch.randn(2, 100)[:, :96].as_strided((2, 3, 2, 16), (100, 32, 16, 1))
+    hnd = torch.randn(2, 2, 12, 16).transpose(1, 2)
     table = i32(0, 1).view(2, 1)
     for call, kind, said in (
         (dict(cache_leftpad=i32(7, 1), cache_seqlens=i32(5, 5)), ValueError, "cache_leftpad 7 is beyond the 5"),
+        (
+            dict(k_cache=hnd, v_cache=hnd.clone(), k=new, v=new, cache_leftpad=i32(1, 0), cache_seqlens=3),
+            NotImplementedError,
+            "cache_leftpad is given beside k, but k_cache has stride 16 from row to row and 192 from head to head",
+        ),
         (dict(cache_leftpad=i32(0, -2), cache_seqlens=3), ValueError, "cache_leftpad -2 is below 0"),
         (dict(cache_leftpad=i32(0, -2), cache_seqlens=3, k=new, v=new), ValueError, "cache_leftpad -2 is below 0"),
         (dict(cache_leftpad=torch.ones(2), cache_seqlens=3), ValueError, "cache_leftpad is of torch.float32"),
