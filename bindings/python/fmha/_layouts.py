@@ -46,8 +46,8 @@ def from_left(
         heads = x.shape[2] if x.dim() == 4 else 1
         if heads > 1 and x.stride(2) * heads > x.stride(1):
             raise NotImplementedError(
-                f"cache_leftpad is given beside k, but {name} has stride {x.stride(1)} from row to row and {x.stride(2)} "
-                "from head to head: new rows behind padding are written where a row's heads lie side by side"
+                f"cache_leftpad is given beside k, but {name} has stride {x.stride(1)} from row to row and "
+                f"{x.stride(2)} from head to head: new rows behind padding are written where a row's heads lie side by side"
             )
     k, apart = _by_rows("k_cache", k_cache)
     v, apart_v = _by_rows("v_cache", v_cache)
@@ -210,7 +210,10 @@ def in_chunks_of_pages(
 
 
 def beside(v: torch.Tensor, k: torch.Tensor) -> Optional[torch.Tensor]:
-    """V and K as the front and the back of one tensor's rows, where they lie so: a latent cache and its positions."""
+    """V and K as the front and the back of one tensor's rows, where they lie so: a latent cache and its positions.
+    While a compiler traces, nobody knows where a tensor lies."""
+    if torch.compiler.is_compiling():
+        return None
     reads = v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and v.dtype == k.dtype
     if not reads or v.stride() != k.stride() or v.shape[:-1] != k.shape[:-1] or v.stride(-1) != 1:
         return None

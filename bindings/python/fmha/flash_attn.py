@@ -302,8 +302,8 @@ def rows(x: torch.Tensor, axis: int, name: str) -> int:
 
 
 def refuse_outputs(**written: Tuple[Optional[torch.Tensor], Sequence[int]]) -> None:
-    """Raises where an output of the caller's is not of the shape that it is written in: torch would repeat a result over
-    a larger one in silence."""
+    """Raises where an output of the caller's is not of the shape that it is written in: torch would repeat a result
+    over a larger one in silence."""
     for name, (x, shape) in written.items():
         if x is not None and tuple(x.shape) != tuple(shape):
             raise RuntimeError(f"{name} has shape {tuple(x.shape)}, not {tuple(shape)}")
@@ -554,6 +554,10 @@ def _latent(q, qv, k_cache, v_cache, k, v, call):
     _layouts.refuse_qv(q, qv, v_cache)
     joint = _layouts.beside(v_cache, k_cache)
     if joint is None:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "qv is given beside k, but a compiler does not say whether k_cache lies behind v_cache"
+            )
         raise NotImplementedError(
             "qv is given beside k, but k_cache does not lie behind v_cache in one tensor's rows: new rows are written "
             "into one"

@@ -181,6 +181,23 @@ def test_qv_is_a_second_product_with_v(beside, chunk):
         fa3.flash_attn_func(q, k, v, qv=q)
 
 
+def test_qv_is_compiled():
+    latent, q, qv = torch.randn(2, 11, 1, 32), torch.randn(2, 7, 4, 8), torch.randn(2, 7, 4, 24)
+
+    def dense(latent, q, qv):
+        return fa3.flash_attn_func(q, latent[..., 24:], latent[..., :24], qv=qv)
+
+    def cached(latent, q, qv, *new):
+        return fa3.flash_attn_with_kvcache(q, latent[..., 24:], latent[..., :24], *new, qv=qv, cache_seqlens=4)
+
+    for function in (dense, cached):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        close(compiled(latent, q, qv), function(latent, q, qv).double(), tolerance(q.dtype))
+    new = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 24)
+    with pytest.raises(Exception, match="qv is given beside k, but a compiler does not say"):
+        torch.compile(cached, fullgraph=True, backend="aot_eager")(latent, q, qv, *new)
+
+
 def test_qv_has_gradients():
     q, k, v = (torch.randn(2, n, h, d, requires_grad=True) for n, h, d in ((7, 4, 8), (11, 1, 8), (11, 1, 24)))
     qv = torch.randn(2, 7, 4, 24, requires_grad=True)
