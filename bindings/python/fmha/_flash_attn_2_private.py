@@ -48,6 +48,8 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
 def _run(q, k, v, mask: Mask, dropout_p, softmax_scale, softcap, alibi_slopes, return_softmax, **lengths) -> Any:
     if return_softmax and not dropout_p:
         raise RuntimeError(f"return_softmax is True, but dropout_p is {dropout_p}: marks are of dropout")
+    if return_softmax and "block_table" in lengths:
+        raise NotImplementedError("return_softmax is given beside block_table: marks are of packed or dense keys")
     seed, offset = _seed(dropout_p)
     rest = dict(softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes)
     drops = dict(p_drop=dropout_p, seed=seed, offset=offset)
@@ -55,8 +57,6 @@ def _run(q, k, v, mask: Mask, dropout_p, softmax_scale, softcap, alibi_slopes, r
         out, lse = attention(q, k, v, mask=mask, return_lse=True, **rest, **drops, **lengths)
     marks = q.new_empty(0)
     if return_softmax:
-        if "block_table" in lengths:
-            raise NotImplementedError("return_softmax is given beside block_table: marks are of packed or dense keys")
         marks = _marks.marks(q, k, mask, **drops, **rest, **lengths)
     # The seed lies on the CPU: nobody waits for a device to read it.
     return out, lse, marks, torch.tensor([seed, offset], dtype=torch.int64, device="cpu")

@@ -62,11 +62,11 @@ def _call(
     )
     if not flag("return_attn_probs", return_attn_probs):
         return attention(q, k, v, **shared)
+    if dropout_p and "block_table" in lengths:
+        raise NotImplementedError("return_attn_probs is given beside block_table: marks are of packed or dense keys")
     o, lse = attention(q, k, v, return_lse=True, **shared)
     if not dropout_p:
         return o, lse, q.new_empty(0)
-    if "block_table" in lengths:
-        raise NotImplementedError("return_attn_probs is given beside block_table: marks are of packed or dense keys")
     from . import _marks
 
     return o, lse, _marks.marks(q, k, **shared)

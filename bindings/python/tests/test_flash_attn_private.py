@@ -345,6 +345,32 @@ def test_torchs_debug_mask_says_what_dropout_keeps():
         fmha.sdpa._sdpa_forward(q, k, v, 0.0, True, True)
 
 
+def test_marks_that_are_not_made_are_refused_before_attention_runs(monkeypatch):
+    q, k, v = tensors()
+    table = i32(0, 1).view(2, 1)
+    rows, cu_q, cu_k = q.flatten(0, 1), offsets([7, 7]), offsets([11, 11])
+    heads = [x.transpose(1, 2) for x in tensors(sq=9, sk=9, hk=4)]
+    for module in (fa2, two, fmha.sdpa):
+        for name in ("attention", "attention_out"):
+            monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("attention ran"), raising=False)
+    flash, more = fmha.sdpa._flash_forward, (cu_q, cu_k, 7, 11, 0.3, False, True)
+    paged = dict(return_attn_probs=True, block_table=table)
+    for call, kind in (
+        (lambda: fa2.flash_attn_varlen_func(rows, k, v, cu_q, cu_k, 7, 11, 0.3, **paged), NotImplementedError),
+        (
+            lambda: two._flash_attn_varlen_forward(
+                rows, k, v, cu_q, cu_k, 7, 11, 0.3, None, False, return_softmax=True, block_table=table
+            ),
+            NotImplementedError,
+        ),
+        (lambda: fmha.sdpa._sdpa_forward(*heads, 0.0, True, True), RuntimeError),
+        (lambda: flash(rows, k, v, *more, block_table=table), NotImplementedError),
+        (lambda: flash(rows, k.flatten(0, 1), v.flatten(0, 1), *more, seqused_k=i32(3, 4)), NotImplementedError),
+    ):
+        with pytest.raises(kind, match="return_.* is (given beside|True, but)"):
+            call()
+
+
 @pytest.mark.parametrize("kind", ["tensor", "list of tensors"])
 def test_a_window_may_be_a_tensor(kind):
     q, k, v = tensors()
