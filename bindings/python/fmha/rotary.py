@@ -336,7 +336,7 @@ class RotaryEmbedding(torch.nn.Module):
         num_heads_q: Optional[int] = None,
     ) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
         """``qkv`` as :func:`apply_rotary_emb_qkv_` takes it, turned in place; or Q ``(batch, seqlen, nheads, headdim)``
-        beside ``kv`` ``(batch, seqlen, 2, nheads, headdim)``, of which Q is made anew. ``max_seqlen`` bounds positions
+        beside ``kv`` ``(batch, seqlen, 2, nheads, headdim)``, both turned in place. ``max_seqlen`` bounds positions
         where ``seqlen_offset`` is a tensor."""
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
