@@ -26,7 +26,7 @@ __all__ = [
     "round_multiple",
 ]
 
-#: Whose kernels these are is asked by FlashAttention's tests.
+#: FlashAttention's tests ask it, to know whose kernels run.
 USE_TRITON_ROCM = False
 
 
