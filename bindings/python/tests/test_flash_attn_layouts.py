@@ -8,7 +8,17 @@ import torch
 
 import fmha
 from fmha import flash_attn_3 as fa3, flash_attn_4 as fa4, rotary
-from reference import DEVICE, appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance, visible
+from reference import (
+    DEVICE,
+    appends_in_f32,
+    attention as by_definition,
+    close,
+    offsets,
+    tensors,
+    tolerance,
+    turned,
+    visible,
+)
 
 i32 = lambda *x: torch.tensor(x, dtype=torch.int32)
 
@@ -63,10 +73,6 @@ def test_chunks_of_eighths_have_their_sequences_scales():
     close(out, by_definition(q.double(), twin, v.double(), mask=seen_in_chunks(4, 7, 11, fmha.CAUSAL))[0], 0.1)
     with pytest.raises(ValueError, match="attention_chunk -1 is below 0"):
         fa3.flash_attn_func(q, k, v, attention_chunk=-1)
-
-
-def turn(x, angle, positions, interleaved):
-    return rotary.turned(x, angle.cos(), angle.sin(), torch.tensor(positions), interleaved).double()
 
 
 CACHES = [
@@ -137,8 +143,8 @@ def test_a_cache_is_padded_paged_chosen_turned_and_cut(case, causal):
         if case["new"]:
             added = new[0][b]
             if case["turns"]:
-                added = turn(added, angle, [first[b] + j for j in range(2)], False).float()
-                query = turn(query, angle, [first[b] + (i if local else 0) for i in range(n)], False).float()
+                added = turned(added, angle, [first[b] + j for j in range(2)], False).float()
+                query = turned(query, angle, [first[b] + (i if local else 0) for i in range(n)], False).float()
             k[used[b] : used[b] + 2], v[used[b] : used[b] + 2] = added, new[1][b]
         for x, after in zip((k, v), caches):
             # What was written, and that nothing else was.
@@ -221,9 +227,9 @@ def test_qv_over_a_latent_cache_appends_into_it():
     out = fa3.flash_attn_with_kvcache(q, latent[..., 24:], latent[..., :24], new_k, new_v, **call)
     for b, length in enumerate(used):
         rows = slice(length, length + 2)
-        close(latent[b, rows, :, 24:], turn(new_k[b], angle, [length, length + 1], True), 1e-6)
+        close(latent[b, rows, :, 24:], turned(new_k[b], angle, [length, length + 1], True), 1e-6)
         assert torch.equal(latent[b, rows, :, :24], new_v[b])
-        query = torch.cat((qv[b].double(), turn(q[b], angle, [length, length + 1], True)), -1)
+        query = torch.cat((qv[b].double(), turned(q[b], angle, [length, length + 1], True)), -1)
         keys = latent[b : b + 1, : length + 2]
         close(out[b], by_definition(query[None], keys, keys[..., :24], mask=fmha.CAUSAL)[0][0], tolerance(q.dtype))
     with pytest.raises(NotImplementedError, match="qv is given beside k, but k_cache does not lie behind v_cache"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmha import bert_padding, rotary
-from reference import offsets
+from reference import offsets, turned as by_definition
 from run import run_python
 
 SIGNATURES = {
@@ -34,18 +34,6 @@ def test_arguments_have_their_names_order_and_defaults(function):
         for name, parameter in inspect.signature(function).parameters.items()
     )
     assert spelt == SIGNATURES[function]
-
-
-def by_definition(x, angle, positions, interleaved, conjugate=False):
-    """Pairs as complex numbers, multiplied by ``exp(i angle)``; f64."""
-    turns = 2 * angle.shape[-1]
-    front = x[..., :turns].double()
-    pairs = front.unflatten(-1, (-1, 2)) if interleaved else front.unflatten(-1, (2, -1)).transpose(-1, -2)
-    at = angle.double()[positions][..., None, :]
-    made = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(at), -at if conjugate else at)
-    made = torch.view_as_real(made)
-    made = made if interleaved else made.transpose(-1, -2)
-    return torch.cat((made.flatten(-2), x[..., turns:].double()), -1)
 
 
 def close(got, wanted, dtype):
