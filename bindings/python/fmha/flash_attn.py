@@ -346,6 +346,13 @@ def _extreme(lengths: Any, of: Callable[..., int]) -> int:
     return lengths if isinstance(lengths, int) else of(lengths.flatten().tolist(), default=0)
 
 
+def _refuse_half(**pair: Optional[torch.Tensor]) -> None:
+    """Raises where one of two is given."""
+    given, absent = ([name for name, x in pair.items() if (x is None) is missing] for missing in (False, True))
+    if given and absent:
+        raise ValueError(f"{given[0]} is given, but {absent[0]} is missing")
+
+
 def over_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -367,11 +374,7 @@ def over_cache(
     **call: Any,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's ways to say where a sequence's cache lies, as this library has them."""
-    pairs = (("k", k, "v", v), ("rotary_cos", rotary_cos, "rotary_sin", rotary_sin))
-    for first, x, second, y in pairs:
-        if (x is None) != (y is None):
-            given, absent = (second, first) if x is None else (first, second)
-            raise ValueError(f"{given} is given, but {absent} is missing")
+    _refuse_half(k=k, v=v)
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens is missing beside k: it says where new rows are written")
     rotary = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
@@ -381,6 +384,7 @@ def over_cache(
                 raise ValueError(f"{name} is given, but k is not: rows turn where new ones are appended")
         if call.get("cu_seqlens_new") is not None:
             raise ValueError("cu_seqlens_k_new is given, but k is not")
+    _refuse_half(**rotary)
     if rotary_seqlens is not None and rotary_cos is None:
         raise ValueError("rotary_seqlens is given, but rotary_cos is not")
     new: Union[int, torch.Tensor] = 0
