@@ -9,7 +9,7 @@ import torch
 
 import fmha
 from fmha import flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4, rotary
-from reference import DEVICE, visible
+from reference import DEVICE, turned, visible
 
 #: Multiply-adds of a call.
 WORK = float(os.environ.get("FMHA_PEERS_WORK", "2e8" if DEVICE == "cpu" else "1e11"))
@@ -389,18 +389,21 @@ def over_cache(case, rng, module):
         call.update(cu_seqlens_q=offsets(rows_q), max_seqlen_q=n)
     out, lse, *_ = module.flash_attn_with_kvcache(given, *caches, *new, return_softmax_lse=True, **call)
     judge, at = Judge(), 0
+    wanted = [x.double() for x in whole]
     for b in range(batch):
         rows = rows_q[b]
         query, k, v = q[b, :rows], whole[0][index[b]].clone(), whole[1][index[b]].clone()
         if n_new:
             added = new[0][b]
             if dim:
-                cos, sin = call["rotary_cos"], call["rotary_sin"]
-                turn = lambda x, first, counts: rotary.turned(
-                    x, cos, sin, first + torch.arange(x.shape[0]) * bool(counts), bool(case["interleaved"])
+                unit = torch.complex(call["rotary_cos"].double(), call["rotary_sin"].double())
+                turn = lambda x, first, counts: turned(
+                    x, unit, first + torch.arange(x.shape[0]) * bool(counts), bool(case["interleaved"])
                 )
-                added, query = turn(added, used[b], True), turn(query, used[b], local)
-            k[used[b] : used[b] + n_new], v[used[b] : used[b] + n_new] = added, new[1][b]
+                added, query = turn(added, used[b], True), turn(query, used[b], local).to(dtype)
+            written = slice(used[b], used[b] + n_new)
+            k[written], v[written] = added.to(dtype), new[1][b]
+            wanted[0][index[b], written], wanted[1][index[b], written] = added.double(), new[1][b].double()
         end = used[b] + n_new
         got = out[at : at + rows] if case.get("packed") else out[b, :rows]
         got_lse = lse[:, at : at + rows] if case.get("packed") else lse[b, :, :rows]
@@ -419,6 +422,10 @@ def over_cache(case, rng, module):
             more=lambda _: dict(bias=bias),
         )
         at += rows
+    # What an append wrote, and that nothing else was written.
+    for name, pool, rows in zip("KV", caches, wanted):
+        held_rows = pool.float()[table.flatten()].view(rows.shape) if size else pool
+        judge.near(f"the cache of {name}", held_rows, rows, rows.to(dtype), floor=1e-6)
     return judge.said
 
 
@@ -543,10 +550,8 @@ def rotated(case, rng):
     positions = torch.arange(n) + (start[:, None] if torch.is_tensor(start) else start)
     positions = positions.expand(batch, n)
     exact_in = x.detach().double().requires_grad_()
-    by = lambda x, wide: rotary.apply_rotary_emb_torch(
-        x, cos[positions].to(wide), sin[positions].to(wide), bool(case["interleaved"])
-    )
-    exact, same = by(exact_in, torch.float64), by(x.detach(), dtype)
+    exact = turned(exact_in, torch.complex(cos.double(), sin.double()), positions, bool(case["interleaved"]))
+    same = exact.detach().to(dtype)
     judge = Judge()
     judge.near("O", out.view_as(x).detach(), exact.detach(), same, floor=1e-3)
     dout = torch.randn(*x.shape).to(dtype)

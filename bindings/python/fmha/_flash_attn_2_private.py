@@ -9,7 +9,7 @@ import torch
 
 from . import _arguments, _marks, _torch, attention
 from ._mask import Mask, from_window_size
-from .flash_attn import _seed, integer
+from .flash_attn import _seed, integer, refuse_outputs
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -26,7 +26,7 @@ __all__ = [
     "round_multiple",
 ]
 
-#: Whose kernels these are is asked by FlashAttention's tests.
+#: FlashAttention's tests ask it, to know whose kernels run.
 USE_TRITON_ROCM = False
 
 
@@ -48,6 +48,8 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
 def _run(q, k, v, mask: Mask, dropout_p, softmax_scale, softcap, alibi_slopes, return_softmax, **lengths) -> Any:
     if return_softmax and not dropout_p:
         raise RuntimeError(f"return_softmax is True, but dropout_p is {dropout_p}: marks are of dropout")
+    if return_softmax and "block_table" in lengths:
+        raise NotImplementedError("return_softmax is given beside block_table: marks are of packed or dense keys")
     seed, offset = _seed(dropout_p)
     rest = dict(softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes)
     drops = dict(p_drop=dropout_p, seed=seed, offset=offset)
@@ -55,8 +57,6 @@ def _run(q, k, v, mask: Mask, dropout_p, softmax_scale, softcap, alibi_slopes, r
         out, lse = attention(q, k, v, mask=mask, return_lse=True, **rest, **drops, **lengths)
     marks = q.new_empty(0)
     if return_softmax:
-        if "block_table" in lengths:
-            raise NotImplementedError("return_softmax is given beside block_table: marks are of packed or dense keys")
         marks = _marks.marks(q, k, mask, **drops, **rest, **lengths)
     # The seed lies on the CPU: nobody waits for a device to read it.
     return out, lse, marks, torch.tensor([seed, offset], dtype=torch.int64, device="cpu")
@@ -142,16 +142,15 @@ def gradients_into(
     **call: Any,
 ) -> Tuple[torch.Tensor, ...]:
     """dQ, dK and dV, in tensors of the caller's where they are given."""
+    refuse_outputs(**{name: (into, x.shape) for name, into, x in zip(("dq", "dk", "dv"), written, (q, k, v))})
     _, numbers = _arguments.bind(**call)
     dense = [_torch.last_is_dense(x) for x in (dout, q, k, v, out)]
     # FlashAttention 2 says +inf of a row without keys.
     lse = torch.where(torch.isposinf(lse), -torch.inf, lse).contiguous()
     with torch.no_grad():
         made = _torch.backward(*dense, lse, None, None, alibi_slopes, None, *lengths, *numbers)
-    for name, x, given in zip(("dq", "dk", "dv"), made, written):
+    for x, given in zip(made, written):
         if given is not None:
-            if given.shape != x.shape:
-                raise RuntimeError(f"{name} has shape {tuple(given.shape)}, not {tuple(x.shape)}")
             given.copy_(x)
     return tuple(x if given is None else given for x, given in zip(made[:3], written))
 
@@ -264,8 +263,10 @@ def by_sequence(sums: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
     starts = (cu_seqlens_q[:-1].long() + 128 * torch.arange(batch, device=sums.device)) // 128 * 128
     at = starts[sequence] + torch.arange(total, device=sums.device) - cu_seqlens_q[sequence]
     made = sums.new_zeros((sums.shape[0], total + 128 * batch))
-    inside = torch.arange(total, device=sums.device) < cu_seqlens_q[-1]
-    return made.index_add(1, at.clamp(max=max(made.shape[1] - 1, 0)), torch.where(inside, sums, 0))
+    row = torch.arange(total, device=sums.device)
+    # Rows in front of the first sequence are no sequence's, as those behind the last one.
+    inside = (row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1])
+    return made.index_add(1, at.clamp(0, max(made.shape[1] - 1, 0)), torch.where(inside, sums, 0))
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

@@ -11,7 +11,7 @@ import torch
 from . import _layouts
 from ._flash_attn_2_private import by_sequence, gradients_into, maybe_contiguous, products_of_rows, round_multiple
 from ._mask import from_window_size
-from .flash_attn import integer, num_sequences, over_cache
+from .flash_attn import integer, num_sequences, over_cache, refuse_outputs
 from .flash_attn_3 import _attend, _descales, flash_attn_combine, whole_chunk
 
 __all__ = ["_flash_attn_backward", "_flash_attn_forward", "maybe_contiguous", "round_multiple"]
@@ -60,6 +60,7 @@ def _flash_attn_forward(
     ):
         if offsets is not None and longest is None:
             raise ValueError(f"{name} is missing beside its cu_seqlens")
+    refuse_outputs(out_=(out_, (*q.shape[:-1], v.shape[-1])))
     call: Dict[str, Any] = dict(
         mask=from_window_size((window_size_left, window_size_right), causal),
         softmax_scale=_layouts.scale_of(q, qv, softmax_scale),
@@ -69,9 +70,19 @@ def _flash_attn_forward(
         **_descales((q, k, v), q_descale, k_descale, v_descale),
     )
     chunk = whole_chunk(attention_chunk)
-    where = dict(k_new=k_new, page_table=page_table, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k)
+    where = dict(
+        k_new=k_new,
+        v_new=v_new,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        page_table=page_table,
+        kv_batch_idx=kv_batch_idx,
+        leftpad_k=leftpad_k,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        seqlens_rotary=seqlens_rotary,
+    )
     of_cache = next((name for name, x in where.items() if x is not None), None)
-    if of_cache is None and rotary_cos is None:
+    if of_cache is None:
         softmax_scale = call.pop("softmax_scale")
         call.update(seqused_q=seqused_q, seqused_k=seqused_k, cu_seqlens_k=cu_seqlens_k)
         if cu_seqlens_k is not None:
@@ -104,7 +115,8 @@ def _flash_attn_forward(
             **call,
         )
     if out_ is not None:
-        with torch.no_grad():
+        # A copy that autograd knows of: a gradient goes through it.
+        with torch.set_grad_enabled(out.requires_grad):
             out = out_.copy_(out)
     return out, lse, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
 

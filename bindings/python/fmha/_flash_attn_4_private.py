@@ -9,7 +9,7 @@ import torch
 
 from . import _arguments, _torch
 from ._flash_attn_2_private import maybe_contiguous
-from .flash_attn import integer, rows
+from .flash_attn import integer, lse_shape, refuse_outputs, rows
 from .flash_attn_3 import _descales, refuse
 from .flash_attn_4 import _below_zero, _bottom_right, _sink, _varlen, _window, rows_bound
 
@@ -69,6 +69,7 @@ def _flash_attn_fwd(
         aux_scalars=aux_scalars,
         gather_kv_indices=gather_kv_indices,
     )
+    refuse_outputs(out=(out, (*q.shape[:-1], v.shape[-1])), lse=(lse, lse_shape(q)))
     wants_lse = return_lse or lse is not None
     wants_lse = wants_lse or any(x is not None and x.requires_grad for x in (q, k, v, learnable_sink))
     with torch.no_grad():
@@ -148,6 +149,7 @@ def _flash_attn_bwd(
         aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors,
     )
+    refuse_outputs(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
     left, right = _window((window_size_left, window_size_right), causal)
     if _below_zero(left, right):
         raise NotImplementedError(

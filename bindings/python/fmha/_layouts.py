@@ -34,8 +34,21 @@ def _by_rows(name: str, x: torch.Tensor) -> Tuple[torch.Tensor, int]:
     return x.as_strided((rows, 1, *x.shape[2:]), (x.stride(1), x.stride(1), *x.stride()[2:])), apart
 
 
-def from_left(k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, leftpad: torch.Tensor) -> Rows:
+def from_left(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    leftpad: torch.Tensor,
+    are_written: bool = False,
+) -> Rows:
     """Sequences of pages that begin ``leftpad`` rows behind their first page's first row."""
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)) if are_written else ():
+        heads = x.shape[2] if x.dim() == 4 else 1
+        if heads > 1 and x.stride(2) * heads > x.stride(1):
+            raise NotImplementedError(
+                f"cache_leftpad is given beside k, but {name} has stride {x.stride(1)} from row to row and "
+                f"{x.stride(2)} from head to head: new rows behind padding are written where a row's heads lie side by side"
+            )
     k, apart = _by_rows("k_cache", k_cache)
     v, apart_v = _by_rows("v_cache", v_cache)
     if apart != apart_v:
@@ -46,7 +59,7 @@ def from_left(k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.T
         raise NotImplementedError(f"cache_leftpad: k_cache has {k.shape[0]} rows, beyond 2^31")
     size = k_cache.shape[1]
     most = block_table.shape[1] * size
-    # Rows behind a sequence's last page are never read.
+    # Rows behind a sequence's last page are never read, nor written: who calls leaves out new rows beyond it.
     place = (torch.arange(most, device=k.device) + leftpad.long()[:, None]).clamp(0, max(most - 1, 0))
     page = block_table.long().gather(1, place // max(size, 1))
     return Rows(k, v, (page * apart + place % max(size, 1)).to(torch.int32))
@@ -161,13 +174,15 @@ def in_chunks_of_pages(
     if cu_seqlens_q is None:
         cu_seqlens_q, max_seqlen_q = _first_rows(q.shape[0], q.shape[1], q.device), q.shape[1]
         q = q.flatten(0, 1)
-    size = k_cache.shape[1]
+    size = max(k_cache.shape[1], 1)
+    # A chunk that holds all of the cache is the whole sequence: tables are as wide as a chunk.
+    attention_chunk = min(attention_chunk, max(block_table.shape[1], 1) * size)
     if attention_chunk % size:
         # A chunk begins inside of a page: rows are pages then.
         k_cache, v_cache, block_table = from_left(k_cache, v_cache, block_table, torch.zeros_like(used_k))
         size = 1
     most = block_table.shape[1] * size
-    count = min(-(-most // attention_chunk), (max_seqlen_q + attention_chunk - 2) // attention_chunk + 1)
+    count = max(1, min(-(-most // attention_chunk), (max_seqlen_q + attention_chunk - 2) // attention_chunk + 1))
     used_q, used_k = cu_seqlens_q.diff().long()[:, None], used_k.long()[:, None]
     ahead = used_k - used_q
     chunk = ahead.clamp(min=0) // attention_chunk + torch.arange(count, device=q.device)
@@ -195,7 +210,10 @@ def in_chunks_of_pages(
 
 
 def beside(v: torch.Tensor, k: torch.Tensor) -> Optional[torch.Tensor]:
-    """V and K as the front and the back of one tensor's rows, where they lie so: a latent cache and its positions."""
+    """V and K as the front and the back of one tensor's rows, where they lie so: a latent cache and its positions.
+    While a compiler traces, nobody knows where a tensor lies."""
+    if torch.compiler.is_compiling():
+        return None
     reads = v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and v.dtype == k.dtype
     if not reads or v.stride() != k.stride() or v.shape[:-1] != k.shape[:-1] or v.stride(-1) != 1:
         return None

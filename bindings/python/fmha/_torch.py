@@ -281,7 +281,8 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(_why, o, lse, *_sources):
-        return o.view_as(o), lse.view_as(lse)
+        # Not as views, which nobody may change in place.
+        return o.detach(), lse.detach()
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -722,6 +723,9 @@ def attention_out(
     forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers, drawn)
 
 
+_OF_A_CACHE = "k_cache is a cache, of which attention has no gradient"
+
+
 def kvcache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -736,11 +740,18 @@ def kvcache(
         q, cache = cast[0], (*cast[1:], *cache[2:])
     numbers, drawn = _seeded(q, numbers)
     sources = (q, k, v, *cache[:2], *tensors[:3])
-    if not _want_gradients(*sources) or torch.compiler.is_compiling():
+    if not _want_gradients(*sources):
         return kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
+    if torch.compiler.is_compiling():
+        raise ValueError(_OF_A_CACHE)
     with torch.no_grad():
         o, lse = kvcache_op(q, k, v, *cache, *tensors, *numbers, drawn)
-    return _without_gradients(o, lse, "k_cache is a cache, of which attention has no gradient", *sources)
+    return without_gradients_of_a_cache(o, lse, *sources)
+
+
+def without_gradients_of_a_cache(o: torch.Tensor, lse: Optional[torch.Tensor], *sources: Any) -> Any:
+    """Results of a call over a cache; their backward raises where one of ``sources`` wants a gradient."""
+    return _without_gradients(o, lse, _OF_A_CACHE, *sources) if _want_gradients(*sources) else (o, lse)
 
 
 def _strided(name: str, tensor: Any) -> torch.Tensor:

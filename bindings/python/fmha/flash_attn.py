@@ -8,13 +8,14 @@ have is refused by its name.
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable, Optional, Tuple, Union
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import torch
 
-from . import _layouts, attention, attention_with_kvcache
+from . import _layouts, _torch, attention, attention_with_kvcache
 from ._mask import NONE, from_window_size
 from ._numbers import flag, real
+from .rotary import sequence_of_rows
 
 
 def _seed(p_drop: float) -> Tuple[int, int]:
@@ -61,11 +62,11 @@ def _call(
     )
     if not flag("return_attn_probs", return_attn_probs):
         return attention(q, k, v, **shared)
+    if dropout_p and "block_table" in lengths:
+        raise NotImplementedError("return_attn_probs is given beside block_table: marks are of packed or dense keys")
     o, lse = attention(q, k, v, return_lse=True, **shared)
     if not dropout_p:
         return o, lse, q.new_empty(0)
-    if "block_table" in lengths:
-        raise NotImplementedError("return_attn_probs is given beside block_table: marks are of packed or dense keys")
     from . import _marks
 
     return o, lse, _marks.marks(q, k, **shared)
@@ -300,6 +301,19 @@ def rows(x: torch.Tensor, axis: int, name: str) -> int:
     return x.shape[axis]
 
 
+def refuse_outputs(**written: Tuple[Optional[torch.Tensor], Sequence[int]]) -> None:
+    """Raises where an output of the caller's is not of the shape that it is written in: torch would repeat a result
+    over a larger one in silence."""
+    for name, (x, shape) in written.items():
+        if x is not None and tuple(x.shape) != tuple(shape):
+            raise RuntimeError(f"{name} has shape {tuple(x.shape)}, not {tuple(shape)}")
+
+
+def lse_shape(q: torch.Tensor) -> Tuple[int, ...]:
+    """The LSE's shape of dense or packed queries."""
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+
 def _readable(length: Any) -> bool:
     """Whether numbers can be read without a wait for a device; a tracer's tensor has none."""
     if isinstance(length, int):
@@ -332,6 +346,13 @@ def _extreme(lengths: Any, of: Callable[..., int]) -> int:
     return lengths if isinstance(lengths, int) else of(lengths.flatten().tolist(), default=0)
 
 
+def _refuse_half(**pair: Optional[torch.Tensor]) -> None:
+    """Raises where one of two is given."""
+    given, absent = ([name for name, x in pair.items() if (x is None) is missing] for missing in (False, True))
+    if given and absent:
+        raise ValueError(f"{given[0]} is given, but {absent[0]} is missing")
+
+
 def over_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -353,6 +374,9 @@ def over_cache(
     **call: Any,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's ways to say where a sequence's cache lies, as this library has them."""
+    _refuse_half(k=k, v=v)
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens is missing beside k: it says where new rows are written")
     rotary = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if k is None:
         for name, turns in (*rotary.items(), ("rotary_seqlens", rotary_seqlens)):
@@ -360,6 +384,7 @@ def over_cache(
                 raise ValueError(f"{name} is given, but k is not: rows turn where new ones are appended")
         if call.get("cu_seqlens_new") is not None:
             raise ValueError("cu_seqlens_k_new is given, but k is not")
+    _refuse_half(**rotary)
     if rotary_seqlens is not None and rotary_cos is None:
         raise ValueError("rotary_seqlens is given, but rotary_cos is not")
     new: Union[int, torch.Tensor] = 0
@@ -367,6 +392,7 @@ def over_cache(
         offsets = call.get("cu_seqlens_new")
         new = rows(k, 1, "k") if offsets is None else offsets.diff()
     check_cache_lengths("cache_seqlens", cache_seqlens, k_cache, block_table, new)
+    is_checked = _readable(cache_seqlens) and _readable(new)
     if cache_batch_idx is not None:
         # Rows of the table, or a table whose page is a whole sequence.
         block_table = _chosen(cache_batch_idx, block_table)
@@ -375,10 +401,25 @@ def over_cache(
             raise ValueError(f"cache_seqlens {cache_seqlens} is not in 0 .. 2^31")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     counted = cache_seqlens
+    held = rows(k_cache, 1, "k_cache") * (1 if block_table is None else rows(block_table, 1, "block_table"))
     if cache_leftpad is not None:
+        if k is not None and not is_checked:
+            k, v = _that_fit(k, v, cache_seqlens, k_cache, block_table, call)
         q, k_cache, v_cache, cache_seqlens, block_table = _behind_padding(
-            q, k_cache, v_cache, cache_leftpad, cache_seqlens, block_table, k is None and not attention_chunk, call
+            q,
+            k_cache,
+            v_cache,
+            cache_leftpad,
+            cache_seqlens,
+            block_table,
+            batch,
+            k is not None,
+            attention_chunk,
+            call,
         )
+    if rotary_cos is not None:
+        by, first = ("cache_seqlens", counted) if rotary_seqlens is None else ("rotary_seqlens", rotary_seqlens)
+        _refuse_tables(q, k, rotary, held, by, first, attention_chunk, call)
     by_kernel = cache_leftpad is None and qv is None and not attention_chunk
     if rotary_cos is not None and not (by_kernel and (rotary_seqlens is None or rotary_seqlens is counted)):
         q, k = _turned(q, k, rotary, counted if rotary_seqlens is None else rotary_seqlens, attention_chunk, call)
@@ -404,8 +445,36 @@ def _chosen(cache_batch_idx: torch.Tensor, block_table: Optional[torch.Tensor]) 
     return block_table[cache_batch_idx.long().clamp(0, max(most - 1, 0))]
 
 
-def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, reads_alone, call):
+def _that_fit(k, v, used, k_cache, block_table, call):
+    """New rows without those beyond the cache, packed: a kernel leaves them out too, but behind padding it would look
+    for them from another row on. Lengths are not read."""
+    held = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    first = call.get("cu_seqlens_new")
+    if first is None:
+        first = torch.arange(k.shape[0] + 1, device=k.device) * k.shape[1]
+        call["max_seqlen_new"] = k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    fit = torch.minimum(first.diff().long(), held - used.long()).clamp(min=0)
+    ends = torch.nn.functional.pad(fit.cumsum(0), (1, 0))
+    sequence = sequence_of_rows(ends, k.shape[0])
+    row = first.long()[sequence] + torch.arange(k.shape[0], device=k.device) - ends[sequence]
+    row = row.clamp(0, max(k.shape[0] - 1, 0))
+    call["cu_seqlens_new"] = ends.to(torch.int32)
+    return k[row], v[row]
+
+
+def _refuse_leftpad(leftpad: torch.Tensor, batch: int) -> None:
+    if tuple(leftpad.shape) != (batch,) or leftpad.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cache_leftpad is of {leftpad.dtype} and shape {tuple(leftpad.shape)}, not int32 or int64 ({batch},)"
+        )
+    if _readable(leftpad) and _extreme(leftpad, min) < 0:
+        raise ValueError(f"cache_leftpad {_extreme(leftpad, min)} is below 0")
+
+
+def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, appends, attention_chunk, call):
     """Q, caches, lengths and table of sequences that begin behind their padding."""
+    _refuse_leftpad(leftpad, batch)
     size = k_cache.shape[1]
     longest = size if block_table is None else block_table.shape[1] * size
     used = longest if used is None else used
@@ -417,9 +486,10 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, reads_alone
                 f"cache_leftpad {int(leftpad[at])} is beyond the {int(used if isinstance(used, int) else used[at])} of "
                 "cache_seqlens"
             )
-    behind = (used - leftpad).clamp(min=0).to(torch.int32)
-    batch = leftpad.shape[0]
-    if reads_alone and block_table is None:
+    # Lengths that nobody has read may be beyond what holds the rows.
+    held = min(used, longest) if isinstance(used, int) else used.clamp(max=longest)
+    behind = (held - leftpad).clamp(min=0).to(torch.int32)
+    if block_table is None and not appends and not attention_chunk:
         # Packed rows, of which each sequence begins behind its padding.
         pad = torch.nn.functional.pad(leftpad.to(torch.int32), (0, 1))
         call["cu_seqlens_k"] = torch.arange(0, batch + 1, dtype=torch.int32, device=q.device) * longest + pad
@@ -427,23 +497,47 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, reads_alone
         return q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), behind, None
     if block_table is None:
         block_table = torch.arange(batch, device=q.device)[:, None]
-    made = _layouts.from_left(k_cache, v_cache, block_table, leftpad)
+    made = _layouts.from_left(k_cache, v_cache, block_table, leftpad, appends)
     return q, made.k, made.v, behind, made.table
+
+
+def _turns_by_row(attention_chunk, call) -> bool:
+    """Whether a query's position counts on from its sequence's first new row, where else all of them stand."""
+    return call["mask"] != NONE or attention_chunk > 0
+
+
+def _refuse_tables(q, k, rotary, held, by, first, attention_chunk, call):
+    """Raises what is wrong with tables of angles, ``first`` being each sequence's first position. A table that ends
+    before a position leaves its row as it is; where lengths are not read, it has as many rows as the cache, as in
+    FlashAttention."""
+    cos, sin = rotary["rotary_cos"], rotary["rotary_sin"]
+    for name, table in rotary.items():
+        if table.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(table.shape)}, not 2 axes")
+    if sin.shape != cos.shape:
+        raise ValueError(f"rotary_sin has shape {tuple(sin.shape)}, but rotary_cos has {tuple(cos.shape)}")
+    if 2 * cos.shape[1] > q.shape[-1]:
+        raise ValueError(f"rotary_cos has rotary_dim {2 * cos.shape[1]}, but q has headdim {q.shape[-1]}")
+    offsets_q, offsets_new = call.get("cu_seqlens_q"), call.get("cu_seqlens_new")
+    for name, x, offsets in (("q", q, offsets_q), ("k", k, offsets_new)):
+        axes, batch = (4, rows(x, 0, name)) if offsets is None else (3, offsets.shape[0] - 1)
+        if x.dim() != axes:
+            raise ValueError(f"{name} has {x.dim()} axes, not {axes}, beside rotary_cos")
+        if tuple(first.shape) != (batch,):
+            raise ValueError(f"{by} has shape {tuple(first.shape)}, not ({batch},) of {name}'s sequences")
+    if all(x is None or _readable(x) for x in (first, offsets_q, offsets_new)):
+        ends = [x.shape[1] if cu is None else cu.diff() for x, cu in ((q, offsets_q), (k, offsets_new))]
+        if not _turns_by_row(attention_chunk, call):
+            ends[0] = ends[0].clamp(max=1) if isinstance(ends[0], torch.Tensor) else min(ends[0], 1)
+        needed, what = max(_extreme(first + count, max) for count in ends), "positions of new rows and queries"
+    else:
+        needed, what = held, "rows of the cache"
+    if cos.shape[0] < needed:
+        raise ValueError(f"rotary_cos has {cos.shape[0]} positions, fewer than the {needed} {what}")
 
 
 def _turned(q, k, rotary, first, attention_chunk, call):
     """Q and new keys, turned before a kernel has them."""
-    for name, table in rotary.items():
-        if table is None:
-            raise ValueError(f"{name} is missing beside {'rotary_sin' if name == 'rotary_cos' else 'rotary_cos'}")
-    if first is None:
-        raise ValueError("cache_seqlens is missing: it says where new rows turn")
-    for name, x, offsets in (("q", q, call.get("cu_seqlens_q")), ("k", k, call.get("cu_seqlens_new"))):
-        axes, batch = (4, x.shape[0]) if offsets is None else (3, offsets.shape[0] - 1)
-        if x.dim() != axes:
-            raise ValueError(f"{name} has {x.dim()} axes, not {axes}, beside rotary_cos")
-        if tuple(first.shape) != (batch,):
-            raise ValueError(f"rotary_seqlens has shape {tuple(first.shape)}, not ({batch},) of {name}'s sequences")
     return _layouts.turned_at(
         q,
         k,
@@ -451,7 +545,7 @@ def _turned(q, k, rotary, first, attention_chunk, call):
         rotary["rotary_sin"],
         first,
         flag("rotary_interleaved", call.get("rotary_interleaved", True)),
-        call["mask"] != NONE or attention_chunk > 0,
+        _turns_by_row(attention_chunk, call),
         call.get("cu_seqlens_q"),
         call.get("cu_seqlens_new"),
     )
@@ -464,6 +558,10 @@ def _latent(q, qv, k_cache, v_cache, k, v, call):
     _layouts.refuse_qv(q, qv, v_cache)
     joint = _layouts.beside(v_cache, k_cache)
     if joint is None:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "qv is given beside k, but a compiler does not say whether k_cache lies behind v_cache"
+            )
         raise NotImplementedError(
             "qv is given beside k, but k_cache does not lie behind v_cache in one tensor's rows: new rows are written "
             "into one"
@@ -500,14 +598,17 @@ def _over_chunks(attention_chunk, q, k_cache, v_cache, k, v, batch, used, block_
             **scales,
         )
         offsets = appends.get("cu_seqlens_new")
-        used = (used + (k.shape[1] if offsets is None else offsets.diff())).to(torch.int32)
+        held = size * (1 if block_table is None else block_table.shape[1])
+        used = (used + (k.shape[1] if offsets is None else offsets.diff())).clamp(max=held).to(torch.int32)
     if v_cache is None:
         v_cache = k_cache[..., :head_dim_v]
     if block_table is None:
         block_table = torch.arange(k_cache.shape[0], device=q.device)[:, None]
-    return _layouts.in_chunks_of_pages(
+    o, lse = _layouts.in_chunks_of_pages(
         attention_chunk, q, k_cache, v_cache, block_table, used, attention_with_kvcache, **call
     )
+    # New rows were appended by another call.
+    return _torch.without_gradients_of_a_cache(o, lse, k, v)
 
 
 def flash_attn_with_kvcache(

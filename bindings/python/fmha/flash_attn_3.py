@@ -16,7 +16,7 @@ import torch
 from . import _layouts, attention, combine
 from ._mask import from_window_size
 from ._numbers import flag, integer as whole
-from .flash_attn import integer, num_sequences, over_cache
+from .flash_attn import integer, num_sequences, over_cache, refuse_outputs
 
 
 def refuse(**given: Any) -> None:
@@ -278,6 +278,7 @@ def flash_attn_combine(
     ``lse_partial`` ``(splits, batch, seqlen, nheads)`` or ``(splits, total, nheads)``: ``(out, lse)``."""
     if out is not None and out_dtype not in (None, out.dtype):
         raise ValueError(f"out_dtype {out_dtype} is not the {out.dtype} of out")
+    refuse_outputs(out=(out, out_partial.shape[1:]))
     packed = out_partial.dim() == 4
     if packed:
         out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)

@@ -16,7 +16,7 @@ from . import attention
 from ._mask import NONE, Mask, band, pair
 from ._numbers import flag, integer as whole
 from ._serving import bound
-from .flash_attn import check_cache_lengths, integer, rows
+from .flash_attn import check_cache_lengths, integer, refuse_outputs, rows
 from .flash_attn_3 import flash_attn_combine as _combine, refuse
 
 
@@ -279,6 +279,7 @@ def flash_attn_combine(
     ``seqused`` ``(batch)`` those behind a sequence's rows in use are left out (0 in what is made here, and as they were
     in ``out``); ``cu_seqlens`` says where packed sequences begin. ``virtual_batch_idx`` is the order in which sequences
     are merged, and changes no result."""
+    refuse_outputs(out=(out, out_partial.shape[1:]))
     packed = out_partial.dim() == 4
     if cu_seqlens is not None and not packed:
         raise ValueError(f"cu_seqlens is given, but out_partial has {out_partial.dim()} axes, not the 4 of packed rows")
@@ -294,7 +295,7 @@ def flash_attn_combine(
     # LSE lies as O does here, heads last.
     offsets = cu_seqlens
     if packed and offsets is None:
-        offsets = torch.tensor([0, o.shape[0]], device=o.device)
+        offsets = torch.arange(2, device=o.device) * o.shape[0]
     inside = _between(torch.zeros_like(seqused), seqused, offsets, o)
     inside = inside[:, None] if packed else inside[:, 0, :, None]
     kept = torch.zeros_like(o) if out is None else out

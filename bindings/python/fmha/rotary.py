@@ -66,7 +66,7 @@ def turned(
     at = positions.clamp(0, max(cos.shape[0] - 1, 0)).long()
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     of_rows = [
-        torch.where(known, table[at].to(wide), torch.tensor(beyond, dtype=wide, device=x.device))
+        torch.where(known, table[at].to(wide), beyond)
         for table, beyond in ((cos, 1.0), (sin, 0.0))
     ]
     return apply_rotary_emb_torch(x.to(wide), of_rows[0], -of_rows[1] if conjugate else of_rows[1], interleaved).to(
@@ -336,7 +336,7 @@ class RotaryEmbedding(torch.nn.Module):
         num_heads_q: Optional[int] = None,
     ) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
         """``qkv`` as :func:`apply_rotary_emb_qkv_` takes it, turned in place; or Q ``(batch, seqlen, nheads, headdim)``
-        beside ``kv`` ``(batch, seqlen, 2, nheads, headdim)``, of which Q is made anew. ``max_seqlen`` bounds positions
+        beside ``kv`` ``(batch, seqlen, 2, nheads, headdim)``, both turned in place. ``max_seqlen`` bounds positions
         where ``seqlen_offset`` is a tensor."""
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)

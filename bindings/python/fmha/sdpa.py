@@ -57,16 +57,21 @@ def _dense(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
-def _debug_mask(return_debug_mask: bool, query: torch.Tensor, dropout_p: float, marks: Any) -> torch.Tensor:
-    """Marks of dropout where torch's tests ask for them, as :mod:`fmha._marks` makes them."""
-    if not return_debug_mask:
-        return query.new_empty(0)
-    if not dropout_p:
+def _refuse_debug_mask(return_debug_mask: bool, dropout_p: float, **beside: Any) -> None:
+    if return_debug_mask and not dropout_p:
         raise RuntimeError(f"return_debug_mask is True, but dropout_p is {dropout_p}: marks are of dropout")
-    return marks()
+    for name, given in beside.items():
+        if return_debug_mask and given is not None:
+            raise NotImplementedError(f"return_debug_mask is given beside {name}: marks are of packed or dense keys")
+
+
+def _debug_mask(return_debug_mask: bool, query: torch.Tensor, marks: Any) -> torch.Tensor:
+    """Marks of dropout where torch's tests ask for them, as :mod:`fmha._marks` makes them."""
+    return marks() if return_debug_mask else query.new_empty(0)
 
 
 def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    _refuse_debug_mask(return_debug_mask, dropout_p)
     seed = _seed(dropout_p)
     o = _o_like(query, value.shape[-1])
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -91,7 +96,6 @@ def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debu
         _debug_mask(
             return_debug_mask,
             query,
-            dropout_p,
             lambda: marks(
                 *_dense(query, key), CAUSAL_TOP_LEFT if is_causal else NONE, dropout_p, int(seed), softmax_scale=scale
             ),
@@ -188,6 +192,7 @@ def _flash_forward(
     if (cum_seq_q is None) is not (cum_seq_k is None):
         given, absent = ("cum_seq_q", "cum_seq_k") if cum_seq_k is None else ("cum_seq_k", "cum_seq_q")
         raise ValueError(f"{given} is given, but {absent} is not")
+    _refuse_debug_mask(return_debug_mask, dropout_p, block_table=block_table, seqused_k=seqused_k)
     seed = _seed(dropout_p)
     packed = query.dim() == 3
     lse = query.new_empty(
@@ -222,10 +227,7 @@ def _flash_forward(
     )
     mask = _window(window_size_left, window_size_right, is_causal)
     drops = dict(p_drop=dropout_p, seed=int(seed), softmax_scale=scale, alibi_slopes=alibi_slopes)
-    if return_debug_mask and (block_table is not None or seqused_k is not None):
-        given = "block_table" if block_table is not None else "seqused_k"
-        raise NotImplementedError(f"return_debug_mask is given beside {given}: marks are of packed or dense keys")
-    debug = _debug_mask(return_debug_mask, query, dropout_p, lambda: marks(query, key, mask, **drops, **call))
+    debug = _debug_mask(return_debug_mask, query, lambda: marks(query, key, mask, **drops, **call))
     return o, lse, _state(seed), torch.zeros((), dtype=torch.uint64), debug
 
 

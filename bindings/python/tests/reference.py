@@ -79,6 +79,20 @@ def attention(
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
 
 
+def turned(x, angle, positions, interleaved, conjugate=False):
+    """Rotary embedding of rows ``(..., heads, d)`` by the angles ``[positions, rotary_dim / 2]`` of their positions, or by
+    complex numbers where tables are rounded: pairs as complex numbers, multiplied by ``exp(i angle)``; float64."""
+    turns = 2 * angle.shape[-1]
+    front = x[..., :turns].double()
+    pairs = front.unflatten(-1, (-1, 2)) if interleaved else front.unflatten(-1, (2, -1)).transpose(-1, -2)
+    unit = angle if angle.is_complex() else torch.polar(torch.ones_like(angle, dtype=torch.float64), angle.double())
+    unit = unit[positions][..., None, :]
+    made = torch.view_as_complex(pairs.contiguous()) * (unit.conj() if conjugate else unit)
+    made = torch.view_as_real(made)
+    made = made if interleaved else made.transpose(-1, -2)
+    return torch.cat((made.flatten(-2), x[..., turns:].double()), -1)
+
+
 def tolerance(dtype, gradients=False):
     """Bounds that attention in the type itself keeps on inputs of order 1."""
     unit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]

@@ -8,7 +8,17 @@ import torch
 
 import fmha
 from fmha import flash_attn_3 as fa3, flash_attn_4 as fa4, rotary
-from reference import DEVICE, appends_in_f32, attention as by_definition, close, offsets, tensors, tolerance, visible
+from reference import (
+    DEVICE,
+    appends_in_f32,
+    attention as by_definition,
+    close,
+    offsets,
+    tensors,
+    tolerance,
+    turned,
+    visible,
+)
 
 i32 = lambda *x: torch.tensor(x, dtype=torch.int32)
 
@@ -63,10 +73,6 @@ def test_chunks_of_eighths_have_their_sequences_scales():
     close(out, by_definition(q.double(), twin, v.double(), mask=seen_in_chunks(4, 7, 11, fmha.CAUSAL))[0], 0.1)
     with pytest.raises(ValueError, match="attention_chunk -1 is below 0"):
         fa3.flash_attn_func(q, k, v, attention_chunk=-1)
-
-
-def turn(x, angle, positions, interleaved):
-    return rotary.turned(x, angle.cos(), angle.sin(), torch.tensor(positions), interleaved).double()
 
 
 CACHES = [
@@ -137,8 +143,8 @@ def test_a_cache_is_padded_paged_chosen_turned_and_cut(case, causal):
         if case["new"]:
             added = new[0][b]
             if case["turns"]:
-                added = turn(added, angle, [first[b] + j for j in range(2)], False).float()
-                query = turn(query, angle, [first[b] + (i if local else 0) for i in range(n)], False).float()
+                added = turned(added, angle, [first[b] + j for j in range(2)], False).float()
+                query = turned(query, angle, [first[b] + (i if local else 0) for i in range(n)], False).float()
             k[used[b] : used[b] + 2], v[used[b] : used[b] + 2] = added, new[1][b]
         for x, after in zip((k, v), caches):
             # What was written, and that nothing else was.
@@ -181,6 +187,23 @@ def test_qv_is_a_second_product_with_v(beside, chunk):
         fa3.flash_attn_func(q, k, v, qv=q)
 
 
+def test_qv_is_compiled():
+    latent, q, qv = torch.randn(2, 11, 1, 32), torch.randn(2, 7, 4, 8), torch.randn(2, 7, 4, 24)
+
+    def dense(latent, q, qv):
+        return fa3.flash_attn_func(q, latent[..., 24:], latent[..., :24], qv=qv)
+
+    def cached(latent, q, qv, *new):
+        return fa3.flash_attn_with_kvcache(q, latent[..., 24:], latent[..., :24], *new, qv=qv, cache_seqlens=4)
+
+    for function in (dense, cached):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        close(compiled(latent, q, qv), function(latent, q, qv).double(), tolerance(q.dtype))
+    new = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 24)
+    with pytest.raises(Exception, match="qv is given beside k, but a compiler does not say"):
+        torch.compile(cached, fullgraph=True, backend="aot_eager")(latent, q, qv, *new)
+
+
 def test_qv_has_gradients():
     q, k, v = (torch.randn(2, n, h, d, requires_grad=True) for n, h, d in ((7, 4, 8), (11, 1, 8), (11, 1, 24)))
     qv = torch.randn(2, 7, 4, 24, requires_grad=True)
@@ -204,22 +227,138 @@ def test_qv_over_a_latent_cache_appends_into_it():
     out = fa3.flash_attn_with_kvcache(q, latent[..., 24:], latent[..., :24], new_k, new_v, **call)
     for b, length in enumerate(used):
         rows = slice(length, length + 2)
-        close(latent[b, rows, :, 24:], turn(new_k[b], angle, [length, length + 1], True), 1e-6)
+        close(latent[b, rows, :, 24:], turned(new_k[b], angle, [length, length + 1], True), 1e-6)
         assert torch.equal(latent[b, rows, :, :24], new_v[b])
-        query = torch.cat((qv[b].double(), turn(q[b], angle, [length, length + 1], True)), -1)
+        query = torch.cat((qv[b].double(), turned(q[b], angle, [length, length + 1], True)), -1)
         keys = latent[b : b + 1, : length + 2]
         close(out[b], by_definition(query[None], keys, keys[..., :24], mask=fmha.CAUSAL)[0][0], tolerance(q.dtype))
     with pytest.raises(NotImplementedError, match="qv is given beside k, but k_cache does not lie behind v_cache"):
         fa3.flash_attn_with_kvcache(q, latent[..., 24:].clone(), latent[..., :24], new_k, new_v, **call)
 
 
+@appends_in_f32
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("moves", ["q", "k_cache", "k", "v"])
+def test_no_gradient_of_a_cache_is_lost(chunk, moves):
+    q, k, v = tensors(sq=1, sk=12)
+    given = dict(q=q, k_cache=k, v_cache=v, k=torch.randn(2, 1, 2, 16), v=torch.randn(2, 1, 2, 16))
+    given[moves] = given[moves].clone().requires_grad_() * 1
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        **given, cache_seqlens=i32(3, 5), attention_chunk=chunk, return_softmax_lse=True
+    )
+    for x in (out, lse):
+        # A result may be changed in place, as one of attention.
+        for changed in (x, x.mul_(2)):
+            with pytest.raises(NotImplementedError, match="k_cache is a cache, of which attention has no gradient"):
+                changed.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("rows_q, chunk", [(0, 1), (0, 4), (3, 1 << 40), (3, 12), (3, 13)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_chunk_takes_no_memory_of_its_own_size(rows_q, chunk, paged):
+    q, k, v = tensors(sq=rows_q, sk=12)
+    caches, call = (k, v), dict(cache_seqlens=i32(11, 4), causal=True, return_softmax_lse=True)
+    if paged:
+        caches = [x.reshape(6, 4, 2, 16) for x in caches]
+        call["page_table"] = torch.arange(6, dtype=torch.int32).view(2, 3)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(q, *caches, attention_chunk=chunk, **call)
+    wanted, wanted_lse, *_ = fa3.flash_attn_with_kvcache(q, *caches, **call)
+    assert out.shape == wanted.shape and lse.shape == wanted_lse.shape
+    close(out, wanted.double(), tolerance(q.dtype))
+    close(lse, wanted_lse.double(), 1e-5)
+
+
+class NoWait(torch.overrides.TorchFunctionMode):
+    """Refuses what copies between the host and a device, which waits, and which no graph captures."""
+
+    waits = (torch.tensor, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.__bool__)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in self.waits, f"{function.__name__} waits for a device"
+        return function(*args, **(kwargs or {}))
+
+
+@appends_in_f32
+def test_layouts_wait_for_no_device(monkeypatch):
+    monkeypatch.setattr(fmha.flash_attn, "_readable", lambda _: False)
+    q, k, v = tensors(sq=1, sk=12)
+    new, angle, used, pad = torch.randn(2, 2, 2, 16), torch.rand(12, 8), i32(11, 4), i32(3, 1)
+    call = dict(cache_seqlens=used, rotary_cos=angle, rotary_sin=angle, cache_leftpad=pad)
+    parts = torch.randn(3, 10, 4, 16), torch.randn(3, 10, 4)
+    first = i32(4)
+    with NoWait():
+        for chunk in (0, 4):
+            fa3.flash_attn_with_kvcache(q, k, v, new, new, attention_chunk=chunk, **call)
+        fa3.flash_attn_func(q, k, v, attention_chunk=4)
+        rotary.apply_rotary_emb(q, angle, angle, seqlen_offsets=used)
+        fa4.flash_attn_combine(*parts, seqused=first)
+
+
+LAYOUTS = ["plain", "attention_chunk", "qv", "cache_leftpad"]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "rotary_seqlens"])
+@pytest.mark.parametrize(
+    "cos, sin, read, said",
+    [
+        ((5, 8), (5, 8), True, "rotary_cos has 5 positions, fewer than the 7 positions of new rows and queries"),
+        ((11, 8), (11, 8), False, "rotary_cos has 11 positions, fewer than the 12 rows of the cache"),
+        ((12, 8), (12, 4), True, r"rotary_sin has shape \(12, 4\), but rotary_cos has \(12, 8\)"),
+        ((12, 9), (12, 9), True, "rotary_cos has rotary_dim 18, but q has headdim 16"),
+        ((12,), (12,), True, r"rotary_cos has shape \(12,\), not 2 axes"),
+    ],
+)
+def test_tables_of_angles_are_as_long_as_their_positions(monkeypatch, layout, cos, sin, read, said):
+    latent, q, new = torch.randn(2, 12, 1, 32), torch.randn(2, 1, 4, 16), torch.randn(2, 2, 1, 16)
+    more = dict(attention_chunk=4, qv=torch.randn(2, 1, 4, 16), cache_leftpad=i32(1, 0), rotary_seqlens=i32(5, 4))
+    call = dict(cache_seqlens=i32(3, 5), **{name: x for name, x in more.items() if name == layout})
+    if not read:
+        monkeypatch.setattr(fmha.flash_attn, "_readable", lambda _: False)
+    call.update(rotary_cos=torch.rand(cos), rotary_sin=torch.rand(sin))
+    before = latent.clone()
+    with pytest.raises(ValueError, match=said):
+        fa3.flash_attn_with_kvcache(q, latent[..., 16:], latent[..., :16], new, new, **call)
+    assert torch.equal(latent, before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("k", "k is given, but v is missing"),
+        ("v", "v is given, but k is missing"),
+        ("rotary_sin", "rotary_sin is given, but rotary_cos is missing"),
+        ("rotary_cos", "rotary_cos is given, but rotary_sin is missing"),
+    ],
+)
+def test_no_half_of_a_pair_is_left_out_in_silence(layout, given, said):
+    latent, q, new = torch.randn(2, 12, 1, 32), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 1, 16)
+    more = dict(attention_chunk=4, qv=torch.randn(2, 1, 4, 16), cache_leftpad=i32(1, 0))
+    call = dict(cache_seqlens=3, **{name: x for name, x in more.items() if name == layout})
+    if given.startswith("rotary"):
+        call.update(k=new, v=new)
+    call[given] = torch.rand(16, 8) if given.startswith("rotary") else new
+    with pytest.raises(ValueError, match=said):
+        fa3.flash_attn_with_kvcache(q, latent[..., 16:], latent[..., :16], **call)
+
+
 def test_what_a_layout_cannot_say_is_refused_by_name():
     q, k, v = tensors(sq=1, sk=12)
     new = torch.randn(2, 1, 2, 16)
     apart = torch.randn(2, 100)[:, :96].as_strided((2, 3, 2, 16), (100, 32, 16, 1))
+    hnd = torch.randn(2, 2, 12, 16).transpose(1, 2)
     table = i32(0, 1).view(2, 1)
     for call, kind, said in (
         (dict(cache_leftpad=i32(7, 1), cache_seqlens=i32(5, 5)), ValueError, "cache_leftpad 7 is beyond the 5"),
+        (
+            dict(k_cache=hnd, v_cache=hnd.clone(), k=new, v=new, cache_leftpad=i32(1, 0), cache_seqlens=3),
+            NotImplementedError,
+            "cache_leftpad is given beside k, but k_cache has stride 16 from row to row and 192 from head to head",
+        ),
+        (dict(cache_leftpad=i32(0, -2), cache_seqlens=3), ValueError, "cache_leftpad -2 is below 0"),
+        (dict(cache_leftpad=i32(0, -2), cache_seqlens=3, k=new, v=new), ValueError, "cache_leftpad -2 is below 0"),
+        (dict(cache_leftpad=torch.ones(2), cache_seqlens=3), ValueError, "cache_leftpad is of torch.float32"),
+        (dict(cache_leftpad=i32(1), cache_seqlens=3), ValueError, r"cache_leftpad is of .* shape \(1,\)"),
         (dict(rotary_seqlens=i32(7, 1), k=new, v=new, cache_seqlens=3), ValueError, "rotary_seqlens is given, but rot"),
         (dict(rotary_seqlens=i32(7, 1)), ValueError, "rotary_seqlens is given, but k is not"),
         (
@@ -237,6 +376,42 @@ def test_what_a_layout_cannot_say_is_refused_by_name():
             continue
         with pytest.raises(kind, match=said):
             fa3.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v, **call})
+
+
+@pytest.mark.parametrize("layout", [{}, dict(cache_leftpad=i32(2, 1)), dict(attention_chunk=4)], ids=list)
+def test_an_append_says_where_its_rows_go(layout):
+    q, k, v = tensors(sq=1, sk=12)
+    new, before = torch.randn(2, 1, 2, 16), k.clone()
+    with pytest.raises(ValueError, match="cache_seqlens is missing beside k"):
+        fa3.flash_attn_with_kvcache(q, k, v, new, new, **layout)
+    assert torch.equal(k, before)
+
+
+@appends_in_f32
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_beyond_a_padded_cache_are_left_out_where_lengths_are_not_read(monkeypatch, packed, chunk, paged):
+    """A GPU's lengths are not read: its kernels leave out what there is no room for, and no row is overwritten."""
+    monkeypatch.setattr(fmha.flash_attn, "_readable", lambda _: False)
+    q, k, v = tensors(sq=1, sk=12)
+    new, before = torch.randn(2, 2, 2, 16), torch.stack((k, v))
+    pad, used = [3, 1], [11, 4]
+    call = dict(cache_seqlens=i32(*used), cache_leftpad=i32(*pad), attention_chunk=chunk)
+    caches, rows = (k, v), (new, -new)
+    if paged:
+        caches = [x.reshape(6, 4, 2, 16) for x in caches]
+        call["page_table"] = torch.arange(6, dtype=torch.int32).view(2, 3)
+    if packed:
+        rows, call["cu_seqlens_k_new"] = [x.flatten(0, 1) for x in rows], offsets([2, 2])
+    out = fa3.flash_attn_with_kvcache(q, *caches, *rows, **call)
+    before[:, 0, 11] = torch.stack((new[0, 0], -new[0, 0]))
+    before[:, 1, 4:6] = torch.stack((new[1], -new[1]))
+    assert torch.equal(k, before[0]) and torch.equal(v, before[1])
+    for b, end in enumerate((12, 6)):
+        keys, values = (x[b : b + 1, pad[b] : end] for x in (k, v))
+        seen = seen_in_chunks(chunk or 100, 1, end - pad[b])
+        close(out[b], by_definition(q[b : b + 1], keys, values, mask=seen)[0][0], tolerance(q.dtype))
 
 
 @pytest.mark.parametrize("count", [129, 300])

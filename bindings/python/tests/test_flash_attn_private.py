@@ -122,6 +122,20 @@ def test_packed_forwards_and_backwards_apart_are_the_function():
     assert all(map(torch.equal, four._flash_attn_bwd(q, k, v, out, dout, lse, causal=True, **cu_alone(fourth)), by))
 
 
+def test_rows_in_front_of_the_first_sequence_are_no_sequences():
+    cu_q, cu_k = 2 + offsets([3, 5]), offsets([4, 5])
+    q, k, v = (torch.randn(n, h, 16) for n, h in ((11, 4), (9, 2), (9, 2)))
+    out, lse, *_ = two._flash_attn_varlen_forward(q, k, v, cu_q, cu_k, 5, 5, 0.0, None, True)
+    dout, into = torch.randn_like(out), [torch.empty_like(x) for x in (q, k, v)]
+    rest = (cu_q, cu_k, 5, 5, 0.0, None, True, -1, -1, 0.0, None, False)
+    sums = two._flash_attn_varlen_backward(dout, q, k, v, out, lse, *into, *rest)
+    products = (dout * out).double().sum(-1).T
+    assert sums.shape == (4, 11 + 2 * 128)
+    close(sums[:, :3], products[:, 2:5], 1e-5)
+    close(sums[:, 128:133], products[:, 5:10], 1e-5)
+    close(sums.sum(1), products[:, 2:10].sum(1), 1e-4)
+
+
 def cu_alone(lengths):
     return {name: x for name, x in lengths.items() if name.startswith("cu")}
 
@@ -132,9 +146,21 @@ def test_the_third_forward_has_gradients_and_writes_where_it_is_told():
     wanted = fa3.flash_attn_func(q, k, v, causal=True)
     assert torch.equal(out, wanted) and lse.shape == (2, 4, 7) and [x.numel() for x in parts] == [0, 0]
     dout = torch.randn_like(out)
-    assert all(map(torch.equal, gradients(out, (q, k, v), dout), gradients(wanted, (q, k, v), dout)))
+    by = gradients(wanted, (q, k, v), dout)
+    assert all(map(torch.equal, gradients(out, (q, k, v), dout), by))
     into = torch.empty_like(out)
-    assert three._flash_attn_forward(q, k, v, out_=into, causal=True)[0] is into and torch.equal(into, wanted)
+    got = three._flash_attn_forward(q, k, v, out_=into, causal=True)[0]
+    assert got is into and torch.equal(into, wanted)
+    assert all(map(torch.equal, gradients(got, (q, k, v), dout), by))
+
+
+@pytest.mark.parametrize("given", ["k_new", "v_new", "cu_seqlens_k_new", "seqlens_rotary", "rotary_sin", "rotary_cos"])
+def test_the_third_forward_leaves_out_nothing_of_a_cache(given):
+    q, k, v = tensors(sq=1, sk=12)
+    x = {"v": torch.randn(2, 1, 2, 16), "k": torch.randn(2, 1, 2, 16), "r": torch.rand(16, 8)}.get(given[0], i32(0, 1))
+    public = {"k_new": "k", "v_new": "v", "seqlens_rotary": "rotary_seqlens"}.get(given, given)
+    with pytest.raises(ValueError, match=f"{public} is given, but"):
+        three._flash_attn_forward(q, k, v, seqused_k=i32(3, 3), **{given: x})
 
 
 @appends_in_f32
@@ -184,6 +210,38 @@ def test_the_fourth_forward_and_backward_are_the_function():
         close(got, by.double(), 1e-6 if by.dtype == torch.float32 else 1e-2)
     with pytest.raises(NotImplementedError, match="score_mod is given"):
         four._flash_attn_fwd(q, k, v, score_mod=print)
+
+
+def test_an_output_of_another_shape_is_refused_before_anything_runs():
+    q, k, v = tensors(dv=8)
+    out, lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
+    cache = torch.randn(2, 12, 2, 16)
+    parts = torch.randn(3, 2, 7, 4, 16), torch.randn(3, 2, 7, 4)
+    more = lambda *shape: torch.full((2, *shape), math.nan)
+    used = i32(3, 4)
+    largest = [more(2, 7, 4, 16), more(2, 11, 2, 16), more(2, 11, 2, 8)]
+    right = [x[0].clone() for x in largest]
+
+    def two_bwd(*into):
+        two._flash_attn_backward(out, q, k, v, out, lse, *into, 0.0, None, False, -1, -1, 0.0, None, False)
+
+    for call, said in (
+        (lambda: three._flash_attn_forward(q, k, v, out_=more(2, 7, 4, 8)), "out_ has shape"),
+        (lambda: three._flash_attn_forward(q, cache, cache, seqused_k=used, out_=more(2, 7, 4, 16)), "out_ has shape"),
+        (lambda: four._flash_attn_fwd(q, k, v, out=more(2, 7, 4, 8)), "out has shape"),
+        (lambda: four._flash_attn_fwd(q, k, v, lse=more(2, 4, 7)), "lse has shape"),
+        (lambda: fa3.flash_attn_combine(*parts, out=more(2, 7, 4, 16)), "out has shape"),
+        (lambda: fa4.flash_attn_combine(*parts, out=more(2, 7, 4, 16)), "out has shape"),
+        (lambda: fa4.flash_attn_combine(*parts, out=more(2, 7, 4, 16), seqused=used), "out has shape"),
+        (lambda: four._flash_attn_bwd(q, k, v, out, out, lse, dq=largest[0]), "dq has shape"),
+        (lambda: four._flash_attn_bwd(q, k, v, out, out, lse, dq=right[0], dk=largest[1]), "dk has shape"),
+        (lambda: four._flash_attn_bwd(q, k, v, out, out, lse, dv=largest[2]), "dv has shape"),
+        (lambda: two_bwd(right[0], largest[1], right[2]), "dk has shape"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            call()
+    # What was of its shape is not written either.
+    assert all(x.isnan().all() for x in right)
 
 
 def test_torchs_operators_of_the_third_are_there_once_installed():
@@ -285,6 +343,32 @@ def test_torchs_debug_mask_says_what_dropout_keeps():
     close(o, wanted, 4 * tolerance(q.dtype))
     with pytest.raises(RuntimeError, match="return_debug_mask is True, but dropout_p is 0.0"):
         fmha.sdpa._sdpa_forward(q, k, v, 0.0, True, True)
+
+
+def test_marks_that_are_not_made_are_refused_before_attention_runs(monkeypatch):
+    q, k, v = tensors()
+    table = i32(0, 1).view(2, 1)
+    rows, cu_q, cu_k = q.flatten(0, 1), offsets([7, 7]), offsets([11, 11])
+    heads = [x.transpose(1, 2) for x in tensors(sq=9, sk=9, hk=4)]
+    for module in (fa2, two, fmha.sdpa):
+        for name in ("attention", "attention_out"):
+            monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("attention ran"), raising=False)
+    flash, more = fmha.sdpa._flash_forward, (cu_q, cu_k, 7, 11, 0.3, False, True)
+    paged = dict(return_attn_probs=True, block_table=table)
+    for call, kind in (
+        (lambda: fa2.flash_attn_varlen_func(rows, k, v, cu_q, cu_k, 7, 11, 0.3, **paged), NotImplementedError),
+        (
+            lambda: two._flash_attn_varlen_forward(
+                rows, k, v, cu_q, cu_k, 7, 11, 0.3, None, False, return_softmax=True, block_table=table
+            ),
+            NotImplementedError,
+        ),
+        (lambda: fmha.sdpa._sdpa_forward(*heads, 0.0, True, True), RuntimeError),
+        (lambda: flash(rows, k, v, *more, block_table=table), NotImplementedError),
+        (lambda: flash(rows, k.flatten(0, 1), v.flatten(0, 1), *more, seqused_k=i32(3, 4)), NotImplementedError),
+    ):
+        with pytest.raises(kind, match="return_.* is (given beside|True, but)"):
+            call()
 
 
 @pytest.mark.parametrize("kind", ["tensor", "list of tensors"])

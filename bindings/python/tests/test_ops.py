@@ -630,6 +630,20 @@ def test_flash_attentions_functions_compile_too():
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_a_gradient_of_a_cache_is_not_lost_under_a_compiler():
+    from fmha import flash_attn
+
+    q, cache = torch.randn(2, 1, 4, 16, requires_grad=True), torch.randn(2, 12, 2, 16)
+
+    def step(q):
+        return flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=torch.full((2,), 3).int())
+
+    with pytest.raises(Exception, match="k_cache is a cache, of which attention has no gradient"):
+        torch.compile(step, fullgraph=True, backend=TRACER)(q)
+    with pytest.raises(NotImplementedError, match="k_cache is a cache, of which attention has no gradient"):
+        torch.compile(step, backend=TRACER)(q).sum().backward()
+
+
 @appends_in_f32
 def test_a_cache_that_a_compiled_step_writes_to_is_written():
     """The schema says what is written: a compiler that did not know would drop or reorder it."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmha import bert_padding, rotary
-from reference import offsets
+from reference import offsets, turned as by_definition
 from run import run_python
 
 SIGNATURES = {
@@ -34,18 +34,6 @@ def test_arguments_have_their_names_order_and_defaults(function):
         for name, parameter in inspect.signature(function).parameters.items()
     )
     assert spelt == SIGNATURES[function]
-
-
-def by_definition(x, angle, positions, interleaved, conjugate=False):
-    """Pairs as complex numbers, multiplied by ``exp(i angle)``; f64."""
-    turns = 2 * angle.shape[-1]
-    front = x[..., :turns].double()
-    pairs = front.unflatten(-1, (-1, 2)) if interleaved else front.unflatten(-1, (2, -1)).transpose(-1, -2)
-    at = angle.double()[positions][..., None, :]
-    made = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(at), -at if conjugate else at)
-    made = torch.view_as_real(made)
-    made = made if interleaved else made.transpose(-1, -2)
-    return torch.cat((made.flatten(-2), x[..., turns:].double()), -1)
 
 
 def close(got, wanted, dtype):
@@ -156,7 +144,7 @@ def test_a_module_makes_the_angles(scale_base):
         wanted = by_definition(was, angle, positions, False)
         wanted[..., :8] *= by
         close(got, wanted, torch.float32)
-    # The same through one tensor of all three.
+    # One tensor of all three is turned likewise.
     qkv = torch.randn(2, 6, 3, 2, 16)
     assert torch.equal(
         made(qkv.clone(), seqlen_offset=torch.tensor([3, 3]), max_seqlen=9), made(qkv.clone(), seqlen_offset=3)

@@ -10,7 +10,8 @@
 // Measured  547, 1.7 times the step before; the library's sm90 746.
 //
 // What the library's kernel adds: products under way beside the softmax of the block before, turns that keep the two
-// warpgroups apart, lazy rescaling, a persistent grid whose next tile's loads start early. docs/kernels/sm90.md has each.
+// warpgroups apart, lazy rescaling, a persistent grid whose next tile's loads start early. docs/kernels/sm90-fwd.md has
+// each.
 #pragma once
 #include <fmha/mma/sm90.cuh>
 #include <ladder/tma.cuh>
