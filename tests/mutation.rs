@@ -25,7 +25,8 @@ fn small() -> Vec<Case> {
 }
 
 fn takes(case: &Case) -> bool {
-    !["code", "decode"].contains(&case.family()) && case.problem().is_none_or(|problem| !problem.layout.kv.is_paged())
+    !["code", "decode"].contains(&case.family())
+        && case.problem().is_none_or(|problem| !problem.layout.kv.is_paged())
 }
 
 /// Of those one in `step`; and all that reserve gigabytes.
