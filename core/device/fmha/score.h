@@ -176,7 +176,7 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   FMHA_DEVICE float natural(Pair pair, float s) const {
     return natural(pair, s, [&] { return element(pair); }).score;
   }
-  // The same in log2, plus `offset`.
+  // The score in log2, plus `offset`.
   template <class Element>
   FMHA_DEVICE Scored log2(Pair pair, float s, float offset, Element element, bool there = true) const {
     float factor;

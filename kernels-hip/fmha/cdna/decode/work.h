@@ -22,7 +22,7 @@ FMHA_DEVICE KvKind layout_of(const FwdParams& p) {
   return p.block_table ? KvKind::Paged : p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided;
 }
 
-// Of each lane's own sequence.
+// The place of each lane's own sequence.
 FMHA_DEVICE SeqSpan seq_of(const FwdParams& p, int32_t i_batch) {
   return resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch, layout_of(p), i_batch);
 }
