@@ -193,7 +193,8 @@ fn kernels(device: &Device, problem: &ValidFwd, options: &PlanOptions) -> Option
     Some(jobs.iter().map(|job| job.kernel).filter(reads).collect())
 }
 
-/// A quantised cache is read by the kernels that read the same cache in 16 bits, or it has not their bits (CONTRACT.md, "KV caches").
+/// A quantised cache is read by the kernels that read the same cache in 16 bits, or it has not their bits (CONTRACT.md,
+/// "KV caches").
 #[test]
 fn a_quantised_cache_has_the_kernels_of_its_twin() {
     let cases = fmha_conformance::case::all();

@@ -97,8 +97,9 @@ fn is_dealt_to(arch: usize, backend: &Device, case: &Case) -> bool {
     (card >> 20) % PARTS == arch as u64
 }
 
-/// They were 1259 when each fact of a call was compiled in; 310 and 9 that FP8 over several blocks asks for are few, and 86 that
-/// read short queries' caches, which differ in layout and type (FP8's four types on gfx90a and gfx942, by their bits).
+/// They were 1259 when each fact of a call was compiled in; 310 and 9 that FP8 over several blocks asks for are few,
+/// and 86 that read short queries' caches, which differ in layout and type (FP8's four types on gfx90a and gfx942, by
+/// their bits).
 #[test]
 fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {

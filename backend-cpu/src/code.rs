@@ -1,4 +1,5 @@
-//! A score and a mask as code over panels of scores: programs compiled once a call, run by each thread in registers of its own.
+//! A score and a mask as code over panels of scores: programs compiled once a call, run by each thread in registers of
+//! its own.
 
 use std::ops::Range;
 
@@ -183,8 +184,8 @@ impl<'a> Code<'a> {
         });
     }
 
-    /// Writes `hidden` where [`score`](Self::score) noted that a pair is: -inf of scores, once soft-cap and bias are done, and
-    /// 0 of slopes.
+    /// Writes `hidden` where [`score`](Self::score) noted that a pair is: -inf of scores, once soft-cap and bias are
+    /// done, and 0 of slopes.
     ///
     /// # Safety
     /// `values` and `hide` are panels of these rows.
@@ -361,8 +362,8 @@ impl<S: Simd> Op<S> for RunProgram<'_, '_> {
 struct Vectors<S>(S);
 
 impl<S: Simd> VectorMath for Vectors<S> {
-    // No closure between the loop and a function: a closure has the instructions of the baseline alone, and the function would be
-    // called for each of its vectors' operations.
+    // No closure between the loop and a function: a closure has the instructions of the baseline alone, and the
+    // function would be called for each of its vectors' operations.
     #[inline(always)]
     fn exp(&self, x: &mut [f32]) {
         let s = self.0;

@@ -100,8 +100,9 @@ impl<V: Vendor> Backend<V> {
     }
 
     fn choose<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Selected<P, V>> {
-        // A plan over a quantised cache has the bits of the same call on the cache in Q's type: the kernel of that call's rows. Where
-        // nothing takes that call, as where a kernel is named that only brings caches to another, there are no bits to have.
+        // A plan over a quantised cache has the bits of the same call on the cache in Q's type: the kernel of that
+        // call's rows. Where nothing takes that call, as where a kernel is named that only brings caches to another,
+        // there are no bits to have.
         let twin = problem.of_wide_cache()?.and_then(|wide| self.choose_for(&wide, options, None).ok());
         self.choose_for(problem, options, twin.map(|(choice, _)| choice.kernel.recipe.about.rows_of))
     }

@@ -173,7 +173,8 @@ pub trait Facts: Send + Sync + 'static {
 pub struct About<P> {
     /// The kernel's name in plans and refusals.
     pub name: &'static str,
-    /// The kernel that computes the rows: another one, whose bits they are, where this one only brings the operands to it.
+    /// The kernel that computes the rows: another one, whose bits they are, where this one only brings the operands to
+    /// it.
     pub rows_of: &'static str,
     /// Correct for all, fast for none: chosen where the caller allows it or names it.
     pub is_fallback: bool,
@@ -206,7 +207,8 @@ pub struct Tiles<P> {
 }
 
 impl Tiles<ValidFwd> {
-    /// Tiles of a forward kernel. They are measured as plans have them that ask for neither exact maxima nor batch invariance.
+    /// Tiles of a forward kernel. They are measured as plans have them that ask for neither exact maxima nor batch
+    /// invariance.
     #[must_use]
     pub const fn of_forward<T: Fields>(label: &'static str, headers: &'static [&'static str]) -> Self {
         let are_measured_for =
@@ -233,8 +235,8 @@ impl Tiles<ValidBwd> {
     }
 }
 
-/// One kernel of an operation. A value of the type is the kernel as it was chosen for a problem: its tile, and what its launches
-/// need. What is asked before there is such a value are functions without `self`.
+/// One kernel of an operation. A value of the type is the kernel as it was chosen for a problem: its tile, and what its
+/// launches need. What is asked before there is such a value are functions without `self`.
 pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     /// How it computes a problem: its tile, and what was found with it.
     type Tile
@@ -257,8 +259,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         Ok(())
     }
 
-    /// The knobs of its own choice for a problem that it takes: of each launch that has a tile. A field that is set is set for
-    /// all of them; those in which they differ are left to each.
+    /// The knobs of its own choice for a problem that it takes: of each launch that has a tile. A field that is set is
+    /// set for all of them; those in which they differ are left to each.
     ///
     /// # Errors
     /// Why it does not take the problem.
@@ -269,7 +271,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         Ok(Vec::new())
     }
 
-    /// Microseconds of a call with a tile whose fields are these, by a model; `None` without one, or of a tile that does not fit.
+    /// Microseconds of a call with a tile whose fields are these, by a model; `None` without one, or of a tile that
+    /// does not fit.
     fn modelled_micros(_problem: &P, _facts: &V::Facts, _tile: &TileOptions) -> Option<f64>
     where
         Self: Sized,
@@ -290,7 +293,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     where
         Self: Sized;
 
-    /// What is launched with what fits, and what that promises. Of a kernel whose tiles are measured the first detail is its tile.
+    /// What is launched with what fits, and what that promises. Of a kernel whose tiles are measured the first detail
+    /// is its tile.
     ///
     /// # Errors
     /// The fields whose numbers no grid or workspace has.
@@ -315,8 +319,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         Self::choose_with(problem, problem, facts, options, fit)
     }
 
-    /// The choice with what `fit` makes of a tile's fields. The user's fields come before what was measured of problems like
-    /// `like`, which holds where it fits: problems of one class differ in numbers.
+    /// The choice with what `fit` makes of a tile's fields. The user's fields come before what was measured of problems
+    /// like `like`, which holds where it fits: problems of one class differ in numbers.
     ///
     /// # Errors
     /// As of [`choose`](Self::choose).
@@ -342,8 +346,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         Ok(choice)
     }
 
-    /// Tile fields that a choice has for problems like this one but for their sizes, beside its own: what is compiled ahead is
-    /// compiled with them too.
+    /// Tile fields that a choice has for problems like this one but for their sizes, beside its own: what is compiled
+    /// ahead is compiled with them too.
     fn tiles_of_other_sizes(&self, _problem: &P) -> Vec<TileOptions> {
         Vec::new()
     }
@@ -353,8 +357,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         facts.lay_out(launch, usage);
     }
 
-    /// Bytes of which an operand's address has to be a multiple, a power of two; 1 where it may lie anywhere. Addresses are not
-    /// known when a plan is made.
+    /// Bytes of which an operand's address has to be a multiple, a power of two; 1 where it may lie anywhere. Addresses
+    /// are not known when a plan is made.
     fn alignment(&self, _problem: &P, _operand: Operand) -> u64 {
         1
     }

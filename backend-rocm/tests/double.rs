@@ -191,7 +191,8 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     assert_ne!(results[0], results[1], "the graph did not see the new lengths");
 }
 
-/// One plan and one graph for all lengths up to the bound: how keys are shared out is decided where the kernel runs. `simt` has no shares.
+/// One plan and one graph for all lengths up to the bound: how keys are shared out is decided where the kernel runs.
+/// `simt` has no shares.
 #[test]
 fn a_graph_of_decoding_replays_with_any_lengths() {
     const BOUND: usize = 700;

@@ -1,5 +1,5 @@
-//! What `fmha bench --emulate` says of decoding over sequences of unlike lengths: how many work items, how many bytes, and how evenly.
-//! Counted in emulators; workgroups are taken to be dealt to units in turn.
+//! What `fmha bench --emulate` says of decoding over sequences of unlike lengths: how many work items, how many bytes,
+//! and how evenly. Counted in emulators; workgroups are taken to be dealt to units in turn.
 
 use super::{Ran, amd, command, nvidia_check};
 

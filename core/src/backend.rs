@@ -98,8 +98,8 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// [`Error::Unsupported`] with every refusal, or what the compiler or driver said.
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>>;
 
-    /// Whether it knows of scores and masks as code ([`Code`](crate::Code)), and refuses by a kernel's name what it does not
-    /// compute. A backend that does not is given no problem with either.
+    /// Whether it knows of scores and masks as code ([`Code`](crate::Code)), and refuses by a kernel's name what it
+    /// does not compute. A backend that does not is given no problem with either.
     fn takes_code(&self) -> bool {
         false
     }

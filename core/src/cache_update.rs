@@ -103,8 +103,8 @@ fn turned_row(problem: &FwdProblem) -> u32 {
     problem.dims.head_dim_qk.next_multiple_of(elems)
 }
 
-/// Where queries that are turned lie: of each sequence as many rows as the longest has, of packed ones too, whose shape counts two
-/// at least.
+/// Where queries that are turned lie: of each sequence as many rows as the longest has, of packed ones too, whose shape
+/// counts two at least.
 fn turned_strides(problem: &FwdProblem) -> Strides {
     let shape = Shape { seq: problem.dims.seqlen_q, dim: turned_row(problem), ..problem.shape_q() };
     let strides = Strides::bshd(shape);

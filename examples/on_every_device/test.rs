@@ -64,7 +64,8 @@ fn random_traces_are_served_with_the_bits_of_each_request_alone() {
     }
 }
 
-/// Tokens a second of a mix of lengths, and of the same padded: that the mix has fewer keys is told, whatever the machine's load.
+/// Tokens a second of a mix of lengths, and of the same padded: that the mix has fewer keys is told, whatever the
+/// machine's load.
 #[test]
 fn a_mix_of_lengths_is_served_beside_the_same_padded_to_the_longest() {
     let said = run_with("serve", None, &["--device", "cpu", "--requests", "1"])

@@ -1,5 +1,5 @@
-//! What it is worth that a batch is dealt out by the lengths that there are: a decode step over a recorded mix of cache lengths, and the
-//! same with each sequence as long as the longest.
+//! What it is worth that a batch is dealt out by the lengths that there are: a decode step over a recorded mix of cache
+//! lengths, and the same with each sequence as long as the longest.
 
 use std::path::Path;
 use std::time::Instant;

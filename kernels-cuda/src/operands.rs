@@ -87,8 +87,8 @@ pub(crate) fn refuse_faint_alibi(problem: &FwdProblem, kernel: &'static str) -> 
     Ok(())
 }
 
-/// What a kernel asks of an operand's address whose loads are TMA's (`copy_bytes` 0) or copies of so many bytes, and which stores rows
-/// of O 16 bytes at a time or element by element.
+/// What a kernel asks of an operand's address whose loads are TMA's (`copy_bytes` 0) or copies of so many bytes, and
+/// which stores rows of O 16 bytes at a time or element by element.
 pub(crate) fn alignment(
     problem: &FwdProblem,
     operand: Operand,

@@ -1,4 +1,5 @@
-//! Kernels in which a warp takes rows one after another: those that every vendor has, and the one that writes dropout's keep mask.
+//! Kernels in which a warp takes rows one after another: those that every vendor has, and the one that writes dropout's
+//! keep mask.
 
 use fmha_core::source::{Entry, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
@@ -48,8 +49,8 @@ pub(crate) fn launch(
     row_launch(at, source, grid, facts)
 }
 
-/// The launch that writes the keep mask beside a forward kernel that does not, of so many rows: it reads where sequences lie and
-/// what dropout has.
+/// The launch that writes the keep mask beside a forward kernel that does not, of so many rows: it reads where
+/// sequences lie and what dropout has.
 pub(crate) fn keep_mask(name: &'static str, spec: &FwdSpec, rows: u64, facts: &DeviceFacts) -> Launch {
     let source = entry("fmha/common/keep_mask.cuh", "FwdParams p", "write_keep_mask<kSpec>(p);", spec);
     launch((Stage::KeepMask, name), source, rows, facts)

@@ -75,8 +75,8 @@ abi_spec! {
     pub struct CdnaDecodeTile {
         /// Keys of a part; with `shares` of a stretch at least.
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
-        /// Equal stretches of all sequences' keys, each walked by a piece of work for each block of rows of each KV head; 0: parts of
-        /// each sequence's keys.
+        /// Equal stretches of all sequences' keys, each walked by a piece of work for each block of rows of each KV
+        /// head; 0: parts of each sequence's keys.
         pub shares: i32 = Takes::within(0, MOST_SHARES as i32),
     }
 }
@@ -86,12 +86,13 @@ abi_struct! {
     pub struct CdnaDecodeParams {
         /// The call.
         pub call: CdnaParams,
-        /// The parts' O, `[parts, num_heads_q, seqlen_q]` rows of padded length: part n of a sequence is part `n * batch` and its number
-        /// of all; of stretches, the stretch's and its number.
+        /// The parts' O, `[parts, num_heads_q, seqlen_q]` rows of padded length: part n of a sequence is part
+        /// `n * batch` and its number of all; of stretches, the stretch's and its number.
         pub o: DevPtr<f32>,
         /// Maximum and sum of each row of the parts.
         pub stats: DevPtr<f32>,
-        /// How shares were dealt, as the first launch leaves it for the second (`pieces.h`); null: each piece has a part.
+        /// How shares were dealt, as the first launch leaves it for the second (`pieces.h`); null: each piece has a
+        /// part.
         pub shares: DevPtr<i32>,
         /// u32 `[batch, seqlen_q, words]`, or packed; null: no tree mask.
         pub tree_mask: DevPtr<u32>,

@@ -80,7 +80,8 @@ pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool
         && whole(problem.strides.v, problem.shape_v(), cache_bytes)
 }
 
-/// What the pieces of work are: `block_rows` rows of a group, and a part of a sequence's keys or a share of all sequences'.
+/// What the pieces of work are: `block_rows` rows of a group, and a part of a sequence's keys or a share of all
+/// sequences'.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Parts {
     pub(crate) cut: Cut,

@@ -52,8 +52,8 @@ abi_spec! {
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
         /// Rows of a workgroup: 16 a wave.
         pub block_m: i32 = Takes::among(&[16, 32, 64, 128]).tuned(),
-        /// Equal stretches of all sequences' keys, each walked by a workgroup for each block of rows of each KV head; 0: parts of each
-        /// sequence's keys.
+        /// Equal stretches of all sequences' keys, each walked by a workgroup for each block of rows of each KV head;
+        /// 0: parts of each sequence's keys.
         pub shares: i32 = Takes::within(0, MOST_SHARES as i32),
     }
 }

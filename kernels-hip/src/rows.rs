@@ -9,7 +9,8 @@ use crate::device::{Device, launch};
 pub(crate) const UPDATE: &str = "cdna_update";
 /// Threads of a workgroup.
 pub(crate) const NUM_THREADS: u32 = 256;
-/// Rows of a cache that are counted to a workgroup of its update, and workgroups at most: a wave of many takes several rows.
+/// Rows of a cache that are counted to a workgroup of its update, and workgroups at most: a wave of many takes several
+/// rows.
 const UPDATED_ROWS: u64 = 4;
 const MOST_UPDATING: u64 = 1 << 14;
 

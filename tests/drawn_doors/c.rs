@@ -170,8 +170,8 @@ fn last_error() -> String {
 
 impl Plan {
     pub(super) fn run(&self, call: &FmhaCall) -> Result<(), String> {
-        // SAFETY: every pointer is null or memory of the operands, which outlive this, as large as the problem says, or the call is
-        // refused before one is read; nothing else touches them meanwhile.
+        // SAFETY: every pointer is null or memory of the operands, which outlive this, as large as the problem says, or
+        // the call is refused before one is read; nothing else touches them meanwhile.
         if unsafe { fmha_run(self.0, call) } == 0 { Ok(()) } else { Err(last_error()) }
     }
 }

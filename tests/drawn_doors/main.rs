@@ -1,6 +1,6 @@
-//! Calls that a seed draws, made through each door of the library on the CPU and held to the float64 reference, gradients
-//! included; rows that lengths leave out are not written. `FMHA_DRAWN=SEED:COUNT` draws others, or more. Candle's door is in
-//! `bindings/candle/tests/drawn.rs`, Python's in its package.
+//! Calls that a seed draws, made through each door of the library on the CPU and held to the float64 reference,
+//! gradients included; rows that lengths leave out are not written. `FMHA_DRAWN=SEED:COUNT` draws others, or more.
+//! Candle's door is in `bindings/candle/tests/drawn.rs`, Python's in its package.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -12,8 +12,8 @@ const KEPT: usize = 64;
 pub(crate) struct Launches(pub(crate) VecDeque<String>);
 
 impl Launches {
-    /// Keeps a launch, for the oldest where there are too many: of a device of so many multiprocessors or compute units, with what each
-    /// of its workgroups (clusters) has read, by their numbers.
+    /// Keeps a launch, for the oldest where there are too many: of a device of so many multiprocessors or compute
+    /// units, with what each of its workgroups (clusters) has read, by their numbers.
     pub(crate) fn push<'a>(
         &mut self,
         kernel: &str,

@@ -44,7 +44,8 @@ pub(crate) fn environment() -> Result<Environment, String> {
         let installed =
             installed.and_then(|()| if has("torch") { Ok(()) } else { Err("no import".to_owned()) });
         if let Err(reason) = installed {
-            // Half of it, as where the disk was full, is no torch: tests that find the package fail instead of being absent.
+            // Half of it, as where the disk was full, is no torch: tests that find the package fail instead of being
+            // absent.
             let _ = pip(&python, &["uninstall", "--yes"], &["torch"]);
             absent.push(format!("torch ({reason}); its operators are not tested"));
         }

@@ -100,8 +100,8 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = self.0.bind(bind::bwd_params(call.problem, call.args), address);
-        // SAFETY: every kernel takes one BwdParams; core saw that its memory covers the problem, and the workspace is as large
-        // as the plan said.
+        // SAFETY: every kernel takes one BwdParams; core saw that its memory covers the problem, and the workspace is
+        // as large as the plan said.
         unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream) }
     }
 }

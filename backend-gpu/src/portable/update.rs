@@ -1,5 +1,5 @@
-//! The launches before a forward kernel: the one that updates the cache which the kernel reads, and the one that writes the keep
-//! mask of a kernel that does not.
+//! The launches before a forward kernel: the one that updates the cache which the kernel reads, and the one that writes
+//! the keep mask of a kernel that does not.
 
 use fmha_core::abi::FwdParams;
 use fmha_core::cache_update::{CacheSpec, bind, is_wanted, num_rows, workspace_bytes};
@@ -50,8 +50,8 @@ fn place(own: Workspace) -> u64 {
 /// Queues the launches before a forward kernel that the plan has; returns what the kernel itself reads.
 ///
 /// # Safety
-/// As [`fmha_core::Launch::launch`]; the steps and the workspace are those of a plan of [`launch_before`] and [`workspace`]
-/// with the same `own`.
+/// As [`fmha_core::Launch::launch`]; the steps and the workspace are those of a plan of [`launch_before`] and
+/// [`workspace`] with the same `own`.
 ///
 /// # Errors
 /// What the driver said.
@@ -63,8 +63,8 @@ pub unsafe fn run<D: Driver>(
     let mut params = fmha_core::bind::fwd_params(call.problem, call.args);
     if let Some(step) = steps.at(Stage::UpdateCache) {
         let (mut update, updated) = bind(call.problem, call.args, &params, params.workspace.0 + place(own));
-        // SAFETY: the kernel takes FwdParams and CacheUpdate; core saw that the memory of both covers the problem, and the
-        // workspace is as large as the plan says.
+        // SAFETY: the kernel takes FwdParams and CacheUpdate; core saw that the memory of both covers the problem, and
+        // the workspace is as large as the plan says.
         unsafe { step.launch(&mut [(&raw mut params).cast(), (&raw mut update).cast()], call.stream)? };
         params = updated;
     }

@@ -45,8 +45,8 @@ pub struct Options {
     pub softmax_scale: Option<f32>,
     /// Keys before the diagonal that a query sees; `None`, and more than `seqlen_k`, = all, as in candle-flash-attn.
     pub window_size_left: Option<usize>,
-    /// Keys beyond the diagonal that a query sees; `None`, and more than `seqlen_k`, = all, as in candle-flash-attn; 0 with no
-    /// bound to the left is the causal mask.
+    /// Keys beyond the diagonal that a query sees; `None`, and more than `seqlen_k`, = all, as in candle-flash-attn; 0
+    /// with no bound to the left is the causal mask.
     pub window_size_right: Option<usize>,
     /// `softcap * tanh(S / softcap)`, before the bias; `None` or 0 = none.
     pub softcap: Option<f32>,

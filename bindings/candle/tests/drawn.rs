@@ -1,5 +1,5 @@
-//! Calls that a seed draws, as fmha's other doors get them, made through candle's tensors and held to the float64 reference,
-//! gradients included; rows of no sequence are 0. `FMHA_DRAWN=SEED:COUNT` draws others, or more.
+//! Calls that a seed draws, as fmha's other doors get them, made through candle's tensors and held to the float64
+//! reference, gradients included; rows of no sequence are 0. `FMHA_DRAWN=SEED:COUNT` draws others, or more.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -31,8 +31,8 @@ fn offsets(drawn: &[i32], most: u32) -> Vec<i32> {
     std::iter::once(0).chain(ends.collect::<Vec<_>>()).collect()
 }
 
-/// What candle's door can say of a drawn call: one type of three, equal lengths, packed sequences side by side with rows
-/// behind the last one, or pages under packed queries; a window at the last key; ALiBi, a cap and dropout.
+/// What candle's door can say of a drawn call: one type of three, equal lengths, packed sequences side by side with
+/// rows behind the last one, or pages under packed queries; a window at the last key; ALiBi, a cap and dropout.
 fn sayable(drawn: &FwdProblem, drawn_lengths: &Lengths) -> (FwdProblem, Lengths) {
     let (dims, mut lengths) = (drawn.dims, Lengths::default());
     let dtype = if drawn.dtypes.qk.is_fp8() { fmha::DType::F32 } else { drawn.dtypes.qk };
@@ -89,8 +89,8 @@ fn sayable(drawn: &FwdProblem, drawn_lengths: &Lengths) -> (FwdProblem, Lengths)
     (problem, lengths)
 }
 
-/// A tensor as candle's operations make it of one piece of memory: rows and heads taken out of larger ones, axes swapped, one
-/// row for all heads.
+/// A tensor as candle's operations make it of one piece of memory: rows and heads taken out of larger ones, axes
+/// swapped, one row for all heads.
 struct View {
     shape: Shape,
     /// Those asked for, each made larger up to a multiple of the next smaller one.

@@ -64,7 +64,8 @@ impl Counted {
 /// The workgroups of a launch that had work to do.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Items {
-    /// Those that read a quarter at least of what the fullest does: others have looked at lengths, and found nothing for them.
+    /// Those that read a quarter at least of what the fullest does: others have looked at lengths, and found nothing
+    /// for them.
     number: usize,
     /// Bytes that all have read; what one reads again counts once on AMD's devices.
     bytes: u64,

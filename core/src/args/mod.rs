@@ -315,7 +315,8 @@ pub struct ScoreArgs<'a> {
     pub descale_k: Option<DevSlice<'a>>,
     /// f32 `[1]` or `[batch, num_heads_kv]`.
     pub descale_v: Option<DevSlice<'a>>,
-    /// The tensors that score and mask capture, one for each of the problem's [`Code::captured`](crate::Code::captured).
+    /// The tensors that score and mask capture, one for each of the problem's
+    /// [`Code::captured`](crate::Code::captured).
     pub captured: &'a [DevSlice<'a>],
     /// The numbers that score and mask capture, one for each of [`Code::numbers`](crate::Code::numbers).
     pub numbers: &'a [Number],

@@ -89,8 +89,9 @@ impl Stream {
         stop.seconds_since(&start)
     }
 
-    /// Records what `queue` puts on the stream, which is not the default one, instead of running it. Each replay runs with
-    /// the scalars of the recorded calls, so a call whose `p_drop` is above 0 is refused: it would repeat its keep mask.
+    /// Records what `queue` puts on the stream, which is not the default one, instead of running it. Each replay runs
+    /// with the scalars of the recorded calls, so a call whose `p_drop` is above 0 is refused: it would repeat its keep
+    /// mask.
     ///
     /// # Errors
     /// What `queue` or the driver said; [`Error::NoDevice`] where there are no streams.

@@ -1,8 +1,8 @@
 //! What values a function has over a tile of pairs, by interval arithmetic (Moore, Kearfott and Cloud, "Introduction to
 //! Interval Analysis", 2009, chapter 2): whole and empty tiles of a mask follow from it.
 //!
-//! Intervals hold what f32 and f64 evaluations give: an end of a float moves outward by more than f32 rounds. They never leave
-//! a value out; they may have some that no pair has.
+//! Intervals hold what f32 and f64 evaluations give: an end of a float moves outward by more than f32 rounds. They
+//! never leave a value out; they may have some that no pair has.
 
 use std::ops::Range;
 

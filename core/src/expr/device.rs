@@ -1,4 +1,5 @@
-//! A function as C++ that g++, NVRTC and clang compile: the text is the same for the same structure, so it is a compile key.
+//! A function as C++ that g++, NVRTC and clang compile: the text is the same for the same structure, so it is a compile
+//! key.
 //!
 //! The text is templates over a `Pair`, which a kernel writes:
 //!
@@ -15,9 +16,9 @@ use std::fmt::Write as _;
 use super::graph::{Binary, CaptureKind, Graph, Id, Node, Type, Unary, Variable};
 use super::{Function, Slopes};
 
-/// Functions that printed text calls, in namespace `fmha::expr`; it stands once in a translation unit, before the text, and wants
-/// `FMHA_EXPR` defined as what a function is declared with (`__device__ inline`, `static inline`) and the mathematics of
-/// `<cmath>`.
+/// Functions that printed text calls, in namespace `fmha::expr`; it stands once in a translation unit, before the text,
+/// and wants `FMHA_EXPR` defined as what a function is declared with (`__device__ inline`, `static inline`) and the
+/// mathematics of `<cmath>`.
 pub const DEVICE_PRELUDE: &str = r"namespace fmha { namespace expr {
 typedef long long i64;
 typedef unsigned long long u64;
@@ -88,9 +89,10 @@ impl Function {
 }
 
 impl Slopes {
-    /// The derivative through the score as `template <class Pair> .. float slope(const Pair& pair, float s)`, and, where captured
-    /// floats have one, `void slopes(const Pair& pair, float s, Add&& add)`, which calls `add(i, at, value)` for each element
-    /// that is read: its capture, its resolved indices (null of a number) and the derivative of the score in it.
+    /// The derivative through the score as `template <class Pair> .. float slope(const Pair& pair, float s)`, and,
+    /// where captured floats have one, `void slopes(const Pair& pair, float s, Add&& add)`, which calls
+    /// `add(i, at, value)` for each element that is read: its capture, its resolved indices (null of a number) and the
+    /// derivative of the score in it.
     #[must_use]
     pub fn device_text(&self) -> String {
         let one = |roots: &[Id]| self.graph.extract(roots).ok();

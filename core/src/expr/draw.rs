@@ -3,7 +3,8 @@
 use super::graph::{Binary, CaptureKind, Graph, Id, Stored, Type, Unary, Variable};
 use super::{ExprError, Function};
 
-/// Numbers that look random: splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+/// Numbers that look random: splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+/// 2014).
 #[derive(Clone, Debug)]
 pub struct Draw(u64);
 
@@ -50,7 +51,8 @@ pub enum Kind {
     Bare,
 }
 
-/// A captured tensor of every drawn function: name, type, and which pair's place each axis is read by in tame functions.
+/// A captured tensor of every drawn function: name, type, and which pair's place each axis is read by in tame
+/// functions.
 pub const CAPTURED: [(&str, Stored, usize); 5] = [
     ("slopes", Stored::F32, 1),
     ("table", Stored::Bf16, 2),

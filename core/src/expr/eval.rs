@@ -160,7 +160,8 @@ impl Function {
 }
 
 impl super::Slopes {
-    /// The value of every node of [`graph`](Self::graph) at a pair; `captured` holds what each of the function's captures is.
+    /// The value of every node of [`graph`](Self::graph) at a pair; `captured` holds what each of the function's
+    /// captures is.
     #[must_use]
     pub fn eval(&self, pair: &Pair, captured: &[Captured<'_>], rounding: Rounding) -> Vec<Value> {
         eval(&self.graph, pair, captured, rounding)

@@ -12,10 +12,10 @@
 //!   device        C++ that g++, NVRTC and clang compile                    device
 //! ```
 //!
-//! `s` is the scaled, descaled score; `b` the sequence, `h` the query head, `q` and `k` the places of row and key inside
-//! their sequence from 0 (no diagonal is added), `seqlen_q` and `seqlen_k` the sequence's lengths. What else a function reads
-//! it captures by name: numbers, which are arguments of a call, and elements of tensors. Integers have 64 bits, floats are
-//! f32 (float64 in the reference).
+//! `s` is the scaled, descaled score; `b` the sequence, `h` the query head, `q` and `k` the places of row and key
+//! inside their sequence from 0 (no diagonal is added), `seqlen_q` and `seqlen_k` the sequence's lengths. What else a
+//! function reads it captures by name: numbers, which are arguments of a call, and elements of tensors. Integers have
+//! 64 bits, floats are f32 (float64 in the reference).
 //!
 //! ```
 //! use fmha_core::expr::{At, Function, Score, Tensor};
@@ -140,8 +140,8 @@ impl Function {
         self.0.graph.type_of(self.0.root) == Type::Bool
     }
 
-    /// The hash of its structure: captures count by their place and kind, not by name, and values of captured numbers not at
-    /// all. SHA-256 of the canonical text.
+    /// The hash of its structure: captures count by their place and kind, not by name, and values of captured numbers
+    /// not at all. SHA-256 of the canonical text.
     #[must_use]
     pub fn structure(&self) -> [u8; 32] {
         hmac_sha256::Hash::hash(text::print(self.graph(), self.root(), |at| format!("c{at}")).as_bytes())
@@ -186,9 +186,10 @@ impl fmt::Debug for Function {
 /// let far = k - q; s + cap * slopes[h] * far
 /// ```
 ///
-/// Operators bind as in Python: `or`, `and`, `not`, comparisons, `|`, `^`, `&`, `<< >>`, `+ -`, `* / // %`, then signs and `~`.
-/// Functions: `abs sign floor ceil round exp exp2 log log2 sin cos tanh erf sigmoid relu sqrt rsqrt min max pow clamp select`,
-/// and the casts `float int bool`. An integer beside a float becomes one; `/` is always float.
+/// Operators bind as in Python: `or`, `and`, `not`, comparisons, `|`, `^`, `&`, `<< >>`, `+ -`, `* / // %`, then signs
+/// and `~`. Functions:
+/// `abs sign floor ceil round exp exp2 log log2 sin cos tanh erf sigmoid relu sqrt rsqrt min max pow clamp select`, and
+/// the casts `float int bool`. An integer beside a float becomes one; `/` is always float.
 impl std::str::FromStr for Function {
     type Err = ExprError;
 

@@ -1,5 +1,5 @@
-//! Values over blocks of pairs at the speed of vectors: a register machine whose registers hold a block, so that one decision
-//! of the machine serves [`Program::BLOCK`] pairs and each operation is a loop that compilers vectorise.
+//! Values over blocks of pairs at the speed of vectors: a register machine whose registers hold a block, so that one
+//! decision of the machine serves [`Program::BLOCK`] pairs and each operation is a loop that compilers vectorise.
 //!
 //! What depends on neither row, key nor score is computed once a head.
 

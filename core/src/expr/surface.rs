@@ -1,7 +1,7 @@
 //! The operators of Rust that build an expression.
 //!
-//! Values are small copies: places in a graph of their thread, which has each node once and keeps it for the thread's life. So
-//! they stay on their thread.
+//! Values are small copies: places in a graph of their thread, which has each node once and keeps it for the thread's
+//! life. So they stay on their thread.
 
 use std::cell::{OnceCell, RefCell};
 use std::marker::PhantomData;
@@ -18,7 +18,8 @@ thread_local! {
 #[derive(Default)]
 struct Building {
     graph: Graph,
-    /// What is wrong with values: each is a captured number that no user can name, so that a function that reads it is refused.
+    /// What is wrong with values: each is a captured number that no user can name, so that a function that reads it is
+    /// refused.
     errors: Vec<ExprError>,
 }
 
@@ -194,8 +195,8 @@ elements! {
     bool: Bool = Bool;
 }
 
-/// A captured tensor of `RANK` axes; `tensor[i]`, `tensor[(i, j)]`, `tensor[[i, j, k]]` are its elements. A negative index counts
-/// from the end once, then an index is clamped.
+/// A captured tensor of `RANK` axes; `tensor[i]`, `tensor[(i, j)]`, `tensor[[i, j, k]]` are its elements. A negative
+/// index counts from the end once, then an index is clamped.
 #[derive(Debug)]
 pub struct Tensor<E: Element, const RANK: usize> {
     name: String,

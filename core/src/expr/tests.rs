@@ -256,8 +256,8 @@ fn slope_of(score: &Function) -> Function {
     Function::of(&slopes.graph, slopes.score).unwrap_or_else(|_| score.clone())
 }
 
-/// Equal up to what functions' last places, carried through a tree, make of a value; where f32 and f64 differ by more, so
-/// may two ways to f32.
+/// Equal up to what functions' last places, carried through a tree, make of a value; where f32 and f64 differ by more,
+/// so may two ways to f32.
 fn near(found: f64, wanted: f64, exact: f64) -> bool {
     if wanted.is_nan() || exact.is_nan() || !exact.is_finite() {
         return true;
@@ -436,7 +436,8 @@ fn the_surface_of_rust_builds_what_the_text_says() {
     assert_eq!(reserved.unwrap_err().to_string(), "capture \"exp\": the name is taken");
 }
 
-/// Values are made before the function, in it, and of functions that are never made; what is wrong stays with the value.
+/// Values are made before the function, in it, and of functions that are never made; what is wrong stays with the
+/// value.
 #[test]
 fn what_is_wrong_with_a_value_is_said_by_each_function_that_reads_it_and_by_no_other() {
     let wrong = number("exp");

@@ -65,8 +65,8 @@ impl FwdProblem {
         (k, Shape { dim: dims.head_dim_v, ..k })
     }
 
-    /// This problem over the cache in Q's type, with factors applied: a plan over a quantised cache has its bits. `None` where
-    /// the cache is in Q's type.
+    /// This problem over the cache in Q's type, with factors applied: a plan over a quantised cache has its bits.
+    /// `None` where the cache is in Q's type.
     #[must_use]
     pub fn over_wide_cache(&self) -> Option<Self> {
         self.cache.dtype?;

@@ -115,8 +115,8 @@ impl Code {
     }
 
     /// # Errors
-    /// A function in the other's place, one name that is two things, and extents that no function reads, that are missing
-    /// or that do not fit.
+    /// A function in the other's place, one name that is two things, and extents that no function reads, that are
+    /// missing or that do not fit.
     pub(crate) fn check(&self) -> Result<(), ProblemError> {
         if let Some(score) = &self.score {
             ensure!(!score.is_mask(), "score", "score {score:?} is a bool: it is a mask");

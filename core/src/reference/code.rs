@@ -76,7 +76,8 @@ impl<'a> HeadCode<'a> {
         }
     }
 
-    /// Adds what a pair whose score has the gradient `ds` adds to each captured tensor's gradient, and the squares of that.
+    /// Adds what a pair whose score has the gradient `ds` adds to each captured tensor's gradient, and the squares of
+    /// that.
     pub(super) fn add_to_captured<T: Float>(
         &self,
         problem: &BwdProblem,

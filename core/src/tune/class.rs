@@ -22,7 +22,8 @@ pub struct TileClass {
 type Tensor = (&'static str, Strides, Shape, DType);
 
 impl TileClass {
-    /// The class of a forward problem. A problem over a quantised cache has the class of its 16-bit twin, whose tile it has.
+    /// The class of a forward problem. A problem over a quantised cache has the class of its 16-bit twin, whose tile it
+    /// has.
     #[must_use]
     pub fn of_fwd(problem: &FwdProblem) -> Self {
         let wide = problem.over_wide_cache();

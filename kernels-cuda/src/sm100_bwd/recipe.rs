@@ -141,8 +141,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         let mut params = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
         for step in steps.iter() {
             if step.stage != Stage::Main {
-                // SAFETY: the kernel takes BwdParams; `check_bwd` saw that its memory covers the problem, and the workspace is as
-                // large as the plan said.
+                // SAFETY: the kernel takes BwdParams; `check_bwd` saw that its memory covers the problem, and the
+                // workspace is as large as the plan said.
                 unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
             } else if call.problem.fwd().dims.seqlen_k > 0 {
                 // Without keys there is no block of them, nor a tensor for the maps.
@@ -156,8 +156,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
     }
 }
 
-/// What a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any batch: blocks begin at its own
-/// first rows.
+/// What a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any batch: blocks
+/// begin at its own first rows.
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     BwdSpec { deterministic: options.deterministic || options.batch_invariant, ..BwdSpec::of(problem) }
 }

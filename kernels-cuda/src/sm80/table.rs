@@ -187,8 +187,9 @@ impl Sm80Tile {
         self.ctas = (wanted + self.shares_a_cta - 1) / self.shares_a_cta;
     }
 
-    /// Blocks of 32 keys, one at a time: wide rows of 64 take so many registers and so much code that FP8 of 196 sequences of 3000 keys and D 256
-    /// took 2500 us on an H200, of 32 keys 630; 16 sequences of 4096 keys of 16 bits 160 and 151.
+    /// Blocks of 32 keys, one at a time: wide rows of 64 take so many registers and so much code that FP8 of 196
+    /// sequences of 3000 keys and D 256 took 2500 us on an H200, of 32 keys 630; 16 sequences of 4096 keys of 16 bits
+    /// 160 and 151.
     fn take_small_blocks(&mut self, spec: &FwdSpec, room: Room) {
         let warps = if self.block_m == 32 { 2 } else { 1 };
         (self.block_n, self.warps, self.stages) = (32, warps, 1);
@@ -249,8 +250,8 @@ impl Sm80Tile {
     }
 }
 
-/// Parts of the longest sequence's keys, about, where CTAs have equal shares. Of 3 sequences of 4/1 heads, 5 tokens and up to 35163 keys,
-/// whose rows had some 700, a call took 51 us, FlashAttention-3's 27.
+/// Parts of the longest sequence's keys, about, where CTAs have equal shares. Of 3 sequences of 4/1 heads, 5 tokens and
+/// up to 35163 keys, whose rows had some 700, a call took 51 us, FlashAttention-3's 27.
 const MOST_PARTS_IN_SHARES: u32 = 128;
 
 /// Parts of a sequence's keys, at most: two batches of a merging warp's loads.
@@ -269,8 +270,8 @@ const LEAST_REGISTERS: i32 = 128;
 
 /// The tile whose CTAs have a short query's keys as is cheapest.
 ///
-/// Where the device alone knows the lengths, every CTA has an equal share, unless tiles are so many that the longest costs less than
-/// merging. Where all are alike, or there is one, it is the cheapest of parts, shares and neither.
+/// Where the device alone knows the lengths, every CTA has an equal share, unless tiles are so many that the longest
+/// costs less than merging. Where all are alike, or there is one, it is the cheapest of parts, shares and neither.
 fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
     let spec = FwdSpec::of(problem);
     let mut shared = tile;

@@ -159,8 +159,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
-        // SAFETY: every launch takes one BwdParams; `check_bwd` saw that its memory covers the problem, and the workspace is as
-        // large as the plan said.
+        // SAFETY: every launch takes one BwdParams; `check_bwd` saw that its memory covers the problem, and the
+        // workspace is as large as the plan said.
         unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream) }
     }
 }

@@ -102,10 +102,10 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     })
 }
 
-/// Whether `sm80` reads a 16-bit cache about as fast for few rows. It reads an FP8 cache where it lies, which this kernel has to have
-/// widened by a launch before, and both have one kernel for their bits to be equal (CONTRACT.md). An H200, us, `sm80` and this kernel, of
-/// 16 bits: 16 sequences of 32/8 heads and 4096 keys 77 and 76, 200 of 40/8 and up to 2000 108 and 105, D 256 49 and 47, 315 and 312;
-/// D 192 52 and 46, D 64 77 and 64.
+/// Whether `sm80` reads a 16-bit cache about as fast for few rows. It reads an FP8 cache where it lies, which this
+/// kernel has to have widened by a launch before, and both have one kernel for their bits to be equal (CONTRACT.md). An
+/// H200, us, `sm80` and this kernel, of 16 bits: 16 sequences of 32/8 heads and 4096 keys 77 and 76, 200 of 40/8 and up
+/// to 2000 108 and 105, D 256 49 and 47, 315 and 312; D 192 52 and 46, D 64 77 and 64.
 fn reads_codes_as_fast(problem: &ValidFwd) -> bool {
     matches!(problem.dims.head_dim_qk.max(problem.dims.head_dim_v), 65..=128 | 193..=256)
 }
@@ -352,8 +352,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
                 last,
             ];
             let count = 3 + usize::from(call.problem.arrivals > 0 || tile.prepare_v == PrepareV::Beside);
-            // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues, or of keys that come
-            // ArrivalParams; `check_fwd` saw that the memory covers the problem, and the maps were made for the same extents.
+            // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues, or of
+            // keys that come ArrivalParams; `check_fwd` saw that the memory covers the problem, and the maps were made
+            // for the same extents.
             unsafe { fwd.launch(&mut arguments[..count], call.stream) }
         };
         let in_parts = (tile.cut(call.problem), tile.rows_at_once(call.problem));

@@ -37,7 +37,8 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
         // Queries of a tile, which has whole groups.
         let queries = block_m / i64::from(ratio);
         let packed = (seqlen_q + queries - 1) / queries;
-        // A group that leaves rows over has tiles of its own, which no bundle has: few queries read a cache long enough to be worth them.
+        // A group that leaves rows over has tiles of its own, which no bundle has: few queries read a cache long enough
+        // to be worth them.
         let fills = 64 % ratio == 0 || i64::from(dims.seqlen_k) > seqlen_q;
         tile.pack_gqa = packs.unwrap_or(fills && packed * 10 <= apart * 9);
         if tile.pack_gqa && 64 % ratio != 0 && tile.splits_q() {

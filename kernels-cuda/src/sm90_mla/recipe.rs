@@ -149,7 +149,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             let mut schedule = schedule;
             let mut arguments =
                 [(&raw mut *params).cast(), (&raw const maps).cast_mut().cast(), (&raw mut schedule).cast()];
-            // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the problem.
+            // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the
+            // problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));

@@ -21,7 +21,8 @@ pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
     /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper.
     const GATHERS: bool;
 
-    /// The reader's choice for a problem, with the tile that `like` has: the same problem over a cache that lies otherwise.
+    /// The reader's choice for a problem, with the tile that `like` has: the same problem over a cache that lies
+    /// otherwise.
     ///
     /// # Errors
     /// The field that it does not take, and its number.
@@ -122,7 +123,8 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
             .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
         // The reader is asked for by name, or it would leave short queries to others.
         let of_reader = options.clone().kernel(R::about().name);
-        // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if that is read as it lies.
+        // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if that is read as
+        // it lies.
         let twin = problem.over_wide_cache().filter(|twin| twin.layout.kv == wide.layout.kv);
         let twin = twin.map_or_else(|| Ok(wide.clone()), FwdProblem::validate);
         let twin = twin.map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
@@ -193,8 +195,8 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         let mut cache = self.places.cache(call.problem, params.workspace.0);
         if let Some(widen) = steps.at(Stage::Widen) {
             let mut arguments = [(&raw mut params).cast(), (&raw mut cache).cast()];
-            // SAFETY: the kernel takes FwdParams and WidenedCache; `check_fwd` saw that the memory covers the problem, and that the
-            // workspace, in which the cache lies, is as large as the plan says.
+            // SAFETY: the kernel takes FwdParams and WidenedCache; `check_fwd` saw that the memory covers the problem,
+            // and that the workspace, in which the cache lies, is as large as the plan says.
             unsafe { widen.launch(&mut arguments, call.stream)? };
         }
         // SAFETY: the caller's promise, of operands of which the cache alone lies elsewhere: in the workspace, behind the reader's own

@@ -10,8 +10,8 @@ use crate::nvidia::{DeviceFacts, FwdCall, row_launch};
 use crate::split::{self, Cut, Merging, RowsAtOnce};
 use crate::tree_mask;
 
-/// The launch that merges the parts of a problem's keys, of so many `queries` at a time, under the name of `kernel` in plans, if
-/// keys are cut. It starts while the parts' grid ends where the device can do so.
+/// The launch that merges the parts of a problem's keys, of so many `queries` at a time, under the name of `kernel` in
+/// plans, if keys are cut. It starts while the parts' grid ends where the device can do so.
 pub(crate) fn merge(
     kernel: &'static str,
     problem: &ValidFwd,
@@ -31,11 +31,12 @@ pub(crate) fn merge(
     Some(row_launch((Stage::Merge, kernel), source, grid, facts))
 }
 
-/// Queues a kernel whole; or, where the plan merges parts of the keys, some row blocks at a time and the merge behind them. `main`
-/// queues the kernel with what it reads, for so many row blocks from a first one on.
+/// Queues a kernel whole; or, where the plan merges parts of the keys, some row blocks at a time and the merge behind
+/// them. `main` queues the kernel with what it reads, for so many row blocks from a first one on.
 ///
 /// # Safety
-/// As [`fmha_core::Launch::launch`]; the workspace, in which O and LSE of the parts lie, is that of a plan of the same cut.
+/// As [`fmha_core::Launch::launch`]; the workspace, in which O and LSE of the parts lie, is that of a plan of the same
+/// cut.
 ///
 /// # Errors
 /// What the driver said.
@@ -56,8 +57,8 @@ pub(crate) unsafe fn run<D: Driver>(
         main(&mut parts.params(&whole), ((n * at_once.blocks).cast_signed(), at_once.blocks.cast_signed()))?;
         // A kernel without a tree takes one argument fewer; the driver reads as many as a kernel has.
         let mut arguments = [(&raw mut whole).cast(), (&raw mut parts).cast(), (&raw mut tree).cast()];
-        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask; `check_fwd` saw that the memory covers the
-        // problem, and that the workspace is as large as the plan says.
+        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask; `check_fwd` saw that the memory
+        // covers the problem, and that the workspace is as large as the plan says.
         unsafe { merge.launch(&mut arguments, call.stream)? };
     }
     Ok(())

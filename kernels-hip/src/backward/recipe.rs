@@ -104,8 +104,8 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
                 Stage::Prepare | Stage::Repair => (&raw mut rows).cast(),
                 _ => (&raw mut params).cast(),
             };
-            // SAFETY: launches by rows take one BwdParams, those of products one MatrixBwdParams; core saw that its memory
-            // covers the problem, and the workspace is as large as the plan said.
+            // SAFETY: launches by rows take one BwdParams, those of products one MatrixBwdParams; core saw that its
+            // memory covers the problem, and the workspace is as large as the plan said.
             unsafe { step.launch(&mut [argument], call.stream)? };
         }
         Ok(())

@@ -1,8 +1,10 @@
-//! How a decode kernel's keys are cut: each sequence's into parts of a fixed number, or all sequences' into equal stretches.
+//! How a decode kernel's keys are cut: each sequence's into parts of a fixed number, or all sequences' into equal
+//! stretches.
 //!
-//! No length of a sequence is known here, but the longest that there may be. Parts of a fixed number serve sequences of one length, and
-//! bits that depend on a row's own sequence alone. Where the device alone knows the lengths, it cuts the keys that there are
-//! (`cdna/decode/pieces.h`). Which it is follows from the problem; how fine stretches are, from a model that nothing has measured.
+//! No length of a sequence is known here, but the longest that there may be. Parts of a fixed number serve sequences of
+//! one length, and bits that depend on a row's own sequence alone. Where the device alone knows the lengths, it cuts
+//! the keys that there are (`cdna/decode/pieces.h`). Which it is follows from the problem; how fine stretches are, from
+//! a model that nothing has measured.
 
 use fmha_core::{FwdProblem, KvLayout, PlanOptions, Refusal};
 
@@ -18,7 +20,8 @@ pub(crate) const MOST_SHARES: u32 = 1 << 14;
 const MOST_SCANNED: u32 = 1024;
 /// Pieces of a round, at most: what the device multiplies stays in 32 bits.
 const MOST_ROUND: u32 = 1 << 14;
-/// How far the fullest compute unit may be above the mean, in per cent: stretches are made finer, up to twice as many, until it is not.
+/// How far the fullest compute unit may be above the mean, in per cent: stretches are made finer, up to twice as many,
+/// until it is not.
 const UNEVEN_PERCENT: u64 = 5;
 
 /// How keys are cut.
@@ -52,7 +55,8 @@ fn has_unlike_lengths(problem: &FwdProblem) -> bool {
 }
 
 impl Cut {
-    /// The cut for pieces of which a sequence has `of_sequence`; where not 0, `keys` and, if given, `shares` are what was asked for.
+    /// The cut for pieces of which a sequence has `of_sequence`; where not 0, `keys` and, if given, `shares` are what
+    /// was asked for.
     ///
     /// # Errors
     /// In `kernel`'s name, shares that were asked for and cannot be.

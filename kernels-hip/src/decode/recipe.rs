@@ -119,8 +119,8 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         Ok(Choice {
             launches: Launches::new(update, main, [merge]),
             workspace: update::workspace(problem, workspace_of_parts(&kernel)).map_err(refuse)?,
-            // A row's keys have one order in each part, and its parts too; tiles and parts begin at its first key. A part has so
-            // many keys whatever else is in the call where that is asked for.
+            // A row's keys have one order in each part, and its parts too; tiles and parts begin at its first key. A
+            // part has so many keys whatever else is in the call where that is asked for.
             promises: Promises { batch_invariant: options.batch_invariant, ..deterministic_rows() },
             details: kernel.details(problem),
             kernel: Self(kernel),
@@ -155,8 +155,8 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         let fwd = unsafe { update::run(steps, call, workspace_of_parts(&self.0))? };
         let mut params = self.0.params(call.problem, call.args, &fwd);
         for step in [steps.at(Stage::Main), steps.at(Stage::Merge)].into_iter().flatten() {
-            // SAFETY: both kernels take one CdnaDecodeParams, whose size they assert; core saw that its memory covers the
-            // problem, and the workspace is as large as the plan said.
+            // SAFETY: both kernels take one CdnaDecodeParams, whose size they assert; core saw that its memory covers
+            // the problem, and the workspace is as large as the plan said.
             unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
         }
         Ok(())

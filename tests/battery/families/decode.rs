@@ -735,8 +735,9 @@ fn groups(cases: &mut Vec<Case>) {
     }
 }
 
-/// Sequences of unlike lengths whose tiles are dealt out in shares: windows whose sink columns lie apart from their keys and in one
-/// tile with them, more sequences than a wave has lanes, rows of several tiles, packed keys, latent rows; lengths 0 among all.
+/// Sequences of unlike lengths whose tiles are dealt out in shares: windows whose sink columns lie apart from their
+/// keys and in one tile with them, more sequences than a wave has lanes, rows of several tiles, packed keys, latent
+/// rows; lengths 0 among all.
 fn unlike(cases: &mut Vec<Case>) {
     const FEW: [i32; 5] = [0, 700, 33, 1, 260];
     let of_used = |cases: &mut Vec<Case>, name: String, mut problem: FwdProblem, lengths: &[i32]| {

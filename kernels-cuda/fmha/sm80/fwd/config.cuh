@@ -26,7 +26,8 @@ FMHA_DEVICE consteval int warp_rows(const Sm80Tile& tile) { return mma::kRows * 
 // A head dimension as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what the tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim, DType dtype) { return round_up(dim, 32 / size_bytes(dtype)); }
 
-// Head dim of K, V and Q in shared memory: whole spans of the swizzle, 128 bytes, where a warp's copies are to have them.
+// Head dim of K, V and Q in shared memory: whole spans of the swizzle, 128 bytes, where a warp's copies are to have
+// them.
 FMHA_DEVICE consteval int tile_dim(const Sm80Tile& tile, int dim, DType dtype) {
   return tile.whole_spans ? round_up(dim, 64) : padded_dim(dim, dtype);
 }

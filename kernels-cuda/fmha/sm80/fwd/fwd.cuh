@@ -131,8 +131,8 @@ FMHA_DEVICE void load_first_raw(const Loader<spec, tile>& loader, const Work& wo
   }
 }
 
-// Walks an FP8 cache that the products read as it lies. A slot is free once its product is computed. `unit`: the factors of K
-// and V are 1.
+// Walks an FP8 cache that the products read as it lies. A slot is free once its product is computed. `unit`: the
+// factors of K and V are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   if constexpr (tile.stages == 1) return walk_raw_in_little_code<unit>(loader, consumer, work);

@@ -1,7 +1,8 @@
 // Score modifiers and dropout on a fragment of S^T: a key to a row, queries along it.
 //
 // A modifier changes what P is an exponential of; a map (score.h) also what dS is multiplied by on its way back to the
-// product. Its slope is kept from S to dS in 16 bits, since registers are scarce. Dropout changes P as dV sees it, and dP.
+// product. Its slope is kept from S to dS in 16 bits, since registers are scarce. Dropout changes P as dV sees it, and
+// dP.
 #pragma once
 #include <fmha/common/score_pair.cuh>
 #include <fmha/ptx/fp8.cuh>

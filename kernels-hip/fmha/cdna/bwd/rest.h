@@ -109,7 +109,8 @@ FMHA_DEVICE void rest(const BwdParams& p) {
     uint32_t rows = *has_far(p, span.i_batch, head) ? ~0u : 0;
     if constexpr (masks) {
       rows |= *nonfinite_of(p, BwdSums::DkDv, span.i_batch, head, first);
-      // No call shows it while both launches walk the same blocks: a dO that is not finite makes delta so, and dK of the same pairs.
+      // No call shows it while both launches walk the same blocks: a dO that is not finite makes delta so, and dK of
+      // the same pairs.
       if constexpr (splits_keys) rows |= *nonfinite_of(p, BwdSums::Dv, span.i_batch, head, first);
     }
     for_each_row(uniform_word(rows) & rows_there(first, span.seqlen_k), first,

@@ -1,16 +1,16 @@
 // Which keys a piece of a decode kernel's work has: a part of one sequence's, or an equal share of all sequences' keys.
 //
-// A part has a fixed number of keys, counted from its sequence's first: for sequences of one length, and for bits that depend on
-// nothing else. Of sequences whose lengths the device alone knows each piece has an equal share. The tiles of keys that a sequence's
-// queries see lie in one row, sequence after sequence; the row is cut into equal stretches, and a stretch is walked by a piece for each
-// block of rows of each KV head.
+// A part has a fixed number of keys, counted from its sequence's first: for sequences of one length, and for bits that
+// depend on nothing else. Of sequences whose lengths the device alone knows each piece has an equal share. The tiles of
+// keys that a sequence's queries see lie in one row, sequence after sequence; the row is cut into equal stretches, and
+// a stretch is walked by a piece for each block of rows of each KV head.
 //
 //   row       |---- sequence 0 ----|-1-|-2-|-------- sequence 3 --------|
 //   stretch   0           |1          |2          |3          |4
 //   parts     0           |1       |2  |3  |4  |5 |6          |7        |
 //
-// Part n of stretch s and sequence b is s + b. What is looked up for that, where a sequence begins in the row, the last piece leaves for
-// the merge: `each` and `longer` of the stretches, then a word a sequence and one more.
+// Part n of stretch s and sequence b is s + b. What is looked up for that, where a sequence begins in the row, the last
+// piece leaves for the merge: `each` and `longer` of the stretches, then a word a sequence and one more.
 #pragma once
 #include <fmha/cdna/decode/work.h>
 #include <fmha/isa/lane.h>
@@ -66,8 +66,9 @@ class Piece {
   int32_t i_batch_, begin_, seq_end_;  // the sequence that it stands in, and its place in the row
 
  public:
-  // Piece `at` of the launch. Neighbours have the same keys where there are more rows than one piece takes, and find them in the
-  // cache of their compute unit. `leaves`: the wave is one that leaves for the merge how shares were dealt, if the piece is the last.
+  // Piece `at` of the launch. Neighbours have the same keys where there are more rows than one piece takes, and find
+  // them in the cache of their compute unit. `leaves`: the wave is one that leaves for the merge how shares were dealt,
+  // if the piece is the last.
   FMHA_DEVICE Piece(const CdnaDecodeParams& params, int32_t at, bool leaves) {
     const FwdParams& p = params.call.fwd;
     i_rows_ = at % params.row_blocks;
@@ -157,8 +158,8 @@ class Piece {
     return {v_readfirstlane_b32(all.sum), v_readfirstlane_b32(all.most)};
   }
 
-  // As many stretches as there are keys for, up to those of the launch. Fewer, if compute units have several pieces each, are whole rounds
-  // of units: of a round that is begun some units have a piece more than others.
+  // As many stretches as there are keys for, up to those of the launch. Fewer, if compute units have several pieces
+  // each, are whole rounds of units: of a round that is begun some units have a piece more than others.
   static FMHA_DEVICE int32_t stretches_of(const CdnaDecodeParams& params, const SumAndMost& tiles) {
     const int32_t least = max(params.part_keys / kShareKeys, ceil_div(tiles.most, kMostParts));
     const int32_t stretches = max(tiles.sum / least, 1);
@@ -195,7 +196,8 @@ class Piece {
     seq_end_ = begin + SeenTiles::of(params, span_of(params.call.fwd, i_batch)).count;
   }
 
-  // Tiles `from` to `to` of the sequence that the piece stands in; false where it has no rows, or keys that nobody waits for.
+  // Tiles `from` to `to` of the sequence that the piece stands in; false where it has no rows, or keys that nobody
+  // waits for.
   FMHA_DEVICE bool fill(const CdnaDecodeParams& params, Job& job, int32_t from, int32_t to) const {
     const FwdParams& p = params.call.fwd;
     job.i_head_kv = i_head_kv_;

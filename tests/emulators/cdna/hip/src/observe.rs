@@ -20,8 +20,8 @@ pub(crate) fn is_asked() -> bool {
     ASKED.load(Relaxed)
 }
 
-/// Runs a launch again in memory of its own, counting bank conflicts and lines, and keeps what was counted; the device has so
-/// many compute units.
+/// Runs a launch again in memory of its own, counting bank conflicts and lines, and keeps what was counted; the device
+/// has so many compute units.
 pub(crate) fn note(recording: &Recording, launch: &Launch<'_>, units: u64) {
     let options = Options { checks: Checks::NONE, profile: true, ..Options::default() };
     let counted = recording.prepare(&recording.code, options).and_then(|ready| ready.run());

@@ -1,5 +1,5 @@
-//! The backward on MFMA and on WMMA, and the merges of decode's parts and shares, have equal bits in whatever order their
-//! workgroups run.
+//! The backward on MFMA and on WMMA, and the merges of decode's parts and shares, have equal bits in whatever order
+//! their workgroups run.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -441,7 +441,8 @@ fn logits(host: &HostFwd) -> f64 {
     norm(Operand::Q) * norm(Operand::K) * f64::from(host.problem.resolved_softmax_scale()).abs()
 }
 
-/// Holds what the emulator makes of a call to its record, on the kernel that served it there: what is chosen has changed since.
+/// Holds what the emulator makes of a call to its record, on the kernel that served it there: what is chosen has
+/// changed since.
 ///
 /// # Errors
 /// How it differs beyond what it may.
