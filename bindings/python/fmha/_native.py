@@ -104,12 +104,17 @@ def check(code: int) -> None:
 #: What the library calls a cache and its new rows, and :func:`fmha.attention_with_kvcache` does.
 _OF_A_CACHE = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
 
+# Compiled once: torch's compiler does not trace through `re`'s parser.
+_QUOTED = re.compile(r" does not compile \(|\nPosition: ")
+_TENSOR = re.compile(r"\b[kv](_new)?\b")
+
 
 def as_cache(said: str) -> str:
     """A refusal in the words of a function that takes ``k_cache`` and, as ``k``, new rows. What a compiler said, or torch
     quotes of a value, stays as it is."""
-    ours, *quoted = re.split(r"( does not compile \(|\nPosition: )", said, maxsplit=1)
-    return re.sub(r"\b[kv](_new)?\b", lambda found: _OF_A_CACHE[found[0]], ours) + "".join(quoted)
+    quoted = _QUOTED.search(said)
+    end = len(said) if quoted is None else quoted.start()
+    return _TENSOR.sub(lambda found: _OF_A_CACHE[found[0]], said[:end]) + said[end:]
 
 
 _bytes = library.fmha_py_describe()

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch.utils._pytree import tree_map
+from transformers import masking_utils
 
 from ._mask import NONE, Mask, band
 
@@ -44,30 +45,28 @@ def _captured(function: Callable[..., Any], factory: Optional[Callable[..., Any]
 
 def recognise(function: Callable[..., Any]) -> Optional[Pattern]:
     """The pattern of a mask function of transformers; ``None`` for one that it does not make itself."""
-    from transformers import masking_utils as made
-
-    if function is made.causal_mask_function:
+    if function is masking_utils.causal_mask_function:
         return Pattern(right=0)
-    if function is made.bidirectional_mask_function:
+    if function is masking_utils.bidirectional_mask_function:
         return Pattern()
-    held = _captured(function, made.sliding_window_overlay)
+    held = _captured(function, masking_utils.sliding_window_overlay)
     if held is not None:
         return Pattern(left=held["sliding_window"] - 1)
-    held = _captured(function, getattr(made, "sliding_window_bidirectional_overlay", None))
+    held = _captured(function, getattr(masking_utils, "sliding_window_bidirectional_overlay", None))
     if held is not None:
         return Pattern(left=held["sliding_window"], right=held["sliding_window"])
-    held = _captured(function, made.chunked_overlay)
+    held = _captured(function, masking_utils.chunked_overlay)
     if held is not None:
         return Pattern(chunk=held["chunk_size"])
-    held = _captured(function, made.packed_sequence_mask_function)
+    held = _captured(function, masking_utils.packed_sequence_mask_function)
     if held is not None:
         return Pattern(sequences=held["packed_sequence_mask"])
-    held = _captured(function, getattr(made, "remap_positions_for_packed_sequence", None))
+    held = _captured(function, getattr(masking_utils, "remap_positions_for_packed_sequence", None))
     if held is not None:
         # Positions count up by 1 inside a sequence, so a band of positions is a band of rows there. A chunk is not.
         inner = recognise(held["mask_function"])
         return None if inner is None or inner.chunk is not None or inner.sequences is not None else inner
-    held = _captured(function, made.and_masks)
+    held = _captured(function, masking_utils.and_masks)
     if held is None:
         return None
     whole = Pattern()

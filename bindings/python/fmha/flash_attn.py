@@ -486,6 +486,8 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, appe
                 f"cache_leftpad {int(leftpad[at])} is beyond the {int(used if isinstance(used, int) else used[at])} of "
                 "cache_seqlens"
             )
+    else:
+        leftpad = leftpad.clamp(0, longest)
     # Lengths that nobody has read may be beyond what holds the rows.
     held = min(used, longest) if isinstance(used, int) else used.clamp(max=longest)
     behind = (held - leftpad).clamp(min=0).to(torch.int32)

@@ -26,6 +26,8 @@ from __future__ import annotations
 from typing import Any, Dict, Optional, Tuple
 
 import torch
+from transformers import AttentionInterface, masking_utils
+from transformers.utils.import_utils import is_tracing
 
 from . import _keywords, attention
 from ._mask import NONE, Mask
@@ -77,8 +79,6 @@ def attention_mask(
     """transformers' mask function for this implementation: a :class:`fmha._visible.Visible`, or the mask that eager
     attention adds where only that says it. ``None``, to a tracer alone, means what it means to torch's own attention:
     causal by the module's word, or all keys for a single query."""
-    from transformers import masking_utils
-
     _keywords.refuse(rest, _MASK_OPTIONS)
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
@@ -104,6 +104,8 @@ def attention_mask(
     if q_length == 1 and not rest.get("allow_is_causal_skip", True) and rest.get("allow_is_bidirectional_skip") is None:
         # A static cache's next token: the step is compiled, which has to be given a plain tensor, and it is small.
         return spell()
+    # A cache adds to its offsets in place, before a layer asks for the mask.
+    first = call["q_offset"], call["kv_offset"] = int(q_offset), int(kv_offset)
     pattern = recognise(mask_function)
     if pattern is None:
         return spell()
@@ -112,15 +114,12 @@ def attention_mask(
         if padding.dim() != 2 or padding.shape[0] != batch_size or padding.dtype is not torch.bool:
             return spell()
         padding = padding[:, kv_offset : kv_offset + kv_length]
-    first = (int(q_offset), int(kv_offset))
     facts = Facts(pattern, padding, spell, (batch_size, q_length, kv_length), first, device)
     return Visible(facts, dtype, device)
 
 
 def _traced(tensor: Any) -> bool:
     """Whether a compiler or a graph's capture goes along, which must not wait for what a tensor holds."""
-    from transformers.utils.import_utils import is_tracing
-
     return bool(is_tracing(tensor if isinstance(tensor, torch.Tensor) else None))
 
 
@@ -321,8 +320,5 @@ def _packed(
 
 def install() -> None:
     """Registers ``"fmha"`` with transformers; again is no harm."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    masking_utils.AttentionMaskInterface.register(NAME, attention_mask)

@@ -128,3 +128,18 @@ def test_a_step_under_autocast_has_the_gradients_of_eager_attention():
         gradients.append([x.grad for x in model.parameters()])
     for ours, theirs in zip(*gradients):
         assert (ours - theirs).norm() <= 3e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("recognised", [True, False])
+def test_a_mask_keeps_the_offsets_that_it_was_made_with(recognised):
+    """A cache may give its offsets as tensors, and adds to them before a layer asks for the mask."""
+    from transformers import masking_utils
+
+    offsets = [torch.tensor(7, device="cpu"), torch.tensor(3, device="cpu")]
+    see = masking_utils.causal_mask_function if recognised else lambda b, h, q, k: (k <= q) & (k != 5)
+    call = dict(batch_size=1, q_length=2, kv_length=6, mask_function=see)
+    mask = fmha.transformers.attention_mask(**call, q_offset=offsets[0], kv_offset=offsets[1])
+    wanted = masking_utils.eager_mask(**call, q_offset=7, kv_offset=3)
+    offsets[0] += 2
+    offsets[1] += 1
+    assert torch.equal(mask + 0, wanted)

@@ -118,6 +118,13 @@ def decoders():
     return get
 
 
+def eager_or_absent(eager, ids, call):
+    try:
+        return eager.generate(ids, **call)
+    except TypeError as error:
+        pytest.skip(f"this transformers cannot, eager neither: {error}")
+
+
 def draw(batch, rows):
     return torch.randint(2, 54, (batch, rows))
 
@@ -213,10 +220,7 @@ def test_generation_has_eager_tokens_and_logits(decoders, name, cache, padded):
         cache_implementation=None if cache == "dynamic" else cache,
     )
     ids = draw(3, 9)
-    try:
-        wanted = eager.generate(ids, **call)
-    except TypeError as error:
-        pytest.skip(f"this transformers cannot, eager neither: {error}")
+    wanted = eager_or_absent(eager, ids, call)
     got = ours.generate(ids, **call)
     alike(torch.stack(got.logits), torch.stack(wanted.logits))
     assert torch.equal(got.sequences, wanted.sequences)
@@ -230,7 +234,8 @@ def test_beams_are_eager_ones(decoders, name, cache):
         cache_implementation=cache, output_scores=True, return_dict_in_generate=True,
     )
     ids = draw(2, 9)
-    wanted, got = (model.generate(ids, **call) for model in decoders(name))
+    eager, ours = decoders(name)
+    wanted, got = eager_or_absent(eager, ids, call), ours.generate(ids, **call)
     alike(got.sequences_scores, wanted.sequences_scores)
     assert torch.equal(got.sequences, wanted.sequences)
 
@@ -587,7 +592,7 @@ def test_transformers_refuses_continuous_batching(decoders):
     """It has a cache of pages there, and a list of the names that read one."""
     _, ours = decoders("Llama")
     config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False)
-    with pytest.raises(ValueError, match="fmha is not supported for continuous batching"):
+    with pytest.raises(ValueError, match="fmha.* is not supported"):
         ours.generate_batch([[3, 4, 5], [6, 7]], generation_config=config)
 
 
