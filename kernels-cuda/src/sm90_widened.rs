@@ -228,6 +228,9 @@ const BYTES_A_MICRO: f64 = 3.9e6;
 const FLOPS_A_MICRO: f64 = 6.5e8;
 /// Microseconds of a launch.
 const LAUNCH_MICROS: f64 = 4.0;
+/// Microseconds that a second kernel of much code takes more, which comes from memory: one token over 193 keys of D 256 in
+/// pages of 64 took 30 us staged and 20 direct.
+const COLD_MICROS: f64 = 8.0;
 /// Nanoseconds in which a multiprocessor reads a key's 256 elements, and multiplies 64 rows by them, where `sm80` does both; of
 /// FP8 it widens them too. Measured in chunked prefill: 12.7 to 17.5, and 17.7 to 30.
 const DIRECT_NANOS: f64 = 12.0;
@@ -251,7 +254,8 @@ impl Costs {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =
             problem.dims;
         let elems = f64::from(head_dim_qk + head_dim_v);
-        let cache = f64::from(batch) * f64::from(num_heads_kv) * f64::from(seqlen_k) * elems;
+        let cache =
+            f64::from(batch) * f64::from(num_heads_kv) * f64::from(crate::split::seen_keys(problem)) * elems;
         let heads = f64::from(batch) * f64::from(num_heads_q);
         let pairs = heads * visible_pairs(problem.mask, seqlen_q, seqlen_k) as f64;
         let products = 2.0 * elems * pairs / FLOPS_A_MICRO;
@@ -259,7 +263,8 @@ impl Costs {
         let (bytes, wide_bytes) = (stored.size_bytes() as f64 * cache, 2.0 * cache);
         let staged = (bytes + wide_bytes) / BYTES_A_MICRO
             + products.max(wide_bytes / BYTES_A_MICRO)
-            + 2.0 * LAUNCH_MICROS;
+            + 2.0 * LAUNCH_MICROS
+            + COLD_MICROS;
         // Whole 64 rows of the group's heads, of the keys that a row sees in the middle.
         let rows = u64::from(seqlen_q) * u64::from(problem.gqa_ratio());
         let tiles =

@@ -14,9 +14,6 @@ use fmha_core::{DType, FwdProblem, KvLayout, QLayout, abi_struct};
 use crate::schedule::{self, SHARES_AT, SHARES_HEADER};
 use crate::tree_mask;
 
-/// Threads of a CTA of the merging kernel.
-pub const MERGE_THREADS: u32 = 256;
-
 /// Keys of a part, at least: at head dimension 128 in 16 bits its K and V are 128 KB, of which the partial results of
 /// eight rows, written and read, are 6 %.
 const LEAST_KEYS: i32 = 256;
@@ -324,6 +321,20 @@ pub(crate) fn seen_keys(problem: &FwdProblem) -> u32 {
     keys.end.saturating_sub(keys.start)
 }
 
+/// Microseconds of an H200 in which each of so many tiles of a few queries walks all of its keys: a launch, and the
+/// longest sequence's keys as often as there are waves of CTAs, of which `at_once` read so many bytes each.
+///
+/// Of `sm90` by measurement and by this, one CTA a multiprocessor and 60 KB a microsecond: 24 tiles of 687 keys of D 128
+/// 14.6 and 15.0, 32 of 241 10.7 and 11.1, 8 of 1024 17.9 and 17.7, 4 of 1535 22.0 and 22.1.
+pub(crate) fn micros_of_whole(problem: &FwdProblem, tiles: u64, at_once: u64, bytes_a_micro: f64) -> f64 {
+    const LAUNCH: f64 = 8.0;
+    const WAVE: f64 = 1.0;
+    let dims = problem.dims;
+    let key_bytes = 2.0 * f64::from(dims.head_dim_qk + dims.head_dim_v);
+    let walk = f64::from(seen_keys(problem)) * key_bytes / bytes_a_micro;
+    LAUNCH + tiles.div_ceil(at_once.max(1)) as f64 * (WAVE + walk)
+}
+
 /// Whether all sequences have the problem's lengths, or there is one, whose length is that of all.
 pub(crate) fn has_like_lengths(problem: &FwdProblem) -> bool {
     let layout = problem.layout;
@@ -356,8 +367,12 @@ pub fn part_spec(spec: &FwdSpec) -> FwdSpec {
     FwdSpec { dtype_o: DType::F32, write_lse: true, sink: false, ..*spec }
 }
 
-/// Warps of a large device, at once.
-const WARPS_AT_ONCE: u64 = 8192;
+/// Warps of a multiprocessor, and of a large device, at once: of 80 registers a lane.
+const WARPS_A_MULTIPROCESSOR: u32 = 24;
+const WARPS_AT_ONCE: u64 = WARPS_A_MULTIPROCESSOR as u64 * 132;
+
+/// Warps that share a row, at most.
+const MOST_WARPS: u32 = 8;
 
 /// How the parts of a row are merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -383,7 +398,7 @@ impl Merging {
             Some(shares) => shares.most_parts(problem, cut.block_n.unsigned_abs()),
             None => cut.num_parts(problem),
         };
-        let mut warps = parts.div_ceil(8).next_power_of_two().min(MERGE_THREADS / 32);
+        let mut warps = parts.div_ceil(8).next_power_of_two().min(MOST_WARPS);
         // Where many rows have few parts each, one that has all is to cost the others no wave of warps without work.
         let rows = rows_of(problem, problem.dims.seqlen_q, 1);
         while cut.shares.is_some() && warps > 1 && rows.saturating_mul(warps.into()) > WARPS_AT_ONCE {
@@ -396,7 +411,13 @@ impl Merging {
     #[must_use]
     pub fn grid(&self, problem: &FwdProblem, queries: u32, num_sms: u32) -> u32 {
         let rows = rows_of(problem, queries, 1);
-        crate::row_grid(rows, MERGE_THREADS / self.warps, num_sms)
+        crate::row_grid(rows, self.threads() / self.warps, num_sms)
+    }
+
+    /// Threads of a CTA: few, so that one finds registers beside the CTAs of the parts, and has its code when they end.
+    #[must_use]
+    pub fn threads(&self) -> u32 {
+        32 * self.warps.max(4)
     }
 }
 
@@ -414,6 +435,7 @@ pub fn merge_tree(spec: &FwdSpec, merging: Merging) -> KernelSource {
 
 fn merging_kernel(spec: &FwdSpec, merging: Merging, tree: bool) -> KernelSource {
     let Merging { stored, warps, dependent, in_shares } = merging;
+    let threads = merging.threads();
     let (include, tree_param, function, arguments) = if tree {
         ("fmha/common/merge_tree.cuh", tree_mask::PARAM, "merge_tree", "p, parts, tree")
     } else {
@@ -424,12 +446,13 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, tree: bool) -> KernelSource 
     let entry = Entry {
         include,
         constants: &constants,
-        bounds: &format!("__launch_bounds__({MERGE_THREADS})"),
+        // Fewer registers spill a few bytes, more find no room for as many warps.
+        bounds: &format!("__launch_bounds__({threads}, {})", WARPS_A_MULTIPROCESSOR * 32 / threads),
         params: &format!(
             "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts{tree_param}"
         ),
         call: &format!(
-            "split::{function}<kSpec, kStored, {MERGE_THREADS}, {warps}, {dependent}, {in_shares}>({arguments});"
+            "split::{function}<kSpec, kStored, {threads}, {warps}, {dependent}, {in_shares}>({arguments});"
         ),
     };
     crate::source(entry.render(), || [schedule::header(), header(), tree_mask::header()])

@@ -58,6 +58,8 @@ NAMES = {
 }
 #: What torch refuses before an operator is called: a layout that has no kernel, more memory than there is.
 TORCHS_OWN = re.compile(r"Could not run 'fmha::\w+' with arguments from|\[enforce fail at alloc_cpu")
+#: What the CPU's kernels alone take: f32 rows that are appended to a cache, or turned.
+OF_A_GPU = re.compile(r"rows that are appended or turned are of 16 bits or FP8")
 REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, OverflowError, IndexError)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -369,9 +371,9 @@ def main(calls, seed):
                 counts["right"] += not bad
         except REFUSALS as error:
             counts["refused"] += 1
-            if not done:
+            if not done and not (DEVICE != "cpu" and OF_A_GPU.search(str(error))):
                 bad = f"a sound call is refused: {error}"
-            elif not TORCHS_OWN.match(str(error)) and not (NAMES | set(call)) & set(
+            elif done and not TORCHS_OWN.match(str(error)) and not (NAMES | set(call)) & set(
                 re.findall(r"\w+", str(error)[:300])
             ):
                 bad = f"names no argument: {type(error).__name__}: {error}"

@@ -21,9 +21,12 @@
 namespace fmha::split {
 
 constexpr int32_t kWarp = 32;
-// Parts of which a warp loads O at a time: 64 registers of a lane.
+// Parts of which a warp loads O at a time: 32 registers of a lane. Most rows have few parts, and pay for all in instructions.
 template <int32_t dim>
-constexpr int32_t kUnderWay = max(16 / ceil_div(dim, 4 * kWarp), 2);
+constexpr int32_t kUnderWay = max(8 / ceil_div(dim, 4 * kWarp), 2);
+
+// CTAs that go through their code before the parts are there, about one a multiprocessor: others start when it is cached.
+constexpr int32_t kEarly = 144;
 
 // A row of the call, and what its parts weigh.
 struct MergedRow {
@@ -140,7 +143,10 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * parts.num_rows;
   // The first pass goes the way of a row without reading or writing its memory while the parts' grid still runs: its code, which
   // comes from memory, is there when the parts are.
-  bool live = !dependent;
+  bool live = !dependent || int32_t(blockIdx.x) >= kEarly;
+  if constexpr (dependent) {
+    if (live) ptx::wait_for_grids_before();
+  }
   for (int64_t first = int64_t(blockIdx.x) * rows; first < num_rows;) {
     const int64_t at = first + warp / warps, batch_head = at / parts.num_rows;
     const int32_t i_batch = int32_t(batch_head / p.num_heads_q);

@@ -1,8 +1,9 @@
 // A cache brought once to the workspace, of FP8 in 16 bits, for a kernel of 16-bit caches without pages: key j of sequence b, whatever
 // it lies in, goes to row `b * seqlen_k + j`. With it go what that kernel reads of lengths. It reads whole blocks: a block's rows
-// behind the last key become zeros.
+// behind the last key become zeros. Keys before a window's stay where they are.
 #pragma once
 #include <fmha/common/widen.cuh>
+#include <fmha/mask.h>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/seq.h>
 #include <fmha/widened_cache.h>
@@ -76,6 +77,14 @@ struct Widen {
     }
   }
 
+  // The first key that any block of a reader may have: a window's, and what lies before it in the reader's first block. A
+  // sequence of fewer queries than the longest's begins no earlier.
+  FMHA_DEVICE int32_t first_read(int32_t seqlen_k) const {
+    if (p.mask.sink_columns > 0) return 0;
+    const MaskBand band = resolve_band(p.mask, p.seqlen_q, seqlen_k);
+    return k_range(band, {0, p.seqlen_q}, seqlen_k).begin - (kMostOfBlock - 1);
+  }
+
   FMHA_DEVICE void run() const {
     const int32_t i_batch = blockIdx.x / to.num_blocks, first = blockIdx.x % to.num_blocks * keys;
     // Of queries nothing is asked.
@@ -85,6 +94,7 @@ struct Widen {
       if (i_batch == 0) to.cu_seqlens_k[0] = 0;
       to.cu_seqlens_k[i_batch + 1] = (i_batch + 1) * p.seqlen_k;
     }
+    if (first + keys <= first_read(span.seqlen_k)) return;
     const int32_t count = min(keys, min(span.seqlen_k + (kMostOfBlock - 1), p.seqlen_k) - first);
     if (count <= 0) return;
     if constexpr (spec.by_element) {

@@ -161,6 +161,37 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
 }
 
 impl Sm80Tile {
+    /// Microseconds of few queries whose tiles walk all keys each; those of a merge besides are too many to say.
+    pub(crate) fn micros_at_once(&self, problem: &FwdProblem, room: Room) -> f64 {
+        const BYTES_A_MICRO: f64 = 18e3;
+        if self.split_keys > 0 {
+            return f64::INFINITY;
+        }
+        let dims = problem.dims;
+        let (heads, rows) = if self.pack_gqa {
+            (dims.num_heads_kv, dims.seqlen_q.saturating_mul(problem.gqa_ratio()))
+        } else {
+            (dims.num_heads_q, dims.seqlen_q)
+        };
+        let blocks = rows.div_ceil(self.block_m.unsigned_abs().max(1));
+        let tiles = u64::from(dims.batch) * u64::from(heads) * u64::from(blocks);
+        let at_once = u64::from(room.num_sms) * u64::from(self.ctas.unsigned_abs());
+        split::micros_of_whole(problem, tiles, at_once, BYTES_A_MICRO)
+    }
+
+    /// Whether so few tiles walk all keys for so long that parts are worth their merge, however few the keys.
+    fn idles_others(&self, problem: &FwdProblem, room: Room) -> bool {
+        /// What parts take at the least, and their merge.
+        const PARTS: f64 = 15.5;
+        let dims = problem.dims;
+        let heads = if self.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
+        let tiles = u64::from(dims.batch) * u64::from(heads);
+        4 * tiles <= u64::from(room.num_sms) * u64::from(self.ctas.unsigned_abs())
+            && dims.seqlen_k >= 2 * self.block_n.unsigned_abs()
+            && split::splits(problem).is_ok()
+            && self.micros_at_once(problem, room) > PARTS
+    }
+
     /// Takes what decides a row's bits, blocks of keys and parts, from the tile of the same call on a cache of 16 bits, so that both
     /// have the same bits (CONTRACT.md, "KV caches"); then as many blocks at a time, and CTAs, as there is room for.
     fn take_order_of(&mut self, twin: &Self, spec: &FwdSpec, room: Room) {
@@ -289,7 +320,11 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
         && problem.dims.batch <= split::MOST_SCANNED
         && shared.cut().shares.is_some_and(|shares| shares.takes(problem, shared.block_n.unsigned_abs()));
     let mut parts = tile;
-    let has_parts = split::split_keys(problem, tile.block_n) > 0;
+    // A window's few keys are one CTA's.
+    let seen = split::seen_keys(problem);
+    let sees_few = seen < problem.dims.seqlen_k && seen <= split::LEAST_SHARED;
+    let has_parts =
+        (split::split_keys(problem, tile.block_n) > 0 || tile.idles_others(problem, room)) && !sees_few;
     if split::has_like_lengths(problem) {
         let (keys, in_shares) = if has_parts { cut(problem, &tile, fits, room) } else { (0, false) };
         parts.split_keys = keys;

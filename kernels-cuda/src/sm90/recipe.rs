@@ -78,6 +78,10 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     let tiles = u64::from(batch) * u64::from(num_heads_kv);
     let rows = seqlen_q.saturating_mul(problem.gqa_ratio());
     let theirs = sm80::choose_tile(problem, room);
+    let at_once = sm90::micros_at_once(problem, &sm90::choose_tile(problem), room.num_sms);
+    if at_once.is_some_and(|micros| micros < theirs.micros_at_once(problem, room)) {
+        return None;
+    }
     if rows <= MOST_ROWS
         && 4 * tiles <= u64::from(room.num_sms)
         && theirs.split_keys > 0

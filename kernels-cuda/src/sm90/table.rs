@@ -37,9 +37,10 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
         // Queries of a tile, which has whole groups.
         let queries = block_m / i64::from(ratio);
         let packed = (seqlen_q + queries - 1) / queries;
-        // A group that leaves rows over has tiles of its own, which no bundle has: few queries read a cache long enough
-        // to be worth them.
-        let fills = 64 % ratio == 0 || i64::from(dims.seqlen_k) > seqlen_q;
+        // A group that leaves rows over has tiles of its own, which no bundle has: few queries are worth them, over a
+        // long cache or where all of a group's rows are in one tile.
+        let is_decode = i64::from(dims.seqlen_k) > seqlen_q || seqlen_q * i64::from(ratio) <= 64;
+        let fills = 64 % ratio == 0 || is_decode;
         tile.pack_gqa = packs.unwrap_or(fills && packed * 10 <= apart * 9);
         if tile.pack_gqa && 64 % ratio != 0 && tile.splits_q() {
             tile.lookahead = Lookahead::Off;
@@ -110,6 +111,9 @@ fn copy_bytes(problem: &FwdProblem) -> i32 {
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
+    if micros_at_once(problem, &whole, num_sms).is_some() {
+        return whole;
+    }
     if let Some(shared) = in_shares(problem, whole, num_sms) {
         return shared;
     }
@@ -137,6 +141,18 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     tile.split_keys = best.0 as i32;
     tile.launch_beside_merge();
     tile
+}
+
+/// Microseconds of few queries that see so few keys that neither parts nor shares are worth a launch that merges.
+pub(crate) fn micros_at_once(problem: &FwdProblem, whole: &Sm90Tile, num_sms: u32) -> Option<f64> {
+    /// What parts take at the least, and their merge.
+    const PARTS: f64 = 15.5;
+    const BYTES_A_MICRO: f64 = 60e3;
+    let is_decode = problem.dims.seqlen_q <= MOST_SHARED_QUERIES && !problem.dtypes.qk.is_fp8();
+    let schedule = whole.schedule(problem).ok().filter(|_| is_decode)?;
+    let tiles = schedule.num_tiles.unsigned_abs().into();
+    Some(split::micros_of_whole(problem, tiles, num_sms.into(), BYTES_A_MICRO))
+        .filter(|&micros| micros <= PARTS)
 }
 
 /// Queries of a sequence, at most, whose keys CTAs walk in equal shares.

@@ -27,7 +27,7 @@ pub(crate) fn merge(
     let tree = problem.cache.tree_mask;
     let source = if tree { split::merge_tree(&spec, merging) } else { split::merge(&spec, merging) };
     let groups = merging.grid(problem, queries, facts.num_sms);
-    let grid = Grid { dependent: merging.dependent, ..Grid::new(groups, split::MERGE_THREADS) };
+    let grid = Grid { dependent: merging.dependent, ..Grid::new(groups, merging.threads()) };
     Some(row_launch((Stage::Merge, kernel), source, grid, facts))
 }
 

@@ -20,69 +20,67 @@
 
 namespace fmha::sm80 {
 
-// Walks the tile's blocks of keys with one slot, each load written once: the loop's first pass only loads. A short query's kernel is read from
-// memory once for some blocks, and so counts by its length.
-template <FwdSpec spec, Sm80Tile tile, class Keys>
+// Keys of a part from which on K and V take turns.
+constexpr int32_t kLongPart = 1024;
+
+// Walks the tile's blocks of keys with each load written once: the loop's first passes only load. A short query's kernel is read
+// from memory once for some blocks, and so counts by its length. A slot is loaded again as soon as its product is computed, so that
+// all but one are under way; in a long part V comes behind K, since memory is full of loads then, and faster with one stream a CTA.
+// `unit`: the factors of a K and V that the products read as they lie are 1.
+template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   auto& blocks = loader.smem.blocks;
+  constexpr int stages = tile.stages;
+  constexpr bool takes_turns = stages == 1 && tile.shares == 0 && tile.split_keys >= kLongPart && !reads_raw_blocks(spec, tile);
+  constexpr int under_way = takes_turns ? 0 : 2 * stages - 1;
   loader.load_q();
   consumer.begin();
-  typename Loader<spec, tile>::KeyRows keys = {};
+  typename Loader<spec, tile>::KeyRows of_v = {};
 #pragma unroll 1
-  for (int32_t i = -1; i < work.num_blocks; ++i) {
-    const int32_t block = i < 0 ? -1 : block_at(work, i);
+  for (int32_t i = -stages; i < work.num_blocks; ++i) {
+    const int32_t block = i < 0 ? -1 : block_at(work, i), loaded = i + stages;
     const bool computes = !consumer.is_hidden(block);
-    const auto next = loader.look_up(i + 1);
+    const auto keys = loader.look_up(loaded);
     if (i >= 0) {
-      ptx::cp_async_wait_group<0>();
+      ptx::cp_async_wait_group<under_way>();
       __syncthreads();
-      loader.load_v(i, keys);
+      if constexpr (takes_turns) {
+        loader.load_v(i, of_v);
+        ptx::cp_async_commit_group();
+      }
+      if (computes) {
+        if constexpr (reads_raw_blocks(spec, tile)) consumer.template score<unit>(blocks.raw_k[i % stages], block);
+        else consumer.score(blocks.k[i % stages], block);
+      }
+      if constexpr (takes_turns) ptx::cp_async_wait_group<0>();
+      __syncthreads();
+    }
+    if (loaded < work.num_blocks) loader.load_k(loaded, keys);
+    ptx::cp_async_commit_group();
+    if (i >= 0) {
+      if constexpr (!takes_turns) {
+        ptx::cp_async_wait_group<under_way>();
+        __syncthreads();
+      }
+      if (computes) {
+        if constexpr (reads_raw_blocks(spec, tile)) consumer.template accumulate<unit>(blocks.raw_v[i % stages]);
+        else consumer.accumulate(blocks.v[i % stages]);
+      }
+      if constexpr (!takes_turns) __syncthreads();
+    }
+    if constexpr (takes_turns) {
+      of_v = keys;
+    } else {
+      if (loaded < work.num_blocks) loader.load_v(loaded, keys);
       ptx::cp_async_commit_group();
-      if (computes) consumer.score(blocks.k[0], block);
-      ptx::cp_async_wait_group<0>();
-      __syncthreads();
     }
-    keys = next;
-    if (i + 1 < work.num_blocks) loader.load_k(i + 1, keys);
-    ptx::cp_async_commit_group();
-    if (computes) consumer.accumulate(blocks.v[0]);
-  }
-}
-
-// Walks an FP8 cache that the products read as it lies. `unit`: the factors of K and V are 1.
-template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk_raw_in_little_code(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
-  auto& blocks = loader.smem.blocks;
-  loader.load_q();
-  consumer.begin();
-#pragma unroll 1
-  for (int32_t i = -1; i < work.num_blocks; ++i) {
-    const int32_t block = i < 0 ? -1 : block_at(work, i);
-    const bool computes = !consumer.is_hidden(block);
-    const auto keys = loader.look_up(i + 1);
-    if (i >= 0) {
-      ptx::cp_async_wait_group<1>();
-      __syncthreads();
-      if (computes) consumer.template score<unit>(blocks.raw_k[0], block);
-      __syncthreads();
-    }
-    if (i + 1 < work.num_blocks) loader.load_k(i + 1, keys);
-    ptx::cp_async_commit_group();
-    if (i >= 0) {
-      ptx::cp_async_wait_group<1>();
-      __syncthreads();
-      if (computes) consumer.template accumulate<unit>(blocks.raw_v[0]);
-      __syncthreads();
-    }
-    if (i + 1 < work.num_blocks) loader.load_v(i + 1, keys);
-    ptx::cp_async_commit_group();
   }
 }
 
 // Walks the tile's blocks of keys.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
-  if constexpr (tile.stages == 1 && Loader<spec, tile>::has_few_warps) return walk_in_little_code(loader, consumer, work);
+  if constexpr (tile.stages == 1 && Loader<spec, tile>::has_few_warps) return walk_in_little_code<true>(loader, consumer, work);
   auto& blocks = loader.smem.blocks;
   // Groups, in their order: Q with K(0), V(0), K(1), V(1), ... So many may be under way when one is waited for.
   constexpr int under_way = 2 * (tile.stages - 1);
@@ -135,7 +133,7 @@ FMHA_DEVICE void load_first_raw(const Loader<spec, tile>& loader, const Work& wo
 // factors of K and V are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
-  if constexpr (tile.stages == 1) return walk_raw_in_little_code<unit>(loader, consumer, work);
+  if constexpr (tile.stages == 1) return walk_in_little_code<unit>(loader, consumer, work);
   auto& blocks = loader.smem.blocks;
   constexpr int under_way = 2 * tile.stages - 1;
   load_first_raw(loader, work);
