@@ -114,7 +114,7 @@ impl Places {
             v: View::new(workspace + self.v, v, false),
             seqused_k: DevPtr::new(workspace + self.seqused_k),
             cu_seqlens_k: DevPtr::new(workspace + self.cu_seqlens_k),
-            num_blocks: problem.dims.seqlen_k.div_ceil(KEYS).max(1).cast_signed(),
+            num_blocks: num_blocks(problem).cast_signed(),
             reserved: 0,
         }
     }
@@ -220,6 +220,20 @@ pub fn wide_problem(kernel: &'static str, problem: &FwdProblem) -> Result<FwdPro
         wide.strides.v = wide.strides.k;
     }
     Ok(wide)
+}
+
+/// Keys that a reader's block may have before and behind those that its sequence sees (`kMostOfBlock`).
+const MOST_OF_BLOCK: u32 = 256;
+
+/// CTAs of a sequence: they widen what the longest's queries see, and what readers' first and last blocks have besides.
+fn num_blocks(problem: &FwdProblem) -> u32 {
+    let Dims { seqlen_q, seqlen_k, .. } = problem.dims;
+    let whole = seqlen_k.div_ceil(KEYS).max(1);
+    if problem.mask.sink_columns > 0 {
+        return whole;
+    }
+    let first = problem.mask.band(seqlen_q, seqlen_k).k_range(0..seqlen_q, seqlen_k).start;
+    whole.min((seqlen_k - first.min(seqlen_k)).div_ceil(KEYS) + 2 * MOST_OF_BLOCK.div_ceil(KEYS) + 1)
 }
 
 /// Bytes that an H200 reads or writes in a microsecond, at best.

@@ -321,6 +321,9 @@ pub(crate) fn seen_keys(problem: &FwdProblem) -> u32 {
     keys.end.saturating_sub(keys.start)
 }
 
+/// Microseconds that a few queries over parts of their keys take at the least, with the merge.
+pub(crate) const MICROS_OF_PARTS: f64 = 15.5;
+
 /// Microseconds of an H200 in which each of so many tiles of a few queries walks all of its keys: a launch, and the
 /// longest sequence's keys as often as there are waves of CTAs, of which `at_once` read so many bytes each.
 ///

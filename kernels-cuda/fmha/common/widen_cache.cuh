@@ -86,15 +86,15 @@ struct Widen {
   }
 
   FMHA_DEVICE void run() const {
-    const int32_t i_batch = blockIdx.x / to.num_blocks, first = blockIdx.x % to.num_blocks * keys;
+    const int32_t i_batch = blockIdx.x / to.num_blocks, block = blockIdx.x % to.num_blocks;
     // Of queries nothing is asked.
     const SeqSpan span = resolve_seq(p, QLayout::Batch, spec.kv_layout, i_batch);
-    if (first == 0 && threadIdx.x == 0) {
+    const int32_t first = (max(first_read(span.seqlen_k), 0) / keys + block) * keys;
+    if (block == 0 && threadIdx.x == 0) {
       to.seqused_k[i_batch] = span.seqlen_k;
       if (i_batch == 0) to.cu_seqlens_k[0] = 0;
       to.cu_seqlens_k[i_batch + 1] = (i_batch + 1) * p.seqlen_k;
     }
-    if (first + keys <= first_read(span.seqlen_k)) return;
     const int32_t count = min(keys, min(span.seqlen_k + (kMostOfBlock - 1), p.seqlen_k) - first);
     if (count <= 0) return;
     if constexpr (spec.by_element) {

@@ -75,7 +75,7 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be walked in shares.
         let packed = Sm80Tile { block_m: 64, warps: 4, ..tile };
         let shared = deal(problem, packed, room);
-        if shared.shares > 0 {
+        if shared.split_keys > 0 {
             tile = shared;
         }
     }
@@ -161,12 +161,14 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
 }
 
 impl Sm80Tile {
-    /// Microseconds of few queries whose tiles walk all keys each; those of a merge besides are too many to say.
-    pub(crate) fn micros_at_once(&self, problem: &FwdProblem, room: Room) -> f64 {
+    /// Microseconds that few queries take at the least.
+    pub(crate) fn least_micros(&self, problem: &FwdProblem, room: Room) -> f64 {
+        if self.split_keys > 0 { split::MICROS_OF_PARTS } else { self.micros_at_once(problem, room) }
+    }
+
+    /// Microseconds of few queries whose tiles walk all keys each.
+    fn micros_at_once(&self, problem: &FwdProblem, room: Room) -> f64 {
         const BYTES_A_MICRO: f64 = 18e3;
-        if self.split_keys > 0 {
-            return f64::INFINITY;
-        }
         let dims = problem.dims;
         let (heads, rows) = if self.pack_gqa {
             (dims.num_heads_kv, dims.seqlen_q.saturating_mul(problem.gqa_ratio()))
@@ -181,15 +183,13 @@ impl Sm80Tile {
 
     /// Whether so few tiles walk all keys for so long that parts are worth their merge, however few the keys.
     fn idles_others(&self, problem: &FwdProblem, room: Room) -> bool {
-        /// What parts take at the least, and their merge.
-        const PARTS: f64 = 15.5;
         let dims = problem.dims;
         let heads = if self.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
         let tiles = u64::from(dims.batch) * u64::from(heads);
         4 * tiles <= u64::from(room.num_sms) * u64::from(self.ctas.unsigned_abs())
             && dims.seqlen_k >= 2 * self.block_n.unsigned_abs()
             && split::splits(problem).is_ok()
-            && self.micros_at_once(problem, room) > PARTS
+            && self.micros_at_once(problem, room) > split::MICROS_OF_PARTS
     }
 
     /// Takes what decides a row's bits, blocks of keys and parts, from the tile of the same call on a cache of 16 bits, so that both
@@ -308,7 +308,8 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
     let mut shared = tile;
     shared.take_shape_of_shares(&spec, room);
     // A row of the longest sequence is not merged of more parts than this.
-    let least = problem.dims.seqlen_k.div_ceil(MOST_PARTS_IN_SHARES);
+    let seen = split::seen_keys(problem);
+    let least = seen.div_ceil(MOST_PARTS_IN_SHARES);
     let blocks = least.div_ceil(shared.block_n.unsigned_abs()).max(1);
     // A power of two, so that few kernels serve all lengths.
     shared.split_keys = shared.block_n << blocks.ilog2();
@@ -321,8 +322,8 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
         && shared.cut().shares.is_some_and(|shares| shares.takes(problem, shared.block_n.unsigned_abs()));
     let mut parts = tile;
     // A window's few keys are one CTA's.
-    let seen = split::seen_keys(problem);
-    let sees_few = seen < problem.dims.seqlen_k && seen <= split::LEAST_SHARED;
+    let is_window = seen < problem.dims.seqlen_k;
+    let sees_few = is_window && tile.micros_at_once(problem, room) <= split::MICROS_OF_PARTS;
     let has_parts =
         (split::split_keys(problem, tile.block_n) > 0 || tile.idles_others(problem, room)) && !sees_few;
     if split::has_like_lengths(problem) {
@@ -330,7 +331,7 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
         parts.split_keys = keys;
         return if in_shares { shared } else { parts };
     }
-    let is_long = has_parts && split::seen_keys(problem) > split::LEAST_SHARED;
+    let is_long = has_parts && (is_window || seen > split::LEAST_SHARED);
     if fits && is_long && Unlike::new(problem, &shared, room).is_shared() {
         return shared;
     }
@@ -497,6 +498,7 @@ mod tests {
             assert!(5 * most <= 6 * even, "{batch} of {seqlen_k}: {most} keys, {even} if even, {tile:?}");
         }
         assert_eq!(decode(1024, 32768).split_keys, 0);
-        assert_eq!(decode(1, 300).split_keys, 0);
+        assert!(decode(1, 300).split_keys > 0);
+        assert_eq!(decode(1, 150).split_keys, 0);
     }
 }

@@ -74,13 +74,22 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     const MOST_ROWS: u32 = 16;
     /// Keys of short sequences.
     const MOST_SHORT_KEYS: u32 = 1024;
+    /// Of this kernel's time, what sm80 takes at most where many short tiles are left to it.
+    const WORTH_A_CHANGE: f64 = 0.85;
     let Dims { batch, seqlen_q, seqlen_k, num_heads_kv, .. } = problem.dims;
     let tiles = u64::from(batch) * u64::from(num_heads_kv);
     let rows = seqlen_q.saturating_mul(problem.gqa_ratio());
     let theirs = sm80::choose_tile(problem, room);
-    let at_once = sm90::micros_at_once(problem, &sm90::choose_tile(problem), room.num_sms);
-    if at_once.is_some_and(|micros| micros < theirs.micros_at_once(problem, room)) {
-        return None;
+    if let Some(ours) = sm90::micros_at_once(problem, &sm90::choose_tile(problem), room.num_sms) {
+        let least = theirs.least_micros(problem, room);
+        if ours < least {
+            return None;
+        }
+        if theirs.split_keys == 0 && least < WORTH_A_CHANGE * ours {
+            return Some(format!(
+                "its {tiles} tiles of {rows} rows would take {ours:.0} us one after another, sm80's {least:.0}"
+            ));
+        }
     }
     if rows <= MOST_ROWS
         && 4 * tiles <= u64::from(room.num_sms)
@@ -101,7 +110,7 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     }
     let is_short = seqlen_k <= MOST_SHORT_KEYS;
     let is_cache = seqlen_k > seqlen_q;
-    (is_cache && rows <= MOST_ROWS && (is_short || reads_codes_as_fast(problem))).then(|| {
+    (is_cache && rows <= MOST_ROWS && (is_short || reads_codes_as_fast(problem, tiles, room))).then(|| {
         format!("its tiles of 64 rows walk {seqlen_k} keys for {rows} rows, of which sm80 has smaller ones")
     })
 }
@@ -110,8 +119,13 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
 /// kernel has to have widened by a launch before, and both have one kernel for their bits to be equal (CONTRACT.md). An
 /// H200, us, `sm80` and this kernel, of 16 bits: 16 sequences of 32/8 heads and 4096 keys 77 and 76, 200 of 40/8 and up
 /// to 2000 108 and 105, D 256 49 and 47, 315 and 312; D 192 52 and 46, D 64 77 and 64.
-fn reads_codes_as_fast(problem: &ValidFwd) -> bool {
-    matches!(problem.dims.head_dim_qk.max(problem.dims.head_dim_v), 65..=128 | 193..=256)
+fn reads_codes_as_fast(problem: &ValidFwd, tiles: u64, room: Room) -> bool {
+    match problem.dims.head_dim_qk.max(problem.dims.head_dim_v) {
+        65..=128 => true,
+        // Of 25 and 27 tiles of D 256 52 and 47, 48 and 42.
+        193..=256 => 2 * tiles >= u64::from(room.num_sms),
+        _ => false,
+    }
 }
 
 /// Refuses what is left to `sm80`.

@@ -111,7 +111,7 @@ fn copy_bytes(problem: &FwdProblem) -> i32 {
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
-    if micros_at_once(problem, &whole, num_sms).is_some() {
+    if micros_at_once(problem, &whole, num_sms).is_some_and(|micros| micros <= split::MICROS_OF_PARTS) {
         return whole;
     }
     if let Some(shared) = in_shares(problem, whole, num_sms) {
@@ -143,16 +143,13 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     tile
 }
 
-/// Microseconds of few queries that see so few keys that neither parts nor shares are worth a launch that merges.
+/// Microseconds in which a few queries walk all of their keys, a tile a CTA.
 pub(crate) fn micros_at_once(problem: &FwdProblem, whole: &Sm90Tile, num_sms: u32) -> Option<f64> {
-    /// What parts take at the least, and their merge.
-    const PARTS: f64 = 15.5;
     const BYTES_A_MICRO: f64 = 60e3;
     let is_decode = problem.dims.seqlen_q <= MOST_SHARED_QUERIES && !problem.dtypes.qk.is_fp8();
     let schedule = whole.schedule(problem).ok().filter(|_| is_decode)?;
     let tiles = schedule.num_tiles.unsigned_abs().into();
     Some(split::micros_of_whole(problem, tiles, num_sms.into(), BYTES_A_MICRO))
-        .filter(|&micros| micros <= PARTS)
 }
 
 /// Queries of a sequence, at most, whose keys CTAs walk in equal shares.

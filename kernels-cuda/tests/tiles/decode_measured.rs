@@ -56,13 +56,19 @@ fn rows() -> Vec<Row> {
 
 /// Kernel and how it takes the keys.
 fn chosen(problem: &ValidFwd) -> (&'static str, &'static str) {
-    let words = |shares: i32| if shares > 0 { "shares" } else { "whole" };
-    let theirs = (sm80::NAME, words(sm80::choose_tile(problem, ROOM).shares));
+    let words = |shares: i32, parts: i32| match (shares, parts) {
+        (1.., _) => "shares",
+        (_, 1..) => "parts",
+        _ => "whole",
+    };
+    let of_sm80 = sm80::choose_tile(problem, ROOM);
+    let theirs = (sm80::NAME, words(of_sm80.shares, of_sm80.split_keys));
     let is_paged = matches!(problem.layout.kv, KvLayout::Paged { .. });
     if is_paged || sm90::recipe::leaves_to_sm80(problem, ROOM).is_some() {
         return theirs;
     }
-    (sm90::NAME, words(sm90::choose_tile_in_parts(problem, NUM_SMS).shares))
+    let ours = sm90::choose_tile_in_parts(problem, NUM_SMS);
+    (sm90::NAME, words(ours.shares, ours.split_keys))
 }
 
 /// Holds the choice for every shape that was measured.
