@@ -414,12 +414,15 @@ def page(folder):
     parts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not parts:
         sys.exit(f"{folder} has no sums of parts")
-    ends = {}
-    for part in sorted(parts, key=lambda part: (part["device"], part["seed"], part["first"])):
-        key = (part["seed"], tuple(part["suites"]))
-        if part["first"] < ends.get(key, 0):
-            sys.exit(f"call {part['first']} of seed {part['seed']} is in two parts")
-        ends[key] = part["first"] + part["count"]
+    spans = []
+    for part in sorted(parts, key=lambda part: (part["seed"], part["suites"], part["first"])):
+        key, first, end = (part["seed"], part["suites"]), part["first"], part["first"] + part["count"]
+        if spans and spans[-1][0] == key and first < spans[-1][2]:
+            sys.exit(f"call {first} of seed {part['seed']} is in two parts")
+        if spans and spans[-1][0] == key and first == spans[-1][2]:
+            spans[-1][2] = end
+        else:
+            spans.append([key, first, end])
     outcomes = ("right", "refused", "refused_unnamed", "wrong", "crashed", "large")
     rows, total = [], collections.Counter()
     for suite, what in SUITES.items():
@@ -462,7 +465,7 @@ def page(folder):
         "Left out of the lists, since each of their calls is refused: FlashAttention 4's tests of `score_mod`,",
         "`mask_mod`, block sparsity and gathered keys, and what asks which kernel of theirs ran.",
         "",
-        "Parts: " + ", ".join(sorted(f"{part['seed']}:{part['first']}:{part['count']}" for part in parts)) + ".",
+        *(f"Calls {first} to {end - 1} of seed {key[0]}, in {len(parts)} parts." for key, first, end in spans),
         "",
     ]
     PAGE.write_text("\n".join(lines))
