@@ -48,7 +48,7 @@ pub const NVRTC: EnvVar =
 /// Where compiled kernels are kept.
 pub const CACHE_DIR: EnvVar = EnvVar {
     name: "FMHA_CACHE_DIR",
-    meaning: "folder of the cache of compiled kernels, at most 1 GiB, or none (default: fmha in the user's cache folder)",
+    meaning: "folder of the cache of compiled kernels, at most 2 GiB, or none (default: fmha in the user's cache folder)",
 };
 
 /// Kernels that were compiled elsewhere.

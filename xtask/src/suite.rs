@@ -87,6 +87,8 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
         environment.push(("FMHA_FUZZ_SECONDS".to_owned(), "60".to_owned()));
         // Every model of transformers compiled, where one is otherwise.
         environment.push(("FMHA_TRANSFORMERS".to_owned(), "all".to_owned()));
+        // A thousand calls of other libraries' suites, where 24 are otherwise.
+        environment.push(("FMHA_PEERS".to_owned(), "64:1000".to_owned()));
     }
     let mut tally = Tally::default();
     let steps = match built {

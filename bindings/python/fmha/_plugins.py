@@ -5,10 +5,16 @@ from __future__ import annotations
 
 
 def vllm() -> None:
-    """``vllm.general_plugins``: ``--attention-backend FMHA`` is there from then on."""
-    from vllm.v1.attention.backends.registry import register_backend
+    """``vllm.general_plugins``: ``--attention-backend FMHA`` is there from then on; before vLLM 0.32 ``CUSTOM``."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend("FMHA", "fmha.vllm.Backend")
+    path = "fmha.vllm.Backend"
+    if not hasattr(AttentionBackendEnum, "register"):
+        # A name would be taken there, and never found.
+        register_backend(AttentionBackendEnum.CUSTOM, path)
+    elif "FMHA" not in AttentionBackendEnum.__members__:
+        # Once a process: a second member of that name is an error.
+        register_backend("FMHA", path)
 
 
 def sglang() -> None:

@@ -17,8 +17,11 @@ batches come out wrong. Ours reads what transformers asks for, and layers comput
 
 A row of padding, whose output a model does not use, is another one than eager attention's: 0 where packed rows leave it
 out or it sees no key, where eager attention averages over keys that it hides. Rows in use are eager attention's within
-rounding. ``output_attentions``, transformers' paged caches, and every keyword that is not in the list below are refused
-by name. A model that does not ask the attention interface computes with eager attention's mask, as it does without us.
+rounding. ``generate_batch``, continuous batching, takes ``attn_implementation="fmha_flash"``: requests of any lengths
+packed into one row, over transformers' own cache of pages. A model that lists flash implementations of its own, as
+gpt-oss does, is given one of those by transformers. ``output_attentions``, pages that attention itself would
+read (``block_table``), and every keyword that is not in the list below are refused by name. A model that does not ask
+the attention interface computes with eager attention's mask, as it does without us.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ from ._visible import Dense, Facts, Packed, Visible, recognise
 
 NAME = "fmha"
 
+#: The same for continuous batching, which asks for "flash" in a name: its requests then come packed, without a mask.
+CONTINUOUS = "fmha_flash"
+
 #: Every key: a bias says the rest.
 _ALL = Dense(NONE, (1 << 63) - 1, None)
 
@@ -49,6 +55,11 @@ HARMLESS: Dict[str, str] = {
     "return_dict": "it is about the model's outputs",
     "token_type_ids": "embeddings and the mask have read them",
     "mm_token_type_ids": "rotary embeddings and the mask have read them",
+    "cache": "the cache of continuous batching, which is written and read before attention",
+    "read_index": "it has read them",
+    "write_index": "it has read them",
+    "logits_indices": "the model's head reads them",
+    "logits_processor_args": "sampling reads them",
     "seq_idx": "layers of linear attention read it; position_ids or cu_seq_lens say the same to attention",
 }
 
@@ -319,6 +330,33 @@ def _packed(
 
 
 def install() -> None:
-    """Registers ``"fmha"`` with transformers; again is no harm."""
-    AttentionInterface.register(NAME, attention_forward)
-    masking_utils.AttentionMaskInterface.register(NAME, attention_mask)
+    """Registers ``"fmha"`` with transformers, and ``"fmha_flash"`` for continuous batching (``generate_batch``); again is
+    no harm."""
+    names = [NAME]
+    if _serve_flash_functions():
+        names.append(CONTINUOUS)
+    for name in names:
+        AttentionInterface.register(name, attention_forward)
+        masking_utils.AttentionMaskInterface.register(name, attention_mask)
+
+
+def _serve_flash_functions() -> bool:
+    """Has transformers find FlashAttention's functions here for :data:`CONTINUOUS`: it looks for them by any name with
+    "flash" in it, and would look on its hub. Whether this release has the place where it looks."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    theirs = getattr(utils, "_lazy_imports", None)
+    if theirs is None or getattr(theirs, "fmha", False):
+        return theirs is not None
+
+    def lazy_imports(implementation: Optional[str], *rest: Any, **named: Any) -> Any:
+        if implementation != CONTINUOUS:
+            return theirs(implementation, *rest, **named)
+        from . import flash_attn
+
+        # Without the function over pages: requests whose pages are padding would be written to.
+        return (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input)
+
+    lazy_imports.fmha = True  # type: ignore[attr-defined]
+    utils._lazy_imports = lazy_imports  # type: ignore[assignment]
+    return True

@@ -1,13 +1,13 @@
 """An attention backend of vLLM's, found by its plugin entry point: ``vllm serve ... --attention-backend FMHA``.
 
-Made for vLLM 0.33's interface. Tested against a stand-in of its base classes and metadata, on the CPU and an H200,
-and inside of vLLM 0.32's own registry, check, base classes and metadata on the CPU, the rest of the engine stubbed.
-Nobody has served a model with it yet.
+Made for vLLM 0.33's interface; before 0.32, which has no names of plugins' own, it is ``--attention-backend CUSTOM``.
+Tested against a stand-in of its base classes and metadata, on the CPU and an H200, and inside of vLLM 0.32's and 0.31's
+own registry, check, scheduler, cache manager, base classes and metadata on the CPU, the rest of the engine stubbed.
 
 Decoder attention over the paged cache in 16 bits or FP8, with windows, sinks, soft-cap, ALiBi, batch invariance, causal
-and not. CUDA graphs of uniform batches alone (``UNIFORM_BATCH``): a graph that was captured for one query a request and
-is replayed for longer ones would leave them out, since the longest query length is a number of the plan. What vLLM asks
-for besides is refused by its name.
+and not. CUDA graphs of any batch (``ALWAYS``): a graph's plan has its tokens for the longest query, unless the engine
+promises less, and its pages for the longest cache, so it serves whatever lengths it is replayed for. What vLLM asks for
+besides is refused by its name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Metadata:
 
 
 class Builder(AttentionMetadataBuilder):
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table: bool = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
@@ -67,6 +67,16 @@ class Builder(AttentionMetadataBuilder):
             bound(common.max_seq_len, common.block_table_tensor.shape[1] * self.block_size),
             common.causal,
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        """What a graph is captured with: bounds of every step that it is replayed for, not those of this one."""
+        metadata = self.build(0, common_attn_metadata)
+        requests, pages = metadata.block_table.shape
+        metadata.max_seq_len = pages * self.block_size
+        # Queries of one length for each request are a promise; a longest query of any other batch is none.
+        if common_attn_metadata.max_query_len * requests != metadata.num_actual_tokens:
+            metadata.max_query_len = metadata.num_actual_tokens
+        return metadata
 
     def update_block_table(self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
         return Metadata(**{**vars(metadata), "block_table": blk_table, "slot_mapping": slot_mapping})
@@ -234,6 +244,11 @@ class Backend(AttentionBackend):
     @classmethod
     def supports_non_causal(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # The host's longest query is a number of the plan: longer ones on the device would be left out.
+        return False
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -7,11 +7,23 @@ import sys
 import types
 
 
-class Stub:
+class Kind(type):
+    """Classes that have whatever attribute they are asked for."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Stub()
+
+
+class Stub(metaclass=Kind):
     """Whatever a module that is not there is asked for."""
 
     def __init__(self, *_words, **_named):
         pass
+
+    def __init_subclass__(cls, **_named):
+        """Whatever a class is derived with."""
 
     def __call__(self, *given, **_named):
         return given[0] if len(given) == 1 and callable(given[0]) else self
@@ -29,7 +41,7 @@ class Absent(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        setattr(self, name, type(name, (Stub,), {}))
+        setattr(self, name, Kind(name, (Stub,), {}))
         return vars(self)[name]
 
 

@@ -41,9 +41,8 @@ def no_group():
     raise AssertionError("no group of ranks")
 
 
-def main(root):
-    finder = Finder(root, BARE, STUBBED)
-    finder.install()
+def stand_in():
+    """What the stubs say where the engine asks."""
     sys.modules["vllm.envs"] = importlib.import_module("vllm.envs")
     sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = False
     importlib.import_module("vllm._custom_ops").reshape_and_cache_flash = write_rows
@@ -59,25 +58,39 @@ def main(root):
     ranks = importlib.import_module("vllm.distributed.parallel_state")
     ranks.get_dcp_world_size_and_rank, ranks.get_pcp_group = lambda *_: (1, 0), no_group
     importlib.import_module("vllm.config").get_current_vllm_config_or_none = lambda: None
+
+
+def main(root):
+    finder = Finder(root, BARE, STUBBED)
+    finder.install()
+    stand_in()
     backend = importlib.import_module("vllm.v1.attention.backend")
     registry = importlib.import_module("vllm.v1.attention.backends.registry")
     serve(backend, registry)
     print("stubbed:", *sorted(name for name in {*finder.used, "vllm.utils.import_utils"} if name not in BARE))
 
 
-def serve(backend, registry):
-    """The plugin is found by the engine's registry, its classes are of the engine's, and a step runs."""
+def chosen_by(registry):
+    """The class that the engine's registry gives for the plugin's name, which older ones call CUSTOM."""
     from fmha import _plugins
-    from reference import attention as by_definition, close, tolerance
 
     _plugins.vllm()
-    entry = registry.AttentionBackendEnum["FMHA"] if "FMHA" in registry.AttentionBackendEnum.__members__ else None
-    chosen = entry.get_class() if entry is not None else registry.AttentionBackendEnum.CUSTOM.get_class()
+    names = registry.AttentionBackendEnum
+    found = names["FMHA" if "FMHA" in names.__members__ else "CUSTOM"].get_class()
     import fmha.vllm
 
-    assert chosen is fmha.vllm.Backend
+    assert found is fmha.vllm.Backend
+    return found
+
+
+def serve(backend, registry):
+    """The plugin is found by the engine's registry, its classes are of the engine's, and a step runs."""
+    from reference import attention as by_definition, close, tolerance
+
+    chosen = chosen_by(registry)
     assert issubclass(chosen, backend.AttentionBackend) and issubclass(chosen.get_impl_cls(), backend.AttentionImpl)
     assert issubclass(chosen.get_builder_cls(), backend.AttentionMetadataBuilder)
+    assert chosen.get_builder_cls().get_cudagraph_support(None, None) is backend.AttentionCGSupport.ALWAYS
     assert reasons(chosen, backend) == []
     assert reasons(chosen, backend, head_size=12) == ["head_size not supported"]
     assert any("7 is below 8" in said for said in reasons(chosen, backend, major=7))
@@ -147,8 +160,13 @@ def common_metadata(backend, starts, lengths, tokens, longest_q, longest_k, tabl
         slot_mapping=slots,
         causal=True,
     )
-    fields = {field.name for field in dataclasses.fields(backend.CommonAttentionMetadata) if field.init}
-    return backend.CommonAttentionMetadata(**{name: x for name, x in known.items() if name in fields})
+    return filled(backend.CommonAttentionMetadata, **known)
+
+
+def filled(kind, **known):
+    """An object of a data class, with those of its fields that are known."""
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}
+    return kind(**{name: x for name, x in known.items() if name in fields})
 
 
 if __name__ == "__main__":

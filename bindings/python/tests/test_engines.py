@@ -76,6 +76,7 @@ def vllm(monkeypatch):
     nested(
         monkeypatch,
         "vllm.v1.attention.backends.registry",
+        AttentionBackendEnum=types.SimpleNamespace(register=None, __members__={}),
         register_backend=lambda name, path: registered.update({name: path}),
     )
     nested(monkeypatch, "vllm._custom_ops", reshape_and_cache_flash=reshape_and_cache_flash)
@@ -176,7 +177,8 @@ def test_vllm_prompts_then_tokens_over_its_cache(vllm, options, cache_dtype, cau
 
 def test_vllm_is_told_what_is_so(vllm):
     assert vllm.get_name() == "FMHA" and not vllm.forward_includes_kv_cache_update
-    assert vllm.get_builder_cls()._cudagraph_support.name == "UNIFORM_BATCH"
+    assert vllm.get_builder_cls()._cudagraph_support.name == "ALWAYS"
+    assert not vllm.supports_device_cpu_query_lens_mismatch()
     assert vllm.get_impl_cls().lse_base_on_e
     assert vllm.supports_head_size(128) and not vllm.supports_head_size(12) and not vllm.supports_head_size(512)
     arguments = (128, BF16, "auto", 16, False, False, False, False)
@@ -198,6 +200,75 @@ def test_vllm_is_told_what_is_so(vllm):
     common.causal = torch.ones(2, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="causal is a tensor"):
         builder.build(0, common)
+
+
+def test_vllms_graph_of_a_mixed_batch_serves_whatever_batch_it_is_replayed_for(vllm):
+    """A graph replays what was queued, with buffers of other contents: here a call with the captured metadata again."""
+    heads, heads_kv, dim, size, tokens = 4, 2, 16, 4, 12
+    impl = vllm.get_impl_cls()(heads, dim, 0.3, num_kv_heads=heads_kv)
+    builder = vllm.get_builder_cls()(types.SimpleNamespace(block_size=size), [], None, DEVICE)
+    pool = torch.randn(40, heads_kv, size, 2 * dim, dtype=BF16)
+    # Captured with short sequences; the engine promises nothing, three tokens for each request, or all tokens.
+    for captured_q, promised in (((4, 3, 3, 2), None), ((3, 3, 3, 3), 3), ((3, 3, 3, 3), 12)):
+        common = vllm_batch(captured_q, captured_q, size, 40)
+        if promised is not None:
+            common.max_query_len = promised
+        captured = builder.build_for_cudagraph_capture(common)
+        assert captured.max_seq_len == common.block_table_tensor.shape[1] * size
+        # A promise is rounded up, as in every plan.
+        assert captured.max_query_len == (4 if promised == 3 else tokens)
+        mixed = [((12, 0, 0, 0), (30, 1, 1, 1)), ((1, 9, 1, 0), (29, 9, 20, 1)), ((2, 2, 2, 2), (31, 2, 9, 30))]
+        uniform = [((3, 3, 3, 3), (30, 3, 7, 31)), ((1, 1, 1, 1), (30, 1, 7, 31))]
+        for lengths_q, lengths_k in uniform if promised == 3 else mixed + uniform:
+            step = vllm_batch(lengths_q, lengths_k, size, 40)
+            for name, now in (
+                ("query_start_loc", step.query_start_loc),
+                ("seq_lens", step.seq_lens),
+                ("block_table", step.block_table_tensor),
+            ):
+                getattr(captured, name).copy_(now)
+            q = torch.randn(tokens, heads, dim, dtype=BF16)
+            o = torch.full_like(q, 7.0)
+            impl.forward(None, q, None, None, pool, captured, o)
+            at = 0
+            for b, (n, length) in enumerate(zip(lengths_q, lengths_k)):
+                pages = step.block_table_tensor[b, : -(-length // size)].long()
+                rows = pool[pages].transpose(1, 2).flatten(0, 1)[None, :length]
+                k, v = rows.split(dim, -1)
+                wanted, _ = by_definition(q[None, at : at + n], k, v, mask=(2, -1, 0, 0), softmax_scale=0.3)
+                close(o[at : at + n], wanted[0], tolerance(BF16))
+                at += n
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_vllms_plugin_registers_once_and_by_a_name_that_is_found(monkeypatch, has_names):
+    class Names:
+        CUSTOM = "its own"
+        __members__ = {}
+
+    if has_names:
+        Names.register = None
+    calls = []
+
+    def register_backend(name, path):
+        calls.append((name, path))
+        if name in Names.__members__:
+            raise ValueError(f"Backend {name} already exists")
+        Names.__members__[name] = path
+
+    nested(
+        monkeypatch,
+        "vllm.v1.attention.backends.registry",
+        AttentionBackendEnum=Names,
+        register_backend=register_backend,
+    )
+    import fmha._plugins
+
+    fmha._plugins.vllm()
+    assert calls == [("FMHA" if has_names else "its own", "fmha.vllm.Backend")]
+    if has_names:
+        fmha._plugins.vllm()
+        assert len(calls) == 1
 
 
 class Mode(enum.Enum):

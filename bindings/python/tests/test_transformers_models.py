@@ -588,12 +588,53 @@ def test_transformers_refuses_a_model_whose_attention_is_in_a_table_of_its_own()
         transformers.FalconForCausalLM._from_config(config, attn_implementation="fmha")
 
 
-def test_transformers_refuses_continuous_batching(decoders):
-    """It has a cache of pages there, and a list of the names that read one."""
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2"])
+def test_continuous_batching_gives_the_tokens_of_each_request_alone(decoders, name):
+    """Requests of unlike lengths, more than a batch has room for, over transformers' own cache of pages."""
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("this transformers has no configuration of continuous batching")
+    eager, ours = decoders(name)
+    ours = copy.deepcopy(ours)
+    ours.set_attn_implementation("fmha_flash")
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    requests = [draw(1, n)[0].tolist() for n in (3, 1, 17, 9, 2)]
+    batching = transformers.ContinuousBatchingConfig(
+        page_size=8, num_blocks=16, max_batch_tokens=24, max_requests_per_batch=4
+    )
+    served = ours.generate_batch(
+        requests, generation_config=config, continuous_batching_config=batching, progress_bar=False
+    )
+    got = {tuple(one.prompt_ids): one.generated_tokens for one in served.values()}
+    for request in requests:
+        ids = torch.tensor([request])
+        wanted = eager.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(request) :]
+        assert got[tuple(request)] == wanted.tolist(), request
+
+
+def test_continuous_batching_refuses_the_name_that_is_not_for_it(decoders):
     _, ours = decoders("Llama")
     config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False)
     with pytest.raises(ValueError, match="fmha.* is not supported"):
         ours.generate_batch([[3, 4, 5], [6, 7]], generation_config=config)
+    module = ours.model.layers[0].self_attn
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    with pytest.raises(NotImplementedError, match="block_table is given"):
+        fmha.transformers.attention_forward(module, q, k, k, None, block_table=torch.zeros(5, 1, dtype=torch.int32))
+
+
+def test_an_exported_model_has_eager_results(decoders):
+    eager, ours = decoders("Llama")
+    ids, mask = draw(2, 9), side([9, 6], 9, True)
+    call = dict(input_ids=ids, attention_mask=mask, use_cache=False)
+    rows = {"input_ids": {1: torch.export.Dim.DYNAMIC}, "attention_mask": {1: torch.export.Dim.DYNAMIC}}
+    program = torch.export.export(ours, (), call, dynamic_shapes={**rows, "use_cache": None})
+    exported = program.module()
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert any(name.startswith("fmha.") for name in names), names
+    for length in (9, 14):
+        mask = side([length, 6], length, True)
+        other = dict(input_ids=draw(2, length), attention_mask=mask, use_cache=False)
+        alike(exported(**other).logits, *logits((eager,), **other), mask.bool())
 
 
 def test_a_keyword_that_would_change_the_result_is_refused_by_name(decoders):

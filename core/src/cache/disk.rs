@@ -1,4 +1,4 @@
-//! The disk cache: a folder of bundles of one kernel each. Safe with any number of processes at once:
+//! The disk cache: a folder of bundles of one kernel each, packed. Safe with any number of processes at once:
 //! a file appears whole by being renamed, and one that is not whole is not taken.
 
 use std::fs::{self, OpenOptions};
@@ -13,8 +13,13 @@ use super::{CompiledKernel, KernelName};
 use crate::env;
 use crate::error::Result;
 
-/// Bytes that the folder may have: some thousand kernels. Beyond it, those unused for longest go.
-const LIMIT_BYTES: u64 = 1 << 30;
+/// Bytes that the kernels may have: some 40,000, as one with its assembly takes 50 kB. Beyond it, those unused for
+/// longest go.
+const LIMIT_BYTES: u64 = 2 << 30;
+
+/// A kernel that was used within this time goes for no other one; a new one is then not kept. Otherwise a program that
+/// uses more kernels than there is room for, in the same order each time, would find none of them.
+const IN_USE_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// An unfinished file this old has no writer any more: writing one takes less than a second.
 const ORPHANED_AFTER: Duration = Duration::from_secs(600);
@@ -85,13 +90,18 @@ impl Disk {
     /// The kernel, if a whole file has it. Any other file is as good as none: it will be replaced.
     pub(super) fn load(&self, name: &KernelName) -> Option<CompiledKernel> {
         let path = self.path(name);
-        let kernel = Bundle::open(&path).ok()?.get(name.key).ok()??;
+        let bundle = Bundle::open(&path).ok()?;
+        let kernel = bundle.get(name.key).ok()??;
         if KernelName::of(&kernel) != *name {
             return None;
         }
         // A folder that cannot be written still serves; its files only look unused.
-        if let Ok(file) = OpenOptions::new().append(true).open(&path) {
-            let _ = file.set_modified(SystemTime::now());
+        if bundle.is_packed() {
+            if let Ok(file) = OpenOptions::new().append(true).open(&path) {
+                let _ = file.set_modified(SystemTime::now());
+            }
+        } else {
+            let _ = bundle.to_bytes_quickly().map(|bytes| write_whole(&path, &bytes));
         }
         Some(Arc::unwrap_or_clone(kernel))
     }
@@ -99,10 +109,11 @@ impl Disk {
     pub(super) fn store(&self, kernel: &Arc<CompiledKernel>) -> io::Result<()> {
         fs::create_dir_all(&self.folder)?;
         let bytes = Bundle::new("", [Arc::clone(kernel)])
-            .to_plain_bytes()
+            .to_bytes_quickly()
             .map_err(|error| io::Error::other(error.to_string()))?;
-        write_whole(&self.path(&KernelName::of(kernel)), &bytes)?;
-        self.trim()
+        let path = self.path(&KernelName::of(kernel));
+        self.make_room(&path, bytes.len() as u64)?;
+        write_whole(&path, &bytes)
     }
 
     /// Waits until no other process compiles what this one is about to; `None` on a file system without locks, and where
@@ -125,31 +136,44 @@ impl Disk {
         self.folder.join(format!("{}.lock", &name.hex()[..2]))
     }
 
-    /// Removes what writers that were killed have left, and what was unused for longest until the rest is
-    /// within the limit.
-    fn trim(&self) -> io::Result<()> {
+    /// Removes what writers that were killed have left, and kernels that were unused for longest until the file at
+    /// `new`, of `bytes`, is within the limit with the rest. Other files of the folder are nobody's business here.
+    ///
+    /// # Errors
+    /// The rest was used lately, and leaves no room; what the system said.
+    fn make_room(&self, new: &Path, bytes: u64) -> io::Result<()> {
         let now = SystemTime::now();
-        let mut files = Vec::new();
+        let mut kernels = Vec::new();
         for entry in fs::read_dir(&self.folder)?.flatten() {
             // What another process has just removed is not there to be counted.
             let Ok(metadata) = entry.metadata() else { continue };
             let modified = metadata.modified()?;
-            let unfinished = entry.file_name().to_string_lossy().starts_with(UNFINISHED);
-            let age = now.duration_since(modified).unwrap_or_default();
-            if unfinished && age > ORPHANED_AFTER && fs::remove_file(entry.path()).is_ok() {
-                continue;
+            // By a clock that was wrong, a use is as far in the future.
+            let unused_for = now.duration_since(modified).unwrap_or_else(|error| error.duration());
+            let path = entry.path();
+            if entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
+                if unused_for > ORPHANED_AFTER {
+                    let _ = fs::remove_file(path);
+                }
+            } else if path.extension().is_some_and(|extension| extension == "fmha") && path != new {
+                kernels.push((unused_for, metadata.len(), path));
             }
-            files.push((modified, metadata.len(), entry.path()));
         }
-        let mut bytes: u64 = files.iter().map(|(_, bytes, _)| bytes).sum();
-        files.sort_unstable();
-        for (_, size, path) in files {
-            if bytes <= self.limit_bytes {
-                break;
-            }
-            if path.extension().is_some_and(|extension| extension == "fmha") && fs::remove_file(path).is_ok()
-            {
-                bytes -= size;
+        let mut total = bytes + kernels.iter().map(|(_, bytes, _)| bytes).sum::<u64>();
+        kernels.sort_unstable();
+        while total > self.limit_bytes {
+            let Some((_, size, path)) = kernels.pop_if(|(unused_for, ..)| *unused_for > IN_USE_FOR) else {
+                return Err(io::Error::other(format!(
+                    "it would take {total} bytes of {}, and the others were used within {} hours",
+                    self.limit_bytes,
+                    IN_USE_FOR.as_secs() / 3600
+                )));
+            };
+            // Room is made by whoever removes it: another process that makes room takes the same ones first.
+            match fs::remove_file(path) {
+                Ok(()) => total -= size,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => total -= size,
+                Err(_) => (),
             }
         }
         Ok(())
