@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fmha_core::backend::{refuse_code, unsupported};
+use fmha_core::backend::{refuse_code, refuse_lists, unsupported};
 use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Modules, Target};
 use fmha_core::source::ENTRY;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
@@ -301,6 +301,7 @@ impl<V: Vendor> Backend<V> {
 
     fn jobs_of<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Vec<KernelJob>> {
         refuse_code(self, problem)?;
+        refuse_lists(self, problem)?;
         // Kernels are made for one sequence at least.
         let one = problem.of_one_sequence()?;
         let problem = one.as_ref().unwrap_or(problem);
