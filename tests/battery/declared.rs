@@ -49,6 +49,13 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: false,
+        what: "lists of keys are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some()),
+    },
+    Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &[],
+        slowly: false,
         what: "a score or a mask as code is the CPU backend's",
         applies: |_, problem| problem.is_some_and(|p| !p.code.is_empty()),
     },
