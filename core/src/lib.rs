@@ -98,8 +98,10 @@ pub mod score;
 #[doc(hidden)]
 pub mod seq;
 mod setters;
+// Named in paths: `sparse::choose`.
 #[doc(hidden)]
 pub mod source;
+pub mod sparse;
 #[doc(hidden)]
 pub mod spec;
 #[cfg(test)]
