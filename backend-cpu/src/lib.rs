@@ -53,6 +53,7 @@ mod score;
 mod simd;
 #[cfg(test)]
 mod soft;
+mod sparse;
 mod tasks;
 mod tensor;
 mod tile;

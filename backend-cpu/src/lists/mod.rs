@@ -16,6 +16,8 @@
 
 mod backward;
 mod forward;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use backward::backward;
 pub(crate) use forward::forward;
