@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fmha_core::backend::{refuse_code, refuse_lists, unsupported};
+use fmha_core::backend::{refuse_code, unsupported};
 use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Modules, Target};
 use fmha_core::source::ENTRY;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
@@ -123,6 +123,9 @@ impl<V: Vendor> Backend<V> {
             }
             if !kernel.about.waits_for_keys {
                 problem.refuse_arrivals(kernel.name())?;
+            }
+            if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_lists) {
+                fwd.refuse_lists(kernel.name())?;
             }
             kernel.choose(problem, &self.facts, options)
         })
@@ -301,7 +304,6 @@ impl<V: Vendor> Backend<V> {
 
     fn jobs_of<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Vec<KernelJob>> {
         refuse_code(self, problem)?;
-        refuse_lists(self, problem)?;
         // Kernels are made for one sequence at least.
         let one = problem.of_one_sequence()?;
         let problem = one.as_ref().unwrap_or(problem);
@@ -386,6 +388,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
 
     fn roofline(&self, dtype: DType) -> Roofline {
         self.facts.roofline(dtype)
+    }
+
+    fn takes_lists(&self) -> bool {
+        true
     }
 
     fn kernels(&self) -> Vec<&'static str> {

@@ -1,9 +1,12 @@
-//! Lists of keys, where code runs on the host.
+//! Lists of keys, where code runs: on the host, and what a kernel reads of them.
 
+use crate::abi::{AbiStruct as _, DevPtr};
+use crate::abi_struct;
 use crate::args::{DevSlice, SeqArgs};
 use crate::error::{ProblemError, ensure};
 use crate::problem::{FwdProblem, KeyLists, ListEntries, ListLength};
 use crate::seq::SeqSpan;
+use crate::source::Header;
 
 /// The lists of a call in host memory: which keys each token of each sequence names.
 #[derive(Clone, Copy, Debug)]
@@ -54,6 +57,69 @@ impl<'a> HostLists<'a> {
             to.extend((keys.start..keys.end.min(span.seqlen_k.into())).map(|j| j as u32));
         }
     }
+}
+
+abi_struct! {
+    /// What a kernel reads of lists of keys, besides its [`FwdParams`](crate::abi::FwdParams).
+    pub struct ListParams {
+        /// Entry e of the list of row i and kv head h of sequence b at `b * batch + i * row + h * head + e`.
+        pub indices: DevPtr<i32>,
+        /// Entries in use of each sequence or row; null: all of them.
+        pub topk_length: DevPtr<i32>,
+        /// From sequence to sequence; 0 where rows are packed.
+        pub batch: i64,
+        /// From row to row.
+        pub row: i64,
+        /// From kv head to kv head.
+        pub head: i64,
+        /// Entries of a list.
+        pub topk: i32,
+        /// Keys that an entry stands for.
+        pub block: i32,
+        /// 1 where entries are addresses.
+        pub addresses: i32,
+        /// 1 where `topk_length` has a number for each row.
+        pub length_per_token: i32,
+        /// 1 where LSE is that of the keys alone.
+        pub lse_without_sink: i32,
+        /// 0.
+        pub padding: i32,
+    }
+}
+
+/// The lists of a call as a kernel has them; its arguments have passed their check. Of a call without lists there are none.
+#[must_use]
+pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ListParams {
+    let address = |slice: Option<&DevSlice<'_>>| DevPtr::new(slice.map_or(0, |slice| slice.as_ptr() as u64));
+    let lists = problem.lists.unwrap_or_else(|| KeyLists::new(problem, 0));
+    let is_packed = problem.layout.q == crate::layout::QLayout::Packed;
+    let block = match lists.entries {
+        ListEntries::Positions | ListEntries::Addresses => 1,
+        ListEntries::Blocks { size } => size,
+    };
+    ListParams {
+        indices: address(seq.indices.as_ref()),
+        topk_length: address(seq.topk_length.as_ref()),
+        batch: if is_packed { 0 } else { lists.strides.batch },
+        row: lists.strides.seq,
+        head: lists.strides.head,
+        topk: lists.topk.cast_signed(),
+        block: block.cast_signed(),
+        addresses: (lists.entries == ListEntries::Addresses).into(),
+        length_per_token: (lists.length == ListLength::Token).into(),
+        lse_without_sink: lists.lse_without_sink.into(),
+        padding: 0,
+    }
+}
+
+/// `fmha/lists.h`: what this file shares with the device.
+#[must_use]
+pub fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        ListParams::c_definition()
+    );
+    Header::rendered("fmha/lists.h", text)
 }
 
 /// Number `at`; absent, or no entries, beyond the end.
