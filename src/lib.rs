@@ -52,6 +52,7 @@
 mod attention;
 mod memory;
 mod registry;
+pub mod sparse;
 mod view;
 
 pub use half::{bf16, f16};
@@ -63,11 +64,12 @@ pub use fmha_core::{
     BwdProblem, CacheArgs, CacheSlice, CacheUse, Call, CapturedGrad, CapturedTensor, Code, CombineArgs,
     CombinePlan, CombineProblem, DType, DTypes, Descale, DevBuffer, DevSlice, DevSliceMut, DeviceMemory,
     Dims, Dropout, DropoutSeed, Elem, ElemType, ElementwiseBias, Error, Event, Explain, Extents, FmhaBackend,
-    FwdArgs, FwdPlan, FwdProblem, KvLayout, Launch, LaunchShape, Layouts, MAX_ARRIVALS, MaskAlign, MaskShape,
-    MaskSpec, MemorySpace, Merge, Operation, Part, PartialResult, Peers, Plan, PlanOptions, PlanParts,
-    Planned, Problem, ProblemError, Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline,
-    Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SeqArgs, Shape, Step, Stream, Strides,
-    TensorStrides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Word, Workspace, expr,
+    FwdArgs, FwdPlan, FwdProblem, KeyLists, KvLayout, Launch, LaunchShape, Layouts, ListEntries, ListLength,
+    MAX_ARRIVALS, MaskAlign, MaskShape, MaskSpec, MemorySpace, Merge, Operation, Part, PartialResult, Peers,
+    Plan, PlanOptions, PlanParts, Planned, Problem, ProblemError, Promises, QLayout, Queues, Recording,
+    Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SeqArgs,
+    Shape, Step, Stream, Strides, TensorStrides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Word,
+    Workspace, expr,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};

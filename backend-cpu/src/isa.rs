@@ -15,6 +15,7 @@ use crate::simd::Neon;
 #[cfg(all(target_arch = "x86_64", not(any(test, baseline_alone))))]
 use crate::simd::{Amx, Avx2, Avx512, Avx512Bf16, Avx512Vbmi};
 use crate::simd::{Portable, Simd};
+use crate::sparse::Index;
 use crate::tasks::Threads;
 
 /// An instruction set, by rising rank within its architecture.
@@ -96,6 +97,7 @@ pub(crate) trait Kernels {
     fn forward(&self, call: &Forward<'_>, threads: &Threads) -> Result<()>;
     fn backward(&self, call: &Backward<'_>, threads: &Threads) -> Result<()>;
     fn combine(&self, call: &Combine<'_>, threads: &Threads) -> Result<()>;
+    fn index(&self, call: &Index<'_>, threads: &Threads) -> Result<()>;
     /// Runs a fixed number of FMAs in registers: how many operations.
     fn fma_loop(&self) -> f64;
     /// Queries across a panel: what `block_m` is a multiple of.
@@ -112,6 +114,10 @@ impl<S: Simd> Kernels for S {
     }
 
     fn combine(&self, call: &Combine<'_>, threads: &Threads) -> Result<()> {
+        call.run(self.plain(), threads)
+    }
+
+    fn index(&self, call: &Index<'_>, threads: &Threads) -> Result<()> {
         call.run(self.plain(), threads)
     }
 

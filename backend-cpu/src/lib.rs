@@ -45,6 +45,7 @@ mod code;
 mod combine;
 mod forward;
 mod isa;
+mod lists;
 mod memory;
 mod plan;
 mod roofline;
@@ -52,6 +53,7 @@ mod score;
 mod simd;
 #[cfg(test)]
 mod soft;
+mod sparse;
 mod tasks;
 mod tensor;
 mod tile;
@@ -177,6 +179,10 @@ unsafe impl FmhaBackend for CpuBackend {
         true
     }
 
+    fn takes_lists(&self) -> bool {
+        true
+    }
+
     fn memory(&self) -> &dyn DeviceMemory {
         &HostMemory
     }
@@ -190,7 +196,7 @@ unsafe impl FmhaBackend for CpuBackend {
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
         plan::takes(problem, "cpu-bwd")?;
         plan::takes_code(problem.fwd(), "cpu-bwd")?;
-        plan::backward(self, options)
+        plan::backward(self, problem, options)
     }
 
     fn plan_combine(&self, _: &ValidCombine, options: &PlanOptions) -> Result<Planned<ValidCombine>> {

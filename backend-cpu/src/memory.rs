@@ -186,6 +186,16 @@ impl Bytes {
         Self(floats.as_mut_ptr().cast())
     }
 
+    /// Numbers of the caller's.
+    pub(crate) fn of_f32(numbers: &mut [f32]) -> Self {
+        Self(numbers.as_mut_ptr().cast())
+    }
+
+    /// Integers of the caller's.
+    pub(crate) fn of_i32(numbers: &mut [i32]) -> Self {
+        Self(numbers.as_mut_ptr().cast())
+    }
+
     /// Those from f32 `index` on.
     pub(crate) fn f32_from(self, index: usize) -> *mut f32 {
         self.0.cast::<f32>().wrapping_add(index)
@@ -196,6 +206,13 @@ impl Bytes {
     pub(crate) unsafe fn write_f32(self, index: usize, value: f32) {
         // SAFETY: the caller's promise.
         unsafe { self.0.cast::<f32>().add(index).write_unaligned(value) }
+    }
+
+    /// # Safety
+    /// i32 `index` is inside, and no other thread writes it.
+    pub(crate) unsafe fn write_i32(self, index: usize, value: i32) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.cast::<i32>().add(index).write_unaligned(value) }
     }
 
     /// # Safety

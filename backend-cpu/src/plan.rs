@@ -40,12 +40,13 @@ pub(crate) fn takes(problem: &impl Problem, kernel: &str) -> Result<()> {
 /// What is not computed beside a score or a mask as code.
 ///
 /// # Errors
-/// A tree mask, and a part of a larger call, whose places code would not know.
+/// A tree mask, and a part of a larger call, whose places code would not know; lists of keys.
 pub(crate) fn takes_code(problem: &FwdProblem, kernel: &str) -> Result<()> {
     let Err(refusal) = problem.code.refuse(kernel) else { return Ok(()) };
-    let what = match (problem.cache.tree_mask, problem.part.is_whole()) {
-        (true, _) => "beside tree_mask",
-        (_, false) => "in a part of a larger call (position_q, position_k)",
+    let what = match (problem.cache.tree_mask, problem.part.is_whole(), problem.lists) {
+        (true, ..) => "beside tree_mask".to_owned(),
+        (_, false, _) => "in a part of a larger call (position_q, position_k)".to_owned(),
+        (.., Some(lists)) => format!("beside indices of topk {}", lists.topk),
         _ => return Ok(()),
     };
     let reason = format!("{} {what}", refusal.reason);
@@ -59,6 +60,9 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     problem: &ValidFwd,
     options: &PlanOptions,
 ) -> Result<Planned<ValidFwd>> {
+    if problem.lists.is_some() {
+        return Ok(ready(backend, engine, of_lists(backend, "cpu-fwd", problem, options)?));
+    }
     // A tree mask is taken in rows.
     let max_may_lag = backend.isa == Isa::Amx && fits_tiles(problem) && !problem.cache.tree_mask;
     let planned = plan(backend, "cpu-fwd", max_may_lag, options, |blocks| {
@@ -94,8 +98,42 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     Ok(ready(backend, engine, planned))
 }
 
+/// What a plan over lists of keys says.
+fn of_lists(
+    backend: &CpuBackend,
+    kernel: &'static str,
+    problem: &FwdProblem,
+    options: &PlanOptions,
+) -> Result<(PlanParts, Blocks)> {
+    let topk = problem.lists.map_or(0, |lists| lists.topk);
+    if let Some((name, value)) = options.tile.iter().next() {
+        let reason = format!("tile {name}={value}: lists of topk {topk} have no tile to set (known: none)");
+        return Err(unsupported("cpu", vec![Refusal::new(kernel, reason)]));
+    }
+    let (mut parts, blocks) = plan(backend, kernel, false, options, |_| {
+        vec![
+            ("task", "a token of a kv head: its query heads over its list".into()),
+            ("arithmetic", "f32, f32 sums".into()),
+        ]
+    })?;
+    // A token's bits depend on its own list alone.
+    parts.promises.batch_invariant = true;
+    Ok((parts, blocks))
+}
+
 /// A backward plan.
-pub(crate) fn backward(backend: &CpuBackend, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
+pub(crate) fn backward(
+    backend: &CpuBackend,
+    problem: &ValidBwd,
+    options: &PlanOptions,
+) -> Result<Planned<ValidBwd>> {
+    if let Some(lists) = &problem.fwd.lists {
+        if problem.dbias.is_some() {
+            let reason = format!("dbias beside indices of topk {} is not in this kernel", lists.topk);
+            return Err(unsupported("cpu", vec![Refusal::new("cpu-bwd", reason)]));
+        }
+        return Ok(ready(backend, backend.engine, of_lists(backend, "cpu-bwd", problem.fwd(), options)?));
+    }
     let planned = plan(backend, "cpu-bwd", false, options, |blocks| {
         vec![
             ("block_m", blocks.block_m.to_string()),

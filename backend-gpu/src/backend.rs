@@ -124,6 +124,9 @@ impl<V: Vendor> Backend<V> {
             if !kernel.about.waits_for_keys {
                 problem.refuse_arrivals(kernel.name())?;
             }
+            if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_lists) {
+                fwd.refuse_lists(kernel.name())?;
+            }
             kernel.choose(problem, &self.facts, options)
         })
     }
@@ -385,6 +388,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
 
     fn roofline(&self, dtype: DType) -> Roofline {
         self.facts.roofline(dtype)
+    }
+
+    fn takes_lists(&self) -> bool {
+        true
     }
 
     fn kernels(&self) -> Vec<&'static str> {

@@ -104,6 +104,12 @@ pub unsafe trait FmhaBackend: Send + Sync {
         false
     }
 
+    /// Whether it knows of lists of keys ([`KeyLists`](crate::KeyLists)), and refuses by a kernel's name what it does not
+    /// compute. A backend that does not is given no problem with lists.
+    fn takes_lists(&self) -> bool {
+        false
+    }
+
     /// Chooses a backward kernel.
     ///
     /// # Errors
@@ -360,6 +366,17 @@ impl std::fmt::Debug for DevBuffer {
 #[must_use]
 pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error {
     Error::Unsupported { backend: backend.to_owned(), refusals }
+}
+
+/// Refuses a problem with lists of keys for each kernel of a backend that reads all keys.
+///
+/// # Errors
+/// [`Error::Unsupported`] with a refusal a kernel.
+pub fn refuse_lists<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
+    let Some(fwd) = problem.forward().filter(|_| !backend.takes_lists()) else { return Ok(()) };
+    let refused = |kernel| fwd.refuse_lists(kernel).err();
+    let refusals: Vec<_> = backend.kernels().into_iter().filter_map(refused).collect();
+    if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }
 
 /// Refuses a problem with a score or a mask as code for each kernel of a backend that computes none.

@@ -132,6 +132,11 @@ impl BwdProblem {
             check_output("dbias", dbias.strides, fwd.shape_bias(bias.broadcast), dbias.dtype)?;
         }
         fwd.code.check_gradients(&self.dcaptured)?;
+        ensure!(
+            !self.has_dlse || fwd.lists.is_none_or(|lists| !lists.lse_without_sink),
+            "has_dlse",
+            "has_dlse true beside lse_without_sink true: an LSE without its sink has no gradient"
+        );
         ensure!(fwd.score.sink || !self.write_dsink, "dsink", "dsink is wanted, but sink is false");
         Ok(ValidBwd { fwd, problem: self })
     }

@@ -119,6 +119,12 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         }
     }
 
+    /// The forward problem that it has or is; none of a combine.
+    #[doc(hidden)]
+    fn forward(&self) -> Option<&FwdProblem> {
+        None
+    }
+
     /// The problem's score and mask as code.
     #[doc(hidden)]
     fn code(&self) -> Option<&Code> {
@@ -187,6 +193,10 @@ impl Problem for ValidFwd {
 
     fn dropout(&self) -> Option<Dropout> {
         self.drops().then_some(self.dropout)
+    }
+
+    fn forward(&self) -> Option<&FwdProblem> {
+        Some(self)
     }
 
     fn code(&self) -> Option<&Code> {
@@ -266,6 +276,10 @@ impl Problem for ValidBwd {
 
     fn dropout(&self) -> Option<Dropout> {
         self.fwd().drops().then_some(self.fwd().dropout)
+    }
+
+    fn forward(&self) -> Option<&FwdProblem> {
+        Some(self.fwd())
     }
 
     fn code(&self) -> Option<&Code> {

@@ -42,6 +42,9 @@ pub fn check_lengths(
         seqused_k: seqused_k.as_deref().map(DevSlice::host),
         block_table: pages.as_deref().map(|pages| BlockTable { pages: DevSlice::host(pages), max_pages }),
         totals: seq.totals,
+        // What lists name beyond their keys is absent: no entry is wrong.
+        indices: None,
+        topk_length: None,
         arrivals: None,
     };
     checked_spans(problem, &copied)?;

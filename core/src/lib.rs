@@ -77,6 +77,8 @@ pub mod layout;
 #[doc(hidden)]
 pub mod lengths;
 #[doc(hidden)]
+pub mod lists;
+#[doc(hidden)]
 pub mod mask;
 #[doc(hidden)]
 pub mod operation;
@@ -96,8 +98,10 @@ pub mod score;
 #[doc(hidden)]
 pub mod seq;
 mod setters;
+// Named in paths: `sparse::choose`.
 #[doc(hidden)]
 pub mod source;
+pub mod sparse;
 #[doc(hidden)]
 pub mod spec;
 #[cfg(test)]
@@ -137,8 +141,8 @@ pub use plan::{
     ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
-    CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts,
-    MAX_ARRIVALS, Part, Scales, Score, TensorStrides, ValidFwd,
+    CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem, KeyLists,
+    Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, TensorStrides, ValidFwd,
 };
 pub use queues::Queues;
 pub use roofline::Roofline;

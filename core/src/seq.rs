@@ -83,6 +83,7 @@ fn resolve(problem: &FwdProblem, seq: &SeqArgs<'_>, lying: Lying) -> Result<Vec<
     let used_k =
         host_i32(k.used_name, seq.seqused_k.as_ref(), problem.layout.seqused_k, dims.batch as usize)?;
     let new = NewRows::of(problem, seq)?;
+    let pool = pool_keys(problem, seq.totals)?;
     let spans: Vec<SeqSpan> = (0..dims.batch)
         .map(|i_batch| {
             let (q_row, seqlen_q) = q.rows(i_batch as usize, cu_q.as_deref(), used_q.as_deref(), lying)?;
@@ -90,6 +91,9 @@ fn resolve(problem: &FwdProblem, seq: &SeqArgs<'_>, lying: Lying) -> Result<Vec<
                 k.rows(i_batch as usize, cu_k.as_deref(), used_k.as_deref(), lying)?;
             let (new_batch, new_row, mut added) = new.rows(i_batch)?;
             let mut room = k.room(i_batch as usize, cu_k.as_deref());
+            if let Some(keys) = pool {
+                (seqlen_cached, room) = (keys, keys);
+            }
             if lying == Lying::Clamped {
                 // A pool of no pages holds no keys.
                 if problem.layout.kv.page_size().is_some() && seq.totals.num_pages == Some(0) {
@@ -134,11 +138,13 @@ fn resolve(problem: &FwdProblem, seq: &SeqArgs<'_>, lying: Lying) -> Result<Vec<
 pub struct KvRows<'a> {
     /// `page_size`, the block table's bytes, and its `max_pages`.
     pages: Option<(u32, &'a [u8], usize)>,
+    /// `page_size`, where a sequence's keys are those of all pages, in the order of their addresses.
+    pool: Option<u32>,
 }
 
 impl<'a> KvRows<'a> {
     /// Those of a problem whose K and V are not paged: [`SeqSpan`] has all that there is to know.
-    pub const UNPAGED: Self = Self { pages: None };
+    pub const UNPAGED: Self = Self { pages: None, pool: None };
 
     /// Those of a call. Their entries are checked by [`spans`] and [`checked_spans`].
     ///
@@ -146,6 +152,9 @@ impl<'a> KvRows<'a> {
     /// A block table that is missing, too small, or not in host memory.
     pub fn of(problem: &FwdProblem, seq: &SeqArgs<'a>) -> Result<Self, ProblemError> {
         let Some(page_size) = problem.layout.kv.page_size() else { return Ok(Self::UNPAGED) };
+        if problem.lists_addresses() {
+            return Ok(Self { pages: None, pool: Some(page_size) });
+        }
         let missing = || ProblemError::new("block_table", "block_table is missing: K and V are paged");
         let table = seq.block_table.ok_or_else(missing)?;
         let bytes = table.pages.as_host().ok_or_else(|| {
@@ -158,16 +167,17 @@ impl<'a> KvRows<'a> {
             "block_table has {} bytes, but {wanted} are read",
             bytes.len()
         );
-        Ok(Self { pages: Some((page_size, bytes, table.max_pages as usize)) })
+        Ok(Self { pages: Some((page_size, bytes, table.max_pages as usize)), pool: None })
     }
 
     /// The batch index (a page, where K and V are paged) and the row of key `j`.
     #[must_use]
     #[inline]
     pub fn at(&self, span: &SeqSpan, j: u32) -> (u32, u32) {
-        match self.pages {
-            None => (span.k_batch, span.k_row + j),
-            Some((page_size, ..)) => (self.entry(span, j / page_size).unsigned_abs(), j % page_size),
+        match (self.pages, self.pool) {
+            (None, None) => (span.k_batch, span.k_row + j),
+            (None, Some(page_size)) => (j / page_size, j % page_size),
+            (Some((page_size, ..)), _) => (self.entry(span, j / page_size).unsigned_abs(), j % page_size),
         }
     }
 
@@ -176,7 +186,8 @@ impl<'a> KvRows<'a> {
     #[inline]
     pub fn run(&self, span: &SeqSpan, j: u32) -> u32 {
         let rest = span.seqlen_k - j;
-        self.pages.map_or(rest, |(page_size, ..)| rest.min(page_size - j % page_size))
+        let page_size = self.pages.map(|(page_size, ..)| page_size).or(self.pool);
+        page_size.map_or(rest, |page_size| rest.min(page_size - j % page_size))
     }
 
     /// An entry of the block table; −1 beyond it.
@@ -231,6 +242,23 @@ impl<'a> KvRows<'a> {
             }
         }
         Ok(())
+    }
+}
+
+/// The keys of all pages, where lists name them by their addresses: each sequence has all of them.
+fn pool_keys(problem: &FwdProblem, totals: Totals) -> Result<Option<u32>, ProblemError> {
+    let Some(page_size) = problem.layout.kv.page_size().filter(|_| problem.lists_addresses()) else {
+        return Ok(None);
+    };
+    let num_pages = totals.num_pages.unwrap_or(0);
+    let keys = u64::from(num_pages) * u64::from(page_size);
+    let most = i32::MAX.unsigned_abs();
+    match u32::try_from(keys).ok().filter(|&keys| keys <= most) {
+        Some(keys) => Ok(Some(keys)),
+        None => {
+            let text = format!("num_pages {num_pages} of page_size {page_size}: addresses end at {most}");
+            Err(ProblemError::new("num_pages", text))
+        }
     }
 }
 

@@ -157,6 +157,7 @@ pub fn headers() -> Vec<Header> {
         "range.h",
         "row_bwd.h",
         "row_fwd.h",
+        "row_lists.h",
         "update_cache.h",
         "num.h",
     ));

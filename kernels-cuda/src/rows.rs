@@ -15,6 +15,11 @@ const NUM_THREADS: u32 = 128;
 pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let (include, params, call) = match kernel {
         RowKernel::Simt => ("fmha/simt/fwd.cuh", "FwdParams p", "simt::fwd<kSpec>(p);"),
+        RowKernel::SimtLists => (
+            "fmha/simt/lists.cuh",
+            "FwdParams p, const __grid_constant__ ListParams lists",
+            "simt::fwd_lists<kSpec>(p, lists);",
+        ),
         RowKernel::SimtStats => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
         RowKernel::SimtBwd => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd<kSpec>(p);"),
         RowKernel::Combine => ("fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"),
@@ -35,7 +40,7 @@ fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelS
         params: &format!("const __grid_constant__ {params}"),
         call,
     };
-    crate::source(entry.render(), || [fmha_core::cache_update::header()])
+    crate::source(entry.render(), || [fmha_core::cache_update::header(), fmha_core::lists::header()])
 }
 
 /// A launch over so many rows.

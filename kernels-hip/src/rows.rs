@@ -18,6 +18,9 @@ const MOST_UPDATING: u64 = 1 << 14;
 fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let (include, params, call) = match kernel {
         RowKernel::Simt => ("fmha/simt/fwd.h", "FwdParams p", "simt::fwd<kSpec>(p);"),
+        RowKernel::SimtLists => {
+            ("fmha/simt/lists.h", "FwdParams p, ListParams lists", "simt::fwd_lists<kSpec>(p, lists);")
+        }
         RowKernel::SimtStats => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
         RowKernel::SimtBwd => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd<kSpec>(p);"),
         RowKernel::Combine => ("fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"),
@@ -33,6 +36,9 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         let mut headers = crate::headers();
         if kernel == RowKernel::UpdateCache {
             headers.push(fmha_core::cache_update::header());
+        }
+        if kernel == RowKernel::SimtLists {
+            headers.push(fmha_core::lists::header());
         }
         headers
     })
@@ -50,12 +56,14 @@ pub(crate) fn row_launch(
     let groups = match kernel {
         RowKernel::Combine => (rows * elems).div_ceil(NUM_THREADS.into()),
         RowKernel::UpdateCache => rows.div_ceil(UPDATED_ROWS).min(MOST_UPDATING),
-        RowKernel::Simt | RowKernel::SimtStats | RowKernel::SimtBwd => rows.div_ceil(of_group),
+        RowKernel::Simt | RowKernel::SimtLists | RowKernel::SimtStats | RowKernel::SimtBwd => {
+            rows.div_ceil(of_group)
+        }
     };
     let most = u64::from(u32::MAX / NUM_THREADS);
     if groups > most {
         return Err(match kernel {
-            RowKernel::Simt | RowKernel::UpdateCache => {
+            RowKernel::Simt | RowKernel::SimtLists | RowKernel::UpdateCache => {
                 format!("seqlen_q, num_heads_q and batch make {groups} workgroups, more than {most}")
             }
             RowKernel::SimtStats | RowKernel::SimtBwd => {

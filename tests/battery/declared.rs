@@ -48,6 +48,29 @@ pub const DECLARED: &[Declared] = &[
     Declared {
         backends: &["cuda", "rocm"],
         kernels: &[],
+        slowly: true,
+        what: "lists of keys are the CPU backend's, and the slow kernel's forward",
+        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some()),
+    },
+    Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &[],
+        slowly: false,
+        what: "gradients over lists of keys are the CPU backend's",
+        applies: |case, problem| {
+            matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| p.lists.is_some())
+        },
+    },
+    Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &["simt"],
+        slowly: false,
+        what: "lists of keys in caches of FP8 beside 16 bits are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some() && p.cache.dtype.is_some()),
+    },
+    Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &[],
         slowly: false,
         what: "a score or a mask as code is the CPU backend's",
         applies: |_, problem| problem.is_some_and(|p| !p.code.is_empty()),

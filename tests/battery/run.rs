@@ -1,7 +1,9 @@
 //! Running one case.
 
+use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use fmha_core::lists::HostLists;
 use fmha_core::seq::KvRows;
 use fmha_core::tune::TileOptions;
 use fmha_core::{BwdPlan, Device, Error, MemorySpace, PlanOptions, Result, Shape};
@@ -257,22 +259,7 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
                 }
             }
         }
-        Plant::HiddenKeys => {
-            for span in spans {
-                let band = host.problem.band(span.seqlen_q, span.seqlen_k);
-                let hidden = (0..span.seqlen_k).filter(|&j| !(0..span.seqlen_q).any(|i| band.visible(i, j)));
-                for j in hidden {
-                    for (operand, dim) in [(Operand::K, dims.head_dim_qk), (Operand::V, dims.head_dim_v)] {
-                        for (head, d) in
-                            (0..dims.num_heads_kv).flat_map(|head| (0..dim).map(move |d| (head, d)))
-                        {
-                            let at = [span.k_batch, span.k_row + j, head, d];
-                            host.operands.expect_mut(operand).set(at, f64::NAN);
-                        }
-                    }
-                }
-            }
-        }
+        Plant::HiddenKeys => hide_keys(host)?,
         Plant::LastKeys => last_keys(host)?,
         Plant::FarBelow { begin, end, key } => {
             for span in spans {
@@ -343,4 +330,37 @@ fn faint_weights(host: &mut HostFwd, score: f64) {
             }
         }
     }
+}
+
+/// NaN in every row of K and V that no query of its kv head sees, or lists.
+fn hide_keys(host: &mut HostFwd) -> Result<()> {
+    let (problem, spans) = (host.problem.clone(), host.spans.clone());
+    let dims = problem.dims;
+    let seq = host.inputs().seq;
+    let (places, lists) = (KvRows::of(&problem, &seq)?, HostLists::of(&problem, &seq)?);
+    let mut seen = HashSet::new();
+    let mut all = HashSet::new();
+    let mut listed = Vec::new();
+    for span in &spans {
+        let band = problem.band(span.seqlen_q, span.seqlen_k);
+        for head in 0..dims.num_heads_kv {
+            all.extend((0..span.seqlen_cached).map(|j| (places.at(span, j), head)));
+            for i in 0..span.seqlen_q {
+                match &lists {
+                    Some(lists) => lists.row(span, head, i, &mut listed),
+                    None => listed = (0..span.seqlen_k).collect(),
+                }
+                let visible = listed.iter().filter(|&&j| j < span.seqlen_cached && band.visible(i, j));
+                seen.extend(visible.map(|&j| (places.at(span, j), head)));
+            }
+        }
+    }
+    for &((batch, row), head) in all.difference(&seen) {
+        for (operand, dim) in [(Operand::K, dims.head_dim_qk), (Operand::V, dims.head_dim_v)] {
+            if operand == Operand::K || !problem.cache.v_in_k {
+                (0..dim).for_each(|d| host.operands.expect_mut(operand).set([batch, row, head, d], f64::NAN));
+            }
+        }
+    }
+    Ok(())
 }

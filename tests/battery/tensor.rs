@@ -38,6 +38,8 @@ pub enum Operand {
     Cos,
     Sin,
     TreeMask,
+    Indices,
+    TopkLength,
     Bias,
     AlibiSlopes,
     Sink,

@@ -4,8 +4,8 @@ use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
     Bias, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale, DropoutSeed, ElemType,
-    FwdProblem, KvLayout, Merge, QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides,
-    Totals, ValidBwd, ValidCombine, ValidFwd,
+    FwdProblem, KvLayout, ListLength, Merge, QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape,
+    Strides, Totals, ValidBwd, ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -23,6 +23,10 @@ pub struct Lengths {
     pub cu_seqlens_new: Vec<i32>,
     /// Tree mask: u32 words as the contract lays them out.
     pub tree_mask: Vec<i32>,
+    /// Lists of keys, as their strides lay them out.
+    pub indices: Vec<i32>,
+    /// Entries of the lists in use, where the problem says so.
+    pub topk_length: Vec<i32>,
     /// Packed Q: `[batch + 1]`.
     pub cu_seqlens_q: Vec<i32>,
     /// Packed K: `[batch + 1]`.
@@ -363,6 +367,8 @@ pub(crate) fn seq_of<'a>(
         .cu_seqlens_k(input(Operand::CuSeqlensK))
         .seqused_q(input(Operand::SequsedQ))
         .seqused_k(input(Operand::SequsedK))
+        .indices(input(Operand::Indices))
+        .topk_length(input(Operand::TopkLength))
 }
 
 /// Lengths, Q, K, V and the score's operands.
@@ -375,8 +381,12 @@ fn inputs(
 ) -> Result<Vec<SeqSpan>> {
     let facts = (lengths.totals, problem.dims.batch);
     let packs_new = problem.cache.append.is_some_and(|append| append.layout == QLayout::Packed);
+    let has_table = problem.layout.kv.is_paged() && !problem.lists_addresses();
+    let has_length = problem.lists.is_some_and(|lists| lists.length != ListLength::Whole);
     for (operand, wanted, values) in [
-        (Operand::BlockTable, problem.layout.kv.is_paged(), &lengths.block_table),
+        (Operand::BlockTable, has_table, &lengths.block_table),
+        (Operand::Indices, problem.lists.is_some(), &lengths.indices),
+        (Operand::TopkLength, has_length, &lengths.topk_length),
         (Operand::CuSeqlensNew, packs_new, &lengths.cu_seqlens_new),
         (Operand::TreeMask, problem.cache.tree_mask, &lengths.tree_mask),
         (Operand::CuSeqlensQ, problem.layout.q == QLayout::Packed, &lengths.cu_seqlens_q),

@@ -241,15 +241,15 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("simt"),
         in_test: NONE,
-        in_all: Cases { filter: "^backward/", deal: 1 },
+        in_all: Cases { filter: "^(backward|lists)/", deal: 1 },
         ..amd("gfx942", NONE)
     },
     Row {
         kernel: Some("simt"),
         // Of FP8 over several blocks not the rows of D 224 and 256, which differ from the others in a loop's length.
-        in_test: Cases { filter: "^((definition|guards)/|fp8/([^b]|blocks/[^/]*/([^d]|d[^2])))", deal: 288 },
+        in_test: Cases { filter: "^((definition|guards|lists)/|fp8/([^b]|blocks/[^/]*/([^d]|d[^2])))", deal: 288 },
         in_all: Cases {
-            filter: "^(addresses|definition|edges|fp8|guards|heads/[a-z_]*/(bf16|f16)/[^d]|rare)/",
+            filter: "^(addresses|definition|edges|fp8|guards|heads/[a-z_]*/(bf16|f16)/[^d]|lists|rare)/",
             deal: 1,
         },
         ..HOPPER

@@ -32,6 +32,7 @@ use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 use crate::blocks::{AddTo, Factors, RowDots, Rows, WriteRows};
 use crate::code::{Code, captured_zeros};
 use crate::forward::{Blocks, Call, key_tiles};
+use crate::lists;
 use crate::memory::{Bytes, Floats, add, reserve};
 use crate::score::{HeadScore, Panel, ScoreInputs};
 use crate::simd::Simd;
@@ -98,6 +99,9 @@ impl Backward<'_> {
     /// # Errors
     /// Memory for scratch that the system refuses, before anything is written.
     pub(crate) fn run<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
+        if self.problem.fwd.lists.is_some() {
+            return lists::backward(self, s, threads);
+        }
         let mut shared = self.shared()?;
         let tasks = shared.tasks(threads.count())?;
         let used = threads.used(tasks.len());

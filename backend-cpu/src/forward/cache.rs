@@ -287,6 +287,20 @@ impl Cached<'_> {
         dense: bool,
         scratch: &mut Floats,
     ) -> Matrix {
+        let planes = self.widened_by::<S>(&[descale], u32::MAX).1;
+        self.block_by(s, head, (j, count), &planes, dense, scratch)
+    }
+
+    /// As [`block`](Self::block), with [what widens](Self::widened_by) the head's rows.
+    pub(crate) fn block_by<S: Simd>(
+        &self,
+        s: S,
+        head: &HeadScore,
+        (j, count): (u32, usize),
+        planes: &[BytePlanes],
+        dense: bool,
+        scratch: &mut Floats,
+    ) -> Matrix {
         let span = &head.span;
         let run = self.rows.run(span, j) as usize;
         let (batch, row) = self.rows.at(span, j);
@@ -295,14 +309,7 @@ impl Cached<'_> {
             return here;
         }
         let to = scratch.as_mut_ptr().cast::<u8>();
-        self.bring_together(
-            s,
-            span,
-            (head.i_head_kv, 1),
-            (j, count),
-            &self.widened_by::<S>(&[descale], u32::MAX).1,
-            to,
-        );
+        self.bring_together(s, span, (head.i_head_kv, 1), (j, count), planes, to);
         Matrix::dense(to, self.taken_as(), self.dim)
     }
 

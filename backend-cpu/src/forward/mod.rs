@@ -16,7 +16,7 @@
 //! else: not on `block_m`, the number of threads or the rest of the batch.
 
 mod again;
-mod cache;
+pub(crate) mod cache;
 mod rows;
 #[cfg(test)]
 mod tests;
@@ -38,6 +38,7 @@ use crate::blocks::{
     TILE, WriteRows, row_stride,
 };
 use crate::code::{Code, CodeLanes};
+use crate::lists;
 use crate::memory::{Bytes, Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, ScoreInputs};
 use crate::simd::Simd;
@@ -150,6 +151,9 @@ impl Forward<'_> {
     /// Memory for scratch that the system refuses, before anything is written.
     pub(crate) fn run<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
         let (problem, args) = (self.problem, self.args);
+        if problem.lists.is_some() {
+            return lists::forward(self, s.plain(), threads);
+        }
         let rows = KvRows::of(problem, &args.seq)?;
         let turned = TurnedQueries::of(problem, args, self.spans, threads)?;
         cache::append(problem, args, self.spans, rows, threads)?;
@@ -496,7 +500,7 @@ impl Shared<'_> {
 }
 
 /// What a row of O is to be multiplied by, and its LSE, from its maximum and its sum.
-fn settle(row_max: f64, row_sum: f64, sink: Option<f32>) -> (f64, f64) {
+pub(crate) fn settle(row_max: f64, row_sum: f64, sink: Option<f32>) -> (f64, f64) {
     let sink = sink.map_or(f64::NEG_INFINITY, f64::from);
     let top = row_max.max(sink);
     if top == f64::NEG_INFINITY && row_sum == 0.0 && !sink.is_nan() {

@@ -75,6 +75,12 @@ impl Source {
         self.matrix(span.q_batch, head, span.q_row)
     }
 
+    /// The heads from `first` on of one row, as rows.
+    pub(crate) fn heads(&self, batch: u32, seq: u32, first: u32) -> Matrix {
+        let head = (self.strides.head as isize).wrapping_mul(self.dtype.size_bytes() as isize);
+        Matrix { row: head, ..self.matrix(batch, first, seq) }
+    }
+
     pub(crate) fn k_rows(&self, span: SeqSpan, head: u32) -> Matrix {
         self.matrix(span.k_batch, head, span.k_row)
     }
@@ -96,6 +102,12 @@ impl Target {
     /// Scratch of this call's own.
     pub(crate) fn of_scratch(ptr: *mut u8, dtype: DType, strides: Strides) -> Self {
         Self { ptr, dtype, strides }
+    }
+
+    /// The heads from `first` on of one row, as rows of a tensor.
+    pub(crate) fn heads(&self, batch: u32, seq: u32, first: u32) -> Self {
+        let strides = Strides { batch: 0, seq: self.strides.head, head: 0, ..self.strides };
+        Self { ptr: self.row_ptr(batch, seq, first, 0), dtype: self.dtype, strides }
     }
 
     /// Writes one row, whatever the step from element to element.

@@ -12,6 +12,8 @@ pub use simt::{Simt, SimtBwd};
 pub enum RowKernel {
     /// The forward, of a [`FwdSpec`](fmha_core::spec::FwdSpec).
     Simt,
+    /// The forward over lists of keys, of a [`FwdSpec`](fmha_core::spec::FwdSpec).
+    SimtLists,
     /// LSE and delta of the backward's queries, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
     SimtStats,
     /// Every gradient, of a [`BwdSpec`](fmha_core::spec::BwdSpec).

@@ -1,6 +1,7 @@
-//! `simt`: every problem, a row at a time. Correct for all, fast for none.
+//! `simt`: every problem, a row at a time, but for gradients over lists of keys. Correct for all, fast for none.
 
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
+use fmha_core::lists::list_params;
 use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, ValidFwd, Workspace, bind, cache_update};
@@ -20,7 +21,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     type Tile = ();
 
     fn about() -> About<ValidFwd> {
-        About { is_fallback: true, ..About::new(NAME) }
+        About { is_fallback: true, takes_lists: true, ..About::new(NAME) }
     }
 
     fn fit(problem: &ValidFwd, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
@@ -41,8 +42,8 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         let dims = problem.dims;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
         let spec = FwdSpec::of(problem);
-        let main =
-            facts.row_launch((Stage::Main, NAME), RowKernel::Simt, &spec, [rows, 0]).map_err(refuse)?;
+        let row_kernel = if problem.lists.is_some() { RowKernel::SimtLists } else { RowKernel::Simt };
+        let main = facts.row_launch((Stage::Main, NAME), row_kernel, &spec, [rows, 0]).map_err(refuse)?;
         let update = update::launch_before("simt_update", problem, facts).map_err(refuse)?;
         let (group, threads) = facts.row_group();
         Ok(Choice {
@@ -58,8 +59,16 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         // SAFETY: the caller's promise; the workspace is as large as the plan said.
         let mut params = unsafe { update::run(steps, call, Workspace::NONE)? };
-        // SAFETY: the kernel takes one FwdParams; core saw that its memory covers the problem.
-        unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) }
+        let params = (&raw mut params).cast();
+        let mut lists = call.problem.lists.map(|_| list_params(call.problem, &call.args.seq));
+        // SAFETY: the kernel takes FwdParams, and ListParams where the problem has lists; core saw that the memory of both
+        // covers the problem.
+        unsafe {
+            match &mut lists {
+                None => steps.main().launch(&mut [params], call.stream),
+                Some(lists) => steps.main().launch(&mut [params, (&raw mut *lists).cast()], call.stream),
+            }
+        }
     }
 }
 

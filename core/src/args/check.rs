@@ -217,7 +217,17 @@ impl Operands {
         self.read("arrivals.ends", &seq.arrivals.map(|keys| keys.ends), pieces > 0, (U32, pieces))?;
         self.read("arrivals.flags", &seq.arrivals.map(|keys| keys.flags), pieces > 0, (U32, pieces + 1))?;
 
-        let table_elems = match (problem.layout.kv.page_size(), &seq.block_table) {
+        let (mut indices, mut lengths) = (None, 0);
+        if let Some(lists) = &problem.lists {
+            indices = Some(lists.strides.extent(lists.shape(problem, seq.totals)).unwrap_or(u64::MAX));
+            lengths = lists.length_elems(problem, seq.totals);
+        }
+        self.read("indices", &seq.indices, indices.is_some(), (I32, indices.unwrap_or(0)))?;
+        self.read("topk_length", &seq.topk_length, lengths > 0, (I32, lengths))?;
+
+        // Lists of addresses have no block table.
+        let page_size = problem.layout.kv.page_size().filter(|_| !problem.lists_addresses());
+        let table_elems = match (page_size, &seq.block_table) {
             (Some(page_size), Some(table)) => {
                 let keys = u64::from(table.max_pages) * u64::from(page_size);
                 ensure!(
@@ -234,7 +244,7 @@ impl Operands {
             (None, _) => 0,
         };
         let table = seq.block_table.as_ref().map(|table| Access::input(&table.pages));
-        self.numbers("block_table", table, problem.layout.kv.page_size().is_some(), (I32, table_elems))?;
+        self.numbers("block_table", table, page_size.is_some(), (I32, table_elems))?;
 
         let bias = score.bias.as_ref().map(Access::input);
         let wanted = match problem.score.bias {

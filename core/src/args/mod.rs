@@ -278,6 +278,11 @@ pub struct SeqArgs<'a> {
     pub seqused_q: Option<DevSlice<'a>>,
     /// i32 `[batch]`: logical keys in the cache before the call, where the problem says so.
     pub seqused_k: Option<DevSlice<'a>>,
+    /// i32 `[batch, seqlen_q, num_heads_kv, topk]`, packed `[total_q, num_heads_kv, topk]`: the keys that each token
+    /// lists, iff the problem has [`lists`](crate::FwdProblem::lists).
+    pub indices: Option<DevSlice<'a>>,
+    /// i32 `[batch]`, or one for each token: entries of the lists in use, iff the problem says so.
+    pub topk_length: Option<DevSlice<'a>>,
     /// When K and V come, iff the problem's [`arrivals`](crate::FwdProblem::arrivals) is not 0.
     pub arrivals: Option<Arrivals<'a>>,
 }

@@ -25,6 +25,10 @@ impl<'a> SeqArgs<'a> {
         seqused_q: impl Into<Option<DevSlice<'a>>> => seqused_q;
         /// i32 `[batch]`: logical keys in the cache before the call.
         seqused_k: impl Into<Option<DevSlice<'a>>> => seqused_k;
+        /// i32: the keys that each token lists.
+        indices: impl Into<Option<DevSlice<'a>>> => indices;
+        /// i32: entries of the lists in use.
+        topk_length: impl Into<Option<DevSlice<'a>>> => topk_length;
         /// When K and V come.
         arrivals: impl Into<Option<Arrivals<'a>>> => arrivals;
     }

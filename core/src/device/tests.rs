@@ -430,3 +430,18 @@ fn a_backend_that_knows_of_no_code_refuses_it_by_each_kernels_name() {
     }
     assert!(log.take().is_empty());
 }
+
+#[test]
+fn a_backend_that_knows_of_no_lists_refuses_them_by_each_kernels_name() {
+    let (device, log) = open(Toy::on_a_device());
+    let listed = FwdProblem::clone(&problem());
+    let lists = crate::KeyLists::new(&listed, 7);
+    let listed = listed.lists(lists);
+    let refused = device.plan_fwd(&listed.validate().unwrap(), &PlanOptions::default());
+    let Err(crate::Error::Unsupported { refusals, .. }) = refused else { panic!("lists are planned") };
+    assert!(!refusals.is_empty());
+    for refusal in refusals {
+        assert_eq!(refusal.reason, "indices of topk 7 are not in this kernel", "{}", refusal.kernel);
+    }
+    assert!(log.take().is_empty());
+}

@@ -3,6 +3,7 @@
 mod cache;
 mod code;
 mod groups;
+mod lists;
 mod part;
 mod strides;
 
@@ -13,6 +14,7 @@ use crate::expr::Function;
 use crate::kv::{Append, Rotary};
 pub use code::{CapturedGrad, CapturedTensor, Code};
 pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, TensorStrides};
+pub use lists::{KeyLists, ListEntries, ListLength};
 pub use part::Part;
 pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit_stride, check_v};
 
@@ -82,6 +84,8 @@ pub struct FwdProblem {
     pub strides: TensorStrides,
     /// Which keys a query sees.
     pub mask: MaskSpec,
+    /// The keys that each query lists, in place of all keys.
+    pub lists: Option<KeyLists>,
     /// What happens to a score before the softmax.
     pub score: Score,
     /// A score and a mask as code.
@@ -132,6 +136,7 @@ impl FwdProblem {
             dtypes: DTypes { qk: dtype, v: dtype, o: dtype_o },
             strides: TensorStrides { q: unset, k: unset, v: unset, o: unset },
             mask: MaskSpec::NONE,
+            lists: None,
             score: Score { softmax_scale: None, softcap: None, bias: Bias::None, sink: false },
             code: Code::default(),
             dropout: Dropout { p_drop: 0.0, write_keep_mask: false },
@@ -177,6 +182,8 @@ impl FwdProblem {
         strides_o: Strides => strides.o;
         /// Which keys a query sees.
         mask: MaskSpec => mask;
+        /// The keys that each query lists, in place of all keys.
+        lists: impl Into<Option<KeyLists>> => lists;
         /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
         softmax_scale: impl Into<Option<f32>> => score.softmax_scale;
         /// `softcap * tanh(S / softcap)`, before the bias.
@@ -332,6 +339,7 @@ impl FwdProblem {
         self.code.check()?;
         self.check_cache()?;
         self.check_part()?;
+        self.check_lists()?;
         Ok(ValidFwd(self))
     }
 
@@ -464,6 +472,7 @@ impl FwdProblem {
         let extents = self.extents(totals);
         if totals != Totals::NONE {
             self.check_tensors(&extents)?;
+            self.check_list_strides(totals)?;
         }
         Ok(extents)
     }

@@ -166,6 +166,12 @@ pub fn backward(
     Ok(all)
 }
 
+/// `ln(e^a + e^b)`.
+fn add_exponents<T: Float>(a: T, b: T) -> T {
+    let max = a.max(b);
+    if max.is_infinite() { max } else { max + ((a - max).exp() + (b - max).exp()).ln() }
+}
+
 fn add(sums: &mut [f64], terms: &[f64]) {
     sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term);
 }
@@ -267,7 +273,12 @@ impl<'a> OneHead<'a> {
             o.gather(|i| (span.q_batch, span.q_row + i), i_head, span.seqlen_q, dim_v as u32, T::one())?;
         let queries = (0..span.seqlen_q)
             .map(|i| {
-                let lse = f32_at("lse", Some(&args.lse), span.lse_index(fwd, i_head, i))?;
+                let mut lse: T = f32_at("lse", Some(&args.lse), span.lse_index(fwd, i_head, i))?;
+                if let Some(sink) =
+                    head.sink.filter(|_| fwd.lists.is_some_and(|lists| lists.lse_without_sink))
+                {
+                    lse = add_exponents(lse, sink);
+                }
                 let dlse = self.dlse_at(i)?;
                 Ok(Query::new(&head, i, row(&dout, i, dim_v), row(&o, i, dim_v), lse, dlse))
             })
@@ -294,13 +305,16 @@ impl<'a> OneHead<'a> {
             }
         }
         for (at, &j) in part.keys.iter().enumerate() {
-            for query in queries.iter().filter(|query| head.sees(query.i, j)) {
-                sums.add_to_key(at, query, &pair(query, j));
+            for query in &queries {
+                for _ in 0..head.times_seen(query.i, j) {
+                    sums.add_to_key(at, query, &pair(query, j));
+                }
             }
         }
         for (query, own) in queries.iter().zip(&own) {
             let share = match (own, head.sink) {
                 (Some(row), _) => row.sink / row.row_sum,
+                (None, Some(sink)) if sink == T::infinity() => T::one(),
                 (None, Some(sink)) => (sink - query.lse).exp(),
                 (None, None) => T::zero(),
             };

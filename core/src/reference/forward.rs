@@ -99,7 +99,9 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
         spread.extend(
             squares.iter().map(|square| (square.sqrt() / softmax.row_sum).to_f64().unwrap_or(f64::NAN)),
         );
-        lse.push(softmax.lse.to_f64().unwrap_or(f64::NAN));
+        let without_sink = problem.lists.is_some_and(|lists| lists.lse_without_sink);
+        let row_lse = if without_sink { softmax.lse_of_keys } else { softmax.lse };
+        lse.push(row_lse.to_f64().unwrap_or(f64::NAN));
     }
     HeadForward { span: head.span, i_head: head.i_head, o, lse, spread }
 }
@@ -116,6 +118,8 @@ pub(super) struct Softmax<T> {
     pub(super) row_sum: T,
     /// `ln sum_j exp S[j]`; −inf for a row that sees nothing.
     pub(super) lse: T,
+    /// The same without the sink.
+    pub(super) lse_of_keys: T,
 }
 
 impl<T: Float> Softmax<T> {
@@ -145,6 +149,13 @@ impl<T: Float> Softmax<T> {
         let visible = head.visible(i);
         let scores = head.scores(i, &visible);
         let nothing: T = real(f64::NEG_INFINITY);
+        let lse_of_keys = log_sum_exp(&scores);
+        if head.sink == Some(T::infinity()) && scores.iter().all(|&score| score < T::infinity()) {
+            // All of the row's weight is the sink's: exp(inf - inf) would be NaN.
+            let weights = vec![T::zero(); visible.len()];
+            let lse = T::infinity();
+            return Self { visible, weights, sink: T::one(), row_sum: T::one(), lse, lse_of_keys };
+        }
         let row_max = scores
             .iter()
             .chain(&head.sink)
@@ -152,11 +163,21 @@ impl<T: Float> Softmax<T> {
         if row_max == nothing {
             // exp(-inf - -inf) would be NaN: a row that sees nothing has no weights.
             let weights = vec![T::zero(); visible.len()];
-            return Self { visible, weights, sink: T::zero(), row_sum: T::one(), lse: nothing };
+            let lse = nothing;
+            return Self { visible, weights, sink: T::zero(), row_sum: T::one(), lse, lse_of_keys };
         }
         let weights: Vec<T> = scores.iter().map(|&s| (s - row_max).exp()).collect();
         let sink = head.sink.map_or(T::zero(), |sink| (sink - row_max).exp());
         let row_sum = weights.iter().fold(sink, |sum, &weight| sum + weight);
-        Self { visible, weights, sink, row_sum, lse: row_max + row_sum.ln() }
+        Self { visible, weights, sink, row_sum, lse: row_max + row_sum.ln(), lse_of_keys }
     }
+}
+
+/// `ln sum exp`; -inf of nothing.
+fn log_sum_exp<T: Float>(scores: &[T]) -> T {
+    let max = scores.iter().fold(T::neg_infinity(), |max, &s| if s > max || s.is_nan() { s } else { max });
+    if max == T::neg_infinity() {
+        return max;
+    }
+    max + scores.iter().fold(T::zero(), |sum, &s| sum + (s - max).exp()).ln()
 }

@@ -9,6 +9,7 @@ use crate::dropout::{KeepMask, keep_scale};
 use crate::dtype::DType;
 use crate::error::ProblemError;
 use crate::layout::Strides;
+use crate::lists::HostLists;
 use crate::mask::MaskBand;
 use crate::plan::{ScoreSums, in_order};
 use crate::problem::FwdProblem;
@@ -75,6 +76,8 @@ pub(super) struct Head<'a, T> {
     pub(super) sink: Option<T>,
     pub(super) band: MaskBand,
     tree: Option<TreeMask<'a>>,
+    /// The keys that each query lists, ascending.
+    lists: Option<Vec<Vec<u32>>>,
     pub(super) code: Option<HeadCode<'a>>,
     problem: &'a FwdProblem,
     bias: Option<&'a [u8]>,
@@ -118,6 +121,15 @@ impl<'a, T: Float> Head<'a, T> {
         } else {
             None
         };
+        let lists = HostLists::of(problem, &inputs.seq)?.map(|lists| {
+            let row = |i| {
+                let mut keys = vec![];
+                lists.row(&span, i_head_kv, i, &mut keys);
+                keys.sort_unstable();
+                keys
+            };
+            (0..span.seqlen_q).map(row).collect()
+        });
         let seed = score.seed(problem)?;
         let keep = problem.drops().then(|| problem.keep(seed, span.i_batch, i_head));
         Ok(Self {
@@ -133,6 +145,7 @@ impl<'a, T: Float> Head<'a, T> {
             sink,
             band: problem.band(span.seqlen_q, span.seqlen_k),
             tree: TreeMask::of(problem, &inputs.cache, &inputs.seq),
+            lists,
             code: HeadCode::of(problem, inputs, span, i_head, precision)?,
             problem,
             bias,
@@ -147,7 +160,7 @@ impl<'a, T: Float> Head<'a, T> {
         self.precision == Precision::Exact
     }
 
-    /// The keys that query `i` sees, ascending.
+    /// The keys that query `i` sees, ascending; one that a list has twice is there twice.
     pub(super) fn visible(&self, i: u32) -> Vec<u32> {
         let mut visible = self.inside_band(i);
         if let Some(code) = &self.code {
@@ -156,8 +169,20 @@ impl<'a, T: Float> Head<'a, T> {
         visible
     }
 
-    /// Whether query `i` sees key `j`.
-    pub(super) fn sees(&self, i: u32, j: u32) -> bool {
+    /// How often query `i` sees key `j`: once, but for a list that has it more often.
+    pub(super) fn times_seen(&self, i: u32, j: u32) -> usize {
+        let listed = match &self.lists {
+            None => 1,
+            Some(lists) => {
+                let keys = &lists[i as usize];
+                keys.partition_point(|&key| key <= j) - keys.partition_point(|&key| key < j)
+            }
+        };
+        if listed > 0 && self.sees(i, j) { listed } else { 0 }
+    }
+
+    /// Whether band and code show query `i` key `j`.
+    fn sees(&self, i: u32, j: u32) -> bool {
         let by_code = || match &self.code {
             None => true,
             Some(code) => code.sees(i, j) && self.function_shows(i, j),
@@ -170,10 +195,13 @@ impl<'a, T: Float> Head<'a, T> {
         self.coded(self.product(i, j), i, j) != T::neg_infinity()
     }
 
-    /// The keys that the band or the tree shows query `i`, ascending.
+    /// The keys that the band or the tree shows query `i` of those that it lists, ascending.
     fn inside_band(&self, i: u32) -> Vec<u32> {
         if let Some(tree) = &self.tree {
             return (0..self.span.seqlen_k).filter(|&j| tree.visible(&self.span, i, j)).collect();
+        }
+        if let Some(lists) = &self.lists {
+            return lists[i as usize].iter().copied().filter(|&j| self.band.visible(i, j)).collect();
         }
         let keys = self.band.row_range(i, self.span.seqlen_k);
         self.band.sink_range(i..i + 1, self.span.seqlen_k).chain(keys).collect()

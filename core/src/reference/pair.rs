@@ -164,9 +164,10 @@ impl<T: Float> HeadSums<T> {
     pub(super) fn add_to_row(&mut self, head: &Head<'_, T>, row_at: usize, j: u32, pair: &Pair<T>) {
         self.dq.add(row_at, pair.scaled, pair.scaled_size, row(&head.k, j, head.head_dim_qk), false);
         let at = row_at * self.ds.dim + j as usize;
-        self.ds.sums[at] = pair.ds;
+        // A list may have a key twice.
+        self.ds.sums[at] = self.ds.sums[at] + pair.ds;
         if let Some(square) = self.ds.squares.get_mut(at) {
-            *square = pair.ds_size * pair.ds_size;
+            *square = *square + pair.ds_size * pair.ds_size;
         }
     }
 

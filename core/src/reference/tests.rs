@@ -14,7 +14,7 @@ use crate::dtype::DType;
 use crate::kv::{Append, Rotary, RotaryPairs};
 use crate::layout::{Shape, Strides, Totals};
 use crate::plan::ScoreSums;
-use crate::problem::{Dims, FwdProblem};
+use crate::problem::{Dims, FwdProblem, KeyLists, ListEntries};
 use crate::score::{Bias, BiasBroadcast, ElementwiseBias};
 
 /// f32 operands of a small problem; f32 holds every perturbation of the finite differences.
@@ -28,6 +28,8 @@ struct Operands {
     sink: Vec<f32>,
     dout: Vec<f32>,
     dlse: Vec<f32>,
+    /// Lists of keys, where the problem has some.
+    indices: Vec<i32>,
 }
 
 /// Numbers in −1..1 that look random and are multiples of 2^-10.
@@ -56,7 +58,17 @@ impl Operands {
             sink: noise(heads, 6),
             dout: noise(problem.shape_o().num_elems(), 7),
             dlse: noise(problem.extents(Totals::NONE).lse_elems, 8),
+            indices: problem.lists.map_or(vec![], |lists| {
+                // From -1 to one past the last key, most of them twice or more.
+                let count = lists.shape(problem, Totals::NONE).num_elems();
+                let keys = problem.dims.seqlen_k as f32 + 1.0;
+                noise(count, 9).iter().map(|x| ((x + 1.0) / 2.0 * keys).floor() as i32 - 1).collect()
+            }),
         }
+    }
+
+    fn seq(&self, problem: &FwdProblem) -> SeqArgs<'_> {
+        SeqArgs::default().indices(problem.lists.map(|_| DevSlice::host(&self.indices)))
     }
 
     fn score(&self, problem: &FwdProblem) -> ScoreArgs<'_> {
@@ -78,6 +90,7 @@ impl Operands {
             DevSliceMut::host::<f32>(&mut []),
         );
         args.score = self.score(problem);
+        args.seq = self.seq(problem);
         forward(problem, &args, Precision::Exact).unwrap()
     }
 
@@ -130,7 +143,7 @@ impl Operands {
             dbias: None,
             dcaptured: vec![],
             dsink: None,
-            seq: SeqArgs::default(),
+            seq: self.seq(&problem.fwd),
             score: self.score(&problem.fwd),
             workspace: None,
         })
@@ -252,14 +265,93 @@ fn gradients_are_finite_differences_under_alibi() {
     gradients_hold(BwdProblem::new(fwd));
 }
 
+/// `small` with lists that name keys twice and three times, and what is no key.
+fn listed(mask: &str, entries: ListEntries) -> FwdProblem {
+    let problem = small(mask);
+    let lists = KeyLists::new(&problem, 6).entries(entries);
+    problem.lists(lists)
+}
+
+#[test]
+fn gradients_are_finite_differences_over_lists_of_keys() {
+    for (mask, entries) in [
+        ("0", ListEntries::Positions),
+        ("b", ListEntries::Positions),
+        ("t:1,1", ListEntries::Blocks { size: 2 }),
+    ] {
+        let mut fwd = listed(mask, entries);
+        (fwd.score.softcap, fwd.score.sink, fwd.dropout.p_drop) = (Some(0.75), true, 0.3);
+        elementwise(&mut fwd, BiasBroadcast::OneHead);
+        let mut problem = BwdProblem::new(fwd);
+        problem.write_dsink = true;
+        problem.dbias = Some(BiasGrad {
+            dtype: DType::F32,
+            strides: Strides::bhsd(problem.fwd.shape_bias(BiasBroadcast::OneHead)),
+        });
+        gradients_hold(problem);
+    }
+}
+
+#[test]
+fn a_key_that_a_list_has_twice_counts_twice_and_one_of_all_keys_is_no_list() {
+    let problem = listed("b", ListEntries::Positions);
+    let mut operands = Operands::of(&problem);
+    let plain = operands.forward(&small("b"));
+    for rows in [[0, 1, 2, 3, 4, -1], [4, 2, 0, 3, 1, 5]] {
+        operands.indices = rows.repeat(2 * 4 * 2);
+        for (list, plain) in operands.forward(&problem).iter().zip(&plain) {
+            assert_eq!(list.lse.len(), plain.lse.len());
+            for (&list, &plain) in list.lse.iter().zip(&plain.lse) {
+                assert_relative_eq!(list, plain, max_relative = 1e-12);
+            }
+            for (&list, &plain) in list.o.iter().zip(&plain.o) {
+                assert_relative_eq!(list, plain, epsilon = 1e-12);
+            }
+        }
+    }
+    let all = small("0").lists(KeyLists::new(&small("0"), 10));
+    operands.indices = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0].repeat(2 * 4 * 2);
+    for (list, plain) in operands.forward(&all).iter().zip(&operands.forward(&small("0"))) {
+        for (&list, &plain) in list.lse.iter().zip(&plain.lse) {
+            assert_relative_eq!(list, plain + 2f64.ln(), max_relative = 1e-12);
+        }
+        for (&list, &plain) in list.o.iter().zip(&plain.o) {
+            assert_relative_eq!(list, plain, epsilon = 1e-12);
+        }
+    }
+}
+
+#[test]
+fn an_lse_without_its_sink_is_that_of_the_keys_and_an_infinite_sink_takes_all_weight() {
+    let plain = listed("0", ListEntries::Positions);
+    let mut problem = plain.clone().sink(true);
+    problem.lists = problem.lists.map(|lists| lists.lse_without_sink(true));
+    let mut operands = Operands::of(&problem);
+    let (with, without) = (operands.forward(&problem), operands.forward(&plain));
+    for (with, without) in with.iter().zip(&without) {
+        assert_eq!(with.lse, without.lse);
+        assert_ne!(with.o, without.o);
+    }
+    operands.sink.fill(f32::INFINITY);
+    for head in operands.forward(&problem) {
+        assert!(head.o.iter().all(|&o| o == 0.0) && head.lse.iter().all(|lse| lse.is_finite()));
+    }
+    for head in operands.forward(&plain.sink(true)) {
+        assert!(head.o.iter().all(|&o| o == 0.0) && head.lse.iter().all(|&lse| lse == f64::INFINITY));
+    }
+}
+
 #[test]
 fn a_part_of_the_gradients_from_o_and_lse_is_that_part_of_the_whole() {
-    for mask in ["0", "b:2,1", "g:0,-2"] {
-        let mut fwd = small(mask);
-        (fwd.score.softcap, fwd.score.sink, fwd.dropout.p_drop) = (Some(0.75), mask == "b:2,1", 0.3);
+    for mask in ["0", "b:2,1", "g:0,-2", "lists", "lists of an lse without sinks"] {
+        let mut fwd =
+            if mask.starts_with("lists") { listed("0", ListEntries::Positions) } else { small(mask) };
+        let apart = mask.ends_with("sinks");
+        fwd.lists = fwd.lists.map(|lists| lists.lse_without_sink(apart));
+        (fwd.score.softcap, fwd.score.sink, fwd.dropout.p_drop) = (Some(0.75), mask == "b:2,1" || apart, 0.3);
         elementwise(&mut fwd, BiasBroadcast::OneHead);
         let mut problem = BwdProblem::new(fwd.clone());
-        problem.has_dlse = true;
+        problem.has_dlse = !apart;
         let operands = Operands::of(&fwd);
         let mut o = vec![f32::NAN; fwd.shape_o().num_elems() as usize];
         let mut lse = vec![f32::NAN; fwd.extents(Totals::NONE).lse_elems as usize];

@@ -13,6 +13,7 @@ mod fp8;
 mod guards;
 mod heads;
 mod laws;
+mod lists;
 mod pairwise;
 mod parts;
 mod rare;
@@ -38,6 +39,7 @@ pub(crate) fn all() -> Vec<Case> {
         combine::cases(),
         parts::cases(),
         decode::cases(),
+        lists::cases(),
     ]
     .into_iter()
     .flatten()

@@ -1,0 +1,394 @@
+//! Attention over lists of keys: a task is one token of one kv head, all of whose query heads see the same keys.
+//!
+//! ```text
+//! for each tile of the list
+//!     copy the listed rows of K into rows, as f32
+//!     S = K Q^T                 keys down, heads across
+//! adjust S                      soft-cap, bias, ALiBi
+//! P = softmax of whole rows     LSE
+//! for each tile of the list
+//!     copy the listed rows of V into panels, as f32
+//!     O += P V
+//! ```
+//!
+//! The scores of a whole list stay in the processor's cache, so a row's softmax needs no running state and O no rescaling.
+//! A token's arithmetic depends on its own list alone.
+
+mod backward;
+mod forward;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use backward::backward;
+pub(crate) use forward::forward;
+
+use fmha_core::lists::HostLists;
+use fmha_core::seq::KvRows;
+use fmha_core::{DevSlice, FwdProblem, ProblemError, ScoreArgs, SeqArgs, SeqSpan};
+
+use crate::blocks::{Gather, GatherRows, GatherTransposed, Scores, row_stride};
+use crate::forward::cache::Cached;
+use crate::memory::{Floats, reserve};
+use crate::score::{HeadScore, Panel, ScoreInputs};
+use crate::simd::{BytePlanes, Op, Simd, tanh};
+use crate::tensor::Source;
+
+/// Listed keys of a tile: whole micro-tiles of 6 and of 12 rows.
+const TILE_KEYS: usize = 96;
+
+/// What every token of a call shares.
+struct Shared<'a> {
+    problem: &'a FwdProblem,
+    lists: HostLists<'a>,
+    score: ScoreInputs<'a>,
+    q: Source,
+    k: Cached<'a>,
+    v: Cached<'a>,
+    /// Rows of a panel of scores.
+    capacity: usize,
+}
+
+/// One token of one kv head.
+#[derive(Clone, Copy)]
+struct Token {
+    span: SeqSpan,
+    i: u32,
+    i_head_kv: u32,
+}
+
+/// What a thread computes a token in.
+struct Scratch {
+    /// The listed keys that are seen, in the list's order.
+    listed: Vec<u32>,
+    heads: Vec<HeadScore>,
+    /// What widens K's rows, and V's, where the cache is narrower than its arithmetic.
+    planes: [Vec<BytePlanes>; 2],
+    /// Q, `[panels][head_dim_qk][PANEL]`.
+    queries: Floats,
+    staging: Floats,
+    /// A tile's rows of K or V.
+    rows: Floats,
+    /// A tile's rows of V or K, in panels of the head dimension.
+    columns: Floats,
+    gathered: Floats,
+    /// S, then P: a panel `[capacity][PANEL]` for each PANEL of heads.
+    weights: Floats,
+    /// Terms that are added to a panel of scores, then keep factors.
+    extra: Floats,
+}
+
+/// Which of K and V.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    K,
+    V,
+}
+
+impl<'a> Shared<'a> {
+    /// `None` where the call has no lists.
+    ///
+    /// # Errors
+    /// Lists that are missing.
+    fn new(
+        problem: &'a FwdProblem,
+        (seq, score): (&SeqArgs<'a>, &ScoreArgs<'a>),
+        (q, k, v): (Source, DevSlice<'_>, DevSlice<'_>),
+    ) -> Result<Option<Self>, ProblemError> {
+        let Some(lists) = HostLists::of(problem, seq)? else { return Ok(None) };
+        let rows = KvRows::of(problem, seq)?;
+        let dims = problem.dims;
+        let cached = |slice, dtype, strides, dim: u32| Cached {
+            source: Source::new(slice, dtype, strides),
+            rows,
+            dim: dim as usize,
+            widened: problem.cache.dtype.map(|_| problem.dtypes.qk),
+            in_codes: false,
+        };
+        let most = problem.lists.map_or(0, |lists| lists.most_keys()) as usize;
+        Ok(Some(Self {
+            problem,
+            lists,
+            score: ScoreInputs::new(problem, score, None),
+            q,
+            k: cached(k, problem.stored_k(), problem.strides.k, dims.head_dim_qk),
+            v: cached(v, problem.stored_v(), problem.strides.v, dims.head_dim_v),
+            capacity: most.next_multiple_of(TILE_KEYS).max(TILE_KEYS),
+        }))
+    }
+
+    /// Query heads of a kv head.
+    fn group(&self) -> usize {
+        self.problem.gqa_ratio() as usize
+    }
+
+    /// Query heads of a kv head, in whole panels.
+    fn lanes<S: Simd>(&self) -> usize {
+        self.group().next_multiple_of(S::PANEL)
+    }
+
+    fn scratch<S: Simd>(&self) -> fmha_core::Result<Scratch> {
+        let dims = self.problem.dims;
+        let (dim_qk, dim_v) = (dims.head_dim_qk as usize, dims.head_dim_v as usize);
+        let widest = dim_qk.max(dim_v);
+        let adds = self.score.has_bias() || self.has_alibi() || self.problem.drops();
+        let mut heads = reserve(self.group())?;
+        heads.clear();
+        Ok(Scratch {
+            listed: reserve(self.capacity)?,
+            heads,
+            planes: [Vec::new(), Vec::new()],
+            queries: Floats::scratch(self.lanes::<S>() * dim_qk)?,
+            staging: Floats::scratch(S::PANEL * widest.next_multiple_of(S::PANEL))?,
+            rows: Floats::scratch(TILE_KEYS * row_stride(widest))?,
+            columns: Floats::scratch(TILE_KEYS * widest.next_multiple_of(S::PANEL))?,
+            gathered: Floats::scratch(
+                self.k.scratch_bytes(TILE_KEYS).max(self.v.scratch_bytes(TILE_KEYS)).div_ceil(4),
+            )?,
+            weights: Floats::scratch(self.lanes::<S>() * self.capacity)?,
+            extra: Floats::scratch(if adds { self.capacity * S::PANEL } else { 0 })?,
+        })
+    }
+
+    fn has_alibi(&self) -> bool {
+        matches!(self.problem.score.bias, fmha_core::Bias::Alibi { .. })
+    }
+
+    /// Which tokens a call has, sequence by sequence.
+    fn tokens(&self, spans: &[SeqSpan]) -> fmha_core::Result<Vec<Token>> {
+        let heads = self.problem.dims.num_heads_kv;
+        let count = spans.iter().map(|span| span.seqlen_q as usize * heads as usize).sum();
+        let mut tokens = reserve(count)?;
+        for &span in spans {
+            for i in 0..span.seqlen_q {
+                tokens.extend((0..heads).map(|i_head_kv| Token { span, i, i_head_kv }));
+            }
+        }
+        Ok(tokens)
+    }
+
+    /// The heads of a token, the keys that they see, and Q transposed.
+    fn begin<S: Simd>(&self, s: S, scratch: &mut Scratch, token: Token) {
+        let Token { span, i, i_head_kv } = token;
+        let first = i_head_kv * self.problem.gqa_ratio();
+        scratch.heads.clear();
+        scratch.heads.extend((0..self.problem.gqa_ratio()).map(|head| self.score.head(span, first + head)));
+        self.lists.row(&span, i_head_kv, i, &mut scratch.listed);
+        let head = scratch.heads[0];
+        scratch.listed.retain(|&j| head.band.visible(i, j));
+        if self.problem.cache.dtype.is_some() {
+            scratch.planes = [
+                self.k.widened_by::<S>(&[head.descale_k], u32::MAX).1,
+                self.v.widened_by::<S>(&[head.descale_v], u32::MAX).1,
+            ];
+        }
+        s.run(GatherTransposed {
+            from: self.q.heads(span.q_batch, span.q_row + i, first),
+            rows: self.group(),
+            cols: self.problem.dims.head_dim_qk as usize,
+            factor: head.descale_q,
+            to: scratch.queries.as_mut_ptr(),
+            staging: scratch.staging.as_mut_ptr(),
+            pairs: false,
+        });
+    }
+
+    /// Calls `each` with the runs of one tile's listed rows: where they lie, their place in the tile, how many. Lists name
+    /// neighbours often.
+    fn for_runs<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        side: Side,
+        tile: std::ops::Range<usize>,
+        mut each: impl FnMut(crate::tensor::Matrix, usize, usize),
+    ) {
+        let Scratch { listed, heads, planes, gathered, .. } = scratch;
+        let (tensor, planes) = match side {
+            Side::K => (&self.k, &planes[0]),
+            Side::V => (&self.v, &planes[1]),
+        };
+        let keys = &listed[tile];
+        let mut at = 0;
+        while at < keys.len() {
+            let run =
+                keys[at..].windows(2).take_while(|pair| pair[0].checked_add(1) == Some(pair[1])).count() + 1;
+            let from = tensor.block_by(s, &heads[0], (keys[at], run), planes, false, gathered);
+            each(from, at, run);
+            at += run;
+        }
+    }
+
+    fn dim_and_factor(&self, head: &HeadScore, side: Side) -> (usize, f32) {
+        let dims = self.problem.dims;
+        let (dim, descale) = match side {
+            Side::K => (dims.head_dim_qk, head.descale_k),
+            Side::V => (dims.head_dim_v, head.descale_v),
+        };
+        (dim as usize, if self.problem.cache.dtype.is_some() { 1.0 } else { descale })
+    }
+
+    /// A tile of the list as dense rows.
+    fn load_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, side: Side, tile: std::ops::Range<usize>) {
+        let (cols, factor) = self.dim_and_factor(&scratch.heads[0], side);
+        let to = scratch.rows.as_mut_ptr();
+        self.for_runs(s, scratch, side, tile, |from, at, rows| {
+            let to = to.wrapping_add(at * row_stride(cols));
+            s.run(GatherRows { from, rows, cols, factor, to, pairs: false });
+        });
+    }
+
+    /// A tile of the list in panels of the head dimension, `TILE_KEYS` rows each.
+    fn load_columns<S: Simd>(&self, s: S, scratch: &mut Scratch, side: Side, tile: std::ops::Range<usize>) {
+        let (cols, factor) = self.dim_and_factor(&scratch.heads[0], side);
+        let to = scratch.columns.as_mut_ptr();
+        self.for_runs(s, scratch, side, tile, |from, at, rows| {
+            let (to, capacity) = (to.wrapping_add(at * S::PANEL), TILE_KEYS);
+            let is_moderate = &mut true;
+            s.run(Gather { from, rows, cols, factor, to, capacity, pairs: false, is_moderate });
+        });
+    }
+
+    /// Products of a tile's rows with each head's row of `right`, `[panels][dim][PANEL]`, to `out`.
+    #[expect(clippy::too_many_arguments, reason = "a product of two matrices")]
+    fn products<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        side: Side,
+        right: *const f32,
+        factor: f32,
+        out: *mut f32,
+    ) {
+        let keys = scratch.listed.len();
+        let (dim, _) = self.dim_and_factor(&scratch.heads[0], side);
+        for first in (0..keys).step_by(TILE_KEYS) {
+            let tile = first..keys.min(first + TILE_KEYS);
+            let rows = tile.len();
+            self.load_rows(s, scratch, side, tile);
+            for lane in (0..self.group()).step_by(S::PANEL) {
+                s.run(Scores {
+                    panel: self.panel::<S>(lane, rows),
+                    keys: scratch.rows.as_ptr(),
+                    queries: right.wrapping_add(lane * dim),
+                    dim,
+                    factor,
+                    scores: out.wrapping_add(lane * self.capacity + first * S::PANEL),
+                    pairs: false,
+                });
+            }
+        }
+    }
+
+    /// The panel of heads from `lane` on over the first `rows` rows: every key of it is seen.
+    fn panel<S: Simd>(&self, lane: usize, rows: usize) -> Panel {
+        Panel { i: 0, queries: S::PANEL.min(self.group() - lane), j: 0, rows: (0, rows), edge: false }
+    }
+
+    /// S of every head and listed key; the soft-cap's slope goes to `slope`, where that is wanted.
+    fn scores<S: Simd>(&self, s: S, scratch: &mut Scratch, token: Token, slope: Option<*mut f32>) {
+        let (queries, weights) = (scratch.queries.as_ptr(), scratch.weights.as_mut_ptr());
+        self.products(s, scratch, Side::K, queries, self.problem.resolved_softmax_scale(), weights);
+        if !scratch.heads[0].changes() {
+            return;
+        }
+        for lane in (0..self.group()).step_by(S::PANEL) {
+            let panel = self.panel::<S>(lane, scratch.listed.len());
+            let heads = &scratch.heads[lane..lane + panel.queries];
+            let adds = self.score.has_bias() || self.has_alibi();
+            if adds {
+                for (row, &j) in scratch.listed.iter().enumerate() {
+                    for (at, head) in heads.iter().enumerate() {
+                        // SAFETY: a row and a lane of the panel; the bias has an element for each query and key.
+                        unsafe {
+                            let bias = head.bias.map_or(0.0, |bias| bias.get(token.i as usize, j as usize));
+                            let term = head.alibi_term(token.i, j).unwrap_or(bias);
+                            *scratch.extra.as_mut_ptr().add(row * S::PANEL + at) = term;
+                        }
+                    }
+                }
+            }
+            let offset = lane * self.capacity;
+            s.run(Modify {
+                panel,
+                softcap: heads[0].softcap,
+                scores: weights.wrapping_add(offset),
+                extra: adds.then(|| scratch.extra.as_ptr()),
+                slope: slope.map(|slope| slope.wrapping_add(offset)),
+            });
+        }
+    }
+
+    /// Keep factors of the panel of heads from `lane` on, to `extra`.
+    fn keep<S: Simd>(&self, scratch: &mut Scratch, token: Token, lane: usize, factor: f32) {
+        let live = S::PANEL.min(self.group() - lane);
+        for (row, &j) in scratch.listed.iter().enumerate() {
+            for (at, head) in scratch.heads[lane..lane + live].iter().enumerate() {
+                let keep = if head.keep.keep(token.i, j) { factor } else { 0.0 };
+                // SAFETY: a row and a lane of the panel.
+                unsafe { *scratch.extra.as_mut_ptr().add(row * S::PANEL + at) = keep };
+            }
+        }
+    }
+}
+
+/// Soft-cap and terms of a panel of scores, in place.
+struct Modify {
+    panel: Panel,
+    softcap: Option<f32>,
+    scores: *mut f32,
+    /// What is added, a panel.
+    extra: Option<*const f32>,
+    /// Where the cap's slope `1 - tanh^2` goes, if it is wanted.
+    slope: Option<*mut f32>,
+}
+
+impl<S: Simd> Op<S> for Modify {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { panel, softcap, scores, extra, slope } = self;
+        for at in (panel.rows.0 * S::PANEL..panel.rows.1 * S::PANEL).step_by(S::LANES) {
+            // SAFETY: rows of panels.
+            unsafe {
+                let mut x = s.load(scores.add(at));
+                if let Some(softcap) = softcap {
+                    let cap = s.splat(softcap);
+                    let t = tanh(s, s.div(x, cap));
+                    x = s.mul(cap, t);
+                    if let Some(slope) = slope {
+                        let one = s.splat(1.0);
+                        // (1 - t)(1 + t) keeps the small slopes that 1 - t^2 would cancel away.
+                        s.store(slope.add(at), s.mul(s.sub(one, t), s.add(one, t)));
+                    }
+                }
+                if let Some(extra) = extra {
+                    x = s.add(x, s.load(extra.add(at)));
+                }
+                s.store(scores.add(at), x);
+            }
+        }
+    }
+}
+
+/// `x *= factors[lane]` over the rows of a panel.
+struct ScaleLanes {
+    panel: Panel,
+    x: *mut f32,
+    factors: *const f32,
+}
+
+impl<S: Simd> Op<S> for ScaleLanes {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { panel, x, factors } = self;
+        for v in 0..2 {
+            // SAFETY: PANEL factors, rows of a panel.
+            unsafe {
+                let factor = s.load(factors.add(v * S::LANES));
+                for row in panel.rows.0..panel.rows.1 {
+                    let at = x.add(row * S::PANEL + v * S::LANES);
+                    s.store(at, s.mul(s.load(at), factor));
+                }
+            }
+        }
+    }
+}

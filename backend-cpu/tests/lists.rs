@@ -1,0 +1,29 @@
+//! Lists of keys by every instruction set that this processor has: the battery's cases. The baseline's vectors have them in
+//! the crate's own tests.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use fmha_conformance::case::all;
+use fmha_conformance::report::run_cases;
+use fmha_conformance::run::Options;
+use fmha_core::Device;
+use fmha_cpu::{Config, CpuBackend, Isa};
+
+/// Sets of AVX-512 share these kernels: one of them stands for all.
+const SETS: [Isa; 3] = [Isa::Neon, Isa::Avx2, Isa::Avx512];
+
+#[test]
+fn every_set_keeps_the_contract_over_lists_of_keys() {
+    for isa in SETS.into_iter().filter(|isa| isa.is_available()) {
+        let config = Config { isa: Some(isa), threads: Some(2) };
+        let device = Device::new(CpuBackend::with(config).unwrap());
+        let mut cases = all();
+        cases.retain(|case| case.name.starts_with("lists/"));
+        let report = run_cases(&device, &cases, &Options::default(), &|_, _, _| ());
+        for case in report.failures() {
+            println!("FAILED {}\n  {}", case.name, case.text);
+        }
+        println!("{isa}: {}", report.summary);
+        assert_eq!(report.summary.passed, cases.len() as u64, "{isa}: {}", report.summary);
+    }
+}

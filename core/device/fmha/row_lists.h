@@ -1,0 +1,146 @@
+// Attention forward over lists of keys, a row at a time: `fmha/row_fwd.h` with a list of each token and kv head in place of
+// a range of keys. Each lane takes an entry; absent ones take no part, and a key that stands twice counts twice.
+#pragma once
+#include <fmha/lists.h>
+#include <fmha/row_fwd.h>
+
+namespace fmha {
+
+// One query of one (sequence, query head).
+template <FwdSpec spec, class Lanes>
+struct ListRow : FwdRow<spec, Lanes> {
+  using Row = FwdRow<spec, Lanes>;
+  const ListParams& lists;
+  float lse_of_keys = 0.f;
+
+  FMHA_DEVICE ListRow(const FwdParams& p, SeqSpan span, int32_t i_head, int32_t i, const ListParams& lists)
+      : Row{p, span, i_head, i}, lists(lists) {}
+
+  // Row of Q and O among those of the tensor's batch.
+  FMHA_DEVICE int64_t token() const { return int64_t(this->span.q_row) + this->i; }
+
+  // Keys that the list's entries in use may name, absent ones counted.
+  FMHA_DEVICE int32_t count() const {
+    int32_t used = lists.topk;
+    if (lists.topk_length) {
+      const int64_t at = lists.length_per_token
+                             ? int64_t(this->span.storage_batch) * this->p.seqlen_q + token()
+                             : int64_t(this->span.i_batch);
+      used = clamp(lists.topk_length[at], 0, lists.topk);
+    }
+    return used * lists.block;
+  }
+
+  // The key that stands there; -1 of one that is absent or hidden.
+  FMHA_DEVICE int32_t key(int32_t at) const {
+    const int64_t list = this->span.storage_batch * lists.batch + token() * lists.row + this->i_head_kv * lists.head;
+    const int32_t entry = lists.indices[list + at / lists.block];
+    const int64_t j = int64_t(entry) * lists.block + at % lists.block;
+    const int64_t end =
+        lists.addresses ? int64_t(this->p.num_pages) * this->p.page_size : int64_t(this->span.seqlen_k);
+    if (entry < 0 || j >= end) return -1;
+    // An address has no position, so no band hides it.
+    return lists.addresses || visible(this->band, this->i, int32_t(j)) ? int32_t(j) : -1;
+  }
+
+  FMHA_DEVICE KvRow row_of(int32_t j) const {
+    if (lists.addresses) return {j / this->p.page_size, j % this->p.page_size};
+    return kv_row(this->p, spec.kv_layout, this->span, j);
+  }
+
+  // Q[i] . K[j], as stored.
+  FMHA_DEVICE float product(int32_t j) const {
+    const int64_t q = query_offset(this->p, this->span, this->i, this->i_head);
+    const int64_t k = row_offset(this->p.k, row_of(j), this->i_head_kv);
+    float dot = 0.f;
+    for (int32_t d = 0; d < spec.head_dim_qk; ++d)
+      dot += load_elem<spec.dtype_qk>(this->p.q.data, q + d) * load_elem<spec.dtype_qk>(this->p.k.data, k + d);
+    return dot;
+  }
+
+  FMHA_DEVICE void add_value(int32_t j, float weight) {
+    const int64_t v = row_offset(this->p.v, row_of(j), this->i_head_kv);
+#pragma unroll
+    for (int32_t c = 0; c < Row::columns; ++c) {
+      const int32_t d = c * Lanes::count + this->lane;
+      if (d < spec.head_dim_v) this->o[c] += weight * load_elem<spec.dtype_v>(this->p.v.data, v + d * this->p.v.dim);
+    }
+  }
+
+  FMHA_DEVICE void take_list(const Score<spec>& modifiers) {
+    const int32_t num = count();
+    for (int32_t first = 0; first < num; first += Lanes::count) {
+      const int32_t at = first + this->lane;
+      const int32_t j = at < num ? key(at) : -1;
+      const bool seen = j >= 0;
+      const uint64_t seen_lanes = Lanes::ballot(seen);
+      if (seen_lanes == 0) continue;
+
+      const float score = seen ? modifiers.natural({this->i, j}, product(j)) : -infinity();
+      const float correction = this->raise_to(max(this->row_max, this->over_lanes(score, larger_of)));
+      const float weight = seen ? Row::exp_of_difference(score, finite_or_zero(this->row_max)) : 0.f;
+      this->row_sum += this->over_lanes(weight, sum_of);
+      this->rescale(correction);
+      const float p_j = seen ? this->kept(weight, j) * this->room : 0.f;
+
+      for (int32_t l = 0; l < Lanes::count; ++l) {
+        if (!(seen_lanes >> l & 1)) continue;  // an absent V may hold NaN
+        add_value(key(first + l), Lanes::from(p_j, l));
+      }
+    }
+  }
+
+  // All listed keys that the query sees, and its sink.
+  FMHA_DEVICE void walk(const Score<spec>& modifiers) {
+    take_list(modifiers);
+    lse_of_keys = this->row_sum == 0.f ? -infinity() : this->row_max + log2_of(this->row_sum) * kLn2;
+    if (has_infinite_sink()) {
+      // All of the row's weight is the sink's: exp(inf - inf) would be NaN.
+      this->o = {};
+      this->row_sum = 0.f;
+    } else {
+      this->take_sink();
+    }
+  }
+
+  // Whether the sink is infinite, over scores that are numbers.
+  FMHA_DEVICE bool has_infinite_sink() const {
+    if constexpr (!spec.sink) return false;
+    return scalar_of(this->p.sink, 0, this->i_head, 0.f) == infinity() && lse_of_keys < infinity();
+  }
+
+  FMHA_DEVICE void run() {
+    const float scale = this->p.softmax_scale * this->descale(this->p.descale_q) * this->descale(this->p.descale_k);
+    const Score<spec> modifiers = Score<spec>::of(this->p, this->span, this->i_head, scale);
+    walk(modifiers);
+    bool is_finite = true;
+#pragma unroll
+    for (int32_t c = 0; c < Row::columns; ++c) is_finite &= this->o[c] - this->o[c] == 0.f;
+    if (Lanes::ballot(!is_finite) != 0) {
+      this->row_max = -infinity();
+      this->row_sum = 0.f;
+      this->o = {};
+      this->with_room = true;
+      walk(modifiers);
+    }
+    this->store();
+    if constexpr (spec.write_lse && spec.sink) {
+      if (this->lane == 0 && (lists.lse_without_sink || has_infinite_sink()))
+        this->p.lse[lse_offset(this->p, this->span, this->i_head, this->i)] =
+            lists.lse_without_sink ? lse_of_keys : infinity();
+    }
+  }
+};
+
+// Row `at` of all (sequence, head, query) triples, counted by the longest sequence; a shorter one skips its surplus.
+template <FwdSpec spec, class Lanes>
+FMHA_DEVICE void list_row(const FwdParams& p, const ListParams& lists, int64_t at) {
+  const int32_t i = int32_t(at % p.seqlen_q);
+  const int32_t i_head = int32_t(at / p.seqlen_q % p.num_heads_q);
+  const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, int32_t(at / p.seqlen_q / p.num_heads_q));
+  if (i >= span.seqlen_q) return;
+  ListRow<spec, Lanes> row(p, span, i_head, i, lists);
+  row.run();
+}
+
+}  // namespace fmha

@@ -1,0 +1,215 @@
+//! Lists of keys: which keys a query sees, named one by one.
+
+use super::{FwdProblem, check_input, check_unit_stride};
+use crate::dtype::DType;
+use crate::error::{ProblemError, Refusal, ensure};
+use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals};
+use crate::score::Bias;
+
+/// What an entry of a list names. Any other entry is absent: it names no key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ListEntries {
+    /// A key's position in its sequence. A negative entry is absent, and one at or past the length.
+    Positions,
+    /// A key's place in the pages of the call, `page * page_size + offset`; there is no block table. A negative entry is
+    /// absent, and one at or past `num_pages * page_size`. An address has no position: what depends on one is refused.
+    Addresses,
+    /// A run of keys: entry `e` stands for positions `e * size ..` up to `(e + 1) * size` or the length. A negative entry
+    /// is absent, and one whose first position is at or past the length.
+    Blocks {
+        /// Keys of a block, at least 1.
+        size: u32,
+    },
+}
+
+/// What `topk_length`, i32, says of the lists; entries at and past it are never read. A number below 0 counts as 0, one
+/// beyond `topk` as `topk`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ListLength {
+    /// There is none: every list has `topk` entries.
+    Whole,
+    /// `[batch]`: the entries of each list of a sequence.
+    Sequence,
+    /// `[batch, seqlen_q]`, packed `[total_q]`: the entries of each list of a token.
+    Token,
+}
+
+/// A list of keys for each query token and kv head, in place of all keys: `indices`, i32 `[batch, seqlen_q, num_heads_kv,
+/// topk]`, packed `[total_q, num_heads_kv, topk]`, read where the kernel runs.
+///
+/// A list is a multiset: a key that stands twice counts twice. Band, bias, `ALiBi`, functions and dropout see a key's
+/// position; a query that lists no visible key is an empty row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct KeyLists {
+    /// Entries of a list; 0 makes every row empty.
+    pub topk: u32,
+    /// What an entry names.
+    pub entries: ListEntries,
+    /// How many entries of a list are in use.
+    pub length: ListLength,
+    /// Strides of `indices`: from sequence to sequence, token to token, kv head to kv head, and 1 from entry to entry.
+    pub strides: Strides,
+    /// Whether LSE is that of the keys alone, where there is a sink.
+    pub lse_without_sink: bool,
+}
+
+impl KeyLists {
+    /// Lists of `topk` positions for this problem, contiguous, all of their entries in use.
+    #[must_use]
+    pub fn new(problem: &FwdProblem, topk: u32) -> Self {
+        let unset = Strides { batch: 0, seq: 0, head: 0, dim: 1 };
+        let (entries, length) = (ListEntries::Positions, ListLength::Whole);
+        let mut lists = Self { topk, entries, length, strides: unset, lse_without_sink: false };
+        let total_q = Some(problem.dims.seqlen_q);
+        lists.strides = Strides::bshd(lists.shape(problem, Totals { total_q, ..Totals::NONE }));
+        lists
+    }
+
+    crate::setters::setters! {
+        /// What an entry names.
+        entries: ListEntries => entries;
+        /// How many entries of a list are in use.
+        length: ListLength => length;
+        /// Strides of `indices`.
+        strides: Strides => strides;
+        /// Whether LSE is that of the keys alone.
+        lse_without_sink: bool => lse_without_sink;
+    }
+
+    /// Shape of `indices`; packed, `batch` is 1 and `seq` is `total_q`.
+    #[must_use]
+    pub fn shape(&self, problem: &FwdProblem, totals: Totals) -> Shape {
+        let dims = problem.dims;
+        let (batch, seq) = match problem.layout.q {
+            QLayout::Batch => (dims.batch, dims.seqlen_q),
+            QLayout::Packed => (1, totals.total_q.unwrap_or(0)),
+        };
+        Shape { batch, seq, head: dims.num_heads_kv, dim: self.topk }
+    }
+
+    /// Elements of `topk_length`.
+    #[must_use]
+    pub fn length_elems(&self, problem: &FwdProblem, totals: Totals) -> u64 {
+        let shape = self.shape(problem, totals);
+        match self.length {
+            ListLength::Whole => 0,
+            ListLength::Sequence => problem.dims.batch.into(),
+            ListLength::Token => u64::from(shape.batch) * u64::from(shape.seq),
+        }
+    }
+
+    /// Keys that the longest list may name, those that stand twice counted twice.
+    #[must_use]
+    pub fn most_keys(&self) -> u64 {
+        match self.entries {
+            ListEntries::Positions | ListEntries::Addresses => self.topk.into(),
+            ListEntries::Blocks { size } => u64::from(self.topk) * u64::from(size),
+        }
+    }
+}
+
+impl FwdProblem {
+    /// Whether entries of lists are addresses, so that a call has no block table.
+    #[must_use]
+    pub fn lists_addresses(&self) -> bool {
+        self.lists.is_some_and(|lists| lists.entries == ListEntries::Addresses)
+    }
+
+    /// # Errors
+    /// Lists beside what does not go with them, by its name.
+    pub(crate) fn check_lists(&self) -> Result<(), ProblemError> {
+        let Some(lists) = &self.lists else { return Ok(()) };
+        let topk = lists.topk;
+        let most = i32::MAX.unsigned_abs();
+        ensure!(topk <= most, "topk", "topk {topk} is larger than {most}");
+        if let ListEntries::Blocks { size } = lists.entries {
+            ensure!(
+                size >= 1 && lists.most_keys() <= most.into(),
+                "indices",
+                "indices: topk {topk} blocks of size {size} are not in 1..={most} keys"
+            );
+        }
+        self.check_list_strides(Totals { total_q: Some(2), ..Totals::NONE })?;
+        ensure!(
+            !lists.lse_without_sink || self.score.sink,
+            "lse_without_sink",
+            "lse_without_sink true, but sink is false"
+        );
+        let refused = if !self.part.is_whole() {
+            let part = &self.part;
+            Some(("part", format!("position_q {} and position_k {}", part.position_q, part.position_k)))
+        } else if self.cache.tree_mask {
+            Some(("tree_mask", format!("tree_mask of {} queries", self.dims.seqlen_q)))
+        } else if self.arrivals > 0 {
+            Some(("arrivals", format!("arrivals {}", self.arrivals)))
+        } else if self.dropout.write_keep_mask {
+            Some(("write_keep_mask", format!("write_keep_mask over {} keys", self.dims.seqlen_k)))
+        } else {
+            None
+        };
+        if let Some((field, what)) = refused {
+            let text = format!("{field}: {what} beside indices of topk {topk} is not defined");
+            return Err(ProblemError::new(field, text));
+        }
+        if lists.entries == ListEntries::Addresses { self.check_addresses(topk) } else { Ok(()) }
+    }
+
+    /// What a key's position would be needed for.
+    fn check_addresses(&self, topk: u32) -> Result<(), ProblemError> {
+        let KvLayout::Paged { .. } = self.layout.kv else {
+            let text =
+                format!("indices: topk {topk} addresses need pages, not kv_layout {:?}", self.layout.kv);
+            return Err(ProblemError::new("indices", text));
+        };
+        let bounds = self.mask.bounds();
+        let needs = if bounds.lo.is_some() || bounds.hi.is_some() {
+            Some(("mask", format!("mask {}", self.mask)))
+        } else if self.score.bias != Bias::None {
+            Some(("bias", format!("bias {:?}", self.score.bias)))
+        } else if let Err(refusal) = self.code.refuse("") {
+            Some(("code", refusal.reason))
+        } else if self.drops() {
+            Some(("p_drop", format!("p_drop {}", self.dropout.p_drop)))
+        } else if self.layout.seqused_k {
+            Some(("seqused_k", "seqused_k true".to_owned()))
+        } else if self.cache.append.is_some() {
+            Some(("append", "append".to_owned()))
+        } else if let Some(rotary) = self.cache.rotary {
+            Some(("rotary", format!("rotary of dim {}", rotary.dim)))
+        } else {
+            None
+        };
+        match needs {
+            Some((field, what)) => {
+                let text =
+                    format!("{field}: {what} needs positions, but indices of topk {topk} are addresses");
+                Err(ProblemError::new(field, text))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// # Errors
+    /// Strides of `indices` that do not go with these extents.
+    pub(crate) fn check_list_strides(&self, totals: Totals) -> Result<(), ProblemError> {
+        let Some(lists) = &self.lists else { return Ok(()) };
+        let shape = lists.shape(self, totals);
+        // Entries are as large as f32.
+        check_input("indices", lists.strides, shape, DType::F32)?;
+        check_unit_stride("indices", "dim", lists.strides.dim, shape.dim)
+    }
+
+    /// For kernels that read all keys.
+    ///
+    /// # Errors
+    /// Lists of keys.
+    pub fn refuse_lists(&self, kernel: &str) -> Result<(), Refusal> {
+        match &self.lists {
+            None => Ok(()),
+            Some(lists) => {
+                Err(Refusal::new(kernel, format!("indices of topk {} are not in this kernel", lists.topk)))
+            }
+        }
+    }
+}

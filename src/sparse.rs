@@ -1,0 +1,63 @@
+//! Choosing the keys of a model that is trained sparse. [`index_lists`] chooses on the processor; a list is what
+//! [`KeyLists`](crate::KeyLists) and [`SeqArgs::indices`](crate::SeqArgs::indices) take. The other functions compute by
+//! definition; blocks and losses are small beside attention.
+//!
+//! ```
+//! use fmha::sparse::{Candidates, IndexArgs, IndexCall, IndexProblem, index_lists};
+//! use fmha::{DType, DevSlice};
+//!
+//! let problem = IndexProblem {
+//!     batch: 1, seqlen_q: 1, seqlen_k: 3, num_heads: 1, head_dim: 2, dtype_q: DType::F32, dtype_k: DType::F32,
+//! };
+//! let (q, k) = ([1.0f32, 0.0], [0.5f32, 0.0, -1.0, 0.0, 2.0, 0.0]);
+//! let args = IndexArgs {
+//!     q: DevSlice::host(&q), k: DevSlice::host(&k), weights: &[1.0], k_scale: None, candidates: Candidates::Causal,
+//! };
+//! let lists = index_lists(&IndexCall::new(problem, args)?, 2)?;
+//! assert_eq!(lists, [0, 2]);
+//! # Ok::<(), fmha::Error>(())
+//! ```
+
+use std::sync::OnceLock;
+
+use fmha_core::Error;
+use fmha_cpu::CpuBackend;
+
+pub use fmha_core::sparse::{
+    BlockOverlap, Candidates, IndexArgs, IndexCall, IndexGradients, IndexProblem, block_maxima, block_sums,
+    choose, choose_blocks, index_gradients, index_loss,
+};
+
+/// The scores of an indexer, f32 `[batch, seqlen_q, seqlen_k]`; -inf where a key is no candidate of a query.
+///
+/// # Errors
+/// Memory that the system refuses, or a setting of the environment that says nothing sensible.
+pub fn index_scores(call: &IndexCall<'_>) -> Result<Vec<f32>, Error> {
+    let mut scores = vec![0.0; call.rows() * call.problem().seqlen_k as usize];
+    cpu()?.index_scores(call, &mut scores)?;
+    Ok(scores)
+}
+
+/// The lists that those scores choose, i32 `[batch, seqlen_q, topk]`: the `topk` candidates of greatest score of each query,
+/// equal ones by position, NaN last, in ascending position with -1 after them. The same scores give the same lists on every
+/// run, with any number of threads.
+///
+/// # Errors
+/// As [`index_scores`].
+pub fn index_lists(call: &IndexCall<'_>, topk: u32) -> Result<Vec<i32>, Error> {
+    let mut indices = vec![0; call.rows() * topk as usize];
+    cpu()?.index_lists(call, topk, &mut indices)?;
+    Ok(indices)
+}
+
+/// The processor, opened once; a forked child makes its own threads.
+fn cpu() -> Result<&'static CpuBackend, Error> {
+    static CPU: OnceLock<CpuBackend> = OnceLock::new();
+    match CPU.get() {
+        Some(cpu) => Ok(cpu),
+        None => {
+            let cpu = CpuBackend::new()?;
+            Ok(CPU.get_or_init(|| cpu))
+        }
+    }
+}

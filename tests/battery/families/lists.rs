@@ -1,0 +1,445 @@
+//! Lists of keys: which keys a list names, how it and its keys lie, and what else happens to their scores.
+//!
+//! What no list names is NaN, forward in whole rows of K and V, backward at keys that the lists avoid.
+
+use fmha_core::{
+    Append, Bias, BiasBroadcast, BwdProblem, DType, Descale, Dims, ElementwiseBias, FwdProblem, KeyLists,
+    KvLayout, ListEntries, ListLength, Rotary, RotaryPairs, Strides, Totals,
+};
+
+use super::edges::{data, group, masked};
+use super::recipe::fp8_scales;
+use crate::case::{Backward, Body, Case, Forward, Plant, WIDE};
+use crate::init::mix;
+use crate::law::{Law, LawKind};
+use crate::tensor::Operand;
+use crate::tensors::Lengths;
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for dtype in WIDE {
+        styles(&mut cases, dtype);
+        layouts(&mut cases, dtype);
+        tokens(&mut cases, dtype);
+        head_dims(&mut cases, dtype);
+        scores(&mut cases, dtype);
+        blocks(&mut cases, dtype);
+        gradients(&mut cases, dtype);
+    }
+    caches(&mut cases);
+    laws(&mut cases);
+    cases
+}
+
+/// What a list names.
+const STYLES: [&str; 6] = ["scattered", "repeated", "absent", "some_empty", "runs", "beyond"];
+
+/// Keys that are a multiple of this and 3 are in no list.
+const AVOIDED: u32 = 7;
+
+fn dims(seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dim: u32) -> Dims {
+    Dims {
+        batch: 2,
+        seqlen_q,
+        seqlen_k,
+        num_heads_q: heads.0,
+        num_heads_kv: heads.1,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    }
+}
+
+fn small(dtype: DType) -> FwdProblem {
+    masked(dtype, dims(5, 70, (4, 2), 48), "0")
+}
+
+/// Gives a problem contiguous lists of `topk`, in a style.
+fn with_lists(
+    mut problem: FwdProblem,
+    mut lengths: Lengths,
+    topk: u32,
+    style: &str,
+    seed: u64,
+) -> (FwdProblem, Lengths) {
+    problem.lists = Some(KeyLists::new(&problem, topk));
+    lengths.indices = indices(&problem, &lengths, style, seed);
+    (problem, lengths)
+}
+
+/// The entries of every list, as the problem's strides lay them out. An entry that stands between lists or past a length
+/// names an avoided key.
+fn indices(problem: &FwdProblem, lengths: &Lengths, style: &str, seed: u64) -> Vec<i32> {
+    let Some(lists) = problem.lists else { return vec![] };
+    let shape = lists.shape(problem, lengths.totals);
+    let elems = lists.strides.extent(shape).unwrap_or(0) as usize;
+    let mut all = vec![3; elems];
+    let reach = match (lists.entries, problem.layout.kv) {
+        (ListEntries::Addresses, KvLayout::Paged { page_size }) => {
+            lengths.totals.num_pages.unwrap_or(0) * page_size
+        }
+        (ListEntries::Blocks { size }, _) => problem.dims.seqlen_k.div_ceil(size),
+        _ => problem.dims.seqlen_k,
+    };
+    for b in 0..shape.batch {
+        for (s, h) in (0..shape.seq).flat_map(|s| (0..shape.head).map(move |h| (s, h))) {
+            for e in 0..shape.dim {
+                let at = lists.strides.offset(b, s, h, e) as usize;
+                let token = u64::from(b * shape.seq + s) * 131 + u64::from(h);
+                all[at] = entry(style, reach, mix(seed ^ token << 20 ^ u64::from(e)), token, e);
+            }
+        }
+    }
+    all
+}
+
+fn entry(style: &str, reach: u32, random: u64, token: u64, e: u32) -> i32 {
+    let avoid = |key: u32| if key % AVOIDED == 3 { key - 1 } else { key };
+    let any = avoid((random % u64::from(reach.max(1))) as u32).cast_signed();
+    match style {
+        "absent" => [-1, i32::MIN, reach.cast_signed(), i32::MAX][(random % 4) as usize],
+        "repeated" => avoid(((token % 5) as u32 + 11 * (random % 3) as u32) % reach.max(1)).cast_signed(),
+        "some_empty" if token % 3 == 1 => -1,
+        "runs" => avoid((token as u32 % 13 + e) % reach.max(1)).cast_signed(),
+        "beyond" if random >> 40 & 1 == 1 => (reach + (random >> 48) as u32 % 1000).cast_signed(),
+        _ if random >> 50 & 7 == 0 => -1,
+        _ => any,
+    }
+}
+
+fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengths) {
+    let hides = problem.cache.append.is_none();
+    push_planted(cases, name, problem, lengths, if hides { Plant::HiddenKeys } else { Plant::Nothing });
+}
+
+fn push_planted(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengths, plant: Plant) {
+    let forward = Forward { problem, lengths, data: data(&name), plant };
+    cases.push(Case { name, body: Body::Forward(Box::new(forward)) });
+}
+
+fn styles(cases: &mut Vec<Case>, dtype: DType) {
+    for style in STYLES {
+        let name = format!("lists/forward/{dtype}/{style}");
+        let (problem, lengths) = with_lists(small(dtype), Lengths::default(), 24, style, data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    for (topk, seqlen_k) in [(0, 70), (1, 70), (200, 70), (24, 0), (24, 1), (311, 1000)] {
+        let name = format!("lists/topk/{dtype}/{topk}_of_{seqlen_k}");
+        let problem = masked(dtype, dims(3, seqlen_k, (4, 2), 48), "0");
+        let (problem, lengths) = with_lists(problem, Lengths::default(), topk, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+}
+
+/// Lengths of lists and of sequences, packed rows, pages by their table and by addresses, strides with gaps, a shared list.
+fn layouts(cases: &mut Vec<Case>, dtype: DType) {
+    let name = |what: &str| format!("lists/layout/{dtype}/{what}");
+    for (word, length, numbers) in [
+        ("length_of_sequences", ListLength::Sequence, vec![9, 300]),
+        ("length_of_tokens", ListLength::Token, vec![0, 1, 24, 25, -3, 7, 24, i32::MAX, 2, 13]),
+    ] {
+        let name = name(word);
+        let (mut problem, mut lengths) =
+            with_lists(small(dtype), Lengths::default(), 24, "scattered", data(&name).seed);
+        problem.lists = problem.lists.map(|lists| lists.length(length));
+        lengths.topk_length = numbers;
+        push(cases, name, problem, lengths);
+    }
+    let sequences = [(0, 9), (5, 40), (3, 0), (7, 65), (1, 13)];
+    for (word, length) in [("packed", ListLength::Whole), ("packed_lengths", ListLength::Token)] {
+        let name = name(word);
+        let problem = group(dtype, dims(7, 65, (4, 2), 48), &sequences, "0");
+        let (mut problem, mut lengths) =
+            with_lists(problem, Lengths::packed(&sequences), 20, "scattered", data(&name).seed);
+        problem.lists = problem.lists.map(|lists| lists.length(length));
+        lengths.topk_length = (0..16).map(|at| at * 3 - 2).collect();
+        push(cases, name, problem, lengths);
+    }
+    for mask in ["0", "b", "t:20,3", "b:9,0,2"] {
+        let name = name(&format!("used/{mask}"));
+        let problem = masked(dtype, dims(9, 70, (4, 2), 48), mask).seqused_q(true).seqused_k(true);
+        let used = Lengths { seqused_q: vec![9, 4], seqused_k: vec![33, 70], ..Lengths::default() };
+        let (problem, lengths) = with_lists(problem, used, 24, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    for (page_size, mask) in [(1, "0"), (7, "b"), (64, "0")] {
+        let name = name(&format!("pages_of_{page_size}"));
+        let (problem, lengths) = super::decode::in_pages(
+            masked(dtype, dims(3, 70, (4, 2), 48), mask),
+            page_size,
+            Lengths::default(),
+            &name,
+        );
+        let (problem, lengths) = with_lists(problem, lengths, 24, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    for page_size in [5, 64] {
+        let name = name(&format!("addresses_of_{page_size}"));
+        let mut problem = masked(dtype, dims(3, 0, (4, 1), 48), "0");
+        problem.layout.kv = KvLayout::Paged { page_size };
+        problem.strides.k = Strides::bshd(problem.shape_k());
+        problem.strides.v = Strides::bshd(problem.shape_v());
+        problem.lists = Some(KeyLists::new(&problem, 24).entries(ListEntries::Addresses));
+        let totals = Totals { num_pages: Some(6), ..Totals::NONE };
+        let mut lengths = Lengths { totals, ..Lengths::default() };
+        lengths.indices = indices(&problem, &lengths, "beyond", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    for (word, strides) in [
+        ("with_gaps", Strides { batch: 1000, seq: 71, head: 31, dim: 1 }),
+        ("of_all_heads", Strides { batch: 120, seq: 24, head: 0, dim: 1 }),
+        ("of_the_batch", Strides { batch: 0, seq: 48, head: 24, dim: 1 }),
+    ] {
+        let name = name(word);
+        let mut problem = small(dtype);
+        problem.lists = Some(KeyLists::new(&problem, 24).strides(strides));
+        let mut lengths = Lengths::default();
+        lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+}
+
+fn tokens(cases: &mut Vec<Case>, dtype: DType) {
+    for seqlen_q in [1, 2, 3, 4, 5, 8, 16] {
+        let name = format!("lists/tokens/{dtype}/q{seqlen_q}");
+        let problem = masked(dtype, dims(seqlen_q, 90, (6, 2), 64), "b");
+        let (problem, lengths) = with_lists(problem, Lengths::default(), 40, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+}
+
+/// Plain heads to 256, and latent ones with V in K's rows.
+fn head_dims(cases: &mut Vec<Case>, dtype: DType) {
+    for (qk, v, heads) in [
+        (64, 64, (2, 2)),
+        (80, 80, (5, 1)),
+        (128, 128, (8, 1)),
+        (192, 128, (2, 1)),
+        (256, 256, (2, 1)),
+        (33, 17, (3, 3)),
+    ] {
+        let name = format!("lists/heads/{dtype}/d{qk}x{v}/h{}x{}", heads.0, heads.1);
+        let sizes = Dims { head_dim_v: v, ..dims(2, 60, heads, qk) };
+        let (problem, lengths) =
+            with_lists(masked(dtype, sizes, "0"), Lengths::default(), 30, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    for (qk, v, heads, page_size) in [
+        (24, 16, 4, None),
+        (576, 512, 16, None),
+        (576, 512, 5, Some(64)),
+        (512, 512, 20, None),
+        (72, 64, 128, Some(16)),
+    ] {
+        let layout = page_size.map_or("strided".to_owned(), |size: u32| format!("p{size}"));
+        let name = format!("lists/latent/{dtype}/d{qk}x{v}/h{heads}/{layout}");
+        let sizes = Dims { head_dim_v: v, batch: 1, ..dims(2, 40, (heads, 1), qk) };
+        let (mut problem, mut lengths) = (masked(dtype, sizes, "0").sink(true), Lengths::default());
+        if let Some(page_size) = page_size {
+            (problem, lengths) = super::decode::in_pages(problem, page_size, lengths, &name);
+        }
+        (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        let (problem, lengths) = with_lists(problem, lengths, 24, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+}
+
+const MODIFIERS: [&str; 10] = [
+    "softcap",
+    "alibi",
+    "bias",
+    "sink",
+    "sink_apart",
+    "infinite_sink",
+    "infinite_sink_apart",
+    "dropout",
+    "negative_scale",
+    "all",
+];
+
+fn modified(mut problem: FwdProblem, modifier: &str) -> FwdProblem {
+    let all = modifier == "all";
+    if all || modifier == "softcap" {
+        problem = problem.softcap(2.0);
+    }
+    if all || modifier == "bias" {
+        let bias = ElementwiseBias {
+            broadcast: BiasBroadcast::BatchHead,
+            dtype: problem.dtypes.qk,
+            strides: Strides::bhsd(problem.shape_bias(BiasBroadcast::BatchHead)),
+        };
+        problem = problem.bias(Bias::Elementwise(bias));
+    }
+    if modifier == "alibi" {
+        problem = problem.bias(Bias::Alibi { per_batch: true });
+    }
+    if all || modifier.contains("sink") {
+        problem = problem.sink(true);
+    }
+    if all || modifier == "dropout" {
+        problem = problem.p_drop(0.3);
+    }
+    if modifier == "negative_scale" {
+        problem = problem.softmax_scale(-0.2);
+    }
+    problem
+}
+
+/// What becomes of a problem that has its lists.
+fn finished(problem: FwdProblem, modifier: &str) -> FwdProblem {
+    let apart = modifier.ends_with("apart");
+    let lists = problem.lists.map(|lists| lists.lse_without_sink(apart));
+    problem.lists(lists)
+}
+
+fn scores(cases: &mut Vec<Case>, dtype: DType) {
+    for modifier in MODIFIERS {
+        for style in ["scattered", "some_empty"] {
+            let name = format!("lists/score/{dtype}/{modifier}/{style}");
+            let problem = modified(masked(dtype, dims(4, 70, (4, 2), 48), "b"), modifier);
+            let (problem, lengths) = with_lists(problem, Lengths::default(), 24, style, data(&name).seed);
+            let infinite = Plant::FarRows { bias: None, sink: Some(f64::INFINITY) };
+            let plant = if modifier.starts_with("infinite") { infinite } else { Plant::HiddenKeys };
+            push_planted(cases, name, finished(problem, modifier), lengths, plant);
+        }
+    }
+}
+
+/// Blocks of keys, the token's own among them: the band cuts it.
+fn blocks(cases: &mut Vec<Case>, dtype: DType) {
+    for (size, mask) in [(1, "b"), (7, "0"), (16, "b"), (64, "b"), (128, "b:100,0")] {
+        let name = format!("lists/blocks/{dtype}/b{size}/{mask}");
+        let mut problem = masked(dtype, dims(6, 300, (4, 2), 48), mask);
+        problem.lists = Some(KeyLists::new(&problem, 3).entries(ListEntries::Blocks { size }));
+        let mut lengths = Lengths::default();
+        lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+}
+
+/// Caches that are appended to, turned, and narrower than their queries; FP8 throughout.
+fn caches(cases: &mut Vec<Case>) {
+    for dtype in [DType::F16, DType::Bf16] {
+        for (new, rotary) in [(2, None), (3, Some(16))] {
+            let name = format!("lists/appended/{dtype}/new{new}/r{}", rotary.unwrap_or(0));
+            let mut problem = masked(dtype, dims(3, 40, (4, 2), 48), "b").seqused_k(true);
+            problem.cache.append = Some(Append::batch(&problem, new));
+            problem.cache.rotary =
+                rotary.map(|dim| Rotary { dim, pairs: RotaryPairs::Half, max_pos: 64, dtype: DType::F32 });
+            let used = Lengths { seqused_k: vec![30, 5], ..Lengths::default() };
+            let (problem, lengths) = with_lists(problem, used, 24, "scattered", data(&name).seed);
+            push(cases, name, problem, lengths);
+        }
+        for (cache, descale) in [(DType::E4m3Fn, Descale::PerTensor), (DType::E5m2Fnuz, Descale::PerKvHead)] {
+            let name = format!("lists/fp8_cache/{cache}/{dtype}");
+            let mut problem = small(dtype);
+            problem.cache.dtype = Some(cache);
+            (problem.scales.descale_k, problem.scales.descale_v) = (descale, descale);
+            let (problem, lengths) = with_lists(problem, Lengths::default(), 24, "runs", data(&name).seed);
+            push(cases, name, problem, lengths);
+        }
+    }
+    for dtype in [DType::E4m3Fn, DType::E5m2Fnuz] {
+        let name = format!("lists/fp8/{dtype}");
+        let mut problem = small(dtype);
+        fp8_scales(Descale::PerKvHead, &mut problem);
+        let (problem, lengths) = with_lists(problem, Lengths::default(), 24, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+}
+
+/// Gradients, asked for in one order; each case is run again and keeps its bits.
+fn gradients(cases: &mut Vec<Case>, dtype: DType) {
+    let mut push =
+        |name: String, problem: FwdProblem, lengths: Lengths, change: &dyn Fn(BwdProblem) -> BwdProblem| {
+            let planted = avoided(&problem);
+            let (numbers, problem) = (data(&name), change(BwdProblem::new(problem)));
+            let body = Backward { problem, lengths, data: numbers, deterministic: true, planted };
+            cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+        };
+    for style in STYLES {
+        let name = format!("lists/backward/{dtype}/{style}");
+        let (problem, lengths) = with_lists(small(dtype), Lengths::default(), 24, style, data(&name).seed);
+        push(name, problem, lengths, &|problem| problem.has_dlse(true));
+    }
+    for modifier in MODIFIERS.into_iter().filter(|modifier| !modifier.starts_with("infinite")) {
+        let name = format!("lists/backward/{dtype}/{modifier}");
+        let problem = modified(masked(dtype, dims(6, 70, (4, 2), 48), "b"), modifier);
+        let (problem, lengths) = with_lists(problem, Lengths::default(), 24, "some_empty", data(&name).seed);
+        let problem = finished(problem, modifier);
+        let (sink, apart) = (problem.score.sink, modifier.ends_with("apart"));
+        push(name, problem, lengths, &|problem| problem.write_dsink(sink).has_dlse(!apart));
+    }
+    let sequences = [(0, 9), (5, 40), (3, 0), (7, 65), (1, 13)];
+    let name = format!("lists/backward/{dtype}/packed");
+    let problem = group(dtype, dims(7, 65, (4, 2), 48), &sequences, "b");
+    let (problem, lengths) =
+        with_lists(problem, Lengths::packed(&sequences), 20, "scattered", data(&name).seed);
+    push(name, problem, lengths, &|problem| problem);
+    for (qk, v, heads, seqlen_q, topk) in [
+        (64, 64, (3, 3), 40, 70),
+        (128, 128, (8, 1), 9, 100),
+        (576, 512, (16, 1), 3, 24),
+        (40, 24, (33, 1), 5, 30),
+    ] {
+        let name = format!("lists/backward/{dtype}/d{qk}x{v}/h{}x{}", heads.0, heads.1);
+        let sizes = Dims { head_dim_v: v, ..dims(seqlen_q, 60, heads, qk) };
+        let (problem, lengths) =
+            with_lists(masked(dtype, sizes, "b"), Lengths::default(), topk, "scattered", data(&name).seed);
+        push(name, problem, lengths, &|problem| problem);
+    }
+    for size in [16, 64] {
+        let name = format!("lists/backward/{dtype}/blocks_of_{size}");
+        let mut problem = masked(dtype, dims(6, 200, (4, 2), 48), "b");
+        problem.lists = Some(KeyLists::new(&problem, 3).entries(ListEntries::Blocks { size }));
+        let mut lengths = Lengths::default();
+        lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
+        push(name, problem, lengths, &|problem| problem);
+    }
+}
+
+/// NaN at K and V of the keys that no list of single keys names.
+fn avoided(problem: &FwdProblem) -> Vec<(Operand, [u32; 4], f64)> {
+    let dims = problem.dims;
+    let is_plain = problem.layout.kv == KvLayout::Strided;
+    if !is_plain || problem.lists.is_none_or(|lists| lists.entries != ListEntries::Positions) {
+        return vec![];
+    }
+    let keys = (0..dims.seqlen_k).filter(|key| key % AVOIDED == 3);
+    keys.flat_map(|key| {
+        [(Operand::K, 5), (Operand::V, 7)].map(|(operand, dim)| (operand, [0, key, 0, dim], f64::NAN))
+    })
+    .collect()
+}
+
+/// The same bits again, alone and in any batch.
+fn laws(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (word, kind) in [("twice", LawKind::Twice), ("repeated", LawKind::Repeated(5))] {
+            let name = format!("lists/{word}/{dtype}");
+            let problem = masked(dtype, dims(9, 300, (8, 2), 64), "b").sink(true).p_drop(0.1);
+            let (problem, lengths) =
+                with_lists(problem, Lengths::default(), 130, "scattered", data(&name).seed);
+            let forward = Forward { problem, lengths, data: data(&name), plant: Plant::Nothing };
+            cases.push(Case { name, body: Body::Law(Box::new(Law { forward, kind })) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_name_what_their_style_says() {
+        let (problem, lengths) = with_lists(small(DType::F32), Lengths::default(), 24, "scattered", 5);
+        let named: Vec<i32> = lengths.indices.iter().copied().filter(|&key| (0..70).contains(&key)).collect();
+        assert!(named.len() * 3 > lengths.indices.len() && named.len() < lengths.indices.len());
+        assert!(named.iter().all(|key| key % AVOIDED.cast_signed() != 3));
+        let absent = indices(&problem, &Lengths::default(), "absent", 5);
+        assert!(absent.iter().all(|key| !(0..70).contains(key)) && absent.len() == lengths.indices.len());
+        let mut repeated = indices(&problem, &Lengths::default(), "repeated", 5)[..24].to_vec();
+        repeated.sort_unstable();
+        repeated.dedup();
+        assert!(repeated.len() <= 3);
+    }
+}
