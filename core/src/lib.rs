@@ -79,6 +79,8 @@ pub mod lengths;
 #[doc(hidden)]
 pub mod mask;
 #[doc(hidden)]
+pub mod masks;
+#[doc(hidden)]
 pub mod operation;
 mod peers;
 #[doc(hidden)]
@@ -113,7 +115,7 @@ pub mod work;
 pub use args::check_addresses;
 pub use args::{
     Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, Elem, ElemType,
-    FwdArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
+    FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
@@ -130,6 +132,7 @@ pub use layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 #[doc(hidden)]
 pub use mask::{BlockClass, MaskBand, MaskBounds, MaskKind};
 pub use mask::{MaskAlign, MaskShape, MaskSpec};
+pub use masks::{BlockList, BlockLists, Intervals, MaskAxes, MaskBits, Masks};
 pub use operation::{AnyProblem, Operation};
 pub use peers::{Peers, Word};
 pub use plan::{

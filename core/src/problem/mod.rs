@@ -18,6 +18,7 @@ pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit
 
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 use crate::mask::MaskSpec;
+use crate::masks::{BlockLists, Intervals, MaskBits, Masks};
 use crate::score::{Bias, BiasBroadcast, Descale};
 use crate::setters::setters;
 
@@ -82,6 +83,8 @@ pub struct FwdProblem {
     pub strides: TensorStrides,
     /// Which keys a query sees.
     pub mask: MaskSpec,
+    /// Which of these keys it sees, as data.
+    pub masks: Masks,
     /// What happens to a score before the softmax.
     pub score: Score,
     /// A score and a mask as code.
@@ -132,6 +135,7 @@ impl FwdProblem {
             dtypes: DTypes { qk: dtype, v: dtype, o: dtype_o },
             strides: TensorStrides { q: unset, k: unset, v: unset, o: unset },
             mask: MaskSpec::NONE,
+            masks: Masks::default(),
             score: Score { softmax_scale: None, softcap: None, bias: Bias::None, sink: false },
             code: Code::default(),
             dropout: Dropout { p_drop: 0.0, write_keep_mask: false },
@@ -177,6 +181,12 @@ impl FwdProblem {
         strides_o: Strides => strides.o;
         /// Which keys a query sees.
         mask: MaskSpec => mask;
+        /// Ranges of keys for each query row.
+        intervals: impl Into<Option<Intervals>> => masks.intervals;
+        /// A bit for each query and key.
+        mask_bits: impl Into<Option<MaskBits>> => masks.bits;
+        /// Blocks of queries and keys.
+        block_lists: impl Into<Option<BlockLists>> => masks.block_lists;
         /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
         softmax_scale: impl Into<Option<f32>> => score.softmax_scale;
         /// `softcap * tanh(S / softcap)`, before the bias.
@@ -332,6 +342,7 @@ impl FwdProblem {
         self.code.check()?;
         self.check_cache()?;
         self.check_part()?;
+        self.check_masks()?;
         Ok(ValidFwd(self))
     }
 
@@ -464,6 +475,7 @@ impl FwdProblem {
         let extents = self.extents(totals);
         if totals != Totals::NONE {
             self.check_tensors(&extents)?;
+            self.check_mask_tensors(totals)?;
         }
         Ok(extents)
     }

@@ -132,6 +132,7 @@ impl Operands {
             dsink: None,
             seq: SeqArgs::default(),
             score: self.score(&problem.fwd),
+            masks: crate::args::MaskArgs::default(),
             workspace: None,
         })
     }
