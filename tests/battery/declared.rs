@@ -55,6 +55,13 @@ pub const DECLARED: &[Declared] = &[
     Declared {
         backends: &["cuda", "rocm"],
         kernels: &[],
+        slowly: false,
+        what: "masks as data are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
+    },
+    Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &[],
         slowly: true,
         what: "f32 inputs are the CPU backend's",
         applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),

@@ -13,6 +13,7 @@ mod fp8;
 mod guards;
 mod heads;
 mod laws;
+mod masks;
 mod pairwise;
 mod parts;
 mod rare;
@@ -35,6 +36,7 @@ pub(crate) fn all() -> Vec<Case> {
         guards::cases(),
         backward::cases(),
         code::cases(),
+        masks::cases(),
         combine::cases(),
         parts::cases(),
         decode::cases(),
