@@ -124,6 +124,9 @@ impl<V: Vendor> Backend<V> {
             if !kernel.about.waits_for_keys {
                 problem.refuse_arrivals(kernel.name())?;
             }
+            if let Some(masks) = problem.masks().filter(|_| !kernel.about.reads_masks) {
+                masks.refuse(kernel.name())?;
+            }
             kernel.choose(problem, &self.facts, options)
         })
     }
@@ -419,6 +422,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
 
     fn peers(&self) -> Option<&dyn Peers> {
         self.driver()?.peers()
+    }
+
+    fn takes_masks(&self) -> bool {
+        true
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {

@@ -183,6 +183,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/mla/work.cuh",
         "simt/bwd.cuh",
         "simt/fwd.cuh",
+        "simt/masked.cuh",
         "combine.cuh",
     ));
     headers

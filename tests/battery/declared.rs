@@ -55,8 +55,8 @@ pub const DECLARED: &[Declared] = &[
     Declared {
         backends: &["cuda", "rocm"],
         kernels: &[],
-        slowly: false,
-        what: "masks as data are the CPU backend's",
+        slowly: true,
+        what: "masks as data are read by the slow kernels alone",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
     },
     Declared {

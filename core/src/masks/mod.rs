@@ -4,11 +4,13 @@
 //! intervals, bits and a mask as code say; a key inside no listed block is hidden.
 
 mod check;
+mod device;
 mod host;
 #[cfg(test)]
 mod tests;
 
 pub use check::check_masks;
+pub use device::{MaskDataParams, MaskTensor, header, mask_data_params};
 pub use host::{HeadMasks, HostMasks, Shown};
 
 use crate::dtype::DType;
