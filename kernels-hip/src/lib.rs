@@ -94,6 +94,7 @@ pub fn headers() -> Vec<Header> {
         "rdna/decode/main.h",
         "simt/bwd.h",
         "simt/fwd.h",
+        "simt/masked.h",
         "combine.h",
         "dropout.h",
         "widen_cache.h",

@@ -232,6 +232,20 @@ impl FwdProblem {
         !self.code.is_empty() || !self.masks.is_empty()
     }
 
+    /// For kernels that read masks as data, but neither beside a quantised cache nor beside a tree mask.
+    ///
+    /// # Errors
+    /// The cache's type, or the tree.
+    pub fn refuse_cache_beside_masks(&self, kernel: &str) -> Result<(), Refusal> {
+        let what = match (self.cache.dtype, self.cache.tree_mask) {
+            (Some(dtype), _) => format!("dtype_cache {dtype}"),
+            (None, true) => format!("tree_mask of {} queries", self.dims.seqlen_q),
+            (None, false) => return Ok(()),
+        };
+        let names = self.masks.names().collect::<Vec<_>>().join(", ");
+        Err(Refusal::new(kernel, format!("{what} beside masks as data ({names}) is not in this kernel")))
+    }
+
     fn check_axes(&self, field: &'static str, axes: MaskAxes, by_kv_head: bool) -> Result<(), ProblemError> {
         let Dims { num_heads_q, num_heads_kv, .. } = self.dims;
         let heads = axes.heads;
