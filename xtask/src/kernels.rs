@@ -594,6 +594,24 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(addresses|backward|laws)/", deal: 1 },
         ..amd("gfx1201", NONE)
     },
+    // Masks as data: blocks of a warp's rows that are whole, cut and empty; row kernels of both vendors.
+    Row {
+        in_test: Cases { filter: "^masks/forward/b?f16/(batch|group)/(all|bits|intervals)$", deal: 2 },
+        in_all: Cases { filter: "^masks/forward/b?f16/([^c]|c[^o])", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: Some("simt"),
+        in_test: Cases { filter: "^masks/.*/b?f16/few_queries/all$", deal: 1 },
+        in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: Some("simt"),
+        in_test: Cases { filter: "^masks/.*/b?f16/few_queries/(all|lists)$", deal: 1 },
+        in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
 ];
 
 /// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector clocks where
