@@ -104,8 +104,8 @@ pub unsafe trait FmhaBackend: Send + Sync {
         false
     }
 
-    /// Whether it knows of masks as data ([`Masks`](crate::Masks)), and refuses by a kernel's name what it does not read. A
-    /// backend that does not is given no problem with any.
+    /// Whether it knows of masks as data ([`Masks`](crate::Masks)), and refuses by a kernel's name what it does not
+    /// read. A backend that does not is given no problem with any.
     fn takes_masks(&self) -> bool {
         false
     }
@@ -368,7 +368,8 @@ pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error
     Error::Unsupported { backend: backend.to_owned(), refusals }
 }
 
-/// Refuses a problem with a score or a mask as code, or with masks as data, for each kernel of a backend that knows of none.
+/// Refuses a problem with a score or a mask as code, or with masks as data, for each kernel of a backend that knows
+/// of none.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with a refusal a kernel.

@@ -103,6 +103,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/bwd/config.cuh",
         "sm80/bwd/dbias.cuh",
         "sm80/bwd/main.cuh",
+        "sm80/bwd/masked.cuh",
         "sm80/bwd/owner.cuh",
         "sm80/bwd/pairs.cuh",
         "sm80/bwd/store.cuh",

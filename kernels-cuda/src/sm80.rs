@@ -445,7 +445,7 @@ pub fn fwd_tree(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Tree)
 }
 
-/// The same under masks as data, of which the kernel takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
+/// The kernel under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
 #[must_use]
 pub fn fwd_masked(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Data)

@@ -596,8 +596,8 @@ pub(crate) const ROWS: &[Row] = &[
     },
     // Masks as data: blocks of a warp's rows that are whole, cut and empty; row kernels of both vendors.
     Row {
-        in_test: Cases { filter: "^masks/forward/b?f16/(batch|group)/(all|bits|intervals)$", deal: 2 },
-        in_all: Cases { filter: "^masks/forward/b?f16/([^c]|c[^o])", deal: 1 },
+        in_test: Cases { filter: "^masks/.*/b?f16/(batch|group)/(all|lists)$", deal: 2 },
+        in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
         ..AMPERE
     },
     Row {

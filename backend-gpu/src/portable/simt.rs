@@ -113,8 +113,8 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         let mut masks = mask_data_params(fwd, &call.args.masks);
         let mut arguments = [(&raw mut params).cast(), (&raw mut masks).cast()];
         let count = if fwd.masks.is_empty() { 1 } else { 2 };
-        // SAFETY: every kernel takes one BwdParams, and the masks where there are some; core saw that their memory covers
-        // the problem, and the workspace is as large as the plan said.
+        // SAFETY: every kernel takes one BwdParams, and the masks where there are some; core saw that their memory
+        // covers the problem, and the workspace is as large as the plan said.
         unsafe { steps.launch_all(&mut arguments[..count], call.stream) }
     }
 }

@@ -13,8 +13,8 @@ struct DataMasks {
     return x.data[batch * x.batch + head * x.head + row * x.row + column * x.dim];
   }
 
-  // Whether the first entries of a row of indices have the block. A count beyond the row's room is cut. Loops carry numbers,
-  // since clang has a bool that leaves a loop by two ways begin undefined in lanes that are off.
+  // Whether the first entries of a row of indices have the block. A count beyond the row's room is cut. Loops carry
+  // numbers, since clang has a bool that leaves a loop by two ways begin undefined in lanes that are off.
   static FMHA_DEVICE bool lists(const MaskTensor& counts, const MaskTensor& indices, int32_t most, int32_t batch,
                                 int32_t head, int32_t row, int32_t block) {
     if (!counts.data) return false;

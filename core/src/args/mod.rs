@@ -330,7 +330,8 @@ pub struct ScoreArgs<'a> {
 pub struct MaskArgs<'a> {
     /// i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints, total_q]`.
     pub intervals: Option<DevSlice<'a>>,
-    /// u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`, with `words = ceil(seqlen_k / 32)`.
+    /// u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`, with `words = ceil(seqlen_k /
+    /// 32)`.
     pub bits: Option<DevSlice<'a>>,
     /// i32 `[batch or 1, heads, blocks_q]`: blocks of the partial list.
     pub kv_num_blocks: Option<DevSlice<'a>>,

@@ -10,12 +10,13 @@ use crate::layout::{QLayout, Shape, Strides};
 use crate::problem::{FwdProblem, ValidFwd};
 use crate::seq::{SeqSpan, checked_spans};
 
-/// Reads the masks of a call with `read`, which fills a buffer from the front of a slice, and checks that each endpoint is in
-/// 0..=seqlen_k, each count in 0..=max_blocks, and that each index is a block of keys and stands once in a row of both lists.
+/// Reads the masks of a call with `read`, which fills a buffer from the front of a slice, and checks that each
+/// endpoint is in 0..=seqlen_k, each count in 0..=max_blocks, and that each index is a block of keys and stands once
+/// in a row of both lists.
 ///
-/// `seqlen_k` is the sequence's own where the mask is the sequence's own, and the problem's where sequences share it. Rows past a
-/// sequence's queries are not checked. `seq` and `masks` have passed the argument check, and the lengths of `seq` lie in host
-/// memory.
+/// `seqlen_k` is the sequence's own where the mask is the sequence's own, and the problem's where sequences share it.
+/// Rows past a sequence's queries are not checked. `seq` and `masks` have passed the argument check, and the lengths
+/// of `seq` lie in host memory.
 ///
 /// # Errors
 /// The first entry that is wrong, with its index; memory for the copies that the system refuses; what `read` said.

@@ -272,7 +272,8 @@ impl HeadMasks<'_> {
         (if per_batch { q_batch } else { 0 }, q_row + i)
     }
 
-    /// How a tile stands to the masks as data. `Inside`: all of it is seen, and code is not asked or is still to be asked.
+    /// How a tile stands to the masks as data. `Inside`: all of it is seen, and code is not asked or is still to be
+    /// asked.
     #[must_use]
     pub fn class(&self, rows: Range<u32>, keys: Range<u32>) -> BlockClass {
         let (mut some_seen, mut some_hidden) = (false, false);

@@ -57,16 +57,16 @@ impl MaskAxes {
     }
 }
 
-/// An even number of endpoints for each query row, i32. With E(-1) = 0 and E(m) = min(max(F(m), E(m - 1)), seqlen_k), row i sees
-/// key j iff E(2p) <= j < E(2p + 1) for some p.
+/// An even number of endpoints for each query row, i32. With E(-1) = 0 and E(m) = min(max(F(m), E(m - 1)), seqlen_k),
+/// row i sees key j iff E(2p) <= j < E(2p + 1) for some p.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Intervals {
     /// Whose they are.
     pub axes: MaskAxes,
     /// Endpoints of a row: two for each interval.
     pub endpoints: u32,
-    /// `batch`, `head`, `dim` (from endpoint to endpoint) and `seq` (from query to query), from 0 up. Packed rows follow one
-    /// another along `seq`.
+    /// `batch`, `head`, `dim` (from endpoint to endpoint) and `seq` (from query to query), from 0 up. Packed rows
+    /// follow one another along `seq`.
     pub strides: Strides,
 }
 

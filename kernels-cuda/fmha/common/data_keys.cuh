@@ -35,7 +35,8 @@ struct DataKeys {
   }
 
   // Whether the blocks of a tile are all listed, all full, or none.
-  FMHA_DEVICE void listed(const SeqSpan& span, int32_t i_head, Range rows, Range keys, Known& by_lists, bool& some_full) const {
+  FMHA_DEVICE void listed(const SeqSpan& span, int32_t i_head, Range rows, Range keys, Known& by_lists,
+                          bool& some_full) const {
     const MaskDataParams& m = masks.m;
     const Range blocks_q = {rows.begin / m.block_q, (rows.end - 1) / m.block_q + 1};
     const Range blocks_k = {keys.begin / m.block_k, (keys.end - 1) / m.block_k + 1};
@@ -86,8 +87,8 @@ struct DataKeys {
     return known;
   }
 
-  // How the tile of a head's rows and keys, neither empty and both of the sequence, stands to the masks. The whole warp asks;
-  // each lane looks at some rows.
+  // How the tile of a head's rows and keys, neither empty and both of the sequence, stands to the masks. The whole
+  // warp asks; each lane looks at some rows.
   FMHA_DEVICE BlockClass class_of(const SeqSpan& span, int32_t i_head, Range rows, Range keys) const {
     const MaskDataParams& m = masks.m;
     Known by_lists = {false, true};

@@ -1,8 +1,8 @@
 //! Masks as data: a seed draws intervals, bits and block lists, which join with each other, the band and code.
 //!
-//! Rows of a sequence come in stretches of one kind (all keys, none, a document, a window with sinks, drawn endpoints), so that
-//! tiles of every size are whole, cut and empty. Endpoints decrease, are negative and lie past the keys; indices past a row's
-//! count and memory between rows are garbage.
+//! Rows of a sequence come in stretches of one kind (all keys, none, a document, a window with sinks, drawn
+//! endpoints), so that tiles of every size are whole, cut and empty. Endpoints decrease, are negative and lie past
+//! the keys; indices past a row's count and memory between rows are garbage.
 
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{

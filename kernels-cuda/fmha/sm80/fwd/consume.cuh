@@ -105,7 +105,10 @@ struct Consumer {
       const int column = s.column(e), r = s.row(e);
       bool hidden = column >= end[r];
       if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
-      if constexpr (!Keys::all) hidden |= !keys.sees(span(), work.i_head, query_of<tile>(p, first_row_of_two + 8 * r), first_key + column);
+      if constexpr (!Keys::all) {
+        const int32_t i = query_of<tile>(p, first_row_of_two + 8 * r);
+        hidden |= !keys.sees(span(), work.i_head, i, first_key + column);
+      }
       if (hidden) s[e] = -infinity();
     }
   }

@@ -1,5 +1,5 @@
-// The forward kernel under masks as data. A warp asks once a block what its rows see of it: a block that is hidden from all of
-// them costs its loads, and one that is seen as a whole asks no pair.
+// The forward kernel under masks as data. A warp asks once a block what its rows see of it: a block that is hidden
+// from all of them costs its loads, and one that is seen as a whole asks no pair.
 #pragma once
 #include <fmha/common/data_keys.cuh>
 #include <fmha/sm80/fwd/fwd.cuh>
