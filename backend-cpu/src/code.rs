@@ -1,12 +1,13 @@
 //! A score and a mask as code over panels of scores: programs compiled once a call, run by each thread in registers of
-//! its own.
+//! its own. Masks as data hide pairs of the same panels.
 
 use std::ops::Range;
 
 use fmha_core::expr::{
     Block, Bounds, Captured, Function, HostTensor, Id, Lanes, Pair, Program, Rounding, Seen, Tile, VectorMath,
 };
-use fmha_core::{FwdProblem, ProblemError, ScoreArgs, SeqSpan, ValidBwd};
+use fmha_core::masks::{HostMasks, Shown};
+use fmha_core::{BlockClass, FwdProblem, MaskArgs, ProblemError, ScoreArgs, SeqSpan, ValidBwd};
 
 use crate::memory::reserve;
 use crate::score::{HeadScore, Panel};
@@ -28,8 +29,17 @@ struct Read {
     shape: Vec<u32>,
 }
 
-/// The functions of a call.
+/// The operands of a call that code and masks as data are read from.
+pub(crate) struct CodeArgs<'a> {
+    pub(crate) score: ScoreArgs<'a>,
+    pub(crate) masks: MaskArgs<'a>,
+    /// Rows of packed queries.
+    pub(crate) total_q: Option<u32>,
+}
+
+/// The functions of a call, and its masks as data.
 pub(crate) struct Code<'a> {
+    masks: Option<HostMasks<'a>>,
     score: Option<(&'a Function, Compiled<'a>)>,
     mask: Option<(&'a Function, Compiled<'a>)>,
     slope: Option<Compiled<'a>>,
@@ -52,17 +62,18 @@ impl<'a> Code<'a> {
     ///
     /// # Errors
     /// What is captured and is missing.
-    pub(crate) fn of(problem: &'a FwdProblem, args: &ScoreArgs<'a>) -> Result<Option<Self>, ProblemError> {
-        if problem.code.is_empty() {
+    pub(crate) fn of(problem: &'a FwdProblem, args: &CodeArgs<'a>) -> Result<Option<Self>, ProblemError> {
+        if !problem.asks_pairs() {
             return Ok(None);
         }
         let all = everything(problem);
         let of = |function: &'a Function| {
-            let captured = problem.code.bind(function, args)?;
+            let captured = problem.code.bind(function, &args.score)?;
             let compiled = Compiled::new(function.graph(), &[function.root()], captured, &all);
             Ok::<_, ProblemError>((function, compiled))
         };
         Ok(Some(Self {
+            masks: HostMasks::of(problem, &args.masks, args.total_q)?,
             score: problem.code.score.as_ref().map(of).transpose()?,
             mask: problem.code.mask.as_ref().map(of).transpose()?,
             slope: None,
@@ -76,7 +87,7 @@ impl<'a> Code<'a> {
     /// What is captured and is missing.
     pub(crate) fn of_backward(
         problem: &'a ValidBwd,
-        args: &ScoreArgs<'a>,
+        args: &CodeArgs<'a>,
     ) -> Result<Option<Self>, ProblemError> {
         let fwd: &FwdProblem = problem.fwd();
         let Some(mut code) = Self::of(fwd, args)? else { return Ok(None) };
@@ -116,6 +127,13 @@ impl<'a> Code<'a> {
 
     /// What the mask shows of a tile.
     pub(crate) fn seen(&self, head: &HeadScore, q: Range<u32>, k: Range<u32>) -> Seen {
+        let masks = self.masks.as_ref();
+        match masks.map(|masks| masks.head(&head.span, head.i_head).class(q.clone(), k.clone())) {
+            Some(BlockClass::Skipped) => return Seen::Nothing,
+            // Code is not asked in a full block.
+            Some(_) if masks.is_some_and(HostMasks::has_full_blocks) => return Seen::Part,
+            _ => {}
+        }
         let Some((mask, compiled)) = &self.mask else { return Seen::Everything };
         let (SeqSpan { i_batch, seqlen_q, seqlen_k, .. }, i_head) = (head.span, head.i_head);
         let tile = Tile {
@@ -129,12 +147,31 @@ impl<'a> Code<'a> {
         mask.seen(&tile, compiled.captured.as_slice())
     }
 
+    /// The keys outside which masks as data show no query of `rows` any; all of them where there are no such masks.
+    pub(crate) fn hull(&self, head: &HeadScore, rows: Range<u32>) -> Range<u32> {
+        let all = 0..head.span.seqlen_k;
+        self.masks
+            .as_ref()
+            .map_or(all.clone(), |masks| masks.head(&head.span, head.i_head).hull(rows, all.end))
+    }
+
+    /// Whether masks show query `i` the key `j`; the band and the score apart.
+    pub(crate) fn shows(&self, head: &HeadScore, i: u32, j: u32) -> bool {
+        let masks = self.masks.as_ref();
+        match masks.map_or(Shown::Asked, |masks| masks.head(&head.span, head.i_head).shown(i, j)) {
+            Shown::No => false,
+            Shown::Full => true,
+            Shown::Asked => self.mask.as_ref().is_none_or(|(mask, compiled)| {
+                let pair = Pair { q: i, k: j, ..head_of(&head.span, head.i_head) };
+                mask.eval(&pair, &compiled.captured, Rounding::F32).bool()
+            }),
+        }
+    }
+
     /// One score in f64, from the scaled product; `None` where the pair is hidden.
     pub(crate) fn one(&self, head: &HeadScore, scaled: f64, i: u32, j: u32) -> Option<f64> {
         let pair = Pair { score: scaled, q: i, k: j, ..head_of(&head.span, head.i_head) };
-        if let Some((mask, compiled)) = &self.mask
-            && !mask.eval(&pair, &compiled.captured, Rounding::F32).bool()
-        {
+        if !self.shows(head, i, j) {
             return None;
         }
         let score = match &self.score {
@@ -166,13 +203,6 @@ impl<'a> Code<'a> {
                 )
             };
             hide.fill(0.0);
-            if let (Some((_, compiled)), Some(lanes)) = (&self.score, &mut lanes.score) {
-                s.plain().run(RunProgram { compiled, lanes, block, scores });
-                scores.copy_from_slice(&lanes.floats(&compiled.program, 0)[..count]);
-                for (hide, score) in hide.iter_mut().zip(&*scores) {
-                    *hide = if *score == f32::NEG_INFINITY { 1.0 } else { 0.0 };
-                }
-            }
             if let (Some((_, compiled)), Some(lanes)) = (&self.mask, &mut lanes.mask) {
                 s.plain().run(RunProgram { compiled, lanes, block, scores });
                 for (hide, &shows) in hide.iter_mut().zip(lanes.bools(&compiled.program, 0)) {
@@ -182,6 +212,48 @@ impl<'a> Code<'a> {
                 }
             }
         });
+        // SAFETY: as the caller promises.
+        unsafe { self.hide_by_data::<S>(head, panel, hide) };
+        for_blocks::<S>(panel, |block, at, count| {
+            let (Some((_, compiled)), Some(lanes)) = (&self.score, &mut lanes.score) else { return };
+            // SAFETY: rows of the panels, as the caller promises.
+            let (scores, hide) = unsafe {
+                (
+                    std::slice::from_raw_parts_mut(scores.add(at), count),
+                    std::slice::from_raw_parts_mut(hide.add(at), count),
+                )
+            };
+            s.plain().run(RunProgram { compiled, lanes, block, scores });
+            scores.copy_from_slice(&lanes.floats(&compiled.program, 0)[..count]);
+            for (hide, score) in hide.iter_mut().zip(&*scores) {
+                if *score == f32::NEG_INFINITY {
+                    *hide = 1.0;
+                }
+            }
+        });
+    }
+
+    /// Notes in `hide` what masks as data say of a panel: what they hide, and what they show without asking code.
+    ///
+    /// # Safety
+    /// `hide` is a panel of these rows.
+    unsafe fn hide_by_data<S: Simd>(&self, head: &HeadScore, panel: &Panel, hide: *mut f32) {
+        let Some(masks) = &self.masks else { return };
+        let masks = masks.head(&head.span, head.i_head);
+        let keys = panel.j + panel.rows.0 as u32..panel.j + panel.rows.1 as u32;
+        for lane in 0..panel.queries {
+            masks.runs(panel.i + lane as u32, keys.clone(), |run, shown| {
+                let value = match shown {
+                    Shown::Asked => return,
+                    Shown::No => 1.0,
+                    Shown::Full => 0.0,
+                };
+                for j in run {
+                    // SAFETY: a row of the panel, as the caller promises.
+                    unsafe { *hide.add((j - panel.j) as usize * S::PANEL + lane) = value };
+                }
+            });
+        }
     }
 
     /// Writes `hidden` where [`score`](Self::score) noted that a pair is: -inf of scores, once soft-cap and bias are

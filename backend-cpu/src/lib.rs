@@ -183,6 +183,10 @@ unsafe impl FmhaBackend for CpuBackend {
         true
     }
 
+    fn takes_masks(&self) -> bool {
+        true
+    }
+
     fn memory(&self) -> &dyn DeviceMemory {
         &HostMemory
     }

@@ -37,12 +37,13 @@ pub(crate) fn takes(problem: &impl Problem, kernel: &str) -> Result<()> {
     problem.refuse_arrivals(kernel).map_err(|refusal| unsupported("cpu", vec![refusal]))
 }
 
-/// What is not computed beside a score or a mask as code.
+/// What is not computed beside a score or a mask as code, or masks as data.
 ///
 /// # Errors
 /// A tree mask, and a part of a larger call, whose places code would not know; lists of keys.
 pub(crate) fn takes_code(problem: &FwdProblem, kernel: &str) -> Result<()> {
-    let Err(refusal) = problem.code.refuse(kernel) else { return Ok(()) };
+    let refused = problem.code.refuse(kernel).and_then(|()| problem.masks.refuse(kernel));
+    let Err(refusal) = refused else { return Ok(()) };
     let what = match (problem.cache.tree_mask, problem.part.is_whole(), problem.lists) {
         (true, ..) => "beside tree_mask".to_owned(),
         (_, false, _) => "in a part of a larger call (position_q, position_k)".to_owned(),
@@ -88,7 +89,9 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
             (
                 "rows",
                 match blocks.rows_only {
-                    _ if !problem.code.is_empty() => "none: code is computed over panels".into(),
+                    _ if problem.asks_pairs() => {
+                        "none: code and masks as data are computed over panels".into()
+                    }
                     true => "every sequence, by batch_invariant".into(),
                     false => format!("sequences of at most {FEW_QUERIES} queries, and any with a tree mask"),
                 },

@@ -127,6 +127,9 @@ impl<V: Vendor> Backend<V> {
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_lists) {
                 fwd.refuse_lists(kernel.name())?;
             }
+            if let Some(masks) = problem.masks().filter(|_| !kernel.about.reads_masks) {
+                masks.refuse(kernel.name())?;
+            }
             kernel.choose(problem, &self.facts, options)
         })
     }
@@ -426,6 +429,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
 
     fn peers(&self) -> Option<&dyn Peers> {
         self.driver()?.peers()
+    }
+
+    fn takes_masks(&self) -> bool {
+        true
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {

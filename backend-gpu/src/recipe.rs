@@ -182,6 +182,8 @@ pub struct About<P> {
     pub waits_for_keys: bool,
     /// Whether it computes lists of keys.
     pub takes_lists: bool,
+    /// Whether it reads masks as data.
+    pub reads_masks: bool,
     /// What `fmha tune` measures of it.
     pub tiles: Option<Tiles<P>>,
 }
@@ -196,6 +198,7 @@ impl<P> About<P> {
             is_fallback: false,
             waits_for_keys: false,
             takes_lists: false,
+            reads_masks: false,
             tiles: None,
         }
     }

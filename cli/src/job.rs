@@ -272,6 +272,7 @@ impl Setup {
             seqused_k: list(&self.seqused_k),
             block_table: self.cache.block_table.clone(),
             tree_mask: self.cache.tree_mask.clone(),
+            masks: self.masks.clone(),
             ..Lengths::default()
         }
     }

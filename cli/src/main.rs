@@ -17,6 +17,7 @@ mod files;
 #[cfg(test)]
 mod fuzz;
 mod job;
+mod mask_file;
 mod memory;
 mod modelled;
 mod npy;

@@ -4,6 +4,8 @@
 //! Read here rather than by a crate: `npyz` 0.9.1 trusts the file for the sizes that it allocates and
 //! multiplies, so that a damaged one panics.
 
+use std::fmt;
+
 use fmha::DType;
 
 use crate::files::Tensor;
@@ -12,7 +14,54 @@ const MAGIC: &[u8] = b"\x93NUMPY";
 
 /// The tensor in the bytes of a file, in C order whatever the file's. `raw` is the type of elements whose
 /// type the format lacks and the file calls raw bytes (`V2`), if the user has said it.
-pub(super) fn decode(mut file: Vec<u8>, raw: Option<DType>) -> Result<Tensor, String> {
+pub(super) fn decode(file: Vec<u8>, raw: Option<DType>) -> Result<Tensor, String> {
+    let (dtype, shape, bytes) =
+        decode_as(file, |descr| dtype(descr, raw).map(|dtype| (dtype, dtype.size_bytes())))?;
+    Ok(Tensor { dtype, shape, bytes })
+}
+
+/// What a mask's elements are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum MaskElem {
+    I32,
+    U32,
+    Bool,
+}
+
+impl fmt::Display for MaskElem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            MaskElem::I32 => "i32",
+            MaskElem::U32 => "u32",
+            MaskElem::Bool => "bool",
+        })
+    }
+}
+
+/// A mask in memory: row-major, little-endian.
+pub(super) struct Mask {
+    pub(super) elem: MaskElem,
+    pub(super) shape: Vec<u64>,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// The mask in the bytes of a file: i32, u32 or bool.
+pub(super) fn decode_mask(file: Vec<u8>) -> Result<Mask, String> {
+    let elem = |descr: &str| match descr {
+        "<i4" => Ok((MaskElem::I32, 4)),
+        "<u4" => Ok((MaskElem::U32, 4)),
+        "|b1" => Ok((MaskElem::Bool, 1)),
+        other => Err(format!("dtype {other} is not i32 (<i4), u32 (<u4) or bool (|b1)")),
+    };
+    let (elem, shape, bytes) = decode_as(file, elem)?;
+    Ok(Mask { elem, shape, bytes })
+}
+
+/// The elements' type, of which `elem` gives the size too, the shape and the bytes in C order.
+fn decode_as<E: fmt::Display>(
+    mut file: Vec<u8>,
+    elem: impl FnOnce(&str) -> Result<(E, u64), String>,
+) -> Result<(E, Vec<u64>, Vec<u8>), String> {
     let damaged = || format!("no .npy file: its {} bytes do not begin with a header", file.len());
     let rest = file.strip_prefix(MAGIC).ok_or_else(damaged)?;
     let (version, rest) = rest.split_first_chunk::<2>().ok_or_else(damaged)?;
@@ -25,8 +74,9 @@ pub(super) fn decode(mut file: Vec<u8>, raw: Option<DType>) -> Result<Tensor, St
     let (header, data) = rest.split_at_checked(length as usize).ok_or_else(damaged)?;
     let header = std::str::from_utf8(header).map_err(|_| damaged())?;
 
-    let Header { dtype, fortran, shape } = Header::parse(header, raw)?;
-    let expected = shape.iter().try_fold(dtype.size_bytes(), |product, &extent| product.checked_mul(extent));
+    let Header { descr, fortran, shape } = Header::parse(header)?;
+    let (dtype, size) = elem(descr)?;
+    let expected = shape.iter().try_fold(size, |product, &extent| product.checked_mul(extent));
     if expected != Some(data.len() as u64) {
         let expected = expected.map_or("more than 2^64".to_owned(), |expected| expected.to_string());
         return Err(format!(
@@ -35,12 +85,12 @@ pub(super) fn decode(mut file: Vec<u8>, raw: Option<DType>) -> Result<Tensor, St
         ));
     }
     if fortran && shape.iter().filter(|&&extent| extent > 1).count() > 1 {
-        let bytes = transposed(data, &shape, dtype.size_bytes() as usize)?;
-        return Ok(Tensor { dtype, shape, bytes });
+        let bytes = transposed(data, &shape, size as usize)?;
+        return Ok((dtype, shape, bytes));
     }
     let header_bytes = file.len() - data.len();
     file.drain(..header_bytes);
-    Ok(Tensor { dtype, shape, bytes: file })
+    Ok((dtype, shape, file))
 }
 
 /// Elements whose first axis is the fastest, as those whose last is.
@@ -89,14 +139,14 @@ pub(super) fn header(tensor: &Tensor) -> Option<Vec<u8>> {
 
 /// What the dict says: all three keys, once each, and no other.
 #[derive(Debug, PartialEq)]
-struct Header {
-    dtype: DType,
+struct Header<'a> {
+    descr: &'a str,
     fortran: bool,
     shape: Vec<u64>,
 }
 
-impl Header {
-    fn parse(text: &str, raw: Option<DType>) -> Result<Self, String> {
+impl<'a> Header<'a> {
+    fn parse(text: &'a str) -> Result<Self, String> {
         let (mut descr, mut fortran, mut shape) = (None, None, None);
         let unlike = || "its header is no dict of descr, fortran_order and shape".to_owned();
         let mut rest = text.trim().strip_prefix('{').ok_or_else(unlike)?.trim_start();
@@ -140,7 +190,7 @@ impl Header {
             fortran.ok_or("its header has no fortran_order")?,
             shape.ok_or("its header has no shape")?,
         );
-        Ok(Self { dtype: dtype(descr, raw)?, fortran, shape })
+        Ok(Self { descr, fortran, shape })
     }
 }
 

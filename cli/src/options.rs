@@ -1,6 +1,7 @@
 //! The options that say what to compute and where: shared by `run`, `explain` and a row of `bench`.
 
 use std::ops::RangeInclusive;
+use std::path::PathBuf;
 
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
@@ -80,9 +81,12 @@ pub(super) struct ProblemArgs {
     pub(super) softcap: Option<f32>,
 
     /// 0; 1 or t (causal, top-left); 2 or b or causal (bottom-right); t:LEFT,RIGHT[,SINK] and
-    /// b:LEFT,RIGHT[,SINK] (window, -1 = unbounded); g:Y,X[,SINK] (generic coordinates)
-    #[arg(long, value_name = "MASK", default_value = "0", value_parser = mask)]
-    pub(super) mask: MaskSpec,
+    /// b:LEFT,RIGHT[,SINK] (window, -1 = unbounded); g:Y,X[,SINK] (generic coordinates); or a .npy file:
+    /// i32 [batch|1, heads, endpoints, seqlen_q] are intervals of keys, two endpoints each; bool
+    /// [batch|1, heads, seqlen_q, seqlen_k] or u32 [.., seqlen_k / 32] are bits, 1 = seen (outer axes may
+    /// be left out; packed [heads, endpoints, total_q], [heads, total_q, ..])
+    #[arg(long, value_name = "MASK|FILE", default_value = "0", value_parser = mask)]
+    pub(super) mask: MaskChoice,
 
     /// What a scaled score becomes, as code over s, b, h, q, k, seqlen_q, seqlen_k: "s + 0.5*(k-q)"
     #[arg(long, value_name = "CODE", value_parser = code("score"))]
@@ -374,8 +378,19 @@ pub(super) fn dtype(field: &'static str) -> impl Fn(&str) -> Result<DType, Strin
     move |text| text.parse().map_err(|error: ProblemError| error.text.replacen("dtype", field, 1))
 }
 
-fn mask(text: &str) -> Result<MaskSpec, String> {
-    text.parse().map_err(|error: ProblemError| error.text)
+fn mask(text: &str) -> Result<MaskChoice, String> {
+    if text.ends_with(".npy") {
+        return Ok(MaskChoice { band: MaskSpec::NONE, file: Some(text.into()) });
+    }
+    let band = text.parse().map_err(|error: ProblemError| error.text)?;
+    Ok(MaskChoice { band, file: None })
+}
+
+/// A band, or a file of a mask as data.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct MaskChoice {
+    pub(super) band: MaskSpec,
+    pub(super) file: Option<PathBuf>,
 }
 
 /// A function that captures nothing: the command has no way to give it a tensor.

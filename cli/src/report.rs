@@ -73,6 +73,8 @@ pub(super) fn describe(setup: &Setup) -> String {
     for (on, word) in [
         (fwd.cache.v_in_k, "V in K"),
         (fwd.cache.tree_mask, "tree"),
+        (fwd.masks.intervals.is_some(), "intervals"),
+        (fwd.masks.bits.is_some(), "mask bits"),
         (fwd.layout.seqused_q || fwd.layout.seqused_k, "padded"),
         (fwd.score.sink, "sinks"),
         (fwd.layout.v == VLayout::ColMajor, "V column-major"),

@@ -5,10 +5,12 @@ use fmha::{
     ElementwiseBias, Extents, FwdProblem, PlanOptions, ProblemError, QLayout, SeqArgs, Shape, Strides,
     Totals, VLayout,
 };
+use fmha_conformance::tensors::MaskNumbers;
 use fmha_core::seq::{SeqSpan, checked_spans};
 
 use crate::cache::CachePlaces;
 use crate::failure::Failure;
+use crate::mask_file;
 use crate::memory::room_for;
 use crate::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
 
@@ -29,6 +31,8 @@ pub(super) struct Setup {
     /// The same bits every run.
     pub(super) deterministic: bool,
     pub(super) cache: CachePlaces,
+    /// The numbers of masks as data.
+    pub(super) masks: MaskNumbers,
 }
 
 /// Tensors that the user brings: their types and logical shapes.
@@ -162,7 +166,11 @@ impl ProblemArgs {
             (Some((total_q, _)), Some((total_k, _))) => Totals::packed(*total_q, *total_k),
             _ => Totals { num_pages: cache.num_pages, ..Totals::NONE },
         };
-        let fwd = self.forward(totals, dims, given, q.used.is_some(), k.used.is_some())?;
+        let mut fwd = self.forward(totals, dims, given, q.used.is_some(), k.used.is_some())?;
+        let masks = match &self.mask.file {
+            Some(path) => mask_file::load(&mut fwd, totals, path)?,
+            None => MaskNumbers::default(),
+        };
         let bwd = self.backward.then(|| self.backward_of(&fwd));
         match &bwd {
             Some(bwd) => bwd.clone().validate().map(|_| ())?,
@@ -180,6 +188,7 @@ impl ProblemArgs {
             operm: self.operm,
             deterministic: self.deterministic,
             cache,
+            masks,
         };
         setup.spans()?;
         Ok(setup)
@@ -347,7 +356,7 @@ impl ProblemArgs {
             })
             .strides_o(output(extents.o))
             .v_layout(self.vlayout)
-            .mask(self.mask)
+            .mask(self.mask.band)
             .score_code(self.score.clone())
             .mask_code(self.keep.clone())
             .softmax_scale(self.softmax_scale)

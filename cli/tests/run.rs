@@ -81,6 +81,66 @@ fn a_score_and_a_mask_as_code_run_and_are_checked() {
     }
 }
 
+/// A `.npy` file of this type, shape and bytes.
+fn npy(descr: &str, shape: &[usize], bytes: &[u8]) -> Vec<u8> {
+    let extents: String = shape.iter().map(|extent| format!("{extent},")).collect();
+    let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({extents}), }}");
+    let length = (10 + dict.len() + 1).next_multiple_of(64) - 10;
+    let header = format!("{dict:<width$}\n", width = length - 1);
+    [b"\x93NUMPY\x01\x00", (length as u16).to_le_bytes().as_slice(), header.as_bytes(), bytes].concat()
+}
+
+#[test]
+fn a_mask_of_a_file_is_intervals_or_bits_by_its_type_and_is_refused_by_its_axis() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, descr: &str, shape: &[usize], bytes: &[u8]| {
+        let path = folder.path().join(format!("{name}.npy"));
+        std::fs::write(&path, npy(descr, shape, bytes)).unwrap();
+        path.display().to_string()
+    };
+    // Documents of 10 keys; each third pair; words of alternate keys, for each head of its own.
+    let endpoints: Vec<u8> = (0..80i32)
+        .map(|at| at % 40 / 10 * 10 + if at < 40 { 0 } else { 10 })
+        .flat_map(i32::to_le_bytes)
+        .collect();
+    let pairs: Vec<u8> = (0..40 * 40).map(|at| u8::from(at % 3 == 0)).collect();
+    let words: Vec<u8> =
+        (0..2 * 40 * 2u32).flat_map(|at| (0x5555_5555u32 << (at / 80)).to_le_bytes()).collect();
+    let intervals = file("intervals", "<i4", &[1, 1, 2, 40], &endpoints);
+    let short = file("short", "<i4", &[2, 40], &endpoints);
+    let of_pairs = file("pairs", "|b1", &[40, 40], &pairs);
+    let bits = file("bits", "<u4", &[2, 40, 2], &words);
+    for (options, said) in [
+        (format!("--mask {intervals} --backward"), "intervals"),
+        (format!("--mask {short} --keep k<=q"), "intervals"),
+        (format!("--mask {of_pairs} --prec bf16"), "mask bits"),
+        (format!("--mask {bits} --backward --prec fp32"), "mask bits"),
+        (format!("--mask {short} --mode 1 -s 25,15"), "intervals"),
+    ] {
+        let size = if options.contains("--mode") { "-b 2" } else { "-b 2 -s 40" };
+        let ran = quoted(&format!("run {size} -h 2 -d 16 --backend cpu --repeat 1 {options}"));
+        assert_eq!(ran.status, 0, "{options}: {}{}", ran.out, ran.err);
+        assert!(ran.out.contains(said) && ran.out.ends_with("PASS\n"), "{options}: {}", ran.out);
+    }
+    let floats = file("floats", "<f4", &[2, 40], &endpoints);
+    for (options, said) in [
+        (format!("-s 41 --mask {short}"), "i32 of shape [2, 40] has 40 queries (seqlen_q), not 41"),
+        (format!("-s 40 -s_k 41 --mask {of_pairs}"), "bool of shape [40, 40] has 40 keys (seqlen_k), not 41"),
+        (format!("-s 40 -s_k 70 --mask {bits}"), "has 2 words (seqlen_k / 32, rounded up), not 3"),
+        (
+            format!("-s 40 -h 3 --mask {bits}"),
+            "mask_bits has 2 heads, not 1, num_heads_kv 3 or num_heads_q 3",
+        ),
+        (format!("-s 40 --mask {floats}"), "dtype <f4 is not i32 (<i4), u32 (<u4) or bool (|b1)"),
+        ("-s 40 --mask nowhere.npy".to_owned(), "nowhere.npy"),
+    ] {
+        let heads = if options.contains("-h 3") { "" } else { "-h 2" };
+        let ran = quoted(&format!("run -b 1 {heads} -d 16 --backend cpu {options}"));
+        assert_ne!(ran.status, 0, "{options}");
+        assert!(ran.err.contains(said), "{options}: {}", ran.err);
+    }
+}
+
 /// The command's words, of which those in quotes are one each.
 fn quoted(line: &str) -> Ran {
     let mut words: Vec<String> = vec![];

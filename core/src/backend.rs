@@ -110,6 +110,12 @@ pub unsafe trait FmhaBackend: Send + Sync {
         false
     }
 
+    /// Whether it knows of masks as data ([`Masks`](crate::Masks)), and refuses by a kernel's name what it does not
+    /// read. A backend that does not is given no problem with any.
+    fn takes_masks(&self) -> bool {
+        false
+    }
+
     /// Chooses a backward kernel.
     ///
     /// # Errors
@@ -379,13 +385,18 @@ pub fn refuse_lists<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Resul
     if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }
 
-/// Refuses a problem with a score or a mask as code for each kernel of a backend that computes none.
+/// Refuses a problem with a score or a mask as code, or with masks as data, for each kernel of a backend that knows
+/// of none.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with a refusal a kernel.
 pub fn refuse_code<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
-    let Some(code) = problem.code().filter(|_| !backend.takes_code()) else { return Ok(()) };
-    let refused = |kernel| code.refuse(kernel).err();
+    let code = problem.code().filter(|_| !backend.takes_code());
+    let masks = problem.masks().filter(|_| !backend.takes_masks());
+    let refused = |kernel| {
+        let by_code = code.and_then(|code| code.refuse(kernel).err());
+        by_code.or_else(|| masks.and_then(|masks| masks.refuse(kernel).err()))
+    };
     let refusals: Vec<_> = backend.kernels().into_iter().filter_map(refused).collect();
     if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }

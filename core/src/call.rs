@@ -3,8 +3,8 @@
 use std::fmt::Debug;
 
 use crate::args::{
-    BwdArgs, CacheSlice, CombineArgs, DevSliceMut, FwdArgs, MemorySpace, SeqArgs, check_bwd, check_combine,
-    check_fwd,
+    BwdArgs, CacheSlice, CombineArgs, DevSliceMut, FwdArgs, MaskArgs, MemorySpace, SeqArgs, check_bwd,
+    check_combine, check_fwd,
 };
 use crate::bwd::{BwdProblem, ValidBwd};
 use crate::cache::{of_other_sizes, of_other_sizes_bwd};
@@ -12,6 +12,7 @@ use crate::combine::{CombineProblem, ValidCombine};
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, Result};
 use crate::layout::{Shape, Strides};
+use crate::masks::Masks;
 use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
 use crate::problem::{CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
@@ -131,6 +132,18 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         None
     }
 
+    /// The problem's masks as data.
+    #[doc(hidden)]
+    fn masks(&self) -> Option<&Masks> {
+        None
+    }
+
+    /// A call's masks as data.
+    #[doc(hidden)]
+    fn mask_args<'a>(_args: &'a Self::Args<'_>) -> Option<&'a MaskArgs<'a>> {
+        None
+    }
+
     /// The arguments for as long as they are borrowed.
     #[doc(hidden)]
     fn borrowed<'a>(args: &'a Self::Args<'_>) -> &'a Self::Args<'a>;
@@ -201,6 +214,14 @@ impl Problem for ValidFwd {
 
     fn code(&self) -> Option<&Code> {
         Some(&self.code)
+    }
+
+    fn masks(&self) -> Option<&Masks> {
+        Some(&self.masks)
+    }
+
+    fn mask_args<'a>(args: &'a FwdArgs<'_>) -> Option<&'a MaskArgs<'a>> {
+        Some(&args.masks)
     }
 
     fn borrowed<'a>(args: &'a FwdArgs<'_>) -> &'a FwdArgs<'a> {
@@ -284,6 +305,14 @@ impl Problem for ValidBwd {
 
     fn code(&self) -> Option<&Code> {
         Some(&self.fwd().code)
+    }
+
+    fn masks(&self) -> Option<&Masks> {
+        Some(&self.fwd().masks)
+    }
+
+    fn mask_args<'a>(args: &'a BwdArgs<'_>) -> Option<&'a MaskArgs<'a>> {
+        Some(&args.masks)
     }
 
     fn borrowed<'a>(args: &'a BwdArgs<'_>) -> &'a BwdArgs<'a> {

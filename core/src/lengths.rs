@@ -1,14 +1,15 @@
 //! The checking mode: a call's lengths, read back from the device and checked before anything is launched.
 
-use crate::args::{BlockTable, DevSlice, SeqArgs};
+use crate::args::{BlockTable, DevSlice, MaskArgs, SeqArgs};
 use crate::backend::zeros;
-use crate::error::Result;
+use crate::error::{ProblemError, Result};
+use crate::masks::check_masks;
 use crate::problem::FwdProblem;
 use crate::seq::checked_spans;
 
 /// Reads the lengths of `seq` with `read`, which fills a buffer from the front of a slice, and checks
 /// them by the rules of [`checked_spans`]: offsets that do not decrease and stay inside their tensors, lengths
-/// inside their sequences, pages that exist.
+/// inside their sequences, pages that exist. Masks as data are checked by the rules of [`check_masks`].
 ///
 /// `seq` has passed the argument check. Work that writes the lengths is done, or `read` waits for it.
 ///
@@ -18,6 +19,7 @@ use crate::seq::checked_spans;
 pub fn check_lengths(
     problem: &FwdProblem,
     seq: &SeqArgs<'_>,
+    masks: Option<&MaskArgs<'_>>,
     mut read: impl FnMut(DevSlice<'_>, &mut [u8]) -> Result<()>,
 ) -> Result<()> {
     let mut copy = |slice: Option<DevSlice<'_>>, elems: u64| -> Result<Option<Vec<u8>>> {
@@ -48,6 +50,17 @@ pub fn check_lengths(
         arrivals: None,
     };
     checked_spans(problem, &copied)?;
+    masks.map_or(Ok(()), |masks| check_masks(problem, &copied, masks, read))
+}
+
+/// Copies the front of a slice of host memory.
+///
+/// # Errors
+/// Memory of a device.
+pub(crate) fn read_host(slice: DevSlice<'_>, bytes: &mut [u8]) -> Result<()> {
+    let from = slice.as_host().and_then(|host| host.get(..bytes.len()));
+    let from = from.ok_or_else(|| ProblemError::new("masks", "masks: a tensor is not in host memory"))?;
+    bytes.copy_from_slice(from);
     Ok(())
 }
 
@@ -71,7 +84,7 @@ mod tests {
     /// Copies, as a device's download would, and counts the bytes.
     fn check(problem: &FwdProblem, seq: &SeqArgs<'_>) -> (Result<()>, usize) {
         let mut read = 0;
-        let checked = check_lengths(problem, seq, |slice, bytes| {
+        let checked = check_lengths(problem, seq, None, |slice, bytes| {
             bytes.copy_from_slice(&slice.as_host().unwrap()[..bytes.len()]);
             read += bytes.len();
             Ok(())
@@ -145,7 +158,7 @@ mod tests {
             cu_seqlens_k: Some(DevSlice::host(&cu)),
             ..SeqArgs::default()
         };
-        let failed = check_lengths(&problem, &seq, |_, _| Err(Error::NoDevice("gone".to_owned())));
+        let failed = check_lengths(&problem, &seq, None, |_, _| Err(Error::NoDevice("gone".to_owned())));
         assert_eq!(failed.unwrap_err().to_string(), "gone");
     }
 }

@@ -81,6 +81,8 @@ pub mod lists;
 #[doc(hidden)]
 pub mod mask;
 #[doc(hidden)]
+pub mod masks;
+#[doc(hidden)]
 pub mod operation;
 mod peers;
 #[doc(hidden)]
@@ -117,7 +119,7 @@ pub mod work;
 pub use args::check_addresses;
 pub use args::{
     Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, Elem, ElemType,
-    FwdArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
+    FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
@@ -134,6 +136,7 @@ pub use layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 #[doc(hidden)]
 pub use mask::{BlockClass, MaskBand, MaskBounds, MaskKind};
 pub use mask::{MaskAlign, MaskShape, MaskSpec};
+pub use masks::{BlockList, BlockLists, Intervals, MaskAxes, MaskBits, Masks};
 pub use operation::{AnyProblem, Operation};
 pub use peers::{Peers, Word};
 pub use plan::{

@@ -148,6 +148,8 @@ pub fn headers() -> Vec<Header> {
         "bwd.h",
         "portable.h",
         "mask.h",
+        "mask_data.h",
+        "pair_masks.h",
         "seq.h",
         "score.h",
         "share_ends.h",

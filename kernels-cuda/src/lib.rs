@@ -63,6 +63,7 @@ pub fn headers() -> Vec<Header> {
         "ptx/wgmma.cuh",
         "common/arrivals.cuh",
         "common/copy_tile.cuh",
+        "common/data_keys.cuh",
         "common/dropout.cuh",
         "common/exp2.cuh",
         "common/finish_dq.cuh",
@@ -102,6 +103,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/bwd/config.cuh",
         "sm80/bwd/dbias.cuh",
         "sm80/bwd/main.cuh",
+        "sm80/bwd/masked.cuh",
         "sm80/bwd/owner.cuh",
         "sm80/bwd/pairs.cuh",
         "sm80/bwd/store.cuh",
@@ -111,6 +113,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/fwd/epilogue.cuh",
         "sm80/fwd/fp8_product.cuh",
         "sm80/fwd/fwd.cuh",
+        "sm80/fwd/fwd_masked.cuh",
         "sm80/fwd/fwd_tree.cuh",
         "sm80/fwd/load.cuh",
         "sm80/fwd/tma.cuh",
@@ -184,6 +187,7 @@ pub fn headers() -> Vec<Header> {
         "simt/bwd.cuh",
         "simt/fwd.cuh",
         "simt/lists.cuh",
+        "simt/masked.cuh",
         "combine.cuh",
     ));
     headers

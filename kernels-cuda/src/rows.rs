@@ -10,6 +10,9 @@ use crate::nvidia::{DeviceFacts, row_launch};
 /// Threads of a CTA.
 const NUM_THREADS: u32 = 128;
 
+/// The text under masks as data.
+const MASKED: &str = "fmha/simt/masked.cuh";
+
 /// What is compiled.
 #[must_use]
 pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
@@ -22,6 +25,21 @@ pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         ),
         RowKernel::SimtStats => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
         RowKernel::SimtBwd => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd<kSpec>(p);"),
+        RowKernel::MaskedSimt => (
+            MASKED,
+            "FwdParams p, const __grid_constant__ MaskDataParams m",
+            "simt::masked_fwd<kSpec>(p, m);",
+        ),
+        RowKernel::MaskedSimtStats => (
+            MASKED,
+            "BwdParams p, const __grid_constant__ MaskDataParams m",
+            "simt::masked_bwd_stats<kSpec>(p, m);",
+        ),
+        RowKernel::MaskedSimtBwd => (
+            MASKED,
+            "BwdParams p, const __grid_constant__ MaskDataParams m",
+            "simt::masked_bwd<kSpec>(p, m);",
+        ),
         RowKernel::Combine => ("fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"),
         RowKernel::UpdateCache => (
             "fmha/common/update_cache.cuh",
@@ -40,7 +58,9 @@ fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelS
         params: &format!("const __grid_constant__ {params}"),
         call,
     };
-    crate::source(entry.render(), || [fmha_core::cache_update::header(), fmha_core::lists::header()])
+    crate::source(entry.render(), || {
+        [fmha_core::cache_update::header(), fmha_core::lists::header(), fmha_core::masks::header()]
+    })
 }
 
 /// A launch over so many rows.

@@ -40,6 +40,8 @@ pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
 pub const TMA_HEADER: &str = "fmha/sm80/fwd/tma.cuh";
 /// The one under a tree mask.
 const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
+/// The text under masks as data.
+const MASKED_HEADER: &str = "fmha/sm80/fwd/fwd_masked.cuh";
 
 abi_spec! {
     /// How the kernel computes.
@@ -345,6 +347,9 @@ const fn tile_bytes(bytes: i32) -> i32 {
 pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     problem.refuse_dropout_between_quads(NAME)?;
+    if !problem.masks.is_empty() {
+        problem.refuse_cache_beside_masks(NAME)?;
+    }
     if let Some(cache) = problem.cache.dtype {
         if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
             return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
@@ -431,18 +436,35 @@ pub fn boxes(spec: &FwdSpec, tile: &Sm80Tile) -> [[i32; 4]; 2] {
 /// The kernel for a spec and a tile: arguments `FwdParams`, [`TileSchedule`] and, where TMA loads, three tensor maps.
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
-    source(spec, tile, false)
+    source(spec, tile, Keys::Band)
 }
 
 /// The same under a tree mask, of which the kernel takes [`TreeMask`](tree_mask::TreeMask) too.
 #[must_use]
 pub fn fwd_tree(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
-    source(spec, tile, true)
+    source(spec, tile, Keys::Tree)
 }
 
-fn source(spec: &FwdSpec, tile: &Sm80Tile, tree: bool) -> KernelSource {
-    let (include, last_param, call) = if tree {
+/// The kernel under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
+#[must_use]
+pub fn fwd_masked(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
+    source(spec, tile, Keys::Data)
+}
+
+/// What hides keys besides lengths.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Keys {
+    Band,
+    Tree,
+    Data,
+}
+
+fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
+    let (include, last_param, call) = if keys == Keys::Tree {
         (TREE_HEADER, tree_mask::PARAM, "fwd_tree<kSpec, kTile>(p, schedule, tree)")
+    } else if keys == Keys::Data {
+        let param = ", const __grid_constant__ MaskDataParams masks";
+        (MASKED_HEADER, param, "fwd_masked<kSpec, kTile>(p, schedule, masks)")
     } else if tile.tma {
         (TMA_HEADER, ", const __grid_constant__ sm80::Maps maps", "fwd_tma<kSpec, kTile>(p, schedule, maps)")
     } else {
@@ -462,7 +484,9 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, tree: bool) -> KernelSource {
             tile.smem_bytes(spec)
         ),
     };
-    crate::source(entry.render(), || [schedule::header(), host_header(), tree_mask::header()])
+    crate::source(entry.render(), || {
+        [schedule::header(), host_header(), tree_mask::header(), fmha_core::masks::header()]
+    })
 }
 
 /// `fmha/sm80_host.h`: what this file shares with the device.

@@ -397,6 +397,21 @@ pub fn main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
     entry(&constants, "__launch_bounds__(sm80::bwd::num_threads(kTile), kTile.ctas)", &call)
 }
 
+/// The launch of a tile under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams)
+/// too.
+#[must_use]
+pub fn masked_main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: "fmha/sm80/bwd/masked.cuh",
+        constants: &constants,
+        bounds: "__launch_bounds__(sm80::bwd::num_threads(kTile), kTile.ctas)",
+        params: "const __grid_constant__ BwdParams p, const __grid_constant__ MaskDataParams masks",
+        call: "sm80::bwd::masked_main<kSpec, kTile>(p, masks);",
+    };
+    crate::source(entry.render(), || [host_header(), fmha_core::masks::header()])
+}
+
 /// The launch that finishes dQ where it was summed in memory, a CTA to a block of queries of a head.
 #[must_use]
 pub fn finish_dq(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {

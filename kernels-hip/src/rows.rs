@@ -14,6 +14,9 @@ pub(crate) const NUM_THREADS: u32 = 256;
 const UPDATED_ROWS: u64 = 4;
 const MOST_UPDATING: u64 = 1 << 14;
 
+/// The text under masks as data.
+const MASKED: &str = "fmha/simt/masked.h";
+
 /// What is compiled.
 fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let (include, params, call) = match kernel {
@@ -23,6 +26,13 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         }
         RowKernel::SimtStats => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
         RowKernel::SimtBwd => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd<kSpec>(p);"),
+        RowKernel::MaskedSimt => (MASKED, "FwdParams p, MaskDataParams m", "simt::masked_fwd<kSpec>(p, m);"),
+        RowKernel::MaskedSimtStats => {
+            (MASKED, "BwdParams p, MaskDataParams m", "simt::masked_bwd_stats<kSpec>(p, m);")
+        }
+        RowKernel::MaskedSimtBwd => {
+            (MASKED, "BwdParams p, MaskDataParams m", "simt::masked_bwd<kSpec>(p, m);")
+        }
         RowKernel::Combine => ("fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"),
         RowKernel::UpdateCache => (
             "fmha/cdna/decode/update.h",
@@ -40,6 +50,9 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         if kernel == RowKernel::SimtLists {
             headers.push(fmha_core::lists::header());
         }
+        if include == MASKED {
+            headers.push(fmha_core::masks::header());
+        }
         headers
     })
 }
@@ -56,17 +69,24 @@ pub(crate) fn row_launch(
     let groups = match kernel {
         RowKernel::Combine => (rows * elems).div_ceil(NUM_THREADS.into()),
         RowKernel::UpdateCache => rows.div_ceil(UPDATED_ROWS).min(MOST_UPDATING),
-        RowKernel::Simt | RowKernel::SimtLists | RowKernel::SimtStats | RowKernel::SimtBwd => {
-            rows.div_ceil(of_group)
-        }
+        RowKernel::Simt
+        | RowKernel::SimtLists
+        | RowKernel::SimtStats
+        | RowKernel::SimtBwd
+        | RowKernel::MaskedSimt
+        | RowKernel::MaskedSimtStats
+        | RowKernel::MaskedSimtBwd => rows.div_ceil(of_group),
     };
     let most = u64::from(u32::MAX / NUM_THREADS);
     if groups > most {
         return Err(match kernel {
-            RowKernel::Simt | RowKernel::SimtLists | RowKernel::UpdateCache => {
+            RowKernel::Simt | RowKernel::SimtLists | RowKernel::MaskedSimt | RowKernel::UpdateCache => {
                 format!("seqlen_q, num_heads_q and batch make {groups} workgroups, more than {most}")
             }
-            RowKernel::SimtStats | RowKernel::SimtBwd => {
+            RowKernel::SimtStats
+            | RowKernel::SimtBwd
+            | RowKernel::MaskedSimtStats
+            | RowKernel::MaskedSimtBwd => {
                 format!(
                     "lengths, heads and batch make {rows} rows of gradients, more than {}",
                     most * of_group

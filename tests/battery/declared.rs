@@ -79,6 +79,13 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: true,
+        what: "masks as data are read by sm80 and by the slow kernels",
+        applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
+    },
+    Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &[],
+        slowly: true,
         what: "f32 inputs are the CPU backend's",
         applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
     },

@@ -12,7 +12,7 @@ use fmha_core::{
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
-use crate::tensors::{HostBwd, HostCombine, HostFwd, cache_of, score_of, seq_of};
+use crate::tensors::{HostBwd, HostCombine, HostFwd, cache_of, masks_of, score_of, seq_of};
 use crate::used::note;
 
 /// Runs a forward plan; O, LSE and the keep mask of `host` then hold its results.
@@ -209,6 +209,7 @@ impl<'a> Resident<'a> {
             .lse(views.outputs.remove(&Operand::Lse))
             .seq(seq_of(facts, |operand| views.get(operand)))
             .score(score_of(dropout, |operand| views.get(operand)))
+            .masks(masks_of(|operand| views.get(operand)))
             .cache(cache_of(|operand| views.get(operand)))
             .scale_o(views.get(Operand::ScaleO))
             .keep_mask(views.outputs.remove(&Operand::KeepMask))
@@ -246,6 +247,7 @@ impl<'a> Resident<'a> {
             .dsink(views.outputs.remove(&Operand::Dsink))
             .seq(seq_of((totals, plan.problem().fwd().dims.batch), |operand| views.get(operand)))
             .score(score_of(dropout, |operand| views.get(operand)))
+            .masks(masks_of(|operand| views.get(operand)))
             .workspace(views.workspace.filter(|_| scratch));
             plan.run(&mut args, stream)
         })

@@ -40,6 +40,12 @@ pub enum Operand {
     TreeMask,
     Indices,
     TopkLength,
+    Intervals,
+    MaskBits,
+    KvNumBlocks,
+    KvIndices,
+    FullKvNumBlocks,
+    FullKvIndices,
     Bias,
     AlibiSlopes,
     Sink,
@@ -163,7 +169,7 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// These lengths in a row of i32, or words of a tree mask in one of u32.
+    /// These lengths or entries of a mask in a row of i32, or words of bits in one of u32.
     pub(crate) fn words(values: &[i32], elem: ElemType, room: Room) -> Result<Self> {
         let row = Self::row(DType::F32, values.len() as u64, room)?;
         let mut tensor = Self { elem, ..row };

@@ -1,11 +1,12 @@
 //! The owned tensors of a forward, backward or combine problem, filled from a seed.
 
+use fmha_core::masks::{HostMasks, Shown};
 use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
-    Bias, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale, DropoutSeed, ElemType,
-    FwdProblem, KvLayout, ListLength, Merge, QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape,
-    Strides, Totals, ValidBwd, ValidCombine, ValidFwd,
+    Bias, BlockList, BlockLists, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale,
+    DropoutSeed, ElemType, FwdProblem, KvLayout, ListLength, MaskArgs, Merge, QLayout, Result, ScoreArgs,
+    ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd, ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -21,6 +22,8 @@ pub struct Lengths {
     pub block_table: Vec<i32>,
     /// Packed new keys: `[batch + 1]`.
     pub cu_seqlens_new: Vec<i32>,
+    /// Masks as data.
+    pub masks: MaskNumbers,
     /// Tree mask: u32 words as the contract lays them out.
     pub tree_mask: Vec<i32>,
     /// Lists of keys, as their strides lay them out.
@@ -35,6 +38,19 @@ pub struct Lengths {
     pub seqused_q: Vec<i32>,
     /// `[batch]`, where the problem has `seqused_k`.
     pub seqused_k: Vec<i32>,
+}
+
+/// The numbers of masks as data, from each tensor's first element to its last; empty where the problem has none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MaskNumbers {
+    /// Endpoints.
+    pub intervals: Vec<i32>,
+    /// Words of bits.
+    pub bits: Vec<i32>,
+    /// Counts and indices of the partial list.
+    pub partial: [Vec<i32>; 2],
+    /// Counts and indices of the full list.
+    pub full: [Vec<i32>; 2],
 }
 
 impl Lengths {
@@ -321,6 +337,7 @@ fn inputs_of(facts: (Totals, u32), operands: &Operands, dropout: DropoutSeed) ->
         seq: seq_of(facts, |operand| operands.input(operand)),
         cache: cache_of(|operand| operands.input(operand)),
         score: score_of(dropout, |operand| operands.input(operand)),
+        masks: masks_of(|operand| operands.input(operand)),
     }
 }
 
@@ -349,6 +366,19 @@ pub(crate) fn cache_of<'a>(
         .cos(input(Operand::Cos))
         .sin(input(Operand::Sin))
         .tree_mask(input(Operand::TreeMask))
+}
+
+/// Masks as data, wherever they lie.
+pub(crate) fn masks_of<'a>(
+    mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
+) -> MaskArgs<'a> {
+    MaskArgs::default()
+        .intervals(input(Operand::Intervals))
+        .bits(input(Operand::MaskBits))
+        .kv_num_blocks(input(Operand::KvNumBlocks))
+        .kv_indices(input(Operand::KvIndices))
+        .full_kv_num_blocks(input(Operand::FullKvNumBlocks))
+        .full_kv_indices(input(Operand::FullKvIndices))
 }
 
 /// The lengths, wherever they lie.
@@ -383,7 +413,17 @@ fn inputs(
     let packs_new = problem.cache.append.is_some_and(|append| append.layout == QLayout::Packed);
     let has_table = problem.layout.kv.is_paged() && !problem.lists_addresses();
     let has_length = problem.lists.is_some_and(|lists| lists.length != ListLength::Whole);
+    let masks = &problem.masks;
+    let has_list =
+        |of: fn(&BlockLists) -> Option<BlockList>| masks.block_lists.as_ref().and_then(of).is_some();
+    let (partial, full) = (has_list(|lists| lists.partial), has_list(|lists| lists.full));
     for (operand, wanted, values) in [
+        (Operand::Intervals, masks.intervals.is_some(), &lengths.masks.intervals),
+        (Operand::MaskBits, masks.bits.is_some(), &lengths.masks.bits),
+        (Operand::KvNumBlocks, partial, &lengths.masks.partial[0]),
+        (Operand::KvIndices, partial, &lengths.masks.partial[1]),
+        (Operand::FullKvNumBlocks, full, &lengths.masks.full[0]),
+        (Operand::FullKvIndices, full, &lengths.masks.full[1]),
         (Operand::BlockTable, has_table, &lengths.block_table),
         (Operand::Indices, problem.lists.is_some(), &lengths.indices),
         (Operand::TopkLength, has_length, &lengths.topk_length),
@@ -395,7 +435,8 @@ fn inputs(
         (Operand::SequsedK, problem.layout.seqused_k, &lengths.seqused_k),
     ] {
         if wanted {
-            let elem = if operand == Operand::TreeMask { ElemType::U32 } else { ElemType::I32 };
+            let is_bits = matches!(operand, Operand::TreeMask | Operand::MaskBits);
+            let elem = if is_bits { ElemType::U32 } else { ElemType::I32 };
             operands.put(operand, Tensor::words(values, elem, data.room)?);
         }
     }
@@ -405,6 +446,7 @@ fn inputs(
 
     let extents = problem.extents(lengths.totals);
     let (rows_q, rows_k) = (q_rows(&spans), k_rows(&spans, kv_rows));
+    let mut filled = vec![];
     for (operand, dtype, shape, strides, rows) in [
         (Operand::Q, problem.dtypes.qk, extents.q, problem.strides.q, &rows_q),
         (Operand::K, problem.stored_k(), extents.k, problem.strides.k, &rows_k),
@@ -415,8 +457,12 @@ fn inputs(
         }
         let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
         fill(&mut tensor, operand, rows);
-        operands.put(operand, tensor);
+        if operand != Operand::Q && !masks.is_empty() {
+            spoil_hidden(&mut tensor, problem, lengths.totals, &spans, kv_rows, operands)?;
+        }
+        filled.push((operand, tensor));
     }
+    filled.into_iter().for_each(|(operand, tensor)| operands.put(operand, tensor));
     cache_operands(problem, lengths, &spans, data, operands)?;
 
     let dims = problem.dims;
@@ -426,7 +472,9 @@ fn inputs(
         Bias::Elementwise(bias) => {
             let shape = problem.shape_bias(bias.broadcast);
             let mut tensor = Tensor::new(bias.dtype, shape, bias.strides, data.room)?;
-            fill_bias(&mut tensor, problem, &spans, data);
+            let args = masks_of(|operand| operands.input(operand));
+            let masks = HostMasks::of(problem, &args, lengths.totals.total_q)?;
+            fill_bias(&mut tensor, problem, &spans, masks.as_ref(), data);
             operands.put(Operand::Bias, tensor);
         }
         Bias::Alibi { per_batch } => {
@@ -454,6 +502,37 @@ fn inputs(
         }
     }
     Ok(spans)
+}
+
+/// NaN in the rows of K or V that a kv head's queries see none of.
+fn spoil_hidden(
+    tensor: &mut Tensor,
+    problem: &FwdProblem,
+    totals: Totals,
+    spans: &[SeqSpan],
+    places: KvRows<'_>,
+    operands: &Operands,
+) -> Result<()> {
+    let args = masks_of(|operand| operands.input(operand));
+    let Some(masks) = HostMasks::of(problem, &args, totals.total_q)? else { return Ok(()) };
+    let nan = vec![f32::NAN; tensor.shape.dim as usize];
+    let ratio = problem.gqa_ratio();
+    for span in spans {
+        let band = problem.band(span.seqlen_q, span.seqlen_k);
+        for i_head_kv in 0..problem.dims.num_heads_kv {
+            let heads = i_head_kv * ratio..(i_head_kv + 1) * ratio;
+            for j in 0..span.seqlen_cached {
+                let sees = |i_head: u32, i: u32| {
+                    band.visible(i, j) && masks.head(span, i_head).shown(i, j) != Shown::No
+                };
+                if !heads.clone().any(|i_head| (0..span.seqlen_q).any(|i| sees(i_head, i))) {
+                    let (batch, row) = places.at(span, j);
+                    tensor.set_row([batch, row, i_head_kv], &nan);
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Fills these rows of Q, K or V.
@@ -555,7 +634,13 @@ fn fill(tensor: &mut Tensor, operand: Operand, rows: &[Row], data: Data) {
 }
 
 /// Fills the elements of a bias that some score uses; the mask hides the others, which stay NaN.
-fn fill_bias(tensor: &mut Tensor, problem: &FwdProblem, spans: &[SeqSpan], data: Data) {
+fn fill_bias(
+    tensor: &mut Tensor,
+    problem: &FwdProblem,
+    spans: &[SeqSpan],
+    masks: Option<&HostMasks<'_>>,
+    data: Data,
+) {
     let Shape { batch, seq, head: heads, dim } = tensor.shape;
     let mut numbers = vec![0f32; dim as usize];
     let mut used = vec![false; dim as usize];
@@ -566,7 +651,11 @@ fn fill_bias(tensor: &mut Tensor, problem: &FwdProblem, spans: &[SeqSpan], data:
             for span in sharers.filter(|span| i < span.seqlen_q) {
                 let band = problem.band(span.seqlen_q, span.seqlen_k);
                 let keys = band.k_range(i..i + 1, span.seqlen_k);
-                for j in band.sink_range(i..i + 1, span.seqlen_k).chain(keys) {
+                let by_some = |j: u32| {
+                    let sees = |masks: &HostMasks<'_>, h| masks.head(span, h).shown(i, j) != Shown::No;
+                    masks.is_none_or(|masks| (0..problem.dims.num_heads_q).any(|h| sees(masks, h)))
+                };
+                for j in band.sink_range(i..i + 1, span.seqlen_k).chain(keys).filter(|&j| by_some(j)) {
                     used[j as usize] = true;
                 }
             }

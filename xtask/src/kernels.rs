@@ -247,7 +247,10 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("simt"),
         // Of FP8 over several blocks not the rows of D 224 and 256, which differ from the others in a loop's length.
-        in_test: Cases { filter: "^((definition|guards|lists)/|fp8/([^b]|blocks/[^/]*/([^d]|d[^2])))", deal: 288 },
+        in_test: Cases {
+            filter: "^((definition|guards|lists)/|fp8/([^b]|blocks/[^/]*/([^d]|d[^2])))",
+            deal: 288,
+        },
         in_all: Cases {
             filter: "^(addresses|definition|edges|fp8|guards|heads/[a-z_]*/(bf16|f16)/[^d]|lists|rare)/",
             deal: 1,
@@ -593,6 +596,24 @@ pub(crate) const ROWS: &[Row] = &[
         in_test: NONE,
         in_all: Cases { filter: "^(addresses|backward|laws)/", deal: 1 },
         ..amd("gfx1201", NONE)
+    },
+    // Masks as data: blocks of a warp's rows that are whole, cut and empty; row kernels of both vendors.
+    Row {
+        in_test: Cases { filter: "^masks/.*/b?f16/(batch|group)/(all|lists)$", deal: 2 },
+        in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: Some("simt"),
+        in_test: Cases { filter: "^masks/.*/b?f16/few_queries/all$", deal: 1 },
+        in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: Some("simt"),
+        in_test: Cases { filter: "^masks/.*/b?f16/few_queries/(all|lists)$", deal: 1 },
+        in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
+        ..amd("gfx942", NONE)
     },
 ];
 

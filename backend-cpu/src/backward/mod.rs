@@ -30,7 +30,7 @@ use fmha_core::expr::Seen;
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
 use crate::blocks::{AddTo, Factors, RowDots, Rows, WriteRows};
-use crate::code::{Code, captured_zeros};
+use crate::code::{Code, CodeArgs, captured_zeros};
 use crate::forward::{Blocks, Call, key_tiles};
 use crate::lists;
 use crate::memory::{Bytes, Floats, add, reserve};
@@ -137,12 +137,14 @@ impl<'a> Backward<'a> {
             (Some(wanted), Some(slice)) => Some(Target::new(slice, wanted.dtype, wanted.strides)),
             _ => None,
         };
+        let total_q = args.seq.totals.total_q;
+        let code = CodeArgs { score: args.score, masks: args.masks, total_q };
         Ok(Shared {
             problem,
             args,
             spans: self.spans,
             blocks: self.blocks,
-            score: ScoreInputs::new(fwd, &args.score, Code::of_backward(problem, &args.score)?),
+            score: ScoreInputs::new(fwd, &args.score, Code::of_backward(problem, &code)?),
             q: Source::new(args.q, fwd.dtypes.qk, fwd.strides.q),
             k: Source::new(args.k, fwd.dtypes.qk, fwd.strides.k),
             v: Source::new(args.v, fwd.dtypes.v, fwd.strides.v),

@@ -62,7 +62,10 @@ impl Shared<'_> {
     fn visible(&self, head: &HeadScore, i: u32) -> impl Iterator<Item = u32> {
         (0..head.span.seqlen_k).filter(move |&j| match &self.tree {
             Some(tree) => tree.visible(&head.span, i, j),
-            None => head.band.visible(i, j),
+            None => {
+                let code = self.score.code.as_ref();
+                head.band.visible(i, j) && code.is_none_or(|code| code.shows(head, i, j))
+            }
         })
     }
 

@@ -37,7 +37,7 @@ use crate::blocks::{
     AllFinite, Columns, Factors, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax,
     TILE, WriteRows, row_stride,
 };
-use crate::code::{Code, CodeLanes};
+use crate::code::{Code, CodeArgs, CodeLanes};
 use crate::lists;
 use crate::memory::{Bytes, Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, ScoreInputs};
@@ -157,7 +157,8 @@ impl Forward<'_> {
         let rows = KvRows::of(problem, &args.seq)?;
         let turned = TurnedQueries::of(problem, args, self.spans, threads)?;
         cache::append(problem, args, self.spans, rows, threads)?;
-        let code = Code::of(problem, &args.score)?;
+        let total_q = args.seq.totals.total_q;
+        let code = Code::of(problem, &CodeArgs { score: args.score, masks: args.masks, total_q })?;
         let shared = self.shared(rows, turned.as_ref(), self.blocks_for::<S>(threads.count()), code);
         let tasks = shared.tasks()?;
         let used = if tasks.is_empty() { 0 } else { threads.used(tasks.len()) };
@@ -350,9 +351,14 @@ impl Shared<'_> {
         let mut fresh = u128::MAX;
         debug_assert!(block_m / S::PANEL <= 128);
 
-        for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
+        let rows = task.i..task.i + task.queries;
+        let hull = self.score.code.as_ref().map(|code| code.hull(&head, rows.clone()));
+        for (j, keys) in key_tiles(&head, rows.clone(), block_n) {
+            if hull.as_ref().is_some_and(|hull| j >= hull.end || j + keys as u32 <= hull.start) {
+                continue;
+            }
             if let Some(code) = &self.score.code
-                && code.seen(&head, task.i..task.i + task.queries, j..j + keys as u32) == Seen::Nothing
+                && code.seen(&head, rows.clone(), j..j + keys as u32) == Seen::Nothing
             {
                 continue;
             }
@@ -529,7 +535,7 @@ pub(crate) fn dots_pairs(problem: &FwdProblem) -> bool {
 pub(crate) fn fits_tiles(problem: &FwdProblem) -> bool {
     let whole = |dim: u32| (dim as usize).is_multiple_of(TILE);
     dots_pairs(problem)
-        && problem.code.is_empty()
+        && !problem.asks_pairs()
         && whole(problem.dims.head_dim_qk)
         && whole(problem.dims.head_dim_v)
 }

@@ -261,6 +261,7 @@ mod tests {
             seq: SeqArgs::default(),
             cache: fmha_core::CacheArgs::default(),
             score: fmha_core::ScoreArgs::default(),
+            masks: fmha_core::MaskArgs::default(),
         };
         let (mut worst, mut same_worst, mut lse_worst) = (0.0f64, 0.0f64, 0.0f64);
         for &span in &spans {

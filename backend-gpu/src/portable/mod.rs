@@ -18,6 +18,12 @@ pub enum RowKernel {
     SimtStats,
     /// Every gradient, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
     SimtBwd,
+    /// [`Simt`](Self::Simt) under masks as data: their parameters follow the forward's.
+    MaskedSimt,
+    /// [`SimtStats`](Self::SimtStats) under masks as data.
+    MaskedSimtStats,
+    /// [`SimtBwd`](Self::SimtBwd) under masks as data.
+    MaskedSimtBwd,
     /// The merge of partial results, of a [`CombineSpec`](fmha_core::spec::CombineSpec).
     Combine,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).

@@ -2,6 +2,7 @@
 
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::lists::list_params;
+use fmha_core::masks::mask_data_params;
 use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, ValidFwd, Workspace, bind, cache_update};
@@ -21,7 +22,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     type Tile = ();
 
     fn about() -> About<ValidFwd> {
-        About { is_fallback: true, takes_lists: true, ..About::new(NAME) }
+        About { is_fallback: true, takes_lists: true, reads_masks: true, ..About::new(NAME) }
     }
 
     fn fit(problem: &ValidFwd, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
@@ -33,6 +34,10 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
             let text = format!("tree_mask of {} queries is not taken", problem.dims.seqlen_q);
             return Err(Refusal::new(NAME, text));
         }
+        if problem.lists.is_some() {
+            // Its kernel of lists reads no masks as data.
+            problem.masks.refuse(NAME)?;
+        }
         cache_update::takes(problem, NAME)?;
         options.refuse_tile(NAME)
     }
@@ -42,8 +47,12 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         let dims = problem.dims;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
         let spec = FwdSpec::of(problem);
-        let row_kernel = if problem.lists.is_some() { RowKernel::SimtLists } else { RowKernel::Simt };
-        let main = facts.row_launch((Stage::Main, NAME), row_kernel, &spec, [rows, 0]).map_err(refuse)?;
+        let kernel = match (problem.lists.is_some(), problem.masks.is_empty()) {
+            (true, _) => RowKernel::SimtLists,
+            (_, false) => RowKernel::MaskedSimt,
+            _ => RowKernel::Simt,
+        };
+        let main = facts.row_launch((Stage::Main, NAME), kernel, &spec, [rows, 0]).map_err(refuse)?;
         let update = update::launch_before("simt_update", problem, facts).map_err(refuse)?;
         let (group, threads) = facts.row_group();
         Ok(Choice {
@@ -59,16 +68,16 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         // SAFETY: the caller's promise; the workspace is as large as the plan said.
         let mut params = unsafe { update::run(steps, call, Workspace::NONE)? };
-        let params = (&raw mut params).cast();
         let mut lists = call.problem.lists.map(|_| list_params(call.problem, &call.args.seq));
-        // SAFETY: the kernel takes FwdParams, and ListParams where the problem has lists; core saw that the memory of both
-        // covers the problem.
-        unsafe {
-            match &mut lists {
-                None => steps.main().launch(&mut [params], call.stream),
-                Some(lists) => steps.main().launch(&mut [params, (&raw mut *lists).cast()], call.stream),
-            }
-        }
+        let mut masks = mask_data_params(call.problem, &call.args.masks);
+        let more = match &mut lists {
+            Some(lists) => (&raw mut *lists).cast(),
+            None => (&raw mut masks).cast(),
+        };
+        let count = if call.problem.lists.is_none() && call.problem.masks.is_empty() { 1 } else { 2 };
+        // SAFETY: the kernel takes FwdParams, and ListParams or MaskDataParams where the problem has lists or masks; core
+        // saw that the memory of both covers the problem.
+        unsafe { steps.main().launch(&mut [(&raw mut params).cast(), more][..count], call.stream) }
     }
 }
 
@@ -80,7 +89,7 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
     type Tile = ();
 
     fn about() -> About<ValidBwd> {
-        About { is_fallback: true, ..About::new(NAME) }
+        About { is_fallback: true, reads_masks: true, ..About::new(NAME) }
     }
 
     fn fit(_: &ValidBwd, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
@@ -91,8 +100,12 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         let refuse = |text: String| Refusal::new(NAME, text);
         let (rows, spec) = (BwdRows::of(problem), BwdSpec::of(problem));
         let launch = |at, kernel, rows| facts.row_launch(at, kernel, &spec, [rows, 0]).map_err(refuse);
-        let main = launch((Stage::Main, NAME), RowKernel::SimtBwd, rows.all())?;
-        let stats = launch((Stage::Prepare, "simt_bwd_stats"), RowKernel::SimtStats, rows.queries)?;
+        let (of_rows, of_stats) = match problem.fwd().masks.is_empty() {
+            true => (RowKernel::SimtBwd, RowKernel::SimtStats),
+            false => (RowKernel::MaskedSimtBwd, RowKernel::MaskedSimtStats),
+        };
+        let main = launch((Stage::Main, NAME), of_rows, rows.all())?;
+        let stats = launch((Stage::Prepare, "simt_bwd_stats"), of_stats, rows.queries)?;
         // Nothing is padded: a block is a row.
         let workspace = BwdWorkspace::new(problem, 1, None, 0)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
@@ -109,8 +122,12 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = self.0.bind(bind::bwd_params(call.problem, call.args), address);
-        // SAFETY: every kernel takes one BwdParams; core saw that its memory covers the problem, and the workspace is
-        // as large as the plan said.
-        unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream) }
+        let fwd = call.problem.fwd();
+        let mut masks = mask_data_params(fwd, &call.args.masks);
+        let mut arguments = [(&raw mut params).cast(), (&raw mut masks).cast()];
+        let count = if fwd.masks.is_empty() { 1 } else { 2 };
+        // SAFETY: every kernel takes one BwdParams, and the masks where there are some; core saw that their memory
+        // covers the problem, and the workspace is as large as the plan said.
+        unsafe { steps.launch_all(&mut arguments[..count], call.stream) }
     }
 }

@@ -155,7 +155,7 @@ mod tests {
         )
         .unwrap();
         let [first, second] = tables[0].rows.as_slice() else { panic!("{tables:?}") };
-        assert_eq!((first.head_dim_qk, first.mask, first.lse), (Some(64), fmha::MaskSpec::CAUSAL, true));
+        assert_eq!((first.head_dim_qk, first.mask.band, first.lse), (Some(64), fmha::MaskSpec::CAUSAL, true));
         assert_eq!(second.head_dim_qk, Some(128));
         assert_eq!(second.seqlen_q.as_ref().map(|lengths| lengths.0.as_slice()), Some(&[100, 200][..]));
     }

@@ -9,6 +9,7 @@
 #include <fmha/exp_sum.h>
 #include <fmha/mask.h>
 #include <fmha/num.h>
+#include <fmha/pair_masks.h>
 #include <fmha/philox.h>
 #include <fmha/score.h>
 #include <fmha/seq.h>
@@ -53,13 +54,14 @@ struct BwdPair {
 };
 
 // One (sequence, query head).
-template <BwdSpec spec, class Lanes>
+template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 struct BwdHead {
   static constexpr FwdSpec kFwd = spec.fwd;
 
   const BwdParams& p;
   const SeqSpan span;
   const int32_t i_head;
+  const Masks masks = {};
   const int32_t i_head_kv = i_head / p.fwd.gqa_ratio;
   const int32_t batch_head = head_of_whole(p.fwd, span.i_batch, i_head);
   const MaskBand band = resolve_band(p.fwd.mask, span.seqlen_q, span.seqlen_k);
@@ -67,6 +69,9 @@ struct BwdHead {
   const float descale_k = scalar_of(p.fwd.descale_k, span.i_batch, i_head_kv, 1.f);
   const float descale_v = scalar_of(p.fwd.descale_v, span.i_batch, i_head_kv, 1.f);
   const Score<kFwd> modifiers = Score<kFwd>::of(p.fwd, span, i_head, p.fwd.softmax_scale * descale_q * descale_k);
+
+  // Whether query i sees key j, both of the sequence.
+  FMHA_DEVICE bool sees(int32_t i, int32_t j) const { return visible(band, i, j) && masks.sees(span, i_head, i, j); }
 
   FMHA_DEVICE int64_t q_row(const View& x, int32_t i) const {
     return row_offset(x, span.storage_batch, int64_t(span.q_row) + i, i_head);
@@ -89,7 +94,7 @@ struct BwdHead {
     ExpSum sum;
     const auto take = [&](Range keys) {
       for (int32_t j = keys.begin + Lanes::index(); j < keys.end; j += Lanes::count)
-        if (visible(band, i, j)) sum.add(modifiers.natural({i, j}, product(i, j)) - origin);
+        if (sees(i, j)) sum.add(modifiers.natural({i, j}, product(i, j)) - origin);
     };
     const Range row = {i, i + 1};
     take(sink_range(band, row, span.seqlen_k));
@@ -155,10 +160,10 @@ struct RowSums {
 
 // What a far row is measured from. A row without a gradient of O or LSE adds nothing, and takes no sum: rows that are masked as
 // a whole, by a bias of -1e9 in each key, are mostly so.
-template <BwdSpec spec, class Lanes>
+template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i, float lse,
-                                        float delta) {
-  const BwdHead<spec, Lanes> head{p, span, i_head};
+                                        float delta, const Masks& masks = {}) {
+  const BwdHead<spec, Lanes, Masks> head{p, span, i_head, masks};
   const int64_t dout = head.q_row(p.dout, i);
   bool adds = delta != 0.f;
   for (int32_t d = Lanes::index(); d < spec.fwd.head_dim_v; d += Lanes::count)
@@ -175,8 +180,9 @@ FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span,
 }
 
 // LSE in log2, its origin, and delta = dO . O - dLSE of query i: what `BwdHead::pair` reads.
-template <BwdSpec spec, class Lanes>
-FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
+template <BwdSpec spec, class Lanes, class Masks = NoMasks>
+FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i,
+                               const Masks& masks = {}) {
   constexpr DType dtype = spec.fwd.dtype_o;
   const int64_t o = row_offset(p.fwd.o, span.storage_batch, int64_t(span.q_row) + i, i_head);
   const int64_t dout = row_offset(p.dout, span.storage_batch, int64_t(span.q_row) + i, i_head);
@@ -188,7 +194,7 @@ FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t 
   const float lse = p.fwd.lse[at], delta = spec.has_dlse ? dot - p.dlse[at] : dot;
   // A row that sees nothing adds nothing: its P are 0.
   RowOrigin row = {0.f, lse == -infinity() ? infinity() : lse * kLog2E};
-  if (is_far(lse)) row = origin_of_far_row<spec, Lanes>(p, span, i_head, i, lse, delta);
+  if (is_far(lse)) row = origin_of_far_row<spec, Lanes>(p, span, i_head, i, lse, delta, masks);
   if (Lanes::index() != 0) return;
   p.score_origin[stats] = row.origin;
   p.lse_log2[stats] = row.lse_log2;
@@ -196,15 +202,16 @@ FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t 
 }
 
 // dQ of query i.
-template <BwdSpec spec, class Lanes>
-FMHA_DEVICE void bwd_query_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
-  const BwdHead<spec, Lanes> head{p, span, i_head};
+template <BwdSpec spec, class Lanes, class Masks = NoMasks>
+FMHA_DEVICE void bwd_query_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i,
+                               const Masks& masks = {}) {
+  const BwdHead<spec, Lanes, Masks> head{p, span, i_head, masks};
   RowSums<spec.fwd.head_dim_qk, Lanes> dq;
   const Range row = {i, i + 1};
   const auto take = [&](Range keys) {
     for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
       const int32_t j = first + Lanes::index();
-      const bool seen = j < keys.end && visible(head.band, i, j);
+      const bool seen = j < keys.end && head.sees(i, j);
       const uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
       const float dscore = seen ? head.pair(i, j).dscore : 0.f;
@@ -225,16 +232,17 @@ struct AllQueries {
 };
 
 // dK and dV of key j. With `adds` what those queries of which `takes(i_head, i)` add to dK and dV in memory.
-template <BwdSpec spec, class Lanes, bool adds = false, class Takes = AllQueries>
-FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_head_kv, int32_t j, Takes takes = {}) {
+template <BwdSpec spec, class Lanes, bool adds = false, class Takes = AllQueries, class Masks = NoMasks>
+FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_head_kv, int32_t j, Takes takes = {},
+                             const Masks& masks = {}) {
   RowSums<spec.fwd.head_dim_qk, Lanes> dk;
   RowSums<spec.fwd.head_dim_v, Lanes> dv;
   for (int32_t g = 0; g < p.fwd.gqa_ratio; ++g) {
-    const BwdHead<spec, Lanes> head{p, span, i_head_kv * p.fwd.gqa_ratio + g};
+    const BwdHead<spec, Lanes, Masks> head{p, span, i_head_kv * p.fwd.gqa_ratio + g, masks};
     const Range queries = query_range(head.band, {j, j + 1}, span.seqlen_q);
     for (int32_t first = queries.begin; first < queries.end; first += Lanes::count) {
       const int32_t i = first + Lanes::index();
-      const bool seen = i < queries.end && visible(head.band, i, j) && takes(head.i_head, i);
+      const bool seen = i < queries.end && head.sees(i, j) && takes(head.i_head, i);
       const uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
       BwdPair pair = {0.f, 0.f, 0.f};
@@ -252,8 +260,9 @@ FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_
 }
 
 // Row i of dBias of (`i_batch`, `i_head`), or of all that share it; whole, zeros included.
-template <BwdSpec spec, class Lanes>
-FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_head, int32_t i) {
+template <BwdSpec spec, class Lanes, class Masks = NoMasks>
+FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_head, int32_t i,
+                              const Masks& masks = {}) {
   const Range batches = p.dbias_per_batch ? Range{i_batch, i_batch + 1} : Range{0, p.fwd.batch};
   const Range heads = p.dbias_per_head ? Range{i_head, i_head + 1} : Range{0, p.fwd.num_heads_q};
   const int64_t row = i_batch * p.dbias.batch + i_head * p.dbias.head + i * p.dbias.row;
@@ -263,8 +272,8 @@ FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_hea
       const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
       if (i >= span.seqlen_q || j >= span.seqlen_k) continue;
       for (int32_t h = heads.begin; h < heads.end; ++h) {
-        const BwdHead<spec, Lanes> head{p, span, h};
-        if (visible(head.band, i, j)) sum += head.pair(i, j).ds;
+        const BwdHead<spec, Lanes, Masks> head{p, span, h, masks};
+        if (head.sees(i, j)) sum += head.pair(i, j).ds;
       }
     }
     store_elem<spec.dtype_dbias>(p.dbias.data, row + j * p.dbias.dim, sum);
@@ -313,27 +322,27 @@ FMHA_DEVICE int64_t num_bwd_rows(const BwdParams& p) {
 }
 
 // The first launch: row `at` of all queries.
-template <BwdSpec spec, class Lanes>
-FMHA_DEVICE void bwd_stats(const BwdParams& p, int64_t at) {
+template <BwdSpec spec, class Lanes, class Masks = NoMasks>
+FMHA_DEVICE void bwd_stats(const BwdParams& p, int64_t at, const Masks& masks = {}) {
   const int32_t i = int32_t(at % p.fwd.seqlen_q), i_head = int32_t(at / p.fwd.seqlen_q % p.fwd.num_heads_q);
   const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
-  if (i < span.seqlen_q) bwd_stats_row<spec, Lanes>(p, span, i_head, i);
+  if (i < span.seqlen_q) bwd_stats_row<spec, Lanes>(p, span, i_head, i, masks);
 }
 
 // The second launch: row `at` of dQ, then of dK and dV, then of dBias, then of dSink.
-template <BwdSpec spec, class Lanes>
-FMHA_DEVICE void bwd_row(const BwdParams& p, int64_t at) {
+template <BwdSpec spec, class Lanes, class Masks = NoMasks>
+FMHA_DEVICE void bwd_row(const BwdParams& p, int64_t at, const Masks& masks = {}) {
   if (at < num_query_rows(p)) {
     const int32_t i = int32_t(at % p.fwd.seqlen_q), i_head = int32_t(at / p.fwd.seqlen_q % p.fwd.num_heads_q);
     const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
-    if (i < span.seqlen_q) bwd_query_row<spec, Lanes>(p, span, i_head, i);
+    if (i < span.seqlen_q) bwd_query_row<spec, Lanes>(p, span, i_head, i, masks);
     return;
   }
   at -= num_query_rows(p);
   if (at < num_key_rows(p)) {
     const int32_t j = int32_t(at % p.fwd.seqlen_k), i_head_kv = int32_t(at / p.fwd.seqlen_k % p.fwd.num_heads_kv);
     const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_k / p.fwd.num_heads_kv));
-    if (j < span.seqlen_k) bwd_key_row<spec, Lanes>(p, span, i_head_kv, j);
+    if (j < span.seqlen_k) bwd_key_row<spec, Lanes>(p, span, i_head_kv, j, AllQueries{}, masks);
     return;
   }
   at -= num_key_rows(p);
@@ -341,7 +350,7 @@ FMHA_DEVICE void bwd_row(const BwdParams& p, int64_t at) {
     if (at < num_bias_rows<spec>(p)) {
       const int32_t heads = p.dbias_per_head ? p.fwd.num_heads_q : 1;
       const int64_t row = at / p.fwd.seqlen_q;
-      bwd_bias_row<spec, Lanes>(p, int32_t(row / heads), int32_t(row % heads), int32_t(at % p.fwd.seqlen_q));
+      bwd_bias_row<spec, Lanes>(p, int32_t(row / heads), int32_t(row % heads), int32_t(at % p.fwd.seqlen_q), masks);
       return;
     }
     at -= num_bias_rows<spec>(p);

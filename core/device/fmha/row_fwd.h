@@ -13,6 +13,7 @@
 #include <fmha/mask.h>
 #include <fmha/num.h>
 #include <fmha/online_softmax.h>
+#include <fmha/pair_masks.h>
 #include <fmha/philox.h>
 #include <fmha/range.h>
 #include <fmha/score.h>
@@ -24,13 +25,14 @@ FMHA_DEVICE float larger_of(float a, float b) { return a < b ? b : a; }
 FMHA_DEVICE float sum_of(float a, float b) { return a + b; }
 
 // One query of one (sequence, query head).
-template <FwdSpec spec, class Lanes>
+template <FwdSpec spec, class Lanes, class Masks = NoMasks>
 struct FwdRow {
   static constexpr int32_t columns = ceil_div(spec.head_dim_v, Lanes::count);  // of O, to a lane
 
   const FwdParams& p;
   const SeqSpan span;
   const int32_t i_head, i;
+  const Masks masks = {};
   const int32_t lane = Lanes::index();
   const int32_t i_head_kv = i_head / p.gqa_ratio;
   const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
@@ -95,7 +97,7 @@ struct FwdRow {
   FMHA_DEVICE void take(Range keys, const Score<spec>& modifiers) {
     for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
       const int32_t j = first + lane;
-      const bool seen = j < keys.end && visible(band, i, j);
+      const bool seen = j < keys.end && visible(band, i, j) && masks.sees(span, i_head, i, j);
       const uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
 
@@ -187,13 +189,13 @@ struct FwdRow {
 };
 
 // Row `at` of all (sequence, head, query) triples, counted by the longest sequence; a shorter one skips its surplus.
-template <FwdSpec spec, class Lanes>
-FMHA_DEVICE void fwd_row(const FwdParams& p, int64_t at) {
+template <FwdSpec spec, class Lanes, class Masks = NoMasks>
+FMHA_DEVICE void fwd_row(const FwdParams& p, int64_t at, const Masks& masks = {}) {
   const int32_t i = int32_t(at % p.seqlen_q);
   const int32_t i_head = int32_t(at / p.seqlen_q % p.num_heads_q);
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, int32_t(at / p.seqlen_q / p.num_heads_q));
   if (i >= span.seqlen_q) return;
-  FwdRow<spec, Lanes> row{p, span, i_head, i};
+  FwdRow<spec, Lanes, Masks> row{p, span, i_head, i, masks};
   row.run();
 }
 

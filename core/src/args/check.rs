@@ -4,15 +4,16 @@ use smallvec::SmallVec;
 
 use super::overlap::{Lattice, Meeting};
 use super::{
-    BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs, MemorySpace,
-    ScoreArgs, SeqArgs,
+    BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs, MaskArgs,
+    MemorySpace, ScoreArgs, SeqArgs,
 };
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::expr::Stored;
-use crate::layout::{KvLayout, QLayout, Shape, Strides};
+use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals};
+use crate::masks::{BlockList, LIST_NAMES};
 use crate::plan::Workspace;
 use crate::problem::{CapturedTensor, Extents, FwdProblem, ValidFwd, check_input};
 use crate::score::{Bias, Descale};
@@ -34,6 +35,7 @@ pub fn check_fwd(
 ) -> Result<(), ProblemError> {
     let mut operands = Operands::new(space);
     let extents = operands.inputs(problem, args.q, &args.seq, &args.score)?;
+    operands.masks(problem, &args.masks, args.seq.totals)?;
     operands.cache("k", &args.k, problem, (problem.strides.k, extents.k, problem.stored_k()))?;
     operands.cache("v", &args.v, problem, (problem.strides.v, extents.v, problem.stored_v()))?;
     operands.cache_operands(problem, &args.cache, &args.seq, extents)?;
@@ -69,6 +71,7 @@ pub fn check_bwd(
     let lse_elems = extents.lse_elems;
     let mut operands = Operands::new(space);
     operands.inputs(fwd, args.q, &args.seq, &args.score)?;
+    operands.masks(fwd, &args.masks, args.seq.totals)?;
     operands.tensor("k", Access::input(&args.k), fwd.strides.k, extents.k, fwd.dtypes.qk)?;
     operands.tensor("v", Access::input(&args.v), fwd.strides.v, extents.v, fwd.dtypes.v)?;
     operands.tensor("o", Access::input(&args.o), fwd.strides.o, extents.o, fwd.dtypes.o)?;
@@ -273,6 +276,40 @@ impl Operands {
         score.seed(problem)?;
         self.captured(problem, score)?;
         Ok(extents)
+    }
+
+    /// Masks as data.
+    fn masks(
+        &mut self,
+        problem: &FwdProblem,
+        args: &MaskArgs<'_>,
+        totals: Totals,
+    ) -> Result<(), ProblemError> {
+        let masks = &problem.masks;
+        let lists = masks.block_lists;
+        let of_list = |list: Option<BlockList>| {
+            let (lists, list) = (lists?, list?);
+            let counts = (list.counts, problem.shape_block_lists(&lists, 1));
+            Some((counts, (list.indices, problem.shape_block_lists(&lists, list.max_blocks))))
+        };
+        let partial = of_list(lists.and_then(|lists| lists.partial));
+        let full = of_list(lists.and_then(|lists| lists.full));
+        let intervals = masks.intervals.map(|it| (it.strides, problem.shape_intervals(&it, totals)));
+        let bits = masks.bits.map(|it| (it.strides, problem.shape_mask_bits(&it, totals)));
+        let [[partial_counts, partial_indices], [full_counts, full_indices]] = LIST_NAMES;
+        for (name, slice, elem, wanted) in [
+            ("intervals", &args.intervals, I32, intervals),
+            ("mask_bits", &args.bits, U32, bits),
+            (partial_counts, &args.kv_num_blocks, I32, partial.map(|it| it.0)),
+            (partial_indices, &args.kv_indices, I32, partial.map(|it| it.1)),
+            (full_counts, &args.full_kv_num_blocks, I32, full.map(|it| it.0)),
+            (full_indices, &args.full_kv_indices, I32, full.map(|it| it.1)),
+        ] {
+            let bytes =
+                wanted.map_or(0, |(strides, shape)| ValidFwd::extent_bytes(strides, shape, DType::F32));
+            self.optional(name, slice.as_ref().map(Access::input), wanted.is_some(), elem, bytes, 4)?;
+        }
+        Ok(())
     }
 
     /// What functions capture.

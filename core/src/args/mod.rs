@@ -329,6 +329,25 @@ pub struct ScoreArgs<'a> {
     pub dropout: Option<DropoutSeed>,
 }
 
+/// Masks as data; each tensor is there iff the problem's [`Masks`](crate::Masks) say so.
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct MaskArgs<'a> {
+    /// i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints, total_q]`.
+    pub intervals: Option<DevSlice<'a>>,
+    /// u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`, with `words = ceil(seqlen_k /
+    /// 32)`.
+    pub bits: Option<DevSlice<'a>>,
+    /// i32 `[batch or 1, heads, blocks_q]`: blocks of the partial list.
+    pub kv_num_blocks: Option<DevSlice<'a>>,
+    /// i32 `[batch or 1, heads, blocks_q, max_blocks]`: their indices.
+    pub kv_indices: Option<DevSlice<'a>>,
+    /// i32 `[batch or 1, heads, blocks_q]`: blocks of the full list.
+    pub full_kv_num_blocks: Option<DevSlice<'a>>,
+    /// i32 `[batch or 1, heads, blocks_q, max_blocks]`: their indices.
+    pub full_kv_indices: Option<DevSlice<'a>>,
+}
+
 /// The pointers of a forward call: [`FwdArgs::new`], then setters, or the fields. It may grow, so it is not written out:
 ///
 /// ```compile_fail,E0639
@@ -358,6 +377,8 @@ pub struct FwdArgs<'a> {
     pub seq: SeqArgs<'a>,
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
+    /// Masks as data.
+    pub masks: MaskArgs<'a>,
     /// Operands of what happens to the cache.
     pub cache: CacheArgs<'a>,
     /// f32 `[1]`, iff the problem has it.
@@ -386,6 +407,7 @@ impl<'a> FwdArgs<'a> {
             lse: None,
             seq: SeqArgs::default(),
             score: ScoreArgs::default(),
+            masks: MaskArgs::default(),
             cache: CacheArgs::default(),
             scale_o: None,
             keep_mask: None,
@@ -429,6 +451,8 @@ pub struct BwdArgs<'a> {
     pub seq: SeqArgs<'a>,
     /// Operands of the score, as in the forward call.
     pub score: ScoreArgs<'a>,
+    /// Masks as data, as in the forward call.
+    pub masks: MaskArgs<'a>,
     /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes. Its
     /// contents mean nothing, before and after.
     pub workspace: Option<DevSliceMut<'a>>,

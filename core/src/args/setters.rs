@@ -1,8 +1,8 @@
 //! Arguments built by name: what every call of a kind has in `new`, the rest by setters of the fields' names.
 
 use super::{
-    Arrivals, BlockTable, BwdArgs, CacheArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, PartialResult,
-    ScoreArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MaskArgs,
+    PartialResult, ScoreArgs, SeqArgs,
 };
 use crate::dropout::DropoutSeed;
 use crate::expr::Number;
@@ -57,6 +57,23 @@ impl<'a> ScoreArgs<'a> {
     }
 }
 
+impl<'a> MaskArgs<'a> {
+    setters! {
+        /// i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints, total_q]`.
+        intervals: impl Into<Option<DevSlice<'a>>> => intervals;
+        /// u32 `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`.
+        bits: impl Into<Option<DevSlice<'a>>> => bits;
+        /// i32 `[batch or 1, heads, blocks_q]`.
+        kv_num_blocks: impl Into<Option<DevSlice<'a>>> => kv_num_blocks;
+        /// i32 `[batch or 1, heads, blocks_q, max_blocks]`.
+        kv_indices: impl Into<Option<DevSlice<'a>>> => kv_indices;
+        /// i32 `[batch or 1, heads, blocks_q]`.
+        full_kv_num_blocks: impl Into<Option<DevSlice<'a>>> => full_kv_num_blocks;
+        /// i32 `[batch or 1, heads, blocks_q, max_blocks]`.
+        full_kv_indices: impl Into<Option<DevSlice<'a>>> => full_kv_indices;
+    }
+}
+
 impl<'a> CacheArgs<'a> {
     setters! {
         /// New keys.
@@ -80,6 +97,8 @@ impl<'a> FwdArgs<'a> {
         seq: SeqArgs<'a> => seq;
         /// Operands of the score.
         score: ScoreArgs<'a> => score;
+        /// Masks as data.
+        masks: MaskArgs<'a> => masks;
         /// Operands of what happens to the cache.
         cache: CacheArgs<'a> => cache;
         /// f32 `[1]`, iff the problem has it.
@@ -125,6 +144,7 @@ impl<'a> BwdArgs<'a> {
             dv,
             seq,
             score,
+            masks: MaskArgs::default(),
             dlse: None,
             dbias: None,
             dcaptured: vec![],
@@ -146,6 +166,8 @@ impl<'a> BwdArgs<'a> {
         seq: SeqArgs<'a> => seq;
         /// Operands of the score, as in the forward call.
         score: ScoreArgs<'a> => score;
+        /// Masks as data, as in the forward call.
+        masks: MaskArgs<'a> => masks;
         /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes.
         workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
     }

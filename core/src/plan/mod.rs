@@ -21,7 +21,8 @@ use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::device::{Device, Stream};
 use crate::error::{ProblemError, Refusal, Result};
-use crate::lengths::check_lengths;
+use crate::lengths::{check_lengths, read_host};
+use crate::masks::check_masks;
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
 use crate::records::{Listed, PLAN, record};
@@ -265,11 +266,14 @@ impl<P: Problem> Plan<P> {
             (Some((problem, seq)), _) if *space == MemorySpace::Host => {
                 let resolve = if *checks_lengths { checked_spans } else { spans };
                 sequences = resolve(problem, seq)?;
+                if let Some(masks) = P::mask_args(args).filter(|_| *checks_lengths) {
+                    check_masks(problem, seq, masks, |slice, bytes| read_host(slice, bytes))?;
+                }
             }
             (Some((problem, seq)), Some(queues)) if *checks_lengths => {
                 // SAFETY: the caller promised a live stream of the device.
                 unsafe { queues.synchronize(stream)? };
-                check_lengths(problem, seq, |slice, bytes| {
+                check_lengths(problem, seq, P::mask_args(args), |slice, bytes| {
                     // SAFETY: the check saw that the slice covers them; its maker promised the memory.
                     unsafe { queues.read(slice.as_ptr(), bytes) }
                 })?;

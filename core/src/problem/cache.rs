@@ -173,9 +173,9 @@ impl FwdProblem {
         );
         let seqlen_q = self.dims.seqlen_q;
         ensure!(
-            self.code.mask.is_none() || self.positions_advance() || seqlen_q <= 1,
+            self.code.mask.is_none() && self.masks.is_empty() || self.positions_advance() || seqlen_q <= 1,
             "rotary",
-            "rotary of dim {dim} under a mask as code: whether the positions of seqlen_q {seqlen_q} queries advance is said by a \
+            "rotary of dim {dim} under a mask as code or data: whether the positions of seqlen_q {seqlen_q} queries advance is said by a \
              causal mask or a window"
         );
         Ok(())

@@ -20,6 +20,7 @@ pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit
 
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 use crate::mask::MaskSpec;
+use crate::masks::{BlockLists, Intervals, MaskBits, Masks};
 use crate::score::{Bias, BiasBroadcast, Descale};
 use crate::setters::setters;
 
@@ -86,6 +87,8 @@ pub struct FwdProblem {
     pub mask: MaskSpec,
     /// The keys that each query lists, in place of all keys.
     pub lists: Option<KeyLists>,
+    /// Which of these keys it sees, as data.
+    pub masks: Masks,
     /// What happens to a score before the softmax.
     pub score: Score,
     /// A score and a mask as code.
@@ -137,6 +140,7 @@ impl FwdProblem {
             strides: TensorStrides { q: unset, k: unset, v: unset, o: unset },
             mask: MaskSpec::NONE,
             lists: None,
+            masks: Masks::default(),
             score: Score { softmax_scale: None, softcap: None, bias: Bias::None, sink: false },
             code: Code::default(),
             dropout: Dropout { p_drop: 0.0, write_keep_mask: false },
@@ -184,6 +188,12 @@ impl FwdProblem {
         mask: MaskSpec => mask;
         /// The keys that each query lists, in place of all keys.
         lists: impl Into<Option<KeyLists>> => lists;
+        /// Ranges of keys for each query row.
+        intervals: impl Into<Option<Intervals>> => masks.intervals;
+        /// A bit for each query and key.
+        mask_bits: impl Into<Option<MaskBits>> => masks.bits;
+        /// Blocks of queries and keys.
+        block_lists: impl Into<Option<BlockLists>> => masks.block_lists;
         /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
         softmax_scale: impl Into<Option<f32>> => score.softmax_scale;
         /// `softcap * tanh(S / softcap)`, before the bias.
@@ -340,6 +350,7 @@ impl FwdProblem {
         self.check_cache()?;
         self.check_part()?;
         self.check_lists()?;
+        self.check_masks()?;
         Ok(ValidFwd(self))
     }
 
@@ -473,6 +484,7 @@ impl FwdProblem {
         if totals != Totals::NONE {
             self.check_tensors(&extents)?;
             self.check_list_strides(totals)?;
+            self.check_mask_tensors(totals)?;
         }
         Ok(extents)
     }

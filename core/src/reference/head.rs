@@ -4,13 +4,14 @@ use num_traits::Float;
 
 use super::cache::Cached;
 use super::code::HeadCode;
-use crate::args::{BwdArgs, CacheArgs, DevSlice, FwdArgs, ScoreArgs, SeqArgs};
+use crate::args::{BwdArgs, CacheArgs, DevSlice, FwdArgs, MaskArgs, ScoreArgs, SeqArgs};
 use crate::dropout::{KeepMask, keep_scale};
 use crate::dtype::DType;
 use crate::error::ProblemError;
 use crate::layout::Strides;
 use crate::lists::HostLists;
 use crate::mask::MaskBand;
+use crate::masks::{HostMasks, Shown};
 use crate::plan::{ScoreSums, in_order};
 use crate::problem::FwdProblem;
 use crate::score::{Bias, Descale};
@@ -43,19 +44,21 @@ pub struct Inputs<'a> {
     pub cache: CacheArgs<'a>,
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
+    /// Masks as data.
+    pub masks: MaskArgs<'a>,
 }
 
 impl<'a> From<&'a FwdArgs<'_>> for Inputs<'a> {
     fn from(args: &'a FwdArgs<'_>) -> Self {
         let (q, k, v) = (args.q, args.k_slice(), args.v_slice());
-        Self { q, k, v, seq: args.seq, cache: args.cache, score: args.score }
+        Self { q, k, v, seq: args.seq, cache: args.cache, score: args.score, masks: args.masks }
     }
 }
 
 impl<'a> From<&BwdArgs<'a>> for Inputs<'a> {
     fn from(args: &BwdArgs<'a>) -> Self {
         let cache = CacheArgs::default();
-        Self { q: args.q, k: args.k, v: args.v, seq: args.seq, cache, score: args.score }
+        Self { q: args.q, k: args.k, v: args.v, seq: args.seq, cache, score: args.score, masks: args.masks }
     }
 }
 
@@ -78,6 +81,7 @@ pub(super) struct Head<'a, T> {
     tree: Option<TreeMask<'a>>,
     /// The keys that each query lists, ascending.
     lists: Option<Vec<Vec<u32>>>,
+    masks: Option<HostMasks<'a>>,
     pub(super) code: Option<HeadCode<'a>>,
     problem: &'a FwdProblem,
     bias: Option<&'a [u8]>,
@@ -146,6 +150,7 @@ impl<'a, T: Float> Head<'a, T> {
             band: problem.band(span.seqlen_q, span.seqlen_k),
             tree: TreeMask::of(problem, &inputs.cache, &inputs.seq),
             lists,
+            masks: HostMasks::of(problem, &inputs.masks, inputs.seq.totals.total_q)?,
             code: HeadCode::of(problem, inputs, span, i_head, precision)?,
             problem,
             bias,
@@ -163,8 +168,8 @@ impl<'a, T: Float> Head<'a, T> {
     /// The keys that query `i` sees, ascending; one that a list has twice is there twice.
     pub(super) fn visible(&self, i: u32) -> Vec<u32> {
         let mut visible = self.inside_band(i);
-        if let Some(code) = &self.code {
-            visible.retain(|&j| code.sees(i, j) && self.function_shows(i, j));
+        if self.problem.asks_pairs() {
+            visible.retain(|&j| self.shows(i, j));
         }
         visible
     }
@@ -181,13 +186,18 @@ impl<'a, T: Float> Head<'a, T> {
         if listed > 0 && self.sees(i, j) { listed } else { 0 }
     }
 
-    /// Whether band and code show query `i` key `j`.
-    fn sees(&self, i: u32, j: u32) -> bool {
-        let by_code = || match &self.code {
-            None => true,
-            Some(code) => code.sees(i, j) && self.function_shows(i, j),
-        };
-        self.band.visible(i, j) && by_code()
+    /// Whether query `i` sees key `j`.
+    pub(super) fn sees(&self, i: u32, j: u32) -> bool {
+        self.band.visible(i, j) && self.shows(i, j)
+    }
+
+    /// Whether masks as data and code show query `i` the key `j` that its band has.
+    fn shows(&self, i: u32, j: u32) -> bool {
+        let by_data =
+            self.masks.as_ref().map_or(Shown::Asked, |masks| masks.head(&self.span, self.i_head).shown(i, j));
+        let asks = by_data == Shown::Asked;
+        by_data != Shown::No
+            && self.code.as_ref().is_none_or(|code| (!asks || code.sees(i, j)) && self.function_shows(i, j))
     }
 
     /// Whether the score function leaves the pair visible: its own value counts, before soft-cap and bias.

@@ -145,6 +145,7 @@ impl Operands {
             dsink: None,
             seq: self.seq(&problem.fwd),
             score: self.score(&problem.fwd),
+            masks: crate::args::MaskArgs::default(),
             workspace: None,
         })
     }

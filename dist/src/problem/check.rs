@@ -29,6 +29,7 @@ impl Whole {
             ("score_code", whole.code.score.is_some(), "a score as code is"),
             ("mask_code", whole.code.mask.is_some(), "a mask as code is"),
             ("lists", whole.lists.is_some(), "lists of keys are"),
+            ("masks", !whole.masks.is_empty(), "a mask as data is"),
             ("write_keep_mask", whole.dropout.write_keep_mask, "a keep mask is"),
             ("part", !whole.part.is_whole(), "a part of a longer sequence is"),
             ("dtype_o", whole.dtypes.o.is_fp8(), "an FP8 O is"),
@@ -102,7 +103,7 @@ fn packed_rows(field: &str, cu_seqlens: &[u32], batch: u32, side: &str, seqlen: 
 #[cfg(test)]
 mod tests {
     use fmha::expr::Function;
-    use fmha::{DType, Dims, FwdProblem};
+    use fmha::{DType, Dims, FwdProblem, Intervals, MaskAxes};
 
     use super::*;
 
@@ -135,6 +136,7 @@ mod tests {
             ("score_code", whole.clone().score_code("s * 2".parse::<Function>().unwrap())),
             ("mask_code", whole.clone().mask_code("k <= q".parse::<Function>().unwrap())),
             ("lists", whole.clone().lists(fmha::KeyLists::new(&whole, 4))),
+            ("masks", whole.clone().intervals(Intervals::batch(&whole, MaskAxes::SHARED, 2))),
             ("write_keep_mask", keeps),
         ] {
             assert_eq!(field(whole), Err((1, wanted.to_owned())));

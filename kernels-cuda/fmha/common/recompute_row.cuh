@@ -84,7 +84,7 @@ struct RecomputedRow {
 #pragma unroll 1
     for (int32_t j = begin; j < end; ++j) {
       if constexpr (!Keys::all) {
-        if (!ptx::uniform(keys.sees(span, i, j))) continue;
+        if (!ptx::uniform(keys.sees(span, i_head, i, j))) continue;
       }
       float score = product(j);
       if constexpr (modifies_score(spec)) score = modifiers.natural({i, j}, score);

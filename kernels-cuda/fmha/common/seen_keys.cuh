@@ -1,12 +1,13 @@
-// Which keys of its band a query sees: all of them, or fewer (tree_keys.cuh).
+// Which keys of its band a query sees: all of them, or fewer (tree_keys.cuh, data_keys.cuh).
 #pragma once
 #include <fmha/seq.h>
 
 namespace fmha {
 
 struct EveryKey {
-  static constexpr bool all = true;
-  FMHA_DEVICE bool sees(const SeqSpan&, int32_t, int32_t) const { return true; }
+  // `has_classes`: a warp asks what its rows see of a block (`class_of`).
+  static constexpr bool all = true, has_classes = false;
+  FMHA_DEVICE bool sees(const SeqSpan&, int32_t, int32_t, int32_t) const { return true; }
 };
 
 }  // namespace fmha

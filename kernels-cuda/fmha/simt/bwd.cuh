@@ -16,15 +16,15 @@ FMHA_DEVICE void for_each_row(int64_t num_rows, Row row) {
 }
 
 // The first launch.
-template <BwdSpec spec>
-FMHA_DEVICE void bwd_stats(const BwdParams& p) {
-  for_each_row(num_query_rows(p), [&](int64_t at) { fmha::bwd_stats<spec, Warp>(p, at); });
+template <BwdSpec spec, class Masks = NoMasks>
+FMHA_DEVICE void bwd_stats(const BwdParams& p, const Masks& masks = {}) {
+  for_each_row(num_query_rows(p), [&](int64_t at) { fmha::bwd_stats<spec, Warp>(p, at, masks); });
 }
 
 // The second.
-template <BwdSpec spec>
-FMHA_DEVICE void bwd(const BwdParams& p) {
-  for_each_row(num_bwd_rows<spec>(p), [&](int64_t at) { bwd_row<spec, Warp>(p, at); });
+template <BwdSpec spec, class Masks = NoMasks>
+FMHA_DEVICE void bwd(const BwdParams& p, const Masks& masks = {}) {
+  for_each_row(num_bwd_rows<spec>(p), [&](int64_t at) { bwd_row<spec, Warp>(p, at, masks); });
 }
 
 }  // namespace fmha::simt

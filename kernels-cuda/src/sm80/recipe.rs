@@ -3,6 +3,8 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
+use fmha_core::mask::MaskKind;
+use fmha_core::masks::mask_data_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd};
@@ -35,7 +37,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm80Tile>(sm80::NAME, &[sm80::HEADER, sm80::TMA_HEADER]);
-        About { tiles: Some(tiles), ..About::new(sm80::NAME) }
+        About { tiles: Some(tiles), reads_masks: true, ..About::new(sm80::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -63,7 +65,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
-        if options.batch_invariant {
+        if options.batch_invariant && problem.masks.is_empty() {
             own.make_batch_invariant(problem, room(facts));
         }
         fitted(own, fields, problem, facts).map_err(refuse)
@@ -83,7 +85,11 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let num_tiles = schedule.of_blocks(0, at_once.blocks.cast_signed()).num_tiles;
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let tree = problem.cache.tree_mask;
-        let source = if tree { sm80::fwd_tree(&own_spec, &tile) } else { sm80::fwd(&own_spec, &tile) };
+        let source = match (tree, problem.masks.is_empty()) {
+            (true, _) => sm80::fwd_tree(&own_spec, &tile),
+            (false, false) => sm80::fwd_masked(&own_spec, &tile),
+            (false, true) => sm80::fwd(&own_spec, &tile),
+        };
         let main = Launch {
             stage: Stage::Main,
             kernel: sm80::NAME,
@@ -153,6 +159,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             whole = tree_mask::without_upper_end(&whole);
         }
         let tree = tree_mask::bind(call.problem, call.args);
+        let masks = mask_data_params(call.problem, &call.args.masks);
+        let has_masks = !call.problem.masks.is_empty();
         let by_tma = tile.tma && tile.split_keys == 0;
         let maps = match by_tma {
             true => fwd.kept.of::<V::Driver>(call, None, || boxes(call.problem, &tile))?,
@@ -160,12 +168,17 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         };
         let in_parts = (tile.cut(), tile.rows_at_once(call.problem));
         let main = |params: &mut FwdParams, (first, count)| {
-            let (mut rows, mut tree) = (schedule.of_blocks(first, count), tree);
-            // Kernels without a tree take one argument fewer; the driver reads as many as a kernel has.
-            let last = if by_tma { (&raw const maps).cast_mut().cast() } else { (&raw mut tree).cast() };
+            let (mut rows, mut tree, mut masks) = (schedule.of_blocks(first, count), tree, masks);
+            // Kernels without a tree or masks take one argument fewer; the driver reads as many as a kernel has.
+            let last = match (by_tma, has_masks) {
+                (true, _) => (&raw const maps).cast_mut().cast(),
+                (false, true) => (&raw mut masks).cast(),
+                (false, false) => (&raw mut tree).cast(),
+            };
             let mut arguments = [(&raw mut *params).cast(), (&raw mut rows).cast(), last];
-            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, or, where TMA loads, Maps, which
-            // were made for the same extents; `check_fwd` saw that the memory covers the problem.
+            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, under masks as data
+            // MaskDataParams, or, where TMA loads, Maps, which were made for the same extents; `check_fwd` saw that
+            // the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         // SAFETY: the caller's promise.
@@ -175,7 +188,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
 
 /// What a launch of the kernel computes: a launch of its own writes the keep mask.
 fn spec_of(problem: &ValidFwd) -> FwdSpec {
-    FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) }
+    let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
+    // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
+    let hides = !problem.masks.is_empty() && spec.mask == MaskKind::Full;
+    if hides { FwdSpec { mask: MaskKind::Upper, ..spec } } else { spec }
 }
 
 /// The tile with some fields set, if it fits the problem and the device.
@@ -194,6 +210,20 @@ fn fitted(
     tile.launches_merge = tile.split_keys > 0 && facts.instructions.tma;
     tile.check()?;
     tile.check_loads(problem)?;
+    if !problem.masks.is_empty() {
+        for (field, value) in [
+            ("split_keys", tile.split_keys),
+            ("shares", tile.shares),
+            ("pack_gqa", tile.pack_gqa.into()),
+            ("tma", tile.tma.into()),
+        ] {
+            if value != 0 {
+                return Err(format!(
+                    "{field}={value} beside masks as data, which are asked for whole sequences by head"
+                ));
+            }
+        }
+    }
     facts.needs(!tile.tma || facts.instructions.tma, "TMA")?;
     split::check(problem, tile.cut())?;
     facts.has_room_for(&tile, tile.smem_bytes(&spec_of(problem)), 1)?;
@@ -214,7 +244,11 @@ fn prefers_tma(facts: &DeviceFacts) -> bool {
 /// The table's tile, whose K and V come by TMA where that is better.
 fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Sm80Tile {
     let tile = sm80::choose_tile(problem, room(facts));
-    if prefers_tma(facts) { tile.by_tma(problem, room(facts)).unwrap_or(tile) } else { tile }
+    if prefers_tma(facts) && problem.masks.is_empty() {
+        tile.by_tma(problem, room(facts)).unwrap_or(tile)
+    } else {
+        tile
+    }
 }
 
 /// Boxes of the maps. Q's is not read.

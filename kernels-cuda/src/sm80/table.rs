@@ -42,6 +42,10 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     let spec = FwdSpec::of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec, room);
+    if !problem.masks.is_empty() {
+        // Whole sequences, and rows of one head: what masks show of a block is asked for a warp's rows.
+        return Sm80Tile { stored: problem.stored_k(), ..tile };
+    }
     let (ratio, seqlen_q) = (i64::from(problem.gqa_ratio()), i64::from(dims.seqlen_q));
 
     // A short query: the heads of a group side by side, where that saves a tenth of the rows.

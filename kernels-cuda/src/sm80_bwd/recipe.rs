@@ -2,6 +2,8 @@
 
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{Refusal, Result};
+use fmha_core::mask::MaskKind;
+use fmha_core::masks::mask_data_params;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{Candidates, TileOptions};
 use fmha_core::{Accuracy, Dims, PlanOptions, Promises, VLayout, ValidBwd, Workspace, bind};
@@ -32,7 +34,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     type Tile = Tiles;
 
     fn about() -> About<ValidBwd> {
-        About::new(sm80::NAME)
+        About { reads_masks: true, ..About::new(sm80::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -47,9 +49,15 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     ) -> Result<Tiles, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         sm80_bwd::accepts(problem)?;
-        let spec = BwdSpec::of(problem);
+        let spec = spec_of(problem);
         let ways = sm80_bwd::ways_of_dq(problem, &spec, facts.num_sms);
-        let one_pass = adds_dq(&ways, options);
+        let has_masks = !problem.fwd().masks.is_empty();
+        let one_pass = adds_dq(&ways, options, has_masks);
+        if one_pass && has_masks {
+            return Err(refuse(
+                "one_pass=1 beside masks as data, which what finishes dQ does not read".to_owned(),
+            ));
+        }
         if one_pass {
             sm80_bwd::takes_one_pass(&spec).map_err(refuse)?;
         }
@@ -72,7 +80,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
-        let spec = BwdSpec::of(problem);
+        let spec = spec_of(problem);
         // Sums of dQ begin at whole blocks of queries.
         let (block_m, dq_sums) = match one_pass {
             true => {
@@ -85,9 +93,12 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-        let stats = facts
-            .row_launch((Stage::Prepare, "sm80_stats"), RowKernel::SimtStats, &spec, [rows, 0])
-            .map_err(refuse)?;
+        let of_stats = match problem.fwd().masks.is_empty() {
+            true => RowKernel::SimtStats,
+            false => RowKernel::MaskedSimtStats,
+        };
+        let stats =
+            facts.row_launch((Stage::Prepare, "sm80_stats"), of_stats, &spec, [rows, 0]).map_err(refuse)?;
         let mut sums = Vec::new();
         for tile in &tiles {
             sums.push(launch_of(problem, &spec, tile, facts).map_err(refuse)?);
@@ -159,9 +170,10 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
-        // SAFETY: every launch takes one BwdParams; `check_bwd` saw that its memory covers the problem, and the
-        // workspace is as large as the plan said.
-        unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream) }
+        let mut masks = mask_data_params(call.problem.fwd(), &call.args.masks);
+        // SAFETY: every launch takes BwdParams and, under masks as data, but for dSink's, MaskDataParams; `check_bwd`
+        // saw that its memory covers the problem, and the workspace is as large as the plan said.
+        unsafe { steps.launch_all(&mut [(&raw mut params).cast(), (&raw mut masks).cast()], call.stream) }
     }
 }
 
@@ -179,12 +191,24 @@ pub(crate) fn launch_of(
     Ok(Launch {
         stage: stage_of(tile.sums),
         kernel: tile.sums.name(),
-        source: sm80_bwd::main(spec, tile),
+        source: match problem.fwd().masks.is_empty() {
+            true => sm80_bwd::main(spec, tile),
+            false => sm80_bwd::masked_main(spec, tile),
+        },
         grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
         shared_bytes: tile.smem_bytes(spec).unsigned_abs(),
         tiles: ctas.into(),
         tiles_at_once: u64::from(tile.ctas.unsigned_abs() * facts.num_sms),
     })
+}
+
+/// What the launches are compiled for. Masks as data hide keys as a band does.
+fn spec_of(problem: &ValidBwd) -> BwdSpec {
+    let mut spec = BwdSpec::of(problem);
+    if !problem.fwd().masks.is_empty() && spec.fwd.mask == MaskKind::Full {
+        spec.fwd.mask = MaskKind::Upper;
+    }
+    spec
 }
 
 /// The stage in which a tile sums.
@@ -205,12 +229,14 @@ pub(crate) fn too_many_tiles(dims: Dims) -> String {
 }
 
 /// Whether dQ is summed in memory while dK and dV are: as the tile says, else by the model, unless the sums are to have an order.
-fn adds_dq(ways: &Candidates<bool>, options: &PlanOptions) -> bool {
+fn adds_dq(ways: &Candidates<bool>, options: &PlanOptions, has_masks: bool) -> bool {
     match options.tile.iter().find(|(key, _)| key == "one_pass") {
         Some((_, value)) => matches!(value.as_str(), "1" | "true"),
         None => {
             let ordered = options.deterministic || options.batch_invariant || !options.tile.is_empty();
-            !ordered && ways.cheapest(sm80_bwd::LEAST_GAIN_OF_ONE_PASS).is_some_and(|best| best.choice)
+            !ordered
+                && !has_masks
+                && ways.cheapest(sm80_bwd::LEAST_GAIN_OF_ONE_PASS).is_some_and(|best| best.choice)
         }
     }
 }

@@ -10,17 +10,17 @@ FMHA_DEVICE int64_t row_of_wave() {
 }
 
 // The first launch.
-template <BwdSpec spec>
-FMHA_DEVICE void bwd_stats(const BwdParams& p) {
+template <BwdSpec spec, class Masks = NoMasks>
+FMHA_DEVICE void bwd_stats(const BwdParams& p, const Masks& masks = {}) {
   const int64_t at = row_of_wave();
-  if (at < num_query_rows(p)) fmha::bwd_stats<spec, Wave>(p, at);
+  if (at < num_query_rows(p)) fmha::bwd_stats<spec, Wave>(p, at, masks);
 }
 
 // The second.
-template <BwdSpec spec>
-FMHA_DEVICE void bwd(const BwdParams& p) {
+template <BwdSpec spec, class Masks = NoMasks>
+FMHA_DEVICE void bwd(const BwdParams& p, const Masks& masks = {}) {
   const int64_t at = row_of_wave();
-  if (at < num_bwd_rows<spec>(p)) bwd_row<spec, Wave>(p, at);
+  if (at < num_bwd_rows<spec>(p)) bwd_row<spec, Wave>(p, at, masks);
 }
 
 }  // namespace fmha::simt

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::fwd::Forward;
 use super::{Progress, Selection, inner_roundoff, logits_bound, spread};
 use crate::tensor::{Operand, Tensor};
-use crate::tensors::{HostBwd, score_of, seq_of};
+use crate::tensors::{HostBwd, masks_of, score_of, seq_of};
 use crate::tolerance::{Yardstick, bound, smallest_subnormal};
 use crate::verdict::{Groups, Place, Verdict};
 
@@ -338,7 +338,8 @@ fn head(
     )
     .dlse(operands.input(Operand::Dlse))
     .seq(seq_of((host.totals, host.problem.fwd().dims.batch), |operand| operands.input(operand)))
-    .score(score_of(host.dropout, |operand| operands.input(operand)));
+    .score(score_of(host.dropout, |operand| operands.input(operand)))
+    .masks(masks_of(|operand| operands.input(operand)));
     let span = host.spans[i_span];
     Ok(match part {
         None => backward_head(&host.problem, &args, span, i_head, precision)?,

@@ -14,6 +14,7 @@ mod guards;
 mod heads;
 mod laws;
 mod lists;
+mod masks;
 mod pairwise;
 mod parts;
 mod rare;
@@ -36,6 +37,7 @@ pub(crate) fn all() -> Vec<Case> {
         guards::cases(),
         backward::cases(),
         code::cases(),
+        masks::cases(),
         combine::cases(),
         parts::cases(),
         decode::cases(),

@@ -115,8 +115,9 @@ impl Shared<'_> {
     /// Whether a sequence is taken in rows.
     pub(super) fn in_rows(&self, span: &SeqSpan) -> bool {
         let few = self.blocks.rows_only || self.problem.cache.tree_mask || span.seqlen_q <= FEW_QUERIES;
-        // Code is computed over panels, whatever their number of queries: so its rows do not depend on it either.
-        few && self.problem.code.is_empty()
+        // Code and masks as data are computed over panels, whatever their number of queries: so rows do not depend on
+        // it either.
+        few && !self.problem.asks_pairs()
     }
 
     fn stride_qk<S: Simd>(&self) -> usize {

@@ -6,9 +6,9 @@
 
 namespace fmha::sm80::bwd {
 
-template <BwdSpec spec, Sm80BwdTile tile>
-FMHA_DEVICE void bias_owner(const BwdParams& p, Smem<spec, tile>& smem) {
-  using Fragment = typename Owner<spec, tile>::Fragment;
+template <BwdSpec spec, Sm80BwdTile tile, class Keys>
+FMHA_DEVICE void bias_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
+  using Fragment = typename Owner<spec, tile, Keys>::Fragment;
   const int32_t num_q = ceil_div(p.fwd.seqlen_q, tile.rows), num_k = ceil_div(p.fwd.seqlen_k, tile.columns);
   if (num_q * num_k == 0) return;
   const int32_t plane = blockIdx.x / (num_q * num_k), within = blockIdx.x % (num_q * num_k);
@@ -30,7 +30,7 @@ FMHA_DEVICE void bias_owner(const BwdParams& p, Smem<spec, tile>& smem) {
     if (spec.fwd.mask != MaskKind::Full && block_class(band, queries, keys) == BlockClass::Skipped) continue;
 #pragma unroll 1
     for (int32_t h = all_heads.begin; h < all_heads.end; ++h) {
-      const Owner<spec, tile> owner{p, smem, span, band, h / p.fwd.gqa_ratio, first_row, h};
+      const Owner<spec, tile, Keys> owner{p, smem, span, band, h / p.fwd.gqa_ratio, first_row, h, masks};
       owner.load_own();
       owner.load_block(0, block);
       ptx::cp_async_commit_group();

@@ -7,8 +7,8 @@
 namespace fmha::sm80::bwd {
 
 // dQ of a block of queries of one head. CTAs: blocks of queries, those that see most keys first, of every head in turn.
-template <BwdSpec spec, Sm80BwdTile tile>
-FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem) {
+template <BwdSpec spec, Sm80BwdTile tile, class Keys>
+FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, num_blocks = ceil_div(p.fwd.seqlen_q, tile.rows);
   if (int32_t(blockIdx.x) >= heads * num_blocks) return;
   const int32_t at = blockIdx.x / heads, head = blockIdx.x % heads;
@@ -20,10 +20,10 @@ FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem) {
   const Range queries = {first_row, min(first_row + tile.rows, span.seqlen_q)};
   const Range sinks = spec.fwd.sink_columns ? sink_range(band, queries, span.seqlen_k) : Range{0, 0};
   const Blocks blocks = blocks_of(k_range(band, queries, span.seqlen_k), sinks, tile.columns);
-  Owner<spec, tile> owner{p, smem, span, band, i_head / p.fwd.gqa_ratio, first_row, i_head};
+  Owner<spec, tile, Keys> owner{p, smem, span, band, i_head / p.fwd.gqa_ratio, first_row, i_head, masks};
   owner.dscore[0].clear();
 
-  const auto own = OwnQueries<typename Owner<spec, tile>::Fragment>::of(p, span, i_head, owner.first);
+  const auto own = OwnQueries<typename Owner<spec, tile, Keys>::Fragment>::of(p, span, i_head, owner.first);
   owner.walk(
       blocks.count(), [&](int32_t slot, int32_t i) { owner.load_block(slot, blocks.at(i)); },
       [&](int32_t slot, int32_t i) { owner.add(slot, blocks.at(i), own); });
@@ -32,14 +32,14 @@ FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem) {
       p.dq, owner.dscore[0], p.fwd.softmax_scale, [&](int32_t row) { return owner.row_of_query(p.dq, owner.first + row); },
       [&](int32_t row) { return owner.first + row < span.seqlen_q; });
   if constexpr (spec.fwd.mask != MaskKind::Full) {
-    for_each_found(found, [&](int32_t row) { bwd_query_row<spec, simt::Warp>(p, span, i_head, owner.first + row); });
+    for_each_found(found, [&](int32_t row) { bwd_query_row<spec, simt::Warp>(p, span, i_head, owner.first + row, masks); });
   }
 }
 
 // dK and dV of a block of keys of one kv head, over the queries of all its query heads. CTAs: blocks of keys, the first ones,
 // which a causal mask shows to most queries, first.
-template <BwdSpec spec, Sm80BwdTile tile>
-FMHA_DEVICE void key_owner(const BwdParams& p, Smem<spec, tile>& smem) {
+template <BwdSpec spec, Sm80BwdTile tile, class Keys>
+FMHA_DEVICE void key_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_kv;
   if (int32_t(blockIdx.x) >= heads * ceil_div(p.fwd.seqlen_k, tile.rows)) return;
   const int32_t head = blockIdx.x % heads;
@@ -51,11 +51,11 @@ FMHA_DEVICE void key_owner(const BwdParams& p, Smem<spec, tile>& smem) {
   const Range keys = {first_row, min(first_row + tile.rows, span.seqlen_k)};
   const Blocks blocks = blocks_of(query_range(band, keys, span.seqlen_q), {0, 0}, tile.columns);
   const int32_t first_head = i_head_kv * p.fwd.gqa_ratio;
-  Owner<spec, tile> owner{p, smem, span, band, i_head_kv, first_row, first_head};
+  Owner<spec, tile, Keys> owner{p, smem, span, band, i_head_kv, first_row, first_head, masks};
   owner.dscore[0].clear();
   owner.dvalue[0].clear();
 
-  using Fragment = typename Owner<spec, tile>::Fragment;
+  using Fragment = typename Owner<spec, tile, Keys>::Fragment;
   const int32_t num = blocks.count();
   owner.walk(
       num * p.fwd.gqa_ratio,
@@ -79,22 +79,24 @@ FMHA_DEVICE void key_owner(const BwdParams& p, Smem<spec, tile>& smem) {
         p.dv, owner.dvalue[0], 1.f, [&](int32_t row) { return owner.row_of_key(p.dv, owner.first + row); }, is_there);
   }
   if constexpr (spec.fwd.mask != MaskKind::Full) {
-    for_each_found(found, [&](int32_t row) { bwd_key_row<spec, simt::Warp>(p, span, i_head_kv, owner.first + row); });
+    for_each_found(found, [&](int32_t row) {
+      bwd_key_row<spec, simt::Warp>(p, span, i_head_kv, owner.first + row, AllQueries{}, masks);
+    });
   }
 }
 
-template <BwdSpec spec, Sm80BwdTile tile>
-FMHA_DEVICE void main(const BwdParams& p) {
+template <BwdSpec spec, Sm80BwdTile tile, class Keys = EveryKey>
+FMHA_DEVICE void main(const BwdParams& p, const Keys& masks = {}) {
   static_assert(spec.fwd.dtype_qk == spec.fwd.dtype_v && size_bytes(spec.fwd.dtype_qk) == 2, "sm80: one 16-bit type");
   static_assert(tile.rows == mma::kRows * tile.warps, "sm80: a warp has 16 rows");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if constexpr (tile.sums == BwdSums::DBias) {
-    bias_owner<spec, tile>(p, smem);
+    bias_owner<spec, tile>(p, smem, masks);
   } else if constexpr (owns_queries(tile)) {
-    query_owner<spec, tile>(p, smem);
+    query_owner<spec, tile>(p, smem, masks);
   } else {
-    key_owner<spec, tile>(p, smem);
+    key_owner<spec, tile>(p, smem, masks);
   }
 }
 

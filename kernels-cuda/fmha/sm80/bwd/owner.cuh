@@ -61,10 +61,10 @@ struct WalkedQueries {
   FMHA_DEVICE float delta(int e) const { return stats.delta[column + Fragment::column(e)]; }
 };
 
-template <BwdSpec spec, Sm80BwdTile tile>
+template <BwdSpec spec, Sm80BwdTile tile, class Keys = EveryKey>
 struct Owner {
   using Shared = Smem<spec, tile>;
-  using P = Pairs<spec, tile>;
+  using P = Pairs<spec, tile, Keys>;
   using Fragment = typename P::Fragment;
   using Operand = mma::RegisterTile<uint16_t, tile.columns>;
   static constexpr FwdSpec kFwd = spec.fwd;
@@ -77,7 +77,8 @@ struct Owner {
   const MaskBand band;
   const int32_t i_head_kv, first_row;  // of the CTA: queries of one head, or keys
   int32_t i_head;                      // of the queries
-  const P pairs = {{p, span, {band, span.seqlen_k}}};
+  const Keys keys_of_data = {};        // what masks as data show, besides the band
+  const P pairs = {{p, span, {band, span.seqlen_k}}, keys_of_data};
   const int32_t warp_row = threadIdx.x / 32 * mma::kRows, first = first_row + warp_row;
 
   mma::Accumulator<score_sums> dscore[1];  // dQ, or dK
@@ -160,6 +161,13 @@ struct Owner {
     if (queries.begin >= span.seqlen_q || keys.begin >= span.seqlen_k) return BlockClass::Skipped;
     const BlockClass of_band = kFwd.mask == MaskKind::Full ? BlockClass::Inside : block_class(band, queries, keys);
     const bool whole = queries.end <= span.seqlen_q && keys.end <= span.seqlen_k;
+    if constexpr (Keys::has_classes) {
+      if (of_band == BlockClass::Skipped) return of_band;
+      const Range there = {queries.begin, min(queries.end, span.seqlen_q)};
+      const BlockClass by_data =
+          keys_of_data.class_of(span, i_head, there, {keys.begin, min(keys.end, span.seqlen_k)});
+      if (by_data != BlockClass::Inside) return by_data;
+    }
     return of_band == BlockClass::Inside && !whole ? BlockClass::Edge : of_band;
   }
 
@@ -200,7 +208,7 @@ struct Owner {
     if constexpr (makes_ds(tile)) {
       Fragment dp[1];
       mma::product_abt<kFwd.dtype_v, ahead>(dp, smem.own_value, warp_row, value);
-      pairs.template differentiate<true>(dp[0], s[0], slopes, kept, row, column, edge, queries);
+      pairs.template differentiate<true>(dp[0], s[0], slopes, kept, i_head, row, column, edge, queries);
       Operand ds[1];
       ds[0].template from<kFwd.dtype_qk>(dp[0], 0);
       if constexpr (adds_dq(tile)) put_ds(smem.ds, warp_row, &ds[0]);
@@ -221,7 +229,7 @@ struct Owner {
     mma::product_abt<kFwd.dtype_qk, ahead>(s, smem.own_score, warp_row, smem.score[0]);
     pairs.exponentiate(s[0], slopes, i_head, row, column, edge, queries);
     mma::product_abt<kFwd.dtype_v, ahead>(dp, smem.own_value, warp_row, smem.value[0]);
-    pairs.template differentiate<false>(dp[0], s[0], slopes, kept, row, column, edge, queries);
+    pairs.template differentiate<false>(dp[0], s[0], slopes, kept, i_head, row, column, edge, queries);
 #pragma unroll
     for (int e = 0; e < sum.num_elems; ++e) sum[e] += dp[0][e];
   }

@@ -1,12 +1,13 @@
 // What becomes of a fragment of scores and of dP: rows are the owner's, columns those of the block that is walked.
 #pragma once
 #include <fmha/common/score_pair.cuh>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/philox.h>
 #include <fmha/sm80/bwd/config.cuh>
 
 namespace fmha::sm80::bwd {
 
-template <BwdSpec spec, Sm80BwdTile tile>
+template <BwdSpec spec, Sm80BwdTile tile, class Keys = EveryKey>
 struct Pairs : ScorePair<spec, tile> {
   static constexpr FwdSpec kFwd = spec.fwd;
   static constexpr bool has_slopes = num_maps(kFwd) > 0;
@@ -14,6 +15,7 @@ struct Pairs : ScorePair<spec, tile> {
   using Fragment = mma::Accumulator<columns>;
   using One = ScorePair<spec, tile>;
   using One::modifiers, One::p, One::prob, One::prob_from, One::sees, One::span;
+  const Keys keys = {};
 
   // The query and the key of an element; `row`: the thread's first, `column`: of the block's first.
   FMHA_DEVICE static Pair pair_of(int e, int32_t row, int32_t column) {
@@ -59,7 +61,7 @@ struct Pairs : ScorePair<spec, tile> {
     } else {
       exponentiate<false>(s, slopes, i_head, row, column, queries);
     }
-    if (edge) hide(s, row, column);
+    if (edge) hide(s, i_head, row, column);
   }
   template <bool any_far, class Queries>
   FMHA_DEVICE void exponentiate(Fragment& s, Slopes& slopes, int32_t i_head, int32_t row, int32_t column,
@@ -80,10 +82,13 @@ struct Pairs : ScorePair<spec, tile> {
       if constexpr (has_slopes) slopes.pairs[e / 2] = ptx::cvt_rn_x2<slope_dtype(kFwd)>(slope[0], slope[1]);
     }
   }
-  FMHA_DEVICE void hide(Fragment& x, int32_t row, int32_t column) const {
+  FMHA_DEVICE void hide(Fragment& x, int32_t i_head, int32_t row, int32_t column) const {
 #pragma unroll
     for (int e = 0; e < x.num_elems; ++e) {
-      if (!sees(pair_of(e, row, column))) x[e] = 0.f;
+      const Pair at = pair_of(e, row, column);
+      bool seen = sees(at);
+      if constexpr (!Keys::all) seen = seen && keys.sees(span, i_head, at.i(), at.j());
+      if (!seen) x[e] = 0.f;
     }
   }
 
@@ -97,8 +102,8 @@ struct Pairs : ScorePair<spec, tile> {
 
   // dP to dS: the gradient of scale * Q K^T, or, not `through_map`, of the score that the softmax sees.
   template <bool through_map, class Queries>
-  FMHA_DEVICE void differentiate(Fragment& dp, const Fragment& probs, const Slopes& slopes, const Kept& kept, int32_t row,
-                                 int32_t column, bool edge, const Queries& queries) const {
+  FMHA_DEVICE void differentiate(Fragment& dp, const Fragment& probs, const Slopes& slopes, const Kept& kept, int32_t i_head,
+                                 int32_t row, int32_t column, bool edge, const Queries& queries) const {
 #pragma unroll
     for (int e = 0; e < dp.num_elems; e += 2) {
 #pragma unroll
@@ -115,7 +120,7 @@ struct Pairs : ScorePair<spec, tile> {
       }
     }
     // 0 times a hidden NaN is NaN.
-    if (edge) hide(dp, row, column);
+    if (edge) hide(dp, i_head, row, column);
   }
 };
 

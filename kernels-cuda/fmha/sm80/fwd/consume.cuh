@@ -52,8 +52,25 @@ struct Consumer {
     }
   }
 
+  // What masks as data show the warp's rows of the block that is computed next.
+  BlockClass by_data = BlockClass::Edge;
+
+  FMHA_DEVICE SeqSpan span() const {
+    return {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+  }
+
   // Whether no row of the warp sees a key of the block: it has nothing to compute then.
-  FMHA_DEVICE bool is_hidden(int32_t block) const {
+  FMHA_DEVICE bool is_hidden(int32_t block) {
+    const bool hidden = is_out_of_band(block);
+    if constexpr (Keys::has_classes) {
+      if (hidden) return true;
+      const Range rows = {first_query, min(last_query + 1, work.seqlen_q)};
+      by_data = keys.class_of(span(), work.i_head, rows, {block * n, min((block + 1) * n, work.seqlen_k)});
+      return by_data == BlockClass::Skipped;
+    }
+    return hidden;
+  }
+  FMHA_DEVICE bool is_out_of_band(int32_t block) const {
     if (block < 0) return true;
     const int32_t begin = block * n, end = begin + n;
     bool hidden = begin >= work.seqlen_k || first_query >= work.seqlen_q;
@@ -67,7 +84,8 @@ struct Consumer {
     bool edge = end > work.seqlen_k;
     if constexpr (has_hi) edge |= end > first_query + work.hi + 1;
     if constexpr (has_lo) edge |= begin < last_query + work.lo;
-    if constexpr (!Keys::all) edge |= end > work.seqlen_k - work.seqlen_q;
+    if constexpr (Keys::has_classes) edge |= by_data == BlockClass::Edge;
+    else if constexpr (!Keys::all) edge |= end > work.seqlen_k - work.seqlen_q;
     return edge;
   }
 
@@ -82,13 +100,15 @@ struct Consumer {
       begin[r] = has_lo ? i + work.lo - first_key : 0;
     }
     const int32_t sinks = work.sink_columns - first_key;
-    const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
 #pragma unroll
     for (int e = 0; e < s.num_elems; ++e) {
       const int column = s.column(e), r = s.row(e);
       bool hidden = column >= end[r];
       if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
-      if constexpr (!Keys::all) hidden |= !keys.sees(span, query_of<tile>(p, first_row_of_two + 8 * r), first_key + column);
+      if constexpr (!Keys::all) {
+        const int32_t i = query_of<tile>(p, first_row_of_two + 8 * r);
+        hidden |= !keys.sees(span(), work.i_head, i, first_key + column);
+      }
       if (hidden) s[e] = -infinity();
     }
   }

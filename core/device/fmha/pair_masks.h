@@ -1,0 +1,12 @@
+// What is asked of a pair beside the band: masks as data, or nothing. A row kernel is compiled for one of them.
+#pragma once
+#include <fmha/seq.h>
+
+namespace fmha {
+
+// A call without masks as data.
+struct NoMasks {
+  FMHA_DEVICE bool sees(const SeqSpan&, int32_t, int32_t, int32_t) const { return true; }
+};
+
+}  // namespace fmha

@@ -1,0 +1,125 @@
+//! Masks as data as kernels take them: an argument of its own, of those launches alone that have masks.
+
+use super::{BlockList, FwdProblem, MaskAxes};
+use crate::abi::{AbiStruct as _, DevPtr};
+use crate::abi_struct;
+use crate::args::{DevSlice, MaskArgs};
+use crate::layout::{QLayout, Strides};
+use crate::source::Header;
+
+abi_struct! {
+    /// A tensor of 4-byte numbers; strides in elements, 0 where an axis is shared.
+    pub struct MaskTensor {
+        /// The first number; null where there is no such mask.
+        pub data: DevPtr<i32>,
+        /// From sequence to sequence.
+        pub batch: i64,
+        /// From head to head.
+        pub head: i64,
+        /// From query to query, or from block to block of them.
+        pub row: i64,
+        /// From endpoint, word or index to the next.
+        pub dim: i64,
+    }
+}
+
+abi_struct! {
+    /// Masks as data of a call.
+    pub struct MaskDataParams {
+        /// Endpoints.
+        pub intervals: MaskTensor,
+        /// Words of bits.
+        pub bits: MaskTensor,
+        /// Counts of the partial list.
+        pub kv_num_blocks: MaskTensor,
+        /// Indices of the partial list.
+        pub kv_indices: MaskTensor,
+        /// Counts of the full list.
+        pub full_kv_num_blocks: MaskTensor,
+        /// Indices of the full list.
+        pub full_kv_indices: MaskTensor,
+        /// Endpoints of a row.
+        pub endpoints: i32,
+        /// Query heads to a head of the intervals.
+        pub intervals_ratio: i32,
+        /// Query heads to a head of the bits.
+        pub bits_ratio: i32,
+        /// Query heads to a head of the lists.
+        pub lists_ratio: i32,
+        /// Queries of a block; 0: there are no lists.
+        pub block_q: i32,
+        /// Keys of a block.
+        pub block_k: i32,
+        /// Indices that a row of the partial list has room for.
+        pub max_blocks: i32,
+        /// Indices that a row of the full list has room for.
+        pub full_max_blocks: i32,
+    }
+}
+
+impl MaskTensor {
+    const NULL: Self = Self { data: DevPtr::NULL, batch: 0, head: 0, row: 0, dim: 0 };
+
+    fn of(slice: Option<&DevSlice<'_>>, strides: Strides, per_batch: bool) -> Self {
+        Self {
+            data: DevPtr::new(slice.map_or(0, |slice| slice.as_ptr() as u64)),
+            batch: if per_batch { strides.batch } else { 0 },
+            head: strides.head,
+            row: strides.seq,
+            dim: strides.dim,
+        }
+    }
+}
+
+/// The argument of a call. `args` have passed the check of their call.
+#[must_use]
+pub fn mask_data_params(problem: &FwdProblem, args: &MaskArgs<'_>) -> MaskDataParams {
+    let heads = problem.dims.num_heads_q;
+    let ratio = |axes: Option<MaskAxes>| axes.map_or(1, |axes| (heads / axes.heads.max(1)).max(1)) as i32;
+    let by_batch = |axes: MaskAxes| axes.per_batch && problem.layout.q == QLayout::Batch;
+    let masks = &problem.masks;
+    let lists = masks.block_lists;
+    let list = |list: Option<BlockList>, [counts, indices]: [&Option<DevSlice<'_>>; 2]| match (lists, list) {
+        (Some(lists), Some(list)) => [
+            MaskTensor::of(counts.as_ref(), list.counts, lists.axes.per_batch),
+            MaskTensor::of(indices.as_ref(), list.indices, lists.axes.per_batch),
+        ],
+        _ => [MaskTensor::NULL; 2],
+    };
+    let partial = lists.and_then(|lists| lists.partial);
+    let full = lists.and_then(|lists| lists.full);
+    let room = |list: Option<BlockList>| list.map_or(0, |list| list.max_blocks) as i32;
+    let [kv_num_blocks, kv_indices] = list(partial, [&args.kv_num_blocks, &args.kv_indices]);
+    let [full_kv_num_blocks, full_kv_indices] = list(full, [&args.full_kv_num_blocks, &args.full_kv_indices]);
+    MaskDataParams {
+        intervals: masks.intervals.map_or(MaskTensor::NULL, |it| {
+            MaskTensor::of(args.intervals.as_ref(), it.strides, by_batch(it.axes))
+        }),
+        bits: masks
+            .bits
+            .map_or(MaskTensor::NULL, |it| MaskTensor::of(args.bits.as_ref(), it.strides, by_batch(it.axes))),
+        kv_num_blocks,
+        kv_indices,
+        full_kv_num_blocks,
+        full_kv_indices,
+        endpoints: masks.intervals.map_or(0, |it| it.endpoints) as i32,
+        intervals_ratio: ratio(masks.intervals.map(|it| it.axes)),
+        bits_ratio: ratio(masks.bits.map(|it| it.axes)),
+        lists_ratio: ratio(lists.map(|it| it.axes)),
+        block_q: lists.map_or(0, |it| it.block_q) as i32,
+        block_k: lists.map_or(1, |it| it.block_k) as i32,
+        max_blocks: room(partial),
+        full_max_blocks: room(full),
+    }
+}
+
+/// `fmha/mask_data_params.h`: what this file shares with the device.
+#[must_use]
+pub fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
+        MaskTensor::c_definition(),
+        MaskDataParams::c_definition()
+    );
+    Header::rendered("fmha/mask_data_params.h", text)
+}

@@ -1,0 +1,16 @@
+// The backward of mma.sync under masks as data. A warp asks once a block what its rows see of it, as in the forward.
+#pragma once
+#include <fmha/common/data_keys.cuh>
+#include <fmha/sm80/bwd/main.cuh>
+
+namespace fmha::sm80::bwd {
+
+template <BwdSpec spec, Sm80BwdTile tile>
+FMHA_DEVICE void masked_main(const BwdParams& p, const MaskDataParams& masks) {
+  // What hides a pair may hide a NaN, of which a kernel whose spec has no mask knows nothing.
+  static_assert(spec.fwd.mask != MaskKind::Full, "sm80: masks as data hide keys");
+  static_assert(!adds_dq(tile), "sm80: what finishes dQ knows no masks");
+  main<spec, tile>(p, DataKeys{DataMasks{masks}});
+}
+
+}  // namespace fmha::sm80::bwd

@@ -1,0 +1,23 @@
+// The kernels of this folder under masks as data, which are an argument of their own.
+#pragma once
+#include <fmha/mask_data.h>
+#include <fmha/simt/bwd.h>
+
+namespace fmha::simt {
+
+template <FwdSpec spec>
+FMHA_DEVICE void masked_fwd(const FwdParams& p, const MaskDataParams& masks) {
+  fwd<spec>(p, DataMasks{masks});
+}
+
+template <BwdSpec spec>
+FMHA_DEVICE void masked_bwd_stats(const BwdParams& p, const MaskDataParams& masks) {
+  bwd_stats<spec>(p, DataMasks{masks});
+}
+
+template <BwdSpec spec>
+FMHA_DEVICE void masked_bwd(const BwdParams& p, const MaskDataParams& masks) {
+  bwd<spec>(p, DataMasks{masks});
+}
+
+}  // namespace fmha::simt
