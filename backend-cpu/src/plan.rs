@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use fmha_core::backend::unsupported;
 use fmha_core::{
-    Accuracy, Call, FwdProblem, Launch, PlanOptions, PlanParts, Planned, Problem, Promises, Refusal, Result,
-    ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Accuracy, Call, Launch, PlanOptions, PlanParts, Planned, Problem, Promises, Refusal, Result, ScoreSums,
+    ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 use crate::CpuBackend;
@@ -41,15 +41,8 @@ pub(crate) fn takes(problem: &impl Problem, kernel: &str) -> Result<()> {
 ///
 /// # Errors
 /// A tree mask, and a part of a larger call, whose places code would not know.
-pub(crate) fn takes_code(problem: &FwdProblem, kernel: &str) -> Result<()> {
-    let Err(refusal) = problem.code.refuse(kernel) else { return Ok(()) };
-    let what = match (problem.cache.tree_mask, problem.part.is_whole()) {
-        (true, _) => "beside tree_mask",
-        (_, false) => "in a part of a larger call (position_q, position_k)",
-        _ => return Ok(()),
-    };
-    let reason = format!("{} {what}", refusal.reason);
-    Err(unsupported("cpu", vec![Refusal { reason, ..refusal }]))
+pub(crate) fn takes_code(problem: &impl Problem, kernel: &str) -> Result<()> {
+    problem.refuse_beside_code(kernel).map_err(|refusal| unsupported("cpu", vec![refusal]))
 }
 
 /// A forward plan.

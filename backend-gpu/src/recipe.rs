@@ -180,6 +180,8 @@ pub struct About<P> {
     pub is_fallback: bool,
     /// Whether it can wait for keys that come while it runs.
     pub waits_for_keys: bool,
+    /// Whether it computes scores and masks as code.
+    pub computes_code: bool,
     /// What `fmha tune` measures of it.
     pub tiles: Option<Tiles<P>>,
 }
@@ -188,7 +190,14 @@ impl<P> About<P> {
     /// A kernel of that name, without more.
     #[must_use]
     pub const fn new(name: &'static str) -> Self {
-        Self { name, rows_of: name, is_fallback: false, waits_for_keys: false, tiles: None }
+        Self {
+            name,
+            rows_of: name,
+            is_fallback: false,
+            waits_for_keys: false,
+            computes_code: false,
+            tiles: None,
+        }
     }
 }
 

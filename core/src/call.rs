@@ -8,13 +8,14 @@ use crate::args::{
 };
 use crate::bwd::{BwdProblem, ValidBwd};
 use crate::cache::{of_other_sizes, of_other_sizes_bwd};
+use crate::code_source::CodeSource;
 use crate::combine::{CombineProblem, ValidCombine};
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, Result};
 use crate::layout::{Shape, Strides};
 use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
-use crate::problem::{CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
+use crate::problem::{CapturedGrad, CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
 use crate::score::Bias;
 use crate::seq::SeqSpan;
 
@@ -125,9 +126,42 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         None
     }
 
+    /// The functions that a call's kernels are compiled with; `None` without one.
+    #[doc(hidden)]
+    fn code_source(&self) -> Option<CodeSource<'_>> {
+        let code = self.code().filter(|code| !code.is_empty())?;
+        Some(CodeSource { code, gradients: self.captured_gradients() })
+    }
+
+    /// Wanted gradients of what a score as code captures.
+    #[doc(hidden)]
+    fn captured_gradients(&self) -> &[CapturedGrad] {
+        &[]
+    }
+
+    /// For kernels that compute functions.
+    ///
+    /// # Errors
+    /// What no function is computed beside: a tree mask, and a part of a larger call, whose places code would not know.
+    #[doc(hidden)]
+    fn refuse_beside_code(&self, _kernel: &str) -> Result<(), Refusal> {
+        Ok(())
+    }
+
     /// The arguments for as long as they are borrowed.
     #[doc(hidden)]
     fn borrowed<'a>(args: &'a Self::Args<'_>) -> &'a Self::Args<'a>;
+}
+
+fn refuse_beside_code(problem: &FwdProblem, kernel: &str) -> Result<(), Refusal> {
+    let Err(refusal) = problem.code.refuse(kernel) else { return Ok(()) };
+    let what = match (problem.cache.tree_mask, problem.part.is_whole()) {
+        (true, _) => "beside tree_mask",
+        (_, false) => "in a part of a larger call (position_q, position_k)",
+        _ => return Ok(()),
+    };
+    let reason = format!("{} {what}", refusal.reason);
+    Err(Refusal { reason, ..refusal })
 }
 
 impl Problem for ValidFwd {
@@ -191,6 +225,10 @@ impl Problem for ValidFwd {
 
     fn code(&self) -> Option<&Code> {
         Some(&self.code)
+    }
+
+    fn refuse_beside_code(&self, kernel: &str) -> Result<(), Refusal> {
+        refuse_beside_code(self, kernel)
     }
 
     fn borrowed<'a>(args: &'a FwdArgs<'_>) -> &'a FwdArgs<'a> {
@@ -270,6 +308,14 @@ impl Problem for ValidBwd {
 
     fn code(&self) -> Option<&Code> {
         Some(&self.fwd().code)
+    }
+
+    fn captured_gradients(&self) -> &[CapturedGrad] {
+        &self.dcaptured
+    }
+
+    fn refuse_beside_code(&self, kernel: &str) -> Result<(), Refusal> {
+        refuse_beside_code(self.fwd(), kernel)
     }
 
     fn borrowed<'a>(args: &'a BwdArgs<'_>) -> &'a BwdArgs<'a> {

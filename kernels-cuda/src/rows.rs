@@ -17,6 +17,7 @@ pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         RowKernel::Simt => ("fmha/simt/fwd.cuh", "FwdParams p", "simt::fwd<kSpec>(p);"),
         RowKernel::SimtStats => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
         RowKernel::SimtBwd => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd<kSpec>(p);"),
+        RowKernel::SimtCaptured => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_captured<kSpec>(p);"),
         RowKernel::Combine => ("fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"),
         RowKernel::UpdateCache => (
             "fmha/common/update_cache.cuh",

@@ -20,6 +20,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         RowKernel::Simt => ("fmha/simt/fwd.h", "FwdParams p", "simt::fwd<kSpec>(p);"),
         RowKernel::SimtStats => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
         RowKernel::SimtBwd => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd<kSpec>(p);"),
+        RowKernel::SimtCaptured => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_captured<kSpec>(p);"),
         RowKernel::Combine => ("fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"),
         RowKernel::UpdateCache => (
             "fmha/cdna/decode/update.h",
@@ -50,7 +51,9 @@ pub(crate) fn row_launch(
     let groups = match kernel {
         RowKernel::Combine => (rows * elems).div_ceil(NUM_THREADS.into()),
         RowKernel::UpdateCache => rows.div_ceil(UPDATED_ROWS).min(MOST_UPDATING),
-        RowKernel::Simt | RowKernel::SimtStats | RowKernel::SimtBwd => rows.div_ceil(of_group),
+        RowKernel::Simt | RowKernel::SimtStats | RowKernel::SimtBwd | RowKernel::SimtCaptured => {
+            rows.div_ceil(of_group)
+        }
     };
     let most = u64::from(u32::MAX / NUM_THREADS);
     if groups > most {
@@ -58,7 +61,7 @@ pub(crate) fn row_launch(
             RowKernel::Simt | RowKernel::UpdateCache => {
                 format!("seqlen_q, num_heads_q and batch make {groups} workgroups, more than {most}")
             }
-            RowKernel::SimtStats | RowKernel::SimtBwd => {
+            RowKernel::SimtStats | RowKernel::SimtBwd | RowKernel::SimtCaptured => {
                 format!(
                     "lengths, heads and batch make {rows} rows of gradients, more than {}",
                     most * of_group
