@@ -199,7 +199,7 @@ unsafe impl FmhaBackend for CpuBackend {
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<Planned<ValidBwd>> {
         plan::takes(problem, "cpu-bwd")?;
-        plan::takes_code(problem.fwd(), "cpu-bwd")?;
+        plan::takes_code(problem, "cpu-bwd")?;
         plan::backward(self, problem, options)
     }
 

@@ -40,18 +40,9 @@ pub(crate) fn takes(problem: &impl Problem, kernel: &str) -> Result<()> {
 /// What is not computed beside a score or a mask as code, or masks as data.
 ///
 /// # Errors
-/// A tree mask, and a part of a larger call, whose places code would not know; lists of keys.
-pub(crate) fn takes_code(problem: &FwdProblem, kernel: &str) -> Result<()> {
-    let refused = problem.code.refuse(kernel).and_then(|()| problem.masks.refuse(kernel));
-    let Err(refusal) = refused else { return Ok(()) };
-    let what = match (problem.cache.tree_mask, problem.part.is_whole(), problem.lists) {
-        (true, ..) => "beside tree_mask".to_owned(),
-        (_, false, _) => "in a part of a larger call (position_q, position_k)".to_owned(),
-        (.., Some(lists)) => format!("beside indices of topk {}", lists.topk),
-        _ => return Ok(()),
-    };
-    let reason = format!("{} {what}", refusal.reason);
-    Err(unsupported("cpu", vec![Refusal { reason, ..refusal }]))
+/// A tree mask, and a part of a larger call, whose places neither would know; lists of keys.
+pub(crate) fn takes_code(problem: &impl Problem, kernel: &str) -> Result<()> {
+    problem.refuse_beside_code(kernel).map_err(|refusal| unsupported("cpu", vec![refusal]))
 }
 
 /// A forward plan.

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fmha_core::backend::{refuse_code, unsupported};
+use fmha_core::backend::unsupported;
 use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Modules, Target};
-use fmha_core::source::ENTRY;
+use fmha_core::source::{ENTRY, KernelSource};
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
     AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, Peers, PlanOptions, PlanParts,
@@ -77,6 +77,14 @@ fn lacking<V: Vendor>(compiled: &Result<(usize, Compiled<V>)>) -> Option<String>
     }
 }
 
+/// A launch's text with the functions of its problem.
+fn with_code<P: GpuProblem>(problem: &P, source: KernelSource) -> KernelSource {
+    match problem.code_source() {
+        None => source,
+        Some(code) => source.with_code(&code),
+    }
+}
+
 impl<V: Vendor> Backend<V> {
     /// Over a device; without one (`driver` is `None`) it plans, compiles where there is a compiler, and runs nothing.
     /// `flags` are the compiler's options, but for the architecture; `image` is what the device runs.
@@ -127,8 +135,17 @@ impl<V: Vendor> Backend<V> {
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_lists) {
                 fwd.refuse_lists(kernel.name())?;
             }
-            if let Some(masks) = problem.masks().filter(|_| !kernel.about.reads_masks) {
+            problem.refuse_beside_code(kernel.name())?;
+            let has_code = problem.code_source().is_some();
+            // No kernel computes functions where masks as data show a pair: whole blocks would not ask them.
+            if let Some(masks) = problem.masks().filter(|_| has_code || !kernel.about.reads_masks) {
                 masks.refuse(kernel.name())?;
+            }
+            if let Some(code) = problem.code_source() {
+                if !kernel.about.computes_code {
+                    code.code.refuse(kernel.name())?;
+                }
+                code.refuse_words(kernel.name())?;
             }
             kernel.choose(problem, &self.facts, options)
         })
@@ -137,7 +154,7 @@ impl<V: Vendor> Backend<V> {
     fn plan<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Planned<P>> {
         let _range = self.ranges.named(format_args!("fmha plan {}", P::OPERATION)).open();
         let (mut choice, refusals) = self.choose(problem, options)?;
-        let mut compiled = self.compiled_of(&mut choice);
+        let mut compiled = self.compiled_of(problem, &mut choice);
         if let Some(why) = lacking::<V>(&compiled)
             && let Some((mut other, of_other)) = self.stand_in(problem, options)
         {
@@ -163,7 +180,7 @@ impl<V: Vendor> Backend<V> {
                 let Choice { kernel, launches, workspace: wants, .. } = other;
                 workspace = workspace.max(wants);
                 let (launches, main) = launches.into_parts();
-                let (served, ready) = match self.compiled(&kernel, launches) {
+                let (served, ready) = match self.compiled(problem, &kernel, launches) {
                     Ok((all, _)) => {
                         let refused = all.iter().find_map(|step| step.module.as_ref().err());
                         let served = refused.map_or_else(|| words, |why| format!("refused: {why}"));
@@ -197,9 +214,13 @@ impl<V: Vendor> Backend<V> {
     }
 
     /// A choice's launches, compiled, and which of them is the kernel itself; the choice has none afterwards.
-    fn compiled_of<P: GpuProblem>(&self, choice: &mut Choice<Chosen<P, V>>) -> Result<(usize, Compiled<V>)> {
+    fn compiled_of<P: GpuProblem>(
+        &self,
+        problem: &P,
+        choice: &mut Choice<Chosen<P, V>>,
+    ) -> Result<(usize, Compiled<V>)> {
         let (launches, main) = choice.launches.take();
-        Ok((main, self.compiled(&choice.kernel, launches)?))
+        Ok((main, self.compiled(problem, &choice.kernel, launches)?))
     }
 
     /// What serves where there is no compiler and no bundle has the chosen tile's kernels: of the tiles that are compiled ahead for
@@ -227,7 +248,7 @@ impl<V: Vendor> Backend<V> {
                 }
                 tried.push(options.clone());
                 let Ok((mut choice, _)) = self.choose(problem, &options) else { continue };
-                let compiled = self.compiled_of(&mut choice);
+                let compiled = self.compiled_of(problem, &mut choice);
                 if compiled.is_ok() && lacking::<V>(&compiled).is_none() {
                     return Some((choice, compiled));
                 }
@@ -269,11 +290,16 @@ impl<V: Vendor> Backend<V> {
     ///
     /// # Errors
     /// What the compiler or the driver said.
-    fn compiled<P: GpuProblem>(&self, chosen: &Chosen<P, V>, launches: Vec<Launch>) -> Result<Compiled<V>> {
+    fn compiled<P: GpuProblem>(
+        &self,
+        problem: &P,
+        chosen: &Chosen<P, V>,
+        launches: Vec<Launch>,
+    ) -> Result<Compiled<V>> {
         let mut steps = Vec::with_capacity(launches.len());
         let mut explained = Vec::with_capacity(launches.len());
         for mut launch in launches {
-            let source = std::mem::take(&mut launch.source);
+            let source = with_code(problem, std::mem::take(&mut launch.source));
             let (module, code) = match self.modules.load(launch.kernel, source, launch.shared_bytes) {
                 Ok(module) => {
                     let code = module.origin.to_string();
@@ -306,7 +332,6 @@ impl<V: Vendor> Backend<V> {
     }
 
     fn jobs_of<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Result<Vec<KernelJob>> {
-        refuse_code(self, problem)?;
         // Kernels are made for one sequence at least.
         let one = problem.of_one_sequence()?;
         let problem = one.as_ref().unwrap_or(problem);
@@ -316,7 +341,7 @@ impl<V: Vendor> Backend<V> {
         let mut jobs: Vec<KernelJob> = Vec::new();
         let mut add = |launches: Launches| {
             for launch in launches.into_parts().0 {
-                let job = self.modules.job(launch.kernel, launch.source);
+                let job = self.modules.job(launch.kernel, with_code(problem, launch.source));
                 if jobs.iter().all(|known| known.source.entry != job.source.entry) {
                     jobs.push(job);
                 }
@@ -425,6 +450,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
 
     fn memory(&self) -> &dyn DeviceMemory {
         &self.memory
+    }
+
+    fn takes_code(&self) -> bool {
+        true
     }
 
     fn peers(&self) -> Option<&dyn Peers> {

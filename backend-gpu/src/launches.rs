@@ -29,6 +29,8 @@ pub enum Stage {
     Repair,
     /// Sums the bias' gradient.
     Dbias,
+    /// Sums the gradients of captured tensors.
+    Captured,
 }
 
 /// How many groups of threads a launch has, and how they start.

@@ -184,6 +184,8 @@ pub struct About<P> {
     pub takes_lists: bool,
     /// Whether it reads masks as data.
     pub reads_masks: bool,
+    /// Whether it computes scores and masks as code.
+    pub computes_code: bool,
     /// What `fmha tune` measures of it.
     pub tiles: Option<Tiles<P>>,
 }
@@ -199,6 +201,7 @@ impl<P> About<P> {
             waits_for_keys: false,
             takes_lists: false,
             reads_masks: false,
+            computes_code: false,
             tiles: None,
         }
     }

@@ -326,6 +326,9 @@ impl From<(MaskBounds, u32)> for MaskParams {
     }
 }
 
+/// Words of a kernel's arguments for what a score and a mask as code capture.
+pub const CODE_WORDS: usize = 48;
+
 abi_struct! {
     /// What a forward kernel reads. Facts known at compile time are in
     /// [`FwdSpec`](crate::spec::FwdSpec), not here.
@@ -427,6 +430,8 @@ abi_struct! {
         pub dropout_first_head: i32,
         /// Query heads of the whole.
         pub dropout_num_heads: i32,
+        /// What a score and a mask as code capture ([`CodeSource`](crate::code_source::CodeSource)).
+        pub code: [u64; CODE_WORDS],
     }
 }
 
@@ -495,6 +500,13 @@ abi_struct! {
         pub dbias_per_batch: i32,
         /// 1 where the bias' gradient has a head axis.
         pub dbias_per_head: i32,
+        /// In the workspace: f32 sums of the gradients of captured tensors, one gradient behind another, so many times
+        /// as rows are shared out.
+        pub captured_sums: DevPtr<f32>,
+        /// Elements of all those gradients.
+        pub captured_elems: i64,
+        /// How many times they are there: part n has the n-th of equal shares of all query rows.
+        pub captured_parts: i64,
     }
 }
 

@@ -6,6 +6,7 @@ use crate::abi::{
 };
 use crate::args::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, ScoreArgs, SeqArgs};
 use crate::bwd::BwdProblem;
+use crate::code_source::CodeSource;
 use crate::combine::CombineProblem;
 use crate::dropout::{keep_scale, keep_threshold};
 use crate::layout::{KvLayout, QLayout, Strides};
@@ -40,7 +41,7 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
         }
         _ => (Strides { batch: 0, seq: 0, head: 0, dim: 0 }, false, false),
     };
-    BwdParams {
+    let mut params = BwdParams {
         fwd: FwdParams {
             o: View::new(address(&args.o), fwd.strides.o, packed_q),
             lse: pointer(Some(&args.lse)),
@@ -64,7 +65,13 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
         stats_batch: 0,
         dbias_per_batch: per_batch.into(),
         dbias_per_head: per_head.into(),
-    }
+        captured_sums: DevPtr::NULL,
+        captured_elems: 0,
+        captured_parts: 0,
+    };
+    let code = CodeSource { code: &fwd.code, gradients: &problem.dcaptured };
+    code.add_gradients(&mut params.fwd.code, &args.dcaptured);
+    params
 }
 
 fn is_packed_q(problem: &FwdProblem) -> bool {
@@ -164,6 +171,7 @@ fn inputs(
         // Below 2^32, which the problem has checked; the kernels count modulo 2^32.
         dropout_first_head: part.batch.wrapping_mul(heads_of_whole).wrapping_add(part.head) as i32,
         dropout_num_heads: heads_of_whole as i32,
+        code: CodeSource { code: &problem.code, gradients: &[] }.words(score),
     }
 }
 

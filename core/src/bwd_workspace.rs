@@ -13,6 +13,7 @@ pub struct BwdWorkspace {
     dq_sums: Option<u64>,
     semaphores: Option<u64>,
     flags: u64,
+    captured: Option<CapturedSums>,
     /// Of all.
     pub bytes: u64,
     stats_head: i64,
@@ -28,6 +29,14 @@ pub struct DqSums {
     pub parts: u32,
     /// With a semaphore to each query block: how many have added to it, or whether one has stored it.
     pub has_semaphores: bool,
+}
+
+/// Sums of the gradients of captured tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct CapturedSums {
+    first: u64,
+    elems: u64,
+    parts: u64,
 }
 
 impl BwdWorkspace {
@@ -57,10 +66,34 @@ impl BwdWorkspace {
             dq_sums: sums.is_some().then_some(first + all_stats),
             semaphores: has_semaphores.then_some(semaphores),
             flags: first_flag,
+            captured: None,
             bytes,
             stats_head: rows as i64,
             stats_batch: padded as i64,
         })
+    }
+
+    /// With f32 sums of the gradients of captured tensors behind all else, as many times as query rows are shared out:
+    /// `most_parts` at most, and fewer where they would be too large. `None`: it would be 2^62 bytes or more.
+    #[must_use]
+    pub fn with_captured(self, problem: &BwdProblem, most_parts: u64) -> Option<Self> {
+        const MOST_BYTES: u64 = 256 << 20;
+        let elems = problem.captured_elems().fold(0, u64::saturating_add);
+        if elems == 0 {
+            return Some(self);
+        }
+        let one = elems.checked_mul(4)?;
+        let parts = (MOST_BYTES / one).clamp(1, most_parts.max(1));
+        let first = self.bytes.checked_next_multiple_of(256)?;
+        let bytes = first.checked_add(one.checked_mul(parts)?)?;
+        let captured = Some(CapturedSums { first, elems, parts });
+        (bytes < 1 << 62).then_some(Self { captured, bytes, ..self })
+    }
+
+    /// The elements of all gradients of captured tensors, and how many times their sums are there.
+    #[must_use]
+    pub fn captured(&self) -> (u64, u64) {
+        self.captured.map_or((0, 0), |captured| (captured.elems, captured.parts))
     }
 
     /// The arguments with this workspace at `address`.
@@ -76,6 +109,9 @@ impl BwdWorkspace {
             dq_semaphores: self.semaphores.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
             stats_head: self.stats_head,
             stats_batch: self.stats_batch,
+            captured_sums: self.captured.map_or(DevPtr::NULL, |sums| DevPtr::new(address + sums.first)),
+            captured_elems: self.captured.map_or(0, |sums| sums.elems as i64),
+            captured_parts: self.captured.map_or(0, |sums| sums.parts as i64),
             ..params
         }
     }

@@ -8,6 +8,7 @@ use crate::args::{
 };
 use crate::bwd::{BwdProblem, ValidBwd};
 use crate::cache::{of_other_sizes, of_other_sizes_bwd};
+use crate::code_source::CodeSource;
 use crate::combine::{CombineProblem, ValidCombine};
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, Result};
@@ -15,7 +16,7 @@ use crate::layout::{Shape, Strides};
 use crate::masks::Masks;
 use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
-use crate::problem::{CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
+use crate::problem::{CapturedGrad, CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
 use crate::score::Bias;
 use crate::seq::SeqSpan;
 
@@ -144,9 +145,45 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         None
     }
 
+    /// The functions that a call's kernels are compiled with; `None` without one.
+    #[doc(hidden)]
+    fn code_source(&self) -> Option<CodeSource<'_>> {
+        let code = self.code().filter(|code| !code.is_empty())?;
+        Some(CodeSource { code, gradients: self.captured_gradients() })
+    }
+
+    /// Wanted gradients of what a score as code captures.
+    #[doc(hidden)]
+    fn captured_gradients(&self) -> &[CapturedGrad] {
+        &[]
+    }
+
+    /// For kernels that compute functions, or read masks as data.
+    ///
+    /// # Errors
+    /// What neither is computed beside: a tree mask, a part of a larger call, whose places code would not know, and lists
+    /// of keys.
+    #[doc(hidden)]
+    fn refuse_beside_code(&self, _kernel: &str) -> Result<(), Refusal> {
+        Ok(())
+    }
+
     /// The arguments for as long as they are borrowed.
     #[doc(hidden)]
     fn borrowed<'a>(args: &'a Self::Args<'_>) -> &'a Self::Args<'a>;
+}
+
+fn refuse_beside_code(problem: &FwdProblem, kernel: &str) -> Result<(), Refusal> {
+    let refused = problem.code.refuse(kernel).and_then(|()| problem.masks.refuse(kernel));
+    let Err(refusal) = refused else { return Ok(()) };
+    let what = match (problem.cache.tree_mask, problem.part.is_whole(), problem.lists) {
+        (true, ..) => "beside tree_mask".to_owned(),
+        (_, false, _) => "in a part of a larger call (position_q, position_k)".to_owned(),
+        (.., Some(lists)) => format!("beside indices of topk {}", lists.topk),
+        _ => return Ok(()),
+    };
+    let reason = format!("{} {what}", refusal.reason);
+    Err(Refusal { reason, ..refusal })
 }
 
 impl Problem for ValidFwd {
@@ -222,6 +259,10 @@ impl Problem for ValidFwd {
 
     fn mask_args<'a>(args: &'a FwdArgs<'_>) -> Option<&'a MaskArgs<'a>> {
         Some(&args.masks)
+    }
+
+    fn refuse_beside_code(&self, kernel: &str) -> Result<(), Refusal> {
+        refuse_beside_code(self, kernel)
     }
 
     fn borrowed<'a>(args: &'a FwdArgs<'_>) -> &'a FwdArgs<'a> {
@@ -313,6 +354,14 @@ impl Problem for ValidBwd {
 
     fn mask_args<'a>(args: &'a BwdArgs<'_>) -> Option<&'a MaskArgs<'a>> {
         Some(&args.masks)
+    }
+
+    fn captured_gradients(&self) -> &[CapturedGrad] {
+        &self.dcaptured
+    }
+
+    fn refuse_beside_code(&self, kernel: &str) -> Result<(), Refusal> {
+        refuse_beside_code(self.fwd(), kernel)
     }
 
     fn borrowed<'a>(args: &'a BwdArgs<'_>) -> &'a BwdArgs<'a> {

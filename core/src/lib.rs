@@ -51,6 +51,8 @@ pub mod cache_update;
 #[doc(hidden)]
 pub mod call;
 #[doc(hidden)]
+pub mod code_source;
+#[doc(hidden)]
 pub mod combine;
 #[doc(hidden)]
 pub mod device;

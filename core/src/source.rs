@@ -9,12 +9,14 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use crate::abi::{self, AbiLiteral, AbiStruct};
+use crate::code_source::{CODE_H, CodeSource, expr_h};
 use crate::combine::Merge;
 use crate::dtype::DType;
 use crate::layout::QLayout;
 use crate::layout::VLayout;
 use crate::mask::MaskKind;
-use crate::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
+use crate::problem::Code;
+use crate::spec::{BiasKind, BwdSpec, CodeKind, CombineSpec, FwdSpec, KvKind};
 
 /// One header: the name that `#include <...>` uses, and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,6 +70,24 @@ impl KernelSource {
     #[must_use]
     pub fn with(entry: String, headers: Vec<Header>) -> Self {
         Self { entry, headers: headers.into(), all: Arc::new(Vec::new) }
+    }
+
+    /// The translation unit over a call's functions; the same one where it reaches none.
+    #[must_use]
+    pub fn with_code(self, code: &CodeSource<'_>) -> Self {
+        if !self.headers().iter().any(|header| header.name == CODE_H) {
+            return self;
+        }
+        let functions = code.header();
+        let hash: String = hmac_sha256::Hash::hash(functions.text.as_bytes())
+            .iter()
+            .fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"));
+        let mut headers = self.headers().to_vec();
+        headers
+            .iter_mut()
+            .filter(|header| header.name == CODE_H)
+            .for_each(|header| *header = functions.clone());
+        Self::with(format!("// Functions {hash}\n{}", self.entry), headers)
     }
 
     /// The headers that the entry reaches.
@@ -146,6 +166,8 @@ pub fn headers() -> Vec<Header> {
     let mut headers = Vec::from(embedded!(
         "blocks.h",
         "bwd.h",
+        "code_pair.h",
+        "expr_math.h",
         "portable.h",
         "mask.h",
         "mask_data.h",
@@ -163,6 +185,9 @@ pub fn headers() -> Vec<Header> {
         "update_cache.h",
         "num.h",
     ));
+    headers.push(expr_h());
+    // Of a call without functions; `KernelSource::with_code` puts another in its place.
+    headers.push(CodeSource { code: &Code::default(), gradients: &[] }.header());
     headers.push(Header::rendered("fmha/params.h", params_h()));
     headers.push(Header::rendered("fmha/spec.h", spec_h()));
     headers
@@ -193,6 +218,7 @@ pub fn spec_h() -> String {
         QLayout::c_definition(),
         KvKind::c_definition(),
         BiasKind::c_definition(),
+        CodeKind::c_definition(),
         Merge::c_definition(),
         FwdSpec::c_definition(),
         BwdSpec::c_definition(),

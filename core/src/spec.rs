@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::fields::{FieldValue, Fields as _};
 use crate::layout::{KvLayout, QLayout, VLayout};
 use crate::mask::MaskKind;
-use crate::problem::FwdProblem;
+use crate::problem::{Code, FwdProblem};
 use crate::score::Bias;
 
 /// How K and V lie in memory: [`KvLayout`] without its numbers.
@@ -43,6 +43,31 @@ pub enum BiasKind {
     Alibi,
 }
 
+/// Which functions a call has as code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CodeKind {
+    /// None.
+    None,
+    /// A score.
+    Score,
+    /// A mask.
+    Mask,
+    /// Both.
+    Both,
+}
+
+impl From<&Code> for CodeKind {
+    fn from(code: &Code) -> Self {
+        match (&code.score, &code.mask) {
+            (None, None) => CodeKind::None,
+            (Some(_), None) => CodeKind::Score,
+            (None, Some(_)) => CodeKind::Mask,
+            (Some(_), Some(_)) => CodeKind::Both,
+        }
+    }
+}
+
+abi_enum!(CodeKind { None, Score, Mask, Both });
 abi_enum!(QLayout { Batch, Packed });
 abi_enum!(KvKind { Strided, Packed, Paged });
 abi_enum!(Merge { ByLse, Sum, AddTo });
@@ -76,6 +101,8 @@ abi_spec! {
         pub sink_columns: bool,
         /// What is added to a score.
         pub bias: BiasKind,
+        /// Score and mask as code: the text is `fmha/code.h`.
+        pub code: CodeKind,
         /// Whether scores are soft-capped.
         pub softcap: bool,
         /// Whether a learnable sink enters the denominator.
@@ -116,6 +143,7 @@ impl FwdSpec {
             // Without a lower bound nothing is hidden that a sink column could show.
             sink_columns: mask == MaskKind::Band && problem.mask.sink_columns > 0,
             bias,
+            code: CodeKind::from(&problem.code),
             softcap: problem.score.softcap.is_some(),
             sink: problem.score.sink,
             dropout: problem.drops(),
@@ -141,6 +169,7 @@ impl FwdSpec {
             mask,
             sink_columns: false,
             bias: BiasKind::None,
+            code: CodeKind::None,
             softcap: false,
             sink: false,
             dropout: false,
@@ -183,6 +212,8 @@ abi_spec! {
         pub write_dbias: bool,
         /// Whether the sinks' gradient is written.
         pub write_dsink: bool,
+        /// Whether gradients of captured tensors are written.
+        pub write_dcaptured: bool,
         /// Whether there is a gradient of LSE.
         pub has_dlse: bool,
         /// Whether sums have one order.
@@ -201,6 +232,7 @@ impl BwdSpec {
             dtype_dbias: problem.dbias.map_or(DType::F32, |dbias| dbias.dtype),
             write_dbias: problem.dbias.is_some(),
             write_dsink: problem.write_dsink,
+            write_dcaptured: !problem.dcaptured.is_empty(),
             has_dlse: problem.has_dlse,
             deterministic: false,
         }
@@ -215,6 +247,7 @@ impl BwdSpec {
             dtype_dbias: DType::F32,
             write_dbias: false,
             write_dsink: false,
+            write_dcaptured: false,
             has_dlse: false,
             deterministic: false,
         }

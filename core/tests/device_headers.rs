@@ -309,6 +309,72 @@ int main() {
     }
 }
 
+/// Functions for compilers without a mathematical library, where they are hard: large angles, exponents that count an error
+/// often, remainders of far numbers.
+#[test]
+fn functions_of_expressions_are_right_to_a_few_ulps() {
+    let program = r#"
+#include <cstdio>
+#include <fmha/expr_math.h>
+int main() {
+  const float xs[] = {0.f, 1e-20f, 1e-3f, 0.3f, 0.7853982f, 1.f, 1.5707964f, 2.5f, 3.9f, 7.f, 100.f, 1000.5f, 65536.f,
+                      1e6f, 1.6e7f, 1e10f, 1e30f, 3.4e38f};
+  for (float x : xs) {
+    const float signs[] = {x, -x}, bs[] = {0.f, 1.f, -1.f, 0.5f, 2.f, -3.f, 7.25f, 30.f, -40.f, 0.001f};
+    for (float a : signs) {
+      const float ys[] = {fmha::sinf(a), fmha::cosf(a), fmha::erff(a)};
+      for (float y : ys) printf("%.9g\n", double(y));
+      for (float b : bs)
+        printf("%.9g\n%.9g\n", double(fmha::powf(a, b)), double(fmha::fmodf(a, b)));
+    }
+  }
+}
+"#;
+    let Some(device) = run_cpp("expr_math", program) else { return };
+    let xs = [
+        0.0f32,
+        1e-20,
+        1e-3,
+        0.3,
+        0.785_398_2,
+        1.0,
+        1.570_796_4,
+        2.5,
+        3.9,
+        7.0,
+        100.0,
+        1000.5,
+        65536.0,
+        1e6,
+        1.6e7,
+        1e10,
+        1e30,
+        3.4e38,
+    ];
+    let mut wanted: Vec<(String, f64)> = vec![];
+    for x in xs {
+        for a in [x, -x] {
+            let wide = f64::from(a);
+            wanted.push((format!("sin({a})"), wide.sin()));
+            wanted.push((format!("cos({a})"), wide.cos()));
+            wanted.push((format!("erf({a})"), libm::erf(wide)));
+            for b in [0.0f32, 1.0, -1.0, 0.5, 2.0, -3.0, 7.25, 30.0, -40.0, 0.001] {
+                wanted.push((format!("pow({a}, {b})"), wide.powf(b.into())));
+                wanted.push((format!("fmod({a}, {b})"), f64::from(a % b)));
+            }
+        }
+    }
+    let found: Vec<f64> = device.lines().map(|line| line.parse().unwrap()).collect();
+    assert_eq!(found.len(), wanted.len());
+    for (found, (name, wanted)) in found.into_iter().zip(wanted) {
+        let nearest = f64::from(wanted as f32);
+        let right = found == nearest
+            || (found.is_nan() && wanted.is_nan())
+            || (found - wanted).abs() <= 4e-7 * wanted.abs() + 1.5e-45;
+        assert!(right, "{name} = {found}, not {wanted}");
+    }
+}
+
 /// What a kernel that knows its mask's kind is told agrees with `visible`, pair by pair.
 #[test]
 fn known_masks_say_what_the_band_says() {

@@ -100,6 +100,7 @@ pub fn headers() -> Vec<Header> {
         "mma/sm90/descriptor.cuh",
         "mma/sm90/register_product.cuh",
         "sm80/bwd/add_dq.cuh",
+        "sm80/bwd/captured.cuh",
         "sm80/bwd/config.cuh",
         "sm80/bwd/dbias.cuh",
         "sm80/bwd/main.cuh",

@@ -40,6 +40,7 @@ pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
             "BwdParams p, const __grid_constant__ MaskDataParams m",
             "simt::masked_bwd<kSpec>(p, m);",
         ),
+        RowKernel::SimtCaptured => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_captured<kSpec>(p);"),
         RowKernel::Combine => ("fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"),
         RowKernel::UpdateCache => (
             "fmha/common/update_cache.cuh",

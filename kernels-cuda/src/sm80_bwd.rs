@@ -8,7 +8,7 @@ pub mod recipe;
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
-use fmha_core::spec::{BiasKind, BwdSpec};
+use fmha_core::spec::{BiasKind, BwdSpec, CodeKind};
 use fmha_core::tune::Candidates;
 use fmha_core::work::visible_pairs;
 use fmha_core::{Bias, BwdProblem, DType, Refusal, Shape, Strides, VLayout, abi_enum, abi_spec};
@@ -38,11 +38,13 @@ pub enum BwdSums {
     Dv,
     /// dBias of a block of queries by a block of keys.
     DBias,
+    /// Gradients of captured tensors, of a block of queries.
+    Captured,
     /// dK and dV of a block of keys, which adds to dQ in memory besides.
     All,
 }
 
-abi_enum!(BwdSums { Dq, DkDv, Dk, Dv, DBias, All });
+abi_enum!(BwdSums { Dq, DkDv, Dk, Dv, DBias, Captured, All });
 
 impl BwdSums {
     /// The launch's name in plans.
@@ -54,6 +56,7 @@ impl BwdSums {
             Self::Dk => "sm80_dk",
             Self::Dv => "sm80_dv",
             Self::DBias => "sm80_dbias",
+            Self::Captured => "sm80_captured",
             Self::All => "sm80_all",
         }
     }
@@ -101,7 +104,7 @@ impl Sm80BwdTile {
         let own = tile_bytes(self.rows * qk)
             + if matches!(self.sums, BwdSums::Dv) { 0 } else { tile_bytes(self.rows * v) };
         let block = tile_bytes(self.columns * qk) + tile_bytes(self.columns * v);
-        let stats = if matches!(self.sums, BwdSums::Dq | BwdSums::DBias) {
+        let stats = if matches!(self.sums, BwdSums::Dq | BwdSums::DBias | BwdSums::Captured) {
             0
         } else {
             self.stages * self.columns * 12
@@ -172,8 +175,8 @@ pub fn takes_one_pass(spec: &BwdSpec) -> Result<(), String> {
             fwd.head_dim_qk
         ));
     }
-    if fwd.softcap || fwd.bias != BiasKind::None || fwd.dropout {
-        return Err("one_pass=1: 1 of soft-cap, bias and dropout modifies the scores".to_owned());
+    if fwd.softcap || fwd.bias != BiasKind::None || fwd.dropout || fwd.code != CodeKind::None {
+        return Err("one_pass=1: 1 of soft-cap, bias, code and dropout modifies the scores".to_owned());
     }
     Ok(())
 }
@@ -301,14 +304,18 @@ pub fn choose_tiles(problem: &BwdProblem, spec: &BwdSpec, room: Room, one_pass: 
         &[BwdSums::Dq, BwdSums::Dk, BwdSums::Dv]
     };
     let dbias = problem.dbias.map(|_| &BwdSums::DBias);
-    sums.iter().chain(dbias).map(|&sums| choose_tile(problem, spec, room, sums)).collect()
+    let captured = (!problem.dcaptured.is_empty()).then_some(&BwdSums::Captured);
+    sums.iter().chain(dbias).chain(captured).map(|&sums| choose_tile(problem, spec, room, sums)).collect()
 }
 
 fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) -> Sm80BwdTile {
     let fwd = &problem.fwd;
     let widest = padded_dim(spec.fwd.head_dim_qk).max(padded_dim(spec.fwd.head_dim_v));
     // What modifies scores takes registers.
-    let modifies = spec.fwd.softcap || spec.fwd.bias != BiasKind::None || spec.fwd.dropout;
+    let modifies = spec.fwd.softcap
+        || spec.fwd.bias != BiasKind::None
+        || spec.fwd.dropout
+        || spec.fwd.code != CodeKind::None;
     // dK and dV at once leave S and dP the registers of 32 queries above head dimension 64.
     let both = matches!(sums, BwdSums::DkDv | BwdSums::All);
     let columns = if widest <= 64 || widest <= 128 && !modifies && !both { 64 } else { 32 };
@@ -337,7 +344,11 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
     };
     // Eight warps share the blocks that they walk. Twice four do not wait for each other, where there is room for what both
     // walk: on an H200 at D 128 184 to 207 TFLOP/s full, 173 to 191 causal at 4096; at D 64 151 to 161.
-    let owned = if matches!(sums, BwdSums::Dq | BwdSums::DBias) { dims.seqlen_q } else { dims.seqlen_k };
+    let owned = if matches!(sums, BwdSums::Dq | BwdSums::DBias | BwdSums::Captured) {
+        dims.seqlen_q
+    } else {
+        dims.seqlen_k
+    };
     // dBias has nothing to walk.
     let candidates: &[_] =
         if sums == BwdSums::DBias { &[(64, 1)] } else { &[(128, 2), (128, 1), (64, 2), (64, 1)] };
@@ -360,7 +371,9 @@ pub fn grid(problem: &BwdProblem, tile: &Sm80BwdTile) -> Option<u32> {
     let dims = problem.fwd.dims;
     let blocks_of = |rows: u32, size: i32| u64::from(rows).div_ceil(u64::from(size.unsigned_abs()));
     let (planes, blocks) = match tile.sums {
-        BwdSums::Dq => ([dims.batch, dims.num_heads_q], blocks_of(dims.seqlen_q, tile.rows)),
+        BwdSums::Dq | BwdSums::Captured => {
+            ([dims.batch, dims.num_heads_q], blocks_of(dims.seqlen_q, tile.rows))
+        }
         BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv | BwdSums::All => {
             ([dims.batch, dims.num_heads_kv], blocks_of(dims.seqlen_k, tile.rows))
         }

@@ -33,6 +33,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         RowKernel::MaskedSimtBwd => {
             (MASKED, "BwdParams p, MaskDataParams m", "simt::masked_bwd<kSpec>(p, m);")
         }
+        RowKernel::SimtCaptured => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_captured<kSpec>(p);"),
         RowKernel::Combine => ("fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"),
         RowKernel::UpdateCache => (
             "fmha/cdna/decode/update.h",
@@ -73,6 +74,7 @@ pub(crate) fn row_launch(
         | RowKernel::SimtLists
         | RowKernel::SimtStats
         | RowKernel::SimtBwd
+        | RowKernel::SimtCaptured
         | RowKernel::MaskedSimt
         | RowKernel::MaskedSimtStats
         | RowKernel::MaskedSimtBwd => rows.div_ceil(of_group),
@@ -85,6 +87,7 @@ pub(crate) fn row_launch(
             }
             RowKernel::SimtStats
             | RowKernel::SimtBwd
+            | RowKernel::SimtCaptured
             | RowKernel::MaskedSimtStats
             | RowKernel::MaskedSimtBwd => {
                 format!(

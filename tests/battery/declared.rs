@@ -43,6 +43,22 @@ fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
     is_tiny && matches!(problem.score.bias, Bias::Alibi { .. })
 }
 
+/// Kernels that compute no score and no mask as code.
+const CODELESS: &[&str] = &[
+    "sm90_mla",
+    "sm90_widened",
+    "sm100",
+    "sm100_widened",
+    "cdna_fwd",
+    "cdna_bwd",
+    "cdna_decode",
+    "cdna_widened",
+    "rdna_fwd",
+    "rdna_bwd",
+    "rdna_decode",
+    "rdna_widened",
+];
+
 /// All of them. The CPU backend takes the whole contract and has none.
 pub const DECLARED: &[Declared] = &[
     Declared {
@@ -70,10 +86,33 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda", "rocm"],
+        kernels: CODELESS,
+        slowly: false,
+        what: "a score or a mask as code is not in every kernel",
+        applies: |_, problem| problem.is_some_and(|p| !p.code.is_empty()),
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["sm90"],
+        slowly: false,
+        what: "a score or a mask as code is not in Hopper's backward: sm80 has it",
+        applies: |case, problem| {
+            matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| !p.code.is_empty())
+        },
+    },
+    Declared {
+        backends: &["rocm"],
+        kernels: &[],
+        slowly: true,
+        what: "a score or a mask as code is simt's",
+        applies: |_, problem| problem.is_some_and(|p| !p.code.is_empty()),
+    },
+    Declared {
+        backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: false,
-        what: "a score or a mask as code is the CPU backend's",
-        applies: |_, problem| problem.is_some_and(|p| !p.code.is_empty()),
+        what: "masks as data beside a score or a mask as code are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty()),
     },
     Declared {
         backends: &["cuda", "rocm"],

@@ -24,6 +24,9 @@ pub enum RowKernel {
     MaskedSimtStats,
     /// [`SimtBwd`](Self::SimtBwd) under masks as data.
     MaskedSimtBwd,
+    /// The gradients of captured tensors from their sums, of a [`BwdSpec`](fmha_core::spec::BwdSpec): a group of lanes
+    /// takes as many elements.
+    SimtCaptured,
     /// The merge of partial results, of a [`CombineSpec`](fmha_core::spec::CombineSpec).
     Combine,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).

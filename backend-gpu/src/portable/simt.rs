@@ -13,6 +13,8 @@ use crate::recipe::{About, Choice, Facts as _, Kernel, Vendor, deterministic_row
 use crate::steps::Steps;
 
 const NAME: &str = "simt";
+/// Shares of query rows, each with sums of its own of what captured tensors' gradients are, at most.
+const MOST_SHARES: u64 = 4096;
 
 /// The forward.
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +24,13 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     type Tile = ();
 
     fn about() -> About<ValidFwd> {
-        About { is_fallback: true, takes_lists: true, reads_masks: true, ..About::new(NAME) }
+        About {
+            computes_code: true,
+            is_fallback: true,
+            takes_lists: true,
+            reads_masks: true,
+            ..About::new(NAME)
+        }
     }
 
     fn fit(problem: &ValidFwd, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
@@ -33,10 +41,6 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         if problem.cache.tree_mask {
             let text = format!("tree_mask of {} queries is not taken", problem.dims.seqlen_q);
             return Err(Refusal::new(NAME, text));
-        }
-        if problem.lists.is_some() {
-            // Its kernel of lists reads no masks as data.
-            problem.masks.refuse(NAME)?;
         }
         cache_update::takes(problem, NAME)?;
         options.refuse_tile(NAME)
@@ -81,7 +85,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     }
 }
 
-/// The backward, in two launches.
+/// The backward, in two launches, and one more for gradients of captured tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct SimtBwd(BwdWorkspace);
 
@@ -89,7 +93,7 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
     type Tile = ();
 
     fn about() -> About<ValidBwd> {
-        About { is_fallback: true, reads_masks: true, ..About::new(NAME) }
+        About { computes_code: true, is_fallback: true, reads_masks: true, ..About::new(NAME) }
     }
 
     fn fit(_: &ValidBwd, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
@@ -100,19 +104,25 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         let refuse = |text: String| Refusal::new(NAME, text);
         let (rows, spec) = (BwdRows::of(problem), BwdSpec::of(problem));
         let launch = |at, kernel, rows| facts.row_launch(at, kernel, &spec, [rows, 0]).map_err(refuse);
+        // Nothing is padded: a block is a row.
+        let workspace = BwdWorkspace::new(problem, 1, None, 0)
+            .and_then(|workspace| workspace.with_captured(problem, rows.queries.min(MOST_SHARES)))
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let (group, threads) = facts.row_group();
+        let (captured_elems, shares) = workspace.captured();
         let (of_rows, of_stats) = match problem.fwd().masks.is_empty() {
             true => (RowKernel::SimtBwd, RowKernel::SimtStats),
             false => (RowKernel::MaskedSimtBwd, RowKernel::MaskedSimtStats),
         };
-        let main = launch((Stage::Main, NAME), of_rows, rows.all())?;
+        let main = launch((Stage::Main, NAME), of_rows, rows.all().saturating_add(shares))?;
         let stats = launch((Stage::Prepare, "simt_bwd_stats"), of_stats, rows.queries)?;
-        // Nothing is padded: a block is a row.
-        let workspace = BwdWorkspace::new(problem, 1, None, 0)
-            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
-        let (group, threads) = facts.row_group();
+        let captured = spec.write_dcaptured.then(|| {
+            let at = (Stage::Captured, "simt_bwd_captured");
+            launch(at, RowKernel::SimtCaptured, captured_elems.div_ceil(threads.into()))
+        });
         Ok(Choice {
             kernel: Self(workspace),
-            launches: Launches::new([stats], main, []),
+            launches: Launches::new([stats], main, captured.transpose()?),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
             promises: deterministic_rows(),
             details: vec![("tile", format!("{group} to a row, {threads} pairs at a time"))],

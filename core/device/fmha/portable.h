@@ -5,10 +5,13 @@
 #if defined(__HIP__)
 // Attributes, since a bare clang has no header that names them.
 #define FMHA_DEVICE __attribute__((device)) inline __attribute__((always_inline))
+#define FMHA_GLOBAL __attribute__((address_space(1)))
 #elif defined(__CUDACC__)
 #define FMHA_DEVICE __device__ __forceinline__
+#define FMHA_GLOBAL
 #else
 #define FMHA_DEVICE inline
+#define FMHA_GLOBAL
 #endif
 
 namespace fmha {

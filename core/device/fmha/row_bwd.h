@@ -51,6 +51,7 @@ struct BwdPair {
   float prob;   // P after dropout: what multiplies dO in dV
   float ds;     // gradient of the score as the softmax sees it: dBias
   float dscore; // gradient of scale * Q K^T: ds times the slope of the score
+  bool seen = true;  // no score of -infinity hides the pair
 };
 
 // One (sequence, query head).
@@ -111,6 +112,9 @@ struct BwdHead {
   FMHA_DEVICE BwdPair pair(int32_t i, int32_t j) const {
     const int64_t v = k_row(p.fwd.v, j), dout = q_row(p.dout, i);
     const Scored score = modifiers.natural({i, j}, product(i, j), [&] { return modifiers.element({i, j}); });
+    if constexpr (Score<kFwd>::hides) {
+      if (score.score == -infinity()) return {0.f, 0.f, 0.f, false};
+    }
     float dp = 0.f;
     for (int32_t d = 0; d < kFwd.head_dim_v; ++d)
       dp += load_elem<kFwd.dtype_o>(p.dout.data, dout + d) *
@@ -127,6 +131,23 @@ struct BwdHead {
     pair.ds = prob * ((kept == 0.f ? 0.f : dp * kept) - p.delta[stats]);
     pair.dscore = pair.ds * score.slope;
     return pair;
+  }
+
+  // What a pair adds to the gradients of captured tensors: `add(element, gradient)` in all lanes together, 0 from a pair that
+  // is not `seen`.
+  template <class Add>
+  FMHA_DEVICE void add_captured(int32_t i, int32_t j, bool seen, Add add) const {
+    BwdPair here = {0.f, 0.f, 0.f, false};
+    float y = 0.f;
+    if (seen) {
+      here = pair(i, j);
+      y = product(i, j) * modifiers.scale;
+    }
+    const float gradient = here.seen ? here.ds * modifiers.slope_behind_functions({i, j}, y) : 0.f;
+    static_cast<const Functions&>(modifiers).slopes({i, j}, y, [&](int32_t, int64_t at, float slope) {
+      // 0 times an infinite derivative is 0: the pair has no part in it.
+      add(at, gradient == 0.f ? 0.f : gradient * slope);
+    });
   }
 };
 
@@ -212,9 +233,12 @@ FMHA_DEVICE void bwd_query_row(const BwdParams& p, const SeqSpan& span, int32_t 
     for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
       const int32_t j = first + Lanes::index();
       const bool seen = j < keys.end && head.sees(i, j);
-      const uint64_t seen_lanes = Lanes::ballot(seen);
+      uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
-      const float dscore = seen ? head.pair(i, j).dscore : 0.f;
+      BwdPair pair = {0.f, 0.f, 0.f, false};
+      if (seen) pair = head.pair(i, j);
+      const float dscore = pair.dscore;
+      if constexpr (Functions::in(spec.fwd)) seen_lanes = Lanes::ballot(pair.seen);
       for (int32_t l = 0; l < Lanes::count; ++l) {
         if (!(seen_lanes >> l & 1)) continue;  // a hidden K may hold NaN
         dq.template add<spec.fwd.dtype_qk>(p.fwd.k.data, head.k_row(p.fwd.k, first + l), Lanes::from(dscore, l));
@@ -243,10 +267,11 @@ FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_
     for (int32_t first = queries.begin; first < queries.end; first += Lanes::count) {
       const int32_t i = first + Lanes::index();
       const bool seen = i < queries.end && head.sees(i, j) && takes(head.i_head, i);
-      const uint64_t seen_lanes = Lanes::ballot(seen);
+      uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
-      BwdPair pair = {0.f, 0.f, 0.f};
+      BwdPair pair = {0.f, 0.f, 0.f, false};
       if (seen) pair = head.pair(i, j);
+      if constexpr (Functions::in(spec.fwd)) seen_lanes = Lanes::ballot(pair.seen);
       for (int32_t l = 0; l < Lanes::count; ++l) {
         if (!(seen_lanes >> l & 1)) continue;
         dv.template add<spec.fwd.dtype_o>(p.dout.data, head.q_row(p.dout, first + l), Lanes::from(pair.prob, l));
@@ -277,6 +302,60 @@ FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_hea
       }
     }
     store_elem<spec.dtype_dbias>(p.dbias.data, row + j * p.dbias.dim, sum);
+  }
+}
+
+// A share of the query rows, in order: what its pairs add to the gradients of captured tensors, into the share's own sums.
+// Elements are dealt out to the lanes, and each adds in the order of pairs, so that sums have one order and no lane waits
+// for another.
+template <BwdSpec spec, class Lanes>
+FMHA_DEVICE void bwd_captured_part(const BwdParams& p, int64_t part) {
+  float* sums = p.captured_sums + part * p.captured_elems;
+  for (int64_t e = Lanes::index(); e < p.captured_elems; e += Lanes::count) sums[e] = 0.f;
+  const int64_t rows = int64_t(p.fwd.batch) * p.fwd.num_heads_q * p.fwd.seqlen_q;
+  const int64_t share = (rows + p.captured_parts - 1) / p.captured_parts, end = min(rows, (part + 1) * share);
+  for (int64_t row = part * share; row < end; ++row) {
+    const int32_t i = int32_t(row % p.fwd.seqlen_q), i_head = int32_t(row / p.fwd.seqlen_q % p.fwd.num_heads_q);
+    const int32_t i_batch = int32_t(row / p.fwd.seqlen_q / p.fwd.num_heads_q);
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
+    if (i >= span.seqlen_q) continue;
+    const BwdHead<spec, Lanes> head{p, span, i_head};
+    const auto take = [&](Range keys) {
+      for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
+        const int32_t j = first + Lanes::index();
+        const bool seen = j < keys.end && visible(head.band, i, j);
+        if (Lanes::ballot(seen) == 0) continue;
+        head.add_captured(i, j, seen, [&](int64_t at, float gradient) {
+          for (int32_t l = 0; l < Lanes::count; ++l) {
+            const float added = Lanes::from(gradient, l);
+            const uint32_t low = bits_of(Lanes::from(float_of(uint32_t(at)), l));
+            const uint32_t high = bits_of(Lanes::from(float_of(uint32_t(uint64_t(at) >> 32)), l));
+            const int64_t element = int64_t(uint64_t(high) << 32 | low);
+            if (added != 0.f && element % Lanes::count == Lanes::index()) sums[element] += added;
+          }
+        });
+      }
+    };
+    const Range row_of = {i, i + 1};
+    take(sink_range(head.band, row_of, span.seqlen_k));
+    take(k_range(head.band, row_of, span.seqlen_k));
+  }
+}
+
+// Element `at` of all gradients of captured tensors: its sums over the shares, in their order.
+FMHA_DEVICE void bwd_captured_element(const BwdParams& p, int64_t at) {
+  float sum = 0.f;
+  for (int64_t part = 0; part < p.captured_parts; ++part) sum += p.captured_sums[part * p.captured_elems + at];
+#pragma unroll
+  for (int32_t g = code::kNumGradients - 1; g >= 0; --g) {
+    const uint64_t* words = &p.fwd.code.elems[code::kFirstGradientWord + 2 * g];
+    if (at < int64_t(words[0])) continue;
+    void* out = reinterpret_cast<void*>(words[1]);
+    const int64_t element = at - int64_t(words[0]);
+    if (code::gradient_dtype(g) == DType::F32) store_elem<DType::F32>(out, element, sum);
+    else if (code::gradient_dtype(g) == DType::F16) store_elem<DType::F16>(out, element, sum);
+    else store_elem<DType::Bf16>(out, element, sum);
+    break;
   }
 }
 
@@ -318,7 +397,8 @@ FMHA_DEVICE int64_t num_bias_rows(const BwdParams& p) {
 }
 template <BwdSpec spec>
 FMHA_DEVICE int64_t num_bwd_rows(const BwdParams& p) {
-  return num_query_rows(p) + num_key_rows(p) + num_bias_rows<spec>(p) + (spec.write_dsink ? p.fwd.num_heads_q : 0);
+  return num_query_rows(p) + num_key_rows(p) + num_bias_rows<spec>(p) + (spec.write_dsink ? p.fwd.num_heads_q : 0) +
+         (spec.write_dcaptured ? p.captured_parts : 0);
 }
 
 // The first launch: row `at` of all queries.
@@ -329,7 +409,7 @@ FMHA_DEVICE void bwd_stats(const BwdParams& p, int64_t at, const Masks& masks = 
   if (i < span.seqlen_q) bwd_stats_row<spec, Lanes>(p, span, i_head, i, masks);
 }
 
-// The second launch: row `at` of dQ, then of dK and dV, then of dBias, then of dSink.
+// The second launch: row `at` of dQ, then of dK and dV, then of dBias, then of dSink, then shares of captured gradients.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE void bwd_row(const BwdParams& p, int64_t at, const Masks& masks = {}) {
   if (at < num_query_rows(p)) {
@@ -355,7 +435,14 @@ FMHA_DEVICE void bwd_row(const BwdParams& p, int64_t at, const Masks& masks = {}
     }
     at -= num_bias_rows<spec>(p);
   }
-  if constexpr (spec.write_dsink) bwd_sink<spec, Lanes>(p, int32_t(at));
+  if constexpr (spec.write_dsink) {
+    if (at < p.fwd.num_heads_q) {
+      bwd_sink<spec, Lanes>(p, int32_t(at));
+      return;
+    }
+    at -= p.fwd.num_heads_q;
+  }
+  if constexpr (spec.write_dcaptured) bwd_captured_part<spec, Lanes>(p, at);
 }
 
 }  // namespace fmha

@@ -97,11 +97,16 @@ struct FwdRow {
   FMHA_DEVICE void take(Range keys, const Score<spec>& modifiers) {
     for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
       const int32_t j = first + lane;
-      const bool seen = j < keys.end && visible(band, i, j) && masks.sees(span, i_head, i, j);
-      const uint64_t seen_lanes = Lanes::ballot(seen);
+      bool seen = j < keys.end && visible(band, i, j) && masks.sees(span, i_head, i, j);
+      uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
 
       const float score = seen ? modifiers.natural({i, j}, product(j)) : -infinity();
+      if constexpr (Score<spec>::hides) {
+        seen = seen && score != -infinity();
+        seen_lanes = Lanes::ballot(seen);
+        if (seen_lanes == 0) continue;
+      }
       const float correction = raise_to(max(row_max, over_lanes(score, larger_of)));
       const float weight = seen ? exp_of_difference(score, finite_or_zero(row_max)) : 0.f;
       row_sum += over_lanes(weight, sum_of);

@@ -13,6 +13,7 @@
 //   pair(e)           its query and key
 //   there(e)          whether the sequence has both
 #pragma once
+#include <fmha/code.h>
 #include <fmha/num.h>
 #include <fmha/range.h>
 #include <fmha/seq.h>
@@ -74,9 +75,47 @@ struct BranchlessTanh {
   }
 };
 
+// A map: a score as code, and a mask as code, which hides a pair by a score of -infinity. It comes first, and what it hides
+// no other modifier shows.
+struct Functions {
+  static constexpr bool slope_is_within_one = false, is_first = true;
+  const uint64_t* words;
+  int32_t b, h, seqlen_q, seqlen_k;
+
+  FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.code != CodeKind::None; }
+  FMHA_DEVICE static Functions of(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
+    return {&p.code.elems[0], span.i_batch, i_head, span.seqlen_q, span.seqlen_k};
+  }
+
+  template <class Layout>
+  FMHA_DEVICE code::CodePair<Layout> place(Pair pair) const {
+    return {b, h, pair.i(), pair.j(), seqlen_q, seqlen_k, words};
+  }
+  FMHA_DEVICE bool shows(Pair pair) const { return code::of_mask::visible(place<code::of_mask::Layout>(pair)); }
+  // The score of s * scale.
+  template <class Tanh>
+  FMHA_DEVICE Scored at(Pair pair, float s, float scale) const {
+    const auto here = place<code::of_score::Layout>(pair);
+    const float y = s * scale, score = shows(pair) ? code::of_score::score(here, y) : -infinity();
+    return {score, score == -infinity() ? 0.f : code::of_score::slope(here, y)};
+  }
+  // Calls `add(n, element, derivative)` for each captured element that is read, the n-th of them, and has a gradient; elements
+  // count from the first sum.
+  template <class Add>
+  FMHA_DEVICE void slopes(Pair pair, float y, Add add) const {
+    using Layout = code::of_score::Layout;
+    const auto here = place<Layout>(pair);
+    int32_t n = 0;
+    code::of_score::slopes(here, y, [&](int i, const int64_t* at, float slope) {
+      if (Layout::gradient(i) >= 0) add(n, int64_t(words[Layout::gradient(i)]) + here.dense_place(i, at), slope);
+      ++n;
+    });
+  }
+};
+
 // A map: the soft-cap.
 struct SoftCap {
-  static constexpr bool slope_is_within_one = true;
+  static constexpr bool slope_is_within_one = true, is_first = false;
   float cap;
 
   FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.softcap; }
@@ -110,7 +149,7 @@ template <class... T>
 struct List {
   FMHA_DEVICE static constexpr int num_in(const FwdSpec& spec) { return (0 + ... + int(T::in(spec))); }
 };
-using Maps = List<SoftCap>;
+using Maps = List<Functions, SoftCap>;
 using Terms = List<Alibi>;
 
 // The term whose elements kernels fetch, each in its own way: one of memory for each pair of the sequence.
@@ -133,6 +172,8 @@ FMHA_DEVICE constexpr int num_maps(const FwdSpec& spec) { return Maps::num_in(sp
 FMHA_DEVICE constexpr int num_modifiers(const FwdSpec& spec) {
   return num_maps(spec) + Terms::num_in(spec) + ElementBias::in(spec);
 }
+// Whether a mask, as a band or as code, hides pairs: what K, V, Q or dO have there may be NaN.
+FMHA_DEVICE constexpr bool hides_pairs(const FwdSpec& spec) { return spec.mask != MaskKind::Full || Functions::in(spec); }
 // True where a score needs more than its scale.
 FMHA_DEVICE constexpr bool modifies_score(const FwdSpec& spec) { return num_modifiers(spec) > 0; }
 
@@ -151,6 +192,8 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   static constexpr bool modifies = modifies_score(spec);
   // Whether a score has an element of memory, of which there is none beyond the lengths.
   static constexpr bool reads = ElementBias::in(spec);
+  // Whether pairs are hidden by a score of -infinity: they are no part of a row, whatever K and V have there.
+  static constexpr bool hides = Functions::in(spec);
 
   float scale;  // of the raw product; FP8's descales are in it
   ElementBias bias;
@@ -168,10 +211,11 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   template <class Element>
   FMHA_DEVICE Scored natural(Pair pair, float s, Element element, bool there = true) const {
     float factor;
-    Scored x = mapped(pair, s, factor);
+    bool hidden;
+    Scored x = mapped(pair, s, factor, hidden);
     x.score *= factor;
     add_terms(x.score, pair, 1.f, element, there);
-    return x;
+    return hidden ? Scored{-infinity(), 0.f} : x;
   }
   FMHA_DEVICE float natural(Pair pair, float s) const {
     return natural(pair, s, [&] { return element(pair); }).score;
@@ -180,10 +224,20 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   template <class Element>
   FMHA_DEVICE Scored log2(Pair pair, float s, float offset, Element element, bool there = true) const {
     float factor;
-    Scored x = mapped(pair, s, factor);
+    bool hidden;
+    Scored x = mapped(pair, s, factor, hidden);
     x.score = x.score * (factor * kLog2E) + offset;
     add_terms(x.score, pair, kLog2E, element, there);
-    return x;
+    return hidden ? Scored{-infinity(), 0.f} : x;
+  }
+
+  // The slope of a score in what the functions give for y, the scaled product: that of the maps behind them.
+  FMHA_DEVICE float slope_behind_functions(Pair pair, float y) const {
+    Scored x = {Functions::template at<Tanh>(pair, y, 1.f).score, 1.f};
+    float factor = 1.f;
+    bool hidden = false;
+    (map_behind<Map>(x, pair, factor, hidden), ...);
+    return x.slope;
   }
 
   // Element (0, 0) where the pair is not there.
@@ -198,19 +252,25 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
     if constexpr (One::in(spec)) static_cast<One&>(*this) = One::of(p, span, i_head);
   }
   // The first map takes the scale in; `factor` is what is left of it.
-  FMHA_DEVICE Scored mapped(Pair pair, float s, float& factor) const {
+  FMHA_DEVICE Scored mapped(Pair pair, float s, float& factor, bool& hidden) const {
     Scored x = {s, 1.f};
     factor = scale;
-    (map_by<Map>(x, pair, factor), ...);
+    hidden = false;
+    (map_by<Map>(x, pair, factor, hidden), ...);
     return x;
   }
   template <class One>
-  FMHA_DEVICE void map_by(Scored& x, Pair pair, float& factor) const {
+  FMHA_DEVICE void map_by(Scored& x, Pair pair, float& factor, bool& hidden) const {
     if constexpr (One::in(spec)) {
       const Scored y = One::template at<Tanh>(pair, x.score, factor);
       x = {y.score, x.slope * y.slope};
       factor = 1.f;
+      if constexpr (hides) hidden |= y.score == -infinity();
     }
+  }
+  template <class One>
+  FMHA_DEVICE void map_behind(Scored& x, Pair pair, float& factor, bool& hidden) const {
+    if constexpr (!One::is_first) map_by<One>(x, pair, factor, hidden);
   }
   template <class Element>
   FMHA_DEVICE void add_terms(float& score, Pair pair, float units, Element element, bool there) const {

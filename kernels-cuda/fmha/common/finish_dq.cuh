@@ -27,7 +27,7 @@ FMHA_DEVICE void finish_dq(const BwdParams& p) {
       finite &= fabsf(sum) < infinity();
       store_elem<spec.dtype_grad>(const_cast<void*>(static_cast<const void*>(p.dq.data)), at + c, sum * p.fwd.softmax_scale);
     }
-    if constexpr (spec.fwd.mask != MaskKind::Full) {
+    if constexpr (hides_pairs(spec.fwd)) {
       if (__any_sync(ptx::kAllLanes, !finite)) bwd_query_row<spec, simt::Warp>(p, span, i_head, first + row);
     }
   }

@@ -26,7 +26,7 @@ namespace fmha {
 // Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the sum
 // of weights times V may leave it.
 FMHA_DEVICE consteval bool may_be_non_finite(const FwdSpec& spec) {
-  return spec.mask != MaskKind::Full || spec.dtype_v == DType::Bf16;
+  return hides_pairs(spec) || spec.dtype_v == DType::Bf16;
 }
 
 // One row: query i of a head, over the keys of `among` that `keys` has too. K and V lie in memory as `stored`: Q's type, or FP8
@@ -89,6 +89,9 @@ struct RecomputedRow {
       float score = product(j);
       if constexpr (modifies_score(spec)) score = modifiers.natural({i, j}, score);
       else score = scale < 0.f ? -score : score;
+      if constexpr (Score<spec>::hides) {
+        if (ptx::uniform(int32_t(score == -infinity()))) continue;
+      }
       const float base = finite_or_zero(fmaxf(row_max, score));
       const float correction = ptx::ex2_approx_ftz((row_max - base) * scale_log2);
       const float prob = ptx::ex2_approx_ftz((score - base) * scale_log2);

@@ -27,4 +27,13 @@ FMHA_DEVICE void bwd(const BwdParams& p, const Masks& masks = {}) {
   for_each_row(num_bwd_rows<spec>(p), [&](int64_t at) { bwd_row<spec, Warp>(p, at, masks); });
 }
 
+// The third, where captured tensors have gradients: an element a thread.
+template <BwdSpec spec>
+FMHA_DEVICE void bwd_captured(const BwdParams& p) {
+  for (int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; at < p.captured_elems;
+       at += int64_t(gridDim.x) * blockDim.x) {
+    bwd_captured_element(p, at);
+  }
+}
+
 }  // namespace fmha::simt

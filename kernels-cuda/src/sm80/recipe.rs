@@ -37,7 +37,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm80Tile>(sm80::NAME, &[sm80::HEADER, sm80::TMA_HEADER]);
-        About { tiles: Some(tiles), reads_masks: true, ..About::new(sm80::NAME) }
+        About { computes_code: true, tiles: Some(tiles), reads_masks: true, ..About::new(sm80::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {

@@ -34,7 +34,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     type Tile = Tiles;
 
     fn about() -> About<ValidBwd> {
-        About { reads_masks: true, ..About::new(sm80::NAME) }
+        About { computes_code: true, reads_masks: true, ..About::new(sm80::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -90,6 +90,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
             false => (1, None),
         };
         let workspace = BwdWorkspace::new(problem, block_m, dq_sums, 0)
+            .and_then(|workspace| workspace.with_captured(problem, 1))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
@@ -117,6 +118,13 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
             let at = (Stage::Gradients, "sm80_dsink");
             sums.push(row_launch(at, sm80_bwd::dsink(&spec), grid, facts));
         }
+        let (captured_elems, _) = workspace.captured();
+        if captured_elems > 0 {
+            let at = (Stage::Captured, "sm80_finish_captured");
+            let launch =
+                facts.row_launch(at, RowKernel::SimtCaptured, &spec, [captured_elems.div_ceil(32), 0]);
+            sums.push(launch.map_err(refuse)?);
+        }
         // dQ's, of which every problem has one, or that of all three.
         let main = sums.remove(0);
         let of = |tile: &Sm80BwdTile| {
@@ -135,11 +143,12 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
             launches: Launches::new([stats], main, sums),
             workspace: Workspace {
                 bytes: workspace.bytes,
-                zeroed_bytes: if one_pass { workspace.bytes } else { 0 },
+                zeroed_bytes: if one_pass || captured_elems > 0 { workspace.bytes } else { 0 },
             },
             promises: Promises {
                 // A row's gradients are one warp's sums, over blocks of its own sequence that begin at its first row.
-                deterministic: !one_pass,
+                // Gradients of captured tensors are added to in memory, by whoever comes first.
+                deterministic: !one_pass && captured_elems == 0,
                 batch_invariant: options.tile.is_empty() && !one_pass,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
@@ -216,6 +225,7 @@ fn stage_of(sums: BwdSums) -> Stage {
     match sums {
         BwdSums::Dq | BwdSums::All => Stage::Main,
         BwdSums::DBias => Stage::Dbias,
+        BwdSums::Captured => Stage::Captured,
         _ => Stage::Gradients,
     }
 }

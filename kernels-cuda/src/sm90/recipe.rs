@@ -201,7 +201,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm90Tile>(sm90::NAME, &[sm90::HEADER]);
-        About { tiles: Some(tiles), waits_for_keys: true, ..About::new(sm90::NAME) }
+        About { tiles: Some(tiles), waits_for_keys: true, computes_code: true, ..About::new(sm90::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {

@@ -1,6 +1,6 @@
 //! Which tile a problem gets: a row a head dimension, and what modifiers, FP8 and few rows change of it.
 
-use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
+use fmha_core::spec::{BiasKind, CodeKind, FwdSpec, KvKind};
 use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
 use super::values::block_bytes;
@@ -360,18 +360,19 @@ pub(super) fn modifies(spec: &FwdSpec) -> bool {
 
 /// Whether scores are.
 fn modifies_score(spec: &FwdSpec) -> bool {
-    spec.softcap || spec.bias != BiasKind::None
+    spec.softcap || spec.bias != BiasKind::None || spec.code != CodeKind::None
 }
 
 /// Whether that takes few registers: a soft-cap alone, or ALiBi alone.
 fn modifies_lightly(spec: &FwdSpec) -> bool {
     let alone = spec.softcap != (spec.bias == BiasKind::Alibi);
-    alone && spec.bias != BiasKind::Elementwise && !spec.dropout
+    alone && spec.bias != BiasKind::Elementwise && !spec.dropout && spec.code == CodeKind::None
 }
 
 /// Whether TMA can bring the bias: of 16 bits, and not beside a soft-cap, which wants natural scores first.
 pub(super) fn adds_wide_elements(spec: &FwdSpec) -> bool {
-    spec.bias == BiasKind::Elementwise && !spec.softcap && spec.dtype_bias.size_bytes() == 2
+    let alone = !spec.softcap && spec.code == CodeKind::None;
+    spec.bias == BiasKind::Elementwise && alone && spec.dtype_bias.size_bytes() == 2
 }
 
 /// A head dimension's row of the table: beyond 128 as rows in shared memory have it.
@@ -486,7 +487,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         exact_max_spread_log2: if full { 8 } else { 11 },
         vote_after: 4,
         pack_gqa: false,
-        fast_softcap: spec.softcap && spec.bias == BiasKind::None,
+        fast_softcap: spec.softcap && spec.bias == BiasKind::None && spec.code == CodeKind::None,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,
         cluster: 1,

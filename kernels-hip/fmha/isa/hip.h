@@ -9,7 +9,6 @@
 
 #include <fmha/portable.h>
 
-#define FMHA_GLOBAL __attribute__((address_space(1)))
 #define FMHA_LDS __attribute__((address_space(3)))
 #define FMHA_CONSTANT __attribute__((address_space(4)))
 

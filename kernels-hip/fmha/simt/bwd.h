@@ -23,4 +23,11 @@ FMHA_DEVICE void bwd(const BwdParams& p, const Masks& masks = {}) {
   if (at < num_bwd_rows<spec>(p)) bwd_row<spec, Wave>(p, at, masks);
 }
 
+// The third, where captured tensors have gradients: an element a lane.
+template <BwdSpec spec>
+FMHA_DEVICE void bwd_captured(const BwdParams& p) {
+  const int64_t at = row_of_wave() * kWaveSize + thread_idx() % kWaveSize;
+  if (at < p.captured_elems) bwd_captured_element(p, at);
+}
+
 }  // namespace fmha::simt

@@ -28,7 +28,9 @@ FMHA_DEVICE consteval int num_threads(const Sm80BwdTile& tile) { return 32 * til
 FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth<uint16_t>); }
 FMHA_DEVICE consteval bool sums_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::Dq; }
 FMHA_DEVICE consteval bool adds_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::All; }
-FMHA_DEVICE consteval bool owns_queries(const Sm80BwdTile& tile) { return sums_dq(tile) || tile.sums == BwdSums::DBias; }
+FMHA_DEVICE consteval bool owns_queries(const Sm80BwdTile& tile) {
+  return sums_dq(tile) || tile.sums == BwdSums::DBias || tile.sums == BwdSums::Captured;
+}
 FMHA_DEVICE consteval bool sums_dk(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dk || adds_dq(tile); }
 FMHA_DEVICE consteval bool sums_dv(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dv || adds_dq(tile); }
 // Whether dS is made: of dV alone it is not.

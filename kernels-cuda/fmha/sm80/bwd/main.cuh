@@ -1,5 +1,6 @@
 // Backward on mma.sync: a CTA sums the gradients of its own rows over the blocks of the other side (config.cuh).
 #pragma once
+#include <fmha/sm80/bwd/captured.cuh>
 #include <fmha/sm80/bwd/dbias.cuh>
 #include <fmha/sm80/bwd/owner.cuh>
 #include <fmha/sm80/bwd/store.cuh>
@@ -31,7 +32,7 @@ FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem, const K
   const uint32_t found = store_gradient<spec, tile, spec.fwd.head_dim_qk>(
       p.dq, owner.dscore[0], p.fwd.softmax_scale, [&](int32_t row) { return owner.row_of_query(p.dq, owner.first + row); },
       [&](int32_t row) { return owner.first + row < span.seqlen_q; });
-  if constexpr (spec.fwd.mask != MaskKind::Full) {
+  if constexpr (hides_pairs(spec.fwd)) {
     for_each_found(found, [&](int32_t row) { bwd_query_row<spec, simt::Warp>(p, span, i_head, owner.first + row, masks); });
   }
 }
@@ -78,7 +79,7 @@ FMHA_DEVICE void key_owner(const BwdParams& p, Smem<spec, tile>& smem, const Key
     found |= store_gradient<spec, tile, spec.fwd.head_dim_v>(
         p.dv, owner.dvalue[0], 1.f, [&](int32_t row) { return owner.row_of_key(p.dv, owner.first + row); }, is_there);
   }
-  if constexpr (spec.fwd.mask != MaskKind::Full) {
+  if constexpr (hides_pairs(spec.fwd)) {
     for_each_found(found, [&](int32_t row) {
       bwd_key_row<spec, simt::Warp>(p, span, i_head_kv, owner.first + row, AllQueries{}, masks);
     });
@@ -93,6 +94,8 @@ FMHA_DEVICE void main(const BwdParams& p, const Keys& masks = {}) {
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if constexpr (tile.sums == BwdSums::DBias) {
     bias_owner<spec, tile>(p, smem, masks);
+  } else if constexpr (tile.sums == BwdSums::Captured) {
+    captured_owner<spec, tile>(p, smem);
   } else if constexpr (owns_queries(tile)) {
     query_owner<spec, tile>(p, smem, masks);
   } else {

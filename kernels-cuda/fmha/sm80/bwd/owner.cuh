@@ -234,6 +234,33 @@ struct Owner {
     for (int e = 0; e < sum.num_elems; ++e) sum[e] += dp[0][e];
   }
 
+  // To `sums`, what a block adds to the gradients of captured tensors.
+  template <class Queries, class Sums>
+  FMHA_DEVICE void add_captured(int32_t slot, int32_t block, const Queries& queries, Sums& sums) const {
+    const BlockClass kind = class_of(block);
+    if (kind == BlockClass::Skipped) return;
+    const bool edge = kind == BlockClass::Edge;
+    const int32_t row = first + threadIdx.x % 32 / 4, column = block * columns + fmha::mma::fragment_column();
+    const typename P::Kept kept = pairs.kept_of(i_head, row, column);
+    typename P::Slopes slopes;
+    Fragment s[1], dp[1];
+    mma::product_abt<kFwd.dtype_qk, ahead>(s, smem.own_score, warp_row, smem.score[slot]);
+    const Fragment raw = s[0];
+    pairs.exponentiate(s[0], slopes, i_head, row, column, edge, queries);
+    mma::product_abt<kFwd.dtype_v, ahead>(dp, smem.own_value, warp_row, smem.value[slot]);
+    pairs.template differentiate<false>(dp[0], s[0], slopes, kept, row, column, edge, queries);
+    const auto modifiers = pairs.modifiers(i_head);
+#pragma unroll
+    for (int e = 0; e < raw.num_elems; ++e) {
+      const Pair at = P::pair_of(e, row, column);
+      const float y = raw[e] * modifiers.scale, gradient = dp[0][e] * modifiers.slope_behind_functions(at, y);
+      // 0 times an infinite derivative is 0: a hidden pair has no part in any element.
+      if (dp[0][e] == 0.f) continue;
+      static_cast<const Functions&>(modifiers).slopes(
+          at, y, [&](int32_t n, int64_t element, float slope) { sums.add(n, element, gradient * slope); });
+    }
+  }
+
   // Walks `num` blocks: `load_at(slot, i)` copies the i-th, `add_at(slot, i)` adds it.
   template <class LoadAt, class AddAt>
   FMHA_DEVICE void walk(int32_t num, LoadAt load_at, AddAt add_at) {

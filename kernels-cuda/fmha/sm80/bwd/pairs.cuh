@@ -23,9 +23,12 @@ struct Pairs : ScorePair<spec, tile> {
     return owns_queries(tile) ? Pair{row, column, rows, columns} : Pair{column, row, columns, rows};
   }
 
-  // The slopes of a block's scores, which dS is multiplied by on its way to the product, two to a register.
+  // The slopes of a block's scores, which dS is multiplied by on its way to the product: two to a register, but for those
+  // of a function, of which f16 would lack the range and bf16 the digits.
+  static constexpr bool wide_slopes = Functions::in(kFwd);
   struct Slopes {
-    uint32_t pairs[has_slopes ? columns / 4 : 1];
+    uint32_t pairs[has_slopes && !wide_slopes ? columns / 4 : 1];
+    float wide[wide_slopes ? columns / 2 : 1];
   };
   // Which elements dropout keeps, a bit to each.
   struct Kept {
@@ -79,7 +82,10 @@ struct Pairs : ScorePair<spec, tile> {
           s[e + k] = prob(s[e + k], modifiers, queries.lse_log2(e + k), at, slope[k]);
         }
       }
-      if constexpr (has_slopes) slopes.pairs[e / 2] = ptx::cvt_rn_x2<slope_dtype(kFwd)>(slope[0], slope[1]);
+      if constexpr (wide_slopes) {
+        slopes.wide[e] = slope[0];
+        slopes.wide[e + 1] = slope[1];
+      } else if constexpr (has_slopes) slopes.pairs[e / 2] = ptx::cvt_rn_x2<slope_dtype(kFwd)>(slope[0], slope[1]);
     }
   }
   FMHA_DEVICE void hide(Fragment& x, int32_t i_head, int32_t row, int32_t column) const {
@@ -111,8 +117,13 @@ struct Pairs : ScorePair<spec, tile> {
         float d = dp[e + k];
         if constexpr (kFwd.dropout) d = kept.has(e + k) ? d * p.fwd.dropout_scale : 0.f;
         dp[e + k] = probs[e + k] * (d - queries.delta(e + k));
+        // A pair that a function hides has a P of 0, and its dP may be NaN.
+        if constexpr (Functions::in(kFwd)) dp[e + k] = probs[e + k] == 0.f ? 0.f : dp[e + k];
       }
-      if constexpr (has_slopes && through_map) {
+      if constexpr (wide_slopes && through_map) {
+        dp[e] *= slopes.wide[e];
+        dp[e + 1] *= slopes.wide[e + 1];
+      } else if constexpr (has_slopes && through_map) {
         float low, high;
         ptx::unpack_x2<slope_dtype(kFwd)>(slopes.pairs[e / 2], low, high);
         dp[e] *= low;

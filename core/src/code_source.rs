@@ -1,0 +1,208 @@
+//! A call's score and mask as code, as GPU kernels have them: the header `fmha/code.h` with the functions' text, and the
+//! words of a kernel's arguments with what they capture.
+//!
+//! The header depends on the functions' structure, on ranks and types of captures, and on which gradients are wanted;
+//! values, extents and addresses are words, so that other ones compile nothing.
+
+use std::fmt::Write as _;
+
+use crate::abi::{AbiLiteral, CODE_WORDS};
+use crate::args::{DevSliceMut, ScoreArgs};
+use crate::error::Refusal;
+use crate::expr::{CaptureKind, DEVICE_PRELUDE, Function, Number};
+use crate::problem::{CapturedGrad, CapturedTensor, Code};
+use crate::source::Header;
+
+/// The header's name.
+pub const CODE_H: &str = "fmha/code.h";
+
+/// The functions of a call, and the gradients that it wants of what they capture.
+#[derive(Clone, Copy, Debug)]
+pub struct CodeSource<'a> {
+    /// The functions.
+    pub code: &'a Code,
+    /// Wanted gradients; none of a forward call.
+    pub gradients: &'a [CapturedGrad],
+}
+
+impl CodeSource<'_> {
+    /// The first word of captured tensor `at`: numbers come first.
+    fn word_of_tensor(&self, at: usize) -> usize {
+        let tensors = self.code.captured[..at].iter().map(words_of);
+        self.code.numbers().len() + tensors.sum::<usize>()
+    }
+
+    /// The first word of the gradients: where each is summed, then where it goes.
+    fn word_of_gradients(&self) -> usize {
+        self.word_of_tensor(self.code.captured.len())
+    }
+
+    /// For all GPU kernels.
+    ///
+    /// # Errors
+    /// More captures than a kernel's arguments hold.
+    pub fn refuse_words(&self, kernel: &str) -> Result<(), Refusal> {
+        let words = self.word_of_gradients() + 2 * self.gradients.len();
+        if words <= CODE_WORDS {
+            return Ok(());
+        }
+        let text = format!(
+            "captured: {} numbers and {} tensors take {words} words of a kernel's arguments, more than {CODE_WORDS}",
+            self.code.numbers().len(),
+            self.code.captured.len()
+        );
+        Err(Refusal::new(kernel, text))
+    }
+
+    /// The header `fmha/code.h`.
+    #[must_use]
+    pub fn header(&self) -> Header {
+        let mut text = String::from(BEGIN);
+        for (name, function, default) in
+            [("of_score", &self.code.score, NO_SCORE), ("of_mask", &self.code.mask, NO_MASK)]
+        {
+            let _ = write!(text, "namespace {name} {{\n");
+            match function {
+                None => text.extend([NO_LAYOUT, default, if name == "of_score" { NO_SLOPES } else { "" }]),
+                Some(function) => {
+                    self.layout(&mut text, function);
+                    text += &function.device_text();
+                    if !function.is_mask() {
+                        let slopes = function.slopes();
+                        text += &slopes.device_text();
+                        if slopes.captures.is_empty() {
+                            text += NO_SLOPES;
+                        }
+                    }
+                }
+            }
+            let _ = write!(text, "}}  // namespace {name}\n\n");
+        }
+        let first = self.word_of_gradients();
+        let reads = self.code.score.as_ref().map_or(0, |score| score.slopes().captures.len());
+        let dtypes =
+            self.gradients.iter().enumerate().map(|(at, gradient)| {
+                format!("if (gradient == {at}) return {};", gradient.dtype.c_literal())
+            });
+        let _ = write!(
+            text,
+            "constexpr int32_t kNumGradients = {}, kFirstGradientWord = {first}, kNumReads = {reads};\n\
+             FMHA_DEVICE constexpr DType gradient_dtype([[maybe_unused]] int32_t gradient) {{\n  {}\n  return DType::F32;\n}}\n\n\
+             }}  // namespace fmha::code\n",
+            self.gradients.len(),
+            dtypes.collect::<Vec<_>>().join("\n  ")
+        );
+        Header::rendered(CODE_H, text)
+    }
+
+    /// Where the captures of a function lie among the words.
+    fn layout(&self, text: &mut String, function: &Function) {
+        let (mut words, mut ranks, mut stored_as, mut gradients) = (vec![], vec![], vec![], vec![]);
+        let numbers = self.code.numbers();
+        for capture in function.captures() {
+            match capture.kind {
+                CaptureKind::Number(_) => {
+                    let at = numbers.iter().position(|(name, _)| *name == capture.name);
+                    words.push(at.unwrap_or(0).to_string());
+                    ranks.push("0".to_owned());
+                    stored_as.push("Stored::F32".to_owned());
+                    gradients.push("-1".to_owned());
+                }
+                CaptureKind::Tensor { stored, rank } => {
+                    let at = self.code.captured.iter().position(|tensor| tensor.name == capture.name);
+                    words.push(self.word_of_tensor(at.unwrap_or(0)).to_string());
+                    ranks.push(rank.to_string());
+                    stored_as.push(format!("Stored::{stored:?}"));
+                    let gradient = self.gradients.iter().position(|wanted| wanted.name == capture.name);
+                    let word = gradient.map(|at| (self.word_of_gradients() + 2 * at).to_string());
+                    gradients.push(word.unwrap_or_else(|| "-1".to_owned()));
+                }
+            }
+        }
+        let _ = write!(text, "struct Layout {{\n");
+        for (kind, name, values, otherwise) in [
+            ("int32_t", "word", words, "0"),
+            ("int32_t", "rank", ranks, "0"),
+            ("Stored", "stored", stored_as, "Stored::F32"),
+            ("int32_t", "gradient", gradients, "-1"),
+        ] {
+            let _ = write!(text, "  FMHA_DEVICE static constexpr {kind} {name}([[maybe_unused]] int i) {{\n");
+            for (i, value) in values.iter().enumerate() {
+                let _ = write!(text, "    if (i == {i}) return {value};\n");
+            }
+            let _ = write!(text, "    return {otherwise};\n  }}\n");
+        }
+        *text += "};\n";
+    }
+
+    /// What functions capture, as words.
+    #[must_use]
+    pub fn words(&self, args: &ScoreArgs<'_>) -> [u64; CODE_WORDS] {
+        let mut words = [0; CODE_WORDS];
+        let numbers = args.numbers.iter().map(|number| match *number {
+            Number::Float(value) => u64::from(value.to_bits()),
+            Number::Int(value) => value as u64,
+        });
+        let tensors = self.code.captured.iter().zip(args.captured).flat_map(|(tensor, slice)| {
+            let strides = tensor.strides.iter().map(|&stride| stride as u64);
+            let extents = tensor.shape.iter().map(|&extent| u64::from(extent));
+            std::iter::once(slice.as_ptr() as u64).chain(strides).chain(extents)
+        });
+        // As many as `refuse_words` has counted.
+        words.iter_mut().zip(numbers.chain(tensors)).for_each(|(word, value)| *word = value);
+        words
+    }
+
+    /// Adds where each gradient is summed, in elements from the first sum, and where it goes.
+    pub fn add_gradients(&self, words: &mut [u64; CODE_WORDS], outputs: &[DevSliceMut<'_>]) {
+        let (mut first, mut at) = (0, self.word_of_gradients());
+        for (gradient, output) in self.gradients.iter().zip(outputs) {
+            if let Some([sum, goes_to]) = words.get_mut(at..at + 2) {
+                (*sum, *goes_to) = (first, output.as_mut_ptr() as u64);
+            }
+            first += self.code.tensor(&gradient.name).map_or(0, CapturedTensor::num_elems);
+            at += 2;
+        }
+    }
+}
+
+fn words_of(tensor: &CapturedTensor) -> usize {
+    1 + 2 * tensor.shape.len()
+}
+
+const BEGIN: &str = "// The functions of a call.\n#pragma once\n#include <fmha/code_pair.h>\n\n\
+                     namespace fmha::code {\n\n";
+/// What stands where a call has no function: it compiles, and no kernel calls it.
+const NO_LAYOUT: &str = "struct Layout {
+  FMHA_DEVICE static constexpr int32_t word(int) { return 0; }
+  FMHA_DEVICE static constexpr int32_t rank(int) { return 0; }
+  FMHA_DEVICE static constexpr Stored stored(int) { return Stored::F32; }
+  FMHA_DEVICE static constexpr int32_t gradient(int) { return -1; }
+};
+";
+const NO_SCORE: &str = "template <class Pair>
+FMHA_DEVICE float score(const Pair&, float s) {
+  return s;
+}
+template <class Pair>
+FMHA_DEVICE float slope(const Pair&, float) {
+  return 1.f;
+}
+";
+const NO_SLOPES: &str = "template <class Pair, class Add>
+FMHA_DEVICE void slopes(const Pair&, float, Add&&) {}
+";
+const NO_MASK: &str = "template <class Pair>
+FMHA_DEVICE bool visible(const Pair&) {
+  return true;
+}
+";
+
+/// `fmha/expr.h`: what printed expressions call.
+#[must_use]
+pub(crate) fn expr_h() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/expr_math.h>\n\n#define FMHA_EXPR FMHA_DEVICE\n\n{DEVICE_PRELUDE}"
+    );
+    Header::rendered("fmha/expr.h", text)
+}
