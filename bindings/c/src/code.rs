@@ -286,9 +286,10 @@ impl Memory {
             args.tensors.push(unsafe { self.read(captured.data.cast(), bytes, elem(stored)) });
         }
         for (name, kind) in problem.code.numbers() {
-            // SAFETY: passed on.
             let is_it = |captured: &&FmhaCaptured| {
-                unsafe { c_str(captured.name) }.is_some_and(|given| given.to_bytes() == name.as_bytes())
+                // SAFETY: passed on.
+                let given = unsafe { c_str(captured.name) };
+                given.is_some_and(|given| given.to_bytes() == name.as_bytes())
             };
             let Some(captured) = given.iter().find(is_it) else { continue };
             args.numbers.push(match kind {

@@ -223,7 +223,8 @@ fn what_is_wrong_with_code_is_named() {
         given
     };
     let reads = c"slopes: f32[_]; s + slopes[h]";
-    let cases: Vec<(Option<&CStr>, Option<&CStr>, Vec<FmhaCaptured>, &str)> = vec![
+    type Case<'a> = (Option<&'a CStr>, Option<&'a CStr>, Vec<FmhaCaptured>, &'a str);
+    let cases: Vec<Case<'_>> = vec![
         (Some(c"s + slope[h]"), None, vec![], "score: column 5, `slope`: the name is neither"),
         (Some(c"s + if"), None, vec![], "score: column 5, `if`"),
         (None, Some(c"k << q"), vec![], "mask"),
