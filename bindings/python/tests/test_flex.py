@@ -485,3 +485,55 @@ def test_second_derivatives_and_transforms_say_so():
         first.sum().backward()
     with pytest.raises(NotImplementedError, match="score_code, mask_code: torch.func"):
         torch.func.grad(lambda x: flex.flex_attention(x, k, v, lambda s, *_: s * 2).sum())(q)
+
+
+def test_code_beside_packed_sequences_pages_sinks_and_bands():
+    slopes, sink = moving(4), moving(4)
+    lengths_q, lengths_k = [3, 0, 5], [4, 2, 5]
+    offsets = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in (lengths_q, lengths_k)]
+    q, k, v = torch.randn(8, 4, 16, requires_grad=True), *(torch.randn(11, 2, 16, requires_grad=True) for _ in "kv")
+    score = "slopes: f32[_]; s + slopes[h] * (b + k - seqlen_k - (q - seqlen_q))"
+    options = dict(score_code=score, mask_code="k % 3 != 1 or b == 2", captured={"slopes": slopes}, sink=sink)
+    packed = fmha.attention(
+        q,
+        k,
+        v,
+        mask="causal",
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_k=offsets[1],
+        max_seqlen_q=5,
+        max_seqlen_k=5,
+        **options,
+    )
+    rows = []
+    for b, (i, j) in enumerate(zip(lengths_q, lengths_k)):
+        of_q, of_k = slice(*offsets[0][b : b + 2].tolist()), slice(*offsets[1][b : b + 2].tolist())
+        place_q, place_k = torch.arange(i)[:, None], torch.arange(j)
+        bias = slopes[:, None, None] * (b + place_k - j - (place_q - i))
+        seen = ((place_k % 3 != 1) | torch.tensor(b == 2)) & (place_k - j <= place_q - i)
+        bias = bias.masked_fill(~seen, -INF)
+        rows.append(fmha.attention(q[None, of_q], k[None, of_k], v[None, of_k], bias=bias[None], sink=sink)[0])
+    wanted = torch.cat(rows)
+    close(packed, wanted.double(), "o")
+    gradient, sources = torch.randn_like(packed), [q, k, v, slopes, sink]
+    for x, y in zip(*(torch.autograd.grad(o, sources, gradient) for o in (packed, wanted))):
+        close(x, y.double(), "gradient", 1e-4)
+    # Keys in pages, as decoding reads them.
+    with torch.no_grad():
+        pages_k, pages_v = (torch.zeros(4, 4, 2, 16) for _ in "kv")
+        table = torch.tensor([[3, 1]], dtype=torch.int32)
+        for pages, x in ((pages_k, k), (pages_v, v)):
+            pages[3], pages[1, :1] = x[6:10], x[10:]
+        decoded = fmha.attention(
+            q[None, 7:8],
+            pages_k,
+            pages_v,
+            block_table=table,
+            seqused_k=torch.tensor([5], dtype=torch.int32),
+            score_code=score.replace("b + k", "2 + k"),
+            captured={"slopes": slopes},
+            sink=sink,
+        )
+        close(decoded[0], wanted[7:8].double(), "a page's row")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'score_code'"):
+        fmha.attention_with_kvcache(q[None], k[None], v[None], score_code="s")
