@@ -49,6 +49,9 @@
 // The same, to what O holds: the first term.
 #define FMHA_ADD_TO 2
 
+// Most axes of a captured tensor.
+#define FMHA_MAX_RANK 5
+
 // Ranks of processes that compute on host memory.
 #define FMHA_HOST 0
 
@@ -180,6 +183,49 @@ typedef struct FmhaPart {
   int64_t num_heads_q;
 } FmhaPart;
 
+// A tensor or a number that a score or a mask captures. What its elements are, and which number is read, is said where
+// the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]".
+typedef struct FmhaCaptured {
+  // Host memory: the name in the texts.
+  const char *name;
+  // A tensor's first element, in the memory of the plan's backend; null: a number.
+  const void *data;
+  // A tensor's extents, of which the first num_dims count: 1 or more each.
+  int64_t shape[FMHA_MAX_RANK];
+  // Elements from an index of an axis to the next: 0 or more each.
+  int64_t strides[FMHA_MAX_RANK];
+  // Backward, written: the gradient of a tensor of floats, dense, of its shape, 0 where no score read it;
+  // null: not wanted.
+  void *grad;
+  // The number that the text declares an int. May change from run to run.
+  int64_t integer;
+  // The number that the text declares a float. May change from run to run.
+  float real;
+  // A tensor's axes: 0 to FMHA_MAX_RANK.
+  int32_t num_dims;
+  // Of grad: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
+  int32_t dtype_grad;
+  // 0.
+  int32_t reserved;
+} FmhaCaptured;
+
+// A score and a mask as code: text of a small language over s (the scaled score), b (sequence), h (query head), q and k
+// (the places of row and key in their sequence, from 0), seqlen_q and seqlen_k, and over what is captured by name.
+// Operators are Python's; functions: abs sign floor ceil round exp exp2 log log2 sin cos tanh erf sigmoid relu sqrt
+// rsqrt min max pow clamp select, and the casts float int bool.
+typedef struct FmhaCode {
+  // sizeof(FmhaCode).
+  uint64_t struct_bytes;
+  // Host memory: what a scaled score becomes, before soft-cap and bias: "s + 0.5 * (k - q)"; null: itself.
+  const char *score;
+  // Host memory: which pairs are seen, besides what FmhaCall.mask hides: "k <= q or k < 4"; null: all.
+  const char *mask;
+  // Host memory: num_captured of them, each once; null of none. A name that no text reads is refused.
+  const struct FmhaCaptured *captured;
+  // How many.
+  int64_t num_captured;
+} FmhaCode;
+
 // One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 // Pointers are to memory of the plan's backend, unless they are said to be host memory.
 typedef struct FmhaCall {
@@ -265,6 +311,8 @@ typedef struct FmhaCall {
   const struct FmhaCache *cache;
   // Host memory: null: the call is whole.
   const struct FmhaPart *part;
+  // Host memory: null: no score and no mask as code.
+  const struct FmhaCode *code;
   // Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
   // caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
   // is done. May change from run to run.

@@ -95,6 +95,7 @@ pub(crate) unsafe fn call_of_rows(
         gradients: _,
         cache: _,
         part: _,
+        code: _,
         workspace: _,
         workspace_bytes: _,
         dropout_seed: _,
@@ -175,6 +176,8 @@ pub(crate) unsafe fn call_of_rows(
         self::gradients(planned, given, no_rows, no_scores)
     })?;
     both("part", part, pointed.part.as_ref(), self::part)?;
+    // SAFETY: passed on.
+    unsafe { crate::code::agree(given.code.as_ref(), pointed.code.as_ref())? };
     both("cache", cache, pointed.cache.as_ref(), |planned, given| {
         self::cache(planned, given, no_rows, no_sequences)
     })
@@ -346,6 +349,10 @@ fn present(field: &'static str, given: bool) -> ProblemError {
 }
 
 #[cold]
-fn differs(field: &'static str, given: &dyn fmt::Display, planned: &dyn fmt::Display) -> ProblemError {
+pub(crate) fn differs(
+    field: &'static str,
+    given: &dyn fmt::Display,
+    planned: &dyn fmt::Display,
+) -> ProblemError {
     ProblemError::new(field, format!("{field} {given} is not the plan's {planned}"))
 }

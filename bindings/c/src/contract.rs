@@ -4,19 +4,23 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CStr;
 use std::ptr::null;
 
 use crate::host::{self, Choice, Pointed};
 use crate::{
     FMHA_ADD_TO, FMHA_BF16, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16, FMHA_F32, FMHA_V_COL_MAJOR,
-    FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
+    FmhaCache, FmhaCall, FmhaCaptured, FmhaCode, FmhaCombine, FmhaGradients, FmhaOptions, FmhaPart,
+    FmhaPartial, FmhaTensor,
 };
 
 /// The fields of a value by their path, from the text that `Debug` gives of it, and what each holds.
 fn fields(debug: &str) -> Vec<(String, String)> {
     let (mut path, mut found) = (Vec::<String>::new(), Vec::new());
     for line in debug.lines().map(str::trim) {
-        let (name, value) = line.split_once(": ").unwrap_or(("", line));
+        // A function is its text, which declares what it captures.
+        let pair = if line.starts_with('`') { None } else { line.split_once(": ") };
+        let (name, value) = pair.unwrap_or(("", line));
         if matches!(value, "}" | "}," | ")" | ")," | "]" | "],") {
             path.pop();
         } else if value.ends_with(['{', '(', '[']) {
@@ -183,6 +187,50 @@ fn parts() -> [FmhaPart; 2] {
     [of(1), of(2)]
 }
 
+// SAFETY: as above.
+const NO_CAPTURE: FmhaCaptured = unsafe { std::mem::zeroed() };
+// SAFETY: as above.
+const NO_CODE: FmhaCode = unsafe { std::mem::zeroed() };
+
+/// A tensor of one axis, one of none, and a number.
+fn captured() -> [FmhaCaptured; 3] {
+    let slopes = with!(
+        NO_CAPTURE,
+        name = c"slopes".as_ptr(),
+        data = there(),
+        shape = [4, 0, 0, 0, 0],
+        strides = [1, 0, 0, 0, 0],
+        num_dims = 1
+    );
+    let two = with!(slopes, name = c"ids".as_ptr(), shape = [2, 3, 0, 0, 0], strides = [3, 1, 0, 0, 0]);
+    [slopes, with!(two, num_dims = 2), with!(NO_CAPTURE, name = c"cap".as_ptr(), real = 2.0)]
+}
+
+fn codes(captured: &[FmhaCaptured]) -> Vec<FmhaCode> {
+    let base = with!(
+        NO_CODE,
+        struct_bytes = size_of::<FmhaCode>() as u64,
+        captured = captured.as_ptr(),
+        num_captured = captured.len() as i64
+    );
+    vec![
+        with!(
+            base,
+            score = c"slopes: f32[_]; cap: float; s + cap * slopes[h]".as_ptr(),
+            mask = c"ids: i32[_, _]; ids[b, q] == ids[b, k]".as_ptr()
+        ),
+        with!(base, score = c"slopes: f32[_]; s + slopes[k]".as_ptr(), num_captured = 1),
+        with!(base, mask = c"slopes: bool[_]; slopes[k] and q < k".as_ptr(), num_captured = 1),
+    ]
+}
+
+fn gradients_of_captured() -> [(&'static CStr, [FmhaCaptured; 1]); 2] {
+    let [slopes, ..] = captured();
+    let slopes = with!(slopes, grad = there(), dtype_grad = FMHA_F32);
+    let other = with!(slopes, name = c"by".as_ptr(), dtype_grad = FMHA_BF16);
+    [(c"slopes: f32[_]; s + slopes[k]", [slopes]), (c"by: f32[_]; s + by[k]", [other])]
+}
+
 fn gradients() -> Vec<FmhaGradients> {
     let of = tensor(1);
     let base = with!(
@@ -212,6 +260,8 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
         seen.add("forward", &pointed.forward(call).unwrap());
     };
     calls().iter().for_each(&mut forward);
+    let captured = captured();
+    codes(&captured).iter().for_each(|code| forward(&with!(plain(), code = code)));
     caches().iter().for_each(|cache| forward(&with!(plain(), cache = cache)));
     parts().iter().for_each(|part| forward(&with!(plain(), part = part)));
     let with_bias = with!(plain(), lse = there(), bias = tensor(1), dtype_bias = FMHA_F32, sink = there());
@@ -220,13 +270,19 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
         // SAFETY: as above.
         let problem = unsafe { Pointed::read(&call).unwrap() }.backward(&call, &gradients).unwrap();
         seen.add("backward", &problem);
+        for (score, captured) in gradients_of_captured() {
+            let code = with!(codes(&captured)[1], score = score.as_ptr());
+            let call = with!(call, code = &raw const code);
+            // SAFETY: as above.
+            let problem = unsafe { Pointed::read(&call).unwrap() }.backward(&call, &gradients).unwrap();
+            seen.add("backward", &problem);
+        }
     }
     // Its forward problem is read as any.
     seen.0.retain(|path, _| !path.starts_with("backward.fwd"));
     // Keys that come while a call runs are fmha-dist's, whose C calls say whose they are.
     seen.0.retain(|path, _| !path.ends_with(".arrivals"));
-    // Scores and masks as code are for Rust and the command yet, lists of keys for Rust alone.
-    seen.0.retain(|path, _| !path.starts_with("forward.code.") && path != "backward.dcaptured");
+    // Lists of keys are for Rust alone.
     seen.0.retain(|path, _| path != "forward.lists");
     let constant = seen.constant();
     assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");

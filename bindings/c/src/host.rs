@@ -9,6 +9,7 @@ use fmha::{
 };
 
 use crate::Result;
+use crate::code::PointedCode;
 use crate::structs::{
     FMHA_ADD_TO, FMHA_BF16, FMHA_BY_LSE, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT,
     FMHA_F16, FMHA_F32, FMHA_FAST, FMHA_SUM, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall,
@@ -25,6 +26,7 @@ pub(crate) struct Pointed {
     pub(crate) gradients: Option<FmhaGradients>,
     pub(crate) cache: Option<FmhaCache>,
     pub(crate) part: Option<FmhaPart>,
+    pub(crate) code: Option<PointedCode>,
 }
 
 impl Pointed {
@@ -48,11 +50,13 @@ impl Pointed {
             struct_bytes::<FmhaPart>(part.struct_bytes)?;
         }
         // SAFETY: as above.
+        let code = unsafe { call.code.as_ref().map(|code| PointedCode::read(code)).transpose()? };
+        // SAFETY: as above.
         let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
         // SAFETY: as above.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
         let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
-        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part })
+        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code })
     }
 
     /// Whether a later call's mask is spelled as this one's was: it need not be read again then.
@@ -113,6 +117,10 @@ impl Pointed {
             .write_lse(!call.lse.is_null())
             .write_keep_mask(!call.keep_mask.is_null())
             .part(self.part.as_ref().map_or(Ok(Part::default()), part)?);
+        let problem = match &self.code {
+            None => problem,
+            Some(code) => code.forward(problem, self.gradients.is_some())?,
+        };
         match &self.cache {
             None => Ok(problem),
             Some(cache) => Ok(cached(&problem, cache)?),
@@ -154,7 +162,8 @@ impl Pointed {
             .strides_dv(strides(&gradients.dv))
             .dbias(dbias)
             .write_dsink(!gradients.dsink.is_null())
-            .has_dlse(!gradients.dlse.is_null()))
+            .has_dlse(!gradients.dlse.is_null())
+            .dcaptured(self.code.as_ref().map_or(Ok(vec![]), PointedCode::gradients)?))
     }
 }
 
@@ -506,7 +515,7 @@ pub(crate) fn seed(call: &FmhaCall) -> Result<Option<DropoutSeed>, ProblemError>
 }
 
 /// Room for later versions.
-fn none(field: &'static str, value: i32) -> Result<(), ProblemError> {
+pub(crate) fn none(field: &'static str, value: i32) -> Result<(), ProblemError> {
     if value == 0 { Ok(()) } else { Err(ProblemError::new(field, format!("{field} {value} is not 0"))) }
 }
 

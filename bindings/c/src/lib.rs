@@ -7,6 +7,7 @@
 #![allow(rustdoc::broken_intra_doc_links, reason = "the text is the header's, where [batch] is a shape")]
 
 mod agree;
+mod code;
 #[cfg(test)]
 mod contract;
 mod host;

@@ -175,10 +175,16 @@ impl FmhaPlan {
                     return Err(ProblemError::new("gradients", "gradients is null").into());
                 };
                 // SAFETY: passed on.
+                let captured = unsafe { memory.captured(plan.problem().fwd(), call) };
+                // SAFETY: passed on.
                 let mut args = unsafe {
                     let workspace = self.workspace(memory, call)?;
                     memory.backward(plan, call, gradients, workspace)?
                 };
+                args.score.captured = captured.tensors();
+                args.score.numbers = captured.numbers();
+                // SAFETY: passed on.
+                args.dcaptured = unsafe { memory.dcaptured(plan.problem(), call) };
                 // SAFETY: passed on.
                 unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
             }
@@ -197,6 +203,8 @@ impl FmhaPlan {
         let extents = problem.extents(totals);
         // SAFETY: passed on.
         let (q, k, v, o) = unsafe { memory.tensors(problem, call, &extents)? };
+        // SAFETY: passed on.
+        let captured = unsafe { memory.captured(problem, call) };
         // Field by field: to move all of the arguments once takes as long as to make them.
         let mut args = FwdArgs::new(q, k, v, o);
         // SAFETY: passed on.
@@ -214,6 +222,8 @@ impl FmhaPlan {
             args.scale_o = memory.optional(call.scale_o.cast(), 4, DType::F32);
             args.seq = memory.seq(problem, call, cache, totals);
             args.score = memory.score(problem, call)?;
+            args.score.captured = captured.tensors();
+            args.score.numbers = captured.numbers();
             args.workspace = self.workspace(memory, call)?;
         }
         // SAFETY: passed on.

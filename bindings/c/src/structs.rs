@@ -144,6 +144,56 @@ pub struct FmhaPart {
     pub num_heads_q: i64,
 }
 
+/// Most axes of a captured tensor.
+pub const FMHA_MAX_RANK: usize = 5;
+
+/// A tensor or a number that a score or a mask captures. What its elements are, and which number is read, is said where
+/// the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]".
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaCaptured {
+    /// Host memory: the name in the texts.
+    pub name: *const c_char,
+    /// A tensor's first element, in the memory of the plan's backend; null: a number.
+    pub data: *const c_void,
+    /// A tensor's extents, of which the first num_dims count: 1 or more each.
+    pub shape: [i64; FMHA_MAX_RANK],
+    /// Elements from an index of an axis to the next: 0 or more each.
+    pub strides: [i64; FMHA_MAX_RANK],
+    /// Backward, written: the gradient of a tensor of floats, dense, of its shape, 0 where no score read it;
+    /// null: not wanted.
+    pub grad: *mut c_void,
+    /// The number that the text declares an int. May change from run to run.
+    pub integer: i64,
+    /// The number that the text declares a float. May change from run to run.
+    pub real: f32,
+    /// A tensor's axes: 0 to FMHA_MAX_RANK.
+    pub num_dims: i32,
+    /// Of grad: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
+    pub dtype_grad: i32,
+    /// 0.
+    pub reserved: i32,
+}
+
+/// A score and a mask as code: text of a small language over s (the scaled score), b (sequence), h (query head), q and k
+/// (the places of row and key in their sequence, from 0), seqlen_q and seqlen_k, and over what is captured by name.
+/// Operators are Python's; functions: abs sign floor ceil round exp exp2 log log2 sin cos tanh erf sigmoid relu sqrt
+/// rsqrt min max pow clamp select, and the casts float int bool.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaCode {
+    /// sizeof(FmhaCode).
+    pub struct_bytes: u64,
+    /// Host memory: what a scaled score becomes, before soft-cap and bias: "s + 0.5 * (k - q)"; null: itself.
+    pub score: *const c_char,
+    /// Host memory: which pairs are seen, besides what FmhaCall.mask hides: "k <= q or k < 4"; null: all.
+    pub mask: *const c_char,
+    /// Host memory: num_captured of them, each once; null of none. A name that no text reads is refused.
+    pub captured: *const FmhaCaptured,
+    /// How many.
+    pub num_captured: i64,
+}
+
 /// One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 /// Pointers are to memory of the plan's backend, unless they are said to be host memory.
 #[repr(C)]
@@ -231,6 +281,8 @@ pub struct FmhaCall {
     pub cache: *const FmhaCache,
     /// Host memory: null: the call is whole.
     pub part: *const FmhaPart,
+    /// Host memory: null: no score and no mask as code.
+    pub code: *const FmhaCode,
     /// Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
     /// caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
     /// is done. May change from run to run.

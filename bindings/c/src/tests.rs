@@ -10,8 +10,9 @@ use proptest::prelude::*;
 
 use crate::host::Choice;
 use crate::{
-    FMHA_BY_LSE, FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients,
-    FmhaPartial, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
+    FMHA_BY_LSE, FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCaptured, FmhaCode,
+    FmhaCombine, FmhaGradients, FmhaPartial, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan,
+    fmha_run, guard,
 };
 
 const NONE: FmhaTensor =
@@ -79,6 +80,7 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         gradients: null(),
         cache: null(),
         part: null(),
+        code: null(),
         workspace: null_mut(),
         workspace_bytes: 0,
         dropout_seed: 0,
@@ -133,6 +135,135 @@ fn a_packed_call_is_the_batch_call_of_equal_lengths() {
         assert_eq!(batched[row.clone()], v[row]);
     }
     assert_ne!(batched, v);
+}
+
+fn captured(name: &CStr) -> FmhaCaptured {
+    FmhaCaptured {
+        name: name.as_ptr(),
+        data: null(),
+        shape: [0; 5],
+        strides: [0; 5],
+        grad: null_mut(),
+        integer: 0,
+        real: 0.0,
+        num_dims: 0,
+        dtype_grad: 0,
+        reserved: 0,
+    }
+}
+
+fn code(score: Option<&CStr>, mask: Option<&CStr>, captured: &[FmhaCaptured]) -> FmhaCode {
+    FmhaCode {
+        struct_bytes: size_of::<FmhaCode>() as u64,
+        score: score.map_or(null(), CStr::as_ptr),
+        mask: mask.map_or(null(), CStr::as_ptr),
+        captured: captured.as_ptr(),
+        num_captured: captured.len() as i64,
+    }
+}
+
+#[test]
+fn a_mask_and_a_score_as_code_are_the_masks_and_slopes_they_spell() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let (mut built_in, mut coded) = (vec![0; q.len()], vec![0; q.len()]);
+    let slopes = [0.5f32, -0.25];
+    let mut windowed = call(&q, &k, &v, &mut built_in, 1, &[]);
+    windowed.mask = c"t:2,0".as_ptr();
+    windowed.alibi_slopes = slopes.as_ptr();
+    run_on_cpu(&windowed);
+    let mut as_code = call(&q, &k, &v, &mut coded, 1, &[]);
+    as_code.mask = null();
+    let of = |left, by| {
+        let mut all = [captured(c"left"), captured(c"by"), captured(c"slopes")];
+        (all[0].integer, all[1].real) = (left, by);
+        (all[2].data, all[2].shape[0], all[2].strides[0], all[2].num_dims) =
+            (slopes.as_ptr().cast(), 2, 1, 1);
+        all
+    };
+    let score = c"slopes: f32[_]; by: float; s - by * slopes[h] * abs(q - k)";
+    let mask = c"left: int; k <= q and q - k <= left";
+    let planned = of(7, -9.0);
+    let said = code(Some(score), Some(mask), &planned);
+    as_code.code = &raw const said;
+    let plan = plan(&as_code).unwrap();
+    // The numbers come with the run, and another spelling is the same function.
+    let given = of(2, 1.0);
+    let mask = c"left: int; (k<=q) and (q - k <= left)";
+    let said = code(Some(score), Some(mask), &given);
+    as_code.code = &raw const said;
+    // SAFETY: as in `plan`.
+    unsafe { plan.run(&as_code).unwrap() };
+    assert_eq!(coded, built_in);
+    // SAFETY: as in `plan`.
+    let refused = |call: &FmhaCall| unsafe { plan.run(call).unwrap_err().to_string() };
+    let mut bad = given;
+    bad[2].shape[0] = 3;
+    let said = code(Some(score), Some(mask), &bad);
+    as_code.code = &raw const said;
+    assert!(refused(&as_code).contains("captured slopes.shape[0] 3 is not the plan's 2"));
+    let said = code(Some(score), Some(c"k <= q"), &given);
+    as_code.code = &raw const said;
+    assert!(
+        refused(&as_code).contains("mask `k <= q` is not the plan's `left: int; "),
+        "{}",
+        refused(&as_code)
+    );
+    as_code.code = null();
+    assert!(refused(&as_code).contains("code null is not the plan's given"));
+}
+
+#[test]
+fn what_is_wrong_with_code_is_named() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let (mut o, slopes) = (vec![0; q.len()], [1.0f32; 4]);
+    let given = |change: fn(&mut FmhaCaptured)| {
+        let mut given = captured(c"slopes");
+        (given.data, given.shape[0], given.strides[0], given.num_dims) = (slopes.as_ptr().cast(), 4, 1, 1);
+        change(&mut given);
+        given
+    };
+    let reads = c"slopes: f32[_]; s + slopes[h]";
+    type Case<'a> = (Option<&'a CStr>, Option<&'a CStr>, Vec<FmhaCaptured>, &'a str);
+    let cases: Vec<Case<'_>> = vec![
+        (Some(c"s + slope[h]"), None, vec![], "score: column 5, `slope`: the name is neither"),
+        (Some(c"s + if"), None, vec![], "score: column 5, `if`"),
+        (None, Some(c"k << q"), vec![], "mask"),
+        (Some(c"k < q"), None, vec![], "score `k < q` is a bool: it is a mask"),
+        (Some(reads), None, vec![], "captured slopes is missing: the function reads f32[_]"),
+        (Some(reads), None, vec![given(|x| x.name = null())], "captured[0].name is null"),
+        (Some(reads), None, vec![given(|_| ()); 2], "captured slopes is given twice"),
+        (Some(c"s * 2"), None, vec![given(|_| ())], "captured slopes is given, but no function reads it"),
+        (Some(reads), None, vec![given(|x| x.data = null())], "captured slopes.data is null"),
+        (Some(c"slopes: float; s * slopes"), None, vec![given(|_| ())], "captured slopes.data is given"),
+        (Some(reads), None, vec![given(|x| x.num_dims = 6)], "captured slopes.num_dims 6 is not in 0..=5"),
+        (Some(reads), None, vec![given(|x| x.num_dims = 2)], "captured slopes has 2 axes"),
+        (Some(reads), None, vec![given(|x| x.shape[0] = 0)], "captured slopes: extent 0 of axis 0"),
+        (Some(reads), None, vec![given(|x| x.shape[0] = -1)], "captured -1 is not in 0..2^32"),
+        (Some(reads), None, vec![given(|x| x.strides[0] = -1)], "captured slopes: stride -1 of axis 0"),
+        (Some(reads), None, vec![given(|x| x.dtype_grad = 6)], "captured slopes.dtype_grad 6 goes with grad"),
+        (Some(reads), None, vec![given(|x| x.grad = x.data.cast_mut())], "captured slopes.grad is given"),
+        (Some(reads), None, vec![given(|x| x.reserved = 1)], "reserved 1 is not 0"),
+    ];
+    for (score, mask, captured, error) in cases {
+        let said = code(score, mask, &captured);
+        let mut call = call(&q, &k, &v, &mut o, 1, &[]);
+        call.code = &raw const said;
+        let refused = plan(&call).map(|_| ()).unwrap_err().to_string();
+        assert!(refused.contains(error), "{refused}, not {error}");
+    }
+    let mut said = code(Some(reads), None, &[]);
+    said.num_captured = 1;
+    let mut call = call(&q, &k, &v, &mut o, 1, &[]);
+    said.captured = null();
+    call.code = &raw const said;
+    assert!(
+        plan(&call).map(|_| ()).unwrap_err().to_string().contains("captured is null, but num_captured is 1")
+    );
+    said.struct_bytes = 8;
+    call.code = &raw const said;
+    assert!(
+        plan(&call).map(|_| ()).unwrap_err().to_string().contains("struct_bytes 8 is not sizeof(FmhaCode)")
+    );
 }
 
 #[test]

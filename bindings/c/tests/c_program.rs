@@ -170,6 +170,18 @@ fn the_example_in_c_is_right_on_the_cpu_and_on_an_emulated_hopper() {
 
 #[test]
 #[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
+fn the_example_of_a_score_and_a_mask_is_right() {
+    let installed = Installed::new();
+    let Some(flags) = installed.flags(&["--cflags", "--libs"]) else { return };
+    let words: Vec<String> = flags.into_iter().chain(["-lm".to_owned()]).collect();
+    let example = source().join("examples/score_and_mask.c");
+    let program = installed.compiled(&compiler("CC", "cc"), &example, &words);
+    let ran = installed.run(&program, &[]).output().unwrap();
+    assert!(ran.status.success() && said(&ran).contains("PASS"), "{}", said(&ran));
+}
+
+#[test]
+#[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
 fn the_example_in_cpp_is_right_on_the_cpu_and_on_an_emulated_hopper() {
     let cpp = compiler("CXX", "c++");
     if Command::new(&cpp).arg("--version").output().is_err() {

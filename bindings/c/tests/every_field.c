@@ -79,6 +79,7 @@ static const Field CALL[] = {
     FIELD(FmhaCall, gradients, STRUCT),
     FIELD(FmhaCall, cache, STRUCT),
     FIELD(FmhaCall, part, STRUCT),
+    FIELD(FmhaCall, code, STRUCT),
     FIELD(FmhaCall, workspace, FREE),
     FIELD(FmhaCall, workspace_bytes, FREE),
     FIELD(FmhaCall, dropout_seed, FREE),
@@ -136,6 +137,30 @@ static const Field PART[] = {
     FIELD(FmhaPart, batch, INT64),
     FIELD(FmhaPart, head, INT64),
     FIELD(FmhaPart, num_heads_q, INT64),
+};
+
+static const Field CODE[] = {
+    FIELD(FmhaCode, struct_bytes, UINT64),
+    FIELD(FmhaCode, score, TEXT),
+    FIELD(FmhaCode, mask, TEXT),
+    FIELD(FmhaCode, captured, POINTER),
+    FIELD(FmhaCode, num_captured, INT64),
+};
+
+// One axis is read; the numbers and what belongs to further axes may be anything.
+static const Field CAPTURED[] = {
+    FIELD(FmhaCaptured, name, TEXT),
+    FIELD(FmhaCaptured, data, POINTER),
+    {"shape[0]", offsetof(FmhaCaptured, shape), sizeof(int64_t), INT64},
+    {"shape", offsetof(FmhaCaptured, shape) + sizeof(int64_t), (FMHA_MAX_RANK - 1) * sizeof(int64_t), FREE},
+    {"strides[0]", offsetof(FmhaCaptured, strides), sizeof(int64_t), INT64},
+    {"strides", offsetof(FmhaCaptured, strides) + sizeof(int64_t), (FMHA_MAX_RANK - 1) * sizeof(int64_t), FREE},
+    FIELD(FmhaCaptured, grad, POINTER),
+    FIELD(FmhaCaptured, integer, FREE),
+    FIELD(FmhaCaptured, real, FREE),
+    FIELD(FmhaCaptured, num_dims, INT32),
+    FIELD(FmhaCaptured, dtype_grad, INT32),
+    FIELD(FmhaCaptured, reserved, INT32),
 };
 
 static const Field COMBINE[] = {
@@ -324,6 +349,8 @@ static void forward_and_backward(const FmhaOptions *options) {
   no_cache.struct_bytes = sizeof no_cache;
   FmhaPart no_part = {0};
   no_part.struct_bytes = sizeof no_part;
+  FmhaCode no_code = {0};
+  no_code.struct_bytes = sizeof no_code;
   if (!forward || !backward) return;
   CHECK(strstr(fmha_plan_text(forward), "kernel") != NULL, "a plan without a text");
   CHECK(fmha_run(forward, &call) == 0, "forward does not run");
@@ -342,6 +369,7 @@ static void forward_and_backward(const FmhaOptions *options) {
         case 2:
           if (CALL[i].at == offsetof(FmhaCall, cache)) bad.cache = &no_cache;
           else if (CALL[i].at == offsetof(FmhaCall, part)) bad.part = &no_part;
+          else if (CALL[i].at == offsetof(FmhaCall, code)) bad.code = &no_code;
           else bad.gradients = kind ? NULL : &gradients;
           break;
       }
@@ -506,6 +534,74 @@ static void parts_of_a_whole(const FmhaOptions *options) {
   fmha_drop(plan);
 }
 
+// A score and a mask as text: what they spell, the gradient of what is captured, then each field changed.
+static void code_of_a_call(const FmhaOptions *options) {
+  static float slopes[HEADS], dslopes[HEADS], whole[Q_ELEMS];
+  FmhaCall call = good();
+  FmhaPlan *plan = NULL;
+  CHECK(fmha_plan(&call, options, &plan) == 0 && fmha_run(plan, &call) == 0, "causal does not run");
+  memcpy(whole, o, sizeof whole);
+  fmha_drop(plan);
+  plan = NULL;
+  FmhaCaptured captured = {0};
+  captured.name = "slopes";
+  captured.data = slopes;
+  captured.shape[0] = HEADS;
+  captured.strides[0] = 1;
+  captured.num_dims = 1;
+  FmhaCode code = {0};
+  code.struct_bytes = sizeof code;
+  code.score = "slopes: f32[_]; s + slopes[h] * (k - q)";
+  code.mask = "k - seqlen_k <= q - seqlen_q";
+  code.captured = &captured;
+  code.num_captured = 1;
+  call.mask = NULL;
+  call.code = &code;
+  clear();
+  CHECK(fmha_plan(&call, options, &plan) == 0, "code is not planned");
+  if (!plan) return;
+  CHECK(fmha_run(plan, &call) == 0, "code does not run");
+  for (int i = 0; i < Q_ELEMS; ++i) {
+    float away = o[i] - whole[i];
+    CHECK(away < 1e-6f && away > -1e-6f, "element %d of causal as code is away by %f", i, away);
+  }
+  fmha_drop(plan);
+  plan = NULL;
+  FmhaGradients gradients = good_gradients();
+  captured.grad = dslopes;
+  captured.dtype_grad = FMHA_F32;
+  call.gradients = &gradients;
+  dslopes[0] = -77.0f;
+  CHECK(fmha_plan(&call, options, &plan) == 0, "code is not planned backward");
+  if (!plan) return;
+  CHECK(fmha_run(plan, &call) == 0, "code does not run backward");
+  CHECK(dslopes[0] == dslopes[0] && dslopes[0] != 0.0f && dslopes[0] != -77.0f, "no gradient: %f", dslopes[0]);
+  char said[64];
+  for (size_t i = 0; i < sizeof CODE / sizeof *CODE; ++i) {
+    FmhaCode bad = code;
+    clear();
+    spoil(&bad, &CODE[i], said);
+    FmhaCall bad_call = call;
+    bad_call.code = &bad;
+    refused(fmha_run(plan, &bad_call), CODE[i].name, said);
+  }
+  for (size_t i = 0; i < sizeof CAPTURED / sizeof *CAPTURED; ++i) {
+    FmhaCaptured bad = captured;
+    clear();
+    if (!spoil(&bad, &CAPTURED[i], said)) continue;
+    FmhaCode bad_code = code;
+    bad_code.captured = &bad;
+    FmhaCall bad_call = call;
+    bad_call.code = &bad_code;
+    refused(fmha_run(plan, &bad_call), CAPTURED[i].name, said);
+  }
+  clear();
+  code.mask = "k <= q or k <";
+  FmhaPlan *none = NULL;
+  refused(fmha_plan(&call, options, &none), "mask: column 14, the end", "a value is expected here");
+  fmha_drop(plan);
+}
+
 // Memory of a backend: what goes in comes out, and more than there is does not.
 static void buffers(const FmhaOptions *options) {
   FmhaBuffer *buffer = NULL;
@@ -660,11 +756,14 @@ int main(void) {
   covers("FmhaGradients", GRADIENTS, sizeof GRADIENTS / sizeof *GRADIENTS, sizeof(FmhaGradients));
   covers("FmhaCache", CACHE, sizeof CACHE / sizeof *CACHE, sizeof(FmhaCache));
   covers("FmhaPart", PART, sizeof PART / sizeof *PART, sizeof(FmhaPart));
+  covers("FmhaCode", CODE, sizeof CODE / sizeof *CODE, sizeof(FmhaCode));
+  covers("FmhaCaptured", CAPTURED, sizeof CAPTURED / sizeof *CAPTURED, sizeof(FmhaCaptured));
   covers("FmhaCombine", COMBINE, sizeof COMBINE / sizeof *COMBINE, sizeof(FmhaCombine));
   plans(&options);
   forward_and_backward(&options);
   appended(&options);
   parts_of_a_whole(&options);
+  code_of_a_call(&options);
   combine(&options);
   buffers(&options);
   printf("%d wrong structs tried, %d failures\n", tried, failures);

@@ -10,9 +10,9 @@ axis that is not dense is copied by :func:`attention`, and refused by functions 
 from __future__ import annotations
 
 import sys as _sys
-from typing import TYPE_CHECKING, Any, Dict, Literal, Optional, Tuple, TypeVar, Union, overload
+from typing import TYPE_CHECKING, Any, Dict, Literal, Mapping, Optional, Tuple, TypeVar, Union, overload
 
-from . import _arguments, _native
+from . import _arguments, _code, _native
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
 from ._native import FmhaError
 from ._numbers import flag as _flag, integer as _integer
@@ -67,18 +67,52 @@ def _found(tensor: Any) -> Any:
 
 @overload
 def attention(
-    q: _Given, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+    q: _Given,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
+    **options: Unpack[Options],
 ) -> _Given: ...
 @overload
 def attention(
-    q: _Given, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: _Given,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
+    **options: Unpack[Options],
 ) -> Tuple[_Given, _Given]: ...
 @overload
 def attention(
-    q: _Given, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+    q: _Given,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
+    **options: Unpack[Options],
 ) -> Union[_Given, Tuple[_Given, _Given]]: ...
 @_arguments.documented
-def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]) -> Any:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
+    **options: Unpack[Options],
+) -> Any:
     """Attention of ``q`` over ``k`` and ``v``.
 
     Args:
@@ -114,6 +148,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
             rows, its cache or the pages in its row of ``block_table`` is clamped, on the CPU and on a GPU alike.
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, seqlen_q]`` or ``[num_heads_q, total_q]``: natural
             logarithm, -inf for a row that sees no key; differentiable.
+        score_code: what a scaled score becomes, before soft-cap and bias: a text of the small language
+            (``"slopes: f32[_]; s + slopes[h] * (k - q)"``), or a function ``(score, b, h, q, k)`` that is called once
+            with traced values, as :func:`fmha.flex.flex_attention` has it.
+        mask_code: which pairs are seen, besides what ``mask`` hides: a text, or a function ``(b, h, q, k)``. Both see
+            the
+            query head, and rows and keys by their place in their sequence, from 0: no diagonal is added.
+        captured: what texts read by name: tensors, whose gradients come where they are floats and torch's, and numbers.
+            A function finds its own.
 
     Returns:
         O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are 0, in O, LSE and gradients alike.
@@ -124,7 +166,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **op
         NotImplementedError: torch's second derivatives and derivatives in forward mode.
     """
     wants_lse = _flag("return_lse", return_lse)
-    o, lse = _door(q).attention(q, k, v, *_arguments.bind(**options), wants_lse)
+    door = _door(q)
+    bound = _arguments.bind(**options)
+    if score_code is None and mask_code is None and captured is None:
+        o, lse = door.attention(q, k, v, *bound, wants_lse)
+    else:
+        code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
+        o, lse = door.attention(q, k, v, *bound, wants_lse, code)
     return (o, lse) if wants_lse else o
 
 
@@ -322,6 +370,9 @@ def explain(
     *,
     backward: bool = False,
     return_lse: bool = False,
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
     **options: Unpack[Options],
 ) -> str:
     """Which kernel would take the call, or with ``backward`` its gradients', with tile and promises, a fact a line.
@@ -333,9 +384,10 @@ def explain(
     """
     from ._explain import explain as plan
 
-    return plan(
-        _door(q), (q, k, v), *_arguments.bind(**options), _flag("backward", backward), _flag("return_lse", return_lse)
-    )
+    door = _door(q)
+    code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
+    wanted = _flag("backward", backward), _flag("return_lse", return_lse)
+    return plan(door, (q, k, v), *_arguments.bind(**options), *wanted, code)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:

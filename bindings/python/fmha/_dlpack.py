@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, List, Optional, Tuple
 
 import numpy
 
-from . import _arguments, _native
+from . import _arguments, _code, _native
+from ._trace import Code
 
 
 def array(name: str, value: Any) -> numpy.ndarray:
@@ -22,10 +24,57 @@ def array(name: str, value: Any) -> numpy.ndarray:
     raise TypeError(f"{name}: {type(value).__name__} is neither a NumPy array nor a DLPack tensor")
 
 
+#: An array of NumPy's knows no traced index.
+WRAPS = True
+
+#: Names of the types that a captured array's elements have in the language, by NumPy's; what has none is made another.
+_STORED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64", "bool": "bool"}
+_WIDER = {"float64": "float32", "int16": "int32", "int8": "int32", "uint8": "int32"}
+
+
+read_function = _native.read_function
+
+
+def is_compiling() -> bool:
+    """Whether a compiler traces the call."""
+    return False
+
+
+def stored(x: Any) -> Optional[str]:
+    """The type of an array's elements in the language; ``None`` of what is no array."""
+    if not isinstance(x, (numpy.ndarray, numpy.generic)):
+        return None
+    name = _WIDER.get(x.dtype.name, x.dtype.name)
+    return _STORED.get(name, name)
+
+
+def captured(x: Any) -> numpy.ndarray:
+    """A captured array with elements that the language has."""
+    name = _WIDER.get(x.dtype.name, x.dtype.name)
+    if name not in _STORED:
+        raise TypeError(f"captured: an array of {x.dtype.name} is none that a score or a mask reads")
+    return numpy.asarray(x, name) if name != x.dtype.name else numpy.asarray(x)
+
+
+def put_captured(request: _native.Request, at: int, name: str, value: Any, grad: int) -> numpy.ndarray:
+    """Puts a captured array into a request, and returns what has to outlive it."""
+    given, strides = _placed(f"captured {name}", value)
+    data = given.ctypes.data if given.size else 0
+    request.put_captured(at, data, given.dtype.name, given.shape, strides, grad=grad)
+    return given
+
+
 def put(request: _native.Request, name: str, value: Any) -> Optional[numpy.ndarray]:
     """Puts an array into a request, and returns what has to outlive it."""
     if value is None:
         return None
+    given, strides = _placed(name, value)
+    request.put(name, given.ctypes.data if given.size else 0, given.dtype.name, given.shape, strides)
+    return given
+
+
+def _placed(name: str, value: Any) -> Tuple[numpy.ndarray, List[int]]:
+    """An array and its strides in elements."""
     given = array(name, value)
     size = given.dtype.itemsize
     for axis, stride in enumerate(given.strides):
@@ -34,9 +83,7 @@ def put(request: _native.Request, name: str, value: Any) -> Optional[numpy.ndarr
     if not given.dtype.isnative:
         raise TypeError(f"{name} is of {given.dtype.str}, whose bytes are in another machine's order")
     # NumPy makes arrays without elements with strides of 0, of which a dense last axis has 1.
-    strides = [stride // size for stride in given.strides] if given.size else _dense(given.shape)
-    request.put(name, given.ctypes.data if given.size else 0, given.dtype.name, given.shape, strides)
-    return given
+    return given, [stride // size for stride in given.strides] if given.size else _dense(given.shape)
 
 
 def _dense(shape: Tuple[int, ...]) -> List[int]:
@@ -47,9 +94,11 @@ def _dense(shape: Tuple[int, ...]) -> List[int]:
     return strides[: len(shape)]
 
 
-def _run(numbers: Tuple[Any, ...], tensors: Any) -> None:
+def _run(numbers: Tuple[Any, ...], tensors: Any, code: Optional[Code] = None) -> None:
     request = _native.Request(_seeded(numbers))
     alive = [put(request, name, value) for name, value in tensors]
+    if code is not None:
+        alive += _code.put(sys.modules[__name__], request, code)
     _native.run(request)
     del alive
 
@@ -113,14 +162,21 @@ def _seeded(numbers: Tuple[Any, ...]) -> Tuple[Any, ...]:
 
 
 def attention(
-    q: Any, k: Any, v: Any, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...], lse: bool = True
+    q: Any,
+    k: Any,
+    v: Any,
+    tensors: Tuple[Any, ...],
+    numbers: Tuple[Any, ...],
+    lse: bool = True,
+    code: Optional[Code] = None,
 ) -> Tuple[numpy.ndarray, numpy.ndarray]:
     """O and LSE of a bound call."""
     (query, k, value), tensors = prepared((q, k, v), tensors)
     if query.ndim not in (3, 4) or not value.ndim:
         raise ValueError(f"q has {query.ndim} axes and v {value.ndim}, not 4 each or, packed, 3")
     o, sums = _outputs(query, value.shape[-1], numbers)
-    _run(numbers, [("q", query), ("k", k), ("v", value), ("o", o), ("lse", sums), *zip(_arguments.TENSORS, tensors)])
+    arrays = [("q", query), ("k", k), ("v", value), ("o", o), ("lse", sums), *zip(_arguments.TENSORS, tensors)]
+    _run(numbers, arrays, code)
     return o, sums
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Tuple
+from typing import Any, List, Optional, Tuple
 
-from . import _arguments, _native
+from . import _arguments, _code, _native
+from ._trace import Code
 
 #: Where an output lies that a plan is made for: nothing is written, and kernels' alignments divide it.
 _NOWHERE = 256
@@ -30,6 +31,7 @@ def explain(
     numbers: Tuple[Any, ...],
     backward: bool,
     lse: bool,
+    code: Optional[Code] = None,
 ) -> str:
     qkv, tensors = door.prepared(qkv, tensors)
     # A plan is the same whatever the seed.
@@ -47,12 +49,15 @@ def explain(
         dtype_o = _native.DTYPES["bfloat16"] if dtype_q in _FP8 else dtype_q
     o = sizes[:-1] + sizes_v[-1:]
     outputs = [("o", o, dtype_o)]
-    if backward or lse or not door.leaves_out_lse(qkv, tensors, numbers):
+    if backward or lse or code is not None or not door.leaves_out_lse(qkv, tensors, numbers):
         outputs.append(("lse", sizes[:-3] + [*sizes[-2:-1], *sizes[-3:-2]], _native.DTYPES["float32"]))
     if backward:
         outputs += [("dout", o, dtype_o), *((f"d{name}", *given(name)) for name in "qkv")]
     for name, shape, dtype in outputs:
         _like(request, name, shape, dtype)
+    if code is not None:
+        moves = (getattr(x, "requires_grad", False) and backward for x in code.tensors)
+        alive += _code.put(door, request, code, sum(1 << at for at, wanted in enumerate(moves) if wanted))
     text = _native.explain(request)
     del alive
     return text

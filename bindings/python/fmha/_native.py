@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import pathlib
@@ -28,6 +29,7 @@ DTYPES = {
     "uint32": 102,
     "float64": 103,
     "int64": 104,
+    "bool": 105,
 }
 
 #: Of any other type, which attention does not take.
@@ -136,10 +138,34 @@ class Numbers(ctypes.Structure):
     _fields_ = [(name, ctypes.c_double if name in FLOATS else ctypes.c_int64) for name in NUMBERS]
 
 
+class Captured(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("tensor", Tensor),
+        ("gradient", Tensor),
+        ("real", ctypes.c_double),
+        ("integer", ctypes.c_int64),
+    ]
+
+
+class Code(ctypes.Structure):
+    _fields_ = [
+        ("score", ctypes.c_char_p),
+        ("mask", ctypes.c_char_p),
+        ("captured", ctypes.POINTER(Captured)),
+        ("num_captured", ctypes.c_int64),
+    ]
+
+
 class Request(ctypes.Structure):
     """A call. Tensors that are put in must outlive it."""
 
-    _fields_ = [("tensors", Tensor * len(SLOTS)), ("numbers", Numbers), ("stream", ctypes.c_int64)]
+    _fields_ = [
+        ("tensors", Tensor * len(SLOTS)),
+        ("numbers", Numbers),
+        ("stream", ctypes.c_int64),
+        ("code", ctypes.POINTER(Code)),
+    ]
 
     def __init__(self, numbers: Tuple[Any, ...]) -> None:
         super().__init__()
@@ -156,13 +182,45 @@ class Request(ctypes.Structure):
         """A tensor by its address, type, sizes, and strides in elements."""
         if len(sizes) > MAX_DIMS:
             raise ValueError(f"{name} has {len(sizes)} axes, more than {MAX_DIMS}")
-        tensor = self.tensors[SLOTS[name]]
-        tensor.data = data or None
-        tensor.num_dims = len(sizes)
-        tensor.sizes[: len(sizes)] = sizes
-        tensor.strides[: len(sizes)] = strides
-        tensor.dtype = DTYPES.get(dtype, OTHER)
-        tensor.device = device
+        _fill(self.tensors[SLOTS[name]], data, dtype, sizes, strides, device)
+
+    def put_code(self, score: str, mask: str, names: Any, numbers: Any, num_tensors: int) -> None:
+        """A score and a mask as code: ``names`` of so many tensors, which :meth:`put_captured` puts, then of
+        numbers."""
+        code = Code(score.encode() or None, mask.encode() or None, num_captured=len(names))
+        self._captured = (Captured * max(len(names), 1))()
+        for at, name in enumerate(names):
+            one = self._captured[at]
+            one.name = name.encode()
+            one.tensor.num_dims = one.gradient.num_dims = -1
+            if at >= num_tensors:
+                one.real = numbers[at - num_tensors]
+                one.integer = int(one.real) if math.isfinite(one.real) else 0
+        code.captured = self._captured
+        self._code = code
+        self.code = ctypes.pointer(code)
+
+    def put_captured(
+        self, at: int, data: int, dtype: str, sizes: Any, strides: Any, device: Device = Device(0, 0), grad: int = 0
+    ) -> None:
+        """The captured tensor of a place, and, where ``grad`` is not 0, the address of its gradient of the same
+        type."""
+        one = self._captured[at]
+        if len(sizes) > MAX_DIMS:
+            raise ValueError(f"captured {one.name.decode()} has {len(sizes)} axes, more than {MAX_DIMS}")
+        _fill(one.tensor, data, dtype, sizes, strides, device)
+        if grad:
+            dense = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+            _fill(one.gradient, grad, dtype, sizes, dense, device)
+
+
+def _fill(tensor: Tensor, data: int, dtype: str, sizes: Any, strides: Any, device: Device) -> None:
+    tensor.data = data or None
+    tensor.num_dims = len(sizes)
+    tensor.sizes[: len(sizes)] = sizes
+    tensor.strides[: len(sizes)] = strides
+    tensor.dtype = DTYPES.get(dtype, OTHER)
+    tensor.device = device
 
 
 if ctypes.sizeof(Request) != _bytes:
@@ -181,6 +239,19 @@ library.fmha_py_keep.restype = ctypes.c_int64
 def keep(numbers: Tuple[Any, ...]) -> int:
     """The number under which the library keeps these for the process; -1 where it has no room."""
     return library.fmha_py_keep(ctypes.byref(Request(numbers)))
+
+
+library.fmha_py_function.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
+
+
+@functools.lru_cache(maxsize=1024)
+def read_function(name: str, given: str, is_mask: bool) -> Tuple[str, Tuple[Tuple[str, str], ...]]:
+    """A score's or a mask's own text, and the names that it captures with what each is declared to be."""
+    if "\0" in given:
+        raise ValueError(f"{name}: a text of the language has no zero in it")
+    check(library.fmha_py_function(name.encode(), given.encode(), is_mask))
+    own = text()
+    return own, tuple(re.findall(r"(?:^|; )([A-Za-z]\w*): ([^;]+)(?=;)", own))
 
 
 def refuse(request: Request, operator: Optional[str] = None) -> None:

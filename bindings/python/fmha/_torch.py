@@ -11,8 +11,10 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 import torch
 from torch.autograd import forward_ad
 
-from . import _native
+from . import _code, _native
 from ._arguments import NO_TENSORS, TENSORS, with_seed
+from ._trace import Code
+from ._traced_torch import Dispatching as Dispatching, prepared as captured, stored as stored
 
 _native.check(_native.library.fmha_py_register_torch())
 
@@ -23,9 +25,26 @@ kvcache_op = torch.ops.fmha.kvcache.default
 combine_op = torch.ops.fmha.combine.default
 add_parts_op = torch.ops.fmha.add_parts.default
 add_parts_to = torch.ops.fmha.add_parts_to.default
+forward_code = torch.ops.fmha.forward_code.default
+backward_code = torch.ops.fmha.backward_code.default
 plain = torch.ops.fmha.plain.default
 plain_o = torch.ops.fmha.plain_o.default
 plain_backward = torch.ops.fmha.plain_backward.default
+
+#: A tensor of torch's, asked for an element by a traced index, asks the index.
+WRAPS = False
+
+is_compiling = torch.compiler.is_compiling
+
+
+def read_function(name: str, text: str, is_mask: bool) -> Tuple[str, Tuple[Tuple[str, str], ...]]:
+    """As the library reads a text. A compiler takes what it gives for a constant: it depends on the text alone."""
+    return _native.read_function(name, text, is_mask)
+
+
+# What torch.compiler.assume_constant_result does, which imports all of the compiler first.
+read_function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _DTYPES = {code: getattr(torch, name) for name, code in _native.DTYPES.items() if hasattr(torch, name)}
@@ -68,14 +87,27 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
         if names[-1] == "numbers":
             numbers = _SPELT[arguments[-1]]
         tensors = arguments[:num_tensors]
+        code, wanted = _code_of(arguments[num_tensors + num_numbers :]) if "score_code" in names else (None, 0)
         given = {name: _strided(name, x) for name, x in zip(names, tensors) if x is not None}
-        if _is_known(given, numbers):
-            _refuse(operator._opname, given, numbers)
+        of_code = () if code is None else code.tensors
+        if _is_known({**given, **{str(at): x for at, x in enumerate(of_code)}}, numbers):
+            _refuse(operator._opname, given, numbers, code, wanted)
         else:
             _refuse_elsewhere(required, given)
-        return results(*tensors, numbers=numbers)
+        made = results(*tensors, numbers=numbers)
+        if "wanted" not in names:
+            return made
+        return (*made, [x.new_empty(x.shape) for at, x in enumerate(of_code) if wanted >> at & 1])
 
     torch.library.register_fake(operator._schema.name)(fake)
+
+
+def _code_of(arguments: Sequence[Any]) -> Tuple[Code, int]:
+    """The code among an operator's arguments, and the bits of the gradients that are wanted."""
+    score, mask, names, tensors, numbers, *rest = arguments
+    named = tuple(name for name in names.split(",") if name)
+    wanted = rest[0] if rest and isinstance(rest[0], int) else 0
+    return Code(score, mask, named, tuple(tensors), tuple(numbers)), wanted
 
 
 def _is_known(given: Dict[str, torch.Tensor], numbers: Tuple[Any, ...]) -> bool:
@@ -95,7 +127,9 @@ def _refuse_elsewhere(required: Sequence[str], given: Dict[str, torch.Tensor]) -
             raise RuntimeError(f"{name} is on {tensor.device}, but {first} is on {given[first].device}")
 
 
-def _refuse(operator: str, given: Dict[str, torch.Tensor], numbers: Tuple[Any, ...]) -> None:
+def _refuse(
+    operator: str, given: Dict[str, torch.Tensor], numbers: Tuple[Any, ...], code: Optional[Code], wanted: int
+) -> None:
     """Raises what the operator's kernel would."""
     request = _native.Request(numbers)
     # Tensors of one place have one address: V may be the front of K's rows.
@@ -105,6 +139,8 @@ def _refuse(operator: str, given: Dict[str, torch.Tensor], numbers: Tuple[Any, .
         place = (storage.untyped_storage()._cdata, tensor.storage_offset())
         address = places.setdefault(place, 256 * (len(places) + 1))
         put(request, name, tensor, address if tensor.numel() else 0)
+    alive = [] if code is None else _code.put(_Nowhere, request, code, wanted)
+    del alive
     _native.refuse(request, operator)
 
 
@@ -152,6 +188,8 @@ _fake(kvcache_op, _kvcache)
 _fake(combine_op, _combine)
 _fake(add_parts_op, _add_parts)
 _fake(add_parts_to, _nothing)
+_fake(forward_code, _forward)
+_fake(backward_code, _backward)
 _fake(plain, _forward)
 _fake(plain_o, lambda *tensors, numbers: _forward(*tensors, numbers=numbers)[0])
 _fake(plain_backward, lambda dout, *qkv_and_more, numbers: tuple(x.new_empty(x.shape) for x in qkv_and_more[:3]))
@@ -402,6 +440,63 @@ class _Attention(torch.autograd.Function):
         return (*once(gradients, q=q, k=k, v=v, bias=bias, sink=sink, dout=dout, dlse=dlse), *(None,) * 4)
 
 
+class _Coded(torch.autograd.Function):
+    """With a score or a mask as code, whose captured tensors come last and have gradients too."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers, drawn, texts, *captured):
+        rest = (*lengths, None, None, None, None, *numbers, *texts[:3], captured, texts[3], drawn)
+        o, lse = forward_code(q, k, v, bias, alibi_slopes, sink, *rest)
+        ctx.save_for_backward(q, k, v, o, lse, bias, sink, alibi_slopes, drawn, *lengths, *captured)
+        ctx.numbers, ctx.texts, ctx.num_lengths = numbers, texts, len(lengths)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, o, lse, bias, sink, alibi_slopes, drawn, *rest = ctx.saved_tensors
+        lengths, captured = rest[: ctx.num_lengths], rest[ctx.num_lengths :]
+        wants = ctx.needs_input_grad
+        if wants[5]:
+            _refuse_gradients(alibi_slopes=alibi_slopes)
+        numbers = list(ctx.numbers)
+        if bias is not None and wants[3]:
+            numbers[_AT_OPTIONS] |= _WANTS_DBIAS
+            bias = _of_its_own(bias)
+        if sink is not None and wants[4]:
+            numbers[_AT_OPTIONS] |= _WANTS_DSINK
+        wanted = sum(1 << at for at, moves in enumerate(wants[10:]) if moves)
+        with torch.no_grad():
+            *made, of_captured = backward_code(
+                _dense_dout(dout, o),
+                q,
+                k,
+                v,
+                o,
+                lse,
+                _dense_dlse(dlse),
+                bias,
+                alibi_slopes,
+                sink,
+                *lengths,
+                *numbers,
+                *ctx.texts[:3],
+                captured,
+                ctx.texts[3],
+                wanted,
+                drawn,
+            )
+        left = iter(of_captured)
+        made = [gradient if moves else None for gradient, moves in zip(made, wants)]
+        made += [next(left) if moves else None for moves in wants[10:]]
+        names = dict(zip(ctx.texts[2].split(","), captured))
+        sources = {**names, "q": q, "k": k, "v": v, "bias": bias, "sink": sink, "dout": dout, "dlse": dlse}
+        made = once(made, **sources)
+        return (*made[:5], *(None,) * 5, *made[5:])
+
+
 class _Transformed(torch.autograd.Function):
     """:class:`_Attention` under ``torch.func``'s transforms, which want ``setup_context``. Apart, since torch binds the
     arguments of such a function by their signature, which costs more than a call does on the host."""
@@ -449,13 +544,16 @@ def attention(
     tensors: Tuple[Any, ...],
     numbers: Tuple[Any, ...],
     lse: bool = True,
+    code: Optional[Code] = None,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """O and LSE of a bound call; ``None`` for an LSE that is not asked for and costs something."""
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v, *tensors)
+        _refuse_tangents(q, k, v, *tensors, **({} if code is None else dict(zip(code.names, code.tensors))))
     if torch.are_deterministic_algorithms_enabled():
         numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
     (q, k, v), tensors = prepared((q, k, v), tensors)
+    if code is not None:
+        return _with_code(q, k, v, tensors, numbers, code)
     if _is_transformed():
         # A tensor of theirs does not say whether one below it wants a gradient.
         _refuse_beside_gradients(tensors)
@@ -480,6 +578,32 @@ def attention(
             _refuse_gradients(alibi_slopes=tensors[1])
         return _Attention.apply(q, k, v, tensors[0], tensors[2], tensors[1], tensors[3:7], numbers, drawn)
     return forward(q, k, v, *tensors, *numbers, drawn)
+
+
+def _with_code(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...], code: Code
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    if _is_transformed():
+        raise NotImplementedError("score_code, mask_code: torch.func's transforms have no rule for code")
+    numbers, drawn = _seeded(q, numbers)
+    texts = (code.score, code.mask, ",".join(code.names), list(code.numbers))
+
+    def run() -> Tuple[torch.Tensor, torch.Tensor]:
+        return forward_code(q, k, v, *tensors, *numbers, *texts[:3], list(code.tensors), texts[3], drawn)
+
+    if not _want_gradients(q, k, v, *tensors[:3], *tensors[8:], *code.tensors):
+        return run()
+    why = _no_gradient(tensors)
+    if why is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError(why)
+        with torch.no_grad():
+            o, of_rows = run()
+        return _without_gradients(o, of_rows, why, q, k, v, *tensors, *code.tensors)
+    if _want_gradients(tensors[1]):
+        _refuse_gradients(alibi_slopes=tensors[1])
+    rest = (tensors[0], tensors[2], tensors[1], tensors[3:7], numbers, drawn, texts)
+    return _Coded.apply(q, k, v, *rest, *code.tensors)
 
 
 #: What autocast casts: not f64, as torch's own attention, nor FP8.
@@ -558,9 +682,9 @@ def _refuse_beside_gradients(tensors: Tuple[Any, ...]) -> None:
         raise ValueError(why)
 
 
-def _refuse_tangents(*given: Any) -> None:
+def _refuse_tangents(*given: Any, **captured: Any) -> None:
     """An operator drops the tangents of forward-mode differentiation, and a derivative would be 0 in silence."""
-    for name, x in zip(("q", "k", "v", *TENSORS), given):
+    for name, x in (*zip(("q", "k", "v", *TENSORS), given), *captured.items()):
         while isinstance(x, torch.Tensor) and torch._C._functorch.is_batchedtensor(x):
             x = torch._C._functorch.get_unwrapped(x)
         if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
@@ -606,9 +730,7 @@ def _merged(o_parts: torch.Tensor, lse_parts: torch.Tensor, numbers: Tuple[Any, 
     if not _are_many(o_parts, lse_parts):
         return combine_op(o_parts, lse_parts, *numbers)
     wide = _of_type(numbers, _F32)
-    groups = [
-        combine_op(*group, *wide) for group in zip(o_parts.split(_MOST_PARTS), lse_parts.split(_MOST_PARTS))
-    ]
+    groups = [combine_op(*group, *wide) for group in zip(o_parts.split(_MOST_PARTS), lse_parts.split(_MOST_PARTS))]
     o, lse = (torch.stack(parts) for parts in zip(*groups))
     return _merged(o, lse, _as_parts(o_parts, numbers))
 
@@ -765,12 +887,33 @@ def put(request: _native.Request, name: str, tensor: Optional[torch.Tensor], add
     where it may have no memory."""
     if tensor is None:
         return
-    kind = _strided(name, tensor).device.type
-    kinds = {"cpu": 0, "cuda": 2 if torch.version.hip else 1, **({} if address is None else {"meta": 3})}
-    if kind not in kinds:
-        raise ValueError(f"{name} is on {tensor.device}, neither the CPU nor a GPU")
-    device = _native.Device(kinds[kind], tensor.device.index or 0)
-    dtype = str(tensor.dtype).rpartition(".")[2]
+    device, dtype = _described(name, tensor, address is not None)
     if address is None:
         address = tensor.data_ptr()
     request.put(name, address, dtype, tensor.shape, tensor.stride(), device)
+
+
+def put_captured(
+    request: _native.Request, at: int, name: str, tensor: torch.Tensor, grad: int, address: Optional[int] = None
+) -> None:
+    """Puts a captured tensor into a request, as :func:`put` does; ``grad`` is where its gradient would lie."""
+    device, dtype = _described(f"captured {name}", tensor, address is not None)
+    if address is None:
+        address = tensor.data_ptr()
+    request.put_captured(at, address, dtype, tensor.shape, tensor.stride(), device, grad)
+
+
+class _Nowhere:
+    """A door of captured tensors that may have no memory."""
+
+    @staticmethod
+    def put_captured(request: _native.Request, at: int, name: str, tensor: torch.Tensor, grad: int) -> None:
+        put_captured(request, at, name, tensor, grad, 256 if tensor.numel() else 0)
+
+
+def _described(name: str, tensor: torch.Tensor, may_be_nowhere: bool) -> Tuple[_native.Device, str]:
+    kind = _strided(name, tensor).device.type
+    kinds = {"cpu": 0, "cuda": 2 if torch.version.hip else 1, **({"meta": 3} if may_be_nowhere else {})}
+    if kind not in kinds:
+        raise ValueError(f"{name} is on {tensor.device}, neither the CPU nor a GPU")
+    return _native.Device(kinds[kind], tensor.device.index or 0), str(tensor.dtype).rpartition(".")[2]

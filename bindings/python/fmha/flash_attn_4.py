@@ -1,8 +1,10 @@
 """FlashAttention 4's functions (module ``flash_attn.cute.interface``), by name, argument order, defaults and return
 values.
 
-Always ``(out, lse)``, lse ``None`` unless ``return_lse``. ``score_mod``, ``mask_mod``, block sparsity, gathered keys
-and ``qv`` are programs or layouts that the contract does not have, and are refused by name.
+Always ``(out, lse)``, lse ``None`` unless ``return_lse``. ``score_mod`` and ``mask_mod`` that are plain functions of
+Python are called once with traced values and have gradients, to floating ``aux_tensors`` too; beside a ``mask_mod``
+``causal`` and ``window_size`` say nothing, as there. CuTe's programs, ``score_mod_bwd``, block sparsity, gathered keys
+and ``qv`` are refused by name.
 """
 
 from __future__ import annotations
@@ -12,12 +14,44 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from . import attention
+from . import _code, _torch, attention
 from ._mask import NONE, Mask, band, pair
 from ._numbers import flag, integer as whole
 from ._serving import bound
 from .flash_attn import check_cache_lengths, integer, refuse_outputs, rows
+from ._trace import Code, Traced, is_plain
 from .flash_attn_3 import flash_attn_combine as _combine, refuse
+
+
+class _Lengths:
+    """Lengths of a pair's sequence, as a function of FlashAttention's finds them."""
+
+    def __init__(self, beside: Traced) -> None:
+        self.seqlen_q, self.seqlen_k = beside.like("seqlen_q"), beside.like("seqlen_k")
+
+
+def _functions(score_mod: Any, mask_mod: Any, aux_tensors: Any, softcap: float, q: torch.Tensor) -> Optional[Code]:
+    """The code of a call: functions get the lengths and the auxiliary tensors behind the places."""
+    if score_mod is None and mask_mod is None:
+        refuse(aux_tensors=aux_tensors)
+        return None
+    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if function is not None and not is_plain(function):
+            kind = type(function).__name__
+            raise NotImplementedError(
+                f"{name}: {kind} is no plain function of Python, which is called with traced values"
+            )
+    if score_mod is not None and softcap:
+        raise ValueError(f"softcap {softcap} is given beside score_mod, of which one is taken")
+
+    def score(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score_mod(s, b, h, q_idx, kv_idx, _Lengths(s), aux_tensors)
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_mod(b, h, q_idx, kv_idx, _Lengths(b), aux_tensors)
+
+    given = (None if score_mod is None else score, None if mask_mod is None else mask)
+    return _code.bind(_torch, *given, None, ("score_mod", "mask_mod"), getattr(q, "device", None))
 
 
 def _window(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Tuple[Optional[int], Optional[int]]:
@@ -76,14 +110,14 @@ def flash_attn_func(
     refuse(
         qv=qv,
         gather_kv_indices=gather_kv_indices,
-        score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )
+    code = _functions(score_mod, mask_mod, aux_tensors, softcap, q)
+    if mask_mod is not None:
+        causal, window_size = False, (None, None)
     left, right = _window(window_size, causal)
     mask = _bottom_right(left, right)
     if _below_zero(left, right):
@@ -98,6 +132,7 @@ def flash_attn_func(
         sink=_sink(learnable_sink),
         deterministic=deterministic,
         return_lse=True,
+        score_code=code,
     )
     return o, (lse if flag("return_lse", return_lse) else None)
 
@@ -139,12 +174,12 @@ def flash_attn_varlen_func(
     refuse(
         qv=qv,
         gather_kv_indices=gather_kv_indices,
-        score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
     )
+    code = _functions(score_mod, mask_mod, aux_tensors, softcap, q)
+    if mask_mod is not None:
+        causal, window_size = False, (None, None)
     o, lse = _varlen(
         q,
         k,
@@ -161,6 +196,7 @@ def flash_attn_varlen_func(
         learnable_sink=learnable_sink,
         softcap=softcap,
         deterministic=deterministic,
+        score_code=code,
     )
     return o, (lse if flag("return_lse", return_lse) else None)
 

@@ -16,11 +16,26 @@ partitioned over devices by batch and by heads; the others are computed whole, u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import struct
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, NamedTuple, Sequence, Tuple, Union, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    List,
+    Literal,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+    overload,
+)
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +45,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import _arguments, _native
+from . import _arguments, _code, _native
 from ._numbers import flag as _flag
+from ._trace import Code
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,6 +88,12 @@ _AXES = {
 }
 
 
+#: What names of captured arrays begin with among a call's operands.
+_CAPTURED = "captured."
+#: Where the handler counts captured arrays and their gradients from.
+_FIRST_CAPTURED, _FIRST_GRADIENT = 1 << 16, 1 << 17
+
+
 class _Static(NamedTuple):
     """What of a call is known while it is traced, besides shapes: the operands' names in order, and numbers."""
 
@@ -80,6 +102,18 @@ class _Static(NamedTuple):
     #: Forward: whether LSE is wanted.
     lse: bool
     backward: bool = False
+    #: A score and a mask, with what they capture by name and no tensors.
+    code: Optional[Code] = None
+    #: Backward: the captured arrays whose gradients are wanted.
+    wanted: Tuple[str, ...] = ()
+
+    def slot(self, name: str) -> int:
+        """Where the handler finds an operand or puts a result."""
+        if not name.startswith(_CAPTURED) and not name.startswith("d" + _CAPTURED):
+            return _native.SLOTS[name]
+        assert self.code is not None
+        at = self.code.names.index(name.partition(".")[2])
+        return (_FIRST_GRADIENT if name.startswith("d") else _FIRST_CAPTURED) + at
 
     def asks(self, option: int) -> bool:
         return bool(self.numbers[_AT["options"]] & option)
@@ -88,6 +122,7 @@ class _Static(NamedTuple):
         """Whether sequences of a batch are independent of their place in it, and every operand is theirs alone."""
         return (
             all(name in _AXES for name in self.names)
+            and self.code is None
             and self.numbers[_AT["p_drop"]] == 0
             and not self.asks(_WANTS_DBIAS | _WANTS_DSINK)
         )
@@ -113,6 +148,8 @@ def _results(static: _Static, arrays: Sequence[Any]) -> List[_Result]:
         for name, wanted in (("bias", _WANTS_DBIAS), ("sink", _WANTS_DSINK)):
             if static.asks(wanted):
                 results.append(_Result(f"d{name}", given[name].shape, given[name].dtype, partial_q or partial_k))
+        for name in static.wanted:
+            results.append(_Result(f"d{name}", given[name].shape, given[name].dtype, partial_q or partial_k))
         return results
     code = static.numbers[_AT["dtype_o"]]
     if code >= 0:
@@ -136,23 +173,40 @@ def _words(numbers: Tuple[Any, ...]) -> numpy.ndarray:
     return numpy.frombuffer(b"".join(packed), numpy.int64)
 
 
+def _spelt(code: Optional[Code]) -> Dict[str, numpy.ndarray]:
+    """Code as attributes: the lengths of score, mask and names, then their bytes; and the numbers' words."""
+    if code is None:
+        return {}
+    texts = [text.encode() for text in (code.score, code.mask, ",".join(code.names))]
+    lengths = [len(text) for text in texts]
+    numbers = numpy.array(code.numbers, numpy.float64)
+    return {"code": numpy.array([*lengths, *b"".join(texts)], numpy.int64), "captured": numbers.view(numpy.int64)}
+
+
 def _check(static: _Static, arrays: Sequence[Any]) -> None:
     """Raises what is wrong with the shapes and types of a call."""
     request = _native.Request(static.numbers)
+    if static.code is not None:
+        code = static.code
+        request.put_code(code.score, code.mask, code.names, code.numbers, len(code.names) - len(code.numbers))
     given = [*zip(static.names, arrays), *((r.name, r) for r in _results(static, arrays))]
     # Each somewhere else: V in K's place would be taken for the front of K's rows.
     for place, (name, x) in enumerate(given, 1):
         strides = [1] * len(x.shape)
         for axis in range(len(x.shape) - 2, -1, -1):
             strides[axis] = strides[axis + 1] * max(x.shape[axis + 1], 1)
-        request.put(name, place * _NOWHERE, x.dtype.name, x.shape, strides)
+        if name.startswith(_CAPTURED):
+            at = static.slot(name) - _FIRST_CAPTURED
+            request.put_captured(at, place * _NOWHERE, x.dtype.name, x.shape, strides)
+        else:
+            request.put(name, place * _NOWHERE, x.dtype.name, x.shape, strides)
     _native.refuse(request)
 
 
 def _emit(static: _Static, *arrays: Any) -> Tuple[Any, ...]:
     """One call of XLA's."""
     results = _results(static, arrays)
-    operands = [_native.SLOTS[name] for name in static.names]
+    operands = [static.slot(name) for name in static.names]
     # A result whose rows may be left out is written over zeros.
     zeros = {at: jnp.zeros(r.shape, r.dtype) for at, r in enumerate(results) if r.partial}
     call = jax.ffi.ffi_call(
@@ -166,8 +220,9 @@ def _emit(static: _Static, *arrays: Any) -> Tuple[Any, ...]:
             *arrays,
             *zeros.values(),
             operands=numpy.array([*operands, *(-1 for _ in zeros)], numpy.int64),
-            results=numpy.array([_native.SLOTS[r.name] for r in results], numpy.int64),
+            results=numpy.array([static.slot(r.name) for r in results], numpy.int64),
             numbers=_words(static.numbers),
+            **_spelt(static.code),
         )
     )
 
@@ -315,7 +370,8 @@ def _forward(static: _Static, *primals: Any) -> Tuple[Tuple[Any, ...], Any]:
         raise ValueError("alibi_slopes: a gradient is wanted, of which attention has none")
     o, lse = _operator(static._replace(lse=True))(*arrays)
     # Neither has a leaf, so that it stays what it is: () is wanted, None is not.
-    wants = tuple(() if name in moved else None for name in ("bias", "sink"))
+    captured = tuple(name for name in static.names if name.startswith(_CAPTURED))
+    wants = tuple(() if name in moved else None for name in ("bias", "sink", *captured))
     return ((o, lse) if static.lse else (o,)), (arrays, o, lse, wants)
 
 
@@ -329,7 +385,9 @@ def _backward(static: _Static, kept: Any, gradients: Sequence[Any]) -> Tuple[Any
     numbers = list(static.numbers)
     for bit, wanted in zip((_WANTS_DBIAS, _WANTS_DSINK), wants):
         numbers[_AT["options"]] |= 0 if wanted is None else bit
-    call = _Static((*static.names, *extra), tuple(numbers), lse=False, backward=True)
+    captured = [name for name in static.names if name.startswith(_CAPTURED)]
+    wanted = tuple(name for name, moves in zip(captured, wants[2:]) if moves is not None)
+    call = _Static((*static.names, *extra), tuple(numbers), False, True, static.code, wanted)
     every = (*arrays, *extra.values())
     found = {r.name[1:]: x for r, x in zip(_results(call, every), _operator(call)(*every))}
     return tuple(found.get(name) for name in static.names)
@@ -340,19 +398,51 @@ _attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @overload
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    return_lse: Literal[False] = False,
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
+    **options: Unpack[Options],
 ) -> jax.Array: ...
 @overload
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    return_lse: Literal[True],
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
+    **options: Unpack[Options],
 ) -> Tuple[jax.Array, jax.Array]: ...
 @overload
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool, **options: Unpack[Options]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    return_lse: bool,
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
+    **options: Unpack[Options],
 ) -> Union[jax.Array, Tuple[jax.Array, jax.Array]]: ...
 @_arguments.documented
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **options: Unpack[Options]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    return_lse: bool = False,
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
+    **options: Unpack[Options],
 ) -> Union[jax.Array, Tuple[jax.Array, jax.Array]]:
     """As :func:`fmha.attention`, on JAX's arrays; differentiable in q, k, v, bias and sink, by O and by LSE.
 
@@ -363,6 +453,11 @@ def attention(
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, seqlen_q]`` or ``[num_heads_q, total_q]``.
         options: :func:`fmha.attention` says what each means. Numbers are Python's, not traced: another ``seed`` is
             another compiled program, and beside ``p_drop`` there has to be one.
+
+        score_code, mask_code, captured: as there: texts, or functions over JAX's scalars, which JAX traces. A function
+            reads an array of its closure by an index for each axis; what else it does with arrays is refused by the
+            primitive's name. Arrays of floats have gradients. Numbers of ``captured`` are Python's; an array of no axes
+            is an argument of the program.
 
     Returns:
         O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are zero.
@@ -375,12 +470,55 @@ def attention(
     if numbers[_AT["seed"]] is None:
         raise ValueError(f"seed: none is given beside p_drop {numbers[_AT['p_drop']]}, and a traced call draws none")
     given = [(name, x) for name, x in [*zip("qkv", (q, k, v)), *zip(_arguments.TENSORS, tensors)] if x is not None]
-    names, arrays = tuple(name for name, _ in given), [_array(name, x) for name, x in given]
     wants_lse = _flag("return_lse", return_lse)
-    static = _Static(names, numbers, wants_lse)
+    code = _code.bind(_Door, score_code, mask_code, captured)
+    if code is not None:
+        given += [(_CAPTURED + name, x) for name, x in zip(code.names, code.tensors)]
+        code = code._replace(tensors=())
+    names, arrays = tuple(name for name, _ in given), [_array(name, x) for name, x in given]
+    static = _Static(names, numbers, wants_lse, code=code)
     _check(static, arrays)
     out = _attention(static, *arrays)
     return (out[0], out[1]) if wants_lse else out[0]
+
+
+#: Names of the types of captured arrays in the language, by JAX's; what has none is made another.
+_STORED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64", "bool": "bool"}
+_WIDER = {"float64": "float32", "int16": "int32", "int8": "int32", "uint8": "int32"}
+
+
+class _Door:
+    """What code asks of JAX's arrays."""
+
+    WRAPS = False
+    read_function = staticmethod(_native.read_function)
+
+    @staticmethod
+    def is_compiling() -> bool:
+        # JAX traces functions itself.
+        return True
+
+    Dispatching = contextlib.nullcontext
+
+    @staticmethod
+    def stored(x: Any) -> Optional[str]:
+        if not isinstance(x, (jax.Array, numpy.ndarray, numpy.generic)):
+            return None
+        name = _WIDER.get(x.dtype.name, x.dtype.name)
+        return _STORED.get(name, name)
+
+    @staticmethod
+    def captured(x: Any) -> jax.Array:
+        name = _WIDER.get(x.dtype.name, x.dtype.name)
+        if name not in _STORED:
+            raise TypeError(f"captured: an array of {x.dtype.name} is none that a score or a mask reads")
+        return jnp.asarray(x, name)
+
+    @staticmethod
+    def function(function: Any) -> Any:
+        from ._traced_jax import traced
+
+        return traced(function)
 
 
 def _array(name: str, x: Any) -> jax.Array:

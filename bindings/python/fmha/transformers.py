@@ -64,6 +64,9 @@ HARMLESS: Dict[str, str] = {
 }
 
 
+#: What else reaches attention that has a mask as a function, which says all of it.
+_OF_FLEX = (*HARMLESS, "sliding_window", "is_causal")
+
 #: What transformers says to a mask function besides; its own, which spell masks out, take it from here.
 _MASK_OPTIONS = (
     "local_size",
@@ -272,6 +275,84 @@ def attention_forward(
     return _dense(query, key, value, _ALL, spelt if bias is None else spelt + bias, shared), None
 
 
+def flex_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: Optional[torch.Tensor] = None,
+    device: Any = "cpu",
+    **rest: Any,
+) -> Any:
+    """transformers' mask function of ``flex_attention``: the mask is the function itself, and no list of blocks is
+    made."""
+    from transformers import masking_utils as made
+
+    from . import flex
+
+    _keywords.refuse(rest, (*_MASK_OPTIONS, "dtype"))
+    function = made.causal_mask_function if mask_function is None else mask_function
+    if attention_mask is not None:
+        padding: Any = made.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        function = made.and_masks(function, made.padding_mask_function(padding))
+    function = made.add_offsets_to_mask_function(function, q_offset, kv_offset)
+    return flex.create_block_mask(function, batch_size, None, q_length, kv_length, device)
+
+
+def flex_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: Optional[float] = None,
+    softcap: Optional[float] = None,
+    s_aux: Optional[torch.Tensor] = None,
+    position_bias: Optional[torch.Tensor] = None,
+    dropout: float = 0.0,
+    kernel_options: Optional[Dict[str, Any]] = None,
+    **rest: Any,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one layer under ``attn_implementation="flex_attention"``, as transformers calls it:
+    ``attention_mask`` is a ``BlockMask``, whose function is the mask, or a tensor that is added to the scores.
+
+    Returns:
+        O ``(batch, seqlen, heads, dim)`` and LSE ``(batch, heads, seqlen)``, f32, sinks in it.
+
+    Raises:
+        NotImplementedError: a keyword that is not honoured, and what a mask function does that code has not, by its
+            name.
+    """
+    from . import _code, _torch, flex
+
+    _keywords.refuse(rest, _OF_FLEX)
+    flex.refuse_options(kernel_options)
+    seqlen_k = key.shape[2]
+    bias = None if position_bias is None else _as_bias("position_bias", position_bias, query, seqlen_k)
+    code = None
+    if isinstance(attention_mask, torch.Tensor):
+        spelt = _as_bias("attention_mask", attention_mask[..., :seqlen_k], query, seqlen_k)
+        bias = spelt if bias is None else bias + spelt
+    else:
+        mask = flex.mask_of(attention_mask, query, key)
+        code = _code.bind(_torch, None, mask, None, ("score_mod", "attention_mask"), query.device)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attention(
+        q,
+        k,
+        v,
+        softmax_scale=scaling,
+        softcap=softcap,
+        sink=None if s_aux is None else s_aux.float(),
+        bias=bias,
+        p_drop=dropout,
+        return_lse=True,
+        score_code=code,
+    )
+
+
 def _band(causal: bool, sliding_window: Optional[int]) -> Mask:
     """The band of a layer that has no mask; a window counts the query itself."""
     if causal:
@@ -327,6 +408,16 @@ def _packed(
     if way.rows_q is not None:
         o = o.new_zeros((batch * seqlen_q, heads, o.shape[-1])).index_put((way.rows_q,), o)
     return o.view(batch, seqlen_q, heads, -1)
+
+
+def install_flex_attention() -> None:
+    """From now on ``attn_implementation="flex_attention"`` computes here, in eager mode and forward and backward on
+    every device that the library has; again is no harm."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register("flex_attention", flex_attention_forward)
+    AttentionMaskInterface.register("flex_attention", flex_attention_mask)
 
 
 def install() -> None:

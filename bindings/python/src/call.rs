@@ -8,6 +8,7 @@ use fmha_c::{FMHA_EXACT, FMHA_FAST, FmhaCache, FmhaCall, FmhaGradients, FmhaOpti
 use smallvec::SmallVec;
 
 use crate::cache::cache;
+use crate::code::Coded;
 use crate::operands::{fill_dims, fill_lengths, fill_modifiers, fill_operands, gradients};
 use crate::request::{
     ALLOW_FALLBACK, BATCH_INVARIANT, CHECK_LENGTHS, DETERMINISTIC, EXACT, Numbers, Request, Slot,
@@ -33,6 +34,7 @@ pub struct Call {
     call: FmhaCall,
     gradients: Option<FmhaGradients>,
     cache: Option<FmhaCache>,
+    code: Option<Coded>,
     mask: CString,
     softmax_scale: Option<f32>,
     softcap: Option<f32>,
@@ -78,6 +80,10 @@ impl Call {
             call,
             gradients: request.is_backward().then(|| gradients(&sizes, request)).transpose()?,
             cache: cache(&sizes, request)?,
+            // SAFETY: who made the request promised its code.
+            code: unsafe { request.coded() }
+                .map(|(code, captured)| Coded::new(code, captured, device))
+                .transpose()?,
             mask: mask(&numbers)?,
             softmax_scale: (!numbers.softmax_scale.is_nan())
                 .then(|| single("softmax_scale", numbers.softmax_scale))
@@ -98,7 +104,16 @@ impl Call {
         self.call.softcap = pointer(self.softcap.as_ref());
         self.call.gradients = pointer(self.gradients.as_ref());
         self.call.cache = pointer(self.cache.as_ref());
+        self.call.code = pointer(self.code.as_mut().map(Coded::pointed));
         body(&mut self.call)
+    }
+
+    /// Refuses captures of other types than the functions read: once, with the plan.
+    ///
+    /// # Errors
+    /// The first of them, by its name.
+    pub fn check_types(&self) -> Result<(), Wrong> {
+        self.code.as_ref().map_or(Ok(()), Coded::check_types)
     }
 
     /// The options under which it is planned. `backend` is the device's name.
@@ -190,6 +205,10 @@ impl Call {
                     cache.v_in_k,
                 ],
             );
+        }
+        key.push(u64::MAX - 2);
+        if let Some(code) = &self.code {
+            code.key(&mut key);
         }
         key
     }

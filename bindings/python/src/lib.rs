@@ -7,6 +7,7 @@
 
 mod cache;
 pub mod call;
+mod code;
 pub mod combine;
 mod operands;
 pub mod plans;
@@ -22,6 +23,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use fmha_core::expr::Function;
 use request::{NUMBERS, OPTIONS, Request, SLOT_NAMES};
 
 thread_local! {
@@ -134,6 +136,35 @@ pub unsafe extern "C" fn fmha_py_explain(request: *const Request) -> c_int {
         // SAFETY: the caller's promise.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         keep(&plans::explain(request)?);
+        Ok(())
+    })
+}
+
+/// Reads the text of a score or a mask: what [`fmha_py_text`] has is the function's own text, whose declarations are of
+/// what it reads; or, with 1, the word and column that are wrong, behind the argument's `name`. A mask is a bool, a
+/// score is none.
+///
+/// # Safety
+/// Both texts are null or C strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_function(
+    name: *const c_char,
+    text: *const c_char,
+    wants_mask: c_int,
+) -> c_int {
+    guard(|| {
+        if name.is_null() || text.is_null() {
+            return Err("text is null".to_owned());
+        }
+        // SAFETY: not null, and the caller's promise.
+        let (name, text) = unsafe { (CStr::from_ptr(name).to_string_lossy(), CStr::from_ptr(text)) };
+        let text = text.to_str().map_err(|_| format!("{name}: the text is not UTF-8"))?;
+        let function: Function = text.parse().map_err(|error| format!("{name}: {error}"))?;
+        if function.is_mask() != (wants_mask != 0) {
+            let is = if function.is_mask() { "a bool: it is a mask" } else { "a number, not a bool" };
+            return Err(format!("{name}: `{function}` is {is}"));
+        }
+        keep(&function.to_string());
         Ok(())
     })
 }

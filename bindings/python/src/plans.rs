@@ -49,7 +49,7 @@ fn said() -> Wrong {
 }
 
 /// The plan of a key, made by `make` the first time.
-fn plan(key: Key, make: impl FnOnce(*mut *mut FmhaPlan) -> i32) -> Result<Arc<Plan>, Wrong> {
+fn plan(key: Key, make: impl FnOnce(*mut *mut FmhaPlan) -> Result<i32, Wrong>) -> Result<Arc<Plan>, Wrong> {
     let kept = PLANS.get(|| Mutex::new(None));
     let plans = || kept.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(plan) = plans().as_mut().and_then(|plans| plans.get(&key).cloned()) {
@@ -57,7 +57,7 @@ fn plan(key: Key, make: impl FnOnce(*mut *mut FmhaPlan) -> i32) -> Result<Arc<Pl
     }
     // Not under the lock: a compiler may run for seconds. Two threads may both plan the same, and one plan stays.
     let mut made = ptr::null_mut();
-    if make(&raw mut made) != 0 {
+    if make(&raw mut made)? != 0 {
         return Err(said());
     }
     let plan = Arc::new(Plan(made));
@@ -69,10 +69,11 @@ fn plan(key: Key, make: impl FnOnce(*mut *mut FmhaPlan) -> i32) -> Result<Arc<Pl
 
 fn planned(call: &mut Call) -> Result<Arc<Plan>, Wrong> {
     plan(call.key(), |made| {
+        call.check_types()?;
         let backend = CString::new(call.device.name()).unwrap_or_default();
         let options = call.options(&backend);
         // SAFETY: the struct's host pointers are good within `with`; the others are not followed by planning.
-        call.with(|call| unsafe { fmha_c::fmha_plan(call, &raw const options, made) })
+        Ok(call.with(|call| unsafe { fmha_c::fmha_plan(call, &raw const options, made) }))
     })
 }
 
@@ -81,7 +82,7 @@ fn planned_combine(call: &mut Combine) -> Result<Arc<Plan>, Wrong> {
         let backend = CString::new(call.device.name()).unwrap_or_default();
         let options = options(call.options(), &backend);
         // SAFETY: the struct's parts are alive; nothing of a device is read.
-        unsafe { fmha_c::fmha_plan_combine(call.call(), &raw const options, made) }
+        Ok(unsafe { fmha_c::fmha_plan_combine(call.call(), &raw const options, made) })
     })
 }
 
@@ -106,8 +107,10 @@ pub fn check(request: &Request) -> Result<(), Wrong> {
         // SAFETY: the struct's parts are alive; nothing of a device is read.
         return unsafe { fmha_c::check_combine(Combine::new(request)?.call()) };
     }
+    let mut call = Call::new(request)?;
+    call.check_types()?;
     // SAFETY: the struct's host pointers are good within `with`; nothing of a device is read.
-    Call::new(request)?.with(|call| unsafe { fmha_c::check(call) })
+    call.with(|call| unsafe { fmha_c::check(call) })
 }
 
 /// What a plan says of itself, a fact a line.

@@ -10,16 +10,17 @@ use fmha_c::{FMHA_BF16, FMHA_E4M3FN, FMHA_F16, FMHA_F32};
 
 use crate::call::Call;
 use crate::combine::Combine;
-use crate::request::{ADDS_TO, OPTIONS, Request, Slot};
+use crate::request::{ADDS_TO, Captured, Code, OPTIONS, Request, Slot};
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
 /// What Python does not set, and why.
-const NOT_SET: [(&str, &str); 8] = [
+const NOT_SET: [(&str, &str); 9] = [
     ("cache.reserved", "0"),
     ("call.part", "`fmha.dist` makes parts of a whole, and runs them"),
     ("call.reserved", "0"),
     ("call.workspace", "from the caller's allocator, at each run"),
     ("call.workspace_bytes", "likewise"),
+    ("captured.reserved", "0"),
     ("combine.reserved", "0"),
     ("options.kernel", "left to the planner, who says what it chose"),
     ("options.tile", "likewise"),
@@ -202,10 +203,48 @@ fn requests() -> Vec<Request> {
     all
 }
 
+/// A call with a score and a mask as code, and the gradient of what they capture.
+fn coded(seen: &mut Seen) {
+    let names = [c"slopes", c"left", c"by"];
+    let captured = names.map(|name| Captured {
+        name: name.as_ptr(),
+        tensor: Tensor::ABSENT,
+        gradient: Tensor::ABSENT,
+        real: 2.0,
+        integer: 3,
+    });
+    let mut captured = captured;
+    (captured[0].tensor, captured[0].gradient) = (tensor(&[2, 3], FMHA_F32), tensor(&[2, 3], FMHA_BF16));
+    let code = Code {
+        score: c"slopes: f32[_, _]; by: float; s + by * slopes[b, h]".as_ptr(),
+        mask: c"left: int; q - k <= left".as_ptr(),
+        captured: captured.as_ptr(),
+        num_captured: 3,
+    };
+    for n in [1, 2] {
+        let mut request = request(&plain(n, FMHA_F16));
+        if n == 2 {
+            request.code = &raw const code;
+        }
+        let mut call = Call::new(&request).unwrap();
+        call.with(|call| {
+            seen.add("call", call);
+            // SAFETY: null, or this call's own struct with its list.
+            if let Some(code) = unsafe { call.code.as_ref() } {
+                seen.add("code", code);
+                // SAFETY: as above.
+                let list = unsafe { std::slice::from_raw_parts(code.captured, code.num_captured as usize) };
+                list.iter().for_each(|captured| seen.add("captured", captured));
+            }
+        });
+    }
+}
+
 #[test]
 fn every_field_of_the_structs_can_be_set_but_for_those_that_have_a_reason() {
     let mut seen = Seen::default();
     requests().iter().for_each(|request| seen.call(request));
+    coded(&mut seen);
     for (n, dtype, adds) in [(1, FMHA_F16, 0), (2, FMHA_F32, ADDS_TO)] {
         let rows = [n, n + 1, n + 2, n + 3];
         let mut request = request(&[

@@ -1,6 +1,8 @@
 //! One call, as every door of Python states it: thirty-odd tensors of which most are absent, and numbers. Each list is
 //! written once, here: the operators' schemas and Python's side of `ctypes` are made from it.
 
+use std::ffi::c_char;
+use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -226,6 +228,36 @@ pub const ADDS: i64 = 128;
 /// Combine: parts are added to what O holds.
 pub const ADDS_TO: i64 = 256;
 
+/// A tensor or a number that a score or a mask as code captures.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Captured {
+    /// Its name in the texts: a C string.
+    pub name: *const c_char,
+    /// The tensor; [`Tensor::ABSENT`]: a number.
+    pub tensor: Tensor,
+    /// Backward, written: its gradient; [`Tensor::ABSENT`]: not wanted.
+    pub gradient: Tensor,
+    /// The number that the text declares a float.
+    pub real: f64,
+    /// The number that the text declares an int.
+    pub integer: i64,
+}
+
+/// A score and a mask as code.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Code {
+    /// What a scaled score becomes: a C string; null: itself.
+    pub score: *const c_char,
+    /// Which pairs are seen: a C string; null: all.
+    pub mask: *const c_char,
+    /// What both capture.
+    pub captured: *const Captured,
+    /// How many.
+    pub num_captured: i64,
+}
+
 /// One forward, backward or combine call.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -236,13 +268,20 @@ pub struct Request {
     pub numbers: Numbers,
     /// A stream of the device, 0: its default one.
     pub stream: i64,
+    /// A score and a mask as code; null: none. It outlives the request.
+    pub code: *const Code,
 }
 
 impl Request {
     /// Nothing is given.
     #[must_use]
     pub fn new() -> Self {
-        Self { tensors: [Tensor::ABSENT; NUM_SLOTS], numbers: Numbers::default(), stream: 0 }
+        Self {
+            tensors: [Tensor::ABSENT; NUM_SLOTS],
+            numbers: Numbers::default(),
+            stream: 0,
+            code: ptr::null(),
+        }
     }
 
     /// The tensor of a slot, if it is given.
@@ -262,6 +301,22 @@ impl Request {
     /// Puts a tensor into a slot.
     pub fn set(&mut self, slot: Slot, tensor: Tensor) {
         self.tensors[slot as usize] = tensor;
+    }
+
+    /// The call's functions and what they capture, if it has any.
+    ///
+    /// # Safety
+    /// `code` is null or a live one, whose list is as long as it says.
+    #[must_use]
+    pub unsafe fn coded(&self) -> Option<(&Code, &[Captured])> {
+        // SAFETY: the caller's promise.
+        let code = unsafe { self.code.as_ref() }?;
+        let count = usize::try_from(code.num_captured).unwrap_or(0);
+        if code.captured.is_null() || count == 0 {
+            return Some((code, &[]));
+        }
+        // SAFETY: the caller's promise.
+        Some((code, unsafe { std::slice::from_raw_parts(code.captured, count) }))
     }
 
     /// Whether gradients are wanted.

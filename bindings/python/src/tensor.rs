@@ -13,8 +13,10 @@ pub const U8: i32 = 101;
 pub const U32: i32 = 102;
 /// What NumPy makes where nobody names a type. No operand has it; a refusal says its name.
 pub const F64: i32 = 103;
-/// Likewise.
+/// Of what functions capture.
 pub const I64: i32 = 104;
+/// Likewise: bytes, true iff not 0.
+pub const BOOL: i32 = 105;
 /// Any other type that no operand of attention has.
 pub const OTHER: i32 = -1;
 
@@ -54,7 +56,7 @@ pub struct Tensor {
     pub strides: [i64; MAX_DIMS],
     /// Axes; -1: not given.
     pub num_dims: i32,
-    /// `FMHA_F16`, ..., or [`I32`], [`U8`], [`U32`], [`OTHER`].
+    /// `FMHA_F16`, ..., or [`I32`], [`U8`], [`U32`], [`I64`], [`BOOL`], [`OTHER`].
     pub dtype: i32,
     /// Where it lies.
     pub device: Device,
@@ -149,7 +151,8 @@ pub fn element_bytes(dtype: i32) -> i64 {
     match dtype {
         fmha_c::FMHA_F16 | fmha_c::FMHA_BF16 => 2,
         fmha_c::FMHA_F32 | I32 | U32 => 4,
-        U8 => 1,
+        I64 => 8,
+        U8 | BOOL => 1,
         dtype if is_fp8(dtype) => 1,
         _ => 0,
     }
@@ -171,6 +174,7 @@ pub fn dtype_name(dtype: i32) -> &'static str {
         U32 => "uint32",
         F64 => "float64",
         I64 => "int64",
+        BOOL => "bool",
         _ => "a type that no operand has",
     }
 }

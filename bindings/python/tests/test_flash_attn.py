@@ -364,6 +364,42 @@ def test_what_the_contract_has_not_is_refused_by_name(call, words):
         call(*tensors())
 
 
+def test_functions_of_flash_attention_4_are_code_with_gradients():
+    q, k, v = tensors()
+    slopes = torch.randn(q.shape[2], requires_grad=True)
+
+    def score(s, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
+        return s + aux_tensors[0][h] * (kv_idx - q_idx - (seqlen_info.seqlen_k - seqlen_info.seqlen_q))
+
+    def mask(b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
+        return kv_idx <= q_idx + (seqlen_info.seqlen_k - seqlen_info.seqlen_q)
+
+    # Beside a mask_mod, causal and window say nothing.
+    options = dict(
+        score_mod=score, mask_mod=mask, aux_tensors=[slopes], causal=True, window_size=(0, 0), return_lse=True
+    )
+    o, lse = fa4.flash_attn_func(q, k, v, **options)
+    place = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+    bias = slopes[:, None, None] * place
+    wanted, of_rows = fmha.attention(q, k, v, mask="causal", bias=bias, return_lse=True)
+    close(o, wanted.double(), 1e-5)
+    close(lse, of_rows.double(), 1e-5)
+    for found, exact in zip(*(torch.autograd.grad(x.square().sum(), slopes, retain_graph=True) for x in (o, wanted))):
+        close(found, exact.double(), 1e-4)
+    offsets = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (q.shape[1], k.shape[1])]
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    packed, _ = fa4.flash_attn_varlen_func(*rows, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], **options)
+    close(packed, o.flatten(0, 1).double(), 1e-5)
+    with pytest.raises(ValueError, match="softcap 2.0 is given beside score_mod"):
+        fa4.flash_attn_func(q, k, v, score_mod=score, aux_tensors=[slopes], softcap=2.0)
+    with pytest.raises(NotImplementedError, match="score_mod_bwd is given"):
+        fa4.flash_attn_func(q, k, v, score_mod=score, aux_tensors=[slopes], score_mod_bwd=score)
+    with pytest.raises(NotImplementedError, match="score_mod: lgamma: the language"):
+        fa4.flash_attn_func(q, k, v, score_mod=lambda s, *_: torch.lgamma(s))
+    with pytest.raises(NotImplementedError, match="aux_tensors is given"):
+        fa4.flash_attn_func(q, k, v, aux_tensors=[slopes])
+
+
 def test_hints_of_speed_are_taken():
     q, k, v = tensors()
     metadata = fa3.get_scheduler_metadata(2, 7, 11, 4, 2, 16, torch.tensor([5, 11], dtype=torch.int32))
@@ -479,9 +515,7 @@ def test_every_number_is_a_bound_of_sequences_of_fa4(layout, causal, with_sink):
         else:
             pages = [x.unflatten(1, (3, 4)).flatten(0, 1).flip(0) for x in (k, v)]
             table = (14 - torch.arange(15, dtype=torch.int32)).view(5, 3)
-            o, lse = fa4.flash_attn_varlen_func(
-                q, *pages, seqused_q=used_q, seqused_k=used_k, page_table=table, **call
-            )
+            o, lse = fa4.flash_attn_varlen_func(q, *pages, seqused_q=used_q, seqused_k=used_k, page_table=table, **call)
         first = first_k = 0
         if layout == "packed":
             dout = torch.randn_like(o)
@@ -586,7 +620,9 @@ def test_lengths_beyond_the_pages_of_packed_calls_are_refused():
     table = torch.arange(4, dtype=torch.int32).view(2, 2)
     # Offsets on a GPU are not read: there the longest sequence, a number, is refused.
     lengths = "cu_seqlens_k's difference.* is 11, but the pages of block_table have 10"
-    beyond = pytest.raises(ValueError, match=lengths) if DEVICE == "cpu" else pytest.raises(RuntimeError, match="10 keys")
+    beyond = (
+        pytest.raises(ValueError, match=lengths) if DEVICE == "cpu" else pytest.raises(RuntimeError, match="10 keys")
+    )
     with beyond:
         fa2.flash_attn_varlen_func(q, *pages, offsets([1, 1]), offsets([11, 3]), 1, 11, block_table=table)
     if DEVICE == "cpu":

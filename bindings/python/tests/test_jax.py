@@ -324,9 +324,9 @@ def test_causal_is_one_word_and_a_keyword_of_another_library_is_answered_with_ou
 @pytest.mark.parametrize("name, shape", [("bias", (1, 4, 7, 11)), ("sink", (4,))])
 def test_a_batch_of_nothing_is_nothing_and_what_all_share_has_the_gradient_0(name, shape):
     q, k, v = arrays(b=0)
-    given = jax.grad(
-        lambda q, k, v, x: fmha.jax.attention(q, k, v, **{name: x}).sum(), (0, 1, 2, 3)
-    )(q, k, v, jnp.ones(shape))
+    given = jax.grad(lambda q, k, v, x: fmha.jax.attention(q, k, v, **{name: x}).sum(), (0, 1, 2, 3))(
+        q, k, v, jnp.ones(shape)
+    )
     assert [x.shape for x in given] == [q.shape, k.shape, v.shape, shape] and not given[3].any()
 
 
@@ -373,3 +373,70 @@ each = jax.shard_map(lambda *x: fmha.jax.attention(*x), mesh=mesh, in_specs=P("d
 q, k, v = arrays()
 close(jax.jit(each)(q, k, v), fmha.jax.attention(q, k, v))
 """)
+
+
+def by_functions(q, k, v, score, mask):
+    """Attention with a score and a mask as JAX's own functions of whole matrices."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    places = [jnp.arange(n).reshape([-1 if i == at else 1 for i in range(4)]) for at, n in enumerate(scores.shape)]
+    scores = jnp.where(mask(*places), score(scores, *places), -jnp.inf)
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores, axis=-1), v)
+
+
+def test_functions_are_code_with_gradients_under_jit_and_vmap():
+    keys = jax.random.split(jax.random.key(3), 5)
+    q, k, v = (jax.random.normal(key, (2, 7, heads, 16)) for key, heads in zip(keys, (4, 2, 2)))
+    slopes, table = jax.random.normal(keys[3], (4,)), jax.random.normal(keys[4], (4, 9))
+    ids = jnp.array([[0, 0, 0, 1, 1, 1, 1], [2] * 7])
+
+    def mask(b, h, q, k):
+        return (ids[b, q] == ids[b, k]) & (q >= k) & ((q - k) // 2 < 3) & (k % 5 != 4)
+
+    def loss(attend, q, k, v, slopes, table):
+        def score(s, b, h, q, k):
+            near = table[h, jnp.clip(q - k, -4, 4) + 4]
+            return (
+                5 * jnp.tanh(s / 5)
+                + jnp.where(k > 2, slopes[h] * (k - q), near**2)
+                + jax.nn.relu(s) * jax.nn.sigmoid(s)
+            )
+
+        return (attend(q, k, v, score, mask) ** 2).sum()
+
+    def ours(q, k, v, score, mask):
+        return fmha.jax.attention(q, k, v, score_code=score, mask_code=mask)
+
+    given = (q, k, v, slopes, table)
+    wanted, exact = jax.value_and_grad(functools.partial(loss, by_functions), range(5))(*given)
+    found, gradients = jax.jit(jax.value_and_grad(functools.partial(loss, ours), range(5)))(*given)
+    assert abs(found - wanted) < 1e-4 * wanted
+    for x, y in zip(gradients, exact):
+        assert jnp.abs(x - y).max() < 1e-4 * (1 + jnp.abs(y).max())
+    # The place in a batch is what a function sees: a mapped call is one after another.
+    mapped = jax.vmap(functools.partial(loss, ours))(*(jnp.stack([x, x + 1]) for x in given))
+    assert jnp.allclose(mapped[0], wanted, rtol=1e-4)
+    text = fmha.jax.attention(
+        q, k, v, score_code="by: float; one: f32[]; s * by * one[]", captured={"by": 2.0, "one": jnp.float32(0.5)}
+    )
+    assert jnp.allclose(text, fmha.jax.attention(q, k, v), atol=1e-6)
+
+
+def test_what_a_function_over_jax_has_not_is_refused_by_its_name():
+    x = jnp.ones((1, 4, 2, 8))
+    table = jnp.ones((2, 4))
+    for score, kind, words in (
+        (lambda s, b, h, q, k: jax.lax.lgamma(s), NotImplementedError, "score_code: lgamma: the language"),
+        (lambda s, b, h, q, k: s + jnp.cumsum(table)[k], TypeError, "CapturedArray"),
+        (lambda s, b, h, q, k: s + table.sum(), NotImplementedError, "sum: a function reads elements"),
+        (lambda s, b, h, q, k: s.astype(jnp.bfloat16), NotImplementedError, "score_code: astype"),
+        (lambda s, b, h, q, k: s if q > k else -s, jax.errors.TracerBoolConversionError, "bool"),
+        (lambda s, b, h, q, k: table[h, 0:2], (NotImplementedError, TypeError), "."),
+        (lambda s, b, h, q, k: k > q, TypeError, "score_code gives a bool"),
+        ("s + slope[h]", fmha.FmhaError, "score_code: column 5, `slope`"),
+    ):
+        with pytest.raises(kind, match=words):
+            fmha.jax.attention(x, x, x, score_code=score)
+    with pytest.raises(ValueError, match="captured: slopes is missing"):
+        fmha.jax.attention(x, x, x, score_code="slopes: f32[_]; s + slopes[h]")

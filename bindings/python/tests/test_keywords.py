@@ -308,7 +308,9 @@ def flash_attn_3_with_kvcache():
         cu_seqlens_k_new=[changes(cu(2, 3), cu(4, 1), **new), refused(cu(2, 3))],
         max_seqlen_q=[refused(3, "maximal length 3", cu_seqlens_q=cu(2, 7), q=rows["q"]), hint(3, BOUND)],
         rotary_seqlens=[
-            changes(i32(1, 2), rotary_cos=torch.rand(16, 8), rotary_sin=torch.rand(16, 8), cu_seqlens_k_new=cu(2, 3), **new),
+            changes(
+                i32(1, 2), rotary_cos=torch.rand(16, 8), rotary_sin=torch.rand(16, 8), cu_seqlens_k_new=cu(2, 3), **new
+            ),
             refused(i32(1, 2)),
         ],
         scheduler_metadata=hint(torch.zeros(3), SPEED),
@@ -333,9 +335,12 @@ def flash_attn_3_combine():
 
 
 REFUSED_BY_4 = {
-    name: refused(torch.zeros(2))
-    for name in "qv gather_kv_indices score_mod score_mod_bwd mask_mod aux_tensors aux_scalars".split()
+    name: refused(torch.zeros(2)) for name in "qv gather_kv_indices score_mod_bwd aux_tensors aux_scalars".split()
 }
+FUNCTIONS_OF_4 = dict(
+    score_mod=changes(lambda s, *_: s * 2),
+    mask_mod=changes(lambda b, h, q, k, *_: k % 2 == 0),
+)
 
 
 @door
@@ -343,6 +348,7 @@ def flash_attn_4():
     cases = dict(
         TAIL,
         **REFUSED_BY_4,
+        **FUNCTIONS_OF_4,
         block_sparse_tensors=refused((torch.zeros(2),)),
         block_sparse_tensors_bwd=refused((torch.zeros(2),)),
         learnable_sink=changes(torch.randn(4)),
@@ -361,6 +367,7 @@ def flash_attn_4_varlen():
     cases = dict(
         TAIL,
         **REFUSED_BY_4,
+        **FUNCTIONS_OF_4,
         learnable_sink=changes(torch.randn(4)),
         num_splits=[hint(1, CHOICE), hint(3, CHOICE)],
         pack_gqa=hint(True, SPEED),
@@ -494,9 +501,18 @@ def own_cases(cache=False):
     )
 
 
+def code_cases():
+    reads = dict(score_code="by: float; s * by")
+    return dict(
+        score_code=[changes("s * 2", "s + k"), refused("s +")],
+        mask_code=[changes("k > 2", lambda b, h, q, k: k != q), refused("k")],
+        captured=[changes(dict(by=2), dict(by=3), **reads), refused(dict(to=2), **reads), refused(dict(by=2))],
+    )
+
+
 @door
 def attention():
-    return Door(fmha.attention, qkv(), own_cases())
+    return Door(fmha.attention, qkv(), dict(own_cases(), **code_cases()))
 
 
 @door
@@ -566,7 +582,7 @@ def explain():
             for case in listed(cases)
             if case.kind != "refused"
         ]
-        for name, cases in own_cases().items()
+        for name, cases in dict(own_cases(), **code_cases()).items()
     }
     # What a plan promises follows from these.
     cases.update(batch_invariant=changes(True), check_lengths=changes(True), backward=changes(True))
@@ -712,7 +728,8 @@ def test_no_keyword_of_jax_is_swallowed():
             value=into(case.value), plain=into(case.plain), beside={name: into(x) for name, x in case.beside.items()}
         )
 
-    cases = {name: [case_into(case) for case in listed(cases)] for name, cases in own_cases().items()}
+    all_cases = dict(own_cases(), **code_cases())
+    cases = {name: [case_into(case) for case in listed(cases)] for name, cases in all_cases.items()}
     cases["p_drop"] = [changes(0.4, seed=into(1)), refused(0.4, "seed")]
     cases["offset"] = [changes(3, 4, p_drop=0.4, seed=1), hint(3, "nothing is drawn without p_drop")]
     assert not faults(Door(fmha.jax.attention, {name: into(x) for name, x in qkv().items()}, cases))
@@ -731,7 +748,7 @@ def test_no_keyword_of_numpys_door_is_swallowed():
             for case in listed(cases)
             if name not in eight or case.kind == "refused"
         ]
-        for name, cases in own_cases().items()
+        for name, cases in dict(own_cases(), **code_cases()).items()
     }
     cases["dtype_o"] = changes("float16")
     assert not faults(Door(fmha.attention, {name: into(x) for name, x in qkv().items()}, cases))

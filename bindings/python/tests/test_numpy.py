@@ -276,3 +276,47 @@ def test_a_child_after_fork_computes_too(rng):
 def test_what_there_is_to_run_on_is_said():
     assert fmha.devices().startswith("cpu: ")
     assert "cpu-fwd" in fmha.explain(*qkv(np.random.default_rng(0)), mask="causal")
+
+
+def test_functions_over_numpy_are_code():
+    generator = np.random.default_rng(5)
+    q, k, v = (generator.standard_normal((2, 6, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    table, cap, window = generator.standard_normal((4, 9)), 5.0, 3
+    ids = np.array([[0, 0, 1, 1, 1, 1], [2] * 6])
+
+    def score(s, b, h, q, k):
+        return cap * np.tanh(s / cap) + np.where(q > k, table[h, q - k], 0.5 * np.float32(2.0))
+
+    def mask(b, h, q, k):
+        return (ids[b, q] == ids[b][k]) & (q >= k) & (np.abs(q - k) <= window)
+
+    text = fmha.attention(
+        q,
+        k,
+        v,
+        score_code="table: f32[_, _]; cap: float; cap * tanh(s / cap) + select(q > k, table[h, q - k], 1.0)",
+        mask_code="ids: i64[_, _]; window: int; ids[b, q] == ids[b, k] and q >= k and abs(q - k) <= window",
+        captured={"table": table.astype(np.float32), "cap": cap, "ids": ids, "window": window},
+    )
+    assert np.array_equal(fmha.attention(q, k, v, score_code=score, mask_code=mask), text)
+    assert not np.allclose(text, fmha.attention(q, k, v, mask="causal"))
+    for options, kind, words in (
+        (dict(score_code=lambda s, b, h, q, k: np.cumsum(s)), NotImplementedError, "score_code: cumsum"),
+        (dict(score_code=lambda s, b, h, q, k: table + s), NotImplementedError, "score_code"),
+        (dict(score_code="s + table[h]"), fmha.FmhaError, "score_code: column 5, `table`"),
+        (dict(score_code="k < q"), fmha.FmhaError, "score_code: `k < q` is a bool: it is a mask"),
+        (
+            dict(mask_code="ids: i32[_, _]; ids[b, k] == 0", captured={"ids": ids}),
+            fmha.FmhaError,
+            "captured ids is of int64",
+        ),
+        (dict(mask_code="ids: i64[_]; ids[k] == 0", captured={"ids": ids}), fmha.FmhaError, "captured ids has 2 axes"),
+        (dict(score_code="s * cap", captured={"cap": 1}), fmha.FmhaError, "column 5, `cap`"),
+        (dict(score_code="cap: int; s * cap", captured={"cap": 1.5}), TypeError, "captured: cap: 1.5"),
+        (dict(score_code="cap: float; s * cap", captured={"cap": table}), TypeError, "captured: cap"),
+        (dict(score_code="cap: f32[]; s * cap[]", captured={"cap": 1.0}), TypeError, "captured: cap: 1.0 is no tensor"),
+        (dict(score_code="s", captured={"1": 1.0}), ValueError, "captured: '1' is no name"),
+        (dict(captured={"cap": 1.0}), ValueError, "captured: cap is given, but neither"),
+    ):
+        with pytest.raises(kind, match=words):
+            fmha.attention(q, k, v, **options)

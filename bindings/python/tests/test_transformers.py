@@ -143,3 +143,46 @@ def test_a_mask_keeps_the_offsets_that_it_was_made_with(recognised):
     offsets[0] += 2
     offsets[1] += 1
     assert torch.equal(mask + 0, wanted)
+
+
+FLEX = ("llama", "mistral with a window", "gemma 2 with a soft cap")
+
+
+@pytest.mark.parametrize("config", [CONFIGS[name] for name in FLEX], ids=FLEX)
+def test_masks_of_flex_attention_are_computed_as_code(config, monkeypatch):
+    from transformers.masking_utils import AttentionMaskInterface
+
+    seen = []
+    held = [interface._global_mapping.copy() for interface in (transformers.AttentionInterface, AttentionMaskInterface)]
+    for interface, mapping in zip((transformers.AttentionInterface, AttentionMaskInterface), held):
+        monkeypatch.setattr(interface, "_global_mapping", mapping)
+    fmha.transformers.install_flex_attention()
+    forward = fmha.transformers.flex_attention_forward
+    spy = lambda module, *args, **kwargs: seen.append(type(args[3]).__name__) or forward(module, *args, **kwargs)
+    transformers.AttentionInterface.register("flex_attention", spy)
+    torch.manual_seed(0)
+    eager = transformers.AutoModelForCausalLM.from_config(config(), attn_implementation="eager")
+    torch.manual_seed(0)
+    ours = transformers.AutoModelForCausalLM.from_config(config(), attn_implementation="flex_attention")
+    ids, mask = padded([12, 7, 1], 12)
+    with torch.no_grad():
+        got, wanted = ours(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits
+    assert torch.allclose(got[mask.bool()], wanted[mask.bool()], atol=2e-4)
+    tokens = [model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for model in (eager, ours)]
+    assert torch.equal(*tokens) and set(seen) == {"_OfAFunction"}
+    for model in (eager.train(), ours.train()):
+        # A row of padding is another one than eager attention's, and no loss reads it.
+        model(ids, attention_mask=mask).logits[mask.bool()].square().mean().backward()
+    for x, y in zip(eager.parameters(), ours.parameters()):
+        assert torch.allclose(x.grad, y.grad, atol=2e-4)
+
+
+def test_what_flex_attentions_hook_has_not_is_refused_by_its_name():
+    q = torch.randn(1, 2, 4, 8)
+    module = torch.nn.Module()
+    for words, call in (
+        ("kernel_options: BLOCK_M 64", dict(attention_mask=None, kernel_options={"BLOCK_M": 64})),
+        ("cu_seq_lens_q is given", dict(attention_mask=None, cu_seq_lens_q=torch.zeros(2))),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            fmha.transformers.flex_attention_forward(module, q, q, q, **call)

@@ -3,6 +3,7 @@
 mod operators;
 mod shims;
 
+use std::ffi::CString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
@@ -11,10 +12,10 @@ use smallvec::SmallVec;
 
 use crate::call::{Wrong, ensure};
 use crate::plans;
-use crate::request::{Numbers, Request, Slot, name};
+use crate::request::{Captured, Code, Numbers, Request, Slot, name};
 use crate::shapes::{attention_type, of_type};
 use crate::tensor::{Device, I64, Tensor, U8};
-use operators::{DRAWN_SEED, OPERATORS, Operator, Spelt, Take};
+use operators::{Coding, DRAWN_SEED, OPERATORS, Operator, Spelt, Take};
 use shims::{Owned, Shims, Value};
 
 static SHIMS: OnceLock<Shims> = OnceLock::new();
@@ -60,10 +61,11 @@ unsafe fn run_kept(shims: &'static Shims, operator: &Operator, stack: *mut Value
     // SAFETY: passed on.
     let body = || unsafe { execute(shims, operator, stack, num_args) };
     match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(results)) => {
-            for (i, result) in results.into_iter().enumerate() {
+        Ok(Ok((results, list))) => {
+            let results = results.into_iter().map(Owned::into_value).chain(list);
+            for (i, result) in results.enumerate() {
                 // SAFETY: the schema has as many results, and torch room for them.
-                unsafe { *stack.add(i) = result.into_value() };
+                unsafe { *stack.add(i) = result };
             }
             return true;
         }
@@ -82,7 +84,7 @@ unsafe fn execute(
     operator: &Operator,
     stack: *const Value,
     num_args: u64,
-) -> Result<Results, Wrong> {
+) -> Result<(Results, Option<Value>), Wrong> {
     // SAFETY: as many arguments as the schema has, which torch holds to be true.
     let mut words = unsafe { std::slice::from_raw_parts(stack, num_args as usize) }.iter().copied();
     let mut next = || words.next().unwrap_or_default();
@@ -111,6 +113,13 @@ unsafe fn execute(
         }),
         Spelt::Kept => crate::request::kept(next().cast_signed())?,
     };
+    let mut code = None;
+    if operator.code != Coding::None {
+        let words = [(); 5].map(|()| next());
+        let wanted = if operator.code == Coding::Backward { next().cast_signed() } else { 0 };
+        // SAFETY: the schema has three texts, a list of tensors and one of numbers at these places.
+        code = Some(unsafe { Taken::new(shims, words, wanted)? });
+    }
     // SAFETY: the schema has an optional tensor at this place.
     if let Some(seed) = operator.is_seeded.then(|| unsafe { shims.own_optional(next()) }).flatten() {
         request.numbers.seed = drawn(&seed.describe(DRAWN_SEED)?)?;
@@ -123,8 +132,91 @@ unsafe fn execute(
     let mut making = Making { request: &mut request, torch: Some(shims), results: Results::new() };
     (operator.results)(&mut making)?;
     let results = making.results;
+    let Some(mut taken) = code else {
+        run(shims, &mut request)?;
+        return Ok((results, None));
+    };
+    let gradients = taken.gradients(shims, &request)?;
+    let code = taken.code();
+    request.code = &raw const code;
     run(shims, &mut request)?;
-    Ok(results)
+    let list = (operator.code == Coding::Backward).then(|| shims.list(gradients.into_iter())).transpose()?;
+    Ok((results, list))
+}
+
+/// A score and a mask as code, as an operator takes them.
+struct Taken {
+    texts: [CString; 2],
+    /// What `captured` points to.
+    _names: Vec<CString>,
+    tensors: Vec<Owned>,
+    captured: Vec<Captured>,
+    /// Bits of the captured tensors whose gradients are wanted.
+    wanted: i64,
+}
+
+impl Taken {
+    /// # Safety
+    /// `words` are three texts, a list of tensors and one of numbers, all this call's.
+    unsafe fn new(shims: &'static Shims, words: [Value; 5], wanted: i64) -> Result<Self, Wrong> {
+        // SAFETY: passed on. All go back, whatever is wrong with one.
+        let (score, mask, names, tensors, numbers) = unsafe {
+            let texts = (shims.text(words[0]), shims.text(words[1]), shims.text(words[2]));
+            (texts.0, texts.1, texts.2, shims.listed(words[3]), shims.listed(words[4]))
+        };
+        // SAFETY: as above: each handle is this call's.
+        let tensors: Vec<Owned> = tensors?.into_iter().map(|word| unsafe { shims.own(word) }).collect();
+        let numbers = numbers?;
+        let names = names?.into_string().map_err(|error| error.to_string())?;
+        let names: Vec<CString> = names
+            .split(',')
+            .filter(|name| !name.is_empty())
+            .map(|name| CString::new(name).map_err(|error| error.to_string()))
+            .collect::<Result<_, _>>()?;
+        let count = tensors.len() + numbers.len();
+        ensure!(names.len() == count, "captured_names has {} names, but {count} are captured", names.len());
+        let mut captured = Vec::with_capacity(count);
+        for (at, name) in names.iter().enumerate() {
+            let shown = || format!("captured {}", name.to_string_lossy());
+            let tensor = tensors.get(at).map(|tensor| tensor.describe(&shown())).transpose()?;
+            let real = numbers.get(at.wrapping_sub(tensors.len())).map_or(0.0, |&bits| f64::from_bits(bits));
+            let (tensor, gradient) = (tensor.unwrap_or(Tensor::ABSENT), Tensor::ABSENT);
+            captured.push(Captured { name: name.as_ptr(), tensor, gradient, real, integer: real as i64 });
+        }
+        Ok(Self { texts: [score?, mask?], _names: names, tensors, captured, wanted })
+    }
+
+    /// The gradients that are wanted, noted beside what they are of.
+    fn gradients(&mut self, shims: &'static Shims, request: &Request) -> Result<Vec<Owned>, Wrong> {
+        let mut gradients = vec![];
+        let leaves_out = leaves_rows_out(request, Slot::Dbias);
+        for (at, captured) in self.captured.iter_mut().enumerate().take(self.tensors.len()) {
+            let is_wanted = at < 63 && self.wanted >> at & 1 == 1;
+            if !is_wanted {
+                continue;
+            }
+            let of = captured.tensor;
+            let made = shims.empty(of.shape(), of.dtype, of.device)?;
+            if leaves_out {
+                made.clear()?;
+            }
+            captured.gradient = made.describe("dcaptured")?;
+            gradients.push(made);
+        }
+        Ok(gradients)
+    }
+
+    /// What a request points to, as long as this lives.
+    fn code(&self) -> Code {
+        let [score, mask] = &self.texts;
+        let text = |text: &CString| if text.is_empty() { std::ptr::null() } else { text.as_ptr() };
+        Code {
+            score: text(score),
+            mask: text(mask),
+            captured: self.captured.as_ptr(),
+            num_captured: self.captured.len() as i64,
+        }
+    }
 }
 
 /// The seed that a tensor of the host has.

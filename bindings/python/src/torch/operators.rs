@@ -35,6 +35,21 @@ pub(super) enum Spelt {
     Kept,
 }
 
+/// Whether an operator takes a score and a mask as code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Coding {
+    /// It does not.
+    None,
+    /// It does.
+    Forward,
+    /// It does, and gives a list of gradients: of the captured tensors that a number's bits say, from the lowest.
+    Backward,
+}
+
+/// The arguments of code, in a schema: names are those of the tensors and then of the numbers, by commas.
+const CODE: &str =
+    "str score_code, str mask_code, str captured_names, Tensor[] captured, float[] captured_numbers";
+
 /// The name of a seed that is a tensor.
 pub(super) const DRAWN_SEED: &str = "drawn_seed";
 
@@ -48,7 +63,9 @@ pub(super) struct Operator {
     /// Whether a seed may come last as a tensor of the host, [`DRAWN_SEED`], in place of the number: a compiler that draws
     /// it has a tensor alone.
     pub(super) is_seeded: bool,
-    /// Tensors that it gives.
+    /// Whether, behind its numbers, it takes a score and a mask as code and what they capture.
+    pub(super) code: Coding,
+    /// Tensors that it gives, besides a list of captured gradients.
     num_results: usize,
     /// Makes them and notes them in the request.
     pub(super) results: fn(&mut Making<'_>) -> Result<(), Wrong>,
@@ -79,11 +96,21 @@ impl Operator {
             }
             Spelt::Kept => text.push_str("int numbers"),
         }
+        if self.code != Coding::None {
+            let _ = write!(text, "{CODE}, ");
+        }
+        if self.code == Coding::Backward {
+            text.push_str("int wanted, ");
+        }
         if self.is_seeded {
             let _ = write!(text, "Tensor? {DRAWN_SEED}=None");
         }
         let arguments = text.trim_end_matches([',', ' ']);
-        format!("{arguments}) -> ({})", vec!["Tensor"; self.num_results].join(", "))
+        let mut results = vec!["Tensor"; self.num_results];
+        if self.code == Coding::Backward {
+            results.push("Tensor[]");
+        }
+        format!("{arguments}) -> ({})", results.join(", "))
     }
 }
 
@@ -106,7 +133,7 @@ macro_rules! tensors {
     };
 }
 
-pub(super) static OPERATORS: [Operator; 10] = [
+pub(super) static OPERATORS: [Operator; 12] = [
     Operator {
         name: "forward",
         tensors: tensors!(
@@ -120,6 +147,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         ),
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: true,
+        code: Coding::None,
         num_results: 2,
         results: o_and_lse,
         kernel: kernel::<0>,
@@ -141,6 +169,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         ),
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: true,
+        code: Coding::None,
         num_results: 0,
         results: |_| Ok(()),
         kernel: kernel::<1>,
@@ -161,6 +190,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         ),
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: true,
+        code: Coding::None,
         num_results: 5,
         results: gradients,
         kernel: kernel::<2>,
@@ -188,6 +218,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         ),
         numbers: Spelt::Each(NUMBERS.len()),
         is_seeded: true,
+        code: Coding::None,
         num_results: 2,
         results: o_and_lse,
         kernel: kernel::<3>,
@@ -197,6 +228,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         tensors: &[(Slot::OParts, Given), (Slot::LseParts, Given)],
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: false,
+        code: Coding::None,
         num_results: 2,
         results: combined,
         kernel: kernel::<4>,
@@ -207,6 +239,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
         numbers: Spelt::Kept,
         is_seeded: false,
+        code: Coding::None,
         num_results: 2,
         results: o_and_lse,
         kernel: kernel::<5>,
@@ -224,6 +257,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         ],
         numbers: Spelt::Kept,
         is_seeded: false,
+        code: Coding::None,
         num_results: 3,
         results: plain_gradients,
         kernel: kernel::<6>,
@@ -234,6 +268,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
         numbers: Spelt::Kept,
         is_seeded: false,
+        code: Coding::None,
         num_results: 1,
         results: |making| outputs(making, false),
         kernel: kernel::<7>,
@@ -244,6 +279,7 @@ pub(super) static OPERATORS: [Operator; 10] = [
         tensors: &[(Slot::OParts, Given)],
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: false,
+        code: Coding::None,
         num_results: 1,
         results: |making| {
             making.request.numbers.options |= ADDS;
@@ -256,12 +292,53 @@ pub(super) static OPERATORS: [Operator; 10] = [
         tensors: &[(Slot::OParts, Given), (Slot::O, Written)],
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: false,
+        code: Coding::None,
         num_results: 0,
         results: |making| {
             making.request.numbers.options |= ADDS_TO;
             Ok(())
         },
         kernel: kernel::<9>,
+    },
+    // `forward` and `backward` with a score or a mask as code.
+    Operator {
+        name: "forward_code",
+        tensors: tensors!(
+            [(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
+            [
+                (Slot::BlockTable, Optional),
+                (Slot::DescaleQ, Optional),
+                (Slot::DescaleK, Optional),
+                (Slot::DescaleV, Optional)
+            ]
+        ),
+        numbers: Spelt::Each(NUM_COMMON),
+        is_seeded: true,
+        code: Coding::Forward,
+        num_results: 2,
+        results: o_and_lse,
+        kernel: kernel::<10>,
+    },
+    Operator {
+        name: "backward_code",
+        tensors: tensors!(
+            [
+                (Slot::Dout, Given),
+                (Slot::Q, Given),
+                (Slot::K, Given),
+                (Slot::V, Given),
+                (Slot::O, Given),
+                (Slot::Lse, Given),
+                (Slot::Dlse, Optional)
+            ],
+            []
+        ),
+        numbers: Spelt::Each(NUM_COMMON),
+        is_seeded: true,
+        code: Coding::Backward,
+        num_results: 5,
+        results: gradients,
+        kernel: kernel::<11>,
     },
 ];
 
@@ -361,6 +438,16 @@ mod tests {
         assert!(schema(4).ends_with("-> (Tensor, Tensor)"));
         assert_eq!(schema(5), "plain(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor, Tensor)");
         assert!(schema(9).starts_with("add_parts_to(Tensor o_parts, Tensor(a!) o, "));
+        assert!(
+            schema(10).ends_with("float[] captured_numbers, Tensor? drawn_seed=None) -> (Tensor, Tensor)")
+        );
+        assert!(
+            schema(11).contains(
+                "int options, str score_code, str mask_code, str captured_names, Tensor[] captured, "
+            )
+        );
+        assert!(schema(11).contains("int wanted, Tensor? drawn_seed=None) -> (Tensor, Tensor, Tensor, "));
+        assert!(schema(11).ends_with("Tensor, Tensor[])"));
         assert_eq!(schema(7), "plain_o(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor)");
     }
 }

@@ -12,7 +12,7 @@ use libloading::os::windows::Library;
 
 use super::operators::Operator;
 use crate::call::Wrong;
-use crate::tensor::{Device, F64, I32, I64, MAX_DIMS, OTHER, Tensor, U8, U32, element_bytes};
+use crate::tensor::{BOOL, Device, F64, I32, I64, MAX_DIMS, OTHER, Tensor, U8, U32, element_bytes};
 
 /// `StableIValue`: a tensor's handle, an integer, the bits of an f64, or for an optional 0 or the address of one.
 pub(super) type Value = u64;
@@ -35,7 +35,7 @@ macro_rules! shims {
             $($name: $type,)*
             delete_value: Delete,
             current_stream: Option<unsafe extern "C" fn(i32, *mut *mut c_void) -> Code>,
-            dtypes: [(i32, i32); 12],
+            dtypes: [(i32, i32); 13],
             device_cpu: i32,
             device_cuda: i32,
             is_rocm: bool,
@@ -65,7 +65,7 @@ enum Delete {
 struct Rest {
     delete_value: Delete,
     current_stream: Option<unsafe extern "C" fn(i32, *mut *mut c_void) -> Code>,
-    dtypes: [(i32, i32); 12],
+    dtypes: [(i32, i32); 13],
     device_cpu: i32,
     device_cuda: i32,
     is_rocm: bool,
@@ -88,6 +88,14 @@ shims! {
     aoti_torch_delete_tensor_object: unsafe extern "C" fn(Handle) -> Code;
     aoti_torch_empty_strided: unsafe extern "C" fn(i64, *const i64, *const i64, i32, i32, i32, *mut Handle) -> Code;
     aoti_torch_zero_: unsafe extern "C" fn(Handle) -> Code;
+    torch_new_list_reserve_size: unsafe extern "C" fn(usize, *mut Handle) -> Code;
+    torch_list_size: unsafe extern "C" fn(Handle, *mut usize) -> Code;
+    torch_list_get_item: unsafe extern "C" fn(Handle, usize, *mut Value) -> Code;
+    torch_list_push_back: unsafe extern "C" fn(Handle, Value) -> Code;
+    torch_delete_list: unsafe extern "C" fn(Handle) -> Code;
+    torch_string_length: unsafe extern "C" fn(Handle, *mut usize) -> Code;
+    torch_string_c_str: unsafe extern "C" fn(Handle, *mut *const c_char) -> Code;
+    torch_delete_string: unsafe extern "C" fn(Handle) -> Code;
     aoti_torch_check: unsafe extern "C-unwind" fn(bool, *const c_char, *const c_char, u32, *const c_char);
 }
 
@@ -147,8 +155,9 @@ impl Shims {
             ("aoti_torch_dtype_uint32", U32),
             ("aoti_torch_dtype_float64", F64),
             ("aoti_torch_dtype_int64", I64),
+            ("aoti_torch_dtype_bool", BOOL),
         ];
-        let mut codes = [(0, 0); 12];
+        let mut codes = [(0, 0); 13];
         for (to, (name, ours)) in codes.iter_mut().zip(dtypes) {
             *to = (constant(name)?, ours);
         }
@@ -293,6 +302,72 @@ impl Shims {
                 Delete::Operator(delete) => delete(cell.cast()),
             }
             Some(word)
+        }
+    }
+
+    /// The elements of an argument that is a list: numbers' bits, or handles of tensors that are this call's.
+    ///
+    /// # Errors
+    /// Where torch does not say them.
+    ///
+    /// # Safety
+    /// `word` is a list, and this call's.
+    pub(super) unsafe fn listed(&self, word: Value) -> Result<Vec<Value>, Wrong> {
+        let list = ptr::with_exposed_provenance_mut(word as usize);
+        let mut count = 0;
+        // SAFETY: a live list, which goes back once; what its elements are goes on to the caller.
+        unsafe {
+            let mut code = (self.torch_list_size)(list, &raw mut count);
+            let mut items = vec![0; count];
+            for (at, item) in items.iter_mut().enumerate() {
+                code |= (self.torch_list_get_item)(list, at, item);
+            }
+            code |= (self.torch_delete_list)(list);
+            if code == 0 { Ok(items) } else { Err("a list that torch does not read".to_owned()) }
+        }
+    }
+
+    /// The text of an argument that is one.
+    ///
+    /// # Errors
+    /// Where torch does not say it, and of a text with a zero in it.
+    ///
+    /// # Safety
+    /// `word` is a string, and this call's.
+    pub(super) unsafe fn text(&self, word: Value) -> Result<CString, Wrong> {
+        let string = ptr::with_exposed_provenance_mut(word as usize);
+        let (mut length, mut data) = (0, ptr::null());
+        // SAFETY: a live string, which is copied before it goes back once.
+        unsafe {
+            let code = (self.torch_string_length)(string, &raw mut length)
+                | (self.torch_string_c_str)(string, &raw mut data);
+            let bytes = if code == 0 && !data.is_null() && length > 0 {
+                std::slice::from_raw_parts(data.cast::<u8>(), length).to_vec()
+            } else {
+                vec![]
+            };
+            if code | (self.torch_delete_string)(string) != 0 {
+                return Err("a text that torch does not read".to_owned());
+            }
+            CString::new(bytes).map_err(|error| error.to_string())
+        }
+    }
+
+    /// A result that is a list of tensors.
+    ///
+    /// # Errors
+    /// Where torch makes none.
+    pub(super) fn list(&self, tensors: impl ExactSizeIterator<Item = Owned>) -> Result<Value, Wrong> {
+        let mut list = ptr::null_mut();
+        // SAFETY: the list is new; it takes each handle over, and whoever takes the list takes both.
+        unsafe {
+            let mut code = (self.torch_new_list_reserve_size)(tensors.len(), &raw mut list);
+            for tensor in tensors {
+                if code == 0 {
+                    code = (self.torch_list_push_back)(list, tensor.into_value());
+                }
+            }
+            if code == 0 { Ok(list as Value) } else { Err("torch makes no list of results".to_owned()) }
         }
     }
 

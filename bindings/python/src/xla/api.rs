@@ -287,6 +287,17 @@ impl CallFrame {
         unsafe { lent(self.results.buffers.cast(), self.results.size) }
     }
 
+    /// The numbers of an attribute that may be absent; none then.
+    ///
+    /// # Errors
+    /// As [`numbers`](Self::numbers), of one that is there.
+    pub(super) fn optional_numbers(&self, name: &str) -> Result<Vec<i64>, String> {
+        match self.numbers(name) {
+            Err(text) if text == missing(name) => Ok(vec![]),
+            read => read,
+        }
+    }
+
     /// An attribute of whole numbers.
     ///
     /// # Errors
@@ -304,7 +315,7 @@ impl CallFrame {
         };
         // SAFETY: a name's bytes, lent likewise.
         let is = |text: &&Text| unsafe { lent(text.bytes, text.len as i64) } == name.as_bytes();
-        let at = names.iter().position(is).ok_or_else(|| format!("the attribute {name} is missing"))?;
+        let at = names.iter().position(is).ok_or_else(|| missing(name))?;
         if types[at] != ARRAY {
             return Err(format!("the attribute {name} is of kind {}, no array", types[at]));
         }
@@ -394,6 +405,10 @@ impl CallFrame {
             Err(said)
         }
     }
+}
+
+fn missing(name: &str) -> String {
+    format!("the attribute {name} is missing")
 }
 
 #[cfg(test)]

@@ -2,20 +2,26 @@
 
 mod api;
 
+use std::ffi::CString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::call::{Wrong, ensure};
 use crate::plans;
-use crate::request::{NUM_SLOTS, NUMBERS, Numbers, Request};
-use crate::tensor::{Device, F64, I32, I64, MAX_DIMS, OTHER, Tensor, U8, U32};
+use crate::request::{Captured, Code, NUM_SLOTS, NUMBERS, Numbers, Request};
+use crate::tensor::{BOOL, Device, F64, I32, I64, MAX_DIMS, OTHER, Tensor, U8, U32};
 use api::Buffer;
 pub use api::{CallFrame, XlaError};
 
 /// Stands in `operands` for an argument that is only there to be written over by a result.
 const IGNORED: i64 = -1;
 
+/// Slots of captured tensors, and of their gradients, from here on in the order of their names.
+const FIRST_CAPTURED: i64 = 1 << 16;
+const FIRST_GRADIENT: i64 = 1 << 17;
+
 /// The handler of the target `fmha` on the CPU. Attributes, arrays of int64 each: `operands` and `results`, the slot of
-/// every argument and result; `numbers`, the words of [`Numbers`].
+/// every argument and result; `numbers`, the words of [`Numbers`]; `code`, absent or the lengths of score, mask and
+/// names, which commas part, and their bytes; `captured`, the words of the numbers that are named last.
 ///
 /// # Safety
 /// XLA calls it, with its own frame.
@@ -75,6 +81,7 @@ fn run(frame: &CallFrame, kind: i32) -> Result<(), Wrong> {
     );
     let mut words = words.into_iter();
     request.numbers = Numbers::read(NUMBERS.len(), |_| words.next().unwrap_or_default().cast_unsigned());
+    let mut spelt = Spelt::new(&frame.optional_numbers("code")?, &frame.optional_numbers("captured")?)?;
     for (name, buffers) in [("operands", frame.arguments()), ("results", frame.results())] {
         let slots = frame.numbers(name)?;
         ensure!(
@@ -87,16 +94,93 @@ fn run(frame: &CallFrame, kind: i32) -> Result<(), Wrong> {
             if slot == IGNORED {
                 continue;
             }
+            if let Some(to) = spelt.place(slot) {
+                *to = tensor(buffer, device)?;
+                continue;
+            }
             let to = usize::try_from(slot).ok().and_then(|slot| request.tensors.get_mut(slot));
             let to = to.ok_or_else(|| format!("the attribute {name} has slot {slot} of {NUM_SLOTS}"))?;
             *to = tensor(buffer, device)?;
         }
+    }
+    let code = spelt.code();
+    if let Some(code) = &code {
+        request.code = code;
     }
     if kind == 0 {
         return plans::run(&request, crate::host_scratch);
     }
     request.stream = frame.stream()?;
     plans::run(&request, |bytes| frame.scratch(bytes, plans::ALIGNMENT))
+}
+
+/// A score and a mask as code, as attributes spell them.
+struct Spelt {
+    /// Score and mask.
+    texts: [CString; 2],
+    /// What `captured` points to.
+    _names: Vec<CString>,
+    captured: Vec<Captured>,
+}
+
+impl Spelt {
+    fn new(words: &[i64], numbers: &[i64]) -> Result<Self, Wrong> {
+        let Some((lengths, bytes)) = words.split_first_chunk::<3>() else {
+            return Ok(Self { texts: Default::default(), _names: vec![], captured: vec![] });
+        };
+        let bytes: Vec<u8> = bytes.iter().map(|&byte| byte as u8).collect();
+        let mut left = &bytes[..];
+        let mut texts = Vec::with_capacity(3);
+        for &length in lengths {
+            let length = usize::try_from(length).unwrap_or(usize::MAX);
+            let (text, rest) = left.split_at_checked(length).ok_or("the attribute code is cut")?;
+            texts.push(CString::new(text).map_err(|error| error.to_string())?);
+            left = rest;
+        }
+        let names = texts.pop().unwrap_or_default().into_string().map_err(|error| error.to_string())?;
+        let names: Vec<CString> = names
+            .split(',')
+            .filter(|name| !name.is_empty())
+            .map(|name| CString::new(name).map_err(|error| error.to_string()))
+            .collect::<Result<_, _>>()?;
+        let first = names
+            .len()
+            .checked_sub(numbers.len())
+            .ok_or("the attribute captured has more numbers than names")?;
+        let captured = names
+            .iter()
+            .enumerate()
+            .map(|(at, name)| {
+                let bits = at.checked_sub(first).map_or(0, |at| numbers[at]);
+                let real = f64::from_bits(bits.cast_unsigned());
+                let (tensor, gradient) = (Tensor::ABSENT, Tensor::ABSENT);
+                Captured { name: name.as_ptr(), tensor, gradient, real, integer: real as i64 }
+            })
+            .collect();
+        let [score, mask] = [0, 1].map(|at| texts[at].clone());
+        Ok(Self { texts: [score, mask], _names: names, captured })
+    }
+
+    /// Where a captured tensor or its gradient goes; `None` of another slot.
+    fn place(&mut self, slot: i64) -> Option<&mut Tensor> {
+        let of = |first: i64| usize::try_from(slot.checked_sub(first)?).ok();
+        match of(FIRST_GRADIENT) {
+            Some(at) => self.captured.get_mut(at).map(|captured| &mut captured.gradient),
+            None => self.captured.get_mut(of(FIRST_CAPTURED)?).map(|captured| &mut captured.tensor),
+        }
+    }
+
+    /// What a request points to, as long as this lives.
+    fn code(&self) -> Option<Code> {
+        let [score, mask] = &self.texts;
+        let text = |text: &CString| if text.is_empty() { std::ptr::null() } else { text.as_ptr() };
+        (!score.is_empty() || !mask.is_empty()).then(|| Code {
+            score: text(score),
+            mask: text(mask),
+            captured: self.captured.as_ptr(),
+            num_captured: self.captured.len() as i64,
+        })
+    }
 }
 
 /// A buffer is dense, its last axis innermost.
@@ -131,6 +215,7 @@ fn dtype(theirs: i32) -> i32 {
         8 => U32,
         12 => F64,
         5 => I64,
+        1 => BOOL,
         _ => OTHER,
     }
 }

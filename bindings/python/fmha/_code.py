@@ -1,0 +1,108 @@
+"""A score and a mask as code, of a call: texts of the small language, or functions that are traced to them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+
+from . import _native
+from ._numbers import shown
+from ._trace import Code, Tracer
+
+#: What a call takes: a text, a function of torch's signature, or what another door of this package has bound.
+Function = Union[str, Callable[..., Any], Code]
+
+#: The letters of the arguments of each function, in order.
+_VARIABLES = {"score": "sbhqk", "mask": "bhqk"}
+
+
+def bind(
+    door: Any,
+    score: Optional[Function],
+    mask: Optional[Function],
+    captured: Optional[Mapping[str, Any]],
+    names: Tuple[str, str] = ("score_code", "mask_code"),
+    device: Any = None,
+) -> Optional[Code]:
+    """The code of a call; ``None`` where it has none. ``door`` knows its library's tensors, ``names`` are those of the
+    arguments, and ``device`` is Q's."""
+    if isinstance(score, Code):
+        # Another door of this package has bound it.
+        return score
+    given = {} if captured is None else _mapping(captured)
+    if score is None and mask is None:
+        if given:
+            raise ValueError(f"captured: {next(iter(given))} is given, but neither {names[0]} nor {names[1]} is")
+        return None
+    tracer = Tracer(door.stored, door.captured, given, door.WRAPS, door.is_compiling())
+    tracer.device = device
+    texts: List[str] = []
+    declared: Dict[str, str] = {}
+    both: Tuple[Tuple[str, str, Any], ...] = (("score", names[0], score), ("mask", names[1], mask))
+    for kind, name, function in both:
+        if function is None:
+            texts.append("")
+            continue
+        if callable(function) and hasattr(door, "function"):
+            function = door.function(function)
+        if isinstance(function, str):
+            text = function
+        elif tracer.is_compiling:
+            with door.Dispatching():
+                text = tracer.trace(kind, name, function, _VARIABLES[kind])
+        else:
+            text = tracer.trace(kind, name, function, _VARIABLES[kind])
+        own, reads = door.read_function(name, text, kind == "mask")
+        texts.append(own)
+        declared.update(reads)
+    values = {**given, **tracer.captured()}
+    for name in given:
+        if name not in declared:
+            raise ValueError(f"captured: {name} is given, but no function reads it")
+    return _ordered(door, texts, declared, values)
+
+
+def _mapping(captured: Any) -> Dict[str, Any]:
+    if not isinstance(captured, Mapping):
+        raise TypeError(f"captured: {shown(captured)} is no mapping from names to tensors and numbers")
+    for name in captured:
+        if not isinstance(name, str) or re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) is None:
+            raise ValueError(f"captured: {shown(name)} is no name: a letter, then letters, digits and _")
+    return dict(captured)
+
+
+def _ordered(door: Any, texts: List[str], declared: Dict[str, str], values: Dict[str, Any]) -> Code:
+    tensors: List[Tuple[str, Any]] = []
+    numbers: List[Tuple[str, float]] = []
+    for name, kind in declared.items():
+        if name not in values:
+            raise ValueError(f"captured: {name} is missing, which the function declares as {kind}")
+        value = values[name]
+        if "[" in kind:
+            if door.stored(value) is None:
+                raise TypeError(f"captured: {name}: {shown(value)} is no tensor, but is declared as {kind}")
+            tensors.append((name, door.captured(value)))
+        else:
+            numbers.append((name, _number(name, kind, value)))
+    names = tuple(name for name, _ in (*tensors, *numbers))
+    return Code(texts[0], texts[1], names, tuple(x for _, x in tensors), tuple(x for _, x in numbers))
+
+
+def _number(name: str, kind: str, value: Any) -> float:
+    read = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    whole = isinstance(read, int) and not isinstance(read, bool)
+    if not (whole or isinstance(read, float) and kind == "float"):
+        raise TypeError(f"captured: {name}: {shown(value)} is no number, but is declared as {kind}")
+    if whole and abs(read) > 1 << 53:
+        raise ValueError(f"captured: {name} {read} is beyond 2^53")
+    return float(read)
+
+
+def put(door: Any, request: _native.Request, code: Code, gradients: int = 0) -> List[Any]:
+    """Puts code into a request, and returns what has to outlive it. Bits of ``gradients`` say of which tensors a
+    gradient is described, whose memory is nowhere."""
+    request.put_code(code.score, code.mask, code.names, code.numbers, len(code.tensors))
+    return [
+        door.put_captured(request, at, code.names[at], tensor, 256 if gradients >> at & 1 else 0)
+        for at, tensor in enumerate(code.tensors)
+    ]

@@ -1,0 +1,275 @@
+"""Torch's FlexAttention by this library: :func:`flex_attention` and :func:`create_block_mask` with torch's names,
+defaults and meaning.
+
+``score_mod`` and ``mask_mod`` are called once, with traced values in place of tensors, and become text of a small
+language that backends compute; a new function compiles one kernel, a new value of what it captures none. Tensors
+that they read by index are captured, and have gradients where they are floats that require one. A Python number of a
+closure or of a module is an argument of the call; so is a tensor of no axes on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Dict, Optional, Tuple, Union
+
+import torch
+from torch.nn.attention import flex_attention as _torchs
+from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask, or_masks
+
+from . import _arguments, _code, _torch
+from ._numbers import flag, shown
+
+__all__ = ["BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks"]
+
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+#: Torch's default for the rows and the columns of a block.
+_BLOCK_SIZE = 128
+#: Blocks of this size are of a mask that hides nothing.
+_WHOLE = 1 << 30
+
+AuxRequest: Any = getattr(_torchs, "AuxRequest", None)
+AuxOutput: Any = getattr(_torchs, "AuxOutput", None)
+
+#: Options of torch's kernels that state what holds of a mask, and ask for nothing.
+_STATEMENTS = ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS")
+
+
+class _OfAFunction(BlockMask):
+    """A mask that its function says whole: lists of blocks are made where somebody asks for them."""
+
+    def __init__(
+        self, mask_mod: MaskMod, sizes: Tuple[int, int, int, int], block_size: Tuple[int, int], how: Any
+    ) -> None:
+        # Torch's own constructor wants the lists.
+        self.mask_mod = mask_mod
+        self.seq_lengths = sizes[2:]
+        self.BLOCK_SIZE = block_size
+        self._made_of, self._sizes, self._how = mask_mod, sizes, how
+
+    from_kv_blocks = BlockMask.from_kv_blocks  # type: ignore[assignment]
+
+    @property
+    def shape(self) -> Tuple[int, ...]:
+        return self._sizes
+
+    def is_function(self) -> bool:
+        """Whether its function is the one that it was made of, and so says all."""
+        return self.mask_mod is self._made_of
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_how" not in self.__dict__:
+            raise AttributeError(name)
+        made = _torchs.create_block_mask(self._made_of, *self._sizes, **self._how)
+        lists = {
+            key: value for key, value in vars(made).items() if key not in ("mask_mod", "seq_lengths", "BLOCK_SIZE")
+        }
+        self.__dict__.update(lists)
+        if name not in self.__dict__:
+            raise AttributeError(name)
+        return self.__dict__[name]
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: Optional[int],
+    H: Optional[int],
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: Union[int, Tuple[int, int]] = _BLOCK_SIZE,
+    _compile: bool = False,
+    **how: Any,
+) -> BlockMask:
+    """The mask that ``mask_mod(b, h, q_idx, kv_idx)`` says, as torch's function of this name gives it.
+
+    Nothing is computed yet: :func:`flex_attention` takes the function. Lists of blocks, ``kv_indices`` and the others,
+    are made by torch where they are asked for. ``device``, ``BLOCK_SIZE`` and torch's other arguments are for these.
+    """
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod: {shown(mask_mod)} is no function")
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    sizes = (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN)
+    block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    how = {"device": device, "BLOCK_SIZE": block_size, **({"_compile": True} if _compile else {}), **how}
+    return _OfAFunction(mask_mod, sizes, block_size, how)  # type: ignore[arg-type]
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Optional[ScoreMod] = None,
+    block_mask: Optional[BlockMask] = None,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Optional[Dict[str, Any]] = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Attention with a score and a mask of the caller's own, as ``torch.nn.attention.flex_attention.flex_attention``.
+
+    Args:
+        query: ``[B, Hq, L, E]``, any strides.
+        key: ``[B, Hkv, S, E]``; ``value``: ``[B, Hkv, S, Ev]``. A batch of 1 serves every sequence of ``query`` where
+            there is a ``block_mask``.
+        score_mod: ``(score, b, h, q_idx, kv_idx)``: what the scaled score becomes. It is called once, with traced
+            values: a Python ``if`` on one is refused, and so is by its name what the language has not.
+        block_mask: of :func:`create_block_mask`, here or in torch. A mask with lists of its own means what torch's
+            kernels
+            make of it: a pair is seen if its block is in the full list, or in the other and ``mask_mod`` says yes.
+        scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(E)``.
+        enable_gqa: whether ``key`` may have fewer heads than ``query``, whose count is a multiple.
+        return_lse: whether the LSE comes too, f32 ``[B, Hq, L]``, natural logarithm, -inf for a row without keys.
+        kernel_options: torch's; those that choose a kernel of torch's are refused by their names.
+        return_aux: torch's ``AuxRequest``: with ``lse`` the result is ``(out, AuxOutput)``.
+
+    Returns:
+        ``[B, Hq, L, Ev]``; with ``return_lse`` that and the LSE. Differentiable by ``query``, ``key``, ``value``, and
+        by captured tensors of floats.
+
+    Raises:
+        NotImplementedError: an operation that the language has not, by its name; torch's second derivatives.
+        TypeError: a Python ``if`` on a traced value.
+        ValueError, RuntimeError: what is wrong with an argument, its name first; or why no kernel takes the call.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 4:
+            raise ValueError(f"{name}: {shown(tensor)} is no tensor of four axes [B, H, L, E]")
+    wants_lse = flag("return_lse", return_lse)
+    aux = _aux(return_aux, wants_lse)
+    refuse_options(kernel_options)
+    key, value = _batches(query, key, value, block_mask)
+    _check_heads(query, key, value, flag("enable_gqa", enable_gqa))
+    mask = mask_of(block_mask, query, key)
+    code = _code.bind(_torch, score_mod, mask, None, ("score_mod", "mask_mod"), query.device)
+    bound = _arguments.bind(softmax_scale=scale)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    o, lse = _torch.attention(q, k, v, *bound, True, code)
+    o = o.transpose(1, 2)
+    if aux is not None:
+        return o, AuxOutput(lse=lse if aux.lse else None)
+    return (o, lse) if wants_lse else o
+
+
+def _aux(return_aux: Any, wants_lse: bool) -> Any:
+    if return_aux is None:
+        return None
+    if AuxRequest is None or not isinstance(return_aux, AuxRequest):
+        raise TypeError(f"return_aux: {shown(return_aux)} is no AuxRequest of torch's")
+    if wants_lse:
+        raise ValueError("return_lse and return_aux: both are given, of which return_aux says all")
+    if getattr(return_aux, "max_scores", False):
+        raise NotImplementedError("return_aux: max_scores, the greatest score of each row, is not computed here")
+    return return_aux
+
+
+def refuse_options(options: Optional[Dict[str, Any]]) -> None:
+    """Raises for the first of torch's options that asks for something."""
+    for name, value in (options or {}).items():
+        if value is None or name in _STATEMENTS or name == "BACKEND" and value == "AUTO":
+            continue
+        raise NotImplementedError(f"kernel_options: {name} {shown(value)} is of torch's kernels, and chooses none here")
+
+
+def _batches(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Optional[BlockMask]
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    batch = query.shape[0]
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[0] != batch and (x.shape[0] != 1 or block_mask is None):
+            raise ValueError(f"{name} has a batch of {x.shape[0]}, but query one of {batch}")
+    return key.expand(batch, *key.shape[1:]), value.expand(batch, *value.shape[1:])
+
+
+def _check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
+    of_q, of_k = query.shape[1], key.shape[1]
+    if of_q != of_k and not enable_gqa:
+        raise ValueError(f"enable_gqa is False, but query has {of_q} heads and key {of_k}")
+    if value.shape[1] != of_k:
+        raise ValueError(f"value has {value.shape[1]} heads, but key {of_k}")
+    if of_k == 0 or of_q % of_k:
+        raise ValueError(f"query has {of_q} heads, no multiple of key's {of_k}")
+
+
+def mask_of(block_mask: Optional[BlockMask], query: torch.Tensor, key: torch.Tensor) -> Optional[MaskMod]:
+    """The function that says all of a mask; ``None``: nothing is hidden."""
+    if block_mask is None:
+        return None
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask: {shown(block_mask)} is no BlockMask; create_block_mask makes one of a function")
+    mask_mod = block_mask.mask_mod
+    if mask_mod is getattr(_torchs, "_sliced_mask_mod_error", _OfAFunction):
+        raise RuntimeError(
+            "block_mask is a slice of another, which has no mask_mod: set that of the whole, with its offset"
+        )
+    if mask_mod is None:
+        mask_mod = noop_mask
+    # A compiler that made the mask wraps its function.
+    mask_mod = getattr(mask_mod, "fn", mask_mod)
+    rows, columns = block_mask.BLOCK_SIZE
+    if rows >= _WHOLE and columns >= _WHOLE:
+        return None if mask_mod is noop_mask else mask_mod
+    wanted = (query.shape[-2], key.shape[-2])
+    if tuple(block_mask.seq_lengths) != wanted:
+        raise ValueError(
+            f"block_mask is of lengths {tuple(block_mask.seq_lengths)}, but query and key have {wanted}"
+        )
+    sizes = tuple(block_mask.shape[:-2])
+    for name, size, whole in (("B", sizes[0], query.shape[0]), ("H", sizes[-1], query.shape[1])):
+        if len(sizes) != 2 or size not in (1, whole):
+            raise ValueError(f"block_mask has {name} {size}, neither 1 nor query's {whole}")
+    if isinstance(block_mask, _OfAFunction) and block_mask.is_function():
+        return mask_mod
+    if block_mask.kv_indices.device != query.device:
+        raise ValueError(f"block_mask is on {block_mask.kv_indices.device}, but query on {query.device}")
+    blocks = _Blocks(block_mask)
+
+    def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return blocks.seen(mask_mod, b, h, q_idx, kv_idx)
+
+    return in_blocks
+
+
+class _Blocks:
+    """The lists of a mask as a matrix: 0 for a block in no list, 1 for one whose pairs the function decides, 2 and more
+    for a full one. Made on the device, without a wait, and kept with the mask."""
+
+    def __init__(self, mask: BlockMask) -> None:
+        self.rows, self.columns = mask.BLOCK_SIZE
+        self.has_full = mask.full_kv_num_blocks is not None
+        lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        count = math.ceil(mask.seq_lengths[1] / self.columns)
+        if torch.compiler.is_compiling():
+            self.kinds = _kinds(lists, count)
+            return
+        # A list may be changed in place.
+        state = tuple((id(x), x._version) for x in lists if x is not None)
+        kept = vars(mask).get("_fmha_blocks")
+        if kept is None or kept[0] != state:
+            # The lists stay alive, so that no other tensor has their ids.
+            kept = (state, _kinds(lists, count), lists)
+            vars(mask)["_fmha_blocks"] = kept
+        self.kinds = kept[1]
+
+    def seen(self, mask_mod: MaskMod, b: Any, h: Any, q: Any, k: Any) -> Any:
+        batch, heads = self.kinds.shape[:2]
+        kind = self.kinds[b if batch > 1 else 0, h if heads > 1 else 0, q // self.rows, k // self.columns]
+        inner = mask_mod(b, h, q, k)
+        return (kind >= 2) | (kind == 1) & inner if self.has_full else (kind != 0) & inner
+
+
+def _kinds(lists: Tuple[Any, ...], columns: int) -> torch.Tensor:
+    kinds = _dense(lists[0], lists[1], columns)
+    return kinds if lists[2] is None else kinds + 2 * _dense(lists[2], lists[3], columns)
+
+
+def _dense(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """1 where a block is listed: i32 ``[B, H, rows, columns]``. Indices behind a count say nothing."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    at = torch.where(listed & (indices >= 0), indices, columns).clamp(max=columns).long()
+    marks = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.int32, device=indices.device)
+    return marks.scatter_(-1, at, 1)[..., :columns]
