@@ -196,7 +196,7 @@ impl HeadScore {
         score
     }
 
-    /// The same, not rounded.
+    /// ALiBi term of the score, without rounding; `None` without ALiBi.
     pub(crate) fn alibi_exact(&self, i: u32, j: u32) -> Option<f64> {
         let (slope, diag) = self.alibi?;
         Some(-f64::from(slope) * (i64::from(i) + diag - i64::from(j)).abs() as f64)

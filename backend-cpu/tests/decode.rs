@@ -107,7 +107,7 @@ fn run_on(backend: &Device, inputs: &Inputs, table: Option<(&[i32], u32)>) -> (V
     (o.bytes, lse)
 }
 
-/// The same cache in pages, the last ones first.
+/// Runs the call of `strided` on a paged cache with the same keys and values. The pages are in reverse order.
 fn run_on_pages(backend: &Device, strided: &Inputs, page_size: u32) -> (Vec<u64>, Vec<f32>) {
     let (dtype, dims) = (strided.problem.stored_k(), strided.problem.dims);
     let max_pages = dims.seqlen_k.div_ceil(page_size);
@@ -248,7 +248,7 @@ fn small_caches_in_pages_and_of_fp8_are_the_strided_ones_for_few_queries_and_for
     }
 }
 
-/// Of two sequences with unlike numbers of rows in the cache before.
+/// Two sequences with different numbers of rows in the cache before the call.
 #[test]
 fn new_rows_are_written_turned_and_queries_are_turned_to_their_positions() {
     const BEFORE: [u32; 2] = [20, 33];

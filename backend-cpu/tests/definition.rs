@@ -177,7 +177,7 @@ fn small_problems_keep_the_accuracy_promise() {
     }
 }
 
-/// Of sequences that end amid a tile, and that share a bias.
+/// Sequences that end inside a tile share a bias.
 #[test]
 fn dbias_of_several_tiles_keeps_the_accuracy_promise() {
     for (isa, backend) in backends() {

@@ -15,11 +15,11 @@ use fmha_core::{
 use fmha_cuda::own::OwnKernels;
 
 const CALLS: usize = 4000;
-/// Calls before the host waits for the device: fewer than a stream queues.
+/// Calls before the host waits for the device: fewer than a stream can queue.
 const BURST: usize = 200;
-/// As an engine issues them, which waits for a step's tokens.
+/// Calls before the host waits, as in an engine that waits for the tokens of each step.
 const SHORT_BURST: usize = 8;
-/// Of a forward launch, bytes.
+/// Bytes of the parameters of a forward launch.
 const PARAMETERS: usize = 1024;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -103,7 +103,7 @@ struct Issued {
 }
 
 impl Issued {
-    /// Of [`CALLS`] calls.
+    /// Times of [`CALLS`] calls.
     fn of(stream: &Stream, mut call: impl FnMut() -> Result<()>) -> Result<Self> {
         let mut by_burst = [(BURST, [0.0; 3]), (SHORT_BURST, [0.0; 3])];
         for (burst, figures) in &mut by_burst {

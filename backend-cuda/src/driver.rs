@@ -115,7 +115,7 @@ pub(crate) fn open(ordinal: usize, emulated: bool) -> Result<Device> {
     })
 }
 
-/// Of 12080, as the driver counts, 12.8.
+/// Splits the driver's version number: 12080 is 12.8.
 fn parts_of_version(version: i32) -> (i32, i32) {
     (version / 1000, version % 1000 / 10)
 }

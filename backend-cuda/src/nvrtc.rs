@@ -34,13 +34,13 @@ pub struct Nvrtc {
     log: Output,
     cubin: Output,
     ptx: Output,
-    /// Its version.
+    /// Version of NVRTC.
     pub version: Version,
-    /// The architectures that it compiles for, as `90`; empty where it does not say.
+    /// Architectures that this NVRTC compiles for, such as `90`; empty if it does not say.
     archs: Vec<i32>,
-    /// Where it was found.
+    /// Path of the library.
     pub path: PathBuf,
-    // Last: the functions above are its.
+    // Last field, dropped last: the functions above belong to this library.
     _library: Library,
     _builtins: Option<Library>,
 }
@@ -202,11 +202,12 @@ fn builtins_beside(path: &Path) -> Option<Library> {
     unsafe { Library::new(beside.path()) }.ok()
 }
 
-/// What every job is compiled with besides: ptxas says what a kernel takes of the device.
+/// Flag added to every compilation: ptxas reports the resources of the kernel.
 const OWN_FLAGS: [&str; 1] = ["--ptxas-options=-v"];
 
 impl Compiler for Nvrtc {
-    /// Its version has two numbers; the file's size tells the builds of one version apart.
+    /// Name of the compiler: two numbers of the version, and the size of the file, which differs between
+    /// builds of one version.
     fn identity(&self) -> String {
         let (major, minor) = self.version;
         match std::fs::metadata(&self.path) {

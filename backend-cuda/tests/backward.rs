@@ -143,7 +143,7 @@ impl Host {
         self.run_in(backend, options, bf16::NAN)
     }
 
-    /// The same of a type of elements that is the problem's `dtype_grad`.
+    /// Runs the kernel with gradients of type `T`, which is the problem's `dtype_grad`.
     fn run_in<T: bytemuck::Pod>(&self, backend: &Device, options: &PlanOptions, before: T) -> [Vec<T>; 3] {
         let plan = backend.plan_bwd(&self.problem.clone().validate().unwrap(), options).unwrap();
         let memory = backend.memory();

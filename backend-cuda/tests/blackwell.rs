@@ -266,7 +266,7 @@ fn with_tile(words: &[(&str, &str)]) -> PlanOptions {
 #[test]
 fn pairs_of_ctas_compute_as_one() {
     let Some(backend) = device() else { return };
-    // Of themselves without a mask, or where there are many keys.
+    // The kernel chooses pairs without a mask, and with many keys.
     for (mask, keys, pairs) in
         [("0", 300, true), ("b", 300, false), ("b", 8192, true), ("b:100,0", 8192, false)]
     {
@@ -295,7 +295,7 @@ fn pairs_of_ctas_compute_as_one() {
     passes("packed", packed, Lengths::packed(&sequences), Plant::HiddenKeys);
 }
 
-/// The same bits from pairs as from single CTAs with as many keys a block.
+/// A pair of CTAs and single CTAs with equal blocks of keys give equal bits.
 #[test]
 fn a_pair_of_ctas_gives_the_bits_of_single_ones() {
     let Some(backend) = device() else { return };

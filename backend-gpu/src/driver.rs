@@ -25,10 +25,10 @@ pub unsafe trait Driver: Queues + 'static {
     where
         Self: 'a;
 
-    /// Whether it is a test double, whose times and bounds are no device's.
+    /// Whether the driver is a test double, whose times and bounds are those of no device.
     fn is_emulated(&self) -> bool;
 
-    /// Its part in memory that processes of a host share, if it has one.
+    /// Operations on memory that processes of a host share; `None` where the driver has none.
     fn peers(&self) -> Option<&dyn Peers> {
         None
     }

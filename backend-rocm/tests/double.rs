@@ -381,7 +381,7 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     );
     let error = plan.run(&mut args, &twin.default_stream()).unwrap_err().to_string();
     assert!(error.starts_with("stream is of the device"), "{error}");
-    // Its maker goes on to the arguments.
+    // A stream of the maker passes this check; the next one refuses the arguments.
     let error = plan.run(&mut args, &maker.default_stream()).unwrap_err().to_string();
     assert!(error.starts_with("q is in Host memory"), "{error}");
 }

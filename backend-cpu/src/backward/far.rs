@@ -8,25 +8,25 @@ use crate::score::HeadScore;
 use crate::tasks::Threads;
 use crate::tensor::f32_at;
 
-/// The size of LSE from which on a row has an origin, as the device kernels have it (`fmha/row_bwd.h`,
-/// `sm90/bwd/preprocess.cuh`): scores without a bias are off by as much as LSE is, until half its last place is a hundredth of
-/// P.
+/// Least absolute LSE at which a row gets an origin, equal to that of the device kernels (`fmha/row_bwd.h`,
+/// `sm90/bwd/preprocess.cuh`). Without a bias the scores round as LSE does, so an origin is needed
+/// where half an ulp of LSE is a hundredth of P.
 fn least_far(fwd: &FwdProblem) -> f32 {
     if fwd.score.bias == Bias::None && fwd.code.is_empty() { 131_072.0 } else { 16384.0 }
 }
 
-/// Of a score: what sums of products in two orders differ by.
+/// Relative difference of a score between two orders of summation.
 const ROUNDING_OF_SCORES: f64 = 1.0 / (1 << 20) as f64;
 
 /// Origins of the rows of a call, laid out as LSE is.
 #[derive(Default)]
 pub(super) struct FarRows {
-    /// 0 where no row of the call has an origin.
+    /// Number of rows; 0 where no row of the call has an origin.
     rows: usize,
-    /// The size of LSE from which on a row has one.
+    /// Least absolute LSE at which a row has an origin.
     least: f32,
     origin: Floats,
-    /// The LSE of scores so measured; of other rows LSE.
+    /// LSE of the scores after the origin is subtracted; plain LSE in rows without an origin.
     lse: Floats,
 }
 

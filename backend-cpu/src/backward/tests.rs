@@ -159,7 +159,8 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
     crate::simd::Avx2::detect().into_iter().for_each(differentiates);
 }
 
-/// Of eight queries, twelve keys and rows of eight numbers, or of panels that a wider vector makes of these.
+/// Sizes of scratch for tiles of eight queries and twelve keys, with rows of eight numbers. Wider vectors
+/// round them up to panels.
 #[test]
 fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
     fn sizes<S: Simd>(shared: &Shared<'_>) -> ([usize; 5], [usize; 12]) {

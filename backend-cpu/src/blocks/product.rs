@@ -120,8 +120,8 @@ impl Columns {
 }
 
 impl Columns {
-    /// The same product over visible pairs alone, for a tile where a hidden row of `right` is not
-    /// finite: 0 times NaN would reach rows that do not see it.
+    /// Computes the product over visible pairs alone, one pair at a time. A tile needs it where a hidden row
+    /// of `right` is not finite: 0 times NaN would reach rows that do not see it.
     pub(crate) fn visible_only<S: Simd>(self, visible: Visible) {
         let (width, (first, last)) = (S::PANEL, self.panel.rows);
         for lane in 0..self.panel.queries {
@@ -210,7 +210,7 @@ impl Rows<'_> {
         }
     }
 
-    /// The same product over visible pairs alone: see [`Columns::visible_only`].
+    /// Computes the product over visible pairs alone, one pair at a time: see [`Columns::visible_only`].
     pub(crate) fn visible_only<S: Simd>(self, visible: Visible) {
         let (width, lanes) = (S::PANEL, S::PANEL);
         for (number, panel) in self.panels.iter().enumerate() {

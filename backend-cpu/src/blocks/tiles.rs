@@ -395,8 +395,8 @@ impl TileColumns {
         }
     }
 
-    /// The same product over visible pairs alone, of V in `panels` of pairs as [`TransposeValues`] finds
-    /// them: see [`Columns::visible_only`](super::Columns::visible_only).
+    /// Computes the product over visible pairs alone, one pair at a time. `panels` holds V in pairs, in the
+    /// layout of [`TransposeValues`]. See [`Columns::visible_only`](super::Columns::visible_only).
     pub(crate) fn visible_only<S: Simd>(self, s: S, visible: Visible, panels: *const f32) {
         self.rescale(s);
         let half = |pair: f32, row: usize| f32::from_bits(pair.to_bits() >> (16 * (row % 2)) << 16);

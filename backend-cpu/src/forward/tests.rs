@@ -329,7 +329,7 @@ fn every_query_of_a_head_is_in_one_task_and_the_longest_task_comes_first() {
     assert_eq!(sizes("t", (64, 64)), [(48, 16, 64), (32, 16, 48), (16, 16, 32), (0, 16, 16)]);
     assert_eq!(sizes("t:9,0,4", (40, 60)), [(16, 16, 29), (0, 16, 16), (32, 8, 21)], "with sinks");
 
-    // Of at most eight queries, a sequence is taken in rows.
+    // A sequence of at most eight queries goes through the row path and gives no tile.
     let mut found: Vec<(u32, u32, u32)> = tasks("b", 3, &[(40, 50), (8, 50), (9, 3)])
         .iter()
         .flat_map(|task| (task.i..task.i + task.queries).map(|i| (task.span, task.i_head, i)))
@@ -377,7 +377,7 @@ fn pairs_are_for_bf16_alone_without_dropout_and_tiles_for_whole_ones() {
     );
 }
 
-/// Of 64 queries and 36 keys.
+/// Sizes of scratch for tiles of 64 queries and 36 keys.
 #[test]
 fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
     fn sizes<S: Simd>(problem: &FwdProblem) -> [usize; 14] {

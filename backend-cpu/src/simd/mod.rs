@@ -117,8 +117,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `LANES` bf16 are readable at `from`, aligned or not.
     unsafe fn load_bf16(self, from: *const u16) -> Self::V;
-    /// Of `2 * LANES` bf16 those at even places, and those at odd ones: two instructions, where widening each half
-    /// in order takes four.
+    /// Loads `2 * LANES` bf16 and widens those at even places and those at odd places: two instructions.
+    /// Widening each half in order takes four.
     ///
     /// # Safety
     /// They are readable at `from`, aligned or not.
@@ -396,13 +396,13 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         [codes, codes]
     }
 
-    /// Of `2 * LANES` bf16 those at even places, and those at odd ones.
+    /// Splits `2 * LANES` bf16 into those at even places and those at odd places.
     fn split_bf16(self, both: Self::V) -> [Self::V; 2] {
         [both, both]
     }
 
-    /// Two rows of loaded bytes, byte by byte: widened, each half is what [`pair_rows`](Self::pair_rows) makes of half of
-    /// the rows' numbers. Goes with [`dot_bf16`](Self::dot_bf16).
+    /// Interleaves two rows of loaded bytes. Each widened half is what [`pair_rows`](Self::pair_rows) makes
+    /// of half of the rows' numbers. [`dot_bf16`](Self::dot_bf16) takes the result.
     fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
         [low, high]
     }

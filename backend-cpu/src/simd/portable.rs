@@ -235,13 +235,14 @@ pub(crate) struct SoftTiles {
 
 #[cfg(test)]
 impl SoftTiles {
-    /// Whose vectors are as the portable ones, but for their width.
+    /// Soft tiles whose multiply-adds round twice, as those of `Portable` do.
     pub(crate) const PLAIN: Self = Self { fused: false };
-    /// Whose multiply-adds round once, as those of every processor with tiles do.
+    /// Soft tiles whose multiply-adds round once, as on every processor with matrix tiles.
     pub(crate) const FUSED: Self = Self { fused: true };
 
-    /// Adds the product of a tile of A by one of B to a quarter of the accumulators, in the order that Intel's manual states: both
-    /// elements of a pair in sums of their own, which are added at the end.
+    /// Adds the product of a tile of A and a tile of B to a quarter of the accumulators, in the order of
+    /// Intel's manual: the first and the second elements of the pairs have separate sums, which are added at
+    /// the end.
     fn add_product(self, quarter: usize, a: &[[u32; 16]; 16], b: &[[u32; 16]; 16]) {
         let half = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
         let (first_row, first_col) = (quarter / 2 * 16, quarter % 2 * 16);

@@ -68,8 +68,8 @@ impl Avx512Bf16 {
     }
 }
 
-/// Of four rows, in each quarter of a vector the four-by-four block there transposed: vector `c` has columns c, c + 4, c + 8
-/// and c + 12.
+/// Transposes the four-by-four block in each quarter of four rows. Vector `c` of the result has columns
+/// c, c + 4, c + 8 and c + 12.
 ///
 /// # Safety
 /// AVX-512 F.

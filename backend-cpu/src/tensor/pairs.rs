@@ -1,10 +1,10 @@
-//! Copies of bf16 as pairs.
+//! Copies of bf16 matrices, two elements in each 32-bit word.
 
 use super::Matrix;
 use crate::simd::Simd;
 
-/// The same copies with two bf16 in each 32-bit element, for dot products of pairs. The matrix is
-/// bf16, and nothing is converted.
+/// Copies with two bf16 in each 32-bit element, for dot products of pairs. The matrix is bf16, and nothing is
+/// converted.
 impl Matrix {
     #[inline(always)]
     unsafe fn bits(&self, row: usize, col: usize) -> u32 {

@@ -336,7 +336,7 @@ mod tests {
         }
     }
 
-    /// That a struct of ours and one of cudarc's have their size, alignment and fields in common.
+    /// Checks that a struct of ours and the one of cudarc agree in size, alignment and offsets of fields.
     macro_rules! alike {
         ($ours:ident, $theirs:ident: $($own:ident = $other:ident),*) => {
             assert_eq!(size_of::<$ours>(), size_of::<theirs::$theirs>());

@@ -40,7 +40,7 @@ fn the_facts_of_a_device_follow_from_what_the_driver_says_of_it() {
     // 4096 operations a clock of each multiprocessor; 768 bytes twice a clock.
     assert_eq!(facts.roofline.flops_per_second, Some(4096.0 * 132.0 * 1.98e9));
     assert_eq!(facts.roofline.bytes_per_second, Some(768.0 * 2.0 * 3.201e9));
-    // Of a device that has a name: where there is a folder, its tiles are kept in it under that.
+    // Tuned tiles belong to a device's name: with a cache folder they are kept there under that name.
     assert_ne!(facts.tuned, fmha_core::tune::TunedTiles::default());
     for (capability, arch) in [((10, 0), "sm_100a"), ((8, 9), "sm_89")] {
         device.info.capability = capability;

@@ -276,7 +276,8 @@ fn scratch(arch: Arch, extension: &str) -> PathBuf {
     std::env::temp_dir().join(name)
 }
 
-/// Of 512 registers of a SIMD, given out in eights, and of the LDS of a compute unit of four SIMDs.
+/// Waves that fit on a SIMD: it has 512 registers, allocated in groups of eight, and four SIMDs share the LDS
+/// of a compute unit.
 fn waves_per_simd(arch: Arch, found: &Resources, waves: u64) -> u64 {
     let by_registers = 512 / found.vgprs.div_ceil(8).max(1) / 8;
     let by_lds = u64::from(arch.lds_bytes()) / found.lds_bytes.max(1) * waves / 4;

@@ -79,7 +79,8 @@ impl Pieces {
         }
     }
 
-    /// Of keys of more bytes than a block has, for which there is no room, the rest comes unasked.
+    /// Adds rows to prefetch. Rows beyond the capacity of the list are dropped: keys with more bytes than a
+    /// block are not prefetched to their end.
     #[inline(always)]
     fn add<const COUNT: usize>(&mut self, rows: [*const u8; COUNT]) {
         if let Some((at, _)) = self.at[self.count..].split_first_chunk_mut::<COUNT>() {
@@ -89,9 +90,9 @@ impl Pieces {
     }
 }
 
-/// Rows that the second-level cache is asked for, one after another, evenly over the passes that queries take over
-/// each row: asked for in the first of two, eight queries a key had 7.1 GB/s of 13, as if nothing overlapped;
-/// evenly 8.8.
+/// Rows to prefetch into the L2 cache, spread evenly over the passes that the queries make over each row.
+/// With all prefetches in the first of two passes (eight queries a key) the loads do not overlap: 7.1 GB/s of
+/// 13 instead of 8.8.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead<'a> {
     /// With the bytes of each, those that come first and those after them.

@@ -141,7 +141,7 @@ impl Dots<'_> {
     }
 }
 
-/// Of each vector the sum of its lanes.
+/// Sums the lanes of each vector.
 #[inline(always)]
 fn sums_of<S: Simd, const Q: usize>(s: S, sums: &[[S::V; FOUR]; Q]) -> [[f32; FOUR]; Q] {
     let mut of = [[0.0; FOUR]; Q];

@@ -32,21 +32,22 @@ pub(crate) const fn unit<S: Simd>() -> usize {
     2 * S::LANES
 }
 
-/// How a row lies for a unit's arithmetic.
+/// Order in which a row's elements lie for the arithmetic of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// f32, as they come.
+    /// f32 in their own order.
     Plain,
-    /// f32, in each unit the elements at even places before those at odd ones: as bf16 are widened.
+    /// f32; in each unit the elements at even places come before those at odd places, as widened bf16 do.
     EvenOdd,
-    /// f32, in each unit the even fours of elements before the odd ones: as rows of bf16 are paired.
+    /// f32; in each unit the even groups of four elements come before the odd groups, as paired rows of bf16
+    /// do.
     Fours,
-    /// bf16, as they come.
+    /// bf16 in their own order.
     Bf16,
 }
 
 impl Order {
-    /// That of results, and of operands that are f32, beside elements of `dtype`.
+    /// Order of f32 results and of f32 operands of a product with rows of `dtype`.
     pub(crate) fn beside(dtype: DType) -> Self {
         fn of<E: Elem>(_: E) -> Order {
             if E::EVEN_ODD { Order::EvenOdd } else { Order::Plain }
@@ -74,26 +75,27 @@ pub(crate) struct Block<'a> {
     pub(crate) heads: usize,
     pub(crate) dim: usize,
     pub(crate) dtype: DType,
-    /// Of FP8 that is met as bf16: what widens each head's.
+    /// Tables that widen FP8 codes to bf16, one for each head; empty for other types.
     pub(crate) codes: &'a [BytePlanes],
-    /// Queries of each head: their rows follow those of the head before.
+    /// Queries of each head. The rows of one head follow those of the head before.
     pub(crate) queries: usize,
-    /// Whether they lie in the caller's memory; else in scratch, which is in the cache.
+    /// Whether the rows lie in the caller's memory. Otherwise they lie in scratch, which is in the cache.
     pub(crate) in_place: bool,
-    /// The rows that are read after this block, and the bytes of each.
+    /// Rows that are read after this block, and the bytes of each.
     pub(crate) next: (&'a [*const u8], usize),
 }
 
-/// What of a block of K the heads take in turn: it is to stay in the first-level cache.
+/// Bytes of a block of K that all heads go through before the next bytes: they stay in the L1 cache.
 const KEYS_WINDOW: usize = 8 << 10;
 
-/// So of V: larger, since every head's sums of O are read and written once a window.
+/// Bytes of a block of V that all heads go through before the next bytes. It is larger than [`KEYS_WINDOW`],
+/// because every head's sums of O are read and written once per window.
 const VALUES_WINDOW: usize = 32 << 10;
 
-/// Bytes of a key that are taken together, of all heads.
+/// Bytes of a key, over all heads, that are processed together.
 const KEY_BYTES: usize = 4 << 10;
 
-/// How far ahead rows are asked for.
+/// Distance of the prefetch, in bytes.
 const AHEAD_BYTES: usize = 32 << 10;
 
 /// Keys whose sums are taken together.
@@ -169,19 +171,19 @@ impl<'a> Block<'a> {
         self.keys.len().min((AHEAD_BYTES / self.bytes_of_key()).max(FOUR))
     }
 
-    /// Its first bytes, for the block before it to ask for.
+    /// First bytes of the block, which the block before prefetches.
     pub(crate) fn ahead(&self) -> (&'a [*const u8], usize) {
         let count = if self.in_place { self.keys_ahead() } else { 0 };
         (&self.keys[..count], self.bytes_of_key())
     }
 
-    /// What it asks for itself.
+    /// Rows that the block prefetches itself, over `passes` passes.
     fn rows_ahead(&self, passes: usize) -> Ahead<'a> {
         let rows = if self.in_place { &self.keys[self.keys_ahead()..] } else { &[] };
         Ahead::new([(rows, self.bytes_of_key()), self.next], passes)
     }
 
-    /// All its bytes, for who asks for them before.
+    /// All bytes of the block, for a caller that prefetches all of it.
     pub(crate) fn whole(&self) -> (&'a [*const u8], usize) {
         (if self.in_place { self.keys } else { &[] }, self.bytes_of_key())
     }

@@ -25,13 +25,14 @@ pub(super) struct Rows<'a> {
     pub(super) heads: Vec<HeadScore>,
     k: Cached<'a>,
     v: Cached<'a>,
-    /// Of each kv head: what widens K and V, and what the product of Q and K is multiplied by after that.
+    /// Tables that widen K and V and the factor of the product of Q and K after widening, each for every kv
+    /// head.
     widen_k: Vec<BytePlanes>,
     widen_v: Vec<BytePlanes>,
     factors: Vec<f32>,
-    /// Query, and query head of the group, of each row of a kv head.
+    /// Query, and query head within the group, of each row of a kv head.
     pub(super) of: Vec<(u32, usize)>,
-    /// Whether weights are nothing but exponentials of scaled products.
+    /// Whether a weight is the exponential of a scaled product and nothing else.
     is_plain: bool,
     /// What is seen where every row sees every key.
     pub(super) all: Seen,

@@ -43,7 +43,7 @@ fn attend<S: Simd>(s: S, valid: &ValidFwd, q: &[bf16], k: DevSlice<'_>, v: DevSl
     attend_pages(s, valid, q, k, v, &[])
 }
 
-/// Of a cache in these pages, if there are any.
+/// Runs attention over a cache in `pages`; over a contiguous one if `pages` is empty.
 fn attend_pages<S: Simd>(
     s: S,
     valid: &ValidFwd,
@@ -79,7 +79,7 @@ fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too(
     for (heads, dims) in [
         ((8, 1), (96, 32)),
         ((16, 2), (64, 160)),
-        // Of each kv head two tiles of queries.
+        // Two tiles of queries for each kv head.
         ((32, 2), (64, 32)),
         ((8, 1), (64, 40)),
         ((8, 1), (40, 64)),
@@ -266,7 +266,7 @@ fn heads_are_taken_together_where_they_lie_so_as_evenly_as_it_goes() {
         of_call((8, 1), dim, strides, &[(1, 100)], |shared| shared.heads_together(rows))
     };
     assert_eq!([1, 16, 20, 32].map(|rows| together(8, Strides::bshd, rows)), [8, 4, 3, 2]);
-    // Of one key, 2 KiB and 16 KiB a head.
+    // One key of one head takes 2 KiB and 16 KiB.
     assert_eq!([512, 4096].map(|dim| together(dim, Strides::bshd, 1)), [2, 1]);
     assert_eq!(together(8, Strides::bhsd, 1), 1, "a head's keys lie together");
 }
@@ -307,7 +307,7 @@ fn tiles_are_for_four_heads_of_bf16_whose_dimension_is_whole_and_dot_products_wh
     }
 }
 
-/// Of ten rows of two heads at most.
+/// Sizes of scratch for tasks of at most ten rows of two heads.
 #[test]
 fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
     fn sizes<S: Simd>(problem: &FwdProblem) -> [usize; 10] {
@@ -400,7 +400,8 @@ fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
     }
 }
 
-/// Of two heads in one task: V of the second one's first block, which lies in scratch that the first one's last block finds.
+/// Plants NaN in V of the second head's first block, where two heads share a task. The last block of the
+/// first head leaves its scratch to that block.
 #[test]
 fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
     let valid = problem((16, 2), (64, 64), None);
@@ -461,7 +462,7 @@ fn keeps_columns_apart<S: Simd>(s: S) {
                     0 => key,
                     _ => pages[(key / page_size) as usize] as u32 * page_size + key % page_size,
                 };
-                // Of the second head.
+                // Row of the second head.
                 spoilt[((row * 2 + 1) * 96 + d) as usize] = planted[n % 3];
             }
             let of = |k: DevSlice<'_>, v: DevSlice<'_>, problem: &ValidFwd| {

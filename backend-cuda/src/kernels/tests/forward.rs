@@ -100,7 +100,7 @@ fn a_v_of_fp8_is_prepared_by_a_launch_before_or_beside_the_tiles() {
     }
 }
 
-/// Of a plan whose bits no batch may change V is prepared as of others: its bits are the same either way.
+/// A batch-invariant plan prepares V as other plans do: the bits of V are equal in both.
 #[test]
 fn a_plan_of_fp8_whose_bits_no_batch_changes_has_the_blocks_of_its_table() {
     for (dim, block_n) in [(64, 128), (128, 80), (256, 128)] {

@@ -38,7 +38,7 @@ pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &st
     FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap())
 }
 
-/// The same with a bf16 bias for each head, whose rows lie `row` elements apart.
+/// Adds a bf16 bias for each head, with rows `row` elements apart.
 fn biased(mut problem: FwdProblem, row: i64) -> FwdProblem {
     let rows = i64::from(problem.dims.seqlen_q);
     let strides = Strides { batch: 0, head: rows * row, seq: row, dim: 1 };

@@ -1,4 +1,4 @@
-//! Whose tile a plan has: the user's, a measured one, or the kernel's own.
+//! Source of a plan's tile: the user, a measurement, or the kernel's own table.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TunedTile, TunedTiles};

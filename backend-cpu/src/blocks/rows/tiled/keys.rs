@@ -14,17 +14,17 @@ pub(crate) fn place_of_query((head, queries): (usize, usize), r: usize, d: usize
     (group * dim / 2 + d / 2) * 2 * ROWS + r % ROWS * 2 + d % 2
 }
 
-/// As [`Dots`](crate::blocks::Dots), in tiles.
+/// Dot products of queries and keys, as [`Dots`](crate::blocks::Dots), on matrix tiles.
 pub(crate) struct TileDots<'a, 'b> {
-    /// Of bf16, or codes that are widened to it; the head dimension is a multiple of 32.
+    /// Keys in bf16, or in codes that are widened to bf16. The head dimension is a multiple of 32.
     pub(crate) keys: Block<'a>,
-    /// As [`place_of_query`] says.
+    /// Packed queries, laid out by [`place_of_query`].
     pub(crate) queries: *const f32,
-    /// One for each head.
+    /// Factors of the scores, one for each head.
     pub(crate) factors: &'a [f32],
-    /// [`BLOCK_KEYS`] for each of the queries.
+    /// Scores, [`BLOCK_KEYS`] for each query.
     pub(crate) scores: *mut f32,
-    /// As [`staged_len`](super::staged_len) says, lines of the cache.
+    /// Staging memory of [`staged_len`](super::staged_len) numbers, aligned to cache lines.
     pub(crate) staged: *mut f32,
     /// What is asked for meanwhile, and beside a tile's bytes how many quarters of them.
     pub(crate) quarters: usize,

@@ -73,7 +73,8 @@ impl<const LEN: usize> Lines<LEN> {
     }
 }
 
-/// Of each tile of rows the bytes from one to the next, if all are as far apart and there are as many as a tile has.
+/// Bytes from one row to the next, for each tile of rows. `None` where the tile is not full or its rows are
+/// not equally far apart.
 #[inline(always)]
 fn steps_of_tiles(rows: &[*const u8]) -> [Option<isize>; TILES] {
     let mut steps = [None; TILES];

@@ -31,20 +31,22 @@ pub(crate) const fn packed_len(rows: usize) -> usize {
     rows.div_ceil(GROUP) * WEIGHTS_LEN
 }
 
-/// As [`AddValues`](crate::blocks::AddValues), in tiles, for the queries that see every key of the block.
+/// Product of weights and values, as [`AddValues`](crate::blocks::AddValues), on matrix tiles, for queries
+/// that see every key of the block.
 pub(crate) struct TileValues<'a, 'b> {
-    /// Of bf16, or codes that are widened to it; the head dimension is a multiple of 32.
+    /// Values in bf16, or in codes that are widened to bf16. The head dimension is a multiple of 32.
     pub(crate) values: Block<'a>,
-    /// [`BLOCK_KEYS`] for each query.
+    /// Weights, [`BLOCK_KEYS`] for each query.
     pub(crate) weights: *const f32,
-    /// One for each query.
+    /// Factors of the running sums, one for each query.
     pub(crate) alpha: *const f32,
     /// Queries of each head.
     pub(crate) whole: &'a [usize],
-    /// Rows, `stride` apart.
+    /// Rows of the sums of O, `stride` numbers apart.
     pub(crate) out: *mut f32,
     pub(crate) stride: usize,
-    /// Lines of the cache: [`staged_len`](super::staged_len) and [`packed_len`].
+    /// Staging memory of [`staged_len`](super::staged_len) numbers and packed weights of [`packed_len`]
+    /// numbers, both aligned to cache lines.
     pub(crate) staged: *mut f32,
     pub(crate) packed: *mut f32,
     /// What is asked for meanwhile.
@@ -312,7 +314,7 @@ fn left_tile(weights: *const f32, tile: usize) -> TileRows {
     TileRows { first: weights.wrapping_add(tile * ROWS).cast(), step: step as isize }
 }
 
-/// That of a unit of rows.
+/// Part of a tile that holds unit `unit` of its rows.
 #[inline(always)]
 fn unit_of(rows: TileRows, unit: usize) -> TileRows {
     TileRows { first: rows.first.wrapping_add(unit * DEPTH * 2), ..rows }
