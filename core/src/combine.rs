@@ -15,12 +15,13 @@ use crate::setters::setters;
 /// How parts become one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Merge {
-    /// Weighted by their LSE.
+    /// Parts are weighted by their LSE.
     #[default]
     ByLse,
-    /// Added as they are, in f32 and in their order, and rounded once; their LSE is not read. 0 of no parts.
+    /// Parts are added in f32, in their order, and the sum is rounded once. LSE is not read. The sum of no
+    /// parts is 0.
     Sum,
-    /// The same, to what O holds: the first term.
+    /// Parts are added as in [`Sum`](Self::Sum), and O's old content is the first term.
     AddTo,
 }
 

@@ -80,7 +80,7 @@ impl KeepMask {
         }
     }
 
-    /// The same mask where query 0 and key 0 of a call stand at these positions of the sequence.
+    /// Mask of a call whose query 0 and key 0 stand at these positions of the sequence.
     #[must_use]
     pub fn from(self, position_q: u32, position_k: u32) -> Self {
         Self { position_q, position_k, ..self }

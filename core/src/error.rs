@@ -65,11 +65,11 @@ pub enum Error {
     /// The driver said no.
     #[error("{call} failed with {code}: {text}")]
     Driver {
-        /// The driver's function.
+        /// Function of the driver.
         call: &'static str,
-        /// Its return code.
+        /// Return code of the function.
         code: i32,
-        /// The driver's words for the code.
+        /// Error text of the driver for the code.
         text: String,
     },
     /// The system said no: memory, files.

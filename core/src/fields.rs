@@ -27,13 +27,13 @@ use std::fmt::Write as _;
 
 /// A type of field, whose values have names.
 pub trait FieldValue: Sized {
-    /// Every value's name, of a type that has few; empty for numbers.
+    /// Names of all values, for a type that has few; empty for numbers.
     fn names() -> Vec<String>;
 
-    /// The value of that name.
+    /// Value with that name.
     fn of_name(name: &str) -> Option<Self>;
 
-    /// Its name.
+    /// Name of the value.
     fn name(&self) -> String;
 }
 
@@ -169,9 +169,9 @@ impl Takes {
 /// One field.
 #[derive(Clone, Copy, Debug)]
 pub struct Field {
-    /// Its name, in Rust, in C++ and to the user.
+    /// Name of the field, in Rust, in C++ and for the user.
     pub name: &'static str,
-    /// What it takes.
+    /// Kind of value that the field takes.
     pub takes: Takes,
     /// [`FieldValue::names`] of its type.
     pub value_names: fn() -> Vec<String>,
@@ -213,10 +213,10 @@ impl Field {
 
 /// A struct of [`abi_spec!`](crate::abi_spec), by its fields' names.
 pub trait Fields {
-    /// Its fields, in order.
+    /// Fields of the struct, in order.
     fn fields() -> &'static [Field];
 
-    /// Every field's name and its value's.
+    /// Name and value of every field, as text.
     fn named_values(&self) -> Vec<(&'static str, String)>;
 
     /// Sets one field from names.

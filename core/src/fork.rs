@@ -42,13 +42,13 @@ pub struct PerProcess<T> {
 }
 
 impl<T> PerProcess<T> {
-    /// This process's.
+    /// Value of this process.
     pub fn new(value: T) -> Self {
         watch();
         Self::made_after(FORKS.load(Ordering::Relaxed), value)
     }
 
-    /// That of the process that loads this library, for statics.
+    /// Value of the process that loads this library, for statics.
     pub const fn of_first(value: T) -> Self {
         Self::made_after(0, value)
     }

@@ -210,10 +210,10 @@ pub struct Totals {
 }
 
 impl Totals {
-    /// Of a problem with a batch axis on both sides.
+    /// Totals of a problem with a batch axis on both sides: none.
     pub const NONE: Self = Self { total_q: None, total_k: None, num_pages: None, total_new: None };
 
-    /// Of a problem that is packed on both sides.
+    /// Totals of a problem that is packed on both sides.
     #[must_use]
     pub const fn packed(total_q: u32, total_k: u32) -> Self {
         Self { total_q: Some(total_q), total_k: Some(total_k), ..Self::NONE }
@@ -303,7 +303,7 @@ mod tests {
         assert_eq!(found(0, 4), None);
         assert_eq!(found(0, -3), Some(("head", -3)));
         assert_eq!(found(-5, -3), Some(("seq", -5)));
-        // Its reach is no number; one row's memory for all rows has one.
+        // A negative stride has no extent; a stride of 0, one row of memory for all rows, has one.
         let reach = |seq| Strides { batch: -7, seq, head: 4, dim: 1 }.extent(shape);
         assert_eq!((reach(-1), reach(0)), (None, Some(12)));
     }

@@ -15,7 +15,7 @@ pub struct TreeMask<'a> {
 }
 
 impl<'a> TreeMask<'a> {
-    /// That of a call whose arguments have passed the check; `None` where it has none.
+    /// Tree mask of a call whose arguments have passed the check; `None` if the call has none.
     #[must_use]
     pub fn of(problem: &FwdProblem, cache: &CacheArgs<'a>, seq: &SeqArgs<'_>) -> Option<Self> {
         let words = cache.tree_mask.as_ref().filter(|_| problem.cache.tree_mask)?.as_host()?;

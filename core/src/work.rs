@@ -13,9 +13,9 @@ pub struct Work {
     pub pairs: u64,
     /// Floating-point operations of the two products forward: `2 (head_dim_qk + head_dim_v)` a pair.
     pub fwd_flops: u64,
-    /// Of the five products backward: `2 (3 head_dim_qk + 2 head_dim_v)` a pair.
+    /// Floating-point operations of the five products backward: `2 (3 head_dim_qk + 2 head_dim_v)` a pair.
     pub bwd_flops: u64,
-    /// Q, K, V and O, each logical element once.
+    /// Bytes of Q, K, V and O, each logical element once.
     pub fwd_bytes: u64,
 }
 

@@ -219,7 +219,7 @@ fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
 /// Q, K and V of one buffer: which axes it has from the outermost on, and where K and V begin.
 struct Fused {
     name: &'static str,
-    /// Of Q's gradient; K's and V's but for the batch axis are the same.
+    /// Strides of dQ. Those of dK and dV are equal, apart from the batch axis.
     strides: Strides,
     /// Elements from dQ to dK and to dV.
     places: [usize; 2],
@@ -660,7 +660,7 @@ fn each_count_of_an_argument_is_checked_to_the_element() {
     }
 }
 
-/// Of packed rows the lengths' bounds say nothing: a total may be less, and then a head's rows lie closer together.
+/// Bounds of the lengths do not bound packed rows: a smaller total puts the rows of a head closer together.
 #[test]
 fn heads_before_rows_have_room_for_as_many_rows_as_a_call_has() {
     let cu_seqlens = [0i32, 1, 2];

@@ -123,7 +123,7 @@ proptest! {
         prop_assume!(problem.clone().validate().is_ok());
         let Ok(valid) = problem.validate() else { return Ok(()) };
         let dtypes = [valid.dtypes.qk, valid.dtypes.qk, valid.dtypes.v, valid.dtypes.o];
-        // Of packed rows planning knows no number; each call's is checked with its arguments.
+        // Packed rows have no count at planning; each call's count is checked with its arguments.
         let Extents { q, k, v, o, .. } = valid.extents(Totals::packed(2, 2));
         let tensors = [(valid.strides.q, q), (valid.strides.k, k), (valid.strides.v, v), (valid.strides.o, o)];
         for ((strides, shape), dtype) in tensors.into_iter().zip(dtypes) {

@@ -154,11 +154,11 @@ pub struct CompilerOutput {
 
 /// What compiles kernels for one vendor's devices.
 pub trait Compiler {
-    /// Its name and version: whatever decides what it makes of a source, but for
+    /// Name and version of the compiler: everything that changes its output for a given source, except
     /// [`own_flags`](Self::own_flags).
     fn identity(&self) -> String;
 
-    /// The flags that it adds to each job's.
+    /// Flags that the compiler adds to those of each job.
     fn own_flags(&self) -> &[&str] {
         &[]
     }
@@ -237,9 +237,9 @@ pub enum Origin {
     Disk(PathBuf),
     /// The compiler, just now; `not_kept` says why the disk cache has not got it.
     Compiler {
-        /// Its identity.
+        /// Identity of the compiler.
         compiler: String,
-        /// The system's words, or that there is no cache.
+        /// Error text of the system, or the fact that there is no cache.
         not_kept: Option<String>,
     },
 }

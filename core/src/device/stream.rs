@@ -45,13 +45,13 @@ impl Stream {
         self.handle
     }
 
-    /// Its device.
+    /// Device of the stream.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Waits until all work queued on it is done.
+    /// Waits until all work queued on the stream is done.
     ///
     /// # Errors
     /// What the driver said, of that work too.
@@ -123,7 +123,7 @@ impl Stream {
         self.repeats_masks.load(Ordering::Relaxed)
     }
 
-    /// Its handle, for a plan of `device`.
+    /// Handle of the stream, for a plan of `device`.
     ///
     /// # Errors
     /// `stream`, if it is another device's.

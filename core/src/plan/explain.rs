@@ -67,14 +67,14 @@ impl LaunchShape {
 /// What is known of a plan before it runs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Explain {
-    /// What the kernel takes; `None` where kernels are not compiled one by one, or could not be here.
+    /// Resources of the kernel. `None` where kernels are not compiled one by one, or cannot be compiled on
+    /// this host.
     pub resources: Option<ResourceUsage>,
-    /// Its launch; `None` where there is none.
+    /// Launch of the kernel; `None` if there is none.
     pub launch: Option<LaunchShape>,
-    /// Where its machine code is from, or why there is none; empty where kernels are not compiled one
-    /// by one.
+    /// Origin of the machine code, or why there is none; empty where kernels are not compiled one by one.
     pub code: String,
-    /// Lines in which the compiler says that the kernel is slower than it was written to be, one a line; mostly empty.
+    /// Remarks of the compiler on what makes the kernel slower than intended, one per line; usually empty.
     pub remarks: String,
 }
 

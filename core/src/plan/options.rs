@@ -65,8 +65,8 @@ pub struct PlanOptions {
     pub allow_fallback: bool,
     /// How closely the running maximum is followed. [`Accuracy::Fast`] takes either.
     pub accuracy: Accuracy,
-    /// The same bits on every run, whatever runs beside it. Forward and combine always keep this; a
-    /// backward plan then has a kernel whose sums have one order.
+    /// Every run gives equal bits, whatever runs beside it. Forward and combine always do; a backward plan
+    /// then uses a kernel with a fixed order of summation.
     pub deterministic: bool,
     /// The bits of a sequence depend on its own lengths and contents alone: not on the batch around
     /// it, nor on how many of its queries come in one call. Off, the last of several tokens and the same token
@@ -100,7 +100,7 @@ impl PlanOptions {
         allow_fallback: bool => allow_fallback;
         /// How closely the running maximum is followed.
         accuracy: Accuracy => accuracy;
-        /// The same bits on every run.
+        /// Every run gives equal bits.
         deterministic: bool => deterministic;
         /// The bits of a sequence depend on its own lengths and contents alone.
         batch_invariant: bool => batch_invariant;
@@ -145,7 +145,7 @@ impl PlanOptions {
 /// What a kernel holds to, whatever the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// The same bits every run.
+    /// Every run gives equal bits.
     pub deterministic: bool,
     /// A sequence's result has the same bits whatever else is in the batch.
     pub batch_invariant: bool,

@@ -25,11 +25,11 @@ pub struct Layouts {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct DTypes {
-    /// Of Q, and of K in products with it: `dtype_qk`.
+    /// Type of Q, and of K in the product with Q: `dtype_qk`.
     pub qk: DType,
-    /// Of V: that of Q and K, or f16/bf16 beside FP8 Q and K (the hybrid scheme): `dtype_v`.
+    /// Type of V, `dtype_v`: that of Q and K, or f16 or bf16 beside FP8 Q and K (the hybrid scheme).
     pub v: DType,
-    /// Of O: `dtype_o`.
+    /// Type of O: `dtype_o`.
     pub o: DType,
 }
 
@@ -37,13 +37,13 @@ pub struct DTypes {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TensorStrides {
-    /// Of Q.
+    /// Strides of Q.
     pub q: Strides,
-    /// Of K.
+    /// Strides of K.
     pub k: Strides,
-    /// Of V.
+    /// Strides of V.
     pub v: Strides,
-    /// Of O. No two elements share an address.
+    /// Strides of O. No two elements share an address.
     pub o: Strides,
 }
 

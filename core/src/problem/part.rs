@@ -58,7 +58,8 @@ impl Part {
         }
     }
 
-    /// The same diagonal as a device resolves it for each sequence: from which diagonal of the call, and how far from it.
+    /// Diagonal of `align` in the form that a device resolves for each sequence: a reference diagonal of the
+    /// call, and the distance from it.
     pub(crate) fn diagonal_on_device(&self, align: MaskAlign) -> (MaskAlign, i64) {
         match (align, self.seqlens) {
             // The whole ends where the part does, so its last query stands on its last key.

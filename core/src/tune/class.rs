@@ -31,7 +31,7 @@ impl TileClass {
         Self::new(Operation::Forward, &FwdSpec::of(problem), problem, fwd_tensors(problem))
     }
 
-    /// Of a backward problem that is compiled as `spec`, which says whether sums have one order.
+    /// Class of a backward problem that is compiled as `spec`, which says whether sums have a fixed order.
     #[must_use]
     pub fn of_bwd(problem: &BwdProblem, spec: &BwdSpec) -> Self {
         let fwd = &problem.fwd;
@@ -61,7 +61,7 @@ impl TileClass {
             power(dims.batch),
             strides.collect::<Vec<_>>().join(" ")
         );
-        // Its matrices are read, and their gradients summed, by as many heads and sequences.
+        // Broadcast of the bias: how many heads and sequences read one matrix, and add to its gradient.
         if let Bias::Elementwise(bias) = problem.score.bias {
             facts += &format!(" bias {:?}", bias.broadcast);
         }

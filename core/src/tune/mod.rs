@@ -27,20 +27,22 @@ pub type TileOptions = Vec<(String, String)>;
 /// A tile that was faster than its kernel's own choice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TunedTile {
-    /// Its knobs. What else a tile has follows from the problem and is the kernel's own choice.
+    /// Fields of the tile that were searched. All other fields follow from the problem and are the kernel's
+    /// own choice.
     pub tile: TileOptions,
-    /// Median seconds of a call with it.
+    /// Median seconds of a call with the tile.
     pub seconds: f64,
-    /// And with the kernel's own choice, in the same run.
+    /// Median seconds of a call with the kernel's own choice, in the same run.
     pub default_seconds: f64,
 }
 
 /// A backend whose tiles can be measured.
 ///
-/// Of a plan's options one makes another problem: a backward call whose sums are to have one order
-/// (`deterministic`) has other tiles than one that leaves it open.
+/// A backward call with `deterministic` is another problem than one without: it has other tiles. No other
+/// option of a plan matters here.
 pub trait Tune: Sync {
-    /// The own choice for a problem of the kernel that the options name, or else of the best that takes it, all knobs spelt out.
+    /// Kernel's own choice of a tile for the problem, with every tile field spelt out. The kernel is the one
+    /// that the options name, or the best that takes the problem.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) where no kernel with a tile takes the problem.

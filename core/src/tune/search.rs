@@ -152,7 +152,7 @@ impl InTurns {
     }
 }
 
-/// Of sorted numbers, between neighbours in proportion; not a number of none.
+/// Quantile of sorted numbers, with linear interpolation between neighbours; NaN for no numbers.
 fn quantile(sorted: &[f64], part: f64) -> f64 {
     let at = part * sorted.len().saturating_sub(1) as f64;
     let (low, high) = (sorted.get(at.floor() as usize), sorted.get(at.ceil() as usize));
@@ -167,7 +167,7 @@ fn quantile(sorted: &[f64], part: f64) -> f64 {
 pub struct Tried {
     /// The field that was changed: `block_n=128`.
     pub changed: String,
-    /// Its rounds, or why there are none.
+    /// Rounds of the measurement, or why there are none.
     pub outcome: Result<InTurns, String>,
 }
 
@@ -357,7 +357,7 @@ mod tests {
         let turns =
             |challenger: [f64; 5]| InTurns { incumbent: vec![1.0; 5], challenger: challenger.to_vec() };
         assert!(turns([0.96, 0.97, 0.96, 0.965, 0.97]).is_gain());
-        // The same median, and half of the rounds far from it.
+        // The median is equal, but half of the rounds lie far from it.
         assert!(!turns([0.90, 0.96, 0.965, 1.02, 1.05]).is_gain());
         assert!(!turns([0.996; 5]).is_gain(), "less than the least gain");
         assert_eq!(turns([0.5; 5]).medians(), (1.0, 0.5));

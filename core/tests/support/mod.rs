@@ -8,7 +8,7 @@ pub(crate) fn input(address: usize, elems: u64) -> DevSlice<'static> {
     unsafe { DevSlice::from_raw(MemorySpace::Host, address as *const u8, elems * 4, ElemType::Bytes) }
 }
 
-/// The same, to be written.
+/// Host memory of as many bytes as `elems` f32, to be written.
 pub(crate) fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
     // SAFETY: as above, nor write.
     unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4, ElemType::Bytes) }
