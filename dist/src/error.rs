@@ -1,6 +1,6 @@
 //! What went wrong, and on which rank.
 
-/// The same on every rank of a group: the rank whose fault it is, and the field.
+/// Error of a group, equal on every rank: the rank at fault, and the field.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rank {rank}, {field}: {text}")]
 pub struct Error {

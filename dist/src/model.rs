@@ -228,13 +228,13 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let rows_q = f64::from(whole.q.partition.rows()) * batch * heads_q;
     let kv = rows_k * (qk * size(dtypes.qk) + v * size(dtypes.v));
     let dkv = if backward { rows_k * (qk + v) * 4.0 } else { 0.0 };
-    // Of what a rank gets from all alike, what comes from its own host and what from others.
+    // Shares of an all-to-all's bytes that come from this host and from other hosts.
     let per_host = f64::from(whole.ranks_per_host.min(whole.ranks));
     let (hosts, across) = (ranks / per_host, per_host < ranks);
     let (near, far) = ((per_host - 1.0) / ranks, (ranks - per_host) / ranks);
     let all_to_all = |bytes: f64| Moved { near: bytes * near, far: bytes * far, ..Moved::default() };
-    // What a rank loses besides: its launches begin, and their last tiles leave processors idle for half of a tile's time; partial
-    // results are written and read again.
+    // Time that a rank loses besides: its launches begin, and their last tiles leave processors idle for half
+    // of a tile's time. Partial results are written and read again.
     let idle = |keys: f64| 0.5 * 128.0 * keys * flops * links.processors / rate;
     let stored = |bytes: f64| bytes / links.memory_bytes_per_second;
     let sequences = if whole.k.cu_seqlens.is_some() { f64::from(whole.k.batch) } else { 1.0 };
@@ -243,11 +243,11 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let groups = f64::from(whole.head_groups);
     let (begin, begin_of_ring) =
         if backward { (LAUNCH_BACKWARD, LAUNCH_OF_RING_BACKWARD) } else { (LAUNCH, LAUNCH_OF_RING) };
-    // Of the rank that has most: all ranks are to find the same.
+    // Pieces of the rank that has most: every rank must find the same number.
     let pieces = (0..whole.ranks).map(|rank| whole.q.pieces(rank).len()).max().unwrap_or(0) as f64;
     let seen = if all > 0.0 { all / (rows_q * f64::from(whole.k.partition.rows())) } else { 0.0 };
-    // Of a ring of so many steps, a launch for each run of queries and each run of keys that it sees; of f32 dQ, dK and dV, each
-    // step's is added to the sum.
+    // Seconds of a ring with so many steps: a launch for each run of queries and each run of keys that it
+    // sees, and the sums of each step's f32 dQ, dK and dV.
     let of_ring = |steps: f64| {
         let launches = (pieces * pieces * steps * seen).max(steps);
         let bytes = if backward {

@@ -183,7 +183,7 @@ pub(crate) struct Piece {
     pub(crate) positions: Range<u32>,
     /// The first position's row in the rank's own tensor.
     pub(crate) row: u32,
-    /// Its row in the whole tensor.
+    /// Row of the first position in the whole tensor.
     pub(crate) whole_row: u32,
     /// Length of the whole sequence.
     pub(crate) seqlen: u32,
@@ -252,8 +252,8 @@ impl Axis {
         pieces
     }
 
-    /// The same with hosts of `size` neighbouring ranks in place of ranks: a host has its ranks' rows in their order in the
-    /// whole.
+    /// Axis with hosts of `size` neighbouring ranks in place of ranks. A host has the rows of its ranks, in
+    /// their order in the whole.
     pub(crate) fn by_hosts(&self, size: u32) -> Result<Self> {
         let host = |ranks: &[Vec<Range<u32>>]| {
             let mut runs: Vec<Range<u32>> = ranks.iter().flatten().cloned().collect();

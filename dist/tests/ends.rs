@@ -16,7 +16,7 @@ use fmha_dist::{Error, Group, Links, Options, Partition, Problem, Rendezvous, Sc
 use support::{End, Ends};
 
 const RANKS: u32 = 4;
-/// Who ends.
+/// Rank that ends.
 const RANK: u32 = 1;
 /// More calls of the group than any of these makes.
 const MOST_CALLS: u32 = 40;

@@ -212,7 +212,7 @@ fn keys_that_come_while_kernels_wait_give_the_bits_of_one_device() {
         }
         let (o, lse) = (own(&expected[0], HEADS[0]), uploaded(&device, &own_lse()));
         let dout = own(&inputs[3], HEADS[0]);
-        // The same ranks with and without flags, and one device's dQ.
+        // Plans of these ranks with and without flags, against the dQ of one device.
         let [first, second] = [false, true].map(|flags| {
             let options = options.clone().flags(flags).kernels(PlanOptions::default().deterministic(true));
             // In f32: what another order of dQ's sums changes, bf16 hides.

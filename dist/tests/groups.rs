@@ -46,7 +46,7 @@ fn ring() -> Options {
     Options::default().scheme(Scheme::Ring)
 }
 
-/// That every rank has this error.
+/// Checks that every rank has this error.
 fn all_say(results: Vec<Result<Vec<Vec<u8>>, Error>>, rank: u32, field: &str, text: &str) {
     for (on, result) in results.into_iter().enumerate() {
         let error = result.expect_err(&format!("rank {on} took its output for a result"));

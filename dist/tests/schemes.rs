@@ -182,7 +182,7 @@ impl Case {
         if scheme == Scheme::Mixed {
             return ranks > 2 && ranks.is_multiple_of(2);
         }
-        // Of these a rank would need the heads of others, or other queries' rows.
+        // Operands that Ulysses cannot split: a rank would need the heads or the query rows of other ranks.
         let of_all = match self.whole.score.bias {
             Bias::Elementwise(_) => true,
             Bias::Alibi { per_batch } => per_batch && self.packed.is_none(),
@@ -324,7 +324,7 @@ fn more_ranks_than_one_merge_takes_give_the_gradients_of_one_device() {
     passes(&check_bwd(&host, &Selection::default(), &|_, _| ()).unwrap(), "130 ranks");
 }
 
-/// Of the same call, one that writes LSE and one that does not.
+/// Two calls that differ only in whether they write LSE.
 #[test]
 fn without_an_lse_to_write_o_has_the_same_bits() {
     for case in

@@ -152,7 +152,7 @@ impl Bench {
         (backward, alone): (bool, f64),
     ) -> Option<f64> {
         let (mut options, measured) = (options.clone(), options.links);
-        // Of any rate, one device's seconds; from those the rate that it has.
+        // A trial rate gives the seconds of one device. They give the rate at which that device runs.
         let rate = |links: &mut Links, flops: f64| (links.fwd_flops, links.bwd_flops) = (flops, flops);
         rate(&mut options.links, 1e12);
         let ranks = self.group.size();

@@ -9,7 +9,7 @@ use crate::problem::Whole;
 /// Rows of keys that come at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    /// Who has them.
+    /// Rank that owns the rows.
     pub(crate) owner: u32,
     /// Rows of the whole.
     pub(crate) rows: Range<u32>,

@@ -58,7 +58,7 @@ impl Block {
         self.offset.saturating_add(last).saturating_add(self.row_bytes)
     }
 
-    /// The same bytes as one row, where rows lie one behind the other.
+    /// Block of the same bytes as one row, for rows without gaps between them.
     pub(crate) fn as_one_row(&self) -> Self {
         Self { rows: 1, row_bytes: self.bytes(), stride: self.bytes(), ..*self }
     }

@@ -31,7 +31,7 @@ struct UniqueId([u8; 128]);
 /// `ncclUint8`: rows are moved as bytes, whatever they hold.
 const BYTES: c_int = 1;
 
-/// What is called, of either library.
+/// Functions of either library.
 struct Api {
     get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
     comm_init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> Status,
@@ -43,7 +43,7 @@ struct Api {
     recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status,
     all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> Status,
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
-    /// Whose functions these are; none of a test's.
+    /// Library of these functions; `None` in a test.
     _library: Option<Library>,
 }
 

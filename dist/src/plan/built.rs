@@ -12,7 +12,7 @@ use crate::scheme::Scheme;
 pub(super) struct Built {
     pub(super) program: Program,
     pub(super) scratch: Vec<DevBuffer>,
-    /// Of each stream that attention is launched on.
+    /// Workspace of each stream that attention is launched on.
     pub(super) workspaces: [Option<DevBuffer>; 2],
 }
 

@@ -156,8 +156,8 @@ mod tests {
         may_wait(&zig_zag(tokens, 2).on_hosts(options.links.ranks_per_host), false, options)
     }
 
-    /// Of two ranks the second one's shorter queries are the second of four runs: they see the first run, which is the other
-    /// rank's, and its own. Of four, those of the last rank see the first three.
+    /// Shortest queries of the last rank. With two ranks they are the second of four runs: they see the first
+    /// run, which is the other rank's, and their own. With four ranks they see the first three runs.
     #[test]
     fn what_goes_home_behind_the_last_kernel_is_what_the_shortest_queries_see_of_others() {
         for (ranks, part) in [(2, 0.25), (4, 0.375)] {
@@ -168,7 +168,7 @@ mod tests {
             estimate(Scheme::Gather, &whole, true, &Links::default())
         };
         let (first, beside) = (seconds(false), seconds(true));
-        // Of 3 / 4 of dK and dV, half is beside the other kernels.
+        // Half of the 3 / 4 of dK and dV that go home overlaps with the other kernels.
         let hidden = first.transfer - (beside.seconds - beside.compute);
         let home = 8192.0 * 8.0 * 256.0 * 4.0 * 0.375 / Links::default().bytes_per_second;
         assert!(hidden > home, "{first}, {beside}");
@@ -198,7 +198,7 @@ mod tests {
             Problem::new(whole, Partition::replicated(1, 4)).keys(Partition::contiguous(1 << 20, 4));
         let whole = Whole::new(&problem, 0, 4).unwrap();
         let seconds = |queueing: &str| {
-            // Of a device that has rested.
+            // Rate of a device that has rested.
             let flops = 32.0 * 512.0 * f64::from(1 << 20) / (0.931e-3 * 1.2);
             let links = format!("latency = 16e-6\nfwd_flops = {flops}\n{queueing}").parse().unwrap();
             estimate(Scheme::Decode, &whole, false, &links).seconds
@@ -216,7 +216,7 @@ mod tests {
             let options = Options::default().links(links.parse().unwrap());
             head_groups(whole, backward, &options)
         };
-        // Of two ranks each has 4 kv heads, of 16 a half.
+        // Each of two ranks has 4 kv heads, each of 16 ranks half a head.
         let [two, many] = [2, 16].map(|ranks| zig_zag(262_144, ranks));
         assert_eq!(groups(&two, false, ""), 4);
         assert_eq!(groups(&two, false, "latency = 1"), 1);

@@ -232,11 +232,11 @@ impl Planned {
     }
 }
 
-/// What a rank would have, before it knows that all mean the same.
+/// Plan of one rank, before the ranks have compared their problems.
 struct Chosen {
     whole: Whole,
     choice: Choice,
-    /// Of a gather, why its keys come before the kernels.
+    /// Reason why the keys of a gather come before the kernels.
     why_not: Option<String>,
 }
 
@@ -280,7 +280,7 @@ impl Chosen {
             ("flags", format!("{}, {:?}", whole.flags, options.flags)),
             ("head_groups", whole.head_groups.to_string()),
             ("ranks_per_host", format!("{:?}", options.links.ranks_per_host)),
-            // Of Ulysses a rank's rows are computed by the others' kernels.
+            // Kernels of other ranks compute this rank's rows in Ulysses, so these must be equal.
             ("accuracy", kernels.accuracy.to_string()),
             ("batch_invariant", kernels.batch_invariant.to_string()),
             ("deterministic", kernels.deterministic.to_string()),

@@ -39,9 +39,9 @@ use crate::partition::Partition;
 pub struct Problem {
     /// What one device would compute.
     pub whole: FwdProblem,
-    /// Who has which queries.
+    /// Ranks that have each query.
     pub q: Partition,
-    /// Who has which keys.
+    /// Ranks that have each key.
     pub k: Partition,
     /// Packed: the first row of each sequence of queries, and the end.
     pub cu_seqlens_q: Option<Vec<u32>>,
@@ -161,7 +161,7 @@ impl Problem {
 
 fn bias_words(bias: Bias) -> String {
     match bias {
-        // Its strides are the rank's own.
+        // The strides of the bias belong to this rank.
         Bias::Elementwise(bias) => format!("{} {:?}", bias.dtype, bias.broadcast),
         bias => format!("{bias:?}"),
     }

@@ -71,7 +71,7 @@ impl Tensor {
         }
     }
 
-    /// The same of some heads: a block for each sequence.
+    /// Rows of some heads: a list with one block for each sequence.
     pub(crate) fn rows_of_heads(&self, row: u32, count: u32, heads: &Range<u32>) -> Vec<Block> {
         let stride = self.row_bytes();
         let block = |sequence: u32| Block {
@@ -93,7 +93,7 @@ pub(crate) struct LseRows {
 }
 
 impl LseRows {
-    /// Of a piece of queries alone.
+    /// LSE rows of one piece of queries.
     pub(crate) fn of_piece(q: &Piece, heads: u32) -> Self {
         Self { batch: q.num_sequences(), heads, rows: q.rows() }
     }
@@ -111,7 +111,8 @@ impl LseRows {
         vec![Block { rows, ..self.block(row, count, 0) }]
     }
 
-    /// The same, a block for each sequence whatever the heads: rows that another rank has of more heads.
+    /// Rows of some heads, one block for each sequence even for all heads: the blocks of a rank whose LSE has
+    /// more heads are divided so.
     pub(crate) fn blocks_of_heads(&self, row: u32, count: u32, heads: &Range<u32>) -> Vec<Block> {
         let first = |sequence| u64::from(sequence) * u64::from(self.heads) + u64::from(heads.start);
         let rows = u64::from(heads.end - heads.start);

@@ -126,7 +126,7 @@ impl Whole {
         }
     }
 
-    /// Whose rows a tensor has.
+    /// Axis whose rows a tensor has: queries or keys.
     pub(crate) fn axis(&self, kind: Kind) -> &Axis {
         if kind.is_of_queries() { &self.q } else { &self.k }
     }

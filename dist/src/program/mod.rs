@@ -107,7 +107,7 @@ pub(crate) enum Step {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scratch {
     pub(crate) bytes: u64,
-    /// Of one that is a stretch of another one: which, and where it begins.
+    /// Buffer that this one is a part of, and where the part begins; `None` for a buffer of its own.
     pub(crate) within: Option<(usize, u64)>,
 }
 
@@ -116,7 +116,7 @@ pub(crate) struct Program {
     pub(crate) steps: Vec<Step>,
     pub(crate) scratch: Vec<Scratch>,
     pub(crate) workspace: u64,
-    /// Of keys that kernels wait for.
+    /// Keys that arrive while kernels wait for them.
     pub(crate) coming: Option<Coming>,
     /// Whether forward launches take turns on two streams.
     pub(crate) takes_turns: bool,

@@ -28,7 +28,7 @@ pub(crate) struct Streams {
     second: Stream,
     /// The caller's stream has got so far before the run; none where each other stream's first step waits for one of its steps.
     begun: Option<Event>,
-    /// Of each step that another stream waits for.
+    /// Events of the steps that another stream waits for.
     done: Vec<Option<Event>>,
     turns: Vec<Turn>,
 }
@@ -135,7 +135,7 @@ pub(super) fn begins_with_the_run(turns: &[Turn], stream: usize) -> bool {
 pub(super) fn turns(program: &Program) -> Vec<Turn> {
     let mut last = vec![Last::default(); CALLS + program.scratch.len()];
     let mut launches = 0u32;
-    // Of each stream, up to which step of each other one it is behind.
+    // Last step of each other stream that a stream has waited for.
     let mut behind = [[None; STREAMS]; STREAMS];
     let mut ends = [None; STREAMS];
     let mut waits = move |stream: usize, before: [Option<usize>; STREAMS]| -> Vec<usize> {

@@ -55,7 +55,7 @@ fn steps_that_share_a_buffer_are_in_order_on_streams_of_their_own() {
     for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
         for rank in 0..4 {
             let whole = Whole::new(&problem, rank, 4).unwrap().on_hosts(Some(2));
-            // Of Ulysses heads come in groups, or at once.
+            // Heads of Ulysses come in groups, or at once.
             for head_groups in [1, 2] {
                 let whole = Whole { head_groups, ..whole.clone() };
                 let mut forward = scheme.forward(&whole, &device, &options).unwrap();
@@ -78,8 +78,8 @@ fn steps_that_share_a_buffer_are_in_order_on_streams_of_their_own() {
     }
 }
 
-/// Of a step of decoding each part waits for the one before: no stream but the caller's, and so no event. Of a rank with two
-/// runs of keys their kernels wait for nobody.
+/// Each part of a decoding step waits for the part before it, so the step uses the caller's stream alone, and
+/// no event. The kernels of a rank with two runs of keys do not wait for each other.
 #[test]
 fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
     let dims = Dims {

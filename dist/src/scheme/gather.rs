@@ -66,7 +66,7 @@ enum Order {
     FirstFirst,
 }
 
-/// The same, in pieces for which the kernels wait.
+/// Pieces of K and V that arrive while the kernels run, which wait for them.
 fn coming(b: &Builder<'_>, all: [Held; 2], order: Order) -> Result<Coming> {
     let own = [b.own(Kind::K), b.own(Kind::V)];
     let row_bytes = own.iter().map(|held| held.rows(0, 1).1.bytes()).sum();
@@ -216,7 +216,7 @@ struct Slot {
     of: u32,
     kind: Kind,
     held: Held,
-    /// Of its first byte in the buffer.
+    /// Offset of the slot's first byte in the buffer.
     offset: u64,
 }
 

@@ -1,5 +1,5 @@
-//! Who computes what, and what travels. Each scheme is a file, and says its steps once: `forward` and `backward` share the
-//! exchange of keys and values.
+//! Schemes: which rank computes what, and what moves between ranks. Each scheme is a file that gives its
+//! steps once: `forward` and `backward` share the exchange of keys and values.
 
 mod decode;
 mod gather;

@@ -42,7 +42,7 @@ impl Hosts {
         self.rank / self.size
     }
 
-    /// Whose keys this host attends to at a step.
+    /// Host whose keys this host attends to at a step.
     fn owner(self, step: u32) -> u32 {
         (self.own() + self.count - step) % self.count
     }
@@ -112,7 +112,8 @@ impl HostRows {
         b.whole.tensor(kind, self.rows[host as usize], heads, dtype)
     }
 
-    /// Of the pieces of a rank of `host`: rows of its own tensor, of the host's, and how many.
+    /// Rows of the pieces of a rank of `host`: the first row in the rank's own tensor, the first in the
+    /// host's tensor, and their count.
     fn places(&self, b: &Builder<'_>, host: u32, rank: u32) -> Vec<(u32, u32, u32)> {
         let place = |own: &Piece| {
             let holds = |all: &&Piece| {
@@ -132,7 +133,7 @@ struct Keys {
     hosts: Hosts,
     k: Turns,
     v: Turns,
-    /// Of several ranks' hosts: where their K and V are gathered.
+    /// Gathered K and V of hosts with several ranks.
     gathered: Option<[[Buf; 2]; 2]>,
     rows: HostRows,
 }

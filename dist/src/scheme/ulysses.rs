@@ -290,7 +290,7 @@ fn bring_home(b: &mut Builder<'_>, moves: &mut Moves, kind: Kind, all: Held) -> 
     slots
 }
 
-/// Of each kv head and sequence the parts of the ranks that compute it, in their order.
+/// Adds, for each kv head and sequence, the parts of the ranks that compute it, in rank order.
 fn add_up(b: &mut Builder<'_>, out: Held, slots: &[Held], dtype: DType) -> Result<()> {
     let rows = out.tensor.rows;
     for head in 0..out.tensor.heads {

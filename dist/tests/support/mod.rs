@@ -233,14 +233,14 @@ pub(crate) fn backward(host: &mut HostBwd, problem: &Problem, options: &Options)
     Ok(())
 }
 
-/// The same on one device.
+/// Runs the forward call of `host` on one device.
 pub(crate) fn forward_alone(host: &mut HostFwd) {
     let device = device();
     let plan = device.plan_fwd(&host.problem, &PlanOptions::default().batch_invariant(true)).unwrap();
     fmha_conformance::execute::run_fwd(&device, &plan, host).unwrap();
 }
 
-/// The same on one device.
+/// Runs the backward call of `host` on one device.
 pub(crate) fn backward_alone(host: &mut HostBwd) {
     let device = device();
     let plan = device.plan_bwd(&host.problem, &PlanOptions::default()).unwrap();

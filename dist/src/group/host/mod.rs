@@ -1,4 +1,4 @@
-//! A group in host memory, over whatever carries frames from rank to rank.
+//! A group in host memory, over any link that carries frames between ranks.
 
 mod calls;
 mod mailbox;
@@ -17,22 +17,23 @@ use super::{Exchange, Group, Parcel};
 use crate::agree::Fields;
 use crate::error::{Error, Result};
 
-/// What one rank tells another.
+/// Frame that one rank sends to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Frame {
     /// Bytes of a share or an exchange.
     Bytes(Vec<u8>),
-    /// A call has begun that was planned otherwise than the one before.
+    /// A call has begun that was planned otherwise than the call before.
     Begun(Vec<u8>),
-    /// Which rank it has been waiting for, for some of its timeout: whom to blame if it comes late itself.
+    /// Rank that the sender has been waiting for, for part of its timeout. That rank is to blame if the
+    /// sender is late itself.
     Waits(u32),
-    /// Nothing succeeds any more.
+    /// Failure of the group: nothing succeeds any more.
     Failed(Error),
-    /// It has finished, and sends nothing more.
+    /// Farewell: the sender has finished and sends nothing more.
     Left,
-    /// Its connection broke without a farewell.
+    /// Connection of the sender broke without a farewell.
     Died,
-    /// What it sent is no frame, so nothing more is read of it.
+    /// Bytes that are no frame; nothing more is read from the sender.
     Garbled,
 }
 

@@ -58,11 +58,11 @@ enum Message {
 }
 
 thread_local! {
-    /// What this rank has called, in order.
+    /// Names of the calls of this rank, in order.
     static CALLS: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
-    /// Of the group that is open.
+    /// Messages of the group that is open.
     static OPEN: RefCell<Vec<Message>> = const { RefCell::new(Vec::new()) };
-    /// Whose memory is moved; none: the host's.
+    /// Device whose memory is moved; host memory if `None`.
     static DEVICE: RefCell<Option<Device>> = const { RefCell::new(None) };
 }
 
@@ -415,7 +415,7 @@ fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
         first
     });
     assert!(results.iter().all(|bits| *bits == results[0]), "ranks have other bits");
-    // Of the softmax over all keys, by f64.
+    // Softmax over all keys in f64.
     let number = |bytes: &[u8], at: usize| {
         f64::from(bf16::from_bits(u16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]])))
     };

@@ -219,7 +219,7 @@ impl<'a> Meeting<'a> {
                     Heard::Rank(hello, talk, listens)
                 }
                 Ok((hello, talk, false)) => {
-                    // Its MAC tells the other side that the secrets differ.
+                    // The MAC of the refusal shows the other side that the secrets differ.
                     let error = Error::new(hello.rank, "secret", "the secrets differ");
                     let _ = talk.send(&key, &Letter::Refusal(error), end);
                     Heard::Stranger(hello.rank, from)
@@ -416,7 +416,7 @@ impl<'a> Meeting<'a> {
             let above = above.join().map_err(|_| {
                 Error::new(self.rank, "group", "the thread that waits for higher ranks has panicked")
             })?;
-            // Of two that failed the first knows why: the other one has been told to give up.
+            // The thread that fails first has the cause; the other one is told to give up.
             match (above, below) {
                 (Ok(above), Ok(below)) => Ok((above, below)),
                 (_, Err(error)) | (Err(error), _) => Err(error),

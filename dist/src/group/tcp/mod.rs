@@ -5,7 +5,8 @@
 //! - `proof`: both sides of every connection prove that they know the job's secret.
 //! - `connection`: one that lasts has a thread that reads and one that writes, so sending never waits.
 //!
-//! Who knows no secret is in no group. What ranks send each other afterwards is neither encrypted nor authenticated.
+//! Ranks without the secret cannot join a group. What ranks send each other afterwards is neither encrypted
+//! nor authenticated.
 
 mod connection;
 mod meeting;

@@ -91,7 +91,7 @@ pub(super) fn address_of_bytes(bytes: &[u8; ADDRESS_BYTES]) -> SocketAddr {
     SocketAddr::new(Ipv6Addr::from(ip).to_canonical(), u16::from_le_bytes([low, high]))
 }
 
-/// Who connects.
+/// Introduction of the rank that connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) rank: u32,

@@ -393,7 +393,7 @@ fn leaving_a_rank_that_takes_nothing_ends_in_time() {
 #[test]
 fn a_rank_that_takes_slowly_gets_all_before_the_other_one_has_left() {
     let (host, mut slow) = half_a_group(LONG);
-    // Its own bytes, so that the other rank waits for nothing before it leaves.
+    // The slow rank sends its own bytes first: the other rank waits for nothing before it leaves.
     slow.write_all(&[0, 1, 0, 0, 0, 0, 0, 0, 0, 5]).unwrap();
     let takes = spawn(move || {
         let (mut all, mut bytes) = (0, vec![0; 1 << 20]);
