@@ -35,9 +35,9 @@ pub enum Backend {
     },
     /// A device of a backend that was [registered](register).
     Registered {
-        /// Its name.
+        /// Name of the registered backend.
         name: String,
-        /// Which of its devices, from 0.
+        /// Index of the device among those of the backend, from 0.
         ordinal: u32,
     },
 }
@@ -48,8 +48,8 @@ impl Backend {
     /// The first AMD device.
     pub const ROCM: Self = Self::Rocm { ordinal: 0, emulate: None };
 
-    /// The same backend, but its kernels for `arch` interpreted on this machine's processor: correct,
-    /// slow, and called emulated wherever it is reported.
+    /// Backend whose kernels for `arch` are interpreted on this machine's processor: correct and slow. Every
+    /// report says that it is emulated.
     ///
     /// # Errors
     /// [`Error::NoDevice`] for an architecture of another vendor's, and for a choice that names no vendor's backend.

@@ -99,12 +99,12 @@ impl CacheOptions {
         self.dtype_cache.unwrap_or(dtype)
     }
 
-    /// Whether each sequence's length in the cache is to be said.
+    /// Whether the problem needs the length of each sequence in the cache.
     pub(super) fn wants_lengths(&self) -> bool {
         self.append > 0 || self.rotary_dim > 0
     }
 
-    /// That length, where the user says none.
+    /// Length of each sequence in the cache, if the user gives none.
     pub(super) fn length_before(&self, seqlen_k: u32) -> Result<u32, Failure> {
         seqlen_k
             .checked_sub(self.append)

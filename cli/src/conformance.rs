@@ -45,7 +45,7 @@ pub(super) struct ConformanceArgs {
     #[arg(long, value_name = "SEED[:COUNT]", allow_hyphen_values = true)]
     drawn: Option<Drawn>,
 
-    /// Of their kernels only part I of N, with all cases that each of those serves
+    /// Only part I of N of the cases' kernels, each with all cases that it serves
     #[arg(long, value_name = "I/N", allow_hyphen_values = true)]
     deal: Option<Deal>,
 

@@ -383,7 +383,7 @@ pub(super) fn file_shape(shape: Shape, permuted: bool, layout: QLayout) -> Vec<u
     of_batch(batch, rows, layout)
 }
 
-/// The same for a column-major V.
+/// Shape of a file with a column-major V.
 pub(super) fn col_major_shape(shape: Shape, permuted: bool, layout: QLayout) -> Vec<u64> {
     let [batch, seq, head, dim] = [shape.batch, shape.seq, shape.head, shape.dim].map(u64::from);
     let rows = if permuted { vec![head, dim, seq] } else { vec![dim, head, seq] };

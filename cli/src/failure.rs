@@ -53,7 +53,7 @@ impl From<fmha::Error> for Failure {
     }
 }
 
-/// Of a group's rank.
+/// Failure of a rank of a group.
 impl From<fmha_dist::Error> for Failure {
     fn from(error: fmha_dist::Error) -> Self {
         Self::Wrong(error.to_string())
@@ -66,7 +66,7 @@ impl From<fmha::ProblemError> for Failure {
     }
 }
 
-/// Of writing to standard output; files go through [`Failure::file`].
+/// Failure to write to standard output; files go through [`Failure::file`].
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         match error.kind() {

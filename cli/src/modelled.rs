@@ -76,11 +76,11 @@ const RTX_BLACKWELL: Rates = Rates {
 /// A unit of a multiprocessor and what it does in a cycle.
 struct Unit {
     name: &'static str,
-    /// What it works on, from the counters of a launch.
+    /// Amount of work, from the counters of a launch.
     work: fn(&Counted) -> f64,
     unit: &'static str,
     a_cycle: fn(&Rates) -> f64,
-    /// Of the multiprocessor itself: what lies in the L2 cache costs the memory nothing.
+    /// Whether the unit belongs to the multiprocessor. What lies in the L2 cache costs the memory nothing.
     inside: bool,
 }
 
@@ -233,7 +233,7 @@ pub(super) fn write(
     } else if name.contains("sm_100a") {
         shares(out, &counted, &BLACKWELL)?;
     } else if name.contains("sm_103a") {
-        // Its special-function unit has twice the exponentials.
+        // The special-function unit of sm_103a has twice the rate of exponentials.
         shares(out, &counted, &Rates { special: 32.0, ..BLACKWELL })?;
     }
     Ok(())
@@ -294,7 +294,7 @@ fn tiles(plan: &FwdPlan, launch: &Value) -> f64 {
     number.unwrap_or_else(ctas).max(1.0)
 }
 
-/// Of the last run's launches, one a step of the plan, that of the kernel that the plan is named after.
+/// Launch of the kernel that names the plan, among the launches of the last run, one per step of the plan.
 fn launch_of(plan: &FwdPlan, launches: &str) -> Option<Value> {
     let steps = plan.steps();
     let behind = steps.iter().rev().position(|step| step.kernel == plan.kernel())?;

@@ -255,7 +255,7 @@ impl RankArgs {
             child
                 .args(std::env::args_os().skip(1))
                 .arg(format!("--rank-of={rank},{}", folder.path().display()));
-            // Of as many GPUs as there are ranks, one each.
+            // One GPU for each rank.
             for name in ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"] {
                 let among = std::env::var(name).unwrap_or_default();
                 let own = among.split(',').filter(|device| !device.is_empty()).nth(rank as usize);
@@ -269,7 +269,7 @@ impl RankArgs {
         let failed = ended(&mut children)?;
         let read = |rank: u32, end: &str| std::fs::read(folder.path().join(format!("{rank}.{end}")));
         let (mut slowest, mut explained) = (0f64, String::new());
-        // Who failed first knows why; the others may only have waited for it.
+        // The rank that failed first has the cause; the other ranks may only have waited for it.
         for rank in failed.map(|(rank, _)| rank as u32).into_iter().chain(0..ranks) {
             if let Ok(error) = read(rank, "err") {
                 return Err(Failure::wrong(String::from_utf8_lossy(&error)));
@@ -375,7 +375,7 @@ fn cuts(setup: &Setup, ranks: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Of tensors, those that are contiguous.
+/// Refuses a call whose tensors are not contiguous.
 fn takes(problem: &Problem, call: &Call) -> Result<(), Failure> {
     let refuse = |what: &str| Err(Failure::wrong(format!("ranks {}: {what}", problem.q.ranks())));
     for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {

@@ -22,7 +22,7 @@ impl Timing {
         Self { sorted, on_device: times.iter().all(|time| time.on_device) }
     }
 
-    /// Whose time it is.
+    /// Clock that measured the times.
     pub(super) fn clock(&self) -> &'static str {
         if self.on_device { "device" } else { "host" }
     }

@@ -102,7 +102,7 @@ impl TuneArgs {
         let stream = clock(backend)?;
         let mut job =
             Job::new(backend, &setup, &with_tile(&options, &own), Source::made_up(Init::Normal, 0))?;
-        // Of a backward call's inputs O and LSE are what a forward call has left on the device.
+        // O and LSE, inputs of a backward call, are on the device after a forward call.
         job.read_back()?;
         let call = job.into_call();
         let (changes, hopeless) = by_model(&knobs, |change| {

@@ -135,7 +135,7 @@ fn spoiling_compiler(planted: &Planted, clang: &str) -> String {
             // By index and length: no letter of the text means anything to awk.
             const REPLACE: &str = "{ at = index($0, from) } at { found = 1; \
                  $0 = substr($0, 1, at - 1) to substr($0, at + length(from)) } { print }";
-            // Of several launches not all reach the header.
+            // Some launches do not use the header.
             let _ = writeln!(script, "[ -f fmha/{file} ] || exec {clang} \"$@\"");
             script += &spoil(REPLACE, from, to, &format!("fmha/{file}"), "spoilt");
             let _ = write!(script, "mv spoilt fmha/{file}\nexec {clang} \"$@\"\n");

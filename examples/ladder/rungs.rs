@@ -5,13 +5,13 @@ use fmha_core::source::{ENTRY, Header, KernelSource};
 use fmha_cuda::own::OwnKernels;
 use fmha_kernels_cuda::wgmma::{self, OperandA, Sums, WgmmaShape};
 
-/// What a rung wants of a device beyond mma.sync.
+/// Features of a device that a rung needs beyond mma.sync.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wants {
     Nothing,
-    /// Hopper's and later.
+    /// TMA: Hopper and later.
     Tma,
-    /// Hopper's alone.
+    /// WGMMA: Hopper alone.
     Wgmma,
 }
 
@@ -23,10 +23,10 @@ pub(crate) struct Rung {
     /// Threads and queries of a CTA.
     pub(crate) threads: u32,
     pub(crate) queries: u32,
-    /// Of a head dimension: 16-bit elements of shared memory, and bytes beside them.
+    /// Bytes of shared memory for a head dimension: 16-bit elements, and the bytes beside them.
     smem: fn(u32) -> u32,
     pub(crate) wants: Wants,
-    /// Its namespace, and what it calls the tile that its CTA has; empty: it finds that itself.
+    /// Namespace of the rung, and its name for the CTA's tile; empty if the kernel finds the tile itself.
     namespace: &'static str,
     work: &'static str,
 }

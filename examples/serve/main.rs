@@ -133,7 +133,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     mix::compare(&device, &lengths)
 }
 
-/// Of a token's largest logit, how far one may be from the reference: operands and O are of f16.
+/// Largest difference from the reference, as a share of a token's largest logit: operands and O are f16.
 const TOLERANCE: f32 = 2e-3;
 
 /// The logits of every step against those of the request alone, to the bit, and the reference: the worst error, of a token's

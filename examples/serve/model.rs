@@ -57,7 +57,7 @@ pub(crate) struct Model {
     embedding: Matrix,
     layers: Vec<Layer>,
     head: Matrix,
-    /// Of the rotary embedding, `[MAX_LEN, HEAD_DIM / 2]`.
+    /// Cosines of the rotary embedding, `[MAX_LEN, HEAD_DIM / 2]`.
     pub(crate) cos: Vec<f32>,
     pub(crate) sin: Vec<f32>,
 }

@@ -115,7 +115,7 @@ fn an_installed_library_is_found_by_a_name_with_its_abi_alone() {
     let words: Vec<String> = flags.into_iter().chain(["-lm".to_owned()]).collect();
     let example = source().join("examples/first_call.c");
     let program = installed.compiled(&compiler("CC", "cc"), &example, &words);
-    // Of the links only the loader's is left.
+    // Removes the link for the compiler; the link for the loader stays.
     std::fs::remove_file(installed.lib().join("libfmha.so")).unwrap();
     let ran = installed.run(&program, &["cpu"]).output().unwrap();
     assert!(ran.status.success(), "{}", said(&ran));

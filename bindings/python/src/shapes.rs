@@ -71,7 +71,7 @@ pub(crate) fn one_device(request: &Request, first: Slot) -> Result<Device, Wrong
     Ok(device)
 }
 
-/// Its sizes, if it has that many axes.
+/// Sizes of a tensor that must have as many axes as `axes` names.
 pub(crate) fn shape<const N: usize>(name: &str, tensor: &Tensor, axes: &str) -> Result<[i64; N], Wrong> {
     let shape = tensor.shape();
     shape

@@ -44,7 +44,7 @@ pub(crate) enum Measured {
     },
     /// No kernel takes it, or it was not run: why.
     Absent(String),
-    /// Its result is wrong: not timed.
+    /// Wrong result; the row is not timed.
     Wrong(String),
 }
 
