@@ -1,11 +1,13 @@
 //! Times decode of the CPU backend beside the machine's own read bandwidth, in turns: a query a sequence over a long
 //! cache, whose K and V are to be read once.
 //!
-//! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM TYPE PAGE_SIZE(0: strided) TURNS`, where TYPE is f32, f16 or
-//! bf16, or two types: `bf16/fp8` is queries of bf16 over a cache of FP8. `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply to
-//! both. Reads are those of as many threads, which wait for their turn, with lines asked for ahead and without. Tensors begin on a cache line, as PyTorch's do. Beside them stand reads of a line at once, where there is
-//! AVX-512, in the order in which the cache lies: in pages that of the block table, some lines of later pages asked for or none. Prints
-//! the best of each over the turns, and the ratios; by the clock, and with one thread by processor time too, which other programs do not lengthen.
+//! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM TYPE PAGE_SIZE(0: strided) TURNS`, where TYPE is
+//! f32, f16 or bf16, or two types: `bf16/fp8` is queries of bf16 over a cache of FP8. `FMHA_NUM_THREADS` and
+//! `FMHA_CPU_ISA` apply to both. Reads are those of as many threads, which wait for their turn, with lines
+//! asked for ahead and without. Tensors begin on a cache line, as PyTorch's do. Beside them stand reads of a
+//! line at once, where there is AVX-512, in the order in which the cache lies: in pages that of the block
+//! table, some lines of later pages asked for or none. Prints the best of each over the turns, and the
+//! ratios; by the clock, and with one thread by processor time too, which other programs do not lengthen.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, Mutex};
@@ -104,8 +106,8 @@ fn sum_by_lines(part: &[Line], asks: bool) -> u64 {
 struct Pages<'a>(&'a [i32], usize);
 
 impl Pages<'_> {
-    /// Their sum. Asked for are the first lines of a piece of a page some pieces ahead, from which on the processor goes ahead by
-    /// itself to the end of a page of the system.
+    /// Their sum. Asked for are the first lines of a piece of a page some pieces ahead, from which on the
+    /// processor goes ahead by itself to the end of a page of the system.
     fn sum(self, memory: &[Line], asks: bool) -> u64 {
         const PIECE_LINES: usize = 4096 / 64;
         const AHEAD_PIECES: usize = 4;

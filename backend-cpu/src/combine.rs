@@ -62,7 +62,8 @@ impl Combine<'_> {
                     if problem.merge == Merge::AddTo {
                         let before = held.matrix(i_batch, i_head, i);
                         for (d, out) in out.iter_mut().enumerate() {
-                            // SAFETY: the argument check measured O; this row is read before it is written, by this task.
+                            // SAFETY: the argument check measured O; this row is read before it is written,
+                            // by this task.
                             *out = unsafe { before.get(0, d) };
                         }
                     }

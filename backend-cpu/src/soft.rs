@@ -1,5 +1,6 @@
-//! The battery's forward cases of bf16 on instruction sets in software: what surrounds dot products and tiles keeps the contract
-//! on a machine whose processor has neither. Not what only the instructions do: AMX takes subnormal numbers for 0.
+//! The battery's forward cases of bf16 on instruction sets in software: what surrounds dot products and tiles
+//! keeps the contract on a machine whose processor has neither. Not what only the instructions do: AMX takes
+//! subnormal numbers for 0.
 
 use fmha_conformance::Regex;
 use fmha_conformance::case::{Case, matching};

@@ -13,7 +13,8 @@ pub(crate) struct Threads {
     count: usize,
 }
 
-/// A backend's threads, of each process its own: a forked child has none of its parent's, and makes them when it computes.
+/// A backend's threads, of each process its own: a forked child has none of its parent's, and makes them when
+/// it computes.
 pub(crate) struct Pool {
     count: usize,
     threads: PerProcess<Threads>,

@@ -6,9 +6,10 @@
 //! across, so that a row's softmax is a lane's and needs no sum across lanes. Where rows of K or V
 //! are A, they lie densely.
 //!
-//! A micro-tile keeps `R x VECTORS` accumulators (6 x 2 of AVX2's 16 registers, 12 x 2 of 32) in registers; each step loads one row of B and
-//! broadcasts R elements of A. Every element of the result is one chain of FMAs in the order of the
-//! reduction, whatever R and the tile's place: results do not depend on how work was cut.
+//! A micro-tile keeps `R x VECTORS` accumulators (6 x 2 of AVX2's 16 registers, 12 x 2 of 32) in registers;
+//! each step loads one row of B and broadcasts R elements of A. Every element of the result is one chain of
+//! FMAs in the order of the reduction, whatever R and the tile's place: results do not depend on how work was
+//! cut.
 
 use crate::simd::Simd;
 

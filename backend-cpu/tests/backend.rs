@@ -240,7 +240,8 @@ fn a_combine_plan_has_no_tile_to_set() {
     }
 }
 
-/// Whether the system gives this process tiles: `ARCH_REQ_XCOMP_PERM` of `arch_prctl(2)`, for the component of tile data.
+/// Whether the system gives this process tiles: `ARCH_REQ_XCOMP_PERM` of `arch_prctl(2)`, for the component
+/// of tile data.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn tiles_are_permitted() -> bool {
     // SAFETY: the call changes nothing but the permission.

@@ -572,9 +572,9 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     assert!(o.iter().all(|&o| o == 0.5));
 }
 
-/// A product is an f32 number before `softmax_scale` multiplies it. Beyond f32 (here 2^128) its row is right where the scale has
-/// been multiplied into Q; else it is an infinity, which the scale does not bring back: a key far below is as if hidden, one far
-/// above makes NaN of its row. Other rows see nothing of it.
+/// A product is an f32 number before `softmax_scale` multiplies it. Beyond f32 (here 2^128) its row is right
+/// where the scale has been multiplied into Q; else it is an infinity, which the scale does not bring back: a
+/// key far below is as if hidden, one far above makes NaN of its row. Other rows see nothing of it.
 #[test]
 fn a_product_beyond_f32_is_right_or_an_infinity_whatever_the_scale() {
     let far_key = 2u32;

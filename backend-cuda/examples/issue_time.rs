@@ -1,5 +1,5 @@
-//! How long the host takes to issue a call, forward and backward: checks, arguments, tensor maps, the driver; and beside it the
-//! driver alone, which launches an empty kernel with as many bytes of parameters.
+//! How long the host takes to issue a call, forward and backward: checks, arguments, tensor maps, the driver;
+//! and beside it the driver alone, which launches an empty kernel with as many bytes of parameters.
 //!
 //! `cargo run --release -p fmha-cuda --example issue_time`, on a machine with a device.
 

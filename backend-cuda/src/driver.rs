@@ -265,9 +265,10 @@ impl EncodeTensorMap for Device {
             element_strides.as_ptr(),
             t::INTERLEAVE_NONE,
             swizzle(facts),
-            // A box asks for whole rows of 64 or 128 bytes. Promoted to 256 the L2 reads more than was asked for: of the
-            // forward at B64 H16 S256 D 128 causal 13.6 in place of 11.9 million sectors, and 219 in place of 225 TFLOP/s
-            // (an H200; none and 128 bytes 224). Long rows, FP8 and backward are level.
+            // A box asks for whole rows of 64 or 128 bytes. Promoted to 256 the L2 reads more than was asked
+            // for: of the forward at B64 H16 S256 D 128 causal 13.6 in place of 11.9 million sectors, and 219
+            // in place of 225 TFLOP/s (an H200; none and 128 bytes 224). Long rows, FP8 and backward are
+            // level.
             t::L2_PROMOTION_L2_64B,
             t::FLOAT_OOB_FILL_NONE,
         ))

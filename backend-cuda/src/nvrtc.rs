@@ -1,7 +1,8 @@
 //! NVRTC, found at run time: never linked, never a panic.
 //!
-//! The first that is found (`search.rs`) and whose machine code the driver takes is used. Its companion `libnvrtc-builtins` is opened
-//! first by path where it lies beside: NVRTC 13.0 looks for it on the loader's path alone.
+//! The first that is found (`search.rs`) and whose machine code the driver takes is used. Its companion
+//! `libnvrtc-builtins` is opened first by path where it lies beside: NVRTC 13.0 looks for it on the loader's
+//! path alone.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -247,8 +248,8 @@ fn resources(log: &str) -> ResourceUsage {
 }
 
 impl Nvrtc {
-    /// The log as `Err`. A kernel of which ptxas says that it spills, that wgmma is serialised or setmaxnreg ignored is slower,
-    /// and right: the log, which a plan's explanation quotes, has the words.
+    /// The log as `Err`. A kernel of which ptxas says that it spills, that wgmma is serialised or setmaxnreg
+    /// ignored is slower, and right: the log, which a plan's explanation quotes, has the words.
     fn run(&self, job: &KernelJob) -> std::result::Result<CompilerOutput, String> {
         let source = &job.source;
         let text = |text: &str| CString::new(text).map_err(|error| error.to_string());

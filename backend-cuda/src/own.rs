@@ -1,5 +1,6 @@
-//! Kernels of a caller's own beside the library's: compiled by the same NVRTC, kept in the same cache, launched on the same
-//! device. For examples and measurements; what a kernel does with its arguments nobody checks.
+//! Kernels of a caller's own beside the library's: compiled by the same NVRTC, kept in the same cache,
+//! launched on the same device. For examples and measurements; what a kernel does with its arguments nobody
+//! checks.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -75,8 +76,8 @@ impl OwnKernels {
         self.device.info.smem_bytes
     }
 
-    /// Compiles a source, or finds it compiled, to be launched with `threads` to a CTA and `smem_bytes` of dynamic shared
-    /// memory.
+    /// Compiles a source, or finds it compiled, to be launched with `threads` to a CTA and `smem_bytes` of
+    /// dynamic shared memory.
     ///
     /// # Errors
     /// What the compiler said, or that there is none; more shared memory than a CTA may have; what the driver said.

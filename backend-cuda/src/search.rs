@@ -1,6 +1,6 @@
-//! Where those of NVIDIA's libraries are looked for that no driver brings: `CUDA_HOME`, the `nvidia` packages that PyTorch's
-//! wheels bring along (of the virtual environment, of each Python on the path, of the user and the system), and last the
-//! loader's path. `FMHA_NVRTC` is NVRTC's path.
+//! Where those of NVIDIA's libraries are looked for that no driver brings: `CUDA_HOME`, the `nvidia` packages
+//! that PyTorch's wheels bring along (of the virtual environment, of each Python on the path, of the user and
+//! the system), and last the loader's path. `FMHA_NVRTC` is NVRTC's path.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

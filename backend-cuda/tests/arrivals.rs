@@ -1,6 +1,6 @@
-//! Kernels that wait for keys which come while they run, on the test double of the driver: with all flags set their bits are
-//! those of the kernels that do not wait, and of a flag that is never set they say so and end. Needs NVRTC; where there is
-//! none, a test says `absent` and checks nothing.
+//! Kernels that wait for keys which come while they run, on the test double of the driver: with all flags set
+//! their bits are those of the kernels that do not wait, and of a flag that is never set they say so and end.
+//! Needs NVRTC; where there is none, a test says `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 

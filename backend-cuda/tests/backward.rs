@@ -304,8 +304,9 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     }
 }
 
-/// Kv heads have as many parts as a sequence's own queries give (`num_head_parts`): the first one here one, the second two, and
-/// the last, which both have beside them, four. Their sums have bits of their own, and so has the order of heads.
+/// Kv heads have as many parts as a sequence's own queries give (`num_head_parts`): the first one here one,
+/// the second two, and the last, which both have beside them, four. Their sums have bits of their own, and so
+/// has the order of heads.
 #[test]
 fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
     let Some(backend) = device() else { return };

@@ -1,6 +1,7 @@
-//! The Blackwell kernel on the test double of the driver, step by step as it was asked for: lengths, heads, one kv head for
-//! all by stride 0, one token on a cache, segments merged by their LSE. `FMHA_EMULATE_MODE=hb` holds each of its
-//! accesses to happens-before as well. Needs NVRTC; where there is none, a test says `absent` and checks nothing.
+//! The Blackwell kernel on the test double of the driver, step by step as it was asked for: lengths, heads,
+//! one kv head for all by stride 0, one token on a cache, segments merged by their LSE.
+//! `FMHA_EMULATE_MODE=hb` holds each of its accesses to happens-before as well. Needs NVRTC; where there is
+//! none, a test says `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -230,7 +231,8 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
     }
 }
 
-/// A row's bits depend on the row alone where a plan promises so: one token, or the same token as the last of many, beside other sequences or not.
+/// A row's bits depend on the row alone where a plan promises so: one token, or the same token as the last of
+/// many, beside other sequences or not.
 #[test]
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };

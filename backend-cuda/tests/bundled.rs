@@ -1,5 +1,6 @@
-//! A process that has a bundle of the tables' kernels and no compiler, nor anything that one has made: the only test of this program,
-//! since the environment is read by all of them. The bundle's kernels are their keys alone: nothing is compiled.
+//! A process that has a bundle of the tables' kernels and no compiler, nor anything that one has made: the
+//! only test of this program, since the environment is read by all of them. The bundle's kernels are their
+//! keys alone: nothing is compiled.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 

@@ -115,8 +115,8 @@ fn the_jobs_of_no_sequence_are_those_of_one_and_of_code_there_are_none() {
     assert!(error.contains("sm90") && error.contains("mask"), "{error}");
 }
 
-/// A machine without a compiler has what it needs for calls of any length: what the model chooses by lengths and heads is among
-/// what is compiled ahead for the tables' few lengths.
+/// A machine without a compiler has what it needs for calls of any length: what the model chooses by lengths
+/// and heads is among what is compiled ahead for the tables' few lengths.
 #[test]
 fn a_bundle_has_the_tiles_of_lengths_that_its_table_lacks() {
     let hopper = pretend("sm_90a");

@@ -78,8 +78,8 @@ pub unsafe trait Driver: Queues + 'static {
     /// Queues a kernel; the calling thread has [entered](Self::enter) its device.
     ///
     /// # Safety
-    /// `arguments` point to the kernel's parameters, in order and of their types, and the device memory that they name is
-    /// what the kernel's contract asks for. The stream is live.
+    /// `arguments` point to the kernel's parameters, in order and of their types, and the device memory that
+    /// they name is what the kernel's contract asks for. The stream is live.
     ///
     /// # Errors
     /// What the driver said.

@@ -81,8 +81,8 @@ fn every_branch_of_the_contract_compiles_somewhere_without_spills() {
     none_spills(|problem, name, arch| problem % Arch::CDNA.len() == arch && !has_a_twin(name));
 }
 
-/// Whether another problem differs in which 16-bit type, or which of the architecture's two FP8 types: in the products' mnemonic
-/// and in conversions, which takes as many registers. Of each type one is not called so.
+/// Whether another problem differs in which 16-bit type, or which of the architecture's two FP8 types: in the
+/// products' mnemonic and in conversions, which takes as many registers. Of each type one is not called so.
 fn has_a_twin(name: &str) -> bool {
     (name.starts_with("f16/") || name.starts_with("e5m2")) && !name.ends_with("d128x128")
 }

@@ -34,7 +34,8 @@ pub(super) struct ExplainArgs {
     #[command(flatten)]
     backend: BackendArgs,
 
-    /// Plan for this architecture (sm_80, sm_90a, sm_100a, gfx942, gfx1100) with no device: nothing is opened, nothing runs
+    /// Plan for this architecture (sm_80, sm_90a, sm_100a, gfx942, gfx1100) with no device: nothing is
+    /// opened, nothing runs
     #[arg(long, value_name = "ARCH", conflicts_with_all = ["backend", "emulate"])]
     arch: Option<String>,
 

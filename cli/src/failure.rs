@@ -31,8 +31,8 @@ impl Failure {
     }
 }
 
-/// Whether somebody may still read standard output, asked between pieces of long work: a write would tell only where there is
-/// something to write.
+/// Whether somebody may still read standard output, asked between pieces of long work: a write would tell
+/// only where there is something to write.
 #[cfg(unix)]
 pub(super) fn is_read() -> bool {
     let mut output = libc::pollfd { fd: libc::STDOUT_FILENO, events: 0, revents: 0 };

@@ -17,8 +17,8 @@ pub(super) fn room_for(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failu
     reservable(what, bytes)
 }
 
-/// Refuses `bytes` of address space that this process' limits do not have. The memory itself may never be needed, as that
-/// of stacks.
+/// Refuses `bytes` of address space that this process' limits do not have. The memory itself may never be
+/// needed, as that of stacks.
 pub(super) fn reservable(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failure> {
     let probe = usize::try_from(bytes).map_err(|error| lack_of(what, bytes, error.to_string()))?;
     // A limit of the process shows at the reservation; given back at once.

@@ -168,8 +168,8 @@ impl Counted {
     }
 }
 
-/// Runs a part of the problem in the emulator and writes what its kernel did. Nothing where the emulator counts nothing,
-/// or there is nothing to run.
+/// Runs a part of the problem in the emulator and writes what its kernel did. Nothing where the emulator
+/// counts nothing, or there is nothing to run.
 pub(super) fn write(
     out: &mut dyn Write,
     problem: &ProblemArgs,

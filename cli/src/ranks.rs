@@ -121,8 +121,8 @@ impl RankArgs {
         Ok(choice?.to_string())
     }
 
-    /// What is wrong by the words of the command alone: before anything is computed. A bias and gradients of LSE too, which a
-    /// program that cuts its own tensors may have.
+    /// What is wrong by the words of the command alone: before anything is computed. A bias and gradients of
+    /// LSE too, which a program that cuts its own tensors may have.
     pub(super) fn check(&self, setup: &Setup, kernels: PlanOptions) -> Result<(), Failure> {
         let Some(ranks) = self.ranks else { return Ok(()) };
         if ranks > MAX_PROCESSES {
@@ -311,8 +311,8 @@ impl RankArgs {
     }
 }
 
-/// Waits for all ranks: which one failed first, if one did, and how. The others have a moment from there on: what failed before it met
-/// them they would wait for until their timeout.
+/// Waits for all ranks: which one failed first, if one did, and how. The others have a moment from there on:
+/// what failed before it met them they would wait for until their timeout.
 fn ended(ranks: &mut [Child]) -> Result<Option<(usize, ExitStatus)>, Failure> {
     let mut failed: Option<(usize, ExitStatus, Instant)> = None;
     loop {

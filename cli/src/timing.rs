@@ -85,7 +85,8 @@ pub(super) fn back_to_back(call: &mut Call<'_>, seconds: f64) -> Result<Timing, 
     Ok(Timing::of(&times[times.len() / 2..]))
 }
 
-/// Whether the device is emulated: work is queued, and there is no clock to time it by. Seconds are an interpreter's then.
+/// Whether the device is emulated: work is queued, and there is no clock to time it by. Seconds are an
+/// interpreter's then.
 pub(super) fn is_emulated(device: &Device) -> bool {
     device.has_streams() && !device.has_clock()
 }

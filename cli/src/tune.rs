@@ -243,8 +243,9 @@ fn compile(
     Ok(Verdict::Right)
 }
 
-/// Compiles the tiles that come next on the cores that the search leaves idle; it finds them on the disk. By the driver nothing is done
-/// here, as what is loaded beside a call that is being recorded would spoil the recording.
+/// Compiles the tiles that come next on the cores that the search leaves idle; it finds them on the disk. By
+/// the driver nothing is done here, as what is loaded beside a call that is being recorded would spoil the
+/// recording.
 struct Ahead<'a> {
     compiler: Option<&'a dyn Precompile>,
     problem: AnyProblem<'a>,

@@ -1,7 +1,8 @@
-//! What a call does to its KV cache before a forward kernel reads it: the launch that writes new keys and values to it and turns
-//! new keys and queries to their positions.
+//! What a call does to its KV cache before a forward kernel reads it: the launch that writes new keys and
+//! values to it and turns new keys and queries to their positions.
 //!
-//! The forward kernel after it has the lengths and, where they are turned, the queries that this launch leaves in the workspace.
+//! The forward kernel after it has the lengths and, where they are turned, the queries that this launch
+//! leaves in the workspace.
 
 use crate::RotaryPairs;
 use crate::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, Untyped, View};
@@ -120,7 +121,8 @@ pub fn workspace_bytes(problem: &FwdProblem) -> u64 {
     first_query(problem) + if problem.cache.rotary.is_some() { rows.saturating_mul(row) } else { 0 }
 }
 
-/// Rows of Q in the workspace: of packed sequences each has as many as the longest may have, wherever its rows lie in Q.
+/// Rows of Q in the workspace: of packed sequences each has as many as the longest may have, wherever its
+/// rows lie in Q.
 fn turned_rows(problem: &FwdProblem) -> u64 {
     u64::from(problem.dims.batch) * u64::from(problem.dims.seqlen_q)
 }

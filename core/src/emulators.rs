@@ -24,7 +24,8 @@ pub struct Double {
 /// What a double tells of its launches: its own text, copied and given back to it.
 ///
 /// # Safety
-/// Both are functions of one open double: `launches` gives a string that ends in a zero byte and lives until `forget` is called with it.
+/// Both are functions of one open double: `launches` gives a string that ends in a zero byte and lives until
+/// `forget` is called with it.
 #[doc(hidden)]
 #[must_use]
 pub unsafe fn launches_of(

@@ -1,4 +1,5 @@
-//! What a backend gives ranks of one host: each other's memory, and words in it by which their streams wait for each other.
+//! What a backend gives ranks of one host: each other's memory, and words in it by which their streams wait
+//! for each other.
 
 use crate::backend::DevBuffer;
 use crate::error::Result;

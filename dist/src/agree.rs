@@ -134,8 +134,8 @@ pub(crate) fn agree(group: &dyn Group, mine: &Result<Vec<(String, String)>>) -> 
     agreed(group, mine).map(drop)
 }
 
-/// As [`agree`], where a rank may say [`AS_OTHERS`] of some fields. Gives none where no rank does; else all fields as the ranks say
-/// them that say anything, the same on every rank.
+/// As [`agree`], where a rank may say [`AS_OTHERS`] of some fields. Gives none where no rank does; else all
+/// fields as the ranks say them that say anything, the same on every rank.
 pub(crate) fn agreed(
     group: &dyn Group,
     mine: &Result<Vec<(String, String)>>,
@@ -185,8 +185,8 @@ fn settled(said: &mut [Said]) -> Option<Vec<(String, String)>> {
 }
 
 /// Takes this rank's part in a plan that the others make, where it cannot make its own: on every rank
-/// [`FwdPlan::new`](crate::FwdPlan::new) or [`BwdPlan::new`](crate::BwdPlan::new) fails by the error that this returns, which
-/// is that of the lowest rank that has one.
+/// [`FwdPlan::new`](crate::FwdPlan::new) or [`BwdPlan::new`](crate::BwdPlan::new) fails by the error that
+/// this returns, which is that of the lowest rank that has one.
 #[must_use]
 pub fn refuse(group: &dyn Group, error: Error) -> Error {
     agree(group, &Err(error.clone())).err().unwrap_or(error)

@@ -1,5 +1,5 @@
-//! How long each scheme takes, from a kernel's rate and the links: what the planner compares, and what answers for more ranks
-//! than are there.
+//! How long each scheme takes, from a kernel's rate and the links: what the planner compares, and what
+//! answers for more ranks than are there.
 
 use std::fmt;
 use std::str::FromStr;
@@ -49,9 +49,10 @@ pub struct Links {
     pub host_latency: f64,
 }
 
-/// NVLink of four H100: 64 MiB a ring step in 259 us, 256 MiB in 890 us; half of the card's memory; 400 Gb/s between hosts. The clock's
-/// fall is that of H200s, of which four take 0.24 of one device's 181 ms, and 0.25 of its 3.0 s. What queues a message is of H200s that
-/// decoded a query by messages to and from each: four by 16 in 0.422 ms, of which their kernels had 0.233, and two by 8 in 0.111.
+/// NVLink of four H100: 64 MiB a ring step in 259 us, 256 MiB in 890 us; half of the card's memory; 400 Gb/s
+/// between hosts. The clock's fall is that of H200s, of which four take 0.24 of one device's 181 ms, and 0.25
+/// of its 3.0 s. What queues a message is of H200s that decoded a query by messages to and from each: four by
+/// 16 in 0.422 ms, of which their kernels had 0.233, and two by 8 in 0.111.
 impl Default for Links {
     fn default() -> Self {
         Self {
@@ -181,28 +182,31 @@ fn pairs_by_rank(whole: &Whole) -> Vec<f64> {
     (0..whole.ranks).map(of).collect()
 }
 
-/// The time of a kernel that waits for flags, over that of one whose keys are there: two and four H200, 131072 and 524288 tokens,
-/// forward, 0.993 to 1.028, with what the keys' way takes where they come first left out.
+/// The time of a kernel that waits for flags, over that of one whose keys are there: two and four H200,
+/// 131072 and 524288 tokens, forward, 0.993 to 1.028, with what the keys' way takes where they come first
+/// left out.
 const COST_OF_WAITING: f64 = 1.005;
 
-/// The time of kernels over runs of keys that write f32, over that of one over all keys: a ring of two H200, 131072 tokens,
-/// causal, forward 97.4 ms and backward 314, of one device 177 and 585; the model has the rest.
+/// The time of kernels over runs of keys that write f32, over that of one over all keys: a ring of two H200,
+/// 131072 tokens, causal, forward 97.4 ms and backward 314, of one device 177 and 585; the model has the
+/// rest.
 const COST_OF_PARTS: f64 = 1.05;
 
-/// Seconds that a launch of a rank and what belongs to it (copies of its rows, its LSE, its sums) take to begin, where calls follow
-/// each other: two H200, 8192 and 16384 tokens. Of keys that are gathered, or of a ring; forward, or backward.
+/// Seconds that a launch of a rank and what belongs to it (copies of its rows, its LSE, its sums) take to
+/// begin, where calls follow each other: two H200, 8192 and 16384 tokens. Of keys that are gathered, or of a
+/// ring; forward, or backward.
 const LAUNCH: f64 = 10e-6;
 const LAUNCH_BACKWARD: f64 = 120e-6;
 const LAUNCH_OF_RING: f64 = 62e-6;
 const LAUNCH_OF_RING_BACKWARD: f64 = 235e-6;
 
-/// Seconds that a launch takes that packs or unpacks rows of heads, and how many bytes it reads and writes a second: Ulysses of two
-/// and four H200, 16384 and 131072 tokens.
+/// Seconds that a launch takes that packs or unpacks rows of heads, and how many bytes it reads and writes a
+/// second: Ulysses of two and four H200, 16384 and 131072 tokens.
 const PACKING: f64 = 15e-6;
 const PACKED_BYTES_PER_SECOND: f64 = 5.5e11;
 
-/// Seconds of a step of decoding besides its keys and an exchange of nothing: its launches and the merge. Two pairs of H200, a query
-/// against 131072 keys and 1048576: 9 to 19 us.
+/// Seconds of a step of decoding besides its keys and an exchange of nothing: its launches and the merge. Two
+/// pairs of H200, a query against 131072 keys and 1048576: 9 to 19 us.
 const DECODING: f64 = 14e-6;
 
 /// What `scheme` would cost.
@@ -280,7 +284,8 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
         Scheme::Gather => {
             let mut moved = all_to_all(kv + dkv);
             moved.exchanges = if backward { 2.0 } else { 1.0 };
-            // Beside kernels comes all but the first piece that one waits for, and goes what the last one does not change.
+            // Beside kernels comes all but the first piece that one waits for, and goes what the last one
+            // does not change.
             if whole.flags {
                 let home =
                     if backward { dkv * (1.0 - last_home(whole) * ranks / (ranks - 1.0)) } else { 0.0 };

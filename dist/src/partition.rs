@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 
-/// Which rows of an axis each rank has: runs `[begin, end)`, ascending. Rows are positions of every sequence of a batch, or
-/// the rows of a packed tensor, where a run may span sequences. A rank's own tensor has the rows of its runs one after
-/// another. No lengths need be equal, and a rank may have nothing.
+/// Which rows of an axis each rank has: runs `[begin, end)`, ascending. Rows are positions of every sequence
+/// of a batch, or the rows of a packed tensor, where a run may span sequences. A rank's own tensor has the
+/// rows of its runs one after another. No lengths need be equal, and a rank may have nothing.
 ///
 /// ```
 /// use fmha_dist::Partition;
@@ -129,7 +129,8 @@ impl Partition {
         self.runs(rank).iter().map(|run| run.end - run.start).sum()
     }
 
-    /// A rank's own tensor, out of the whole `[batch, rows]` of rows of `row_bytes`. An LSE is one of `batch * heads` by 4.
+    /// Copies a rank's own tensor out of the whole `[batch, rows]`, whose rows have `row_bytes` bytes. For an
+    /// LSE, pass `batch * heads` and 4.
     ///
     /// # Panics
     /// If `whole` is shorter than that.

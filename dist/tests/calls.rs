@@ -1,5 +1,5 @@
-//! Ranks that begin two calls of equal sizes hear whose fault that is before anything is computed, moved or written: in threads and
-//! in processes over TCP, whatever the scheme.
+//! Ranks that begin two calls of equal sizes hear whose fault that is before anything is computed, moved or
+//! written: in threads and in processes over TCP, whatever the scheme.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;

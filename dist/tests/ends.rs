@@ -1,5 +1,6 @@
-//! A rank that ends at any of its calls of the group, in whatever phase the others are, is named on each of them, and at once: when
-//! they plan, begin a call, in every exchange, and when all tell each other that they are done.
+//! A rank that ends at any of its calls of the group, in whatever phase the others are, is named on each of
+//! them, and at once: when they plan, begin a call, in every exchange, and when all tell each other that they
+//! are done.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;

@@ -1,5 +1,6 @@
-//! Gather whose keys come while kernels wait for their flags, over two ranks that are threads of an emulated device: the bits of
-//! one device, and why there may be no flags. Needs NVRTC; where there is none, a test says `absent` and checks nothing.
+//! Gather whose keys come while kernels wait for their flags, over two ranks that are threads of an emulated
+//! device: the bits of one device, and why there may be no flags. Needs NVRTC; where there is none, a test
+//! says `absent` and checks nothing.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::sync::Arc;

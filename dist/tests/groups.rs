@@ -212,7 +212,8 @@ fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
     }
 }
 
-/// As a caller does who plans at a new shape: the others see rows that they do not expect, or this one no word of a plan.
+/// As a caller does who plans at a new shape: the others see rows that they do not expect, or this one no
+/// word of a plan.
 #[test]
 fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
     let right = problem(4);

@@ -91,11 +91,11 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// What a far row is measured from, and its LSE from there. A row without a gradient of O or LSE adds nothing, and takes
-    /// no sum: rows that are masked as a whole are mostly so.
+    /// What a far row is measured from, and its LSE from there. A row without a gradient of O or LSE adds
+    /// nothing, and takes no sum: rows that are masked as a whole are mostly so.
     ///
-    /// Where no other score comes near the row's largest, its P is 1 whatever the scores that P is made of round to: the
-    /// origin then lies below it by more than that, and P is 1 at most.
+    /// Where no other score comes near the row's largest, its P is 1 whatever the scores that P is made of
+    /// round to: the origin then lies below it by more than that, and P is 1 at most.
     fn origin_of(&self, head: &HeadScore, i_head: u32, i: u32, index: usize, lse: f32) -> (f32, f32) {
         let dout = self.dout.q_rows(head.span, i_head).skip(i as usize);
         // SAFETY: delta has a number for each row, dO head_dim_v.

@@ -14,9 +14,9 @@ pub(crate) struct RowState {
     pub(crate) alpha: *mut f32,
 }
 
-/// Scores to probabilities, in place: `P = exp(S - row_max)`, rounded to `round` when that is a
-/// 16-bit type (for `pairs`, two rows of P become one of bf16 pairs), and the running state (Milakov and Gimelshein, "Online normalizer calculation for
-/// softmax", arXiv 1805.02867).
+/// Scores to probabilities, in place: `P = exp(S - row_max)`, rounded to `round` when that is a 16-bit type
+/// (for `pairs`, two rows of P become one of bf16 pairs), and the running state (Milakov and Gimelshein,
+/// "Online normalizer calculation for softmax", arXiv 1805.02867).
 pub(crate) struct Softmax {
     pub(crate) panel: Panel,
     pub(crate) scores: *mut f32,

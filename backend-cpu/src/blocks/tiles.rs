@@ -99,8 +99,9 @@ pub(crate) struct TileSoftmax {
     pub(crate) state: super::RowState,
 }
 
-/// A base is a rounded product, and a multiply-add takes it from exact ones. Beyond this, 2^22, half of its last place is
-/// more than 2^-2, a quarter of a power of 2 too many or too few of every P: there scores are scaled first.
+/// A base is a rounded product, and a multiply-add takes it from exact ones. Beyond this, 2^22, half of its
+/// last place is more than 2^-2, a quarter of a power of 2 too many or too few of every P: there scores are
+/// scaled first.
 const LARGEST_BASE: f32 = 4_194_304.0;
 
 /// How far a [`TileSoftmax`] is: first the largest scores, then probabilities.
@@ -201,7 +202,8 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
                 farthest = s.max(farthest, s.abs(finite));
             }
         }
-        // Some lanes may have no query, and any number: each lane is looked at for itself, so that no row's bits hang on another.
+        // Some lanes may have no query, and any number: each lane is looked at for itself, so that no row's
+        // bits hang on another.
         if s.largest(farthest) > LARGEST_BASE {
             self.scale_far_lanes(s);
         }

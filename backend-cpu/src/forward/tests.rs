@@ -267,7 +267,8 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
             attends(Portable, &dropping);
         }
     }
-    // More queries than keys: whole panels of the first rows see nothing, or of the last ones, of which nobody wrote O before.
+    // More queries than keys: whole panels of the first rows see nothing, or of the last ones, of which
+    // nobody wrote O before.
     for (mask, dtype_o) in
         ["b", "t:5,0"].into_iter().flat_map(|mask| [(mask, DType::F32), (mask, DType::Bf16)])
     {
@@ -391,7 +392,8 @@ fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
         })
     }
     let of = |dtype, dims| problem(dtype, (70, 150), 2, dims, "0");
-    // Rows of K an odd number of lines apart; whole tiles of 32 keys, or micro-tiles of 12 or 6; panels of 32 or 8 columns.
+    // Rows of K an odd number of lines apart; whole tiles of 32 keys, or micro-tiles of 12 or 6; panels of 32
+    // or 8 columns.
     let tiled = of(DType::Bf16, (96, 64));
     let wanted = [6144, 3072, 64 * 112, 4096, 36 * 48, 64 * 48, 2 * 64 * 32, 0, 4096, 4096, 64, 64, 64, 64];
     assert_eq!(sizes::<SoftTiles>(&tiled), wanted);

@@ -195,8 +195,9 @@ pub(super) unsafe fn load_fourth(rows: TileRows) {
     }
 }
 
-/// Loads a tile to one of three by turns, and adds a product to the accumulators: of tile 4 by it, or of it by tile 4. With the hint
-/// that it is not met again soon: in pages of 16 tokens of a head 5.9 GB/s became 6.9 (docs/kernels/cpu.md).
+/// Loads a tile to one of three by turns, and adds a product to the accumulators: of tile 4 by it, or of it
+/// by tile 4. With the hint that it is not met again soon: in pages of 16 tokens of a head 5.9 GB/s became
+/// 6.9 (docs/kernels/cpu.md).
 macro_rules! add_product {
     ($rows:expr, $sums:tt, $a:tt, $b:tt, $loaded:tt) => {
         asm!(

@@ -60,8 +60,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Rows of the micro-tile, which is two vectors wide: as many as leave registers for those two
     /// and a broadcast.
     const TILE_ROWS: usize;
-    /// Whether [`load_codes`](Self::load_codes), [`widen_codes`](Self::widen_codes) and [`split_bf16`](Self::split_bf16)
-    /// exist.
+    /// Whether [`load_codes`](Self::load_codes), [`widen_codes`](Self::widen_codes) and
+    /// [`split_bf16`](Self::split_bf16) exist.
     const WIDENS_CODES: bool = false;
     /// Whether [`dot_bf16`](Self::dot_bf16) and what is said to go with it exist; then those above do too.
     const BF16_DOT: bool = false;
@@ -143,7 +143,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Two rows of PANEL bf16 to one of pairs, `low` in the low halves; whether all of it was below [`LARGE_BF16`] in magnitude.
+    /// Two rows of PANEL bf16 to one of pairs, `low` in the low halves; whether all of it was below
+    /// [`LARGE_BF16`] in magnitude.
     ///
     /// # Safety
     /// PANEL bf16 are readable at `low` and at `high`, PANEL f32 writable at `to`.
@@ -303,8 +304,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = a;
     }
 
-    /// Adds its product by a tile of B, 16 rows of 16 pairs, to a quarter of the accumulators: upper left, upper right, lower left,
-    /// lower right.
+    /// Adds its product by a tile of B, 16 rows of 16 pairs, to a quarter of the accumulators: upper left,
+    /// upper right, lower left, lower right.
     ///
     /// # Safety
     /// As for [`tile_left`](Self::tile_left).
@@ -354,8 +355,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         first
     }
 
-    /// Numbers from 0 on rounded to bf16: in the low halves of lanes whose high ones are 0, and the other way round. Halves may be
-    /// rounded away from 0 and NaN may become anything. Goes with tiles.
+    /// Numbers from 0 on rounded to bf16: in the low halves of lanes whose high ones are 0, and the other way
+    /// round. Halves may be rounded away from 0 and NaN may become anything. Goes with tiles.
     fn low_and_high_bf16(self, v: Self::V) -> [Self::V; 2] {
         [v, v]
     }

@@ -391,7 +391,8 @@ fn widens_codes_to<S: Simd>(s: S, wide: impl Fn(u8) -> u16, to_wide: &BytePlanes
     }
 }
 
-/// Products of three tiles by one that stays on the left, then by one on top, then a step of all four: the accumulators.
+/// Products of three tiles by one that stays on the left, then by one on top, then a step of all four: the
+/// accumulators.
 #[cfg(target_arch = "x86_64")]
 fn products_of_tiles<S: Simd>(s: S) -> Vec<u32> {
     // Numbers of both signs and of magnitudes from 2^-8 to 2^8, which every order of sums rounds in its own way.

@@ -25,8 +25,8 @@ pub(crate) struct Mapped {
 }
 
 impl Mapped {
-    /// `bytes` that end (`at_end`; but for less than 16 bytes that keep the first one aligned) or begin where nothing is
-    /// mapped.
+    /// `bytes` that end (`at_end`; but for less than 16 bytes that keep the first one aligned) or begin where
+    /// nothing is mapped.
     ///
     /// # Errors
     /// What the driver said.

@@ -109,9 +109,10 @@ fn bwd_rows(arch: Arch, head_dim: u32) -> String {
 
 const RDNA_COLUMNS: &str = "arch\tcall\tvgprs\tspills\tlds_bytes\twaves_per_simd\twmma\tvector\ttranscendental\tlds_reads\tmatrix_percent\n";
 
-/// The table of the backward's products on WMMA: of one step of 32 walked rows that masks nothing what it issues, copying
-/// and reading own rows anew left out, and the matrix unit's share of it. llvm-mca 22 gives WMMA the rate of an addition: here a matrix instruction
-/// takes what the stated peak leaves it, a vector instruction one cycle, a transcendental one four.
+/// The table of the backward's products on WMMA: of one step of 32 walked rows that masks nothing what it
+/// issues, copying and reading own rows anew left out, and the matrix unit's share of it. llvm-mca 22 gives
+/// WMMA the rate of an addition: here a matrix instruction takes what the stated peak leaves it, a vector
+/// instruction one cycle, a transcendental one four.
 pub(crate) fn rdna_bwd_table(rows: fn(Arch, u32) -> bool) -> String {
     let mut text = RDNA_COLUMNS.to_owned();
     let of_arch = |arch: Arch| {
@@ -182,7 +183,8 @@ fn memory_share(arch: Arch) -> (f64, f64) {
     (bytes_per_second / f64::from(arch.num_compute_units()) / (ghz * 1e9), ghz)
 }
 
-/// The table of decode: what the waves of a compute unit ask of memory, in per cent of its share, where a load takes so long.
+/// The table of decode: what the waves of a compute unit ask of memory, in per cent of its share, where a
+/// load takes so long.
 pub(crate) fn decode_table() -> String {
     let mut text = DECODE_COLUMNS.to_owned();
     let of_arch =

@@ -25,7 +25,8 @@ const COLUMNS: [(&str, &str); 14] = [
 pub(crate) struct Counted {
     /// As the emulator gives them, one a launch.
     launches: Vec<Value>,
-    /// Seconds of the call's operations and bytes at the rates that the device's maker states, if the kernel is no fallback.
+    /// Seconds of the call's operations and bytes at the rates that the device's maker states, if the kernel
+    /// is no fallback.
     pub(super) modelled_seconds: Option<f64>,
 }
 

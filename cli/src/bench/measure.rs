@@ -104,8 +104,8 @@ pub(crate) fn measure(
     Ok(Measured::Timed { kernel: job.kernel().to_owned(), timing, speed })
 }
 
-/// Memory that is written between calls, so that each finds the caches cold. A device writes its own: 256 MiB from the host
-/// took a hundred times as long as a short call.
+/// Memory that is written between calls, so that each finds the caches cold. A device writes its own: 256 MiB
+/// from the host took a hundred times as long as a short call.
 enum Flush {
     Host(Bytes),
     Device(DevBuffer),

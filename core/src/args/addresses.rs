@@ -2,8 +2,8 @@
 
 use crate::error::ProblemError;
 
-/// Holds operands to what a kernel's loads and stores ask of addresses. An operand is its name, where it starts, the power of
-/// two that this is to be a multiple of, in bytes, and whether it matters in this call.
+/// Holds operands to what a kernel's loads and stores ask of addresses. An operand is its name, where it
+/// starts, the power of two that this is to be a multiple of, in bytes, and whether it matters in this call.
 ///
 /// # Errors
 /// The first operand that starts elsewhere, with its address and the bytes.

@@ -75,8 +75,8 @@ impl fmt::Display for ElemType {
     }
 }
 
-/// The type of a buffer's elements, and who told it. A call tells the type of what it writes, and the next one another; what was
-/// uploaded or allocated as a type is written as that alone.
+/// The type of a buffer's elements, and who told it. A call tells the type of what it writes, and the next
+/// one another; what was uploaded or allocated as a type is written as that alone.
 #[derive(Debug)]
 pub(crate) struct Told(AtomicU8);
 
@@ -126,7 +126,8 @@ impl Told {
     }
 }
 
-/// A Rust type that a slice's elements can have. `u8`, and `u64` where bytes are to be aligned, are [`ElemType::Bytes`].
+/// A Rust type that a slice's elements can have. `u8`, and `u64` where bytes are to be aligned, are
+/// [`ElemType::Bytes`].
 pub trait Elem: NoUninit + sealed::Sealed {
     /// Type of the element at run time.
     const TYPE: ElemType;

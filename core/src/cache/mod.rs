@@ -275,8 +275,8 @@ pub trait Precompile: Sync {
 /// Bundles that every cache of this process looks into.
 static EMBEDDED: Mutex<Vec<Arc<Bundle>>> = Mutex::new(Vec::new());
 
-/// Gives all backends a bundle, such as one that the program embeds: kernels that are looked for from now on are found in
-/// it.
+/// Gives all backends a bundle, such as one that the program embeds: kernels that are looked for from now on
+/// are found in it.
 pub fn embed(bundle: Bundle) {
     EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(bundle));
 }

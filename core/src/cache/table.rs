@@ -10,8 +10,8 @@ use crate::problem::{Dims, FwdProblem, Score, ValidFwd};
 /// Queries and keys.
 type Lengths = (u32, u32);
 
-/// Short ones in the middle of what Hopper's tiles differ for; a backward has a launch whose tile is by the number of queries (dQ's) and
-/// one by that of keys.
+/// Short ones in the middle of what Hopper's tiles differ for; a backward has a launch whose tile is by the
+/// number of queries (dQ's) and one by that of keys.
 const LENGTHS: [Lengths; 9] = [
     (1, 4096),
     (96, 96),
@@ -107,8 +107,8 @@ pub fn backward_table() -> Result<Vec<TableEntry<ValidBwd>>, ProblemError> {
     backward.collect()
 }
 
-/// The problems of [`forward_table`] that differ from this one in sizes alone, and in how wide a window is, nearest first; none of a
-/// problem that is not plain attention of dense rows.
+/// The problems of [`forward_table`] that differ from this one in sizes alone, and in how wide a window is,
+/// nearest first; none of a problem that is not plain attention of dense rows.
 pub(crate) fn of_other_sizes(problem: &FwdProblem) -> Vec<ValidFwd> {
     let plain = |dims: Dims| {
         let plain = match problem.layout.q {
@@ -148,7 +148,8 @@ pub(crate) fn of_other_sizes_bwd(problem: &BwdProblem) -> Vec<ValidBwd> {
     all.filter_map(|fwd| BwdProblem::new(FwdProblem::clone(&fwd)).validate().ok()).collect()
 }
 
-/// Whether rows begin at whole vectors of 16 bytes, as those of the tables' tensors do: what a kernel's tile has of strides is then as there.
+/// Whether rows begin at whole vectors of 16 bytes, as those of the tables' tensors do: what a kernel's tile
+/// has of strides is then as there.
 fn has_whole_rows(strides: Strides) -> bool {
     let Strides { batch, seq, head, dim } = strides;
     dim == 1

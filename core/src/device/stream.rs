@@ -33,7 +33,8 @@ impl Stream {
     /// A stream of the caller's own (a `CUstream`, a `hipStream_t`; 0 is the default one), which stays the caller's.
     ///
     /// # Safety
-    /// `handle` is a stream of the context that `device` computes in, and lives until this is dropped and its work done.
+    /// `handle` is a stream of the context that `device` computes in, and lives until this is dropped and its
+    /// work done.
     #[must_use]
     pub unsafe fn from_raw(device: &Device, handle: u64) -> Self {
         Self::new(device, handle, false)

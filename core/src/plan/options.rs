@@ -72,10 +72,12 @@ pub struct PlanOptions {
     /// it, nor on how many of its queries come in one call. Off, the last of several tokens and the same token
     /// alone may differ in their last bits.
     pub batch_invariant: bool,
-    /// Whether each run checks the lengths before it launches: a length beyond its sequence's rows, new rows that the cache has no
-    /// room for and offsets that decrease or leave their tensor are then an error. On a device they are read back, which costs a run a
-    /// wait for its stream, and the plan can no longer be captured into a graph. Without it, lengths and rows that are too many count as
-    /// those that are there; such offsets give wrong outputs on a device, but touch nothing outside the tensors, and the CPU refuses them.
+    /// Whether each run checks the lengths before it launches: a length beyond its sequence's rows, new rows
+    /// that the cache has no room for and offsets that decrease or leave their tensor are then an error. On a
+    /// device they are read back, which costs a run a wait for its stream, and the plan can no longer be
+    /// captured into a graph. Without it, lengths and rows that are too many count as those that are there;
+    /// such offsets give wrong outputs on a device, but touch nothing outside the tensors, and the CPU
+    /// refuses them.
     #[doc(alias = "checking mode")]
     pub check_lengths: bool,
 }

@@ -54,8 +54,8 @@ impl ScoreSums {
     }
 }
 
-/// The dot product of `a` with each of `rows`, which are as long, one product after the other. Eight rows at once take little
-/// longer than one, in which each addition waits for the last.
+/// The dot product of `a` with each of `rows`, which are as long, one product after the other. Eight rows at
+/// once take little longer than one, in which each addition waits for the last.
 pub(crate) fn in_order<T: Float, const N: usize>(a: &[T], rows: [&[T]; N]) -> [T; N] {
     let rows = rows.map(|row| &row[..a.len()]);
     let mut sums = [T::zero(); N];

@@ -100,7 +100,8 @@ impl FwdProblem {
             .from(position_q, position_k)
     }
 
-    /// The mask as a device resolves it for each sequence: its bounds, and the sink columns that are among the call's keys.
+    /// The mask as a device resolves it for each sequence: its bounds, and the sink columns that are among
+    /// the call's keys.
     pub(crate) fn device_mask(&self) -> (MaskBounds, u32) {
         let MaskBounds { lo, hi, align } = self.mask.bounds();
         let sinks = self.mask.sink_columns.saturating_sub(self.part.position_k);

@@ -5,8 +5,9 @@ use crate::combine::CombineProblem;
 use crate::dtype::DType;
 use crate::error::ProblemError;
 
-/// Combined O, dense `[batch, seqlen_q, num_heads_q, head_dim_v]`, and LSE `[batch, num_heads_q,
-/// seqlen_q]`, in f64; no LSE where parts are added, and what O held is no term here. `args` are in host memory; only the parts are read.
+/// Combined O, dense `[batch, seqlen_q, num_heads_q, head_dim_v]`, and LSE `[batch, num_heads_q, seqlen_q]`,
+/// in f64; no LSE where parts are added, and what O held is no term here. `args` are in host memory; only the
+/// parts are read.
 ///
 /// # Errors
 /// Parts that are not in host memory.

@@ -34,8 +34,8 @@ impl<T> Candidates<T> {
         Self(priced.into_iter().map(|(choice, micros)| Candidate { choice, micros }).collect())
     }
 
-    /// The cheapest: another than the first only where the model has that slower by more than a share of `least_gain`, which
-    /// is the model's own error. `None` of an empty list.
+    /// The cheapest: another than the first only where the model has that slower by more than a share of
+    /// `least_gain`, which is the model's own error. `None` of an empty list.
     #[must_use]
     pub fn cheapest(&self, least_gain: f64) -> Option<&Candidate<T>> {
         let first = self.0.first()?;

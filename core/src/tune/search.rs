@@ -8,8 +8,8 @@ pub trait Timer {
     /// A tile that was planned, compiled, and found right.
     type Ready;
 
-    /// Hears which tiles come next, in their order, as long as none of them is better than the best so far: what is compiled
-    /// meanwhile is there when it is asked for.
+    /// Hears which tiles come next, in their order, as long as none of them is better than the best so far:
+    /// what is compiled meanwhile is there when it is asked for.
     fn coming(&mut self, _tiles: Vec<TileOptions>) {}
 
     /// Makes a tile ready.
@@ -33,12 +33,13 @@ pub trait Timer {
 /// One change of a tile: a field's name and its value.
 pub type Change = (&'static str, String);
 
-/// A change that the model has slower than the kernel's own tile by more than this is not tried: more than the model's error.
+/// A change that the model has slower than the kernel's own tile by more than this is not tried: more than
+/// the model's error.
 const HOPELESS_BY_MODEL: f64 = 1.3;
 
-/// Every value of every field as a change of a tile, what the model has fastest first and the others in the order of the fields;
-/// and how many were left out as hopeless. `micros`: the model's, of the own tile (`None`) or of one changed; its `None` is as
-/// good as the own.
+/// Every value of every field as a change of a tile, what the model has fastest first and the others in the
+/// order of the fields; and how many were left out as hopeless. `micros`: the model's, of the own tile
+/// (`None`) or of one changed; its `None` is as good as the own.
 pub fn by_model(
     knobs: &[(&'static str, Vec<String>)],
     micros: impl Fn(Option<&Change>) -> Option<f64>,
@@ -191,8 +192,8 @@ impl Found {
     }
 }
 
-/// Tries each change in turn on the best tile so far, `rounds` rounds each, as long as the timer goes on, and confirms what is
-/// found with three times as many. `tell` is called with each tile.
+/// Tries each change in turn on the best tile so far, `rounds` rounds each, as long as the timer goes on, and
+/// confirms what is found with three times as many. `tell` is called with each tile.
 ///
 /// # Errors
 /// What the device said, or why the kernel's own tile cannot be timed.

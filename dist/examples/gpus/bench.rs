@@ -14,8 +14,8 @@ pub(crate) const MOST_SENT: u64 = 256 << 20;
 /// A call that takes longer than this is not repeated for a better time.
 const LONG: f64 = 1.0;
 
-/// Calls that take less run one behind another, until they take as long together: what begins a call on the host is then beside
-/// the one before, as it is in a model of many layers.
+/// Calls that take less run one behind another, until they take as long together: what begins a call on the
+/// host is then beside the one before, as it is in a model of many layers.
 const TOGETHER: f64 = 20e-3;
 
 /// What is wrong with the last rank.
@@ -56,9 +56,9 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
-    /// The fastest of some calls, in seconds, behind one that makes connections. Before each all ranks rest: a busy GPU's clock
-    /// falls within a tenth of a second, and one device's calls are longer than its share of them. Ranks begin together: an
-    /// exchange of nothing much on the stream is before the first call.
+    /// The fastest of some calls, in seconds, behind one that makes connections. Before each all ranks rest:
+    /// a busy GPU's clock falls within a tenth of a second, and one device's calls are longer than its share
+    /// of them. Ranks begin together: an exchange of nothing much on the stream is before the first call.
     pub(crate) fn fastest(&self, mut call: impl FnMut() -> Result<(), AnyError>) -> Result<f64, AnyError> {
         let mut timed = |count: usize| -> Result<f64, AnyError> {
             let (start, stop) = (self.device.event()?, self.device.event()?);

@@ -7,9 +7,10 @@
 //!  done; wait
 //! ```
 //!
-//! Arguments: NCCL's path (or `-`), and jobs with `+` between them: what to do, tokens, masks, schemes, how often to run for equal
-//! bits (0: plan alone, which compiles what is not in the cache yet). bf16, batch 1, 32 query heads, 8 of keys, head dim 128.
-//! `emulated:N` in place of a path plans alone, as N ranks would: kernels for a machine that is to compile none.
+//! Arguments: NCCL's path (or `-`), and jobs with `+` between them: what to do, tokens, masks, schemes, how
+//! often to run for equal bits (0: plan alone, which compiles what is not in the cache yet). bf16, batch 1,
+//! 32 query heads, 8 of keys, head dim 128. `emulated:N` in place of a path plans alone, as N ranks would:
+//! kernels for a machine that is to compile none.
 //!
 //! - forward, backward, deterministic (backward)
 //! - modified: forward with ALiBi and dropout
@@ -19,9 +20,10 @@
 //! - parts: of a scheme that gathers, where a run's time goes: run and replayed in turn, the parts on each rank's stream, the host
 //! - slow, dead: forward, whose last rank comes late, or ends itself, before the last run; what the others hear, and when
 //!
-//! `gather:whole` brings all keys before the kernels, `gather:flags` while they run or not at all; `mixed` takes two GPUs for a
-//! host. The first rank measures the links, and prints what the model of scale predicts from them and one device's speed. Tensors
-//! are made on the devices and compared by their bits on the host, of each 1 GiB at most.
+//! `gather:whole` brings all keys before the kernels, `gather:flags` while they run or not at all; `mixed`
+//! takes two GPUs for a host. The first rank measures the links, and prints what the model of scale predicts
+//! from them and one device's speed. Tensors are made on the devices and compared by their bits on the host,
+//! of each 1 GiB at most.
 
 mod alone;
 mod backward;

@@ -11,8 +11,9 @@ use crate::groups::Marked;
 const APART: usize = 32;
 
 impl Bench {
-    /// Where the time of a run that gathers once goes: run and replayed in turn, and of some runs one behind another, by events on
-    /// each rank's stream, what is before the gather, the gather, what is behind it, and what is between two runs.
+    /// Where the time of a run that gathers once goes: run and replayed in turn, and of some runs one behind
+    /// another, by events on each rank's stream, what is before the gather, the gather, what is behind it,
+    /// and what is between two runs.
     pub(crate) fn in_parts(
         &self,
         (name, alone): (&str, f64),

@@ -61,8 +61,8 @@ impl Prepared {
 }
 
 impl Meeting {
-    /// All ranks call it together: `mine` is what this one's program needs and its buffers that others write, or why it has none. On
-    /// all ranks the same: a meeting, or why there is none.
+    /// All ranks call it together: `mine` is what this one's program needs and its buffers that others write,
+    /// or why it has none. On all ranks the same: a meeting, or why there is none.
     ///
     /// # Errors
     /// The rank that is gone, late or has failed.

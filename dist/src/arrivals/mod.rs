@@ -1,17 +1,17 @@
-//! Keys that come while kernels wait for them: every rank's copy engine puts its K and V, piece by piece, where the others'
-//! kernels read them, and sets each piece's flag there.
+//! Keys that come while kernels wait for them: every rank's copy engine puts its K and V, piece by piece,
+//! where the others' kernels read them, and sets each piece's flag there.
 //!
 //! ```text
 //!  rank 0   await free[1]   K0 V0 ─► rank 1, flag    K3 V3 ─► rank 1, flag
 //!           one launch      keys 3   keys 2 (flag 2)   keys 1 (flag 1)   keys 0        end: flags back to 0, free[0] of rank 1
 //! ```
 //!
-//! No kernel moves anything, so a launch that fills the device may wait. Nothing waits on the host, and what streams wait for is
-//! 1 or 0, not a run's number: a captured run can be replayed.
+//! No kernel moves anything, so a launch that fills the device may wait. Nothing waits on the host, and what
+//! streams wait for is 1 or 0, not a run's number: a captured run can be replayed.
 //!
-//! [`Coming`] is what a program says of it: which [`Piece`]s go where. When ranks plan they map each other's buffers and
-//! [`words`], by [`names`]; what they then have is a [`Meeting`], whose [`steps`] a run queues, while a thread [`watch`]es for what
-//! comes late.
+//! [`Coming`] is what a program says of it: which [`Piece`]s go where. When ranks plan they map each other's
+//! buffers and [`words`], by [`names`]; what they then have is a [`Meeting`], whose [`steps`] a run queues,
+//! while a thread [`watch`]es for what comes late.
 
 mod meeting;
 mod names;

@@ -95,8 +95,8 @@ impl Meeting {
     fn copy(&self, rows: &Rows, [from, to]: [u64; 2], stream: &Stream) -> Result<()> {
         let peers = self.peers()?;
         for (at, to_at, bytes) in rows.stretches() {
-            // SAFETY: the rows lie in the call's tensor, which was checked, or in the program's buffer, and go to one of the program's
-            // or of another rank's, which is free.
+            // SAFETY: the rows lie in the call's tensor, which was checked, or in the program's buffer, and
+            // go to one of the program's or of another rank's, which is free.
             unsafe { peers.copy(from + at, to + to_at, bytes, stream.as_raw()) }
                 .map_err(|error| Error::of(self.rank, &error))?;
         }

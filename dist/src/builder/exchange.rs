@@ -71,8 +71,8 @@ impl Moves {
     }
 }
 
-/// A block of more rows than this is one message, packed before it moves and unpacked where it arrives if its rows do not lie one
-/// behind the other: of fewer each is a message, of some microseconds.
+/// A block of more rows than this is one message, packed before it moves and unpacked where it arrives if its
+/// rows do not lie one behind the other: of fewer each is a message, of some microseconds.
 const MOST_ROWS: u64 = 32;
 
 fn is_long(block: Block) -> bool {
@@ -131,7 +131,8 @@ impl Builder<'_> {
         Ok(came)
     }
 
-    /// What stays on this rank and is copied at once, from where, to where and of which type: where it is no copy of few rows.
+    /// What stays on this rank and is copied at once, from where, to where and of which type: where it is no
+    /// copy of few rows.
     fn copies(&self, moves: &Moves) -> Option<Vec<(Part, Part, DType)>> {
         let own = moves.of(self.rank())?;
         let is_long = own.iter().any(|(from, to)| is_long(from.1) || is_long(to.1));
@@ -148,8 +149,8 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Where a block of many rows lies in one, and the type of its elements: itself, if it does, or scratch. What is one on a
-    /// rank is so on the other one, whose rows are as many and of the same type.
+    /// Where a block of many rows lies in one, and the type of its elements: itself, if it does, or scratch.
+    /// What is one on a rank is so on the other one, whose rows are as many and of the same type.
     fn as_one(&mut self, (buf, block): Part) -> Option<(Part, DType)> {
         let dtype = self.dtype_of(buf).filter(|_| is_long(block))?;
         if block.stride == block.row_bytes {

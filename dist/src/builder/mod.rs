@@ -1,5 +1,5 @@
-//! What schemes are written in. A scheme says to the [`Builder`] what moves and what is computed; that puts down the steps, and the
-//! scratch that they need.
+//! What schemes are written in. A scheme says to the [`Builder`] what moves and what is computed; that puts
+//! down the steps, and the scratch that they need.
 //!
 //! - [operands](self::operands): tensors in buffers, and what attention reads and writes.
 //! - `exchange`: [`Moves`] between ranks; rows of many are packed to one message.

@@ -6,10 +6,11 @@
 //!    Nccl    over a communicator of NCCL or RCCL, on a stream
 //! ```
 //!
-//! All that attention moves is one [`Exchange`]: rows of some buffers to some ranks and from some ranks, at once. A step of a
-//! ring, an all-gather and an all-to-all are exchanges, and so is a copy, which is a rank's parcel to itself. An exchange is
-//! planned once, so that each rank knows how many bytes every other one sends. What all ranks send to all, and is as long on
-//! each, is an `all_gather`, which a group may do as one call in place of a message to and from every rank.
+//! All that attention moves is one [`Exchange`]: rows of some buffers to some ranks and from some ranks, at
+//! once. A step of a ring, an all-gather and an all-to-all are exchanges, and so is a copy, which is a rank's
+//! parcel to itself. An exchange is planned once, so that each rank knows how many bytes every other one
+//! sends. What all ranks send to all, and is as long on each, is an `all_gather`, which a group may do as one
+//! call in place of a message to and from every rank.
 
 mod host;
 mod nccl;
@@ -154,8 +155,8 @@ fn check_stretches(rank: u32, size: u32, bytes: u64, all: &DevSliceMut<'_>) -> R
 
 /// Ranks that compute together. Every rank makes the same calls in the same order.
 ///
-/// What fails on one rank fails on all: an error names the rank whose fault it is, and after one no call succeeds. Nothing
-/// waits longer than the group's timeout.
+/// What fails on one rank fails on all: an error names the rank whose fault it is, and after one no call
+/// succeeds. Nothing waits longer than the group's timeout.
 pub trait Group: Send + Sync {
     /// Which of them this one is.
     fn rank(&self) -> u32;
@@ -166,9 +167,10 @@ pub trait Group: Send + Sync {
     /// Where the buffers of an exchange lie.
     fn space(&self) -> MemorySpace;
 
-    /// A call begins, of a plan whose ranks have agreed on these fields. A group that keeps them can name the rank and the field
-    /// where some ranks plan anew and others run what was planned before, or run another call: at once where ranks wait for each
-    /// other on the host, later, by [`failure`](Self::failure), where they do not.
+    /// A call begins, of a plan whose ranks have agreed on these fields. A group that keeps them can name the
+    /// rank and the field where some ranks plan anew and others run what was planned before, or run another
+    /// call: at once where ranks wait for each other on the host, later, by [`failure`](Self::failure), where
+    /// they do not.
     ///
     /// # Errors
     /// The rank that is at another call, and the field that differs; as [`share`](Self::share).
@@ -177,8 +179,8 @@ pub trait Group: Send + Sync {
         Ok(())
     }
 
-    /// The call that has begun is over, whatever became of it. Ranks of a group in host memory wait for each other no longer than
-    /// the timeout in a whole call.
+    /// The call that has begun is over, whatever became of it. Ranks of a group in host memory wait for each
+    /// other no longer than the timeout in a whole call.
     fn ends(&self) {}
 
     /// How many calls have begun; of a group that keeps no count 0 on every rank.
@@ -195,8 +197,8 @@ pub trait Group: Send + Sync {
     /// Moves rows, in the order of `stream`; on the host they have moved when it returns.
     ///
     /// # Errors
-    /// As [`share`](Self::share); a rank or a buffer that is not there, a block outside its buffer; a rank that sends another
-    /// number of bytes.
+    /// As [`share`](Self::share); a rank or a buffer that is not there, a block outside its buffer; a rank
+    /// that sends another number of bytes.
     fn exchange(
         &self,
         exchange: &Exchange,
@@ -205,8 +207,8 @@ pub trait Group: Send + Sync {
         stream: &Stream,
     ) -> Result<()>;
 
-    /// Brings what each rank has to all, in place and in the order of `stream`: `all` has a stretch of so many bytes for each
-    /// rank, by rank, of which this rank's own is filled.
+    /// Brings what each rank has to all, in place and in the order of `stream`: `all` has a stretch of so
+    /// many bytes for each rank, by rank, of which this rank's own is filled.
     ///
     /// # Errors
     /// As [`exchange`](Self::exchange).
@@ -217,7 +219,8 @@ pub trait Group: Send + Sync {
         let block = |offset| Block { offset, rows: 1, row_bytes: bytes, stride: bytes };
         let (space, first) = (all.space(), all.as_mut_ptr());
         let place = |rank: u32| first.wrapping_add(at(rank) as usize);
-        // SAFETY: this rank's stretch, inside `all`, as was checked; it is borrowed as long as this is, and written by nobody.
+        // SAFETY: this rank's stretch, inside `all`, as was checked; it is borrowed as long as this is, and
+        // written by nobody.
         let own = unsafe { DevSlice::from_raw(space, place(rank), bytes, all.elem()) };
         // Those of the ranks below and of those above.
         let mut sinks = Vec::new();

@@ -1,10 +1,11 @@
 //! Ranks that are GPUs, over a communicator of NCCL or RCCL: the caller's, or one of its own.
 //!
-//! Both libraries have the same symbols, so one loader serves; it is found when it is asked for. Rows go by sends and receives
-//! in one group a step, on the caller's stream; what every rank sends to all by one all-gather. What ranks say to each other on
-//! the host goes over a [`Host`] group, which also says who has failed: a thread then aborts the communicator, so that no kernel
-//! and no call waits for a rank that is gone. The same thread finds a rank that plans, or runs another call, where this one runs a call that
-//! was planned before: nobody would wait for it on the host.
+//! Both libraries have the same symbols, so one loader serves; it is found when it is asked for. Rows go by
+//! sends and receives in one group a step, on the caller's stream; what every rank sends to all by one
+//! all-gather. What ranks say to each other on the host goes over a [`Host`] group, which also says who has
+//! failed: a thread then aborts the communicator, so that no kernel and no call waits for a rank that is
+//! gone. The same thread finds a rank that plans, or runs another call, where this one runs a call that was
+//! planned before: nobody would wait for it on the host.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -107,7 +108,8 @@ struct Held {
     ended: AtomicBool,
 }
 
-// SAFETY: a communicator is used by one thread at a time, which the mutexes see to, but for the abort of one that is stuck.
+// SAFETY: a communicator is used by one thread at a time, which the mutexes see to, but for the abort of one
+// that is stuck.
 unsafe impl Send for Held {}
 // SAFETY: as above.
 unsafe impl Sync for Held {}
@@ -135,8 +137,8 @@ impl Held {
 /// How long what ends by itself may take: a call that queues, the library's own end of a communicator.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Calls the library about a communicator that this was the last to have, and waits for it no longer than this: a call that waits
-/// for a rank that is gone keeps its thread, and nobody else.
+/// Calls the library about a communicator that this was the last to have, and waits for it no longer than
+/// this: a call that waits for a rank that is gone keeps its thread, and nobody else.
 fn by(
     patience: Duration,
     api: &Arc<Api>,
@@ -158,8 +160,9 @@ fn by(
     }
 }
 
-/// A rank on a GPU. Dropped, it leaves the group, and ends a communicator of its own together with the other ranks: no later than
-/// the group's timeout, after which, or where one has failed, the communicator is aborted.
+/// A rank on a GPU. Dropped, it leaves the group, and ends a communicator of its own together with the other
+/// ranks: no later than the group's timeout, after which, or where one has failed, the communicator is
+/// aborted.
 pub struct Nccl {
     control: Arc<Host>,
     api: Arc<Api>,
@@ -171,9 +174,9 @@ impl Nccl {
     /// Rows that one exchange moves at most: each is a send of its own.
     const MAX_ROWS: u64 = 1 << 16;
 
-    /// A communicator of its own for the ranks of `control`, on the device that is current on this thread: with one process a
-    /// GPU, the one that `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES` leaves. The library at `path`, or NCCL or RCCL where
-    /// the system finds it.
+    /// A communicator of its own for the ranks of `control`, on the device that is current on this thread:
+    /// with one process a GPU, the one that `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES` leaves. The
+    /// library at `path`, or NCCL or RCCL where the system finds it.
     ///
     /// # Errors
     /// On every rank: the rank that has no library, or what it said.
@@ -204,12 +207,12 @@ impl Nccl {
         Ok(Self::with(control, api, comm, true))
     }
 
-    /// The caller's communicator, whose ranks are those of `control`. It is not destroyed here, and aborted only when a rank
-    /// has failed.
+    /// The caller's communicator, whose ranks are those of `control`. It is not destroyed here, and aborted
+    /// only when a rank has failed.
     ///
     /// # Safety
-    /// `comm` is a live `ncclComm_t` of the library at `path`, with the ranks of `control`; it lives as long as the group, and
-    /// nobody uses it at the same time.
+    /// `comm` is a live `ncclComm_t` of the library at `path`, with the ranks of `control`; it lives as long
+    /// as the group, and nobody uses it at the same time.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -284,7 +287,8 @@ impl Nccl {
         let mut first = Ok(());
         for (peer, buffer, offset, bytes) in rows(&exchange.sends) {
             let from = sources[buffer].skip(offset).as_ptr().cast();
-            // SAFETY: the exchange was checked: the row is in its buffer, device memory that lives until the stream is done.
+            // SAFETY: the exchange was checked: the row is in its buffer, device memory that lives until the
+            // stream is done.
             let status = unsafe { (self.api.send)(from, bytes as usize, BYTES, peer as c_int, comm, stream) };
             first = first.and(self.api.check(rank, "ncclSend", status));
         }
@@ -353,8 +357,8 @@ impl Group for Nccl {
         self.with_comm(|comm| {
             let to = all.as_mut_ptr();
             let own = to.wrapping_add((u64::from(rank) * bytes) as usize);
-            // SAFETY: `all` was checked: device memory of as many stretches as there are ranks, which lives until the stream is
-            // done, and which nobody else touches.
+            // SAFETY: `all` was checked: device memory of as many stretches as there are ranks, which lives
+            // until the stream is done, and which nobody else touches.
             let status = unsafe {
                 (self.api.all_gather)(
                     own.cast(),
@@ -387,8 +391,9 @@ impl Group for Nccl {
 }
 
 impl Drop for Nccl {
-    /// Ends a communicator of its own together with the other ranks: the library's end of one is a call of all ranks, which waits
-    /// for each. Where one has failed, or has not left within the timeout, it is aborted, which waits for nobody.
+    /// Ends a communicator of its own together with the other ranks: the library's end of one is a call of
+    /// all ranks, which waits for each. Where one has failed, or has not left within the timeout, it is
+    /// aborted, which waits for nobody.
     fn drop(&mut self) {
         if self.held.owned {
             let end = after(self.control.timeout());

@@ -18,8 +18,8 @@ pub struct BwdPlan {
 }
 
 impl BwdPlan {
-    /// As [`FwdPlan::new`](super::FwdPlan::new); gradients of type `dtype_grad`, and those of the sinks if they are wanted. Where dK
-    /// and dV are summed over ranks they are so in f32, and rounded once.
+    /// As [`FwdPlan::new`](super::FwdPlan::new); gradients of type `dtype_grad`, and those of the sinks if
+    /// they are wanted. Where dK and dV are summed over ranks they are so in f32, and rounded once.
     ///
     /// # Errors
     /// As [`FwdPlan::new`](super::FwdPlan::new).

@@ -46,7 +46,8 @@ pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) 
     choose_for(&whole, backward, options)
 }
 
-/// Whether gathered keys should come while kernels wait for them, as far as problem and model say: no device has been asked.
+/// Whether gathered keys should come while kernels wait for them, as far as problem and model say: no device
+/// has been asked.
 ///
 /// # Errors
 /// Why not.
@@ -80,7 +81,8 @@ pub(super) fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Resu
     Ok(())
 }
 
-/// In how many groups heads should travel by Ulysses: as many as can be, or one, whichever the model has faster. Backward takes one.
+/// In how many groups heads should travel by Ulysses: as many as can be, or one, whichever the model has
+/// faster. Backward takes one.
 pub(super) fn head_groups(whole: &Whole, backward: bool, options: &Options) -> u32 {
     let seconds = |head_groups| {
         let whole = Whole { head_groups, ..whole.clone() };

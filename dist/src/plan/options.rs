@@ -15,9 +15,10 @@ pub struct Options {
     pub kernels: PlanOptions,
     /// What the planner compares schemes by.
     pub links: Links,
-    /// Whether `gather`'s keys and values come while its kernels run, which wait for each piece's flag: ranks of one host, a
-    /// process each, whose devices share memory, rows that are not packed, a kernel that waits. `None`: where that can be and
-    /// the model has it faster; `Some(true)`: a refusal where it cannot; `Some(false)`: all of them come first.
+    /// Whether `gather`'s keys and values come while its kernels run, which wait for each piece's flag: ranks
+    /// of one host, a process each, whose devices share memory, rows that are not packed, a kernel that
+    /// waits. `None`: where that can be and the model has it faster; `Some(true)`: a refusal where it cannot;
+    /// `Some(false)`: all of them come first.
     pub flags: Option<bool>,
 }
 

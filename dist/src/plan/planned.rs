@@ -124,8 +124,8 @@ impl Planned {
         Ok(())
     }
 
-    /// What a plan does not know: ranks that drop by other seeds do not compute one problem, nor do those with other slopes, sinks
-    /// or scales. What lies in a device's memory nobody here reads.
+    /// What a plan does not know: ranks that drop by other seeds do not compute one problem, nor do those
+    /// with other slopes, sinks or scales. What lies in a device's memory nobody here reads.
     fn brought(&self, score: ScoreArgs<'_>) -> Vec<(String, String)> {
         let mut says = Vec::new();
         if self.whole.fwd.dropout.p_drop > 0.0 {
@@ -295,7 +295,8 @@ impl Chosen {
     }
 }
 
-/// f32 numbers that every rank has alike: the first of them to be read, and all by their hash, FNV-1a, which is that of any machine.
+/// f32 numbers that every rank has alike: the first of them to be read, and all by their hash, FNV-1a, which
+/// is that of any machine.
 fn numbers(bytes: &[u8]) -> String {
     let numbers =
         bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));

@@ -18,10 +18,11 @@ use crate::partition::Partition;
 
 /// Attention over a whole that no rank has: the problem of one device, and which rows each rank has.
 ///
-/// A rank's tensors are contiguous: Q and O `[batch, own rows, num_heads_q, head_dim]`, K and V `[batch, own rows,
-/// num_heads_kv, head_dim]`, LSE `[batch, num_heads_q, own rows]`; packed, the batch is no axis, and rows are those of the
-/// packed tensor. The strides of `whole` play no part, its bias' apart: an elementwise bias is `[.., own queries, all keys]`.
-/// Operands that have no rows (ALiBi's slopes, sinks, descales) are the same on every rank.
+/// A rank's tensors are contiguous: Q and O `[batch, own rows, num_heads_q, head_dim]`, K and V `[batch, own
+/// rows, num_heads_kv, head_dim]`, LSE `[batch, num_heads_q, own rows]`; packed, the batch is no axis, and
+/// rows are those of the packed tensor. The strides of `whole` play no part, its bias' apart: an elementwise
+/// bias is `[.., own queries, all keys]`. Operands that have no rows (ALiBi's slopes, sinks, descales) are
+/// the same on every rank.
 ///
 /// ```
 /// use fmha::{DType, Dims, FwdProblem, MaskSpec};
@@ -86,8 +87,9 @@ impl Problem {
         self
     }
 
-    /// Whether LSE is written, and whether there is an elementwise bias, are as the other ranks have them: for a rank without
-    /// queries, whose tensors of no elements may have no address to tell it by. Where no rank says it, as `whole` has them.
+    /// Whether LSE is written, and whether there is an elementwise bias, are as the other ranks have them:
+    /// for a rank without queries, whose tensors of no elements may have no address to tell it by. Where no
+    /// rank says it, as `whole` has them.
     #[must_use]
     pub fn as_others(mut self, lse: bool, bias: bool) -> Self {
         self.as_others = AsOthers { lse, bias };

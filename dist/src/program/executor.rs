@@ -112,7 +112,8 @@ impl Executor<'_> {
         match step {
             Step::Send => {
                 meeting.send(address, stream)?;
-                // An emulated device does at once what is queued, and nothing comes while a kernel runs: before one all have sent.
+                // An emulated device does at once what is queued, and nothing comes while a kernel runs:
+                // before one all have sent.
                 if !stream.device().has_clock() {
                     self.group.share(&[])?;
                 }

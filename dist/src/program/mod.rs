@@ -91,7 +91,8 @@ pub(crate) enum Step {
     AwaitHome { sinks: [Buf; 2] },
     /// Rows move between ranks.
     Exchange { exchange: Exchange, sources: Vec<Buf>, sinks: Vec<Buf> },
-    /// Each rank's stretch of a buffer goes to all: `own` lie in this rank's, of so many bytes, `others` in those of the others.
+    /// Each rank's stretch of a buffer goes to all: `own` lie in this rank's, of so many bytes, `others` in
+    /// those of the others.
     AllGather { all: Buf, bytes: u64, own: Vec<Buf>, others: Vec<Buf> },
     /// Attention of some queries over some keys: Q, K and V; O; LSE.
     Forward { plan: FwdPlan, inputs: [At; 3], o: At, lse: At, score: ScoreOffsets },

@@ -124,8 +124,9 @@ fn pairs(b: &Builder<'_>) -> Vec<(Piece, Piece)> {
 pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     let operands = gather(b, Order::LastFirst)?;
     let (heads, out) = (b.whole.all_heads(), (b.own(Kind::O), b.own_lse()));
-    // The longest launch first, and two side by side: the last tiles of one leave processors to the next. Its tiles begin with
-    // keys that are here under a causal mask, and each run's way takes as long as a tile has to do with the one before.
+    // The longest launch first, and two side by side: the last tiles of one leave processors to the next. Its
+    // tiles begin with keys that are here under a causal mask, and each run's way takes as long as a tile has
+    // to do with the one before.
     b.take_turns();
     for (q, keys) in pairs(b) {
         b.forward_into((&q, &keys), &heads, &operands, (q.row, keys.whole_row), out)?;
@@ -227,7 +228,8 @@ impl Slot {
     }
 }
 
-/// The owner adds the parts of its keys' dK and dV in the order of the ranks; its own, if it has no slot, from where it is.
+/// The owner adds the parts of its keys' dK and dV in the order of the ranks; its own, if it has no slot,
+/// from where it is.
 fn add_up(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], slots: &[Slot], dtype: DType) -> Result<()> {
     for (kind, sum, buf) in grads {
         let out = b.own_as(buf, kind, dtype);

@@ -21,12 +21,14 @@ use crate::program::Program;
 /// How attention goes over ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scheme {
-    /// Every rank gathers the keys and values that its queries see, and attends once: O, LSE and dQ have the bits of one
-    /// device wherever a row's bits do not depend on how many rows a call has. Memory: the whole K and V.
+    /// Every rank gathers the keys and values that its queries see, and attends once: O, LSE and dQ have the
+    /// bits of one device wherever a row's bits do not depend on how many rows a call has. Memory: the whole
+    /// K and V.
     Gather,
     /// Keys and values go round; each rank attends to those it has, and merges. Memory: two ranks' K and V.
     Ring,
-    /// Keys and values are gathered inside a host and go round hosts, whose links are slower. Memory: two hosts' K and V.
+    /// Keys and values are gathered inside a host and go round hosts, whose links are slower. Memory: two
+    /// hosts' K and V.
     Mixed,
     /// Heads travel: every rank has some heads of all rows. The bits of one device; as many ranks as heads divide into.
     Ulysses,
@@ -51,7 +53,8 @@ impl Scheme {
         }
     }
 
-    /// Whether a forward call's results have the bits of one device, whatever the number of ranks, in `batch_invariant` mode.
+    /// Whether a forward call's results have the bits of one device, whatever the number of ranks, in
+    /// `batch_invariant` mode.
     #[must_use]
     pub const fn has_bits_of_one_device(self) -> bool {
         matches!(self, Self::Gather | Self::Ulysses)

@@ -1,5 +1,5 @@
-//! Ring: keys and values go round, and each rank attends to those it has. Mixed: they go round hosts, and are gathered inside
-//! each.
+//! Ring: keys and values go round, and each rank attends to those it has. Mixed: they go round hosts, and are
+//! gathered inside each.
 //!
 //! ```text
 //!  ring                                         mixed: two hosts of two ranks
@@ -9,12 +9,12 @@
 //!  2     K1 V1      K2 V2      K0 V0
 //! ```
 //!
-//! While a rank attends, its K and V go to the next rank, of the next host: each link between hosts carries one rank's share.
-//! Backward, dK and dV follow a step behind, and go home after the last.
+//! While a rank attends, its K and V go to the next rank, of the next host: each link between hosts carries
+//! one rank's share. Backward, dK and dV follow a step behind, and go home after the last.
 //!
-//! Partial O and LSE are merged in f32 in the order in which keys come; a sink enters last, as a part of no keys. dK and dV
-//! travel in f32 behind their keys, each rank adds its part (mixed: each host, in the order of its ranks), and the owner rounds
-//! once.
+//! Partial O and LSE are merged in f32 in the order in which keys come; a sink enters last, as a part of no
+//! keys. dK and dV travel in f32 behind their keys, each rank adds its part (mixed: each host, in the order
+//! of its ranks), and the owner rounds once.
 
 use fmha::DType;
 
@@ -334,8 +334,8 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients, ranks_per_host: u
     Ok(())
 }
 
-/// Where hosts have several ranks: this rank's part of dK and dV of a host's keys, and those of its share by each rank of its
-/// own host.
+/// Where hosts have several ranks: this rank's part of dK and dV of a host's keys, and those of its share by
+/// each rank of its own host.
 struct HostGrads {
     parts: [Buf; 2],
     slots: Vec<[Buf; 2]>,

@@ -37,7 +37,8 @@ fn heads_of(whole: &Whole, rank: u32) -> Heads {
 /// Groups of whole kv heads that a rank's heads can come in, at most.
 const MOST_GROUPS: u32 = 4;
 
-/// The most groups that a rank's heads can come in: of one launch's worth of sequences, since a group has a launch for each.
+/// The most groups that a rank's heads can come in: of one launch's worth of sequences, since a group has a
+/// launch for each.
 pub(crate) fn most_groups(whole: &Whole) -> u32 {
     let kv = heads_of(whole, 0).num_kv();
     if whole.ranks == 1 || whole.q.whole().len() != 1 || takes(whole).is_err() {
@@ -96,8 +97,8 @@ pub(super) fn takes(whole: &Whole) -> Result<()> {
 /// Which heads of a rank move: those that a function of the rank gives.
 type HeadsOf<'a> = &'a dyn Fn(&Whole, u32) -> Heads;
 
-/// Rows of the largest exchange, backward's first, that the rank that has most has with others: those of few rows, or of 8 bits, which
-/// kernels do not pack, since they compute in numbers.
+/// Rows of the largest exchange, backward's first, that the rank that has most has with others: those of few
+/// rows, or of 8 bits, which kernels do not pack, since they compute in numbers.
 fn most_rows_moved(whole: &Whole) -> u64 {
     let of = |axis: &Axis, dtype: DType| {
         let messages = |piece: &Piece| messages(piece.rows().into(), !dtype.is_fp8());
@@ -123,8 +124,8 @@ fn hold_all(b: &mut Builder<'_>, kind: Kind, heads: &Heads, dtype: DType) -> Hel
     b.hold(b.whole.tensor_of_all(kind, heads.of(kind).len() as u32, dtype))
 }
 
-/// Where `peer`'s heads of this rank's rows lie, and `peer`'s rows of this rank's heads: where rows of some heads lie in each of both
-/// is a function of the first row, of how many there are, and of the heads.
+/// Where `peer`'s heads of this rank's rows lie, and `peer`'s rows of this rank's heads: where rows of some
+/// heads lie in each of both is a function of the first row, of how many there are, and of the heads.
 fn parts(
     b: &Builder<'_>,
     (kind, peer): (Kind, u32),

@@ -21,10 +21,11 @@ const TURN_BYTES: usize = 2 * LINE_BYTES;
 /// Pieces of K and V of a block of keys of [`KEY_BYTES`].
 const MOST_PIECES: usize = 2 * BLOCK_KEYS * KEY_BYTES / PIECE_BYTES;
 
-/// A block of K and of V in the order that tiles want them asked for: half a kilobyte of each tile of either in turn. A prefetch holds
-/// one of a core's sixteen fill buffers until memory answers, and those alone are slower than plain reads; the processor's own
-/// prefetches, which go ahead within 4 KiB from where they have seen a few lines, take others. So eight pages of 4 KiB are begun
-/// soon and gone on with by turns: one thread had 0.50 of plain reads in pages of 16 tokens of a head, and so 0.73, of 64/8 0.82 and 0.89.
+/// A block of K and of V in the order that tiles want them asked for: half a kilobyte of each tile of either
+/// in turn. A prefetch holds one of a core's sixteen fill buffers until memory answers, and those alone are
+/// slower than plain reads; the processor's own prefetches, which go ahead within 4 KiB from where they have
+/// seen a few lines, take others. So eight pages of 4 KiB are begun soon and gone on with by turns: one
+/// thread had 0.50 of plain reads in pages of 16 tokens of a head, and so 0.73, of 64/8 0.82 and 0.89.
 pub(crate) struct Pieces {
     at: [*const u8; MOST_PIECES],
     count: usize,
@@ -63,8 +64,8 @@ impl Pieces {
         (&self.at[..self.count], self.bytes)
     }
 
-    /// A piece of each tile of a whole block, without a question for each row: with those 8/1 had 21.2 GB/s from the second-level
-    /// cache, so 22.9.
+    /// A piece of each tile of a whole block, without a question for each row: with those 8/1 had 21.2 GB/s
+    /// from the second-level cache, so 22.9.
     #[inline(always)]
     fn turn<const TOGETHER: usize>(&mut self, of: [&[*const u8; BLOCK_KEYS]; 2], first: usize, start: usize) {
         for rows in of {
@@ -121,8 +122,9 @@ impl<'a> Ahead<'a> {
         ahead
     }
 
-    /// K and V of a whole block for [`lines`](Self::lines), two lines of each tile in turn; where tiles of less than 4 KiB follow one
-    /// another, as many of several together as of one alone. `None` for rows whose bytes are no power of two, or half a turn.
+    /// K and V of a whole block for [`lines`](Self::lines), two lines of each tile in turn; where tiles of
+    /// less than 4 KiB follow one another, as many of several together as of one alone. `None` for rows whose
+    /// bytes are no power of two, or half a turn.
     pub(crate) fn by_turns([keys, values]: [&'a [*const u8]; 2], row_bytes: usize) -> Option<Self> {
         if !(row_bytes.is_power_of_two() && row_bytes >= LINE_BYTES) {
             return None;
@@ -176,8 +178,8 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// One line. One beside arithmetic that takes 5.9 ns costs 0.4 ns, eight beside eight times that 21: they wait for fill
-    /// buffers, and so does what is loaded meanwhile (a loop in C, docs/kernels/cpu.md).
+    /// One line. One beside arithmetic that takes 5.9 ns costs 0.4 ns, eight beside eight times that 21: they
+    /// wait for fill buffers, and so does what is loaded meanwhile (a loop in C, docs/kernels/cpu.md).
     #[inline(always)]
     pub(crate) fn ask_for_line<S: Simd>(&mut self, s: S) {
         if self.left == 0 {
@@ -192,8 +194,8 @@ impl<'a> Ahead<'a> {
         (self.at, self.left) = (self.at.wrapping_add(LINE_BYTES), self.left.saturating_sub(LINE_BYTES));
     }
 
-    /// The next lines, as many as a tile has rows, for who asks for one beside each. When all are asked for, the last one again, which
-    /// costs nothing.
+    /// The next lines, as many as a tile has rows, for who asks for one beside each. When all are asked for,
+    /// the last one again, which costs nothing.
     #[inline(always)]
     pub(super) fn lines(&mut self) -> [*const u8; TILE_KEYS] {
         let Some(tensors) = self.turns else { return self.lines_one_by_one() };
@@ -352,7 +354,8 @@ mod tests {
             assert_eq!(sorted, all, "rows of {row_bytes}, tiles {step} apart");
             assert_eq!(ahead.lines(), [asked[asked.len() - 1]; TILE_KEYS]);
         }
-        // Rows of other lengths, half lines among them, or half a turn in tiles that lie apart; a block that is not whole.
+        // Rows of other lengths, half lines among them, or half a turn in tiles that lie apart; a block that
+        // is not whole.
         for (row_bytes, step) in [(96, 2048), (64, 2048), (32, 512)] {
             let keys = in_tiles(row_bytes, step);
             assert!(Ahead::by_turns([&keys, &keys], row_bytes).is_none());

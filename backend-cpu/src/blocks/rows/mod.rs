@@ -132,13 +132,14 @@ impl<'a> Block<'a> {
     /// `work(head, first key, one past the last, rows ahead)` over windows of keys. It is to ask for as much of what is
     /// ahead as it has used up, a little at a time.
     ///
-    /// Heads want rows that lie apart: sixteen tokens of eight heads are 4 KiB apart for one head, and four such
-    /// streams in a page are none to a hardware prefetcher. So rows are asked for in the order of their addresses.
-    /// Measured for 8 heads of 128 bf16 on an EPYC with these loops alone, beside other programs, by processor time, as
-    /// parts of plain reads' speed: no prefetch 0.4 to 0.5; 16 KiB ahead and windows of 8 KiB read once before they are
-    /// used 0.68, not read 0.74; windows of 32 KiB, 32 KiB ahead, asked for by 2 KiB at once 0.73, by four keys of a
-    /// head 0.80; 8 KiB ahead 0.71; into the first-level cache 0.54. Of four query heads a kv head, windows of 8 KiB and
-    /// 32 KiB: K 0.97 and 0.90; V 0.99 and 0.86 from memory, but 34 and 45 GB/s from the second-level cache.
+    /// Heads want rows that lie apart: sixteen tokens of eight heads are 4 KiB apart for one head, and four
+    /// such streams in a page are none to a hardware prefetcher. So rows are asked for in the order of their
+    /// addresses. Measured for 8 heads of 128 bf16 on an EPYC with these loops alone, beside other programs,
+    /// by processor time, as parts of plain reads' speed: no prefetch 0.4 to 0.5; 16 KiB ahead and windows of
+    /// 8 KiB read once before they are used 0.68, not read 0.74; windows of 32 KiB, 32 KiB ahead, asked for
+    /// by 2 KiB at once 0.73, by four keys of a head 0.80; 8 KiB ahead 0.71; into the first-level cache 0.54.
+    /// Of four query heads a kv head, windows of 8 KiB and 32 KiB: K 0.97 and 0.90; V 0.99 and 0.86 from
+    /// memory, but 34 and 45 GB/s from the second-level cache.
     #[inline(always)]
     fn windows<S: Simd, E: Elem>(
         &self,
@@ -195,8 +196,8 @@ impl<'a> Block<'a> {
     }
 }
 
-/// How many of `live`'s first rows a kernel takes together: four where `most` allows and they lie one after another, or two,
-/// or one.
+/// How many of `live`'s first rows a kernel takes together: four where `most` allows and they lie one after
+/// another, or two, or one.
 #[inline(always)]
 fn taken_together(live: &[usize], most: usize) -> usize {
     let run = |count: usize| live.len() >= count && live[count - 1] == live[0] + count - 1;

@@ -22,8 +22,8 @@ impl RowSums {
         if self.row_max == f32::NEG_INFINITY { 0.0 } else { self.row_max }
     }
 
-    /// Raises the maximum to a block's. What was summed before is to be multiplied by `e` to the power of what this gives, 0 where the
-    /// maximum was as large already.
+    /// Raises the maximum to a block's. What was summed before is to be multiplied by `e` to the power of
+    /// what this gives, 0 where the maximum was as large already.
     #[inline(always)]
     fn raise_to(&mut self, most: f32) -> f32 {
         let old = self.row_max;
@@ -67,8 +67,8 @@ impl<S: Simd> Op<S> for SoftmaxRow<'_> {
 /// Rows whose factors are one vector at least.
 const TOGETHER: usize = 16;
 
-/// [`SoftmaxRow`] of rows that see all of a block, step by step beside other work: to the same bits, without a branch that guesses
-/// whether a row has a new maximum.
+/// [`SoftmaxRow`] of rows that see all of a block, step by step beside other work: to the same bits, without
+/// a branch that guesses whether a row has a new maximum.
 pub(crate) struct SoftmaxRows<'a> {
     /// [`BLOCK_KEYS`] for each row.
     pub(crate) scores: *mut f32,
@@ -151,7 +151,8 @@ unsafe fn largest_of_block<S: Simd>(s: S, scores: *const f32) -> f32 {
     s.largest(most)
 }
 
-/// `e^(score - base)` in the place of scores, rounded to `round` when that is a 16-bit type; the sum of what they were before that.
+/// `e^(score - base)` in the place of scores, rounded to `round` when that is a 16-bit type; the sum of what
+/// they were before that.
 ///
 /// # Safety
 /// [`BLOCK_KEYS`] f32 are there at `scores`.
@@ -202,7 +203,8 @@ mod tests {
         assert!(softmax(DType::F16) == (in_f16, state));
         assert!(softmax(DType::Bf16) == (in_bf16, state));
     }
-    /// Twenty rows in seven steps and what is left; the second block has new maxima for some, and a row has seen nothing.
+    /// Twenty rows in seven steps and what is left; the second block has new maxima for some, and a row has
+    /// seen nothing.
     #[test]
     fn rows_step_by_step_have_the_bits_of_each_alone() {
         const ROWS: usize = 20;

@@ -62,7 +62,8 @@ impl AddValues<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
         let codes = E::BYTES == 1 && !self.values.codes.is_empty();
-        // Sums are in fours on no other set, and codes are met there in pairs alone: what a set never meets is not compiled.
+        // Sums are in fours on no other set, and codes are met there in pairs alone: what a set never meets
+        // is not compiled.
         let pairs = S::BF16_DOT && S::DOTS_OUTRUN_FMAS && self.order == Order::Fours;
         debug_assert!(pairs || !(S::DOTS_OUTRUN_FMAS && codes), "codes are bf16, whose sums are in fours");
         if pairs {
@@ -84,8 +85,8 @@ impl AddValues<'_> {
         }
     }
 
-    // Not without optimisation: all types and ways in one function took 2.7 MB of stack with AMX, where a thread has 2 MB, and
-    // a decode ended the program.
+    // Not without optimisation: all types and ways in one function took 2.7 MB of stack with AMX, where a
+    // thread has 2 MB, and a decode ended the program.
     #[cfg_attr(not(unoptimised), inline(always))]
     fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
         self.values.windows(

@@ -132,8 +132,8 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// The block of keys from `j` on, of keys up to `last`. Where softmax is all that lies between its two products, it may go on
-    /// beside the scores of the next block.
+    /// The block of keys from `j` on, of keys up to `last`. Where softmax is all that lies between its two
+    /// products, it may go on beside the scores of the next block.
     fn attend_block<S: Simd>(
         &self,
         s: S,
@@ -189,9 +189,10 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// In what order tiles ask for the next block. Sixteen threads, whose memory answers later, have 84 GB/s of K and then V, and 66 of
-    /// K alone (64/8 76 and 69, 16/1 69 and 60, in pages of 16 83 and 66); on another such machine 75 of K and then V, and 86 in pieces
-    /// (64/8 64 and 72, 16/1 64 and 62, in pages of 16 81 and 79).
+    /// In what order tiles ask for the next block. Sixteen threads, whose memory answers later, have 84 GB/s
+    /// of K and then V, and 66 of K alone (64/8 76 and 69, 16/1 69 and 60, in pages of 16 83 and 66); on
+    /// another such machine 75 of K and then V, and 86 in pieces (64/8 64 and 72, 16/1 64 and 62, in pages of
+    /// 16 81 and 79).
     fn asked_order<S: Simd>(&self, beside_many: bool, keys: &Block<'_>, values: &Block<'_>) -> AskedOrder {
         if !self.in_tiles::<S>() {
             AskedOrder::Nothing
@@ -204,9 +205,10 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// The first line of each page of a block, early, so that its address is translated by when the others are asked for: where
-    /// pages are of 16 tokens of a head, 0.53 and 0.63 of what plain reads have. Not where rows follow one another, where the
-    /// processor goes ahead by itself: FP8 for eight queries 0.64 and 0.57.
+    /// The first line of each page of a block, early, so that its address is translated by when the others
+    /// are asked for: where pages are of 16 tokens of a head, 0.53 and 0.63 of what plain reads have. Not
+    /// where rows follow one another, where the processor goes ahead by itself: FP8 for eight queries 0.64
+    /// and 0.57.
     fn ask_for_pages<S: Simd>(&self, s: S, (rows, _): (&[*const u8], usize)) {
         if let (KvLayout::Paged { page_size }, true) = (self.problem.layout.kv, self.in_tiles::<S>()) {
             rows.iter().step_by(page_size.max(1) as usize).for_each(|&row| s.prefetch(row));
@@ -349,8 +351,9 @@ enum AskedOrder {
     KeysThenValues,
     /// K and V in turn.
     Pieces,
-    /// Where their rows are of different lengths. V is loaded by tiles of sixteen lines, many at once, which overlap with one another and
-    /// with the processor's own prefetches: asked for after K as well, one thread had 0.74 of plain reads, and 0.83 without.
+    /// Where their rows are of different lengths. V is loaded by tiles of sixteen lines, many at once, which
+    /// overlap with one another and with the processor's own prefetches: asked for after K as well, one
+    /// thread had 0.74 of plain reads, and 0.83 without.
     KeysAlone,
 }
 

@@ -21,8 +21,8 @@ use crate::tensor::fp8_table;
 const SEQLEN_Q: u32 = 2;
 const SEQLEN_K: u32 = 150;
 
-/// Two queries of one sequence; the last key is hidden from the first. The numbers of Q and K are a hundredth: the scale makes
-/// scores of them that differ.
+/// Two queries of one sequence; the last key is hidden from the first. The numbers of Q and K are a
+/// hundredth: the scale makes scores of them that differ.
 fn problem(heads: (u32, u32), dims: (u32, u32), cache: Option<DType>) -> ValidFwd {
     let dims = Dims {
         batch: 1,
@@ -325,8 +325,9 @@ fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
             [queries, q, scores, alpha, out, total, keys, values, staged, packed]
         })
     }
-    // Rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16; what is staged of K, whole vectors
-    // of codes too; weights of four tiles of eight queries; scores of codes twice, of a block and the next.
+    // Rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16; what is staged
+    // of K, whole vectors of codes too; weights of four tiles of eight queries; scores of codes twice, of a
+    // block and the next.
     let tiled = problem((16, 2), (96, 32), Some(DType::E4m3Fn));
     assert_eq!(sizes::<SoftTiles>(&tiled), [2048, 2048, 2 * 26 * 64, 16, 640, 640, 6144, 2048, 4096, 4096]);
     assert_eq!(sizes::<Portable>(&tiled), [960, 960, 640, 16, 320, 320, 6144, 2048, 0, 0]);
@@ -361,7 +362,8 @@ fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
     assert_eq!(sums, [(0, 512.0), (1, 512.0), (2, 76.0)].map(|(chunk, count)| (chunk, vec![count; 4])));
 }
 
-/// With every query's softmax beside the scores of the next block: from chunk to chunk, and where blocks are skipped or seen by half.
+/// With every query's softmax beside the scores of the next block: from chunk to chunk, and where blocks are
+/// skipped or seen by half.
 #[test]
 fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
     let values = fp8_table(DType::E4m3Fn);
@@ -427,8 +429,8 @@ fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
 /// What [`keeps_columns_apart`] plants in V: the key and the column of a head.
 const PLANTED: [(u32, u32); 6] = [(3, 0), (17, 33), (17, 62), (70, 7), (149, 94), (149, 95)];
 
-/// Tiles multiply pairs of columns: neither element of a pair is to reach the other one's sums. Rows of V lie a page or one
-/// distance apart, or neither.
+/// Tiles multiply pairs of columns: neither element of a pair is to reach the other one's sums. Rows of V lie
+/// a page or one distance apart, or neither.
 fn keeps_columns_apart<S: Simd>(s: S) {
     // Numbers up to 1, and NaN and both infinities, in e5m2: its codes are the high halves of f16.
     let code = |i: u64, salt: u32| philox4x32_10([i as u32, salt, 0, 0], [3, 4])[0] as u8 & 0xbc;

@@ -233,7 +233,8 @@ fn a_long_cache_is_split_and_merged_where_no_sink_columns_forbid_it() {
     assert!(refusal.contains("tile split_keys=512: sink_columns 2"), "{refusal}");
 }
 
-/// A row's bits are its own where a short query's keys would not be split, and no problem of the spec has pairs of CTAs.
+/// A row's bits are its own where a short query's keys would not be split, and no problem of the spec has
+/// pairs of CTAs.
 #[test]
 fn blackwell_promises_bits_that_no_batch_changes_where_no_length_changes_the_arithmetic() {
     let invariant = PlanOptions::default().batch_invariant(true);

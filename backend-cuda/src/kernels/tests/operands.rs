@@ -70,8 +70,8 @@ impl Places {
     }
 }
 
-/// Each operand and how far from a multiple of 64 KiB it is moved, and what the kernel must lie at multiples of: 0 where
-/// it takes the operand there.
+/// Each operand and how far from a multiple of 64 KiB it is moved, and what the kernel must lie at multiples
+/// of: 0 where it takes the operand there.
 type Rows = &'static [(&'static str, u64, u64)];
 
 fn takes(what: &str, rows: Rows, takes: impl Fn(Places) -> Result<(), ProblemError>) {

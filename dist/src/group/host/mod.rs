@@ -43,8 +43,8 @@ pub(super) trait Link: Send + Sync {
     fn post(&self, to: u32, frame: Frame);
 }
 
-/// A rank of a group in host memory: of [`threads`](super::threads), or of processes that [`connect`](super::connect)ed.
-/// Dropped, it leaves the group.
+/// A rank of a group in host memory: of [`threads`](super::threads), or of processes that
+/// [`connect`](super::connect)ed. Dropped, it leaves the group.
 pub struct Host {
     rank: u32,
     size: u32,
@@ -119,8 +119,8 @@ impl Host {
         Ok(())
     }
 
-    /// Receives from each of these ranks, in their order, and waits no longer than the timeout in all; of a call that has begun,
-    /// no longer than the timeout in the whole call.
+    /// Receives from each of these ranks, in their order, and waits no longer than the timeout in all; of a
+    /// call that has begun, no longer than the timeout in the whole call.
     fn receive_all(
         &self,
         ranks: impl Iterator<Item = u32>,

@@ -1,4 +1,5 @@
-//! A connection that lasts: a thread that reads frames, one that writes them, and a way out that no other rank can block.
+//! A connection that lasts: a thread that reads frames, one that writes them, and a way out that no other
+//! rank can block.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -123,8 +124,8 @@ impl Connection {
 }
 
 impl Wire {
-    /// Delivers what the other rank sends, until it leaves. What comes after this rank has left is read for a while, lest the
-    /// system drop what has just been sent.
+    /// Delivers what the other rank sends, until it leaves. What comes after this rank has left is read for a
+    /// while, lest the system drop what has just been sent.
     fn read(&self, peer: u32, mailbox: &Mailbox) {
         let goes_on = || self.left.get().is_none_or(|left| left.elapsed() < self.timeout);
         let mut from = Polled { stream: &self.stream, goes_on };

@@ -266,8 +266,8 @@ impl<'a> Meeting<'a> {
         Ok(())
     }
 
-    /// Connects to `peer`, which may not listen yet, and proves who this rank is. `found` says where it is and by which key it
-    /// is known, `listens` where this rank listens that reaches it by this stream.
+    /// Connects to `peer`, which may not listen yet, and proves who this rank is. `found` says where it is
+    /// and by which key it is known, `listens` where this rank listens that reaches it by this stream.
     fn reach(
         &self,
         peer: u32,

@@ -55,31 +55,32 @@ impl Rendezvous {
         Self { rank, size, place: Place::Address(address.into()), secret: None, listen: None }
     }
 
-    /// Rank 0 listens at a port of this host that is free, and writes it into a file that does not exist yet and that every
-    /// rank sees, beside a secret that is drawn for this meeting: on Unix only the file's owner reads it.
+    /// Rank 0 listens at a port of this host that is free, and writes it into a file that does not exist yet
+    /// and that every rank sees, beside a secret that is drawn for this meeting: on Unix only the file's
+    /// owner reads it.
     #[must_use]
     pub fn file(path: impl AsRef<Path>, rank: u32, size: u32) -> Self {
         Self { rank, size, place: Place::File(path.as_ref().to_owned()), secret: None, listen: None }
     }
 
-    /// What all ranks of the job know, and nobody else: at least 16 bytes that nobody guesses, as `openssl rand -hex 16` gives.
-    /// Every connection of the group is proved by it, by both sides.
+    /// What all ranks of the job know, and nobody else: at least 16 bytes that nobody guesses, as `openssl
+    /// rand -hex 16` gives. Every connection of the group is proved by it, by both sides.
     #[must_use]
     pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
         self.secret = Some(Secret(secret.as_ref().to_owned()));
         self
     }
 
-    /// The address of this host at which this rank listens. By default rank 0 listens where the others look for it, and every
-    /// other rank at the address by which it reaches rank 0.
+    /// The address of this host at which this rank listens. By default rank 0 listens where the others look
+    /// for it, and every other rank at the address by which it reaches rank 0.
     #[must_use]
     pub fn listen(mut self, address: IpAddr) -> Self {
         self.listen = Some(address);
         self
     }
 
-    /// What torchrun sets: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. The port above is taken, since torch's own
-    /// store listens at that one. And [`with_env`](Self::with_env).
+    /// What torchrun sets: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. The port above is taken,
+    /// since torch's own store listens at that one. And [`with_env`](Self::with_env).
     ///
     /// # Errors
     /// The variable that is missing or no number, with its text.
@@ -87,8 +88,8 @@ impl Rendezvous {
         Self::from_words(|name| std::env::var(name).map_err(|error| error.to_string()))?.with_env()
     }
 
-    /// The [`secret`](Self::secret) of `FMHA_DIST_SECRET` and the address to [`listen`](Self::listen) at of `FMHA_DIST_LISTEN`,
-    /// each where it is set and none was given.
+    /// The [`secret`](Self::secret) of `FMHA_DIST_SECRET` and the address to [`listen`](Self::listen) at of
+    /// `FMHA_DIST_LISTEN`, each where it is set and none was given.
     ///
     /// # Errors
     /// The variable that is no address, with its text.
@@ -126,11 +127,12 @@ impl Rendezvous {
     }
 }
 
-/// Joins the group, and waits for all of its ranks, at most `timeout` long. The same timeout then says when a rank is late.
+/// Joins the group, and waits for all of its ranks, at most `timeout` long. The same timeout then says when a
+/// rank is late.
 ///
 /// # Errors
-/// The rank that has not come, has left, or does not know the secret, or what the system said. `secret`: rank 0 is looked for
-/// beyond the loopback, and this rank has no secret, or too short a one.
+/// The rank that has not come, has left, or does not know the secret, or what the system said. `secret`: rank
+/// 0 is looked for beyond the loopback, and this rank has no secret, or too short a one.
 pub fn connect(rendezvous: &Rendezvous, timeout: Duration) -> Result<Host> {
     let Rendezvous { rank, size, ref place, ref secret, listen } = *rendezvous;
     if rank >= size {

@@ -9,8 +9,8 @@
 //!             ◄── Letter     from rank 0 alone: where all ranks listen
 //! ```
 //!
-//! The rank that connects proves first, so that who merely connects to a port gets nothing to try secrets on. Both nonces are
-//! random, so neither side's words serve for another meeting.
+//! The rank that connects proves first, so that who merely connects to a port gets nothing to try secrets on.
+//! Both nonces are random, so neither side's words serve for another meeting.
 
 use std::fmt;
 use std::io;
@@ -41,7 +41,8 @@ pub(super) struct Key([u8; 32]);
 type Mac = [u8; 32];
 
 impl Key {
-    /// From the job's secret and the one in the file where the ranks meet. Where there is neither, everybody knows the key.
+    /// From the job's secret and the one in the file where the ranks meet. Where there is neither, everybody
+    /// knows the key.
     pub(super) fn new(secret: Option<&Secret>, of_file: &[u8]) -> Self {
         let secret = secret.map_or(&[][..], |secret| &secret.0);
         Self(mac(b"fmha-dist key", &[secret, of_file]).finalize())

@@ -112,8 +112,8 @@ impl TileDots<'_, '_> {
         }
     }
 
-    /// A whole block of codes against one group of queries: what [`multiply_pieces`](Self::multiply_pieces) does, with nothing to find
-    /// out on the way.
+    /// A whole block of codes against one group of queries: what [`multiply_pieces`](Self::multiply_pieces)
+    /// does, with nothing to find out on the way.
     ///
     /// # Safety
     /// The task has entered tiles; the head dimension is whole vectors of codes.
@@ -171,8 +171,8 @@ impl TileDots<'_, '_> {
         }
     }
 
-    /// A block by pieces, which the first group of queries finds or stages. Each is multiplied after the next one is staged:
-    /// otherwise one waits for the other.
+    /// A block by pieces, which the first group of queries finds or stages. Each is multiplied after the next
+    /// one is staged: otherwise one waits for the other.
     ///
     /// # Safety
     /// As for [`multiply_in_place`](Self::multiply_in_place), of the tiles that have steps.

@@ -1,12 +1,13 @@
 //! The products of a block in tiles of bf16: what several queries of a kv head cost one.
 //!
-//! K's rows are left operands and V's right ones, both where they lie; Q, the other right one, is packed once a task. A tile's
-//! rows and columns do not meet: what lies in those that are nobody's does not matter.
+//! K's rows are left operands and V's right ones, both where they lie; Q, the other right one, is packed once
+//! a task. A tile's rows and columns do not meet: what lies in those that are nobody's does not matter.
 //!
-//! The next block is asked for meanwhile, as time passes and not as bytes do: of bf16 half beside K's products, a sixth beside the
-//! softmax, a third beside V's, K and V in turn by half a kilobyte of each tile; where these have no common shape many threads ask
-//! for K and then V, an eighth, half and three eighths, and few for K alone. Of FP8, which is widened first, a line beside each vector of
-//! codes, in turn too; its softmax goes on beside the scores of the next block, so that nothing waits for lines meanwhile
+//! The next block is asked for meanwhile, as time passes and not as bytes do: of bf16 half beside K's
+//! products, a sixth beside the softmax, a third beside V's, K and V in turn by half a kilobyte of each tile;
+//! where these have no common shape many threads ask for K and then V, an eighth, half and three eighths, and
+//! few for K alone. Of FP8, which is widened first, a line beside each vector of codes, in turn too; its
+//! softmax goes on beside the scores of the next block, so that nothing waits for lines meanwhile
 //! (docs/kernels/cpu.md).
 
 mod keys;
@@ -37,9 +38,9 @@ const TILE_LEN: usize = ROWS * ROWS;
 /// Columns that a vector of codes has.
 const COLUMNS: usize = 2 * DEPTH;
 
-/// f32 of a piece: a vector of codes wide, of a tile's rows. What is staged is staged by pieces: 2 KiB, so that one can be written
-/// while the one before is loaded. 4 KiB apart, each load waited for the store at the same place of a page: a block of FP8 took
-/// 1.5 times as long.
+/// f32 of a piece: a vector of codes wide, of a tile's rows. What is staged is staged by pieces: 2 KiB, so
+/// that one can be written while the one before is loaded. 4 KiB apart, each load waited for the store at the
+/// same place of a page: a block of FP8 took 1.5 times as long.
 const PIECE_LEN: usize = ROWS * COLUMNS / 2;
 
 /// f32 of what is staged: of V a few columns, of K, whose head dimension is `dim`, all of them.
@@ -102,8 +103,8 @@ unsafe fn whole_codes(from: *const u8, rest: usize, copy: &mut [u8; COLUMNS]) ->
     copy.as_ptr()
 }
 
-/// A tile's rows, a vector of codes each, widened to a piece. Beside each a line is asked for: what is asked for in bursts waits for
-/// fill buffers, and so do the loads beside it.
+/// A tile's rows, a vector of codes each, widened to a piece. Beside each a line is asked for: what is asked
+/// for in bursts waits for fill buffers, and so do the loads beside it.
 ///
 /// # Safety
 /// [`COLUMNS`] codes are readable `offset` bytes behind each of `rows`; a piece is writable at `to`.

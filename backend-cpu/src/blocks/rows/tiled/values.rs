@@ -1,13 +1,14 @@
 //! What a block of values adds to O, in tiles.
 //!
-//! A product of tiles is of pairs, and V is taken as it lies: a row of its tile is 32 columns of one key, so the pairs are of
-//! columns 2n and 2n + 1. A weight that stands in the low half of its pair, 0 in the high one, gives the even columns, and the
-//! other way round the odd ones. Both forms of eight queries' weights are one tile. So nothing of V is moved, and O's sums are
-//! [`EvenOdd`](crate::blocks::Order::EvenOdd).
+//! A product of tiles is of pairs, and V is taken as it lies: a row of its tile is 32 columns of one key, so
+//! the pairs are of columns 2n and 2n + 1. A weight that stands in the low half of its pair, 0 in the high
+//! one, gives the even columns, and the other way round the odd ones. Both forms of eight queries' weights
+//! are one tile. So nothing of V is moved, and O's sums are [`EvenOdd`](crate::blocks::Order::EvenOdd).
 //!
-//! 0 times what is not finite is NaN, so such a V would spoil the other column of its pair: where a sum is not finite, even and
-//! odd columns are multiplied again, each with zeros in the places of the other. A product keeps both elements of a pair in sums of
-//! their own until its end: the sums of the other columns have the same bits either way.
+//! 0 times what is not finite is NaN, so such a V would spoil the other column of its pair: where a sum is
+//! not finite, even and odd columns are multiplied again, each with zeros in the places of the other. A
+//! product keeps both elements of a pair in sums of their own until its end: the sums of the other columns
+//! have the same bits either way.
 
 use super::{
     COLUMNS, DEPTH, Lines, PIECE_LEN, ROWS, SUMS_ROW_BYTES, TILE_LEN, TILES, place_of_quarter,
@@ -140,7 +141,8 @@ impl TileValues<'_, '_> {
         }
     }
 
-    /// Products of a group's weights and a vector of codes of each key, which the first group widens and the others find.
+    /// Products of a group's weights and a vector of codes of each key, which the first group widens and the
+    /// others find.
     ///
     /// # Safety
     /// As for [`add_codes`](Self::add_codes).
@@ -300,7 +302,8 @@ impl TileValues<'_, '_> {
     }
 }
 
-/// Where a query's sums of a unit's even or odd columns are there: `part` counts both of the first unit, then of the next.
+/// Where a query's sums of a unit's even or odd columns are there: `part` counts both of the first unit, then
+/// of the next.
 #[inline(always)]
 const fn place_of_sums(query: usize, part: usize) -> usize {
     let (unit, odd) = (part / 2, part % 2);
@@ -374,8 +377,8 @@ unsafe fn are_finite<S: Simd, const UNITS: usize>(s: S, sums: *const f32, rows: 
 /// The sums of a group again, those of even columns with zeros in the places of odd ones and the other way round.
 ///
 /// # Safety
-/// `weights` are tiles of a group and `rows` as many of V, `units` tiles across; this thread has entered tiles; 32 rows of 32
-/// are writable at `sums`.
+/// `weights` are tiles of a group and `rows` as many of V, `units` tiles across; this thread has entered
+/// tiles; 32 rows of 32 are writable at `sums`.
 #[cold]
 #[inline(never)]
 unsafe fn multiply_apart<S: Simd>(
