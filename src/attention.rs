@@ -11,8 +11,8 @@ use crate::view::{Element, TensorView, TensorViewMut};
 
 /// What to compute. [`Attention::new`] has every option off; the setters turn them on.
 ///
-/// This is the common part of what there is: for packed sequences, bias, sinks, strides, FP8 and
-/// gradients build an [`FwdProblem`] and plan it on a backend.
+/// [`Attention`] covers common calls. For packed sequences, bias, sinks, strides, FP8 and gradients build an
+/// [`FwdProblem`] and plan it on a backend.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Attention {

@@ -250,7 +250,8 @@ fn registered() -> MutexGuard<'static, HashMap<String, Open>> {
     REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Calls a third party's opener. A panic in it is its device's absence, and nobody else's.
+/// Calls the opener of a third-party backend. A panic in it means that this device is absent, and has no
+/// other effect.
 fn opened(open: &Open, choice: &Backend, ordinal: u32) -> Result<Device> {
     panic::catch_unwind(AssertUnwindSafe(|| open(ordinal))).unwrap_or_else(|payload| {
         let said = payload.downcast_ref::<&str>().copied();

@@ -45,10 +45,10 @@ pub unsafe trait Driver: Queues + 'static {
     /// What the driver said, with the size.
     fn alloc(&self, bytes: u64) -> Result<u64>;
 
-    /// Gives memory back; what the driver says then has nobody left to hear it.
+    /// Frees memory. Errors are dropped: no caller is left to report them to.
     ///
     /// # Safety
-    /// [`alloc`](Self::alloc) gave it, and nobody uses it any more.
+    /// [`alloc`](Self::alloc) gave the memory, and nothing uses it any more.
     unsafe fn free(&self, address: u64);
 
     /// Copies, and waits until the bytes are there for every stream.
@@ -60,8 +60,9 @@ pub unsafe trait Driver: Queues + 'static {
     /// What the driver said.
     unsafe fn upload(&self, bytes: &[u8], to: u64) -> Result<()>;
 
-    /// Memory that ends or begins beside unmapped addresses, if the driver can map any: as
-    /// [`DeviceMemory::alloc_at_edge`](fmha_core::DeviceMemory::alloc_at_edge).
+    /// Allocates memory that ends or begins next to unmapped addresses, as
+    /// [`DeviceMemory::alloc_at_edge`](fmha_core::DeviceMemory::alloc_at_edge); `None` if the driver cannot
+    /// map any.
     ///
     /// # Errors
     /// What the driver said.
@@ -78,8 +79,8 @@ pub unsafe trait Driver: Queues + 'static {
     /// Queues a kernel; the calling thread has [entered](Self::enter) its device.
     ///
     /// # Safety
-    /// `arguments` point to the kernel's parameters, in order and of their types, and the device memory that
-    /// they name is what the kernel's contract asks for. The stream is live.
+    /// `arguments` point to the kernel's parameters, in order and of the right types. The device memory that
+    /// they name has the size that the kernel's contract asks for. The stream is live.
     ///
     /// # Errors
     /// What the driver said.

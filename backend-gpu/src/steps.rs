@@ -106,12 +106,12 @@ pub(crate) struct Handle<P: GpuProblem, V: Vendor> {
 
 impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
     fn takes_addresses(&self, call: &Call<'_, P>) -> Result<(), ProblemError> {
-        // The fallback takes them all, and `launch` asks which of the two it is.
+        // The fallback takes all addresses, and `launch` chooses between the two plans.
         if self.fallback.is_some() { Ok(()) } else { self.chosen.planned.takes_addresses(call) }
     }
 
     unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()> {
-        // For all of the run: what a recipe asks of the driver needs the device too.
+        // Stays entered for the whole run: the driver calls of a recipe need the device too.
         let _entered = self.driver.as_ref().ok_or_else(only_plans)?.enter()?;
         let Ready { planned, steps, range } = match &self.fallback {
             Some(fallback) if self.chosen.planned.takes_addresses(call).is_err() => fallback,

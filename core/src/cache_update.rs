@@ -1,8 +1,8 @@
-//! What a call does to its KV cache before a forward kernel reads it: the launch that writes new keys and
-//! values to it and turns new keys and queries to their positions.
+//! Update of the KV cache by a call, before a forward kernel reads it: one launch writes new keys and values
+//! to the cache and rotates new keys and queries to their positions.
 //!
-//! The forward kernel after it has the lengths and, where they are turned, the queries that this launch
-//! leaves in the workspace.
+//! The forward kernel then uses the lengths and, if they are rotated, the queries that this launch leaves in
+//! the workspace.
 
 use crate::RotaryPairs;
 use crate::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, Untyped, View};
@@ -40,9 +40,9 @@ abi_spec! {
         pub packs_new: bool,
         /// Whether V lies in K's rows.
         pub v_in_k: bool,
-        /// Elements of a row that turn; 0: none.
+        /// Number of rotated elements of a row; 0: none.
         pub rotary_dim: i32,
-        /// Whether elements 2i and 2i + 1 turn about each other, and not i and i + `rotary_dim` / 2.
+        /// Whether elements 2i and 2i + 1 form a pair for the rotation, and not i and i + `rotary_dim` / 2.
         pub interleaved: bool,
         /// Whether query i stands i rows after the first one.
         pub positions_advance: bool,
@@ -50,7 +50,7 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// What the launch reads and writes besides the call's operands.
+    /// Parameters of the launch, apart from the call's operands.
     pub struct CacheUpdate {
         /// New keys, `[batch, seqlen_new, num_heads_kv, head_dim_qk]`, or packed.
         pub k_new: View,
@@ -62,7 +62,7 @@ abi_struct! {
         pub cu_seqlens_new: DevPtr<i32>,
         /// Cosines, `[max_pos, rotary_dim / 2]`.
         pub cos: DevPtr<Untyped>,
-        /// Sines, likewise.
+        /// Sines, laid out as the cosines.
         pub sin: DevPtr<Untyped>,
         /// `[batch]`, written: keys of each sequence, new ones included.
         pub seqused: DevPtr<i32>,

@@ -47,7 +47,7 @@ pub enum Error {
     /// A sound problem that no kernel here takes, and why each refused.
     #[error("{backend} has no kernel for this problem: {}", list(.refusals))]
     Unsupported {
-        /// The backend that was asked.
+        /// Name of the backend.
         backend: String,
         /// One for each kernel that was considered.
         refusals: Vec<Refusal>,
@@ -75,7 +75,7 @@ pub enum Error {
     /// The system said no: memory, files.
     #[error("{what}: {text}")]
     System {
-        /// What was asked for, with its size or name.
+        /// Name of the request, with its size or path.
         what: String,
         /// The system's words.
         text: String,

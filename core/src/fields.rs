@@ -258,7 +258,7 @@ pub fn knobs<T: Fields>() -> Vec<(&'static str, Vec<String>)> {
     knobs.filter(|(_, values)| !values.is_empty()).collect()
 }
 
-/// A struct's [`knobs`], each with the value that it has.
+/// Tunable fields ([`knobs`]) of a struct, each with its value.
 #[must_use]
 pub fn knob_values<T: Fields>(values: &T) -> Vec<(String, String)> {
     let fields = T::fields().iter().zip(values.named_values());
@@ -292,7 +292,7 @@ mod tests {
             pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3]),
             /// Named values.
             pub order: Order = Takes::all().tuned(),
-            /// A flag that nobody tunes.
+            /// A flag that is not tuned.
             pub flag: bool,
             /// A number without bounds.
             pub number: i32,

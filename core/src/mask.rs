@@ -15,7 +15,7 @@ pub enum MaskAlign {
     BottomRight,
 }
 
-/// What the user asks for.
+/// Shape of a mask, in the form that the user gives.
 #[doc(alias = "window_size")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskShape {

@@ -161,7 +161,7 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
     );
 }
 
-/// A stride that nothing uses keeps nobody from interleaving.
+/// An unused stride does not prevent interleaving.
 #[test]
 fn tensors_of_one_head_and_one_sequence_interleave_whatever_steps_between_others() {
     let dims = Dims { batch: 1, seqlen_q: 3, seqlen_k: 3, num_heads_q: 1, num_heads_kv: 1, ..DIMS };
@@ -400,7 +400,7 @@ fn totals_are_checked_with_the_tensors_that_have_them() {
     let offsets = [0i32, 3, 6];
     let lengths = DevSlice::host(&offsets);
     let mut group = FwdProblem::group(DType::F32, DIMS);
-    // b·h·s·d of 6 rows: heads are 6 rows apart, whatever the number of rows turns out to be.
+    // b·h·s·d of 6 rows: heads are 6 rows apart, however many rows the call has.
     group.strides.o = Strides { batch: 0, seq: 8, head: 6 * 8, dim: 1 };
     let packed = |totals| {
         let mut args = changed(|args| args.o = output(0x40000, 4000));
@@ -834,7 +834,7 @@ fn a_slice_of_another_type_is_refused_by_its_name_and_both_types() {
     assert_eq!(said(q, u32s, &mut o, DevSliceMut::host(&mut lse)), text("seqused_k", "u32", "i32"));
     let mut ints = [0i32; 1];
     assert_eq!(said(q, i32s, &mut o, DevSliceMut::host(&mut ints)), text("lse", "i32", "f32"));
-    // Bytes have no type, until somebody tells it; then it stays, but for the sign of words.
+    // Bytes have no type until a caller sets one. The type then stays, except for the sign of words.
     let bytes = DevSlice::host(&[0u8; 16]);
     assert_eq!(said(bytes, i32s, &mut o, DevSliceMut::host(&mut lse)), Ok(()));
     assert_eq!(said(q, u32s.typed(ElemType::I32), &mut o, DevSliceMut::host(&mut lse)), Ok(()));

@@ -101,7 +101,7 @@ fn compiled_kernels_are_kept_where_the_variables_say_and_nowhere_if_they_say_non
         fs::create_dir(folder.path().join(there)).unwrap();
     }
     for (variables, kept) in [
-        // What is asked for by name is made.
+        // A folder that the variable names is created.
         (&[("FMHA_CACHE_DIR", inside("a/a"))][..], "a/a/kernels"),
         (&[("XDG_CACHE_HOME", inside("b")), ("HOME", inside("c"))], "b/fmha/kernels"),
         // The specification has a path that is not absolute ignored.

@@ -1,4 +1,4 @@
-//! What validates never leaves its extents; what does not is told by field and number.
+//! Valid problems never leave their extents; the refusals of others name the field and the number.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -319,7 +319,7 @@ fn appended(problem: &mut FwdProblem, change: fn(&mut Append)) {
     (problem.cache.append, problem.layout.seqused_k) = (Some(append), true);
 }
 
-/// Four elements of a row turn, and what is wrong with that.
+/// Rotates four elements of a row, with a change that makes it invalid.
 fn rotated(problem: &mut FwdProblem, change: fn(&mut Rotary)) {
     let mut rotary = Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 };
     change(&mut rotary);
@@ -410,8 +410,8 @@ fn each_update_of_a_cache_is_refused_in_a_kernels_name() {
     }
 }
 
-/// Where a rotary embedding turns query i: i rows after the first under a mask that looks back from it, with the first
-/// under one that shows every query the same keys.
+/// Position to which a rotary embedding rotates query i: i rows after the first under a mask that looks back
+/// from it; the position of the first under a mask that shows every query the same keys.
 #[test]
 fn positions_advance_under_masks_that_look_back_and_under_a_tree() {
     let advances = |text, tree_mask| {

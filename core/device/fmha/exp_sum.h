@@ -1,8 +1,8 @@
 // A sum of exponentials of natural numbers of any size, as exp(top) * sum with the largest of them as `top`.
 //
-// Differences are taken before they are multiplied by log2(e): of numbers within a factor of two of each other they are
-// exact, however large both are (Sterbenz), and no compiler makes one multiply-add of them, whose product would be exact
-// beside a rounded `top`.
+// Differences are taken before the multiplication by log2(e). Numbers within a factor of two of each other have an
+// exact difference, however large they are (Sterbenz). The compiler also cannot contract the two into one
+// multiply-add, whose product would be exact while `top` is rounded.
 #pragma once
 #include <fmha/portable.h>
 

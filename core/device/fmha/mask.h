@@ -1,6 +1,6 @@
-// Which keys a query sees: the device's half of the mask. A kernel calls `resolve_band` once per
-// sequence, then `k_range` (`row_range` for one query) and `sink_range` to walk, `block_class` and `visible` to hide. A
-// kernel whose text knows the mask's kind asks a `KnownMask` for what is skipped, whole or cut.
+// Mask on the device: the keys that a query sees. A kernel calls `resolve_band` once per sequence, then `k_range`
+// (`row_range` for one query) and `sink_range` for the loop, and `block_class` and `visible` to hide. A kernel whose
+// text knows the kind of the mask uses a `KnownMask` instead, which says what is skipped, whole or cut.
 #pragma once
 #include <fmha/params.h>
 #include <fmha/spec.h>

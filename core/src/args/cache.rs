@@ -25,7 +25,7 @@ impl<'a> From<DevSliceMut<'a>> for CacheSlice<'a> {
     }
 }
 
-/// Operands of what happens to a cache besides reading it; each is there iff the problem says so.
+/// Operands for what a call does with a cache apart from reading it. Each is present if the problem says so.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct CacheArgs<'a> {

@@ -5,8 +5,8 @@ use smallvec::SmallVec;
 use crate::dtype::DType;
 use crate::layout::{Shape, Strides};
 
-/// Most nodes that a search visits: some tens of microseconds. Tensors whose strides nest alike, as slices of one
-/// buffer do, take a handful.
+/// Most nodes that a search visits: some tens of microseconds. Tensors with nested strides, such as slices of
+/// one buffer, take a handful.
 const MAX_NODES: u32 = 4096;
 
 /// Beyond it sums of two tensors' reaches would not fit 64 bits.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// How long a lock is waited for that another process holds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
-    /// When the user is told.
+    /// Time after which the user sees a message.
     pub(crate) says_after: Duration,
     /// When the lock is gone without.
     pub(crate) ends_after: Duration,

@@ -118,7 +118,7 @@ pub struct KernelJob {
     pub kernel: &'static str,
     /// The architecture, as its compiler spells it.
     pub arch: String,
-    /// Options besides the architecture that change the code.
+    /// Options that change the code, apart from the architecture.
     pub flags: Vec<String>,
     /// What is compiled.
     pub source: KernelSource,
@@ -127,7 +127,7 @@ pub struct KernelJob {
 }
 
 impl KernelJob {
-    /// What names this kernel, whichever compiler makes it.
+    /// Name of this kernel, independent of the compiler.
     #[must_use]
     pub fn key(&self) -> SourceKey {
         let count = self.flags.len().to_string();
@@ -312,7 +312,7 @@ impl Cache {
         Self { bundles, embedded: false, disk: folder.map(Disk::new), dump: None }
     }
 
-    /// The kernel of a job. `compiler` is asked for only when no bundle has the kernel.
+    /// Returns the kernel of a job. `compiler` is called only if no bundle has the kernel.
     ///
     /// # Errors
     /// What the compiler said, or that there is none and no bundle has the kernel.

@@ -1,4 +1,4 @@
-//! The kernels that a process has loaded on one device, whichever vendor's.
+//! Kernels that a process has loaded on one device, for any vendor.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,7 +31,7 @@ pub trait Loader: Send + Sync {
 pub struct Target {
     /// The architecture, as its compiler spells it.
     pub arch: String,
-    /// Options besides the architecture that change the code.
+    /// Options that change the code, apart from the architecture.
     pub flags: Vec<String>,
     /// What the device runs.
     pub image: ImageKind,
@@ -76,7 +76,7 @@ impl<K> Module<K> {
     }
 }
 
-/// [`Error::NoDevice`]: a backend that only plans was asked for more.
+/// [`Error::NoDevice`]: a backend that can only plan was used for more.
 #[must_use]
 pub fn only_plans() -> Error {
     Error::NoDevice("this backend only plans: it has no device".to_owned())

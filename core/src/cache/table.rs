@@ -39,7 +39,7 @@ const fn sizes(lengths: Lengths, num_heads_kv: u32, head_dims: (u32, u32)) -> Di
 pub struct TableEntry<P = ValidFwd> {
     /// `bf16/d128x128/causal/batch/lse/q2048k2048/gqa4`.
     pub name: String,
-    /// What a backend is asked to plan.
+    /// Problem that the backend plans.
     pub problem: P,
 }
 

@@ -105,7 +105,8 @@ impl Stream {
         Ok(Recording { device: self.device.clone(), graph })
     }
 
-    /// As [`capture`](Self::capture), for recordings whose results nobody uses: calls that drop are recorded too.
+    /// Records like [`capture`](Self::capture), for recordings whose results are not used: calls with dropout
+    /// are recorded too.
     pub(crate) fn capture_for_its_time(&self, queue: impl FnMut() -> Result<()>) -> Result<Recording> {
         /// Ends the exception where `queue` panics too.
         struct Reset<'a>(&'a AtomicBool);
@@ -141,7 +142,7 @@ impl Drop for Stream {
             && let Ok(Some(queues)) = self.device.queues()
         {
             // A stream that cannot be ended went with its context.
-            // SAFETY: `Device::stream` made it, and nobody has it any more.
+            // SAFETY: `Device::stream` made the handle, and nothing uses it any more.
             let _ = unsafe { queues.destroy_stream(self.handle) };
         }
     }
@@ -205,7 +206,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(Some((queues, event))) = self.queues() {
-            // SAFETY: `Device::event` made it, and nobody has it any more.
+            // SAFETY: `Device::event` made the event, and nothing uses it any more.
             unsafe { queues.destroy_event(event) };
         }
     }
@@ -245,7 +246,7 @@ impl Recording {
 impl Drop for Recording {
     fn drop(&mut self) {
         if let Ok(Some(queues)) = self.device.queues() {
-            // SAFETY: `Stream::capture` made it, and nobody has it any more.
+            // SAFETY: `Stream::capture` made the graph, and nothing uses it any more.
             unsafe { queues.destroy_graph(self.graph) };
         }
     }

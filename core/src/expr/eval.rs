@@ -15,7 +15,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// The number that a float is; 0 of another type, which a well-typed graph never asks for.
+    /// Number of a float value. 0 for another type, which a well-typed graph never reaches.
     #[must_use]
     pub fn float(self) -> f64 {
         match self {
@@ -114,7 +114,7 @@ pub enum Captured<'a> {
     Tensor(HostTensor<'a>),
 }
 
-/// The pair that a function is asked about, and its score.
+/// Pair of query and key that a function gets, and its score.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Pair {
     /// The scaled, descaled score; not read by a mask.

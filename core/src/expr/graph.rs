@@ -89,7 +89,7 @@ impl fmt::Display for Stored {
     }
 }
 
-/// What a function reads besides its pair.
+/// Inputs of a function, apart from its pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CaptureKind {
     /// A number, an argument of the call: f32 for [`Type::Float`], i64 for [`Type::Int`].

@@ -61,7 +61,7 @@ pub struct Block {
     pub q: u32,
     /// The key of the first pair.
     pub k: u32,
-    /// Rows beside each other.
+    /// Number of rows that are computed together.
     pub width: usize,
 }
 

@@ -54,7 +54,7 @@ pub(super) fn trace(root: impl FnOnce() -> Id) -> Result<Function, ExprError> {
     })
 }
 
-/// Begins the names of wrong values, which [`check_name`] takes from nobody.
+/// Prefix of the names of wrong values. [`check_name`] accepts it from no user.
 const WRONG: &str = "!";
 
 type OfThread = PhantomData<*const ()>;

@@ -288,7 +288,7 @@ fn is_singular(function: &Function, slope: f64) -> bool {
     slope.is_nan() && function.graph().nodes().iter().any(has_pole)
 }
 
-/// `slope` against differences of `f` about 0, where they settle.
+/// Compares `slope` with differences of `f` around 0, at the step sizes where they converge.
 fn check_slope(function: &Function, slope: f64, mut f: impl FnMut(f64) -> f64) -> Result<(), TestCaseError> {
     if is_singular(function, slope) {
         return Ok(());
@@ -532,7 +532,7 @@ fn tiles_of_common_masks_are_whole_empty_or_cut() {
     }
 }
 
-/// Every operation by itself, steps too, on numbers where f32 and f64 decide alike.
+/// Runs every operation alone, steps too, on numbers for which f32 and f64 agree.
 #[test]
 fn blocks_compute_each_operation_as_pairs_do() {
     const XS: [f32; 12] = [-2.75, -2.5, -1.0, -0.5, -0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 3.0, 7.0];

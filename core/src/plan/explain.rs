@@ -11,7 +11,7 @@ use crate::roofline::Roofline;
 pub struct ResourceUsage {
     /// Vector registers a thread, at launch.
     pub registers: Option<u32>,
-    /// Bytes a thread that found no register: stores and loads of spills, whichever is more.
+    /// Bytes per thread that did not fit in registers: the larger of spill stores and spill loads.
     pub spill_bytes: Option<u32>,
     /// Bytes a thread of local memory, spills included.
     pub stack_bytes: Option<u32>,
@@ -43,7 +43,7 @@ pub struct LaunchShape {
     pub threads: u32,
     /// Bytes of shared memory that a group is launched with.
     pub shared_bytes: u32,
-    /// Pieces of work, alike in size where no mask shortens them.
+    /// Number of work items. They have equal sizes unless a mask shortens them.
     pub tiles: u64,
     /// How many of them the device works on at a time.
     pub tiles_at_once: u64,
@@ -56,7 +56,7 @@ impl LaunchShape {
         self.tiles as f64 / self.tiles_at_once.max(1) as f64
     }
 
-    /// Which share of the device's time is work, were all tiles alike.
+    /// Share of the device's time that is work, if all tiles were equal.
     #[must_use]
     pub fn wave_efficiency(&self) -> f64 {
         let waves = self.waves();

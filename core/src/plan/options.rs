@@ -1,4 +1,4 @@
-//! What a caller asks of a plan, and what a plan promises.
+//! Options of a plan, and promises of a plan.
 
 use std::fmt;
 use std::str::FromStr;
@@ -65,8 +65,8 @@ pub struct PlanOptions {
     pub allow_fallback: bool,
     /// How closely the running maximum is followed. [`Accuracy::Fast`] takes either.
     pub accuracy: Accuracy,
-    /// Every run gives equal bits, whatever runs beside it. Forward and combine always do; a backward plan
-    /// then uses a kernel with a fixed order of summation.
+    /// Whether every run gives equal bits, whatever else runs on the device. Forward and combine always do. A
+    /// backward plan then uses a kernel with a fixed order of summation.
     pub deterministic: bool,
     /// The bits of a sequence depend on its own lengths and contents alone: not on the batch around
     /// it, nor on how many of its queries come in one call. Off, the last of several tokens and the same token

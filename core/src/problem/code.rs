@@ -8,8 +8,8 @@ use crate::problem::MAX_EXTENT_BYTES;
 
 /// A score and a mask as functions of the pair ([`expr`](crate::expr)), and what they capture.
 ///
-/// `S = score(softmax_scale Q K^T)` comes before soft-cap and bias; what `mask` says no to is hidden, besides what the
-/// problem's mask hides. Both name the same captures.
+/// `S = score(softmax_scale Q K^T)` comes before soft-cap and bias. A pair is hidden if `mask` is false for
+/// it, or if the problem's mask hides it. Both functions use the same captures.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Code {

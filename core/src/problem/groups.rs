@@ -47,7 +47,7 @@ pub struct TensorStrides {
     pub o: Strides,
 }
 
-/// What happens to a score before the softmax, in this order, and the sink beside it.
+/// Steps between the product and the softmax, in this order, and the sink.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Score {
@@ -87,12 +87,12 @@ pub struct Scales {
     pub scale_o: bool,
 }
 
-/// What a call does with a KV cache besides reading it, and how the cache is stored.
+/// What a call does with a KV cache apart from reading it, and how the cache is stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct CacheUse {
-    /// The FP8 type that K and V are stored in beside a 16-bit Q; `None`: their own. Each element is multiplied by its
-    /// descale and rounded to `dtype_qk` before anything else happens to it: `dtype_cache`.
+    /// FP8 type of the stored K and V with a 16-bit Q: `dtype_cache`. `None`: K and V have their own types.
+    /// Each element is multiplied by its descale and rounded to `dtype_qk` before anything else.
     pub dtype: Option<DType>,
     /// Whether V is the first `head_dim_v` elements of K's rows (MLA), and no tensor of its own.
     pub v_in_k: bool,

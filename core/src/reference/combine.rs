@@ -48,7 +48,7 @@ pub fn combine(
         if row_max == f64::NEG_INFINITY {
             continue;
         }
-        // Not weights against `lse`: f64 too has nothing left of ln 13 beside 1e30.
+        // The weights are not computed from `lse`: even f64 loses ln 13 in a sum with 1e30.
         let sum: f64 = lses.iter().map(|l| (l - row_max).exp()).sum();
         lse[at_lse] = row_max + sum.ln();
         let row = ((b as usize * shape.seq as usize + i as usize) * shape.head as usize + h as usize)

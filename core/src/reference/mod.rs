@@ -1,4 +1,4 @@
-//! Attention by its definition: slow, short, and the truth that every backend is measured against.
+//! Attention by its definition: slow, short, and the reference for every backend.
 //!
 //! One piece of code serves two purposes, told apart by [`Precision`]. In f64 it is the reference. In the
 //! input's precision it is the plain, unfused algorithm, whose error the accuracy promise is measured by.

@@ -5,7 +5,7 @@
 pub struct Candidate<T> {
     /// What would be chosen.
     pub choice: T,
-    /// Microseconds that the model has for it. They rank candidates of one list; no device was asked.
+    /// Microseconds of the candidate by the model. They rank candidates of one list; no device is involved.
     pub micros: f64,
 }
 
@@ -54,7 +54,7 @@ impl<T> Candidates<T> {
         self.0.iter()
     }
 
-    /// As a plan tells them: each with its microseconds, three digits of them.
+    /// Text for a plan: each candidate with its microseconds, three digits of them.
     #[must_use]
     pub fn words(&self, name: impl Fn(&T) -> String) -> String {
         let micros = |micros: f64| {

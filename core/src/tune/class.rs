@@ -10,8 +10,8 @@ use crate::problem::FwdProblem;
 use crate::score::Bias;
 use crate::spec::{BwdSpec, FwdSpec};
 
-/// Problems that one tile serves: they compile alike, have the same GQA ratio and alike strides, and their
-/// lengths, heads and batch have the same powers of two.
+/// Problems that one tile serves: they compile to the same code, have equal GQA ratios and similar strides,
+/// and their lengths, heads and batch have equal powers of two.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TileClass {
     operation: Operation,
@@ -201,7 +201,7 @@ mod tests {
         let class = of_bwd(|_| ());
         let same: [fn(&mut BwdProblem); 5] = [
             |p| p.fwd.score.softmax_scale = Some(0.3),
-            // What the forward call writes beside O plays no part.
+            // LSE, which the forward call writes with O, plays no part.
             |p| p.fwd.write_lse = !p.fwd.write_lse,
             |p| *p = BwdProblem::new(FwdProblem::batch(DType::F16, Dims { seqlen_k: 5000, ..DIMS })),
             |p| p.dout.seq += 8,

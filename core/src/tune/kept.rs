@@ -84,8 +84,8 @@ impl TunedTiles {
         self.tiles.get(&class.key(label)).map(|kept| &kept.tile)
     }
 
-    /// Keeps a tile for a class of problems, beside what others have kept meanwhile; returns where. What was
-    /// loaded stays as it is: the next [`load`](Self::load) finds the tile.
+    /// Keeps a tile for a class of problems, together with tiles that others have stored meanwhile. Returns
+    /// the file. The loaded table does not change; the next [`load`](Self::load) finds the tile.
     ///
     /// # Errors
     /// What the system said, or that there is no cache folder.
@@ -99,7 +99,7 @@ impl TunedTiles {
             what: path.display().to_string(),
             text: error.to_string(),
         };
-        // Between the reading and the writing nobody else writes.
+        // Between reading and writing, no other process writes.
         let _lock = lock(&path, Patience::USUAL).map_err(failed)?;
         let mut tiles = read(&path, &self.device);
         let text = self.texts.get(label).cloned().unwrap_or_default();
@@ -122,7 +122,7 @@ fn read(path: &Path, device: &str) -> BTreeMap<String, Kept> {
     contents.filter(|contents| contents.device == device).unwrap_or_default().tiles
 }
 
-/// Unlocks when dropped. The file beside stays, for a lock on a file that is replaced locks nothing.
+/// Unlocks when dropped. The lock file stays: a lock on a file that is replaced locks nothing.
 fn lock(path: &Path, patience: Patience) -> std::io::Result<FileLock> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;

@@ -1,5 +1,5 @@
-//! Tiles measured on one device: `search` finds the fastest by [`Burst`]s in turns, [`Tune::keep`] keeps
-//! it beside the compiled kernels, plans read it.
+//! Tiles measured on one device: `search` finds the fastest one by alternating [`Burst`]s, [`Tune::keep`]
+//! stores it beside the compiled kernels, and plans read it.
 
 mod burst;
 mod candidates;
@@ -48,10 +48,10 @@ pub trait Tune: Sync {
     /// [`Error::Unsupported`](crate::Error::Unsupported) where no kernel with a tile takes the problem.
     fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions>;
 
-    /// Each knob of that tile with its values, in the order to try them; not all go together.
+    /// Tunable fields of the tile with their values, in the order to try them. Not all combinations fit.
     ///
     /// # Errors
-    /// As of [`default_tile`](Self::default_tile).
+    /// Errors of [`default_tile`](Self::default_tile).
     fn knobs(
         &self,
         problem: AnyProblem<'_>,

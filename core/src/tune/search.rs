@@ -1,4 +1,4 @@
-//! Which tile is faster, and by more than chance: bursts of two tiles in turns.
+//! Comparison of two tiles: which is faster, and by more than chance, from bursts that alternate.
 
 use super::TileOptions;
 use crate::records::{Listed, TUNE, record};
@@ -8,8 +8,8 @@ pub trait Timer {
     /// A tile that was planned, compiled, and found right.
     type Ready;
 
-    /// Hears which tiles come next, in their order, as long as none of them is better than the best so far:
-    /// what is compiled meanwhile is there when it is asked for.
+    /// Gets the next tiles in their order, as long as none of them beats the best one so far. Compiling them
+    /// in the meantime makes them ready when they are needed.
     fn coming(&mut self, _tiles: Vec<TileOptions>) {}
 
     /// Makes a tile ready.
@@ -24,7 +24,7 @@ pub trait Timer {
     /// What the device said.
     fn burst(&mut self, ready: &Self::Ready) -> Result<f64, String>;
 
-    /// Whether another tile may be begun; asked before each.
+    /// Whether another tile may start; called before each one.
     fn goes_on(&self) -> bool {
         true
     }
@@ -192,8 +192,8 @@ impl Found {
     }
 }
 
-/// Tries each change in turn on the best tile so far, `rounds` rounds each, as long as the timer goes on, and
-/// confirms what is found with three times as many. `tell` is called with each tile.
+/// Tries each change, one after another, on the best tile so far, with `rounds` rounds each, as long as the
+/// timer goes on. Confirms the result with three times as many rounds. `tell` is called with each tile.
 ///
 /// # Errors
 /// What the device said, or why the kernel's own tile cannot be timed.
@@ -262,7 +262,7 @@ fn changed(tile: &TileOptions, changes: &[Change]) -> Vec<TileOptions> {
     changes.iter().map(|(knob, value)| with(tile, knob, value)).filter(|changed| changed != tile).collect()
 }
 
-/// The tile with another value of a knob, said last: what cannot go with it yields.
+/// Tile with another value of one field, placed last: fields before it that are incompatible give way.
 fn with(tile: &TileOptions, knob: &str, value: &str) -> TileOptions {
     let mut tile = tile.clone();
     if let Some(at) = tile.iter().position(|(name, old)| name == knob && old != value) {
@@ -278,7 +278,7 @@ mod tests {
 
     /// A device whose tiles take a known time, in noise and with a clock that falls.
     struct Made {
-        /// Seconds of each value of the one knob.
+        /// Seconds of each value of the only field.
         seconds: fn(u32) -> f64,
         /// The largest share that noise adds.
         noise: f64,
@@ -431,7 +431,7 @@ mod tests {
         assert!(found.is_gain());
     }
 
-    /// What was said to come, and what was asked for.
+    /// Tiles that `coming` has announced, and tiles that were requested.
     struct Listens(Made, Vec<String>);
 
     impl Timer for Listens {
