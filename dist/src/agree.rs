@@ -126,10 +126,11 @@ pub(crate) fn out_of_turn(rank: u32, ranks: u32, planned: &Fields, said: &[(u32,
     })
 }
 
-/// Compares what every rank says of each field. A rank that is wrong by itself says so, and all hear it.
+/// Compares every rank's text of each field. A rank with an error of its own sends that error, and all ranks
+/// get it.
 ///
 /// # Errors
-/// The rank and the field, the same on every rank: one that is wrong, or that says something else than most do.
+/// The rank and the field, equal on every rank: a rank with an error, or with another text than the majority.
 pub(crate) fn agree(group: &dyn Group, mine: &Result<Vec<(String, String)>>) -> Result<()> {
     agreed(group, mine).map(drop)
 }
@@ -192,7 +193,7 @@ pub fn refuse(group: &dyn Group, error: Error) -> Error {
     agree(group, &Err(error.clone())).err().unwrap_or(error)
 }
 
-/// By rank: who is wrong, or says something else than most.
+/// First rank that has an error or another text than the majority.
 pub(crate) fn disagreement(all: &[Said]) -> Option<Error> {
     if let Some(error) = all.iter().find_map(|said| said.fields.as_ref().err()) {
         return Some(error.clone());

@@ -39,7 +39,7 @@ pub struct Links {
     pub processors: f64,
     /// What a device reads or writes a second in its own memory.
     pub memory_bytes_per_second: f64,
-    /// Bytes that a rank may hold besides its own tensors.
+    /// Bytes that a rank may use, apart from its own tensors.
     pub memory: f64,
     /// Neighbouring ranks that these links join; `None`: all.
     pub ranks_per_host: Option<u32>,
@@ -49,10 +49,10 @@ pub struct Links {
     pub host_latency: f64,
 }
 
-/// NVLink of four H100: 64 MiB a ring step in 259 us, 256 MiB in 890 us; half of the card's memory; 400 Gb/s
-/// between hosts. The clock's fall is that of H200s, of which four take 0.24 of one device's 181 ms, and 0.25
-/// of its 3.0 s. What queues a message is of H200s that decoded a query by messages to and from each: four by
-/// 16 in 0.422 ms, of which their kernels had 0.233, and two by 8 in 0.111.
+/// NVLink of four H100: 64 MiB per ring step in 259 us, 256 MiB in 890 us; half of the card's memory; 400
+/// Gb/s between hosts. The fall of the clock is that of H200s: four take 0.24 of the 181 ms of one device,
+/// and 0.25 of its 3.0 s. Seconds to queue a message come from H200s that decode a query with messages to and
+/// from each: four by 16 take 0.422 ms, of which the kernels take 0.233; two by 8 take 0.111.
 impl Default for Links {
     fn default() -> Self {
         Self {
@@ -145,11 +145,11 @@ pub struct Estimate {
     pub compute: f64,
     /// Seconds of transfers.
     pub transfer: f64,
-    /// Seconds of both: what is beside each other counts once.
+    /// Seconds of compute and transfer; time in which they overlap counts once.
     pub seconds: f64,
     /// Bytes that a rank sends.
     pub bytes_sent: f64,
-    /// Bytes that a rank holds besides its own tensors.
+    /// Bytes that a rank uses, apart from its own tensors.
     pub memory: f64,
     /// `ranks` times the seconds, over those of one device.
     pub efficiency: f64,
@@ -205,8 +205,8 @@ const LAUNCH_OF_RING_BACKWARD: f64 = 235e-6;
 const PACKING: f64 = 15e-6;
 const PACKED_BYTES_PER_SECOND: f64 = 5.5e11;
 
-/// Seconds of a step of decoding besides its keys and an exchange of nothing: its launches and the merge. Two
-/// pairs of H200, a query against 131072 keys and 1048576: 9 to 19 us.
+/// Seconds of a decoding step without its keys and the latency of an exchange: its launches and the merge. On
+/// two pairs of H200, a query against 131072 and 1048576 keys: 9 to 19 us.
 const DECODING: f64 = 14e-6;
 
 /// What `scheme` would cost.
@@ -237,7 +237,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let (hosts, across) = (ranks / per_host, per_host < ranks);
     let (near, far) = ((per_host - 1.0) / ranks, (ranks - per_host) / ranks);
     let all_to_all = |bytes: f64| Moved { near: bytes * near, far: bytes * far, ..Moved::default() };
-    // Time that a rank loses besides: its launches begin, and their last tiles leave processors idle for half
+    // Other time that a rank loses: its launches begin, and their last tiles leave processors idle for half
     // of a tile's time. Partial results are written and read again.
     let idle = |keys: f64| 0.5 * 128.0 * keys * flops * links.processors / rate;
     let stored = |bytes: f64| bytes / links.memory_bytes_per_second;
@@ -351,7 +351,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let sent = (moved.near / links.bytes_per_second).max(moved.far / links.host_bytes_per_second);
     let transfer = sent + exchanges * latency;
     let hidden = moved.hidden * transfer;
-    // The processor queues the next call beside this one.
+    // The host queues the next call while this one runs.
     let seconds = (compute.max(hidden) + transfer - hidden).max(moved.messages * ranks * links.queueing);
     let one = links.rested(seconds_of(all));
     let efficiency = if seconds > 0.0 { one / (ranks * seconds) } else { 1.0 };
@@ -368,7 +368,7 @@ struct Moved {
     far: f64,
     /// How often ranks wait for each other.
     exchanges: f64,
-    /// The part of all that that runs beside kernels.
+    /// Part of the transfer that overlaps with kernels.
     hidden: f64,
     /// What the processor queues of it, where that is not in what launches cost.
     messages: f64,

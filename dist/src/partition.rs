@@ -139,10 +139,10 @@ impl Partition {
         self.places(batch, row_bytes, rank).flat_map(|(at, _)| whole[at].iter().copied()).collect()
     }
 
-    /// Puts a rank's own tensor into the whole, as [`split`](Self::split) took it.
+    /// Copies a rank's own tensor into the whole, the inverse of [`split`](Self::split).
     ///
     /// # Panics
-    /// If one of them is shorter than `split` had it.
+    /// If one of them is shorter than `split` needs it.
     pub fn join(&self, whole: &mut [u8], own: &[u8], batch: u32, row_bytes: u64, rank: u32) {
         for (at, own_at) in self.places(batch, row_bytes, rank) {
             whole[at].copy_from_slice(&own[own_at]);
@@ -207,7 +207,7 @@ impl Piece {
     }
 }
 
-/// One side of the problem, queries or keys: its sequences, and who has what of them.
+/// One side of the problem, queries or keys: its sequences, and the rows of each rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Axis {
     /// Sequences of a batch, or of the packed tensor.
@@ -266,7 +266,7 @@ impl Axis {
         Ok(Self { batch: self.batch, cu_seqlens: self.cu_seqlens.clone(), partition })
     }
 
-    /// Every sequence whole, as a rank that had all of them would have it.
+    /// Every sequence whole, as on a rank that has all of them.
     pub(crate) fn whole(&self) -> Vec<Piece> {
         self.sequences()
             .into_iter()

@@ -250,7 +250,7 @@ fn where_no_flags_can_be_the_plan_says_why_or_refuses_as_it_was_asked() {
     let rows = Partition::contiguous(TOKENS, 2);
     let packed = FwdProblem::group(DType::Bf16, whole().dims).mask("b".parse().unwrap());
     let packed = Problem::new(packed, rows.clone()).packed(vec![0, TOKENS], vec![0, TOKENS]);
-    // A kernel that does not wait, on one rank alone; packed rows; not asked for.
+    // Cases without flags: a kernel that cannot wait, on rank 1 alone; packed rows.
     let simt = PlanOptions::default().kernel("simt");
     for (problem, of_rank_1, reason) in [
         (Problem::new(whole(), rows.clone()), simt, "rank 1: "),

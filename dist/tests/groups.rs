@@ -80,7 +80,8 @@ fn a_rank_that_means_another_problem_is_named_on_every_rank() {
     all_say(run(&wrong), 2, "partition of keys", "");
 }
 
-/// What ranks must say alike, of the problem and of the options: each field in its turn is another one on rank 2.
+/// Fields that must be equal on all ranks, of the problem and of the options: rank 2 changes one after
+/// another.
 #[test]
 fn a_field_of_the_problem_that_differs_on_one_rank_is_named_on_every_rank() {
     let right = problem(4);
@@ -212,8 +213,8 @@ fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
     }
 }
 
-/// As a caller does who plans at a new shape: the others see rows that they do not expect, or this one no
-/// word of a plan.
+/// A caller plans at a new shape. The others get rows that they do not expect, or this rank gets no message
+/// of a plan.
 #[test]
 fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
     let right = problem(4);
@@ -394,7 +395,7 @@ fn a_rank_that_leaves_or_panics_is_named_on_every_other() {
     }
 }
 
-/// The child's half of the tests below: nothing where nobody asks for it.
+/// The child's half of the tests below; it does nothing unless it is started as a child.
 #[test]
 fn a_rank_of_a_group_of_processes() {
     let var = |name: &str| std::env::var(name).ok();

@@ -92,7 +92,7 @@ fn cases() -> Vec<Case> {
         whole.descale_q(each).descale_k(each).descale_v(each).write_lse(true)
     }));
     all.push(case("O in f32", causal((4, 2)).dtype_o(DType::F32)));
-    // Fewer rows than ranks; nothing to see, and nobody to see it.
+    // Fewer rows than ranks; no keys, or no queries.
     for (seqlens, mask) in [((3, 3), "b"), ((1, 5), "b:2,0"), ((5, 1), "t"), ((6, 0), "0"), ((0, 6), "b")] {
         let few = plain(seqlens, (8, 8)).mask(mask.parse().unwrap()).sink(true);
         all.push(case(format!("{seqlens:?} rows, mask {mask}"), few));
@@ -395,7 +395,7 @@ fn told(group: &std::sync::Arc<dyn fmha_dist::Group>) -> String {
     lines
 }
 
-/// The child's half of the test below: nothing where nobody asks for it.
+/// The child's half of the test below; it does nothing unless it is started as a child.
 #[test]
 fn a_rank_that_is_a_process() {
     let Some((folder, rank, size)) = support::as_process() else { return };

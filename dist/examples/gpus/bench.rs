@@ -14,8 +14,8 @@ pub(crate) const MOST_SENT: u64 = 256 << 20;
 /// A call that takes longer than this is not repeated for a better time.
 const LONG: f64 = 1.0;
 
-/// Calls that take less run one behind another, until they take as long together: what begins a call on the
-/// host is then beside the one before, as it is in a model of many layers.
+/// Least seconds of a measurement. Shorter calls run one after another until they take this long together:
+/// the host then queues a call while the one before runs, as in a model of many layers.
 const TOGETHER: f64 = 20e-3;
 
 /// What is wrong with the last rank.

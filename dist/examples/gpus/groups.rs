@@ -1,4 +1,4 @@
-//! Groups that do something besides.
+//! Groups with additional behaviour, for measurements.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

@@ -12,7 +12,7 @@ const DRAWN: usize = (1 << 23) + 1237;
 /// Bits of a tensor that are compared, at most: of more, the host would take longer than the devices.
 const MOST_COMPARED: u64 = 1 << 30;
 
-/// Numbers that every rank makes alike.
+/// Random numbers, equal on every rank.
 fn noise(seed: u64, count: usize) -> Vec<bf16> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let next = |_| {
@@ -50,7 +50,7 @@ impl Bench {
         Ok(unsafe { peers.copy(from, to, bytes, self.stream.as_raw()) }?)
     }
 
-    /// A tensor that all ranks make alike.
+    /// Random tensor, equal on every rank.
     pub(crate) fn noise(&self, seed: u64, rows: u32, heads: u64) -> Result<DevBuffer, AnyError> {
         let bytes = u64::from(rows) * heads * 256;
         let buffer = self.device.memory().alloc(bytes.max(1))?;

@@ -97,7 +97,7 @@ impl Meeting {
         Ok(Ok(Self { _watch: watch, device, coming, rank, timeout, ends, words, remotes }))
     }
 
-    /// What a kernel is told.
+    /// Arguments of a kernel that waits.
     pub(crate) fn arrivals(&self) -> Arrivals<'_> {
         let mut here = u64::MAX;
         self.coming.expected.iter().for_each(|piece| here &= !(1 << piece));

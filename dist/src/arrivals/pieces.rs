@@ -23,7 +23,7 @@ const LEAST_BYTES: u64 = 8 << 20;
 /// Rows that a piece's end is a multiple of, where it may be: most blocks of keys then lie in one piece.
 const ROWS: u32 = 128;
 
-/// All keys of the whole in pieces, in the order of their rows: every rank cuts them alike.
+/// Cuts all keys of the whole into pieces, in row order. Every rank makes equal cuts.
 ///
 /// # Errors
 /// More runs than a kernel takes pieces.

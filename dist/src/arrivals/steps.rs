@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::program::Buf;
 
 impl Meeting {
-    /// This rank's pieces go to all who need them, each as soon as it may write there.
+    /// Sends this rank's pieces to all ranks that need them, each as soon as its destination is free.
     pub(crate) fn send(&self, address: impl Fn(Buf) -> u64, stream: &Stream) -> Result<()> {
         let free = self.coming.receivers().into_iter().map(|rank| self.words.free(rank));
         self.queue(&free.flat_map(claim).collect::<Vec<_>>(), stream)?;
@@ -54,7 +54,7 @@ impl Meeting {
         Ok(())
     }
 
-    /// Waits until dK and dV of all who send some are here.
+    /// Waits until dK and dV have arrived from all ranks that send some.
     pub(crate) fn await_home(&self, stream: &Stream) -> Result<()> {
         let from = self.coming.home.iter().flat_map(|home| &home.from);
         let words: Vec<Word> =

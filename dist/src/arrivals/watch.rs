@@ -1,4 +1,4 @@
-//! A thread beside a meeting. Kernels and streams that wait cannot report an error themselves.
+//! A thread that watches a meeting. Kernels and streams that wait cannot report an error themselves.
 
 use std::ops::Range;
 use std::sync::{Arc, mpsc};
@@ -36,7 +36,7 @@ impl Watch {
         let (end, ended) = mpsc::channel::<()>();
         let thread = std::thread::Builder::new().name("fmha-arrivals-watch".to_owned()).spawn(move || {
             while let Err(mpsc::RecvTimeoutError::Timeout) = ended.recv_timeout(PERIOD) {
-                // A driver that answers no more has told whoever runs.
+                // If the driver fails, the call that runs gets the error.
                 let _ = looker.look();
             }
         });

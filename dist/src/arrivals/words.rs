@@ -1,10 +1,13 @@
-//! What streams and kernels wait for: words in each rank's own memory, written by the others.
+//! Words in each rank's memory that streams and kernels wait for. Other ranks write them.
 //!
-//! - `flag`, one a piece: the piece has come. Set by its owner; reset at the run's end, when all have come.
-//! - `late`: the kernels' own. Not 0: a piece did not come within the timeout, and no result of the run is one.
-//! - `free`, one a rank: that rank's buffers may be written again. Set by it at a run's end, reset by who writes there.
-//! - `home` and `home_free`, one a rank: the same of dK and dV, which go the other way, each to the owner of its keys as soon as no
-//!   later kernel of the rank changes it.
+//! - `flag`, one per piece: the piece has arrived. Its owner sets it; it is reset at the end of the run, when
+//!   all have arrived.
+//! - `late`, written by the kernels. Not 0: a piece did not arrive within the timeout, and the outputs of the
+//!   run are invalid.
+//! - `free`, one per rank: that rank's buffers may be written again. That rank sets it at the end of a run;
+//!   the rank that writes there resets it.
+//! - `home` and `home_free`, one per rank: `flag` and `free` for dK and dV, which go the other way. Each goes
+//!   to the owner of its keys as soon as no later kernel of the rank changes it.
 
 /// Where a rank's words are.
 #[derive(Clone, Copy)]

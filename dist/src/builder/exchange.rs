@@ -45,7 +45,8 @@ impl Moves {
         parts.into_iter().for_each(|part| self.receive(peer, part));
     }
 
-    /// What a rank sends to itself beside where it is to be, in parts of as many rows; none if they have other rows.
+    /// Copies that a rank makes to itself, as pairs of source and destination with equal rows; `None` if
+    /// their rows differ.
     fn of(&self, rank: u32) -> Option<Vec<(Part, Part)>> {
         let of = |parcels: &[Parcel], bufs: &[Buf]| -> Vec<Part> {
             let own = parcels.iter().filter(|parcel| parcel.peer == rank);

@@ -68,7 +68,7 @@ impl<'a> Builder<'a> {
         self.program.steps.push(step);
     }
 
-    /// Forward launches from here on take turns on two streams.
+    /// Makes all later forward launches alternate between two streams.
     pub(crate) fn take_turns(&mut self) {
         self.program.takes_turns = true;
     }
@@ -88,7 +88,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// dK and dV go home beside kernels that come.
+    /// Lets dK and dV go home while later kernels run.
     pub(crate) fn go_home(&mut self, home: Home) {
         if let Some(coming) = &mut self.program.coming {
             coming.home = Some(home);

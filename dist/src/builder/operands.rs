@@ -95,7 +95,7 @@ impl Forward {
     }
 }
 
-/// What backward reads beside Q, K and V.
+/// Inputs of the backward other than Q, K and V.
 pub(crate) struct Given {
     pub(crate) o: Held,
     pub(crate) dout: Held,

@@ -219,8 +219,8 @@ pub trait Group: Send + Sync {
         let block = |offset| Block { offset, rows: 1, row_bytes: bytes, stride: bytes };
         let (space, first) = (all.space(), all.as_mut_ptr());
         let place = |rank: u32| first.wrapping_add(at(rank) as usize);
-        // SAFETY: this rank's stretch, inside `all`, as was checked; it is borrowed as long as this is, and
-        // written by nobody.
+        // SAFETY: this rank's stretch lies inside `all`, as was checked. It is borrowed as long as this is,
+        // and nothing writes it.
         let own = unsafe { DevSlice::from_raw(space, place(rank), bytes, all.elem()) };
         // Those of the ranks below and of those above.
         let mut sinks = Vec::new();

@@ -46,11 +46,11 @@ pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) 
     choose_for(&whole, backward, options)
 }
 
-/// Whether gathered keys should come while kernels wait for them, as far as problem and model say: no device
-/// has been asked.
+/// Whether gathered keys should arrive while kernels wait for them, by the problem and the model alone,
+/// without a device.
 ///
 /// # Errors
-/// Why not.
+/// The reason why not.
 pub(super) fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Result<(), String> {
     if options.flags == Some(false) {
         return Err("flags false was asked for".to_owned());
@@ -81,8 +81,8 @@ pub(super) fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Resu
     Ok(())
 }
 
-/// In how many groups heads should travel by Ulysses: as many as can be, or one, whichever the model has
-/// faster. Backward takes one.
+/// Number of groups in which heads travel in Ulysses: the largest possible number or one, whichever the model
+/// predicts to be faster. Backward uses one.
 pub(super) fn head_groups(whole: &Whole, backward: bool, options: &Options) -> u32 {
     let seconds = |head_groups| {
         let whole = Whole { head_groups, ..whole.clone() };
@@ -291,7 +291,7 @@ mod tests {
         assert_eq!(costs(0), costs(1));
     }
 
-    /// Each rank beside each other one would be minutes.
+    /// The largest group is priced in time. A model that goes through all pairs of ranks would take minutes.
     #[test]
     fn as_many_ranks_as_a_group_may_have_are_priced() {
         let ranks = crate::group::MAX_RANKS;

@@ -10,7 +10,7 @@
 //!      │ run                   a call's tensors, checked           forward.rs, backward.rs
 //! ```
 //!
-//! What goes wrong on one rank all hear of: each of these steps ends by the ranks telling each other.
+//! If one rank fails, all ranks get the error: each of these steps ends with messages between all ranks.
 
 mod backward;
 mod built;

@@ -1,17 +1,17 @@
-//! What is asked of a plan.
+//! Options of a plan over ranks.
 
 use fmha::PlanOptions;
 
 use crate::model::Links;
 use crate::scheme::Scheme;
 
-/// What the caller asks of a plan over ranks. All ranks ask the same.
+/// Options of a plan over ranks, equal on all ranks.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Options {
     /// This scheme or a refusal; `None`: the planner's.
     pub scheme: Option<Scheme>,
-    /// What is asked of each kernel.
+    /// Options of each kernel.
     pub kernels: PlanOptions,
     /// What the planner compares schemes by.
     pub links: Links,
@@ -30,7 +30,7 @@ impl Options {
         self
     }
 
-    /// What is asked of each kernel.
+    /// Sets the options of each kernel.
     #[must_use]
     pub fn kernels(mut self, kernels: PlanOptions) -> Self {
         self.kernels = kernels;

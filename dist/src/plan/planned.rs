@@ -51,7 +51,7 @@ impl Planned {
         };
         let (mut chosen, mut says) = choose(problem);
         if let Some(settled) = agreed(&*group, &says)? {
-            // A rank has heard what it is to compute, and chooses once more; the others wait for it.
+            // A rank that has just learned its problem chooses once more; the others wait for it.
             if problem.is_open() {
                 (chosen, says) = choose(&problem.clone().settled(&settled));
             }
@@ -87,7 +87,7 @@ impl Planned {
         Ok(Self { meeting, why_not, group, whole, gradients, says, choice, built, streams })
     }
 
-    /// Runs the program; what goes wrong on this rank, all ranks hear of.
+    /// Runs the program. If it fails on this rank, all ranks get the error.
     pub(super) fn run(
         &mut self,
         call: Result<Call<'_>>,
@@ -124,8 +124,8 @@ impl Planned {
         Ok(())
     }
 
-    /// What a plan does not know: ranks that drop by other seeds do not compute one problem, nor do those
-    /// with other slopes, sinks or scales. What lies in a device's memory nobody here reads.
+    /// Values of a call that a plan does not know. Ranks with different dropout seeds, slopes, sinks or
+    /// scales do not compute one problem. Values in device memory are not read.
     fn brought(&self, score: ScoreArgs<'_>) -> Vec<(String, String)> {
         let mut says = Vec::new();
         if self.whole.fwd.dropout.p_drop > 0.0 {
@@ -264,7 +264,7 @@ impl Chosen {
         Ok(Self { whole, choice, why_not })
     }
 
-    /// What all ranks must say alike, by field.
+    /// Texts that must be equal on all ranks, by field.
     fn says(
         &self,
         problem: &Problem,
@@ -285,7 +285,7 @@ impl Chosen {
             ("batch_invariant", kernels.batch_invariant.to_string()),
             ("deterministic", kernels.deterministic.to_string()),
         ];
-        // Chosen by what it has still to hear: not to be compared yet.
+        // Fields chosen from values that other ranks still have to send: not compared yet.
         let of_choice = |field: &str| ["scheme", "flags", "head_groups"].contains(&field);
         let more = more.map(|(field, text)| {
             (field, if problem.is_open() && of_choice(field) { AS_OTHERS.to_owned() } else { text })
@@ -295,8 +295,8 @@ impl Chosen {
     }
 }
 
-/// f32 numbers that every rank has alike: the first of them to be read, and all by their hash, FNV-1a, which
-/// is that of any machine.
+/// Text of f32 numbers that must be equal on every rank: the first of them, and a hash of all (FNV-1a), which
+/// does not depend on the machine.
 fn numbers(bytes: &[u8]) -> String {
     let numbers =
         bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));

@@ -1,6 +1,6 @@
-//! The whole problem, and who has what of it.
+//! The whole problem, and the rows of each rank.
 //!
-//! - [`Problem`]: as the caller says it.
+//! - [`Problem`]: the problem as the caller gives it.
 //! - [`Whole`]: checked, as one rank sees it; cut into the problems of [pieces](crate::partition::Piece).
 //! - [`Tensor`], [`LseRows`]: where rows lie in a tensor, and which blocks they are.
 
@@ -87,16 +87,16 @@ impl Problem {
         self
     }
 
-    /// Whether LSE is written, and whether there is an elementwise bias, are as the other ranks have them:
-    /// for a rank without queries, whose tensors of no elements may have no address to tell it by. Where no
-    /// rank says it, as `whole` has them.
+    /// Takes from the other ranks whether LSE is written and whether there is an elementwise bias. For a rank
+    /// without queries: its empty tensors may have no address that shows it. If no rank knows, `whole`
+    /// decides.
     #[must_use]
     pub fn as_others(mut self, lse: bool, bias: bool) -> Self {
         self.as_others = AsOthers { lse, bias };
         self
     }
 
-    /// Whether this rank has to hear of others what it computes.
+    /// Whether this rank needs other ranks' answers to know what it computes.
     pub(crate) fn is_open(&self) -> bool {
         self.as_others != AsOthers::default()
     }
@@ -125,7 +125,7 @@ impl Problem {
         self
     }
 
-    /// What every rank must say alike, field by field.
+    /// Texts that must be equal on every rank, field by field.
     pub(crate) fn description(&self) -> Vec<(String, String)> {
         let whole = &self.whole;
         let dims = whole.dims;

@@ -13,7 +13,8 @@ pub(crate) struct Whole {
     pub(crate) fwd: FwdProblem,
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
-    /// Neighbours whose links are faster than those to the others; `ranks`, where all are alike.
+    /// Number of neighbouring ranks with links faster than those to other ranks; `ranks` if all links are
+    /// equal.
     pub(crate) ranks_per_host: u32,
     /// Gathered keys come while the kernels run, which wait for each piece's flag.
     pub(crate) flags: bool,

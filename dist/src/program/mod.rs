@@ -119,7 +119,7 @@ pub(crate) struct Program {
     pub(crate) workspace: u64,
     /// Keys that arrive while kernels wait for them.
     pub(crate) coming: Option<Coming>,
-    /// Whether forward launches take turns on two streams.
+    /// Whether forward launches alternate between two streams.
     pub(crate) takes_turns: bool,
     pub(crate) ranks: u32,
 }
@@ -153,7 +153,7 @@ impl Step {
     fn touches(&self) -> (Vec<Buf>, Vec<Buf>) {
         let bufs = |places: &[At]| places.iter().map(|at| at.0).collect::<Vec<_>>();
         match self {
-            // Other ranks write the buffers that come; those who read them wait for flags.
+            // Other ranks write the buffers that arrive; readers wait for flags.
             Step::Send => (vec![Buf::K, Buf::V], vec![]),
             Step::Fill { sinks } => (vec![Buf::K, Buf::V], sinks.to_vec()),
             Step::Release { sinks } => (vec![], sinks.clone()),

@@ -115,8 +115,8 @@ pub(super) fn is_rewritten(buf: &&Buf) -> bool {
     !matches!(buf, Buf::O | Buf::Lse)
 }
 
-/// Whether each step waits for the one before, so that no two could run beside each other. Where keys come
-/// while kernels run, other ranks' steps do.
+/// Whether each step waits for the one before, so that no two steps could overlap. If keys arrive while
+/// kernels run, steps of other ranks overlap.
 pub(super) fn is_one_behind_another(program: &Program) -> bool {
     let waits = |pair: &[Step]| {
         let ((read, wrote), (reads, writes)) = (pair[0].touches(), pair[1].touches());
@@ -132,9 +132,9 @@ pub(super) fn begins_with_the_run(turns: &[Turn], stream: usize) -> bool {
     first.is_some_and(|first| first.after.iter().all(|&before| turns[before].stream != CALLER))
 }
 
-/// A step waits for the last one of each other stream that wrote what it touches, or read what it writes,
-/// unless its own stream has waited for that one or a later one before. The last turn is the end of the run,
-/// behind all streams.
+/// Stream and dependencies of each step. A step waits for the last step of each other stream that wrote what
+/// it touches, or read what it writes, unless its own stream has already waited for that step or a later one.
+/// The last entry is the end of the run, after all streams.
 pub(super) fn turns(program: &Program) -> Vec<Turn> {
     let mut last = vec![Last::default(); CALLS + program.scratch.len()];
     let mut launches = 0u32;

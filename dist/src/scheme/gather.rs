@@ -74,7 +74,7 @@ fn coming(b: &Builder<'_>, all: [Held; 2], order: Order) -> Result<Coming> {
     let rows = |own_row: u32, whole_row: u32, count: u32| {
         [0, 1].map(|of| Rows { from: own[of].rows(own_row, count), to: all[of].rows(whole_row, count) })
     };
-    // A piece is needed by whom its run is needed.
+    // A rank needs a piece if it needs the run of the piece.
     let mut runs: Vec<(Range<u32>, Vec<bool>)> = Vec::new();
     for owner in 0..b.ranks() {
         for run in b.keys_of(owner) {
@@ -140,7 +140,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients) -> Result<()> {
     let operands = gather(b, Order::FirstFirst)?;
     let given = b.own_given();
     let [dk, dv] = [Kind::K, Kind::V].map(|kind| hold_all(b, kind, DType::F32));
-    // The longest kernel first: most of what it gives others goes home beside the shorter ones.
+    // The longest kernel comes first: most of its gradients go home while the shorter ones run.
     let pairs = pairs(b);
     let home = b.whole.flags.then(|| home(b, [dk, dv], &pairs));
     if let Some((home, _)) = &home {
@@ -191,7 +191,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients) -> Result<()> {
     Ok(())
 }
 
-/// Every rank's part of dK and dV goes to the owner of the keys, who adds the parts in the order of the ranks.
+/// Sends every rank's part of dK and dV to the owner of the keys, which adds the parts in rank order.
 fn bring_home(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], dtype: DType) -> Result<()> {
     let own = b.keys_of(b.rank());
     let mut moves = Moves::default();
@@ -263,7 +263,8 @@ fn seen(whole: &Whole, q: &Piece) -> Vec<Range<u32>> {
     merged
 }
 
-/// How this rank's parts of dK and dV go to the owners of the keys beside its kernels, and where others' come to.
+/// Plan by which this rank's parts of dK and dV go to the owners of the keys while its kernels run, and the
+/// slots for the parts of other ranks.
 fn home(b: &mut Builder<'_>, grads: [Held; 2], pairs: &[(Piece, Piece)]) -> (Home, Vec<Slot>) {
     let kinds = [Kind::K, Kind::V];
     // A slot for each rank, in their order.

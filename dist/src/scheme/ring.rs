@@ -57,7 +57,7 @@ impl Hosts {
     }
 }
 
-/// Two buffers that are used in turns.
+/// Two buffers that are used alternately.
 struct Turns {
     kind: Kind,
     dtype: DType,
@@ -128,7 +128,8 @@ impl HostRows {
     }
 }
 
-/// K and V of each step, by turns; those of the next step are sent for before this step's attention.
+/// K and V of each step, in alternating buffers. The transfer of the next step's starts before this step's
+/// attention.
 struct Keys {
     hosts: Hosts,
     k: Turns,

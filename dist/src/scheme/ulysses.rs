@@ -7,7 +7,7 @@
 //!          r0 │ r1 │ r2 │ r3              ─── rank 2 ───
 //! ```
 //!
-//! Forward, a rank's heads come in groups, one behind another, and go home likewise:
+//! Forward, the heads of a rank come in groups, one after another, and go home in the same groups:
 //!
 //! ```text
 //!  moves     in 0   in 1   out 0    out 1
@@ -204,7 +204,7 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
         came.push((operands, b.begin_exchange(&moves)?));
     }
     if groups > 1 {
-        // One group's last tiles run beside the next one's first.
+        // The last tiles of one group run together with the first tiles of the next.
         b.take_turns();
     }
     let mut gone = Vec::new();

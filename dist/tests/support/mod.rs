@@ -24,7 +24,7 @@ const FOLDER: &str = "DIST_TEST_FOLDER";
 const RANK: &str = "DIST_TEST_RANK";
 const SIZE: &str = "DIST_TEST_SIZE";
 
-/// A rank that is a process: one of this file's tests, by name, which asks [`as_process`] what it is.
+/// A rank that is a process: a test of this file, by name, which reads its role from [`as_process`].
 pub(crate) fn process(test: &str, folder: &Path, rank: u32, size: u32) -> Command {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", test]).env(FOLDER, folder).stdout(Stdio::null());
@@ -32,7 +32,7 @@ pub(crate) fn process(test: &str, folder: &Path, rank: u32, size: u32) -> Comman
     child
 }
 
-/// The folder, the rank and the size of a [`process`]; none of a test that nobody has begun as one.
+/// Folder, rank and size of a [`process`]; `None` in a test that was not started as one.
 pub(crate) fn as_process() -> Option<(PathBuf, u32, u32)> {
     let number = |name| std::env::var(name).unwrap().parse().unwrap();
     let folder = std::env::var(FOLDER).ok()?;

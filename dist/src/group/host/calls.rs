@@ -51,8 +51,8 @@ impl Host {
         fault()
     }
 
-    /// Error where ranks are at different calls, found by any rank: of two such ranks only one may be able to
-    /// tell.
+    /// Error where ranks are at different calls, found by any rank. Of two such ranks only one may be able to
+    /// find it.
     fn heard(&self) -> Option<Error> {
         let end = Instant::now() + (5 * MOMENT).min(self.timeout / 2);
         loop {
@@ -111,7 +111,7 @@ impl Host {
             match Said::of_runner(&bytes, before.as_deref().unwrap_or(&[])) {
                 Some(other) => said[from as usize] = other,
                 None => {
-                    // It stays for who asks whose fault that is.
+                    // The frame stays in the mailbox for the search for the rank at fault.
                     self.mailbox.lock().peers[from as usize].frames.push_front(bytes);
                     stranger = stranger.or(Some(from));
                 }
@@ -126,7 +126,7 @@ impl Host {
         match disagreement(&said) {
             Some(error) => Err(self.fail(error)),
             None => {
-                // None of the calls before this one is asked for again.
+                // Calls before this one are never looked up again.
                 let mut state = self.mailbox.lock();
                 let all = state.begun.len();
                 state.begun.drain(..all.saturating_sub(1));

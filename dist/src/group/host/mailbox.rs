@@ -98,7 +98,8 @@ impl State {
         (call <= self.calls).then_some(planned)
     }
 
-    /// The first call of a rank, as far as it has told, that was planned otherwise here. Those before it are forgotten.
+    /// First call of a rank, by its messages so far, with another plan than here. Calls before it are
+    /// forgotten.
     pub(super) fn otherwise(&mut self, rank: u32) -> Option<u64> {
         let rank = rank as usize;
         while let Some(said) = self.peers[rank].begun.front() {

@@ -39,7 +39,7 @@ pub(super) enum Frame {
 
 /// Carries frames to other ranks.
 pub(super) trait Link: Send + Sync {
-    /// Sends, without waiting. A rank that is gone has nobody to tell.
+    /// Sends without waiting. Frames to a rank that is gone are dropped.
     fn post(&self, to: u32, frame: Frame);
 }
 
@@ -81,7 +81,7 @@ impl Host {
         if std::thread::panicking() {
             self.fail(Error::new(self.rank, "group", format!("rank {} has panicked", self.rank)));
         }
-        // What it failed of goes before its farewell: the rank that found it out may not have told everybody yet.
+        // The failure goes before the farewell: the rank that found it may not have sent it to all ranks yet.
         let failure = self.mailbox.lock().failure.clone();
         for to in self.others() {
             if let Some(error) = &failure {

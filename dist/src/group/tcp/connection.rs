@@ -79,7 +79,7 @@ impl Drop for Mesh {
     }
 }
 
-/// What both threads of a connection, and who leaves it, know.
+/// State shared by both threads of a connection and by the caller that closes it.
 struct Wire {
     stream: TcpStream,
     /// Bytes that the system has taken.

@@ -1,9 +1,10 @@
 //! Ranks that are processes, of one host or several, over TCP.
 //!
-//! - `meeting`: rank 0 listens where the rendezvous says; every other rank tells it where it listens itself, gets the list, and
-//!   connects to the ranks below it. All of it ends by one deadline.
+//! - `meeting`: rank 0 listens at the rendezvous. Every other rank sends rank 0 its own address, gets the
+//!   list of all, and connects to the ranks below it. One deadline ends all of it.
 //! - `proof`: both sides of every connection prove that they know the job's secret.
-//! - `connection`: one that lasts has a thread that reads and one that writes, so sending never waits.
+//! - `connection`: each lasting connection has a thread that reads and one that writes, so sending never
+//!   waits.
 //!
 //! Ranks without the secret cannot join a group. What ranks send each other afterwards is neither encrypted
 //! nor authenticated.
@@ -55,16 +56,16 @@ impl Rendezvous {
         Self { rank, size, place: Place::Address(address.into()), secret: None, listen: None }
     }
 
-    /// Rank 0 listens at a port of this host that is free, and writes it into a file that does not exist yet
-    /// and that every rank sees, beside a secret that is drawn for this meeting: on Unix only the file's
-    /// owner reads it.
+    /// Rank 0 listens at a free port of this host, and writes the port and a random secret for this meeting
+    /// into a file. The file must not exist yet, and every rank must see it. On Unix its owner alone can read
+    /// it.
     #[must_use]
     pub fn file(path: impl AsRef<Path>, rank: u32, size: u32) -> Self {
         Self { rank, size, place: Place::File(path.as_ref().to_owned()), secret: None, listen: None }
     }
 
-    /// What all ranks of the job know, and nobody else: at least 16 bytes that nobody guesses, as `openssl
-    /// rand -hex 16` gives. Every connection of the group is proved by it, by both sides.
+    /// Secret of the job, known to its ranks alone: at least 16 bytes that cannot be guessed, such as the
+    /// output of `openssl rand -hex 16`. Both sides of every connection of the group prove that they know it.
     #[must_use]
     pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
         self.secret = Some(Secret(secret.as_ref().to_owned()));

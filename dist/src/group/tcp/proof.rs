@@ -1,4 +1,4 @@
-//! What two ranks say to each other when they meet, and how each proves that it knows the job's secret.
+//! Messages of two ranks when they meet, and the proof by each that it knows the job's secret.
 //!
 //! ```text
 //!  connecting rank                                     listening rank
@@ -9,8 +9,8 @@
 //!             ◄── Letter     from rank 0 alone: where all ranks listen
 //! ```
 //!
-//! The rank that connects proves first, so that who merely connects to a port gets nothing to try secrets on.
-//! Both nonces are random, so neither side's words serve for another meeting.
+//! The rank that connects proves first, so a stranger that connects to a port gets nothing to try secrets on.
+//! Both nonces are random, so the messages of one meeting serve for no other.
 
 use std::fmt;
 use std::io;
@@ -25,7 +25,7 @@ use crate::error::Error;
 /// Bytes of a secret at least: shorter ones can be guessed by a rank's proof.
 pub(super) const SHORTEST_SECRET: usize = 16;
 
-/// What the ranks of a job know, and nobody else does.
+/// Secret that the ranks of a job share.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Secret(pub(super) Vec<u8>);
 
@@ -63,7 +63,7 @@ fn mac(key: &[u8], parts: &[&[u8]]) -> HMAC {
     mac
 }
 
-/// Bytes that nobody foresees.
+/// Random bytes from the system.
 pub(super) fn random() -> io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
@@ -121,7 +121,7 @@ fn another_program() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "another program, or another version, is there")
 }
 
-/// What the rank that listens tells the one that has connected.
+/// Message of the rank that listens to the rank that has connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Letter {
     /// It has its seat.
@@ -135,23 +135,23 @@ pub(super) enum Letter {
 /// Bytes of a refusal at most.
 const LONGEST_REFUSAL: usize = 1 << 12;
 
-/// A connection whose ranks have told each other who they are.
+/// A connection between two ranks that have proved their identity.
 pub(super) struct Talk {
     pub(super) stream: TcpStream,
     said: Transcript,
 }
 
-/// How a rank's attempt to be heard ended.
+/// Result of a connection attempt.
 pub(super) enum Answer {
     Welcome(Talk),
-    /// As the other rank said, who knows the secret.
+    /// Refusal by the other rank, which knows the secret.
     Refused(Error),
     /// It answers, and does not know the secret.
     OtherSecret,
 }
 
 impl Talk {
-    /// Says `hello`, proves it, and hears the answer.
+    /// Sends `hello` and its proof, and reads the answer.
     pub(super) fn connect(stream: TcpStream, hello: &Hello, key: &Key, end: Instant) -> io::Result<Answer> {
         let mut said = [0; HELLO_BYTES + CHALLENGE_BYTES];
         let (own, theirs) = said.split_at_mut(HELLO_BYTES);
@@ -178,7 +178,7 @@ impl Talk {
         })
     }
 
-    /// Hears a hello, and whether it is of one who knows the secret: the answer is still to be sent.
+    /// Reads a hello and checks the proof. The caller sends the answer.
     pub(super) fn accept(
         stream: TcpStream,
         (rank, size): (u32, u32),

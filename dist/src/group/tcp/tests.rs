@@ -19,7 +19,7 @@ const SHORT: Duration = Duration::from_millis(700);
 /// Time that a meeting has which is to succeed.
 const LONG: Duration = Duration::from_secs(20);
 
-/// An address of the loopback where nobody listens.
+/// A loopback address at which no program listens.
 fn free() -> SocketAddr {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
 }
@@ -72,7 +72,7 @@ fn key(secret: &[u8]) -> Key {
     Key::new(Some(&Secret(secret.to_owned())), &[])
 }
 
-/// Both ranks of a group tell each other a byte.
+/// Checks that both ranks of a group can send each other a byte.
 fn serves(ranks: [JoinHandle<Result<Host>>; 2]) {
     let hosts = ranks.map(|rank| rank.join().unwrap().unwrap());
     let all = hosts.map(|host| spawn(move || host.share(&[host.rank() as u8]).unwrap()));
@@ -320,7 +320,7 @@ fn a_stranger_at_the_port_of_a_member_takes_no_seat() {
     let key = key(SECRET_A);
     let root = join(with(0), LONG);
     let first = join(with(1), LONG);
-    // As rank 2 it hears from the root where rank 1 listens, and comes there by another secret first.
+    // As rank 2, the test gets rank 1's address from the root, and first connects there with another secret.
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let hello = Hello { rank: 2, size: 3, wants: 0, listens: listener.local_addr().unwrap() };
     let talk = welcome(Talk::connect(dial(address), &hello, &key, after(LONG)).unwrap());

@@ -55,7 +55,7 @@ pub(super) fn write_all(mut to: &TcpStream, bytes: &[u8], end: Instant) -> io::R
     Ok(())
 }
 
-/// Reads as [`Read`] does, without an end, but asks every [`POLL`] whether `goes_on`.
+/// Reads as [`Read`] does, without a deadline, but checks `goes_on` every [`POLL`].
 pub(super) struct Polled<'a, F> {
     pub(super) stream: &'a TcpStream,
     pub(super) goes_on: F,
