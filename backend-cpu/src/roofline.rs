@@ -8,7 +8,7 @@ use fmha_core::Roofline;
 use crate::isa::{Engine, Kernels};
 use crate::tasks::Threads;
 
-/// The peak rate, measured when it is first asked for.
+/// Peak rate, measured at first use.
 #[derive(Default)]
 pub(crate) struct Measured(OnceLock<Roofline>);
 

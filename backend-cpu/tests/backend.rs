@@ -92,7 +92,7 @@ fn memory_takes_and_gives_back_what_fits() {
     assert!(text.contains("from has 8 bytes, fewer than the 9"), "{text}");
 }
 
-/// The bytes of whoever had the memory before are nobody's to read.
+/// New memory does not show the bytes of its previous owner.
 #[test]
 fn new_memory_is_zeros_and_aligned_whatever_lay_there() {
     let backend = backend(1);
@@ -132,7 +132,7 @@ fn more_threads_than_a_processor_can_use_are_not_made_and_nonsense_is_refused() 
 #[test]
 fn memory_that_is_called_a_devices_is_neither_read_nor_written() {
     let backend = backend(1);
-    // SAFETY: nobody reads or writes it.
+    // SAFETY: nothing reads or writes the memory.
     let mut foreign =
         unsafe { DevBuffer::from_raw(MemorySpace::Device, 0x1000 as *mut u8, 8, Box::new(|_| ())) };
     for (name, error) in [

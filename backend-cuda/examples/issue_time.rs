@@ -1,5 +1,6 @@
-//! How long the host takes to issue a call, forward and backward: checks, arguments, tensor maps, the driver;
-//! and beside it the driver alone, which launches an empty kernel with as many bytes of parameters.
+//! Time that the host takes to issue a call, forward and backward: checks, arguments, tensor maps, the
+//! driver. For comparison, the driver alone, which launches an empty kernel with equally many bytes of
+//! parameters.
 //!
 //! `cargo run --release -p fmha-cuda --example issue_time`, on a machine with a device.
 
@@ -55,7 +56,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let timed = Issued::of(&stream, || plan.run(&mut args, &stream))?;
         println!("{name} ({}): {timed}", plan.kernel());
     }
-    // Without a mask a launch more than before far queries had their gradients: the one that repairs.
+    // A backward without a mask has one launch more, which repairs far queries.
     for (name, mask) in [("backward", MaskSpec::NONE), ("backward, causal", MaskSpec::CAUSAL)] {
         let fwd = FwdProblem::batch(DType::Bf16, dims(64, 4, 64)).mask(mask);
         let problem = BwdProblem::new(fwd).validate()?;

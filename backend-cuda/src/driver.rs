@@ -122,7 +122,7 @@ fn parts_of_version(version: i32) -> (i32, i32) {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // At the process's end the driver may be gone already; there is nobody to tell.
+        // The driver may be unloaded when the process ends. There is no caller to report an error to.
         let _ = call!(cuDevicePrimaryCtxRelease_v2(self.handle));
     }
 }
@@ -203,11 +203,12 @@ impl Drop for Kernel {
 }
 
 impl Kernel {
-    /// Queues the kernel, in the calling thread's context: a run has entered it for all of its launches.
+    /// Queues the kernel in the calling thread's context. A run has entered the context for all of its
+    /// launches.
     ///
     /// # Safety
-    /// `arguments` point to the kernel's parameters, in order and of their types, and the device
-    /// memory they name is what the kernel's contract asks for.
+    /// `arguments` point to the kernel's parameters, in order and of the right types, and the device memory
+    /// that they name is as large as the kernel's contract asks for.
     pub(crate) unsafe fn launch(&self, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
         let mut dependent = sys::LaunchAttribute {
             id: sys::LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -265,10 +266,10 @@ impl EncodeTensorMap for Device {
             element_strides.as_ptr(),
             t::INTERLEAVE_NONE,
             swizzle(facts),
-            // A box asks for whole rows of 64 or 128 bytes. Promoted to 256 the L2 reads more than was asked
-            // for: of the forward at B64 H16 S256 D 128 causal 13.6 in place of 11.9 million sectors, and 219
-            // in place of 225 TFLOP/s (an H200; none and 128 bytes 224). Long rows, FP8 and backward are
-            // level.
+            // A box reads whole rows of 64 or 128 bytes. With promotion to 256 the L2 reads more than that:
+            // 13.6 instead of 11.9 million sectors and 219 instead of 225 TFLOP/s for the forward at B64 H16
+            // S256 D128 causal on an H200 (224 with no promotion and with 128 bytes). Long rows, FP8 and
+            // backward do not change.
             t::L2_PROMOTION_L2_64B,
             t::FLOAT_OOB_FILL_NONE,
         ))

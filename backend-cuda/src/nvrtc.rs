@@ -1,8 +1,8 @@
 //! NVRTC, found at run time: never linked, never a panic.
 //!
-//! The first that is found (`search.rs`) and whose machine code the driver takes is used. Its companion
-//! `libnvrtc-builtins` is opened first by path where it lies beside: NVRTC 13.0 looks for it on the loader's
-//! path alone.
+//! The first library that is found (`search.rs`) and whose machine code the driver accepts is used. Its
+//! companion `libnvrtc-builtins`, if it lies next to it, is opened first by path: NVRTC 13.0 searches the
+//! loader's path alone.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -94,7 +94,7 @@ fn suits(
         ));
     }
     let digits: String = arch.chars().filter(char::is_ascii_digit).collect();
-    // A library too old to list its architectures is asked to compile.
+    // A library too old to list its architectures tries to compile.
     if !archs.is_empty() && digits.parse().is_ok_and(|number| !archs.contains(&number)) {
         return Err(format!("NVRTC {major}.{minor} does not know {arch}"));
     }
@@ -259,7 +259,7 @@ impl Nvrtc {
         let name_pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
         let text_pointers: Vec<_> = texts.iter().map(|text| text.as_ptr()).collect();
         let mut options = job.flags.iter().map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
-        // The virtual architecture has no machine code: ptxas, who takes half of the time, is not asked.
+        // A virtual architecture produces no machine code and skips ptxas, which takes half of the time.
         let arch = match job.image {
             ImageKind::Machine => job.arch.clone(),
             ImageKind::Assembly => job.arch.replacen("sm_", "compute_", 1),
@@ -314,7 +314,7 @@ impl Nvrtc {
         // SAFETY: the program is there.
         self.check(unsafe { (output.size)(program, &raw mut size) })?;
         let mut bytes = vec![0u8; size];
-        // SAFETY: `bytes` has the size that was asked for.
+        // SAFETY: `bytes` has the size that NVRTC gave.
         self.check(unsafe { (output.get)(program, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }

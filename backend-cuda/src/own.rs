@@ -1,6 +1,5 @@
-//! Kernels of a caller's own beside the library's: compiled by the same NVRTC, kept in the same cache,
-//! launched on the same device. For examples and measurements; what a kernel does with its arguments nobody
-//! checks.
+//! A caller's own kernels: compiled by the library's NVRTC, kept in its cache, launched on its device. For
+//! examples and measurements. The arguments of a kernel are not checked.
 
 use std::ffi::c_void;
 use std::sync::Arc;

@@ -68,7 +68,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
         let tile = pretend(arch).default_tile(AnyProblem::Forward(&fwd), &options).unwrap();
         tile.into_iter().find_map(|(name, value)| (name == knob).then_some(value))
     };
-    // A knob of Hopper's tile, and one of Blackwell's, whose later part alone loads maxima.
+    // `ping_pong` is a tile field of Hopper, `load_max` one of Blackwell; sm_103a alone sets it.
     assert_eq!(value("sm_90a", "ping_pong").as_deref(), Some("at_issue"));
     assert_eq!(value("sm_100a", "ping_pong"), None);
     let load_max = ["sm_90a", "sm_100a", "sm_103a"].map(|arch| value(arch, "load_max"));

@@ -247,7 +247,7 @@ fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
     let Some(backend) = device() else { return };
     let wide = Dims { head_dim_qk: 128, head_dim_v: 72, seqlen_q: 70, ..DIMS };
     let split = Dims { head_dim_qk: 136, head_dim_v: 200, seqlen_q: 100, ..DIMS };
-    // The last two but one show nobody anything, or sink columns alone, though blocks meet the band.
+    // The last two but one show no pair, or sink columns alone, though blocks touch the band.
     let narrow = Dims { seqlen_q: 20, ..DIMS };
     let masks = [
         ("0", DIMS),
@@ -304,9 +304,9 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     }
 }
 
-/// Kv heads have as many parts as a sequence's own queries give (`num_head_parts`): the first one here one,
-/// the second two, and the last, which both have beside them, four. Their sums have bits of their own, and so
-/// has the order of heads.
+/// Each kv head is split into as many parts as the sequence's queries give (`num_head_parts`): one in the
+/// first sequence here, two in the second, four in the last. Beside the others, each sequence keeps the bits
+/// of its own number of parts and of the order of heads.
 #[test]
 fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
     let Some(backend) = device() else { return };

@@ -1,7 +1,6 @@
-//! The Blackwell kernel on the test double of the driver, step by step as it was asked for: lengths, heads,
-//! one kv head for all by stride 0, one token on a cache, segments merged by their LSE.
-//! `FMHA_EMULATE_MODE=hb` holds each of its accesses to happens-before as well. Needs NVRTC; where there is
-//! none, a test says `absent` and checks nothing.
+//! The Blackwell kernel on the test double of the driver, by features: lengths, heads, one kv head for all by
+//! stride 0, one token on a cache, segments merged by their LSE. `FMHA_EMULATE_MODE=hb` also checks each
+//! access for happens-before. Needs NVRTC; without it a test prints `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -94,8 +93,8 @@ fn one_token_reads_a_cache() {
     }
 }
 
-/// A cache long enough to be read in parts of 256 keys: beside masks of which a part sees nothing, lengths that end
-/// before a part, sinks, packed heads, wider rows, FP8; hidden keys may hold NaN.
+/// A cache long enough to be read in parts of 256 keys, with masks that hide all of a part, lengths that end
+/// before a part, sinks, packed heads, wider rows, and FP8. Hidden keys may hold NaN.
 #[test]
 fn a_long_cache_is_read_in_parts_that_are_merged() {
     let Some(backend) = device() else { return };
@@ -120,7 +119,7 @@ fn a_long_cache_is_read_in_parts_that_are_merged() {
     }
 }
 
-/// Parts end where the sequence's own length says: beside other sequences the bits are the same.
+/// Parts end by the sequence's own length: the bits do not change beside other sequences.
 #[test]
 fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
     let Some(backend) = device() else { return };
@@ -231,8 +230,8 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
     }
 }
 
-/// A row's bits depend on the row alone where a plan promises so: one token, or the same token as the last of
-/// many, beside other sequences or not.
+/// Plans that promise batch invariance: the bits of a row depend on the row alone. One token alone and the
+/// last of many have equal bits, beside other sequences or not.
 #[test]
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };

@@ -60,7 +60,7 @@ struct Call {
 }
 
 impl Call {
-    /// Causal f16 attention of more tiles than the device has multiprocessors: some are claimed from a counter.
+    /// Causal f16 attention with more tiles than multiprocessors: some tile indices come from a counter.
     fn new(backend: &Device) -> Self {
         let dims = Dims {
             batch: 35,

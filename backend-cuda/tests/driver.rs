@@ -100,13 +100,13 @@ fn a_buffer_is_made_zeros_to_its_last_byte() {
         assert_eq!(seen, vec![0; bytes as usize]);
     }
     let nothing = std::ptr::NonNull::dangling().as_ptr();
-    // SAFETY: 0 bytes, which nobody frees.
+    // SAFETY: 0 bytes, which are never freed.
     let mut of_the_host = unsafe { DevBuffer::from_raw(MemorySpace::Host, nothing, 0, Box::new(|_| ())) };
     let refused = memory.zero(&mut of_the_host).unwrap_err().to_string();
     assert!(refused.contains("host memory"), "{refused}");
 }
 
-/// What other processes have left in a device's memory is nobody's to read.
+/// New device memory does not show what other processes have left there.
 #[test]
 fn new_memory_is_zeros_and_scratch_is_not_read() {
     let backend = device();

@@ -12,7 +12,7 @@ use fmha_core::{
 };
 use fmha_cuda::emulated_launches;
 
-/// The emulated device, one test's at a time: the double tells of all launches.
+/// The emulated device, for one test at a time: the double reports the launches of all tests.
 fn device() -> Option<(Device, MutexGuard<'static, ()>)> {
     static ONE: Mutex<()> = Mutex::new(());
     if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
@@ -114,7 +114,7 @@ fn launches_of(backend: &Device, plan: &BwdPlan, off: u64) -> usize {
     count()
 }
 
-/// Launches since somebody asked.
+/// Number of launches since the last call.
 fn count() -> usize {
     emulated_launches().unwrap().matches("\"kernel\"").count()
 }

@@ -75,7 +75,7 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     all
 }
 
-/// Each problem on one architecture, in turn: a kernel takes seconds to compile.
+/// Compiles each problem for one architecture, in rotation: a kernel takes seconds to compile.
 #[test]
 fn every_branch_of_the_contract_compiles_somewhere_without_spills() {
     none_spills(|problem, name, arch| problem % Arch::CDNA.len() == arch && !has_a_twin(name));

@@ -315,7 +315,7 @@ fn rdna_sums_gradients_on_wmma() {
     }
 }
 
-/// What the forward on WMMA refuses by name, decode takes: no fallback is asked for.
+/// Decode takes the problems that the forward on WMMA refuses by name, without a fallback.
 #[test]
 fn rdna_decodes_pages_appends_and_parts_of_the_keys() {
     let short = Dims { seqlen_q: 1, ..DIMS };

@@ -213,8 +213,8 @@ fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
     }
 }
 
-/// A caller plans at a new shape. The others get rows that they do not expect, or this rank gets no message
-/// of a plan.
+/// Some ranks plan at a new shape while the others run. A rank then gets rows that it does not expect, or no
+/// message of a plan.
 #[test]
 fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
     let right = problem(4);

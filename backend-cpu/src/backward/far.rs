@@ -52,7 +52,7 @@ impl FarRows {
 
     /// Origin of the row at this index of LSE, and LSE from there; `None` where no row of the call has any.
     pub(super) fn row(&self, index: usize) -> Option<(f32, f32)> {
-        // SAFETY: `rows` numbers of each, which `measure_far_rows` has written before anything asks.
+        // SAFETY: `rows` numbers of each, which `measure_far_rows` has written before any row is read.
         (index < self.rows)
             .then(|| unsafe { (*self.origin.as_ptr().add(index), *self.lse.as_ptr().add(index)) })
     }

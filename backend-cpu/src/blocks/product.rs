@@ -104,8 +104,8 @@ impl Columns {
         };
         for col in (0..self.dim).step_by(width) {
             let b = Right { base: self.right.wrapping_add(col * self.capacity + first * width), step: width };
-            // SAFETY: the R lanes are inside the panel; those beyond the live ones compute rows of C
-            // that nobody reads.
+            // SAFETY: the R lanes are inside the panel. Lanes beyond the live ones compute rows of C that are
+            // never read.
             unsafe {
                 let c = self.out.add(col * self.out_capacity + lane * width);
                 if pairs {
@@ -199,8 +199,8 @@ impl Rows<'_> {
                     .at(first * self.capacity * lanes + row * lanes);
                 let right =
                     self.right.wrapping_add((col / width * self.right_capacity + first * lanes) * width);
-                // SAFETY: the capacity is a multiple of R; rows beyond the last live one compute rows of
-                // C that nobody reads.
+                // SAFETY: the capacity is a multiple of R. Rows beyond the last live one compute rows of C
+                // that are never read.
                 unsafe {
                     let c = self.out.add(col * self.capacity + row * width);
                     let b = Right { base: right, step: width };

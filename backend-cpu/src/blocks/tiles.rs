@@ -83,11 +83,11 @@ impl<S: Simd> Op<S> for TransposeValues {
     }
 }
 
-/// Scores to pairs of probabilities, `P = 2^(factor S - row_max)`, zeros beside the live rows of the tiles
-/// that they touch, and the running state as [`Softmax`](super::Softmax) keeps it, but in powers of 2.
+/// Turns scores into pairs of probabilities, `P = 2^(factor S - row_max)`, with zeros in the dead rows of the
+/// tiles, and updates the running state as [`Softmax`](super::Softmax) does, but in powers of 2.
 ///
-/// `row_max` follows the maximum only when that is `slack` above it: any base serves that keeps P in
-/// range, and O is mostly spared its rescaling (Dao and others use it in FlashAttention-4).
+/// `row_max` follows the maximum only when the maximum is `slack` above it. Any base is correct that keeps P
+/// in range, and O is rarely rescaled (Dao and others use this in FlashAttention-4).
 #[derive(Clone, Copy)]
 pub(crate) struct TileSoftmax {
     pub(crate) panel: Panel,

@@ -267,8 +267,8 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
             attends(Portable, &dropping);
         }
     }
-    // More queries than keys: whole panels of the first rows see nothing, or of the last ones, of which
-    // nobody wrote O before.
+    // More queries than keys: whole panels of the first rows, or of the last rows, see nothing, and their O
+    // was not written before.
     for (mask, dtype_o) in
         ["b", "t:5,0"].into_iter().flat_map(|mask| [(mask, DType::F32), (mask, DType::Bf16)])
     {

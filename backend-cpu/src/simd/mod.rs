@@ -230,7 +230,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         lanes[0]
     }
 
-    /// Asks the second-level cache for the line at an address that will be read soon. Any address will do.
+    /// Prefetches the line at an address into the L2 cache. Any address is allowed.
     #[inline(always)]
     fn prefetch(self, at: *const u8) {
         let _ = at;

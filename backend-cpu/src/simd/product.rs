@@ -27,7 +27,7 @@ pub(crate) struct TileRows {
     pub(crate) step: isize,
 }
 
-/// What runs beside tiles, a little after each of their steps.
+/// Work that runs between the steps of tiles, a little after each step.
 pub(crate) trait Between<S: Simd> {
     /// Implementations are `#[inline(always)]`.
     fn go_on(&mut self, s: S);

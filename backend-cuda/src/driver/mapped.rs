@@ -1,5 +1,5 @@
-//! Device memory beside addresses where nothing is mapped: an access past it stops the launch (CUDA Driver API,
-//! "Virtual Memory Management"). For tests: each allocation takes megabytes.
+//! Device memory next to unmapped addresses: an access past it stops the launch (CUDA Driver API, "Virtual
+//! Memory Management"). For tests: each allocation takes megabytes.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub(crate) struct Mapped {
     mapped_bytes: u64,
     /// The memory behind the mapped range, once it is mapped.
     handle: Option<sys::MemoryHandle>,
-    /// The address of the bytes that were asked for.
+    /// Address of the allocated bytes.
     pub(crate) address: u64,
 }
 

@@ -1,8 +1,8 @@
 //! The CUDA driver's C interface: the functions that this crate calls, with their types, resolved by name.
 //!
-//! Signatures, structs and numbers are those of CUDA 12's `cuda.h`; a test holds them to `cudarc`'s. Not one function
-//! is linked: a machine without a driver gets an error, not a loader's abort, and a program that links the driver by
-//! another crate can have this one beside it.
+//! Signatures, structs and numbers are those of CUDA 12's `cuda.h`; a test compares them with `cudarc`'s. No
+//! function is linked: a machine without a driver gets an error, not an abort by the loader, and another
+//! crate of the program may link the driver as well.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 

@@ -1,4 +1,4 @@
-//! Both compilers, asked past the cache: one of the installed clang, and the emulator's hipRTC, which calls one too.
+//! Both compilers without the cache: an installed clang, and the emulator's hipRTC, which also calls one.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

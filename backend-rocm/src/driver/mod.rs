@@ -16,7 +16,7 @@ use self::sys::{DeviceProperties, Handle, Hip, HipStatus};
 pub(crate) struct Driver {
     hip: Arc<Hip>,
     ordinal: c_int,
-    /// Whether `hip` is the emulator's: its events tell the emulator's time.
+    /// Whether `hip` is the emulator's: its events have the emulator's time.
     emulated: bool,
 }
 

@@ -90,7 +90,7 @@ functions! {
     required fn hipGetDevice(ordinal: *mut c_int) -> HipStatus;
     required fn hipSetDevice(ordinal: c_int) -> HipStatus;
     optional fn hipRuntimeGetVersion(version: *mut c_int) -> HipStatus;
-    // Libraries before ROCm 6 lack it; they are told apart when they have a device at all.
+    // Libraries before ROCm 6 lack this function; the difference matters only on a machine with a device.
     optional fn hipGetDevicePropertiesR0600(properties: *mut DeviceProperties, ordinal: c_int) -> HipStatus;
     required fn hipMalloc(address: *mut Handle, bytes: usize) -> HipStatus;
     required fn hipFree(address: Handle) -> HipStatus;

@@ -80,7 +80,7 @@ pub(crate) fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &s
     figures(arch, &format!("{dtype}/d{head_dim}/mask {mask}{walks}"), &code, waves)
 }
 
-/// The table of the backward's products, likewise.
+/// Table of the backward's products, in the format of the forward's.
 pub(crate) fn bwd_table() -> String {
     let mut text = COLUMNS.to_owned();
     let of_arch = |arch: Arch| [64, 128].map(|head_dim| bwd_rows(arch, head_dim)).concat();
@@ -183,8 +183,8 @@ fn memory_share(arch: Arch) -> (f64, f64) {
     (bytes_per_second / f64::from(arch.num_compute_units()) / (ghz * 1e9), ghz)
 }
 
-/// The table of decode: what the waves of a compute unit ask of memory, in per cent of its share, where a
-/// load takes so long.
+/// Table of decode: memory traffic of the waves of a compute unit, in per cent of its share, for a given
+/// latency of a load.
 pub(crate) fn decode_table() -> String {
     let mut text = DECODE_COLUMNS.to_owned();
     let of_arch =
@@ -227,7 +227,7 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
     let waves = waves_per_simd(arch, &found, shared_by).min(2);
     let unit_bytes = 4 * waves * DECODE_KEYS * u64::from(row_elems) * 2 / shared_by;
     let (share, ghz) = memory_share(arch);
-    // None of a wave's own work beside its loads, and the waves of a SIMD one after another.
+    // A wave's work beside its loads counts as zero, and the waves of a SIMD run one after another.
     let percent = |nanoseconds: f64| {
         let work = 4.0 * passes.total;
         let cycles = (work + nanoseconds * ghz).max(waves as f64 * work);

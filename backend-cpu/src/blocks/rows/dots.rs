@@ -9,7 +9,8 @@ use crate::tensor::{Elem, of_type};
 /// `scores[query][key] = factor[head] * Q[query] . K[key]`, for a block.
 pub(crate) struct Dots<'a> {
     pub(crate) keys: Block<'a>,
-    /// Rows of whole units, of pairs of them beside codes, `stride` f32 apart, zeros beyond the head dimension.
+    /// Rows of whole units (for codes, of pairs of units), `stride` f32 apart, with zeros beyond the head
+    /// dimension.
     pub(crate) queries: *const f32,
     /// Theirs: as bf16 where products are of pairs.
     pub(crate) order: Order,

@@ -1,8 +1,8 @@
-//! A block of keys against a few queries, key after key: what a short query over a long cache takes.
+//! Products of a block of keys and a few queries, key after key, for a short query over a long cache.
 //!
-//! Nothing is copied: rows of K and V are converted in registers as they come from memory, for up to four
-//! queries at once, a *unit* of two vectors at a time. Each query's arithmetic is its own, whatever others are
-//! beside it, and however a block is cut into runs of rows.
+//! Nothing is copied. Rows of K and V are converted in registers as they arrive from memory, for up to four
+//! queries at once, one *unit* of two vectors at a time. The arithmetic of a query does not depend on the
+//! other queries, nor on how a block is cut into runs of rows.
 
 mod ahead;
 mod dots;
@@ -129,17 +129,17 @@ mod met {
 }
 
 impl<'a> Block<'a> {
-    /// `work(head, first key, one past the last, rows ahead)` over windows of keys. It is to ask for as much of what is
-    /// ahead as it has used up, a little at a time.
+    /// Calls `work(head, first key, one past the last, rows ahead)` for windows of keys. `work` must prefetch
+    /// as many bytes of the rows ahead as it has used, a little at a time.
     ///
-    /// Heads want rows that lie apart: sixteen tokens of eight heads are 4 KiB apart for one head, and four
-    /// such streams in a page are none to a hardware prefetcher. So rows are asked for in the order of their
-    /// addresses. Measured for 8 heads of 128 bf16 on an EPYC with these loops alone, beside other programs,
-    /// by processor time, as parts of plain reads' speed: no prefetch 0.4 to 0.5; 16 KiB ahead and windows of
-    /// 8 KiB read once before they are used 0.68, not read 0.74; windows of 32 KiB, 32 KiB ahead, asked for
-    /// by 2 KiB at once 0.73, by four keys of a head 0.80; 8 KiB ahead 0.71; into the first-level cache 0.54.
-    /// Of four query heads a kv head, windows of 8 KiB and 32 KiB: K 0.97 and 0.90; V 0.99 and 0.86 from
-    /// memory, but 34 and 45 GB/s from the second-level cache.
+    /// A head needs rows that lie apart: sixteen tokens of eight heads are 4 KiB apart for one head, and a
+    /// hardware prefetcher does not follow four such streams in a page. So rows are prefetched in the order
+    /// of their addresses. Measured for 8 heads of 128 bf16 on an EPYC with these loops alone, by processor
+    /// time, as a share of the speed of plain reads: no prefetch 0.4 to 0.5; 16 KiB ahead with windows of 8
+    /// KiB, read once before use 0.68, not read 0.74; windows of 32 KiB and 32 KiB ahead, prefetched by 2 KiB
+    /// at once 0.73, by four keys of a head 0.80; 8 KiB ahead 0.71; into the L1 cache 0.54. With four query
+    /// heads per kv head, windows of 8 KiB and 32 KiB give 0.97 and 0.90 for K, and 0.99 and 0.86 for V from
+    /// memory, but 34 and 45 GB/s for V from the L2 cache.
     #[inline(always)]
     fn windows<S: Simd, E: Elem>(
         &self,
@@ -167,7 +167,7 @@ impl<'a> Block<'a> {
         row_bytes + (self.heads - 1) * self.head_step.max(0) as usize
     }
 
-    /// Keys that the block before asks for.
+    /// Number of keys that the block before prefetches.
     fn keys_ahead(&self) -> usize {
         self.keys.len().min((AHEAD_BYTES / self.bytes_of_key()).max(FOUR))
     }

@@ -67,8 +67,8 @@ impl<S: Simd> Op<S> for SoftmaxRow<'_> {
 /// Rows whose factors are one vector at least.
 const TOGETHER: usize = 16;
 
-/// [`SoftmaxRow`] of rows that see all of a block, step by step beside other work: to the same bits, without
-/// a branch that guesses whether a row has a new maximum.
+/// [`SoftmaxRow`] for rows that see all of a block, in steps that interleave with other work. Its bits are
+/// equal, and no branch depends on whether a row has a new maximum.
 pub(crate) struct SoftmaxRows<'a> {
     /// [`BLOCK_KEYS`] for each row.
     pub(crate) scores: *mut f32,

@@ -24,7 +24,8 @@ pub(crate) struct AddValues<'a> {
     pub(crate) stride: usize,
 }
 
-/// Queries that are taken together: beside two units of codes, sixteen registers hold the sums of two.
+/// Number of queries that are processed together: with two units of codes, sixteen registers hold the sums of
+/// two.
 const fn most_queries<S: Simd>(met: u8) -> usize {
     if met::are_codes(met) && S::TILE_ROWS <= 6 { 2 } else { 4 }
 }

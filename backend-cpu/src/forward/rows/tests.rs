@@ -1,4 +1,4 @@
-//! Rows in tiles and beside them, in software: most processors have no tiles.
+//! Rows in matrix tiles and without, emulated in software: most processors have no tiles.
 
 use fmha_core::dropout::philox4x32_10;
 use fmha_core::seq::KvRows;
@@ -362,8 +362,8 @@ fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
     assert_eq!(sums, [(0, 512.0), (1, 512.0), (2, 76.0)].map(|(chunk, count)| (chunk, vec![count; 4])));
 }
 
-/// With every query's softmax beside the scores of the next block: from chunk to chunk, and where blocks are
-/// skipped or seen by half.
+/// Every query's softmax runs beside the scores of the next block: from chunk to chunk, and where blocks are
+/// skipped or half visible.
 #[test]
 fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
     let values = fp8_table(DType::E4m3Fn);

@@ -142,7 +142,8 @@ fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
     assert_eq!(detail(&backward(&apart, &tile("")).unwrap(), "query heads"), None);
 }
 
-/// Tiles are claimed from a number that the launch over queries sets: without queries there is none.
+/// The launch over queries sets the counter that tiles take their index from. Without queries there is no
+/// counter.
 #[test]
 fn tiles_of_keys_are_claimed_where_there_are_queries() {
     for (queries, ctas) in [(1024, 132), (0, 4 * 64)] {

@@ -36,14 +36,14 @@ impl Places {
     }
 
     fn read(self, name: &str) -> DevSlice<'static> {
-        // SAFETY: nobody reads it.
+        // SAFETY: nothing reads the memory.
         unsafe {
             DevSlice::from_raw(MemorySpace::Device, self.of(name) as *const u8, 1, fmha_core::ElemType::Bytes)
         }
     }
 
     fn written(self, name: &str) -> DevSliceMut<'static> {
-        // SAFETY: nobody writes it.
+        // SAFETY: nothing writes the memory.
         unsafe {
             DevSliceMut::from_raw(
                 MemorySpace::Device,

@@ -26,10 +26,11 @@ pub(crate) struct TileDots<'a, 'b> {
     pub(crate) scores: *mut f32,
     /// Staging memory of [`staged_len`](super::staged_len) numbers, aligned to cache lines.
     pub(crate) staged: *mut f32,
-    /// What is asked for meanwhile, and beside a tile's bytes how many quarters of them.
+    /// Rows to prefetch meanwhile, and how many quarters of a tile's bytes are prefetched beside it.
     pub(crate) quarters: usize,
     pub(crate) ahead: &'b mut Ahead<'a>,
-    /// The block before, whose softmax goes on beside the products: each waits for what the other does not use.
+    /// The block before: its softmax runs beside these products, since the two use different units of the
+    /// core.
     pub(crate) before: SoftmaxRows<'a>,
 }
 
@@ -65,7 +66,7 @@ impl TileDots<'_, '_> {
                 unsafe { self.multiply_codes(s, rows, head, &mut sums) };
                 continue;
             }
-            // In registers: behind its reference every line that is asked for would be written there.
+            // A copy in registers: through the reference, every prefetched line would be written to memory.
             let mut ahead = *self.ahead;
             for group in 0..queries.div_ceil(ROWS) {
                 // SAFETY: the task has entered tiles; keys and queries of the call, whole tiles.

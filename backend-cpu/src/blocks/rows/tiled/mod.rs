@@ -1,14 +1,15 @@
-//! The products of a block in tiles of bf16: what several queries of a kv head cost one.
+//! Products of a block in matrix tiles of bf16: several queries of a kv head cost as much as one.
 //!
-//! K's rows are left operands and V's right ones, both where they lie; Q, the other right one, is packed once
-//! a task. A tile's rows and columns do not meet: what lies in those that are nobody's does not matter.
+//! Rows of K are left operands and rows of V right operands, both in place. Q, the other right operand, is
+//! packed once per task. Rows and columns of a tile do not mix, so the content of unused ones does not
+//! matter.
 //!
-//! The next block is asked for meanwhile, as time passes and not as bytes do: of bf16 half beside K's
-//! products, a sixth beside the softmax, a third beside V's, K and V in turn by half a kilobyte of each tile;
-//! where these have no common shape many threads ask for K and then V, an eighth, half and three eighths, and
-//! few for K alone. Of FP8, which is widened first, a line beside each vector of codes, in turn too; its
-//! softmax goes on beside the scores of the next block, so that nothing waits for lines meanwhile
-//! (docs/kernels/cpu.md).
+//! The next block is prefetched meanwhile, paced by time and not by bytes. For bf16 half of it is prefetched
+//! beside K's products, a sixth beside the softmax, a third beside V's, K and V in rotation by half a
+//! kilobyte of each tile. If K and V have different shapes, many threads prefetch K and then V (an eighth,
+//! half and three eighths), and few threads K alone. For FP8, which is widened first, a line is prefetched
+//! beside each vector of codes, also in rotation. Its softmax runs beside the scores of the next block, so
+//! that nothing waits for lines meanwhile (docs/kernels/cpu.md).
 
 mod keys;
 mod values;
@@ -103,8 +104,8 @@ unsafe fn whole_codes(from: *const u8, rest: usize, copy: &mut [u8; COLUMNS]) ->
     copy.as_ptr()
 }
 
-/// A tile's rows, a vector of codes each, widened to a piece. Beside each a line is asked for: what is asked
-/// for in bursts waits for fill buffers, and so do the loads beside it.
+/// Widens a tile's rows, a vector of codes each, to a piece, and prefetches a line beside each row.
+/// Prefetches in bursts would wait for fill buffers, and so would the loads beside them.
 ///
 /// # Safety
 /// [`COLUMNS`] codes are readable `offset` bytes behind each of `rows`; a piece is writable at `to`.

@@ -50,7 +50,7 @@ pub(crate) struct TileValues<'a, 'b> {
     /// numbers, both aligned to cache lines.
     pub(crate) staged: *mut f32,
     pub(crate) packed: *mut f32,
-    /// What is asked for meanwhile.
+    /// Rows to prefetch meanwhile.
     pub(crate) ahead: &'b mut Ahead<'a>,
 }
 
