@@ -83,7 +83,7 @@ impl Checked {
         })
     }
 
-    /// What is to be told, a line each.
+    /// Lines of the report.
     pub(super) fn lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.verdict.tensors.iter().map(ToString::to_string).collect();
         lines.extend(self.verdict.faults.iter().cloned());
@@ -99,7 +99,7 @@ impl fmt::Display for Expected {
     }
 }
 
-/// Everything that was asked to be compared. Results are on the host.
+/// Makes all requested comparisons. Results are on the host.
 pub(super) fn check(
     call: &Call,
     verify: Verify,

@@ -93,7 +93,7 @@ impl ConformanceArgs {
             let known = known.join(", ");
             return Err(Failure::wrong(format!("kernel `{kernel}` is none of {}: {known}", backend.name())));
         }
-        // Any kernel that is right will do, unless it is one kernel that is asked about.
+        // Any correct kernel will do, unless the user has named one.
         plan.allow_fallback |= plan.kernel.is_none();
         let cases = match self.deal {
             Some(deal) => deal.of(cases, &backend, &plan),
@@ -123,7 +123,7 @@ impl ConformanceArgs {
                     progress.at(done, total);
                     let text = (case.outcome == Outcome::Failed)
                         .then(|| format!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro));
-                    // Nobody is told any more where a write has failed.
+                    // After a failed write there is no reader left.
                     if tell.send(text).is_err() || !failure::is_read() {
                         return ControlFlow::Break(());
                     }

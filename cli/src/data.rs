@@ -69,7 +69,7 @@ pub(super) struct OwnData {
     bias: Option<Tensor>,
 }
 
-/// An input beside Q, K and V that a problem has: what its tensor must be.
+/// Requirements on the tensor of an input other than Q, K and V.
 pub(super) struct Wanted {
     pub(super) name: &'static str,
     pub(super) operand: Operand,
@@ -91,7 +91,7 @@ fn operand(text: &str) -> Result<(&'static str, String), String> {
     }
 }
 
-/// What a problem reads beside Q, K, V and lengths.
+/// Inputs of a problem other than Q, K, V and lengths.
 pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
     let fwd = &setup.fwd;
     let dims = fwd.dims;
@@ -138,7 +138,7 @@ pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
 }
 
 impl OwnData {
-    /// The tensor of an operand; one that the user did not bring is not made up beside tensors of theirs.
+    /// Tensor of an operand. It is not made up if the user has brought other tensors and not this one.
     pub(super) fn operand(&self, wanted: &Wanted) -> Result<Tensor, Failure> {
         let Wanted { name, dtype, ref shape, .. } = *wanted;
         let tensor = if name == "bias" && self.bias.is_some() {
@@ -416,7 +416,7 @@ pub(super) struct Outputs {
 }
 
 impl Outputs {
-    /// Writes what was asked for, all of it or nothing; `tensor` gives a result by its name.
+    /// Writes the requested files, all of them or none; `tensor` gives a result by its name.
     pub(super) fn write(
         &self,
         mut tensor: impl FnMut(&'static str) -> Result<Option<Tensor>, Failure>,

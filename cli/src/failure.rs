@@ -6,7 +6,7 @@ use std::path::Path;
 /// Why the command stopped.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// Whoever read our output has gone: nothing to say, nobody to say it to.
+    /// The reader of our output is gone: there is nothing to print.
     Pipe,
     /// One line for the user.
     Wrong(String),
@@ -31,8 +31,8 @@ impl Failure {
     }
 }
 
-/// Whether somebody may still read standard output, asked between pieces of long work: a write would tell
-/// only where there is something to write.
+/// Whether standard output still has a reader, checked between pieces of long work: without a write there is
+/// no other sign.
 #[cfg(unix)]
 pub(super) fn is_read() -> bool {
     let mut output = libc::pollfd { fd: libc::STDOUT_FILENO, events: 0, revents: 0 };
@@ -41,7 +41,7 @@ pub(super) fn is_read() -> bool {
     told != 1 || output.revents & (libc::POLLERR | libc::POLLHUP) == 0
 }
 
-/// Whether somebody may still read standard output: a write will tell.
+/// Whether standard output still has a reader: a write will show it.
 #[cfg(not(unix))]
 pub(super) fn is_read() -> bool {
     true

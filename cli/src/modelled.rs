@@ -1,4 +1,5 @@
-//! What a kernel asks of each unit of a multiprocessor, counted in the emulator; the times that follow are modelled.
+//! Work of a kernel for each unit of a multiprocessor, counted in the emulator, and the times modelled from
+//! it.
 
 use std::io::Write;
 
@@ -12,7 +13,7 @@ use crate::job::{Job, Source};
 use crate::options::{Lengths, OrSame, ProblemArgs};
 use crate::setup::Setup;
 
-/// What a multiprocessor does in a cycle, and who says so.
+/// Rates of a multiprocessor per cycle, and their source.
 struct Rates {
     /// Multiply-adds of 16-bit numbers.
     tensor_macs: f64,
@@ -133,7 +134,7 @@ const UNITS: &[Unit] = &[
     },
     Unit {
         name: "shared memory",
-        // A pass moves up to 128 bytes whatever it is asked for.
+        // A pass moves up to 128 bytes, even if less is used.
         work: |c| {
             128.0 * c.counter("shared_passes") + c.counter("shared_matrix_bytes") + c.counter("bulk_bytes")
         },

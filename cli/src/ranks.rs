@@ -52,7 +52,7 @@ const MAX_PROCESSES: u32 = 64;
 /// How long a rank may be late.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// How long the others may take to hear of a rank that has failed.
+/// Time in which the other ranks must get the error of a rank that has failed.
 const MOMENT: Duration = Duration::from_secs(3);
 
 const FORWARD: &[Operand] = &[Operand::O, Operand::Lse];
@@ -82,7 +82,7 @@ impl RankArgs {
         }
     }
 
-    /// The whole, and who has what of it.
+    /// The whole problem, and the rows of each rank.
     pub(super) fn problem(&self, setup: &Setup, ranks: u32) -> Problem {
         let fwd = setup.fwd.clone().write_lse(true);
         let total = |offsets: &Option<Vec<i32>>, rows: u32| {
@@ -361,7 +361,7 @@ fn fastest(
     Ok(fastest)
 }
 
-/// What this command hands to ranks besides rows of Q, K, V and O: operands that all have whole.
+/// Refuses problems with operands or gradients that this command does not split over ranks.
 fn cuts(setup: &Setup, ranks: u32) -> Result<(), Failure> {
     let refuse = |what: &str| Err(Failure::wrong(format!("ranks {ranks}: {what}")));
     if matches!(setup.fwd.score.bias, Bias::Elementwise(_)) {

@@ -82,7 +82,7 @@ fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A file that is written whole, beside the path where it is to appear.
+/// A file that is written completely next to its path, and then moved there.
 pub(super) struct Staged {
     file: tempfile::NamedTempFile,
     path: PathBuf,
@@ -129,7 +129,7 @@ pub(super) fn publish(all: Vec<Staged>) -> Result<Vec<PathBuf>, Failure> {
                         Some(before) => before.persist(&path).map_err(|error| error.error),
                         None => std::fs::remove_file(&path),
                     };
-                    // The first failure is what is told.
+                    // The first failure is the one to report.
                     drop(undone);
                 }
                 return Err(failure);

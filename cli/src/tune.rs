@@ -1,4 +1,4 @@
-//! `fmha tune`: the tile of one problem, measured knob by knob on the present device.
+//! `fmha tune`: the tile of one problem, measured field by field on the present device.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -53,7 +53,7 @@ pub(super) struct TuneArgs {
     #[command(flatten)]
     backend: BackendArgs,
 
-    /// Only this knob (may be given again)
+    /// Only this tile field (may be given again)
     #[arg(long, value_name = "NAME")]
     knob: Vec<String>,
 
@@ -65,7 +65,8 @@ pub(super) struct TuneArgs {
     #[arg(long, value_name = "N", default_value = "20", value_parser = within("seconds", 0..=86400), allow_negative_numbers = true)]
     seconds: u32,
 
-    /// Compile every tile that is one knob away from the kernel's own, and time none: a later run finds them
+    /// Compile every tile that differs in one field from the kernel's own, and time none: a later run finds
+    /// them
     #[arg(long)]
     compile: bool,
 
@@ -160,7 +161,7 @@ impl TuneArgs {
         Ok(Verdict::Right)
     }
 
-    /// The knobs to try: all, or those that were named.
+    /// Tile fields to try: all, or those that the user has named.
     fn knobs(
         &self,
         tuner: &dyn Tune,
@@ -212,7 +213,7 @@ fn changed(own: &TileOptions, knob: &str, value: &str) -> TileOptions {
     tile
 }
 
-/// Compiles each tile that is one knob away from `own`, on all cores, and counts.
+/// Compiles each tile that differs in one field from `own`, on all cores, and counts them.
 fn compile(
     backend: &Device,
     problem: AnyProblem<'_>,
@@ -243,9 +244,8 @@ fn compile(
     Ok(Verdict::Right)
 }
 
-/// Compiles the tiles that come next on the cores that the search leaves idle; it finds them on the disk. By
-/// the driver nothing is done here, as what is loaded beside a call that is being recorded would spoil the
-/// recording.
+/// Compiles the next tiles on the cores that the search leaves idle; the search finds them on disk. The
+/// driver is not used here: a module that is loaded during a recording would spoil it.
 struct Ahead<'a> {
     compiler: Option<&'a dyn Precompile>,
     problem: AnyProblem<'a>,
@@ -292,7 +292,7 @@ impl<'a> Ahead<'a> {
 
     fn compile(&self, compiler: &dyn Precompile) {
         while let Some(tile) = self.next() {
-            // Why a tile cannot be compiled is told when its turn has come.
+            // A tile that cannot be compiled gives its reason when it is measured.
             let jobs = compiler.jobs(self.problem, &with_tile(self.options, &tile));
             jobs.into_iter().flatten().for_each(|job| drop(compiler.precompile(&job)));
         }
@@ -449,7 +449,7 @@ mod tests {
 
     use super::*;
 
-    /// Tells the value of each tile that it is asked to compile.
+    /// Sends the value of each tile that it has to compile.
     struct Heard(Mutex<Sender<String>>);
 
     impl Precompile for Heard {

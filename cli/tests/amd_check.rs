@@ -41,7 +41,7 @@ fn one_command_writes_a_report_of_the_battery_and_exits_as_it_went() {
     }
 }
 
-/// With the figures of those that are there beside ours, an owner is told by name which are not.
+/// Figures of some owners beside ours: the report names those that are missing.
 #[test]
 fn the_peers_of_amd_are_named_whether_they_are_there_or_not() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/amd-peers.py");

@@ -23,7 +23,7 @@ pub(crate) struct Rung {
     /// Threads and queries of a CTA.
     pub(crate) threads: u32,
     pub(crate) queries: u32,
-    /// Bytes of shared memory for a head dimension: 16-bit elements, and the bytes beside them.
+    /// Bytes of shared memory for a head dimension: 16-bit elements, and barriers after them.
     smem: fn(u32) -> u32,
     pub(crate) wants: Wants,
     /// Namespace of the rung, and its name for the CTA's tile; empty if the kernel finds the tile itself.
@@ -117,7 +117,7 @@ impl Rung {
     }
 }
 
-/// The rungs' texts beside the library's.
+/// Texts of the rungs, and the library's headers.
 fn headers(dim: u32) -> Vec<Header> {
     macro_rules! embedded {
         ($($name:literal),* $(,)?) => {

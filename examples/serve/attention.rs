@@ -96,14 +96,15 @@ impl Attention {
     /// # Errors
     /// What the device refuses, or its driver said.
     pub(crate) fn new(device: &Device, room: Room, cos: &[f32], sin: &[f32]) -> Result<Self, Error> {
-        // Batch-invariant: a request's bits do not depend on who is served beside it, nor on how its prompt is cut.
+        // Batch-invariant: a request's bits do not depend on the other requests of a step, nor on the pieces
+        // of its prompt.
         let options = PlanOptions::default().batch_invariant(true);
         let plan = device.plan_fwd(&problem(room).validate()?, &options)?;
         let memory = device.memory();
         let halves = |count: usize| memory.alloc_of(DType::F16, count as u64);
         let integers = |count: u64| memory.alloc_of(ElemType::I32, count);
         let elems = (room.pages * PAGE) as usize * WIDTH_KV;
-        // Rows that nobody has written are NaN: a call that reads one shows it.
+        // Rows that were never written are NaN, so a call that reads one shows it.
         let nan = vec![f16::NAN; elems];
         let cache = || Ok::<_, Error>(Cache { k: memory.place(&nan)?, v: memory.place(&nan)? });
         let (tokens, slots) = (room.tokens as usize, room.slots as usize);

@@ -1,4 +1,5 @@
-//! The pages of the cache: which are free, who uses each, and which hold a prefix that a later request may begin with.
+//! Pages of the cache: free pages, users of each page, and pages with a prefix that a later request may begin
+//! with.
 
 use std::collections::{HashMap, VecDeque};
 

@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
-/// Where Cargo puts the libraries: beside the tests' programs.
+/// Folder of the libraries: next to the programs of the tests.
 fn built() -> PathBuf {
     let folder = std::env::current_exe().unwrap().parent().unwrap().to_owned();
     for library in ["libfmha_c.so", "libfmha_c.a"] {

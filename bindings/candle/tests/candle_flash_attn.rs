@@ -100,7 +100,7 @@ fn paged(head_dim: usize, spare: usize, page_of: fn(usize, usize) -> usize) -> R
     let pages = rows.div_ceil(PAGE);
     let pool = pages + spare;
     let table: Vec<u32> = (0..pages).map(|page| page_of(page, pool) as u32).collect();
-    // Pages that are nobody's, and rows beyond the last key, hold NaN.
+    // Pages that no sequence uses, and rows beyond the last key, hold NaN.
     let nan = Tensor::full(f32::NAN, (PAGE, heads_kv, head_dim), &device())?.to_dtype(DType::BF16)?;
     let scattered = |tensor: &Tensor| -> Result<Tensor> {
         let mut numbers = vec![nan.clone(); pool];

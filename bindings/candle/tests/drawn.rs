@@ -1,5 +1,6 @@
-//! Calls that a seed draws, as fmha's other doors get them, made through candle's tensors and held to the float64
-//! reference, gradients included; rows of no sequence are 0. `FMHA_DRAWN=SEED:COUNT` draws others, or more.
+//! Random calls by a seed, made through candle's tensors as through fmha's other interfaces, and compared
+//! with the float64 reference, gradients included. Rows outside every sequence are 0. `FMHA_DRAWN=SEED:COUNT`
+//! draws others, or more.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -93,7 +94,7 @@ fn sayable(drawn: &FwdProblem, drawn_lengths: &Lengths) -> (FwdProblem, Lengths)
 /// swapped, one row for all heads.
 struct View {
     shape: Shape,
-    /// Those asked for, each made larger up to a multiple of the next smaller one.
+    /// Requested strides, each made larger up to a multiple of the next smaller one.
     strides: Strides,
     /// Axes that lie in memory, from the outermost on: which one, and how many elements of it lie there.
     stored: Vec<(usize, usize)>,
@@ -278,7 +279,7 @@ impl Call {
     }
 }
 
-/// Writes contiguous `found` to the rows of `tensor` that are some sequence's; what is nobody's must be 0.
+/// Writes contiguous `found` to those rows of `tensor` that belong to a sequence. All other rows must be 0.
 fn put(
     name: &str,
     tensor: &mut tensor::Tensor,

@@ -62,7 +62,7 @@ impl Counted {
     }
 }
 
-/// The workgroups of a launch that had work to do.
+/// Workgroups of a launch that had work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Items {
     /// Those that read a quarter at least of what the fullest does: others have looked at lengths, and found nothing
@@ -72,12 +72,12 @@ struct Items {
     bytes: u64,
     /// Multiprocessors, or compute units.
     units: usize,
-    /// Bytes of the unit that has most, by the mean of all: workgroups are taken to be dealt to units in turn.
+    /// Bytes of the busiest unit by the mean of all units, if workgroups go to the units in rotation.
     busiest_by_mean: f64,
 }
 
 impl Items {
-    /// The work items of a launch, as the emulator tells of it; none where nothing was read.
+    /// Work items of a launch, from the emulator's report; `None` where nothing was read.
     fn of(launch: &Value) -> Option<Self> {
         let units = usize::try_from(launch["units"].as_u64()?).ok().filter(|&units| units > 0)?;
         let groups: Vec<u64> =

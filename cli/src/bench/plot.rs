@@ -15,14 +15,15 @@ pub(super) struct Series {
 /// What stands below a row's points.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Label {
-    /// What tells rows of one group apart; a line for each word.
+    /// Words that distinguish the rows of one group, one line for each.
     pub(super) tick: String,
     /// What neighbours have in common. Lines join the rows of a group alone: between groups nothing
     /// grows.
     pub(super) group: String,
 }
 
-/// The colours of Okabe and Ito ("Color Universal Design", 2008), which everybody tells apart.
+/// Colours of Okabe and Ito ("Color Universal Design", 2008), distinguishable with all kinds of colour
+/// vision.
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),

@@ -63,8 +63,8 @@ impl Results {
         svg(&self.title, self.unit.name(), &self.short_labels(), &series)
     }
 
-    /// The words of the labels that tell the rows apart: a length tells rows of a group apart, the other
-    /// words groups. Where that makes hardly any group, or no length differs, all are the rows' own.
+    /// Words of the labels that distinguish the rows: a length distinguishes the rows of a group, the other
+    /// words the groups. If that makes few groups, or no length differs, every row has all words.
     fn short_labels(&self) -> Vec<Label> {
         let words: Vec<Vec<&str>> = self.rows.iter().map(|row| row.label.split(' ').collect()).collect();
         let differs = |at: usize| words.iter().any(|label| label.get(at) != words[0].get(at));
@@ -73,7 +73,7 @@ impl Results {
             let picked = label.iter().enumerate().filter(|(at, _)| wanted(*at)).map(|(_, word)| *word);
             picked.collect::<Vec<_>>().join(" ")
         };
-        // The batch that keeps the number of tokens constant tells nothing that the length does not.
+        // A batch that keeps the number of tokens constant says nothing that the length does not say.
         let telling = |at: usize| differs(at) && !(at == 0 && differs(LENGTH_WORD));
         let grouped: Vec<Label> = words
             .iter()
@@ -101,7 +101,7 @@ impl Results {
 /// Which word of a label is the length: `B4 H32 S1024 D128 causal fp16`.
 const LENGTH_WORD: usize = 2;
 
-/// What this library is called beside its peers.
+/// Name of this library in a comparison.
 const OURS: &str = "ours";
 
 fn cell(speed: Option<f64>) -> String {
@@ -286,7 +286,7 @@ mod tests {
     use crate::timing::Timing;
     use fmha_conformance::execute::CallTime;
 
-    /// A row that was timed and one that no kernel takes, beside a peer with a difficult name.
+    /// Results of a row that was timed and of one that no kernel takes, with a peer whose name needs escapes.
     fn results() -> [Results; 1] {
         let timing = Timing::of(&[2e-3, 1e-3, 4e-3].map(|seconds| CallTime { seconds, on_device: false }));
         let speed = Speed {
@@ -367,7 +367,8 @@ mod tests {
             labelled(&["B4 H2 S1 D8 full", "B2 H2 S2 D8 full", "B4 H2 S1 D8 causal", "B2 H2 S2 D8 causal"]),
             ["S1/full", "S2/full", "S1/causal", "S2/causal"]
         );
-        // No length tells these apart; here groups would be as many as rows; these two differ in B alone.
+        // No length differs in the first list. Groups would be as many as rows in the second. B alone differs
+        // in the third.
         assert_eq!(labelled(&["B1 H2 S1 D8 full", "B1 H2 S1 D16 full"]), ["D8/", "D16/"]);
         assert_eq!(labelled(&["B1 H2 S1 D8 full", "B1 H2 S2 D16 full"]), ["S1 D8/", "S2 D16/"]);
         assert_eq!(

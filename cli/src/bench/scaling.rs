@@ -1,5 +1,5 @@
-//! `fmha bench --ranks N`: each row over 2, 4, ... N ranks beside one device, by `fmha run --ranks`, which checks its
-//! result.
+//! `fmha bench --ranks N`: each row over 2, 4, ... N ranks compared with one device, by `fmha run --ranks`,
+//! which checks its result.
 
 use std::fmt::Write as _;
 use std::io::Write;
