@@ -52,26 +52,26 @@ element!(f32 = F32, f16 = F16, bf16 = Bf16);
 /// From a pointer of another library ([`from_raw`](Self::from_raw)) it takes that library's word for the memory.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
-    /// From the first element to the last, at least; it may be longer.
+    /// Memory from the first element to the last, at least; it may be longer.
     pub data: DevSlice<'a>,
     /// Type of the elements.
     pub dtype: DType,
     /// Extents of the axes.
     pub shape: Shape,
-    /// From element to element along each axis, in elements; 0 repeats an element along an axis.
+    /// Strides between elements along each axis, in elements; 0 repeats an element along an axis.
     pub strides: Strides,
 }
 
 /// A borrowed tensor that a call writes, as [`TensorView`] is one that it reads. No two of its elements share an address.
 #[derive(Debug)]
 pub struct TensorViewMut<'a> {
-    /// From the first element to the last, at least. What lies between its elements stays as it is.
+    /// Memory from the first element to the last, at least. Bytes between its elements stay as they are.
     pub data: DevSliceMut<'a>,
     /// Type of the elements.
     pub dtype: DType,
     /// Extents of the axes.
     pub shape: Shape,
-    /// From element to element along each axis, in elements.
+    /// Strides between elements along each axis, in elements.
     pub strides: Strides,
 }
 
@@ -156,7 +156,7 @@ impl<'a> TensorViewMut<'a> {
         TensorView { data: self.data.as_input(), dtype: self.dtype, shape: self.shape, strides: self.strides }
     }
 
-    /// As [`TensorView::check`], and that no two elements share an address.
+    /// Checks as [`TensorView::check`] does, and that no two elements share an address.
     ///
     /// # Errors
     /// As there, or the strides.

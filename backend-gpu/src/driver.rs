@@ -1,4 +1,4 @@
-//! What a vendor's libraries do.
+//! Operations of a vendor's libraries.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub unsafe trait Driver: Queues + 'static {
     /// A loaded kernel; it is unloaded when it is dropped.
     type Kernel: Send + Sync;
 
-    /// What a recipe keeps of a step from call to call: tensor maps, or nothing.
+    /// State that a recipe keeps for a step from call to call: tensor maps, or nothing.
     type Kept: Default + Send + Sync;
 
     /// While it lives the device is the calling thread's; then the caller's own is again.
@@ -92,7 +92,7 @@ pub unsafe trait Driver: Queues + 'static {
     ) -> Result<()>;
 }
 
-/// Where a vendor's compiler is found.
+/// Search for a vendor's compiler.
 pub trait Toolchain: Send + Sync + 'static {
     /// The compiler, looked for when the first kernel wants it.
     ///

@@ -14,13 +14,13 @@ use crate::recipe::{GpuProblem, Planned, Vendor};
 
 /// One launch.
 pub struct Step<D: Driver> {
-    /// What it does for the plan.
+    /// Purpose of the step in the plan.
     pub stage: Stage,
     /// Absent, for the reason that is said, where there was no compiler.
     pub(crate) module: Result<Arc<Module<D::Kernel>>, String>,
     pub(crate) grid: Grid,
     pub(crate) range: Range,
-    /// What the recipe keeps of it from call to call.
+    /// State that the recipe keeps for the step from call to call.
     pub kept: D::Kept,
 }
 
@@ -96,11 +96,11 @@ pub(crate) struct Ready<P: GpuProblem, V: Vendor> {
     pub(crate) range: Range,
 }
 
-/// What a plan launches.
+/// Launches of a plan.
 pub(crate) struct Handle<P: GpuProblem, V: Vendor> {
     pub(crate) driver: Option<Arc<V::Driver>>,
     pub(crate) chosen: Ready<P, V>,
-    /// What serves operands whose addresses the chosen kernel does not take, if the caller allows it.
+    /// Plan for operands whose addresses the chosen kernel does not take, if the caller allows a fallback.
     pub(crate) fallback: Option<Ready<P, V>>,
 }
 

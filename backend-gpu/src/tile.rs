@@ -5,7 +5,7 @@ use fmha_core::tune::TileOptions;
 
 use crate::recipe::{Facts, Tiles};
 
-/// Where a plan's tile comes from.
+/// Source of a plan's tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileFrom {
     /// The kernel's own choice, with the fields that the user sets.

@@ -16,7 +16,7 @@ use crate::spec::KvKind;
 use crate::{abi_spec, abi_struct};
 
 abi_spec! {
-    /// What the launch is compiled for.
+    /// Compile-time properties of the launch.
     pub struct CacheSpec {
         /// Q and K.
         pub dtype_qk: DType,
@@ -28,11 +28,11 @@ abi_spec! {
         pub head_dim_qk: i32,
         /// Elements of a value's row.
         pub head_dim_v: i32,
-        /// How Q lies.
+        /// Layout of Q.
         pub q_layout: QLayout,
-        /// How K and V lie.
+        /// Layout of K and V.
         pub kv_layout: KvKind,
-        /// Which axis of V has stride 1.
+        /// Axis of V with stride 1.
         pub v_layout: VLayout,
         /// Whether there are new keys and values.
         pub appends: bool,
@@ -56,7 +56,7 @@ abi_struct! {
         pub k_new: View,
         /// New values, `[batch, seqlen_new, num_heads_kv, head_dim_v]`, or packed.
         pub v_new: View,
-        /// Where queries that are turned lie afterwards.
+        /// Place of the rotated queries.
         pub q: View,
         /// `[batch + 1]`, first new row of each sequence; null where new rows have a batch axis.
         pub cu_seqlens_new: DevPtr<i32>,
@@ -104,8 +104,8 @@ fn turned_row(problem: &FwdProblem) -> u32 {
     problem.dims.head_dim_qk.next_multiple_of(elems)
 }
 
-/// Where queries that are turned lie: of each sequence as many rows as the longest has, of packed ones too, whose shape
-/// counts two at least.
+/// Strides of the rotated queries. Every sequence has as many rows as the longest one, also if queries are
+/// packed, when the shape counts at least two sequences.
 fn turned_strides(problem: &FwdProblem) -> Strides {
     let shape = Shape { seq: problem.dims.seqlen_q, dim: turned_row(problem), ..problem.shape_q() };
     let strides = Strides::bshd(shape);
@@ -127,7 +127,7 @@ fn turned_rows(problem: &FwdProblem) -> u64 {
     u64::from(problem.dims.batch) * u64::from(problem.dims.seqlen_q)
 }
 
-/// Where the queries begin.
+/// Offset of the queries.
 fn first_query(problem: &FwdProblem) -> u64 {
     (u64::from(problem.dims.batch) * 4).next_multiple_of(256)
 }
@@ -179,7 +179,7 @@ pub fn num_rows(problem: &FwdProblem) -> u64 {
 }
 
 impl CacheSpec {
-    /// What a problem's launch is compiled for.
+    /// Compile-time properties of a problem's launch.
     #[must_use]
     pub fn of(problem: &FwdProblem) -> Self {
         let (append, rotary) = (problem.cache.append, problem.cache.rotary);

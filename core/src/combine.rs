@@ -12,7 +12,7 @@ use crate::layout::{Shape, Strides};
 use crate::problem::{MAX_HEAD_DIM, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::setters::setters;
 
-/// How parts become one.
+/// Way in which parts are merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Merge {
     /// Parts are weighted by their LSE.
@@ -50,7 +50,7 @@ pub struct CombineProblem {
     pub o: Strides,
     /// Whether the combined LSE is written, f32 `[batch, num_heads_q, seqlen_q]`.
     pub write_lse: bool,
-    /// How parts become one.
+    /// Way in which parts are merged.
     pub merge: Merge,
 }
 
@@ -80,7 +80,7 @@ impl CombineProblem {
         strides_o: Strides => o;
         /// Whether the combined LSE is written.
         write_lse: bool => write_lse;
-        /// How parts become one.
+        /// Way in which parts are merged.
         merge: Merge => merge;
     }
 

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 pub struct Double {
     /// `lib….so`, a name that no loader takes for a driver's.
     pub file: &'static str,
-    /// In the workspace `tests/emulators`.
+    /// Package in the workspace `tests/emulators`.
     pub package: &'static str,
 }
 

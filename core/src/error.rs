@@ -1,4 +1,4 @@
-//! What can go wrong, and whose fault it is.
+//! Errors, and whose fault they are.
 
 use std::path::PathBuf;
 
@@ -20,7 +20,7 @@ impl ProblemError {
     }
 }
 
-/// Why one kernel does not take a sound problem.
+/// Reason why one kernel does not take a valid problem.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{kernel}: {reason}")]
 pub struct Refusal {
@@ -59,7 +59,7 @@ pub enum Error {
         kernel: String,
         /// The compiler's words.
         log: String,
-        /// Where the source was written.
+        /// File that holds the source.
         dumped: PathBuf,
     },
     /// The driver said no.

@@ -69,7 +69,7 @@ impl FieldValue for i32 {
     }
 }
 
-/// What a field takes from a user, and what tuning tries of it.
+/// Values that a field takes from a user, and those that tuning tries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Takes {
     range: Range,
@@ -80,7 +80,7 @@ pub struct Takes {
 enum Range {
     /// Whatever its type has.
     All,
-    /// It follows from the problem.
+    /// No value: the field follows from the problem.
     Nothing,
     Among(&'static [i32]),
     Within {
@@ -110,7 +110,7 @@ impl Takes {
         Self { range: Range::Nothing, tries: Tries::Nothing }
     }
 
-    /// These numbers.
+    /// Takes these numbers.
     #[must_use]
     pub const fn among(numbers: &'static [i32]) -> Self {
         Self { range: Range::Among(numbers), tries: Tries::Nothing }

@@ -66,7 +66,7 @@ impl<T> PerProcess<T> {
         }
     }
 
-    /// As [`get`](Self::get).
+    /// Returns the value of the calling process like [`get`](Self::get); `make` may fail.
     ///
     /// # Errors
     /// What `make` said.

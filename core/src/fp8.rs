@@ -6,7 +6,7 @@
 //! gfx942 computes in. A FNUZ byte read as OCP is off by a factor of two and turns −0 into NaN. So these are
 //! four types, and every passage between them is a conversion.
 
-/// What sets one 8-bit format apart from another.
+/// Parameters of an 8-bit format.
 struct Format {
     mantissa_bits: u32,
     bias: i32,
@@ -95,7 +95,7 @@ macro_rules! fp8_type {
             /// The largest finite value.
             pub const MAX: f32 = Self::FORMAT.max_finite() as f32;
 
-            /// From bits of this format.
+            /// Makes a number from bits of this format.
             #[must_use]
             pub const fn from_bits(bits: u8) -> Self {
                 Self(bits)

@@ -1,4 +1,4 @@
-//! What a call does with a KV cache apart from reading it: it appends new keys and values, rotates by
+//! Use of a KV cache by a call, apart from reading it: the call appends new keys and values, rotates by
 //! position, and widens a cache that is narrower than its arithmetic.
 
 use crate::dtype::DType;
@@ -38,7 +38,7 @@ pub enum RotaryPairs {
 pub struct Rotary {
     /// Number of leading elements of a row that are rotated: even, at most `head_dim_qk`.
     pub dim: u32,
-    /// Which of them together.
+    /// Pairs of these elements.
     pub pairs: RotaryPairs,
     /// Rows of cos and sin.
     pub max_pos: u32,

@@ -1,4 +1,4 @@
-//! Where a tensor's elements lie: logical axes, strides of each tensor's own.
+//! Layout of a tensor's elements: logical axes, and strides for each tensor.
 
 /// The extents of a tensor over its logical axes `[batch, seq, head, dim]`.
 ///
@@ -42,13 +42,13 @@ impl Shape {
 /// The stride of an axis of extent 1 is never used and may be anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strides {
-    /// From sequence to sequence, or page to page; unused when packed.
+    /// Stride between sequences, or between pages; unused when packed.
     pub batch: i64,
-    /// From row to row.
+    /// Stride between rows.
     pub seq: i64,
-    /// From head to head.
+    /// Stride between heads.
     pub head: i64,
-    /// From element to element of a row: 1, except for a column-major V.
+    /// Stride between elements of a row: 1, except for a column-major V.
     pub dim: i64,
 }
 
@@ -149,7 +149,7 @@ impl Strides {
     }
 }
 
-/// How Q and O lie in memory.
+/// Layout of Q and O in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QLayout {
     /// Equal extents, a batch axis.
@@ -160,7 +160,7 @@ pub enum QLayout {
     Packed,
 }
 
-/// How K and V lie in memory, whatever Q does.
+/// Layout of K and V in memory, independent of Q's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvLayout {
     /// Equal extents, a batch axis.
@@ -220,7 +220,7 @@ impl Totals {
     }
 }
 
-/// How V is stored.
+/// Storage order of V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum VLayout {
     /// `[.., seqlen_k, head_dim_v]`: the head_dim stride is 1.

@@ -1,5 +1,5 @@
-//! What a backend gives ranks of one host: each other's memory, and words in it by which their streams wait
-//! for each other.
+//! Services of a backend for ranks of one host: each other's memory, and words in it that their streams wait
+//! for.
 
 use crate::backend::DevBuffer;
 use crate::error::Result;

@@ -59,7 +59,7 @@ pub(crate) struct Toy {
 }
 
 impl Toy {
-    /// With streams; its memory is the host's by another name.
+    /// Makes a backend with streams. Its device memory is host memory under another name.
     pub(crate) fn on_a_device() -> Self {
         Self {
             space: MemorySpace::Device,

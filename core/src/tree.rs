@@ -4,7 +4,7 @@ use crate::args::{CacheArgs, SeqArgs};
 use crate::problem::FwdProblem;
 use crate::seq::SeqSpan;
 
-/// Which of a sequence's last keys each of its queries sees, in host memory.
+/// Mask of a sequence's last keys for each of its queries, in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct TreeMask<'a> {
     words: &'a [u8],

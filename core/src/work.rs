@@ -1,4 +1,4 @@
-//! How much a problem is: visible pairs, floating-point operations, bytes.
+//! Size of a problem: visible pairs, floating-point operations, bytes.
 
 use crate::dtype::DType;
 use crate::error::ProblemError;

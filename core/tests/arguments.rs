@@ -503,7 +503,7 @@ fn a_block_table_has_room_for_the_longest_sequence() {
     assert_eq!(refusal(problem, &paged(3, None)), "block_table is given, but the problem has none");
 }
 
-/// What has a batch axis has no elements then, and is given or not.
+/// A call of no sequences: tensors with a batch axis have no elements, and may be given or not.
 #[test]
 fn of_no_sequences_nothing_is_missing_and_nothing_too_much() {
     let mut problem = FwdProblem::new(

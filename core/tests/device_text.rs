@@ -155,7 +155,7 @@ fn slope(
     slopes.eval(pair, captured, rounding)[slopes.score.index()].float()
 }
 
-/// What the program prints; `None`, with a note, where there is no C++ compiler.
+/// Output of the program; `None`, with a note, without a C++ compiler.
 fn run_cpp(program: &str) -> Option<String> {
     let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("device_text");
     std::fs::create_dir_all(&dir).unwrap();

@@ -1,4 +1,5 @@
-//! Where sequences lie: packed, in pages, with rows appended; and which lengths and tables are refused, by number.
+//! Placement of sequences: packed, in pages, with appended rows. Wrong lengths and tables are refused by
+//! number.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 

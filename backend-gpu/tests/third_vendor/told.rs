@@ -15,7 +15,7 @@ use log::{Level, LevelFilter, Log, Metadata, Record};
 use super::{Copies, REFUSED, o_of, open, problem};
 
 thread_local! {
-    /// What this thread has opened and closed, and how many ranges are open.
+    /// Ranges that this thread has opened and closed, and the number of open ones.
     static TOLD: RefCell<(Vec<String>, usize)> = const { RefCell::new((Vec::new(), 0)) };
 }
 

@@ -66,7 +66,7 @@ impl FwdArgs<'_> {
 }
 
 impl CacheSlice<'_> {
-    /// Where it lies; `None` where it is no memory of its own.
+    /// Memory space of the slice; `None` if V lies in K and has no memory of its own.
     #[must_use]
     pub fn space(&self) -> Option<MemorySpace> {
         match self {

@@ -1,4 +1,4 @@
-//! What the elements of a call's memory are.
+//! Types of the elements in a call's memory.
 
 use std::fmt;
 use std::sync::atomic::AtomicU8;
@@ -100,7 +100,7 @@ impl Told {
         }
     }
 
-    /// What it is read as.
+    /// Type for reading.
     pub(crate) fn read(&self) -> ElemType {
         let code = usize::from(self.0.load(Relaxed) & !Self::BY_A_CALL);
         match code.checked_sub(Self::OTHERS.len()) {
@@ -109,7 +109,7 @@ impl Told {
         }
     }
 
-    /// What it is written as.
+    /// Type for writing.
     pub(crate) fn written(&self) -> ElemType {
         if self.is_by_a_call() { ElemType::Bytes } else { self.read() }
     }

@@ -12,7 +12,7 @@ const MAX_NODES: u32 = 4096;
 /// Beyond it sums of two tensors' reaches would not fit 64 bits.
 const MAX_REACH: u64 = 1 << 62;
 
-/// How two tensors whose address ranges meet lie to each other.
+/// Relation of two tensors whose address ranges overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Meeting {
     /// No byte belongs to both.
@@ -65,7 +65,7 @@ impl Lattice {
         Self { address, axes }
     }
 
-    /// So many bytes without a gap, one at least.
+    /// Bytes without a gap; at least one.
     pub(super) fn dense(address: usize, bytes: u64) -> Self {
         let bytes = Axis { step: 1, last: bytes.saturating_sub(1) };
         Self { address, axes: [bytes, Axis::NONE, Axis::NONE, Axis::NONE, Axis::NONE] }
@@ -75,7 +75,7 @@ impl Lattice {
         self.axes.iter().fold(0, |reach, axis| reach.saturating_add(axis.reach()))
     }
 
-    /// How two tensors lie to each other. Exact but for [`Meeting::Undecided`].
+    /// Relation of two tensors. Exact, except for [`Meeting::Undecided`].
     pub(super) fn meets(&self, other: &Self) -> Meeting {
         let (reach, other_reach) = (self.reach(), other.reach());
         if reach > MAX_REACH || other_reach > MAX_REACH {

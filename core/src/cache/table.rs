@@ -137,7 +137,7 @@ pub(crate) fn of_other_sizes(problem: &FwdProblem) -> Vec<ValidFwd> {
     all.into_iter().filter_map(|dims| plain(dims).validate().ok()).collect()
 }
 
-/// As [`of_other_sizes`], of [`backward_table`].
+/// Problems of [`backward_table`] with other sizes, as [`of_other_sizes`] gives them for the forward.
 pub(crate) fn of_other_sizes_bwd(problem: &BwdProblem) -> Vec<ValidBwd> {
     let BwdProblem { dout, dq, dk, dv, .. } = *problem;
     let plain = BwdProblem { dout, dq, dk, dv, ..BwdProblem::new(problem.fwd.clone()) };

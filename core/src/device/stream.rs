@@ -152,7 +152,7 @@ impl Drop for Stream {
 #[derive(Debug)]
 pub struct Event {
     pub(super) device: Device,
-    /// None where all work is done at return.
+    /// Handle; `None` where all work is done at return.
     pub(super) handle: Option<u64>,
 }
 

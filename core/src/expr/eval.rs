@@ -105,7 +105,7 @@ impl HostTensor<'_> {
     }
 }
 
-/// What a captured name is in a call.
+/// Value of a captured name in a call.
 #[derive(Clone, Copy, Debug)]
 pub enum Captured<'a> {
     /// A number.
@@ -133,7 +133,7 @@ pub struct Pair {
     pub seqlen_k: u32,
 }
 
-/// Which arithmetic an evaluation uses.
+/// Arithmetic of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rounding {
     /// f64, nothing rounded.

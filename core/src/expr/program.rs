@@ -54,7 +54,7 @@ pub struct Program {
     registers: [usize; 3],
 }
 
-/// Where the pairs of a block lie: pair `e` is row `q + e % width` and key `k + e / width`.
+/// Place of the pairs of a block: pair `e` is row `q + e % width` and key `k + e / width`.
 #[derive(Clone, Copy, Debug)]
 pub struct Block {
     /// The row of the first pair.

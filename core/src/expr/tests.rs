@@ -45,7 +45,7 @@ impl Memory {
         Self { tensors, numbers: [Number::Float(draw.unit() as f32), Number::Int(draw.below(7) as i64 - 3)] }
     }
 
-    /// Those of a function.
+    /// Random values of a function's captures.
     fn of(&self, captures: &[Capture]) -> Vec<Captured<'_>> {
         let of = |capture: &Capture| match capture.kind {
             CaptureKind::Number(_) => Captured::Number(
@@ -102,7 +102,8 @@ proptest! {
         }
     }
 
-    /// Where it does not jump: both sides of each point, at two steps, agree.
+    /// Compares derivatives with central differences where the function does not jump: both sides of each
+    /// point, at two steps, agree.
     #[test]
     fn derivatives_are_central_differences(seed: u64) {
         let function = draw::score(seed, if seed % 2 == 0 { Kind::Any } else { Kind::Tame }).unwrap();

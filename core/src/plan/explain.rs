@@ -1,4 +1,4 @@
-//! What is known of a plan before it runs: resources, launch, where the code is from.
+//! Facts about a plan before it runs: resources, launch, source of the code.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::roofline::Roofline;
 
-/// What a compiled kernel takes of a device; `None`: its compiler did not say.
+/// Resources of a compiled kernel. `None`: its compiler did not say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ResourceUsage {
     /// Vector registers a thread, at launch.
@@ -34,7 +34,7 @@ impl fmt::Display for ResourceUsage {
     }
 }
 
-/// How a launch lies over a device.
+/// Distribution of a launch over a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchShape {
     /// Groups of threads that share memory: thread blocks, workgroups.
@@ -45,7 +45,7 @@ pub struct LaunchShape {
     pub shared_bytes: u32,
     /// Number of work items. They have equal sizes unless a mask shortens them.
     pub tiles: u64,
-    /// How many of them the device works on at a time.
+    /// Number of work items that the device processes at a time.
     pub tiles_at_once: u64,
 }
 
@@ -64,7 +64,7 @@ impl LaunchShape {
     }
 }
 
-/// What is known of a plan before it runs.
+/// Facts about a plan before it runs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Explain {
     /// Resources of the kernel. `None` where kernels are not compiled one by one, or cannot be compiled on

@@ -7,8 +7,8 @@ use super::sums::ScoreSums;
 use crate::error::{ProblemError, Refusal};
 use crate::setters::setters;
 
-/// How closely a kernel follows the running maximum of a row. Both keep the rule that
-/// `tests/battery/tolerance.rs` derives; a plan says which it is.
+/// Treatment of the running maximum of a row. Both kinds keep the rule that `tests/battery/tolerance.rs`
+/// derives; a plan says which one it uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Accuracy {
     /// The subtracted maximum may be too low by a bounded factor, and P is rounded wherever it then
@@ -46,7 +46,7 @@ impl FromStr for Accuracy {
     }
 }
 
-/// What the caller wants of the choice of kernel. Every wish is honoured, or the kernel refuses.
+/// Caller's wishes for the choice of a kernel. A kernel honours every wish, or refuses.
 ///
 /// ```
 /// use fmha_core::PlanOptions;
@@ -57,13 +57,13 @@ impl FromStr for Accuracy {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// This kernel or a refusal; `None` = the backend's choice.
+    /// Name of the kernel to use or refuse; `None`: the backend chooses.
     pub kernel: Option<String>,
     /// `name=value` pairs for that kernel's tile, honoured or refused: `block_m=128`.
     pub tile: Vec<(String, String)>,
     /// Whether a kernel that is correct but far from fast may serve. The plan says so if it does.
     pub allow_fallback: bool,
-    /// How closely the running maximum is followed. [`Accuracy::Fast`] takes either.
+    /// Treatment of the running maximum. [`Accuracy::Fast`] takes either.
     pub accuracy: Accuracy,
     /// Whether every run gives equal bits, whatever else runs on the device. Forward and combine always do. A
     /// backward plan then uses a kernel with a fixed order of summation.
@@ -83,7 +83,7 @@ pub struct PlanOptions {
 }
 
 impl PlanOptions {
-    /// This kernel or a refusal.
+    /// Sets the kernel to use or refuse.
     #[must_use]
     pub fn kernel(mut self, kernel: impl Into<String>) -> Self {
         self.kernel = Some(kernel.into());
@@ -100,7 +100,7 @@ impl PlanOptions {
     setters! {
         /// Whether a kernel that is correct but far from fast may serve.
         allow_fallback: bool => allow_fallback;
-        /// How closely the running maximum is followed.
+        /// Treatment of the running maximum.
         accuracy: Accuracy => accuracy;
         /// Every run gives equal bits.
         deterministic: bool => deterministic;
@@ -144,7 +144,7 @@ impl PlanOptions {
     }
 }
 
-/// What a kernel holds to, whatever the numbers.
+/// Guarantees of a kernel for all numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
     /// Every run gives equal bits.
@@ -153,9 +153,9 @@ pub struct Promises {
     pub batch_invariant: bool,
     /// Can be captured into a graph and replayed with new lengths.
     pub graph_capturable: bool,
-    /// How closely the running maximum is followed.
+    /// Treatment of the running maximum.
     pub accuracy: Accuracy,
-    /// How a score's products are added. LSE is as exact as the scores.
+    /// Arithmetic that adds a score's products. LSE is as exact as the scores.
     pub score_sums: ScoreSums,
 }
 

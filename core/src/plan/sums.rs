@@ -1,17 +1,17 @@
-//! How the products of a score are added.
+//! Arithmetic that adds the products of a score.
 
 use num_traits::Float;
 
-/// How the products of a score, of which LSE is made, are added.
+/// Arithmetic that adds the products of a score, from which LSE follows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ScoreSums {
-    /// In f32, in any order, each sum rounded.
+    /// Sums in f32, in any order, each rounded.
     #[default]
     F32,
-    /// By a matrix unit that adds some products to the sum so far in one step. First it cuts each of them towards
-    /// zero at so many bits below the largest exponent, a product's being the sum of its factors' exponents; then
-    /// it cuts their sum to as many significant bits, or to those of f32 if they are fewer. Such errors do not
-    /// cancel: they grow with the largest sum on the way, not with the score.
+    /// Sums of a matrix unit that adds some products to the sum so far in one step. First it cuts each of
+    /// them towards zero at so many bits below the largest exponent, where a product's exponent is the sum of
+    /// its factors' exponents. Then it cuts their sum to as many significant bits, or to those of f32 if they
+    /// are fewer. Such errors do not cancel: they grow with the largest partial sum, not with the score.
     Cut {
         /// Products of a step.
         products: u8,

@@ -1,19 +1,19 @@
-//! What belongs together in a forward problem.
+//! Groups of fields of a forward problem.
 
 use crate::dtype::DType;
 use crate::kv::{Append, Rotary};
 use crate::layout::{KvLayout, QLayout, Strides, VLayout};
 use crate::score::{Bias, Descale};
 
-/// How the tensors lie, and which of their rows are in use.
+/// Layouts of the tensors, and the rows in use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Layouts {
-    /// How Q and O lie.
+    /// Layout of Q and O.
     pub q: QLayout,
-    /// How K and V lie.
+    /// Layout of K and V.
     pub kv: KvLayout,
-    /// Which axis of V has stride 1.
+    /// Axis of V with stride 1.
     pub v: VLayout,
     /// Whether `seqused_q` gives each sequence's logical number of queries.
     pub seqused_q: bool,
@@ -33,7 +33,7 @@ pub struct DTypes {
     pub o: DType,
 }
 
-/// Where the tensors' elements lie.
+/// Strides of the tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TensorStrides {
@@ -56,13 +56,13 @@ pub struct Score {
     pub softmax_scale: Option<f32>,
     /// `softcap * tanh(S / softcap)`, before the bias. Finite and positive.
     pub softcap: Option<f32>,
-    /// What is added to a score.
+    /// Term that is added to a score.
     pub bias: Bias,
     /// Whether a learnable sink f32 `[num_heads_q]` enters the denominator.
     pub sink: bool,
 }
 
-/// Which elements of P are dropped.
+/// Choice of the elements of P that are dropped.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Dropout {
@@ -73,7 +73,7 @@ pub struct Dropout {
     pub write_keep_mask: bool,
 }
 
-/// What FP8 tensors are multiplied by.
+/// Factors of FP8 tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Scales {
@@ -87,7 +87,7 @@ pub struct Scales {
     pub scale_o: bool,
 }
 
-/// What a call does with a KV cache apart from reading it, and how the cache is stored.
+/// Use of a KV cache by a call, apart from reading it, and the storage of the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct CacheUse {

@@ -3,7 +3,7 @@
 /// One way to compute a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate<T> {
-    /// What would be chosen.
+    /// Candidate for the choice.
     pub choice: T,
     /// Microseconds of the candidate by the model. They rank candidates of one list; no device is involved.
     pub micros: f64,
@@ -49,7 +49,7 @@ impl<T> Candidates<T> {
         self.0.is_empty()
     }
 
-    /// All of them, the table's first.
+    /// All candidates, the table's first.
     pub fn iter(&self) -> impl Iterator<Item = &Candidate<T>> {
         self.0.iter()
     }

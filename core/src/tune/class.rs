@@ -1,4 +1,4 @@
-//! Which problems one measured tile serves.
+//! Classes of problems that one measured tile serves.
 
 use std::fmt::Debug;
 
@@ -68,7 +68,7 @@ impl TileClass {
         Self { operation, facts }
     }
 
-    /// What a kernel's tile for it is kept under.
+    /// Key under which a kernel's tile for the class is stored.
     pub(super) fn key(&self, label: &str) -> String {
         format!("{} {label} {}", self.operation, self.facts)
     }
@@ -87,8 +87,8 @@ fn fwd_tensors(problem: &FwdProblem) -> Vec<Tensor> {
     tensors
 }
 
-/// What a kernel can make of a tensor's strides: the bytes, 16 at most, that divide each of them (which
-/// decides how it can be copied), whether heads or rows lie next to each other, whether anything is
+/// Properties of a tensor's strides that matter to a kernel: the bytes, 16 at most, that divide each of them
+/// (which decides how it can be copied), whether heads or rows lie next to each other, and whether an axis is
 /// broadcast.
 fn stride_class((_, strides, shape, dtype): Tensor) -> String {
     let size = dtype.size_bytes().cast_signed();

@@ -14,7 +14,7 @@ use crate::source::{Header, KernelSource};
 /// A kernel whose tiles are kept.
 #[derive(Clone, Copy, Debug)]
 pub struct TunedKernel<'a> {
-    /// What its tiles are kept under: `sm90-bwd`.
+    /// Name under which the kernel's tiles are stored: `sm90-bwd`.
     pub label: &'a str,
     /// The headers that the entries of its launches include.
     pub headers: &'a [&'a str],
@@ -23,7 +23,7 @@ pub struct TunedKernel<'a> {
 /// One device's tiles.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TunedTiles {
-    /// Where they are kept, if anywhere.
+    /// Folder of the file, if any.
     folder: Option<PathBuf>,
     device: String,
     /// The hash of each kernel's text: what was measured of another says nothing.
@@ -31,10 +31,10 @@ pub struct TunedTiles {
     tiles: BTreeMap<String, Kept>,
 }
 
-/// What lies in the file.
+/// Contents of the file.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Contents {
-    /// Which device, and whatever else of it a tile depends on.
+    /// Device, and everything else of it that a tile depends on.
     device: String,
     tiles: BTreeMap<String, Kept>,
 }
@@ -47,8 +47,8 @@ struct Kept {
 }
 
 impl TunedTiles {
-    /// What is kept for `device` in the cache folder, of `kernels` as their text in `headers` is now.
-    /// Nothing, where there is no such file or it is not whole.
+    /// Loads the tiles of `device` from the cache folder, for `kernels` with their present text in `headers`.
+    /// The result is empty if the file is missing or incomplete.
     ///
     /// # Errors
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
@@ -56,7 +56,7 @@ impl TunedTiles {
         Ok(Self::load_from(cache::folder()?, device, kernels, headers))
     }
 
-    /// As [`load`](Self::load), from a folder of the caller's choice, or from none.
+    /// Loads the tiles like [`load`](Self::load), from a folder of the caller's choice, or from none.
     #[must_use]
     pub fn load_from(
         folder: Option<PathBuf>,

@@ -114,7 +114,7 @@ impl InTurns {
         Ok(measured)
     }
 
-    /// By how much the challenger was faster in each round, sorted.
+    /// Gains of the challenger in each round, sorted.
     fn gains(&self) -> Vec<f64> {
         let pairs = self.incumbent.iter().zip(&self.challenger);
         let mut gains: Vec<f64> = pairs.map(|(incumbent, challenger)| incumbent / challenger - 1.0).collect();
@@ -128,7 +128,7 @@ impl InTurns {
         quantile(&self.gains(), 0.5)
     }
 
-    /// How far the rounds' gains lie apart: from the first quartile to the third.
+    /// Spread of the rounds' gains: from the first quartile to the third.
     #[must_use]
     pub fn spread(&self) -> f64 {
         let gains = self.gains();
@@ -172,7 +172,7 @@ pub struct Tried {
     pub outcome: Result<InTurns, String>,
 }
 
-/// What a search has found.
+/// Result of a search.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// The best tile: the kernel's own where nothing beat it.
@@ -282,7 +282,7 @@ mod tests {
         seconds: fn(u32) -> f64,
         /// The largest share that noise adds.
         noise: f64,
-        /// What each burst adds to all that follow.
+        /// Seconds that each burst adds to all later bursts.
         drift: f64,
         bursts: u32,
         state: u64,
@@ -462,7 +462,7 @@ mod tests {
         assert_eq!(listens.1, ["coming 2,3,4,5", "1", "2", "3", "4", "coming 5", "5"]);
     }
 
-    /// Which tile each burst was of.
+    /// Tile of each burst.
     struct Noted(Vec<u32>);
 
     impl Timer for Noted {
