@@ -96,7 +96,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// What a call took, over all of them.
+/// Times of a call, over all calls.
 struct Issued {
     /// Least, middle, and that of 9 in 10 calls, in us, with up to so many calls queued before the host waits.
     by_burst: [(usize, [f64; 3]); 2],

@@ -60,7 +60,7 @@ pub(crate) struct Device {
     pub(crate) emulated: bool,
     context: sys::Handle,
     handle: sys::DeviceHandle,
-    /// What it says of itself.
+    /// Properties of the device, from the driver.
     pub(crate) info: DeviceInfo,
     /// The version of CUDA that the driver is for.
     pub(crate) driver_version: (i32, i32),
@@ -130,7 +130,7 @@ impl Drop for Device {
 /// A device's context is this thread's until this is dropped; then the caller's own is again.
 #[must_use = "the context is the caller's again at once"]
 pub(crate) struct Entered {
-    /// None where it was the device's already.
+    /// Context of the caller; `None` if the device's own was current.
     callers: Option<sys::Handle>,
 }
 
@@ -233,7 +233,7 @@ impl Kernel {
     }
 }
 
-/// As wide as a row of the box.
+/// Swizzle as wide as a row of the box.
 fn swizzle<const AXES: usize, const STRIDES: usize>(facts: &TensorMapFacts<AXES, STRIDES>) -> c_int {
     match facts.row_bytes() {
         32 => sys::tensor_map::SWIZZLE_32B,

@@ -82,8 +82,9 @@ pub(crate) fn is_installed() -> bool {
     DOUBLE.get().is_some()
 }
 
-/// What the last launches (at most 64) on the double did, as a JSON array, oldest first: `kernel`, `grid`, `block`,
-/// `counters` and `instructions` by name. Asking forgets them. `None` where this process runs on no double.
+/// Launches on the double since the last call (at most 64), as a JSON array, oldest first: `kernel`, `grid`,
+/// `block`, `counters` and `instructions` by name. The call clears them. `None` if this process uses no
+/// double.
 #[must_use]
 pub fn emulated_launches() -> Option<String> {
     let (library, _) = DOUBLE.get()?;

@@ -101,7 +101,7 @@ fn suits(
     Ok(())
 }
 
-/// What came of opening a library.
+/// Result of opening a library.
 type Opened = std::result::Result<&'static Nvrtc, String>;
 
 /// The first compiler that `serves`. A library is opened once, and stays.
@@ -230,7 +230,7 @@ impl Compiler for Nvrtc {
     }
 }
 
-/// What ptxas says of the one kernel in a log.
+/// Resources that ptxas reports for the one kernel in a log.
 fn resources(log: &str) -> ResourceUsage {
     let before = |words: &str| {
         let number = log[..log.rfind(words)?].rsplit(|c: char| !c.is_ascii_digit()).next()?;

@@ -30,7 +30,7 @@ pub struct OwnKernels {
 pub struct OwnKernel {
     kernel: Kernel,
     threads: u32,
-    /// What it takes of the device, as the compiler said.
+    /// Resources of the kernel, as the compiler reports them.
     pub resources: ResourceUsage,
 }
 
@@ -39,7 +39,7 @@ pub struct OwnKernel {
 pub struct TensorBox {
     /// f16 or bf16.
     pub dtype: DType,
-    /// Where it begins, on the device: a multiple of 16.
+    /// Address of the buffer on the device: a multiple of 16.
     pub address: u64,
     /// Extents, from axis 0.
     pub dims: [u64; 4],
@@ -112,7 +112,7 @@ impl OwnKernels {
         Ok(OwnKernel { kernel, threads, resources: compiled.resources })
     }
 
-    /// What a kernel reads a tensor by, as a parameter of its own.
+    /// Tensor map of a tensor, as a parameter of the caller's kernel.
     ///
     /// # Errors
     /// What the driver refuses.

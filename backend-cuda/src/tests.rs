@@ -1,4 +1,4 @@
-//! What a backend keeps of tiles that were measured, and whether it measures.
+//! Measured tiles in a backend, and whether it can measure.
 
 use fmha_core::tune::{TileClass, Tune as _, TunedTile, TunedTiles};
 use fmha_core::{

@@ -5,7 +5,8 @@
 use std::path::Path;
 use std::process::Command;
 
-/// With cudarc's `dynamic-loading` among this crate's dependencies, as it once was, cudarc's build script panics here.
+/// Guards against cudarc's `dynamic-loading` among this crate's dependencies, with which cudarc's build
+/// script panics here.
 #[test]
 fn a_program_with_candles_features_of_cudarc_builds() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

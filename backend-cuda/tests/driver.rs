@@ -1,4 +1,4 @@
-//! What the backend leaves of the calling thread's state, and what is done when its calls return, on the
+//! State of the calling thread after a call of the backend, and completion of work when calls return, on the
 //! test double of the driver. No compiler is needed.
 
 #![cfg(unix)]

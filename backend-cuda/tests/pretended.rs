@@ -203,7 +203,7 @@ fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
     assert_eq!(kernel(1, 1, 32768, &any.batch_invariant(true)), "sm90");
 }
 
-/// Where a promise leaves one shape, what the others would cost was no choice.
+/// A promise that leaves one shape leaves no choice, so other shapes have no price.
 #[test]
 fn shapes_that_a_promise_leaves_no_choice_of_are_not_priced() {
     let dims = Dims { seqlen_q: 300, seqlen_k: 300, num_heads_q: 8, num_heads_kv: 8, ..DIMS };

@@ -1,4 +1,4 @@
-//! From an entry's text to a code object: an installed clang, or hipRTC.
+//! Compilation of an entry's text to a code object, by an installed clang or by hipRTC.
 
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use crate::driver::{owned, search, sys::Handle, sys::Hiprtc};
 use crate::resources::Resources;
 
-/// What compiles.
+/// Kinds of compiler.
 pub(crate) enum Compiler {
     /// A clang that knows AMDGPU. It needs neither ROCm's headers nor its device library.
     Clang { path: PathBuf, version: String },

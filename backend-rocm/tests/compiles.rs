@@ -93,7 +93,8 @@ fn every_branch_of_the_contract_compiles_everywhere_without_spills() {
     none_spills(|_, _, _| true);
 }
 
-/// On RDNA: a few of the problems, the widest rows that have the fewest registers to spare among them.
+/// Compiles a few of the problems for RDNA, among them those with the widest rows that have the fewest
+/// registers to spare.
 #[test]
 fn branches_of_the_contract_compile_on_rdna_without_spills() {
     if !support::clang_is_there() {
@@ -159,7 +160,7 @@ fn spilled_on(arch: Arch, compiles: &dyn Fn(usize, &str) -> bool) -> Vec<String>
     spilled
 }
 
-/// What a decode kernel is compiled for, in every branch.
+/// Problems for every branch of a decode kernel.
 fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
     let paged = |dtype, (head_dim_qk, head_dim_v)| {
         let dims = Dims { seqlen_q: 2, head_dim_qk, head_dim_v, ..DIMS };

@@ -10,13 +10,14 @@ const SAYS: &str = "says";
 const IS_WRONG: &str = "is wrong";
 const RUNS: &str = "runs";
 
-/// What a rank says of a field that it takes as the others have it.
+/// Text of a field that a rank takes from the other ranks.
 pub(crate) const AS_OTHERS: &str = "?";
 
-/// What ranks say of a problem, by field.
+/// Fields of a problem, each a name and a text.
 pub(crate) type Fields = [(String, String)];
 
-/// How long ranks are given to say what they do before one of them is blamed: which of them do the same is then known.
+/// Time for ranks to send their messages before one of them is blamed. After it, the ranks that agree are
+/// known.
 pub(crate) const MOMENT: Duration = Duration::from_millis(100);
 
 /// Message of a rank: the problem that it plans, or the call that it runs.
@@ -135,8 +136,8 @@ pub(crate) fn agree(group: &dyn Group, mine: &Result<Vec<(String, String)>>) -> 
     agreed(group, mine).map(drop)
 }
 
-/// As [`agree`], where a rank may say [`AS_OTHERS`] of some fields. Gives none where no rank does; else all
-/// fields as the ranks say them that say anything, the same on every rank.
+/// Compares the fields like [`agree`], where a rank may say [`AS_OTHERS`] for some of them. Returns `None` if
+/// no rank does. Otherwise returns all fields, taken from the ranks that name them, equal on every rank.
 pub(crate) fn agreed(
     group: &dyn Group,
     mine: &Result<Vec<(String, String)>>,

@@ -1,5 +1,5 @@
-//! How long each scheme takes, from a kernel's rate and the links: what the planner compares, and what
-//! answers for more ranks than are there.
+//! Model of the time of each scheme, from a kernel's rate and the links. The planner compares schemes by it,
+//! and it answers for more ranks than the machine has.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use fmha::MAX_ARRIVALS;
 use crate::problem::Whole;
 use crate::scheme::{Scheme, last_home};
 
-/// What a device computes and what a link carries. In text: lines `name = number`, `#` begins a comment.
+/// Speeds of a device and of its links. In text: lines `name = number`, `#` begins a comment.
 ///
 /// ```
 /// use fmha_dist::Links;
@@ -21,7 +21,7 @@ use crate::scheme::{Scheme, last_home};
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Links {
-    /// What a rank sends a second to its peers while it receives as much.
+    /// Bytes per second from a rank to its peers, while it receives as many.
     pub bytes_per_second: f64,
     /// Seconds of an exchange of nothing.
     pub latency: f64,
@@ -31,19 +31,19 @@ pub struct Links {
     pub fwd_flops: f64,
     /// Operations a second of the backward kernel, as a device keeps them up.
     pub bwd_flops: f64,
-    /// How much faster a device is that has rested, before its power makes its clock fall.
+    /// Speed of a device that has rested, before its power limit lowers the clock, over its lasting speed.
     pub burst: f64,
-    /// For how many seconds it is.
+    /// Seconds for which that speed lasts.
     pub burst_seconds: f64,
     /// Processors of a device, of which each computes a tile of 128 queries of a head at a time.
     pub processors: f64,
-    /// What a device reads or writes a second in its own memory.
+    /// Bytes per second of reads or writes in a device's own memory.
     pub memory_bytes_per_second: f64,
     /// Bytes that a rank may use, apart from its own tensors.
     pub memory: f64,
     /// Neighbouring ranks that these links join; `None`: all.
     pub ranks_per_host: Option<u32>,
-    /// What a rank sends a second to ranks of other hosts while it receives as much.
+    /// Bytes per second from a rank to ranks of other hosts, while it receives as many.
     pub host_bytes_per_second: f64,
     /// Seconds of an exchange of nothing between hosts.
     pub host_latency: f64,
@@ -74,13 +74,13 @@ impl Default for Links {
 }
 
 impl Links {
-    /// What a device that has rested does in so many seconds, in seconds of one that has not.
+    /// Work of a device that has rested in so many seconds, in seconds of one that has not.
     #[must_use]
     pub fn kept_up(&self, seconds: f64) -> f64 {
         seconds + (self.burst - 1.0) * seconds.min(self.burst_seconds)
     }
 
-    /// In how many seconds a device that has rested does what takes one that has not so many.
+    /// Seconds in which a device that has rested does the work of `kept_up` seconds of one that has not.
     fn rested(&self, kept_up: f64) -> f64 {
         (kept_up / self.burst).max(kept_up - (self.burst - 1.0) * self.burst_seconds)
     }
@@ -209,7 +209,7 @@ const PACKED_BYTES_PER_SECOND: f64 = 5.5e11;
 /// two pairs of H200, a query against 131072 and 1048576 keys: 9 to 19 us.
 const DECODING: f64 = 14e-6;
 
-/// What `scheme` would cost.
+/// Estimate of the time and memory of `scheme`.
 pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Links) -> Estimate {
     let dims = whole.fwd.dims;
     let ranks = f64::from(whole.ranks);
@@ -359,17 +359,17 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     Estimate { compute, transfer, seconds, bytes_sent, memory, efficiency }
 }
 
-/// What a rank sends.
+/// Bytes and messages that a rank sends.
 #[derive(Clone, Copy, Default)]
 struct Moved {
     /// Bytes to ranks of its host.
     near: f64,
     /// Bytes to others.
     far: f64,
-    /// How often ranks wait for each other.
+    /// Number of times that ranks wait for each other.
     exchanges: f64,
     /// Part of the transfer that overlaps with kernels.
     hidden: f64,
-    /// What the processor queues of it, where that is not in what launches cost.
+    /// Messages that the host queues, apart from those in the cost of launches.
     messages: f64,
 }

@@ -1,12 +1,12 @@
-//! Which rows of the whole each rank has, and which pieces of sequences these are.
+//! Partitions: the rows of the whole that each rank has, and the pieces of sequences among them.
 
 use std::ops::Range;
 
 use crate::error::{Error, Result};
 
-/// Which rows of an axis each rank has: runs `[begin, end)`, ascending. Rows are positions of every sequence
+/// Rows of an axis that each rank has: runs `[begin, end)`, ascending. Rows are positions of every sequence
 /// of a batch, or the rows of a packed tensor, where a run may span sequences. A rank's own tensor has the
-/// rows of its runs one after another. No lengths need be equal, and a rank may have nothing.
+/// rows of its runs one after another. Lengths may differ, and a rank may have nothing.
 ///
 /// ```
 /// use fmha_dist::Partition;
@@ -55,7 +55,7 @@ impl Partition {
         }
     }
 
-    /// These runs, by rank. Empty ones are left out, and runs that touch are one.
+    /// Makes a partition of these runs, by rank. Empty runs are left out, and runs that touch are merged.
     ///
     /// # Errors
     /// A rank whose runs do not ascend, a row that two ranks have or none has, with its number.
@@ -111,7 +111,7 @@ impl Partition {
         self.rows
     }
 
-    /// How many ranks there are.
+    /// Number of ranks.
     #[must_use]
     pub fn ranks(&self) -> u32 {
         self.runs.len() as u32
@@ -191,17 +191,17 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    /// How many positions.
+    /// Number of positions.
     pub(crate) fn rows(&self) -> u32 {
         self.positions.end - self.positions.start
     }
 
-    /// How many sequences.
+    /// Number of sequences.
     pub(crate) fn num_sequences(&self) -> u32 {
         self.sequences.end - self.sequences.start
     }
 
-    /// None of its sequences' positions.
+    /// Copy of the piece with its sequences and no positions.
     pub(crate) fn without_rows(&self) -> Self {
         Self { positions: 0..0, row: 0, whole_row: 0, ..self.clone() }
     }
@@ -223,7 +223,8 @@ impl Axis {
         if self.cu_seqlens.is_some() { 1 } else { self.batch }
     }
 
-    /// What is attended to as one: every packed sequence alone, a batch together. Positions, first row, and sequences.
+    /// Units of attention: every packed sequence alone, a batch together. Each has its sequences and its
+    /// rows.
     fn sequences(&self) -> Vec<(Range<u32>, Range<u32>)> {
         match &self.cu_seqlens {
             None => vec![(0..self.batch, 0..self.partition.rows)],

@@ -165,7 +165,7 @@ fn alone(device: &Device, inputs: &[Vec<u8>; 4]) -> [Vec<u8>; 3] {
     [o, lse, dq].map(|buffer| downloaded(device, &buffer))
 }
 
-/// What each rank's closure gives, by rank.
+/// Results of each rank's closure, by rank.
 fn on_ranks<T: Send>(device: &Device, run: impl Fn(Arc<dyn Group>) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let groups = threads(2, Duration::from_secs(120));

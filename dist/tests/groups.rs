@@ -1,4 +1,5 @@
-//! What fails on one rank fails on all, with the rank and the field, within the timeout: in threads and in processes.
+//! Failures of one rank fail on all ranks, with the rank and the field, within the timeout: in threads and in
+//! processes.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
@@ -340,7 +341,8 @@ fn all_ranks_of_a_share_are_waited_for_no_longer_than_one() {
     all_say(results, 2, "exchange", "rank 2 is late");
 }
 
-/// In a ring each rank waits for the one before, which waits for the one before that: the first of them is to blame.
+/// Each rank of a ring waits for the one before, which waits for the one before it: the first of them is to
+/// blame.
 #[test]
 fn the_rank_that_all_wait_for_in_the_end_is_the_late_one() {
     let results = support::on_ranks(5, SHORT, |group| {

@@ -358,7 +358,7 @@ fn totals_of_lengths_are_those_of_the_partition() {
     }
 }
 
-/// What one rank gives in every case and scheme that so many ranks take, forward and backward, a line each.
+/// Results of one rank in every case and scheme for this number of ranks, forward and backward, a line each.
 fn told(group: &std::sync::Arc<dyn fmha_dist::Group>) -> String {
     let (rank, ranks) = (group.rank(), group.size());
     let hash = |results: &[Vec<u8>]| {
@@ -426,7 +426,8 @@ fn processes_give_the_bits_of_threads_in_every_case_and_scheme() {
     }
 }
 
-/// Where links between hosts are slow, the mix sends an eighth of what a ring sends over them, and hides it sooner.
+/// With slow links between hosts, the mixed scheme sends an eighth of a ring's bytes over them, and hides the
+/// time sooner.
 #[test]
 fn the_model_prefers_the_mix_where_links_between_hosts_are_slow() {
     let sizes = Dims { batch: 1, ..dims((1 << 17, 1 << 17), (32, 32)) };

@@ -14,7 +14,7 @@ const ALIGN: u64 = 16;
 #[derive(Debug)]
 pub(crate) struct Mapped {
     device: Arc<Device>,
-    /// What is reserved: a granule, the mapped range, a granule.
+    /// Start of the reserved range: a granule, the mapped range, a granule.
     base: u64,
     granule: u64,
     mapped_bytes: u64,

@@ -22,7 +22,7 @@ pub(crate) type Address = u64;
 pub(crate) type MemoryHandle = u64;
 
 pub(crate) const CUDA_SUCCESS: Status = 0;
-/// What a function that the library lacks is said to have answered.
+/// Status for a function that the library lacks.
 pub(crate) const CUDA_ERROR_NOT_FOUND: Status = 500;
 
 /// `CUdevice_attribute`.
@@ -136,7 +136,7 @@ pub(crate) const MEM_OP_WAIT_32: c_uint = 1;
 pub(crate) const MEM_OP_WRITE_32: c_uint = 2;
 /// `CU_STREAM_WAIT_VALUE_EQ`.
 pub(crate) const WAIT_VALUE_EQ: c_uint = 1;
-/// How many are given at a time: the driver takes fewer than 256.
+/// Largest number of operations in one call: the driver takes fewer than 256.
 pub(crate) const MOST_MEM_OPS: usize = 128;
 
 /// `CUstreamBatchMemOpParams`, of waits and writes, which have the same fields.

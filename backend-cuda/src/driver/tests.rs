@@ -1,4 +1,4 @@
-//! What is made through the driver and what is given back to it, on the test double. No compiler is needed.
+//! Objects made through the driver and given back to it, on the test double. No compiler is needed.
 
 use std::time::{Duration, Instant};
 

@@ -35,7 +35,7 @@ pub(crate) fn kernel() -> Option<Vec<u8>> {
     Some(compiler.compile(&job("#define WORDS 256\n")).unwrap().machine)
 }
 
-/// Those that are there; says which are not.
+/// Compilers that are installed; prints those that are not.
 fn compilers() -> Vec<Compiler> {
     let installed = Compiler::find().ok().filter(|found| matches!(found, Compiler::Clang { .. }));
     if installed.is_none() {

@@ -20,7 +20,7 @@ pub(crate) struct Driver {
     emulated: bool,
 }
 
-/// What the driver says of a device.
+/// Properties of a device, from the driver.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceInfo {
     /// Such as `AMD Instinct MI300X`.
@@ -149,7 +149,7 @@ impl Driver {
 #[must_use = "the device is the caller's again at once"]
 pub(super) struct Selected<'a> {
     hip: &'a Hip,
-    /// None where it was the current one already.
+    /// Device of the caller; `None` if this one was current.
     callers: Option<c_int>,
 }
 

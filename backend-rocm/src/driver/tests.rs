@@ -1,4 +1,4 @@
-//! What the driver keeps of dropped things, over the emulator's library: it looks every handle up.
+//! Handles of dropped objects, over the emulator's library, which looks every handle up.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

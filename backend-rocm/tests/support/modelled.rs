@@ -1,4 +1,4 @@
-//! What the compiler and llvm-mca say of a kernel: registers, LDS, and the passes of its main loop.
+//! Reports of the compiler and of llvm-mca on a kernel: registers, LDS, and the passes of its main loop.
 //! Modelled, not measured.
 
 #![allow(clippy::unwrap_used, reason = "a test and the tool that writes its table: both fail by panicking")]
@@ -290,8 +290,8 @@ struct Passes {
     total: f64,
     mfma: f64,
     valu: f64,
-    /// What the vector unit is occupied for: `valu`, a pass for each matrix instruction's issue, and the passes of
-    /// exponentials that llvm-mca leaves out: they take four, on gfx950 two.
+    /// Passes of the vector unit: `valu`, a pass for the issue of each matrix instruction, and the passes of
+    /// exponentials that llvm-mca leaves out: four each, two on gfx950.
     vector: f64,
 }
 

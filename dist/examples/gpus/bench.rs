@@ -1,4 +1,4 @@
-//! What all runs have in common: the ranks, the problem, and how a call is timed.
+//! State shared by all runs: the ranks, the problem, and the way to time a call.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,24 +18,24 @@ const LONG: f64 = 1.0;
 /// the host then queues a call while the one before runs, as in a model of many layers.
 const TOGETHER: f64 = 20e-3;
 
-/// What is wrong with the last rank.
+/// Fault of the last rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Trouble {
     Slow,
     Dead,
 }
 
-/// What is done with a plan's runs.
+/// Treatment of a plan's runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Eager,
-    /// They are recorded and replayed.
+    /// Runs are recorded and replayed.
     Replayed,
-    /// They are taken apart.
+    /// Runs are timed in parts.
     Parts,
 }
 
-/// What all runs have in common.
+/// State shared by all runs.
 pub(crate) struct Bench {
     pub(crate) way: Way,
     pub(crate) trouble: Option<Trouble>,
@@ -49,9 +49,9 @@ pub(crate) struct Bench {
     pub(crate) offsets: Option<(Vec<u32>, DevBuffer)>,
     pub(crate) slopes: DevBuffer,
     pub(crate) start: Instant,
-    /// From where and to where links are measured.
+    /// Source and destination buffers for the measurement of links.
     pub(crate) links: [DevBuffer; 2],
-    /// How often each plan runs, for the same bits each time.
+    /// Number of runs of each plan, which must all give equal bits.
     pub(crate) repeats: usize,
 }
 
@@ -143,7 +143,7 @@ impl Bench {
         Ok(())
     }
 
-    /// What the model predicts where one device takes so long.
+    /// Prediction of the model, given the time of one device.
     pub(crate) fn predicted(
         &self,
         problem: &Problem,

@@ -9,7 +9,7 @@ use fmha_dist::{Error, Exchange, Group, Host, Result};
 /// A group that marks on the stream where its gathers begin and end.
 pub(crate) struct Marked {
     group: Arc<dyn Group>,
-    /// Those that have been reached, and those to come; the last first.
+    /// Events that have been reached, and events to come; the last comes first.
     marks: Mutex<[Vec<[Event; 2]>; 2]>,
 }
 

@@ -1,4 +1,4 @@
-//! Where a run's time goes.
+//! Parts of a run's time.
 
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use crate::AnyError;
 use crate::bench::Bench;
 use crate::groups::Marked;
 
-/// How many runs are taken apart, one behind another.
+/// Number of runs that are timed in parts, one after another.
 const APART: usize = 32;
 
 impl Bench {

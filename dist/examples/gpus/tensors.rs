@@ -6,7 +6,8 @@ use fmha_dist::Partition;
 use crate::AnyError;
 use crate::bench::Bench;
 
-/// How many numbers are drawn before they repeat: drawing takes longer than all else. Odd, so that rows differ.
+/// Count of random numbers before they repeat: to draw more would take longer than everything else. Odd, so
+/// that rows differ.
 const DRAWN: usize = (1 << 23) + 1237;
 
 /// Bits of a tensor that are compared, at most: of more, the host would take longer than the devices.
@@ -71,7 +72,7 @@ impl Bench {
         Ok(host)
     }
 
-    /// This rank's rows of a tensor `[planes, rows]` of all, on its device.
+    /// Rows of this rank of a tensor `[planes, rows]` of all ranks, on its device.
     pub(crate) fn own(
         &self,
         partition: &Partition,
@@ -95,7 +96,7 @@ impl Bench {
         Ok(own)
     }
 
-    /// What this rank computed against its rows of what one device did.
+    /// Compares this rank's results with its rows of the results of one device.
     pub(crate) fn compare(
         &self,
         what: &str,

@@ -1,4 +1,4 @@
-//! What the steps of a program queue, on streams of this rank.
+//! Work that the steps of a program queue on streams of this rank.
 
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ impl Meeting {
         Ok(())
     }
 
-    /// This rank's own rows into their places.
+    /// Copies this rank's own rows into their places.
     pub(crate) fn fill(&self, address: impl Fn(Buf) -> u64, stream: &Stream) -> Result<()> {
         let fill = |rows: &Rows| self.copy(rows, [address(rows.from.0), address(rows.to.0)], stream);
         self.coming.own.iter().try_for_each(fill)

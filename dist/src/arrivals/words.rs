@@ -9,7 +9,7 @@
 //! - `home` and `home_free`, one per rank: `flag` and `free` for dK and dV, which go the other way. Each goes
 //!   to the owner of its keys as soon as no later kernel of the rank changes it.
 
-/// Where a rank's words are.
+/// Addresses of a rank's words.
 #[derive(Clone, Copy)]
 pub(super) struct Words {
     pub(super) address: u64,

@@ -55,7 +55,7 @@ impl Builder<'_> {
         self.forward((q, k), &heads, operands, (q.row, k.row), (part.o, part.lse), how)
     }
 
-    /// As [`forward`](Self::forward), with O and LSE in rows of larger tensors.
+    /// Forward as in [`forward`](Self::forward), with O and LSE in rows of larger tensors.
     pub(crate) fn forward_into(
         &mut self,
         (q, k): (&Piece, &Piece),

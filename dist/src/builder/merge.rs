@@ -9,7 +9,7 @@ use crate::partition::Piece;
 use crate::problem::{Kind, LseRows, Tensor};
 use crate::program::{At, Buf, Part, Step};
 
-/// Where tensors that lie side by side in a buffer may begin: at multiples of what a buffer of its own is aligned to.
+/// Alignment of tensors that lie side by side in a buffer: that of a buffer of its own.
 const PLACE: u64 = 256;
 
 /// Parts or terms that one merge takes on every device.

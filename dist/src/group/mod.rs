@@ -32,18 +32,18 @@ use crate::error::{Error, Result};
 /// Rows of one buffer, in bytes: `rows` of them, `row_bytes` long and `stride` apart, the first at `offset`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// Where the first begins.
+    /// Offset of the first row.
     pub offset: u64,
-    /// How many there are.
+    /// Number of rows.
     pub rows: u64,
     /// Bytes of each.
     pub row_bytes: u64,
-    /// From one to the next.
+    /// Bytes from one row to the next.
     pub stride: u64,
 }
 
 impl Block {
-    /// All bytes.
+    /// Number of bytes of all rows.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.rows.saturating_mul(self.row_bytes)
@@ -77,23 +77,24 @@ impl Block {
 pub struct Parcel {
     /// The other rank, or this one.
     pub peer: u32,
-    /// Which of the call's buffers.
+    /// Index of the buffer among those of the call.
     pub buffer: usize,
     /// The rows.
     pub block: Block,
 }
 
-/// What moves at once. The parcels to a rank are, one by one, as long as those that it expects of this one.
+/// Moves of one exchange. The parcels to a rank are, one by one, as long as those that it expects from this
+/// rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Exchange {
-    /// From `sources` to other ranks.
+    /// Parcels from `sources` to other ranks.
     pub sends: Vec<Parcel>,
-    /// From other ranks into `sinks`. No two overlap.
+    /// Parcels from other ranks into `sinks`. No two overlap.
     pub receives: Vec<Parcel>,
 }
 
 impl Exchange {
-    /// How many rows move, in or out: each is a message on GPUs.
+    /// Number of rows that move, in or out: each is a message on GPUs.
     #[must_use]
     pub fn rows(&self) -> u64 {
         self.sends.iter().chain(&self.receives).map(|parcel| parcel.block.rows).sum()
@@ -158,13 +159,13 @@ fn check_stretches(rank: u32, size: u32, bytes: u64, all: &DevSliceMut<'_>) -> R
 /// What fails on one rank fails on all: an error names the rank whose fault it is, and after one no call
 /// succeeds. Nothing waits longer than the group's timeout.
 pub trait Group: Send + Sync {
-    /// Which of them this one is.
+    /// Index of this rank.
     fn rank(&self) -> u32;
 
-    /// How many there are.
+    /// Number of ranks.
     fn size(&self) -> u32;
 
-    /// Where the buffers of an exchange lie.
+    /// Memory space of the buffers of an exchange.
     fn space(&self) -> MemorySpace;
 
     /// A call begins, of a plan whose ranks have agreed on these fields. A group that keeps them can name the
@@ -183,7 +184,7 @@ pub trait Group: Send + Sync {
     /// other no longer than the timeout in a whole call.
     fn ends(&self) {}
 
-    /// How many calls have begun; of a group that keeps no count 0 on every rank.
+    /// Number of calls that have begun; 0 on every rank if the group keeps no count.
     fn calls(&self) -> u64 {
         0
     }
@@ -250,12 +251,12 @@ pub trait Group: Send + Sync {
         u64::MAX
     }
 
-    /// How long a rank waits for another one.
+    /// Time that a rank waits for another one.
     fn timeout(&self) -> Duration {
         Duration::from_secs(60)
     }
 
-    /// What has gone wrong on any rank so far, as far as it is known here.
+    /// First failure of any rank, if this rank knows of one.
     fn failure(&self) -> Option<Error> {
         None
     }

@@ -134,7 +134,8 @@ impl Held {
     }
 }
 
-/// How long what ends by itself may take: a call that queues, the library's own end of a communicator.
+/// Time limit for calls that end by themselves: a call that queues, or the library's own end of a
+/// communicator.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Calls the library with the last reference to a communicator, and waits at most this long. A call that

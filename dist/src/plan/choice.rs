@@ -1,4 +1,4 @@
-//! Which scheme serves, by the model of kernels and links.
+//! Choice of a scheme, by the model of kernels and links.
 
 use std::fmt;
 
@@ -10,15 +10,15 @@ use crate::model::{Estimate, estimate};
 use crate::problem::{Problem, Whole};
 use crate::scheme::{SCHEMES, Scheme, most_groups};
 
-/// What became of each scheme.
+/// Scheme of a plan, and the verdict on each scheme.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Choice {
     /// The one that serves.
     pub scheme: Scheme,
-    /// Why.
+    /// Reason for the choice.
     pub reason: String,
-    /// What each would cost, or why it does not take the problem.
+    /// Estimate of each scheme, or the reason why it does not take the problem.
     pub considered: Vec<(Scheme, Result<Estimate, String>)>,
 }
 
@@ -35,7 +35,8 @@ impl fmt::Display for Choice {
     }
 }
 
-/// Which scheme a group of `ranks` would take for a problem, and what each would cost; nothing is planned or sent.
+/// Chooses the scheme that a group of `ranks` would use for a problem, and estimates every scheme. Nothing is
+/// planned or sent.
 ///
 /// # Errors
 /// What is wrong with the problem; of no scheme that takes it, each one's refusal.

@@ -1,4 +1,4 @@
-//! From a problem to a plan that runs.
+//! Steps from a problem to a plan that runs.
 //!
 //! ```text
 //!  Whole      the problem as this rank sees it                     problem/check.rs

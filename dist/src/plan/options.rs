@@ -9,11 +9,11 @@ use crate::scheme::Scheme;
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// This scheme or a refusal; `None`: the planner's.
+    /// Scheme to use or refuse; `None`: the planner chooses.
     pub scheme: Option<Scheme>,
     /// Options of each kernel.
     pub kernels: PlanOptions,
-    /// What the planner compares schemes by.
+    /// Speeds by which the planner compares schemes.
     pub links: Links,
     /// Whether `gather`'s keys and values come while its kernels run, which wait for each piece's flag: ranks
     /// of one host, a process each, whose devices share memory, rows that are not packed, a kernel that
@@ -23,7 +23,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// This scheme or a refusal.
+    /// Sets the scheme to use or refuse.
     #[must_use]
     pub fn scheme(mut self, scheme: impl Into<Option<Scheme>>) -> Self {
         self.scheme = scheme.into();
@@ -44,7 +44,7 @@ impl Options {
         self
     }
 
-    /// What the planner compares schemes by.
+    /// Sets the speeds by which the planner compares schemes.
     #[must_use]
     pub fn links(mut self, links: Links) -> Self {
         self.links = links;

@@ -17,14 +17,14 @@ use crate::scheme::Scheme;
 
 /// A program with its buffers, on one rank.
 pub(super) struct Planned {
-    /// Where keys come that kernels wait for; dropped before the buffers.
+    /// Meeting for keys that kernels wait for; dropped before the buffers.
     meeting: Option<Meeting>,
-    /// Why gathered keys come before the kernels.
+    /// Reason why gathered keys come before the kernels.
     why_not: Option<String>,
     group: Arc<dyn Group>,
     pub(super) whole: Whole,
     gradients: Option<Gradients>,
-    /// What its ranks have agreed on, by field.
+    /// Fields on which all ranks have agreed.
     says: Arc<[(String, String)]>,
     pub(super) choice: Choice,
     built: Built,

@@ -38,7 +38,7 @@ use crate::partition::Partition;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Problem {
-    /// What one device would compute.
+    /// Problem of one device with all rows.
     pub whole: FwdProblem,
     /// Ranks that have each query.
     pub q: Partition,
@@ -48,11 +48,11 @@ pub struct Problem {
     pub cu_seqlens_q: Option<Vec<u32>>,
     /// Packed: the first row of each sequence of keys, and the end.
     pub cu_seqlens_k: Option<Vec<u32>>,
-    /// What `whole` cannot say on this rank, which has no queries.
+    /// Fields that `whole` cannot give on this rank, because it has no queries.
     as_others: AsOthers,
 }
 
-/// Which operands of queries a rank without queries takes as the other ranks have them.
+/// Operands of queries that a rank without queries takes from the other ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct AsOthers {
     lse: bool,
@@ -101,7 +101,7 @@ impl Problem {
         self.as_others != AsOthers::default()
     }
 
-    /// With what the ranks have settled, by field.
+    /// Sets the fields that the ranks have agreed on.
     pub(crate) fn settled(mut self, fields: &[(String, String)]) -> Self {
         let said = |name: &str| fields.iter().find(|(field, _)| field == name).map(|(_, text)| text.as_str());
         if self.as_others.lse && said("write_lse") != Some(AS_OTHERS) {

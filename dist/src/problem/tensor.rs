@@ -1,4 +1,4 @@
-//! Where rows lie in a tensor.
+//! Places of rows in a tensor.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use fmha::{DType, Strides};
 use crate::group::Block;
 use crate::partition::Piece;
 
-/// Which of the tensors: its rows are queries' or keys', and as long as those products need.
+/// Kind of tensor: its rows belong to queries or keys, and have the length that the products need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Q,
@@ -45,7 +45,7 @@ impl Tensor {
         u64::from(self.batch) * u64::from(self.rows) * self.row_bytes()
     }
 
-    /// Where a row of the first sequence begins.
+    /// Offset of a row of the first sequence.
     pub(crate) fn at(&self, row: u32) -> u64 {
         u64::from(row) * self.row_bytes()
     }
@@ -56,7 +56,7 @@ impl Tensor {
         Strides { batch: seq * rows, seq, head, dim: 1 }
     }
 
-    /// All of it.
+    /// Whole tensor.
     pub(crate) fn block(&self) -> Block {
         Block { offset: 0, rows: 1, row_bytes: self.bytes(), stride: self.bytes() }
     }

@@ -1,4 +1,5 @@
-//! What a scheme becomes: [steps](Step) over numbered [buffers](Buf), made once when all ranks plan, and how they run.
+//! Programs of schemes: [steps](Step) over numbered [buffers](Buf), made once when all ranks plan, and their
+//! execution.
 //!
 //! ```text
 //!  Program     steps in their order, and the scratch that they need
@@ -42,7 +43,7 @@ pub(crate) enum Buf {
     Scratch(usize),
 }
 
-/// How many buffers of a call there are.
+/// Number of buffers of a call.
 const CALLS: usize = 10;
 
 impl Buf {
@@ -79,15 +80,15 @@ pub(crate) struct Backward {
 }
 
 pub(crate) enum Step {
-    /// This rank's keys go, piece by piece, to where other ranks' kernels wait for them.
+    /// Sends this rank's keys, piece by piece, to the buffers where other ranks' kernels wait for them.
     Send,
-    /// This rank's own keys go to their places among them.
+    /// Copies this rank's own keys to their places among the arriving ones.
     Fill { sinks: [Buf; 2] },
-    /// What has come was read: the next run may send again.
+    /// Allows the next run to send again, because the arrived keys have been read.
     Release { sinks: Vec<Buf> },
     /// dK and dV that no later kernel changes go to where their owners add them, behind so many kernels.
     SendHome { step: usize, sources: [Buf; 2] },
-    /// Those of this rank's keys are here.
+    /// Waits until the gradients of this rank's keys have arrived.
     AwaitHome { sinks: [Buf; 2] },
     /// Rows move between ranks.
     Exchange { exchange: Exchange, sources: Vec<Buf>, sinks: Vec<Buf> },

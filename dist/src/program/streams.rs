@@ -1,4 +1,4 @@
-//! On which stream each step is, and which steps of other streams it waits for.
+//! Stream of each step, and the steps of other streams that it waits for.
 //!
 //! ```text
 //!  moving   K V of others ─┐
@@ -35,9 +35,9 @@ pub(crate) struct Streams {
 }
 
 impl Streams {
-    /// For a program on this device; none where work is done at return, where there is one rank, or where
-    /// each step waits for the one before: all are then on the caller's stream, and there is no event for the
-    /// host to queue.
+    /// Makes the streams for a program on this device. `None` where work is done at return, where there is
+    /// one rank, or where each step waits for the one before: all steps are then on the caller's stream, and
+    /// the host queues no event.
     pub(crate) fn new(device: &Device, program: &Program) -> Result<Option<Self>, fmha::Error> {
         if !device.has_streams() || program.ranks == 1 || is_one_behind_another(program) {
             return Ok(None);
@@ -52,7 +52,7 @@ impl Streams {
         Ok(Some(Self { moving, second, begun, done, turns }))
     }
 
-    /// What the caller's stream has before the run is before all steps.
+    /// Orders all steps after the work that the caller's stream has before the run.
     pub(super) fn begin(&self, caller: &Stream) -> Result<(), fmha::Error> {
         let Some(begun) = &self.begun else { return Ok(()) };
         begun.record(caller)?;
@@ -104,7 +104,7 @@ struct Last {
     read: [Option<usize>; STREAMS],
 }
 
-/// Which stream a step has, and which steps of other streams it waits for.
+/// Stream of a step, and the steps of other streams that it waits for.
 pub(super) struct Turn {
     pub(super) stream: usize,
     pub(super) after: Vec<usize>,

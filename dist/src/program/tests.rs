@@ -1,4 +1,4 @@
-//! What steps wait for, and what ranks send each other.
+//! Dependencies of steps, and messages between ranks.
 
 use fmha::{Backend, DType, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
 
@@ -125,7 +125,7 @@ fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
     }
 }
 
-/// What ranks send to each other and expect of each other, a message for each row, as the GPUs' group has it.
+/// Messages that ranks send and expect, one for each row, as in the GPUs' group.
 #[test]
 fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
     let device = Device::open(Backend::Cpu).unwrap();
@@ -193,7 +193,8 @@ fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
     }
 }
 
-/// As many as a GPU's kernel takes: of dK and dV one of each rank, of the sinks' gradient one of each sequence.
+/// Most parts of a merge: as many as a GPU's kernel takes. dK and dV have one for each rank, the gradient of
+/// the sinks one for each sequence.
 #[test]
 fn no_merge_has_more_parts_than_every_device_takes() {
     assert_eq!(MAX_PARTS as usize, fmha_core::abi::MAX_PARTS);

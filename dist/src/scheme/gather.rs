@@ -59,7 +59,7 @@ fn gather(b: &mut Builder<'_>, order: Order) -> Result<Operands> {
     Ok(Operands { q: b.own(Kind::Q), k, v, arrivals: 0 })
 }
 
-/// Which keys kernels read first: forward, a tile's last ones; backward, the sequence's first ones.
+/// Keys that kernels read first: forward, the last keys of a tile; backward, the first keys of the sequence.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
     LastFirst,

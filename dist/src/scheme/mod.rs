@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::problem::{Gradients, Whole};
 use crate::program::Program;
 
-/// How attention goes over ranks.
+/// Distribution of attention over ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scheme {
     /// Every rank gathers the keys and values that its queries see, and attends once: O, LSE and dQ have the
@@ -36,7 +36,7 @@ pub enum Scheme {
     Decode,
 }
 
-/// All of them, as a planner tries them.
+/// All schemes, in the order in which a planner tries them.
 pub const SCHEMES: [Scheme; 5] =
     [Scheme::Gather, Scheme::Ulysses, Scheme::Ring, Scheme::Mixed, Scheme::Decode];
 

@@ -71,14 +71,14 @@ impl Turns {
         Self { kind, dtype, bufs: [(); 2].map(|()| b.scratch(dtype, most)) }
     }
 
-    /// What `rank` has, at a step.
+    /// Tensor of `rank` at a step.
     fn of(&self, b: &Builder<'_>, rank: u32, step: u32) -> Held {
         let tensor = b.whole.tensor_of(self.kind, rank, self.dtype);
         Held { buf: self.bufs[(step % 2) as usize], tensor }
     }
 }
 
-/// What this rank has goes to its counterpart of the next host, and what that of the one before has comes.
+/// Sends this rank's part to its counterpart on the next host, and receives that of the host before.
 fn pass_on(b: &mut Builder<'_>, hosts: Hosts, tensors: &[(Held, Held)]) -> Result<()> {
     let (next, before) =
         (hosts.counterpart(hosts.own() + 1), hosts.counterpart(hosts.own() + hosts.count - 1));
@@ -92,7 +92,7 @@ fn pass_on(b: &mut Builder<'_>, hosts: Hosts, tensors: &[(Held, Held)]) -> Resul
 
 /// The keys of a host as one tensor, in the order of their positions: pieces of ranks that touch are one.
 struct HostRows {
-    /// By host.
+    /// Pieces of each host.
     pieces: Vec<Vec<Piece>>,
     rows: Vec<u32>,
 }
@@ -246,7 +246,7 @@ pub(super) fn forward(b: &mut Builder<'_>, ranks_per_host: u32) -> Result<()> {
 #[derive(Default)]
 pub(super) struct Merging {
     pub(super) sum: Option<Partial>,
-    /// Where the next part is written, and where it is merged to.
+    /// Buffers for the next part, and for the merge.
     spare: Vec<Partial>,
 }
 
@@ -335,8 +335,8 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients, ranks_per_host: u
     Ok(())
 }
 
-/// Where hosts have several ranks: this rank's part of dK and dV of a host's keys, and those of its share by
-/// each rank of its own host.
+/// Gradients if hosts have several ranks: this rank's part of dK and dV for a host's keys, and the parts for
+/// its own share from each rank of its host.
 struct HostGrads {
     parts: [Buf; 2],
     slots: Vec<[Buf; 2]>,

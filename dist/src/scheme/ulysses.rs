@@ -94,7 +94,7 @@ pub(super) fn takes(whole: &Whole) -> Result<()> {
     Ok(())
 }
 
-/// Which heads of a rank move: those that a function of the rank gives.
+/// Heads of a rank that move, as a function of the rank.
 type HeadsOf<'a> = &'a dyn Fn(&Whole, u32) -> Heads;
 
 /// Rows of the largest exchange, backward's first, that the rank that has most has with others: those of few
@@ -124,8 +124,8 @@ fn hold_all(b: &mut Builder<'_>, kind: Kind, heads: &Heads, dtype: DType) -> Hel
     b.hold(b.whole.tensor_of_all(kind, heads.of(kind).len() as u32, dtype))
 }
 
-/// Where `peer`'s heads of this rank's rows lie, and `peer`'s rows of this rank's heads: where rows of some
-/// heads lie in each of both is a function of the first row, of how many there are, and of the heads.
+/// Parts that hold `peer`'s heads of this rank's rows, and `peer`'s rows of this rank's heads. Each side has
+/// a function from the first row, the number of rows and the heads to the place.
 fn parts(
     b: &Builder<'_>,
     (kind, peer): (Kind, u32),
@@ -171,7 +171,7 @@ fn swap_in(b: &mut Builder<'_>, moves: &mut Moves, kind: Kind, own: Held, heads:
     all
 }
 
-/// This rank's rows of all heads, from the ranks that have the heads.
+/// Moves this rank's rows of all heads back from the ranks that have the heads.
 fn swap_out(b: &Builder<'_>, moves: &mut Moves, kind: Kind, (all, own): (Held, Held), heads: HeadsOf<'_>) {
     for peer in 0..b.ranks() {
         let [of_own, of_all] = tensor_parts(b, (kind, peer), own, all, heads);

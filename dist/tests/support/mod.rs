@@ -39,7 +39,7 @@ pub(crate) fn as_process() -> Option<(PathBuf, u32, u32)> {
     Some((folder.into(), number(RANK), number(SIZE)))
 }
 
-/// What each rank's closure gives, by rank.
+/// Results of each rank's closure, by rank.
 pub(crate) fn on_ranks<T: Send>(
     ranks: u32,
     timeout: Duration,
@@ -251,13 +251,13 @@ pub(crate) fn bytes(operands: &Operands, operand: Operand) -> Vec<u8> {
     operands.expect(operand).elems().to_vec()
 }
 
-/// How a rank ends.
+/// Ways in which a rank ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum End {
     Panics,
     /// Without a word.
     Leaves,
-    /// With its process.
+    /// The process of the rank aborts.
     Aborts,
 }
 

@@ -1,4 +1,4 @@
-//! Which kernel a device has, and what is stated of devices.
+//! Choice of a kernel for each device, and the stated facts of devices.
 
 use fmha_core::{BwdProblem, FwdProblem, PlanOptions, ValidBwd, ValidFwd};
 use fmha_gpu::{GpuProblem as _, Simt, SimtBwd, select};

@@ -1,4 +1,4 @@
-//! What the recipes choose for this seat, on the devices that NVIDIA states. Nothing is compiled or run.
+//! Choices of the recipes for this backend, on the devices that NVIDIA states. Nothing is compiled or run.
 
 mod backward;
 mod choice;
@@ -15,7 +15,7 @@ use fmha_kernels_cuda::nvidia::DeviceFacts;
 use super::{Cuda, NVTX, nvtx};
 use crate::search::libraries;
 
-/// What a kernel chooses for this seat.
+/// Choice of a kernel for this backend.
 fn choose<K: Kernel<P, Cuda>, P: GpuProblem>(
     problem: &P,
     facts: &DeviceFacts,

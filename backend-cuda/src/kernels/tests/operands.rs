@@ -1,4 +1,4 @@
-//! Where kernels take operands, and what tensor maps say of them. No memory lies at these addresses.
+//! Addresses that kernels accept for operands, and their tensor maps. No memory lies at these addresses.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{

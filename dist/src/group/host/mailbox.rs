@@ -92,7 +92,7 @@ impl Mailbox {
 }
 
 impl State {
-    /// What was planned of a call of this rank; none of one that has not begun, or too long ago.
+    /// Fields of a call of this rank; `None` if it has not begun or is too old.
     pub(super) fn planned(&self, call: u64) -> Option<&Arc<Fields>> {
         let (_, planned) = self.begun.iter().rev().find(|(first, _)| *first <= call)?;
         (call <= self.calls).then_some(planned)

@@ -51,7 +51,7 @@ pub struct Host {
     timeout: Duration,
     mailbox: Arc<Mailbox>,
     link: Box<dyn Link>,
-    /// How long the call that runs has waited for other ranks; none between calls.
+    /// Time that the running call has waited for other ranks; `None` between calls.
     waited: Mutex<Option<Duration>>,
     /// Whether it has said farewell.
     left: AtomicBool,

@@ -23,7 +23,7 @@ type Letters = HashMap<(u32, u32), VecDeque<Vec<u8>>>;
 struct World {
     letters: Mutex<Letters>,
     come: Condvar,
-    /// Which ranks have ended their communicators, and how.
+    /// Ranks that have ended their communicators, and how.
     ends: Mutex<Vec<(u32, &'static str)>>,
     ended: Condvar,
 }
@@ -42,7 +42,7 @@ impl World {
     }
 }
 
-/// What a communicator points to.
+/// Rank behind a communicator.
 struct Rank {
     rank: u32,
     size: u32,
@@ -143,7 +143,7 @@ unsafe extern "C" fn comm_init_rank(comm: *mut Comm, size: c_int, id: UniqueId, 
     0
 }
 
-/// As the library's: a call of all ranks, which waits for each.
+/// Ends a communicator as the library does: a call of all ranks, which waits for each.
 unsafe extern "C" fn comm_destroy(comm: Comm) -> Status {
     // SAFETY: one of ours.
     let Rank { rank, size, world } = unsafe { Rank::of(comm) };
@@ -249,7 +249,7 @@ fn api() -> Api {
     }
 }
 
-/// What each rank's closure gives, by rank.
+/// Results of each rank's closure, by rank.
 fn on_ranks<T: Send>(ranks: u32, run: impl Fn(Nccl) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let run = &run;
@@ -347,7 +347,7 @@ fn noise(seed: u64, count: usize) -> Vec<u8> {
     (0..count).flat_map(|_| next().to_bits().to_le_bytes()).collect()
 }
 
-/// On an emulated device, whose kernels need NVRTC: where there is none, it says `absent` and checks nothing.
+/// Runs on an emulated device, whose kernels need NVRTC: without it, prints `absent` and checks nothing.
 #[test]
 fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
     let device = match Device::open(Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) }) {

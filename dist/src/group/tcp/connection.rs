@@ -13,7 +13,7 @@ use super::timed::{POLL, Polled};
 use crate::error::Error;
 use crate::group::host::{Frame, Link, Mailbox};
 
-/// How long a rank that takes nothing of what is sent to it keeps this one from leaving.
+/// Time after which a rank may leave although another rank takes nothing of what is sent to it.
 const STANDSTILL: Duration = Duration::from_secs(5);
 
 /// Bytes that are written at once: a rank that has taken so many more stands not still.

@@ -1,4 +1,4 @@
-//! How ranks find each other: one deadline for all of it, and no connection that keeps another one waiting.
+//! Meeting of ranks: one deadline for all of it, and no connection that delays another one.
 
 use std::io;
 use std::io::Write as _;
@@ -34,10 +34,10 @@ struct Seat {
     listens: SocketAddr,
 }
 
-/// What became of a connection.
+/// Outcome of a connection.
 enum Heard {
     Rank(Hello, Talk, SocketAddr),
-    /// It says that it is this rank, and does not know the secret.
+    /// Rank that the connection names, without knowledge of the secret.
     Stranger(u32, SocketAddr),
     /// Bytes of another program, too few of them, or too late.
     Nothing,
@@ -80,7 +80,7 @@ impl<'a> Meeting<'a> {
         std::thread::sleep(Duration::from_millis(2));
     }
 
-    /// How long the meeting lasts from here on.
+    /// Time left for the meeting.
     fn left(&self) -> Duration {
         self.end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
     }
@@ -431,9 +431,9 @@ impl<'a> Meeting<'a> {
     }
 }
 
-/// Why another rank was not reached.
+/// Reason why another rank was not reached.
 enum Tried {
-    /// It may be there later.
+    /// The rank may be there later.
     Again(io::Error),
     Failed(Error),
 }
@@ -474,7 +474,7 @@ fn announce(path: &Path, address: SocketAddr, drawn: &[u8]) -> io::Result<()> {
     std::fs::rename(&beside, path)
 }
 
-/// What [`announce`] wrote.
+/// Address and secret that [`announce`] has written.
 fn announced(path: &Path) -> io::Result<(SocketAddr, Vec<u8>)> {
     let text = std::fs::read_to_string(path)?;
     let of = |text: &str| {

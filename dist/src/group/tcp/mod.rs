@@ -25,12 +25,12 @@ use connection::{Connection, Mesh};
 use meeting::Meeting;
 use proof::{SHORTEST_SECRET, Secret};
 
-/// Where the ranks of a group find each other, and what they know of each other.
+/// Place where the ranks of a group meet, and the facts that they share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
-    /// Which rank this is.
+    /// Index of this rank.
     pub rank: u32,
-    /// How many there are.
+    /// Number of ranks.
     pub size: u32,
     place: Place,
     secret: Option<Secret>,
@@ -80,8 +80,9 @@ impl Rendezvous {
         self
     }
 
-    /// What torchrun sets: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. The port above is taken,
-    /// since torch's own store listens at that one. And [`with_env`](Self::with_env).
+    /// Reads torchrun's variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, and those of
+    /// [`with_env`](Self::with_env). Uses the next higher port, since torch's own store listens at the given
+    /// one.
     ///
     /// # Errors
     /// The variable that is missing or no number, with its text.

@@ -35,14 +35,14 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// What messages are authenticated by.
+/// Key that authenticates messages.
 pub(super) struct Key([u8; 32]);
 
 type Mac = [u8; 32];
 
 impl Key {
-    /// From the job's secret and the one in the file where the ranks meet. Where there is neither, everybody
-    /// knows the key.
+    /// Makes the key from the job's secret and the one in the file where the ranks meet. If both are missing,
+    /// the key is public.
     pub(super) fn new(secret: Option<&Secret>, of_file: &[u8]) -> Self {
         let secret = secret.map_or(&[][..], |secret| &secret.0);
         Self(mac(b"fmha-dist key", &[secret, of_file]).finalize())
@@ -99,14 +99,14 @@ pub(super) struct Hello {
     pub(super) size: u32,
     /// The rank that is to listen there.
     pub(super) wants: u32,
-    /// Where the rank that connects listens itself.
+    /// Address of the rank that connects.
     pub(super) listens: SocketAddr,
 }
 
 const HELLO_BYTES: usize = 16 + ADDRESS_BYTES + 32;
 const CHALLENGE_BYTES: usize = 12 + 32;
 
-/// All that was said before the proofs, which they are made over.
+/// Messages before the proofs, which the proofs cover.
 type Transcript = [u8; HELLO_BYTES + CHALLENGE_BYTES];
 
 fn words(words: &[u32]) -> Vec<u8> {
@@ -124,11 +124,11 @@ fn another_program() -> io::Error {
 /// Message of the rank that listens to the rank that has connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Letter {
-    /// It has its seat.
+    /// The rank is accepted.
     Welcome,
     /// The meeting has failed.
     Refusal(Error),
-    /// Where all ranks listen, rank by rank.
+    /// Addresses of all ranks, by rank.
     List(Vec<u8>),
 }
 
@@ -146,7 +146,7 @@ pub(super) enum Answer {
     Welcome(Talk),
     /// Refusal by the other rank, which knows the secret.
     Refused(Error),
-    /// It answers, and does not know the secret.
+    /// The other side answers, and does not know the secret.
     OtherSecret,
 }
 

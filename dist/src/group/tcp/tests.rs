@@ -429,7 +429,7 @@ fn bytes_that_are_no_message_are_named_at_once() {
     }
 }
 
-/// At each message of a meeting a rank, or the root, says so many bytes of nothing, and goes on or closes.
+/// At each message of a meeting, a rank or the root sends some bytes of garbage, and then goes on or closes.
 #[test]
 fn garbage_of_any_length_at_each_message_ends_in_time_and_takes_no_seat() {
     let mut state = 9u64;
